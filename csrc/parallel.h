@@ -1,0 +1,45 @@
+// Work sharing on torch's own thread pool. Results must not depend on the number of threads.
+#pragma once
+
+#include <algorithm>
+#include <atomic>
+#include <cstdint>
+#include <exception>
+#include <mutex>
+
+#include <torch/csrc/stable/ops.h>
+
+namespace fmoe_ext {
+
+inline int64_t num_threads() { return torch::stable::get_num_threads(); }
+
+// Calls body(job) once for each job in [0, num_jobs); threads take the next job as they become free.
+// An exception leaves the region as itself: the one of the lowest job that threw.
+template <class Body>
+void for_each_job(int64_t num_jobs, const Body& body) {
+  const int64_t workers = std::min<int64_t>(num_threads(), num_jobs);
+  if (workers <= 1) {
+    for (int64_t job = 0; job < num_jobs; ++job) body(job);
+    return;
+  }
+  std::atomic<int64_t> next{0};
+  std::mutex mutex;
+  std::exception_ptr error;
+  int64_t error_job = num_jobs;
+  torch::stable::parallel_for(0, workers, 1, [&](int64_t, int64_t) {
+    for (int64_t job; (job = next.fetch_add(1, std::memory_order_relaxed)) < num_jobs;) {
+      try {
+        body(job);
+      } catch (...) {
+        std::lock_guard<std::mutex> lock(mutex);
+        if (job < error_job) {
+          error_job = job;
+          error = std::current_exception();
+        }
+      }
+    }
+  });
+  if (error) std::rethrow_exception(error);
+}
+
+}  // namespace fmoe_ext

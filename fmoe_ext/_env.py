@@ -1,0 +1,42 @@
+"""Every environment variable that fmoe_ext reads, with its type, default and meaning; nothing else reads any."""
+
+import os
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Variable:
+    name: str
+    type: type
+    default: object
+    meaning: str
+
+
+VARIABLES = (
+    Variable("FMOE_CUDA", bool, None, "build: 1 demands the CUDA kernels, 0 leaves them out, unset takes nvcc if found"),
+    Variable("USE_NCCL", bool, False, "build: 1 builds the NCCL exchange"),
+    Variable("NCCL_HOME", str, None, "build: folder with include/nccl.h and lib/libnccl.so.2"),
+    Variable("TORCH_CUDA_ARCH_LIST", str, "8.0;9.0a", "build: CUDA architectures"),
+    Variable("MAX_JOBS", int, None, "build: parallel compiler processes"),
+    Variable("FMOE_SANITIZE", bool, False, "build: 1 compiles the CPU kernels with AddressSanitizer and UBSan"),
+    Variable("FMOE_DEBUG", bool, False, "run: 1 makes CUDA ops raise for expert indices out of range (synchronises)"),
+)
+_BY_NAME = {variable.name: variable for variable in VARIABLES}
+
+
+def get(name):
+    """The value of a listed variable, converted to its type; its default when unset."""
+    variable = _BY_NAME[name]
+    text = os.environ.get(name, "").strip()
+    if text == "":
+        return variable.default
+    if variable.type is bool:
+        if text.lower() in ("1", "on", "true", "yes"):
+            return True
+        if text.lower() in ("0", "off", "false", "no"):
+            return False
+        raise ValueError(f"environment variable {name} must be 1 or 0, but is {text!r}")
+    try:
+        return variable.type(text)
+    except ValueError:
+        raise ValueError(f"environment variable {name} must be of type {variable.type.__name__}, but is {text!r}") from None

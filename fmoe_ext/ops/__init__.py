@@ -1,0 +1,30 @@
+"""The operators: one file each, with the public function, its fake kernel, its gradient and its oracle (`*_ref`).
+
+Importing this package loads the native modules; it is the only place that does.
+"""
+
+import torch
+
+from fmoe_ext import _C  # noqa: F401  (registers the schemas and the CPU kernels)
+
+
+def _load_cuda_module():
+    """None if the CUDA kernels were loaded, otherwise one sentence that says why not."""
+    if torch.version.cuda is None:
+        return "this torch is a CPU build, so the CUDA kernels cannot be loaded"
+    try:
+        from fmoe_ext import _C_cuda  # noqa: F401
+    except ImportError as error:
+        return f"fmoe_ext was built without CUDA kernels (reinstall with FMOE_CUDA=1 and nvcc): {error}"
+    return None
+
+
+cuda_module_missing = _load_cuda_module()
+
+from fmoe_ext.ops.count_tokens import count_tokens, count_tokens_ref  # noqa: E402
+
+__all__ = [
+    "count_tokens",
+    "count_tokens_ref",
+    "cuda_module_missing",
+]

@@ -1,0 +1,20 @@
+import torch
+
+
+def count_tokens(topk_idx: torch.Tensor, num_experts: int) -> torch.Tensor:
+    """Number of choices that each expert got, dropped ones (-1) left out.
+
+    topk_idx [T, K] int64 or int32, entries in [-1, num_experts) -> tokens_per_expert [E] int64.
+    Raises RuntimeError for an index outside that range (on CUDA it counts as dropped unless FMOE_DEBUG=1).
+    Equivalent to: torch.bincount(topk_idx[topk_idx >= 0], minlength=num_experts). FastMoE: expert_count.
+    """
+    return torch.ops.fmoe_ext.count_tokens(topk_idx, num_experts)
+
+
+def count_tokens_ref(topk_idx: torch.Tensor, num_experts: int) -> torch.Tensor:
+    return torch.bincount(topk_idx[topk_idx >= 0], minlength=num_experts)
+
+
+@torch.library.register_fake("fmoe_ext::count_tokens")
+def _(topk_idx, num_experts):
+    return topk_idx.new_empty((num_experts,), dtype=torch.int64)

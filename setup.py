@@ -1,0 +1,165 @@
+"""Builds the native modules of fmoe_ext; the variables it reads are listed in README.md, "Install"."""
+
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from setuptools import setup
+
+ROOT = Path(__file__).parent.resolve()
+TORCH_FLOOR = (2, 11)
+# Highest libtorch stable-ABI version that the sources may use: the floor, so that one binary serves every later torch.
+TORCH_TARGET = "0x020b000000000000"
+DEFAULT_CUDA_ARCHS = "8.0;9.0a"
+
+
+def stop(sentence):
+    sys.exit(f"fmoe_ext: {sentence}")
+
+
+try:
+    import torch
+    from torch.utils import cpp_extension
+except ImportError:
+    stop(
+        "PyTorch is needed to build: run `pip install torch` first, then `pip install . --no-build-isolation` "
+        "(an isolated build does not see the torch that is installed)."
+    )
+
+if tuple(int(part) for part in torch.__version__.split(".")[:2]) < TORCH_FLOOR:
+    stop(
+        f"torch {torch.__version__} is too old: version {TORCH_FLOOR[0]}.{TORCH_FLOOR[1]} or newer is needed, "
+        "run `pip install -U torch`."
+    )
+
+
+def env_flag(name):
+    """True, False or None (unset) for an environment variable that switches a part of the build."""
+    value = os.environ.get(name, "").strip().lower()
+    if value == "":
+        return None
+    if value in ("1", "on", "true", "yes"):
+        return True
+    if value in ("0", "off", "false", "no"):
+        return False
+    stop(f"{name}={value!r} is not understood: set it to 1 or 0, or leave it unset.")
+
+
+def check_cxx20():
+    compiler = os.environ.get("CXX", "c++")
+    if shutil.which(compiler.split()[0]) is None:
+        stop(f"no C++ compiler: {compiler!r} was not found, install gcc >= 11 or point CXX to one.")
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder, "probe.cpp")
+        source.write_text("#include <concepts>\ntemplate <std::integral T> T f(T x) { return x; }\nint a = f(1);\n")
+        command = [*compiler.split(), "-std=c++20", "-fsyntax-only", str(source)]
+        result = subprocess.run(command, capture_output=True, text=True)
+    if result.returncode != 0:
+        stop(f"the C++ compiler {compiler!r} does not know C++20: install gcc >= 11 or clang >= 14 and set CXX.")
+
+
+def find_cuda():
+    """Folder of the CUDA toolkit, or None when the CUDA module is not to be built."""
+    wanted = env_flag("FMOE_CUDA")
+    if wanted is False:
+        return None
+    home = cpp_extension._find_cuda_home() if hasattr(cpp_extension, "_find_cuda_home") else os.environ.get("CUDA_HOME")
+    if home is None or not Path(home, "bin", "nvcc").exists():
+        nvcc = shutil.which("nvcc")
+        home = str(Path(nvcc).resolve().parent.parent) if nvcc else None
+    if home is None and wanted:
+        stop("FMOE_CUDA=1 but nvcc was not found: install the CUDA toolkit, or set CUDA_HOME, or unset FMOE_CUDA.")
+    return home
+
+
+def find_nccl():
+    """(include folder, library folder or None) of NCCL: NCCL_HOME, pip's nvidia-nccl-cu*, or the system's."""
+    candidates = []
+    if os.environ.get("NCCL_HOME"):
+        candidates.append(Path(os.environ["NCCL_HOME"]))
+    candidates += [Path(entry, "nvidia", "nccl") for entry in sys.path if entry]
+    candidates += [Path("/usr"), Path("/usr/local")]
+    for home in candidates:
+        if Path(home, "include", "nccl.h").exists():
+            return home / "include", home / "lib"
+    stop("USE_NCCL=1 but nccl.h was not found: run `pip install nvidia-nccl-cu13` (or -cu12), or set NCCL_HOME.")
+
+
+def sources(*patterns):
+    return sorted(str(path.relative_to(ROOT)) for pattern in patterns for path in ROOT.glob(pattern))
+
+
+def headers(folder):
+    return [str(path) for path in ROOT.glob(f"{folder}/**/*.*") if path.suffix in (".h", ".cuh", ".inc")]
+
+
+COMMON = ["-std=c++20", f"-DTORCH_TARGET_VERSION={TORCH_TARGET}", "-fvisibility=hidden"]
+WARNINGS = ["-Wall", "-Wextra", "-Wno-unused-parameter", "-Wno-unknown-pragmas"]
+SANITIZE = ["-fsanitize=address,undefined", "-fno-omit-frame-pointer", "-fno-sanitize-recover=undefined", "-g", "-O1"]
+
+
+def cpu_extension():
+    flags = [*COMMON, *WARNINGS, "-O3", "-fno-math-errno", "-fno-trapping-math"]
+    link = []
+    if env_flag("FMOE_SANITIZE"):
+        flags, link = [*COMMON, *WARNINGS, *SANITIZE], ["-fsanitize=address,undefined"]
+    return cpp_extension.CppExtension(
+        "fmoe_ext._C",
+        sources("csrc/*.cpp", "csrc/gemm/*.cpp"),
+        include_dirs=[str(ROOT / "csrc")],
+        depends=headers("csrc"),
+        extra_compile_args={"cxx": flags},
+        extra_link_args=link,
+        py_limited_api=True,
+    )
+
+
+def cuda_extension(home):
+    cpp_extension.CUDA_HOME = home
+    os.environ.setdefault("TORCH_CUDA_ARCH_LIST", DEFAULT_CUDA_ARCHS)
+    lib = "lib64" if Path(home, "lib64").exists() else "lib"
+    return cpp_extension.CppExtension(
+        "fmoe_ext._C_cuda",
+        sources("cuda/*.cu", "cuda/*.cpp"),
+        include_dirs=[str(ROOT / "cuda"), str(Path(home, "include"))],
+        depends=headers("cuda"),
+        library_dirs=[str(Path(home, lib))],
+        libraries=["cudart_static", "dl", "rt"],
+        extra_compile_args={
+            "cxx": [*COMMON, *WARNINGS, "-O2", "-DUSE_CUDA"],
+            "nvcc": ["-std=c++20", "-O3", "-lineinfo", "-Xcompiler", "-fvisibility=hidden"],
+        },
+        py_limited_api=True,
+    )
+
+
+def nccl_extension():
+    include, lib = find_nccl()
+    return cpp_extension.CppExtension(
+        "fmoe_ext._C_nccl",
+        sources("csrc/nccl/*.cpp"),
+        include_dirs=[str(include)],
+        library_dirs=[str(lib)],
+        extra_compile_args={"cxx": [*COMMON, *WARNINGS, "-O2", "-DUSE_CUDA"]},
+        extra_link_args=["-l:libnccl.so.2", f"-Wl,-rpath,{lib}"],
+    )
+
+
+check_cxx20()
+extensions = [cpu_extension()]
+cuda_home = find_cuda()
+if cuda_home is not None and sources("cuda/*.cu"):
+    extensions.append(cuda_extension(cuda_home))
+if env_flag("USE_NCCL"):
+    extensions.append(nccl_extension())
+
+print(f"fmoe_ext: building {', '.join(e.name for e in extensions)} for torch {torch.__version__}, {platform.machine()}")
+setup(
+    ext_modules=extensions,
+    cmdclass={"build_ext": cpp_extension.BuildExtension},
+    options={"bdist_wheel": {"py_limited_api": "cp310"}} if not env_flag("USE_NCCL") else {},
+)
