@@ -55,11 +55,15 @@ def check_cxx20():
         stop(f"no C++ compiler: {compiler!r} was not found, install gcc >= 11 or point CXX to one.")
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder, "probe.cpp")
-        source.write_text("#include <concepts>\ntemplate <std::integral T> T f(T x) { return x; }\nint a = f(1);\n")
+        source.write_text(
+            "#include <concepts>\ntemplate <std::integral T> T f(T x) { return x; }\nint a = f(1);\n"
+        )
         command = [*compiler.split(), "-std=c++20", "-fsyntax-only", str(source)]
         result = subprocess.run(command, capture_output=True, text=True)
     if result.returncode != 0:
-        stop(f"the C++ compiler {compiler!r} does not know C++20: install gcc >= 11 or clang >= 14 and set CXX.")
+        stop(
+            f"the C++ compiler {compiler!r} does not know C++20: install gcc >= 11 or clang >= 14 and set CXX."
+        )
 
 
 def find_cuda():
@@ -67,12 +71,18 @@ def find_cuda():
     wanted = env_flag("FMOE_CUDA")
     if wanted is False:
         return None
-    home = cpp_extension._find_cuda_home() if hasattr(cpp_extension, "_find_cuda_home") else os.environ.get("CUDA_HOME")
+    home = (
+        cpp_extension._find_cuda_home()
+        if hasattr(cpp_extension, "_find_cuda_home")
+        else os.environ.get("CUDA_HOME")
+    )
     if home is None or not Path(home, "bin", "nvcc").exists():
         nvcc = shutil.which("nvcc")
         home = str(Path(nvcc).resolve().parent.parent) if nvcc else None
     if home is None and wanted:
-        stop("FMOE_CUDA=1 but nvcc was not found: install the CUDA toolkit, or set CUDA_HOME, or unset FMOE_CUDA.")
+        stop(
+            "FMOE_CUDA=1 but nvcc was not found: install the CUDA toolkit, or set CUDA_HOME, or unset FMOE_CUDA."
+        )
     return home
 
 
@@ -86,7 +96,9 @@ def find_nccl():
     for home in candidates:
         if Path(home, "include", "nccl.h").exists():
             return home / "include", home / "lib"
-    stop("USE_NCCL=1 but nccl.h was not found: run `pip install nvidia-nccl-cu13` (or -cu12), or set NCCL_HOME.")
+    stop(
+        "USE_NCCL=1 but nccl.h was not found: run `pip install nvidia-nccl-cu13` (or -cu12), or set NCCL_HOME."
+    )
 
 
 def sources(*patterns):
@@ -99,14 +111,41 @@ def headers(folder):
 
 COMMON = ["-std=c++20", f"-DTORCH_TARGET_VERSION={TORCH_TARGET}", "-fvisibility=hidden"]
 WARNINGS = ["-Wall", "-Wextra", "-Wno-unused-parameter", "-Wno-unknown-pragmas"]
-SANITIZE = ["-fsanitize=address,undefined", "-fno-omit-frame-pointer", "-fno-sanitize-recover=undefined", "-g", "-O1"]
+SANITIZE = [
+    "-fsanitize=address,undefined",
+    "-fno-omit-frame-pointer",
+    "-fno-sanitize-recover=undefined",
+    "-g",
+    "-O1",
+]
 
 
-def cpu_extension():
+def build_info(cuda_home):
+    """What `python -m fmoe_ext.info` says of the build; a comma-separated list of words without spaces or quotes."""
+    compiler = os.environ.get("CXX", "c++").split()[0]
+    version = subprocess.run(
+        [compiler, "-dumpfullversion", "-dumpversion"], capture_output=True, text=True
+    ).stdout
+    facts = {
+        "torch": torch.__version__,
+        "abi": "stable-2.11",
+        "cxx": f"{Path(compiler).name}-{version.split()[0] if version else 'unknown'}",
+        "cuda_archs": os.environ.get("TORCH_CUDA_ARCH_LIST", DEFAULT_CUDA_ARCHS)
+        .replace(";", "/")
+        .replace(" ", "/")
+        if cuda_home
+        else "none",
+        "nccl": "yes" if env_flag("USE_NCCL") else "no",
+    }
+    return ",".join(f"{key}={value}" for key, value in facts.items())
+
+
+def cpu_extension(cuda_home):
     flags = [*COMMON, *WARNINGS, "-O3", "-fno-math-errno", "-fno-trapping-math"]
     link = []
     if env_flag("FMOE_SANITIZE"):
         flags, link = [*COMMON, *WARNINGS, *SANITIZE], ["-fsanitize=address,undefined"]
+    flags.append(f"-DFMOE_BUILD_INFO={build_info(cuda_home)}")
     return cpp_extension.CppExtension(
         "fmoe_ext._C",
         sources("csrc/*.cpp", "csrc/gemm/*.cpp"),
@@ -150,14 +189,16 @@ def nccl_extension():
 
 
 check_cxx20()
-extensions = [cpu_extension()]
 cuda_home = find_cuda()
+extensions = [cpu_extension(cuda_home)]
 if cuda_home is not None and sources("cuda/*.cu"):
     extensions.append(cuda_extension(cuda_home))
 if env_flag("USE_NCCL"):
     extensions.append(nccl_extension())
 
-print(f"fmoe_ext: building {', '.join(e.name for e in extensions)} for torch {torch.__version__}, {platform.machine()}")
+print(
+    f"fmoe_ext: building {', '.join(e.name for e in extensions)} for torch {torch.__version__}, {platform.machine()}"
+)
 setup(
     ext_modules=extensions,
     cmdclass={"build_ext": cpp_extension.BuildExtension},

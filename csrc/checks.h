@@ -23,7 +23,8 @@ inline std::string shape_text(const Tensor& t) {
 inline const char* dtype_text(const Tensor& t) { return torch::headeronly::toString(t.scalar_type()); }
 
 inline void check_cpu(const Tensor& t, const char* name) {
-  STD_TORCH_CHECK(t.is_cpu(), name, " must be on the CPU like the other arguments, but it is on another device");
+  STD_TORCH_CHECK(t.is_cpu(), name,
+                  " must be on the CPU like the other arguments, but it is on another device");
 }
 
 inline void check_dim(const Tensor& t, int64_t dim, const char* name, const char* shape) {
@@ -31,28 +32,25 @@ inline void check_dim(const Tensor& t, int64_t dim, const char* name, const char
 }
 
 inline void check_size(const Tensor& t, int64_t d, int64_t expected, const char* name, const char* shape) {
-  STD_TORCH_CHECK(
-      t.size(d) == expected, name, " must have shape ", shape, " with size ", expected, " in dimension ", d,
-      ", but got shape ", shape_text(t));
+  STD_TORCH_CHECK(t.size(d) == expected, name, " must have shape ", shape, " with size ", expected,
+                  " in dimension ", d, ", but got shape ", shape_text(t));
 }
 
 inline void check_float(const Tensor& t, const char* name) {
   const auto s = t.scalar_type();
   STD_TORCH_CHECK(
-      s == ScalarType::Float || s == ScalarType::Double || s == ScalarType::BFloat16 || s == ScalarType::Half, name,
-      " must be float64, float32, bfloat16 or float16, but got ", dtype_text(t));
+      s == ScalarType::Float || s == ScalarType::Double || s == ScalarType::BFloat16 || s == ScalarType::Half,
+      name, " must be float64, float32, bfloat16 or float16, but got ", dtype_text(t));
 }
 
 inline void check_same_dtype(const Tensor& t, const Tensor& other, const char* name, const char* other_name) {
-  STD_TORCH_CHECK(
-      t.scalar_type() == other.scalar_type(), name, " must have the dtype of ", other_name, " (", dtype_text(other),
-      "), but got ", dtype_text(t));
+  STD_TORCH_CHECK(t.scalar_type() == other.scalar_type(), name, " must have the dtype of ", other_name, " (",
+                  dtype_text(other), "), but got ", dtype_text(t));
 }
 
 inline void check_index_dtype(const Tensor& t, const char* name) {
-  STD_TORCH_CHECK(
-      t.scalar_type() == ScalarType::Long || t.scalar_type() == ScalarType::Int, name,
-      " must be int64 or int32, but got ", dtype_text(t));
+  STD_TORCH_CHECK(t.scalar_type() == ScalarType::Long || t.scalar_type() == ScalarType::Int, name,
+                  " must be int64 or int32, but got ", dtype_text(t));
 }
 
 inline void check_int32(const Tensor& t, const char* name) {

@@ -12,7 +12,8 @@ namespace {
 constexpr int64_t kChunk = 1 << 15;
 
 template <typename index_t>
-void count_chunks(const index_t* idx, int64_t numel, int64_t num_experts, int64_t* counts) {  // counts [E], zeroed
+void count_chunks(const index_t* idx, int64_t numel, int64_t num_experts,
+                  int64_t* counts) {  // counts [E], zeroed
   const int64_t num_chunks = (numel + kChunk - 1) / kChunk;
   std::vector<int64_t> partial(num_chunks * num_experts, 0);
   for_each_job(num_chunks, [&](int64_t chunk) {

@@ -1,14 +1,30 @@
-// Every operator schema of fmoe_ext, in one place. Kernels register themselves from <op>.cpp (CPU) and cuda/ (CUDA);
-// autograd, fake kernels and autocast rules are registered from fmoe_ext/ops/<op>.py.
+// Every operator schema of fmoe_ext, in one place. Kernels register themselves from <op>.cpp (CPU) and cuda/
+// (CUDA); autograd, fake kernels and autocast rules are registered from fmoe_ext/ops/<op>.py.
 //
-// Letters: T tokens, K choices a token, E experts, R = T * K rows in expert-major order, D model width, H expert width.
-// A row of an expert-major tensor at or past offs[-1] belongs to a dropped choice: row_idx is -1 there, data is zero.
+// Letters: T tokens, K choices a token, E experts, R = T * K rows in expert-major order, D model width, H
+// expert width. A row of an expert-major tensor at or past offs[-1] belongs to a dropped choice: row_idx is
+// -1 there, data is zero.
 
 #include <Python.h>
 
+#include <string>
+
 #include <torch/csrc/stable/library.h>
 
+#ifndef FMOE_BUILD_INFO
+#define FMOE_BUILD_INFO unknown
+#endif
+#define FMOE_TEXT(...) #__VA_ARGS__
+#define FMOE_TEXT_OF(...) FMOE_TEXT(__VA_ARGS__)
+
+namespace {
+std::string build_info() { return FMOE_TEXT_OF(FMOE_BUILD_INFO); }
+}  // namespace
+
 STABLE_TORCH_LIBRARY(fmoe_ext, m) {
+  // What setup.py knew: "torch=...,cxx=...,modules=...", for python -m fmoe_ext.info.
+  m.def("build_info() -> str");
+
   m.def("count_tokens(Tensor topk_idx, int num_experts) -> Tensor");
 
   // -> tokens_per_expert [E] int64, offs [E] int32, row_idx [T * K] int32, inverse [T, K] int32
@@ -29,7 +45,8 @@ STABLE_TORCH_LIBRARY(fmoe_ext, m) {
       "topk_gate(Tensor logits, int top_k, str score=\"softmax\", bool normalize=True, Tensor? bias=None,"
       " int num_groups=1, int topk_groups=1, float scale=1.0) -> (Tensor, Tensor)");
   m.def(
-      "topk_gate_backward(Tensor grad_weights, Tensor logits, Tensor topk_idx, Tensor topk_weights, str score,"
+      "topk_gate_backward(Tensor grad_weights, Tensor logits, Tensor topk_idx, Tensor topk_weights, str "
+      "score,"
       " bool normalize, float scale) -> Tensor");
 
   m.def("grouped_gemm(Tensor x, Tensor weight, Tensor offs, Tensor? bias=None) -> Tensor");
@@ -40,17 +57,25 @@ STABLE_TORCH_LIBRARY(fmoe_ext, m) {
 
   // -> y [R, D], or [T, D] when combine; h [R, H or 2H] when save_h, else empty.
   m.def(
-      "expert_mlp(Tensor x, Tensor row_idx, Tensor inverse, Tensor offs, Tensor w1, Tensor? b1, Tensor w2, Tensor? b2,"
+      "expert_mlp(Tensor x, Tensor row_idx, Tensor inverse, Tensor offs, Tensor w1, Tensor? b1, Tensor w2, "
+      "Tensor? b2,"
       " Tensor? topk_weights, str activation, bool combine, bool save_h) -> (Tensor, Tensor)");
   // needs: dx, dw1, db1, dw2, db2, dtopk_weights, in the order of the results.
   m.def(
-      "expert_mlp_backward(Tensor grad_y, Tensor x, Tensor row_idx, Tensor inverse, Tensor offs, Tensor w1, Tensor w2,"
+      "expert_mlp_backward(Tensor grad_y, Tensor x, Tensor row_idx, Tensor inverse, Tensor offs, Tensor w1, "
+      "Tensor w2,"
       " Tensor? b2, Tensor? topk_weights, Tensor h, str activation, bool combine, bool[] needs)"
       " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
 }
 
-// Importing the module loads the shared object, and with it the static registrations; there is nothing else in it.
+STABLE_TORCH_LIBRARY_IMPL(fmoe_ext, CompositeExplicitAutograd, m) {
+  m.impl("build_info", TORCH_BOX(&build_info));
+}
+
+// Importing the module loads the shared object, and with it the static registrations; there is nothing else
+// in it.
 PyMODINIT_FUNC PyInit__C(void) {
-  static PyModuleDef module = {PyModuleDef_HEAD_INIT, "_C", nullptr, -1, nullptr, nullptr, nullptr, nullptr, nullptr};
+  static PyModuleDef module = {
+      PyModuleDef_HEAD_INIT, "_C", nullptr, -1, nullptr, nullptr, nullptr, nullptr, nullptr};
   return PyModule_Create(&module);
 }

@@ -10,16 +10,15 @@ inline void check_topk_idx(const Tensor& topk_idx, int64_t num_experts) {
   check_index_dtype(topk_idx, "topk_idx");
   check_dim(topk_idx, 2, "topk_idx", "[T, K]");
   STD_TORCH_CHECK(num_experts >= 1, "num_experts must be at least 1, but got ", num_experts);
-  STD_TORCH_CHECK(
-      topk_idx.numel() <= INT32_MAX, "topk_idx must have fewer than 2^31 elements (offsets are int32), but got shape ",
-      shape_text(topk_idx));
+  STD_TORCH_CHECK(topk_idx.numel() <= INT32_MAX,
+                  "topk_idx must have fewer than 2^31 elements (offsets are int32), but got shape ",
+                  shape_text(topk_idx));
 }
 
 // The expert index at flat position i, or -1 when that choice was dropped.
 inline int64_t checked_expert(int64_t e, int64_t i, int64_t num_experts) {
-  STD_TORCH_CHECK(
-      e >= -1 && e < num_experts, "topk_idx must be in [-1, ", num_experts, ") (-1 means dropped), but element ", i,
-      " is ", e);
+  STD_TORCH_CHECK(e >= -1 && e < num_experts, "topk_idx must be in [-1, ", num_experts,
+                  ") (-1 means dropped), but element ", i, " is ", e);
   return e;
 }
 

@@ -13,13 +13,25 @@ class Variable:
 
 
 VARIABLES = (
-    Variable("FMOE_CUDA", bool, None, "build: 1 demands the CUDA kernels, 0 leaves them out, unset takes nvcc if found"),
+    Variable(
+        "FMOE_CUDA",
+        bool,
+        None,
+        "build: 1 demands the CUDA kernels, 0 leaves them out, unset takes nvcc if found",
+    ),
     Variable("USE_NCCL", bool, False, "build: 1 builds the NCCL exchange"),
     Variable("NCCL_HOME", str, None, "build: folder with include/nccl.h and lib/libnccl.so.2"),
     Variable("TORCH_CUDA_ARCH_LIST", str, "8.0;9.0a", "build: CUDA architectures"),
     Variable("MAX_JOBS", int, None, "build: parallel compiler processes"),
-    Variable("FMOE_SANITIZE", bool, False, "build: 1 compiles the CPU kernels with AddressSanitizer and UBSan"),
-    Variable("FMOE_DEBUG", bool, False, "run: 1 makes CUDA ops raise for expert indices out of range (synchronises)"),
+    Variable(
+        "FMOE_SANITIZE", bool, False, "build: 1 compiles the CPU kernels with AddressSanitizer and UBSan"
+    ),
+    Variable(
+        "FMOE_DEBUG",
+        bool,
+        False,
+        "run: 1 makes CUDA ops raise for expert indices out of range (synchronises)",
+    ),
 )
 _BY_NAME = {variable.name: variable for variable in VARIABLES}
 
@@ -39,4 +51,6 @@ def get(name):
     try:
         return variable.type(text)
     except ValueError:
-        raise ValueError(f"environment variable {name} must be of type {variable.type.__name__}, but is {text!r}") from None
+        raise ValueError(
+            f"environment variable {name} must be of type {variable.type.__name__}, but is {text!r}"
+        ) from None

@@ -21,7 +21,9 @@ def assert_close(ours, truth, plain, name="result"):
     truth = truth.detach().double().cpu()
     ours_error = (ours.detach().double().cpu() - truth).abs()
     plain_error = (plain.detach().double().cpu() - truth).abs()
-    assert torch.isfinite(ours_error).all(), f"{name}: not finite at {(~torch.isfinite(ours_error)).nonzero()[0].tolist()}"
+    assert torch.isfinite(ours_error).all(), (
+        f"{name}: not finite at {(~torch.isfinite(ours_error)).nonzero()[0].tolist()}"
+    )
     eps = torch.finfo(ours.dtype).eps
     for measure, reduce in (("norm", torch.linalg.vector_norm), ("largest element", torch.max)):
         limit = 2 * reduce(plain_error) + 2 * eps * reduce(truth.abs())

@@ -22,7 +22,12 @@ def test_count_tokens_rejects():
     with pytest.raises(RuntimeError, match=r"topk_idx must be in \[-1, 3\).*element 1 is 3"):
         count_tokens(torch.tensor([[0, 3]]), 3)
     with pytest.raises(RuntimeError, match="element 70001 is -2"):
-        count_tokens(torch.zeros(40_000, 2, dtype=torch.int64).index_put((torch.tensor(35_000), torch.tensor(1)), torch.tensor(-2)), 3)
+        count_tokens(
+            torch.zeros(40_000, 2, dtype=torch.int64).index_put(
+                (torch.tensor(35_000), torch.tensor(1)), torch.tensor(-2)
+            ),
+            3,
+        )
     with pytest.raises(RuntimeError, match="int64 or int32, but got Float"):
         count_tokens(torch.zeros(2, 2), 3)
     with pytest.raises(RuntimeError, match=r"shape \[T, K\], but got shape \[2\]"):

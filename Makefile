@@ -1,0 +1,70 @@
+# `make train` and `make test` set up everything they need by themselves; ARGS="..." passes options on.
+PYTHON ?= python3
+VENV   := .venv
+PY     := $(VENV)/bin/python
+ARGS   ?=
+# ninja, ruff and clang-format come from the virtual environment
+export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
+
+NATIVE := setup.py pyproject.toml $(shell find csrc cuda -name '*.cpp' -o -name '*.h' -o -name '*.inc' -o -name '*.cu' -o -name '*.cuh')
+CXX_FILES := $(shell find csrc cuda tests -name '*.cpp' -o -name '*.h' -o -name '*.inc' -o -name '*.cu' -o -name '*.cuh')
+
+.PHONY: help train test build lint format bench wheel asan cuda clean
+help:
+	@sed -n 's/^## //p' Makefile
+
+## make train    train the MoE language model on real text; pictures and metrics in out/lm  (ARGS="--compare")
+train: build
+	$(PY) -m examples.lm.train $(ARGS)
+
+## make test     the whole test suite                                                       (ARGS="-k sort -x")
+test: build
+	$(PY) -m pytest -q $(ARGS)
+
+## make build    virtual environment in .venv, pinned requirements, native modules
+build: $(VENV)/.built
+
+$(VENV)/.installed: requirements.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "fmoe_ext needs Python 3.10 or newer: make PYTHON=python3.12")'
+	@test -x $(PY) || $(PYTHON) -m venv $(VENV) || { echo "python3 cannot make a virtual environment: install its venv package (Debian: apt-get install python3-venv)"; exit 1; }
+	$(PY) -m pip install -q --disable-pip-version-check -r requirements.txt
+	@touch $@
+
+# CUDA kernels are left out here unless asked for, because this environment's torch is whatever pip brings: FMOE_CUDA=1 make build
+$(VENV)/.built: $(VENV)/.installed $(NATIVE)
+	FMOE_CUDA=$${FMOE_CUDA:-0} $(PY) -m pip install -q --disable-pip-version-check --no-build-isolation --no-deps -e .
+	@touch $@
+
+## make cuda     compile the CUDA kernels where nvcc is found, also under a CPU-only torch
+cuda: $(VENV)/.installed
+	FMOE_CUDA=1 $(PY) setup.py build_ext --inplace
+
+## make lint     ruff and clang-format, changing nothing;  make format repairs
+lint: $(VENV)/.installed
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/clang-format --dry-run --Werror $(CXX_FILES)
+
+format: $(VENV)/.installed
+	$(VENV)/bin/ruff check --fix .
+	$(VENV)/bin/ruff format .
+	$(VENV)/bin/clang-format -i $(CXX_FILES)
+
+## make bench    layer and operator benchmarks against their peers, results in benchmarks/results
+bench: build
+	$(PY) -m benchmarks.bench_layer $(ARGS)
+	$(PY) -m benchmarks.bench_routing $(ARGS)
+
+## make wheel    one abi3 wheel in dist/
+wheel: $(VENV)/.installed
+	$(PY) -m build --wheel --sdist --no-isolation -o dist
+
+## make asan     the operator tests with AddressSanitizer and UBSan on the CPU kernels
+asan: $(VENV)/.installed
+	bash tests/run_asan.sh $(ARGS)
+
+## make clean    remove everything that was built, and .venv
+clean:
+	rm -rf build dist out *.egg-info .pytest_cache .hypothesis .ruff_cache $(VENV)
+	find fmoe_ext -name '*.so' -delete
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,63 @@
+"""`python -m fmoe_ext.info`: what a bug report quotes."""
+
+import importlib.util
+import os
+import platform
+
+import torch
+
+import fmoe_ext
+from fmoe_ext import _env, ops
+
+
+def _native_modules():
+    """(module, state) pairs; the state of a missing one says why."""
+    modules = [("fmoe_ext._C", "loaded")]
+    built = importlib.util.find_spec("fmoe_ext._C_cuda") is not None
+    missing = ops.cuda_module_missing
+    modules.append(
+        (
+            "fmoe_ext._C_cuda",
+            "loaded" if missing is None else f"{'built, ' if built else ''}not loaded: {missing}",
+        )
+    )
+    if importlib.util.find_spec("fmoe_ext._C_nccl") is not None:
+        modules.append(("fmoe_ext._C_nccl", "built"))
+    else:
+        modules.append(("fmoe_ext._C_nccl", "not built (USE_NCCL=1 builds it)"))
+    return modules
+
+
+def _devices():
+    if not torch.cuda.is_available():
+        return [("CUDA devices", "none")]
+    names = (torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))
+    nccl = ".".join(map(str, torch.cuda.nccl.version()))
+    return [("CUDA devices", ", ".join(names)), ("torch's NCCL", nccl)]
+
+
+def report() -> str:
+    lines = [
+        ("fmoe_ext", f"{fmoe_ext.__version__} ({os.path.dirname(fmoe_ext.__file__)})"),
+        ("torch", f"{torch.__version__}, CUDA {torch.version.cuda or 'none'}"),
+        ("Python", f"{platform.python_version()}, {platform.platform()}"),
+        (
+            "CPU",
+            f"{platform.machine()}, {torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads",
+        ),
+        *_devices(),
+        *((f"built with {key}", value) for key, value in ops.build_info().items()),
+        *_native_modules(),
+    ]
+    width = max(len(name) for name, _ in lines)
+    text = [f"{name:<{width}}  {value}" for name, value in lines]
+    text.append("environment variables (value; default):")
+    for variable in _env.VARIABLES:
+        text.append(
+            f"  {variable.name}={os.environ.get(variable.name, '')} ({variable.default}) {variable.meaning}"
+        )
+    return "\n".join(text)
+
+
+if __name__ == "__main__":
+    print(report())

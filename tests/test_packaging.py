@@ -1,0 +1,126 @@
+"""Wrong build environments stop with one sentence that says what to do; the report for bugs is complete."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from fmoe_ext import _env
+from fmoe_ext.info import report
+
+ROOT = Path(__file__).parent.parent
+
+
+def run_setup(**env):
+    """setup.py --version: runs every check of the environment and builds nothing."""
+    clean = {
+        k: v
+        for k, v in os.environ.items()
+        if k not in ("FMOE_CUDA", "USE_NCCL", "CUDA_HOME", "NCCL_HOME", "CXX")
+    }
+    result = subprocess.run(
+        [sys.executable, "setup.py", "--version"],
+        cwd=ROOT,
+        env={**clean, **env},
+        capture_output=True,
+        text=True,
+    )
+    return result.returncode, result.stdout + result.stderr
+
+
+def module_that(tmp_path, source):
+    """A folder that, on PYTHONPATH, replaces torch by a module with this source."""
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").write_text(source)
+    (tmp_path / "torch" / "utils").mkdir()
+    (tmp_path / "torch" / "utils" / "__init__.py").write_text(
+        "from types import SimpleNamespace as cpp_extension\n"
+    )
+    return str(tmp_path)
+
+
+def test_right_environment():
+    code, text = run_setup(FMOE_CUDA="0")
+    assert code == 0, text
+    assert text.strip().endswith("0.1.0")
+
+
+@pytest.mark.parametrize(
+    ("source", "sentence"),
+    [
+        ("raise ImportError('gone')", "PyTorch is needed to build: run `pip install torch` first"),
+        ("__version__ = '2.10.1'", "torch 2.10.1 is too old: version 2.11 or newer is needed"),
+    ],
+)
+def test_torch_missing_or_too_old(tmp_path, source, sentence):
+    code, text = run_setup(PYTHONPATH=module_that(tmp_path, source))
+    assert code == 1
+    assert sentence in text
+    assert "Traceback" not in text
+
+
+def test_compiler_without_cxx20(tmp_path):
+    compiler = tmp_path / "old-c++"
+    compiler.write_text("#!/bin/sh\nexit 1\n")
+    compiler.chmod(0o755)
+    code, text = run_setup(CXX=str(compiler))
+    assert code == 1
+    assert "does not know C++20: install gcc >= 11" in text
+
+
+def test_compiler_missing():
+    code, text = run_setup(CXX="no-such-compiler")
+    assert code == 1
+    assert "'no-such-compiler' was not found, install gcc >= 11" in text
+
+
+def test_cuda_demanded_without_nvcc(tmp_path):
+    for tool in ("c++", "g++", "sh", "ninja"):
+        found = subprocess.run(["which", tool], capture_output=True, text=True).stdout.strip()
+        if found:
+            (tmp_path / tool).symlink_to(found)
+    if Path("/usr/local/cuda/bin/nvcc").exists():
+        pytest.skip("the CUDA toolkit lies at its default place, so nvcc cannot be hidden")
+    code, text = run_setup(FMOE_CUDA="1", PATH=str(tmp_path))
+    assert code == 1
+    assert "FMOE_CUDA=1 but nvcc was not found: install the CUDA toolkit, or set CUDA_HOME" in text
+
+
+def test_nccl_demanded_without_headers():
+    if any((Path(p) / "include" / "nccl.h").exists() for p in ("/usr", "/usr/local")):
+        pytest.skip("a system NCCL is installed, so its headers cannot be hidden")
+    if any((Path(p) / "nvidia" / "nccl" / "include" / "nccl.h").exists() for p in sys.path):
+        pytest.skip("pip's NCCL is installed in this environment, so its headers cannot be hidden")
+    code, text = run_setup(USE_NCCL="1", FMOE_CUDA="0")
+    assert code == 1
+    assert "nccl.h was not found: run `pip install nvidia-nccl-cu13`" in text
+
+
+def test_flag_that_is_neither_on_nor_off():
+    code, text = run_setup(FMOE_CUDA="maybe")
+    assert code == 1
+    assert "FMOE_CUDA='maybe' is not understood: set it to 1 or 0" in text
+
+
+def test_info_names_versions_modules_and_variables():
+    text = report()
+    assert torch.__version__ in text
+    for module in ("fmoe_ext._C ", "fmoe_ext._C_cuda", "fmoe_ext._C_nccl"):
+        assert module in text
+    for variable in _env.VARIABLES:
+        assert f"{variable.name}={os.environ.get(variable.name, '')}" in text
+    assert "built with torch" in text
+
+
+def test_environment_variables_are_checked(monkeypatch):
+    monkeypatch.setenv("FMOE_DEBUG", "on")
+    assert _env.get("FMOE_DEBUG") is True
+    monkeypatch.setenv("FMOE_DEBUG", "perhaps")
+    with pytest.raises(ValueError, match="FMOE_DEBUG must be 1 or 0, but is 'perhaps'"):
+        _env.get("FMOE_DEBUG")
+    monkeypatch.setenv("MAX_JOBS", "many")
+    with pytest.raises(ValueError, match="MAX_JOBS must be of type int"):
+        _env.get("MAX_JOBS")
