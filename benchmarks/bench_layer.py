@@ -29,8 +29,6 @@ SHAPES = {  # T, D, H, E, K
     "E": (1, 1024, 512, 64, 8),
 }
 KEPT_HEAP = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 40), "MALLOC_TOP_PAD_": str(1 << 28)}
-    "transformers eager": 64 * 8
-}  # its backward is quadratic in E: shapes with more rows at E=64 left out
 
 
 def make_inputs(shape, dtype, requires_grad):
