@@ -319,7 +319,7 @@ template <class T, class A = compute_t<T>>
 FMOE_INLINE void gate_backward_tokens(const GateBackwardArgs<T>& args, int64_t begin, int64_t end) {
   const Gate& gate = args.gate;
   const int64_t E = gate.num_experts, K = gate.top_k;
-  const A scale = static_cast<A>(gate.scale), inverse_scale = scale == 0 ? A{0} : 1 / scale;
+  const A scale = static_cast<A>(gate.scale);
   const bool dense = !gate.sigmoid && !gate.normalize;
   const RowWriter writer(args.grad_logits, args.num_tokens, E * sizeof(T));
   std::vector<T> row(E, T(0));
@@ -336,18 +336,25 @@ FMOE_INLINE void gate_backward_tokens(const GateBackwardArgs<T>& args, int64_t b
       for (int64_t e = 0; e < E; ++e) wide[e] = exp_nonpositive(wide[e] - totals.largest) / totals.sum;
       for (int64_t k = 0; k < K; ++k) dot += static_cast<A>(grad[k]) * wide[idx[k]];
       for (int64_t e = 0; e < E; ++e) dense_row[e] = -dot * scale * wide[e];
-      for (int64_t k = 0; k < K; ++k) dense_row[idx[k]] += static_cast<A>(grad[k]) * scale * wide[idx[k]];
+      for (int64_t k = 0; k < K; ++k)
+        dense_row[idx[k]] = (static_cast<A>(grad[k]) - dot) * scale * wide[idx[k]];
       for (int64_t e = 0; e < E; ++e) row[e] = static_cast<T>(dense_row[e]);
       writer.copy(t, row.data());
       continue;
     }
-    if (gate.normalize)
-      for (int64_t k = 0; k < K; ++k)
-        dot += static_cast<A>(grad[k]) * static_cast<A>(weights[k]) * inverse_scale;
+    if (gate.normalize) {
+      A sum = 0;
+      for (int64_t k = 0; k < K; ++k) {
+        dot += static_cast<A>(grad[k]) * static_cast<A>(weights[k]);
+        sum += static_cast<A>(weights[k]);
+      }
+      dot = sum == 0 ? A{0} : dot / sum;  // the sum is scale, up to rounding that cancels here
+    }
     for (int64_t k = 0; k < K; ++k) {
-      const A s = gate.sigmoid ? sigmoid(static_cast<A>(logits[idx[k]])) : A{0};
-      const A weight = gate.normalize ? static_cast<A>(weights[k]) : s * scale;
-      row[idx[k]] = static_cast<T>(weight * (static_cast<A>(grad[k]) - dot) * (1 - s));
+      const A logit = gate.sigmoid ? static_cast<A>(logits[idx[k]]) : A{0};
+      const A weight = gate.normalize ? static_cast<A>(weights[k]) : sigmoid(logit) * scale;
+      const A slope = gate.sigmoid ? sigmoid(-logit) : A{1};
+      row[idx[k]] = static_cast<T>(weight * (static_cast<A>(grad[k]) - dot) * slope);
     }
     writer.copy(t, row.data());
     for (int64_t k = 0; k < K; ++k) row[idx[k]] = T(0);

@@ -90,4 +90,21 @@ def _backward(ctx, _, grad_weights):
     return grad_logits, None, None, None, None, None, None, None
 
 
+def _backward_setup(ctx, inputs, output):
+    grad_weights, logits, topk_idx, _, ctx.score, ctx.normalize, ctx.scale = inputs
+    ctx.save_for_backward(grad_weights, logits, topk_idx)
+
+
+def _backward_backward(ctx, grad_grad_logits):
+    """Rare, so in plain PyTorch; topk_weights counts as what it is, a function of logits."""
+    grad_weights, logits, topk_idx = ctx.saved_tensors
+    with torch.enable_grad():
+        grad_weights, logits = grad_weights.detach().requires_grad_(), logits.detach().requires_grad_()
+        weights = _weights_ref(logits, topk_idx, ctx.score, ctx.normalize, ctx.scale)
+        (grad_logits,) = torch.autograd.grad(weights, logits, grad_weights, create_graph=True)
+        grads = torch.autograd.grad(grad_logits, (grad_weights, logits), grad_grad_logits)
+    return *grads, None, None, None, None, None
+
+
 torch.library.register_autograd("fmoe_ext::topk_gate", _backward, setup_context=_setup)
+torch.library.register_autograd("fmoe_ext::topk_gate_backward", _backward_backward, setup_context=_backward_setup)
