@@ -78,7 +78,6 @@ def _(grad_weights, logits, topk_idx, topk_weights, score, normalize, scale):
 def _setup(ctx, inputs, output):
     logits, _, ctx.score, ctx.normalize, _, _, _, ctx.scale = inputs
     topk_idx, topk_weights = output
-    ctx.mark_non_differentiable(topk_idx)
     ctx.save_for_backward(logits, topk_idx, topk_weights)
 
 

@@ -173,11 +173,21 @@ def test_autocast_leaves_the_dtype_alone():
 def test_opcheck():
     logits = torch.randn(4, 8, requires_grad=True)
     ops = torch.ops.fmoe_ext
-    torch.library.opcheck(ops.topk_gate.default, (logits, 2))
-    torch.library.opcheck(ops.topk_gate.default, (logits, 2, "sigmoid", False, torch.randn(8), 4, 2, 2.5))
+    for arguments in ((2,), (2, "sigmoid", False, torch.randn(8), 4, 2, 2.5)):
+        torch.library.opcheck(ops.topk_gate.default, (logits.detach(), *arguments))
+        # opcheck's test_aot_dispatch_dynamic cannot add up gradients when the first result has integers
+        utils = ("test_schema", "test_autograd_registration", "test_faketensor")
+        torch.library.opcheck(ops.topk_gate.default, (logits, *arguments), test_utils=utils)
     topk_idx, weights = (t.detach() for t in topk_gate(logits, 2))
     arguments = (torch.randn(4, 2, requires_grad=True), logits, topk_idx, weights, "softmax", True, 1.0)
     torch.library.opcheck(ops.topk_gate_backward.default, arguments)
+
+
+def test_compiled():
+    logits, grad = torch.randn(6, 8), torch.randn(6, 2)
+    compiled = torch.compile(topk_gate, backend="aot_eager", fullgraph=True)
+    results = [forward_backward(function, logits, grad, 2, "sigmoid") for function in (topk_gate, compiled)]
+    assert all(map(torch.equal, *results))
 
 
 def test_rejects():
