@@ -28,7 +28,11 @@ def test_first_choices_come_first():
     topk_idx = torch.tensor([[1, 0], [0, 1], [1, 0]])
     assert apply_capacity(topk_idx, 2, 1).tolist() == [[1, -1], [0, -1], [-1, -1]]
     assert apply_capacity(topk_idx, 2, 2).tolist() == [[1, 0], [0, -1], [1, -1]]
-    assert apply_capacity(topk_idx.expand(3, 2), 2, torch.tensor([0, 9])).tolist() == [[1, -1], [-1, 1], [1, -1]]
+    assert apply_capacity(topk_idx.expand(3, 2), 2, torch.tensor([0, 9])).tolist() == [
+        [1, -1],
+        [-1, 1],
+        [1, -1],
+    ]
 
 
 def test_threads():
@@ -53,7 +57,9 @@ def test_rejects():
         apply_capacity(topk_idx, 3, -1)
     with pytest.raises(RuntimeError, match="capacity must not be negative, but expert 1 has -5"):
         apply_capacity(topk_idx, 3, torch.tensor([1, -5, 0]))
-    with pytest.raises(RuntimeError, match=r"capacity must have shape \[num_experts\] = \[3\], but got shape \[2\]"):
+    with pytest.raises(
+        RuntimeError, match=r"capacity must have shape \[num_experts\] = \[3\], but got shape \[2\]"
+    ):
         apply_capacity(topk_idx, 3, torch.tensor([1, 5]))
     with pytest.raises(RuntimeError, match="capacity must be int64, but got Float"):
         apply_capacity(topk_idx, 3, torch.ones(3))

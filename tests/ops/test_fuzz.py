@@ -49,7 +49,9 @@ def broken_index(index, end, error, position):
     if index.numel() == 0:
         return None
     index = index.clone().contiguous()
-    index.view(-1)[position % index.numel()] = end + position % 3 if error == "too large" else -2 - position % 3
+    index.view(-1)[position % index.numel()] = (
+        end + position % 3 if error == "too large" else -2 - position % 3
+    )
     return index
 
 
@@ -66,7 +68,7 @@ def close(ours, expected):
 @EXAMPLES
 @given(sizes, seeds, st.sampled_from([torch.int64, torch.int32]), layouts, st.integers(0, 30))
 def test_counting_ops(size, seed, dtype, layout, limit):
-    T, K, E = size
+    E = size[2]
     topk_idx = choices(size, seed, dtype, layout)
     assert torch.equal(ops.count_tokens(topk_idx, E), ops.count_tokens_ref(topk_idx, E))
     assert all(map(torch.equal, ops.sort_tokens(topk_idx, E), ops.sort_tokens_ref(topk_idx, E)))
@@ -78,7 +80,7 @@ def test_counting_ops(size, seed, dtype, layout, limit):
 @EXAMPLES
 @given(sizes, seeds, st.sampled_from((*INDEX_ERRORS, "num_experts", "capacity")), st.integers(0, 1000))
 def test_counting_ops_broken(size, seed, error, position):
-    T, K, E = size
+    E = size[2]
     topk_idx = choices(size, seed)
     if error == "num_experts":
         for function in (ops.count_tokens, ops.sort_tokens):
@@ -109,13 +111,22 @@ def test_permute(size, width, seed, dtype, layout, trim):
 
 
 @EXAMPLES
-@given(sizes, st.integers(0, 70), seeds, st.sampled_from(FLOATS), layouts, st.sampled_from(["none", "float32", "same"]))
+@given(
+    sizes,
+    st.integers(0, 70),
+    seeds,
+    st.sampled_from(FLOATS),
+    layouts,
+    st.sampled_from(["none", "float32", "same"]),
+)
 def test_unpermute(size, width, seed, dtype, layout, kind):
     T, K, E = size
     random = generator(seed)
     sort = ops.sort_tokens(choices(size, seed), E)
     y = restride(torch.randn(T * K, width, generator=random).to(dtype), layout).requires_grad_()
-    weights = restride(torch.randn(T, K, generator=random).to(dtype if kind == "same" else torch.float32), layout)
+    weights = restride(
+        torch.randn(T, K, generator=random).to(dtype if kind == "same" else torch.float32), layout
+    )
     weights = None if kind == "none" else weights.requires_grad_()
     inputs = [t for t in (y, weights) if t is not None]
     grad = torch.randn(T, width, generator=random).to(dtype)
@@ -150,7 +161,13 @@ def test_permute_and_unpermute_broken(size, width, seed, name, error, position):
         assert_raises(backward, x, torch.randn(T * K, width + more), sort.row_idx, sort.inverse, weights)
         return
     if error == "weights":
-        for bad in (torch.randn(T, K + 1), torch.randn(T + 1, K), weights.long(), weights.half(), weights.flatten()):
+        for bad in (
+            torch.randn(T, K + 1),
+            torch.randn(T + 1, K),
+            weights.long(),
+            weights.half(),
+            weights.flatten(),
+        ):
             assert_raises(ops.unpermute, y, sort.row_idx, sort.inverse, bad)
             assert_raises(backward, x, y, sort.row_idx, sort.inverse, bad)
         return
@@ -196,7 +213,9 @@ def test_topk_gate(gate, T, seed, dtype, layout, biased, coarse):
     topk_idx, weights = ops.topk_gate(logits, bias=bias, **arguments)
     expected_idx, expected = ops.topk_gate_ref(logits, bias=bias, **arguments)
     exact = dtype == torch.float64 or not (biased or arguments["score"] == "sigmoid")
-    same = (topk_idx == expected_idx).all(1)  # scores may round to another order in float32, though hardly ever
+    same = (topk_idx == expected_idx).all(
+        1
+    )  # scores may round to another order in float32, though hardly ever
     assert same.all() if exact else same.sum() >= T - 1
     close(weights[same], expected[same])
     grad = torch.randn(weights[same].shape, generator=random).to(dtype)

@@ -7,7 +7,15 @@ from fmoe_ext.testing import assert_close, devices
 FLOATS = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 OTHERS = [torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool, torch.complex128]
 # D: nothing, odd tails of the vector loops, and (with many rows) outputs large enough to be streamed
-SHAPES = [(0, 2, 3, 8), (1, 1, 1, 1), (3, 0, 2, 4), (33, 4, 7, 0), (33, 4, 7, 77), (1_000, 8, 64, 192), (2_000, 8, 16, 193)]
+SHAPES = [
+    (0, 2, 3, 8),
+    (1, 1, 1, 1),
+    (3, 0, 2, 4),
+    (33, 4, 7, 0),
+    (33, 4, 7, 77),
+    (1_000, 8, 64, 192),
+    (2_000, 8, 16, 193),
+]
 
 
 @pytest.fixture(autouse=True)
@@ -38,7 +46,11 @@ def test_permute(T, K, E, D, dtype, device):
 def test_unpermute(T, K, E, D, dtype, weights, device):
     index = routing(T, K, E, device)
     y = torch.randn(T * K, D, device=device).to(dtype)
-    w = None if weights == "none" else torch.randn(T, K, device=device).to(dtype if weights == "same" else torch.float32)
+    w = (
+        None
+        if weights == "none"
+        else torch.randn(T, K, device=device).to(dtype if weights == "same" else torch.float32)
+    )
     inputs = [t.clone().requires_grad_() for t in (y, w) if t is not None]
     plain_inputs = [t.clone().requires_grad_() for t in (y, w) if t is not None]
     true_inputs = [t.double().requires_grad_() for t in (y, w) if t is not None]
@@ -52,12 +64,14 @@ def test_unpermute(T, K, E, D, dtype, weights, device):
     plain, plain_grads = run(unpermute_ref, *plain_inputs)
     truth, true_grads = run(unpermute_ref, *true_inputs)
     if dtype == torch.float64:  # plain PyTorch is the truth, so its error says nothing
-        for ours, truth in zip((out, *grads), (truth, *true_grads), strict=True):
+        for ours, expected in zip((out, *grads), (truth, *true_grads), strict=True):
             rtol = 1e-12 if ours.dtype == torch.float64 else 1e-7
-            torch.testing.assert_close(ours.double(), truth, rtol=rtol, atol=1e-13)
+            torch.testing.assert_close(ours.double(), expected, rtol=rtol, atol=1e-13)
         return
     assert_close(out, truth, plain, "out")
-    for name, ours, plain, truth in zip(("grad_y", "grad_weights"), grads, plain_grads, true_grads):  # noqa: B905
+    for name, ours, plain, truth in zip(
+        ("grad_y", "grad_weights"), grads, plain_grads, true_grads, strict=False
+    ):
         assert_close(ours, truth, plain, name)
 
 
@@ -141,7 +155,9 @@ def test_rejects():
     x, y, w = torch.randn(4, 6), torch.randn(12, 6), torch.rand(4, 3)
     bad_rows, bad_inverse = row_idx.clone(), inverse.clone()
     bad_rows[7], bad_inverse[2, 1] = 12, -3
-    with pytest.raises(RuntimeError, match=r"row_idx must be in \[-1, T \* K\) = \[-1, 12\), but element 7 is 12"):
+    with pytest.raises(
+        RuntimeError, match=r"row_idx must be in \[-1, T \* K\) = \[-1, 12\), but element 7 is 12"
+    ):
         permute(x, bad_rows, inverse)
     with pytest.raises(RuntimeError, match=r"inverse must be in \[-1, R\) = \[-1, 12\), but element 7 is -3"):
         unpermute(y, row_idx, bad_inverse, w)
@@ -149,15 +165,23 @@ def test_rejects():
         permute(x, row_idx.long(), inverse)
     with pytest.raises(RuntimeError, match=r"inverse must have shape \[T, K\], but got shape \[12\]"):
         permute(x, row_idx, inverse.flatten())
-    with pytest.raises(RuntimeError, match=r"x must have shape .* size 4 in dimension 0, but got shape \[5, 6\]"):
+    with pytest.raises(
+        RuntimeError, match=r"x must have shape .* size 4 in dimension 0, but got shape \[5, 6\]"
+    ):
         permute(torch.randn(5, 6), row_idx, inverse)
-    with pytest.raises(RuntimeError, match=r"y must have shape .* size 12 in dimension 0, but got shape \[4, 6\]"):
+    with pytest.raises(
+        RuntimeError, match=r"y must have shape .* size 12 in dimension 0, but got shape \[4, 6\]"
+    ):
         unpermute(x, row_idx, inverse, w)
     with pytest.raises(RuntimeError, match="y must be float64, float32, bfloat16 or float16, but got Int"):
         unpermute(y.int(), row_idx, inverse)
-    with pytest.raises(RuntimeError, match=r"topk_weights must be float32 or have the dtype of the rows \(Float\)"):
+    with pytest.raises(
+        RuntimeError, match=r"topk_weights must be float32 or have the dtype of the rows \(Float\)"
+    ):
         unpermute(y, row_idx, inverse, w.double())
-    with pytest.raises(RuntimeError, match=r"topk_weights must have shape \[T, K\] with size 3 in dimension 1"):
+    with pytest.raises(
+        RuntimeError, match=r"topk_weights must have shape \[T, K\] with size 3 in dimension 1"
+    ):
         unpermute(y, row_idx, inverse, w[:, :2])
     with pytest.raises(RuntimeError, match="y is only read for the gradient of topk_weights"):
         torch.ops.fmoe_ext.unpermute_backward(x, y, row_idx, inverse, None)

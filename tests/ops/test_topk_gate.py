@@ -6,7 +6,17 @@ from fmoe_ext.testing import assert_close, devices
 
 FLOATS = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 # E: below, at and beyond one vector, one vector of maxima (256) and the vector code's limit (4096)
-SHAPES = [(0, 4, 2), (1, 1, 1), (40, 5, 5), (40, 16, 2), (300, 64, 8), (70, 200, 200), (70, 256, 8), (70, 300, 6), (9, 5000, 9)]
+SHAPES = [
+    (0, 4, 2),
+    (1, 1, 1),
+    (40, 5, 5),
+    (40, 16, 2),
+    (300, 64, 8),
+    (70, 200, 200),
+    (70, 256, 8),
+    (70, 300, 6),
+    (9, 5000, 9),
+]
 SCORES = [("softmax", True), ("softmax", False), ("sigmoid", True), ("sigmoid", False)]
 INF, NAN = float("inf"), float("nan")
 
@@ -59,7 +69,9 @@ def test_groups_and_bias(score, normalize, biased, num_groups, topk_groups, devi
 
     float_bias = None if bias is None else bias.float()
     topk_idx, weights = topk_gate(logits.float(), 8, score, normalize, float_bias, num_groups, topk_groups)
-    expected_idx, expected = topk_gate_ref(logits.float(), 8, score, normalize, float_bias, num_groups, topk_groups)
+    expected_idx, expected = topk_gate_ref(
+        logits.float(), 8, score, normalize, float_bias, num_groups, topk_groups
+    )
     same = (topk_idx == expected_idx).all(1)  # float32 scores may round to another order, though hardly ever
     assert same.float().mean() > 0.98
     torch.testing.assert_close(weights[same], expected[same], rtol=2e-6, atol=0)
@@ -105,7 +117,9 @@ def test_not_finite(E, dtype):
     logits[4, 2] = 1.0
     for score in ("softmax", "sigmoid"):
         topk_idx, weights = topk_gate(logits, 3, score)
-        assert topk_idx[0, 0] == 3 and topk_idx[1, :2].tolist() == [2, 4] and topk_idx[2, :2].tolist() == [5, 1]
+        assert (
+            topk_idx[0, 0] == 3 and topk_idx[1, :2].tolist() == [2, 4] and topk_idx[2, :2].tolist() == [5, 1]
+        )
         assert topk_idx[3, 0] == 1 and topk_idx[4].tolist() == [2, 0, 1]
         assert weights[:3].isnan().all()
         assert weights[4].tolist() == [1, 0, 0]
@@ -118,7 +132,9 @@ def test_not_finite(E, dtype):
 @pytest.mark.parametrize(("score", "normalize"), SCORES)
 def test_extreme_logits(score, normalize):
     """No overflow, no underflow to 0 / 0, in values and gradients."""
-    logits = torch.tensor([[-300.0, -301.0, -500.0], [300.0, 299.0, -300.0], [-60.0, -61.0, -90.0], [88.0, -88.0, 0.0]])
+    logits = torch.tensor(
+        [[-300.0, -301.0, -500.0], [300.0, 299.0, -300.0], [-60.0, -61.0, -90.0], [88.0, -88.0, 0.0]]
+    )
     args = (2, score, normalize)
     grad = torch.tensor([[1.0, -2.0]]).expand(4, 2)
     _, weights, grad_logits = forward_backward(topk_gate, logits, grad, *args)
@@ -147,7 +163,9 @@ def test_inputs_in_any_layout():
     expected = topk_gate(logits, 3)
     assert all(map(torch.equal, topk_gate(logits.t().contiguous().t(), 3), expected))
     row, bias = torch.randn(1, 20).expand(12, 20), torch.randn(1).expand(20)
-    assert all(map(torch.equal, topk_gate(row, 3, bias=bias), topk_gate(row.contiguous(), 3, bias=bias.contiguous())))
+    assert all(
+        map(torch.equal, topk_gate(row, 3, bias=bias), topk_gate(row.contiguous(), 3, bias=bias.contiguous()))
+    )
 
 
 @pytest.mark.parametrize(("score", "normalize"), SCORES)
@@ -193,7 +211,9 @@ def test_compiled():
 def test_rejects():
     logits = torch.randn(4, 8)
     for top_k in (0, -1, 9):
-        with pytest.raises(RuntimeError, match=rf"top_k must be in \[1, num_experts\] = \[1, 8\], but got {top_k}"):
+        with pytest.raises(
+            RuntimeError, match=rf"top_k must be in \[1, num_experts\] = \[1, 8\], but got {top_k}"
+        ):
             topk_gate(logits, top_k)
     with pytest.raises(RuntimeError, match='score must be "softmax" or "sigmoid", but got "relu"'):
         topk_gate(logits, 2, "relu")
@@ -203,11 +223,15 @@ def test_rejects():
         topk_gate(logits, 2, num_groups=4, topk_groups=5)
     with pytest.raises(RuntimeError, match="top_k must be at most the 2 experts of 1 groups, but got 3"):
         topk_gate(logits, 3, num_groups=4, topk_groups=1)
-    with pytest.raises(RuntimeError, match=r"bias must have shape \[E\] with size 8 in dimension 0, but got shape \[7\]"):
+    with pytest.raises(
+        RuntimeError, match=r"bias must have shape \[E\] with size 8 in dimension 0, but got shape \[7\]"
+    ):
         topk_gate(logits, 2, bias=torch.zeros(7))
     with pytest.raises(RuntimeError, match=r"logits must have shape \[T, E\], but got shape \[8\]"):
         topk_gate(logits[0], 2)
-    with pytest.raises(RuntimeError, match="logits must be float64, float32, bfloat16 or float16, but got Int"):
+    with pytest.raises(
+        RuntimeError, match="logits must be float64, float32, bfloat16 or float16, but got Int"
+    ):
         topk_gate(logits.int(), 2)
     topk_idx, weights = topk_gate(logits, 2)
     topk_idx[1, 0] = 8
