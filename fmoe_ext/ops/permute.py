@@ -14,13 +14,13 @@ def permute(x: torch.Tensor, row_idx: torch.Tensor, inverse: torch.Tensor) -> to
 def unpermute(
     y: torch.Tensor, row_idx: torch.Tensor, inverse: torch.Tensor, topk_weights: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """For each token the sum of its experts' rows, weighted by topk_weights; dropped choices (inverse -1) add 0.
+    """For each token the sum of its experts' rows, weighted by topk_weights; dropped choices add 0.
 
-    y [R, D] float64, float32, bfloat16 or float16; row_idx [R] and inverse [T, K] int32 as sort_tokens returns
-    them; topk_weights [T, K] float32 or of the dtype of y
+    y [R, D] float64, float32, bfloat16 or float16; row_idx [R] and inverse [T, K] int32 as sort_tokens
+    returns them, -1 for dropped choices; topk_weights [T, K] float32 or of the dtype of y
     -> [T, D], summed in float32 (float64 for float64) in the order of k.
     Raises RuntimeError for entries of inverse outside [-1, R).
-    Equivalent to: (y[inverse] * topk_weights.unsqueeze(-1)).sum(1). FastMoE: local_gather and the weighted sum.
+    Equivalent to: (y[inverse] * topk_weights.unsqueeze(-1)).sum(1). FastMoE: local_gather, weighted.
     """
     return torch.ops.fmoe_ext.unpermute(y, row_idx, inverse, topk_weights)
 

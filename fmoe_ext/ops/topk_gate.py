@@ -17,13 +17,13 @@ def topk_gate(
     logits [T, E] float64, float32, bfloat16 or float16 (the dtype is left alone under autocast); bias [E] is
     added to the scores for the selection only
     -> topk_idx [T, K] int64, topk_weights [T, K] of the dtype of logits.
-    Scores are softmax(logits) or sigmoid(logits), in float32 (float64 for float64); normalize divides the chosen
-    ones by their sum; scale multiplies the result. Of equal scores the lower index comes first; without a bias
-    experts are compared by logit, which orders them as either score does. NaN ranks above everything, and a score
-    that is NaN makes the weight NaN (for softmax, and whenever normalize is set, all weights of that token).
-    With num_groups > 1 only the experts of each token's topk_groups best groups of E / num_groups neighbours can
-    be chosen; a group ranks by its best logit, or, with sigmoid or a bias, by the sum of its two best (biased)
-    scores.
+    Scores are softmax(logits) or sigmoid(logits), in float32 (float64 for float64); normalize divides the
+    chosen ones by their sum; scale multiplies the result. Of equal scores the lower index comes first; without
+    a bias experts are compared by logit, which orders them as either score does. NaN ranks above everything,
+    and a NaN score makes the weight NaN (for softmax, and with normalize, all weights of that token).
+    With num_groups > 1 only the experts of each token's topk_groups best groups of E / num_groups neighbours
+    can be chosen; a group ranks by its best logit, or, with sigmoid or a bias, by the sum of its two best
+    (biased) scores.
     Raises RuntimeError unless 1 <= top_k <= the experts in the kept groups and num_groups divides E.
     Equivalent to: values, topk_idx = logits.topk(top_k); topk_weights = values.softmax(-1).
     """

@@ -1,4 +1,4 @@
-"""Every routing op with arguments drawn at random: valid ones equal the oracle, broken ones raise RuntimeError."""
+"""Every routing op with random arguments: valid ones equal the oracle, broken ones raise RuntimeError."""
 
 import pytest
 import torch
