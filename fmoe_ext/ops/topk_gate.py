@@ -18,7 +18,7 @@ def topk_gate(
     added to the scores for the selection only
     -> topk_idx [T, K] int64, topk_weights [T, K] of the dtype of logits.
     Scores are softmax(logits) or sigmoid(logits), in float32 (float64 for float64); normalize divides the
-    chosen ones by their sum; scale multiplies the result. Of equal scores the lower index comes first; without
+    chosen ones by their sum; scale multiplies them. Of equal scores the lower index comes first; without
     a bias experts are compared by logit, which orders them as either score does. NaN ranks above everything,
     and a NaN score makes the weight NaN (for softmax, and with normalize, all weights of that token).
     With num_groups > 1 only the experts of each token's topk_groups best groups of E / num_groups neighbours
