@@ -15,6 +15,7 @@
 #pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx2,fma,f16c"))), apply_to = function)
 #else
 #pragma GCC push_options
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"  // gcc's own AVX-512 headers (bug 105593)
 #pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx2,fma,f16c")
 #endif
 
