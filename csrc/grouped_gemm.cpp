@@ -11,9 +11,6 @@ using namespace gemm;
 
 constexpr int64_t kWorkspace = 16 << 20;  // bytes, about
 
-const char* bytes_of(const Tensor& t) { return static_cast<const char*>(t.const_data_ptr()); }
-char* mutable_bytes_of(const Tensor& t) { return static_cast<char*>(t.mutable_data_ptr()); }
-
 // Rows [begin, end) of t [R, columns] into a block of operand rows.
 void copy_chunk(const Kernels& kernels, const char* t, int64_t columns, const Chunk& chunk, const RowMajor& block) {
   for_each_row_slice(chunk.begin, chunk.end, [&](int64_t begin, int64_t end) {
@@ -22,13 +19,6 @@ void copy_chunk(const Kernels& kernels, const char* t, int64_t columns, const Ch
     kernels.copy_rows(rows.data(), end - begin, columns, block.at(begin - chunk.begin), block.stride);
   });
 }
-
-void zero_tail(const Tensor& rows, int64_t begin) {
-  const int64_t row_bytes = rows.size(1) * rows.element_size();
-  std::fill_n(mutable_bytes_of(rows) + begin * row_bytes, (rows.size(0) - begin) * row_bytes, 0);
-}
-
-int64_t rows_within(int64_t bytes, int64_t row_bytes) { return std::max<int64_t>(bytes / row_bytes, 64); }
 
 Tensor grouped_gemm_cpu(Tensor x_, Tensor weight_, Tensor offs_, std::optional<Tensor> bias_) {
   check_cpu(x_, "x");
@@ -43,7 +33,7 @@ Tensor grouped_gemm_cpu(Tensor x_, Tensor weight_, Tensor offs_, std::optional<T
   const Kernels& kernels = kernels_for(x.scalar_type());
   const auto bounds = read_offs(offs, R);
   Tensor y = new_large(x, {R, N}, x.scalar_type());
-  zero_tail(y, bounds.back());
+  zero_rows_from(y, bounds.back());
 
   const int64_t stride = RowMajor::stride_for(kernels, D), row_bytes = stride * kernels.operand_bytes;
   const auto chunks = make_chunks(bounds, rows_within(kWorkspace, row_bytes));
@@ -93,7 +83,7 @@ std::tuple<Tensor, Tensor, Tensor> grouped_gemm_backward_cpu(Tensor grad_y_, Ten
   Tensor dx = need_dx ? new_large(x, {R, D}, dtype) : new_large(x, {0}, dtype);
   Tensor dw = need_dw ? new_large(x, {E, N, D}, dtype) : new_large(x, {0}, dtype);
   Tensor db = need_db ? new_large(x, {E, N}, dtype) : new_large(x, {0}, dtype);
-  if (need_dx) zero_tail(dx, bounds.back());
+  if (need_dx) zero_rows_from(dx, bounds.back());
 
   const int64_t stride = RowMajor::stride_for(kernels, N), row_bytes = stride * kernels.operand_bytes;
   const auto chunks = make_chunks(bounds, rows_within(kWorkspace, row_bytes + D * kernels.operand_bytes));
@@ -104,8 +94,8 @@ std::tuple<Tensor, Tensor, Tensor> grouped_gemm_backward_cpu(Tensor grad_y_, Ten
   const Workspace workspace(x, bytes);
   const RowMajor block{workspace.data(), stride, kernels.operand_bytes};
 
-  std::optional<ExpertGradient> dweight;
-  if (need_dw) dweight.emplace(kernels, dw, bounds, N, D);
+  ExpertGradient dweight(kernels, bounds, N, D);
+  if (need_dw) dweight.set_output(dw);
   BiasGradient dbias(kernels, need_db ? E : 0, N);
 
   for (const Chunk& chunk : chunks) {
@@ -126,7 +116,7 @@ std::tuple<Tensor, Tensor, Tensor> grouped_gemm_backward_cpu(Tensor grad_y_, Ten
       for_each_job(packs.size(), [&](int64_t job) {
         x_panels.pack(packs[job], [&](int64_t r) { return bytes_of(x) + r * D * kernels.storage_bytes; });
       });
-      dweight->begin(chunk);
+      dweight.begin(chunk);
     }
 
     const auto input_job = [&](const Job& job) {
@@ -151,7 +141,7 @@ std::tuple<Tensor, Tensor, Tensor> grouped_gemm_backward_cpu(Tensor grad_y_, Ten
       pack_block(kernels, rows, segment.rows(), first, n, kernels.mr, a);
       multiply_packed_panels(kernels, a, n, x_panels.of(segment), D, segment.rows(),
                              [&](const void* tile, int64_t row, int64_t column, int64_t m, int64_t k) {
-                               dweight->add(segment, tile, first + row, column, m, k);
+                               dweight.add(segment, tile, first + row, column, m, k);
                              });
     };
     const auto bias_job = [&](const Job& job) {
@@ -164,7 +154,7 @@ std::tuple<Tensor, Tensor, Tensor> grouped_gemm_backward_cpu(Tensor grad_y_, Ten
       if (job < num_inputs + num_weights) return weight_job(weights[job - num_inputs]);
       bias_job(biases[job - num_inputs - num_weights]);
     });
-    if (need_dw) dweight->end(chunk);
+    if (need_dw) dweight.end(chunk);
   }
   if (need_db) dbias.store(db);
   return {dx, dw, db};

@@ -26,6 +26,14 @@ struct Chunk {
   int64_t rows() const { return end - begin; }
 };
 
+inline const char* bytes_of(const Tensor& t) { return static_cast<const char*>(t.const_data_ptr()); }
+inline char* mutable_bytes_of(const Tensor& t) { return static_cast<char*>(t.mutable_data_ptr()); }
+
+inline void zero_rows_from(const Tensor& rows, int64_t begin) {
+  const int64_t row_bytes = rows.size(1) * rows.element_size();
+  std::fill_n(mutable_bytes_of(rows) + begin * row_bytes, (rows.size(0) - begin) * row_bytes, 0);
+}
+
 inline int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 // offs [E] checked against num_rows, as 64-bit numbers with a leading zero.
@@ -60,6 +68,9 @@ inline std::vector<Chunk> make_chunks(const std::vector<int64_t>& bounds, int64_
   }
   return chunks;
 }
+
+// As many rows as fit, but enough of them to be worth a chunk.
+inline int64_t rows_within(int64_t bytes, int64_t row_bytes) { return std::max<int64_t>(bytes / row_bytes, 64); }
 
 inline int64_t largest_chunk(const std::vector<Chunk>& chunks) {
   int64_t rows = 0;
@@ -275,11 +286,16 @@ class SharedPanels {
 // over its segments in acc and rounded after the last.
 class ExpertGradient {
  public:
-  ExpertGradient(const Kernels& kernels, const Tensor& out, const std::vector<int64_t>& bounds, int64_t rows,
-                 int64_t columns)
-      : kernels_(kernels), out_(static_cast<char*>(out.mutable_data_ptr())), bounds_(bounds), rows_(rows),
-        columns_(columns) {
-    zero_experts_without_rows();
+  ExpertGradient(const Kernels& kernels, const std::vector<int64_t>& bounds, int64_t rows, int64_t columns)
+      : kernels_(kernels), bounds_(bounds), rows_(rows), columns_(columns) {}
+
+  // Experts without rows get their zeros here.
+  void set_output(const Tensor& out) {
+    out_ = mutable_bytes_of(out);
+    const int64_t bytes = rows_ * columns_ * kernels_.storage_bytes;
+    for_each_job(static_cast<int64_t>(bounds_.size()) - 1, [&](int64_t e) {
+      if (bounds_[e] == bounds_[e + 1]) std::fill_n(out_ + e * bytes, bytes, 0);
+    });
   }
 
   // Before the jobs of a chunk: a cut expert starts with zero sums.
@@ -309,15 +325,8 @@ class ExpertGradient {
   }
 
  private:
-  void zero_experts_without_rows() {
-    for_each_job(static_cast<int64_t>(bounds_.size()) - 1, [&](int64_t e) {
-      const int64_t bytes = rows_ * columns_ * kernels_.storage_bytes;
-      if (bounds_[e] == bounds_[e + 1]) std::fill_n(out_ + e * bytes, bytes, 0);
-    });
-  }
-
   const Kernels& kernels_;
-  char* out_;
+  char* out_ = nullptr;
   const std::vector<int64_t>& bounds_;
   int64_t rows_, columns_;
   std::vector<char> sums_;

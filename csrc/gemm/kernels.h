@@ -13,9 +13,9 @@
 
 #include <torch/headeronly/core/ScalarType.h>
 
-namespace fmoe_ext::gemm {
+#include "activation.h"
 
-enum class Curve { kGelu, kGeluTanh, kRelu, kSilu };
+namespace fmoe_ext::gemm {
 
 // Pre-activation h = tile + bias, rounded to storage, then a = curve(gate) [* up].
 // A gated tile holds nr / 2 gate columns, then nr / 2 up columns; n counts columns of a.

@@ -22,9 +22,15 @@ def _load_cuda_module():
 cuda_module_missing = _load_cuda_module()
 
 from fmoe_ext.ops.count_tokens import count_tokens, count_tokens_ref  # noqa: E402
+from fmoe_ext.ops.expert_mlp import expert_mlp, expert_mlp_ref  # noqa: E402
+from fmoe_ext.ops.grouped_gemm import grouped_gemm, grouped_gemm_ref  # noqa: E402
 
 __all__ = [
     "count_tokens",
     "count_tokens_ref",
     "cuda_module_missing",
+    "expert_mlp",
+    "expert_mlp_ref",
+    "grouped_gemm",
+    "grouped_gemm_ref",
 ]
