@@ -1,4 +1,4 @@
-"""Bringing tokens to their experts and the results back: dispatch() and combine(), each the other's backward."""
+"""Bringing tokens to their experts and back: dispatch() and combine(), each the other's backward."""
 
 import math
 from dataclasses import dataclass
@@ -50,8 +50,8 @@ def dispatch(x, topk_idx, num_experts):
 def combine(y, handle, topk_weights=None):
     """Brings expert-major rows back to their tokens and sums them, weighted by topk_weights.
 
-    y [R, *], or its first handle.offs[-1] rows, or a nest of such tensors; topk_weights [T, K] or None for ones
-    -> [T, *] in the same nest; dropped choices add nothing.
+    y [R, *], or its first handle.offs[-1] rows, or a nest of such tensors; topk_weights [T, K] floating, None
+    for ones -> [T, *] in the same nest, summed in float32 or wider; dropped choices add nothing.
     Equivalent to: (topk_weights[..., None] * y[handle.inverse]).sum(1) when nothing is dropped.
     """
     num_rows = handle.row_idx.shape[0]
@@ -59,7 +59,10 @@ def combine(y, handle, topk_weights=None):
     def leaf(y):
         if y.shape[0] < num_rows:
             y = F.pad(y, (0, 0) * (y.dim() - 1) + (0, num_rows - y.shape[0]))
-        return _per_row(ops.unpermute, y, handle.row_idx, handle.inverse, topk_weights)
+        weights = topk_weights
+        if weights is not None:
+            weights = weights.to(torch.promote_types(y.dtype, torch.float32))
+        return _per_row(ops.unpermute, y, handle.row_idx, handle.inverse, weights)
 
     return map_structure(leaf, y)
 

@@ -21,7 +21,9 @@ def activation_name(activation):
     """
     if isinstance(activation, str):
         if activation not in ACTIVATIONS:
-            raise ValueError(f"activation must be one of {', '.join(ACTIVATIONS)} or a callable, but got {activation!r}")
+            raise ValueError(
+                f"activation must be one of {', '.join(ACTIVATIONS)} or a callable, but got {activation!r}"
+            )
         return activation
     if not callable(activation):
         raise TypeError(f"activation must be a name or a callable, but got {activation!r}")
@@ -39,10 +41,10 @@ def activation_name(activation):
 class FusedExperts(nn.Module):
     """E experts y = act(x @ w1[e]^T + b1[e]) @ w2[e]^T + b2[e], computed together.
 
-    Parameters: htoh4.weight [E, H, D], htoh4.bias [E, H], h4toh.weight [E, D, H], h4toh.bias [E, D], without the biases
-    if bias=False. A gated activation ("swiglu", "geglu", "geglu_tanh") has 2H rows in htoh4: gate, then up.
-    An activation that activation_name() maps runs inside one operator; any other callable runs between two grouped
-    GEMMs, which is slower and keeps more for the backward.
+    Parameters: htoh4.weight [E, H, D], htoh4.bias [E, H], h4toh.weight [E, D, H], h4toh.bias [E, D], without
+    the biases if bias=False. A gated activation ("swiglu", "geglu", "geglu_tanh") has 2H rows in htoh4: gate,
+    then up. An activation that activation_name() maps runs inside one operator; any other callable runs
+    between two grouped GEMMs, which is slower and keeps more for the backward.
     A state dict with one expert per entry ("<e>.htoh4.weight" [1, H, D]) loads as well.
     """
 
@@ -60,14 +62,16 @@ class FusedExperts(nn.Module):
         """The experts on rows, or with a handle on tokens.
 
         Without handle, FastMoE's call: inp [R, D] sorted by expert, fwd_expert_count [E] -> [R, D].
-        With a DispatchHandle: inp [T, D] in the order of the tokens, topk_weights [T, K] -> [T, D], the weighted sum
-        of each token's experts; neither the sorted rows nor their results are kept.
+        With a DispatchHandle: inp [T, D] in the order of the tokens, topk_weights [T, K] -> [T, D], the
+        weighted sum of each token's experts; neither the sorted rows nor their results are kept.
         """
         inp = cast_to_weight(inp, self.htoh4.weight)
         if handle is None:
             return self._forward_rows(inp, fwd_expert_count)
         if self.fused_activation is None:
-            rows = self._forward_rows(ops.permute(inp, handle.row_idx, handle.inverse), handle.tokens_per_expert)
+            rows = self._forward_rows(
+                ops.permute(inp, handle.row_idx, handle.inverse), handle.tokens_per_expert
+            )
             return ops.unpermute(rows, handle.row_idx, handle.inverse, topk_weights)
         return self._expert_mlp(inp, handle.row_idx, handle.inverse, handle.offs, topk_weights, combine=True)
 
@@ -83,15 +87,25 @@ class FusedExperts(nn.Module):
     def _expert_mlp(self, x, row_idx, inverse, offs, topk_weights, combine):
         w1, b1, w2, b2 = self.htoh4.weight, self.htoh4.bias, self.h4toh.weight, self.h4toh.bias
         return ops.expert_mlp(
-            x, row_idx, inverse, offs, w1, b1, w2, b2, topk_weights, activation=self.fused_activation, combine=combine
+            x,
+            row_idx,
+            inverse,
+            offs,
+            w1,
+            b1,
+            w2,
+            b2,
+            topk_weights,
+            activation=self.fused_activation,
+            combine=combine,
         )
 
 
 def to_per_expert_layout(state_dict):
-    """A state dict with each fused `experts.htoh4.weight` [E, H, D] split into `experts.<e>.htoh4.weight` [1, H, D].
+    """A copy of a state dict in FastMoE's layout since 2023: one entry for each expert.
 
-    The layout of FastMoE since 2023; biases and h4toh likewise, other entries as they are. Tensors that are split are
-    copied.
+    `experts.htoh4.weight` [E, H, D] becomes `experts.<e>.htoh4.weight` [1, H, D], biases and h4toh likewise;
+    other entries are kept. What is split is copied.
     """
     fused = re.compile(r"(?P<experts>(?:.*\.)?experts)\.(?P<name>(?:htoh4|h4toh)\.(?:weight|bias))")
     split = {}

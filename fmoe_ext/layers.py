@@ -24,15 +24,16 @@ class FMoE(nn.Module):
     num_expert: experts of this worker. d_model: width of a token.
     gate: a class or function called as gate(d_model, num_expert, world_size, top_k[, gate_bias=]), a
       functools.partial of one, or a module; it maps moe_inp to topk_idx [T, K], topk_weights [T, K].
-    expert: a callable d_model -> module, called num_expert times; a list of such callables, one for each expert (it
-      sets num_expert); or None for subclasses that set self.experts to one module for all experts, which is called as
-      experts(rows sorted by expert, tokens_per_expert). Separate experts are called as expert(rows) or, if their
-      forward takes a second argument, as expert(rows, number of rows [1]); that needs the counts on the host.
+    expert: a callable d_model -> module, called num_expert times; a list of such callables, one for each
+      expert (it sets num_expert); or None for subclasses that set self.experts to one module for all experts, which is
+      called as experts(rows sorted by expert, tokens_per_expert). Separate experts are called as expert(rows)
+      or, if their forward takes a second argument, as expert(rows, number of rows [1]); that needs the counts
+      on the host.
     gate_hook(topk_idx, topk_weights, None) is called after the gate.
     mask (one entry a token) and mask_dict: a token with mask != 0 goes to no expert; its expert output is
       mask_dict[its mask] (scalar, [D] or [K, D]), or zero if that is missing, weighted as usual.
-    renormalize=True scales the weights of a token that lost choices to their sum before; otherwise lost choices add
-      nothing. mp_group is the old name of slice_group.
+    renormalize=True scales the weights of a token that lost choices to their sum before; otherwise lost
+      choices add nothing. mp_group is the old name of slice_group.
     """
 
     def __init__(
@@ -55,10 +56,14 @@ class FMoE(nn.Module):
     ):
         super().__init__()
         if mp_group is not None:
-            warnings.warn("mp_group is the old name of slice_group, use that", DeprecationWarning, stacklevel=2)
+            warnings.warn(
+                "mp_group is the old name of slice_group, use that", DeprecationWarning, stacklevel=2
+            )
             slice_group = mp_group
         if world_size != 1:
-            raise NotImplementedError(f"expert parallelism is not available yet: world_size must be 1, got {world_size}")
+            raise NotImplementedError(
+                f"expert parallelism is not available yet: world_size must be 1, got {world_size}"
+            )
         if slice_group is not None and slice_group.size() != 1:
             raise NotImplementedError(
                 f"a slice_group of several workers is not available yet, got one of {slice_group.size()}"
@@ -84,7 +89,9 @@ class FMoE(nn.Module):
     def _make_gate(self, gate, gate_bias):
         if isinstance(gate, nn.Module):
             if getattr(gate, "tot_expert", self.num_experts) != self.num_experts:
-                raise ValueError(f"the gate is for {gate.tot_expert} experts, but the layer has {self.num_experts}")
+                raise ValueError(
+                    f"the gate is for {gate.tot_expert} experts, but the layer has {self.num_experts}"
+                )
             return gate
         if not callable(gate):
             raise TypeError(f"gate must be a class, a callable or a module, but got {gate!r}")
@@ -100,8 +107,9 @@ class FMoE(nn.Module):
     def forward(self, moe_inp):
         """Sends every token through its experts.
 
-        moe_inp: tensor [T, d_model], or [T, *] or a nest (list, tuple, dict) of such tensors if gate and experts take
-        them -> what the experts return for one row, [T, *], summed with topk_weights over the K choices.
+        moe_inp: tensor [T, d_model], or [T, *] or a nest (list, tuple, dict) of such tensors if gate and
+        experts take them -> what the experts return for one row, [T, *], summed with topk_weights over the K
+        choices.
         Raises ValueError for inputs, masks or choices whose number of tokens differs.
         Equivalent to: out[t] = sum_k topk_weights[t, k] * expert[topk_idx[t, k]](moe_inp[t]).
         """
@@ -119,7 +127,7 @@ class FMoE(nn.Module):
         return self._fill_masked(out, topk_weights)
 
     def expert_fn(self, inp, fwd_expert_count):
-        """Applies the experts to rows sorted by expert; inp [R, *] or a nest of such, fwd_expert_count [E]."""
+        """Applies the experts to rows sorted by expert: inp [R, *] or a nest, fwd_expert_count [E]."""
         if self.experts is None:
             raise RuntimeError("this FMoE has no experts: pass expert=, or set self.experts in the subclass")
         if self.experts_fused:
@@ -153,14 +161,16 @@ class FMoE(nn.Module):
 
     @property
     def _experts_combine(self):
-        """Whether the experts read tokens and sum results by themselves, and no subclass has a say in between."""
+        """Whether the experts read tokens and sum results themselves, and no subclass steps in between."""
         return isinstance(self.experts, FusedExperts) and type(self).expert_fn is FMoE.expert_fn
 
     def _count_inputs(self, moe_inp):
         sizes = []
         map_structure(lambda x: sizes.append(x.shape[0]), moe_inp)
         if not sizes or any(size != sizes[0] for size in sizes):
-            raise ValueError(f"moe_inp must be tensors with one number of tokens in dimension 0, but got {sizes}")
+            raise ValueError(
+                f"moe_inp must be tensors with one number of tokens in dimension 0, but got {sizes}"
+            )
         return sizes[0]
 
     def _choose(self, moe_inp, num_tokens):
@@ -171,8 +181,8 @@ class FMoE(nn.Module):
             topk_idx = topk_idx.reshape(-1, self.top_k)
         if topk_idx.shape[0] != num_tokens or topk_weights.numel() != topk_idx.numel():
             raise ValueError(
-                f"the gate must return topk_idx and topk_weights [T={num_tokens}, K={self.top_k}], but returned "
-                f"{list(topk_idx.shape)} and {list(topk_weights.shape)}"
+                f"the gate must return topk_idx and topk_weights [T={num_tokens}, K={self.top_k}], "
+                f"but returned {list(topk_idx.shape)} and {list(topk_weights.shape)}"
             )
         return topk_idx, topk_weights.reshape(topk_idx.shape)
 
@@ -185,7 +195,8 @@ class FMoE(nn.Module):
             return topk_idx
         if self.mask.numel() != topk_idx.shape[0]:
             raise ValueError(
-                f"mask must have one entry for each of the {topk_idx.shape[0]} tokens, but got {list(self.mask.shape)}"
+                f"mask must have one entry for each of the {topk_idx.shape[0]} tokens, "
+                f"but got shape {list(self.mask.shape)}"
             )
         return torch.where(self._mask_column(topk_idx) != 0, -1, topk_idx)
 
@@ -220,16 +231,20 @@ def _takes_gate_bias(gate):
     parameters = inspect.signature(maker).parameters.values()
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
     is_naive = isinstance(maker, type) and issubclass(maker, NaiveGate)
-    return "gate_bias" not in bound and (any(p.name == "gate_bias" for p in parameters) or (takes_any and is_naive))
+    return "gate_bias" not in bound and (
+        any(p.name == "gate_bias" for p in parameters) or (takes_any and is_naive)
+    )
 
 
 def _takes_count(expert):
-    """Whether an expert is called with its number of rows: forward demands a second argument, or names it so."""
+    """Whether an expert is called with its number of rows: its forward needs a second argument."""
     parameters = list(inspect.signature(expert.forward).parameters.values())
     if any(p.kind is p.VAR_POSITIONAL for p in parameters):
         return True
     positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    return len(positional) > 1 and (positional[1].default is inspect.Parameter.empty or "count" in positional[1].name)
+    return len(positional) > 1 and (
+        positional[1].default is inspect.Parameter.empty or "count" in positional[1].name
+    )
 
 
 def _drop_wrapper_prefix(module, state_dict, prefix, *_):

@@ -24,8 +24,9 @@ def cast_to_weight(inp, weight):
 class FMoELinear(nn.Module):
     """A linear layer for each of num_expert experts, computed by one grouped GEMM.
 
-    weight [E, out_feat, in_feat], bias [E, out_feat] or None; initialised as FastMoE does: kaiming_uniform_(a=sqrt(5))
-    over the three-dimensional weight (its fan-in is in_feat * out_feat), zero bias. rank is accepted and ignored.
+    weight [E, out_feat, in_feat], bias [E, out_feat] or None; initialised as FastMoE does:
+    kaiming_uniform_(a=sqrt(5)) over the three-dimensional weight (its fan-in is in_feat * out_feat), zero
+    bias. rank is accepted and ignored.
     """
 
     def __init__(self, num_expert: int, in_feat: int, out_feat: int, bias: bool = True, rank: int = 0):
@@ -48,9 +49,11 @@ class FMoELinear(nn.Module):
     def forward(self, inp, fwd_expert_count):
         """Applies the weight of expert e to its rows.
 
-        inp [R, in_feat], sorted by expert, of any floating dtype (cast to that of the weight); fwd_expert_count [E]
-        integer rows per expert, on the CPU or the device of inp -> [R, out_feat]; rows past the last expert's are zero.
-        Raises ValueError for counts of another shape, RuntimeError for another in_feat or more counted rows than R.
+        inp [R, in_feat], sorted by expert, of any floating dtype (cast to that of the weight);
+        fwd_expert_count [E] integer rows per expert, on the CPU or the device of inp -> [R, out_feat]; rows
+        past the last expert's are zero.
+        Raises ValueError for counts of another shape, RuntimeError for another in_feat or more counted rows
+        than R.
         Equivalent to: torch.cat([F.linear(x, w, b) for x, w, b in zip(inp.split(counts), weight, bias)]).
         """
         offs = cumulative_ends(fwd_expert_count, self.num_expert, inp.device)

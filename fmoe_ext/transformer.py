@@ -7,9 +7,10 @@ from fmoe_ext.layers import FMoE
 class FMoETransformerMLP(FMoE):
     """FMoE whose experts are two-layer MLPs d_model -> d_hidden -> d_model, computed by one operator.
 
-    activation: "gelu", "gelu_tanh", "relu", "silu", the gated "swiglu", "geglu", "geglu_tanh", the modules and
-    functions of PyTorch for the first four, or any callable (slower, see FusedExperts). expert_dp_comm: tag of the
-    experts' parameters (FMoE.mark_parallel_comm). expert_rank is accepted and ignored. Other arguments: FMoE.
+    activation: "gelu", "gelu_tanh", "relu", "silu", the gated "swiglu", "geglu", "geglu_tanh", the modules
+    and functions of PyTorch for the first four, or any callable (slower, see FusedExperts). expert_dp_comm:
+    tag of the experts' parameters (FMoE.mark_parallel_comm). expert_rank is accepted and ignored. Other
+    arguments: FMoE.
     """
 
     def __init__(
@@ -30,7 +31,7 @@ class FMoETransformerMLP(FMoE):
         self.mark_parallel_comm(expert_dp_comm)
 
     def forward(self, inp):
-        """inp [..., d_model] -> [..., d_model]; no residual, no norm. Raises ValueError for another last dimension."""
+        """inp [..., d_model] -> [..., d_model], without residual; ValueError for another last dimension."""
         if inp.dim() == 0 or inp.shape[-1] != self.d_model:
             raise ValueError(f"inp must have shape [..., d_model={self.d_model}], but got {list(inp.shape)}")
         return super().forward(inp.reshape(-1, self.d_model)).reshape(inp.shape)

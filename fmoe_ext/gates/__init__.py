@@ -1,4 +1,4 @@
-"""Gates choose K experts for every token: forward(inp [T, d_model]) -> (topk_idx [T, K], topk_weights [T, K])."""
+"""Gates choose K experts for each token: forward(inp [T, d_model]) -> topk_idx, topk_weights [T, K]."""
 
 from fmoe_ext.gates.base_gate import BaseGate, OneWorker
 from fmoe_ext.gates.gshard_gate import GShardGate

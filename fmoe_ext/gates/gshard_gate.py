@@ -10,13 +10,14 @@ from fmoe_ext.gates.naive_gate import NaiveGate
 class GShardGate(NaiveGate):
     """The gate of GShard: top-2 with normalised weights, capacity, random second choice and balance loss.
 
-    * loss = E^2 * mean_e(c_e * m_e): c_e the share of tokens whose first choice is expert e, m_e its mean probability,
-      over the tokens and the E experts of all workers. 1 when balanced;
-    * an expert takes ceil(capacity * T) * 2 // E choices, T the tokens of all workers, with capacity[0] in training and
-      capacity[1] in evaluation; first choices go before second ones, the rest becomes -1;
-    * random_routing: in training a second choice of weight w is kept with probability min(1, 2 * w). Those that are
-      given up have taken their place in the capacity, as in the paper.
-    FastMoE counts capacity over local tokens, the loss over local experts, and drops second choices in evaluation too.
+    * loss = E^2 * mean_e(c_e * m_e): c_e the share of tokens whose first choice is expert e, m_e its mean
+      probability, over the tokens and the E experts of all workers. 1 when balanced;
+    * an expert takes ceil(capacity * T) * 2 // E choices, T the tokens of all workers, with capacity[0] in
+      training and capacity[1] in evaluation; first choices go before second ones, the rest becomes -1;
+    * random_routing: in training a second choice of weight w is kept with probability min(1, 2 * w). Those
+      that are given up have taken their place in the capacity, as in the paper.
+    FastMoE counts capacity over local tokens, the loss over local experts, and drops second choices in
+    evaluation too.
     """
 
     def __init__(
@@ -35,7 +36,9 @@ class GShardGate(NaiveGate):
             raise ValueError(f"GShardGate chooses two experts: topk must be 2, but got {topk}")
         super().__init__(d_model, num_expert, world_size, topk, gate_bias=gate_bias)
         if len(capacity) != 2 or min(capacity) <= 0:
-            raise ValueError(f"capacity must be two positive factors (training, evaluation), but got {capacity}")
+            raise ValueError(
+                f"capacity must be two positive factors (training, evaluation), but got {capacity}"
+            )
         self.capacity = capacity
         self.random_routing = random_routing
         self.workers = OneWorker() if workers is None else workers

@@ -9,9 +9,9 @@ from fmoe_ext.gates.base_gate import BaseGate
 class NaiveGate(BaseGate):
     """A linear layer, the top_k experts of each token, and the softmax over their scores.
 
-    With top_k=1 that softmax is always 1 and the gate learns nothing; normalize=False gives the probability among all
-    experts instead. Scores are computed in float32 (float64 for float64 input), whatever the dtype of input,
-    parameters and autocast. The loss is zero.
+    With top_k=1 that softmax is always 1 and the gate learns nothing; normalize=False gives the probability
+    among all experts instead. Scores are computed in float32 (float64 for float64 input), whatever the dtype
+    of input, parameters and autocast. The loss is zero.
     """
 
     def __init__(self, d_model, num_expert, world_size, top_k=2, gate_bias=True, *, normalize=True):
@@ -26,7 +26,8 @@ class NaiveGate(BaseGate):
         """Chooses experts.
 
         inp [T, d_model] -> topk_idx [T, K] int64, best first, topk_weights [T, K] float32 or float64; with
-        return_all_scores also the logits [T, E]. Raises TypeError for a nest of tensors, ValueError for another shape.
+        return_all_scores also the logits [T, E]. Raises TypeError for a nest of tensors, ValueError for
+        another shape.
         Equivalent to: weights, idx = F.linear(inp, weight, bias).topk(top_k); idx, weights.softmax(-1).
         """
         logits = self.logits(inp)

@@ -8,15 +8,15 @@ from fmoe_ext.gates.naive_gate import NaiveGate
 
 
 class SwitchGate(NaiveGate):
-    """The gate of the Switch Transformer: top-1 with its probability as weight, jitter, capacity and balance loss.
+    """The gate of the Switch Transformer: top-1 weighted by its probability, jitter, capacity, balance loss.
 
     * training multiplies the input by noise, uniform in [1 - switch_eps, 1 + switch_eps];
-    * an expert takes ceil(capacity * T * K / E) choices, T the tokens of all workers, with capacity[0] in training and
-      capacity[1] in evaluation; the others become -1. capacity=None drops nothing;
-    * loss = E * sum_e f_e * p_e: f_e the share of choices of expert e before any is dropped, p_e its mean probability
-      over all tokens. 1 when balanced.
-    additive_noise=True adds the noise to the logits, fastmoe_loss=True computes f_e from the choices that were kept
-    and divides p_e by their number, both as FastMoE does.
+    * an expert takes ceil(capacity * T * K / E) choices, T the tokens of all workers, with capacity[0] in
+      training and capacity[1] in evaluation; the others become -1. capacity=None drops nothing;
+    * loss = E * sum_e f_e * p_e: f_e the share of choices of expert e before any is dropped, p_e its mean
+      probability over all tokens. 1 when balanced.
+    additive_noise=True adds the noise to the logits, fastmoe_loss=True computes f_e from the choices that
+    were kept and divides p_e by their number, both as FastMoE does.
     """
 
     def __init__(
@@ -35,7 +35,9 @@ class SwitchGate(NaiveGate):
     ):
         super().__init__(d_model, num_expert, world_size, topk, gate_bias=gate_bias, normalize=False)
         if capacity is not None and (len(capacity) != 2 or min(capacity) <= 0):
-            raise ValueError(f"capacity must be two positive factors (training, evaluation), but got {capacity}")
+            raise ValueError(
+                f"capacity must be two positive factors (training, evaluation), but got {capacity}"
+            )
         self.switch_eps = switch_eps
         self.capacity = capacity
         self.additive_noise = additive_noise
