@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from fmoe_ext import ops
+from fmoe_ext.dispatch import combine, widen
 from fmoe_ext.linear import FMoELinear, cast_to_weight, cumulative_ends
 
 GATED_ACTIVATIONS = ("swiglu", "geglu", "geglu_tanh")
@@ -69,11 +70,10 @@ class FusedExperts(nn.Module):
         if handle is None:
             return self._forward_rows(inp, fwd_expert_count)
         if self.fused_activation is None:
-            rows = self._forward_rows(
-                ops.permute(inp, handle.row_idx, handle.inverse), handle.tokens_per_expert
-            )
-            return ops.unpermute(rows, handle.row_idx, handle.inverse, topk_weights)
-        return self._expert_mlp(inp, handle.row_idx, handle.inverse, handle.offs, topk_weights, combine=True)
+            rows = ops.permute(inp, handle.row_idx, handle.inverse)
+            return combine(self._forward_rows(rows, handle.tokens_per_expert), handle, topk_weights)
+        weights = widen(topk_weights, inp.dtype)
+        return self._expert_mlp(inp, handle.row_idx, handle.inverse, handle.offs, weights, combine=True)
 
     def _forward_rows(self, rows, fwd_expert_count):
         if self.fused_activation is None:

@@ -25,10 +25,10 @@ class FMoE(nn.Module):
     gate: a class or function called as gate(d_model, num_expert, world_size, top_k[, gate_bias=]), a
       functools.partial of one, or a module; it maps moe_inp to topk_idx [T, K], topk_weights [T, K].
     expert: a callable d_model -> module, called num_expert times; a list of such callables, one for each
-      expert (it sets num_expert); or None for subclasses that set self.experts to one module for all experts, which is
-      called as experts(rows sorted by expert, tokens_per_expert). Separate experts are called as expert(rows)
-      or, if their forward takes a second argument, as expert(rows, number of rows [1]); that needs the counts
-      on the host.
+      expert (it sets num_expert); or None for subclasses that set self.experts to one module for all experts,
+      which is called as experts(rows sorted by expert, tokens_per_expert). Separate experts are called as
+      expert(rows) or, if their forward needs a second argument, as expert(rows, number of rows [1]); that
+      needs the counts on the host.
     gate_hook(topk_idx, topk_weights, None) is called after the gate.
     mask (one entry a token) and mask_dict: a token with mask != 0 goes to no expert; its expert output is
       mask_dict[its mask] (scalar, [D] or [K, D]), or zero if that is missing, weighted as usual.
