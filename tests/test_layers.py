@@ -213,8 +213,9 @@ def test_nested_inputs():
     assert_same(out["grid"][0], truth_grid)
 
 
+@pytest.mark.parametrize("renormalize", [False, True])
 @pytest.mark.parametrize("fused", [False, True])
-def test_mask(fused):
+def test_mask(fused, renormalize):
     """As FastMoE: masked tokens skip the experts, their output is mask_dict's, weighted by the gate."""
     topk_idx, topk_weights = make_choices(dropped=False)
     topk_weights.requires_grad_()
@@ -229,6 +230,7 @@ def test_mask(fused):
         mask=mask.reshape(3, 4),
         mask_dict=mask_dict,
         gate_hook=lambda *args: seen.append(args),
+        renormalize=renormalize,
     )
     if fused:
         layer.experts = FusedExperts(E, D, 8).double()
@@ -244,6 +246,18 @@ def test_mask(fused):
     assert_same(out, truth)
     grads = [torch.autograd.grad(o.square().sum(), [vector, topk_weights]) for o in (out, truth)]
     assert_same(*grads)
+
+
+def test_mask_of_rows_with_more_dimensions():
+    topk_idx, topk_weights = make_choices()
+    mask = torch.arange(T) % 2
+    filling = make_input(2, 3)
+    gate = FixedGate(topk_idx, topk_weights)
+    layer = make_layer(expert=lambda _: nn.Tanh(), gate=gate, mask=mask, mask_dict={1: filling})
+    x = make_input(T, 2, 3)
+    weight_sums = (topk_weights * (topk_idx >= 0)).sum(1)[:, None, None]
+    filled = topk_weights.sum(1)[:, None, None] * filling
+    assert_same(layer(x), torch.where(mask[:, None, None] == 1, filled, weight_sums * x.tanh()))
 
 
 def test_gate_forms():
@@ -343,10 +357,14 @@ def test_dispatch_and_combine():
 def test_rejects():
     x = make_input()
     topk_idx, topk_weights = make_choices()
-    with pytest.raises(ValueError, match=r"one number of tokens in dimension 0, but got \[12, 11\]"):
+    with pytest.raises(ValueError, match=r"one number of tokens T, but got \[\[12, 6\], \[11, 6\]\]"):
         make_layer()([x, x[1:]])
-    with pytest.raises(ValueError, match=r"one number of tokens in dimension 0, but got \[\]"):
+    with pytest.raises(ValueError, match=r"one number of tokens T, but got \[\]"):
         make_layer()([])
+    with pytest.raises(ValueError, match=r"but got \[\[12, 6\], 'NoneType'\]"):
+        make_layer()((x, None))
+    with pytest.raises(ValueError, match=r"but got \[\[\]\]"):
+        make_layer()(x[0, 0])
     with pytest.raises(ValueError, match=r"one entry for each of the 12 tokens, but got shape \[5\]"):
         make_layer(mask=torch.zeros(5), mask_dict={})(x)
     with pytest.raises(ValueError, match=r"\[T=12, K=2\], but returned \[11, 2\] and \[12, 2\]"):

@@ -328,7 +328,7 @@ def test_distributed_data_parallel(one_process_group):
     [(NaiveGate, "swiglu"), (SwitchGate, "gelu"), (GShardGate, nn.Sequential(nn.GELU()))],
 )
 def test_compile_is_one_graph(gate, activation):
-    """fullgraph also proves that the forward never waits for a value of a tensor: that would break the graph."""
+    """fullgraph also proves that the forward never waits for the value of a tensor: that breaks the graph."""
     layer = make_layer(gate=gate, activation=activation).eval()
     x, grad_out = make_input()
     eager = run_layer(layer, x, grad_out)
