@@ -17,7 +17,8 @@ ROOT = Path(__file__).parents[1]
 EXAMPLE = ROOT / "examples" / "lm"
 TINY = """
     --d-model=16 --num-layers=2 --num-heads=2 --num-experts=4 --d-hidden=8 --batch-size=4 --seq-len=32
-    --warmup=2 --val-windows=4 --log-every=2 --val-every=4 --sample-bytes=8 --dtype=float32 --device=cpu --threads=1
+    --warmup=2 --val-windows=4 --log-every=2 --val-every=4 --sample-bytes=8 --device=cpu
+    --dtype=float32 --threads=1
 """
 TIMES = {"seconds", "tokens_per_second"}
 

@@ -28,19 +28,20 @@ def draw_curve(records, labels, source, path):
                 x, y = [r[key] for r in mine], [r["bits_per_byte"] for r in mine]
                 axis.plot(x, y, color=color, lw=0.9, alpha=0.45)
                 x, y = [r[key] for r in valid], [r["val_bits_per_byte"] for r in valid]
-                last = f": {y[-1]:.3f}" if y else ""
+                last = f": {y[-1]:.3f} bits" if y else ""
                 axis.plot(x, y, color=color, lw=2, marker="o", ms=4, label=f"{label}{last}")
             axis.set_xlabel(title)
             axis.set_xlim(left=0)
         values = sorted(r["bits_per_byte"] for r in records)
         if values:  # the first steps are far above the rest and would flatten it
             lowest = min(values[0], *(r.get("val_bits_per_byte", values[0]) for r in records))
-            highest = values[int(0.93 * (len(values) - 1))]
+            highest = values[int(0.85 * (len(values) - 1))]
             margin = 0.06 * (highest - lowest) + 0.02
             axes[0].set_ylim(lowest - margin, highest + margin)
         axes[0].set_ylabel("bits per byte")
-        axes[0].legend(title="validation (thin line: training)", frameon=False, fontsize=9, title_fontsize=9)
-        figure.suptitle(f"Language model on {source}", fontsize=11)
+        handles, names = axes[0].get_legend_handles_labels()
+        figure.legend(handles, names, loc="outside lower center", ncols=len(names), frameon=False)
+        figure.suptitle(f"Validation (thin: training) on {source}", fontsize=11)
         figure.savefig(path, dpi=120)
         plt.close(figure)
 
