@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 import torch
 
-ROOT = Path(__file__).parents[1]
-EXAMPLE = ROOT / "examples" / "lm"
+import fmoe_ext
+
+EXAMPLE = Path(__file__).parents[1] / "examples" / "lm"
 TINY = """
     --d-model=16 --num-layers=2 --num-heads=2 --num-experts=4 --d-hidden=8 --batch-size=4 --seq-len=32
     --warmup=2 --val-windows=4 --log-every=2 --val-every=4 --sample-bytes=8 --device=cpu
@@ -117,7 +118,7 @@ def test_interrupt_saves_and_resumes(text, tmp_path):
         str(out),
         *TINY.split(),
     ]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    environment = os.environ | {"PYTHONPATH": str(Path(fmoe_ext.__file__).parents[1])}
     process = subprocess.Popen(
         [*command, "--steps", "100000"], env=environment, stderr=subprocess.PIPE, text=True
     )
