@@ -66,25 +66,25 @@ def build_parser():
 
     group = parser.add_argument_group("model")
     add = group.add_argument
-    add("--d-model", type=positive_int, default=256, help="width")
+    add("--d-model", type=positive_int, default=128, help="width")
     add("--num-layers", type=positive_int, default=4, help="blocks of attention and MLP")
     add("--num-heads", type=positive_int, default=4, help="attention heads")
-    add("--num-experts", type=positive_int, default=8, help="experts in every MLP")
-    add("--d-hidden", type=positive_int, default=384, help="hidden width of one expert")
+    add("--num-experts", type=positive_int, default=16, help="experts in every MLP")
+    add("--d-hidden", type=positive_int, default=128, help="hidden width of one expert")
     add("--top-k", type=positive_int, default=2, help="experts that each token visits")
     add("--gate", choices=sorted(GATES), default="balanced", help="how experts are chosen")
 
     group = parser.add_argument_group("training")
     add = group.add_argument
-    add("--steps", type=positive_int, default=400, help="length of the run and of the learning-rate schedule")
+    add("--steps", type=positive_int, default=700, help="length of the run and of the learning-rate schedule")
     add("--stop-after", type=positive_int, help="save and exit after this step, as if interrupted there")
     add("--batch-size", type=positive_int, default=8, help="windows in a batch")
     add("--seq-len", type=positive_int, default=256, help="bytes in a window")
-    add("--lr", type=positive_float, default=2e-3, help="peak learning rate")
+    add("--lr", type=positive_float, default=4e-3, help="peak learning rate")
     add("--warmup", type=non_negative_int, default=20, help="steps of linear warm-up before the cosine")
     add("--weight-decay", type=non_negative_float, default=0.1, help="on matrices only")
     add("--clip", type=positive_float, default=1.0, help="largest norm of the gradient")
-    add("--balance-weight", type=non_negative_float, default=0.01, help="of the gates' balance loss")
+    add("--balance-weight", type=non_negative_float, default=0.03, help="of the gates' balance loss")
 
     group = parser.add_argument_group("reports")
     add = group.add_argument
