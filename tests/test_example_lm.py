@@ -138,7 +138,7 @@ def test_interrupt_saves_and_resumes(text, tmp_path):
 
 def test_compare_trains_both_as_alone(text, tmp_path):
     for name, flags in (("both", ["--compare"]), ("moe", []), ("dense", ["--dense"])):
-        assert train(text, tmp_path / name, "--steps", "6", *flags) == 0
+        assert train(text, tmp_path / name, "--steps", "6", "--gate", "gshard", *flags) == 0
     both = metrics(tmp_path / "both")
     for name in ("moe", "dense"):
         assert [r for r in both if r["run"] == name] == metrics(tmp_path / name)

@@ -33,11 +33,10 @@ def draw_curve(records, labels, source, path):
             axis.set_xlabel(title)
             axis.set_xlim(left=0)
         values = sorted(r["bits_per_byte"] for r in records)
-        if values:  # the first steps are far above the rest and would flatten it
-            lowest = min(values[0], *(r.get("val_bits_per_byte", values[0]) for r in records))
-            highest = values[int(0.85 * (len(values) - 1))]
-            margin = 0.06 * (highest - lowest) + 0.02
-            axes[0].set_ylim(lowest - margin, highest + margin)
+        lowest = min(values[0], *(r.get("val_bits_per_byte", values[0]) for r in records))
+        highest = values[int(0.85 * (len(values) - 1))]  # the first steps would flatten the rest
+        margin = 0.06 * (highest - lowest) + 0.02
+        axes[0].set_ylim(lowest - margin, highest + margin)
         axes[0].set_ylabel("bits per byte")
         handles, names = axes[0].get_legend_handles_labels()
         figure.legend(handles, names, loc="outside lower center", ncols=len(names), frameon=False)

@@ -34,8 +34,7 @@ class Run:
     def clear_window(self):
         """Starts the sums that the next report averages."""
         self.window_steps, self.window_start = 0, self.seconds
-        # of loss, balance loss, gradient norm
-        self.window_sums = torch.zeros(3, dtype=torch.float64, device=self.device)
+        self.window_sums = torch.zeros(3, dtype=torch.float64, device=self.device)  # loss, balance loss, norm
         for load in self.expert_load():
             load.zero_()
 

@@ -70,7 +70,9 @@ def build_runs(options, device, dtype):
     shape = {
         field.name: getattr(options, field.name) for field in fields(ModelConfig) if field.name != "dense"
     }
-    return [Run(name, ModelConfig(**shape, dense=name == "dense"), options, device, dtype) for name in names]
+    runs = [Run(name, ModelConfig(**shape, dense=name == "dense"), options, device, dtype) for name in names]
+    torch.manual_seed(options.seed)  # what gates draw in training does not depend on which models were built
+    return runs
 
 
 def describe(run):
