@@ -157,7 +157,7 @@ def test_switch_gate_as_fastmoe():
     torch.testing.assert_close(logits, logits_of(gate, x) + noise, rtol=1e-12, atol=1e-12)
     kept = topk_idx[topk_idx >= 0]
     assert 0 < kept.numel() < T
-    f = torch.bincount(kept, minlength=E) / kept.numel()
+    f = torch.bincount(kept, minlength=E).double() / kept.numel()
     p = logits.softmax(-1).sum(0) / kept.numel()
     torch.testing.assert_close(gate.get_loss(), (f * p).sum() * E, rtol=1e-12, atol=0)
 
