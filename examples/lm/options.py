@@ -76,7 +76,7 @@ def build_parser():
 
     group = parser.add_argument_group("training")
     add = group.add_argument
-    add("--steps", type=positive_int, default=700, help="length of the run and of the learning-rate schedule")
+    add("--steps", type=positive_int, default=900, help="length of the run and of the learning-rate schedule")
     add("--stop-after", type=positive_int, help="save and exit after this step, as if interrupted there")
     add("--batch-size", type=positive_int, default=8, help="windows in a batch")
     add("--seq-len", type=positive_int, default=256, help="bytes in a window")
