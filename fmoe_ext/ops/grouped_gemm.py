@@ -42,10 +42,11 @@ def _setup_context(ctx, inputs, output):
 
 def _backward(ctx, grad_y):
     x, weight, offs = ctx.saved_tensors
-    needs = [ctx.needs_input_grad[0], ctx.needs_input_grad[1], ctx.needs_input_grad[3]]
+    num_given = len(ctx.needs_input_grad)  # 3 when bias is left out
+    needs = [ctx.needs_input_grad[0], ctx.needs_input_grad[1], num_given > 3 and ctx.needs_input_grad[3]]
     grads = torch.ops.fmoe_ext.grouped_gemm_backward(grad_y, x, weight, offs, needs)
     dx, dweight, dbias = (grad if needed else None for grad, needed in zip(grads, needs, strict=True))
-    return dx, dweight, None, dbias
+    return (dx, dweight, None, dbias)[:num_given]
 
 
 torch.library.register_autograd("fmoe_ext::grouped_gemm", _backward, setup_context=_setup_context)
