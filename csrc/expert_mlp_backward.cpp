@@ -145,9 +145,11 @@ class Backward {
     const int64_t D = args_.D, H = args_.H, F = args_.F;
     const Segment& segment = *job.segment;
     const char* w2 = args_.row_of(args_.w2, segment.expert * D, H);
-    multiply_panels(
-        kernels_, job, rows_of(do_rows_, chunk, segment), D,
-        [&](int64_t p, char* panel) { pack_weight_rows(kernels_, w2, H, D, p * kernels_.nr, panel); },
+    multiply_panel_groups(
+        kernels_, job, rows_of(do_rows_, chunk, segment), D, kWeightRowGroup,
+        [&](int64_t first, int64_t count, const Panels& panels) {
+          pack_weight_rows(kernels_, w2, H, D, first, count, panels);
+        },
         [&](int64_t p, const void* tile, int64_t row, int64_t m) {
           const int64_t column = p * kernels_.nr, row_of_chunk = segment.begin - chunk.begin + row;
           kernels_.act_backward({
@@ -222,9 +224,11 @@ class Backward {
     const int64_t D = args_.D, F = args_.F;
     const Segment& segment = *job.segment;
     const char* w1 = args_.row_of(args_.w1, segment.expert * F, D);
-    multiply_panels(
-        kernels_, job, rows_of(dh_rows_, chunk, segment), F,
-        [&](int64_t p, char* panel) { pack_weight_rows(kernels_, w1, D, F, p * kernels_.nr, panel); },
+    multiply_panel_groups(
+        kernels_, job, rows_of(dh_rows_, chunk, segment), F, kWeightRowGroup,
+        [&](int64_t first, int64_t count, const Panels& panels) {
+          pack_weight_rows(kernels_, w1, D, F, first, count, panels);
+        },
         [&](int64_t p, const void* tile, int64_t row, int64_t m) {
           const int64_t column = p * kernels_.nr;
           kernels_.store(

@@ -130,9 +130,11 @@ std::tuple<Tensor, Tensor, Tensor> grouped_gemm_backward_cpu(Tensor grad_y_, Ten
       const Segment& segment = *job.segment;
       const RowMajor a{block.at(segment.begin - chunk.begin), stride, block.bytes};
       const char* w = bytes_of(weight) + segment.expert * N * D * kernels.storage_bytes;
-      multiply_panels(
-          kernels, job, a, N,
-          [&](int64_t p, char* panel) { pack_weight_rows(kernels, w, D, N, p * kernels.nr, panel); },
+      multiply_panel_groups(
+          kernels, job, a, N, kWeightRowGroup,
+          [&](int64_t first, int64_t count, const Panels& panels) {
+            pack_weight_rows(kernels, w, D, N, first, count, panels);
+          },
           [&](int64_t p, const void* tile, int64_t row, int64_t m) {
             const int64_t column = p * kernels.nr;
             kernels.store(tile, m, std::min(kernels.nr, D - column), nullptr, nullptr,

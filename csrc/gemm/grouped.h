@@ -153,7 +153,7 @@ struct Job {
 // are large enough to be worth a hand-over. Depends on the shapes only, never on the number of threads.
 inline void add_jobs(std::vector<Job>& jobs, const Segment& segment, int64_t parts, int64_t flops,
                      int64_t bytes) {
-  constexpr int64_t kJobFlops = 1 << 24, kJobBytes = 1 << 18;
+  constexpr int64_t kJobFlops = 1 << 26, kJobBytes = 1 << 20;
   const int64_t wanted = std::max(segment.rows() * flops * parts / kJobFlops, bytes * parts / kJobBytes);
   const int64_t groups = std::clamp<int64_t>(wanted, 1, std::max<int64_t>(parts, 1));
   for (int64_t group = 0; group < groups; ++group)
@@ -176,23 +176,40 @@ void for_each_row_slice(int64_t begin, int64_t end, const Body& body) {
                [&](int64_t job) { body(begin + job * kSlice, std::min(end, begin + (job + 1) * kSlice)); });
 }
 
-// Rows [row, row + n) of one operand times packed panels: pack(panel, buffer) fills B, epilogue(panel, tile,
-// row, m) takes the tile. `a` starts at the segment's first row; row counts from there.
+// The rows of one operand times packed panels: pack(first, count, panels) fills `count` panels of B at once,
+// epilogue(panel, tile, row, m) takes each tile. `a` starts at the segment's first row; row counts from
+// there.
+template <class Pack, class Epilogue>
+void multiply_panel_groups(const Kernels& kernels, const Job& job, const RowMajor& a, int64_t depth,
+                           int64_t group, const Pack& pack, const Epilogue& epilogue) {
+  alignas(64) char tile[kTileBytes];
+  group = std::min(group, job.end - job.begin);
+  const Panels panels{thread_buffer(group * panel_bytes(kernels, depth, kernels.nr)),
+                      Panels::stride_for(kernels, depth, kernels.nr), kernels.operand_bytes};
+  const int64_t rows = job.segment->rows();
+  for (int64_t first = job.begin; first < job.end; first += group) {
+    const int64_t count = std::min(group, job.end - first);
+    pack(first, count, panels);
+    for (int64_t p = 0; p < count; ++p)
+      for (int64_t row = 0; row < rows; row += kernels.mr) {
+        const int64_t m = std::min(kernels.mr, rows - row);
+        kernels.multiply_row_major(m, depth, a.at(row), a.stride, panels.panel(p), tile);
+        epilogue(first + p, tile, row, m);
+      }
+  }
+}
+
+// Panels of columns that are contiguous in memory need no company: pack(panel, buffer) fills one.
 template <class Pack, class Epilogue>
 void multiply_panels(const Kernels& kernels, const Job& job, const RowMajor& a, int64_t depth,
                      const Pack& pack, const Epilogue& epilogue) {
-  alignas(64) char tile[kTileBytes];
-  char* panel = thread_buffer(panel_bytes(kernels, depth, kernels.nr));
-  const int64_t rows = job.segment->rows();
-  for (int64_t p = job.begin; p < job.end; ++p) {
-    pack(p, panel);
-    for (int64_t row = 0; row < rows; row += kernels.mr) {
-      const int64_t m = std::min(kernels.mr, rows - row);
-      kernels.multiply_row_major(m, depth, a.at(row), a.stride, panel, tile);
-      epilogue(p, tile, row, m);
-    }
-  }
+  multiply_panel_groups(
+      kernels, job, a, depth, 1,
+      [&](int64_t first, int64_t, const Panels& panels) { pack(first, panels.data); }, epilogue);
 }
+
+// Panels across the rows of a weight: as many at once as make each row's piece worth a trip to memory.
+constexpr int64_t kWeightRowGroup = 4;
 
 // Every tile of A^T B for packed panels A [depth, rows] and B [depth, columns]: epilogue(tile, row, column,
 // m, n).
@@ -218,16 +235,17 @@ inline void pack_weight_columns(const Kernels& kernels, const char* weight, int6
   kernels.pack_columns(columns, depth, buffer);
 }
 
-// Fills buffer with the panel of columns [column, column + nr) of weight [depth, num_columns], contiguous.
+// Fills panels [first, first + count) of weight [depth, num_columns], contiguous.
 inline void pack_weight_rows(const Kernels& kernels, const char* weight, int64_t num_columns, int64_t depth,
-                             int64_t column, char* buffer) {
-  constexpr int64_t kStep = 256;  // a multiple of every k_step
+                             int64_t first, int64_t count, const Panels& panels) {
+  constexpr int64_t kStep = 64;  // a multiple of every k_step
   const void* rows[kStep];
+  const int64_t column = first * kernels.nr, width = std::min(count * kernels.nr, num_columns - column);
   for (int64_t k = 0; k < depth; k += kStep) {
     const int64_t n = std::min(kStep, depth - k);
     for (int64_t i = 0; i < n; ++i) rows[i] = weight + (k + i) * num_columns * kernels.storage_bytes;
-    kernels.pack_rows(rows, n, column, std::min(kernels.nr, num_columns - column), kernels.nr,
-                      buffer + k * kernels.nr * kernels.operand_bytes, 0);
+    kernels.pack_rows(rows, n, column, width, kernels.nr,
+                      panels.data + k * kernels.nr * kernels.operand_bytes, panels.stride);
   }
 }
 
