@@ -40,12 +40,10 @@ class Backward {
       return needed ? new_large(args.x, shape, dtype) : torch::stable::new_empty(args.x, {0});
     };
     dx_rows_ = output(needs.dx, {args.R, args.D});
-    dw1 = output(needs.dw1, {args.E, args.F, args.D});
+    dw1 = needs.dw1 ? dw1_sums_.make_output(args.x) : output(false, {});
     db1 = output(needs.db1, {args.E, args.F});
-    dw2 = output(needs.dw2, {args.E, args.D, args.H});
+    dw2 = needs.dw2 ? dw2_sums_.make_output(args.x) : output(false, {});
     db2 = output(needs.db2, {args.E, args.D});
-    if (needs.dw1) dw1_sums_.set_output(dw1);
-    if (needs.dw2) dw2_sums_.set_output(dw2);
   }
 
   void run() {

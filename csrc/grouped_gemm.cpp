@@ -85,7 +85,6 @@ std::tuple<Tensor, Tensor, Tensor> grouped_gemm_backward_cpu(Tensor grad_y_, Ten
   const Kernels& kernels = kernels_for(dtype);
   const auto bounds = read_offs(offs, R);
   Tensor dx = need_dx ? new_large(x, {R, D}, dtype) : new_large(x, {0}, dtype);
-  Tensor dw = need_dw ? new_large(x, {E, N, D}, dtype) : new_large(x, {0}, dtype);
   Tensor db = need_db ? new_large(x, {E, N}, dtype) : new_large(x, {0}, dtype);
   if (need_dx) zero_rows_from(dx, bounds.back());
 
@@ -99,7 +98,7 @@ std::tuple<Tensor, Tensor, Tensor> grouped_gemm_backward_cpu(Tensor grad_y_, Ten
   const RowMajor block{workspace.data(), stride, kernels.operand_bytes};
 
   ExpertGradient dweight(kernels, bounds, N, D);
-  if (need_dw) dweight.set_output(dw);
+  const Tensor dw = need_dw ? dweight.make_output(x) : new_large(x, {0}, dtype);
   BiasGradient dbias(kernels, need_db ? E : 0, N);
 
   for (const Chunk& chunk : chunks) {

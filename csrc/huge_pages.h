@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <vector>
 
 #if defined(__linux__)
 #include <sys/mman.h>
@@ -30,6 +31,29 @@ inline Tensor new_large(const Tensor& like, std::initializer_list<int64_t> shape
   Tensor t = torch::stable::new_empty(like, shape, dtype);
   advise_huge_pages(t.mutable_data_ptr(), t.numel() * t.element_size());
   return t;
+}
+
+// A tensor of zeros whose memory is not touched: pages come from the system, zero, when they are first
+// written. For results of which most will stay zero.
+inline Tensor new_untouched_zeros(const Tensor& like, std::initializer_list<int64_t> shape) {
+#if defined(__linux__)
+  int64_t numel = 1;
+  std::vector<int64_t> strides(shape.size());
+  for (size_t d = shape.size(); d-- > 0;) {
+    strides[d] = numel;
+    numel *= shape.begin()[d];
+  }
+  const size_t bytes = numel * like.element_size();
+  void* data = bytes == 0 ? MAP_FAILED
+                          : mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (data != MAP_FAILED) {
+    advise_huge_pages(data, bytes);
+    return torch::stable::from_blob(data, shape, strides,
+                                    torch::stable::Device(torch::headeronly::DeviceType::CPU),
+                                    like.scalar_type(), [bytes](void* memory) { munmap(memory, bytes); });
+  }
+#endif
+  return torch::stable::new_zeros(like, shape);
 }
 
 }  // namespace fmoe_ext

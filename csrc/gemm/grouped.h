@@ -317,12 +317,23 @@ class ExpertGradient {
       : kernels_(kernels), bounds_(bounds), rows_(rows), columns_(columns) {}
 
   // Experts without rows get their zeros here.
-  void set_output(const Tensor& out) {
+  // The tensor [E, rows, columns] that the sums go to; experts without rows are zero in it at once.
+  Tensor make_output(const Tensor& like) {
+    const int64_t num_experts = static_cast<int64_t>(bounds_.size()) - 1;
+    int64_t num_idle = 0;
+    for (int64_t e = 0; e < num_experts; ++e) num_idle += bounds_[e] == bounds_[e + 1];
+    if (2 * num_idle > num_experts) {
+      const Tensor out = new_untouched_zeros(like, {num_experts, rows_, columns_});
+      out_ = mutable_bytes_of(out);
+      return out;
+    }
+    const Tensor out = new_large(like, {num_experts, rows_, columns_}, like.scalar_type());
     out_ = mutable_bytes_of(out);
     const int64_t bytes = rows_ * columns_ * kernels_.storage_bytes;
-    for_each_job(static_cast<int64_t>(bounds_.size()) - 1, [&](int64_t e) {
+    for_each_job(num_experts, [&](int64_t e) {
       if (bounds_[e] == bounds_[e + 1]) std::fill_n(out_ + e * bytes, bytes, 0);
     });
+    return out;
   }
 
   // Before the jobs of a chunk: a cut expert starts with zero sums.
