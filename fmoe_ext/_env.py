@@ -2,6 +2,7 @@
 
 import os
 from dataclasses import dataclass
+from types import MappingProxyType
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,7 @@ VARIABLES = (
     Variable("FMOE_TOPO_GPUS_PER_NODE", int, 8, "run: FasterGate's default gpus_per_node"),
     Variable("FMOE_TOPO_OUTGOING_FRACTION", float, 0.14, "run: FasterGate's default outgoing_fraction"),
 )
-_BY_NAME = {variable.name: variable for variable in VARIABLES}
+_BY_NAME = MappingProxyType({variable.name: variable for variable in VARIABLES})
 
 
 def get(name):

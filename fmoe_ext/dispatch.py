@@ -59,12 +59,14 @@ def combine(y, handle, topk_weights=None):
     def leaf(y):
         if y.shape[0] < num_rows:
             y = F.pad(y, (0, 0) * (y.dim() - 1) + (0, num_rows - y.shape[0]))
-        weights = topk_weights
-        if weights is not None:
-            weights = weights.to(torch.promote_types(y.dtype, torch.float32))
-        return _per_row(ops.unpermute, y, handle.row_idx, handle.inverse, weights)
+        return _per_row(ops.unpermute, y, handle.row_idx, handle.inverse, widen(topk_weights, y.dtype))
 
     return map_structure(leaf, y)
+
+
+def widen(topk_weights, dtype):
+    """topk_weights in the dtype in which rows of dtype are summed: float32, or float64 for float64."""
+    return None if topk_weights is None else topk_weights.to(torch.promote_types(dtype, torch.float32))
 
 
 def _per_row(op, x, *args):

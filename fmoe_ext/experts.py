@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from fmoe_ext import ops
+from fmoe_ext.dispatch import combine, widen
 from fmoe_ext.linear import FMoELinear, cast_to_weight, cumulative_ends
 
 GATED_ACTIVATIONS = ("swiglu", "geglu", "geglu_tanh")
@@ -69,11 +70,10 @@ class FusedExperts(nn.Module):
         if handle is None:
             return self._forward_rows(inp, fwd_expert_count)
         if self.fused_activation is None:
-            rows = self._forward_rows(
-                ops.permute(inp, handle.row_idx, handle.inverse), handle.tokens_per_expert
-            )
-            return ops.unpermute(rows, handle.row_idx, handle.inverse, topk_weights)
-        return self._expert_mlp(inp, handle.row_idx, handle.inverse, handle.offs, topk_weights, combine=True)
+            rows = ops.permute(inp, handle.row_idx, handle.inverse)
+            return combine(self._forward_rows(rows, handle.tokens_per_expert), handle, topk_weights)
+        routing = (handle.row_idx, handle.inverse, handle.offs)
+        return self._expert_mlp(inp, routing, widen(topk_weights, inp.dtype), combine=True)
 
     def _forward_rows(self, rows, fwd_expert_count):
         if self.fused_activation is None:
@@ -82,23 +82,11 @@ class FusedExperts(nn.Module):
         offs = cumulative_ends(fwd_expert_count, self.num_experts, rows.device)
         row = torch.arange(rows.shape[0], dtype=torch.int32, device=rows.device)
         row_idx = torch.where(row < offs[-1], row, -1)  # every row is its own token, with K = 1
-        return self._expert_mlp(rows, row_idx, row_idx[:, None], offs, None, combine=False)
+        return self._expert_mlp(rows, (row_idx, row_idx[:, None], offs), None, combine=False)
 
-    def _expert_mlp(self, x, row_idx, inverse, offs, topk_weights, combine):
-        w1, b1, w2, b2 = self.htoh4.weight, self.htoh4.bias, self.h4toh.weight, self.h4toh.bias
-        return ops.expert_mlp(
-            x,
-            row_idx,
-            inverse,
-            offs,
-            w1,
-            b1,
-            w2,
-            b2,
-            topk_weights,
-            activation=self.fused_activation,
-            combine=combine,
-        )
+    def _expert_mlp(self, x, routing, topk_weights, combine):
+        params = (self.htoh4.weight, self.htoh4.bias, self.h4toh.weight, self.h4toh.bias)
+        return ops.expert_mlp(x, *routing, *params, topk_weights, self.fused_activation, combine)
 
 
 def to_per_expert_layout(state_dict):

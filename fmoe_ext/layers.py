@@ -25,13 +25,13 @@ class FMoE(nn.Module):
     gate: a class or function called as gate(d_model, num_expert, world_size, top_k[, gate_bias=]), a
       functools.partial of one, or a module; it maps moe_inp to topk_idx [T, K], topk_weights [T, K].
     expert: a callable d_model -> module, called num_expert times; a list of such callables, one for each
-      expert (it sets num_expert); or None for subclasses that set self.experts to one module for all experts, which is
-      called as experts(rows sorted by expert, tokens_per_expert). Separate experts are called as expert(rows)
-      or, if their forward takes a second argument, as expert(rows, number of rows [1]); that needs the counts
-      on the host.
+      expert (it sets num_expert); or None for subclasses that set self.experts to one module for all experts,
+      which is called as experts(rows sorted by expert, tokens_per_expert). Separate experts are called as
+      expert(rows) or, if their forward needs a second argument, as expert(rows, number of rows [1]); that
+      needs the counts on the host.
     gate_hook(topk_idx, topk_weights, None) is called after the gate.
     mask (one entry a token) and mask_dict: a token with mask != 0 goes to no expert; its expert output is
-      mask_dict[its mask] (scalar, [D] or [K, D]), or zero if that is missing, weighted as usual.
+      mask_dict[its mask] (scalar, [*] or [K, *]), or zero if that is missing, weighted as usual.
     renormalize=True scales the weights of a token that lost choices to their sum before; otherwise lost
       choices add nothing. mp_group is the old name of slice_group.
     """
@@ -68,7 +68,7 @@ class FMoE(nn.Module):
             raise NotImplementedError(
                 f"a slice_group of several workers is not available yet, got one of {slice_group.size()}"
             )
-        self.num_expert = len(expert) if isinstance(expert, list) else num_expert
+        self.num_expert = len(expert) if isinstance(expert, (list, tuple)) else num_expert
         self.num_experts = self.num_expert * world_size
         self.d_model = d_model
         self.world_size = world_size
@@ -82,6 +82,7 @@ class FMoE(nn.Module):
         self.renormalize = renormalize
         self.gate = self._make_gate(gate, gate_bias)
         self.experts_fused = expert is None
+        self._expert_takes_count = None
         self.experts = None if expert is None else self._make_experts(expert)
         self._expert_dp_comm = None
         self.register_load_state_dict_pre_hook(_drop_wrapper_prefix)
@@ -99,7 +100,7 @@ class FMoE(nn.Module):
         return gate(self.d_model, self.num_expert, self.world_size, self.top_k, **options)
 
     def _make_experts(self, expert):
-        makers = expert if isinstance(expert, list) else [expert] * self.num_expert
+        makers = expert if isinstance(expert, (list, tuple)) else [expert] * self.num_expert
         experts = nn.ModuleList(maker(self.d_model) for maker in makers)
         self._expert_takes_count = [_takes_count(module) for module in experts]
         return experts
@@ -115,14 +116,14 @@ class FMoE(nn.Module):
         """
         num_tokens = self._count_inputs(moe_inp)
         topk_idx, topk_weights = self._choose(moe_inp, num_tokens)
-        dispatched = self._drop_masked(topk_idx)
         if self.renormalize:
-            topk_weights = _renormalize(dispatched, topk_weights)
+            topk_weights = _renormalize(topk_idx, topk_weights)
+        topk_idx = self._drop_masked(topk_idx)
         if self._experts_combine:
-            handle = sort_choices(dispatched, self.num_experts)
+            handle = sort_choices(topk_idx, self.num_experts)
             out = self.experts(moe_inp, handle.tokens_per_expert, handle, topk_weights)
         else:
-            rows, handle = dispatch(moe_inp, dispatched, self.num_experts)
+            rows, handle = dispatch(moe_inp, topk_idx, self.num_experts)
             out = combine(self.expert_fn(rows, handle.tokens_per_expert), handle, topk_weights)
         return self._fill_masked(out, topk_weights)
 
@@ -143,7 +144,7 @@ class FMoE(nn.Module):
         """Applies expert number idx to all rows of inp."""
         if self.experts_fused:
             raise RuntimeError("expert_fn_single needs separate experts, but these are fused in one module")
-        if not self._expert_takes_count[idx]:
+        if self._expert_takes_count is not None and not self._expert_takes_count[idx]:
             return self.experts[idx](inp)
         return self.experts[idx](inp, torch.as_tensor(fwd_expert_count, dtype=torch.int64).reshape(1))
 
@@ -165,12 +166,12 @@ class FMoE(nn.Module):
         return isinstance(self.experts, FusedExperts) and type(self).expert_fn is FMoE.expert_fn
 
     def _count_inputs(self, moe_inp):
-        sizes = []
-        map_structure(lambda x: sizes.append(x.shape[0]), moe_inp)
-        if not sizes or any(size != sizes[0] for size in sizes):
-            raise ValueError(
-                f"moe_inp must be tensors with one number of tokens in dimension 0, but got {sizes}"
-            )
+        leaves = []
+        map_structure(leaves.append, moe_inp)
+        sizes = [x.shape[0] if isinstance(x, torch.Tensor) and x.dim() > 0 else None for x in leaves]
+        if not sizes or sizes[0] is None or any(size != sizes[0] for size in sizes):
+            kinds = [list(x.shape) if isinstance(x, torch.Tensor) else type(x).__name__ for x in leaves]
+            raise ValueError(f"moe_inp must be tensors [T, *] with one number of tokens T, but got {kinds}")
         return sizes[0]
 
     def _choose(self, moe_inp, num_tokens):
@@ -198,24 +199,26 @@ class FMoE(nn.Module):
                 f"mask must have one entry for each of the {topk_idx.shape[0]} tokens, "
                 f"but got shape {list(self.mask.shape)}"
             )
-        return torch.where(self._mask_column(topk_idx) != 0, -1, topk_idx)
+        return torch.where(self._mask_of_rows(topk_idx) != 0, -1, topk_idx)
 
     def _fill_masked(self, out, topk_weights):
         if not self._masked:
             return out
 
         def fill(out):
-            mask = self._mask_column(out)
+            mask = self._mask_of_rows(out)
             for value, filling in self.mask_dict.items():
-                filling = torch.as_tensor(filling, dtype=out.dtype, device=out.device)
-                filling = filling.expand(topk_weights.shape[1], out.shape[-1])  # [K, D]
-                out = torch.where(mask == value, (topk_weights.to(out.dtype) @ filling).to(out.dtype), out)
+                filling = torch.as_tensor(filling, device=out.device).to(topk_weights.dtype)
+                filling = filling.expand(topk_weights.shape[1], *out.shape[1:])  # [K, *]
+                weighted = torch.tensordot(topk_weights, filling, dims=1).to(out.dtype)  # [T, *]
+                out = torch.where(mask == value, weighted, out)
             return out
 
         return map_structure(fill, out)
 
-    def _mask_column(self, like):
-        return self.mask.to(like.device).reshape(-1, 1)
+    def _mask_of_rows(self, rows):
+        """mask [T, 1, ...], shaped to select rows of [T, *]."""
+        return self.mask.to(rows.device).reshape(-1, *(1 for _ in rows.shape[1:]))
 
 
 def _renormalize(topk_idx, topk_weights):

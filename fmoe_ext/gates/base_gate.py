@@ -34,8 +34,8 @@ class BaseGate(nn.Module):
     """What every gate has: tot_expert (experts of all workers) and the balance loss of its last forward.
 
     The loss is state of the module: the last of several forwards wins, a copy (deepcopy, pickle, a
-    DataParallel replica, torch.export) does not carry it, and under
-    torch.utils.checkpoint(use_reentrant=True) it has no gradient.
+    DataParallel replica, torch.export) does not carry it. torch.utils.checkpoint sets it a second time when
+    the backward runs the forward again; with use_reentrant=True it has no gradient.
     """
 
     def __init__(self, num_expert, world_size):

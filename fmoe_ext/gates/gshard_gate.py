@@ -58,8 +58,9 @@ class GShardGate(NaiveGate):
 
     def _balance_loss(self, logits, topk_idx, num_tokens):
         num_tokens = max(num_tokens, 1)
-        c = self.workers.sum(ops.count_tokens(topk_idx[:, :1], self.tot_expert)) / num_tokens  # [E]
+        num_first = self.workers.sum(ops.count_tokens(topk_idx[:, :1], self.tot_expert))  # [E]
         m = self.workers.sum(logits.softmax(-1).sum(0)) / num_tokens  # [E]
+        c = num_first.to(m.dtype) / num_tokens
         return self.tot_expert**2 * torch.mean(c * m)
 
     def expert_capacity(self, factor, num_tokens):

@@ -79,4 +79,5 @@ class SwitchGate(NaiveGate):
         prob_sum = self.workers.sum(logits.softmax(-1).sum(0))  # [E]
         total = num_choices.sum().clamp(min=1)
         divisor = total if self.fastmoe_loss else max(num_tokens, 1)
-        return self.tot_expert * torch.sum(num_choices / total * (prob_sum / divisor))
+        f = num_choices.to(prob_sum.dtype) / total
+        return self.tot_expert * torch.sum(f * (prob_sum / divisor))
