@@ -57,3 +57,8 @@ def get(name):
         raise ValueError(
             f"environment variable {name} must be of type {variable.type.__name__}, but is {text!r}"
         ) from None
+
+
+def text(name):
+    """The raw value of any variable, None when it is unset; for FastMoE's own way to read its switches."""
+    return os.environ.get(name)
