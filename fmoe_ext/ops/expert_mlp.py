@@ -1,6 +1,8 @@
 import torch
 import torch.nn.functional as F
 
+from fmoe_ext.ops._autograd import register_autocast, register_not_differentiable_twice
+
 ACTIVATIONS = {
     "gelu": F.gelu,
     "gelu_tanh": lambda h: F.gelu(h, approximate="tanh"),
@@ -52,13 +54,14 @@ def expert_mlp_ref(
         choices = row_idx[begin:end].long()
         h = F.linear(x[choices // K], w1[e], None if b1 is None else b1[e])
         rows = F.linear(ACTIVATIONS[activation](h), w2[e], None if b2 is None else b2[e])
-        y.append(rows if topk_weights is None else (rows * topk_weights.reshape(-1)[choices][:, None]).to(x.dtype))
+        y.append(
+            rows if topk_weights is None else (rows * topk_weights.reshape(-1)[choices][:, None]).to(x.dtype)
+        )
         begin = end
     y = torch.cat([*y, x.new_zeros(T * K - begin, x.shape[1])])
     if not combine:
         return y
-    chosen = y[inverse.clamp(min=0).long()] if T * K else y.new_zeros(T, K, x.shape[1])
-    return (chosen * (inverse >= 0)[..., None]).sum(1)
+    return (y[inverse.clamp(min=0).long()] * (inverse >= 0)[..., None]).sum(1)
 
 
 @torch.library.register_fake("fmoe_ext::expert_mlp")
@@ -90,7 +93,9 @@ def _backward(ctx, grad_y, _grad_h):
     if grad_y is None:
         return none
     if not ctx.save_h:
-        raise RuntimeError("expert_mlp was called with save_h=False, so there is nothing to compute gradients from")
+        raise RuntimeError(
+            "expert_mlp was called with save_h=False, so there is nothing to compute gradients from"
+        )
     x, row_idx, inverse, offs, w1, w2, b2, topk_weights, h = ctx.saved_tensors
     places = (0, 4, 5, 6, 7, 8)  # x, w1, b1, w2, b2, topk_weights among the arguments
     needs = [ctx.needs_input_grad[i] for i in places]
@@ -104,3 +109,7 @@ def _backward(ctx, grad_y, _grad_h):
 
 
 torch.library.register_autograd("fmoe_ext::expert_mlp", _backward, setup_context=_setup_context)
+register_not_differentiable_twice("fmoe_ext::expert_mlp_backward")
+
+_library = torch.library.Library("fmoe_ext", "IMPL")  # its registrations live as long as it does
+register_autocast(_library, torch.ops.fmoe_ext.expert_mlp.default, cast=(0, 4, 5, 6, 7))
