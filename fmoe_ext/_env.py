@@ -63,6 +63,6 @@ def get(name):
         ) from None
 
 
-def text(name):
-    """The raw value of any variable, None when it is unset; for FastMoE's own way to read its switches."""
+def unlisted(name):
+    """What the environment says of any variable, None when unset; for FastMoE's float_from_env(key) only."""
     return os.environ.get(name)
