@@ -11,7 +11,6 @@ import fmoe_ext.compat as fmoe
 import fmoe_ext.compat.fastermoe.schedule
 import fmoe_ext.compat.functions
 import fmoe_ext.compat.gates.utils
-import fmoe_ext.compat.layers
 from fmoe_ext.compat import _workers
 from fmoe_ext.compat.functions import AllGather, MOEGather, MOEScatter, Slice, count_by_gate, prepare_forward
 from fmoe_ext.compat.layers import _fmoe_general_global_forward
