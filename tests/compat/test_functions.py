@@ -7,12 +7,10 @@ import pytest
 import torch
 from torch import nn
 
-import fmoe_ext.compat as fmoe
-import fmoe_ext.compat.fastermoe.schedule
-import fmoe_ext.compat.functions
-import fmoe_ext.compat.gates.utils
 from fmoe_ext.compat import _workers
+from fmoe_ext.compat.fastermoe import schedule
 from fmoe_ext.compat.functions import AllGather, MOEGather, MOEScatter, Slice, count_by_gate, prepare_forward
+from fmoe_ext.compat.gates.utils import limit_by_capacity
 from fmoe_ext.compat.layers import _fmoe_general_global_forward
 
 E, D = 4, 3
@@ -82,7 +80,7 @@ def test_general_forward_is_the_loop(one_dimensional):
     )
     torch.testing.assert_close(out, expected)
 
-    scheduled = fmoe.fastermoe.schedule._fmoe_general_global_forward(
+    scheduled = schedule._fmoe_general_global_forward(
         x, gate, lambda rows, count, idx: experts[idx](rows), E, 1, experts=experts
     )
     assert torch.equal(scheduled, out)
@@ -106,19 +104,17 @@ def test_moe_forward_function():
     x = torch.randn(8, D)
     pos, local_count, global_count, _, forward_size = prepare_forward(gate, E, 1)
     arguments = (pos // 2, pos, local_count, global_count, None, forward_size, 16, E, 1)
-    out = fmoe.fastermoe.schedule.MoEForward.apply(
-        lambda rows, count, idx: experts[idx](rows), experts, x, *arguments
-    )
+    out = schedule.MoEForward.apply(lambda rows, count, idx: experts[idx](rows), experts, x, *arguments)
     for i, e in enumerate(gate.flatten().tolist()):
         torch.testing.assert_close(out[i], experts[e](x[i // 2]) if e >= 0 else torch.zeros(D))
 
 
 def test_limit_by_capacity():
     gate = torch.tensor([[0, 1], [0, 1], [0, 2], [1, 0]])
-    new_lec, new_gec, limited = fmoe.gates.utils.limit_by_capacity(gate, 3, 1, 2)
+    new_lec, new_gec, limited = limit_by_capacity(gate, 3, 1, 2)
     assert new_lec.tolist() == new_gec.tolist() == [2, 2, 1]
     assert limited.tolist() == [[0, 1], [0, -1], [-1, 2], [1, -1]]  # first choices before second ones
-    _, _, flat = fmoe.gates.utils.limit_by_capacity(gate[:, 0], 3, 1, torch.tensor([1, 5, 0]))
+    _, _, flat = limit_by_capacity(gate[:, 0], 3, 1, torch.tensor([1, 5, 0]))
     assert flat.tolist() == [0, -1, -1, 1]
 
 
@@ -251,7 +247,7 @@ def test_layouts_of_the_counts_and_the_buffer(threads):
 
 def test_limit_by_capacity_serves_the_first_worker_first(threads):
     gates = torch.tensor([[0], [0], [3]]), torch.tensor([[0], [0], [3]])
-    results = threads.run(lambda rank: fmoe.gates.utils.limit_by_capacity(gates[rank], 2, 2, 3))
+    results = threads.run(lambda rank: limit_by_capacity(gates[rank], 2, 2, 3))
     assert [r[0].tolist() for r in results] == [[2, 0, 0, 1], [1, 0, 0, 1]]
     assert [r[1].tolist() for r in results] == [[2, 0, 1, 0], [0, 1, 0, 1]]
     assert [r[2].flatten().tolist() for r in results] == [[0, 0, 3], [0, -1, 3]]
