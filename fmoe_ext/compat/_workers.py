@@ -44,6 +44,11 @@ def from_experts(rows, local_expert_count, global_expert_count, world_size):
     return _exchange(by_worker, global_expert_count, local_expert_count, world_size)
 
 
+def sum_over_workers(x, world_size):
+    """The sum of x over the workers."""
+    return torch.stack(all_gather(x[None], world_size, _State.group)).sum(0).squeeze(0)
+
+
 def all_gather(x, world_size, group):
     """x of every worker of the group; the numbers of rows may differ."""
     if world_size == 1:

@@ -20,11 +20,24 @@ def balance_loss(scores, topk_idx, workers=ONE_WORKER):
     worker's part: "Demons in the Detail" (2025).
     Equivalent to: E * (topk_idx.flatten().bincount(minlength=E) / topk_idx.numel() * scores.mean(0)).sum().
     """
-    num_experts = scores.shape[1]
-    num_choices = workers.sum(ops.count_tokens(topk_idx, num_experts)).to(scores.dtype)  # [E]
-    score_sum = workers.sum(scores.sum(0))  # [E]
-    num_tokens = max(workers.num_tokens(scores.shape[0]), 1)
-    return num_experts * (num_choices / num_choices.sum().clamp(min=1) * (score_sum / num_tokens)).sum()
+    num_choices, score_sum, num_tokens = sum_over_workers(scores, topk_idx, workers)
+    share = num_choices / num_choices.sum().clamp(min=1)
+    return scores.shape[1] * (share * score_sum).sum() / num_tokens.clamp(min=1)
+
+
+def sum_over_workers(scores, topk_idx, workers):
+    """Choices [E], sum of the scores [E] and number of tokens [] of all workers, in one exchange."""
+    num_tokens, num_experts = scores.shape
+    num_choices = ops.count_tokens(topk_idx, num_experts).to(scores.dtype)
+    mine = torch.cat((num_choices, scores.sum(0), scores.new_full((1,), num_tokens)))
+    num_choices, score_sum, num_tokens = workers.sum(mine).split((num_experts, num_experts, 1))
+    return num_choices, score_sum, num_tokens.squeeze(0)
+
+
+def mean_over_workers(value_sum, count, workers):
+    """Sum of value_sum over the workers, divided by the sum of count, in one exchange."""
+    total, count = workers.sum(torch.stack((value_sum, value_sum.new_full((), count)))).unbind()
+    return total / count.clamp(min=1)
 
 
 def sequence_balance_loss(scores, topk_idx, seq_len, workers=ONE_WORKER):
@@ -43,8 +56,7 @@ def sequence_balance_loss(scores, topk_idx, seq_len, workers=ONE_WORKER):
     num_choices = chosen.unflatten(0, (-1, seq_len)).sum(1)  # [B, E]
     share = num_choices / num_choices.sum(1, keepdim=True).clamp(min=1)
     mean_score = scores.unflatten(0, (-1, seq_len)).mean(1)  # [B, E]
-    num_sequences = max(workers.num_tokens(num_tokens) // seq_len, 1)
-    return num_experts * workers.sum((share * mean_score).sum()) / num_sequences
+    return mean_over_workers(num_experts * (share * mean_score).sum(), num_tokens // seq_len, workers)
 
 
 def z_loss(logits, workers=ONE_WORKER):
@@ -52,8 +64,7 @@ def z_loss(logits, workers=ONE_WORKER):
 
     logits [T, E] -> scalar. Equivalent to: logits.logsumexp(1).square().mean().
     """
-    num_tokens = max(workers.num_tokens(logits.shape[0]), 1)
-    return workers.sum(logits.logsumexp(1).square().sum()) / num_tokens
+    return mean_over_workers(logits.logsumexp(1).square().sum(), logits.shape[0], workers)
 
 
 def cv_squared(x):

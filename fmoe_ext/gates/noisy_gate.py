@@ -54,8 +54,8 @@ class NoisyGate(BaseGate):
             load = self._prob_in_top_k(clean, noisy, stddev, noisy.topk(self.top_k + 1, dim=1).values).sum(0)
         else:
             load = self._gates_to_load(gates).to(dtype)
-        importance = self.workers.sum(gates.sum(0))
-        self.set_loss(self.cv_squared(importance) + self.cv_squared(self.workers.sum(load)))
+        importance, load = self.workers.sum(torch.stack((gates.sum(0), load))).unbind()
+        self.set_loss(self.cv_squared(importance) + self.cv_squared(load))
         return (topk_idx, topk_weights, noisy) if return_all_scores else (topk_idx, topk_weights)
 
     def _gates_to_load(self, gates):
