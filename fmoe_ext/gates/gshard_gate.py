@@ -2,8 +2,8 @@ import math
 
 import torch
 
-from fmoe_ext import ops
 from fmoe_ext.gates.base_gate import OneWorker
+from fmoe_ext.gates.losses import balance_loss
 from fmoe_ext.gates.naive_gate import NaiveGate
 
 
@@ -46,26 +46,22 @@ class GShardGate(NaiveGate):
     def forward(self, inp, return_all_scores=False):
         """As NaiveGate.forward, with -1 for dropped choices."""
         logits = self.logits(inp)
-        chosen, topk_weights = ops.topk_gate(logits, self.top_k)
-        num_tokens = self.workers.num_tokens(inp.shape[0])
-        self.set_loss(self._balance_loss(logits, chosen, num_tokens))
-        topk_idx = self._drop_over_capacity(chosen, num_tokens)
+        chosen, topk_weights = self.topk(logits, self.top_k)
+        self.set_loss(balance_loss(logits.softmax(-1), chosen[:, :1], self.workers))
+        topk_idx = self._drop_over_capacity(chosen)
         if self.random_routing and self.training:
             topk_idx = self._drop_at_random(topk_idx, topk_weights)
         if return_all_scores:
             return topk_idx, topk_weights, logits
         return topk_idx, topk_weights
 
-    def _balance_loss(self, logits, topk_idx, num_tokens):
-        num_tokens = max(num_tokens, 1)
-        num_first = self.workers.sum(ops.count_tokens(topk_idx[:, :1], self.tot_expert))  # [E]
-        m = self.workers.sum(logits.softmax(-1).sum(0)) / num_tokens  # [E]
-        c = num_first.to(m.dtype) / num_tokens
-        return self.tot_expert**2 * torch.mean(c * m)
+    def expert_capacity(self, factor, num_tokens):
+        """Choices that an expert takes of num_tokens tokens of all workers."""
+        return math.ceil(factor * num_tokens) * self.top_k // self.tot_expert
 
-    def _drop_over_capacity(self, topk_idx, num_tokens):
+    def _drop_over_capacity(self, topk_idx):
         factor = self.capacity[0 if self.training else 1]
-        capacity = math.ceil(factor * num_tokens) * self.top_k // self.tot_expert
+        capacity = self.expert_capacity(factor, self.workers.num_tokens(topk_idx.shape[0]))
         return self.workers.apply_capacity(topk_idx, self.tot_expert, capacity)
 
     @staticmethod

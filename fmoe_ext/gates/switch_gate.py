@@ -1,9 +1,8 @@
-import math
-
 import torch
 
-from fmoe_ext import ops
 from fmoe_ext.gates.base_gate import OneWorker
+from fmoe_ext.gates.capacity import expert_capacity
+from fmoe_ext.gates.losses import balance_loss, sum_over_workers
 from fmoe_ext.gates.naive_gate import NaiveGate
 
 
@@ -47,10 +46,13 @@ class SwitchGate(NaiveGate):
     def forward(self, inp, return_all_scores=False):
         """As NaiveGate.forward; the weights are probabilities among all experts."""
         logits = self._noisy_logits(inp)
-        chosen, topk_weights = ops.topk_gate(logits, self.top_k, normalize=False)
-        num_tokens = self.workers.num_tokens(inp.shape[0])
-        topk_idx = self._drop_over_capacity(chosen, num_tokens)
-        self.set_loss(self._balance_loss(logits, topk_idx if self.fastmoe_loss else chosen, num_tokens))
+        chosen, topk_weights = self.topk(logits, self.top_k, normalize=False)
+        topk_idx = self._drop_over_capacity(chosen)
+        probabilities = logits.softmax(-1)
+        if self.fastmoe_loss:
+            self.set_loss(self._fastmoe_loss(probabilities, topk_idx))
+        else:
+            self.set_loss(balance_loss(probabilities, chosen, self.workers))
         if return_all_scores:
             return topk_idx, topk_weights, logits
         return topk_idx, topk_weights
@@ -67,17 +69,15 @@ class SwitchGate(NaiveGate):
     def _noise(self, like):
         return torch.rand_like(like) * (2 * self.switch_eps) + (1 - self.switch_eps)
 
-    def _drop_over_capacity(self, topk_idx, num_tokens):
+    def _drop_over_capacity(self, topk_idx):
         if self.capacity is None:
             return topk_idx
         factor = self.capacity[0 if self.training else 1]
-        capacity = math.ceil(factor * num_tokens * self.top_k / self.tot_expert)
+        num_tokens = self.workers.num_tokens(topk_idx.shape[0])
+        capacity = expert_capacity(factor, num_tokens, self.top_k, self.tot_expert)
         return self.workers.apply_capacity(topk_idx, self.tot_expert, capacity)
 
-    def _balance_loss(self, logits, topk_idx, num_tokens):
-        num_choices = self.workers.sum(ops.count_tokens(topk_idx, self.tot_expert))  # [E]
-        prob_sum = self.workers.sum(logits.softmax(-1).sum(0))  # [E]
+    def _fastmoe_loss(self, probabilities, kept):
+        num_choices, prob_sum, _ = sum_over_workers(probabilities, kept, self.workers)
         total = num_choices.sum().clamp(min=1)
-        divisor = total if self.fastmoe_loss else max(num_tokens, 1)
-        f = num_choices.to(prob_sum.dtype) / total
-        return self.tot_expert * torch.sum(f * (prob_sum / divisor))
+        return self.tot_expert * torch.sum(num_choices / total * (prob_sum / total))

@@ -1,0 +1,50 @@
+"""fmoe.fastermoe.shadow_policy: experts that all workers copy, as bools [world_size * num_expert]."""
+
+import functools
+
+import torch
+
+from fmoe_ext.compat import _workers
+from fmoe_ext.compat._core import core
+from fmoe_ext.compat.fastermoe.config import float_from_env, switch_from_env
+
+
+def global_policy(local_expert_count, _gec, num_expert, world_size, device, *, d_model=2048):
+    """The experts whose copies save more communication than they cost; none on one worker.
+
+    By ep.shadowing.choose_shadows, from FMOE_FASTER_GLBPLC_NETBW (bytes a second), _GPUTP (FLOP a second), _ALPHA
+    (hidden width / d_model) and _DMODEL, which goes before d_model.
+    """
+    shadows = no_shadow_policy(local_expert_count, _gec, num_expert, world_size, device)
+    if world_size == 1:
+        return shadows
+    user = "fmoe.fastermoe.shadow_policy.global_policy"
+    choose_shadows, layer, hardware = (
+        core(module, name, user)
+        for module, name in (
+            ("ep.shadowing", "choose_shadows"),
+            ("ep.cost", "Layer"),
+            ("ep.cost", "Hardware"),
+        )
+    )
+    d_model = int(float_from_env("FMOE_FASTER_GLBPLC_DMODEL", d_model))
+    d_hidden = int(d_model * float_from_env("FMOE_FASTER_GLBPLC_ALPHA", 2))
+    speeds = hardware(
+        float_from_env("FMOE_FASTER_GLBPLC_NETBW", 50e9 / 8),
+        float_from_env("FMOE_FASTER_GLBPLC_GPUTP", 11.5e12),
+    )
+    load = _workers.sum_over_workers(local_expert_count, world_size).tolist()
+    shadows[list(choose_shadows(load, world_size, layer(d_model, d_hidden), speeds))] = True
+    return shadows
+
+
+def no_shadow_policy(_lec, _gec, num_expert, world_size, device):
+    """No expert."""
+    return torch.zeros(world_size * num_expert, dtype=torch.bool, device=device)
+
+
+def get_shadow_policy(d_model=None):
+    """global_policy, for d_model if given, if FMOE_FASTER_SHADOW_ENABLE is 1 or ON, otherwise no_shadow_policy."""
+    if not switch_from_env("FMOE_FASTER_SHADOW_ENABLE"):
+        return no_shadow_policy
+    return global_policy if d_model is None else functools.partial(global_policy, d_model=d_model)

@@ -1,0 +1,74 @@
+"""Balance losses: how unevenly experts are used, as numbers that training can lower.
+
+scores [T, E] are probabilities of the experts, topk_idx [T, K] the choices; workers answers for all workers that
+share the experts (OneWorker for one). A loss that several workers compute is the loss of all their tokens together.
+"""
+
+import torch
+
+from fmoe_ext import ops
+from fmoe_ext.gates.base_gate import OneWorker
+
+ONE_WORKER = OneWorker()
+
+
+def balance_loss(scores, topk_idx, workers=ONE_WORKER):
+    """E * sum_e f_e * p_e over all tokens: f_e the share of the choices of expert e, p_e its mean score.
+
+    scores [T, E], topk_idx [T, K] (-1 counts for nobody) -> scalar of the dtype of scores, 1 when balanced.
+    Shazeer et al. 2017 and the Switch Transformer (2021), with K > 1 as in Qwen3; over the global batch instead of each
+    worker's part: "Demons in the Detail" (2025).
+    Equivalent to: E * (topk_idx.flatten().bincount(minlength=E) / topk_idx.numel() * scores.mean(0)).sum().
+    """
+    num_choices, score_sum, num_tokens = sum_over_workers(scores, topk_idx, workers)
+    share = num_choices / num_choices.sum().clamp(min=1)
+    return scores.shape[1] * (share * score_sum).sum() / num_tokens.clamp(min=1)
+
+
+def sum_over_workers(scores, topk_idx, workers):
+    """Choices [E], sum of the scores [E] and number of tokens [] of all workers, in one exchange."""
+    num_tokens, num_experts = scores.shape
+    num_choices = ops.count_tokens(topk_idx, num_experts).to(scores.dtype)
+    mine = torch.cat((num_choices, scores.sum(0), scores.new_full((1,), num_tokens)))
+    num_choices, score_sum, num_tokens = workers.sum(mine).split((num_experts, num_experts, 1))
+    return num_choices, score_sum, num_tokens.squeeze(0)
+
+
+def mean_over_workers(value_sum, count, workers):
+    """Sum of value_sum over the workers, divided by the sum of count, in one exchange."""
+    total, count = workers.sum(torch.stack((value_sum, value_sum.new_full((), count)))).unbind()
+    return total / count.clamp(min=1)
+
+
+def sequence_balance_loss(scores, topk_idx, seq_len, workers=ONE_WORKER):
+    """The mean over sequences of each sequence's own balance_loss (DeepSeek-V2 and V3, with weight 1).
+
+    scores [T, E], topk_idx [T, K], T = sequences * seq_len, one sequence after the other -> scalar.
+    Raises ValueError if seq_len does not divide T.
+    Equivalent to: mean of balance_loss(s, i) for s, i in zip(scores.split(seq_len), topk_idx.split(seq_len)).
+    """
+    num_tokens, num_experts = scores.shape
+    if seq_len < 1 or num_tokens % seq_len != 0:
+        raise ValueError(f"seq_len must divide the {num_tokens} tokens of the batch, but is {seq_len}")
+    chosen = torch.zeros_like(scores).scatter_add(
+        1, topk_idx.clamp(min=0).long(), (topk_idx >= 0).to(scores.dtype)
+    )
+    num_choices = chosen.unflatten(0, (-1, seq_len)).sum(1)  # [B, E]
+    share = num_choices / num_choices.sum(1, keepdim=True).clamp(min=1)
+    mean_score = scores.unflatten(0, (-1, seq_len)).mean(1)  # [B, E]
+    return mean_over_workers(num_experts * (share * mean_score).sum(), num_tokens // seq_len, workers)
+
+
+def z_loss(logits, workers=ONE_WORKER):
+    """The mean over tokens of logsumexp(logits)^2, which keeps logits small (ST-MoE, 2022).
+
+    logits [T, E] -> scalar. Equivalent to: logits.logsumexp(1).square().mean().
+    """
+    return mean_over_workers(logits.logsumexp(1).square().sum(), logits.shape[0], workers)
+
+
+def cv_squared(x):
+    """Unbiased variance / mean^2 of x [E], 0 for one expert (Shazeer et al. 2017)."""
+    if x.numel() == 1:
+        return x.new_zeros(())
+    return x.var() / (x.mean().square() + 1e-10)
