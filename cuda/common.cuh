@@ -3,6 +3,7 @@
 
 #include <cfloat>
 #include <cstdint>
+#include <cstring>
 #include <stdexcept>
 #include <string>
 #include <type_traits>
@@ -76,6 +77,13 @@ __device__ __forceinline__ T round_to(acc_t<T> v) {
     return __float2half_rn(v);
   else
     return v;
+}
+
+__device__ __forceinline__ uint32_t pack_bf16(float low, float high) {
+  const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
+  uint32_t bits;
+  memcpy(&bits, &pair, sizeof bits);
+  return bits;
 }
 
 // kCount elements that are read and written by one access.
