@@ -21,10 +21,25 @@ def _load_cuda_module():
 
 cuda_module_missing = _load_cuda_module()
 
+from fmoe_ext.ops.apply_capacity import apply_capacity, apply_capacity_ref  # noqa: E402
 from fmoe_ext.ops.count_tokens import count_tokens, count_tokens_ref  # noqa: E402
+from fmoe_ext.ops.permute import permute, permute_ref, unpermute, unpermute_ref  # noqa: E402
+from fmoe_ext.ops.sort_tokens import SortedTokens, sort_tokens, sort_tokens_ref  # noqa: E402
+from fmoe_ext.ops.topk_gate import topk_gate, topk_gate_ref  # noqa: E402
 
 __all__ = [
+    "SortedTokens",
+    "apply_capacity",
+    "apply_capacity_ref",
     "count_tokens",
     "count_tokens_ref",
     "cuda_module_missing",
+    "permute",
+    "permute_ref",
+    "sort_tokens",
+    "sort_tokens_ref",
+    "topk_gate",
+    "topk_gate_ref",
+    "unpermute",
+    "unpermute_ref",
 ]
