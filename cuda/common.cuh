@@ -8,6 +8,7 @@
 #include <string>
 #include <type_traits>
 
+#include "launchers.h"
 #include "ptx.cuh"
 
 #ifdef __CUDACC__
@@ -93,6 +94,17 @@ struct alignas(sizeof(T) * kCount) Vec {
 };
 template <typename T>
 constexpr int kVec16 = 16 / sizeof(T);
+
+// Calls body with a value of the C++ type of a dtype.
+template <class Body>
+void dispatch_dtype(Dtype dtype, const Body& body) {
+  switch (dtype) {
+    case Dtype::f64: return body(double{});
+    case Dtype::f32: return body(float{});
+    case Dtype::bf16: return body(__nv_bfloat16{});
+    case Dtype::f16: return body(__half{});
+  }
+}
 
 // ---- warps
 template <typename T>

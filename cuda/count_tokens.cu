@@ -1,6 +1,5 @@
 // Histogram of the choices. Integer atomics: the order of the additions does not show in the result.
 #include "common.cuh"
-#include "launchers.h"
 
 namespace fmoe_ext {
 namespace {

@@ -9,13 +9,51 @@ namespace fmoe_ext {
 
 using LaunchStream = CUstream_st*;
 
+enum class Dtype { f64, f32, bf16, f16 };
+
 // An index tensor as the ops accept it.
 struct Indices {
   const void* data;
   bool is_int64;
 };
 
-// tokens_per_expert [E] is zero on entry; indices outside [0, E) are not counted.
+// ---- count_tokens.cu: tokens_per_expert [E] is zero on entry; indices outside [0, E) are not counted
 void launch_count_tokens(Indices topk_idx, int64_t num_choices, int num_experts, int64_t* tokens_per_expert, LaunchStream);
+
+// ---- sort_tokens.cu, apply_capacity.cu: workspace holds rank_workspace_ints()
+constexpr int kMaxSortExperts = 12288;
+int64_t rank_workspace_ints(int64_t num_choices, int num_experts);
+void launch_sort_tokens(
+    Indices topk_idx, int64_t num_choices, int num_experts, int* workspace, int64_t* tokens_per_expert, int* offs,
+    int* row_idx, int* inverse, LaunchStream);
+void launch_apply_capacity(
+    Indices topk_idx, int64_t num_tokens, int64_t top_k, int num_experts, const int64_t* capacity, int* workspace, void* out,
+    LaunchStream);
+
+// ---- permute.cu: weights and their gradient in float, double for f64; num_choices is T * K
+void launch_permute(
+    const void* x, const int* row_idx, int64_t num_rows, int64_t num_choices, int top_k, int64_t row_bytes, void* out,
+    LaunchStream);
+void launch_unpermute(
+    Dtype, const void* y, const int* inverse, const void* weights, int64_t num_tokens, int top_k, int64_t num_rows,
+    int64_t width, void* out, LaunchStream);
+// grad_weights is zero on entry; it is left alone when y is null
+void launch_unpermute_backward(
+    Dtype, const void* grad_out, const void* y, const int* row_idx, const void* weights, int64_t num_rows,
+    int64_t num_choices, int top_k, int64_t width, void* grad_y, void* grad_weights, LaunchStream);
+
+// ---- topk_gate.cu: bias in float, double for f64
+struct GateParams {
+  int num_experts, top_k, num_groups, topk_groups;
+  bool sigmoid, normalize;
+  double scale;
+};
+int64_t max_gate_values(Dtype);  // limit of num_experts + 2 * num_groups
+void launch_topk_gate(
+    Dtype, const void* logits, const void* bias, const GateParams&, int64_t num_tokens, int64_t* topk_idx, void* topk_weights,
+    LaunchStream);
+void launch_topk_gate_backward(
+    Dtype, const void* grad_weights, const void* logits, const int64_t* topk_idx, const void* topk_weights, const GateParams&,
+    int64_t num_tokens, void* grad_logits, LaunchStream);
 
 }  // namespace fmoe_ext
