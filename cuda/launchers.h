@@ -56,4 +56,54 @@ void launch_topk_gate_backward(
     Dtype, const void* grad_weights, const void* logits, const int64_t* topk_idx, const void* topk_weights, const GateParams&,
     int64_t num_tokens, void* grad_logits, LaunchStream);
 
+// ---- grouped_gemm.cu
+// Row r of a group is row r of data [.., width], or, with an index, row index[r] / divisor; index[r] outside
+// [0, num_indexed) is a row of zeros.
+struct GroupedRows {
+  const void* data;
+  int64_t width;
+  const int* index;
+  int divisor;
+  int64_t num_indexed;
+};
+// [num_experts, rows, columns]; along_n: k runs along the rows and n along the columns, else the other way round.
+struct GroupedWeight {
+  const void* data;
+  int num_experts;
+  int64_t rows, columns;
+  bool along_n;
+};
+// Row r is multiplied by weights[row_idx[r]] (float, double for f64); no factor when weights is null.
+struct RowScale {
+  const void* weights;
+  const int* row_idx;
+};
+void launch_rows_by_weight(
+    Dtype, const GroupedRows& x, const GroupedWeight&, const int* offs, int64_t num_rows, const void* bias, const RowScale&,
+    void* out, LaunchStream);
+void launch_rows_by_rows(
+    Dtype, const GroupedRows& a, const GroupedRows& b, const int* offs, int num_experts, int64_t num_rows, void* out,
+    LaunchStream);
+void launch_sum_rows(
+    Dtype, const GroupedRows&, const int* offs, int num_experts, int64_t num_rows, const RowScale&, void* out, LaunchStream);
+
+// ---- activation.cu: h is [R, H], or [R, 2 H] (gate, then up) when gated
+enum class Activation { gelu, gelu_tanh, relu, silu };
+struct ActivationRows {
+  const void* h;
+  const int* offs;
+  const int* row_idx;
+  const void* weights;  // by choice, float or double; null: 1
+  int num_experts, top_k;
+  int64_t num_rows, num_choices;
+  bool dy_by_token;  // dy is [T, D] rather than [R, D]
+};
+void launch_activation(
+    Dtype, Activation, bool gated, const void* h, const int* offs, int num_experts, int64_t num_rows, int64_t H, void* a,
+    LaunchStream);
+// dscale may be null; it is zero on entry
+void launch_activation_backward(
+    Dtype, Activation, bool gated, const void* grad, const ActivationRows&, const void* dy, const void* b2, int64_t H,
+    int64_t D, void* dh, void* scaled_a, void* dscale, LaunchStream);
+
 }  // namespace fmoe_ext
