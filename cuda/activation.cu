@@ -31,16 +31,16 @@ __device__ __forceinline__ ValueAndSlope<A> silu(A x) {
   const A s = 1 / (1 + std::exp(-x));
   return {x * s, s * (1 + x * (1 - s))};
 }
-template <Activation kActivation, typename A>
+template <CurveKind kActivation, typename A>
 __device__ __forceinline__ ValueAndSlope<A> activate(A x) {
-  if constexpr (kActivation == Activation::gelu) return gelu(x);
-  if constexpr (kActivation == Activation::gelu_tanh) return gelu_tanh(x);
-  if constexpr (kActivation == Activation::silu) return silu(x);
+  if constexpr (kActivation == CurveKind::gelu) return gelu(x);
+  if constexpr (kActivation == CurveKind::gelu_tanh) return gelu_tanh(x);
+  if constexpr (kActivation == CurveKind::silu) return silu(x);
   return x > 0 ? ValueAndSlope<A>{x, 1} : ValueAndSlope<A>{x != x ? x : A(0), 0};  // relu
 }
 
 // a[r, j] = act(h[r, j]), times h[r, H + j] when gated; padding rows are zero.
-template <typename T, Activation kActivation>
+template <typename T, CurveKind kActivation>
 __global__ void __launch_bounds__(kThreads) activation_kernel(
     const T* __restrict__ h, const int* __restrict__ offs, int num_experts, int64_t num_rows, int64_t H, bool gated,
     T* __restrict__ a) {
@@ -58,7 +58,7 @@ __global__ void __launch_bounds__(kThreads) activation_kernel(
 
 // From grad [R, H], the gradient of the unscaled result: dh = scale act'(h) grad, scaled_a = scale act(h), and
 // dscale = <grad, act(h)> + <dy, b2>, by choice.
-template <typename T, Activation kActivation>
+template <typename T, CurveKind kActivation>
 __global__ void __launch_bounds__(kThreads) activation_backward_kernel(
     const T* __restrict__ grad, ActivationRows rows, const T* __restrict__ dy, const T* __restrict__ b2, int64_t H, int64_t D,
     bool gated, T* __restrict__ dh, T* __restrict__ scaled_a, acc_t<T>* __restrict__ dscale) {
@@ -97,19 +97,19 @@ __global__ void __launch_bounds__(kThreads) activation_backward_kernel(
 }
 
 template <class Body>
-void dispatch_activation(Activation activation, const Body& body) {
+void dispatch_activation(CurveKind activation, const Body& body) {
   switch (activation) {
-    case Activation::gelu: return body(std::integral_constant<Activation, Activation::gelu>{});
-    case Activation::gelu_tanh: return body(std::integral_constant<Activation, Activation::gelu_tanh>{});
-    case Activation::relu: return body(std::integral_constant<Activation, Activation::relu>{});
-    case Activation::silu: return body(std::integral_constant<Activation, Activation::silu>{});
+    case CurveKind::gelu: return body(std::integral_constant<CurveKind, CurveKind::gelu>{});
+    case CurveKind::gelu_tanh: return body(std::integral_constant<CurveKind, CurveKind::gelu_tanh>{});
+    case CurveKind::relu: return body(std::integral_constant<CurveKind, CurveKind::relu>{});
+    case CurveKind::silu: return body(std::integral_constant<CurveKind, CurveKind::silu>{});
   }
 }
 
 }  // namespace
 
 void launch_activation(
-    Dtype dtype, Activation activation, bool gated, const void* h, const int* offs, int num_experts, int64_t num_rows,
+    Dtype dtype, CurveKind activation, bool gated, const void* h, const int* offs, int num_experts, int64_t num_rows,
     int64_t H, void* a, LaunchStream stream) {
   if (num_rows == 0 || H == 0) return;
   dispatch_dtype(dtype, [&](auto tag) {
@@ -122,7 +122,7 @@ void launch_activation(
 }
 
 void launch_activation_backward(
-    Dtype dtype, Activation activation, bool gated, const void* grad, const ActivationRows& rows, const void* dy,
+    Dtype dtype, CurveKind activation, bool gated, const void* grad, const ActivationRows& rows, const void* dy,
     const void* b2, int64_t H, int64_t D, void* dh, void* scaled_a, void* dscale, LaunchStream stream) {
   if (rows.num_rows == 0) return;
   dispatch_dtype(dtype, [&](auto tag) {

@@ -88,7 +88,8 @@ void launch_sum_rows(
     Dtype, const GroupedRows&, const int* offs, int num_experts, int64_t num_rows, const RowScale&, void* out, LaunchStream);
 
 // ---- activation.cu: h is [R, H], or [R, 2 H] (gate, then up) when gated
-enum class Activation { gelu, gelu_tanh, relu, silu };
+// in the order of Curve (csrc/activation.h)
+enum class CurveKind { gelu, gelu_tanh, relu, silu };
 struct ActivationRows {
   const void* h;
   const int* offs;
@@ -99,11 +100,11 @@ struct ActivationRows {
   bool dy_by_token;  // dy is [T, D] rather than [R, D]
 };
 void launch_activation(
-    Dtype, Activation, bool gated, const void* h, const int* offs, int num_experts, int64_t num_rows, int64_t H, void* a,
+    Dtype, CurveKind, bool gated, const void* h, const int* offs, int num_experts, int64_t num_rows, int64_t H, void* a,
     LaunchStream);
 // dscale may be null; it is zero on entry
 void launch_activation_backward(
-    Dtype, Activation, bool gated, const void* grad, const ActivationRows&, const void* dy, const void* b2, int64_t H,
+    Dtype, CurveKind, bool gated, const void* grad, const ActivationRows&, const void* dy, const void* b2, int64_t H,
     int64_t D, void* dh, void* scaled_a, void* dscale, LaunchStream);
 
 }  // namespace fmoe_ext

@@ -85,7 +85,7 @@ def ninja_file():
             test = compile_to(folder, HERE / f"{program}.cpp", f"{everything} {rest}")
             lines += [f"build {folder}/{program}: link {test} {' '.join(kernels + machine)}", f"  flags = {rest}"]
         if mode == "plain":
-            ops = [compile_to(folder, path, f"{everything} {torch_compile}") for path in sorted(ROOT.glob("cuda/*.cpp"))]
+            ops = [compile_to(folder, path, f"{everything} {torch_compile}") for path in [*sorted(ROOT.glob("cuda/*.cpp")), HERE / "schedule_op.cpp"]]
             lines += [f"build {folder}/{OPS}: link {' '.join(ops + kernels + machine)}"]
             lines += ["  flags = -shared", f"  libs = {torch_link}"]
     return "\n".join(lines) + "\n"

@@ -19,6 +19,10 @@ OPS = (
     "unpermute_backward",
     "topk_gate",
     "topk_gate_backward",
+    "grouped_gemm",
+    "grouped_gemm_backward",
+    "expert_mlp",
+    "expert_mlp_backward",
 )
 
 
