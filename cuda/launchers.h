@@ -107,4 +107,13 @@ void launch_activation_backward(
     Dtype, CurveKind, bool gated, const void* grad, const ActivationRows&, const void* dy, const void* b2, int64_t H,
     int64_t D, void* dh, void* scaled_a, void* dscale, LaunchStream);
 
+// ---- sm90_up.cu, sm90_down.cu: bfloat16, SwiGLU without biases; D and H multiples of 8, 16-byte aligned. Right under
+// the emulator, not yet run on a GPU, and therefore not yet selected by expert_mlp.
+void launch_up_swiglu_sm90(
+    const void* x, const int* row_idx, const int* offs, const void* w1, int64_t num_rows, int64_t num_choices, int top_k,
+    int num_experts, int D, int H, void* h, void* a, int num_blocks, LaunchStream);
+void launch_down_sm90(
+    const void* a, const int* offs, const void* w2, int64_t num_rows, int num_experts, int D, int H, void* y, int num_blocks,
+    LaunchStream);
+
 }  // namespace fmoe_ext

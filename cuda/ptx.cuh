@@ -143,6 +143,8 @@ PTX_FN void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }
 
+#include "ptx_wgmma.inc"
+
 }  // namespace fmoe_ext::ptx
 
 #else
