@@ -144,10 +144,10 @@ __global__ void __launch_bounds__(kThreads, 1) down_kernel(
   }
   __syncthreads();
   if (group == kProducer) {
-    ptx::setmaxnreg_dec<24>();
+    ptx::setmaxnreg_dec<40>();
     if (threadIdx.x / 32 == kProducer * 4) produce(s, a, w2, p);
   } else {
-    ptx::setmaxnreg_inc<240>();
+    ptx::setmaxnreg_inc<232>();
     group == 0 ? consume<0>(s, p) : consume<1>(s, p);
   }
 #endif

@@ -26,6 +26,15 @@ OPS = (
 )
 
 
+@pytest.fixture(autouse=True)
+def one_torch_thread():
+    """The emulator runs on one thread, and the oracles are small: idle threads that spin only cost time."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 @pytest.fixture(scope="session")
 def needs_compiler():
     if reason := build.missing():
