@@ -41,27 +41,29 @@ __device__ __forceinline__ ValueAndSlope<A> activate(A x) {
 
 // a[r, j] = act(h[r, j]), times h[r, H + j] when gated; padding rows are zero.
 template <typename T, CurveKind kActivation>
-__global__ void __launch_bounds__(kThreads) activation_kernel(
-    const T* __restrict__ h, const int* __restrict__ offs, int num_experts, int64_t num_rows, int64_t H, bool gated,
-    T* __restrict__ a) {
+__global__ void __launch_bounds__(kThreads, 4)
+    activation_kernel(const T* __restrict__ h, const int* __restrict__ offs, int num_experts,
+                      int64_t num_rows, int64_t H, bool gated, T* __restrict__ a) {
   const int64_t used = rows_of(offs, num_experts, num_rows, num_experts).begin;
   for (int64_t r = static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.x / 32; r < num_rows;
        r += static_cast<int64_t>(gridDim.x) * kWarps) {
     const T* row = h + r * (gated ? 2 * H : H);
     for (int64_t j = threadIdx.x % 32; j < H; j += 32) {
       acc_t<T> value = 0;
-      if (r < used) value = activate<kActivation>(to_acc(row[j])).value * (gated ? to_acc(row[H + j]) : acc_t<T>(1));
+      if (r < used)
+        value = activate<kActivation>(to_acc(row[j])).value * (gated ? to_acc(row[H + j]) : acc_t<T>(1));
       a[r * H + j] = round_to<T>(value);
     }
   }
 }
 
-// From grad [R, H], the gradient of the unscaled result: dh = scale act'(h) grad, scaled_a = scale act(h), and
-// dscale = <grad, act(h)> + <dy, b2>, by choice.
+// From grad [R, H], the gradient of the unscaled result: dh = scale act'(h) grad, scaled_a = scale act(h),
+// and dscale = <grad, act(h)> + <dy, b2>, by choice.
 template <typename T, CurveKind kActivation>
-__global__ void __launch_bounds__(kThreads) activation_backward_kernel(
-    const T* __restrict__ grad, ActivationRows rows, const T* __restrict__ dy, const T* __restrict__ b2, int64_t H, int64_t D,
-    bool gated, T* __restrict__ dh, T* __restrict__ scaled_a, acc_t<T>* __restrict__ dscale) {
+__global__ void __launch_bounds__(kThreads, 4)
+    activation_backward_kernel(const T* __restrict__ grad, ActivationRows rows, const T* __restrict__ dy,
+                               const T* __restrict__ b2, int64_t H, int64_t D, bool gated, T* __restrict__ dh,
+                               T* __restrict__ scaled_a, acc_t<T>* __restrict__ dscale) {
   using A = acc_t<T>;
   const int lane = threadIdx.x % 32;
   const T* h = static_cast<const T*>(rows.h);
@@ -90,7 +92,8 @@ __global__ void __launch_bounds__(kThreads) activation_backward_kernel(
     }
     if (!dscale) continue;
     const int64_t dy_row = rows.dy_by_token ? choice / rows.top_k : r;
-    for (int64_t d = lane; kept && b2 && d < D; d += 32) dot += to_acc(dy[dy_row * D + d]) * to_acc(b2[expert * D + d]);
+    for (int64_t d = lane; kept && b2 && d < D; d += 32)
+      dot += to_acc(dy[dy_row * D + d]) * to_acc(b2[expert * D + d]);
     dot = warp_sum(dot);
     if (lane == 0 && kept) dscale[choice] = dot;
   }
@@ -99,18 +102,21 @@ __global__ void __launch_bounds__(kThreads) activation_backward_kernel(
 template <class Body>
 void dispatch_activation(CurveKind activation, const Body& body) {
   switch (activation) {
-    case CurveKind::gelu: return body(std::integral_constant<CurveKind, CurveKind::gelu>{});
-    case CurveKind::gelu_tanh: return body(std::integral_constant<CurveKind, CurveKind::gelu_tanh>{});
-    case CurveKind::relu: return body(std::integral_constant<CurveKind, CurveKind::relu>{});
-    case CurveKind::silu: return body(std::integral_constant<CurveKind, CurveKind::silu>{});
+    case CurveKind::gelu:
+      return body(std::integral_constant<CurveKind, CurveKind::gelu>{});
+    case CurveKind::gelu_tanh:
+      return body(std::integral_constant<CurveKind, CurveKind::gelu_tanh>{});
+    case CurveKind::relu:
+      return body(std::integral_constant<CurveKind, CurveKind::relu>{});
+    case CurveKind::silu:
+      return body(std::integral_constant<CurveKind, CurveKind::silu>{});
   }
 }
 
 }  // namespace
 
-void launch_activation(
-    Dtype dtype, CurveKind activation, bool gated, const void* h, const int* offs, int num_experts, int64_t num_rows,
-    int64_t H, void* a, LaunchStream stream) {
+void launch_activation(Dtype dtype, CurveKind activation, bool gated, const void* h, const int* offs,
+                       int num_experts, int64_t num_rows, int64_t H, void* a, LaunchStream stream) {
   if (num_rows == 0 || H == 0) return;
   dispatch_dtype(dtype, [&](auto tag) {
     using T = decltype(tag);
@@ -121,16 +127,17 @@ void launch_activation(
   });
 }
 
-void launch_activation_backward(
-    Dtype dtype, CurveKind activation, bool gated, const void* grad, const ActivationRows& rows, const void* dy,
-    const void* b2, int64_t H, int64_t D, void* dh, void* scaled_a, void* dscale, LaunchStream stream) {
+void launch_activation_backward(Dtype dtype, CurveKind activation, bool gated, const void* grad,
+                                const ActivationRows& rows, const void* dy, const void* b2, int64_t H,
+                                int64_t D, void* dh, void* scaled_a, void* dscale, LaunchStream stream) {
   if (rows.num_rows == 0) return;
   dispatch_dtype(dtype, [&](auto tag) {
     using T = decltype(tag);
     dispatch_activation(activation, [&](auto kind) {
-      launch(activation_backward_kernel<T, kind.value>, grid_for(ceil_div(rows.num_rows, kWarps)), kThreads, 0, stream,
-             static_cast<const T*>(grad), rows, static_cast<const T*>(dy), static_cast<const T*>(b2), H, D, gated,
-             static_cast<T*>(dh), static_cast<T*>(scaled_a), static_cast<acc_t<T>*>(dscale));
+      launch(activation_backward_kernel<T, kind.value>, grid_for(ceil_div(rows.num_rows, kWarps)), kThreads,
+             0, stream, static_cast<const T*>(grad), rows, static_cast<const T*>(dy),
+             static_cast<const T*>(b2), H, D, gated, static_cast<T*>(dh), static_cast<T*>(scaled_a),
+             static_cast<acc_t<T>*>(dscale));
     });
   });
 }

@@ -1,8 +1,8 @@
 // Ranks of choices among those of the same expert, stable and without an atomic whose order would show.
 //
-// The choices are cut into tiles, one per block, and a tile into one stretch per warp. count_tiles_kernel counts each
-// tile's choices of each expert, scan_tiles_kernel turns the counts into the rank of each tile's first one, and
-// rank_tile() walks the tile again: rank = first of the tile + earlier warps + earlier lanes.
+// The choices are cut into tiles, one per block, and a tile into one stretch per warp. count_tiles_kernel
+// counts each tile's choices of each expert, scan_tiles_kernel turns the counts into the rank of each tile's
+// first one, and rank_tile() walks the tile again: rank = first of the tile + earlier warps + earlier lanes.
 #pragma once
 
 #include "common.cuh"
@@ -37,19 +37,23 @@ struct TokenOrder {
 };
 struct ChoiceOrder {
   int64_t num_tokens, num_choices_per_token;
-  __device__ int64_t operator()(int64_t p) const { return p % num_tokens * num_choices_per_token + p / num_tokens; }
+  __device__ int64_t operator()(int64_t p) const {
+    return p % num_tokens * num_choices_per_token + p / num_tokens;
+  }
 };
 
 // The expert of choice i, -1 when dropped or out of range.
 template <typename index_t>
-__device__ __forceinline__ int valid_expert(const index_t* __restrict__ topk_idx, int64_t i, int num_experts) {
+__device__ __forceinline__ int valid_expert(const index_t* __restrict__ topk_idx, int64_t i,
+                                            int num_experts) {
   const int64_t e = topk_idx[i];
   return e >= 0 && e < num_experts ? static_cast<int>(e) : -1;
 }
 
 template <typename index_t, class Order>
-__global__ void __launch_bounds__(256) count_tiles_kernel(
-    const index_t* __restrict__ topk_idx, Order order, RankPlan plan, int* __restrict__ counts /* [E, tiles] */) {
+__global__ void __launch_bounds__(256)
+    count_tiles_kernel(const index_t* __restrict__ topk_idx, Order order, RankPlan plan,
+                       int* __restrict__ counts /* [E, tiles] */) {
   FMOE_DYNAMIC_SHARED(shared);
   int* histogram = reinterpret_cast<int*>(shared);  // [E]
   for (int e = threadIdx.x; e < plan.num_experts; e += blockDim.x) histogram[e] = 0;
@@ -67,8 +71,9 @@ __global__ void __launch_bounds__(256) count_tiles_kernel(
 }
 
 // counts [E, tiles] becomes its exclusive sum along the tiles; totals [E] when not null. One warp an expert.
-static __global__ void __launch_bounds__(256) scan_tiles_kernel(
-    int* __restrict__ counts, int num_tiles, int num_experts, int64_t* __restrict__ totals) {
+static __global__ void __launch_bounds__(256)
+    scan_tiles_kernel(int* __restrict__ counts, int num_tiles, int num_experts,
+                      int64_t* __restrict__ totals) {
   const int e = blockIdx.x * 8 + threadIdx.x / 32, lane = threadIdx.x % 32;
   if (e >= num_experts) return;
   int* mine = counts + static_cast<int64_t>(e) * num_tiles;
@@ -90,9 +95,9 @@ static __global__ void __launch_bounds__(256) scan_tiles_kernel(
 // Calls emit(choice, expert, rank) for every choice of this block's tile; expert -1 for a dropped one.
 // first_rank(e) is where the ranks of expert e begin; shared holds plan.shared_bytes().
 template <typename index_t, class Order, class FirstRank, class Emit>
-__device__ void rank_tile(
-    const index_t* __restrict__ topk_idx, const Order& order, const RankPlan& plan, const int* __restrict__ counts,
-    int* shared, const FirstRank& first_rank, const Emit& emit) {
+__device__ void rank_tile(const index_t* __restrict__ topk_idx, const Order& order, const RankPlan& plan,
+                          const int* __restrict__ counts, int* shared, const FirstRank& first_rank,
+                          const Emit& emit) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, E = plan.num_experts;
   int* mine = shared + warp * E;
   for (int i = threadIdx.x; i < plan.warps * E; i += blockDim.x) shared[i] = 0;
@@ -131,13 +136,13 @@ __device__ void rank_tile(
 
 // Counts and scans: what comes before rank_tile().
 template <typename index_t, class Order>
-void launch_tile_counts(
-    const index_t* topk_idx, const Order& order, const RankPlan& plan, int* counts, int64_t* totals, Stream stream) {
+void launch_tile_counts(const index_t* topk_idx, const Order& order, const RankPlan& plan, int* counts,
+                        int64_t* totals, Stream stream) {
   if (plan.num_tiles > 0)
-    launch(count_tiles_kernel<index_t, Order>, plan.num_tiles, plan.warps * 32, plan.num_experts * sizeof(int), stream,
-           topk_idx, order, plan, counts);
-  launch(scan_tiles_kernel, static_cast<unsigned>(ceil_div(plan.num_experts, 8)), 256, 0, stream, counts, plan.num_tiles,
-         plan.num_experts, totals);
+    launch(count_tiles_kernel<index_t, Order>, plan.num_tiles, plan.warps * 32,
+           plan.num_experts * sizeof(int), stream, topk_idx, order, plan, counts);
+  launch(scan_tiles_kernel, static_cast<unsigned>(ceil_div(plan.num_experts, 8)), 256, 0, stream, counts,
+         plan.num_tiles, plan.num_experts, totals);
 }
 
 }  // namespace fmoe_ext

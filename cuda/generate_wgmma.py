@@ -5,7 +5,7 @@ from pathlib import Path
 WIDTHS = (192, 256)
 
 
-def wrap(items, indent, width=116):
+def wrap(items, indent, width=108):
     lines, line = [], indent
     for item in items:
         if len(line) + len(item) > width:

@@ -5,12 +5,13 @@
 
 namespace fmoe_ext {
 
-// Rows [begin, end) of expert e; e == E names the padding after the last expert. Whatever offs holds, the bounds stay
-// inside [0, num_rows].
+// Rows [begin, end) of expert e; e == E names the padding after the last expert. Whatever offs holds, the
+// bounds stay inside [0, num_rows].
 struct RowRange {
   int64_t begin, end;
 };
-__device__ __forceinline__ RowRange rows_of(const int* __restrict__ offs, int num_experts, int64_t num_rows, int e) {
+__device__ __forceinline__ RowRange rows_of(const int* __restrict__ offs, int num_experts, int64_t num_rows,
+                                            int e) {
   const int64_t begin = e == 0 ? 0 : offs[e - 1], end = e == num_experts ? num_rows : offs[e];
   const int64_t from = begin < 0 ? 0 : begin < num_rows ? begin : num_rows;
   return {from, end < from ? from : end < num_rows ? end : num_rows};
@@ -21,10 +22,10 @@ struct RowTile {
   int64_t begin, end;
 };
 
-// Tile `index` when the rows of each expert, and then the padding, are cut into tiles of `height` rows. Every lane of
-// the warp must call it; all get the same answer.
-static __device__ RowTile find_row_tile(
-    const int* __restrict__ offs, int num_experts, int64_t num_rows, int64_t index, int height) {
+// Tile `index` when the rows of each expert, and then the padding, are cut into tiles of `height` rows. Every
+// lane of the warp must call it; all get the same answer.
+static __device__ RowTile find_row_tile(const int* __restrict__ offs, int num_experts, int64_t num_rows,
+                                        int64_t index, int height) {
   const int lane = threadIdx.x % 32;
   int64_t before = 0;
   for (int first = 0; first <= num_experts; first += 32) {
@@ -41,14 +42,17 @@ static __device__ RowTile find_row_tile(
     if (owner) {
       const int64_t row = range.begin + (index - (before + sum - tiles)) * height;
       const int source = __ffs(owner) - 1;
-      const int64_t begin = __shfl_sync(kFullMask, row, source), end = __shfl_sync(kFullMask, range.end, source);
+      const int64_t begin = __shfl_sync(kFullMask, row, source),
+                    end = __shfl_sync(kFullMask, range.end, source);
       return {first + source, begin, begin + height < end ? begin + height : end};
     }
     before += __shfl_sync(kFullMask, sum, 31);
   }
   return {-1, 0, 0};
 }
-inline int64_t max_row_tiles(int64_t num_rows, int num_experts, int height) { return num_rows / height + num_experts + 1; }
+inline int64_t max_row_tiles(int64_t num_rows, int num_experts, int height) {
+  return num_rows / height + num_experts + 1;
+}
 
 // The expert that owns a row; num_experts in the padding.
 __device__ __forceinline__ int expert_of_row(const int* __restrict__ offs, int num_experts, int64_t row) {

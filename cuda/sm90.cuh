@@ -15,7 +15,8 @@ constexpr int kSwizzledK = 64;  // bfloat16 elements in a 128-byte row of a swiz
 constexpr size_t kSharedAlignment = 1024;
 
 __device__ __forceinline__ char* align_shared(char* p) {
-  return reinterpret_cast<char*>((reinterpret_cast<uintptr_t>(p) + kSharedAlignment - 1) & ~(kSharedAlignment - 1));
+  return reinterpret_cast<char*>((reinterpret_cast<uintptr_t>(p) + kSharedAlignment - 1) &
+                                 ~(kSharedAlignment - 1));
 }
 
 // wgmma operand whose rows run along k: 128-byte rows, 128-byte swizzle, groups of 8 rows 1024 bytes apart.
@@ -25,7 +26,8 @@ __device__ __forceinline__ uint64_t descriptor(uint32_t address) {
 constexpr int kDescriptorK16 = 32 >> 4;       // 16 elements further along k
 constexpr int kDescriptor64Rows = 8192 >> 4;  // 64 rows further down
 
-// Encodes a bfloat16 tensor map with the 128-byte swizzle; throws when the driver refuses. Strides in elements.
+// Encodes a bfloat16 tensor map with the 128-byte swizzle; throws when the driver refuses. Strides in
+// elements.
 struct TensorMapShape {
   int rank;
   uint64_t dims[5], strides[4];
@@ -39,7 +41,9 @@ inline void encode_tensor_map(CUtensorMap* map, const void* base, const TensorMa
     cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &entry, 12000, cudaEnableDefault, &result);
     return reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(entry);
   }();
-  if (!encode) throw std::runtime_error("fmoe_ext: the CUDA driver has no cuTensorMapEncodeTiled: version 12.0 is needed");
+  if (!encode)
+    throw std::runtime_error(
+        "fmoe_ext: the CUDA driver has no cuTensorMapEncodeTiled: version 12.0 is needed");
 #else
   constexpr auto encode = emu::encode_tiled;
 #endif
@@ -51,12 +55,13 @@ inline void encode_tensor_map(CUtensorMap* map, const void* base, const TensorMa
     box[i] = shape.box[i];
     if (i) strides[i - 1] = shape.strides[i - 1] * sizeof(bf16);
   }
-  const CUresult result = encode(
-      map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, shape.rank, const_cast<void*>(base), dims, strides, box, ones,
-      CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
-      CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  const CUresult result =
+      encode(map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, shape.rank, const_cast<void*>(base), dims, strides, box,
+             ones, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+             CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (result != CUDA_SUCCESS)
-    throw std::runtime_error("fmoe_ext: encoding a tensor map failed with CUresult " + std::to_string(result));
+    throw std::runtime_error("fmoe_ext: encoding a tensor map failed with CUresult " +
+                             std::to_string(result));
 }
 
 }  // namespace fmoe_ext

@@ -1,5 +1,5 @@
-// F2: y = a w2^T on Hopper. Tiles of 128 rows x 192 columns; two consumer warpgroups take turns (ping-pong), one stores
-// its tile while the other multiplies. Both operands come through TMA.
+// F2: y = a w2^T on Hopper. Tiles of 128 rows x 192 columns; two consumer warpgroups take turns (ping-pong),
+// one stores its tile while the other multiplies. Both operands come through TMA.
 #include "sm90.cuh"
 
 namespace fmoe_ext {
@@ -7,7 +7,7 @@ namespace {
 
 constexpr int kM = 128, kN = 192, kK = kSwizzledK, kStages = 4;
 constexpr int kThreads = 384;
-constexpr int kProducer = 2;  // warpgroup
+constexpr int kProducer = 2;     // warpgroup
 constexpr int kPieces = kN / 8;  // 16-byte pieces of a row of the tile
 
 struct alignas(1024) Shared {
@@ -25,14 +25,17 @@ struct DownParams {
   int64_t num_rows;
   int num_experts, D, H;
   __device__ int tiles_n() const { return static_cast<int>(ceil_div(D, kN)); }
-  __device__ RowTile rows(int tile) const { return find_row_tile(offs, num_experts, num_rows, tile / tiles_n(), kM); }
+  __device__ RowTile rows(int tile) const {
+    return find_row_tile(offs, num_experts, num_rows, tile / tiles_n(), kM);
+  }
 };
 
 // Blocks of k count through all tiles of this block; stage and parity follow from the count.
 __device__ __forceinline__ int stage_of(uint32_t count) { return count % kStages; }
 __device__ __forceinline__ uint32_t parity_of(uint32_t count) { return count / kStages & 1; }
 
-__device__ __forceinline__ void produce(Shared& s, const CUtensorMap& a, const CUtensorMap& w2, const DownParams& p) {
+__device__ __forceinline__ void produce(Shared& s, const CUtensorMap& a, const CUtensorMap& w2,
+                                        const DownParams& p) {
   const int steps = static_cast<int>(ceil_div(p.H, kK));
   uint32_t count = 0;
   for (int tile = blockIdx.x;; tile += gridDim.x) {
@@ -57,7 +60,8 @@ struct Place {
 };
 
 template <int kGroup, int kHalf>
-__device__ __forceinline__ void store(Shared& s, const float (&acc)[kN / 2], const DownParams& p, Place place) {
+__device__ __forceinline__ void store(Shared& s, const float (&acc)[kN / 2], const DownParams& p,
+                                      Place place) {
   const int t = threadIdx.x % 128, lane = t % 32, row = t / 32 * 16 + lane % 16;
   const uint32_t staged = ptx::shared_address(s.c[kGroup]) + row * (kN * sizeof(bf16));
   ptx::bar_sync<1 + kGroup, 128>();
@@ -107,12 +111,14 @@ __device__ __forceinline__ void consume(Shared& s, const DownParams& p) {
     for (int k = 0; k < steps; ++k, ++count) {
       const int stage = stage_of(count);
       ptx::mbar_wait(ptx::shared_address(&s.full[stage]), parity_of(count));
-      const uint64_t da = descriptor(ptx::shared_address(s.a[stage])), db = descriptor(ptx::shared_address(s.b[stage]));
+      const uint64_t da = descriptor(ptx::shared_address(s.a[stage])),
+                     db = descriptor(ptx::shared_address(s.b[stage]));
       ptx::wgmma_fence();
 #pragma unroll
       for (int kk = 0; kk < kK / 16; ++kk) {
         ptx::wgmma_bf16<kN>(top, da + kk * kDescriptorK16, db + kk * kDescriptorK16, (k | kk) != 0);
-        ptx::wgmma_bf16<kN>(bottom, da + kDescriptor64Rows + kk * kDescriptorK16, db + kk * kDescriptorK16, (k | kk) != 0);
+        ptx::wgmma_bf16<kN>(bottom, da + kDescriptor64Rows + kk * kDescriptorK16, db + kk * kDescriptorK16,
+                            (k | kk) != 0);
       }
       ptx::wgmma_commit();
       ptx::wgmma_wait<1>();
@@ -127,8 +133,9 @@ __device__ __forceinline__ void consume(Shared& s, const DownParams& p) {
   }
 }
 
-__global__ void __launch_bounds__(kThreads, 1) down_kernel(
-    const __grid_constant__ CUtensorMap a, const __grid_constant__ CUtensorMap w2, const __grid_constant__ DownParams p) {
+__global__ void __launch_bounds__(kThreads, 1)
+    down_kernel(const __grid_constant__ CUtensorMap a, const __grid_constant__ CUtensorMap w2,
+                const __grid_constant__ DownParams p) {
 #ifdef FMOE_SM90A
   FMOE_DYNAMIC_SHARED(raw);
   Shared& s = *reinterpret_cast<Shared*>(align_shared(raw));
@@ -155,9 +162,8 @@ __global__ void __launch_bounds__(kThreads, 1) down_kernel(
 
 }  // namespace
 
-void launch_down_sm90(
-    const void* a, const int* offs, const void* w2, int64_t num_rows, int num_experts, int D, int H, void* y, int num_blocks,
-    LaunchStream stream) {
+void launch_down_sm90(const void* a, const int* offs, const void* w2, int64_t num_rows, int num_experts,
+                      int D, int H, void* y, int num_blocks, LaunchStream stream) {
   if (num_rows == 0 || D == 0) return;
   const uint64_t d = D, n = H, rows = num_rows, experts = num_experts;
   CUtensorMap map_a, map_w2;

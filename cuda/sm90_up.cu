@@ -1,8 +1,8 @@
 // F1: h = x_rows w1^T and a = silu(gate) up on Hopper. 128 rows x 128 gate and 128 up columns a tile.
 //
-// One producer warpgroup gathers the rows of x by cp.async and loads w1 by TMA; two consumer warpgroups multiply 64 rows
-// each. The tensor map interleaves 8 gate rows of w1 with the matching 8 up rows, so that a thread's accumulators
-// 8 i .. 8 i + 3 are gate and 8 i + 4 .. 8 i + 7 the matching up.
+// One producer warpgroup gathers the rows of x by cp.async and loads w1 by TMA; two consumer warpgroups
+// multiply 64 rows each. The tensor map interleaves 8 gate rows of w1 with the matching 8 up rows, so that a
+// thread's accumulators 8 i .. 8 i + 3 are gate and 8 i + 4 .. 8 i + 7 the matching up.
 #include "sm90.cuh"
 
 namespace fmoe_ext {
@@ -39,7 +39,9 @@ struct UpParams {
   int64_t num_rows, num_choices;
   int num_experts, top_k, D, H;
   __device__ int tiles_n() const { return static_cast<int>(ceil_div(H, kColumns)); }
-  __device__ RowTile rows(int64_t tile) const { return find_row_tile(offs, num_experts, num_rows, tile / tiles_n(), kM); }
+  __device__ RowTile rows(int64_t tile) const {
+    return find_row_tile(offs, num_experts, num_rows, tile / tiles_n(), kM);
+  }
 };
 
 __device__ __forceinline__ void produce(Shared& s, const CUtensorMap& w1, const UpParams& p) {
@@ -65,7 +67,8 @@ __device__ __forceinline__ void produce(Shared& s, const CUtensorMap& w1, const 
       ptx::mbar_wait(ptx::shared_address(&s.empty[stage.index]), stage.phase ^ 1);
       if (t == 0) {
         ptx::mbar_arrive_expect_tx(full, kN * kK * sizeof(bf16));
-        ptx::tma_load(ptx::shared_address(s.b[stage.index]), &w1, full, k * kK, 0, 0, n * (kColumns / 8), rows.expert);
+        ptx::tma_load(ptx::shared_address(s.b[stage.index]), &w1, full, k * kK, 0, 0, n * (kColumns / 8),
+                      rows.expert);
       }
       const int column = k * kK + chunk * 8;
       const int bytes = column < p.D ? 16 : 0;  // D is a multiple of 8
@@ -87,9 +90,11 @@ __device__ __forceinline__ float swiglu(float gate, float up) {  // of the value
 
 enum Output { kGate, kUp, kActivated };
 
-// Stages one output [64, 128] of this warpgroup in shared memory, swizzled in 16-byte pieces, and stores its valid part.
+// Stages one output [64, 128] of this warpgroup in shared memory, swizzled in 16-byte pieces, and stores its
+// valid part.
 template <int kGroup, Output kOutput>
-__device__ __forceinline__ void store(Shared& s, const float (&acc)[kN / 2], const UpParams& p, const RowTile& rows, int n) {
+__device__ __forceinline__ void store(Shared& s, const float (&acc)[kN / 2], const UpParams& p,
+                                      const RowTile& rows, int n) {
   const int t = threadIdx.x % 128, lane = t % 32;
   const int row = t / 32 * 16 + lane % 16, half = lane / 16;
   const uint32_t staged = ptx::shared_address(s.c[kGroup]) + row * 256;
@@ -116,8 +121,8 @@ __device__ __forceinline__ void store(Shared& s, const float (&acc)[kN / 2], con
     const int r = t / 16 + 8 * i;
     const int64_t global = rows.begin + kGroup * 64 + r;
     if (global < rows.end && n * kColumns + piece * 8 < p.H)
-      *reinterpret_cast<uint4*>(out + global * stride + piece * 8) =
-          *reinterpret_cast<const uint4*>(reinterpret_cast<const char*>(s.c[kGroup]) + r * 256 + ((piece ^ (r & 7)) << 4));
+      *reinterpret_cast<uint4*>(out + global * stride + piece * 8) = *reinterpret_cast<const uint4*>(
+          reinterpret_cast<const char*>(s.c[kGroup]) + r * 256 + ((piece ^ (r & 7)) << 4));
   }
 }
 
@@ -197,15 +202,24 @@ __global__ void __launch_bounds__(kThreads, 1)
 
 }  // namespace
 
-void launch_up_swiglu_sm90(
-    const void* x, const int* row_idx, const int* offs, const void* w1, int64_t num_rows, int64_t num_choices, int top_k,
-    int num_experts, int D, int H, void* h, void* a, int num_blocks, LaunchStream stream) {
+void launch_up_swiglu_sm90(const void* x, const int* row_idx, const int* offs, const void* w1,
+                           int64_t num_rows, int64_t num_choices, int top_k, int num_experts, int D, int H,
+                           void* h, void* a, int num_blocks, LaunchStream stream) {
   if (num_rows == 0 || H == 0) return;
   const uint64_t d = D, n = H, experts = num_experts;
   CUtensorMap map;
-  encode_tensor_map(&map, w1, {5, {d, 8, 2, n / 8, experts}, {d, n * d, 8 * d, 2 * n * d}, {kK, 8, 2, kColumns / 8, 1}});
-  const UpParams params{static_cast<const bf16*>(x), row_idx,     offs,        static_cast<bf16*>(h), static_cast<bf16*>(a),
-                        num_rows,                    num_choices, num_experts, top_k,                 D,
+  encode_tensor_map(
+      &map, w1, {5, {d, 8, 2, n / 8, experts}, {d, n * d, 8 * d, 2 * n * d}, {kK, 8, 2, kColumns / 8, 1}});
+  const UpParams params{static_cast<const bf16*>(x),
+                        row_idx,
+                        offs,
+                        static_cast<bf16*>(h),
+                        static_cast<bf16*>(a),
+                        num_rows,
+                        num_choices,
+                        num_experts,
+                        top_k,
+                        D,
                         H};
   launch(up_swiglu_kernel, num_blocks, kThreads, kSharedBytes, stream, map, params);
 }

@@ -1,5 +1,6 @@
-// The portable matrix product of one thread block: acc [kM, kN] += A [kM, k] B [kN, k]^T, both staged in shared memory.
-// bfloat16 and float16 go through mma.sync (sm_80), float32 and float64 through plain fused multiply-adds.
+// The portable matrix product of one thread block: acc [kM, kN] += A [kM, k] B [kN, k]^T, both staged in
+// shared memory. bfloat16 and float16 go through mma.sync (sm_80), float32 and float64 through plain fused
+// multiply-adds.
 #pragma once
 
 #include "common.cuh"
@@ -8,8 +9,9 @@ namespace fmoe_ext {
 
 constexpr int kGemmThreads = 256;
 
-// A matrix whose rows may be picked through an index: row i is base[(index ? index[i] / divisor : i) * stride].
-// Rows outside [.., end), rows whose index is out of range and columns at or past `width` read as zero.
+// A matrix whose rows may be picked through an index: row i is base[(index ? index[i] / divisor : i) *
+// stride]. Rows outside [.., end), rows whose index is out of range and columns at or past `width` read as
+// zero.
 template <typename T>
 struct Rows {
   const T* base;
@@ -27,8 +29,8 @@ struct Rows {
   }
 };
 
-// tile [kOuter][kStride], k contiguous. The rows of the source run along k, or (kOuterContiguous) along the outer
-// dimension of the tile.
+// tile [kOuter][kStride], k contiguous. The rows of the source run along k, or (kOuterContiguous) along the
+// outer dimension of the tile.
 template <typename T, int kOuter, int kK, int kStride, bool kOuterContiguous>
 __device__ void load_tile(T* tile, const Rows<T>& source, int64_t outer, int64_t k) {
   constexpr int kInner = kOuterContiguous ? kOuter : kK, kVec = kVec16<T>;
@@ -60,7 +62,8 @@ __device__ void load_tile(T* tile, const Rows<T>& source, int64_t outer, int64_t
 // 16-bit elements: 8 warps as 2 x 4, each a 64 x 32 piece of 4 x 4 mma tiles.
 template <typename T>
 struct TileGemm {
-  static constexpr int kM = 128, kN = 128, kK = 32, kStride = kK + 8;  // the padding spreads a fragment over all banks
+  static constexpr int kM = 128, kN = 128, kK = 32,
+                       kStride = kK + 8;  // the padding spreads a fragment over all banks
   float acc[4][4][4] = {};
 
   __device__ static int warp_row() { return threadIdx.x / 128 * 64; }
@@ -146,8 +149,8 @@ struct TileGemm<double> : FmaTileGemm<double> {};
 
 // The whole product over k in [k_begin, k_end); the rows of A and B run along k unless said otherwise.
 template <typename T, bool kARowsAlongM, bool kBRowsAlongN>
-__device__ void multiply_tiles(
-    TileGemm<T>& gemm, const Rows<T>& a, int64_t m, const Rows<T>& b, int64_t n, int64_t k_begin, int64_t k_end) {
+__device__ void multiply_tiles(TileGemm<T>& gemm, const Rows<T>& a, int64_t m, const Rows<T>& b, int64_t n,
+                               int64_t k_begin, int64_t k_end) {
   using G = TileGemm<T>;
   FMOE_SHARED_ARRAY(uint4, a_raw, G::kM * G::kStride * sizeof(T) / 16);
   FMOE_SHARED_ARRAY(uint4, b_raw, G::kN * G::kStride * sizeof(T) / 16);

@@ -1,6 +1,8 @@
-// Scores, group-limited selection and weights: one warp a token, the values that order the experts in shared memory.
+// Scores, group-limited selection and weights: one warp a token, the values that order the experts in shared
+// memory.
 //
-// Without a bias the experts are ordered by logit: both scores grow with it, and no two logits merge by rounding.
+// Without a bias the experts are ordered by logit: both scores grow with it, and no two logits merge by
+// rounding.
 #include <cmath>
 
 #include "common.cuh"
@@ -10,7 +12,8 @@ namespace {
 
 constexpr int kMaxWarps = 4;
 constexpr int kSharedBytes = 48 * 1024;
-// Below this every sigmoid is all but exp, and the ratios of sigmoids are those of a softmax, which does not underflow.
+// Below this every sigmoid is all but exp, and the ratios of sigmoids are those of a softmax, which does not
+// underflow.
 constexpr int kSigmoidIsExp = -40;
 
 template <typename A>
@@ -70,8 +73,8 @@ __device__ SoftmaxTotals<A> softmax_totals(int count, const Get& get) {
   return {largest, warp_sum(sum)};
 }
 
-// Walks a list in descending order, lower index first among equals. No list of what was taken: the next one is the
-// largest that comes after the last one.
+// Walks a list in descending order, lower index first among equals. No list of what was taken: the next one
+// is the largest that comes after the last one.
 template <typename A>
 class Descending {
   using Key = key_t_of<A>;
@@ -121,7 +124,8 @@ __device__ A group_rank(int begin, int end, bool two_best, const Get& get) {
 
 // Weights of the chosen experts, before `scale`; chosen(k) is the logit of choice k.
 template <typename A, class Chosen, class Store>
-__device__ void weigh(const GateParams& p, const SoftmaxTotals<A>& totals, const Chosen& chosen, const Store& store) {
+__device__ void weigh(const GateParams& p, const SoftmaxTotals<A>& totals, const Chosen& chosen,
+                      const Store& store) {
   const int lane = threadIdx.x % 32, K = p.top_k;
   const SoftmaxTotals<A> of_chosen = softmax_totals<A>(K, chosen);
   if (p.sigmoid && !(p.normalize && of_chosen.largest < kSigmoidIsExp)) {
@@ -138,9 +142,9 @@ __device__ void weigh(const GateParams& p, const SoftmaxTotals<A>& totals, const
 }
 
 template <typename T>
-__global__ void __launch_bounds__(kMaxWarps * 32) topk_gate_kernel(
-    const T* __restrict__ logits, const acc_t<T>* __restrict__ bias, GateParams p, int64_t num_tokens,
-    int64_t* __restrict__ topk_idx, T* __restrict__ topk_weights) {
+__global__ void __launch_bounds__(kMaxWarps * 32)
+    topk_gate_kernel(const T* __restrict__ logits, const acc_t<T>* __restrict__ bias, GateParams p,
+                     int64_t num_tokens, int64_t* __restrict__ topk_idx, T* __restrict__ topk_weights) {
   using A = acc_t<T>;
   FMOE_DYNAMIC_SHARED(shared);
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32, E = p.num_experts;
@@ -148,7 +152,7 @@ __global__ void __launch_bounds__(kMaxWarps * 32) topk_gate_kernel(
   const bool limited = p.topk_groups < p.num_groups;
   A* order = reinterpret_cast<A*>(shared) + static_cast<int64_t>(warp) * (E + 2 * p.num_groups);  // [E]
   A* ranks = order + E;                                                                           // [groups]
-  A* kept = ranks + p.num_groups;                                                                 // [groups], 0 or 1
+  A* kept = ranks + p.num_groups;  // [groups], 0 or 1
   for (int64_t t = static_cast<int64_t>(blockIdx.x) * warps + warp; t < num_tokens;
        t += static_cast<int64_t>(gridDim.x) * warps) {
     const T* row = logits + t * E;
@@ -183,16 +187,18 @@ __global__ void __launch_bounds__(kMaxWarps * 32) topk_gate_kernel(
       if (lane == 0) idx[k] = e;
     }
     __syncwarp();
-    weigh<A>(p, totals, [&](int k) { return logit(static_cast<int>(idx[k])); },
-             [&](int k, A w) { topk_weights[t * p.top_k + k] = round_to<T>(w * static_cast<A>(p.scale)); });
+    weigh<A>(
+        p, totals, [&](int k) { return logit(static_cast<int>(idx[k])); },
+        [&](int k, A w) { topk_weights[t * p.top_k + k] = round_to<T>(w * static_cast<A>(p.scale)); });
     __syncwarp();
   }
 }
 
 template <typename T>
-__global__ void __launch_bounds__(kMaxWarps * 32) topk_gate_backward_kernel(
-    const T* __restrict__ grad_weights, const T* __restrict__ logits, const int64_t* __restrict__ topk_idx,
-    const T* __restrict__ topk_weights, GateParams p, int64_t num_tokens, T* __restrict__ grad_logits) {
+__global__ void __launch_bounds__(kMaxWarps * 32)
+    topk_gate_backward_kernel(const T* __restrict__ grad_weights, const T* __restrict__ logits,
+                              const int64_t* __restrict__ topk_idx, const T* __restrict__ topk_weights,
+                              GateParams p, int64_t num_tokens, T* __restrict__ grad_logits) {
   using A = acc_t<T>;
   const int lane = threadIdx.x % 32, warps = blockDim.x / 32, E = p.num_experts, K = p.top_k;
   const A scale = static_cast<A>(p.scale);
@@ -234,31 +240,33 @@ __global__ void __launch_bounds__(kMaxWarps * 32) topk_gate_backward_kernel(
 
 }  // namespace
 
-int64_t max_gate_values(Dtype dtype) { return kSharedBytes / (dtype == Dtype::f64 ? sizeof(double) : sizeof(float)); }
+int64_t max_gate_values(Dtype dtype) {
+  return kSharedBytes / (dtype == Dtype::f64 ? sizeof(double) : sizeof(float));
+}
 
-void launch_topk_gate(
-    Dtype dtype, const void* logits, const void* bias, const GateParams& params, int64_t num_tokens, int64_t* topk_idx,
-    void* topk_weights, LaunchStream stream) {
+void launch_topk_gate(Dtype dtype, const void* logits, const void* bias, const GateParams& params,
+                      int64_t num_tokens, int64_t* topk_idx, void* topk_weights, LaunchStream stream) {
   if (num_tokens == 0) return;
   dispatch_dtype(dtype, [&](auto tag) {
     using T = decltype(tag);
     const size_t per_warp = sizeof(acc_t<T>) * (params.num_experts + 2 * params.num_groups);
-    const int warps = static_cast<int>(kSharedBytes / per_warp < kMaxWarps ? kSharedBytes / per_warp : kMaxWarps);
+    const int warps =
+        static_cast<int>(kSharedBytes / per_warp < kMaxWarps ? kSharedBytes / per_warp : kMaxWarps);
     launch(topk_gate_kernel<T>, grid_for(ceil_div(num_tokens, warps)), warps * 32, per_warp * warps, stream,
            static_cast<const T*>(logits), static_cast<const acc_t<T>*>(bias), params, num_tokens, topk_idx,
            static_cast<T*>(topk_weights));
   });
 }
 
-void launch_topk_gate_backward(
-    Dtype dtype, const void* grad_weights, const void* logits, const int64_t* topk_idx, const void* topk_weights,
-    const GateParams& params, int64_t num_tokens, void* grad_logits, LaunchStream stream) {
+void launch_topk_gate_backward(Dtype dtype, const void* grad_weights, const void* logits,
+                               const int64_t* topk_idx, const void* topk_weights, const GateParams& params,
+                               int64_t num_tokens, void* grad_logits, LaunchStream stream) {
   if (num_tokens == 0) return;
   dispatch_dtype(dtype, [&](auto tag) {
     using T = decltype(tag);
     launch(topk_gate_backward_kernel<T>, grid_for(ceil_div(num_tokens, kMaxWarps)), kMaxWarps * 32, 0, stream,
-           static_cast<const T*>(grad_weights), static_cast<const T*>(logits), topk_idx, static_cast<const T*>(topk_weights),
-           params, num_tokens, static_cast<T*>(grad_logits));
+           static_cast<const T*>(grad_weights), static_cast<const T*>(logits), topk_idx,
+           static_cast<const T*>(topk_weights), params, num_tokens, static_cast<T*>(grad_logits));
   });
 }
 

@@ -39,12 +39,15 @@ void land(size_t index) {
       f->copies_queued = !f->copies.empty();
       if (f->copies_queued) machine.pool.push_back(work);
       const int64_t allowed = static_cast<int64_t>(f->wait_a);
-      const bool satisfied =
-          allowed < 0 ? f->copies.empty() : f->copies_committed - f->copies_done <= static_cast<uint64_t>(allowed);
+      const bool satisfied = allowed < 0
+                                 ? f->copies.empty()
+                                 : f->copies_committed - f->copies_done <= static_cast<uint64_t>(allowed);
       if (f->wait == Wait::cp_async && satisfied) wake(f);
       break;
     }
-    case Work::tma_load: land_tma_load(*work.tma); break;
+    case Work::tma_load:
+      land_tma_load(*work.tma);
+      break;
     case Work::bulk_store: {
       Fiber* f = work.fiber;
       land_bulk_stores(f);
@@ -52,7 +55,9 @@ void land(size_t index) {
       if (f->stores_queued) machine.pool.push_back(work);
       break;
     }
-    case Work::wgmma_group: land_wgmma_group(work.warpgroup); break;
+    case Work::wgmma_group:
+      land_wgmma_group(work.warpgroup);
+      break;
   }
   machine.landing = false;
 }
@@ -104,8 +109,8 @@ void cp_async_wait(int pending) {
   Inside inside;
   maybe_preempt();
   Fiber* f = self();
-  const bool must_wait =
-      pending < 0 ? !f->copies.empty() : f->copies_committed - f->copies_done > static_cast<uint64_t>(pending);
+  const bool must_wait = pending < 0 ? !f->copies.empty()
+                                     : f->copies_committed - f->copies_done > static_cast<uint64_t>(pending);
   if (must_wait) block(Wait::cp_async, static_cast<uint64_t>(static_cast<int64_t>(pending)));
   acquire(f, &f->landed);
 }

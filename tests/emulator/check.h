@@ -31,7 +31,8 @@ void check_stops(const char* expected, Fn body) {
   } catch (emu::Error& error) {
     text = error.what();
   }
-  CHECK(text.find(expected) != std::string::npos, "expected an error with '%s', got '%s'", expected, text.c_str());
+  CHECK(text.find(expected) != std::string::npos, "expected an error with '%s', got '%s'", expected,
+        text.c_str());
 }
 
 template <class Fn>
@@ -52,7 +53,9 @@ void for_every_schedule(int num_seeds, Fn body) {
 
 inline int finish() {
   std::printf("%s: %lu thread switches, %lu landings, %lu wgmmas, %lu blocks\n", failures ? "FAILED" : "ok",
-              static_cast<unsigned long>(emu::statistics.switches), static_cast<unsigned long>(emu::statistics.landings),
-              static_cast<unsigned long>(emu::statistics.wgmmas), static_cast<unsigned long>(emu::statistics.blocks));
+              static_cast<unsigned long>(emu::statistics.switches),
+              static_cast<unsigned long>(emu::statistics.landings),
+              static_cast<unsigned long>(emu::statistics.wgmmas),
+              static_cast<unsigned long>(emu::statistics.blocks));
   return failures != 0;
 }

@@ -32,12 +32,14 @@
   T(&name)[count] = *(T(*)[count])::emu::static_shared(&name##_tag, sizeof(T) * (count), alignof(T))
 
 inline void __syncthreads() { emu::bar_sync(0, 0); }
-inline void __syncwarp(unsigned mask = ~0u) { emu::collective(emu::WarpOpKind::sync, mask, {}, "__syncwarp"); }
+inline void __syncwarp(unsigned mask = ~0u) {
+  emu::collective(emu::WarpOpKind::sync, mask, {}, "__syncwarp");
+}
 inline void __threadfence() {}
 
-#define EMU_SHUFFLE(name, kind)                                                                           \
-  template <class T>                                                                                      \
-  T name(unsigned mask, T v, int arg, int width = 32) {                                                   \
+#define EMU_SHUFFLE(name, kind)                                                                            \
+  template <class T>                                                                                       \
+  T name(unsigned mask, T v, int arg, int width = 32) {                                                    \
     const emu::Operand operand{emu::to_bits(v), static_cast<uint32_t>(arg), static_cast<uint32_t>(width)}; \
     return emu::from_bits<T>(emu::collective(emu::WarpOpKind::kind, mask, operand, #name).value);          \
   }
@@ -47,9 +49,10 @@ EMU_SHUFFLE(__shfl_down_sync, shfl_down)
 EMU_SHUFFLE(__shfl_xor_sync, shfl_xor)
 #undef EMU_SHUFFLE
 
-#define EMU_WARP(result, name, kind, type)                                                                      \
-  inline result name(unsigned mask, type v) {                                                                   \
-    return static_cast<result>(emu::collective(emu::WarpOpKind::kind, mask, {emu::to_bits(v)}, #name).value); \
+#define EMU_WARP(result, name, kind, type)                                             \
+  inline result name(unsigned mask, type v) {                                          \
+    return static_cast<result>(                                                        \
+        emu::collective(emu::WarpOpKind::kind, mask, {emu::to_bits(v)}, #name).value); \
   }
 EMU_WARP(unsigned, __ballot_sync, ballot, int)
 EMU_WARP(int, __all_sync, all, int)
@@ -70,15 +73,16 @@ inline unsigned __float_as_uint(float v) { return std::bit_cast<unsigned>(v); }
 inline float __uint_as_float(unsigned v) { return std::bit_cast<float>(v); }
 inline long long __double_as_longlong(double v) { return std::bit_cast<long long>(v); }
 
-// One OS thread runs every CUDA thread, so reading and then writing is atomic; the builtins tell ThreadSanitizer.
-#define EMU_ATOMIC(name, expression)                 \
-  template <class T>                                 \
-  T name(T* p, std::type_identity_t<T> v) {          \
-    T old;                                           \
-    __atomic_load(p, &old, __ATOMIC_RELAXED);        \
-    T next = static_cast<T>(expression);             \
-    __atomic_store(p, &next, __ATOMIC_RELAXED);      \
-    return old;                                      \
+// One OS thread runs every CUDA thread, so reading and then writing is atomic; the builtins tell
+// ThreadSanitizer.
+#define EMU_ATOMIC(name, expression)            \
+  template <class T>                            \
+  T name(T* p, std::type_identity_t<T> v) {     \
+    T old;                                      \
+    __atomic_load(p, &old, __ATOMIC_RELAXED);   \
+    T next = static_cast<T>(expression);        \
+    __atomic_store(p, &next, __ATOMIC_RELAXED); \
+    return old;                                 \
   }
 EMU_ATOMIC(atomicAdd, old + v)
 EMU_ATOMIC(atomicMax, old < v ? v : old)

@@ -7,9 +7,17 @@
 namespace emu {
 namespace {
 
-constexpr const char* kWaitNames[] = {
-    "ready", "spinning", "done", "mbarrier", "bar.sync", "a warp operation", "wgmma.wait_group", "cp.async.wait_group",
-    "cp.async.bulk.wait_group", "setmaxnreg.inc", "barrier.cluster"};
+constexpr const char* kWaitNames[] = {"ready",
+                                      "spinning",
+                                      "done",
+                                      "mbarrier",
+                                      "bar.sync",
+                                      "a warp operation",
+                                      "wgmma.wait_group",
+                                      "cp.async.wait_group",
+                                      "cp.async.bulk.wait_group",
+                                      "setmaxnreg.inc",
+                                      "barrier.cluster"};
 
 std::string format_text(const char* format, va_list args) {
   char text[1024];
@@ -43,19 +51,24 @@ std::string wait_detail(Cta* cta, const Fiber* f) {
     case Wait::mbarrier: {
       const Location l = locate(static_cast<uint32_t>(f->wait_a), 8, 8, cta);
       const Mbarrier& m = l.cta->mbarriers[l.offset];
-      return text(" %s parity %lu; it is in phase %lu (parity %lu), %ld of %u arrivals and %ld bytes outstanding",
-                  place(l.cta, l.offset).c_str(), ul(f->wait_b), ul(m.phase), ul(m.phase & 1), long(m.pending), m.count,
-                  long(m.tx_bytes));
+      return text(
+          " %s parity %lu; it is in phase %lu (parity %lu), %ld of %u arrivals and %ld bytes outstanding",
+          place(l.cta, l.offset).c_str(), ul(f->wait_b), ul(m.phase), ul(m.phase & 1), long(m.pending),
+          m.count, long(m.tx_bytes));
     }
     case Wait::barrier: {
       const NamedBarrier& b = cta->barriers[f->wait_a];
-      return text(" %lu: %d of %d arrived", ul(f->wait_a), b.arrived, b.expected ? b.expected : cta->live_threads);
+      return text(" %lu: %d of %d arrived", ul(f->wait_a), b.arrived,
+                  b.expected ? b.expected : cta->live_threads);
     }
     case Wait::warp:
       return text(": %s mask %08x, arrived %08x", f->warp_op->what, f->warp_op->mask, f->warp_op->arrived);
-    case Wait::wgmma: return text(" for group %lu; %lu done", ul(f->wait_a), ul(f->warpgroup->groups_done));
-    case Wait::registers: return text(" to %lu; %ld registers free", ul(f->wait_a), long(cta->free_registers));
-    default: return "";
+    case Wait::wgmma:
+      return text(" for group %lu; %lu done", ul(f->wait_a), ul(f->warpgroup->groups_done));
+    case Wait::registers:
+      return text(" to %lu; %ld registers free", ul(f->wait_a), long(cta->free_registers));
+    default:
+      return "";
   }
 }
 
@@ -87,10 +100,11 @@ std::string report(const char* head) {
       for (Fiber* f : cta->threads)
         if (f->wait != Wait::done) groups[{f->wait, f->wait_a, f->wait_b}].push_back(f);
       if (groups.empty()) continue;
-      result += text("\n block (%u,%u,%u): %d of %zu threads live", cta->block_idx.x, cta->block_idx.y, cta->block_idx.z,
-                     cta->live_threads, cta->threads.size());
+      result += text("\n block (%u,%u,%u): %d of %zu threads live", cta->block_idx.x, cta->block_idx.y,
+                     cta->block_idx.z, cta->live_threads, cta->threads.size());
       for (auto& [key, fibers] : groups)
-        result += text("\n  threads %s wait for %s", ranges(fibers).c_str(), kWaitNames[static_cast<int>(fibers[0]->wait)]) +
+        result += text("\n  threads %s wait for %s", ranges(fibers).c_str(),
+                       kWaitNames[static_cast<int>(fibers[0]->wait)]) +
                   wait_detail(cta.get(), fibers[0]);
     }
   return result;
@@ -106,9 +120,11 @@ void check_thread_exit(Fiber* f) {
 void check_block_exit(Cta* cta) {
   const uint3 b = cta->block_idx;
   for (auto& work : machine.pool)
-    if (work.tma && work.tma->cta == cta) fail("block (%u,%u,%u) exits with a TMA load in flight", b.x, b.y, b.z);
+    if (work.tma && work.tma->cta == cta)
+      fail("block (%u,%u,%u) exits with a TMA load in flight", b.x, b.y, b.z);
   for (auto& [offset, m] : cta->mbarriers)
-    if (m.tx_bytes) fail("block exits with mbarrier %s short of %ld bytes", place(cta, offset).c_str(), long(m.tx_bytes));
+    if (m.tx_bytes)
+      fail("block exits with mbarrier %s short of %ld bytes", place(cta, offset).c_str(), long(m.tx_bytes));
 }
 
 }  // namespace emu

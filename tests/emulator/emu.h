@@ -1,7 +1,9 @@
-// A functional emulator of the CUDA C++ and sm_90a PTX that cuda/ uses: same kernel sources, g++ instead of nvcc.
+// A functional emulator of the CUDA C++ and sm_90a PTX that cuda/ uses: same kernel sources, g++ instead of
+// nvcc.
 //
-// Every CUDA thread is a fiber, all on one OS thread. Synchronisation is modelled exactly; asynchronous work (cp.async,
-// TMA, wgmma groups) lands eagerly, as late as possible or at random moments, so that a missing wait shows.
+// Every CUDA thread is a fiber, all on one OS thread. Synchronisation is modelled exactly; asynchronous work
+// (cp.async, TMA, wgmma groups) lands eagerly, as late as possible or at random moments, so that a missing
+// wait shows.
 #pragma once
 
 #include <cuda.h>
@@ -20,10 +22,10 @@ namespace emu {
 enum class Landing { eager, lazy, random };
 
 struct Config {
-  uint64_t seed = 0;               // 0: threads run in order; otherwise in an order drawn from the seed
+  uint64_t seed = 0;                // 0: threads run in order; otherwise in an order drawn from the seed
   Landing landing = Landing::lazy;  // lazy: asynchronous work lands only when no thread can run
-  int preempt = 0;                 // > 0: an emulated call gives way with probability 1 / preempt
-  int resident_clusters = 1;       // clusters that run at the same time
+  int preempt = 0;                  // > 0: an emulated call gives way with probability 1 / preempt
+  int resident_clusters = 1;        // clusters that run at the same time
 };
 extern Config config;
 
@@ -47,12 +49,14 @@ void run(dim3 grid, dim3 block, dim3 cluster, size_t shared_bytes, const std::fu
 [[noreturn]] void fail(const char* format, ...);
 
 template <class... Params, class... Args>
-void launch_cluster(void (*kernel)(Params...), dim3 grid, dim3 block, dim3 cluster, size_t shared_bytes, Args&&... args) {
+void launch_cluster(void (*kernel)(Params...), dim3 grid, dim3 block, dim3 cluster, size_t shared_bytes,
+                    Args&&... args) {
   std::tuple<std::remove_cv_t<Params>...> params(static_cast<Params>(args)...);
   run(grid, block, cluster, shared_bytes, [&] { std::apply(kernel, params); });
 }
 template <class... Params, class... Args>
-void launch(void (*kernel)(Params...), dim3 grid, dim3 block, size_t shared_bytes, cudaStream_t, Args&&... args) {
+void launch(void (*kernel)(Params...), dim3 grid, dim3 block, size_t shared_bytes, cudaStream_t,
+            Args&&... args) {
   launch_cluster(kernel, grid, block, dim3(1, 1, 1), shared_bytes, std::forward<Args>(args)...);
 }
 
@@ -71,8 +75,23 @@ uint32_t map_to_rank(uint32_t address, uint32_t rank);
 void setmaxnreg(int registers, bool increase);
 
 enum class WarpOpKind {
-  sync, shfl, shfl_up, shfl_down, shfl_xor, ballot, all, any, match_any, match_all, reduce_add, reduce_min, reduce_max,
-  elect, stmatrix, ldmatrix, mma
+  sync,
+  shfl,
+  shfl_up,
+  shfl_down,
+  shfl_xor,
+  ballot,
+  all,
+  any,
+  match_any,
+  match_all,
+  reduce_add,
+  reduce_min,
+  reduce_max,
+  elect,
+  stmatrix,
+  ldmatrix,
+  mma
 };
 struct Operand {
   uint64_t value = 0;
@@ -105,17 +124,19 @@ void cp_async(uint32_t dst, const void* src, int chunk, int bytes);
 void cp_async_mbar_arrive(uint32_t bar, bool noinc);
 void cp_async_commit();
 void cp_async_wait(int pending);  // < 0: everything
-void tma_load(uint32_t dst, const CUtensorMap*, uint32_t bar, int rank, const int* coordinates, uint32_t multicast = 0);
+void tma_load(uint32_t dst, const CUtensorMap*, uint32_t bar, int rank, const int* coordinates,
+              uint32_t multicast = 0);
 void tma_store(const CUtensorMap*, uint32_t src, int rank, const int* coordinates);
 void bulk_commit();
 void bulk_wait(int pending);
 void fence_proxy_async();
-CUresult encode_tiled(
-    CUtensorMap*, CUtensorMapDataType, cuuint32_t rank, void* base, const cuuint64_t* dims, const cuuint64_t* strides,
-    const cuuint32_t* box, const cuuint32_t* element_strides, CUtensorMapInterleave, CUtensorMapSwizzle,
-    CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
+CUresult encode_tiled(CUtensorMap*, CUtensorMapDataType, cuuint32_t rank, void* base, const cuuint64_t* dims,
+                      const cuuint64_t* strides, const cuuint32_t* box, const cuuint32_t* element_strides,
+                      CUtensorMapInterleave, CUtensorMapSwizzle, CUtensorMapL2promotion,
+                      CUtensorMapFloatOOBfill);
 
-// ---- warpgroup matrix multiply: d [64 x n] += a [64 x 16] b [16 x n]; a_regs replaces descriptor a when given
+// ---- warpgroup matrix multiply: d [64 x n] += a [64 x 16] b [16 x n]; a_regs replaces descriptor a when
+// given
 struct WgmmaShape {
   int n;
   bool accumulate, a_mn_major, b_mn_major, f16;

@@ -40,7 +40,8 @@ inline void mma_m16n8k16(float (&d)[4], const uint32_t (&a)[4], const uint32_t (
 }
 template <bool kTranspose>
 void ldmatrix_x4(uint32_t (&r)[4], uint32_t p) {
-  const emu::Operand operand = emu::collective(emu::WarpOpKind::ldmatrix, ~0u, {p, 4, kTranspose}, "ldmatrix");
+  const emu::Operand operand =
+      emu::collective(emu::WarpOpKind::ldmatrix, ~0u, {p, 4, kTranspose}, "ldmatrix");
   std::memcpy(r, operand.regs, sizeof r);
 }
 inline void stmatrix_x4(uint32_t p, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {

@@ -1,8 +1,8 @@
 // What AddressSanitizer and ThreadSanitizer must be told; nothing in a plain build.
 //
-// The emulator itself is compiled without -fsanitize=thread (with -DEMU_TSAN), the kernels with it. Each CUDA thread is
-// a TSan fiber; the emulator and asynchronous work run as fibers of their own, and every happens-before edge of the
-// CUDA model is given as a release and an acquire of a token.
+// The emulator itself is compiled without -fsanitize=thread (with -DEMU_TSAN), the kernels with it. Each CUDA
+// thread is a TSan fiber; the emulator and asynchronous work run as fibers of their own, and every
+// happens-before edge of the CUDA model is given as a release and an acquire of a token.
 #pragma once
 
 #include <cstddef>
@@ -42,7 +42,9 @@ inline void asan_unpoison(const void*, size_t) {}
 #endif
 
 // Fills and copies that no sanitizer intercepts.
-inline void raw_fill(void* p, int v, size_t n) { asm volatile("rep stosb" : "+D"(p), "+c"(n) : "a"(v) : "memory"); }
+inline void raw_fill(void* p, int v, size_t n) {
+  asm volatile("rep stosb" : "+D"(p), "+c"(n) : "a"(v) : "memory");
+}
 inline void raw_copy(void* d, const void* s, size_t n) {
   asm volatile("rep movsb" : "+D"(d), "+S"(s), "+c"(n) : : "memory");
 }

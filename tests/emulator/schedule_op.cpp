@@ -13,4 +13,6 @@ void set_schedule(int64_t seed, int64_t preempt) {
 }  // namespace
 
 STABLE_TORCH_LIBRARY_FRAGMENT(fmoe_ext_emu, m) { m.def("set_schedule(int seed, int preempt) -> ()"); }
-STABLE_TORCH_LIBRARY_IMPL(fmoe_ext_emu, CompositeExplicitAutograd, m) { m.impl("set_schedule", TORCH_BOX(&set_schedule)); }
+STABLE_TORCH_LIBRARY_IMPL(fmoe_ext_emu, CompositeExplicitAutograd, m) {
+  m.impl("set_schedule", TORCH_BOX(&set_schedule));
+}

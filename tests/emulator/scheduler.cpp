@@ -1,4 +1,5 @@
-// Fibers and the launch loop: start clusters, run ready threads one after another, let asynchronous work land.
+// Fibers and the launch loop: start clusters, run ready threads one after another, let asynchronous work
+// land.
 #include "scheduler.h"
 
 #include <sys/mman.h>
@@ -83,7 +84,8 @@ Fiber* new_fiber() {
   Fiber* f;
   if (free_fibers.empty()) {
     f = new Fiber;
-    void* stack = mmap(nullptr, kStackBytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    void* stack = mmap(nullptr, kStackBytes, PROT_READ | PROT_WRITE,
+                       MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (stack == MAP_FAILED) throw Error("no memory for the stack of a thread");
     mprotect(stack, kGuardBytes, PROT_NONE);
     f->stack = static_cast<char*>(stack);
@@ -106,7 +108,8 @@ Fiber* new_fiber() {
   return f;
 }
 
-std::unique_ptr<Cta> new_cta(Cluster* cluster, uint32_t rank, uint3 block_idx, uint32_t num_threads, size_t shared_bytes) {
+std::unique_ptr<Cta> new_cta(Cluster* cluster, uint32_t rank, uint3 block_idx, uint32_t num_threads,
+                             size_t shared_bytes) {
   auto cta = std::make_unique<Cta>();
   cta->cluster = cluster;
   cta->rank = rank;
@@ -152,7 +155,8 @@ std::unique_ptr<Cta> new_cta(Cluster* cluster, uint32_t rank, uint3 block_idx, u
 void start_cluster(uint64_t index, dim3 shape, size_t shared_bytes) {
   auto cluster = std::make_unique<Cluster>();
   const dim3 grid(grid_dim.x / shape.x, grid_dim.y / shape.y, grid_dim.z / shape.z);
-  const uint32_t x = index % grid.x * shape.x, y = index / grid.x % grid.y * shape.y, z = index / grid.x / grid.y * shape.z;
+  const uint32_t x = index % grid.x * shape.x, y = index / grid.x % grid.y * shape.y,
+                 z = index / grid.x / grid.y * shape.z;
   const uint32_t num_threads = block_dim.x * block_dim.y * block_dim.z;
   for (uint32_t r = 0; r < shape.x * shape.y * shape.z; ++r) {
     const uint3 block_idx{x + r % shape.x, y + r / shape.x % shape.y, z + r / shape.x / shape.y};

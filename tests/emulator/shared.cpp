@@ -24,7 +24,8 @@ void* static_shared(const void* tag, size_t bytes, size_t align) {
 uint32_t shared_address(const void* p) {
   const Cta* cta = self()->cta;
   const ptrdiff_t offset = static_cast<const char*>(p) - cta->shared.get();
-  if (offset < cta->dynamic_offset || offset > cta->end) fail("%p is not in the shared memory of this block", p);
+  if (offset < cta->dynamic_offset || offset > cta->end)
+    fail("%p is not in the shared memory of this block", p);
   return static_cast<uint32_t>(offset);
 }
 
@@ -36,13 +37,14 @@ void label_shared(const void* p, const char* label) {
 Location locate(uint32_t address, size_t bytes, size_t align, Cta* own) {
   Cta* cta = own ? own : self()->cta;
   if (const uint32_t rank = address >> 24) {
-    if (rank > cta->cluster->ctas.size()) fail("address 0x%x names block %u of a smaller cluster", address, rank - 1);
+    if (rank > cta->cluster->ctas.size())
+      fail("address 0x%x names block %u of a smaller cluster", address, rank - 1);
     cta = cta->cluster->ctas[rank - 1].get();
     address &= 0xffffff;
   }
   if (address < cta->dynamic_offset || address + bytes > cta->end)
-    fail("shared-memory access [0x%x, +%zu) outside the allocation [0x%x, 0x%x)", address, bytes, cta->dynamic_offset,
-         cta->end);
+    fail("shared-memory access [0x%x, +%zu) outside the allocation [0x%x, 0x%x)", address, bytes,
+         cta->dynamic_offset, cta->end);
   if (address % align) fail("shared-memory address 0x%x is not aligned to %zu", address, align);
   return {cta, address};
 }
@@ -95,13 +97,14 @@ bool written_without_fence(Cta* cta, uint32_t offset, uint64_t reader_fence) {
 }
 
 void check_async_destination(Cta* cta, uint32_t offset, uint32_t bytes, const char* who) {
-  if (store_reading(cta, offset, bytes)) fail("%s overwrites %s while a TMA store reads it", who, place(cta, offset).c_str());
+  if (store_reading(cta, offset, bytes))
+    fail("%s overwrites %s while a TMA store reads it", who, place(cta, offset).c_str());
   for (auto& warpgroup : cta->warpgroups)
     for (auto& op : warpgroup.ops)
       for (int operand = 0; operand < 2; ++operand)
         if (offset < op.end_byte[operand] && offset + bytes > op.first_byte[operand])
-          fail("%s overwrites %s while an unfinished wgmma of warpgroup %d may read it", who, place(cta, offset).c_str(),
-               warpgroup.index);
+          fail("%s overwrites %s while an unfinished wgmma of warpgroup %d may read it", who,
+               place(cta, offset).c_str(), warpgroup.index);
 }
 
 // Swizzle: the address bits above each 16-byte column are mixed into it, within 128-, 64- or 32-byte rows.

@@ -13,10 +13,10 @@
 
 namespace emu {
 
-constexpr uint32_t kReservedBytes = 1024;      // the system's part at the start of shared memory
-constexpr uint32_t kMaxSharedBytes = 232448;   // 227 KiB, dynamic and static together
+constexpr uint32_t kReservedBytes = 1024;     // the system's part at the start of shared memory
+constexpr uint32_t kMaxSharedBytes = 232448;  // 227 KiB, dynamic and static together
 constexpr uint32_t kMaxStaticBytes = 48 << 10;
-constexpr int kPhases = 8;                     // tokens kept per barrier, by phase
+constexpr int kPhases = 8;  // tokens kept per barrier, by phase
 
 struct Cta;
 struct Cluster;
@@ -37,7 +37,7 @@ struct Warp {
 };
 
 struct Mbarrier {
-  uint32_t count;            // arrivals a phase needs
+  uint32_t count;             // arrivals a phase needs
   int64_t pending, tx_bytes;  // still missing in this phase
   uint64_t phase = 0;
   std::vector<Fiber*> waiting;

@@ -41,7 +41,8 @@ void bar_sync(int id, int num_threads) {
 
 Mbarrier& mbarrier_at(Location l) {
   auto found = l.cta->mbarriers.find(l.offset);
-  if (found == l.cta->mbarriers.end()) fail("mbarrier %s used before mbarrier.init", place(l.cta, l.offset).c_str());
+  if (found == l.cta->mbarriers.end())
+    fail("mbarrier %s used before mbarrier.init", place(l.cta, l.offset).c_str());
   if (!kAsan) {  // under ASan the words of live mbarriers are poisoned instead
     uint64_t word;
     std::memcpy(&word, l.pointer(), sizeof word);
@@ -144,7 +145,8 @@ void setmaxnreg(int registers, bool increase) {
   if (f->lane == 0) {
     const int64_t freed = (static_cast<int64_t>(warp->registers) - registers) * 32;
     if (freed != 0 && increase != (freed < 0))
-      fail("setmaxnreg.%s to %d with %u registers held", increase ? "inc" : "dec", registers, warp->registers);
+      fail("setmaxnreg.%s to %d with %u registers held", increase ? "inc" : "dec", registers,
+           warp->registers);
     while (cta->free_registers + freed < 0) {
       cta->waiting_for_registers.push_back(f);
       block(Wait::registers, registers);

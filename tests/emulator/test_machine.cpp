@@ -78,11 +78,10 @@ void uninitialised_mbarrier_kernel() {
   FMOE_SHARED_ARRAY(uint64_t, bar, 1);
   ptx::mbar_wait(ptx::shared_address(bar), 0);
 }
-void register_kernel() {
-  threadIdx.x < 128 ? ptx::setmaxnreg_inc<240>() : ptx::setmaxnreg_dec<160>();
-}
+void register_kernel() { threadIdx.x < 128 ? ptx::setmaxnreg_inc<240>() : ptx::setmaxnreg_dec<160>(); }
 void test_diagnostics() {
-  check_stops("threads 16-31 wait for a warp operation: __syncwarp", [] { emu::launch(divergent_barrier_kernel, 1, 32, 0, nullptr); });
+  check_stops("threads 16-31 wait for a warp operation: __syncwarp",
+              [] { emu::launch(divergent_barrier_kernel, 1, 32, 0, nullptr); });
   check_stops("outside the allocation", [] { emu::launch(outside_kernel, 1, 1, 1024, nullptr); });
   check_stops("threads 0-63 wait for mbarrier", [] { emu::launch(lone_wait_kernel, 1, 64, 0, nullptr); });
   check_stops("full[0] parity 0; it is in phase 0", [] { emu::launch(lone_wait_kernel, 1, 64, 0, nullptr); });
@@ -108,7 +107,8 @@ void run_chain(int direction, int resident) {
   std::vector<int> flag(6, 0), out(6, 0);
   emu::config.resident_clusters = resident;
   emu::launch(chain_kernel, 6, 32, 0, nullptr, flag.data(), out.data(), direction);
-  for (int i = 0; i < 6; ++i) CHECK(out[i] == 32 * (direction < 0 ? i + 1 : 6 - i), "out[%d] = %d", i, out[i]);
+  for (int i = 0; i < 6; ++i)
+    CHECK(out[i] == 32 * (direction < 0 ? i + 1 : 6 - i), "out[%d] = %d", i, out[i]);
 }
 void test_chain() {
   run_chain(-1, 1);
@@ -188,8 +188,8 @@ CUtensorMap make_map(void* p, uint64_t columns, uint64_t rows, uint32_t box_colu
   const cuuint64_t dims[] = {columns, rows}, strides[] = {columns * 2};
   const cuuint32_t box[] = {box_columns, box_rows}, ones[] = {1, 1};
   CHECK(emu::encode_tiled(&map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 2, p, dims, strides, box, ones,
-                          CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_NONE,
-                          CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS,
+                          CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+                          CU_TENSOR_MAP_L2_PROMOTION_NONE, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS,
         "encode");
   return map;
 }
@@ -217,7 +217,8 @@ void wgmma_kernel(const CUtensorMap map_a, const CUtensorMap map_b, const CUtens
   for (int kk = 0; kk < 4; ++kk) {  // 16 k are 32 bytes of a row along k, 2 KiB of rows along m or n
     const uint64_t swizzle128 = 1ull << 62 | uint64_t{1024 >> 4} << 32;
     const uint64_t da = swizzle128 | 1ull << 16 | (a + kk * (form.a_mn ? 2048 : 32)) >> 4;
-    const uint64_t db = swizzle128 | uint64_t(form.b_mn ? 8192 >> 4 : 1) << 16 | (b + kk * (form.b_mn ? 2048 : 32)) >> 4;
+    const uint64_t db =
+        swizzle128 | uint64_t(form.b_mn ? 8192 >> 4 : 1) << 16 | (b + kk * (form.b_mn ? 2048 : 32)) >> 4;
     emu::wgmma(acc, {128, true, form.a_mn, form.b_mn, false}, da, form.a_regs ? a_regs[kk] : nullptr, db);
   }
   ptx::wgmma_commit();
@@ -226,8 +227,8 @@ void wgmma_kernel(const CUtensorMap map_a, const CUtensorMap map_b, const CUtens
     d_float[(warp * 16 + lane / 4 + (i & 2) * 4) * 128 + i / 4 * 8 + lane % 4 * 2 + (i & 1)] = acc[i];
   auto pack = [&](int i) { return pack_bf16(acc[i], acc[i + 1]); };
   for (int i = 0; i < 16; i += 2)  // two halves of 64 columns
-    ptx::stmatrix_x4(d + i / 8 * 8192 + row * 128 + (((i % 8 + lane / 16) ^ (row & 7)) << 4), pack(i * 4), pack(i * 4 + 2),
-                     pack(i * 4 + 4), pack(i * 4 + 6));
+    ptx::stmatrix_x4(d + i / 8 * 8192 + row * 128 + (((i % 8 + lane / 16) ^ (row & 7)) << 4), pack(i * 4),
+                     pack(i * 4 + 2), pack(i * 4 + 4), pack(i * 4 + 6));
   if (!form.skip_fence) ptx::fence_proxy_async();
   __syncthreads();
   if (t != 0) return;
@@ -249,19 +250,22 @@ void run_wgmma(Form form) {
     for (int k = 0; k < 64; ++k) draw(b_global[form.b_mn ? k * 128 + n : n * 64 + k], b[n * 64 + k]);
   std::fill(d_float, d_float + 64 * 128, -1.f);
   const CUtensorMap map_a = make_map(a_global, 64, 64, 64, 64), map_d = make_map(d_global, 128, 64, 64, 64);
-  const CUtensorMap map_b = form.b_mn ? make_map(b_global, 128, 64, 64, 64) : make_map(b_global, 64, 128, 64, 128);
+  const CUtensorMap map_b =
+      form.b_mn ? make_map(b_global, 128, 64, 64, 64) : make_map(b_global, 64, 128, 64, 128);
   emu::launch(wgmma_kernel, 1, 128, 48 * 1024, nullptr, map_a, map_b, map_d, form);
   for (int m = 0; m < 64; ++m)
     for (int n = 0; n < 128; ++n) {
       float sum = 1;
       for (int k = 0; k < 64; ++k) sum += a[m * 64 + k] * b[n * 64 + k];
       CHECK(d_float[m * 128 + n] == sum, "d[%d,%d] = %g, expected %g", m, n, d_float[m * 128 + n], sum);
-      const float stored = __bfloat162float(d_global[m * 128 + n]), rounded = __bfloat162float(__float2bfloat16(sum));
+      const float stored = __bfloat162float(d_global[m * 128 + n]),
+                  rounded = __bfloat162float(__float2bfloat16(sum));
       CHECK(stored == rounded, "stored d[%d,%d] = %g, expected %g", m, n, stored, rounded);
     }
 }
 void test_wgmma() {
-  for (Form form : {Form{}, Form{true}, Form{false, true}, Form{true, true}, Form{false, false, true}, Form{false, true, true}})
+  for (Form form : {Form{}, Form{true}, Form{false, true}, Form{true, true}, Form{false, false, true},
+                    Form{false, true, true}})
     run_wgmma(form);
   check_stops("without fence.proxy.async", [] { run_wgmma({false, false, false, true}); });
 }
@@ -286,7 +290,8 @@ void cluster_kernel(const CUtensorMap map, float* out) {
   const int row = t * 2 + rank;
   float sum = 0;
   for (int c = 0; c < 64; ++c)
-    sum += __bfloat162float(*reinterpret_cast<bf16*>(base + row * 128 + (((c / 8) ^ (row & 7)) << 4) + c % 8 * 2));
+    sum += __bfloat162float(
+        *reinterpret_cast<bf16*>(base + row * 128 + (((c / 8) ^ (row & 7)) << 4) + c % 8 * 2));
   out[row] = sum;
   emu::mbar_arrive(emu::map_to_rank(done, rank ^ 1));
   ptx::mbar_wait(done, 0);
@@ -295,7 +300,8 @@ void cluster_kernel(const CUtensorMap map, float* out) {
 void test_cluster() {
   for (int i = 0; i < 64 * 64; ++i) a_global[i] = __float2bfloat16(float(i % 7 - 3 + i / 64));
   std::vector<float> out(64, -1);
-  emu::launch_cluster(cluster_kernel, 2, 32, dim3(2, 1, 1), 16384, make_map(a_global, 64, 64, 64, 32), out.data());
+  emu::launch_cluster(cluster_kernel, 2, 32, dim3(2, 1, 1), 16384, make_map(a_global, 64, 64, 64, 32),
+                      out.data());
   for (int r = 0; r < 64; ++r) {
     float sum = 0;
     for (int c = 0; c < 64; ++c) sum += __bfloat162float(a_global[r * 64 + c]);

@@ -1,4 +1,5 @@
-// The Hopper products F1 and F2 against plain loops in double, over tails, empty experts, padding and schedules.
+// The Hopper products F1 and F2 against plain loops in double, over tails, empty experts, padding and
+// schedules.
 #include <cmath>
 
 #include "../../cuda/common.cuh"
@@ -16,7 +17,8 @@ struct Case {
 
 // Memory that begins at 128 bytes as a tensor does; filled with a NaN that no result can be.
 struct Buffer {
-  explicit Buffer(size_t count) : size(count), data(static_cast<bf16*>(aligned_alloc(128, (count * 2 + 127) / 128 * 128))) {
+  explicit Buffer(size_t count)
+      : size(count), data(static_cast<bf16*>(aligned_alloc(128, (count * 2 + 127) / 128 * 128))) {
     std::memset(static_cast<void*>(data), 0xff, count * 2);
   }
   ~Buffer() { free(data); }
@@ -24,7 +26,8 @@ struct Buffer {
   bf16& operator[](size_t i) { return data[i]; }
   double at(size_t i) const { return __bfloat162float(data[i]); }
   void fill(std::mt19937& random, float scale) {
-    for (size_t i = 0; i < size; ++i) data[i] = __float2bfloat16(scale * (int(random() % 2001) - 1000) / 1000.f);
+    for (size_t i = 0; i < size; ++i)
+      data[i] = __float2bfloat16(scale * (int(random() % 2001) - 1000) / 1000.f);
   }
   size_t size;
   bf16* data;
@@ -32,7 +35,8 @@ struct Buffer {
 
 void check_value(const char* what, double got, double expected, size_t row, size_t column) {
   const double tolerance = std::abs(expected) / 200 + 1e-4;
-  CHECK(std::abs(got - expected) <= tolerance, "%s[%zu,%zu] = %g, expected %g", what, row, column, got, expected);
+  CHECK(std::abs(got - expected) <= tolerance, "%s[%zu,%zu] = %g, expected %g", what, row, column, got,
+        expected);
 }
 
 void run_case(const Case& c) {
@@ -56,8 +60,8 @@ void run_case(const Case& c) {
   w1.fill(random, 0.3f);
   w2.fill(random, 0.3f);
 
-  launch_up_swiglu_sm90(x.data, row_idx.data(), offs.data(), w1.data, R, T * K, K, E, c.D, c.H, h.data, a.data, c.blocks,
-                        nullptr);
+  launch_up_swiglu_sm90(x.data, row_idx.data(), offs.data(), w1.data, R, T * K, K, E, c.D, c.H, h.data,
+                        a.data, c.blocks, nullptr);
   for (size_t r = 0; r < R; ++r)
     for (size_t j = 0; j < H; ++j) {
       double gate = 0, up = 0;
@@ -77,7 +81,8 @@ void run_case(const Case& c) {
   for (size_t r = 0; r < R; ++r)
     for (size_t j = 0; j < D; ++j) {
       double sum = 0;
-      for (size_t k = 0; k < H && expert[r] >= 0; ++k) sum += a.at(r * H + k) * w2.at((expert[r] * D + j) * H + k);
+      for (size_t k = 0; k < H && expert[r] >= 0; ++k)
+        sum += a.at(r * H + k) * w2.at((expert[r] * D + j) * H + k);
       check_value("y", y.at(r * D + j), sum, r, j);
     }
 }
@@ -88,11 +93,9 @@ int main(int argc, char** argv) {
   alarm(300);
   const int num_seeds = argc > 1 ? std::atoi(argv[1]) : 1;
   const std::vector<Case> cases = {
-      {{0, 130, 70}, 0, 128, 128, 1},      // several tiles a block
+      {{0, 130, 70}, 0, 128, 128, 1},       // several tiles a block
       {{0, 131, 70, 0}, 150, 200, 136, 3},  // tails of k and of columns, two tiles of padding
-      {{5, 0, 257, 1}, 2, 72, 192, 2},
-      {{1}, 0, 8, 8, 132},
-      {{0, 0}, 3, 64, 64, 4},
+      {{5, 0, 257, 1}, 2, 72, 192, 2},     {{1}, 0, 8, 8, 132}, {{0, 0}, 3, 64, 64, 4},
   };
   for_every_schedule(num_seeds, [&] {
     for (const Case& c : cases) run_case(c);

@@ -9,7 +9,8 @@ constexpr uint32_t kSwizzleSpan[] = {0, 32, 64, 128};  // by CUtensorMapSwizzle
 
 TensorMap decode(const CUtensorMap* encoded, int rank) {
   TensorMap map;
-  if (reinterpret_cast<uintptr_t>(encoded) % 64) fail("tensor map at %p is not aligned to 64", static_cast<const void*>(encoded));
+  if (reinterpret_cast<uintptr_t>(encoded) % 64)
+    fail("tensor map at %p is not aligned to 64", static_cast<const void*>(encoded));
   copy_bytes(&map, encoded, sizeof map);
   if (map.magic != kMapMagic) fail("tensor map was not made by the encode function");
   if (map.rank != rank) fail("tensor map has rank %d, the instruction %d", map.rank, rank);
@@ -22,7 +23,8 @@ uint32_t box_bytes(const TensorMap& map) {
   return bytes;
 }
 
-// Calls fn(offset in the box, address in global memory or null where the box leaves the tensor) for every element.
+// Calls fn(offset in the box, address in global memory or null where the box leaves the tensor) for every
+// element.
 template <class Fn>
 void for_box(const TmaCopy& copy, Fn fn) {
   const TensorMap& map = copy.map;
@@ -60,7 +62,8 @@ bool receives(const TmaCopy& copy, const Cta& cta) {
 
 }  // namespace
 
-void tma_load(uint32_t dst, const CUtensorMap* map, uint32_t bar, int rank, const int* coordinates, uint32_t multicast) {
+void tma_load(uint32_t dst, const CUtensorMap* map, uint32_t bar, int rank, const int* coordinates,
+              uint32_t multicast) {
   Inside inside;
   maybe_preempt();
   auto copy = std::make_shared<TmaCopy>(new_copy(map, rank, coordinates));
@@ -76,7 +79,8 @@ void tma_load(uint32_t dst, const CUtensorMap* map, uint32_t bar, int rank, cons
     if (!receives(*copy, *cta)) continue;
     check_async_destination(cta.get(), l.offset, bytes, "TMA load");
     if (copy_in_flight(cta.get(), l.offset, bytes))
-      fail("TMA load overwrites %s while another copy to it is in flight", place(cta.get(), l.offset).c_str());
+      fail("TMA load overwrites %s while another copy to it is in flight",
+           place(cta.get(), l.offset).c_str());
     mark_copies(cta.get(), l.offset, bytes, 1);
   }
   submit({Work::tma_load, nullptr, nullptr, copy});
@@ -101,7 +105,8 @@ void land_tma_load(TmaCopy& copy) {
         zero_bytes(dst, map.element_bytes);
     });
     note_async_write(cta.get(), copy.shared, bytes);
-    complete_tx(copy.multicast ? Location{cta.get(), copy.bar & 0xffffff} : locate(copy.bar, 8, 8, cta.get()), bytes);
+    complete_tx(copy.multicast ? Location{cta.get(), copy.bar & 0xffffff} : locate(copy.bar, 8, 8, cta.get()),
+                bytes);
   }
 }
 
@@ -150,10 +155,10 @@ void land_bulk_stores(Fiber* f) {
   if (f->wait == Wait::bulk && f->stores_committed - f->stores_done <= f->wait_a) wake(f);
 }
 
-CUresult encode_tiled(
-    CUtensorMap* out, CUtensorMapDataType type, cuuint32_t rank, void* base, const cuuint64_t* dims,
-    const cuuint64_t* strides, const cuuint32_t* box, const cuuint32_t* element_strides, CUtensorMapInterleave interleave,
-    CUtensorMapSwizzle swizzle_mode, CUtensorMapL2promotion, CUtensorMapFloatOOBfill fill) {
+CUresult encode_tiled(CUtensorMap* out, CUtensorMapDataType type, cuuint32_t rank, void* base,
+                      const cuuint64_t* dims, const cuuint64_t* strides, const cuuint32_t* box,
+                      const cuuint32_t* element_strides, CUtensorMapInterleave interleave,
+                      CUtensorMapSwizzle swizzle_mode, CUtensorMapL2promotion, CUtensorMapFloatOOBfill fill) {
   static constexpr uint8_t kElementBytes[] = {1, 2, 4, 4, 8, 8, 2, 4, 8, 2};  // by CUtensorMapDataType
   bool valid = rank >= 1 && rank <= 5 && type <= CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 &&
                reinterpret_cast<uintptr_t>(base) % 16 == 0 && reinterpret_cast<uintptr_t>(out) % 64 == 0 &&

@@ -17,10 +17,14 @@ uint32_t shuffle_source(const WarpOp& op, uint32_t lane) {
   const uint32_t width = op.in[lane].width, arg = op.in[lane].arg;
   const uint32_t first = lane & ~(width - 1), last = lane | (width - 1);
   switch (op.kind) {
-    case WarpOpKind::shfl: return first | (arg & (width - 1));
-    case WarpOpKind::shfl_up: return lane < first + arg ? lane : lane - arg;
-    case WarpOpKind::shfl_down: return lane + arg > last ? lane : lane + arg;
-    default: return (lane ^ arg) > last ? lane : lane ^ arg;
+    case WarpOpKind::shfl:
+      return first | (arg & (width - 1));
+    case WarpOpKind::shfl_up:
+      return lane < first + arg ? lane : lane - arg;
+    case WarpOpKind::shfl_down:
+      return lane + arg > last ? lane : lane + arg;
+    default:
+      return (lane ^ arg) > last ? lane : lane ^ arg;
   }
 }
 
@@ -39,22 +43,36 @@ uint64_t reduce(const WarpOp& op) {
   for_lanes(op.mask, [&](uint32_t lane) {
     const uint32_t v = static_cast<uint32_t>(op.in[lane].value);
     switch (op.kind) {
-      case WarpOpKind::reduce_add: result = static_cast<uint32_t>(result + v); break;
-      case WarpOpKind::reduce_min: result = std::min<uint64_t>(result, v); break;
-      case WarpOpKind::reduce_max: result = std::max<uint64_t>(result, v); break;
-      case WarpOpKind::match_all: result |= op.in[lane].value != op.in[first].value; break;
-      default: result |= static_cast<uint64_t>(v != 0) << lane;
+      case WarpOpKind::reduce_add:
+        result = static_cast<uint32_t>(result + v);
+        break;
+      case WarpOpKind::reduce_min:
+        result = std::min<uint64_t>(result, v);
+        break;
+      case WarpOpKind::reduce_max:
+        result = std::max<uint64_t>(result, v);
+        break;
+      case WarpOpKind::match_all:
+        result |= op.in[lane].value != op.in[first].value;
+        break;
+      default:
+        result |= static_cast<uint64_t>(v != 0) << lane;
     }
   });
   switch (op.kind) {
-    case WarpOpKind::all: return result == op.mask;
-    case WarpOpKind::any: return result != 0;
-    case WarpOpKind::match_all: return result ? 0 : op.mask;
-    default: return result;
+    case WarpOpKind::all:
+      return result == op.mask;
+    case WarpOpKind::any:
+      return result != 0;
+    case WarpOpKind::match_all:
+      return result ? 0 : op.mask;
+    default:
+      return result;
   }
 }
 
-// ldmatrix and stmatrix: 8x8 matrices of 16-bit elements; lane 8 q + r holds the address of row r of matrix q.
+// ldmatrix and stmatrix: 8x8 matrices of 16-bit elements; lane 8 q + r holds the address of row r of matrix
+// q.
 void move_matrices(Warp* warp, WarpOp& op) {
   const bool store = op.kind == WarpOpKind::stmatrix, transposed = op.in[0].width != 0;
   if (op.mask != ~0u) fail("%s needs the whole warp", op.what);
@@ -79,12 +97,15 @@ void move_matrices(Warp* warp, WarpOp& op) {
     }
 }
 
-// mma.sync m16n8k16, A by rows, B by columns: registers 0-3 hold A, 4-5 B, 6-9 the accumulator (PTX ISA, fragments).
+// mma.sync m16n8k16, A by rows, B by columns: registers 0-3 hold A, 4-5 B, 6-9 the accumulator (PTX ISA,
+// fragments).
 void multiply(WarpOp& op) {
   if (op.mask != ~0u) fail("%s needs the whole warp", op.what);
   const bool f16 = op.in[0].arg != 0;
   float a[16][16], b[16][8];
-  auto half = [&](uint32_t reg, int h) { return element_to_float(static_cast<uint16_t>(reg >> (16 * h)), f16); };
+  auto half = [&](uint32_t reg, int h) {
+    return element_to_float(static_cast<uint16_t>(reg >> (16 * h)), f16);
+  };
   for (int lane = 0; lane < 32; ++lane)
     for (int h = 0; h < 2; ++h) {
       const int row = lane / 4, col = lane % 4 * 2 + h;
@@ -104,11 +125,14 @@ void multiply(WarpOp& op) {
 void execute(Warp* warp, WarpOp& op) {
   Operand out[32];
   switch (op.kind) {
-    case WarpOpKind::sync: break;
+    case WarpOpKind::sync:
+      break;
     case WarpOpKind::shfl:
     case WarpOpKind::shfl_up:
     case WarpOpKind::shfl_down:
-    case WarpOpKind::shfl_xor: shuffle(op, out); break;
+    case WarpOpKind::shfl_xor:
+      shuffle(op, out);
+      break;
     case WarpOpKind::match_any:
       for_lanes(op.mask, [&](uint32_t lane) {
         for_lanes(op.mask, [&](uint32_t other) {
@@ -116,7 +140,9 @@ void execute(Warp* warp, WarpOp& op) {
         });
       });
       break;
-    case WarpOpKind::elect: out[std::countr_zero(op.mask)].value = 1; break;
+    case WarpOpKind::elect:
+      out[std::countr_zero(op.mask)].value = 1;
+      break;
     case WarpOpKind::stmatrix:
     case WarpOpKind::ldmatrix:
     case WarpOpKind::mma:

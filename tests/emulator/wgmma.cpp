@@ -1,20 +1,23 @@
-// wgmma: operands by shared-memory descriptor (or A in registers), groups that finish later, accumulators in flight.
+// wgmma: operands by shared-memory descriptor (or A in registers), groups that finish later, accumulators in
+// flight.
+#include <cuda_fp16.h>
+
 #include <algorithm>
 #include <bit>
-
-#include <cuda_fp16.h>
 
 #include "state.h"
 
 namespace emu {
 
 float element_to_float(uint16_t bits, bool f16) {
-  return f16 ? __half2float(std::bit_cast<__half>(bits)) : std::bit_cast<float>(static_cast<uint32_t>(bits) << 16);
+  return f16 ? __half2float(std::bit_cast<__half>(bits))
+             : std::bit_cast<float>(static_cast<uint32_t>(bits) << 16);
 }
 
 namespace {
 
-constexpr float kInFlight = std::bit_cast<float>(0x7fc0dead);  // a NaN: what registers hold while a wgmma owns them
+constexpr float kInFlight =
+    std::bit_cast<float>(0x7fc0dead);  // a NaN: what registers hold while a wgmma owns them
 
 // The fields of a matrix descriptor (PTX ISA, "Matrix descriptor"), in bytes.
 struct Descriptor {
@@ -30,11 +33,13 @@ struct Descriptor {
     const uint32_t in_row = span == 16 ? row % 8 * 16 + k8 * leading : row % 8 * span + k8 * 16;
     return swizzle(start + row / 8 * stride + in_row, span);
   }
-  // Address of the 16 bytes that hold elements (8 mn8 .. 8 mn8 + 7, k), for operands whose rows run along m or n.
+  // Address of the 16 bytes that hold elements (8 mn8 .. 8 mn8 + 7, k), for operands whose rows run along m
+  // or n.
   uint32_t mn_major(int mn8, int k) const {
     if (span == 16) fail("wgmma: operands along m or n without swizzle are not emulated");
     const int per_row = span / 16;
-    return swizzle(start + mn8 / per_row * leading + mn8 % per_row * 16 + k / 8 * stride + k % 8 * span, span);
+    return swizzle(start + mn8 / per_row * leading + mn8 % per_row * 16 + k / 8 * stride + k % 8 * span,
+                   span);
   }
 };
 
@@ -63,31 +68,33 @@ void find_extent(Wgmma& op, int operand) {
 void load_operand(Cta* cta, const Wgmma& op, int operand, float* out, int row_stride, int k_stride) {
   const bool mn_major = operand ? op.shape.b_mn_major : op.shape.a_mn_major;
   const char* name = operand ? "B" : "A";
-  for_pieces(operand ? op.b : op.a, operand ? op.shape.n : 64, mn_major, [&](uint32_t address, int row, int k) {
-    if (address < kReservedBytes || address + 16 > cta->end)
-      fail("wgmma: the descriptor of %s reaches 0x%x, outside shared memory", name, address);
-    if (cta->chunks[address / 16].copies_in_flight)
-      fail("wgmma reads %s at %s while a copy to it is in flight", name, place(cta, address).c_str());
-    if (written_without_fence(cta, address, op.fence))
-      fail("wgmma reads %s at %s written through the generic proxy without fence.proxy.async", name,
-           place(cta, address).c_str());
-    note_read(nullptr, cta->shared.get() + address, 16);
-    uint16_t elements[8];
-    copy_bytes(elements, cta->shared.get() + address, 16);
-    const int step = mn_major ? row_stride : k_stride;
-    for (int e = 0; e < 8; ++e)
-      out[row * row_stride + k * k_stride + e * step] = element_to_float(elements[e], op.shape.f16);
-  });
+  for_pieces(
+      operand ? op.b : op.a, operand ? op.shape.n : 64, mn_major, [&](uint32_t address, int row, int k) {
+        if (address < kReservedBytes || address + 16 > cta->end)
+          fail("wgmma: the descriptor of %s reaches 0x%x, outside shared memory", name, address);
+        if (cta->chunks[address / 16].copies_in_flight)
+          fail("wgmma reads %s at %s while a copy to it is in flight", name, place(cta, address).c_str());
+        if (written_without_fence(cta, address, op.fence))
+          fail("wgmma reads %s at %s written through the generic proxy without fence.proxy.async", name,
+               place(cta, address).c_str());
+        note_read(nullptr, cta->shared.get() + address, 16);
+        uint16_t elements[8];
+        copy_bytes(elements, cta->shared.get() + address, 16);
+        const int step = mn_major ? row_stride : k_stride;
+        for (int e = 0; e < 8; ++e)
+          out[row * row_stride + k * k_stride + e * step] = element_to_float(elements[e], op.shape.f16);
+      });
 }
 
-__attribute__((target_clones("arch=skylake-avx512", "arch=haswell", "default"), optimize("O3"))) void multiply_add(
-    const float* __restrict a, const float* __restrict b, float* __restrict d, int n) {
+__attribute__((target_clones("arch=skylake-avx512", "arch=haswell", "default"), optimize("O3"))) void
+multiply_add(const float* __restrict a, const float* __restrict b, float* __restrict d, int n) {
   for (int m = 0; m < 64; ++m) {
     float* __restrict row = d + m * 256;
     for (int k = 0; k < 16; k += 4) {
       const float a0 = a[m * 16 + k], a1 = a[m * 16 + k + 1], a2 = a[m * 16 + k + 2], a3 = a[m * 16 + k + 3];
       const float* __restrict p = b + k * 256;
-      for (int j = 0; j < n; ++j) row[j] += (a0 * p[j] + a1 * p[256 + j]) + (a2 * p[512 + j] + a3 * p[768 + j]);
+      for (int j = 0; j < n; ++j)
+        row[j] += (a0 * p[j] + a1 * p[256 + j]) + (a2 * p[512 + j] + a3 * p[768 + j]);
     }
   }
 }
@@ -99,8 +106,10 @@ int fragment_col(int t, int i) { return i / 4 * 8 + t % 4 * 2 + (i & 1); }
 void load_a_registers(const Wgmma& op, float* out) {
   for (int t = 0; t < 128; ++t)
     for (int i = 0; i < 8; ++i) {
-      const int reg = i / 2, row = t / 32 * 16 + t % 32 / 4 + (reg & 1) * 8, k = (reg >> 1) * 8 + t % 4 * 2 + i % 2;
-      out[row * 16 + k] = element_to_float(static_cast<uint16_t>(op.a_registers[t * 4 + reg] >> (16 * (i % 2))), op.shape.f16);
+      const int reg = i / 2, row = t / 32 * 16 + t % 32 / 4 + (reg & 1) * 8,
+                k = (reg >> 1) * 8 + t % 4 * 2 + i % 2;
+      out[row * 16 + k] = element_to_float(
+          static_cast<uint16_t>(op.a_registers[t * 4 + reg] >> (16 * (i % 2))), op.shape.f16);
     }
 }
 
@@ -114,7 +123,8 @@ Accumulator* find_accumulator(Warpgroup* w, int thread, float* d, int n) {
 
 void finish(Warpgroup* w, Accumulator* a) {
   for (int t = 0; t < 128; ++t)
-    for (int i = 0; i < a->n / 2; ++i) a->registers[t][i] = a->value[fragment_row(t, i) * 256 + fragment_col(t, i)];
+    for (int i = 0; i < a->n / 2; ++i)
+      a->registers[t][i] = a->value[fragment_row(t, i) * 256 + fragment_col(t, i)];
   std::erase_if(w->accumulators, [&](auto& other) { return other.get() == a; });
 }
 
@@ -126,7 +136,8 @@ void land_wgmma_group(Warpgroup* w) {
   while (w->first_op < w->group_end[w->groups_done]) {
     Wgmma& op = w->ops.front();
     statistics.wgmmas++;
-    if (op.num_threads != 128) fail("wgmma issued by %d of the 128 threads of warpgroup %d", op.num_threads, w->index);
+    if (op.num_threads != 128)
+      fail("wgmma issued by %d of the 128 threads of warpgroup %d", op.num_threads, w->index);
     if (op.a_in_registers)
       load_a_registers(op, a);
     else
@@ -174,7 +185,8 @@ void wgmma(float* d, WgmmaShape shape, uint64_t a, const uint32_t* a_regs, uint6
   }
   Accumulator* acc = op.accumulator;
   if (acc->n != shape.n) fail("wgmma: two shapes on one accumulator in flight");
-  if (acc->registers[thread] && acc->registers[thread] != d) fail("wgmma: accumulators differ between threads");
+  if (acc->registers[thread] && acc->registers[thread] != d)
+    fail("wgmma: accumulators differ between threads");
   if (acc->registers[thread]) return;
   acc->registers[thread] = d;
   for (int i = 0; i < shape.n / 2; ++i) {
