@@ -1,6 +1,6 @@
 """What nvcc says of every kernel: registers, shared memory, stack, spills; for docs/kernel_resources.md.
 
-    python tests/cuda/resources.py          compiles cuda/*.cu (no GPU needed) and writes the table
+python tests/cuda/resources.py          compiles cuda/*.cu (no GPU needed) and writes the table
 """
 
 import hashlib
@@ -37,7 +37,9 @@ def sources():
 def digest():
     """Changes with any byte that the compiler sees."""
     sha = hashlib.sha256()
-    for path in sorted(path for path in (ROOT / "cuda").iterdir() if path.suffix in (".cu", ".cuh", ".inc", ".h")):
+    for path in sorted(
+        path for path in (ROOT / "cuda").iterdir() if path.suffix in (".cu", ".cuh", ".inc", ".h")
+    ):
         sha.update(path.name.encode() + b"\0" + path.read_bytes())
     return sha.hexdigest()[:16]
 
@@ -45,7 +47,17 @@ def digest():
 def compile_report(source, architectures=ARCHITECTURES):
     """ptxas -v for one file; raises with the compiler's words when it fails."""
     with tempfile.TemporaryDirectory() as folder:
-        command = ["nvcc", "-std=c++20", "-O3", "-Xptxas", "-v", "-c", str(source), "-o", str(Path(folder, "out.o"))]
+        command = [
+            "nvcc",
+            "-std=c++20",
+            "-O3",
+            "-Xptxas",
+            "-v",
+            "-c",
+            str(source),
+            "-o",
+            str(Path(folder, "out.o")),
+        ]
         command += [f"-gencode=arch=compute_{a},code=sm_{a}" for a in architectures]
         result = subprocess.run(command, capture_output=True, text=True, timeout=600)
     if result.returncode:
@@ -67,12 +79,23 @@ def kernels_of(source, report):
     for block in blocks:
         name, architecture = re.match(r"'(\S+)' for 'sm_(\w+)'", block).groups()
         stack, stores, _ = map(
-            int, re.search(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", block).groups()
+            int,
+            re.search(
+                r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", block
+            ).groups(),
         )
         registers = int(re.search(r"Used (\d+) registers", block).group(1))
         shared = re.search(r"(\d+) bytes smem", block)
         found.append(
-            Kernel(source.name, short_name(name), architecture, registers, int(shared.group(1)) if shared else 0, stack, stores)
+            Kernel(
+                source.name,
+                short_name(name),
+                architecture,
+                registers,
+                int(shared.group(1)) if shared else 0,
+                stack,
+                stores,
+            )
         )
     return sorted(found)
 
@@ -80,11 +103,17 @@ def kernels_of(source, report):
 def all_kernels():
     with ThreadPoolExecutor(2) as pool:
         reports = list(pool.map(compile_report, sources()))
-    return [kernel for source, report in zip(sources(), reports, strict=True) for kernel in kernels_of(source, report)]
+    return [
+        kernel
+        for source, report in zip(sources(), reports, strict=True)
+        for kernel in kernels_of(source, report)
+    ]
 
 
 def table_text(kernels):
-    version = re.search(r"release ([\d.]+)", subprocess.run(["nvcc", "--version"], capture_output=True, text=True).stdout)
+    version = re.search(
+        r"release ([\d.]+)", subprocess.run(["nvcc", "--version"], capture_output=True, text=True).stdout
+    )
     lines = [
         "# Kernel resources",
         "",

@@ -7,14 +7,16 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
-import resources  # noqa: E402
+import resources
 
 needs_nvcc = pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc was not found")
 
 
 def test_table_is_current():
     digest, _ = resources.read_table()
-    assert digest == resources.digest(), "sources changed: run python tests/cuda/resources.py and commit the table"
+    assert digest == resources.digest(), (
+        "sources changed: run python tests/cuda/resources.py and commit the table"
+    )
 
 
 def test_nothing_spills():

@@ -7,8 +7,7 @@ import torch
 import fmoe_ext.ops  # noqa: F401  (the schemas)
 
 sys.path.insert(0, str(Path(__file__).parent))
-import build  # noqa: E402
-
+import emu_build
 
 OPS = (
     "count_tokens",
@@ -37,17 +36,17 @@ def one_torch_thread():
 
 @pytest.fixture(scope="session")
 def needs_compiler():
-    if reason := build.missing():
+    if reason := emu_build.missing():
         pytest.skip(f"the emulator cannot be built: {reason}")
 
 
 @pytest.fixture(scope="session")
 def emulated(needs_compiler):
-    """torch.ops.fmoe_ext_emu: the ops of _C_cuda, the same host code and kernels, run by the emulator on CPU tensors."""
+    """torch.ops.fmoe_ext_emu: the ops of _C_cuda, same host code and kernels, run by the emulator on CPU tensors."""
     library = torch.library.Library("fmoe_ext_emu", "DEF")
     for name in OPS:
         schema = str(getattr(torch.ops.fmoe_ext, name).default._schema)
         library.define(schema.removeprefix("fmoe_ext::"))
-    torch.ops.load_library(str(build.build("plain", build.OPS)[0]))
+    torch.ops.load_library(str(emu_build.build("plain", emu_build.OPS)[0]))
     yield torch.ops.fmoe_ext_emu
     del library  # the definitions live as long as this object

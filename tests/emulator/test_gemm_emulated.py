@@ -48,7 +48,9 @@ def test_grouped_gemm(emulated, counts, sizes, dtype):
 
     truth = gradients(reference, (x, weight, bias), grad, torch.float64)
     plain = gradients(reference, (x, weight, bias), grad, dtype)
-    for name, ours, true, other in zip(("y", "dx", "dweight", "dbias"), (y, *grads), truth, plain, strict=True):
+    for name, ours, true, other in zip(
+        ("y", "dx", "dweight", "dbias"), (y, *grads), truth, plain, strict=True
+    ):
         check(ours, true, other, name)
     if weight.shape[1] > 1:
         column_major = weight.transpose(1, 2).contiguous().transpose(1, 2)
@@ -142,7 +144,9 @@ def test_garbage_indices_touch_nothing_outside(emulated):
     row_idx = torch.tensor([3, -9, 2**31 - 1, 0, 1, 7], dtype=torch.int32)
     inverse = torch.tensor([[0], [1], [2**31 - 1], [-5], [4], [5]], dtype=torch.int32)
     offs = torch.tensor([2, 4, 6], dtype=torch.int32)
-    y, _ = emulated.expert_mlp(x, row_idx, inverse, offs, weight, None, weight, None, None, "relu", True, False)
+    y, _ = emulated.expert_mlp(
+        x, row_idx, inverse, offs, weight, None, weight, None, None, "relu", True, False
+    )
     assert y.shape == (6, 8)
     assert y.isfinite().all()
 

@@ -1,5 +1,6 @@
-// The portable kernels on buffers of exactly their size, for the sanitizers: ASan sees an access outside, TSan two
-// threads that disagree. Values are checked against plain loops here, and against the oracles from Python.
+// The portable kernels on buffers of exactly their size, for the sanitizers: ASan sees an access outside,
+// TSan two threads that disagree. Values are checked against plain loops here, and against the oracles from
+// Python.
 #include <algorithm>
 #include <cmath>
 
@@ -43,7 +44,8 @@ Sorted sort_by_loop(const std::vector<index_t>& idx, int E) {
 template <typename index_t>
 void test_routing(int T, int K, int E) {
   std::vector<index_t> idx(T * K);
-  for (index_t& e : idx) e = static_cast<index_t>(int(generator() % (E + 2)) - 1);  // -1 .. E: E is out of range
+  for (index_t& e : idx)
+    e = static_cast<index_t>(int(generator() % (E + 2)) - 1);  // -1 .. E: E is out of range
   const Indices indices{idx.data(), sizeof(index_t) == 8};
   const Sorted expected = sort_by_loop(idx, E);
 
@@ -95,7 +97,8 @@ void test_permute(Dtype dtype, int64_t D) {
     for (int64_t d = 0; d < D; ++d)
       check_near("permute", rows[r * D + d],
                  s.row_idx[r] < 0 ? 0 : static_cast<double>(to_acc(x[s.row_idx[r] / K * D + d])));
-  launch_unpermute(dtype, rows.data(), s.inverse.data(), weights.data(), tokens, K, R, D, out.data(), nullptr);
+  launch_unpermute(dtype, rows.data(), s.inverse.data(), weights.data(), tokens, K, R, D, out.data(),
+                   nullptr);
   for (int t = 0; t < tokens; ++t)
     for (int64_t d = 0; d < D; ++d) {
       double sum = 0;
@@ -133,13 +136,15 @@ void test_gate(Dtype dtype, int E, int K) {
     double sum = 0;
     for (int k = 0; k < K; ++k) sum += std::exp(value(order[k]));
     for (int k = 0; k < K; ++k) {
-      CHECK(idx[t * K + k] == order[k], "token %d choice %d: %ld, expected %d", t, k, idx[t * K + k], order[k]);
+      CHECK(idx[t * K + k] == order[k], "token %d choice %d: %ld, expected %d", t, k, idx[t * K + k],
+            order[k]);
       check_near("weight", weights[t * K + k], std::exp(value(order[k])) / sum);
     }
   }
   launch_topk_gate_backward(dtype, grad.data(), logits.data(), idx.data(), weights.data(), params, tokens,
                             grad_logits.data(), nullptr);
-  for (const T& v : grad_logits) check_near("grad_logits", v, 0);  // the weights sum to one whatever the logits
+  for (const T& v : grad_logits)
+    check_near("grad_logits", v, 0);  // the weights sum to one whatever the logits
 }
 
 template <typename T>
@@ -154,20 +159,24 @@ void test_products(Dtype dtype, std::vector<int> counts, int64_t D, int64_t N) {
   const auto x = random_values<T>(R * D), w = random_values<T>(E * N * D), dy = random_values<T>(R * N);
   std::vector<T> y(R * N), dx(R * D), dw(E * N * D), db(E * N);
   const GroupedRows x_rows{x.data(), D, nullptr, 1, 0}, dy_rows{dy.data(), N, nullptr, 1, 0};
-  launch_rows_by_weight(dtype, x_rows, {w.data(), E, N, D, false}, offs.data(), R, nullptr, {}, y.data(), nullptr);
-  launch_rows_by_weight(dtype, dy_rows, {w.data(), E, N, D, true}, offs.data(), R, nullptr, {}, dx.data(), nullptr);
+  launch_rows_by_weight(dtype, x_rows, {w.data(), E, N, D, false}, offs.data(), R, nullptr, {}, y.data(),
+                        nullptr);
+  launch_rows_by_weight(dtype, dy_rows, {w.data(), E, N, D, true}, offs.data(), R, nullptr, {}, dx.data(),
+                        nullptr);
   launch_rows_by_rows(dtype, dy_rows, x_rows, offs.data(), E, R, dw.data(), nullptr);
   launch_sum_rows(dtype, dy_rows, offs.data(), E, R, {}, db.data(), nullptr);
   const auto at = [](const std::vector<T>& v, int64_t i) { return static_cast<double>(to_acc(v[i])); };
   for (int r = 0; r < R; ++r) {
     for (int64_t n = 0; n < N; ++n) {
       double sum = 0;
-      for (int64_t k = 0; k < D && r < used; ++k) sum += at(x, r * D + k) * at(w, (expert[r] * N + n) * D + k);
+      for (int64_t k = 0; k < D && r < used; ++k)
+        sum += at(x, r * D + k) * at(w, (expert[r] * N + n) * D + k);
       check_near("y", y[r * N + n], sum);
     }
     for (int64_t d = 0; d < D; ++d) {
       double sum = 0;
-      for (int64_t n = 0; n < N && r < used; ++n) sum += at(dy, r * N + n) * at(w, (expert[r] * N + n) * D + d);
+      for (int64_t n = 0; n < N && r < used; ++n)
+        sum += at(dy, r * N + n) * at(w, (expert[r] * N + n) * D + d);
       check_near("dx", dx[r * D + d], sum);
     }
   }

@@ -61,7 +61,9 @@ def test_index_out_of_range_counts_as_dropped(emulated):
 def test_apply_capacity(emulated, T, K, E, dtype):
     topk_idx = random_idx(T, K, E, dtype)
     capacity = torch.randint(0, 2 * T * K // E + 2, (E,), generator=torch.Generator().manual_seed(1))
-    assert torch.equal(emulated.apply_capacity(topk_idx, capacity), ops.apply_capacity_ref(topk_idx, E, capacity))
+    assert torch.equal(
+        emulated.apply_capacity(topk_idx, capacity), ops.apply_capacity_ref(topk_idx, E, capacity)
+    )
 
 
 @pytest.mark.parametrize("dtype", [*FLOATS, torch.int8, torch.bool])
@@ -88,7 +90,12 @@ def test_unpermute(emulated, D, dtype, weight_dtype):
     truth_weights = None if weights is None else weights.double()
     index = (routing.row_idx, routing.inverse)
     ours = emulated.unpermute(y, *index, weights)
-    check(ours, ops.unpermute_ref(y.double(), *index, truth_weights), ops.unpermute_ref(y, *index, weights), "out")
+    check(
+        ours,
+        ops.unpermute_ref(y.double(), *index, truth_weights),
+        ops.unpermute_ref(y, *index, weights),
+        "out",
+    )
 
     grad = torch.randn(37, D).to(dtype)
     if weights is None:
@@ -119,7 +126,14 @@ GATES = [
 
 
 def gate_options(options, E):
-    options = {"score": "softmax", "normalize": True, "bias": None, "num_groups": 1, "topk_groups": 1, "scale": 1.0} | options
+    options = {
+        "score": "softmax",
+        "normalize": True,
+        "bias": None,
+        "num_groups": 1,
+        "topk_groups": 1,
+        "scale": 1.0,
+    } | options
     if options["bias"]:
         options["bias"] = torch.randn(E, generator=torch.Generator().manual_seed(3)) * 0.3
     return options
@@ -171,8 +185,12 @@ def test_rejects_with_the_values(emulated):
         emulated.count_tokens(torch.zeros(2, 2), 3)
     with pytest.raises(RuntimeError, match="at most 12288 on CUDA, but got 12289"):
         emulated.sort_tokens(torch.zeros(2, 2, dtype=torch.int64), 12289)
-    with pytest.raises(RuntimeError, match=r"x must have shape \[T, D\].*size 4 in dimension 0, but got shape \[3, 2\]"):
-        emulated.permute(torch.zeros(3, 2), torch.zeros(4, dtype=torch.int32), torch.zeros(4, 1, dtype=torch.int32))
+    with pytest.raises(
+        RuntimeError, match=r"x must have shape \[T, D\].*size 4 in dimension 0, but got shape \[3, 2\]"
+    ):
+        emulated.permute(
+            torch.zeros(3, 2), torch.zeros(4, dtype=torch.int32), torch.zeros(4, 1, dtype=torch.int32)
+        )
     with pytest.raises(RuntimeError, match=r"top_k must be in \[1, num_experts\] = \[1, 4\], but got 5"):
         emulated.topk_gate(torch.zeros(2, 4), 5, "softmax", True, None, 1, 1, 1.0)
     with pytest.raises(RuntimeError, match='but got "tanh"'):

@@ -44,14 +44,22 @@ def test_no(what, pattern, allowed):
 
 
 def test_patterns_find_what_they_are_for():
-    samples = ["asm volatile", "k<<<1, 2>>>()", "__shared__ int x", "#include <cuda.h>", "#include <torch/x.h>"]
+    samples = [
+        "asm volatile",
+        "k<<<1, 2>>>()",
+        "__shared__ int x",
+        "#include <cuda.h>",
+        "#include <torch/x.h>",
+    ]
     for (what, pattern, _), sample in zip(FORBIDDEN, samples, strict=False):
         assert re.search(pattern, sample), what
 
 
 def test_tensor_maps_are_passed_by_value_as_grid_constants():
     for path in KERNELS:
-        for parameters in re.findall(r"__global__[^{;]*?\(([^{;]*)\)\s*{", without_comments(path.read_text())):
+        for parameters in re.findall(
+            r"__global__[^{;]*?\(([^{;]*)\)\s*{", without_comments(path.read_text())
+        ):
             for parameter in parameters.split(","):
                 if "CUtensorMap" in parameter:
                     assert "__grid_constant__" in parameter, f"{path.name}: {parameter.strip()}"
@@ -60,7 +68,11 @@ def test_tensor_maps_are_passed_by_value_as_grid_constants():
 
 def test_every_launcher_is_declared_once():
     header = (CUDA / "launchers.h").read_text()
-    defined = [name for path in CUDA.glob("*.cu") for name in re.findall(r"^void (launch_\w+)\(", path.read_text(), re.M)]
+    defined = [
+        name
+        for path in CUDA.glob("*.cu")
+        for name in re.findall(r"^void (launch_\w+)\(", path.read_text(), re.M)
+    ]
     assert len(defined) == len(set(defined)) > 10
     assert sorted(defined) == sorted(re.findall(r"^void (launch_\w+)\(", header, re.M))
 

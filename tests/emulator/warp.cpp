@@ -147,7 +147,8 @@ void execute(Warp* warp, WarpOp& op) {
     case WarpOpKind::ldmatrix:
     case WarpOpKind::mma:
       op.kind == WarpOpKind::mma ? multiply(op) : move_matrices(warp, op);
-      std::copy(op.in, op.in + 32, out);
+      // Lane by lane: TSan intercepts memcpy, and would see the emulator write to a thread's stack.
+      for_lanes(op.mask, [&](uint32_t lane) { out[lane] = op.in[lane]; });
       break;
     default: {
       const uint64_t result = reduce(op);

@@ -1,9 +1,9 @@
 """Builds the emulator, its test programs and the emulated ops with g++ and ninja; nothing of CUDA but its headers.
 
-    python tests/emulator/build.py [plain|asan|tsan] [target ...]
+    python tests/emulator/emu_build.py [plain|asan|tsan] [target ...]
 
-Objects and programs go to build/emulator/<mode>/. The emulator itself is never compiled with -fsanitize=thread: it tells
-ThreadSanitizer about threads and asynchronous work itself (sanitize.h).
+Objects and programs go to build/emulator/<mode>/. The emulator itself is never compiled with -fsanitize=thread:
+it tells ThreadSanitizer about threads and asynchronous work itself (sanitize.h).
 """
 
 import os
@@ -18,7 +18,11 @@ OUT = ROOT / "build" / "emulator"
 
 MODES = {  # mode: (flags of everything, flags of the emulator only, flags of the kernels and tests only)
     "plain": ("-O2 -g1", "", ""),
-    "asan": ("-O1 -g1 -fno-omit-frame-pointer", "-fsanitize=address", "-fsanitize=address,undefined -fno-sanitize-recover"),
+    "asan": (
+        "-O1 -g1 -fno-omit-frame-pointer",
+        "-fsanitize=address",
+        "-fsanitize=address,undefined -fno-sanitize-recover",
+    ),
     "tsan": ("-O1 -g1", "-O2 -DEMU_TSAN", "-fsanitize=thread"),
 }
 EMULATOR = ["scheduler", "sanitize", "shared", "sync", "warp", "async", "tma", "wgmma", "diagnostics"]
@@ -30,10 +34,16 @@ def cuda_include():
     """Folder with cuda.h, or None; only headers are needed."""
     candidates = []
     nvcc = shutil.which("nvcc")
-    for home in (os.environ.get("CUDA_HOME"), "/usr/local/cuda", nvcc and str(Path(nvcc).resolve().parent.parent)):
+    for home in (
+        os.environ.get("CUDA_HOME"),
+        "/usr/local/cuda",
+        nvcc and str(Path(nvcc).resolve().parent.parent),
+    ):
         if home:
             candidates.append(Path(home, "include"))
-    candidates += [Path(entry, "nvidia", name, "include") for entry in sys.path for name in ("cu13", "cuda_runtime")]
+    candidates += [
+        Path(entry, "nvidia", name, "include") for entry in sys.path for name in ("cu13", "cuda_runtime")
+    ]
     return next((folder for folder in candidates if (folder / "cuda.h").exists()), None)
 
 
@@ -56,13 +66,16 @@ def torch_flags():
 
     includes = [*cpp_extension.include_paths(), sysconfig.get_paths()["include"], str(ROOT / "csrc")]
     lib = Path(torch.__file__).parent / "lib"
-    compile_flags = " ".join(f"-isystem {path}" for path in includes) + " -DTORCH_TARGET_VERSION=0x020b000000000000"
+    compile_flags = (
+        " ".join(f"-isystem {path}" for path in includes) + " -DTORCH_TARGET_VERSION=0x020b000000000000"
+    )
     return compile_flags, f"-L{lib} -Wl,-rpath,{lib} -ltorch -ltorch_cpu -lc10"
 
 
 def ninja_file():
     common = (
-        "-std=c++20 -fPIC -fno-strict-aliasing -Wall -Wno-unknown-pragmas -Wno-unused-variable -Wno-sign-compare -Wno-psabi "
+        "-std=c++20 -fPIC -fno-strict-aliasing "
+        "-Wall -Wno-unknown-pragmas -Wno-unused-variable -Wno-sign-compare -Wno-psabi "
         f"-DFMOE_EMULATOR -isystem {cuda_include()} -I{HERE} -I{ROOT}/cuda"
     )
     torch_compile, torch_link = torch_flags()
@@ -80,19 +93,27 @@ def ninja_file():
     for mode, (everything, emulator, rest) in MODES.items():
         folder = OUT / mode
         machine = [compile_to(folder, HERE / f"{name}.cpp", f"{everything} {emulator}") for name in EMULATOR]
-        kernels = [compile_to(folder, path, f"{everything} {rest}") for path in sorted(ROOT.glob("cuda/*.cu"))]
+        kernels = [
+            compile_to(folder, path, f"{everything} {rest}") for path in sorted(ROOT.glob("cuda/*.cu"))
+        ]
         for program in PROGRAMS:
             test = compile_to(folder, HERE / f"{program}.cpp", f"{everything} {rest}")
-            lines += [f"build {folder}/{program}: link {test} {' '.join(kernels + machine)}", f"  flags = {rest}"]
+            lines += [
+                f"build {folder}/{program}: link {test} {' '.join(kernels + machine)}",
+                f"  flags = {rest}",
+            ]
         if mode == "plain":
-            ops = [compile_to(folder, path, f"{everything} {torch_compile}") for path in [*sorted(ROOT.glob("cuda/*.cpp")), HERE / "schedule_op.cpp"]]
+            ops = [
+                compile_to(folder, path, f"{everything} {torch_compile}")
+                for path in [*sorted(ROOT.glob("cuda/*.cpp")), HERE / "schedule_op.cpp"]
+            ]
             lines += [f"build {folder}/{OPS}: link {' '.join(ops + kernels + machine)}"]
             lines += ["  flags = -shared", f"  libs = {torch_link}"]
     return "\n".join(lines) + "\n"
 
 
 def build(mode, *targets):
-    """Brings the targets of one mode up to date and returns their paths; raises with the compiler's words if it fails."""
+    """Brings targets of one mode up to date and returns their paths; raises with the compiler's words if it fails."""
     OUT.mkdir(parents=True, exist_ok=True)
     text = ninja_file()
     file = OUT / "build.ninja"
