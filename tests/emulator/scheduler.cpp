@@ -129,6 +129,7 @@ std::unique_ptr<Cta> new_cta(Cluster* cluster, uint32_t rank, uint3 block_idx, u
   cta->chunks.resize(cta->capacity / 16);
 
   cta->warps = std::vector<Warp>(ceil_div(num_threads, 32));
+  if (config.seed) cta->warps[random_number() % cta->warps.size()].slow = true;
   cta->warpgroups = std::vector<Warpgroup>(ceil_div(num_threads, 128));
   for (size_t i = 0; i < cta->warpgroups.size(); ++i) {
     cta->warpgroups[i].cta = cta.get();
@@ -198,7 +199,11 @@ void end_thread(Fiber* f) {
 
 Fiber* next_ready() {
   auto& ready = machine.ready;
-  if (config.seed) std::swap(ready.front(), ready[random_number() % ready.size()]);
+  // A warp that lags far behind shows what a fair order hides, a missing barrier above all.
+  for (int draw = 0; config.seed && draw < 4; ++draw) {
+    std::swap(ready.front(), ready[random_number() % ready.size()]);
+    if (!ready.front()->warp->slow) break;
+  }
   Fiber* f = ready.front();
   ready.pop_front();
   return f;

@@ -2,9 +2,8 @@
 
 import subprocess
 
-import pytest
-
 import emu_build
+import pytest
 
 RUNS = [(program, "plain", "3") for program in emu_build.PROGRAMS]
 RUNS += [(program, mode, "1") for program in emu_build.PROGRAMS for mode in ("asan", "tsan")]
