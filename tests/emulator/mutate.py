@@ -82,8 +82,8 @@ MUTATIONS = {
             ("stmatrix swizzle", "^ (lane & 7)) << 4)", "^ (lane & 3)) << 4)"),
             (
                 "no column bound",
-                "place.num_rows && column < p.D)\n      *reinterpret_cast<uint4*>(p.y + static_cast<int64_t>(place.row + kHalf",
-                "place.num_rows)\n      *reinterpret_cast<uint4*>(p.y + static_cast<int64_t>(place.row + kHalf",
+                "if (kHalf * 64 + r < place.num_rows && column < p.D)",
+                "if (kHalf * 64 + r < place.num_rows)",
             ),
             ("expert of w2", "n * kN, rows.expert", "n * kN, 0"),
             ("no wait before the epilogue", "ptx::wgmma_wait<0>();", ""),

@@ -25,8 +25,8 @@ struct Buffer {
   Buffer(const Buffer&) = delete;
   bf16& operator[](size_t i) { return data[i]; }
   double at(size_t i) const { return __bfloat162float(data[i]); }
-  void fill(std::mt19937& random, float scale) {
-    for (size_t i = 0; i < size; ++i)
+  void fill(std::mt19937& random, float scale, size_t unfilled = 0) {
+    for (size_t i = 0; i < size - unfilled; ++i)
       data[i] = __float2bfloat16(scale * (int(random() % 2001) - 1000) / 1000.f);
   }
   size_t size;
@@ -45,8 +45,9 @@ void run_case(const Case& c) {
   std::vector<int> offs, row_idx, expert;
   for (int e = 0; e < E; ++e) {
     for (int i = 0; i < c.counts[e]; ++i) {
-      row_idx.push_back(random() % (T * K));
-      expert.push_back(e);
+      const bool dropped = i == 2;  // an index out of range is a row of zeros
+      row_idx.push_back(dropped ? 1 << 30 : random() % (T * K));
+      expert.push_back(dropped ? -1 : e);
     }
     offs.push_back(static_cast<int>(row_idx.size()));
   }
@@ -55,8 +56,8 @@ void run_case(const Case& c) {
     expert.push_back(-1);
   }
   const size_t R = row_idx.size(), D = c.D, H = c.H;
-  Buffer x(T * D), w1(E * 2 * H * D), w2(E * D * H), h(R * 2 * H), a(R * H), y(R * D);
-  x.fill(random, 1);
+  Buffer x(T * D + 64), w1(E * 2 * H * D), w2(E * D * H), h(R * 2 * H), a(R * H), y(R * D);
+  x.fill(random, 1, 64);  // NaN follows the last row
   w1.fill(random, 0.3f);
   w2.fill(random, 0.3f);
 
