@@ -110,7 +110,6 @@ MUTATIONS = {
                 "total += __shfl_sync(kFullMask, sum, 30)",
             ),
             ("index not checked above", "e >= 0 && e < num_experts ?", "e >= 0 ?"),
-            ("index not checked below", "e >= 0 && e < num_experts ?", "e < num_experts ?"),
             ("histogram of all warps in one", "int* mine = shared + warp * E;", "int* mine = shared;"),
             ("tile end", "order(p + lane) : 0", "order(p) : 0"),
             ("earlier warps forgotten", "next += count;", ""),

@@ -197,6 +197,7 @@ void test_products(Dtype dtype, std::vector<int> counts, int64_t D, int64_t N) {
 
 int main(int argc, char** argv) {
   alarm(300);
+  test_routing<int32_t>(4300, 2, 6500);  // more than 32 tiles
   for_every_schedule(argc > 1 ? std::atoi(argv[1]) : 1, [] {
     test_routing<int64_t>(33, 4, 7);
     test_routing<int32_t>(900, 3, 40);
