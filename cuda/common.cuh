@@ -1,12 +1,15 @@
-// What every kernel file needs: launch(), shared memory, warp reductions, element conversions, 16-byte vectors.
+// What every kernel file needs: launch(), shared memory, warp reductions, element conversions, 16-byte
+// vectors.
 #pragma once
 
 #include <cfloat>
 #include <cstdint>
+#include <cstring>
 #include <stdexcept>
 #include <string>
 #include <type_traits>
 
+#include "launchers.h"
 #include "ptx.cuh"
 
 #ifdef __CUDACC__
@@ -20,10 +23,12 @@ namespace fmoe_ext {
 #ifdef __CUDACC__
 // Starts kernel<<<grid, block, shared_bytes, stream>>>(args...); throws when the launch is refused.
 template <class... Params, class... Args>
-void launch(void (*kernel)(Params...), dim3 grid, dim3 block, size_t shared_bytes, cudaStream_t stream, Args&&... args) {
+void launch(void (*kernel)(Params...), dim3 grid, dim3 block, size_t shared_bytes, cudaStream_t stream,
+            Args&&... args) {
   cudaError_t error = cudaSuccess;
   if (shared_bytes > 48 * 1024)
-    error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared_bytes));
+    error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                 static_cast<int>(shared_bytes));
   if (error == cudaSuccess) {
     kernel<<<grid, block, shared_bytes, stream>>>(static_cast<Params>(args)...);
     error = cudaGetLastError();
@@ -31,10 +36,10 @@ void launch(void (*kernel)(Params...), dim3 grid, dim3 block, size_t shared_byte
   if (error == cudaSuccess) return;
   const char* name = "a kernel";
   cudaFuncGetName(&name, reinterpret_cast<const void*>(kernel));
-  throw std::runtime_error(
-      std::string("fmoe_ext: launching ") + name + " with " + std::to_string(grid.x) + " blocks of " +
-      std::to_string(block.x) + " threads and " + std::to_string(shared_bytes) +
-      " bytes of shared memory failed: " + cudaGetErrorString(error));
+  throw std::runtime_error(std::string("fmoe_ext: launching ") + name + " with " + std::to_string(grid.x) +
+                           " blocks of " + std::to_string(block.x) + " threads and " +
+                           std::to_string(shared_bytes) +
+                           " bytes of shared memory failed: " + cudaGetErrorString(error));
 }
 #else
 using emu::launch;
@@ -49,7 +54,9 @@ template <typename A, typename B>
 constexpr __host__ __device__ int64_t ceil_div(A a, B b) {
   return (static_cast<int64_t>(a) + b - 1) / b;
 }
-inline unsigned grid_for(int64_t blocks) { return static_cast<unsigned>(blocks < kMaxGrid ? blocks : kMaxGrid); }
+inline unsigned grid_for(int64_t blocks) {
+  return static_cast<unsigned>(blocks < kMaxGrid ? blocks : kMaxGrid);
+}
 
 // ---- elements: T as stored, acc_t<T> as computed with
 template <typename T>
@@ -78,6 +85,13 @@ __device__ __forceinline__ T round_to(acc_t<T> v) {
     return v;
 }
 
+__device__ __forceinline__ uint32_t pack_bf16(float low, float high) {
+  const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
+  uint32_t bits;
+  memcpy(&bits, &pair, sizeof bits);
+  return bits;
+}
+
 // kCount elements that are read and written by one access.
 template <typename T, int kCount>
 struct alignas(sizeof(T) * kCount) Vec {
@@ -85,6 +99,21 @@ struct alignas(sizeof(T) * kCount) Vec {
 };
 template <typename T>
 constexpr int kVec16 = 16 / sizeof(T);
+
+// Calls body with a value of the C++ type of a dtype.
+template <class Body>
+void dispatch_dtype(Dtype dtype, const Body& body) {
+  switch (dtype) {
+    case Dtype::f64:
+      return body(double{});
+    case Dtype::f32:
+      return body(float{});
+    case Dtype::bf16:
+      return body(__nv_bfloat16{});
+    case Dtype::f16:
+      return body(__half{});
+  }
+}
 
 // ---- warps
 template <typename T>

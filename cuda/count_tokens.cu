@@ -1,6 +1,5 @@
 // Histogram of the choices. Integer atomics: the order of the additions does not show in the result.
 #include "common.cuh"
-#include "launchers.h"
 
 namespace fmoe_ext {
 namespace {
@@ -10,9 +9,9 @@ constexpr int kPerThread = 16;
 constexpr int kMaxSharedExperts = 48 * 1024 / sizeof(int);
 
 template <typename index_t>
-__global__ void __launch_bounds__(kThreads) count_tokens_kernel(
-    const index_t* __restrict__ topk_idx, int64_t num_choices, int num_experts, unsigned long long* __restrict__ counts,
-    bool shared_histogram) {
+__global__ void __launch_bounds__(kThreads)
+    count_tokens_kernel(const index_t* __restrict__ topk_idx, int64_t num_choices, int num_experts,
+                        unsigned long long* __restrict__ counts, bool shared_histogram) {
   FMOE_DYNAMIC_SHARED(shared);
   int* histogram = reinterpret_cast<int*>(shared);  // [E]
   if (shared_histogram) {
@@ -36,8 +35,8 @@ __global__ void __launch_bounds__(kThreads) count_tokens_kernel(
 
 }  // namespace
 
-void launch_count_tokens(
-    Indices topk_idx, int64_t num_choices, int num_experts, int64_t* tokens_per_expert, LaunchStream stream) {
+void launch_count_tokens(Indices topk_idx, int64_t num_choices, int num_experts, int64_t* tokens_per_expert,
+                         LaunchStream stream) {
   if (num_choices == 0) return;
   const bool shared_histogram = num_experts <= kMaxSharedExperts;
   const size_t shared_bytes = shared_histogram ? num_experts * sizeof(int) : 0;

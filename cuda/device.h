@@ -5,6 +5,8 @@
 #include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/library.h>
 
+#include <optional>
+
 #include "checks.h"
 #include "launchers.h"
 
@@ -16,7 +18,8 @@
 
 namespace fmoe_ext {
 
-// Makes the device of a tensor current for the lifetime of the object; converts to that device's current stream.
+// Makes the device of a tensor current for the lifetime of the object; converts to that device's current
+// stream.
 #ifdef FMOE_EMULATOR
 class OnDeviceOf {
  public:
@@ -39,17 +42,40 @@ class OnDeviceOf {
 };
 #endif
 
-inline void check_same_device(const Tensor& t, const Tensor& other, const char* name, const char* other_name) {
-  STD_TORCH_CHECK(
-      t.device() == other.device(), name, " must be on the device of ", other_name, " (index ",
-      other.get_device_index(), "), but it is on another one (index ", t.get_device_index(), ")");
+inline void check_same_device(const Tensor& t, const Tensor& other, const char* name,
+                              const char* other_name) {
+  STD_TORCH_CHECK(t.device() == other.device(), name, " must be on the device of ", other_name, " (index ",
+                  other.get_device_index(), "), but it is on another one (index ", t.get_device_index(), ")");
 }
 
-inline Indices as_indices(const Tensor& idx) { return {idx.const_data_ptr(), idx.scalar_type() == ScalarType::Long}; }
+inline Dtype as_dtype(const Tensor& t) {  // of a tensor that passed check_float
+  switch (t.scalar_type()) {
+    case ScalarType::Double:
+      return Dtype::f64;
+    case ScalarType::Float:
+      return Dtype::f32;
+    case ScalarType::BFloat16:
+      return Dtype::bf16;
+    default:
+      return Dtype::f16;
+  }
+}
+// What sums and products of a tensor are computed in.
+inline ScalarType compute_type(const Tensor& t) {
+  return t.scalar_type() == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
+}
 
-template <typename T>
+inline Indices as_indices(const Tensor& idx) {
+  return {idx.const_data_ptr(), idx.scalar_type() == ScalarType::Long};
+}
+
+template <typename T = void>
 T* data(const Tensor& t) {
   return static_cast<T*>(const_cast<void*>(t.const_data_ptr()));
+}
+template <typename T = void>
+T* data(const std::optional<Tensor>& t) {
+  return t ? data<T>(*t) : nullptr;
 }
 
 }  // namespace fmoe_ext

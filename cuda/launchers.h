@@ -9,13 +9,104 @@ namespace fmoe_ext {
 
 using LaunchStream = CUstream_st*;
 
+enum class Dtype { f64, f32, bf16, f16 };
+
 // An index tensor as the ops accept it.
 struct Indices {
   const void* data;
   bool is_int64;
 };
 
-// tokens_per_expert [E] is zero on entry; indices outside [0, E) are not counted.
-void launch_count_tokens(Indices topk_idx, int64_t num_choices, int num_experts, int64_t* tokens_per_expert, LaunchStream);
+// ---- count_tokens.cu: tokens_per_expert [E] is zero on entry; indices outside [0, E) are not counted
+void launch_count_tokens(Indices topk_idx, int64_t num_choices, int num_experts, int64_t* tokens_per_expert,
+                         LaunchStream);
+
+// ---- sort_tokens.cu, apply_capacity.cu: workspace holds rank_workspace_ints()
+constexpr int kMaxSortExperts = 12288;
+int64_t rank_workspace_ints(int64_t num_choices, int num_experts);
+void launch_sort_tokens(Indices topk_idx, int64_t num_choices, int num_experts, int* workspace,
+                        int64_t* tokens_per_expert, int* offs, int* row_idx, int* inverse, LaunchStream);
+void launch_apply_capacity(Indices topk_idx, int64_t num_tokens, int64_t top_k, int num_experts,
+                           const int64_t* capacity, int* workspace, void* out, LaunchStream);
+
+// ---- permute.cu: weights and their gradient in float, double for f64; num_choices is T * K
+void launch_permute(const void* x, const int* row_idx, int64_t num_rows, int64_t num_choices, int top_k,
+                    int64_t row_bytes, void* out, LaunchStream);
+void launch_unpermute(Dtype, const void* y, const int* inverse, const void* weights, int64_t num_tokens,
+                      int top_k, int64_t num_rows, int64_t width, void* out, LaunchStream);
+// grad_weights is zero on entry; it is left alone when y is null
+void launch_unpermute_backward(Dtype, const void* grad_out, const void* y, const int* row_idx,
+                               const void* weights, int64_t num_rows, int64_t num_choices, int top_k,
+                               int64_t width, void* grad_y, void* grad_weights, LaunchStream);
+
+// ---- topk_gate.cu: bias in float, double for f64
+struct GateParams {
+  int num_experts, top_k, num_groups, topk_groups;
+  bool sigmoid, normalize;
+  double scale;
+};
+int64_t max_gate_values(Dtype);  // limit of num_experts + 2 * num_groups
+void launch_topk_gate(Dtype, const void* logits, const void* bias, const GateParams&, int64_t num_tokens,
+                      int64_t* topk_idx, void* topk_weights, LaunchStream);
+void launch_topk_gate_backward(Dtype, const void* grad_weights, const void* logits, const int64_t* topk_idx,
+                               const void* topk_weights, const GateParams&, int64_t num_tokens,
+                               void* grad_logits, LaunchStream);
+
+// ---- grouped_gemm.cu
+// Row r of a group is row r of data [.., width], or, with an index, row index[r] / divisor; index[r] outside
+// [0, num_indexed) is a row of zeros.
+struct GroupedRows {
+  const void* data;
+  int64_t width;
+  const int* index;
+  int divisor;
+  int64_t num_indexed;
+};
+// [num_experts, rows, columns]; along_n: k runs along the rows and n along the columns, else the other way
+// round.
+struct GroupedWeight {
+  const void* data;
+  int num_experts;
+  int64_t rows, columns;
+  bool along_n;
+};
+// Row r is multiplied by weights[row_idx[r]] (float, double for f64); no factor when weights is null.
+struct RowScale {
+  const void* weights;
+  const int* row_idx;
+};
+void launch_rows_by_weight(Dtype, const GroupedRows& x, const GroupedWeight&, const int* offs,
+                           int64_t num_rows, const void* bias, const RowScale&, void* out, LaunchStream);
+void launch_rows_by_rows(Dtype, const GroupedRows& a, const GroupedRows& b, const int* offs, int num_experts,
+                         int64_t num_rows, void* out, LaunchStream);
+void launch_sum_rows(Dtype, const GroupedRows&, const int* offs, int num_experts, int64_t num_rows,
+                     const RowScale&, void* out, LaunchStream);
+
+// ---- activation.cu: h is [R, H], or [R, 2 H] (gate, then up) when gated
+// in the order of Curve (csrc/activation.h)
+enum class CurveKind { gelu, gelu_tanh, relu, silu };
+struct ActivationRows {
+  const void* h;
+  const int* offs;
+  const int* row_idx;
+  const void* weights;  // by choice, float or double; null: 1
+  int num_experts, top_k;
+  int64_t num_rows, num_choices;
+  bool dy_by_token;  // dy is [T, D] rather than [R, D]
+};
+void launch_activation(Dtype, CurveKind, bool gated, const void* h, const int* offs, int num_experts,
+                       int64_t num_rows, int64_t H, void* a, LaunchStream);
+// dscale may be null; it is zero on entry
+void launch_activation_backward(Dtype, CurveKind, bool gated, const void* grad, const ActivationRows&,
+                                const void* dy, const void* b2, int64_t H, int64_t D, void* dh,
+                                void* scaled_a, void* dscale, LaunchStream);
+
+// ---- sm90_up.cu, sm90_down.cu: bfloat16, SwiGLU without biases; D and H multiples of 8, 16-byte aligned.
+// Right under the emulator, not yet run on a GPU, and therefore not yet selected by expert_mlp.
+void launch_up_swiglu_sm90(const void* x, const int* row_idx, const int* offs, const void* w1,
+                           int64_t num_rows, int64_t num_choices, int top_k, int num_experts, int D, int H,
+                           void* h, void* a, int num_blocks, LaunchStream);
+void launch_down_sm90(const void* a, const int* offs, const void* w2, int64_t num_rows, int num_experts,
+                      int D, int H, void* y, int num_blocks, LaunchStream);
 
 }  // namespace fmoe_ext

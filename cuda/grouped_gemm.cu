@@ -1,0 +1,155 @@
+// Matrix products over the rows of each expert, for every dtype, on any device from sm_80. Deterministic:
+// each element of a result is summed by one thread, in one order.
+#include "grouped_rows.cuh"
+#include "tile_gemm.cuh"
+
+namespace fmoe_ext {
+namespace {
+
+template <typename T>
+Rows<T> rows_from(const GroupedRows& rows, int64_t num_rows) {
+  const bool aligned = reinterpret_cast<uintptr_t>(rows.data) % 16 == 0 && rows.width % kVec16<T> == 0;
+  return {static_cast<const T*>(rows.data),
+          rows.width,
+          rows.width,
+          num_rows,
+          rows.index,
+          rows.divisor,
+          rows.num_indexed,
+          aligned};
+}
+
+struct Groups {
+  const int* offs;
+  int num_experts;
+  int64_t num_rows;
+};
+
+// out[r, n] = scale[r] * (sum_k x[r, k] w[e][n, k] + bias[e, n]), or w[e][k, n] when kAlongN. Padding rows
+// are zero.
+template <typename T, bool kAlongN>
+__global__ void __launch_bounds__(kGemmThreads, 1)
+    rows_by_weight_kernel(Rows<T> x, Rows<T> weight, int64_t weight_size, Groups groups, int64_t N, int64_t K,
+                          const T* __restrict__ bias, const int* __restrict__ row_idx,
+                          const acc_t<T>* __restrict__ scale, int64_t num_tiles, T* __restrict__ out) {
+  using G = TileGemm<T>;
+  const int64_t tiles_n = ceil_div(N, G::kN);
+  for (int64_t tile = blockIdx.x; tile < num_tiles; tile += gridDim.x) {
+    const RowTile rows =
+        find_row_tile(groups.offs, groups.num_experts, groups.num_rows, tile / tiles_n, G::kM);
+    if (rows.expert < 0) return;
+    const int64_t n0 = tile % tiles_n * G::kN;
+    const bool padding = rows.expert == groups.num_experts;
+    G gemm;
+    if (!padding) {
+      Rows<T> a = x, b = weight;
+      a.end = rows.end;
+      b.base += rows.expert * weight_size;
+      multiply_tiles<T, false, kAlongN>(gemm, a, rows.begin, b, n0, 0, K);
+    }
+    gemm.for_each([&](int i, int j, acc_t<T> value) {
+      const int64_t r = rows.begin + i, n = n0 + j;
+      if (r >= rows.end || n >= N) return;
+      if (!padding && bias) value += to_acc(bias[rows.expert * N + n]);
+      if (!padding && scale) value *= scale[row_idx[r]];
+      out[r * N + n] = round_to<T>(value);
+    });
+  }
+}
+
+// out[e][m, n] = sum over the rows r of expert e of a[r, m] b[r, n]; zero for an expert without rows.
+template <typename T>
+__global__ void __launch_bounds__(kGemmThreads, 1)
+    rows_by_rows_kernel(Rows<T> a, Rows<T> b, Groups groups, int64_t M, int64_t N, int64_t num_tiles,
+                        T* __restrict__ out) {
+  using G = TileGemm<T>;
+  const int64_t tiles_n = ceil_div(N, G::kN), tiles_m = ceil_div(M, G::kM);
+  for (int64_t tile = blockIdx.x; tile < num_tiles; tile += gridDim.x) {
+    const int e = static_cast<int>(tile / tiles_n / tiles_m);
+    const int64_t m0 = tile / tiles_n % tiles_m * G::kM, n0 = tile % tiles_n * G::kN;
+    const RowRange rows = rows_of(groups.offs, groups.num_experts, groups.num_rows, e);
+    G gemm;
+    a.end = b.end = rows.end;
+    multiply_tiles<T, true, true>(gemm, a, m0, b, n0, rows.begin, rows.end);
+    gemm.for_each([&](int i, int j, acc_t<T> value) {
+      const int64_t m = m0 + i, n = n0 + j;
+      if (m < M && n < N) out[(e * M + m) * N + n] = round_to<T>(value);
+    });
+  }
+}
+
+// out[e][n] = sum over the rows r of expert e of scale[r] a[r, n]: 32 columns a block, 8 threads a column.
+constexpr int kSumLanes = kGemmThreads / 32;
+template <typename T>
+__global__ void __launch_bounds__(kGemmThreads)
+    sum_rows_kernel(Rows<T> a, Groups groups, const int* __restrict__ row_idx,
+                    const acc_t<T>* __restrict__ scale, int64_t num_tiles, T* __restrict__ out) {
+  FMOE_SHARED_ARRAY(acc_t<T>, partial, kGemmThreads);
+  const int column = threadIdx.x % 32, lane = threadIdx.x / 32;
+  const int64_t tiles_n = ceil_div(a.width, 32);
+  for (int64_t tile = blockIdx.x; tile < num_tiles; tile += gridDim.x) {
+    const int e = static_cast<int>(tile / tiles_n);
+    const int64_t n = tile % tiles_n * 32 + column;
+    const RowRange rows = rows_of(groups.offs, groups.num_experts, groups.num_rows, e);
+    acc_t<T> sum = 0;
+    for (int64_t r = rows.begin + lane; r < rows.end && n < a.width; r += kSumLanes) {
+      const T* row = a.row(r);
+      if (row) sum += (scale ? scale[row_idx[r]] : acc_t<T>(1)) * to_acc(row[n]);
+    }
+    partial[threadIdx.x] = sum;
+    __syncthreads();
+    if (lane == 0 && n < a.width) {
+      for (int i = 1; i < kSumLanes; ++i) sum += partial[i * 32 + column];
+      out[e * a.width + n] = round_to<T>(sum);
+    }
+    __syncthreads();
+  }
+}
+
+}  // namespace
+
+void launch_rows_by_weight(Dtype dtype, const GroupedRows& x, const GroupedWeight& weight, const int* offs,
+                           int64_t num_rows, const void* bias, const RowScale& scale, void* out,
+                           LaunchStream stream) {
+  const int64_t N = weight.along_n ? weight.columns : weight.rows,
+                K = weight.along_n ? weight.rows : weight.columns;
+  if (num_rows == 0 || N == 0) return;
+  dispatch_dtype(dtype, [&](auto tag) {
+    using T = decltype(tag);
+    using G = TileGemm<T>;
+    const int64_t tiles = max_row_tiles(num_rows, weight.num_experts, G::kM) * ceil_div(N, G::kN);
+    const GroupedRows plain{weight.data, weight.columns, nullptr, 1, 0};
+    launch(weight.along_n ? rows_by_weight_kernel<T, true> : rows_by_weight_kernel<T, false>, grid_for(tiles),
+           kGemmThreads, 0, stream, rows_from<T>(x, num_rows), rows_from<T>(plain, weight.rows),
+           weight.rows * weight.columns, Groups{offs, weight.num_experts, num_rows}, N, K,
+           static_cast<const T*>(bias), scale.row_idx, static_cast<const acc_t<T>*>(scale.weights), tiles,
+           static_cast<T*>(out));
+  });
+}
+
+void launch_rows_by_rows(Dtype dtype, const GroupedRows& a, const GroupedRows& b, const int* offs,
+                         int num_experts, int64_t num_rows, void* out, LaunchStream stream) {
+  if (num_experts == 0 || a.width == 0 || b.width == 0) return;
+  dispatch_dtype(dtype, [&](auto tag) {
+    using T = decltype(tag);
+    using G = TileGemm<T>;
+    const int64_t tiles = num_experts * ceil_div(a.width, G::kM) * ceil_div(b.width, G::kN);
+    launch(rows_by_rows_kernel<T>, grid_for(tiles), kGemmThreads, 0, stream, rows_from<T>(a, num_rows),
+           rows_from<T>(b, num_rows), Groups{offs, num_experts, num_rows}, a.width, b.width, tiles,
+           static_cast<T*>(out));
+  });
+}
+
+void launch_sum_rows(Dtype dtype, const GroupedRows& a, const int* offs, int num_experts, int64_t num_rows,
+                     const RowScale& scale, void* out, LaunchStream stream) {
+  if (num_experts == 0 || a.width == 0) return;
+  dispatch_dtype(dtype, [&](auto tag) {
+    using T = decltype(tag);
+    const int64_t tiles = num_experts * ceil_div(a.width, 32);
+    launch(sum_rows_kernel<T>, grid_for(tiles), kGemmThreads, 0, stream, rows_from<T>(a, num_rows),
+           Groups{offs, num_experts, num_rows}, scale.row_idx, static_cast<const acc_t<T>*>(scale.weights),
+           tiles, static_cast<T*>(out));
+  });
+}
+
+}  // namespace fmoe_ext

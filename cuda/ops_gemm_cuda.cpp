@@ -1,0 +1,210 @@
+// grouped_gemm and expert_mlp on CUDA tensors, made of the portable kernels.
+#include <tuple>
+#include <vector>
+
+#include "activation.h"
+#include "device.h"
+#include "expert_mlp.h"
+#include "grouped_gemm.h"
+
+namespace fmoe_ext {
+namespace {
+
+GroupedRows plain_rows(const Tensor& t) { return {data(t), t.size(1), nullptr, 1, 0}; }
+
+GroupedWeight grouped_weight(const Tensor& weight,
+                             bool along_n) {  // weight [E, N, K], or [E, K, N] when along_n
+  return {data(weight), static_cast<int>(weight.size(0)), weight.size(1), weight.size(2), along_n};
+}
+
+int num_experts_of(const Tensor& offs) { return static_cast<int>(offs.numel()); }
+
+Tensor grouped_gemm_cuda(Tensor x, Tensor weight, Tensor offs, std::optional<Tensor> bias) {
+  check_grouped_gemm(x, weight, offs, bias);
+  check_same_device(weight, x, "weight", "x");
+  check_same_device(offs, x, "offs", "x");
+  if (bias) check_same_device(*bias, x, "bias", "x");
+  const OnDeviceOf device(x);
+  const Tensor rows = as_contiguous(x), w = as_contiguous(weight), ends = as_contiguous(offs);
+  const std::optional<Tensor> shift = bias ? std::optional(as_contiguous(*bias)) : std::nullopt;
+  const Tensor y = torch::stable::new_empty(rows, {rows.size(0), w.size(1)});
+  launch_rows_by_weight(as_dtype(rows), plain_rows(rows), grouped_weight(w, false), data<int>(ends),
+                        rows.size(0), data(shift), RowScale{}, data(y), device);
+  return y;
+}
+
+std::tuple<Tensor, Tensor, Tensor> grouped_gemm_backward_cuda(Tensor grad_y, Tensor x, Tensor weight,
+                                                              Tensor offs, std::vector<bool> needs) {
+  check_grouped_gemm(x, weight, offs, std::nullopt);
+  STD_TORCH_CHECK(needs.size() == 3, "needs must have 3 entries (dx, dweight, dbias), but got ",
+                  needs.size());
+  check_same_dtype(grad_y, x, "grad_y", "x");
+  check_dim(grad_y, 2, "grad_y", "[R, N]");
+  check_size(grad_y, 0, x.size(0), "grad_y", "[R, N]");
+  check_size(grad_y, 1, weight.size(1), "grad_y", "[R, N]");
+  check_same_device(weight, x, "weight", "x");
+  check_same_device(offs, x, "offs", "x");
+  check_same_device(grad_y, x, "grad_y", "x");
+  const OnDeviceOf device(x);
+  const Tensor dy = as_contiguous(grad_y), rows = as_contiguous(x), w = as_contiguous(weight),
+               ends = as_contiguous(offs);
+  const int64_t R = rows.size(0), E = w.size(0), N = w.size(1), D = w.size(2);
+  const Dtype dtype = as_dtype(rows);
+  const auto output = [&](bool needed, std::initializer_list<int64_t> shape) {
+    return needed ? torch::stable::new_empty(rows, shape) : torch::stable::new_empty(rows, {0});
+  };
+  const Tensor dx = output(needs[0], {R, D}), dweight = output(needs[1], {E, N, D}),
+               dbias = output(needs[2], {E, N});
+  if (needs[0])
+    launch_rows_by_weight(dtype, plain_rows(dy), grouped_weight(w, true), data<int>(ends), R, nullptr,
+                          RowScale{}, data(dx), device);
+  if (needs[1])
+    launch_rows_by_rows(dtype, plain_rows(dy), plain_rows(rows), data<int>(ends), E, R, data(dweight),
+                        device);
+  if (needs[2])
+    launch_sum_rows(dtype, plain_rows(dy), data<int>(ends), E, R, RowScale{}, data(dbias), device);
+  return {dx, dweight, dbias};
+}
+
+// The arguments that forward and backward of expert_mlp share, contiguous.
+struct ExpertMlp {
+  ExpertMlp(const Tensor& x_, const Tensor& row_idx_, const Tensor& inverse_, const Tensor& offs_,
+            const Tensor& w1_, const std::optional<Tensor>& b1_, const Tensor& w2_,
+            const std::optional<Tensor>& b2_, const std::optional<Tensor>& topk_weights,
+            const std::string& activation_name)
+      : activation(parse_activation(activation_name)) {
+    check_expert_mlp(x_, row_idx_, inverse_, offs_, w1_, b1_, w2_, b2_, topk_weights, activation);
+    for (const auto& [t, name] : {std::pair(&row_idx_, "row_idx"), std::pair(&inverse_, "inverse"),
+                                  std::pair(&offs_, "offs"), std::pair(&w1_, "w1"), std::pair(&w2_, "w2")})
+      check_same_device(*t, x_, name, "x");
+    for (const auto& [t, name] :
+         {std::pair(&b1_, "b1"), std::pair(&b2_, "b2"), std::pair(&topk_weights, "topk_weights")})
+      if (*t) check_same_device(**t, x_, name, "x");
+    x = as_contiguous(x_);
+    row_idx = as_contiguous(row_idx_);
+    inverse = as_contiguous(inverse_);
+    offs = as_contiguous(offs_);
+    w1 = as_contiguous(w1_);
+    w2 = as_contiguous(w2_);
+    if (b1_) b1 = as_contiguous(*b1_);
+    if (b2_) b2 = as_contiguous(*b2_);
+    if (topk_weights) weights = as_contiguous(torch::stable::to(*topk_weights, compute_type(x)));
+  }
+
+  Dtype dtype() const { return as_dtype(x); }
+  CurveKind curve() const { return static_cast<CurveKind>(activation.curve); }
+  int64_t num_rows() const { return row_idx.numel(); }
+  int64_t hidden() const { return w2.size(2); }
+  int num_experts() const { return num_experts_of(offs); }
+  int top_k() const { return static_cast<int>(inverse.size(1)); }
+  const int* ends() const { return data<int>(offs); }
+  RowScale row_scale() const { return {data(weights), data<int>(row_idx)}; }
+  // The rows of a [T, ..] tensor in expert-major order, read through the index.
+  GroupedRows by_token(const Tensor& t) const {
+    return {data(t), t.size(1), data<int>(row_idx), top_k(), inverse.numel()};
+  }
+  Tensor new_rows(int64_t width) const { return torch::stable::new_empty(x, {num_rows(), width}); }
+  // out [T, D]: sums the rows of each token's choices.
+  Tensor combine(const Tensor& rows, LaunchStream stream) const {
+    const Tensor out = torch::stable::new_empty(x, {inverse.size(0), rows.size(1)});
+    launch_unpermute(dtype(), data(rows), data<int>(inverse), nullptr, inverse.size(0), top_k(), num_rows(),
+                     rows.size(1), data(out), stream);
+    return out;
+  }
+
+  Activation activation;
+  Tensor x, row_idx, inverse, offs, w1, w2;
+  std::optional<Tensor> b1, b2, weights;
+};
+
+std::tuple<Tensor, Tensor> expert_mlp_cuda(Tensor x, Tensor row_idx, Tensor inverse, Tensor offs, Tensor w1,
+                                           std::optional<Tensor> b1, Tensor w2, std::optional<Tensor> b2,
+                                           std::optional<Tensor> topk_weights, std::string activation,
+                                           bool combine, bool save_h) {
+  const OnDeviceOf device(x);
+  const ExpertMlp mlp(x, row_idx, inverse, offs, w1, b1, w2, b2, topk_weights, activation);
+  const int64_t R = mlp.num_rows();
+  const Tensor h = mlp.new_rows(mlp.w1.size(1)), a = mlp.new_rows(mlp.hidden()),
+               y = mlp.new_rows(mlp.x.size(1));
+  launch_rows_by_weight(mlp.dtype(), mlp.by_token(mlp.x), grouped_weight(mlp.w1, false), mlp.ends(), R,
+                        data(mlp.b1), RowScale{}, data(h), device);
+  launch_activation(mlp.dtype(), mlp.curve(), mlp.activation.gated, data(h), mlp.ends(), mlp.num_experts(), R,
+                    mlp.hidden(), data(a), device);
+  launch_rows_by_weight(mlp.dtype(), plain_rows(a), grouped_weight(mlp.w2, false), mlp.ends(), R,
+                        data(mlp.b2), mlp.row_scale(), data(y), device);
+  return {combine ? mlp.combine(y, device) : y, save_h ? h : torch::stable::new_empty(h, {0})};
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> expert_mlp_backward_cuda(
+    Tensor grad_y, Tensor x, Tensor row_idx, Tensor inverse, Tensor offs, Tensor w1, Tensor w2,
+    std::optional<Tensor> b2, std::optional<Tensor> topk_weights, Tensor h, std::string activation,
+    bool combine, std::vector<bool> needs) {
+  const OnDeviceOf device(x);
+  const ExpertMlp mlp(x, row_idx, inverse, offs, w1, std::nullopt, w2, b2, topk_weights, activation);
+  const int64_t R = mlp.num_rows(), T = mlp.inverse.size(0), D = mlp.x.size(1), H = mlp.hidden(),
+                F = mlp.w1.size(1);
+  const int E = mlp.num_experts();
+  const char* grad_shape = combine ? "[T, D]" : "[R, D]";
+  check_same_dtype(grad_y, x, "grad_y", "x");
+  check_dim(grad_y, 2, "grad_y", grad_shape);
+  check_size(grad_y, 0, combine ? T : R, "grad_y", grad_shape);
+  check_size(grad_y, 1, D, "grad_y", grad_shape);
+  check_same_device(grad_y, x, "grad_y", "x");
+  check_same_dtype(h, x, "h", "x");
+  check_dim(h, 2, "h", "[R, F]");
+  check_size(h, 0, R, "h", "[R, F]");
+  check_size(h, 1, F, "h", "[R, F]");
+  check_same_device(h, x, "h", "x");
+  STD_TORCH_CHECK(needs.size() == 6,
+                  "needs must have 6 entries (dx, dw1, db1, dw2, db2, dtopk_weights), but got ",
+                  needs.size());
+  STD_TORCH_CHECK(!needs[5] || topk_weights, "needs asks for the gradient of topk_weights, which is None");
+
+  const Dtype dtype = mlp.dtype();
+  const Tensor dy = as_contiguous(grad_y), pre = as_contiguous(h);
+  const GroupedRows dy_rows = combine ? mlp.by_token(dy) : plain_rows(dy);
+  const auto output = [&](bool needed, std::initializer_list<int64_t> shape) {
+    return needed ? torch::stable::new_empty(mlp.x, shape) : torch::stable::new_empty(mlp.x, {0});
+  };
+  const Tensor dw1 = output(needs[1], {E, F, D}), db1 = output(needs[2], {E, F}),
+               dw2 = output(needs[3], {E, D, H}), db2 = output(needs[4], {E, D});
+  Tensor dx = output(false, {}), dweights = output(false, {});
+  if (needs[5]) dweights = torch::stable::new_zeros(mlp.x, {T, mlp.top_k()}, compute_type(mlp.x));
+
+  if (needs[4]) launch_sum_rows(dtype, dy_rows, mlp.ends(), E, R, mlp.row_scale(), data(db2), device);
+  if (needs[0] || needs[1] || needs[2] || needs[3] || needs[5]) {
+    const Tensor da = mlp.new_rows(H), dh = mlp.new_rows(F), scaled_a = mlp.new_rows(H);
+    launch_rows_by_weight(dtype, dy_rows, grouped_weight(mlp.w2, true), mlp.ends(), R, nullptr, RowScale{},
+                          data(da), device);
+    const ActivationRows rows{
+        data(pre),           mlp.ends(), data<int>(mlp.row_idx), data(mlp.weights), E, mlp.top_k(), R,
+        mlp.inverse.numel(), combine};
+    launch_activation_backward(dtype, mlp.curve(), mlp.activation.gated, data(da), rows, data(dy),
+                               data(mlp.b2), H, D, data(dh), data(scaled_a),
+                               needs[5] ? data(dweights) : nullptr, device);
+    if (needs[3])
+      launch_rows_by_rows(dtype, dy_rows, plain_rows(scaled_a), mlp.ends(), E, R, data(dw2), device);
+    if (needs[1])
+      launch_rows_by_rows(dtype, plain_rows(dh), mlp.by_token(mlp.x), mlp.ends(), E, R, data(dw1), device);
+    if (needs[2]) launch_sum_rows(dtype, plain_rows(dh), mlp.ends(), E, R, RowScale{}, data(db1), device);
+    if (needs[0]) {
+      const Tensor dx_rows = mlp.new_rows(D);
+      launch_rows_by_weight(dtype, plain_rows(dh), grouped_weight(mlp.w1, true), mlp.ends(), R, nullptr,
+                            RowScale{}, data(dx_rows), device);
+      dx = mlp.combine(dx_rows, device);
+    }
+  }
+  if (needs[5]) dweights = torch::stable::to(dweights, topk_weights->scalar_type());
+  return {dx, dw1, db1, dw2, db2, dweights};
+}
+
+}  // namespace
+
+FMOE_CUDA_LIBRARY(m) {
+  m.impl("grouped_gemm", TORCH_BOX(&grouped_gemm_cuda));
+  m.impl("grouped_gemm_backward", TORCH_BOX(&grouped_gemm_backward_cuda));
+  m.impl("expert_mlp", TORCH_BOX(&expert_mlp_cuda));
+  m.impl("expert_mlp_backward", TORCH_BOX(&expert_mlp_backward_cuda));
+}
+
+}  // namespace fmoe_ext

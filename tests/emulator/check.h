@@ -1,0 +1,61 @@
+// The little that the C++ test programs share: checks that count, and every landing mode under several seeds.
+#pragma once
+
+#include <unistd.h>
+
+#include <cstdio>
+#include <cstdlib>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "emu.h"
+
+inline int failures = 0;
+
+#define CHECK(condition, ...)                                     \
+  do {                                                            \
+    if (!(condition) && failures++ < 20) {                        \
+      std::printf("%s:%d: %s: ", __FILE__, __LINE__, #condition); \
+      std::printf(__VA_ARGS__);                                   \
+      std::printf("\n");                                          \
+    }                                                             \
+  } while (0)
+
+// Runs body and checks that it stops with an emu::Error whose text holds `expected`.
+template <class Fn>
+void check_stops(const char* expected, Fn body) {
+  std::string text;
+  try {
+    body();
+  } catch (emu::Error& error) {
+    text = error.what();
+  }
+  CHECK(text.find(expected) != std::string::npos, "expected an error with '%s', got '%s'", expected,
+        text.c_str());
+}
+
+template <class Fn>
+void for_every_schedule(int num_seeds, Fn body) {
+  for (auto landing : {emu::Landing::eager, emu::Landing::lazy, emu::Landing::random})
+    for (int seed = 0; seed < num_seeds; ++seed) {
+      emu::config = {};
+      emu::config.landing = landing;
+      emu::config.seed = seed;
+      emu::config.preempt = seed % 3 == 2 ? 4 : 0;
+      try {
+        body();
+      } catch (emu::Error& error) {
+        CHECK(false, "landing %d, seed %d: %s", static_cast<int>(landing), seed, error.what());
+      }
+    }
+}
+
+inline int finish() {
+  std::printf("%s: %lu thread switches, %lu landings, %lu wgmmas, %lu blocks\n", failures ? "FAILED" : "ok",
+              static_cast<unsigned long>(emu::statistics.switches),
+              static_cast<unsigned long>(emu::statistics.landings),
+              static_cast<unsigned long>(emu::statistics.wgmmas),
+              static_cast<unsigned long>(emu::statistics.blocks));
+  return failures != 0;
+}

@@ -1,0 +1,98 @@
+// The functions of cuda/ptx.cuh in terms of the emulator.
+#pragma once
+
+#include "cuda_surface.h"
+
+namespace fmoe_ext::ptx {
+
+inline uint32_t shared_address(const void* p) { return emu::shared_address(p); }
+
+inline int ld_acquire(const int* p) {
+  emu::yield();
+  return __atomic_load_n(p, __ATOMIC_ACQUIRE);
+}
+inline void st_release(int* p, int v) { __atomic_store_n(p, v, __ATOMIC_RELEASE); }
+
+inline void cp_async16(uint32_t dst, const void* src, int bytes) { emu::cp_async(dst, src, 16, bytes); }
+inline void cp_async_commit() { emu::cp_async_commit(); }
+template <int kPending>
+void cp_async_wait() {
+  emu::cp_async_wait(kPending);
+}
+inline void cp_async_wait_all() { emu::cp_async_wait(-1); }
+
+namespace detail {
+inline void mma(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2], bool f16) {
+  emu::Operand operand;
+  operand.arg = f16;
+  std::memcpy(operand.regs, a, sizeof a);
+  std::memcpy(operand.regs + 4, b, sizeof b);
+  std::memcpy(operand.regs + 6, d, sizeof d);
+  operand = emu::collective(emu::WarpOpKind::mma, ~0u, operand, "mma.sync");
+  std::memcpy(d, operand.regs + 6, sizeof d);
+}
+}  // namespace detail
+inline void mma_m16n8k16(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2], __nv_bfloat16) {
+  detail::mma(d, a, b, false);
+}
+inline void mma_m16n8k16(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2], __half) {
+  detail::mma(d, a, b, true);
+}
+template <bool kTranspose>
+void ldmatrix_x4(uint32_t (&r)[4], uint32_t p) {
+  const emu::Operand operand =
+      emu::collective(emu::WarpOpKind::ldmatrix, ~0u, {p, 4, kTranspose}, "ldmatrix");
+  std::memcpy(r, operand.regs, sizeof r);
+}
+inline void stmatrix_x4(uint32_t p, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
+  emu::collective(emu::WarpOpKind::stmatrix, ~0u, {p, 4, 0, {a, b, c, d}}, "stmatrix");
+}
+
+inline void mbar_init(uint32_t bar, uint32_t count) { emu::mbar_init(bar, count); }
+inline void mbar_arrive(uint32_t bar) { emu::mbar_arrive(bar); }
+inline void mbar_arrive_expect_tx(uint32_t bar, uint32_t bytes) { emu::mbar_arrive(bar, bytes); }
+inline void mbar_wait(uint32_t bar, uint32_t parity) { emu::mbar_wait(bar, parity); }
+inline void cp_async_mbar_arrive_noinc(uint32_t bar) { emu::cp_async_mbar_arrive(bar, true); }
+inline void fence_mbar_init() {}
+inline void fence_proxy_async() { emu::fence_proxy_async(); }
+
+template <class... C>
+void tma_load(uint32_t dst, const CUtensorMap* map, uint32_t bar, C... coordinates) {
+  const int c[] = {coordinates...};
+  emu::tma_load(dst, map, bar, sizeof...(C), c);
+}
+inline void tma_store(const CUtensorMap* map, uint32_t src, int c0, int c1) {
+  const int c[] = {c0, c1};
+  emu::tma_store(map, src, 2, c);
+}
+inline void bulk_commit() { emu::bulk_commit(); }
+template <int kPending>
+void bulk_wait_read() {
+  emu::bulk_wait(kPending);
+}
+
+template <int kRegisters>
+void setmaxnreg_inc() {
+  emu::setmaxnreg(kRegisters, true);
+}
+template <int kRegisters>
+void setmaxnreg_dec() {
+  emu::setmaxnreg(kRegisters, false);
+}
+template <int kBarrier, int kThreads>
+void bar_sync() {
+  emu::bar_sync(kBarrier, kThreads);
+}
+
+inline void wgmma_fence() { emu::wgmma_fence(); }
+inline void wgmma_commit() { emu::wgmma_commit(); }
+template <int kPending>
+void wgmma_wait() {
+  emu::wgmma_wait(kPending);
+}
+template <int kN>
+void wgmma_bf16(float (&d)[kN / 2], uint64_t a, uint64_t b, bool accumulate) {
+  emu::wgmma(d, {kN, accumulate, false, false, false}, a, nullptr, b);
+}
+
+}  // namespace fmoe_ext::ptx

@@ -1,0 +1,116 @@
+// Shared memory: allocation, addresses, swizzles, and the record of who wrote what through which proxy.
+#include <algorithm>
+
+#include "state.h"
+
+namespace emu {
+
+char* dynamic_shared() { return self()->cta->shared.get() + self()->cta->dynamic_offset; }
+
+void* static_shared(const void* tag, size_t bytes, size_t align) {
+  Inside inside;
+  Cta* cta = self()->cta;
+  auto found = cta->statics.find(tag);
+  if (found == cta->statics.end()) {
+    const uint32_t offset = (cta->end + 16 + align - 1) / align * align;
+    if (offset + bytes > cta->capacity) fail("static shared memory of this kernel exceeds 48 KiB");
+    cta->end = offset + bytes;
+    found = cta->statics.emplace(tag, offset).first;
+    asan_unpoison(cta->shared.get() + offset, bytes);
+  }
+  return cta->shared.get() + found->second;
+}
+
+uint32_t shared_address(const void* p) {
+  const Cta* cta = self()->cta;
+  const ptrdiff_t offset = static_cast<const char*>(p) - cta->shared.get();
+  if (offset < cta->dynamic_offset || offset > cta->end)
+    fail("%p is not in the shared memory of this block", p);
+  return static_cast<uint32_t>(offset);
+}
+
+void label_shared(const void* p, const char* label) {
+  Inside inside;
+  self()->cta->labels[shared_address(p)] = label;
+}
+
+Location locate(uint32_t address, size_t bytes, size_t align, Cta* own) {
+  Cta* cta = own ? own : self()->cta;
+  if (const uint32_t rank = address >> 24) {
+    if (rank > cta->cluster->ctas.size())
+      fail("address 0x%x names block %u of a smaller cluster", address, rank - 1);
+    cta = cta->cluster->ctas[rank - 1].get();
+    address &= 0xffffff;
+  }
+  if (address < cta->dynamic_offset || address + bytes > cta->end)
+    fail("shared-memory access [0x%x, +%zu) outside the allocation [0x%x, 0x%x)", address, bytes,
+         cta->dynamic_offset, cta->end);
+  if (address % align) fail("shared-memory address 0x%x is not aligned to %zu", address, align);
+  return {cta, address};
+}
+
+uint32_t cluster_rank() { return self()->cta->rank; }
+uint32_t map_to_rank(uint32_t address, uint32_t rank) { return (rank + 1) << 24 | (address & 0xffffff); }
+
+namespace {
+template <class Fn>
+void for_chunks(Cta* cta, uint32_t offset, uint32_t bytes, Fn fn) {
+  for (uint32_t i = offset / 16; i <= (offset + bytes - 1) / 16; ++i) fn(cta->chunks[i]);
+}
+}  // namespace
+
+void mark_copies(Cta* cta, uint32_t offset, uint32_t bytes, int delta) {
+  for_chunks(cta, offset, bytes, [&](Chunk& c) { c.copies_in_flight += delta; });
+  // Under ASan plain accesses to the destination of an unfinished copy trap.
+  if (delta > 0)
+    asan_poison(cta->shared.get() + offset, bytes);
+  else
+    asan_unpoison(cta->shared.get() + offset, bytes);
+}
+void mark_stores(Cta* cta, uint32_t offset, uint32_t bytes, int delta) {
+  for_chunks(cta, offset, bytes, [&](Chunk& c) { c.stores_reading += delta; });
+}
+bool copy_in_flight(Cta* cta, uint32_t offset, uint32_t bytes) {
+  bool found = false;
+  for_chunks(cta, offset, bytes, [&](Chunk& c) { found |= c.copies_in_flight != 0; });
+  return found;
+}
+bool store_reading(Cta* cta, uint32_t offset, uint32_t bytes) {
+  bool found = false;
+  for_chunks(cta, offset, bytes, [&](Chunk& c) { found |= c.stores_reading != 0; });
+  return found;
+}
+void note_generic_write(Cta* cta, uint32_t offset, uint32_t bytes, Fiber* writer) {
+  ++machine.clock;
+  for_chunks(cta, offset, bytes, [&](Chunk& c) {
+    c.written = machine.clock;
+    c.writer = writer;
+  });
+}
+void note_async_write(Cta* cta, uint32_t offset, uint32_t bytes) {
+  ++machine.clock;
+  for_chunks(cta, offset, bytes, [&](Chunk& c) { c.written = 0; });
+}
+bool written_without_fence(Cta* cta, uint32_t offset, uint64_t reader_fence) {
+  const Chunk& c = cta->chunks[offset / 16];
+  return c.written > reader_fence && c.writer->proxy_fence < c.written;
+}
+
+void check_async_destination(Cta* cta, uint32_t offset, uint32_t bytes, const char* who) {
+  if (store_reading(cta, offset, bytes))
+    fail("%s overwrites %s while a TMA store reads it", who, place(cta, offset).c_str());
+  for (auto& warpgroup : cta->warpgroups)
+    for (auto& op : warpgroup.ops)
+      for (int operand = 0; operand < 2; ++operand)
+        if (offset < op.end_byte[operand] && offset + bytes > op.first_byte[operand])
+          fail("%s overwrites %s while an unfinished wgmma of warpgroup %d may read it", who,
+               place(cta, offset).c_str(), warpgroup.index);
+}
+
+// Swizzle: the address bits above each 16-byte column are mixed into it, within 128-, 64- or 32-byte rows.
+uint32_t swizzle(uint32_t address, uint32_t span) {
+  const uint32_t mask = span == 128 ? 0x70 : span == 64 ? 0x30 : span == 32 ? 0x10 : 0;
+  return address ^ (address >> 3 & mask);
+}
+
+}  // namespace emu

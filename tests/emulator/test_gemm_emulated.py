@@ -1,0 +1,172 @@
+"""grouped_gemm and expert_mlp of cuda/ against the oracles of fmoe_ext.ops, on CPU tensors through the emulator."""
+
+import pytest
+import torch
+
+from fmoe_ext import ops
+from fmoe_ext.testing import assert_close
+
+FLOATS = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+COUNTS = [[3, 0, 5], [0, 130, 1], [0, 0], [70]]
+
+
+def check(ours, truth, plain, name):
+    if ours.dtype == torch.float64:  # plain is the truth here
+        torch.testing.assert_close(ours, truth, rtol=1e-12, atol=1e-13, msg=lambda text: f"{name}: {text}")
+    else:
+        assert_close(ours, truth, plain, name)
+
+
+def gradients(function, tensors, grad, dtype):
+    """Result and gradients of function(*tensors) in dtype, None where a tensor is None."""
+    leaves = [t if t is None else t.to(dtype).detach().requires_grad_() for t in tensors]
+    out = function(*leaves)
+    if not out.requires_grad:  # there are no rows
+        return [out, *(None for t in leaves)]
+    needed = [t for t in leaves if t is not None]
+    grads = iter(torch.autograd.grad(out, needed, grad.to(dtype), allow_unused=True))
+    return [out.detach(), *(None if t is None else next(grads) for t in leaves)]
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("sizes", [(1, 1), (24, 40), (37, 3), (160, 136)])
+@pytest.mark.parametrize("counts", COUNTS, ids=str)
+def test_grouped_gemm(emulated, counts, sizes, dtype):
+    D, N = sizes
+    E, R = len(counts), sum(counts) + 3
+    generator = torch.Generator().manual_seed(0)
+    x, weight, bias, grad = (
+        torch.randn(shape, generator=generator).to(dtype) for shape in ((R, D), (E, N, D), (E, N), (R, N))
+    )
+    offs = torch.tensor(counts).cumsum(0).int()
+
+    y = emulated.grouped_gemm(x, weight, offs, bias)
+    grads = emulated.grouped_gemm_backward(grad, x, weight, offs, [True, True, True])
+
+    def reference(x, weight, bias):
+        return ops.grouped_gemm_ref(x, weight, offs, bias)
+
+    truth = gradients(reference, (x, weight, bias), grad, torch.float64)
+    plain = gradients(reference, (x, weight, bias), grad, dtype)
+    for name, ours, true, other in zip(
+        ("y", "dx", "dweight", "dbias"), (y, *grads), truth, plain, strict=True
+    ):
+        check(ours, true, other, name)
+    if weight.shape[1] > 1:
+        column_major = weight.transpose(1, 2).contiguous().transpose(1, 2)
+        assert torch.equal(emulated.grouped_gemm(x, column_major, offs, bias), y)
+    skipped = emulated.grouped_gemm_backward(grad, x, weight, offs, [False, True, False])
+    assert [t.numel() > 0 for t in skipped] == [False, True, False]
+    assert torch.equal(skipped[1], grads[1])
+
+
+def mlp_inputs(T, K, E, D, H, dtype, gated, bias, weights, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+
+    def random(*shape, scale=1.0):
+        return (torch.randn(shape, generator=generator) * scale).to(dtype)
+
+    topk_idx = torch.randint(-1, E, (T, K), generator=generator)
+    if E > 2:
+        topk_idx[topk_idx == 1] = 2  # an expert without rows
+    routing = ops.sort_tokens_ref(topk_idx, E)
+    F = 2 * H if gated else H
+    x, w1, w2 = random(T, D), random(E, F, D, scale=D**-0.5), random(E, D, H, scale=H**-0.5)
+    b1, b2 = (random(E, F), random(E, D)) if bias else (None, None)
+    topk_weights = torch.rand(T, K, generator=generator).to(weights) if weights else None
+    return routing, (x, w1, b1, w2, b2, topk_weights)
+
+
+def run_mlp(emulated, routing, tensors, activation, combine, grad):
+    x, w1, b1, w2, b2, topk_weights = tensors
+    index = (routing.row_idx, routing.inverse, routing.offs)
+    options = (activation, combine)
+    y, h = emulated.expert_mlp(x, *index, w1, b1, w2, b2, topk_weights, *options, True)
+    needs = [True, True, b1 is not None, True, b2 is not None, topk_weights is not None]
+    grads = emulated.expert_mlp_backward(grad, x, *index, w1, w2, b2, topk_weights, h, *options, needs)
+    return [y, *(grad if needed else None for grad, needed in zip(grads, needs, strict=True))]
+
+
+NAMES = ("y", "dx", "dw1", "db1", "dw2", "db2", "dtopk_weights")
+
+
+def check_mlp(emulated, routing, tensors, activation, combine):
+    x, topk_weights = tensors[0], tensors[-1]
+    rows = x.shape[0] if combine else routing.row_idx.shape[0]
+    grad = torch.randn(rows, x.shape[1], generator=torch.Generator().manual_seed(9)).to(x.dtype)
+
+    def reference(x, w1, b1, w2, b2, weights):
+        index = (routing.row_idx, routing.inverse, routing.offs)
+        return ops.expert_mlp_ref(x, *index, w1, b1, w2, b2, weights, activation, combine)
+
+    ours = run_mlp(emulated, routing, tensors, activation, combine, grad)
+    truth, plain = (gradients(reference, tensors, grad, dtype) for dtype in (torch.float64, x.dtype))
+    for name, one, true, other in zip(NAMES, ours, truth, plain, strict=True):
+        if one is None:
+            assert true is None
+            continue
+        if true is None:  # not used by any row
+            assert not one.any(), name
+            continue
+        if name == "dtopk_weights" and topk_weights.dtype != x.dtype:
+            other = other.to(topk_weights.dtype)
+        check(one, true, other, name)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("activation", ["gelu", "gelu_tanh", "relu", "silu", "swiglu", "geglu", "geglu_tanh"])
+def test_expert_mlp_activations(emulated, activation, dtype):
+    gated = activation in ("swiglu", "geglu", "geglu_tanh")
+    routing, tensors = mlp_inputs(19, 2, 4, 24, 40, dtype, gated, True, dtype)
+    check_mlp(emulated, routing, tensors, activation, True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("combine", [True, False])
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("weights", [None, torch.float32])
+def test_expert_mlp_options(emulated, weights, bias, combine, dtype):
+    routing, tensors = mlp_inputs(33, 3, 5, 37, 13, dtype, True, bias, weights)
+    check_mlp(emulated, routing, tensors, "swiglu", combine)
+
+
+@pytest.mark.parametrize(("T", "K", "E"), [(0, 2, 3), (1, 1, 1), (150, 1, 1)])
+def test_expert_mlp_shapes(emulated, T, K, E):
+    routing, tensors = mlp_inputs(T, K, E, 16, 8, torch.float32, False, True, torch.float32)
+    check_mlp(emulated, routing, tensors, "gelu", True)
+
+
+def test_garbage_indices_touch_nothing_outside(emulated):
+    """Whatever the indices hold, results have the right shape and memory is only read where it exists."""
+    x, weight = torch.randn(6, 8), torch.randn(3, 8, 8)
+    for offs in ([5, 2, 90], [-4, 3, 3], [2**31 - 1, 0, 0]):
+        assert emulated.grouped_gemm(x, weight, torch.tensor(offs, dtype=torch.int32), None).isfinite().all()
+    row_idx = torch.tensor([3, -9, 2**31 - 1, 0, 1, 7], dtype=torch.int32)
+    inverse = torch.tensor([[0], [1], [2**31 - 1], [-5], [4], [5]], dtype=torch.int32)
+    offs = torch.tensor([2, 4, 6], dtype=torch.int32)
+    y, _ = emulated.expert_mlp(
+        x, row_idx, inverse, offs, weight, None, weight, None, None, "relu", True, False
+    )
+    assert y.shape == (6, 8)
+    assert y.isfinite().all()
+
+
+def test_same_bits_in_every_schedule(emulated):
+    routing, tensors = mlp_inputs(40, 2, 3, 24, 16, torch.bfloat16, True, True, torch.float32)
+    grad = torch.ones(40, 24, dtype=torch.bfloat16)
+    first = run_mlp(emulated, routing, tensors, "swiglu", True, grad)
+    for seed in (1, 2):
+        emulated.set_schedule(seed, 4)
+        again = run_mlp(emulated, routing, tensors, "swiglu", True, grad)
+        emulated.set_schedule(0, 0)
+        for name, one, other in zip(NAMES, first, again, strict=True):
+            assert torch.equal(one, other), name
+
+
+def test_rejects_with_the_values(emulated):
+    x, weight, offs = torch.zeros(4, 8), torch.zeros(2, 3, 7), torch.zeros(2, dtype=torch.int32)
+    with pytest.raises(RuntimeError, match=r"weight must have shape \[E, N, D\].*got shape \[2, 3, 7\]"):
+        emulated.grouped_gemm(x, weight, offs, None)
+    with pytest.raises(RuntimeError, match='unknown activation "tanh"'):
+        index = (torch.zeros(4, dtype=torch.int32), torch.zeros(4, 1, dtype=torch.int32), offs)
+        emulated.expert_mlp(x, *index, weight, None, weight, None, None, "tanh", True, False)

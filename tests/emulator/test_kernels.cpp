@@ -1,0 +1,214 @@
+// The portable kernels on buffers of exactly their size, for the sanitizers: ASan sees an access outside,
+// TSan two threads that disagree. Values are checked against plain loops here, and against the oracles from
+// Python.
+#include <algorithm>
+#include <cmath>
+
+#include "../../cuda/common.cuh"
+#include "check.h"
+
+using namespace fmoe_ext;
+
+namespace {
+
+std::mt19937 generator(11);
+
+template <typename T>
+std::vector<T> random_values(size_t count) {
+  std::vector<T> values(count);
+  for (T& v : values) v = round_to<T>(acc_t<T>(int(generator() % 2001) - 1000) / 1000);
+  return values;
+}
+
+// Routing as sort_tokens defines it, by a loop.
+struct Sorted {
+  std::vector<int> offs, row_idx, inverse;
+  std::vector<int64_t> tokens_per_expert;
+};
+template <typename index_t>
+Sorted sort_by_loop(const std::vector<index_t>& idx, int E) {
+  Sorted s{{}, {}, std::vector<int>(idx.size(), -1), {}};
+  for (int e = 0; e < E; ++e) {
+    for (size_t i = 0; i < idx.size(); ++i)
+      if (idx[i] == e) {
+        s.inverse[i] = static_cast<int>(s.row_idx.size());
+        s.row_idx.push_back(static_cast<int>(i));
+      }
+    s.tokens_per_expert.push_back(static_cast<int64_t>(s.row_idx.size()) - (e ? s.offs.back() : 0));
+    s.offs.push_back(static_cast<int>(s.row_idx.size()));
+  }
+  s.row_idx.resize(idx.size(), -1);
+  return s;
+}
+
+template <typename index_t>
+void test_routing(int T, int K, int E) {
+  std::vector<index_t> idx(T * K);
+  for (index_t& e : idx)
+    e = static_cast<index_t>(int(generator() % (E + 2)) - 1);  // -1 .. E: E is out of range
+  const Indices indices{idx.data(), sizeof(index_t) == 8};
+  const Sorted expected = sort_by_loop(idx, E);
+
+  std::vector<int64_t> counts(E, 0);
+  launch_count_tokens(indices, T * K, E, counts.data(), nullptr);
+  CHECK(counts == expected.tokens_per_expert, "count_tokens T %d K %d E %d", T, K, E);
+
+  Sorted ours{std::vector<int>(E, -7), std::vector<int>(T * K, -7), std::vector<int>(T * K, -7),
+              std::vector<int64_t>(E, -7)};
+  std::vector<int> workspace(rank_workspace_ints(T * K, E));
+  launch_sort_tokens(indices, T * K, E, workspace.data(), ours.tokens_per_expert.data(), ours.offs.data(),
+                     ours.row_idx.data(), ours.inverse.data(), nullptr);
+  CHECK(ours.tokens_per_expert == expected.tokens_per_expert, "tokens_per_expert T %d K %d E %d", T, K, E);
+  CHECK(ours.offs == expected.offs, "offs T %d K %d E %d", T, K, E);
+  CHECK(ours.row_idx == expected.row_idx, "row_idx T %d K %d E %d", T, K, E);
+  CHECK(ours.inverse == expected.inverse, "inverse T %d K %d E %d", T, K, E);
+
+  std::vector<int64_t> capacity(E), left;
+  for (int64_t& c : capacity) c = generator() % (2 * T * K / E + 2);
+  std::vector<index_t> kept(T * K, 99), kept_by_loop(T * K, -1);
+  left = capacity;
+  for (int k = 0; k < K; ++k)
+    for (int t = 0; t < T; ++t) {
+      const index_t e = idx[t * K + k];
+      if (e >= 0 && e < E && left[e]-- > 0) kept_by_loop[t * K + k] = e;
+    }
+  launch_apply_capacity(indices, T, K, E, capacity.data(), workspace.data(), kept.data(), nullptr);
+  CHECK(kept == kept_by_loop, "apply_capacity T %d K %d E %d", T, K, E);
+}
+
+template <typename T>
+void check_near(const char* what, T got, double expected) {
+  const double tolerance = (sizeof(T) == 2 ? 1e-2 : 1e-5) * (1 + std::abs(expected));
+  CHECK(std::abs(static_cast<double>(to_acc(got)) - expected) <= tolerance, "%s: %g, expected %g", what,
+        static_cast<double>(to_acc(got)), expected);
+}
+
+template <typename T>
+void test_permute(Dtype dtype, int64_t D) {
+  const int tokens = 13, K = 2, E = 3, R = tokens * K;
+  std::vector<int64_t> idx(R);
+  for (int64_t& e : idx) e = int(generator() % (E + 1)) - 1;
+  const Sorted s = sort_by_loop(idx, E);
+  const auto x = random_values<T>(tokens * D);
+  const auto weights = random_values<acc_t<T>>(R);
+  std::vector<T> rows(R * D), out(tokens * D), grad_rows(R * D);
+  launch_permute(x.data(), s.row_idx.data(), R, R, K, D * sizeof(T), rows.data(), nullptr);
+  for (int r = 0; r < R; ++r)
+    for (int64_t d = 0; d < D; ++d)
+      check_near("permute", rows[r * D + d],
+                 s.row_idx[r] < 0 ? 0 : static_cast<double>(to_acc(x[s.row_idx[r] / K * D + d])));
+  launch_unpermute(dtype, rows.data(), s.inverse.data(), weights.data(), tokens, K, R, D, out.data(),
+                   nullptr);
+  for (int t = 0; t < tokens; ++t)
+    for (int64_t d = 0; d < D; ++d) {
+      double sum = 0;
+      for (int k = 0; k < K; ++k)
+        if (s.inverse[t * K + k] >= 0) sum += static_cast<double>(weights[t * K + k]) * to_acc(x[t * D + d]);
+      check_near("unpermute", out[t * D + d], sum);
+    }
+  std::vector<acc_t<T>> grad_weights(R, 0);
+  launch_unpermute_backward(dtype, x.data(), rows.data(), s.row_idx.data(), weights.data(), R, R, K, D,
+                            grad_rows.data(), grad_weights.data(), nullptr);
+  for (int r = 0; r < R; ++r) {
+    double norm = 0;
+    for (int64_t d = 0; d < D; ++d) {
+      const double v = s.row_idx[r] < 0 ? 0 : static_cast<double>(to_acc(x[s.row_idx[r] / K * D + d]));
+      check_near("grad_y", grad_rows[r * D + d], s.row_idx[r] < 0 ? 0 : v * weights[s.row_idx[r]]);
+      norm += v * v;
+    }
+    if (s.row_idx[r] >= 0) check_near("grad_weights", grad_weights[s.row_idx[r]], norm);
+  }
+}
+
+template <typename T>
+void test_gate(Dtype dtype, int E, int K) {
+  const int tokens = 6;
+  const auto logits = random_values<T>(tokens * E);
+  std::vector<int64_t> idx(tokens * K);
+  std::vector<T> weights(tokens * K), grad(tokens * K, round_to<T>(1)), grad_logits(tokens * E);
+  const GateParams params{E, K, 1, 1, false, true, 1.0};
+  launch_topk_gate(dtype, logits.data(), nullptr, params, tokens, idx.data(), weights.data(), nullptr);
+  for (int t = 0; t < tokens; ++t) {
+    std::vector<int> order(E);
+    for (int e = 0; e < E; ++e) order[e] = e;
+    const auto value = [&](int e) { return static_cast<double>(to_acc(logits[t * E + e])); };
+    std::stable_sort(order.begin(), order.end(), [&](int a, int b) { return value(a) > value(b); });
+    double sum = 0;
+    for (int k = 0; k < K; ++k) sum += std::exp(value(order[k]));
+    for (int k = 0; k < K; ++k) {
+      CHECK(idx[t * K + k] == order[k], "token %d choice %d: %ld, expected %d", t, k, idx[t * K + k],
+            order[k]);
+      check_near("weight", weights[t * K + k], std::exp(value(order[k])) / sum);
+    }
+  }
+  launch_topk_gate_backward(dtype, grad.data(), logits.data(), idx.data(), weights.data(), params, tokens,
+                            grad_logits.data(), nullptr);
+  for (const T& v : grad_logits)
+    check_near("grad_logits", v, 0);  // the weights sum to one whatever the logits
+}
+
+template <typename T>
+void test_products(Dtype dtype, std::vector<int> counts, int64_t D, int64_t N) {
+  const int E = static_cast<int>(counts.size()), padding = 2;
+  std::vector<int> offs, expert;
+  for (int e = 0; e < E; ++e) {
+    expert.insert(expert.end(), counts[e], e);
+    offs.push_back(static_cast<int>(expert.size()));
+  }
+  const int used = static_cast<int>(expert.size()), R = used + padding;
+  const auto x = random_values<T>(R * D), w = random_values<T>(E * N * D), dy = random_values<T>(R * N);
+  std::vector<T> y(R * N), dx(R * D), dw(E * N * D), db(E * N);
+  const GroupedRows x_rows{x.data(), D, nullptr, 1, 0}, dy_rows{dy.data(), N, nullptr, 1, 0};
+  launch_rows_by_weight(dtype, x_rows, {w.data(), E, N, D, false}, offs.data(), R, nullptr, {}, y.data(),
+                        nullptr);
+  launch_rows_by_weight(dtype, dy_rows, {w.data(), E, N, D, true}, offs.data(), R, nullptr, {}, dx.data(),
+                        nullptr);
+  launch_rows_by_rows(dtype, dy_rows, x_rows, offs.data(), E, R, dw.data(), nullptr);
+  launch_sum_rows(dtype, dy_rows, offs.data(), E, R, {}, db.data(), nullptr);
+  const auto at = [](const std::vector<T>& v, int64_t i) { return static_cast<double>(to_acc(v[i])); };
+  for (int r = 0; r < R; ++r) {
+    for (int64_t n = 0; n < N; ++n) {
+      double sum = 0;
+      for (int64_t k = 0; k < D && r < used; ++k)
+        sum += at(x, r * D + k) * at(w, (expert[r] * N + n) * D + k);
+      check_near("y", y[r * N + n], sum);
+    }
+    for (int64_t d = 0; d < D; ++d) {
+      double sum = 0;
+      for (int64_t n = 0; n < N && r < used; ++n)
+        sum += at(dy, r * N + n) * at(w, (expert[r] * N + n) * D + d);
+      check_near("dx", dx[r * D + d], sum);
+    }
+  }
+  for (int e = 0; e < E; ++e)
+    for (int64_t n = 0; n < N; ++n) {
+      double bias = 0;
+      for (int r = 0; r < used; ++r) bias += expert[r] == e ? at(dy, r * N + n) : 0;
+      check_near("db", db[e * N + n], bias);
+      for (int64_t d = 0; d < D; ++d) {
+        double sum = 0;
+        for (int r = 0; r < used; ++r) sum += expert[r] == e ? at(dy, r * N + n) * at(x, r * D + d) : 0;
+        check_near("dw", dw[(e * N + n) * D + d], sum);
+      }
+    }
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  alarm(300);
+  test_routing<int32_t>(4300, 2, 6500);  // more than 32 tiles
+  for_every_schedule(argc > 1 ? std::atoi(argv[1]) : 1, [] {
+    test_routing<int64_t>(33, 4, 7);
+    test_routing<int32_t>(900, 3, 40);
+    test_routing<int64_t>(2, 1, 3000);
+    test_permute<float>(Dtype::f32, 5);
+    test_permute<__nv_bfloat16>(Dtype::bf16, 72);
+    test_gate<float>(Dtype::f32, 70, 6);
+    test_gate<double>(Dtype::f64, 3, 3);
+    test_products<float>(Dtype::f32, {3, 0, 70}, 20, 12);
+    test_products<__nv_bfloat16>(Dtype::bf16, {3, 0, 140}, 24, 40);
+    test_products<__half>(Dtype::f16, {5}, 7, 3);
+  });
+  return finish();
+}

@@ -1,0 +1,85 @@
+"""The coding rules that keep every kernel emulatable (docs/kernels.md, "Rules"), checked by reading the sources."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+CUDA = Path(__file__).resolve().parents[2] / "cuda"
+KERNELS = sorted([*CUDA.glob("*.cu"), *CUDA.glob("*.cuh")])
+PTX = {"ptx.cuh"}
+SURFACE = {"ptx.cuh", "common.cuh"}
+
+FORBIDDEN = [  # (what, pattern, files that may)
+    ("inline PTX outside ptx.cuh", r"\basm\b", PTX),
+    ("a launch outside launch()", r"<<<", {"common.cuh"}),
+    ("__shared__ outside the two macros", r"__shared__", {"common.cuh"}),
+    ("a CUDA header", r"#include\s*<(cuda|cooperative_groups|mma|cub|thrust|cute)", SURFACE),
+    ("a torch header", r"#include\s*[<\"](torch|ATen|c10)", set()),
+    ("a generic-to-shared conversion", r"__cvta_generic_to_shared", PTX),
+    ("__constant__ memory", r"__constant__", set()),
+    ("a texture", r"\btex[123]D\b|cudaTextureObject_t", set()),
+    ("a floating-point atomic", r"atomicAdd\([^;]*\b(float|double|acc)\b", set()),
+    ("another .cu file", r"#include\s*\"[^\"]*\.cu\"", set()),
+    ("a host synchronisation", r"cuda(Device|Stream|Event)Synchronize|cudaMemcpy\b", set()),
+    ("a warp function without a mask", r"__(shfl|shfl_up|shfl_down|shfl_xor|ballot|any|all)\s*\(", set()),
+    ("bar.sync with a run-time id", r"bar_sync\(", PTX),
+]
+
+
+def without_comments(text):
+    return re.sub(r"//[^\n]*", "", text)
+
+
+@pytest.mark.parametrize(("what", "pattern", "allowed"), FORBIDDEN, ids=[what for what, *_ in FORBIDDEN])
+def test_no(what, pattern, allowed):
+    found = []
+    for path in KERNELS:
+        if path.name in allowed:
+            continue
+        for number, line in enumerate(without_comments(path.read_text()).splitlines(), 1):
+            if re.search(pattern, line):
+                found.append(f"{path.name}:{number}: {line.strip()}")
+    assert not found, f"{what}:\n" + "\n".join(found)
+
+
+def test_patterns_find_what_they_are_for():
+    samples = [
+        "asm volatile",
+        "k<<<1, 2>>>()",
+        "__shared__ int x",
+        "#include <cuda.h>",
+        "#include <torch/x.h>",
+    ]
+    for (what, pattern, _), sample in zip(FORBIDDEN, samples, strict=False):
+        assert re.search(pattern, sample), what
+
+
+def test_tensor_maps_are_passed_by_value_as_grid_constants():
+    for path in KERNELS:
+        for parameters in re.findall(
+            r"__global__[^{;]*?\(([^{;]*)\)\s*{", without_comments(path.read_text())
+        ):
+            for parameter in parameters.split(","):
+                if "CUtensorMap" in parameter:
+                    assert "__grid_constant__" in parameter, f"{path.name}: {parameter.strip()}"
+                    assert "*" not in parameter and "&" not in parameter, f"{path.name}: {parameter.strip()}"
+
+
+def test_every_launcher_is_declared_once():
+    header = (CUDA / "launchers.h").read_text()
+    defined = [
+        name
+        for path in CUDA.glob("*.cu")
+        for name in re.findall(r"^void (launch_\w+)\(", path.read_text(), re.M)
+    ]
+    assert len(defined) == len(set(defined)) > 10
+    assert sorted(defined) == sorted(re.findall(r"^void (launch_\w+)\(", header, re.M))
+
+
+def test_generated_wgmma_is_current(tmp_path):
+    source = CUDA / "generate_wgmma.py"
+    copy = tmp_path / source.name
+    copy.write_text(source.read_text())
+    exec(compile(copy.read_text(), str(copy), "exec"), {"__name__": "__main__", "__file__": str(copy)})
+    assert (tmp_path / "ptx_wgmma.inc").read_text() == (CUDA / "ptx_wgmma.inc").read_text()
