@@ -1,0 +1,133 @@
+"""The exchange of expert parallelism as torch ops: counts and rows between the ranks of a process group.
+
+An op names its group by a string, so that it can stand in a compiled graph; register_group() says which group a name is.
+"""
+
+import weakref
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+_groups = weakref.WeakValueDictionary()  # name -> ProcessGroup; lives as long as the group does
+
+
+def register_group(group=None) -> str:
+    """The name by which the ops of this file find a group: a ProcessGroup, a one-dimensional DeviceMesh or None.
+
+    None is the default group. Any number of groups may be registered, each any number of times.
+    """
+    if isinstance(group, DeviceMesh):
+        group = group.get_group()
+    group = group or dist.group.WORLD
+    if group is None:
+        raise RuntimeError("expert parallelism needs torch.distributed.init_process_group() to be called first")
+    if dist.get_rank(group) < 0:
+        raise ValueError(f"rank {dist.get_rank()} is not a member of the group that it was given")
+    _groups[group.group_name] = group
+    return group.group_name
+
+
+def find_group(name: str) -> dist.ProcessGroup:
+    """The group that register_group() returned this name for."""
+    try:
+        return _groups[name]
+    except KeyError:
+        raise RuntimeError(
+            f"no process group {name!r}: call fmoe_ext.ep.exchange.register_group(group) in this process, "
+            "and do not destroy the group while layers use it"
+        ) from None
+
+
+def start_exchange(out, x, send_splits, recv_splits, group_name):
+    """Starts the exchange of rows of x [sum(send_splits), *] into out [sum(recv_splits), *] -> the work to wait() for.
+
+    Rows for rank p follow those for rank p - 1; one message a peer. Nothing here is differentiable.
+    """
+    return dist.all_to_all_single(
+        out, x, list(recv_splits), list(send_splits), group=find_group(group_name), async_op=True
+    )
+
+
+def wait(work, group_name):
+    """Waits for a work of start_exchange; the error of a dead or absent rank says which group it was in."""
+    try:
+        work.wait()
+    except RuntimeError as error:
+        group = find_group(group_name)
+        raise RuntimeError(
+            f"rank {dist.get_rank()}: the exchange in the group of ranks {dist.get_process_group_ranks(group)} failed: "
+            "a rank of it has ended, is late by more than the group's timeout, or did not reach this layer. "
+            f"{error}"
+        ) from error
+
+
+@torch.library.custom_op("fmoe_ext::exchange_counts", mutates_args=())
+def exchange_counts(counts: torch.Tensor, group: str) -> torch.Tensor:
+    """Sends row p of counts to rank p and returns the rows that were sent to this rank, in the order of ranks.
+
+    counts [W, n] int64, W ranks in the group -> [W, n] int64.
+    Equivalent to: torch.distributed.all_to_all_single. FastMoE: expert_exchange.
+    """
+    world_size = dist.get_world_size(find_group(group))
+    _check(counts.dtype == torch.int64, f"counts must be int64, but got {counts.dtype}")
+    _check(
+        counts.dim() == 2 and counts.shape[0] == world_size,
+        f"counts must have shape [{world_size}, n] in a group of {world_size} ranks, but got {list(counts.shape)}",
+    )
+    counts = counts.contiguous()
+    out = torch.empty_like(counts)
+    wait(start_exchange(out, counts, [1] * world_size, [1] * world_size, group), group)
+    return out
+
+
+@exchange_counts.register_fake
+def _(counts, group):
+    return torch.empty_like(counts, memory_format=torch.contiguous_format)
+
+
+@torch.library.custom_op("fmoe_ext::global_exchange", mutates_args=())
+def global_exchange(
+    x: torch.Tensor, send_splits: Sequence[int], recv_splits: Sequence[int], group: str
+) -> torch.Tensor:
+    """Sends the first send_splits[0] rows of x to rank 0 of the group, the next to rank 1, ...; returns what came.
+
+    x [sum(send_splits), *] of any dtype -> [sum(recv_splits), *], rows by source rank. Zero rows are fine.
+    Raises RuntimeError if splits and shapes do not fit. Differentiable: the gradient goes the way back.
+    Equivalent to: torch.distributed.all_to_all_single. FastMoE: global_scatter, global_gather.
+    """
+    world_size = dist.get_world_size(find_group(group))
+    for name, splits in (("send_splits", send_splits), ("recv_splits", recv_splits)):
+        _check(
+            len(splits) == world_size and min(splits) >= 0,
+            f"{name} must be {world_size} numbers >= 0, one for each rank, but got {list(splits)}",
+        )
+    _check(
+        x.dim() >= 1 and x.shape[0] == sum(send_splits),
+        f"x must have sum(send_splits) = {sum(send_splits)} rows, but got shape {list(x.shape)}",
+    )
+    out = x.new_empty((sum(recv_splits), *x.shape[1:]))
+    wait(start_exchange(out, x.contiguous(), send_splits, recv_splits, group), group)
+    return out
+
+
+@global_exchange.register_fake
+def _(x, send_splits, recv_splits, group):
+    return x.new_empty((sum(recv_splits), *x.shape[1:]))
+
+
+def _setup_context(ctx, inputs, output):
+    _, ctx.send_splits, ctx.recv_splits, ctx.group = inputs
+
+
+def _backward(ctx, grad):
+    return global_exchange(grad, ctx.recv_splits, ctx.send_splits, ctx.group), None, None, None
+
+
+global_exchange.register_autograd(_backward, setup_context=_setup_context)
+
+
+def _check(condition, text):
+    if not condition:
+        raise RuntimeError(text)
