@@ -14,6 +14,9 @@ import torch
 import torch.distributed as dist
 
 
+GRACE = 5.0  # seconds that ranks have to say what they saw, once another has failed or the timeout has passed
+
+
 def devices():
     """Devices that tests run on: the CPU, and the first CUDA device where there is one."""
     return ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
@@ -53,8 +56,9 @@ class DistributedError(AssertionError):
 def run_distributed(fn, world_size, *args, timeout=120.0):
     """Calls fn(*args) on world_size gloo processes with a default process group -> the list of results by rank.
 
-    fn is a function of a module and args can be pickled. Raises DistributedError with the text of every rank that failed,
-    died or did not finish within timeout seconds; no process is left in any case.
+    fn is a function of a module and args can be pickled. Raises DistributedError with the text of every rank
+    that failed, died or did not finish: a collective may take timeout seconds, and a rank a little longer than that.
+    No process is left in any case.
     """
     with DistributedPool(world_size) as pool:
         return pool.run(fn, *args, timeout=timeout)
@@ -88,7 +92,7 @@ class DistributedPool:
             job = (fn, args, world_size, str(Path(folder, "store")), timeout)
             for rank, (_, connection) in enumerate(workers):
                 connection.send((rank, *job))
-            outcomes = _collect(workers, time.monotonic() + timeout)
+            outcomes = _collect(workers, time.monotonic() + timeout + GRACE)
         failures = {rank: text for rank, (ok, text) in outcomes.items() if not ok}
         if failures:
             self.close()
@@ -114,7 +118,6 @@ def _start_worker():
 
 def _collect(workers, deadline):
     """{rank: (True, result) or (False, text)} of all workers; a rank that is silent at the deadline has failed."""
-    grace = 5.0  # for the others to say what they saw, once one has failed
     outcomes = {}
     waiting = {connection: rank for rank, (_, connection) in enumerate(workers)}
     while waiting:
@@ -130,7 +133,7 @@ def _collect(workers, deadline):
                 process.join()
                 outcomes[rank] = False, f"the process ended with exit code {process.exitcode}"
             if not outcomes[rank][0]:
-                deadline = min(deadline, time.monotonic() + grace)
+                deadline = min(deadline, time.monotonic() + GRACE)
     return outcomes
 
 

@@ -22,7 +22,9 @@ def register_group(group=None) -> str:
         group = group.get_group()
     group = group or dist.group.WORLD
     if group is None:
-        raise RuntimeError("expert parallelism needs torch.distributed.init_process_group() to be called first")
+        raise RuntimeError(
+            "expert parallelism needs torch.distributed.init_process_group() to be called first"
+        )
     if dist.get_rank(group) < 0:
         raise ValueError(f"rank {dist.get_rank()} is not a member of the group that it was given")
     _groups[group.group_name] = group

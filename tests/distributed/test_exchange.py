@@ -20,7 +20,9 @@ def splits_of(world_size, case):
 
 
 def block(source, target, rows, width, dtype):
-    values = torch.arange(rows * width, dtype=torch.float64).reshape(rows, width) % 13 + 20 * source + 3 * target
+    values = (
+        torch.arange(rows * width, dtype=torch.float64).reshape(rows, width) % 13 + 20 * source + 3 * target
+    )
     return values.to(dtype)
 
 
@@ -50,7 +52,9 @@ def exchange_gradient():
     x = torch.randn(sum(send), 2, dtype=torch.float64, requires_grad=True)
     out = global_exchange(x, send, recv, group)
     # the receiver p weighs its rows from rank r by 10 r + p
-    weights = torch.cat([torch.full((n, 2), 10.0 * r + rank, dtype=torch.float64) for r, n in enumerate(recv)])
+    weights = torch.cat(
+        [torch.full((n, 2), 10.0 * r + rank, dtype=torch.float64) for r, n in enumerate(recv)]
+    )
     (out.square() * weights).sum().backward()
     sent = torch.cat([torch.full((n, 2), 10.0 * rank + p, dtype=torch.float64) for p, n in enumerate(send)])
     torch.testing.assert_close(x.grad, 2 * sent * x.detach(), rtol=1e-14, atol=0)
