@@ -13,7 +13,6 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-
 GRACE = 5.0  # seconds that ranks have to say what they saw, once another has failed or the timeout has passed
 
 

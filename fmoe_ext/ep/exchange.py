@@ -1,6 +1,6 @@
 """The exchange of expert parallelism as torch ops: counts and rows between the ranks of a process group.
 
-An op names its group by a string, so that it can stand in a compiled graph; register_group() says which group a name is.
+An op names its group by a string, so that it can stand in a compiled graph; register_group() says which group that is.
 """
 
 import weakref
@@ -40,6 +40,24 @@ def find_group(name: str) -> dist.ProcessGroup:
             f"no process group {name!r}: call fmoe_ext.ep.exchange.register_group(group) in this process, "
             "and do not destroy the group while layers use it"
         ) from None
+
+
+def check_same(what, value, group):
+    """Raises ValueError on every rank of the group if value is not the same on all; says which ranks differ.
+
+    value is a tuple, list or string of plain values; this is a collective call.
+    """
+    values = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
+    texts = [str(v) for v in values]
+    expected = max(dict.fromkeys(texts), key=texts.count)
+    ranks = dist.get_process_group_ranks(group)
+    odd = {rank: text for rank, text in zip(ranks, texts, strict=True) if text != expected}
+    if odd:
+        differences = "; ".join(f"rank {rank} has {text}" for rank, text in odd.items())
+        raise ValueError(
+            f"{what} must be the same on ranks {ranks}: {differences}, the others have {expected}"
+        )
 
 
 def start_exchange(out, x, send_splits, recv_splits, group_name):

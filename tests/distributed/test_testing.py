@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fmoe_ext.testing import DistributedError
+from fmoe_ext.testing import DistributedError, DistributedPool, run_distributed
 
 
 def rank_sum(value):
@@ -27,13 +27,14 @@ def misbehave(how):
         time.sleep(600)
 
 
-def test_results_and_failures(pool):
-    assert pool.run(rank_sum, 1, world_size=2) == [(0, 2, 3.0), (1, 2, 3.0)]
+def test_results_and_failures():
+    pool = DistributedPool(2)
+    assert pool.run(rank_sum, 1) == [(0, 2, 3.0), (1, 2, 3.0)]
     with pytest.raises(DistributedError, match=r"rank 1: (?s:.*)this rank is unwell"):
-        pool.run(misbehave, "raise", world_size=2, timeout=20)
+        pool.run(misbehave, "raise", timeout=20)
     with pytest.raises(DistributedError, match="rank 1: the process ended with exit code -9"):
-        pool.run(misbehave, "die", world_size=2, timeout=20)
+        pool.run(misbehave, "die", timeout=20)
     with pytest.raises(DistributedError, match="rank 1: did not finish in time"):
-        pool.run(misbehave, "hang", world_size=2, timeout=5)
+        pool.run(misbehave, "hang", timeout=5)
+    assert run_distributed(rank_sum, 3, 0) == [(rank, 3, 3.0) for rank in range(3)]
     assert not multiprocessing.active_children()
-    assert pool.run(rank_sum, 0) == [(rank, 4, 6.0) for rank in range(4)]
