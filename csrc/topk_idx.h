@@ -1,7 +1,12 @@
-// What count_tokens, sort_tokens and apply_capacity share: checks of topk_idx and of each expert index in it.
+// What count_tokens, sort_tokens and apply_capacity share: checks of topk_idx, and its histograms by chunk of
+// tokens.
 #pragma once
 
+#include <algorithm>
+#include <vector>
+
 #include "checks.h"
+#include "parallel.h"
 
 namespace fmoe_ext {
 
@@ -10,16 +15,15 @@ inline void check_topk_idx(const Tensor& topk_idx, int64_t num_experts) {
   check_index_dtype(topk_idx, "topk_idx");
   check_dim(topk_idx, 2, "topk_idx", "[T, K]");
   STD_TORCH_CHECK(num_experts >= 1, "num_experts must be at least 1, but got ", num_experts);
+  STD_TORCH_CHECK(num_experts <= INT32_MAX, "num_experts must be less than 2^31, but got ", num_experts);
   STD_TORCH_CHECK(topk_idx.numel() <= INT32_MAX,
                   "topk_idx must have fewer than 2^31 elements (offsets are int32), but got shape ",
                   shape_text(topk_idx));
 }
 
-// The expert index at flat position i, or -1 when that choice was dropped.
-inline int64_t checked_expert(int64_t e, int64_t i, int64_t num_experts) {
-  STD_TORCH_CHECK(e >= -1 && e < num_experts, "topk_idx must be in [-1, ", num_experts,
-                  ") (-1 means dropped), but element ", i, " is ", e);
-  return e;
+[[gnu::cold, gnu::noinline]] inline void throw_bad_expert(int64_t e, int64_t i, int64_t num_experts) {
+  STD_TORCH_CHECK(false, "topk_idx must be in [-1, ", num_experts, ") (-1 means dropped), but element ", i,
+                  " is ", e);
 }
 
 template <class Body>
@@ -28,6 +32,48 @@ void dispatch_index(const Tensor& idx, const Body& body) {
     body(static_cast<const int64_t*>(idx.const_data_ptr()));
   else
     body(static_cast<const int32_t*>(idx.const_data_ptr()));
+}
+
+// The tokens of topk_idx [T, K] cut into chunks whose bounds depend on sizes only, never on the number of
+// threads. A chunk is at least as long as its histogram, so that all histograms together are no larger than
+// topk_idx.
+struct TokenChunks {
+  static constexpr int64_t kMinChoices = 1 << 15;
+
+  TokenChunks(const Tensor& topk_idx, int64_t histogram_size)
+      : num_tokens(topk_idx.size(0)),
+        num_choices(topk_idx.size(1)),
+        tokens_per_chunk(std::max(kMinChoices, histogram_size) / std::max<int64_t>(num_choices, 1) + 1),
+        num_chunks((num_tokens + tokens_per_chunk - 1) / tokens_per_chunk) {}
+
+  int64_t begin(int64_t chunk) const { return chunk * tokens_per_chunk * num_choices; }
+  int64_t end(int64_t chunk) const {
+    return std::min(num_tokens, (chunk + 1) * tokens_per_chunk) * num_choices;
+  }
+
+  int64_t num_tokens, num_choices, tokens_per_chunk, num_chunks;
+};
+
+// How often each chunk chose each expert, -1 left out; by_choice counts first, second, ... choices
+// separately. Throws for an index outside [-1, num_experts).
+template <class index_t>
+std::vector<int32_t> count_chunks(const index_t* idx, const TokenChunks& chunks, int64_t num_experts,
+                                  bool by_choice = false) {
+  const int64_t histogram_size = by_choice ? chunks.num_choices * num_experts : num_experts;
+  const int64_t choice_stride = by_choice ? num_experts : 0;
+  std::vector<int32_t> counts(chunks.num_chunks * histogram_size, 0);  // [num_chunks, K if by_choice, E]
+  for_each_job(chunks.num_chunks, [&](int64_t chunk) {
+    int32_t* mine = counts.data() + chunk * histogram_size;
+    const int64_t end = chunks.end(chunk);
+    for (int64_t i = chunks.begin(chunk); i < end;) {
+      for (int64_t k = 0; k < chunks.num_choices; ++k, ++i) {
+        const int64_t e = idx[i];
+        if (e < -1 || e >= num_experts) throw_bad_expert(e, i, num_experts);
+        if (e >= 0) ++mine[k * choice_stride + e];
+      }
+    }
+  });
+  return counts;
 }
 
 }  // namespace fmoe_ext

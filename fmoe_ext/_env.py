@@ -2,6 +2,7 @@
 
 import os
 from dataclasses import dataclass
+from types import MappingProxyType
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,7 @@ VARIABLES = (
         "run: 1 makes CUDA ops raise for expert indices out of range (synchronises)",
     ),
 )
-_BY_NAME = {variable.name: variable for variable in VARIABLES}
+_BY_NAME = MappingProxyType({variable.name: variable for variable in VARIABLES})
 
 
 def get(name):

@@ -3,18 +3,9 @@
 Importing this package loads the native modules; it is the only place that does.
 """
 
-import platform
-
 import torch
 
-try:
-    from fmoe_ext import _C  # noqa: F401  (registers the schemas and the CPU kernels)
-except ImportError as error:
-    raise ImportError(
-        f"the native module fmoe_ext._C could not be loaded ({error}); rebuild it against the torch that is "
-        "installed: pip install . --no-build-isolation (in a checkout: make build). "
-        f"torch {torch.__version__}, Python {platform.python_version()}, {platform.machine()}"
-    ) from error
+from fmoe_ext import _C  # noqa: F401  (registers the schemas and the CPU kernels)
 
 
 def _load_cuda_module():
@@ -30,17 +21,25 @@ def _load_cuda_module():
 
 cuda_module_missing = _load_cuda_module()
 
+from fmoe_ext.ops.apply_capacity import apply_capacity, apply_capacity_ref  # noqa: E402
 from fmoe_ext.ops.count_tokens import count_tokens, count_tokens_ref  # noqa: E402
-
-
-def build_info() -> dict[str, str]:
-    """What the native module was built with: torch, compiler, CUDA architectures, NCCL."""
-    return dict(fact.split("=", 1) for fact in torch.ops.fmoe_ext.build_info().split(","))
-
+from fmoe_ext.ops.permute import permute, permute_ref, unpermute, unpermute_ref  # noqa: E402
+from fmoe_ext.ops.sort_tokens import SortedTokens, sort_tokens, sort_tokens_ref  # noqa: E402
+from fmoe_ext.ops.topk_gate import topk_gate, topk_gate_ref  # noqa: E402
 
 __all__ = [
-    "build_info",
+    "SortedTokens",
+    "apply_capacity",
+    "apply_capacity_ref",
     "count_tokens",
     "count_tokens_ref",
     "cuda_module_missing",
+    "permute",
+    "permute_ref",
+    "sort_tokens",
+    "sort_tokens_ref",
+    "topk_gate",
+    "topk_gate_ref",
+    "unpermute",
+    "unpermute_ref",
 ]

@@ -1,0 +1,31 @@
+// Run-time choice of vector code: functions marked FMOE_AVX512 may only be called when has_avx512() says so.
+// Every use has a portable counterpart, which is all there is outside x86-64.
+#pragma once
+
+#if defined(__x86_64__) && defined(__GNUC__)
+#define FMOE_X86 1
+#pragma GCC diagnostic push  // gcc 12 warns about the undefined registers inside its own intrinsics
+#pragma GCC diagnostic ignored "-Wuninitialized"
+#ifndef __clang__
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+#endif
+#include <immintrin.h>
+#pragma GCC diagnostic pop
+#define FMOE_AVX512 __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,fma")))
+#else
+#define FMOE_X86 0
+#endif
+
+namespace fmoe_ext {
+
+inline bool has_avx512() {
+#if FMOE_X86
+  static const bool yes = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                          __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+  return yes;
+#else
+  return false;
+#endif
+}
+
+}  // namespace fmoe_ext

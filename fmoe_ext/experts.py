@@ -1,0 +1,126 @@
+"""FusedExperts: the two-layer MLPs of all experts as one operator, and the layouts of their state dict."""
+
+import re
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from fmoe_ext import ops
+from fmoe_ext.dispatch import combine, widen
+from fmoe_ext.linear import FMoELinear, cast_to_weight, cumulative_ends
+
+GATED_ACTIVATIONS = ("swiglu", "geglu", "geglu_tanh")
+ACTIVATIONS = ("gelu", "gelu_tanh", "relu", "silu", *GATED_ACTIVATIONS)
+
+
+def activation_name(activation):
+    """The name under which ops.expert_mlp computes an activation; None for a callable that it does not know.
+
+    activation: a name of ACTIVATIONS, nn.GELU / nn.ReLU / nn.SiLU, F.gelu / F.relu / F.silu, or any callable.
+    Raises ValueError for another name, TypeError for what is neither a string nor callable.
+    """
+    if isinstance(activation, str):
+        if activation not in ACTIVATIONS:
+            raise ValueError(
+                f"activation must be one of {', '.join(ACTIVATIONS)} or a callable, but got {activation!r}"
+            )
+        return activation
+    if not callable(activation):
+        raise TypeError(f"activation must be a name or a callable, but got {activation!r}")
+    if type(activation) is nn.GELU:
+        return "gelu_tanh" if activation.approximate == "tanh" else "gelu"
+    if activation is F.gelu:
+        return "gelu"
+    if type(activation) is nn.ReLU or activation in (F.relu, torch.relu):
+        return "relu"
+    if type(activation) is nn.SiLU or activation is F.silu:
+        return "silu"
+    return None
+
+
+class FusedExperts(nn.Module):
+    """E experts y = act(x @ w1[e]^T + b1[e]) @ w2[e]^T + b2[e], computed together.
+
+    Parameters: htoh4.weight [E, H, D], htoh4.bias [E, H], h4toh.weight [E, D, H], h4toh.bias [E, D], without
+    the biases if bias=False. A gated activation ("swiglu", "geglu", "geglu_tanh") has 2H rows in htoh4: gate,
+    then up. An activation that activation_name() maps runs inside one operator; any other callable runs
+    between two grouped GEMMs, which is slower and keeps more for the backward.
+    A state dict with one expert per entry ("<e>.htoh4.weight" [1, H, D]) loads as well.
+    """
+
+    def __init__(self, num_experts, d_model, d_hidden, activation="gelu", bias=True):
+        super().__init__()
+        self.num_experts = num_experts
+        self.fused_activation = activation_name(activation)
+        self.activation = activation
+        num_hidden_rows = 2 * d_hidden if self.fused_activation in GATED_ACTIVATIONS else d_hidden
+        self.htoh4 = FMoELinear(num_experts, d_model, num_hidden_rows, bias=bias)
+        self.h4toh = FMoELinear(num_experts, d_hidden, d_model, bias=bias)
+        self.register_load_state_dict_pre_hook(_fuse_per_expert_layout)
+
+    def forward(self, inp, fwd_expert_count, handle=None, topk_weights=None):
+        """The experts on rows, or with a handle on tokens.
+
+        Without handle, FastMoE's call: inp [R, D] sorted by expert, fwd_expert_count [E] -> [R, D].
+        With a DispatchHandle: inp [T, D] in the order of the tokens, topk_weights [T, K] -> [T, D], the
+        weighted sum of each token's experts; neither the sorted rows nor their results are kept.
+        """
+        inp = cast_to_weight(inp, self.htoh4.weight)
+        if handle is None:
+            return self._forward_rows(inp, fwd_expert_count)
+        if self.fused_activation is None:
+            rows = ops.permute(inp, handle.row_idx, handle.inverse)
+            return combine(self._forward_rows(rows, handle.tokens_per_expert), handle, topk_weights)
+        weights = widen(topk_weights, inp.dtype)
+        return self._expert_mlp(inp, handle.row_idx, handle.inverse, handle.offs, weights, combine=True)
+
+    def _forward_rows(self, rows, fwd_expert_count):
+        if self.fused_activation is None:
+            hidden = self.activation(self.htoh4(rows, fwd_expert_count))
+            return self.h4toh(hidden, fwd_expert_count)
+        offs = cumulative_ends(fwd_expert_count, self.num_experts, rows.device)
+        row = torch.arange(rows.shape[0], dtype=torch.int32, device=rows.device)
+        row_idx = torch.where(row < offs[-1], row, -1)  # every row is its own token, with K = 1
+        return self._expert_mlp(rows, row_idx, row_idx[:, None], offs, None, combine=False)
+
+    def _expert_mlp(self, x, row_idx, inverse, offs, topk_weights, combine):
+        w1, b1, w2, b2 = self.htoh4.weight, self.htoh4.bias, self.h4toh.weight, self.h4toh.bias
+        return ops.expert_mlp(
+            x,
+            row_idx,
+            inverse,
+            offs,
+            w1,
+            b1,
+            w2,
+            b2,
+            topk_weights,
+            activation=self.fused_activation,
+            combine=combine,
+        )
+
+
+def to_per_expert_layout(state_dict):
+    """A copy of a state dict in FastMoE's layout since 2023: one entry for each expert.
+
+    `experts.htoh4.weight` [E, H, D] becomes `experts.<e>.htoh4.weight` [1, H, D], biases and h4toh likewise;
+    other entries are kept. What is split is copied.
+    """
+    fused = re.compile(r"(?P<experts>(?:.*\.)?experts)\.(?P<name>(?:htoh4|h4toh)\.(?:weight|bias))")
+    split = {}
+    for key, value in state_dict.items():
+        match = fused.fullmatch(key)
+        if match is None:
+            split[key] = value
+            continue
+        for e, part in enumerate(value.split(1)):
+            split[f"{match['experts']}.{e}.{match['name']}"] = part.clone()
+    return split
+
+
+def _fuse_per_expert_layout(module, state_dict, prefix, *_):
+    for name in ("htoh4.weight", "htoh4.bias", "h4toh.weight", "h4toh.bias"):
+        keys = [f"{prefix}{e}.{name}" for e in range(module.num_experts)]
+        if all(key in state_dict for key in keys):
+            state_dict[prefix + name] = torch.cat([state_dict.pop(key) for key in keys])

@@ -1,0 +1,76 @@
+import math
+
+import torch
+
+from fmoe_ext import ops
+from fmoe_ext.gates.base_gate import OneWorker
+from fmoe_ext.gates.naive_gate import NaiveGate
+
+
+class GShardGate(NaiveGate):
+    """The gate of GShard: top-2 with normalised weights, capacity, random second choice and balance loss.
+
+    * loss = E^2 * mean_e(c_e * m_e): c_e the share of tokens whose first choice is expert e, m_e its mean
+      probability, over the tokens and the E experts of all workers. 1 when balanced;
+    * an expert takes ceil(capacity * T) * 2 // E choices, T the tokens of all workers, with capacity[0] in
+      training and capacity[1] in evaluation; first choices go before second ones, the rest becomes -1;
+    * random_routing: in training a second choice of weight w is kept with probability min(1, 2 * w). Those
+      that are given up have taken their place in the capacity, as in the paper.
+    FastMoE counts capacity over local tokens, the loss over local experts, and drops second choices in
+    evaluation too.
+    """
+
+    def __init__(
+        self,
+        d_model,
+        num_expert,
+        world_size,
+        topk=2,
+        capacity=(1.2, 2.4),
+        random_routing=True,
+        gate_bias=True,
+        *,
+        workers=None,
+    ):
+        if topk != 2:
+            raise ValueError(f"GShardGate chooses two experts: topk must be 2, but got {topk}")
+        super().__init__(d_model, num_expert, world_size, topk, gate_bias=gate_bias)
+        if len(capacity) != 2 or min(capacity) <= 0:
+            raise ValueError(
+                f"capacity must be two positive factors (training, evaluation), but got {capacity}"
+            )
+        self.capacity = capacity
+        self.random_routing = random_routing
+        self.workers = OneWorker() if workers is None else workers
+
+    def forward(self, inp, return_all_scores=False):
+        """As NaiveGate.forward, with -1 for dropped choices."""
+        logits = self.logits(inp)
+        chosen, topk_weights = ops.topk_gate(logits, self.top_k)
+        num_tokens = self.workers.num_tokens(inp.shape[0])
+        self.set_loss(self._balance_loss(logits, chosen, num_tokens))
+        topk_idx = self._drop_over_capacity(chosen, num_tokens)
+        if self.random_routing and self.training:
+            topk_idx = self._drop_at_random(topk_idx, topk_weights)
+        if return_all_scores:
+            return topk_idx, topk_weights, logits
+        return topk_idx, topk_weights
+
+    def _balance_loss(self, logits, topk_idx, num_tokens):
+        num_tokens = max(num_tokens, 1)
+        num_first = self.workers.sum(ops.count_tokens(topk_idx[:, :1], self.tot_expert))  # [E]
+        m = self.workers.sum(logits.softmax(-1).sum(0)) / num_tokens  # [E]
+        c = num_first.to(m.dtype) / num_tokens
+        return self.tot_expert**2 * torch.mean(c * m)
+
+    def _drop_over_capacity(self, topk_idx, num_tokens):
+        factor = self.capacity[0 if self.training else 1]
+        capacity = math.ceil(factor * num_tokens) * self.top_k // self.tot_expert
+        return self.workers.apply_capacity(topk_idx, self.tot_expert, capacity)
+
+    @staticmethod
+    def _drop_at_random(topk_idx, topk_weights):
+        first, second = topk_idx.unbind(1)
+        weight = topk_weights[:, 1].detach()
+        second = torch.where(2 * weight < torch.rand_like(weight), -1, second)
+        return torch.stack((first, second), dim=1)

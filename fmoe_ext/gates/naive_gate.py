@@ -1,0 +1,52 @@
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from fmoe_ext import ops
+from fmoe_ext.gates.base_gate import BaseGate
+
+
+class NaiveGate(BaseGate):
+    """A linear layer, the top_k experts of each token, and the softmax over their scores.
+
+    With top_k=1 that softmax is always 1 and the gate learns nothing; normalize=False gives the probability
+    among all experts instead. Scores are computed in float32 (float64 for float64 input), whatever the dtype
+    of input, parameters and autocast. The loss is zero.
+    """
+
+    def __init__(self, d_model, num_expert, world_size, top_k=2, gate_bias=True, *, normalize=True):
+        super().__init__(num_expert, world_size)
+        if not 1 <= top_k <= self.tot_expert:
+            raise ValueError(f"top_k must be between 1 and the {self.tot_expert} experts, but got {top_k}")
+        self.gate = nn.Linear(d_model, self.tot_expert, bias=gate_bias)
+        self.top_k = top_k
+        self.normalize = normalize
+
+    def forward(self, inp, return_all_scores=False):
+        """Chooses experts.
+
+        inp [T, d_model] -> topk_idx [T, K] int64, best first, topk_weights [T, K] float32 or float64; with
+        return_all_scores also the logits [T, E]. Raises TypeError for a nest of tensors, ValueError for
+        another shape.
+        Equivalent to: weights, idx = F.linear(inp, weight, bias).topk(top_k); idx, weights.softmax(-1).
+        """
+        logits = self.logits(inp)
+        topk_idx, topk_weights = ops.topk_gate(logits, self.top_k, normalize=self.normalize)
+        self.set_loss(logits.new_zeros(1))
+        if return_all_scores:
+            return topk_idx, topk_weights, logits
+        return topk_idx, topk_weights
+
+    def logits(self, inp):
+        """Score of every expert: inp [T, d_model] -> [T, E], in float32 or wider."""
+        if not isinstance(inp, torch.Tensor):
+            raise TypeError(
+                f"{type(self).__name__} needs a tensor [T, d_model], but got {type(inp).__name__}; "
+                "a nest of tensors needs a gate of its own"
+            )
+        weight, bias = self.gate.weight, self.gate.bias
+        if inp.dim() != 2 or inp.shape[1] != weight.shape[1]:
+            raise ValueError(f"inp must have shape [T, d_model={weight.shape[1]}], but got {list(inp.shape)}")
+        dtype = torch.promote_types(torch.promote_types(inp.dtype, weight.dtype), torch.float32)
+        with torch.autocast(inp.device.type, enabled=False):
+            return F.linear(inp.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))

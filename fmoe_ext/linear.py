@@ -1,0 +1,66 @@
+"""FMoELinear: one linear map per expert, applied to rows that are sorted by expert."""
+
+import math
+
+import torch
+from torch import nn
+
+from fmoe_ext import ops
+
+
+def cumulative_ends(fwd_expert_count, num_experts, device):
+    """offs [E] int32 on device for row counts [E], wherever those are."""
+    counts = torch.as_tensor(fwd_expert_count)
+    if counts.shape != (num_experts,):
+        raise ValueError(f"fwd_expert_count must have shape [{num_experts}], but got {list(counts.shape)}")
+    return counts.to(device).cumsum(0, dtype=torch.int32)
+
+
+def cast_to_weight(inp, weight):
+    """inp in the dtype of weight; as it is under autocast, where the operators choose the dtype."""
+    return inp if torch.is_autocast_enabled(inp.device.type) else inp.to(weight.dtype)
+
+
+class FMoELinear(nn.Module):
+    """A linear layer for each of num_expert experts, computed by one grouped GEMM.
+
+    weight [E, out_feat, in_feat], bias [E, out_feat] or None; initialised as FastMoE does:
+    kaiming_uniform_(a=sqrt(5)) over the three-dimensional weight (its fan-in is in_feat * out_feat), zero
+    bias. rank is accepted and ignored.
+    """
+
+    def __init__(self, num_expert: int, in_feat: int, out_feat: int, bias: bool = True, rank: int = 0):
+        super().__init__()
+        if num_expert < 1:
+            raise ValueError(f"num_expert must be at least 1, but got {num_expert}")
+        self.num_expert = num_expert
+        self.in_feat = in_feat
+        self.out_feat = out_feat
+        self.rank = rank
+        self.weight = nn.Parameter(torch.empty(num_expert, out_feat, in_feat))
+        self.bias = nn.Parameter(torch.empty(num_expert, out_feat)) if bias else None
+        self.reset_parameters()
+
+    def reset_parameters(self):
+        nn.init.kaiming_uniform_(self.weight, a=math.sqrt(5))
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+
+    def forward(self, inp, fwd_expert_count):
+        """Applies the weight of expert e to its rows.
+
+        inp [R, in_feat], sorted by expert, of any floating dtype (cast to that of the weight);
+        fwd_expert_count [E] integer rows per expert, on the CPU or the device of inp -> [R, out_feat]; rows
+        past the last expert's are zero.
+        Raises ValueError for counts of another shape, RuntimeError for another in_feat or more counted rows
+        than R.
+        Equivalent to: torch.cat([F.linear(x, w, b) for x, w, b in zip(inp.split(counts), weight, bias)]).
+        """
+        offs = cumulative_ends(fwd_expert_count, self.num_expert, inp.device)
+        return ops.grouped_gemm(cast_to_weight(inp, self.weight), self.weight, offs, self.bias)
+
+    def extra_repr(self):
+        return (
+            f"num_expert={self.num_expert}, in_features={self.in_feat}, out_features={self.out_feat}, "
+            f"bias={self.bias is not None}"
+        )

@@ -1,0 +1,36 @@
+import torch
+
+
+def apply_capacity(topk_idx: torch.Tensor, num_experts: int, capacity: int | torch.Tensor) -> torch.Tensor:
+    """topk_idx with -1 for every choice over its expert's capacity.
+
+    Priority: all first choices in token order, then all second choices, and so on.
+    topk_idx [T, K] int64 or int32, entries in [-1, num_experts); capacity: one int for all experts, or [E] int64.
+    -> [T, K] of the dtype of topk_idx. Raises RuntimeError for an index outside that range (on CUDA it counts as
+    dropped unless FMOE_DEBUG=1), for a negative capacity and for one whose shape is not [num_experts].
+    Equivalent to: rank = position of (k, t) among the choices of the same expert; torch.where(rank < capacity[idx], idx, -1).
+    FastMoE: limit_by_capacity, prune_gate_by_capacity.
+    """
+    if not isinstance(capacity, torch.Tensor):
+        if capacity < 0:
+            raise RuntimeError(f"capacity must not be negative, but got {capacity}")
+        capacity = torch.full((num_experts,), capacity, dtype=torch.int64, device=topk_idx.device)
+    elif capacity.shape != (num_experts,):
+        raise RuntimeError(
+            f"capacity must have shape [num_experts] = [{num_experts}], but got shape {list(capacity.shape)}"
+        )
+    return torch.ops.fmoe_ext.apply_capacity(topk_idx, capacity)
+
+
+def apply_capacity_ref(topk_idx: torch.Tensor, num_experts: int, capacity: int | torch.Tensor) -> torch.Tensor:
+    by_choice = topk_idx.t().flatten().long()
+    chosen = torch.nn.functional.one_hot(by_choice + 1, num_experts + 1)[:, 1:]
+    rank = ((chosen.cumsum(0) - 1) * chosen).sum(1)
+    limit = torch.as_tensor(capacity, device=topk_idx.device).expand(num_experts)[by_choice]
+    kept = torch.where(rank < limit, by_choice, -1)
+    return kept.view(topk_idx.t().shape).t().to(topk_idx.dtype)
+
+
+@torch.library.register_fake("fmoe_ext::apply_capacity")
+def _(topk_idx, capacity):
+    return topk_idx.new_empty(topk_idx.shape)

@@ -1,0 +1,106 @@
+import torch
+
+
+def permute(x: torch.Tensor, row_idx: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
+    """Rows of x in expert-major order, bitwise; padding rows (row_idx -1) are zero.
+
+    x [T, D] of any dtype; row_idx [R] int32 and inverse [T, K] int32 as sort_tokens returns them -> [R, D].
+    Raises RuntimeError for entries of row_idx outside [-1, T * K).
+    Equivalent to: x[row_idx // K]. Its gradient is unpermute without weights. FastMoE: local_scatter.
+    """
+    return torch.ops.fmoe_ext.permute(x, row_idx, inverse)
+
+
+def unpermute(
+    y: torch.Tensor, row_idx: torch.Tensor, inverse: torch.Tensor, topk_weights: torch.Tensor | None = None
+) -> torch.Tensor:
+    """For each token the sum of its experts' rows, weighted by topk_weights; dropped choices (inverse -1) add nothing.
+
+    y [R, D] float64, float32, bfloat16 or float16; row_idx [R] and inverse [T, K] int32 as sort_tokens returns them;
+    topk_weights [T, K] float32 or of the dtype of y -> [T, D], summed in float32 (float64 for float64) in the order of k.
+    Raises RuntimeError for entries of inverse outside [-1, R).
+    Equivalent to: (y[inverse] * topk_weights.unsqueeze(-1)).sum(1). FastMoE: local_gather followed by the weighted sum.
+    """
+    return torch.ops.fmoe_ext.unpermute(y, row_idx, inverse, topk_weights)
+
+
+def permute_ref(x: torch.Tensor, row_idx: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
+    padding = (row_idx < 0).unsqueeze(1)
+    if row_idx.numel() == 0 or x.shape[0] == 0:
+        return x.new_zeros((row_idx.shape[0], x.shape[1]))
+    return x[row_idx.clamp(min=0) // inverse.shape[1]].masked_fill(padding, 0)
+
+
+def unpermute_ref(
+    y: torch.Tensor, row_idx: torch.Tensor, inverse: torch.Tensor, topk_weights: torch.Tensor | None = None
+) -> torch.Tensor:
+    compute = torch.promote_types(y.dtype, torch.float32)
+    padded = torch.cat([y, y.new_zeros((1, y.shape[1]))]).to(compute)  # the last row stands for dropped choices
+    rows = padded[inverse.long()]  # [T, K, D]
+    if topk_weights is not None:
+        rows = rows * topk_weights.to(compute).unsqueeze(-1)
+    return rows.sum(1).to(y.dtype)
+
+
+@torch.library.register_fake("fmoe_ext::permute")
+def _(x, row_idx, inverse):
+    return x.new_empty((row_idx.shape[0], x.shape[1]))
+
+
+@torch.library.register_fake("fmoe_ext::unpermute")
+def _(y, row_idx, inverse, topk_weights):
+    return y.new_empty((inverse.shape[0], y.shape[1]))
+
+
+@torch.library.register_fake("fmoe_ext::unpermute_backward")
+def _(grad_out, y, row_idx, inverse, topk_weights):
+    grad_weights = grad_out.new_empty((0,)) if y is None else topk_weights.new_empty(inverse.shape)
+    return grad_out.new_empty((row_idx.shape[0], grad_out.shape[1])), grad_weights
+
+
+def _permute_setup(ctx, inputs, output):
+    _, row_idx, inverse = inputs
+    ctx.save_for_backward(row_idx, inverse)
+
+
+def _permute_backward(ctx, grad):
+    return torch.ops.fmoe_ext.unpermute(grad, *ctx.saved_tensors, None), None, None
+
+
+def _unpermute_setup(ctx, inputs, output):
+    y, row_idx, inverse, topk_weights = inputs
+    weights_need_grad = topk_weights is not None and topk_weights.requires_grad
+    ctx.save_for_backward(y if weights_need_grad else None, row_idx, inverse, topk_weights)
+
+
+def _unpermute_backward(ctx, grad):
+    y, row_idx, inverse, topk_weights = ctx.saved_tensors
+    if topk_weights is None:
+        return torch.ops.fmoe_ext.permute(grad, row_idx, inverse), None, None, None
+    grad_y, grad_weights = torch.ops.fmoe_ext.unpermute_backward(grad, y, row_idx, inverse, topk_weights)
+    return grad_y, None, None, None if y is None else grad_weights
+
+
+def _unpermute_backward_setup(ctx, inputs, output):
+    ctx.save_for_backward(*inputs)
+
+
+def _unpermute_backward_backward(ctx, grad_grad_y, grad_grad_weights):
+    """unpermute is linear in y and in the weights, so that its second derivatives are made of the same three ops."""
+    grad_out, y, row_idx, inverse, topk_weights = ctx.saved_tensors
+    ops = torch.ops.fmoe_ext
+    grad_grad_out = ops.unpermute(grad_grad_y, row_idx, inverse, topk_weights)
+    grad_y = grad_topk_weights = None
+    if topk_weights is not None:
+        _, grad_topk_weights = ops.unpermute_backward(grad_out, grad_grad_y, row_idx, inverse, topk_weights)
+    if y is not None:
+        grad_grad_out = grad_grad_out + ops.unpermute(y, row_idx, inverse, grad_grad_weights)
+        grad_y, _ = ops.unpermute_backward(grad_out, None, row_idx, inverse, grad_grad_weights)
+    return grad_grad_out, grad_y, None, None, grad_topk_weights
+
+
+torch.library.register_autograd("fmoe_ext::permute", _permute_backward, setup_context=_permute_setup)
+torch.library.register_autograd("fmoe_ext::unpermute", _unpermute_backward, setup_context=_unpermute_setup)
+torch.library.register_autograd(
+    "fmoe_ext::unpermute_backward", _unpermute_backward_backward, setup_context=_unpermute_backward_setup
+)

@@ -1,0 +1,46 @@
+from typing import NamedTuple
+
+import torch
+
+
+class SortedTokens(NamedTuple):
+    """Where each choice goes when the rows are grouped by expert; rows at or past offs[-1] are padding."""
+
+    tokens_per_expert: torch.Tensor  # [E] int64
+    offs: torch.Tensor  # [E] int32, cumulative ends
+    row_idx: torch.Tensor  # [T * K] int32, flat choice t * K + k of each row, -1 in the padding
+    inverse: torch.Tensor  # [T, K] int32, row of each choice, -1 for a dropped one
+
+
+def sort_tokens(topk_idx: torch.Tensor, num_experts: int) -> SortedTokens:
+    """Stable sort of the choices by expert, dropped ones (-1) left out, without a host synchronisation.
+
+    topk_idx [T, K] int64 or int32, entries in [-1, num_experts)
+    -> tokens_per_expert [E] int64, offs [E] int32, row_idx [T * K] int32, inverse [T, K] int32.
+    Raises RuntimeError for an index outside that range (on CUDA it counts as dropped unless FMOE_DEBUG=1).
+    Equivalent to: row_idx = torch.argsort(topk_idx.flatten(), stable=True); inverse = torch.argsort(row_idx).
+    FastMoE: assign_pos.
+    """
+    return SortedTokens(*torch.ops.fmoe_ext.sort_tokens(topk_idx, num_experts))
+
+
+def sort_tokens_ref(topk_idx: torch.Tensor, num_experts: int) -> SortedTokens:
+    flat = topk_idx.flatten().long()
+    tokens_per_expert = torch.bincount(flat[flat >= 0], minlength=num_experts)
+    offs = tokens_per_expert.cumsum(0).int()
+    order = torch.argsort(torch.where(flat < 0, num_experts, flat), stable=True)
+    rank = torch.argsort(order)
+    kept = flat >= 0
+    row_idx = torch.where(kept[order], order, -1).int()
+    inverse = torch.where(kept, rank, -1).int().view(topk_idx.shape)
+    return SortedTokens(tokens_per_expert, offs, row_idx, inverse)
+
+
+@torch.library.register_fake("fmoe_ext::sort_tokens")
+def _(topk_idx, num_experts):
+    return (
+        topk_idx.new_empty((num_experts,), dtype=torch.int64),
+        topk_idx.new_empty((num_experts,), dtype=torch.int32),
+        topk_idx.new_empty((topk_idx.numel(),), dtype=torch.int32),
+        topk_idx.new_empty(topk_idx.shape, dtype=torch.int32),
+    )

@@ -1,0 +1,93 @@
+import torch
+
+
+def topk_gate(
+    logits: torch.Tensor,
+    top_k: int,
+    score: str = "softmax",
+    normalize: bool = True,
+    bias: torch.Tensor | None = None,
+    num_groups: int = 1,
+    topk_groups: int = 1,
+    scale: float = 1.0,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The top_k experts of each token by score, best first, and the scores of those as weights.
+
+    logits [T, E] float64, float32, bfloat16 or float16 (the dtype is left alone under autocast); bias [E] is added to
+    the scores for the selection only -> topk_idx [T, K] int64, topk_weights [T, K] of the dtype of logits.
+    Scores are softmax(logits) or sigmoid(logits), in float32 (float64 for float64); normalize divides the chosen ones
+    by their sum; scale multiplies the result. Of equal scores the lower index comes first; without a bias experts
+    are compared by logit, which orders them as either score does. NaN ranks above everything, and a score that is NaN
+    makes the weight NaN (for softmax, and whenever normalize is set, all weights of that token).
+    With num_groups > 1 only the experts of each token's topk_groups best groups of E / num_groups neighbours can be
+    chosen; a group ranks by its best logit, or, with sigmoid or a bias, by the sum of its two best (biased) scores.
+    Raises RuntimeError unless 1 <= top_k <= the experts in the kept groups and num_groups divides E.
+    Equivalent to: values, topk_idx = logits.topk(top_k); topk_weights = values.softmax(-1).
+    """
+    return torch.ops.fmoe_ext.topk_gate(logits, top_k, score, normalize, bias, num_groups, topk_groups, scale)
+
+
+def topk_gate_ref(
+    logits: torch.Tensor,
+    top_k: int,
+    score: str = "softmax",
+    normalize: bool = True,
+    bias: torch.Tensor | None = None,
+    num_groups: int = 1,
+    topk_groups: int = 1,
+    scale: float = 1.0,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    values = logits.detach().to(torch.promote_types(logits.dtype, torch.float32))
+    scores = values.softmax(-1) if score == "softmax" else values.sigmoid()
+    if bias is not None:
+        values = scores = scores + bias.to(scores.dtype)
+    if topk_groups < num_groups:
+        two_best = bias is not None or score == "sigmoid"
+        groups = (scores if two_best else values).unflatten(1, (num_groups, -1))
+        rank = groups.topk(min(2 if two_best else 1, groups.shape[2]), dim=-1).values.sum(-1)
+        kept = torch.zeros_like(rank, dtype=torch.bool).scatter_(1, _stable_topk(rank, topk_groups), True)
+        candidates = kept.repeat_interleave(groups.shape[2], dim=1).nonzero()[:, 1].view(len(logits), -1)
+        topk_idx = candidates.gather(1, _stable_topk(values.gather(1, candidates), top_k))
+    else:
+        topk_idx = _stable_topk(values, top_k)
+    return topk_idx, _weights_ref(logits, topk_idx, score, normalize, scale)
+
+
+def _stable_topk(values, k):
+    return torch.sort(values, dim=1, descending=True, stable=True).indices[:, :k]
+
+
+def _weights_ref(logits, topk_idx, score, normalize, scale):
+    logits_wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    log_scores = logits_wide.log_softmax(-1) if score == "softmax" else torch.nn.functional.logsigmoid(logits_wide)
+    chosen = log_scores.gather(1, topk_idx)
+    return ((chosen.softmax(-1) if normalize else chosen.exp()) * scale).to(logits.dtype)
+
+
+@torch.library.register_fake("fmoe_ext::topk_gate")
+def _(logits, top_k, score="softmax", normalize=True, bias=None, num_groups=1, topk_groups=1, scale=1.0):
+    shape = (logits.shape[0], top_k)
+    return logits.new_empty(shape, dtype=torch.int64), logits.new_empty(shape)
+
+
+@torch.library.register_fake("fmoe_ext::topk_gate_backward")
+def _(grad_weights, logits, topk_idx, topk_weights, score, normalize, scale):
+    return logits.new_empty(logits.shape)
+
+
+def _setup(ctx, inputs, output):
+    logits, _, ctx.score, ctx.normalize, _, _, _, ctx.scale = inputs
+    topk_idx, topk_weights = output
+    ctx.mark_non_differentiable(topk_idx)
+    ctx.save_for_backward(logits, topk_idx, topk_weights)
+
+
+def _backward(ctx, _, grad_weights):
+    logits, topk_idx, topk_weights = ctx.saved_tensors
+    grad_logits = torch.ops.fmoe_ext.topk_gate_backward(
+        grad_weights, logits, topk_idx, topk_weights, ctx.score, ctx.normalize, ctx.scale
+    )
+    return grad_logits, None, None, None, None, None, None, None
+
+
+torch.library.register_autograd("fmoe_ext::topk_gate", _backward, setup_context=_setup)

@@ -1,0 +1,37 @@
+"""FMoETransformerMLP: a Mixture-of-Experts layer in the place of a transformer's MLP."""
+
+from fmoe_ext.experts import FusedExperts
+from fmoe_ext.layers import FMoE
+
+
+class FMoETransformerMLP(FMoE):
+    """FMoE whose experts are two-layer MLPs d_model -> d_hidden -> d_model, computed by one operator.
+
+    activation: "gelu", "gelu_tanh", "relu", "silu", the gated "swiglu", "geglu", "geglu_tanh", the modules
+    and functions of PyTorch for the first four, or any callable (slower, see FusedExperts). expert_dp_comm:
+    tag of the experts' parameters (FMoE.mark_parallel_comm). expert_rank is accepted and ignored. Other
+    arguments: FMoE.
+    """
+
+    def __init__(
+        self,
+        num_expert=32,
+        d_model=1024,
+        d_hidden=4096,
+        activation="gelu",
+        expert_dp_comm="none",
+        expert_rank=0,
+        *,
+        bias=True,
+        **kwargs,
+    ):
+        super().__init__(num_expert=num_expert, d_model=d_model, **kwargs)
+        self.d_hidden = d_hidden
+        self.experts = FusedExperts(num_expert, d_model, d_hidden, activation, bias=bias)
+        self.mark_parallel_comm(expert_dp_comm)
+
+    def forward(self, inp):
+        """inp [..., d_model] -> [..., d_model], without residual; ValueError for another last dimension."""
+        if inp.dim() == 0 or inp.shape[-1] != self.d_model:
+            raise ValueError(f"inp must have shape [..., d_model={self.d_model}], but got {list(inp.shape)}")
+        return super().forward(inp.reshape(-1, self.d_model)).reshape(inp.shape)

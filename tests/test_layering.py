@@ -1,0 +1,178 @@
+"""The import rules of docs/design.md, checked on the source text."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = sorted(ROOT.glob("fmoe_ext/**/*.py"))
+NATIVE = sorted(path for folder in ("csrc", "cuda") for path in (ROOT / folder).rglob("*.*"))
+
+# A module imports only modules of its own level or below.
+LEVELS = {
+    "_C": 0,
+    "_C_cuda": 0,
+    "_C_nccl": 0,
+    "_env": 0,
+    "ops": 1,
+    "linear": 2,
+    "dispatch": 2,
+    "experts": 2,
+    "gates": 2,
+    "ep": 2,
+    "layers": 3,
+    "transformer": 4,
+    "balance": 5,
+    "checkpoint": 5,
+    "distributed": 5,
+    "testing": 5,
+    "": 6,  # fmoe_ext itself
+    "integrations": 7,
+    "compat": 7,
+}
+MAY_USE_DISTRIBUTED = (
+    "dispatch",
+    "ep",
+    "distributed",
+    "checkpoint",
+    "testing",
+    "integrations",
+    "compat",
+    "gates",
+)
+MAY_IMPORT_NATIVE = {"_C": "ops/__init__.py", "_C_cuda": "ops/__init__.py", "_C_nccl": "ep/exchange.py"}
+IMMUTABLE = (
+    ast.Constant,
+    ast.Tuple,
+    ast.Name,
+    ast.Attribute,
+    ast.JoinedStr,
+    ast.BinOp,
+    ast.UnaryOp,
+    ast.Lambda,
+)
+
+
+def relative(path):
+    return path.relative_to(ROOT / "fmoe_ext").as_posix()
+
+
+def part(path):
+    """First component of a module's name inside fmoe_ext; "" for fmoe_ext/__init__.py."""
+    first = Path(relative(path)).parts[0]
+    return "" if first == "__init__.py" else first.removesuffix(".py")
+
+
+def imports(path):
+    """Every module that a file imports, `from a import b` as both a and a.b."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{relative(path)}:{node.lineno}: write imports in full, not relative"
+            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def inner_imports(path):
+    """Parts of fmoe_ext that a file imports."""
+    for name in imports(path):
+        components = name.split(".")
+        if components[0] == "fmoe_ext" and len(components) > 1:
+            yield components[1] if components[1] in LEVELS else ""
+
+
+def dotted(node):
+    return f"{dotted(node.value)}.{node.attr}" if isinstance(node, ast.Attribute) else getattr(node, "id", "")
+
+
+def uses(path, name):
+    nodes = ast.walk(ast.parse(path.read_text()))
+    return any(isinstance(node, ast.Attribute) and dotted(node) == name for node in nodes)
+
+
+def includes(path):
+    return re.findall(r'^\s*#\s*include\s*[<"]([^>"]+)[>"]', path.read_text(), re.MULTILINE)
+
+
+@pytest.mark.parametrize("path", PACKAGE, ids=relative)
+def test_python_module(path):
+    own = part(path)
+    assert own in LEVELS, f"{own} has no level: add it to LEVELS and to docs/design.md"
+    for target in inner_imports(path):
+        assert LEVELS[target] <= LEVELS[own], f"{own} imports {target or 'fmoe_ext'}, which lies above it"
+        if target in ("integrations", "compat"):
+            assert target == own, f"{own} imports {target}, which nothing may import"
+        if target in MAY_IMPORT_NATIVE:
+            assert relative(path) == MAY_IMPORT_NATIVE[target], (
+                f"only {MAY_IMPORT_NATIVE[target]} loads {target}"
+            )
+    names = set(imports(path))
+    if own not in MAY_USE_DISTRIBUTED:
+        assert not any(name.startswith("torch.distributed") for name in names), "imports torch.distributed"
+        assert not uses(path, "torch.distributed"), "uses torch.distributed"
+    if own != "ops":
+        assert not uses(path, "torch.ops.fmoe_ext"), "torch.ops.fmoe_ext is spelled only under fmoe_ext/ops/"
+    if own != "_env":
+        assert not uses(path, "os.environ") and not uses(path, "os.getenv"), (
+            "reads the environment: use _env.get"
+        )
+
+
+@pytest.mark.parametrize("path", PACKAGE, ids=relative)
+def test_no_mutable_module_globals(path):
+    tree = ast.parse(path.read_text())
+    for node in tree.body:
+        if not isinstance(node, (ast.Assign, ast.AnnAssign, ast.AugAssign)):
+            continue
+        targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+        if [dotted(target) for target in targets] == ["__all__"]:
+            continue
+        is_call_of_a_known = isinstance(node.value, ast.Call) and dotted(node.value.func) not in (
+            *("list", "dict", "set", "bytearray", "defaultdict", "collections.defaultdict"),
+            *("deque", "collections.deque", "OrderedDict", "collections.OrderedDict"),
+        )
+        assert isinstance(node.value, IMMUTABLE) or is_call_of_a_known, (
+            f"{relative(path)}:{node.lineno}: a mutable global"
+        )
+    assert not any(isinstance(node, ast.Global) for node in ast.walk(tree)), "uses `global`"
+
+
+@pytest.mark.parametrize("path", NATIVE, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_native_source(path):
+    text = path.read_text()
+    if path.is_relative_to(ROOT / "csrc"):
+        for name in includes(path):
+            assert "cuda/" not in name and not (ROOT / "cuda" / name).exists(), (
+                f"csrc/ includes {name} of cuda/"
+            )
+    assert not any(name.endswith(".cu") for name in includes(path)), "includes a .cu file"
+    assert not re.search(r"\b(getenv|setenv)\b", text), "reads the environment"
+    assert "StreamCreate" not in text, "creates a private stream"
+
+
+@pytest.mark.parametrize("folder", ["tests", "benchmarks", "examples"])
+def test_users_import_public_names(folder):
+    for path in (ROOT / folder).rglob("*.py"):
+        for name in imports(path):
+            components = name.split(".")
+            if components[0] == "fmoe_ext":
+                private = [c for c in components[1:] if c.startswith("_")]
+                assert not private, f"{path.relative_to(ROOT)} imports {name}"
+
+
+def test_readme_names_files_that_exist():
+    readme = ROOT / "README.md"
+    sections = readme.read_text().split("\n## ") if readme.exists() else []
+    dive = [section for section in sections if section.lower().startswith("dive into the code")]
+    if not dive:
+        pytest.skip("README.md has no section 'Dive into the code' yet")
+    names = re.findall(r"`([\w./*-]+)`", dive[0])
+    paths = [
+        name for name in names if "/" in name or Path(name).suffix in (".py", ".cpp", ".h", ".cu", ".md")
+    ]
+    assert paths, "the section names no file"
+    missing = [name for name in paths if not list(ROOT.glob(name.rstrip("/")))]
+    assert not missing, f"README.md names files that do not exist: {missing}"
