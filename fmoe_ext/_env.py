@@ -33,6 +33,8 @@ VARIABLES = (
         False,
         "run: 1 makes CUDA ops raise for expert indices out of range (synchronises)",
     ),
+    Variable("FMOE_TOPO_GPUS_PER_NODE", int, 8, "run: FasterGate's default gpus_per_node"),
+    Variable("FMOE_TOPO_OUTGOING_FRACTION", float, 0.14, "run: FasterGate's default outgoing_fraction"),
 )
 _BY_NAME = MappingProxyType({variable.name: variable for variable in VARIABLES})
 

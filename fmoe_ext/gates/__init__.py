@@ -1,8 +1,73 @@
 """Gates choose K experts for each token: forward(inp [T, d_model]) -> topk_idx, topk_weights [T, K]."""
 
-from fmoe_ext.gates.base_gate import BaseGate, OneWorker
-from fmoe_ext.gates.gshard_gate import GShardGate
-from fmoe_ext.gates.naive_gate import NaiveGate
-from fmoe_ext.gates.switch_gate import SwitchGate
+from types import MappingProxyType
 
-__all__ = ["BaseGate", "GShardGate", "NaiveGate", "OneWorker", "SwitchGate"]
+from fmoe_ext.gates.base_gate import BaseGate, OneWorker
+from fmoe_ext.gates.dc_gate import DCGate
+from fmoe_ext.gates.expert_choice_gate import ExpertChoiceGate
+from fmoe_ext.gates.faster_gate import FasterGate, gen_faster_gate
+from fmoe_ext.gates.gshard_gate import GShardGate
+from fmoe_ext.gates.losses import balance_loss, sequence_balance_loss, z_loss
+from fmoe_ext.gates.naive_gate import NaiveGate
+from fmoe_ext.gates.noisy_gate import NoisyGate
+from fmoe_ext.gates.replay import Choices, RoutingReplay
+from fmoe_ext.gates.scored_gate import ScoredGate
+from fmoe_ext.gates.sigmoid_gate import SigmoidGate, update_biases
+from fmoe_ext.gates.softmax_gate import SoftmaxGate
+from fmoe_ext.gates.swipe_gate import SwipeGate
+from fmoe_ext.gates.switch_gate import SwitchGate
+from fmoe_ext.gates.uniform_gate import UniformGate
+from fmoe_ext.gates.zero_gate import ZeroGate
+
+# Gates by name, for command lines and configuration files; FMoE(gate=GATES[name]) takes each.
+GATES = MappingProxyType(
+    {
+        "naive": NaiveGate,
+        "noisy": NoisyGate,
+        "gshard": GShardGate,
+        "switch": SwitchGate,
+        "dc": DCGate,
+        "swipe": SwipeGate,
+        "faster": gen_faster_gate(0),
+        "zero": ZeroGate,
+        "softmax": SoftmaxGate,
+        "sigmoid": SigmoidGate,
+        "expert_choice": ExpertChoiceGate,
+        "uniform": UniformGate,
+    }
+)
+
+
+def find_gate(name):
+    """The gate of that name in GATES; ValueError, with the names there are, for another."""
+    if name not in GATES:
+        raise ValueError(f"unknown gate {name!r}: choose one of {', '.join(GATES)}")
+    return GATES[name]
+
+
+__all__ = [
+    "GATES",
+    "BaseGate",
+    "Choices",
+    "DCGate",
+    "ExpertChoiceGate",
+    "FasterGate",
+    "GShardGate",
+    "NaiveGate",
+    "NoisyGate",
+    "OneWorker",
+    "RoutingReplay",
+    "ScoredGate",
+    "SigmoidGate",
+    "SoftmaxGate",
+    "SwipeGate",
+    "SwitchGate",
+    "UniformGate",
+    "ZeroGate",
+    "balance_loss",
+    "find_gate",
+    "gen_faster_gate",
+    "sequence_balance_loss",
+    "update_biases",
+    "z_loss",
+]

@@ -1,4 +1,5 @@
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from fmoe_ext import ops
@@ -10,6 +11,8 @@ class OneWorker:
     Given another object with these methods, a gate counts tokens, losses and capacities over several workers.
     """
 
+    rank = 0
+
     def num_tokens(self, num_local_tokens):
         """Tokens of all workers."""
         return num_local_tokens
@@ -17,6 +20,10 @@ class OneWorker:
     def sum(self, x):
         """Sum of x over the workers, differentiable."""
         return x
+
+    def gather(self, x):
+        """x of every worker, in the order of their ranks, not differentiable; dimension 0 may differ."""
+        return [x]
 
     def apply_capacity(self, topk_idx, num_experts, capacity):
         """topk_idx with -1 for all but the first `capacity` choices of each expert, over the workers."""
@@ -41,6 +48,7 @@ class BaseGate(nn.Module):
         self.world_size = world_size
         self.tot_expert = num_expert * world_size
         self.loss = None
+        self.tape = None  # RoutingReplay, while it records or plays
 
     def forward(self, x):
         raise NotImplementedError(
@@ -62,5 +70,34 @@ class BaseGate(nn.Module):
     def has_loss(self):
         return self.loss is not None
 
+    def topk(self, logits, top_k, score="softmax", normalize=True, scale=1.0, **options):
+        """ops.topk_gate; while choices are played back: those, with the weights that the logits give them now."""
+        if self.tape is None:
+            return ops.topk_gate(logits, top_k, score, normalize, scale=scale, **options)
+        topk_idx = self.choose(
+            lambda: ops.topk_gate(logits, top_k, score, normalize, scale=scale, **options)[0]
+        )
+        return topk_idx, weights_of(logits, topk_idx, score, normalize, scale)
+
+    def choose(self, pick):
+        """pick(), the choices of this forward; while choices are played back: those."""
+        return pick() if self.tape is None else self.tape.choose(pick)
+
     def __getstate__(self):
-        return {**self.__dict__, "loss": None}
+        return {**self.__dict__, "loss": None, "tape": None}
+
+
+def weights_of(logits, topk_idx, score="softmax", normalize=True, scale=1.0):
+    """The topk_weights that ops.topk_gate would give to choices made elsewhere; 0 for dropped ones (-1).
+
+    logits [T, E], topk_idx [T, K] -> [T, K]; normalize divides by the sum over the choices that are not dropped.
+    Raises ValueError for another number of tokens.
+    """
+    if topk_idx.shape[0] != logits.shape[0]:
+        raise ValueError(f"the choices are for {topk_idx.shape[0]} tokens, but there are {logits.shape[0]}")
+    dropped = topk_idx < 0
+    log_scores = logits.log_softmax(-1) if score == "softmax" else F.logsigmoid(logits)
+    chosen = log_scores.gather(1, topk_idx.clamp(min=0).long())
+    chosen = chosen.masked_fill(dropped, torch.finfo(chosen.dtype).min)
+    weights = (chosen.softmax(-1) if normalize else chosen.exp()) * scale
+    return weights.masked_fill(dropped, 0)

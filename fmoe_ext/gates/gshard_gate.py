@@ -46,7 +46,7 @@ class GShardGate(NaiveGate):
     def forward(self, inp, return_all_scores=False):
         """As NaiveGate.forward, with -1 for dropped choices."""
         logits = self.logits(inp)
-        chosen, topk_weights = ops.topk_gate(logits, self.top_k)
+        chosen, topk_weights = self.topk(logits, self.top_k)
         num_tokens = self.workers.num_tokens(inp.shape[0])
         self.set_loss(self._balance_loss(logits, chosen, num_tokens))
         topk_idx = self._drop_over_capacity(chosen, num_tokens)
@@ -63,9 +63,13 @@ class GShardGate(NaiveGate):
         c = num_first.to(m.dtype) / num_tokens
         return self.tot_expert**2 * torch.mean(c * m)
 
+    def expert_capacity(self, factor, num_tokens):
+        """Choices that an expert takes of num_tokens tokens of all workers."""
+        return math.ceil(factor * num_tokens) * self.top_k // self.tot_expert
+
     def _drop_over_capacity(self, topk_idx, num_tokens):
         factor = self.capacity[0 if self.training else 1]
-        capacity = math.ceil(factor * num_tokens) * self.top_k // self.tot_expert
+        capacity = self.expert_capacity(factor, num_tokens)
         return self.workers.apply_capacity(topk_idx, self.tot_expert, capacity)
 
     @staticmethod

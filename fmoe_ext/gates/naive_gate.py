@@ -2,7 +2,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from fmoe_ext import ops
 from fmoe_ext.gates.base_gate import BaseGate
 
 
@@ -31,7 +30,7 @@ class NaiveGate(BaseGate):
         Equivalent to: weights, idx = F.linear(inp, weight, bias).topk(top_k); idx, weights.softmax(-1).
         """
         logits = self.logits(inp)
-        topk_idx, topk_weights = ops.topk_gate(logits, self.top_k, normalize=self.normalize)
+        topk_idx, topk_weights = self.topk(logits, self.top_k, normalize=self.normalize)
         self.set_loss(logits.new_zeros(1))
         if return_all_scores:
             return topk_idx, topk_weights, logits

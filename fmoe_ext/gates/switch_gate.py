@@ -47,7 +47,7 @@ class SwitchGate(NaiveGate):
     def forward(self, inp, return_all_scores=False):
         """As NaiveGate.forward; the weights are probabilities among all experts."""
         logits = self._noisy_logits(inp)
-        chosen, topk_weights = ops.topk_gate(logits, self.top_k, normalize=False)
+        chosen, topk_weights = self.topk(logits, self.top_k, normalize=False)
         num_tokens = self.workers.num_tokens(inp.shape[0])
         topk_idx = self._drop_over_capacity(chosen, num_tokens)
         self.set_loss(self._balance_loss(logits, topk_idx if self.fastmoe_loss else chosen, num_tokens))

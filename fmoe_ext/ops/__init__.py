@@ -3,9 +3,18 @@
 Importing this package loads the native modules; it is the only place that does.
 """
 
+import platform
+
 import torch
 
-from fmoe_ext import _C  # noqa: F401  (registers the schemas and the CPU kernels)
+try:
+    from fmoe_ext import _C  # noqa: F401  (registers the schemas and the CPU kernels)
+except ImportError as error:
+    raise ImportError(
+        f"the native module fmoe_ext._C could not be loaded ({error}); rebuild it against the torch that is "
+        "installed: pip install . --no-build-isolation (in a checkout: make build). "
+        f"torch {torch.__version__}, Python {platform.python_version()}, {platform.machine()}"
+    ) from error
 
 
 def _load_cuda_module():
@@ -27,10 +36,17 @@ from fmoe_ext.ops.permute import permute, permute_ref, unpermute, unpermute_ref 
 from fmoe_ext.ops.sort_tokens import SortedTokens, sort_tokens, sort_tokens_ref  # noqa: E402
 from fmoe_ext.ops.topk_gate import topk_gate, topk_gate_ref  # noqa: E402
 
+
+def build_info() -> dict[str, str]:
+    """What the native module was built with: torch, compiler, CUDA architectures, NCCL."""
+    return dict(fact.split("=", 1) for fact in torch.ops.fmoe_ext.build_info().split(","))
+
+
 __all__ = [
     "SortedTokens",
     "apply_capacity",
     "apply_capacity_ref",
+    "build_info",
     "count_tokens",
     "count_tokens_ref",
     "cuda_module_missing",

@@ -1,0 +1,247 @@
+"""Telemetry of the gates: which experts get how many tokens, without a host synchronisation in the step.
+
+monitor = balance.watch(model)
+for step, batch in enumerate(batches):
+    train(model, batch)
+    if step % 100 == 0:
+        balance.write(monitor.collect(step), "out/load.jsonl")
+monitor.plot("out/load.png")
+"""
+
+import json
+import math
+import warnings
+from pathlib import Path
+
+import torch
+
+from fmoe_ext import ops
+from fmoe_ext.gates import BaseGate
+
+SUMMARY_NUMBERS = ("max_over_mean", "cv", "entropy", "dropped_share", "dead_experts", "gate_entropy")
+
+
+def summarize(tokens_per_expert, num_dropped=0, gate_entropy_sum=0.0, num_tokens=0):
+    """What a load [E] says, as numbers of Python.
+
+    -> dict: tokens_per_expert (list), max_over_mean (1 = balanced; the step waits for the largest), cv (standard
+    deviation / mean), entropy (of the load, / log E: 1 = balanced, 0 = one expert), dropped_share (of all choices),
+    dead_experts (how many got nothing), gate_entropy (of a token's K weights, / log K, mean over the tokens: 1 = its
+    experts count alike, 0 = one decides; 0 for K = 1). All zero when nothing was chosen.
+    """
+    load = tokens_per_expert.double().cpu()
+    total = load.sum().item()
+    numbers = dict.fromkeys(SUMMARY_NUMBERS, 0.0)
+    numbers["dead_experts"] = int((load == 0).sum())
+    if total > 0:
+        mean, share = load.mean(), load / total
+        numbers["max_over_mean"] = (load.max() / mean).item()
+        numbers["cv"] = (load.std(unbiased=False) / mean).item()
+        if load.numel() > 1:
+            numbers["entropy"] = -torch.xlogy(share, share).sum().item() / math.log(load.numel())
+    numbers["dropped_share"] = num_dropped / max(total + num_dropped, 1)
+    numbers["gate_entropy"] = gate_entropy_sum / max(num_tokens, 1)
+    return {"tokens_per_expert": load.long().tolist(), **numbers}
+
+
+class LayerCounters:
+    """The running counts of one gate, on its device; as many operations a step as there are counters."""
+
+    NAMES = ("tokens_per_expert", "idle_steps", "num_dropped", "num_tokens", "gate_entropy_sum", "num_steps")
+
+    def __init__(self, num_experts, device):
+        self.tokens_per_expert = torch.zeros(num_experts, dtype=torch.int64, device=device)
+        self.idle_steps = torch.zeros_like(self.tokens_per_expert)  # steps since the last token
+        self.num_dropped = torch.zeros((), dtype=torch.int64, device=device)
+        self.num_tokens = torch.zeros_like(self.num_dropped)
+        self.num_steps = torch.zeros_like(self.num_dropped)
+        self.gate_entropy_sum = torch.zeros((), dtype=torch.float64, device=device)
+
+    def to(self, device):
+        for name in self.NAMES:
+            setattr(self, name, getattr(self, name).to(device))
+
+    @torch.no_grad()
+    def count(self, topk_idx, topk_weights):
+        topk_idx = topk_idx.reshape(topk_idx.shape[0], -1)
+        load = ops.count_tokens(topk_idx, self.tokens_per_expert.shape[0])
+        self.tokens_per_expert += load
+        self.idle_steps.add_(1).mul_(load == 0)
+        self.num_dropped += topk_idx.numel() - load.sum()
+        self.num_tokens += topk_idx.shape[0]
+        self.num_steps += 1
+        if topk_idx.shape[1] > 1:
+            self.gate_entropy_sum += _entropy(topk_weights.reshape(topk_idx.shape))
+
+    def reset(self):
+        for name in self.NAMES:
+            if name != "idle_steps":
+                getattr(self, name).zero_()
+
+
+def _entropy(topk_weights):
+    weights = topk_weights.to(torch.promote_types(topk_weights.dtype, torch.float32))
+    total = weights.sum(1)
+    # entropy of w / total = log(total) - sum(w log w) / total
+    entropy = total.clamp(min=torch.finfo(total.dtype).tiny).log()
+    entropy = entropy - torch.xlogy(weights, weights).sum(1) / total
+    return torch.where(total > 0, entropy, 0).sum() / math.log(weights.shape[1])
+
+
+class LoadMonitor:
+    """Counts the choices of every gate of a model while it trains (model.train()); made by watch().
+
+    counters: {name of the gate: LayerCounters}. history: what collect() returned so far, for plot().
+    Works with custom gates (subclasses of BaseGate). Forwards repeated by activation checkpointing count again.
+    """
+
+    def __init__(self, model, warn_after=1000):
+        gates = {name: module for name, module in model.named_modules() if isinstance(module, BaseGate)}
+        if not gates:
+            raise ValueError(f"{type(model).__name__} has no gate (a module that is a BaseGate) to watch")
+        if warn_after < 1:
+            raise ValueError(f"warn_after must be at least 1, but got {warn_after}")
+        self.warn_after = warn_after
+        self.counters = {}
+        self.history = []
+        self._hooks = []
+        for name, gate in gates.items():
+            device = next((parameter.device for parameter in gate.parameters()), torch.device("cpu"))
+            counters = self.counters[name] = LayerCounters(gate.tot_expert, device)
+            self._hooks.append(gate.register_forward_hook(_counting_hook(counters)))
+
+    def collect(self, step=None, *, sum_over_workers=None, reset=True):
+        """The summary of every layer since the last reset; the only call here that waits for the device.
+
+        sum_over_workers: a function tensor -> its sum over the workers, to see the load of all of them.
+        -> {"step": step, "layers": {name of the gate: summarize(...)}}, which also joins the history. Warns about
+        experts that got no token in the last warn_after steps.
+        """
+        total = sum_over_workers if sum_over_workers is not None else (lambda counted: counted)
+        layers = {}
+        for name, counters in self.counters.items():
+            layers[name] = summarize(
+                total(counters.tokens_per_expert),
+                total(counters.num_dropped).item(),
+                total(counters.gate_entropy_sum).item(),
+                total(counters.num_tokens).item(),
+            )
+            served = total((counters.idle_steps < self.warn_after).long())  # [E], workers with a recent token
+            idle = (served == 0).nonzero().flatten().tolist()
+            if idle:
+                warnings.warn(
+                    f"gate {name!r}: no token for the experts {idle} in the last {self.warn_after} steps; "
+                    "a balance loss or SigmoidGate's bias would bring them back",
+                    stacklevel=2,
+                )
+            if reset:
+                counters.reset()
+        record = {"step": len(self.history) if step is None else step, "layers": layers}
+        self.history.append(record)
+        return record
+
+    def plot(self, path):
+        """Draws the history: the mean load of layers x experts as a heat map, and over the steps max/mean and cv."""
+        if not self.history:
+            raise RuntimeError("nothing to plot: call collect() first")
+        draw(self.history, path)
+
+    def remove(self):
+        """Stops counting."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+
+    def state_dict(self):
+        """Counters and history, for a checkpoint."""
+        counters = {
+            name: {key: getattr(layer, key).clone() for key in LayerCounters.NAMES}
+            for name, layer in self.counters.items()
+        }
+        return {"counters": counters, "history": list(self.history)}
+
+    def load_state_dict(self, state):
+        if state["counters"].keys() != self.counters.keys():
+            raise ValueError(
+                f"the state is of the gates {list(state['counters'])}, but the model has {list(self.counters)}"
+            )
+        for name, saved in state["counters"].items():
+            for key in LayerCounters.NAMES:
+                getattr(self.counters[name], key).copy_(saved[key])
+        self.history = list(state["history"])
+
+
+def watch(model, warn_after=1000):
+    """Begins to count the tokens of every expert of a model -> LoadMonitor.
+
+    warn_after: collect() warns about experts without a token for so many steps. ValueError for a model without gates.
+    """
+    return LoadMonitor(model, warn_after)
+
+
+def _counting_hook(counters):
+    def count(gate, args, output):
+        if not gate.training:
+            return
+        topk_idx, topk_weights = output[:2]
+        if counters.num_steps.device != topk_idx.device:
+            counters.to(topk_idx.device)
+        counters.count(topk_idx, topk_weights)
+
+    return count
+
+
+def write(record, target):
+    """Writes one result of LoadMonitor.collect(): as a line of JSON to a path, or to a TensorBoard writer.
+
+    target: a path, to which the line is appended, or an object with add_scalar(tag, value, step), which gets
+    "<number>/<gate>" for each gate and "<number>/all", their mean.
+    """
+    if hasattr(target, "add_scalar"):
+        for number in SUMMARY_NUMBERS:
+            values = {name: layer[number] for name, layer in record["layers"].items()}
+            for name, value in values.items():
+                target.add_scalar(f"{number}/{name}", value, record["step"])
+            target.add_scalar(f"{number}/all", sum(values.values()) / len(values), record["step"])
+        return
+    with Path(target).open("a") as lines:
+        lines.write(json.dumps(record) + "\n")
+
+
+def draw(history, path):
+    """The picture of LoadMonitor.plot, from a list of records (for example the lines that write() wrote)."""
+    from matplotlib import colormaps
+    from matplotlib.figure import Figure
+
+    names = list(history[-1]["layers"])
+    load = {name: torch.tensor([r["layers"][name]["tokens_per_expert"] for r in history]) for name in names}
+    num_experts = max(counts.shape[1] for counts in load.values())
+    relative = torch.full((len(names), num_experts), torch.nan)
+    for row, counts in zip(relative, load.values(), strict=True):
+        total = counts.sum(0).double()
+        row[: len(total)] = total / total.mean().clamp(min=1e-9)
+    steps = [record["step"] for record in history]
+    figure = Figure(figsize=(13, max(3.6, 1.2 + 0.28 * len(names))), layout="constrained")
+    axes = figure.subplots(1, 3, width_ratios=(1.5, 1, 1))
+    image = axes[0].imshow(
+        relative.numpy(), aspect="auto", cmap="RdBu_r", vmin=0, vmax=2, interpolation="nearest"
+    )
+    axes[0].set_yticks(range(len(names)), names, fontsize=8)
+    axes[0].set_xlabel("expert")
+    axes[0].set_title("load, 1 = even share", fontsize=10)
+    axes[0].xaxis.get_major_locator().set_params(integer=True)
+    figure.colorbar(image, ax=axes[0], extend="max", fraction=0.04, pad=0.02)
+    curves = (("max_over_mean", "largest load / mean load"), ("cv", "standard deviation / mean of the load"))
+    for axis, (number, title) in zip(axes[1:], curves, strict=True):
+        for index, name in enumerate(names):
+            values = [record["layers"][name][number] for record in history]
+            color = colormaps["viridis"](index / max(len(names) - 1, 1))
+            axis.plot(steps, values, ".-", color=color, label=name, linewidth=1.4)
+        axis.set_title(title, fontsize=10)
+        axis.set_xlabel("step")
+        axis.grid(alpha=0.25)
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.xaxis.get_major_locator().set_params(integer=True)
+    if len(names) <= 12:
+        figure.legend(*axes[2].get_legend_handles_labels(), loc="outside right upper", fontsize=8)
+    figure.savefig(path, dpi=120)

@@ -1,0 +1,14 @@
+import math
+
+from fmoe_ext.gates.gshard_gate import GShardGate
+
+
+class DCGate(GShardGate):
+    """GShardGate with FastMoE's earlier capacity, which is not divided by the number of experts.
+
+    An expert takes ceil(capacity * T / world_size) choices, T the tokens of all workers; FastMoE counts the tokens of
+    each worker instead, which is the same for equal batches. On one worker nothing is dropped for a capacity >= 1.
+    """
+
+    def expert_capacity(self, factor, num_tokens):
+        return math.ceil(factor * num_tokens / self.world_size)

@@ -1,0 +1,64 @@
+import torch
+
+from fmoe_ext.gates.base_gate import OneWorker
+from fmoe_ext.gates.capacity import expert_capacity
+from fmoe_ext.gates.naive_gate import NaiveGate
+
+
+class ExpertChoiceGate(NaiveGate):
+    """Experts choose tokens, so that every expert has the same load (Zhou et al. 2022, "Expert Choice Routing").
+
+    Each expert takes the C = min(T, ceil(capacity_factor * T * top_k / E)) tokens that score it highest, with weight
+    softmax(logits) over the experts; equal scores: the earlier token. top_k is the mean number of experts per token; a
+    token may get none, or up to E, so the choices are [T, E], the ones given first and -1 behind.
+    max_experts=m keeps only the m largest weights of a token and makes them [T, m], which saves memory where
+    experts do not fuse the gather.
+
+    Not for causal language models: whether an expert takes a token depends on later tokens of the batch, which training
+    leaks and generation does not have. For encoders, vision and diffusion models.
+    """
+
+    def __init__(
+        self,
+        d_model,
+        num_expert,
+        world_size,
+        top_k=2,
+        gate_bias=True,
+        *,
+        capacity_factor=1.0,
+        max_experts=None,
+        workers=None,
+    ):
+        super().__init__(d_model, num_expert, world_size, top_k, gate_bias)
+        if capacity_factor <= 0:
+            raise ValueError(f"capacity_factor must be positive, but got {capacity_factor}")
+        if max_experts is not None and not 1 <= max_experts <= self.tot_expert:
+            raise ValueError(
+                f"max_experts must be between 1 and the {self.tot_expert} experts, but got {max_experts}"
+            )
+        self.capacity_factor = capacity_factor
+        self.max_experts = self.tot_expert if max_experts is None else max_experts
+        self.workers = OneWorker() if workers is None else workers
+
+    def forward(self, inp, return_all_scores=False):
+        """inp [T, d_model] -> topk_idx [T, max_experts] int64, -1 behind, topk_weights likewise."""
+        logits = self.logits(inp)
+        scores = logits.softmax(-1)
+        topk_idx = self.choose(lambda: self._pick(scores.detach()))
+        topk_weights = scores.gather(1, topk_idx.clamp(min=0)).masked_fill(topk_idx < 0, 0)
+        self.set_loss(logits.new_zeros(()))  # balanced by construction
+        if return_all_scores:
+            return topk_idx, topk_weights, logits
+        return topk_idx, topk_weights
+
+    def _pick(self, scores):
+        parts = self.workers.gather(scores)
+        everyone = torch.cat(parts)  # [T of all workers, E]
+        capacity = expert_capacity(self.capacity_factor, everyone.shape[0], self.top_k, self.tot_expert)
+        tokens = everyone.sort(dim=0, descending=True, stable=True).indices[:capacity]  # [C, E]
+        picked = torch.zeros_like(everyone, dtype=torch.bool).scatter_(0, tokens, True)
+        begin = sum(part.shape[0] for part in parts[: self.workers.rank])
+        picked = picked[begin : begin + scores.shape[0]]
+        order = torch.where(picked, scores, -1).sort(dim=1, descending=True, stable=True)
+        return torch.where(order.values >= 0, order.indices, -1)[:, : self.max_experts].contiguous()

@@ -1,0 +1,90 @@
+import functools
+
+import torch
+
+from fmoe_ext import _env, ops
+from fmoe_ext.gates.base_gate import OneWorker, weights_of
+from fmoe_ext.gates.losses import balance_loss
+from fmoe_ext.gates.naive_gate import NaiveGate
+
+
+class FasterGate(NaiveGate):
+    """The topology-aware gate of FasterMoE (He et al. 2022): few tokens leave their node, the others stay.
+
+    Each token takes its two best experts, unless more than int(outgoing_fraction * T) of the T local tokens have their
+    first choice on another node. Then those with the highest score there, int(outgoing_fraction * T) of them, keep that
+    first choice, and every other choice is made among the experts of this node, number node_rank, of gpus_per_node
+    workers. loss = E^2 * mean_e(c_e * m_e), as GShardGate. Where a node has all the experts this is top-2.
+    gpus_per_node and outgoing_fraction: default FMOE_TOPO_GPUS_PER_NODE (8) and FMOE_TOPO_OUTGOING_FRACTION (0.14).
+    FMoE(gate=gen_faster_gate(node_rank)) builds it.
+    """
+
+    def __init__(
+        self,
+        d_model,
+        n_expert,
+        world_size,
+        node_rank,
+        gate_bias=True,
+        *,
+        gpus_per_node=None,
+        outgoing_fraction=None,
+        workers=None,
+    ):
+        super().__init__(d_model, n_expert, world_size, top_k=2, gate_bias=gate_bias)
+        if gpus_per_node is None:
+            gpus_per_node = _env.get("FMOE_TOPO_GPUS_PER_NODE")
+        if outgoing_fraction is None:
+            outgoing_fraction = _env.get("FMOE_TOPO_OUTGOING_FRACTION")
+        if gpus_per_node < 1:
+            raise ValueError(f"gpus_per_node must be at least 1, but got {gpus_per_node}")
+        if not 0 <= outgoing_fraction <= 1:
+            raise ValueError(f"outgoing_fraction must be between 0 and 1, but got {outgoing_fraction}")
+        num_nodes = -(-world_size // gpus_per_node)
+        if not 0 <= node_rank < num_nodes:
+            raise ValueError(
+                f"node_rank must be in [0, {num_nodes}), the nodes of {world_size} workers, but got {node_rank}; "
+                "FMoE passes it only through gate=gen_faster_gate(node_rank)"
+            )
+        first = node_rank * gpus_per_node * n_expert
+        local = torch.arange(self.tot_expert)
+        local = (local >= first) & (local < first + gpus_per_node * n_expert)
+        if local.sum() < 2:
+            raise ValueError("FasterGate needs two experts in a node, but node_rank's node has one")
+        self.register_buffer("is_local", local, persistent=False)  # [E]
+        self.outgoing_fraction = outgoing_fraction
+        self.workers = OneWorker() if workers is None else workers
+
+    def forward(self, inp, return_all_scores=False):
+        """As NaiveGate.forward, with top_k = 2."""
+        logits = self.logits(inp)
+        best = ops.topk_gate(logits.detach(), self.top_k)[0]
+        topk_idx = self.choose(lambda: self._stay_in_node(logits.detach(), best))
+        topk_weights = weights_of(logits, topk_idx)
+        loss = balance_loss(logits.softmax(-1), best[:, :1], self.workers)
+        self.set_loss(loss)
+        return (topk_idx, topk_weights, logits) if return_all_scores else (topk_idx, topk_weights)
+
+    def _stay_in_node(self, logits, best):
+        first = best[:, 0]
+        outgoing = ~self.is_local[first]  # [T]
+        allowed = int(self.outgoing_fraction * first.shape[0])
+        score = logits.gather(1, first[:, None]).squeeze(1).masked_fill(~outgoing, -torch.inf)
+        place = score.argsort(descending=True, stable=True).argsort()
+        leaves = outgoing & (place < allowed)
+        in_node = ops.topk_gate(logits.masked_fill(~self.is_local, -torch.inf), self.top_k)[0]
+        limited = in_node.clone()
+        limited[:, 0] = torch.where(leaves, first, in_node[:, 0])
+        limited[:, 1] = torch.where(leaves, in_node[:, 0], in_node[:, 1])
+        return torch.where(outgoing.sum() > allowed, limited, best)
+
+
+def gen_faster_gate(rank):
+    """A gate for FMoE(gate=...): FasterGate on node number rank."""
+    return functools.partial(_faster_gate, rank)
+
+
+def _faster_gate(rank, d_model, n_expert, world_size, top_k=2, gate_bias=True):
+    if top_k != 2:
+        raise ValueError(f"FasterGate chooses two experts: top_k must be 2, but got {top_k}")
+    return FasterGate(d_model, n_expert, world_size, rank, gate_bias)

@@ -1,0 +1,76 @@
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from fmoe_ext.gates.base_gate import BaseGate, OneWorker
+from fmoe_ext.gates.losses import cv_squared
+
+NOISE_FLOOR = 1e-2  # smallest standard deviation of the noise, so that the load is differentiable
+
+
+class NoisyGate(BaseGate):
+    """The gate of "Outrageously Large Neural Networks" (Shazeer et al. 2017): top-k of logits with learned noise.
+
+    In training H(x) = x @ w_gate + N(0, 1) * (softplus(x @ w_noise) + 0.01), in evaluation without the noise; the
+    weights are the softmax over the K chosen. loss = cv^2(importance) + cv^2(load) over all tokens of all workers:
+    importance the sum of the weights of each expert, load the expected number of its tokens when the noise is drawn
+    again (in evaluation, and when every expert is chosen, the number of its tokens). float32 or wider throughout.
+    """
+
+    def __init__(self, d_model, num_expert, world_size, top_k=2, *, workers=None):
+        super().__init__(num_expert, world_size)
+        if not 1 <= top_k <= self.tot_expert:
+            raise ValueError(f"top_k must be between 1 and the {self.tot_expert} experts, but got {top_k}")
+        self.top_k = top_k
+        self.w_gate = nn.Parameter(torch.empty(d_model, self.tot_expert))
+        self.w_noise = nn.Parameter(torch.empty(d_model, self.tot_expert))
+        self.workers = OneWorker() if workers is None else workers
+        self.reset_parameters()
+
+    def reset_parameters(self):
+        nn.init.kaiming_uniform_(self.w_gate, a=math.sqrt(5))
+        nn.init.kaiming_uniform_(self.w_noise, a=math.sqrt(5))
+
+    def forward(self, inp, return_all_scores=False):
+        """inp [T, d_model] -> topk_idx [T, K] int64, best first, topk_weights [T, K] float32 or float64.
+
+        With return_all_scores also the logits [T, E] that were compared. Raises ValueError for another shape.
+        """
+        if inp.dim() != 2 or inp.shape[1] != self.w_gate.shape[0]:
+            raise ValueError(
+                f"inp must have shape [T, d_model={self.w_gate.shape[0]}], but got {list(inp.shape)}"
+            )
+        dtype = torch.promote_types(torch.promote_types(inp.dtype, self.w_gate.dtype), torch.float32)
+        with torch.autocast(inp.device.type, enabled=False):
+            wide = inp.to(dtype)
+            clean = wide @ self.w_gate.to(dtype)
+            stddev = F.softplus(wide @ self.w_noise.to(dtype)) + NOISE_FLOOR
+        noisy = clean + torch.randn_like(clean) * stddev if self.training else clean
+        topk_idx, topk_weights = self.topk(noisy, self.top_k)
+        gates = torch.zeros_like(noisy).scatter(1, topk_idx, topk_weights)
+        if self.training and self.top_k < self.tot_expert:
+            load = self._prob_in_top_k(clean, noisy, stddev, noisy.topk(self.top_k + 1, dim=1).values).sum(0)
+        else:
+            load = self._gates_to_load(gates).to(dtype)
+        importance = self.workers.sum(gates.sum(0))
+        self.set_loss(self.cv_squared(importance) + self.cv_squared(self.workers.sum(load)))
+        return (topk_idx, topk_weights, noisy) if return_all_scores else (topk_idx, topk_weights)
+
+    def _gates_to_load(self, gates):
+        """Number of tokens with a weight above zero, for each expert: gates [T, E] -> [E]."""
+        return (gates > 0).sum(0)
+
+    def _prob_in_top_k(self, clean_values, noisy_values, noise_stddev, noisy_top_values):
+        """Probability [T, E] that an expert is chosen when its noise alone is drawn again.
+
+        noisy_top_values [T, K + 1] are the largest noisy values: an expert among the K is compared with the value
+        behind them, any other with the last of them.
+        """
+        kth, next_one = noisy_top_values[:, -2:].split(1, dim=1)
+        others = torch.where(noisy_values > next_one, next_one, kth)  # best value that must be beaten
+        return torch.special.ndtr((clean_values - others) / noise_stddev)
+
+    def cv_squared(self, x):
+        return cv_squared(x)

@@ -1,0 +1,144 @@
+import torch
+
+from fmoe_ext.gates.base_gate import OneWorker
+from fmoe_ext.gates.capacity import DROP_POLICIES, drop_over_capacity, expert_capacity
+from fmoe_ext.gates.losses import balance_loss, sequence_balance_loss, z_loss
+from fmoe_ext.gates.naive_gate import NaiveGate
+
+BALANCE_LOSSES = ("global", "sequence", None)
+
+
+class ScoredGate(NaiveGate):
+    """What SoftmaxGate, SigmoidGate and UniformGate share; subclasses name their score.
+
+    * normalize divides the K weights by their sum, scale multiplies them afterwards;
+    * num_groups, topk_groups: only the experts of each token's topk_groups best groups can be chosen;
+    * balance_loss "global": E * sum_e f_e * p_e over the tokens of all workers, the loss of the global batch;
+      "sequence": the mean of the same over each sequence of seq_len tokens; None: none;
+    * loss = balance_weight * balance loss + z_weight * z-loss, so that one factor outside serves all gates;
+    * jitter: training multiplies the input by noise, uniform in [1 - jitter, 1 + jitter];
+    * capacity_factor: an expert takes ceil(capacity_factor * T * K / E) choices and the others become -1, by
+      drop_policy "position" (earlier tokens stay) or "score" (larger weights stay); None, the default, drops nothing.
+    """
+
+    score = "softmax"
+
+    def __init__(
+        self,
+        d_model,
+        num_expert,
+        world_size,
+        top_k=2,
+        gate_bias=True,
+        *,
+        normalize=True,
+        scale=1.0,
+        num_groups=1,
+        topk_groups=1,
+        balance_loss="global",
+        balance_weight=1.0,
+        seq_len=None,
+        z_weight=0.0,
+        jitter=0.0,
+        capacity_factor=None,
+        drop_policy="position",
+        workers=None,
+    ):
+        super().__init__(d_model, num_expert, world_size, top_k, gate_bias, normalize=normalize)
+        if balance_loss not in BALANCE_LOSSES:
+            raise ValueError(f"balance_loss must be one of {BALANCE_LOSSES}, but got {balance_loss!r}")
+        if balance_loss == "sequence" and seq_len is None:
+            raise ValueError('balance_loss="sequence" needs seq_len, the number of tokens of one sequence')
+        if drop_policy not in DROP_POLICIES:
+            raise ValueError(f"drop_policy must be one of {DROP_POLICIES}, but got {drop_policy!r}")
+        if capacity_factor is not None and capacity_factor <= 0:
+            raise ValueError(
+                f"capacity_factor must be positive, or None for no limit, but got {capacity_factor}"
+            )
+        if not 0 <= jitter < 1:
+            raise ValueError(f"jitter must be in [0, 1), but got {jitter}")
+        self._check_groups(num_groups, topk_groups)
+        self.scale = scale
+        self.num_groups = num_groups
+        self.topk_groups = topk_groups
+        self.balance_loss = balance_loss
+        self.balance_weight = balance_weight
+        self.seq_len = seq_len
+        self.z_weight = z_weight
+        self.jitter = jitter
+        self.capacity_factor = capacity_factor
+        self.drop_policy = drop_policy
+        self.workers = OneWorker() if workers is None else workers
+
+    def _check_groups(self, num_groups, topk_groups):
+        if num_groups < 1 or self.tot_expert % num_groups != 0:
+            raise ValueError(f"num_groups must divide the {self.tot_expert} experts, but got {num_groups}")
+        if not 1 <= topk_groups <= num_groups:
+            raise ValueError(
+                f"topk_groups must be between 1 and the {num_groups} groups, but got {topk_groups}"
+            )
+        eligible = self.tot_expert // num_groups * topk_groups
+        if self.top_k > eligible:
+            raise ValueError(
+                f"top_k must be at most the {eligible} experts of {topk_groups} of {num_groups} groups, "
+                f"but got {self.top_k}"
+            )
+
+    def forward(self, inp, return_all_scores=False):
+        """As NaiveGate.forward, with -1 for choices over the capacity."""
+        logits = self.logits(self._jittered(inp))
+        chosen, topk_weights = self.select(logits)
+        self.set_loss(self._loss(logits, chosen))
+        topk_idx = self._drop_over_capacity(chosen, topk_weights)
+        if return_all_scores:
+            return topk_idx, topk_weights, logits
+        return topk_idx, topk_weights
+
+    def select(self, logits):
+        """logits [T, E] -> topk_idx, topk_weights [T, K], before any choice is dropped."""
+        return self.topk(
+            logits,
+            self.top_k,
+            self.score,
+            self.normalize,
+            self.scale,
+            num_groups=self.num_groups,
+            topk_groups=self.topk_groups,
+        )
+
+    def probabilities(self, logits):
+        """The scores of all experts [T, E], divided by their sum: what the balance loss averages."""
+        return logits.softmax(-1)
+
+    def balance_choices(self, logits, topk_idx):
+        """The choices [T, K] that the sequence-level loss counts."""
+        return topk_idx
+
+    def _jittered(self, inp):
+        if not self.training or self.jitter == 0 or not isinstance(inp, torch.Tensor):
+            return inp
+        wide = inp.to(torch.promote_types(inp.dtype, torch.float32))
+        return wide * (torch.rand_like(wide) * (2 * self.jitter) + (1 - self.jitter))
+
+    def _loss(self, logits, topk_idx):
+        loss = logits.new_zeros(())
+        if self.balance_loss == "global":
+            loss = balance_loss(self.probabilities(logits), topk_idx, self.workers) * self.balance_weight
+        elif self.balance_loss == "sequence":
+            choices = self.balance_choices(logits, topk_idx)
+            per_sequence = sequence_balance_loss(
+                self.probabilities(logits), choices, self.seq_len, self.workers
+            )
+            loss = per_sequence * self.balance_weight
+        if self.z_weight != 0:
+            loss = loss + self.z_weight * z_loss(logits, self.workers)
+        return loss
+
+    def _drop_over_capacity(self, topk_idx, topk_weights):
+        if self.capacity_factor is None:
+            return topk_idx
+        num_tokens = self.workers.num_tokens(topk_idx.shape[0])
+        capacity = expert_capacity(self.capacity_factor, num_tokens, self.top_k, self.tot_expert)
+        return drop_over_capacity(
+            topk_idx, topk_weights, self.tot_expert, capacity, self.drop_policy, self.workers
+        )

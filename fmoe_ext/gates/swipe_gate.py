@@ -1,0 +1,64 @@
+import torch
+
+from fmoe_ext import ops
+from fmoe_ext.gates.base_gate import OneWorker, weights_of
+from fmoe_ext.gates.naive_gate import NaiveGate
+
+
+class SwipeGate(NaiveGate):
+    """NaiveGate that in training never gives a worker more choices than its own tokens make.
+
+    A worker with T tokens takes T * top_k choices. The first choices of all tokens are admitted, then the second ones,
+    and so on, in the order of workers and tokens; a choice whose worker is full goes to the first worker with
+    room, there to the expert of number k % num_expert. The weights are the softmax over the logits of the experts
+    that were taken. On one worker this is NaiveGate.
+    """
+
+    def __init__(self, d_model, num_expert, world_size, top_k=2, gate_bias=True, *, workers=None):
+        super().__init__(d_model, num_expert, world_size, top_k, gate_bias)
+        self.workers = OneWorker() if workers is None else workers
+
+    def forward(self, inp, return_all_scores=False):
+        """As NaiveGate.forward; a token may have the same expert twice."""
+        if not self.training or self.world_size == 1:
+            return super().forward(inp, return_all_scores)
+        logits = self.logits(inp)
+        topk_idx = self.choose(lambda: self._swipe(ops.topk_gate(logits.detach(), self.top_k)[0]))
+        topk_weights = weights_of(logits, topk_idx)
+        self.set_loss(logits.new_zeros(1))
+        return (topk_idx, topk_weights, logits) if return_all_scores else (topk_idx, topk_weights)
+
+    def _swipe(self, topk_idx):
+        sizes = [part.shape[0] for part in self.workers.gather(topk_idx)]
+        if len(sizes) != self.world_size:
+            raise RuntimeError(
+                f"SwipeGate moves tokens between {self.world_size} workers, but its workers= knows {len(sizes)}"
+            )
+        capacity = torch.tensor(sizes, device=topk_idx.device) * self.top_k  # [workers]
+        columns = []
+        for k in range(self.top_k):
+            column, capacity = self.swipe_once(topk_idx[:, k], capacity, k % self.num_expert)
+            columns.append(column)
+        return torch.stack(columns, dim=1)
+
+    def swipe_once(self, idx, capacity, bias):
+        """Admits one choice of every token: idx [T], capacity [workers] -> idx [T], the capacity that is left.
+
+        bias: number of the expert, among those of a worker, that takes what is moved there.
+        """
+        parts = self.workers.gather(idx)
+        begin = sum(part.shape[0] for part in parts[: self.workers.rank])
+        everyone = torch.cat(parts)
+        worker = everyone // self.num_expert
+        to_worker = torch.nn.functional.one_hot(worker, self.world_size)  # [T of all workers, workers]
+        place = to_worker.cumsum(0).gather(1, worker[:, None]).squeeze(1)  # counted from 1
+        admitted = place <= capacity[worker]
+        capacity = capacity - torch.minimum(to_worker.sum(0), capacity)
+        ends = capacity.cumsum(0)  # the room of worker 0 first, then of worker 1, ...
+        turn = (~admitted).long().cumsum(0) - 1
+        target = torch.searchsorted(ends, turn, right=True).clamp(max=self.world_size - 1)
+        moved = torch.where(admitted, everyone, target * self.num_expert + bias)
+        used = (~admitted).sum().clamp(max=ends[-1])
+        begins = ends - capacity
+        capacity = capacity - (used - begins).clamp(min=0).minimum(capacity)
+        return moved[begin : begin + idx.shape[0]], capacity

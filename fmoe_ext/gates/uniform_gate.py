@@ -1,0 +1,21 @@
+import torch
+
+from fmoe_ext.gates.base_gate import weights_of
+from fmoe_ext.gates.scored_gate import ScoredGate
+
+
+class UniformGate(ScoredGate):
+    """Deals the tokens out to the experts in turn, for benchmarks of a perfectly balanced load.
+
+    Choice k of token t is expert (t * K + k) % E; the weights are those of SoftmaxGate for these choices, so that the
+    gate costs what a real one costs and learns. (Megatron's `--moe-router-force-load-balancing` draws at random.)
+    Arguments: ScoredGate; groups have no effect.
+    """
+
+    def select(self, logits):
+        topk_idx = self.choose(lambda: self._deal(logits))
+        return topk_idx, weights_of(logits, topk_idx, self.score, self.normalize, self.scale)
+
+    def _deal(self, logits):
+        turn = torch.arange(logits.shape[0] * self.top_k, device=logits.device)
+        return (turn % self.tot_expert).view(-1, self.top_k)

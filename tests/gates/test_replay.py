@@ -1,0 +1,126 @@
+import copy
+import functools
+
+import pytest
+import torch
+from torch import nn
+
+from fmoe_ext.gates import (
+    GATES,
+    Choices,
+    ExpertChoiceGate,
+    GShardGate,
+    NoisyGate,
+    RoutingReplay,
+    SigmoidGate,
+    SoftmaxGate,
+    SwitchGate,
+)
+
+D, E = 6, 4
+
+
+def tokens(seed=0):
+    return torch.randn(16, D, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+@pytest.mark.parametrize("name", GATES)
+def test_plays_what_was_recorded(name):
+    """With other logits the recorded experts are chosen; with the same ones everything is as recorded."""
+    torch.manual_seed(0)
+    gate = GATES[name](D, E, 1, 2).double()
+    replay = RoutingReplay(gate)
+    with replay.record():
+        recorded, recorded_weights = gate(tokens())
+    if name != "noisy":  # its noise is drawn again
+        with replay.play():
+            topk_idx, topk_weights = gate(tokens())
+        assert torch.equal(topk_idx, recorded)
+        if name != "switch":  # its jitter too
+            torch.testing.assert_close(topk_weights, recorded_weights, rtol=1e-13, atol=1e-15)
+    with replay.play():
+        topk_idx, topk_weights = gate(tokens(seed=1))
+    assert torch.equal(topk_idx, recorded)
+    if name not in ("zero", "uniform"):
+        assert not torch.equal(gate(tokens(seed=1))[0], recorded), "these tokens choose otherwise"
+
+
+def test_weights_and_gradients_are_those_of_the_present_logits():
+    torch.manual_seed(0)
+    gate = SigmoidGate(D, E, 1, 2, scale=2.0).double()
+    replay = RoutingReplay(gate)
+    with replay.record():
+        recorded, _ = gate(tokens())
+    x = tokens(seed=1).requires_grad_()
+    with replay.play():
+        _, topk_weights, logits = gate(x, return_all_scores=True)
+    scores = logits.sigmoid().gather(1, recorded)
+    expected = 2 * scores / scores.sum(1, keepdim=True)
+    torch.testing.assert_close(topk_weights, expected)
+    (ours,) = torch.autograd.grad(topk_weights.sin().sum(), x, retain_graph=True)
+    (theirs,) = torch.autograd.grad(expected.sin().sum(), x)
+    torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("cls", [GShardGate, functools.partial(SoftmaxGate, capacity_factor=0.5)])
+def test_random_and_capacity_drops_are_replayed(cls):
+    torch.manual_seed(0)
+    gate = cls(D, E, 1).double()
+    replay = RoutingReplay(gate)
+    with replay.record():
+        recorded, recorded_weights = gate(tokens())
+    assert (recorded == -1).any()
+    with replay.play():
+        for _ in range(3):
+            topk_idx, topk_weights = gate(tokens())
+            assert torch.equal(topk_idx, recorded)
+            torch.testing.assert_close(topk_weights, recorded_weights)
+
+
+def test_several_gates_and_forwards():
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"a": SoftmaxGate(D, E, 1), "b": NoisyGate(D, E, 1)}).double()
+    replay = RoutingReplay(model)
+    with replay.record():
+        expected = [(model["a"](tokens(s))[0], model["b"](tokens(s))[0]) for s in range(3)]
+    assert {name: len(choices) for name, choices in replay.choices.items()} == {"a": 3, "b": 3}
+    loaded = RoutingReplay(model)
+    loaded.choices = copy.deepcopy(replay.choices)
+    with loaded.play():
+        for a, b in expected:
+            assert torch.equal(model["a"](tokens(9))[0], a)
+            assert torch.equal(model["b"](tokens(9))[0], b)
+    assert not torch.equal(model["a"](tokens(9))[0], expected[0][0]), "outside the block gates choose again"
+
+
+def test_choices_made_elsewhere():
+    gate = SoftmaxGate(D, E, 1).double()
+    replay = RoutingReplay(gate)
+    idx = torch.tensor([[3, -1]] * 15 + [[-1, -1]])
+    replay.choices = {"": [Choices(idx, idx)]}
+    x = tokens().requires_grad_()
+    with replay.play():
+        topk_idx, topk_weights = gate(x)
+    assert torch.equal(topk_idx, idx)
+    assert topk_weights.tolist() == [[1, 0]] * 15 + [[0, 0]]
+    topk_weights.sum().backward()
+    assert x.grad.isfinite().all()
+
+
+def test_rejects():
+    gate = SwitchGate(D, E, 1).double()
+    replay = RoutingReplay(gate)
+    with pytest.raises(RuntimeError, match="nothing was recorded for the gates ''"), replay.play():
+        pass
+    with replay.record():
+        gate(tokens())
+    with replay.play(), pytest.raises(ValueError, match="choices are for 16 tokens, but there are 5"):
+        gate(tokens()[:5])
+    expert_choice = ExpertChoiceGate(D, E, 1).double()
+    replay = RoutingReplay(expert_choice)
+    with replay.record():
+        expert_choice(tokens())
+    with replay.play(), pytest.raises((ValueError, RuntimeError)):
+        expert_choice(tokens()[:5])
+    with pytest.raises(ValueError, match="Linear has no gate"):
+        RoutingReplay(nn.Linear(2, 2))
