@@ -35,7 +35,9 @@ def unpermute_ref(
     y: torch.Tensor, row_idx: torch.Tensor, inverse: torch.Tensor, topk_weights: torch.Tensor | None = None
 ) -> torch.Tensor:
     compute = torch.promote_types(y.dtype, torch.float32)
-    padded = torch.cat([y, y.new_zeros((1, y.shape[1]))]).to(compute)  # the last row stands for dropped choices
+    padded = torch.cat([y, y.new_zeros((1, y.shape[1]))]).to(
+        compute
+    )  # the last row stands for dropped choices
     rows = padded[inverse.long()]  # [T, K, D]
     if topk_weights is not None:
         rows = rows * topk_weights.to(compute).unsqueeze(-1)

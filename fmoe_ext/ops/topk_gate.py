@@ -59,7 +59,9 @@ def _stable_topk(values, k):
 
 def _weights_ref(logits, topk_idx, score, normalize, scale):
     logits_wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    log_scores = logits_wide.log_softmax(-1) if score == "softmax" else torch.nn.functional.logsigmoid(logits_wide)
+    log_scores = (
+        logits_wide.log_softmax(-1) if score == "softmax" else torch.nn.functional.logsigmoid(logits_wide)
+    )
     chosen = log_scores.gather(1, topk_idx)
     return ((chosen.softmax(-1) if normalize else chosen.exp()) * scale).to(logits.dtype)
 

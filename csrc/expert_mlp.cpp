@@ -1,0 +1,144 @@
+#include "expert_mlp.h"
+
+#include <torch/csrc/stable/library.h>
+
+#include "gemm/expert_rows.h"
+
+namespace fmoe_ext {
+namespace {
+
+using namespace gemm;
+
+constexpr int64_t kWorkspace = 16 << 20;  // bytes, about: the gathered x and the activated rows of one chunk
+
+// The columns of w1 that make one panel: gate columns, then the up columns that belong to them.
+void pack_gated_panel(const Kernels& kernels, const char* w1, int64_t H, int64_t D, int64_t column, char* panel) {
+  const void* columns[kMaxPanelLanes];
+  const int64_t half = kernels.nr / 2;
+  for (int64_t j = 0; j < half; ++j) {
+    const bool inside = column + j < H;
+    columns[j] = inside ? w1 + (column + j) * D * kernels.storage_bytes : nullptr;
+    columns[half + j] = inside ? w1 + (H + column + j) * D * kernels.storage_bytes : nullptr;
+  }
+  kernels.pack_columns(columns, D, panel);
+}
+
+class Forward {
+ public:
+  Forward(const ExpertRows& args, bool save_h)
+      : args_(args), kernels_(args.kernels), gated_(args.activation.gated),
+        x_stride_(RowMajor::stride_for(kernels_, args.D)), a_stride_(RowMajor::stride_for(kernels_, args.H)),
+        chunks_(make_chunks(args.bounds, rows_within(kWorkspace, (x_stride_ + a_stride_) * kernels_.operand_bytes))),
+        workspace_(args.x, largest_chunk(chunks_) * (x_stride_ + a_stride_) * kernels_.operand_bytes),
+        y(new_large(args.x, {args.R, args.D}, args.x.scalar_type())),
+        h(save_h ? new_large(args.x, {args.R, args.F}, args.x.scalar_type())
+                 : torch::stable::new_empty(args.x, {0})) {
+    zero_rows_from(y, args.num_rows());
+    if (save_h) zero_rows_from(h, args.num_rows());
+    for (const Chunk& chunk : chunks_) {
+      x_rows_ = {workspace_.data(), x_stride_, kernels_.operand_bytes};
+      a_rows_ = {x_rows_.at(chunk.rows()), a_stride_, kernels_.operand_bytes};
+      gather(chunk);
+      multiply_w1(chunk, save_h);
+      multiply_w2(chunk);
+    }
+  }
+
+ private:
+  void gather(const Chunk& chunk) {
+    for_each_row_slice(chunk.begin, chunk.end, [&](int64_t begin, int64_t end) {
+      std::vector<const void*> rows;
+      for (int64_t r = begin; r < end; ++r) rows.push_back(args_.row_of(args_.x, args_.token(r), args_.D));
+      kernels_.copy_rows(rows.data(), end - begin, args_.D, x_rows_.at(begin - chunk.begin), x_stride_);
+    });
+  }
+
+  void multiply_w1(const Chunk& chunk, bool save_h) {
+    const int64_t D = args_.D, H = args_.H, F = args_.F, columns = gated_ ? kernels_.nr / 2 : kernels_.nr;
+    const auto jobs = panel_jobs(kernels_, chunk, divide_up(H, columns), D);
+    for_each_job(jobs.size(), [&](int64_t job) {
+      const Segment& segment = *jobs[job].segment;
+      const char* w1 = args_.row_of(args_.w1, segment.expert * F, D);
+      const int64_t first_row = segment.begin - chunk.begin;
+      multiply_panels(
+          kernels_, jobs[job], {x_rows_.at(first_row), x_stride_, x_rows_.bytes}, D,
+          [&](int64_t p, char* panel) {
+            if (gated_)
+              pack_gated_panel(kernels_, w1, H, D, p * columns, panel);
+            else
+              pack_weight_columns(kernels_, w1, H, D, p * columns, panel);
+          },
+          [&](int64_t p, const void* tile, int64_t row, int64_t m) {
+            const int64_t column = p * columns, corner = (segment.begin + row) * F + column;
+            kernels_.act_forward({
+                .curve = args_.activation.curve,
+                .gated = gated_,
+                .tile = tile,
+                .m = m,
+                .n = std::min(columns, H - column),
+                .bias = args_.b1 ? bytes_of(*args_.b1) + (segment.expert * F + column) * kernels_.storage_bytes
+                                 : nullptr,
+                .h = save_h ? mutable_bytes_of(h) + corner * kernels_.storage_bytes : nullptr,
+                .h_stride = F,
+                .up_offset = H,
+                .a = a_rows_.at(first_row + row, column),
+                .a_stride = a_stride_,
+            });
+          });
+    });
+    pad_depth(chunk);
+  }
+
+  // A k of H that is not a multiple of k_step is padded with zeros.
+  void pad_depth(const Chunk& chunk) {
+    const int64_t padded = divide_up(args_.H, kernels_.k_step) * kernels_.k_step;
+    if (padded == args_.H) return;
+    for (int64_t r = 0; r < chunk.rows(); ++r) std::fill_n(a_rows_.at(r, args_.H), kernels_.operand_bytes, 0);
+  }
+
+  void multiply_w2(const Chunk& chunk) {
+    const int64_t D = args_.D, H = args_.H;
+    const auto jobs = panel_jobs(kernels_, chunk, divide_up(D, kernels_.nr), H);
+    for_each_job(jobs.size(), [&](int64_t job) {
+      const Segment& segment = *jobs[job].segment;
+      const char* w2 = args_.row_of(args_.w2, segment.expert * D, H);
+      multiply_panels(
+          kernels_, jobs[job], {a_rows_.at(segment.begin - chunk.begin), a_stride_, a_rows_.bytes}, H,
+          [&](int64_t p, char* panel) { pack_weight_columns(kernels_, w2, D, H, p * kernels_.nr, panel); },
+          [&](int64_t p, const void* tile, int64_t row, int64_t m) {
+            const int64_t column = p * kernels_.nr;
+            const char* bias =
+                args_.b2 ? bytes_of(*args_.b2) + (segment.expert * D + column) * kernels_.storage_bytes : nullptr;
+            kernels_.store(tile, m, std::min(kernels_.nr, D - column), bias, args_.scale(segment.begin + row),
+                           mutable_bytes_of(y) + ((segment.begin + row) * D + column) * kernels_.storage_bytes, D);
+          });
+    });
+  }
+
+  const ExpertRows& args_;
+  const Kernels& kernels_;
+  const bool gated_;
+  const int64_t x_stride_, a_stride_;
+  const std::vector<Chunk> chunks_;
+  const Workspace workspace_;
+  RowMajor x_rows_, a_rows_;
+
+ public:
+  Tensor y;  // [R, D], weighted
+  Tensor h;  // [R, F], or empty
+};
+
+std::tuple<Tensor, Tensor> expert_mlp_cpu(Tensor x, Tensor row_idx, Tensor inverse, Tensor offs, Tensor w1,
+                                          std::optional<Tensor> b1, Tensor w2, std::optional<Tensor> b2,
+                                          std::optional<Tensor> topk_weights, std::string activation, bool combine,
+                                          bool save_h) {
+  const ExpertRows args(x, row_idx, inverse, offs, w1, b1, w2, b2, topk_weights, activation);
+  const Forward forward(args, save_h);
+  return {combine ? args.sum_choices(forward.y) : forward.y, forward.h};
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(fmoe_ext, CPU, m) { m.impl("expert_mlp", TORCH_BOX(&expert_mlp_cpu)); }
+
+}  // namespace fmoe_ext

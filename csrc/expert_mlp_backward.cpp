@@ -1,0 +1,299 @@
+#include <torch/csrc/stable/library.h>
+
+#include "expert_mlp.h"
+#include "gemm/expert_rows.h"
+
+namespace fmoe_ext {
+namespace {
+
+using namespace gemm;
+
+constexpr int64_t kWorkspace = 32 << 20;  // bytes, about: everything row-sized of one chunk
+
+struct Needs {
+  bool dx, dw1, db1, dw2, db2, dtopk_weights;
+};
+
+// Chunk by chunk: the gradients of the activated rows, from them dh and the rows a (first phase); then every product
+// that reads these two from the workspace (second phase).
+class Backward {
+ public:
+  Backward(const ExpertRows& args, const Tensor& grad_y, const Tensor& h, bool combine, const Needs& needs)
+      : args_(args), kernels_(args.kernels), needs_(needs), grad_y_(grad_y), h_(h), combine_(combine),
+        scales_grad_(kernels_, needs.dtopk_weights ? args.R : 0),
+        do_stride_(RowMajor::stride_for(kernels_, args.D)), a_stride_(RowMajor::stride_for(kernels_, args.H)),
+        dh_stride_(RowMajor::stride_for(kernels_, args.F)),
+        do_panels_(kernels_, args.D, kernels_.mr), x_panels_(kernels_, args.D, kernels_.nr),
+        dw1_sums_(kernels_, args.bounds, args.F, args.D), dw2_sums_(kernels_, args.bounds, args.D, args.H),
+        db1_sums_(kernels_, needs.db1 ? args.E : 0, args.F), db2_sums_(kernels_, needs.db2 ? args.E : 0, args.D) {
+    const auto dtype = args.x.scalar_type();
+    const auto output = [&](bool needed, std::initializer_list<int64_t> shape) {
+      return needed ? new_large(args.x, shape, dtype) : torch::stable::new_empty(args.x, {0});
+    };
+    dx_rows_ = output(needs.dx, {args.R, args.D});
+    dw1 = output(needs.dw1, {args.E, args.F, args.D});
+    db1 = output(needs.db1, {args.E, args.F});
+    dw2 = output(needs.dw2, {args.E, args.D, args.H});
+    db2 = output(needs.db2, {args.E, args.D});
+    if (needs.dw1) dw1_sums_.set_output(dw1);
+    if (needs.dw2) dw2_sums_.set_output(dw2);
+  }
+
+  void run() {
+    const int64_t row_bytes =
+        (do_stride_ + a_stride_ + dh_stride_ + (needs_.dw1 + needs_.dw2) * args_.D) * kernels_.operand_bytes;
+    const auto chunks = make_chunks(args_.bounds, rows_within(kWorkspace, row_bytes));
+    int64_t bytes = 0;
+    for (const Chunk& chunk : chunks) bytes = std::max(bytes, place(chunk, nullptr));
+    const Workspace workspace(args_.x, bytes);
+    for (const Chunk& chunk : chunks) {
+      place(chunk, workspace.data());
+      gather_grad(chunk);
+      first_phase(chunk);
+      second_phase(chunk);
+    }
+    if (needs_.db1) db1_sums_.store(db1);
+    if (needs_.db2) db2_sums_.store(db2);
+  }
+
+  Tensor dx() const { return needs_.dx ? args_.sum_choices(dx_rows_) : dx_rows_; }
+
+  // [T, K] of the dtype of topk_weights; dropped choices get zero.
+  Tensor dtopk_weights() const {
+    if (!needs_.dtopk_weights) return torch::stable::new_empty(args_.x, {0});
+    Tensor grad = torch::stable::new_zeros(*args_.topk_weights, {args_.T, args_.K});
+    with_float_data(grad, [&](auto* out) {
+      for (int64_t r = 0; r < args_.num_rows(); ++r) out[args_.row_idx[r]] = scales_grad_.get(r);
+    });
+    return grad;
+  }
+
+  Tensor dw1, db1, dw2, db2;
+
+ private:
+  // Lays the chunk's blocks out in memory and returns how much they take.
+  int64_t place(const Chunk& chunk, char* memory) {
+    const int64_t bytes = kernels_.operand_bytes;
+    char* const start = memory;
+    const auto take = [&](int64_t size) {
+      char* block = memory;
+      memory += divide_up(size, 64) * 64;
+      return block;
+    };
+    do_rows_ = {take(chunk.rows() * do_stride_ * bytes), do_stride_, bytes};
+    a_rows_ = {take(chunk.rows() * a_stride_ * bytes), a_stride_, bytes};
+    dh_rows_ = {take(chunk.rows() * dh_stride_ * bytes), dh_stride_, bytes};
+    if (needs_.dw2) do_panels_.place(chunk, take(do_panels_.bytes(chunk)));
+    if (needs_.dw1) x_panels_.place(chunk, take(x_panels_.bytes(chunk)));
+    return memory - start;
+  }
+
+  const char* grad_row(int64_t row) const { return args_.row_of(grad_y_, combine_ ? args_.token(row) : row, args_.D); }
+
+  RowMajor rows_of(const RowMajor& block, const Chunk& chunk, const Segment& segment) const {
+    return {block.at(segment.begin - chunk.begin), block.stride, block.bytes};
+  }
+
+  void gather_grad(const Chunk& chunk) {
+    for_each_row_slice(chunk.begin, chunk.end, [&](int64_t begin, int64_t end) {
+      std::vector<const void*> rows;
+      for (int64_t r = begin; r < end; ++r) rows.push_back(grad_row(r));
+      kernels_.copy_rows(rows.data(), end - begin, args_.D, do_rows_.at(begin - chunk.begin), do_stride_);
+    });
+  }
+
+  // dh and a of the chunk's rows, <dO, y> of each row, and the panels that the weight gradients share.
+  void first_phase(const Chunk& chunk) {
+    std::vector<Job> products, do_packs, x_packs;
+    for (const Segment& segment : chunk.segments) {
+      add_jobs(products, segment, divide_up(args_.H, kernels_.nr), 2 * args_.D * kernels_.nr,
+               args_.D * kernels_.nr * kernels_.storage_bytes);
+      if (needs_.dw2) do_panels_.add_pack_jobs(do_packs, segment);
+      if (needs_.dw1) x_panels_.add_pack_jobs(x_packs, segment);
+    }
+    int64_t groups = 0;
+    for (const Job& job : products) groups = std::max(groups, job.group + 1);
+    RowScales partial(kernels_, needs_.dtopk_weights ? groups * chunk.rows() : 0);
+
+    const int64_t num_products = products.size(), num_do = do_packs.size(), num_x = x_packs.size();
+    for_each_job(num_products + num_do + num_x, [&](int64_t job) {
+      if (job < num_products) return activation_job(chunk, products[job], partial);
+      if (job < num_products + num_do)
+        return do_panels_.pack(do_packs[job - num_products], [&](int64_t r) { return grad_row(r); });
+      x_panels_.pack(x_packs[job - num_products - num_do],
+                     [&](int64_t r) { return args_.row_of(args_.x, args_.token(r), args_.D); });
+    });
+
+    // Depth of the product with W1 that is not a multiple of k_step is padded with zeros.
+    if (args_.F % kernels_.k_step)
+      for (int64_t r = 0; r < chunk.rows(); ++r) std::fill_n(dh_rows_.at(r, args_.F), kernels_.operand_bytes, 0);
+    if (needs_.dtopk_weights) sum_scale_grads(chunk, partial, groups);
+  }
+
+  void activation_job(const Chunk& chunk, const Job& job, RowScales& partial) {
+    const int64_t D = args_.D, H = args_.H, F = args_.F;
+    const Segment& segment = *job.segment;
+    const char* w2 = args_.row_of(args_.w2, segment.expert * D, H);
+    multiply_panels(
+        kernels_, job, rows_of(do_rows_, chunk, segment), D,
+        [&](int64_t p, char* panel) { pack_weight_rows(kernels_, w2, H, D, p * kernels_.nr, panel); },
+        [&](int64_t p, const void* tile, int64_t row, int64_t m) {
+          const int64_t column = p * kernels_.nr, row_of_chunk = segment.begin - chunk.begin + row;
+          kernels_.act_backward({
+              .curve = args_.activation.curve,
+              .gated = args_.activation.gated,
+              .tile = tile,
+              .m = m,
+              .n = std::min(kernels_.nr, H - column),
+              .h = bytes_of(h_) + ((segment.begin + row) * F + column) * kernels_.storage_bytes,
+              .h_stride = F,
+              .up_offset = H,
+              .scale = args_.scale(segment.begin + row),
+              .dh = dh_rows_.at(row_of_chunk, column),
+              .dh_stride = dh_stride_,
+              .a = needs_.dw2 ? a_rows_.at(row_of_chunk, column) : nullptr,
+              .a_stride = a_stride_,
+              .dscale = needs_.dtopk_weights ? partial.at(job.group * chunk.rows() + row_of_chunk) : nullptr,
+          });
+        });
+  }
+
+  void sum_scale_grads(const Chunk& chunk, const RowScales& partial, int64_t groups) {
+    for (const Segment& segment : chunk.segments)
+      for (int64_t r = segment.begin; r < segment.end; ++r) {
+        double sum = 0;
+        for (int64_t group = 0; group < groups; ++group) sum += partial.get(group * chunk.rows() + r - chunk.begin);
+        if (args_.b2) {
+          RowScales product(kernels_, 1);
+          kernels_.dot(grad_row(r), args_.row_of(*args_.b2, segment.expert, args_.D), args_.D, product.at(0));
+          sum += product.get(0);
+        }
+        scales_grad_.set(r, sum);
+      }
+  }
+
+  void second_phase(const Chunk& chunk) {
+    std::vector<Job> dx, dw1, dw2, db1, db2;
+    const int64_t D = args_.D, H = args_.H, F = args_.F, bytes = kernels_.storage_bytes;
+    for (const Segment& segment : chunk.segments) {
+      if (needs_.dx) add_jobs(dx, segment, divide_up(D, kernels_.nr), 2 * F * kernels_.nr, F * kernels_.nr * bytes);
+      if (needs_.dw1) add_jobs(dw1, segment, divide_up(F, kernels_.mr), 2 * D * kernels_.mr, D * kernels_.mr * bytes);
+      if (needs_.dw2) add_jobs(dw2, segment, divide_up(H, kernels_.nr), 2 * D * kernels_.nr, D * kernels_.nr * bytes);
+      for (int64_t part = 0; needs_.db1 && part < db1_sums_.parts(); ++part)
+        db1.push_back({&segment, part, part + 1, part});
+      for (int64_t part = 0; needs_.db2 && part < db2_sums_.parts(); ++part)
+        db2.push_back({&segment, part, part + 1, part});
+    }
+    if (needs_.dw1) dw1_sums_.begin(chunk);
+    if (needs_.dw2) dw2_sums_.begin(chunk);
+
+    using Kind = void (Backward::*)(const Chunk&, const Job&);
+    std::vector<std::pair<Kind, Job>> jobs;
+    const auto add = [&](Kind kind, const std::vector<Job>& more) {
+      for (const Job& job : more) jobs.emplace_back(kind, job);
+    };
+    add(&Backward::dx_job, dx);
+    add(&Backward::dw1_job, dw1);
+    add(&Backward::dw2_job, dw2);
+    add(&Backward::db1_job, db1);
+    add(&Backward::db2_job, db2);
+    for_each_job(jobs.size(), [&](int64_t i) { (this->*jobs[i].first)(chunk, jobs[i].second); });
+
+    if (needs_.dw1) dw1_sums_.end(chunk);
+    if (needs_.dw2) dw2_sums_.end(chunk);
+  }
+
+  void dx_job(const Chunk& chunk, const Job& job) {  // dX = dH W1
+    const int64_t D = args_.D, F = args_.F;
+    const Segment& segment = *job.segment;
+    const char* w1 = args_.row_of(args_.w1, segment.expert * F, D);
+    multiply_panels(
+        kernels_, job, rows_of(dh_rows_, chunk, segment), F,
+        [&](int64_t p, char* panel) { pack_weight_rows(kernels_, w1, D, F, p * kernels_.nr, panel); },
+        [&](int64_t p, const void* tile, int64_t row, int64_t m) {
+          const int64_t column = p * kernels_.nr;
+          kernels_.store(tile, m, std::min(kernels_.nr, D - column), nullptr, nullptr,
+                         mutable_bytes_of(dx_rows_) + ((segment.begin + row) * D + column) * kernels_.storage_bytes, D);
+        });
+  }
+
+  Panels own_panels(const RowMajor& rows, const Segment& segment, int64_t column, int64_t n, int64_t lanes) {
+    const Panels panels{thread_buffer(divide_up(n, lanes) * panel_bytes(kernels_, segment.rows(), lanes)),
+                        Panels::stride_for(kernels_, segment.rows(), lanes), kernels_.operand_bytes};
+    pack_block(kernels_, rows, segment.rows(), column, n, lanes, panels);
+    return panels;
+  }
+
+  void dw1_job(const Chunk& chunk, const Job& job) {  // dW1 = dH^T X
+    const Segment& segment = *job.segment;
+    const int64_t first = job.begin * kernels_.mr, n = std::min(job.end * kernels_.mr, args_.F) - first;
+    const Panels dh = own_panels(rows_of(dh_rows_, chunk, segment), segment, first, n, kernels_.mr);
+    multiply_packed_panels(kernels_, dh, n, x_panels_.of(segment), args_.D, segment.rows(),
+                           [&](const void* tile, int64_t row, int64_t column, int64_t m, int64_t width) {
+                             dw1_sums_.add(segment, tile, first + row, column, m, width);
+                           });
+  }
+
+  void dw2_job(const Chunk& chunk, const Job& job) {  // dW2 = dO^T A
+    const Segment& segment = *job.segment;
+    const int64_t first = job.begin * kernels_.nr, n = std::min(job.end * kernels_.nr, args_.H) - first;
+    const Panels a = own_panels(rows_of(a_rows_, chunk, segment), segment, first, n, kernels_.nr);
+    multiply_packed_panels(kernels_, do_panels_.of(segment), args_.D, a, n, segment.rows(),
+                           [&](const void* tile, int64_t row, int64_t column, int64_t m, int64_t width) {
+                             dw2_sums_.add(segment, tile, row, first + column, m, width);
+                           });
+  }
+
+  void db1_job(const Chunk& chunk, const Job& job) {
+    db1_sums_.add(*job.segment, rows_of(dh_rows_, chunk, *job.segment), nullptr, job.begin);
+  }
+
+  void db2_job(const Chunk& chunk, const Job& job) {
+    db2_sums_.add(*job.segment, rows_of(do_rows_, chunk, *job.segment), args_.scale(job.segment->begin), job.begin);
+  }
+
+  const ExpertRows& args_;
+  const Kernels& kernels_;
+  const Needs needs_;
+  const Tensor& grad_y_;
+  const Tensor& h_;
+  const bool combine_;
+  Tensor dx_rows_;         // [R, D]
+  RowScales scales_grad_;  // <dO, y> of each row, y not weighted
+  const int64_t do_stride_, a_stride_, dh_stride_;
+  RowMajor do_rows_, a_rows_, dh_rows_;
+  SharedPanels do_panels_, x_panels_;
+  ExpertGradient dw1_sums_, dw2_sums_;
+  BiasGradient db1_sums_, db2_sums_;
+};
+
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> expert_mlp_backward_cpu(
+    Tensor grad_y, Tensor x, Tensor row_idx, Tensor inverse, Tensor offs, Tensor w1, Tensor w2,
+    std::optional<Tensor> b2, std::optional<Tensor> topk_weights, Tensor h, std::string activation, bool combine,
+    std::vector<bool> needs) {
+  const ExpertRows args(x, row_idx, inverse, offs, w1, std::nullopt, w2, b2, topk_weights, activation);
+  check_cpu(grad_y, "grad_y");
+  check_same_dtype(grad_y, x, "grad_y", "x");
+  check_dim(grad_y, 2, "grad_y", combine ? "[T, D]" : "[R, D]");
+  check_size(grad_y, 0, combine ? args.T : args.R, "grad_y", combine ? "[T, D]" : "[R, D]");
+  check_size(grad_y, 1, args.D, "grad_y", combine ? "[T, D]" : "[R, D]");
+  check_cpu(h, "h");
+  check_same_dtype(h, x, "h", "x");
+  check_dim(h, 2, "h", "[R, F]");
+  check_size(h, 0, args.R, "h", "[R, F]");
+  check_size(h, 1, args.F, "h", "[R, F]");
+  STD_TORCH_CHECK(needs.size() == 6, "needs must have 6 entries (dx, dw1, db1, dw2, db2, dtopk_weights), but got ",
+                  needs.size());
+  STD_TORCH_CHECK(!needs[5] || topk_weights, "needs asks for the gradient of topk_weights, which is None");
+
+  const Tensor grad = as_contiguous(grad_y), h_contiguous = as_contiguous(h);
+  Backward backward(args, grad, h_contiguous, combine, {needs[0], needs[1], needs[2], needs[3], needs[4], needs[5]});
+  backward.run();
+  return {backward.dx(), backward.dw1, backward.db1, backward.dw2, backward.db2, backward.dtopk_weights()};
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(fmoe_ext, CPU, m) { m.impl("expert_mlp_backward", TORCH_BOX(&expert_mlp_backward_cpu)); }
+
+}  // namespace fmoe_ext

@@ -1,0 +1,137 @@
+// What the forward and the backward of expert_mlp share: the arguments, checked and contiguous, and the rows they mean.
+#pragma once
+
+#include <optional>
+#include <vector>
+
+#include <torch/headeronly/util/BFloat16.h>
+#include <torch/headeronly/util/Half.h>
+
+#include "expert_mlp.h"
+#include "gemm/grouped.h"
+
+namespace fmoe_ext::gemm {
+
+// Calls body with a typed pointer to the data of a floating tensor.
+template <class Body>
+void with_float_data(const Tensor& t, const Body& body) {
+  switch (t.scalar_type()) {
+    case ScalarType::Float:
+      return body(static_cast<float*>(t.data_ptr()));
+    case ScalarType::Double:
+      return body(static_cast<double*>(t.data_ptr()));
+    case ScalarType::BFloat16:
+      return body(static_cast<torch::headeronly::BFloat16*>(t.data_ptr()));
+    default:
+      return body(static_cast<torch::headeronly::Half*>(t.data_ptr()));
+  }
+}
+
+// One number of type acc for each row.
+class RowScales {
+ public:
+  RowScales(const Kernels& kernels, int64_t num_rows)
+      : is_double_(kernels.acc_bytes == 8), data_(num_rows * kernels.acc_bytes, 0) {}
+
+  void set(int64_t row, double value) {
+    if (is_double_)
+      reinterpret_cast<double*>(data_.data())[row] = value;
+    else
+      reinterpret_cast<float*>(data_.data())[row] = static_cast<float>(value);
+  }
+  double get(int64_t row) const {
+    return is_double_ ? reinterpret_cast<const double*>(data_.data())[row]
+                      : reinterpret_cast<const float*>(data_.data())[row];
+  }
+  char* at(int64_t row) { return data_.data() + row * (is_double_ ? 8 : 4); }
+  const char* at(int64_t row) const { return data_.data() + row * (is_double_ ? 8 : 4); }
+
+ private:
+  bool is_double_;
+  std::vector<char> data_;
+};
+
+struct ExpertRows {
+  Tensor x, w1, w2;
+  std::optional<Tensor> b1, b2, topk_weights;
+  Activation activation;
+  const Kernels& kernels;
+  int64_t T, K, R, D, E, H, F;  // F: columns of h, H or 2 H
+  std::vector<int64_t> bounds;  // [E + 1]
+  const int32_t* row_idx;       // [R]
+  const int32_t* inverse;       // [T, K]
+  std::optional<RowScales> scales;  // topk_weights of each row
+
+  ExpertRows(const Tensor& x_, const Tensor& row_idx_, const Tensor& inverse_, const Tensor& offs, const Tensor& w1_,
+             const std::optional<Tensor>& b1_, const Tensor& w2_, const std::optional<Tensor>& b2_,
+             const std::optional<Tensor>& topk_weights_, const std::string& activation_name)
+      : x(x_), w1(w1_), w2(w2_), activation(parse_activation(activation_name)), kernels(kernels_of(x_)) {
+    check_cpu(row_idx_, "row_idx");
+    check_cpu(inverse_, "inverse");
+    check_cpu(offs, "offs");
+    check_cpu(w1_, "w1");
+    check_cpu(w2_, "w2");
+    check_expert_mlp(x_, row_idx_, inverse_, offs, w1_, b1_, w2_, b2_, topk_weights_, activation);
+    x = as_contiguous(x_), w1 = as_contiguous(w1_), w2 = as_contiguous(w2_);
+    if (b1_) b1 = as_contiguous(*b1_);
+    if (b2_) b2 = as_contiguous(*b2_);
+    if (topk_weights_) topk_weights = as_contiguous(*topk_weights_);
+    T = inverse_.size(0), K = inverse_.size(1), R = T * K, D = x.size(1);
+    E = w1.size(0), F = w1.size(1), H = w2.size(2);
+    bounds = read_offs(as_contiguous(offs), R);
+    row_idx_owner_ = as_contiguous(row_idx_), inverse_owner_ = as_contiguous(inverse_);
+    row_idx = static_cast<const int32_t*>(row_idx_owner_.const_data_ptr());
+    inverse = static_cast<const int32_t*>(inverse_owner_.const_data_ptr());
+    check_indices();
+    if (topk_weights) read_scales();
+  }
+
+  int64_t num_rows() const { return bounds.back(); }  // those that reach an expert
+  int64_t token(int64_t row) const { return row_idx[row] / K; }
+  const char* row_of(const Tensor& t, int64_t row, int64_t columns) const {
+    return bytes_of(t) + row * columns * kernels.storage_bytes;
+  }
+  const char* scale(int64_t row) const { return scales ? scales->at(row) : nullptr; }
+
+  // out [T, D]: each token's rows of y [R, D] summed in the order of its choices.
+  Tensor sum_choices(const Tensor& y) const {
+    Tensor out = new_large(x, {T, D}, x.scalar_type());
+    for_each_row_slice(0, T, [&](int64_t begin, int64_t end) {
+      std::vector<const void*> rows;
+      for (int64_t t = begin; t < end; ++t) {
+        rows.clear();
+        for (int64_t k = 0; k < K; ++k)
+          if (inverse[t * K + k] >= 0) rows.push_back(row_of(y, inverse[t * K + k], D));
+        kernels.sum_rows(rows.data(), rows.size(), D, mutable_bytes_of(out) + t * D * kernels.storage_bytes);
+      }
+    });
+    return out;
+  }
+
+ private:
+  static const Kernels& kernels_of(const Tensor& x) {
+    check_cpu(x, "x");
+    check_float(x, "x");
+    return kernels_for(x.scalar_type());
+  }
+
+  void check_indices() const {
+    for (int64_t r = 0; r < num_rows(); ++r)
+      STD_TORCH_CHECK(row_idx[r] >= 0 && row_idx[r] < R, "row_idx must be in [0, ", R, ") before offs[-1] = ",
+                      num_rows(), ", but row_idx[", r, "] is ", row_idx[r]);
+    for (int64_t i = 0; i < R; ++i)
+      STD_TORCH_CHECK(inverse[i] >= -1 && inverse[i] < num_rows(), "inverse must be in [-1, ", num_rows(),
+                      ") (-1 means dropped), but element ", i, " is ", inverse[i]);
+  }
+
+  void read_scales() {
+    scales.emplace(kernels, R);
+    with_float_data(*topk_weights, [&](const auto* weights) {
+      for (int64_t r = 0; r < num_rows(); ++r) scales->set(r, static_cast<double>(weights[row_idx[r]]));
+    });
+  }
+
+  Tensor row_idx_owner_, inverse_owner_;
+};
+
+}  // namespace fmoe_ext::gemm

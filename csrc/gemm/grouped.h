@@ -1,0 +1,361 @@
+// Products over the rows of each expert: which rows (segments, chunks), who computes what (jobs), through which tiles.
+#pragma once
+
+#include <memory>
+#include <vector>
+
+#include "checks.h"
+#include "gemm/kernels.h"
+#include "huge_pages.h"
+#include "parallel.h"
+
+namespace fmoe_ext::gemm {
+
+constexpr int64_t kTileBytes = 2048;   // the largest tile of any instruction set
+constexpr int64_t kMaxPanelLanes = 32;  // the widest panel
+
+struct Segment {
+  int64_t expert, begin, end;  // rows [begin, end) of the expert-major order
+  bool cut;                    // the expert has rows in other segments too
+  int64_t rows() const { return end - begin; }
+};
+
+struct Chunk {
+  int64_t begin, end;
+  std::vector<Segment> segments;  // consecutive, never empty
+  int64_t rows() const { return end - begin; }
+};
+
+inline const char* bytes_of(const Tensor& t) { return static_cast<const char*>(t.const_data_ptr()); }
+inline char* mutable_bytes_of(const Tensor& t) { return static_cast<char*>(t.mutable_data_ptr()); }
+
+inline void zero_rows_from(const Tensor& rows, int64_t begin) {
+  const int64_t row_bytes = rows.size(1) * rows.element_size();
+  std::fill_n(mutable_bytes_of(rows) + begin * row_bytes, (rows.size(0) - begin) * row_bytes, 0);
+}
+
+inline int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// offs [E] checked against num_rows, as 64-bit numbers with a leading zero.
+inline std::vector<int64_t> read_offs(const Tensor& offs, int64_t num_rows) {
+  std::vector<int64_t> bounds(offs.numel() + 1, 0);
+  const auto* ends = static_cast<const int32_t*>(offs.const_data_ptr());
+  for (int64_t e = 0; e < offs.numel(); ++e) {
+    STD_TORCH_CHECK(ends[e] >= bounds[e], "offs must not decrease or be negative, but offs[", e, "] is ", ends[e],
+                    " after ", bounds[e]);
+    STD_TORCH_CHECK(ends[e] <= num_rows, "offs must not exceed the number of rows ", num_rows, ", but offs[", e,
+                    "] is ", ends[e]);
+    bounds[e + 1] = ends[e];
+  }
+  return bounds;
+}
+
+// Whole experts, about max_rows rows together; an expert with far more rows is cut into equal parts.
+inline std::vector<Chunk> make_chunks(const std::vector<int64_t>& bounds, int64_t max_rows) {
+  std::vector<Chunk> chunks;
+  bool open = false;
+  for (size_t e = 0; e + 1 < bounds.size(); ++e) {
+    const int64_t rows = bounds[e + 1] - bounds[e];
+    if (rows == 0) continue;
+    const int64_t parts = rows <= max_rows + max_rows / 2 ? 1 : divide_up(rows, max_rows);
+    for (int64_t part = 0; part < parts; ++part) {
+      const int64_t begin = bounds[e] + rows * part / parts, end = bounds[e] + rows * (part + 1) / parts;
+      if (!open || parts > 1 || chunks.back().rows() + rows > max_rows) chunks.push_back({begin, begin, {}});
+      chunks.back().segments.push_back({static_cast<int64_t>(e), begin, end, parts > 1});
+      chunks.back().end = end;
+      open = parts == 1;
+    }
+  }
+  return chunks;
+}
+
+// As many rows as fit, but enough of them to be worth a chunk.
+inline int64_t rows_within(int64_t bytes, int64_t row_bytes) { return std::max<int64_t>(bytes / row_bytes, 64); }
+
+inline int64_t largest_chunk(const std::vector<Chunk>& chunks) {
+  int64_t rows = 0;
+  for (const Chunk& chunk : chunks) rows = std::max(rows, chunk.rows());
+  return rows;
+}
+
+// Memory for the whole of one call.
+class Workspace {
+ public:
+  Workspace(const Tensor& like, int64_t bytes)
+      : bytes_(new_large(like, {bytes + kAlign}, ScalarType::Byte)),
+        data_(reinterpret_cast<char*>(
+            (reinterpret_cast<uintptr_t>(bytes_.mutable_data_ptr()) + kAlign - 1) / kAlign * kAlign)) {}
+  char* data() const { return data_; }
+
+ private:
+  static constexpr int64_t kAlign = 64;
+  Tensor bytes_;
+  char* data_;
+};
+
+// Memory of one thread for one job: valid until the thread asks again. Jobs ask for a few MB at most.
+inline char* thread_buffer(int64_t bytes) {
+  struct Buffer {
+    std::unique_ptr<char[]> memory;
+    int64_t size = 0;
+  };
+  static thread_local Buffer buffer;
+  if (bytes + 64 > buffer.size) {
+    buffer.memory.reset();
+    buffer.memory.reset(new char[bytes + 64]);
+    buffer.size = bytes + 64;
+    advise_huge_pages(buffer.memory.get(), buffer.size);
+  }
+  return reinterpret_cast<char*>((reinterpret_cast<uintptr_t>(buffer.memory.get()) + 63) / 64 * 64);
+}
+
+// A block of operand rows, row-major. The stride is an odd number of cache lines, so that the rows of a tile do not
+// compete for the same lines of the first-level cache.
+struct RowMajor {
+  char* data;
+  int64_t stride;  // in elements
+  int64_t bytes;   // of one element
+
+  static int64_t stride_for(const Kernels& kernels, int64_t columns) {
+    const int64_t line = 64 / kernels.operand_bytes;
+    return (divide_up(columns, line) | 1) * line;
+  }
+  char* at(int64_t row, int64_t column = 0) const { return data + (row * stride + column) * bytes; }
+};
+
+// Panels of `lanes` lanes over `depth` values of k, one after another.
+struct Panels {
+  char* data;
+  int64_t stride;  // in elements
+  int64_t bytes;   // of one element
+
+  static int64_t stride_for(const Kernels& kernels, int64_t depth, int64_t lanes) {
+    const int64_t slack = lanes == kernels.nr ? 0 : kPackSlack / kernels.operand_bytes;
+    return divide_up(divide_up(depth, kernels.k_step) * kernels.k_step * lanes + slack, 16) * 16;
+  }
+  char* panel(int64_t i) const { return data + i * stride * bytes; }
+};
+
+inline int64_t panel_bytes(const Kernels& kernels, int64_t depth, int64_t lanes) {
+  return Panels::stride_for(kernels, depth, lanes) * kernels.operand_bytes;
+}
+
+// A range of panels (or of other equal parts) of one segment.
+struct Job {
+  const Segment* segment;
+  int64_t begin, end, group;
+};
+
+// Splits `parts` parts of each segment, each part costing `rows * flops` and touching `bytes`, into jobs that are large
+// enough to be worth a hand-over. Depends on the shapes only, never on the number of threads.
+inline void add_jobs(std::vector<Job>& jobs, const Segment& segment, int64_t parts, int64_t flops, int64_t bytes) {
+  constexpr int64_t kJobFlops = 1 << 24, kJobBytes = 1 << 18;
+  const int64_t wanted = std::max(segment.rows() * flops * parts / kJobFlops, bytes * parts / kJobBytes);
+  const int64_t groups = std::clamp<int64_t>(wanted, 1, std::max<int64_t>(parts, 1));
+  for (int64_t group = 0; group < groups; ++group)
+    jobs.push_back({&segment, parts * group / groups, parts * (group + 1) / groups, group});
+}
+
+inline std::vector<Job> panel_jobs(const Kernels& kernels, const Chunk& chunk, int64_t num_panels, int64_t depth) {
+  std::vector<Job> jobs;
+  for (const Segment& segment : chunk.segments)
+    add_jobs(jobs, segment, num_panels, 2 * depth * kernels.nr, depth * kernels.nr * kernels.storage_bytes);
+  return jobs;
+}
+
+// Runs body(row_begin, row_end) over slices of the chunk's rows.
+template <class Body>
+void for_each_row_slice(int64_t begin, int64_t end, const Body& body) {
+  constexpr int64_t kSlice = 64;
+  for_each_job(divide_up(end - begin, kSlice), [&](int64_t job) {
+    body(begin + job * kSlice, std::min(end, begin + (job + 1) * kSlice));
+  });
+}
+
+// Rows [row, row + n) of one operand times packed panels: pack(panel, buffer) fills B, epilogue(panel, tile, row, m)
+// takes the tile. `a` starts at the segment's first row; row counts from there.
+template <class Pack, class Epilogue>
+void multiply_panels(const Kernels& kernels, const Job& job, const RowMajor& a, int64_t depth, const Pack& pack,
+                     const Epilogue& epilogue) {
+  alignas(64) char tile[kTileBytes];
+  char* panel = thread_buffer(panel_bytes(kernels, depth, kernels.nr));
+  const int64_t rows = job.segment->rows();
+  for (int64_t p = job.begin; p < job.end; ++p) {
+    pack(p, panel);
+    for (int64_t row = 0; row < rows; row += kernels.mr) {
+      const int64_t m = std::min(kernels.mr, rows - row);
+      kernels.multiply_row_major(m, depth, a.at(row), a.stride, panel, tile);
+      epilogue(p, tile, row, m);
+    }
+  }
+}
+
+// Every tile of A^T B for packed panels A [depth, rows] and B [depth, columns]: epilogue(tile, row, column, m, n).
+template <class Epilogue>
+void multiply_packed_panels(const Kernels& kernels, const Panels& a, int64_t rows, const Panels& b, int64_t columns,
+                            int64_t depth, const Epilogue& epilogue) {
+  alignas(64) char tile[kTileBytes];
+  for (int64_t column = 0; column < columns; column += kernels.nr)
+    for (int64_t row = 0; row < rows; row += kernels.mr) {
+      const int64_t m = std::min(kernels.mr, rows - row), n = std::min(kernels.nr, columns - column);
+      kernels.multiply_packed(m, depth, a.panel(row / kernels.mr), b.panel(column / kernels.nr), tile);
+      epilogue(tile, row, column, m, n);
+    }
+}
+
+// Fills buffer with the panel of columns [column, column + nr) of weight^T; weight [num_columns, depth] is contiguous.
+inline void pack_weight_columns(const Kernels& kernels, const char* weight, int64_t num_columns, int64_t depth,
+                                int64_t column, char* buffer) {
+  const void* columns[kMaxPanelLanes];
+  for (int64_t j = 0; j < kernels.nr; ++j)
+    columns[j] = column + j < num_columns ? weight + (column + j) * depth * kernels.storage_bytes : nullptr;
+  kernels.pack_columns(columns, depth, buffer);
+}
+
+// Fills buffer with the panel of columns [column, column + nr) of weight [depth, num_columns], contiguous.
+inline void pack_weight_rows(const Kernels& kernels, const char* weight, int64_t num_columns, int64_t depth,
+                             int64_t column, char* buffer) {
+  constexpr int64_t kStep = 64;  // a multiple of every k_step
+  const void* rows[kStep];
+  for (int64_t k = 0; k < depth; k += kStep) {
+    const int64_t n = std::min(kStep, depth - k);
+    for (int64_t i = 0; i < n; ++i) rows[i] = weight + (k + i) * num_columns * kernels.storage_bytes;
+    kernels.pack_rows(rows, n, column, std::min(kernels.nr, num_columns - column), kernels.nr,
+                      buffer + k * kernels.nr * kernels.operand_bytes, 0);
+  }
+}
+
+// Columns [column, column + n) of a block of operand rows, as panels of `lanes` lanes over k = rows.
+inline void pack_block(const Kernels& kernels, const RowMajor& block, int64_t rows, int64_t column, int64_t n,
+                       int64_t lanes, const Panels& panels) {
+  std::vector<const void*> pointers(rows);
+  for (int64_t r = 0; r < rows; ++r) pointers[r] = block.at(r);
+  kernels.pack_operand_rows(pointers.data(), rows, column, n, lanes, panels.data, panels.stride);
+}
+
+// The columns of some tensor, for the rows of each segment of a chunk, as panels over k = rows that all jobs share.
+class SharedPanels {
+ public:
+  SharedPanels(const Kernels& kernels, int64_t columns, int64_t lanes)
+      : kernels_(kernels), columns_(columns), lanes_(lanes) {}
+
+  int64_t bytes(const Chunk& chunk) const {
+    int64_t total = 0;
+    for (const Segment& segment : chunk.segments) total += num_panels() * panel_bytes(kernels_, segment.rows(), lanes_);
+    return total;
+  }
+
+  void place(const Chunk& chunk, char* memory) {
+    panels_.clear();
+    for (const Segment& segment : chunk.segments) {
+      panels_.push_back({memory, Panels::stride_for(kernels_, segment.rows(), lanes_), kernels_.operand_bytes});
+      memory += num_panels() * panel_bytes(kernels_, segment.rows(), lanes_);
+    }
+    first_ = chunk.segments.data();
+  }
+
+  void add_pack_jobs(std::vector<Job>& jobs, const Segment& segment) const {
+    constexpr int64_t kFlopsWorth = 16;  // packing an element takes the time of about so many operations
+    add_jobs(jobs, segment, num_panels(), kFlopsWorth * lanes_, 0);
+  }
+
+  // row(r) is the address of row r of the tensor.
+  template <class Row>
+  void pack(const Job& job, const Row& row) const {
+    if (job.begin == job.end) return;
+    const Segment& segment = *job.segment;
+    std::vector<const void*> rows(segment.rows());
+    for (int64_t r = 0; r < segment.rows(); ++r) rows[r] = row(segment.begin + r);
+    const int64_t column = job.begin * lanes_;
+    kernels_.pack_rows(rows.data(), segment.rows(), column, std::min(job.end * lanes_, columns_) - column, lanes_,
+                       of(segment).panel(job.begin), of(segment).stride);
+  }
+
+  const Panels& of(const Segment& segment) const { return panels_[&segment - first_]; }
+
+ private:
+  int64_t num_panels() const { return divide_up(columns_, lanes_); }
+
+  const Kernels& kernels_;
+  int64_t columns_, lanes_;
+  std::vector<Panels> panels_;
+  const Segment* first_ = nullptr;
+};
+
+// The gradient of one parameter [E, size]: an expert whole in one chunk is stored at once; one that is cut is summed
+// over its segments in acc and rounded after the last.
+class ExpertGradient {
+ public:
+  ExpertGradient(const Kernels& kernels, const std::vector<int64_t>& bounds, int64_t rows, int64_t columns)
+      : kernels_(kernels), bounds_(bounds), rows_(rows), columns_(columns) {}
+
+  // Experts without rows get their zeros here.
+  void set_output(const Tensor& out) {
+    out_ = mutable_bytes_of(out);
+    const int64_t bytes = rows_ * columns_ * kernels_.storage_bytes;
+    for_each_job(static_cast<int64_t>(bounds_.size()) - 1, [&](int64_t e) {
+      if (bounds_[e] == bounds_[e + 1]) std::fill_n(out_ + e * bytes, bytes, 0);
+    });
+  }
+
+  // Before the jobs of a chunk: a cut expert starts with zero sums.
+  void begin(const Chunk& chunk) {
+    const Segment& segment = chunk.segments.front();
+    if (segment.cut && segment.begin == bounds_[segment.expert]) sums_.assign(rows_ * columns_ * kernels_.acc_bytes, 0);
+  }
+
+  void add(const Segment& segment, const void* tile, int64_t row, int64_t column, int64_t m, int64_t n) {
+    const int64_t at = row * columns_ + column;
+    if (segment.cut)
+      kernels_.accumulate(tile, m, n, sums_.data() + at * kernels_.acc_bytes, columns_);
+    else
+      kernels_.store(tile, m, n, nullptr, nullptr,
+                     out_ + (segment.expert * rows_ * columns_ + at) * kernels_.storage_bytes, columns_);
+  }
+
+  // After the jobs of a chunk.
+  void end(const Chunk& chunk) {
+    const Segment& segment = chunk.segments.front();
+    if (!segment.cut || segment.end != bounds_[segment.expert + 1]) return;
+    for_each_job(rows_, [&](int64_t row) {
+      kernels_.round(sums_.data() + row * columns_ * kernels_.acc_bytes, columns_,
+                     out_ + (segment.expert * rows_ + row) * columns_ * kernels_.storage_bytes);
+    });
+    sums_ = {};
+  }
+
+ private:
+  const Kernels& kernels_;
+  char* out_ = nullptr;
+  const std::vector<int64_t>& bounds_;
+  int64_t rows_, columns_;
+  std::vector<char> sums_;
+};
+
+// The gradient of a bias [E, columns]: sums over rows, in row order, kept in acc until the end.
+class BiasGradient {
+ public:
+  BiasGradient(const Kernels& kernels, int64_t num_experts, int64_t columns)
+      : kernels_(kernels), columns_(columns), sums_(num_experts * columns * kernels.acc_bytes, 0) {}
+
+  static constexpr int64_t kColumns = 256;  // of one part
+  int64_t parts() const { return divide_up(columns_, kColumns); }
+
+  // rows starts at the segment's first row; scale (acc) too, or null.
+  void add(const Segment& segment, const RowMajor& rows, const char* scale, int64_t part) {
+    const int64_t column = part * kColumns;
+    kernels_.sum_over_rows(rows.at(0, column), rows.stride, segment.rows(), std::min(kColumns, columns_ - column), scale,
+                           sums_.data() + (segment.expert * columns_ + column) * kernels_.acc_bytes);
+  }
+
+  void store(const Tensor& out) const {
+    kernels_.round(sums_.data(), static_cast<int64_t>(sums_.size()) / kernels_.acc_bytes, out.mutable_data_ptr());
+  }
+
+ private:
+  const Kernels& kernels_;
+  int64_t columns_;
+  std::vector<char> sums_;
+};
+
+}  // namespace fmoe_ext::gemm

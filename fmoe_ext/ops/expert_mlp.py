@@ -1,0 +1,110 @@
+import torch
+import torch.nn.functional as F
+
+ACTIVATIONS = {
+    "gelu": F.gelu,
+    "gelu_tanh": lambda h: F.gelu(h, approximate="tanh"),
+    "relu": F.relu,
+    "silu": F.silu,
+    "swiglu": lambda h: F.silu(h.chunk(2, -1)[0]) * h.chunk(2, -1)[1],
+    "geglu": lambda h: F.gelu(h.chunk(2, -1)[0]) * h.chunk(2, -1)[1],
+    "geglu_tanh": lambda h: F.gelu(h.chunk(2, -1)[0], approximate="tanh") * h.chunk(2, -1)[1],
+}
+
+
+def expert_mlp(
+    x: torch.Tensor,
+    row_idx: torch.Tensor,
+    inverse: torch.Tensor,
+    offs: torch.Tensor,
+    w1: torch.Tensor,
+    b1: torch.Tensor | None,
+    w2: torch.Tensor,
+    b2: torch.Tensor | None,
+    topk_weights: torch.Tensor | None = None,
+    activation: str = "gelu",
+    combine: bool = True,
+) -> torch.Tensor:
+    """Two-layer MLP of each expert over the tokens that chose it, with dispatch and combine fused in.
+
+    x [T, D]; row_idx [T*K], inverse [T, K], offs [E] int32 as sort_tokens returns them; w1 [E, H, D] (gated: [E, 2H, D],
+    gate rows before up rows), b1 [E, H or 2H], w2 [E, D, H], b2 [E, D] of the dtype of x; topk_weights [T, K] of the
+    dtype of x or float32. activation: gelu, gelu_tanh, relu, silu, swiglu, geglu or geglu_tanh.
+    Returns the weighted sum over each token's choices [T, D]; with combine=False the (weighted) rows [T*K, D] in
+    expert-major order, zero at and after offs[-1]. Keeps x, the pre-activation rows and the indices for backward.
+    Raises RuntimeError for an unknown activation, other shapes or dtypes, and on the CPU for indices out of range.
+    Equivalent to: unpermute(grouped_gemm(act(grouped_gemm(permute(x), w1, offs, b1)), w2, offs, b2), topk_weights).
+    """
+    save_h = torch.is_grad_enabled() and any(
+        t is not None and t.requires_grad for t in (x, w1, b1, w2, b2, topk_weights)
+    )
+    return torch.ops.fmoe_ext.expert_mlp(
+        x, row_idx, inverse, offs, w1, b1, w2, b2, topk_weights, activation, combine, save_h
+    )[0]
+
+
+def expert_mlp_ref(
+    x, row_idx, inverse, offs, w1, b1, w2, b2, topk_weights=None, activation="gelu", combine=True
+):
+    T, K = inverse.shape
+    y, begin = [], 0
+    for e, end in enumerate(offs.tolist()):
+        choices = row_idx[begin:end].long()
+        h = F.linear(x[choices // K], w1[e], None if b1 is None else b1[e])
+        rows = F.linear(ACTIVATIONS[activation](h), w2[e], None if b2 is None else b2[e])
+        y.append(
+            rows if topk_weights is None else (rows * topk_weights.reshape(-1)[choices][:, None]).to(x.dtype)
+        )
+        begin = end
+    y = torch.cat([*y, x.new_zeros(T * K - begin, x.shape[1])])
+    if not combine:
+        return y
+    chosen = y[inverse.clamp(min=0).long()] if T * K else y.new_zeros(T, K, x.shape[1])
+    return (chosen * (inverse >= 0)[..., None]).sum(1)
+
+
+@torch.library.register_fake("fmoe_ext::expert_mlp")
+def _(x, row_idx, inverse, offs, w1, b1, w2, b2, topk_weights, activation, combine, save_h):
+    y = x.new_empty((x.shape[0] if combine else row_idx.shape[0], x.shape[1]))
+    return y, x.new_empty((row_idx.shape[0], w1.shape[1]) if save_h else (0,))
+
+
+@torch.library.register_fake("fmoe_ext::expert_mlp_backward")
+def _(grad_y, x, row_idx, inverse, offs, w1, w2, b2, topk_weights, h, activation, combine, needs):
+    like = (x, w1, w1, w2, w2, x if topk_weights is None else topk_weights)
+    shapes = (x.shape, w1.shape, w1.shape[:2], w2.shape, w2.shape[:2], inverse.shape)
+    return tuple(
+        t.new_empty(shape if needed else (0,)) for t, shape, needed in zip(like, shapes, needs, strict=True)
+    )
+
+
+def _setup_context(ctx, inputs, output):
+    x, row_idx, inverse, offs, w1, b1, w2, b2, topk_weights, activation, combine, save_h = inputs
+    h = output[1]
+    ctx.mark_non_differentiable(h)
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(x, row_idx, inverse, offs, w1, w2, b2, topk_weights, h)
+    ctx.activation, ctx.combine, ctx.save_h = activation, combine, save_h
+
+
+def _backward(ctx, grad_y, _grad_h):
+    none = (None,) * 12
+    if grad_y is None:
+        return none
+    if not ctx.save_h:
+        raise RuntimeError(
+            "expert_mlp was called with save_h=False, so there is nothing to compute gradients from"
+        )
+    x, row_idx, inverse, offs, w1, w2, b2, topk_weights, h = ctx.saved_tensors
+    places = (0, 4, 5, 6, 7, 8)  # x, w1, b1, w2, b2, topk_weights among the arguments
+    needs = [ctx.needs_input_grad[i] for i in places]
+    computed = torch.ops.fmoe_ext.expert_mlp_backward(
+        grad_y, x, row_idx, inverse, offs, w1, w2, b2, topk_weights, h, ctx.activation, ctx.combine, needs
+    )
+    grads = list(none)
+    for place, needed, grad in zip(places, needs, computed, strict=True):
+        grads[place] = grad if needed else None
+    return tuple(grads)
+
+
+torch.library.register_autograd("fmoe_ext::expert_mlp", _backward, setup_context=_setup_context)

@@ -1,0 +1,49 @@
+import torch
+
+
+def grouped_gemm(
+    x: torch.Tensor, weight: torch.Tensor, offs: torch.Tensor, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Multiplies the rows of each expert by that expert's weight: y[offs[e-1]:offs[e]] = x[...] @ weight[e].T + bias[e].
+
+    x [R, D], weight [E, N, D], bias [E, N] of one floating dtype, offs [E] int32 (cumulative ends) -> y [R, N].
+    Rows at or after offs[-1] are ignored and give zeros; an expert without rows gets zero gradients.
+    Raises RuntimeError for other shapes or dtypes, and on the CPU for offs that decrease or exceed R.
+    Equivalent to: torch.cat([F.linear(rows, weight[e], bias[e]) for e, rows in enumerate(x.split(counts))]).
+    """
+    return torch.ops.fmoe_ext.grouped_gemm(x, weight, offs, bias)
+
+
+def grouped_gemm_ref(x, weight, offs, bias=None):
+    y, begin = [], 0
+    for e, end in enumerate(offs.tolist()):
+        y.append(torch.nn.functional.linear(x[begin:end], weight[e], None if bias is None else bias[e]))
+        begin = end
+    return torch.cat([*y, x.new_zeros(x.shape[0] - begin, weight.shape[1])])
+
+
+@torch.library.register_fake("fmoe_ext::grouped_gemm")
+def _(x, weight, offs, bias=None):
+    return x.new_empty((x.shape[0], weight.shape[1]))
+
+
+@torch.library.register_fake("fmoe_ext::grouped_gemm_backward")
+def _(grad_y, x, weight, offs, needs):
+    shapes = (x.shape, weight.shape, weight.shape[:2])
+    return tuple(x.new_empty(shape if needed else (0,)) for shape, needed in zip(shapes, needs, strict=True))
+
+
+def _setup_context(ctx, inputs, output):
+    x, weight, offs, bias = inputs
+    ctx.save_for_backward(x, weight, offs)
+
+
+def _backward(ctx, grad_y):
+    x, weight, offs = ctx.saved_tensors
+    needs = [ctx.needs_input_grad[0], ctx.needs_input_grad[1], ctx.needs_input_grad[3]]
+    grads = torch.ops.fmoe_ext.grouped_gemm_backward(grad_y, x, weight, offs, needs)
+    dx, dweight, dbias = (grad if needed else None for grad, needed in zip(grads, needs, strict=True))
+    return dx, dweight, None, dbias
+
+
+torch.library.register_autograd("fmoe_ext::grouped_gemm", _backward, setup_context=_setup_context)
