@@ -3,6 +3,7 @@
 An op names its group by a string, so that it can stand in a compiled graph; register_group() says which group that is.
 """
 
+import itertools
 import weakref
 from collections.abc import Sequence
 
@@ -10,7 +11,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-_groups = weakref.WeakValueDictionary()  # name -> ProcessGroup; lives as long as the group does
+_groups = weakref.WeakValueDictionary()  # name -> ProcessGroup; an entry lives as long as the group does
+_layers = weakref.WeakKeyDictionary()  # ProcessGroup -> iterator over the numbers of its layers
 
 
 def register_group(group=None) -> str:
@@ -20,11 +22,11 @@ def register_group(group=None) -> str:
     """
     if isinstance(group, DeviceMesh):
         group = group.get_group()
-    group = group or dist.group.WORLD
-    if group is None:
+    if not dist.is_initialized():
         raise RuntimeError(
             "expert parallelism needs torch.distributed.init_process_group() to be called first"
         )
+    group = group or dist.group.WORLD
     if dist.get_rank(group) < 0:
         raise ValueError(f"rank {dist.get_rank()} is not a member of the group that it was given")
     _groups[group.group_name] = group
@@ -40,6 +42,11 @@ def find_group(name: str) -> dist.ProcessGroup:
             f"no process group {name!r}: call fmoe_ext.ep.exchange.register_group(group) in this process, "
             "and do not destroy the group while layers use it"
         ) from None
+
+
+def next_layer_index(name: str) -> int:
+    """A number for a new layer on the group of this name: the same on all ranks that make their layers in one order."""
+    return next(_layers.setdefault(find_group(name), itertools.count()))
 
 
 def check_same(what, value, group):
