@@ -71,19 +71,20 @@ def find_cuda():
     wanted = env_flag("FMOE_CUDA")
     if wanted is False:
         return None
-    home = (
-        cpp_extension._find_cuda_home()
-        if hasattr(cpp_extension, "_find_cuda_home")
-        else os.environ.get("CUDA_HOME")
-    )
-    if home is None or not Path(home, "bin", "nvcc").exists():
-        nvcc = shutil.which("nvcc")
-        home = str(Path(nvcc).resolve().parent.parent) if nvcc else None
-    if home is None and wanted:
-        stop(
-            "FMOE_CUDA=1 but nvcc was not found: install the CUDA toolkit, or set CUDA_HOME, or unset FMOE_CUDA."
-        )
-    return home
+    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH") or "/usr/local/cuda"
+    nvcc = shutil.which("nvcc", path=str(Path(home, "bin"))) or shutil.which("nvcc")
+    if nvcc is None:
+        if wanted:
+            stop(
+                "FMOE_CUDA=1 but nvcc was not found: install the CUDA toolkit, or set CUDA_HOME, or unset FMOE_CUDA."
+            )
+        return None
+    # nvcc on the PATH may be a link or a script elsewhere: only nvcc itself knows its toolkit.
+    plan = subprocess.run(
+        [nvcc, "-dryrun", "-E", "-x", "cu", os.devnull], capture_output=True, text=True
+    ).stderr
+    tops = [line.split("TOP=", 1)[1].strip() for line in plan.splitlines() if "TOP=" in line]
+    return os.path.realpath(tops[0]) if tops else str(Path(nvcc).resolve().parent.parent)
 
 
 def find_nccl():
@@ -164,8 +165,8 @@ def cuda_extension(home):
     return cpp_extension.CppExtension(
         "fmoe_ext._C_cuda",
         sources("cuda/*.cu", "cuda/*.cpp"),
-        include_dirs=[str(ROOT / "cuda"), str(Path(home, "include"))],
-        depends=headers("cuda"),
+        include_dirs=[str(ROOT / "cuda"), str(ROOT / "csrc"), str(Path(home, "include"))],
+        depends=[*headers("cuda"), *headers("csrc")],
         library_dirs=[str(Path(home, lib))],
         libraries=["cudart_static", "dl", "rt"],
         extra_compile_args={

@@ -100,7 +100,18 @@ std::optional<Tensor> checked_weights(const std::optional<Tensor>& topk_weights,
                   "topk_weights must be float32 or have the dtype of the rows (", dtype_text(data),
                   "), but got ", dtype_text(w));
   const auto dtype = data.scalar_type() == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
-  return as_contiguous(torch::stable::to(w, dtype));
+  const Tensor given = as_contiguous(w);
+  if (given.scalar_type() == dtype) return given;
+  // A serial loop: waking all threads for so little, as torch's conversion does, takes longer.
+  Tensor wide = torch::stable::new_empty(given, {routing.num_tokens, routing.num_choices}, dtype);
+  dispatch_float(given.scalar_type(), [&](auto tag) {
+    const auto* from = static_cast<const decltype(tag)*>(given.const_data_ptr());
+    if (dtype == ScalarType::Double)
+      std::copy_n(from, given.numel(), static_cast<double*>(wide.mutable_data_ptr()));
+    else
+      std::copy_n(from, given.numel(), static_cast<float*>(wide.mutable_data_ptr()));
+  });
+  return wide;
 }
 
 template <class T>

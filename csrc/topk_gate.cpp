@@ -110,22 +110,24 @@ FMOE_INLINE SoftmaxTotals<A> softmax_totals(const A* logits, int64_t num) {
 // softmax over the chosen logits
 template <class A>
 FMOE_INLINE void softmax_chosen(const A* logits, const int64_t* idx, int64_t top_k, A* weights) {
-  A largest = logits[idx[0]], sum = 0;
+  A largest = logits[idx[0]];
+  double sum = 0;
   for (int64_t k = 1; k < top_k; ++k) largest = logits[idx[k]] > largest ? logits[idx[k]] : largest;
   for (int64_t k = 0; k < top_k; ++k) sum += weights[k] = exp_nonpositive(logits[idx[k]] - largest);
-  for (int64_t k = 0; k < top_k; ++k) weights[k] /= sum;
+  for (int64_t k = 0; k < top_k; ++k) weights[k] = static_cast<A>(weights[k] / sum);
 }
 
 template <class A>
 FMOE_INLINE void sigmoid_chosen(const A* logits, const int64_t* idx, int64_t top_k, bool normalize,
                                 A* weights) {
-  A largest = logits[idx[0]], sum = 0;
+  A largest = logits[idx[0]];
+  double sum = 0;
   for (int64_t k = 1; k < top_k; ++k) largest = logits[idx[k]] > largest ? logits[idx[k]] : largest;
   // Where every sigmoid is all but exp, their ratios are those of a softmax, which does not underflow.
   if (normalize && largest < -40) return softmax_chosen(logits, idx, top_k, weights);
   for (int64_t k = 0; k < top_k; ++k) sum += weights[k] = sigmoid(logits[idx[k]]);
   if (normalize)
-    for (int64_t k = 0; k < top_k; ++k) weights[k] /= sum;
+    for (int64_t k = 0; k < top_k; ++k) weights[k] = static_cast<A>(weights[k] / sum);
 }
 
 template <class A>
@@ -319,7 +321,7 @@ template <class T, class A = compute_t<T>>
 FMOE_INLINE void gate_backward_tokens(const GateBackwardArgs<T>& args, int64_t begin, int64_t end) {
   const Gate& gate = args.gate;
   const int64_t E = gate.num_experts, K = gate.top_k;
-  const A scale = static_cast<A>(gate.scale), inverse_scale = scale == 0 ? A{0} : 1 / scale;
+  const A scale = static_cast<A>(gate.scale);
   const bool dense = !gate.sigmoid && !gate.normalize;
   const RowWriter writer(args.grad_logits, args.num_tokens, E * sizeof(T));
   std::vector<T> row(E, T(0));
@@ -329,25 +331,33 @@ FMOE_INLINE void gate_backward_tokens(const GateBackwardArgs<T>& args, int64_t b
     const T *grad = args.grad_weights + t * K, *weights = args.weights + t * K, *logits = args.logits + t * E;
     for (int64_t k = 0; k < K; ++k)
       if (idx[k] < 0 || idx[k] >= E) throw_bad_choice(idx[k], t * K + k, E);
-    A dot = 0;
+    double dot = 0, sum = 0;
     if (dense) {
       for (int64_t e = 0; e < E; ++e) wide[e] = static_cast<A>(logits[e]);
       const SoftmaxTotals<A> totals = softmax_totals(wide.data(), E);
       for (int64_t e = 0; e < E; ++e) wide[e] = exp_nonpositive(wide[e] - totals.largest) / totals.sum;
-      for (int64_t k = 0; k < K; ++k) dot += static_cast<A>(grad[k]) * wide[idx[k]];
-      for (int64_t e = 0; e < E; ++e) dense_row[e] = -dot * scale * wide[e];
-      for (int64_t k = 0; k < K; ++k) dense_row[idx[k]] += static_cast<A>(grad[k]) * scale * wide[idx[k]];
+      for (int64_t k = 0; k < K; ++k) dot += static_cast<double>(grad[k]) * wide[idx[k]];
+      const A shared = static_cast<A>(dot);
+      for (int64_t e = 0; e < E; ++e) dense_row[e] = -shared * scale * wide[e];
+      for (int64_t k = 0; k < K; ++k)
+        dense_row[idx[k]] = (static_cast<A>(grad[k]) - shared) * scale * wide[idx[k]];
       for (int64_t e = 0; e < E; ++e) row[e] = static_cast<T>(dense_row[e]);
       writer.copy(t, row.data());
       continue;
     }
-    if (gate.normalize)
-      for (int64_t k = 0; k < K; ++k)
-        dot += static_cast<A>(grad[k]) * static_cast<A>(weights[k]) * inverse_scale;
+    if (gate.normalize) {
+      for (int64_t k = 0; k < K; ++k) {
+        dot += static_cast<double>(grad[k]) * static_cast<double>(weights[k]);
+        sum += static_cast<double>(weights[k]);
+      }
+      dot = sum == 0 ? 0 : dot / sum;  // the sum is scale, up to rounding that cancels here
+    }
+    const A shared = static_cast<A>(dot);
     for (int64_t k = 0; k < K; ++k) {
-      const A s = gate.sigmoid ? sigmoid(static_cast<A>(logits[idx[k]])) : A{0};
-      const A weight = gate.normalize ? static_cast<A>(weights[k]) : s * scale;
-      row[idx[k]] = static_cast<T>(weight * (static_cast<A>(grad[k]) - dot) * (1 - s));
+      const A logit = gate.sigmoid ? static_cast<A>(logits[idx[k]]) : A{0};
+      const A weight = gate.normalize ? static_cast<A>(weights[k]) : sigmoid(logit) * scale;
+      const A slope = gate.sigmoid ? sigmoid(-logit) : A{1};
+      row[idx[k]] = static_cast<T>(weight * (static_cast<A>(grad[k]) - shared) * slope);
     }
     writer.copy(t, row.data());
     for (int64_t k = 0; k < K; ++k) row[idx[k]] = T(0);

@@ -39,21 +39,25 @@ VARIABLES = (
 _BY_NAME = MappingProxyType({variable.name: variable for variable in VARIABLES})
 
 
+def text(name):
+    """What the environment says of a listed variable, unconverted; "" when unset."""
+    return os.environ.get(_BY_NAME[name].name, "").strip()
+
+
 def get(name):
     """The value of a listed variable, converted to its type; its default when unset."""
-    variable = _BY_NAME[name]
-    text = os.environ.get(name, "").strip()
-    if text == "":
+    variable, value = _BY_NAME[name], text(name)
+    if value == "":
         return variable.default
     if variable.type is bool:
-        if text.lower() in ("1", "on", "true", "yes"):
+        if value.lower() in ("1", "on", "true", "yes"):
             return True
-        if text.lower() in ("0", "off", "false", "no"):
+        if value.lower() in ("0", "off", "false", "no"):
             return False
-        raise ValueError(f"environment variable {name} must be 1 or 0, but is {text!r}")
+        raise ValueError(f"environment variable {name} must be 1 or 0, but is {value!r}")
     try:
-        return variable.type(text)
+        return variable.type(value)
     except ValueError:
         raise ValueError(
-            f"environment variable {name} must be of type {variable.type.__name__}, but is {text!r}"
+            f"environment variable {name} must be of type {variable.type.__name__}, but is {value!r}"
         ) from None

@@ -83,22 +83,12 @@ class FusedExperts(nn.Module):
         if handle is None:
             row = torch.arange(inp.shape[0], dtype=torch.int32, device=inp.device)
             row_idx = torch.where(row < offs[-1], row, -1)  # every row is its own token, with K = 1
-            inverse = row_idx[:, None]
+            routing = (row_idx, row_idx[:, None], offs)
         else:
-            row_idx, inverse = handle.row_idx, handle.inverse
-        return ops.expert_mlp(
-            inp,
-            row_idx,
-            inverse,
-            offs,
-            w1,
-            b1,
-            w2,
-            b2,
-            widen(topk_weights, inp.dtype),
-            activation=self.fused_activation,
-            combine=handle is not None,
-        )
+            routing = (handle.row_idx, handle.inverse, offs)
+        topk_weights = widen(topk_weights, inp.dtype)
+        combines = handle is not None
+        return ops.expert_mlp(inp, *routing, w1, b1, w2, b2, topk_weights, self.fused_activation, combines)
 
 
 def to_per_expert_layout(state_dict):

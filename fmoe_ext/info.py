@@ -1,8 +1,8 @@
 """`python -m fmoe_ext.info`: what a bug report quotes."""
 
 import importlib.util
-import os
 import platform
+from pathlib import Path
 
 import torch
 
@@ -38,7 +38,7 @@ def _devices():
 
 def report() -> str:
     lines = [
-        ("fmoe_ext", f"{fmoe_ext.__version__} ({os.path.dirname(fmoe_ext.__file__)})"),
+        ("fmoe_ext", f"{fmoe_ext.__version__} ({Path(fmoe_ext.__file__).parent})"),
         ("torch", f"{torch.__version__}, CUDA {torch.version.cuda or 'none'}"),
         ("Python", f"{platform.python_version()}, {platform.platform()}"),
         (
@@ -53,9 +53,7 @@ def report() -> str:
     text = [f"{name:<{width}}  {value}" for name, value in lines]
     text.append("environment variables (value; default):")
     for variable in _env.VARIABLES:
-        text.append(
-            f"  {variable.name}={os.environ.get(variable.name, '')} ({variable.default}) {variable.meaning}"
-        )
+        text.append(f"  {variable.name}={_env.text(variable.name)} ({variable.default}) {variable.meaning}")
     return "\n".join(text)
 
 

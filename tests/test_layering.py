@@ -31,6 +31,7 @@ LEVELS = {
     "": 6,  # fmoe_ext itself
     "integrations": 7,
     "compat": 7,
+    "info": 7,
 }
 MAY_USE_DISTRIBUTED = (
     "dispatch",

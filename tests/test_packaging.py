@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fmoe_ext import _env
-from fmoe_ext.info import report
+from fmoe_ext import info
 
 ROOT = Path(__file__).parent.parent
 
@@ -107,21 +106,21 @@ def test_flag_that_is_neither_on_nor_off():
 
 
 def test_info_names_versions_modules_and_variables():
-    text = report()
+    text = info.report()
     assert torch.__version__ in text
     for module in ("fmoe_ext._C ", "fmoe_ext._C_cuda", "fmoe_ext._C_nccl"):
         assert module in text
-    for variable in _env.VARIABLES:
+    for variable in info._env.VARIABLES:
         assert f"{variable.name}={os.environ.get(variable.name, '')}" in text
     assert "built with torch" in text
 
 
 def test_environment_variables_are_checked(monkeypatch):
     monkeypatch.setenv("FMOE_DEBUG", "on")
-    assert _env.get("FMOE_DEBUG") is True
+    assert info._env.get("FMOE_DEBUG") is True
     monkeypatch.setenv("FMOE_DEBUG", "perhaps")
     with pytest.raises(ValueError, match="FMOE_DEBUG must be 1 or 0, but is 'perhaps'"):
-        _env.get("FMOE_DEBUG")
+        info._env.get("FMOE_DEBUG")
     monkeypatch.setenv("MAX_JOBS", "many")
     with pytest.raises(ValueError, match="MAX_JOBS must be of type int"):
-        _env.get("MAX_JOBS")
+        info._env.get("MAX_JOBS")

@@ -5,10 +5,10 @@ def apply_capacity(topk_idx: torch.Tensor, num_experts: int, capacity: int | tor
     """topk_idx with -1 for every choice over its expert's capacity.
 
     Priority: all first choices in token order, then all second choices, and so on.
-    topk_idx [T, K] int64 or int32, entries in [-1, num_experts); capacity: one int for all experts, or [E] int64.
-    -> [T, K] of the dtype of topk_idx. Raises RuntimeError for an index outside that range (on CUDA it counts as
-    dropped unless FMOE_DEBUG=1), for a negative capacity and for one whose shape is not [num_experts].
-    Equivalent to: rank = position of (k, t) among the choices of the same expert; torch.where(rank < capacity[idx], idx, -1).
+    topk_idx [T, K] int64 or int32, entries in [-1, num_experts); capacity: one int for all, or [E] int64
+    -> [T, K] of the dtype of topk_idx. Raises RuntimeError for an index outside that range (on CUDA it counts
+    as dropped unless FMOE_DEBUG=1), for a negative capacity and for one whose shape is not [num_experts].
+    Equivalent to: torch.where(rank < capacity[topk_idx], topk_idx, -1), rank counting an expert's choices.
     FastMoE: limit_by_capacity, prune_gate_by_capacity.
     """
     if not isinstance(capacity, torch.Tensor):

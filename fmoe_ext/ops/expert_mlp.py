@@ -1,6 +1,8 @@
 import torch
 import torch.nn.functional as F
 
+from fmoe_ext.ops._autograd import register_autocast, register_not_differentiable_twice
+
 ACTIVATIONS = {
     "gelu": F.gelu,
     "gelu_tanh": lambda h: F.gelu(h, approximate="tanh"),
@@ -59,8 +61,7 @@ def expert_mlp_ref(
     y = torch.cat([*y, x.new_zeros(T * K - begin, x.shape[1])])
     if not combine:
         return y
-    chosen = y[inverse.clamp(min=0).long()] if T * K else y.new_zeros(T, K, x.shape[1])
-    return (chosen * (inverse >= 0)[..., None]).sum(1)
+    return (y[inverse.clamp(min=0).long()] * (inverse >= 0)[..., None]).sum(1)
 
 
 @torch.library.register_fake("fmoe_ext::expert_mlp")
@@ -108,3 +109,7 @@ def _backward(ctx, grad_y, _grad_h):
 
 
 torch.library.register_autograd("fmoe_ext::expert_mlp", _backward, setup_context=_setup_context)
+register_not_differentiable_twice("fmoe_ext::expert_mlp_backward")
+
+_library = torch.library.Library("fmoe_ext", "IMPL")  # its registrations live as long as it does
+register_autocast(_library, torch.ops.fmoe_ext.expert_mlp.default, cast=(0, 4, 5, 6, 7))

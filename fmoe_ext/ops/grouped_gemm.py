@@ -1,5 +1,7 @@
 import torch
 
+from fmoe_ext.ops._autograd import register_autocast, register_not_differentiable_twice
+
 
 def grouped_gemm(
     x: torch.Tensor, weight: torch.Tensor, offs: torch.Tensor, bias: torch.Tensor | None = None
@@ -47,3 +49,7 @@ def _backward(ctx, grad_y):
 
 
 torch.library.register_autograd("fmoe_ext::grouped_gemm", _backward, setup_context=_setup_context)
+register_not_differentiable_twice("fmoe_ext::grouped_gemm_backward")
+
+_library = torch.library.Library("fmoe_ext", "IMPL")  # its registrations live as long as it does
+register_autocast(_library, torch.ops.fmoe_ext.grouped_gemm.default, cast=(0, 1, 3))

@@ -14,12 +14,13 @@ def permute(x: torch.Tensor, row_idx: torch.Tensor, inverse: torch.Tensor) -> to
 def unpermute(
     y: torch.Tensor, row_idx: torch.Tensor, inverse: torch.Tensor, topk_weights: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """For each token the sum of its experts' rows, weighted by topk_weights; dropped choices (inverse -1) add nothing.
+    """For each token the sum of its experts' rows, weighted by topk_weights; dropped choices add 0.
 
-    y [R, D] float64, float32, bfloat16 or float16; row_idx [R] and inverse [T, K] int32 as sort_tokens returns them;
-    topk_weights [T, K] float32 or of the dtype of y -> [T, D], summed in float32 (float64 for float64) in the order of k.
+    y [R, D] float64, float32, bfloat16 or float16; row_idx [R] and inverse [T, K] int32 as sort_tokens
+    returns them, -1 for dropped choices; topk_weights [T, K] float32 or of the dtype of y
+    -> [T, D], summed in float32 (float64 for float64) in the order of k.
     Raises RuntimeError for entries of inverse outside [-1, R).
-    Equivalent to: (y[inverse] * topk_weights.unsqueeze(-1)).sum(1). FastMoE: local_gather followed by the weighted sum.
+    Equivalent to: (y[inverse] * topk_weights.unsqueeze(-1)).sum(1). FastMoE: local_gather, weighted.
     """
     return torch.ops.fmoe_ext.unpermute(y, row_idx, inverse, topk_weights)
 
@@ -35,9 +36,7 @@ def unpermute_ref(
     y: torch.Tensor, row_idx: torch.Tensor, inverse: torch.Tensor, topk_weights: torch.Tensor | None = None
 ) -> torch.Tensor:
     compute = torch.promote_types(y.dtype, torch.float32)
-    padded = torch.cat([y, y.new_zeros((1, y.shape[1]))]).to(
-        compute
-    )  # the last row stands for dropped choices
+    padded = torch.cat([y, y.new_zeros((1, y.shape[1]))]).to(compute)  # its last row: dropped choices
     rows = padded[inverse.long()]  # [T, K, D]
     if topk_weights is not None:
         rows = rows * topk_weights.to(compute).unsqueeze(-1)
@@ -88,7 +87,7 @@ def _unpermute_backward_setup(ctx, inputs, output):
 
 
 def _unpermute_backward_backward(ctx, grad_grad_y, grad_grad_weights):
-    """unpermute is linear in y and in the weights, so that its second derivatives are made of the same three ops."""
+    """unpermute is linear in y and in the weights: its second derivatives are made of the same ops."""
     grad_out, y, row_idx, inverse, topk_weights = ctx.saved_tensors
     ops = torch.ops.fmoe_ext
     grad_grad_out = ops.unpermute(grad_grad_y, row_idx, inverse, topk_weights)

@@ -1,4 +1,5 @@
 import torch
+import torch.nn.functional as F
 
 
 def topk_gate(
@@ -13,14 +14,16 @@ def topk_gate(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The top_k experts of each token by score, best first, and the scores of those as weights.
 
-    logits [T, E] float64, float32, bfloat16 or float16 (the dtype is left alone under autocast); bias [E] is added to
-    the scores for the selection only -> topk_idx [T, K] int64, topk_weights [T, K] of the dtype of logits.
-    Scores are softmax(logits) or sigmoid(logits), in float32 (float64 for float64); normalize divides the chosen ones
-    by their sum; scale multiplies the result. Of equal scores the lower index comes first; without a bias experts
-    are compared by logit, which orders them as either score does. NaN ranks above everything, and a score that is NaN
-    makes the weight NaN (for softmax, and whenever normalize is set, all weights of that token).
-    With num_groups > 1 only the experts of each token's topk_groups best groups of E / num_groups neighbours can be
-    chosen; a group ranks by its best logit, or, with sigmoid or a bias, by the sum of its two best (biased) scores.
+    logits [T, E] float64, float32, bfloat16 or float16 (the dtype is left alone under autocast); bias [E] is
+    added to the scores for the selection only
+    -> topk_idx [T, K] int64, topk_weights [T, K] of the dtype of logits.
+    Scores are softmax(logits) or sigmoid(logits), in float32 (float64 for float64); normalize divides the
+    chosen ones by their sum; scale multiplies them. Of equal scores the lower index comes first; without
+    a bias experts are compared by logit, which orders them as either score does. NaN ranks above everything,
+    and a NaN score makes the weight NaN (for softmax, and with normalize, all weights of that token).
+    With num_groups > 1 only the experts of each token's topk_groups best groups of E / num_groups neighbours
+    can be chosen; a group ranks by its best logit, or, with sigmoid or a bias, by the sum of its two best
+    (biased) scores.
     Raises RuntimeError unless 1 <= top_k <= the experts in the kept groups and num_groups divides E.
     Equivalent to: values, topk_idx = logits.topk(top_k); topk_weights = values.softmax(-1).
     """
@@ -46,7 +49,8 @@ def topk_gate_ref(
         groups = (scores if two_best else values).unflatten(1, (num_groups, -1))
         rank = groups.topk(min(2 if two_best else 1, groups.shape[2]), dim=-1).values.sum(-1)
         kept = torch.zeros_like(rank, dtype=torch.bool).scatter_(1, _stable_topk(rank, topk_groups), True)
-        candidates = kept.repeat_interleave(groups.shape[2], dim=1).nonzero()[:, 1].view(len(logits), -1)
+        kept = kept.repeat_interleave(groups.shape[2], dim=1)
+        candidates = kept.nonzero()[:, 1].view(len(logits), topk_groups * groups.shape[2])
         topk_idx = candidates.gather(1, _stable_topk(values.gather(1, candidates), top_k))
     else:
         topk_idx = _stable_topk(values, top_k)
@@ -59,9 +63,7 @@ def _stable_topk(values, k):
 
 def _weights_ref(logits, topk_idx, score, normalize, scale):
     logits_wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    log_scores = (
-        logits_wide.log_softmax(-1) if score == "softmax" else torch.nn.functional.logsigmoid(logits_wide)
-    )
+    log_scores = logits_wide.log_softmax(-1) if score == "softmax" else F.logsigmoid(logits_wide)
     chosen = log_scores.gather(1, topk_idx)
     return ((chosen.softmax(-1) if normalize else chosen.exp()) * scale).to(logits.dtype)
 
@@ -80,7 +82,6 @@ def _(grad_weights, logits, topk_idx, topk_weights, score, normalize, scale):
 def _setup(ctx, inputs, output):
     logits, _, ctx.score, ctx.normalize, _, _, _, ctx.scale = inputs
     topk_idx, topk_weights = output
-    ctx.mark_non_differentiable(topk_idx)
     ctx.save_for_backward(logits, topk_idx, topk_weights)
 
 
@@ -92,4 +93,23 @@ def _backward(ctx, _, grad_weights):
     return grad_logits, None, None, None, None, None, None, None
 
 
+def _backward_setup(ctx, inputs, output):
+    grad_weights, logits, topk_idx, _, ctx.score, ctx.normalize, ctx.scale = inputs
+    ctx.save_for_backward(grad_weights, logits, topk_idx)
+
+
+def _backward_backward(ctx, grad_grad_logits):
+    """Rare, so in plain PyTorch; topk_weights counts as what it is, a function of logits."""
+    grad_weights, logits, topk_idx = ctx.saved_tensors
+    with torch.enable_grad():
+        grad_weights, logits = grad_weights.detach().requires_grad_(), logits.detach().requires_grad_()
+        weights = _weights_ref(logits, topk_idx, ctx.score, ctx.normalize, ctx.scale)
+        (grad_logits,) = torch.autograd.grad(weights, logits, grad_weights, create_graph=True)
+        grads = torch.autograd.grad(grad_logits, (grad_weights, logits), grad_grad_logits)
+    return *grads, None, None, None, None, None
+
+
 torch.library.register_autograd("fmoe_ext::topk_gate", _backward, setup_context=_setup)
+torch.library.register_autograd(
+    "fmoe_ext::topk_gate_backward", _backward_backward, setup_context=_backward_setup
+)

@@ -1,0 +1,96 @@
+// What every kernel file needs: launch(), shared memory, warp reductions, element conversions, 16-byte vectors.
+#pragma once
+
+#include <cfloat>
+#include <cstdint>
+#include <stdexcept>
+#include <string>
+#include <type_traits>
+
+#include "ptx.cuh"
+
+#ifdef __CUDACC__
+#include <cuda_runtime.h>
+#define FMOE_DYNAMIC_SHARED(name) extern __shared__ char name[]
+#define FMOE_SHARED_ARRAY(T, name, count) __shared__ T name[count]
+#endif
+
+namespace fmoe_ext {
+
+#ifdef __CUDACC__
+// Starts kernel<<<grid, block, shared_bytes, stream>>>(args...); throws when the launch is refused.
+template <class... Params, class... Args>
+void launch(void (*kernel)(Params...), dim3 grid, dim3 block, size_t shared_bytes, cudaStream_t stream, Args&&... args) {
+  cudaError_t error = cudaSuccess;
+  if (shared_bytes > 48 * 1024)
+    error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared_bytes));
+  if (error == cudaSuccess) {
+    kernel<<<grid, block, shared_bytes, stream>>>(static_cast<Params>(args)...);
+    error = cudaGetLastError();
+  }
+  if (error == cudaSuccess) return;
+  const char* name = "a kernel";
+  cudaFuncGetName(&name, reinterpret_cast<const void*>(kernel));
+  throw std::runtime_error(
+      std::string("fmoe_ext: launching ") + name + " with " + std::to_string(grid.x) + " blocks of " +
+      std::to_string(block.x) + " threads and " + std::to_string(shared_bytes) +
+      " bytes of shared memory failed: " + cudaGetErrorString(error));
+}
+#else
+using emu::launch;
+#endif
+
+using Stream = cudaStream_t;
+
+constexpr unsigned kFullMask = 0xffffffffu;
+constexpr int kMaxGrid = 1 << 16;  // kernels loop over what a larger grid would cover
+
+template <typename A, typename B>
+constexpr __host__ __device__ int64_t ceil_div(A a, B b) {
+  return (static_cast<int64_t>(a) + b - 1) / b;
+}
+inline unsigned grid_for(int64_t blocks) { return static_cast<unsigned>(blocks < kMaxGrid ? blocks : kMaxGrid); }
+
+// ---- elements: T as stored, acc_t<T> as computed with
+template <typename T>
+struct Acc {
+  using type = float;
+};
+template <>
+struct Acc<double> {
+  using type = double;
+};
+template <typename T>
+using acc_t = typename Acc<T>::type;
+
+__device__ __forceinline__ double to_acc(double v) { return v; }
+__device__ __forceinline__ float to_acc(float v) { return v; }
+__device__ __forceinline__ float to_acc(__nv_bfloat16 v) { return __bfloat162float(v); }
+__device__ __forceinline__ float to_acc(__half v) { return __half2float(v); }
+
+template <typename T>
+__device__ __forceinline__ T round_to(acc_t<T> v) {
+  if constexpr (std::is_same_v<T, __nv_bfloat16>)
+    return __float2bfloat16_rn(v);
+  else if constexpr (std::is_same_v<T, __half>)
+    return __float2half_rn(v);
+  else
+    return v;
+}
+
+// kCount elements that are read and written by one access.
+template <typename T, int kCount>
+struct alignas(sizeof(T) * kCount) Vec {
+  T v[kCount];
+};
+template <typename T>
+constexpr int kVec16 = 16 / sizeof(T);
+
+// ---- warps
+template <typename T>
+__device__ __forceinline__ T warp_sum(T v) {
+  for (int step = 16; step > 0; step /= 2) v += __shfl_xor_sync(kFullMask, v, step);
+  return v;
+}
+
+}  // namespace fmoe_ext

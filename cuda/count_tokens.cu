@@ -1,0 +1,54 @@
+// Histogram of the choices. Integer atomics: the order of the additions does not show in the result.
+#include "common.cuh"
+#include "launchers.h"
+
+namespace fmoe_ext {
+namespace {
+
+constexpr int kThreads = 256;
+constexpr int kPerThread = 16;
+constexpr int kMaxSharedExperts = 48 * 1024 / sizeof(int);
+
+template <typename index_t>
+__global__ void __launch_bounds__(kThreads) count_tokens_kernel(
+    const index_t* __restrict__ topk_idx, int64_t num_choices, int num_experts, unsigned long long* __restrict__ counts,
+    bool shared_histogram) {
+  FMOE_DYNAMIC_SHARED(shared);
+  int* histogram = reinterpret_cast<int*>(shared);  // [E]
+  if (shared_histogram) {
+    for (int e = threadIdx.x; e < num_experts; e += kThreads) histogram[e] = 0;
+    __syncthreads();
+  }
+  const int64_t step = static_cast<int64_t>(gridDim.x) * kThreads;
+  for (int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x; i < num_choices; i += step) {
+    const int64_t e = topk_idx[i];
+    if (e < 0 || e >= num_experts) continue;
+    if (shared_histogram)
+      atomicAdd(&histogram[e], 1);
+    else
+      atomicAdd(&counts[e], 1ull);
+  }
+  if (!shared_histogram) return;
+  __syncthreads();
+  for (int e = threadIdx.x; e < num_experts; e += kThreads)
+    if (histogram[e]) atomicAdd(&counts[e], static_cast<unsigned long long>(histogram[e]));
+}
+
+}  // namespace
+
+void launch_count_tokens(
+    Indices topk_idx, int64_t num_choices, int num_experts, int64_t* tokens_per_expert, LaunchStream stream) {
+  if (num_choices == 0) return;
+  const bool shared_histogram = num_experts <= kMaxSharedExperts;
+  const size_t shared_bytes = shared_histogram ? num_experts * sizeof(int) : 0;
+  const unsigned blocks = grid_for(ceil_div(num_choices, kThreads * kPerThread));
+  auto* counts = reinterpret_cast<unsigned long long*>(tokens_per_expert);
+  if (topk_idx.is_int64)
+    launch(count_tokens_kernel<int64_t>, blocks, kThreads, shared_bytes, stream,
+           static_cast<const int64_t*>(topk_idx.data), num_choices, num_experts, counts, shared_histogram);
+  else
+    launch(count_tokens_kernel<int32_t>, blocks, kThreads, shared_bytes, stream,
+           static_cast<const int32_t*>(topk_idx.data), num_choices, num_experts, counts, shared_histogram);
+}
+
+}  // namespace fmoe_ext

@@ -1,0 +1,186 @@
+"""A decoder-only Transformer on bytes, whose MLPs are mixtures of experts or, for comparison, dense."""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import fmoe_ext
+
+VOCABULARY = 256  # bytes
+
+
+class BalancedGate(fmoe_ext.NaiveGate):
+    """Top-k of the logits, softmax over the chosen k, and the Switch Transformer's balance loss.
+
+    The loss E * sum_e f_e * p_e (f: share of the choices, p: mean probability) is 1 when the load is even.
+    No capacity: every token reaches its experts.
+    """
+
+    def forward(self, x, return_all_scores=False):
+        topk_idx, topk_weights, logits = super().forward(x, return_all_scores=True)
+        probability = logits.float().softmax(-1).mean(0)  # [E]
+        share = fmoe_ext.ops.count_tokens(topk_idx, self.tot_expert) / topk_idx.numel()  # [E]
+        self.set_loss(self.tot_expert * (share * probability).sum())
+        return (topk_idx, topk_weights, logits) if return_all_scores else (topk_idx, topk_weights)
+
+
+GATES = {
+    "balanced": BalancedGate,
+    "naive": fmoe_ext.NaiveGate,
+    "switch": fmoe_ext.SwitchGate,
+    "gshard": fmoe_ext.GShardGate,
+}
+
+
+@dataclass
+class ModelConfig:
+    d_model: int
+    num_layers: int
+    num_heads: int
+    num_experts: int
+    d_hidden: int  # of one expert
+    top_k: int
+    gate: str
+    dense: bool = False  # one MLP of width top_k * d_hidden instead: the same active parameters per token
+
+
+class Attention(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.num_heads = config.num_heads
+        self.qkv = nn.Linear(config.d_model, 3 * config.d_model, bias=False)
+        self.out = nn.Linear(config.d_model, config.d_model, bias=False)
+
+    def forward(self, x, rotation):
+        batch, seq, d_model = x.shape
+        qkv = self.qkv(x).view(batch, seq, 3, self.num_heads, d_model // self.num_heads)
+        q, k, v = qkv.transpose(1, 3).unbind(2)  # [B, heads, S, d_head]
+        q, k = rotate(q, rotation), rotate(k, rotation)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.out(y.transpose(1, 2).reshape(batch, seq, d_model))
+
+
+def rope_rotation(seq, d_head, device):
+    """(cos, sin) [S, d_head / 2] of the rotary position embedding."""
+    frequency = 10000.0 ** -(torch.arange(0, d_head, 2, device=device) / d_head)
+    angle = torch.arange(seq, device=device)[:, None] * frequency
+    return angle.cos(), angle.sin()
+
+
+def rotate(x, rotation):
+    cos, sin = (part.to(x.dtype) for part in rotation)
+    a, b = x.chunk(2, dim=-1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
+
+
+class DenseMLP(nn.Module):
+    def __init__(self, d_model, d_hidden):
+        super().__init__()
+        self.gate_up = nn.Linear(d_model, 2 * d_hidden, bias=False)
+        self.down = nn.Linear(d_hidden, d_model, bias=False)
+
+    def forward(self, x):
+        gate, up = self.gate_up(x).chunk(2, dim=-1)
+        return self.down(F.silu(gate) * up)
+
+
+class Block(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(config.d_model)
+        self.attention = Attention(config)
+        self.mlp_norm = nn.RMSNorm(config.d_model)
+        if config.dense:
+            self.mlp = DenseMLP(config.d_model, config.top_k * config.d_hidden)
+        else:
+            # Choices per expert since the last report; saved, so that a resumed run reports the same.
+            self.register_buffer("load", torch.zeros(config.num_experts, dtype=torch.int64))
+            self.mlp = fmoe_ext.FMoETransformerMLP(
+                num_expert=config.num_experts,
+                d_model=config.d_model,
+                d_hidden=config.d_hidden,
+                activation="swiglu",
+                bias=False,
+                top_k=config.top_k,
+                gate=GATES[config.gate],
+                gate_hook=self.count_choices,
+            )
+
+    def count_choices(self, topk_idx, topk_weights, _):
+        if self.training:
+            self.load += fmoe_ext.ops.count_tokens(topk_idx, self.load.numel())
+
+    def forward(self, x, rotation):
+        x = x + self.attention(self.attention_norm(x), rotation)
+        return x + self.mlp(self.mlp_norm(x))
+
+
+class LanguageModel(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.config = config
+        self.embedding = nn.Embedding(VOCABULARY, config.d_model)
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_layers))
+        self.norm = nn.RMSNorm(config.d_model)
+        self.head = nn.Linear(config.d_model, VOCABULARY, bias=False)
+        self.init_weights()
+
+    @torch.no_grad()
+    def init_weights(self):
+        """Normal(0, 1 / sqrt(fan in)), smaller for what is added to the residual stream.
+
+        The embedding is Normal(0, 0.5): experts learn more slowly from a small one (0.2 bits per byte behind
+        after 100 steps with 0.09), the dense model hardly does.
+        """
+        into_residual = ("attention.out.weight", "mlp.down.weight", "mlp.experts.h4toh.weight")
+        for name, parameter in self.named_parameters():
+            if parameter.dim() < 2:
+                continue
+            std = 0.5 if parameter is self.embedding.weight else parameter.shape[-1] ** -0.5
+            if name.endswith(into_residual):
+                std *= (2 * self.config.num_layers) ** -0.5
+            if name.endswith("mlp.experts.h4toh.weight"):
+                std *= self.config.top_k**0.5  # topk_weights average what the dense MLP would sum
+            parameter.normal_(std=std)
+
+    def forward(self, tokens):
+        """Logits [B, S, 256] of the byte that follows each of tokens [B, S]."""
+        d_head = self.config.d_model // self.config.num_heads
+        rotation = rope_rotation(tokens.shape[1], d_head, tokens.device)
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x, rotation)
+        return self.head(self.norm(x))
+
+    def pop_balance_loss(self):
+        """Mean over the layers of the gates' losses of the last forward; 0 where gates compute none."""
+        losses = [] if self.config.dense else [block.mlp.gate.get_loss() for block in self.blocks]
+        losses = [loss.sum() for loss in losses if loss is not None]
+        return torch.stack(losses).mean() if losses else self.head.weight.new_zeros(())
+
+    def num_parameters(self):
+        """(all, active): how many parameters there are, and how many of them one token meets."""
+        total = sum(p.numel() for p in self.parameters())
+        if self.config.dense:
+            return total, total
+        in_experts = sum(p.numel() for block in self.blocks for p in block.mlp.experts.parameters())
+        idle_share = 1 - self.config.top_k / self.config.num_experts
+        return total, total - round(in_experts * idle_share)
+
+
+@torch.inference_mode()
+def generate(model, prompt, num_bytes, context, temperature=0.8, seed=0):
+    """prompt (bytes) continued by num_bytes sampled bytes; the model sees the last `context` bytes."""
+    device = model.head.weight.device
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.tensor([list(prompt)], device=device)  # [1, S]
+    was_training = model.training
+    model.eval()
+    for _ in range(num_bytes):
+        logits = model(tokens[:, -context:])[0, -1].float().cpu()
+        chosen = torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator)
+        tokens = torch.cat((tokens, chosen[None].to(device)), dim=1)
+    model.train(was_training)
+    return bytes(tokens[0].tolist())

@@ -1,0 +1,69 @@
+import pytest
+import torch
+
+from fmoe_ext.ops import apply_capacity, apply_capacity_ref, count_tokens
+from fmoe_ext.testing import devices
+
+
+@pytest.fixture(autouse=True)
+def seed():
+    torch.manual_seed(0)
+
+
+@pytest.mark.parametrize("device", devices())
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
+@pytest.mark.parametrize(("T", "K", "E"), [(0, 2, 3), (1, 1, 1), (4, 0, 2), (33, 4, 7), (40_000, 2, 30)])
+def test_apply_capacity(T, K, E, dtype, device):
+    topk_idx = torch.randint(-1, E, (T, K), dtype=dtype, device=device)
+    average = T * K // E
+    for capacity in (0, average // 2, average, T * K, torch.randint(0, average + 2, (E,), device=device)):
+        kept = apply_capacity(topk_idx, E, capacity)
+        assert kept.dtype == dtype
+        assert torch.equal(kept, apply_capacity_ref(topk_idx, E, capacity))
+        assert (count_tokens(kept, E) <= torch.as_tensor(capacity, device=device)).all()
+        assert torch.equal(apply_capacity(topk_idx.t().contiguous().t(), E, capacity), kept)
+
+
+def test_first_choices_come_first():
+    topk_idx = torch.tensor([[1, 0], [0, 1], [1, 0]])
+    assert apply_capacity(topk_idx, 2, 1).tolist() == [[1, -1], [0, -1], [-1, -1]]
+    assert apply_capacity(topk_idx, 2, 2).tolist() == [[1, 0], [0, -1], [1, -1]]
+    assert apply_capacity(topk_idx.expand(3, 2), 2, torch.tensor([0, 9])).tolist() == [
+        [1, -1],
+        [-1, 1],
+        [1, -1],
+    ]
+
+
+def test_threads():
+    topk_idx = torch.randint(-1, 16, (40_000, 4))
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    alone = apply_capacity(topk_idx, 16, 7_000)
+    torch.set_num_threads(2)
+    together = apply_capacity(topk_idx, 16, 7_000)
+    torch.set_num_threads(threads)
+    assert torch.equal(alone, together)
+
+
+def test_opcheck():
+    arguments = (torch.tensor([[0, 2], [-1, 2]]), torch.tensor([1, 1, 1]))
+    torch.library.opcheck(torch.ops.fmoe_ext.apply_capacity.default, arguments)
+
+
+def test_rejects():
+    topk_idx = torch.tensor([[0, 2]])
+    with pytest.raises(RuntimeError, match="capacity must not be negative, but got -1"):
+        apply_capacity(topk_idx, 3, -1)
+    with pytest.raises(RuntimeError, match="capacity must not be negative, but expert 1 has -5"):
+        apply_capacity(topk_idx, 3, torch.tensor([1, -5, 0]))
+    with pytest.raises(
+        RuntimeError, match=r"capacity must have shape \[num_experts\] = \[3\], but got shape \[2\]"
+    ):
+        apply_capacity(topk_idx, 3, torch.tensor([1, 5]))
+    with pytest.raises(RuntimeError, match="capacity must be int64, but got Float"):
+        apply_capacity(topk_idx, 3, torch.ones(3))
+    with pytest.raises(RuntimeError, match=r"topk_idx must be in \[-1, 2\).*element 1 is 2"):
+        apply_capacity(topk_idx, 2, 1)
+    with pytest.raises(RuntimeError, match="num_experts must be at least 1"):
+        apply_capacity(topk_idx, 0, 1)

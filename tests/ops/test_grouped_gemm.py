@@ -1,0 +1,131 @@
+import pytest
+import torch
+
+from fmoe_ext.ops import grouped_gemm, grouped_gemm_ref
+from fmoe_ext.testing import assert_close
+
+DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
+ISAS = ["portable", "avx2", "avx512", "avx512_bf16"]
+NAMES = ["y", "dx", "dweight", "dbias"]
+
+
+@pytest.fixture(params=ISAS)
+def isa(request):
+    if not torch.ops.fmoe_ext._set_cpu_isa(request.param):
+        pytest.skip(f"this processor has no {request.param}")
+    yield request.param
+    torch.ops.fmoe_ext._set_cpu_isa(ISAS[-1])
+
+
+def make_inputs(R, D, N, offs, dtype, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    shapes = [(R, D), (len(offs), N, D), (len(offs), N)]
+    x, weight, bias = (torch.randn(shape, generator=generator).to(dtype).requires_grad_() for shape in shapes)
+    grad = torch.randn(R, N, generator=generator).to(dtype)
+    return x, weight, torch.tensor(offs, dtype=torch.int32), bias, grad
+
+
+def results(function, x, weight, offs, bias, grad):
+    y = function(x, weight, offs, bias)
+    inputs = [t for t in (x, weight, bias) if t is not None]
+    return [y, *torch.autograd.grad(y, inputs, grad)]
+
+
+def check(x, weight, offs, bias, grad):
+    double = [None if t is None else t.detach().double().requires_grad_() for t in (x, weight, bias)]
+    truth = results(grouped_gemm_ref, double[0], double[1], offs, double[2], grad.double())
+    plain = results(grouped_gemm_ref, x, weight, offs, bias, grad)
+    got = results(grouped_gemm, x, weight, offs, bias, grad)
+    for name, a, b, c in zip(NAMES, got, truth, plain, strict=False):
+        if x.dtype == torch.float64:
+            torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-11)
+        else:
+            assert_close(a, b, c, name)
+
+
+SHAPES = [
+    (0, 4, 3, [0, 0]),
+    (3, 4, 3, [0, 0]),
+    (1, 1, 1, [1]),
+    (5, 0, 3, [2, 5]),
+    (5, 3, 0, [2, 5]),
+    (50, 37, 29, [3, 3, 20, 45]),
+    (300, 64, 100, [0, 300]),
+    (70, 33, 130, [14, 28, 70]),
+    (240, 1030, 40, [200, 240]),
+]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_grouped_gemm(isa, shape, dtype):
+    check(*make_inputs(*shape, dtype))
+
+
+def test_an_expert_over_several_chunks():
+    x, weight, offs, bias, grad = make_inputs(40, 4100, 200_000 // 4100, [40], torch.float32)
+    check(x, weight, offs, bias, grad)
+    check(*make_inputs(5000, 1000, 3, [10, 4990], torch.bfloat16))
+
+
+def test_without_bias_and_not_contiguous():
+    x, weight, offs, _, grad = make_inputs(50, 24, 40, [10, 30, 50], torch.float32)
+    column_major = [t.detach().mT.contiguous().mT.requires_grad_() for t in (x, weight)]
+    check(*column_major, offs, None, grad)
+    check(x, weight[:1].detach().expand(3, -1, -1).requires_grad_(), offs, None, grad[:1].expand(50, -1))
+
+
+def test_bitwise_equal_for_any_number_of_threads():
+    inputs = make_inputs(700, 200, 150, [300, 300, 650], torch.bfloat16)
+    expected = results(grouped_gemm, *inputs)
+    threads = torch.get_num_threads()
+    try:
+        for n in (1, 2, 3):
+            torch.set_num_threads(n)
+            for a, b in zip(results(grouped_gemm, *inputs), expected, strict=True):
+                assert torch.equal(a, b)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_gradients():
+    x, weight, offs, bias, _ = make_inputs(7, 3, 4, [2, 2, 6], torch.float64)
+    assert torch.autograd.gradcheck(lambda *args: grouped_gemm(args[0], args[1], offs, args[2]), (x, weight, bias))
+    (dx,) = torch.autograd.grad(grouped_gemm(x, weight, offs, bias).square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="second derivatives are not implemented"):
+        dx.sum().backward()
+
+
+def test_opcheck():
+    x, weight, offs, bias, grad = make_inputs(7, 3, 4, [2, 2, 6], torch.float32)
+    torch.library.opcheck(torch.ops.fmoe_ext.grouped_gemm.default, (x, weight, offs, bias))
+    torch.library.opcheck(torch.ops.fmoe_ext.grouped_gemm.default, (x, weight, offs))
+    needs = [True, False, True]
+    detached = (grad, x.detach(), weight.detach(), offs, needs)
+    torch.library.opcheck(torch.ops.fmoe_ext.grouped_gemm_backward.default, detached)
+
+
+def test_autocast():
+    x, weight, offs, bias, grad = make_inputs(50, 24, 40, [10, 30, 50], torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = grouped_gemm(x, weight, offs, bias)
+    low = [t.detach().bfloat16() for t in (x, weight, bias)]
+    assert torch.equal(y, grouped_gemm(low[0], low[1], offs, low[2]))
+    (dx,) = torch.autograd.grad(y, x, grad.bfloat16())
+    assert dx.dtype == torch.float32 and dx.abs().sum() > 0
+
+
+def test_rejects():
+    x, weight, offs, bias, _ = make_inputs(6, 3, 4, [2, 6], torch.float32)
+    with pytest.raises(RuntimeError, match=r"offs\[1\] is 1 after 2"):
+        grouped_gemm(x, weight, torch.tensor([2, 1], dtype=torch.int32))
+    with pytest.raises(RuntimeError, match=r"number of rows 6, but offs\[1\] is 7"):
+        grouped_gemm(x, weight, torch.tensor([2, 7], dtype=torch.int32))
+    with pytest.raises(RuntimeError, match="offs must be int32, but got Long"):
+        grouped_gemm(x, weight, offs.long())
+    with pytest.raises(RuntimeError, match=r"weight must have shape \[E, N, D\] with size 3 in dimension 2"):
+        grouped_gemm(x, weight[:, :, :2], offs)
+    with pytest.raises(RuntimeError, match="bias must have the dtype of x"):
+        grouped_gemm(x, weight, offs, bias.double())
+    with pytest.raises(RuntimeError, match='unknown instruction set "mmx"'):
+        torch.ops.fmoe_ext._set_cpu_isa("mmx")

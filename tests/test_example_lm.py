@@ -1,0 +1,284 @@
+"""examples/lm: tiny runs from the command line's entry point, by the values that they write."""
+
+import importlib
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+import fmoe_ext
+
+EXAMPLE = Path(__file__).parents[1] / "examples" / "lm"
+TINY = """
+    --d-model=16 --num-layers=2 --num-heads=2 --num-experts=4 --d-hidden=8 --batch-size=4 --seq-len=32
+    --warmup=2 --val-windows=4 --log-every=2 --val-every=4 --sample-bytes=8 --device=cpu
+    --dtype=float32 --threads=1
+"""
+TIMES = {"seconds", "tokens_per_second"}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def example_on_path():
+    threads = torch.get_num_threads()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(EXAMPLE)
+        yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def text(tmp_path):
+    file = tmp_path / "text.txt"
+    file.write_text("All work and no play makes Jack a dull boy.\n" * 200)
+    return file
+
+
+def train(text, out, *arguments):
+    return importlib.import_module("train").main(
+        ["--data", str(text), "--out", str(out), *TINY.split(), *arguments]
+    )
+
+
+def metrics(out, timeless=True):
+    records = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in r.items() if not (timeless and k in TIMES)} for r in records]
+
+
+def load_checkpoint(out):
+    return torch.load(out / "checkpoint.pt", weights_only=True)
+
+
+def assert_same_run(ours, other):
+    assert metrics(ours) == metrics(other)
+    a, b = load_checkpoint(ours), load_checkpoint(other)
+    assert a["step"] == b["step"] and torch.equal(a["rng"], b["rng"])
+    for name, run in a["runs"].items():
+        for key, value in run["model"].items():
+            assert torch.equal(value, b["runs"][name]["model"][key]), key
+        for index, moments in run["optimizer"]["state"].items():
+            for key, value in moments.items():
+                assert torch.equal(value, b["runs"][name]["optimizer"]["state"][index][key]), (index, key)
+
+
+def test_run_learns_and_writes_everything(text, tmp_path):
+    out = tmp_path / "out"
+    assert train(text, out, "--steps", "30", "--lr", "1e-2", "--prompt", "All w") == 0
+    records = metrics(out, timeless=False)
+    assert [r["step"] for r in records] == list(range(2, 31, 2))
+    assert all(math.isfinite(r["loss"]) and r["tokens_per_second"] > 0 for r in records)
+    assert abs(records[0]["loss"] - math.log(256)) < 0.5 and records[-1]["loss"] < 0.75 * records[0]["loss"]
+    assert [r["step"] for r in records if "val_loss" in r] == [4, 8, 12, 16, 20, 24, 28, 30]
+    assert records[-1]["val_bits_per_byte"] == records[-1]["val_loss"] / math.log(2)
+    assert records[-1]["lr"] == pytest.approx(1e-3)
+    load = torch.tensor([r["expert_load"] for r in records])  # [reports, layers, E]
+    assert load.shape == (15, 2, 4)
+    assert torch.allclose(load.sum(-1), torch.ones(15, 2), atol=1e-3)
+    for picture in ("curve.png", "expert_load.png"):
+        assert (out / picture).read_bytes().startswith(b"\x89PNG")
+    assert (out / "sample.txt").read_text().startswith("All w")
+    assert not list(out.glob("*.tmp"))
+
+
+@pytest.mark.parametrize("gate", ["balanced", "gshard"])  # gshard draws random numbers in training
+def test_resume_is_bitwise(text, tmp_path, gate):
+    straight, resumed = tmp_path / "straight", tmp_path / "resumed"
+    arguments = ("--steps", "6", "--gate", gate)
+    assert train(text, straight, *arguments) == 0
+    assert train(text, resumed, *arguments, "--stop-after", "3") == 0  # between two reports
+    assert load_checkpoint(resumed)["step"] == 3
+    assert importlib.import_module("train").main(["--resume", "--out", str(resumed)]) == 0
+    assert_same_run(straight, resumed)
+
+
+def test_resume_after_a_crash_repeats_what_was_not_saved(text, tmp_path):
+    straight, crashed = tmp_path / "straight", tmp_path / "crashed"
+    assert train(text, straight, "--steps", "6") == 0
+    assert train(text, crashed, "--steps", "6", "--stop-after", "2") == 0
+    with (crashed / "metrics.jsonl").open("a") as file:
+        file.write('{"run": "moe", "step": 4, "loss": 9.9}\n{"run": "mo')
+    assert train(text, crashed, "--steps", "6", "--resume") == 0
+    assert_same_run(straight, crashed)
+
+
+def test_interrupt_saves_and_resumes(text, tmp_path):
+    out = tmp_path / "out"
+    command = [
+        sys.executable,
+        str(EXAMPLE / "train.py"),
+        "--data",
+        str(text),
+        "--out",
+        str(out),
+        *TINY.split(),
+    ]
+    environment = os.environ | {"PYTHONPATH": str(Path(fmoe_ext.__file__).parents[1])}
+    process = subprocess.Popen(
+        [*command, "--steps", "100000"], env=environment, stderr=subprocess.PIPE, text=True
+    )
+    deadline = time.monotonic() + 40
+    while not (out / "metrics.jsonl").exists() or not (out / "metrics.jsonl").read_text():
+        assert process.poll() is None and time.monotonic() < deadline, process.communicate()[1]
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(timeout=40) == 130
+    assert "Traceback" not in process.communicate()[1]
+    step = load_checkpoint(out)["step"]
+    assert 2 <= step < 100000 and (out / "curve.png").exists()
+    assert train(text, out, "--resume", "--steps", str(step + 2)) == 0
+    assert load_checkpoint(out)["step"] == step + 2
+    assert metrics(out)[-1]["step"] == step + 2
+
+
+def test_compare_trains_both_as_alone(text, tmp_path):
+    for name, flags in (("both", ["--compare"]), ("moe", []), ("dense", ["--dense"])):
+        assert train(text, tmp_path / name, "--steps", "6", "--gate", "gshard", *flags) == 0
+    both = metrics(tmp_path / "both")
+    for name in ("moe", "dense"):
+        assert [r for r in both if r["run"] == name] == metrics(tmp_path / name)
+    assert not (tmp_path / "dense" / "expert_load.png").exists()
+
+
+def test_new_run_keeps_the_earlier_checkpoint(text, tmp_path):
+    assert train(text, tmp_path / "out", "--steps", "2") == 0
+    earlier = (tmp_path / "out" / "checkpoint.pt").read_bytes()
+    assert train(text, tmp_path / "out", "--steps", "2", "--seed", "1") == 0
+    assert (tmp_path / "out" / "checkpoint.old.pt").read_bytes() == earlier
+
+
+def test_diverged_run_stops_and_keeps_the_good_checkpoint(text, tmp_path, capsys):
+    arguments = ("--steps", "8", "--save-every", "1", "--lr", "1e30", "--warmup", "0", "--clip", "1e30")
+    assert train(text, tmp_path / "out", *arguments) == 1
+    assert "lower --lr" in capsys.readouterr().err
+    saved = tmp_path / "out" / "checkpoint.pt"
+    assert not saved.exists() or load_checkpoint(tmp_path / "out")["step"] < 8
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--steps 0", "0 is not a positive number"),
+        ("--lr nan", "nan is not a positive number"),
+        ("--top-k 5", "--top-k 5 is more than --num-experts 4"),
+        ("--d-model 18", "--d-model 18 is not a multiple"),
+        ("--gate gshard --top-k 1", "--top-k must be 2, not 1"),
+        ("--dense --compare", "exclude each other"),
+        ("--gate unknown", "invalid choice"),
+        ("--resume", "--resume: there is no"),
+    ],
+)
+def test_bad_arguments(text, tmp_path, capsys, arguments, message):
+    with pytest.raises(SystemExit) as stopped:
+        train(text, tmp_path / "out", *arguments.split())
+    assert stopped.value.code == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_resume_with_other_settings_is_refused(text, tmp_path, capsys):
+    assert train(text, tmp_path / "out", "--steps", "2") == 0
+    with pytest.raises(SystemExit):
+        train(text, tmp_path / "out", "--resume", "--seed", "7")
+    assert "--seed is 0 in" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "does not exist"),
+        (b"", "holds no text"),
+        (b"\0\1\2" * 1000, "holds no text"),
+        (b"short", "one window needs 33"),
+        (b"x" * 300, "the validation text of"),
+    ],
+)
+def test_bad_data(tmp_path, capsys, content, message):
+    file = tmp_path / "data.txt"
+    if content is not None:
+        file.write_bytes(content)
+    assert train(file, tmp_path / "out", "--steps", "2") == 1
+    assert message in capsys.readouterr().err
+
+
+def test_folder_is_split_by_file(tmp_path):
+    data = importlib.import_module("data")
+    for index in range(200):
+        (tmp_path / f"{index}.txt").write_text(f"text number {index} of two hundred")
+    (tmp_path / ".hidden").write_text("never read")
+    (tmp_path / "picture.png").write_bytes(b"\0" * 100)
+    corpus = data.load_corpus(tmp_path, seq_len=8)
+    train, valid = (set(bytes(part.tolist()).split(b"\0")) for part in (corpus.train, corpus.valid))
+    assert train.isdisjoint(valid) and len(train | valid) == 200 and 2 <= len(valid) <= 25
+    again = data.load_corpus(tmp_path, seq_len=8)
+    assert torch.equal(again.train, corpus.train) and torch.equal(again.valid, corpus.valid)
+
+
+@pytest.mark.parametrize("names", [("wiki.train.tokens", "wiki.valid.tokens"), ("a.train.txt", "a.val.txt")])
+def test_named_split(tmp_path, names):
+    for name, content in zip(
+        (*names, "wiki.test.tokens"), ("train " * 50, "valid " * 40, "test " * 30), strict=True
+    ):
+        (tmp_path / name).write_text(content)
+    for path in (tmp_path, tmp_path / names[0]):
+        corpus = importlib.import_module("data").load_corpus(path, seq_len=8)
+        assert bytes(corpus.train.tolist()) == ("train " * 50).strip().encode()
+        assert bytes(corpus.valid.tolist()) == ("valid " * 40).strip().encode()
+
+
+def test_default_corpus_and_batches():
+    corpus = importlib.import_module("data").load_corpus(seq_len=64)
+    assert len(corpus.train) > 4e6 and 0.01 < len(corpus.valid) / len(corpus.train) < 0.1
+    inputs, targets = corpus.batch(step=3, batch_size=4, seq_len=64, seed=1)
+    assert inputs.shape == targets.shape == (4, 64) and torch.equal(inputs[:, 1:], targets[:, :-1])
+    assert torch.equal(corpus.batch(3, 4, 64, 1)[0], inputs)
+    assert not torch.equal(corpus.batch(4, 4, 64, 1)[0], inputs)
+    assert not torch.equal(corpus.batch(3, 4, 64, 2)[0], inputs)
+    first = corpus.validation_batches(batch_size=3, seq_len=64, num_windows=4)[0][0][0]
+    assert torch.equal(first, corpus.valid[:64].long())
+
+
+def test_dense_model_has_the_active_parameters():
+    model = importlib.import_module("model")
+    shape = dict(d_model=16, num_layers=2, num_heads=2, num_experts=4, d_hidden=8, top_k=2, gate="balanced")
+    total, active = model.LanguageModel(model.ModelConfig(**shape)).num_parameters()
+    dense, _ = model.LanguageModel(model.ModelConfig(**shape, dense=True)).num_parameters()
+    gates = 2 * (16 + 1) * 4
+    assert active == dense + gates
+    assert total == active + 2 * 2 * 3 * 16 * 8  # two layers, two idle experts of three matrices
+
+
+def test_balance_loss_of_the_gate():
+    model = importlib.import_module("model")
+    torch.manual_seed(0)
+    gate = model.BalancedGate(16, 4, 1, 2)
+    x = torch.randn(64, 16)
+    topk_idx, _ = gate(x)
+    probability = (x @ gate.gate.weight.T + gate.gate.bias).double().softmax(-1)
+    expected = 0.0
+    for expert in range(4):
+        expected += 4 * (topk_idx == expert).double().mean() * probability[:, expert].mean()
+    assert gate.get_loss().item() == pytest.approx(expected.item(), rel=1e-5)
+    with torch.no_grad():
+        gate.gate.weight.zero_()
+        gate.gate.bias.copy_(torch.tensor([30.0, 0, 0, 0]))
+    gate(x)
+    assert gate.get_loss().item() == pytest.approx(
+        2.0
+    )  # expert 0: half of the choices, all of the probability
+
+
+def test_learning_rate_schedule():
+    runs = importlib.import_module("runs")
+    run = runs.Run.__new__(runs.Run)
+    arguments = ["--steps", "100", "--warmup", "10", "--lr", "1"]
+    run.options = importlib.import_module("options").build_parser().parse_args(arguments)
+    assert run.learning_rate(1) == pytest.approx(0.1)
+    assert run.learning_rate(10) == 1.0
+    assert run.learning_rate(55) == pytest.approx(0.55)
+    assert run.learning_rate(100) == pytest.approx(0.1)
