@@ -73,10 +73,14 @@ def loss_of(model, x, y, total):
     return (model(x) - y).square().sum() / total
 
 
-def one_process(rows, dtype, steps, lr=0.1, gate_loss=0.5, **options):
+def grads_of(model):
+    return {n: torch.zeros_like(p) if p.grad is None else p.grad.clone() for n, p in model.named_parameters()}
+
+
+def one_process(rows, dtype, steps, optimizer=torch.optim.Adam, gate_loss=0.5, **options):
     """Losses and full gradients of each step: {name: gradient}; rows: tokens of each part of the batch."""
     model = fill(Model(E, **options), dtype)
-    optimizer = torch.optim.Adam(model.parameters(), lr=lr)
+    optimizer = optimizer(model.parameters(), lr=0.05)
     history = []
     for step in range(steps):
         optimizer.zero_grad()
@@ -85,12 +89,14 @@ def one_process(rows, dtype, steps, lr=0.1, gate_loss=0.5, **options):
         loss = loss_of(model, x, y, max(len(x), 1)) + gate_loss * model.gate_loss()
         loss.backward()
         norm = nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-        history.append((loss.detach(), norm, {n: p.grad.clone() for n, p in model.named_parameters()}))
+        history.append((loss.detach(), norm, grads_of(model)))
         optimizer.step()
     return history
 
 
-def in_layout(rows, dtype, steps, ep, slice_, lr=0.1, gate_loss=0.5, experts="fused", **options):
+def in_layout(
+    rows, dtype, steps, ep, slice_, optimizer=torch.optim.Adam, gate_loss=0.5, experts="fused", **options
+):
     """The same training in a layout; every rank's history, with the gradients of what it holds."""
     groups = init_groups(ep=ep, slice=slice_)
     rank, size = dist.get_rank(groups.ep), dist.get_world_size(groups.ep)
@@ -112,7 +118,7 @@ def in_layout(rows, dtype, steps, ep, slice_, lr=0.1, gate_loss=0.5, experts="fu
     model = DistributedGroupedDataParallel(
         model, auto_allreduce=True, bucket_mb=1e-4, **groups.data_parallel_kwargs()
     )
-    optimizer = torch.optim.Adam(model.parameters(), lr=lr)
+    optimizer = optimizer(model.parameters(), lr=0.05)
     index, num_data = dist.get_rank(groups.data), dist.get_world_size(groups.data)
     history = []
     for step in range(steps):
@@ -125,8 +131,7 @@ def in_layout(rows, dtype, steps, ep, slice_, lr=0.1, gate_loss=0.5, experts="fu
         total = loss.detach().clone()
         dist.all_reduce(total, group=groups.data)
         norm = clip_grad_norm_(model, 0.5)
-        grads = {n: p.grad.clone() for n, p in model.module.named_parameters()}
-        history.append((total / num_data + torch.as_tensor(shared).detach(), norm, grads))
+        history.append((total / num_data + torch.as_tensor(shared).detach(), norm, grads_of(model.module)))
         optimizer.step()
     return history, rank, size
 

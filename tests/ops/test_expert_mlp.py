@@ -26,7 +26,9 @@ def sort_choices(topk_idx, num_experts):
 class Problem:
     """Inputs for one call, and what it gives by a function that has the signature of expert_mlp."""
 
-    def __init__(self, T, K, E, D, H, dtype, activation="swiglu", bias=True, weights=True, combine=True, topk_idx=None):
+    def __init__(
+        self, T, K, E, D, H, dtype, activation="swiglu", bias=True, weights=True, combine=True, topk_idx=None
+    ):
         generator = torch.Generator().manual_seed(T * 31 + D)
 
         def random(*shape, scale=1.0):
@@ -56,10 +58,17 @@ class Problem:
         tensors = self.tensors if tensors is None else tensors
         y = self.call(function, tensors)
         present = {name: t for name, t in tensors.items() if t is not None}
-        return {"y": y, **dict(zip(present, torch.autograd.grad(y, present.values(), self.grad.to(y.dtype)), strict=True))}
+        return {
+            "y": y,
+            **dict(
+                zip(present, torch.autograd.grad(y, present.values(), self.grad.to(y.dtype)), strict=True)
+            ),
+        }
 
     def check(self):
-        double = {n: None if t is None else t.detach().double().requires_grad_() for n, t in self.tensors.items()}
+        double = {
+            n: None if t is None else t.detach().double().requires_grad_() for n, t in self.tensors.items()
+        }
         truth, plain = self.results(expert_mlp_ref, double), self.results(expert_mlp_ref)
         for name, got in self.results(expert_mlp).items():
             if got.dtype == torch.float64:
@@ -86,7 +95,9 @@ def test_activations(isa, dtype, activation):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("combine", [True, False])
 @pytest.mark.parametrize(
-    "shape", [(0, 2, 3, 4, 5), (1, 2, 3, 16, 5), (70, 2, 3, 3, 33), (33, 4, 20, 9, 5), (150, 2, 2, 65, 100)], ids=str
+    "shape",
+    [(0, 2, 3, 4, 5), (1, 2, 3, 16, 5), (70, 2, 3, 3, 33), (33, 4, 20, 9, 5), (150, 2, 2, 65, 100)],
+    ids=str,
 )
 def test_shapes(shape, combine, dtype):
     Problem(*shape, dtype, combine=combine).check()
@@ -178,7 +189,20 @@ def test_keeps_x_h_and_indices_only():
     assert kept == problem.tensors["x"].nbytes + 64 * 2 * 2 * 32 * 4 + indices
     detached = {name: t.detach() for name, t in problem.tensors.items()}
     x, w1, b1, w2, b2, weights = detached.values()
-    arguments = (x, problem.row_idx, problem.inverse, problem.offs, w1, b1, w2, b2, weights, "swiglu", True, False)
+    arguments = (
+        x,
+        problem.row_idx,
+        problem.inverse,
+        problem.offs,
+        w1,
+        b1,
+        w2,
+        b2,
+        weights,
+        "swiglu",
+        True,
+        False,
+    )
     y, h = torch.ops.fmoe_ext.expert_mlp(*arguments)
     assert h.numel() == 0 and torch.equal(y, problem.call(expert_mlp, problem.tensors))
 
@@ -190,7 +214,9 @@ def test_opcheck(combine):
     indices = (problem.row_idx, problem.inverse, problem.offs)
     op = torch.ops.fmoe_ext.expert_mlp.default
     torch.library.opcheck(op, (x, *indices, w1, b1, w2, b2, weights, "swiglu", combine, True))
-    torch.library.opcheck(op, (x.detach(), *indices, w1.detach(), None, w2.detach(), None, None, "swiglu", combine, False))
+    torch.library.opcheck(
+        op, (x.detach(), *indices, w1.detach(), None, w2.detach(), None, None, "swiglu", combine, False)
+    )
     x, w1, b1, w2, b2, weights = (t.detach() for t in problem.tensors.values())
     h = op(x, *indices, w1, b1, w2, b2, weights, "swiglu", combine, True)[1]
     arguments = (problem.grad, x, *indices, w1, w2, b2, weights, h, "swiglu", combine)
@@ -203,7 +229,9 @@ def test_autocast():
     problem = Problem(60, 3, 5, 40, 32, torch.float32)
     with torch.autocast("cpu", torch.bfloat16):
         y = problem.call(expert_mlp, problem.tensors)
-    low = {n: t.detach() if n == "topk_weights" else t.detach().bfloat16() for n, t in problem.tensors.items()}
+    low = {
+        n: t.detach() if n == "topk_weights" else t.detach().bfloat16() for n, t in problem.tensors.items()
+    }
     assert torch.equal(y, problem.call(expert_mlp, low))
     grads = torch.autograd.grad(y, problem.tensors.values(), problem.grad.bfloat16())
     assert all(g.dtype == torch.float32 and g.abs().sum() > 0 for g in grads)
@@ -214,7 +242,9 @@ def test_rejects():
     x, w1, b1, w2, b2, weights = (t.detach() for t in problem.tensors.values())
     row_idx, inverse, offs = problem.row_idx, problem.inverse, problem.offs
 
-    def call(x=x, row_idx=row_idx, inverse=inverse, offs=offs, w1=w1, b1=b1, weights=weights, activation="swiglu"):
+    def call(
+        x=x, row_idx=row_idx, inverse=inverse, offs=offs, w1=w1, b1=b1, weights=weights, activation="swiglu"
+    ):
         return expert_mlp(x, row_idx, inverse, offs, w1, b1, w2, b2, weights, activation)
 
     with pytest.raises(RuntimeError, match='unknown activation "tanh": known are gelu, gelu_tanh, relu'):
@@ -227,7 +257,9 @@ def test_rejects():
         call(inverse=torch.full_like(inverse, 12))
     with pytest.raises(RuntimeError, match=r"offs\[2\] is 13"):
         call(offs=torch.tensor([0, 0, 13], dtype=torch.int32))
-    with pytest.raises(RuntimeError, match="topk_weights must have the dtype of x .* or float32, but got Double"):
+    with pytest.raises(
+        RuntimeError, match="topk_weights must have the dtype of x .* or float32, but got Double"
+    ):
         call(weights=weights.double())
     with pytest.raises(RuntimeError, match=r"b1 must have shape \[E, 2 \* H\] with size 8"):
         call(b1=b1[:, :4])

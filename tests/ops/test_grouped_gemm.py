@@ -90,7 +90,9 @@ def test_bitwise_equal_for_any_number_of_threads():
 
 def test_gradients():
     x, weight, offs, bias, _ = make_inputs(7, 3, 4, [2, 2, 6], torch.float64)
-    assert torch.autograd.gradcheck(lambda *args: grouped_gemm(args[0], args[1], offs, args[2]), (x, weight, bias))
+    assert torch.autograd.gradcheck(
+        lambda *args: grouped_gemm(args[0], args[1], offs, args[2]), (x, weight, bias)
+    )
     (dx,) = torch.autograd.grad(grouped_gemm(x, weight, offs, bias).square().sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match="second derivatives are not implemented"):
         dx.sum().backward()
