@@ -143,11 +143,9 @@ def main():
     least = moved * (4 * args.d_model * 4 + 2 * 4)
     records, lines = [], []
     for name, value in median.items():
-        hidden = (
-            None
+        hidden = None
         if name.startswith("overlap") and plain > compute:
             hidden = min(1.0, (plain - best[name]) / (plain - compute))
-        )
         record = {
             "name": name,
             "median": value,
