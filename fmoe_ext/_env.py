@@ -61,3 +61,8 @@ def get(name):
         raise ValueError(
             f"environment variable {name} must be of type {variable.type.__name__}, but is {value!r}"
         ) from None
+
+
+def unlisted(name):
+    """What the environment says of any variable, None when unset; for FastMoE's float_from_env(key) only."""
+    return os.environ.get(name)

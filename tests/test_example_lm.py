@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import fmoe_ext
+from fmoe_ext.gates import GATES
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "lm"
 TINY = """
@@ -86,7 +87,7 @@ def test_run_learns_and_writes_everything(text, tmp_path):
     assert not list(out.glob("*.tmp"))
 
 
-@pytest.mark.parametrize("gate", ["balanced", "gshard"])  # gshard draws random numbers in training
+@pytest.mark.parametrize("gate", ["softmax", "sigmoid", "gshard"])  # gshard draws random numbers in training
 def test_resume_is_bitwise(text, tmp_path, gate):
     straight, resumed = tmp_path / "straight", tmp_path / "resumed"
     arguments = ("--steps", "6", "--gate", gate)
@@ -167,7 +168,7 @@ def test_diverged_run_stops_and_keeps_the_good_checkpoint(text, tmp_path, capsys
         ("--lr nan", "nan is not a positive number"),
         ("--top-k 5", "--top-k 5 is more than --num-experts 4"),
         ("--d-model 18", "--d-model 18 is not a multiple"),
-        ("--gate gshard --top-k 1", "--top-k must be 2, not 1"),
+        ("--gate gshard --top-k 1", "topk must be 2, but got 1"),
         ("--dense --compare", "exclude each other"),
         ("--gate unknown", "invalid choice"),
         ("--resume", "--resume: there is no"),
@@ -245,7 +246,7 @@ def test_default_corpus_and_batches():
 
 def test_dense_model_has_the_active_parameters():
     model = importlib.import_module("model")
-    shape = dict(d_model=16, num_layers=2, num_heads=2, num_experts=4, d_hidden=8, top_k=2, gate="balanced")
+    shape = dict(d_model=16, num_layers=2, num_heads=2, num_experts=4, d_hidden=8, top_k=2, gate="softmax")
     total, active = model.LanguageModel(model.ModelConfig(**shape)).num_parameters()
     dense, _ = model.LanguageModel(model.ModelConfig(**shape, dense=True)).num_parameters()
     gates = 2 * (16 + 1) * 4
@@ -253,24 +254,20 @@ def test_dense_model_has_the_active_parameters():
     assert total == active + 2 * 2 * 3 * 16 * 8  # two layers, two idle experts of three matrices
 
 
-def test_balance_loss_of_the_gate():
-    model = importlib.import_module("model")
-    torch.manual_seed(0)
-    gate = model.BalancedGate(16, 4, 1, 2)
-    x = torch.randn(64, 16)
-    topk_idx, _ = gate(x)
-    probability = (x @ gate.gate.weight.T + gate.gate.bias).double().softmax(-1)
-    expected = 0.0
-    for expert in range(4):
-        expected += 4 * (topk_idx == expert).double().mean() * probability[:, expert].mean()
-    assert gate.get_loss().item() == pytest.approx(expected.item(), rel=1e-5)
-    with torch.no_grad():
-        gate.gate.weight.zero_()
-        gate.gate.bias.copy_(torch.tensor([30.0, 0, 0, 0]))
-    gate(x)
-    assert gate.get_loss().item() == pytest.approx(
-        2.0
-    )  # expert 0: half of the choices, all of the probability
+@pytest.mark.parametrize("gate", GATES)
+def test_every_gate_trains(text, tmp_path, gate):
+    out = tmp_path / "out"
+    assert train(text, out, "--steps", "4", "--gate", gate) == 0
+    records = metrics(out)
+    assert [r["step"] for r in records] == [2, 4]
+    for record in records:
+        assert math.isfinite(record["loss"])
+        for share, dropped in zip(record["expert_load"], record["dropped_share"], strict=True):
+            assert sum(share) == pytest.approx(1, abs=1e-3)
+            assert 0 <= dropped < 1
+            assert gate != "zero" or share == [1, 0, 0, 0]
+            assert gate != "uniform" or max(share) - min(share) < 1e-3
+    assert (out / "expert_load.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_learning_rate_schedule():

@@ -122,7 +122,8 @@ def test_python_module(path):
         )
 
 
-@pytest.mark.parametrize("path", PACKAGE, ids=relative)
+# compat has the module state that FastMoE's programs read and set.
+@pytest.mark.parametrize("path", [path for path in PACKAGE if part(path) != "compat"], ids=relative)
 def test_no_mutable_module_globals(path):
     tree = ast.parse(path.read_text())
     for node in tree.body:

@@ -7,31 +7,9 @@ import torch.nn.functional as F
 from torch import nn
 
 import fmoe_ext
+from fmoe_ext.gates import find_gate
 
 VOCABULARY = 256  # bytes
-
-
-class BalancedGate(fmoe_ext.NaiveGate):
-    """Top-k of the logits, softmax over the chosen k, and the Switch Transformer's balance loss.
-
-    The loss E * sum_e f_e * p_e (f: share of the choices, p: mean probability) is 1 when the load is even.
-    No capacity: every token reaches its experts.
-    """
-
-    def forward(self, x, return_all_scores=False):
-        topk_idx, topk_weights, logits = super().forward(x, return_all_scores=True)
-        probability = logits.float().softmax(-1).mean(0)  # [E]
-        share = fmoe_ext.ops.count_tokens(topk_idx, self.tot_expert) / topk_idx.numel()  # [E]
-        self.set_loss(self.tot_expert * (share * probability).sum())
-        return (topk_idx, topk_weights, logits) if return_all_scores else (topk_idx, topk_weights)
-
-
-GATES = {
-    "balanced": BalancedGate,
-    "naive": fmoe_ext.NaiveGate,
-    "switch": fmoe_ext.SwitchGate,
-    "gshard": fmoe_ext.GShardGate,
-}
 
 
 @dataclass
@@ -95,8 +73,6 @@ class Block(nn.Module):
         if config.dense:
             self.mlp = DenseMLP(config.d_model, config.top_k * config.d_hidden)
         else:
-            # Choices per expert since the last report; saved, so that a resumed run reports the same.
-            self.register_buffer("load", torch.zeros(config.num_experts, dtype=torch.int64))
             self.mlp = fmoe_ext.FMoETransformerMLP(
                 num_expert=config.num_experts,
                 d_model=config.d_model,
@@ -104,13 +80,8 @@ class Block(nn.Module):
                 activation="swiglu",
                 bias=False,
                 top_k=config.top_k,
-                gate=GATES[config.gate],
-                gate_hook=self.count_choices,
+                gate=find_gate(config.gate),
             )
-
-    def count_choices(self, topk_idx, topk_weights, _):
-        if self.training:
-            self.load += fmoe_ext.ops.count_tokens(topk_idx, self.load.numel())
 
     def forward(self, x, rotation):
         x = x + self.attention(self.attention_norm(x), rotation)

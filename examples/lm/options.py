@@ -4,7 +4,8 @@ import argparse
 from pathlib import Path
 
 import checkpoint
-from model import GATES
+
+from fmoe_ext.gates import GATES, find_gate
 
 # What a resumed run may change: where and how it runs and what it writes, and how long the schedule is.
 FREE_TO_CHANGE = {"device", "threads", "steps", "save_every", "sample_bytes", "prompt"}
@@ -72,7 +73,12 @@ def build_parser():
     add("--num-experts", type=positive_int, default=16, help="experts in every MLP")
     add("--d-hidden", type=positive_int, default=128, help="hidden width of one expert")
     add("--top-k", type=positive_int, default=2, help="experts that each token visits")
-    add("--gate", choices=sorted(GATES), default="balanced", help="how experts are chosen")
+    add(
+        "--gate",
+        choices=tuple(GATES),
+        default="softmax",
+        help="how experts are chosen; expert_choice sees later bytes",
+    )
 
     group = parser.add_argument_group("training")
     add = group.add_argument
@@ -130,8 +136,10 @@ def check(parser, options):
         parser.error(f"--d-model {options.d_model} is not a multiple of 2 * --num-heads {options.num_heads}")
     if options.top_k > options.num_experts:
         parser.error(f"--top-k {options.top_k} is more than --num-experts {options.num_experts}")
-    if options.gate == "gshard" and options.top_k != 2:
-        parser.error(f"--gate gshard chooses two experts, so --top-k must be 2, not {options.top_k}")
+    try:
+        find_gate(options.gate)(options.d_model, options.num_experts, 1, options.top_k)
+    except ValueError as error:
+        parser.error(f"--gate {options.gate} --top-k {options.top_k}: {error}")
     if not options.prompt:
         parser.error("--prompt is empty: the model needs at least one byte to continue")
 

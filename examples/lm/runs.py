@@ -7,6 +7,9 @@ import torch
 import torch.nn.functional as F
 from model import LanguageModel
 
+from fmoe_ext import balance
+from fmoe_ext.gates import update_biases
+
 
 class DivergedError(Exception):
     """The loss is not a number any more; what was saved before is good."""
@@ -28,6 +31,7 @@ class Run:
             betas=(0.9, 0.95),
             fused=True,
         )
+        self.monitor = None if config.dense else balance.watch(self.model)
         self.seconds = 0.0  # spent in training steps
         self.clear_window()
 
@@ -35,11 +39,6 @@ class Run:
         """Starts the sums that the next report averages."""
         self.window_steps, self.window_start = 0, self.seconds
         self.window_sums = torch.zeros(3, dtype=torch.float64, device=self.device)  # loss, balance loss, norm
-        for load in self.expert_load():
-            load.zero_()
-
-    def expert_load(self):
-        return [] if self.model.config.dense else [block.load for block in self.model.blocks]
 
     def autocast(self):
         return torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32)
@@ -64,6 +63,7 @@ class Run:
         (loss + self.options.balance_weight * balance_loss).backward()
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.options.clip)
         self.optimizer.step()
+        update_biases(self.model)
         self.optimizer.zero_grad()
         self.window_sums += torch.stack([loss.detach(), balance_loss.detach(), norm.detach()])
         self.window_steps += 1
@@ -107,9 +107,11 @@ class Run:
             "seconds": round(self.seconds, 3),
             "tokens_per_second": round(tokens / (self.seconds - self.window_start)),
         }
-        if load := self.expert_load():
+        if self.monitor:
             record["balance_loss"] = balance_loss
-            record["expert_load"] = [[round(x, 4) for x in (l / l.sum()).tolist()] for l in load]
+            layers = self.monitor.collect(step)["layers"].values()
+            record["expert_load"] = [share_of_choices(layer["tokens_per_expert"]) for layer in layers]
+            record["dropped_share"] = [round(layer["dropped_share"], 4) for layer in layers]
         self.clear_window()
         return record
 
@@ -119,6 +121,7 @@ class Run:
             "optimizer": self.optimizer.state_dict(),
             "seconds": self.seconds,
             "window": (self.window_steps, self.window_start, self.window_sums),
+            "monitor": self.monitor and self.monitor.state_dict(),
         }
 
     def load_state_dict(self, state):
@@ -127,3 +130,10 @@ class Run:
         self.seconds = state["seconds"]
         self.window_steps, self.window_start, self.window_sums = state["window"]
         self.window_sums = self.window_sums.to(self.device)
+        if self.monitor:
+            self.monitor.load_state_dict(state["monitor"])
+
+
+def share_of_choices(tokens_per_expert):
+    total = max(sum(tokens_per_expert), 1)
+    return [round(count / total, 4) for count in tokens_per_expert]

@@ -1,0 +1,81 @@
+"""What fmoe.functions asks of other workers. Everything that needs a process group goes through here."""
+
+import torch
+import torch.distributed as dist
+
+from fmoe_ext.compat._core import core
+
+
+class _State:
+    group = None
+
+
+def set_group(group):
+    _State.group = group
+
+
+def get_group():
+    return _State.group
+
+
+def exchange_counts(local_expert_count, world_size):
+    """local_expert_count [world_size * num_expert] -> what each worker sends to the experts here, same layout."""
+    if world_size == 1:
+        return local_expert_count.clone()
+    exchange = core("ep.exchange", "exchange_counts", "expert parallelism in fmoe.functions")
+    return exchange(local_expert_count.view(world_size, -1), _group_name()).flatten()
+
+
+def to_experts(rows, local_expert_count, global_expert_count, world_size):
+    """Rows in the local order (worker, expert) -> the rows for the experts here, in the order (expert, worker)."""
+    if world_size == 1:
+        return rows
+    received = _exchange(rows, local_expert_count, global_expert_count, world_size)
+    return received[_expert_major(global_expert_count, world_size, rows.device)]
+
+
+def from_experts(rows, local_expert_count, global_expert_count, world_size):
+    """The way back of to_experts."""
+    if world_size == 1:
+        return rows
+    order = _expert_major(global_expert_count, world_size, rows.device)
+    by_worker = torch.empty_like(rows)
+    by_worker[order] = rows
+    return _exchange(by_worker, global_expert_count, local_expert_count, world_size)
+
+
+def all_gather(x, world_size, group):
+    """x of every worker of the group; the numbers of rows may differ."""
+    if world_size == 1:
+        return [x]
+    rows = torch.tensor([x.shape[0]], device=x.device)
+    sizes = [torch.empty_like(rows) for _ in range(world_size)]
+    dist.all_gather(sizes, rows, group=group)
+    sizes = [int(size) for size in sizes]
+    padded = x.new_zeros((max(sizes), *x.shape[1:]))
+    padded[: x.shape[0]] = x
+    parts = [torch.empty_like(padded) for _ in range(world_size)]
+    dist.all_gather(parts, padded, group=group)
+    return [part[:size] for part, size in zip(parts, sizes, strict=True)]
+
+
+def _exchange(rows, send_count, recv_count, world_size):
+    exchange = core("ep.exchange", "global_exchange", "expert parallelism in fmoe.functions")
+    send, recv = (count.view(world_size, -1).sum(1).tolist() for count in (send_count, recv_count))
+    return exchange(rows, send, recv, _group_name())
+
+
+def _expert_major(global_expert_count, world_size, device):
+    """Position in (worker, expert) order of each row in (expert, worker) order."""
+    count = global_expert_count.view(world_size, -1).cpu()
+    begin = (count.flatten().cumsum(0) - count.flatten()).view_as(count)
+    parts = [
+        torch.arange(int(begin[worker, expert]), int(begin[worker, expert] + count[worker, expert]))
+        for expert in range(count.shape[1])
+        for worker in range(world_size)
+    ]
+    return torch.cat(parts).to(device)
+
+
+def _group_name():
+    return core("ep.exchange", "register_group", "expert parallelism in fmoe.functions")(_State.group)

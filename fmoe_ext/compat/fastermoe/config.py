@@ -1,0 +1,15 @@
+"""fmoe.fastermoe.config."""
+
+from fmoe_ext import _env
+
+
+def float_from_env(key, default=-1):
+    """The value of an environment variable as a float, default if it is not set."""
+    text = _env.unlisted(key)
+    return default if text is None else float(text)
+
+
+def switch_from_env(key, default=False):
+    """Whether an environment variable is "1" or "ON", default if it is not set."""
+    text = _env.unlisted(key)
+    return default if text is None else text in ("1", "ON")

@@ -1,0 +1,136 @@
+"""fmoe.functions: counting, scattering and gathering rows as autograd functions.
+
+Layouts are FastMoE's: counts are indexed [worker * num_expert + expert], the local buffer is ordered by (worker,
+expert), the global buffer by (expert, worker). Rows of one expert keep the order of their tokens.
+"""
+
+import torch
+from torch.autograd import Function
+
+from fmoe_ext import ops
+from fmoe_ext.compat import _workers
+
+
+def ensure_comm(t, comm):
+    """Makes comm (None: the default group) the group of the functions in this module; t is not used."""
+    _workers.set_group(comm)
+
+
+def get_moe_group():
+    """The group of the last ensure_comm()."""
+    return _workers.get_group()
+
+
+def __getattr__(name):
+    if name == "_moe_group":
+        return _workers.get_group()
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def count_by_gate(gate, num_expert, world_size, require_pos=True):
+    """Choices per expert: gate [T, K] or [T], -1 for dropped -> (pos, local_expert_count, global_expert_count).
+
+    Counts are int64 [num_expert * world_size] on the device of gate: what this worker sends to each expert, and what
+    each worker sends to the experts here. pos: flat choices ordered by expert, None without require_pos.
+    """
+    choices = gate.reshape(-1, 1)
+    num_experts = num_expert * world_size
+    if not require_pos:
+        local_expert_count = ops.count_tokens(choices, num_experts)
+        return None, local_expert_count, _workers.exchange_counts(local_expert_count, world_size)
+    local_expert_count, offs, row_idx, _ = ops.sort_tokens(choices, num_experts)
+    pos = row_idx[: int(offs[-1])].long()
+    return pos, local_expert_count, _workers.exchange_counts(local_expert_count, world_size)
+
+
+def prepare_forward(gate, num_expert, world_size):
+    """count_by_gate with the counts on the host -> (pos, lec, gec, fwd_expert_count [num_expert], fwd_batch_size)."""
+    pos, local_expert_count, global_expert_count = count_by_gate(gate, num_expert, world_size)
+    global_expert_count = global_expert_count.cpu()
+    fwd_expert_count = global_expert_count.view(world_size, num_expert).sum(0)
+    return (
+        pos,
+        local_expert_count.cpu(),
+        global_expert_count,
+        fwd_expert_count,
+        int(fwd_expert_count.sum()),
+    )
+
+
+def _local_scatter(inp, pos):
+    return inp.index_select(0, pos)
+
+
+def _local_gather(inp, pos, out_batch_size, maybe_overlap=True):
+    """Rows of inp at pos of a zero tensor with out_batch_size rows; rows at the same place are added."""
+    out = inp.new_zeros((out_batch_size, *inp.shape[1:]))
+    return out.index_add_(0, pos, inp) if maybe_overlap else out.index_copy_(0, pos, inp)
+
+
+class MOEScatter(Function):
+    """Copies rows inp[pos] and sends them to their experts."""
+
+    @staticmethod
+    def forward(ctx, inp, pos, local_expert_count, global_expert_count, fwd_batch_size, world_size):
+        rows = _local_scatter(inp, pos)
+        ctx.arguments = inp.shape[0], local_expert_count, global_expert_count, world_size
+        ctx.save_for_backward(pos)
+        return _workers.to_experts(rows, local_expert_count, global_expert_count, world_size)
+
+    @staticmethod
+    def backward(ctx, global_grad_in):
+        (pos,) = ctx.saved_tensors
+        num_rows, local_expert_count, global_expert_count, world_size = ctx.arguments
+        grad = _workers.from_experts(global_grad_in, local_expert_count, global_expert_count, world_size)
+        return _local_gather(grad, pos, num_rows), None, None, None, None, None
+
+
+class MOEGather(Function):
+    """Brings rows back from their experts and adds them at pos of local_batch_size rows of zeros."""
+
+    @staticmethod
+    def forward(
+        ctx, global_output_buf, pos, local_expert_count, global_expert_count, local_batch_size, world_size
+    ):
+        rows = _workers.from_experts(global_output_buf, local_expert_count, global_expert_count, world_size)
+        ctx.arguments = local_expert_count, global_expert_count, world_size
+        ctx.save_for_backward(pos)
+        return _local_gather(rows, pos, local_batch_size, maybe_overlap=False)
+
+    @staticmethod
+    def backward(ctx, grad_out):
+        (pos,) = ctx.saved_tensors
+        grad = _workers.to_experts(_local_scatter(grad_out.contiguous(), pos), *ctx.arguments)
+        return grad, None, None, None, None, None
+
+
+class AllGather(Function):
+    """The inputs of all workers of a group, one after the other; the gradient is this worker's part of it."""
+
+    @staticmethod
+    def forward(ctx, inp, rank, world_size, group):
+        parts = _workers.all_gather(inp, world_size, group)
+        begin = sum(part.shape[0] for part in parts[:rank])
+        ctx.rows = begin, begin + inp.shape[0]
+        return torch.cat(parts)
+
+    @staticmethod
+    def backward(ctx, grad_out):
+        begin, end = ctx.rows
+        return grad_out[begin:end], None, None, None
+
+
+class Slice(Function):
+    """This worker's rows of an input that all workers of a group have; the first B % world_size have one row more.
+
+    The gradient is that of all rows, gathered.
+    """
+
+    @staticmethod
+    def forward(ctx, inp, rank, world_size, group):
+        ctx.group = world_size, group
+        return inp.tensor_split(world_size)[rank].clone()
+
+    @staticmethod
+    def backward(ctx, grad_out):
+        return torch.cat(_workers.all_gather(grad_out, *ctx.group)), None, None, None

@@ -1,0 +1,5 @@
+"""fmoe.gates.swipe_gate."""
+
+from fmoe_ext.gates.swipe_gate import SwipeGate
+
+__all__ = ["SwipeGate"]

@@ -1,0 +1,5 @@
+"""fmoe.gates.switch_gate."""
+
+from fmoe_ext.gates.switch_gate import SwitchGate
+
+__all__ = ["SwitchGate"]

@@ -1,0 +1,5 @@
+"""fmoe.gates.zero_gate."""
+
+from fmoe_ext.gates.zero_gate import ZeroGate
+
+__all__ = ["ZeroGate"]

@@ -1,0 +1,18 @@
+"""fmoe.utils."""
+
+import torch.distributed as dist
+
+
+def get_torch_default_comm():
+    """The default process group; RuntimeError if there is none."""
+    if not dist.is_initialized() or dist.group.WORLD is None:
+        raise RuntimeError("there is no default process group: call torch.distributed.init_process_group()")
+    return dist.group.WORLD
+
+
+def get_rank_0_in_comm(comm):
+    """The global rank of the first worker of a group."""
+    return dist.get_process_group_ranks(comm)[0]
+
+
+__all__ = ["get_rank_0_in_comm", "get_torch_default_comm"]

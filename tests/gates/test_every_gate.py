@@ -1,0 +1,141 @@
+"""What holds for every gate of GATES."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+from fmoe_ext import FMoE
+from fmoe_ext.gates import GATES, BaseGate, find_gate
+
+D, E = 8, 8
+NEED_TWO = ("gshard", "dc", "faster")  # defined for two experts a token
+WITHOUT_PARAMETERS = ("zero",)
+TOP_K = [(name, k) for name in GATES for k in (1, 2, 3, 4) if k == 2 or name not in NEED_TWO]
+
+
+def make(name, top_k=2, seed=0):
+    torch.manual_seed(seed)
+    return find_gate(name)(D, E, 1, top_k)
+
+
+def tokens(num=24, dtype=torch.float32):
+    return torch.randn(num, D, generator=torch.Generator().manual_seed(1)).to(dtype)
+
+
+def run(gate, x, seed=2):
+    torch.manual_seed(seed)
+    return gate(x)
+
+
+@pytest.mark.parametrize(("name", "top_k"), TOP_K)
+@pytest.mark.parametrize("training", [True, False])
+def test_in_a_layer_it_is_the_loop_over_tokens(name, top_k, training):
+    torch.manual_seed(0)
+    layer = FMoE(E, D, top_k=top_k, gate=GATES[name], expert=lambda d: nn.Linear(d, d)).double()
+    layer.train(training)
+    x = tokens(dtype=torch.float64).requires_grad_()
+    out = run(layer, x)
+    topk_idx, topk_weights = run(layer.gate, x)
+    assert topk_idx.dtype == torch.int64
+    assert topk_idx.shape == topk_weights.shape
+    expected = torch.zeros_like(x)
+    for t in range(len(x)):
+        for e, weight in zip(topk_idx[t].tolist(), topk_weights[t], strict=True):
+            if e >= 0:
+                expected[t] = expected[t] + weight * layer.experts[e](x[t])
+    torch.testing.assert_close(out, expected, rtol=1e-6, atol=1e-6)
+    parameters = [x, *layer.parameters()]
+    ours = torch.autograd.grad(out.square().sum(), parameters, allow_unused=True, materialize_grads=True)
+    theirs = torch.autograd.grad(
+        expected.square().sum(), parameters, allow_unused=True, materialize_grads=True
+    )
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", GATES)
+def test_deterministic_for_a_seed_and_a_copy(name):
+    gate, x = make(name), tokens()
+    for other in (gate, copy.deepcopy(gate), pickle.loads(pickle.dumps(gate))):
+        for ours, theirs in zip(run(other, x), run(gate, x), strict=True):
+            assert torch.equal(ours, theirs)
+    gate.eval()
+    for ours, theirs in zip(run(gate, x, seed=5), run(gate, x, seed=6), strict=True):
+        assert torch.equal(ours, theirs), "evaluation has no noise"
+
+
+@pytest.mark.parametrize("name", [name for name in GATES if name not in WITHOUT_PARAMETERS])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_computes_in_float32(name, dtype):
+    half, x = make(name).to(dtype).eval(), tokens(dtype=dtype)
+    wide = copy.deepcopy(half).float()
+    for ours, theirs in zip(run(half, x), run(wide, x.float()), strict=True):
+        assert torch.equal(ours, theirs)
+    assert run(half, x)[1].dtype == torch.float32
+    assert half.get_loss() == wide.get_loss()
+    with torch.autocast("cpu", torch.bfloat16):
+        for ours, theirs in zip(run(wide, x.float()), run(half, x), strict=True):
+            assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("name", GATES)
+def test_compiles_without_graph_breaks(name):
+    gate, x = make(name).eval(), tokens()
+    topk_idx, topk_weights = run(gate, x)
+    loss = gate.get_loss()
+    torch._dynamo.reset()
+    compiled = torch.compile(gate, fullgraph=True, backend="aot_eager")
+    ours_idx, ours_weights = run(compiled, x)
+    assert torch.equal(ours_idx, topk_idx)
+    torch.testing.assert_close(ours_weights, topk_weights)
+    if loss is not None:
+        torch.testing.assert_close(gate.get_loss(), loss)
+
+
+def test_compiled_training_counts_the_load():
+    gate, x = make("sigmoid"), tokens()
+    torch._dynamo.reset()
+    topk_idx, _ = torch.compile(gate, fullgraph=True, backend="aot_eager")(x)
+    assert torch.equal(gate.pending_load, topk_idx.flatten().bincount(minlength=E))
+    gate.update_bias()
+    assert gate.expert_bias.abs().max() > 0
+
+
+@pytest.mark.parametrize("name", GATES)
+def test_no_tokens_and_one(name):
+    gate = make(name)
+    topk_idx, topk_weights = gate(torch.zeros(0, D))
+    assert topk_idx.shape[0] == topk_weights.shape[0] == 0
+    topk_idx, topk_weights = gate(tokens(1))
+    assert topk_idx.shape[0] == 1
+    assert topk_weights.isfinite().all()
+
+
+@pytest.mark.parametrize("name", [name for name in GATES if name not in WITHOUT_PARAMETERS])
+def test_loss_reaches_the_gate_or_is_zero(name):
+    gate, x = make(name).double(), tokens(dtype=torch.float64).requires_grad_()
+    run(gate, x)
+    loss = gate.get_loss()
+    assert not gate.has_loss
+    if name in ("naive", "swipe", "sigmoid", "expert_choice"):
+        assert loss.sum().item() == 0
+        return
+    (grad,) = torch.autograd.grad(loss, x)
+    assert grad.abs().max() > 0 or name == "uniform", "an even load cannot be improved"
+
+
+def test_names():
+    assert find_gate("sigmoid") is GATES["sigmoid"]
+    with pytest.raises(ValueError, match="unknown gate 'router': choose one of naive, noisy, gshard"):
+        find_gate("router")
+    for name in GATES:
+        assert isinstance(make(name), BaseGate)
+
+
+@pytest.mark.parametrize("name", [name for name in GATES if name not in NEED_TWO + WITHOUT_PARAMETERS])
+def test_too_many_choices(name):
+    with pytest.raises(ValueError, match="top_k must be between 1 and the 8 experts, but got 9"):
+        make(name, top_k=9)
