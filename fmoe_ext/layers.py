@@ -10,6 +10,7 @@ from torch import nn
 from fmoe_ext.dispatch import combine, dispatch, map_structure, sort_choices
 from fmoe_ext.ep.exchange import find_group
 from fmoe_ext.ep.schedule import ExpertParallel
+from fmoe_ext.ep.shadowing import fetch
 from fmoe_ext.ep.workers import GroupWorkers, SliceGroup
 from fmoe_ext.experts import FusedExperts
 from fmoe_ext.gates import NaiveGate, OneWorker
@@ -93,7 +94,9 @@ class FMoE(nn.Module):
         self._expert_takes_count = None
         self.experts = None if expert is None else self._make_experts(expert)
         self._expert_dp_comm = None
+        self.register_buffer("expert_placement", None)  # [E] once experts have moved
         self.register_load_state_dict_pre_hook(_drop_wrapper_prefix)
+        self.register_load_state_dict_pre_hook(_take_placement)
 
     def _make_gate(self, gate, gate_bias):
         if isinstance(gate, nn.Module):
@@ -157,7 +160,8 @@ class FMoE(nn.Module):
         if self._parallel is None:
             out = self._compute(moe_inp, topk_idx, topk_weights)
         else:
-            out = self._parallel(moe_inp, topk_idx, topk_weights, self._experts_by_chunk())
+            compute = self._experts_by_chunk()
+            out = self._parallel(moe_inp, topk_idx, topk_weights, compute, self._compute_shadows)
         return _fill_masked(out, topk_weights, mask, self.mask_dict) if masked else out
 
     def _compute(self, x, topk_idx, topk_weights):
@@ -167,6 +171,17 @@ class FMoE(nn.Module):
             return self.experts(x, handle.tokens_per_expert, handle, topk_weights)
         rows, handle = dispatch(x, topk_idx, self.num_expert)
         return combine(self.expert_fn(rows, handle.tokens_per_expert), handle, topk_weights)
+
+    def _compute_shadows(self, x, topk_idx, topk_weights, places):
+        """Experts of any rank, fetched from where they live: topk_idx counts them as in places."""
+        weights = fetch(self.experts.weights, places, self.num_expert, self._parallel.group)
+        handle = sort_choices(topk_idx, len(places))
+        return self.experts(x, handle.tokens_per_expert, handle, topk_weights, weights)
+
+    def place_experts(self, order):
+        """Notes that the parameters of expert order[place] are now at that place (ep.placement moves them)."""
+        self._parallel.experts_in_place = list(order)
+        self.expert_placement = torch.tensor(order)
 
     def _experts_by_chunk(self):
         """compute(x, topk_idx, topk_weights, first, end): what _compute does, by the experts [first, end)."""
@@ -313,6 +328,20 @@ def _takes_count(expert):
     return len(positional) > 1 and (
         positional[1].default is inspect.Parameter.empty or "count" in positional[1].name
     )
+
+
+def _take_placement(module, state_dict, prefix, *_):
+    """Experts are where the state dict has them; in order, if it says nothing."""
+    key = prefix + "expert_placement"
+    if key in state_dict:
+        if module._parallel is None:
+            raise RuntimeError(
+                f"{key}: experts were moved between ranks, but this layer has all of them on one"
+            )
+        module.place_experts(state_dict[key].tolist())
+    elif module.expert_placement is not None:
+        state_dict[key] = torch.arange(module.num_experts)
+        module.place_experts(range(module.num_experts))
 
 
 def _drop_wrapper_prefix(module, state_dict, prefix, *_):

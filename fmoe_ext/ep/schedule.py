@@ -47,8 +47,9 @@ class Chunk:
 class ExpertParallel:
     """Where the experts of one layer live, and how tokens get there and back.
 
-    Rank r of the group holds the experts [r * e, (r + 1) * e) of E = group size * e. overlap_degree: number of
-    chunks, at most e. Plain data, so that layers can be copied and pickled; the group is found by its name.
+    Rank r of the group holds the experts [r * e, (r + 1) * e) of E = group size * e, unless they are placed otherwise.
+    overlap_degree: number of chunks, at most e. Plain data, so that layers can be copied and pickled; the group is
+    found by its name.
     """
 
     def __init__(self, group, num_local_experts, overlap_degree=1):
@@ -58,30 +59,42 @@ class ExpertParallel:
         self.num_local_experts = num_local_experts
         self.num_experts = num_local_experts * self.size
         self.layer_index = next_layer_index(self.group)
+        self.experts_in_place = list(range(self.num_experts))  # rank r holds the r-th part
+        self.shadows = ()  # experts that are computed where their tokens are
+        self._load = None
         self._is_checked = False
         if overlap_degree < 1:
             raise ValueError(f"overlap_degree must be at least 1, but got {overlap_degree}")
         self.chunk_ends = _even_ends(num_local_experts, min(overlap_degree, num_local_experts))
 
-    def __call__(self, x, topk_idx, topk_weights, compute):
+    def __call__(self, x, topk_idx, topk_weights, compute, compute_shadows=None):
         """x [T, *] or a nest, topk_idx [T, K], topk_weights [T, K] -> the experts' results for x, summed by weight.
 
         compute(rows [N, *], topk_idx [N, 1], topk_weights [N, 1], first_expert, end_expert) -> [N, *] is called
         for each chunk with the rows that reached this rank and their experts, counted from first_expert. It weighs
-        its results, so that they need not be kept here for the gradient of topk_weights.
+        its results, so that they need not be kept here for the gradient of topk_weights. While the first rows are under
+        way, compute_shadows(x, topk_idx [T, K], topk_weights, places) computes the choices of shadowed experts.
         """
         leaves = []
         map_structure(leaves.append, x)
         weights = widen(topk_weights, leaves[0].dtype).reshape(-1, 1)
-        slots = self._slots(topk_idx.device)
+        self._count(topk_idx)
+        shadow_idx = None
+        if self.shadows:
+            topk_idx, shadow_idx = self._split_shadows(topk_idx)
+        place = torch.tensor(self.experts_in_place, device=topk_idx.device)
+        slots = self._slots(place)
         handle = sort_choices(_lookup(slots, topk_idx), self.num_experts)
-        counts = handle.tokens_per_expert[slots.view(self.size, self.num_local_experts)]
+        counts = handle.tokens_per_expert[slots[place]].view(self.size, self.num_local_experts)
         message = _HostCopy(self._exchange_counts(counts, leaves))
         rows = [per_row(ops.permute, leaf, handle.row_idx, handle.inverse) for leaf in leaves]
         rows.append(ops.permute(weights, handle.row_idx, handle.inverse.reshape(-1, 1)))
         step = _Step(self.group, self._chunks(message.get(), topk_idx.device))
 
         tokens = _Send.apply(step, *rows)
+        if self.shadows:
+            places = [self.experts_in_place.index(expert) for expert in self.shadows]
+            shadowed = compute_shadows(x, shadow_idx, topk_weights, places)
         back, structure = [], None
         for number, chunk in enumerate(step.chunks):
             *received, received_weights = _Receive.apply(step, number, tokens[number])
@@ -92,18 +105,39 @@ class ExpertParallel:
             map_structure(results.append, y)
             back.append(_Return.apply(step, number, *results))
         out = iter(_Collect.apply(step, *back))
-        return map_structure(
+        out = map_structure(
             lambda _: per_row(ops.unpermute, next(out), handle.row_idx, handle.inverse, None), structure
         )
+        return map_structure(torch.add, out, shadowed) if self.shadows else out
 
-    def _slots(self, device):
-        """The place of each expert in the order of sending: by chunk, then by rank, then by expert."""
-        first, slots = 0, []
-        experts = torch.arange(self.num_experts, device=device).view(self.size, self.num_local_experts)
+    def pop_load(self, everywhere=False):
+        """Choices of each expert by all ranks of the group (or of the job) since the last call; collective."""
+        load = torch.zeros(self.num_experts, dtype=torch.int64) if self._load is None else self._load
+        self._load = None
+        group = dist.group.WORLD if everywhere else find_group(self.group)
+        load = load.to("cuda" if dist.get_backend(group) == "nccl" else "cpu")
+        dist.all_reduce(load, group=group)
+        return load.tolist()
+
+    def _count(self, topk_idx):
+        counts = ops.count_tokens(topk_idx, self.num_experts)
+        self._load = counts if self._load is None else self._load + counts
+
+    def _split_shadows(self, topk_idx):
+        """Choices of other experts, and choices of shadowed ones numbered as in shadows; -1 for the rest."""
+        number = torch.full((self.num_experts,), -1, device=topk_idx.device)
+        number[list(self.shadows)] = torch.arange(len(self.shadows), device=topk_idx.device)
+        shadow_idx = _lookup(number, topk_idx)
+        return torch.where(shadow_idx < 0, topk_idx, -1), shadow_idx
+
+    def _slots(self, experts_in_place):
+        """The rank of each expert in the order of sending: by chunk, then by rank, then by place."""
+        first, order = 0, []
+        by_rank = experts_in_place.view(self.size, self.num_local_experts)
         for end in self.chunk_ends:
-            slots.append(experts[:, first:end].flatten())
+            order.append(by_rank[:, first:end].flatten())
             first = end
-        return torch.argsort(torch.cat(slots))
+        return torch.argsort(torch.cat(order))
 
     def _exchange_counts(self, counts, leaves):
         """[2, ranks, header and counts]: what was sent to each rank and what came from it."""

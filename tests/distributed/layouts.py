@@ -95,7 +95,16 @@ def one_process(rows, dtype, steps, optimizer=torch.optim.Adam, gate_loss=0.5, *
 
 
 def in_layout(
-    rows, dtype, steps, ep, slice_, optimizer=torch.optim.Adam, gate_loss=0.5, experts="fused", **options
+    rows,
+    dtype,
+    steps,
+    ep,
+    slice_,
+    optimizer=torch.optim.Adam,
+    gate_loss=0.5,
+    experts="fused",
+    between=None,
+    **options,
 ):
     """The same training in a layout; every rank's history, with the gradients of what it holds."""
     groups = init_groups(ep=ep, slice=slice_)
@@ -122,6 +131,8 @@ def in_layout(
     index, num_data = dist.get_rank(groups.data), dist.get_world_size(groups.data)
     history = []
     for step in range(steps):
+        if between is not None:
+            between(model.module, optimizer, step)
         optimizer.zero_grad()
         x, y = batch(index, step, rows[index], dtype)
         loss = loss_of(model, x, y, max(sum(rows), 1) / num_data)
@@ -131,9 +142,29 @@ def in_layout(
         total = loss.detach().clone()
         dist.all_reduce(total, group=groups.data)
         norm = clip_grad_norm_(model, 0.5)
-        history.append((total / num_data + torch.as_tensor(shared).detach(), norm, grads_of(model.module)))
+        history.append(
+            (
+                total / num_data + torch.as_tensor(shared).detach(),
+                norm,
+                in_order(model.module, grads_of(model.module)),
+            )
+        )
         optimizer.step()
     return history, rank, size
+
+
+def in_order(model, grads):
+    """Gradients of all experts of the ep group in their order, [E, *]; then the part that this rank held at first."""
+    ordered = {}
+    for name, grad in grads.items():
+        layer = model.moe[int(name.split(".")[1])] if ".experts." in name else None
+        if layer is not None and layer.expert_placement is not None:
+            everyone = [torch.empty_like(grad) for _ in range(layer.world_size)]
+            dist.all_gather(everyone, grad, group=layer.moe_group)
+            whole = torch.cat(everyone)[layer.expert_placement.argsort()]
+            grad = whole.split(layer.num_expert)[dist.get_rank(layer.moe_group)]
+        ordered[name] = grad
+    return ordered
 
 
 def assert_equal_training(rows, steps=3, ep=2, slice_=1, tolerance=1e-12, options=None, layout_options=None):

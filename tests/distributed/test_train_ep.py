@@ -10,7 +10,16 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_train_ep():
-    command = [sys.executable, str(ROOT / "examples/lm/train_ep.py"), "--ranks", "2", "--steps", "3", "--seq-len", "16"]
+    command = [
+        sys.executable,
+        str(ROOT / "examples/lm/train_ep.py"),
+        "--ranks",
+        "2",
+        "--steps",
+        "3",
+        "--seq-len",
+        "16",
+    ]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
     assert result.returncode == 0, result.stderr
