@@ -41,7 +41,7 @@ def rebalance(module, optimizer=None, threshold=1.1):
 
     A layer whose busiest rank has less than threshold times the mean is left alone. All ranks call it between
     steps, with gradients cleared or not: parameters, gradients and the optimizer's tensors of the same shape move
-    alike, so that training goes on as if nothing had happened. The order is saved with the state dict, as "expert_placement".
+    alike, so that training goes on as if nothing had happened. The order is in the state dict: "expert_placement".
     Experts must be FusedExperts; experts of replicas (expert parallelism inside data parallelism) move alike.
     """
     moved = 0
