@@ -80,8 +80,8 @@ def draw_loads(num_steps, num_experts, num_rows, skew, seed=0):
     for _ in range(num_steps):
         a, b = torch.randint(0, num_experts, (2, max(1, num_experts // 10)), generator=generator)
         order[a], order[b] = order[b].clone(), order[a].clone()
-        chosen = torch.multinomial(weights, num_rows, replacement=True, generator=generator)
-        loads.append(torch.bincount(order[chosen], minlength=num_experts).tolist())
+        drawn = torch.poisson(weights * (num_rows / weights.sum()), generator=generator)
+        loads.append(drawn[order].long().tolist())
     return loads
 
 
