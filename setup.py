@@ -177,15 +177,18 @@ def cuda_extension(home):
     )
 
 
-def nccl_extension():
+def nccl_extension(cuda_home):
     include, lib = find_nccl()
+    cuda_home = cuda_home or cpp_extension._find_cuda_home()
+    if cuda_home is None:
+        stop("USE_NCCL=1 needs the headers of CUDA, which nccl.h includes: install the CUDA toolkit or set CUDA_HOME.")
     return cpp_extension.CppExtension(
         "fmoe_ext._C_nccl",
         sources("csrc/nccl/*.cpp"),
-        include_dirs=[str(include)],
-        library_dirs=[str(lib)],
-        extra_compile_args={"cxx": [*COMMON, *WARNINGS, "-O2", "-DUSE_CUDA"]},
-        extra_link_args=["-l:libnccl.so.2", f"-Wl,-rpath,{lib}"],
+        include_dirs=[str(include), str(Path(cuda_home, "include"))],
+        depends=headers("csrc/nccl"),
+        extra_compile_args={"cxx": ["-std=c++20", "-fvisibility=hidden", *WARNINGS, "-O2"]},
+        extra_link_args=[f"-L{lib}", "-l:libnccl.so.2", f"-Wl,-rpath,{lib}"],
     )
 
 
@@ -195,7 +198,7 @@ extensions = [cpu_extension(cuda_home)]
 if cuda_home is not None and sources("cuda/*.cu"):
     extensions.append(cuda_extension(cuda_home))
 if env_flag("USE_NCCL"):
-    extensions.append(nccl_extension())
+    extensions.append(nccl_extension(cuda_home))
 
 print(
     f"fmoe_ext: building {', '.join(e.name for e in extensions)} for torch {torch.__version__}, {platform.machine()}"

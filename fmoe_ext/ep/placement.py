@@ -13,7 +13,7 @@ def plan(load, num_ranks, current=None):
     """Experts in the order of their places (rank r has the r-th part), so that the ranks' loads are nearly even.
 
     load: rows of each expert. Greedy: the most loaded expert goes to the least loaded rank that has room (LPT, at most
-    4/3 of the best). An expert stays where `current` has it, if its rank is as good.
+    4/3 of the best). An expert stays where `current` has it if its rank is as good, and all stay if nothing is gained.
     """
     num_local = len(load) // num_ranks
     current = list(current) if current is not None else list(range(len(load)))
@@ -24,9 +24,10 @@ def plan(load, num_ranks, current=None):
         rank = min(free, key=lambda r: (total[r], r != home[expert], r))
         held[rank].append(expert)
         total[rank] += load[expert]
-    return [
+    new = [
         expert for rank in range(num_ranks) for expert in _keep_places(held[rank], current, rank, num_local)
     ]
+    return new if imbalance(load, num_ranks, new) < imbalance(load, num_ranks, current) else current
 
 
 def imbalance(load, num_ranks, order):
@@ -54,9 +55,9 @@ def rebalance(module, optimizer=None, threshold=1.1):
         if before < threshold:
             continue
         order = plan(load, parallel.size, parallel.experts_in_place)
-        after = imbalance(load, parallel.size, order)
-        if after >= before:
+        if order == parallel.experts_in_place:
             continue
+        after = imbalance(load, parallel.size, order)
         changed = move_experts(layer, order, optimizer)
         logger.info(
             "%s: moved %d experts, busiest rank %.2f -> %.2f of the mean", name, changed, before, after
