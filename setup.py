@@ -179,9 +179,14 @@ def cuda_extension(home):
 
 def nccl_extension(cuda_home):
     include, lib = find_nccl()
-    cuda_home = cuda_home or cpp_extension._find_cuda_home()
+    homes = [cuda_home, os.environ.get("CUDA_HOME"), "/usr/local/cuda"]
+    cuda_home = next(
+        (home for home in homes if home and Path(home, "include", "cuda_runtime.h").exists()), None
+    )
     if cuda_home is None:
-        stop("USE_NCCL=1 needs the headers of CUDA, which nccl.h includes: install the CUDA toolkit or set CUDA_HOME.")
+        stop(
+            "USE_NCCL=1 needs cuda_runtime.h, which nccl.h includes: install the CUDA toolkit or set CUDA_HOME."
+        )
     return cpp_extension.CppExtension(
         "fmoe_ext._C_nccl",
         sources("csrc/nccl/*.cpp"),

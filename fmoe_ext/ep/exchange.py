@@ -4,6 +4,7 @@ An op names its group by a string, so that it can stand in a compiled graph; reg
 """
 
 import itertools
+import math
 import weakref
 from collections.abc import Sequence
 
@@ -11,7 +12,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+try:
+    from fmoe_ext import _C_nccl  # only in builds with USE_NCCL=1
+except ImportError:
+    _C_nccl = None
+
 _groups = weakref.WeakValueDictionary()  # name -> ProcessGroup; an entry lives as long as the group does
+_nccl = weakref.WeakKeyDictionary()  # ProcessGroup -> {device: _NcclExchange}
 _layers = weakref.WeakKeyDictionary()  # ProcessGroup -> iterator over the numbers of its layers
 
 
@@ -72,9 +79,13 @@ def start_exchange(out, x, send_splits, recv_splits, group_name):
 
     Rows for rank p follow those for rank p - 1; one message a peer. Nothing here is differentiable.
     """
-    return dist.all_to_all_single(
-        out, x, list(recv_splits), list(send_splits), group=find_group(group_name), async_op=True
-    )
+    group = find_group(group_name)
+    if x.is_cuda and _C_nccl is not None and dist.get_backend(group) == "nccl":
+        by_device = _nccl.setdefault(group, {})
+        if x.device not in by_device:
+            by_device[x.device] = _NcclExchange(group, x.device)
+        return by_device[x.device].start(out, x, send_splits, recv_splits)
+    return dist.all_to_all_single(out, x, list(recv_splits), list(send_splits), group=group, async_op=True)
 
 
 def wait(work, group_name):
@@ -88,6 +99,46 @@ def wait(work, group_name):
             "a rank of it has ended, is late by more than the group's timeout, or did not reach this layer. "
             f"{error}"
         ) from error
+
+
+class _NcclExchange:
+    """A communicator and a stream of our own for one group and device."""
+
+    def __init__(self, group, device, timeout=600.0):
+        ids = [_C_nccl.make_unique_id() if dist.get_rank(group) == 0 else None]
+        dist.broadcast_object_list(ids, group=group, group_src=0)
+        with torch.cuda.device(device):
+            self.communicator = _C_nccl.Communicator(
+                ids[0], dist.get_world_size(group), dist.get_rank(group), timeout
+            )
+        self.stream = torch.cuda.Stream(device)
+
+    def start(self, out, x, send_splits, recv_splits):
+        error = self.communicator.async_error()
+        if error:
+            self.communicator.abort()
+            raise RuntimeError(f"an earlier exchange failed: {error}")
+        row_bytes = x.element_size() * math.prod(x.shape[1:])
+        with torch.cuda.device(x.device):
+            self.stream.wait_stream(torch.cuda.current_stream())
+            self.communicator.all_to_all(
+                x.data_ptr(),
+                [rows * row_bytes for rows in send_splits],
+                out.data_ptr(),
+                [rows * row_bytes for rows in recv_splits],
+                self.stream.cuda_stream,
+            )
+            for tensor in (x, out):
+                tensor.record_stream(self.stream)
+            return _NcclWork(self.stream.record_event())
+
+
+class _NcclWork:
+    def __init__(self, event):
+        self.event = event
+
+    def wait(self):
+        torch.cuda.current_stream().wait_event(self.event)
 
 
 @torch.library.custom_op("fmoe_ext::exchange_counts", mutates_args=())
