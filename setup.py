@@ -142,7 +142,7 @@ def build_info(cuda_home):
 
 
 def cpu_extension(cuda_home):
-    flags = [*COMMON, *WARNINGS, "-O3", "-fno-math-errno", "-fno-trapping-math"]
+    flags = [*COMMON, *WARNINGS, "-O3", "-g0", "-fno-math-errno", "-fno-trapping-math"]
     link = []
     if env_flag("FMOE_SANITIZE"):
         flags, link = [*COMMON, *WARNINGS, *SANITIZE], ["-fsanitize=address,undefined"]

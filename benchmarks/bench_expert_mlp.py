@@ -1,8 +1,8 @@
-"""expert_mlp (SwiGLU) against plain PyTorch on the CPU: milliseconds, and speed as a share of a dense GEMM chain.
+"""expert_mlp (SwiGLU) against plain PyTorch on the CPU: milliseconds and ratios of speed.
 
 Every contestant runs once per round, in turn; a figure is the median over the rounds.
-dense: three matrix products with as many operations and no experts; hand: argsort, index_select, grouped_mm, index_add;
-loop: F.linear for one expert after another.
+dense: matrix products of as many operations, without experts; loop: F.linear for one expert after another;
+hand: argsort, index_select, grouped_mm, index_add.
 """
 
 import argparse
@@ -118,7 +118,7 @@ def main():
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     contestants = {"ours": ours, "hand": hand, "loop": loop}
-    print(f"torch {torch.__version__}, {args.threads} threads, median of {args.rounds} rounds, milliseconds")
+    print(f"torch {torch.__version__}, {args.threads} threads, milliseconds, median of {args.rounds} rounds")
     names = ["ours", "dense", "hand", "loop"]
     print("| shape | dtype | pass |", " | ".join(names), "| ours / dense speed | ours / best peer speed |")
     print("|---" * (5 + len(names)) + "|")

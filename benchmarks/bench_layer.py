@@ -95,7 +95,7 @@ def peak_bytes(step):
     return field("VmHWM") - before
 
 
-def measure(shapes, dtypes, rounds):
+def measure(shapes, dtypes, rounds, skip):
     """Rows {shape, dtype, pass, implementation, median, min, max, gflops, ...} of this process's allocator setting."""
     rows = []
     for name in shapes:
@@ -105,7 +105,7 @@ def measure(shapes, dtypes, rounds):
             dtype = getattr(torch, dtype_name)
             inputs = make_inputs(SHAPES[name], dtype, requires_grad=True)
             dense = peers.DenseChain(T * K, D, H, dtype)
-            runs = peers.implementations()
+            runs = {peer: run for peer, run in peers.implementations().items() if peer not in skip}
             for backward in (False, True):
                 steps = {peer: step_of(run, inputs, backward) for peer, run in runs.items()}
                 steps["dense ceiling"] = dense.forward_backward if backward else dense.forward
@@ -187,6 +187,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--shapes", default=",".join(SHAPES), help="letters of SHAPES (default: %(default)s)")
     parser.add_argument("--dtypes", default="float32,bfloat16")
+    parser.add_argument("--skip", default="", help="implementations to leave out, comma-separated")
     parser.add_argument("--threads", type=int, default=min(2, os.cpu_count()))
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument(
@@ -197,7 +198,7 @@ def main():
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     shapes, dtypes = args.shapes.split(","), args.dtypes.split(",")
-    rows = measure(shapes, dtypes, 3 if args.quick else args.rounds)
+    rows = measure(shapes, dtypes, 3 if args.quick else args.rounds, args.skip.split(","))
     if args.child:
         print(json.dumps(rows))
         return

@@ -29,12 +29,13 @@ def grouped_mm_pipeline(x, topk_idx, topk_weights, w1, w2):
 
 def loop_of_linear(x, topk_idx, topk_weights, w1, w2):
     out = torch.zeros_like(x)
-    for e in range(w1.size(0)):
+    # unbind: the gradients of all experts are stacked once; w1[e] would fill one of full size for every expert
+    for e, (gate_up, down) in enumerate(zip(w1.unbind(), w2.unbind(), strict=True)):
         token, k = torch.where(topk_idx == e)
         if token.numel() == 0:
             continue
-        gate, up = F.linear(x.index_select(0, token), w1[e]).chunk(2, dim=-1)
-        y = F.linear(F.silu(gate) * up, w2[e]) * topk_weights[token, k].unsqueeze(1).to(x.dtype)
+        gate, up = F.linear(x.index_select(0, token), gate_up).chunk(2, dim=-1)
+        y = F.linear(F.silu(gate) * up, down) * topk_weights[token, k].unsqueeze(1).to(x.dtype)
         out = out.index_add(0, token, y)
     return out
 

@@ -1,9 +1,9 @@
 // The activations of expert_mlp by name, for every device.
 #pragma once
 
-#include <string>
-
 #include <torch/headeronly/util/Exception.h>
+
+#include <string>
 
 namespace fmoe_ext {
 

@@ -12,7 +12,8 @@ using namespace gemm;
 constexpr int64_t kWorkspace = 16 << 20;  // bytes, about: the gathered x and the activated rows of one chunk
 
 // The columns of w1 that make one panel: gate columns, then the up columns that belong to them.
-void pack_gated_panel(const Kernels& kernels, const char* w1, int64_t H, int64_t D, int64_t column, char* panel) {
+void pack_gated_panel(const Kernels& kernels, const char* w1, int64_t H, int64_t D, int64_t column,
+                      char* panel) {
   const void* columns[kMaxPanelLanes];
   const int64_t half = kernels.nr / 2;
   for (int64_t j = 0; j < half; ++j) {
@@ -26,9 +27,13 @@ void pack_gated_panel(const Kernels& kernels, const char* w1, int64_t H, int64_t
 class Forward {
  public:
   Forward(const ExpertRows& args, bool save_h)
-      : args_(args), kernels_(args.kernels), gated_(args.activation.gated),
-        x_stride_(RowMajor::stride_for(kernels_, args.D)), a_stride_(RowMajor::stride_for(kernels_, args.H)),
-        chunks_(make_chunks(args.bounds, rows_within(kWorkspace, (x_stride_ + a_stride_) * kernels_.operand_bytes))),
+      : args_(args),
+        kernels_(args.kernels),
+        gated_(args.activation.gated),
+        x_stride_(RowMajor::stride_for(kernels_, args.D)),
+        a_stride_(RowMajor::stride_for(kernels_, args.H)),
+        chunks_(make_chunks(args.bounds,
+                            rows_within(kWorkspace, (x_stride_ + a_stride_) * kernels_.operand_bytes))),
         workspace_(args.x, largest_chunk(chunks_) * (x_stride_ + a_stride_) * kernels_.operand_bytes),
         y(new_large(args.x, {args.R, args.D}, args.x.scalar_type())),
         h(save_h ? new_large(args.x, {args.R, args.F}, args.x.scalar_type())
@@ -76,8 +81,9 @@ class Forward {
                 .tile = tile,
                 .m = m,
                 .n = std::min(columns, H - column),
-                .bias = args_.b1 ? bytes_of(*args_.b1) + (segment.expert * F + column) * kernels_.storage_bytes
-                                 : nullptr,
+                .bias = args_.b1
+                            ? bytes_of(*args_.b1) + (segment.expert * F + column) * kernels_.storage_bytes
+                            : nullptr,
                 .h = save_h ? mutable_bytes_of(h) + corner * kernels_.storage_bytes : nullptr,
                 .h_stride = F,
                 .up_offset = H,
@@ -108,9 +114,11 @@ class Forward {
           [&](int64_t p, const void* tile, int64_t row, int64_t m) {
             const int64_t column = p * kernels_.nr;
             const char* bias =
-                args_.b2 ? bytes_of(*args_.b2) + (segment.expert * D + column) * kernels_.storage_bytes : nullptr;
-            kernels_.store(tile, m, std::min(kernels_.nr, D - column), bias, args_.scale(segment.begin + row),
-                           mutable_bytes_of(y) + ((segment.begin + row) * D + column) * kernels_.storage_bytes, D);
+                args_.b2 ? bytes_of(*args_.b2) + (segment.expert * D + column) * kernels_.storage_bytes
+                         : nullptr;
+            kernels_.store(
+                tile, m, std::min(kernels_.nr, D - column), bias, args_.scale(segment.begin + row),
+                mutable_bytes_of(y) + ((segment.begin + row) * D + column) * kernels_.storage_bytes, D);
           });
     });
   }
@@ -130,8 +138,8 @@ class Forward {
 
 std::tuple<Tensor, Tensor> expert_mlp_cpu(Tensor x, Tensor row_idx, Tensor inverse, Tensor offs, Tensor w1,
                                           std::optional<Tensor> b1, Tensor w2, std::optional<Tensor> b2,
-                                          std::optional<Tensor> topk_weights, std::string activation, bool combine,
-                                          bool save_h) {
+                                          std::optional<Tensor> topk_weights, std::string activation,
+                                          bool combine, bool save_h) {
   const ExpertRows args(x, row_idx, inverse, offs, w1, b1, w2, b2, topk_weights, activation);
   const Forward forward(args, save_h);
   return {combine ? args.sum_choices(forward.y) : forward.y, forward.h};

@@ -8,10 +8,10 @@
 namespace fmoe_ext {
 
 // What every device checks; the values of offs and of the indices are checked where they can be read.
-inline void check_expert_mlp(const Tensor& x, const Tensor& row_idx, const Tensor& inverse, const Tensor& offs,
-                             const Tensor& w1, const std::optional<Tensor>& b1, const Tensor& w2,
-                             const std::optional<Tensor>& b2, const std::optional<Tensor>& topk_weights,
-                             const Activation& activation) {
+inline void check_expert_mlp(const Tensor& x, const Tensor& row_idx, const Tensor& inverse,
+                             const Tensor& offs, const Tensor& w1, const std::optional<Tensor>& b1,
+                             const Tensor& w2, const std::optional<Tensor>& b2,
+                             const std::optional<Tensor>& topk_weights, const Activation& activation) {
   check_float(x, "x");
   check_dim(x, 2, "x", "[T, D]");
   check_int32(inverse, "inverse");
@@ -36,7 +36,8 @@ inline void check_expert_mlp(const Tensor& x, const Tensor& row_idx, const Tenso
   check_dim(offs, 1, "offs", "[E]");
   check_size(offs, 0, w1.size(0), "offs", "[E]");
 
-  const auto check_bias = [&](const std::optional<Tensor>& bias, int64_t size, const char* name, const char* shape) {
+  const auto check_bias = [&](const std::optional<Tensor>& bias, int64_t size, const char* name,
+                              const char* shape) {
     if (!bias) return;
     check_same_dtype(*bias, x, name, "x");
     check_dim(*bias, 2, name, shape);
@@ -48,9 +49,10 @@ inline void check_expert_mlp(const Tensor& x, const Tensor& row_idx, const Tenso
 
   if (!topk_weights) return;
   const auto dtype = topk_weights->scalar_type();
-  STD_TORCH_CHECK(dtype == x.scalar_type() || (dtype == ScalarType::Float && x.scalar_type() != ScalarType::Double),
-                  "topk_weights must have the dtype of x (", dtype_text(x), ") or float32, but got ",
-                  dtype_text(*topk_weights));
+  STD_TORCH_CHECK(
+      dtype == x.scalar_type() || (dtype == ScalarType::Float && x.scalar_type() != ScalarType::Double),
+      "topk_weights must have the dtype of x (", dtype_text(x), ") or float32, but got ",
+      dtype_text(*topk_weights));
   check_dim(*topk_weights, 2, "topk_weights", "[T, K]");
   check_size(*topk_weights, 0, inverse.size(0), "topk_weights", "[T, K]");
   check_size(*topk_weights, 1, inverse.size(1), "topk_weights", "[T, K]");

@@ -14,18 +14,27 @@ struct Needs {
   bool dx, dw1, db1, dw2, db2, dtopk_weights;
 };
 
-// Chunk by chunk: the gradients of the activated rows, from them dh and the rows a (first phase); then every product
-// that reads these two from the workspace (second phase).
+// Chunk by chunk: the gradients of the activated rows, from them dh and the rows a (first phase); then every
+// product that reads these two from the workspace (second phase).
 class Backward {
  public:
   Backward(const ExpertRows& args, const Tensor& grad_y, const Tensor& h, bool combine, const Needs& needs)
-      : args_(args), kernels_(args.kernels), needs_(needs), grad_y_(grad_y), h_(h), combine_(combine),
+      : args_(args),
+        kernels_(args.kernels),
+        needs_(needs),
+        grad_y_(grad_y),
+        h_(h),
+        combine_(combine),
         scales_grad_(kernels_, needs.dtopk_weights ? args.R : 0),
-        do_stride_(RowMajor::stride_for(kernels_, args.D)), a_stride_(RowMajor::stride_for(kernels_, args.H)),
+        do_stride_(RowMajor::stride_for(kernels_, args.D)),
+        a_stride_(RowMajor::stride_for(kernels_, args.H)),
         dh_stride_(RowMajor::stride_for(kernels_, args.F)),
-        do_panels_(kernels_, args.D, kernels_.mr), x_panels_(kernels_, args.D, kernels_.nr),
-        dw1_sums_(kernels_, args.bounds, args.F, args.D), dw2_sums_(kernels_, args.bounds, args.D, args.H),
-        db1_sums_(kernels_, needs.db1 ? args.E : 0, args.F), db2_sums_(kernels_, needs.db2 ? args.E : 0, args.D) {
+        do_panels_(kernels_, args.D, kernels_.mr),
+        x_panels_(kernels_, args.D, kernels_.nr),
+        dw1_sums_(kernels_, args.bounds, args.F, args.D),
+        dw2_sums_(kernels_, args.bounds, args.D, args.H),
+        db1_sums_(kernels_, needs.db1 ? args.E : 0, args.F),
+        db2_sums_(kernels_, needs.db2 ? args.E : 0, args.D) {
     const auto dtype = args.x.scalar_type();
     const auto output = [&](bool needed, std::initializer_list<int64_t> shape) {
       return needed ? new_large(args.x, shape, dtype) : torch::stable::new_empty(args.x, {0});
@@ -44,7 +53,7 @@ class Backward {
         (do_stride_ + a_stride_ + dh_stride_ + (needs_.dw1 + needs_.dw2) * args_.D) * kernels_.operand_bytes;
     const auto chunks = make_chunks(args_.bounds, rows_within(kWorkspace, row_bytes));
     int64_t bytes = 0;
-    for (const Chunk& chunk : chunks) bytes = std::max(bytes, place(chunk, nullptr));
+    for (const Chunk& chunk : chunks) bytes = std::max(bytes, bytes_of_chunk(chunk));
     const Workspace workspace(args_.x, bytes);
     for (const Chunk& chunk : chunks) {
       place(chunk, workspace.data());
@@ -71,24 +80,25 @@ class Backward {
   Tensor dw1, db1, dw2, db2;
 
  private:
-  // Lays the chunk's blocks out in memory and returns how much they take.
-  int64_t place(const Chunk& chunk, char* memory) {
-    const int64_t bytes = kernels_.operand_bytes;
-    char* const start = memory;
-    const auto take = [&](int64_t size) {
-      char* block = memory;
-      memory += divide_up(size, 64) * 64;
-      return block;
-    };
-    do_rows_ = {take(chunk.rows() * do_stride_ * bytes), do_stride_, bytes};
-    a_rows_ = {take(chunk.rows() * a_stride_ * bytes), a_stride_, bytes};
-    dh_rows_ = {take(chunk.rows() * dh_stride_ * bytes), dh_stride_, bytes};
-    if (needs_.dw2) do_panels_.place(chunk, take(do_panels_.bytes(chunk)));
-    if (needs_.dw1) x_panels_.place(chunk, take(x_panels_.bytes(chunk)));
-    return memory - start;
+  int64_t bytes_of_chunk(const Chunk& chunk) const {
+    const int64_t rows = chunk.rows() * (do_stride_ + a_stride_ + dh_stride_) * kernels_.operand_bytes;
+    return rows + (needs_.dw2 ? do_panels_.bytes(chunk) : 0) + (needs_.dw1 ? x_panels_.bytes(chunk) : 0);
   }
 
-  const char* grad_row(int64_t row) const { return args_.row_of(grad_y_, combine_ ? args_.token(row) : row, args_.D); }
+  // Every block is a whole number of cache lines, so that the next one is aligned as well.
+  void place(const Chunk& chunk, char* memory) {
+    const int64_t bytes = kernels_.operand_bytes;
+    do_rows_ = {memory, do_stride_, bytes};
+    a_rows_ = {do_rows_.at(chunk.rows()), a_stride_, bytes};
+    dh_rows_ = {a_rows_.at(chunk.rows()), dh_stride_, bytes};
+    memory = dh_rows_.at(chunk.rows());
+    if (needs_.dw2) do_panels_.place(chunk, memory);
+    if (needs_.dw1) x_panels_.place(chunk, memory + (needs_.dw2 ? do_panels_.bytes(chunk) : 0));
+  }
+
+  const char* grad_row(int64_t row) const {
+    return args_.row_of(grad_y_, combine_ ? args_.token(row) : row, args_.D);
+  }
 
   RowMajor rows_of(const RowMajor& block, const Chunk& chunk, const Segment& segment) const {
     return {block.at(segment.begin - chunk.begin), block.stride, block.bytes};
@@ -126,7 +136,8 @@ class Backward {
 
     // Depth of the product with W1 that is not a multiple of k_step is padded with zeros.
     if (args_.F % kernels_.k_step)
-      for (int64_t r = 0; r < chunk.rows(); ++r) std::fill_n(dh_rows_.at(r, args_.F), kernels_.operand_bytes, 0);
+      for (int64_t r = 0; r < chunk.rows(); ++r)
+        std::fill_n(dh_rows_.at(r, args_.F), kernels_.operand_bytes, 0);
     if (needs_.dtopk_weights) sum_scale_grads(chunk, partial, groups);
   }
 
@@ -162,7 +173,8 @@ class Backward {
     for (const Segment& segment : chunk.segments)
       for (int64_t r = segment.begin; r < segment.end; ++r) {
         double sum = 0;
-        for (int64_t group = 0; group < groups; ++group) sum += partial.get(group * chunk.rows() + r - chunk.begin);
+        for (int64_t group = 0; group < groups; ++group)
+          sum += partial.get(group * chunk.rows() + r - chunk.begin);
         if (args_.b2) {
           RowScales product(kernels_, 1);
           kernels_.dot(grad_row(r), args_.row_of(*args_.b2, segment.expert, args_.D), args_.D, product.at(0));
@@ -176,9 +188,12 @@ class Backward {
     std::vector<Job> dx, dw1, dw2, db1, db2;
     const int64_t D = args_.D, H = args_.H, F = args_.F, bytes = kernels_.storage_bytes;
     for (const Segment& segment : chunk.segments) {
-      if (needs_.dx) add_jobs(dx, segment, divide_up(D, kernels_.nr), 2 * F * kernels_.nr, F * kernels_.nr * bytes);
-      if (needs_.dw1) add_jobs(dw1, segment, divide_up(F, kernels_.mr), 2 * D * kernels_.mr, D * kernels_.mr * bytes);
-      if (needs_.dw2) add_jobs(dw2, segment, divide_up(H, kernels_.nr), 2 * D * kernels_.nr, D * kernels_.nr * bytes);
+      if (needs_.dx)
+        add_jobs(dx, segment, divide_up(D, kernels_.nr), 2 * F * kernels_.nr, F * kernels_.nr * bytes);
+      if (needs_.dw1)
+        add_jobs(dw1, segment, divide_up(F, kernels_.mr), 2 * D * kernels_.mr, D * kernels_.mr * bytes);
+      if (needs_.dw2)
+        add_jobs(dw2, segment, divide_up(H, kernels_.nr), 2 * D * kernels_.nr, D * kernels_.nr * bytes);
       for (int64_t part = 0; needs_.db1 && part < db1_sums_.parts(); ++part)
         db1.push_back({&segment, part, part + 1, part});
       for (int64_t part = 0; needs_.db2 && part < db2_sums_.parts(); ++part)
@@ -212,8 +227,9 @@ class Backward {
         [&](int64_t p, char* panel) { pack_weight_rows(kernels_, w1, D, F, p * kernels_.nr, panel); },
         [&](int64_t p, const void* tile, int64_t row, int64_t m) {
           const int64_t column = p * kernels_.nr;
-          kernels_.store(tile, m, std::min(kernels_.nr, D - column), nullptr, nullptr,
-                         mutable_bytes_of(dx_rows_) + ((segment.begin + row) * D + column) * kernels_.storage_bytes, D);
+          kernels_.store(
+              tile, m, std::min(kernels_.nr, D - column), nullptr, nullptr,
+              mutable_bytes_of(dx_rows_) + ((segment.begin + row) * D + column) * kernels_.storage_bytes, D);
         });
   }
 
@@ -249,7 +265,8 @@ class Backward {
   }
 
   void db2_job(const Chunk& chunk, const Job& job) {
-    db2_sums_.add(*job.segment, rows_of(do_rows_, chunk, *job.segment), args_.scale(job.segment->begin), job.begin);
+    db2_sums_.add(*job.segment, rows_of(do_rows_, chunk, *job.segment), args_.scale(job.segment->begin),
+                  job.begin);
   }
 
   const ExpertRows& args_;
@@ -269,8 +286,8 @@ class Backward {
 
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> expert_mlp_backward_cpu(
     Tensor grad_y, Tensor x, Tensor row_idx, Tensor inverse, Tensor offs, Tensor w1, Tensor w2,
-    std::optional<Tensor> b2, std::optional<Tensor> topk_weights, Tensor h, std::string activation, bool combine,
-    std::vector<bool> needs) {
+    std::optional<Tensor> b2, std::optional<Tensor> topk_weights, Tensor h, std::string activation,
+    bool combine, std::vector<bool> needs) {
   const ExpertRows args(x, row_idx, inverse, offs, w1, std::nullopt, w2, b2, topk_weights, activation);
   check_cpu(grad_y, "grad_y");
   check_same_dtype(grad_y, x, "grad_y", "x");
@@ -282,18 +299,22 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> expert_mlp_backward_c
   check_dim(h, 2, "h", "[R, F]");
   check_size(h, 0, args.R, "h", "[R, F]");
   check_size(h, 1, args.F, "h", "[R, F]");
-  STD_TORCH_CHECK(needs.size() == 6, "needs must have 6 entries (dx, dw1, db1, dw2, db2, dtopk_weights), but got ",
+  STD_TORCH_CHECK(needs.size() == 6,
+                  "needs must have 6 entries (dx, dw1, db1, dw2, db2, dtopk_weights), but got ",
                   needs.size());
   STD_TORCH_CHECK(!needs[5] || topk_weights, "needs asks for the gradient of topk_weights, which is None");
 
   const Tensor grad = as_contiguous(grad_y), h_contiguous = as_contiguous(h);
-  Backward backward(args, grad, h_contiguous, combine, {needs[0], needs[1], needs[2], needs[3], needs[4], needs[5]});
+  Backward backward(args, grad, h_contiguous, combine,
+                    {needs[0], needs[1], needs[2], needs[3], needs[4], needs[5]});
   backward.run();
   return {backward.dx(), backward.dw1, backward.db1, backward.dw2, backward.db2, backward.dtopk_weights()};
 }
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_IMPL(fmoe_ext, CPU, m) { m.impl("expert_mlp_backward", TORCH_BOX(&expert_mlp_backward_cpu)); }
+STABLE_TORCH_LIBRARY_IMPL(fmoe_ext, CPU, m) {
+  m.impl("expert_mlp_backward", TORCH_BOX(&expert_mlp_backward_cpu));
+}
 
 }  // namespace fmoe_ext

@@ -12,7 +12,8 @@ using namespace gemm;
 constexpr int64_t kWorkspace = 16 << 20;  // bytes, about
 
 // Rows [begin, end) of t [R, columns] into a block of operand rows.
-void copy_chunk(const Kernels& kernels, const char* t, int64_t columns, const Chunk& chunk, const RowMajor& block) {
+void copy_chunk(const Kernels& kernels, const char* t, int64_t columns, const Chunk& chunk,
+                const RowMajor& block) {
   for_each_row_slice(chunk.begin, chunk.end, [&](int64_t begin, int64_t end) {
     std::vector<const void*> rows;
     for (int64_t r = begin; r < end; ++r) rows.push_back(t + r * columns * kernels.storage_bytes);
@@ -51,23 +52,26 @@ Tensor grouped_gemm_cpu(Tensor x_, Tensor weight_, Tensor offs_, std::optional<T
           [&](int64_t p, char* panel) { pack_weight_columns(kernels, w, N, D, p * kernels.nr, panel); },
           [&](int64_t p, const void* tile, int64_t row, int64_t m) {
             const int64_t column = p * kernels.nr;
-            const char* b = bias ? bytes_of(*bias) + (segment.expert * N + column) * kernels.storage_bytes : nullptr;
+            const char* b =
+                bias ? bytes_of(*bias) + (segment.expert * N + column) * kernels.storage_bytes : nullptr;
             kernels.store(tile, m, std::min(kernels.nr, N - column), b, nullptr,
-                          mutable_bytes_of(y) + ((segment.begin + row) * N + column) * kernels.storage_bytes, N);
+                          mutable_bytes_of(y) + ((segment.begin + row) * N + column) * kernels.storage_bytes,
+                          N);
           });
     });
   }
   return y;
 }
 
-std::tuple<Tensor, Tensor, Tensor> grouped_gemm_backward_cpu(Tensor grad_y_, Tensor x_, Tensor weight_, Tensor offs_,
-                                                             std::vector<bool> needs) {
+std::tuple<Tensor, Tensor, Tensor> grouped_gemm_backward_cpu(Tensor grad_y_, Tensor x_, Tensor weight_,
+                                                             Tensor offs_, std::vector<bool> needs) {
   check_cpu(grad_y_, "grad_y");
   check_cpu(x_, "x");
   check_cpu(weight_, "weight");
   check_cpu(offs_, "offs");
   check_grouped_gemm(x_, weight_, offs_, std::nullopt);
-  STD_TORCH_CHECK(needs.size() == 3, "needs must have 3 entries (dx, dweight, dbias), but got ", needs.size());
+  STD_TORCH_CHECK(needs.size() == 3, "needs must have 3 entries (dx, dweight, dbias), but got ",
+                  needs.size());
   const Tensor dy = as_contiguous(grad_y_), x = as_contiguous(x_), weight = as_contiguous(weight_),
                offs = as_contiguous(offs_);
   const int64_t R = x.size(0), D = x.size(1), E = weight.size(0), N = weight.size(1);
@@ -103,13 +107,16 @@ std::tuple<Tensor, Tensor, Tensor> grouped_gemm_backward_cpu(Tensor grad_y_, Ten
     std::vector<Job> packs, inputs, weights, biases;
     for (const Segment& segment : chunk.segments) {
       if (need_dx)
-        add_jobs(inputs, segment, divide_up(D, kernels.nr), 2 * N * kernels.nr, N * kernels.nr * kernels.storage_bytes);
+        add_jobs(inputs, segment, divide_up(D, kernels.nr), 2 * N * kernels.nr,
+                 N * kernels.nr * kernels.storage_bytes);
       if (need_dw) {
         x_panels.add_pack_jobs(packs, segment);
-        add_jobs(weights, segment, divide_up(N, kernels.mr), 2 * D * kernels.mr, D * kernels.mr * kernels.storage_bytes);
+        add_jobs(weights, segment, divide_up(N, kernels.mr), 2 * D * kernels.mr,
+                 D * kernels.mr * kernels.storage_bytes);
       }
       if (need_db)
-        for (int64_t part = 0; part < dbias.parts(); ++part) biases.push_back({&segment, part, part + 1, part});
+        for (int64_t part = 0; part < dbias.parts(); ++part)
+          biases.push_back({&segment, part, part + 1, part});
     }
     if (need_dw) {
       x_panels.place(chunk, block.at(chunk.rows()));
@@ -129,7 +136,8 @@ std::tuple<Tensor, Tensor, Tensor> grouped_gemm_backward_cpu(Tensor grad_y_, Ten
           [&](int64_t p, const void* tile, int64_t row, int64_t m) {
             const int64_t column = p * kernels.nr;
             kernels.store(tile, m, std::min(kernels.nr, D - column), nullptr, nullptr,
-                          mutable_bytes_of(dx) + ((segment.begin + row) * D + column) * kernels.storage_bytes, D);
+                          mutable_bytes_of(dx) + ((segment.begin + row) * D + column) * kernels.storage_bytes,
+                          D);
           });
     };
     const auto weight_job = [&](const Job& job) {

@@ -17,8 +17,8 @@ inline void check_grouped_gemm(const Tensor& x, const Tensor& weight, const Tens
   check_int32(offs, "offs");
   check_dim(offs, 1, "offs", "[E]");
   check_size(offs, 0, weight.size(0), "offs", "[E]");
-  STD_TORCH_CHECK(x.size(0) <= INT32_MAX, "x must have fewer than 2^31 rows (offsets are int32), but got shape ",
-                  shape_text(x));
+  STD_TORCH_CHECK(x.size(0) <= INT32_MAX,
+                  "x must have fewer than 2^31 rows (offsets are int32), but got shape ", shape_text(x));
   if (!bias) return;
   check_same_dtype(*bias, x, "bias", "x");
   check_dim(*bias, 2, "bias", "[E, N]");

@@ -1,4 +1,5 @@
-// Large fresh tensors: filling one in 4 KB pages costs as much time in page faults as the arithmetic that fills it.
+// Large fresh tensors: filling one in 4 KB pages costs as much time in page faults as the arithmetic that
+// fills it.
 #pragma once
 
 #include <cstdint>
@@ -11,7 +12,8 @@
 
 namespace fmoe_ext {
 
-// Asks for huge pages under memory that is about to be written for the first time. A hint: failure changes nothing.
+// Asks for huge pages under memory that is about to be written for the first time. A hint: failure changes
+// nothing.
 inline void advise_huge_pages(void* data, int64_t bytes) {
 #if defined(__linux__) && defined(MADV_HUGEPAGE)
   constexpr int64_t kWorthwhile = 4 << 20;

@@ -11,19 +11,18 @@ from fmoe_ext.dispatch import combine, widen
 from fmoe_ext.linear import FMoELinear, cast_to_weight, cumulative_ends
 
 GATED_ACTIVATIONS = ("swiglu", "geglu", "geglu_tanh")
-ACTIVATIONS = ("gelu", "gelu_tanh", "relu", "silu", *GATED_ACTIVATIONS)
 
 
 def activation_name(activation):
     """The name under which ops.expert_mlp computes an activation; None for a callable that it does not know.
 
-    activation: a name of ACTIVATIONS, nn.GELU / nn.ReLU / nn.SiLU, F.gelu / F.relu / F.silu, or any callable.
+    activation: a name of ops.ACTIVATIONS, nn.GELU / nn.ReLU / nn.SiLU, F.gelu / F.relu / F.silu, or any callable.
     Raises ValueError for another name, TypeError for what is neither a string nor callable.
     """
     if isinstance(activation, str):
-        if activation not in ACTIVATIONS:
+        if activation not in ops.ACTIVATIONS:
             raise ValueError(
-                f"activation must be one of {', '.join(ACTIVATIONS)} or a callable, but got {activation!r}"
+                f"activation must be one of {', '.join(ops.ACTIVATIONS)} or a callable, but got {activation!r}"
             )
         return activation
     if not callable(activation):

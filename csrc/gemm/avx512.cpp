@@ -12,7 +12,8 @@
 #define FMOE_MR 14
 
 #if defined(__clang__)
-#pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx2,fma,f16c"))), apply_to = function)
+#pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx2,fma,f16c"))), \
+                             apply_to = function)
 #else
 #pragma GCC push_options
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"  // gcc's own AVX-512 headers (bug 105593)
@@ -21,10 +22,6 @@
 
 namespace fmoe_ext::gemm {
 namespace {
-
-#include "vec.inc"
-
-#include "multiply.inc"
 
 #include "epilogue.inc"
 

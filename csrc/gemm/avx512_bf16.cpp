@@ -12,7 +12,9 @@
 #define FMOE_MR 14
 #define FMOE_BF16_DOT
 #if defined(__clang__)
-#pragma clang attribute push(__attribute__((target("avx512bf16,avx512f,avx512bw,avx512vl,avx512dq,avx2,fma,f16c"))), apply_to = function)
+#pragma clang attribute push(                                                               \
+    __attribute__((target("avx512bf16,avx512f,avx512bw,avx512vl,avx512dq,avx2,fma,f16c"))), \
+    apply_to = function)
 #else
 #pragma GCC push_options
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"  // gcc's own AVX-512 headers (bug 105593)
@@ -21,10 +23,6 @@
 
 namespace fmoe_ext::gemm {
 namespace {
-
-#include "vec.inc"
-
-#include "multiply.inc"
 
 #include "epilogue.inc"
 

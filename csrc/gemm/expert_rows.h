@@ -1,11 +1,12 @@
-// What the forward and the backward of expert_mlp share: the arguments, checked and contiguous, and the rows they mean.
+// What the forward and the backward of expert_mlp share: the arguments, checked and contiguous, and the rows
+// they mean.
 #pragma once
-
-#include <optional>
-#include <vector>
 
 #include <torch/headeronly/util/BFloat16.h>
 #include <torch/headeronly/util/Half.h>
+
+#include <optional>
+#include <vector>
 
 #include "expert_mlp.h"
 #include "gemm/grouped.h"
@@ -56,15 +57,16 @@ struct ExpertRows {
   std::optional<Tensor> b1, b2, topk_weights;
   Activation activation;
   const Kernels& kernels;
-  int64_t T, K, R, D, E, H, F;  // F: columns of h, H or 2 H
-  std::vector<int64_t> bounds;  // [E + 1]
-  const int32_t* row_idx;       // [R]
-  const int32_t* inverse;       // [T, K]
+  int64_t T, K, R, D, E, H, F;      // F: columns of h, H or 2 H
+  std::vector<int64_t> bounds;      // [E + 1]
+  const int32_t* row_idx;           // [R]
+  const int32_t* inverse;           // [T, K]
   std::optional<RowScales> scales;  // topk_weights of each row
 
-  ExpertRows(const Tensor& x_, const Tensor& row_idx_, const Tensor& inverse_, const Tensor& offs, const Tensor& w1_,
-             const std::optional<Tensor>& b1_, const Tensor& w2_, const std::optional<Tensor>& b2_,
-             const std::optional<Tensor>& topk_weights_, const std::string& activation_name)
+  ExpertRows(const Tensor& x_, const Tensor& row_idx_, const Tensor& inverse_, const Tensor& offs,
+             const Tensor& w1_, const std::optional<Tensor>& b1_, const Tensor& w2_,
+             const std::optional<Tensor>& b2_, const std::optional<Tensor>& topk_weights_,
+             const std::string& activation_name)
       : x(x_), w1(w1_), w2(w2_), activation(parse_activation(activation_name)), kernels(kernels_of(x_)) {
     check_cpu(row_idx_, "row_idx");
     check_cpu(inverse_, "inverse");
@@ -117,8 +119,8 @@ struct ExpertRows {
 
   void check_indices() const {
     for (int64_t r = 0; r < num_rows(); ++r)
-      STD_TORCH_CHECK(row_idx[r] >= 0 && row_idx[r] < R, "row_idx must be in [0, ", R, ") before offs[-1] = ",
-                      num_rows(), ", but row_idx[", r, "] is ", row_idx[r]);
+      STD_TORCH_CHECK(row_idx[r] >= 0 && row_idx[r] < R, "row_idx must be in [0, ", R,
+                      ") before offs[-1] = ", num_rows(), ", but row_idx[", r, "] is ", row_idx[r]);
     for (int64_t i = 0; i < R; ++i)
       STD_TORCH_CHECK(inverse[i] >= -1 && inverse[i] < num_rows(), "inverse must be in [-1, ", num_rows(),
                       ") (-1 means dropped), but element ", i, " is ", inverse[i]);

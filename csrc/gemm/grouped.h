@@ -1,4 +1,5 @@
-// Products over the rows of each expert: which rows (segments, chunks), who computes what (jobs), through which tiles.
+// Products over the rows of each expert: which rows (segments, chunks), who computes what (jobs), through
+// which tiles.
 #pragma once
 
 #include <memory>
@@ -11,7 +12,7 @@
 
 namespace fmoe_ext::gemm {
 
-constexpr int64_t kTileBytes = 2048;   // the largest tile of any instruction set
+constexpr int64_t kTileBytes = 2048;    // the largest tile of any instruction set
 constexpr int64_t kMaxPanelLanes = 32;  // the widest panel
 
 struct Segment {
@@ -41,10 +42,10 @@ inline std::vector<int64_t> read_offs(const Tensor& offs, int64_t num_rows) {
   std::vector<int64_t> bounds(offs.numel() + 1, 0);
   const auto* ends = static_cast<const int32_t*>(offs.const_data_ptr());
   for (int64_t e = 0; e < offs.numel(); ++e) {
-    STD_TORCH_CHECK(ends[e] >= bounds[e], "offs must not decrease or be negative, but offs[", e, "] is ", ends[e],
-                    " after ", bounds[e]);
-    STD_TORCH_CHECK(ends[e] <= num_rows, "offs must not exceed the number of rows ", num_rows, ", but offs[", e,
-                    "] is ", ends[e]);
+    STD_TORCH_CHECK(ends[e] >= bounds[e], "offs must not decrease or be negative, but offs[", e, "] is ",
+                    ends[e], " after ", bounds[e]);
+    STD_TORCH_CHECK(ends[e] <= num_rows, "offs must not exceed the number of rows ", num_rows, ", but offs[",
+                    e, "] is ", ends[e]);
     bounds[e + 1] = ends[e];
   }
   return bounds;
@@ -70,7 +71,9 @@ inline std::vector<Chunk> make_chunks(const std::vector<int64_t>& bounds, int64_
 }
 
 // As many rows as fit, but enough of them to be worth a chunk.
-inline int64_t rows_within(int64_t bytes, int64_t row_bytes) { return std::max<int64_t>(bytes / row_bytes, 64); }
+inline int64_t rows_within(int64_t bytes, int64_t row_bytes) {
+  return std::max<int64_t>(bytes / row_bytes, 64);
+}
 
 inline int64_t largest_chunk(const std::vector<Chunk>& chunks) {
   int64_t rows = 0;
@@ -83,8 +86,8 @@ class Workspace {
  public:
   Workspace(const Tensor& like, int64_t bytes)
       : bytes_(new_large(like, {bytes + kAlign}, ScalarType::Byte)),
-        data_(reinterpret_cast<char*>(
-            (reinterpret_cast<uintptr_t>(bytes_.mutable_data_ptr()) + kAlign - 1) / kAlign * kAlign)) {}
+        data_(reinterpret_cast<char*>((reinterpret_cast<uintptr_t>(bytes_.mutable_data_ptr()) + kAlign - 1) /
+                                      kAlign * kAlign)) {}
   char* data() const { return data_; }
 
  private:
@@ -109,8 +112,8 @@ inline char* thread_buffer(int64_t bytes) {
   return reinterpret_cast<char*>((reinterpret_cast<uintptr_t>(buffer.memory.get()) + 63) / 64 * 64);
 }
 
-// A block of operand rows, row-major. The stride is an odd number of cache lines, so that the rows of a tile do not
-// compete for the same lines of the first-level cache.
+// A block of operand rows, row-major. The stride is an odd number of cache lines, so that the rows of a tile
+// do not compete for the same lines of the first-level cache.
 struct RowMajor {
   char* data;
   int64_t stride;  // in elements
@@ -146,9 +149,10 @@ struct Job {
   int64_t begin, end, group;
 };
 
-// Splits `parts` parts of each segment, each part costing `rows * flops` and touching `bytes`, into jobs that are large
-// enough to be worth a hand-over. Depends on the shapes only, never on the number of threads.
-inline void add_jobs(std::vector<Job>& jobs, const Segment& segment, int64_t parts, int64_t flops, int64_t bytes) {
+// Splits `parts` parts of each segment, each part costing `rows * flops` and touching `bytes`, into jobs that
+// are large enough to be worth a hand-over. Depends on the shapes only, never on the number of threads.
+inline void add_jobs(std::vector<Job>& jobs, const Segment& segment, int64_t parts, int64_t flops,
+                     int64_t bytes) {
   constexpr int64_t kJobFlops = 1 << 24, kJobBytes = 1 << 18;
   const int64_t wanted = std::max(segment.rows() * flops * parts / kJobFlops, bytes * parts / kJobBytes);
   const int64_t groups = std::clamp<int64_t>(wanted, 1, std::max<int64_t>(parts, 1));
@@ -156,7 +160,8 @@ inline void add_jobs(std::vector<Job>& jobs, const Segment& segment, int64_t par
     jobs.push_back({&segment, parts * group / groups, parts * (group + 1) / groups, group});
 }
 
-inline std::vector<Job> panel_jobs(const Kernels& kernels, const Chunk& chunk, int64_t num_panels, int64_t depth) {
+inline std::vector<Job> panel_jobs(const Kernels& kernels, const Chunk& chunk, int64_t num_panels,
+                                   int64_t depth) {
   std::vector<Job> jobs;
   for (const Segment& segment : chunk.segments)
     add_jobs(jobs, segment, num_panels, 2 * depth * kernels.nr, depth * kernels.nr * kernels.storage_bytes);
@@ -167,16 +172,15 @@ inline std::vector<Job> panel_jobs(const Kernels& kernels, const Chunk& chunk, i
 template <class Body>
 void for_each_row_slice(int64_t begin, int64_t end, const Body& body) {
   constexpr int64_t kSlice = 64;
-  for_each_job(divide_up(end - begin, kSlice), [&](int64_t job) {
-    body(begin + job * kSlice, std::min(end, begin + (job + 1) * kSlice));
-  });
+  for_each_job(divide_up(end - begin, kSlice),
+               [&](int64_t job) { body(begin + job * kSlice, std::min(end, begin + (job + 1) * kSlice)); });
 }
 
-// Rows [row, row + n) of one operand times packed panels: pack(panel, buffer) fills B, epilogue(panel, tile, row, m)
-// takes the tile. `a` starts at the segment's first row; row counts from there.
+// Rows [row, row + n) of one operand times packed panels: pack(panel, buffer) fills B, epilogue(panel, tile,
+// row, m) takes the tile. `a` starts at the segment's first row; row counts from there.
 template <class Pack, class Epilogue>
-void multiply_panels(const Kernels& kernels, const Job& job, const RowMajor& a, int64_t depth, const Pack& pack,
-                     const Epilogue& epilogue) {
+void multiply_panels(const Kernels& kernels, const Job& job, const RowMajor& a, int64_t depth,
+                     const Pack& pack, const Epilogue& epilogue) {
   alignas(64) char tile[kTileBytes];
   char* panel = thread_buffer(panel_bytes(kernels, depth, kernels.nr));
   const int64_t rows = job.segment->rows();
@@ -190,10 +194,11 @@ void multiply_panels(const Kernels& kernels, const Job& job, const RowMajor& a, 
   }
 }
 
-// Every tile of A^T B for packed panels A [depth, rows] and B [depth, columns]: epilogue(tile, row, column, m, n).
+// Every tile of A^T B for packed panels A [depth, rows] and B [depth, columns]: epilogue(tile, row, column,
+// m, n).
 template <class Epilogue>
-void multiply_packed_panels(const Kernels& kernels, const Panels& a, int64_t rows, const Panels& b, int64_t columns,
-                            int64_t depth, const Epilogue& epilogue) {
+void multiply_packed_panels(const Kernels& kernels, const Panels& a, int64_t rows, const Panels& b,
+                            int64_t columns, int64_t depth, const Epilogue& epilogue) {
   alignas(64) char tile[kTileBytes];
   for (int64_t column = 0; column < columns; column += kernels.nr)
     for (int64_t row = 0; row < rows; row += kernels.mr) {
@@ -203,9 +208,10 @@ void multiply_packed_panels(const Kernels& kernels, const Panels& a, int64_t row
     }
 }
 
-// Fills buffer with the panel of columns [column, column + nr) of weight^T; weight [num_columns, depth] is contiguous.
-inline void pack_weight_columns(const Kernels& kernels, const char* weight, int64_t num_columns, int64_t depth,
-                                int64_t column, char* buffer) {
+// Fills buffer with the panel of columns [column, column + nr) of weight^T; weight [num_columns, depth] is
+// contiguous.
+inline void pack_weight_columns(const Kernels& kernels, const char* weight, int64_t num_columns,
+                                int64_t depth, int64_t column, char* buffer) {
   const void* columns[kMaxPanelLanes];
   for (int64_t j = 0; j < kernels.nr; ++j)
     columns[j] = column + j < num_columns ? weight + (column + j) * depth * kernels.storage_bytes : nullptr;
@@ -215,7 +221,7 @@ inline void pack_weight_columns(const Kernels& kernels, const char* weight, int6
 // Fills buffer with the panel of columns [column, column + nr) of weight [depth, num_columns], contiguous.
 inline void pack_weight_rows(const Kernels& kernels, const char* weight, int64_t num_columns, int64_t depth,
                              int64_t column, char* buffer) {
-  constexpr int64_t kStep = 64;  // a multiple of every k_step
+  constexpr int64_t kStep = 256;  // a multiple of every k_step
   const void* rows[kStep];
   for (int64_t k = 0; k < depth; k += kStep) {
     const int64_t n = std::min(kStep, depth - k);
@@ -233,7 +239,8 @@ inline void pack_block(const Kernels& kernels, const RowMajor& block, int64_t ro
   kernels.pack_operand_rows(pointers.data(), rows, column, n, lanes, panels.data, panels.stride);
 }
 
-// The columns of some tensor, for the rows of each segment of a chunk, as panels over k = rows that all jobs share.
+// The columns of some tensor, for the rows of each segment of a chunk, as panels over k = rows that all jobs
+// share.
 class SharedPanels {
  public:
   SharedPanels(const Kernels& kernels, int64_t columns, int64_t lanes)
@@ -241,14 +248,16 @@ class SharedPanels {
 
   int64_t bytes(const Chunk& chunk) const {
     int64_t total = 0;
-    for (const Segment& segment : chunk.segments) total += num_panels() * panel_bytes(kernels_, segment.rows(), lanes_);
+    for (const Segment& segment : chunk.segments)
+      total += num_panels() * panel_bytes(kernels_, segment.rows(), lanes_);
     return total;
   }
 
   void place(const Chunk& chunk, char* memory) {
     panels_.clear();
     for (const Segment& segment : chunk.segments) {
-      panels_.push_back({memory, Panels::stride_for(kernels_, segment.rows(), lanes_), kernels_.operand_bytes});
+      panels_.push_back(
+          {memory, Panels::stride_for(kernels_, segment.rows(), lanes_), kernels_.operand_bytes});
       memory += num_panels() * panel_bytes(kernels_, segment.rows(), lanes_);
     }
     first_ = chunk.segments.data();
@@ -267,8 +276,8 @@ class SharedPanels {
     std::vector<const void*> rows(segment.rows());
     for (int64_t r = 0; r < segment.rows(); ++r) rows[r] = row(segment.begin + r);
     const int64_t column = job.begin * lanes_;
-    kernels_.pack_rows(rows.data(), segment.rows(), column, std::min(job.end * lanes_, columns_) - column, lanes_,
-                       of(segment).panel(job.begin), of(segment).stride);
+    kernels_.pack_rows(rows.data(), segment.rows(), column, std::min(job.end * lanes_, columns_) - column,
+                       lanes_, of(segment).panel(job.begin), of(segment).stride);
   }
 
   const Panels& of(const Segment& segment) const { return panels_[&segment - first_]; }
@@ -282,8 +291,8 @@ class SharedPanels {
   const Segment* first_ = nullptr;
 };
 
-// The gradient of one parameter [E, size]: an expert whole in one chunk is stored at once; one that is cut is summed
-// over its segments in acc and rounded after the last.
+// The gradient of one parameter [E, size]: an expert whole in one chunk is stored at once; one that is cut is
+// summed over its segments in acc and rounded after the last.
 class ExpertGradient {
  public:
   ExpertGradient(const Kernels& kernels, const std::vector<int64_t>& bounds, int64_t rows, int64_t columns)
@@ -301,7 +310,8 @@ class ExpertGradient {
   // Before the jobs of a chunk: a cut expert starts with zero sums.
   void begin(const Chunk& chunk) {
     const Segment& segment = chunk.segments.front();
-    if (segment.cut && segment.begin == bounds_[segment.expert]) sums_.assign(rows_ * columns_ * kernels_.acc_bytes, 0);
+    if (segment.cut && segment.begin == bounds_[segment.expert])
+      sums_.assign(rows_ * columns_ * kernels_.acc_bytes, 0);
   }
 
   void add(const Segment& segment, const void* tile, int64_t row, int64_t column, int64_t m, int64_t n) {
@@ -344,12 +354,14 @@ class BiasGradient {
   // rows starts at the segment's first row; scale (acc) too, or null.
   void add(const Segment& segment, const RowMajor& rows, const char* scale, int64_t part) {
     const int64_t column = part * kColumns;
-    kernels_.sum_over_rows(rows.at(0, column), rows.stride, segment.rows(), std::min(kColumns, columns_ - column), scale,
+    kernels_.sum_over_rows(rows.at(0, column), rows.stride, segment.rows(),
+                           std::min(kColumns, columns_ - column), scale,
                            sums_.data() + (segment.expert * columns_ + column) * kernels_.acc_bytes);
   }
 
   void store(const Tensor& out) const {
-    kernels_.round(sums_.data(), static_cast<int64_t>(sums_.size()) / kernels_.acc_bytes, out.mutable_data_ptr());
+    kernels_.round(sums_.data(), static_cast<int64_t>(sums_.size()) / kernels_.acc_bytes,
+                   out.mutable_data_ptr());
   }
 
  private:

@@ -1,12 +1,12 @@
 // Chooses the instruction set, once, when the first product is computed.
 #include "isa.h"
 
+#include <torch/csrc/stable/library.h>
+#include <torch/headeronly/util/Exception.h>
+
 #include <array>
 #include <atomic>
 #include <string>
-
-#include <torch/csrc/stable/library.h>
-#include <torch/headeronly/util/Exception.h>
 
 namespace fmoe_ext::gemm {
 namespace {
@@ -57,21 +57,23 @@ KernelSet kernels_up_to(size_t last) {
 
 // One choice for each prefix of kIsas, made at load time; products read the index of the prefix in use.
 const std::array<KernelSet, kIsas.size()>& choices() {
-  static const std::array<KernelSet, kIsas.size()> all = {kernels_up_to(0), kernels_up_to(1), kernels_up_to(2),
-                                                          kernels_up_to(3)};
+  static const std::array<KernelSet, kIsas.size()> all = {kernels_up_to(0), kernels_up_to(1),
+                                                          kernels_up_to(2), kernels_up_to(3)};
   return all;
 }
 
 std::atomic<size_t> limit{kIsas.size() - 1};
 
-// Test hook: limits the instruction set by name. Returns whether this processor has it; if not, nothing changes.
+// Test hook: limits the instruction set by name. Returns whether this processor has it; if not, nothing
+// changes.
 bool set_cpu_isa(std::string name) {
   for (size_t i = 0; i < kIsas.size(); ++i) {
     if (name != kIsas[i].name) continue;
     if (kIsas[i].supported()) limit = i;
     return kIsas[i].supported();
   }
-  STD_TORCH_CHECK(false, "unknown instruction set \"", name, "\": known are portable, avx2, avx512, avx512_bf16");
+  STD_TORCH_CHECK(false, "unknown instruction set \"", name,
+                  "\": known are portable, avx2, avx512, avx512_bf16");
 }
 
 }  // namespace
@@ -93,6 +95,8 @@ const Kernels& kernels_for(ScalarType dtype) {
 }
 
 STABLE_TORCH_LIBRARY_FRAGMENT(fmoe_ext, m) { m.def("_set_cpu_isa(str name) -> bool"); }
-STABLE_TORCH_LIBRARY_IMPL(fmoe_ext, CompositeExplicitAutograd, m) { m.impl("_set_cpu_isa", TORCH_BOX(&set_cpu_isa)); }
+STABLE_TORCH_LIBRARY_IMPL(fmoe_ext, CompositeExplicitAutograd, m) {
+  m.impl("_set_cpu_isa", TORCH_BOX(&set_cpu_isa));
+}
 
 }  // namespace fmoe_ext::gemm

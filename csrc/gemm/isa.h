@@ -1,4 +1,5 @@
-// One table per instruction set; a null pointer where the set adds nothing for that type, or is not compiled in.
+// One table per instruction set; a null pointer where the set adds nothing for that type, or is not compiled
+// in.
 #pragma once
 
 #include "kernels.h"

@@ -1,17 +1,18 @@
 // The leaves of every matrix product on the CPU: one table of functions per element type and instruction set.
 //
-// A product C [M, N] = A [M, k] B [k, N] is computed in tiles of mr x nr that stay in registers over the whole of k.
-// B is packed in panels of nr columns, [k][nr]. A is either row-major, or packed in panels of mr rows, [k][mr].
-// Operands are held in units of k_step consecutive k: a float, a double, or (vdpbf16ps) a pair of bfloat16.
-// Types that the instruction set cannot multiply are operands in float, rounded only when a result is stored.
+// A product C [M, N] = A [M, k] B [k, N] is computed in tiles of mr x nr that stay in registers over the
+// whole of k. B is packed in panels of nr columns, [k][nr]. A is either row-major, or packed in panels of mr
+// rows, [k][mr]. Operands are held in units of k_step consecutive k: a float, a double, or (vdpbf16ps) a pair
+// of bfloat16. Types that the instruction set cannot multiply are operands in float, rounded only when a
+// result is stored.
 //
-// "Storage" is the element type of the tensors, "operand" the type that is multiplied, "acc" (float, or double for
-// double) the type of sums, tiles and scales.
+// "Storage" is the element type of the tensors, "operand" the type that is multiplied, "acc" (float, or
+// double for double) the type of sums, tiles and scales.
 #pragma once
 
-#include <cstdint>
-
 #include <torch/headeronly/core/ScalarType.h>
+
+#include <cstdint>
 
 #include "activation.h"
 
@@ -22,31 +23,32 @@ namespace fmoe_ext::gemm {
 struct ActForward {
   Curve curve;
   bool gated;
-  const void* tile;     // acc [m, nr]
+  const void* tile;  // acc [m, nr]
   int64_t m, n;
-  const void* bias;     // storage, at the first gate column, or null
-  void* h;              // storage, at the tile's corner, or null
+  const void* bias;  // storage, at the first gate column, or null
+  void* h;           // storage, at the tile's corner, or null
   int64_t h_stride;
-  int64_t up_offset;    // distance of an up column from its gate column in h and bias
-  void* a;              // operand [m, n]
+  int64_t up_offset;  // distance of an up column from its gate column in h and bias
+  void* a;            // operand [m, n]
   int64_t a_stride;
 };
 
-// tile = dO W2, not yet weighted. dh = curve'(h) * scale * tile, a = scale * curve(h), dscale += <tile, curve(h)>.
+// tile = dO W2, not yet weighted. dh = curve'(h) * scale * tile, a = scale * curve(h), dscale += <tile,
+// curve(h)>.
 struct ActBackward {
   Curve curve;
   bool gated;
-  const void* tile;     // acc [m, nr]
+  const void* tile;  // acc [m, nr]
   int64_t m, n;
-  const void* h;        // storage, at the tile's corner
+  const void* h;  // storage, at the tile's corner
   int64_t h_stride;
   int64_t up_offset;
-  const void* scale;    // acc [m], or null for 1
-  void* dh;             // operand, at the tile's corner
+  const void* scale;  // acc [m], or null for 1
+  void* dh;           // operand, at the tile's corner
   int64_t dh_stride;
-  void* a;              // operand, or null
+  void* a;  // operand, or null
   int64_t a_stride;
-  void* dscale;         // acc [m], or null
+  void* dscale;  // acc [m], or null
 };
 
 struct Kernels {
@@ -62,15 +64,17 @@ struct Kernels {
   void (*pack_rows)(const void* const* rows, int64_t k, int64_t col0, int64_t n, int64_t lanes, void* dst,
                     int64_t panel_stride);
   // The same, from operands instead of storage.
-  void (*pack_operand_rows)(const void* const* rows, int64_t k, int64_t col0, int64_t n, int64_t lanes, void* dst,
-                            int64_t panel_stride);
+  void (*pack_operand_rows)(const void* const* rows, int64_t k, int64_t col0, int64_t n, int64_t lanes,
+                            void* dst, int64_t panel_stride);
 
   // tile [m, nr] = A B over k; A is row-major with a stride in elements, or one packed panel.
-  void (*multiply_row_major)(int64_t m, int64_t k, const void* a, int64_t stride, const void* panel, void* tile);
+  void (*multiply_row_major)(int64_t m, int64_t k, const void* a, int64_t stride, const void* panel,
+                             void* tile);
   void (*multiply_packed)(int64_t m, int64_t k, const void* a, const void* panel, void* tile);
 
   // dst [m, n] = (tile + bias) * scale[row]; bias storage [n] or null, scale acc [m] or null.
-  void (*store)(const void* tile, int64_t m, int64_t n, const void* bias, const void* scale, void* dst, int64_t stride);
+  void (*store)(const void* tile, int64_t m, int64_t n, const void* bias, const void* scale, void* dst,
+                int64_t stride);
   // sum [m, n] += tile, in acc.
   void (*accumulate)(const void* tile, int64_t m, int64_t n, void* sum, int64_t stride);
   void (*act_forward)(const ActForward& args);
@@ -78,7 +82,8 @@ struct Kernels {
 
   void (*round)(const void* acc, int64_t n, void* dst);
   // sum [n] += sum over rows of scale[row] * operand[row]; scale null is 1.
-  void (*sum_over_rows)(const void* operand, int64_t stride, int64_t num_rows, int64_t n, const void* scale, void* sum);
+  void (*sum_over_rows)(const void* operand, int64_t stride, int64_t num_rows, int64_t n, const void* scale,
+                        void* sum);
   // out [n] = sum of the given rows, in their order.
   void (*sum_rows)(const void* const* rows, int64_t num_rows, int64_t n, void* out);
   // *out = <x, y>, all of storage but the result (acc).

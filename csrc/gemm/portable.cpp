@@ -11,10 +11,6 @@
 namespace fmoe_ext::gemm {
 namespace {
 
-#include "vec.inc"
-
-#include "multiply.inc"
-
 #include "epilogue.inc"
 
 constexpr Kernels kFloat32 = make_kernels<float>(), kFloat64 = make_kernels<double>();

@@ -1,17 +1,21 @@
+from types import MappingProxyType
+
 import torch
 import torch.nn.functional as F
 
 from fmoe_ext.ops._autograd import register_autocast, register_not_differentiable_twice
 
-ACTIVATIONS = {
-    "gelu": F.gelu,
-    "gelu_tanh": lambda h: F.gelu(h, approximate="tanh"),
-    "relu": F.relu,
-    "silu": F.silu,
-    "swiglu": lambda h: F.silu(h.chunk(2, -1)[0]) * h.chunk(2, -1)[1],
-    "geglu": lambda h: F.gelu(h.chunk(2, -1)[0]) * h.chunk(2, -1)[1],
-    "geglu_tanh": lambda h: F.gelu(h.chunk(2, -1)[0], approximate="tanh") * h.chunk(2, -1)[1],
-}
+ACTIVATIONS = MappingProxyType(
+    {
+        "gelu": F.gelu,
+        "gelu_tanh": lambda h: F.gelu(h, approximate="tanh"),
+        "relu": F.relu,
+        "silu": F.silu,
+        "swiglu": lambda h: F.silu(h.chunk(2, -1)[0]) * h.chunk(2, -1)[1],
+        "geglu": lambda h: F.gelu(h.chunk(2, -1)[0]) * h.chunk(2, -1)[1],
+        "geglu_tanh": lambda h: F.gelu(h.chunk(2, -1)[0], approximate="tanh") * h.chunk(2, -1)[1],
+    }
+)
 
 
 def expert_mlp(
@@ -29,13 +33,14 @@ def expert_mlp(
 ) -> torch.Tensor:
     """Two-layer MLP of each expert over the tokens that chose it, with dispatch and combine fused in.
 
-    x [T, D]; row_idx [T*K], inverse [T, K], offs [E] int32 as sort_tokens returns them; w1 [E, H, D] (gated: [E, 2H, D],
-    gate rows before up rows), b1 [E, H or 2H], w2 [E, D, H], b2 [E, D] of the dtype of x; topk_weights [T, K] of the
-    dtype of x or float32. activation: gelu, gelu_tanh, relu, silu, swiglu, geglu or geglu_tanh.
-    Returns the weighted sum over each token's choices [T, D]; with combine=False the (weighted) rows [T*K, D] in
-    expert-major order, zero at and after offs[-1]. Keeps x, the pre-activation rows and the indices for backward.
-    Raises RuntimeError for an unknown activation, other shapes or dtypes, and on the CPU for indices out of range.
-    Equivalent to: unpermute(grouped_gemm(act(grouped_gemm(permute(x), w1, offs, b1)), w2, offs, b2), topk_weights).
+    x [T, D]; row_idx [T*K], inverse [T, K], offs [E] int32 as sort_tokens returns them; w1 [E, H, D] (gated:
+    [E, 2H, D], gate rows before up rows), b1 [E, H or 2H], w2 [E, D, H], b2 [E, D] of the dtype of x;
+    topk_weights [T, K] of the dtype of x or float32.
+    activation: gelu, gelu_tanh, relu, silu, swiglu, geglu or geglu_tanh.
+    Returns the weighted sum over each token's choices [T, D]; with combine=False the (weighted) rows [T*K, D]
+    in expert-major order, zero from offs[-1] on. Keeps x, the pre-activation and the indices for backward.
+    Raises RuntimeError for an unknown activation, other shapes or dtypes, and on the CPU for bad indices.
+    Equivalent to: unpermute(F.linear(act(F.linear(permute(x), w1[e], b1[e])), w2[e], b2[e]), topk_weights).
     """
     save_h = torch.is_grad_enabled() and any(
         t is not None and t.requires_grad for t in (x, w1, b1, w2, b2, topk_weights)
@@ -54,9 +59,9 @@ def expert_mlp_ref(
         choices = row_idx[begin:end].long()
         h = F.linear(x[choices // K], w1[e], None if b1 is None else b1[e])
         rows = F.linear(ACTIVATIONS[activation](h), w2[e], None if b2 is None else b2[e])
-        y.append(
-            rows if topk_weights is None else (rows * topk_weights.reshape(-1)[choices][:, None]).to(x.dtype)
-        )
+        if topk_weights is not None:
+            rows = (rows * topk_weights.reshape(-1)[choices][:, None]).to(x.dtype)
+        y.append(rows)
         begin = end
     y = torch.cat([*y, x.new_zeros(T * K - begin, x.shape[1])])
     if not combine:
@@ -80,7 +85,7 @@ def _(grad_y, x, row_idx, inverse, offs, w1, w2, b2, topk_weights, h, activation
 
 
 def _setup_context(ctx, inputs, output):
-    x, row_idx, inverse, offs, w1, b1, w2, b2, topk_weights, activation, combine, save_h = inputs
+    x, row_idx, inverse, offs, w1, _, w2, b2, topk_weights, activation, combine, save_h = inputs
     h = output[1]
     ctx.mark_non_differentiable(h)
     ctx.set_materialize_grads(False)

@@ -6,9 +6,9 @@ from fmoe_ext.ops._autograd import register_autocast, register_not_differentiabl
 def grouped_gemm(
     x: torch.Tensor, weight: torch.Tensor, offs: torch.Tensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Multiplies the rows of each expert by that expert's weight: y[offs[e-1]:offs[e]] = x[...] @ weight[e].T + bias[e].
+    """Multiplies the rows of each expert by its weight: y = x @ weight[e].T + bias[e] on offs[e-1]:offs[e].
 
-    x [R, D], weight [E, N, D], bias [E, N] of one floating dtype, offs [E] int32 (cumulative ends) -> y [R, N].
+    x [R, D], weight [E, N, D], bias [E, N] of one floating dtype, offs [E] int32 -> y [R, N].
     Rows at or after offs[-1] are ignored and give zeros; an expert without rows gets zero gradients.
     Raises RuntimeError for other shapes or dtypes, and on the CPU for offs that decrease or exceed R.
     Equivalent to: torch.cat([F.linear(rows, weight[e], bias[e]) for e, rows in enumerate(x.split(counts))]).
@@ -36,16 +36,17 @@ def _(grad_y, x, weight, offs, needs):
 
 
 def _setup_context(ctx, inputs, output):
-    x, weight, offs, bias = inputs
+    x, weight, offs, _ = inputs
     ctx.save_for_backward(x, weight, offs)
 
 
 def _backward(ctx, grad_y):
     x, weight, offs = ctx.saved_tensors
-    needs = [ctx.needs_input_grad[0], ctx.needs_input_grad[1], ctx.needs_input_grad[3]]
+    num_given = len(ctx.needs_input_grad)  # 3 when bias is left out
+    needs = [ctx.needs_input_grad[0], ctx.needs_input_grad[1], num_given > 3 and ctx.needs_input_grad[3]]
     grads = torch.ops.fmoe_ext.grouped_gemm_backward(grad_y, x, weight, offs, needs)
     dx, dweight, dbias = (grad if needed else None for grad, needed in zip(grads, needs, strict=True))
-    return dx, dweight, None, dbias
+    return (dx, dweight, None, dbias)[:num_given]
 
 
 torch.library.register_autograd("fmoe_ext::grouped_gemm", _backward, setup_context=_setup_context)

@@ -257,9 +257,7 @@ def test_rejects():
         call(inverse=torch.full_like(inverse, 12))
     with pytest.raises(RuntimeError, match=r"offs\[2\] is 13"):
         call(offs=torch.tensor([0, 0, 13], dtype=torch.int32))
-    with pytest.raises(
-        RuntimeError, match="topk_weights must have the dtype of x .* or float32, but got Double"
-    ):
+    with pytest.raises(RuntimeError, match=r"topk_weights must have the dtype of x .* got Double"):
         call(weights=weights.double())
     with pytest.raises(RuntimeError, match=r"b1 must have shape \[E, 2 \* H\] with size 8"):
         call(b1=b1[:, :4])
