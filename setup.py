@@ -8,7 +8,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from setuptools import setup
+from setuptools import Extension, setup
 
 ROOT = Path(__file__).parent.resolve()
 TORCH_FLOOR = (2, 11)
@@ -187,13 +187,15 @@ def nccl_extension(cuda_home):
         stop(
             "USE_NCCL=1 needs cuda_runtime.h, which nccl.h includes: install the CUDA toolkit or set CUDA_HOME."
         )
-    return cpp_extension.CppExtension(
+    return Extension(
         "fmoe_ext._C_nccl",
         sources("csrc/nccl/*.cpp"),
-        include_dirs=[str(include), str(Path(cuda_home, "include"))],
+        # torch's headers only for the pybind11 among them
+        include_dirs=[str(include), str(Path(cuda_home, "include")), *cpp_extension.include_paths()],
         depends=headers("csrc/nccl"),
         extra_compile_args={"cxx": ["-std=c++20", "-fvisibility=hidden", *WARNINGS, "-O2"]},
         extra_link_args=[f"-L{lib}", "-l:libnccl.so.2", f"-Wl,-rpath,{lib}"],
+        language="c++",
     )
 
 
