@@ -9,13 +9,17 @@ export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 NATIVE := setup.py pyproject.toml $(shell find csrc cuda -name '*.cpp' -o -name '*.h' -o -name '*.inc' -o -name '*.cu' -o -name '*.cuh')
 CXX_FILES := $(shell find csrc cuda tests -name '*.cpp' -o -name '*.h' -o -name '*.inc' -o -name '*.cu' -o -name '*.cuh')
 
-.PHONY: help train test build lint format bench wheel asan cuda clean
+.PHONY: help train train-ep test build lint format bench wheel asan cuda clean
 help:
 	@sed -n 's/^## //p' Makefile
 
 ## make train    train the MoE language model on real text; pictures and metrics in out/lm  (ARGS="--compare")
 train: build
 	$(PY) -m examples.lm.train $(ARGS)
+
+## make train-ep the same model with its experts on 4 processes: its loss curve equals that of one process
+train-ep: build
+	$(PY) examples/lm/train_ep.py $(ARGS)
 
 ## make test     the whole test suite                                                       (ARGS="-k sort -x")
 test: build

@@ -8,7 +8,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from setuptools import setup
+from setuptools import Extension, setup
 
 ROOT = Path(__file__).parent.resolve()
 TORCH_FLOOR = (2, 11)
@@ -177,15 +177,25 @@ def cuda_extension(home):
     )
 
 
-def nccl_extension():
+def nccl_extension(cuda_home):
     include, lib = find_nccl()
-    return cpp_extension.CppExtension(
+    homes = [cuda_home, os.environ.get("CUDA_HOME"), "/usr/local/cuda"]
+    cuda_home = next(
+        (home for home in homes if home and Path(home, "include", "cuda_runtime.h").exists()), None
+    )
+    if cuda_home is None:
+        stop(
+            "USE_NCCL=1 needs cuda_runtime.h, which nccl.h includes: install the CUDA toolkit or set CUDA_HOME."
+        )
+    return Extension(
         "fmoe_ext._C_nccl",
         sources("csrc/nccl/*.cpp"),
-        include_dirs=[str(include)],
-        library_dirs=[str(lib)],
-        extra_compile_args={"cxx": [*COMMON, *WARNINGS, "-O2", "-DUSE_CUDA"]},
-        extra_link_args=["-l:libnccl.so.2", f"-Wl,-rpath,{lib}"],
+        # torch's headers only for the pybind11 among them
+        include_dirs=[str(include), str(Path(cuda_home, "include")), *cpp_extension.include_paths()],
+        depends=headers("csrc/nccl"),
+        extra_compile_args={"cxx": ["-std=c++20", "-fvisibility=hidden", *WARNINGS, "-O2"]},
+        extra_link_args=[f"-L{lib}", "-l:libnccl.so.2", f"-Wl,-rpath,{lib}"],
+        language="c++",
     )
 
 
@@ -195,7 +205,7 @@ extensions = [cpu_extension(cuda_home)]
 if cuda_home is not None and sources("cuda/*.cu"):
     extensions.append(cuda_extension(cuda_home))
 if env_flag("USE_NCCL"):
-    extensions.append(nccl_extension())
+    extensions.append(nccl_extension(cuda_home))
 
 print(
     f"fmoe_ext: building {', '.join(e.name for e in extensions)} for torch {torch.__version__}, {platform.machine()}"

@@ -43,7 +43,7 @@ def dispatch(x, topk_idx, num_experts):
     Equivalent to: x[torch.sort(topk_idx.flatten(), stable=True).indices // K] when nothing is dropped.
     """
     handle = sort_choices(topk_idx, num_experts)
-    rows = map_structure(lambda leaf: _per_row(ops.permute, leaf, handle.row_idx, handle.inverse), x)
+    rows = map_structure(lambda leaf: per_row(ops.permute, leaf, handle.row_idx, handle.inverse), x)
     return rows, handle
 
 
@@ -59,7 +59,7 @@ def combine(y, handle, topk_weights=None):
     def leaf(y):
         if y.shape[0] < num_rows:
             y = F.pad(y, (0, 0) * (y.dim() - 1) + (0, num_rows - y.shape[0]))
-        return _per_row(ops.unpermute, y, handle.row_idx, handle.inverse, widen(topk_weights, y.dtype))
+        return per_row(ops.unpermute, y, handle.row_idx, handle.inverse, widen(topk_weights, y.dtype))
 
     return map_structure(leaf, y)
 
@@ -69,7 +69,7 @@ def widen(topk_weights, dtype):
     return None if topk_weights is None else topk_weights.to(torch.promote_types(dtype, torch.float32))
 
 
-def _per_row(op, x, *args):
+def per_row(op, x, *args):
     """op, which takes and returns matrices, on x [N, *]."""
     out = op(x.reshape(x.shape[0], math.prod(x.shape[1:])), *args)
     return out.reshape(out.shape[0], *x.shape[1:])

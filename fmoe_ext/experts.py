@@ -58,34 +58,36 @@ class FusedExperts(nn.Module):
         self.h4toh = FMoELinear(num_experts, d_hidden, d_model, bias=bias)
         self.register_load_state_dict_pre_hook(_fuse_per_expert_layout)
 
-    def forward(self, inp, fwd_expert_count, handle=None, topk_weights=None):
+    @property
+    def weights(self):
+        """The tensors that forward computes with: w1, b1 or None, w2, b2 or None, one entry an expert."""
+        return self.htoh4.weight, self.htoh4.bias, self.h4toh.weight, self.h4toh.bias
+
+    def forward(self, inp, fwd_expert_count, handle=None, topk_weights=None, weights=None):
         """The experts on rows, or with a handle on tokens.
 
         Without handle, FastMoE's call: inp [R, D] sorted by expert, fwd_expert_count [E] -> [R, D].
         With a DispatchHandle: inp [T, D] in the order of the tokens, topk_weights [T, K] -> [T, D], the
         weighted sum of each token's experts; neither the sorted rows nor their results are kept.
+        weights: those of other experts of the same shape, or of a part of these, in the place of self.weights.
         """
-        inp = cast_to_weight(inp, self.htoh4.weight)
+        w1, b1, w2, b2 = weights or self.weights
+        inp = cast_to_weight(inp, w1)
+        offs = cumulative_ends(fwd_expert_count, w1.shape[0], inp.device) if handle is None else handle.offs
+        if self.fused_activation is None:
+            rows = inp if handle is None else ops.permute(inp, handle.row_idx, handle.inverse)
+            hidden = self.activation(ops.grouped_gemm(rows, w1, offs, b1))
+            rows = ops.grouped_gemm(hidden, w2, offs, b2)
+            return rows if handle is None else combine(rows, handle, topk_weights)
         if handle is None:
-            return self._forward_rows(inp, fwd_expert_count)
-        if self.fused_activation is None:
-            rows = ops.permute(inp, handle.row_idx, handle.inverse)
-            return combine(self._forward_rows(rows, handle.tokens_per_expert), handle, topk_weights)
-        routing = (handle.row_idx, handle.inverse, handle.offs)
-        return self._expert_mlp(inp, routing, widen(topk_weights, inp.dtype), combine=True)
-
-    def _forward_rows(self, rows, fwd_expert_count):
-        if self.fused_activation is None:
-            hidden = self.activation(self.htoh4(rows, fwd_expert_count))
-            return self.h4toh(hidden, fwd_expert_count)
-        offs = cumulative_ends(fwd_expert_count, self.num_experts, rows.device)
-        row = torch.arange(rows.shape[0], dtype=torch.int32, device=rows.device)
-        row_idx = torch.where(row < offs[-1], row, -1)  # every row is its own token, with K = 1
-        return self._expert_mlp(rows, (row_idx, row_idx[:, None], offs), None, combine=False)
-
-    def _expert_mlp(self, x, routing, topk_weights, combine):
-        params = (self.htoh4.weight, self.htoh4.bias, self.h4toh.weight, self.h4toh.bias)
-        return ops.expert_mlp(x, *routing, *params, topk_weights, self.fused_activation, combine)
+            row = torch.arange(inp.shape[0], dtype=torch.int32, device=inp.device)
+            row_idx = torch.where(row < offs[-1], row, -1)  # every row is its own token, with K = 1
+            routing = (row_idx, row_idx[:, None], offs)
+        else:
+            routing = (handle.row_idx, handle.inverse, offs)
+        topk_weights = widen(topk_weights, inp.dtype)
+        combines = handle is not None
+        return ops.expert_mlp(inp, *routing, w1, b1, w2, b2, topk_weights, self.fused_activation, combines)
 
 
 def to_per_expert_layout(state_dict):

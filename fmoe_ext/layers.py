@@ -8,8 +8,12 @@ import torch
 from torch import nn
 
 from fmoe_ext.dispatch import combine, dispatch, map_structure, sort_choices
+from fmoe_ext.ep.exchange import find_group
+from fmoe_ext.ep.schedule import ExpertParallel
+from fmoe_ext.ep.shadowing import fetch
+from fmoe_ext.ep.workers import GroupWorkers, SliceGroup
 from fmoe_ext.experts import FusedExperts
-from fmoe_ext.gates import NaiveGate
+from fmoe_ext.gates import NaiveGate, OneWorker
 
 
 def mark_module_parallel_comm(module, comm):
@@ -22,6 +26,12 @@ class FMoE(nn.Module):
     """A Mixture-of-Experts layer with any gate and any experts.
 
     num_expert: experts of this worker. d_model: width of a token.
+    world_size, moe_group: the experts of all world_size ranks of moe_group (a ProcessGroup, a DeviceMesh, or None
+      for the default group) form one layer of num_expert * world_size experts, expert i on rank i // num_expert.
+      All ranks of the group call forward, with any number of tokens each. overlap_degree > 1 exchanges the rows of
+      some experts while others compute. gate_group: the ranks whose tokens count for the gate's losses and
+      capacities, moe_group if None.
+    slice_group: ranks with the same input; each computes a part of the rows. mp_group is its old name.
     gate: a class or function called as gate(d_model, num_expert, world_size, top_k[, gate_bias=]), a
       functools.partial of one, or a module; it maps moe_inp to topk_idx [T, K], topk_weights [T, K].
     expert: a callable d_model -> module, called num_expert times; a list of such callables, one for each
@@ -33,7 +43,7 @@ class FMoE(nn.Module):
     mask (one entry a token) and mask_dict: a token with mask != 0 goes to no expert; its expert output is
       mask_dict[its mask] (scalar, [*] or [K, *]), or zero if that is missing, weighted as usual.
     renormalize=True scales the weights of a token that lost choices to their sum before; otherwise lost
-      choices add nothing. mp_group is the old name of slice_group.
+      choices add nothing.
     """
 
     def __init__(
@@ -53,6 +63,8 @@ class FMoE(nn.Module):
         gate_bias=True,
         *,
         renormalize=False,
+        gate_group=None,
+        overlap_degree=1,
     ):
         super().__init__()
         if mp_group is not None:
@@ -60,32 +72,31 @@ class FMoE(nn.Module):
                 "mp_group is the old name of slice_group, use that", DeprecationWarning, stacklevel=2
             )
             slice_group = mp_group
-        if world_size != 1:
-            raise NotImplementedError(
-                f"expert parallelism is not available yet: world_size must be 1, got {world_size}"
-            )
-        if slice_group is not None and slice_group.size() != 1:
-            raise NotImplementedError(
-                f"a slice_group of several workers is not available yet, got one of {slice_group.size()}"
-            )
         self.num_expert = len(expert) if isinstance(expert, (list, tuple)) else num_expert
         self.num_experts = self.num_expert * world_size
         self.d_model = d_model
         self.world_size = world_size
-        self.slice_size = 1
-        self.slice_rank = 0
-        self.moe_group = moe_group
+        self._parallel = None
+        if world_size > 1 or moe_group is not None:
+            self._parallel = ExpertParallel(moe_group, self.num_expert, overlap_degree)
+            if self._parallel.size != world_size:
+                raise ValueError(f"world_size is {world_size}, but moe_group has {self._parallel.size} ranks")
+        self._slices = None if slice_group is None or slice_group.size() == 1 else SliceGroup(slice_group)
         self.top_k = top_k
         self.gate_hook = gate_hook
         self.mask = mask
         self.mask_dict = mask_dict
         self.renormalize = renormalize
         self.gate = self._make_gate(gate, gate_bias)
+        if self._parallel is not None or gate_group is not None:
+            self._share_gate(gate_group)
         self.experts_fused = expert is None
         self._expert_takes_count = None
         self.experts = None if expert is None else self._make_experts(expert)
         self._expert_dp_comm = None
+        self.register_buffer("expert_placement", None)  # [E] once experts have moved
         self.register_load_state_dict_pre_hook(_drop_wrapper_prefix)
+        self.register_load_state_dict_pre_hook(_take_placement)
 
     def _make_gate(self, gate, gate_bias):
         if isinstance(gate, nn.Module):
@@ -98,6 +109,25 @@ class FMoE(nn.Module):
             raise TypeError(f"gate must be a class, a callable or a module, but got {gate!r}")
         options = {"gate_bias": gate_bias} if _takes_gate_bias(gate) else {}
         return gate(self.d_model, self.num_expert, self.world_size, self.top_k, **options)
+
+    def _share_gate(self, gate_group):
+        """Lets the gate's losses and capacities span the tokens of a group."""
+        if isinstance(getattr(self.gate, "workers", None), OneWorker):
+            group = self.moe_group if gate_group is None else gate_group
+            self.gate.workers = GroupWorkers(group, num_copies=self.slice_size)
+
+    @property
+    def moe_group(self):
+        """The process group that the experts are spread over, or None."""
+        return None if self._parallel is None else find_group(self._parallel.group)
+
+    @property
+    def slice_size(self):
+        return 1 if self._slices is None else self._slices.size
+
+    @property
+    def slice_rank(self):
+        return 0 if self._slices is None else self._slices.rank
 
     def _make_experts(self, expert):
         makers = expert if isinstance(expert, (list, tuple)) else [expert] * self.num_expert
@@ -114,18 +144,71 @@ class FMoE(nn.Module):
         Raises ValueError for inputs, masks or choices whose number of tokens differs.
         Equivalent to: out[t] = sum_k topk_weights[t, k] * expert[topk_idx[t, k]](moe_inp[t]).
         """
+        if self._slices is None:
+            return self._forward(moe_inp, self.mask)
+        mask = None if self.mask is None else self._slices.cut(self.mask.flatten())
+        return self._slices.join(self._forward(self._slices.cut(moe_inp), mask))
+
+    def _forward(self, moe_inp, mask):
         num_tokens = self._count_inputs(moe_inp)
         topk_idx, topk_weights = self._choose(moe_inp, num_tokens)
         if self.renormalize:
             topk_weights = _renormalize(topk_idx, topk_weights)
-        topk_idx = self._drop_masked(topk_idx)
-        if self._experts_combine:
-            handle = sort_choices(topk_idx, self.num_experts)
-            out = self.experts(moe_inp, handle.tokens_per_expert, handle, topk_weights)
+        masked = mask is not None and self.mask_dict is not None
+        if masked:
+            topk_idx = _drop_masked(topk_idx, mask)
+        if self._parallel is None:
+            out = self._compute(moe_inp, topk_idx, topk_weights)
         else:
-            rows, handle = dispatch(moe_inp, topk_idx, self.num_experts)
-            out = combine(self.expert_fn(rows, handle.tokens_per_expert), handle, topk_weights)
-        return self._fill_masked(out, topk_weights)
+            compute = self._experts_by_chunk()
+            out = self._parallel(moe_inp, topk_idx, topk_weights, compute, self._compute_shadows)
+        return _fill_masked(out, topk_weights, mask, self.mask_dict) if masked else out
+
+    def _compute(self, x, topk_idx, topk_weights):
+        """The experts of this rank, without any exchange."""
+        if self._experts_combine:
+            handle = sort_choices(topk_idx, self.num_expert)
+            return self.experts(x, handle.tokens_per_expert, handle, topk_weights)
+        rows, handle = dispatch(x, topk_idx, self.num_expert)
+        return combine(self.expert_fn(rows, handle.tokens_per_expert), handle, topk_weights)
+
+    def _compute_shadows(self, x, topk_idx, topk_weights, places):
+        """Experts of any rank, fetched from where they live: topk_idx counts them as in places."""
+        weights = fetch(self.experts.weights, places, self.num_expert, self._parallel.group)
+        handle = sort_choices(topk_idx, len(places))
+        return self.experts(x, handle.tokens_per_expert, handle, topk_weights, weights)
+
+    def place_experts(self, order):
+        """Notes that the parameters of expert order[place] are now at that place (ep.placement moves them)."""
+        self._parallel.experts_in_place = list(order)
+        self.expert_placement = torch.tensor(order)
+
+    def _experts_by_chunk(self):
+        """compute(x, topk_idx, topk_weights, first, end): what _compute does, by the experts [first, end)."""
+        ends = self._parallel.chunk_ends
+        if len(ends) == 1:
+            return lambda x, topk_idx, topk_weights, first, end: self._compute(x, topk_idx, topk_weights)
+        if self._experts_combine:
+            sizes = [end - first for first, end in zip((0, *ends), ends, strict=False)]
+            parts = [[None] * len(ends) if w is None else w.split(sizes) for w in self.experts.weights]
+            weights = dict(zip(ends, zip(*parts, strict=True), strict=True))
+
+            def compute(x, topk_idx, topk_weights, first, end):
+                handle = sort_choices(topk_idx, end - first)
+                return self.experts(x, handle.tokens_per_expert, handle, topk_weights, weights[end])
+
+            return compute
+        if self.experts_fused or type(self).expert_fn is not FMoE.expert_fn:
+            raise RuntimeError(
+                f"overlap_degree={len(ends)} computes some experts at a time, which this layer's experts cannot do: "
+                "use FusedExperts or separate experts, or overlap_degree=1"
+            )
+
+        def compute(x, topk_idx, topk_weights, first, end):
+            rows, handle = dispatch(x, topk_idx, end - first)
+            return combine(self._separate(rows, handle.tokens_per_expert, first), handle, topk_weights)
+
+        return compute
 
     def expert_fn(self, inp, fwd_expert_count):
         """Applies the experts to rows sorted by expert: inp [R, *] or a nest, fwd_expert_count [E]."""
@@ -133,8 +216,11 @@ class FMoE(nn.Module):
             raise RuntimeError("this FMoE has no experts: pass expert=, or set self.experts in the subclass")
         if self.experts_fused:
             return self.experts(inp, fwd_expert_count)
+        return self._separate(inp, fwd_expert_count, 0)
+
+    def _separate(self, inp, fwd_expert_count, first):
         outputs, begin = [], 0
-        for idx, count in enumerate(torch.as_tensor(fwd_expert_count).tolist()):
+        for idx, count in enumerate(torch.as_tensor(fwd_expert_count).tolist(), first):
             rows = map_structure(lambda x, begin=begin, end=begin + count: x[begin:end], inp)
             outputs.append(self.expert_fn_single(rows, count, idx))
             begin += count
@@ -187,38 +273,32 @@ class FMoE(nn.Module):
             )
         return topk_idx, topk_weights.reshape(topk_idx.shape)
 
-    @property
-    def _masked(self):
-        return self.mask is not None and self.mask_dict is not None
 
-    def _drop_masked(self, topk_idx):
-        if not self._masked:
-            return topk_idx
-        if self.mask.numel() != topk_idx.shape[0]:
-            raise ValueError(
-                f"mask must have one entry for each of the {topk_idx.shape[0]} tokens, "
-                f"but got shape {list(self.mask.shape)}"
-            )
-        return torch.where(self._mask_of_rows(topk_idx) != 0, -1, topk_idx)
+def _drop_masked(topk_idx, mask):
+    if mask.numel() != topk_idx.shape[0]:
+        raise ValueError(
+            f"mask must have one entry for each of the {topk_idx.shape[0]} tokens, "
+            f"but got shape {list(mask.shape)}"
+        )
+    return torch.where(_of_rows(mask, topk_idx) != 0, -1, topk_idx)
 
-    def _fill_masked(self, out, topk_weights):
-        if not self._masked:
-            return out
 
-        def fill(out):
-            mask = self._mask_of_rows(out)
-            for value, filling in self.mask_dict.items():
-                filling = torch.as_tensor(filling, device=out.device).to(topk_weights.dtype)
-                filling = filling.expand(topk_weights.shape[1], *out.shape[1:])  # [K, *]
-                weighted = torch.tensordot(topk_weights, filling, dims=1).to(out.dtype)  # [T, *]
-                out = torch.where(mask == value, weighted, out)
-            return out
+def _fill_masked(out, topk_weights, mask, mask_dict):
+    def fill(out):
+        of_rows = _of_rows(mask, out)
+        for value, filling in mask_dict.items():
+            filling = torch.as_tensor(filling, device=out.device).to(topk_weights.dtype)
+            filling = filling.expand(topk_weights.shape[1], *out.shape[1:])  # [K, *]
+            weighted = torch.tensordot(topk_weights, filling, dims=1).to(out.dtype)  # [T, *]
+            out = torch.where(of_rows == value, weighted, out)
+        return out
 
-        return map_structure(fill, out)
+    return map_structure(fill, out)
 
-    def _mask_of_rows(self, rows):
-        """mask [T, 1, ...], shaped to select rows of [T, *]."""
-        return self.mask.to(rows.device).reshape(-1, *(1 for _ in rows.shape[1:]))
+
+def _of_rows(mask, rows):
+    """mask [T, 1, ...], shaped to select rows of [T, *]."""
+    return mask.to(rows.device).reshape(-1, *(1 for _ in rows.shape[1:]))
 
 
 def _renormalize(topk_idx, topk_weights):
@@ -248,6 +328,20 @@ def _takes_count(expert):
     return len(positional) > 1 and (
         positional[1].default is inspect.Parameter.empty or "count" in positional[1].name
     )
+
+
+def _take_placement(module, state_dict, prefix, *_):
+    """Experts are where the state dict has them; in order, if it says nothing."""
+    key = prefix + "expert_placement"
+    if key in state_dict:
+        if module._parallel is None:
+            raise RuntimeError(
+                f"{key}: experts were moved between ranks, but this layer has all of them on one"
+            )
+        module.place_experts(state_dict[key].tolist())
+    elif module.expert_placement is not None:
+        state_dict[key] = torch.arange(module.num_experts)
+        module.place_experts(range(module.num_experts))
 
 
 def _drop_wrapper_prefix(module, state_dict, prefix, *_):

@@ -1,6 +1,19 @@
 """What the tests, the benchmarks and users of custom layers need to check numbers against a float64 truth."""
 
+import multiprocessing.connection
+import os
+import signal
+import tempfile
+import threading
+import time
+import traceback
+from datetime import timedelta
+from pathlib import Path
+
 import torch
+import torch.distributed as dist
+
+GRACE = 5.0  # seconds that ranks have to say what they saw, once another has failed or the timeout has passed
 
 
 def devices():
@@ -33,3 +46,119 @@ def assert_close(ours, truth, plain, name="result"):
             f"(plain PyTorch {reduce(plain_error):.3e}), worst at index "
             f"{torch.unravel_index(ours_error.argmax(), ours_error.shape)}"
         )
+
+
+class DistributedError(AssertionError):
+    """What went wrong on the ranks of run_distributed(): every rank's traceback, exit or silence, in one text."""
+
+
+def run_distributed(fn, world_size, *args, timeout=120.0):
+    """Calls fn(*args) on world_size gloo processes with a default process group -> the list of results by rank.
+
+    fn is a function of a module and args can be pickled. Raises DistributedError with the text of every rank
+    that failed, died or did not finish: a collective may take timeout seconds, and a rank a little longer than that.
+    No process is left in any case.
+    """
+    with DistributedPool(world_size) as pool:
+        return pool.run(fn, *args, timeout=timeout)
+
+
+class DistributedPool:
+    """Processes that stay, because starting one takes seconds: run() any number of functions on all or some of them.
+
+    Each run has a fresh default process group (gloo). After a failure the processes are replaced.
+    """
+
+    def __init__(self, world_size):
+        self.world_size = world_size
+        self._workers = []
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.close()
+
+    def run(self, fn, *args, world_size=None, timeout=120.0):
+        world_size = world_size or self.world_size
+        assert world_size <= self.world_size, (
+            f"{world_size} ranks, but the pool has {self.world_size} processes"
+        )
+        if not self._workers:
+            self._workers = [_start_worker() for _ in range(self.world_size)]
+        workers = self._workers[:world_size]
+        with tempfile.TemporaryDirectory() as folder:
+            job = (fn, args, world_size, str(Path(folder, "store")), timeout)
+            for rank, (_, connection) in enumerate(workers):
+                connection.send((rank, *job))
+            outcomes = _collect(workers, time.monotonic() + timeout + GRACE)
+        failures = {rank: text for rank, (ok, text) in outcomes.items() if not ok}
+        if failures:
+            self.close()
+            raise DistributedError("\n".join(f"rank {rank}: {failures[rank]}" for rank in sorted(failures)))
+        return [outcomes[rank][1] for rank in range(world_size)]
+
+    def close(self):
+        for process, connection in self._workers:
+            process.kill()
+            process.join()
+            connection.close()
+        self._workers = []
+
+
+def _start_worker():
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_serve, args=(theirs,), daemon=True)
+    process.start()
+    theirs.close()
+    return process, ours
+
+
+def _collect(workers, deadline):
+    """{rank: (True, result) or (False, text)} of all workers; a rank that is silent at the deadline has failed."""
+    outcomes = {}
+    waiting = {connection: rank for rank, (_, connection) in enumerate(workers)}
+    while waiting:
+        ready = multiprocessing.connection.wait(list(waiting), max(0.0, deadline - time.monotonic()))
+        if not ready:
+            return outcomes | {rank: (False, "did not finish in time") for rank in waiting.values()}
+        for connection in ready:
+            rank = waiting.pop(connection)
+            try:
+                outcomes[rank] = connection.recv()
+            except EOFError:
+                process = workers[rank][0]
+                process.join()
+                outcomes[rank] = False, f"the process ended with exit code {process.exitcode}"
+            if not outcomes[rank][0]:
+                deadline = min(deadline, time.monotonic() + GRACE)
+    return outcomes
+
+
+def _serve(connection):
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle: it ends this process
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    torch.set_num_threads(1)
+    while True:
+        rank, fn, args, world_size, store, timeout = connection.recv()
+        try:
+            dist.init_process_group(
+                "gloo",
+                init_method=f"file://{store}",
+                rank=rank,
+                world_size=world_size,
+                timeout=timedelta(seconds=timeout),
+            )
+            result = True, fn(*args)
+            dist.barrier()  # a fast rank's leaving must not abort a slow one
+        except BaseException:
+            result = False, traceback.format_exc()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        connection.send(result)
+
+
+def _end_with_parent():
+    multiprocessing.parent_process().join()
+    os._exit(1)

@@ -163,7 +163,7 @@ def test_rejects():
         make_layer(activation="tanh")
     with pytest.raises(TypeError, match="activation must be a name or a callable, but got 3"):
         make_layer(activation=3)
-    with pytest.raises(NotImplementedError, match="world_size must be 1, got 2"):
+    with pytest.raises(RuntimeError, match=r"needs torch\.distributed\.init_process_group"):
         make_layer(world_size=2)
 
 

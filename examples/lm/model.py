@@ -21,6 +21,7 @@ class ModelConfig:
     d_hidden: int  # of one expert
     top_k: int
     gate: str
+    ep_size: int = 1  # ranks that the experts are spread over
     dense: bool = False  # one MLP of width top_k * d_hidden instead: the same active parameters per token
 
 
@@ -74,7 +75,8 @@ class Block(nn.Module):
             self.mlp = DenseMLP(config.d_model, config.top_k * config.d_hidden)
         else:
             self.mlp = fmoe_ext.FMoETransformerMLP(
-                num_expert=config.num_experts,
+                num_expert=config.num_experts // config.ep_size,
+                world_size=config.ep_size,
                 d_model=config.d_model,
                 d_hidden=config.d_hidden,
                 activation="swiglu",

@@ -68,7 +68,9 @@ def noted_signals():
 def build_runs(options, device, dtype):
     names = ["moe", "dense"] if options.compare else ["dense"] if options.dense else ["moe"]
     shape = {
-        field.name: getattr(options, field.name) for field in fields(ModelConfig) if field.name != "dense"
+        field.name: getattr(options, field.name)
+        for field in fields(ModelConfig)
+        if field.name not in ("dense", "ep_size")
     }
     runs = [Run(name, ModelConfig(**shape, dense=name == "dense"), options, device, dtype) for name in names]
     torch.manual_seed(options.seed)  # what gates draw in training does not depend on which models were built

@@ -31,7 +31,7 @@ struct WarpOp {
 struct Warp {
   Fiber* lane[32] = {};
   uint32_t registers = 0;
-  bool slow = false;  // runs less often than the others
+  bool slow = false;                         // runs less often than the others
   std::vector<std::unique_ptr<WarpOp>> ops;  // waiting for lanes
   uint32_t num_ops = 0;
   char tokens[16] = {};

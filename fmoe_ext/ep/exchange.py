@@ -1,0 +1,211 @@
+"""The exchange of expert parallelism as torch ops: counts and rows between the ranks of a process group.
+
+An op names its group by a string, so that it can stand in a compiled graph; register_group() says which group that is.
+"""
+
+import itertools
+import math
+import weakref
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+try:
+    from fmoe_ext import _C_nccl  # only in builds with USE_NCCL=1
+except ImportError:
+    _C_nccl = None
+
+_groups = weakref.WeakValueDictionary()  # name -> ProcessGroup; an entry lives as long as the group does
+_nccl = weakref.WeakKeyDictionary()  # ProcessGroup -> {device: _NcclExchange}
+_layers = weakref.WeakKeyDictionary()  # ProcessGroup -> iterator over the numbers of its layers
+
+
+def register_group(group=None) -> str:
+    """The name by which the ops of this file find a group: a ProcessGroup, a one-dimensional DeviceMesh or None.
+
+    None is the default group. Any number of groups may be registered, each any number of times.
+    """
+    if isinstance(group, DeviceMesh):
+        group = group.get_group()
+    if not dist.is_initialized():
+        raise RuntimeError(
+            "expert parallelism needs torch.distributed.init_process_group() to be called first"
+        )
+    group = group or dist.group.WORLD
+    if dist.get_rank(group) < 0:
+        raise ValueError(f"rank {dist.get_rank()} is not a member of the group that it was given")
+    _groups[group.group_name] = group
+    return group.group_name
+
+
+def find_group(name: str) -> dist.ProcessGroup:
+    """The group that register_group() returned this name for."""
+    try:
+        return _groups[name]
+    except KeyError:
+        raise RuntimeError(
+            f"no process group {name!r}: call fmoe_ext.ep.exchange.register_group(group) in this process, "
+            "and do not destroy the group while layers use it"
+        ) from None
+
+
+def next_layer_index(name: str) -> int:
+    """A number for a new layer on the group of this name: the same on all ranks that make their layers in one order."""
+    return next(_layers.setdefault(find_group(name), itertools.count()))
+
+
+def check_same(what, value, group):
+    """Raises ValueError on every rank of the group if value is not the same on all; says which ranks differ.
+
+    value is a tuple, list or string of plain values; this is a collective call.
+    """
+    values = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
+    texts = [str(v) for v in values]
+    expected = max(dict.fromkeys(texts), key=texts.count)
+    ranks = dist.get_process_group_ranks(group)
+    odd = {rank: text for rank, text in zip(ranks, texts, strict=True) if text != expected}
+    if odd:
+        differences = "; ".join(f"rank {rank} has {text}" for rank, text in odd.items())
+        raise ValueError(
+            f"{what} must be the same on ranks {ranks}: {differences}, the others have {expected}"
+        )
+
+
+def start_exchange(out, x, send_splits, recv_splits, group_name):
+    """Starts the exchange of rows of x [sum(send_splits), *] into out [sum(recv_splits), *] -> the work to wait() for.
+
+    Rows for rank p follow those for rank p - 1; one message a peer. Nothing here is differentiable.
+    """
+    group = find_group(group_name)
+    if x.is_cuda and _C_nccl is not None and dist.get_backend(group) == "nccl":
+        by_device = _nccl.setdefault(group, {})
+        if x.device not in by_device:
+            by_device[x.device] = _NcclExchange(group, x.device)
+        return by_device[x.device].start(out, x, send_splits, recv_splits)
+    return dist.all_to_all_single(out, x, list(recv_splits), list(send_splits), group=group, async_op=True)
+
+
+def wait(work, group_name):
+    """Waits for a work of start_exchange; the error of a dead or absent rank says which group it was in."""
+    try:
+        work.wait()
+    except RuntimeError as error:
+        group = find_group(group_name)
+        raise RuntimeError(
+            f"rank {dist.get_rank()}: the exchange in the group of ranks {dist.get_process_group_ranks(group)} failed: "
+            "a rank of it has ended, is late by more than the group's timeout, or did not reach this layer. "
+            f"{error}"
+        ) from error
+
+
+class _NcclExchange:
+    """A communicator and a stream of our own for one group and device."""
+
+    def __init__(self, group, device, timeout=600.0):
+        ids = [_C_nccl.make_unique_id() if dist.get_rank(group) == 0 else None]
+        dist.broadcast_object_list(ids, group=group, group_src=0)
+        with torch.cuda.device(device):
+            self.communicator = _C_nccl.Communicator(
+                ids[0], dist.get_world_size(group), dist.get_rank(group), timeout
+            )
+        self.stream = torch.cuda.Stream(device)
+
+    def start(self, out, x, send_splits, recv_splits):
+        error = self.communicator.async_error()
+        if error:
+            self.communicator.abort()
+            raise RuntimeError(f"an earlier exchange failed: {error}")
+        row_bytes = x.element_size() * math.prod(x.shape[1:])
+        with torch.cuda.device(x.device):
+            self.stream.wait_stream(torch.cuda.current_stream())
+            self.communicator.all_to_all(
+                x.data_ptr(),
+                [rows * row_bytes for rows in send_splits],
+                out.data_ptr(),
+                [rows * row_bytes for rows in recv_splits],
+                self.stream.cuda_stream,
+            )
+            for tensor in (x, out):
+                tensor.record_stream(self.stream)
+            return _NcclWork(self.stream.record_event())
+
+
+class _NcclWork:
+    def __init__(self, event):
+        self.event = event
+
+    def wait(self):
+        torch.cuda.current_stream().wait_event(self.event)
+
+
+@torch.library.custom_op("fmoe_ext::exchange_counts", mutates_args=())
+def exchange_counts(counts: torch.Tensor, group: str) -> torch.Tensor:
+    """Sends row p of counts to rank p and returns the rows that were sent to this rank, in the order of ranks.
+
+    counts [W, n] int64, W ranks in the group -> [W, n] int64.
+    Equivalent to: torch.distributed.all_to_all_single. FastMoE: expert_exchange.
+    """
+    world_size = dist.get_world_size(find_group(group))
+    _check(counts.dtype == torch.int64, f"counts must be int64, but got {counts.dtype}")
+    _check(
+        counts.dim() == 2 and counts.shape[0] == world_size,
+        f"counts must have shape [{world_size}, n] in a group of {world_size} ranks, but got {list(counts.shape)}",
+    )
+    counts = counts.contiguous()
+    out = torch.empty_like(counts)
+    wait(start_exchange(out, counts, [1] * world_size, [1] * world_size, group), group)
+    return out
+
+
+@exchange_counts.register_fake
+def _(counts, group):
+    return torch.empty_like(counts, memory_format=torch.contiguous_format)
+
+
+@torch.library.custom_op("fmoe_ext::global_exchange", mutates_args=())
+def global_exchange(
+    x: torch.Tensor, send_splits: Sequence[int], recv_splits: Sequence[int], group: str
+) -> torch.Tensor:
+    """Sends the first send_splits[0] rows of x to rank 0 of the group, the next to rank 1, ...; returns what came.
+
+    x [sum(send_splits), *] of any dtype -> [sum(recv_splits), *], rows by source rank. Zero rows are fine.
+    Raises RuntimeError if splits and shapes do not fit. Differentiable: the gradient goes the way back.
+    Equivalent to: torch.distributed.all_to_all_single. FastMoE: global_scatter, global_gather.
+    """
+    world_size = dist.get_world_size(find_group(group))
+    for name, splits in (("send_splits", send_splits), ("recv_splits", recv_splits)):
+        _check(
+            len(splits) == world_size and min(splits) >= 0,
+            f"{name} must be {world_size} numbers >= 0, one for each rank, but got {list(splits)}",
+        )
+    _check(
+        x.dim() >= 1 and x.shape[0] == sum(send_splits),
+        f"x must have sum(send_splits) = {sum(send_splits)} rows, but got shape {list(x.shape)}",
+    )
+    out = x.new_empty((sum(recv_splits), *x.shape[1:]))
+    wait(start_exchange(out, x.contiguous(), send_splits, recv_splits, group), group)
+    return out
+
+
+@global_exchange.register_fake
+def _(x, send_splits, recv_splits, group):
+    return x.new_empty((sum(recv_splits), *x.shape[1:]))
+
+
+def _setup_context(ctx, inputs, output):
+    _, ctx.send_splits, ctx.recv_splits, ctx.group = inputs
+
+
+def _backward(ctx, grad):
+    return global_exchange(grad, ctx.recv_splits, ctx.send_splits, ctx.group), None, None, None
+
+
+global_exchange.register_autograd(_backward, setup_context=_setup_context)
+
+
+def _check(condition, text):
+    if not condition:
+        raise RuntimeError(text)

@@ -1,0 +1,117 @@
+"""Placement: any expert may live on any rank; experts move, with their optimizer state, to even out the load."""
+
+import logging
+
+import torch
+
+from fmoe_ext.ep.exchange import global_exchange
+
+logger = logging.getLogger(__name__)
+
+
+def plan(load, num_ranks, current=None):
+    """Experts in the order of their places (rank r has the r-th part), so that the ranks' loads are nearly even.
+
+    load: rows of each expert. Greedy: the most loaded expert goes to the least loaded rank that has room (LPT, at most
+    4/3 of the best). An expert stays where `current` has it if its rank is as good, and all stay if nothing is gained.
+    """
+    num_local = len(load) // num_ranks
+    current = list(current) if current is not None else list(range(len(load)))
+    home = {expert: place // num_local for place, expert in enumerate(current)}
+    total, held = [0] * num_ranks, [[] for _ in range(num_ranks)]
+    for expert in sorted(range(len(load)), key=lambda e: (-load[e], e)):
+        free = [r for r in range(num_ranks) if len(held[r]) < num_local]
+        rank = min(free, key=lambda r: (total[r], r != home[expert], r))
+        held[rank].append(expert)
+        total[rank] += load[expert]
+    new = [
+        expert for rank in range(num_ranks) for expert in _keep_places(held[rank], current, rank, num_local)
+    ]
+    return new if imbalance(load, num_ranks, new) < imbalance(load, num_ranks, current) else current
+
+
+def imbalance(load, num_ranks, order):
+    """The largest load of a rank over the mean."""
+    num_local = len(load) // num_ranks
+    sums = [sum(load[e] for e in order[r * num_local : (r + 1) * num_local]) for r in range(num_ranks)]
+    return max(sums) * num_ranks / max(sum(sums), 1)
+
+
+def rebalance(module, optimizer=None, threshold=1.1):
+    """Moves the experts of every expert-parallel layer by the load since the last call; returns how many moved.
+
+    A layer whose busiest rank has less than threshold times the mean is left alone. All ranks call it between
+    steps, with gradients cleared or not: parameters, gradients and the optimizer's tensors of the same shape move
+    alike, so that training goes on as if nothing had happened. The order is in the state dict: "expert_placement".
+    Experts must be FusedExperts; experts of replicas (expert parallelism inside data parallelism) move alike.
+    """
+    moved = 0
+    for name, layer in module.named_modules():
+        parallel = getattr(layer, "_parallel", None)
+        if parallel is None or not hasattr(layer.experts, "weights"):
+            continue
+        load = parallel.pop_load(everywhere=True)
+        before = imbalance(load, parallel.size, parallel.experts_in_place)
+        if before < threshold:
+            continue
+        order = plan(load, parallel.size, parallel.experts_in_place)
+        if order == parallel.experts_in_place:
+            continue
+        after = imbalance(load, parallel.size, order)
+        changed = move_experts(layer, order, optimizer)
+        logger.info(
+            "%s: moved %d experts, busiest rank %.2f -> %.2f of the mean", name, changed, before, after
+        )
+        moved += changed
+    return moved
+
+
+@torch.no_grad()
+def move_experts(layer, order, optimizer=None):
+    """Brings the experts of a layer to new places: order[place] is the expert that will live there. Collective."""
+    parallel = layer._parallel
+    if sorted(order) != list(range(parallel.num_experts)):
+        raise ValueError(f"order must name each of the {parallel.num_experts} experts once, but got {order}")
+    old = parallel.experts_in_place
+    for param in layer.experts.parameters():
+        state = optimizer.state.get(param, {}) if optimizer is not None else {}
+        tensors = [param.data, param.grad, *state.values()]
+        for x in tensors:
+            if isinstance(x, torch.Tensor) and x.shape == param.shape:
+                _move(x, old, order, parallel)
+    layer.place_experts(order)
+    return sum(a != b for a, b in zip(old, order, strict=True))
+
+
+def _move(x, old, new, parallel):
+    """Rows of x [e, *] to their new places."""
+    num_local, rank = parallel.num_local_experts, parallel.rank
+    place_before = {expert: place for place, expert in enumerate(old)}
+    sends = [[] for _ in range(parallel.size)]  # for each rank: my rows that it will hold, in its order
+    arrivals = [[] for _ in range(parallel.size)]  # for each rank: where its rows go here
+    for place, expert in enumerate(new):
+        target, index = divmod(place, num_local)
+        source, source_index = divmod(place_before[expert], num_local)
+        if source == rank:
+            sends[target].append(source_index)
+        if target == rank:
+            arrivals[source].append(index)
+    rows = x[[index for part in sends for index in part]]
+    received = global_exchange(
+        rows, [len(part) for part in sends], [len(part) for part in arrivals], parallel.group
+    )
+    x[[index for part in arrivals for index in part]] = received
+
+
+def _keep_places(held, current, rank, num_local):
+    """The experts of a rank, those that were there at the places that they had."""
+    places = [None] * num_local
+    new = []
+    for expert in held:
+        place = current.index(expert)
+        if place // num_local == rank:
+            places[place % num_local] = expert
+        else:
+            new.append(expert)
+    waiting = iter(new)
+    return [next(waiting) if expert is None else expert for expert in places]

@@ -1,0 +1,102 @@
+"""Shadowing: experts that many tokens want come to the tokens, instead of the tokens to them.
+
+A shadowed expert's parameters are broadcast in the forward, every rank computes its own tokens with them, and their
+gradients are reduced to the rank where the expert lives. The optimizer's state never moves. Which experts: decided
+between steps, from the load of earlier ones, so that no forward waits for a decision.
+"""
+
+import torch
+import torch.distributed as dist
+
+from fmoe_ext.ep.cost import Hardware, Layer, step_time
+from fmoe_ext.ep.exchange import find_group
+
+
+def choose_shadows(load, num_ranks, layer, hardware, max_shadows=None):
+    """The places of the experts to shadow: the most loaded first, as many as make the expected step shortest.
+
+    Looks 8 experts past the best number so far.
+    """
+    by_load = sorted(range(len(load)), key=lambda place: (-load[place], place))
+    best, chosen = step_time(load, num_ranks, layer, hardware).total, ()
+    for number in range(1, len(by_load[:max_shadows]) + 1):
+        candidate = tuple(sorted(by_load[:number]))
+        total = step_time(load, num_ranks, layer, hardware, candidate).total
+        if total < best:
+            best, chosen = total, candidate
+        elif number - len(chosen) >= 8:
+            break
+    return chosen
+
+
+def update_shadows(module, hardware=None, max_shadows=None):
+    """Chooses the shadowed experts of every expert-parallel layer of a module from its load since the last call.
+
+    All ranks call it, between steps; it is a collective call. hardware: ep.cost.Hardware, measured if None.
+    Returns {name of the layer: experts}. Experts other than FusedExperts are never shadowed.
+    """
+    chosen = {}
+    for name, layer in module.named_modules():
+        parallel = getattr(layer, "_parallel", None)
+        weights = getattr(getattr(layer, "experts", None), "weights", None)
+        if parallel is None or weights is None:
+            continue
+        hardware = hardware or Hardware.measure(find_group(parallel.group))
+        load = parallel.pop_load()
+        order = parallel.experts_in_place
+        sizes = Layer(
+            layer.d_model,
+            weights[2].shape[2],
+            2 + (weights[0].shape[1] > weights[2].shape[2]),
+            weights[0].element_size(),
+        )
+        places = choose_shadows([load[e] for e in order], parallel.size, sizes, hardware, max_shadows)
+        parallel.shadows = chosen[name] = tuple(order[place] for place in places)
+    return chosen
+
+
+def fetch(weights, places, num_local_experts, group_name):
+    """The parameters of the experts at `places`, on every rank: weights [e, *] of this rank or None -> [S, *] each."""
+    present = [w for w in weights if w is not None]
+    fetched = iter(_Fetch.apply(places, num_local_experts, group_name, *present))
+    return tuple(None if w is None else next(fetched) for w in weights)
+
+
+class _Fetch(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, places, num_local_experts, group_name, *weights):
+        group = find_group(group_name)
+        rank, ranks = dist.get_rank(group), dist.get_process_group_ranks(group)
+        ctx.arguments = places, num_local_experts, group, [w.shape for w in weights]
+        packets = []
+        for place in places:
+            home, index = divmod(place, num_local_experts)
+            if home == rank:
+                packet = torch.cat([w[index].flatten() for w in weights])
+            else:
+                packet = weights[0].new_empty(sum(w[:1].numel() for w in weights))
+            packets.append((packet, dist.broadcast(packet, ranks[home], group=group, async_op=True)))
+        for _, work in packets:
+            work.wait()
+        parts = torch.stack([packet for packet, _ in packets]).split([w[:1].numel() for w in weights], 1)
+        return tuple(part.reshape(-1, *w.shape[1:]) for part, w in zip(parts, weights, strict=True))
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, *grads):
+        places, num_local_experts, group, shapes = ctx.arguments
+        rank, ranks = dist.get_rank(group), dist.get_process_group_ranks(group)
+        packets = torch.cat([grad.flatten(1) for grad in grads], 1)
+        homes = [divmod(place, num_local_experts) for place in places]
+        works = [
+            dist.reduce(packet, ranks[home], group=group, async_op=True)
+            for packet, (home, _) in zip(packets, homes, strict=True)
+        ]
+        for work in works:
+            work.wait()
+        out = [grad.new_zeros(shape) for grad, shape in zip(grads, shapes, strict=True)]
+        for packet, (home, index) in zip(packets, homes, strict=True):
+            if home == rank:
+                for whole, part in zip(out, packet.split([grad[:1].numel() for grad in grads]), strict=True):
+                    whole[index] = part.view(whole.shape[1:])
+        return None, None, None, *out

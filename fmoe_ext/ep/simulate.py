@@ -1,0 +1,193 @@
+"""Expected step times of an expert-parallel layer on machines that are not here.
+
+    python -m fmoe_ext.ep.simulate --ranks 8 64 1024 --network ib-ndr
+    python -m fmoe_ext.ep.simulate --loads loads.json --ranks 16
+    python -m fmoe_ext.ep.simulate --preset fastermoe-trevor
+
+Replays loads (a JSON list of steps, each a list of rows for each expert; without one: drawn, skewed and drifting)
+through the policies of this package and prints the expected time of a layer's forward and backward under each.
+Policies see the load of the step before, as in training. Model: ep/cost.py; links are taken as never shared.
+"""
+
+import argparse
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+
+import torch
+
+from fmoe_ext.ep.cost import Hardware, Layer, step_time
+from fmoe_ext.ep.placement import plan
+from fmoe_ext.ep.shadowing import choose_shadows
+
+# Bytes a second of one rank in one direction, as the makers state them, times 0.8 for what is reached in practice.
+NETWORKS = MappingProxyType(
+    {
+        "nvlink": 0.8 * 450e9,
+        "ib-ndr": 0.8 * 50e9,
+        "ib-hdr": 0.8 * 25e9,
+        "ethernet-100g": 0.8 * 12.5e9,
+        "ethernet-25g": 0.8 * 3.125e9,
+    }
+)
+# FLOP a second that expert GEMMs reach: about half of the peak in bfloat16 (V100: float32).
+DEVICES = MappingProxyType({"h100": 400e12, "a100": 150e12, "v100": 11.5e12})
+
+
+@dataclass(frozen=True)
+class Preset:
+    """A published set-up. gains: the published speed-ups, over the same system without them."""
+
+    ranks: int
+    num_experts: int
+    tokens: int
+    d_model: int
+    d_hidden: int
+    top_k: int
+    bandwidth: float
+    throughput: float
+    bytes_per_element: int
+    gains: str
+
+
+PRESETS = MappingProxyType(
+    {
+        # FasterMoE, PPoPP 2022. InfiniBand is shared by the GPUs of a node: 8 at 50 Gb/s, 4 at 100 Gb/s.
+        "fastermoe-johnny": Preset(
+            *(16, 16, 8192, 1024, 2048, 2, 50e9 / 8 / 8, 11.5e12, 4),
+            gains="FasterMoE on johnny: shadowing up to 1.95x, smart schedule up to 1.40x, both up to 2.20x",
+        ),
+        "fastermoe-trevor": Preset(
+            *(64, 64, 8192, 1024, 2048, 2, 100e9 / 8 / 4, 11.5e12, 4),
+            gains="FasterMoE on trevor: shadowing up to 4.74x, smart schedule up to 1.40x, both up to 5.72x",
+        ),
+        # SmartMoE, ATC 2023: its artifact's logs of whole models, 200 iterations.
+        "smartmoe-inky": Preset(
+            *(16, 16, 8192, 2560, 10240, 2, 100e9 / 8, 150e12, 2),
+            gains="SmartMoE on inky, whole model: FastMoE 1225 s, FasterMoE 1052 s (1.16x), SmartMoE 560 s (2.19x)",
+        ),
+    }
+)
+
+
+def draw_loads(num_steps, num_experts, num_rows, skew, seed=0):
+    """Loads whose expert popularity falls as rank^-skew and drifts by a tenth of the experts' order a step."""
+    generator = torch.Generator().manual_seed(seed)
+    weights = torch.arange(1, num_experts + 1, dtype=torch.float64) ** -skew
+    order = torch.randperm(num_experts, generator=generator)
+    loads = []
+    for _ in range(num_steps):
+        a, b = torch.randint(0, num_experts, (2, max(1, num_experts // 10)), generator=generator)
+        order[a], order[b] = order[b].clone(), order[a].clone()
+        drawn = torch.poisson(weights * (num_rows / weights.sum()), generator=generator)
+        loads.append(drawn[order].long().tolist())
+    return loads
+
+
+def simulate(loads, num_ranks, layer, hardware, num_chunks, every):
+    """{policy: mean seconds of a step}; placement is planned again every `every` steps and then moves experts."""
+    num_local = len(loads[0]) // num_ranks
+    in_place = list(range(len(loads[0])))
+    window = [0] * len(in_place)
+    sums = dict.fromkeys(("none", "overlap", "shadowing", "overlap + shadowing", "placement", "all"), 0.0)
+    last = None
+    for step, load in enumerate(loads):
+        moving = 0.0
+        if last is not None and step % every == 0:
+            order = plan(window, num_ranks, in_place)
+            arriving = [
+                sum(order[p] not in in_place[r * num_local : (r + 1) * num_local] for p in places)
+                for r, places in enumerate(_places(num_ranks, num_local))
+            ]
+            # parameters and two moments of Adam in float32
+            moving = (
+                max(arriving) * layer.expert_bytes * (1 + 8 / layer.bytes_per_element) / hardware.bandwidth
+            )
+            in_place, window = order, [0] * len(in_place)
+        shadows = () if last is None else choose_shadows(last, num_ranks, layer, hardware)
+        plain = step_time(load, num_ranks, layer, hardware)
+        shadowed = step_time(load, num_ranks, layer, hardware, shadows)
+        placed_load = [load[e] for e in in_place]
+        placed_shadows = ()
+        if last is not None:
+            placed_shadows = choose_shadows([last[e] for e in in_place], num_ranks, layer, hardware)
+        placed = step_time(placed_load, num_ranks, layer, hardware)
+        everything = step_time(placed_load, num_ranks, layer, hardware, placed_shadows)
+        sums["none"] += plain.total
+        sums["overlap"] += plain.overlapped(num_chunks)
+        sums["shadowing"] += shadowed.total
+        sums["overlap + shadowing"] += shadowed.overlapped(num_chunks)
+        sums["placement"] += placed.total + moving
+        sums["all"] += everything.overlapped(num_chunks) + moving
+        last = load
+        window = [a + b for a, b in zip(window, load, strict=True)]
+    return {policy: total / len(loads) for policy, total in sums.items()}
+
+
+def _places(num_ranks, num_local):
+    return [range(r * num_local, (r + 1) * num_local) for r in range(num_ranks)]
+
+
+def build_parser():
+    parser = argparse.ArgumentParser(
+        prog="python -m fmoe_ext.ep.simulate",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--preset", choices=sorted(PRESETS), help="a published set-up; ranks, sizes and network are its own")
+    add("--loads", type=Path, help="JSON: steps, each with the rows of every expert")
+    add("--ranks", type=int, nargs="+", default=[8, 64, 256, 1024])
+    add("--experts-per-rank", type=int, default=4)
+    add("--tokens", type=int, default=8192, help="of each rank")
+    add("--d-model", type=int, default=2048)
+    add("--d-hidden", type=int, default=4096)
+    add("--top-k", type=int, default=2)
+    add("--network", choices=sorted(NETWORKS), nargs="+", default=list(NETWORKS))
+    add("--device", choices=sorted(DEVICES), default="h100")
+    add("--skew", type=float, default=0.6, help="of drawn loads; 0 is even")
+    add("--steps", type=int, default=40)
+    add("--chunks", type=int, default=4, help="overlap_degree")
+    add("--every", type=int, default=20, help="steps between placements")
+    return parser
+
+
+def main(argv=None):
+    parser = build_parser()
+    options = parser.parse_args(argv)
+    loads = None
+    if options.loads is not None:
+        loads = json.loads(options.loads.read_text())
+        if not loads or any(len(load) != len(loads[0]) for load in loads):
+            parser.error(f"--loads: {options.loads} must be a list of steps with one number for each expert")
+    if options.preset is not None:
+        preset = PRESETS[options.preset]
+        layer = Layer(preset.d_model, preset.d_hidden, bytes_per_element=preset.bytes_per_element)
+        rows = preset.ranks * preset.tokens * preset.top_k
+        drawn = loads or draw_loads(options.steps, preset.num_experts, rows, options.skew)
+        hardware = Hardware(preset.bandwidth, preset.throughput)
+        show(f"{options.preset}, {preset.ranks} ranks", drawn, preset.ranks, layer, hardware, options)
+        print(f"published: {preset.gains}")
+        return
+    layer = Layer(options.d_model, options.d_hidden, bytes_per_element=2)
+    for num_ranks in options.ranks:
+        num_experts = len(loads[0]) if loads else num_ranks * options.experts_per_rank
+        if num_experts % num_ranks:
+            parser.error(f"{num_experts} experts cannot be spread evenly over {num_ranks} ranks")
+        rows = num_ranks * options.tokens * options.top_k
+        drawn = loads or draw_loads(options.steps, num_experts, rows, options.skew)
+        for network in options.network:
+            hardware = Hardware(NETWORKS[network], DEVICES[options.device])
+            show(f"{num_ranks} ranks, {network}", drawn, num_ranks, layer, hardware, options)
+
+
+def show(title, loads, num_ranks, layer, hardware, options):
+    times = simulate(loads, num_ranks, layer, hardware, options.chunks, options.every)
+    print(f"{title}: ms a layer and step (speed-up)")
+    for policy, seconds in times.items():
+        print(f"  {policy:20} {seconds * 1e3:10.3f}  {times['none'] / seconds:5.2f}x")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,130 @@
+"""What a gate asks about the workers of a process group, and the slices of a batch that ranks share."""
+
+import torch
+import torch.distributed as dist
+
+from fmoe_ext import ops
+from fmoe_ext.dispatch import map_structure
+from fmoe_ext.ep.exchange import find_group, register_group
+
+
+class GroupWorkers:
+    """gates.OneWorker for the ranks of a group: a gate's losses and capacities span all their tokens.
+
+    num_copies: ranks that compute the same loss because they share one input (the size of the slice group).
+    """
+
+    def __init__(self, group, num_copies=1):
+        self.group = register_group(group)
+        self.num_copies = num_copies
+
+    @property
+    def rank(self):
+        return dist.get_rank(find_group(self.group))
+
+    def num_tokens(self, num_local_tokens):
+        """Tokens of all workers; a copy to the host."""
+        return int(self._all_reduce(torch.tensor(num_local_tokens, device=self._device())))
+
+    def sum(self, x):
+        """Sum of x over the workers. Its gradient takes it that every worker adds the same loss to its own."""
+        return _SumOverWorkers.apply(x, self)
+
+    def gather(self, x):
+        """x of every worker, in the order of their ranks, not differentiable; dimension 0 may differ."""
+        return _gather_rows(x.detach(), find_group(self.group))
+
+    def apply_capacity(self, topk_idx, num_experts, capacity):
+        """As in one process whose batch is the workers' batches one after the other: first choices first."""
+        counts = torch.stack(
+            [ops.count_tokens(choice, num_experts) for choice in topk_idx.split(1, 1)]
+        )  # [K, E]
+        everyone = torch.stack(self.gather(counts), 1)  # [K, workers, E]
+        flat = everyone.flatten(0, 1)
+        before = (flat.cumsum(0) - flat).view_as(everyone)[:, self.rank]  # [K, E]
+        room = (torch.as_tensor(capacity, device=before.device) - before).clamp(min=0)
+        kept = [
+            ops.apply_capacity(choice, num_experts, room[k]) for k, choice in enumerate(topk_idx.split(1, 1))
+        ]
+        return torch.cat(kept, 1)
+
+    def _all_reduce(self, x):
+        dist.all_reduce(x, group=find_group(self.group))
+        return x
+
+    def _device(self):
+        backend = dist.get_backend(find_group(self.group))
+        return "cuda" if backend == "nccl" else "cpu"
+
+
+class _SumOverWorkers(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, workers):
+        ctx.factor = dist.get_world_size(find_group(workers.group)) / workers.num_copies
+        return workers._all_reduce(x.detach().clone())
+
+    @staticmethod
+    def backward(ctx, grad):
+        # The sum over all copies of the loss, which a later mean over the ranks divides by their number.
+        return grad * ctx.factor, None
+
+
+class SliceGroup:
+    """Ranks with the same input: each computes a slice of its rows, the results are put together again."""
+
+    def __init__(self, group):
+        self.group = register_group(group)
+        self.size = dist.get_world_size(find_group(self.group))
+        self.rank = dist.get_rank(find_group(self.group))
+
+    def bounds(self, num_rows):
+        """First and end row of this rank's slice; slices differ by at most one row."""
+        return num_rows * self.rank // self.size, num_rows * (self.rank + 1) // self.size
+
+    def cut(self, x):
+        """This rank's rows of x [N, *] or a nest; the gradient is that of all rows."""
+        return map_structure(lambda leaf: _Cut.apply(leaf, self), x)
+
+    def join(self, x):
+        """The rows of all slices; every rank is taken to go on with the same computation."""
+        return map_structure(lambda leaf: _Join.apply(leaf, self), x)
+
+
+class _Cut(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, slices):
+        ctx.slices = slices
+        begin, end = slices.bounds(x.shape[0])
+        return x[begin:end].clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return torch.cat(_gather_rows(grad, find_group(ctx.slices.group))), None
+
+
+class _Join(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, slices):
+        parts = _gather_rows(x, find_group(slices.group))
+        ctx.begin = sum(part.shape[0] for part in parts[: slices.rank])
+        ctx.end = ctx.begin + x.shape[0]
+        return torch.cat(parts)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad[ctx.begin : ctx.end], None
+
+
+def _gather_rows(x, group):
+    """x [n, *] of every rank of the group, n being different: padded to the longest on the way."""
+    size = torch.tensor([x.shape[0]], device=x.device)
+    sizes = [torch.empty_like(size) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(sizes, size, group=group)
+    sizes = torch.cat(sizes).tolist()
+    if max(sizes) == 0:
+        return [torch.empty_like(x) for _ in sizes]
+    padded = x.new_zeros((max(sizes), *x.shape[1:]))
+    padded[: x.shape[0]] = x
+    parts = [torch.empty_like(padded) for _ in sizes]
+    dist.all_gather(parts, padded, group=group)
+    return [part[:n] for part, n in zip(parts, sizes, strict=True)]

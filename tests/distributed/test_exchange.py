@@ -1,0 +1,137 @@
+"""exchange_counts and global_exchange against the definition: rank r's block p arrives as rank p's block r."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from fmoe_ext.ep.exchange import exchange_counts, find_group, global_exchange, register_group
+from fmoe_ext.testing import DistributedError
+
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.uint8]
+
+
+def splits_of(world_size, case):
+    """splits[r][p]: rows from rank r to rank p."""
+    if case == "even":
+        return [[2] * world_size for _ in range(world_size)]
+    if case == "empty":
+        return [[0] * world_size for _ in range(world_size)]
+    return [[(3 * r + 5 * p) % 4 * (r != 1) for p in range(world_size)] for r in range(world_size)]
+
+
+def block(source, target, rows, width, dtype):
+    values = (
+        torch.arange(rows * width, dtype=torch.float64).reshape(rows, width) % 13 + 20 * source + 3 * target
+    )
+    return values.to(dtype)
+
+
+def exchange_all_dtypes():
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    group = register_group()
+    for case in ("even", "empty", "uneven"):
+        splits = splits_of(world_size, case)
+        send, recv = splits[rank], [row[rank] for row in splits]
+        for dtype in DTYPES:
+            for width in (3, 0):
+                x = torch.cat([block(rank, p, n, width, dtype) for p, n in enumerate(send)])
+                expected = torch.cat([block(p, rank, n, width, dtype) for p, n in enumerate(recv)])
+                assert torch.equal(global_exchange(x, send, recv, group), expected)
+                strided = x.new_empty((width, sum(send))).t().copy_(x)
+                assert torch.equal(global_exchange(strided, send, recv, group), expected)
+    counts = torch.arange(2 * world_size).reshape(world_size, 2) + 100 * rank
+    expected = torch.stack([torch.arange(2) + 2 * rank + 100 * p for p in range(world_size)])
+    assert torch.equal(exchange_counts(counts, group), expected)
+
+
+def exchange_gradient():
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    group = register_group()
+    splits = splits_of(world_size, "uneven")
+    send, recv = splits[rank], [row[rank] for row in splits]
+    x = torch.randn(sum(send), 2, dtype=torch.float64, requires_grad=True)
+    out = global_exchange(x, send, recv, group)
+    # the receiver p weighs its rows from rank r by 10 r + p
+    weights = torch.cat(
+        [torch.full((n, 2), 10.0 * r + rank, dtype=torch.float64) for r, n in enumerate(recv)]
+    )
+    (out.square() * weights).sum().backward()
+    sent = torch.cat([torch.full((n, 2), 10.0 * rank + p, dtype=torch.float64) for p, n in enumerate(send)])
+    torch.testing.assert_close(x.grad, 2 * sent * x.detach(), rtol=1e-14, atol=0)
+
+
+def exchange_opcheck():
+    group = register_group()
+    splits = [1] * dist.get_world_size()
+    x = torch.randn(len(splits), 3, requires_grad=True)
+    torch.library.opcheck(global_exchange, (x, splits, splits, group))
+    torch.library.opcheck(exchange_counts, (torch.ones(len(splits), 2, dtype=torch.int64), group))
+
+
+def exchange_two_groups():
+    """One compiled function serves two groups: the name is an argument, not a constant of the graph."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    everyone = register_group()
+    pairs = [dist.new_group([r, r + 1]) for r in range(0, world_size, 2)]
+    pair = register_group(pairs[rank // 2])
+    assert find_group(pair) is pairs[rank // 2]
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def double(x, splits, group):
+        return 2 * global_exchange(x, splits, splits, group)
+
+    x = torch.full((world_size, 2), float(rank), requires_grad=True)
+    out = double(x, [1] * world_size, everyone)
+    assert torch.equal(out[:, 0], 2 * torch.arange(float(world_size)))
+    out.sum().backward()
+    assert torch.equal(x.grad, torch.full_like(x, 2.0))
+    out = double(x[:2], [1, 1], pair)
+    first = rank // 2 * 2
+    assert torch.equal(out[:, 0], 2 * torch.arange(first, first + 2.0))
+
+
+def exchange_rejects():
+    group = register_group()
+    x = torch.zeros(3, 2)
+    for args, text in (
+        ((x, [1, 1], [1, 1], group), "sum.send_splits. = 2 rows, but got shape .3, 2."),
+        ((x, [3], [1, 1], group), "send_splits must be 2 numbers >= 0"),
+        ((x, [1, 2], [-1, 1], group), r"recv_splits must be 2 numbers >= 0.*-1, 1"),
+        ((x, [1, 2], [1, 1], "nobody"), "no process group 'nobody'"),
+    ):
+        with pytest.raises(RuntimeError, match=text):
+            global_exchange(*args)
+    with pytest.raises(RuntimeError, match=r"shape \[2, n\].*but got \[3, 1\]"):
+        exchange_counts(torch.zeros(3, 1, dtype=torch.int64), group)
+    with pytest.raises(RuntimeError, match=r"int64, but got torch\.int32"):
+        exchange_counts(torch.zeros(2, 1, dtype=torch.int32), group)
+
+
+def meet_nobody():
+    group = register_group()
+    if dist.get_rank() == 0:
+        global_exchange(torch.zeros(2, 2), [1, 1], [1, 1], group)
+    # rank 1 leaves without reaching the exchange
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_exchange(pool, world_size):
+    pool.run(exchange_all_dtypes, world_size=world_size)
+    pool.run(exchange_gradient, world_size=world_size)
+
+
+def test_exchange_opcheck(pool):
+    pool.run(exchange_opcheck, world_size=1)
+
+
+def test_exchange_two_groups(pool):
+    pool.run(exchange_two_groups, world_size=4)
+
+
+def test_exchange_rejects(pool):
+    pool.run(exchange_rejects, world_size=2)
+
+
+def test_exchange_with_absent_rank_ends(pool):
+    with pytest.raises(DistributedError, match=r"rank 0: the exchange in the group of ranks \[0, 1\] failed"):
+        pool.run(meet_nobody, world_size=2, timeout=5)

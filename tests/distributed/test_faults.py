@@ -1,0 +1,141 @@
+"""Ranks that disagree, skip, die: an error with text on every rank, no hang, nothing left behind."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from fmoe_ext import FMoETransformerMLP
+from fmoe_ext.testing import DistributedError, DistributedPool
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def make(num_expert=2, d_model=4, **options):
+    return FMoETransformerMLP(num_expert, d_model, 3, world_size=dist.get_world_size(), **options)
+
+
+def disagree(how):
+    odd = dist.get_rank() == 1
+    layers = [make() for _ in range(2)]
+    x = torch.randn(3, 4)
+    layers[0](x)
+    layers[1](x)
+    if how == "skip":
+        layers[1 if odd else 0](x)
+    elif how == "dtype":
+        layers[0].double()(x.double()) if odd else layers[0](x)
+    elif how == "width":
+        make(d_model=6)(torch.randn(3, 6)) if odd else make()(x)
+    elif how == "num_experts":
+        make(num_expert=3)(x) if odd else make()(x)
+
+
+@pytest.mark.parametrize(
+    ("how", "text"),
+    [
+        ("skip", r"ranks \[0, 1\] do not exchange the same tokens; .*the layer \(rank 0: 0, rank 1: 1\)"),
+        ("dtype", r"the dtype of the tokens \(rank 0: torch\.float32, rank 1: torch\.float64\)"),
+        ("width", r"the elements of a token \(rank 0: 4, rank 1: 6\)"),
+        (
+            "num_experts",
+            r"\(layer, num_experts, experts of a rank\) must be the same .*rank 1 has \(2, 6, 3\)",
+        ),
+    ],
+)
+def test_disagreement_is_reported_on_every_rank(faulty_pool, how, text):
+    with pytest.raises(DistributedError) as error:
+        faulty_pool.run(disagree, how, timeout=30)
+    assert len(re.findall(text, str(error.value))) == 2, error.value
+
+
+def die_in_the_middle():
+    layer = make()
+    for step in range(1000):
+        if dist.get_rank() == 1 and step == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+        layer(torch.randn(5, 4)).sum().backward()
+
+
+def test_killed_rank_ends_the_others(faulty_pool):
+    began = time.monotonic()
+    with pytest.raises(DistributedError, match=r"(?s)rank 0: .*rank 1: the process ended with exit code -9"):
+        faulty_pool.run(die_in_the_middle, timeout=60)
+    assert time.monotonic() - began < 60
+
+
+@pytest.fixture(scope="module")
+def faulty_pool():
+    """A small pool of its own: its processes are replaced after every failure."""
+    with DistributedPool(2) as pool:
+        yield pool
+
+
+def descriptors_and_memory():
+    return len(os.listdir("/proc/self/fd")), int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+
+def many_steps():
+    torch.manual_seed(0)
+    layer = make(overlap_degree=2)
+    for step in range(220):
+        if step == 20:
+            first = descriptors_and_memory()
+        rows = int(torch.randint(0, 200, ()))
+        layer(torch.randn(rows, 4) + torch.randn(4)).sum().backward()
+    last = descriptors_and_memory()
+    return last[0] - first[0], last[1] - first[1]
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs /proc")
+def test_no_leak(pool):
+    for descriptors, memory in pool.run(many_steps, world_size=2):
+        assert descriptors == 0 and memory < 8 << 20
+
+
+INTERRUPTED = """
+import sys, time
+from fmoe_ext.testing import run_distributed
+if __name__ == "__main__":
+    print("ready", flush=True)
+    run_distributed(time.sleep, 2, 600, timeout=600)
+"""
+
+
+def test_interrupt_leaves_no_process(tmp_path):
+    script = tmp_path / "sleeps.py"
+    script.write_text(INTERRUPTED)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    job = subprocess.Popen(
+        [sys.executable, str(script)],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    job.stdout.readline()
+    deadline = time.monotonic() + 60
+    while len(members(job.pid)) < 3 and time.monotonic() < deadline:
+        time.sleep(0.1)
+    time.sleep(1)
+    os.killpg(job.pid, signal.SIGINT)
+    assert job.wait(timeout=60) != 0
+    while members(job.pid) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not members(job.pid)
+
+
+def members(session):
+    """Processes of a session."""
+    listed = subprocess.run(
+        ["ps", "-eo", "sid=,pid=,stat="], capture_output=True, text=True, check=True
+    ).stdout
+    rows = [line.split() for line in listed.splitlines()]
+    return [pid for sid, pid, state in rows if int(sid) == session and not state.startswith("Z")]

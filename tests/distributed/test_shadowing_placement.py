@@ -1,0 +1,124 @@
+"""Shadowed and moved experts train as in one process; plans are what brute force and the cost model say."""
+
+import functools
+import itertools
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from fmoe_ext import FMoETransformerMLP
+from fmoe_ext.ep.cost import Hardware, Layer, step_time
+from fmoe_ext.ep.placement import imbalance, move_experts, plan, rebalance
+from fmoe_ext.ep.shadowing import choose_shadows, update_shadows
+from tests.distributed.layouts import D, assert_equal_training
+from tests.distributed.test_layouts import OneExpert
+
+
+def shadow_some(model, optimizer, step):
+    for number, layer in enumerate(model.moe):
+        layer._parallel.shadows = [(), (2,), (1, 3), (0, 1, 2, 3)][(step + number) % 4]
+
+
+def move_some(model, optimizer, step):
+    orders = [[0, 1, 2, 3], [2, 1, 0, 3], [3, 2, 1, 0], [1, 0, 2, 3]]
+    for number, layer in enumerate(model.moe):
+        move_experts(layer, orders[(step + number) % 4], optimizer)
+
+
+def shadow_and_move(model, optimizer, step):
+    move_some(model, optimizer, step)
+    shadow_some(model, optimizer, step)
+
+
+@pytest.mark.parametrize("between", [shadow_some, move_some, shadow_and_move])
+@pytest.mark.parametrize(
+    ("world_size", "slice_", "rows"), [(2, 1, [5, 8]), (4, 1, [5, 0, 8, 3]), (4, 2, [5, 8])]
+)
+def test_training(pool, between, world_size, slice_, rows):
+    run = functools.partial(
+        assert_equal_training,
+        rows,
+        steps=5,
+        ep=2,
+        slice_=slice_,
+        layout_options={"between": between, "overlap_degree": 2},
+    )
+    pool.run(run, world_size=world_size)
+
+
+def decide(model, optimizer, step):
+    if step:
+        fast = Hardware(bandwidth=1.0, throughput=1.0)
+        assert set(update_shadows(model, fast).values()) == {(1,)}  # expert 1 has all tokens
+
+
+def move_by_load(model, optimizer, step):
+    if step == 1:
+        before = [p.detach().clone() for p in model.moe.parameters()]
+        assert rebalance(model, optimizer) == 0  # one expert's load cannot be split
+        assert all(torch.equal(p, q) for p, q in zip(model.moe.parameters(), before, strict=True))
+
+
+@pytest.mark.parametrize("between", [decide, move_by_load])
+def test_decided_from_load(pool, between):
+    run = functools.partial(
+        assert_equal_training, [40, 30], options={"gate": OneExpert}, layout_options={"between": between}
+    )
+    pool.run(run, world_size=2)
+
+
+def checkpoint_with_moved_experts():
+    torch.manual_seed(0)
+    make = functools.partial(FMoETransformerMLP, 2, D, 5, world_size=2)
+    layer, other = make(), make()
+    x = torch.randn(7, D)
+    expected = layer(x)
+    assert not any("placement" in key for key in layer.state_dict())
+    move_experts(layer, [3, 1, 0, 2])
+    torch.testing.assert_close(layer(x), expected, rtol=1e-6, atol=1e-7)
+    other.load_state_dict(layer.state_dict())
+    assert torch.equal(other(x), layer(x))
+    layer.load_state_dict(make().state_dict())  # of experts in order
+    assert layer._parallel.experts_in_place == [0, 1, 2, 3]
+    with pytest.raises(ValueError, match="each of the 4 experts once"):
+        move_experts(layer, [0, 0, 1, 2])
+    measured = Hardware.measure()
+    everyone = [None, None]
+    dist.all_gather_object(everyone, measured)
+    assert everyone[0] == everyone[1] and measured.bandwidth > 1e6 and measured.throughput > 1e8
+
+
+def test_checkpoint_with_moved_experts(pool):
+    pool.run(checkpoint_with_moved_experts, world_size=2)
+
+
+def test_plan_is_near_the_best():
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(20):
+        load = torch.randint(0, 100, (6,), generator=generator).tolist()
+        ours = imbalance(load, 2, plan(load, 2))
+        best = min(imbalance(load, 2, order) for order in itertools.permutations(range(6)))
+        assert ours <= 4 / 3 * best
+    assert plan([10, 1, 10, 1], 2) == [0, 1, 2, 3]  # nothing to gain, nothing moves
+    assert plan([10, 10, 1, 1], 2, [0, 1, 2, 3]) in ([0, 3, 2, 1], [0, 2, 1, 3], [0, 3, 1, 2], [0, 2, 3, 1])
+
+
+def test_step_time_by_hand():
+    layer, hardware = Layer(d_model=2, d_hidden=3), Hardware(bandwidth=10.0, throughput=100.0)
+    # rank 0 gets 8 rows, rank 1 gets 2; half of them come from the other rank
+    time = step_time([5, 3, 1, 1], 2, layer, hardware)
+    assert time.exchange == pytest.approx(4 * 4 * 8 / 10) and time.compute == pytest.approx(8 * 3 * 24 / 100)
+    # expert 0 everywhere: 2.5 rows of it on each rank, its 48 bytes of parameters there and back
+    time = step_time([5, 3, 1, 1], 2, layer, hardware, shadows=(0,))
+    assert time.exchange == pytest.approx(4 * 1.5 * 8 / 10) and time.compute == pytest.approx(5.5 * 72 / 100)
+    assert time.shadowing == pytest.approx(2 * 48 / 10)
+    assert time.overlapped(1) == time.total
+    assert time.overlapped(2) == pytest.approx(time.total - min(time.exchange, time.compute) / 2)
+
+
+def test_choose_shadows():
+    layer, hardware = Layer(4, 8), Hardware(bandwidth=1e3, throughput=1e9)
+    assert choose_shadows([1000, 1, 1, 1], 4, layer, hardware) == (0,)
+    assert choose_shadows([2, 2, 2, 2], 4, layer, hardware) == ()
+    assert choose_shadows([1000, 999, 1, 1], 4, layer, hardware, max_shadows=0) == ()

@@ -1,0 +1,54 @@
+"""The simulator: what it prints follows from the cost model on loads that can be worked out by hand."""
+
+import json
+
+import pytest
+
+from fmoe_ext.ep.cost import Hardware, Layer, step_time
+from fmoe_ext.ep.simulate import PRESETS, draw_loads, main, simulate
+
+LAYER = Layer(64, 128)
+HARDWARE = Hardware(bandwidth=1e9, throughput=1e12)
+
+
+def test_even_loads_gain_only_from_overlap():
+    large = Layer(64, 4096)  # too large to be broadcast for 100 rows
+    times = simulate([[100] * 8] * 6, 4, large, HARDWARE, num_chunks=4, every=3)
+    plain = step_time([100] * 8, 4, large, HARDWARE)
+    assert times["none"] == pytest.approx(plain.total)
+    assert times["shadowing"] == times["placement"] == times["none"]
+    assert times["overlap"] == pytest.approx(times["all"])
+    assert times["overlap"] == times["all"] == pytest.approx(plain.overlapped(4))
+
+
+def test_placement_pays_from_the_step_after_its_move():
+    load = [300, 300, 0, 0]  # both busy experts on rank 0, until one of them moves
+    times = simulate([load] * 40, 2, LAYER, HARDWARE, num_chunks=1, every=20)
+    before, after = (step_time(x, 2, LAYER, HARDWARE).total for x in (load, [300, 0, 300, 0]))
+    move = LAYER.expert_bytes * 3 / HARDWARE.bandwidth
+    assert times["placement"] == pytest.approx((20 * before + 20 * after + move) / 40)
+
+
+def test_drawn_loads():
+    loads = draw_loads(5, 16, 1000, skew=1.0)
+    assert all(abs(sum(load) - 1000) < 150 and max(load) > 3 * 1000 / 16 for load in loads)
+    assert loads == draw_loads(5, 16, 1000, skew=1.0)
+
+
+@pytest.mark.parametrize("preset", sorted(PRESETS))
+def test_presets_print_what_was_published(preset, capsys):
+    main(["--preset", preset, "--steps", "3"])
+    printed = capsys.readouterr().out
+    assert PRESETS[preset].gains in printed and "overlap + shadowing" in printed
+
+
+def test_recorded_loads(tmp_path, capsys):
+    path = tmp_path / "loads.json"
+    path.write_text(json.dumps([[5, 3, 1, 1]] * 2))
+    main(["--loads", str(path), "--ranks", "2", "--network", "nvlink"])
+    expected = step_time(
+        [5, 3, 1, 1], 2, Layer(2048, 4096, bytes_per_element=2), Hardware(0.8 * 450e9, 400e12)
+    ).total
+    assert f"{expected * 1e3:10.3f}" in capsys.readouterr().out.splitlines()[1]
+    with pytest.raises(SystemExit):
+        main(["--loads", str(path), "--ranks", "3"])
