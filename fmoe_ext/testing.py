@@ -86,6 +86,8 @@ class DistributedPool:
         )
         if not self._workers:
             self._workers = [_start_worker() for _ in range(self.world_size)]
+            for _, connection in self._workers:
+                connection.recv()  # it is ready: the time to import torch does not count
         workers = self._workers[:world_size]
         with tempfile.TemporaryDirectory() as folder:
             job = (fn, args, world_size, str(Path(folder, "store")), timeout)
@@ -140,6 +142,7 @@ def _serve(connection):
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle: it ends this process
     threading.Thread(target=_end_with_parent, daemon=True).start()
     torch.set_num_threads(1)
+    connection.send("ready")
     while True:
         rank, fn, args, world_size, store, timeout = connection.recv()
         try:
