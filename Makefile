@@ -15,7 +15,7 @@ help:
 
 ## make train    train the MoE language model on real text; pictures and metrics in out/lm  (ARGS="--compare")
 train: build
-	$(PY) -m examples.lm.train $(ARGS)
+	$(PY) examples/lm/train.py $(ARGS)
 
 ## make train-ep the same model with its experts on 4 processes: its loss curve equals that of one process
 train-ep: build

@@ -102,17 +102,15 @@ class LanguageModel(nn.Module):
 
     @torch.no_grad()
     def init_weights(self):
-        """Normal(0, 1 / sqrt(fan in)), smaller into the residual stream; the embedding Normal(0, 0.5)."""
+        """Normal(0, 1 / sqrt(fan in)), zero into the residual stream; the embedding Normal(0, 0.5)."""
         into_residual = ("attention.out.weight", "mlp.down.weight", "mlp.experts.h4toh.weight")
         for name, parameter in self.named_parameters():
-            if parameter.dim() < 2:
-                continue
-            std = 0.5 if parameter is self.embedding.weight else parameter.shape[-1] ** -0.5
             if name.endswith(into_residual):
-                std *= (2 * self.config.num_layers) ** -0.5
-            if name.endswith("mlp.experts.h4toh.weight"):
-                std *= self.config.top_k**0.5  # topk_weights average what the dense MLP would sum
-            parameter.normal_(std=std)
+                parameter.zero_()
+            elif parameter.dim() >= 2:
+                parameter.normal_(
+                    std=0.5 if parameter is self.embedding.weight else parameter.shape[-1] ** -0.5
+                )
 
     def forward(self, tokens):
         """Logits [B, S, 256] of the byte that follows each of tokens [B, S]."""

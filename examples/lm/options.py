@@ -71,7 +71,7 @@ def build_parser():
     add("--num-layers", type=positive_int, default=4, help="blocks of attention and MLP")
     add("--num-heads", type=positive_int, default=4, help="attention heads")
     add("--num-experts", type=positive_int, default=16, help="experts in every MLP")
-    add("--d-hidden", type=positive_int, default=128, help="hidden width of one expert")
+    add("--d-hidden", type=positive_int, default=64, help="hidden width of one expert")
     add("--top-k", type=positive_int, default=2, help="experts that each token visits")
     add(
         "--gate",
@@ -82,11 +82,13 @@ def build_parser():
 
     group = parser.add_argument_group("training")
     add = group.add_argument
-    add("--steps", type=positive_int, default=900, help="length of the run and of the learning-rate schedule")
+    add(
+        "--steps", type=positive_int, default=1000, help="length of the run and of the learning-rate schedule"
+    )
     add("--stop-after", type=positive_int, help="save and exit after this step, as if interrupted there")
     add("--batch-size", type=positive_int, default=8, help="windows in a batch")
     add("--seq-len", type=positive_int, default=256, help="bytes in a window")
-    add("--lr", type=positive_float, default=4e-3, help="peak learning rate")
+    add("--lr", type=positive_float, default=2.5e-3, help="peak learning rate")
     add("--warmup", type=non_negative_int, default=20, help="steps of linear warm-up before the cosine")
     add("--weight-decay", type=non_negative_float, default=0.1, help="on matrices only")
     add("--clip", type=positive_float, default=1.0, help="largest norm of the gradient")
