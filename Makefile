@@ -54,10 +54,10 @@ format: $(VENV)/.installed
 	$(VENV)/bin/ruff format .
 	$(VENV)/bin/clang-format -i $(CXX_FILES)
 
-## make bench    layer and operator benchmarks against their peers, results in benchmarks/results
+## make bench    layer and operator benchmarks against their peers, results in benchmarks/results (ARGS: of bench_layer)
 bench: build
 	$(PY) -m benchmarks.bench_layer $(ARGS)
-	$(PY) -m benchmarks.bench_routing $(ARGS)
+	$(PY) -m benchmarks.bench_routing --json benchmarks/results/routing.json
 
 ## make wheel    one abi3 wheel in dist/
 wheel: $(VENV)/.installed
