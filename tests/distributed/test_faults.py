@@ -119,6 +119,8 @@ def test_interrupt_leaves_no_process(tmp_path):
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         start_new_session=True,
+        # a test run in the background may have been started with SIGINT ignored, which children inherit
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     job.stdout.readline()
     deadline = time.monotonic() + 60
