@@ -54,14 +54,14 @@ def topk_gate_ref(
         topk_idx = candidates.gather(1, _stable_topk(values.gather(1, candidates), top_k))
     else:
         topk_idx = _stable_topk(values, top_k)
-    return topk_idx, _weights_ref(logits, topk_idx, score, normalize, scale)
+    return topk_idx, weights_ref(logits, topk_idx, score, normalize, scale)
 
 
 def _stable_topk(values, k):
     return torch.sort(values, dim=1, descending=True, stable=True).indices[:, :k]
 
 
-def _weights_ref(logits, topk_idx, score, normalize, scale):
+def weights_ref(logits, topk_idx, score, normalize, scale):
     logits_wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     log_scores = logits_wide.log_softmax(-1) if score == "softmax" else F.logsigmoid(logits_wide)
     chosen = log_scores.gather(1, topk_idx)
@@ -103,7 +103,7 @@ def _backward_backward(ctx, grad_grad_logits):
     grad_weights, logits, topk_idx = ctx.saved_tensors
     with torch.enable_grad():
         grad_weights, logits = grad_weights.detach().requires_grad_(), logits.detach().requires_grad_()
-        weights = _weights_ref(logits, topk_idx, ctx.score, ctx.normalize, ctx.scale)
+        weights = weights_ref(logits, topk_idx, ctx.score, ctx.normalize, ctx.scale)
         (grad_logits,) = torch.autograd.grad(weights, logits, grad_weights, create_graph=True)
         grads = torch.autograd.grad(grad_logits, (grad_weights, logits), grad_grad_logits)
     return *grads, None, None, None, None, None

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from fmoe_ext import ops
-from fmoe_ext.ops.topk_gate import _weights_ref as weights_ref
+from fmoe_ext.ops.topk_gate import weights_ref
 from fmoe_ext.testing import assert_close
 
 FLOATS = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
