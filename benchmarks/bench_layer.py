@@ -213,7 +213,7 @@ def main():
     print(text)
     if not args.quick:
         results = [{**row, "heap": heap} for heap, rows in rows_by_heap.items() for row in rows]
-        common.write(args.out, "make bench", results, text)
+        common.write(args.out, " ".join(["python -m benchmarks.bench_layer", *sys.argv[1:]]), results, text)
 
 
 if __name__ == "__main__":
