@@ -12,16 +12,14 @@ using namespace gemm;
 constexpr int64_t kWorkspace = 16 << 20;  // bytes, about: the gathered x and the activated rows of one chunk
 
 // The columns of w1 that make one panel: gate columns, then the up columns that belong to them.
-void pack_gated_panel(const Kernels& kernels, const char* w1, int64_t H, int64_t D, int64_t column,
-                      char* panel) {
-  const void* columns[kMaxPanelLanes];
+void gated_columns(const Kernels& kernels, const char* w1, int64_t H, int64_t D, int64_t column,
+                   const void** pointers) {
   const int64_t half = kernels.nr / 2;
   for (int64_t j = 0; j < half; ++j) {
     const bool inside = column + j < H;
-    columns[j] = inside ? w1 + (column + j) * D * kernels.storage_bytes : nullptr;
-    columns[half + j] = inside ? w1 + (H + column + j) * D * kernels.storage_bytes : nullptr;
+    pointers[j] = inside ? w1 + (column + j) * D * kernels.storage_bytes : nullptr;
+    pointers[half + j] = inside ? w1 + (H + column + j) * D * kernels.storage_bytes : nullptr;
   }
-  kernels.pack_columns(columns, D, panel);
 }
 
 class Forward {
@@ -65,13 +63,13 @@ class Forward {
       const Segment& segment = *jobs[job].segment;
       const char* w1 = args_.row_of(args_.w1, segment.expert * F, D);
       const int64_t first_row = segment.begin - chunk.begin;
-      multiply_panels(
+      multiply_weight_columns(
           kernels_, jobs[job], {x_rows_.at(first_row), x_stride_, x_rows_.bytes}, D,
-          [&](int64_t p, char* panel) {
+          [&](int64_t p, const void** pointers) {
             if (gated_)
-              pack_gated_panel(kernels_, w1, H, D, p * columns, panel);
+              gated_columns(kernels_, w1, H, D, p * columns, pointers);
             else
-              pack_weight_columns(kernels_, w1, H, D, p * columns, panel);
+              weight_columns(kernels_, w1, H, D, p * columns, pointers);
           },
           [&](int64_t p, const void* tile, int64_t row, int64_t m) {
             const int64_t column = p * columns, corner = (segment.begin + row) * F + column;
@@ -108,9 +106,11 @@ class Forward {
     for_each_job(jobs.size(), [&](int64_t job) {
       const Segment& segment = *jobs[job].segment;
       const char* w2 = args_.row_of(args_.w2, segment.expert * D, H);
-      multiply_panels(
+      multiply_weight_columns(
           kernels_, jobs[job], {a_rows_.at(segment.begin - chunk.begin), a_stride_, a_rows_.bytes}, H,
-          [&](int64_t p, char* panel) { pack_weight_columns(kernels_, w2, D, H, p * kernels_.nr, panel); },
+          [&](int64_t p, const void** pointers) {
+            weight_columns(kernels_, w2, D, H, p * kernels_.nr, pointers);
+          },
           [&](int64_t p, const void* tile, int64_t row, int64_t m) {
             const int64_t column = p * kernels_.nr;
             const char* bias =

@@ -143,11 +143,8 @@ class Backward {
     const int64_t D = args_.D, H = args_.H, F = args_.F;
     const Segment& segment = *job.segment;
     const char* w2 = args_.row_of(args_.w2, segment.expert * D, H);
-    multiply_panel_groups(
-        kernels_, job, rows_of(do_rows_, chunk, segment), D, kWeightRowGroup,
-        [&](int64_t first, int64_t count, const Panels& panels) {
-          pack_weight_rows(kernels_, w2, H, D, first, count, panels);
-        },
+    multiply_weight_rows(
+        kernels_, job, rows_of(do_rows_, chunk, segment), D, w2, H,
         [&](int64_t p, const void* tile, int64_t row, int64_t m) {
           const int64_t column = p * kernels_.nr, row_of_chunk = segment.begin - chunk.begin + row;
           kernels_.act_backward({
@@ -222,17 +219,14 @@ class Backward {
     const int64_t D = args_.D, F = args_.F;
     const Segment& segment = *job.segment;
     const char* w1 = args_.row_of(args_.w1, segment.expert * F, D);
-    multiply_panel_groups(
-        kernels_, job, rows_of(dh_rows_, chunk, segment), F, kWeightRowGroup,
-        [&](int64_t first, int64_t count, const Panels& panels) {
-          pack_weight_rows(kernels_, w1, D, F, first, count, panels);
-        },
-        [&](int64_t p, const void* tile, int64_t row, int64_t m) {
-          const int64_t column = p * kernels_.nr;
-          kernels_.store(
-              tile, m, std::min(kernels_.nr, D - column), nullptr, nullptr,
-              mutable_bytes_of(dx_rows_) + ((segment.begin + row) * D + column) * kernels_.storage_bytes, D);
-        });
+    multiply_weight_rows(kernels_, job, rows_of(dh_rows_, chunk, segment), F, w1, D,
+                         [&](int64_t p, const void* tile, int64_t row, int64_t m) {
+                           const int64_t column = p * kernels_.nr;
+                           kernels_.store(tile, m, std::min(kernels_.nr, D - column), nullptr, nullptr,
+                                          mutable_bytes_of(dx_rows_) +
+                                              ((segment.begin + row) * D + column) * kernels_.storage_bytes,
+                                          D);
+                         });
   }
 
   Panels own_panels(const RowMajor& rows, const Segment& segment, int64_t column, int64_t n, int64_t lanes) {

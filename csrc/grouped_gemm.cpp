@@ -47,9 +47,11 @@ Tensor grouped_gemm_cpu(Tensor x_, Tensor weight_, Tensor offs_, std::optional<T
       const Segment& segment = *jobs[job].segment;
       const RowMajor a{block.at(segment.begin - chunk.begin), stride, block.bytes};
       const char* w = bytes_of(weight) + segment.expert * N * D * kernels.storage_bytes;
-      multiply_panels(
+      multiply_weight_columns(
           kernels, jobs[job], a, D,
-          [&](int64_t p, char* panel) { pack_weight_columns(kernels, w, N, D, p * kernels.nr, panel); },
+          [&](int64_t p, const void** pointers) {
+            weight_columns(kernels, w, N, D, p * kernels.nr, pointers);
+          },
           [&](int64_t p, const void* tile, int64_t row, int64_t m) {
             const int64_t column = p * kernels.nr;
             const char* b =
@@ -129,12 +131,8 @@ std::tuple<Tensor, Tensor, Tensor> grouped_gemm_backward_cpu(Tensor grad_y_, Ten
       const Segment& segment = *job.segment;
       const RowMajor a{block.at(segment.begin - chunk.begin), stride, block.bytes};
       const char* w = bytes_of(weight) + segment.expert * N * D * kernels.storage_bytes;
-      multiply_panel_groups(
-          kernels, job, a, N, kWeightRowGroup,
-          [&](int64_t first, int64_t count, const Panels& panels) {
-            pack_weight_rows(kernels, w, D, N, first, count, panels);
-          },
-          [&](int64_t p, const void* tile, int64_t row, int64_t m) {
+      multiply_weight_rows(
+          kernels, job, a, N, w, D, [&](int64_t p, const void* tile, int64_t row, int64_t m) {
             const int64_t column = p * kernels.nr;
             kernels.store(tile, m, std::min(kernels.nr, D - column), nullptr, nullptr,
                           mutable_bytes_of(dx) + ((segment.begin + row) * D + column) * kernels.storage_bytes,

@@ -176,63 +176,29 @@ void for_each_row_slice(int64_t begin, int64_t end, const Body& body) {
                [&](int64_t job) { body(begin + job * kSlice, std::min(end, begin + (job + 1) * kSlice)); });
 }
 
-// The rows of one operand times packed panels: pack(first, count, panels) fills `count` panels of B at once,
-// epilogue(panel, tile, row, m) takes each tile. `a` starts at the segment's first row; row counts from
-// there.
-template <class Pack, class Epilogue>
-void multiply_panel_groups(const Kernels& kernels, const Job& job, const RowMajor& a, int64_t depth,
-                           int64_t group, const Pack& pack, const Epilogue& epilogue) {
-  alignas(64) char tile[kTileBytes];
-  group = std::min(group, job.end - job.begin);
-  const Panels panels{thread_buffer(group * panel_bytes(kernels, depth, kernels.nr)),
-                      Panels::stride_for(kernels, depth, kernels.nr), kernels.operand_bytes};
-  const int64_t rows = job.segment->rows();
-  for (int64_t first = job.begin; first < job.end; first += group) {
-    const int64_t count = std::min(group, job.end - first);
-    pack(first, count, panels);
-    for (int64_t p = 0; p < count; ++p)
-      for (int64_t row = 0; row < rows; row += kernels.mr) {
-        const int64_t m = std::min(kernels.mr, rows - row);
-        kernels.multiply_row_major(m, depth, a.at(row), a.stride, panels.panel(p), tile);
-        epilogue(first + p, tile, row, m);
-      }
-  }
-}
-
-// Panels of columns that are contiguous in memory need no company: pack(panel, buffer) fills one.
-template <class Pack, class Epilogue>
-void multiply_panels(const Kernels& kernels, const Job& job, const RowMajor& a, int64_t depth,
-                     const Pack& pack, const Epilogue& epilogue) {
-  multiply_panel_groups(
-      kernels, job, a, depth, 1,
-      [&](int64_t first, int64_t, const Panels& panels) { pack(first, panels.data); }, epilogue);
-}
-
-// Panels across the rows of a weight: as many at once as make each row's piece worth a trip to memory.
-constexpr int64_t kWeightRowGroup = 4;
-
 // Every tile of A^T B for packed panels A [depth, rows] and B [depth, columns]: epilogue(tile, row, column,
-// m, n).
+// m, n). With little depth the panels are small and the results large: these are then written row by row.
 template <class Epilogue>
 void multiply_packed_panels(const Kernels& kernels, const Panels& a, int64_t rows, const Panels& b,
                             int64_t columns, int64_t depth, const Epilogue& epilogue) {
   alignas(64) char tile[kTileBytes];
-  for (int64_t column = 0; column < columns; column += kernels.nr)
-    for (int64_t row = 0; row < rows; row += kernels.mr) {
-      const int64_t m = std::min(kernels.mr, rows - row), n = std::min(kernels.nr, columns - column);
-      kernels.multiply_packed(m, depth, a.panel(row / kernels.mr), b.panel(column / kernels.nr), tile);
-      epilogue(tile, row, column, m, n);
-    }
+  constexpr int64_t kLittle = 64;
+  const int64_t block = depth <= kLittle ? kernels.mr : rows;
+  for (int64_t begin = 0; begin < rows; begin += block)
+    for (int64_t column = 0; column < columns; column += kernels.nr)
+      for (int64_t row = begin; row < std::min(begin + block, rows); row += kernels.mr) {
+        const int64_t m = std::min(kernels.mr, rows - row), n = std::min(kernels.nr, columns - column);
+        kernels.multiply_packed(m, depth, a.panel(row / kernels.mr), b.panel(column / kernels.nr), tile);
+        epilogue(tile, row, column, m, n);
+      }
+  kernels.end_stream();
 }
 
-// Fills buffer with the panel of columns [column, column + nr) of weight^T; weight [num_columns, depth] is
-// contiguous.
-inline void pack_weight_columns(const Kernels& kernels, const char* weight, int64_t num_columns,
-                                int64_t depth, int64_t column, char* buffer) {
-  const void* columns[kMaxPanelLanes];
+// The rows [column, column + nr) of weight [num_columns, depth], contiguous; null past the last.
+inline void weight_columns(const Kernels& kernels, const char* weight, int64_t num_columns, int64_t depth,
+                           int64_t column, const void** pointers) {
   for (int64_t j = 0; j < kernels.nr; ++j)
-    columns[j] = column + j < num_columns ? weight + (column + j) * depth * kernels.storage_bytes : nullptr;
-  kernels.pack_columns(columns, depth, buffer);
+    pointers[j] = column + j < num_columns ? weight + (column + j) * depth * kernels.storage_bytes : nullptr;
 }
 
 // Fills panels [first, first + count) of weight [depth, num_columns], contiguous.
@@ -246,6 +212,61 @@ inline void pack_weight_rows(const Kernels& kernels, const char* weight, int64_t
     for (int64_t i = 0; i < n; ++i) rows[i] = weight + (k + i) * num_columns * kernels.storage_bytes;
     kernels.pack_rows(rows, n, column, width, kernels.nr,
                       panels.data + k * kernels.nr * kernels.operand_bytes, panels.stride);
+  }
+}
+
+// Tiles of (the rows of one operand) times weight^T, column by column: columns(panel, pointers) names the nr
+// weight rows of a panel (null is zero), epilogue(panel, tile, row, m) takes each tile. `a` starts at the
+// segment's first row; row counts from there.
+template <class Columns, class Epilogue>
+void multiply_weight_columns(const Kernels& kernels, const Job& job, const RowMajor& a, int64_t depth,
+                             const Columns& columns, const Epilogue& epilogue) {
+  alignas(64) char tile[kTileBytes];
+  const void* pointers[kMaxPanelLanes];
+  const int64_t rows = job.segment->rows();
+  const bool few = rows <= kernels.few_rows;
+  char* panel = few ? nullptr : thread_buffer(panel_bytes(kernels, depth, kernels.nr));
+  for (int64_t p = job.begin; p < job.end; ++p) {
+    columns(p, pointers);
+    if (!few) kernels.pack_columns(pointers, depth, panel);
+    for (int64_t row = 0; row < rows; row += kernels.mr) {
+      const int64_t m = std::min(kernels.mr, rows - row);
+      if (few)
+        kernels.multiply_columns(m, depth, a.at(row), a.stride, pointers, tile);
+      else
+        kernels.multiply_row_major(m, depth, a.at(row), a.stride, panel, tile);
+      epilogue(p, tile, row, m);
+    }
+  }
+}
+
+// The same for the product with weight [depth, num_columns] itself, contiguous.
+template <class Epilogue>
+void multiply_weight_rows(const Kernels& kernels, const Job& job, const RowMajor& a, int64_t depth,
+                          const char* weight, int64_t num_columns, const Epilogue& epilogue) {
+  const int64_t rows = job.segment->rows(), nr = kernels.nr;
+  if (rows <= kernels.few_rows) {
+    const int64_t column = job.begin * nr, tile_bytes = rows * nr * kernels.acc_bytes;
+    char* tiles = thread_buffer((job.end - job.begin) * tile_bytes);
+    kernels.multiply_rows_of(rows, depth, a.data, a.stride, weight + column * kernels.storage_bytes,
+                             num_columns, std::min(job.end * nr, num_columns) - column, tiles);
+    for (int64_t p = job.begin; p < job.end; ++p) epilogue(p, tiles + (p - job.begin) * tile_bytes, 0, rows);
+    return;
+  }
+  alignas(64) char tile[kTileBytes];
+  // As many panels at once as make each weight row's piece worth a trip to memory.
+  const int64_t group = std::min<int64_t>(4, job.end - job.begin);
+  const Panels panels{thread_buffer(group * panel_bytes(kernels, depth, nr)),
+                      Panels::stride_for(kernels, depth, nr), kernels.operand_bytes};
+  for (int64_t first = job.begin; first < job.end; first += group) {
+    const int64_t count = std::min(group, job.end - first);
+    pack_weight_rows(kernels, weight, num_columns, depth, first, count, panels);
+    for (int64_t p = 0; p < count; ++p)
+      for (int64_t row = 0; row < rows; row += kernels.mr) {
+        const int64_t m = std::min(kernels.mr, rows - row);
+        kernels.multiply_row_major(m, depth, a.at(row), a.stride, panels.panel(p), tile);
+        epilogue(first + p, tile, row, m);
+      }
   }
 }
 
@@ -348,8 +369,8 @@ class ExpertGradient {
     if (segment.cut)
       kernels_.accumulate(tile, m, n, sums_.data() + at * kernels_.acc_bytes, columns_);
     else
-      kernels_.store(tile, m, n, nullptr, nullptr,
-                     out_ + (segment.expert * rows_ * columns_ + at) * kernels_.storage_bytes, columns_);
+      kernels_.stream(tile, m, n, out_ + (segment.expert * rows_ * columns_ + at) * kernels_.storage_bytes,
+                      columns_);
   }
 
   // After the jobs of a chunk.

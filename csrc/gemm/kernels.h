@@ -53,6 +53,7 @@ struct ActBackward {
 
 struct Kernels {
   int64_t mr, nr, k_step;
+  int64_t few_rows;  // up to so many rows of A, B is better not packed
   int64_t storage_bytes, operand_bytes, acc_bytes;
 
   // Operand rows in row-major order; k is padded with zeros to a multiple of k_step.
@@ -71,10 +72,21 @@ struct Kernels {
   void (*multiply_row_major)(int64_t m, int64_t k, const void* a, int64_t stride, const void* panel,
                              void* tile);
   void (*multiply_packed)(int64_t m, int64_t k, const void* a, const void* panel, void* tile);
+  // The same for few rows of A, row-major, and B in storage. Columns that are contiguous along k: columns[j]
+  // is column j, null is zero.
+  void (*multiply_columns)(int64_t m, int64_t k, const void* a, int64_t stride, const void* const* columns,
+                           void* tile);
+  // Rows of B, ld elements apart, that are contiguous along n: tiles [n / nr, rounded up][m, nr].
+  void (*multiply_rows_of)(int64_t m, int64_t k, const void* a, int64_t stride, const void* b, int64_t ld,
+                           int64_t n, void* tiles);
 
   // dst [m, n] = (tile + bias) * scale[row]; bias storage [n] or null, scale acc [m] or null.
   void (*store)(const void* tile, int64_t m, int64_t n, const void* bias, const void* scale, void* dst,
                 int64_t stride);
+  // dst [m, n] = tile, past the caches: for results too large to be read from them. After the last tile of a
+  // job, end_stream.
+  void (*stream)(const void* tile, int64_t m, int64_t n, void* dst, int64_t stride);
+  void (*end_stream)();
   // sum [m, n] += tile, in acc.
   void (*accumulate)(const void* tile, int64_t m, int64_t n, void* sum, int64_t stride);
   void (*act_forward)(const ActForward& args);
