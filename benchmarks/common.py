@@ -44,8 +44,9 @@ def commit() -> str:
 def interleave(steps: dict, rounds: int = 7, slow: float = 2.0) -> dict:
     """Seconds of each step, measured in turn, A B C A B C ..., so that drift of the machine meets all alike.
 
-    steps: {name: callable}. A step that took longer than `slow` seconds is measured three times, one that took longer
-    than five times that only once, its warm-up.
+    steps: {name: callable}. Each turn begins with a run that is not timed, as in a training loop: memory that a step
+    freed one turn ago may have gone back to a virtual machine's host meanwhile. A step that took longer than `slow`
+    seconds is measured three times, without that run; one that took longer than five times that only once, its warm-up.
     """
 
     def timed(step, repeats):
@@ -60,6 +61,8 @@ def interleave(steps: dict, rounds: int = 7, slow: float = 2.0) -> dict:
         for name, step in steps.items():
             if warm_up[name] > 5 * slow or (warm_up[name] > slow and turn >= 3):
                 continue
+            if warm_up[name] <= slow:
+                step()
             seconds[name].append(timed(step, max(1, min(100, int(5e-3 / warm_up[name])))))
     return seconds
 
