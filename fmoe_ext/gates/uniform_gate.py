@@ -7,9 +7,9 @@ from fmoe_ext.gates.scored_gate import ScoredGate
 class UniformGate(ScoredGate):
     """Deals the tokens out to the experts in turn, for benchmarks of a perfectly balanced load.
 
-    Choice k of token t, counted over the tokens of all workers, is expert (t * K + k) % E; the weights are those of SoftmaxGate for these choices, so that the
-    gate costs what a real one costs and learns. (Megatron's `--moe-router-force-load-balancing` draws at random.)
-    Arguments: ScoredGate; groups have no effect.
+    Choice k of token t, counted over the tokens of all workers, is expert (t * K + k) % E; the weights are those of
+    SoftmaxGate for these choices, so that the gate costs what a real one costs and learns. (Megatron's
+    `--moe-router-force-load-balancing` draws at random.) Arguments: ScoredGate; groups have no effect.
     """
 
     def select(self, logits):
