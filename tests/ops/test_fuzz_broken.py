@@ -169,6 +169,11 @@ def topk_gate_backward(d):
     )
 
 
+def decreasing_offs(d):
+    """Values that offs must not have, where there are enough rows and experts for them."""
+    return {"offs": (torch.tensor([1, 0] + [0] * (d.E - 2)).int(),)} if d.E > 1 and d.T * d.K > 0 else {}
+
+
 def gemm_arguments(d):
     return {"x": d.floats(d.T * d.K, d.D), "weight": d.floats(d.E, d.H, d.D), "offs": d.sort.offs}
 
@@ -179,6 +184,7 @@ def grouped_gemm(d):
         {**gemm_arguments(d), "bias": d.floats(d.E, d.H)},
         sizes={"x": (1,), "weight": (0, 1, 2), "offs": (0,), "bias": (0, 1)},
         indices={"offs": (0, d.T * d.K + 1)},
+        values=decreasing_offs(d),
     )
 
 
@@ -189,7 +195,7 @@ def grouped_gemm_backward(d):
         arguments,
         sizes={"grad_y": (0, 1), "x": (0, 1), "weight": (0, 1, 2), "offs": (0,)},
         indices={"offs": (0, d.T * d.K + 1)},
-        values={"needs": ([], [True] * 4)},
+        values={"needs": ([], [True] * 4), **decreasing_offs(d)},
     )
 
 
@@ -222,7 +228,7 @@ def expert_mlp(d):
         arguments,
         sizes={**MLP_SIZES, "b1": (0, 1)},
         indices=mlp_indices(d),
-        values={"activation": ("", "tanh", "gelu ")},
+        values={"activation": ("", "tanh", "gelu "), **decreasing_offs(d)},
     )
 
 
