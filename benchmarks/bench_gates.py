@@ -51,7 +51,7 @@ def count_step(num_tokens):
 
 
 def topk_steps(num_tokens):
-    """topk_gate and topk + softmax, each forward alone and its backward alone."""
+    """topk_gate and topk + softmax: forward, backward, and one after the other."""
     logits = torch.randn(num_tokens, E, requires_grad=True)
     grad = torch.randn(num_tokens, K)
     functions = {
@@ -65,6 +65,7 @@ def topk_steps(num_tokens):
         steps[f"{name}, backward"] = lambda weights=weights: torch.autograd.grad(
             weights, logits, grad, retain_graph=True
         )
+        steps[f"{name}, both"] = lambda function=function: torch.autograd.grad(function(), logits, grad)
     return steps
 
 
@@ -110,7 +111,7 @@ def main():
     ]
     text = common.table(["step", "median ms", "least ms", "of the layer step"], rows)
     text += "\n\nGates, loss and softmax: forward and backward. Shares and ratios are of the least times.\n"
-    for part in ("forward", "backward"):
+    for part in ("forward", "backward", "both"):
         speedup = seconds[f"topk + softmax, {part}"]["min"] / seconds[f"topk_gate, {part}"]["min"]
         text += f"\ntopk_gate, {part}: {speedup:.1f} times as fast as topk + softmax (bar: 2)."
     text += f"\nTelemetry: {100 * seconds['telemetry']['min'] / layer:.3f} % of the layer's step (bar: 1 %)."
