@@ -116,6 +116,8 @@ SANITIZE = [
     "-fsanitize=address,undefined",
     "-fno-omit-frame-pointer",
     "-fno-sanitize-recover=undefined",
+    "-fno-wrapv",  # Python's own flags allow signed overflow, which would hide it from UBSan
+    "-D_GLIBCXX_ASSERTIONS",
     "-g",
     "-O1",
 ]

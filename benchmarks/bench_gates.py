@@ -1,9 +1,10 @@
-"""What gates, balance losses and load telemetry cost, beside a layer's training step, all in one process.
+"""What gates, balance losses and load telemetry cost, beside a layer's training step, all in turn in one process.
 
-python -m benchmarks.bench_gates [--threads 2] [--rounds 9] [--tokens 16384] [--json results.json]
+python -m benchmarks.bench_gates [--threads 2] [--rounds 9] [--tokens 16384] [--json results/gates.json]
 """
 
 import argparse
+import sys
 from pathlib import Path
 
 import torch
@@ -50,16 +51,22 @@ def count_step(num_tokens):
 
 
 def topk_steps(num_tokens):
+    """topk_gate and topk + softmax: forward, backward, and one after the other."""
     logits = torch.randn(num_tokens, E, requires_grad=True)
     grad = torch.randn(num_tokens, K)
-
-    def ours():
-        torch.autograd.grad(ops.topk_gate(logits, K)[1], logits, grad)
-
-    def plain():
-        torch.autograd.grad(logits.topk(K).values.softmax(-1), logits, grad)
-
-    return ours, plain
+    functions = {
+        "topk_gate": lambda: ops.topk_gate(logits, K)[1],
+        "topk + softmax": lambda: logits.topk(K).values.softmax(-1),
+    }
+    steps = {}
+    for name, function in functions.items():
+        weights = function()
+        steps[f"{name}, forward"] = function
+        steps[f"{name}, backward"] = lambda weights=weights: torch.autograd.grad(
+            weights, logits, grad, retain_graph=True
+        )
+        steps[f"{name}, both"] = lambda function=function: torch.autograd.grad(function(), logits, grad)
+    return steps
 
 
 def loss_steps(num_tokens):
@@ -78,36 +85,40 @@ def loss_steps(num_tokens):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--threads", type=int)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--tokens", type=int, default=16384)
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--json", type=Path, help="write the results here, and as a table beside it")
     args = parser.parse_args()
-    if args.threads:
-        torch.set_num_threads(args.threads)
+    torch.set_num_threads(args.threads)
     torch.manual_seed(0)
     x = torch.randn(args.tokens, D, requires_grad=True)
     linear = nn.Linear(D, E)
     steps = {f"gate {name}": gate_step(name, x) for name in GATES}
     steps["nn.Linear(D, E) alone"] = lambda: linear(x).sum().backward()
-    steps["topk_gate"], steps["topk + softmax"] = topk_steps(args.tokens)
+    steps |= topk_steps(args.tokens)
     steps["balance loss"], steps["softmax alone"] = loss_steps(args.tokens)
     steps["telemetry"] = count_step(args.tokens)
     steps["layer step"] = layer_step(x)
-    seconds = {name: min(s) for name, s in common.interleave(steps, args.rounds).items()}
-    layer = seconds["layer step"]
-    rows = [(name, f"{1e3 * s:.2f}", f"{100 * s / layer:.2f} %") for name, s in seconds.items()]
-    text = common.table(["forward + backward", "ms, least", "of the layer step"], rows)
-    speedup = seconds["topk + softmax"] / seconds["topk_gate"]
-    share = seconds["telemetry"] / layer
-    text += f"\n\ntopk_gate is {speedup:.1f} times as fast as topk + softmax (bar: 2)."
-    text += f"\nTelemetry is {100 * share:.2f} % of the layer's step (bar: 1 %)."
+    seconds = {name: common.summary(s) for name, s in common.interleave(steps, args.rounds).items()}
+    layer = seconds["layer step"]["min"]
+    rows = [
+        (name, f"{1e3 * s['median']:.2f}", f"{1e3 * s['min']:.2f}", f"{100 * s['min'] / layer:.2f} %")
+        for name, s in seconds.items()
+    ]
+    text = common.table(["step", "median ms", "least ms", "of the layer step"], rows)
+    text += "\n\nGates, loss and softmax: forward and backward. Shares and ratios are of the least times.\n"
+    for part in ("forward", "backward", "both"):
+        speedup = seconds[f"topk + softmax, {part}"]["min"] / seconds[f"topk_gate, {part}"]["min"]
+        text += f"\ntopk_gate, {part}: {speedup:.1f} times as fast as topk + softmax (bar: 2)."
+    text += f"\nTelemetry: {100 * seconds['telemetry']['min'] / layer:.3f} % of the layer's step (bar: 1 %)."
     print(f"T={args.tokens} E={E} K={K} D={D} H={H}, float32\n{text}")
     if args.json:
-        command = f"python -m benchmarks.bench_gates --tokens {args.tokens} --rounds {args.rounds}"
-        results = [{"name": name, "seconds": s} for name, s in seconds.items()]
-        common.write(args.json, command, results, text)
+        command = "python -m benchmarks.bench_gates " + " ".join(sys.argv[1:])
+        common.write(args.json, command, [{"name": name, **s} for name, s in seconds.items()], text)
 
 
 if __name__ == "__main__":

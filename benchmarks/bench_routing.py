@@ -1,33 +1,16 @@
-"""The routing ops against plain PyTorch, interleaved in one process: times, ratios, and the bar for each.
+"""The routing operators against plain PyTorch, in turn in one process: times, ratios, and the bar for each.
 
-python benchmarks/bench_routing.py [--threads 2] [--rounds 15] [--only sort_tokens] [--json results.json]
+python -m benchmarks.bench_routing [--threads 2] [--rounds 15] [--only sort_tokens] [--json results/routing.json]
 """
 
 import argparse
-import json
-import platform
-import statistics
-import subprocess
-import time
+import sys
 from pathlib import Path
 
 import torch
 
+from benchmarks import common
 from fmoe_ext import ops
-
-
-def interleaved(functions, rounds):
-    """Milliseconds of each function, all rounds, called in turn so that all meet the same conditions."""
-    times = [[] for _ in functions]
-    for round_ in range(rounds + 2):
-        for function, mine in zip(functions, times, strict=True):
-            start = time.perf_counter()
-            result = function()
-            elapsed = time.perf_counter() - start
-            del result  # the memory goes back outside of the measured time
-            if round_ >= 2:
-                mine.append(1e3 * elapsed)
-    return times
 
 
 def random_choices(T, E, K):
@@ -132,61 +115,37 @@ CASES = [
 ]
 
 
-def machine():
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
-    models = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return {
-        "cpu": models[0] if models else platform.processor(),
-        "torch": torch.__version__,
-        "threads": torch.get_num_threads(),
-    }
-
-
-def commit():
-    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
-    result = subprocess.run(command, capture_output=True, text=True)
-    return result.stdout.strip() or None
-
-
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--only", help="run the cases of this op only")
-    parser.add_argument("--json", type=Path, help="write the table here too")
+    parser.add_argument("--json", type=Path, help="write the results here, and as a table beside it")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     torch.manual_seed(0)
 
-    table = []
-    header = f"{'op':14} {'shape':38} {'against':26} {'ours ms':>8} {'peer ms':>8}"
-    print(f"{header} {'ratio':>6} {'of min':>6} {'bar':>5}")
+    results, rows = [], []
     for name, bench, sizes in CASES:
         if args.only and args.only != name:
             continue
         shape = " ".join(f"{key}={str(value).removeprefix('torch.')}" for key, value in sizes.items())
         for peer, bar, ours, plain in bench(**sizes):
-            mine, other = interleaved([ours, plain], args.rounds)
-            row = {
-                "op": name,
-                "shape": shape,
-                "against": peer,
-                "ours_ms": statistics.median(mine),
-                "peer_ms": statistics.median(other),
-                "ratio": statistics.median(other) / statistics.median(mine),
-                "ratio_of_minimums": min(other) / min(mine),
-                "bar": bar,
-            }
-            table.append(row)
-            numbers = f"{row['ours_ms']:8.2f} {row['peer_ms']:8.2f} {row['ratio']:6.2f}"
-            print(
-                f"{name:14} {shape:38} {peer:26} {numbers} {row['ratio_of_minimums']:6.2f} {bar:5.1f}",
-                flush=True,
+            seconds = common.interleave({"ours": ours, "peer": plain}, args.rounds)
+            mine, other = common.summary(seconds["ours"]), common.summary(seconds["peer"])
+            ratio, of_min = other["median"] / mine["median"], other["min"] / mine["min"]
+            results.append(
+                {"op": name, "shape": shape, "against": peer, "bar": bar, "ours": mine, "peer": other}
             )
+            times = [f"{1e3 * s['median']:.2f}" for s in (mine, other)]
+            rows.append([name, shape, peer, *times, f"{ratio:.2f}", f"{of_min:.2f}", f"{bar:.1f}"])
+    header = ["op", "shape", "against", "ours, ms", "peer, ms", "x faster", "of minimums", "bar"]
+    text = common.table(header, rows)
+    print(text)
     if args.json:
-        result = {"machine": machine(), "commit": commit(), "rounds": args.rounds, "rows": table}
-        args.json.write_text(json.dumps(result, indent=1) + "\n")
+        common.write(args.json, "python -m benchmarks.bench_routing " + " ".join(sys.argv[1:]), results, text)
 
 
 if __name__ == "__main__":

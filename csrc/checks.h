@@ -23,6 +23,7 @@ inline std::string shape_text(const Tensor& t) {
 inline const char* dtype_text(const Tensor& t) { return torch::headeronly::toString(t.scalar_type()); }
 
 inline void check_cpu(const Tensor& t, const char* name) {
+  STD_TORCH_CHECK(t.defined(), name, " must be a tensor, but got None");
   STD_TORCH_CHECK(t.is_cpu(), name,
                   " must be on the CPU like the other arguments, but it is on another device");
 }

@@ -237,8 +237,8 @@ void unpermute(const T* y, const Routing& routing, const compute_t<T>* weights, 
 
 Tensor unpermute_cpu(Tensor y, Tensor row_idx, Tensor inverse, std::optional<Tensor> topk_weights) {
   const Routing routing(row_idx, inverse);
-  check_float(y, "y");
   check_rows(y, routing);
+  check_float(y, "y");
   const auto weights = checked_weights(topk_weights, y, routing);
   const Tensor rows = as_contiguous(y);
   const int64_t width = rows.size(1);
@@ -278,8 +278,8 @@ void unpermute_backward(const T* grad_out, const T* y, const Routing& routing, c
 std::tuple<Tensor, Tensor> unpermute_backward_cpu(Tensor grad_out, std::optional<Tensor> y, Tensor row_idx,
                                                   Tensor inverse, std::optional<Tensor> topk_weights) {
   const Routing routing(row_idx, inverse);
-  check_float(grad_out, "grad_out");
   check_tokens(grad_out, routing, "grad_out");
+  check_float(grad_out, "grad_out");
   const auto weights = checked_weights(topk_weights, grad_out, routing);
   const int64_t width = grad_out.size(1);
   std::optional<Tensor> rows;

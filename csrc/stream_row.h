@@ -32,10 +32,12 @@ class RowWriter {
       return;
     }
 #endif
-    std::memcpy(to, source, row_bytes_);
+    if (row_bytes_ > 0) std::memcpy(to, source, row_bytes_);  // empty tensors have null pointers
   }
 
-  void zero(int64_t row) const { std::memset(data_ + row * row_bytes_, 0, row_bytes_); }
+  void zero(int64_t row) const {
+    if (row_bytes_ > 0) std::memset(data_ + row * row_bytes_, 0, row_bytes_);
+  }
 
   // To be called by each thread after its last row: streamed stores are weakly ordered.
   void finish() const {

@@ -62,12 +62,14 @@ class LayerCounters:
             setattr(self, name, getattr(self, name).to(device))
 
     @torch.no_grad()
-    def count(self, topk_idx, topk_weights):
+    def count(self, topk_idx, topk_weights, top_k=None):
+        """topk_idx, topk_weights [T, K]; top_k: choices that a token should have, if the K columns are more."""
         topk_idx = topk_idx.reshape(topk_idx.shape[0], -1)
+        wanted = topk_idx.numel() if top_k is None else len(topk_idx) * min(top_k, topk_idx.shape[1])
         load = ops.count_tokens(topk_idx, self.tokens_per_expert.shape[0])
         self.tokens_per_expert += load
         self.idle_steps.add_(1).mul_(load == 0)
-        self.num_dropped += topk_idx.numel() - load.sum()
+        self.num_dropped += (wanted - load.sum()).clamp(min=0)
         self.num_tokens += topk_idx.shape[0]
         self.num_steps += 1
         if topk_idx.shape[1] > 1:
@@ -186,7 +188,7 @@ def _counting_hook(counters):
         topk_idx, topk_weights = output[:2]
         if counters.num_steps.device != topk_idx.device:
             counters.to(topk_idx.device)
-        counters.count(topk_idx, topk_weights)
+        counters.count(topk_idx, topk_weights, getattr(gate, "top_k", None))
 
     return count
 

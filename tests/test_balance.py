@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from fmoe_ext import balance
-from fmoe_ext.gates import BaseGate, SoftmaxGate, SwitchGate
+from fmoe_ext.gates import BaseGate, ExpertChoiceGate, SoftmaxGate, SwitchGate
 
 
 class FixedGate(BaseGate):
@@ -91,6 +91,20 @@ def test_drops_of_a_gate_with_capacity():
     assert layer["tokens_per_expert"] == [2, 0, 0, 0]
     assert layer["dropped_share"] == pytest.approx(14 / 16)
     assert layer["dead_experts"] == 3
+
+
+def test_columns_that_expert_choice_leaves_empty_are_no_drops():
+    torch.manual_seed(0)
+    gate = ExpertChoiceGate(8, 4, 1, top_k=2)
+    monitor = balance.watch(gate)
+    gate(torch.randn(16, 8))
+    layer = monitor.collect()["layers"][""]
+    assert layer["tokens_per_expert"] == [8] * 4
+    assert layer["dropped_share"] == 0
+    gate.max_experts = 1
+    topk_idx, _ = gate(torch.randn(16, 8))
+    num_kept = int((topk_idx >= 0).sum())
+    assert monitor.collect()["layers"][""]["dropped_share"] == pytest.approx(1 - num_kept / 16)
 
 
 def test_warns_about_an_expert_without_tokens():

@@ -8,7 +8,7 @@ import importlib
 import pkgutil
 import sys
 
-from fmoe_ext.compat import distributed
+from fmoe_ext.compat.distributed import DistributedGroupedDataParallel
 from fmoe_ext.compat.layers import FMoE
 from fmoe_ext.compat.linear import FMoELinear
 from fmoe_ext.compat.transformer import FMoETransformerMLP
@@ -31,10 +31,4 @@ def install():
         sys.modules[name] = importlib.import_module(module.name)
 
 
-def __getattr__(name):
-    if name == "DistributedGroupedDataParallel":
-        return distributed.DistributedGroupedDataParallel
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
-__all__ = ["FMoE", "FMoELinear", "FMoETransformerMLP", "install"]
+__all__ = ["DistributedGroupedDataParallel", "FMoE", "FMoELinear", "FMoETransformerMLP", "install"]

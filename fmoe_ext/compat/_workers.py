@@ -3,7 +3,7 @@
 import torch
 import torch.distributed as dist
 
-from fmoe_ext.compat._core import core
+from fmoe_ext.ep import exchange
 
 
 class _State:
@@ -22,8 +22,8 @@ def exchange_counts(local_expert_count, world_size):
     """local_expert_count [world_size * num_expert] -> what each worker sends to the experts here, same layout."""
     if world_size == 1:
         return local_expert_count.clone()
-    exchange = core("ep.exchange", "exchange_counts", "expert parallelism in fmoe.functions")
-    return exchange(local_expert_count.view(world_size, -1), _group_name()).flatten()
+    counts = local_expert_count.view(world_size, -1)
+    return exchange.exchange_counts(counts, exchange.register_group(_State.group)).flatten()
 
 
 def to_experts(rows, local_expert_count, global_expert_count, world_size):
@@ -65,9 +65,8 @@ def all_gather(x, world_size, group):
 
 
 def _exchange(rows, send_count, recv_count, world_size):
-    exchange = core("ep.exchange", "global_exchange", "expert parallelism in fmoe.functions")
     send, recv = (count.view(world_size, -1).sum(1).tolist() for count in (send_count, recv_count))
-    return exchange(rows, send, recv, _group_name())
+    return exchange.global_exchange(rows, send, recv, exchange.register_group(_State.group))
 
 
 def _expert_major(global_expert_count, world_size, device):
@@ -80,7 +79,3 @@ def _expert_major(global_expert_count, world_size, device):
         for worker in range(world_size)
     ]
     return torch.cat(parts).to(device)
-
-
-def _group_name():
-    return core("ep.exchange", "register_group", "expert parallelism in fmoe.functions")(_State.group)

@@ -1,9 +1,5 @@
 """fmoe.distributed."""
 
-from fmoe_ext.compat._core import core
+from fmoe_ext.distributed import DistributedGroupedDataParallel
 
-
-def __getattr__(name):
-    if name == "DistributedGroupedDataParallel":
-        return core("distributed", name, f"fmoe.distributed.{name}")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__all__ = ["DistributedGroupedDataParallel"]

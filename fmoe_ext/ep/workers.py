@@ -26,6 +26,11 @@ class GroupWorkers:
         """Tokens of all workers; a copy to the host."""
         return int(self._all_reduce(torch.tensor(num_local_tokens, device=self._device())))
 
+    def first_token(self, num_local_tokens):
+        """Number of this worker's first token among those of all workers; a copy to the host."""
+        mine = torch.tensor([num_local_tokens], device=self._device())
+        return sum(int(part) for part in _gather_rows(mine, find_group(self.group))[: self.rank])
+
     def sum(self, x):
         """Sum of x over the workers. Its gradient takes it that every worker adds the same loss to its own."""
         return _SumOverWorkers.apply(x, self)

@@ -17,6 +17,10 @@ class OneWorker:
         """Tokens of all workers."""
         return num_local_tokens
 
+    def first_token(self, num_local_tokens):
+        """Number of this worker's first token among those of all workers."""
+        return 0
+
     def sum(self, x):
         """Sum of x over the workers, differentiable."""
         return x

@@ -11,7 +11,8 @@ class SwipeGate(NaiveGate):
     A worker with T tokens takes T * top_k choices. The first choices of all tokens are admitted, then the second ones,
     and so on, in the order of workers and tokens; a choice whose worker is full goes to the first worker with
     room, there to the expert of number k % num_expert. The weights are the softmax over the logits of the experts
-    that were taken. On one worker this is NaiveGate.
+    that were taken. On one worker this is NaiveGate. Which worker has a token matters: one process does the same as
+    several only if it is told the parts of its batch, through workers=.
     """
 
     def __init__(self, d_model, num_expert, world_size, top_k=2, gate_bias=True, *, workers=None):

@@ -1,6 +1,37 @@
 """Registrations that more than one operator needs and that torch.library does not offer."""
 
+import functools
+import inspect
+
 import torch
+
+
+def register_fake(op_name: str):
+    """torch.library.register_fake, for a kernel that is called with tensors of one device only.
+
+    The dispatcher takes the fake kernel too when one of several tensors is on "meta": without this check its result
+    would be memory that nothing was written to.
+    """
+
+    def register(kernel):
+        names = list(inspect.signature(kernel).parameters)
+
+        @functools.wraps(kernel)
+        def checked(*args, **kwargs):
+            given = {**dict(zip(names, args, strict=False)), **kwargs}
+            tensors = {name: t for name, t in given.items() if isinstance(t, torch.Tensor)}
+            first = next(iter(tensors))
+            for name, t in tensors.items():
+                if t.device != tensors[first].device:
+                    raise RuntimeError(
+                        f"{name} must be on {tensors[first].device} like {first}, but it is on {t.device}"
+                    )
+            return kernel(*args, **kwargs)
+
+        torch.library.register_fake(op_name, checked)
+        return kernel
+
+    return register
 
 
 def register_autocast(library: torch.library.Library, op, cast: tuple[int, ...]) -> None:

@@ -1,5 +1,7 @@
 import torch
 
+from fmoe_ext.ops._autograd import register_fake
+
 
 def apply_capacity(topk_idx: torch.Tensor, num_experts: int, capacity: int | torch.Tensor) -> torch.Tensor:
     """topk_idx with -1 for every choice over its expert's capacity.
@@ -11,7 +13,11 @@ def apply_capacity(topk_idx: torch.Tensor, num_experts: int, capacity: int | tor
     Equivalent to: torch.where(rank < capacity[topk_idx], topk_idx, -1), rank counting an expert's choices.
     FastMoE: limit_by_capacity, prune_gate_by_capacity.
     """
+    if num_experts < 1:
+        raise RuntimeError(f"num_experts must be at least 1, but got {num_experts}")
     if not isinstance(capacity, torch.Tensor):
+        if capacity is None or isinstance(capacity, float):
+            raise RuntimeError(f"capacity must be an int or an int64 tensor [E], but got {capacity}")
         if capacity < 0:
             raise RuntimeError(f"capacity must not be negative, but got {capacity}")
         capacity = torch.full((num_experts,), capacity, dtype=torch.int64, device=topk_idx.device)
@@ -33,6 +39,6 @@ def apply_capacity_ref(
     return kept.view(topk_idx.t().shape).t().to(topk_idx.dtype)
 
 
-@torch.library.register_fake("fmoe_ext::apply_capacity")
+@register_fake("fmoe_ext::apply_capacity")
 def _(topk_idx, capacity):
     return topk_idx.new_empty(topk_idx.shape)

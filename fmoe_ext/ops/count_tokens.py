@@ -1,5 +1,7 @@
 import torch
 
+from fmoe_ext.ops._autograd import register_fake
+
 
 def count_tokens(topk_idx: torch.Tensor, num_experts: int) -> torch.Tensor:
     """Number of choices that each expert got, dropped ones (-1) left out.
@@ -15,6 +17,6 @@ def count_tokens_ref(topk_idx: torch.Tensor, num_experts: int) -> torch.Tensor:
     return torch.bincount(topk_idx[topk_idx >= 0], minlength=num_experts)
 
 
-@torch.library.register_fake("fmoe_ext::count_tokens")
+@register_fake("fmoe_ext::count_tokens")
 def _(topk_idx, num_experts):
     return topk_idx.new_empty((num_experts,), dtype=torch.int64)

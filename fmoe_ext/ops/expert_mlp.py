@@ -3,7 +3,7 @@ from types import MappingProxyType
 import torch
 import torch.nn.functional as F
 
-from fmoe_ext.ops._autograd import register_autocast, register_not_differentiable_twice
+from fmoe_ext.ops._autograd import register_autocast, register_fake, register_not_differentiable_twice
 
 ACTIVATIONS = MappingProxyType(
     {
@@ -69,13 +69,13 @@ def expert_mlp_ref(
     return (y[inverse.clamp(min=0).long()] * (inverse >= 0)[..., None]).sum(1)
 
 
-@torch.library.register_fake("fmoe_ext::expert_mlp")
+@register_fake("fmoe_ext::expert_mlp")
 def _(x, row_idx, inverse, offs, w1, b1, w2, b2, topk_weights, activation, combine, save_h):
     y = x.new_empty((x.shape[0] if combine else row_idx.shape[0], x.shape[1]))
     return y, x.new_empty((row_idx.shape[0], w1.shape[1]) if save_h else (0,))
 
 
-@torch.library.register_fake("fmoe_ext::expert_mlp_backward")
+@register_fake("fmoe_ext::expert_mlp_backward")
 def _(grad_y, x, row_idx, inverse, offs, w1, w2, b2, topk_weights, h, activation, combine, needs):
     like = (x, w1, w1, w2, w2, x if topk_weights is None else topk_weights)
     shapes = (x.shape, w1.shape, w1.shape[:2], w2.shape, w2.shape[:2], inverse.shape)

@@ -1,6 +1,6 @@
 import torch
 
-from fmoe_ext.ops._autograd import register_autocast, register_not_differentiable_twice
+from fmoe_ext.ops._autograd import register_autocast, register_fake, register_not_differentiable_twice
 
 
 def grouped_gemm(
@@ -24,12 +24,12 @@ def grouped_gemm_ref(x, weight, offs, bias=None):
     return torch.cat([*y, x.new_zeros(x.shape[0] - begin, weight.shape[1])])
 
 
-@torch.library.register_fake("fmoe_ext::grouped_gemm")
+@register_fake("fmoe_ext::grouped_gemm")
 def _(x, weight, offs, bias=None):
     return x.new_empty((x.shape[0], weight.shape[1]))
 
 
-@torch.library.register_fake("fmoe_ext::grouped_gemm_backward")
+@register_fake("fmoe_ext::grouped_gemm_backward")
 def _(grad_y, x, weight, offs, needs):
     shapes = (x.shape, weight.shape, weight.shape[:2])
     return tuple(x.new_empty(shape if needed else (0,)) for shape, needed in zip(shapes, needs, strict=True))

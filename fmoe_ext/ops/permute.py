@@ -1,5 +1,7 @@
 import torch
 
+from fmoe_ext.ops._autograd import register_fake
+
 
 def permute(x: torch.Tensor, row_idx: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
     """Rows of x in expert-major order, bitwise; padding rows (row_idx -1) are zero.
@@ -43,17 +45,17 @@ def unpermute_ref(
     return rows.sum(1).to(y.dtype)
 
 
-@torch.library.register_fake("fmoe_ext::permute")
+@register_fake("fmoe_ext::permute")
 def _(x, row_idx, inverse):
     return x.new_empty((row_idx.shape[0], x.shape[1]))
 
 
-@torch.library.register_fake("fmoe_ext::unpermute")
+@register_fake("fmoe_ext::unpermute")
 def _(y, row_idx, inverse, topk_weights):
     return y.new_empty((inverse.shape[0], y.shape[1]))
 
 
-@torch.library.register_fake("fmoe_ext::unpermute_backward")
+@register_fake("fmoe_ext::unpermute_backward")
 def _(grad_out, y, row_idx, inverse, topk_weights):
     grad_weights = grad_out.new_empty((0,)) if y is None else topk_weights.new_empty(inverse.shape)
     return grad_out.new_empty((row_idx.shape[0], grad_out.shape[1])), grad_weights

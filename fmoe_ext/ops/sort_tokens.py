@@ -2,6 +2,8 @@ from typing import NamedTuple
 
 import torch
 
+from fmoe_ext.ops._autograd import register_fake
+
 
 class SortedTokens(NamedTuple):
     """Where each choice goes when the rows are grouped by expert; rows at or past offs[-1] are padding."""
@@ -36,7 +38,7 @@ def sort_tokens_ref(topk_idx: torch.Tensor, num_experts: int) -> SortedTokens:
     return SortedTokens(tokens_per_expert, offs, row_idx, inverse)
 
 
-@torch.library.register_fake("fmoe_ext::sort_tokens")
+@register_fake("fmoe_ext::sort_tokens")
 def _(topk_idx, num_experts):
     return (
         topk_idx.new_empty((num_experts,), dtype=torch.int64),

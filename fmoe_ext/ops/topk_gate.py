@@ -1,6 +1,8 @@
 import torch
 import torch.nn.functional as F
 
+from fmoe_ext.ops._autograd import register_fake
+
 
 def topk_gate(
     logits: torch.Tensor,
@@ -68,13 +70,13 @@ def weights_ref(logits, topk_idx, score, normalize, scale):
     return ((chosen.softmax(-1) if normalize else chosen.exp()) * scale).to(logits.dtype)
 
 
-@torch.library.register_fake("fmoe_ext::topk_gate")
+@register_fake("fmoe_ext::topk_gate")
 def _(logits, top_k, score="softmax", normalize=True, bias=None, num_groups=1, topk_groups=1, scale=1.0):
     shape = (logits.shape[0], top_k)
     return logits.new_empty(shape, dtype=torch.int64), logits.new_empty(shape)
 
 
-@torch.library.register_fake("fmoe_ext::topk_gate_backward")
+@register_fake("fmoe_ext::topk_gate_backward")
 def _(grad_weights, logits, topk_idx, topk_weights, score, normalize, scale):
     return logits.new_empty(logits.shape)
 

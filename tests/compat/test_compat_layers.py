@@ -287,23 +287,18 @@ def test_switches(monkeypatch):
     assert policies.global_policy(counts, counts, 4, 1, "cpu").tolist() == [False] * 4
 
 
-def test_global_policy_asks_the_core(monkeypatch):
+def test_global_policy(monkeypatch):
     policies, workers = compat("fastermoe.shadow_policy"), compat("_workers")
-    parts = {"Layer": lambda *sizes: sizes, "Hardware": lambda *speeds: speeds}
-    asked = []
-
-    def choose_shadows(load, num_ranks, layer, hardware):
-        asked.append((load, num_ranks, layer, hardware))
-        return (1, 2)
-
-    parts["choose_shadows"] = choose_shadows
-    monkeypatch.setattr(policies, "core", lambda module, name, wanted_by: parts[name])
     monkeypatch.setattr(workers, "all_gather", lambda x, world_size, group: [x, 2 * x])
     monkeypatch.setenv("FMOE_FASTER_SHADOW_ENABLE", "1")
-    monkeypatch.setenv("FMOE_FASTER_GLBPLC_NETBW", "1e9")
     policy = policies.get_shadow_policy(d_model=64)
-    assert policy(torch.tensor([1, 5, 0, 2]), None, 2, 2, "cpu").tolist() == [False, True, True, False]
-    assert asked == [([3, 15, 0, 6], 2, (64, 128), (1e9, 11.5e12))]
+    skewed, even = torch.tensor([0, 50_000, 10, 10]), torch.tensor([10, 10, 10, 10])
+    assert policy(skewed, None, 2, 2, "cpu").tolist() == [False, True, False, False]
+    assert policy(even, None, 2, 2, "cpu").tolist() == [False] * 4
+    few = torch.tensor([0, 50, 10, 10])  # not worth the copy of an expert, unless copies cost nothing
+    assert policy(few, None, 2, 2, "cpu").tolist() == [False] * 4
+    monkeypatch.setenv("FMOE_FASTER_GLBPLC_NETBW", "1e18")
+    assert policy(few, None, 2, 2, "cpu").tolist() == [False, True, True, True]
 
 
 def test_balance_profile():

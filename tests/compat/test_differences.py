@@ -1,4 +1,4 @@
-"""One test for each row of the table of intended differences in docs/fastmoe.md that needs one process only."""
+"""Rows of the table of intended differences in docs/fastmoe.md; those that need processes: tests/distributed."""
 
 import math
 from pathlib import Path
@@ -28,9 +28,14 @@ def make(cls, *args, **options):
 
 
 def test_every_row_names_a_test():
-    rows = [line for line in DOCUMENT.read_text().splitlines() if line.startswith("| ") and "test_" in line]
-    assert len(rows) >= 16
+    table = (
+        DOCUMENT.read_text().split("| FastMoE | here | for the old behaviour | test |\n")[1].split("\n\n")[0]
+    )
+    rows = table.splitlines()[1:]
+    assert len(rows) >= 20
     for row in rows:
+        if row.startswith("| `fmoefy` "):
+            continue  # tested with Megatron-LM
         path, name = row.rsplit("`", 2)[1].split("::")
         source = DOCUMENT.parents[1] / path
         assert f"def {name}(" in source.read_text(), row

@@ -133,10 +133,6 @@ class Threads:
         self.barrier = threading.Barrier(world_size, timeout=20)
         self.local = threading.local()
 
-    def core(self, module, name, wanted_by):
-        assert module == "ep.exchange"
-        return getattr(self, name)
-
     def share(self, x):
         self.slots[self.local.rank] = x
         self.barrier.wait()
@@ -183,7 +179,7 @@ class Threads:
 @pytest.fixture
 def threads(monkeypatch):
     workers = Threads(2)
-    monkeypatch.setattr(_workers, "core", workers.core)
+    monkeypatch.setattr(_workers, "exchange", workers)
     monkeypatch.setattr(_workers, "all_gather", workers.all_gather)
     return workers
 

@@ -2,6 +2,8 @@
 
 import copy
 import pickle
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -125,6 +127,25 @@ def test_loss_reaches_the_gate_or_is_zero(name):
         return
     (grad,) = torch.autograd.grad(loss, x)
     assert grad.abs().max() > 0 or name == "uniform", "an even load cannot be improved"
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("name", [name for name in GATES if name not in WITHOUT_PARAMETERS])
+def test_a_token_that_is_not_a_number(name, training):
+    """Its weights are NaN, or it has no expert; the others' are numbers."""
+    gate, x = make(name).train(training), tokens()
+    x[5, 2] = torch.nan
+    topk_idx, topk_weights = run(gate, x)
+    assert ((topk_idx >= -1) & (topk_idx < E)).all()
+    assert topk_weights[5].isnan().any() or (topk_idx[5] == -1).all()
+    others = torch.arange(len(x)) != 5
+    assert topk_weights[others].isfinite().all()
+
+
+def test_readme_lists_every_gate():
+    readme = Path(__file__).parents[2].joinpath("README.md").read_text()
+    table = readme.split("| name | class |")[1].split("\n\n")[0]
+    assert sorted(re.findall(r"^\| `(\w+)`", table, re.MULTILINE)) == sorted(GATES)
 
 
 def test_names():

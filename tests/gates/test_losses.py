@@ -1,9 +1,22 @@
 """Losses against loops written from the papers' formulas, in float64."""
 
+import functools
+
 import pytest
 import torch
 
-from fmoe_ext.gates import balance_loss, sequence_balance_loss, z_loss
+from fmoe_ext.gates import (
+    DCGate,
+    FasterGate,
+    GShardGate,
+    SigmoidGate,
+    SoftmaxGate,
+    SwitchGate,
+    UniformGate,
+    balance_loss,
+    sequence_balance_loss,
+    z_loss,
+)
 from fmoe_ext.gates.losses import cv_squared
 from fmoe_ext.testing import assert_close
 
@@ -88,6 +101,45 @@ def test_cv_squared():
 def test_gradients(loss):
     logits, topk_idx = batch(seed=1)
     assert torch.autograd.gradcheck(lambda x: loss(x, topk_idx), logits.requires_grad_())
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        functools.partial(SwitchGate, topk=2, capacity=(0.7, 0.7)),
+        functools.partial(SwitchGate, topk=2, capacity=(0.7, 0.7), fastmoe_loss=True),
+        GShardGate,
+        DCGate,
+        functools.partial(FasterGate, node_rank=0),
+        functools.partial(SoftmaxGate, z_weight=0.3),
+        functools.partial(SigmoidGate, balance_loss="global"),
+        functools.partial(SigmoidGate, balance_loss="sequence", seq_len=6),
+        UniformGate,
+    ],
+    ids=[
+        "switch",
+        "switch of FastMoE",
+        "gshard",
+        "dc",
+        "faster",
+        "softmax",
+        "sigmoid",
+        "sequence",
+        "uniform",
+    ],
+)
+def test_gradients_of_the_gates(make):
+    torch.manual_seed(0)
+    gate = make(3, E, 1).double().eval()
+
+    def loss(x, weight):
+        torch.func.functional_call(gate, {"gate.weight": weight}, x)
+        return gate.get_loss()
+
+    x = torch.randn(12, 3, dtype=torch.float64, requires_grad=True)
+    weight = gate.gate.weight.detach().clone().requires_grad_()
+    assert loss(x, weight).item() > 0
+    assert torch.autograd.gradcheck(loss, (x, weight))
 
 
 @pytest.mark.parametrize("name", ["balance", "sequence", "z"])

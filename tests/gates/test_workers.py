@@ -17,6 +17,7 @@ from fmoe_ext.gates import (
     SigmoidGate,
     SoftmaxGate,
     SwitchGate,
+    UniformGate,
 )
 
 D, E, K = 6, 4, 2
@@ -38,6 +39,9 @@ class ThreadWorkers:
 
     def num_tokens(self, num_local_tokens):
         return sum(self._share(num_local_tokens))
+
+    def first_token(self, num_local_tokens):
+        return sum(self._share(num_local_tokens)[: self.rank])
 
     def sum(self, x):
         return sum(self._share(x))
@@ -91,6 +95,7 @@ CASES = {
     ),
     "sigmoid": functools.partial(SigmoidGate, balance_loss="global"),
     "expert choice": ExpertChoiceGate,
+    "uniform": functools.partial(UniformGate, capacity_factor=0.7),
 }
 
 

@@ -14,6 +14,17 @@ def test_count_tokens(T, K, E, dtype, device):
     assert torch.equal(count_tokens(topk_idx.t().contiguous().t(), E), count_tokens_ref(topk_idx, E))
 
 
+def test_count_tokens_threads():
+    topk_idx = torch.randint(-1, 64, (60_000, 4), generator=torch.Generator().manual_seed(0))
+    threads = torch.get_num_threads()
+    results = []
+    for count in (1, 2, 3, 2):
+        torch.set_num_threads(count)
+        results.append(count_tokens(topk_idx, 64))
+    torch.set_num_threads(threads)
+    assert all(torch.equal(result, count_tokens_ref(topk_idx, 64)) for result in results)
+
+
 def test_count_tokens_opcheck():
     torch.library.opcheck(torch.ops.fmoe_ext.count_tokens.default, (torch.tensor([[0, 2], [-1, 1]]), 3))
 

@@ -104,6 +104,31 @@ def test_shapes(shape, combine, dtype):
     Problem(*shape, dtype, "gelu", bias=False, combine=combine).check()
 
 
+def test_no_experts():
+    problem = Problem(5, 2, 2, 4, 6, torch.float32, topk_idx=torch.full((5, 2), -1))
+    x, w1, b1, w2, b2, weights = problem.tensors.values()
+    indices = (problem.row_idx, problem.inverse, problem.offs[:0])
+    y = expert_mlp(x, *indices, w1[:0], b1[:0], w2[:0], b2[:0], weights, "swiglu")
+    assert y.shape == (5, 4) and not y.any()
+
+
+@pytest.mark.slow
+def test_more_than_two_to_the_31_elements():
+    T, D = 2**16 + 3, 2**15
+    row_idx, inverse, offs = sort_choices(torch.arange(T).unsqueeze(1) % 2, 2)
+    x = torch.zeros(T, D, dtype=torch.bfloat16)
+    x[:, 0] = x[:, -1] = torch.arange(T) % 50
+    w1, w2 = torch.zeros(2, 1, D, dtype=torch.bfloat16), torch.zeros(2, D, 1, dtype=torch.bfloat16)
+    w1[:, 0, 0] = w1[:, 0, -1] = 1
+    w2[0, -1] = 1
+    w2[1, -1] = 2
+    y = expert_mlp(x, row_idx, inverse, offs, w1, None, w2, None, activation="relu", combine=False)
+    del x
+    expected = 2 * (row_idx % 50) * (1 + row_idx % 2)
+    assert torch.equal(y[:, -1].long(), expected.long())
+    assert not y[-1, :-1].any()
+
+
 def test_one_expert_gets_all_and_every_choice_dropped():
     Problem(90, 2, 4, 40, 24, torch.bfloat16, topk_idx=torch.full((90, 2), 2)).check()
     problem = Problem(9, 2, 4, 40, 24, torch.float32, topk_idx=torch.full((9, 2), -1))

@@ -62,6 +62,23 @@ def test_grouped_gemm(isa, shape, dtype):
     check(*make_inputs(*shape, dtype))
 
 
+def test_no_experts():
+    x, weight, offs, bias, _ = make_inputs(5, 3, 4, [2, 5], torch.float32)
+    y = grouped_gemm(x, weight[:0], offs[:0], bias[:0])
+    assert y.shape == (5, 4) and not y.any()
+
+
+@pytest.mark.slow
+def test_more_than_two_to_the_31_elements():
+    R, D = 2**16 + 3, 2**15
+    x = torch.zeros(R, D, dtype=torch.bfloat16)
+    x[:, 0] = x[:, -1] = torch.arange(R) % 100
+    weight = torch.zeros(2, 1, D, dtype=torch.bfloat16)
+    weight[0, 0, 0] = weight[1, 0, -1] = 2
+    y = grouped_gemm(x, weight, torch.tensor([R - 64, R], dtype=torch.int32))
+    assert torch.equal(y[:, 0].long(), 2 * (torch.arange(R) % 100))
+
+
 def test_an_expert_over_several_chunks():
     x, weight, offs, bias, grad = make_inputs(40, 4100, 200_000 // 4100, [40], torch.float32)
     check(x, weight, offs, bias, grad)

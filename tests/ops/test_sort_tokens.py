@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from fmoe_ext.ops import sort_tokens, sort_tokens_ref
+from fmoe_ext.ops import apply_capacity, count_tokens, sort_tokens, sort_tokens_ref
 from fmoe_ext.testing import devices
 
 
@@ -63,6 +63,14 @@ def test_threads():
 
 def test_opcheck():
     torch.library.opcheck(torch.ops.fmoe_ext.sort_tokens.default, (torch.tensor([[0, 2], [-1, 1]]), 3))
+
+
+def test_more_choices_than_int32_counts():
+    """Refused before anything is read or allocated."""
+    topk_idx = torch.zeros(1, 1, dtype=torch.int32).expand(2**31, 1)
+    for function in (sort_tokens, count_tokens, lambda idx, E: apply_capacity(idx, E, 1)):
+        with pytest.raises(RuntimeError, match=r"topk_idx must have fewer than 2\^31 elements"):
+            function(topk_idx, 3)
 
 
 def test_rejects():

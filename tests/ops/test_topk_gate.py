@@ -201,6 +201,20 @@ def test_opcheck():
     torch.library.opcheck(ops.topk_gate_backward.default, arguments)
 
 
+@pytest.mark.slow
+def test_more_than_two_to_the_31_elements():
+    T, E = 2**16 + 3, 2**15
+    logits = torch.zeros(T, E, dtype=torch.bfloat16)
+    favourite = E - 1 - torch.arange(T) % 1000
+    logits[torch.arange(T), favourite] = 40
+    logits.requires_grad_()
+    topk_idx, weights = topk_gate(logits, 2)
+    assert torch.equal(topk_idx[:, 0], favourite) and not topk_idx[:, 1].any()
+    (grad,) = torch.autograd.grad(weights, logits, torch.tensor([1.0, 0]).bfloat16().expand(T, 2))
+    assert grad[-1, favourite[-1]].item() == pytest.approx(0, abs=1e-2)
+    assert torch.equal(grad[-1].isfinite().sum(), torch.tensor(E))
+
+
 def test_compiled():
     logits, grad = torch.randn(6, 8), torch.randn(6, 2)
     compiled = torch.compile(topk_gate, backend="aot_eager", fullgraph=True)

@@ -5,8 +5,9 @@ import functools
 import torch
 
 from fmoe_ext.compat import _workers
-from fmoe_ext.compat._core import core
 from fmoe_ext.compat.fastermoe.config import float_from_env, switch_from_env
+from fmoe_ext.ep.cost import Hardware, Layer
+from fmoe_ext.ep.shadowing import choose_shadows
 
 
 def global_policy(local_expert_count, _gec, num_expert, world_size, device, *, d_model=2048):
@@ -18,23 +19,14 @@ def global_policy(local_expert_count, _gec, num_expert, world_size, device, *, d
     shadows = no_shadow_policy(local_expert_count, _gec, num_expert, world_size, device)
     if world_size == 1:
         return shadows
-    user = "fmoe.fastermoe.shadow_policy.global_policy"
-    choose_shadows, layer, hardware = (
-        core(module, name, user)
-        for module, name in (
-            ("ep.shadowing", "choose_shadows"),
-            ("ep.cost", "Layer"),
-            ("ep.cost", "Hardware"),
-        )
-    )
     d_model = int(float_from_env("FMOE_FASTER_GLBPLC_DMODEL", d_model))
     d_hidden = int(d_model * float_from_env("FMOE_FASTER_GLBPLC_ALPHA", 2))
-    speeds = hardware(
+    speeds = Hardware(
         float_from_env("FMOE_FASTER_GLBPLC_NETBW", 50e9 / 8),
         float_from_env("FMOE_FASTER_GLBPLC_GPUTP", 11.5e12),
     )
     load = _workers.sum_over_workers(local_expert_count, world_size).tolist()
-    shadows[list(choose_shadows(load, world_size, layer(d_model, d_hidden), speeds))] = True
+    shadows[list(choose_shadows(load, world_size, Layer(d_model, d_hidden), speeds))] = True
     return shadows
 
 

@@ -1,0 +1,102 @@
+"""FastMoE's programs on several processes: a whole one, the scale of its gradients, more than one group of experts."""
+
+import runpy
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import fmoe_ext.compat as fmoe
+from fmoe_ext.compat.gates import NaiveGate
+
+D, H = 6, 5
+PROGRAM = Path(__file__).parents[1] / "compat" / "fastmoe_program.py"
+
+
+def run_program():
+    fmoe.install()
+    return runpy.run_path(str(PROGRAM))["main"]()
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_unchanged_program(pool, world_size):
+    for losses in pool.run(run_program, world_size=world_size):
+        assert len(losses) == 8
+        for name, curve in losses.items():
+            assert sum(curve[-3:]) < 0.9 * sum(curve[:3]), (name, curve)
+
+
+def whole_layer(num_experts):
+    """A layer with all experts in one process, and the parameters that a worker of `size` holds of it."""
+    torch.manual_seed(0)
+    return fmoe.FMoETransformerMLP(num_experts, D, H, activation=nn.Tanh(), top_k=2, gate=NaiveGate).double()
+
+
+def local_layer(whole, group):
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    num_expert = whole.num_expert // size
+    layer = fmoe.FMoETransformerMLP(
+        num_expert, D, H, activation=nn.Tanh(), world_size=size, moe_group=group, top_k=2
+    ).double()
+    mine = slice(rank * num_expert, (rank + 1) * num_expert)
+    state = {k: v[mine] if k.startswith("experts.") else v for k, v in whole.state_dict().items()}
+    layer.load_state_dict(state)
+    return layer
+
+
+def tokens(rank, rows=7):
+    return torch.randn(rows, D, dtype=torch.float64, generator=torch.Generator().manual_seed(rank))
+
+
+def expert_gradients():
+    """Experts in the group of all workers, each worker with the mean loss of its own tokens."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    whole = whole_layer(4)
+    whole(torch.cat([tokens(r) for r in range(world_size)])).square().mean().backward()
+    expected = dict(whole.named_parameters())
+    for choice, factor in (("mean", 1), ("sum", world_size)):
+        layer = local_layer(whole, dist.group.WORLD)
+        model = fmoe.DistributedGroupedDataParallel(layer, expert_grads=choice)
+        model(tokens(rank)).square().mean().backward()
+        model.allreduce_params()
+        for name, p in layer.named_parameters():
+            grad = expected[name].grad
+            if name.startswith("experts."):
+                grad = factor * grad[2 * rank : 2 * rank + 2]
+            torch.testing.assert_close(p.grad, grad, rtol=1e-12, atol=1e-15, msg=f"{choice}: {name}")
+
+
+def test_expert_gradients(pool):
+    pool.run(expert_gradients, world_size=2)
+
+
+def several_groups():
+    """Two layers of one model in different groups, the second one's crossing the first one's."""
+    rank = dist.get_rank()
+    rows = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    columns = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    first, second = whole_layer(2), whole_layer(4)
+    ours = nn.Sequential(local_layer(first, rows[rank // 2]), local_layer(second, columns[rank % 2]))
+    for layer, group in zip(ours, (rows[rank // 2], columns[rank % 2]), strict=True):
+        assert layer.moe_group is group
+    x = tokens(rank)
+    out = ours(x)
+    torch.testing.assert_close(out, second(first(x)), rtol=1e-12, atol=1e-14)
+    out.square().sum().backward()
+    # an expert's gradient is that of the tokens of its own group
+    members = dist.get_process_group_ranks(columns[rank % 2])
+    for r in members:
+        second(first(tokens(r))).square().sum().backward()
+    e = dist.get_rank(columns[rank % 2])
+    torch.testing.assert_close(
+        ours[1].experts.htoh4.weight.grad,
+        second.experts.htoh4.weight.grad[2 * e : 2 * e + 2],
+        rtol=1e-12,
+        atol=1e-14,
+    )
+
+
+def test_several_groups(pool):
+    pool.run(several_groups, world_size=4)
