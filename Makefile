@@ -58,6 +58,7 @@ format: $(VENV)/.installed
 bench: build
 	$(PY) -m benchmarks.bench_layer $(ARGS)
 	$(PY) -m benchmarks.bench_routing --json benchmarks/results/routing.json
+	$(PY) -m benchmarks.bench_gates --json benchmarks/results/gates.json
 
 ## make wheel    one abi3 wheel in dist/
 wheel: $(VENV)/.installed
