@@ -39,17 +39,29 @@ class DenseMLP:
 
     activation: what FMoETransformerMLP takes, gated ones by name; then w1 has 2 * d_hidden rows, gate before up.
     w1 [H1, d_model], b1 [H1] or None, w2 [d_model, d_hidden], b2 [d_model] or None: detached, maybe views of the
-    model's own. w1 and w2 are None where they cannot be read; why_unreadable then says why, for init="upcycle".
+    model's own; w1 may be the tuple (gate, up) of two [d_hidden, d_model]. w1 and w2 are None where they cannot be
+    read; why_unreadable then says why, and d_model, d_hidden and activation may be None: the user has to give them.
     """
 
-    d_model: int
+    d_model: int | None
     d_hidden: int | None
-    activation: str | Callable
-    w1: Tensor | None = None
+    activation: str | Callable | None
+    w1: Tensor | tuple[Tensor, Tensor] | None = None
     b1: Tensor | None = None
     w2: Tensor | None = None
     b2: Tensor | None = None
     why_unreadable: str = ""
+
+    @property
+    def w1_parts(self):
+        """w1 as its matrices [d_hidden, d_model]: (w1,), or (gate, up)."""
+        if isinstance(self.w1, tuple):
+            return self.w1
+        return self.w1.split(self.d_hidden)
+
+    @property
+    def has_bias(self):
+        return self.b1 is not None or self.b2 is not None
 
 
 def _nothing():
