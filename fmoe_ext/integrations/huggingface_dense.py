@@ -102,6 +102,4 @@ def _has_mlp_shapes(module):
         return d_out == d_model and rows in (d_hidden, 2 * d_hidden)
     if len(shapes) != 3:
         return False
-    return any(
-        shapes[i] == shapes[j] == shapes[k][::-1] for i, j, k in ((0, 1, 2), (0, 2, 1), (1, 2, 0))
-    )
+    return any(shapes[i] == shapes[j] == shapes[k][::-1] for i, j, k in ((0, 1, 2), (0, 2, 1), (1, 2, 0)))

@@ -48,7 +48,9 @@ def _matcher(match):
         return lambda path, module: isinstance(module, match)
     if callable(match):
         return match
-    raise TypeError(f"match must be a class, a pattern of paths or a function (path, module), but got {match!r}")
+    raise TypeError(
+        f"match must be a class, a pattern of paths or a function (path, module), but got {match!r}"
+    )
 
 
 def _of_torch_layer(path, layer, encoders):
@@ -59,7 +61,9 @@ def _of_torch_layer(path, layer, encoders):
         layer.activation = nn.Identity()
         layer.dropout = nn.Identity()
         if isinstance(layer, nn.TransformerEncoderLayer):
-            layer.activation_relu_or_gelu = 0  # evaluation must not take the fused path, which reads linear1.weight
+            layer.activation_relu_or_gelu = (
+                0  # evaluation must not take the fused path, which reads linear1.weight
+            )
             for encoder in encoders:
                 if any(m is layer for m in encoder.layers):
                     encoder.use_nested_tensor = False  # a part of that path

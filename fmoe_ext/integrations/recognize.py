@@ -103,7 +103,7 @@ def _read(module, linears):
     weights = {m: weight_and_bias(m) for m in linears}
     like = weights[linears[0]][0]
     x = torch.randn(2, 3, like.shape[1], generator=torch.Generator().manual_seed(0)).to(like)
-    with torch.no_grad(), torch.random.fork_rng(range(torch.cuda.device_count())), _modes_kept(module):
+    with torch.no_grad(), torch.random.fork_rng([x.device] if x.is_cuda else []), _modes_kept(module):
         module.eval()
         x = x * (2 / _watch(module, x).linears[0][2].float().std().clamp(min=1e-6)).to(x)
         run = _watch(module, x)
@@ -147,7 +147,9 @@ def _watch(module, x):
     for m in module.modules():
         if is_linear(m):
             hooks.append(
-                m.register_forward_hook(lambda m, args, out: run.linears.append((m, args[0].clone(), out.clone())))
+                m.register_forward_hook(
+                    lambda m, args, out: run.linears.append((m, args[0].clone(), out.clone()))
+                )
             )
         elif isinstance(m, DROPOUTS):
             hooks.append(m.register_forward_hook(lambda m, *_: run.dropouts.append((m, len(run.linears)))))
@@ -191,7 +193,9 @@ def _find_activation(module, first, hidden):
     if len(first) == 1 and first[0].shape[-1] == 2 * hidden.shape[-1]:
         first = first[0].chunk(2, -1)
     if any(h.shape != hidden.shape for h in first):
-        raise UnreadableError("what goes into its last linear layer has another shape than what its first give")
+        raise UnreadableError(
+            "what goes into its last linear layer has another shape than what its first give"
+        )
     limit = 64 * torch.finfo(hidden.dtype).eps * hidden.abs().max()
     own = [(_error(act, first, hidden, order), act, order) for act in _own(module) for order in (True, False)]
     named = [(_error(act, first, hidden, order), act, order) for act in PLAIN for order in (True, False)]
@@ -199,12 +203,16 @@ def _find_activation(module, first, hidden):
         (entry for entry in named if entry[0] <= limit), key=lambda entry: entry[0]
     )
     if not fitting:
-        raise UnreadableError(f"between its linear layers it computes none of {', '.join(PLAIN)}, plain or gated")
+        raise UnreadableError(
+            f"between its linear layers it computes none of {', '.join(PLAIN)}, plain or gated"
+        )
     _, activation, gate_first = fitting[0]
     if len(first) == 1:
         return activation, True
     if not isinstance(activation, str) or activation not in GATED:
-        raise UnreadableError(f"its gated activation is {activation}, but experts have {', '.join(GATED)} only")
+        raise UnreadableError(
+            f"its gated activation is {activation}, but experts have {', '.join(GATED)} only"
+        )
     return GATED[activation], gate_first
 
 
@@ -220,7 +228,9 @@ def _own(module):
 
 def _error(activation, first, hidden, gate_first):
     gate, *up = first if gate_first else first[::-1]
-    value = _value(ops.ACTIVATIONS.get(activation, activation) if isinstance(activation, str) else activation, gate)
+    value = _value(
+        ops.ACTIVATIONS.get(activation, activation) if isinstance(activation, str) else activation, gate
+    )
     if value is None:
         return float("inf")
     return (value * up[0] if up else value).sub(hidden).abs().max().item()

@@ -7,7 +7,6 @@ package only once a model from it has been recognised.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor, nn
@@ -30,7 +29,7 @@ class Options:
     noise: float = 0.0
     activation: Any = None
     d_model: int | None = None
-    moe_kwargs: Mapping[str, Any] = MappingProxyType({})  # further arguments of FMoETransformerMLP
+    moe_kwargs: Mapping[str, Any] = field(default_factory=dict)  # further arguments of FMoETransformerMLP
 
 
 @dataclass(frozen=True)
@@ -88,6 +87,6 @@ class Target:
     finish: Callable[[], None] = _nothing
     layer_index: int | None = None
     num_layers: int | None = None
-    moe_kwargs: Mapping[str, Any] = MappingProxyType({})
-    gate_kwargs: Mapping[str, Any] = MappingProxyType({})
+    moe_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    gate_kwargs: Mapping[str, Any] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
