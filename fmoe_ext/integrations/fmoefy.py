@@ -1,6 +1,7 @@
 """fmoefy: one line turns the MLPs of a Transformer into MoE layers."""
 
 import contextlib
+import copy
 import dataclasses
 import functools
 from dataclasses import dataclass
@@ -210,8 +211,10 @@ def _find(model, options):
     for kind in kinds:
         targets = kind.find(model, options)
         if targets:  # a module that the model refers to at two places is one target
-            first_with = {id(getattr(t.parent, t.attribute)): t for t in reversed(targets)}
-            return kind.KIND, [t for t in targets if t in first_with.values()]
+            distinct = {}
+            for target in targets:
+                distinct.setdefault(id(getattr(target.parent, target.attribute)), target)
+            return kind.KIND, list(distinct.values())
     if options.match is not None:
         raise ValueError(f"match={options.match!r} points at no module of {type(model).__name__}")
     looked_for = "\n".join(f"* {kind.KIND}: {kind.LOOKED_FOR}" for kind in kinds)
@@ -291,7 +294,7 @@ def _with_users_sizes(target, options):
     dense = dataclasses.replace(
         dense,
         d_model=options.d_model or dense.d_model,
-        activation=options.activation or dense.activation,
+        activation=copy.deepcopy(options.activation) or dense.activation,
     )
     for name, value in (("d_model", dense.d_model), ("activation", dense.activation)):
         if value is None:
