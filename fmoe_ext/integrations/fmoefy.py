@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from fmoe_ext.distributed import DistributedGroupedDataParallel
 from fmoe_ext.ep.exchange import check_same, find_group, register_group
@@ -100,7 +101,8 @@ def fmoefy(
     num_experts, or fmoe_num_experts: experts of each worker, as in FastMoE.
     distributed_experts: with a process group, its ranks have different experts, num_experts each: wrap the model in
       fmoe_ext.distributed.DistributedGroupedDataParallel then, not in DistributedDataParallel, which would average
-      them. moe_group=, world_size= choose other ranks than the default group's. False: every rank has all experts.
+      them. moe_group=, world_size= choose other ranks than the default group's. False: every rank has all experts, as
+      the Trainer and accelerate need it in several processes, because they use DistributedDataParallel.
     hidden_hidden_size: hidden units of an expert. None: those of the MLP divided by top_k, or by split.
     top_k: None is 2, or split. gate: class, function or name of fmoe_ext.gates.GATES; None is SoftmaxGate.
     layers: which of the MLPs, in the order of the model: a number (negative from the end), a slice, a range or other
@@ -175,19 +177,19 @@ def _replace(model, options):
     kind, targets = _find(model, options)
     targets = _select(targets, options.layers)
     parameters_before = _count(model)
-    replacements = [(target, _build(target, options, len(targets))) for target in targets]
-    for target, layer in replacements:  # from here on nothing fails
-        module = target.wrap(layer).train(getattr(target.parent, target.attribute).training)
+    layers = [_build(target, options, len(targets)) for target in targets]
+    modules = [target.wrap(layer) for target, layer in zip(targets, layers, strict=True)]
+    for target, module in zip(targets, modules, strict=True):  # from here on nothing fails
+        module.train(getattr(target.parent, target.attribute).training)
         _put(model, target, module)
         target.finish()
-    moes = [layer for _, layer in replacements]
-    after = _count(model) + sum((moe.world_size - 1) * _count(moe.experts) for moe in moes)
-    idle = sum((moe.num_experts - moe.top_k) * (_count(moe.experts) // moe.num_expert) for moe in moes)
+    after = _count(model) + sum((moe.world_size - 1) * _count(moe.experts) for moe in layers)
+    idle = sum((moe.num_experts - moe.top_k) * (_count(moe.experts) // moe.num_expert) for moe in layers)
     model.fmoe_report = Report(
         kind=kind,
         init=options.init,
-        replaced=tuple(_describe(target, layer) for target, layer in replacements),
-        num_workers=max((moe.world_size for moe in moes), default=1),
+        replaced=tuple(map(_describe, targets, layers)),
+        num_workers=max((moe.world_size for moe in layers), default=1),
         parameters_before=parameters_before,
         parameters_after=after,
         parameters_active=after - idle,
@@ -204,6 +206,14 @@ def _check_model(model, options):
                 f"the model has MoE layers already, the first at {path!r}: layers= of one call says which MLPs to "
                 "replace, match= points at others"
             )
+    for name, p in model.named_parameters():
+        if p.is_meta or isinstance(p, DTensor):
+            state = (
+                "on the meta device: load the model first"
+                if p.is_meta
+                else "sharded: shard the model afterwards"
+            )
+            raise ValueError(f"fmoefy reads and copies weights, but {name} is {state}")
 
 
 def _find(model, options):

@@ -9,7 +9,6 @@ import torch.nn.functional as F
 from torch import nn
 
 from fmoe_ext import FMoETransformerMLP, fmoefy, gates
-from fmoe_ext.distributed import DistributedGroupedDataParallel
 
 D, H = 8, 12
 X = torch.randn(3, 5, D, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
@@ -142,7 +141,6 @@ def test_twice_is_an_error_unless_match_points_elsewhere(model):
 def test_wrapped_models_are_refused(model):
     with pytest.raises(ValueError, match="fmoefy the model first, then wrap it in DataParallel"):
         fmoefy(nn.DataParallel(model), 4, match=MLP)
-    assert issubclass(DistributedGroupedDataParallel, nn.Module)
 
 
 def test_one_gate_module_for_many_layers_is_refused(model):

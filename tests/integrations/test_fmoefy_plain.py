@@ -254,15 +254,15 @@ def test_what_is_no_mlp_is_not_upcycled(make, why):
     assert 0 < model.ffn(x).std() < 10
 
 
-def test_quantised_and_meta_weights():
+def test_weights_that_cannot_be_read():
     with torch.device("meta"):
-        model = nn.ModuleDict({"ffn": sequential(nn.ReLU())})
-    with pytest.raises(ValueError, match=r"its weights are torch\.float32 on meta"):
+        layer = nn.TransformerEncoderLayer(D, 2, H)
+    with pytest.raises(ValueError, match="in_proj_weight is on the meta device: load the model first"):
+        fmoefy(layer, 4)
+    model = nn.ModuleDict({"ffn": sequential(nn.ReLU())})
+    model.ffn[0].weight = nn.Parameter(torch.ones(H, D, dtype=torch.int8), requires_grad=False)
+    with pytest.raises(ValueError, match=r"its weights are torch\.int8"):
         fmoefy(model, 4, match="ffn", init="upcycle")
-    with torch.device("meta"):
-        encoder_layer = nn.TransformerEncoderLayer(D, 2, H)
-    with pytest.raises(ValueError, match=r"its weights are torch\.float32 on meta"):
-        fmoefy(encoder_layer, 4, init="upcycle")
 
 
 def test_match_of_another_kind():
