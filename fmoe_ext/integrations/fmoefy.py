@@ -208,12 +208,8 @@ def _check_model(model, options):
             )
     for name, p in model.named_parameters():
         if p.is_meta or isinstance(p, DTensor):
-            state = (
-                "on the meta device: load the model first"
-                if p.is_meta
-                else "sharded: shard the model afterwards"
-            )
-            raise ValueError(f"fmoefy reads and copies weights, but {name} is {state}")
+            what = "on the meta device: load the model" if p.is_meta else "sharded: fmoefy the model"
+            raise ValueError(f"fmoefy reads and copies weights, but {name} is {what} first")
 
 
 def _find(model, options):
@@ -301,11 +297,10 @@ def _with_users_sizes(target, options):
             raise ValueError(
                 f'init="upcycle" keeps the activation of {target.path}, {dense.activation}, but activation= is {wanted}'
             )
-    dense = dataclasses.replace(
-        dense,
-        d_model=options.d_model or dense.d_model,
-        activation=copy.deepcopy(options.activation) or dense.activation,
-    )
+    if options.activation is not None:  # a module belongs to one layer
+        dense = dataclasses.replace(dense, activation=copy.deepcopy(options.activation))
+    if options.d_model is not None:
+        dense = dataclasses.replace(dense, d_model=options.d_model)
     for name, value in (("d_model", dense.d_model), ("activation", dense.activation)):
         if value is None:
             raise ValueError(f"{name}= must be given for {target.path}: {dense.why_unreadable}")

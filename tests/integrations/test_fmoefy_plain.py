@@ -12,6 +12,10 @@ from fmoe_ext import FMoETransformerMLP, fmoefy
 from fmoe_ext.testing import assert_close
 
 D, H = 8, 12
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:enable_nested_tensor is True"),
+    pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors"),
+]
 
 
 def encoder(layers=2, dropout=0.0, dtype=torch.float64, **options):
