@@ -71,7 +71,8 @@ def in_one_process(options, world_size):
 def compare(pool, options, world_size, ep):
     count, expected = in_one_process(options, world_size)
     assert expected[-1] < expected[0]
-    for first_error, rank_count, losses in pool.run(on_ranks, options, ep, world_size=world_size):
+    results = pool.run(on_ranks, options, ep, world_size=world_size, timeout=400.0)
+    for first_error, rank_count, losses in results:
         if options["init"] == "upcycle":
             assert first_error < 1e-12
         assert rank_count == count
