@@ -1,0 +1,92 @@
+"""What fmoefy and the model kinds tell each other.
+
+A model kind is a module of this folder with KIND (its name in the report), LOOKED_FOR (its line in the error when
+nothing was found) and find(model, options) -> list of Target, empty if the model is none of its kind. It imports its
+package only once a model from it has been recognised.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class Options:
+    """The arguments of fmoefy(), which documents them."""
+
+    num_experts: int | None = None  # of each worker
+    distributed_experts: bool = True
+    hidden_hidden_size: int | None = None
+    top_k: int | None = None
+    gate: Any = None
+    megatron_version: str | None = None
+    layers: Any = None
+    match: Any = None
+    init: str = "random"
+    split: int = 1
+    noise: float = 0.0
+    activation: Any = None
+    d_model: int | None = None
+    moe_kwargs: Mapping[str, Any] = field(default_factory=dict)  # further arguments of FMoETransformerMLP
+
+
+@dataclass(frozen=True)
+class DenseMLP:
+    """The MLP that is replaced: y = act(x @ w1^T + b1) @ w2^T + b2.
+
+    activation: what FMoETransformerMLP takes, gated ones by name; then w1 has 2 * d_hidden rows, gate before up.
+    w1 [H1, d_model], b1 [H1] or None, w2 [d_model, d_hidden], b2 [d_model] or None: detached, maybe views of the
+    model's own; w1 may be the tuple (gate, up) of two [d_hidden, d_model]. w1 and w2 are None where they cannot be
+    read; why_unreadable then says why, and d_model, d_hidden and activation may be None: the user has to give them.
+    """
+
+    d_model: int | None
+    d_hidden: int | None
+    activation: str | Callable | None
+    w1: Tensor | tuple[Tensor, Tensor] | None = None
+    b1: Tensor | None = None
+    w2: Tensor | None = None
+    b2: Tensor | None = None
+    why_unreadable: str = ""
+
+    @property
+    def w1_parts(self):
+        """w1 as its matrices [d_hidden, d_model]: (w1,), or (gate, up)."""
+        if isinstance(self.w1, tuple):
+            return self.w1
+        return self.w1.split(self.d_hidden)
+
+    @property
+    def has_bias(self):
+        return self.b1 is not None or self.b2 is not None
+
+
+def _nothing():
+    pass
+
+
+@dataclass(frozen=True)
+class Target:
+    """One MLP of a model and how to put an MoE layer in its place: parent.<attribute> = wrap(moe), then finish().
+
+    path: dotted name in the model, for the report. attribute may be the index in a ModuleList. wrap gives the MoE
+    layer the calling convention that the model expects. layer_index: number of the layer in the whole model, of
+    num_layers, where this process has only some of them; layers= counts the targets otherwise.
+    moe_kwargs: arguments of FMoETransformerMLP that the kind wants (num_expert, top_k, gate, world_size, moe_group,
+    ...) unless the user says otherwise; gate_kwargs: keyword arguments bound to the gate's class.
+    notes: what is different from the dense MLP, for the report.
+    """
+
+    path: str
+    parent: nn.Module
+    attribute: str
+    dense: DenseMLP
+    wrap: Callable[[nn.Module], nn.Module] = field(default=lambda moe: moe)
+    finish: Callable[[], None] = _nothing
+    layer_index: int | None = None
+    num_layers: int | None = None
+    moe_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    gate_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
