@@ -1,0 +1,1 @@
+"""fmoe_ext in other libraries, each imported only when its module here is used."""
