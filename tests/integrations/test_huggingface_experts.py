@@ -78,7 +78,7 @@ def test_bfloat16(architecture):
     ours = step(with_implementation(low, "fmoe"), ids)
     assert ours[0].dtype == torch.bfloat16
     assert_close(ours[0], logits, plain[0], "logits")
-    assert_close(ours[1], loss, plain[1], "loss")
+    assert abs(ours[1] - loss) <= torch.finfo(torch.bfloat16).eps * loss
     assert_close(
         as_one(ours[2], gradients), as_one(gradients, gradients), as_one(plain[2], gradients), "gradients"
     )
@@ -99,7 +99,8 @@ def test_generate_and_round_trip(architecture, models, tmp_path):
     assert saved.keys() == state.keys()
     assert all(torch.equal(state[name], tensor) for name, tensor in saved.items())
     with torch.no_grad():
-        assert torch.equal(loaded(ids).logits, model(ids).logits)
+        # not to the last bit: buffers that are not saved, such as rotary frequencies, are computed in another dtype
+        torch.testing.assert_close(loaded(ids).logits, model(ids).logits, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("architecture", FUSED_AND_COMPOSED)
@@ -121,7 +122,7 @@ def test_autocast_and_gradient_checkpointing(architecture):
     with torch.autocast("cpu", torch.bfloat16):
         plain = step(with_implementation(model, "eager"), ids)
         ours = step(with_implementation(model, "fmoe"), ids)
-    assert_close(ours[1], truth[1], plain[1], "loss")
+    assert abs(ours[1] - truth[1]) <= torch.finfo(torch.bfloat16).eps * truth[1]
     assert_close(
         as_one(ours[2], truth[2]), as_one(truth[2], truth[2]), as_one(plain[2], truth[2]), "gradients"
     )
@@ -281,7 +282,7 @@ def test_quantised_weights_are_refused():
 
 
 def test_missing_or_old_transformers(monkeypatch):
-    monkeypatch.setattr(transformers, "__version__", "5.6.2")
+    monkeypatch.setattr(sys.modules["transformers"], "__version__", "5.6.2")
     with pytest.raises(
         ImportError, match=r"needs Transformers 5\.7 or newer, but this is 5\.6\.2: pip install -U"
     ):
