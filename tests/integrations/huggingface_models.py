@@ -4,15 +4,22 @@ from typing import NamedTuple
 
 import torch
 
-SIZES = dict(
-    vocab_size=61, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, max_position_embeddings=64
-)
-TOKENS = dict(pad_token_id=0, bos_token_id=1, eos_token_id=None)
-DEEPSEEK = dict(
-    **dict(n_routed_experts=8, num_experts_per_tok=3, n_group=4, topk_group=2, first_k_dense_replace=1),
-    **dict(intermediate_size=40, moe_intermediate_size=24, n_shared_experts=1, num_key_value_heads=4),
-)
-LOCAL = dict(num_local_experts=6, num_experts_per_tok=2, intermediate_size=24, num_key_value_heads=2)
+SIZES = {
+    **{"vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 2, "max_position_embeddings": 64},
+    **{"num_attention_heads": 4, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None},
+}
+HEADS = {"num_key_value_heads": 2, "head_dim": 8}
+LOCAL = {"num_local_experts": 6, "num_experts_per_tok": 2, "intermediate_size": 24, "num_key_value_heads": 2}
+NUMBERED = {"num_experts": 6, "num_experts_per_tok": 2, "intermediate_size": 24, "num_key_value_heads": 2}
+DEEPSEEK = {
+    **{"n_routed_experts": 8, "num_experts_per_tok": 3, "n_group": 4, "topk_group": 2, "n_shared_experts": 1},
+    **{"first_k_dense_replace": 1, "intermediate_size": 40, "moe_intermediate_size": 24},
+    **{"num_key_value_heads": 4},
+}
+LATENT_ATTENTION = {
+    **{"kv_lora_rank": 16, "q_lora_rank": 16},
+    **{"qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8},
+}
 
 
 class Architecture(NamedTuple):
@@ -21,61 +28,52 @@ class Architecture(NamedTuple):
 
 
 ARCHITECTURES = {
-    "Qwen3MoeForCausalLM": Architecture(
-        dict(
-            num_experts=6, num_experts_per_tok=2, moe_intermediate_size=24, num_key_value_heads=2, head_dim=8
-        ),
-    ),
+    "Qwen3MoeForCausalLM": Architecture({**NUMBERED, **HEADS, "moe_intermediate_size": 24}),
     "MixtralForCausalLM": Architecture(LOCAL),
-    "OlmoeForCausalLM": Architecture(
-        dict(num_experts=6, num_experts_per_tok=3, intermediate_size=24, num_key_value_heads=4),
-    ),
+    "OlmoeForCausalLM": Architecture({**NUMBERED, "num_experts_per_tok": 3}),
     "Qwen2MoeForCausalLM": Architecture(
-        dict(num_experts=5, num_experts_per_tok=2, moe_intermediate_size=20, num_key_value_heads=2)
-        | dict(intermediate_size=40, shared_expert_intermediate_size=28),
+        {**NUMBERED, "num_experts": 5, "moe_intermediate_size": 20, "shared_expert_intermediate_size": 28}
     ),
-    "DeepseekV3ForCausalLM": Architecture(
-        DEEPSEEK
-        | dict(kv_lora_rank=16, q_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=8)
-        | dict(num_mtp_layers=0),
-    ),
-    "Glm4MoeForCausalLM": Architecture(DEEPSEEK | dict(head_dim=8, num_mtp_layers=0)),
-    "Dots1ForCausalLM": Architecture(DEEPSEEK | dict(head_dim=8)),
+    "DeepseekV3ForCausalLM": Architecture({**DEEPSEEK, **LATENT_ATTENTION, "num_mtp_layers": 0}),
+    "Glm4MoeForCausalLM": Architecture({**DEEPSEEK, "head_dim": 8, "num_mtp_layers": 0}),
+    "Dots1ForCausalLM": Architecture({**DEEPSEEK, "head_dim": 8}),
     "Ernie4_5_MoeForCausalLM": Architecture(
-        dict(
-            moe_num_experts=6, moe_k=2, moe_intermediate_size=24, intermediate_size=40, num_key_value_heads=2
-        )
-        | dict(moe_num_shared_experts=1, moe_layer_start_index=1, moe_layer_end_index=1),
+        {
+            **{"moe_num_experts": 6, "moe_k": 2, "moe_num_shared_experts": 1, "moe_intermediate_size": 24},
+            **{"moe_layer_start_index": 1, "moe_layer_end_index": 1, "intermediate_size": 40},
+            **{"num_key_value_heads": 2},
+        }
     ),
     "GraniteMoeForCausalLM": Architecture(LOCAL),
     "PhimoeForCausalLM": Architecture(LOCAL),
     "MiniMaxForCausalLM": Architecture(
-        LOCAL | dict(head_dim=8, block_size=8, layer_types=["linear_attention", "full_attention"]),
+        {**LOCAL, "head_dim": 8, "block_size": 8, "layer_types": ["linear_attention", "full_attention"]}
     ),
     "JambaForCausalLM": Architecture(
-        dict(num_experts=6, num_experts_per_tok=2, intermediate_size=24, num_key_value_heads=2)
-        | dict(attn_layer_period=2, attn_layer_offset=1, mamba_d_state=4),
+        {**NUMBERED, "attn_layer_period": 2, "attn_layer_offset": 1, "mamba_d_state": 4}
     ),
     "HunYuanMoEV1ForCausalLM": Architecture(
-        dict(num_experts=6, moe_topk=2, intermediate_size=24, num_key_value_heads=2, head_dim=8),
+        {**HEADS, "num_experts": 6, "moe_topk": 2, "intermediate_size": 24},
     ),
     "GptOssForCausalLM": Architecture(
-        LOCAL | dict(head_dim=8, swiglu_limit=0.5, sliding_window=4, initial_context_length=64),
+        {**LOCAL, "head_dim": 8, "swiglu_limit": 0.5, "sliding_window": 4, "initial_context_length": 64},
         fused=False,
     ),
     "AriaTextForCausalLM": Architecture(
-        dict(moe_num_experts=6, moe_topk=2, intermediate_size=24, num_key_value_heads=2, head_dim=8)
-        | dict(moe_num_shared_experts=1),
+        {**HEADS, "moe_num_experts": 6, "moe_topk": 2, "moe_num_shared_experts": 1, "intermediate_size": 24},
         fused=False,
     ),
     "NemotronHForCausalLM": Architecture(
-        dict(n_routed_experts=6, num_experts_per_tok=2, moe_intermediate_size=24, intermediate_size=40)
-        | dict(moe_shared_expert_intermediate_size=24, num_key_value_heads=2, head_dim=8)
-        | dict(layers_block_type=["full_attention", "moe"]),
+        {
+            **HEADS,
+            **{"n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
+            **{"intermediate_size": 40, "moe_shared_expert_intermediate_size": 24},
+            **{"layers_block_type": ["full_attention", "moe"]},
+        },
         fused=False,
     ),
     "MuseSparkTextModel": Architecture(
-        LOCAL | dict(moe_intermediate_size=24, moe_hidden_size=16, head_dim=8),
+        {**LOCAL, "head_dim": 8, "moe_intermediate_size": 24, "moe_hidden_size": 16}
     ),
 }
 
@@ -85,7 +83,7 @@ def make_model(architecture, implementation="eager", dtype=torch.float32, seed=0
     import transformers
 
     model_class = getattr(transformers, architecture)
-    sizes = SIZES | TOKENS | ARCHITECTURES[architecture].changes | changes
+    sizes = SIZES | ARCHITECTURES[architecture].changes | changes
     config = model_class.config_class(**sizes)
     config._experts_implementation = implementation
     with torch.random.fork_rng(), torch.no_grad():
