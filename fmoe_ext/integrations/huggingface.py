@@ -73,7 +73,7 @@ def experts_forward(experts, hidden_states, top_k_index, top_k_weights):
         transposed = experts.is_transposed
         h = ops.grouped_gemm(ops.permute(x, row_idx, inverse), w1, offs, b1, transposed=transposed)
         a = experts._apply_gate(h) if experts.has_gate else experts.act_fn(h)
-        rows = ops.grouped_gemm(a, w2, offs, b2, transposed=transposed)
+        rows = ops.grouped_gemm(a.to(x.dtype), w2, offs, b2, transposed=transposed)
     if has_norm:
         rows = experts.post_expert_norm(rows)
     return ops.unpermute(rows, row_idx, inverse, topk_weights).to(hidden_states.dtype)

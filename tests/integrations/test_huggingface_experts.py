@@ -245,7 +245,7 @@ def test_experts_of_other_ranks_are_dropped(layout):
         torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-11)
     assert got[0][1].abs().sum() == 0
     experts._is_expert_parallel = False
-    with pytest.raises(RuntimeError, match="4"):
+    with pytest.raises(RuntimeError, match=r"topk_idx must be in \[-1, 4\).* is 4"):
         run_experts(experts, "fmoe", top_k_index)
 
 
@@ -257,6 +257,16 @@ def test_attributes_that_older_versions_lack():
     assert huggingface.fused_activation(experts) == "swiglu"
     for a, b in zip(run_experts(experts, "fmoe", top_k_index), expected, strict=True):
         assert torch.equal(a, b)
+
+
+def test_a_gate_that_computes_in_float32():
+    experts = make_experts()
+    expected = run_experts(experts, "eager", torch.zeros(7, 3, dtype=torch.int64))
+    experts._apply_gate = lambda h: type(experts)._apply_gate(experts, h.float())
+    got = run_experts(experts, "fmoe", torch.zeros(7, 3, dtype=torch.int64))
+    for a, b in zip(got, expected, strict=True):
+        assert a.dtype == torch.float64
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
 
 
 def test_interleaved_weights_are_left_to_their_own_gate():

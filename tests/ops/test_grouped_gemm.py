@@ -169,7 +169,9 @@ def test_rejects():
         grouped_gemm(x, weight, offs, bias.double())
     with pytest.raises(RuntimeError, match=r"weight must have shape \[E, D, N\] with size 3 in dimension 1"):
         grouped_gemm(x, weight, offs, transposed=True)
-    with pytest.raises(RuntimeError, match=r"bias must have the dtype of x.* shape \[E, N\] = \[2, 4\], but got"):
+    with pytest.raises(
+        RuntimeError, match=r"bias must have the dtype of x.* shape \[E, N\] = \[2, 4\], but got"
+    ):
         grouped_gemm(x, weight.mT, offs, bias.double(), transposed=True)
     with pytest.raises(RuntimeError, match='unknown instruction set "mmx"'):
         torch.ops.fmoe_ext._set_cpu_isa("mmx")
