@@ -4,19 +4,27 @@ from fmoe_ext.ops._autograd import register_autocast, register_fake, register_no
 
 
 def grouped_gemm(
-    x: torch.Tensor, weight: torch.Tensor, offs: torch.Tensor, bias: torch.Tensor | None = None
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    offs: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    transposed: bool = False,
 ) -> torch.Tensor:
     """Multiplies the rows of each expert by its weight: y = x @ weight[e].T + bias[e] on offs[e-1]:offs[e].
 
     x [R, D], weight [E, N, D], bias [E, N] of one floating dtype, offs [E] int32 -> y [R, N].
+    transposed: weight is [E, D, N], as GPT-OSS stores it, and is neither copied nor is its gradient.
     Rows at or after offs[-1] are ignored and give zeros; an expert without rows gets zero gradients.
     Raises RuntimeError for other shapes or dtypes, and on the CPU for offs that decrease or exceed R.
     Equivalent to: torch.cat([F.linear(rows, weight[e], bias[e]) for e, rows in enumerate(x.split(counts))]).
     """
+    if transposed:
+        return _grouped_gemm_transposed(x, weight, offs, bias)
     return torch.ops.fmoe_ext.grouped_gemm(x, weight, offs, bias)
 
 
-def grouped_gemm_ref(x, weight, offs, bias=None):
+def grouped_gemm_ref(x, weight, offs, bias=None, transposed=False):
+    weight = weight.mT if transposed else weight
     y, begin = [], 0
     for e, end in enumerate(offs.tolist()):
         y.append(torch.nn.functional.linear(x[begin:end], weight[e], None if bias is None else bias[e]))
@@ -54,3 +62,45 @@ register_not_differentiable_twice("fmoe_ext::grouped_gemm_backward")
 
 _library = torch.library.Library("fmoe_ext", "IMPL")  # its registrations live as long as it does
 register_autocast(_library, torch.ops.fmoe_ext.grouped_gemm.default, cast=(0, 1, 3))
+
+
+class _Transposed(torch.autograd.Function):
+    """y = x @ weight[e], weight [E, D, N]: of grouped_gemm's three products, each does the work of another."""
+
+    @staticmethod
+    def forward(ctx, x, weight, offs):
+        ctx.save_for_backward(x, weight, offs)
+        not_read = x.new_empty((x.shape[0], weight.shape[2]))
+        return torch.ops.fmoe_ext.grouped_gemm_backward(x, not_read, weight, offs, [True, False, False])[0]
+
+    @staticmethod
+    def backward(ctx, grad_y):
+        x, weight, offs = ctx.saved_tensors
+        dx = dweight = None
+        if ctx.needs_input_grad[0]:
+            dx = torch.ops.fmoe_ext.grouped_gemm(grad_y, weight, offs)
+        if ctx.needs_input_grad[1]:
+            needs = [False, True, False]
+            dweight = torch.ops.fmoe_ext.grouped_gemm_backward(x, grad_y, weight, offs, needs)[1]
+        return dx, dweight, None
+
+
+def _grouped_gemm_transposed(x, weight, offs, bias):
+    device = x.device.type
+    if torch.is_autocast_enabled(device) and x.dtype != torch.float64:
+        dtype = torch.get_autocast_dtype(device)
+        x, weight, bias = (None if t is None else t.to(dtype) for t in (x, weight, bias))
+    if weight.dim() != 3 or weight.shape[1] != x.shape[-1]:
+        raise RuntimeError(
+            f"weight must have shape [E, D, N] with size {x.shape[-1]} in dimension 1, but got shape "
+            f"{list(weight.shape)}"
+        )
+    y = _Transposed.apply(x, weight, offs)
+    if bias is None:
+        return y
+    if bias.dtype != x.dtype or bias.shape != (weight.shape[0], weight.shape[2]):
+        raise RuntimeError(
+            f"bias must have the dtype of x, {x.dtype}, and shape [E, N] = {[weight.shape[0], weight.shape[2]]}, "
+            f"but got {bias.dtype}, {list(bias.shape)}"
+        )
+    return y + grouped_gemm(x.new_ones((x.shape[0], 1)), bias.unsqueeze(-1), offs)

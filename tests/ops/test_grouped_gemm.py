@@ -25,17 +25,17 @@ def make_inputs(R, D, N, offs, dtype, seed=0):
     return x, weight, torch.tensor(offs, dtype=torch.int32), bias, grad
 
 
-def results(function, x, weight, offs, bias, grad):
-    y = function(x, weight, offs, bias)
+def results(function, x, weight, offs, bias, grad, **options):
+    y = function(x, weight, offs, bias, **options)
     inputs = [t for t in (x, weight, bias) if t is not None]
     return [y, *torch.autograd.grad(y, inputs, grad)]
 
 
-def check(x, weight, offs, bias, grad):
+def check(x, weight, offs, bias, grad, **options):
     double = [None if t is None else t.detach().double().requires_grad_() for t in (x, weight, bias)]
-    truth = results(grouped_gemm_ref, double[0], double[1], offs, double[2], grad.double())
-    plain = results(grouped_gemm_ref, x, weight, offs, bias, grad)
-    got = results(grouped_gemm, x, weight, offs, bias, grad)
+    truth = results(grouped_gemm_ref, double[0], double[1], offs, double[2], grad.double(), **options)
+    plain = results(grouped_gemm_ref, x, weight, offs, bias, grad, **options)
+    got = results(grouped_gemm, x, weight, offs, bias, grad, **options)
     for name, a, b, c in zip(NAMES, got, truth, plain, strict=False):
         if x.dtype == torch.float64:
             torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-11)
@@ -92,6 +92,44 @@ def test_without_bias_and_not_contiguous():
     check(x, weight[:1].detach().expand(3, -1, -1).requires_grad_(), offs, None, grad[:1].expand(50, -1))
 
 
+def transposed(x, weight, offs, bias, grad):
+    return x, weight.detach().mT.contiguous().requires_grad_(), offs, bias, grad
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_transposed(shape, dtype):
+    x, weight, offs, bias, grad = transposed(*make_inputs(*shape, dtype))
+    check(x, weight, offs, bias, grad, transposed=True)
+    check(x, weight, offs, None, grad, transposed=True)
+
+
+def test_transposed_keeps_the_layout_of_the_weight():
+    x, weight, offs, bias, grad = transposed(*make_inputs(50, 24, 40, [10, 30, 50], torch.float32))
+    grouped_gemm(x, weight, offs, bias, transposed=True).backward(grad)
+    assert weight.grad.is_contiguous() and weight.grad.shape == (3, 24, 40)
+    frozen = weight.detach()
+    (dx,) = torch.autograd.grad(grouped_gemm(x, frozen, offs, transposed=True), x, grad)
+    assert torch.equal(dx, x.grad)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = grouped_gemm(x, weight, offs, bias, transposed=True)
+    low = [t.detach().bfloat16() for t in (x, weight, bias)]
+    assert torch.equal(y, grouped_gemm(low[0], low[1], offs, low[2], transposed=True))
+    (dx,) = torch.autograd.grad(y, x, grad.bfloat16())
+    assert dx.dtype == torch.float32 and dx.abs().sum() > 0
+
+
+def test_transposed_compiles_whole():
+    x, weight, offs, bias, grad = transposed(*make_inputs(50, 24, 40, [10, 30, 50], torch.float32))
+    compiled = torch.compile(grouped_gemm, backend="aot_eager", fullgraph=True)
+    for a, b in zip(
+        results(compiled, x, weight, offs, bias, grad, transposed=True),
+        results(grouped_gemm, x, weight, offs, bias, grad, transposed=True),
+        strict=True,
+    ):
+        assert torch.equal(a, b)
+
+
 def test_bitwise_equal_for_any_number_of_threads():
     inputs = make_inputs(700, 200, 150, [300, 300, 650], torch.bfloat16)
     expected = results(grouped_gemm, *inputs)
@@ -146,5 +184,11 @@ def test_rejects():
         grouped_gemm(x, weight[:, :, :2], offs)
     with pytest.raises(RuntimeError, match="bias must have the dtype of x"):
         grouped_gemm(x, weight, offs, bias.double())
+    with pytest.raises(RuntimeError, match=r"weight must have shape \[E, D, N\] with size 3 in dimension 1"):
+        grouped_gemm(x, weight, offs, transposed=True)
+    with pytest.raises(
+        RuntimeError, match=r"bias must have the dtype of x.* shape \[E, N\] = \[2, 4\], but got"
+    ):
+        grouped_gemm(x, weight.mT, offs, bias.double(), transposed=True)
     with pytest.raises(RuntimeError, match='unknown instruction set "mmx"'):
         torch.ops.fmoe_ext._set_cpu_isa("mmx")

@@ -1,0 +1,125 @@
+"""The experts of Hugging Face Transformers on our operators: register(), then experts_implementation="fmoe".
+
+Transformers decorates every experts module that may run elsewhere with facts about its weights: is_transposed,
+is_concatenated, has_gate, has_bias, has_post_expert_norm (added over time; absent means the default). The forward
+here reads them, runs the usual MLPs as one operator, and any other between two grouped products.
+"""
+
+import torch
+
+from fmoe_ext import ops
+from fmoe_ext.dispatch import widen
+from fmoe_ext.experts import activation_name
+
+NAME = "fmoe"
+OLDEST_TRANSFORMERS = "5.7"  # the first whose models accept a registered name
+GATED = (("silu", "swiglu"), ("gelu", "geglu"), ("gelu_tanh", "geglu_tanh"))
+
+
+def register():
+    """Makes "fmoe" an experts implementation of Transformers; calling it again changes nothing.
+
+    Then `model.set_experts_implementation("fmoe")` or `from_pretrained(..., experts_implementation="fmoe")` runs
+    the experts of every architecture that uses Transformers' experts interface on fmoe_ext.
+    Raises ImportError if Transformers is missing or older than 5.7.
+    """
+    try:
+        import transformers
+    except ImportError as error:
+        raise ImportError(
+            f"fmoe_ext.integrations.huggingface needs Transformers {OLDEST_TRANSFORMERS} or newer ({error}): "
+            f"pip install 'transformers>={OLDEST_TRANSFORMERS}'"
+        ) from error
+    oldest = tuple(map(int, OLDEST_TRANSFORMERS.split(".")))
+    if tuple(map(int, transformers.__version__.split(".")[:2])) < oldest:
+        raise ImportError(
+            f'experts_implementation="{NAME}" needs Transformers {OLDEST_TRANSFORMERS} or newer, but this is '
+            f"{transformers.__version__}: pip install -U 'transformers>={OLDEST_TRANSFORMERS}'"
+        )
+    from transformers.integrations.finegrained_fp8 import ALL_FP8_EXPERTS_FUNCTIONS
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+    ALL_EXPERTS_FUNCTIONS.register(NAME, experts_forward)
+    ALL_FP8_EXPERTS_FUNCTIONS.register(NAME, _refuse_fp8)
+
+
+def experts_forward(experts, hidden_states, top_k_index, top_k_weights):
+    """What Transformers calls in place of the forward of an experts module.
+
+    hidden_states [T, D]; top_k_index [T, K], entries from num_experts on (experts of other ranks) are dropped;
+    top_k_weights [T, K] floating -> [T, D] of the dtype of hidden_states.
+    Raises TypeError for quantised weights.
+    Equivalent to: experts.forward(hidden_states, top_k_index, top_k_weights) with experts_implementation="eager".
+    """
+    has_bias = experts.has_bias
+    up = "gate_up_proj" if experts.has_gate else "up_proj"
+    w1, w2 = getattr(experts, up), experts.down_proj
+    b1, b2 = (getattr(experts, up + "_bias"), experts.down_proj_bias) if has_bias else (None, None)
+    x = hidden_states.to(_compute_dtype(experts, w1))
+    topk_weights = widen(top_k_weights, x.dtype)
+    num_experts = w1.shape[0]
+    if getattr(experts, "_is_expert_parallel", True):
+        top_k_index = top_k_index.masked_fill(top_k_index >= num_experts, -1)
+    _, offs, row_idx, inverse = ops.sort_tokens(top_k_index, num_experts)
+
+    activation = fused_activation(experts)
+    has_norm = getattr(experts, "has_post_expert_norm", False)
+    if activation is not None and not has_norm:
+        y = ops.expert_mlp(x, row_idx, inverse, offs, w1, b1, w2, b2, topk_weights, activation)
+        return y.to(hidden_states.dtype)
+    if activation is not None:
+        rows = ops.expert_mlp(x, row_idx, inverse, offs, w1, b1, w2, b2, None, activation, combine=False)
+    else:
+        transposed = experts.is_transposed
+        h = ops.grouped_gemm(ops.permute(x, row_idx, inverse), w1, offs, b1, transposed=transposed)
+        a = experts._apply_gate(h) if experts.has_gate else experts.act_fn(h)
+        rows = ops.grouped_gemm(a.to(x.dtype), w2, offs, b2, transposed=transposed)
+    if has_norm:
+        rows = experts.post_expert_norm(rows)
+    return ops.unpermute(rows, row_idx, inverse, topk_weights).to(hidden_states.dtype)
+
+
+def fused_activation(experts):
+    """The activation under which ops.expert_mlp is the MLP of an experts module; None if it is another MLP."""
+    if experts.is_transposed:
+        return None
+    name = _activation_name(getattr(experts, "act_fn", None))
+    if not experts.has_gate:
+        return name
+    # a class that gates its own way defines _apply_gate; the others get that of Transformers' decorator
+    is_usual_gate = experts._apply_gate.__module__ == "transformers.integrations.moe"
+    if not is_usual_gate or not getattr(experts, "is_concatenated", True):
+        return None
+    return dict(GATED).get(name)
+
+
+def _activation_name(act_fn):
+    from transformers import activations
+
+    if isinstance(act_fn, activations.SiLUActivation):
+        return "silu"
+    if isinstance(act_fn, activations.GELUActivation):
+        return "gelu"
+    if isinstance(act_fn, (activations.GELUTanh, activations.NewGELUActivation)):
+        return "gelu_tanh"
+    return activation_name(act_fn) if callable(act_fn) else None
+
+
+def _compute_dtype(experts, weight):
+    if weight.dtype not in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
+        raise TypeError(
+            f'experts_implementation="{NAME}" computes with float64, float32, bfloat16 or float16 weights, but '
+            f"{type(experts).__name__} has {weight.dtype}: call model.dequantize(), or set_experts_implementation "
+            'to "eager"'
+        )
+    device = weight.device.type
+    if torch.is_autocast_enabled(device) and weight.dtype != torch.float64:
+        return torch.get_autocast_dtype(device)
+    return weight.dtype
+
+
+def _refuse_fp8(experts, hidden_states, top_k_index, top_k_weights):
+    raise TypeError(
+        f'experts_implementation="{NAME}" does not compute with FP8 weights: load the model with '
+        'quantization_config=FineGrainedFP8Config(dequantize=True), or set_experts_implementation to "grouped_mm"'
+    )
