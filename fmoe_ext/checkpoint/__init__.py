@@ -1,0 +1,14 @@
+"""Checkpoints that follow the model: saved in one parallel layout, loaded in any other, converted to other formats.
+
+    from fmoe_ext import checkpoint
+
+    checkpoint.save("out", model, optimizer, step=step, keep=2)
+    step = checkpoint.load("out", model, optimizer).step
+
+`python -m fmoe_ext.checkpoint inspect|merge|convert PATH` works on the files.
+"""
+
+from fmoe_ext.checkpoint.errors import CheckpointError
+from fmoe_ext.checkpoint.saving import export_safetensors, load, save
+
+__all__ = ["CheckpointError", "export_safetensors", "load", "save"]
