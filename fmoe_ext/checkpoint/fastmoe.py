@@ -17,7 +17,6 @@ import shutil
 import zipfile
 from pathlib import Path
 
-import numpy
 import torch
 
 from fmoe_ext.checkpoint.errors import CheckpointError
@@ -37,7 +36,7 @@ def is_fastmoe(path):
 
 
 def read_fastmoe(path, mp_rank=None, trust=False):
-    """The model of a FastMoE checkpoint -> ({name: StoredTensor}, iteration), all experts in our fused layout.
+    """The model of a FastMoE checkpoint -> ({name: StoredTensor}, files, iteration), all experts in our fused layout.
 
     path: the folder of one iteration, or the one above (its latest). mp_rank: which model-parallel part, as
     "mp_rank_00" or "mp_rank_00_001"; needed where there are several, which are not merged. Files are read
@@ -60,15 +59,25 @@ def read_fastmoe(path, mp_rank=None, trust=False):
         raise CheckpointError(
             f"{folder} has files up to data-parallel rank {max(files)}, but none of {absent}"
         )
-    contents = [_load_file(files[rank], trust) for rank in range(len(files))]
+    return read_files([files[rank] for rank in range(len(files))], trust)
+
+
+def read_files(files, trust=False):
+    """The files of all ranks, rank 0 first -> ({name: StoredTensor}, files, iteration).
+
+    Each is a dict with "model", or a state dict, of everything or, from rank 1 on, of experts only.
+    """
+    contents = [_load_file(file, trust) for file in files]
     models = [_flatten(content.get("model", content)) for content in contents]
-    return merge(models), int(contents[0].get("iteration", 0))
+    iteration = contents[0].get("iteration", 0)
+    return merge_fastmoe(models), files, iteration if isinstance(iteration, int) else 0
 
 
-def merge(models):
+def merge_fastmoe(models):
     """One state dict of those of all ranks, rank 0 first: the experts of all, everything else of rank 0.
 
-    Values are tensors or StoredTensors -> {name: StoredTensor}. Raises CheckpointError for ranks that do not fit together.
+    Values are tensors or StoredTensors -> {name: StoredTensor}.
+    Raises CheckpointError for ranks that do not fit together.
     """
     expert_names = [
         sorted(k for k in model if _is_expert(k)) if rank else None for rank, model in enumerate(models)
@@ -135,11 +144,9 @@ def _iteration_folder(path):
 
 def _load_file(path, trust):
     options = {"map_location": "cpu", "mmap": zipfile.is_zipfile(path)}
-    # argparse.Namespace ("args") and NumPy arrays (random state) are in every file of Megatron, and plain data
-    harmless = [argparse.Namespace, numpy.ndarray, numpy.dtype, *_numpy_internals()]
     try:
-        with torch.serialization.safe_globals(harmless):
-            return torch.load(path, weights_only=not trust, **options)
+        with torch.serialization.safe_globals(_plain_data()):
+            content = torch.load(path, weights_only=not trust, **options)
     except pickle.UnpicklingError as error:
         needed = re.search(r"GLOBAL ([\w.]+)", str(error))
         raise CheckpointError(
@@ -148,13 +155,19 @@ def _load_file(path, trust):
         ) from error
     except (RuntimeError, EOFError, OSError) as error:
         raise CheckpointError(f"{path} cannot be read, it may be truncated: {error}") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path} holds a {type(content).__name__}, expected a dict")
+    return content
 
 
-def _numpy_internals():
-    """What a pickled NumPy array calls, under the names of NumPy 1 and 2."""
+def _plain_data():
+    """What every file of Megatron has beside tensors: argparse.Namespace ("args") and NumPy arrays (random state)."""
+    import numpy
+
     reconstruct = numpy.empty(0).__reduce__()[0]
-    names = ("numpy.core.multiarray._reconstruct", "numpy._core.multiarray._reconstruct")
-    return [*((reconstruct, name) for name in names), type(numpy.dtype("uint32"))]
+    names = ("numpy.core.multiarray._reconstruct", "numpy._core.multiarray._reconstruct")  # NumPy 1 and 2
+    arrays = [numpy.ndarray, numpy.dtype, type(numpy.dtype("uint32"))]
+    return [argparse.Namespace, *arrays, *((reconstruct, name) for name in names)]
 
 
 def _flatten(tree, prefix=""):

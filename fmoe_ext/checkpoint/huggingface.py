@@ -1,11 +1,10 @@
 """MoE layers of Hugging Face models in three layouts, and the same in ours.
 
-| layout | a layer's tensors | where |
-|---|---|---|
-| "fused" | gate.weight, experts.gate_up_proj [E, 2H, D], experts.down_proj [E, D, H] | modules of Transformers 5 |
-| "qwen3_moe" | gate.weight, experts.<e>.{gate,up,down}_proj.weight | files: Qwen, OLMoE, DeepSeek, GLM, ... |
-| "mixtral" | the same as w1 (gate), w3 (up), w2 (down); the layer is called block_sparse_moe | files of Mixtral |
-| ours | gate.gate.weight, experts.htoh4.weight [E, 2H, D], experts.h4toh.weight [E, D, H] | FMoETransformerMLP(activation="swiglu", bias=False, gate_bias=False) |
+    "fused"      gate.weight, experts.gate_up_proj [E, 2H, D], experts.down_proj [E, D, H]: modules of Transformers 5
+    "qwen3_moe"  gate.weight, experts.<e>.{gate,up,down}_proj.weight: files of Qwen, OLMoE, DeepSeek, GLM, ...
+    "mixtral"    the same as w1 (gate), w3 (up), w2 (down), the layer is called block_sparse_moe: files of Mixtral
+    ours         gate.gate.weight, experts.htoh4.weight [E, 2H, D], experts.h4toh.weight [E, D, H]:
+                 FMoETransformerMLP(activation="swiglu", bias=False, gate_bias=False)
 
 All other tensors pass through under their names.
 """
@@ -44,8 +43,8 @@ def from_huggingface(state_dict):
             num_experts, rows, d_model = w1.shape
             if tensor.shape != (num_experts, d_model) or w2.shape != (num_experts, d_model, rows // 2):
                 raise CheckpointError(
-                    f"{key} {list(tensor.shape)}, gate and up {list(w1.shape)} and down {list(w2.shape)} of the experts "
-                    "do not fit: expected [E, D], [E, 2H, D] and [E, D, H]"
+                    f"{key} {list(tensor.shape)}, gate and up {list(w1.shape)} and down {list(w2.shape)} of experts do "
+                    "not fit: expected [E, D], [E, 2H, D] and [E, D, H]"
                 )
             layer = _renamed(gates[key], "block_sparse_moe", "mlp")
             out[f"{layer}gate.gate.weight"] = tensor

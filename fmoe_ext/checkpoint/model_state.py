@@ -30,12 +30,14 @@ class ModelState:
         modules = model.named_modules(remove_duplicate=False)
         self.layers = {name_of(name): module for name, module in modules if isinstance(module, FMoE)}
         self.tensors = {}
+        self._model = model
         self._names = {}
+        self._buffers = {}
         self._layer_of_rows = {}
         for key, value in model.state_dict(keep_vars=True).items():
-            self._add(name_of(key), value)
+            self._add(key, name_of(key), value)
 
-    def _add(self, name, value):
+    def _add(self, key, name, value):
         layer, rest = self._owner(name)
         if layer is not None and rest == "expert_placement":
             return  # saved in the order of the experts, wherever they live
@@ -59,6 +61,8 @@ class ModelState:
                 self._layer_of_rows[name] = layer
         self.tensors[name] = value
         self._names.setdefault(id(value), name)
+        if not isinstance(value, nn.Parameter):
+            self._buffers[name] = key
 
     def _owner(self, name):
         """(layer, rest of the name) of the innermost FMoE that has this tensor; (None, name) if none has."""
@@ -76,6 +80,15 @@ class ModelState:
             raise CheckpointError(
                 f"the optimizer has a parameter of shape {list(param.shape)} that is not one of the model"
             ) from None
+
+    def is_buffer(self, name):
+        return name in self._buffers
+
+    def give_dtype(self, name, dtype):
+        """Lets a buffer have another dtype: the gates' buffers stay float32 where .bfloat16() had cast those of a new model."""
+        module, _, attribute = self._buffers[name].rpartition(".")
+        self.tensors[name] = self.tensors[name].to(dtype)
+        setattr(self._model.get_submodule(module), attribute, self.tensors[name])
 
     def num_experts(self):
         return {name: layer.num_experts for name, layer in self.layers.items()}

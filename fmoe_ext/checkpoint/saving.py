@@ -51,8 +51,9 @@ def load(path, model, optimizer=None, *, cast=False, verify=True, process_group=
     """Loads what save() saved in any layout, into a model of this one -> store.Manifest, with step and extra.
 
     path: a checkpoint, a folder of checkpoints (its latest), or a .safetensors file of a whole model (then without
-    optimizer). The model must have the same tensors of the same shapes; cast=True accepts other dtypes. verify=False
-    skips the checksums. Experts that had moved are in order afterwards.
+    optimizer). The model must have the same tensors of the same shapes; cast=True accepts parameters of
+    other dtypes, buffers take the dtype of the checkpoint. verify=False skips the checksums. Experts that had moved
+    are in order afterwards.
 
     Raises CheckpointError, with the same text on every rank and before anything is changed, for damaged files, missing
     or extra tensors, other shapes and dtypes, other numbers of experts.
@@ -72,6 +73,9 @@ def load(path, model, optimizer=None, *, cast=False, verify=True, process_group=
         if optimizer is not None:
             loading = optimizer_state.Loading(optimizer, state, source.manifest.optimizer, source.saved)
     with together(f"loading {source.path}", process_group):
+        for name, value in state.tensors.items():
+            if state.is_buffer(name) and value.dtype != source.tensors[name].dtype:
+                state.give_dtype(name, source.tensors[name].dtype)
         source.fill(state, loading)
         if loading is not None:
             loading.commit()
@@ -95,7 +99,7 @@ def export_safetensors(path, model, *, process_group=None):
     saved = save(parts, model, process_group=process_group)
     with together(f"writing {path}", process_group):
         if dist.get_rank(process_group) == 0:
-            tensors = _Folder(saved).tensors
+            tensors = store.model_tensors(saved, store.Manifest.read(saved))
             write_safetensors(path, tensors, model_metadata(tensors))
             shutil.rmtree(parts)
 
@@ -113,9 +117,7 @@ class _Folder:
         self.path = store.find(path)
         self.manifest = store.Manifest.read(self.path)
         self.saved = store.stored_tensors(self.path, self.manifest)
-        self.tensors = {
-            k.removeprefix(store.MODEL): t for k, t in self.saved.items() if k.startswith(store.MODEL)
-        }
+        self.tensors = store.model_tensors(self.path, self.manifest)
 
     def verify(self, process_group):
         store.verify(self.path, self.manifest, process_group=process_group)
@@ -166,7 +168,7 @@ def _compare(state, names, saved, cast):
             problems.append(
                 f"{name} is {list(shape)} in the model and {list(tensor.shape)} in the checkpoint"
             )
-        elif tensor.dtype != value.dtype and not cast:
+        elif tensor.dtype != value.dtype and not cast and not state.is_buffer(name):
             problems.append(
                 f"{name} is {value.dtype} in the model and {tensor.dtype} in the checkpoint (cast=True converts)"
             )

@@ -186,6 +186,12 @@ def stored_tensors(path, manifest):
     }
 
 
+def model_tensors(path, manifest):
+    """{name: StoredTensor} of the model in a checkpoint."""
+    tensors = stored_tensors(path, manifest)
+    return {key.removeprefix(MODEL): t for key, t in tensors.items() if key.startswith(MODEL)}
+
+
 def _stored(read, key, shape, dtype):
     return StoredTensor(shape, dtype, lambda: read(key, shape, dtype))
 
