@@ -3,6 +3,7 @@
 from contextlib import contextmanager
 
 import torch.distributed as dist
+from torch.distributed.checkpoint import CheckpointException
 
 
 class CheckpointError(RuntimeError):
@@ -27,17 +28,21 @@ def together(action, group=None):
     failure = None
     try:
         yield
-    except Exception as error:
+    except (Exception, CheckpointException) as error:
         failure = error
     texts = gather(None if failure is None else _text(failure), group)
     failed = {rank: text for rank, text in enumerate(texts) if text is not None}
     if not failed:
         return
-    if len(failed) == len(texts) and len(set(texts)) == 1:
+    if len(set(texts)) == 1:
         raise CheckpointError(f"{action}: {texts[0]}") from failure
     lines = "".join(f"\n  rank {rank}: {text}" for rank, text in failed.items())
     raise CheckpointError(f"{action}: failed on {len(failed)} of {len(texts)} ranks{lines}") from failure
 
 
 def _text(error):
+    if isinstance(error, CheckpointException):  # of torch.distributed.checkpoint: each rank's, in any of them
+        return "; ".join(
+            f"rank {rank}: {_text(cause)}" for rank, (cause, _) in sorted(error.failures.items())
+        )
     return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"

@@ -85,7 +85,7 @@ class ModelState:
         return name in self._buffers
 
     def give_dtype(self, name, dtype):
-        """Lets a buffer have another dtype: the gates' buffers stay float32 where .bfloat16() had cast those of a new model."""
+        """Lets a buffer have another dtype: gates make theirs float32 again where .bfloat16() had cast them."""
         module, _, attribute = self._buffers[name].rpartition(".")
         self.tensors[name] = self.tensors[name].to(dtype)
         setattr(self._model.get_submodule(module), attribute, self.tensors[name])

@@ -12,7 +12,7 @@ def take(optimizer, model):
     """(tensors, record) of an optimizer on a ModelState; the tensors of moved experts are brought back. Collective."""
     tensors, groups, params, values = {}, [], {}, {}
     for number, group in enumerate(optimizer.param_groups):
-        groups.append({key: _plain(value) for key, value in group.items() if key != "params"})
+        groups.append({key: value for key, value in group.items() if key != "params"})
         for param in group["params"]:
             name = model.name_of(param)
             params[name] = number
@@ -126,7 +126,3 @@ def _has_rows(model, name, value):
         and value.dim() == model.tensors[name].dim()
         and value.shape[0] == rows[1] - rows[0]
     )
-
-
-def _plain(value):
-    return value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value

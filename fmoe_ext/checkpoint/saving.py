@@ -39,7 +39,7 @@ def save(folder, model, optimizer=None, *, step=0, extra=None, keep=None, proces
         if optimizer is not None:
             of_optimizer, record = optimizer_state.take(optimizer, state)
             tensors.update(of_optimizer)
-            _checked_json(record, "the options of the optimizer")
+            record = _checked_json(record, "the options of the optimizer")
     records = gather(record, process_group)
     merged = None if record is None else optimizer_state.merge_records(records)
     manifest = store.Manifest(step=step, extra=extra, optimizer=merged)
@@ -176,8 +176,15 @@ def _compare(state, names, saved, cast):
         raise CheckpointError("; ".join(problems))
 
 
+def _number(value):
+    """Learning rates may be tensors."""
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
+        return value.item()
+    raise TypeError(f"{type(value).__name__} {value!r}")
+
+
 def _checked_json(value, what):
     try:
-        return json.loads(json.dumps(value))
+        return json.loads(json.dumps(value, default=_number))
     except (TypeError, ValueError) as error:
         raise CheckpointError(f"{what} must be plain values (JSON): {error}") from error

@@ -15,6 +15,7 @@ import shutil
 import warnings
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -170,14 +171,15 @@ def read_into(path, tensors):
 
 def stored_tensors(path, manifest):
     """{key: StoredTensor} of a checkpoint, read one at a time."""
-    reader, last = _Reader(path), {}
+    make_reader, last = cache(lambda: _Reader(path)), {}
 
     def read(key, shape, dtype):
-        if key not in last:
-            last.clear()
-            last[key] = torch.empty(shape, dtype=dtype)
+        if key not in last:  # experts of one tensor are often asked for one after the other
+            value = torch.empty(shape, dtype=dtype)
             with _quiet():
-                dcp.load(dict(last), storage_reader=reader, no_dist=True)
+                dcp.load({key: value}, storage_reader=make_reader(), no_dist=True)
+            last.clear()
+            last[key] = value
         return last[key]
 
     return {
@@ -201,8 +203,13 @@ class _Reader(dcp.FileSystemReader):
 
     def __init__(self, path):
         super().__init__(path)
-        with open(Path(path, ".metadata"), "rb") as file:
-            self._metadata = _MetadataUnpickler(file).load()
+        try:
+            with open(Path(path, ".metadata"), "rb") as file:
+                self._metadata = _MetadataUnpickler(file).load()
+        except (pickle.UnpicklingError, OSError, EOFError, ValueError) as error:
+            raise CheckpointError(
+                f"{Path(path, '.metadata')} cannot be read, or is damaged: {error!r}"
+            ) from error
 
     def read_metadata(self, *args, **kwargs):
         return self._metadata

@@ -1,6 +1,5 @@
 """save() and load() in one process: bitwise, complete or absent, one clear error for everything that does not fit."""
 
-import functools
 import os
 import pickle
 import subprocess
@@ -58,7 +57,9 @@ OPTIMIZERS = {
     "adam": lambda model: torch.optim.Adam(model.parameters(), amsgrad=True),
     "sgd": lambda model: torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
     "sgd-without-state": lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
-    "adamw-groups": lambda model: by_group(model, lr=torch.tensor(0.01), betas=(0.8, 0.9), capturable=False, foreach=False),
+    "adamw-groups": lambda model: by_group(
+        model, lr=torch.tensor(0.01), betas=(0.8, 0.9), capturable=False, foreach=False
+    ),
     "adafactor": lambda model: torch.optim.Adafactor(model.parameters()),
 }
 
@@ -83,7 +84,11 @@ def test_training_goes_on_as_if_nothing_had_happened(tmp_path, name):
         assert ours["state"][index].keys() == entries.keys()
         for entry, value in entries.items():
             mine = ours["state"][index][entry]
-            assert torch.equal(mine, value) and mine.dtype == value.dtype if torch.is_tensor(value) else mine == value
+            assert (
+                torch.equal(mine, value) and mine.dtype == value.dtype
+                if torch.is_tensor(value)
+                else mine == value
+            )
     assert train(model, optimizer, range(2, 5)) == train(other, of_other, range(2, 5))
 
 
@@ -100,7 +105,9 @@ def test_dtypes(tmp_path):
     model.moe.gate.expert_bias += torch.randn(E)
     checkpoint.save(tmp_path, model)
     half = Model(seed=1).bfloat16()
-    with pytest.raises(CheckpointError, match=r"before.weight is torch.bfloat16 in the model and torch.float32"):
+    with pytest.raises(
+        CheckpointError, match=r"before.weight is torch.bfloat16 in the model and torch.float32"
+    ):
         checkpoint.load(tmp_path, half)
     checkpoint.load(tmp_path, half, cast=True)
     assert torch.equal(half.before.weight, model.before.weight.bfloat16())
@@ -116,11 +123,13 @@ def test_keep_and_latest(tmp_path):
     assert checkpoint.load(tmp_path, model).step == 1
     assert checkpoint.load(tmp_path / "step-00000002-1", model).step == 2
     (tmp_path / "latest").write_text("step-00000009")
-    with pytest.raises(CheckpointError, match="names step-00000009, which has no manifest.json .*step-00000003"):
+    with pytest.raises(
+        CheckpointError, match=r"names step-00000009, which has no manifest\.json .*step-00000003"
+    ):
         checkpoint.load(tmp_path, model)
     with pytest.raises(CheckpointError, match="keep must be at least 1, or None for all, but got 0"):
         checkpoint.save(tmp_path, model, keep=0)
-    with pytest.raises(CheckpointError, match="no checkpoint in .*nowhere"):
+    with pytest.raises(CheckpointError, match=r"no checkpoint in .*nowhere"):
         checkpoint.load(tmp_path / "nowhere", model)
 
 
@@ -135,7 +144,10 @@ def fewer(model):
 MISFITS = {
     "missing": (more, r"missing in the checkpoint: before\.extra$"),
     "extra": (fewer, r"not in the model: before\.bias$"),
-    "both": (lambda m: (more(m), fewer(m)), r"missing in the checkpoint: before\.extra; not in the model: before\.bias"),
+    "both": (
+        lambda m: (more(m), fewer(m)),
+        r"missing in the checkpoint: before\.extra; not in the model: before\.bias",
+    ),
     "shape": (
         lambda m: setattr(m, "moe", Model(d_hidden=7).moe),
         r"moe\.experts\.htoh4\.weight is \[4, 14, 6\] in the model and \[4, 10, 6\] in the checkpoint; .*h4toh",
@@ -177,9 +189,13 @@ def test_optimizers_that_do_not_fit(tmp_path):
     part = torch.optim.Adam(model.moe.parameters())
     train(model, part, range(1))
     checkpoint.save(tmp_path, model, part)
-    with pytest.raises(CheckpointError, match="no optimizer state for before.bias, before.weight, separate"):
+    with pytest.raises(
+        CheckpointError, match=r"no optimizer state for before\.bias, before\.weight, separate"
+    ):
         checkpoint.load(tmp_path, model, torch.optim.Adam(model.parameters()))
-    with pytest.raises(CheckpointError, match="the optimizer is SGD, but the checkpoint has the state of Adam"):
+    with pytest.raises(
+        CheckpointError, match="the optimizer is SGD, but the checkpoint has the state of Adam"
+    ):
         checkpoint.load(tmp_path, model, torch.optim.SGD(model.moe.parameters()))
     with pytest.raises(CheckpointError, match=r"a parameter of shape \[3\] that is not one of the model"):
         checkpoint.save(tmp_path, model, torch.optim.SGD([nn.Parameter(torch.zeros(3))]))
@@ -207,7 +223,7 @@ def test_damage_is_found(tmp_path, damage, file):
     else:
         path.unlink()
     before = {key: value.clone() for key, value in other.state_dict().items()}
-    with pytest.raises(CheckpointError, match=f"{file}.*(damaged|truncated|missing|no manifest)"):
+    with pytest.raises(CheckpointError, match=f"{file}.*(damaged|truncated|missing)|has no {file}"):
         checkpoint.load(tmp_path, other)
     assert all(torch.equal(value, before[key]) for key, value in other.state_dict().items())
     if file == "__0_0.distcp":
@@ -230,7 +246,7 @@ def test_code_in_metadata_is_not_run(tmp_path):
 
 
 def save_and_die(folder):
-    """Saves again and again, killed at one later point each time: before or after a file or a name is made durable."""
+    """Saves again and again, killed one moment later each time: before a file or a name changes or is made durable."""
     torch.set_num_threads(1)
     model = Model()
     optimizer = torch.optim.Adam(model.parameters())
@@ -265,13 +281,10 @@ def die_at(fatal):
     def counted(function):
         def call(*args, **kwargs):
             nonlocal count
-            for moment in ("before", "after"):
-                count += 1
-                if count == fatal:
-                    os.kill(os.getpid(), 9)
-                if moment == "before":
-                    result = function(*args, **kwargs)
-            return result
+            count += 1
+            if count == fatal:
+                os.kill(os.getpid(), 9)
+            return function(*args, **kwargs)
 
         return call
 
@@ -283,7 +296,11 @@ def test_killed_at_any_moment(tmp_path):
     code = f"from test_save_load import save_and_die; save_and_die({str(tmp_path)!r})"
     folders = os.pathsep.join([str(Path(__file__).parent), str(ROOT)])
     done = subprocess.run(
-        [sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": folders}, capture_output=True, text=True, timeout=300
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": folders},
+        capture_output=True,
+        text=True,
+        timeout=300,
     )
     assert done.returncode == 0, done.stderr
     assert int(done.stdout.split()[-1]) >= 20, done.stdout
@@ -292,10 +309,7 @@ def test_killed_at_any_moment(tmp_path):
 def test_a_failed_save_leaves_the_last_one(tmp_path):
     model = Model()
     checkpoint.save(tmp_path, model, step=1)
-    fails = functools.partial(checkpoint.save, tmp_path, model, step=2)
-    written = nn.Parameter.detach
     model.before.weight = nn.Parameter(torch.empty(D, D, device="meta"))  # has no data to write
-    with pytest.raises(CheckpointError, match="writing .*step-00000002"):
-        fails()
-    assert written is nn.Parameter.detach
+    with pytest.raises(CheckpointError, match=r"writing .*step-00000002: rank 0: .*meta tensor; no data"):
+        checkpoint.save(tmp_path, model, step=2)
     assert checkpoint.load(tmp_path, Model()).step == 1

@@ -1,8 +1,7 @@
-"""Checkpoints across layouts: saved on 4 expert-parallel ranks, loaded on 2 and 1, bitwise, and the same training after."""
+"""Checkpoints across layouts: saved on 4 expert-parallel ranks, loaded on 2 and 1, bitwise; the training goes on alike."""
 
 import functools
 import os
-import re
 import signal
 
 import pytest
@@ -68,7 +67,6 @@ class Job:
         return tensors
 
 
-
 def assert_part_of(whole, state, rank, ep, experts):
     """What a rank has is bitwise its part of the state of one process."""
     expected = {}
@@ -125,5 +123,119 @@ def test_saved_on_four_ranks(pool, tmp_path, optimizer, experts, moved):
     assert one.optimizer.param_groups[0]["lr"] == 0.03
     assert one.train(range(2, 5)) == pytest.approx(expected, rel=1e-12)
     for ep, world_size in ((2, 2), (2, 4)):
-        losses = pool.run(load_in_layout, tmp_path, ep, optimizer, experts, whole, moved, world_size=world_size)
+        losses = pool.run(
+            load_in_layout, tmp_path, ep, optimizer, experts, whole, moved, world_size=world_size
+        )
         assert losses[0] == pytest.approx(expected, rel=1e-12), (ep, world_size)
+
+
+def export_and_load_back(path):
+    job = Job(4)
+    job.train(range(1))
+    checkpoint.export_safetensors(path, job.model)
+    whole = [job.state()]
+    job.train(range(1, 2))
+    checkpoint.load(path, job.model)
+    loaded = job.state()
+    assert all(torch.equal(value, loaded[name]) for name, value in whole[0].items() if " of " not in name)
+
+
+def load_file(path, whole):
+    job = Job(2, seed=1)
+    checkpoint.load(path, job.model)
+    parameters = {name: value for name, value in job.state().items() if " of " not in name}
+    assert_part_of(whole, parameters, job.rank, 2, "fused")
+
+
+def test_single_file(pool, tmp_path):
+    path = tmp_path / "model.safetensors"
+    pool.run(export_and_load_back, path)
+    assert [p.name for p in tmp_path.iterdir()] == ["model.safetensors"]
+    one = Job(seed=1)
+    checkpoint.load(path, one.model)
+    pool.run(load_file, path, one.state(), world_size=2)
+
+
+def text_of_error(action, *args):
+    with pytest.raises(checkpoint.CheckpointError) as error:
+        action(*args)
+    return str(error.value)
+
+
+def save_twice(folder):
+    job = Job(2)
+    job.train(range(1))
+    for step in (1, 2):
+        checkpoint.save(folder, job.model, job.optimizer, step=step)
+
+
+def load_with_faults(folder):
+    """The texts of the errors on this rank, for faults that only one of the ranks sees."""
+    job = Job(2, seed=1)
+    before = job.state()
+    newest = folder / "step-00000002"
+    odd = dist.get_rank() == 1
+    texts = [text_of_error(checkpoint.load, folder, job.model, job.optimizer)]  # one file is damaged
+    load = functools.partial(checkpoint.load, newest, verify=False)
+    if odd:
+        job.bare.after.extra = torch.nn.Parameter(torch.zeros(2))
+    texts.append(text_of_error(load, job.model))
+    if odd:
+        del job.bare.after.extra
+        job.bare.after.weight.data = torch.zeros(1, 7, dtype=torch.float64)
+    texts.append(text_of_error(load, job.model))
+    if odd:
+        job.bare.after.weight.data = before["after.weight"].clone()
+    texts.append(text_of_error(load, fill(Model(4, gate=GATE, world_size=2), torch.float64)))
+    texts.append(
+        text_of_error(load, job.model, torch.optim.SGD(job.model.parameters()) if odd else job.optimizer)
+    )
+    after = job.state()
+    assert all(torch.equal(value, after[name]) for name, value in before.items())
+    checkpoint.load(folder / "step-00000001", job.model, job.optimizer)
+    return texts
+
+
+def test_one_error_on_every_rank(pool, tmp_path):
+    pool.run(save_twice, tmp_path, world_size=2)
+    data = tmp_path / "step-00000002" / "__1_0.distcp"
+    content = bytearray(data.read_bytes())
+    content[len(content) // 2] ^= 1
+    data.write_bytes(content)
+    first, second = pool.run(load_with_faults, tmp_path, world_size=2)
+    assert first == second
+    damaged, missing, shape, num_experts, optimizer = first
+    assert "__1_0.distcp is damaged" in damaged and "complete checkpoints there: step-00000001" in damaged
+    assert "missing in the checkpoint: after.extra" in missing
+    assert "rank 1: after.weight is [1, 7] in the model and [1, 6] in the checkpoint" in shape
+    assert "layer moe.0 has 8 experts in the model, 4 in the checkpoint" in num_experts
+    assert "rank 1: the optimizer is SGD, but the checkpoint has the state of Adam" in optimizer
+
+
+def die_while_saving(folder, rank, function):
+    job = Job(2)
+    job.train(range(2))
+    if dist.get_rank() == rank:
+        setattr(os, function, lambda *args: os.kill(os.getpid(), signal.SIGKILL))
+    checkpoint.save(folder, job.model, job.optimizer, step=3)
+
+
+@pytest.fixture(scope="module")
+def faulty_pool():
+    """A small pool of its own: its processes are replaced after every failure."""
+    with DistributedPool(2) as pool:
+        yield pool
+
+
+def test_rank_killed_while_saving(faulty_pool, tmp_path):
+    faulty_pool.run(save_twice, tmp_path)
+    for rank, function in ((1, "fsync"), (0, "replace")):  # while writing its tensors; when all is written
+        with pytest.raises(DistributedError) as error:
+            faulty_pool.run(die_while_saving, tmp_path, rank, function, timeout=60)
+        assert f"rank {rank}: the process ended with exit code -9" in str(error.value)
+        assert f"rank {1 - rank}: Traceback" in str(error.value)
+        assert "CheckpointError: another rank does not answer, it may have died" in str(error.value)
+        one = Job(seed=1)
+        assert checkpoint.load(tmp_path, one.model, one.optimizer).step == 2
+    assert checkpoint.save(tmp_path, one.model, one.optimizer, step=3, keep=1) == tmp_path / "step-00000003"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-00000003"]
