@@ -79,19 +79,21 @@ def merge_fastmoe(models):
     Values are tensors or StoredTensors -> {name: StoredTensor}.
     Raises CheckpointError for ranks that do not fit together.
     """
-    expert_names = [
-        sorted(k for k in model if _is_expert(k)) if rank else None for rank, model in enumerate(models)
-    ]
-    spread = expert_names[1] if len(models) > 1 else []
-    for rank, names in enumerate(expert_names[1:], 1):
-        different = sorted(set(names) ^ set(spread)) + sorted(set(names) - models[0].keys())
+    spread = (
+        _expert_names(models[1]) if len(models) > 1 else {}
+    )  # layers whose experts are divided over the ranks
+    for rank, model in enumerate(models):
+        names = _expert_names(model)
+        different = set() if rank == 0 else names.keys() ^ spread.keys()
+        for layer in spread:
+            different |= names.get(layer, set()) ^ spread[layer]
         if different:
-            raise CheckpointError(f"the files of rank {rank} and of others do not have the same: {different}")
+            raise CheckpointError(f"ranks {rank} and 1 do not both have {', '.join(sorted(different))}")
     merged = {name: _stored(value) for name, value in models[0].items() if not _is_expert(name)}
     parts = {}
     for name in (name for name in models[0] if _is_expert(name)):
         match = EXPERT_NAME.fullmatch(name)
-        holders = models if name in set(spread) else models[:1]
+        holders = models if (match["layer"] or "") in spread else models[:1]
         group = parts.setdefault(f"{match['layer']}.experts" if match["layer"] else "experts", {})
         for rank, model in enumerate(holders):
             group.setdefault(match["rest"], []).append((rank, int(match["index"] or 0), _stored(model[name])))
@@ -183,6 +185,15 @@ def _flatten(tree, prefix=""):
 
 def _is_expert(name):
     return EXPERT_NAME.fullmatch(name) is not None
+
+
+def _expert_names(model):
+    """{layer: names of its experts' tensors}."""
+    names = {}
+    for name in model:
+        if (match := EXPERT_NAME.fullmatch(name)) is not None:
+            names.setdefault(match["layer"] or "", set()).add(name)
+    return names
 
 
 def _stored(value):

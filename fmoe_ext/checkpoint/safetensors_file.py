@@ -18,6 +18,7 @@ from fmoe_ext.checkpoint.errors import CheckpointError
 from fmoe_ext.checkpoint.files import BLOCK, atomic_file
 
 NO_CHECKSUM = "0" * 64
+OURS = "fmoe_ext"  # key of the metadata in every file that we write
 DTYPES = MappingProxyType(
     {
         "F64": torch.float64,
@@ -61,7 +62,7 @@ def write_safetensors(path, tensors, metadata=None, progress=None):
     metadata: {string: string} for the header. progress(bytes) is called after each tensor.
     """
     tensors = {k: StoredTensor.of(t) if isinstance(t, torch.Tensor) else t for k, t in tensors.items()}
-    header = {"__metadata__": {"sha256": NO_CHECKSUM, "format": "pt", **(metadata or {})}}
+    header = {"__metadata__": {"sha256": NO_CHECKSUM, "format": "pt", OURS: "{}", **(metadata or {})}}
     end = 0
     for name, tensor in tensors.items():
         if tensor.dtype not in NAMES:
@@ -113,6 +114,8 @@ def verify_safetensors(path, progress=None):
     header, data_begin = _read_header(path)
     expected = header.get("__metadata__", {}).get("sha256")
     if expected is None:
+        if OURS in header.get("__metadata__", {}):
+            raise CheckpointError(f"{path} is damaged: it has no checksum, but fmoe_ext wrote it with one")
         return False
     with open(path, "rb") as file:
         head = file.read(data_begin).replace(expected.encode(), NO_CHECKSUM.encode(), 1)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from fmoe_ext.checkpoint import optimizer_state, store
 from fmoe_ext.checkpoint.errors import CheckpointError, gather, together
 from fmoe_ext.checkpoint.model_state import ModelState, describe_layers
-from fmoe_ext.checkpoint.safetensors_file import read_safetensors, verify_safetensors, write_safetensors
+from fmoe_ext.checkpoint.safetensors_file import OURS, read_safetensors, verify_safetensors, write_safetensors
 
 
 @torch.no_grad()
@@ -107,7 +107,7 @@ def export_safetensors(path, model, *, process_group=None):
 def model_metadata(tensors):
     """The metadata of a safetensors file for {name: tensor}."""
     layers = describe_layers({name: tensor.shape for name, tensor in tensors.items()})
-    return {"fmoe_ext": json.dumps({"version": store.VERSION, "layers": layers})}
+    return {OURS: json.dumps({"version": store.VERSION, "layers": layers})}
 
 
 class _Folder:

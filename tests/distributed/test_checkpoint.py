@@ -1,4 +1,4 @@
-"""Checkpoints across layouts: saved on 4 expert-parallel ranks, loaded on 2 and 1, bitwise; the training goes on alike."""
+"""Checkpoints across layouts: saved on 4 ranks, loaded on 2 and 1, bitwise; the training goes on alike."""
 
 import functools
 import os
