@@ -1,6 +1,5 @@
 """Any checkpoint to any other: what a path holds, its tensors in our layout, and how each format is written."""
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -8,7 +7,6 @@ from fmoe_ext.checkpoint import fastmoe, huggingface, store
 from fmoe_ext.checkpoint.errors import CheckpointError
 from fmoe_ext.checkpoint.safetensors_file import (
     StoredTensor,
-    read_safetensors,
     verify_safetensors,
     write_safetensors,
 )
@@ -48,13 +46,9 @@ def read(*paths, mp_rank=None, trust=False):
     path = paths[0]
     if len(paths) > 1 or path.suffix in (".pt", ".pth"):
         return Checkpoint("fastmoe", *fastmoe.read_files(paths, trust))
-    if path.is_file():
-        return _read_safetensors([path])
-    if (path / "model.safetensors.index.json").exists():
-        index = json.loads((path / "model.safetensors.index.json").read_text())
-        return _read_safetensors([path / name for name in sorted(set(index["weight_map"].values()))])
-    if (path / "model.safetensors").exists():
-        return _read_safetensors([path / "model.safetensors"])
+    if files := huggingface.model_files(path):
+        tensors, converted = huggingface.read_model(files)
+        return Checkpoint("huggingface" if converted else "safetensors", tensors, files)
     if fastmoe.is_fastmoe(path):
         return Checkpoint("fastmoe", *fastmoe.read_fastmoe(path, mp_rank, trust))
     path = store.find(path)
@@ -82,15 +76,6 @@ def write(path, checkpoint, format, num_ranks=1, progress=None):
         store.write_checkpoint(path, whole, store.Manifest(step=checkpoint.step))
     else:
         raise CheckpointError(f"format must be one of {', '.join(FORMATS)}, but got {format!r}")
-
-
-def _read_safetensors(files):
-    tensors = {}
-    for file in files:
-        tensors |= read_safetensors(file)[0]
-    if not huggingface.is_huggingface(tensors):
-        return Checkpoint("safetensors", tensors, files)
-    return Checkpoint("huggingface", huggingface.from_huggingface(tensors), files)
 
 
 def _counted(tensors, progress):

@@ -79,9 +79,8 @@ def merge_fastmoe(models):
     Values are tensors or StoredTensors -> {name: StoredTensor}.
     Raises CheckpointError for ranks that do not fit together.
     """
-    spread = (
-        _expert_names(models[1]) if len(models) > 1 else {}
-    )  # layers whose experts are divided over the ranks
+    # the layers whose experts are divided over the ranks
+    spread = _expert_names(models[1]) if len(models) > 1 else {}
     for rank, model in enumerate(models):
         names = _expert_names(model)
         different = set() if rank == 0 else names.keys() ^ spread.keys()
@@ -100,7 +99,7 @@ def merge_fastmoe(models):
     for layer, group in parts.items():
         for rest, tensors in group.items():
             ordered = [t for _, _, t in sorted(tensors, key=lambda item: item[:2])]
-            if rest in FUSED_NAMES or f"{layer}.{rest}" in models[0]:
+            if f"{layer}.{rest}" in models[0] or _is_row(rest, ordered[0]):
                 merged[f"{layer}.{rest}"] = _concatenated(f"{layer}.{rest}", ordered)
             else:
                 merged |= {f"{layer}.{e}.{rest}": tensor for e, tensor in enumerate(ordered)}
@@ -194,6 +193,12 @@ def _expert_names(model):
         if (match := EXPERT_NAME.fullmatch(name)) is not None:
             names.setdefault(match["layer"] or "", set()).add(name)
     return names
+
+
+def _is_row(rest, tensor):
+    """Whether an expert's tensor is [1, *] of a fused one; an expert may be a module of the same names without that."""
+    num_dims = 3 if rest.endswith("weight") else 2
+    return rest in FUSED_NAMES and len(tensor.shape) == num_dims and tensor.shape[0] == 1
 
 
 def _stored(value):

@@ -9,12 +9,13 @@
 All other tensors pass through under their names.
 """
 
+import json
 import re
 
 import torch
 
 from fmoe_ext.checkpoint.errors import CheckpointError
-from fmoe_ext.checkpoint.safetensors_file import StoredTensor
+from fmoe_ext.checkpoint.safetensors_file import StoredTensor, read_safetensors
 
 LAYOUTS = ("fused", "qwen3_moe", "mixtral")
 PER_EXPERT = (  # gate, up, down
@@ -88,7 +89,27 @@ def to_huggingface(state_dict, layout="fused"):
     return _returned(out, lazy)
 
 
-def is_huggingface(names):
+def model_files(path):
+    """The safetensors files of a model: path itself, or those of a Hugging Face folder; [] if it is neither."""
+    if path.suffix == ".safetensors":
+        return [path]
+    index = path / "model.safetensors.index.json"
+    if index.exists():
+        return [path / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
+    return [path / "model.safetensors"] if (path / "model.safetensors").exists() else []
+
+
+def read_model(files):
+    """({name: StoredTensor} in our layout, whether it was in one of Hugging Face's) of all files together."""
+    tensors = {}
+    for file in files:
+        tensors |= read_safetensors(file)[0]
+    if not _is_huggingface(tensors):
+        return tensors, False
+    return from_huggingface(tensors), True
+
+
+def _is_huggingface(names):
     """Whether tensors of these names have an MoE layer in a Hugging Face layout."""
     leaves = tuple(f".{leaf}" for _, leaves in PER_EXPERT for leaf in leaves)
     return any(

@@ -34,6 +34,7 @@ class ModelState:
         self._names = {}
         self._buffers = {}
         self._layer_of_rows = {}
+        self._meshes = {}
         for key, value in model.state_dict(keep_vars=True).items():
             self._add(key, name_of(key), value)
 
@@ -125,8 +126,10 @@ class ModelState:
         layer = self._layer_of_rows.get(name)
         if layer is None:
             return tensor.detach()
-        mesh = DeviceMesh.from_group(find_group(layer._parallel.group), tensor.device.type)
-        return DTensor.from_local(tensor.detach(), mesh, [Shard(0)], run_check=False)
+        key = layer._parallel.group, tensor.device.type
+        if key not in self._meshes:
+            self._meshes[key] = DeviceMesh.from_group(find_group(key[0]), key[1])
+        return DTensor.from_local(tensor.detach(), self._meshes[key], [Shard(0)], run_check=False)
 
     def put_in_order(self):
         """Notes that the experts of every layer are now where their numbers say."""

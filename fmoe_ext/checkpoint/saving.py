@@ -6,11 +6,13 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from fmoe_ext.checkpoint import optimizer_state, store
 from fmoe_ext.checkpoint.errors import CheckpointError, gather, together
+from fmoe_ext.checkpoint.huggingface import model_files, read_model
 from fmoe_ext.checkpoint.model_state import ModelState, describe_layers
-from fmoe_ext.checkpoint.safetensors_file import OURS, read_safetensors, verify_safetensors, write_safetensors
+from fmoe_ext.checkpoint.safetensors_file import OURS, verify_safetensors, write_safetensors
 
 
 @torch.no_grad()
@@ -50,17 +52,18 @@ def save(folder, model, optimizer=None, *, step=0, extra=None, keep=None, proces
 def load(path, model, optimizer=None, *, cast=False, verify=True, process_group=None):
     """Loads what save() saved in any layout, into a model of this one -> store.Manifest, with step and extra.
 
-    path: a checkpoint, a folder of checkpoints (its latest), or a .safetensors file of a whole model (then without
-    optimizer). The model must have the same tensors of the same shapes; cast=True accepts parameters of
-    other dtypes, buffers take the dtype of the checkpoint. verify=False skips the checksums. Experts that had moved
-    are in order afterwards.
+    path: a checkpoint, or a folder of checkpoints (its latest); or, without optimizer, a .safetensors file of a whole
+    model or a Hugging Face folder, of which each rank reads its own experts only. The model must have the same tensors
+    of the same shapes; cast=True accepts parameters of other dtypes, buffers take the dtype of the checkpoint.
+    verify=False skips the checksums. Experts that had moved are in order afterwards.
 
     Raises CheckpointError, with the same text on every rank and before anything is changed, for damaged files, missing
     or extra tensors, other shapes and dtypes, other numbers of experts.
     """
     path = gather(Path(path), process_group)[0]
     with together(f"loading {path}", process_group):
-        source = _File(path) if path.suffix == ".safetensors" else _Folder(path)
+        files = model_files(path)
+        source = _Files(path, files) if files else _Folder(path)
         if optimizer is not None and source.manifest.optimizer is None:
             raise CheckpointError(f"{source.path} has no optimizer state")
         if verify:
@@ -127,24 +130,28 @@ class _Folder:
         store.read_into(self.path, parts | ({} if loading is None else loading.parts))
 
 
-class _File:
-    """A safetensors file of a whole model as a source."""
+class _Files:
+    """Safetensors files of a whole model as a source."""
 
-    def __init__(self, path):
+    def __init__(self, path, files):
         self.path = path
-        self.tensors, _ = read_safetensors(path)
+        self.files = files
+        self.tensors, _ = read_model(files)
         self.saved = self.tensors
         layers = describe_layers({name: tensor.shape for name, tensor in self.tensors.items()})
         self.manifest = store.Manifest(step=0, layers=layers)
 
     def verify(self, process_group):
-        if store.is_first(process_group):
-            verify_safetensors(self.path)
+        for file in store.share(self.files, process_group):
+            verify_safetensors(file)
 
     def fill(self, state, loading):
         for name, value in state.tensors.items():
             rows = state.local_rows(name)
-            value.copy_(self.tensors[name].read() if rows is None else self.tensors[name].rows(*rows))
+            saved = self.tensors[name].read() if rows is None else self.tensors[name].rows(*rows)
+            if isinstance(value, DTensor):
+                saved = distribute_tensor(saved, value.device_mesh, value.placements, src_data_rank=None)
+            value.copy_(saved)
 
 
 def _compare(state, names, saved, cast):

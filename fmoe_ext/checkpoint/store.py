@@ -86,7 +86,7 @@ def write_checkpoint(folder, tensors, manifest, keep=None, process_group=None):
     folder = Path(folder)
     path = None
     with together(f"preparing {folder}", process_group):
-        if is_first(process_group):
+        if _is_first(process_group):
             path = _new_path(folder, manifest.step)
     path = next(p for p in gather(path, process_group) if p is not None)
     unfinished = path.with_name(f".{path.name}.tmp")
@@ -98,14 +98,15 @@ def write_checkpoint(folder, tensors, manifest, keep=None, process_group=None):
             process_group=process_group,
             no_dist=alone,
         )
-    with together(f"writing {path}", process_group):
+    names = gather(sorted(file.name for file in unfinished.iterdir()), process_group)[0]
+    with together(f"writing {path}: is it on a file system that all ranks share?", process_group):
         mine = {
-            file.name: {"bytes": file.stat().st_size, "sha256": sha256_of(file)}
-            for file in _my_share(sorted(unfinished.iterdir()), process_group)
+            name: {"bytes": (unfinished / name).stat().st_size, "sha256": sha256_of(unfinished / name)}
+            for name in share(names, process_group)
         }
     files = gather(mine, process_group)
     with together(f"writing {path}", process_group):
-        if is_first(process_group):
+        if _is_first(process_group):
             manifest.files = {name: entry for part in files for name, entry in part.items()}
             manifest.tensors = {
                 key: {"shape": list(entry.size), "dtype": str(entry.properties.dtype).removeprefix("torch.")}
@@ -118,7 +119,8 @@ def write_checkpoint(folder, tensors, manifest, keep=None, process_group=None):
             with atomic_file(folder / "latest") as file:
                 file.write(path.name.encode())
             if keep is not None:
-                for old in complete(folder)[:-keep]:
+                older = [other for other in complete(folder) if other != path]
+                for old in older[: max(0, len(older) - keep + 1)]:
                     _remove(old)
     return path
 
@@ -151,7 +153,7 @@ def find(path):
 def verify(path, manifest, progress=None, process_group=None):
     """Checks size and SHA-256 of the files of a checkpoint, each on one rank; CheckpointError names the bad ones."""
     wrong = []
-    for name in _my_share(sorted(manifest.files), process_group):
+    for name in share(sorted(manifest.files), process_group):
         file, expected = Path(path, name), manifest.files[name]
         if not file.exists():
             wrong.append(f"{file} is missing")
@@ -252,11 +254,12 @@ def _others(folder, without=None):
     return f" (complete checkpoints there: {', '.join(names)})" if names else ""
 
 
-def is_first(process_group):
+def _is_first(process_group):
     return not dist.is_initialized() or dist.get_rank(process_group) == 0
 
 
-def _my_share(items, process_group):
+def share(items, process_group):
+    """The items that are this rank's to work on."""
     if not dist.is_initialized():
         return items
     return items[dist.get_rank(process_group) :: dist.get_world_size(process_group)]

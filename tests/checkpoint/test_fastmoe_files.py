@@ -112,14 +112,10 @@ def test_whole_state_dicts_of_all_ranks():
 
 
 def test_other_experts_keep_their_modules():
-    models = [
-        {"experts.0.w": torch.full((2,), 2.0 * r), "experts.1.w": torch.full((2,), 2.0 * r + 1)}
-        for r in (0, 1)
-    ]
-    merged = values(merge_fastmoe(models))
-    assert {name: value[0].item() for name, value in merged.items()} == {
-        f"experts.{e}.w": e for e in range(4)
-    }
+    name = "experts.{}.htoh4.weight"  # of nn.Linear, not of FMoELinear
+    models = [{name.format(i): torch.full((2, 3), 2.0 * rank + i) for i in (0, 1)} for rank in (0, 1)]
+    expected = {name.format(e): torch.full((2, 3), float(e)) for e in range(4)}
+    assert_same(values(merge_fastmoe(models)), expected)
 
 
 def test_what_does_not_fit_together(tmp_path):

@@ -7,13 +7,16 @@ import signal
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import save_file
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
-from fmoe_ext import SigmoidGate, checkpoint
+from fmoe_ext import FMoETransformerMLP, SigmoidGate, SoftmaxGate, checkpoint
 from fmoe_ext.distributed import DistributedGroupedDataParallel, init_groups
 from fmoe_ext.ep.placement import move_experts
 from fmoe_ext.gates import update_biases
 from fmoe_ext.testing import DistributedError, DistributedPool
-from tests.distributed.layouts import E, Model, batch, fill, local_part, loss_of
+from tests.distributed.layouts import D, E, H, Model, batch, fill, local_part, loss_of
 
 ROWS = [5, 8, 3, 4]  # tokens of the four parts of each batch
 SGD = functools.partial(torch.optim.SGD, lr=0.05, momentum=0.9, nesterov=True)
@@ -154,6 +157,82 @@ def test_single_file(pool, tmp_path):
     one = Job(seed=1)
     checkpoint.load(path, one.model)
     pool.run(load_file, path, one.state(), world_size=2)
+
+
+def make_bare(**options):
+    gate = functools.partial(SoftmaxGate, gate_bias=False)
+    return FMoETransformerMLP(
+        E // options.get("world_size", 1), D, H, "swiglu", bias=False, gate=gate, **options
+    )
+
+
+def load_huggingface(folder, whole):
+    layer = torch.nn.ModuleDict({"mlp": make_bare(world_size=2)})
+    checkpoint.load(folder, layer)
+    assert_part_of(whole, layer.state_dict(), dist.get_rank(), 2, "fused")
+
+
+def test_huggingface_folder(pool, tmp_path):
+    whole = torch.nn.ModuleDict({"mlp": make_bare()}).state_dict()
+    for layout in ("fused", "qwen3_moe", "mixtral"):
+        folder = tmp_path / layout
+        folder.mkdir()
+        tensors = checkpoint.to_huggingface(whole, layout)
+        save_file(
+            {name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors"
+        )
+        pool.run(load_huggingface, folder, whole, world_size=2)
+
+
+class Sharded(torch.nn.Module):
+    """A dense layer whose weight is spread over the ranks, as by FSDP, beside experts."""
+
+    def __init__(self, seed, **options):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.dense = torch.nn.Linear(4, 6)
+        self.experts = FMoETransformerMLP(E // options.get("world_size", 1), D, H, **options)
+        for name, param in fill(self, torch.float64, seed).named_parameters():
+            param.grad = torch.full_like(param, 0.1 * len(name))
+        if options:
+            mesh = init_device_mesh("cpu", (2,))
+            self.dense.weight = torch.nn.Parameter(
+                distribute_tensor(self.dense.weight.data, mesh, [Shard(0)])
+            )
+            grad = torch.full((6, 4), 0.1 * len("dense.weight"), dtype=torch.float64)
+            self.dense.weight.grad = distribute_tensor(grad, mesh, [Shard(0)])
+        self.optimizer = torch.optim.Adam(self.parameters())
+
+
+def save_sharded(folder):
+    model = Sharded(0, world_size=2)
+    model.optimizer.step()
+    checkpoint.save(folder, model, model.optimizer)
+    expected = (
+        model.dense.weight.full_tensor(),
+        model.optimizer.state[model.dense.weight]["exp_avg"].full_tensor(),
+    )
+    other = Sharded(1, world_size=2)
+    checkpoint.load(folder, other, other.optimizer)
+    loaded = (
+        other.dense.weight.full_tensor(),
+        other.optimizer.state[other.dense.weight]["exp_avg"].full_tensor(),
+    )
+    assert all(torch.equal(a, b) for a, b in zip(loaded, expected, strict=True))
+    checkpoint.export_safetensors(folder / "model.safetensors", model)
+    again = Sharded(1, world_size=2)
+    checkpoint.load(folder / "model.safetensors", again)
+    assert torch.equal(again.dense.weight.full_tensor(), expected[0])
+
+
+def test_sharded_dense_parameters(pool, tmp_path):
+    pool.run(save_sharded, tmp_path, world_size=2)
+    one, expected = Sharded(1), Sharded(0)
+    expected.optimizer.step()
+    checkpoint.load(tmp_path, one, one.optimizer)
+    for a, b in zip(one.parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-14, atol=1e-14)
+        torch.testing.assert_close(one.optimizer.state[a]["exp_avg"], expected.optimizer.state[b]["exp_avg"])
 
 
 def text_of_error(action, *args):
