@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from fmoe_ext import FMoETransformerMLP, SoftmaxGate, checkpoint
-from fmoe_ext.checkpoint.__main__ import main
+from fmoe_ext.checkpoint.cli import main
 
 D, H, E = 6, 5, 4
 

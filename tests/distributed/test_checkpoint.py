@@ -21,6 +21,7 @@ from tests.distributed.layouts import D, E, H, Model, batch, fill, local_part, l
 ROWS = [5, 8, 3, 4]  # tokens of the four parts of each batch
 SGD = functools.partial(torch.optim.SGD, lr=0.05, momentum=0.9, nesterov=True)
 ADAM = functools.partial(torch.optim.Adam, lr=0.05)
+TIMEOUT = 300.0  # a busy machine is slow
 GATE = functools.partial(SigmoidGate, bias_update_speed=0.01)
 
 
@@ -116,7 +117,7 @@ def load_in_layout(folder, ep, optimizer, experts, whole, moved):
     ids=["adam", "sgd-moved", "adam-separate"],
 )
 def test_saved_on_four_ranks(pool, tmp_path, optimizer, experts, moved):
-    results = pool.run(save_in_layout, tmp_path, 4, optimizer, experts, moved)
+    results = pool.run(save_in_layout, tmp_path, 4, optimizer, experts, moved, timeout=TIMEOUT)
     expected = results[0][1]
     one = Job(None, optimizer, experts, seed=1)
     assert checkpoint.load(tmp_path, one.model, one.optimizer).layers["moe.1"]["num_experts"] == E
@@ -127,7 +128,15 @@ def test_saved_on_four_ranks(pool, tmp_path, optimizer, experts, moved):
     assert one.train(range(2, 5)) == pytest.approx(expected, rel=1e-12)
     for ep, world_size in ((2, 2), (2, 4)):
         losses = pool.run(
-            load_in_layout, tmp_path, ep, optimizer, experts, whole, moved, world_size=world_size
+            load_in_layout,
+            tmp_path,
+            ep,
+            optimizer,
+            experts,
+            whole,
+            moved,
+            world_size=world_size,
+            timeout=TIMEOUT,
         )
         assert losses[0] == pytest.approx(expected, rel=1e-12), (ep, world_size)
 
@@ -152,11 +161,11 @@ def load_file(path, whole):
 
 def test_single_file(pool, tmp_path):
     path = tmp_path / "model.safetensors"
-    pool.run(export_and_load_back, path)
+    pool.run(export_and_load_back, path, timeout=TIMEOUT)
     assert [p.name for p in tmp_path.iterdir()] == ["model.safetensors"]
     one = Job(seed=1)
     checkpoint.load(path, one.model)
-    pool.run(load_file, path, one.state(), world_size=2)
+    pool.run(load_file, path, one.state(), world_size=2, timeout=TIMEOUT)
 
 
 def make_bare(**options):
@@ -181,7 +190,7 @@ def test_huggingface_folder(pool, tmp_path):
         save_file(
             {name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors"
         )
-        pool.run(load_huggingface, folder, whole, world_size=2)
+        pool.run(load_huggingface, folder, whole, world_size=2, timeout=TIMEOUT)
 
 
 class Sharded(torch.nn.Module):
@@ -226,7 +235,7 @@ def save_sharded(folder):
 
 
 def test_sharded_dense_parameters(pool, tmp_path):
-    pool.run(save_sharded, tmp_path, world_size=2)
+    pool.run(save_sharded, tmp_path, world_size=2, timeout=TIMEOUT)
     one, expected = Sharded(1), Sharded(0)
     expected.optimizer.step()
     checkpoint.load(tmp_path, one, one.optimizer)
@@ -276,12 +285,12 @@ def load_with_faults(folder):
 
 
 def test_one_error_on_every_rank(pool, tmp_path):
-    pool.run(save_twice, tmp_path, world_size=2)
+    pool.run(save_twice, tmp_path, world_size=2, timeout=TIMEOUT)
     data = tmp_path / "step-00000002" / "__1_0.distcp"
     content = bytearray(data.read_bytes())
     content[len(content) // 2] ^= 1
     data.write_bytes(content)
-    first, second = pool.run(load_with_faults, tmp_path, world_size=2)
+    first, second = pool.run(load_with_faults, tmp_path, world_size=2, timeout=TIMEOUT)
     assert first == second
     damaged, missing, shape, num_experts, optimizer = first
     assert "__1_0.distcp is damaged" in damaged and "complete checkpoints there: step-00000001" in damaged
@@ -307,10 +316,10 @@ def faulty_pool():
 
 
 def test_rank_killed_while_saving(faulty_pool, tmp_path):
-    faulty_pool.run(save_twice, tmp_path)
+    faulty_pool.run(save_twice, tmp_path, timeout=TIMEOUT)
     for rank, function in ((1, "fsync"), (0, "replace")):  # while writing its tensors; when all is written
         with pytest.raises(DistributedError) as error:
-            faulty_pool.run(die_while_saving, tmp_path, rank, function, timeout=60)
+            faulty_pool.run(die_while_saving, tmp_path, rank, function, timeout=TIMEOUT)
         assert f"rank {rank}: the process ended with exit code -9" in str(error.value)
         assert f"rank {1 - rank}: Traceback" in str(error.value)
         assert "CheckpointError: another rank does not answer, it may have died" in str(error.value)
