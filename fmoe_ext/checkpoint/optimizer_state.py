@@ -42,18 +42,44 @@ def merge_records(records):
     return merged
 
 
+def names(optimizer, model):
+    """The names of the parameters of an optimizer; none without one."""
+    groups = [] if optimizer is None else optimizer.param_groups
+    return {model.name_of(param) for group in groups for param in group["params"]}
+
+
+def compare(optimizer, model, record, names_of_all):
+    """Raises CheckpointError if an optimizer cannot take what is saved. names_of_all: of every rank's optimizer."""
+    if record["type"] != type(optimizer).__name__:
+        raise CheckpointError(
+            f"the optimizer is {type(optimizer).__name__}, but the checkpoint has the state of {record['type']}"
+        )
+    missing, extra = names_of_all - record["params"].keys(), record["params"].keys() - names_of_all
+    if missing:
+        raise CheckpointError(f"the checkpoint has no optimizer state for {', '.join(sorted(missing))}")
+    if extra:
+        raise CheckpointError(
+            f"the checkpoint has optimizer state for others too: {', '.join(sorted(extra))}"
+        )
+    for i, group in enumerate(optimizer.param_groups):
+        saved = {record["params"][model.name_of(param)] for param in group["params"]}
+        if len(saved) > 1:
+            raise CheckpointError(
+                f"the parameters of the optimizer's group {i} were in {len(saved)} groups with different options"
+            )
+
+
 class Loading:
     """Room for the state that a checkpoint has for an optimizer; commit() hands it over once it is filled.
 
     record, saved: the checkpoint's record and {key: StoredTensor or other with shape and dtype}.
-    tensors: {key: local tensor}; parts: the same for the checkpoint to fill, rows of experts as DTensor.
+    parts: {key: tensor} for the checkpoint to fill, rows of experts as DTensor.
     """
 
     def __init__(self, optimizer, model, record, saved):
         self.optimizer = optimizer
         self.record = record
         self.names = {p: model.name_of(p) for group in optimizer.param_groups for p in group["params"]}
-        self._check()
         entries = {}
         for key in saved:
             if key.startswith(PREFIX):
@@ -68,22 +94,6 @@ class Loading:
                     tensor, part = _make_room(model, name, param, entry, saved[key], group)
                     self._state[param][entry] = tensor
                     self.parts[key] = part
-
-    def _check(self):
-        if self.record["type"] != type(self.optimizer).__name__:
-            raise CheckpointError(
-                f"the optimizer is {type(self.optimizer).__name__}, "
-                f"but the checkpoint has the state of {self.record['type']}"
-            )
-        missing = sorted(name for name in self.names.values() if name not in self.record["params"])
-        if missing:
-            raise CheckpointError(f"the checkpoint has no optimizer state for {', '.join(missing)}")
-        for i, group in enumerate(self.optimizer.param_groups):
-            saved = {self.record["params"][self.names[param]] for param in group["params"]}
-            if len(saved) > 1:
-                raise CheckpointError(
-                    f"the parameters of the optimizer's group {i} were in {len(saved)} groups with different options"
-                )
 
     def commit(self):
         for param, state in self._state.items():

@@ -43,6 +43,9 @@ def save(folder, model, optimizer=None, *, step=0, extra=None, keep=None, proces
             tensors.update(of_optimizer)
             record = _checked_json(record, "the options of the optimizer")
     records = gather(record, process_group)
+    without = [rank for rank, other in enumerate(records) if other is None]
+    if 0 < len(without) < len(records):
+        raise CheckpointError(f"saving: ranks {without} gave no optimizer, the others did")
     merged = None if record is None else optimizer_state.merge_records(records)
     manifest = store.Manifest(step=step, extra=extra, optimizer=merged)
     return store.write_checkpoint(folder, tensors, manifest, keep, process_group)
@@ -69,12 +72,17 @@ def load(path, model, optimizer=None, *, cast=False, verify=True, process_group=
         if verify:
             source.verify(process_group)
         state = ModelState(model)
-    names = set().union(*gather(set(state.tensors), process_group))
+        mine = set(state.tensors), optimizer_state.names(optimizer, state)
+    names, names_in_optimizer = (
+        set().union(*sets) for sets in zip(*gather(mine, process_group), strict=True)
+    )
     with together(f"loading {source.path}", process_group):
         _compare(state, names, source.tensors, cast)
         loading = None
         if optimizer is not None:
-            loading = optimizer_state.Loading(optimizer, state, source.manifest.optimizer, source.saved)
+            record = source.manifest.optimizer
+            optimizer_state.compare(optimizer, state, record, names_in_optimizer)
+            loading = optimizer_state.Loading(optimizer, state, record, source.saved)
     with together(f"loading {source.path}", process_group):
         for name, value in state.tensors.items():
             if state.is_buffer(name) and value.dtype != source.tensors[name].dtype:

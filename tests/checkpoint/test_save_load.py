@@ -201,6 +201,13 @@ def test_optimizers_that_do_not_fit(tmp_path):
         checkpoint.save(tmp_path, model, torch.optim.SGD([nn.Parameter(torch.zeros(3))]))
     with pytest.raises(CheckpointError, match=r"extra must be plain values \(JSON\): .*Tensor"):
         checkpoint.save(tmp_path, model, extra={"state": torch.zeros(2)})
+    whole = torch.optim.Adam(model.parameters())
+    train(model, whole, range(1))
+    checkpoint.save(tmp_path, model, whole)
+    with pytest.raises(
+        CheckpointError, match=r"optimizer state for others too: before\.bias, before\.weight, separate"
+    ):
+        checkpoint.load(tmp_path, model, part)
     two_groups = by_group(model)
     train(model, two_groups, range(1))
     checkpoint.save(tmp_path, model, two_groups)
