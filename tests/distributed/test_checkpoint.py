@@ -200,7 +200,7 @@ class Sharded(torch.nn.Module):
         super().__init__()
         torch.manual_seed(seed)
         self.dense = torch.nn.Linear(4, 6)
-        self.experts = FMoETransformerMLP(E // options.get("world_size", 1), D, H, **options)
+        self.moe = FMoETransformerMLP(E // options.get("world_size", 1), D, H, **options)
         for name, param in fill(self, torch.float64, seed).named_parameters():
             param.grad = torch.full_like(param, 0.1 * len(name))
         if options:
@@ -239,7 +239,7 @@ def test_sharded_dense_parameters(pool, tmp_path):
     one, expected = Sharded(1), Sharded(0)
     expected.optimizer.step()
     checkpoint.load(tmp_path, one, one.optimizer)
-    for a, b in zip(one.parameters(), expected.parameters(), strict=True):
+    for a, b in zip(one.dense.parameters(), expected.dense.parameters(), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-14, atol=1e-14)
         torch.testing.assert_close(one.optimizer.state[a]["exp_avg"], expected.optimizer.state[b]["exp_avg"])
 
