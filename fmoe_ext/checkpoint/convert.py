@@ -46,10 +46,11 @@ def read(*paths, mp_rank=None, trust=False):
     path = paths[0]
     if len(paths) > 1 or path.suffix in (".pt", ".pth"):
         return Checkpoint("fastmoe", *fastmoe.read_files(paths, trust))
-    if files := huggingface.model_files(path):
+    ours = store.has_checkpoint(path)
+    if not ours and (files := huggingface.model_files(path)):
         tensors, converted = huggingface.read_model(files)
         return Checkpoint("huggingface" if converted else "safetensors", tensors, files)
-    if fastmoe.is_fastmoe(path):
+    if not ours and fastmoe.is_fastmoe(path):
         return Checkpoint("fastmoe", *fastmoe.read_fastmoe(path, mp_rank, trust))
     path = store.find(path)
     manifest = store.Manifest.read(path)

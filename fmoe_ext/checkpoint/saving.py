@@ -65,7 +65,7 @@ def load(path, model, optimizer=None, *, cast=False, verify=True, process_group=
     """
     path = gather(Path(path), process_group)[0]
     with together(f"loading {path}", process_group):
-        files = model_files(path)
+        files = [] if store.has_checkpoint(path) else model_files(path)
         source = _Files(path, files) if files else _Folder(path)
         if optimizer is not None and source.manifest.optimizer is None:
             raise CheckpointError(f"{source.path} has no optimizer state")

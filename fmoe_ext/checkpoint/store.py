@@ -133,6 +133,11 @@ def complete(folder):
     )
 
 
+def has_checkpoint(path):
+    """Whether a path is a checkpoint of ours or a folder with one; other files may lie beside it."""
+    return any(Path(path, name).exists() for name in ("manifest.json", "latest"))
+
+
 def find(path):
     """The checkpoint that a path means: itself, or the one that `latest` in it names."""
     path = Path(path)
