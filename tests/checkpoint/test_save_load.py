@@ -307,7 +307,7 @@ def test_killed_at_any_moment(tmp_path):
         env={**os.environ, "PYTHONPATH": folders},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=600,
     )
     assert done.returncode == 0, done.stderr
     assert int(done.stdout.split()[-1]) >= 20, done.stdout
