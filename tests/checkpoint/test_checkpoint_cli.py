@@ -121,12 +121,16 @@ def test_inspect(saved, capsys):
         main(["inspect", str(folder)])
 
 
-def test_as_a_program_without_the_rest(saved):
-    """As `python -m`; and `import fmoe_ext` loads nothing of it, nor the package other packages of the formats."""
-    folder, _ = saved
-    command = [sys.executable, "-m", "fmoe_ext.checkpoint", "inspect", str(folder / "ours")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0 and "mlp" in done.stdout, done.stderr
-    code = "import fmoe_ext, sys; assert 'fmoe_ext.checkpoint' not in sys.modules; import fmoe_ext.checkpoint"
-    code += "; assert not {'safetensors', 'transformers'} & sys.modules.keys()"
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=600)
+def test_as_a_program(saved):
+    """As `python -m`; and `import fmoe_ext` loads nothing of it, nor the package what other formats come from."""
+    code = f"""
+import runpy, sys
+import fmoe_ext
+assert "fmoe_ext.checkpoint" not in sys.modules
+import fmoe_ext.checkpoint
+assert not {{"safetensors", "transformers"}} & sys.modules.keys()
+sys.argv = ["checkpoint", "inspect", {str(saved[0] / "ours")!r}]
+runpy.run_module("fmoe_ext.checkpoint", run_name="__main__")
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0 and "format     fmoe_ext, step 12" in done.stdout, done.stderr
