@@ -78,13 +78,13 @@ def move_experts(layer, order, optimizer=None):
         tensors = [param.data, param.grad, *state.values()]
         for x in tensors:
             if isinstance(x, torch.Tensor) and x.shape == param.shape:
-                _move(x, old, order, parallel)
+                move_rows(x, old, order, parallel)
     layer.place_experts(order)
     return sum(a != b for a, b in zip(old, order, strict=True))
 
 
-def _move(x, old, new, parallel):
-    """Rows of x [e, *] to their new places."""
+def move_rows(x, old, new, parallel):
+    """Brings rows of x [e, *], one an expert, from where the order `old` has them to where `new` does. Collective."""
     num_local, rank = parallel.num_local_experts, parallel.rank
     place_before = {expert: place for place, expert in enumerate(old)}
     sends = [[] for _ in range(parallel.size)]  # for each rank: my rows that it will hold, in its order

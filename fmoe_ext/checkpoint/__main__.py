@@ -1,0 +1,5 @@
+"""`python -m fmoe_ext.checkpoint inspect|merge|convert PATH`."""
+
+from fmoe_ext.checkpoint.cli import main
+
+main()

@@ -1,0 +1,124 @@
+"""The command line, `python -m fmoe_ext.checkpoint`: looks into checkpoints, merges and converts them."""
+
+import argparse
+import math
+import sys
+from contextlib import contextmanager
+
+from fmoe_ext.checkpoint import convert
+from fmoe_ext.checkpoint.errors import CheckpointError
+from fmoe_ext.checkpoint.model_state import EXPERT_NAME, describe_layers
+
+
+def main(arguments=None):
+    options = _parser().parse_args(arguments)
+    try:
+        checkpoint = convert.read(*options.path, mp_rank=options.mp_rank, trust=options.trust)
+        if options.verify:
+            _verify(checkpoint)
+        if options.command == "inspect":
+            print(report(checkpoint, options.tensors))
+        else:
+            _convert(checkpoint, options)
+    except (CheckpointError, OSError) as error:
+        sys.exit(f"error: {error}")
+
+
+def report(checkpoint, every_tensor=False):
+    """What a checkpoint holds, as text: its files, its layers, and every tensor if asked."""
+    tensors = checkpoint.tensors
+    num_params = sum(math.prod(t.shape) for t in tensors.values())
+    num_expert_params = sum(math.prod(t.shape) for name, t in tensors.items() if EXPERT_NAME.fullmatch(name))
+    manifest = checkpoint.manifest
+    lines = [
+        f"format     {checkpoint.format}, step {checkpoint.step}",
+        f"tensors    {len(tensors)}, {num_params:,} elements, {num_expert_params:,} of them of experts",
+        f"optimizer  {manifest.optimizer['type'] if manifest and manifest.optimizer else 'none'}",
+        "",
+        *_table(("file", "bytes"), [(f.name, f"{f.stat().st_size:,}") for f in checkpoint.files]),
+    ]
+    layers = describe_layers({name: t.shape for name, t in tensors.items()})
+    rows = [(name or "(root)", *_layer(tensors, name, layer)) for name, layer in layers.items()]
+    if rows:
+        lines += ["", *_table(("layer", "experts", "d_model", "d_hidden", "elements", "bytes"), rows)]
+    if every_tensor:
+        rows = [(name, str(list(t.shape)), str(t.dtype)) for name, t in tensors.items()]
+        lines += ["", *_table(("tensor", "shape", "dtype"), rows)]
+    return "\n".join(lines)
+
+
+def _convert(checkpoint, options):
+    total = sum(tensor.num_bytes for tensor in checkpoint.tensors.values())
+    with _progress("writing", total) as progress:
+        convert.write(options.out, checkpoint, options.to, options.ranks, progress)
+    print(f"{options.out}: {len(checkpoint.tensors)} tensors as {options.to}")
+    if checkpoint.format == "fastmoe" or (checkpoint.manifest and checkpoint.manifest.optimizer):
+        print("the state of the optimizer, if any, is not converted")
+
+
+def _verify(checkpoint):
+    files = [f for f in checkpoint.files if checkpoint.manifest or f.suffix == ".safetensors"]
+    with _progress("verifying", sum(file.stat().st_size for file in files)) as progress:
+        num_verified = checkpoint.verify(progress)
+    print(
+        f"checksums  {num_verified} of {len(checkpoint.files)} files have one, all are right", file=sys.stderr
+    )
+
+
+def _layer(tensors, name, layer):
+    prefix = f"{name}.experts." if name else "experts."
+    experts = [t for key, t in tensors.items() if key.startswith(prefix)]
+    num_bytes = sum(t.num_bytes for t in experts)
+    widths = (str(layer.get(key, "")) for key in ("d_model", "d_hidden"))
+    return (
+        str(layer["num_experts"]),
+        *widths,
+        f"{sum(math.prod(t.shape) for t in experts):,}",
+        f"{num_bytes:,}",
+    )
+
+
+def _table(head, rows):
+    widths = [max(len(row[i]) for row in (head, *rows)) for i in range(len(head))]
+    for row in (head, *rows):
+        first = row[0].ljust(widths[0])
+        yield "  ".join(
+            [first, *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]
+        )
+
+
+@contextmanager
+def _progress(what, total):
+    """A bar of bytes on the terminal."""
+    try:
+        from tqdm import tqdm
+    except ModuleNotFoundError as error:
+        raise CheckpointError("progress bars need tqdm: pip install tqdm") from error
+    with tqdm(desc=what, total=total, unit="B", unit_scale=True, disable=None) as bar:
+        yield bar.update
+
+
+def _parser():
+    parser = argparse.ArgumentParser(prog="python -m fmoe_ext.checkpoint", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    source = argparse.ArgumentParser(add_help=False)
+    source.add_argument(
+        "path", nargs="+", help="a checkpoint; or the .pt files of FastMoE's ranks, rank 0 first"
+    )
+    source.add_argument("--mp-rank", help="FastMoE: the model-parallel part, as mp_rank_00")
+    source.add_argument("--trust", action="store_true", help="run the code in pickled files of others")
+    source.add_argument(
+        "--no-verify", dest="verify", action="store_false", help="do not check the checksums first"
+    )
+    inspect = commands.add_parser("inspect", parents=[source], help="files, layers, experts, sizes")
+    inspect.add_argument("--tensors", action="store_true", help="list every tensor too")
+    merge = commands.add_parser("merge", parents=[source], help="any checkpoint to one safetensors file")
+    merge.add_argument("-o", "--out", required=True)
+    merge.set_defaults(to="safetensors", ranks=1)
+    change = commands.add_parser("convert", parents=[source], help="any checkpoint to any format")
+    change.add_argument("-o", "--out", required=True)
+    change.add_argument("--to", required=True, choices=convert.FORMATS)
+    change.add_argument(
+        "--ranks", type=int, default=1, help="fastmoe: data-parallel ranks to write files for"
+    )
+    return parser

@@ -1,0 +1,48 @@
+"""CheckpointError, and how all ranks come to raise the same one."""
+
+from contextlib import contextmanager
+
+import torch.distributed as dist
+from torch.distributed.checkpoint import CheckpointException
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint cannot be written or read: the text names files, tensors and layers, and what was expected."""
+
+
+def gather(value, group=None):
+    """value of every rank, in their order; [value] without process group. A collective call."""
+    if not dist.is_initialized():
+        return [value]
+    values = [None] * dist.get_world_size(group)
+    try:
+        dist.all_gather_object(values, value, group=group)
+    except RuntimeError as error:
+        raise CheckpointError(f"another rank does not answer, it may have died: {error}") from error
+    return values
+
+
+@contextmanager
+def together(action, group=None):
+    """Runs the body on every rank; where it fails on any, all raise CheckpointError with what each of them says."""
+    failure = None
+    try:
+        yield
+    except (Exception, CheckpointException) as error:
+        failure = error
+    texts = gather(None if failure is None else _text(failure), group)
+    failed = {rank: text for rank, text in enumerate(texts) if text is not None}
+    if not failed:
+        return
+    if len(set(texts)) == 1:
+        raise CheckpointError(f"{action}: {texts[0]}") from failure
+    lines = "".join(f"\n  rank {rank}: {text}" for rank, text in failed.items())
+    raise CheckpointError(f"{action}: failed on {len(failed)} of {len(texts)} ranks{lines}") from failure
+
+
+def _text(error):
+    if isinstance(error, CheckpointException):  # of torch.distributed.checkpoint: each rank's, in any of them
+        return "; ".join(
+            f"rank {rank}: {_text(cause)}" for rank, (cause, _) in sorted(error.failures.items())
+        )
+    return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"

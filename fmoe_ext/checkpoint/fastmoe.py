@@ -1,0 +1,239 @@
+"""FastMoE's checkpoints: one file for each rank of the data-parallel group, experts only in all but the first.
+
+    latest_checkpointed_iteration.txt
+    iter_0001000/mp_rank_00/model_optim_rng.pt                  rank 0: everything, as Megatron writes it
+    iter_0001000/mp_rank_00_dp_rank_0001/model_optim_rng.pt     rank 1: its experts
+    (mp_rank_00_003 and mp_rank_00_003_dp_rank_0001 with pipeline stages)
+
+Rank r holds the experts [r * e, (r + 1) * e), as experts.<i>.htoh4.weight [1, H, D] or experts.htoh4.weight [e, H, D].
+The state of the optimizer is not read: FastMoE numbers it by an order that is not in the file.
+"""
+
+import argparse
+import os
+import pickle
+import re
+import shutil
+import zipfile
+from pathlib import Path
+
+import torch
+
+from fmoe_ext.checkpoint.errors import CheckpointError
+from fmoe_ext.checkpoint.files import atomic_file, sync_folder
+from fmoe_ext.checkpoint.model_state import EXPERT_NAME
+from fmoe_ext.checkpoint.safetensors_file import StoredTensor
+
+FILE = "model_optim_rng.pt"
+TRACKER = "latest_checkpointed_iteration.txt"
+RANK_FOLDER = re.compile(r"(?P<mp>mp_rank_\d{2}(?:_\d{3})?)(?:_dp_rank_(?P<dp>\d{4}))?")
+FUSED_NAMES = ("htoh4.weight", "htoh4.bias", "h4toh.weight", "h4toh.bias")
+
+
+def is_fastmoe(path):
+    path = Path(path)
+    return path.is_dir() and ((path / TRACKER).exists() or any(path.glob("mp_rank_*/" + FILE)))
+
+
+def read_fastmoe(path, mp_rank=None, trust=False):
+    """The model of a FastMoE checkpoint -> ({name: StoredTensor}, files, iteration), all experts in our fused layout.
+
+    path: the folder of one iteration, or the one above (its latest). mp_rank: which model-parallel part, as
+    "mp_rank_00" or "mp_rank_00_001"; needed where there are several, which are not merged. Files are read
+    without running code in them; trust=True runs it, for files with pickled objects of your own.
+    Raises CheckpointError for missing ranks, for ranks that do not fit together and for files that need trust.
+    """
+    folder = _iteration_folder(Path(path))
+    ranks = {}
+    for entry in sorted(folder.iterdir()):
+        match = RANK_FOLDER.fullmatch(entry.name)
+        if match and (entry / FILE).exists():
+            ranks.setdefault(match["mp"], {})[int(match["dp"] or 0)] = entry / FILE
+    if mp_rank is None and len(ranks) > 1:
+        raise CheckpointError(f"{folder} has several model-parallel parts, name one: {', '.join(ranks)}")
+    if mp_rank is not None and mp_rank not in ranks:
+        raise CheckpointError(f"{folder} has no {mp_rank}, only {', '.join(ranks)}")
+    files = ranks[mp_rank or next(iter(ranks))]
+    absent = sorted(set(range(max(files) + 1)) - files.keys())
+    if absent:
+        raise CheckpointError(
+            f"{folder} has files up to data-parallel rank {max(files)}, but none of {absent}"
+        )
+    return read_files([files[rank] for rank in range(len(files))], trust)
+
+
+def read_files(files, trust=False):
+    """The files of all ranks, rank 0 first -> ({name: StoredTensor}, files, iteration).
+
+    Each is a dict with "model", or a state dict, of everything or, from rank 1 on, of experts only.
+    """
+    contents = [_load_file(file, trust) for file in files]
+    models = [_flatten(content.get("model", content)) for content in contents]
+    iteration = contents[0].get("iteration", 0)
+    return merge_fastmoe(models), files, iteration if isinstance(iteration, int) else 0
+
+
+def merge_fastmoe(models):
+    """One state dict of those of all ranks, rank 0 first: the experts of all, everything else of rank 0.
+
+    Values are tensors or StoredTensors -> {name: StoredTensor}.
+    Raises CheckpointError for ranks that do not fit together.
+    """
+    # the layers whose experts are divided over the ranks
+    spread = _expert_names(models[1]) if len(models) > 1 else {}
+    for rank, model in enumerate(models):
+        names = _expert_names(model)
+        different = set() if rank == 0 else names.keys() ^ spread.keys()
+        for layer in spread:
+            different |= names.get(layer, set()) ^ spread[layer]
+        if different:
+            raise CheckpointError(f"ranks {rank} and 1 do not both have {', '.join(sorted(different))}")
+    merged = {name: _stored(value) for name, value in models[0].items() if not _is_expert(name)}
+    parts = {}
+    for name in (name for name in models[0] if _is_expert(name)):
+        match = EXPERT_NAME.fullmatch(name)
+        holders = models if (match["layer"] or "") in spread else models[:1]
+        group = parts.setdefault(f"{match['layer']}.experts" if match["layer"] else "experts", {})
+        for rank, model in enumerate(holders):
+            group.setdefault(match["rest"], []).append((rank, int(match["index"] or 0), _stored(model[name])))
+    for layer, group in parts.items():
+        for rest, tensors in group.items():
+            ordered = [t for _, _, t in sorted(tensors, key=lambda item: item[:2])]
+            if f"{layer}.{rest}" in models[0] or _is_row(rest, ordered[0]):
+                merged[f"{layer}.{rest}"] = _concatenated(f"{layer}.{rest}", ordered)
+            else:
+                merged |= {f"{layer}.{e}.{rest}": tensor for e, tensor in enumerate(ordered)}
+        _check_gate(layer, merged)
+    return merged
+
+
+def write_fastmoe(folder, tensors, num_ranks=1, iteration=0):
+    """Writes {name: StoredTensor} as FastMoE does for num_ranks data-parallel ranks; atomically.
+
+    "model" in the files is flat: {name: tensor}, one expert an entry. Experts are divided over the ranks.
+    """
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    target = folder / f"iter_{iteration:07d}"
+    if target.exists():
+        raise CheckpointError(f"{target} exists already")
+    unfinished = target.with_name(f".{target.name}.tmp")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    for rank in range(num_ranks):
+        model = {}
+        for name, tensor in tensors.items():
+            model |= _of_rank(name, tensor, rank, num_ranks)
+        content = {"model": model, "iteration": iteration, "checkpoint_version": 3.0}
+        name = "mp_rank_00" if rank == 0 else f"mp_rank_00_dp_rank_{rank:04d}"
+        with atomic_file(unfinished / name / FILE) as file:
+            torch.save(content, file)
+    os.replace(unfinished, target)
+    sync_folder(folder)
+    with atomic_file(folder / TRACKER) as file:
+        file.write(str(iteration).encode())
+
+
+def _iteration_folder(path):
+    if not (path / TRACKER).exists():
+        return path
+    iteration = (path / TRACKER).read_text().strip()
+    folder = path / ("release" if iteration == "release" else f"iter_{int(iteration):07d}")
+    if not folder.is_dir():
+        raise CheckpointError(f"{path / TRACKER} says {iteration}, but there is no {folder.name}")
+    return folder
+
+
+def _load_file(path, trust):
+    options = {"map_location": "cpu", "mmap": zipfile.is_zipfile(path)}
+    try:
+        with torch.serialization.safe_globals(_plain_data()):
+            content = torch.load(path, weights_only=not trust, **options)
+    except pickle.UnpicklingError as error:
+        needed = re.search(r"GLOBAL ([\w.]+)", str(error))
+        raise CheckpointError(
+            f"{path} is damaged, or holds pickled objects ({needed[1] if needed else 'see the cause'}), and unpickling "
+            "runs code from the file: if you trust it, pass trust=True (--trust)"
+        ) from error
+    except (RuntimeError, EOFError, OSError) as error:
+        raise CheckpointError(f"{path} cannot be read, it may be truncated: {error}") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path} holds a {type(content).__name__}, expected a dict")
+    return content
+
+
+def _plain_data():
+    """What every file of Megatron has beside tensors: argparse.Namespace ("args") and NumPy arrays (random state)."""
+    import numpy
+
+    reconstruct = numpy.empty(0).__reduce__()[0]
+    names = ("numpy.core.multiarray._reconstruct", "numpy._core.multiarray._reconstruct")  # NumPy 1 and 2
+    arrays = [numpy.ndarray, numpy.dtype, type(numpy.dtype("uint32"))]
+    return [argparse.Namespace, *arrays, *((reconstruct, name) for name in names)]
+
+
+def _flatten(tree, prefix=""):
+    """{name: tensor} of Megatron's nested state dict; what is no tensor is left out."""
+    flat = {}
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            flat |= _flatten(value, f"{prefix}{key}.")
+        elif isinstance(value, torch.Tensor):
+            flat[f"{prefix}{key}".removeprefix("module.")] = value
+    return flat
+
+
+def _is_expert(name):
+    return EXPERT_NAME.fullmatch(name) is not None
+
+
+def _expert_names(model):
+    """{layer: names of its experts' tensors}."""
+    names = {}
+    for name in model:
+        if (match := EXPERT_NAME.fullmatch(name)) is not None:
+            names.setdefault(match["layer"] or "", set()).add(name)
+    return names
+
+
+def _is_row(rest, tensor):
+    """Whether an expert's tensor is [1, *] of a fused one; an expert may be a module of the same names without that."""
+    num_dims = 3 if rest.endswith("weight") else 2
+    return rest in FUSED_NAMES and len(tensor.shape) == num_dims and tensor.shape[0] == 1
+
+
+def _stored(value):
+    return value if isinstance(value, StoredTensor) else StoredTensor.of(value)
+
+
+def _concatenated(name, tensors):
+    first = tensors[0]
+    if any(t.shape[1:] != first.shape[1:] or t.dtype != first.dtype for t in tensors):
+        raise CheckpointError(f"{name} differs between ranks: {[[*t.shape, str(t.dtype)] for t in tensors]}")
+    shape = (sum(t.shape[0] for t in tensors), *first.shape[1:])
+    return StoredTensor(shape, first.dtype, lambda: torch.cat([t.read() for t in tensors]))
+
+
+def _check_gate(layer, merged):
+    """The gate knows how many experts there are in all: a file that is missing at the end shows here."""
+    gate = merged.get(f"{layer.removesuffix('experts')}gate.gate.weight")
+    fused = merged.get(f"{layer}.htoh4.weight")
+    if gate is not None and fused is not None and gate.shape[0] != fused.shape[0]:
+        raise CheckpointError(
+            f"{layer}: the gate is for {gate.shape[0]} experts, but the files have {fused.shape[0]}: "
+            "those of some ranks are missing"
+        )
+
+
+def _of_rank(name, tensor, rank, num_ranks):
+    """What the file of a rank has of a tensor."""
+    match = EXPERT_NAME.fullmatch(name)
+    if match is None:
+        return {name: tensor.read().contiguous()} if rank == 0 else {}
+    if match["rest"] not in FUSED_NAMES or match["index"] is not None:
+        raise CheckpointError(f"{name}: only the experts of FMoETransformerMLP can be written for FastMoE")
+    num_local, rest = divmod(tensor.shape[0], num_ranks)
+    if rest:
+        raise CheckpointError(f"{name}: {tensor.shape[0]} experts cannot be divided over {num_ranks} ranks")
+    prefix = name.removesuffix(match["rest"])
+    rows = tensor.rows(rank * num_local, (rank + 1) * num_local)
+    return {f"{prefix}{i}.{match['rest']}": rows[i : i + 1].clone() for i in range(num_local)}

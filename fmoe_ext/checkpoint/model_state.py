@@ -1,0 +1,185 @@
+"""What this rank holds of a model, under names and in shapes that do not depend on the layout.
+
+Experts are numbered over all ranks. Fused experts are rows of one tensor, experts.htoh4.weight [E, H, D], of which a
+rank has some; separate experts have their number in the name, experts.<e>.weight.
+"""
+
+import re
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.nn.parallel import DistributedDataParallel
+
+from fmoe_ext.checkpoint.errors import CheckpointError
+from fmoe_ext.distributed import DistributedGroupedDataParallel
+from fmoe_ext.ep.exchange import find_group
+from fmoe_ext.ep.placement import move_rows
+from fmoe_ext.layers import FMoE
+
+WRAPPERS = (DistributedGroupedDataParallel, DistributedDataParallel, nn.DataParallel)
+EXPERT_NAME = re.compile(r"(?:(?P<layer>.*)\.)?experts\.(?:(?P<index>\d+)\.)?(?P<rest>.+)")
+
+
+class ModelState:
+    """tensors {name: parameter or buffer of this rank}, layers {name: FMoE}; wrappers leave no trace in names."""
+
+    def __init__(self, model):
+        model, name_of = _unwrap(model)
+        modules = model.named_modules(remove_duplicate=False)
+        self.layers = {name_of(name): module for name, module in modules if isinstance(module, FMoE)}
+        self.tensors = {}
+        self._model = model
+        self._names = {}
+        self._buffers = {}
+        self._layer_of_rows = {}
+        self._meshes = {}
+        for key, value in model.state_dict(keep_vars=True).items():
+            self._add(key, name_of(key), value)
+
+    def _add(self, key, name, value):
+        layer, rest = self._owner(name)
+        if layer is not None and rest == "expert_placement":
+            return  # saved in the order of the experts, wherever they live
+        if not isinstance(value, torch.Tensor):
+            raise CheckpointError(
+                f"the model's state {name!r} is a {type(value).__name__}, only tensors are saved"
+            )
+        if layer is not None and layer._parallel is not None and rest.startswith("experts."):
+            if isinstance(value, DTensor):
+                raise CheckpointError(
+                    f"expert parameter {name!r} is sharded (DTensor) in addition to ep, which is not supported"
+                )
+            if isinstance(layer.experts, nn.ModuleList):
+                name = _with_global_number(name, rest, layer)
+            elif value.dim() == 0 or value.shape[0] != layer.num_expert:
+                raise CheckpointError(
+                    f"{name!r} has shape {list(value.shape)}, but dimension 0 of fused experts is the number of "
+                    f"experts of this rank, {layer.num_expert}"
+                )
+            else:
+                self._layer_of_rows[name] = layer
+        self.tensors[name] = value
+        self._names.setdefault(id(value), name)
+        if not isinstance(value, nn.Parameter):
+            self._buffers[name] = key
+
+    def _owner(self, name):
+        """(layer, rest of the name) of the innermost FMoE that has this tensor; (None, name) if none has."""
+        components = name.split(".")
+        for end in reversed(range(len(components))):
+            layer = self.layers.get(".".join(components[:end]))
+            if layer is not None:
+                return layer, ".".join(components[end:])
+        return None, name
+
+    def name_of(self, param):
+        try:
+            return self._names[id(param)]
+        except KeyError:
+            raise CheckpointError(
+                f"the optimizer has a parameter of shape {list(param.shape)} that is not one of the model"
+            ) from None
+
+    def is_buffer(self, name):
+        return name in self._buffers
+
+    def give_dtype(self, name, dtype):
+        """Lets a buffer have another dtype: gates make theirs float32 again where .bfloat16() had cast them."""
+        module, _, attribute = self._buffers[name].rpartition(".")
+        self.tensors[name] = self.tensors[name].to(dtype)
+        setattr(self._model.get_submodule(module), attribute, self.tensors[name])
+
+    def num_experts(self):
+        return {name: layer.num_experts for name, layer in self.layers.items()}
+
+    def global_shape(self, name):
+        layer, value = self._layer_of_rows.get(name), self.tensors[name]
+        return tuple(value.shape) if layer is None else (layer.num_experts, *value.shape[1:])
+
+    def local_rows(self, name):
+        """(first, end): the experts of a layer in order that this rank has; None for what it has whole."""
+        layer = self._layer_of_rows.get(name)
+        if layer is None:
+            return None
+        first = layer._parallel.rank * layer.num_expert
+        return first, first + layer.num_expert
+
+    def follows(self, name, shape):
+        """Whether state of an optimizer, of global `shape`, has rows as the parameter does."""
+        whole = self.global_shape(name)
+        return len(shape) == len(whole) > 0 and shape[0] == whole[0]
+
+    def in_order(self, name, tensor):
+        """Rows like those of parameter `name`, brought into the order of the experts. Collective if they had moved."""
+        layer = self._layer_of_rows.get(name)
+        if layer is None or layer.expert_placement is None:
+            return tensor
+        parallel = layer._parallel
+        tensor = tensor.detach().clone()
+        move_rows(tensor, parallel.experts_in_place, list(range(parallel.num_experts)), parallel)
+        return tensor
+
+    def as_part(self, name, tensor):
+        """Rows in the order of the experts as this rank's part of a DTensor [E, *]; another tensor as it is."""
+        layer = self._layer_of_rows.get(name)
+        if layer is None:
+            return tensor.detach()
+        key = layer._parallel.group, tensor.device.type
+        if key not in self._meshes:
+            self._meshes[key] = DeviceMesh.from_group(find_group(key[0]), key[1])
+        return DTensor.from_local(tensor.detach(), self._meshes[key], [Shard(0)], run_check=False)
+
+    def put_in_order(self):
+        """Notes that the experts of every layer are now where their numbers say."""
+        for layer in self.layers.values():
+            if layer.expert_placement is not None:
+                layer.place_experts(range(layer.num_experts))
+
+
+def describe_layers(shapes):
+    """{layer: {"num_experts", "d_model", "d_hidden"}} from {name: shape}; the widths for two-layer MLPs only."""
+    layers = {}
+    for name, shape in shapes.items():
+        match = EXPERT_NAME.fullmatch(name)
+        if match is None or not shape:
+            continue
+        layer = layers.setdefault(match["layer"] or "", {"num_experts": 0})
+        count = shape[0] if match["index"] is None else int(match["index"]) + 1
+        layer["num_experts"] = max(layer["num_experts"], count)
+        if match["rest"] == "h4toh.weight" and len(shape) == 3:
+            layer["d_model"], layer["d_hidden"] = shape[1], shape[2]
+    return layers
+
+
+def _unwrap(model):
+    """The module inside all wrappers, and a function that takes wrappers further in out of a name."""
+    while (inner := _inside(model)) is not None:
+        model = getattr(model, inner)
+    wrapped = [
+        (f"{name}.{_inside(module)}.", f"{name}.")
+        for name, module in model.named_modules(remove_duplicate=False)
+        if _inside(module) is not None
+    ]
+
+    def name_of(name):
+        for long, short in reversed(wrapped):  # the innermost first
+            if f"{name}.".startswith(long):
+                name = (short + f"{name}."[len(long) :])[:-1]
+        return name
+
+    return model, name_of
+
+
+def _inside(module):
+    """The name under which a wrapper has its module; None for other modules."""
+    if isinstance(module, WRAPPERS):
+        return "module"
+    return "_orig_mod" if hasattr(module, "_orig_mod") else None
+
+
+def _with_global_number(name, rest, layer):
+    _, index, tail = rest.split(".", 2)
+    place = layer._parallel.rank * layer.num_expert + int(index)
+    return f"{name.removesuffix(rest)}experts.{layer._parallel.experts_in_place[place]}.{tail}"

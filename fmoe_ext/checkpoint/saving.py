@@ -1,0 +1,205 @@
+"""save() and load(): models and optimizers in any layout to checkpoints and back."""
+
+import json
+import shutil
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from fmoe_ext.checkpoint import optimizer_state, store
+from fmoe_ext.checkpoint.errors import CheckpointError, gather, together
+from fmoe_ext.checkpoint.huggingface import model_files, read_model
+from fmoe_ext.checkpoint.model_state import ModelState, describe_layers
+from fmoe_ext.checkpoint.safetensors_file import OURS, verify_safetensors, write_safetensors
+
+
+@torch.no_grad()
+def save(folder, model, optimizer=None, *, step=0, extra=None, keep=None, process_group=None):
+    """Saves a model, and an optimizer with its state, as the newest checkpoint of a folder -> the path of it.
+
+    The layout leaves no trace: any number of expert-parallel and data-parallel ranks may load what any other saved.
+    All ranks of the job call it, between steps, on one file system; without process group it works the same. Replicated
+    tensors and buffers are taken from one rank. extra: a dict of plain values (JSON) that load() returns. keep: how
+    many checkpoints stay in the folder. A crash at any moment leaves the checkpoints before as they were.
+
+    Raises CheckpointError, with the same text on every rank, if one fails.
+    Equivalent, in one process: torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, path).
+    """
+    record = None
+    with together("saving", process_group):
+        if keep is not None and keep < 1:
+            raise CheckpointError(f"keep must be at least 1, or None for all, but got {keep}")
+        state = ModelState(model)
+        extra = _checked_json(extra or {}, "extra")
+    tensors = {
+        store.MODEL + name: state.as_part(name, state.in_order(name, value))
+        for name, value in state.tensors.items()
+    }
+    with together("saving the optimizer", process_group):
+        if optimizer is not None:
+            of_optimizer, record = optimizer_state.take(optimizer, state)
+            tensors.update(of_optimizer)
+            record = _checked_json(record, "the options of the optimizer")
+    records = gather(record, process_group)
+    without = [rank for rank, other in enumerate(records) if other is None]
+    if 0 < len(without) < len(records):
+        raise CheckpointError(f"saving: ranks {without} gave no optimizer, the others did")
+    merged = None if record is None else optimizer_state.merge_records(records)
+    manifest = store.Manifest(step=step, extra=extra, optimizer=merged)
+    return store.write_checkpoint(folder, tensors, manifest, keep, process_group)
+
+
+@torch.no_grad()
+def load(path, model, optimizer=None, *, cast=False, verify=True, process_group=None):
+    """Loads what save() saved in any layout, into a model of this one -> store.Manifest, with step and extra.
+
+    path: a checkpoint, or a folder of checkpoints (its latest); or, without optimizer, a .safetensors file of a whole
+    model or a Hugging Face folder, of which each rank reads its own experts only. The model must have the same tensors
+    of the same shapes; cast=True accepts parameters of other dtypes, buffers take the dtype of the checkpoint.
+    verify=False skips the checksums. Experts that had moved are in order afterwards.
+
+    Raises CheckpointError, with the same text on every rank and before anything is changed, for damaged files, missing
+    or extra tensors, other shapes and dtypes, other numbers of experts.
+    """
+    path = gather(Path(path), process_group)[0]
+    with together(f"loading {path}", process_group):
+        files = [] if store.has_checkpoint(path) else model_files(path)
+        source = _Files(path, files) if files else _Folder(path)
+        if optimizer is not None and source.manifest.optimizer is None:
+            raise CheckpointError(f"{source.path} has no optimizer state")
+        if verify:
+            source.verify(process_group)
+        state = ModelState(model)
+        mine = set(state.tensors), optimizer_state.names(optimizer, state)
+    names, names_in_optimizer = (
+        set().union(*sets) for sets in zip(*gather(mine, process_group), strict=True)
+    )
+    with together(f"loading {source.path}", process_group):
+        _compare(state, names, source.tensors, cast)
+        loading = None
+        if optimizer is not None:
+            record = source.manifest.optimizer
+            optimizer_state.compare(optimizer, state, record, names_in_optimizer)
+            loading = optimizer_state.Loading(optimizer, state, record, source.saved)
+    with together(f"loading {source.path}", process_group):
+        for name, value in state.tensors.items():
+            if state.is_buffer(name) and value.dtype != source.tensors[name].dtype:
+                state.give_dtype(name, source.tensors[name].dtype)
+        source.fill(state, loading)
+        if loading is not None:
+            loading.commit()
+        state.put_in_order()
+    return source.manifest
+
+
+@torch.no_grad()
+def export_safetensors(path, model, *, process_group=None):
+    """Writes a whole model, of any layout, to one safetensors file; load() reads it into any layout.
+
+    All ranks call it; the first writes the file, from parts that the ranks have left beside it, while the others wait.
+    metadata of the file: "fmoe_ext" with version and layers (number of experts, widths), "sha256".
+    """
+    path = Path(path)
+    if not dist.is_initialized():
+        tensors = ModelState(model).tensors
+        write_safetensors(path, tensors, model_metadata(tensors))
+        return
+    parts = path.with_name(f".{path.name}.parts")
+    saved = save(parts, model, process_group=process_group)
+    with together(f"writing {path}", process_group):
+        if dist.get_rank(process_group) == 0:
+            tensors = store.model_tensors(saved, store.Manifest.read(saved))
+            write_safetensors(path, tensors, model_metadata(tensors))
+            shutil.rmtree(parts)
+
+
+def model_metadata(tensors):
+    """The metadata of a safetensors file for {name: tensor}."""
+    layers = describe_layers({name: tensor.shape for name, tensor in tensors.items()})
+    return {OURS: json.dumps({"version": store.VERSION, "layers": layers})}
+
+
+class _Folder:
+    """A checkpoint folder as a source; saved: every tensor, tensors: those of the model."""
+
+    def __init__(self, path):
+        self.path = store.find(path)
+        self.manifest = store.Manifest.read(self.path)
+        self.saved = store.stored_tensors(self.path, self.manifest)
+        self.tensors = store.model_tensors(self.path, self.manifest)
+
+    def verify(self, process_group):
+        store.verify(self.path, self.manifest, process_group=process_group)
+
+    def fill(self, state, loading):
+        parts = {store.MODEL + name: state.as_part(name, value) for name, value in state.tensors.items()}
+        store.read_into(self.path, parts | ({} if loading is None else loading.parts))
+
+
+class _Files:
+    """Safetensors files of a whole model as a source."""
+
+    def __init__(self, path, files):
+        self.path = path
+        self.files = files
+        self.tensors, _ = read_model(files)
+        self.saved = self.tensors
+        layers = describe_layers({name: tensor.shape for name, tensor in self.tensors.items()})
+        self.manifest = store.Manifest(step=0, layers=layers)
+
+    def verify(self, process_group):
+        for file in store.share(self.files, process_group):
+            verify_safetensors(file)
+
+    def fill(self, state, loading):
+        for name, value in state.tensors.items():
+            rows = state.local_rows(name)
+            saved = self.tensors[name].read() if rows is None else self.tensors[name].rows(*rows)
+            if isinstance(value, DTensor):
+                saved = distribute_tensor(saved, value.device_mesh, value.placements, src_data_rank=None)
+            value.copy_(saved)
+
+
+def _compare(state, names, saved, cast):
+    """Raises CheckpointError that lists all differences between a model and what is saved."""
+    layers = describe_layers({name: tensor.shape for name, tensor in saved.items()})
+    experts = [
+        f"layer {name or '(root)'} has {number} experts in the model, {layers[name]['num_experts']} in the checkpoint"
+        for name, number in state.num_experts().items()
+        if name in layers and layers[name]["num_experts"] != number
+    ]
+    if experts:
+        raise CheckpointError("; ".join(experts))
+    missing, extra = sorted(names - saved.keys()), sorted(saved.keys() - names)
+    problems = [f"missing in the checkpoint: {', '.join(missing)}"] if missing else []
+    problems += [f"not in the model: {', '.join(extra)}"] if extra else []
+    for name, value in state.tensors.items():
+        if name not in saved:
+            continue
+        shape, tensor = state.global_shape(name), saved[name]
+        if tensor.shape != shape:
+            problems.append(
+                f"{name} is {list(shape)} in the model and {list(tensor.shape)} in the checkpoint"
+            )
+        elif tensor.dtype != value.dtype and not cast and not state.is_buffer(name):
+            problems.append(
+                f"{name} is {value.dtype} in the model and {tensor.dtype} in the checkpoint (cast=True converts)"
+            )
+    if problems:
+        raise CheckpointError("; ".join(problems))
+
+
+def _number(value):
+    """Learning rates may be tensors."""
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
+        return value.item()
+    raise TypeError(f"{type(value).__name__} {value!r}")
+
+
+def _checked_json(value, what):
+    try:
+        return json.loads(json.dumps(value, default=_number))
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(f"{what} must be plain values (JSON): {error}") from error

@@ -1,0 +1,210 @@
+"""FastMoE's files: as FastMoE wrote them for a job of several ranks, read, merged, written; nothing in them is run."""
+
+import argparse
+import os
+import pickle
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from fmoe_ext import FMoETransformerMLP, checkpoint
+from fmoe_ext.checkpoint import CheckpointError, merge_fastmoe, read_fastmoe, write_fastmoe
+from fmoe_ext.checkpoint.safetensors_file import StoredTensor
+from fmoe_ext.experts import to_per_expert_layout
+
+D, H, E, RANKS = 6, 5, 4, 2
+LAYER = "layers.0.mlp"
+PREFIX = f"language_model.transformer.{LAYER}."
+
+
+class Model(nn.Module):
+    def __init__(self, num_expert=E):
+        super().__init__()
+        self.language_model = nn.ModuleDict({"transformer": nn.Module(), "embedding": nn.Embedding(7, D)})
+        block = nn.ModuleDict({"mlp": FMoETransformerMLP(num_expert, D, H), "norm": nn.LayerNorm(D)})
+        self.language_model.transformer.layers = nn.ModuleList([block])
+
+
+class Unknown:
+    """An object of the user's, as Megatron pickles its args and enums."""
+
+
+def random_model():
+    torch.manual_seed(0)
+    model = Model()
+    for param in model.parameters():
+        nn.init.normal_(param)
+    return model
+
+
+def state_of_rank(state, rank, per_expert):
+    """What rank holds of the whole state: its experts under local numbers, in one of FastMoE's two layouts."""
+    local = E // RANKS
+    mine = {}
+    for name, value in state.items():
+        mine[name] = value[rank * local : (rank + 1) * local].clone() if ".experts." in name else value
+    return to_per_expert_layout(mine) if per_expert else mine
+
+
+def nested(state):
+    """Megatron's nesting: components down to the transformer, flat below."""
+    tree = {"language_model": {"transformer": {}, "embedding": {}}}
+    for name, value in state.items():
+        _, part, rest = name.split(".", 2)
+        tree["language_model"][part][rest] = value
+    return tree
+
+
+def write_as_fastmoe_did(folder, state, per_expert=True, mp="mp_rank_00", **more):
+    for rank in range(RANKS):
+        whole = state_of_rank(state, rank, per_expert)
+        mine = {k: v for k, v in whole.items() if rank == 0 or ".experts." in k}
+        content = {"model": nested(mine)}
+        if rank == 0:
+            content |= {
+                "args": argparse.Namespace(hidden_size=D, fmoefy=True),
+                "checkpoint_version": 3.0,
+                "iteration": 20,
+                "np_rng_state": np.random.get_state(),
+                "torch_rng_state": torch.get_rng_state(),
+                "optimizer": {"state": {0: {"step": 3, "exp_avg": torch.zeros(2)}}, "param_groups": []},
+                **more,
+            }
+        name = mp if rank == 0 else f"{mp}_dp_rank_{rank:04d}"
+        path = folder / "iter_0000020" / name
+        path.mkdir(parents=True)
+        torch.save(content, path / "model_optim_rng.pt")
+    (folder / "latest_checkpointed_iteration.txt").write_text("20")
+    return folder / "iter_0000020"
+
+
+def values(tensors):
+    return {name: tensor.read() for name, tensor in tensors.items()}
+
+
+def assert_same(a, b):
+    assert a.keys() == b.keys()
+    assert all(torch.equal(a[name], b[name]) for name in a)
+
+
+@pytest.mark.parametrize("per_expert", [True, False])
+def test_merged(tmp_path, per_expert):
+    model = random_model()
+    iteration = write_as_fastmoe_did(tmp_path, model.state_dict(), per_expert)
+    for path in (tmp_path, iteration):
+        tensors, files, step = read_fastmoe(path)
+        assert step == 20 and [f.parent.name for f in files] == ["mp_rank_00", "mp_rank_00_dp_rank_0001"]
+        assert_same(values(tensors), model.state_dict())
+    other = Model()
+    other.load_state_dict(values(tensors))
+    x = torch.randn(9, D)
+    mlp, of_other = (m.language_model.transformer.layers[0].mlp for m in (model, other))
+    assert torch.equal(of_other(x), mlp(x))
+
+
+def test_whole_state_dicts_of_all_ranks():
+    """FastMoE without Megatron: every rank saved its model, often wrapped."""
+    state = random_model().state_dict()
+    models = [state_of_rank(state, rank, per_expert=True) for rank in range(RANKS)]
+    assert_same(values(merge_fastmoe(models)), dict(state))
+
+
+def test_other_experts_keep_their_modules():
+    name = "experts.{}.htoh4.weight"  # of nn.Linear, not of FMoELinear
+    models = [{name.format(i): torch.full((2, 3), 2.0 * rank + i) for i in (0, 1)} for rank in (0, 1)]
+    expected = {name.format(e): torch.full((2, 3), float(e)) for e in range(4)}
+    assert_same(values(merge_fastmoe(models)), expected)
+
+
+def test_what_does_not_fit_together(tmp_path):
+    state = random_model().state_dict()
+    folder = write_as_fastmoe_did(tmp_path, state)
+    second = folder / "mp_rank_00_dp_rank_0001" / "model_optim_rng.pt"
+    content = torch.load(second)
+    torch.save({"model": {}}, second)
+    with pytest.raises(
+        CheckpointError, match=rf"layers\.0\.mlp\.experts: the gate is for {E} experts, but .* have 2"
+    ):
+        read_fastmoe(tmp_path)
+    models = [state_of_rank(state, rank, per_expert=True) for rank in range(RANKS)]
+    del models[1][f"{PREFIX}experts.1.htoh4.bias"]
+    with pytest.raises(
+        CheckpointError, match=r"ranks 0 and 1 do not both have .*mlp\.experts\.1\.htoh4\.bias$"
+    ):
+        merge_fastmoe(models)
+    models = [state_of_rank(state, rank, per_expert=True) for rank in range(RANKS)]
+    models[1][f"{PREFIX}experts.1.htoh4.bias"] = torch.zeros(1, 2 * H)
+    with pytest.raises(CheckpointError, match="differs between ranks"):
+        merge_fastmoe(models)
+    torch.save(content, second)
+    (folder / "mp_rank_00_dp_rank_0001").rename(folder / "mp_rank_00_dp_rank_0003")
+    with pytest.raises(CheckpointError, match=r"up to data-parallel rank 3, but none of \[1, 2\]"):
+        read_fastmoe(tmp_path)
+    (folder / "mp_rank_01").mkdir()
+    torch.save({"model": {}}, folder / "mp_rank_01" / "model_optim_rng.pt")
+    with pytest.raises(
+        CheckpointError, match="several model-parallel parts, name one: mp_rank_00, mp_rank_01"
+    ):
+        read_fastmoe(tmp_path)
+    with pytest.raises(CheckpointError, match="has no mp_rank_07, only mp_rank_00, mp_rank_01"):
+        read_fastmoe(tmp_path, mp_rank="mp_rank_07")
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("30")
+    with pytest.raises(CheckpointError, match="says 30, but there is no iter_0000030"):
+        read_fastmoe(tmp_path)
+
+
+def test_pipeline_stages_are_named(tmp_path):
+    state = random_model().state_dict()
+    write_as_fastmoe_did(tmp_path, state, mp="mp_rank_00_001")
+    assert_same(values(read_fastmoe(tmp_path, mp_rank="mp_rank_00_001")[0]), dict(state))
+
+
+def test_pickled_objects_need_trust(tmp_path):
+    state = random_model().state_dict()
+    write_as_fastmoe_did(tmp_path, state, schedule=Unknown())
+    with pytest.raises(CheckpointError, match=r"pickled objects \(.*Unknown\).* pass trust=True \(--trust\)"):
+        read_fastmoe(tmp_path)
+    assert_same(values(read_fastmoe(tmp_path, trust=True)[0]), dict(state))
+
+
+def test_code_in_files_is_not_run(tmp_path):
+    class Attack:
+        def __reduce__(self):
+            return os.mkdir, (str(tmp_path / "attacked"),)
+
+    path = tmp_path / "mp_rank_00" / "model_optim_rng.pt"
+    path.parent.mkdir()
+    for content in (pickle.dumps(Attack()), b"not a checkpoint", b""):
+        path.write_bytes(content)
+        with pytest.raises(CheckpointError, match=r"model_optim_rng\.pt"):
+            read_fastmoe(tmp_path)
+    torch.save({"model": {}, "x": Attack()}, path)
+    with pytest.raises(CheckpointError, match=r"pickled objects \(posix\.mkdir\)"):
+        read_fastmoe(tmp_path)
+    content = path.read_bytes()
+    path.write_bytes(content[: len(content) // 2])
+    with pytest.raises(CheckpointError, match=r"model_optim_rng\.pt"):
+        read_fastmoe(tmp_path)
+    torch.save([1, 2], path)
+    with pytest.raises(CheckpointError, match="holds a list, expected a dict"):
+        read_fastmoe(tmp_path)
+    assert not (tmp_path / "attacked").exists()
+
+
+def test_written_for_another_number_of_ranks(tmp_path):
+    state = random_model().state_dict()
+    stored = {name: StoredTensor.of(value) for name, value in state.items()}
+    write_fastmoe(tmp_path, stored, num_ranks=4, iteration=7)
+    tensors, files, step = read_fastmoe(tmp_path)
+    assert step == 7 and len(files) == 4
+    assert_same(values(tensors), dict(state))
+    second = torch.load(files[1])["model"]
+    assert torch.equal(second[f"{PREFIX}experts.0.htoh4.weight"], state[f"{PREFIX}experts.htoh4.weight"][1:2])
+    assert not any("gate" in name for name in second)
+    with pytest.raises(CheckpointError, match="iter_0000007 exists already"):
+        write_fastmoe(tmp_path, stored, iteration=7)
+    with pytest.raises(CheckpointError, match="4 experts cannot be divided over 3 ranks"):
+        write_fastmoe(tmp_path, stored, num_ranks=3, iteration=8)
+    assert checkpoint.read_fastmoe(tmp_path)[2] == 7

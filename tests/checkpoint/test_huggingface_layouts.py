@@ -1,0 +1,197 @@
+"""Layers of Transformers and ours with each other's weights: equal outputs; every layout there and back."""
+
+import functools
+
+import pytest
+import torch
+from torch import nn
+
+from fmoe_ext import FMoETransformerMLP, SoftmaxGate
+from fmoe_ext.checkpoint import CheckpointError, from_huggingface, to_huggingface
+from fmoe_ext.testing import assert_close
+
+D, H, E, K = 8, 6, 4, 2
+
+
+def qwen3_moe(norm_topk_prob=True):
+    from transformers.models.qwen3_moe import modeling_qwen3_moe as qwen3
+    from transformers.models.qwen3_moe.configuration_qwen3_moe import Qwen3MoeConfig
+
+    config = Qwen3MoeConfig(
+        hidden_size=D,
+        moe_intermediate_size=H,
+        num_experts=E,
+        num_experts_per_tok=K,
+        norm_topk_prob=norm_topk_prob,
+        experts_implementation="eager",
+    )
+    return qwen3.Qwen3MoeSparseMoeBlock(config)
+
+
+def mixtral():
+    from transformers.models.mixtral import modeling_mixtral
+    from transformers.models.mixtral.configuration_mixtral import MixtralConfig
+
+    config = MixtralConfig(
+        hidden_size=D,
+        intermediate_size=H,
+        num_local_experts=E,
+        num_experts_per_tok=K,
+        experts_implementation="eager",
+    )
+    return modeling_mixtral.MixtralSparseMoeBlock(config)
+
+
+BLOCKS = {"qwen3_moe": qwen3_moe, "qwen3_moe, not normalised": lambda: qwen3_moe(False), "mixtral": mixtral}
+
+
+def ours(normalize=True, **options):
+    gate = functools.partial(SoftmaxGate, normalize=normalize, gate_bias=False)
+    return FMoETransformerMLP(E, D, H, activation="swiglu", bias=False, gate=gate, top_k=K, **options)
+
+
+def randomised(module, seed=0):
+    torch.manual_seed(seed)
+    for param in module.parameters():
+        nn.init.normal_(param, std=0.3)
+    return module
+
+
+def in_model(block_state):
+    """The state dict of a layer as that of layer 3 of a model, with tensors beside it."""
+    state = {f"model.layers.3.mlp.{key}": value for key, value in block_state.items()}
+    return {
+        "model.layers.3.self_attn.q_proj.weight": torch.randn(3, 3),
+        **state,
+        "lm_head.weight": torch.randn(2, 3),
+    }
+
+
+def assert_same_states(a, b):
+    assert a.keys() == b.keys()
+    assert all(torch.equal(a[key], b[key]) for key in a)
+
+
+def by_formula(state, x, normalize):
+    """The block in float64; Transformers has its gate in float32 at best."""
+    state = {key: value.double() for key, value in state.items()}
+    x = x.double().reshape(-1, D)
+    weights, chosen = (x @ state["gate.weight"].t()).softmax(-1).topk(K)
+    weights = weights / weights.sum(-1, keepdim=True) if normalize else weights
+    out = torch.zeros_like(x)
+    for t, k in torch.cartesian_prod(torch.arange(len(x)), torch.arange(K)).tolist():
+        gate, up = (state["experts.gate_up_proj"][chosen[t, k]] @ x[t]).chunk(2)
+        out[t] += weights[t, k] * (state["experts.down_proj"][chosen[t, k]] @ (nn.functional.silu(gate) * up))
+    return out
+
+
+@pytest.mark.parametrize("kind", BLOCKS)
+def test_transformers_weights_in_our_layer(kind):
+    block = randomised(BLOCKS[kind]())
+    normalize = "not" not in kind
+    layer = ours(normalize)
+    layer.load_state_dict(from_huggingface(block.state_dict()))
+    x = torch.randn(2, 5, D)
+    truth = by_formula(block.state_dict(), x, normalize).reshape(x.shape)
+    assert_close(layer(x), truth, block(x), "output")
+    torch.testing.assert_close(layer.double()(x.double()), truth, rtol=1e-12, atol=1e-13)
+    torch.testing.assert_close(block(x).double(), truth, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["qwen3_moe", "mixtral"])
+def test_our_weights_in_transformers_layer(kind):
+    layer = randomised(ours())
+    block = BLOCKS[kind]()
+    block.load_state_dict(to_huggingface(layer.state_dict(), "fused"))
+    x = torch.randn(2, 5, D)
+    truth = by_formula(block.state_dict(), x, normalize=True).reshape(x.shape)
+    assert_close(block(x), truth, layer(x), "output")
+    torch.testing.assert_close(layer(x).double(), truth, rtol=1e-4, atol=1e-6)
+
+
+def by_hand(layout, state, prefix):
+    """The per-expert layouts, written down independently of the code under test."""
+    gate_up, down = state["experts.gate_up_proj"], state["experts.down_proj"]
+    names = {"qwen3_moe": ("gate_proj", "up_proj", "down_proj"), "mixtral": ("w1", "w3", "w2")}[layout]
+    out = {f"{prefix}gate.weight": state["gate.weight"]}
+    for e in range(E):
+        for name, value in zip(names, (gate_up[e, :H], gate_up[e, H:], down[e]), strict=True):
+            out[f"{prefix}experts.{e}.{name}.weight"] = value
+    return out
+
+
+@pytest.mark.parametrize("layout", ["qwen3_moe", "mixtral"])
+def test_per_expert_layouts(layout):
+    fused = randomised(qwen3_moe()).state_dict()
+    prefix = "model.layers.3." + {"qwen3_moe": "mlp.", "mixtral": "block_sparse_moe."}[layout]
+    whole = in_model(fused)
+    state = from_huggingface(whole)
+    assert state["model.layers.3.mlp.experts.htoh4.weight"].shape == (E, 2 * H, D)
+    assert state["lm_head.weight"] is not None
+    per_expert = to_huggingface(state, layout)
+    expected = by_hand(layout, fused, prefix)
+    others = {key: value for key, value in whole.items() if ".mlp." not in key}
+    assert_same_states(per_expert, expected | others)
+    shuffled = dict(sorted(per_expert.items(), key=lambda item: hash(item[0])))
+    assert_same_states(from_huggingface(shuffled), state)
+    assert_same_states(to_huggingface(state, "fused"), whole)
+
+
+def test_files_that_transformers_writes(tmp_path):
+    from safetensors.torch import load_file
+    from transformers import MixtralConfig, MixtralForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    common = dict(
+        vocab_size=16,
+        hidden_size=D,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=4,
+    )
+    for name, model in {
+        "qwen3_moe": Qwen3MoeForCausalLM(
+            Qwen3MoeConfig(**common, moe_intermediate_size=H, num_experts=E, num_experts_per_tok=K)
+        ),
+        "mixtral": MixtralForCausalLM(
+            MixtralConfig(**common, intermediate_size=H, num_local_experts=E, num_experts_per_tok=K)
+        ),
+    }.items():
+        randomised(model).save_pretrained(tmp_path / name)
+        in_file = load_file(tmp_path / name / "model.safetensors")
+        converted = from_huggingface(in_file)
+        in_memory = from_huggingface(model.state_dict())
+        assert_same_states(
+            {k: converted[k] for k in in_memory if k in converted}, {k: in_memory[k] for k in converted}
+        )
+        assert converted["model.layers.0.mlp.experts.h4toh.weight"].shape == (E, D, H)
+        assert_same_states(to_huggingface(converted, name), in_file)
+
+
+def test_what_cannot_be_converted():
+    state = ours().state_dict()
+    biased = FMoETransformerMLP(E, D, H, activation="swiglu").state_dict()
+    no_gate_bias = {key: value for key, value in biased.items() if key != "gate.gate.bias"}
+    assert to_huggingface(no_gate_bias).keys() == {"gate.weight", "experts.gate_up_proj", "experts.down_proj"}
+    no_gate_bias["experts.h4toh.bias"][0, 1] = 1e-3
+    with pytest.raises(CheckpointError, match=r"experts\.h4toh\.bias is not zero"):
+        to_huggingface(no_gate_bias)
+    with pytest.raises(
+        CheckpointError, match="layout must be one of fused, qwen3_moe, mixtral, but got 'gpt2'"
+    ):
+        to_huggingface(state, "gpt2")
+    with pytest.raises(CheckpointError, match="are no SwiGLU experts"):
+        to_huggingface(FMoETransformerMLP(E, D, H, bias=False, gate_bias=False).state_dict())
+    with pytest.raises(CheckpointError, match=r"gate\.expert_bias has no place"):
+        to_huggingface({**state, "gate.expert_bias": torch.zeros(E)})
+    with pytest.raises(CheckpointError, match="there is no FMoETransformerMLP"):
+        to_huggingface({"weight": torch.zeros(2)})
+    per_expert = to_huggingface(state, "qwen3_moe")
+    missing = {key: value for key, value in per_expert.items() if key != "experts.1.up_proj.weight"}
+    with pytest.raises(CheckpointError, match=r"missing: experts\.1\.up_proj\.weight$"):
+        from_huggingface(missing)
+    fewer = {key: value for key, value in per_expert.items() if ".3." not in key}
+    with pytest.raises(CheckpointError, match=r"gate\.weight \[4, 8\].* do not fit"):
+        from_huggingface(fewer)
+    with pytest.raises(CheckpointError, match="differ in shape"):
+        from_huggingface({**per_expert, "experts.2.down_proj.weight": torch.zeros(D, H + 1)})

@@ -1,0 +1,322 @@
+"""save() and load() in one process: bitwise, complete or absent, one clear error for everything that does not fit."""
+
+import os
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from fmoe_ext import FMoE, FMoETransformerMLP, SigmoidGate, checkpoint
+from fmoe_ext.checkpoint import CheckpointError
+
+D, H, E = 6, 5, 4
+ROOT = Path(__file__).resolve().parents[2]
+
+
+class Model(nn.Module):
+    def __init__(self, num_expert=E, d_hidden=H, seed=0):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.before = nn.Linear(D, D)
+        self.moe = FMoETransformerMLP(num_expert, D, d_hidden, activation="swiglu", gate=SigmoidGate)
+        self.separate = FMoE(num_expert, D, expert=lambda d: nn.Linear(d, d))
+
+    def forward(self, x):
+        x = self.before(x)
+        return self.separate(x + self.moe(x))
+
+
+def train(model, optimizer, steps):
+    losses = []
+    for step in steps:
+        optimizer.zero_grad()
+        x = torch.randn(9, D, generator=torch.Generator().manual_seed(step))
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def equal(a, b):
+    a, b = a.state_dict(), b.state_dict()
+    return a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a)
+
+
+def by_group(model, **options):
+    biases = [p for n, p in model.named_parameters() if n.endswith("bias")]
+    rest = [p for n, p in model.named_parameters() if not n.endswith("bias")]
+    return torch.optim.AdamW([{"params": rest}, {"params": biases, "weight_decay": 0.0}], **options)
+
+
+OPTIMIZERS = {
+    "adam": lambda model: torch.optim.Adam(model.parameters(), amsgrad=True),
+    "sgd": lambda model: torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
+    "sgd-without-state": lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
+    "adamw-groups": lambda model: by_group(
+        model, lr=torch.tensor(0.01), betas=(0.8, 0.9), capturable=False, foreach=False
+    ),
+    "adafactor": lambda model: torch.optim.Adafactor(model.parameters()),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_training_goes_on_as_if_nothing_had_happened(tmp_path, name):
+    model, other = Model(), Model(seed=1)
+    optimizer, of_other = OPTIMIZERS[name](model), OPTIMIZERS[name](other)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    train(model, optimizer, range(2))
+    scheduler.step()
+    path = checkpoint.save(tmp_path, model, optimizer, step=2, extra={"scheduler": scheduler.state_dict()})
+    assert path == tmp_path / "step-00000002"
+    before = {n: p.data_ptr() for n, p in other.named_parameters()}
+    manifest = checkpoint.load(tmp_path, other, of_other)
+    assert manifest.step == 2 and manifest.extra["scheduler"]["last_epoch"] == 1
+    assert equal(model, other) and before == {n: p.data_ptr() for n, p in other.named_parameters()}
+    ours, theirs = of_other.state_dict(), optimizer.state_dict()
+    assert ours["param_groups"] == theirs["param_groups"]
+    assert ours["state"].keys() == theirs["state"].keys()
+    for index, entries in theirs["state"].items():
+        assert ours["state"][index].keys() == entries.keys()
+        for entry, value in entries.items():
+            mine = ours["state"][index][entry]
+            assert (
+                torch.equal(mine, value) and mine.dtype == value.dtype
+                if torch.is_tensor(value)
+                else mine == value
+            )
+    assert train(model, optimizer, range(2, 5)) == train(other, of_other, range(2, 5))
+
+
+def test_wrappers_leave_no_trace(tmp_path):
+    model = Model()
+    checkpoint.save(tmp_path, nn.DataParallel(nn.Sequential(nn.DataParallel(model))))
+    other = nn.Sequential(Model(seed=1))
+    checkpoint.load(tmp_path, torch.compile(other))
+    assert equal(model, other[0])
+
+
+def test_dtypes(tmp_path):
+    model = Model()
+    model.moe.gate.expert_bias += torch.randn(E)
+    checkpoint.save(tmp_path, model)
+    half = Model(seed=1).bfloat16()
+    with pytest.raises(
+        CheckpointError, match=r"before.weight is torch.bfloat16 in the model and torch.float32"
+    ):
+        checkpoint.load(tmp_path, half)
+    checkpoint.load(tmp_path, half, cast=True)
+    assert torch.equal(half.before.weight, model.before.weight.bfloat16())
+    assert torch.equal(half.moe.gate.expert_bias, model.moe.gate.expert_bias)  # buffers stay what they were
+
+
+def test_keep_and_latest(tmp_path):
+    model = Model()
+    for step in (1, 2, 2, 3):
+        checkpoint.save(tmp_path, model, step=step, keep=2)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["latest", "step-00000002-1", "step-00000003"]
+    checkpoint.save(tmp_path, model, step=1, keep=3)  # gone back and trained on from there
+    assert checkpoint.load(tmp_path, model).step == 1
+    assert checkpoint.load(tmp_path / "step-00000002-1", model).step == 2
+    (tmp_path / "latest").write_text("step-00000009")
+    with pytest.raises(
+        CheckpointError, match=r"names step-00000009, which has no manifest\.json .*step-00000003"
+    ):
+        checkpoint.load(tmp_path, model)
+    with pytest.raises(CheckpointError, match="keep must be at least 1, or None for all, but got 0"):
+        checkpoint.save(tmp_path, model, keep=0)
+    with pytest.raises(CheckpointError, match=r"no checkpoint in .*nowhere"):
+        checkpoint.load(tmp_path / "nowhere", model)
+
+
+def more(model):
+    model.before.extra = nn.Parameter(torch.zeros(2))
+
+
+def fewer(model):
+    model.before.bias = None
+
+
+MISFITS = {
+    "missing": (more, r"missing in the checkpoint: before\.extra$"),
+    "extra": (fewer, r"not in the model: before\.bias$"),
+    "both": (
+        lambda m: (more(m), fewer(m)),
+        r"missing in the checkpoint: before\.extra; not in the model: before\.bias",
+    ),
+    "shape": (
+        lambda m: setattr(m, "moe", Model(d_hidden=7).moe),
+        r"moe\.experts\.htoh4\.weight is \[4, 14, 6\] in the model and \[4, 10, 6\] in the checkpoint; .*h4toh",
+    ),
+    "num_experts": (
+        lambda m: setattr(m, "moe", Model(num_expert=8).moe),
+        r"layer moe has 8 experts in the model, 4 in the checkpoint$",
+    ),
+    "num_experts, separate": (
+        lambda m: setattr(m, "separate", Model(num_expert=2).separate),
+        r"layer separate has 2 experts in the model, 4 in the checkpoint$",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", MISFITS)
+@pytest.mark.parametrize("target", ["folder", "file"])
+def test_what_does_not_fit_is_named_and_nothing_changes(tmp_path, kind, target):
+    change, text = MISFITS[kind]
+    model, other = Model(), Model(seed=1)
+    path = tmp_path
+    if target == "folder":
+        checkpoint.save(path, model)
+    else:
+        path = tmp_path / "model.safetensors"
+        checkpoint.export_safetensors(path, model)
+    change(other)
+    before = {key: value.clone() for key, value in other.state_dict().items()}
+    with pytest.raises(CheckpointError, match=text):
+        checkpoint.load(path, other)
+    assert all(torch.equal(value, before[key]) for key, value in other.state_dict().items())
+
+
+def test_optimizers_that_do_not_fit(tmp_path):
+    model = Model()
+    checkpoint.save(tmp_path / "bare", model)
+    with pytest.raises(CheckpointError, match="has no optimizer state"):
+        checkpoint.load(tmp_path / "bare", model, torch.optim.Adam(model.parameters()))
+    part = torch.optim.Adam(model.moe.parameters())
+    train(model, part, range(1))
+    checkpoint.save(tmp_path, model, part)
+    with pytest.raises(
+        CheckpointError, match=r"no optimizer state for before\.bias, before\.weight, separate"
+    ):
+        checkpoint.load(tmp_path, model, torch.optim.Adam(model.parameters()))
+    with pytest.raises(
+        CheckpointError, match="the optimizer is SGD, but the checkpoint has the state of Adam"
+    ):
+        checkpoint.load(tmp_path, model, torch.optim.SGD(model.moe.parameters()))
+    with pytest.raises(CheckpointError, match=r"a parameter of shape \[3\] that is not one of the model"):
+        checkpoint.save(tmp_path, model, torch.optim.SGD([nn.Parameter(torch.zeros(3))]))
+    with pytest.raises(CheckpointError, match=r"extra must be plain values \(JSON\): .*Tensor"):
+        checkpoint.save(tmp_path, model, extra={"state": torch.zeros(2)})
+    whole = torch.optim.Adam(model.parameters())
+    train(model, whole, range(1))
+    checkpoint.save(tmp_path, model, whole)
+    with pytest.raises(
+        CheckpointError, match=r"optimizer state for others too: before\.bias, before\.weight, separate"
+    ):
+        checkpoint.load(tmp_path, model, part)
+    two_groups = by_group(model)
+    train(model, two_groups, range(1))
+    checkpoint.save(tmp_path, model, two_groups)
+    with pytest.raises(CheckpointError, match="group 0 were in 2 groups"):
+        checkpoint.load(tmp_path, model, torch.optim.AdamW(model.parameters()))
+
+
+@pytest.mark.parametrize("damage", ["truncated", "flipped", "deleted"])
+@pytest.mark.parametrize("file", ["__0_0.distcp", ".metadata", "manifest.json"])
+def test_damage_is_found(tmp_path, damage, file):
+    model, other = Model(), Model(seed=1)
+    checkpoint.save(tmp_path, model, step=1)
+    path = checkpoint.save(tmp_path, model, step=2) / file
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    if damage == "flipped":
+        path.write_bytes(content)
+    elif damage == "truncated":
+        path.write_bytes(content[:-5])
+    else:
+        path.unlink()
+    before = {key: value.clone() for key, value in other.state_dict().items()}
+    with pytest.raises(CheckpointError, match=f"{file}.*(damaged|truncated|missing)|has no {file}"):
+        checkpoint.load(tmp_path, other)
+    assert all(torch.equal(value, before[key]) for key, value in other.state_dict().items())
+    if file == "__0_0.distcp":
+        with pytest.raises(CheckpointError, match="complete checkpoints there: step-00000001"):
+            checkpoint.load(tmp_path, other)
+    checkpoint.load(tmp_path / "step-00000001", other)
+    assert equal(model, other)
+
+
+def test_code_in_metadata_is_not_run(tmp_path):
+    class Attack:
+        def __reduce__(self):
+            return os.mkdir, (str(tmp_path / "attacked"),)
+
+    path = checkpoint.save(tmp_path, Model())
+    (path / ".metadata").write_bytes(pickle.dumps(Attack()))
+    with pytest.raises(CheckpointError, match=r"\.metadata contains posix.mkdir, which no checkpoint"):
+        checkpoint.load(tmp_path, Model(), verify=False)
+    assert not (tmp_path / "attacked").exists()
+
+
+def save_and_die(folder):
+    """Saves again and again, killed one moment later each time: before a file or a name changes or is made durable."""
+    torch.set_num_threads(1)
+    model = Model()
+    optimizer = torch.optim.Adam(model.parameters())
+    train(model, optimizer, range(1))
+    checkpoint.save(folder, model, optimizer, step=1, keep=2)
+    survived, step = 0, 1
+    for fatal in range(1000):
+        child = os.fork()
+        if child == 0:
+            die_at(fatal)
+            with torch.no_grad():
+                model.before.bias.fill_(fatal)
+            checkpoint.save(folder, model, optimizer, step=2, keep=2)
+            os._exit(0)
+        killed = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -9
+        other = Model(seed=1)
+        manifest = checkpoint.load(folder, other, torch.optim.Adam(other.parameters()))
+        assert manifest.step in (step, 2) and (manifest.step == 2 or killed), (fatal, manifest.step)
+        step = manifest.step
+        if not killed:
+            assert other.before.bias.tolist() == [fatal] * D
+            break
+        survived += 1
+    folders = sorted(path.name for path in Path(folder).iterdir())
+    assert folders[0] == "latest" and len(folders) == 3, folders  # and nothing of the interrupted ones
+    print("survived", survived)
+
+
+def die_at(fatal):
+    count = -1
+
+    def counted(function):
+        def call(*args, **kwargs):
+            nonlocal count
+            count += 1
+            if count == fatal:
+                os.kill(os.getpid(), 9)
+            return function(*args, **kwargs)
+
+        return call
+
+    for name in ("fsync", "replace", "rename", "mkdir", "unlink", "rmdir"):
+        setattr(os, name, counted(getattr(os, name)))
+
+
+def test_killed_at_any_moment(tmp_path):
+    code = f"from test_save_load import save_and_die; save_and_die({str(tmp_path)!r})"
+    folders = os.pathsep.join([str(Path(__file__).parent), str(ROOT)])
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": folders},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout.split()[-1]) >= 20, done.stdout
+
+
+def test_a_failed_save_leaves_the_last_one(tmp_path):
+    model = Model()
+    checkpoint.save(tmp_path, model, step=1)
+    model.before.weight = nn.Parameter(torch.empty(D, D, device="meta"))  # has no data to write
+    with pytest.raises(CheckpointError, match=r"writing .*step-00000002: rank 0: .*meta tensor; no data"):
+        checkpoint.save(tmp_path, model, step=2)
+    assert checkpoint.load(tmp_path, Model()).step == 1

@@ -1,0 +1,329 @@
+"""Checkpoints across layouts: saved on 4 ranks, loaded on 2 and 1, bitwise; the training goes on alike."""
+
+import functools
+import os
+import signal
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from fmoe_ext import FMoETransformerMLP, SigmoidGate, SoftmaxGate, checkpoint
+from fmoe_ext.distributed import DistributedGroupedDataParallel, init_groups
+from fmoe_ext.ep.placement import move_experts
+from fmoe_ext.gates import update_biases
+from fmoe_ext.testing import DistributedError, DistributedPool
+from tests.distributed.layouts import D, E, H, Model, batch, fill, local_part, loss_of
+
+ROWS = [5, 8, 3, 4]  # tokens of the four parts of each batch
+SGD = functools.partial(torch.optim.SGD, lr=0.05, momentum=0.9, nesterov=True)
+ADAM = functools.partial(torch.optim.Adam, lr=0.05)
+TIMEOUT = 300.0  # a busy machine is slow
+GATE = functools.partial(SigmoidGate, bias_update_speed=0.01)
+
+
+class Job:
+    """A model, its optimizer and its part of the batches, on this rank of a layout; ep=None: without process group."""
+
+    def __init__(self, ep=None, optimizer=ADAM, experts="fused", seed=0):
+        self.ep, self.rank, self.parts, options = ep or 1, 0, range(4), {}
+        if ep is not None:
+            self.groups = init_groups(ep=ep)
+            self.rank = dist.get_rank(self.groups.ep)
+            share = 4 // dist.get_world_size()
+            self.parts = range(dist.get_rank() * share, (dist.get_rank() + 1) * share)
+            options = dict(world_size=ep, moe_group=self.groups.ep, gate_group=self.groups.world)
+        self.experts = experts
+        bare = Model(E // self.ep, gate=GATE, experts=experts, expert_dp_comm="moe", **options)
+        self.bare = fill(bare, torch.float64, seed)
+        self.model = self.bare
+        if ep is not None:
+            kwargs = self.groups.data_parallel_kwargs()
+            self.model = DistributedGroupedDataParallel(self.bare, auto_allreduce=True, **kwargs)
+        self.optimizer = optimizer(self.model.parameters())
+
+    def train(self, steps):
+        losses = []
+        for step in steps:
+            self.optimizer.zero_grad()
+            columns = zip(*(batch(i, step, ROWS[i], torch.float64) for i in self.parts), strict=True)
+            x, y = (torch.cat(column) for column in columns)
+            ranks = 1 if self.model is self.bare else dist.get_world_size()
+            loss = loss_of(self.model, x, y, sum(ROWS) / ranks)
+            loss.backward()
+            if ranks > 1:
+                self.model.allreduce_params()
+                dist.all_reduce(loss := loss.detach().clone())
+            losses.append(loss.item() / ranks)
+            self.optimizer.step()
+            update_biases(self.bare)
+        return losses
+
+    def state(self):
+        """{name: tensor} of parameters, buffers and the optimizer, as this rank has them."""
+        tensors = {n: t.detach().clone() for n, t in self.bare.state_dict().items() if "placement" not in n}
+        for name, param in self.bare.named_parameters():
+            for entry, value in self.optimizer.state[param].items():
+                tensors[f"{entry} of {name}"] = torch.as_tensor(value).clone()
+        return tensors
+
+
+def assert_part_of(whole, state, rank, ep, experts):
+    """What a rank has is bitwise its part of the state of one process."""
+    expected = {}
+    for name, value in whole.items():
+        is_step = value.dim() == 0 and experts == "fused"  # one for all experts
+        mine, part = (name, value) if is_step else local_part(name, value, rank, ep, experts)
+        if mine is not None:
+            expected[mine] = part
+    assert state.keys() == expected.keys()
+    different = [name for name in state if not torch.equal(state[name], expected[name])]
+    assert not different, different
+
+
+def save_in_layout(folder, ep, optimizer, experts, moved):
+    job = Job(ep, optimizer, experts)
+    job.train(range(2))
+    if moved:
+        for layer in job.bare.moe:
+            move_experts(layer, [2, 0, 3, 1], job.optimizer)
+    for group in job.optimizer.param_groups:
+        group["lr"] = 0.03
+    checkpoint.save(folder, job.model, job.optimizer, step=2, extra={"note": "half way"})
+    if moved:
+        for layer in job.bare.moe:
+            move_experts(layer, range(E), job.optimizer)
+    return job.state(), job.train(range(2, 5))
+
+
+def load_in_layout(folder, ep, optimizer, experts, whole, moved):
+    job = Job(ep, optimizer, experts, seed=1)
+    if moved:  # before loading: where experts were does not matter
+        for layer in job.bare.moe:
+            move_experts(layer, [1, 0, 3, 2], job.optimizer)
+    manifest = checkpoint.load(folder, job.model, job.optimizer)
+    assert (manifest.step, manifest.extra) == (2, {"note": "half way"})
+    assert_part_of(whole, job.state(), job.rank, ep, experts)
+    assert job.optimizer.param_groups[0]["lr"] == 0.03
+    return job.train(range(2, 5))
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "experts", "moved"),
+    [(ADAM, "fused", False), (SGD, "fused", True), (ADAM, "separate", False)],
+    ids=["adam", "sgd-moved", "adam-separate"],
+)
+def test_saved_on_four_ranks(pool, tmp_path, optimizer, experts, moved):
+    results = pool.run(save_in_layout, tmp_path, 4, optimizer, experts, moved, timeout=TIMEOUT)
+    expected = results[0][1]
+    one = Job(None, optimizer, experts, seed=1)
+    assert checkpoint.load(tmp_path, one.model, one.optimizer).layers["moe.1"]["num_experts"] == E
+    whole = one.state()
+    for rank, (state, _) in enumerate(results):
+        assert_part_of(whole, state, rank, 4, experts)
+    assert one.optimizer.param_groups[0]["lr"] == 0.03
+    assert one.train(range(2, 5)) == pytest.approx(expected, rel=1e-12)
+    for ep, world_size in ((2, 2), (2, 4)):
+        losses = pool.run(
+            load_in_layout,
+            tmp_path,
+            ep,
+            optimizer,
+            experts,
+            whole,
+            moved,
+            world_size=world_size,
+            timeout=TIMEOUT,
+        )
+        assert losses[0] == pytest.approx(expected, rel=1e-12), (ep, world_size)
+
+
+def export_and_load_back(path):
+    job = Job(4)
+    job.train(range(1))
+    checkpoint.export_safetensors(path, job.model)
+    whole = [job.state()]
+    job.train(range(1, 2))
+    checkpoint.load(path, job.model)
+    loaded = job.state()
+    assert all(torch.equal(value, loaded[name]) for name, value in whole[0].items() if " of " not in name)
+
+
+def load_file(path, whole):
+    job = Job(2, seed=1)
+    checkpoint.load(path, job.model)
+    parameters = {name: value for name, value in job.state().items() if " of " not in name}
+    assert_part_of(whole, parameters, job.rank, 2, "fused")
+
+
+def test_single_file(pool, tmp_path):
+    path = tmp_path / "model.safetensors"
+    pool.run(export_and_load_back, path, timeout=TIMEOUT)
+    assert [p.name for p in tmp_path.iterdir()] == ["model.safetensors"]
+    one = Job(seed=1)
+    checkpoint.load(path, one.model)
+    pool.run(load_file, path, one.state(), world_size=2, timeout=TIMEOUT)
+
+
+def make_bare(**options):
+    gate = functools.partial(SoftmaxGate, gate_bias=False)
+    return FMoETransformerMLP(
+        E // options.get("world_size", 1), D, H, "swiglu", bias=False, gate=gate, **options
+    )
+
+
+def load_huggingface(folder, whole):
+    layer = torch.nn.ModuleDict({"mlp": make_bare(world_size=2)})
+    checkpoint.load(folder, layer)
+    assert_part_of(whole, layer.state_dict(), dist.get_rank(), 2, "fused")
+
+
+def test_huggingface_folder(pool, tmp_path):
+    whole = torch.nn.ModuleDict({"mlp": make_bare()}).state_dict()
+    for layout in ("fused", "qwen3_moe", "mixtral"):
+        folder = tmp_path / layout
+        folder.mkdir()
+        tensors = checkpoint.to_huggingface(whole, layout)
+        save_file(
+            {name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors"
+        )
+        pool.run(load_huggingface, folder, whole, world_size=2, timeout=TIMEOUT)
+
+
+class Sharded(torch.nn.Module):
+    """A dense layer whose weight is spread over the ranks, as by FSDP, beside experts."""
+
+    def __init__(self, seed, **options):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.dense = torch.nn.Linear(4, 6)
+        self.moe = FMoETransformerMLP(E // options.get("world_size", 1), D, H, **options)
+        for name, param in fill(self, torch.float64, seed).named_parameters():
+            param.grad = torch.full_like(param, 0.1 * len(name))
+        if options:
+            mesh = init_device_mesh("cpu", (2,))
+            self.dense.weight = torch.nn.Parameter(
+                distribute_tensor(self.dense.weight.data, mesh, [Shard(0)])
+            )
+            grad = torch.full((6, 4), 0.1 * len("dense.weight"), dtype=torch.float64)
+            self.dense.weight.grad = distribute_tensor(grad, mesh, [Shard(0)])
+        self.optimizer = torch.optim.Adam(self.parameters())
+
+
+def save_sharded(folder):
+    model = Sharded(0, world_size=2)
+    model.optimizer.step()
+    checkpoint.save(folder, model, model.optimizer)
+    expected = (
+        model.dense.weight.full_tensor(),
+        model.optimizer.state[model.dense.weight]["exp_avg"].full_tensor(),
+    )
+    other = Sharded(1, world_size=2)
+    checkpoint.load(folder, other, other.optimizer)
+    loaded = (
+        other.dense.weight.full_tensor(),
+        other.optimizer.state[other.dense.weight]["exp_avg"].full_tensor(),
+    )
+    assert all(torch.equal(a, b) for a, b in zip(loaded, expected, strict=True))
+    checkpoint.export_safetensors(folder / "model.safetensors", model)
+    again = Sharded(1, world_size=2)
+    checkpoint.load(folder / "model.safetensors", again)
+    assert torch.equal(again.dense.weight.full_tensor(), expected[0])
+
+
+def test_sharded_dense_parameters(pool, tmp_path):
+    pool.run(save_sharded, tmp_path, world_size=2, timeout=TIMEOUT)
+    one, expected = Sharded(1), Sharded(0)
+    expected.optimizer.step()
+    checkpoint.load(tmp_path, one, one.optimizer)
+    for a, b in zip(one.dense.parameters(), expected.dense.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-14, atol=1e-14)
+        torch.testing.assert_close(one.optimizer.state[a]["exp_avg"], expected.optimizer.state[b]["exp_avg"])
+
+
+def text_of_error(action, *args):
+    with pytest.raises(checkpoint.CheckpointError) as error:
+        action(*args)
+    return str(error.value)
+
+
+def save_twice(folder):
+    job = Job(2)
+    job.train(range(1))
+    for step in (1, 2):
+        checkpoint.save(folder, job.model, job.optimizer, step=step)
+
+
+def load_with_faults(folder):
+    """The texts of the errors on this rank, for faults that only one of the ranks sees."""
+    job = Job(2, seed=1)
+    before = job.state()
+    newest = folder / "step-00000002"
+    odd = dist.get_rank() == 1
+    texts = [text_of_error(checkpoint.load, folder, job.model, job.optimizer)]  # one file is damaged
+    load = functools.partial(checkpoint.load, newest, verify=False)
+    if odd:
+        job.bare.after.extra = torch.nn.Parameter(torch.zeros(2))
+    texts.append(text_of_error(load, job.model))
+    if odd:
+        del job.bare.after.extra
+        job.bare.after.weight.data = torch.zeros(1, 7, dtype=torch.float64)
+    texts.append(text_of_error(load, job.model))
+    if odd:
+        job.bare.after.weight.data = before["after.weight"].clone()
+    texts.append(text_of_error(load, fill(Model(4, gate=GATE, world_size=2), torch.float64)))
+    texts.append(
+        text_of_error(load, job.model, torch.optim.SGD(job.model.parameters()) if odd else job.optimizer)
+    )
+    after = job.state()
+    assert all(torch.equal(value, after[name]) for name, value in before.items())
+    checkpoint.load(folder / "step-00000001", job.model, job.optimizer)
+    return texts
+
+
+def test_one_error_on_every_rank(pool, tmp_path):
+    pool.run(save_twice, tmp_path, world_size=2, timeout=TIMEOUT)
+    data = tmp_path / "step-00000002" / "__1_0.distcp"
+    content = bytearray(data.read_bytes())
+    content[len(content) // 2] ^= 1
+    data.write_bytes(content)
+    first, second = pool.run(load_with_faults, tmp_path, world_size=2, timeout=TIMEOUT)
+    assert first == second
+    damaged, missing, shape, num_experts, optimizer = first
+    assert "__1_0.distcp is damaged" in damaged and "complete checkpoints there: step-00000001" in damaged
+    assert "missing in the checkpoint: after.extra" in missing
+    assert "rank 1: after.weight is [1, 7] in the model and [1, 6] in the checkpoint" in shape
+    assert "layer moe.0 has 8 experts in the model, 4 in the checkpoint" in num_experts
+    assert "rank 1: the optimizer is SGD, but the checkpoint has the state of Adam" in optimizer
+
+
+def die_while_saving(folder, rank, function):
+    job = Job(2)
+    job.train(range(2))
+    if dist.get_rank() == rank:
+        setattr(os, function, lambda *args: os.kill(os.getpid(), signal.SIGKILL))
+    checkpoint.save(folder, job.model, job.optimizer, step=3)
+
+
+@pytest.fixture(scope="module")
+def faulty_pool():
+    """A small pool of its own: its processes are replaced after every failure."""
+    with DistributedPool(2) as pool:
+        yield pool
+
+
+def test_rank_killed_while_saving(faulty_pool, tmp_path):
+    faulty_pool.run(save_twice, tmp_path, timeout=TIMEOUT)
+    for rank, function in ((1, "fsync"), (0, "replace")):  # while writing its tensors; when all is written
+        with pytest.raises(DistributedError) as error:
+            faulty_pool.run(die_while_saving, tmp_path, rank, function, timeout=TIMEOUT)
+        assert f"rank {rank}: the process ended with exit code -9" in str(error.value)
+        assert f"rank {1 - rank}: Traceback" in str(error.value)
+        assert "CheckpointError: another rank does not answer, it may have died" in str(error.value)
+        one = Job(seed=1)
+        assert checkpoint.load(tmp_path, one.model, one.optimizer).step == 2
+    assert checkpoint.save(tmp_path, one.model, one.optimizer, step=3, keep=1) == tmp_path / "step-00000003"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-00000003"]
