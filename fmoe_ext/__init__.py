@@ -17,6 +17,7 @@ from fmoe_ext.gates import (
     UniformGate,
     ZeroGate,
 )
+from fmoe_ext.integrations.fmoefy import fmoefy
 from fmoe_ext.layers import FMoE
 from fmoe_ext.linear import FMoELinear
 from fmoe_ext.transformer import FMoETransformerMLP
@@ -41,6 +42,7 @@ __all__ = [
     "UniformGate",
     "ZeroGate",
     "balance",
+    "fmoefy",
     "gates",
     "ops",
 ]

@@ -7,7 +7,7 @@ share the experts (OneWorker for one). A loss that several workers compute is th
 import torch
 
 from fmoe_ext import ops
-from fmoe_ext.gates.base_gate import OneWorker
+from fmoe_ext.gates.base_gate import BaseGate, OneWorker
 
 ONE_WORKER = OneWorker()
 
@@ -72,3 +72,13 @@ def cv_squared(x):
     if x.numel() == 1:
         return x.new_zeros(())
     return x.var() / (x.mean().square() + 1e-10)
+
+
+def total_loss(model):
+    """The sum of the losses that the gates of a model have from its last forward; they forget them.
+
+    -> scalar, 0.0 if no gate has one; `loss + weight * total_loss(model)` is what to train with.
+    Equivalent to: sum(gate.get_loss() for gate in the model's gates).
+    """
+    losses = [module.get_loss() for module in model.modules() if isinstance(module, BaseGate)]
+    return sum((loss.sum() for loss in losses if loss is not None), 0.0)

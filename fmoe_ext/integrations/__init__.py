@@ -1,1 +1,1 @@
-"""fmoefy and what it knows about Megatron-LM, Transformers and plain PyTorch; optional packages are not imported here."""
+"""fmoefy and what it knows about Megatron-LM, Transformers and plain PyTorch; importing it needs none of them."""

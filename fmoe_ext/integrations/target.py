@@ -7,7 +7,6 @@ package only once a model from it has been recognised.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor, nn
@@ -30,7 +29,7 @@ class Options:
     noise: float = 0.0
     activation: Any = None
     d_model: int | None = None
-    moe_kwargs: Mapping[str, Any] = MappingProxyType({})  # further arguments of FMoETransformerMLP
+    moe_kwargs: Mapping[str, Any] = field(default_factory=dict)  # further arguments of FMoETransformerMLP
 
 
 @dataclass(frozen=True)
@@ -39,17 +38,29 @@ class DenseMLP:
 
     activation: what FMoETransformerMLP takes, gated ones by name; then w1 has 2 * d_hidden rows, gate before up.
     w1 [H1, d_model], b1 [H1] or None, w2 [d_model, d_hidden], b2 [d_model] or None: detached, maybe views of the
-    model's own. w1 and w2 are None where they cannot be read; why_unreadable then says why, for init="upcycle".
+    model's own; w1 may be the tuple (gate, up) of two [d_hidden, d_model]. w1 and w2 are None where they cannot be
+    read; why_unreadable then says why, and d_model, d_hidden and activation may be None: the user has to give them.
     """
 
-    d_model: int
+    d_model: int | None
     d_hidden: int | None
-    activation: str | Callable
-    w1: Tensor | None = None
+    activation: str | Callable | None
+    w1: Tensor | tuple[Tensor, Tensor] | None = None
     b1: Tensor | None = None
     w2: Tensor | None = None
     b2: Tensor | None = None
     why_unreadable: str = ""
+
+    @property
+    def w1_parts(self):
+        """w1 as its matrices [d_hidden, d_model]: (w1,), or (gate, up)."""
+        if isinstance(self.w1, tuple):
+            return self.w1
+        return self.w1.split(self.d_hidden)
+
+    @property
+    def has_bias(self):
+        return self.b1 is not None or self.b2 is not None
 
 
 def _nothing():
@@ -76,6 +87,6 @@ class Target:
     finish: Callable[[], None] = _nothing
     layer_index: int | None = None
     num_layers: int | None = None
-    moe_kwargs: Mapping[str, Any] = MappingProxyType({})
-    gate_kwargs: Mapping[str, Any] = MappingProxyType({})
+    moe_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    gate_kwargs: Mapping[str, Any] = field(default_factory=dict)
     notes: tuple[str, ...] = ()

@@ -1,0 +1,74 @@
+"""fmoefy for plain PyTorch: nn.TransformerEncoderLayer, nn.TransformerDecoderLayer, and whatever match= points at."""
+
+import fnmatch
+
+from torch import nn
+
+from fmoe_ext.integrations.recognize import pair, read_mlp
+from fmoe_ext.integrations.target import Target
+from fmoe_ext.layers import FMoE
+
+KIND = "plain PyTorch"
+LOOKED_FOR = "nn.TransformerEncoderLayer, nn.TransformerDecoderLayer, or the modules that match= points at"
+LAYERS = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
+
+
+def find(model, options):
+    matches = _is_layer if options.match is None else _matcher(options.match)
+    encoders = [m for m in model.modules() if isinstance(m, nn.TransformerEncoder)]
+    return list(_walk(model, matches, encoders, "", None, ""))
+
+
+def _walk(module, matches, encoders, path, parent, attribute):
+    """Targets in the order of the model; nothing inside a match or an MoE layer is looked at."""
+    if isinstance(module, FMoE):
+        return
+    if matches(path, module):
+        if isinstance(module, LAYERS):
+            yield _of_torch_layer(path, module, encoders)
+            return
+        if parent is None:
+            raise ValueError("match= points at the model itself, which cannot be replaced inside itself")
+        reading = read_mlp(module)
+        yield Target(path, parent, attribute, reading.dense, reading.wrap, notes=reading.notes)
+        return
+    for name, child in module.named_children():
+        yield from _walk(child, matches, encoders, f"{path}.{name}" if path else name, module, name)
+
+
+def _is_layer(path, module):
+    return isinstance(module, LAYERS)
+
+
+def _matcher(match):
+    """match(path, module) for a class, a tuple of classes, a pattern of paths or a function of both."""
+    if isinstance(match, str):
+        return lambda path, module: fnmatch.fnmatchcase(path, match)
+    if isinstance(match, (type, tuple)):
+        return lambda path, module: isinstance(module, match)
+    if callable(match):
+        return match
+    raise TypeError(
+        f"match must be a class, a pattern of paths or a function (path, module), but got {match!r}"
+    )
+
+
+def _of_torch_layer(path, layer, encoders):
+    """The layer's own forward goes on to be used: linear1 becomes the MoE layer, what follows it does nothing."""
+
+    def finish():
+        layer.linear2 = nn.Identity()
+        layer.activation = nn.Identity()
+        layer.dropout = nn.Identity()
+        if isinstance(layer, nn.TransformerEncoderLayer):
+            layer.activation_relu_or_gelu = (
+                0  # evaluation must not take the fused path, which reads linear1.weight
+            )
+            for encoder in encoders:
+                if any(m is layer for m in encoder.layers):
+                    encoder.use_nested_tensor = False  # a part of that path
+
+    dense = pair(layer.linear1, layer.linear2, layer.activation)
+    p = layer.dropout.p
+    notes = (f"its dropout ({p}) between the linear layers is left out",) if p > 0 else ()
+    return Target(f"{path}.linear1".lstrip("."), layer, "linear1", dense, finish=finish, notes=notes)

@@ -1,0 +1,144 @@
+"""What experts start as: copies or slices of the dense MLP, or random values of its scale.
+
+Sparse upcycling: Komatsuzaki et al. 2022, "Sparse Upcycling: Training Mixture-of-Experts from Dense Checkpoints". The
+slices and the gate whose choices hold one of each: He et al. 2024, "Upcycling Large Language Models into Mixture of
+Experts" ("virtual groups").
+"""
+
+import math
+
+import torch
+
+from fmoe_ext.gates import (
+    ExpertChoiceGate,
+    GShardGate,
+    NaiveGate,
+    NoisyGate,
+    ScoredGate,
+    ZeroGate,
+)
+
+
+def check(layer, dense, split):
+    """ValueError unless the experts of layer, filled from dense, give its output at first."""
+    total_weight(layer.gate)
+    if split == 1:
+        return
+    for name, value in (("the number of experts of all workers", layer.num_experts), ("top_k", layer.top_k)):
+        if value % split != 0:
+            raise ValueError(f"{name} must be a multiple of split={split}, but is {value}")
+    if dense.d_hidden % split != 0:
+        raise ValueError(f"split must divide the {dense.d_hidden} hidden units, but is {split}")
+    gate = layer.gate
+    if not isinstance(gate, ScoredGate) and type(gate) is not NaiveGate:
+        raise ValueError(
+            f"split={split} needs a gate that chooses by its scores alone: NaiveGate, SoftmaxGate, SigmoidGate or "
+            f"UniformGate, but got {type(gate).__name__}"
+        )
+    num_groups = getattr(gate, "num_groups", 1)
+    if layer.num_experts // num_groups % split != 0:
+        raise ValueError(
+            f"split={split} must divide the {layer.num_experts // num_groups} experts of each of the gate's "
+            f"num_groups={num_groups} groups"
+        )
+
+
+def total_weight(gate):
+    """The sum of every token's topk_weights, which has to be one constant: ValueError for gates where it is not.
+
+    A gate of one's own says it by an attribute total_weight.
+    """
+    declared = getattr(gate, "total_weight", None)
+    if declared is not None:
+        return declared
+    if isinstance(gate, ExpertChoiceGate):
+        why = "its experts choose tokens, so a token may get any number of them"
+    elif isinstance(gate, GShardGate) and gate.random_routing:
+        why = "it drops second choices at random; random_routing=False keeps them"
+    elif isinstance(gate, GShardGate) and _drops(gate):
+        why = f"it drops choices over its capacity {gate.capacity}; a large enough one drops none"
+    elif isinstance(gate, ScoredGate) and gate.capacity_factor is not None:
+        why = f"it drops choices over its capacity_factor={gate.capacity_factor}; None drops none"
+    elif isinstance(gate, NaiveGate) and not gate.normalize:
+        why = "its weights are probabilities among all experts; a gate with normalize=True divides them by their sum"
+    elif isinstance(gate, ScoredGate):
+        return gate.scale
+    elif isinstance(gate, (NaiveGate, NoisyGate, ZeroGate)):
+        return 1.0
+    else:
+        why = "its weights are not known; if they always have one sum, give it the attribute total_weight"
+    raise ValueError(
+        'init="upcycle" needs a gate whose weights have the same sum for every token, so that the first output is the '
+        f"dense model's, but {type(gate).__name__} has not: {why}"
+    )
+
+
+def _drops(gate):
+    many = 2**20 * gate.tot_expert
+    return gate.expert_capacity(min(gate.capacity), many) < many
+
+
+@torch.no_grad()
+def fill_from_dense(layer, dense, first, split, noise, seed):
+    """Gives every expert of this worker its part of the dense MLP; first: its number among all experts.
+
+    Expert e holds hidden units number (e % split) of split equal parts, its second matrix being split times as large:
+    K choices with one sum of weights that hold every part equally often give the dense output. The gate starts with
+    equal scores for the split experts of a part, so that they are chosen together; equal scores go by number, and the
+    numbers of such a group follow each other. Training tells them apart.
+    """
+    size = dense.d_hidden // split
+    scale = split / total_weight(layer.gate)
+    w1, b1, w2, b2 = layer.experts.weights
+    for i in range(layer.num_expert):
+        part = slice((first + i) % split * size, ((first + i) % split + 1) * size)
+        w1[i].copy_(torch.cat([w[part] for w in dense.w1_parts]))
+        w2[i].copy_(dense.w2[:, part] * scale)
+        if dense.b1 is not None:
+            b1[i].copy_(torch.cat([b[part] for b in dense.b1.split(dense.d_hidden)]))
+        elif b1 is not None:
+            b1[i].zero_()
+        if dense.b2 is not None:
+            b2[i].copy_(dense.b2 * (scale / split))
+        elif b2 is not None:
+            b2[i].zero_()
+        if noise:
+            generator = _generator(w1, seed, first + i)
+            for w in (w1[i], w2[i]):
+                w.add_(torch.empty_like(w).normal_(0, noise * w.float().std().item(), generator=generator))
+    if split > 1:
+        _tie(layer.gate.gate.weight, split)
+        if layer.gate.gate.bias is not None:
+            _tie(layer.gate.gate.bias, split)
+
+
+def _tie(scores, split):
+    """Makes split neighbours equal along the first dimension."""
+    scores.copy_(scores[::split].repeat_interleave(split, 0))
+
+
+@torch.no_grad()
+def fill_randomly(layer, dense, first, seed):
+    """Draws every expert's weights from N(0, s^2), s that of the dense MLP's own, biases 0.
+
+    An unreadable MLP has s = 1 / sqrt(3 * inputs), that of nn.Linear. The draw depends on seed and the expert's number
+    among all workers, first being that of the first one here.
+    """
+    w1, b1, w2, b2 = layer.experts.weights
+    default = [1 / math.sqrt(3 * w.shape[2]) for w in (w1, w2)]
+    stds = default if dense.w1 is None else [_std(*dense.w1_parts), _std(dense.w2)]
+    for i in range(layer.num_expert):
+        generator = _generator(w1, seed, first + i)
+        for w, std in zip((w1, w2), stds, strict=True):
+            w[i].normal_(0, std, generator=generator)
+    for b in (b1, b2):
+        if b is not None:
+            b.zero_()
+
+
+def _std(*parts):
+    return math.sqrt(sum(w.float().var(correction=0).item() for w in parts) / len(parts))
+
+
+def _generator(like, seed, number):
+    return torch.Generator(like.device).manual_seed(seed + number)
