@@ -7,19 +7,12 @@ import pytest
 import torch
 
 from fmoe_ext.gates import SoftmaxGate
-from fmoe_ext.testing import DistributedPool
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "integrations"))
 import megatron_layouts as layouts
 
+pytest.importorskip("megatron.core", reason="pip install megatron-core")
 STEPS = 3
-
-
-@pytest.fixture(scope="module")
-def pool():
-    pytest.importorskip("megatron.core")
-    with DistributedPool(4) as pool:
-        yield pool
 
 
 def run_layout(truth, steps, layout, distributed_optimizer, dtype):
@@ -51,7 +44,7 @@ def _run_layout(truth, steps, layout, distributed_optimizer, dtype):
             optimizer="adam" if distributed_optimizer else "sgd",
             lr=0.01 if distributed_optimizer else 0.3,
             sgd_momentum=0.5,
-            clip_grad=1.0,
+            clip_grad=0.0,  # Megatron clips float32 gradients only
             use_distributed_optimizer=distributed_optimizer,
         ),
         chunks,
@@ -64,7 +57,8 @@ def _run_layout(truth, steps, layout, distributed_optimizer, dtype):
         losses.append(layouts.mean_loss(forward_backward(chunks, layouts.microbatches(step), layouts.SEQ_LEN)))
         if step == 0 and not distributed_optimizer:
             first = layouts.gradients([chunk.module for chunk in chunks])
-        norms.append(optimizer.step()[1])
+        optimizer.step()
+        norms.append(float(optimizer.get_grad_norm()))
     if truth is None:
         return losses, norms, {name: grad for name, (grad, _) in first.items()}
     scale = max(grad.abs().max() for grad in truth.values())

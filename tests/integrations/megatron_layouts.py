@@ -49,7 +49,7 @@ def shards(chunks):
     found = {}
     for chunk in chunks:
         for sharded in chunk.sharded_state_dict().values():
-            if not hasattr(sharded, "global_offset"):
+            if not hasattr(sharded, "prepend_axis_num"):
                 continue  # extra state
             layer = sharded.prepend_axis_num  # axes in front say which layer it is
             starts_and_sizes = zip(sharded.global_offset[layer:], sharded.local_shape, strict=True)
