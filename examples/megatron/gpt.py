@@ -76,7 +76,7 @@ def forward_step(batches, model):
 
 
 def forward_backward(chunks, microbatches, seq_len):
-    """Gradients of the mean loss over the microbatches, a list of (inputs, targets) -> the losses, on the last stage."""
+    """Gradients of the mean loss over the microbatches, a list of (inputs, targets) -> losses, on the last stage."""
     inputs = microbatches[0][0]
     outputs = get_forward_backward_func()(
         forward_step_func=forward_step,

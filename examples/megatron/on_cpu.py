@@ -10,7 +10,7 @@ from torch.overrides import TorchFunctionMode
 
 
 class CausalAttention(nn.Module):
-    """The core_attention of a layer specification, in plain PyTorch: query, key, value [s, b, heads, d] -> [s, b, *]."""
+    """The core_attention of a layer specification, in plain PyTorch: three [s, b, heads, d] -> [s, b, heads * d]."""
 
     def __init__(self, config, layer_number, attn_mask_type, attention_type, **_):
         super().__init__()
@@ -22,7 +22,7 @@ class CausalAttention(nn.Module):
 
 
 class _CudaMeansCpu(TorchFunctionMode):
-    """Inside, device="cuda" is the CPU, and Megatron's checks of a parameter's type() find the type that they expect."""
+    """Inside, device="cuda" is the CPU, and Megatron finds the type() of a parameter that it expects."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = dict(kwargs or {})

@@ -14,37 +14,31 @@ import torch.nn.functional as F
 from torch import nn
 
 from fmoe_ext.ep.workers import GroupWorkers
-from fmoe_ext.experts import activation_name
 from fmoe_ext.gates import OneWorker, SoftmaxGate
+from fmoe_ext.integrations.recognize import GATED, simplify
 from fmoe_ext.integrations.target import DenseMLP, Target
 from fmoe_ext.transformer import FMoETransformerMLP
 
 KIND = "Megatron-core"
-LOOKED_FOR = (
-    "Megatron-core: decoder.layers[i].mlp or encoder.layers[i].mlp with linear_fc1 and linear_fc2, in a model, in its "
-    "Float16Module, or in a list of such (the chunks of an interleaved pipeline)"
-)
+LOOKED_FOR = "decoder.layers[i].mlp or encoder.layers[i].mlp with linear_fc1 and linear_fc2"
 GROUPS = ("tp", "cp", "ep", "expt_tp", "expt_dp", "dp_cp", "tp_dp_cp")
-GATED = (("silu", "swiglu"), ("gelu", "geglu"), ("gelu_tanh", "geglu_tanh"))
 
 
 def find(model, options):
     """The MLPs of Megatron-core's layers; with init="upcycle" all tensor-parallel ranks call it together."""
-    chunks = model if isinstance(model, (list, tuple)) else [model]
-    targets = []
-    for number, chunk in enumerate(chunks):
-        prefix = f"{number}." if chunk is not model else ""
-        if type(chunk).__module__.startswith("megatron.core.distributed"):
+    prefix = ""
+    while isinstance(getattr(model, "module", None), nn.Module):
+        if type(model).__module__.startswith("megatron.core.distributed"):
             raise ValueError(
-                f"the model is wrapped in {type(chunk).__name__}, whose gradient buffers hold the dense parameters: "
+                f"the model is wrapped in {type(model).__name__}, whose gradient buffers hold the dense parameters: "
                 "call fmoefy before wrapping it"
             )
-        while isinstance(getattr(chunk, "module", None), nn.Module):
-            chunk, prefix = chunk.module, prefix + "module."
-        for stack in ("encoder", "decoder"):
-            for index, layer in _dense_layers(getattr(chunk, stack, None)):
-                targets.append(_target(f"{prefix}{stack}.layers.{index}.mlp", layer, options))
-    return targets
+        model, prefix = model.module, prefix + "module."
+    return [
+        _target(f"{prefix}{stack}.layers.{index}.mlp", layer, options)
+        for stack in ("encoder", "decoder")
+        for index, layer in _dense_layers(getattr(model, stack, None))
+    ]
 
 
 def _dense_layers(block):
@@ -63,6 +57,11 @@ def _dense_layers(block):
 def _target(path, layer, options):
     config = layer.config
     groups = process_groups(getattr(layer, "pg_collection", None))
+    if not options.distributed_experts and groups.ep.size() > 1:
+        raise ValueError(
+            f"distributed_experts=False, but expert_model_parallel_size is {groups.ep.size()}: Megatron reduces the "
+            "gradients of experts over the other ranks only, so make it 1"
+        )
     norm = _norm_inside(layer.mlp.linear_fc1, config)
     return Target(
         path=path,
@@ -113,7 +112,6 @@ def layer_arguments(config, groups, num_experts=None):
         "moe_group": groups.ep if ep_size > 1 else None,
         "expert_dp_comm": "moe",
         "bias": config.add_bias_linear,
-        "top_k": config.moe_router_topk,
     }
     # With sequence parallelism each tensor-parallel rank has tokens of its own, otherwise all have the same.
     if groups.tp.size() > 1 and not config.sequence_parallel:
@@ -125,8 +123,7 @@ def layer_arguments(config, groups, num_experts=None):
                 f"num_experts must be a multiple of the expert parallel size {ep_size}, but is {num_experts}"
             )
         arguments["num_expert"] = num_experts // ep_size
-    if config.moe_aux_loss_coeff:
-        arguments["gate"] = SoftmaxGate
+        arguments["top_k"] = config.moe_router_topk
     return arguments
 
 
@@ -247,6 +244,7 @@ class MegatronCoreMoE(MegatronCoreMLP):
         arguments = layer_arguments(config, groups, num_experts) | moe_kwargs
         if "num_expert" not in arguments:
             raise ValueError("pass num_experts to moe_layer_spec, or set num_moe_experts in the config")
+        arguments.setdefault("gate", SoftmaxGate)
         arguments.setdefault("d_hidden", config.moe_ffn_hidden_size or config.ffn_hidden_size)
         arguments.setdefault("activation", activation_of(config))
         moe = FMoETransformerMLP(d_model=config.hidden_size, **arguments)
@@ -262,7 +260,7 @@ def moe_layer_spec(num_experts=None, *, norm=False, **moe_kwargs):
 
     num_experts: experts in all, config.num_moe_experts if None. norm=True puts a norm in front, for the specs of
     Transformer Engine, whose dense MLP has it inside linear_fc1. Other arguments: those of FMoETransformerMLP;
-    d_hidden, activation, bias, top_k and the process groups come from config otherwise.
+    d_hidden, activation, bias, top_k and the process groups come from config otherwise, gate is SoftmaxGate.
     Raises ValueError, when the model is built, if num_experts is no multiple of the expert parallel size.
 
     spec = get_gpt_layer_local_spec()
@@ -297,20 +295,19 @@ def activation_of(config):
 
     Raises ValueError for a gated activation that ops.expert_mlp does not compute.
     """
-    name = activation_name(config.activation_func)
-    if name == "gelu" and config.bias_activation_fusion:
-        name = "gelu_tanh"  # Megatron's fused kernels compute this one
+    activation = simplify(config.activation_func)
+    if activation == "gelu" and config.bias_activation_fusion:
+        activation = "gelu_tanh"  # Megatron's fused kernels compute this one
     if not config.gated_linear_unit:
-        return config.activation_func if name is None else name
+        return activation
     plain = config.activation_func_clamp_value is None and config.glu_linear_offset == 0
-    if name not in dict(GATED) or not plain:
+    if activation not in tuple(GATED) or not plain:
         raise ValueError(
-            f"the gated activation of this model, {getattr(config.activation_func, '__name__', name)} with "
+            f"the gated activation of this model, {activation} with "
             f"activation_func_clamp_value={config.activation_func_clamp_value} and "
-            f"glu_linear_offset={config.glu_linear_offset}, is none of {', '.join(dict(GATED).values())}: "
-            "pass activation="
+            f"glu_linear_offset={config.glu_linear_offset}, is none of {', '.join(GATED.values())}: pass activation="
         )
-    return dict(GATED)[name]
+    return GATED[activation]
 
 
 def _read(mlp, config, groups, options):

@@ -266,17 +266,13 @@ def test_install_refuses_another_fmoe():
 @pytest.mark.parametrize(
     "call",
     [
-        lambda fmoe: fmoe.megatron.fmoefy(None),
-        lambda fmoe: fmoe.megatron.save_checkpoint(0, None, None, None),
-        lambda fmoe: fmoe.megatron.patch_forward_step(None),
-        lambda fmoe: fmoe.megatron.DistributedDataParallel(None),
         lambda fmoe: fmoe.fastermoe.shadow_policy.global_policy(None, None, 1, 2, "cpu"),
     ],
 )
 def test_what_the_core_lacks_is_named(call, monkeypatch):
     import fmoe_ext.compat as fmoe
 
-    for module in ("megatron", "fastermoe.shadow_policy", "_core"):
+    for module in ("fastermoe.shadow_policy", "_core"):
         importlib.import_module(f"fmoe_ext.compat.{module}")
 
     def import_module(name):

@@ -29,7 +29,8 @@ def config_of(tp=1, pp=1, vpp=None, ep=1, dtype=torch.float64, **options):
     from gpt import make_config
 
     return make_config(
-        **{"num_layers": LAYERS, "hidden_size": D, "num_attention_heads": 2, "ffn_hidden_size": 2 * D} | options,
+        **{"num_layers": LAYERS, "hidden_size": D, "num_attention_heads": 2, "ffn_hidden_size": 2 * D}
+        | options,
         dtype=dtype,
         tensor_model_parallel_size=tp,
         pipeline_model_parallel_size=pp,
@@ -81,7 +82,6 @@ def microbatches(step):
 
 def mean_loss(losses):
     """Of all microbatches and ranks; from the last stage to all."""
-    from megatron.core import parallel_state
 
     loss = torch.stack(losses).mean() if losses else torch.zeros((), dtype=torch.float64)
     total = torch.stack((loss.double(), torch.tensor(float(bool(losses)), dtype=torch.float64)))
@@ -91,5 +91,7 @@ def mean_loss(losses):
 
 def gradients(chunks):
     return {
-        name: (p.main_grad.clone(), places) for name, (p, _, places) in shards(chunks).items() if p.requires_grad
+        name: (p.main_grad.clone(), places)
+        for name, (p, _, places) in shards(chunks).items()
+        if p.requires_grad
     }
