@@ -6,6 +6,7 @@ from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 from on_cpu import CausalAttention
 
@@ -28,7 +29,10 @@ def make_config(device="cpu", dtype=torch.float32, **options):
 
 
 def make_chunks(config, vocab_size, seq_len, device="cpu", mlp=None, norm=None):
-    """The model chunks of this pipeline stage, usually one. mlp: a ModuleSpec in the place of the dense MLP's."""
+    """The model chunks of this pipeline stage, usually one.
+
+    mlp: a ModuleSpec in the place of that of the dense MLP; norm: a class in the place of PyTorch's norms.
+    """
     num_chunks = config.virtual_pipeline_model_parallel_size or 1
     return [
         _make_chunk(config, vocab_size, seq_len, device, mlp, norm, None if num_chunks == 1 else number)
@@ -42,6 +46,9 @@ def _make_chunk(config, vocab_size, seq_len, device, mlp, norm, vp_stage):
         spec.submodules.self_attention.submodules.core_attention = CausalAttention
     if mlp is not None:
         spec.submodules.mlp = mlp
+    if norm is not None:
+        spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = norm
+        spec = TransformerBlockSubmodules([spec] * get_num_layers_to_build(config, vp_stage), layer_norm=norm)
     stage = {"ignore_virtual": False, "vp_stage": vp_stage}
     default_dtype = torch.get_default_dtype()
     torch.set_default_dtype(config.params_dtype)  # Megatron's local norms take no dtype

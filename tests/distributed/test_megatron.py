@@ -1,5 +1,6 @@
 """Megatron-core with experts, in layouts of gloo processes, against one process."""
 
+import multiprocessing
 import sys
 from pathlib import Path
 
@@ -10,64 +11,42 @@ from fmoe_ext.gates import SoftmaxGate
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "integrations"))
 import megatron_layouts as layouts
+from on_cpu import megatron_on_cpu
 
 pytest.importorskip("megatron.core", reason="pip install megatron-core")
 STEPS = 3
+TIMEOUT = 300  # seconds of a run; the first one of a process imports Megatron
 
 
-def run_layout(truth, steps, layout, distributed_optimizer, dtype):
-    """Losses of each step and, without truth, the gradients of the first step; with it, compares those."""
-    from on_cpu import megatron_on_cpu
+def build_moe(config):
+    from gpt import make_chunks
 
-    with megatron_on_cpu():
-        return _run_layout(truth, steps, layout, distributed_optimizer, dtype)
+    from fmoe_ext.megatron import moe_layer_spec
 
-
-def _run_layout(truth, steps, layout, distributed_optimizer, dtype):
-    from gpt import forward_backward, make_chunks
-    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-
-    from fmoe_ext.integrations.megatron_core import moe_layer_spec
-
-    options = dict(layout)
-    tolerance = options.pop("tolerance", 1e-12)
-    layouts.initialize(**{key: options[key] for key in options if key in ("tp", "pp", "vpp", "ep")})
-    config = layouts.config_of(**options, dtype=dtype, moe_aux_loss_coeff=0.05)
+    config.moe_aux_loss_coeff = 0.05
     mlp = moe_layer_spec(layouts.EXPERTS, d_hidden=24, top_k=2, gate=SoftmaxGate)
-    chunks = make_chunks(config, layouts.VOCAB, layouts.SEQ_LEN, mlp=mlp)
-    layouts.fill(chunks)
-    ddp = DistributedDataParallelConfig(use_distributed_optimizer=distributed_optimizer)
-    chunks = [DistributedDataParallel(config, ddp, chunk) for chunk in chunks]
-    optimizer = get_megatron_optimizer(
-        OptimizerConfig(
-            optimizer="adam" if distributed_optimizer else "sgd",
-            lr=0.01 if distributed_optimizer else 0.3,
-            sgd_momentum=0.5,
-            clip_grad=0.0,  # Megatron clips float32 gradients only
-            use_distributed_optimizer=distributed_optimizer,
-        ),
-        chunks,
-    )
-    losses, norms, first = [], [], {}
-    for step in range(steps):
-        for chunk in chunks:
-            chunk.zero_grad_buffer()
-        optimizer.zero_grad()
-        losses.append(
-            layouts.mean_loss(forward_backward(chunks, layouts.microbatches(step), layouts.SEQ_LEN))
-        )
-        if step == 0 and not distributed_optimizer:
-            first = layouts.gradients([chunk.module for chunk in chunks])
-        optimizer.step()
-        norms.append(float(optimizer.get_grad_norm()))
+    norm = layouts.SequenceParallelNorm if config.sequence_parallel else None
+    return make_chunks(config, layouts.VOCAB, layouts.SEQ_LEN, mlp=mlp, norm=norm)
+
+
+def train(layout, truth):
+    """Losses, gradient norms, and the gradients of the first step; compared with those of truth if it has any."""
+    with megatron_on_cpu():
+        training = layouts.Training(layout, build_moe, optimizer="sgd", lr=0.3, sgd_momentum=0.5)
+        losses, norms = [], []
+        for step in range(STEPS):
+            losses.append(training.forward_backward(step))
+            if step == 0:
+                first = layouts.gradients(training.modules)
+            training.optimizer.step()
+            norms.append(float(training.optimizer.get_grad_norm()))
     if truth is None:
         return losses, norms, {name: grad for name, (grad, _) in first.items()}
     scale = max(grad.abs().max() for grad in truth.values())
     for name, (grad, places) in first.items():
         error = (grad - truth[name][places]).abs().max() / scale
-        assert error <= tolerance, f"gradient of {name} is off by {error:.1e}"
-    return losses, norms, None
+        assert error <= 1e-12, f"gradient of {name} is off by {error:.1e}"
+    return losses, norms
 
 
 LAYOUTS = {
@@ -81,22 +60,128 @@ LAYOUTS = {
     "pp2 interleaved": (2, {"pp": 2, "vpp": 2, "batch_p2p_comm": False}),
     "tp2": (2, {"tp": 2}),
     "tp2 ep4": (4, {"tp": 2, "ep": 4}),
+    "tp2 ep2 sequence parallel": (4, {"tp": 2, "ep": 2, "sequence_parallel": True}),
 }
 
 
 @pytest.fixture(scope="module")
 def one_process(pool):
-    return pool.run(run_layout, None, STEPS, {}, False, torch.float64, world_size=1, timeout=300)[0]
+    return pool.run(train, {}, None, world_size=1, timeout=TIMEOUT)[0]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_equals_one_process(pool, one_process, layout):
     num_ranks, sizes = LAYOUTS[layout]
     losses, norms, truth = one_process
-    results = pool.run(
-        run_layout, truth, STEPS, sizes, False, torch.float64, world_size=num_ranks, timeout=300
-    )
-    for rank_losses, rank_norms, _ in results:
+    for rank_losses, rank_norms in pool.run(train, sizes, truth, world_size=num_ranks, timeout=TIMEOUT):
         assert rank_losses == pytest.approx(losses, rel=1e-12)
         assert rank_norms == pytest.approx(norms, rel=1e-6)  # Megatron adds them up in float32
     assert len(set(losses)) == STEPS
+
+
+def train_in_float32(layout, distributed_optimizer):
+    with megatron_on_cpu():
+        adam = dict(optimizer="adam", lr=0.01, clip_grad=1.0, distributed_optimizer=distributed_optimizer)
+        return layouts.Training(layout, build_moe, torch.float32, **adam).run(range(STEPS))
+
+
+def test_distributed_optimizer(pool):
+    """Its shards of expert parameters are those of the ranks that hold the same experts."""
+    losses = pool.run(train_in_float32, {}, False, world_size=1, timeout=TIMEOUT)[0]
+    for spread in pool.run(train_in_float32, {"ep": 2}, True, timeout=TIMEOUT):
+        assert spread == pytest.approx(losses, rel=1e-5)
+
+
+def train_and_save(path):
+    """Two steps with the experts on 4 ranks, a checkpoint, two more steps -> parameters at the checkpoint, losses."""
+    from megatron.core import dist_checkpointing
+
+    # Megatron's writer starts processes, which those of the pool may not.
+    multiprocessing.current_process()._config["daemon"] = False
+    with megatron_on_cpu():
+        training = layouts.Training({"ep": 4}, build_moe, optimizer="adam", lr=0.01)
+        training.run(range(2))
+        dist_checkpointing.save(whole_state(training, is_loading=False), path)
+        parameters = {
+            name: (p.detach().clone(), places)
+            for name, (p, _, places) in layouts.shards(training.modules).items()
+        }
+        return parameters, training.run(range(2, 4))
+
+
+def whole_state(training, is_loading):
+    model = training.modules[0].sharded_state_dict()
+    return {"model": model, "optimizer": training.optimizer.sharded_state_dict(model, is_loading=is_loading)}
+
+
+def load_and_train(path, layout, expected):
+    from megatron.core import dist_checkpointing
+
+    with megatron_on_cpu():
+        training = layouts.Training(layout, build_moe, optimizer="adam", lr=0.01)
+        state = dist_checkpointing.load(whole_state(training, is_loading=True), path)
+        training.modules[0].load_state_dict(state["model"])
+        training.optimizer.load_state_dict(state["optimizer"])
+        for name, (p, _, places) in layouts.shards(training.modules).items():
+            for shard, shard_places in expected[name]:
+                both = tuple(
+                    slice(max(a.start, b.start), min(a.stop, b.stop))
+                    for a, b in zip(places, shard_places, strict=True)
+                )
+                ours, theirs = (
+                    x[
+                        tuple(
+                            slice(o.start - w.start, o.stop - w.start)
+                            for o, w in zip(both, where, strict=True)
+                        )
+                    ]
+                    for x, where in ((p, places), (shard, shard_places))
+                )
+                assert torch.equal(ours, theirs), name
+        return training.run(range(2, 4))
+
+
+def test_checkpoint_moves_to_another_layout(pool, tmp_path):
+    saved = pool.run(train_and_save, str(tmp_path), timeout=TIMEOUT)
+    expected = {name: [parameters[name] for parameters, _ in saved] for name in saved[0][0]}
+    losses = saved[0][1]
+    for num_ranks, layout in ((4, {"ep": 2}), (2, {"ep": 2}), (1, {})):
+        resumed = pool.run(
+            load_and_train, str(tmp_path), layout, expected, world_size=num_ranks, timeout=TIMEOUT
+        )
+        for rank_losses in resumed:
+            assert rank_losses == pytest.approx(losses, rel=1e-12)
+
+
+def upcycle(layout, options):
+    """Logits of a dense model and of the same model with experts that are copies of its MLPs."""
+    from gpt import make_chunks
+
+    from fmoe_ext.megatron import fmoefy
+
+    with megatron_on_cpu():
+        layouts.initialize(**{key: layout[key] for key in layout if key in ("tp", "ep")})
+        (model,) = make_chunks(layouts.config_of(**layout, **options), layouts.VOCAB, layouts.SEQ_LEN)
+        layouts.fill([model])
+        inputs = layouts.microbatches(0)[0][0]
+        positions = torch.arange(layouts.SEQ_LEN).expand_as(inputs)
+        dense = model(inputs, positions, None)
+        fmoefy(model, num_experts=layouts.EXPERTS // layout.get("ep", 1), top_k=2, init="upcycle")
+        with_experts = model(inputs, positions, None)
+        num_experts = [report.num_experts for report in model.fmoe_report.replaced]
+        return dense.detach(), with_experts.detach(), num_experts
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "layout"), [(1, {}), (2, {"ep": 2}), (2, {"tp": 2}), (4, {"tp": 2, "ep": 2})]
+)
+def test_upcycled_model_equals_dense(pool, num_ranks, layout):
+    swiglu = {
+        "gated_linear_unit": True,
+        "activation_func": torch.nn.functional.silu,
+        "normalization": "RMSNorm",
+    }
+    results = pool.run(upcycle, layout, swiglu, world_size=num_ranks, timeout=TIMEOUT)
+    for dense, with_experts, num_experts in results:
+        assert (dense - with_experts).abs().max() <= 1e-12 * dense.abs().max()
+        assert num_experts == [layouts.EXPERTS] * layouts.LAYERS

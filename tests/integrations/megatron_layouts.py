@@ -5,11 +5,21 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples/megatron"))
 
 VOCAB, SEQ_LEN, D, LAYERS, EXPERTS = 32, 6, 16, 4, 4
 MICROBATCHES, MICROBATCH = 4, 4  # of all data-parallel ranks together
+
+
+class SequenceParallelNorm(nn.LayerNorm):
+    """PyTorch's norm, marked as Megatron wants it where tensor-parallel ranks have different tokens."""
+
+    def __init__(self, config, hidden_size, eps=1e-5):
+        super().__init__(hidden_size, eps)
+        for p in self.parameters():
+            p.sequence_parallel = config.sequence_parallel
 
 
 def initialize(tp=1, pp=1, vpp=None, ep=1):
@@ -27,6 +37,7 @@ def initialize(tp=1, pp=1, vpp=None, ep=1):
 
 def config_of(tp=1, pp=1, vpp=None, ep=1, dtype=torch.float64, **options):
     from gpt import make_config
+    from megatron.core.distributed import finalize_model_grads
 
     return make_config(
         **{"num_layers": LAYERS, "hidden_size": D, "num_attention_heads": 2, "ffn_hidden_size": 2 * D}
@@ -35,14 +46,8 @@ def config_of(tp=1, pp=1, vpp=None, ep=1, dtype=torch.float64, **options):
         tensor_model_parallel_size=tp,
         pipeline_model_parallel_size=pp,
         virtual_pipeline_model_parallel_size=vpp,
-        finalize_model_grads_func=_finalize,
+        finalize_model_grads_func=finalize_model_grads,
     )
-
-
-def _finalize(*args, **kwargs):
-    from megatron.core.distributed import finalize_model_grads
-
-    finalize_model_grads(*args, **kwargs)
 
 
 def shards(chunks):
@@ -95,3 +100,42 @@ def gradients(chunks):
         for name, (p, _, places) in shards(chunks).items()
         if p.requires_grad
     }
+
+
+class Training:
+    """The model in a layout of processes, with Megatron's DistributedDataParallel and optimizer, filled by fill().
+
+    build(config) makes the model chunks; layout: sizes and fields of the config.
+    """
+
+    def __init__(self, layout, build, dtype=torch.float64, distributed_optimizer=False, **optimizer):
+        from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+        from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+        initialize(**{key: layout[key] for key in layout if key in ("tp", "pp", "vpp", "ep")})
+        self.config = config_of(**layout, dtype=dtype)
+        self.modules = build(self.config)
+        fill(self.modules)
+        ddp = DistributedDataParallelConfig(use_distributed_optimizer=distributed_optimizer)
+        self.chunks = [DistributedDataParallel(self.config, ddp, module) for module in self.modules]
+        options = OptimizerConfig(
+            **{"clip_grad": 0.0} | optimizer, use_distributed_optimizer=distributed_optimizer
+        )
+        self.optimizer = get_megatron_optimizer(options, self.chunks)
+
+    def forward_backward(self, step):
+        """The loss of the step, over all processes; gradients are in main_grad afterwards."""
+        from gpt import forward_backward
+
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        return mean_loss(forward_backward(self.chunks, microbatches(step), SEQ_LEN))
+
+    def run(self, steps):
+        """The losses of some steps."""
+        losses = []
+        for step in steps:
+            losses.append(self.forward_backward(step))
+            self.optimizer.step()
+        return losses
