@@ -1,6 +1,6 @@
 """What Megatron-core needs to run without a GPU: it allocates on "cuda" by name, and its attention has CUDA buffers."""
 
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from unittest import mock
 
 import torch
@@ -34,13 +34,21 @@ class _CudaMeansCpu(TorchFunctionMode):
         return result
 
 
+def _no_fork(tracker, name=None):
+    return nullcontext()
+
+
 @contextmanager
 def megatron_on_cpu():
-    """Inside, Megatron-core builds, trains and saves models on the CPU, with gloo process groups."""
+    """Inside, Megatron-core builds, trains and saves models on the CPU, with gloo process groups.
+
+    Without its generator for each tensor-parallel rank: dropout is the same on all of them.
+    """
     cpu = torch.device("cpu")
     with (
         mock.patch("torch.cuda.current_device", lambda: cpu),
         mock.patch("torch.cuda.synchronize", lambda *_: None),
+        mock.patch("megatron.core.tensor_parallel.random.CudaRNGStatesTracker.fork", _no_fork),
         _CudaMeansCpu(),
     ):
         yield
