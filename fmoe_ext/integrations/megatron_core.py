@@ -5,7 +5,6 @@ dist_checkpointing treat them as they treat Megatron's own.
 """
 
 import sys
-from dataclasses import replace
 from functools import partial
 
 import torch
@@ -17,6 +16,7 @@ from fmoe_ext.ep.workers import GroupWorkers
 from fmoe_ext.gates import OneWorker, SoftmaxGate
 from fmoe_ext.integrations.recognize import GATED, simplify
 from fmoe_ext.integrations.target import DenseMLP, Target
+from fmoe_ext.integrations.tensor_parallel import whole
 from fmoe_ext.transformer import FMoETransformerMLP
 
 KIND = "Megatron-core"
@@ -25,7 +25,7 @@ GROUPS = ("tp", "cp", "ep", "expt_tp", "expt_dp", "dp_cp", "tp_dp_cp")
 
 
 def find(model, options):
-    """The MLPs of Megatron-core's layers; with init="upcycle" all tensor-parallel ranks call it together."""
+    """The MLPs of Megatron-core's layers; all tensor-parallel ranks call it together."""
     prefix = ""
     while isinstance(getattr(model, "module", None), nn.Module):
         if type(model).__module__.startswith("megatron.core.distributed"):
@@ -311,33 +311,12 @@ def activation_of(config):
 
 
 def _read(mlp, config, groups, options):
-    fc1, fc2 = mlp.linear_fc1, mlp.linear_fc2
+    """The dense MLP; tensor-parallel ranks put it together."""
+    parameters = (mlp.linear_fc1.weight, mlp.linear_fc1.bias, mlp.linear_fc2.weight, mlp.linear_fc2.bias)
+    given = (None if p is None or not p.numel() else p.detach() for p in parameters)
     activation = activation_of(config) if options.activation is None else options.activation
-    dense = DenseMLP(config.hidden_size, config.ffn_hidden_size, activation)
-    b1, b2 = (bias if bias is not None and bias.numel() else None for bias in (fc1.bias, fc2.bias))
-    parts = [None if p is None else p.detach() for p in (fc1.weight, b1, fc2.weight, b2)]
-    if groups.tp.size() > 1:
-        if options.init != "upcycle":
-            return replace(dense, why_unreadable="it is split over tensor-parallel ranks")
-        w1, b1, w2, b2 = parts
-        rows = partial(_join_rows, gated=config.gated_linear_unit, group=groups.tp)
-        parts = [rows(w1), None if b1 is None else rows(b1), torch.cat(_gather(w2, groups.tp), 1), b2]
-    return replace(dense, **dict(zip(("w1", "b1", "w2", "b2"), parts, strict=True)))
-
-
-def _join_rows(part, gated, group):
-    """The rows of all ranks, each of which has, gated, its gate rows and then its up rows."""
-    parts = _gather(part, group)
-    if not gated:
-        return torch.cat(parts)
-    gate, up = zip(*(part.chunk(2) for part in parts), strict=True)
-    return torch.cat((*gate, *up))
-
-
-def _gather(part, group):
-    parts = [torch.empty_like(part) for _ in range(group.size())]
-    dist.all_gather(parts, part.contiguous(), group=group)
-    return parts
+    dense = DenseMLP(config.hidden_size, config.ffn_hidden_size, activation, *given)
+    return whole(dense, config.gated_linear_unit, groups.tp)
 
 
 def _sum_over(group, grad):

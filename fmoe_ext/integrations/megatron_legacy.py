@@ -13,6 +13,7 @@ from torch import nn
 from fmoe_ext.gates import find_gate
 from fmoe_ext.integrations.recognize import GATED, simplify
 from fmoe_ext.integrations.target import DenseMLP, Target
+from fmoe_ext.integrations.tensor_parallel import whole
 
 KIND = "Megatron-LM before Megatron-core"
 LOOKED_FOR = (
@@ -157,12 +158,11 @@ def _read(mlp, args):
     if first is None or second is None:
         reason = f"{type(mlp).__name__} has no dense_h_to_4h and dense_4h_to_h"
         return DenseMLP(args.hidden_size, d_hidden, activation, why_unreadable=reason)
-    if getattr(args, "tensor_model_parallel_size", 1) > 1:
-        reason = "it is split over tensor-parallel ranks"
-        return DenseMLP(args.hidden_size, d_hidden, activation, why_unreadable=reason)
     if gated:
         activation = GATED["silu"]
     parameters = (first.weight, first.bias, second.weight, second.bias)
-    return DenseMLP(
-        args.hidden_size, d_hidden, activation, *(None if p is None else p.detach() for p in parameters)
-    )
+    given = (None if p is None else p.detach() for p in parameters)
+    dense = DenseMLP(args.hidden_size, d_hidden, activation, *given)
+    if not dist.is_initialized():
+        return dense
+    return whole(dense, gated, get_mpu().get_tensor_model_parallel_group())
