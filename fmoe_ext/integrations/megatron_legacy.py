@@ -62,6 +62,8 @@ def stacks(model, version=None):
 
 def find(model, options):
     """The MLPs of a legacy Megatron model; all ranks call it together if it is tensor parallel."""
+    if type(model).__module__.split(".")[0] == "transformers":
+        return []  # some have a language_model too
     found = [
         (f"language_model.{name}.layers.{i}.mlp", layer)
         for name, layers in stacks(model, options.megatron_version)
@@ -74,11 +76,12 @@ def find(model, options):
 
     args = get_args()
     arguments = layer_arguments(args, options.distributed_experts)
-    num_expert = options.num_experts or getattr(args, "fmoe_num_experts", None) or args.num_experts
+    given = (getattr(args, name, None) for name in ("fmoe_num_experts", "num_experts"))
+    num_expert = options.num_experts or next((n for n in given if n), None)
     for name, value in (("top_k", getattr(args, "top_k", None)), ("num_expert", num_expert)):
         if value is not None:
             arguments[name] = value
-    if args.balance_strategy:
+    if options.gate is None and getattr(args, "balance_strategy", None):
         arguments["gate"] = find_gate(args.balance_strategy)
     num_experts = (num_expert or 0) * arguments["world_size"]
     return [

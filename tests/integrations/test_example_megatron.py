@@ -13,10 +13,10 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_train(tmp_path):
-    options = "--steps 3 --batch-size 4 --seq-len 16 --d-model 16 --num-experts 4".split()
-    command = [sys.executable, "-W", "ignore", str(ROOT / "examples/megatron/train.py"), *options]
+    options = {"steps": 3, "batch-size": 4, "seq-len": 16, "d-model": 16, "num-experts": 4, "out": tmp_path}
+    options = [text for name, value in options.items() for text in (f"--{name}", str(value))]
     result = subprocess.run(
-        [*command, "--out", str(tmp_path)],
+        [sys.executable, "-W", "ignore", str(ROOT / "examples/megatron/train.py"), *options],
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
