@@ -147,8 +147,8 @@ def upcycle(layout, options):
 
     with megatron_on_cpu():
         layouts.initialize(**{key: layout[key] for key in layout if key in ("tp", "ep")})
+        torch.manual_seed(0)
         (model,) = make_chunks(layouts.config_of(**layout, **options), layouts.VOCAB, layouts.SEQ_LEN)
-        layouts.fill([model])
         inputs = layouts.microbatches(0)[0][0]
         positions = torch.arange(layouts.SEQ_LEN).expand_as(inputs)
         dense = model(inputs, positions, None)
