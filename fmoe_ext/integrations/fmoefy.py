@@ -1,6 +1,7 @@
 """fmoefy: one line turns the MLPs of a Transformer into MoE layers."""
 
 import contextlib
+import copy
 import dataclasses
 import functools
 from dataclasses import dataclass
@@ -8,6 +9,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from fmoe_ext.distributed import DistributedGroupedDataParallel
 from fmoe_ext.ep.exchange import check_same, find_group, register_group
@@ -99,7 +101,8 @@ def fmoefy(
     num_experts, or fmoe_num_experts: experts of each worker, as in FastMoE.
     distributed_experts: with a process group, its ranks have different experts, num_experts each: wrap the model in
       fmoe_ext.distributed.DistributedGroupedDataParallel then, not in DistributedDataParallel, which would average
-      them. moe_group=, world_size= choose other ranks than the default group's. False: every rank has all experts.
+      them. moe_group=, world_size= choose other ranks than the default group's. False: every rank has all experts, as
+      the Trainer and accelerate need it in several processes, because they use DistributedDataParallel.
     hidden_hidden_size: hidden units of an expert. None: those of the MLP divided by top_k, or by split.
     top_k: None is 2, or split. gate: class, function or name of fmoe_ext.gates.GATES; None is SoftmaxGate.
     layers: which of the MLPs, in the order of the model: a number (negative from the end), a slice, a range or other
@@ -174,19 +177,19 @@ def _replace(model, options):
     kind, targets = _find(model, options)
     targets = _select(targets, options.layers)
     parameters_before = _count(model)
-    replacements = [(target, _build(target, options, len(targets))) for target in targets]
-    for target, layer in replacements:  # from here on nothing fails
-        module = target.wrap(layer).train(getattr(target.parent, target.attribute).training)
+    layers = [_build(target, options, len(targets)) for target in targets]
+    modules = [target.wrap(layer) for target, layer in zip(targets, layers, strict=True)]
+    for target, module in zip(targets, modules, strict=True):  # from here on nothing fails
+        module.train(getattr(target.parent, target.attribute).training)
         _put(model, target, module)
         target.finish()
-    moes = [layer for _, layer in replacements]
-    after = _count(model) + sum((moe.world_size - 1) * _count(moe.experts) for moe in moes)
-    idle = sum((moe.num_experts - moe.top_k) * (_count(moe.experts) // moe.num_expert) for moe in moes)
+    after = _count(model) + sum((moe.world_size - 1) * _count(moe.experts) for moe in layers)
+    idle = sum((moe.num_experts - moe.top_k) * (_count(moe.experts) // moe.num_expert) for moe in layers)
     model.fmoe_report = Report(
         kind=kind,
         init=options.init,
-        replaced=tuple(_describe(target, layer) for target, layer in replacements),
-        num_workers=max((moe.world_size for moe in moes), default=1),
+        replaced=tuple(map(_describe, targets, layers)),
+        num_workers=max((moe.world_size for moe in layers), default=1),
         parameters_before=parameters_before,
         parameters_after=after,
         parameters_active=after - idle,
@@ -203,6 +206,10 @@ def _check_model(model, options):
                 f"the model has MoE layers already, the first at {path!r}: layers= of one call says which MLPs to "
                 "replace, match= points at others"
             )
+    for name, p in model.named_parameters():
+        if p.is_meta or isinstance(p, DTensor):
+            what = "on the meta device: load the model" if p.is_meta else "sharded: fmoefy the model"
+            raise ValueError(f"fmoefy reads and copies weights, but {name} is {what} first")
 
 
 def _find(model, options):
@@ -210,8 +217,10 @@ def _find(model, options):
     for kind in kinds:
         targets = kind.find(model, options)
         if targets:  # a module that the model refers to at two places is one target
-            first_with = {id(getattr(t.parent, t.attribute)): t for t in reversed(targets)}
-            return kind.KIND, [t for t in targets if t in first_with.values()]
+            distinct = {}
+            for target in targets:
+                distinct.setdefault(id(getattr(target.parent, target.attribute)), target)
+            return kind.KIND, list(distinct.values())
     if options.match is not None:
         raise ValueError(f"match={options.match!r} points at no module of {type(model).__name__}")
     looked_for = "\n".join(f"* {kind.KIND}: {kind.LOOKED_FOR}" for kind in kinds)
@@ -288,11 +297,10 @@ def _with_users_sizes(target, options):
             raise ValueError(
                 f'init="upcycle" keeps the activation of {target.path}, {dense.activation}, but activation= is {wanted}'
             )
-    dense = dataclasses.replace(
-        dense,
-        d_model=options.d_model or dense.d_model,
-        activation=options.activation or dense.activation,
-    )
+    if options.activation is not None:  # a module belongs to one layer
+        dense = dataclasses.replace(dense, activation=copy.deepcopy(options.activation))
+    if options.d_model is not None:
+        dense = dataclasses.replace(dense, d_model=options.d_model)
     for name, value in (("d_model", dense.d_model), ("activation", dense.activation)):
         if value is None:
             raise ValueError(f"{name}= must be given for {target.path}: {dense.why_unreadable}")

@@ -16,7 +16,8 @@ from fmoe_ext.layers import FMoE
 KIND = "Hugging Face Transformers"
 LOOKED_FOR = (
     "modules of the transformers package inside numbered layers: an MLP of two or three linear layers, "
-    "`intermediate` and `output`, or `fc1` and `fc2` beside an attention"
+    "`intermediate` and `output`, or `fc1` and `fc2` beside an attention (what is MoE already stays: "
+    "fmoe_ext.integrations.huggingface runs its experts)"
 )
 
 

@@ -61,12 +61,11 @@ def _of_torch_layer(path, layer, encoders):
         layer.activation = nn.Identity()
         layer.dropout = nn.Identity()
         if isinstance(layer, nn.TransformerEncoderLayer):
-            layer.activation_relu_or_gelu = (
-                0  # evaluation must not take the fused path, which reads linear1.weight
-            )
+            # Evaluation must not take torch's fused path, which reads linear1.weight.
+            layer.activation_relu_or_gelu = 0
             for encoder in encoders:
                 if any(m is layer for m in encoder.layers):
-                    encoder.use_nested_tensor = False  # a part of that path
+                    encoder.use_nested_tensor = False
 
     dense = pair(layer.linear1, layer.linear2, layer.activation)
     p = layer.dropout.p

@@ -43,10 +43,10 @@ def _is_conv1d(module):
 
 
 def weight_and_bias(linear):
-    """weight [out, in] and bias [out] or None, detached; UnreadableError for quantised weights and the meta device."""
+    """weight [out, in] and bias [out] or None, detached; UnreadableError for quantised weights."""
     weight, bias = linear.weight.detach(), linear.bias
-    if not weight.is_floating_point() or weight.is_meta:
-        raise UnreadableError(f"its weights are {weight.dtype} on {weight.device.type}")
+    if not weight.is_floating_point():
+        raise UnreadableError(f"its weights are {weight.dtype}")
     return weight.t() if _is_conv1d(linear) else weight, None if bias is None else bias.detach()
 
 
@@ -102,7 +102,8 @@ def _read(module, linears):
         raise UnreadableError(f"it has {len(linears)} linear layers, where an MLP has 2, or 3 if it is gated")
     weights = {m: weight_and_bias(m) for m in linears}
     like = weights[linears[0]][0]
-    x = torch.randn(2, 3, like.shape[1], generator=torch.Generator().manual_seed(0)).to(like)
+    generator = torch.Generator("cpu").manual_seed(0)
+    x = torch.randn(2, 3, like.shape[1], device="cpu", generator=generator).to(like)
     with torch.no_grad(), torch.random.fork_rng([x.device] if x.is_cuda else []), _modes_kept(module):
         module.eval()
         x = x * (2 / _watch(module, x).linears[0][2].float().std().clamp(min=1e-6)).to(x)

@@ -1,0 +1,303 @@
+"""fmoefy on dense models of Transformers, small and random."""
+
+import copy
+
+import pytest
+import torch
+from accelerate import Accelerator
+from safetensors.torch import load_file
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageClassification,
+    AutoModelForMaskedLM,
+    AutoModelForSeq2SeqLM,
+    BartConfig,
+    BertConfig,
+    BloomConfig,
+    Gemma2Config,
+    GPT2Config,
+    LlamaConfig,
+    OPTConfig,
+    Phi3Config,
+    Qwen3Config,
+    T5Config,
+    Trainer,
+    TrainingArguments,
+    ViTConfig,
+)
+
+from fmoe_ext import FMoETransformerMLP, fmoefy, gates
+from fmoe_ext.testing import assert_close
+
+VOCAB = 40
+SIZES = dict(
+    hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2, vocab_size=VOCAB
+)
+LLAMA = dict(SIZES, num_key_value_heads=2, head_dim=8)
+NO_TOKENS = dict(bos_token_id=None, eos_token_id=None, pad_token_id=0)
+GPT2 = dict(
+    vocab_size=VOCAB, n_positions=16, n_embd=16, n_layer=2, n_head=2, bos_token_id=None, eos_token_id=None
+)
+T5 = dict(vocab_size=VOCAB, d_model=16, d_kv=8, d_ff=24, num_layers=1, num_heads=2, decoder_start_token_id=0)
+BART = dict(
+    vocab_size=VOCAB,
+    d_model=16,
+    encoder_layers=1,
+    decoder_layers=1,
+    encoder_ffn_dim=24,
+    decoder_ffn_dim=24,
+    encoder_attention_heads=2,
+    decoder_attention_heads=2,
+    max_position_embeddings=16,
+    activation_dropout=0.1,
+    forced_eos_token_id=None,
+    bos_token_id=1,
+    eos_token_id=2,
+    pad_token_id=0,
+)
+VIT = dict(SIZES, image_size=8, patch_size=4)
+OPT = dict(
+    vocab_size=VOCAB,
+    hidden_size=16,
+    word_embed_proj_dim=16,
+    ffn_dim=24,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    max_position_embeddings=16,
+    **NO_TOKENS,
+)
+
+# name: (auto class, configuration, path of the first MoE layer, activation, number of MLPs, notes)
+INSIDE = "its dropout between the linear layers is left out"
+MODELS = {
+    "gpt2": (AutoModelForCausalLM, GPT2Config(**GPT2), "transformer.h.0.mlp", "gelu_tanh", 2, ()),
+    "llama": (AutoModelForCausalLM, LlamaConfig(**LLAMA), "model.layers.0.mlp", "swiglu", 2, ()),
+    "qwen3": (AutoModelForCausalLM, Qwen3Config(**LLAMA), "model.layers.0.mlp", "swiglu", 2, ()),
+    "gemma2": (AutoModelForCausalLM, Gemma2Config(**LLAMA), "model.layers.0.mlp", "geglu_tanh", 2, ()),
+    "phi3": (AutoModelForCausalLM, Phi3Config(**SIZES, **NO_TOKENS), "model.layers.0.mlp", "swiglu", 2, ()),
+    "opt": (AutoModelForCausalLM, OPTConfig(**OPT), "model.decoder.layers.0.fc1", "relu", 2, ()),
+    "bert": (AutoModelForMaskedLM, BertConfig(**SIZES), "bert.encoder.layer.0.intermediate", "gelu", 2, ()),
+    "vit": (AutoModelForImageClassification, ViTConfig(**VIT), "vit.layers.0.mlp", "gelu", 2, ()),
+    "t5": (
+        AutoModelForSeq2SeqLM,
+        T5Config(**T5, feed_forward_proj="gated-gelu"),
+        "encoder.block.0.layer.1.DenseReluDense",
+        "geglu_tanh",
+        2,
+        (INSIDE,),
+    ),
+    "bart": (
+        AutoModelForSeq2SeqLM,
+        BartConfig(**BART),
+        "model.encoder.layers.0.fc1",
+        "gelu",
+        2,
+        ("its dropout (0.1) between the linear layers is left out",),
+    ),
+}
+
+
+def make(name):
+    auto, config = MODELS[name][:2]
+    torch.manual_seed(0)
+    model = auto.from_config(copy.deepcopy(config))
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():  # weights so large that the MLPs matter to the logits
+        for p in model.parameters():
+            p.copy_(torch.randn(p.shape, generator=generator).mul_(0.3) + (p == 1))
+    return model.eval()
+
+
+def batch(model, dtype):
+    generator = torch.Generator().manual_seed(2)
+    if model.config.model_type == "vit":
+        return {"pixel_values": torch.randn(2, 3, 8, 8, dtype=torch.float64, generator=generator).to(dtype)}
+    ids = torch.randint(3, VOCAB, (2, 7), generator=generator)
+    inputs = {"input_ids": ids, "attention_mask": (torch.arange(7) < torch.tensor([[7], [5]])).long()}
+    return {**inputs, "decoder_input_ids": ids} if model.config.is_encoder_decoder else inputs
+
+
+def logits(model):
+    with torch.no_grad():
+        return model(**batch(model, model.dtype)).logits
+
+
+def zero_experts(model):
+    for module in model.modules():
+        if isinstance(module, FMoETransformerMLP):
+            torch.nn.init.zeros_(module.experts.h4toh.weight)
+    return model
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_first_logits_are_those_of_the_dense_model(name):
+    _, _, path, activation, num_mlps, notes = MODELS[name]
+    plain = make(name)
+    dense = copy.deepcopy(plain).double()
+    truth = logits(dense)
+    for split in (1, 2):
+        options = dict(num_experts=4, init="upcycle", split=split)
+        moe = fmoefy(copy.deepcopy(dense), **options)
+        report = moe.fmoe_report
+        assert (report.kind, len(report.replaced)) == ("Hugging Face Transformers", num_mlps)
+        first = report.replaced[0]
+        assert (first.path, first.activation, first.notes) == (path, activation, notes)
+        assert (logits(moe) - truth).abs().max() <= 1e-12 * truth.abs().max()
+        assert (logits(zero_experts(moe)) - truth).abs().max() > 0.01 * truth.abs().max()
+        assert_close(logits(fmoefy(copy.deepcopy(plain), **options)), truth, logits(plain), f"split={split}")
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "bert"])
+def test_a_training_step_changes_gates_and_experts(name):
+    moe = fmoefy(make(name), 4, init="upcycle", split=2).train()
+    inputs = batch(moe, torch.float32)
+    before = copy.deepcopy(moe.state_dict())
+    loss = moe(**inputs, labels=inputs["input_ids"]).loss + 0.01 * gates.total_loss(moe)
+    loss.backward()
+    torch.optim.AdamW(moe.parameters(), lr=1e-3).step()
+    moe_params = [n for n, _ in moe.named_parameters() if ".experts." in n or ".gate.gate." in n]
+    assert len(moe_params) == 2 * (4 if name == "llama" else 6)
+    for key in moe_params:
+        p = moe.get_parameter(key)
+        assert p.grad.isfinite().all() and (p.grad != 0).any(), key
+        assert not torch.equal(p, before[key]), key
+
+
+def test_dropout_behind_the_mlp_stays():
+    moe = fmoefy(make("gpt2"), 4, init="upcycle")
+    experts, dropout = moe.transformer.h[0].mlp
+    assert isinstance(experts, FMoETransformerMLP) and dropout.p == moe.config.resid_pdrop == 0.1
+    first, second = (logits(moe.train()) for _ in range(2))
+    assert not torch.equal(first, second)
+
+
+def test_generate():
+    dense = make("llama").double()
+    moe = fmoefy(copy.deepcopy(dense), 4, init="upcycle")
+    prompt = torch.tensor([[5, 6, 7]])
+    options = dict(max_new_tokens=6, do_sample=False, pad_token_id=0)
+    tokens = dense.generate(prompt, **options)
+    assert tokens.shape == (1, 9) and torch.equal(moe.generate(prompt, **options), tokens)
+    assert not torch.equal(zero_experts(moe).generate(prompt, **options), tokens)
+
+
+def test_save_pretrained_and_load(tmp_path):
+    moe = fmoefy(make("llama"), 4, init="upcycle", noise=0.1, layers=-1)
+    moe.save_pretrained(tmp_path)
+    config = LlamaConfig.from_pretrained(tmp_path)
+    fresh = fmoefy(AutoModelForCausalLM.from_config(config), 4, layers=-1, hidden_hidden_size=24).eval()
+    assert not torch.equal(logits(fresh), logits(moe))
+    fresh.load_state_dict(load_file(tmp_path / "model.safetensors"))
+    assert torch.equal(logits(fresh), logits(moe))
+
+
+def test_deepcopy_and_compile():
+    moe = fmoefy(make("llama"), 4, init="upcycle").double()
+    inputs = batch(moe, torch.float64)
+    expected = moe(**inputs, labels=inputs["input_ids"])
+    expected.loss.backward()
+    other = copy.deepcopy(moe)
+    other.zero_grad()
+    compiled = torch.compile(other, backend="aot_eager")(**inputs, labels=inputs["input_ids"])
+    compiled.loss.backward()
+    assert (compiled.logits - expected.logits).abs().max() < 1e-10
+    for (name, p), q in zip(moe.named_parameters(), other.parameters(), strict=True):
+        assert (p.grad - q.grad).abs().max() <= 1e-10, name
+
+
+STEPS = 4
+BALANCE = 0.01
+
+
+def start():
+    model = fmoefy(make("llama"), 4, init="upcycle").train()
+    return model, {"input_ids": batch(model, None)["input_ids"], "labels": batch(model, None)["input_ids"]}
+
+
+def by_hand():
+    """The losses of a loop in plain PyTorch."""
+    model, inputs = start()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0)
+    losses = []
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        loss = model(**inputs).loss + BALANCE * gates.total_loss(model)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.7 * losses[0]
+    return losses
+
+
+class BalancedTrainer(Trainer):
+    """What fmoefy's documentation says to do about the balance loss."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, **options):
+        loss = super().compute_loss(model, inputs, **options)
+        return loss + BALANCE * gates.total_loss(model)
+
+
+def test_trainer(tmp_path):
+    model, inputs = start()
+    samples = [{name: value[i] for name, value in inputs.items()} for i in range(2)]
+    trainer = BalancedTrainer(
+        model=model,
+        args=TrainingArguments(
+            output_dir=str(tmp_path),
+            use_cpu=True,
+            max_steps=STEPS,
+            per_device_train_batch_size=2,
+            learning_rate=1e-2,
+            lr_scheduler_type="constant",
+            optim="adamw_torch",
+            max_grad_norm=0.0,
+            logging_steps=1,
+            save_steps=STEPS,
+            report_to="none",
+            disable_tqdm=True,
+        ),
+        train_dataset=samples,
+    )
+    trainer.train()
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    assert losses == pytest.approx(by_hand(), rel=1e-4)
+    saved = load_file(tmp_path / f"checkpoint-{STEPS}" / "model.safetensors")
+    assert saved.keys() == model.state_dict().keys()
+    assert all(torch.equal(saved[name], value) for name, value in model.state_dict().items())
+
+
+def test_accelerate():
+    accelerator = Accelerator(cpu=True)
+    model, inputs = start()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0)
+    data = torch.utils.data.DataLoader(inputs["input_ids"], batch_size=2)
+    model, optimizer, data = accelerator.prepare(model, optimizer, data)
+    losses = []
+    for _ in range(STEPS):
+        for ids in data:
+            optimizer.zero_grad()
+            loss = model(input_ids=ids, labels=ids).loss + BALANCE * gates.total_loss(model)
+            accelerator.backward(loss)
+            optimizer.step()
+            losses.append(loss.item())
+    assert losses == pytest.approx(by_hand(), rel=1e-6)
+
+
+def test_an_mlp_with_another_calling_convention_is_named():
+    config = BloomConfig(
+        vocab_size=VOCAB, hidden_size=16, n_layer=1, n_head=2, bos_token_id=None, eos_token_id=None
+    )
+    model = AutoModelForCausalLM.from_config(config)
+    with pytest.raises(
+        ValueError, match=r"transformer\.h\.0\.mlp \(BloomMLP\) looks like an MLP, but calling it"
+    ):
+        fmoefy(model, 4)
+
+
+def test_random_experts_and_chosen_layers():
+    moe = fmoefy(make("qwen3"), 4, top_k=2, layers=[1])
+    assert [r.path for r in moe.fmoe_report.replaced] == ["model.layers.1.mlp"]
+    experts = moe.model.layers[1].mlp.experts
+    assert experts.htoh4.weight.shape == (4, 2 * 12, 16) and experts.htoh4.bias is None
+    assert 0.2 < experts.htoh4.weight.std() < 0.4
+    assert logits(moe).isfinite().all()
