@@ -9,7 +9,7 @@ export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 NATIVE := setup.py pyproject.toml $(shell find csrc cuda -name '*.cpp' -o -name '*.h' -o -name '*.inc' -o -name '*.cu' -o -name '*.cuh')
 CXX_FILES := $(shell find csrc cuda tests -name '*.cpp' -o -name '*.h' -o -name '*.inc' -o -name '*.cu' -o -name '*.cuh')
 
-.PHONY: help train train-ep test build lint format bench wheel asan cuda clean
+.PHONY: help train train-ep train-megatron test build lint format bench wheel asan cuda clean
 help:
 	@sed -n 's/^## //p' Makefile
 
@@ -20,6 +20,10 @@ train: build
 ## make train-ep the same model with its experts on 4 processes: its loss curve equals that of one process
 train-ep: build
 	$(PY) examples/lm/train_ep.py $(ARGS)
+
+## make train-megatron  a fmoefied GPT of Megatron-core, 1 process against 2 with half of the experts each
+train-megatron: build
+	$(PY) -W ignore examples/megatron/train.py $(ARGS)
 
 ## make test     the whole test suite                                                       (ARGS="-k sort -x")
 test: build

@@ -15,13 +15,13 @@ from fmoe_ext.distributed import DistributedGroupedDataParallel
 from fmoe_ext.ep.exchange import check_same, find_group, register_group
 from fmoe_ext.experts import activation_name
 from fmoe_ext.gates import SoftmaxGate, find_gate
-from fmoe_ext.integrations import huggingface_dense, plain, upcycle
+from fmoe_ext.integrations import huggingface_dense, megatron_core, megatron_legacy, plain, upcycle
 from fmoe_ext.integrations.recognize import simplify
 from fmoe_ext.integrations.target import Options
 from fmoe_ext.layers import FMoE
 from fmoe_ext.transformer import FMoETransformerMLP
 
-KINDS = (huggingface_dense, plain)  # asked in this order
+KINDS = (megatron_core, megatron_legacy, huggingface_dense, plain)  # asked in this order
 INITS = ("random", "upcycle")
 WRAPPERS = (nn.parallel.DistributedDataParallel, nn.DataParallel, DistributedGroupedDataParallel)
 

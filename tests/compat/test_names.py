@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 import textwrap
-import types
 from pathlib import Path
 
 import pytest
@@ -261,26 +260,3 @@ def test_install_refuses_another_fmoe():
         """
     )
     assert result.stdout.startswith("another fmoe is already imported, from None: call"), result.stderr
-
-
-@pytest.mark.parametrize(
-    "call",
-    [
-        lambda fmoe: fmoe.megatron.fmoefy(None),
-        lambda fmoe: fmoe.megatron.save_checkpoint(0, None, None, None),
-        lambda fmoe: fmoe.megatron.patch_forward_step(None),
-        lambda fmoe: fmoe.megatron.DistributedDataParallel(None),
-    ],
-)
-def test_what_the_core_lacks_is_named(call, monkeypatch):
-    import fmoe_ext.compat as fmoe
-
-    for module in ("megatron", "_core"):
-        importlib.import_module(f"fmoe_ext.compat.{module}")
-
-    def import_module(name):
-        raise ModuleNotFoundError(f"No module named {name!r}", name=name)
-
-    monkeypatch.setattr(fmoe._core, "importlib", types.SimpleNamespace(import_module=import_module))
-    with pytest.raises(NotImplementedError, match=r"fmoe\..* needs fmoe_ext\.\S+, which this version"):
-        call(fmoe)

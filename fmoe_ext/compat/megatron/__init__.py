@@ -1,15 +1,17 @@
 """fmoe.megatron; imports without Megatron-LM."""
 
-from fmoe_ext.compat.megatron.balance import add_balance_log, reset_gate_hook
-from fmoe_ext.compat.megatron.checkpoint import load_checkpoint, save_checkpoint
 from fmoe_ext.compat.megatron.distributed import DistributedDataParallel
 from fmoe_ext.compat.megatron.layers import MegatronMLP, fmoefy
-from fmoe_ext.compat.megatron.patch import (
+from fmoe_ext.megatron import (
+    add_balance_log,
+    add_fmoe_args,
+    load_checkpoint,
     patch_forward_step,
     patch_loss_func_v2_5,
     patch_model_provider,
+    reset_gate_hook,
+    save_checkpoint,
 )
-from fmoe_ext.compat.megatron.utils import add_fmoe_args
 
 __all__ = [
     "DistributedDataParallel",

@@ -1,6 +1,7 @@
 """fmoe.megatron.distributed."""
 
-from fmoe_ext.compat._core import core
+from fmoe_ext.integrations.megatron_legacy import data_parallel_groups
+from fmoe_ext.megatron.distributed import DistributedDataParallel as _DistributedDataParallel
 
 _groups = None
 
@@ -19,21 +20,15 @@ def get_moe_group():
 
 
 def _init():
-    _set_groups(**core("integrations.megatron", "data_parallel_groups", "fmoe.megatron.distributed")())
+    _set_groups(**data_parallel_groups())
 
 
-class DistributedDataParallel:
-    """DistributedGroupedDataParallel over Megatron's groups; calling this class builds one."""
+class DistributedDataParallel(_DistributedDataParallel):
+    """DistributedGroupedDataParallel over Megatron's groups, or those of _set_groups()."""
 
-    def __new__(cls, module, accumulate_allreduce_grads_in_fp32=False, use_contiguous_buffers_in_ddp=False):
-        if accumulate_allreduce_grads_in_fp32 or use_contiguous_buffers_in_ddp:
-            raise ValueError(
-                "fmoe.megatron.DistributedDataParallel supports neither accumulate_allreduce_grads_in_fp32 nor "
-                "use_contiguous_buffers_in_ddp"
-            )
+    def __init__(self, module, accumulate_allreduce_grads_in_fp32=False, use_contiguous_buffers_in_ddp=False):
         if _groups is None:
             _init()
-        build = core(
-            "integrations.megatron", "DistributedDataParallel", "fmoe.megatron.DistributedDataParallel"
+        super().__init__(
+            module, accumulate_allreduce_grads_in_fp32, use_contiguous_buffers_in_ddp, groups=_groups
         )
-        return build(module, **_groups)

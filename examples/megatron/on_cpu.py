@@ -1,0 +1,54 @@
+"""What Megatron-core needs to run without a GPU: it allocates on "cuda" by name, and its attention has CUDA buffers."""
+
+from contextlib import contextmanager, nullcontext
+from unittest import mock
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+
+class CausalAttention(nn.Module):
+    """The core_attention of a layer specification, in plain PyTorch: three [s, b, heads, d] -> [s, b, heads * d]."""
+
+    def __init__(self, config, layer_number, attn_mask_type, attention_type, **_):
+        super().__init__()
+
+    def forward(self, query, key, value, attention_mask=None, **_):
+        query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))
+        output = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        return output.permute(2, 0, 1, 3).flatten(2)
+
+
+class _CudaMeansCpu(TorchFunctionMode):
+    """Inside, device="cuda" is the CPU, and Megatron finds the type() of a parameter that it expects."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = dict(kwargs or {})
+        if str(kwargs.get("device", "")).startswith("cuda"):
+            kwargs["device"] = "cpu"
+        result = func(*args, **kwargs)
+        if func is torch.Tensor.type and len(args) == 1:
+            return result.replace("torch.", "torch.cuda.")
+        return result
+
+
+def _no_fork(tracker, name=None):
+    return nullcontext()
+
+
+@contextmanager
+def megatron_on_cpu():
+    """Inside, Megatron-core builds, trains and saves models on the CPU, with gloo process groups.
+
+    Without its generator for each tensor-parallel rank: dropout is the same on all of them.
+    """
+    cpu = torch.device("cpu")
+    with (
+        mock.patch("torch.cuda.current_device", lambda: cpu),
+        mock.patch("torch.cuda.synchronize", lambda *_: None),
+        mock.patch("megatron.core.tensor_parallel.random.CudaRNGStatesTracker.fork", _no_fork),
+        _CudaMeansCpu(),
+    ):
+        yield

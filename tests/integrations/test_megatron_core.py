@@ -1,0 +1,241 @@
+"""fmoefy and moe_layer_spec on Megatron-core's GPTModel, in one process."""
+
+import sys
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+from fmoe_ext.gates import SoftmaxGate
+from fmoe_ext.megatron import fmoefy, moe_layer_spec
+from fmoe_ext.testing import assert_close
+
+pytest.importorskip("megatron.core", reason="pip install megatron-core")
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+import megatron_layouts as layouts
+from gpt import forward_backward, make_chunks
+from on_cpu import megatron_on_cpu
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_rank(tmp_path_factory):
+    from megatron.core import parallel_state
+
+    store = tmp_path_factory.mktemp("megatron") / "store"
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
+    with megatron_on_cpu():
+        layouts.initialize()
+        yield
+    parallel_state.destroy_model_parallel()
+    dist.destroy_process_group()
+
+
+def gpt(mlp=None, **options):
+    config = layouts.config_of(**({"num_layers": 2} | options))
+    (model,) = make_chunks(config, layouts.VOCAB, layouts.SEQ_LEN, mlp=mlp)
+    layouts.fill([model])
+    return model
+
+
+def logits(model):
+    inputs = layouts.microbatches(0)[0][0]
+    return model(inputs, torch.arange(layouts.SEQ_LEN).expand_as(inputs), None)
+
+
+ACTIVATIONS = {
+    "gelu": {},
+    "silu": {"activation_func": F.silu},
+    "callable": {"activation_func": lambda x: F.relu(x).square()},
+    "swiglu": {"activation_func": F.silu, "gated_linear_unit": True},
+    "geglu": {"gated_linear_unit": True, "add_bias_linear": False},
+}
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_upcycled_gpt_has_the_dense_logits(activation):
+    model = gpt(**ACTIVATIONS[activation])
+    dense = logits(model)
+    assert fmoefy(model, num_experts=4, top_k=2, init="upcycle") is model
+    assert (logits(model) - dense).abs().max() <= 1e-12 * dense.abs().max()
+    names = {report.activation for report in model.fmoe_report.replaced}
+    assert names == {activation} or activation == "callable"
+    assert [r.path for r in model.fmoe_report.replaced] == [f"decoder.layers.{i}.mlp" for i in range(2)]
+
+
+def test_upcycled_gpt_in_float32():
+    truth, plain, model = gpt(), gpt(dtype=torch.float32), gpt(dtype=torch.float32)
+    fmoefy(model, num_experts=4, top_k=2, init="upcycle")
+    assert_close(logits(model), logits(truth), logits(plain), "logits")
+
+
+def test_fused_bias_gelu_is_the_tanh_gelu():
+    model = gpt(dtype=torch.float32, bias_activation_fusion=True)
+    dense = logits(model)
+    fmoefy(model, num_experts=2, init="upcycle")
+    torch.testing.assert_close(logits(model), dense)
+    assert model.decoder.layers[0].mlp.moe.experts.fused_activation == "gelu_tanh"
+
+
+@pytest.mark.parametrize("normalization", ["LayerNorm", "RMSNorm"])
+@pytest.mark.parametrize("zero_centered", [False, True])
+def test_norm_inside_linear_fc1_is_recreated(normalization, zero_centered):
+    """Transformer Engine's linear_fc1 normalizes its input: here one that does the same by hand."""
+
+    class LayerNormLinear(nn.Module):
+        def __init__(self, linear):
+            super().__init__()
+            self.weight, self.bias = linear.weight, linear.bias
+            self.layer_norm_weight = nn.Parameter(torch.linspace(-1, 1, layouts.D, dtype=torch.float64))
+            if normalization == "LayerNorm":
+                self.layer_norm_bias = nn.Parameter(torch.linspace(0, 1, layouts.D, dtype=torch.float64))
+
+        def forward(self, x):
+            gamma = self.layer_norm_weight + zero_centered
+            if normalization == "LayerNorm":
+                x = (x - x.mean(-1, keepdim=True)) / (x.var(-1, unbiased=False, keepdim=True) + 1e-5).sqrt()
+                x = x * gamma + self.layer_norm_bias
+            else:
+                x = x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt() * gamma
+            return F.linear(x, self.weight), self.bias
+
+    model = gpt()
+    model.config.normalization = normalization
+    model.config.layernorm_zero_centered_gamma = zero_centered
+    for layer in model.decoder.layers:
+        layer.pre_mlp_layernorm = nn.Identity()
+        layer.mlp.linear_fc1 = LayerNormLinear(layer.mlp.linear_fc1)
+    dense = logits(model)
+    fmoefy(model, num_experts=4, top_k=2, init="upcycle")
+    assert (logits(model) - dense).abs().max() <= 1e-12 * dense.abs().max()
+    assert "the norm inside linear_fc1" in repr(model.fmoe_report)
+
+
+def test_spec_with_norm_equals_norm_before_it():
+    spec = partial(moe_layer_spec, 4, d_hidden=24, top_k=2)
+    model, with_norm = gpt(spec()), gpt(spec(norm=True))
+    with torch.no_grad():
+        for ours, theirs in zip(with_norm.decoder.layers, model.decoder.layers, strict=True):
+            ours.mlp.norm.load_state_dict(theirs.pre_mlp_layernorm.state_dict())
+            ours.mlp.moe.load_state_dict(theirs.mlp.moe.state_dict())
+            ours.pre_mlp_layernorm = nn.Identity()
+    torch.testing.assert_close(logits(with_norm), logits(model), rtol=1e-12, atol=0)
+
+
+def test_spec_takes_what_it_is_not_told_from_config():
+    model = gpt(moe_layer_spec(), num_moe_experts=6, moe_router_topk=3, moe_ffn_hidden_size=20)
+    moe = model.decoder.layers[1].mlp.moe
+    assert (moe.num_experts, moe.top_k, moe.d_hidden) == (6, 3, 20)
+    assert type(moe.gate) is SoftmaxGate
+    assert moe.experts.htoh4.weight.dtype == torch.float64
+
+
+def test_spec_initializes_as_megatron():
+    config = layouts.config_of(num_layers=8, hidden_size=64, init_method_std=0.05)
+    (model,) = make_chunks(config, layouts.VOCAB, layouts.SEQ_LEN, mlp=moe_layer_spec(4, d_hidden=64))
+    moe = model.decoder.layers[0].mlp.moe
+    assert moe.experts.htoh4.weight.std().item() == pytest.approx(0.05, rel=0.05)
+    assert moe.experts.h4toh.weight.std().item() == pytest.approx(0.05 / 4, rel=0.05)
+    assert moe.gate.gate.weight.std().item() == pytest.approx(0.05, rel=0.2)
+    assert not moe.experts.htoh4.bias.any() and not moe.gate.gate.bias.any()
+
+
+def test_marks_of_the_parameters():
+    model = gpt(moe_layer_spec(4))
+    for name, p in model.named_parameters():
+        assert getattr(p, "allreduce", True) == (".experts." not in name), name
+    assert model.decoder.layers[0].mlp.moe.gate.gate.weight.sequence_parallel is False
+
+
+def test_gate_loss_has_the_scale_of_the_main_loss():
+    """With Megatron's schedule, which divides by the number of microbatches and scales for float16."""
+    batches = layouts.microbatches(0)
+
+    def by_megatron(weight):
+        model = gpt(moe_layer_spec(4, d_hidden=24), moe_aux_loss_coeff=weight)
+        model.config.grad_scale_func = lambda loss: loss * 8
+        model.config.finalize_model_grads_func = None
+        forward_backward([model], batches, layouts.SEQ_LEN)
+        return {name: p.grad for name, p in model.named_parameters()}
+
+    def by_hand(loss_of):
+        model = gpt(moe_layer_spec(4, d_hidden=24))
+        gates = [layer.mlp.moe.gate for layer in model.decoder.layers]
+        for gate in gates:
+            gate.get_loss = lambda: None  # the losses stay where they are
+        for inputs, targets in batches:
+            scores = model(inputs, torch.arange(layouts.SEQ_LEN).expand_as(inputs), None)
+            loss_of(scores.flatten(0, 1), targets.flatten(), gates).div(len(batches)).backward()
+        return {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in model.named_parameters()}
+
+    main = by_hand(lambda scores, targets, gates: F.cross_entropy(scores, targets))
+    auxiliary = by_hand(lambda scores, targets, gates: sum(gate.loss for gate in gates))
+    without, with_loss = by_megatron(0.0), by_megatron(0.5)
+    for name in main:
+        torch.testing.assert_close(without[name], 8 * main[name], rtol=1e-10, atol=1e-14)
+        expected = 8 * (main[name] + 0.5 * auxiliary[name])
+        torch.testing.assert_close(with_loss[name], expected, rtol=1e-10, atol=1e-14)
+    assert auxiliary["decoder.layers.0.mlp.moe.gate.gate.weight"].abs().max() > 1e-4
+
+
+def test_checkpoint_of_some_layers_names_them():
+    model = gpt()
+    fmoefy(model, num_experts=4, layers=[1])
+    keys = {s.key for s in model.sharded_state_dict(metadata={"non_homogeneous_layers": True}).values()}
+    assert "decoder.layers.1.mlp.moe.experts.htoh4.weight" in keys
+    assert "decoder.layers.0.mlp.linear_fc1.weight" in keys
+
+
+def test_refuses(monkeypatch):
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+
+    model = gpt()
+    wrapped = DistributedDataParallel(model.config, DistributedDataParallelConfig(), model)
+    with pytest.raises(ValueError, match="wrapped in DistributedDataParallel, whose gradient buffers"):
+        fmoefy(wrapped, num_experts=2)
+    with pytest.raises(ValueError, match=r"gated activation of this model, .*relu.*none of swiglu, geglu"):
+        fmoefy(gpt(gated_linear_unit=True, activation_func=F.relu), num_experts=2)
+    with pytest.raises(ValueError, match="pass num_experts to moe_layer_spec"):
+        gpt(moe_layer_spec())
+    layer = gpt(moe_layer_spec(2)).decoder.layers[0].mlp
+    x = torch.zeros(2, 1, layouts.D, dtype=torch.float64)
+    with pytest.raises(ValueError, match="padding_mask is not supported"):
+        layer(x, padding_mask=torch.zeros(1, 2))
+    layer.config.moe_aux_loss_coeff = [0.1, 0.2]
+    with pytest.raises(ValueError, match=r"moe_aux_loss_coeff must be one number.*\[0.1, 0.2\]"):
+        layer(x)
+    layer.moe.expert_placement = torch.tensor([1, 0])
+    with pytest.raises(RuntimeError, match=r"a\.moe: experts were moved between ranks"):
+        layer.sharded_state_dict("a.")
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"expt_tp": 2}, "expert_tensor_parallel_size is 2 .*--expert-tensor-parallel-size 1"),
+        ({"ep": 3}, "num_experts must be a multiple of the expert parallel size 3, but is 4"),
+    ],
+)
+def test_layouts_that_cannot_be(sizes, message):
+    from fmoe_ext.integrations.megatron_core import layer_arguments
+
+    def group(size):
+        return SimpleNamespace(size=lambda: size)
+
+    groups = SimpleNamespace(**{name: group(sizes.get(name, 1)) for name in ("tp", "ep", "expt_tp")})
+    with pytest.raises(ValueError, match=message):
+        layer_arguments(gpt().config, groups, num_experts=4)
+
+
+def test_needs_process_groups(monkeypatch):
+    from megatron.core import parallel_state
+
+    model = gpt()
+    monkeypatch.setattr(parallel_state, "model_parallel_is_initialized", lambda: False)
+    model.decoder.layers[0].pg_collection = None
+    with pytest.raises(RuntimeError, match=r"initialize_model_parallel\(...\) before"):
+        fmoefy(model, num_experts=2)
