@@ -1,11 +1,12 @@
 """Expected step times of an expert-parallel layer on machines that are not here.
 
     python -m fmoe_ext.ep.simulate --ranks 8 64 1024 --network ib-ndr
-    python -m fmoe_ext.ep.simulate --loads loads.json --ranks 16
+    python -m fmoe_ext.ep.simulate --loads out/load.jsonl --ranks 16
     python -m fmoe_ext.ep.simulate --preset fastermoe-trevor
 
-Replays loads (a JSON list of steps, each a list of rows for each expert; without one: drawn, skewed and drifting)
-through the policies of this package and prints the expected time of a layer's forward and backward under each.
+Replays loads (what balance.write recorded, or a JSON list of steps, each a list of rows for each expert; without a
+file: drawn, skewed and drifting) through the policies of this package and prints the expected time of a layer's forward
+and backward under each.
 Policies see the load of the step before, as in training. Model: ep/cost.py; links are taken as never shared.
 """
 
@@ -85,6 +86,26 @@ def draw_loads(num_steps, num_experts, num_rows, skew, seed=0):
     return loads
 
 
+def read_loads(path, layer=None):
+    """Recorded loads: steps, each with the rows of every expert.
+
+    path: JSON lines {"layers": {gate: {"tokens_per_expert": [E]}}}, as balance.write appends them, of which one gate's
+    are taken; or one JSON list of lists. Raises ValueError if there is no such gate or the number of experts changes.
+    """
+    text = path.read_text()
+    if text.lstrip().startswith("{"):
+        records = [json.loads(line)["layers"] for line in text.splitlines() if line.strip()]
+        layer = layer or next(iter(records[0]))
+        if any(layer not in record for record in records):
+            raise ValueError(f"{path} has no layer {layer!r} in every step, but {', '.join(records[0])}")
+        loads = [record[layer]["tokens_per_expert"] for record in records]
+    else:
+        loads = json.loads(text)
+    if not loads or any(len(load) != len(loads[0]) for load in loads):
+        raise ValueError(f"{path} must be steps with one number for each expert")
+    return loads
+
+
 def simulate(loads, num_ranks, layer, hardware, num_chunks, every):
     """{policy: mean seconds of a step}; placement is planned again every `every` steps and then moves experts."""
     num_local = len(loads[0]) // num_ranks
@@ -137,7 +158,11 @@ def build_parser():
     )
     add = parser.add_argument
     add("--preset", choices=sorted(PRESETS), help="a published set-up; ranks, sizes and network are its own")
-    add("--loads", type=Path, help="JSON: steps, each with the rows of every expert")
+    add("--loads", type=Path, help="recorded loads: JSON lines of fmoe_ext.balance.write, or a JSON list")
+    add(
+        "--layer",
+        help="the gate whose loads to replay, where --loads has several; the first one if not given",
+    )
     add("--ranks", type=int, nargs="+", default=[8, 64, 256, 1024])
     add("--experts-per-rank", type=int, default=4)
     add("--tokens", type=int, default=8192, help="of each rank")
@@ -158,9 +183,10 @@ def main(argv=None):
     options = parser.parse_args(argv)
     loads = None
     if options.loads is not None:
-        loads = json.loads(options.loads.read_text())
-        if not loads or any(len(load) != len(loads[0]) for load in loads):
-            parser.error(f"--loads: {options.loads} must be a list of steps with one number for each expert")
+        try:
+            loads = read_loads(options.loads, options.layer)
+        except ValueError as error:
+            parser.error(f"--loads: {error}")
     if options.preset is not None:
         preset = PRESETS[options.preset]
         layer = Layer(preset.d_model, preset.d_hidden, bytes_per_element=preset.bytes_per_element)
