@@ -75,8 +75,8 @@ class Bound:
         self.raise_for(needed)
         if differ:
             raise RuntimeError(
-                f"{self._name()}: ranks did not exchange the same tokens in an earlier step; they differed in the layer, "
-                "the dtype of the tokens or the elements of a token"
+                f"{self._name()}: ranks did not exchange the same tokens in an earlier step; they differed in the "
+                "layer, the dtype of the tokens or the elements of a token"
             )
 
     def raise_for(self, needed):

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -36,6 +37,12 @@ def disagree(how):
         make(d_model=6)(torch.randn(3, 6)) if odd else make()(x)
     elif how == "num_experts":
         make(num_expert=3)(x) if odd else make()(x)
+    elif how == "bound":
+        make(max_rows_per_rank=16 if odd else 12)(x)
+    elif how == "groups":  # two groups of the same ranks, met in different order
+        groups = [dist.new_group([0, 1], timeout=timedelta(seconds=5)) for _ in range(2)]
+        layers = [make(moe_group=group) for group in groups]
+        layers[int(odd)](x)
 
 
 @pytest.mark.parametrize(
@@ -48,12 +55,18 @@ def disagree(how):
             "num_experts",
             r"\(layer, num_experts, experts of a rank, .*\) must be the same .*rank 1 has \(2, 6, 3, 1, None\)",
         ),
+        ("bound", r"max_rows_per_rank\) must be the same on ranks .*rank 1 has \(2, 4, 2, 1, 16\)"),
+        (
+            "groups",
+            r"rank [01]: the exchange in the group of ranks \[0, 1\] failed: .* did not reach this layer",
+        ),
     ],
 )
 def test_disagreement_is_reported_on_every_rank(faulty_pool, how, text):
     with pytest.raises(DistributedError) as error:
         faulty_pool.run(disagree, how, timeout=30)
-    assert len(re.findall(text, str(error.value))) == 2, error.value
+    reports = re.findall(rf"(?m)^.*{text}", str(error.value))
+    assert len(reports) == 2, error.value
 
 
 def die_in_the_middle():
