@@ -1,11 +1,13 @@
 """overlap_degree="auto": every rank makes the same choice once, and no bit of the results depends on it."""
 
+import argparse
 import logging
 
 import torch
 import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
+from benchmarks.bench_ep import measure
 from fmoe_ext import FMoE, FMoETransformerMLP
 from fmoe_ext.ep.cost import best_overlap
 
@@ -78,6 +80,37 @@ class Whole(FMoETransformerMLP):
 
     def expert_fn(self, inp, fwd_expert_count):
         return FMoE.expert_fn(self, inp, fwd_expert_count)
+
+
+def hide(seconds):
+    """Experts and network that sleep: nothing competes for a processor, so that what is seen is the schedule.
+
+    A message of rows takes `seconds`, the experts' forward twice that: 4 messages and 6 times `seconds` in a step.
+    """
+    num_tokens, d_model = 64, 256
+    sent = num_tokens * d_model * 4  # half of the rows of K = 2
+    args = argparse.Namespace(
+        tokens=num_tokens, d_model=d_model, d_hidden=1, experts=4, top_k=2, overlap=[1, 2, 4], rounds=2
+    )
+    plain = dist.all_to_all_single
+    try:
+        taken, num_bytes = measure(args, 8e-9 * sent / seconds, 2 * seconds / (2 * num_tokens))
+    finally:
+        dist.all_to_all_single = plain
+    return {name: min(values) for name, values in taken.items()}, num_bytes
+
+
+def test_hides_half_of_the_exchange(pool):
+    """And sends nothing but the rows, a weight with each, and the counts."""
+    seconds = 0.15
+    took, num_bytes = pool.run(hide, seconds, world_size=2)[0]
+    exchange = took["overlap_degree=1"] - took["compute alone"]
+    assert exchange > 0.9 * 4 * seconds and took["compute alone"] >= 6 * seconds
+    hidden = (took["overlap_degree=1"] - took["overlap_degree=4"]) / exchange
+    assert hidden >= 0.5, took  # in theory 3 / 4; with two chunks 1 / 2
+    least = 64 * (4 * 256 * 4 + 2 * 4)
+    for degree in (1, 2, 4):
+        assert num_bytes[f"overlap_degree={degree}"] == least + 8 * (3 + 4)
 
 
 def test_auto(pool):
