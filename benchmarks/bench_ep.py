@@ -1,7 +1,7 @@
 """Expert parallelism on gloo processes: compute alone, exchange alone, the layer with and without overlap, and a
 straightforward layer on all_to_all_single.
 
-    python -m benchmarks.bench_ep [--ranks 2 4] [--wire-gbps 0 0.5] [--tokens 1024] [--sleep 0.1]
+    python -m benchmarks.bench_ep [--ranks 2 4] [--wire-gbps 0 0.5] [--tokens 1024] [--sleep 0.05]
 
 All processes share this machine, and what gloo copies takes a core away from the experts. --wire-gbps adds, to the
 real exchange, the time that a network of that speed would need, in which the processor is free, as with a real network.
@@ -213,8 +213,8 @@ def main():
     parser.add_argument(
         "--overlap", nargs="+", type=lambda n: n if n == "auto" else int(n), default=[1, 2, 4, "auto"]
     )
-    parser.add_argument("--sleep", type=float, default=0.1, help="seconds of a message, where all sleep")
-    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--sleep", type=float, default=0.05, help="seconds of a message, where all sleep")
+    parser.add_argument("--rounds", type=int, default=5)
     args = parser.parse_args()
 
     header = [

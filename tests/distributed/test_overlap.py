@@ -90,7 +90,7 @@ def hide(seconds):
     num_tokens, d_model = 64, 256
     sent = num_tokens * d_model * 4  # half of the rows of K = 2
     args = argparse.Namespace(
-        tokens=num_tokens, d_model=d_model, d_hidden=1, experts=4, top_k=2, overlap=[1, 2, 4], rounds=2
+        tokens=num_tokens, d_model=d_model, d_hidden=1, experts=4, top_k=2, overlap=[1, 4], rounds=2
     )
     plain = dist.all_to_all_single
     try:
@@ -102,14 +102,14 @@ def hide(seconds):
 
 def test_hides_half_of_the_exchange(pool):
     """And sends nothing but the rows, a weight with each, and the counts."""
-    seconds = 0.15
+    seconds = 0.1
     took, num_bytes = pool.run(hide, seconds, world_size=2)[0]
     exchange = took["overlap_degree=1"] - took["compute alone"]
     assert exchange > 0.9 * 4 * seconds and took["compute alone"] >= 6 * seconds
     hidden = (took["overlap_degree=1"] - took["overlap_degree=4"]) / exchange
-    assert hidden >= 0.5, took  # in theory 3 / 4; with two chunks 1 / 2
+    assert hidden >= 0.5, took  # in theory 3 / 4
     least = 64 * (4 * 256 * 4 + 2 * 4)
-    for degree in (1, 2, 4):
+    for degree in (1, 4):
         assert num_bytes[f"overlap_degree={degree}"] == least + 8 * (3 + 4)
 
 
