@@ -29,7 +29,7 @@ class OverlapTuner:
 
     @property
     def is_due(self):
-        return len(self._steps) == NUM_STEPS
+        return len(self._steps) >= NUM_STEPS
 
     def begin_step(self, device):
         self._steps.append(defaultdict(float))
