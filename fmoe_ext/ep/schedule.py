@@ -407,9 +407,13 @@ class _HostCopy:
         return self._copy
 
 
-@functools.lru_cache(maxsize=256)
 def _constant(values, device):
-    """A tensor of these int64 values that stays on the device; not to be changed."""
+    """A tensor of these int64 values that stays on the device, so that no step copies it there; not to be changed."""
+    return (torch.tensor if torch.compiler.is_compiling() else _kept)(values, device=device)
+
+
+@functools.lru_cache(maxsize=256)
+def _kept(values, device):
     return torch.tensor(values, device=device)
 
 
