@@ -18,6 +18,9 @@ try:
 except ImportError:
     _C_nccl = None
 
+# What every backend knows; other rows travel as bytes.
+_DTYPES_OF_BACKENDS = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32)
+
 _groups = weakref.WeakValueDictionary()  # name -> ProcessGroup; an entry lives as long as the group does
 _nccl = weakref.WeakKeyDictionary()  # ProcessGroup -> {device: _NcclExchange}
 _layers = weakref.WeakKeyDictionary()  # ProcessGroup -> iterator over the numbers of its layers
@@ -91,10 +94,9 @@ def start_exchange(out, x, send_splits, recv_splits, group_name):
 
 
 def _start_over_group(out, x, send_splits, recv_splits, group):
-    # As bytes, because a backend knows some dtypes only.
-    return dist.all_to_all_single(
-        _as_bytes(out), _as_bytes(x), list(recv_splits), list(send_splits), group=group, async_op=True
-    )
+    if x.dtype not in _DTYPES_OF_BACKENDS:
+        out, x = _as_bytes(out), _as_bytes(x)
+    return dist.all_to_all_single(out, x, list(recv_splits), list(send_splits), group=group, async_op=True)
 
 
 def _start_over_nccl(out, x, send_splits, recv_splits, group):
