@@ -1,13 +1,19 @@
 """Expert parallelism on gloo processes: compute alone, exchange alone, the layer with and without overlap, and a
 straightforward layer on all_to_all_single.
 
-    python -m benchmarks.bench_ep [--ranks 2] [--tokens 1024] [--wire-gbps 1]
+    python -m benchmarks.bench_ep [--ranks 2 4] [--wire-gbps 0 0.5] [--tokens 1024] [--sleep 0.05]
 
 All processes share this machine, and what gloo copies takes a core away from the experts. --wire-gbps adds, to the
 real exchange, the time that a network of that speed would need, in which the processor is free, as with a real network.
+Other load on the machine makes these figures wrong. What does not depend on it is the schedule: in the last table,
+experts and network sleep (--sleep seconds a message), so that nothing competes for a processor.
+
+"exchange hidden" is (A - B) / (A - C), where A is the time without overlap, B with it, and C that of compute alone; all
+are the shortest of the rounds, because other load only adds.
 """
 
 import argparse
+import functools
 import statistics
 import sys
 import time
@@ -15,11 +21,13 @@ import time
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch import nn
 from torch.distributed.nn.functional import all_to_all_single
 
 from benchmarks.common import RESULTS, table, write
-from fmoe_ext import FMoETransformerMLP
+from fmoe_ext import FMoE, FMoETransformerMLP
 from fmoe_ext.ep.exchange import global_exchange, register_group
+from fmoe_ext.ep.tuning import NUM_STEPS
 from fmoe_ext.gates import UniformGate
 from fmoe_ext.testing import DistributedPool
 
@@ -84,14 +92,42 @@ def straightforward(layer, x):
     return torch.zeros_like(x).index_add(0, order // K, weighted)
 
 
-def measure(args):
+class SleepingExpert(nn.Module):
+    """Takes seconds_per_row in the forward and twice that in the backward, and no processor."""
+
+    def __init__(self, d_model, seconds_per_row):
+        super().__init__()
+        self.seconds_per_row = seconds_per_row
+
+    def forward(self, x):
+        return _Sleep.apply(x, self.seconds_per_row)
+
+
+class _Sleep(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, seconds_per_row):
+        ctx.seconds = len(x) * seconds_per_row
+        time.sleep(ctx.seconds)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        time.sleep(2 * ctx.seconds)
+        return grad, None
+
+
+def measure(args, gbps, seconds_per_row=0.0):
+    """{name: seconds of each round}, {name: bytes sent in a round}; with seconds_per_row, of experts that sleep."""
     torch.manual_seed(dist.get_rank())
     size = dist.get_world_size()
-    wire = dist.all_to_all_single = Wire(args.wire_gbps)
-    shape = dict(num_expert=args.experts, d_model=args.d_model, d_hidden=args.d_hidden, top_k=args.top_k)
-    shape |= dict(gate=UniformGate, bias=False)
-    local = FMoETransformerMLP(**shape)
-    layers = {n: FMoETransformerMLP(world_size=size, overlap_degree=n, **shape) for n in args.overlap}
+    wire = dist.all_to_all_single = Wire(gbps)
+    make = functools.partial(FMoETransformerMLP, args.experts, args.d_model, args.d_hidden, bias=False)
+    if seconds_per_row:
+        expert = functools.partial(SleepingExpert, seconds_per_row=seconds_per_row)
+        make = functools.partial(FMoE, args.experts, args.d_model, expert=expert)
+    make = functools.partial(make, top_k=args.top_k, gate=UniformGate)
+    local = make()
+    layers = {n: make(world_size=size, overlap_degree=n) for n in args.overlap}
     x = torch.randn(args.tokens, args.d_model, requires_grad=True)
     rows = torch.randn(args.tokens * args.top_k, args.d_model, requires_grad=True)
     splits = [len(rows) // size] * size
@@ -102,8 +138,12 @@ def measure(args):
         return global_exchange(there, splits, splits, group)
 
     steps = {"compute alone": lambda: local(x), "exchange alone": exchange}
-    steps["straightforward"] = lambda: straightforward(layers[1], x)
+    if not seconds_per_row:
+        steps["straightforward"] = lambda: straightforward(layers[1], x)
     steps |= {f"overlap_degree={n}": lambda layer=layer: layer(x) for n, layer in layers.items()}
+    if "auto" in layers:
+        for _ in range(NUM_STEPS + 1):
+            layers["auto"](x)
     seconds, sent = {name: [] for name in steps}, {}
     for turn in range(args.rounds + 1):
         for name, step in steps.items():
@@ -118,60 +158,89 @@ def measure(args):
     return seconds, sent
 
 
+def summarize(args, ranks, network, seconds, sent):
+    best = {name: min(values) for name, values in seconds.items()}
+    compute, plain = best["compute alone"], best["overlap_degree=1"]
+    moved = args.tokens * args.top_k * (ranks - 1) // ranks
+    # rows there and back in the forward and in the backward; a weight with each row there, its gradient back
+    least = moved * (4 * args.d_model * 4 + 2 * 4)
+    records = []
+    for name, values in seconds.items():
+        hidden = None
+        if name.startswith("overlap") and name != "overlap_degree=1" and plain > compute:
+            hidden = (plain - best[name]) / (plain - compute)
+        records.append(
+            {
+                "ranks": ranks,
+                "network": network,
+                "name": name,
+                "median": statistics.median(values),
+                "min": best[name],
+                "hidden": hidden,
+                "bytes": sent[name],
+                "minimum_bytes": least,
+            }
+        )
+    return records
+
+
+def lines_of(records):
+    compute = records[0]["min"]
+    return [
+        [
+            record["name"],
+            f"{record['median'] * 1e3:.1f}",
+            f"{record['min'] * 1e3:.1f}",
+            f"{record['min'] / compute:.2f}",
+            "" if record["hidden"] is None else f"{record['hidden']:.0%}",
+            f"{record['bytes'] / record['minimum_bytes']:.4f}",
+        ]
+        for record in records
+    ]
+
+
 def main():
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--wire-gbps", type=float, nargs="+", default=[0.0, 0.5], help="0: none added")
     parser.add_argument("--tokens", type=int, default=1024, help="of each rank")
     parser.add_argument("--d-model", type=int, default=256)
     parser.add_argument("--d-hidden", type=int, default=512)
     parser.add_argument("--experts", type=int, default=4, help="of each rank")
     parser.add_argument("--top-k", type=int, default=2)
-    parser.add_argument("--overlap", type=int, nargs="+", default=[1, 2, 4])
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--wire-gbps", type=float, default=0.0, help="0: none added")
+    parser.add_argument(
+        "--overlap", nargs="+", type=lambda n: n if n == "auto" else int(n), default=[1, 2, 4, "auto"]
+    )
+    parser.add_argument("--sleep", type=float, default=0.05, help="seconds of a message, where all sleep")
+    parser.add_argument("--rounds", type=int, default=5)
     args = parser.parse_args()
 
-    with DistributedPool(args.ranks) as pool:
-        seconds, sent = pool.run(measure, args, timeout=600)[0]
-    median = {name: statistics.median(values) for name, values in seconds.items()}
-    best = {name: min(values) for name, values in seconds.items()}  # for what is hidden: other load only adds
-    compute, plain = best["compute alone"], best["overlap_degree=1"]
-    moved = args.tokens * args.top_k * (args.ranks - 1) // args.ranks
-    # rows there and back in the forward and in the backward; a weight with each row there, its gradient back
-    least = moved * (4 * args.d_model * 4 + 2 * 4)
-    records, lines = [], []
-    for name, value in median.items():
-        hidden = None
-        if name.startswith("overlap") and plain > compute:
-            hidden = min(1.0, (plain - best[name]) / (plain - compute))
-        record = {
-            "name": name,
-            "median": value,
-            "min": best[name],
-            "bytes": sent[name],
-            "hidden": hidden,
-        }
-        records.append(record)
-        lines.append(
-            [
-                name,
-                f"{value * 1e3:.1f}",
-                f"{best[name] * 1e3:.1f}",
-                f"{best[name] / compute:.2f}",
-                "" if hidden is None else f"{hidden:.0%}",
-                f"{sent[name] / least:.4f}",
-            ]
-        )
-    text = table(
-        ["forward + backward", "median ms", "min ms", "min / compute", "exchange hidden", "bytes / minimum"],
-        lines,
-    )
-    command = "python -m benchmarks.bench_ep " + " ".join(sys.argv[1:])
-    print(text)
-    wire = f"-{args.wire_gbps:g}gbps" if args.wire_gbps else ""
-    write(RESULTS / f"ep-{args.ranks}ranks{wire}.json", command.strip(), records, text)
+    header = [
+        "forward + backward",
+        "median ms",
+        "min ms",
+        "min / compute",
+        "exchange hidden",
+        "bytes / minimum",
+    ]
+    records, texts = [], []
+    cases = [(gbps, 0.0, f"a network of {gbps:g} Gb/s added" if gbps else "gloo") for gbps in args.wire_gbps]
+    with DistributedPool(max(args.ranks)) as pool:
+        for ranks in args.ranks:
+            # experts' forward: twice a message of rows, so that compute is half as long again as the exchange
+            message = args.tokens * args.top_k * (ranks - 1) // ranks * args.d_model * 4
+            gbps = 8e-9 * message / args.sleep
+            asleep = (gbps, 2 * args.sleep / (args.tokens * args.top_k), "experts and network that sleep")
+            for gbps, seconds_per_row, network in [*cases, asleep]:
+                measured = pool.run(measure, args, gbps, seconds_per_row, world_size=ranks, timeout=600)[0]
+                found = summarize(args, ranks, network, *measured)
+                texts.append(f"{ranks} ranks, {network}\n\n{table(header, lines_of(found))}")
+                print(texts[-1], end="\n\n", flush=True)
+                records += found
+    command = " ".join(["python -m benchmarks.bench_ep", *sys.argv[1:]])
+    write(RESULTS / "ep.json", command, records, "\n\n".join(texts))
 
 
 if __name__ == "__main__":

@@ -35,6 +35,18 @@ VARIABLES = (
     ),
     Variable("FMOE_TOPO_GPUS_PER_NODE", int, 8, "run: FasterGate's default gpus_per_node"),
     Variable("FMOE_TOPO_OUTGOING_FRACTION", float, 0.14, "run: FasterGate's default outgoing_fraction"),
+    Variable(
+        "FMOE_FASTER_GLBPLC_NETBW",
+        float,
+        None,
+        "run: bytes a second of one rank, for shadowing; measured when unset",
+    ),
+    Variable(
+        "FMOE_FASTER_GLBPLC_GPUTP",
+        float,
+        None,
+        "run: FLOP a second of one rank's experts, for shadowing; measured when unset",
+    ),
 )
 _BY_NAME = MappingProxyType({variable.name: variable for variable in VARIABLES})
 

@@ -252,7 +252,8 @@ class DistributedGroupedDataParallel(nn.Module):
 def clip_grad_norm_(module, max_norm, norm_type=2.0):
     """Scales the gradients of a DistributedGroupedDataParallel so that their norm over the job is at most max_norm.
 
-    Each parameter counts once, on however many ranks it has copies. Call it on all ranks, after the reduction.
+    Each parameter counts once, on however many ranks it has copies or shards (DTensor; every rank of dp_group has
+    some). Call it on all ranks, after the reduction.
     Returns the norm before scaling. Equivalent, in one process: torch.nn.utils.clip_grad_norm_.
     """
     if not isinstance(module, DistributedGroupedDataParallel):
@@ -260,27 +261,22 @@ def clip_grad_norm_(module, max_norm, norm_type=2.0):
     norm_type = float(norm_type)
     dp_group = module._groups["dp"]
     dp_ranks = set(dist.get_process_group_ranks(dp_group))
-    everything = [p.grad for params in module._tagged.values() for p in params if p.grad is not None]
+    params = [(tag, p) for tag, params in module._tagged.items() for p in params if p.grad is not None]
+    sharded = [p for p in module.parameters() if isinstance(p, DTensor) and p.grad is not None]
+    everything = [p.grad for _, p in params] + [p.grad.to_local() for p in sharded]
     if not everything:
         return torch.tensor(0.0)
-    device = everything[0].device
     accumulate = torch.float64 if any(g.dtype == torch.float64 for g in everything) else torch.float32
-    total = torch.zeros((), dtype=accumulate, device=device)
-    for tag, params in module._tagged.items():
-        norms = [
-            torch.linalg.vector_norm(p.grad, norm_type, dtype=accumulate)
-            for p in params
-            if p.grad is not None
-        ]
-        if not norms:
-            continue
-        copies = (
-            1 if tag == "none" else len(dp_ranks & set(dist.get_process_group_ranks(module._groups[tag])))
-        )
+    total = torch.zeros((), dtype=accumulate, device=everything[0].device)
+    counted = [(p.grad, _num_copies(module, tag, dp_ranks)) for tag, p in params]
+    counted += [(p.grad, len(dp_ranks)) for p in sharded]  # the norm of the whole, on each rank
+    for grad, copies in counted:
+        norm = torch.linalg.vector_norm(grad, norm_type, dtype=accumulate)
+        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
         if norm_type == float("inf"):
-            total = torch.maximum(total, torch.stack(norms).max())
+            total = torch.maximum(total, norm)
         else:
-            total += torch.stack(norms).pow(norm_type).sum() / copies
+            total += norm.pow(norm_type) / copies
     if norm_type == float("inf"):
         dist.all_reduce(total, dist.ReduceOp.MAX, group=dp_group)
     else:
@@ -290,6 +286,10 @@ def clip_grad_norm_(module, max_norm, norm_type=2.0):
     for grad in everything:
         grad.mul_(scale.to(grad.dtype))
     return total
+
+
+def _num_copies(module, tag, dp_ranks):
+    return 1 if tag == "none" else len(dp_ranks & set(dist.get_process_group_ranks(module._groups[tag])))
 
 
 class _Bucket:

@@ -28,9 +28,13 @@ class FMoE(nn.Module):
     num_expert: experts of this worker. d_model: width of a token.
     world_size, moe_group: the experts of all world_size ranks of moe_group (a ProcessGroup, a DeviceMesh, or None
       for the default group) form one layer of num_expert * world_size experts, expert i on rank i // num_expert.
-      All ranks of the group call forward, with any number of tokens each. overlap_degree > 1 exchanges the rows of
-      some experts while others compute. gate_group: the ranks whose tokens count for the gate's losses and
-      capacities, moe_group if None.
+      All ranks of the group call forward, with any number of tokens each. gate_group: the ranks whose tokens count
+      for the gate's losses and capacities, moe_group if None.
+    overlap_degree > 1 exchanges the rows of some experts while others compute; "auto" chooses it from the times of
+      the first forwards.
+    max_rows_per_rank: each rank sends each other one so many rows, padding included, so that nothing waits for
+      sizes and a CUDA graph can hold the layer; tokens * top_k is always enough. If a rank has more, every rank
+      gets a RuntimeError: on the CPU at once; on CUDA results are NaN and ep.static.check_max_rows(model) raises.
     slice_group: ranks with the same input; each computes a part of the rows. mp_group is its old name.
     gate: a class or function called as gate(d_model, num_expert, world_size, top_k[, gate_bias=]), a
       functools.partial of one, or a module; it maps moe_inp to topk_idx [T, K], topk_weights [T, K].
@@ -65,6 +69,7 @@ class FMoE(nn.Module):
         renormalize=False,
         gate_group=None,
         overlap_degree=1,
+        max_rows_per_rank=None,
     ):
         super().__init__()
         if mp_group is not None:
@@ -78,7 +83,7 @@ class FMoE(nn.Module):
         self.world_size = world_size
         self._parallel = None
         if world_size > 1 or moe_group is not None:
-            self._parallel = ExpertParallel(moe_group, self.num_expert, overlap_degree)
+            self._parallel = ExpertParallel(moe_group, self.num_expert, overlap_degree, max_rows_per_rank)
             if self._parallel.size != world_size:
                 raise ValueError(f"world_size is {world_size}, but moe_group has {self._parallel.size} ranks")
         self._slices = None if slice_group is None or slice_group.size() == 1 else SliceGroup(slice_group)
@@ -160,6 +165,7 @@ class FMoE(nn.Module):
         if self._parallel is None:
             out = self._compute(moe_inp, topk_idx, topk_weights)
         else:
+            self._parallel.choose_overlap(self.num_expert if self._experts_divide else 1)
             compute = self._experts_by_chunk()
             out = self._parallel(moe_inp, topk_idx, topk_weights, compute, self._compute_shadows)
         return _fill_masked(out, topk_weights, mask, self.mask_dict) if masked else out
@@ -198,7 +204,7 @@ class FMoE(nn.Module):
                 return self.experts(x, handle.tokens_per_expert, handle, topk_weights, weights[end])
 
             return compute
-        if self.experts_fused or type(self).expert_fn is not FMoE.expert_fn:
+        if not self._experts_divide:
             raise RuntimeError(
                 f"overlap_degree={len(ends)} computes some experts at a time, which this layer's experts cannot do: "
                 "use FusedExperts or separate experts, or overlap_degree=1"
@@ -250,6 +256,12 @@ class FMoE(nn.Module):
     def _experts_combine(self):
         """Whether the experts read tokens and sum results themselves, and no subclass steps in between."""
         return isinstance(self.experts, FusedExperts) and type(self).expert_fn is FMoE.expert_fn
+
+    @property
+    def _experts_divide(self):
+        """Whether some experts can compute without the others."""
+        separate = not self.experts_fused and type(self).expert_fn is FMoE.expert_fn
+        return separate or self._experts_combine
 
     def _count_inputs(self, moe_inp):
         leaves = []

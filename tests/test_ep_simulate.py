@@ -3,9 +3,12 @@
 import json
 
 import pytest
+import torch
 
+from fmoe_ext import balance
 from fmoe_ext.ep.cost import Hardware, Layer, step_time
-from fmoe_ext.ep.simulate import PRESETS, draw_loads, main, simulate
+from fmoe_ext.ep.simulate import PRESETS, draw_loads, main, read_loads, simulate
+from fmoe_ext.gates import NaiveGate
 
 LAYER = Layer(64, 128)
 HARDWARE = Hardware(bandwidth=1e9, throughput=1e12)
@@ -52,3 +55,24 @@ def test_recorded_loads(tmp_path, capsys):
     assert f"{expected * 1e3:10.3f}" in capsys.readouterr().out.splitlines()[1]
     with pytest.raises(SystemExit):
         main(["--loads", str(path), "--ranks", "3"])
+
+
+def test_recorded_telemetry(tmp_path, capsys):
+    """What balance.write appends, a line for each collect()."""
+    path = tmp_path / "load.jsonl"
+    gates = [torch.nn.Sequential(NaiveGate(4, 4, 1)), torch.nn.Sequential(NaiveGate(4, 4, 1))]
+    monitor = balance.watch(torch.nn.ModuleDict({"first": gates[0], "second": gates[1]}))
+    loads = [[5, 3, 1, 1], [1, 1, 1, 7]]
+    for step, load in enumerate(loads):
+        for counters in monitor.counters.values():
+            counters.tokens_per_expert += torch.tensor(load)
+            load = load[::-1]
+        balance.write(monitor.collect(step), path)
+    first, second = monitor.counters
+    assert read_loads(path) == read_loads(path, first) == loads
+    assert read_loads(path, second) == [load[::-1] for load in loads]
+    main(["--loads", str(path), "--layer", second, "--ranks", "2", "--network", "nvlink"])
+    assert "2 ranks, nvlink" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        main(["--loads", str(path), "--layer", "third"])
+    assert "has no layer 'third' in every step, but first.0, second.0" in capsys.readouterr().err

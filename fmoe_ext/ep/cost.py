@@ -6,6 +6,8 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from fmoe_ext import _env
+
 
 @dataclass(frozen=True)
 class Hardware:
@@ -16,7 +18,10 @@ class Hardware:
 
     @staticmethod
     def measure(group=None, num_bytes=1 << 22, size=512):
-        """Measures both on all ranks of a group, and returns the mean, the same on every rank."""
+        """Measures both on all ranks of a group, and returns the mean, the same on every rank.
+
+        FMOE_FASTER_GLBPLC_NETBW and FMOE_FASTER_GLBPLC_GPUTP, FastMoE's numbers, go before what is measured.
+        """
         world_size = dist.get_world_size(group)
         device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
         x = torch.ones(world_size, num_bytes // world_size // 4, device=device)
@@ -38,7 +43,9 @@ class Hardware:
         exchange = seconds(lambda: dist.all_to_all_single(out, x, group=group))
         matmul = seconds(lambda: a @ a)
         away = x.numel() * 4 * max(world_size - 1, 1) / world_size
-        found = torch.tensor([away / exchange, 2 * size**3 / matmul], dtype=torch.float64, device=device)
+        bandwidth = _env.get("FMOE_FASTER_GLBPLC_NETBW") or away / exchange
+        throughput = _env.get("FMOE_FASTER_GLBPLC_GPUTP") or 2 * size**3 / matmul
+        found = torch.tensor([bandwidth, throughput], dtype=torch.float64, device=device)
         dist.all_reduce(found, group=group)
         return Hardware(*(found / world_size).tolist())
 
@@ -82,6 +89,20 @@ class StepTime:
         """With num_chunks chunks: all but one chunk of the smaller part hides behind the larger."""
         hidden = min(self.exchange, self.compute) * (num_chunks - 1) / num_chunks
         return self.total - hidden
+
+
+def best_overlap(exchange, compute, latency, max_chunks):
+    """The number of chunks with the shortest expected step; the smallest of equal ones.
+
+    exchange, compute: seconds of a forward's exchanges, there and back, and of its experts. The backward's exchanges
+    take as long, its experts twice as long. latency: seconds of a message of no size; each chunk has four.
+    """
+
+    def seconds(num_chunks):
+        halves = (StepTime(exchange, compute), StepTime(exchange, 2 * compute))
+        return sum(half.overlapped(num_chunks) for half in halves) + 4 * latency * (num_chunks - 1)
+
+    return min(range(1, max_chunks + 1), key=seconds)
 
 
 def step_time(load, num_ranks, layer, hardware, shadows=()):

@@ -7,6 +7,7 @@ import itertools
 import math
 import weakref
 from collections.abc import Sequence
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
@@ -16,6 +17,9 @@ try:
     from fmoe_ext import _C_nccl  # only in builds with USE_NCCL=1
 except ImportError:
     _C_nccl = None
+
+# What every backend knows; other rows travel as bytes.
+_DTYPES_OF_BACKENDS = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32)
 
 _groups = weakref.WeakValueDictionary()  # name -> ProcessGroup; an entry lives as long as the group does
 _nccl = weakref.WeakKeyDictionary()  # ProcessGroup -> {device: _NcclExchange}
@@ -61,9 +65,7 @@ def check_same(what, value, group):
 
     value is a tuple, list or string of plain values; this is a collective call.
     """
-    values = [None] * dist.get_world_size(group)
-    dist.all_gather_object(values, value, group=group)
-    texts = [str(v) for v in values]
+    texts = [str(v) for v in gather_values(value, group)]
     expected = max(dict.fromkeys(texts), key=texts.count)
     ranks = dist.get_process_group_ranks(group)
     odd = {rank: text for rank, text in zip(ranks, texts, strict=True) if text != expected}
@@ -74,26 +76,56 @@ def check_same(what, value, group):
         )
 
 
+def gather_values(value, group):
+    """A picklable value of every rank of the group, in the order of ranks; a collective call."""
+    values = [None] * dist.get_world_size(group)
+    with _explained(group):
+        dist.all_gather_object(values, value, group=group)
+    return values
+
+
 def start_exchange(out, x, send_splits, recv_splits, group_name):
     """Starts the exchange of rows of x [sum(send_splits), *] into out [sum(recv_splits), *] -> the work to wait() for.
 
-    Rows for rank p follow those for rank p - 1; one message a peer. Nothing here is differentiable.
+    Rows for rank p follow those for rank p - 1; one message a peer. Both contiguous. Nothing here is differentiable.
     """
-    group = find_group(group_name)
-    if x.is_cuda and _C_nccl is not None and dist.get_backend(group) == "nccl":
-        by_device = _nccl.setdefault(group, {})
-        if x.device not in by_device:
-            by_device[x.device] = _NcclExchange(group, x.device)
-        return by_device[x.device].start(out, x, send_splits, recv_splits)
+    start = _start_over_nccl if x.is_cuda else _start_over_group
+    return start(out, x, send_splits, recv_splits, find_group(group_name))
+
+
+def _start_over_group(out, x, send_splits, recv_splits, group):
+    if x.dtype not in _DTYPES_OF_BACKENDS:
+        out, x = _as_bytes(out), _as_bytes(x)
     return dist.all_to_all_single(out, x, list(recv_splits), list(send_splits), group=group, async_op=True)
+
+
+def _start_over_nccl(out, x, send_splits, recv_splits, group):
+    """Over a communicator of our own, where this build has it and the group is one of NCCL."""
+    if _C_nccl is None or dist.get_backend(group) != "nccl":
+        return _start_over_group(out, x, send_splits, recv_splits, group)
+    by_device = _nccl.setdefault(group, {})
+    if x.device not in by_device:
+        by_device[x.device] = _NcclExchange(group, x.device)
+    return by_device[x.device].start(out, x, send_splits, recv_splits)
+
+
+def _as_bytes(x):
+    """x [N, *] as [N, bytes of a row] uint8, without a copy."""
+    row_bytes = x.element_size() * math.prod(x.shape[1:])
+    return x.view(-1).view(torch.uint8).view(x.shape[0], row_bytes)
 
 
 def wait(work, group_name):
     """Waits for a work of start_exchange; the error of a dead or absent rank says which group it was in."""
-    try:
+    with _explained(find_group(group_name)):
         work.wait()
+
+
+@contextmanager
+def _explained(group):
+    try:
+        yield
     except RuntimeError as error:
-        group = find_group(group_name)
         raise RuntimeError(
             f"rank {dist.get_rank()}: the exchange in the group of ranks {dist.get_process_group_ranks(group)} failed: "
             "a rank of it has ended, is late by more than the group's timeout, or did not reach this layer. "
@@ -148,15 +180,24 @@ def exchange_counts(counts: torch.Tensor, group: str) -> torch.Tensor:
     counts [W, n] int64, W ranks in the group -> [W, n] int64.
     Equivalent to: torch.distributed.all_to_all_single. FastMoE: expert_exchange.
     """
+    return _exchange_counts(_start_over_group, counts, group)
+
+
+@exchange_counts.register_kernel("cuda")
+def _(counts, group):
+    return _exchange_counts(_start_over_nccl, counts, group)
+
+
+def _exchange_counts(start, counts, group):
     world_size = dist.get_world_size(find_group(group))
     _check(counts.dtype == torch.int64, f"counts must be int64, but got {counts.dtype}")
     _check(
         counts.dim() == 2 and counts.shape[0] == world_size,
         f"counts must have shape [{world_size}, n] in a group of {world_size} ranks, but got {list(counts.shape)}",
     )
-    counts = counts.contiguous()
-    out = torch.empty_like(counts)
-    wait(start_exchange(out, counts, [1] * world_size, [1] * world_size, group), group)
+    out = torch.empty_like(counts, memory_format=torch.contiguous_format)
+    each = [1] * world_size
+    wait(start(out, counts.contiguous(), each, each, find_group(group)), group)
     return out
 
 
@@ -175,6 +216,15 @@ def global_exchange(
     Raises RuntimeError if splits and shapes do not fit. Differentiable: the gradient goes the way back.
     Equivalent to: torch.distributed.all_to_all_single. FastMoE: global_scatter, global_gather.
     """
+    return _global_exchange(_start_over_group, x, send_splits, recv_splits, group)
+
+
+@global_exchange.register_kernel("cuda")
+def _(x, send_splits, recv_splits, group):
+    return _global_exchange(_start_over_nccl, x, send_splits, recv_splits, group)
+
+
+def _global_exchange(start, x, send_splits, recv_splits, group):
     world_size = dist.get_world_size(find_group(group))
     for name, splits in (("send_splits", send_splits), ("recv_splits", recv_splits)):
         _check(
@@ -186,7 +236,8 @@ def global_exchange(
         f"x must have sum(send_splits) = {sum(send_splits)} rows, but got shape {list(x.shape)}",
     )
     out = x.new_empty((sum(recv_splits), *x.shape[1:]))
-    wait(start_exchange(out, x.contiguous(), send_splits, recv_splits, group), group)
+    x = x.resolve_conj().resolve_neg().contiguous()
+    wait(start(out, x, send_splits, recv_splits, find_group(group)), group)
     return out
 
 

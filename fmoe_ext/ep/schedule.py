@@ -4,6 +4,7 @@ The local experts are cut into chunks. The exchange of the next chunk runs while
 backward, there and back. An expert's rows stay together, so its sums are the same for any number of chunks.
 """
 
+import functools
 import math
 from dataclasses import dataclass
 
@@ -21,6 +22,8 @@ from fmoe_ext.ep.exchange import (
     start_exchange,
     wait,
 )
+from fmoe_ext.ep.static import Bound, experts_of_rows, pad_routing
+from fmoe_ext.ep.tuning import OverlapTuner
 
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _HEADER = ("the layer", "the dtype of the tokens", "the elements of a token")
@@ -48,11 +51,12 @@ class ExpertParallel:
     """Where the experts of one layer live, and how tokens get there and back.
 
     Rank r of the group holds the experts [r * e, (r + 1) * e) of E = group size * e, unless they are placed otherwise.
-    overlap_degree: number of chunks, at most e. Plain data, so that layers can be copied and pickled; the group is
-    found by its name.
+    overlap_degree: number of chunks, at most e; "auto" measures the first forwards and then chooses.
+    max_rows_per_rank: static mode, every rank sends every other this many rows, padding included.
+    Plain data, so that layers can be copied and pickled; the group is found by its name.
     """
 
-    def __init__(self, group, num_local_experts, overlap_degree=1):
+    def __init__(self, group, num_local_experts, overlap_degree=1, max_rows_per_rank=None):
         self.group = register_group(group)
         self.size = dist.get_world_size(find_group(self.group))
         self.rank = dist.get_rank(find_group(self.group))
@@ -63,9 +67,29 @@ class ExpertParallel:
         self.shadows = ()  # experts that are computed where their tokens are
         self._load = None
         self._is_checked = False
-        if overlap_degree < 1:
-            raise ValueError(f"overlap_degree must be at least 1, but got {overlap_degree}")
-        self.chunk_ends = _even_ends(num_local_experts, min(overlap_degree, num_local_experts))
+        self.overlap_degree = overlap_degree
+        self.chunk_ends, self._tuner = [num_local_experts], None
+        if overlap_degree == "auto":
+            self._tuner = OverlapTuner(self.group, self.layer_index)
+        elif isinstance(overlap_degree, str) or overlap_degree < 1:
+            raise ValueError(f'overlap_degree must be at least 1, or "auto", but got {overlap_degree!r}')
+        else:
+            self.chunk_ends = _even_ends(num_local_experts, min(overlap_degree, num_local_experts))
+        self.bound = None
+        if max_rows_per_rank is not None:
+            if max_rows_per_rank < 1 or overlap_degree != 1:
+                raise ValueError(
+                    "max_rows_per_rank must be at least 1 and needs overlap_degree=1, but got "
+                    f"max_rows_per_rank={max_rows_per_rank}, overlap_degree={overlap_degree!r}"
+                )
+            ranks = dist.get_process_group_ranks(find_group(self.group))
+            self.bound = Bound(max_rows_per_rank, self.layer_index, ranks)
+
+    def choose_overlap(self, max_chunks):
+        """Ends the measurements of overlap_degree="auto" once there are enough; all ranks call it before a forward."""
+        if self._tuner is not None and self._tuner.is_due:
+            num_chunks = self._tuner.choose(min(max_chunks, self.num_local_experts))
+            self.chunk_ends, self._tuner = _even_ends(self.num_local_experts, num_chunks), None
 
     def __call__(self, x, topk_idx, topk_weights, compute, compute_shadows=None):
         """x [T, *] or a nest, topk_idx [T, K], topk_weights [T, K] -> the experts' results for x, summed by weight.
@@ -77,19 +101,32 @@ class ExpertParallel:
         """
         leaves = []
         map_structure(leaves.append, x)
+        device = topk_idx.device
+        lap = self._begin_laps(device)
         weights = widen(topk_weights, leaves[0].dtype).reshape(-1, 1)
         self._count(topk_idx)
         shadow_idx = None
         if self.shadows:
             topk_idx, shadow_idx = self._split_shadows(topk_idx)
-        place = torch.tensor(self.experts_in_place, device=topk_idx.device)
-        slots = self._slots(place)
-        handle = sort_choices(_lookup(slots, topk_idx), self.num_experts)
-        counts = handle.tokens_per_expert[slots[place]].view(self.size, self.num_local_experts)
-        message = _HostCopy(self._exchange_counts(counts, leaves))
-        rows = [per_row(ops.permute, leaf, handle.row_idx, handle.inverse) for leaf in leaves]
-        rows.append(ops.permute(weights, handle.row_idx, handle.inverse.reshape(-1, 1)))
-        step = _Step(self.group, self._chunks(message.get(), topk_idx.device))
+        slots = self._slots()
+        handle = sort_choices(_lookup(_constant(slots, device), topk_idx), self.num_experts)
+        places = _constant(tuple(slots[expert] for expert in self.experts_in_place), device)
+        counts = handle.tokens_per_expert[places].view(self.size, self.num_local_experts)
+        row_idx, inverse = handle.row_idx, handle.inverse
+        lap("sort")
+        if self.bound is None:
+            message = _HostCopy(self._exchange_counts(counts, leaves))
+        else:
+            row_idx, inverse, needed = pad_routing(handle, self.size, self.bound.max_rows)
+            received, lost = self._exchange_bounded_counts(counts, leaves, needed)
+            if lost is not None:
+                weights = weights * torch.where(lost, torch.nan, 1.0)  # gradients become NaN too
+        lap("counts")
+        rows = [per_row(ops.permute, leaf, row_idx, inverse) for leaf in leaves]
+        rows.append(ops.permute(weights, row_idx, inverse.reshape(-1, 1)))
+        chunks = [self._static_chunk(received)] if self.bound else self._chunks(message.get(), device)
+        step = _Step(self.group, chunks)
+        lap("permute")
 
         tokens = _Send.apply(step, *rows)
         if self.shadows:
@@ -98,60 +135,99 @@ class ExpertParallel:
         back, structure = [], None
         for number, chunk in enumerate(step.chunks):
             *received, received_weights = _Receive.apply(step, number, tokens[number])
+            lap("exchange")
             source = iter(received)
             received = map_structure(lambda _, source=source: next(source), x)
             y = compute(received, chunk.topk_idx, received_weights, chunk.first_expert, chunk.end_expert)
             structure, results = y, []
             map_structure(results.append, y)
+            lap("compute")
             back.append(_Return.apply(step, number, *results))
         out = iter(_Collect.apply(step, *back))
-        out = map_structure(
-            lambda _: per_row(ops.unpermute, next(out), handle.row_idx, handle.inverse, None), structure
-        )
+        lap("exchange")
+        out = map_structure(lambda _: per_row(ops.unpermute, next(out), row_idx, inverse, None), structure)
         return map_structure(torch.add, out, shadowed) if self.shadows else out
 
     def pop_load(self, everywhere=False):
         """Choices of each expert by all ranks of the group (or of the job) since the last call; collective."""
-        load = torch.zeros(self.num_experts, dtype=torch.int64) if self._load is None else self._load
-        self._load = None
+        load = torch.zeros(self.num_experts, dtype=torch.int64)
+        if self._load is not None:
+            load = self._load.clone()
+            self._load.zero_()
         group = dist.group.WORLD if everywhere else find_group(self.group)
         load = load.to("cuda" if dist.get_backend(group) == "nccl" else "cpu")
         dist.all_reduce(load, group=group)
         return load.tolist()
 
     def _count(self, topk_idx):
-        counts = ops.count_tokens(topk_idx, self.num_experts)
-        self._load = counts if self._load is None else self._load + counts
+        if self._load is None or self._load.device != topk_idx.device:
+            self._load = torch.zeros(self.num_experts, dtype=torch.int64, device=topk_idx.device)
+        self._load += ops.count_tokens(topk_idx, self.num_experts)  # in place: a CUDA graph repeats it
+
+    def _begin_laps(self, device):
+        """A function that says which part of the step ends now, while overlap_degree="auto" measures."""
+        if self._tuner is None:
+            return lambda part: None
+        self._tuner.begin_step(device)
+        return functools.partial(self._tuner.lap, device=device)
 
     def _split_shadows(self, topk_idx):
         """Choices of other experts, and choices of shadowed ones numbered as in shadows; -1 for the rest."""
-        number = torch.full((self.num_experts,), -1, device=topk_idx.device)
-        number[list(self.shadows)] = torch.arange(len(self.shadows), device=topk_idx.device)
-        shadow_idx = _lookup(number, topk_idx)
+        number = [-1] * self.num_experts
+        for position, expert in enumerate(self.shadows):
+            number[expert] = position
+        shadow_idx = _lookup(_constant(tuple(number), topk_idx.device), topk_idx)
         return torch.where(shadow_idx < 0, topk_idx, -1), shadow_idx
 
-    def _slots(self, experts_in_place):
+    def _slots(self):
         """The rank of each expert in the order of sending: by chunk, then by rank, then by place."""
         first, order = 0, []
-        by_rank = experts_in_place.view(self.size, self.num_local_experts)
         for end in self.chunk_ends:
-            order.append(by_rank[:, first:end].flatten())
+            for rank in range(self.size):
+                begin = rank * self.num_local_experts
+                order += self.experts_in_place[begin + first : begin + end]
             first = end
-        return torch.argsort(torch.cat(order))
+        slots = [0] * self.num_experts
+        for slot, expert in enumerate(order):
+            slots[expert] = slot
+        return tuple(slots)
 
     def _exchange_counts(self, counts, leaves):
         """[2, ranks, header and counts]: what was sent to each rank and what came from it."""
-        header = [self.layer_index, _code(leaves[0].dtype), sum(math.prod(leaf.shape[1:]) for leaf in leaves)]
+        header = self._header(leaves, counts.device)
+        sent = torch.cat((header.expand(self.size, -1), counts), 1)
+        return torch.stack((sent, exchange_counts(sent, self.group)))
+
+    def _exchange_bounded_counts(self, counts, leaves, needed):
+        """Received counts [ranks, e], and whether all is lost because a rank has more rows than are sent."""
+        header = self._header(leaves, counts.device)
+        most = needed.max().expand(self.size, 1)
+        received = exchange_counts(torch.cat((header.expand(self.size, -1), most, counts), 1), self.group)
+        headers, most, counts = received.split([len(_HEADER), 1, self.num_local_experts], 1)
+        if not self.bound.is_read_now(received):
+            return counts, self.bound.note(most.flatten(), headers)
+        self._check_headers(headers.tolist())
+        self.bound.raise_for(most.flatten().tolist())
+        return counts, None
+
+    def _header(self, leaves, device):
         if not self._is_checked:
             check_same(
-                "(layer, num_experts, experts of a rank)",
-                (self.layer_index, self.num_experts, self.num_local_experts),
+                "(layer, num_experts, experts of a rank, overlap_degree, max_rows_per_rank)",
+                (
+                    *(self.layer_index, self.num_experts, self.num_local_experts, self.overlap_degree),
+                    self.bound and self.bound.max_rows,
+                ),
                 find_group(self.group),
             )
             self._is_checked = True
-        header = torch.tensor(header, device=counts.device).expand(self.size, -1)
-        sent = torch.cat((header, counts), 1)
-        return torch.stack((sent, exchange_counts(sent, self.group)))
+        width = sum(math.prod(leaf.shape[1:]) for leaf in leaves)
+        return _constant((self.layer_index, _code(leaves[0].dtype), width), device)
+
+    def _static_chunk(self, counts):
+        splits = [self.bound.max_rows] * self.size
+        topk_idx = experts_of_rows(counts, self.bound.max_rows)
+        return Chunk(0, self.num_local_experts, 0, splits, splits, topk_idx)
 
     def _chunks(self, message, device):
         self._check_headers(message[1][:, : len(_HEADER)].tolist())
@@ -329,6 +405,16 @@ class _HostCopy:
         if self._event is not None:
             self._event.synchronize()
         return self._copy
+
+
+def _constant(values, device):
+    """A tensor of these int64 values that stays on the device, so that no step copies it there; not to be changed."""
+    return (torch.tensor if torch.compiler.is_compiling() else _kept)(values, device=device)
+
+
+@functools.lru_cache(maxsize=256)
+def _kept(values, device):
+    return torch.tensor(values, device=device)
 
 
 def _lookup(slots, topk_idx):

@@ -94,20 +94,8 @@ def one_process(rows, dtype, steps, optimizer=torch.optim.Adam, gate_loss=0.5, *
     return history
 
 
-def in_layout(
-    rows,
-    dtype,
-    steps,
-    ep,
-    slice_,
-    optimizer=torch.optim.Adam,
-    gate_loss=0.5,
-    experts="fused",
-    between=None,
-    **options,
-):
-    """The same training in a layout; every rank's history, with the gradients of what it holds."""
-    groups = init_groups(ep=ep, slice=slice_)
+def local_model(groups, dtype, experts="fused", **options):
+    """The rank's part of the model that one_process() trains."""
     rank, size = dist.get_rank(groups.ep), dist.get_world_size(groups.ep)
     model = Model(
         E // size,
@@ -124,19 +112,45 @@ def in_layout(
     )
     held = [local_part(n, v, rank, size, experts) for n, v in full.state_dict().items()]
     model.to(dtype).load_state_dict({n: v for n, v in held if n is not None})
+    return model
+
+
+def local_loss(model, rows, step, groups, dtype, gate_loss=0.5):
+    """(this rank's loss, the part of it that all ranks share), whose mean over the ranks is that of one process."""
+    index, num_data = dist.get_rank(groups.data), dist.get_world_size(groups.data)
+    x, y = batch(index, step, rows[index], dtype)
+    loss = loss_of(model, x, y, max(sum(rows), 1) / num_data)
+    moe = getattr(model, "module", model)
+    return loss, gate_loss * moe.gate_loss()
+
+
+def in_layout(
+    rows,
+    dtype,
+    steps,
+    ep,
+    slice_,
+    optimizer=torch.optim.Adam,
+    gate_loss=0.5,
+    experts="fused",
+    between=None,
+    **options,
+):
+    """The same training in a layout; every rank's history, with the gradients of what it holds."""
+    groups = init_groups(ep=ep, slice=slice_)
     model = DistributedGroupedDataParallel(
-        model, auto_allreduce=True, bucket_mb=1e-4, **groups.data_parallel_kwargs()
+        local_model(groups, dtype, experts, **options),
+        auto_allreduce=True,
+        bucket_mb=1e-4,
+        **groups.data_parallel_kwargs(),
     )
     optimizer = optimizer(model.parameters(), lr=0.05)
-    index, num_data = dist.get_rank(groups.data), dist.get_world_size(groups.data)
     history = []
     for step in range(steps):
         if between is not None:
             between(model.module, optimizer, step)
         optimizer.zero_grad()
-        x, y = batch(index, step, rows[index], dtype)
-        loss = loss_of(model, x, y, max(sum(rows), 1) / num_data)
-        shared = gate_loss * model.module.gate_loss()
+        loss, shared = local_loss(model, rows, step, groups, dtype, gate_loss)
         (loss + shared).backward()
         model.allreduce_params()
         total = loss.detach().clone()
@@ -144,13 +158,13 @@ def in_layout(
         norm = clip_grad_norm_(model, 0.5)
         history.append(
             (
-                total / num_data + torch.as_tensor(shared).detach(),
+                total / dist.get_world_size(groups.data) + torch.as_tensor(shared).detach(),
                 norm,
                 in_order(model.module, grads_of(model.module)),
             )
         )
         optimizer.step()
-    return history, rank, size
+    return history, dist.get_rank(groups.ep), dist.get_world_size(groups.ep)
 
 
 def in_order(model, grads):

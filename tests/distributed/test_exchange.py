@@ -1,13 +1,19 @@
 """exchange_counts and global_exchange against the definition: rank r's block p arrives as rank p's block r."""
 
+import dataclasses
+
 import pytest
 import torch
 import torch.distributed as dist
 
+from fmoe_ext.dispatch import combine, dispatch
 from fmoe_ext.ep.exchange import exchange_counts, find_group, global_exchange, register_group
 from fmoe_ext.testing import DistributedError
 
-DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.uint8]
+DTYPES = [
+    *(torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.complex64),
+    *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
+]
 
 
 def splits_of(world_size, case):
@@ -36,7 +42,7 @@ def exchange_all_dtypes():
             for width in (3, 0):
                 x = torch.cat([block(rank, p, n, width, dtype) for p, n in enumerate(send)])
                 expected = torch.cat([block(p, rank, n, width, dtype) for p, n in enumerate(recv)])
-                assert torch.equal(global_exchange(x, send, recv, group), expected)
+                assert torch.equal(global_exchange(x, send, recv, group), expected), (case, dtype)
                 strided = x.new_empty((width, sum(send))).t().copy_(x)
                 assert torch.equal(global_exchange(strided, send, recv, group), expected)
     counts = torch.arange(2 * world_size).reshape(world_size, 2) + 100 * rank
@@ -135,3 +141,46 @@ def test_exchange_rejects(pool):
 def test_exchange_with_absent_rank_ends(pool):
     with pytest.raises(DistributedError, match=r"rank 0: the exchange in the group of ranks \[0, 1\] failed"):
         pool.run(meet_nobody, world_size=2, timeout=5)
+
+
+def dispatch_and_combine():
+    """Experts that scale rows: through the group as by hand, values and gradients; a rank without tokens."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    num_experts, rows = 2 * world_size, [5, 0, 3, 7][rank]
+    generator = torch.Generator().manual_seed(rank)
+    x = torch.randn(rows, 3, dtype=torch.float64, generator=generator, requires_grad=True)
+    topk_idx = torch.randint(-1, num_experts, (rows, 2), generator=generator)
+    topk_weights = torch.rand(rows, 2, dtype=torch.float64, generator=generator, requires_grad=True)
+    scale = torch.arange(1.0, num_experts + 1, dtype=torch.float64)
+
+    local, handle = dispatch({"x": x}, topk_idx, num_experts, dist.group.WORLD)
+    everyone = [None] * world_size
+    dist.all_gather_object(everyone, (x.detach(), topk_idx))
+    mine = range(2 * rank, 2 * rank + 2)
+    expected = [xs[(idx == e).nonzero()[:, 0]] for e in mine for xs, idx in everyone]
+    assert torch.equal(local["x"], torch.cat(expected))
+    counts = [sum(int((idx == e).sum()) for _, idx in everyone) for e in mine]
+    assert handle.tokens_per_expert.tolist() == counts
+    assert handle.offs.tolist() == [counts[0], sum(counts)]
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        handle.group = "other"
+
+    y = local["x"] * scale[2 * rank : 2 * rank + 2].repeat_interleave(handle.tokens_per_expert)[:, None]
+    out = combine({"y": y}, handle, topk_weights)["y"]
+    factor = torch.where(topk_idx < 0, 0, scale[topk_idx])
+    by_hand = (topk_weights * factor).sum(1, keepdim=True) * x
+    torch.testing.assert_close(out, by_hand, rtol=1e-14, atol=1e-14)
+    grads = torch.autograd.grad(out.square().sum(), (x, topk_weights))
+    for ours, theirs in zip(
+        grads, torch.autograd.grad(by_hand.square().sum(), (x, topk_weights)), strict=True
+    ):
+        torch.testing.assert_close(ours, theirs, rtol=1e-13, atol=1e-13)
+    with pytest.raises(
+        ValueError, match=f"num_experts=5 cannot be spread evenly over the {world_size} ranks"
+    ):
+        dispatch(x, topk_idx.clamp(max=4), 5, dist.group.WORLD)
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_dispatch_and_combine(pool, world_size):
+    pool.run(dispatch_and_combine, world_size=world_size)

@@ -6,7 +6,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from fmoe_ext import FMoETransformerMLP
 from fmoe_ext.ep.exchange import global_exchange, register_group
+from fmoe_ext.ep.static import check_max_rows
 from fmoe_ext.testing import DistributedPool
 from tests.distributed.test_exchange import DTYPES, block, splits_of
 
@@ -47,6 +49,49 @@ def exchange_on_one_gpu():
             x = torch.cat([block(rank, p, n, 3, dtype) for p, n in enumerate(send)]).cuda()
             expected = torch.cat([block(p, rank, n, 3, dtype) for p, n in enumerate(recv)])
             assert torch.equal(global_exchange(x, send, recv, group).cpu(), expected)
+
+
+def static_mode_in_a_graph():
+    """A captured forward and backward, replayed on other tokens: the dynamic layer's results."""
+    os.environ.update(ONE_GPU)
+    torch.cuda.set_device(0)
+    options = {"world_size": 1, "moe_group": dist.new_group(backend="nccl")}
+    layers = []
+    for bound in (None, 64):
+        torch.manual_seed(0)
+        layers.append(FMoETransformerMLP(4, 16, 32, max_rows_per_rank=bound, **options).cuda())
+    dynamic, static = layers
+    x = torch.randn(32, 16, device="cuda", requires_grad=True)
+
+    def step(layer):
+        out = layer(x)
+        return out, torch.autograd.grad(out.square().sum(), [x, *layer.parameters()])
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            step(static)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step(static)
+    for seed in range(3):
+        torch.manual_seed(seed)
+        with torch.no_grad():
+            x.copy_(torch.randn(32, 16))
+        graph.replay()
+        expected = step(dynamic)
+        for ours, theirs in zip((captured[0], *captured[1]), (expected[0], *expected[1]), strict=True):
+            assert torch.equal(ours, theirs)
+    check_max_rows(static)
+
+
+@pytest.mark.nccl
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_static_mode_in_a_graph():
+    with DistributedPool(1) as pool:
+        pool.run(static_mode_in_a_graph)
 
 
 @pytest.mark.nccl

@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import os
 
 import pytest
 import torch
@@ -87,6 +88,22 @@ def checkpoint_with_moved_experts():
     everyone = [None, None]
     dist.all_gather_object(everyone, measured)
     assert everyone[0] == everyone[1] and measured.bandwidth > 1e6 and measured.throughput > 1e8
+
+
+def numbers_of_fastmoe():
+    os.environ.update(FMOE_FASTER_GLBPLC_NETBW="6.25e9", FMOE_FASTER_GLBPLC_GPUTP="11.5e12")
+    try:
+        assert Hardware.measure(num_bytes=4096, size=8) == Hardware(6.25e9, 11.5e12)
+        del os.environ["FMOE_FASTER_GLBPLC_GPUTP"]
+        measured = Hardware.measure(num_bytes=4096, size=8)
+        assert measured.bandwidth == 6.25e9 and 0 < measured.throughput != 11.5e12
+    finally:
+        os.environ.pop("FMOE_FASTER_GLBPLC_NETBW")
+        os.environ.pop("FMOE_FASTER_GLBPLC_GPUTP", None)
+
+
+def test_numbers_of_fastmoe(pool):
+    pool.run(numbers_of_fastmoe, world_size=2)
 
 
 def test_checkpoint_with_moved_experts(pool):

@@ -1,0 +1,107 @@
+"""Static mode: every message has max_rows_per_rank rows for each peer, so that no size comes from the device.
+
+What is not filled is padding, rows of zeros for no expert. A step then needs no copy to the host and can be captured in
+a CUDA graph.
+"""
+
+import torch
+import torch.nn.functional as F
+
+
+def pad_routing(handle, num_ranks, max_rows):
+    """Places in a send buffer in which the rows for rank p begin at p * max_rows.
+
+    handle: of choices sorted by rank -> row_idx [num_ranks * max_rows], inverse [T, K], and the rows that each rank
+    needs [num_ranks], which may be more than max_rows: such rows are left out.
+    """
+    needed = handle.tokens_per_expert.view(num_ranks, -1).sum(1)
+    ends = needed.cumsum(0)
+    begins = ends - needed
+    place = torch.arange(max_rows, device=ends.device)
+    num_rows = handle.row_idx.shape[0]
+    source = torch.where(place < needed[:, None], begins[:, None] + place, num_rows)
+    row_idx = F.pad(handle.row_idx, (0, 1), value=-1)[source.flatten()]
+    rank = torch.bucketize(handle.inverse, ends, right=True).clamp(max=num_ranks - 1)
+    place = handle.inverse - begins[rank]
+    fits = (handle.inverse >= 0) & (place < max_rows)
+    inverse = torch.where(fits, rank * max_rows + place, -1).to(torch.int32)
+    return row_idx, inverse, needed
+
+
+def experts_of_rows(counts, max_rows):
+    """counts [num_ranks, e], what each rank sent -> topk_idx [num_ranks * max_rows, 1] int32, -1 for padding."""
+    place = torch.arange(max_rows, device=counts.device).expand(counts.shape[0], -1).contiguous()
+    expert = torch.searchsorted(counts.cumsum(1), place, right=True)
+    return torch.where(expert < counts.shape[1], expert, -1).to(torch.int32).view(-1, 1)
+
+
+class Bound:
+    """max_rows_per_rank of one layer, and what the ranks of its group have needed.
+
+    On the CPU a step that needs more raises. On CUDA, where asking would wait for the device, what it computes is NaN
+    on every rank, and raise_if_passed() raises when somebody asks (check_max_rows).
+    """
+
+    def __init__(self, max_rows, layer_index, ranks):
+        self.max_rows = max_rows
+        self.layer_index = layer_index
+        self.ranks = ranks
+        self.raises_at_once = None  # None: where the tensors are on the CPU
+        self._seen = (
+            None  # [ranks + 1]: the most rows since the last look; 1 if the ranks were in different layers
+        )
+
+    def is_read_now(self, x):
+        return not x.is_cuda if self.raises_at_once is None else self.raises_at_once
+
+    def note(self, needed, headers):
+        """Keeps for raise_if_passed() what would be an error now -> whether all is lost, a bool on the device.
+
+        needed [ranks]: the most rows that each rank has for one peer. headers [ranks, n]: to be equal.
+        """
+        differ = (headers != headers[:1]).any().long().view(1)
+        seen = torch.cat((needed, differ))
+        if self._seen is None:
+            self._seen = torch.zeros_like(seen)
+        torch.maximum(self._seen, seen, out=self._seen)
+        return (needed > self.max_rows).any() | (differ > 0).any()
+
+    def raise_if_passed(self):
+        """Waits for the device; starts anew."""
+        if self._seen is None:
+            return
+        *needed, differ = self._seen.tolist()
+        self._seen.zero_()
+        self.raise_for(needed)
+        if differ:
+            raise RuntimeError(
+                f"{self._name()}: ranks did not exchange the same tokens in an earlier step; they differed in the "
+                "layer, the dtype of the tokens or the elements of a token"
+            )
+
+    def raise_for(self, needed):
+        """RuntimeError if one of the needed rows, a list by rank, is more than max_rows."""
+        passed = [
+            f"rank {rank} has {rows} rows for another rank"
+            for rank, rows in zip(self.ranks, needed, strict=True)
+            if rows > self.max_rows
+        ]
+        if passed:
+            raise RuntimeError(
+                f"{self._name()}: max_rows_per_rank is {self.max_rows}, but {'; '.join(passed)}"
+            )
+
+    def _name(self):
+        return f"layer {self.layer_index} of the group of ranks {self.ranks}"
+
+
+def check_max_rows(module):
+    """Raises RuntimeError if a layer of a module has passed its max_rows_per_rank since the last call.
+
+    It waits for the device. Every rank of the layer's group gets the same error, which names layer, rank, rows and
+    bound. On the CPU the forward itself raises it.
+    """
+    for layer in module.modules():
+        bound = getattr(getattr(layer, "_parallel", None), "bound", None)
+        if bound is not None:
+            bound.raise_if_passed()
