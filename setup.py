@@ -162,6 +162,7 @@ def cuda_extension(home):
     cpp_extension.CUDA_HOME = home
     os.environ.setdefault("TORCH_CUDA_ARCH_LIST", DEFAULT_CUDA_ARCHS)
     lib = "lib64" if Path(home, "lib64").exists() else "lib"
+    hopper = ["-DFMOE_HAS_SM90A"] if "9.0a" in os.environ["TORCH_CUDA_ARCH_LIST"] else []  # read by cuda/select.h
     return cpp_extension.CppExtension(
         "fmoe_ext._C_cuda",
         sources("cuda/*.cu", "cuda/*.cpp"),
@@ -169,8 +170,11 @@ def cuda_extension(home):
         depends=[*headers("cuda"), *headers("csrc")],
         library_dirs=[str(Path(home, lib))],
         libraries=["cudart_static", "dl", "rt"],
+        # A CPU torch's libraries satisfy every symbol but CUDA's, so the linker would leave out libtorch.so, through which
+        # a CUDA torch provides those.
+        extra_link_args=["-Wl,--no-as-needed,-ltorch"],
         extra_compile_args={
-            "cxx": [*COMMON, *WARNINGS, "-O2", "-DUSE_CUDA"],
+            "cxx": [*COMMON, *WARNINGS, "-O2", "-DUSE_CUDA", *hopper],
             "nvcc": ["-std=c++20", "-O3", "-lineinfo", "-Xcompiler", "-fvisibility=hidden"],
         },
         py_limited_api=True,

@@ -54,6 +54,15 @@ inline int64_t max_row_tiles(int64_t num_rows, int num_experts, int height) {
   return num_rows / height + num_experts + 1;
 }
 
+// The factor of row r.
+template <typename A>
+__device__ __forceinline__ A factor_of(const RowScale& scale, int64_t r) {
+  if (!scale.weights) return 1;
+  const int64_t choice = scale.row_idx[r];
+  const bool exists = choice >= 0 && choice < scale.num_choices;
+  return exists ? static_cast<const A*>(scale.weights)[choice] : A(0);
+}
+
 // The expert that owns a row; num_experts in the padding.
 __device__ __forceinline__ int expert_of_row(const int* __restrict__ offs, int num_experts, int64_t row) {
   int low = 0, high = num_experts;

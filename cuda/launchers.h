@@ -11,6 +11,13 @@ using LaunchStream = CUstream_st*;
 
 enum class Dtype { f64, f32, bf16, f16 };
 
+// ---- device_info.cu: of the current device
+struct DeviceInfo {
+  int capability;  // 10 major + minor
+  int num_sms;
+};
+DeviceInfo current_device_info();
+
 // An index tensor as the ops accept it.
 struct Indices {
   const void* data;
@@ -70,10 +77,12 @@ struct GroupedWeight {
   int64_t rows, columns;
   bool along_n;
 };
-// Row r is multiplied by weights[row_idx[r]] (float, double for f64); no factor when weights is null.
+// Row r is multiplied by weights[row_idx[r]] (float, double for f64), by 0 where row_idx[r] is outside
+// [0, num_choices); no factor when weights is null.
 struct RowScale {
   const void* weights;
   const int* row_idx;
+  int64_t num_choices;
 };
 void launch_rows_by_weight(Dtype, const GroupedRows& x, const GroupedWeight&, const int* offs,
                            int64_t num_rows, const void* bias, const RowScale&, void* out, LaunchStream);
@@ -81,6 +90,10 @@ void launch_rows_by_rows(Dtype, const GroupedRows& a, const GroupedRows& b, cons
                          int64_t num_rows, void* out, LaunchStream);
 void launch_sum_rows(Dtype, const GroupedRows&, const int* offs, int num_experts, int64_t num_rows,
                      const RowScale&, void* out, LaunchStream);
+
+// ---- bias_scale.cu: rows = (rows + bias) * scale in place, padding rows left alone; bias may be null
+void launch_bias_scale(Dtype, void* rows, const int* offs, int num_experts, int64_t num_rows, int64_t width,
+                       const void* bias, const RowScale&, LaunchStream);
 
 // ---- activation.cu: h is [R, H], or [R, 2 H] (gate, then up) when gated
 // in the order of Curve (csrc/activation.h)
@@ -123,8 +136,8 @@ int64_t num_hidden_dots_sm90(int H);
 void launch_grad_hidden_sm90(Dtype, CurveKind, bool gated, const void* dy, const ActivationRows&,
                              const void* w2, int D, int H, void* dh, void* scaled_a, float* dots,
                              int num_blocks, LaunchStream);
-// sm90_grad_weight.cu: out[e] [a.width, b.width] = sum over the rows r of expert e of a[r]^T b[r], zero for an
-// expert without rows. At most one of a and b has an index; both widths are multiples of 8.
+// sm90_grad_weight.cu: out[e] [a.width, b.width] = sum over the rows r of expert e of a[r]^T b[r], zero for
+// an expert without rows. At most one of a and b has an index; both widths are multiples of 8.
 struct WeightGrad {
   void* data;       // of the dtype, or float
   bool is_float;    // float32 whatever the dtype, as main gradients are kept

@@ -67,7 +67,7 @@ def torch_flags():
     includes = [*cpp_extension.include_paths(), sysconfig.get_paths()["include"], str(ROOT / "csrc")]
     lib = Path(torch.__file__).parent / "lib"
     compile_flags = (
-        " ".join(f"-isystem {path}" for path in includes) + " -DTORCH_TARGET_VERSION=0x020b000000000000"
+        " ".join(f"-isystem {path}" for path in includes) + " -fvisibility=hidden -DTORCH_TARGET_VERSION=0x020b000000000000"
     )
     return compile_flags, f"-L{lib} -Wl,-rpath,{lib} -ltorch -ltorch_cpu -lc10"
 
