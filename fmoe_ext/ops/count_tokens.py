@@ -1,5 +1,7 @@
 import torch
 
+from fmoe_ext.ops import debug
+
 
 def count_tokens(topk_idx: torch.Tensor, num_experts: int) -> torch.Tensor:
     """Number of choices that each expert got, dropped ones (-1) left out.
@@ -8,6 +10,8 @@ def count_tokens(topk_idx: torch.Tensor, num_experts: int) -> torch.Tensor:
     Raises RuntimeError for an index outside that range (on CUDA it counts as dropped unless FMOE_DEBUG=1).
     Equivalent to: torch.bincount(topk_idx[topk_idx >= 0], minlength=num_experts). FastMoE: expert_count.
     """
+    if debug.wanted(topk_idx):
+        debug.check(torch.ops.fmoe_ext.count_tokens, topk_idx, num_experts)
     return torch.ops.fmoe_ext.count_tokens(topk_idx, num_experts)
 
 

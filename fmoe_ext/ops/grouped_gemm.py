@@ -1,5 +1,6 @@
 import torch
 
+from fmoe_ext.ops import debug
 from fmoe_ext.ops._autograd import register_autocast, register_not_differentiable_twice
 
 
@@ -13,6 +14,8 @@ def grouped_gemm(
     Raises RuntimeError for other shapes or dtypes, and on the CPU for offs that decrease or exceed R.
     Equivalent to: torch.cat([F.linear(rows, weight[e], bias[e]) for e, rows in enumerate(x.split(counts))]).
     """
+    if debug.wanted(x):
+        debug.check(torch.ops.fmoe_ext.grouped_gemm, x[:, :0], weight[:, :0, :0], offs)
     return torch.ops.fmoe_ext.grouped_gemm(x, weight, offs, bias)
 
 

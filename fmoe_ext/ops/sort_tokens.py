@@ -2,6 +2,8 @@ from typing import NamedTuple
 
 import torch
 
+from fmoe_ext.ops import debug
+
 
 class SortedTokens(NamedTuple):
     """Where each choice goes when the rows are grouped by expert; rows at or past offs[-1] are padding."""
@@ -21,6 +23,8 @@ def sort_tokens(topk_idx: torch.Tensor, num_experts: int) -> SortedTokens:
     Equivalent to: row_idx = torch.argsort(topk_idx.flatten(), stable=True); inverse = torch.argsort(row_idx).
     FastMoE: assign_pos.
     """
+    if debug.wanted(topk_idx):
+        debug.check(torch.ops.fmoe_ext.count_tokens, topk_idx, num_experts)
     return SortedTokens(*torch.ops.fmoe_ext.sort_tokens(topk_idx, num_experts))
 
 
