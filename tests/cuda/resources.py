@@ -199,6 +199,8 @@ if __name__ == "__main__":
     if shutil.which("nvcc") is None:
         sys.exit("nvcc was not found")
     if find_cuobjdump() is None:
-        sys.exit("cuobjdump and nvdisasm were not found: put those of a CUDA toolkit or of a Triton wheel on the PATH")
+        sys.exit(
+            "cuobjdump and nvdisasm were not found: put those of a CUDA toolkit or of a Triton wheel on the PATH"
+        )
     TABLE.write_text(table_text(all_kernels()))
     print(TABLE.relative_to(ROOT))

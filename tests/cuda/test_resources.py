@@ -50,7 +50,9 @@ def test_nothing_spills(committed):
 
 
 def test_committed_machine_code(committed):
-    hopper = [kernel for kernel in committed if kernel.file.startswith("sm90_") and kernel.architecture == "90a"]
+    hopper = [
+        kernel for kernel in committed if kernel.file.startswith("sm90_") and kernel.architecture == "90a"
+    ]
     assert {kernel.file for kernel in hopper} == {path.name for path in HOPPER}
     check_machine_code(hopper)
     assert all(kernel.instructions > 0 and kernel.hgmma == 0 for kernel in committed if kernel not in hopper)
