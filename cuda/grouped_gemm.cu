@@ -1,23 +1,9 @@
 // Matrix products over the rows of each expert, for every dtype, on any device from sm_80. Deterministic:
 // each element of a result is summed by one thread, in one order.
-#include "grouped_rows.cuh"
 #include "tile_gemm.cuh"
 
 namespace fmoe_ext {
 namespace {
-
-template <typename T>
-Rows<T> rows_from(const GroupedRows& rows, int64_t num_rows) {
-  const bool aligned = reinterpret_cast<uintptr_t>(rows.data) % 16 == 0 && rows.width % kVec16<T> == 0;
-  return {static_cast<const T*>(rows.data),
-          rows.width,
-          rows.width,
-          num_rows,
-          rows.index,
-          rows.divisor,
-          rows.num_indexed,
-          aligned};
-}
 
 struct Groups {
   const int* offs;

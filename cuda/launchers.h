@@ -113,9 +113,6 @@ void launch_activation(Dtype, CurveKind, bool gated, const void* h, const int* o
 void launch_activation_backward(Dtype, CurveKind, bool gated, const void* grad, const ActivationRows&,
                                 const void* dy, const void* b2, int64_t H, int64_t D, void* dh,
                                 void* scaled_a, void* dscale, LaunchStream);
-// dscale, zero on entry, by choice: the sum of the row's num_dots dots, and <dy, b2>; b2 may be null
-void launch_sum_dots(Dtype, const ActivationRows&, const float* dots, int64_t num_dots, const void* dy,
-                     const void* b2, int64_t D, float* dscale, LaunchStream);
 
 // ---- sm90_*.cu: the Hopper path, compiled for sm_90a. Right under the emulator, not yet run on a GPU.
 // Of all of them: bf16 or f16 (another dtype throws); D and H are multiples of 8; every matrix is contiguous
@@ -136,6 +133,9 @@ int64_t num_hidden_dots_sm90(int H);
 void launch_grad_hidden_sm90(Dtype, CurveKind, bool gated, const void* dy, const ActivationRows&,
                              const void* w2, int D, int H, void* dh, void* scaled_a, float* dots,
                              int num_blocks, LaunchStream);
+// dscale, zero on entry, by choice: the sum of the row's num_dots dots, and <dy, b2>; b2 may be null
+void launch_sum_dots(Dtype, const ActivationRows&, const float* dots, int64_t num_dots, const void* dy,
+                     const void* b2, int64_t D, float* dscale, LaunchStream);
 // sm90_grad_weight.cu: out[e] [a.width, b.width] = sum over the rows r of expert e of a[r]^T b[r], zero for
 // an expert without rows. At most one of a and b has an index; both widths are multiples of 8.
 struct WeightGrad {
