@@ -47,11 +47,8 @@ class Report:
 
 
 def sources():
-    return sorted((ROOT / "cuda").glob("*.cu"))
-
-
-def sources_with_kernels():
-    return [path for path in sources() if "__global__" in path.read_text()]
+    """The files with kernels."""
+    return sorted(path for path in (ROOT / "cuda").glob("*.cu") if path.name != "device_info.cu")
 
 
 def digest():
@@ -161,10 +158,10 @@ def kernels_of(source, report):
 
 def all_kernels():
     with ThreadPoolExecutor(2) as pool:
-        reports = list(pool.map(compile_report, sources_with_kernels()))
+        reports = list(pool.map(compile_report, sources()))
     return [
         kernel
-        for source, report in zip(sources_with_kernels(), reports, strict=True)
+        for source, report in zip(sources(), reports, strict=True)
         for kernel in kernels_of(source, report)
     ]
 

@@ -42,7 +42,7 @@ def test_table_is_current():
 
 
 def test_nothing_spills(committed):
-    assert {kernel.file for kernel in committed} == {path.name for path in resources.sources_with_kernels()}
+    assert {kernel.file for kernel in committed} == {path.name for path in resources.sources()}
     for kernel in committed:
         assert kernel.spills == 0, kernel
         assert kernel.stack == 0, kernel
