@@ -158,9 +158,9 @@ def test_expert_mlp_shapes(emulated, T, K, E, dtype, sm):
     check_mlp(emulated, routing, tensors, "swiglu", True)
 
 
-def wgmmas_of(emulated, call):
+def wgmmas_of(emulated, op, *arguments):
     before = emulated.wgmmas()
-    call()
+    op(*arguments)
     return emulated.wgmmas() - before
 
 
@@ -172,13 +172,12 @@ def test_selection(emulated):
         emulated.set_device(sm, 2)
         x = torch.zeros(9 * D + offset, dtype=dtype)[offset:].view(9, D)
         weight, grad = torch.zeros(2, N, D, dtype=dtype), torch.zeros(9, N, dtype=dtype)
-        needs = ([True, False, False], [False, True, False], [False, False, True])
+        backward = emulated.grouped_gemm_backward
         return [
-            wgmmas_of(emulated, lambda: emulated.grouped_gemm(x, weight, offs, None)),
-            *(
-                wgmmas_of(emulated, lambda n=n: emulated.grouped_gemm_backward(grad, x, weight, offs, n))
-                for n in needs
-            ),
+            wgmmas_of(emulated, emulated.grouped_gemm, x, weight, offs, None),
+            wgmmas_of(emulated, backward, grad, x, weight, offs, [True, False, False]),
+            wgmmas_of(emulated, backward, grad, x, weight, offs, [False, True, False]),
+            wgmmas_of(emulated, backward, grad, x, weight, offs, [False, False, True]),
         ]
 
     y, dx, dweight, dbias = count(90)
@@ -201,12 +200,12 @@ def test_selection_of_expert_mlp(emulated):
         x, w1, b1, w2, b2, _ = tensors
         index = (routing.row_idx, routing.inverse, routing.offs)
         arguments = (x, *index, w1, b1, w2, b2, None, activation, True, True)
-        assert wgmmas_of(emulated, lambda: emulated.expert_mlp(*arguments)) > 0
+        assert wgmmas_of(emulated, emulated.expert_mlp, *arguments) > 0
         h = emulated.expert_mlp(*arguments)[1]
         for needed in range(4):
             needs = [i == needed for i in range(6)]
             rest = (x, *index, w1, w2, b2, None, h, activation, True, needs)
-            count = wgmmas_of(emulated, lambda: emulated.expert_mlp_backward(x, *rest))
+            count = wgmmas_of(emulated, emulated.expert_mlp_backward, x, *rest)
             assert count > 0, (activation, needed)
 
 
