@@ -143,11 +143,22 @@ __device__ __forceinline__ void gather_rows(R& ring, const RowTiles& tiles, cons
 }
 constexpr int kGatherArrivals = 128 + 1;  // on a full barrier
 
-// ---- products by two warpgroups on one tile, 64 rows each
+// ---- products by two warpgroups on one tile, 64 rows each; one without rows leaves the tensor cores to the
+// other
 template <class T, bool kAlongM, bool kAlongN, class R>
-__device__ __forceinline__ void multiply(R& ring, float (&acc)[R::kN / 2], int group, int steps,
-                                         uint32_t& count) {
+__device__ __forceinline__ void multiply(R& ring, float (&acc)[R::kN / 2], int group, bool has_rows,
+                                         int steps, uint32_t& count) {
   const bool leader = threadIdx.x % 128 == 0;
+  if (!has_rows) {  // only ever the second one
+    for (int k = 0; leader && k < steps; ++k) {
+      ring.wait_full(count + k);
+      ring.release(count + k);
+    }
+    __syncwarp();
+    ptx::bar_sync<1, 128>();  // nobody waits for a later phase of a barrier before the leader is there
+    count += steps;
+    return;
+  }
   for (int k = 0; k < steps; ++k, ++count) {
     ring.wait_full(count);
     ptx::fence_proxy_async();  // cp.async writes through the generic proxy

@@ -202,7 +202,7 @@ __global__ void __launch_bounds__(ping_pong::kThreads, 1)
   ptx::setmaxnreg_inc<224>();
   const int steps = static_cast<int>(ceil_div(p.D, kBlockColumns));
   Epilogue<T, kCurve, kGated> epilogue{s, h, p, group};
-  ping_pong::consume<T, true>(s, p.tiles, group, steps, epilogue);
+  ping_pong::consume<T, true, true>(s, p.tiles, group, steps, epilogue);
 #endif
 }
 

@@ -161,8 +161,8 @@ __device__ __forceinline__ void consume(Shared<T>& s, Out* out, const GradWeight
       continue;
     }
     float acc[kN / 2];
-    multiply<T, true, true>(s.ring, acc, group, steps, count);
-    store(s.c[group], acc, place, p.N, rows, columns, p.accumulate);
+    multiply<T, true, true>(s.ring, acc, group, rows > 0, steps, count);
+    if (rows > 0) store(s.c[group], acc, place, p.N, rows, columns, p.accumulate);
   }
 }
 

@@ -66,6 +66,7 @@ struct StoreRows {
     store_half(bottom, tile, 64);
   }
   __device__ __forceinline__ void store_half(const float (&acc)[kN / 2], const Tile& tile, int first) {
+    if (tile.num_rows <= first) return;
     stage_rows<kN>(staged, [&](int piece, bool lower) { return packed_accumulators<T>(acc, piece, lower); });
     __syncwarp();
     store_rows<T, kN>(staged, out(tile, first), p.N, tile.num_rows - first, columns(tile));
@@ -99,7 +100,7 @@ __global__ void __launch_bounds__(ping_pong::kThreads, 1)
   ptx::setmaxnreg_inc<232>();
   const int steps = static_cast<int>(ceil_div(p.K, kBlockColumns));
   StoreRows<T> epilogue{s.c[group], p};
-  ping_pong::consume<T, kAlongN>(s, p.tiles, group, steps, epilogue);
+  ping_pong::consume<T, kAlongN, false>(s, p.tiles, group, steps, epilogue);
 #endif
 }
 

@@ -88,8 +88,9 @@ __device__ __forceinline__ void consume(Shared<T>& s, const UpParams<T>& p, int 
       continue;
     }
     float acc[kN / 2];
-    multiply<T, false, false>(s.ring, acc, group, steps, count);
-    store(s.c[group], acc, p, tile, group);
+    const bool has_rows = tile.num_rows > group * 64;
+    multiply<T, false, false>(s.ring, acc, group, has_rows, steps, count);
+    if (has_rows) store(s.c[group], acc, p, tile, group);
   }
 }
 

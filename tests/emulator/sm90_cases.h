@@ -45,7 +45,7 @@ struct Buffer {
 
 // The choices of kTokens tokens, sorted by expert; then padding.
 struct Routing {
-  static constexpr int kTokens = 50, kTopK = 2, kNumChoices = kTokens * kTopK;
+  static constexpr int kTokens = 150, kTopK = 2, kNumChoices = kTokens * kTopK;
 
   Routing(const Case& c, std::mt19937& random) : num_experts(static_cast<int>(c.counts.size())) {
     for (int e = 0; e < num_experts; ++e) {

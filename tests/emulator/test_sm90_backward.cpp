@@ -205,6 +205,9 @@ int main(int argc, char** argv) {
       run_hidden<bf16>({{9, 0, 17}, 1, 16, 72, 2}, {curve, false, true, false, true});
       run_hidden<__half>({{70, 3}, 1, 24, 40, 2}, {curve, true, false, true, true});
     }
+    // More row tiles of an expert, or tiles of m, than go through all columns together.
+    run_hidden<bf16>({{2100}, 0, 8, 136, 5}, {CurveKind::silu, false, true, false, false});
+    run_weight<bf16, bf16>({{5}, 0, 2056, 264, 7}, Gathered::a, false);
     const Case& c = cases[1];
     run_input<__half>(c);
     run_weight<__half, __half>(c, Gathered::b, false);
