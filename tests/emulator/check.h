@@ -38,7 +38,7 @@ void check_stops(const char* expected, Fn body) {
 template <class Fn>
 void for_every_schedule(int num_seeds, Fn body) {
   for (auto landing : {emu::Landing::eager, emu::Landing::lazy, emu::Landing::random})
-    for (int seed = 0; seed < num_seeds; ++seed) {
+    for (int seed = 0; seed < num_seeds && failures == 0; ++seed) {
       emu::config = {};
       emu::config.landing = landing;
       emu::config.seed = seed;
