@@ -1,8 +1,9 @@
 // The little that the C++ test programs share: checks that count, and every landing mode under several seeds.
 #pragma once
 
-#include <unistd.h>
+#include <sys/resource.h>
 
+#include <algorithm>
 #include <cstdio>
 #include <cstdlib>
 #include <random>
@@ -12,6 +13,14 @@
 #include "emu.h"
 
 inline int failures = 0;
+
+// A program that never ends is killed; time is the processor's, so that a busy machine does no harm.
+inline void end_after_cpu_seconds(rlim_t seconds) {
+  rlimit limit;
+  getrlimit(RLIMIT_CPU, &limit);
+  limit.rlim_cur = std::min(limit.rlim_cur, seconds);
+  setrlimit(RLIMIT_CPU, &limit);
+}
 
 #define CHECK(condition, ...)                                     \
   do {                                                            \

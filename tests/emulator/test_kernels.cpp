@@ -270,7 +270,7 @@ void test_bias_scale(Dtype dtype, int64_t width) {
 }  // namespace
 
 int main(int argc, char** argv) {
-  alarm(300);
+  end_after_cpu_seconds(300);
   test_routing<int32_t>(4300, 2, 6500);  // more than 32 tiles
   for_every_schedule(argc > 1 ? std::atoi(argv[1]) : 1, [] {
     test_routing<int64_t>(33, 4, 7);

@@ -312,7 +312,7 @@ void test_cluster() {
 }  // namespace
 
 int main() {
-  alarm(120);
+  end_after_cpu_seconds(120);
   test_barrier();
   test_diagnostics();
   test_chain();
