@@ -49,7 +49,7 @@ if ! "$python" -c "$loads" 2>/dev/null; then
 fi
 step info 60 "$python" -m fmoe_ext.info
 
-on_gpu=(tests/ops tests/gates tests/test_layers.py tests/test_linear.py tests/test_transformer.py tests/test_balance.py tests/cuda)
+on_gpu=(tests/ops tests/gates tests/test_layers.py tests/test_linear.py tests/test_transformer.py tests/test_balance.py)
 small=(tests/ops/test_expert_mlp.py tests/ops/test_grouped_gemm.py tests/ops/test_topk_gate.py)
 pytest=("$python" -m pytest -q -p no:cacheprovider --device cuda)
 if ((dry_run)); then

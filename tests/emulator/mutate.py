@@ -54,17 +54,9 @@ def read_bugs():
         if line.startswith("["):
             file, program, *sources = line.strip("[]").split()
             continue
-        name, old, new = re.fullmatch(r"(.+) @ (.+) @(?: (.*))?", line).groups(default="")
-        bugs.append(
-            Bug(
-                file,
-                program,
-                tuple(sources or [file]),
-                name,
-                old.replace("\\n", "\n"),
-                new.replace("\\n", "\n"),
-            )
-        )
+        name, *texts = re.fullmatch(r"(.+) @ (.+) @(?: (.*))?", line).groups(default="")
+        old, new = (text.replace("\\n", "\n") for text in texts)
+        bugs.append(Bug(file, program, tuple(sources or [file]), name, old, new))
     return bugs
 
 
