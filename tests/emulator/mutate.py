@@ -71,7 +71,9 @@ def read_results():
 def write_results(bugs, results):
     lines = [f"| {bug.file} | {bug.name} | {results[bug.label]} |" for bug in bugs if bug.label in results]
     noticed = sum(not line.endswith(f"{MISSED} |") for line in lines)
-    RESULTS.write_text(f"{HEAD}" + "\n".join(lines) + f"\n\n{noticed} of {len(lines)} noticed.\n")
+    waiting = len(bugs) - len(lines)
+    end = f"\n\n{noticed} of {len(lines)} noticed" + (f"; {waiting} not run yet.\n" if waiting else ".\n")
+    RESULTS.write_text(HEAD + "\n".join(lines) + end)
 
 
 def run(bug):

@@ -248,7 +248,7 @@ void test_activation(Dtype dtype, CurveKind kind, bool gated, int64_t H) {
 template <typename T>
 void test_bias_scale(Dtype dtype, int64_t width) {
   const int E = 3, R = 9, num_choices = 7;
-  const std::vector<int> offs = {2, 2, 7}, row_idx = {6, 0, -3, 3, 1 << 30, 1, 2, -1, -1};
+  const std::vector<int> offs = {2, 2, 7}, row_idx = {6, 0, -(1 << 30), 3, 1 << 30, 1, 2, -1, -1};
   const auto before = random_values<T>(R * width), bias = random_values<T>(E * width);
   const auto weights = random_values<acc_t<T>>(num_choices);
   for (const bool with_bias : {true, false})
