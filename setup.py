@@ -164,6 +164,9 @@ def cuda_extension(home):
     cpp_extension.CUDA_HOME = home
     os.environ.setdefault("TORCH_CUDA_ARCH_LIST", DEFAULT_CUDA_ARCHS)
     lib = "lib64" if Path(home, "lib64").exists() else "lib"
+    hopper = (
+        ["-DFMOE_HAS_SM90A"] if "9.0a" in os.environ["TORCH_CUDA_ARCH_LIST"] else []
+    )  # read by cuda/select.h
     return cpp_extension.CppExtension(
         "fmoe_ext._C_cuda",
         sources("cuda/*.cu", "cuda/*.cpp"),
@@ -171,8 +174,11 @@ def cuda_extension(home):
         depends=[*headers("cuda"), *headers("csrc")],
         library_dirs=[str(Path(home, lib))],
         libraries=["cudart_static", "dl", "rt"],
+        # Under a CPU torch no symbol is found in libtorch.so, so the linker would leave it out; but it is through
+        # libtorch.so that a CUDA torch provides its CUDA symbols.
+        extra_link_args=["-Wl,--no-as-needed,-ltorch"],
         extra_compile_args={
-            "cxx": [*COMMON, *WARNINGS, "-O2", "-DUSE_CUDA"],
+            "cxx": [*COMMON, *WARNINGS, "-O2", "-DUSE_CUDA", *hopper],
             "nvcc": ["-std=c++20", "-O3", "-lineinfo", "-Xcompiler", "-fvisibility=hidden"],
         },
         py_limited_api=True,

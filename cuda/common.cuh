@@ -85,13 +85,6 @@ __device__ __forceinline__ T round_to(acc_t<T> v) {
     return v;
 }
 
-__device__ __forceinline__ uint32_t pack_bf16(float low, float high) {
-  const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
-  uint32_t bits;
-  memcpy(&bits, &pair, sizeof bits);
-  return bits;
-}
-
 // kCount elements that are read and written by one access.
 template <typename T, int kCount>
 struct alignas(sizeof(T) * kCount) Vec {
@@ -99,6 +92,26 @@ struct alignas(sizeof(T) * kCount) Vec {
 };
 template <typename T>
 constexpr int kVec16 = 16 / sizeof(T);
+
+// Two 16-bit elements in a register, the first in its lower half.
+template <typename T>
+__device__ __forceinline__ uint32_t pack(float low, float high) {
+  uint32_t bits;
+  if constexpr (std::is_same_v<T, __half>) {
+    const __half2 pair = __floats2half2_rn(low, high);
+    memcpy(&bits, &pair, sizeof bits);
+  } else {
+    const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
+    memcpy(&bits, &pair, sizeof bits);
+  }
+  return bits;
+}
+template <typename T>
+__device__ __forceinline__ float2 unpack(uint32_t bits) {
+  T pair[2];
+  memcpy(pair, &bits, sizeof bits);
+  return {to_acc(pair[0]), to_acc(pair[1])};
+}
 
 // Calls body with a value of the C++ type of a dtype.
 template <class Body>

@@ -1,23 +1,9 @@
 // Matrix products over the rows of each expert, for every dtype, on any device from sm_80. Deterministic:
 // each element of a result is summed by one thread, in one order.
-#include "grouped_rows.cuh"
 #include "tile_gemm.cuh"
 
 namespace fmoe_ext {
 namespace {
-
-template <typename T>
-Rows<T> rows_from(const GroupedRows& rows, int64_t num_rows) {
-  const bool aligned = reinterpret_cast<uintptr_t>(rows.data) % 16 == 0 && rows.width % kVec16<T> == 0;
-  return {static_cast<const T*>(rows.data),
-          rows.width,
-          rows.width,
-          num_rows,
-          rows.index,
-          rows.divisor,
-          rows.num_indexed,
-          aligned};
-}
 
 struct Groups {
   const int* offs;
@@ -30,8 +16,8 @@ struct Groups {
 template <typename T, bool kAlongN>
 __global__ void __launch_bounds__(kGemmThreads, 1)
     rows_by_weight_kernel(Rows<T> x, Rows<T> weight, int64_t weight_size, Groups groups, int64_t N, int64_t K,
-                          const T* __restrict__ bias, const int* __restrict__ row_idx,
-                          const acc_t<T>* __restrict__ scale, int64_t num_tiles, T* __restrict__ out) {
+                          const T* __restrict__ bias, RowScale scale, int64_t num_tiles,
+                          T* __restrict__ out) {
   using G = TileGemm<T>;
   const int64_t tiles_n = ceil_div(N, G::kN);
   for (int64_t tile = blockIdx.x; tile < num_tiles; tile += gridDim.x) {
@@ -51,7 +37,7 @@ __global__ void __launch_bounds__(kGemmThreads, 1)
       const int64_t r = rows.begin + i, n = n0 + j;
       if (r >= rows.end || n >= N) return;
       if (!padding && bias) value += to_acc(bias[rows.expert * N + n]);
-      if (!padding && scale) value *= scale[row_idx[r]];
+      if (!padding) value *= factor_of<acc_t<T>>(scale, r);
       out[r * N + n] = round_to<T>(value);
     });
   }
@@ -82,8 +68,7 @@ __global__ void __launch_bounds__(kGemmThreads, 1)
 constexpr int kSumLanes = kGemmThreads / 32;
 template <typename T>
 __global__ void __launch_bounds__(kGemmThreads)
-    sum_rows_kernel(Rows<T> a, Groups groups, const int* __restrict__ row_idx,
-                    const acc_t<T>* __restrict__ scale, int64_t num_tiles, T* __restrict__ out) {
+    sum_rows_kernel(Rows<T> a, Groups groups, RowScale scale, int64_t num_tiles, T* __restrict__ out) {
   FMOE_SHARED_ARRAY(acc_t<T>, partial, kGemmThreads);
   const int column = threadIdx.x % 32, lane = threadIdx.x / 32;
   const int64_t tiles_n = ceil_div(a.width, 32);
@@ -94,7 +79,7 @@ __global__ void __launch_bounds__(kGemmThreads)
     acc_t<T> sum = 0;
     for (int64_t r = rows.begin + lane; r < rows.end && n < a.width; r += kSumLanes) {
       const T* row = a.row(r);
-      if (row) sum += (scale ? scale[row_idx[r]] : acc_t<T>(1)) * to_acc(row[n]);
+      if (row) sum += factor_of<acc_t<T>>(scale, r) * to_acc(row[n]);
     }
     partial[threadIdx.x] = sum;
     __syncthreads();
@@ -122,8 +107,7 @@ void launch_rows_by_weight(Dtype dtype, const GroupedRows& x, const GroupedWeigh
     launch(weight.along_n ? rows_by_weight_kernel<T, true> : rows_by_weight_kernel<T, false>, grid_for(tiles),
            kGemmThreads, 0, stream, rows_from<T>(x, num_rows), rows_from<T>(plain, weight.rows),
            weight.rows * weight.columns, Groups{offs, weight.num_experts, num_rows}, N, K,
-           static_cast<const T*>(bias), scale.row_idx, static_cast<const acc_t<T>*>(scale.weights), tiles,
-           static_cast<T*>(out));
+           static_cast<const T*>(bias), scale, tiles, static_cast<T*>(out));
   });
 }
 
@@ -147,8 +131,7 @@ void launch_sum_rows(Dtype dtype, const GroupedRows& a, const int* offs, int num
     using T = decltype(tag);
     const int64_t tiles = num_experts * ceil_div(a.width, 32);
     launch(sum_rows_kernel<T>, grid_for(tiles), kGemmThreads, 0, stream, rows_from<T>(a, num_rows),
-           Groups{offs, num_experts, num_rows}, scale.row_idx, static_cast<const acc_t<T>*>(scale.weights),
-           tiles, static_cast<T*>(out));
+           Groups{offs, num_experts, num_rows}, scale, tiles, static_cast<T*>(out));
   });
 }
 

@@ -17,15 +17,15 @@ __device__ __forceinline__ RowRange rows_of(const int* __restrict__ offs, int nu
   return {from, end < from ? from : end < num_rows ? end : num_rows};
 }
 
-struct RowTile {
+// The rows of each expert, and then the padding, are cut into tiles of `height` rows. This is who owns tile
+// `index`; every lane of the warp must call it, and all get the same answer.
+struct TileOwner {
   int expert;  // num_experts: padding; -1: there is no such tile
-  int64_t begin, end;
+  int64_t first_tile;
+  RowRange rows;
 };
-
-// Tile `index` when the rows of each expert, and then the padding, are cut into tiles of `height` rows. Every
-// lane of the warp must call it; all get the same answer.
-static __device__ RowTile find_row_tile(const int* __restrict__ offs, int num_experts, int64_t num_rows,
-                                        int64_t index, int height) {
+static __device__ TileOwner find_tile_owner(const int* __restrict__ offs, int num_experts, int64_t num_rows,
+                                            int64_t index, int height) {
   const int lane = threadIdx.x % 32;
   int64_t before = 0;
   for (int first = 0; first <= num_experts; first += 32) {
@@ -40,18 +40,38 @@ static __device__ RowTile find_row_tile(const int* __restrict__ offs, int num_ex
     const bool mine = index >= before + sum - tiles && index < before + sum;
     const unsigned owner = __ballot_sync(kFullMask, mine);
     if (owner) {
-      const int64_t row = range.begin + (index - (before + sum - tiles)) * height;
       const int source = __ffs(owner) - 1;
-      const int64_t begin = __shfl_sync(kFullMask, row, source),
+      const int64_t first_tile = __shfl_sync(kFullMask, before + sum - tiles, source),
+                    begin = __shfl_sync(kFullMask, range.begin, source),
                     end = __shfl_sync(kFullMask, range.end, source);
-      return {first + source, begin, begin + height < end ? begin + height : end};
+      return {first + source, first_tile, {begin, end}};
     }
     before += __shfl_sync(kFullMask, sum, 31);
   }
-  return {-1, 0, 0};
+  return {-1, 0, {0, 0}};
+}
+
+struct RowTile {
+  int expert;  // num_experts: padding; -1: there is no such tile
+  int64_t begin, end;
+};
+__device__ __forceinline__ RowTile find_row_tile(const int* __restrict__ offs, int num_experts,
+                                                 int64_t num_rows, int64_t index, int height) {
+  const TileOwner owner = find_tile_owner(offs, num_experts, num_rows, index, height);
+  const int64_t begin = owner.rows.begin + (index - owner.first_tile) * height, end = owner.rows.end;
+  return {owner.expert, begin, begin + height < end ? begin + height : end};
 }
 inline int64_t max_row_tiles(int64_t num_rows, int num_experts, int height) {
   return num_rows / height + num_experts + 1;
+}
+
+// The factor of row r.
+template <typename A>
+__device__ __forceinline__ A factor_of(const RowScale& scale, int64_t r) {
+  if (!scale.weights) return 1;
+  const int64_t choice = scale.row_idx[r];
+  const bool exists = choice >= 0 && choice < scale.num_choices;
+  return exists ? static_cast<const A*>(scale.weights)[choice] : A(0);
 }
 
 // The expert that owns a row; num_experts in the padding.
@@ -65,6 +85,39 @@ __device__ __forceinline__ int expert_of_row(const int* __restrict__ offs, int n
       low = middle + 1;
   }
   return low;
+}
+
+// A matrix whose rows may be picked through an index: row i is base[(index ? index[i] / divisor : i) *
+// stride]. Rows outside [.., end), rows whose index is out of range and columns at or past `width` read as
+// zero.
+template <typename T>
+struct Rows {
+  const T* base;
+  int64_t stride, width, end;
+  const int* index;
+  int divisor;
+  int64_t num_indexed;  // indices are in [0, num_indexed)
+  bool vectorised;      // every 16-byte piece of a row is aligned and never crosses `width`
+
+  __device__ __forceinline__ const T* row(int64_t i) const {
+    if (i >= end) return nullptr;
+    if (!index) return base + i * stride;
+    const int choice = index[i];
+    return choice >= 0 && choice < num_indexed ? base + choice / divisor * stride : nullptr;
+  }
+};
+
+template <typename T>
+Rows<T> rows_from(const GroupedRows& rows, int64_t num_rows) {
+  const bool aligned = reinterpret_cast<uintptr_t>(rows.data) % 16 == 0 && rows.width % kVec16<T> == 0;
+  return {static_cast<const T*>(rows.data),
+          rows.width,
+          rows.width,
+          num_rows,
+          rows.index,
+          rows.divisor,
+          rows.num_indexed,
+          aligned};
 }
 
 }  // namespace fmoe_ext

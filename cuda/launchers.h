@@ -11,6 +11,13 @@ using LaunchStream = CUstream_st*;
 
 enum class Dtype { f64, f32, bf16, f16 };
 
+// ---- device_info.cu: of the current device
+struct DeviceInfo {
+  int capability;  // 10 major + minor
+  int num_sms;
+};
+DeviceInfo current_device_info();
+
 // An index tensor as the ops accept it.
 struct Indices {
   const void* data;
@@ -70,10 +77,12 @@ struct GroupedWeight {
   int64_t rows, columns;
   bool along_n;
 };
-// Row r is multiplied by weights[row_idx[r]] (float, double for f64); no factor when weights is null.
+// Row r is multiplied by weights[row_idx[r]] (float, double for f64), by 0 where row_idx[r] is outside
+// [0, num_choices); no factor when weights is null.
 struct RowScale {
   const void* weights;
   const int* row_idx;
+  int64_t num_choices;
 };
 void launch_rows_by_weight(Dtype, const GroupedRows& x, const GroupedWeight&, const int* offs,
                            int64_t num_rows, const void* bias, const RowScale&, void* out, LaunchStream);
@@ -81,6 +90,10 @@ void launch_rows_by_rows(Dtype, const GroupedRows& a, const GroupedRows& b, cons
                          int64_t num_rows, void* out, LaunchStream);
 void launch_sum_rows(Dtype, const GroupedRows&, const int* offs, int num_experts, int64_t num_rows,
                      const RowScale&, void* out, LaunchStream);
+
+// ---- bias_scale.cu: rows = (rows + bias) * scale in place, padding rows left alone; bias may be null
+void launch_bias_scale(Dtype, void* rows, const int* offs, int num_experts, int64_t num_rows, int64_t width,
+                       const void* bias, const RowScale&, LaunchStream);
 
 // ---- activation.cu: h is [R, H], or [R, 2 H] (gate, then up) when gated
 // in the order of Curve (csrc/activation.h)
@@ -101,12 +114,40 @@ void launch_activation_backward(Dtype, CurveKind, bool gated, const void* grad, 
                                 const void* dy, const void* b2, int64_t H, int64_t D, void* dh,
                                 void* scaled_a, void* dscale, LaunchStream);
 
-// ---- sm90_up.cu, sm90_down.cu: bfloat16, SwiGLU without biases; D and H multiples of 8, 16-byte aligned.
-// Right under the emulator, not yet run on a GPU, and therefore not yet selected by expert_mlp.
-void launch_up_swiglu_sm90(const void* x, const int* row_idx, const int* offs, const void* w1,
+// ---- sm90_*.cu: the Hopper path, compiled for sm_90a. Right under the emulator, not yet run on a GPU.
+// Of all of them: bf16 or f16 (another dtype throws); D and H are multiples of 8; every matrix is contiguous
+// and begins at a multiple of 16 bytes; num_rows < 2^31; num_blocks is the number of SMs (any positive number
+// is right). offs and row_idx may hold anything, as on the portable path.
+
+// sm90_up.cu: h [R, 2 H] = x_rows w1^T and a [R, H] = silu(gate) up, without a bias
+void launch_up_swiglu_sm90(Dtype, const void* x, const int* row_idx, const int* offs, const void* w1,
                            int64_t num_rows, int64_t num_choices, int top_k, int num_experts, int D, int H,
                            void* h, void* a, int num_blocks, LaunchStream);
-void launch_down_sm90(const void* a, const int* offs, const void* w2, int64_t num_rows, int num_experts,
-                      int D, int H, void* y, int num_blocks, LaunchStream);
+// sm90_down.cu: y [R, D] = a w2^T, neither bias nor weight
+void launch_down_sm90(Dtype, const void* a, const int* offs, const void* w2, int64_t num_rows,
+                      int num_experts, int D, int H, void* y, int num_blocks, LaunchStream);
+// sm90_grad_hidden.cu: dA = dy_rows w2 is never stored. dh and scaled_a as launch_activation_backward writes
+// them; dots [R, num_hidden_dots_sm90(H)] holds <dA, act(h)> by tile of columns, for launch_sum_dots. Rows of
+// dots in the padding are not written; dots may be null.
+int64_t num_hidden_dots_sm90(int H);
+void launch_grad_hidden_sm90(Dtype, CurveKind, bool gated, const void* dy, const ActivationRows&,
+                             const void* w2, int D, int H, void* dh, void* scaled_a, float* dots,
+                             int num_blocks, LaunchStream);
+// dscale, zero on entry, by choice: the sum of the row's num_dots dots, and <dy, b2>; b2 may be null
+void launch_sum_dots(Dtype, const ActivationRows&, const float* dots, int64_t num_dots, const void* dy,
+                     const void* b2, int64_t D, float* dscale, LaunchStream);
+// sm90_grad_weight.cu: out[e] [a.width, b.width] = sum over the rows r of expert e of a[r]^T b[r], zero for
+// an expert without rows. At most one of a and b has an index; both widths are multiples of 8.
+struct WeightGrad {
+  void* data;       // of the dtype, or float
+  bool is_float;    // float32 whatever the dtype, as main gradients are kept
+  bool accumulate;  // adds to what is there; needs is_float
+};
+void launch_grad_weight_sm90(Dtype, const GroupedRows& a, const GroupedRows& b, const int* offs,
+                             int num_experts, int64_t num_rows, const WeightGrad& out, int num_blocks,
+                             LaunchStream);
+// sm90_grad_input.cu: dx_rows [R, D] = dh w1, with w1 [E, F, D] (F = 2 H when gated); padding rows are zero.
+void launch_grad_input_sm90(Dtype, const void* dh, const int* offs, const void* w1, int64_t num_rows,
+                            int num_experts, int D, int F, void* dx_rows, int num_blocks, LaunchStream);
 
 }  // namespace fmoe_ext

@@ -1,4 +1,4 @@
-// grouped_gemm and expert_mlp on CUDA tensors, made of the portable kernels.
+// grouped_gemm and expert_mlp on CUDA tensors. Which kernels compute their products is decided in select.h.
 #include <tuple>
 #include <vector>
 
@@ -6,18 +6,10 @@
 #include "device.h"
 #include "expert_mlp.h"
 #include "grouped_gemm.h"
+#include "products.h"
 
 namespace fmoe_ext {
 namespace {
-
-GroupedRows plain_rows(const Tensor& t) { return {data(t), t.size(1), nullptr, 1, 0}; }
-
-GroupedWeight grouped_weight(const Tensor& weight,
-                             bool along_n) {  // weight [E, N, K], or [E, K, N] when along_n
-  return {data(weight), static_cast<int>(weight.size(0)), weight.size(1), weight.size(2), along_n};
-}
-
-int num_experts_of(const Tensor& offs) { return static_cast<int>(offs.numel()); }
 
 Tensor grouped_gemm_cuda(Tensor x, Tensor weight, Tensor offs, std::optional<Tensor> bias) {
   check_grouped_gemm(x, weight, offs, bias);
@@ -28,8 +20,8 @@ Tensor grouped_gemm_cuda(Tensor x, Tensor weight, Tensor offs, std::optional<Ten
   const Tensor rows = as_contiguous(x), w = as_contiguous(weight), ends = as_contiguous(offs);
   const std::optional<Tensor> shift = bias ? std::optional(as_contiguous(*bias)) : std::nullopt;
   const Tensor y = torch::stable::new_empty(rows, {rows.size(0), w.size(1)});
-  launch_rows_by_weight(as_dtype(rows), plain_rows(rows), grouped_weight(w, false), data<int>(ends),
-                        rows.size(0), data(shift), RowScale{}, data(y), device);
+  const Products products(ends, rows.size(0), {rows, w}, device);
+  products.rows_by_weight(plain_rows(rows), w, shift, RowScale{}, y);
   return y;
 }
 
@@ -49,20 +41,15 @@ std::tuple<Tensor, Tensor, Tensor> grouped_gemm_backward_cuda(Tensor grad_y, Ten
   const Tensor dy = as_contiguous(grad_y), rows = as_contiguous(x), w = as_contiguous(weight),
                ends = as_contiguous(offs);
   const int64_t R = rows.size(0), E = w.size(0), N = w.size(1), D = w.size(2);
-  const Dtype dtype = as_dtype(rows);
+  const Products products(ends, R, {rows, w, dy}, device);
   const auto output = [&](bool needed, std::initializer_list<int64_t> shape) {
     return needed ? torch::stable::new_empty(rows, shape) : torch::stable::new_empty(rows, {0});
   };
   const Tensor dx = output(needs[0], {R, D}), dweight = output(needs[1], {E, N, D}),
                dbias = output(needs[2], {E, N});
-  if (needs[0])
-    launch_rows_by_weight(dtype, plain_rows(dy), grouped_weight(w, true), data<int>(ends), R, nullptr,
-                          RowScale{}, data(dx), device);
-  if (needs[1])
-    launch_rows_by_rows(dtype, plain_rows(dy), plain_rows(rows), data<int>(ends), E, R, data(dweight),
-                        device);
-  if (needs[2])
-    launch_sum_rows(dtype, plain_rows(dy), data<int>(ends), E, R, RowScale{}, data(dbias), device);
+  if (needs[0]) products.grad_input(plain_rows(dy), w, dx);
+  if (needs[1]) products.grad_weight(plain_rows(dy), plain_rows(rows), dweight);
+  if (needs[2]) products.grad_bias(plain_rows(dy), RowScale{}, dbias);
   return {dx, dweight, dbias};
 }
 
@@ -93,22 +80,23 @@ struct ExpertMlp {
 
   Dtype dtype() const { return as_dtype(x); }
   CurveKind curve() const { return static_cast<CurveKind>(activation.curve); }
+  bool is_swiglu() const { return activation.gated && activation.curve == Curve::kSilu; }
   int64_t num_rows() const { return row_idx.numel(); }
   int64_t hidden() const { return w2.size(2); }
-  int num_experts() const { return num_experts_of(offs); }
+  int num_experts() const { return static_cast<int>(offs.numel()); }
   int top_k() const { return static_cast<int>(inverse.size(1)); }
   const int* ends() const { return data<int>(offs); }
-  RowScale row_scale() const { return {data(weights), data<int>(row_idx)}; }
+  RowScale row_scale() const { return {data(weights), data<int>(row_idx), inverse.numel()}; }
   // The rows of a [T, ..] tensor in expert-major order, read through the index.
   GroupedRows by_token(const Tensor& t) const {
     return {data(t), t.size(1), data<int>(row_idx), top_k(), inverse.numel()};
   }
   Tensor new_rows(int64_t width) const { return torch::stable::new_empty(x, {num_rows(), width}); }
-  // out [T, D]: sums the rows of each token's choices.
-  Tensor combine(const Tensor& rows, LaunchStream stream) const {
+  // out [T, D]: sums the rows of each token's choices, times their weights if there are any.
+  Tensor combine(const Tensor& rows, const std::optional<Tensor>& factors, LaunchStream stream) const {
     const Tensor out = torch::stable::new_empty(x, {inverse.size(0), rows.size(1)});
-    launch_unpermute(dtype(), data(rows), data<int>(inverse), nullptr, inverse.size(0), top_k(), num_rows(),
-                     rows.size(1), data(out), stream);
+    launch_unpermute(dtype(), data(rows), data<int>(inverse), data(factors), inverse.size(0), top_k(),
+                     num_rows(), rows.size(1), data(out), stream);
     return out;
   }
 
@@ -126,13 +114,16 @@ std::tuple<Tensor, Tensor> expert_mlp_cuda(Tensor x, Tensor row_idx, Tensor inve
   const int64_t R = mlp.num_rows();
   const Tensor h = mlp.new_rows(mlp.w1.size(1)), a = mlp.new_rows(mlp.hidden()),
                y = mlp.new_rows(mlp.x.size(1));
-  launch_rows_by_weight(mlp.dtype(), mlp.by_token(mlp.x), grouped_weight(mlp.w1, false), mlp.ends(), R,
-                        data(mlp.b1), RowScale{}, data(h), device);
-  launch_activation(mlp.dtype(), mlp.curve(), mlp.activation.gated, data(h), mlp.ends(), mlp.num_experts(), R,
-                    mlp.hidden(), data(a), device);
-  launch_rows_by_weight(mlp.dtype(), plain_rows(a), grouped_weight(mlp.w2, false), mlp.ends(), R,
-                        data(mlp.b2), mlp.row_scale(), data(y), device);
-  return {combine ? mlp.combine(y, device) : y, save_h ? h : torch::stable::new_empty(h, {0})};
+  const Products products(mlp.offs, R, {mlp.x, mlp.w1, mlp.w2}, device);
+  if (mlp.is_swiglu() && !mlp.b1 && products.on_hopper(Product::up_swiglu)) {
+    products.up_swiglu(mlp.by_token(mlp.x), mlp.w1, h, a);
+  } else {
+    products.rows_by_weight(mlp.by_token(mlp.x), mlp.w1, mlp.b1, RowScale{}, h);
+    launch_activation(mlp.dtype(), mlp.curve(), mlp.activation.gated, data(h), mlp.ends(), mlp.num_experts(),
+                      R, mlp.hidden(), data(a), device);
+  }
+  products.rows_by_weight(plain_rows(a), mlp.w2, mlp.b2, combine ? RowScale{} : mlp.row_scale(), y);
+  return {combine ? mlp.combine(y, mlp.weights, device) : y, save_h ? h : torch::stable::new_empty(h, {0})};
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> expert_mlp_backward_cuda(
@@ -160,9 +151,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> expert_mlp_backward_c
                   needs.size());
   STD_TORCH_CHECK(!needs[5] || topk_weights, "needs asks for the gradient of topk_weights, which is None");
 
-  const Dtype dtype = mlp.dtype();
   const Tensor dy = as_contiguous(grad_y), pre = as_contiguous(h);
   const GroupedRows dy_rows = combine ? mlp.by_token(dy) : plain_rows(dy);
+  const Products products(mlp.offs, R, {mlp.x, mlp.w1, mlp.w2, dy, pre}, device);
   const auto output = [&](bool needed, std::initializer_list<int64_t> shape) {
     return needed ? torch::stable::new_empty(mlp.x, shape) : torch::stable::new_empty(mlp.x, {0});
   };
@@ -171,27 +162,21 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> expert_mlp_backward_c
   Tensor dx = output(false, {}), dweights = output(false, {});
   if (needs[5]) dweights = torch::stable::new_zeros(mlp.x, {T, mlp.top_k()}, compute_type(mlp.x));
 
-  if (needs[4]) launch_sum_rows(dtype, dy_rows, mlp.ends(), E, R, mlp.row_scale(), data(db2), device);
+  if (needs[4]) products.grad_bias(dy_rows, mlp.row_scale(), db2);
   if (needs[0] || needs[1] || needs[2] || needs[3] || needs[5]) {
-    const Tensor da = mlp.new_rows(H), dh = mlp.new_rows(F), scaled_a = mlp.new_rows(H);
-    launch_rows_by_weight(dtype, dy_rows, grouped_weight(mlp.w2, true), mlp.ends(), R, nullptr, RowScale{},
-                          data(da), device);
+    const Tensor dh = mlp.new_rows(F), scaled_a = mlp.new_rows(H);
     const ActivationRows rows{
         data(pre),           mlp.ends(), data<int>(mlp.row_idx), data(mlp.weights), E, mlp.top_k(), R,
         mlp.inverse.numel(), combine};
-    launch_activation_backward(dtype, mlp.curve(), mlp.activation.gated, data(da), rows, data(dy),
-                               data(mlp.b2), H, D, data(dh), data(scaled_a),
-                               needs[5] ? data(dweights) : nullptr, device);
-    if (needs[3])
-      launch_rows_by_rows(dtype, dy_rows, plain_rows(scaled_a), mlp.ends(), E, R, data(dw2), device);
-    if (needs[1])
-      launch_rows_by_rows(dtype, plain_rows(dh), mlp.by_token(mlp.x), mlp.ends(), E, R, data(dw1), device);
-    if (needs[2]) launch_sum_rows(dtype, plain_rows(dh), mlp.ends(), E, R, RowScale{}, data(db1), device);
+    products.grad_hidden(mlp.curve(), mlp.activation.gated, dy_rows, rows, mlp.w2, mlp.b2, dh, scaled_a,
+                         needs[5] ? std::optional(dweights) : std::nullopt);
+    if (needs[3]) products.grad_weight(dy_rows, plain_rows(scaled_a), dw2);
+    if (needs[1]) products.grad_weight(plain_rows(dh), mlp.by_token(mlp.x), dw1);
+    if (needs[2]) products.grad_bias(plain_rows(dh), RowScale{}, db1);
     if (needs[0]) {
       const Tensor dx_rows = mlp.new_rows(D);
-      launch_rows_by_weight(dtype, plain_rows(dh), grouped_weight(mlp.w1, true), mlp.ends(), R, nullptr,
-                            RowScale{}, data(dx_rows), device);
-      dx = mlp.combine(dx_rows, device);
+      products.grad_input(plain_rows(dh), mlp.w1, dx_rows);
+      dx = mlp.combine(dx_rows, std::nullopt, device);
     }
   }
   if (needs[5]) dweights = torch::stable::to(dweights, topk_weights->scalar_type());

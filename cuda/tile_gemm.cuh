@@ -3,31 +3,11 @@
 // multiply-adds.
 #pragma once
 
-#include "common.cuh"
+#include "grouped_rows.cuh"
 
 namespace fmoe_ext {
 
 constexpr int kGemmThreads = 256;
-
-// A matrix whose rows may be picked through an index: row i is base[(index ? index[i] / divisor : i) *
-// stride]. Rows outside [.., end), rows whose index is out of range and columns at or past `width` read as
-// zero.
-template <typename T>
-struct Rows {
-  const T* base;
-  int64_t stride, width, end;
-  const int* index;
-  int divisor;
-  int64_t num_indexed;  // indices are in [0, num_indexed)
-  bool vectorised;      // every 16-byte piece of a row is aligned and never crosses `width`
-
-  __device__ __forceinline__ const T* row(int64_t i) const {
-    if (i >= end) return nullptr;
-    if (!index) return base + i * stride;
-    const int64_t choice = index[i];
-    return choice >= 0 && choice < num_indexed ? base + choice / divisor * stride : nullptr;
-  }
-};
 
 // tile [kOuter][kStride], k contiguous. The rows of the source run along k, or (kOuterContiguous) along the
 // outer dimension of the tile.

@@ -1,5 +1,6 @@
 import torch
 
+from fmoe_ext.ops import debug
 from fmoe_ext.ops._autograd import register_fake
 
 
@@ -25,6 +26,8 @@ def apply_capacity(topk_idx: torch.Tensor, num_experts: int, capacity: int | tor
         raise RuntimeError(
             f"capacity must have shape [num_experts] = [{num_experts}], but got shape {list(capacity.shape)}"
         )
+    if debug.wanted(topk_idx):
+        debug.check(torch.ops.fmoe_ext.apply_capacity, topk_idx, capacity)
     return torch.ops.fmoe_ext.apply_capacity(topk_idx, capacity)
 
 

@@ -1,5 +1,6 @@
 import torch
 
+from fmoe_ext.ops import debug
 from fmoe_ext.ops._autograd import register_fake
 
 
@@ -10,6 +11,8 @@ def count_tokens(topk_idx: torch.Tensor, num_experts: int) -> torch.Tensor:
     Raises RuntimeError for an index outside that range (on CUDA it counts as dropped unless FMOE_DEBUG=1).
     Equivalent to: torch.bincount(topk_idx[topk_idx >= 0], minlength=num_experts). FastMoE: expert_count.
     """
+    if debug.wanted(topk_idx):
+        debug.check(torch.ops.fmoe_ext.count_tokens, topk_idx, num_experts)
     return torch.ops.fmoe_ext.count_tokens(topk_idx, num_experts)
 
 

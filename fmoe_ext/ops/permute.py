@@ -1,5 +1,6 @@
 import torch
 
+from fmoe_ext.ops import debug
 from fmoe_ext.ops._autograd import register_fake
 
 
@@ -10,6 +11,8 @@ def permute(x: torch.Tensor, row_idx: torch.Tensor, inverse: torch.Tensor) -> to
     Raises RuntimeError for entries of row_idx outside [-1, T * K).
     Equivalent to: x[row_idx // K]. Its gradient is unpermute without weights. FastMoE: local_scatter.
     """
+    if debug.wanted(x):
+        debug.check(torch.ops.fmoe_ext.permute, x[:, :0], row_idx, inverse)
     return torch.ops.fmoe_ext.permute(x, row_idx, inverse)
 
 
@@ -24,6 +27,8 @@ def unpermute(
     Raises RuntimeError for entries of inverse outside [-1, R).
     Equivalent to: (y[inverse] * topk_weights.unsqueeze(-1)).sum(1). FastMoE: local_gather, weighted.
     """
+    if debug.wanted(y):
+        debug.check(torch.ops.fmoe_ext.unpermute, y[:, :0], row_idx, inverse, None)
     return torch.ops.fmoe_ext.unpermute(y, row_idx, inverse, topk_weights)
 
 

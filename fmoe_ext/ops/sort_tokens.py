@@ -2,6 +2,7 @@ from typing import NamedTuple
 
 import torch
 
+from fmoe_ext.ops import debug
 from fmoe_ext.ops._autograd import register_fake
 
 
@@ -23,6 +24,8 @@ def sort_tokens(topk_idx: torch.Tensor, num_experts: int) -> SortedTokens:
     Equivalent to: row_idx = torch.argsort(topk_idx.flatten(), stable=True); inverse = torch.argsort(row_idx).
     FastMoE: assign_pos.
     """
+    if debug.wanted(topk_idx):
+        debug.check(torch.ops.fmoe_ext.count_tokens, topk_idx, num_experts)
     return SortedTokens(*torch.ops.fmoe_ext.sort_tokens(topk_idx, num_experts))
 
 

@@ -1,22 +1,26 @@
-"""What nvcc says of every kernel: registers, shared memory, stack, spills; for docs/kernel_resources.md.
+"""What nvcc makes of every kernel: registers, shared memory, stack, spills, instructions; for docs/kernel_resources.md.
 
-python tests/cuda/resources.py          compiles cuda/*.cu (no GPU needed) and writes the table
+    python tests/cuda/resources.py          compiles cuda/*.cu (no GPU needed) and writes the table
+
+Instructions are counted where cuobjdump and nvdisasm are found: on the PATH, in the toolkit, or in a Triton wheel.
 """
 
 import hashlib
+import os
 import re
 import shutil
 import subprocess
 import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 TABLE = ROOT / "docs" / "kernel_resources.md"
 ARCHITECTURES = ("80", "90a")
 COLUMNS = ("file", "kernel", "sm", "registers", "static shared bytes", "stack bytes", "spill bytes")
+COLUMNS += ("instructions", "HGMMA", "UTMALDG")
 
 
 @dataclass(frozen=True, order=True)
@@ -28,10 +32,23 @@ class Kernel:
     shared: int
     stack: int
     spills: int
+    instructions: int = 0
+    hgmma: int = 0  # warpgroup products
+    utmaldg: int = 0  # TMA loads
+
+    def as_ptxas_says(self):
+        return replace(self, instructions=0, hgmma=0, utmaldg=0)
+
+
+@dataclass(frozen=True)
+class Report:
+    ptxas: str  # what ptxas -v says
+    code: str | None  # machine code as text, where cuobjdump was found
 
 
 def sources():
-    return sorted((ROOT / "cuda").glob("*.cu"))
+    """The files with kernels."""
+    return sorted(path for path in (ROOT / "cuda").glob("*.cu") if path.name != "device_info.cu")
 
 
 def digest():
@@ -44,9 +61,26 @@ def digest():
     return sha.hexdigest()[:16]
 
 
+def find_cuobjdump():
+    """Path of a cuobjdump that has its nvdisasm beside it, or None."""
+    nvcc = shutil.which("nvcc")
+    folders = [*os.environ.get("PATH", "").split(os.pathsep), "/usr/local/cuda/bin"]
+    folders += [Path(nvcc).resolve().parent] if nvcc else []
+    folders += [Path(entry, "triton", "backends", "nvidia", "bin") for entry in sys.path]
+    return next(
+        (
+            str(Path(folder, "cuobjdump"))
+            for folder in folders
+            if all(Path(folder, tool).exists() for tool in ("cuobjdump", "nvdisasm"))
+        ),
+        None,
+    )
+
+
 def compile_report(source, architectures=ARCHITECTURES):
-    """ptxas -v for one file; raises with the compiler's words when it fails."""
+    """The Report of one file; raises with the compiler's words when it fails."""
     with tempfile.TemporaryDirectory() as folder:
+        cuobjdump, out = find_cuobjdump(), Path(folder, "out.o")
         command = [
             "nvcc",
             "-std=c++20",
@@ -56,13 +90,18 @@ def compile_report(source, architectures=ARCHITECTURES):
             "-c",
             str(source),
             "-o",
-            str(Path(folder, "out.o")),
+            str(out),
         ]
         command += [f"-gencode=arch=compute_{a},code=sm_{a}" for a in architectures]
-        result = subprocess.run(command, capture_output=True, text=True, timeout=600)
-    if result.returncode:
-        raise RuntimeError(f"nvcc failed on {source.name}:\n{result.stderr}")
-    return result.stderr
+        result = subprocess.run(command, capture_output=True, text=True, timeout=1200)
+        if result.returncode:
+            raise RuntimeError(f"nvcc failed on {source.name}:\n{result.stderr}")
+        if cuobjdump is None:
+            return Report(result.stderr, None)
+        code = subprocess.run([cuobjdump, "-sass", str(out)], capture_output=True, text=True, timeout=600)
+    if code.returncode:
+        raise RuntimeError(f"cuobjdump failed on {source.name}:\n{code.stderr}")
+    return Report(result.stderr, code.stdout)
 
 
 def short_name(mangled):
@@ -72,10 +111,26 @@ def short_name(mangled):
     return name[: name.index("(")] if "(" in name else name
 
 
+def count_instructions(code):
+    """{(kernel, architecture): (instructions, HGMMA, UTMALDG)} of cuobjdump's text."""
+    counts = {}
+    for part in re.split(r"^arch = sm_", code, flags=re.MULTILINE)[1:]:
+        for function in re.split(r"^\s*Function : ", part, flags=re.MULTILINE)[1:]:
+            name, body = function.split("\n", 1)
+            lines = re.findall(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?!NOP)(.*);", body, flags=re.MULTILINE)
+            counts[short_name(name.strip()), part.split()[0]] = (
+                len(lines),
+                sum("HGMMA" in line for line in lines),
+                sum("UTMALDG" in line for line in lines),
+            )
+    return counts
+
+
 def kernels_of(source, report):
-    """Kernels in a ptxas report."""
+    """Kernels of a source in its Report."""
+    counts = count_instructions(report.code) if report.code else {}
     found = []
-    blocks = re.split(r"Compiling entry function ", report)[1:]
+    blocks = re.split(r"Compiling entry function ", report.ptxas)[1:]
     for block in blocks:
         name, architecture = re.match(r"'(\S+)' for 'sm_(\w+)'", block).groups()
         stack, stores, _ = map(
@@ -95,6 +150,7 @@ def kernels_of(source, report):
                 int(shared.group(1)) if shared else 0,
                 stack,
                 stores,
+                *counts.get((short_name(name), architecture), ()),
             )
         )
     return sorted(found)
@@ -139,5 +195,9 @@ def read_table():
 if __name__ == "__main__":
     if shutil.which("nvcc") is None:
         sys.exit("nvcc was not found")
+    if find_cuobjdump() is None:
+        sys.exit(
+            "cuobjdump and nvdisasm were not found: put those of a CUDA toolkit or of a Triton wheel on the PATH"
+        )
     TABLE.write_text(table_text(all_kernels()))
     print(TABLE.relative_to(ROOT))

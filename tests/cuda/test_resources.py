@@ -10,6 +10,30 @@ sys.path.insert(0, str(Path(__file__).parent))
 import resources
 
 needs_nvcc = pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc was not found")
+needs_cuobjdump = pytest.mark.skipif(
+    resources.find_cuobjdump() is None, reason="cuobjdump and nvdisasm were not found"
+)
+HOPPER = [path for path in resources.sources() if path.name.startswith("sm90_")]
+
+
+@pytest.fixture(scope="module")
+def committed():
+    return resources.read_table()[1]
+
+
+@pytest.fixture(scope="module")
+def hopper_reports():
+    return {source: resources.compile_report(source, ("90a",)) for source in HOPPER}
+
+
+def check_machine_code(kernels):
+    """Every product of the Hopper files multiplies by warpgroups and loads by TMA."""
+    products = [kernel for kernel in kernels if not kernel.name.startswith("sum_dots_kernel")]
+    assert products
+    for kernel in products:
+        assert kernel.instructions > 0, kernel
+        assert kernel.hgmma > 0, kernel
+        assert kernel.utmaldg > 0, kernel
 
 
 def test_table_is_current():
@@ -19,28 +43,44 @@ def test_table_is_current():
     )
 
 
-def test_nothing_spills():
-    _, kernels = resources.read_table()
-    assert {kernel.file for kernel in kernels} == {path.name for path in resources.sources()}
-    for kernel in kernels:
+def test_nothing_spills(committed):
+    assert {kernel.file for kernel in committed} == {path.name for path in resources.sources()}
+    for kernel in committed:
         assert kernel.spills == 0, kernel
         assert kernel.stack == 0, kernel
         assert kernel.registers <= 255, kernel
 
 
+def test_committed_machine_code(committed):
+    hopper = [
+        kernel for kernel in committed if kernel.file.startswith("sm90_") and kernel.architecture == "90a"
+    ]
+    assert {kernel.file for kernel in hopper} == {path.name for path in HOPPER}
+    check_machine_code(hopper)
+    assert all(kernel.instructions > 0 and kernel.hgmma == 0 for kernel in committed if kernel not in hopper)
+
+
 @needs_nvcc
-def test_hopper_kernels_compile_as_the_table_says():
+def test_hopper_kernels_compile_as_the_table_says(committed, hopper_reports):
     """The products whose speed hangs on registers; the whole table is compiled by the slow test below."""
-    _, kernels = resources.read_table()
-    for name in ("sm90_up.cu", "sm90_down.cu"):
-        source = resources.ROOT / "cuda" / name
-        report = resources.compile_report(source, ("90a",))
-        assert "serializ" not in report, report
-        expected = [kernel for kernel in kernels if kernel.file == name and kernel.architecture == "90a"]
-        assert resources.kernels_of(source, report) == expected
+    for source, report in hopper_reports.items():
+        assert "serializ" not in report.ptxas, report.ptxas
+        expected = [
+            kernel for kernel in committed if (kernel.file, kernel.architecture) == (source.name, "90a")
+        ]
+        found = resources.kernels_of(source, report)
+        assert [kernel.as_ptxas_says() for kernel in found] == [kernel.as_ptxas_says() for kernel in expected]
 
 
 @needs_nvcc
+@needs_cuobjdump
+def test_hopper_machine_code(hopper_reports):
+    for source, report in hopper_reports.items():
+        check_machine_code(resources.kernels_of(source, report))
+
+
+@needs_nvcc
+@needs_cuobjdump
 @pytest.mark.slow
-def test_whole_table():
-    assert resources.all_kernels() == resources.read_table()[1]
+def test_whole_table(committed):
+    assert resources.all_kernels() == committed

@@ -22,10 +22,11 @@ namespace emu {
 enum class Landing { eager, lazy, random };
 
 struct Config {
-  uint64_t seed = 0;                // 0: threads run in order; otherwise in an order drawn from the seed
-  Landing landing = Landing::lazy;  // lazy: asynchronous work lands only when no thread can run
-  int preempt = 0;                  // > 0: an emulated call gives way with probability 1 / preempt
-  int resident_clusters = 1;        // clusters that run at the same time
+  uint64_t seed = 0;                 // 0: threads run in order; otherwise in an order drawn from the seed
+  Landing landing = Landing::lazy;   // lazy: asynchronous work lands only when no thread can run
+  int preempt = 0;                   // > 0: an emulated call gives way with probability 1 / preempt
+  int resident_clusters = 1;         // clusters that run at the same time
+  int capability = 80, num_sms = 3;  // what current_device_info() says
 };
 extern Config config;
 

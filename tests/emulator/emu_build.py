@@ -6,6 +6,7 @@ Objects and programs go to build/emulator/<mode>/. The emulator itself is never 
 it tells ThreadSanitizer about threads and asynchronous work itself (sanitize.h).
 """
 
+import functools
 import os
 import shutil
 import subprocess
@@ -27,6 +28,20 @@ MODES = {  # mode: (flags of everything, flags of the emulator only, flags of th
 }
 EMULATOR = ["scheduler", "sanitize", "shared", "sync", "warp", "async", "tma", "wgmma", "diagnostics"]
 PROGRAMS = sorted(path.stem for path in HERE.glob("test_*.cpp"))
+OPERATORS = (
+    "count_tokens",
+    "sort_tokens",
+    "apply_capacity",
+    "permute",
+    "unpermute",
+    "unpermute_backward",
+    "topk_gate",
+    "topk_gate_backward",
+    "grouped_gemm",
+    "grouped_gemm_backward",
+    "expert_mlp",
+    "expert_mlp_backward",
+)
 OPS = "fmoe_emu.so"  # the registered ops, for Python; plain mode only
 
 
@@ -67,7 +82,8 @@ def torch_flags():
     includes = [*cpp_extension.include_paths(), sysconfig.get_paths()["include"], str(ROOT / "csrc")]
     lib = Path(torch.__file__).parent / "lib"
     compile_flags = (
-        " ".join(f"-isystem {path}" for path in includes) + " -DTORCH_TARGET_VERSION=0x020b000000000000"
+        " ".join(f"-isystem {path}" for path in includes)
+        + " -fvisibility=hidden -DTORCH_TARGET_VERSION=0x020b000000000000"
     )
     return compile_flags, f"-L{lib} -Wl,-rpath,{lib} -ltorch -ltorch_cpu -lc10"
 
@@ -127,6 +143,22 @@ def build(mode, *targets):
     if result.returncode:
         raise RuntimeError(f"building {targets} ({mode}) failed:\n{result.stdout[-8000:]}{result.stderr}")
     return paths
+
+
+@functools.cache
+def load_ops():
+    """torch.ops.fmoe_ext_emu: the ops of _C_cuda, same host code and kernels, run by the emulator on CPU tensors."""
+    import torch
+
+    import fmoe_ext.ops  # noqa: F401  (the schemas)
+
+    library = torch.library.Library("fmoe_ext_emu", "DEF")
+    for name in OPERATORS:
+        schema = str(getattr(torch.ops.fmoe_ext, name).default._schema)
+        library.define(schema.removeprefix("fmoe_ext::"))
+    torch.ops.load_library(str(build("plain", OPS)[0]))
+    torch.ops.fmoe_ext_emu.definitions = library  # they live as long as this object
+    return torch.ops.fmoe_ext_emu
 
 
 if __name__ == "__main__":

@@ -90,9 +90,9 @@ template <int kPending>
 void wgmma_wait() {
   emu::wgmma_wait(kPending);
 }
-template <int kN>
-void wgmma_bf16(float (&d)[kN / 2], uint64_t a, uint64_t b, bool accumulate) {
-  emu::wgmma(d, {kN, accumulate, false, false, false}, a, nullptr, b);
+template <class T, bool kAlongM, bool kAlongN, int kRegisters>
+void wgmma(float (&d)[kRegisters], uint64_t a, uint64_t b, bool accumulate) {
+  emu::wgmma(d, {2 * kRegisters, accumulate, kAlongM, kAlongN, std::is_same_v<T, __half>}, a, nullptr, b);
 }
 
 }  // namespace fmoe_ext::ptx

@@ -6,8 +6,18 @@ import torch
 from fmoe_ext import ops
 from fmoe_ext.testing import assert_close
 
-FLOATS = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+# (dtype, capability of the device that the emulator claims to be): on 9.0, 16-bit types take the Hopper kernels
+PLACES = [(dtype, 80) for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16)]
+PLACES += [(torch.bfloat16, 90), (torch.float16, 90)]
 COUNTS = [[3, 0, 5], [0, 130, 1], [0, 0], [70]]
+
+
+@pytest.fixture(autouse=True)
+def capability(emulated, request):
+    callspec = getattr(request.node, "callspec", None)
+    emulated.set_device(callspec.params.get("sm", 80) if callspec else 80, 3)
+    yield
+    emulated.set_device(80, 3)
 
 
 def check(ours, truth, plain, name):
@@ -28,10 +38,10 @@ def gradients(function, tensors, grad, dtype):
     return [out.detach(), *(None if t is None else next(grads) for t in leaves)]
 
 
-@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize(("dtype", "sm"), PLACES)
 @pytest.mark.parametrize("sizes", [(1, 1), (24, 40), (37, 3), (160, 136)])
 @pytest.mark.parametrize("counts", COUNTS, ids=str)
-def test_grouped_gemm(emulated, counts, sizes, dtype):
+def test_grouped_gemm(emulated, counts, sizes, dtype, sm):
     D, N = sizes
     E, R = len(counts), sum(counts) + 3
     generator = torch.Generator().manual_seed(0)
@@ -113,9 +123,9 @@ def check_mlp(emulated, routing, tensors, activation, combine):
         check(one, true, other, name)
 
 
-@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize(("dtype", "sm"), PLACES)
 @pytest.mark.parametrize("activation", ["gelu", "gelu_tanh", "relu", "silu", "swiglu", "geglu", "geglu_tanh"])
-def test_expert_mlp_activations(emulated, activation, dtype):
+def test_expert_mlp_activations(emulated, activation, dtype, sm):
     gated = activation in ("swiglu", "geglu", "geglu_tanh")
     routing, tensors = mlp_inputs(19, 2, 4, 24, 40, dtype, gated, True, dtype)
     check_mlp(emulated, routing, tensors, activation, True)
@@ -130,28 +140,97 @@ def test_expert_mlp_options(emulated, weights, bias, combine, dtype):
     check_mlp(emulated, routing, tensors, "swiglu", combine)
 
 
+@pytest.mark.parametrize("combine", [True, False])
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("weights", [None, torch.float32])
+@pytest.mark.parametrize("sm", [90])
+def test_expert_mlp_options_on_hopper(emulated, weights, bias, combine, sm):
+    routing, tensors = mlp_inputs(70, 3, 3, 136, 72, torch.bfloat16, True, bias, weights)
+    check_mlp(emulated, routing, tensors, "swiglu", combine)
+
+
+@pytest.mark.parametrize(("dtype", "sm"), [(torch.float32, 80), (torch.bfloat16, 90)])
 @pytest.mark.parametrize(("T", "K", "E"), [(0, 2, 3), (1, 1, 1), (150, 1, 1)])
-def test_expert_mlp_shapes(emulated, T, K, E):
-    routing, tensors = mlp_inputs(T, K, E, 16, 8, torch.float32, False, True, torch.float32)
+def test_expert_mlp_shapes(emulated, T, K, E, dtype, sm):
+    routing, tensors = mlp_inputs(T, K, E, 16, 8, dtype, False, True, torch.float32)
     check_mlp(emulated, routing, tensors, "gelu", True)
+    routing, tensors = mlp_inputs(T, K, E, 16, 8, dtype, True, False, torch.float32)
+    check_mlp(emulated, routing, tensors, "swiglu", True)
 
 
-def test_garbage_indices_touch_nothing_outside(emulated):
+def wgmmas_of(emulated, op, *arguments):
+    before = emulated.wgmmas()
+    op(*arguments)
+    return emulated.wgmmas() - before
+
+
+def test_selection(emulated):
+    """Hopper kernels on 9.0 alone, for 16-bit types, widths that are multiples of 8 and aligned matrices."""
+    offs = torch.tensor([5, 9], dtype=torch.int32)
+
+    def count(sm, dtype=torch.bfloat16, D=16, N=24, offset=0):
+        emulated.set_device(sm, 2)
+        x = torch.zeros(9 * D + offset, dtype=dtype)[offset:].view(9, D)
+        weight, grad = torch.zeros(2, N, D, dtype=dtype), torch.zeros(9, N, dtype=dtype)
+        backward = emulated.grouped_gemm_backward
+        return [
+            wgmmas_of(emulated, emulated.grouped_gemm, x, weight, offs, None),
+            wgmmas_of(emulated, backward, grad, x, weight, offs, [True, False, False]),
+            wgmmas_of(emulated, backward, grad, x, weight, offs, [False, True, False]),
+            wgmmas_of(emulated, backward, grad, x, weight, offs, [False, False, True]),
+        ]
+
+    y, dx, dweight, dbias = count(90)
+    assert min(y, dx, dweight) > 0 and dbias == 0
+    assert min(count(90, torch.float16)[:3]) > 0
+    nothing = [0, 0, 0, 0]
+    assert count(90, torch.float32) == nothing
+    assert count(80) == count(89) == count(100) == nothing
+    assert count(90, D=12) == count(90, N=12) == nothing
+    assert count(90, offset=4) == nothing
+    assert min(count(90, offset=8)[:3]) > 0
+
+
+def test_selection_of_expert_mlp(emulated):
+    """Every product of SwiGLU without biases on Hopper kernels: three in forward, four in backward."""
+    emulated.set_device(90, 2)
+    for activation, bias in (("swiglu", False), ("swiglu", True), ("gelu", True)):
+        gated = activation == "swiglu"
+        routing, tensors = mlp_inputs(10, 1, 2, 16, 8, torch.bfloat16, gated, bias, None)
+        x, w1, b1, w2, b2, _ = tensors
+        index = (routing.row_idx, routing.inverse, routing.offs)
+        arguments = (x, *index, w1, b1, w2, b2, None, activation, True, True)
+        assert wgmmas_of(emulated, emulated.expert_mlp, *arguments) > 0
+        h = emulated.expert_mlp(*arguments)[1]
+        for needed in range(4):
+            needs = [i == needed for i in range(6)]
+            rest = (x, *index, w1, w2, b2, None, h, activation, True, needs)
+            count = wgmmas_of(emulated, emulated.expert_mlp_backward, x, *rest)
+            assert count > 0, (activation, needed)
+
+
+@pytest.mark.parametrize(("dtype", "sm"), [(torch.float32, 80), (torch.bfloat16, 90)])
+def test_garbage_indices_touch_nothing_outside(emulated, dtype, sm):
     """Whatever the indices hold, results have the right shape and memory is only read where it exists."""
-    x, weight = torch.randn(6, 8), torch.randn(3, 8, 8)
+    x, weight = torch.randn(6, 8).to(dtype), torch.randn(3, 8, 8).to(dtype)
     for offs in ([5, 2, 90], [-4, 3, 3], [2**31 - 1, 0, 0]):
         assert emulated.grouped_gemm(x, weight, torch.tensor(offs, dtype=torch.int32), None).isfinite().all()
     row_idx = torch.tensor([3, -9, 2**31 - 1, 0, 1, 7], dtype=torch.int32)
     inverse = torch.tensor([[0], [1], [2**31 - 1], [-5], [4], [5]], dtype=torch.int32)
     offs = torch.tensor([2, 4, 6], dtype=torch.int32)
-    y, _ = emulated.expert_mlp(
-        x, row_idx, inverse, offs, weight, None, weight, None, None, "relu", True, False
-    )
-    assert y.shape == (6, 8)
-    assert y.isfinite().all()
+    weights = torch.rand(6, 1)
+    for combine in (True, False):
+        index = (row_idx, inverse, offs)
+        y, h = emulated.expert_mlp(x, *index, weight, None, weight, None, weights, "relu", combine, True)
+        assert y.shape == (6, 8)
+        assert y.isfinite().all()
+        arguments = (x, *index, weight, weight, None, weights, h, "relu", combine, [True] * 6)
+        for grad in emulated.expert_mlp_backward(y, *arguments):
+            assert grad.isfinite().all()
 
 
-def test_same_bits_in_every_schedule(emulated):
+@pytest.mark.parametrize("sm", [80, 90])
+def test_same_bits_in_every_schedule(emulated, sm):
     routing, tensors = mlp_inputs(40, 2, 3, 24, 16, torch.bfloat16, True, True, torch.float32)
     grad = torch.ones(40, 24, dtype=torch.bfloat16)
     first = run_mlp(emulated, routing, tensors, "swiglu", True, grad)

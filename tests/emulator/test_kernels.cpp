@@ -45,7 +45,7 @@ template <typename index_t>
 void test_routing(int T, int K, int E) {
   std::vector<index_t> idx(T * K);
   for (index_t& e : idx)
-    e = static_cast<index_t>(int(generator() % (E + 2)) - 1);  // -1 .. E: E is out of range
+    if ((e = static_cast<index_t>(int(generator() % (E + 2)) - 1)) == E) e = 1 << 30;  // far out of range
   const Indices indices{idx.data(), sizeof(index_t) == 8};
   const Sorted expected = sort_by_loop(idx, E);
 
@@ -193,10 +193,84 @@ void test_products(Dtype dtype, std::vector<int> counts, int64_t D, int64_t N) {
     }
 }
 
+double curve(CurveKind kind, double x) {
+  switch (kind) {
+    case CurveKind::gelu:
+      return x * (1 + std::erf(x / std::sqrt(2.0))) / 2;
+    case CurveKind::gelu_tanh:
+      return x * (1 + std::tanh(std::sqrt(2 / std::acos(-1.0)) * (x + 0.044715 * x * x * x))) / 2;
+    case CurveKind::silu:
+      return x / (1 + std::exp(-x));
+    default:
+      return x > 0 ? x : 0;
+  }
+}
+double slope(CurveKind kind, double x) {
+  if (kind == CurveKind::relu) return x > 0;
+  return (curve(kind, x + 1e-5) - curve(kind, x - 1e-5)) / 2e-5;
+}
+
+// Two experts, one choice out of range, two rows of padding, weights and a bias; forward and backward.
+template <typename T>
+void test_activation(Dtype dtype, CurveKind kind, bool gated, int64_t H) {
+  const int E = 2, K = 2, tokens = 4, R = tokens * K;
+  const int64_t D = 5, F = gated ? 2 * H : H;
+  const std::vector<int> offs = {4, 6}, row_idx = {5, 0, 1 << 30, 2, 7, 3, -1, -1};
+  const auto h = random_values<T>(R * F), grad = random_values<T>(R * H), b2 = random_values<T>(E * D),
+             dy = random_values<T>(tokens * D);
+  const auto weights = random_values<acc_t<T>>(R);
+  std::vector<T> a(R * H), dh(R * F), scaled(R * H);
+  std::vector<acc_t<T>> dscale(R, 0);
+  const ActivationRows rows{h.data(), offs.data(), row_idx.data(), weights.data(), E, K, R, R, true};
+  launch_activation(dtype, kind, gated, h.data(), offs.data(), E, R, H, a.data(), nullptr);
+  launch_activation_backward(dtype, kind, gated, grad.data(), rows, dy.data(), b2.data(), H, D, dh.data(),
+                             scaled.data(), dscale.data(), nullptr);
+  const auto at = [](const std::vector<T>& v, int64_t i) { return static_cast<double>(to_acc(v[i])); };
+  std::vector<double> dots(R, 0);
+  for (int r = 0; r < R; ++r) {
+    const int choice = row_idx[r], expert = r < 4 ? 0 : 1;
+    const bool kept = choice >= 0 && choice < R;
+    for (int64_t j = 0; j < H; ++j) {
+      const double x = at(h, r * F + j), up = gated ? at(h, r * F + H + j) : 1, g = at(grad, r * H + j);
+      const double w = kept ? weights[choice] : 0;
+      check_near("a", a[r * H + j], r < 6 ? curve(kind, x) * up : 0);
+      check_near("dh", dh[r * F + j], w * g * slope(kind, x) * up);
+      if (gated) check_near("dh of up", dh[r * F + H + j], w * g * curve(kind, x));
+      check_near("scaled a", scaled[r * H + j], w * curve(kind, x) * up);
+      if (kept) dots[choice] += g * curve(kind, x) * up;
+    }
+    for (int64_t d = 0; kept && d < D; ++d)
+      dots[choice] += at(dy, choice / K * D + d) * at(b2, expert * D + d);
+  }
+  for (int i = 0; i < R; ++i) check_near("dscale", dscale[i], dots[i]);
+}
+
+template <typename T>
+void test_bias_scale(Dtype dtype, int64_t width) {
+  const int E = 3, R = 9, num_choices = 7;
+  const std::vector<int> offs = {2, 2, 7}, row_idx = {6, 0, -(1 << 30), 3, 1 << 30, 1, 2, -1, -1};
+  const auto before = random_values<T>(R * width), bias = random_values<T>(E * width);
+  const auto weights = random_values<acc_t<T>>(num_choices);
+  for (const bool with_bias : {true, false})
+    for (const bool with_scale : {true, false}) {
+      auto rows = before;
+      launch_bias_scale(dtype, rows.data(), offs.data(), E, R, width, with_bias ? bias.data() : nullptr,
+                        {with_scale ? weights.data() : nullptr, row_idx.data(), num_choices}, nullptr);
+      for (int r = 0; r < R; ++r)
+        for (int64_t j = 0; j < width; ++j) {
+          const bool kept = row_idx[r] >= 0 && row_idx[r] < num_choices;
+          const double factor = !with_scale ? 1 : kept ? static_cast<double>(weights[row_idx[r]]) : 0;
+          const double shift = with_bias ? to_acc(bias[(r < 2 ? 0 : 2) * width + j]) : 0;
+          const double value = to_acc(before[r * width + j]);
+          check_near("bias_scale", rows[r * width + j], r < 7 ? (value + shift) * factor : value);
+        }
+    }
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
-  alarm(300);
+  end_after_cpu_seconds(300);
   test_routing<int32_t>(4300, 2, 6500);  // more than 32 tiles
   for_every_schedule(argc > 1 ? std::atoi(argv[1]) : 1, [] {
     test_routing<int64_t>(33, 4, 7);
@@ -209,6 +283,12 @@ int main(int argc, char** argv) {
     test_products<float>(Dtype::f32, {3, 0, 70}, 20, 12);
     test_products<__nv_bfloat16>(Dtype::bf16, {3, 0, 140}, 24, 40);
     test_products<__half>(Dtype::f16, {5}, 7, 3);
+    test_activation<double>(Dtype::f64, CurveKind::gelu, false, 3);
+    test_activation<float>(Dtype::f32, CurveKind::gelu_tanh, true, 40);
+    test_activation<__half>(Dtype::f16, CurveKind::relu, false, 33);
+    test_activation<__nv_bfloat16>(Dtype::bf16, CurveKind::silu, true, 24);
+    test_bias_scale<float>(Dtype::f32, 5);
+    test_bias_scale<__nv_bfloat16>(Dtype::bf16, 72);
   });
   return finish();
 }

@@ -12,6 +12,6 @@ RUNS += [(program, mode, "1") for program in emu_build.PROGRAMS for mode in ("as
 @pytest.mark.parametrize(("program", "mode", "seeds"), RUNS)
 def test_program(needs_compiler, program, mode, seeds):
     (path,) = emu_build.build(mode, program)
-    result = subprocess.run([str(path), seeds], capture_output=True, text=True, timeout=300)
+    result = subprocess.run([str(path), seeds], capture_output=True, text=True, timeout=1800)
     assert result.returncode == 0, (result.stdout + result.stderr)[-6000:]
     assert result.stdout.startswith("ok"), result.stdout[-6000:]

@@ -250,6 +250,7 @@ def test_opcheck(combine):
     torch.library.opcheck(backward, (*arguments, [False, True] * 3))
 
 
+@pytest.mark.cpu("its autocast")
 def test_autocast():
     problem = Problem(60, 3, 5, 40, 32, torch.float32)
     with torch.autocast("cpu", torch.bfloat16):

@@ -162,6 +162,7 @@ def test_opcheck():
     torch.library.opcheck(torch.ops.fmoe_ext.grouped_gemm_backward.default, detached)
 
 
+@pytest.mark.cpu("its autocast")
 def test_autocast():
     x, weight, offs, bias, grad = make_inputs(50, 24, 40, [10, 30, 50], torch.float32)
     with torch.autocast("cpu", torch.bfloat16):

@@ -180,6 +180,7 @@ def test_threads(score, normalize):
     assert all(torch.equal(alone, together) for alone, together in zip(*results, strict=True))
 
 
+@pytest.mark.cpu("its autocast")
 def test_autocast_leaves_the_dtype_alone():
     logits = torch.randn(5, 8)
     with torch.autocast("cpu", dtype=torch.bfloat16):

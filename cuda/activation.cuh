@@ -1,0 +1,54 @@
+// Activation functions with their slopes.
+#pragma once
+
+#include <cmath>
+
+#include "common.cuh"
+
+namespace fmoe_ext {
+
+template <typename A>
+struct ValueAndSlope {
+  A value, slope;
+};
+
+template <typename A>
+__device__ __forceinline__ ValueAndSlope<A> gelu(A x) {
+  const A cdf = A(0.5) * (1 + std::erf(x * A(0.70710678118654752440)));
+  return {x * cdf, cdf + x * A(0.39894228040143267794) * std::exp(A(-0.5) * x * x)};
+}
+template <typename A>
+__device__ __forceinline__ ValueAndSlope<A> gelu_tanh(A x) {
+  constexpr A kRoot = A(0.79788456080286535588), kCubic = A(0.044715);
+  const A t = std::tanh(kRoot * (x + kCubic * x * x * x));
+  const A inner_slope = kRoot * (1 + 3 * kCubic * x * x);
+  return {A(0.5) * x * (1 + t), A(0.5) * (1 + t) + A(0.5) * x * (1 - t * t) * inner_slope};
+}
+template <typename A>
+__device__ __forceinline__ ValueAndSlope<A> silu(A x) {
+  const A s = 1 / (1 + std::exp(-x));
+  return {x * s, s * (1 + x * (1 - s))};
+}
+template <CurveKind kActivation, typename A>
+__device__ __forceinline__ ValueAndSlope<A> activate(A x) {
+  if constexpr (kActivation == CurveKind::gelu) return gelu(x);
+  if constexpr (kActivation == CurveKind::gelu_tanh) return gelu_tanh(x);
+  if constexpr (kActivation == CurveKind::silu) return silu(x);
+  return x > 0 ? ValueAndSlope<A>{x, 1} : ValueAndSlope<A>{x != x ? x : A(0), 0};  // relu
+}
+
+template <class Body>
+void dispatch_activation(CurveKind activation, const Body& body) {
+  switch (activation) {
+    case CurveKind::gelu:
+      return body(std::integral_constant<CurveKind, CurveKind::gelu>{});
+    case CurveKind::gelu_tanh:
+      return body(std::integral_constant<CurveKind, CurveKind::gelu_tanh>{});
+    case CurveKind::relu:
+      return body(std::integral_constant<CurveKind, CurveKind::relu>{});
+    case CurveKind::silu:
+      return body(std::integral_constant<CurveKind, CurveKind::silu>{});
+  }
+}
+
+}  // namespace fmoe_ext

@@ -1,0 +1,130 @@
+// The products of grouped_gemm and expert_mlp over one set of expert-major rows, each by the kernel that
+// select.h names.
+#pragma once
+
+#include "device.h"
+#include "select.h"
+
+namespace fmoe_ext {
+
+inline GroupedRows plain_rows(const Tensor& t) { return {data(t), t.size(1), nullptr, 1, 0}; }
+
+inline GroupedWeight grouped_weight(const Tensor& weight,
+                                    bool along_n) {  // weight [E, N, K], or [E, K, N] when along_n
+  return {data(weight), static_cast<int>(weight.size(0)), weight.size(1), weight.size(2), along_n};
+}
+
+class Products {
+ public:
+  // matrices: all that the products read, contiguous, the rows' type first; their widths are every size but
+  // the first.
+  Products(const Tensor& offs, int64_t num_rows, const std::vector<Tensor>& matrices, LaunchStream stream)
+      : like_(matrices.front()),
+        offs_(data<int>(offs)),
+        num_experts_(static_cast<int>(offs.numel())),
+        num_rows_(num_rows),
+        stream_(stream),
+        device_(current_device_info()),
+        operands_{as_dtype(like_), {}, {}} {
+    for (const Tensor& matrix : matrices) {
+      operands_.matrices.push_back(data(matrix));
+      for (int64_t d = 1; d < matrix.dim(); ++d) operands_.widths.push_back(matrix.size(d));
+    }
+  }
+
+  bool on_hopper(Product product) const {
+    return num_rows_ > 0 && num_experts_ > 0 &&
+           select(product, operands_, device_.capability) == Kernel::hopper;
+  }
+
+  // Only where on_hopper(Product::up_swiglu): x gathered, h = x_rows w1^T, a = silu(gate) up.
+  void up_swiglu(const GroupedRows& x, const Tensor& w1, const Tensor& h, const Tensor& a) const {
+    launch_up_swiglu_sm90(dtype(), x.data, x.index, offs_, data(w1), num_rows_, x.num_indexed, x.divisor,
+                          num_experts_, narrow(x.width), narrow(a.size(1)), data(h), data(a), device_.num_sms,
+                          stream_);
+  }
+
+  // out = scale (rows weight^T + bias), weight [E, N, K]
+  void rows_by_weight(const GroupedRows& rows, const Tensor& weight, const std::optional<Tensor>& bias,
+                      const RowScale& scale, const Tensor& out) const {
+    if (!on_hopper(Product::rows_by_weight)) {
+      launch_rows_by_weight(dtype(), rows, grouped_weight(weight, false), offs_, num_rows_, data(bias), scale,
+                            data(out), stream_);
+      return;
+    }
+    std::optional<Tensor> gathered;
+    if (rows.index) {
+      gathered = torch::stable::new_empty(like_, {num_rows_, rows.width});
+      launch_permute(rows.data, rows.index, num_rows_, rows.num_indexed, rows.divisor,
+                     rows.width * like_.element_size(), data(gathered), stream_);
+    }
+    launch_down_sm90(dtype(), gathered ? data(gathered) : rows.data, offs_, data(weight), num_rows_,
+                     num_experts_, narrow(weight.size(1)), narrow(weight.size(2)), data(out), device_.num_sms,
+                     stream_);
+    if (bias || scale.weights)
+      launch_bias_scale(dtype(), data(out), offs_, num_experts_, num_rows_, weight.size(1), data(bias), scale,
+                        stream_);
+  }
+
+  // Of dA = dy_rows w2: dh and scaled_a, and, if wanted, dweights, which is zero on entry.
+  void grad_hidden(CurveKind curve, bool gated, const GroupedRows& dy, const ActivationRows& rows,
+                   const Tensor& w2, const std::optional<Tensor>& b2, const Tensor& dh,
+                   const Tensor& scaled_a, const std::optional<Tensor>& dweights) const {
+    const int64_t D = w2.size(1), H = w2.size(2);
+    if (!on_hopper(Product::grad_hidden)) {
+      const Tensor da = torch::stable::new_empty(like_, {num_rows_, H});
+      launch_rows_by_weight(dtype(), dy, grouped_weight(w2, true), offs_, num_rows_, nullptr, RowScale{},
+                            data(da), stream_);
+      launch_activation_backward(dtype(), curve, gated, data(da), rows, dy.data, data(b2), H, D, data(dh),
+                                 data(scaled_a), data(dweights), stream_);
+      return;
+    }
+    const int64_t num_dots = num_hidden_dots_sm90(narrow(H));
+    std::optional<Tensor> dots;
+    if (dweights) dots = torch::stable::new_empty(like_, {num_rows_, num_dots}, ScalarType::Float);
+    launch_grad_hidden_sm90(dtype(), curve, gated, dy.data, rows, data(w2), narrow(D), narrow(H), data(dh),
+                            data(scaled_a), data<float>(dots), device_.num_sms, stream_);
+    if (dweights)
+      launch_sum_dots(dtype(), rows, data<float>(dots), num_dots, dy.data, data(b2), D, data<float>(dweights),
+                      stream_);
+  }
+
+  // out[e] = a^T b over the rows of expert e
+  void grad_weight(const GroupedRows& a, const GroupedRows& b, const Tensor& out) const {
+    if (on_hopper(Product::grad_weight))
+      launch_grad_weight_sm90(dtype(), a, b, offs_, num_experts_, num_rows_, {data(out), false, false},
+                              device_.num_sms, stream_);
+    else
+      launch_rows_by_rows(dtype(), a, b, offs_, num_experts_, num_rows_, data(out), stream_);
+  }
+
+  // out = rows weight, weight [E, N, K]
+  void grad_input(const GroupedRows& rows, const Tensor& weight, const Tensor& out) const {
+    if (on_hopper(Product::grad_input))
+      launch_grad_input_sm90(dtype(), rows.data, offs_, data(weight), num_rows_, num_experts_,
+                             narrow(weight.size(2)), narrow(weight.size(1)), data(out), device_.num_sms,
+                             stream_);
+    else
+      launch_rows_by_weight(dtype(), rows, grouped_weight(weight, true), offs_, num_rows_, nullptr,
+                            RowScale{}, data(out), stream_);
+  }
+
+  // out[e] = the sum of the rows of expert e, times their factors
+  void grad_bias(const GroupedRows& rows, const RowScale& scale, const Tensor& out) const {
+    launch_sum_rows(dtype(), rows, offs_, num_experts_, num_rows_, scale, data(out), stream_);
+  }
+
+ private:
+  Dtype dtype() const { return operands_.dtype; }
+  static int narrow(int64_t width) { return static_cast<int>(width); }  // select.h lets no larger one pass
+
+  Tensor like_;
+  const int* offs_;
+  int num_experts_;
+  int64_t num_rows_;
+  LaunchStream stream_;
+  DeviceInfo device_;
+  Operands operands_;
+};
+
+}  // namespace fmoe_ext

@@ -1,0 +1,72 @@
+// Which kernel computes a product of grouped_gemm and expert_mlp. The table is the only place that decides:
+// from dtype, shape and device, never from a measurement at run time. What no rule fits is computed by the
+// portable kernels.
+#pragma once
+
+#include <algorithm>
+#include <vector>
+
+#include "launchers.h"
+
+namespace fmoe_ext {
+
+enum class Product {
+  up_swiglu,       // h = x_rows w1^T and a = silu(gate) up, x gathered, no bias
+  rows_by_weight,  // rows w^T
+  grad_hidden,     // dh and a of dA = dy_rows w2
+  grad_input,      // rows w
+  grad_weight      // a^T b, expert by expert
+};
+enum class Kernel { portable, hopper };
+
+// The operands of one call: the widths of all matrices, and where they begin.
+struct Operands {
+  Dtype dtype;
+  std::vector<int64_t> widths;
+  std::vector<const void*> matrices;
+};
+
+struct Rule {
+  Product product;
+  Kernel kernel;
+  int capability;  // of the device, exactly: code for sm_90a runs nowhere else
+  bool is_16_bit;
+  int divisor;    // of every width
+  int alignment;  // of every matrix, in bytes
+};
+inline constexpr Rule kRules[] = {
+    // product               kernel          sm  16 bit  widths  bytes
+    {Product::up_swiglu, Kernel::hopper, 90, true, 8, 16},
+    {Product::rows_by_weight, Kernel::hopper, 90, true, 8, 16},
+    {Product::grad_hidden, Kernel::hopper, 90, true, 8, 16},
+    {Product::grad_input, Kernel::hopper, 90, true, 8, 16},
+    {Product::grad_weight, Kernel::hopper, 90, true, 8, 16},
+};
+
+// setup.py defines FMOE_HAS_SM90A when sm_90a is among the architectures; without it the Hopper kernels are
+// empty.
+#if defined(FMOE_HAS_SM90A) || defined(FMOE_EMULATOR)
+inline constexpr bool kHasHopperCode = true;
+#else
+inline constexpr bool kHasHopperCode = false;
+#endif
+
+inline bool fits(const Rule& rule, const Operands& operands, int capability) {
+  const auto divides = [&](int64_t width) {
+    return width > 0 && width <= INT32_MAX && width % rule.divisor == 0;
+  };
+  const auto is_aligned = [&](const void* p) { return reinterpret_cast<uintptr_t>(p) % rule.alignment == 0; };
+  const bool is_16_bit = operands.dtype == Dtype::bf16 || operands.dtype == Dtype::f16;
+  return capability == rule.capability && (is_16_bit || !rule.is_16_bit) &&
+         (kHasHopperCode || rule.kernel != Kernel::hopper) &&
+         std::all_of(operands.widths.begin(), operands.widths.end(), divides) &&
+         std::all_of(operands.matrices.begin(), operands.matrices.end(), is_aligned);
+}
+
+inline Kernel select(Product product, const Operands& operands, int capability) {
+  for (const Rule& rule : kRules)
+    if (rule.product == product && fits(rule, operands, capability)) return rule.kernel;
+  return Kernel::portable;
+}
+
+}  // namespace fmoe_ext

@@ -1,0 +1,234 @@
+// B2 and B5: the gradient of a weight on Hopper, out[e] = sum over the rows of expert e of a^T b, by tiles of
+// 128 x 256. Rows are k, so both operands run along m and n. One of them may be picked through an index: the
+// producer warpgroup gathers it by cp.async; the other comes by TMA, but for the last rows of an expert,
+// which cp.async fills up with zeros: nothing of the next expert's rows, a NaN say, reaches this one.
+#include "sm90.cuh"
+
+namespace fmoe_ext {
+namespace {
+
+constexpr int kM = 128, kN = 256;
+constexpr int kStagedColumns = 128;
+constexpr int kThreads = 384;
+constexpr int kProducer = 2;  // warpgroup
+constexpr int kGroup = 16;    // tiles of m that go through all tiles of n together, as in RowTiles
+
+template <class T>
+struct alignas(1024) Shared {
+  Ring<T, kM, kN> ring;
+  alignas(1024) T c[2][64 * kStagedColumns];
+};
+template <class T>
+constexpr size_t kSharedBytes = sizeof(Shared<T>) + kSharedAlignment;
+static_assert(kSharedBytes<__half> <= kMaxSharedBytes);
+
+struct WeightTile {
+  int expert, m, n;  // first row and column
+  RowRange rows;
+};
+
+template <class T>
+struct GradWeight {
+  Rows<T> a, b;
+  const int* offs;
+  int num_experts;
+  int64_t num_rows;
+  int M, N, tiles_m, tiles_n;
+  bool accumulate;
+
+  __device__ int num_tiles() const { return num_experts * tiles_m * tiles_n; }
+  __device__ __forceinline__ WeightTile at(int index) const {
+    const int per_expert = tiles_m * tiles_n, expert = index / per_expert, in_expert = index % per_expert;
+    const int first = in_expert / (kGroup * tiles_n) * kGroup, in_group = in_expert % (kGroup * tiles_n);
+    const int height = min(tiles_m - first, kGroup);
+    return {expert, (first + in_group % height) * kM, in_group / height * kN,
+            rows_of(offs, num_experts, num_rows, expert)};
+  }
+};
+
+// Rows first .. first + 63 of a matrix, up to `end`, as an operand [64 k, kColumns].
+template <class T, int kColumns>
+struct ColumnGather {
+  const T* base;
+  const T* source[4];
+
+  __device__ __forceinline__ static int first_row() { return threadIdx.x % 128 / 8; }  // and every 16th
+  __device__ __forceinline__ void pick(const Rows<T>& rows, int64_t first, int64_t end) {
+    base = rows.base;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int64_t r = first + first_row() + 16 * i;
+      source[i] = r < end ? rows.row(r) : nullptr;
+    }
+  }
+  __device__ __forceinline__ void copy(T* operand, int first_column, int width) const {
+    const int piece = threadIdx.x % 8;
+    const uint32_t dst = ptx::shared_address(operand) + tile_offset<64>(first_row(), piece);
+#pragma unroll
+    for (int block = 0; block < kColumns / kBlockColumns; ++block) {
+      const int column = first_column + block * kBlockColumns + piece * 8;
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const bool kept = source[i] && column < width;
+        ptx::cp_async16(dst + block * 8192 + i * 2048, kept ? source[i] + column : base, kept ? 16 : 0);
+      }
+    }
+  }
+};
+
+template <class T, bool kGatherA>
+__device__ __forceinline__ void produce(Shared<T>& s, const CUtensorMap& plain_map, const GradWeight<T>& p) {
+  constexpr int kGathered = kGatherA ? kM : kN, kPlain = kGatherA ? kN : kM;
+  const Rows<T>&gathered = kGatherA ? p.a : p.b, &plain = kGatherA ? p.b : p.a;
+  ColumnGather<T, kGathered> gather;
+  uint32_t count = 0;
+  for (int index = blockIdx.x; index < p.num_tiles(); index += gridDim.x) {
+    const WeightTile tile = p.at(index);
+    const int gathered_column = kGatherA ? tile.m : tile.n, plain_column = kGatherA ? tile.n : tile.m;
+    for (int64_t row = tile.rows.begin; row < tile.rows.end; row += kBlockColumns, ++count) {
+      const int stage = s.ring.stage_of(count);
+      const uint32_t full = ptx::shared_address(&s.ring.full[stage]);
+      T* const gathered_operand = kGatherA ? s.ring.a[stage] : s.ring.b[stage];
+      T* const plain_operand = kGatherA ? s.ring.b[stage] : s.ring.a[stage];
+      const bool whole = row + kBlockColumns <= tile.rows.end;
+      gather.pick(gathered, row, tile.rows.end);  // the index is on its way while the stage empties
+      s.ring.wait_empty(count);
+      if (threadIdx.x % 128 == 0) {
+        ptx::mbar_arrive_expect_tx(full, whole ? kPlain * kBlockColumns * sizeof(T) : 0);
+        for (int c = 0; whole && c < kPlain; c += kBlockColumns)
+          ptx::tma_load(ptx::shared_address(plain_operand) + c * 128, &plain_map, full, plain_column + c,
+                        static_cast<int>(row));
+      }
+      gather.copy(gathered_operand, gathered_column, static_cast<int>(gathered.width));
+      if (!whole) {
+        ColumnGather<T, kPlain> rest;
+        rest.pick(plain, row, tile.rows.end);
+        rest.copy(plain_operand, plain_column, static_cast<int>(plain.width));
+      }
+      ptx::cp_async_mbar_arrive_noinc(full);
+    }
+  }
+  ptx::cp_async_wait_all();
+}
+
+// The 64 rows of a warpgroup's accumulators to out, of the operands' type, by way of shared memory.
+template <class T>
+__device__ __forceinline__ void store(T* staged, const float (&acc)[kN / 2], T* out, int64_t stride, int rows,
+                                      int columns, bool) {
+#pragma unroll
+  for (int first = 0; first < kN; first += kStagedColumns) {
+    stage_rows<kStagedColumns>(
+        staged, [&](int i, bool lower) { return packed_accumulators<T>(acc, first / 8 + i, lower); });
+    __syncwarp();
+    store_rows<T, kStagedColumns>(staged, out + first, stride, rows, columns - first);
+    __syncwarp();
+  }
+}
+// Or to float32, straight: the pairs of four threads are a 32-byte sector.
+template <class T>
+__device__ __forceinline__ void store(T*, const float (&acc)[kN / 2], float* out, int64_t stride, int rows,
+                                      int columns, bool accumulate) {
+  const int lane = threadIdx.x % 32, first = threadIdx.x % 128 / 32 * 16 + lane / 4;
+#pragma unroll
+  for (int lower = 0; lower < 2; ++lower) {
+    const int row = first + 8 * lower;
+    float* p = out + row * stride + lane % 4 * 2;
+    if (row >= rows) continue;
+#pragma unroll
+    for (int piece = 0; piece < kN / 8; ++piece) {
+      if (piece * 8 >= columns) continue;
+      float2 v{acc[piece * 4 + lower * 2], acc[piece * 4 + lower * 2 + 1]};
+      float2& there = *reinterpret_cast<float2*>(p + piece * 8);
+      if (accumulate) {
+        const float2 old = there;
+        v = {v.x + old.x, v.y + old.y};
+      }
+      there = v;
+    }
+  }
+}
+
+template <class T, class Out>
+__device__ __forceinline__ void consume(Shared<T>& s, Out* out, const GradWeight<T>& p, int group) {
+  uint32_t count = 0;
+  for (int index = blockIdx.x; index < p.num_tiles(); index += gridDim.x) {
+    const WeightTile tile = p.at(index);
+    const int m = tile.m + group * 64, rows = p.M - m, columns = min(p.N - tile.n, kN);
+    Out* place = out + (static_cast<int64_t>(tile.expert) * p.M + m) * p.N + tile.n;
+    const int steps = static_cast<int>(ceil_div(tile.rows.end - tile.rows.begin, kBlockColumns));
+    if (steps == 0) {
+      if (!p.accumulate) store_zeros(place, p.N, min(rows, 64), columns);
+      continue;
+    }
+    float acc[kN / 2];
+    multiply<T, true, true>(s.ring, acc, group, rows > 0, steps, count);
+    if (rows > 0) store(s.c[group], acc, place, p.N, rows, columns, p.accumulate);
+  }
+}
+
+template <class T, class Out, bool kGatherA>
+__global__ void __launch_bounds__(kThreads, 1)
+    grad_weight_kernel(const __grid_constant__ CUtensorMap plain_map, Out* out,
+                       const __grid_constant__ GradWeight<T> p) {
+#ifdef FMOE_SM90A
+  FMOE_DYNAMIC_SHARED(raw);
+  Shared<T>& s = *reinterpret_cast<Shared<T>*>(align_shared(raw));
+  const int group = __shfl_sync(kFullMask, threadIdx.x / 128, 0);
+  if (threadIdx.x == 0) {
+    s.ring.init(kGatherArrivals, 2);
+    ptx::fence_mbar_init();
+  }
+  __syncthreads();
+  if (group == kProducer) {
+    ptx::setmaxnreg_dec<56>();
+    produce<T, kGatherA>(s, plain_map, p);
+  } else {
+    ptx::setmaxnreg_inc<224>();
+    consume(s, out, p, group);
+  }
+#endif
+}
+
+}  // namespace
+
+void launch_grad_weight_sm90(Dtype dtype, const GroupedRows& a, const GroupedRows& b, const int* offs,
+                             int num_experts, int64_t num_rows, const WeightGrad& out, int num_blocks,
+                             LaunchStream stream) {
+  if (num_experts == 0) return;
+  if (a.index && b.index)
+    throw std::runtime_error("fmoe_ext: launch_grad_weight_sm90 gathers one of its operands, not both");
+  if (out.accumulate && !out.is_float)
+    throw std::runtime_error("fmoe_ext: launch_grad_weight_sm90 accumulates into float32 only");
+  dispatch_16bit(dtype, [&](auto tag) {
+    using T = decltype(tag);
+    const bool gather_a = !b.index;
+    const GroupedRows& plain = gather_a ? b : a;
+    const uint64_t width = plain.width, rows = num_rows > 0 ? num_rows : 1;
+    CUtensorMap map;  // without rows it is never read through, but must have an address
+    encode_tensor_map<T>(&map, num_rows > 0 ? plain.data : out.data,
+                         {2, {width, rows}, {width}, {kBlockColumns, kBlockColumns}});
+    const GradWeight<T> params{rows_from<T>(a, num_rows),
+                               rows_from<T>(b, num_rows),
+                               offs,
+                               num_experts,
+                               num_rows,
+                               static_cast<int>(a.width),
+                               static_cast<int>(b.width),
+                               static_cast<int>(ceil_div(a.width, kM)),
+                               static_cast<int>(ceil_div(b.width, kN)),
+                               out.accumulate};
+    const auto start = [&](auto kernel, auto* data) {
+      launch(kernel, num_blocks, kThreads, kSharedBytes<T>, stream, map, data, params);
+    };
+    if (out.is_float) {
+      float* const data = static_cast<float*>(out.data);
+      gather_a ? start(grad_weight_kernel<T, float, true>, data)
+               : start(grad_weight_kernel<T, float, false>, data);
+    } else {
+      T* const data = static_cast<T*>(out.data);
+      gather_a ? start(grad_weight_kernel<T, T, true>, data) : start(grad_weight_kernel<T, T, false>, data);
+    }
+  });
+}
+
+}  // namespace fmoe_ext

@@ -1,0 +1,130 @@
+// out [R, N] = rows [R, K] times each expert's weight on Hopper: tiles of 128 x 192, ping-pong, both operands
+// through TMA. Padding rows are zero.
+#pragma once
+
+#include "sm90_ping_pong.cuh"
+
+namespace fmoe_ext {
+
+template <class T>
+struct RowsByWeight {
+  static constexpr int kN = 192;
+  struct alignas(1024) Shared : ping_pong::Shared<T, kN> {
+    alignas(1024) T c[2][64 * kN];
+  };
+  static constexpr size_t kSharedBytes = sizeof(Shared) + kSharedAlignment;
+  static_assert(kSharedBytes <= kMaxSharedBytes);
+
+  RowTiles tiles;
+  T* out;
+  int N, K;
+};
+
+template <class T, bool kAlongN>
+__device__ __forceinline__ void load_rows_and_weight(typename RowsByWeight<T>::Shared& s,
+                                                     const CUtensorMap& rows, const CUtensorMap& weight,
+                                                     const RowsByWeight<T>& p) {
+  constexpr int kN = p.kN;
+  const int steps = static_cast<int>(ceil_div(p.K, kBlockColumns));
+  uint32_t count = 0;
+  for (int index = blockIdx.x;; index += gridDim.x) {
+    const Tile tile = p.tiles.at(index);
+    if (tile.expert < 0 || tile.expert == p.tiles.num_experts) break;
+    if (threadIdx.x % 32 != 0) continue;
+    for (int k = 0; k < steps; ++k, ++count) {
+      const int stage = s.ring.stage_of(count);
+      const uint32_t full = ptx::shared_address(&s.ring.full[stage]);
+      const uint32_t b = ptx::shared_address(s.ring.b[stage]);
+      s.ring.wait_empty(count);
+      ptx::mbar_arrive_expect_tx(full, sizeof s.ring.a[0] + sizeof s.ring.b[0]);
+      ptx::tma_load(ptx::shared_address(s.ring.a[stage]), &rows, full, k * kBlockColumns, tile.row);
+      if constexpr (kAlongN) {
+        for (int n = 0; n < kN; n += kBlockColumns)
+          ptx::tma_load(b + n * 128, &weight, full, tile.n * kN + n, k * kBlockColumns, tile.expert);
+      } else {
+        ptx::tma_load(b, &weight, full, k * kBlockColumns, tile.n * kN, tile.expert);
+      }
+    }
+  }
+}
+
+template <class T>
+struct StoreRows {
+  static constexpr int kN = RowsByWeight<T>::kN;
+  T* staged;
+  const RowsByWeight<T>& p;
+
+  __device__ T* out(const Tile& tile, int first) const {
+    return p.out + static_cast<int64_t>(tile.row + first) * p.N + tile.n * kN;
+  }
+  __device__ int columns(const Tile& tile) const { return min(p.N - tile.n * kN, kN); }
+
+  __device__ __forceinline__ void before(const Tile&) {}
+  __device__ __forceinline__ void store(const float (&top)[kN / 2], const float (&bottom)[kN / 2],
+                                        const Tile& tile) {
+    store_half(top, tile, 0);
+    store_half(bottom, tile, 64);
+  }
+  __device__ __forceinline__ void store_half(const float (&acc)[kN / 2], const Tile& tile, int first) {
+    if (tile.num_rows <= first) return;
+    stage_rows<kN>(staged, [&](int piece, bool lower) { return packed_accumulators<T>(acc, piece, lower); });
+    __syncwarp();
+    store_rows<T, kN>(staged, out(tile, first), p.N, tile.num_rows - first, columns(tile));
+    __syncwarp();
+  }
+  __device__ __forceinline__ void store_zeros(const Tile& tile) {
+    fmoe_ext::store_zeros(out(tile, 0), p.N, tile.num_rows, columns(tile));
+  }
+};
+
+// kAlongN: weight [E, K, N], else [E, N, K].
+template <class T, bool kAlongN>
+__global__ void __launch_bounds__(ping_pong::kThreads, 1)
+    rows_by_weight_sm90_kernel(const __grid_constant__ CUtensorMap rows,
+                               const __grid_constant__ CUtensorMap weight,
+                               const __grid_constant__ RowsByWeight<T> p) {
+#ifdef FMOE_SM90A
+  FMOE_DYNAMIC_SHARED(raw);
+  auto& s = *reinterpret_cast<typename RowsByWeight<T>::Shared*>(align_shared(raw));
+  const int group = __shfl_sync(kFullMask, threadIdx.x / 128, 0);
+  if (threadIdx.x == 0) {
+    s.init(1);
+    ptx::fence_mbar_init();
+  }
+  __syncthreads();
+  if (group == ping_pong::kProducer) {
+    ptx::setmaxnreg_dec<40>();
+    if (threadIdx.x / 32 == ping_pong::kProducer * 4) load_rows_and_weight<T, kAlongN>(s, rows, weight, p);
+    return;
+  }
+  ptx::setmaxnreg_inc<232>();
+  const int steps = static_cast<int>(ceil_div(p.K, kBlockColumns));
+  StoreRows<T> epilogue{s.c[group], p};
+  ping_pong::consume<T, kAlongN, false>(s, p.tiles, group, steps, epilogue);
+#endif
+}
+
+template <bool kAlongN>
+void launch_rows_by_weight_sm90(Dtype dtype, const void* rows, const int* offs, const void* weight,
+                                int64_t num_rows, int num_experts, int N, int K, void* out, int num_blocks,
+                                LaunchStream stream) {
+  if (num_rows == 0 || N == 0) return;
+  dispatch_16bit(dtype, [&](auto tag) {
+    using T = decltype(tag);
+    using P = RowsByWeight<T>;
+    const uint64_t n = N, k = K, r = num_rows, experts = num_experts;
+    constexpr uint32_t kBox = kBlockColumns;
+    CUtensorMap row_map, weight_map;
+    encode_tensor_map<T>(&row_map, rows, {2, {k, r}, {k}, {kBox, RowTiles::kHeight}});
+    if (kAlongN)
+      encode_tensor_map<T>(&weight_map, weight, {3, {n, k, experts}, {n, k * n}, {kBox, kBox, 1}});
+    else
+      encode_tensor_map<T>(&weight_map, weight, {3, {k, n, experts}, {k, n * k}, {kBox, P::kN, 1}});
+    const P params{
+        {offs, num_rows, num_experts, static_cast<int>(ceil_div(N, P::kN))}, static_cast<T*>(out), N, K};
+    launch(rows_by_weight_sm90_kernel<T, kAlongN>, num_blocks, ping_pong::kThreads, P::kSharedBytes, stream,
+           row_map, weight_map, params);
+  });
+}
+
+}  // namespace fmoe_ext

@@ -1,0 +1,89 @@
+"""pytest --device cuda|emulated: the tests of operators and layers through the CUDA kernels.
+
+cuda      Tensors that a test makes without naming a device are made on the GPU.
+emulated  The operators run the kernels of cuda/ on the emulator instead of those of csrc/; tensors stay on the CPU.
+"""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch.overrides import TorchFunctionMode
+
+from fmoe_ext import ops
+
+HERE = Path(__file__).parent
+ON_ANY_DEVICE = ("ops", "gates", "test_layers.py", "test_linear.py", "test_transformer.py", "test_balance.py")
+FACTORIES = (
+    *(torch.tensor, torch.empty, torch.zeros, torch.ones, torch.full, torch.eye),
+    *(torch.arange, torch.linspace, torch.rand, torch.randn, torch.randint, torch.randperm),
+)
+
+
+def pytest_addoption(parser):
+    parser.addoption("--device", default="cpu", choices=["cpu", "cuda", "emulated"])
+
+
+def pytest_configure(config):
+    if config.getoption("--device") == "cuda" and not config.option.collectonly:
+        reason = ops.cuda_module_missing or (None if torch.cuda.is_available() else "there is no CUDA device")
+        if reason:
+            raise pytest.UsageError(f"--device cuda: {reason}")
+
+
+def pytest_collection_modifyitems(config, items):
+    device = config.getoption("--device")
+    if device == "cpu":
+        return
+    kept = []
+    for item in items:
+        callspec = getattr(item, "callspec", None)
+        one_of_many = callspec is not None and callspec.params.get("isa", "portable") != "portable"
+        if item.path.relative_to(HERE).parts[0] in ON_ANY_DEVICE and not one_of_many:
+            if marker := item.get_closest_marker("cpu"):
+                item.add_marker(pytest.mark.skip(reason=f"about the CPU: {marker.args[0]}"))
+            kept.append(item)
+    config.hook.pytest_deselected(items=[item for item in items if item not in set(kept)])
+    items[:] = kept
+
+
+class OnCuda(TorchFunctionMode):
+    """Makes tensors on the GPU, filled on the CPU, so that seeds and generators mean the same on both."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        kwargs = dict(kwargs or {})
+        if function not in FACTORIES or kwargs.get("device") is not None or kwargs.get("out") is not None:
+            return function(*args, **kwargs)
+        requires_grad = kwargs.pop("requires_grad", False)
+        return function(*args, **kwargs).to("cuda").requires_grad_(requires_grad)
+
+
+@pytest.fixture(scope="session")
+def emulated_in_the_place_of_cpu():
+    sys.path.insert(0, str(HERE / "emulator"))
+    import emu_build
+
+    if reason := emu_build.missing():
+        pytest.skip(f"the emulator cannot be built: {reason}")
+    emulated = emu_build.load_ops()
+    emulated.set_device(90, 3)
+    library = torch.library.Library("fmoe_ext", "IMPL")
+    for name in emu_build.OPERATORS:
+        library.impl(name, getattr(emulated, name).default, "CPU", allow_override=True)
+    yield
+    del library  # its registrations live as long as it does
+
+
+@pytest.fixture(autouse=True)
+def on_device(request, monkeypatch):
+    device = request.config.getoption("--device")
+    if device == "cuda" and any(word in request.node.name for word in ("rejects", "broken")):
+        monkeypatch.setenv("FMOE_DEBUG", "1")  # bad indices raise as on the CPU
+    if device == "emulated":
+        request.getfixturevalue("emulated_in_the_place_of_cpu")
+    if device == "cuda":
+        with OnCuda():
+            yield
+    else:
+        yield

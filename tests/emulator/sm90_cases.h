@@ -1,0 +1,79 @@
+// What the tests of the Hopper kernels share: routings with every kind of tail, buffers of exactly their size
+// that are full of NaN where nothing was written, comparisons.
+#pragma once
+
+#include <cmath>
+
+#include "../../cuda/common.cuh"
+#include "check.h"
+
+namespace fmoe_ext {
+
+template <class T>
+constexpr Dtype kDtype = std::is_same_v<T, __half> ? Dtype::f16 : Dtype::bf16;
+template <class T>
+constexpr double kRounding = std::is_same_v<T, __half> ? 1. / 1000 : 1. / 200;
+template <>
+inline constexpr double kRounding<float> = 1e-5;
+
+struct Case {
+  std::vector<int> counts;  // rows of each expert
+  int padding, D, H, blocks;
+};
+
+// Memory that begins at 128 bytes as a tensor does; filled with a NaN that no result can be.
+template <class T>
+struct Buffer {
+  explicit Buffer(size_t count)
+      : size(count), data(static_cast<T*>(aligned_alloc(128, (count * sizeof(T) + 127) / 128 * 128))) {
+    std::memset(static_cast<void*>(data), 0xff, count * sizeof(T));
+  }
+  ~Buffer() { free(data); }
+  Buffer(const Buffer&) = delete;
+  T& operator[](size_t i) { return data[i]; }
+  double at(size_t i) const { return to_acc(data[i]); }
+  void fill(std::mt19937& random, float scale, size_t unfilled = 0) {
+    for (size_t i = 0; i < size - unfilled; ++i)
+      data[i] = round_to<T>(scale * (int(random() % 2001) - 1000) / 1000.f);
+  }
+  void spoil(size_t first, size_t count) {
+    std::memset(static_cast<void*>(data + first), 0xff, count * sizeof(T));
+  }
+  size_t size;
+  T* data;
+};
+
+// The choices of kTokens tokens, sorted by expert; then padding.
+struct Routing {
+  static constexpr int kTokens = 150, kTopK = 2, kNumChoices = kTokens * kTopK;
+
+  Routing(const Case& c, std::mt19937& random) : num_experts(static_cast<int>(c.counts.size())) {
+    for (int e = 0; e < num_experts; ++e) {
+      for (int i = 0; i < c.counts[e]; ++i) {
+        const bool dropped = i == 2;  // an index out of range is a row of zeros
+        row_idx.push_back(dropped ? 1 << 30 : random() % kNumChoices);
+        expert.push_back(dropped ? -1 : e);
+      }
+      offs.push_back(static_cast<int>(row_idx.size()));
+    }
+    for (int i = 0; i < c.padding; ++i) {
+      row_idx.push_back(-1);
+      expert.push_back(-1);
+    }
+  }
+  size_t num_rows() const { return row_idx.size(); }
+  size_t token(size_t row) const { return row_idx[row] / kTopK; }
+
+  int num_experts;
+  std::vector<int> offs, row_idx, expert;  // expert of a row; -1: dropped or padding
+};
+
+// `size` is what the terms of a sum add up to without their signs; the sum itself when not given.
+template <class T>
+void check_value(const char* what, double got, double expected, size_t row, size_t column, double size = 0) {
+  const double tolerance = std::max(std::abs(expected), size) * kRounding<T> + 1e-4 * (kRounding<T> > 1e-4);
+  const bool right = std::isnan(expected) ? std::isnan(got) : std::abs(got - expected) <= tolerance;
+  CHECK(right, "%s[%zu,%zu] = %g, expected %g", what, row, column, got, expected);
+}
+
+}  // namespace fmoe_ext

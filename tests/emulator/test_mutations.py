@@ -1,0 +1,29 @@
+"""The committed table of seeded bugs: enough of them run, nearly all noticed (mutate.py runs them)."""
+
+import mutate
+
+BUGS = mutate.read_bugs()
+
+
+def test_every_bug_can_be_seeded():
+    assert len({bug.label for bug in BUGS}) == len(BUGS)
+    for bug in BUGS:
+        source = (mutate.CUDA / bug.file).read_text()
+        assert bug.old and bug.old in source, f"{bug.label}: {bug.old!r} is not there"
+        assert source.replace(bug.old, bug.new, 1) != source, bug.label
+
+
+def test_every_file_with_code_has_bugs():
+    without = {"ptx.cuh", "common.cuh", "device_info.cu"}
+    files = {path.name for pattern in ("*.cu", "*.cuh") for path in mutate.CUDA.glob(pattern)}
+    thin = {name for name in files - without if len((mutate.CUDA / name).read_text().splitlines()) < 40}
+    assert {bug.file for bug in BUGS} >= files - without - thin
+
+
+def test_results_are_good_enough():
+    results = mutate.read_results()
+    outcomes = [results[bug.label] for bug in BUGS if bug.label in results]
+    assert len(outcomes) == len(results), "results of bugs that are gone: run python tests/emulator/mutate.py"
+    assert len(outcomes) >= 100
+    noticed = sum(outcome != mutate.MISSED for outcome in outcomes)
+    assert noticed >= 0.95 * len(outcomes), f"{noticed} of {len(outcomes)}"

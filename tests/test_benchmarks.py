@@ -1,0 +1,59 @@
+"""The GPU benchmark where there is no GPU: its predictions, and every step of it on the CPU with tiny shapes."""
+
+import json
+
+import pytest
+
+from benchmarks import bench_gpu_layer, roofline
+
+SHAPES = {shape.name: shape for shape in roofline.MODELS}
+
+
+@pytest.mark.parametrize(
+    ("name", "T", "forward", "backward"),  # milliseconds, computed by hand from FLOPs and bytes
+    [
+        ("Mixtral-8x7B", 16384, 14.79, 29.43),
+        ("Qwen3-30B-A3B", 4096, 0.45, 0.85),
+        ("GPT-OSS-20B", 32768, 8.55, 16.82),
+        ("FastMoE E96", 4096, 0.45, 0.86),
+    ],
+)
+def test_roofline(name, T, forward, backward):
+    ours = roofline.roofline_seconds(SHAPES[name], T, roofline.H200)
+    assert ours == (pytest.approx(forward * 1e-3, rel=0.02), pytest.approx(backward * 1e-3, rel=0.02))
+
+
+def test_saved_bytes_are_two_tensors():
+    shape = SHAPES["Qwen3-30B-A3B"]
+    assert roofline.saved_bytes(shape, 1) == 2 * shape.D + 4 * shape.K * shape.H
+
+
+def test_committed_predictions_are_current():
+    path = roofline.Path(roofline.__file__).parents[1] / "docs" / "kernel_predictions.md"
+    assert path.read_text() == roofline.HEAD + roofline.prediction(roofline.H200) + "\n"
+
+
+def test_dry_run(tmp_path, capsys):
+    out = tmp_path / "gpu.json"
+    bench_gpu_layer.main(["--dry-run", "--shapes", "Qwen,FastMoE E64", "--out", str(out)])
+    rows = json.loads(out.read_text())["results"]["rows"]
+    ours = [row for row in rows if row["implementation"] == "fmoe_ext"]
+    assert [(row["shape"], row["T"]) for row in ours] == [("Qwen3-30B-A3B", 24), ("FastMoE E64", 24)]
+    for row in ours:
+        assert row["bitwise_equal"]
+        assert row["forward"]["median"] > 0 and row["backward"]["median"] > 0
+        # x and h, besides the indices and the weights of the choices
+        small = 24 * row["K"] * (8 + 4 + 4 + 4) + 4 * row["E"]
+        assert 0 <= row["saved_bytes"] - row["least_saved_bytes"] <= small
+    others = [row for row in rows if row["implementation"] != "fmoe_ext"]
+    assert {row["shape"] for row in others} == {"Qwen3-30B-A3B", "FastMoE E64"}
+    assert all(row["difference"] < 0.05 for row in others)
+    assert "FastMoE E64" in capsys.readouterr().out
+    assert out.with_suffix(".md").exists()
+
+
+def test_needs_a_gpu_otherwise(monkeypatch, capsys):
+    monkeypatch.setattr(bench_gpu_layer.torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit):
+        bench_gpu_layer.main([])
+    assert "no CUDA device: use --dry-run" in capsys.readouterr().err
