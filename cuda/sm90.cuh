@@ -14,6 +14,8 @@
 namespace fmoe_ext {
 
 constexpr int kBlockColumns = 64;
+constexpr int kSm90Threads = 384;  // two warpgroups multiply, the third loads
+constexpr int kProducer = 2;
 constexpr size_t kSharedAlignment = 1024, kMaxSharedBytes = 232448;
 
 __device__ __forceinline__ char* align_shared(char* p) {

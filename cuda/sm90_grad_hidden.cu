@@ -178,7 +178,7 @@ struct Epilogue {
 };
 
 template <class T, CurveKind kCurve, bool kGated>
-__global__ void __launch_bounds__(ping_pong::kThreads, 1)
+__global__ void __launch_bounds__(kSm90Threads, 1)
     grad_hidden_kernel(const __grid_constant__ CUtensorMap w2, const __grid_constant__ CUtensorMap h,
                        const __grid_constant__ GradHidden<T> p) {
 #ifdef FMOE_SM90A
@@ -191,7 +191,7 @@ __global__ void __launch_bounds__(ping_pong::kThreads, 1)
     ptx::fence_mbar_init();
   }
   __syncthreads();
-  if (group == ping_pong::kProducer) {
+  if (group == kProducer) {
     ptx::setmaxnreg_dec<56>();
     gather_rows<T>(s.ring, p.tiles, p.dy, p.D, [&](uint32_t b, uint32_t full, int k, const Tile& tile) {
       for (int n = 0; n < kN; n += kBlockColumns)
@@ -257,7 +257,7 @@ void launch_grad_hidden_sm90(Dtype dtype, CurveKind activation, bool gated, cons
         H};
     dispatch_activation(activation, [&](auto kind) {
       const auto start = [&](auto kernel) {
-        launch(kernel, num_blocks, ping_pong::kThreads, kSharedBytes<T>, stream, w2_map, h_map, params);
+        launch(kernel, num_blocks, kSm90Threads, kSharedBytes<T>, stream, w2_map, h_map, params);
       };
       if (gated)
         start(grad_hidden_kernel<T, kind.value, true>);

@@ -9,9 +9,6 @@ namespace {
 
 constexpr int kM = 128, kN = 256;
 constexpr int kStagedColumns = 128;
-constexpr int kThreads = 384;
-constexpr int kProducer = 2;  // warpgroup
-constexpr int kGroup = 16;    // tiles of m that go through all tiles of n together, as in RowTiles
 
 template <class T>
 struct alignas(1024) Shared {
@@ -37,7 +34,9 @@ struct GradWeight {
   bool accumulate;
 
   __device__ int num_tiles() const { return num_experts * tiles_m * tiles_n; }
+  // As RowTiles: tiles of m in groups that go through all tiles of n together.
   __device__ __forceinline__ WeightTile at(int index) const {
+    constexpr int kGroup = RowTiles::kGroup;
     const int per_expert = tiles_m * tiles_n, expert = index / per_expert, in_expert = index % per_expert;
     const int first = in_expert / (kGroup * tiles_n) * kGroup, in_group = in_expert % (kGroup * tiles_n);
     const int height = min(tiles_m - first, kGroup);
@@ -167,7 +166,7 @@ __device__ __forceinline__ void consume(Shared<T>& s, Out* out, const GradWeight
 }
 
 template <class T, class Out, bool kGatherA>
-__global__ void __launch_bounds__(kThreads, 1)
+__global__ void __launch_bounds__(kSm90Threads, 1)
     grad_weight_kernel(const __grid_constant__ CUtensorMap plain_map, Out* out,
                        const __grid_constant__ GradWeight<T> p) {
 #ifdef FMOE_SM90A
@@ -218,7 +217,7 @@ void launch_grad_weight_sm90(Dtype dtype, const GroupedRows& a, const GroupedRow
                                static_cast<int>(ceil_div(b.width, kN)),
                                out.accumulate};
     const auto start = [&](auto kernel, auto* data) {
-      launch(kernel, num_blocks, kThreads, kSharedBytes<T>, stream, map, data, params);
+      launch(kernel, num_blocks, kSm90Threads, kSharedBytes<T>, stream, map, data, params);
     };
     if (out.is_float) {
       float* const data = static_cast<float*>(out.data);

@@ -6,9 +6,6 @@
 
 namespace fmoe_ext::ping_pong {
 
-constexpr int kThreads = 384;
-constexpr int kProducer = 2;  // warpgroup
-
 template <class T, int kN>
 struct Shared {
   Ring<T, RowTiles::kHeight, kN> ring;

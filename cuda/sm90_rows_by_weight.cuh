@@ -79,7 +79,7 @@ struct StoreRows {
 
 // kAlongN: weight [E, K, N], else [E, N, K].
 template <class T, bool kAlongN>
-__global__ void __launch_bounds__(ping_pong::kThreads, 1)
+__global__ void __launch_bounds__(kSm90Threads, 1)
     rows_by_weight_sm90_kernel(const __grid_constant__ CUtensorMap rows,
                                const __grid_constant__ CUtensorMap weight,
                                const __grid_constant__ RowsByWeight<T> p) {
@@ -92,9 +92,9 @@ __global__ void __launch_bounds__(ping_pong::kThreads, 1)
     ptx::fence_mbar_init();
   }
   __syncthreads();
-  if (group == ping_pong::kProducer) {
+  if (group == kProducer) {
     ptx::setmaxnreg_dec<40>();
-    if (threadIdx.x / 32 == ping_pong::kProducer * 4) load_rows_and_weight<T, kAlongN>(s, rows, weight, p);
+    if (threadIdx.x / 32 == kProducer * 4) load_rows_and_weight<T, kAlongN>(s, rows, weight, p);
     return;
   }
   ptx::setmaxnreg_inc<232>();
@@ -122,8 +122,8 @@ void launch_rows_by_weight_sm90(Dtype dtype, const void* rows, const int* offs, 
       encode_tensor_map<T>(&weight_map, weight, {3, {k, n, experts}, {k, n * k}, {kBox, P::kN, 1}});
     const P params{
         {offs, num_rows, num_experts, static_cast<int>(ceil_div(N, P::kN))}, static_cast<T*>(out), N, K};
-    launch(rows_by_weight_sm90_kernel<T, kAlongN>, num_blocks, ping_pong::kThreads, P::kSharedBytes, stream,
-           row_map, weight_map, params);
+    launch(rows_by_weight_sm90_kernel<T, kAlongN>, num_blocks, kSm90Threads, P::kSharedBytes, stream, row_map,
+           weight_map, params);
   });
 }
 

@@ -10,8 +10,6 @@ namespace {
 
 constexpr int kN = 256;
 constexpr int kColumns = kN / 2;  // of a, and of each half of h
-constexpr int kThreads = 384;
-constexpr int kProducer = 2;  // warpgroup
 
 template <class T>
 struct alignas(1024) Shared {
@@ -95,7 +93,7 @@ __device__ __forceinline__ void consume(Shared<T>& s, const UpParams<T>& p, int 
 }
 
 template <class T>
-__global__ void __launch_bounds__(kThreads, 1)
+__global__ void __launch_bounds__(kSm90Threads, 1)
     up_swiglu_kernel(const __grid_constant__ CUtensorMap w1, const __grid_constant__ UpParams<T> p) {
 #ifdef FMOE_SM90A
   FMOE_DYNAMIC_SHARED(raw);
@@ -137,7 +135,7 @@ void launch_up_swiglu_sm90(Dtype dtype, const void* x, const int* row_idx, const
                              static_cast<T*>(a),
                              D,
                              H};
-    launch(up_swiglu_kernel<T>, num_blocks, kThreads, kSharedBytes<T>, stream, map, params);
+    launch(up_swiglu_kernel<T>, num_blocks, kSm90Threads, kSharedBytes<T>, stream, map, params);
   });
 }
 

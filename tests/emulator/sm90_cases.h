@@ -21,14 +21,29 @@ struct Case {
   int padding, D, H, blocks;
 };
 
-// Memory that begins at 128 bytes as a tensor does; filled with a NaN that no result can be.
+// Memory that begins at 128 bytes as a tensor does; filled with a NaN that no result can be. What follows it
+// must stay as it is; AddressSanitizer guards it itself.
 template <class T>
 struct Buffer {
+#if defined(__SANITIZE_ADDRESS__)
+  static constexpr size_t kGuardBytes = 0;
+#else
+  static constexpr size_t kGuardBytes = 4096;
+#endif
   explicit Buffer(size_t count)
-      : size(count), data(static_cast<T*>(aligned_alloc(128, (count * sizeof(T) + 127) / 128 * 128))) {
-    std::memset(static_cast<void*>(data), 0xff, count * sizeof(T));
+      : size(count),
+        data(static_cast<T*>(aligned_alloc(128, (count * sizeof(T) + kGuardBytes + 127) / 128 * 128))) {
+    std::memset(static_cast<void*>(data), 0xff, count * sizeof(T) + kGuardBytes);
   }
-  ~Buffer() { free(data); }
+  ~Buffer() {
+    const auto* guard = reinterpret_cast<const unsigned char*>(data + size);
+    for (size_t i = 0; i < kGuardBytes; ++i)
+      if (guard[i] != 0xff) {
+        CHECK(false, "byte %zu past the end of a buffer was written", i);
+        break;
+      }
+    free(data);
+  }
   Buffer(const Buffer&) = delete;
   T& operator[](size_t i) { return data[i]; }
   double at(size_t i) const { return to_acc(data[i]); }

@@ -47,7 +47,7 @@ void run_case(const Case& c) {
 }  // namespace
 
 int main(int argc, char** argv) {
-  end_after_cpu_seconds(300);
+  end_after_cpu_seconds(600);
   const int num_seeds = argc > 1 ? std::atoi(argv[1]) : 1;
   const std::vector<Case> cases = {
       {{0, 130, 70}, 0, 128, 128, 1},       // several tiles a block

@@ -186,7 +186,7 @@ void test_refusals() {
 
 int main(int argc, char** argv) {
   using bf16 = __nv_bfloat16;
-  end_after_cpu_seconds(300);
+  end_after_cpu_seconds(600);
   const int num_seeds = argc > 1 ? std::atoi(argv[1]) : 1;
   const std::vector<Case> cases = {
       {{0, 130, 70}, 0, 128, 128, 1},     // several tiles a block
