@@ -208,6 +208,8 @@ int main(int argc, char** argv) {
     // More row tiles of an expert, or tiles of m, than go through all columns together.
     run_hidden<bf16>({{2100}, 0, 8, 136, 5}, {CurveKind::silu, false, true, false, false});
     run_weight<bf16, bf16>({{5}, 0, 2056, 264, 7}, Gathered::a, false);
+    // A warpgroup that has no rows of any tile, while the stages go round.
+    run_weight<bf16, bf16>({{130, 270}, 0, 40, 520, 1}, Gathered::b, false);
     const Case& c = cases[1];
     run_input<__half>(c);
     run_weight<__half, __half>(c, Gathered::b, false);
