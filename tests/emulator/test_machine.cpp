@@ -225,10 +225,10 @@ void wgmma_kernel(const CUtensorMap map_a, const CUtensorMap map_b, const CUtens
   ptx::wgmma_wait<0>();
   for (int i = 0; i < 64; ++i)
     d_float[(warp * 16 + lane / 4 + (i & 2) * 4) * 128 + i / 4 * 8 + lane % 4 * 2 + (i & 1)] = acc[i];
-  auto pack = [&](int i) { return pack<bf16>(acc[i], acc[i + 1]); };
+  auto two = [&](int i) { return pack<bf16>(acc[i], acc[i + 1]); };
   for (int i = 0; i < 16; i += 2)  // two halves of 64 columns
-    ptx::stmatrix_x4(d + i / 8 * 8192 + row * 128 + (((i % 8 + lane / 16) ^ (row & 7)) << 4), pack(i * 4),
-                     pack(i * 4 + 2), pack(i * 4 + 4), pack(i * 4 + 6));
+    ptx::stmatrix_x4(d + i / 8 * 8192 + row * 128 + (((i % 8 + lane / 16) ^ (row & 7)) << 4), two(i * 4),
+                     two(i * 4 + 2), two(i * 4 + 4), two(i * 4 + 6));
   if (!form.skip_fence) ptx::fence_proxy_async();
   __syncthreads();
   if (t != 0) return;
