@@ -91,7 +91,8 @@ struct TileGemm {
   }
 };
 
-// float32 and float64: 16 x 16 threads, 4 x 4 elements each.
+// float32 and float64: 16 x 16 threads, 4 x 4 elements each. The sum of a tile's k is added as one number, so
+// that rounding errors grow as in a blocked product.
 template <typename T>
 struct FmaTileGemm {
   static constexpr int kM = 64, kN = 64, kK = 16, kStride = kK + 16 / sizeof(T);
@@ -99,6 +100,7 @@ struct FmaTileGemm {
 
   __device__ void multiply(const T* a, const T* b) {
     const int row = threadIdx.x / 16, column = threadIdx.x % 16;
+    T sum[4][4] = {};
 #pragma unroll 4
     for (int k = 0; k < kK; ++k) {
       T x[4], y[4];
@@ -110,8 +112,12 @@ struct FmaTileGemm {
 #pragma unroll
       for (int i = 0; i < 4; ++i)
 #pragma unroll
-        for (int j = 0; j < 4; ++j) acc[i][j] += x[i] * y[j];
+        for (int j = 0; j < 4; ++j) sum[i][j] += x[i] * y[j];
     }
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+#pragma unroll
+      for (int j = 0; j < 4; ++j) acc[i][j] += sum[i][j];
   }
 
   template <class Fn>
