@@ -9,6 +9,14 @@ export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 NATIVE := setup.py pyproject.toml $(shell find csrc cuda -name '*.cpp' -o -name '*.h' -o -name '*.inc' -o -name '*.cu' -o -name '*.cuh')
 CXX_FILES := $(shell find csrc cuda tests -name '*.cpp' -o -name '*.h' -o -name '*.inc' -o -name '*.cu' -o -name '*.cuh')
 
+# Asked for other modules than those that were built: build again.
+FLAGS := FMOE_CUDA=$(FMOE_CUDA) USE_NCCL=$(USE_NCCL)
+ifneq ($(FMOE_CUDA)$(USE_NCCL),)
+ifneq ($(FLAGS),$(shell cat $(VENV)/.flags 2>/dev/null))
+$(shell rm -f $(VENV)/.built)
+endif
+endif
+
 .PHONY: help train train-ep train-megatron test build lint format bench wheel asan cuda clean
 help:
 	@sed -n 's/^## //p' Makefile
@@ -41,6 +49,7 @@ $(VENV)/.installed: requirements.txt
 # CUDA kernels are left out here unless asked for, because this environment's torch is whatever pip brings: FMOE_CUDA=1 make build
 $(VENV)/.built: $(VENV)/.installed $(NATIVE)
 	FMOE_CUDA=$${FMOE_CUDA:-0} $(PY) -m pip install -q --disable-pip-version-check --no-build-isolation --no-deps -e .
+	@echo '$(FLAGS)' > $(VENV)/.flags
 	@touch $@
 
 ## make cuda     compile the CUDA kernels where nvcc is found, also under a CPU-only torch
