@@ -4,8 +4,8 @@
 namespace fmoe_ext {
 
 void launch_down_sm90(Dtype dtype, const void* a, const int* offs, const void* w2, int64_t num_rows,
-                      int num_experts, int D, int H, void* y, int num_blocks, LaunchStream stream) {
-  launch_rows_by_weight_sm90<false>(dtype, a, offs, w2, num_rows, num_experts, D, H, y, num_blocks, stream);
+                      int num_experts, int D, int H, void* y, const Grid& grid, LaunchStream stream) {
+  launch_rows_by_weight_sm90<false>(dtype, a, offs, w2, num_rows, num_experts, D, H, y, grid, stream);
 }
 
 }  // namespace fmoe_ext

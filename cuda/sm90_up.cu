@@ -8,12 +8,12 @@
 namespace fmoe_ext {
 namespace {
 
-constexpr int kN = 256;
+constexpr int kM = 128, kN = 256;
 constexpr int kColumns = kN / 2;  // of a, and of each half of h
 
 template <class T>
 struct alignas(1024) Shared {
-  Ring<T, RowTiles::kHeight, kN> ring;
+  Ring<T, kM, kN> ring;
   alignas(1024) T c[2][64 * kColumns];
 };
 template <class T>
@@ -22,7 +22,7 @@ static_assert(kSharedBytes<__half> <= kMaxSharedBytes);
 
 template <class T>
 struct UpParams {
-  RowTiles tiles;
+  RowTiles<kM> tiles;
   Rows<T> x;
   T *h, *a;
   int D, H;
@@ -75,11 +75,12 @@ __device__ __forceinline__ void store_padding(const UpParams<T>& p, const Tile& 
 }
 
 template <class T>
-__device__ __forceinline__ void consume(Shared<T>& s, const UpParams<T>& p, int group) {
+__device__ __forceinline__ void consume(Shared<T>& s, const UpParams<T>& p, const Cluster& cluster,
+                                        int group) {
   const int steps = static_cast<int>(ceil_div(p.D, kBlockColumns));
   uint32_t count = 0;
-  for (int index = blockIdx.x;; index += gridDim.x) {
-    const Tile tile = p.tiles.at(index);
+  for (int index = cluster.first_index();; index += cluster.index_step()) {
+    const Tile tile = p.tiles.at(index, cluster);
     if (tile.expert < 0) break;
     if (tile.expert == p.tiles.num_experts) {
       store_padding(p, tile, group);
@@ -87,7 +88,7 @@ __device__ __forceinline__ void consume(Shared<T>& s, const UpParams<T>& p, int 
     }
     float acc[kN / 2];
     const bool has_rows = tile.num_rows > group * 64;
-    multiply<T, false, false>(s.ring, acc, group, has_rows, steps, count);
+    multiply<T, false, false>(s.ring, acc, group, has_rows, steps, cluster, count);
     if (has_rows) store(s.c[group], acc, p, tile, group);
   }
 }
@@ -99,20 +100,23 @@ __global__ void __launch_bounds__(kSm90Threads, 1)
   FMOE_DYNAMIC_SHARED(raw);
   Shared<T>& s = *reinterpret_cast<Shared<T>*>(align_shared(raw));
   const int group = __shfl_sync(kFullMask, threadIdx.x / 128, 0);
+  const Cluster cluster = p.tiles.cluster;
   if (threadIdx.x == 0) {
-    s.ring.init(kGatherArrivals, 2);
+    s.ring.init(kGatherArrivals, 2, cluster);
     ptx::fence_mbar_init();
   }
-  __syncthreads();
+  cluster.sync();
   if (group == kProducer) {
     ptx::setmaxnreg_dec<56>();
-    gather_rows<T>(s.ring, p.tiles, p.x, p.D, [&](uint32_t b, uint32_t full, int k, const Tile& tile) {
-      ptx::tma_load(b, &w1, full, k, 0, 0, tile.n * (kColumns / 8), tile.expert);
-    });
+    gather_rows<T>(s.ring, p.tiles, cluster, p.x, p.D,
+                   [&](uint32_t b, uint32_t full, int k, const Tile& tile) {
+                     ptx::tma_load(b, &w1, full, k, 0, 0, tile.n * (kColumns / 8), tile.expert);
+                   });
   } else {
     ptx::setmaxnreg_inc<224>();
-    consume(s, p, group);
+    consume(s, p, cluster, group);
   }
+  cluster.sync();
 #endif
 }
 
@@ -129,7 +133,7 @@ void launch_up_swiglu_sm90(Dtype dtype, const void* x, const int* row_idx, const
     encode_tensor_map<T>(
         &map, w1,
         {5, {d, 8, 2, n / 8, experts}, {d, n * d, 8 * d, 2 * n * d}, {kBlockColumns, 8, 2, kColumns / 8, 1}});
-    const UpParams<T> params{{offs, num_rows, num_experts, static_cast<int>(ceil_div(H, kColumns))},
+    const UpParams<T> params{{offs, num_rows, num_experts, static_cast<int>(ceil_div(H, kColumns)), {0}},
                              rows_from<T>({x, D, row_idx, top_k, num_choices}, num_rows),
                              static_cast<T*>(h),
                              static_cast<T*>(a),
