@@ -135,8 +135,9 @@ struct Epilogue {
 #pragma unroll
       for (int q = 0; q < 4; ++q) {
         const int lower = q % 2, at = (slot * 8 + piece + q / 2) * 4 + lower * 2;
+        const float one = kept[lower] ? 1.f : 0.f;
         const float2 g = unpack<T>(kept[lower] ? gate[q] : 0);
-        const float2 u = kGated ? unpack<T>(kept[lower] ? up[q] : 0) : float2{1, 1};
+        const float2 u = kGated ? unpack<T>(kept[lower] ? up[q] : 0) : float2{one, one};
         const ValueAndSlope<float> x = activate_fast<kCurve>(g.x), y = activate_fast<kCurve>(g.y);
         const float dx = scale[lower] * acc[at], dy = scale[lower] * acc[at + 1];
         dot[lower] += acc[at] * x.value * u.x + acc[at + 1] * y.value * u.y;

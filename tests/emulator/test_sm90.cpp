@@ -34,7 +34,7 @@ void run_case(const Case& c) {
       check_value<T>("a", a.at(r * H + j), gate * up / (1 + std::exp(-gate)), r, j);
     }
 
-  launch_down_sm90(kDtype<T>, a.data, offs.data(), w2.data, R, E, c.D, c.H, y.data, c.blocks, nullptr);
+  launch_down_sm90(kDtype<T>, a.data, offs.data(), w2.data, R, E, c.D, c.H, y.data, c.grid(), nullptr);
   for (size_t r = 0; r < R; ++r)
     for (size_t j = 0; j < D; ++j) {
       double sum = 0;
@@ -54,9 +54,25 @@ int main(int argc, char** argv) {
       {{0, 131, 70, 0}, 150, 200, 136, 3},  // tails of k and of columns, two tiles of padding
       {{5, 0, 257, 1}, 2, 72, 192, 2},     {{1}, 0, 8, 8, 132}, {{0, 0}, 3, 64, 64, 4},
   };
+  const std::vector<Case> cases_of_pairs = {
+      {{0, 130, 70}, 0, 200, 64, 2, 2},        // one pair; two row tiles, then one
+      {{5, 0, 257, 1, 0}, 140, 72, 72, 7, 2},  // three pairs and a block too many; three row tiles
+      {{1}, 0, 8, 8, 8, 2},
+      {{0, 0}, 3, 64, 64, 4, 2},
+  };
+  const std::vector<Case> cases_of_64_rows = {
+      {{0, 130, 70}, 0, 40, 392, 1, 1, 64},  // more steps than stages
+      {{5, 0, 64, 1, 65}, 70, 200, 72, 3, 1, 64},
+      {{1}, 0, 8, 8, 5, 1, 64},
+      {{5, 0, 130, 1}, 70, 72, 72, 4, 2, 64},  // pairs of them
+  };
   for_every_schedule(num_seeds, [&] {
     for (const Case& c : cases) run_case<__nv_bfloat16>(c);
     run_case<__half>(cases[2]);
+    for (const Case& c : cases_of_pairs) run_case<__nv_bfloat16>(c);
+    for (const Case& c : cases_of_64_rows) run_case<__nv_bfloat16>(c);
+    run_case<__half>(cases_of_pairs[1]);
+    run_case<__half>(cases_of_64_rows[1]);
   });
   return finish();
 }
