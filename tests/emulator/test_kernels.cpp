@@ -274,6 +274,21 @@ void test_bias_scale(Dtype dtype, int64_t width) {
     }
 }
 
+// Whatever offs holds: a permutation of the experts by the rows that rows_of() gives them.
+void test_heaviest_first(const std::vector<int>& offs, int64_t num_rows) {
+  const int E = static_cast<int>(offs.size());
+  std::vector<int> order(E, -7), expected(E), rows(E);
+  for (int e = 0; e < E; ++e) {
+    const auto clamp = [&](int64_t row) { return std::clamp<int64_t>(row, 0, num_rows); };
+    const int64_t begin = clamp(e ? offs[e - 1] : 0);
+    rows[e] = static_cast<int>(std::max(clamp(offs[e]), begin) - begin);
+    expected[e] = e;
+  }
+  std::stable_sort(expected.begin(), expected.end(), [&](int a, int b) { return rows[a] > rows[b]; });
+  launch_heaviest_first(offs.data(), E, num_rows, order.data(), nullptr);
+  CHECK(order == expected, "heaviest_first E %d", E);
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -297,6 +312,12 @@ int main(int argc, char** argv) {
     test_activation<__nv_bfloat16>(Dtype::bf16, CurveKind::silu, true, 24);
     test_bias_scale<float>(Dtype::f32, 5);
     test_bias_scale<__nv_bfloat16>(Dtype::bf16, 72);
+    test_heaviest_first({}, 4);
+    test_heaviest_first({3, 3, 8, 11, 16}, 20);
+    test_heaviest_first({90, -5, 1 << 30, 7, 7, 31}, 40);
+    std::vector<int> offs(75);
+    for (int& end : offs) end = (&end == offs.data() ? 0 : (&end)[-1]) + generator() % 5;
+    test_heaviest_first(offs, 400);
   });
   return finish();
 }
