@@ -148,6 +148,7 @@ void launch_sum_dots(Dtype, const ActivationRows&, const float* dots, int64_t nu
 // sm90_grad_weight.cu: out[e] [a.width, b.width] = sum over the rows r of expert e of a[r]^T b[r], zero for
 // an expert without rows. At most one of a and b has an index; both widths are multiples of 8. order, of
 // launch_heaviest_first, is the one in which the experts are taken.
+constexpr int kWeightTileM = 128, kWeightTileN = 256;
 struct WeightGrad {
   void* data;       // of the dtype, or float
   bool is_float;    // float32 whatever the dtype, as main gradients are kept

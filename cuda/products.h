@@ -60,7 +60,7 @@ class Products {
     }
     launch_down_sm90(dtype(), gathered ? data(gathered) : rows.data, offs_, data(weight), num_rows_,
                      num_experts_, narrow(weight.size(1)), narrow(weight.size(2)), data(out),
-                     Grid{device_.num_sms}, stream_);
+                     grid(Product::rows_by_weight), stream_);
     if (bias || scale.weights)
       launch_bias_scale(dtype(), data(out), offs_, num_experts_, num_rows_, weight.size(1), data(bias), scale,
                         stream_);
@@ -83,7 +83,7 @@ class Products {
     std::optional<Tensor> dots;
     if (dweights) dots = torch::stable::new_empty(like_, {num_rows_, num_dots}, ScalarType::Float);
     launch_grad_hidden_sm90(dtype(), curve, gated, dy.data, rows, data(w2), narrow(D), narrow(H), data(dh),
-                            data(scaled_a), data<float>(dots), Grid{device_.num_sms}, stream_);
+                            data(scaled_a), data<float>(dots), grid(Product::grad_hidden), stream_);
     if (dweights)
       launch_sum_dots(dtype(), rows, data<float>(dots), num_dots, dy.data, data(b2), D, data<float>(dweights),
                       stream_);
@@ -93,7 +93,7 @@ class Products {
   void grad_weight(const GroupedRows& a, const GroupedRows& b, const Tensor& out) {
     if (on_hopper(Product::grad_weight))
       launch_grad_weight_sm90(dtype(), a, b, offs_, heaviest_first(), num_experts_, num_rows_,
-                              {data(out), false, false}, Grid{device_.num_sms}, stream_);
+                              {data(out), false, false}, select_weight_grid(a, b, device_.num_sms), stream_);
     else
       launch_rows_by_rows(dtype(), a, b, offs_, num_experts_, num_rows_, data(out), stream_);
   }
@@ -102,8 +102,8 @@ class Products {
   void grad_input(const GroupedRows& rows, const Tensor& weight, const Tensor& out) const {
     if (on_hopper(Product::grad_input))
       launch_grad_input_sm90(dtype(), rows.data, offs_, data(weight), num_rows_, num_experts_,
-                             narrow(weight.size(2)), narrow(weight.size(1)), data(out), Grid{device_.num_sms},
-                             stream_);
+                             narrow(weight.size(2)), narrow(weight.size(1)), data(out),
+                             grid(Product::grad_input), stream_);
     else
       launch_rows_by_weight(dtype(), rows, grouped_weight(weight, true), offs_, num_rows_, nullptr,
                             RowScale{}, data(out), stream_);
@@ -116,6 +116,7 @@ class Products {
 
  private:
   Dtype dtype() const { return operands_.dtype; }
+  Grid grid(Product product) const { return select_grid(product, num_rows_, num_experts_, device_.num_sms); }
   const int* heaviest_first() {
     if (!heaviest_first_) {
       heaviest_first_ = torch::stable::new_empty(like_, {num_experts_}, ScalarType::Int);

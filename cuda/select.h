@@ -1,6 +1,6 @@
-// Which kernel computes a product of grouped_gemm and expert_mlp. The table is the only place that decides:
-// from dtype, shape and device, never from a measurement at run time. What no rule fits is computed by the
-// portable kernels.
+// Which kernel computes a product of grouped_gemm and expert_mlp, and into what tiles it is cut. The tables
+// are the only place that decides: from dtype, shape and device, never from a measurement at run time nor
+// from a value on the device. What no rule fits is computed by the portable kernels.
 #pragma once
 
 #include <algorithm>
@@ -67,6 +67,36 @@ inline Kernel select(Product product, const Operands& operands, int capability) 
   for (const Rule& rule : kRules)
     if (rule.product == product && fits(rule, operands, capability)) return rule.kernel;
   return Kernel::portable;
+}
+
+// The tiles of a Hopper product along rows: the first rule whose number of rows the experts reach on average.
+// Pairs gain up to a third of the loads and waste half a tile an expert; tiles of 64 rows load less where
+// experts have no more than that (docs/kernels.md, "Pairs and small tiles").
+struct GridRule {
+  Product product;
+  int64_t rows_per_expert;
+  int cluster, tile_rows;
+};
+inline constexpr GridRule kGridRules[] = {
+    // product                rows  blocks  rows of a tile
+    {Product::rows_by_weight, 2048, 2, 128}, {Product::rows_by_weight, 48, 1, 128},
+    {Product::rows_by_weight, 0, 1, 64},     {Product::grad_input, 2048, 2, 128},
+    {Product::grad_input, 48, 1, 128},       {Product::grad_input, 0, 1, 64},
+    {Product::grad_hidden, 2048, 2, 128},
+};
+inline Grid select_grid(Product product, int64_t num_rows, int num_experts, int num_sms) {
+  for (const GridRule& rule : kGridRules)
+    if (rule.product == product && num_rows >= rule.rows_per_expert * num_experts)
+      return {num_sms, rule.cluster, rule.tile_rows};
+  return {num_sms};
+}
+
+// Of a weight gradient: pairs where they waste nothing (an even number of tiles along the operand that they
+// do not share) or little.
+inline constexpr int kManyWeightTiles = 31;
+inline Grid select_weight_grid(const GroupedRows& a, const GroupedRows& b, int num_sms) {
+  const int64_t tiles = b.index ? (b.width - 1) / kWeightTileN + 1 : (a.width - 1) / kWeightTileM + 1;
+  return {num_sms, tiles % 2 == 0 || tiles >= kManyWeightTiles ? 2 : 1};
 }
 
 }  // namespace fmoe_ext

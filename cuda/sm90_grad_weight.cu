@@ -8,7 +8,7 @@
 namespace fmoe_ext {
 namespace {
 
-constexpr int kM = 128, kN = 256;
+constexpr int kM = kWeightTileM, kN = kWeightTileN;
 constexpr int kStagedColumns = 128;
 
 template <class T>

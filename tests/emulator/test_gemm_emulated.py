@@ -158,6 +158,15 @@ def test_expert_mlp_shapes(emulated, T, K, E, dtype, sm):
     check_mlp(emulated, routing, tensors, "swiglu", True)
 
 
+@pytest.mark.parametrize("sm", [90])
+def test_many_rows_an_expert(emulated, sm):
+    """So many that pairs of thread blocks share the tiles of the weights; an odd number of row tiles."""
+    routing, tensors = mlp_inputs(2200, 1, 1, 16, 8, torch.bfloat16, True, False, torch.float32)
+    row_tiles = -(-int(routing.offs[-1]) // 128)
+    assert routing.row_idx.numel() >= 2048 and row_tiles % 2 == 1
+    check_mlp(emulated, routing, tensors, "swiglu", True)
+
+
 def wgmmas_of(emulated, op, *arguments):
     before = emulated.wgmmas()
     op(*arguments)

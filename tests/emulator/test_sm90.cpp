@@ -1,5 +1,6 @@
 // The Hopper products of the forward, F1 and F2, against plain loops in double, over tails, empty experts,
 // padding and schedules.
+#include "../../cuda/select.h"
 #include "sm90_cases.h"
 
 using namespace fmoe_ext;
@@ -44,6 +45,31 @@ void run_case(const Case& c) {
     }
 }
 
+void test_grids() {
+  const auto is = [](const Grid& grid, int cluster, int tile_rows) {
+    CHECK(grid.num_blocks == 7 && grid.cluster == cluster && grid.tile_rows == tile_rows,
+          "expected %d blocks a cluster and %d rows, got %d and %d", cluster, tile_rows, grid.cluster,
+          grid.tile_rows);
+  };
+  for (const Product product : {Product::rows_by_weight, Product::grad_input}) {
+    is(select_grid(product, 47 * 8 + 7, 8, 7), 1, 64);
+    is(select_grid(product, 48 * 8, 8, 7), 1, 128);
+    is(select_grid(product, 2048 * 8 - 1, 8, 7), 1, 128);
+    is(select_grid(product, 2048 * 8, 8, 7), 2, 128);
+  }
+  is(select_grid(Product::grad_hidden, 1, 8, 7), 1, 128);
+  is(select_grid(Product::grad_hidden, 2048 * 8, 8, 7), 2, 128);
+  const auto of_weight = [](int64_t M, int64_t N, const int* index_b) {
+    return select_weight_grid({nullptr, M, nullptr, 1, 0}, {nullptr, N, index_b, 1, 0}, 7);
+  };
+  const int index = 0;
+  is(of_weight(200, 256, nullptr), 2, 128);  // A gathered: two tiles of m
+  is(of_weight(264, 512, nullptr), 1, 128);
+  is(of_weight(31 * 128, 8, nullptr), 2, 128);
+  is(of_weight(200, 256, &index), 1, 128);  // B gathered: one tile of n
+  is(of_weight(8, 512, &index), 2, 128);
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -66,6 +92,7 @@ int main(int argc, char** argv) {
       {{1}, 0, 8, 8, 5, 1, 64},
       {{5, 0, 130, 1}, 70, 72, 72, 4, 2, 64},  // pairs of them
   };
+  test_grids();
   for_every_schedule(num_seeds, [&] {
     for (const Case& c : cases) run_case<__nv_bfloat16>(c);
     run_case<__half>(cases[2]);
