@@ -120,7 +120,7 @@ void launch_activation_backward(Dtype, CurveKind, bool gated, const void* grad, 
 
 // ---- sm90_*.cu: the Hopper path, compiled for sm_90a. Right under the emulator, not yet run on a GPU.
 // Of all of them: bf16 or f16 (another dtype throws); D and H are multiples of 8; every matrix is contiguous
-// and begins at a multiple of 16 bytes; num_rows < 2^31. offs and row_idx may hold anything, as on the
+// and begins at a multiple of 16 bytes; num_rows < 2^31 - 256. offs and row_idx may hold anything, as on the
 // portable path.
 struct Grid {
   int num_blocks;       // the number of SMs; any positive number is right

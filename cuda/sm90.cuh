@@ -123,7 +123,7 @@ struct RowTiles {
   int num_experts, tiles_n;
   Cluster cluster;
 
-  __device__ __forceinline__ Tile at(int index, const Cluster& cluster) const {  // the whole warp
+  __device__ __forceinline__ Tile at(int index) const {  // the whole warp
     const int pairs = cluster.pairs, span = kHeight << pairs, group = kGroupRows / kHeight >> pairs;
     const auto owner = find_tile_owner(offs, num_experts, num_rows, index / tiles_n, kHeight, pairs);
     const int in_expert = index - owner.first_tile * tiles_n;
@@ -164,13 +164,13 @@ struct RowGather {
 
 // The producer of a ring whose A operand is gathered; load_b(b, full, k, tile) starts the TMA loads of B.
 template <class T, class R, class Tiles, class LoadB>
-__device__ __forceinline__ void gather_rows(R& ring, const Tiles& tiles, const Cluster& cluster,
-                                            const Rows<T>& rows, int width, const LoadB& load_b) {
+__device__ __forceinline__ void gather_rows(R& ring, const Tiles& tiles, const Rows<T>& rows, int width,
+                                            const LoadB& load_b) {
   const int steps = static_cast<int>(ceil_div(width, kBlockColumns));
   RowGather<T> gather;
   uint32_t count = 0;
-  for (int index = cluster.first_index();; index += cluster.index_step()) {
-    const Tile tile = tiles.at(index, cluster);
+  for (int index = tiles.cluster.first_index();; index += tiles.cluster.index_step()) {
+    const Tile tile = tiles.at(index);
     if (tile.expert < 0 || tile.expert == tiles.num_experts) break;
     gather.pick(rows, tile);
     for (int k = 0; k < steps; ++k, ++count) {

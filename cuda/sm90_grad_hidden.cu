@@ -190,16 +190,15 @@ __global__ void __launch_bounds__(kSm90Threads, 1)
   if (group == kProducer) {
     ptx::setmaxnreg_dec<56>();
     const int part = cluster.part(kBlockColumns);
-    gather_rows<T>(s.ring, p.tiles, cluster, p.dy, p.D,
-                   [&](uint32_t b, uint32_t full, int k, const Tile& tile) {
-                     for (int n = 0; n < kN; n += kBlockColumns)
-                       cluster.load(b + (n + part) * 128, w2, full, tile.n * kN + n, k + part, tile.expert);
-                   });
+    gather_rows<T>(s.ring, p.tiles, p.dy, p.D, [&](uint32_t b, uint32_t full, int k, const Tile& tile) {
+      for (int n = 0; n < kN; n += kBlockColumns)
+        cluster.load(b + (n + part) * 128, w2, full, tile.n * kN + n, k + part, tile.expert);
+    });
   } else {
     ptx::setmaxnreg_inc<224>();
     const int steps = static_cast<int>(ceil_div(p.D, kBlockColumns));
     Epilogue<T, kCurve, kGated> epilogue{s, h, p, group};
-    ping_pong::consume<T, true, true>(s, p.tiles, cluster, group, steps, epilogue);
+    ping_pong::consume<T, true, true>(s, p.tiles, group, steps, epilogue);
   }
   cluster.sync();
 #endif

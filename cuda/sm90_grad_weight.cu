@@ -39,7 +39,7 @@ struct GradWeight {
   // The experts as `order` has them: those with most rows, whose tiles take longest, first. Their tiles as
   // RowTiles: tiles of m in groups that go through all tiles of n together.
   template <bool kPairsAlongM>
-  __device__ __forceinline__ WeightTile at(int index, const Cluster& cluster) const {
+  __device__ __forceinline__ WeightTile at(int index) const {
     const int height_m = kPairsAlongM ? kM << cluster.pairs : kM,
               width_n = kPairsAlongM ? kN : kN << cluster.pairs;
     const int group = kGroupRows / height_m;
@@ -84,14 +84,14 @@ struct ColumnGather {
 };
 
 template <class T, bool kGatherA>
-__device__ __forceinline__ void produce(Shared<T>& s, const CUtensorMap& plain_map, const GradWeight<T>& p,
-                                        const Cluster& cluster) {
+__device__ __forceinline__ void produce(Shared<T>& s, const CUtensorMap& plain_map, const GradWeight<T>& p) {
+  const Cluster cluster = p.cluster;
   constexpr int kGathered = kGatherA ? kM : kN, kPlain = kGatherA ? kN : kM;
   const Rows<T>&gathered = kGatherA ? p.a : p.b, &plain = kGatherA ? p.b : p.a;
   ColumnGather<T, kGathered> gather;
   uint32_t count = 0;
   for (int index = cluster.first_index(); index < p.num_tiles(); index += cluster.index_step()) {
-    const WeightTile tile = p.template at<kGatherA>(index, cluster);
+    const WeightTile tile = p.template at<kGatherA>(index);
     const int gathered_column = kGatherA ? tile.m : tile.n, plain_column = kGatherA ? tile.n : tile.m;
     for (int64_t row = tile.rows.begin; row < tile.rows.end; row += kBlockColumns, ++count) {
       const int stage = s.ring.stage_of(count);
@@ -161,11 +161,11 @@ __device__ __forceinline__ void store(T*, const float (&acc)[kN / 2], float* out
 }
 
 template <class T, class Out, bool kGatherA>
-__device__ __forceinline__ void consume(Shared<T>& s, Out* out, const GradWeight<T>& p,
-                                        const Cluster& cluster, int group) {
+__device__ __forceinline__ void consume(Shared<T>& s, Out* out, const GradWeight<T>& p, int group) {
+  const Cluster cluster = p.cluster;
   uint32_t count = 0;
   for (int index = cluster.first_index(); index < p.num_tiles(); index += cluster.index_step()) {
-    const WeightTile tile = p.template at<kGatherA>(index, cluster);
+    const WeightTile tile = p.template at<kGatherA>(index);
     const int m = tile.m + group * 64, rows = p.M - m, columns = min(p.N - tile.n, kN);
     Out* place = out + (static_cast<int64_t>(tile.expert) * p.M + m) * p.N + tile.n;
     const int steps = static_cast<int>(ceil_div(tile.rows.end - tile.rows.begin, kBlockColumns));
@@ -196,10 +196,10 @@ __global__ void __launch_bounds__(kSm90Threads, 1)
   cluster.sync();
   if (group == kProducer) {
     ptx::setmaxnreg_dec<56>();
-    produce<T, kGatherA>(s, plain_map, p, cluster);
+    produce<T, kGatherA>(s, plain_map, p);
   } else {
     ptx::setmaxnreg_inc<224>();
-    consume<T, Out, kGatherA>(s, out, p, cluster, group);
+    consume<T, Out, kGatherA>(s, out, p, group);
   }
   cluster.sync();
 #endif

@@ -56,14 +56,15 @@ __device__ __forceinline__ void multiply(S& s, float (&top)[S::kN / 2], float (&
 // store<0>(top, tile) and, with tiles of 128 rows, store<1>(bottom, tile) after it, and store_zeros(tile) for
 // padding. kAlongN: the rows of B run along n; kGathered: A comes by cp.async.
 template <class T, bool kAlongN, bool kGathered, class S, class Epilogue>
-__device__ __forceinline__ void consume(S& s, const RowTiles<S::kM>& tiles, const Cluster& cluster, int group,
-                                        int steps, Epilogue& epilogue) {
+__device__ __forceinline__ void consume(S& s, const RowTiles<S::kM>& tiles, int group, int steps,
+                                        Epilogue& epilogue) {
+  const Cluster cluster = tiles.cluster;
   constexpr bool kTwoHalves = S::kM > 64;
   uint32_t count = group * steps;
   uint32_t turns = 0;
   const int step = cluster.index_step();
   for (int index = cluster.first_index() + group * step;; index += 2 * step, ++turns) {
-    const Tile tile = tiles.at(index, cluster);
+    const Tile tile = tiles.at(index);
     if (tile.expert < 0) break;
     if (tile.expert == tiles.num_experts) {  // padding comes last, so there are no more turns to take
       epilogue.store_zeros(tile);

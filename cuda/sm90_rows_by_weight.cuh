@@ -23,13 +23,13 @@ struct RowsByWeight {
 
 template <class T, bool kAlongN, class P>
 __device__ __forceinline__ void load_rows_and_weight(typename P::Shared& s, const CUtensorMap& rows,
-                                                     const CUtensorMap& weight, const P& p,
-                                                     const Cluster& cluster) {
+                                                     const CUtensorMap& weight, const P& p) {
+  const Cluster cluster = p.tiles.cluster;
   constexpr int kN = P::kN;
   const int steps = static_cast<int>(ceil_div(p.K, kBlockColumns));
   uint32_t count = 0;
   for (int index = cluster.first_index();; index += cluster.index_step()) {
-    const Tile tile = p.tiles.at(index, cluster);
+    const Tile tile = p.tiles.at(index);
     if (tile.expert < 0 || tile.expert == p.tiles.num_experts) break;
     if (threadIdx.x % 32 != 0) continue;
 #pragma unroll 1
@@ -100,12 +100,12 @@ __global__ void __launch_bounds__(kSm90Threads, 1)
   cluster.sync();
   if (group == kProducer) {
     ptx::setmaxnreg_dec<40>();
-    if (threadIdx.x / 32 == kProducer * 4) load_rows_and_weight<T, kAlongN>(s, rows, weight, p, cluster);
+    if (threadIdx.x / 32 == kProducer * 4) load_rows_and_weight<T, kAlongN>(s, rows, weight, p);
   } else {
     ptx::setmaxnreg_inc<232>();
     const int steps = static_cast<int>(ceil_div(p.K, kBlockColumns));
     StoreRows<T, P> epilogue{s.c[group], p};
-    ping_pong::consume<T, kAlongN, false>(s, p.tiles, cluster, group, steps, epilogue);
+    ping_pong::consume<T, kAlongN, false>(s, p.tiles, group, steps, epilogue);
   }
   cluster.sync();
 #endif

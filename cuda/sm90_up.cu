@@ -75,12 +75,12 @@ __device__ __forceinline__ void store_padding(const UpParams<T>& p, const Tile& 
 }
 
 template <class T>
-__device__ __forceinline__ void consume(Shared<T>& s, const UpParams<T>& p, const Cluster& cluster,
-                                        int group) {
+__device__ __forceinline__ void consume(Shared<T>& s, const UpParams<T>& p, int group) {
+  const Cluster cluster = p.tiles.cluster;
   const int steps = static_cast<int>(ceil_div(p.D, kBlockColumns));
   uint32_t count = 0;
   for (int index = cluster.first_index();; index += cluster.index_step()) {
-    const Tile tile = p.tiles.at(index, cluster);
+    const Tile tile = p.tiles.at(index);
     if (tile.expert < 0) break;
     if (tile.expert == p.tiles.num_experts) {
       store_padding(p, tile, group);
@@ -108,13 +108,12 @@ __global__ void __launch_bounds__(kSm90Threads, 1)
   cluster.sync();
   if (group == kProducer) {
     ptx::setmaxnreg_dec<56>();
-    gather_rows<T>(s.ring, p.tiles, cluster, p.x, p.D,
-                   [&](uint32_t b, uint32_t full, int k, const Tile& tile) {
-                     ptx::tma_load(b, &w1, full, k, 0, 0, tile.n * (kColumns / 8), tile.expert);
-                   });
+    gather_rows<T>(s.ring, p.tiles, p.x, p.D, [&](uint32_t b, uint32_t full, int k, const Tile& tile) {
+      ptx::tma_load(b, &w1, full, k, 0, 0, tile.n * (kColumns / 8), tile.expert);
+    });
   } else {
     ptx::setmaxnreg_inc<224>();
-    consume(s, p, cluster, group);
+    consume(s, p, group);
   }
   cluster.sync();
 #endif
