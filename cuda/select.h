@@ -11,8 +11,8 @@
 namespace fmoe_ext {
 
 enum class Product {
-  up_swiglu,       // h = x_rows w1^T and a = silu(gate) up, x gathered, no bias
-  rows_by_weight,  // rows w^T
+  up,              // h = x_rows w1^T + b1 and its activation a, x gathered
+  rows_by_weight,  // scale (rows w^T + bias)
   grad_hidden,     // dh and a of dA = dy_rows w2
   grad_input,      // rows w
   grad_weight      // a^T b, expert by expert
@@ -36,7 +36,7 @@ struct Rule {
 };
 inline constexpr Rule kRules[] = {
     // product               kernel          sm  16 bit  widths  bytes
-    {Product::up_swiglu, Kernel::hopper, 90, true, 8, 16},
+    {Product::up, Kernel::hopper, 90, true, 8, 16},
     {Product::rows_by_weight, Kernel::hopper, 90, true, 8, 16},
     {Product::grad_hidden, Kernel::hopper, 90, true, 8, 16},
     {Product::grad_input, Kernel::hopper, 90, true, 8, 16},

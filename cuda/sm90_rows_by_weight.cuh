@@ -1,5 +1,5 @@
-// out [R, N] = rows [R, K] times each expert's weight on Hopper: tiles of 128 x 192, ping-pong, both operands
-// through TMA. Padding rows are zero.
+// out [R, N] = scale (rows [R, K] times each expert's weight + bias) on Hopper: tiles of 128 x 192,
+// ping-pong, both operands through TMA. Padding rows are zero.
 #pragma once
 
 #include "sm90_ping_pong.cuh"
@@ -16,6 +16,8 @@ struct RowsByWeight {
   static_assert(kSharedBytes <= kMaxSharedBytes);
 
   RowTiles tiles;
+  const T* bias;   // [E, N], or null
+  RowScale scale;  // of float
   T* out;
   int N, K;
 };
@@ -62,12 +64,28 @@ struct StoreRows {
   __device__ __forceinline__ void before(const Tile&) {}
   __device__ __forceinline__ void store(const float (&top)[kN / 2], const float (&bottom)[kN / 2],
                                         const Tile& tile) {
-    store_half(top, tile, 0);
-    store_half(bottom, tile, 64);
+    TileBias<T, kN> bias;
+    bias.load([&](int piece) -> const T* {
+      if (!p.bias || piece * 8 >= columns(tile)) return nullptr;
+      return p.bias + static_cast<int64_t>(tile.expert) * p.N + tile.n * kN + piece * 8;
+    });
+    store_half(top, bias, tile, 0);
+    store_half(bottom, bias, tile, 64);
   }
-  __device__ __forceinline__ void store_half(const float (&acc)[kN / 2], const Tile& tile, int first) {
+  __device__ __forceinline__ void store_half(const float (&acc)[kN / 2], const TileBias<T, kN>& bias,
+                                             const Tile& tile, int first) {
     if (tile.num_rows <= first) return;
-    stage_rows<kN>(staged, [&](int piece, bool lower) { return packed_accumulators<T>(acc, piece, lower); });
+    float factor[2];
+#pragma unroll
+    for (int lower = 0; lower < 2; ++lower) {
+      const int r = first + threadIdx.x % 128 / 32 * 16 + lower * 8 + threadIdx.x % 32 / 4;
+      factor[lower] = r < tile.num_rows ? factor_of<float>(p.scale, tile.row + r) : 0;
+    }
+    stage_rows<kN>(staged, [&](int piece, bool lower) {
+      const float2 b = p.bias ? bias.of(piece) : float2{0, 0};
+      const int at = piece * 4 + lower * 2;
+      return pack<T>(factor[lower] * (acc[at] + b.x), factor[lower] * (acc[at + 1] + b.y));
+    });
     __syncwarp();
     store_rows<T, kN>(staged, out(tile, first), p.N, tile.num_rows - first, columns(tile));
     __syncwarp();
@@ -106,8 +124,8 @@ __global__ void __launch_bounds__(kSm90Threads, 1)
 
 template <bool kAlongN>
 void launch_rows_by_weight_sm90(Dtype dtype, const void* rows, const int* offs, const void* weight,
-                                int64_t num_rows, int num_experts, int N, int K, void* out, int num_blocks,
-                                LaunchStream stream) {
+                                int64_t num_rows, int num_experts, int N, int K, const void* bias,
+                                const RowScale& scale, void* out, int num_blocks, LaunchStream stream) {
   if (num_rows == 0 || N == 0) return;
   dispatch_16bit(dtype, [&](auto tag) {
     using T = decltype(tag);
@@ -120,8 +138,12 @@ void launch_rows_by_weight_sm90(Dtype dtype, const void* rows, const int* offs, 
       encode_tensor_map<T>(&weight_map, weight, {3, {n, k, experts}, {n, k * n}, {kBox, kBox, 1}});
     else
       encode_tensor_map<T>(&weight_map, weight, {3, {k, n, experts}, {k, n * k}, {kBox, P::kN, 1}});
-    const P params{
-        {offs, num_rows, num_experts, static_cast<int>(ceil_div(N, P::kN))}, static_cast<T*>(out), N, K};
+    const P params{{offs, num_rows, num_experts, static_cast<int>(ceil_div(N, P::kN))},
+                   static_cast<const T*>(bias),
+                   scale,
+                   static_cast<T*>(out),
+                   N,
+                   K};
     launch(rows_by_weight_sm90_kernel<T, kAlongN>, num_blocks, kSm90Threads, P::kSharedBytes, stream, row_map,
            weight_map, params);
   });
