@@ -14,7 +14,7 @@ struct Groups {
 // out[r, n] = scale[r] * (sum_k x[r, k] w[e][n, k] + bias[e, n]), or w[e][k, n] when kAlongN. Padding rows
 // are zero.
 template <typename T, bool kAlongN>
-__global__ void __launch_bounds__(kGemmThreads, 1)
+__global__ void __launch_bounds__(kGemmThreads, kGemmBlocks<T>)
     rows_by_weight_kernel(Rows<T> x, Rows<T> weight, int64_t weight_size, Groups groups, int64_t N, int64_t K,
                           const T* __restrict__ bias, RowScale scale, int64_t num_tiles,
                           T* __restrict__ out) {
@@ -31,21 +31,22 @@ __global__ void __launch_bounds__(kGemmThreads, 1)
       Rows<T> a = x, b = weight;
       a.end = rows.end;
       b.base += rows.expert * weight_size;
-      multiply_tiles<T, false, kAlongN>(gemm, a, rows.begin, b, n0, 0, K);
+      gemm.template multiply<false, kAlongN>(a, rows.begin, b, n0, 0, K);
     }
-    gemm.for_each([&](int i, int j, acc_t<T> value) {
-      const int64_t r = rows.begin + i, n = n0 + j;
-      if (r >= rows.end || n >= N) return;
-      if (!padding && bias) value += to_acc(bias[rows.expert * N + n]);
-      if (!padding) value *= factor_of<acc_t<T>>(scale, r);
-      out[r * N + n] = round_to<T>(value);
+    const T* shift = bias && !padding ? bias + rows.expert * N + n0 : nullptr;
+    const int64_t num_rows = rows.end - rows.begin, num_columns = N - n0;
+    gemm.store(out + rows.begin * N + n0, N, num_rows, num_columns, [&](int i) {
+      const acc_t<T> factor = padding || i >= num_rows ? 0 : factor_of<acc_t<T>>(scale, rows.begin + i);
+      return [=](int j, acc_t<T> value) {
+        return (value + (shift && j < num_columns ? to_acc(shift[j]) : 0)) * factor;
+      };
     });
   }
 }
 
 // out[e][m, n] = sum over the rows r of expert e of a[r, m] b[r, n]; zero for an expert without rows.
 template <typename T>
-__global__ void __launch_bounds__(kGemmThreads, 1)
+__global__ void __launch_bounds__(kGemmThreads, kGemmBlocks<T>)
     rows_by_rows_kernel(Rows<T> a, Rows<T> b, Groups groups, int64_t M, int64_t N, int64_t num_tiles,
                         T* __restrict__ out) {
   using G = TileGemm<T>;
@@ -56,11 +57,9 @@ __global__ void __launch_bounds__(kGemmThreads, 1)
     const RowRange rows = rows_of(groups.offs, groups.num_experts, groups.num_rows, e);
     G gemm;
     a.end = b.end = rows.end;
-    multiply_tiles<T, true, true>(gemm, a, m0, b, n0, rows.begin, rows.end);
-    gemm.for_each([&](int i, int j, acc_t<T> value) {
-      const int64_t m = m0 + i, n = n0 + j;
-      if (m < M && n < N) out[(e * M + m) * N + n] = round_to<T>(value);
-    });
+    gemm.template multiply<true, true>(a, m0, b, n0, rows.begin, rows.end);
+    gemm.store(out + (e * M + m0) * N + n0, N, M - m0, N - n0,
+               [](int) { return [](int, acc_t<T> value) { return value; }; });
   }
 }
 

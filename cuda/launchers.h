@@ -91,6 +91,10 @@ void launch_rows_by_rows(Dtype, const GroupedRows& a, const GroupedRows& b, cons
 void launch_sum_rows(Dtype, const GroupedRows&, const int* offs, int num_experts, int64_t num_rows,
                      const RowScale&, void* out, LaunchStream);
 
+// ---- heaviest_first.cu: order [E] is a permutation of the experts, those with most rows first, then by
+// index
+void launch_heaviest_first(const int* offs, int num_experts, int64_t num_rows, int* order, LaunchStream);
+
 // ---- activation.cu: h is [R, H], or [R, 2 H] (gate, then up) when gated
 // in the order of Curve (csrc/activation.h)
 enum class CurveKind { gelu, gelu_tanh, relu, silu };
@@ -135,15 +139,16 @@ void launch_grad_hidden_sm90(Dtype, CurveKind, bool gated, const void* dy, const
 void launch_sum_dots(Dtype, const ActivationRows&, const float* dots, int64_t num_dots, const void* dy,
                      const void* b2, int64_t D, float* dscale, LaunchStream);
 // sm90_grad_weight.cu: out[e] [a.width, b.width] = sum over the rows r of expert e of a[r]^T b[r], zero for
-// an expert without rows. At most one of a and b has an index; both widths are multiples of 8.
+// an expert without rows. At most one of a and b has an index; both widths are multiples of 8. order, of
+// launch_heaviest_first, is the one in which the experts are taken.
 struct WeightGrad {
   void* data;       // of the dtype, or float
   bool is_float;    // float32 whatever the dtype, as main gradients are kept
   bool accumulate;  // adds to what is there; needs is_float
 };
 void launch_grad_weight_sm90(Dtype, const GroupedRows& a, const GroupedRows& b, const int* offs,
-                             int num_experts, int64_t num_rows, const WeightGrad& out, int num_blocks,
-                             LaunchStream);
+                             const int* order, int num_experts, int64_t num_rows, const WeightGrad& out,
+                             int num_blocks, LaunchStream);
 // sm90_grad_input.cu: dx_rows [R, D] = dh w1, with w1 [E, F, D] (F = 2 H when gated); padding rows are zero.
 void launch_grad_input_sm90(Dtype, const void* dh, const int* offs, const void* w1, int64_t num_rows,
                             int num_experts, int D, int F, void* dx_rows, int num_blocks, LaunchStream);

@@ -41,7 +41,7 @@ std::tuple<Tensor, Tensor, Tensor> grouped_gemm_backward_cuda(Tensor grad_y, Ten
   const Tensor dy = as_contiguous(grad_y), rows = as_contiguous(x), w = as_contiguous(weight),
                ends = as_contiguous(offs);
   const int64_t R = rows.size(0), E = w.size(0), N = w.size(1), D = w.size(2);
-  const Products products(ends, R, {rows, w, dy}, device);
+  Products products(ends, R, {rows, w, dy}, device);
   const auto output = [&](bool needed, std::initializer_list<int64_t> shape) {
     return needed ? torch::stable::new_empty(rows, shape) : torch::stable::new_empty(rows, {0});
   };
@@ -146,7 +146,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> expert_mlp_backward_c
 
   const Tensor dy = as_contiguous(grad_y), pre = as_contiguous(h);
   const GroupedRows dy_rows = combine ? mlp.by_token(dy) : plain_rows(dy);
-  const Products products(mlp.offs, R, {mlp.x, mlp.w1, mlp.w2, dy, pre}, device);
+  Products products(mlp.offs, R, {mlp.x, mlp.w1, mlp.w2, dy, pre}, device);
   const auto output = [&](bool needed, std::initializer_list<int64_t> shape) {
     return needed ? torch::stable::new_empty(mlp.x, shape) : torch::stable::new_empty(mlp.x, {0});
   };

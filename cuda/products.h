@@ -90,10 +90,10 @@ class Products {
   }
 
   // out[e] = a^T b over the rows of expert e
-  void grad_weight(const GroupedRows& a, const GroupedRows& b, const Tensor& out) const {
+  void grad_weight(const GroupedRows& a, const GroupedRows& b, const Tensor& out) {
     if (on_hopper(Product::grad_weight))
-      launch_grad_weight_sm90(dtype(), a, b, offs_, num_experts_, num_rows_, {data(out), false, false},
-                              device_.num_sms, stream_);
+      launch_grad_weight_sm90(dtype(), a, b, offs_, heaviest_first(), num_experts_, num_rows_,
+                              {data(out), false, false}, device_.num_sms, stream_);
     else
       launch_rows_by_rows(dtype(), a, b, offs_, num_experts_, num_rows_, data(out), stream_);
   }
@@ -116,6 +116,13 @@ class Products {
 
  private:
   Dtype dtype() const { return operands_.dtype; }
+  const int* heaviest_first() {
+    if (!heaviest_first_) {
+      heaviest_first_ = torch::stable::new_empty(like_, {num_experts_}, ScalarType::Int);
+      launch_heaviest_first(offs_, num_experts_, num_rows_, data<int>(heaviest_first_), stream_);
+    }
+    return data<int>(heaviest_first_);
+  }
   static int narrow(int64_t width) { return static_cast<int>(width); }  // select.h lets no larger one pass
 
   Tensor like_;
@@ -125,6 +132,7 @@ class Products {
   LaunchStream stream_;
   DeviceInfo device_;
   Operands operands_;
+  std::optional<Tensor> heaviest_first_;  // of launch_heaviest_first, for both weight gradients of a backward
 };
 
 }  // namespace fmoe_ext

@@ -27,17 +27,19 @@ struct WeightTile {
 template <class T>
 struct GradWeight {
   Rows<T> a, b;
-  const int* offs;
+  const int *offs, *order;
   int num_experts;
   int64_t num_rows;
   int M, N, tiles_m, tiles_n;
   bool accumulate;
 
   __device__ int num_tiles() const { return num_experts * tiles_m * tiles_n; }
-  // As RowTiles: tiles of m in groups that go through all tiles of n together.
+  // The experts as `order` has them: those with most rows, whose tiles take longest, first. Their tiles as
+  // RowTiles: tiles of m in groups that go through all tiles of n together.
   __device__ __forceinline__ WeightTile at(int index) const {
     constexpr int kGroup = RowTiles::kGroup;
-    const int per_expert = tiles_m * tiles_n, expert = index / per_expert, in_expert = index % per_expert;
+    const int per_expert = tiles_m * tiles_n, expert = order[index / per_expert],
+              in_expert = index % per_expert;
     const int first = in_expert / (kGroup * tiles_n) * kGroup, in_group = in_expert % (kGroup * tiles_n);
     const int height = min(tiles_m - first, kGroup);
     return {expert, (first + in_group % height) * kM, in_group / height * kN,
@@ -191,8 +193,8 @@ __global__ void __launch_bounds__(kSm90Threads, 1)
 }  // namespace
 
 void launch_grad_weight_sm90(Dtype dtype, const GroupedRows& a, const GroupedRows& b, const int* offs,
-                             int num_experts, int64_t num_rows, const WeightGrad& out, int num_blocks,
-                             LaunchStream stream) {
+                             const int* order, int num_experts, int64_t num_rows, const WeightGrad& out,
+                             int num_blocks, LaunchStream stream) {
   if (num_experts == 0) return;
   if (a.index && b.index)
     throw std::runtime_error("fmoe_ext: launch_grad_weight_sm90 gathers one of its operands, not both");
@@ -209,6 +211,7 @@ void launch_grad_weight_sm90(Dtype dtype, const GroupedRows& a, const GroupedRow
     const GradWeight<T> params{rows_from<T>(a, num_rows),
                                rows_from<T>(b, num_rows),
                                offs,
+                               order,
                                num_experts,
                                num_rows,
                                static_cast<int>(a.width),

@@ -113,10 +113,29 @@ void run_weight(const Case& c, Gathered gathered, bool accumulate) {
     return GroupedRows{t.data, static_cast<int64_t>(width), indexed ? row_idx.data() : nullptr, routing.kTopK,
                        routing.kNumChoices};
   };
-  launch_grad_weight_sm90(kDtype<T>, rows(a, M, index_a), rows(b, N, index_b), offs.data(), E, R,
+  Buffer<int> order(E);
+  launch_heaviest_first(offs.data(), E, R, order.data, nullptr);
+  launch_grad_weight_sm90(kDtype<T>, rows(a, M, index_a), rows(b, N, index_b), offs.data(), order.data, E, R,
                           {out.data, std::is_same_v<Out, float>, accumulate}, c.blocks, nullptr);
   for (size_t i = 0; i < out.size; ++i)
     check_value<Out>("grad_weight", out.at(i), expected[i], i / N, i % N, size[i] / 100);
+}
+
+// The experts are taken in the order that is given: of one that it leaves out nothing is written.
+void test_order() {
+  const int offs[] = {1, 2}, order[] = {1, 1};
+  Buffer<__nv_bfloat16> a(2 * 8), b(2 * 8), out(2 * 8 * 8);
+  std::mt19937 random(23);
+  a.fill(random, 1);
+  b.fill(random, 1);
+  const GroupedRows rows_a{a.data, 8, nullptr, 1, 0}, rows_b{b.data, 8, nullptr, 1, 0};
+  launch_grad_weight_sm90(Dtype::bf16, rows_a, rows_b, offs, order, 2, 2, {out.data, false, false}, 1,
+                          nullptr);
+  for (size_t i = 0; i < 64; ++i) {
+    CHECK(std::isnan(out.at(i)), "an expert that is not in the order was written");
+    check_value<__nv_bfloat16>("grad_weight", out.at(64 + i), a.at(8 + i / 8) * b.at(8 + i % 8), i / 8,
+                               i % 8);
+  }
 }
 
 template <class T>
@@ -145,8 +164,8 @@ void test_refusals() {
     const int offs[] = {0}, index[] = {0};
     std::string text;
     try {
-      launch_grad_weight_sm90(dtype, {nullptr, 8, index, 1, 1}, {nullptr, 8, index_b, 1, 1}, offs, 1, 0, out,
-                              1, nullptr);
+      launch_grad_weight_sm90(dtype, {nullptr, 8, index, 1, 1}, {nullptr, 8, index_b, 1, 1}, offs, index, 1,
+                              0, out, 1, nullptr);
     } catch (std::runtime_error& error) {
       text = error.what();
     }
@@ -190,6 +209,7 @@ int main(int argc, char** argv) {
     run_input<__half>(c);
     run_weight<__half, __half>(c, Gathered::b, false);
     run_weight<__half, float>(c, Gathered::none, false);
+    test_order();
   });
   return finish();
 }
