@@ -116,9 +116,16 @@ __device__ __forceinline__ uint32_t pack(float low, float high) {
 }
 template <typename T>
 __device__ __forceinline__ float2 unpack(uint32_t bits) {
-  T pair[2];
-  memcpy(pair, &bits, sizeof bits);
-  return {to_acc(pair[0]), to_acc(pair[1])};
+  if constexpr (std::is_same_v<T, __half>) {
+    __half2 pair;
+    memcpy(&pair, &bits, sizeof bits);
+    return __half22float2(pair);
+  } else {  // a bfloat16 is the upper half of a float
+    const uint32_t floats[2] = {bits << 16, bits & 0xffff0000u};
+    float2 pair;
+    memcpy(&pair, floats, sizeof pair);
+    return pair;
+  }
 }
 
 // Calls body with a value of the C++ type of a dtype.

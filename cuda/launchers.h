@@ -91,10 +91,6 @@ void launch_rows_by_rows(Dtype, const GroupedRows& a, const GroupedRows& b, cons
 void launch_sum_rows(Dtype, const GroupedRows&, const int* offs, int num_experts, int64_t num_rows,
                      const RowScale&, void* out, LaunchStream);
 
-// ---- bias_scale.cu: rows = (rows + bias) * scale in place, padding rows left alone; bias may be null
-void launch_bias_scale(Dtype, void* rows, const int* offs, int num_experts, int64_t num_rows, int64_t width,
-                       const void* bias, const RowScale&, LaunchStream);
-
 // ---- heaviest_first.cu: order [E] is a permutation of the experts, those with most rows first, then by
 // index
 void launch_heaviest_first(const int* offs, int num_experts, int64_t num_rows, int* order, LaunchStream);
@@ -128,13 +124,15 @@ struct Grid {
   int tile_rows = 128;  // or 64 (down, grad_input)
 };
 
-// sm90_up.cu: h [R, 2 H] = x_rows w1^T and a [R, H] = silu(gate) up, without a bias
-void launch_up_swiglu_sm90(Dtype, const void* x, const int* row_idx, const int* offs, const void* w1,
-                           int64_t num_rows, int64_t num_choices, int top_k, int num_experts, int D, int H,
-                           void* h, void* a, int num_blocks, LaunchStream);
-// sm90_down.cu: y [R, D] = a w2^T, neither bias nor weight
+// sm90_up.cu: h [R, F] = x_rows w1^T + b1, with w1 [E, F, D] (F = 2 H when gated), and a [R, H] as
+// launch_activation computes it from h. b1 [E, F] and h may be null; padding rows are zero.
+void launch_up_sm90(Dtype, CurveKind, bool gated, const GroupedRows& x, const int* offs, const void* w1,
+                    const void* b1, int64_t num_rows, int num_experts, int H, void* h, void* a, const Grid&,
+                    LaunchStream);
+// sm90_down.cu: y [R, D] = scale (a w2^T + b2); b2 [E, D] may be null; padding rows are zero
 void launch_down_sm90(Dtype, const void* a, const int* offs, const void* w2, int64_t num_rows,
-                      int num_experts, int D, int H, void* y, const Grid&, LaunchStream);
+                      int num_experts, int D, int H, const void* b2, const RowScale& scale, void* y,
+                      const Grid&, LaunchStream);
 // sm90_grad_hidden.cu: dA = dy_rows w2 is never stored. dh and scaled_a as launch_activation_backward writes
 // them; dots [R, num_hidden_dots_sm90(H)] holds <dA, act(h)> by tile of columns, for launch_sum_dots. Rows of
 // dots in the padding are not written; dots may be null.

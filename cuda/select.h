@@ -11,8 +11,8 @@
 namespace fmoe_ext {
 
 enum class Product {
-  up_swiglu,       // h = x_rows w1^T and a = silu(gate) up, x gathered, no bias
-  rows_by_weight,  // rows w^T
+  up,              // h = x_rows w1^T + b1 and its activation a, x gathered
+  rows_by_weight,  // scale (rows w^T + bias)
   grad_hidden,     // dh and a of dA = dy_rows w2
   grad_input,      // rows w
   grad_weight      // a^T b, expert by expert
@@ -36,7 +36,7 @@ struct Rule {
 };
 inline constexpr Rule kRules[] = {
     // product               kernel          sm  16 bit  widths  bytes
-    {Product::up_swiglu, Kernel::hopper, 90, true, 8, 16},
+    {Product::up, Kernel::hopper, 90, true, 8, 16},
     {Product::rows_by_weight, Kernel::hopper, 90, true, 8, 16},
     {Product::grad_hidden, Kernel::hopper, 90, true, 8, 16},
     {Product::grad_input, Kernel::hopper, 90, true, 8, 16},
@@ -78,11 +78,14 @@ struct GridRule {
   int cluster, tile_rows;
 };
 inline constexpr GridRule kGridRules[] = {
-    // product                rows  blocks  rows of a tile
-    {Product::rows_by_weight, 2048, 2, 128}, {Product::rows_by_weight, 48, 1, 128},
-    {Product::rows_by_weight, 0, 1, 64},     {Product::grad_input, 2048, 2, 128},
-    {Product::grad_input, 48, 1, 128},       {Product::grad_input, 0, 1, 64},
-    {Product::grad_hidden, 2048, 2, 128},
+    {.product = Product::up, .rows_per_expert = 2048, .cluster = 2, .tile_rows = 128},
+    {.product = Product::rows_by_weight, .rows_per_expert = 2048, .cluster = 2, .tile_rows = 128},
+    {.product = Product::rows_by_weight, .rows_per_expert = 48, .cluster = 1, .tile_rows = 128},
+    {.product = Product::rows_by_weight, .rows_per_expert = 0, .cluster = 1, .tile_rows = 64},
+    {.product = Product::grad_hidden, .rows_per_expert = 2048, .cluster = 2, .tile_rows = 128},
+    {.product = Product::grad_input, .rows_per_expert = 2048, .cluster = 2, .tile_rows = 128},
+    {.product = Product::grad_input, .rows_per_expert = 48, .cluster = 1, .tile_rows = 128},
+    {.product = Product::grad_input, .rows_per_expert = 0, .cluster = 1, .tile_rows = 64},
 };
 inline Grid select_grid(Product product, int64_t num_rows, int num_experts, int num_sms) {
   for (const GridRule& rule : kGridRules)

@@ -239,6 +239,26 @@ template <class T, int kCount>
 __device__ __forceinline__ uint32_t packed_accumulators(const float (&acc)[kCount], int piece, bool lower) {
   return pack<T>(acc[piece * 4 + lower * 2], acc[piece * 4 + lower * 2 + 1]);
 }
+// What is added to the columns of a tile, by piece of 8. Every lane reads two elements of each 8 pieces, in
+// whole lines and ahead of the product; a shuffle brings each lane those of the columns that it holds.
+template <class T, int kN>
+struct TileBias {
+  uint32_t pairs[kN / 64];
+
+  // elements_of(piece) is where the 8 elements of a piece lie, or null: zeros.
+  template <class ElementsOf>
+  __device__ __forceinline__ void load(const ElementsOf& elements_of) {
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int i = 0; i < kN / 64; ++i) {
+      const T* elements = elements_of(i * 8 + lane / 4);
+      pairs[i] = elements ? *reinterpret_cast<const uint32_t*>(elements + lane % 4 * 2) : 0;
+    }
+  }
+  __device__ __forceinline__ float2 of(int piece) const {
+    return unpack<T>(__shfl_sync(kFullMask, pairs[piece / 8], piece % 8 * 4 + threadIdx.x % 4));
+  }
+};
 // Copies what lies in the first `rows` rows and `columns` columns (a multiple of 8) of the tile to out.
 template <class T, int kColumns>
 __device__ __forceinline__ void store_rows(const void* tile, T* out, int64_t stride, int rows, int columns) {

@@ -34,22 +34,6 @@ struct GradHidden {
   int D, H;
 };
 
-// activate() by the device's fast exponential and division, as in the forward kernel.
-template <CurveKind kCurve>
-__device__ __forceinline__ ValueAndSlope<float> activate_fast(float x) {
-  const auto sigmoid = [](float v) { return __fdividef(1.f, 1.f + __expf(-v)); };
-  if constexpr (kCurve == CurveKind::silu) {
-    const float s = sigmoid(x);
-    return {x * s, s * (1 + x * (1 - s))};
-  } else if constexpr (kCurve == CurveKind::gelu_tanh) {  // (1 + tanh(v)) / 2 = sigmoid(2 v)
-    constexpr float kRoot = 1.5957691216057308f, kCubic = 0.044715f;
-    const float s = sigmoid(kRoot * x * (1 + kCubic * x * x));
-    return {x * s, s * (1 + x * (1 - s) * kRoot * (1 + 3 * kCubic * x * x))};
-  } else {
-    return activate<kCurve>(x);
-  }
-}
-
 template <class T, CurveKind kCurve, bool kGated>
 struct Epilogue {
   Shared<T>& s;

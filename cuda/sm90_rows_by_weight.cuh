@@ -1,6 +1,6 @@
-// out [R, N] = rows [R, K] times each expert's weight on Hopper: tiles of 128 x 192, or of 64 x 192 where
-// experts have few rows, ping-pong, both operands through TMA. The blocks of a cluster share the tile of the
-// weight. Padding rows are zero.
+// out [R, N] = scale (rows [R, K] times each expert's weight + bias) on Hopper: tiles of 128 x 192, or of 64
+// x 192 where experts have few rows, ping-pong, both operands through TMA. The blocks of a cluster share the
+// tile of the weight. Padding rows are zero.
 #pragma once
 
 #include "sm90_ping_pong.cuh"
@@ -17,6 +17,8 @@ struct RowsByWeight {
   static_assert(kSharedBytes <= kMaxSharedBytes);
 
   RowTiles<kM> tiles;
+  const T* bias;   // [E, N], or null
+  RowScale scale;  // of float
   T* out;
   int N, K;
 };
@@ -60,6 +62,7 @@ struct StoreRows {
   static constexpr int kN = P::kN;
   T* staged;
   const P& p;
+  TileBias<T, kN> bias;
 
   __device__ T* out(const Tile& tile, int first) const {
     return p.out + static_cast<int64_t>(tile.row + first) * p.N + tile.n * kN;
@@ -70,8 +73,23 @@ struct StoreRows {
   template <int kHalf>
   __device__ __forceinline__ void store(const float (&acc)[kN / 2], const Tile& tile) {
     constexpr int first = 64 * kHalf;
+    if (kHalf == 0)
+      bias.load([&](int piece) -> const T* {
+        if (!p.bias || piece * 8 >= columns(tile)) return nullptr;
+        return p.bias + static_cast<int64_t>(tile.expert) * p.N + tile.n * kN + piece * 8;
+      });
     if (tile.num_rows <= first) return;
-    stage_rows<kN>(staged, [&](int piece, bool lower) { return packed_accumulators<T>(acc, piece, lower); });
+    float factor[2];
+#pragma unroll
+    for (int lower = 0; lower < 2; ++lower) {
+      const int r = first + threadIdx.x % 128 / 32 * 16 + lower * 8 + threadIdx.x % 32 / 4;
+      factor[lower] = r < tile.num_rows ? factor_of<float>(p.scale, tile.row + r) : 0;
+    }
+    stage_rows<kN>(staged, [&](int piece, bool lower) {
+      const float2 b = p.bias ? bias.of(piece) : float2{0, 0};
+      const int at = piece * 4 + lower * 2;
+      return pack<T>(factor[lower] * (acc[at] + b.x), factor[lower] * (acc[at + 1] + b.y));
+    });
     __syncwarp();
     store_rows<T, kN>(staged, out(tile, first), p.N, tile.num_rows - first, columns(tile));
     __syncwarp();
@@ -104,7 +122,7 @@ __global__ void __launch_bounds__(kSm90Threads, 1)
   } else {
     ptx::setmaxnreg_inc<232>();
     const int steps = static_cast<int>(ceil_div(p.K, kBlockColumns));
-    StoreRows<T, P> epilogue{s.c[group], p};
+    StoreRows<T, P> epilogue{s.c[group], p, {}};
     ping_pong::consume<T, kAlongN, false>(s, p.tiles, group, steps, epilogue);
   }
   cluster.sync();
@@ -113,8 +131,8 @@ __global__ void __launch_bounds__(kSm90Threads, 1)
 
 template <bool kAlongN, int kRows>
 void launch_rows_by_weight_sm90(Dtype dtype, const void* rows, const int* offs, const void* weight,
-                                int64_t num_rows, int num_experts, int N, int K, void* out, const Grid& grid,
-                                LaunchStream stream) {
+                                int64_t num_rows, int num_experts, int N, int K, const void* bias,
+                                const RowScale& scale, void* out, const Grid& grid, LaunchStream stream) {
   dispatch_16bit(dtype, [&](auto tag) {
     using T = decltype(tag);
     using P = RowsByWeight<T, kRows>;
@@ -127,6 +145,8 @@ void launch_rows_by_weight_sm90(Dtype dtype, const void* rows, const int* offs, 
     else
       encode_tensor_map<T>(&weight_map, weight, {3, {k, n, experts}, {k, n * k}, {box, P::kN / blocks, 1}});
     const P params{{offs, num_rows, num_experts, static_cast<int>(ceil_div(N, P::kN)), {grid.cluster - 1}},
+                   static_cast<const T*>(bias),
+                   scale,
                    static_cast<T*>(out),
                    N,
                    K};
@@ -136,12 +156,13 @@ void launch_rows_by_weight_sm90(Dtype dtype, const void* rows, const int* offs, 
 }
 template <bool kAlongN>
 void launch_rows_by_weight_sm90(Dtype dtype, const void* rows, const int* offs, const void* weight,
-                                int64_t num_rows, int num_experts, int N, int K, void* out, const Grid& grid,
-                                LaunchStream stream) {
+                                int64_t num_rows, int num_experts, int N, int K, const void* bias,
+                                const RowScale& scale, void* out, const Grid& grid, LaunchStream stream) {
   if (num_rows == 0 || N == 0) return;
   (grid.tile_rows == 64 ? launch_rows_by_weight_sm90<kAlongN, 64>
                         : launch_rows_by_weight_sm90<kAlongN, 128>)(dtype, rows, offs, weight, num_rows,
-                                                                    num_experts, N, K, out, grid, stream);
+                                                                    num_experts, N, K, bias, scale, out, grid,
+                                                                    stream);
 }
 
 }  // namespace fmoe_ext

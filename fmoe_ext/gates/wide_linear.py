@@ -1,14 +1,21 @@
+import contextlib
+
 import torch
 import torch.nn.functional as F
+
+
+def _without_autocast(device_type):
+    known = torch.amp.is_autocast_available(device_type)  # "meta" has none
+    return torch.autocast(device_type, enabled=False) if known else contextlib.nullcontext()
 
 
 class _WideLinear(torch.autograd.Function):
     """F.linear of wider copies, which backward makes again: kept are the tensors as they came."""
 
+    generate_vmap_rule = True
+
     @staticmethod
-    def forward(ctx, inp, weight, bias, dtype):
-        ctx.save_for_backward(inp, weight)
-        ctx.dtype, ctx.bias_dtype = dtype, None if bias is None else bias.dtype
+    def forward(inp, weight, bias, dtype):
         wide_bias = None if bias is None else bias.to(dtype)
         if inp.is_cuda and dtype == torch.float32 and inp.dtype == weight.dtype != dtype:
             # products of 16-bit numbers are exact in float32, so that only the order of the sum differs
@@ -17,10 +24,16 @@ class _WideLinear(torch.autograd.Function):
         return F.linear(inp.to(dtype), weight.to(dtype), wide_bias)
 
     @staticmethod
+    def setup_context(ctx, inputs, output):
+        inp, weight, bias, ctx.dtype = inputs
+        ctx.save_for_backward(inp, weight)
+        ctx.bias_dtype = None if bias is None else bias.dtype
+
+    @staticmethod
     def backward(ctx, grad):
         inp, weight = ctx.saved_tensors
         needs_inp, needs_weight, needs_bias, _ = ctx.needs_input_grad
-        with torch.autocast(grad.device.type, enabled=False):
+        with _without_autocast(grad.device.type):
             grad_inp = (grad @ weight.to(ctx.dtype)).to(inp.dtype) if needs_inp else None
             grad_weight = (grad.t() @ inp.to(ctx.dtype)).to(weight.dtype) if needs_weight else None
             grad_bias = grad.sum(0).to(ctx.bias_dtype) if needs_bias else None
@@ -35,7 +48,7 @@ def wide_linear(inp, weight, bias=None):
     Equivalent to: F.linear(inp.float(), weight.float(), bias.float()).
     """
     dtype = torch.promote_types(torch.promote_types(inp.dtype, weight.dtype), torch.float32)
-    with torch.autocast(inp.device.type, enabled=False):
+    with _without_autocast(inp.device.type):
         if inp.dtype == weight.dtype == dtype:
             return F.linear(inp, weight, None if bias is None else bias.to(dtype))
         return _WideLinear.apply(inp, weight, bias, dtype)

@@ -4,7 +4,12 @@ import torch
 import torch.nn.functional as F
 
 from fmoe_ext.ops import debug
-from fmoe_ext.ops._autograd import register_autocast, register_fake, register_not_differentiable_twice
+from fmoe_ext.ops._autograd import (
+    register_autocast,
+    register_fake,
+    register_not_differentiable_twice,
+    reverse_mode_only,
+)
 
 ACTIVATIONS = MappingProxyType(
     {
@@ -19,6 +24,7 @@ ACTIVATIONS = MappingProxyType(
 )
 
 
+@reverse_mode_only
 def expert_mlp(
     x: torch.Tensor,
     row_idx: torch.Tensor,

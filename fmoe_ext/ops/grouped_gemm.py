@@ -1,9 +1,15 @@
 import torch
 
 from fmoe_ext.ops import debug
-from fmoe_ext.ops._autograd import register_autocast, register_fake, register_not_differentiable_twice
+from fmoe_ext.ops._autograd import (
+    register_autocast,
+    register_fake,
+    register_not_differentiable_twice,
+    reverse_mode_only,
+)
 
 
+@reverse_mode_only
 def grouped_gemm(
     x: torch.Tensor,
     weight: torch.Tensor,

@@ -6,30 +6,6 @@ using namespace fmoe_ext;
 
 namespace {
 
-struct ValueAndSlope {
-  double value, slope;
-};
-ValueAndSlope activate(CurveKind curve, double x) {
-  const auto gaussian = [](double v) { return std::exp(-v * v / 2) / std::sqrt(2 * M_PI); };
-  switch (curve) {
-    case CurveKind::gelu: {
-      const double cdf = std::erfc(-x / std::sqrt(2)) / 2;
-      return {x * cdf, cdf + x * gaussian(x)};
-    }
-    case CurveKind::gelu_tanh: {
-      const double root = std::sqrt(2 / M_PI), t = std::tanh(root * (x + 0.044715 * x * x * x));
-      return {x * (1 + t) / 2, (1 + t) / 2 + x * (1 - t * t) * root * (1 + 3 * 0.044715 * x * x) / 2};
-    }
-    case CurveKind::relu:
-      return {x > 0 ? x : 0, x > 0 ? 1. : 0.};
-    case CurveKind::silu: {
-      const double s = 1 / (1 + std::exp(-x));
-      return {x * s, s * (1 + x * (1 - s))};
-    }
-  }
-  return {};
-}
-
 struct Form {
   CurveKind curve;
   bool gated, by_token, weighted, with_b2;
