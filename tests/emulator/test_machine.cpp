@@ -316,7 +316,10 @@ void test_cluster() {
     CHECK(out[r] == sum, "row %d: %g, expected %g", r, out[r], sum);
   }
   check_stops("blocks 0x6 of a cluster of 2", [&] { run(Pair::wrong_blocks); });
-  check_stops("", [&] { run(Pair::half_expected); });  // which of several errors depends on the schedule
+  // Which of several errors depends on the schedule.
+#if !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)  // theirs come first
+  check_stops("", [&] { run(Pair::half_expected); });
+#endif
   check_stops("", [&] { run(Pair::leaves_early); });
   check_stops("threads 0-31 wait for mbarrier", [&] { run(Pair::no_release); });
   check_stops("of block 0 of the cluster, which has ended", [&] { run(Pair::no_end_barrier); });
