@@ -186,7 +186,7 @@ int main(int argc, char** argv) {
   const std::vector<Case> cases = {
       {{0, 130, 70}, 0, 128, 128, 1},     // several tiles a block
       {{0, 71, 40, 0}, 140, 72, 136, 3},  // tails of k and of columns, two tiles of padding
-      {{5, 0, 97, 1}, 2, 200, 264, 2},   {{1}, 0, 8, 8, 132}, {{0, 0}, 3, 64, 64, 4},
+      {{5, 0, 97, 1}, 2, 200, 264, 2},   {{1}, 0, 8, 8, 16}, {{0, 0}, 3, 64, 64, 4},
   };
   const std::vector<Case> cases_of_pairs = {
       {{0, 130, 70}, 0, 128, 128, 2, 2},        // one pair; two row tiles, then one; one weight tile
