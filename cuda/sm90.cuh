@@ -185,7 +185,6 @@ __device__ __forceinline__ void gather_rows(R& ring, const Tiles& tiles, const R
       ptx::cp_async_mbar_arrive_noinc(full);
     }
   }
-  ptx::cp_async_wait_all();
 }
 constexpr int kGatherArrivals = 128 + 1;  // on a full barrier
 

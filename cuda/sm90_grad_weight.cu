@@ -120,7 +120,6 @@ __device__ __forceinline__ void produce(Shared<T>& s, const CUtensorMap& plain_m
       ptx::cp_async_mbar_arrive_noinc(full);
     }
   }
-  ptx::cp_async_wait_all();
 }
 
 // The 64 rows of a warpgroup's accumulators to out, of the operands' type, by way of shared memory.

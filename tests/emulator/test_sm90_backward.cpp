@@ -194,6 +194,7 @@ int main(int argc, char** argv) {
       {{1}, 0, 200, 264, 8, 2},                 // two weight tiles along m and along n
       {{0, 0}, 3, 64, 64, 4, 2},
   };
+  const Case few_rows_each{{3, 5, 3, 64, 3, 1, 3, 2, 3, 4, 1, 3}, 0, 40, 40, 2, 2};  // nothing of most by TMA
   const Case three_weight_tiles{{67, 0}, 0, 264, 520, 4, 2};
   const std::vector<Case> cases_of_64_rows = {
       {{0, 130, 70}, 0, 40, 200, 1, 1, 64},  // more steps than stages
@@ -223,6 +224,7 @@ int main(int argc, char** argv) {
       run_weight<bf16, bf16>(c, Gathered::a, false);
       run_weight<bf16, float>(c, Gathered::b, true);
     }
+    run_weight<bf16, bf16>(few_rows_each, Gathered::a, false);
     run_weight<bf16, bf16>(three_weight_tiles, Gathered::a, false);
     run_weight<bf16, bf16>(three_weight_tiles, Gathered::b, false);
     run_hidden<__half>(cases_of_pairs[1], {CurveKind::gelu, false, false, true, true});
