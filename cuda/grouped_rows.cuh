@@ -52,16 +52,20 @@ static __device__ TileOwner<Int> find_tile_owner(const int* __restrict__ offs, i
   return {-1, 0, 0, 0};
 }
 
-struct RowTile {
-  int expert;  // num_experts: padding; -1: there is no such tile
-  int64_t begin, end;
+// Where tile `index` of rows x columns tiles lies: `group` rows of them go through all columns together, rows
+// first. What the blocks that run at the same time read then fits the L2 cache, of either operand.
+template <typename Int>
+struct TilePlace {
+  Int row, column;
 };
-__device__ __forceinline__ RowTile find_row_tile(const int* __restrict__ offs, int num_experts,
-                                                 int64_t num_rows, int64_t index, int height) {
-  const TileOwner owner = find_tile_owner(offs, num_experts, num_rows, index, height);
-  const int64_t begin = owner.begin + (index - owner.first_tile) * height, end = owner.end;
-  return {owner.expert, begin, begin + height < end ? begin + height : end};
+template <typename Int>
+__device__ __forceinline__ TilePlace<Int> tile_place(Int index, Int rows, Int columns, Int group) {
+  const Int first = index / (group * columns) * group, in_group = index % (group * columns);
+  const Int height = min(rows - first, group);
+  return {first + in_group % height, in_group / height};
 }
+constexpr int kGroupRows = 2048;  // elements of a group of tiles
+
 inline int64_t max_row_tiles(int64_t num_rows, int num_experts, int height) {
   return num_rows / height + num_experts + 1;
 }

@@ -110,11 +110,9 @@ struct Tile {
   int expert;            // num_experts: padding; -1: there is no such tile
   int row, num_rows, n;  // its rows (none or fewer: outside the expert), and which tile of columns it is
 };
-constexpr int kGroupRows = 2048;
 
-// Row tiles of an expert, kGroupRows rows together, go through all columns, row tiles first: what the blocks
-// that run at the same time read then fits the L2 cache, of rows as of weights. The blocks of a cluster take
-// tiles that follow one another in rows.
+// Row tiles of an expert in groups of kGroupRows rows. The blocks of a cluster take tiles that follow one
+// another in rows.
 template <int kRows>
 struct RowTiles {
   static constexpr int kHeight = kRows;
@@ -126,12 +124,11 @@ struct RowTiles {
   __device__ __forceinline__ Tile at(int index) const {  // the whole warp
     const int pairs = cluster.pairs, span = kHeight << pairs, group = kGroupRows / kHeight >> pairs;
     const auto owner = find_tile_owner(offs, num_experts, num_rows, index / tiles_n, kHeight, pairs);
-    const int in_expert = index - owner.first_tile * tiles_n;
-    const int first = in_expert / (group * tiles_n) * group, in_group = in_expert % (group * tiles_n);
-    const int height = min(((owner.end - owner.begin + span - 1) / kHeight >> pairs) - first, group);
     if (owner.expert < 0) return {-1, 0, 0, 0};
-    const int row = owner.begin + (first + in_group % height) * span + cluster.rank() * kHeight;
-    return {owner.expert, row, min(owner.end - row, kHeight), in_group / height};
+    const auto place = tile_place(index - owner.first_tile * tiles_n,
+                                  (owner.end - owner.begin + span - 1) / kHeight >> pairs, tiles_n, group);
+    const int row = owner.begin + place.row * span + cluster.rank() * kHeight;
+    return {owner.expert, row, min(owner.end - row, kHeight), place.column};
   }
 };
 

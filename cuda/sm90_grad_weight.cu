@@ -42,12 +42,9 @@ struct GradWeight {
   __device__ __forceinline__ WeightTile at(int index) const {
     const int height_m = kPairsAlongM ? kM << cluster.pairs : kM,
               width_n = kPairsAlongM ? kN : kN << cluster.pairs;
-    const int group = kGroupRows / height_m;
-    const int per_expert = tiles_m * tiles_n, expert = order[index / per_expert],
-              in_expert = index % per_expert;
-    const int first = in_expert / (group * tiles_n) * group, in_group = in_expert % (group * tiles_n);
-    const int height = min(tiles_m - first, group);
-    const int m = (first + in_group % height) * height_m, n = in_group / height * width_n;
+    const int per_expert = tiles_m * tiles_n, expert = order[index / per_expert];
+    const auto place = tile_place(index % per_expert, tiles_m, tiles_n, kGroupRows / height_m);
+    const int m = place.row * height_m, n = place.column * width_n;
     return {expert, kPairsAlongM ? m + cluster.rank() * kM : m, kPairsAlongM ? n : n + cluster.rank() * kN,
             rows_of(offs, num_experts, num_rows, expert)};
   }
