@@ -43,23 +43,27 @@ __global__ void __launch_bounds__(kGemmThreads, 1)
   }
 }
 
-// out[e][m, n] = sum over the rows r of expert e of a[r, m] b[r, n]; zero for an expert without rows.
-template <typename T>
+// out[e][m, n] = sum over the rows r of expert e of a[r, m] b[r, n], or is increased by it. Out is T or
+// acc_t<T>.
+template <typename T, typename Out>
 __global__ void __launch_bounds__(kGemmThreads, 1)
     rows_by_rows_kernel(Rows<T> a, Rows<T> b, Groups groups, int64_t M, int64_t N, int64_t num_tiles,
-                        T* __restrict__ out) {
+                        bool accumulate, Out* __restrict__ out) {
   using G = TileGemm<T>;
   const int64_t tiles_n = ceil_div(N, G::kN), tiles_m = ceil_div(M, G::kM);
   for (int64_t tile = blockIdx.x; tile < num_tiles; tile += gridDim.x) {
     const int e = static_cast<int>(tile / tiles_n / tiles_m);
     const int64_t m0 = tile / tiles_n % tiles_m * G::kM, n0 = tile % tiles_n * G::kN;
     const RowRange rows = rows_of(groups.offs, groups.num_experts, groups.num_rows, e);
+    if (accumulate && rows.begin == rows.end) continue;
     G gemm;
     a.end = b.end = rows.end;
     multiply_tiles<T, true, true>(gemm, a, m0, b, n0, rows.begin, rows.end);
     gemm.for_each([&](int i, int j, acc_t<T> value) {
       const int64_t m = m0 + i, n = n0 + j;
-      if (m < M && n < N) out[(e * M + m) * N + n] = round_to<T>(value);
+      if (m >= M || n >= N) return;
+      Out& there = out[(e * M + m) * N + n];
+      there = round_to<Out>(accumulate ? value + to_acc(there) : value);
     });
   }
 }
@@ -117,15 +121,21 @@ void launch_rows_by_weight(Dtype dtype, const GroupedRows& x, const GroupedWeigh
 }
 
 void launch_rows_by_rows(Dtype dtype, const GroupedRows& a, const GroupedRows& b, const int* offs,
-                         int num_experts, int64_t num_rows, void* out, LaunchStream stream) {
+                         int num_experts, int64_t num_rows, const WeightGrad& out, LaunchStream stream) {
   if (num_experts == 0 || a.width == 0 || b.width == 0) return;
   dispatch_dtype(dtype, [&](auto tag) {
     using T = decltype(tag);
     using G = TileGemm<T>;
     const int64_t tiles = num_experts * ceil_div(a.width, G::kM) * ceil_div(b.width, G::kN);
-    launch(rows_by_rows_kernel<T>, grid_for(tiles), kGemmThreads, 0, stream, rows_from<T>(a, num_rows),
-           rows_from<T>(b, num_rows), Groups{offs, num_experts, num_rows}, a.width, b.width, tiles,
-           static_cast<T*>(out));
+    const auto start = [&](auto kernel, auto* data) {
+      launch(kernel, grid_for(tiles), kGemmThreads, 0, stream, rows_from<T>(a, num_rows),
+             rows_from<T>(b, num_rows), Groups{offs, num_experts, num_rows}, a.width, b.width, tiles,
+             out.accumulate, data);
+    };
+    if (out.is_float)
+      start(rows_by_rows_kernel<T, acc_t<T>>, static_cast<acc_t<T>*>(out.data));
+    else
+      start(rows_by_rows_kernel<T, T>, static_cast<T*>(out.data));
   });
 }
 
