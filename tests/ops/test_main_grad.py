@@ -359,5 +359,6 @@ def test_compile_breaks_the_graph_and_says_so(name):
     expected = step(lambda function: function())
     got = step(lambda function: torch.compile(function, backend="aot_eager")())
     assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+    torch.compiler.reset()
     with pytest.raises(Exception, match="main_grad by code that a compiled graph cannot hold"):
         step(lambda function: torch.compile(function, backend="aot_eager", fullgraph=True)())
