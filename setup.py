@@ -14,7 +14,7 @@ ROOT = Path(__file__).parent.resolve()
 TORCH_FLOOR = (2, 11)
 # Highest libtorch stable-ABI version that the sources may use: the floor, so that one binary serves every later torch.
 TORCH_TARGET = "0x020b000000000000"
-DEFAULT_CUDA_ARCHS = "8.0;9.0a"
+DEFAULT_CUDA_ARCHS = "8.0+PTX;9.0a"  # newer devices than these compile the PTX when it is loaded
 
 
 def stop(sentence):

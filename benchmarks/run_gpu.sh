@@ -54,9 +54,11 @@ small=(tests/ops/test_expert_mlp.py tests/ops/test_grouped_gemm.py tests/ops/tes
 pytest=("$python" -m pytest -q -p no:cacheprovider --device cuda)
 if ((dry_run)); then
   step tests 300 "${pytest[@]}" --collect-only -q "${on_gpu[@]}"
+  step device 60 "$python" -m pytest -q -p no:cacheprovider tests/cuda/test_on_gpu.py
   step memory 300 "${pytest[@]}" --collect-only -q -k "shapes or garbage" "${small[@]}"
   step layer 300 "$python" -m benchmarks.bench_gpu_layer --dry-run --out "$out/gpu.json"
 else
+  step device 60 "$python" -m pytest -q -p no:cacheprovider tests/cuda/test_on_gpu.py
   step tests 150 "${pytest[@]}" "${on_gpu[@]}"
   if command -v compute-sanitizer >/dev/null; then
     step memory 60 compute-sanitizer --error-exitcode 1 --kernel-regex kns=fmoe_ext \

@@ -14,7 +14,7 @@ struct Groups {
 // out[r, n] = scale[r] * (sum_k x[r, k] w[e][n, k] + bias[e, n]), or w[e][k, n] when kAlongN. Padding rows
 // are zero.
 template <typename T, bool kAlongN>
-__global__ void __launch_bounds__(kGemmThreads, 1)
+__global__ void __launch_bounds__(kGemmThreads, kGemmBlocks<T>)
     rows_by_weight_kernel(Rows<T> x, Rows<T> weight, int64_t weight_size, Groups groups, int64_t N, int64_t K,
                           const T* __restrict__ bias, RowScale scale, int64_t num_tiles,
                           T* __restrict__ out) {
@@ -31,40 +31,40 @@ __global__ void __launch_bounds__(kGemmThreads, 1)
       Rows<T> a = x, b = weight;
       a.end = rows.end;
       b.base += rows.expert * weight_size;
-      multiply_tiles<T, false, kAlongN>(gemm, a, rows.begin, b, n0, 0, K);
+      gemm.template multiply<false, kAlongN>(a, rows.begin, b, n0, 0, K);
     }
-    gemm.for_each([&](int i, int j, acc_t<T> value) {
-      const int64_t r = rows.begin + i, n = n0 + j;
-      if (r >= rows.end || n >= N) return;
-      if (!padding && bias) value += to_acc(bias[rows.expert * N + n]);
-      if (!padding) value *= factor_of<acc_t<T>>(scale, r);
-      out[r * N + n] = round_to<T>(value);
+    const T* shift = bias && !padding ? bias + rows.expert * N + n0 : nullptr;
+    const int64_t num_rows = rows.end - rows.begin, num_columns = N - n0;
+    gemm.store(out + rows.begin * N + n0, N, num_rows, num_columns, [&](int i) {
+      const acc_t<T> factor = padding || i >= num_rows ? 0 : factor_of<acc_t<T>>(scale, rows.begin + i);
+      return [=](int j, acc_t<T> value) {
+        return (value + (shift && j < num_columns ? to_acc(shift[j]) : 0)) * factor;
+      };
     });
   }
 }
 
-// out[e][m, n] = sum over the rows r of expert e of a[r, m] b[r, n], or is increased by it. Out is T or
-// acc_t<T>.
-template <typename T, typename Out>
-__global__ void __launch_bounds__(kGemmThreads, 1)
+// out[e][m, n] = sum over the rows r of expert e of a[r, m] b[r, n], zero for an expert without rows; or,
+// when kAccumulate, is increased by it.
+template <typename T, bool kAccumulate>
+__global__ void __launch_bounds__(kGemmThreads, kGemmBlocks<T>)
     rows_by_rows_kernel(Rows<T> a, Rows<T> b, Groups groups, int64_t M, int64_t N, int64_t num_tiles,
-                        bool accumulate, Out* __restrict__ out) {
+                        std::conditional_t<kAccumulate, acc_t<T>, T>* __restrict__ out) {
   using G = TileGemm<T>;
   const int64_t tiles_n = ceil_div(N, G::kN), tiles_m = ceil_div(M, G::kM);
   for (int64_t tile = blockIdx.x; tile < num_tiles; tile += gridDim.x) {
     const int e = static_cast<int>(tile / tiles_n / tiles_m);
     const int64_t m0 = tile / tiles_n % tiles_m * G::kM, n0 = tile % tiles_n * G::kN;
     const RowRange rows = rows_of(groups.offs, groups.num_experts, groups.num_rows, e);
-    if (accumulate && rows.begin == rows.end) continue;
+    if (kAccumulate && rows.begin == rows.end) continue;
     G gemm;
     a.end = b.end = rows.end;
-    multiply_tiles<T, true, true>(gemm, a, m0, b, n0, rows.begin, rows.end);
-    gemm.for_each([&](int i, int j, acc_t<T> value) {
-      const int64_t m = m0 + i, n = n0 + j;
-      if (m >= M || n >= N) return;
-      Out& there = out[(e * M + m) * N + n];
-      there = round_to<Out>(accumulate ? value + to_acc(there) : value);
-    });
+    gemm.template multiply<true, true>(a, m0, b, n0, rows.begin, rows.end);
+    auto* const place = out + (e * M + m0) * N + n0;
+    if constexpr (kAccumulate)
+      gemm.accumulate(place, N, M - m0, N - n0);
+    else
+      gemm.store(place, N, M - m0, N - n0, [](int) { return [](int, acc_t<T> value) { return value; }; });
   }
 }
 
@@ -123,19 +123,20 @@ void launch_rows_by_weight(Dtype dtype, const GroupedRows& x, const GroupedWeigh
 void launch_rows_by_rows(Dtype dtype, const GroupedRows& a, const GroupedRows& b, const int* offs,
                          int num_experts, int64_t num_rows, const WeightGrad& out, LaunchStream stream) {
   if (num_experts == 0 || a.width == 0 || b.width == 0) return;
+  if (out.is_float != out.accumulate)
+    throw std::runtime_error("fmoe_ext: launch_rows_by_rows accumulates into float, or stores the dtype");
   dispatch_dtype(dtype, [&](auto tag) {
     using T = decltype(tag);
     using G = TileGemm<T>;
     const int64_t tiles = num_experts * ceil_div(a.width, G::kM) * ceil_div(b.width, G::kN);
     const auto start = [&](auto kernel, auto* data) {
       launch(kernel, grid_for(tiles), kGemmThreads, 0, stream, rows_from<T>(a, num_rows),
-             rows_from<T>(b, num_rows), Groups{offs, num_experts, num_rows}, a.width, b.width, tiles,
-             out.accumulate, data);
+             rows_from<T>(b, num_rows), Groups{offs, num_experts, num_rows}, a.width, b.width, tiles, data);
     };
-    if (out.is_float)
-      start(rows_by_rows_kernel<T, acc_t<T>>, static_cast<acc_t<T>*>(out.data));
+    if (out.accumulate)
+      start(rows_by_rows_kernel<T, true>, static_cast<acc_t<T>*>(out.data));
     else
-      start(rows_by_rows_kernel<T, T>, static_cast<T*>(out.data));
+      start(rows_by_rows_kernel<T, false>, static_cast<T*>(out.data));
   });
 }
 

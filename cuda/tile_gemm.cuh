@@ -1,13 +1,14 @@
-// The portable matrix product of one thread block: acc [kM, kN] += A [kM, k] B [kN, k]^T, both staged in
-// shared memory. bfloat16 and float16 go through mma.sync (sm_80), float32 and float64 through plain fused
-// multiply-adds.
+// The portable matrix product of one thread block, acc [kM, kN] += A [kM, k] B [kN, k]^T: mma_tile.cuh for
+// 16-bit types, and plain fused multiply-adds for float32 and float64.
 #pragma once
 
-#include "grouped_rows.cuh"
+#include "mma_tile.cuh"
 
 namespace fmoe_ext {
 
-constexpr int kGemmThreads = 256;
+constexpr int kGemmThreads = kMmaThreads;
+template <typename T>
+constexpr int kGemmBlocks = sizeof(T) < 8 ? 2 : 1;  // at the same time on a multiprocessor
 
 // tile [kOuter][kStride], k contiguous. The rows of the source run along k, or (kOuterContiguous) along the
 // outer dimension of the tile.
@@ -39,58 +40,6 @@ __device__ void load_tile(T* tile, const Rows<T>& source, int64_t outer, int64_t
   }
 }
 
-// 16-bit elements: 8 warps as 2 x 4, each a 64 x 32 piece of 4 x 4 mma tiles.
-template <typename T>
-struct TileGemm {
-  static constexpr int kM = 128, kN = 128, kK = 32,
-                       kStride = kK + 8;  // the padding spreads a fragment over all banks
-  float acc[4][4][4] = {};
-
-  __device__ static int warp_row() { return threadIdx.x / 128 * 64; }
-  __device__ static int warp_column() { return threadIdx.x / 32 % 4 * 32; }
-
-  __device__ static uint32_t pair(const T* p) { return *reinterpret_cast<const uint32_t*>(p); }
-
-  __device__ void multiply(const T* a, const T* b) {
-    const int group = threadIdx.x % 32 / 4, pos = threadIdx.x % 4 * 2;
-#pragma unroll
-    for (int k = 0; k < kK; k += 16) {
-      uint32_t fa[4][4], fb[4][2];
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const T* p = a + (warp_row() + i * 16 + group) * kStride + k + pos;
-        fa[i][0] = pair(p);
-        fa[i][1] = pair(p + 8 * kStride);
-        fa[i][2] = pair(p + 8);
-        fa[i][3] = pair(p + 8 * kStride + 8);
-      }
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        const T* p = b + (warp_column() + j * 8 + group) * kStride + k + pos;
-        fb[j][0] = pair(p);
-        fb[j][1] = pair(p + 8);
-      }
-#pragma unroll
-      for (int i = 0; i < 4; ++i)
-#pragma unroll
-        for (int j = 0; j < 4; ++j) ptx::mma_m16n8k16(acc[i][j], fa[i], fb[j], T{});
-    }
-  }
-
-  // Calls fn(row, column, value) for every element this thread holds.
-  template <class Fn>
-  __device__ void for_each(const Fn& fn) const {
-    const int group = threadIdx.x % 32 / 4, pos = threadIdx.x % 4 * 2;
-#pragma unroll
-    for (int i = 0; i < 4; ++i)
-#pragma unroll
-      for (int j = 0; j < 4; ++j)
-#pragma unroll
-        for (int q = 0; q < 4; ++q)
-          fn(warp_row() + i * 16 + group + q / 2 * 8, warp_column() + j * 8 + pos + q % 2, acc[i][j][q]);
-  }
-};
-
 // float32 and float64: 16 x 16 threads, 4 x 4 elements each. The sum of a tile's k is added as one number, so
 // that rounding errors grow as in a blocked product.
 template <typename T>
@@ -98,7 +47,23 @@ struct FmaTileGemm {
   static constexpr int kM = 64, kN = 64, kK = 16, kStride = kK + 16 / sizeof(T);
   T acc[4][4] = {};
 
-  __device__ void multiply(const T* a, const T* b) {
+  // The product over k in [k_begin, k_end); the rows of A and B run along k, or along m and n.
+  template <bool kAlongM, bool kAlongN>
+  __device__ void multiply(const Rows<T>& a, int64_t m, const Rows<T>& b, int64_t n, int64_t k_begin,
+                           int64_t k_end) {
+    FMOE_SHARED_ARRAY(uint4, a_raw, kM * kStride * sizeof(T) / 16);
+    FMOE_SHARED_ARRAY(uint4, b_raw, kN * kStride * sizeof(T) / 16);
+    T *a_tile = reinterpret_cast<T*>(a_raw), *b_tile = reinterpret_cast<T*>(b_raw);
+    for (int64_t k = k_begin; k < k_end; k += kK) {
+      load_tile<T, kM, kK, kStride, kAlongM>(a_tile, a, m, k);
+      load_tile<T, kN, kK, kStride, kAlongN>(b_tile, b, n, k);
+      __syncthreads();
+      multiply_tile(a_tile, b_tile);
+      __syncthreads();
+    }
+  }
+
+  __device__ void multiply_tile(const T* a, const T* b) {
     const int row = threadIdx.x / 16, column = threadIdx.x % 16;
     T sum[4][4] = {};
 #pragma unroll 4
@@ -120,34 +85,33 @@ struct FmaTileGemm {
       for (int j = 0; j < 4; ++j) acc[i][j] += sum[i][j];
   }
 
-  template <class Fn>
-  __device__ void for_each(const Fn& fn) const {
+  // out[i, j] = finish(i)(j, value) for i < rows and j < columns.
+  template <class Finish>
+  __device__ void store(T* out, int64_t stride, int64_t rows, int64_t columns, const Finish& finish) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int row = threadIdx.x / 16 + 16 * i;
+      const auto value = finish(row);
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const int column = threadIdx.x % 16 + 16 * j;
+        if (row < rows && column < columns) out[row * stride + column] = value(column, acc[i][j]);
+      }
+    }
+  }
+  // out[i, j] += value
+  __device__ void accumulate(T* out, int64_t stride, int64_t rows, int64_t columns) const {
 #pragma unroll
     for (int i = 0; i < 4; ++i)
 #pragma unroll
-      for (int j = 0; j < 4; ++j) fn(threadIdx.x / 16 + 16 * i, threadIdx.x % 16 + 16 * j, acc[i][j]);
+      for (int j = 0; j < 4; ++j) {
+        const int row = threadIdx.x / 16 + 16 * i, column = threadIdx.x % 16 + 16 * j;
+        if (row < rows && column < columns) out[row * stride + column] += acc[i][j];
+      }
   }
 };
-template <>
-struct TileGemm<float> : FmaTileGemm<float> {};
-template <>
-struct TileGemm<double> : FmaTileGemm<double> {};
 
-// The whole product over k in [k_begin, k_end); the rows of A and B run along k unless said otherwise.
-template <typename T, bool kARowsAlongM, bool kBRowsAlongN>
-__device__ void multiply_tiles(TileGemm<T>& gemm, const Rows<T>& a, int64_t m, const Rows<T>& b, int64_t n,
-                               int64_t k_begin, int64_t k_end) {
-  using G = TileGemm<T>;
-  FMOE_SHARED_ARRAY(uint4, a_raw, G::kM * G::kStride * sizeof(T) / 16);
-  FMOE_SHARED_ARRAY(uint4, b_raw, G::kN * G::kStride * sizeof(T) / 16);
-  T *a_tile = reinterpret_cast<T*>(a_raw), *b_tile = reinterpret_cast<T*>(b_raw);
-  for (int64_t k = k_begin; k < k_end; k += G::kK) {
-    load_tile<T, G::kM, G::kK, G::kStride, kARowsAlongM>(a_tile, a, m, k);
-    load_tile<T, G::kN, G::kK, G::kStride, kBRowsAlongN>(b_tile, b, n, k);
-    __syncthreads();
-    gemm.multiply(a_tile, b_tile);
-    __syncthreads();
-  }
-}
+template <typename T>
+using TileGemm = std::conditional_t<sizeof(T) == 2, MmaTileGemm<T>, FmaTileGemm<T>>;
 
 }  // namespace fmoe_ext

@@ -22,7 +22,7 @@ VARIABLES = (
     ),
     Variable("USE_NCCL", bool, False, "build: 1 builds the NCCL exchange"),
     Variable("NCCL_HOME", str, None, "build: folder with include/nccl.h and lib/libnccl.so.2"),
-    Variable("TORCH_CUDA_ARCH_LIST", str, "8.0;9.0a", "build: CUDA architectures"),
+    Variable("TORCH_CUDA_ARCH_LIST", str, "8.0+PTX;9.0a", "build: CUDA architectures"),
     Variable("MAX_JOBS", int, None, "build: parallel compiler processes"),
     Variable(
         "FMOE_SANITIZE", bool, False, "build: 1 compiles the CPU kernels with AddressSanitizer and UBSan"

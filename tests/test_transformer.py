@@ -350,3 +350,26 @@ def test_export(gate):
     program = torch.export.export(layer, (x,), dynamic_shapes=({0: rows},))
     longer, _ = make_input(shape=(3 * T, D))
     torch.testing.assert_close(program.module()(longer), layer(longer), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.cpu("names the device")
+@pytest.mark.parametrize("gate", [NaiveGate, SwitchGate, GShardGate])
+def test_on_meta(gate):
+    layer = make_layer(gate=gate).to("meta")
+    out = layer(torch.empty(3, 5, layer.d_model, device="meta"))
+    assert out.shape == (3, 5, layer.d_model) and out.device.type == "meta"
+
+
+def test_vmap():
+    layer = make_layer()
+    x, _ = make_input()
+    batch = torch.stack([x, x + 1])
+    assert torch.equal(torch.vmap(layer)(batch), torch.stack([layer(x), layer(x + 1)]))
+
+
+def test_forward_mode_is_refused():
+    """PyTorch would take the result of an operator without such a derivative for a constant."""
+    layer = make_layer()
+    x, _ = make_input()
+    with pytest.raises(NotImplementedError, match=r"has no forward-mode derivative .* use reverse mode"):
+        torch.func.jvp(layer, (x,), (torch.ones_like(x),))

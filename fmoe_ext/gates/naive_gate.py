@@ -1,8 +1,8 @@
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from fmoe_ext.gates.base_gate import BaseGate
+from fmoe_ext.gates.wide_linear import wide_linear
 
 
 class NaiveGate(BaseGate):
@@ -46,6 +46,4 @@ class NaiveGate(BaseGate):
         weight, bias = self.gate.weight, self.gate.bias
         if inp.dim() != 2 or inp.shape[1] != weight.shape[1]:
             raise ValueError(f"inp must have shape [T, d_model={weight.shape[1]}], but got {list(inp.shape)}")
-        dtype = torch.promote_types(torch.promote_types(inp.dtype, weight.dtype), torch.float32)
-        with torch.autocast(inp.device.type, enabled=False):
-            return F.linear(inp.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
+        return wide_linear(inp, weight, bias)

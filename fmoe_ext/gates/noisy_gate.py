@@ -6,6 +6,7 @@ from torch import nn
 
 from fmoe_ext.gates.base_gate import BaseGate, OneWorker
 from fmoe_ext.gates.losses import cv_squared
+from fmoe_ext.gates.wide_linear import wide_linear
 
 NOISE_FLOOR = 1e-2  # smallest standard deviation of the noise, so that the load is differentiable
 
@@ -42,18 +43,15 @@ class NoisyGate(BaseGate):
             raise ValueError(
                 f"inp must have shape [T, d_model={self.w_gate.shape[0]}], but got {list(inp.shape)}"
             )
-        dtype = torch.promote_types(torch.promote_types(inp.dtype, self.w_gate.dtype), torch.float32)
-        with torch.autocast(inp.device.type, enabled=False):
-            wide = inp.to(dtype)
-            clean = wide @ self.w_gate.to(dtype)
-            stddev = F.softplus(wide @ self.w_noise.to(dtype)) + NOISE_FLOOR
+        clean = wide_linear(inp, self.w_gate.t())
+        stddev = F.softplus(wide_linear(inp, self.w_noise.t())) + NOISE_FLOOR
         noisy = clean + torch.randn_like(clean) * stddev if self.training else clean
         topk_idx, topk_weights = self.topk(noisy, self.top_k)
         gates = torch.zeros_like(noisy).scatter(1, topk_idx, topk_weights)
         if self.training and self.top_k < self.tot_expert:
             load = self._prob_in_top_k(clean, noisy, stddev, noisy.topk(self.top_k + 1, dim=1).values).sum(0)
         else:
-            load = self._gates_to_load(gates).to(dtype)
+            load = self._gates_to_load(gates).to(clean.dtype)
         importance, load = self.workers.sum(torch.stack((gates.sum(0), load))).unbind()
         self.set_loss(self.cv_squared(importance) + self.cv_squared(load))
         return (topk_idx, topk_weights, noisy) if return_all_scores else (topk_idx, topk_weights)

@@ -4,6 +4,23 @@ import functools
 import inspect
 
 import torch
+from torch.autograd.forward_ad import unpack_dual
+
+
+def reverse_mode_only(function):
+    """Raises where forward-mode differentiation would take the operator's result for a constant, without a word."""
+
+    @functools.wraps(function)
+    def checked(*args, **kwargs):
+        for t in (*args, *kwargs.values()):
+            if isinstance(t, torch.Tensor) and t.is_floating_point() and unpack_dual(t).tangent is not None:
+                raise NotImplementedError(
+                    f"{function.__name__} has no forward-mode derivative (torch.func.jvp, jacfwd, forward_ad): "
+                    "use reverse mode (torch.func.vjp, jacrev, backward)"
+                )
+        return function(*args, **kwargs)
+
+    return checked
 
 
 def register_fake(op_name: str):

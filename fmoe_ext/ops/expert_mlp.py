@@ -9,6 +9,7 @@ from fmoe_ext.ops._autograd import (
     register_autocast,
     register_fake,
     register_not_differentiable_twice,
+    reverse_mode_only,
 )
 from fmoe_ext.ops.main_grad import NO_GRAPH, MainGrad
 
@@ -25,6 +26,7 @@ ACTIVATIONS = MappingProxyType(
 )
 
 
+@reverse_mode_only
 def expert_mlp(
     x: torch.Tensor,
     row_idx: torch.Tensor,

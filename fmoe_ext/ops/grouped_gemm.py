@@ -6,10 +6,12 @@ from fmoe_ext.ops._autograd import (
     register_autocast,
     register_fake,
     register_not_differentiable_twice,
+    reverse_mode_only,
 )
 from fmoe_ext.ops.main_grad import NO_GRAPH, MainGrad
 
 
+@reverse_mode_only
 def grouped_gemm(
     x: torch.Tensor,
     weight: torch.Tensor,

@@ -1,9 +1,10 @@
 import torch
 
 from fmoe_ext.ops import debug
-from fmoe_ext.ops._autograd import register_fake
+from fmoe_ext.ops._autograd import register_fake, reverse_mode_only
 
 
+@reverse_mode_only
 def permute(x: torch.Tensor, row_idx: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
     """Rows of x in expert-major order, bitwise; padding rows (row_idx -1) are zero.
 
@@ -16,6 +17,7 @@ def permute(x: torch.Tensor, row_idx: torch.Tensor, inverse: torch.Tensor) -> to
     return torch.ops.fmoe_ext.permute(x, row_idx, inverse)
 
 
+@reverse_mode_only
 def unpermute(
     y: torch.Tensor, row_idx: torch.Tensor, inverse: torch.Tensor, topk_weights: torch.Tensor | None = None
 ) -> torch.Tensor:

@@ -1,9 +1,10 @@
 import torch
 import torch.nn.functional as F
 
-from fmoe_ext.ops._autograd import register_fake
+from fmoe_ext.ops._autograd import register_fake, reverse_mode_only
 
 
+@reverse_mode_only
 def topk_gate(
     logits: torch.Tensor,
     top_k: int,

@@ -120,7 +120,7 @@ std::unique_ptr<Cta> new_cta(Cluster* cluster, uint32_t rank, uint3 block_idx, u
   // The dynamic part is only 16-byte aligned, as on the device: a random offset shows code that assumes more.
   cta->dynamic_offset = kReservedBytes + (config.seed ? random_number() % 64 * 16 : 0);
   cta->end = cta->dynamic_offset + shared_bytes;
-  cta->capacity = (cta->end + kMaxStaticBytes + 1023) / 1024 * 1024;
+  cta->capacity = (cta->end + kMaxStaticBytes + 1023) / 1024 * 1024 + 1024;  // room for gaps between arrays
   Unobserved unobserved;
   cta->shared.reset(static_cast<char*>(aligned_alloc(1024, cta->capacity)));
   raw_fill(cta->shared.get(), 0xff, cta->capacity);

@@ -13,7 +13,9 @@ void* static_shared(const void* tag, size_t bytes, size_t align) {
   auto found = cta->statics.find(tag);
   if (found == cta->statics.end()) {
     const uint32_t offset = (cta->end + 16 + align - 1) / align * align;
-    if (offset + bytes > cta->capacity) fail("static shared memory of this kernel exceeds 48 KiB");
+    cta->static_bytes += bytes;
+    if (cta->static_bytes > kMaxStaticBytes || offset + bytes > cta->capacity)
+      fail("static shared memory of this kernel exceeds 48 KiB");
     cta->end = offset + bytes;
     found = cta->statics.emplace(tag, offset).first;
     asan_unpoison(cta->shared.get() + offset, bytes);

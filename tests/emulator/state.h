@@ -149,7 +149,7 @@ struct Cta {
   uint3 block_idx;
   int live_threads;
   uint32_t dynamic_offset, end;  // the allocation: [dynamic_offset, end)
-  uint32_t capacity;
+  uint32_t capacity, static_bytes = 0;
   std::unique_ptr<char, void (*)(void*)> shared{nullptr, free};
   std::vector<Chunk> chunks;
   std::map<const void*, uint32_t> statics;

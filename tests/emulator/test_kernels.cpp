@@ -156,11 +156,17 @@ void test_products(Dtype dtype, std::vector<int> counts, int64_t D, int64_t N) {
     offs.push_back(static_cast<int>(expert.size()));
   }
   const int used = static_cast<int>(expert.size()), R = used + padding;
-  const auto x = random_values<T>(R * D), w = random_values<T>(E * N * D), dy = random_values<T>(R * N);
+  const auto x = random_values<T>(R * D), dy = random_values<T>(R * N), bias = random_values<T>(E * N);
+  auto w = random_values<T>(E * N * D);
+  w.resize(w.size() + N * D, round_to<T>(NAN));  // whoever takes the padding for an expert reads this
+  std::vector<int> row_idx(R);
+  for (int r = 0; r < R; ++r) row_idx[r] = r % 5 == 4 ? 1 << 30 : int(generator() % R);
+  const auto weights = random_values<acc_t<T>>(R);
+  const auto factor = [&](int r) { return row_idx[r] < R ? static_cast<double>(weights[row_idx[r]]) : 0; };
   std::vector<T> y(R * N), dx(R * D), dw(E * N * D, round_to<T>(1)), db(E * N);
   const GroupedRows x_rows{x.data(), D, nullptr, 1, 0}, dy_rows{dy.data(), N, nullptr, 1, 0};
-  launch_rows_by_weight(dtype, x_rows, {w.data(), E, N, D, false}, offs.data(), R, nullptr, {}, y.data(),
-                        nullptr);
+  launch_rows_by_weight(dtype, x_rows, {w.data(), E, N, D, false}, offs.data(), R, bias.data(),
+                        {weights.data(), row_idx.data(), R}, y.data(), nullptr);
   launch_rows_by_weight(dtype, dy_rows, {w.data(), E, N, D, true}, offs.data(), R, nullptr, {}, dx.data(),
                         nullptr);
   launch_rows_by_rows(dtype, dy_rows, x_rows, offs.data(), E, R, {dw.data(), false, false}, nullptr);
@@ -176,6 +182,7 @@ void test_products(Dtype dtype, std::vector<int> counts, int64_t D, int64_t N) {
       double sum = 0;
       for (int64_t k = 0; k < D && r < used; ++k)
         sum += at(x, r * D + k) * at(w, (expert[r] * N + n) * D + k);
+      if (r < used) sum = (sum + at(bias, expert[r] * N + n)) * factor(r);
       check_near("y", y[r * N + n], sum);
     }
     for (int64_t d = 0; d < D; ++d) {
@@ -187,9 +194,9 @@ void test_products(Dtype dtype, std::vector<int> counts, int64_t D, int64_t N) {
   }
   for (int e = 0; e < E; ++e)
     for (int64_t n = 0; n < N; ++n) {
-      double bias = 0;
-      for (int r = 0; r < used; ++r) bias += expert[r] == e ? at(dy, r * N + n) : 0;
-      check_near("db", db[e * N + n], bias);
+      double total = 0;
+      for (int r = 0; r < used; ++r) total += expert[r] == e ? at(dy, r * N + n) : 0;
+      check_near("db", db[e * N + n], total);
       for (int64_t d = 0; d < D; ++d) {
         double sum = 0;
         for (int r = 0; r < used; ++r) sum += expert[r] == e ? at(dy, r * N + n) * at(x, r * D + d) : 0;
@@ -304,8 +311,9 @@ int main(int argc, char** argv) {
     test_gate<float>(Dtype::f32, 70, 6);
     test_gate<double>(Dtype::f64, 3, 3);
     test_products<float>(Dtype::f32, {3, 0, 70}, 20, 12);
-    test_products<__nv_bfloat16>(Dtype::bf16, {3, 0, 140}, 24, 40);
+    test_products<__nv_bfloat16>(Dtype::bf16, {130, 0, 3}, 200, 136);
     test_products<__half>(Dtype::f16, {5}, 7, 3);
+    test_products<double>(Dtype::f64, {4, 3}, 21, 3);
     test_activation<double>(Dtype::f64, CurveKind::gelu, false, 3);
     test_activation<float>(Dtype::f32, CurveKind::gelu_tanh, true, 40);
     test_activation<__half>(Dtype::f16, CurveKind::relu, false, 33);

@@ -1,0 +1,54 @@
+import contextlib
+
+import torch
+import torch.nn.functional as F
+
+
+def _without_autocast(device_type):
+    known = torch.amp.is_autocast_available(device_type)  # "meta" has none
+    return torch.autocast(device_type, enabled=False) if known else contextlib.nullcontext()
+
+
+class _WideLinear(torch.autograd.Function):
+    """F.linear of wider copies, which backward makes again: kept are the tensors as they came."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(inp, weight, bias, dtype):
+        wide_bias = None if bias is None else bias.to(dtype)
+        if inp.is_cuda and dtype == torch.float32 and inp.dtype == weight.dtype != dtype:
+            # products of 16-bit numbers are exact in float32, so that only the order of the sum differs
+            out = torch.mm(inp, weight.t(), out_dtype=dtype)
+            return out if wide_bias is None else out + wide_bias
+        return F.linear(inp.to(dtype), weight.to(dtype), wide_bias)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        inp, weight, bias, ctx.dtype = inputs
+        ctx.save_for_backward(inp, weight)
+        ctx.bias_dtype = None if bias is None else bias.dtype
+
+    @staticmethod
+    def backward(ctx, grad):
+        inp, weight = ctx.saved_tensors
+        needs_inp, needs_weight, needs_bias, _ = ctx.needs_input_grad
+        with _without_autocast(grad.device.type):
+            grad_inp = (grad @ weight.to(ctx.dtype)).to(inp.dtype) if needs_inp else None
+            grad_weight = (grad.t() @ inp.to(ctx.dtype)).to(weight.dtype) if needs_weight else None
+            grad_bias = grad.sum(0).to(ctx.bias_dtype) if needs_bias else None
+        return grad_inp, grad_weight, grad_bias, None
+
+
+def wide_linear(inp, weight, bias=None):
+    """F.linear computed in float32 or wider, whatever the dtypes and autocast: the scores of a gate.
+
+    inp [T, D], weight [E, D], bias [E] or None -> [T, E] in the widest of their dtypes and float32. Keeps inp and
+    weight as they are for backward.
+    Equivalent to: F.linear(inp.float(), weight.float(), bias.float()).
+    """
+    dtype = torch.promote_types(torch.promote_types(inp.dtype, weight.dtype), torch.float32)
+    with _without_autocast(inp.device.type):
+        if inp.dtype == weight.dtype == dtype:
+            return F.linear(inp, weight, None if bias is None else bias.to(dtype))
+        return _WideLinear.apply(inp, weight, bias, dtype)
