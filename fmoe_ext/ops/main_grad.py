@@ -1,5 +1,7 @@
 """Weight gradients that are added to a main gradient in backward, instead of being returned to autograd."""
 
+from itertools import accumulate, pairwise
+
 import torch
 
 NO_GRAPH = "the gradient of a weight is added to weight.main_grad by code that a compiled graph cannot hold"
@@ -23,8 +25,8 @@ class MainGrad:
 
     def split(self, sizes):
         """The parts of sizes experts each, as Tensor.split gives those of the parameter."""
-        ends = torch.tensor(sizes).cumsum(0).add(self.first).tolist()
-        return tuple(MainGrad(self.parameter, end - n, end) for n, end in zip(sizes, ends, strict=True))
+        bounds = accumulate(sizes, initial=self.first)
+        return tuple(MainGrad(self.parameter, first, end) for first, end in pairwise(bounds))
 
     def find(self) -> torch.Tensor:
         """The main gradient of these experts; RuntimeError if the parameter has none, or one that does not fit."""
@@ -43,7 +45,7 @@ class MainGrad:
             raise RuntimeError(
                 f"weight.main_grad must be {described}, but it is {main_grad.dtype}, shape {list(main_grad.shape)}, "
                 f"on {main_grad.device}; Megatron-core keeps float32 ones with "
-                "DistributedDataParallelConfig(grad_reduce_in_fp32=True)"
+                "DistributedDataParallelConfig(grad_reduce_in_fp32=True); or pass gradient_accumulation_fusion=False"
             )
         return main_grad[self.first : self.end]
 
