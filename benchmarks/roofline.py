@@ -168,7 +168,7 @@ Nothing here was measured on the kernels: this is what a measurement is to be co
 (large product) and {H200.bandwidth / 1e12:.1f} TB/s (copy), {NUM_SMS} SMs, the rows spread evenly over the experts.
 Bytes count every operand once. Expected time: whole tiles, whole waves, {MAIN_LOOP:.0%} of the product ceiling in the
 main loop; or the bytes at the bandwidth of a copy, if that takes longer. Roofline: the larger of FLOPs and bytes at
-the ceilings. Without SwiGLU (FastMoE) the first product is F2's kernel after a copy of the gathered rows, not F1.
+the ceilings.
 
 """
 

@@ -8,6 +8,7 @@
 #include <stdexcept>
 #include <string>
 #include <type_traits>
+#include <utility>
 
 #include "launchers.h"
 #include "ptx.cuh"
@@ -21,29 +22,36 @@
 namespace fmoe_ext {
 
 #ifdef __CUDACC__
-// Starts kernel<<<grid, block, shared_bytes, stream>>>(args...); throws when the launch is refused.
+// Starts kernel<<<grid, block, shared_bytes, stream>>>(args...), `cluster` neighbouring blocks of the grid (a
+// multiple of it) to a cluster; throws when the launch is refused.
 template <class... Params, class... Args>
-void launch(void (*kernel)(Params...), dim3 grid, dim3 block, size_t shared_bytes, cudaStream_t stream,
-            Args&&... args) {
+void launch_clusters(int cluster, void (*kernel)(Params...), dim3 grid, dim3 block, size_t shared_bytes,
+                     cudaStream_t stream, Args&&... args) {
+  cudaLaunchAttribute dimension{};
+  dimension.id = cudaLaunchAttributeClusterDimension;
+  dimension.val.clusterDim = {static_cast<unsigned>(cluster), 1, 1};
+  const cudaLaunchConfig_t config{grid, block, shared_bytes, stream, &dimension, cluster > 1 ? 1u : 0u};
   cudaError_t error = cudaSuccess;
   if (shared_bytes > 48 * 1024)
     error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                  static_cast<int>(shared_bytes));
-  if (error == cudaSuccess) {
-    kernel<<<grid, block, shared_bytes, stream>>>(static_cast<Params>(args)...);
-    error = cudaGetLastError();
-  }
+  if (error == cudaSuccess) error = cudaLaunchKernelEx(&config, kernel, static_cast<Params>(args)...);
   if (error == cudaSuccess) return;
   const char* name = "a kernel";
   cudaFuncGetName(&name, reinterpret_cast<const void*>(kernel));
   throw std::runtime_error(std::string("fmoe_ext: launching ") + name + " with " + std::to_string(grid.x) +
-                           " blocks of " + std::to_string(block.x) + " threads and " +
-                           std::to_string(shared_bytes) +
+                           " blocks (" + std::to_string(cluster) + " to a cluster) of " +
+                           std::to_string(block.x) + " threads and " + std::to_string(shared_bytes) +
                            " bytes of shared memory failed: " + cudaGetErrorString(error));
 }
 #else
-using emu::launch;
+using emu::launch_clusters;
 #endif
+template <class... Params, class... Args>
+void launch(void (*kernel)(Params...), dim3 grid, dim3 block, size_t shared_bytes, cudaStream_t stream,
+            Args&&... args) {
+  launch_clusters(1, kernel, grid, block, shared_bytes, stream, std::forward<Args>(args)...);
+}
 
 using Stream = cudaStream_t;
 
@@ -108,9 +116,16 @@ __device__ __forceinline__ uint32_t pack(float low, float high) {
 }
 template <typename T>
 __device__ __forceinline__ float2 unpack(uint32_t bits) {
-  T pair[2];
-  memcpy(pair, &bits, sizeof bits);
-  return {to_acc(pair[0]), to_acc(pair[1])};
+  if constexpr (std::is_same_v<T, __half>) {
+    __half2 pair;
+    memcpy(&pair, &bits, sizeof bits);
+    return __half22float2(pair);
+  } else {  // a bfloat16 is the upper half of a float
+    const uint32_t floats[2] = {bits << 16, bits & 0xffff0000u};
+    float2 pair;
+    memcpy(&pair, floats, sizeof pair);
+    return pair;
+  }
 }
 
 // Calls body with a value of the C++ type of a dtype.

@@ -21,22 +21,25 @@ __global__ void __launch_bounds__(kGemmThreads, kGemmBlocks<T>)
   using G = TileGemm<T>;
   const int64_t tiles_n = ceil_div(N, G::kN);
   for (int64_t tile = blockIdx.x; tile < num_tiles; tile += gridDim.x) {
-    const RowTile rows =
-        find_row_tile(groups.offs, groups.num_experts, groups.num_rows, tile / tiles_n, G::kM);
+    const auto rows =
+        find_tile_owner(groups.offs, groups.num_experts, groups.num_rows, tile / tiles_n, G::kM);
     if (rows.expert < 0) return;
-    const int64_t n0 = tile % tiles_n * G::kN;
+    const auto place =
+        tile_place<int64_t>(tile - rows.first_tile * tiles_n, ceil_div(rows.end - rows.begin, G::kM), tiles_n,
+                            kGroupRows / G::kM);
+    const int64_t m0 = rows.begin + place.row * G::kM, n0 = place.column * G::kN;
     const bool padding = rows.expert == groups.num_experts;
     G gemm;
     if (!padding) {
       Rows<T> a = x, b = weight;
       a.end = rows.end;
       b.base += rows.expert * weight_size;
-      gemm.template multiply<false, kAlongN>(a, rows.begin, b, n0, 0, K);
+      gemm.template multiply<false, kAlongN>(a, m0, b, n0, 0, K);
     }
     const T* shift = bias && !padding ? bias + rows.expert * N + n0 : nullptr;
-    const int64_t num_rows = rows.end - rows.begin, num_columns = N - n0;
-    gemm.store(out + rows.begin * N + n0, N, num_rows, num_columns, [&](int i) {
-      const acc_t<T> factor = padding || i >= num_rows ? 0 : factor_of<acc_t<T>>(scale, rows.begin + i);
+    const int64_t num_rows = rows.end - m0, num_columns = N - n0;
+    gemm.store(out + m0 * N + n0, N, num_rows, num_columns, [&](int i) {
+      const acc_t<T> factor = padding || i >= num_rows ? 0 : factor_of<acc_t<T>>(scale, m0 + i);
       return [=](int j, acc_t<T> value) {
         return (value + (shift && j < num_columns ? to_acc(shift[j]) : 0)) * factor;
       };
@@ -54,7 +57,8 @@ __global__ void __launch_bounds__(kGemmThreads, kGemmBlocks<T>)
   const int64_t tiles_n = ceil_div(N, G::kN), tiles_m = ceil_div(M, G::kM);
   for (int64_t tile = blockIdx.x; tile < num_tiles; tile += gridDim.x) {
     const int e = static_cast<int>(tile / tiles_n / tiles_m);
-    const int64_t m0 = tile / tiles_n % tiles_m * G::kM, n0 = tile % tiles_n * G::kN;
+    const auto place = tile_place<int64_t>(tile % (tiles_n * tiles_m), tiles_m, tiles_n, kGroupRows / G::kM);
+    const int64_t m0 = place.row * G::kM, n0 = place.column * G::kN;
     const RowRange rows = rows_of(groups.offs, groups.num_experts, groups.num_rows, e);
     if (kAccumulate && rows.begin == rows.end) continue;
     G gemm;

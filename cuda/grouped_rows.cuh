@@ -17,50 +17,55 @@ __device__ __forceinline__ RowRange rows_of(const int* __restrict__ offs, int nu
   return {from, end < from ? from : end < num_rows ? end : num_rows};
 }
 
-// The rows of each expert, and then the padding, are cut into tiles of `height` rows. This is who owns tile
-// `index`; every lane of the warp must call it, and all get the same answer.
+// The rows of each expert, and then the padding, are cut into tiles of `height` rows; with `pairs`, two that
+// follow one another are one tile here. This is who owns tile `index`; every lane of the warp must call it,
+// and all get the same answer.
+template <class Int>  // holds the number of rows
 struct TileOwner {
   int expert;  // num_experts: padding; -1: there is no such tile
-  int64_t first_tile;
-  RowRange rows;
+  Int first_tile, begin, end;
 };
-static __device__ TileOwner find_tile_owner(const int* __restrict__ offs, int num_experts, int64_t num_rows,
-                                            int64_t index, int height) {
+template <class Int>
+static __device__ TileOwner<Int> find_tile_owner(const int* __restrict__ offs, int num_experts,
+                                                 int64_t num_rows, Int index, int height, int pairs = 0) {
   const int lane = threadIdx.x % 32;
-  int64_t before = 0;
+  Int before = 0;
   for (int first = 0; first <= num_experts; first += 32) {
     const int e = first + lane;
     const RowRange range = e <= num_experts ? rows_of(offs, num_experts, num_rows, e) : RowRange{0, 0};
-    const int64_t tiles = ceil_div(range.end - range.begin, height);
-    int64_t sum = tiles;
+    const Int begin = static_cast<Int>(range.begin), end = static_cast<Int>(range.end);
+    const Int tiles = ((end - begin + height - 1) / height + pairs) >> pairs;
+    Int sum = tiles;
     for (int step = 1; step < 32; step *= 2) {
-      const int64_t other = __shfl_up_sync(kFullMask, sum, step);
+      const Int other = __shfl_up_sync(kFullMask, sum, step);
       if (lane >= step) sum += other;
     }
     const bool mine = index >= before + sum - tiles && index < before + sum;
     const unsigned owner = __ballot_sync(kFullMask, mine);
     if (owner) {
       const int source = __ffs(owner) - 1;
-      const int64_t first_tile = __shfl_sync(kFullMask, before + sum - tiles, source),
-                    begin = __shfl_sync(kFullMask, range.begin, source),
-                    end = __shfl_sync(kFullMask, range.end, source);
-      return {first + source, first_tile, {begin, end}};
+      return {first + source, __shfl_sync(kFullMask, before + sum - tiles, source),
+              __shfl_sync(kFullMask, begin, source), __shfl_sync(kFullMask, end, source)};
     }
     before += __shfl_sync(kFullMask, sum, 31);
   }
-  return {-1, 0, {0, 0}};
+  return {-1, 0, 0, 0};
 }
 
-struct RowTile {
-  int expert;  // num_experts: padding; -1: there is no such tile
-  int64_t begin, end;
+// Where tile `index` of rows x columns tiles lies: `group` rows of them go through all columns together, rows
+// first. What the blocks that run at the same time read then fits the L2 cache, of either operand.
+template <typename Int>
+struct TilePlace {
+  Int row, column;
 };
-__device__ __forceinline__ RowTile find_row_tile(const int* __restrict__ offs, int num_experts,
-                                                 int64_t num_rows, int64_t index, int height) {
-  const TileOwner owner = find_tile_owner(offs, num_experts, num_rows, index, height);
-  const int64_t begin = owner.rows.begin + (index - owner.first_tile) * height, end = owner.rows.end;
-  return {owner.expert, begin, begin + height < end ? begin + height : end};
+template <typename Int>
+__device__ __forceinline__ TilePlace<Int> tile_place(Int index, Int rows, Int columns, Int group) {
+  const Int first = index / (group * columns) * group, in_group = index % (group * columns);
+  const Int height = min(rows - first, group);
+  return {first + in_group % height, in_group / height};
 }
+constexpr int kGroupRows = 2048;  // elements of a group of tiles
+
 inline int64_t max_row_tiles(int64_t num_rows, int num_experts, int height) {
   return num_rows / height + num_experts + 1;
 }

@@ -98,10 +98,6 @@ void launch_rows_by_rows(Dtype, const GroupedRows& a, const GroupedRows& b, cons
 void launch_sum_rows(Dtype, const GroupedRows&, const int* offs, int num_experts, int64_t num_rows,
                      const RowScale&, void* out, LaunchStream);
 
-// ---- bias_scale.cu: rows = (rows + bias) * scale in place, padding rows left alone; bias may be null
-void launch_bias_scale(Dtype, void* rows, const int* offs, int num_experts, int64_t num_rows, int64_t width,
-                       const void* bias, const RowScale&, LaunchStream);
-
 // ---- heaviest_first.cu: order [E] is a permutation of the experts, those with most rows first, then by
 // index
 void launch_heaviest_first(const int* offs, int num_experts, int64_t num_rows, int* order, LaunchStream);
@@ -127,33 +123,41 @@ void launch_activation_backward(Dtype, CurveKind, bool gated, const void* grad, 
 
 // ---- sm90_*.cu: the Hopper path, compiled for sm_90a. Right under the emulator, not yet run on a GPU.
 // Of all of them: bf16 or f16 (another dtype throws); D and H are multiples of 8; every matrix is contiguous
-// and begins at a multiple of 16 bytes; num_rows < 2^31; num_blocks is the number of SMs (any positive number
-// is right). offs and row_idx may hold anything, as on the portable path.
+// and begins at a multiple of 16 bytes; num_rows < 2^31 - 256. offs and row_idx may hold anything, as on the
+// portable path.
+struct Grid {
+  int num_blocks;       // the number of SMs; any positive number is right
+  int cluster = 1;      // 2: pairs of blocks share an operand's tile
+  int tile_rows = 128;  // or 64 (down, grad_input)
+};
 
-// sm90_up.cu: h [R, 2 H] = x_rows w1^T and a [R, H] = silu(gate) up, without a bias
-void launch_up_swiglu_sm90(Dtype, const void* x, const int* row_idx, const int* offs, const void* w1,
-                           int64_t num_rows, int64_t num_choices, int top_k, int num_experts, int D, int H,
-                           void* h, void* a, int num_blocks, LaunchStream);
-// sm90_down.cu: y [R, D] = a w2^T, neither bias nor weight
+// sm90_up.cu: h [R, F] = x_rows w1^T + b1, with w1 [E, F, D] (F = 2 H when gated), and a [R, H] as
+// launch_activation computes it from h. b1 [E, F] and h may be null; padding rows are zero.
+void launch_up_sm90(Dtype, CurveKind, bool gated, const GroupedRows& x, const int* offs, const void* w1,
+                    const void* b1, int64_t num_rows, int num_experts, int H, void* h, void* a, const Grid&,
+                    LaunchStream);
+// sm90_down.cu: y [R, D] = scale (a w2^T + b2); b2 [E, D] may be null; padding rows are zero
 void launch_down_sm90(Dtype, const void* a, const int* offs, const void* w2, int64_t num_rows,
-                      int num_experts, int D, int H, void* y, int num_blocks, LaunchStream);
+                      int num_experts, int D, int H, const void* b2, const RowScale& scale, void* y,
+                      const Grid&, LaunchStream);
 // sm90_grad_hidden.cu: dA = dy_rows w2 is never stored. dh and scaled_a as launch_activation_backward writes
 // them; dots [R, num_hidden_dots_sm90(H)] holds <dA, act(h)> by tile of columns, for launch_sum_dots. Rows of
 // dots in the padding are not written; dots may be null.
 int64_t num_hidden_dots_sm90(int H);
 void launch_grad_hidden_sm90(Dtype, CurveKind, bool gated, const void* dy, const ActivationRows&,
-                             const void* w2, int D, int H, void* dh, void* scaled_a, float* dots,
-                             int num_blocks, LaunchStream);
+                             const void* w2, int D, int H, void* dh, void* scaled_a, float* dots, const Grid&,
+                             LaunchStream);
 // dscale, zero on entry, by choice: the sum of the row's num_dots dots, and <dy, b2>; b2 may be null
 void launch_sum_dots(Dtype, const ActivationRows&, const float* dots, int64_t num_dots, const void* dy,
                      const void* b2, int64_t D, float* dscale, LaunchStream);
 // sm90_grad_weight.cu: what launch_rows_by_rows writes. At most one of a and b has an index; both widths are
 // multiples of 8. order, of launch_heaviest_first, is the one in which the experts are taken.
+constexpr int kWeightTileM = 128, kWeightTileN = 256;
 void launch_grad_weight_sm90(Dtype, const GroupedRows& a, const GroupedRows& b, const int* offs,
                              const int* order, int num_experts, int64_t num_rows, const WeightGrad& out,
-                             int num_blocks, LaunchStream);
+                             const Grid&, LaunchStream);
 // sm90_grad_input.cu: dx_rows [R, D] = dh w1, with w1 [E, F, D] (F = 2 H when gated); padding rows are zero.
 void launch_grad_input_sm90(Dtype, const void* dh, const int* offs, const void* w1, int64_t num_rows,
-                            int num_experts, int D, int F, void* dx_rows, int num_blocks, LaunchStream);
+                            int num_experts, int D, int F, void* dx_rows, const Grid&, LaunchStream);
 
 }  // namespace fmoe_ext

@@ -20,8 +20,8 @@ Tensor grouped_gemm_cuda(Tensor x, Tensor weight, Tensor offs, std::optional<Ten
   const Tensor rows = as_contiguous(x), w = as_contiguous(weight), ends = as_contiguous(offs);
   const std::optional<Tensor> shift = bias ? std::optional(as_contiguous(*bias)) : std::nullopt;
   const Tensor y = torch::stable::new_empty(rows, {rows.size(0), w.size(1)});
-  const Products products(ends, rows.size(0), {rows, w}, device);
-  products.rows_by_weight(plain_rows(rows), w, shift, RowScale{}, y);
+  const Products products(ends, rows.size(0), {rows, w, shift}, device);
+  products.rows_by_weight(rows, w, shift, RowScale{}, y);
   return y;
 }
 
@@ -88,7 +88,6 @@ struct ExpertMlp {
 
   Dtype dtype() const { return as_dtype(x); }
   CurveKind curve() const { return static_cast<CurveKind>(activation.curve); }
-  bool is_swiglu() const { return activation.gated && activation.curve == Curve::kSilu; }
   int64_t num_rows() const { return row_idx.numel(); }
   int64_t hidden() const { return w2.size(2); }
   int num_experts() const { return static_cast<int>(offs.numel()); }
@@ -120,18 +119,12 @@ std::tuple<Tensor, Tensor> expert_mlp_cuda(Tensor x, Tensor row_idx, Tensor inve
   const OnDeviceOf device(x);
   const ExpertMlp mlp(x, row_idx, inverse, offs, w1, b1, w2, b2, topk_weights, activation);
   const int64_t R = mlp.num_rows();
-  const Tensor h = mlp.new_rows(mlp.w1.size(1)), a = mlp.new_rows(mlp.hidden()),
-               y = mlp.new_rows(mlp.x.size(1));
-  const Products products(mlp.offs, R, {mlp.x, mlp.w1, mlp.w2}, device);
-  if (mlp.is_swiglu() && !mlp.b1 && products.on_hopper(Product::up_swiglu)) {
-    products.up_swiglu(mlp.by_token(mlp.x), mlp.w1, h, a);
-  } else {
-    products.rows_by_weight(mlp.by_token(mlp.x), mlp.w1, mlp.b1, RowScale{}, h);
-    launch_activation(mlp.dtype(), mlp.curve(), mlp.activation.gated, data(h), mlp.ends(), mlp.num_experts(),
-                      R, mlp.hidden(), data(a), device);
-  }
-  products.rows_by_weight(plain_rows(a), mlp.w2, mlp.b2, combine ? RowScale{} : mlp.row_scale(), y);
-  return {combine ? mlp.combine(y, mlp.weights, device) : y, save_h ? h : torch::stable::new_empty(h, {0})};
+  const Tensor a = mlp.new_rows(mlp.hidden()), y = mlp.new_rows(mlp.x.size(1));
+  const std::optional<Tensor> h = save_h ? std::optional(mlp.new_rows(mlp.w1.size(1))) : std::nullopt;
+  const Products products(mlp.offs, R, {mlp.x, mlp.w1, mlp.b1, mlp.w2, mlp.b2}, device);
+  products.up(mlp.curve(), mlp.activation.gated, mlp.by_token(mlp.x), mlp.w1, mlp.b1, h, a);
+  products.rows_by_weight(a, mlp.w2, mlp.b2, combine ? RowScale{} : mlp.row_scale(), y);
+  return {combine ? mlp.combine(y, mlp.weights, device) : y, h ? *h : torch::stable::new_empty(a, {0})};
 }
 
 using Gradients = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;

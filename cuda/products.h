@@ -16,51 +16,51 @@ inline GroupedWeight grouped_weight(const Tensor& weight,
 
 class Products {
  public:
-  // matrices: all that the products read, contiguous, the rows' type first; their widths are every size but
-  // the first.
-  Products(const Tensor& offs, int64_t num_rows, const std::vector<Tensor>& matrices, LaunchStream stream)
-      : like_(matrices.front()),
+  // matrices: all that the products read, biases too, contiguous, the rows' type first; their widths are
+  // every size but the first.
+  Products(const Tensor& offs, int64_t num_rows, const std::vector<std::optional<Tensor>>& matrices,
+           LaunchStream stream)
+      : like_(*matrices.front()),
         offs_(data<int>(offs)),
         num_experts_(static_cast<int>(offs.numel())),
         num_rows_(num_rows),
         stream_(stream),
         device_(current_device_info()),
         operands_{as_dtype(like_), {}, {}} {
-    for (const Tensor& matrix : matrices) {
+    for (const std::optional<Tensor>& matrix : matrices) {
+      if (!matrix) continue;
       operands_.matrices.push_back(data(matrix));
-      for (int64_t d = 1; d < matrix.dim(); ++d) operands_.widths.push_back(matrix.size(d));
+      for (int64_t d = 1; d < matrix->dim(); ++d) operands_.widths.push_back(matrix->size(d));
     }
   }
 
   bool on_hopper(Product product) const { return on_hopper(product, operands_); }
 
-  // Only where on_hopper(Product::up_swiglu): x gathered, h = x_rows w1^T, a = silu(gate) up.
-  void up_swiglu(const GroupedRows& x, const Tensor& w1, const Tensor& h, const Tensor& a) const {
-    launch_up_swiglu_sm90(dtype(), x.data, x.index, offs_, data(w1), num_rows_, x.num_indexed, x.divisor,
-                          num_experts_, narrow(x.width), narrow(a.size(1)), data(h), data(a), device_.num_sms,
-                          stream_);
+  // h = x_rows w1^T + b1 and its activation a; without an h only a is kept.
+  void up(CurveKind curve, bool gated, const GroupedRows& x, const Tensor& w1,
+          const std::optional<Tensor>& b1, const std::optional<Tensor>& h, const Tensor& a) const {
+    const int64_t H = a.size(1);
+    if (on_hopper(Product::up)) {
+      launch_up_sm90(dtype(), curve, gated, x, offs_, data(w1), data(b1), num_rows_, num_experts_, narrow(H),
+                     data(h), data(a), grid(Product::up), stream_);
+      return;
+    }
+    const Tensor pre = h ? *h : torch::stable::new_empty(like_, {num_rows_, w1.size(1)});
+    launch_rows_by_weight(dtype(), x, grouped_weight(w1, false), offs_, num_rows_, data(b1), RowScale{},
+                          data(pre), stream_);
+    launch_activation(dtype(), curve, gated, data(pre), offs_, num_experts_, num_rows_, H, data(a), stream_);
   }
 
   // out = scale (rows weight^T + bias), weight [E, N, K]
-  void rows_by_weight(const GroupedRows& rows, const Tensor& weight, const std::optional<Tensor>& bias,
+  void rows_by_weight(const Tensor& rows, const Tensor& weight, const std::optional<Tensor>& bias,
                       const RowScale& scale, const Tensor& out) const {
-    if (!on_hopper(Product::rows_by_weight)) {
-      launch_rows_by_weight(dtype(), rows, grouped_weight(weight, false), offs_, num_rows_, data(bias), scale,
-                            data(out), stream_);
-      return;
-    }
-    std::optional<Tensor> gathered;
-    if (rows.index) {
-      gathered = torch::stable::new_empty(like_, {num_rows_, rows.width});
-      launch_permute(rows.data, rows.index, num_rows_, rows.num_indexed, rows.divisor,
-                     rows.width * like_.element_size(), data(gathered), stream_);
-    }
-    launch_down_sm90(dtype(), gathered ? data(gathered) : rows.data, offs_, data(weight), num_rows_,
-                     num_experts_, narrow(weight.size(1)), narrow(weight.size(2)), data(out), device_.num_sms,
-                     stream_);
-    if (bias || scale.weights)
-      launch_bias_scale(dtype(), data(out), offs_, num_experts_, num_rows_, weight.size(1), data(bias), scale,
-                        stream_);
+    if (on_hopper(Product::rows_by_weight))
+      launch_down_sm90(dtype(), data(rows), offs_, data(weight), num_rows_, num_experts_,
+                       narrow(weight.size(1)), narrow(weight.size(2)), data(bias), scale, data(out),
+                       grid(Product::rows_by_weight), stream_);
+    else
+      launch_rows_by_weight(dtype(), plain_rows(rows), grouped_weight(weight, false), offs_, num_rows_,
+                            data(bias), scale, data(out), stream_);
   }
 
   // Of dA = dy_rows w2: dh and scaled_a, and, if wanted, dweights, which is zero on entry.
@@ -80,7 +80,7 @@ class Products {
     std::optional<Tensor> dots;
     if (dweights) dots = torch::stable::new_empty(like_, {num_rows_, num_dots}, ScalarType::Float);
     launch_grad_hidden_sm90(dtype(), curve, gated, dy.data, rows, data(w2), narrow(D), narrow(H), data(dh),
-                            data(scaled_a), data<float>(dots), device_.num_sms, stream_);
+                            data(scaled_a), data<float>(dots), grid(Product::grad_hidden), stream_);
     if (dweights)
       launch_sum_dots(dtype(), rows, data<float>(dots), num_dots, dy.data, data(b2), D, data<float>(dweights),
                       stream_);
@@ -95,7 +95,7 @@ class Products {
     operands.matrices.push_back(grad.data);
     if (on_hopper(Product::grad_weight, operands))
       launch_grad_weight_sm90(dtype(), a, b, offs_, heaviest_first(), num_experts_, num_rows_, grad,
-                              device_.num_sms, stream_);
+                              select_weight_grid(a, b, device_.num_sms), stream_);
     else
       launch_rows_by_rows(dtype(), a, b, offs_, num_experts_, num_rows_, grad, stream_);
   }
@@ -104,8 +104,8 @@ class Products {
   void grad_input(const GroupedRows& rows, const Tensor& weight, const Tensor& out) const {
     if (on_hopper(Product::grad_input))
       launch_grad_input_sm90(dtype(), rows.data, offs_, data(weight), num_rows_, num_experts_,
-                             narrow(weight.size(2)), narrow(weight.size(1)), data(out), device_.num_sms,
-                             stream_);
+                             narrow(weight.size(2)), narrow(weight.size(1)), data(out),
+                             grid(Product::grad_input), stream_);
     else
       launch_rows_by_weight(dtype(), rows, grouped_weight(weight, true), offs_, num_rows_, nullptr,
                             RowScale{}, data(out), stream_);
@@ -122,6 +122,7 @@ class Products {
            select(product, operands, device_.capability) == Kernel::hopper;
   }
   Dtype dtype() const { return operands_.dtype; }
+  Grid grid(Product product) const { return select_grid(product, num_rows_, num_experts_, device_.num_sms); }
   const int* heaviest_first() {
     if (!heaviest_first_) {
       heaviest_first_ = torch::stable::new_empty(like_, {num_experts_}, ScalarType::Int);

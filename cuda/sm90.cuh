@@ -40,20 +40,49 @@ template <bool kAlongMN>
 constexpr int kDescriptorK16 = (kAlongMN ? 16 * 128 : 32) >> 4;  // 16 further along k
 constexpr int kDescriptor64 = 8192 >> 4;                         // 64 further along m or n
 
+// ---- the thread blocks of a cluster, one or two, take neighbouring tiles that share an operand. Each loads
+// its part of it, for both of them by multicast; a stage is empty when the consumers of both have released
+// it. One whose tile lies outside the result loads and releases all the same.
+struct Cluster {
+  int pairs;  // 1 where there are two blocks, 0 where there is one
+
+  __device__ int rank() const { return static_cast<int>(blockIdx.x) & pairs; }
+  __device__ int peer() const { return rank() ^ pairs; }
+  __device__ int first_index() const { return static_cast<int>(blockIdx.x) >> pairs; }  // of tiles, in at()
+  __device__ int index_step() const { return static_cast<int>(gridDim.x) >> pairs; }
+  __device__ int part(int whole) const { return whole / 2 * rank(); }  // where this block's part begins
+  template <class... C>
+  __device__ __forceinline__ void load(uint32_t dst, const CUtensorMap& map, uint32_t bar,
+                                       C... coordinates) const {
+    if (pairs)
+      ptx::tma_load_multicast(dst, &map, bar, 3, coordinates...);
+    else
+      ptx::tma_load(dst, &map, bar, coordinates...);
+  }
+  // Of a consumer warpgroup one thread releases a stage to each block: they are in its first warp.
+  __device__ bool releases() const { return threadIdx.x % 128 <= pairs; }
+  // By all threads, at the beginning and at the end: no block may end while the other can still write to it
+  // or arrive at its barriers.
+  __device__ static void sync() {
+    __syncwarp();
+    ptx::cluster_sync();
+  }
+};
+
 // ---- the ring of stages between the warpgroup that loads and those that multiply. Blocks of k are counted
 // through all tiles of a thread block; stage and parity follow from the count.
-template <class T, int kRowsM, int kRowsN>
+template <class T, int kRowsM, int kRowsN, int kDepth = 4>
 struct Ring {
-  static constexpr int kM = kRowsM, kN = kRowsN, kStages = 4;
+  static constexpr int kM = kRowsM, kN = kRowsN, kStages = kDepth;
   T a[kStages][kM * kBlockColumns];
   T b[kStages][kN * kBlockColumns];
   uint64_t full[kStages], empty[kStages];
 
   __device__ static int stage_of(uint32_t count) { return count % kStages; }
-  __device__ void init(int loads, int consumers) {
+  __device__ void init(int loads, int consumers, const Cluster& cluster) {
     for (int i = 0; i < kStages; ++i) {
       ptx::mbar_init(ptx::shared_address(&full[i]), loads);
-      ptx::mbar_init(ptx::shared_address(&empty[i]), consumers);
+      ptx::mbar_init(ptx::shared_address(&empty[i]), consumers << cluster.pairs);
     }
   }
   __device__ void wait_full(uint32_t count) {
@@ -62,32 +91,44 @@ struct Ring {
   __device__ void wait_empty(uint32_t count) {
     ptx::mbar_wait(ptx::shared_address(&empty[stage_of(count)]), (count / kStages & 1) ^ 1);
   }
-  __device__ void release(uint32_t count) { ptx::mbar_arrive(ptx::shared_address(&empty[stage_of(count)])); }
+  __device__ void release(uint32_t count) {  // by those of whom Cluster::releases() is true
+    ptx::mbar_arrive_at(ptx::shared_address(&empty[stage_of(count)]), threadIdx.x % 128);
+  }
+  // In place of a product: takes part, but reads nothing.
+  __device__ void pass_by(int steps, uint32_t& count, const Cluster& cluster) {
+    for (int k = 0; cluster.releases() && k < steps; ++k) {
+      wait_full(count + k);
+      release(count + k);
+    }
+    __syncwarp();
+    count += steps;
+  }
 };
 
-// ---- tiles, in the order in which blocks take them
+// ---- tiles, in the order in which clusters take them
 struct Tile {
   int expert;            // num_experts: padding; -1: there is no such tile
-  int row, num_rows, n;  // its rows, and which tile of columns it is
+  int row, num_rows, n;  // its rows (none or fewer: outside the expert), and which tile of columns it is
 };
 
-// Every kGroup row tiles of an expert go through all columns together, row tiles first: what the blocks that
-// run at the same time read then fits the L2 cache, of rows as of weights.
+// Row tiles of an expert in groups of kGroupRows rows. The blocks of a cluster take tiles that follow one
+// another in rows.
+template <int kRows>
 struct RowTiles {
-  static constexpr int kHeight = 128, kGroup = 16;
+  static constexpr int kHeight = kRows;
   const int* offs;
   int64_t num_rows;
   int num_experts, tiles_n;
+  Cluster cluster;
 
   __device__ __forceinline__ Tile at(int index) const {  // the whole warp
-    const TileOwner owner = find_tile_owner(offs, num_experts, num_rows, index / tiles_n, kHeight);
-    const int begin = static_cast<int>(owner.rows.begin), end = static_cast<int>(owner.rows.end);
-    const int in_expert = index - static_cast<int>(owner.first_tile) * tiles_n;
-    const int first = in_expert / (kGroup * tiles_n) * kGroup, in_group = in_expert % (kGroup * tiles_n);
-    const int height = min((end - begin + kHeight - 1) / kHeight - first, kGroup);
+    const int pairs = cluster.pairs, span = kHeight << pairs, group = kGroupRows / kHeight >> pairs;
+    const auto owner = find_tile_owner(offs, num_experts, num_rows, index / tiles_n, kHeight, pairs);
     if (owner.expert < 0) return {-1, 0, 0, 0};
-    const int row = begin + (first + in_group % height) * kHeight;
-    return {owner.expert, row, min(end - row, kHeight), in_group / height};
+    const auto place = tile_place(index - owner.first_tile * tiles_n,
+                                  (owner.end - owner.begin + span - 1) / kHeight >> pairs, tiles_n, group);
+    const int row = owner.begin + place.row * span + cluster.rank() * kHeight;
+    return {owner.expert, row, min(owner.end - row, kHeight), place.column};
   }
 };
 
@@ -119,13 +160,13 @@ struct RowGather {
 };
 
 // The producer of a ring whose A operand is gathered; load_b(b, full, k, tile) starts the TMA loads of B.
-template <class T, class R, class LoadB>
-__device__ __forceinline__ void gather_rows(R& ring, const RowTiles& tiles, const Rows<T>& rows, int width,
+template <class T, class R, class Tiles, class LoadB>
+__device__ __forceinline__ void gather_rows(R& ring, const Tiles& tiles, const Rows<T>& rows, int width,
                                             const LoadB& load_b) {
   const int steps = static_cast<int>(ceil_div(width, kBlockColumns));
   RowGather<T> gather;
   uint32_t count = 0;
-  for (int index = blockIdx.x;; index += gridDim.x) {
+  for (int index = tiles.cluster.first_index();; index += tiles.cluster.index_step()) {
     const Tile tile = tiles.at(index);
     if (tile.expert < 0 || tile.expert == tiles.num_experts) break;
     gather.pick(rows, tile);
@@ -149,18 +190,17 @@ constexpr int kGatherArrivals = 128 + 1;  // on a full barrier
 // other
 template <class T, bool kAlongM, bool kAlongN, class R>
 __device__ __forceinline__ void multiply(R& ring, float (&acc)[R::kN / 2], int group, bool has_rows,
-                                         int steps, uint32_t& count) {
-  const bool leader = threadIdx.x % 128 == 0;
-  if (!has_rows) {  // only ever the second one
-    for (int k = 0; leader && k < steps; ++k) {
-      ring.wait_full(count + k);
-      ring.release(count + k);
-    }
-    __syncwarp();
-    ptx::bar_sync<1, 128>();  // nobody waits for a later phase of a barrier before the leader is there
-    count += steps;
+                                         int steps, const Cluster& cluster, uint32_t& count) {
+  if (!has_rows) {
+    ring.pass_by(steps, count, cluster);
+    // Nobody waits for a later phase of a barrier before those who release are there.
+    if (group == 0)
+      ptx::bar_sync<1, 128>();
+    else
+      ptx::bar_sync<2, 128>();
     return;
   }
+  const bool releases = cluster.releases();
   for (int k = 0; k < steps; ++k, ++count) {
     ring.wait_full(count);
     ptx::fence_proxy_async();  // cp.async writes through the generic proxy
@@ -174,10 +214,10 @@ __device__ __forceinline__ void multiply(R& ring, float (&acc)[R::kN / 2], int g
                                       db + kk * kDescriptorK16<kAlongN>, (k | kk) != 0);
     ptx::wgmma_commit();
     ptx::wgmma_wait<1>();
-    if (k && leader) ring.release(count - 1);
+    if (k && releases) ring.release(count - 1);
   }
   ptx::wgmma_wait<0>();
-  if (leader) ring.release(count - 1);
+  if (releases) ring.release(count - 1);
 }
 
 // ---- results: each warp stages its 16 rows of a tile [64, kColumns] in shared memory, and after a
@@ -196,6 +236,26 @@ template <class T, int kCount>
 __device__ __forceinline__ uint32_t packed_accumulators(const float (&acc)[kCount], int piece, bool lower) {
   return pack<T>(acc[piece * 4 + lower * 2], acc[piece * 4 + lower * 2 + 1]);
 }
+// What is added to the columns of a tile, by piece of 8. Every lane reads two elements of each 8 pieces, in
+// whole lines and ahead of the product; a shuffle brings each lane those of the columns that it holds.
+template <class T, int kN>
+struct TileBias {
+  uint32_t pairs[kN / 64];
+
+  // elements_of(piece) is where the 8 elements of a piece lie, or null: zeros.
+  template <class ElementsOf>
+  __device__ __forceinline__ void load(const ElementsOf& elements_of) {
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int i = 0; i < kN / 64; ++i) {
+      const T* elements = elements_of(i * 8 + lane / 4);
+      pairs[i] = elements ? *reinterpret_cast<const uint32_t*>(elements + lane % 4 * 2) : 0;
+    }
+  }
+  __device__ __forceinline__ float2 of(int piece) const {
+    return unpack<T>(__shfl_sync(kFullMask, pairs[piece / 8], piece % 8 * 4 + threadIdx.x % 4));
+  }
+};
 // Copies what lies in the first `rows` rows and `columns` columns (a multiple of 8) of the tile to out.
 template <class T, int kColumns>
 __device__ __forceinline__ void store_rows(const void* tile, T* out, int64_t stride, int rows, int columns) {
@@ -224,6 +284,14 @@ void dispatch_16bit(Dtype dtype, const Body& body) {
   if (dtype == Dtype::bf16) return body(__nv_bfloat16{});
   if (dtype == Dtype::f16) return body(__half{});
   throw std::runtime_error("fmoe_ext: the Hopper kernels take bfloat16 or float16 only");
+}
+
+template <class... Params, class... Args>
+void launch_sm90(void (*kernel)(Params...), const Grid& grid, size_t shared_bytes, LaunchStream stream,
+                 Args&&... args) {
+  const int clusters = grid.num_blocks > grid.cluster ? grid.num_blocks / grid.cluster : 1;
+  launch_clusters(grid.cluster, kernel, clusters * grid.cluster, kSm90Threads, shared_bytes, stream,
+                  std::forward<Args>(args)...);
 }
 
 // Encodes the map of a 16-bit tensor with the 128-byte swizzle; throws when the driver refuses. Strides in

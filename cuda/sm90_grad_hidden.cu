@@ -10,11 +10,11 @@
 namespace fmoe_ext {
 namespace {
 
-constexpr int kN = 128;
+constexpr int kM = 128, kN = 128;
 constexpr int kUnitRows = 16;
 
 template <class T>
-struct alignas(1024) Shared : ping_pong::Shared<T, kN> {
+struct alignas(1024) Shared : ping_pong::Shared<T, kM, kN> {
   alignas(1024) T unit[2][2][3][64 * kBlockColumns];  // by group and slot: gate, up, scaled activation
   uint64_t loaded[2][2][4];                           // by group, slot, warp
 };
@@ -24,7 +24,7 @@ static_assert(kSharedBytes<__half> <= kMaxSharedBytes);
 
 template <class T>
 struct GradHidden {
-  RowTiles tiles;
+  RowTiles<kM> tiles;
   Rows<T> dy;
   const int* row_idx;
   const float* weights;
@@ -33,22 +33,6 @@ struct GradHidden {
   float* dots;
   int D, H;
 };
-
-// activate() by the device's fast exponential and division, as in the forward kernel.
-template <CurveKind kCurve>
-__device__ __forceinline__ ValueAndSlope<float> activate_fast(float x) {
-  const auto sigmoid = [](float v) { return __fdividef(1.f, 1.f + __expf(-v)); };
-  if constexpr (kCurve == CurveKind::silu) {
-    const float s = sigmoid(x);
-    return {x * s, s * (1 + x * (1 - s))};
-  } else if constexpr (kCurve == CurveKind::gelu_tanh) {  // (1 + tanh(v)) / 2 = sigmoid(2 v)
-    constexpr float kRoot = 1.5957691216057308f, kCubic = 0.044715f;
-    const float s = sigmoid(kRoot * x * (1 + kCubic * x * x));
-    return {x * s, s * (1 + x * (1 - s) * kRoot * (1 + 3 * kCubic * x * x))};
-  } else {
-    return activate<kCurve>(x);
-  }
-}
 
 template <class T, CurveKind kCurve, bool kGated>
 struct Epilogue {
@@ -84,15 +68,9 @@ struct Epilogue {
     load(tile, 0, 1);
   }
 
-  __device__ __forceinline__ void store(const float (&top)[kN / 2], const float (&bottom)[kN / 2],
-                                        const Tile& tile) {
-    store_half<0>(top, tile);
-    store_half<1>(bottom, tile);
-  }
-
   // A thread holds two rows of its warp's 16: lane / 4, and the one 8 below.
   template <int kHalf>
-  __device__ __forceinline__ void store_half(const float (&acc)[kN / 2], const Tile& tile) {
+  __device__ __forceinline__ void store(const float (&acc)[kN / 2], const Tile& tile) {
     if (rows_left(tile, kHalf) <= 0) return;
     const int64_t first = tile.row + kHalf * 64 + warp() * kUnitRows;
     float scale[2], dot[2] = {0, 0};
@@ -141,8 +119,9 @@ struct Epilogue {
 #pragma unroll
       for (int q = 0; q < 4; ++q) {
         const int lower = q % 2, at = (slot * 8 + piece + q / 2) * 4 + lower * 2;
+        const float one = kept[lower] ? 1.f : 0.f;
         const float2 g = unpack<T>(kept[lower] ? gate[q] : 0);
-        const float2 u = kGated ? unpack<T>(kept[lower] ? up[q] : 0) : float2{1, 1};
+        const float2 u = kGated ? unpack<T>(kept[lower] ? up[q] : 0) : float2{one, one};
         const ValueAndSlope<float> x = activate_fast<kCurve>(g.x), y = activate_fast<kCurve>(g.y);
         const float dx = scale[lower] * acc[at], dy = scale[lower] * acc[at + 1];
         dot[lower] += acc[at] * x.value * u.x + acc[at + 1] * y.value * u.y;
@@ -185,24 +164,27 @@ __global__ void __launch_bounds__(kSm90Threads, 1)
   FMOE_DYNAMIC_SHARED(raw);
   Shared<T>& s = *reinterpret_cast<Shared<T>*>(align_shared(raw));
   const int group = __shfl_sync(kFullMask, threadIdx.x / 128, 0);
+  const Cluster cluster = p.tiles.cluster;
   if (threadIdx.x == 0) {
-    s.init(kGatherArrivals);
+    s.init(kGatherArrivals, cluster);
     for (int i = 0; i < 16; ++i) ptx::mbar_init(ptx::shared_address(&s.loaded[0][0][0] + i), 1);
     ptx::fence_mbar_init();
   }
-  __syncthreads();
+  cluster.sync();
   if (group == kProducer) {
     ptx::setmaxnreg_dec<56>();
+    const int part = cluster.part(kBlockColumns);
     gather_rows<T>(s.ring, p.tiles, p.dy, p.D, [&](uint32_t b, uint32_t full, int k, const Tile& tile) {
       for (int n = 0; n < kN; n += kBlockColumns)
-        ptx::tma_load(b + n * 128, &w2, full, tile.n * kN + n, k, tile.expert);
+        cluster.load(b + (n + part) * 128, w2, full, tile.n * kN + n, k + part, tile.expert);
     });
-    return;
+  } else {
+    ptx::setmaxnreg_inc<224>();
+    const int steps = static_cast<int>(ceil_div(p.D, kBlockColumns));
+    Epilogue<T, kCurve, kGated> epilogue{s, h, p, group};
+    ping_pong::consume<T, true, true>(s, p.tiles, group, steps, epilogue);
   }
-  ptx::setmaxnreg_inc<224>();
-  const int steps = static_cast<int>(ceil_div(p.D, kBlockColumns));
-  Epilogue<T, kCurve, kGated> epilogue{s, h, p, group};
-  ping_pong::consume<T, true, true>(s, p.tiles, group, steps, epilogue);
+  cluster.sync();
 #endif
 }
 
@@ -235,29 +217,34 @@ int64_t num_hidden_dots_sm90(int H) { return ceil_div(H, kN); }
 
 void launch_grad_hidden_sm90(Dtype dtype, CurveKind activation, bool gated, const void* dy,
                              const ActivationRows& rows, const void* w2, int D, int H, void* dh,
-                             void* scaled_a, float* dots, int num_blocks, LaunchStream stream) {
+                             void* scaled_a, float* dots, const Grid& grid, LaunchStream stream) {
   if (rows.num_rows == 0) return;
   dispatch_16bit(dtype, [&](auto tag) {
     using T = decltype(tag);
     const uint64_t d = D, n = H, r = rows.num_rows, experts = rows.num_experts, width = gated ? 2 * n : n;
+    const uint32_t blocks = grid.cluster;
     CUtensorMap w2_map, h_map;
-    encode_tensor_map<T>(&w2_map, w2, {3, {n, d, experts}, {n, d * n}, {kBlockColumns, kBlockColumns, 1}});
+    encode_tensor_map<T>(&w2_map, w2,
+                         {3, {n, d, experts}, {n, d * n}, {kBlockColumns, kBlockColumns / blocks, 1}});
     encode_tensor_map<T>(&h_map, rows.h, {2, {width, r}, {width}, {kBlockColumns, kUnitRows}});
     const int* index = rows.dy_by_token ? rows.row_idx : nullptr;
-    const GradHidden<T> params{
-        {rows.offs, rows.num_rows, rows.num_experts, static_cast<int>(num_hidden_dots_sm90(H))},
-        rows_from<T>({dy, D, index, rows.top_k, rows.num_choices}, rows.num_rows),
-        rows.row_idx,
-        static_cast<const float*>(rows.weights),
-        rows.num_choices,
-        static_cast<T*>(dh),
-        static_cast<T*>(scaled_a),
-        dots,
-        D,
-        H};
+    const GradHidden<T> params{{rows.offs,
+                                rows.num_rows,
+                                rows.num_experts,
+                                static_cast<int>(num_hidden_dots_sm90(H)),
+                                {grid.cluster - 1}},
+                               rows_from<T>({dy, D, index, rows.top_k, rows.num_choices}, rows.num_rows),
+                               rows.row_idx,
+                               static_cast<const float*>(rows.weights),
+                               rows.num_choices,
+                               static_cast<T*>(dh),
+                               static_cast<T*>(scaled_a),
+                               dots,
+                               D,
+                               H};
     dispatch_activation(activation, [&](auto kind) {
       const auto start = [&](auto kernel) {
-        launch(kernel, num_blocks, kSm90Threads, kSharedBytes<T>, stream, w2_map, h_map, params);
+        launch_sm90(kernel, grid, kSharedBytes<T>, stream, w2_map, h_map, params);
       };
       if (gated)
         start(grad_hidden_kernel<T, kind.value, true>);

@@ -1,13 +1,14 @@
 // B2 and B5: the gradient of a weight on Hopper, out[e] = sum over the rows of expert e of a^T b, by tiles of
 // 128 x 256. Rows are k, so both operands run along m and n. One of them may be picked through an index: the
 // producer warpgroup gathers it by cp.async; the other comes by TMA, but for the last rows of an expert,
-// which cp.async fills up with zeros: nothing of the next expert's rows, a NaN say, reaches this one.
+// which cp.async fills up with zeros: nothing of the next expert's rows, a NaN say, reaches this one. The
+// blocks of a cluster share the tile that comes by TMA: theirs follow one another along the gathered operand.
 #include "sm90.cuh"
 
 namespace fmoe_ext {
 namespace {
 
-constexpr int kM = 128, kN = 256;
+constexpr int kM = kWeightTileM, kN = kWeightTileN;
 constexpr int kStagedColumns = 128;
 
 template <class T>
@@ -31,18 +32,20 @@ struct GradWeight {
   int num_experts;
   int64_t num_rows;
   int M, N, tiles_m, tiles_n;
+  Cluster cluster;
   bool accumulate;
 
-  __device__ int num_tiles() const { return num_experts * tiles_m * tiles_n; }
+  __device__ int num_tiles() const { return num_experts * tiles_m * tiles_n; }  // of a cluster
   // The experts as `order` has them: those with most rows, whose tiles take longest, first. Their tiles as
   // RowTiles: tiles of m in groups that go through all tiles of n together.
+  template <bool kPairsAlongM>
   __device__ __forceinline__ WeightTile at(int index) const {
-    constexpr int kGroup = RowTiles::kGroup;
-    const int per_expert = tiles_m * tiles_n, expert = order[index / per_expert],
-              in_expert = index % per_expert;
-    const int first = in_expert / (kGroup * tiles_n) * kGroup, in_group = in_expert % (kGroup * tiles_n);
-    const int height = min(tiles_m - first, kGroup);
-    return {expert, (first + in_group % height) * kM, in_group / height * kN,
+    const int height_m = kPairsAlongM ? kM << cluster.pairs : kM,
+              width_n = kPairsAlongM ? kN : kN << cluster.pairs;
+    const int per_expert = tiles_m * tiles_n, expert = order[index / per_expert];
+    const auto place = tile_place(index % per_expert, tiles_m, tiles_n, kGroupRows / height_m);
+    const int m = place.row * height_m, n = place.column * width_n;
+    return {expert, kPairsAlongM ? m + cluster.rank() * kM : m, kPairsAlongM ? n : n + cluster.rank() * kN,
             rows_of(offs, num_experts, num_rows, expert)};
   }
 };
@@ -79,12 +82,13 @@ struct ColumnGather {
 
 template <class T, bool kGatherA>
 __device__ __forceinline__ void produce(Shared<T>& s, const CUtensorMap& plain_map, const GradWeight<T>& p) {
+  const Cluster cluster = p.cluster;
   constexpr int kGathered = kGatherA ? kM : kN, kPlain = kGatherA ? kN : kM;
   const Rows<T>&gathered = kGatherA ? p.a : p.b, &plain = kGatherA ? p.b : p.a;
   ColumnGather<T, kGathered> gather;
   uint32_t count = 0;
-  for (int index = blockIdx.x; index < p.num_tiles(); index += gridDim.x) {
-    const WeightTile tile = p.at(index);
+  for (int index = cluster.first_index(); index < p.num_tiles(); index += cluster.index_step()) {
+    const WeightTile tile = p.template at<kGatherA>(index);
     const int gathered_column = kGatherA ? tile.m : tile.n, plain_column = kGatherA ? tile.n : tile.m;
     for (int64_t row = tile.rows.begin; row < tile.rows.end; row += kBlockColumns, ++count) {
       const int stage = s.ring.stage_of(count);
@@ -95,10 +99,14 @@ __device__ __forceinline__ void produce(Shared<T>& s, const CUtensorMap& plain_m
       gather.pick(gathered, row, tile.rows.end);  // the index is on its way while the stage empties
       s.ring.wait_empty(count);
       if (threadIdx.x % 128 == 0) {
-        ptx::mbar_arrive_expect_tx(full, whole ? kPlain * kBlockColumns * sizeof(T) : 0);
+        if (whole)
+          ptx::mbar_arrive_expect_tx(full, kPlain * kBlockColumns * sizeof(T));
+        else  // for one another: neither block goes on before both have found the stage empty
+          ptx::mbar_arrive_at(full, cluster.peer());
+        const int part = cluster.part(kBlockColumns);
         for (int c = 0; whole && c < kPlain; c += kBlockColumns)
-          ptx::tma_load(ptx::shared_address(plain_operand) + c * 128, &plain_map, full, plain_column + c,
-                        static_cast<int>(row));
+          cluster.load(ptx::shared_address(plain_operand) + (c + part) * 128, plain_map, full,
+                       plain_column + c, static_cast<int>(row) + part);
       }
       gather.copy(gathered_operand, gathered_column, static_cast<int>(gathered.width));
       if (!whole) {
@@ -149,21 +157,23 @@ __device__ __forceinline__ void store(T*, const float (&acc)[kN / 2], float* out
   }
 }
 
-template <class T, class Out>
+template <class T, class Out, bool kGatherA>
 __device__ __forceinline__ void consume(Shared<T>& s, Out* out, const GradWeight<T>& p, int group) {
+  const Cluster cluster = p.cluster;
   uint32_t count = 0;
-  for (int index = blockIdx.x; index < p.num_tiles(); index += gridDim.x) {
-    const WeightTile tile = p.at(index);
+  for (int index = cluster.first_index(); index < p.num_tiles(); index += cluster.index_step()) {
+    const WeightTile tile = p.template at<kGatherA>(index);
     const int m = tile.m + group * 64, rows = p.M - m, columns = min(p.N - tile.n, kN);
     Out* place = out + (static_cast<int64_t>(tile.expert) * p.M + m) * p.N + tile.n;
     const int steps = static_cast<int>(ceil_div(tile.rows.end - tile.rows.begin, kBlockColumns));
+    const bool inside = rows > 0 && columns > 0;
     if (steps == 0) {
-      if (!p.accumulate) store_zeros(place, p.N, min(rows, 64), columns);
+      if (inside && !p.accumulate) store_zeros(place, p.N, min(rows, 64), columns);
       continue;
     }
     float acc[kN / 2];
-    multiply<T, true, true>(s.ring, acc, group, rows > 0, steps, count);
-    if (rows > 0) store(s.c[group], acc, place, p.N, rows, columns, p.accumulate);
+    multiply<T, true, true>(s.ring, acc, group, inside, steps, cluster, count);
+    if (inside) store(s.c[group], acc, place, p.N, rows, columns, p.accumulate);
   }
 }
 
@@ -175,18 +185,20 @@ __global__ void __launch_bounds__(kSm90Threads, 1)
   FMOE_DYNAMIC_SHARED(raw);
   Shared<T>& s = *reinterpret_cast<Shared<T>*>(align_shared(raw));
   const int group = __shfl_sync(kFullMask, threadIdx.x / 128, 0);
+  const Cluster cluster = p.cluster;
   if (threadIdx.x == 0) {
-    s.ring.init(kGatherArrivals, 2);
+    s.ring.init(kGatherArrivals, 2, cluster);
     ptx::fence_mbar_init();
   }
-  __syncthreads();
+  cluster.sync();
   if (group == kProducer) {
     ptx::setmaxnreg_dec<56>();
     produce<T, kGatherA>(s, plain_map, p);
   } else {
     ptx::setmaxnreg_inc<224>();
-    consume(s, out, p, group);
+    consume<T, Out, kGatherA>(s, out, p, group);
   }
+  cluster.sync();
 #endif
 }
 
@@ -194,7 +206,7 @@ __global__ void __launch_bounds__(kSm90Threads, 1)
 
 void launch_grad_weight_sm90(Dtype dtype, const GroupedRows& a, const GroupedRows& b, const int* offs,
                              const int* order, int num_experts, int64_t num_rows, const WeightGrad& out,
-                             int num_blocks, LaunchStream stream) {
+                             const Grid& grid, LaunchStream stream) {
   if (num_experts == 0) return;
   if (a.index && b.index)
     throw std::runtime_error("fmoe_ext: launch_grad_weight_sm90 gathers one of its operands, not both");
@@ -205,9 +217,10 @@ void launch_grad_weight_sm90(Dtype dtype, const GroupedRows& a, const GroupedRow
     const bool gather_a = !b.index;
     const GroupedRows& plain = gather_a ? b : a;
     const uint64_t width = plain.width, rows = num_rows > 0 ? num_rows : 1;
+    const uint32_t blocks = grid.cluster, blocks_m = gather_a ? blocks : 1, blocks_n = gather_a ? 1 : blocks;
     CUtensorMap map;  // without rows it is never read through, but must have an address
     encode_tensor_map<T>(&map, num_rows > 0 ? plain.data : out.data,
-                         {2, {width, rows}, {width}, {kBlockColumns, kBlockColumns}});
+                         {2, {width, rows}, {width}, {kBlockColumns, kBlockColumns / blocks}});
     const GradWeight<T> params{rows_from<T>(a, num_rows),
                                rows_from<T>(b, num_rows),
                                offs,
@@ -216,11 +229,12 @@ void launch_grad_weight_sm90(Dtype dtype, const GroupedRows& a, const GroupedRow
                                num_rows,
                                static_cast<int>(a.width),
                                static_cast<int>(b.width),
-                               static_cast<int>(ceil_div(a.width, kM)),
-                               static_cast<int>(ceil_div(b.width, kN)),
+                               static_cast<int>(ceil_div(a.width, kM * blocks_m)),
+                               static_cast<int>(ceil_div(b.width, kN * blocks_n)),
+                               {grid.cluster - 1},
                                out.accumulate};
     const auto start = [&](auto kernel, auto* data) {
-      launch(kernel, num_blocks, kSm90Threads, kSharedBytes<T>, stream, map, data, params);
+      launch_sm90(kernel, grid, kSharedBytes<T>, stream, map, data, params);
     };
     if (out.is_float) {
       float* const data = static_cast<float*>(out.data);

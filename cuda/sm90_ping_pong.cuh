@@ -1,27 +1,34 @@
-// Tiles of 128 rows that two consumer warpgroups take in turn (ping-pong): one computes with and stores what
-// it has while the other multiplies. A third warpgroup loads.
+// Tiles of 128 rows, or of 64, that two consumer warpgroups take in turn (ping-pong): one computes with and
+// stores what it has while the other multiplies. A third warpgroup loads.
 #pragma once
 
 #include "sm90.cuh"
 
 namespace fmoe_ext::ping_pong {
 
-template <class T, int kN>
+template <class T, int kRows, int kColumns, int kStages = 4>
 struct Shared {
-  Ring<T, RowTiles::kHeight, kN> ring;
+  static constexpr int kM = kRows, kN = kColumns;
+  Ring<T, kM, kN, kStages> ring;
   uint64_t turn[2];
 
-  __device__ void init(int loads) {
-    ring.init(loads, 1);
+  __device__ void init(int loads, const Cluster& cluster) {
+    ring.init(loads, 1, cluster);
     for (uint64_t& bar : turn) ptx::mbar_init(ptx::shared_address(&bar), 4);
+  }
+  // Every whole warp says so: with few steps a turn could come round again before a slow thread has taken its
+  // own.
+  __device__ void pass_turn(int group) {
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) ptx::mbar_arrive(ptx::shared_address(&turn[group ^ 1]));
   }
 };
 
 // Rows 0 .. 63 of a tile into top, and, if it has so many, rows 64 .. 127 into bottom.
-template <class T, bool kAlongN, bool kGathered, bool kBoth, int kN>
-__device__ __forceinline__ void multiply(Shared<T, kN>& s, float (&top)[kN / 2], float (&bottom)[kN / 2],
-                                         int group, int steps, uint32_t& count) {
-  const bool leader = threadIdx.x % 128 == 0;
+template <class T, bool kAlongN, bool kGathered, bool kBoth, class S, int kBottom>
+__device__ __forceinline__ void multiply(S& s, float (&top)[S::kN / 2], float (&bottom)[kBottom], int group,
+                                         int steps, const Cluster& cluster, uint32_t& count) {
+  const bool releases = cluster.releases();
 #pragma unroll 1
   for (int k = 0; k < steps; ++k, ++count) {
     s.ring.wait_full(count);
@@ -34,29 +41,29 @@ __device__ __forceinline__ void multiply(Shared<T, kN>& s, float (&top)[kN / 2],
     for (int kk = 0; kk < kBlockColumns / 16; ++kk) {
       const uint64_t a = da + kk * kDescriptorK16<false>, b = db + kk * kDescriptorK16<kAlongN>;
       ptx::wgmma<T, false, kAlongN>(top, a, b, (k | kk) != 0);
-      if (kBoth) ptx::wgmma<T, false, kAlongN>(bottom, a + kDescriptor64, b, (k | kk) != 0);
+      if constexpr (kBoth) ptx::wgmma<T, false, kAlongN>(bottom, a + kDescriptor64, b, (k | kk) != 0);
     }
     ptx::wgmma_commit();
     ptx::wgmma_wait<1>();
-    if (k && leader) s.ring.release(count - 1);
+    if (k && releases) s.ring.release(count - 1);
   }
-  // Every whole warp says so: with few steps a turn could come round again before a slow thread has taken its
-  // own.
-  __syncwarp();
-  if (threadIdx.x % 32 == 0) ptx::mbar_arrive(ptx::shared_address(&s.turn[group ^ 1]));
+  s.pass_turn(group);
   ptx::wgmma_wait<0>();
-  if (leader) s.ring.release(count - 1);
+  if (releases) s.ring.release(count - 1);
 }
 
-// Takes every other tile of this block. Of an epilogue it calls before(tile) ahead of a product, store(top,
-// bottom, tile) after it, and store_zeros(tile) for padding. kAlongN: the rows of B run along n; kGathered: A
-// comes by cp.async.
-template <class T, bool kAlongN, bool kGathered, int kN, class Epilogue>
-__device__ __forceinline__ void consume(Shared<T, kN>& s, const RowTiles& tiles, int group, int steps,
+// Takes every other tile of this block. Of an epilogue it calls before(tile) ahead of a product,
+// store<0>(top, tile) and, with tiles of 128 rows, store<1>(bottom, tile) after it, and store_zeros(tile) for
+// padding. kAlongN: the rows of B run along n; kGathered: A comes by cp.async.
+template <class T, bool kAlongN, bool kGathered, class S, class Epilogue>
+__device__ __forceinline__ void consume(S& s, const RowTiles<S::kM>& tiles, int group, int steps,
                                         Epilogue& epilogue) {
+  const Cluster cluster = tiles.cluster;
+  constexpr bool kTwoHalves = S::kM > 64;
   uint32_t count = group * steps;
   uint32_t turns = 0;
-  for (int index = blockIdx.x + group * gridDim.x;; index += 2 * gridDim.x, ++turns) {
+  const int step = cluster.index_step();
+  for (int index = cluster.first_index() + group * step;; index += 2 * step, ++turns) {
     const Tile tile = tiles.at(index);
     if (tile.expert < 0) break;
     if (tile.expert == tiles.num_experts) {  // padding comes last, so there are no more turns to take
@@ -64,14 +71,20 @@ __device__ __forceinline__ void consume(Shared<T, kN>& s, const RowTiles& tiles,
       continue;
     }
     epilogue.before(tile);
-    float top[kN / 2], bottom[kN / 2];
     ptx::mbar_wait(ptx::shared_address(&s.turn[group]), (turns & 1) ^ (group == 0));
-    if (tile.num_rows > 64)
-      multiply<T, kAlongN, kGathered, true>(s, top, bottom, group, steps, count);
-    else
-      multiply<T, kAlongN, kGathered, false>(s, top, bottom, group, steps, count);
+    if (tile.num_rows > 0) {
+      float top[S::kN / 2], bottom[kTwoHalves ? S::kN / 2 : 1];
+      if (kTwoHalves && tile.num_rows > 64)
+        multiply<T, kAlongN, kGathered, kTwoHalves>(s, top, bottom, group, steps, cluster, count);
+      else
+        multiply<T, kAlongN, kGathered, false>(s, top, bottom, group, steps, cluster, count);
+      epilogue.template store<0>(top, tile);
+      if constexpr (kTwoHalves) epilogue.template store<1>(bottom, tile);
+    } else {
+      s.ring.pass_by(steps, count, cluster);
+      s.pass_turn(group);
+    }
     count += steps;  // the other warpgroup's tile
-    epilogue.store(top, bottom, tile);
   }
 }
 

@@ -1,58 +1,68 @@
-// out [R, N] = rows [R, K] times each expert's weight on Hopper: tiles of 128 x 192, ping-pong, both operands
-// through TMA. Padding rows are zero.
+// out [R, N] = scale (rows [R, K] times each expert's weight + bias) on Hopper: tiles of 128 x 192, or of 64
+// x 192 where experts have few rows, ping-pong, both operands through TMA. The blocks of a cluster share the
+// tile of the weight. Padding rows are zero.
 #pragma once
 
 #include "sm90_ping_pong.cuh"
 
 namespace fmoe_ext {
 
-template <class T>
+template <class T, int kRows>
 struct RowsByWeight {
-  static constexpr int kN = 192;
-  struct alignas(1024) Shared : ping_pong::Shared<T, kN> {
+  static constexpr int kM = kRows, kN = 192, kStages = kM > 64 ? 4 : 5;
+  struct alignas(1024) Shared : ping_pong::Shared<T, kM, kN, kStages> {
     alignas(1024) T c[2][64 * kN];
   };
   static constexpr size_t kSharedBytes = sizeof(Shared) + kSharedAlignment;
   static_assert(kSharedBytes <= kMaxSharedBytes);
 
-  RowTiles tiles;
+  RowTiles<kM> tiles;
+  const T* bias;   // [E, N], or null
+  RowScale scale;  // of float
   T* out;
   int N, K;
 };
 
-template <class T, bool kAlongN>
-__device__ __forceinline__ void load_rows_and_weight(typename RowsByWeight<T>::Shared& s,
-                                                     const CUtensorMap& rows, const CUtensorMap& weight,
-                                                     const RowsByWeight<T>& p) {
-  constexpr int kN = p.kN;
+template <class T, bool kAlongN, class P>
+__device__ __forceinline__ void load_rows_and_weight(typename P::Shared& s, const CUtensorMap& rows,
+                                                     const CUtensorMap& weight, const P& p) {
+  const Cluster cluster = p.tiles.cluster;
+  constexpr int kN = P::kN;
   const int steps = static_cast<int>(ceil_div(p.K, kBlockColumns));
   uint32_t count = 0;
-  for (int index = blockIdx.x;; index += gridDim.x) {
+  for (int index = cluster.first_index();; index += cluster.index_step()) {
     const Tile tile = p.tiles.at(index);
     if (tile.expert < 0 || tile.expert == p.tiles.num_experts) break;
     if (threadIdx.x % 32 != 0) continue;
+#pragma unroll 1
     for (int k = 0; k < steps; ++k, ++count) {
       const int stage = s.ring.stage_of(count);
       const uint32_t full = ptx::shared_address(&s.ring.full[stage]);
       const uint32_t b = ptx::shared_address(s.ring.b[stage]);
       s.ring.wait_empty(count);
-      ptx::mbar_arrive_expect_tx(full, sizeof s.ring.a[0] + sizeof s.ring.b[0]);
-      ptx::tma_load(ptx::shared_address(s.ring.a[stage]), &rows, full, k * kBlockColumns, tile.row);
+      const bool has_rows = tile.num_rows > 0;
+      ptx::mbar_arrive_expect_tx(full, sizeof s.ring.b[0] + (has_rows ? sizeof s.ring.a[0] : 0));
+      if (has_rows)
+        ptx::tma_load(ptx::shared_address(s.ring.a[stage]), &rows, full, k * kBlockColumns, tile.row);
       if constexpr (kAlongN) {
+        const int part = cluster.part(kBlockColumns);
         for (int n = 0; n < kN; n += kBlockColumns)
-          ptx::tma_load(b + n * 128, &weight, full, tile.n * kN + n, k * kBlockColumns, tile.expert);
+          cluster.load(b + (n + part) * 128, weight, full, tile.n * kN + n, k * kBlockColumns + part,
+                       tile.expert);
       } else {
-        ptx::tma_load(b, &weight, full, k * kBlockColumns, tile.n * kN, tile.expert);
+        const int part = cluster.part(kN);
+        cluster.load(b + part * 128, weight, full, k * kBlockColumns, tile.n * kN + part, tile.expert);
       }
     }
   }
 }
 
-template <class T>
+template <class T, class P>
 struct StoreRows {
-  static constexpr int kN = RowsByWeight<T>::kN;
+  static constexpr int kN = P::kN;
   T* staged;
-  const RowsByWeight<T>& p;
+  const P& p;
+  TileBias<T, kN> bias;
 
   __device__ T* out(const Tile& tile, int first) const {
     return p.out + static_cast<int64_t>(tile.row + first) * p.N + tile.n * kN;
@@ -60,14 +70,26 @@ struct StoreRows {
   __device__ int columns(const Tile& tile) const { return min(p.N - tile.n * kN, kN); }
 
   __device__ __forceinline__ void before(const Tile&) {}
-  __device__ __forceinline__ void store(const float (&top)[kN / 2], const float (&bottom)[kN / 2],
-                                        const Tile& tile) {
-    store_half(top, tile, 0);
-    store_half(bottom, tile, 64);
-  }
-  __device__ __forceinline__ void store_half(const float (&acc)[kN / 2], const Tile& tile, int first) {
+  template <int kHalf>
+  __device__ __forceinline__ void store(const float (&acc)[kN / 2], const Tile& tile) {
+    constexpr int first = 64 * kHalf;
+    if (kHalf == 0)
+      bias.load([&](int piece) -> const T* {
+        if (!p.bias || piece * 8 >= columns(tile)) return nullptr;
+        return p.bias + static_cast<int64_t>(tile.expert) * p.N + tile.n * kN + piece * 8;
+      });
     if (tile.num_rows <= first) return;
-    stage_rows<kN>(staged, [&](int piece, bool lower) { return packed_accumulators<T>(acc, piece, lower); });
+    float factor[2];
+#pragma unroll
+    for (int lower = 0; lower < 2; ++lower) {
+      const int r = first + threadIdx.x % 128 / 32 * 16 + lower * 8 + threadIdx.x % 32 / 4;
+      factor[lower] = r < tile.num_rows ? factor_of<float>(p.scale, tile.row + r) : 0;
+    }
+    stage_rows<kN>(staged, [&](int piece, bool lower) {
+      const float2 b = p.bias ? bias.of(piece) : float2{0, 0};
+      const int at = piece * 4 + lower * 2;
+      return pack<T>(factor[lower] * (acc[at] + b.x), factor[lower] * (acc[at + 1] + b.y));
+    });
     __syncwarp();
     store_rows<T, kN>(staged, out(tile, first), p.N, tile.num_rows - first, columns(tile));
     __syncwarp();
@@ -78,53 +100,69 @@ struct StoreRows {
 };
 
 // kAlongN: weight [E, K, N], else [E, N, K].
-template <class T, bool kAlongN>
+template <class T, bool kAlongN, int kRows>
 __global__ void __launch_bounds__(kSm90Threads, 1)
     rows_by_weight_sm90_kernel(const __grid_constant__ CUtensorMap rows,
                                const __grid_constant__ CUtensorMap weight,
-                               const __grid_constant__ RowsByWeight<T> p) {
+                               const __grid_constant__ RowsByWeight<T, kRows> p) {
 #ifdef FMOE_SM90A
+  using P = RowsByWeight<T, kRows>;
   FMOE_DYNAMIC_SHARED(raw);
-  auto& s = *reinterpret_cast<typename RowsByWeight<T>::Shared*>(align_shared(raw));
+  auto& s = *reinterpret_cast<typename P::Shared*>(align_shared(raw));
   const int group = __shfl_sync(kFullMask, threadIdx.x / 128, 0);
+  const Cluster cluster = p.tiles.cluster;
   if (threadIdx.x == 0) {
-    s.init(1);
+    s.init(1, cluster);
     ptx::fence_mbar_init();
   }
-  __syncthreads();
+  cluster.sync();
   if (group == kProducer) {
     ptx::setmaxnreg_dec<40>();
     if (threadIdx.x / 32 == kProducer * 4) load_rows_and_weight<T, kAlongN>(s, rows, weight, p);
-    return;
+  } else {
+    ptx::setmaxnreg_inc<232>();
+    const int steps = static_cast<int>(ceil_div(p.K, kBlockColumns));
+    StoreRows<T, P> epilogue{s.c[group], p, {}};
+    ping_pong::consume<T, kAlongN, false>(s, p.tiles, group, steps, epilogue);
   }
-  ptx::setmaxnreg_inc<232>();
-  const int steps = static_cast<int>(ceil_div(p.K, kBlockColumns));
-  StoreRows<T> epilogue{s.c[group], p};
-  ping_pong::consume<T, kAlongN, false>(s, p.tiles, group, steps, epilogue);
+  cluster.sync();
 #endif
 }
 
-template <bool kAlongN>
+template <bool kAlongN, int kRows>
 void launch_rows_by_weight_sm90(Dtype dtype, const void* rows, const int* offs, const void* weight,
-                                int64_t num_rows, int num_experts, int N, int K, void* out, int num_blocks,
-                                LaunchStream stream) {
-  if (num_rows == 0 || N == 0) return;
+                                int64_t num_rows, int num_experts, int N, int K, const void* bias,
+                                const RowScale& scale, void* out, const Grid& grid, LaunchStream stream) {
   dispatch_16bit(dtype, [&](auto tag) {
     using T = decltype(tag);
-    using P = RowsByWeight<T>;
+    using P = RowsByWeight<T, kRows>;
     const uint64_t n = N, k = K, r = num_rows, experts = num_experts;
-    constexpr uint32_t kBox = kBlockColumns;
+    const uint32_t box = kBlockColumns, blocks = grid.cluster;
     CUtensorMap row_map, weight_map;
-    encode_tensor_map<T>(&row_map, rows, {2, {k, r}, {k}, {kBox, RowTiles::kHeight}});
+    encode_tensor_map<T>(&row_map, rows, {2, {k, r}, {k}, {box, kRows}});
     if (kAlongN)
-      encode_tensor_map<T>(&weight_map, weight, {3, {n, k, experts}, {n, k * n}, {kBox, kBox, 1}});
+      encode_tensor_map<T>(&weight_map, weight, {3, {n, k, experts}, {n, k * n}, {box, box / blocks, 1}});
     else
-      encode_tensor_map<T>(&weight_map, weight, {3, {k, n, experts}, {k, n * k}, {kBox, P::kN, 1}});
-    const P params{
-        {offs, num_rows, num_experts, static_cast<int>(ceil_div(N, P::kN))}, static_cast<T*>(out), N, K};
-    launch(rows_by_weight_sm90_kernel<T, kAlongN>, num_blocks, kSm90Threads, P::kSharedBytes, stream, row_map,
-           weight_map, params);
+      encode_tensor_map<T>(&weight_map, weight, {3, {k, n, experts}, {k, n * k}, {box, P::kN / blocks, 1}});
+    const P params{{offs, num_rows, num_experts, static_cast<int>(ceil_div(N, P::kN)), {grid.cluster - 1}},
+                   static_cast<const T*>(bias),
+                   scale,
+                   static_cast<T*>(out),
+                   N,
+                   K};
+    launch_sm90(rows_by_weight_sm90_kernel<T, kAlongN, kRows>, grid, P::kSharedBytes, stream, row_map,
+                weight_map, params);
   });
+}
+template <bool kAlongN>
+void launch_rows_by_weight_sm90(Dtype dtype, const void* rows, const int* offs, const void* weight,
+                                int64_t num_rows, int num_experts, int N, int K, const void* bias,
+                                const RowScale& scale, void* out, const Grid& grid, LaunchStream stream) {
+  if (num_rows == 0 || N == 0) return;
+  (grid.tile_rows == 64 ? launch_rows_by_weight_sm90<kAlongN, 64>
+                        : launch_rows_by_weight_sm90<kAlongN, 128>)(dtype, rows, offs, weight, num_rows,
+                                                                    num_experts, N, K, bias, scale, out, grid,
+                                                                    stream);
 }
 
 }  // namespace fmoe_ext

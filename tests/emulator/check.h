@@ -40,8 +40,8 @@ void check_stops(const char* expected, Fn body) {
   } catch (emu::Error& error) {
     text = error.what();
   }
-  CHECK(text.find(expected) != std::string::npos, "expected an error with '%s', got '%s'", expected,
-        text.c_str());
+  CHECK(!text.empty() && text.find(expected) != std::string::npos, "expected an error with '%s', got '%s'",
+        expected, text.c_str());
 }
 
 template <class Fn>

@@ -120,7 +120,7 @@ void check_thread_exit(Fiber* f) {
 void check_block_exit(Cta* cta) {
   const uint3 b = cta->block_idx;
   for (auto& work : machine.pool)
-    if (work.tma && work.tma->cta == cta)
+    if (work.tma && (work.tma->cta == cta || receives(*work.tma, *cta)))
       fail("block (%u,%u,%u) exits with a TMA load in flight", b.x, b.y, b.z);
   for (auto& [offset, m] : cta->mbarriers)
     if (m.tx_bytes)

@@ -50,15 +50,10 @@ void run(dim3 grid, dim3 block, dim3 cluster, size_t shared_bytes, const std::fu
 [[noreturn]] void fail(const char* format, ...);
 
 template <class... Params, class... Args>
-void launch_cluster(void (*kernel)(Params...), dim3 grid, dim3 block, dim3 cluster, size_t shared_bytes,
-                    Args&&... args) {
+void launch_clusters(int cluster, void (*kernel)(Params...), dim3 grid, dim3 block, size_t shared_bytes,
+                     cudaStream_t, Args&&... args) {
   std::tuple<std::remove_cv_t<Params>...> params(static_cast<Params>(args)...);
-  run(grid, block, cluster, shared_bytes, [&] { std::apply(kernel, params); });
-}
-template <class... Params, class... Args>
-void launch(void (*kernel)(Params...), dim3 grid, dim3 block, size_t shared_bytes, cudaStream_t,
-            Args&&... args) {
-  launch_cluster(kernel, grid, block, dim3(1, 1, 1), shared_bytes, std::forward<Args>(args)...);
+  run(grid, block, dim3(cluster, 1, 1), shared_bytes, [&] { std::apply(kernel, params); });
 }
 
 // ---- shared memory; addresses are offsets in the block's window, the rank in the cluster + 1 in bits 24..31
@@ -72,6 +67,7 @@ void yield();
 void bar_sync(int id, int num_threads);  // num_threads 0: the whole block
 void cluster_sync();
 uint32_t cluster_rank();
+uint32_t cluster_size();
 uint32_t map_to_rank(uint32_t address, uint32_t rank);
 void setmaxnreg(int registers, bool increase);
 
@@ -126,7 +122,7 @@ void cp_async_mbar_arrive(uint32_t bar, bool noinc);
 void cp_async_commit();
 void cp_async_wait(int pending);  // < 0: everything
 void tma_load(uint32_t dst, const CUtensorMap*, uint32_t bar, int rank, const int* coordinates,
-              uint32_t multicast = 0);
+              int multicast = -1);  // blocks of the cluster by bit; -1: its own only
 void tma_store(const CUtensorMap*, uint32_t src, int rank, const int* coordinates);
 void bulk_commit();
 void bulk_wait(int pending);

@@ -2,16 +2,18 @@
 
     python tests/emulator/mutate.py [part of "file: bug" ...]
 
-Not part of the default tests: about four seconds of computing a bug. What came of each is kept in mutation_results.md,
+Not part of the default tests: about ten seconds of computing a bug. What came of each is kept in mutation_results.md,
 of which only the lines of bugs that were run are replaced. Fails when fewer than 95 % of those were noticed.
 """
 
+import os
 import re
 import resource
 import signal
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -119,10 +121,13 @@ def main(wanted):
             sys.exit(f"{bug.label}: the text to change is not there: {bug.old!r}")
     for program in dict.fromkeys(bug.program for bug in chosen):
         emu_build.build("plain", program)
-    for bug in chosen:
-        results[bug.label] = run(bug) or MISSED
-        write_results(bugs, results)
-        print(f"{bug.label}  {results[bug.label]}", flush=True)
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        runs = {pool.submit(run, bug): bug for bug in chosen}
+        for finished in as_completed(runs):
+            label = runs[finished].label
+            results[label] = finished.result() or MISSED
+            write_results(bugs, results)
+            print(f"{label}  {results[label]}", flush=True)
     caught = sum(results[bug.label] != MISSED for bug in chosen)
     print(f"{caught} of {len(chosen)} noticed")
     return 0 if caught >= 0.95 * len(chosen) else 1

@@ -109,7 +109,7 @@ Fiber* new_fiber() {
 }
 
 std::unique_ptr<Cta> new_cta(Cluster* cluster, uint32_t rank, uint3 block_idx, uint32_t num_threads,
-                             size_t shared_bytes) {
+                             uint32_t dynamic_offset, size_t shared_bytes) {
   auto cta = std::make_unique<Cta>();
   cta->cluster = cluster;
   cta->rank = rank;
@@ -117,8 +117,7 @@ std::unique_ptr<Cta> new_cta(Cluster* cluster, uint32_t rank, uint3 block_idx, u
   cta->live_threads = num_threads;
   tsan_new_cta(cta.get());
 
-  // The dynamic part is only 16-byte aligned, as on the device: a random offset shows code that assumes more.
-  cta->dynamic_offset = kReservedBytes + (config.seed ? random_number() % 64 * 16 : 0);
+  cta->dynamic_offset = dynamic_offset;
   cta->end = cta->dynamic_offset + shared_bytes;
   cta->capacity = (cta->end + kMaxStaticBytes + 1023) / 1024 * 1024 + 1024;  // room for gaps between arrays
   Unobserved unobserved;
@@ -159,10 +158,13 @@ void start_cluster(uint64_t index, dim3 shape, size_t shared_bytes) {
   const uint32_t x = index % grid.x * shape.x, y = index / grid.x % grid.y * shape.y,
                  z = index / grid.x / grid.y * shape.z;
   const uint32_t num_threads = block_dim.x * block_dim.y * block_dim.z;
+  // The dynamic part is only 16-byte aligned, as on the device: a random offset shows code that assumes more.
+  // It is the same in all blocks of a cluster.
+  const uint32_t dynamic_offset = kReservedBytes + (config.seed ? random_number() % 64 * 16 : 0);
   for (uint32_t r = 0; r < shape.x * shape.y * shape.z; ++r) {
     const uint3 block_idx{x + r % shape.x, y + r / shape.x % shape.y, z + r / shape.x / shape.y};
     cluster->live_threads += num_threads;
-    cluster->ctas.push_back(new_cta(cluster.get(), r, block_idx, num_threads, shared_bytes));
+    cluster->ctas.push_back(new_cta(cluster.get(), r, block_idx, num_threads, dynamic_offset, shared_bytes));
   }
   machine.clusters.push_back(std::move(cluster));
 }

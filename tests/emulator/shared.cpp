@@ -52,6 +52,7 @@ Location locate(uint32_t address, size_t bytes, size_t align, Cta* own) {
 }
 
 uint32_t cluster_rank() { return self()->cta->rank; }
+uint32_t cluster_size() { return static_cast<uint32_t>(self()->cta->cluster->ctas.size()); }
 uint32_t map_to_rank(uint32_t address, uint32_t rank) { return (rank + 1) << 24 | (address & 0xffffff); }
 
 namespace {

@@ -1,5 +1,5 @@
 // What the tests of the Hopper kernels share: routings with every kind of tail, buffers of exactly their size
-// that are full of NaN where nothing was written, comparisons.
+// that are full of NaN where nothing was written, activations in double, comparisons.
 #pragma once
 
 #include <cmath>
@@ -18,7 +18,8 @@ inline constexpr double kRounding<float> = 1e-5;
 
 struct Case {
   std::vector<int> counts;  // rows of each expert
-  int padding, D, H, blocks;
+  int padding, D, H, blocks, cluster = 1, tile_rows = 128;
+  Grid grid() const { return {blocks, cluster, tile_rows}; }
 };
 
 // Memory that begins at 128 bytes as a tensor does; filled with a NaN that no result can be. What follows it
@@ -78,10 +79,37 @@ struct Routing {
   }
   size_t num_rows() const { return row_idx.size(); }
   size_t token(size_t row) const { return row_idx[row] / kTopK; }
+  int owner(size_t row) const {  // the expert of a row, dropped or not; num_experts: padding
+    return static_cast<int>(std::upper_bound(offs.begin(), offs.end(), static_cast<int>(row)) - offs.begin());
+  }
 
   int num_experts;
   std::vector<int> offs, row_idx, expert;  // expert of a row; -1: dropped or padding
 };
+
+struct ValueAndSlope {
+  double value, slope;
+};
+inline ValueAndSlope activate(CurveKind curve, double x) {
+  const auto gaussian = [](double v) { return std::exp(-v * v / 2) / std::sqrt(2 * M_PI); };
+  switch (curve) {
+    case CurveKind::gelu: {
+      const double cdf = std::erfc(-x / std::sqrt(2)) / 2;
+      return {x * cdf, cdf + x * gaussian(x)};
+    }
+    case CurveKind::gelu_tanh: {
+      const double root = std::sqrt(2 / M_PI), t = std::tanh(root * (x + 0.044715 * x * x * x));
+      return {x * (1 + t) / 2, (1 + t) / 2 + x * (1 - t * t) * root * (1 + 3 * 0.044715 * x * x) / 2};
+    }
+    case CurveKind::relu:
+      return {x > 0 ? x : 0, x > 0 ? 1. : 0.};
+    case CurveKind::silu: {
+      const double s = 1 / (1 + std::exp(-x));
+      return {x * s, s * (1 + x * (1 - s))};
+    }
+  }
+  return {};
+}
 
 // `size` is what the terms of a sum add up to without their signs; the sum itself when not given.
 template <class T>

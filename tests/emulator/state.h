@@ -69,7 +69,8 @@ static_assert(sizeof(TensorMap) <= sizeof(CUtensorMap));
 struct TmaCopy {
   TensorMap map{};
   int coordinates[5] = {};
-  uint32_t shared = 0, bar = 0, multicast = 0;
+  uint32_t shared = 0, bar = 0;
+  int multicast = -1;
   bool commit = false;  // marks the end of a bulk group instead
   Cta* cta = nullptr;
   Fiber* issuer = nullptr;
@@ -230,6 +231,7 @@ void finish_cluster_barrier(Cluster*);
 // ---- async.cpp, tma.cpp, wgmma.cpp
 void submit(Work);
 void land(size_t index);
+bool receives(const TmaCopy&, const Cta&);
 void land_tma_load(TmaCopy&);
 void land_bulk_stores(Fiber*);
 void land_wgmma_group(Warpgroup*);

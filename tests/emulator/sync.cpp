@@ -63,6 +63,9 @@ void settle(Mbarrier& m) {
 
 void arrive(Location l, uint32_t expect_tx) {
   Mbarrier& m = mbarrier_at(l);
+  if (l.cta->live_threads == 0)
+    fail("arrival at mbarrier %s of block %u of the cluster, which has ended", place(l.cta, l.offset).c_str(),
+         l.cta->rank);
   if (m.pending < 1)
     fail("mbarrier %s: more than its %u arrivals in phase %lu", place(l.cta, l.offset).c_str(), m.count,
          static_cast<unsigned long>(m.phase));

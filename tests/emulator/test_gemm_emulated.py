@@ -215,6 +215,15 @@ def test_expert_mlp_shapes(emulated, T, K, E, dtype, sm):
     check_mlp(emulated, routing, tensors, "swiglu", True)
 
 
+@pytest.mark.parametrize("sm", [90])
+def test_many_rows_an_expert(emulated, sm):
+    """So many that pairs of thread blocks share the tiles of the weights; an odd number of row tiles."""
+    routing, tensors = mlp_inputs(2200, 1, 1, 16, 8, torch.bfloat16, True, False, torch.float32)
+    row_tiles = -(-int(routing.offs[-1]) // 128)
+    assert routing.row_idx.numel() >= 2048 and row_tiles % 2 == 1
+    check_mlp(emulated, routing, tensors, "swiglu", True)
+
+
 def wgmmas_of(emulated, op, *arguments):
     before = emulated.wgmmas()
     op(*arguments)
@@ -248,22 +257,39 @@ def test_selection(emulated):
     assert min(count(90, offset=8)[:3]) > 0
 
 
-def test_selection_of_expert_mlp(emulated):
-    """Every product of SwiGLU without biases on Hopper kernels: three in forward, four in backward."""
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("activation", ["gelu", "gelu_tanh", "relu", "silu", "swiglu", "geglu", "geglu_tanh"])
+def test_selection_of_expert_mlp(emulated, activation, bias):
+    """Every product on Hopper kernels, whatever the activation, with biases and without: two in forward, four in
+    backward; h or no h makes no difference to the result."""
     emulated.set_device(90, 2)
-    for activation, bias in (("swiglu", False), ("swiglu", True), ("gelu", True)):
-        gated = activation == "swiglu"
-        routing, tensors = mlp_inputs(10, 1, 2, 16, 8, torch.bfloat16, gated, bias, None)
-        x, w1, b1, w2, b2, _ = tensors
-        index = (routing.row_idx, routing.inverse, routing.offs)
-        arguments = (x, *index, w1, b1, w2, b2, None, activation, True, True)
-        assert wgmmas_of(emulated, emulated.expert_mlp, *arguments) > 0
-        h = emulated.expert_mlp(*arguments)[1]
-        for needed in range(4):
-            needs = [i == needed for i in range(6)]
-            rest = (x, *index, w1, w2, b2, None, h, activation, True, needs)
-            count = wgmmas_of(emulated, emulated.expert_mlp_backward, x, *rest)
-            assert count > 0, (activation, needed)
+    D, H, gated = 8, 136, activation in ("swiglu", "geglu", "geglu_tanh")  # so that F1 takes less than F2
+    routing, (x, w1, b1, w2, b2, _) = mlp_inputs(10, 1, 2, D, H, torch.bfloat16, gated, bias, None)
+    index = (routing.row_idx, routing.inverse, routing.offs)
+    down = wgmmas_of(emulated, emulated.grouped_gemm, torch.zeros(10, H).bfloat16(), w2, routing.offs, b2)
+    arguments = (x, *index, w1, b1, w2, b2, None, activation, True)
+    both = wgmmas_of(emulated, emulated.expert_mlp, *arguments, True)
+    assert 0 < both - down < down
+    y, h = emulated.expert_mlp(*arguments, True)
+    assert wgmmas_of(emulated, emulated.expert_mlp, *arguments, False) == both
+    without_h = emulated.expert_mlp(*arguments, False)
+    assert torch.equal(without_h[0], y) and without_h[1].numel() == 0
+    for needed in range(4):
+        needs = [i == needed for i in range(6)]
+        rest = (x, *index, w1, w2, b2, None, h, activation, True, needs)
+        assert wgmmas_of(emulated, emulated.expert_mlp_backward, x, *rest) > 0, needed
+
+
+def test_bias_that_is_not_aligned(emulated):
+    """A bias that begins between 16-byte boundaries sends the call to the portable kernels; both give the same."""
+    emulated.set_device(90, 2)
+    offs = torch.tensor([5, 9], dtype=torch.int32)
+    x, weight, bias = (torch.randn(shape).bfloat16() for shape in ((9, 16), (2, 24, 16), (2, 24)))
+    shifted = torch.empty(49, dtype=torch.bfloat16)[1:].view(2, 24).copy_(bias)
+    aligned = emulated.grouped_gemm(x, weight, offs, bias)
+    assert wgmmas_of(emulated, emulated.grouped_gemm, x, weight, offs, bias) > 0
+    assert wgmmas_of(emulated, emulated.grouped_gemm, x, weight, offs, shifted) == 0
+    torch.testing.assert_close(emulated.grouped_gemm(x, weight, offs, shifted), aligned)
 
 
 @pytest.mark.parametrize(("dtype", "sm"), [(torch.float32, 80), (torch.bfloat16, 90)])

@@ -260,28 +260,6 @@ void test_activation(Dtype dtype, CurveKind kind, bool gated, int64_t H) {
   for (int i = 0; i < R; ++i) check_near("dscale", dscale[i], dots[i]);
 }
 
-template <typename T>
-void test_bias_scale(Dtype dtype, int64_t width) {
-  const int E = 3, R = 9, num_choices = 7;
-  const std::vector<int> offs = {2, 2, 7}, row_idx = {6, 0, -(1 << 30), 3, 1 << 30, 1, 2, -1, -1};
-  const auto before = random_values<T>(R * width), bias = random_values<T>(E * width);
-  const auto weights = random_values<acc_t<T>>(num_choices);
-  for (const bool with_bias : {true, false})
-    for (const bool with_scale : {true, false}) {
-      auto rows = before;
-      launch_bias_scale(dtype, rows.data(), offs.data(), E, R, width, with_bias ? bias.data() : nullptr,
-                        {with_scale ? weights.data() : nullptr, row_idx.data(), num_choices}, nullptr);
-      for (int r = 0; r < R; ++r)
-        for (int64_t j = 0; j < width; ++j) {
-          const bool kept = row_idx[r] >= 0 && row_idx[r] < num_choices;
-          const double factor = !with_scale ? 1 : kept ? static_cast<double>(weights[row_idx[r]]) : 0;
-          const double shift = with_bias ? to_acc(bias[(r < 2 ? 0 : 2) * width + j]) : 0;
-          const double value = to_acc(before[r * width + j]);
-          check_near("bias_scale", rows[r * width + j], r < 7 ? (value + shift) * factor : value);
-        }
-    }
-}
-
 // Whatever offs holds: a permutation of the experts by the rows that rows_of() gives them.
 void test_heaviest_first(const std::vector<int>& offs, int64_t num_rows) {
   const int E = static_cast<int>(offs.size());
@@ -318,8 +296,6 @@ int main(int argc, char** argv) {
     test_activation<float>(Dtype::f32, CurveKind::gelu_tanh, true, 40);
     test_activation<__half>(Dtype::f16, CurveKind::relu, false, 33);
     test_activation<__nv_bfloat16>(Dtype::bf16, CurveKind::silu, true, 24);
-    test_bias_scale<float>(Dtype::f32, 5);
-    test_bias_scale<__nv_bfloat16>(Dtype::bf16, 72);
     test_heaviest_first({}, 4);
     test_heaviest_first({3, 3, 8, 11, 16}, 20);
     test_heaviest_first({90, -5, 1 << 30, 7, 7, 31}, 40);

@@ -22,7 +22,7 @@ void warp_kernel(int* out) {
 }
 void test_warp() {
   std::vector<int> out(64 * 8, -1);
-  emu::launch(warp_kernel, 1, 64, 0, nullptr, out.data());
+  launch(warp_kernel, 1, 64, 0, nullptr, out.data());
   for (int t = 0; t < 64; ++t) {
     const int lane = t % 32, *mine = &out[t * 8];
     const int group_end = lane / 8 * 8 + 7;
@@ -52,7 +52,7 @@ void test_barrier() {
 #endif
   for (bool with_barrier : cases) {
     for (int i = 0; i < 128; ++i) data[i] = i;
-    emu::launch(reverse_kernel, 1, 128, 0, nullptr, data.data(), with_barrier);
+    launch(reverse_kernel, 1, 128, 0, nullptr, data.data(), with_barrier);
     bool right = true;
     for (int i = 0; i < 128; ++i) right &= data[i] == 127 - i;
     CHECK(right == with_barrier, "a missing __syncthreads must show");
@@ -81,13 +81,13 @@ void uninitialised_mbarrier_kernel() {
 void register_kernel() { threadIdx.x < 128 ? ptx::setmaxnreg_inc<240>() : ptx::setmaxnreg_dec<160>(); }
 void test_diagnostics() {
   check_stops("threads 16-31 wait for a warp operation: __syncwarp",
-              [] { emu::launch(divergent_barrier_kernel, 1, 32, 0, nullptr); });
-  check_stops("outside the allocation", [] { emu::launch(outside_kernel, 1, 1, 1024, nullptr); });
-  check_stops("threads 0-63 wait for mbarrier", [] { emu::launch(lone_wait_kernel, 1, 64, 0, nullptr); });
-  check_stops("full[0] parity 0; it is in phase 0", [] { emu::launch(lone_wait_kernel, 1, 64, 0, nullptr); });
-  check_stops("before mbarrier.init", [] { emu::launch(uninitialised_mbarrier_kernel, 1, 1, 0, nullptr); });
-  check_stops("setmaxnreg.inc to 240", [] { emu::launch(register_kernel, 1, 384, 0, nullptr); });
-  check_stops("the device refuses", [] { emu::launch(outside_kernel, 0, 1, 0, nullptr); });
+              [] { launch(divergent_barrier_kernel, 1, 32, 0, nullptr); });
+  check_stops("outside the allocation", [] { launch(outside_kernel, 1, 1, 1024, nullptr); });
+  check_stops("threads 0-63 wait for mbarrier", [] { launch(lone_wait_kernel, 1, 64, 0, nullptr); });
+  check_stops("full[0] parity 0; it is in phase 0", [] { launch(lone_wait_kernel, 1, 64, 0, nullptr); });
+  check_stops("before mbarrier.init", [] { launch(uninitialised_mbarrier_kernel, 1, 1, 0, nullptr); });
+  check_stops("setmaxnreg.inc to 240", [] { launch(register_kernel, 1, 384, 0, nullptr); });
+  check_stops("the device refuses", [] { launch(outside_kernel, 0, 1, 0, nullptr); });
 }
 
 // ---- blocks that wait for each other
@@ -106,7 +106,7 @@ void chain_kernel(int* flag, int* out, int direction) {
 void run_chain(int direction, int resident) {
   std::vector<int> flag(6, 0), out(6, 0);
   emu::config.resident_clusters = resident;
-  emu::launch(chain_kernel, 6, 32, 0, nullptr, flag.data(), out.data(), direction);
+  launch(chain_kernel, 6, 32, 0, nullptr, flag.data(), out.data(), direction);
   for (int i = 0; i < 6; ++i)
     CHECK(out[i] == 32 * (direction < 0 ? i + 1 : 6 - i), "out[%d] = %d", i, out[i]);
 }
@@ -136,11 +136,11 @@ void test_cp_async() {
       if (out[i].x != 63 - i || out[i].y != 1 || out[i].w != ((63 - i) % 2 ? 0 : 3)) return false;
     return true;
   };
-  emu::launch(copy_kernel, 1, 64, 0, nullptr, in.data(), out.data(), true);
+  launch(copy_kernel, 1, 64, 0, nullptr, in.data(), out.data(), true);
   CHECK(right(), "copied values");
 #if !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)
   if (emu::config.landing != emu::Landing::lazy) return;
-  emu::launch(copy_kernel, 1, 64, 0, nullptr, in.data(), out.data(), false);
+  launch(copy_kernel, 1, 64, 0, nullptr, in.data(), out.data(), false);
   CHECK(!right(), "a missing wait must show");
 #endif
 }
@@ -167,7 +167,7 @@ void test_mma() {
   std::vector<float> d(128);
   for (bf16& v : a) v = __float2bfloat16(int(random() % 17) - 8);
   for (bf16& v : b) v = __float2bfloat16(int(random() % 17) - 8);
-  emu::launch(mma_kernel, 1, 32, 0, nullptr, a.data(), b.data(), d.data());
+  launch(mma_kernel, 1, 32, 0, nullptr, a.data(), b.data(), d.data());
   for (int m = 0; m < 16; ++m)
     for (int n = 0; n < 8; ++n) {
       float sum = 1;
@@ -252,7 +252,7 @@ void run_wgmma(Form form) {
   const CUtensorMap map_a = make_map(a_global, 64, 64, 64, 64), map_d = make_map(d_global, 128, 64, 64, 64);
   const CUtensorMap map_b =
       form.b_mn ? make_map(b_global, 128, 64, 64, 64) : make_map(b_global, 64, 128, 64, 128);
-  emu::launch(wgmma_kernel, 1, 128, 48 * 1024, nullptr, map_a, map_b, map_d, form);
+  launch(wgmma_kernel, 1, 128, 48 * 1024, nullptr, map_a, map_b, map_d, form);
   for (int m = 0; m < 64; ++m)
     for (int n = 0; n < 128; ++n) {
       float sum = 1;
@@ -271,21 +271,22 @@ void test_wgmma() {
 }
 
 // ---- a cluster of two: each block loads half of the tile for both
-void cluster_kernel(const CUtensorMap map, float* out) {
+enum class Pair { right, wrong_blocks, half_expected, no_release, no_end_barrier, leaves_early };
+void cluster_kernel(const CUtensorMap map, float* out, Pair pair) {
   FMOE_DYNAMIC_SHARED(raw);
   char* base = reinterpret_cast<char*>((reinterpret_cast<uintptr_t>(raw) + 1023) & ~uintptr_t{1023});
   const uint32_t tile = ptx::shared_address(base), bar = tile + 8192, done = bar + 8;
-  const int t = threadIdx.x, rank = emu::cluster_rank();
+  const int t = threadIdx.x, rank = ptx::cluster_rank();
   if (t == 0) {
     ptx::mbar_init(bar, 1);
-    ptx::mbar_init(done, 32);
+    ptx::mbar_init(done, 32 * ptx::cluster_size());
   }
-  emu::cluster_sync();
+  ptx::cluster_sync();
   if (t == 0) {
-    ptx::mbar_arrive_expect_tx(bar, 8192);
-    const int coordinates[] = {0, 32 * rank};
-    emu::tma_load(tile + rank * 4096, &map, bar, 2, coordinates, 3);
+    ptx::mbar_arrive_expect_tx(bar, pair == Pair::half_expected ? 4096 : 8192);
+    ptx::tma_load_multicast(tile + rank * 4096, &map, bar, pair == Pair::wrong_blocks ? 6 : 3, 0, 32 * rank);
   }
+  if (pair == Pair::leaves_early && rank == 1) return;
   ptx::mbar_wait(bar, 0);
   const int row = t * 2 + rank;
   float sum = 0;
@@ -293,20 +294,35 @@ void cluster_kernel(const CUtensorMap map, float* out) {
     sum += __bfloat162float(
         *reinterpret_cast<bf16*>(base + row * 128 + (((c / 8) ^ (row & 7)) << 4) + c % 8 * 2));
   out[row] = sum;
-  emu::mbar_arrive(emu::map_to_rank(done, rank ^ 1));
+  if (pair == Pair::no_end_barrier && rank == 1)  // as long as the other block takes to be gone
+    for (int i = 0; i < 100; ++i) emu::yield();
+  ptx::mbar_arrive_at(done, rank);
+  if (pair != Pair::no_release) ptx::mbar_arrive_at(done, rank ^ 1);
+  if (pair == Pair::no_end_barrier) return;
   ptx::mbar_wait(done, 0);
-  emu::cluster_sync();
+  ptx::cluster_sync();
 }
 void test_cluster() {
   for (int i = 0; i < 64 * 64; ++i) a_global[i] = __float2bfloat16(float(i % 7 - 3 + i / 64));
   std::vector<float> out(64, -1);
-  emu::launch_cluster(cluster_kernel, 2, 32, dim3(2, 1, 1), 16384, make_map(a_global, 64, 64, 64, 32),
-                      out.data());
+  const auto run = [&](Pair pair) {
+    launch_clusters(2, cluster_kernel, 2, 32, 16384, nullptr, make_map(a_global, 64, 64, 64, 32), out.data(),
+                    pair);
+  };
+  run(Pair::right);
   for (int r = 0; r < 64; ++r) {
     float sum = 0;
     for (int c = 0; c < 64; ++c) sum += __bfloat162float(a_global[r * 64 + c]);
     CHECK(out[r] == sum, "row %d: %g, expected %g", r, out[r], sum);
   }
+  check_stops("blocks 0x6 of a cluster of 2", [&] { run(Pair::wrong_blocks); });
+  check_stops("", [&] { run(Pair::half_expected); });  // which of several errors depends on the schedule
+  check_stops("", [&] { run(Pair::leaves_early); });
+  check_stops("threads 0-31 wait for mbarrier", [&] { run(Pair::no_release); });
+  check_stops("of block 0 of the cluster, which has ended", [&] { run(Pair::no_end_barrier); });
+  check_stops("the device refuses", [&] {
+    launch_clusters(2, cluster_kernel, 3, 32, 16384, nullptr, CUtensorMap{}, out.data(), Pair::right);
+  });
 }
 
 }  // namespace

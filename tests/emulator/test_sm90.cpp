@@ -1,62 +1,134 @@
-// The Hopper products of the forward, F1 and F2, against plain loops in double, over tails, empty experts,
-// padding and schedules.
+// The Hopper products of the forward, F1 and F2, against plain loops in double, over activations, biases,
+// factors, tails, empty experts, padding and schedules.
+#include "../../cuda/select.h"
 #include "sm90_cases.h"
 
 using namespace fmoe_ext;
 
 namespace {
 
+struct Form {
+  CurveKind curve;
+  bool gated, biased, weighted;
+};
+
 template <class T>
-void run_case(const Case& c) {
+void run_case(const Case& c, const Form& form) {
   std::mt19937 random(7);
   const Routing routing(c, random);
   const auto& [E, offs, row_idx, expert] = routing;
-  const size_t R = routing.num_rows(), D = c.D, H = c.H;
-  Buffer<T> x(routing.kTokens * D + 64), w1(E * 2 * H * D), w2(E * D * H), h(R * 2 * H), a(R * H), y(R * D);
+  const size_t R = routing.num_rows(), D = c.D, H = c.H, F = form.gated ? 2 * H : H;
+  Buffer<T> x(routing.kTokens * D + 64), w1(E * F * D), b1(E * F), w2(E * D * H), b2(E * D), h(R * F),
+      a(R * H), y(R * D), a_without_h(R * H);
+  Buffer<float> weights(routing.kNumChoices);
   x.fill(random, 1, 64);  // NaN follows the last row
   w1.fill(random, 0.3f);
+  b1.fill(random, 1);
   w2.fill(random, 0.3f);
+  b2.fill(random, 1);
+  weights.fill(random, 1);
 
-  launch_up_swiglu_sm90(kDtype<T>, x.data, row_idx.data(), offs.data(), w1.data, R, routing.kNumChoices,
-                        routing.kTopK, E, c.D, c.H, h.data, a.data, c.blocks, nullptr);
-  for (size_t r = 0; r < R; ++r)
-    for (size_t j = 0; j < H; ++j) {
-      double gate = 0, up = 0;
-      const size_t w = (expert[r] < 0 ? 0 : expert[r]) * 2 * H * D;
-      for (size_t k = 0; k < D && expert[r] >= 0; ++k) {
-        gate += x.at(routing.token(r) * D + k) * w1.at(w + j * D + k);
-        up += x.at(routing.token(r) * D + k) * w1.at(w + (H + j) * D + k);
-      }
-      check_value<T>("gate", h.at(r * 2 * H + j), gate, r, j);
-      check_value<T>("up", h.at(r * 2 * H + H + j), up, r, j);
-      gate = h.at(r * 2 * H + j);  // a is the activation of h as stored
-      up = h.at(r * 2 * H + H + j);
-      check_value<T>("a", a.at(r * H + j), gate * up / (1 + std::exp(-gate)), r, j);
+  const GroupedRows rows{x.data, c.D, row_idx.data(), routing.kTopK, routing.kNumChoices};
+  const auto up = [&](T* h_out, T* a_out) {
+    launch_up_sm90(kDtype<T>, form.curve, form.gated, rows, offs.data(), w1.data,
+                   form.biased ? b1.data : nullptr, R, E, c.H, h_out, a_out, c.grid(), nullptr);
+  };
+  up(h.data, a.data);
+  up(nullptr, a_without_h.data);
+  CHECK(std::memcmp(a.data, a_without_h.data, R * H * sizeof(T)) == 0, "a depends on whether h is kept");
+  for (size_t r = 0; r < R; ++r) {
+    const size_t e = routing.owner(r);
+    const bool padding = e == offs.size();
+    for (size_t j = 0; j < F; ++j) {
+      double sum = form.biased && !padding ? b1.at(e * F + j) : 0;
+      for (size_t k = 0; k < D && expert[r] >= 0; ++k)
+        sum += x.at(routing.token(r) * D + k) * w1.at((e * F + j) * D + k);
+      check_value<T>("h", h.at(r * F + j), sum, r, j);
     }
+    for (size_t j = 0; j < H; ++j) {  // of h as stored
+      const double value = activate(form.curve, h.at(r * F + j)).value;
+      check_value<T>("a", a.at(r * H + j), form.gated ? value * h.at(r * F + H + j) : value, r, j);
+    }
+  }
 
-  launch_down_sm90(kDtype<T>, a.data, offs.data(), w2.data, R, E, c.D, c.H, y.data, c.blocks, nullptr);
-  for (size_t r = 0; r < R; ++r)
+  const RowScale scale{form.weighted ? weights.data : nullptr, row_idx.data(), routing.kNumChoices};
+  launch_down_sm90(kDtype<T>, a.data, offs.data(), w2.data, R, E, c.D, c.H, form.biased ? b2.data : nullptr,
+                   scale, y.data, c.grid(), nullptr);
+  for (size_t r = 0; r < R; ++r) {
+    const size_t e = routing.owner(r);
+    const bool padding = e == offs.size();
+    const double factor = !form.weighted ? 1 : expert[r] < 0 ? 0 : weights.at(row_idx[r]);
     for (size_t j = 0; j < D; ++j) {
-      double sum = 0;
-      for (size_t k = 0; k < H && expert[r] >= 0; ++k)
-        sum += a.at(r * H + k) * w2.at((expert[r] * D + j) * H + k);
-      check_value<T>("y", y.at(r * D + j), sum, r, j);
+      double sum = form.biased && !padding ? b2.at(e * D + j) : 0;
+      for (size_t k = 0; k < H && !padding; ++k) sum += a.at(r * H + k) * w2.at((e * D + j) * H + k);
+      check_value<T>("y", y.at(r * D + j), factor * sum, r, j);
     }
+  }
+}
+
+void test_grids() {
+  const auto is = [](const Grid& grid, int cluster, int tile_rows) {
+    CHECK(grid.num_blocks == 7 && grid.cluster == cluster && grid.tile_rows == tile_rows,
+          "expected %d blocks a cluster and %d rows, got %d and %d", cluster, tile_rows, grid.cluster,
+          grid.tile_rows);
+  };
+  for (const Product product : {Product::rows_by_weight, Product::grad_input}) {
+    is(select_grid(product, 47 * 8 + 7, 8, 7), 1, 64);
+    is(select_grid(product, 48 * 8, 8, 7), 1, 128);
+    is(select_grid(product, 2048 * 8 - 1, 8, 7), 1, 128);
+    is(select_grid(product, 2048 * 8, 8, 7), 2, 128);
+  }
+  for (const Product product : {Product::up, Product::grad_hidden}) {
+    is(select_grid(product, 1, 8, 7), 1, 128);
+    is(select_grid(product, 2048 * 8, 8, 7), 2, 128);
+  }
+  const auto of_weight = [](int64_t M, int64_t N, const int* index_b) {
+    return select_weight_grid({nullptr, M, nullptr, 1, 0}, {nullptr, N, index_b, 1, 0}, 7);
+  };
+  const int index = 0;
+  is(of_weight(200, 256, nullptr), 2, 128);  // A gathered: two tiles of m
+  is(of_weight(264, 512, nullptr), 1, 128);
+  is(of_weight(31 * 128, 8, nullptr), 2, 128);
+  is(of_weight(200, 256, &index), 1, 128);  // B gathered: one tile of n
+  is(of_weight(8, 512, &index), 2, 128);
 }
 
 }  // namespace
 
 int main(int argc, char** argv) {
+  using bf16 = __nv_bfloat16;
   end_after_cpu_seconds(600);
   const int num_seeds = argc > 1 ? std::atoi(argv[1]) : 1;
-  const std::vector<Case> cases = {
-      {{0, 130, 70}, 0, 128, 128, 1},       // several tiles a block
-      {{0, 131, 70, 0}, 150, 200, 136, 3},  // tails of k and of columns, two tiles of padding
-      {{5, 0, 257, 1}, 2, 72, 192, 2},     {{1}, 0, 8, 8, 132}, {{0, 0}, 3, 64, 64, 4},
+  const Form swiglu{CurveKind::silu, true, false, false}, gelu{CurveKind::gelu, false, true, true};
+  const std::vector<Case> cases_of_pairs = {
+      {{0, 130, 70}, 0, 200, 64, 2, 2},        // one pair; two row tiles, then one
+      {{5, 0, 257, 1, 0}, 140, 72, 72, 7, 2},  // three pairs and a block too many; three row tiles
+      {{1}, 0, 8, 8, 8, 2},
+      {{0, 0}, 3, 64, 64, 4, 2},
   };
+  const std::vector<Case> cases_of_64_rows = {
+      {{0, 130, 70}, 0, 40, 392, 1, 1, 64},  // more steps than stages
+      {{5, 0, 64, 1, 65}, 70, 200, 72, 3, 1, 64},
+      {{1}, 0, 8, 8, 5, 1, 64},
+      {{5, 0, 130, 1}, 70, 72, 72, 4, 2, 64},  // pairs of them
+  };
+  test_grids();
   for_every_schedule(num_seeds, [&] {
-    for (const Case& c : cases) run_case<__nv_bfloat16>(c);
-    run_case<__half>(cases[2]);
+    run_case<bf16>({{0, 130, 70}, 0, 128, 128, 1}, swiglu);  // several tiles a block
+    // Tails of k and of columns, two tiles of columns, two of padding.
+    run_case<bf16>({{0, 131, 70, 0}, 150, 200, 136, 3}, {CurveKind::silu, true, true, true});
+    run_case<bf16>({{0, 71, 40, 0}, 140, 200, 264, 3}, gelu);
+    run_case<__half>({{5, 0, 257, 1}, 2, 72, 192, 2}, swiglu);
+    run_case<bf16>({{1}, 0, 8, 8, 132}, gelu);
+    run_case<bf16>({{0, 0}, 3, 64, 64, 4}, gelu);
+    for (const CurveKind curve : {CurveKind::gelu, CurveKind::gelu_tanh, CurveKind::relu, CurveKind::silu}) {
+      run_case<bf16>({{9, 0, 17}, 1, 16, 72, 2}, {curve, false, false, true});
+      run_case<__half>({{70, 3}, 1, 24, 40, 2}, {curve, true, true, false});
+    }
+    for (const Case& c : cases_of_pairs) run_case<bf16>(c, swiglu);
+    for (const Case& c : cases_of_64_rows) run_case<bf16>(c, swiglu);
+    run_case<__half>(cases_of_pairs[1], gelu);
+    run_case<__half>(cases_of_64_rows[1], gelu);
   });
   return finish();
 }

@@ -6,30 +6,6 @@ using namespace fmoe_ext;
 
 namespace {
 
-struct ValueAndSlope {
-  double value, slope;
-};
-ValueAndSlope activate(CurveKind curve, double x) {
-  const auto gaussian = [](double v) { return std::exp(-v * v / 2) / std::sqrt(2 * M_PI); };
-  switch (curve) {
-    case CurveKind::gelu: {
-      const double cdf = std::erfc(-x / std::sqrt(2)) / 2;
-      return {x * cdf, cdf + x * gaussian(x)};
-    }
-    case CurveKind::gelu_tanh: {
-      const double root = std::sqrt(2 / M_PI), t = std::tanh(root * (x + 0.044715 * x * x * x));
-      return {x * (1 + t) / 2, (1 + t) / 2 + x * (1 - t * t) * root * (1 + 3 * 0.044715 * x * x) / 2};
-    }
-    case CurveKind::relu:
-      return {x > 0 ? x : 0, x > 0 ? 1. : 0.};
-    case CurveKind::silu: {
-      const double s = 1 / (1 + std::exp(-x));
-      return {x * s, s * (1 + x * (1 - s))};
-    }
-  }
-  return {};
-}
-
 struct Form {
   CurveKind curve;
   bool gated, by_token, weighted, with_b2;
@@ -67,7 +43,7 @@ void run_hidden(const Case& c, const Form& form) {
                             routing.kNumChoices,
                             form.by_token};
   launch_grad_hidden_sm90(kDtype<T>, form.curve, form.gated, dy.data, rows, w2.data, c.D, c.H, dh.data,
-                          scaled_a.data, dots.data, c.blocks, nullptr);
+                          scaled_a.data, dots.data, c.grid(), nullptr);
   launch_sum_dots(kDtype<T>, rows, dots.data, num_dots, dy.data, form.with_b2 ? b2.data : nullptr, c.D,
                   dscale.data(), nullptr);
 
@@ -140,7 +116,7 @@ void run_weight(const Case& c, Gathered gathered, bool accumulate) {
   Buffer<int> order(E);
   launch_heaviest_first(offs.data(), E, R, order.data, nullptr);
   launch_grad_weight_sm90(kDtype<T>, rows(a, M, index_a), rows(b, N, index_b), offs.data(), order.data, E, R,
-                          {out.data, std::is_same_v<Out, float>, accumulate}, c.blocks, nullptr);
+                          {out.data, std::is_same_v<Out, float>, accumulate}, c.grid(), nullptr);
   for (size_t i = 0; i < out.size; ++i)
     check_value<Out>("grad_weight", out.at(i), expected[i], i / N, i % N, size[i] / 100);
 }
@@ -153,7 +129,7 @@ void test_order() {
   a.fill(random, 1);
   b.fill(random, 1);
   const GroupedRows rows_a{a.data, 8, nullptr, 1, 0}, rows_b{b.data, 8, nullptr, 1, 0};
-  launch_grad_weight_sm90(Dtype::bf16, rows_a, rows_b, offs, order, 2, 2, {out.data, false, false}, 1,
+  launch_grad_weight_sm90(Dtype::bf16, rows_a, rows_b, offs, order, 2, 2, {out.data, false, false}, {1},
                           nullptr);
   for (size_t i = 0; i < 64; ++i) {
     CHECK(std::isnan(out.at(i)), "an expert that is not in the order was written");
@@ -171,7 +147,7 @@ void run_input(const Case& c) {
   Buffer<T> dh(R * F), w1(E * F * D), dx(R * D);
   dh.fill(random, 1, c.padding * F);
   w1.fill(random, 0.3f);
-  launch_grad_input_sm90(kDtype<T>, dh.data, offs.data(), w1.data, R, E, c.D, 2 * c.H, dx.data, c.blocks,
+  launch_grad_input_sm90(kDtype<T>, dh.data, offs.data(), w1.data, R, E, c.D, 2 * c.H, dx.data, c.grid(),
                          nullptr);
   for (size_t r = 0, e = 0; r < R; ++r) {
     while (e < offs.size() && r >= static_cast<size_t>(offs[e])) ++e;
@@ -189,7 +165,7 @@ void test_refusals() {
     std::string text;
     try {
       launch_grad_weight_sm90(dtype, {nullptr, 8, index, 1, 1}, {nullptr, 8, index_b, 1, 1}, offs, index, 1,
-                              0, out, 1, nullptr);
+                              0, out, {1}, nullptr);
     } catch (std::runtime_error& error) {
       text = error.what();
     }
@@ -212,6 +188,18 @@ int main(int argc, char** argv) {
       {{0, 71, 40, 0}, 140, 72, 136, 3},  // tails of k and of columns, two tiles of padding
       {{5, 0, 97, 1}, 2, 200, 264, 2},   {{1}, 0, 8, 8, 132}, {{0, 0}, 3, 64, 64, 4},
   };
+  const std::vector<Case> cases_of_pairs = {
+      {{0, 130, 70}, 0, 128, 128, 2, 2},        // one pair; two row tiles, then one; one weight tile
+      {{5, 0, 257, 1, 64}, 140, 72, 40, 7, 2},  // three pairs and a block too many; three row tiles
+      {{1}, 0, 200, 264, 8, 2},                 // two weight tiles along m and along n
+      {{0, 0}, 3, 64, 64, 4, 2},
+  };
+  const Case three_weight_tiles{{67, 0}, 0, 264, 520, 4, 2};
+  const std::vector<Case> cases_of_64_rows = {
+      {{0, 130, 70}, 0, 40, 200, 1, 1, 64},  // more steps than stages
+      {{5, 0, 64, 1, 65}, 70, 72, 40, 3, 1, 64},
+      {{5, 0, 130, 1}, 70, 200, 40, 4, 2, 64},  // pairs of them
+  };
   test_refusals();
   for_every_schedule(num_seeds, [&] {
     for (const Case& c : cases) {
@@ -229,6 +217,19 @@ int main(int argc, char** argv) {
     run_weight<bf16, bf16>({{5}, 0, 2056, 264, 7}, Gathered::a, false);
     // A warpgroup that has no rows of any tile, while the stages go round.
     run_weight<bf16, bf16>({{130, 270}, 0, 40, 520, 1}, Gathered::b, false);
+    for (const Case& c : cases_of_pairs) {
+      run_hidden<bf16>(c, {CurveKind::silu, true, true, true, false});
+      run_input<bf16>(c);
+      run_weight<bf16, bf16>(c, Gathered::a, false);
+      run_weight<bf16, float>(c, Gathered::b, true);
+    }
+    run_weight<bf16, bf16>(three_weight_tiles, Gathered::a, false);
+    run_weight<bf16, bf16>(three_weight_tiles, Gathered::b, false);
+    run_hidden<__half>(cases_of_pairs[1], {CurveKind::gelu, false, false, true, true});
+    run_weight<__half, float>(cases_of_pairs[1], Gathered::none, true);
+    run_input<__half>(cases_of_pairs[1]);
+    for (const Case& c : cases_of_64_rows) run_input<bf16>(c);
+    run_input<__half>(cases_of_64_rows[1]);
     const Case& c = cases[1];
     run_input<__half>(c);
     run_weight<__half, __half>(c, Gathered::b, false);

@@ -56,14 +56,15 @@ TmaCopy new_copy(const CUtensorMap* encoded, int rank, const int* coordinates) {
   return copy;
 }
 
-bool receives(const TmaCopy& copy, const Cta& cta) {
-  return copy.multicast ? copy.multicast >> cta.rank & 1 : &cta == copy.cta;
-}
-
 }  // namespace
 
+bool receives(const TmaCopy& copy, const Cta& cta) {
+  if (cta.cluster != copy.cta->cluster) return false;
+  return copy.multicast < 0 ? &cta == copy.cta : copy.multicast >> cta.rank & 1;
+}
+
 void tma_load(uint32_t dst, const CUtensorMap* map, uint32_t bar, int rank, const int* coordinates,
-              uint32_t multicast) {
+              int multicast) {
   Inside inside;
   maybe_preempt();
   auto copy = std::make_shared<TmaCopy>(new_copy(map, rank, coordinates));
@@ -75,8 +76,12 @@ void tma_load(uint32_t dst, const CUtensorMap* map, uint32_t bar, int rank, cons
   copy->bar = bar;
   copy->multicast = multicast;
   release(self(), &self()->issued);
-  for (auto& cta : l.cta->cluster->ctas) {
+  const auto& ctas = l.cta->cluster->ctas;
+  if (multicast == 0 || (multicast > 0 && multicast >> ctas.size()))
+    fail("TMA load for the blocks 0x%x of a cluster of %zu", multicast, ctas.size());
+  for (auto& cta : ctas) {
     if (!receives(*copy, *cta)) continue;
+    if (cta->live_threads == 0) fail("TMA load into block %u of the cluster, which has ended", cta->rank);
     check_async_destination(cta.get(), l.offset, bytes, "TMA load");
     if (copy_in_flight(cta.get(), l.offset, bytes))
       fail("TMA load overwrites %s while another copy to it is in flight",
@@ -105,8 +110,9 @@ void land_tma_load(TmaCopy& copy) {
         zero_bytes(dst, map.element_bytes);
     });
     note_async_write(cta.get(), copy.shared, bytes);
-    complete_tx(copy.multicast ? Location{cta.get(), copy.bar & 0xffffff} : locate(copy.bar, 8, 8, cta.get()),
-                bytes);
+    complete_tx(
+        copy.multicast < 0 ? locate(copy.bar, 8, 8, cta.get()) : Location{cta.get(), copy.bar & 0xffffff},
+        bytes);
   }
 }
 
