@@ -64,11 +64,11 @@ __global__ void __launch_bounds__(kGemmThreads, kGemmBlocks<T>)
     G gemm;
     a.end = b.end = rows.end;
     gemm.template multiply<true, true>(a, m0, b, n0, rows.begin, rows.end);
-    auto* const place = out + (e * M + m0) * N + n0;
+    auto* const corner = out + (e * M + m0) * N + n0;
     if constexpr (kAccumulate)
-      gemm.accumulate(place, N, M - m0, N - n0);
+      gemm.accumulate(corner, N, M - m0, N - n0);
     else
-      gemm.store(place, N, M - m0, N - n0, [](int) { return [](int, acc_t<T> value) { return value; }; });
+      gemm.store(corner, N, M - m0, N - n0, [](int) { return [](int, acc_t<T> value) { return value; }; });
   }
 }
 
