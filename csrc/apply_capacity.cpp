@@ -8,11 +8,7 @@
 namespace fmoe_ext {
 namespace {
 
-void check_capacity(const Tensor& capacity) {
-  check_cpu(capacity, "capacity");
-  check_dim(capacity, 1, "capacity", "[E]");
-  STD_TORCH_CHECK(capacity.scalar_type() == ScalarType::Long, "capacity must be int64, but got ",
-                  dtype_text(capacity));
+void check_not_negative(const Tensor& capacity) {
   const Tensor values = as_contiguous(capacity);
   const auto* data = static_cast<const int64_t*>(values.const_data_ptr());
   for (int64_t e = 0; e < values.numel(); ++e)
@@ -49,9 +45,11 @@ void apply_capacity(const index_t* idx, const TokenChunks& chunks, int64_t num_e
 }
 
 Tensor apply_capacity_cpu(Tensor topk_idx, Tensor capacity) {
-  check_capacity(capacity);
+  check_cpu(capacity, "capacity");
+  check_cpu(topk_idx, "topk_idx");
+  check_apply_capacity(topk_idx, capacity);
+  check_not_negative(capacity);
   const int64_t num_experts = capacity.numel();
-  check_topk_idx(topk_idx, num_experts);
   Tensor idx = as_contiguous(topk_idx), limits = as_contiguous(capacity);
   Tensor kept = torch::stable::new_empty(idx, {idx.size(0), idx.size(1)});
   dispatch_index(idx, [&](auto* data) {

@@ -58,6 +58,18 @@ inline void check_int32(const Tensor& t, const char* name) {
   STD_TORCH_CHECK(t.scalar_type() == ScalarType::Int, name, " must be int32, but got ", dtype_text(t));
 }
 
+// Of a tensor that the gradient of `weight` is added to.
+inline void check_main_grad(const Tensor& main_grad, const Tensor& weight, const char* name,
+                            const char* weight_name) {
+  const bool is_double = weight.scalar_type() == ScalarType::Double;
+  STD_TORCH_CHECK(main_grad.scalar_type() == (is_double ? ScalarType::Double : ScalarType::Float), name,
+                  " must be ", is_double ? "float64" : "float32", " for ", weight_name, " of ",
+                  dtype_text(weight), ", but got ", dtype_text(main_grad));
+  STD_TORCH_CHECK(shape_text(main_grad) == shape_text(weight), name, " must have the shape of ", weight_name,
+                  " ", shape_text(weight), ", but got shape ", shape_text(main_grad));
+  STD_TORCH_CHECK(main_grad.is_contiguous(), name, " must be contiguous, since it is added to in place");
+}
+
 inline Tensor as_contiguous(const Tensor& t) { return t.is_contiguous() ? t : torch::stable::contiguous(t); }
 
 }  // namespace fmoe_ext

@@ -6,6 +6,7 @@ namespace fmoe_ext {
 namespace {
 
 Tensor count_tokens_cpu(Tensor topk_idx, int64_t num_experts) {
+  check_cpu(topk_idx, "topk_idx");
   check_topk_idx(topk_idx, num_experts);
   Tensor idx = as_contiguous(topk_idx);
   Tensor tokens_per_expert = torch::stable::new_zeros(idx, {num_experts}, ScalarType::Long);

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <optional>
+#include <vector>
 
 #include "activation.h"
 #include "checks.h"
@@ -56,6 +57,30 @@ inline void check_expert_mlp(const Tensor& x, const Tensor& row_idx, const Tenso
   check_dim(*topk_weights, 2, "topk_weights", "[T, K]");
   check_size(*topk_weights, 0, inverse.size(0), "topk_weights", "[T, K]");
   check_size(*topk_weights, 1, inverse.size(1), "topk_weights", "[T, K]");
+}
+
+// What expert_mlp_backward checks after check_expert_mlp.
+inline void check_expert_mlp_backward(const Tensor& grad_y, const Tensor& x, const Tensor& inverse,
+                                      const Tensor& w1, const Tensor& w2,
+                                      const std::optional<Tensor>& topk_weights, const Tensor& h,
+                                      bool combine, const std::vector<bool>& needs,
+                                      const std::optional<Tensor>& main_dw1,
+                                      const std::optional<Tensor>& main_dw2) {
+  const char* grad_shape = combine ? "[T, D]" : "[R, D]";
+  check_same_dtype(grad_y, x, "grad_y", "x");
+  check_dim(grad_y, 2, "grad_y", grad_shape);
+  check_size(grad_y, 0, combine ? inverse.size(0) : inverse.numel(), "grad_y", grad_shape);
+  check_size(grad_y, 1, x.size(1), "grad_y", grad_shape);
+  check_same_dtype(h, x, "h", "x");
+  check_dim(h, 2, "h", "[R, F]");
+  check_size(h, 0, inverse.numel(), "h", "[R, F]");
+  check_size(h, 1, w1.size(1), "h", "[R, F]");
+  STD_TORCH_CHECK(needs.size() == 6,
+                  "needs must have 6 entries (dx, dw1, db1, dw2, db2, dtopk_weights), but got ",
+                  needs.size());
+  STD_TORCH_CHECK(!needs[5] || topk_weights, "needs asks for the gradient of topk_weights, which is None");
+  if (main_dw1) check_main_grad(*main_dw1, w1, "main_dw1", "w1");
+  if (main_dw2) check_main_grad(*main_dw2, w2, "main_dw2", "w2");
 }
 
 }  // namespace fmoe_ext

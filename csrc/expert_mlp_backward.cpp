@@ -18,7 +18,8 @@ struct Needs {
 // product that reads these two from the workspace (second phase).
 class Backward {
  public:
-  Backward(const ExpertRows& args, const Tensor& grad_y, const Tensor& h, bool combine, const Needs& needs)
+  Backward(const ExpertRows& args, const Tensor& grad_y, const Tensor& h, bool combine, const Needs& needs,
+           const std::optional<Tensor>& main_dw1, const std::optional<Tensor>& main_dw2)
       : args_(args),
         kernels_(args.kernels),
         needs_(needs),
@@ -39,10 +40,15 @@ class Backward {
     const auto output = [&](bool needed, std::initializer_list<int64_t> shape) {
       return needed ? new_large(args.x, shape, dtype) : torch::stable::new_empty(args.x, {0});
     };
+    const auto weight_output = [&](bool needed, ExpertGradient& sums,
+                                   const std::optional<Tensor>& main_grad) {
+      if (main_grad) sums.accumulate_into(*main_grad);
+      return needed && !main_grad ? sums.make_output(args.x) : output(false, {});
+    };
     dx_rows_ = output(needs.dx, {args.R, args.D});
-    dw1 = needs.dw1 ? dw1_sums_.make_output(args.x) : output(false, {});
+    dw1 = weight_output(needs.dw1, dw1_sums_, main_dw1);
     db1 = output(needs.db1, {args.E, args.F});
-    dw2 = needs.dw2 ? dw2_sums_.make_output(args.x) : output(false, {});
+    dw2 = weight_output(needs.dw2, dw2_sums_, main_dw2);
     db2 = output(needs.db2, {args.E, args.D});
   }
 
@@ -280,37 +286,40 @@ class Backward {
   BiasGradient db1_sums_, db2_sums_;
 };
 
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> expert_mlp_backward_cpu(
-    Tensor grad_y, Tensor x, Tensor row_idx, Tensor inverse, Tensor offs, Tensor w1, Tensor w2,
-    std::optional<Tensor> b2, std::optional<Tensor> topk_weights, Tensor h, std::string activation,
-    bool combine, std::vector<bool> needs) {
+using Gradients = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
+
+Gradients expert_mlp_backward_accumulate_cpu(Tensor grad_y, Tensor x, Tensor row_idx, Tensor inverse,
+                                             Tensor offs, Tensor w1, Tensor w2, std::optional<Tensor> b2,
+                                             std::optional<Tensor> topk_weights, Tensor h,
+                                             std::string activation, bool combine, std::vector<bool> needs,
+                                             std::optional<Tensor> main_dw1, std::optional<Tensor> main_dw2) {
   const ExpertRows args(x, row_idx, inverse, offs, w1, std::nullopt, w2, b2, topk_weights, activation);
   check_cpu(grad_y, "grad_y");
-  check_same_dtype(grad_y, x, "grad_y", "x");
-  check_dim(grad_y, 2, "grad_y", combine ? "[T, D]" : "[R, D]");
-  check_size(grad_y, 0, combine ? args.T : args.R, "grad_y", combine ? "[T, D]" : "[R, D]");
-  check_size(grad_y, 1, args.D, "grad_y", combine ? "[T, D]" : "[R, D]");
   check_cpu(h, "h");
-  check_same_dtype(h, x, "h", "x");
-  check_dim(h, 2, "h", "[R, F]");
-  check_size(h, 0, args.R, "h", "[R, F]");
-  check_size(h, 1, args.F, "h", "[R, F]");
-  STD_TORCH_CHECK(needs.size() == 6,
-                  "needs must have 6 entries (dx, dw1, db1, dw2, db2, dtopk_weights), but got ",
-                  needs.size());
-  STD_TORCH_CHECK(!needs[5] || topk_weights, "needs asks for the gradient of topk_weights, which is None");
+  if (main_dw1) check_cpu(*main_dw1, "main_dw1");
+  if (main_dw2) check_cpu(*main_dw2, "main_dw2");
+  check_expert_mlp_backward(grad_y, x, inverse, w1, w2, topk_weights, h, combine, needs, main_dw1, main_dw2);
 
   const Tensor grad = as_contiguous(grad_y), h_contiguous = as_contiguous(h);
   Backward backward(args, grad, h_contiguous, combine,
-                    {needs[0], needs[1], needs[2], needs[3], needs[4], needs[5]});
+                    {needs[0], needs[1], needs[2], needs[3], needs[4], needs[5]}, main_dw1, main_dw2);
   backward.run();
   return {backward.dx(), backward.dw1, backward.db1, backward.dw2, backward.db2, backward.dtopk_weights()};
+}
+
+Gradients expert_mlp_backward_cpu(Tensor grad_y, Tensor x, Tensor row_idx, Tensor inverse, Tensor offs,
+                                  Tensor w1, Tensor w2, std::optional<Tensor> b2,
+                                  std::optional<Tensor> topk_weights, Tensor h, std::string activation,
+                                  bool combine, std::vector<bool> needs) {
+  return expert_mlp_backward_accumulate_cpu(grad_y, x, row_idx, inverse, offs, w1, w2, b2, topk_weights, h,
+                                            activation, combine, needs, std::nullopt, std::nullopt);
 }
 
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(fmoe_ext, CPU, m) {
   m.impl("expert_mlp_backward", TORCH_BOX(&expert_mlp_backward_cpu));
+  m.impl("expert_mlp_backward_accumulate", TORCH_BOX(&expert_mlp_backward_accumulate_cpu));
 }
 
 }  // namespace fmoe_ext

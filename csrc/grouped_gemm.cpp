@@ -65,22 +65,18 @@ Tensor grouped_gemm_cpu(Tensor x_, Tensor weight_, Tensor offs_, std::optional<T
   return y;
 }
 
-std::tuple<Tensor, Tensor, Tensor> grouped_gemm_backward_cpu(Tensor grad_y_, Tensor x_, Tensor weight_,
-                                                             Tensor offs_, std::vector<bool> needs) {
+std::tuple<Tensor, Tensor, Tensor> backward(const Tensor& grad_y_, const Tensor& x_, const Tensor& weight_,
+                                            const Tensor& offs_, const std::vector<bool>& needs,
+                                            const std::optional<Tensor>& main_dweight) {
   check_cpu(grad_y_, "grad_y");
   check_cpu(x_, "x");
   check_cpu(weight_, "weight");
   check_cpu(offs_, "offs");
-  check_grouped_gemm(x_, weight_, offs_, std::nullopt);
-  STD_TORCH_CHECK(needs.size() == 3, "needs must have 3 entries (dx, dweight, dbias), but got ",
-                  needs.size());
+  if (main_dweight) check_cpu(*main_dweight, "main_dweight");
+  check_grouped_gemm_backward(grad_y_, x_, weight_, offs_, needs, main_dweight);
   const Tensor dy = as_contiguous(grad_y_), x = as_contiguous(x_), weight = as_contiguous(weight_),
                offs = as_contiguous(offs_);
   const int64_t R = x.size(0), D = x.size(1), E = weight.size(0), N = weight.size(1);
-  check_same_dtype(dy, x, "grad_y", "x");
-  check_dim(dy, 2, "grad_y", "[R, N]");
-  check_size(dy, 0, R, "grad_y", "[R, N]");
-  check_size(dy, 1, N, "grad_y", "[R, N]");
   const bool need_dx = needs[0], need_dw = needs[1], need_db = needs[2];
 
   const auto dtype = x.scalar_type();
@@ -100,7 +96,9 @@ std::tuple<Tensor, Tensor, Tensor> grouped_gemm_backward_cpu(Tensor grad_y_, Ten
   const RowMajor block{workspace.data(), stride, kernels.operand_bytes};
 
   ExpertGradient dweight(kernels, bounds, N, D);
-  const Tensor dw = need_dw ? dweight.make_output(x) : new_large(x, {0}, dtype);
+  const bool stores_dw = need_dw && !main_dweight;
+  const Tensor dw = stores_dw ? dweight.make_output(x) : new_large(x, {0}, dtype);
+  if (main_dweight) dweight.accumulate_into(*main_dweight);
   BiasGradient dbias(kernels, need_db ? E : 0, N);
 
   for (const Chunk& chunk : chunks) {
@@ -167,11 +165,24 @@ std::tuple<Tensor, Tensor, Tensor> grouped_gemm_backward_cpu(Tensor grad_y_, Ten
   return {dx, dw, db};
 }
 
+std::tuple<Tensor, Tensor, Tensor> grouped_gemm_backward_cpu(Tensor grad_y, Tensor x, Tensor weight,
+                                                             Tensor offs, std::vector<bool> needs) {
+  return backward(grad_y, x, weight, offs, needs, std::nullopt);
+}
+
+std::tuple<Tensor, Tensor, Tensor> grouped_gemm_backward_accumulate_cpu(Tensor grad_y, Tensor x,
+                                                                        Tensor weight, Tensor offs,
+                                                                        std::vector<bool> needs,
+                                                                        Tensor main_dweight) {
+  return backward(grad_y, x, weight, offs, needs, main_dweight);
+}
+
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(fmoe_ext, CPU, m) {
   m.impl("grouped_gemm", TORCH_BOX(&grouped_gemm_cpu));
   m.impl("grouped_gemm_backward", TORCH_BOX(&grouped_gemm_backward_cpu));
+  m.impl("grouped_gemm_backward_accumulate", TORCH_BOX(&grouped_gemm_backward_accumulate_cpu));
 }
 
 }  // namespace fmoe_ext

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <optional>
+#include <vector>
 
 #include "checks.h"
 
@@ -24,6 +25,19 @@ inline void check_grouped_gemm(const Tensor& x, const Tensor& weight, const Tens
   check_dim(*bias, 2, "bias", "[E, N]");
   check_size(*bias, 0, weight.size(0), "bias", "[E, N]");
   check_size(*bias, 1, weight.size(1), "bias", "[E, N]");
+}
+
+inline void check_grouped_gemm_backward(const Tensor& grad_y, const Tensor& x, const Tensor& weight,
+                                        const Tensor& offs, const std::vector<bool>& needs,
+                                        const std::optional<Tensor>& main_dweight) {
+  check_grouped_gemm(x, weight, offs, std::nullopt);
+  STD_TORCH_CHECK(needs.size() == 3, "needs must have 3 entries (dx, dweight, dbias), but got ",
+                  needs.size());
+  check_same_dtype(grad_y, x, "grad_y", "x");
+  check_dim(grad_y, 2, "grad_y", "[R, N]");
+  check_size(grad_y, 0, x.size(0), "grad_y", "[R, N]");
+  check_size(grad_y, 1, weight.size(1), "grad_y", "[R, N]");
+  if (main_dweight) check_main_grad(*main_dweight, weight, "main_dweight", "weight");
 }
 
 }  // namespace fmoe_ext

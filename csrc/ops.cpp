@@ -54,6 +54,11 @@ STABLE_TORCH_LIBRARY(fmoe_ext, m) {
   m.def(
       "grouped_gemm_backward(Tensor grad_y, Tensor x, Tensor weight, Tensor offs, bool[] needs)"
       " -> (Tensor, Tensor, Tensor)");
+  // The same, but a dweight that is needed is added to main_dweight (float32, or float64) and is empty
+  // itself.
+  m.def(
+      "grouped_gemm_backward_accumulate(Tensor grad_y, Tensor x, Tensor weight, Tensor offs, bool[] needs,"
+      " Tensor(a!) main_dweight) -> (Tensor, Tensor, Tensor)");
 
   // -> y [R, D], or [T, D] when combine; h [R, H or 2H] when save_h, else empty.
   m.def(
@@ -65,6 +70,13 @@ STABLE_TORCH_LIBRARY(fmoe_ext, m) {
       "expert_mlp_backward(Tensor grad_y, Tensor x, Tensor row_idx, Tensor inverse, Tensor offs, Tensor w1, "
       "Tensor w2,"
       " Tensor? b2, Tensor? topk_weights, Tensor h, str activation, bool combine, bool[] needs)"
+      " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
+  // The same, but a dw1 or dw2 that is needed is added to its main gradient, if given, and is empty itself.
+  m.def(
+      "expert_mlp_backward_accumulate(Tensor grad_y, Tensor x, Tensor row_idx, Tensor inverse, Tensor offs, "
+      "Tensor w1, Tensor w2,"
+      " Tensor? b2, Tensor? topk_weights, Tensor h, str activation, bool combine, bool[] needs,"
+      " Tensor(a!)? main_dw1, Tensor(b!)? main_dw2)"
       " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
 }
 

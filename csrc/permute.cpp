@@ -1,6 +1,8 @@
 // permute: gather of rows into expert-major order. unpermute: weighted gather-and-sum back into token order.
 // All three ops are bound by memory: each element is read once, large outputs are streamed (stream_row.h).
 
+#include "permute.h"
+
 #include <torch/csrc/stable/library.h>
 
 #include <optional>
@@ -28,15 +30,15 @@ void for_each_row_range(int64_t num_rows, int64_t row_bytes, const Body& body) {
                [&](int64_t job) { body(job * step, std::min(num_rows, (job + 1) * step)); });
 }
 
-// row_idx [R] and inverse [T, K], as sort_tokens returns them.
+void check_all_cpu(const Tensor& data, const char* name, const Tensor& row_idx, const Tensor& inverse) {
+  check_cpu(data, name);
+  check_cpu(row_idx, "row_idx");
+  check_cpu(inverse, "inverse");
+}
+
+// row_idx [R] and inverse [T, K] that passed check_routing.
 struct Routing {
   Routing(const Tensor& row_idx, const Tensor& inverse) {
-    check_cpu(row_idx, "row_idx");
-    check_int32(row_idx, "row_idx");
-    check_dim(row_idx, 1, "row_idx", "[R]");
-    check_cpu(inverse, "inverse");
-    check_int32(inverse, "inverse");
-    check_dim(inverse, 2, "inverse", "[T, K]");
     row_idx_ = as_contiguous(row_idx);
     inverse_ = as_contiguous(inverse);
     num_rows = row_idx_.numel();
@@ -75,35 +77,15 @@ struct Routing {
   const int32_t* inverse_data;
 };
 
-void check_tokens(const Tensor& x, const Routing& routing, const char* name) {
-  check_cpu(x, name);
-  check_dim(x, 2, name, "[T, D]");
-  check_size(x, 0, routing.num_tokens, name, "[T, D] (T as in inverse [T, K])");
-}
-
-void check_rows(const Tensor& y, const Routing& routing) {
-  check_cpu(y, "y");
-  check_dim(y, 2, "y", "[R, D]");
-  check_size(y, 0, routing.num_rows, "y", "[R, D] (R as in row_idx [R])");
-}
-
 // The weights in the type that sums are computed in; nothing when there are none (every weight is 1).
-std::optional<Tensor> checked_weights(const std::optional<Tensor>& topk_weights, const Tensor& data,
-                                      const Routing& routing) {
+std::optional<Tensor> wide_weights(const std::optional<Tensor>& topk_weights, const Tensor& rows) {
   if (!topk_weights) return std::nullopt;
-  const Tensor& w = *topk_weights;
-  check_cpu(w, "topk_weights");
-  check_dim(w, 2, "topk_weights", "[T, K]");
-  check_size(w, 0, routing.num_tokens, "topk_weights", "[T, K]");
-  check_size(w, 1, routing.num_choices, "topk_weights", "[T, K]");
-  STD_TORCH_CHECK(w.scalar_type() == ScalarType::Float || w.scalar_type() == data.scalar_type(),
-                  "topk_weights must be float32 or have the dtype of the rows (", dtype_text(data),
-                  "), but got ", dtype_text(w));
-  const auto dtype = data.scalar_type() == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
-  const Tensor given = as_contiguous(w);
+  check_cpu(*topk_weights, "topk_weights");
+  const auto dtype = rows.scalar_type() == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
+  const Tensor given = as_contiguous(*topk_weights);
   if (given.scalar_type() == dtype) return given;
   // A serial loop: waking all threads for so little, as torch's conversion does, takes longer.
-  Tensor wide = torch::stable::new_empty(given, {routing.num_tokens, routing.num_choices}, dtype);
+  Tensor wide = torch::stable::new_empty(given, {given.size(0), given.size(1)}, dtype);
   dispatch_float(given.scalar_type(), [&](auto tag) {
     const auto* from = static_cast<const decltype(tag)*>(given.const_data_ptr());
     if (dtype == ScalarType::Double)
@@ -120,8 +102,9 @@ const T* data_or_null(const std::optional<Tensor>& t) {
 }
 
 Tensor permute_cpu(Tensor x, Tensor row_idx, Tensor inverse) {
+  check_all_cpu(x, "x", row_idx, inverse);
+  check_permute(x, row_idx, inverse);
   const Routing routing(row_idx, inverse);
-  check_tokens(x, routing, "x");
   const Tensor input = as_contiguous(x);
   Tensor out = torch::stable::new_empty(input, {routing.num_rows, input.size(1)});
   const int64_t row_bytes = input.size(1) * input.element_size();
@@ -236,10 +219,10 @@ void unpermute(const T* y, const Routing& routing, const compute_t<T>* weights, 
 }
 
 Tensor unpermute_cpu(Tensor y, Tensor row_idx, Tensor inverse, std::optional<Tensor> topk_weights) {
+  check_all_cpu(y, "y", row_idx, inverse);
+  check_unpermute(y, row_idx, inverse, topk_weights);
   const Routing routing(row_idx, inverse);
-  check_rows(y, routing);
-  check_float(y, "y");
-  const auto weights = checked_weights(topk_weights, y, routing);
+  const auto weights = wide_weights(topk_weights, y);
   const Tensor rows = as_contiguous(y);
   const int64_t width = rows.size(1);
   Tensor out = torch::stable::new_empty(rows, {routing.num_tokens, width});
@@ -277,19 +260,14 @@ void unpermute_backward(const T* grad_out, const T* y, const Routing& routing, c
 
 std::tuple<Tensor, Tensor> unpermute_backward_cpu(Tensor grad_out, std::optional<Tensor> y, Tensor row_idx,
                                                   Tensor inverse, std::optional<Tensor> topk_weights) {
+  check_all_cpu(grad_out, "grad_out", row_idx, inverse);
+  if (y) check_cpu(*y, "y");
+  check_unpermute_backward(grad_out, y, row_idx, inverse, topk_weights);
   const Routing routing(row_idx, inverse);
-  check_tokens(grad_out, routing, "grad_out");
-  check_float(grad_out, "grad_out");
-  const auto weights = checked_weights(topk_weights, grad_out, routing);
+  const auto weights = wide_weights(topk_weights, grad_out);
   const int64_t width = grad_out.size(1);
   std::optional<Tensor> rows;
-  if (y) {
-    STD_TORCH_CHECK(weights, "y is only read for the gradient of topk_weights, but topk_weights is None");
-    check_rows(*y, routing);
-    check_size(*y, 1, width, "y", "[R, D] (D as in grad_out [T, D])");
-    check_same_dtype(*y, grad_out, "y", "grad_out");
-    rows = as_contiguous(*y);
-  }
+  if (y) rows = as_contiguous(*y);
   const Tensor grad = as_contiguous(grad_out);
   Tensor grad_y = torch::stable::new_empty(grad, {routing.num_rows, width});
   advise_huge_pages(grad_y.mutable_data_ptr(), grad_y.numel() * grad_y.element_size());

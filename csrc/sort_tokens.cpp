@@ -46,6 +46,7 @@ void sort_tokens(const index_t* idx, const TokenChunks& chunks, int64_t num_expe
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> sort_tokens_cpu(Tensor topk_idx, int64_t num_experts) {
+  check_cpu(topk_idx, "topk_idx");
   check_topk_idx(topk_idx, num_experts);
   Tensor idx = as_contiguous(topk_idx);
   Tensor tokens_per_expert = torch::stable::new_empty(idx, {num_experts}, ScalarType::Long);

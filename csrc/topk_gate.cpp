@@ -3,6 +3,8 @@
 // Without a bias the experts are ordered by logit: both scores grow with it, and no two logits merge by
 // rounding.
 
+#include "topk_gate.h"
+
 #include <torch/csrc/stable/library.h>
 
 #include <cmath>
@@ -30,34 +32,6 @@ struct Gate {
   int64_t num_groups, topk_groups;
   double scale;
 };
-
-bool checked_sigmoid(const std::string& score) {
-  STD_TORCH_CHECK(score == "softmax" || score == "sigmoid",
-                  "score must be \"softmax\" or \"sigmoid\", but got \"", score, "\"");
-  return score == "sigmoid";
-}
-
-void check_logits(const Tensor& logits) {
-  check_cpu(logits, "logits");
-  check_dim(logits, 2, "logits", "[T, E]");
-  check_float(logits, "logits");
-  STD_TORCH_CHECK(logits.size(1) >= 1,
-                  "logits must have shape [T, E] with at least one expert, but got shape ",
-                  shape_text(logits));
-}
-
-void check_gate(const Gate& gate) {
-  const int64_t E = gate.num_experts, K = gate.top_k;
-  STD_TORCH_CHECK(K >= 1 && K <= E, "top_k must be in [1, num_experts] = [1, ", E, "], but got ", K);
-  STD_TORCH_CHECK(gate.num_groups >= 1 && E % gate.num_groups == 0, "num_groups must divide the ", E,
-                  " experts, but got ", gate.num_groups);
-  STD_TORCH_CHECK(gate.topk_groups >= 1 && gate.topk_groups <= gate.num_groups,
-                  "topk_groups must be in [1, num_groups] = [1, ", gate.num_groups, "], but got ",
-                  gate.topk_groups);
-  const int64_t left = gate.topk_groups * (E / gate.num_groups);
-  STD_TORCH_CHECK(K <= left, "top_k must be at most the ", left, " experts of ", gate.topk_groups,
-                  " groups, but got ", K);
-}
 
 FMOE_INLINE double exp_nonpositive(double x) { return std::exp(x); }
 
@@ -272,16 +246,13 @@ void for_each_token_range(int64_t num_tokens, const Body& body) {
 std::tuple<Tensor, Tensor> topk_gate_cpu(Tensor logits, int64_t top_k, std::string score, bool normalize,
                                          std::optional<Tensor> bias, int64_t num_groups, int64_t topk_groups,
                                          double scale) {
-  check_logits(logits);
+  check_cpu(logits, "logits");
+  check_topk_gate(logits, top_k, bias, num_groups, topk_groups);
   const int64_t num_tokens = logits.size(0), num_experts = logits.size(1);
   const Gate gate{num_experts, top_k, checked_sigmoid(score), normalize, num_groups, topk_groups, scale};
-  check_gate(gate);
   std::optional<Tensor> shift;
   if (bias) {
     check_cpu(*bias, "bias");
-    check_dim(*bias, 1, "bias", "[E]");
-    check_size(*bias, 0, num_experts, "bias", "[E]");
-    check_float(*bias, "bias");
     const auto compute = logits.scalar_type() == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
     shift = as_contiguous(torch::stable::to(*bias, compute));
   }
@@ -379,22 +350,12 @@ FMOE_AVX512 void gate_backward_tokens_avx512(const GateBackwardArgs<T>& args, in
 
 Tensor topk_gate_backward_cpu(Tensor grad_weights, Tensor logits, Tensor topk_idx, Tensor topk_weights,
                               std::string score, bool normalize, double scale) {
-  check_logits(logits);
-  const int64_t num_tokens = logits.size(0), num_experts = logits.size(1);
+  check_cpu(grad_weights, "grad_weights");
+  check_cpu(logits, "logits");
   check_cpu(topk_idx, "topk_idx");
-  check_dim(topk_idx, 2, "topk_idx", "[T, K]");
-  check_size(topk_idx, 0, num_tokens, "topk_idx", "[T, K]");
-  STD_TORCH_CHECK(topk_idx.scalar_type() == ScalarType::Long, "topk_idx must be int64, but got ",
-                  dtype_text(topk_idx));
-  const int64_t top_k = topk_idx.size(1);
-  for (const auto& [t, name] :
-       {std::pair(&grad_weights, "grad_weights"), std::pair(&topk_weights, "topk_weights")}) {
-    check_cpu(*t, name);
-    check_dim(*t, 2, name, "[T, K]");
-    check_size(*t, 0, num_tokens, name, "[T, K]");
-    check_size(*t, 1, top_k, name, "[T, K]");
-    check_same_dtype(*t, logits, name, "logits");
-  }
+  check_cpu(topk_weights, "topk_weights");
+  check_topk_gate_backward(grad_weights, logits, topk_idx, topk_weights);
+  const int64_t num_tokens = logits.size(0), num_experts = logits.size(1), top_k = topk_idx.size(1);
   const Gate gate{num_experts, top_k, checked_sigmoid(score), normalize, 1, 1, scale};
   const Tensor grad = as_contiguous(grad_weights), input = as_contiguous(logits),
                idx = as_contiguous(topk_idx), weights = as_contiguous(topk_weights);

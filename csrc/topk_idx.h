@@ -10,8 +10,8 @@
 
 namespace fmoe_ext {
 
+// What every device checks; the values of topk_idx are checked where they can be read.
 inline void check_topk_idx(const Tensor& topk_idx, int64_t num_experts) {
-  check_cpu(topk_idx, "topk_idx");
   check_index_dtype(topk_idx, "topk_idx");
   check_dim(topk_idx, 2, "topk_idx", "[T, K]");
   STD_TORCH_CHECK(num_experts >= 1, "num_experts must be at least 1, but got ", num_experts);
@@ -19,6 +19,13 @@ inline void check_topk_idx(const Tensor& topk_idx, int64_t num_experts) {
   STD_TORCH_CHECK(topk_idx.numel() <= INT32_MAX,
                   "topk_idx must have fewer than 2^31 elements (offsets are int32), but got shape ",
                   shape_text(topk_idx));
+}
+
+inline void check_apply_capacity(const Tensor& topk_idx, const Tensor& capacity) {
+  check_dim(capacity, 1, "capacity", "[E]");
+  STD_TORCH_CHECK(capacity.scalar_type() == ScalarType::Long, "capacity must be int64, but got ",
+                  dtype_text(capacity));
+  check_topk_idx(topk_idx, capacity.size(0));
 }
 
 [[gnu::cold, gnu::noinline]] inline void throw_bad_expert(int64_t e, int64_t i, int64_t num_experts) {

@@ -47,11 +47,12 @@ __global__ void __launch_bounds__(kGemmThreads, kGemmBlocks<T>)
   }
 }
 
-// out[e][m, n] = sum over the rows r of expert e of a[r, m] b[r, n]; zero for an expert without rows.
-template <typename T>
+// out[e][m, n] = sum over the rows r of expert e of a[r, m] b[r, n], zero for an expert without rows; or,
+// when kAccumulate, is increased by it.
+template <typename T, bool kAccumulate>
 __global__ void __launch_bounds__(kGemmThreads, kGemmBlocks<T>)
     rows_by_rows_kernel(Rows<T> a, Rows<T> b, Groups groups, int64_t M, int64_t N, int64_t num_tiles,
-                        T* __restrict__ out) {
+                        std::conditional_t<kAccumulate, acc_t<T>, T>* __restrict__ out) {
   using G = TileGemm<T>;
   const int64_t tiles_n = ceil_div(N, G::kN), tiles_m = ceil_div(M, G::kM);
   for (int64_t tile = blockIdx.x; tile < num_tiles; tile += gridDim.x) {
@@ -59,11 +60,15 @@ __global__ void __launch_bounds__(kGemmThreads, kGemmBlocks<T>)
     const auto place = tile_place<int64_t>(tile % (tiles_n * tiles_m), tiles_m, tiles_n, kGroupRows / G::kM);
     const int64_t m0 = place.row * G::kM, n0 = place.column * G::kN;
     const RowRange rows = rows_of(groups.offs, groups.num_experts, groups.num_rows, e);
+    if (kAccumulate && rows.begin == rows.end) continue;
     G gemm;
     a.end = b.end = rows.end;
     gemm.template multiply<true, true>(a, m0, b, n0, rows.begin, rows.end);
-    gemm.store(out + (e * M + m0) * N + n0, N, M - m0, N - n0,
-               [](int) { return [](int, acc_t<T> value) { return value; }; });
+    auto* const corner = out + (e * M + m0) * N + n0;
+    if constexpr (kAccumulate)
+      gemm.accumulate(corner, N, M - m0, N - n0);
+    else
+      gemm.store(corner, N, M - m0, N - n0, [](int) { return [](int, acc_t<T> value) { return value; }; });
   }
 }
 
@@ -120,15 +125,22 @@ void launch_rows_by_weight(Dtype dtype, const GroupedRows& x, const GroupedWeigh
 }
 
 void launch_rows_by_rows(Dtype dtype, const GroupedRows& a, const GroupedRows& b, const int* offs,
-                         int num_experts, int64_t num_rows, void* out, LaunchStream stream) {
+                         int num_experts, int64_t num_rows, const WeightGrad& out, LaunchStream stream) {
   if (num_experts == 0 || a.width == 0 || b.width == 0) return;
+  if (out.is_float != out.accumulate)
+    throw std::runtime_error("fmoe_ext: launch_rows_by_rows accumulates into float, or stores the dtype");
   dispatch_dtype(dtype, [&](auto tag) {
     using T = decltype(tag);
     using G = TileGemm<T>;
     const int64_t tiles = num_experts * ceil_div(a.width, G::kM) * ceil_div(b.width, G::kN);
-    launch(rows_by_rows_kernel<T>, grid_for(tiles), kGemmThreads, 0, stream, rows_from<T>(a, num_rows),
-           rows_from<T>(b, num_rows), Groups{offs, num_experts, num_rows}, a.width, b.width, tiles,
-           static_cast<T*>(out));
+    const auto start = [&](auto kernel, auto* data) {
+      launch(kernel, grid_for(tiles), kGemmThreads, 0, stream, rows_from<T>(a, num_rows),
+             rows_from<T>(b, num_rows), Groups{offs, num_experts, num_rows}, a.width, b.width, tiles, data);
+    };
+    if (out.accumulate)
+      start(rows_by_rows_kernel<T, true>, static_cast<acc_t<T>*>(out.data));
+    else
+      start(rows_by_rows_kernel<T, false>, static_cast<T*>(out.data));
   });
 }
 

@@ -86,8 +86,15 @@ struct RowScale {
 };
 void launch_rows_by_weight(Dtype, const GroupedRows& x, const GroupedWeight&, const int* offs,
                            int64_t num_rows, const void* bias, const RowScale&, void* out, LaunchStream);
+// out[e] [a.width, b.width] = sum over the rows r of expert e of a[r]^T b[r]; zero for an expert without
+// rows, which is left alone when accumulating
+struct WeightGrad {
+  void* data;       // of the dtype, or float
+  bool is_float;    // float32 whatever the dtype, as main gradients are kept; double for f64
+  bool accumulate;  // adds to what is there; needs is_float
+};
 void launch_rows_by_rows(Dtype, const GroupedRows& a, const GroupedRows& b, const int* offs, int num_experts,
-                         int64_t num_rows, void* out, LaunchStream);
+                         int64_t num_rows, const WeightGrad& out, LaunchStream);
 void launch_sum_rows(Dtype, const GroupedRows&, const int* offs, int num_experts, int64_t num_rows,
                      const RowScale&, void* out, LaunchStream);
 
@@ -143,15 +150,9 @@ void launch_grad_hidden_sm90(Dtype, CurveKind, bool gated, const void* dy, const
 // dscale, zero on entry, by choice: the sum of the row's num_dots dots, and <dy, b2>; b2 may be null
 void launch_sum_dots(Dtype, const ActivationRows&, const float* dots, int64_t num_dots, const void* dy,
                      const void* b2, int64_t D, float* dscale, LaunchStream);
-// sm90_grad_weight.cu: out[e] [a.width, b.width] = sum over the rows r of expert e of a[r]^T b[r], zero for
-// an expert without rows. At most one of a and b has an index; both widths are multiples of 8. order, of
-// launch_heaviest_first, is the one in which the experts are taken.
+// sm90_grad_weight.cu: what launch_rows_by_rows writes. At most one of a and b has an index; both widths are
+// multiples of 8. order, of launch_heaviest_first, is the one in which the experts are taken.
 constexpr int kWeightTileM = 128, kWeightTileN = 256;
-struct WeightGrad {
-  void* data;       // of the dtype, or float
-  bool is_float;    // float32 whatever the dtype, as main gradients are kept
-  bool accumulate;  // adds to what is there; needs is_float
-};
 void launch_grad_weight_sm90(Dtype, const GroupedRows& a, const GroupedRows& b, const int* offs,
                              const int* order, int num_experts, int64_t num_rows, const WeightGrad& out,
                              const Grid&, LaunchStream);

@@ -176,6 +176,23 @@ struct MmaTileGemm {
     }
     __syncthreads();  // before the ring is filled again
   }
+  // out[i, j] += value, in float32.
+  __device__ __forceinline__ void accumulate(float* out, int64_t stride, int64_t rows,
+                                             int64_t columns) const {
+    const int lane = threadIdx.x % 32, first = warp_column() + lane % 4 * 2;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {  // every eighth row
+      const int row = warp_row() + i * 8 + lane / 4;
+      __syncwarp();  // as in store()
+      if (row >= rows) continue;
+      float* const place = out + row * stride + first;
+#pragma unroll
+      for (int j = 0; j < 8; ++j) {
+        const int column = j / 2 * 8 + j % 2;
+        if (first + column < columns) place[column] += acc[i / 2][j / 2][i % 2 * 2 + j % 2];
+      }
+    }
+  }
 };
 
 }  // namespace fmoe_ext

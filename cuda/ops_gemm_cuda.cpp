@@ -25,18 +25,14 @@ Tensor grouped_gemm_cuda(Tensor x, Tensor weight, Tensor offs, std::optional<Ten
   return y;
 }
 
-std::tuple<Tensor, Tensor, Tensor> grouped_gemm_backward_cuda(Tensor grad_y, Tensor x, Tensor weight,
-                                                              Tensor offs, std::vector<bool> needs) {
-  check_grouped_gemm(x, weight, offs, std::nullopt);
-  STD_TORCH_CHECK(needs.size() == 3, "needs must have 3 entries (dx, dweight, dbias), but got ",
-                  needs.size());
-  check_same_dtype(grad_y, x, "grad_y", "x");
-  check_dim(grad_y, 2, "grad_y", "[R, N]");
-  check_size(grad_y, 0, x.size(0), "grad_y", "[R, N]");
-  check_size(grad_y, 1, weight.size(1), "grad_y", "[R, N]");
+std::tuple<Tensor, Tensor, Tensor> backward(const Tensor& grad_y, const Tensor& x, const Tensor& weight,
+                                            const Tensor& offs, const std::vector<bool>& needs,
+                                            const std::optional<Tensor>& main_dweight) {
+  check_grouped_gemm_backward(grad_y, x, weight, offs, needs, main_dweight);
   check_same_device(weight, x, "weight", "x");
   check_same_device(offs, x, "offs", "x");
   check_same_device(grad_y, x, "grad_y", "x");
+  if (main_dweight) check_same_device(*main_dweight, x, "main_dweight", "x");
   const OnDeviceOf device(x);
   const Tensor dy = as_contiguous(grad_y), rows = as_contiguous(x), w = as_contiguous(weight),
                ends = as_contiguous(offs);
@@ -45,12 +41,24 @@ std::tuple<Tensor, Tensor, Tensor> grouped_gemm_backward_cuda(Tensor grad_y, Ten
   const auto output = [&](bool needed, std::initializer_list<int64_t> shape) {
     return needed ? torch::stable::new_empty(rows, shape) : torch::stable::new_empty(rows, {0});
   };
-  const Tensor dx = output(needs[0], {R, D}), dweight = output(needs[1], {E, N, D}),
+  const Tensor dx = output(needs[0], {R, D}), dweight = output(needs[1] && !main_dweight, {E, N, D}),
                dbias = output(needs[2], {E, N});
   if (needs[0]) products.grad_input(plain_rows(dy), w, dx);
-  if (needs[1]) products.grad_weight(plain_rows(dy), plain_rows(rows), dweight);
+  if (needs[1]) products.grad_weight(plain_rows(dy), plain_rows(rows), dweight, main_dweight);
   if (needs[2]) products.grad_bias(plain_rows(dy), RowScale{}, dbias);
   return {dx, dweight, dbias};
+}
+
+std::tuple<Tensor, Tensor, Tensor> grouped_gemm_backward_cuda(Tensor grad_y, Tensor x, Tensor weight,
+                                                              Tensor offs, std::vector<bool> needs) {
+  return backward(grad_y, x, weight, offs, needs, std::nullopt);
+}
+
+std::tuple<Tensor, Tensor, Tensor> grouped_gemm_backward_accumulate_cuda(Tensor grad_y, Tensor x,
+                                                                         Tensor weight, Tensor offs,
+                                                                         std::vector<bool> needs,
+                                                                         Tensor main_dweight) {
+  return backward(grad_y, x, weight, offs, needs, main_dweight);
 }
 
 // The arguments that forward and backward of expert_mlp share, contiguous.
@@ -119,30 +127,24 @@ std::tuple<Tensor, Tensor> expert_mlp_cuda(Tensor x, Tensor row_idx, Tensor inve
   return {combine ? mlp.combine(y, mlp.weights, device) : y, h ? *h : torch::stable::new_empty(a, {0})};
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> expert_mlp_backward_cuda(
-    Tensor grad_y, Tensor x, Tensor row_idx, Tensor inverse, Tensor offs, Tensor w1, Tensor w2,
-    std::optional<Tensor> b2, std::optional<Tensor> topk_weights, Tensor h, std::string activation,
-    bool combine, std::vector<bool> needs) {
+using Gradients = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
+
+Gradients expert_mlp_backward_accumulate_cuda(Tensor grad_y, Tensor x, Tensor row_idx, Tensor inverse,
+                                              Tensor offs, Tensor w1, Tensor w2, std::optional<Tensor> b2,
+                                              std::optional<Tensor> topk_weights, Tensor h,
+                                              std::string activation, bool combine, std::vector<bool> needs,
+                                              std::optional<Tensor> main_dw1,
+                                              std::optional<Tensor> main_dw2) {
   const OnDeviceOf device(x);
   const ExpertMlp mlp(x, row_idx, inverse, offs, w1, std::nullopt, w2, b2, topk_weights, activation);
   const int64_t R = mlp.num_rows(), T = mlp.inverse.size(0), D = mlp.x.size(1), H = mlp.hidden(),
                 F = mlp.w1.size(1);
   const int E = mlp.num_experts();
-  const char* grad_shape = combine ? "[T, D]" : "[R, D]";
-  check_same_dtype(grad_y, x, "grad_y", "x");
-  check_dim(grad_y, 2, "grad_y", grad_shape);
-  check_size(grad_y, 0, combine ? T : R, "grad_y", grad_shape);
-  check_size(grad_y, 1, D, "grad_y", grad_shape);
+  check_expert_mlp_backward(grad_y, x, inverse, w1, w2, topk_weights, h, combine, needs, main_dw1, main_dw2);
   check_same_device(grad_y, x, "grad_y", "x");
-  check_same_dtype(h, x, "h", "x");
-  check_dim(h, 2, "h", "[R, F]");
-  check_size(h, 0, R, "h", "[R, F]");
-  check_size(h, 1, F, "h", "[R, F]");
   check_same_device(h, x, "h", "x");
-  STD_TORCH_CHECK(needs.size() == 6,
-                  "needs must have 6 entries (dx, dw1, db1, dw2, db2, dtopk_weights), but got ",
-                  needs.size());
-  STD_TORCH_CHECK(!needs[5] || topk_weights, "needs asks for the gradient of topk_weights, which is None");
+  if (main_dw1) check_same_device(*main_dw1, x, "main_dw1", "x");
+  if (main_dw2) check_same_device(*main_dw2, x, "main_dw2", "x");
 
   const Tensor dy = as_contiguous(grad_y), pre = as_contiguous(h);
   const GroupedRows dy_rows = combine ? mlp.by_token(dy) : plain_rows(dy);
@@ -150,8 +152,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> expert_mlp_backward_c
   const auto output = [&](bool needed, std::initializer_list<int64_t> shape) {
     return needed ? torch::stable::new_empty(mlp.x, shape) : torch::stable::new_empty(mlp.x, {0});
   };
-  const Tensor dw1 = output(needs[1], {E, F, D}), db1 = output(needs[2], {E, F}),
-               dw2 = output(needs[3], {E, D, H}), db2 = output(needs[4], {E, D});
+  const Tensor dw1 = output(needs[1] && !main_dw1, {E, F, D}), db1 = output(needs[2], {E, F}),
+               dw2 = output(needs[3] && !main_dw2, {E, D, H}), db2 = output(needs[4], {E, D});
   Tensor dx = output(false, {}), dweights = output(false, {});
   if (needs[5]) dweights = torch::stable::new_zeros(mlp.x, {T, mlp.top_k()}, compute_type(mlp.x));
 
@@ -163,8 +165,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> expert_mlp_backward_c
         mlp.inverse.numel(), combine};
     products.grad_hidden(mlp.curve(), mlp.activation.gated, dy_rows, rows, mlp.w2, mlp.b2, dh, scaled_a,
                          needs[5] ? std::optional(dweights) : std::nullopt);
-    if (needs[3]) products.grad_weight(dy_rows, plain_rows(scaled_a), dw2);
-    if (needs[1]) products.grad_weight(plain_rows(dh), mlp.by_token(mlp.x), dw1);
+    if (needs[3]) products.grad_weight(dy_rows, plain_rows(scaled_a), dw2, main_dw2);
+    if (needs[1]) products.grad_weight(plain_rows(dh), mlp.by_token(mlp.x), dw1, main_dw1);
     if (needs[2]) products.grad_bias(plain_rows(dh), RowScale{}, db1);
     if (needs[0]) {
       const Tensor dx_rows = mlp.new_rows(D);
@@ -176,13 +178,23 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> expert_mlp_backward_c
   return {dx, dw1, db1, dw2, db2, dweights};
 }
 
+Gradients expert_mlp_backward_cuda(Tensor grad_y, Tensor x, Tensor row_idx, Tensor inverse, Tensor offs,
+                                   Tensor w1, Tensor w2, std::optional<Tensor> b2,
+                                   std::optional<Tensor> topk_weights, Tensor h, std::string activation,
+                                   bool combine, std::vector<bool> needs) {
+  return expert_mlp_backward_accumulate_cuda(grad_y, x, row_idx, inverse, offs, w1, w2, b2, topk_weights, h,
+                                             activation, combine, needs, std::nullopt, std::nullopt);
+}
+
 }  // namespace
 
 FMOE_CUDA_LIBRARY(m) {
   m.impl("grouped_gemm", TORCH_BOX(&grouped_gemm_cuda));
   m.impl("grouped_gemm_backward", TORCH_BOX(&grouped_gemm_backward_cuda));
+  m.impl("grouped_gemm_backward_accumulate", TORCH_BOX(&grouped_gemm_backward_accumulate_cuda));
   m.impl("expert_mlp", TORCH_BOX(&expert_mlp_cuda));
   m.impl("expert_mlp_backward", TORCH_BOX(&expert_mlp_backward_cuda));
+  m.impl("expert_mlp_backward_accumulate", TORCH_BOX(&expert_mlp_backward_accumulate_cuda));
 }
 
 }  // namespace fmoe_ext

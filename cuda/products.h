@@ -34,10 +34,7 @@ class Products {
     }
   }
 
-  bool on_hopper(Product product) const {
-    return num_rows_ > 0 && num_experts_ > 0 &&
-           select(product, operands_, device_.capability) == Kernel::hopper;
-  }
+  bool on_hopper(Product product) const { return on_hopper(product, operands_); }
 
   // h = x_rows w1^T + b1 and its activation a; without an h only a is kept.
   void up(CurveKind curve, bool gated, const GroupedRows& x, const Tensor& w1,
@@ -89,13 +86,18 @@ class Products {
                       stream_);
   }
 
-  // out[e] = a^T b over the rows of expert e
-  void grad_weight(const GroupedRows& a, const GroupedRows& b, const Tensor& out) {
-    if (on_hopper(Product::grad_weight))
-      launch_grad_weight_sm90(dtype(), a, b, offs_, heaviest_first(), num_experts_, num_rows_,
-                              {data(out), false, false}, select_weight_grid(a, b, device_.num_sms), stream_);
+  // out[e] = a^T b over the rows of expert e; or main_grad, if given, is increased by it.
+  void grad_weight(const GroupedRows& a, const GroupedRows& b, const Tensor& out,
+                   const std::optional<Tensor>& main_grad) {
+    const WeightGrad grad{main_grad ? data(*main_grad) : data(out), main_grad.has_value(),
+                          main_grad.has_value()};
+    Operands operands = operands_;
+    operands.matrices.push_back(grad.data);
+    if (on_hopper(Product::grad_weight, operands))
+      launch_grad_weight_sm90(dtype(), a, b, offs_, heaviest_first(), num_experts_, num_rows_, grad,
+                              select_weight_grid(a, b, device_.num_sms), stream_);
     else
-      launch_rows_by_rows(dtype(), a, b, offs_, num_experts_, num_rows_, data(out), stream_);
+      launch_rows_by_rows(dtype(), a, b, offs_, num_experts_, num_rows_, grad, stream_);
   }
 
   // out = rows weight, weight [E, N, K]
@@ -115,6 +117,10 @@ class Products {
   }
 
  private:
+  bool on_hopper(Product product, const Operands& operands) const {
+    return num_rows_ > 0 && num_experts_ > 0 &&
+           select(product, operands, device_.capability) == Kernel::hopper;
+  }
   Dtype dtype() const { return operands_.dtype; }
   Grid grid(Product product) const { return select_grid(product, num_rows_, num_experts_, device_.num_sms); }
   const int* heaviest_first() {

@@ -99,6 +99,16 @@ struct FmaTileGemm {
       }
     }
   }
+  // out[i, j] += value
+  __device__ void accumulate(T* out, int64_t stride, int64_t rows, int64_t columns) const {
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const int row = threadIdx.x / 16 + 16 * i, column = threadIdx.x % 16 + 16 * j;
+        if (row < rows && column < columns) out[row * stride + column] += acc[i][j];
+      }
+  }
 };
 
 template <typename T>

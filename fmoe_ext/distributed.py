@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fmoe_ext.ep.exchange import check_same
+from fmoe_ext.linear import FMoELinear
 
 
 @dataclass(frozen=True)
@@ -104,6 +105,12 @@ class DistributedGroupedDataParallel(nn.Module):
         super().__init__()
         if expert_grads not in ("mean", "sum"):
             raise ValueError(f'expert_grads must be "mean" or "sum", but got {expert_grads!r}')
+        for name, child in module.named_modules():
+            if isinstance(child, FMoELinear) and child.gradient_accumulation_fusion:
+                raise ValueError(
+                    f"{name} has gradient_accumulation_fusion=True, but DistributedGroupedDataParallel reduces "
+                    "weight.grad, not weight.main_grad: use Megatron-core's DistributedDataParallel, or pass False"
+                )
         self.module = module
         self.auto_allreduce = auto_allreduce
         self.broadcast_buffers = broadcast_buffers

@@ -45,17 +45,30 @@ class FusedExperts(nn.Module):
     the biases if bias=False. A gated activation ("swiglu", "geglu", "geglu_tanh") has 2H rows in htoh4: gate,
     then up. An activation that activation_name() maps runs inside one operator; any other callable runs
     between two grouped GEMMs, which is slower and keeps more for the backward.
+    gradient_accumulation_fusion: backward adds the gradients of both weights, not rounded, to their main_grad
+    (ops.MainGrad) and leaves grad alone; biases get grad as ever. As in Megatron-LM, whose
+    DistributedDataParallel reduces main_grad; RuntimeError in backward for a weight without one.
     A state dict with one expert per entry ("<e>.htoh4.weight" [1, H, D]) loads as well.
     """
 
-    def __init__(self, num_experts, d_model, d_hidden, activation="gelu", bias=True):
+    def __init__(
+        self,
+        num_experts,
+        d_model,
+        d_hidden,
+        activation="gelu",
+        bias=True,
+        *,
+        gradient_accumulation_fusion=False,
+    ):
         super().__init__()
         self.num_experts = num_experts
         self.fused_activation = activation_name(activation)
         self.activation = activation
         num_hidden_rows = 2 * d_hidden if self.fused_activation in GATED_ACTIVATIONS else d_hidden
-        self.htoh4 = FMoELinear(num_experts, d_model, num_hidden_rows, bias=bias)
-        self.h4toh = FMoELinear(num_experts, d_hidden, d_model, bias=bias)
+        options = {"bias": bias, "gradient_accumulation_fusion": gradient_accumulation_fusion}
+        self.htoh4 = FMoELinear(num_experts, d_model, num_hidden_rows, **options)
+        self.h4toh = FMoELinear(num_experts, d_hidden, d_model, **options)
         self.register_load_state_dict_pre_hook(_fuse_per_expert_layout)
 
     @property
@@ -63,21 +76,31 @@ class FusedExperts(nn.Module):
         """The tensors that forward computes with: w1, b1 or None, w2, b2 or None, one entry an expert."""
         return self.htoh4.weight, self.htoh4.bias, self.h4toh.weight, self.h4toh.bias
 
-    def forward(self, inp, fwd_expert_count, handle=None, topk_weights=None, weights=None):
+    @property
+    def main_grads(self):
+        """Where the gradients of w1 and w2 are added in backward; None without gradient_accumulation_fusion."""
+        return self.htoh4.main_grad, self.h4toh.main_grad
+
+    def forward(
+        self, inp, fwd_expert_count, handle=None, topk_weights=None, weights=None, main_grads=(None, None)
+    ):
         """The experts on rows, or with a handle on tokens.
 
         Without handle, FastMoE's call: inp [R, D] sorted by expert, fwd_expert_count [E] -> [R, D].
         With a DispatchHandle: inp [T, D] in the order of the tokens, topk_weights [T, K] -> [T, D], the
         weighted sum of each token's experts; neither the sorted rows nor their results are kept.
-        weights: those of other experts of the same shape, or of a part of these, in the place of self.weights.
+        weights: those of other experts of the same shape, or of a part of these, in the place of self.weights;
+        main_grads: theirs, in the place of self.main_grads.
         """
-        w1, b1, w2, b2 = weights or self.weights
+        if weights is None:
+            weights, main_grads = self.weights, self.main_grads
+        w1, b1, w2, b2 = weights
         inp = cast_to_weight(inp, w1)
         offs = cumulative_ends(fwd_expert_count, w1.shape[0], inp.device) if handle is None else handle.offs
         if self.fused_activation is None:
             rows = inp if handle is None else ops.permute(inp, handle.row_idx, handle.inverse)
-            hidden = self.activation(ops.grouped_gemm(rows, w1, offs, b1))
-            rows = ops.grouped_gemm(hidden, w2, offs, b2)
+            hidden = self.activation(ops.grouped_gemm(rows, w1, offs, b1, main_grad=main_grads[0]))
+            rows = ops.grouped_gemm(hidden, w2, offs, b2, main_grad=main_grads[1])
             return rows if handle is None else combine(rows, handle, topk_weights)
         if handle is None:
             row = torch.arange(inp.shape[0], dtype=torch.int32, device=inp.device)
@@ -87,7 +110,9 @@ class FusedExperts(nn.Module):
             routing = (handle.row_idx, handle.inverse, offs)
         topk_weights = widen(topk_weights, inp.dtype)
         combines = handle is not None
-        return ops.expert_mlp(inp, *routing, w1, b1, w2, b2, topk_weights, self.fused_activation, combines)
+        return ops.expert_mlp(
+            inp, *routing, *weights, topk_weights, self.fused_activation, combines, main_grads
+        )
 
 
 def to_per_expert_layout(state_dict):

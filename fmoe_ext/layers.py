@@ -180,6 +180,11 @@ class FMoE(nn.Module):
 
     def _compute_shadows(self, x, topk_idx, topk_weights, places):
         """Experts of any rank, fetched from where they live: topk_idx counts them as in places."""
+        if any(self.experts.main_grads):
+            raise RuntimeError(
+                "experts with gradient_accumulation_fusion=True cannot be shadowed: their owner would get a part of "
+                "the gradient in weight.grad; clear the shadows, or pass gradient_accumulation_fusion=False"
+            )
         weights = fetch(self.experts.weights, places, self.num_expert, self._parallel.group)
         handle = sort_choices(topk_idx, len(places))
         return self.experts(x, handle.tokens_per_expert, handle, topk_weights, weights)
@@ -196,12 +201,14 @@ class FMoE(nn.Module):
             return lambda x, topk_idx, topk_weights, first, end: self._compute(x, topk_idx, topk_weights)
         if self._experts_combine:
             sizes = [end - first for first, end in zip((0, *ends), ends, strict=False)]
-            parts = [[None] * len(ends) if w is None else w.split(sizes) for w in self.experts.weights]
+            whole = (*self.experts.weights, *self.experts.main_grads)
+            parts = [[None] * len(ends) if w is None else w.split(sizes) for w in whole]
             weights = dict(zip(ends, zip(*parts, strict=True), strict=True))
 
             def compute(x, topk_idx, topk_weights, first, end):
                 handle = sort_choices(topk_idx, end - first)
-                return self.experts(x, handle.tokens_per_expert, handle, topk_weights, weights[end])
+                *part, main1, main2 = weights[end]
+                return self.experts(x, handle.tokens_per_expert, handle, topk_weights, part, (main1, main2))
 
             return compute
         if not self._experts_divide:

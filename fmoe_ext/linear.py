@@ -28,10 +28,20 @@ class FMoELinear(nn.Module):
 
     weight [E, out_feat, in_feat], bias [E, out_feat] or None; initialised as FastMoE does:
     kaiming_uniform_(a=sqrt(5)) over the three-dimensional weight (its fan-in is in_feat * out_feat), zero
-    bias. rank is accepted and ignored.
+    bias. rank is accepted and ignored. gradient_accumulation_fusion: backward adds the gradient of weight to
+    weight.main_grad (ops.MainGrad) instead of weight.grad.
     """
 
-    def __init__(self, num_expert: int, in_feat: int, out_feat: int, bias: bool = True, rank: int = 0):
+    def __init__(
+        self,
+        num_expert: int,
+        in_feat: int,
+        out_feat: int,
+        bias: bool = True,
+        rank: int = 0,
+        *,
+        gradient_accumulation_fusion: bool = False,
+    ):
         super().__init__()
         if num_expert < 1:
             raise ValueError(f"num_expert must be at least 1, but got {num_expert}")
@@ -39,6 +49,7 @@ class FMoELinear(nn.Module):
         self.in_feat = in_feat
         self.out_feat = out_feat
         self.rank = rank
+        self.gradient_accumulation_fusion = gradient_accumulation_fusion
         self.weight = nn.Parameter(torch.empty(num_expert, out_feat, in_feat))
         self.bias = nn.Parameter(torch.empty(num_expert, out_feat)) if bias else None
         self.reset_parameters()
@@ -47,6 +58,11 @@ class FMoELinear(nn.Module):
         nn.init.kaiming_uniform_(self.weight, a=math.sqrt(5))
         if self.bias is not None:
             nn.init.zeros_(self.bias)
+
+    @property
+    def main_grad(self):
+        """Where the gradient of weight is added in backward; None without gradient_accumulation_fusion."""
+        return ops.MainGrad(self.weight) if self.gradient_accumulation_fusion else None
 
     def forward(self, inp, fwd_expert_count):
         """Applies the weight of expert e to its rows.
@@ -59,7 +75,8 @@ class FMoELinear(nn.Module):
         Equivalent to: torch.cat([F.linear(x, w, b) for x, w, b in zip(inp.split(counts), weight, bias)]).
         """
         offs = cumulative_ends(fwd_expert_count, self.num_expert, inp.device)
-        return ops.grouped_gemm(cast_to_weight(inp, self.weight), self.weight, offs, self.bias)
+        inp = cast_to_weight(inp, self.weight)
+        return ops.grouped_gemm(inp, self.weight, offs, self.bias, main_grad=self.main_grad)
 
     def extra_repr(self):
         return (

@@ -9,8 +9,8 @@ class FMoETransformerMLP(FMoE):
 
     activation: "gelu", "gelu_tanh", "relu", "silu", the gated "swiglu", "geglu", "geglu_tanh", the modules
     and functions of PyTorch for the first four, or any callable (slower, see FusedExperts). expert_dp_comm:
-    tag of the experts' parameters (FMoE.mark_parallel_comm). expert_rank is accepted and ignored. Other
-    arguments: FMoE.
+    tag of the experts' parameters (FMoE.mark_parallel_comm). expert_rank is accepted and ignored.
+    gradient_accumulation_fusion: the experts' weights have main gradients (FusedExperts). Other arguments: FMoE.
     """
 
     def __init__(
@@ -23,11 +23,19 @@ class FMoETransformerMLP(FMoE):
         expert_rank=0,
         *,
         bias=True,
+        gradient_accumulation_fusion=False,
         **kwargs,
     ):
         super().__init__(num_expert=num_expert, d_model=d_model, **kwargs)
         self.d_hidden = d_hidden
-        self.experts = FusedExperts(num_expert, d_model, d_hidden, activation, bias=bias)
+        self.experts = FusedExperts(
+            num_expert,
+            d_model,
+            d_hidden,
+            activation,
+            bias=bias,
+            gradient_accumulation_fusion=gradient_accumulation_fusion,
+        )
         self.mark_parallel_comm(expert_dp_comm)
 
     def forward(self, inp):

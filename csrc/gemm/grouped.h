@@ -331,13 +331,13 @@ class SharedPanels {
 };
 
 // The gradient of one parameter [E, size]: an expert whole in one chunk is stored at once; one that is cut is
-// summed over its segments in acc and rounded after the last.
+// summed over its segments in acc and rounded after the last. Or all is added to a main gradient, which is
+// acc.
 class ExpertGradient {
  public:
   ExpertGradient(const Kernels& kernels, const std::vector<int64_t>& bounds, int64_t rows, int64_t columns)
       : kernels_(kernels), bounds_(bounds), rows_(rows), columns_(columns) {}
 
-  // Experts without rows get their zeros here.
   // The tensor [E, rows, columns] that the sums go to; experts without rows are zero in it at once.
   Tensor make_output(const Tensor& like) {
     const int64_t num_experts = static_cast<int64_t>(bounds_.size()) - 1;
@@ -357,26 +357,30 @@ class ExpertGradient {
     return out;
   }
 
+  // Instead of make_output: adds the sums to main_grad [E, rows, columns], contiguous.
+  void accumulate_into(const Tensor& main_grad) { main_grad_ = mutable_bytes_of(main_grad); }
+
   // Before the jobs of a chunk: a cut expert starts with zero sums.
   void begin(const Chunk& chunk) {
     const Segment& segment = chunk.segments.front();
-    if (segment.cut && segment.begin == bounds_[segment.expert])
+    if (!main_grad_ && segment.cut && segment.begin == bounds_[segment.expert])
       sums_.assign(rows_ * columns_ * kernels_.acc_bytes, 0);
   }
 
   void add(const Segment& segment, const void* tile, int64_t row, int64_t column, int64_t m, int64_t n) {
-    const int64_t at = row * columns_ + column;
-    if (segment.cut)
-      kernels_.accumulate(tile, m, n, sums_.data() + at * kernels_.acc_bytes, columns_);
+    const int64_t in_expert = row * columns_ + column, at = segment.expert * rows_ * columns_ + in_expert;
+    if (main_grad_)
+      kernels_.accumulate(tile, m, n, main_grad_ + at * kernels_.acc_bytes, columns_);
+    else if (segment.cut)
+      kernels_.accumulate(tile, m, n, sums_.data() + in_expert * kernels_.acc_bytes, columns_);
     else
-      kernels_.stream(tile, m, n, out_ + (segment.expert * rows_ * columns_ + at) * kernels_.storage_bytes,
-                      columns_);
+      kernels_.stream(tile, m, n, out_ + at * kernels_.storage_bytes, columns_);
   }
 
   // After the jobs of a chunk.
   void end(const Chunk& chunk) {
     const Segment& segment = chunk.segments.front();
-    if (!segment.cut || segment.end != bounds_[segment.expert + 1]) return;
+    if (main_grad_ || !segment.cut || segment.end != bounds_[segment.expert + 1]) return;
     for_each_job(rows_, [&](int64_t row) {
       kernels_.round(sums_.data() + row * columns_ * kernels_.acc_bytes, columns_,
                      out_ + (segment.expert * rows_ + row) * columns_ * kernels_.storage_bytes);
@@ -386,7 +390,7 @@ class ExpertGradient {
 
  private:
   const Kernels& kernels_;
-  char* out_ = nullptr;
+  char *out_ = nullptr, *main_grad_ = nullptr;
   const std::vector<int64_t>& bounds_;
   int64_t rows_, columns_;
   std::vector<char> sums_;

@@ -112,6 +112,7 @@ def layer_arguments(config, groups, num_experts=None):
         "moe_group": groups.ep if ep_size > 1 else None,
         "expert_dp_comm": "moe",
         "bias": config.add_bias_linear,
+        "gradient_accumulation_fusion": config.gradient_accumulation_fusion,
     }
     # With sequence parallelism each tensor-parallel rank has tokens of its own, otherwise all have the same.
     if groups.tp.size() > 1 and not config.sequence_parallel:

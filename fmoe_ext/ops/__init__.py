@@ -34,6 +34,7 @@ from fmoe_ext.ops.apply_capacity import apply_capacity, apply_capacity_ref  # no
 from fmoe_ext.ops.count_tokens import count_tokens, count_tokens_ref  # noqa: E402
 from fmoe_ext.ops.expert_mlp import ACTIVATIONS, expert_mlp, expert_mlp_ref  # noqa: E402
 from fmoe_ext.ops.grouped_gemm import grouped_gemm, grouped_gemm_ref  # noqa: E402
+from fmoe_ext.ops.main_grad import MainGrad  # noqa: E402
 from fmoe_ext.ops.permute import permute, permute_ref, unpermute, unpermute_ref  # noqa: E402
 from fmoe_ext.ops.sort_tokens import SortedTokens, sort_tokens, sort_tokens_ref  # noqa: E402
 from fmoe_ext.ops.topk_gate import topk_gate, topk_gate_ref  # noqa: E402
@@ -46,6 +47,7 @@ def build_info() -> dict[str, str]:
 
 __all__ = [
     "ACTIVATIONS",
+    "MainGrad",
     "SortedTokens",
     "apply_capacity",
     "apply_capacity_ref",

@@ -74,6 +74,15 @@ def register_autocast(library: torch.library.Library, op, cast: tuple[int, ...])
     library.impl(name, for_device("cuda"), "AutocastCUDA")
 
 
+def cast_for_autocast(*tensors):
+    """The tensors as an operator's autocast rule would make them; None stays None."""
+    device = tensors[0].device.type
+    if not torch.is_autocast_enabled(device):
+        return tensors
+    dtype = torch.get_autocast_dtype(device)
+    return tuple(t if t is None or t.dtype == torch.float64 else t.to(dtype) for t in tensors)
+
+
 def register_not_differentiable_twice(op_name: str) -> None:
     """Makes a second differentiation raise instead of giving gradients that lack a term."""
 

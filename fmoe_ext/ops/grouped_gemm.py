@@ -2,11 +2,13 @@ import torch
 
 from fmoe_ext.ops import debug
 from fmoe_ext.ops._autograd import (
+    cast_for_autocast,
     register_autocast,
     register_fake,
     register_not_differentiable_twice,
     reverse_mode_only,
 )
+from fmoe_ext.ops.main_grad import NO_GRAPH, MainGrad
 
 
 @reverse_mode_only
@@ -16,19 +18,27 @@ def grouped_gemm(
     offs: torch.Tensor,
     bias: torch.Tensor | None = None,
     transposed: bool = False,
+    main_grad: MainGrad | None = None,
 ) -> torch.Tensor:
     """Multiplies the rows of each expert by its weight: y = x @ weight[e].T + bias[e] on offs[e-1]:offs[e].
 
     x [R, D], weight [E, N, D], bias [E, N] of one floating dtype, offs [E] int32 -> y [R, N].
     transposed: weight is [E, D, N], as GPT-OSS stores it, and is neither copied nor is its gradient.
+    main_grad: where backward adds the gradient of weight, instead of returning it; not with transposed. torch.compile
+    then breaks the graph here, and refuses with fullgraph=True.
     Rows at or after offs[-1] are ignored and give zeros; an expert without rows gets zero gradients.
     Raises RuntimeError for other shapes or dtypes, and on the CPU for offs that decrease or exceed R.
     Equivalent to: torch.cat([F.linear(rows, weight[e], bias[e]) for e, rows in enumerate(x.split(counts))]).
     """
     if transposed:
+        if main_grad is not None:
+            raise ValueError("transposed=True and main_grad cannot be combined")
         return _grouped_gemm_transposed(x, weight, offs, bias)
     if debug.wanted(x):
         debug.check(torch.ops.fmoe_ext.grouped_gemm, x[:, :0], weight[:, :0, :0], offs)
+    if main_grad is not None and torch.is_grad_enabled() and weight.requires_grad:
+        x, bias = cast_for_autocast(x, bias)
+        return _into_main_grad(x, weight, offs, bias, main_grad)
     return torch.ops.fmoe_ext.grouped_gemm(x, weight, offs, bias)
 
 
@@ -48,6 +58,15 @@ def _(x, weight, offs, bias=None):
 
 @register_fake("fmoe_ext::grouped_gemm_backward")
 def _(grad_y, x, weight, offs, needs):
+    return _new_gradients(x, weight, needs)
+
+
+@register_fake("fmoe_ext::grouped_gemm_backward_accumulate")
+def _(grad_y, x, weight, offs, needs, main_dweight):
+    return _new_gradients(x, weight, (needs[0], False, needs[2]))
+
+
+def _new_gradients(x, weight, needs):
     shapes = (x.shape, weight.shape, weight.shape[:2])
     return tuple(x.new_empty(shape if needed else (0,)) for shape, needed in zip(shapes, needs, strict=True))
 
@@ -73,6 +92,30 @@ _library = torch.library.Library("fmoe_ext", "IMPL")  # its registrations live a
 register_autocast(_library, torch.ops.fmoe_ext.grouped_gemm.default, cast=(0, 1, 3))
 
 
+class _IntoMainGrad(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, offs, bias, main_grad):
+        (weight,) = cast_for_autocast(weight)
+        ctx.save_for_backward(x, weight, offs)
+        ctx.main_grad = main_grad
+        return torch.ops.fmoe_ext.grouped_gemm(x, weight, offs, bias)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad_y):
+        x, weight, offs = ctx.saved_tensors
+        needs = [ctx.needs_input_grad[0], True, ctx.needs_input_grad[3]]
+        dx, _, dbias = torch.ops.fmoe_ext.grouped_gemm_backward_accumulate(
+            grad_y, x, weight, offs, needs, ctx.main_grad.find()
+        )
+        return dx if needs[0] else None, ctx.main_grad.added(), None, dbias if needs[2] else None, None
+
+
+@torch.compiler.disable(reason=NO_GRAPH)
+def _into_main_grad(*arguments):
+    return _IntoMainGrad.apply(*arguments)
+
+
 class _Transposed(torch.autograd.Function):
     """y = x @ weight[e], weight [E, D, N]: of grouped_gemm's three products, each does the work of another."""
 
@@ -95,10 +138,7 @@ class _Transposed(torch.autograd.Function):
 
 
 def _grouped_gemm_transposed(x, weight, offs, bias):
-    device = x.device.type
-    if torch.is_autocast_enabled(device) and x.dtype != torch.float64:
-        dtype = torch.get_autocast_dtype(device)
-        x, weight, bias = (None if t is None else t.to(dtype) for t in (x, weight, bias))
+    x, weight, bias = cast_for_autocast(x, weight, bias)
     if weight.dim() != 3 or weight.shape[1] != x.shape[-1]:
         raise RuntimeError(
             f"weight must have shape [E, D, N] with size {x.shape[-1]} in dimension 1, but got shape "

@@ -39,8 +39,10 @@ OPERATORS = (
     "topk_gate_backward",
     "grouped_gemm",
     "grouped_gemm_backward",
+    "grouped_gemm_backward_accumulate",
     "expert_mlp",
     "expert_mlp_backward",
+    "expert_mlp_backward_accumulate",
 )
 OPS = "fmoe_emu.so"  # the registered ops, for Python; plain mode only
 

@@ -124,6 +124,63 @@ def check_mlp(emulated, routing, tensors, activation, combine):
 
 
 @pytest.mark.parametrize(("dtype", "sm"), PLACES)
+@pytest.mark.parametrize("counts", [[3, 0, 5], [0, 130, 1], [0, 0]], ids=str)
+def test_grouped_gemm_into_main_gradient(emulated, counts, dtype, sm):
+    """Adds to float32 (or float64) what the operator would return, before it is rounded; twice, twice as much."""
+    E, R, D, N = len(counts), sum(counts) + 3, 40, 136
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((R, D), (E, N, D), (R, N))
+    x, weight, grad = (torch.randn(shape, generator=generator).to(dtype) for shape in shapes)
+    offs, needs = torch.tensor(counts).cumsum(0).int(), [True, True, True]
+    expected = emulated.grouped_gemm_backward(grad, x, weight, offs, needs)
+    main = torch.zeros(E, N, D, dtype=torch.float64 if dtype == torch.float64 else torch.float32)
+    main[offs.diff(prepend=offs.new_zeros(1)) == 0] = torch.nan  # experts without rows are not read either
+    multiplied = []
+    for times in (1, 2):
+        before = emulated.wgmmas()
+        got = emulated.grouped_gemm_backward_accumulate(grad, x, weight, offs, needs, main)
+        multiplied.append(emulated.wgmmas() - before)
+        assert torch.equal(got[0], expected[0]) and torch.equal(got[2], expected[2])
+        assert got[1].numel() == 0
+        for e, count in enumerate(counts):
+            assert (
+                torch.equal((main[e] / times).to(dtype), expected[1][e]) if count else main[e].isnan().all()
+            )
+    assert all(n > 0 for n in multiplied) == (sm == 90 and sum(counts) > 0)
+    if sum(counts) and sm == 90:  # a view that begins at 8 bytes: the portable kernels
+        shifted = torch.zeros(E * N * D + 2)[2:].view(E, N, D)
+        weight_only = (grad, x, weight, offs, [False, True, False])
+        assert wgmmas_of(emulated, emulated.grouped_gemm_backward_accumulate, *weight_only, shifted) == 0
+        there = ~main.isnan()
+        torch.testing.assert_close(shifted[there], main[there] / 2, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize(("dtype", "sm"), PLACES)
+@pytest.mark.parametrize("activation", ["gelu", "swiglu"])
+def test_expert_mlp_into_main_gradients(emulated, activation, dtype, sm):
+    routing, tensors = mlp_inputs(19, 2, 4, 24, 40, dtype, activation == "swiglu", True, dtype)
+    x, w1, b1, w2, b2, topk_weights = tensors
+    index = (routing.row_idx, routing.inverse, routing.offs)
+    h = emulated.expert_mlp(x, *index, w1, b1, w2, b2, topk_weights, activation, True, True)[1]
+    grad = torch.randn(19, 24, generator=torch.Generator().manual_seed(9)).to(dtype)
+    arguments = (grad, x, *index, w1, w2, b2, topk_weights, h, activation, True, [True] * 6)
+    expected = emulated.expert_mlp_backward(*arguments)
+    for given in ((True, True), (False, True), (True, False)):
+        wide = torch.float64 if dtype == torch.float64 else torch.float32
+        mains = [
+            torch.zeros(w.shape, dtype=wide) if wanted else None
+            for w, wanted in zip((w1, w2), given, strict=True)
+        ]
+        got = list(emulated.expert_mlp_backward_accumulate(*arguments, *mains))
+        for i, main in zip((1, 3), mains, strict=True):
+            if main is not None:
+                assert got[i].numel() == 0
+                got[i] = main.to(dtype)
+        for name, one, other in zip(NAMES[1:], got, expected, strict=True):
+            assert torch.equal(one, other), (name, given)
+
+
+@pytest.mark.parametrize(("dtype", "sm"), PLACES)
 @pytest.mark.parametrize("activation", ["gelu", "gelu_tanh", "relu", "silu", "swiglu", "geglu", "geglu_tanh"])
 def test_expert_mlp_activations(emulated, activation, dtype, sm):
     gated = activation in ("swiglu", "geglu", "geglu_tanh")

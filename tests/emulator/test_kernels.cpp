@@ -163,13 +163,18 @@ void test_products(Dtype dtype, std::vector<int> counts, int64_t D, int64_t N) {
   for (int r = 0; r < R; ++r) row_idx[r] = r % 5 == 4 ? 1 << 30 : int(generator() % R);
   const auto weights = random_values<acc_t<T>>(R);
   const auto factor = [&](int r) { return row_idx[r] < R ? static_cast<double>(weights[row_idx[r]]) : 0; };
-  std::vector<T> y(R * N), dx(R * D), dw(E * N * D), db(E * N);
+  std::vector<T> y(R * N), dx(R * D), dw(E * N * D, round_to<T>(1)), db(E * N);
   const GroupedRows x_rows{x.data(), D, nullptr, 1, 0}, dy_rows{dy.data(), N, nullptr, 1, 0};
   launch_rows_by_weight(dtype, x_rows, {w.data(), E, N, D, false}, offs.data(), R, bias.data(),
                         {weights.data(), row_idx.data(), R}, y.data(), nullptr);
   launch_rows_by_weight(dtype, dy_rows, {w.data(), E, N, D, true}, offs.data(), R, nullptr, {}, dx.data(),
                         nullptr);
-  launch_rows_by_rows(dtype, dy_rows, x_rows, offs.data(), E, R, dw.data(), nullptr);
+  launch_rows_by_rows(dtype, dy_rows, x_rows, offs.data(), E, R, {dw.data(), false, false}, nullptr);
+  auto main_dw = random_values<acc_t<T>>(E * N * D);
+  for (int e = 0; e < E; ++e)  // -0 + 0 would be 0: without rows there is no addition
+    if (counts[e] == 0) std::fill_n(&main_dw[e * N * D], N * D, -acc_t<T>(0));
+  const auto main_before = main_dw;
+  launch_rows_by_rows(dtype, dy_rows, x_rows, offs.data(), E, R, {main_dw.data(), true, true}, nullptr);
   launch_sum_rows(dtype, dy_rows, offs.data(), E, R, {}, db.data(), nullptr);
   const auto at = [](const std::vector<T>& v, int64_t i) { return static_cast<double>(to_acc(v[i])); };
   for (int r = 0; r < R; ++r) {
@@ -195,7 +200,10 @@ void test_products(Dtype dtype, std::vector<int> counts, int64_t D, int64_t N) {
       for (int64_t d = 0; d < D; ++d) {
         double sum = 0;
         for (int r = 0; r < used; ++r) sum += expert[r] == e ? at(dy, r * N + n) * at(x, r * D + d) : 0;
-        check_near("dw", dw[(e * N + n) * D + d], sum);
+        const int64_t i = (e * N + n) * D + d;
+        check_near("dw", dw[i], sum);
+        check_near("main_dw", main_dw[i], static_cast<double>(main_before[i]) + sum);
+        if (counts[e] == 0) CHECK(std::signbit(main_dw[i]), "main_dw of an expert without rows was written");
       }
     }
 }

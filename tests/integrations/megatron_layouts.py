@@ -105,10 +105,12 @@ def gradients(chunks):
 class Training:
     """The model in a layout of processes, with Megatron's DistributedDataParallel and optimizer, filled by fill().
 
-    build(config) makes the model chunks; layout: sizes and fields of the config.
+    build(config) makes the model chunks; layout: sizes and fields of the config; ddp: fields of its config.
     """
 
-    def __init__(self, layout, build, dtype=torch.float64, distributed_optimizer=False, **optimizer):
+    def __init__(
+        self, layout, build, dtype=torch.float64, distributed_optimizer=False, ddp=None, **optimizer
+    ):
         from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
         from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
@@ -116,7 +118,7 @@ class Training:
         self.config = config_of(**layout, dtype=dtype)
         self.modules = build(self.config)
         fill(self.modules)
-        ddp = DistributedDataParallelConfig(use_distributed_optimizer=distributed_optimizer)
+        ddp = DistributedDataParallelConfig(use_distributed_optimizer=distributed_optimizer, **(ddp or {}))
         self.chunks = [DistributedDataParallel(self.config, ddp, module) for module in self.modules]
         options = OptimizerConfig(
             **{"clip_grad": 0.0} | optimizer, use_distributed_optimizer=distributed_optimizer

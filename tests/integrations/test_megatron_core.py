@@ -182,6 +182,61 @@ def test_gate_loss_has_the_scale_of_the_main_loss():
     assert auxiliary["decoder.layers.0.mlp.moe.gate.gate.weight"].abs().max() > 1e-4
 
 
+def main_grads(fused, dtype=torch.float64, **ddp):
+    """Main gradients of a step of four microbatches, and the model."""
+
+    def build(config):
+        mlp = moe_layer_spec(
+            layouts.EXPERTS, d_hidden=24, top_k=2, gate=SoftmaxGate, gradient_accumulation_fusion=fused
+        )
+        return make_chunks(config, layouts.VOCAB, layouts.SEQ_LEN, mlp=mlp)
+
+    options = {"dtype": dtype, "optimizer": "sgd", "lr": 0.1}
+    training = layouts.Training({"num_layers": 2}, build, ddp=ddp, **options)
+    training.forward_backward(0)
+    return {name: grad for name, (grad, _) in layouts.gradients(training.modules).items()}, training.modules[
+        0
+    ]
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_gradient_accumulation_fusion_changes_no_gradient(overlap):
+    """Through Megatron's DistributedDataParallel, whose hook must not add what was added already."""
+    (plain, _), (fused, model) = (main_grads(f, overlap_grad_reduce=overlap) for f in (False, True))
+    experts = [name for name in fused if ".experts." in name and name.split(" ")[0].endswith("weight")]
+    assert len(experts) == 4
+    for name, grad in plain.items():
+        assert grad.abs().max() > 0
+        torch.testing.assert_close(
+            fused[name], grad, rtol=1e-12, atol=1e-15, msg=lambda t, n=name: f"{n}: {t}"
+        )
+    for name, p in model.named_parameters():
+        weight = ".experts." in name and name.endswith("weight")
+        assert p.grad_added_to_main_grad is weight, name
+
+
+def test_gradient_accumulation_fusion_rounds_nothing():
+    """bfloat16 weights with float32 main gradients: what differs is the rounding of each microbatch's gradient."""
+    low = {"dtype": torch.bfloat16, "grad_reduce_in_fp32": True}
+    (plain, _), (fused, _) = main_grads(False, **low), main_grads(True, **low)
+    for name, grad in plain.items():
+        assert fused[name].dtype == torch.float32
+        weight = ".experts." in name and name.split(" ")[0].endswith("weight")
+        difference = (fused[name] - grad).norm() / grad.norm()
+        assert (0 < difference < 2**-8) if weight else difference == 0, (name, difference)
+
+
+def test_gradient_accumulation_fusion_comes_from_config():
+    config = layouts.config_of(num_moe_experts=2, gradient_accumulation_fusion=True)
+    mlp = moe_layer_spec().module(config, **moe_layer_spec().params)
+    assert mlp.moe.experts.htoh4.gradient_accumulation_fusion
+    x = torch.randn(3, 2, layouts.D, dtype=torch.float64)
+    with pytest.raises(RuntimeError, match="wrap the model in Megatron-core's DistributedDataParallel"):
+        mlp(x)[0].sum().backward()
+    with pytest.raises(RuntimeError, match=r"must be torch.float32.*grad_reduce_in_fp32=True"):
+        main_grads(True, torch.bfloat16)
+
+
 def test_checkpoint_of_some_layers_names_them():
     model = gpt()
     fmoefy(model, num_experts=4, layers=[1])

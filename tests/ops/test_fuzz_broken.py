@@ -57,7 +57,7 @@ class Call:
         return {**self.arguments, name: value}
 
 
-OPTIONAL = ("topk_weights", "bias", "b1", "b2", "y")
+OPTIONAL = ("topk_weights", "bias", "b1", "b2", "y", "main_dw1", "main_dw2")
 
 
 class Draw:
@@ -199,6 +199,17 @@ def grouped_gemm_backward(d):
     )
 
 
+def grouped_gemm_backward_accumulate(d):
+    call = grouped_gemm_backward(d)
+    return Call(
+        native.grouped_gemm_backward_accumulate,
+        call.arguments | {"main_dweight": torch.zeros(d.E, d.H, d.D)},
+        sizes={"grad_y": (0, 1), "x": (0, 1), "offs": (0,), "main_dweight": (0, 1, 2)},
+        indices=call.indices,
+        values=call.values,
+    )
+
+
 MLP_SIZES = {
     "x": (0, 1),
     "row_idx": (0,),
@@ -246,6 +257,18 @@ def expert_mlp_backward(d):
     )
 
 
+def expert_mlp_backward_accumulate(d):
+    call = expert_mlp_backward(d)
+    mains = {"main_dw1": torch.zeros(d.E, d.H, d.D), "main_dw2": torch.zeros(d.E, d.D, d.H)}
+    return Call(
+        native.expert_mlp_backward_accumulate,
+        call.arguments | mains,
+        sizes={"grad_y": (0, 1), "h": (0, 1), "main_dw1": (0, 1, 2), "main_dw2": (0, 1, 2)},
+        indices=call.indices,
+        values=call.values,
+    )
+
+
 OPERATORS = (
     count_tokens,
     sort_tokens,
@@ -257,8 +280,10 @@ OPERATORS = (
     topk_gate_backward,
     grouped_gemm,
     grouped_gemm_backward,
+    grouped_gemm_backward_accumulate,
     expert_mlp,
     expert_mlp_backward,
+    expert_mlp_backward_accumulate,
 )
 
 

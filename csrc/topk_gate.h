@@ -1,0 +1,62 @@
+#pragma once
+
+#include <optional>
+#include <string>
+
+#include "checks.h"
+
+namespace fmoe_ext {
+
+// What every device checks; the values of topk_idx are checked where they can be read.
+inline bool checked_sigmoid(const std::string& score) {
+  STD_TORCH_CHECK(score == "softmax" || score == "sigmoid",
+                  "score must be \"softmax\" or \"sigmoid\", but got \"", score, "\"");
+  return score == "sigmoid";
+}
+
+inline void check_logits(const Tensor& logits) {
+  check_dim(logits, 2, "logits", "[T, E]");
+  check_float(logits, "logits");
+  STD_TORCH_CHECK(logits.size(1) >= 1 && logits.size(1) <= INT32_MAX,
+                  "logits must have shape [T, E] with at least one expert, but got shape ",
+                  shape_text(logits));
+}
+
+inline void check_topk_gate(const Tensor& logits, int64_t top_k, const std::optional<Tensor>& bias,
+                            int64_t num_groups, int64_t topk_groups) {
+  check_logits(logits);
+  const int64_t E = logits.size(1);
+  STD_TORCH_CHECK(top_k >= 1 && top_k <= E, "top_k must be in [1, num_experts] = [1, ", E, "], but got ",
+                  top_k);
+  STD_TORCH_CHECK(num_groups >= 1 && E % num_groups == 0, "num_groups must divide the ", E,
+                  " experts, but got ", num_groups);
+  STD_TORCH_CHECK(topk_groups >= 1 && topk_groups <= num_groups,
+                  "topk_groups must be in [1, num_groups] = [1, ", num_groups, "], but got ", topk_groups);
+  const int64_t left = topk_groups * (E / num_groups);
+  STD_TORCH_CHECK(top_k <= left, "top_k must be at most the ", left, " experts of ", topk_groups,
+                  " groups, but got ", top_k);
+  if (!bias) return;
+  check_dim(*bias, 1, "bias", "[E]");
+  check_size(*bias, 0, E, "bias", "[E]");
+  check_float(*bias, "bias");
+}
+
+inline void check_topk_gate_backward(const Tensor& grad_weights, const Tensor& logits, const Tensor& topk_idx,
+                                     const Tensor& topk_weights) {
+  check_logits(logits);
+  const int64_t T = logits.size(0);
+  check_dim(topk_idx, 2, "topk_idx", "[T, K]");
+  check_size(topk_idx, 0, T, "topk_idx", "[T, K]");
+  STD_TORCH_CHECK(topk_idx.scalar_type() == ScalarType::Long, "topk_idx must be int64, but got ",
+                  dtype_text(topk_idx));
+  const auto check_weights = [&](const Tensor& t, const char* name) {
+    check_dim(t, 2, name, "[T, K]");
+    check_size(t, 0, T, name, "[T, K]");
+    check_size(t, 1, topk_idx.size(1), name, "[T, K]");
+    check_same_dtype(t, logits, name, "logits");
+  };
+  check_weights(grad_weights, "grad_weights");
+  check_weights(topk_weights, "topk_weights");
+}
+
+}  // namespace fmoe_ext

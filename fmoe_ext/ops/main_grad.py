@@ -1,0 +1,60 @@
+"""Weight gradients that are added to a main gradient in backward, instead of being returned to autograd."""
+
+from itertools import accumulate, pairwise
+
+import torch
+
+NO_GRAPH = "the gradient of a weight is added to weight.main_grad by code that a compiled graph cannot hold"
+
+
+class MainGrad:
+    """Where a backward adds the gradient of experts [first, end) of a parameter: parameter.main_grad.
+
+    main_grad has the shape and device of the parameter and is float32, float64 for a float64 parameter: what
+    Megatron-core's DistributedDataParallel gives parameters, or what the user sets. It is looked up in backward
+    and increased by the gradient before that is rounded to a 16-bit dtype; experts without rows leave it alone.
+    parameter.grad stays as it is, unless the parameter has Megatron's attribute grad_added_to_main_grad: that
+    becomes True, and what autograd gets is memory without meaning, for which Megatron's hook waits.
+    Equivalent to: parameter.main_grad[first:end] += the gradient of parameter[first:end].
+    Follows Megatron-LM's gradient_accumulation_fusion.
+    """
+
+    def __init__(self, parameter: torch.nn.Parameter, first: int = 0, end: int | None = None):
+        self.parameter = parameter
+        self.first, self.end = first, parameter.shape[0] if end is None else end
+
+    def split(self, sizes):
+        """The parts of sizes experts each, as Tensor.split gives those of the parameter."""
+        bounds = accumulate(sizes, initial=self.first)
+        return tuple(MainGrad(self.parameter, first, end) for first, end in pairwise(bounds))
+
+    def find(self) -> torch.Tensor:
+        """The main gradient of these experts; RuntimeError if the parameter has none, or one that does not fit."""
+        weight = self.parameter
+        main_grad = getattr(weight, "main_grad", None)
+        dtype = torch.float64 if weight.dtype == torch.float64 else torch.float32
+        wanted = (dtype, weight.shape, weight.device)
+        described = f"{dtype}, shape {list(weight.shape)}, on {weight.device}"
+        if main_grad is None:
+            raise RuntimeError(
+                f"gradient_accumulation_fusion adds the gradient of a weight to weight.main_grad ({described}), but "
+                "this weight has none: wrap the model in Megatron-core's DistributedDataParallel, or set "
+                f"weight.main_grad = torch.zeros_like(weight, dtype={dtype})"
+            )
+        if (main_grad.dtype, main_grad.shape, main_grad.device) != wanted:
+            raise RuntimeError(
+                f"weight.main_grad must be {described}, but it is {main_grad.dtype}, shape {list(main_grad.shape)}, "
+                f"on {main_grad.device}; Megatron-core keeps float32 ones with "
+                "DistributedDataParallelConfig(grad_reduce_in_fp32=True); or pass gradient_accumulation_fusion=False"
+            )
+        return main_grad[self.first : self.end]
+
+    def added(self) -> torch.Tensor | None:
+        """To be called once the gradient is added: what autograd gets for it."""
+        weight = self.parameter
+        if not hasattr(weight, "grad_added_to_main_grad"):
+            return None
+        weight.grad_added_to_main_grad = True
+        # With zero_out_wgrad, Megatron adds what it gets all the same.
+        new = torch.zeros_like if getattr(weight, "zero_out_wgrad", False) else torch.empty_like
+        return new(weight[self.first : self.end])
