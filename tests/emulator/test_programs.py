@@ -1,17 +1,36 @@
 """Builds and runs the C++ test programs: plain with several seeds, and once each under the sanitizers."""
 
+import os
 import subprocess
+from concurrent.futures import ThreadPoolExecutor
 
 import emu_build
 import pytest
 
-RUNS = [(program, "plain", "3") for program in emu_build.PROGRAMS]
-RUNS += [(program, mode, "1") for program in emu_build.PROGRAMS for mode in ("asan", "tsan")]
+SEEDS = {"plain": "3", "asan": "1", "tsan": "1"}
+RUNS = [(program, mode) for mode in SEEDS for program in emu_build.PROGRAMS]
 
 
-@pytest.mark.parametrize(("program", "mode", "seeds"), RUNS)
-def test_program(needs_compiler, program, mode, seeds):
-    (path,) = emu_build.build(mode, program)
-    result = subprocess.run([str(path), seeds], capture_output=True, text=True, timeout=1800)
+@pytest.fixture(scope="module")
+def started(needs_compiler, request):
+    """{(program, mode): the future of its run}; a mode's programs run while the next mode is built."""
+    chosen = [item.callspec.params for item in request.session.items if item.function is test_program]
+    futures = {}
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        for mode, seeds in SEEDS.items():
+            programs = [run["program"] for run in chosen if run["mode"] == mode]
+            if not programs:
+                continue
+            for program, path in zip(programs, emu_build.build(mode, *programs), strict=True):
+                command = [str(path), seeds]
+                futures[program, mode] = pool.submit(
+                    subprocess.run, command, capture_output=True, text=True, timeout=1800
+                )
+        yield futures
+
+
+@pytest.mark.parametrize(("program", "mode"), RUNS)
+def test_program(started, program, mode):
+    result = started[program, mode].result()
     assert result.returncode == 0, (result.stdout + result.stderr)[-6000:]
     assert result.stdout.startswith("ok"), result.stdout[-6000:]

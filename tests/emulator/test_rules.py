@@ -12,7 +12,7 @@ SURFACE = {"ptx.cuh", "common.cuh"}
 
 FORBIDDEN = [  # (what, pattern, files that may)
     ("inline PTX outside ptx.cuh", r"\basm\b", PTX),
-    ("a launch outside launch()", r"<<<", {"common.cuh"}),
+    ("a launch outside launch()", r"<<<|cudaLaunchKernel", {"common.cuh"}),
     ("__shared__ outside the two macros", r"__shared__", {"common.cuh"}),
     ("a CUDA header", r"#include\s*<(cuda|cooperative_groups|mma|cub|thrust|cute)", SURFACE),
     ("a torch header", r"#include\s*[<\"](torch|ATen|c10)", set()),
