@@ -123,8 +123,9 @@ void launch_activation_backward(Dtype, CurveKind, bool gated, const void* grad, 
 
 // ---- sm90_*.cu: the Hopper path, compiled for sm_90a. Right under the emulator, not yet run on a GPU.
 // Of all of them: bf16 or f16 (another dtype throws); D and H are multiples of 8; every matrix is contiguous
-// and begins at a multiple of 16 bytes; num_rows < 2^31 - 256. offs and row_idx may hold anything, as on the
-// portable path.
+// and begins at a multiple of 16 bytes; num_rows < kMaxHopperRows. offs and row_idx may hold anything, as on
+// the portable path.
+constexpr int64_t kMaxHopperRows = INT32_MAX - 256;  // tiles are counted in 32 bits
 struct Grid {
   int num_blocks;       // the number of SMs; any positive number is right
   int cluster = 1;      // 2: pairs of blocks share an operand's tile

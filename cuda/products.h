@@ -118,7 +118,7 @@ class Products {
 
  private:
   bool on_hopper(Product product, const Operands& operands) const {
-    return num_rows_ > 0 && num_experts_ > 0 &&
+    return num_rows_ > 0 && num_rows_ < kMaxHopperRows && num_experts_ > 0 &&
            select(product, operands, device_.capability) == Kernel::hopper;
   }
   Dtype dtype() const { return operands_.dtype; }
