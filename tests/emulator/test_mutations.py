@@ -22,7 +22,9 @@ def test_every_file_with_code_has_bugs():
 
 def test_results_are_good_enough():
     results = mutate.read_results()
-    assert results.keys() == {bug.label for bug in BUGS}, "bugs have changed: run python tests/emulator/mutate.py"
+    assert results.keys() == {bug.label for bug in BUGS}, (
+        "bugs have changed: run python tests/emulator/mutate.py"
+    )
     assert len(results) >= 100
     noticed = sum(outcome != mutate.MISSED for outcome in results.values())
     assert noticed >= 0.95 * len(results), f"{noticed} of {len(results)}"
