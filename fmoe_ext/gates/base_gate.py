@@ -4,6 +4,13 @@ from torch import nn
 
 from fmoe_ext import ops
 
+_COMPILING_IS_NOT_EXPORTING = torch.__version__ >= (2, 13)  # 2.11 calls every function it compiles exported
+
+
+def _is_exporting():
+    compiling = not _COMPILING_IS_NOT_EXPORTING and torch.compiler.is_dynamo_compiling()
+    return torch.compiler.is_exporting() and not compiling
+
 
 class OneWorker:
     """What a gate asks about all workers that share its experts, answered for a single worker.
@@ -60,7 +67,7 @@ class BaseGate(nn.Module):
         )
 
     def set_loss(self, loss):
-        if not torch.compiler.is_exporting():
+        if not _is_exporting():
             self.loss = loss
 
     def get_loss(self, clear=True):
