@@ -48,6 +48,7 @@ MAY_USE_DISTRIBUTED = (
 )
 MAY_IMPORT_NATIVE = {"_C": "ops/__init__.py", "_C_cuda": "ops/__init__.py", "_C_nccl": "ep/exchange.py"}
 IMMUTABLE = (
+    ast.Compare,
     ast.Constant,
     ast.Tuple,
     ast.Name,
