@@ -18,11 +18,11 @@ ROOT = HERE.parent.parent
 OUT = ROOT / "build" / "emulator"
 
 MODES = {  # mode: (flags of everything, flags of the emulator only, flags of the kernels and tests only)
-    "plain": ("-O2 -g1", "", ""),
+    "plain": ("-O2", "", ""),
     "asan": (
         "-O1 -g1 -fno-omit-frame-pointer",
         "-fsanitize=address",
-        "-fsanitize=address,undefined -fno-sanitize-recover",
+        "-fsanitize=address,undefined -fno-sanitize=null,object-size -fno-sanitize-recover",  # ASan sees those
     ),
     "tsan": ("-O1 -g1", "-O2 -DEMU_TSAN", "-fsanitize=thread"),
 }

@@ -7,7 +7,11 @@ from concurrent.futures import ThreadPoolExecutor
 import emu_build
 import pytest
 
-SEEDS = {"plain": "3", "asan": "1", "tsan": "1"}
+SEEDS = {
+    "tsan": "1",
+    "asan": "1",
+    "plain": "3",
+}  # the slowest first, so that it runs while the others are built
 RUNS = [(program, mode) for mode in SEEDS for program in emu_build.PROGRAMS]
 
 
