@@ -45,7 +45,7 @@ def wide_linear(inp, weight, bias=None):
     """F.linear computed in float32 or wider, whatever the dtypes and autocast: the scores of a gate.
 
     inp [T, D], weight [E, D], bias [E] or None -> [T, E] in the widest of their dtypes and float32. Keeps inp and
-    weight as they are for backward.
+    weight as they are for backward. Raises RuntimeError for widths that differ, as F.linear does.
     Equivalent to: F.linear(inp.float(), weight.float(), bias.float()).
     """
     dtype = torch.promote_types(torch.promote_types(inp.dtype, weight.dtype), torch.float32)
