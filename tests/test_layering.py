@@ -28,6 +28,7 @@ LEVELS = {
     "checkpoint": 5,
     "distributed": 5,
     "testing": 5,
+    "pipeline": 5,
     "integrations": 6,
     "": 7,  # fmoe_ext itself, which exports fmoefy
     "megatron": 6,
