@@ -29,6 +29,7 @@ LEVELS = {
     "distributed": 5,
     "testing": 5,
     "pipeline": 5,
+    "optim": 5,
     "integrations": 6,
     "": 7,  # fmoe_ext itself, which exports fmoefy
     "megatron": 6,
@@ -46,6 +47,7 @@ MAY_USE_DISTRIBUTED = (
     "megatron",
     "compat",
     "gates",
+    "optim",
 )
 MAY_IMPORT_NATIVE = {"_C": "ops/__init__.py", "_C_cuda": "ops/__init__.py", "_C_nccl": "ep/exchange.py"}
 IMMUTABLE = (
