@@ -30,6 +30,8 @@ LEVELS = {
     "checkpoint": 7,
     "distributed": 7,
     "testing": 7,
+    "pipeline": 7,
+    "optim": 7,
     "integrations": 8,
     "megatron": 8,
     "": 9,  # fmoe_ext itself, which exports fmoefy
@@ -46,6 +48,7 @@ MAY_USE_DISTRIBUTED = (
     "megatron",
     "compat",
     "gates",
+    "optim",
 )
 MAY_IMPORT_NATIVE = {"_C": "ops/__init__.py", "_C_cuda": "ops/__init__.py", "_C_nccl": "ep/exchange.py"}
 IMMUTABLE = (
