@@ -1,4 +1,4 @@
-"""A pytest plugin: the run fails if a process that it started outlives it, or a file of one stays in the temporary folder.
+"""A pytest plugin: the run fails if a process that it started outlives it, or a file of one stays in TMPDIR.
 
 Every process of the run, however deep and whoever its parent is by now, has the run's mark in its environment.
 """
@@ -36,18 +36,16 @@ class Leftovers:
         deadline = time.monotonic() + PATIENCE
         while (processes := processes_with(f"{MARK}={self.folder}")) and time.monotonic() < deadline:
             time.sleep(0.1)
-        self.found = [f"process {pid}: {command}" for pid, command in processes.items()]
-        self.found += [f"file {path}" for path in Path(self.folder).iterdir()]
+        found = [f"process {pid}: {command}" for pid, command in processes.items()]
+        found += [f"file {path}" for path in Path(self.folder).iterdir()]
         for pid in processes:
             os.kill(pid, signal.SIGKILL)
         shutil.rmtree(self.folder, ignore_errors=True)
-        if self.found and session.exitstatus == pytest.ExitCode.OK:
+        for text in found:
+            session.config.get_terminal_writer().line(f"left behind by the tests: {text}", red=True)
+        if found and session.exitstatus == pytest.ExitCode.OK:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
         return result
-
-    def pytest_terminal_summary(self, terminalreporter):
-        for text in getattr(self, "found", ()):
-            terminalreporter.write_line(f"left behind by the tests: {text}", red=True)
 
 
 def processes_with(setting):
