@@ -13,6 +13,7 @@ from fmoe_ext.dispatch import combine, dispatch
 from fmoe_ext.ep.exchange import find_group
 from fmoe_ext.ep.expert_parallel import ExpertParallel
 from fmoe_ext.ep.workers import GroupWorkers, SliceGroup
+from fmoe_ext.ep.wrappers import check_wrappers
 from fmoe_ext.expert_kinds import ExpertKind, OwnExpertFn, Separate, SeparateExperts, kind_of
 from fmoe_ext.gates import NaiveGate, OneWorker
 from fmoe_ext.routing import ExpertInput, Nest, leaves_of, map_structure
@@ -152,6 +153,7 @@ class FMoE(nn.Module):
         Raises ValueError for inputs, masks or choices whose number of tokens differs.
         Equivalent to: out[t] = sum_k topk_weights[t, k] * expert[topk_idx[t, k]](moe_inp[t]).
         """
+        check_wrappers(self)
         if self._slices is None:
             return self._forward(moe_inp, self.mask)
         mask = None if self.mask is None else self._slices.cut(self.mask.flatten())
