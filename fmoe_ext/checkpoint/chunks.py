@@ -135,8 +135,8 @@ class Reader(StorageReader):
         for item in plan.items:
             if item.type != LoadItemType.TENSOR or item.storage_index.offset is None:
                 raise CheckpointError(f"{item.storage_index.fqn} is no tensor")
-            key = item.storage_index.fqn, tuple(item.storage_index.offset)
-            by_chunk.setdefault(key, []).append(item)
+            place = item.storage_index.fqn, tuple(item.storage_index.offset)
+            by_chunk.setdefault(place, []).append(item)
         for (key, offsets), items in by_chunk.items():
             value = self._chunk(key, offsets)
             for item in items:

@@ -92,8 +92,8 @@ def merge_fastmoe(models: Sequence[Mapping[str, Any]]) -> dict[str, StoredTensor
     """
     if len(models) > 1 and (of_megatron := expert_layers(models[0])):
         raise CheckpointError(
-            f"{', '.join(sorted(of_megatron)) or '(root)'}: experts under Megatron-core's names, whose files of several "
-            "ranks are not merged; save with --ckpt-format torch_dist"
+            f"{', '.join(sorted(of_megatron)) or '(root)'}: experts under Megatron-core's names, whose files of "
+            "several ranks are not merged; save with --ckpt-format torch_dist"
         )
     # the layers whose experts are divided over the ranks
     spread = _expert_names(models[1]) if len(models) > 1 else {}
@@ -106,8 +106,10 @@ def merge_fastmoe(models: Sequence[Mapping[str, Any]]) -> dict[str, StoredTensor
             raise CheckpointError(f"ranks {rank} and 1 do not both have {', '.join(sorted(different))}")
     merged = {name: StoredTensor.of(value) for name, value in models[0].items() if not _is_expert(name)}
     parts: dict[str, dict[str, list[tuple[int, int, StoredTensor]]]] = {}
-    for name in (name for name in models[0] if _is_expert(name)):
+    for name in models[0]:
         match = EXPERT_NAME.fullmatch(name)
+        if match is None:
+            continue
         holders = models if (match["layer"] or "") in spread else models[:1]
         group = parts.setdefault(f"{match['layer']}.experts" if match["layer"] else "experts", {})
         for rank, model in enumerate(holders):
@@ -168,10 +170,10 @@ def _write_rank(
 
 
 def _load_file(path: Path, trust: bool) -> dict[Any, Any]:
-    options = {"map_location": "cpu", "mmap": zipfile.is_zipfile(path)}
+    mmap = zipfile.is_zipfile(path)
     try:
         with torch.serialization.safe_globals(_plain_data()):
-            content = torch.load(path, weights_only=not trust, **options)
+            content = torch.load(path, map_location="cpu", weights_only=not trust, mmap=mmap)
     except pickle.UnpicklingError as error:
         needed = re.search(r"GLOBAL ([\w.]+)", str(error))
         raise CheckpointError(
@@ -252,9 +254,8 @@ def _check_writable(name: str, tensor: StoredTensor, num_ranks: int) -> None:
     if match["rest"] not in FUSED_NAMES or match["index"] is not None:
         raise CheckpointError(f"{name}: only the experts of FMoETransformerMLP can be written for FastMoE")
     if not tensor.shape or tensor.shape[0] % num_ranks != 0:
-        raise CheckpointError(
-            f"{name}: {tensor.shape[0] if tensor.shape else 'no'} experts cannot be divided over {num_ranks} ranks"
-        )
+        num_experts = tensor.shape[0] if tensor.shape else "no"
+        raise CheckpointError(f"{name}: {num_experts} experts cannot be divided over {num_ranks} ranks")
 
 
 def _of_rank(name: str, tensor: StoredTensor, rank: int, num_ranks: int) -> dict[str, torch.Tensor]:

@@ -12,7 +12,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from fmoe_ext.checkpoint.errors import CheckpointError
+from torch.distributed.checkpoint import CheckpointException
+
+from fmoe_ext.checkpoint.errors import CheckpointError, text_of
 
 BLOCK = 2**22
 MAX_JSON = 2**30  # bytes
@@ -71,7 +73,7 @@ def inside(folder: Path, name: Any) -> Path:
     if not isinstance(name, str) or name in ("", ".", "..") or "\0" in name or {"/", "\\"} & set(name):
         raise CheckpointError(f"{folder}: {name!r} is no name of a file in this folder"[:500])
     path = folder / name
-    target, parent = path.resolve(), folder.resolve()
+    target, parent = Path(os.path.realpath(path)), Path(os.path.realpath(folder))
     of_hub = folder.parent.name == "snapshots" and target.parent == parent.parent.parent / "blobs"
     if target != parent / name and not target.is_relative_to(parent) and not of_hub:
         raise CheckpointError(f"{path} is a link to {target}, outside the folder: give that path itself")
@@ -83,16 +85,15 @@ def explained(path: Path, num_bytes: int) -> Iterator[None]:
     """Raises CheckpointError that says so where the body fails because the file system has no room for num_bytes."""
     try:
         yield
-    except BaseException as error:
-        folder = next(parent for parent in (path, *path.absolute().parents) if parent.is_dir())
-        free = shutil.disk_usage(folder).free
+    except (Exception, CheckpointException) as error:
         # torch's writer swallows the error of the system and complains of a position in the file
-        if isinstance(error, Exception) and (_means_no_space(error) or "unexpected pos" in repr(error)):
-            raise CheckpointError(
-                f"{path}: no space left on the device, or a limit on the size of files (ulimit -f): "
-                f"{num_bytes:,} bytes needed, {free:,} are free now"
-            ) from error
-        raise
+        if not _means_no_space(error) and "unexpected pos" not in text_of(error):
+            raise
+        folder = next(parent for parent in (path, *path.absolute().parents) if parent.is_dir())
+        raise CheckpointError(
+            f"{path}: no space left on the device, or a limit on the size of files (ulimit -f): "
+            f"{num_bytes:,} bytes needed, {shutil.disk_usage(folder).free:,} are free now"
+        ) from error
 
 
 def _means_no_space(error: BaseException | None) -> bool:

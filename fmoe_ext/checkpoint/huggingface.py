@@ -81,22 +81,26 @@ def to_huggingface(
         routing = {name: routing_of(layer) for name, layer in state.layers.items()}
         if any(state.local_rows(name) is not None for name in state.tensors):
             raise CheckpointError("this rank has a part of the experts only: use export_safetensors() first")
-        state_dict = state.tensors
+        tensors, lazy = _lazily(state.tensors)[0], False
+    else:
+        tensors, lazy = _lazily(state_dict)
     if layout not in LAYOUTS:
         raise CheckpointError(f"layout must be one of {', '.join(LAYOUTS)}, but got {layout!r}")
-    tensors, lazy = _lazily(state_dict)
     prefixes = {match[1] for key in tensors if (match := OURS.fullmatch(key))}
     if not prefixes:
         raise CheckpointError("there is no FMoETransformerMLP (experts.htoh4.weight) to convert")
-    out = {}
+    out: dict[str, StoredTensor] = {}
     for key, tensor in tensors.items():
         prefix = next((p for p in prefixes if key.startswith((f"{p}experts.", f"{p}gate."))), None)
-        name = None if prefix is None else key.removeprefix(prefix)
+        if prefix is None:
+            out[key] = tensor
+            continue
+        name = key.removeprefix(prefix)
         if name in ("experts.htoh4.bias", "experts.h4toh.bias", "gate.gate.bias"):
             if tensor.read().any():
                 raise CheckpointError(f"{key} is not zero, but Hugging Face's experts and gates have no bias")
             continue
-        layer = _renamed(prefix, "mlp", "block_sparse_moe") if prefix and layout == "mixtral" else prefix
+        layer = _renamed(prefix, "mlp", "block_sparse_moe") if layout == "mixtral" else prefix
         if name == "gate.gate.weight":
             out[f"{layer}gate.weight"] = tensor
         elif name in ("experts.htoh4.weight", "experts.h4toh.weight"):
@@ -104,10 +108,8 @@ def to_huggingface(
                 _check_swiglu(prefix, tensor, tensors.get(f"{prefix}experts.h4toh.weight"))
                 check_writable(routing or {}, prefix, layout)
             out |= _split(layer, name, tensor, layout)
-        elif prefix is not None:
-            raise CheckpointError(f"{key} has no place in a Hugging Face layer")
         else:
-            out[key] = tensor
+            raise CheckpointError(f"{key} has no place in a Hugging Face layer")
     return _returned(out, lazy)
 
 

@@ -16,6 +16,7 @@ import torch
 
 from fmoe_ext.checkpoint.errors import CheckpointError
 from fmoe_ext.checkpoint.files import inside, read_text
+from fmoe_ext.checkpoint.model_state import MEGATRON_EXPERTS
 from fmoe_ext.checkpoint.safetensors_file import StoredTensor
 from fmoe_ext.checkpoint.store import stored_tensors
 from fmoe_ext.checkpoint.torch_metadata import read_metadata
@@ -24,11 +25,6 @@ TRACKER = "latest_checkpointed_iteration.txt"
 ITERATION = re.compile(r"iter_(\d{7,})")
 OF_OPTIMIZER = "optimizer."
 LAYERS = re.compile(r"(?P<layers>(?:.*\.)?layers)\.(?P<rest>(?!\d+\.).+)")
-EXPERTS = re.compile(
-    r"(?:(?P<layer>.*)\.)?experts\."
-    r"(?:local_experts\.(?P<index>\d+)\.|experts\.)?"
-    r"(?:linear_fc[12]\.(?:weight|bias)(?P<number>\d*)|weight[12])"
-)
 
 
 def iteration_folder(path: Path) -> Path:
@@ -85,4 +81,4 @@ def _layer(tensor: StoredTensor, i: int) -> torch.Tensor:
 
 def expert_layers(names: Iterable[str]) -> set[str]:
     """The layers that have experts under Megatron-core's own names."""
-    return {match["layer"] or "" for name in names if (match := EXPERTS.fullmatch(name))}
+    return {match["layer"] or "" for name in names if (match := MEGATRON_EXPERTS.fullmatch(name))}

@@ -105,7 +105,7 @@ def write_safetensors(
                     f"{name} is {value.dtype} {list(value.shape)}, "
                     f"but was announced as {tensor.dtype} {list(tensor.shape)}"
                 )
-            data = memoryview(value.cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+            data = value.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
             digest.update(data)
             file.write(data)
             if progress is not None:
