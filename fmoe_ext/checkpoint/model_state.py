@@ -20,12 +20,11 @@ from fmoe_ext.ep.placement import move_rows
 from fmoe_ext.layers import FMoE
 
 WRAPPERS = (DistributedGroupedDataParallel, DistributedDataParallel, nn.DataParallel)
-MEGATRON_EXPERTS = (
-    re.compile(  # Megatron-core's own names: of each expert, of all [E, *], or of all side by side
-        r"(?:(?P<layer>.*)\.)?experts\."
-        r"(?:local_experts\.(?P<index>\d+)\.|(?P<stacked>experts\.))?"
-        r"(?:linear_fc[12]\.(?:weight|bias)(?P<number>\d*)|weight[12])"
-    )
+# Megatron-core's own names: of each expert, of all [E, *], or of all side by side
+MEGATRON_EXPERTS = re.compile(
+    r"(?:(?P<layer>.*?)\.)?experts\."
+    r"(?:local_experts\.(?P<index>\d+)\.|(?P<stacked>experts\.))?"
+    r"(?:linear_fc[12]\.(?:weight|bias)(?P<number>\d*)|weight[12])"
 )
 EXPERT_NAME = re.compile(r"(?:(?P<layer>.*)\.)?experts\.(?:(?P<index>\d+)\.)?(?P<rest>.+)")
 
