@@ -5,6 +5,7 @@ rank has some; separate experts have their number in the name, experts.<e>.weigh
 """
 
 import re
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import nn
@@ -19,6 +20,12 @@ from fmoe_ext.ep.placement import move_rows
 from fmoe_ext.layers import FMoE
 
 WRAPPERS = (DistributedGroupedDataParallel, DistributedDataParallel, nn.DataParallel)
+# Megatron-core's own names: of each expert, of all [E, *], or of all side by side
+MEGATRON_EXPERTS = re.compile(
+    r"(?:(?P<layer>.*?)\.)?experts\."
+    r"(?:local_experts\.(?P<index>\d+)\.|(?P<stacked>experts\.))?"
+    r"(?:linear_fc[12]\.(?:weight|bias)(?P<number>\d*)|weight[12])"
+)
 EXPERT_NAME = re.compile(r"(?:(?P<layer>.*)\.)?experts\.(?:(?P<index>\d+)\.)?(?P<rest>.+)")
 
 
@@ -106,11 +113,6 @@ class ModelState:
         first = layer.expert_parallel.rank * layer.num_expert
         return first, first + layer.num_expert
 
-    def follows(self, name, shape):
-        """Whether state of an optimizer, of global `shape`, has rows as the parameter does."""
-        whole = self.global_shape(name)
-        return len(shape) == len(whole) > 0 and shape[0] == whole[0]
-
     def in_order(self, name, tensor):
         """Rows like those of parameter `name`, brought into the order of the experts. Collective if they had moved."""
         layer = self._layer_of_rows.get(name)
@@ -138,12 +140,16 @@ class ModelState:
                 layer.place_experts(range(layer.num_experts))
 
 
-def describe_layers(shapes):
+def describe_layers(shapes: Mapping[str, Sequence[int]]) -> dict[str, dict[str, int]]:
     """{layer: {"num_experts", "d_model", "d_hidden"}} from {name: shape}; the widths for two-layer MLPs only."""
-    layers = {}
+    layers: dict[str, dict[str, int]] = {}
     for name, shape in shapes.items():
         match = EXPERT_NAME.fullmatch(name)
         if match is None or not shape:
+            continue
+        if (of_megatron := MEGATRON_EXPERTS.fullmatch(name)) is not None:
+            layer = layers.setdefault(of_megatron["layer"] or "", {"num_experts": 0})
+            layer["num_experts"] = max(layer["num_experts"], _num_megatron_experts(of_megatron, shapes))
             continue
         layer = layers.setdefault(match["layer"] or "", {"num_experts": 0})
         count = shape[0] if match["index"] is None else int(match["index"]) + 1
@@ -151,6 +157,17 @@ def describe_layers(shapes):
         if match["rest"] == "h4toh.weight" and len(shape) == 3:
             layer["d_model"], layer["d_hidden"] = shape[1], shape[2]
     return layers
+
+
+def _num_megatron_experts(match: re.Match[str], shapes: Mapping[str, Sequence[int]]) -> int:
+    """How many experts a layer of Megatron-core has, by one of its tensors; its router knows, if it is there."""
+    router = shapes.get(f"{match['layer']}.router.weight" if match["layer"] else "router.weight")
+    if router:
+        return router[0]
+    number = match["index"] or match["number"]
+    if number:
+        return int(number) + 1
+    return shapes[match.string][0] if match["stacked"] else 0
 
 
 def _unwrap(model):
