@@ -17,7 +17,7 @@ except ImportError as error:
     ) from error
 
 
-def _load_cuda_module():
+def _load_cuda_module() -> str | None:
     """None if the CUDA kernels were loaded, otherwise one sentence that says why not."""
     if torch.version.cuda is None:
         return "this torch is a CPU build, so the CUDA kernels cannot be loaded"
