@@ -9,11 +9,11 @@ from torch import nn
 
 from fmoe_ext.dispatch import combine, dispatch, map_structure, sort_choices
 from fmoe_ext.ep.exchange import find_group
+from fmoe_ext.ep.ranks import GroupRanks, SliceGroup
 from fmoe_ext.ep.schedule import ExpertParallel
 from fmoe_ext.ep.shadowing import fetch
-from fmoe_ext.ep.workers import GroupWorkers, SliceGroup
 from fmoe_ext.experts import FusedExperts
-from fmoe_ext.gates import NaiveGate, OneWorker
+from fmoe_ext.gates import NaiveGate, OneRank
 
 
 def mark_module_parallel_comm(module, comm):
@@ -117,14 +117,19 @@ class FMoE(nn.Module):
 
     def _share_gate(self, gate_group):
         """Lets the gate's losses and capacities span the tokens of a group."""
-        if isinstance(getattr(self.gate, "workers", None), OneWorker):
+        if isinstance(getattr(self.gate, "ranks", None), OneRank):
             group = self.moe_group if gate_group is None else gate_group
-            self.gate.workers = GroupWorkers(group, num_copies=self.slice_size)
+            self.gate.ranks = GroupRanks(group, num_copies=self.slice_size)
 
     @property
     def moe_group(self):
         """The process group that the experts are spread over, or None."""
         return None if self._parallel is None else find_group(self._parallel.group)
+
+    @property
+    def ep_rank(self):
+        """Number of this rank among those that the experts are spread over; 0 without."""
+        return 0 if self._parallel is None else self._parallel.rank
 
     @property
     def slice_size(self):
