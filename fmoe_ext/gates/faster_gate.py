@@ -81,10 +81,11 @@ class FasterGate(NaiveGate):
 
 def gen_faster_gate(rank):
     """A gate for FMoE(gate=...): FasterGate on node number rank."""
-    return functools.partial(_faster_gate, rank)
+    return functools.partial(make_faster_gate, FasterGate, rank)
 
 
-def _faster_gate(rank, d_model, n_expert, world_size, top_k=2, gate_bias=True):
+def make_faster_gate(cls, rank, d_model, n_expert, world_size, top_k=2, gate_bias=True):
+    """cls, a FasterGate, on node number rank; ValueError for another top_k than 2."""
     if top_k != 2:
         raise ValueError(f"FasterGate chooses two experts: top_k must be 2, but got {top_k}")
-    return FasterGate(d_model, n_expert, world_size, rank, gate_bias)
+    return cls(d_model, n_expert, world_size, rank, gate_bias)

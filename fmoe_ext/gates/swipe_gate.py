@@ -45,8 +45,13 @@ class SwipeGate(NaiveGate):
     def swipe_once(self, idx, capacity, bias):
         """Admits one choice of every token: idx [T], capacity [ranks] -> idx [T], the capacity that is left.
 
+        capacity may be a scalar, the room of this rank; so is what is left then.
         bias: number of the expert, among those of a rank, that takes what is moved there.
         """
+        if capacity.dim() == 0:
+            room = torch.cat(self.ranks.gather(capacity.to(idx.device).reshape(1)))
+            moved, left = self.swipe_once(idx, room, bias)
+            return moved, left[self.ranks.rank]
         parts = self.ranks.gather(idx)
         begin = sum(part.shape[0] for part in parts[: self.ranks.rank])
         everyone = torch.cat(parts)

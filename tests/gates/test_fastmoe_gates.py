@@ -168,6 +168,22 @@ def test_swipe_once(rank):
     assert capacity.tolist() == [0, 0, 0]
 
 
+def test_swipe_once_with_the_room_of_one_rank():
+    """FastMoE's call: each rank hands in its own room as a scalar, and gets what is left of it."""
+    gate = SwipeGate(D, 2, 3, 2)
+    everyone, rooms = torch.randint(0, 4, (12,)), torch.tensor([5, 1, 9])
+
+    class Ranks(Others):
+        def gather(self, x):
+            return super().gather(x) if x.shape[0] != 1 else list(rooms.split(1))
+
+    gate.ranks = Ranks(0, list(everyone.split((5, 0, 7))))
+    moved, left = gate.swipe_once(everyone[:5], rooms[0], 0)
+    gate.ranks = Others(0, list(everyone.split((5, 0, 7))))
+    expected, all_left = gate.swipe_once(everyone[:5], rooms, 0)
+    assert torch.equal(moved, expected) and left.dim() == 0 and left == all_left[0]
+
+
 def test_swipe_gate_needs_its_ranks():
     with pytest.raises(RuntimeError, match="between 2 ranks, but its ranks= knows 1"):
         make(SwipeGate, 4, 2, 2)(tokens())
