@@ -282,6 +282,8 @@ def _initialize(moe, config, ep_rank):
             init_method(drawn)
             if first <= e < first + moe.num_expert:
                 linear.weight[e - first].copy_(drawn)
+        if linear.bias is not None:
+            linear.bias.zero_()
     for name, p in moe.gate.named_parameters():
         if p.dim() > 1:
             config.init_method(p)
