@@ -48,6 +48,7 @@ class FusedExperts(nn.Module):
     gradient_accumulation_fusion: backward adds the gradients of both weights, not rounded, to their main_grad
     (ops.MainGrad) and leaves grad alone; biases get grad as ever. As in Megatron-LM, whose
     DistributedDataParallel reduces main_grad; RuntimeError in backward for a weight without one.
+    rank: which of the ranks that share the experts this is, for their draw (FMoELinear).
     A state dict with one expert per entry ("<e>.htoh4.weight" [1, H, D]) loads as well.
     """
 
@@ -60,13 +61,18 @@ class FusedExperts(nn.Module):
         bias=True,
         *,
         gradient_accumulation_fusion=False,
+        rank=0,
     ):
         super().__init__()
         self.num_experts = num_experts
         self.fused_activation = activation_name(activation)
         self.activation = activation
         num_hidden_rows = 2 * d_hidden if self.fused_activation in GATED_ACTIVATIONS else d_hidden
-        options = {"bias": bias, "gradient_accumulation_fusion": gradient_accumulation_fusion}
+        options = {
+            "bias": bias,
+            "rank": rank,
+            "gradient_accumulation_fusion": gradient_accumulation_fusion,
+        }
         self.htoh4 = FMoELinear(num_experts, d_model, num_hidden_rows, **options)
         self.h4toh = FMoELinear(num_experts, d_hidden, d_model, **options)
         self.register_load_state_dict_pre_hook(_fuse_per_expert_layout)

@@ -12,10 +12,10 @@ from torch import nn
 from fmoe_ext.dispatch import combine, dispatch
 from fmoe_ext.ep.exchange import find_group
 from fmoe_ext.ep.expert_parallel import ExpertParallel
-from fmoe_ext.ep.workers import GroupWorkers, SliceGroup
+from fmoe_ext.ep.ranks import GroupRanks, SliceGroup
 from fmoe_ext.ep.wrappers import check_wrappers
 from fmoe_ext.expert_kinds import ExpertKind, OwnExpertFn, Separate, SeparateExperts, kind_of
-from fmoe_ext.gates import NaiveGate, OneWorker
+from fmoe_ext.gates import NaiveGate, OneRank
 from fmoe_ext.routing import ExpertInput, Nest, leaves_of, map_structure
 
 
@@ -123,14 +123,19 @@ class FMoE(nn.Module):
 
     def _share_gate(self, gate_group):
         """Lets the gate's losses and capacities span the tokens of a group."""
-        if isinstance(getattr(self.gate, "workers", None), OneWorker):
+        if isinstance(getattr(self.gate, "ranks", None), OneRank):
             group = self.moe_group if gate_group is None else gate_group
-            self.gate.workers = GroupWorkers(group, num_copies=self.slice_size)
+            self.gate.ranks = GroupRanks(group, num_copies=self.slice_size)
 
     @property
     def moe_group(self):
         """The process group that the experts are spread over, or None."""
         return None if self.expert_parallel is None else find_group(self.expert_parallel.group)
+
+    @property
+    def ep_rank(self):
+        """Number of this rank among those that the experts are spread over; 0 without."""
+        return 0 if self.expert_parallel is None else self.expert_parallel.rank
 
     @property
     def slice_size(self):

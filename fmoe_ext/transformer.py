@@ -35,6 +35,7 @@ class FMoETransformerMLP(FMoE):
             activation,
             bias=bias,
             gradient_accumulation_fusion=gradient_accumulation_fusion,
+            rank=self.ep_rank,
         )
         self.mark_parallel_comm(expert_dp_comm)
 

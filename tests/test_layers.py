@@ -150,7 +150,9 @@ def test_a_subclass_brings_fused_experts():
     layer.experts = Fused().double()
     x = make_input()
     topk_idx, topk_weights = layer.gate(x)
-    functions = [lambda row, e=e: layer.experts.linear.weight[e] @ row for e in range(E)]
+    functions = [
+        lambda row, e=e: layer.experts.linear.weight[e] @ row + layer.experts.linear.bias[e] for e in range(E)
+    ]
     assert_same(layer(x), mix(x, topk_idx, topk_weights, functions))
     with pytest.raises(RuntimeError, match="expert_fn_single needs separate experts"):
         layer.expert_fn_single(x, T, 0)

@@ -12,8 +12,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from fmoe_ext.ep.workers import GroupWorkers
-from fmoe_ext.gates import OneWorker, SoftmaxGate
+from fmoe_ext.ep.ranks import GroupRanks
+from fmoe_ext.gates import OneRank, SoftmaxGate
 from fmoe_ext.integrations.recognize import GATED, simplify
 from fmoe_ext.integrations.target import DenseMLP, Target
 from fmoe_ext.integrations.tensor_parallel import whole
@@ -164,11 +164,9 @@ class MegatronCoreMLP(nn.Module):
 
     def _share_gate(self):
         gate, groups = self.moe.gate, self._groups
-        if groups.tp_dp_cp.size() > 1 and isinstance(
-            getattr(gate, "workers", None), (OneWorker, GroupWorkers)
-        ):
+        if groups.tp_dp_cp.size() > 1 and isinstance(getattr(gate, "ranks", None), (OneRank, GroupRanks)):
             # A loss is summed over the tp and cp ranks of a replica and averaged over replicas.
-            gate.workers = GroupWorkers(groups.tp_dp_cp, num_copies=groups.tp.size() * groups.cp.size())
+            gate.ranks = GroupRanks(groups.tp_dp_cp, num_copies=groups.tp.size() * groups.cp.size())
         if self.moe.slice_size > 1:
             for p in gate.parameters():
                 p.register_hook(lambda grad: _sum_over(groups.tp, grad))
@@ -284,6 +282,8 @@ def _initialize(moe, config, ep_rank):
             init_method(drawn)
             if first <= e < first + moe.num_expert:
                 linear.weight[e - first].copy_(drawn)
+        if linear.bias is not None:
+            linear.bias.zero_()
     for name, p in moe.gate.named_parameters():
         if p.dim() > 1:
             config.init_method(p)

@@ -8,15 +8,9 @@ Experts" ("virtual groups").
 import math
 
 import torch
+from torch import nn
 
-from fmoe_ext.gates import (
-    ExpertChoiceGate,
-    GShardGate,
-    NaiveGate,
-    NoisyGate,
-    ScoredGate,
-    ZeroGate,
-)
+from fmoe_ext.gates import NaiveGate, ScoredGate
 
 
 def check(layer, dense, split):
@@ -43,7 +37,7 @@ def check(layer, dense, split):
         )
 
 
-def total_weight(gate):
+def total_weight(gate: nn.Module) -> float:
     """The sum of every token's topk_weights, which has to be one constant: ValueError for gates where it is not.
 
     A gate of one's own says it by an attribute total_weight.
@@ -51,31 +45,13 @@ def total_weight(gate):
     declared = getattr(gate, "total_weight", None)
     if declared is not None:
         return declared
-    if isinstance(gate, ExpertChoiceGate):
-        why = "its experts choose tokens, so a token may get any number of them"
-    elif isinstance(gate, GShardGate) and gate.random_routing:
-        why = "it drops second choices at random; random_routing=False keeps them"
-    elif isinstance(gate, GShardGate) and _drops(gate):
-        why = f"it drops choices over its capacity {gate.capacity}; a large enough one drops none"
-    elif isinstance(gate, ScoredGate) and gate.capacity_factor is not None:
-        why = f"it drops choices over its capacity_factor={gate.capacity_factor}; None drops none"
-    elif isinstance(gate, NaiveGate) and not gate.normalize:
-        why = "its weights are probabilities among all experts; a gate with normalize=True divides them by their sum"
-    elif isinstance(gate, ScoredGate):
-        return gate.scale
-    elif isinstance(gate, (NaiveGate, NoisyGate, ZeroGate)):
-        return 1.0
-    else:
-        why = "its weights are not known; if they always have one sum, give it the attribute total_weight"
+    why = gate.weights_vary if hasattr(gate, "weights_vary") else "it is no fmoe_ext.BaseGate"
+    if why is None:
+        return gate.weight_sum
     raise ValueError(
         'init="upcycle" needs a gate whose weights have the same sum for every token, so that the first output is the '
         f"dense model's, but {type(gate).__name__} has not: {why}"
     )
-
-
-def _drops(gate):
-    many = 2**20 * gate.tot_expert
-    return gate.expert_capacity(min(gate.capacity), many) < many
 
 
 @torch.no_grad()

@@ -14,7 +14,6 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from fmoe_ext import FMoETransformerMLP, SigmoidGate, SoftmaxGate, checkpoint
 from fmoe_ext.distributed import DistributedGroupedDataParallel, init_groups
 from fmoe_ext.ep.placement import move_experts
-from fmoe_ext.gates import update_biases
 from fmoe_ext.testing import DistributedError, DistributedPool
 from tests.distributed.layouts import D, E, H, Model, batch, fill, local_part, loss_of
 
@@ -59,7 +58,6 @@ class Job:
                 dist.all_reduce(loss := loss.detach().clone())
             losses.append(loss.item() / ranks)
             self.optimizer.step()
-            update_biases(self.bare)
         return losses
 
     def state(self):
