@@ -1,14 +1,16 @@
 """FMoELinear: one linear map per expert, applied to rows that are sorted by expert."""
 
 import math
+from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from fmoe_ext import ops
 
 
-def cumulative_ends(fwd_expert_count, num_experts, device):
+def cumulative_ends(fwd_expert_count: torch.Tensor, num_experts: int, device: torch.device) -> torch.Tensor:
     """offs [E] int32 on device for row counts [E], wherever those are."""
     counts = torch.as_tensor(fwd_expert_count)
     if counts.shape != (num_experts,):
@@ -16,7 +18,17 @@ def cumulative_ends(fwd_expert_count, num_experts, device):
     return counts.to(device).cumsum(0, dtype=torch.int32)
 
 
-def cast_to_weight(inp, weight):
+def check_plain(weight: torch.Tensor) -> None:
+    """TypeError for a weight that is a tensor subclass (quantized, distributed): operators read plain memory."""
+    if hasattr(weight, "__tensor_flatten__"):
+        raise TypeError(
+            f"an expert's weight is a {type(weight).__name__}, and experts compute with plain tensors: leave "
+            "FMoELinear out of the quantization (quantize_(model, config, filter_fn=...)) or of the sharding, or put "
+            "weight.dequantize() or weight.full_tensor() in its place"
+        )
+
+
+def cast_to_weight(inp: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """inp in the dtype of weight; as it is under autocast, where the operators choose the dtype."""
     device = inp.device.type
     casts = device != "meta" and torch.is_autocast_enabled(device)  # which raises for "meta"
@@ -52,6 +64,7 @@ class FMoELinear(nn.Module):
         self.gradient_accumulation_fusion = gradient_accumulation_fusion
         self.weight = nn.Parameter(torch.empty(num_expert, out_feat, in_feat))
         self.bias = nn.Parameter(torch.empty(num_expert, out_feat)) if bias else None
+        self._hook_handles: list[RemovableHandle] = []
         self.reset_parameters()
 
     def reset_parameters(self):
@@ -59,12 +72,36 @@ class FMoELinear(nn.Module):
         if self.bias is not None:
             nn.init.zeros_(self.bias)
 
+    def register_forward_pre_hook(self, *args: Any, **kwargs: Any) -> RemovableHandle:
+        return self._note(super().register_forward_pre_hook(*args, **kwargs))
+
+    def register_forward_hook(self, *args: Any, **kwargs: Any) -> RemovableHandle:
+        return self._note(super().register_forward_hook(*args, **kwargs))
+
+    def register_full_backward_pre_hook(self, *args: Any, **kwargs: Any) -> RemovableHandle:
+        return self._note(super().register_full_backward_pre_hook(*args, **kwargs))
+
+    def register_full_backward_hook(self, *args: Any, **kwargs: Any) -> RemovableHandle:
+        return self._note(super().register_full_backward_hook(*args, **kwargs))
+
+    def _note(self, handle: RemovableHandle) -> RemovableHandle:
+        self._hook_handles = [*filter(_is_active, self._hook_handles), handle]
+        return handle
+
     @property
-    def main_grad(self):
+    def must_be_called(self) -> bool:
+        """Whether something waits for this module's call: a hook, or a forward put in the place of its own.
+
+        Otherwise whoever has the module may compute with its weight and bias directly, as FusedExperts does.
+        """
+        return "forward" in self.__dict__ or any(map(_is_active, self._hook_handles))
+
+    @property
+    def main_grad(self) -> ops.MainGrad | None:
         """Where the gradient of weight is added in backward; None without gradient_accumulation_fusion."""
         return ops.MainGrad(self.weight) if self.gradient_accumulation_fusion else None
 
-    def forward(self, inp, fwd_expert_count):
+    def forward(self, inp: torch.Tensor, fwd_expert_count: torch.Tensor) -> torch.Tensor:
         """Applies the weight of expert e to its rows.
 
         inp [R, in_feat], sorted by expert, of any floating dtype (cast to that of the weight);
@@ -74,12 +111,18 @@ class FMoELinear(nn.Module):
         than R.
         Equivalent to: torch.cat([F.linear(x, w, b) for x, w, b in zip(inp.split(counts), weight, bias)]).
         """
+        check_plain(self.weight)
         offs = cumulative_ends(fwd_expert_count, self.num_expert, inp.device)
         inp = cast_to_weight(inp, self.weight)
         return ops.grouped_gemm(inp, self.weight, offs, self.bias, main_grad=self.main_grad)
 
-    def extra_repr(self):
+    def extra_repr(self) -> str:
         return (
             f"num_expert={self.num_expert}, in_features={self.in_feat}, out_features={self.out_feat}, "
             f"bias={self.bias is not None}"
         )
+
+
+def _is_active(handle: RemovableHandle) -> bool:
+    """Whether a hook has not been removed."""
+    return handle.id in (handle.hooks_dict_ref() or ())
