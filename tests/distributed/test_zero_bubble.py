@@ -68,8 +68,13 @@ def step(name):
     stages = [PipelineStage(modules[place], place, STAGES, torch.device("cpu")) for place in mine]
     x, target = data()
     schedule = schedule(stages, MICROBATCHES, loss_fn=loss_of, scale_grads=False)
+    given = [x] if 0 in mine else []
+    options = {"target": target if STAGES - 1 in mine else None}
+    schedule.step(*given, **options)  # the first step also runs every stage once to learn its shapes
+    for module in modules.values():
+        module.zero_grad()
     with Calls() as calls:
-        schedule.step(*([x] if 0 in mine else []), target=target if STAGES - 1 in mine else None)
+        schedule.step(*given, **options)
     return {place: [p.grad for p in module.parameters()] for place, module in modules.items()}, calls.count
 
 
@@ -81,8 +86,6 @@ def test_gradients_and_calls(pool, name):
             assert all(torch.equal(a, b) for a, b in zip(got, expected[place], strict=True)), place
         whole = calls.get("expert_mlp_backward", 0)
         inputs, weights = (calls.get(f"expert_mlp_backward_{half}", 0) for half in ("inputs", "weights"))
-        assert (
-            inputs == weights and whole + inputs == 2 * MICROBATCHES
-        )  # the first stage's input needs no gradient
+        assert inputs == weights and whole + inputs == calls["expert_mlp"] == 2 * MICROBATCHES
         halves += inputs
-    assert halves >= 3 * MICROBATCHES // 2
+    assert halves >= 2 * MICROBATCHES  # torch runs the first stage's backward whole
