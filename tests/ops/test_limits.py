@@ -60,7 +60,7 @@ CALLS = {
 }
 
 
-REFUSED = r"2\^31|overflow|too large|allocate|invalid|with at least one expert"
+REFUSED = r"2\^31|overflow|too large|allocate|invalid|aten::contiguous|with at least one expert"
 PRODUCTS = ("expert_mlp", "expert_mlp_backward", "grouped_gemm", "grouped_gemm_backward")
 
 
