@@ -15,7 +15,9 @@ from fmoe_ext.distributed import DistributedGroupedDataParallel
 from fmoe_ext.ep.exchange import check_same, find_group, register_group
 from fmoe_ext.experts import activation_name
 from fmoe_ext.gates import SoftmaxGate, find_gate
-from fmoe_ext.integrations import huggingface_dense, megatron_core, megatron_legacy, plain, upcycle
+from fmoe_ext.integrations import huggingface_dense, plain, upcycle
+from fmoe_ext.integrations.megatron import core as megatron_core
+from fmoe_ext.integrations.megatron import legacy as megatron_legacy
 from fmoe_ext.integrations.recognize import simplify
 from fmoe_ext.integrations.target import Options
 from fmoe_ext.layers import FMoE

@@ -276,7 +276,7 @@ def test_refuses(monkeypatch):
     ],
 )
 def test_layouts_that_cannot_be(sizes, message):
-    from fmoe_ext.integrations.megatron_core import layer_arguments
+    from fmoe_ext.integrations.megatron.core import layer_arguments
 
     def group(size):
         return SimpleNamespace(size=lambda: size)
