@@ -5,12 +5,16 @@ is_concatenated, has_gate, has_bias, has_post_expert_norm (added over time; abse
 here reads them, runs the usual MLPs as one operator, and any other between two grouped products.
 """
 
+import warnings
+
 import torch
 
 from fmoe_ext import ops
 from fmoe_ext.dispatch import widen
 from fmoe_ext.experts import activation_name
+from fmoe_ext.integrations.huggingface_saved import from_pretrained
 
+__all__ = ["experts_forward", "from_pretrained", "fused_activation", "register", "use"]
 NAME = "fmoe"
 OLDEST_TRANSFORMERS = "5.7"  # the first whose models accept a registered name
 GATED = (("silu", "swiglu"), ("gelu", "geglu"), ("gelu_tanh", "geglu_tanh"))
@@ -41,6 +45,23 @@ def register():
 
     ALL_EXPERTS_FUNCTIONS.register(NAME, experts_forward)
     ALL_FP8_EXPERTS_FUNCTIONS.register(NAME, _refuse_fp8)
+
+
+def use(model):
+    """register(), then model.set_experts_implementation("fmoe") -> the model; warns if that changes nothing.
+
+    Some MoE models compute their experts in ways of their own and stay eager, without a word of Transformers: Llama4,
+    SwitchTransformers and JetMoe among them.
+    """
+    register()
+    model.set_experts_implementation(NAME)
+    if not any(hasattr(module, "is_transposed") for module in model.modules()):
+        warnings.warn(
+            f"{type(model).__name__} has no experts module that Transformers lets others compute: its experts stay "
+            f"eager, whatever the experts implementation. fmoefy(model, ...) replaces dense MLPs only",
+            stacklevel=2,
+        )
+    return model
 
 
 def experts_forward(experts, hidden_states, top_k_index, top_k_weights):

@@ -1,11 +1,14 @@
 """Reads a dense MLP out of a module by watching it compute: its linear maps, its activation, its dropout."""
 
+from __future__ import annotations
+
 import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fmoe_ext import ops
 from fmoe_ext.experts import activation_name
@@ -77,16 +80,17 @@ def pair(first, second, activation):
     return DenseMLP(w1.shape[1], w2.shape[1], simplify(activation), w1, b1, w2, b2)
 
 
-def read_mlp(module):
+def read_mlp(module: nn.Module, activation: str | Callable | None = None) -> Reading:
     """The Reading of a module that maps [..., d_model] to itself through two linear maps, or three if gated.
 
     The module is called on a few random tokens, with hooks on its linear layers: what goes into the last one must be
-    the activation of what came out of the others. A module that does anything else gets a Reading whose
-    dense.why_unreadable says what.
+    the activation of what came out of the others: one that the module has, one of PLAIN or GATED, or the given one.
+    A module that does anything else gets a Reading whose dense.why_unreadable says what; if that is the activation
+    alone and one is given, dense has the sizes and weights all the same.
     """
     linears = [m for m in module.modules() if is_linear(m)]
     try:
-        return _read(module, linears)
+        return _read(module, linears, activation)
     except UnreadableError as why:
         d_model = weight_shape(linears[0])[1] if linears else None
         return Reading(DenseMLP(d_model, None, None, why_unreadable=str(why)))
@@ -97,7 +101,7 @@ def weight_shape(linear):
     return tuple(linear.weight.shape)[:: -1 if _is_conv1d(linear) else 1]
 
 
-def _read(module, linears):
+def _read(module: nn.Module, linears: list[nn.Module], given: str | Callable | None) -> Reading:
     if len(linears) not in (2, 3):
         raise UnreadableError(f"it has {len(linears)} linear layers, where an MLP has 2, or 3 if it is gated")
     weights = {m: weight_and_bias(m) for m in linears}
@@ -110,7 +114,7 @@ def _read(module, linears):
         run = _watch(module, x)
         _check_structure(run, x, linears)
         *first, (last, hidden, _) = run.linears
-        activation, gate_first = _find_activation(module, [h for _, _, h in first], hidden)
+        activation, gate_first, why = _activation_or_why(module, [h for _, _, h in first], hidden, given)
         module.train()
         train = _watch(module, x)
     if not gate_first:
@@ -126,7 +130,7 @@ def _read(module, linears):
             up, gate = w1.split(d_hidden)
             w1 = (gate, up)
             b1 = None if b1 is None else b1.roll(d_hidden)
-    dense = DenseMLP(like.shape[1], d_hidden, activation, w1, b1, w2, b2)
+    dense = DenseMLP(like.shape[1], d_hidden, activation, w1, b1, w2, b2, why_unreadable=why)
     return Reading(dense, train.dropouts_after, _dropout_notes(run, train))
 
 
@@ -189,7 +193,21 @@ def _check_structure(run, x, linears):
         raise UnreadableError("something other than dropout follows its last linear layer")
 
 
-def _find_activation(module, first, hidden):
+def _activation_or_why(
+    module: nn.Module, first: list[Tensor], hidden: Tensor, given: str | Callable | None
+) -> tuple[str | Callable | None, bool, str]:
+    """(activation, whether the gate comes before up, ""); where none fits the given one: (None, True, why)."""
+    try:
+        return *_find_activation(module, first, hidden, given), ""
+    except UnreadableError as why:
+        if given is None:
+            raise
+        return None, True, str(why)
+
+
+def _find_activation(
+    module: nn.Module, first: Sequence[Tensor], hidden: Tensor, given: str | Callable | None
+) -> tuple[str | Callable, bool]:
     """(activation, whether the gate comes before up), such that hidden is the activation of the first maps' results."""
     if len(first) == 1 and first[0].shape[-1] == 2 * hidden.shape[-1]:
         first = first[0].chunk(2, -1)
@@ -198,7 +216,8 @@ def _find_activation(module, first, hidden):
             "what goes into its last linear layer has another shape than what its first give"
         )
     limit = 64 * torch.finfo(hidden.dtype).eps * hidden.abs().max()
-    own = [(_error(act, first, hidden, order), act, order) for act in _own(module) for order in (True, False)]
+    of_module = [*_own(module), *(() if given is None else (_ungated(given),))]
+    own = [(_error(act, first, hidden, order), act, order) for act in of_module for order in (True, False)]
     named = [(_error(act, first, hidden, order), act, order) for act in PLAIN for order in (True, False)]
     fitting = [entry for entry in own if entry[0] <= limit] or sorted(
         (entry for entry in named if entry[0] <= limit), key=lambda entry: entry[0]
@@ -217,7 +236,13 @@ def _find_activation(module, first, hidden):
     return GATED[activation], gate_first
 
 
-def _own(module):
+def _ungated(activation: str | Callable) -> str | Callable:
+    """What a gated activation of GATED applies to its gate; another one itself."""
+    plain = {gated: plain for plain, gated in GATED.items()}
+    return plain[activation] if isinstance(activation, str) and activation in plain else simplify(activation)
+
+
+def _own(module: nn.Module) -> Iterator[str | Callable]:
     """The activations that a module holds, as submodules or as functions with `act` in their names."""
     for m in module.modules():
         if m is not module and not list(m.children()) and not is_linear(m) and not isinstance(m, DROPOUTS):

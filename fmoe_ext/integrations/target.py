@@ -16,7 +16,7 @@ from torch import Tensor, nn
 class Options:
     """The arguments of fmoefy(), which documents them."""
 
-    num_experts: int | None = None  # of each worker
+    num_experts: int | None = None  # of each rank
     distributed_experts: bool = True
     hidden_hidden_size: int | None = None
     top_k: int | None = None

@@ -24,7 +24,7 @@ def check(layer, dense, split):
     total_weight(layer.gate)
     if split == 1:
         return
-    for name, value in (("the number of experts of all workers", layer.num_experts), ("top_k", layer.top_k)):
+    for name, value in (("the number of experts of all ranks", layer.num_experts), ("top_k", layer.top_k)):
         if value % split != 0:
             raise ValueError(f"{name} must be a multiple of split={split}, but is {value}")
     if dense.d_hidden % split != 0:
@@ -80,7 +80,7 @@ def _drops(gate):
 
 @torch.no_grad()
 def fill_from_dense(layer, dense, first, split, noise, seed):
-    """Gives every expert of this worker its part of the dense MLP; first: its number among all experts.
+    """Gives every expert of this rank its part of the dense MLP; first: its number among all experts.
 
     Expert e holds hidden units number (e % split) of split equal parts, its second matrix being split times as large:
     K choices with one sum of weights that hold every part equally often give the dense output. The gate starts with
@@ -122,7 +122,7 @@ def fill_randomly(layer, dense, first, seed):
     """Draws every expert's weights from N(0, s^2), s that of the dense MLP's own, biases 0.
 
     An unreadable MLP has s = 1 / sqrt(3 * inputs), that of nn.Linear. The draw depends on seed and the expert's number
-    among all workers, first being that of the first one here.
+    among all ranks, first being that of the first one here.
     """
     w1, b1, w2, b2 = layer.experts.weights
     default = [1 / math.sqrt(3 * w.shape[2]) for w in (w1, w2)]

@@ -87,9 +87,9 @@ def generate_megatron_gate_hook(layer_idx, num_expert_global):
 
 
 def add_balance_log(model, writer, iteration):
-    """Writes the profile, averaged over the workers, as "balance-<figure>/layer-<i>" and "/all", and empties it.
+    """Writes the profile, averaged over the ranks, as "balance-<figure>/layer-<i>" and "/all", and empties it.
 
-    writer: a TensorBoard writer, None on workers that do not write. Figures without a value are left out.
+    writer: a TensorBoard writer, None on ranks that do not write. Figures without a value are left out.
     """
     for name, values in PROFILE.figures.items():
         known = [(layer, value) for layer, value in enumerate(values) if value is not None]
