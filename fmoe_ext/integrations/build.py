@@ -82,6 +82,7 @@ def _with_users_sizes(target: Target, options: Options) -> DenseMLP:
 def _d_hidden(target: Target, dense: DenseMLP, options: Options, top_k: int) -> int:
     """Hidden units of an expert."""
     if options.init == "upcycle":
+        assert dense.d_hidden is not None  # its weights could be read
         d_hidden = dense.d_hidden // options.split
         if options.hidden_hidden_size not in (None, d_hidden):
             raise ValueError(

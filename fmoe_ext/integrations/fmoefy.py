@@ -90,6 +90,7 @@ def fmoefy(
     activation: str | Callable | None = None,
     match: Any = None,
     d_model: int | None = None,
+    load_dense: Any = None,
     **moe_kwargs: Any,
 ) -> Any:
     """Replaces the MLPs of a Transformer, in place, by FMoETransformerMLPs -> the model, with model.fmoe_report.
@@ -120,6 +121,9 @@ def fmoefy(
       of Experts", virtual groups). Equal experts become different because the gate, random at first, sends them
       different tokens; noise=s adds normal noise of s times the weights' standard deviation to each, which the first
       output then shows.
+      The weights have to be there before: Megatron loads its checkpoints after the model is built, and copies of
+      random numbers are no upcycling. load_dense: a state dict of the dense model, or a function that loads it into
+      the given model, for instance by megatron.core.dist_checkpointing; done before its MLPs are read.
     megatron_version: for Megatron-LM, found out if None. moe_kwargs: other arguments of FMoETransformerMLP.
 
     The balance loss stays with the gates: add weight * fmoe_ext.gates.total_loss(model) to the loss, in a Trainer by
@@ -145,6 +149,7 @@ def fmoefy(
         noise=noise,
         activation=activation,
         d_model=d_model,
+        load_dense=load_dense,
         moe_kwargs=moe_kwargs,
     )
     _check(options)
@@ -171,6 +176,8 @@ def _check(options: Options) -> None:
         raise ValueError(f"noise must not be negative, but got {options.noise}")
     if options.init != "upcycle" and (options.split != 1 or options.noise):
         raise ValueError('split and noise are for init="upcycle"')
+    if options.load_dense is not None and options.init != "upcycle":
+        raise ValueError(f'load_dense is for init="upcycle", but init is {options.init!r}')
     if not options.distributed_experts and options.moe_kwargs.keys() & {"moe_group", "world_size"}:
         raise ValueError("moe_group and world_size are for distributed_experts=True, but it is False")
 
@@ -190,6 +197,10 @@ def _check_names(moe_kwargs: Any) -> None:
 
 def _replace(model: nn.Module, options: Options) -> nn.Module:
     _check_model(model, options)
+    if callable(options.load_dense):
+        options.load_dense(model)
+    elif options.load_dense is not None:
+        model.load_state_dict(options.load_dense)
     kind, targets = find_targets(model, options)
     return replace(model, kind, _select(targets, options.layers), options)
 

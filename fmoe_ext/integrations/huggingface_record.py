@@ -11,8 +11,6 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
 
-from torch import nn
-
 from fmoe_ext.experts import activation_name
 from fmoe_ext.gates import GATES
 from fmoe_ext.integrations.target import Options, Target
@@ -31,7 +29,7 @@ NOT_SAVED = (
 
 
 def note(
-    model: nn.Module,
+    model: Any,
     kind: str,
     targets: Sequence[Target],
     layers: Sequence[FMoETransformerMLP],

@@ -42,8 +42,8 @@ def from_pretrained(
     model_class = getattr(transformers, name, None)
     if not isinstance(model_class, type) or not issubclass(model_class, transformers.PreTrainedModel):
         raise ValueError(f"{folder / 'config.json'}: architectures names no model of Transformers: {name!r}")
-    dtype = dtype or config.dtype or torch.get_default_dtype()
-    model = model_class(config).to(dtype)
+    model: Any = model_class(config)
+    model.to(dtype or config.dtype or torch.get_default_dtype())
     given = {"gate": gate, "activation": activation, **moe_kwargs}
     for entry in record["layers"]:
         _rebuild(model, entry, {name: value for name, value in given.items() if value is not None})

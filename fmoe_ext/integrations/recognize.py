@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -31,21 +32,21 @@ class Reading:
     after: tuple[nn.Module, ...] = ()
     notes: tuple[str, ...] = ()
 
-    def wrap(self, moe):
+    def wrap(self, moe: nn.Module) -> nn.Module:
         """The MoE layer with the dropout that follows the MLP."""
         return nn.Sequential(moe, *self.after) if self.after else moe
 
 
-def is_linear(module):
+def is_linear(module: Any) -> bool:
     """nn.Linear, or the Conv1D of Transformers (GPT-2), whose weight is transposed."""
     return isinstance(module, nn.Linear) or _is_conv1d(module)
 
 
-def _is_conv1d(module):
+def _is_conv1d(module: Any) -> bool:
     return type(module).__name__ == "Conv1D" and hasattr(module, "nf")
 
 
-def weight_and_bias(linear):
+def weight_and_bias(linear: Any) -> tuple[Tensor, Tensor | None]:
     """weight [out, in] and bias [out] or None, detached; UnreadableError for quantised weights."""
     weight, bias = linear.weight.detach(), linear.bias
     if not weight.is_floating_point():
@@ -53,7 +54,7 @@ def weight_and_bias(linear):
     return weight.t() if _is_conv1d(linear) else weight, None if bias is None else bias.detach()
 
 
-def simplify(activation):
+def simplify(activation: str | Callable) -> str | Callable:
     """The name of ops.expert_mlp for an activation that computes the same; the activation itself if there is none."""
     name = activation_name(activation)
     if name is not None:
@@ -71,7 +72,7 @@ def simplify(activation):
     return activation
 
 
-def pair(first, second, activation):
+def pair(first: nn.Module, second: nn.Module, activation: str | Callable) -> DenseMLP:
     """The DenseMLP of two linear modules with an activation between them."""
     try:
         (w1, b1), (w2, b2) = weight_and_bias(first), weight_and_bias(second)
@@ -96,7 +97,7 @@ def read_mlp(module: nn.Module, activation: str | Callable | None = None) -> Rea
         return Reading(DenseMLP(d_model, None, None, why_unreadable=str(why)))
 
 
-def weight_shape(linear):
+def weight_shape(linear: Any) -> tuple[int, ...]:
     """(out, in) of a linear module."""
     return tuple(linear.weight.shape)[:: -1 if _is_conv1d(linear) else 1]
 
@@ -119,9 +120,9 @@ def _read(module: nn.Module, linears: list[nn.Module], given: str | Callable | N
         train = _watch(module, x)
     if not gate_first:
         first.reverse()
-    w1 = tuple(weights[m][0] for m, _, _ in first)
-    b1 = [weights[m][1] for m, _, _ in first]
-    b1 = None if b1[0] is None else torch.cat(b1)
+    w1: Any = tuple(weights[m][0] for m, _, _ in first)
+    biases: list[Any] = [weights[m][1] for m, _, _ in first]
+    b1 = None if biases[0] is None else torch.cat(biases)
     w2, b2 = weights[last]
     d_hidden = w2.shape[1]
     if len(first) == 1:
@@ -138,14 +139,14 @@ def _read(module: nn.Module, linears: list[nn.Module], given: str | Callable | N
 class _Run:
     linears: list  # (module, input, output) in the order of the calls
     dropouts: list  # (module, number of linear layers called before it)
-    output: torch.Tensor | None = None
+    output: Any = None
 
     @property
-    def dropouts_after(self):
+    def dropouts_after(self) -> tuple[nn.Module, ...]:
         return tuple(m for m, num_before in self.dropouts if num_before == len(self.linears))
 
 
-def _watch(module, x):
+def _watch(module: nn.Module, x: Tensor) -> _Run:
     """Calls module(x) and notes what its linear layers and dropouts are given."""
     run = _Run([], [])
     hooks = []
@@ -171,7 +172,7 @@ def _watch(module, x):
 
 
 @contextlib.contextmanager
-def _modes_kept(module):
+def _modes_kept(module: nn.Module) -> Iterator[None]:
     modes = [(m, m.training) for m in module.modules()]
     try:
         yield
@@ -180,7 +181,7 @@ def _modes_kept(module):
             m.training = training
 
 
-def _check_structure(run, x, linears):
+def _check_structure(run: _Run, x: Tensor, linears: list[nn.Module]) -> None:
     if len(run.linears) != len(linears) or {m for m, _, _ in run.linears} != set(linears):
         raise UnreadableError(f"it calls linear layers {len(run.linears)} times, but has {len(linears)}")
     *first, (_, _, y) = run.linears
@@ -252,7 +253,7 @@ def _own(module: nn.Module) -> Iterator[str | Callable]:
                 yield simplify(value)
 
 
-def _error(activation, first, hidden, gate_first):
+def _error(activation: Any, first: Sequence[Tensor], hidden: Tensor, gate_first: bool) -> float:
     gate, *up = first if gate_first else first[::-1]
     value = _value(
         ops.ACTIVATIONS.get(activation, activation) if isinstance(activation, str) else activation, gate
@@ -262,7 +263,7 @@ def _error(activation, first, hidden, gate_first):
     return (value * up[0] if up else value).sub(hidden).abs().max().item()
 
 
-def _value(function, x):
+def _value(function: Any, x: Tensor) -> Tensor | None:
     """function(x), None if it cannot be called so or gives something else than a tensor of that shape."""
     try:
         with torch.no_grad():
@@ -272,7 +273,7 @@ def _value(function, x):
     return value if isinstance(value, torch.Tensor) and value.shape == x.shape else None
 
 
-def _dropout_notes(run, train):
+def _dropout_notes(run: _Run, train: _Run) -> tuple[str, ...]:
     """What dropout the module has that the MoE layer will not have: what differs in training."""
     notes = []
     if not torch.equal(train.linears[-1][1], run.linears[-1][1]):

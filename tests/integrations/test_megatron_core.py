@@ -291,3 +291,24 @@ def test_needs_process_groups(monkeypatch):
     model.decoder.layers[0].pg_collection = None
     with pytest.raises(RuntimeError, match=r"initialize_model_parallel\(...\) before"):
         fmoefy(model, num_experts=2)
+
+
+@pytest.mark.parametrize("as_function", [False, True])
+def test_upcycling_loads_the_dense_weights_first(as_function):
+    """What Megatron's load_checkpoint would bring after the model is built."""
+    trained = gpt()
+    dense, state = logits(trained), trained.state_dict()
+    (model,) = make_chunks(layouts.config_of(num_layers=2), layouts.VOCAB, layouts.SEQ_LEN)
+    load = (lambda model: model.load_state_dict(state)) if as_function else state
+    fmoefy(model, num_experts=4, top_k=2, init="upcycle", load_dense=load)
+    assert (logits(model) - dense).abs().max() <= 1e-12 * dense.abs().max()
+    with pytest.raises(ValueError, match='load_dense is for init="upcycle", but init is'):
+        fmoefy(gpt(), num_experts=4, load_dense=state)
+
+
+def test_model_with_megatrons_own_experts_is_told_the_way():
+    from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
+
+    model = gpt(get_moe_module_spec(use_te=False, num_experts=4), num_moe_experts=4)
+    with pytest.raises(ValueError, match=r"built with --num-experts has none: docs/megatron\.md says how"):
+        fmoefy(model, num_experts=4)

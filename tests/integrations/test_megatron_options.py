@@ -23,6 +23,7 @@ from gpt import make_chunks
 from on_cpu import megatron_on_cpu
 
 from fmoe_ext.integrations.megatron.core import OPTIONS, check_options
+from fmoe_ext.integrations.megatron.core.options import table
 
 E, S, B = 8, 12, 3
 
@@ -376,6 +377,13 @@ def test_every_moe_field_is_in_the_table():
         assert option.honoured or option.refused, name
         if name in fields and fields[name].default is not dataclasses.MISSING and name != "recompute_modules":
             assert option.default == (fields[name].default or option.default), name
+
+
+def test_the_docs_show_the_table():
+    text = (Path(__file__).resolve().parents[2] / "docs/megatron.md").read_text()
+    assert table() in text, (
+        "docs/megatron.md: paste what fmoe_ext.integrations.megatron.core.options.table() returns"
+    )
 
 
 def test_unknown_option_is_refused():

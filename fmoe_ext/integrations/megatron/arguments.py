@@ -1,9 +1,11 @@
 """Options for Megatron's argument parser."""
 
+from __future__ import annotations
+
 import argparse
 
 
-def add_fmoe_args(parser):
+def add_fmoe_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Adds FastMoE's options to Megatron's parser; --num-experts becomes --fmoe-num-experts where it is taken."""
     group = parser.add_argument_group(title="fastmoe")
     group.add_argument("--fmoefy", action="store_true", help="replace the MLPs by MoE layers")

@@ -6,9 +6,12 @@ loading merges it into what rank 0 saved. The number of data-parallel ranks stay
 reads and merges these files for another.
 """
 
+from __future__ import annotations
+
 import importlib
 import os
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,7 +19,9 @@ import torch.distributed as dist
 from fmoe_ext.integrations.megatron.runtime import EXPERTS_TAG, get_args, get_mpu
 
 
-def get_fmoe_checkpoint_name(checkpoints_path, iteration, release=False, data_parallel_rank=-1):
+def get_fmoe_checkpoint_name(
+    checkpoints_path: str, iteration: int, release: bool = False, data_parallel_rank: int = -1
+) -> str:
     """The file of a data-parallel rank, -1 for this one; that of rank 0 is Megatron's own."""
     mpu = get_mpu()
     if data_parallel_rank == -1:
@@ -32,7 +37,7 @@ def get_fmoe_checkpoint_name(checkpoints_path, iteration, release=False, data_pa
     )
 
 
-def save_checkpoint(iteration, model, optimizer, lr_scheduler):
+def save_checkpoint(iteration: int, model: Any, optimizer: Any, lr_scheduler: Any) -> None:
     """Saves the model of all ranks to args.save; all ranks call it.
 
     model: as Megatron's save_checkpoint takes it, with one chunk. Raises ValueError for an interleaved pipeline.
@@ -42,7 +47,7 @@ def save_checkpoint(iteration, model, optimizer, lr_scheduler):
         return
     args = get_args()
     module = _only_chunk(model)
-    state = {"model": _experts_of(module.state_dict_for_save_checkpoint(keep_vars=True))}
+    state: dict[str, Any] = {"model": _experts_of(module.state_dict_for_save_checkpoint(keep_vars=True))}
     if not args.no_save_optim and optimizer is not None:
         state["optimizer"] = _experts_of_optimizer(optimizer, args.fp16)
     path = Path(get_fmoe_checkpoint_name(args.save, iteration))
@@ -54,7 +59,7 @@ def save_checkpoint(iteration, model, optimizer, lr_scheduler):
     dist.barrier()
 
 
-def load_checkpoint(model, optimizer, lr_scheduler, load_arg="load"):
+def load_checkpoint(model: Any, optimizer: Any, lr_scheduler: Any, load_arg: str = "load") -> int:
     """Loads what save_checkpoint saved to args.<load_arg> -> the iteration, 0 if there is none; all ranks call it.
 
     Random number generators continue from rank 0's. Raises FileNotFoundError where this rank's file is missing.
@@ -82,9 +87,8 @@ def load_checkpoint(model, optimizer, lr_scheduler, load_arg="load"):
                 "data-parallel ranks of this job; fmoe_ext.checkpoint merges such files"
             )
     # Megatron's files hold its options and scheduler, which are no tensors.
-    state = merge_state_dict(
-        *(torch.load(file, map_location="cpu", weights_only=False) for file in files), args.fp16
-    )
+    saved = [torch.load(file, map_location="cpu", weights_only=False) for file in files]
+    state = merge_state_dict(saved[0], saved[1], args.fp16)
     _megatron("set_checkpoint_version")(state.get("checkpoint_version", 0))
     _only_chunk(model).load_state_dict(state["model"])
     fresh = release or args.finetune
@@ -98,7 +102,9 @@ def load_checkpoint(model, optimizer, lr_scheduler, load_arg="load"):
     return 0 if fresh else state.get("iteration", state.get("total_iters", iteration))
 
 
-def merge_state_dict(state_dict_rank0, state_dict_local, fp16):
+def merge_state_dict(
+    state_dict_rank0: dict[str, Any], state_dict_local: dict[str, Any], fp16: bool
+) -> dict[str, Any]:
     """The state of a rank: that of rank 0, which is changed, with the experts of the rank and their optimizer state."""
     _update_nested(state_dict_rank0["model"], state_dict_local["model"])
     if "optimizer" not in state_dict_local:
@@ -114,7 +120,7 @@ def merge_state_dict(state_dict_rank0, state_dict_local, fp16):
     return state_dict_rank0
 
 
-def _experts_of(state):
+def _experts_of(state: dict[str, Any]) -> dict[str, Any]:
     """The entries of a nested state dict whose tensors are parameters of experts."""
     experts = type(state)()
     for key, value in state.items():
@@ -127,7 +133,7 @@ def _experts_of(state):
     return experts
 
 
-def _experts_of_optimizer(optimizer, fp16):
+def _experts_of_optimizer(optimizer: Any, fp16: bool) -> dict[str, Any]:
     """The optimizer's state of the experts only; in fp16, also their float32 copies, None for the others."""
     whole = optimizer.state_dict()
     inner = whole["optimizer"] if fp16 else whole
@@ -139,11 +145,11 @@ def _experts_of_optimizer(optimizer, fp16):
     return {"optimizer": {"state": kept}, "fp32_from_fp16_params": copies}
 
 
-def _is_expert(p):
+def _is_expert(p: Any) -> bool:
     return getattr(p, "dp_comm", "dp") in ("none", EXPERTS_TAG)
 
 
-def _update_nested(into, values):
+def _update_nested(into: dict[str, Any], values: dict[str, Any]) -> None:
     for key, value in values.items():
         if isinstance(value, dict):
             _update_nested(into[key], value)
@@ -151,7 +157,7 @@ def _update_nested(into, values):
             into[key] = value
 
 
-def _only_chunk(model):
+def _only_chunk(model: Any) -> Any:
     chunks = list(model) if isinstance(model, (list, tuple)) else [model]
     if len(chunks) != 1:
         raise ValueError(
@@ -163,7 +169,7 @@ def _only_chunk(model):
     return module
 
 
-def _take_consumed_samples(args, saved):
+def _take_consumed_samples(args: Any, saved: Any) -> None:
     if saved is None:
         return
     args.consumed_train_samples = getattr(saved, "consumed_train_samples", 0)
@@ -171,5 +177,5 @@ def _take_consumed_samples(args, saved):
     _megatron("update_num_microbatches")(consumed_samples=args.consumed_train_samples)
 
 
-def _megatron(name):
+def _megatron(name: str) -> Any:
     return getattr(importlib.import_module("megatron.checkpointing"), name)

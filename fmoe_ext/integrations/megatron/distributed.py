@@ -1,5 +1,11 @@
 """The data parallelism of fmoefied legacy Megatron models."""
 
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
 from fmoe_ext.distributed import DistributedGroupedDataParallel
 from fmoe_ext.integrations.megatron.runtime import data_parallel_groups
 
@@ -13,11 +19,11 @@ class DistributedDataParallel(DistributedGroupedDataParallel):
 
     def __init__(
         self,
-        module,
-        accumulate_allreduce_grads_in_fp32=False,
-        use_contiguous_buffers_in_ddp=False,
+        module: nn.Module,
+        accumulate_allreduce_grads_in_fp32: bool = False,
+        use_contiguous_buffers_in_ddp: bool = False,
         *,
-        groups=None,
+        groups: dict[str, Any] | None = None,
     ):
         if accumulate_allreduce_grads_in_fp32 or use_contiguous_buffers_in_ddp:
             raise ValueError(
@@ -27,14 +33,14 @@ class DistributedDataParallel(DistributedGroupedDataParallel):
             )
         super().__init__(module, **(data_parallel_groups() if groups is None else groups))
 
-    def set_input_tensor(self, *args, **kwargs):
+    def set_input_tensor(self, *args: Any, **kwargs: Any) -> Any:
         return self.module.set_input_tensor(*args, **kwargs)
 
-    def state_dict(self, *args, **kwargs):
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         return self.module.state_dict(*args, **kwargs)
 
-    def state_dict_for_save_checkpoint(self, *args, **kwargs):
+    def state_dict_for_save_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
         return self.module.state_dict_for_save_checkpoint(*args, **kwargs)
 
-    def load_state_dict(self, *args, **kwargs):
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         return self.module.load_state_dict(*args, **kwargs)

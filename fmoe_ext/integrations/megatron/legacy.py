@@ -1,15 +1,20 @@
 """Megatron-LM v2.2 to v3.0: layers in model.language_model, options in get_args(), groups in mpu."""
 
+from __future__ import annotations
+
 from functools import partial
+from typing import Any
 
 import torch.distributed as dist
+from torch import Tensor, nn
 
 from fmoe_ext.gates import find_gate
 from fmoe_ext.integrations.megatron.balance import generate_megatron_gate_hook, reset_gate_hook
 from fmoe_ext.integrations.megatron.runtime import get_args, get_mpu, layer_arguments, stacks
 from fmoe_ext.integrations.megatron.tensor_parallel import whole
 from fmoe_ext.integrations.recognize import GATED, simplify
-from fmoe_ext.integrations.target import DenseMLP, Target
+from fmoe_ext.integrations.target import DenseMLP, Options, Target
+from fmoe_ext.transformer import FMoETransformerMLP
 
 KIND = "Megatron-LM before Megatron-core"
 LOOKED_FOR = (
@@ -17,7 +22,7 @@ LOOKED_FOR = (
 )
 
 
-def find(model, options):
+def find(model: nn.Module, options: Options) -> list[Target]:
     """The MLPs of a legacy Megatron model; all ranks call it together if it is tensor parallel."""
     if type(model).__module__.split(".")[0] == "transformers":
         return []  # some have a language_model too
@@ -53,17 +58,17 @@ def find(model, options):
     ]
 
 
-def as_megatron_mlp(moe):
+def as_megatron_mlp(moe: FMoETransformerMLP) -> FMoETransformerMLP:
     """The layer, called as Megatron calls an MLP: its parameters keep the names that they have in FastMoE."""
     moe.register_forward_hook(_add_zero_bias)
     return moe
 
 
-def _add_zero_bias(moe, args, output):
+def _add_zero_bias(moe: Any, args: Any, output: Tensor) -> tuple[Tensor, Tensor]:
     return output, output.new_zeros(moe.d_model)
 
 
-def _read(mlp, args):
+def _read(mlp: Any, args: Any) -> DenseMLP:
     first, second = getattr(mlp, "dense_h_to_4h", None), getattr(mlp, "dense_4h_to_h", None)
     d_hidden = getattr(args, "ffn_hidden_size", None) or 4 * args.hidden_size
     activation = simplify(getattr(mlp, "activation_func", "gelu"))
@@ -76,8 +81,8 @@ def _read(mlp, args):
     if gated:
         activation = GATED["silu"]
     parameters = (first.weight, first.bias, second.weight, second.bias)
-    given = (None if p is None else p.detach() for p in parameters)
-    dense = DenseMLP(args.hidden_size, d_hidden, activation, *given)
+    w1, b1, w2, b2 = (None if p is None else p.detach() for p in parameters)
+    dense = DenseMLP(args.hidden_size, d_hidden, activation, w1, b1, w2, b2)
     if not dist.is_initialized():
         return dense
     return whole(dense, gated, get_mpu().get_tensor_model_parallel_group())

@@ -1,6 +1,9 @@
 """MegatronMLP: the MoE layer that FastMoE's patches build from Megatron's options."""
 
+from __future__ import annotations
+
 import math
+from typing import Any
 
 import torch
 
@@ -19,7 +22,7 @@ class MegatronMLP(FMoETransformerMLP):
     Equivalent to: FMoETransformerMLP(num_experts, hidden_size, hidden_hidden_size, ...)(inp), zeros(hidden_size).
     """
 
-    def __init__(self, args, layer_idx, gate=None):
+    def __init__(self, args: Any, layer_idx: int, gate: Any = None):
         layout = layer_arguments(args, args.distributed_experts)
         num_experts = getattr(args, "fmoe_num_experts", None) or args.num_experts
         super().__init__(
@@ -37,7 +40,7 @@ class MegatronMLP(FMoETransformerMLP):
         self.num_layers = args.num_layers
         self.reset_parameters()
 
-    def reset_parameters(self):
+    def reset_parameters(self) -> None:
         """N(0, sigma^2), smaller by sqrt(2 * layers) for the second matrix; another draw on every rank."""
         import numpy
 
@@ -45,13 +48,13 @@ class MegatronMLP(FMoETransformerMLP):
         megatron_init_method(self.experts.htoh4, rng, self.sigma)
         megatron_init_method(self.experts.h4toh, rng, self.sigma / math.sqrt(2.0 * self.num_layers))
 
-    def forward(self, inp):
+    def forward(self, inp: torch.Tensor) -> Any:
         output = super().forward(inp)
         return output, output.new_zeros(self.hidden_size)
 
 
 @torch.no_grad()
-def megatron_init_method(self, rng, sigma):
+def megatron_init_method(self: Any, rng: Any, sigma: float) -> None:
     """Weights from N(0, sigma^2) by a numpy generator, zero bias."""
     self.weight.copy_(torch.as_tensor(rng.normal(0.0, sigma, tuple(self.weight.shape))))
     if self.bias is not None:

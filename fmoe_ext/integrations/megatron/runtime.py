@@ -4,7 +4,10 @@ Experts are spread over Megatron's data-parallel group. Tensor-parallel ranks ha
 slice of them with whole experts.
 """
 
+from __future__ import annotations
+
 import sys
+from typing import Any
 
 import torch.distributed as dist
 from torch import nn
@@ -18,16 +21,16 @@ STACKS_OF_VERSION = (
 EXPERTS_TAG = "experts"  # param.dp_comm of experts that tensor-parallel ranks have copies of
 
 
-def get_args():
+def get_args() -> Any:
     """Megatron's parsed options; RuntimeError where no Megatron-LM has been imported."""
     for name in ("megatron", "megatron.training"):
-        module = sys.modules.get(name)
+        module: Any = sys.modules.get(name)
         if hasattr(module, "get_args"):
             return module.get_args()
     raise RuntimeError("Megatron-LM is not imported: `from megatron import get_args` has to work before")
 
 
-def get_mpu():
+def get_mpu() -> Any:
     """Megatron's module of process groups; RuntimeError where no Megatron-LM has been imported."""
     megatron = sys.modules.get("megatron")
     mpu = sys.modules.get("megatron.mpu", getattr(megatron, "mpu", None))
@@ -37,7 +40,7 @@ def get_mpu():
     return mpu
 
 
-def stacks(model, version=None):
+def stacks(model: Any, version: str | None = None) -> list[tuple[str, Any]]:
     """(name, layers) of the stacks of transformer layers of a model of this version; of any version for None."""
     names = dict(STACKS_OF_VERSION)
     if version not in names:
@@ -50,13 +53,13 @@ def stacks(model, version=None):
     return [(name, layers) for name, layers in found if layers is not None]
 
 
-def layer_arguments(args, distributed_experts=True):
+def layer_arguments(args: Any, distributed_experts: bool = True) -> dict[str, Any]:
     """Arguments of FMoE for this layout of processes; all ranks call it together if it is tensor parallel."""
     if not dist.is_initialized():
         return {"world_size": 1, "expert_dp_comm": "dp"}
     mpu = get_mpu()
     data_group = mpu.get_data_parallel_group()
-    arguments = {"world_size": 1, "expert_dp_comm": "dp", "gate_group": data_group}
+    arguments: dict[str, Any] = {"world_size": 1, "expert_dp_comm": "dp", "gate_group": data_group}
     if distributed_experts and dist.get_world_size(data_group) > 1:
         arguments |= {
             "world_size": dist.get_world_size(data_group),
@@ -72,7 +75,7 @@ def layer_arguments(args, distributed_experts=True):
     return arguments
 
 
-def stage_group(args):
+def stage_group(args: Any) -> dist.ProcessGroup:
     """A new group of all ranks of this rank's pipeline stage; all ranks of the job call it."""
     world_size = dist.get_world_size()
     stage_size = world_size // getattr(args, "pipeline_model_parallel_size", 1)
@@ -83,7 +86,7 @@ def stage_group(args):
     return mine
 
 
-def data_parallel_groups():
+def data_parallel_groups() -> dict[str, dist.ProcessGroup]:
     """Groups of a DistributedGroupedDataParallel for fmoefied Megatron models; all ranks of the job call it."""
     args, mpu = get_args(), get_mpu()
     data_group = mpu.get_data_parallel_group()

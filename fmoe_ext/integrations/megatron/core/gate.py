@@ -13,6 +13,8 @@ from fmoe_ext.gates import ScoredGate, SigmoidGate, SoftmaxGate
 class FromConfig:
     """Marks the gates that gate_arguments() makes: the layer gives them the length of the sequences."""
 
+    seq_len: int | None
+
 
 class MegatronSoftmaxGate(FromConfig, SoftmaxGate):
     """SoftmaxGate by the options of a TransformerConfig."""
@@ -20,6 +22,8 @@ class MegatronSoftmaxGate(FromConfig, SoftmaxGate):
 
 class MegatronSigmoidGate(FromConfig, SigmoidGate):
     """SigmoidGate by the options of a TransformerConfig; finalize_model_grads moves expert_bias, as in TopKRouter."""
+
+    pending_load: Tensor
 
     @property
     def local_tokens_per_expert(self) -> Tensor:

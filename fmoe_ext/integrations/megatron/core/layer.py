@@ -181,7 +181,8 @@ class MegatronCoreMLP(nn.Module):
         if self.shared_experts is not None:
             metadata = {"dp_cp_group": self._groups.dp_cp, **(metadata or {})}
             inside = f"{prefix}shared_experts."
-            sharded |= self.shared_experts.sharded_state_dict(inside, sharded_offsets, metadata)
+            shared_experts: Any = self.shared_experts  # Megatron's SharedExpertMLP
+            sharded |= shared_experts.sharded_state_dict(inside, sharded_offsets, metadata)
         return sharded
 
     def _sharded_copies(

@@ -307,3 +307,18 @@ def _unknown(config: Any) -> Iterator[tuple[str, Any, Any]]:
             value = getattr(config, field.name)
             if not is_default(value, default):
                 yield field.name, value, default
+
+
+def table() -> str:
+    """OPTIONS as docs/megatron.md shows them."""
+    rows = ["| option | default | honoured by | refused |", "|---|---|---|---|"]
+    for option in OPTIONS:
+        whole = option.refused if option.honoured else f"any other value: {option.refused}"
+        cells = (
+            f"`{option.name}`",
+            f"`{option.default}`",
+            option.honoured or "-",
+            whole if option.refused else "-",
+        )
+        rows.append(f"| {' | '.join(cells)} |")
+    return "\n".join(rows)
