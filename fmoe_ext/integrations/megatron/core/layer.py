@@ -230,9 +230,8 @@ class MegatronCoreMoE(MegatronCoreMLP):
         arguments.setdefault("d_hidden", config.moe_ffn_hidden_size or config.ffn_hidden_size)
         if "activation" not in arguments:
             arguments["activation"] = activation_of(config)
-        with torch.random.fork_rng(
-            devices=[]
-        ):  # what is drawn here depends on the number of experts on this rank
+        # what is drawn here depends on the number of experts on this rank
+        with torch.random.fork_rng(devices=[]):
             moe = FMoETransformerMLP(d_model=config.hidden_size, **arguments)
         device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
         moe.to(device, config.params_dtype)
