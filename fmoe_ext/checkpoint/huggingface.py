@@ -98,7 +98,10 @@ def to_huggingface(
         name = key.removeprefix(prefix)
         if name in ("experts.htoh4.bias", "experts.h4toh.bias", "gate.gate.bias"):
             if tensor.read().any():
-                raise CheckpointError(f"{key} is not zero, but Hugging Face's experts and gates have no bias")
+                raise CheckpointError(
+                    f"{key} is not zero, but Hugging Face's experts and gates have no bias: build the layer with "
+                    "bias=False, gate_bias=False"
+                )
             continue
         layer = _renamed(prefix, "mlp", "block_sparse_moe") if layout == "mixtral" else prefix
         if name == "gate.gate.weight":
