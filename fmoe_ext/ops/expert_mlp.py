@@ -100,22 +100,23 @@ def expert_mlp_ref(
     combine: bool = True,
 ) -> torch.Tensor:
     T, K = inverse.shape
-    y, begin = [], 0
+    parts: list[torch.Tensor] = []
+    begin = 0
     for e, end in enumerate(offs.tolist()):
         choices = row_idx[begin:end].long()
         h = F.linear(x[choices // K], w1[e], None if b1 is None else b1[e])
         rows = F.linear(ACTIVATIONS[activation](h), w2[e], None if b2 is None else b2[e])
         if topk_weights is not None:
             rows = (rows * topk_weights.reshape(-1)[choices][:, None]).to(x.dtype)
-        y.append(rows)
+        parts.append(rows)
         begin = end
-    y = torch.cat([*y, x.new_zeros(T * K - begin, x.shape[1])])
+    y = torch.cat([*parts, x.new_zeros(T * K - begin, x.shape[1])])
     if not combine:
         return y
     return (y[inverse.clamp(min=0).long()] * (inverse >= 0)[..., None]).sum(1)
 
 
-_RANKS = dict(x=2, row_idx=1, inverse=2, offs=1, w1=3, w2=3)
+_RANKS = MappingProxyType({"x": 2, "row_idx": 1, "inverse": 2, "offs": 1, "w1": 3, "w2": 3})
 
 
 @register_fake("fmoe_ext::expert_mlp", **_RANKS)
@@ -299,6 +300,7 @@ class _ExpertMlp:
         x, topk_weights, *indices = inputs
         w1, b1, w2, b2 = weights
         if any(self.main_grads):  # here, so that the gradient is that of the parameter itself
+            assert w1 is not None
             w1, w2 = cast_for_autocast(w1, w2)
         y, h = torch.ops.fmoe_ext.expert_mlp(
             x, *indices, w1, b1, w2, b2, topk_weights, self.activation, self.combine, True
@@ -359,6 +361,7 @@ def _all_needs(needs: Needs) -> list[bool]:
 def _in_two(product: _ExpertMlp, inputs: Tensors, weights: Tensors) -> torch.Tensor:
     x, *others = inputs
     w1, b1, w2, b2 = weights
+    assert x is not None and w1 is not None
     x, b1, b2 = cast_for_autocast(x, b1, b2)
     if not any(product.main_grads):
         w1, w2 = cast_for_autocast(w1, w2)
