@@ -73,7 +73,7 @@ class FusedExperts(nn.Module):
         self.fused_activation = activation_name(activation)
         self.activation = activation
         num_hidden_rows = 2 * d_hidden if self.fused_activation in GATED_ACTIVATIONS else d_hidden
-        options = {
+        options: dict[str, Any] = {
             "bias": bias,
             "rank": rank,
             "gradient_accumulation_fusion": gradient_accumulation_fusion,
@@ -141,7 +141,7 @@ class FusedExperts(nn.Module):
         topk_weights = widen(topk_weights, inp.dtype)
         combines = handle is not None
         return ops.expert_mlp(
-            inp, *routing, *weights, topk_weights, self.fused_activation, combines, main_grads
+            inp, *routing, w1, b1, w2, b2, topk_weights, self.fused_activation, combines, main_grads
         )
 
     def _activation(self, hidden: torch.Tensor) -> torch.Tensor:

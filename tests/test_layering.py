@@ -168,16 +168,18 @@ def test_no_import_circle():
         visit(name)
 
 
-# Files by other names than these have no state of their own; what is called at their top makes something immutable.
+# The state that modules have, by name; what other modules call at their top makes something immutable.
 MODULE_STATE = {
     "ep/exchange.py": {"_groups", "_nccl", "_layers"},  # per process group, weak
+    "ep/wrappers.py": {"WATCH"},  # the handle of a hook on all modules, there to be removed
     "gates/losses.py": {"ONE_RANK"},
     "megatron/balance.py": {"PROFILE"},
     "ops/__init__.py": {"cuda_module_missing"},  # why there are no CUDA kernels, set once by loading
 }
 MAKES_IMMUTABLE = (
     *("frozenset", "tuple", "MappingProxyType", "re.compile", "logging.getLogger", "namedtuple", "TypeVar"),
-    *("torch.library.Library", "functools.partial"),
+    *("ParamSpec", "torch.library.Library", "functools.partial", "torch.compiler.disable"),
+    "ContextVar",  # whose values belong to a context, and end with it
 )
 
 

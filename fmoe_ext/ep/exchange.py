@@ -70,7 +70,7 @@ def next_layer_index(name: str) -> int:
     return next(_layers.setdefault(find_group(name), itertools.count()))
 
 
-def check_same(what: str, value: Any, group: dist.ProcessGroup) -> None:
+def check_same(what: str, value: Any, group: dist.ProcessGroup | None) -> None:
     """Raises ValueError on every rank of the group if value is not the same on all; says which ranks differ.
 
     value is a tuple, list or string of plain values; this is a collective call.
@@ -86,7 +86,7 @@ def check_same(what: str, value: Any, group: dist.ProcessGroup) -> None:
         )
 
 
-def gather_values(value: Any, group: dist.ProcessGroup) -> list[Any]:
+def gather_values(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
     """A picklable value of every rank of the group, in the order of ranks; a collective call."""
     values = [None] * dist.get_world_size(group)
     with _explained(group):
@@ -138,7 +138,7 @@ def wait(work: Any, group_name: str) -> None:
 
 
 @contextmanager
-def _explained(group: dist.ProcessGroup) -> Iterator[None]:
+def _explained(group: dist.ProcessGroup | None) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
