@@ -108,7 +108,7 @@ def kernels(shape, T):
     w1, w2 = shape.E * F * D * BYTES, shape.E * D * H * BYTES
     forward = (
         product("F1 up", shape, R, D, F, (128, 256), token + w1 + h + a),
-        product("F2 down", shape, R, H, D, (128, 192), a + w2 + row),
+        product("F2 rows_by_weight", shape, R, H, D, (128, 192), a + w2 + row),
         Work("F3 combine", 0, row + token),
     )
     backward = (

@@ -130,7 +130,7 @@ __global__ void __launch_bounds__(kSm90Threads, 1)
 }
 
 template <bool kAlongN, int kRows>
-void launch_rows_by_weight_sm90(Dtype dtype, const void* rows, const int* offs, const void* weight,
+void start_rows_by_weight_tiles(Dtype dtype, const void* rows, const int* offs, const void* weight,
                                 int64_t num_rows, int num_experts, int N, int K, const void* bias,
                                 const RowScale& scale, void* out, const Grid& grid, LaunchStream stream) {
   dispatch_16bit(dtype, [&](auto tag) {
@@ -155,12 +155,12 @@ void launch_rows_by_weight_sm90(Dtype dtype, const void* rows, const int* offs, 
   });
 }
 template <bool kAlongN>
-void launch_rows_by_weight_sm90(Dtype dtype, const void* rows, const int* offs, const void* weight,
-                                int64_t num_rows, int num_experts, int N, int K, const void* bias,
-                                const RowScale& scale, void* out, const Grid& grid, LaunchStream stream) {
+void start_rows_by_weight(Dtype dtype, const void* rows, const int* offs, const void* weight,
+                          int64_t num_rows, int num_experts, int N, int K, const void* bias,
+                          const RowScale& scale, void* out, const Grid& grid, LaunchStream stream) {
   if (num_rows == 0 || N == 0) return;
-  (grid.tile_rows == 64 ? launch_rows_by_weight_sm90<kAlongN, 64>
-                        : launch_rows_by_weight_sm90<kAlongN, 128>)(dtype, rows, offs, weight, num_rows,
+  (grid.tile_rows == 64 ? start_rows_by_weight_tiles<kAlongN, 64>
+                        : start_rows_by_weight_tiles<kAlongN, 128>)(dtype, rows, offs, weight, num_rows,
                                                                     num_experts, N, K, bias, scale, out, grid,
                                                                     stream);
 }

@@ -52,8 +52,8 @@ void run_case(const Case& c, const Form& form) {
   }
 
   const RowScale scale{form.weighted ? weights.data : nullptr, row_idx.data(), routing.kNumChoices};
-  launch_down_sm90(kDtype<T>, a.data, offs.data(), w2.data, R, E, c.D, c.H, form.biased ? b2.data : nullptr,
-                   scale, y.data, c.grid(), nullptr);
+  launch_rows_by_weight_sm90(kDtype<T>, a.data, offs.data(), w2.data, R, E, c.D, c.H,
+                             form.biased ? b2.data : nullptr, scale, y.data, c.grid(), nullptr);
   for (size_t r = 0; r < R; ++r) {
     const size_t e = routing.owner(r);
     const bool padding = e == offs.size();
@@ -66,31 +66,52 @@ void run_case(const Case& c, const Form& form) {
   }
 }
 
-void test_grids() {
-  const auto is = [](const Grid& grid, int cluster, int tile_rows) {
-    CHECK(grid.num_blocks == 7 && grid.cluster == cluster && grid.tile_rows == tile_rows,
-          "expected %d blocks a cluster and %d rows, got %d and %d", cluster, tile_rows, grid.cluster,
-          grid.tile_rows);
+// What select.h names for a product of so many rows, or with so many tiles along the gathered operand.
+std::string chosen(Product product, int64_t num_rows, int64_t shared_tiles = 0) {
+  const Entry* entry = select({.product = product,
+                               .dtype = Dtype::bf16,
+                               .capability = 90,
+                               .sizes = {8},
+                               .num_rows = num_rows,
+                               .num_experts = 8,
+                               .shared_tiles = shared_tiles});
+  return entry ? entry->name : "portable";
+}
+void test_selection() {
+  const auto is = [](const std::string& got, const std::string& expected) {
+    CHECK(got == expected, "expected %s, got %s", expected.c_str(), got.c_str());
   };
-  for (const Product product : {Product::rows_by_weight, Product::grad_input}) {
-    is(select_grid(product, 47 * 8 + 7, 8, 7), 1, 64);
-    is(select_grid(product, 48 * 8, 8, 7), 1, 128);
-    is(select_grid(product, 2048 * 8 - 1, 8, 7), 1, 128);
-    is(select_grid(product, 2048 * 8, 8, 7), 2, 128);
+  for (const auto& [product, name] :
+       {std::pair(Product::rows_by_weight, "rows_by_weight"), std::pair(Product::grad_input, "grad_input")}) {
+    const std::string tile = name + std::string(".128x192");
+    is(chosen(product, 47 * 8 + 7), name + std::string(".64x192"));
+    is(chosen(product, 48 * 8), tile);
+    is(chosen(product, 2048 * 8 - 1), tile);
+    is(chosen(product, 2048 * 8), tile + ".pairs");
   }
-  for (const Product product : {Product::up, Product::grad_hidden}) {
-    is(select_grid(product, 1, 8, 7), 1, 128);
-    is(select_grid(product, 2048 * 8, 8, 7), 2, 128);
-  }
-  const auto of_weight = [](int64_t M, int64_t N, const int* index_b) {
-    return select_weight_grid({nullptr, M, nullptr, 1, 0}, {nullptr, N, index_b, 1, 0}, 7);
+  is(chosen(Product::up, 1), "up.128x256");
+  is(chosen(Product::up, 2048 * 8), "up.128x256.pairs");
+  is(chosen(Product::grad_hidden, 1), "grad_hidden.128x128");
+  is(chosen(Product::grad_hidden, 2048 * 8), "grad_hidden.128x128.pairs");
+  for (const int tiles : {2, 4, 31, 33})
+    is(chosen(Product::grad_weight, 1, tiles), "grad_weight.128x256.pairs");
+  for (const int tiles : {1, 3, 29}) is(chosen(Product::grad_weight, 1, tiles), "grad_weight.128x256");
+}
+// What is switched off is not chosen; what is left serves whatever it can compute.
+void test_switches() {
+  const auto only = [](const std::string& name) {
+    uint64_t on = 0;
+    for (int i = 0; i < kNumEntries; ++i) on |= uint64_t{kEntries[i].name == name} << i;
+    entries_on = on;
   };
-  const int index = 0;
-  is(of_weight(200, 256, nullptr), 2, 128);  // A gathered: two tiles of m
-  is(of_weight(264, 512, nullptr), 1, 128);
-  is(of_weight(31 * 128, 8, nullptr), 2, 128);
-  is(of_weight(200, 256, &index), 1, 128);  // B gathered: one tile of n
-  is(of_weight(8, 512, &index), 2, 128);
+  for (const Entry& entry : kEntries) {
+    only(entry.name);
+    for (const int64_t rows : {1, 2048 * 8})
+      CHECK(chosen(entry.product, rows, 1) == entry.name, "%s was not chosen", entry.name);
+  }
+  only("up.128x256");
+  CHECK(chosen(Product::grad_input, 1) == "portable", "an entry that is off was chosen");
+  entries_on = ~0ull;
 }
 
 }  // namespace
@@ -112,7 +133,8 @@ int main(int argc, char** argv) {
       {{1}, 0, 8, 8, 5, 1, 64},
       {{5, 0, 130, 1}, 70, 72, 72, 4, 2, 64},  // pairs of them
   };
-  test_grids();
+  test_selection();
+  test_switches();
   for_every_schedule(num_seeds, [&] {
     run_case<bf16>({{0, 130, 70}, 0, 128, 128, 1}, swiglu);  // several tiles a block
     // Tails of k and of columns, two tiles of columns, two of padding.
