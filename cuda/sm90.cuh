@@ -216,6 +216,7 @@ __device__ __forceinline__ void multiply(R& ring, float (&acc)[R::kN / 2], int g
     if (k && releases) ring.release(count - 1);
   }
   ptx::wgmma_wait<0>();
+  ptx::fence_accumulators(acc);
   if (releases) ring.release(count - 1);
 }
 
@@ -260,12 +261,13 @@ template <class T, int kColumns>
 __device__ __forceinline__ void store_rows(const void* tile, T* out, int64_t stride, int rows, int columns) {
   constexpr int kPieces = kColumns / 8;
   const int lane = threadIdx.x % 32, first = threadIdx.x % 128 / 32 * 16;
+  const uint32_t staged = ptx::shared_address(tile);
 #pragma unroll 2
   for (int i = 0; i < kPieces / 2; ++i) {
     const int item = lane + i * 32, row = first + item / kPieces, piece = item % kPieces;
+    const uint4 elements = ptx::ld_shared16(staged + tile_offset<64>(row, piece));
     if (row < rows && piece * 8 < columns)
-      *reinterpret_cast<uint4*>(out + row * stride + piece * 8) =
-          *reinterpret_cast<const uint4*>(static_cast<const char*>(tile) + tile_offset<64>(row, piece));
+      *reinterpret_cast<uint4*>(out + row * stride + piece * 8) = elements;
   }
 }
 // By 128 threads.

@@ -60,6 +60,7 @@ void launch_clusters(int cluster, void (*kernel)(Params...), dim3 grid, dim3 blo
 char* dynamic_shared();
 void* static_shared(const void* tag, size_t bytes, size_t align);
 uint32_t shared_address(const void* p);
+uint4 ld_shared16(uint32_t address);
 void label_shared(const void* p, const char* label);  // a name for reports
 
 // ---- threads, warps, clusters

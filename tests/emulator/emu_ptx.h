@@ -21,6 +21,8 @@ void cp_async_wait() {
 }
 inline void cp_async_wait_all() { emu::cp_async_wait(-1); }
 
+inline uint4 ld_shared16(uint32_t p) { return emu::ld_shared16(p); }
+
 namespace detail {
 inline void mma(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2], bool f16) {
   emu::Operand operand;
@@ -101,6 +103,8 @@ template <int kPending>
 void wgmma_wait() {
   emu::wgmma_wait(kPending);
 }
+template <int kCount>
+void fence_accumulators(float (&)[kCount]) {}
 template <class T, bool kAlongM, bool kAlongN, int kRegisters>
 void wgmma(float (&d)[kRegisters], uint64_t a, uint64_t b, bool accumulate) {
   emu::wgmma(d, {2 * kRegisters, accumulate, kAlongM, kAlongN, std::is_same_v<T, __half>}, a, nullptr, b);

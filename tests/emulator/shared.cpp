@@ -31,6 +31,18 @@ uint32_t shared_address(const void* p) {
   return static_cast<uint32_t>(offset);
 }
 
+uint4 ld_shared16(uint32_t address) {
+  Inside inside;
+  maybe_preempt();
+  Location l = locate(address, 16, 16);
+  if (copy_in_flight(l.cta, l.offset, 16))
+    fail("ld.shared reads %s during an asynchronous copy", place(l.cta, l.offset).c_str());
+  note_read(self(), l.pointer(), 16);
+  uint4 v;
+  copy_bytes(&v, l.pointer(), 16);
+  return v;
+}
+
 void label_shared(const void* p, const char* label) {
   Inside inside;
   self()->cta->labels[shared_address(p)] = label;
