@@ -1,5 +1,6 @@
 // The Hopper products of the forward, F1 and F2, against plain loops in double, over activations, biases,
 // factors, tails, empty experts, padding and schedules.
+#include "../../cuda/activation.cuh"
 #include "../../cuda/select.h"
 #include "sm90_cases.h"
 
@@ -66,6 +67,19 @@ void run_case(const Case& c, const Form& form) {
   }
 }
 
+// The fast activations wherever a 16-bit number may lie, against double.
+template <CurveKind kCurve>
+void test_fast_curve() {
+  for (float x = -130; x <= 130; x += 0.125f) {
+    const auto fast = activate_fast<kCurve>(x);
+    const auto exact = activate(kCurve, static_cast<double>(x));
+    CHECK(std::abs(fast.value - exact.value) <= 1e-5 * (1 + std::abs(x)), "curve %d at %g: %g, expected %g",
+          static_cast<int>(kCurve), x, fast.value, exact.value);
+    CHECK(std::abs(fast.slope - exact.slope) <= 1e-4, "slope of curve %d at %g: %g, expected %g",
+          static_cast<int>(kCurve), x, fast.slope, exact.slope);
+  }
+}
+
 // What select.h names for a product of so many rows, or with so many tiles along the gathered operand.
 std::string chosen(Product product, int64_t num_rows, int64_t shared_tiles = 0) {
   const Entry* entry = select({.product = product,
@@ -86,16 +100,16 @@ void test_selection() {
     const std::string tile = name + std::string(".128x192");
     is(chosen(product, 47 * 8 + 7), name + std::string(".64x192"));
     is(chosen(product, 48 * 8), tile);
-    is(chosen(product, 2048 * 8 - 1), tile);
-    is(chosen(product, 2048 * 8), tile + ".pairs");
+    is(chosen(product, 256 * 8 - 1), tile);
+    is(chosen(product, 256 * 8), tile + ".pairs");
   }
   is(chosen(Product::up, 1), "up.128x256");
-  is(chosen(Product::up, 2048 * 8), "up.128x256.pairs");
+  is(chosen(Product::up, 256 * 8), "up.128x256.pairs");
   is(chosen(Product::grad_hidden, 1), "grad_hidden.128x128");
-  is(chosen(Product::grad_hidden, 2048 * 8), "grad_hidden.128x128.pairs");
-  for (const int tiles : {2, 4, 31, 33})
+  is(chosen(Product::grad_hidden, 256 * 8), "grad_hidden.128x128.pairs");
+  for (const int tiles : {2, 3, 4, 33})
     is(chosen(Product::grad_weight, 1, tiles), "grad_weight.128x256.pairs");
-  for (const int tiles : {1, 3, 29}) is(chosen(Product::grad_weight, 1, tiles), "grad_weight.128x256");
+  is(chosen(Product::grad_weight, 1, 1), "grad_weight.128x256");
 }
 // What is switched off is not chosen; what is left serves whatever it can compute.
 void test_switches() {
@@ -106,7 +120,7 @@ void test_switches() {
   };
   for (const Entry& entry : kEntries) {
     only(entry.name);
-    for (const int64_t rows : {1, 2048 * 8})
+    for (const int64_t rows : {1, 256 * 8})
       CHECK(chosen(entry.product, rows, 1) == entry.name, "%s was not chosen", entry.name);
   }
   only("up.128x256");
@@ -135,6 +149,10 @@ int main(int argc, char** argv) {
   };
   test_selection();
   test_switches();
+  test_fast_curve<CurveKind::gelu>();
+  test_fast_curve<CurveKind::gelu_tanh>();
+  test_fast_curve<CurveKind::relu>();
+  test_fast_curve<CurveKind::silu>();
   for_every_schedule(num_seeds, [&] {
     run_case<bf16>({{0, 130, 70}, 0, 128, 128, 1}, swiglu);  // several tiles a block
     // Tails of k and of columns, two tiles of columns, two of padding.
