@@ -1,0 +1,1 @@
+"""Remote experts: train through experts that other machines host."""
