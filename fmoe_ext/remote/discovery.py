@@ -65,9 +65,7 @@ class Discovery(abc.ABC):
         """The live record of each uid, None where there is none, in the order of uids."""
 
     @abc.abstractmethod
-    async def successors(
-        self, prefixes: Sequence[str], *, timeout: float = 5.0
-    ) -> dict[str, frozenset[int]]:
+    async def successors(self, prefixes: Sequence[str], *, timeout: float = 5.0) -> dict[str, frozenset[int]]:
         """For each prefix the coordinates that follow it in the uid of some live expert.
 
         With "ffn.1.7" and "ffn.1.9" alive: {"ffn": {1}, "ffn.1": {7, 9}}; an unknown prefix has the empty set.
@@ -162,7 +160,5 @@ class StaticList(Discovery):
         live = self._live()
         return [live.get(check_uid(uid)) for uid in uids]
 
-    async def successors(
-        self, prefixes: Sequence[str], *, timeout: float = 5.0
-    ) -> dict[str, frozenset[int]]:
+    async def successors(self, prefixes: Sequence[str], *, timeout: float = 5.0) -> dict[str, frozenset[int]]:
         return successors_among(list(self._live()), prefixes)

@@ -1,4 +1,4 @@
-"""One asyncio loop a process, on a thread of its own: every channel, server and timer of fmoe_ext.remote lives there."""
+"""One asyncio loop a process, on its own thread: every channel, server and timer of fmoe_ext.remote lives there."""
 
 import asyncio
 import concurrent.futures
@@ -29,7 +29,7 @@ def submit(coroutine: Coroutine[Any, Any, T]) -> "concurrent.futures.Future[T]":
 
 
 def run(coroutine: Coroutine[Any, Any, T], timeout: float | None = None) -> T:
-    """Runs a coroutine on the shared loop and waits for it, from any other thread; TimeoutError after timeout seconds."""
+    """Runs a coroutine on the shared loop and waits, from any other thread; TimeoutError after timeout seconds."""
     future = submit(coroutine)
     try:
         return future.result(timeout)
