@@ -64,7 +64,7 @@ def encode(message: Message) -> bytes:
     header: dict[str, Any] = {_METADATA: dict(message.meta)}
     parts, end = [], 0
     for name, tensor in message.tensors.items():
-        data = _bytes_of(tensor)
+        data = bytes_of(tensor)
         begin, end = end, end + len(data)
         header[name] = {
             "dtype": dtype_name(tensor.dtype),
@@ -105,7 +105,8 @@ def dtype_name(dtype: torch.dtype) -> str:
     return NAMES[dtype]
 
 
-def _bytes_of(tensor: torch.Tensor) -> Any:
+def bytes_of(tensor: torch.Tensor) -> Any:
+    """The elements of a tensor as a buffer that keeps them alive."""
     tensor = tensor.detach().to("cpu").contiguous()
     if tensor.numel() == 0:
         return b""
