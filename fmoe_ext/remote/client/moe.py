@@ -7,8 +7,7 @@ import torch
 from torch import nn
 
 from fmoe_ext import ops
-from fmoe_ext.gates import balance_loss
-from fmoe_ext.gates.base_gate import OneWorker
+from fmoe_ext.gates import OneWorker, balance_loss
 from fmoe_ext.remote import loop
 from fmoe_ext.remote.beam_search import Found, beam_search
 from fmoe_ext.remote.client.batch import MARGIN, Batch, Call

@@ -1,6 +1,7 @@
 """EtcdClient: keys, transactions, leases and watches. Field numbers are those of etcd's rpc.proto (API v3)."""
 
 import asyncio
+import math
 import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
@@ -121,7 +122,9 @@ class EtcdClient:
 
     async def grant(self, ttl: float, timeout: float = 5.0) -> int:
         """A new lease: keys under it vanish unless it is kept alive within ttl seconds (whole ones, at least 1)."""
-        reply = await self._call("/etcdserverpb.Lease/LeaseGrant", build({1: max(1, round(ttl))}), timeout)
+        reply = await self._call(
+            "/etcdserverpb.Lease/LeaseGrant", build({1: max(1, math.ceil(ttl))}), timeout
+        )
         return reply.number(2)
 
     async def keep_alive(self, lease: int, timeout: float = 5.0) -> bool:

@@ -91,7 +91,10 @@ def commit_at_once(update: Update, finish: Finish, fail: Callable[[Exception], N
 
 
 class ExpertHost:
-    """commit(update, finish, fail) is called after every update; finish() answers those who sent it."""
+    """commit(update, finish, fail) is called after every update; finish() answers those who sent it.
+
+    may_step(uid) is called before one, and raises to refuse it.
+    """
 
     def __init__(
         self,
@@ -106,6 +109,7 @@ class ExpertHost:
         self.training.make_optimizer([torch.zeros(1)])  # refuses an unknown one now
         self.experts: dict[str, Hosted] = {}
         self.commit = commit_at_once
+        self.may_step: Callable[[str], None] = lambda uid: None
         self._stack = make_stack(expert_class, hidden_dim, torch.device(device))
         self._num_places = 0
         self._free: list[int] = []
@@ -210,6 +214,11 @@ class ExpertHost:
         expert = self.experts.get(job.uid)
         if expert is None:
             job.done(ExpertMissing(f"this server does not host {job.uid}"))
+            return True
+        try:
+            self.may_step(job.uid)
+        except Exception as error:
+            job.done(error)
             return True
         if job.request_id and job.request_id in expert.applied:
             job.done(self._answer_again(expert, job))
