@@ -29,6 +29,7 @@ LEVELS = {
     "distributed": 5,
     "testing": 5,
     "integrations": 6,
+    "remote": 6,
     "": 7,  # fmoe_ext itself, which exports fmoefy
     "megatron": 6,
     "compat": 7,

@@ -8,6 +8,7 @@ try:
 except ImportError as error:
     raise ImportError(f"fmoe_ext.remote needs grpcio: pip install fmoe_ext[remote] ({error})") from error
 
+from fmoe_ext.remote.client.audit import Auditor, Finding
 from fmoe_ext.remote.client.client import Client, Settings
 from fmoe_ext.remote.client.expert import RemoteExpert
 from fmoe_ext.remote.client.experts import LiveGate, RemoteExperts
@@ -30,6 +31,7 @@ from fmoe_ext.remote.server.host import Training
 from fmoe_ext.remote.server.server import DeclaredExperts, Options, Server
 
 __all__ = [
+    "Auditor",
     "Busy",
     "CallTimeout",
     "Cheated",
@@ -41,6 +43,7 @@ __all__ = [
     "DiscoveryError",
     "ExpertGone",
     "ExpertRecord",
+    "Finding",
     "LiveGate",
     "NoLeader",
     "Options",

@@ -93,8 +93,7 @@ class ErrorFeedback:
 
     def _with_owed(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         owed = self._owed.get(name)
-        fits = owed is not None and tensor.dim() > 1 and owed.shape[0] == tensor.shape[-1] and tensor.numel()
-        if not fits:
+        if owed is None or tensor.dim() < 2 or owed.shape[0] != tensor.shape[-1] or not tensor.numel():
             return tensor
         num_rows = tensor.numel() // tensor.shape[-1]
         return tensor + (owed / num_rows).to(tensor.dtype)

@@ -3,7 +3,8 @@
 import secrets
 
 SERVICE = "fmoe.Experts"
-INFO, FORWARD, BACKWARD, STATE = (f"/{SERVICE}/{name}" for name in ("Info", "Forward", "Backward", "State"))
+INFO, FORWARD = f"/{SERVICE}/Info", f"/{SERVICE}/Forward"
+BACKWARD, STATE = f"/{SERVICE}/Backward", f"/{SERVICE}/State"
 # Keys of a message's metadata.
 UID, REQUEST_ID, VERSION, COMPRESSION, LOSS = "uid", "id", "version", "compression", "loss"
 SCHEMA, CLASS, HIDDEN_DIM, SEED = "schema", "class", "hidden_dim", "seed"

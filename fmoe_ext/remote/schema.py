@@ -35,7 +35,7 @@ class Schema:
         """The schema in a server's answer; SchemaError if it is none."""
         try:
             inputs, output = json.loads(text)
-            rows = [(DTYPES[name] and name, tuple(map(int, shape))) for name, shape in [*inputs, output]]
+            rows = [(NAMES[DTYPES[name]], tuple(map(int, shape))) for name, shape in [*inputs, output]]
         except (ValueError, KeyError, TypeError, RecursionError):
             raise SchemaError(f"the server's schema cannot be read: {text[:200]!r}") from None
         return cls(tuple(rows[:-1]), rows[-1])

@@ -111,7 +111,7 @@ def bytes_of(tensor: torch.Tensor) -> Any:
     if tensor.numel() == 0:
         return b""
     view = (ctypes.c_char * (tensor.numel() * tensor.element_size())).from_address(tensor.data_ptr())
-    view.owner = tensor  # the memory lives as long as the view
+    view.owner = tensor  # type: ignore[attr-defined]  # the memory lives as long as the view
     return view
 
 

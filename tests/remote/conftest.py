@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from fmoe_ext.remote import loop
+from fmoe_ext.remote import DeclaredExperts, Directory, Options, Server, StaticList, loop
 from fmoe_ext.remote.discovery import DiscoveryError
 from fmoe_ext.remote.etcd.client import EtcdClient
 
@@ -72,3 +72,21 @@ def etcd(etcd_endpoint):
 
     loop.run(empty(), 10)
     return etcd_endpoint
+
+
+@pytest.fixture
+def serve():
+    """serve(**options of the server, settings=, credentials=) -> (Server, Directory that finds its experts)."""
+    stop = []
+
+    def start(settings=None, credentials=None, discovery=None, **options):
+        discovery = discovery or StaticList()
+        given = {"hidden_dim": 16, "expert_uids": ("expert.0", "expert.1")}
+        server = Server(Options(**{**given, **options}), DeclaredExperts(discovery)).start()
+        directory = Directory(discovery, settings, credentials)
+        stop.extend((directory.shutdown, server.stop))
+        return server, directory
+
+    yield start
+    for end in stop:
+        end()

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
+from fmoe_ext.gates import BaseGate
 from fmoe_ext.remote.client.batch import Batch, Call
 from fmoe_ext.remote.client.client import Client
 from fmoe_ext.remote.client.expert import RemoteExpert
@@ -26,7 +27,8 @@ class RemoteExperts(nn.Module):
         self.last_failed: dict[str, str] = {}  # uid: why, in the last forward
 
     def forward(self, rows: torch.Tensor, tokens_per_expert: torch.Tensor) -> torch.Tensor:
-        parts = list(rows.split(torch.as_tensor(tokens_per_expert).tolist()))
+        counts = torch.as_tensor(tokens_per_expert).tolist()
+        parts = rows[: sum(counts)].split(counts)  # rows of dropped choices lie behind
         calls = {
             n: Call(expert.handle, (parts[n],))
             for n, expert in enumerate(self.members)
@@ -65,7 +67,7 @@ class LiveGate(nn.Module):
     With FMoE(renormalize=True) the token's other experts take over their weight.
     """
 
-    def __init__(self, gate: nn.Module, experts: RemoteExperts):
+    def __init__(self, gate: BaseGate, experts: RemoteExperts):
         super().__init__()
         self.gate = gate
         self._experts = (experts,)  # not a submodule: the layer has them already
@@ -77,8 +79,9 @@ class LiveGate(nn.Module):
         return topk_idx.masked_fill(dropped, -1), topk_weights
 
     def get_loss(self, clear: bool = True) -> torch.Tensor | None:
-        return self.gate.get_loss(clear)
+        loss: torch.Tensor | None = self.gate.get_loss(clear)
+        return loss
 
     @property
     def has_loss(self) -> bool:
-        return self.gate.has_loss
+        return bool(self.gate.has_loss)

@@ -103,7 +103,7 @@ class RemoteMixtureOfExperts(nn.Module):
 
     def _call(
         self, found: Found, rows: torch.Tensor, counts: list[int], shape: torch.Size
-    ) -> tuple[list[torch.Tensor | None], Batch]:
+    ) -> tuple[list[torch.Tensor | None], "_KMinBatch"]:
         parts = rows[: sum(counts)].split(counts)
         calls = []
         for record, part in zip(found.records, parts, strict=False):

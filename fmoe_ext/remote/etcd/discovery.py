@@ -64,7 +64,8 @@ class EtcdDiscovery(Discovery):
         return records
 
     async def successors(self, prefixes: Sequence[str], *, timeout: float = 5.0) -> dict[str, frozenset[int]]:
-        deadline, uids = time.monotonic() + timeout, set()
+        uids: set[str] = set()
+        deadline = time.monotonic() + timeout
         for first in range(0, len(prefixes), MAX_OPERATIONS):
             some = [check_prefix(prefix) for prefix in prefixes[first : first + MAX_OPERATIONS]]
             reads = [etcd.read(f"{EXPERTS}{prefix}.", is_prefix=True, keys_only=True) for prefix in some]

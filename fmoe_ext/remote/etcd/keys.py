@@ -3,6 +3,7 @@
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from fmoe_ext.remote.discovery import check_uid
 
@@ -90,7 +91,7 @@ def load_server(value: bytes) -> ServerEntry | None:
         return None
 
 
-def _load(value: bytes) -> dict[str, object]:
+def _load(value: bytes) -> dict[str, Any]:
     try:
         entries = json.loads(value)
     except ValueError:

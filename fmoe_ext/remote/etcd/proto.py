@@ -2,8 +2,9 @@
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from typing import TypeAlias
 
-Value = int | bytes | str | Sequence["int | bytes | str"]
+Value: TypeAlias = "int | bytes | str | Sequence[int | bytes | str]"
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 
 

@@ -3,7 +3,6 @@
 import asyncio
 import logging
 import time
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from fmoe_ext.remote.errors import RemoteError
@@ -12,7 +11,7 @@ from fmoe_ext.remote.replication import messages
 from fmoe_ext.remote.replication.messages import Entry, entry_message
 from fmoe_ext.remote.replication.replica import Replica, Role
 from fmoe_ext.remote.replication.sender import Sender
-from fmoe_ext.remote.server.host import Finish, Update
+from fmoe_ext.remote.server.host import Commit, Fail, Finish, Update
 from fmoe_ext.remote.server.service import NotLeader
 from fmoe_ext.remote.server.state import digest
 from fmoe_ext.remote.wire import Message, encode
@@ -26,7 +25,6 @@ HAND_OVER_SECONDS = 5.0
 LEARN_SECONDS = 60.0  # for a copy
 HOST_AGAIN = 3.0  # seconds until another server is asked to be a replica
 NOTE_EVERY = 5.0  # seconds between notes of the version in the registry
-Fail = Callable[[Exception], None]
 
 
 class Leading:
@@ -38,7 +36,7 @@ class Leading:
 
     # ---------------------------------------------------------------- updates
 
-    def commit_from_thread(self, loop: asyncio.AbstractEventLoop) -> Callable[[Update, Finish, Fail], None]:
+    def commit_from_thread(self, loop: asyncio.AbstractEventLoop) -> Commit:
         """commit() of an ExpertHost: called where experts compute, continues on the loop."""
 
         def commit(update: Update, finish: Finish, fail: Fail) -> None:

@@ -8,7 +8,8 @@ from fmoe_ext.remote.server.host import Request, Update
 from fmoe_ext.remote.wire import Message, WireError
 
 SERVICE = "fmoe.Replicas"
-APPEND, JOIN, READY, HOST = (f"/{SERVICE}/{name}" for name in ("Append", "Join", "Ready", "Host"))
+APPEND, JOIN = f"/{SERVICE}/Append", f"/{SERVICE}/Join"
+READY, HOST = f"/{SERVICE}/Ready", f"/{SERVICE}/Host"
 _ID_BYTES = 16
 
 
@@ -66,7 +67,8 @@ def number(message: Message, key: str) -> int:
 
 
 def _request(message: Message, n: int, name: str) -> Request:
-    inputs, grad = [], message.tensors.get(f"{n}/grad")
+    inputs: list[torch.Tensor] = []
+    grad = message.tensors.get(f"{n}/grad")
     while (x := message.tensors.get(f"{n}/{len(inputs)}")) is not None:
         inputs.append(x)
     if grad is None or not inputs:

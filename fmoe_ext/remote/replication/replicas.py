@@ -269,7 +269,7 @@ class ReplicatedExperts:
                     f"the weights of {entry.uid} differ from the leader's at version {entry.version}"
                 )
 
-        def check(future: "asyncio.Future[None]") -> None:
+        def check(future: "asyncio.Future[object]") -> None:
             if not future.cancelled() and (error := future.exception()) is not None:
                 log.error("%s takes a new copy: %s", entry.uid, error)
                 self.server.metrics.add("divergences_total")

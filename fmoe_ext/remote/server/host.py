@@ -3,6 +3,7 @@
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 import torch
 
@@ -82,10 +83,12 @@ class Answer:
     version: int
 
 
-Finish = Callable[[], None]
+Finish: TypeAlias = "Callable[[], None]"
+Fail: TypeAlias = "Callable[[Exception], None]"
+Commit: TypeAlias = "Callable[[Update, Finish, Fail], None]"
 
 
-def commit_at_once(update: Update, finish: Finish, fail: Callable[[Exception], None]) -> None:
+def commit_at_once(update: Update, finish: Finish, fail: Fail) -> None:
     """Nobody else has to know of an update before its senders do."""
     finish()
 
@@ -108,7 +111,7 @@ class ExpertHost:
         self.training = training or Training()
         self.training.make_optimizer([torch.zeros(1)])  # refuses an unknown one now
         self.experts: dict[str, Hosted] = {}
-        self.commit = commit_at_once
+        self.commit: Commit = commit_at_once
         self.may_step: Callable[[str], None] = lambda uid: None
         self._stack = make_stack(expert_class, hidden_dim, torch.device(device))
         self._num_places = 0

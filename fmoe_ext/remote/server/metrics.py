@@ -3,10 +3,11 @@
 import bisect
 from collections import defaultdict
 from collections.abc import Callable, Mapping
+from typing import TypeAlias
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 PREFIX = "fmoe_remote_"
-Labels = tuple[tuple[str, str], ...]
+Labels: TypeAlias = "tuple[tuple[str, str], ...]"
 
 
 class Metrics:

@@ -24,7 +24,7 @@ from fmoe_ext.remote.server.pages import Pages
 from fmoe_ext.remote.server.service import ExpertService
 from fmoe_ext.remote.server.state import read_state, write_state
 from fmoe_ext.remote.server.uids import Pattern, claim_free_uids
-from fmoe_ext.remote.wire import Limits
+from fmoe_ext.remote.wire import Limits, Message
 
 log = logging.getLogger("fmoe_ext.remote")
 DRAIN_SECONDS = 5.0  # that calls under way have when the server stops
@@ -113,6 +113,7 @@ class Server:
             await self._grpc.start()
             if self.options.http_on is not None:
                 await self.pages.start(self.options.http_on)
+                log.info("Status page at http://%s/", announced(self.options.http_on, self.pages.port))
         except BaseException:
             await self._stop(save=False)
             raise
@@ -166,6 +167,13 @@ class Server:
         await asyncio.wrap_future(self.compute.call(add))
         self._saved |= {state.meta["uid"]: int(state.meta["version"]) for state in states}
 
+    async def read_state(self, uid: str) -> Message:
+        """A copy of an expert's state, taken between two batches."""
+        return await asyncio.wrap_future(self.compute.call(lambda: read_state(self.host, uid)))
+
+    async def remove_expert(self, uid: str) -> None:
+        await asyncio.wrap_future(self.compute.call(lambda: self.host.remove(uid)))
+
     async def save(self) -> None:
         """Writes every expert that has changed since it was written."""
         if self.checkpoints is None:
@@ -173,7 +181,7 @@ class Server:
         for uid, expert in list(self.host.experts.items()):
             if self._saved.get(uid) == expert.version:
                 continue
-            state = await asyncio.wrap_future(self.compute.call(lambda uid=uid: read_state(self.host, uid)))
+            state = await self.read_state(uid)
             await asyncio.to_thread(self.checkpoints.save, state)
             self._saved[uid] = int(state.meta["version"])
 
@@ -249,7 +257,7 @@ class DeclaredExperts:
             for uid in set(uids) - mine:
                 log.warning("%s now belongs to another server, it is hosted here no more", uid)
                 server.metrics.add("experts_lost_total")
-                await asyncio.wrap_future(server.compute.call(lambda uid=uid: server.host.remove(uid)))
+                await server.remove_expert(uid)
 
     async def stop(self) -> None:
         if self._task is not None:

@@ -2,14 +2,14 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import torch
 from torch import nn
 
 from fmoe_ext.remote.expert_classes import ExpertClass, StackedFfn
 
-Tensors = tuple[torch.Tensor, ...]
+Tensors: TypeAlias = "tuple[torch.Tensor, ...]"
 
 
 @dataclass(frozen=True)
@@ -125,8 +125,8 @@ class ModuleStack:
         inputs = [x.requires_grad_() if x.is_floating_point() else x for x in self._to_device(part.inputs)]
         trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
         leaves = [x for x in inputs if x.requires_grad] + list(trained.values())
-        grads = torch.autograd.grad(module(*inputs), leaves, part.grad, allow_unused=True)
-        grads = [torch.zeros_like(x) if g is None else g for x, g in zip(leaves, grads, strict=True)]
+        given = torch.autograd.grad(module(*inputs), leaves, part.grad, allow_unused=True)
+        grads = [torch.zeros_like(x) if g is None else g for x, g in zip(leaves, given, strict=True)]
         queue = iter(grads)
         d_inputs = tuple(next(queue) if x.requires_grad else None for x in inputs)
         return Gradients(d_inputs, dict(zip(trained, queue, strict=True)))

@@ -3,9 +3,9 @@
 import itertools
 import random
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
-from fmoe_ext.remote.discovery import MAX_COORDINATE, Discovery, check_uid
+from fmoe_ext.remote.discovery import MAX_COORDINATE, Discovery, check_uid, coordinates
 
 _RANGE = re.compile(r"\[(\d{1,10}):(\d{1,10})\]")
 MAX_TRIED = 1024  # candidates looked up at a time
@@ -75,5 +75,5 @@ async def claim_free_uids(
     return sorted(mine, key=_by_place)
 
 
-def _by_place(uid: str) -> Sequence[object]:
-    return [int(part) if part.isdecimal() else -1 for part in uid.split(".")]
+def _by_place(uid: str) -> tuple[int, ...]:
+    return coordinates(uid)
