@@ -7,7 +7,7 @@ INFO, FORWARD = f"/{SERVICE}/Info", f"/{SERVICE}/Forward"
 BACKWARD, STATE = f"/{SERVICE}/Backward", f"/{SERVICE}/State"
 # Keys of a message's metadata.
 UID, REQUEST_ID, VERSION, COMPRESSION, LOSS = "uid", "id", "version", "compression", "loss"
-SCHEMA, CLASS, HIDDEN_DIM, SEED = "schema", "class", "hidden_dim", "seed"
+SCHEMA, CLASS, HIDDEN_DIM, REQUESTS = "schema", "class", "hidden_dim", "requests"
 GRAD = "grad"  # name of the tensor; inputs are called "0", "1", ...
 ID_LENGTH = 32  # hexadecimal digits
 NOT_LEADER = (

@@ -72,6 +72,7 @@ class Hosted:
     optimizer: torch.optim.Optimizer | None
     version: int = 0
     applied: "OrderedDict[str, int]" = field(default_factory=OrderedDict)  # request id -> version
+    num_requests: int = 0  # gradients applied since the expert began, each counted once
     num_rows: int = 0
     num_refused: int = 0  # updates that were not finite
     grad_norm: float = 0.0
@@ -272,6 +273,7 @@ class ExpertHost:
         answers = []
         for request, tensors in zip(update.requests, split, strict=True):
             answers.append(Answer(tensors, expert.version))
+            expert.num_requests += 1
             if request.request_id:
                 expert.applied[request.request_id] = expert.version
                 self._replies.put(expert.uid, request.request_id, tensors)

@@ -105,6 +105,7 @@ class ExpertService:
             protocol.CLASS: host.expert_class.name,
             protocol.HIDDEN_DIM: str(host.hidden_dim),
             protocol.VERSION: str(expert.version),
+            protocol.REQUESTS: str(expert.num_requests),
         }
         return encode(Message({}, meta))
 

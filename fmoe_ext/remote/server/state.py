@@ -27,6 +27,7 @@ def read_state(host: ExpertHost, uid: str) -> Message:
     meta = {
         "uid": uid,
         "version": str(expert.version),
+        "requests": str(expert.num_requests),
         "class": host.expert_class.name,
         "hidden_dim": str(host.hidden_dim),
         "optimizer": host.training.optimizer,
@@ -36,7 +37,8 @@ def read_state(host: ExpertHost, uid: str) -> Message:
 
 def write_state(host: ExpertHost, message: Message) -> None:
     """Makes an expert what read_state() saw, hosting it first if need be; WireError if it is of another kind."""
-    uid, version = message.meta.get("uid", ""), message.meta.get("version", "")
+    uid, version = message.meta.get("uid", ""), _number(message, "version")
+    requests = _number(message, "requests")
     for key, ours in (
         ("class", host.expert_class.name),
         ("hidden_dim", str(host.hidden_dim)),
@@ -46,14 +48,19 @@ def write_state(host: ExpertHost, message: Message) -> None:
             raise WireError(
                 f"the state of {uid} has {key}={message.meta.get(key)}, but this server has {ours}"
             )
-    if not version.isdecimal() or len(version) > 18:
-        raise WireError(f"the state of {uid} has no version: {version[:50]!r}")
     host.add([uid])
     expert = host.find(uid)
     _copy_all(_named(message, "weight/"), host.parameters(uid), uid)
     _load_optimizer(expert, _named(message, "optimizer/"))
     expert.applied = _read_ids(message)
-    expert.version = int(version)
+    expert.version, expert.num_requests = version, requests
+
+
+def _number(message: Message, key: str) -> int:
+    text = message.meta.get(key, "")
+    if not (text.isascii() and text.isdecimal() and len(text) <= 18):
+        raise WireError(f"{key} of a state must be a number, but is {text[:50]!r}")
+    return int(text)
 
 
 def digest(host: ExpertHost, uid: str) -> str:
