@@ -169,6 +169,7 @@ class Client:
                 f"{endpoint} returned gradients for {handle.uid} of other shapes than its inputs"
             )
         handle.version = max(handle.version, outcome.version)
+        self.counts["gradients applied"] += 1
         return outcome
 
     async def state(self, handle: Handle, endpoint: str, timeout: float) -> Message:
