@@ -24,7 +24,8 @@ class RemoteMixtureOfExperts(nn.Module):
     in_features: last dimension of the input; grid_size: one size for each coordinate of the uids; dht: a Directory
     (such as DHT) or any Discovery; uid_prefix: what comes before the coordinates. k_min: experts that must answer a
     sample, fewer raise ExpertGone (allow_zero_outputs=True: zeros then); backward_k_min: those whose gradients must
-    arrive; patience: seconds to wait for one that is being taken over by another server. Experts that fail in forward have no weight, in backward no gradient: training goes on without them.
+    arrive; patience: seconds to wait for one that another server is taking over. Experts that fail in forward have no
+    weight, in backward no gradient: training goes on without them.
     forward_timeout covers the search too. Learning-at-home (Ryabinin and Gusev 2020); hivemind's class of that name.
     """
 
