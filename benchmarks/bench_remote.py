@@ -69,7 +69,6 @@ class Ours:
         if kind != "clients":
             return timed(module, rows, with_backward, calls)
         with ThreadPoolExecutor(CLIENTS) as pool:
-            begin = time.perf_counter()
             jobs = [
                 pool.submit(timed, self.experts[n % NUM_EXPERTS], rows, with_backward, calls)
                 for n in range(CLIENTS)
