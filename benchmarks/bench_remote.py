@@ -29,10 +29,10 @@ CASES = {
     "forward + backward 1": ("expert", 1, True),
     "forward 256": ("expert", 256, False),
     "forward + backward 256": ("expert", 256, True),
-    "mixture forward": ("mixture", MOE_BATCH, False),
-    "mixture forward + backward": ("mixture", MOE_BATCH, True),
     "8 clients forward": ("clients", 64, False),
     "8 clients forward + backward": ("clients", 64, True),
+    "mixture forward": ("mixture", MOE_BATCH, False),
+    "mixture forward + backward": ("mixture", MOE_BATCH, True),
 }
 
 
@@ -43,7 +43,7 @@ class Ours:
         self.log = tempfile.NamedTemporaryFile("w+")
         command = (
             *(sys.executable, "-m", "fmoe_ext.remote.server.main", "--no_dht", "--listen_on", "127.0.0.1:0"),
-            *("--hidden_dim", str(WIDTH), "--expert_uids", *UIDS),
+            *("--hidden_dim", str(WIDTH), "--expert_uids", *UIDS, "--lr", "1e-5"),
         )
         self.process = subprocess.Popen(command, stdout=self.log, stderr=self.log)
         while not (found := re.search(r"Server started at (\S+)", Path(self.log.name).read_text())):
