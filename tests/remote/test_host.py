@@ -5,6 +5,7 @@ import torch
 
 from fmoe_ext.remote import Training
 from fmoe_ext.remote.expert_classes import find_expert_class
+from fmoe_ext.remote.schema import is_finite
 from fmoe_ext.remote.server.fair_queue import DeadlinePassed, FairQueue, Job, QueueFull
 from fmoe_ext.remote.server.host import Answer, ExpertHost
 from fmoe_ext.remote.server.state import digest, read_state, write_state
@@ -142,3 +143,14 @@ def test_tasks_go_first_and_the_end_is_seen():
     assert queue.take() is None
     with pytest.raises(QueueFull):
         queued(queue, "a", 1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
+def test_is_finite(dtype):
+    x = torch.full((3, 4), torch.finfo(dtype).max, dtype=dtype)
+    assert is_finite(x)  # though its sum is not
+    assert is_finite(-x)
+    assert is_finite(torch.arange(3))
+    for bad in (float("nan"), float("inf"), -float("inf")):
+        x[1, 2] = bad
+        assert not is_finite(x)
