@@ -20,6 +20,7 @@ from fmoe_ext.gates import (
 from fmoe_ext.integrations.fmoefy import fmoefy
 from fmoe_ext.layers import FMoE
 from fmoe_ext.linear import FMoELinear
+from fmoe_ext.tokens import packed_sequences, valid_tokens
 from fmoe_ext.transformer import FMoETransformerMLP
 
 __version__ = "0.1.0"
@@ -45,4 +46,6 @@ __all__ = [
     "fmoefy",
     "gates",
     "ops",
+    "packed_sequences",
+    "valid_tokens",
 ]

@@ -15,8 +15,10 @@ from fmoe_ext.ep.expert_parallel import ExpertParallel
 from fmoe_ext.ep.ranks import GroupRanks, SliceGroup
 from fmoe_ext.ep.wrappers import check_wrappers
 from fmoe_ext.expert_kinds import ExpertKind, OwnExpertFn, Separate, SeparateExperts, kind_of
-from fmoe_ext.gates import NaiveGate, OneRank
+from fmoe_ext.gates import BaseGate, NaiveGate, OneRank
+from fmoe_ext.recompute import Forward, Forwards, Repeat, is_repeated
 from fmoe_ext.routing import ExpertInput, Nest, leaves_of, map_structure
+from fmoe_ext.tokens import Batch, batch_is, current_batch, with_valid
 
 
 def mark_module_parallel_comm(module, comm):
@@ -105,6 +107,7 @@ class FMoE(nn.Module):
         self.experts_fused = expert is None
         self.experts = None if expert is None else self._make_experts(expert)
         self._expert_dp_comm = None
+        self._forwards = Forwards()
         self.register_buffer("expert_placement", None)  # [E] once experts have moved
         self.register_load_state_dict_pre_hook(_drop_wrapper_prefix)
         self.register_load_state_dict_pre_hook(_take_placement)
@@ -149,24 +152,49 @@ class FMoE(nn.Module):
         makers = expert if isinstance(expert, (list, tuple)) else [expert] * self.num_expert
         return SeparateExperts(maker(self.d_model) for maker in makers)
 
-    def forward(self, moe_inp):
+    def forward(self, moe_inp: Nest, valid: torch.Tensor | None = None) -> Nest:
         """Sends every token through its experts.
 
         moe_inp: tensor [T, d_model], or [T, *] or a nest (list, tuple, dict) of such tensors if gate and
         experts take them -> what the experts return for one row, [T, *], summed with topk_weights over the K
         choices.
+        valid: T entries, bool or 0 / 1: the others are padding. They are taken out before the gate, so that they
+        reach no expert, loss, capacity or counter, and their output is zero; everything else is as without them, to the
+        bit. fmoe_ext.valid_tokens() says the same to all layers of a model.
         Raises ValueError for inputs, masks or choices whose number of tokens differs.
         Equivalent to: out[t] = sum_k topk_weights[t, k] * expert[topk_idx[t, k]](moe_inp[t]).
         """
         check_wrappers(self)
-        if self._slices is None:
-            return self._forward(moe_inp, self.mask)
-        mask = None if self.mask is None else self._slices.cut(self.mask.flatten())
-        return self._slices.join(self._forward(self._slices.cut(moe_inp), mask))
+        num_tokens = _count_tokens(moe_inp)
+        if torch.compiler.is_compiling():
+            batch = Batch() if valid is None else with_valid(Batch(), valid)
+            batch.check(num_tokens)
+            return self._forward_real(moe_inp, batch, None)
+        repeated = self._forwards.find(moe_inp) if is_repeated() else None
+        if repeated is not None:
+            with batch_is(repeated.batch):
+                return self._forward_real(moe_inp, repeated.batch, repeated)
+        batch = current_batch() if valid is None else with_valid(current_batch(), valid)
+        batch.check(num_tokens)
+        forward = self._forwards.begin(moe_inp, batch)
+        with batch_is(batch):
+            out = self._forward_real(moe_inp, batch, forward)
+        if self.training:
+            self._forwards.keep(forward, out)
+        return out
 
-    def _forward(self, moe_inp: Nest, mask: torch.Tensor | None) -> Nest:
+    def _forward_real(self, moe_inp: Nest, batch: Batch, this: Forward | None) -> Nest:
+        """The layer on the tokens that are not padding; every rank of a slice group on a part of them."""
+        moe_inp = batch.take(moe_inp)
+        mask = None if self.mask is None else batch.take(self.mask.flatten())
+        if self._slices is None:
+            return batch.put_back(self._forward(moe_inp, mask, this))
+        mask = None if mask is None else self._slices.cut(mask)
+        return batch.put_back(self._slices.join(self._forward(self._slices.cut(moe_inp), mask, this)))
+
+    def _forward(self, moe_inp: Nest, mask: torch.Tensor | None, this: Forward | None = None) -> Nest:
         # 1. The gate chooses experts for every token; a masked token gets none.
-        topk_idx, topk_weights = self._choose(moe_inp, mask)
+        topk_idx, topk_weights = self._choose(moe_inp, mask, this)
         # 2. Tokens go to the ranks of their experts, some experts' tokens at a time.
         experts = self._experts_of_step()
         dispatched = dispatch(moe_inp, topk_idx, topk_weights, self.num_experts, self.expert_parallel)
@@ -223,10 +251,12 @@ class FMoE(nn.Module):
         if self._expert_dp_comm is not None:  # copies of parameters lose their attributes
             self.mark_parallel_comm(self._expert_dp_comm)
 
-    def _choose(self, moe_inp: Nest, mask: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    def _choose(
+        self, moe_inp: Nest, mask: torch.Tensor | None, this: Forward | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """topk_idx, topk_weights [T, K], checked, renormalized and masked."""
         num_tokens = _count_tokens(moe_inp)
-        topk_idx, topk_weights = self.gate(moe_inp)
+        topk_idx, topk_weights = self._call_gate(moe_inp, this)
         if self.gate_hook is not None:
             self.gate_hook(topk_idx, topk_weights, None)
         if topk_idx.dim() != 2:
@@ -242,6 +272,22 @@ class FMoE(nn.Module):
         if mask is not None and self.mask_dict is not None:
             topk_idx = _drop_masked(topk_idx, mask)
         return topk_idx, topk_weights
+
+    def _call_gate(self, moe_inp: Nest, this: Forward | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """The gate's choices; those of this, if this has been before. A gate that is no BaseGate chooses anew."""
+        gate = self.gate
+        if this is None or not isinstance(gate, BaseGate):
+            return gate(moe_inp)
+        if this.kept is None:
+            topk_idx, topk_weights = gate(moe_inp)
+            this.choose(gate.take_selected(), topk_idx, gate.tape is None, self.num_experts)
+            return topk_idx, topk_weights
+        tape, gate.tape = gate.tape, Repeat(this.selected.long(), this.is_fused)
+        try:
+            _, topk_weights = gate(moe_inp)
+        finally:
+            gate.tape = tape
+        return this.kept.long(), topk_weights
 
     def _fill_masked(self, out: Nest, topk_weights: torch.Tensor, mask: torch.Tensor | None) -> Nest:
         if mask is None or self.mask_dict is None:

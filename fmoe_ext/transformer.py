@@ -1,5 +1,7 @@
 """FMoETransformerMLP: a Mixture-of-Experts layer in the place of a transformer's MLP."""
 
+import torch
+
 from fmoe_ext.experts import FusedExperts
 from fmoe_ext.layers import FMoE
 
@@ -39,8 +41,11 @@ class FMoETransformerMLP(FMoE):
         )
         self.mark_parallel_comm(expert_dp_comm)
 
-    def forward(self, inp):
-        """inp [..., d_model] -> [..., d_model], without residual; ValueError for another last dimension."""
+    def forward(self, inp: torch.Tensor, valid: torch.Tensor | None = None) -> torch.Tensor:
+        """inp [..., d_model] -> [..., d_model], without residual; ValueError for another last dimension.
+
+        valid [...]: the tokens that are not padding (FMoE.forward).
+        """
         if inp.dim() == 0 or inp.shape[-1] != self.d_model:
             raise ValueError(f"inp must have shape [..., d_model={self.d_model}], but got {list(inp.shape)}")
-        return super().forward(inp.reshape(-1, self.d_model)).reshape(inp.shape)
+        return super().forward(inp.reshape(-1, self.d_model), valid).reshape(inp.shape)
