@@ -2,9 +2,11 @@
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from fmoe_ext import ops
 
@@ -20,6 +22,16 @@ def cumulative_ends(
     if counts.shape != (num_experts,):
         raise ValueError(f"fwd_expert_count must have shape [{num_experts}], but got {list(counts.shape)}")
     return counts.to(device).cumsum(0, dtype=torch.int32)
+
+
+def check_plain(weight: torch.Tensor) -> None:
+    """TypeError for a weight that is a tensor subclass (quantized, distributed): operators read plain memory."""
+    if hasattr(weight, "__tensor_flatten__"):
+        raise TypeError(
+            f"an expert's weight is a {type(weight).__name__}, and experts compute with plain tensors: leave "
+            "FMoELinear out of the quantization (quantize_(model, config, filter_fn=...)) or of the sharding, or put "
+            "weight.dequantize() or weight.full_tensor() in its place"
+        )
 
 
 def cast_to_weight(inp: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -75,6 +87,7 @@ class FMoELinear(nn.Module):
         self.gradient_accumulation_fusion = gradient_accumulation_fusion
         self.weight = nn.Parameter(torch.empty(num_expert, out_feat, in_feat))
         self.bias = nn.Parameter(torch.empty(num_expert, out_feat)) if bias else None
+        self._hook_handles: list[RemovableHandle] = []
         self.reset_parameters()
 
     @torch.no_grad()
@@ -88,6 +101,30 @@ class FMoELinear(nn.Module):
         else:  # a shard of FSDP, or a fake tensor: these draw as a whole
             for param in params:
                 param.uniform_(-bound, bound)
+
+    def register_forward_pre_hook(self, *args: Any, **kwargs: Any) -> RemovableHandle:
+        return self._note(super().register_forward_pre_hook(*args, **kwargs))
+
+    def register_forward_hook(self, *args: Any, **kwargs: Any) -> RemovableHandle:
+        return self._note(super().register_forward_hook(*args, **kwargs))
+
+    def register_full_backward_pre_hook(self, *args: Any, **kwargs: Any) -> RemovableHandle:
+        return self._note(super().register_full_backward_pre_hook(*args, **kwargs))
+
+    def register_full_backward_hook(self, *args: Any, **kwargs: Any) -> RemovableHandle:
+        return self._note(super().register_full_backward_hook(*args, **kwargs))
+
+    def _note(self, handle: RemovableHandle) -> RemovableHandle:
+        self._hook_handles = [*filter(_is_active, self._hook_handles), handle]
+        return handle
+
+    @property
+    def must_be_called(self) -> bool:
+        """Whether something waits for this module's call: a hook, or a forward put in the place of its own.
+
+        Otherwise whoever has the module may compute with its weight and bias directly, as FusedExperts does.
+        """
+        return "forward" in self.__dict__ or any(map(_is_active, self._hook_handles))
 
     @property
     def main_grad(self) -> ops.MainGrad | None:
@@ -104,6 +141,7 @@ class FMoELinear(nn.Module):
         than R.
         Equivalent to: torch.cat([F.linear(x, w, b) for x, w, b in zip(inp.split(counts), weight, bias)]).
         """
+        check_plain(self.weight)
         offs = cumulative_ends(fwd_expert_count, self.num_expert, inp.device)
         inp = cast_to_weight(inp, self.weight)
         return ops.grouped_gemm(inp, self.weight, offs, self.bias, main_grad=self.main_grad)
@@ -113,3 +151,8 @@ class FMoELinear(nn.Module):
             f"num_expert={self.num_expert}, in_features={self.in_feat}, out_features={self.out_feat}, "
             f"bias={self.bias is not None}"
         )
+
+
+def _is_active(handle: RemovableHandle) -> bool:
+    """Whether a hook has not been removed."""
+    return handle.id in (handle.hooks_dict_ref() or ())

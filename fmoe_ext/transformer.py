@@ -1,5 +1,8 @@
 """FMoETransformerMLP: a Mixture-of-Experts layer in the place of a transformer's MLP."""
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 
 from fmoe_ext.experts import FusedExperts
@@ -17,16 +20,16 @@ class FMoETransformerMLP(FMoE):
 
     def __init__(
         self,
-        num_expert=32,
-        d_model=1024,
-        d_hidden=4096,
-        activation="gelu",
-        expert_dp_comm="none",
-        expert_rank=0,
+        num_expert: int = 32,
+        d_model: int = 1024,
+        d_hidden: int = 4096,
+        activation: str | Callable[..., Any] = "gelu",
+        expert_dp_comm: str = "none",
+        expert_rank: int = 0,
         *,
-        bias=True,
-        gradient_accumulation_fusion=False,
-        **kwargs,
+        bias: bool = True,
+        gradient_accumulation_fusion: bool = False,
+        **kwargs: Any,
     ):
         super().__init__(num_expert=num_expert, d_model=d_model, **kwargs)
         self.d_hidden = d_hidden

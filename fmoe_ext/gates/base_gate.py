@@ -85,8 +85,8 @@ class BaseGate(nn.Module):
             f"{type(self).__name__} must define forward(inp) -> (topk_idx, topk_weights)"
         )
 
-    def set_loss(self, loss: torch.Tensor, *, constant: bool = False) -> None:
-        """Keeps the balance loss of this forward; constant: it would have no gradient in any case."""
+    def set_loss(self, loss: torch.Tensor | None, *, constant: bool = False) -> None:
+        """Keeps the balance loss of this forward, None for none; constant: it would have no gradient in any case."""
         if not _is_exporting():
             self.loss = loss
             self._loss_lacks_gradient = self.training and not constant and not torch.is_grad_enabled()

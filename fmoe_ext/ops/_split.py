@@ -12,13 +12,13 @@ the time it takes; what was left is used only for the very gradient of y that it
 """
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch.autograd.function import once_differentiable
 
-Tensors = tuple[torch.Tensor | None, ...]
-Needs = tuple[list[bool], list[bool]]  # which inputs, and which weights, need their gradients
+Tensors: TypeAlias = tuple[torch.Tensor | None, ...]
+Needs: TypeAlias = tuple[list[bool], list[bool]]  # which inputs, and which weights, need their gradients
 
 
 class Product(Protocol):

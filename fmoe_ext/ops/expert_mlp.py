@@ -100,16 +100,16 @@ def expert_mlp_ref(
     combine: bool = True,
 ) -> torch.Tensor:
     T, K = inverse.shape
-    y, begin = [], 0
+    rows_of_experts, begin = [], 0
     for e, end in enumerate(offs.tolist()):
         choices = row_idx[begin:end].long()
         h = F.linear(x[choices // K], w1[e], None if b1 is None else b1[e])
         rows = F.linear(ACTIVATIONS[activation](h), w2[e], None if b2 is None else b2[e])
         if topk_weights is not None:
             rows = (rows * topk_weights.reshape(-1)[choices][:, None]).to(x.dtype)
-        y.append(rows)
+        rows_of_experts.append(rows)
         begin = end
-    y = torch.cat([*y, x.new_zeros(T * K - begin, x.shape[1])])
+    y = torch.cat([*rows_of_experts, x.new_zeros(T * K - begin, x.shape[1])])
     if not combine:
         return y
     return (y[inverse.clamp(min=0).long()] * (inverse >= 0)[..., None]).sum(1)

@@ -1,5 +1,6 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -63,7 +64,7 @@ def grouped_gemm_ref(
     return torch.cat([*y, x.new_zeros(x.shape[0] - begin, weight.shape[1])])
 
 
-_RANKS = dict(x=2, weight=3, offs=1)
+_RANKS = MappingProxyType({"x": 2, "weight": 3, "offs": 1})
 
 
 @register_fake("fmoe_ext::grouped_gemm", **_RANKS)

@@ -74,8 +74,10 @@ def _(
     inverse: torch.Tensor,
     topk_weights: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    wanted = y is not None and topk_weights is not None
-    grad_weights = topk_weights.new_empty(inverse.shape) if wanted else grad_out.new_empty((0,))
+    if y is None or topk_weights is None:
+        grad_weights = grad_out.new_empty((0,))
+    else:
+        grad_weights = topk_weights.new_empty(inverse.shape)
     return grad_out.new_empty((row_idx.shape[0], grad_out.shape[1])), grad_weights
 
 

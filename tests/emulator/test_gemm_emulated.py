@@ -346,7 +346,7 @@ def test_garbage_indices_touch_nothing_outside(emulated, dtype, sm):
         y, h = emulated.expert_mlp(x, *index, weight, None, weight, None, weights, RELU, combine, True)
         assert y.shape == (6, 8)
         assert y.isfinite().all()
-        arguments = (x, *index, weight, weight, None, weights, h, "relu", combine, [True] * 6)
+        arguments = (x, *index, weight, weight, None, weights, h, RELU, combine, [True] * 6)
         for grad in emulated.expert_mlp_backward(y, *arguments):
             assert grad.isfinite().all()
 

@@ -4,7 +4,6 @@ import weakref
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fmoe_ext.ops import MainGrad, expert_mlp, grouped_gemm
