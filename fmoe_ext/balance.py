@@ -17,7 +17,7 @@ import torch
 
 from fmoe_ext import ops
 from fmoe_ext.gates import BaseGate
-from fmoe_ext.recompute import is_repeated
+from fmoe_ext.recompute import is_counted
 
 SUMMARY_NUMBERS = ("max_over_mean", "cv", "entropy", "dropped_share", "dead_experts", "gate_entropy")
 
@@ -184,7 +184,7 @@ def watch(model, warn_after=1000):
 
 def _counting_hook(counters):
     def count(gate, args, output):
-        if not gate.training or is_repeated():
+        if not gate.training or not is_counted():
             return
         topk_idx, topk_weights = output[:2]
         if counters.num_steps.device != topk_idx.device:

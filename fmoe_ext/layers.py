@@ -19,9 +19,9 @@ from fmoe_ext.ep.ranks import GroupRanks, SliceGroup
 from fmoe_ext.ep.wrappers import check_wrappers
 from fmoe_ext.expert_kinds import ExpertKind, OwnExpertFn, Separate, SeparateExperts, kind_of
 from fmoe_ext.gates import BaseGate, NaiveGate, OneRank, find_gate
-from fmoe_ext.recompute import Forward, Forwards, Repeat, is_repeated
+from fmoe_ext.recompute import Forward, Forwards, Repeat, forward_is, is_counted, is_repeated
 from fmoe_ext.routing import ExpertInput, Nest, leaves_of, map_structure
-from fmoe_ext.tokens import Batch, batch_is, current_batch, with_valid
+from fmoe_ext.tokens import Batch, batch_is, current_batch, is_inside_a_block, with_valid
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -179,21 +179,21 @@ class FMoE(nn.Module):
         """
         check_wrappers(self)
         num_tokens = _count_tokens(moe_inp)
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() and not is_inside_a_block():
             batch = Batch() if valid is None else with_valid(Batch(), valid)
             batch.check(num_tokens)
             return self._forward_real(moe_inp, batch, None)
         repeated = self._forwards.find(moe_inp) if is_repeated() else None
         if repeated is not None:
-            with batch_is(repeated.batch):
+            with batch_is(repeated.batch), forward_is(repeated):
                 return self._forward_real(moe_inp, repeated.batch, repeated)
         batch = current_batch() if valid is None else with_valid(current_batch(), valid)
         batch.check(num_tokens)
         forward = self._forwards.begin(moe_inp, batch)
-        with batch_is(batch):
+        with batch_is(batch), forward_is(forward):
             out = self._forward_real(moe_inp, batch, forward)
-        if self.training:
-            self._forwards.keep(forward, out)
+        if is_counted():
+            self._forwards.keep(forward, out, self.training)
         return out
 
     def _forward_real(self, moe_inp: Nest, batch: Batch, this: Forward | None) -> Nest:

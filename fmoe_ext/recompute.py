@@ -9,6 +9,9 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,9 +25,27 @@ SAMPLE = 64  # numbers of the input that tell the forwards of a layer apart
 MAX_WITHOUT_GRAPH = 64  # forwards under no_grad of which each layer keeps the choices
 
 
+_uncounted: ContextVar[bool] = ContextVar("forwards only look ahead", default=False)
+
+
 def is_repeated() -> bool:
-    """Whether this forward repeats an earlier one, so that it must not count again."""
+    """Whether this forward repeats an earlier one."""
     return not torch.compiler.is_compiling() and bool(ModuleTracker().is_bw)
+
+
+def is_counted() -> bool:
+    """Whether this forward counts for loads and biases: it is neither repeated nor uncounted()."""
+    return torch.compiler.is_compiling() or not (is_repeated() or _uncounted.get())
+
+
+@contextmanager
+def uncounted() -> Iterator[None]:
+    """Forwards in the block only look at what will come, and count for nothing."""
+    token = _uncounted.set(True)
+    try:
+        yield
+    finally:
+        _uncounted.reset(token)
 
 
 @dataclass(eq=False)
@@ -33,7 +54,7 @@ class Forward:
 
     selected, kept [T, K]: choices before and after some were dropped (None before the gate has chosen), in the smallest
     dtype that holds them. is_fused: whether the gate chose and weighed in one operator, whose backward keeps other
-    tensors than the two steps. sizes: rows that the ranks sent each other.
+    tensors than the two steps. microbatch: its number where losses span several (gates.accumulation).
     """
 
     num_tokens: int
@@ -42,7 +63,7 @@ class Forward:
     selected: torch.Tensor | None = None
     kept: torch.Tensor | None = None
     is_fused: bool = True
-    sizes: torch.Tensor | None = None
+    microbatch: int | None = None
     is_done: bool = False
 
     def choose(
@@ -51,6 +72,24 @@ class Forward:
         self.kept = _compact(kept, num_experts)
         self.selected = self.kept if selected is None or selected is kept else _compact(selected, num_experts)
         self.is_fused = is_fused
+
+
+_forward: ContextVar[Forward | None] = ContextVar("the forward of a layer that runs", default=None)
+
+
+def current_forward() -> Forward | None:
+    """The forward inside which a gate is called by its layer."""
+    return _forward.get()
+
+
+@contextmanager
+def forward_is(forward: Forward) -> Iterator[None]:
+    """current_forward() inside the block."""
+    token = _forward.set(forward)
+    try:
+        yield
+    finally:
+        _forward.reset(token)
 
 
 class Forwards:
@@ -86,10 +125,11 @@ class Forwards:
             self._without.remove(found)
         return found
 
-    def keep(self, forward: Forward, out: Nest) -> None:
+    def keep(self, forward: Forward, out: Nest, training: bool) -> None:
         """Keeps a forward as long as its output can be asked for gradients."""
         if not torch.is_grad_enabled():
-            self._without.append(forward)
+            if training:
+                self._without.append(forward)
             return
         nodes = [leaf.grad_fn for leaf in leaves_of(out) if leaf.grad_fn is not None]
         for node in nodes[:1]:

@@ -60,18 +60,34 @@ class Batch:
 _batch: ContextVar[Batch] = ContextVar("the tokens that the layers get", default=Batch())  # noqa: B039  # it is frozen
 
 
+class _Blocks:
+    """How many blocks of batch_is() are open, on any thread: what torch.compile can read of _batch."""
+
+    num_open = 0
+
+
+_blocks = _Blocks()
+
+
+def is_inside_a_block() -> bool:
+    """Whether current_batch() may say anything; torch.compile traces this, and nothing that follows if it is True."""
+    return _blocks.num_open > 0
+
+
 def current_batch() -> Batch:
     """What valid_tokens() and packed_sequences() around this call say."""
-    return _batch.get()
+    return _batch.get() if is_inside_a_block() else Batch()
 
 
 @contextmanager
 def batch_is(batch: Batch) -> Iterator[None]:
     """current_batch() inside the block."""
     token = _batch.set(batch)
+    _blocks.num_open += 1
     try:
         yield
     finally:
+        _blocks.num_open -= 1
         _batch.reset(token)
 
 
