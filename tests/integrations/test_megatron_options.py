@@ -284,21 +284,24 @@ def test_expert_bias_moves_as_megatrons():
 
 PADDED = (
     *("default", "sigmoid", "groups", "aux loss", "aux loss sigmoid", "z-loss", "z-loss and aux loss"),
-    *("per token", "sequence loss", "expert bias", "shared experts"),
-)
+    *("per token", "sequence loss", "shared experts"),
+)  # not "expert bias", where Megatron 0.16.1 fails: it broadcasts [T] against [T, E]
 
 
 @pytest.mark.parametrize("case", PADDED)
 def test_padding_mask(case):
-    config = known_config_of(**HONOURED[case])
+    options = HONOURED[case]
+    if "moe_aux_loss_coeff" in options:  # Megatron's factor of the loss is float32 then: one that is exact
+        options = options | {"moe_aux_loss_coeff": 0.25}
+    config = known_config_of(**options)
     ours, theirs = ours_of(config), theirs_of(config)
     if "padding_mask" not in inspect.signature(theirs.forward).parameters:
         pytest.skip("this Megatron has no padding_mask")
     fill(ours, theirs)
-    padding = torch.arange(S) >= torch.tensor([5, S, 9])[:, None]  # [b, s]
+    # Megatron divides every sequence by the mean length: only with equal ones that is each sequence's own loss
+    lengths = [8, 8, 8] if case == "sequence loss" else [8, S, S]
+    padding = torch.arange(S) >= torch.tensor(lengths)[:, None]  # [b, s]
     assert_equal_numbers(ours, theirs, padding)
-    if config.moe_router_enable_expert_bias:
-        assert torch.equal(ours.moe.gate.pending_load.float(), theirs.router.local_tokens_per_expert)
 
 
 def test_sequence_loss_takes_tokens_as_megatron_has_them():
