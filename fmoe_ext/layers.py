@@ -116,6 +116,7 @@ class FMoE(nn.Module):
             self._share_gate(gate_group)
         self.experts_fused = expert is None
         self.experts: Any = None if expert is None else self._make_experts(expert)
+        self.shared_experts: nn.Module | None = None  # what every token passes besides
         self._expert_dp_comm: str | None = None
         self._forwards = Forwards()
         self.register_buffer("expert_placement", None)  # [E] once experts have moved
@@ -208,15 +209,16 @@ class FMoE(nn.Module):
     def _forward(self, moe_inp: Nest, mask: torch.Tensor | None, this: Forward | None = None) -> Nest:
         # 1. The gate chooses experts for every token; a masked token gets none.
         topk_idx, topk_weights = self._choose(moe_inp, mask, this)
-        # 2. Tokens go to the ranks of their experts, some experts' tokens at a time.
+        # 2. Tokens go to the ranks of their experts, some experts' tokens at a time; meanwhile, what needs no exchange.
         experts = self._experts_of_step()
         dispatched = dispatch(moe_inp, topk_idx, topk_weights, self.num_experts, self.expert_parallel)
+        beside = None if self.shared_experts is None else self.shared_experts(moe_inp)
         # 3. The experts compute what has come and weigh their results, while the rest is under way.
         for chunk in dispatched.chunks:
             chunk.give_back(self._compute(experts, chunk.receive()))
         # 4. Results come back to their tokens and are summed; a masked token gets its own.
-        out = combine(dispatched)
-        return self._fill_masked(out, topk_weights, mask)
+        out = self._fill_masked(combine(dispatched), topk_weights, mask)
+        return out if beside is None else out + beside
 
     def _experts_of_step(self) -> ExpertKind:
         """The experts, ready for the chunks of this forward."""
@@ -259,6 +261,10 @@ class FMoE(nn.Module):
         if self.experts is not None:
             mark_module_parallel_comm(self.experts, expert_dp_comm)
         mark_module_parallel_comm(self.gate, "gate")
+        if (
+            self.shared_experts is not None
+        ):  # as with the gate, ranks of a slice group have parts of the gradient
+            mark_module_parallel_comm(self.shared_experts, "gate")
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)

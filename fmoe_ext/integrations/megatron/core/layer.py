@@ -41,6 +41,11 @@ class MegatronCoreMLP(nn.Module):
         layer_number: int | None = None,
     ):
         super().__init__()
+        if moe.shared_experts is not None:
+            raise ValueError(
+                "shared_expert_hidden= is not for Megatron's models: set moe_shared_expert_intermediate_size (and "
+                "moe_shared_expert_gate) in the config, whose shared experts are split over tensor-parallel ranks"
+            )
         self.moe = moe
         self.norm = norm
         self.shared_experts = shared_experts
