@@ -180,6 +180,12 @@ class SharedExperts(nn.Module):
         self.mlp = FusedExperts(1, d_model, d_hidden, activation, bias=bias)
         self.gate = nn.Linear(d_model, 1, bias=False) if has_gate else None
 
+    @torch.no_grad()
+    def begin_with_zero(self) -> None:
+        """Makes the result zero until training changes it."""
+        for p in self.mlp.h4toh.parameters():
+            p.zero_()
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = self.mlp(x, torch.full((1,), x.shape[0], dtype=torch.int64, device=x.device))
         return out if self.gate is None else out * self.gate(x).sigmoid().to(out.dtype)

@@ -18,6 +18,7 @@ from fmoe_ext.ep.expert_parallel import ExpertParallel
 from fmoe_ext.ep.ranks import GroupRanks, SliceGroup
 from fmoe_ext.ep.wrappers import check_wrappers
 from fmoe_ext.expert_kinds import ExpertKind, OwnExpertFn, Separate, SeparateExperts, kind_of
+from fmoe_ext.experts import SharedExperts
 from fmoe_ext.gates import BaseGate, NaiveGate, OneRank, find_gate
 from fmoe_ext.recompute import Forward, Forwards, Repeat, forward_is, is_counted, is_repeated
 from fmoe_ext.routing import ExpertInput, Nest, leaves_of, map_structure
@@ -116,7 +117,7 @@ class FMoE(nn.Module):
             self._share_gate(gate_group)
         self.experts_fused = expert is None
         self.experts: Any = None if expert is None else self._make_experts(expert)
-        self.shared_experts: nn.Module | None = None  # what every token passes besides
+        self.shared_experts: SharedExperts | None = None  # what every token passes besides
         self._expert_dp_comm: str | None = None
         self._forwards = Forwards()
         self.register_buffer("expert_placement", None)  # [E] once experts have moved
@@ -298,7 +299,7 @@ class FMoE(nn.Module):
         gate = self.gate
         if this is None or not isinstance(gate, BaseGate):
             return gate(moe_inp)
-        if this.kept is None:
+        if this.kept is None or this.selected is None:
             topk_idx, topk_weights = gate(moe_inp)
             this.choose(gate.take_selected(), topk_idx, gate.tape is None, self.num_experts)
             return topk_idx, topk_weights

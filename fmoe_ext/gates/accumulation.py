@@ -12,7 +12,7 @@ one microbatch before the next cannot have it. Hence two exact forms, and the lo
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -86,7 +86,7 @@ def _summing_gates(model: nn.Module) -> list[Any]:
 
 
 @contextmanager
-def _in_place(sums: dict[Any, _Sums]) -> Iterator[None]:
+def _in_place(sums: Mapping[Any, _Sums]) -> Iterator[None]:
     """sums[gate] in the place of gate.ranks, told of each forward."""
     with ExitStack() as stack:
         for gate, own in sums.items():

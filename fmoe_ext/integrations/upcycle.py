@@ -70,9 +70,7 @@ def fill_from_dense(
     numbers of such a group follow each other. Training tells them apart. Shared experts begin with zero results.
     """
     if layer.shared_experts is not None:  # adds nothing at first
-        layer.shared_experts.mlp.h4toh.weight.zero_()
-        if layer.shared_experts.mlp.h4toh.bias is not None:
-            layer.shared_experts.mlp.h4toh.bias.zero_()
+        layer.shared_experts.begin_with_zero()
     size = dense.d_hidden // split
     scale = split / total_weight(layer.gate)
     w1, b1, w2, b2 = layer.experts.weights
