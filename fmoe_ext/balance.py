@@ -17,6 +17,7 @@ import torch
 
 from fmoe_ext import ops
 from fmoe_ext.gates import BaseGate
+from fmoe_ext.recompute import is_counted
 
 SUMMARY_NUMBERS = ("max_over_mean", "cv", "entropy", "dropped_share", "dead_experts", "gate_entropy")
 
@@ -94,7 +95,7 @@ class LoadMonitor:
     """Counts the choices of every gate of a model while it trains (model.train()); made by watch().
 
     counters: {name of the gate: LayerCounters}. history: what collect() returned so far, for plot().
-    Works with custom gates (subclasses of BaseGate). Forwards repeated by activation checkpointing count again.
+    Works with custom gates (subclasses of BaseGate). Forwards that activation checkpointing repeats count once.
     """
 
     def __init__(self, model, warn_after=1000):
@@ -183,7 +184,7 @@ def watch(model, warn_after=1000):
 
 def _counting_hook(counters):
     def count(gate, args, output):
-        if not gate.training:
+        if not gate.training or not is_counted():
             return
         topk_idx, topk_weights = output[:2]
         if counters.num_steps.device != topk_idx.device:

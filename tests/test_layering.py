@@ -19,6 +19,8 @@ LEVELS = {
     "ops": 1,
     "routing": 2,
     "linear": 2,
+    "tokens": 2,
+    "recompute": 2,
     "gates": 2,
     "ep": 3,
     "experts": 3,

@@ -77,6 +77,8 @@ class _Recorder:
         return self.selected
 
     def after_forward(self, gate, args, output):
+        if gate.tape is not self:  # a repeated forward
+            return
         kept = output[0]
         selected = kept if self.selected is None else self.selected
         self.choices.append(Choices(selected.detach(), kept.detach()))
@@ -92,6 +94,8 @@ class _Player:
         return self._current.selected
 
     def after_forward(self, gate, args, output):
+        if gate.tape is not self:  # a repeated forward
+            return None
         kept = self._current.kept
         if kept.shape[0] != output[0].shape[0]:
             raise ValueError(
