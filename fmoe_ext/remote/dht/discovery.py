@@ -144,7 +144,7 @@ class KademliaDiscovery(Discovery):
     def _next(self, said: Iterable[SignedRecord] = ()) -> int:
         """A sequence above all that this owner has used, in an earlier life too."""
         used = max((r.sequence for r in said if r.owner == self.identity.public), default=0)
-        self._sequence = max(self._sequence, used, time.time_ns()) + 1
+        self._sequence = max(self._sequence, used, int(self.node.clock.now() * 1e9)) + 1
         return self._sequence
 
     async def _put(

@@ -22,6 +22,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--listen_on", default="0.0.0.0:1338", help="host:port; [::]:port for IPv6; port 0: any")
     add("--announce", help="host:port that others should call, if it is not where they see this node")
     add("--initial_peers", nargs="*", default=(), help="host:port of other nodes; none: a new DHT begins")
+    add("--join_timeout", type=float, default=5.0, help="seconds the initial peers have to answer")
     add("--identity_path", type=Path, help="a file with this node's key, made if it is not there")
     add("--refresh_period", type=float, default=15.0, help="seconds between two searches for new nodes")
     add("--stats_report_interval", type=float, default=60.0, help="seconds between progress lines; 0: none")
@@ -57,6 +58,7 @@ async def _open(flags: argparse.Namespace) -> KademliaDiscovery:
         flags.listen_on,
         identity_path=flags.identity_path,
         announce=flags.announce,
+        join_timeout=flags.join_timeout,
         refresh_period=flags.refresh_period,
     )
 

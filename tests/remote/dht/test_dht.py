@@ -166,7 +166,7 @@ def run_module(tmp_path):
         processes.append(process)
 
         def wait(pattern):
-            poll(lambda: re.search(pattern, path.read_text()) or process.poll() is not None, 60)
+            poll(lambda: re.search(pattern, path.read_text()) or process.poll() is not None, 120)
             found = re.search(pattern, path.read_text())
             assert found, path.read_text()
             return found[1]
@@ -199,7 +199,7 @@ def test_fmoe_dht_and_fmoe_server_as_processes(run_module, dhts):
 
 def test_fmoe_dht_says_what_is_wrong(caplog, monkeypatch):
     monkeypatch.setattr(signal, "signal", lambda *_: None)
-    assert main(["--initial_peers", DEAD, "--listen_on", "127.0.0.1:0"]) == 1
+    assert main(["--initial_peers", DEAD, "--listen_on", "127.0.0.1:0", "--join_timeout", "0.5"]) == 1
     assert "none of the initial peers" in caplog.text
 
 
