@@ -32,7 +32,11 @@ class Model(nn.Module):
         self.read = nn.Linear(CONTEXT * (width // 4), width)
         self.norm = nn.LayerNorm(width)
         self.experts = RemoteMixtureOfExperts(
-            width, (num_experts,), discovery, "expert", k_best=2, forward_timeout=20, backward_timeout=20
+            *(width, (num_experts,), discovery, "expert"),
+            k_best=2,
+            forward_timeout=30,
+            backward_timeout=30,
+            patience=20,  # longer than a lease: the next leader is waited for
         )
         self.head = nn.Linear(width, 256)
 
@@ -76,6 +80,7 @@ def main():
                 client.loss = f"{loss.item():.3f}"
             except RemoteError as error:  # a step without any expert is a step not made
                 failed = str(error)
+                time.sleep(0.5)
             record = {
                 "step": step,
                 "time": time.time(),
@@ -84,6 +89,7 @@ def main():
                 "failed": failed,
                 "retries": client.counts["retries"],
                 "lost": client.counts["gradients lost"],
+                "applied": client.counts["gradients applied"],
             }
             metrics.write(json.dumps(record) + "\n")
             metrics.flush()

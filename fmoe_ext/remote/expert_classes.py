@@ -46,10 +46,9 @@ class StackedFfn(nn.Module):
             tokens_per_expert = torch.tensor([rows.shape[0]])
         y = rows + self.mlp(rows, tokens_per_expert, weights=(w1, b1, w2, b2))
         y = F.layer_norm(y, y.shape[-1:])
-        if norm_weight.shape[0] == 1:
-            return y * norm_weight + norm_bias
-        expert = torch.repeat_interleave(tokens_per_expert, output_size=rows.shape[0])
-        return y * norm_weight[expert] + norm_bias[expert]
+        # one by one: an expert's gradients must not depend, to the last bit, on who shares its batch
+        parts = zip(y.split(tokens_per_expert.tolist()), norm_weight, norm_bias, strict=True)
+        return torch.cat([part * weight + bias for part, weight, bias in parts])
 
 
 class TransformerBlock(nn.Module):

@@ -168,6 +168,7 @@ def test_flags_of_the_issue_and_config(tmp_path):
         ("--registry host:1", "etcd://"),
         ("--registry etcd://h:1 --dht_port 1", "exclude each other"),
         ("--expert_uids expert.0 --num_experts 3", "but 1 --expert_uids"),
+        ("--copies_of expert.0 --no_dht", "on a DHT"),
     ],
 )
 def test_flags_that_contradict_each_other(flags, text, capsys):

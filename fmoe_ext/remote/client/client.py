@@ -14,7 +14,7 @@ from fmoe_ext.remote.cached import Cached
 from fmoe_ext.remote.client.caller import Caller
 from fmoe_ext.remote.compression import ErrorFeedback, check_codec, compress, decompress
 from fmoe_ext.remote.discovery import Discovery, DiscoveryError, ExpertRecord, check_uid
-from fmoe_ext.remote.schema import Schema, SchemaError
+from fmoe_ext.remote.schema import Schema, SchemaError, is_finite
 from fmoe_ext.remote.security import Credentials
 from fmoe_ext.remote.wire import STATE, Limits, Message, encode
 
@@ -169,6 +169,7 @@ class Client:
                 f"{endpoint} returned gradients for {handle.uid} of other shapes than its inputs"
             )
         handle.version = max(handle.version, outcome.version)
+        self.counts["gradients applied"] += 1
         return outcome
 
     async def state(self, handle: Handle, endpoint: str, timeout: float) -> Message:
@@ -287,7 +288,7 @@ def _check_output(outcome: Outcome, schema: Schema, num_rows: int, uid: str) -> 
     try:
         (y,) = outcome.tensors
         schema.check_output(y, num_rows, uid)
-        if y.is_floating_point() and not torch.isfinite(y).all():
+        if not is_finite(y):
             raise SchemaError(f"the output of {uid} holds NaN or infinity")
     except ValueError as error:
         raise errors.Refused(f"{outcome.endpoint} sent a bad answer: {error}") from None

@@ -24,7 +24,8 @@ class RemoteMixtureOfExperts(nn.Module):
     in_features: last dimension of the input; grid_size: one size for each coordinate of the uids; dht: a Directory
     (such as DHT) or any Discovery; uid_prefix: what comes before the coordinates. k_min: experts that must answer a
     sample, fewer raise ExpertGone (allow_zero_outputs=True: zeros then); backward_k_min: those whose gradients must
-    arrive. Experts that fail in forward have no weight, in backward no gradient: training goes on without them.
+    arrive; patience: seconds to wait for one that another server is taking over. Experts that fail in forward have no
+    weight, in backward no gradient: training goes on without them.
     forward_timeout covers the search too. Learning-at-home (Ryabinin and Gusev 2020); hivemind's class of that name.
     """
 
@@ -40,6 +41,7 @@ class RemoteMixtureOfExperts(nn.Module):
         backward_timeout: float = 10.0,
         backward_k_min: int = 1,
         allow_zero_outputs: bool = False,
+        patience: float = 0.0,
         compression: str = "none",
         credentials: Credentials | None = None,
     ):
@@ -51,7 +53,7 @@ class RemoteMixtureOfExperts(nn.Module):
         self.k_best, self.k_min, self.backward_k_min = k_best, k_min, backward_k_min
         self.allow_zero_outputs = allow_zero_outputs
         settings = Settings(
-            compression, forward_timeout, backward_timeout, info_timeout=forward_timeout, patience=0.0
+            compression, forward_timeout, backward_timeout, info_timeout=forward_timeout, patience=patience
         )
         discovery = dht.discovery if isinstance(dht, Directory) else dht
         self.client = Client(discovery, settings, credentials)

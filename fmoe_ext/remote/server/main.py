@@ -20,6 +20,7 @@ from fmoe_ext.remote.replication.replicas import ReplicatedExperts, Replication
 from fmoe_ext.remote.security import Credentials, Security
 from fmoe_ext.remote.server.host import OPTIMIZERS, Training
 from fmoe_ext.remote.server.server import DeclaredExperts, Options, Placement, Server
+from fmoe_ext.remote.server.warm_copies import WarmCopies
 
 log = logging.getLogger("fmoe_ext.remote")
 ETCD = "etcd://"
@@ -69,6 +70,10 @@ def make_parser() -> argparse.ArgumentParser:
     add("--dht_port", type=int, help="of a DHT node in this server")
     add("--initial_peers", nargs="*", default=(), help="host:port of other DHT nodes")
     add("--ttl", type=float, default=30.0, help="seconds for which a record lives unless it is renewed")
+    add(
+        "--copies_of", nargs="+", default=(), help="uids of others to keep warm copies of, without --registry"
+    )
+    add("--copy_period", type=float, default=10.0, help="seconds between copies: what a takeover can lose")
     add("--no_dht", action="store_true", help="tell nobody: for clients with a static list")
     group = parser.add_argument_group("who may call")
     add = group.add_argument
@@ -103,6 +108,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         parser.error(f"--registry must be {ETCD}host:port, but is {first.registry}")
     if first.registry and (first.dht_port is not None or first.initial_peers):
         parser.error("--registry and a DHT exclude each other: leave out --dht_port and --initial_peers")
+    if first.copies_of and (first.registry or first.no_dht):
+        parser.error("--copies_of is for servers on a DHT: with --registry, --replicas keeps them")
     return first
 
 
@@ -176,9 +183,12 @@ def _placement(flags: argparse.Namespace, tokens: dict[str, str]) -> Placement:
         where = flags.registry.removeprefix(ETCD)
         replication = Replication(where, flags.replicas, flags.lease, recovery_wait=flags.recovery_wait)
         return ReplicatedExperts(replication, credentials)
-    if flags.no_dht:
-        return DeclaredExperts(StaticList())
-    return DeclaredExperts(_open_dht(flags))
+    discovery = StaticList() if flags.no_dht else _open_dht(flags)
+    if not flags.copies_of:
+        return DeclaredExperts(discovery)
+    own = next((token for token, name in tokens.items() if name == flags.own_token), None)
+    credentials = Credentials(flags.tls_ca, flags.tls_certificate, flags.tls_key, own)
+    return DeclaredExperts(discovery, WarmCopies(discovery, flags.copies_of, flags.copy_period, credentials))
 
 
 def _open_dht(flags: argparse.Namespace) -> Discovery:

@@ -24,6 +24,7 @@ from fmoe_ext.remote.server.pages import Pages
 from fmoe_ext.remote.server.service import ExpertService
 from fmoe_ext.remote.server.state import read_state, write_state
 from fmoe_ext.remote.server.uids import Pattern, claim_free_uids
+from fmoe_ext.remote.server.warm_copies import WarmCopies
 from fmoe_ext.remote.wire import Limits, Message
 
 log = logging.getLogger("fmoe_ext.remote")
@@ -199,17 +200,22 @@ class Server:
 
 
 class DeclaredExperts:
-    """One owner an expert: uids are claimed in a directory and renewed while the server lives."""
+    """One owner an expert: uids are claimed in a directory and renewed while the server lives.
 
-    def __init__(self, discovery: Discovery):
-        self.discovery = discovery
-        self._task: asyncio.Task[None] | None = None
+    copies: of experts that others own, for when they vanish.
+    """
+
+    def __init__(self, discovery: Discovery, copies: WarmCopies | None = None):
+        self.discovery, self.copies = discovery, copies
+        self._tasks: list[asyncio.Task[None]] = []
         self._server: Server | None = None
 
     async def start(self, server: Server) -> None:
         self._server = server
         await server.add_experts(await self._claim(server))
-        self._task = asyncio.create_task(self._renew(server))
+        self._tasks.append(asyncio.create_task(self._renew(server)))
+        if self.copies is not None:
+            self._tasks.append(asyncio.create_task(self.copies.run(server)))
 
     async def _claim(self, server: Server) -> list[str]:
         options, endpoint = server.options, server.endpoint
@@ -260,8 +266,8 @@ class DeclaredExperts:
                 await server.remove_expert(uid)
 
     async def stop(self) -> None:
-        if self._task is not None:
-            self._task.cancel()
+        for task in self._tasks:
+            task.cancel()
         if self._server is not None:
             try:
                 await self.discovery.withdraw(list(self._server.host.experts), self._server.endpoint)

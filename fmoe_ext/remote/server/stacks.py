@@ -72,7 +72,7 @@ class GroupedStack:
         rows, counts, parameters, first = self._gather(parts)
         leaves = [rows.requires_grad_(), *(p.requires_grad_() for p in parameters)]
         y = self._module.compute(leaves[1:], rows, counts)
-        grad = torch.cat([part.grad for part in parts if part.grad is not None])
+        grad = _cat([part.grad for part in parts if part.grad is not None])
         d_rows, *d_parameters = torch.autograd.grad(y, leaves, grad)
         by_part = d_rows.split([part.inputs[0].shape[0] for part in parts])
         return [
@@ -92,9 +92,13 @@ class GroupedStack:
         counts = torch.zeros(end - first, dtype=torch.int64)
         for part in parts:
             counts[part.place - first] = part.inputs[0].shape[0]
-        rows = torch.cat([part.inputs[0] for part in parts])
+        rows = _cat([part.inputs[0] for part in parts])
         device = self._parameters[0].device
         return rows.to(device), counts.to(device), [p[first:end].detach() for p in self._parameters], first
+
+
+def _cat(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    return parts[0].detach() if len(parts) == 1 else torch.cat(list(parts))
 
 
 class ModuleStack:
