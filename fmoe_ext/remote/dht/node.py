@@ -118,14 +118,14 @@ class KademliaNode:
         return sum(1 for peer in await asyncio.gather(*calls) if peer is not None)
 
     async def refresh(self) -> None:
-        """Forgets what has expired, calls who was silent for longest, and looks for new nodes at every distance."""
+        """Forgets what has expired, calls who may be gone, and looks for new nodes at every distance."""
         self.store.purge(self.clock.now())
         timeout = self.options.call_timeout
         known = {peer.endpoint for peer in self.table}
         again = [endpoint for endpoint in self.initial_peers if endpoint not in known]
         again += list(self._lost) if not known else []
-        silent = (self._reach(peer, timeout) for peer in self.table.oldest())
-        await asyncio.gather(self.join(again, timeout), *silent)
+        doubtful = (self._reach(peer, timeout) for peer in self.table.doubtful())
+        await asyncio.gather(self.join(again, timeout), *doubtful)
         await self.find(self.table.ids_to_refresh(self.rng), self.options.refresh_period)
 
     async def _join_within(self, timeout: float) -> None:

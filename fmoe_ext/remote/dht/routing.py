@@ -81,9 +81,11 @@ class RoutingTable:
         reliable = (peer for peer in self if peer.node_id not in self._failures)
         return heapq.nsmallest(count or self.bucket_size, reliable, key=lambda peer: peer.node_id ^ key)
 
-    def oldest(self) -> list[Peer]:
-        """Of each bucket the node not heard of for longest."""
-        return [next(iter(bucket.peers.values())) for bucket in self._buckets.values() if bucket.peers]
+    def doubtful(self) -> list[Peer]:
+        """Of each bucket the node not heard of for longest, and those that did not answer last time."""
+        oldest = (next(iter(bucket.peers.values()), None) for bucket in self._buckets.values())
+        failing = (peer for peer in self if peer.node_id in self._failures)
+        return list(dict.fromkeys(peer for peer in (*oldest, *failing) if peer is not None))
 
     def ids_to_refresh(self, rng: Random) -> list[int]:
         """Our own id and a random one in every bucket from the nearest non-empty one outwards."""

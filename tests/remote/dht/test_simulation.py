@@ -58,7 +58,9 @@ def test_lookups_take_log_n_hops_under_churn(num_nodes):
 
     hops, calls = asyncio.run(run())
     p50, p99 = percentile(hops, 0.5), percentile(hops, 0.99)
-    print(f"{num_nodes} nodes, 30 % churn: hops p50 {p50} p99 {p99}, {calls:.0f} calls a lookup and its share of joins")
+    print(
+        f"{num_nodes} nodes, 30 % churn: hops p50 {p50} p99 {p99}, {calls:.0f} calls a lookup and its share of joins"
+    )
     assert p99 <= math.ceil(math.log2(num_nodes))
 
 
@@ -212,7 +214,10 @@ def brute_force(uids, scores, beam_size):
     """The best of all live experts, for each token."""
     places = {uid: tuple(map(int, uid.split(".")[1:])) for uid in uids}
     for t in range(scores[0].shape[0]):
-        total = {uid: sum(axis[t, n].item() for axis, n in zip(scores, place)) for uid, place in places.items()}
+        total = {
+            uid: sum(axis[t, n].item() for axis, n in zip(scores, place, strict=True))
+            for uid, place in places.items()
+        }
         yield sorted(total, key=total.get, reverse=True)[:beam_size]
 
 
@@ -249,7 +254,9 @@ def test_a_narrow_beam_keeps_the_best_prefixes_of_each_level(beam_size):
         for level in range(3):
             live = {tuple(map(int, uid.split(".")[1:])) for uid in uids}
             longer = {place[: level + 1] for place in live if place[:level] in beam}
-            beam = sorted(longer, key=lambda p: -sum(scores[d][t, n].item() for d, n in enumerate(p)))[:beam_size]
+            beam = sorted(longer, key=lambda p: -sum(scores[d][t, n].item() for d, n in enumerate(p)))[
+                :beam_size
+            ]
         return ["g." + ".".join(map(str, place)) for place in beam]
 
     async def run():
@@ -269,8 +276,6 @@ def test_beam_search_of_an_empty_grid_finds_nothing():
 def test_beam_search_has_a_deadline():
     class Slow(StaticList):
         async def successors(self, prefixes, *, timeout=5.0):
-            if timeout <= 0:
-                raise DiscoveryError("no time was left")
             await asyncio.sleep(min(timeout, 0.3))
             return await super().successors(prefixes)
 
