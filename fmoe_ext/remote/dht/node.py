@@ -15,6 +15,7 @@ from fmoe_ext.remote.dht.clock import NetworkClock
 from fmoe_ext.remote.dht.lookup import ALPHA, Lookup, Search
 from fmoe_ext.remote.dht.messages import Answer, BadMessage, Found, Header, Item, Request
 from fmoe_ext.remote.dht.records import ID_BITS, BadRecord, SignedRecord, check_endpoint
+from fmoe_ext.remote.dht.relay import Attachment
 from fmoe_ext.remote.dht.routing import Peer, RoutingTable
 from fmoe_ext.remote.dht.storage import MAX_RECORDS, RecordStore, Refusal
 from fmoe_ext.remote.dht.transport import Transport, Unreachable
@@ -29,11 +30,16 @@ RETRY_PAUSE = 0.2  # seconds between two rounds of calling the initial peers
 
 @dataclass(frozen=True)
 class NodeOptions:
-    """listen_on: None for a node that asks but is not asked; announce: host:port for others, if not what they see."""
+    """listen_on: None for a node that asks but is not asked; announce: host:port for others, if not what they see.
+
+    relay: host:port of a relay, for a node that others cannot reach; relay_token: what that relay asks for.
+    """
 
     initial_peers: Sequence[str] = ()
     listen_on: str | None = "0.0.0.0:0"
     announce: str | None = None
+    relay: str | None = None
+    relay_token: str = ""
     refresh_period: float = 15.0  # seconds
     call_timeout: float = 1.5  # seconds one node has for one answer
     join_timeout: float = 5.0  # seconds the initial peers have at the start
@@ -76,6 +82,7 @@ class KademliaNode:
         self.store = RecordStore(self.options.max_records)
         self.port: int | None = None
         self._announced = ""  # the endpoint in our requests
+        self._attachment: Attachment | None = None
         self._lost: OrderedDict[str, None] = OrderedDict()
         self._greeting: dict[str, asyncio.Task[None]] = {}
         self._maintenance: asyncio.Task[None] | None = None
@@ -92,6 +99,12 @@ class KademliaNode:
             self.port = await self.transport.serve(self.options.listen_on, self.handle)
             self._announced = self.options.announce or f":{self.port}"
         try:
+            if self.options.relay is not None and self.is_serving:
+                target = f"{reachable_here(self.options.listen_on)}:{self.port}"
+                self._attachment = Attachment(
+                    check_peer(self.options.relay), target, self.options.relay_token
+                )
+                await self._attachment.start(self.options.join_timeout)
             if self.initial_peers:
                 await self._join_within(self.options.join_timeout)
             elif not self.is_serving:
@@ -108,7 +121,9 @@ class KademliaNode:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        self._maintenance = None
+        if self._attachment is not None:
+            await self._attachment.close()
+        self._maintenance = self._attachment = None
         self.port = None
         await self.transport.close()
 
@@ -274,7 +289,14 @@ class KademliaNode:
                 self._lost.popitem(last=False)
 
     def _header(self) -> Header:
-        return Header(self.node_id, self.clock.local(), self._announced)
+        endpoint = self._attachment.endpoint if self._attachment else self._announced
+        return Header(self.node_id, self.clock.local(), endpoint)
+
+
+def reachable_here(listen_on: str | None) -> str:
+    """The address under which this host itself reaches what listens there."""
+    host = (listen_on or "").rpartition(":")[0]
+    return {"0.0.0.0": "127.0.0.1", "[::]": "[::1]", "": "127.0.0.1"}.get(host, host)
 
 
 def check_peer(endpoint: str) -> str:
@@ -282,4 +304,4 @@ def check_peer(endpoint: str) -> str:
     try:
         return check_endpoint(endpoint)
     except BadRecord as error:
-        raise ValueError(f"initial_peers: {error}") from None
+        raise ValueError(f"initial_peers and relay: {error}") from None

@@ -11,7 +11,7 @@ NEVER = 1e9
 
 
 class Network:
-    """node(...) makes and starts nodes; kill() is a crash; cut(group) keeps a group from the rest; seconds is the time."""
+    """node(...) makes and starts nodes; kill() is a crash; cut(group) keeps a group from the rest."""
 
     def __init__(self, seed=0):
         self.rng, self.handlers, self.seconds = random.Random(seed), {}, 1.7e9
