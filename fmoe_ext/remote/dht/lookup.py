@@ -5,6 +5,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import TypeAlias
 
 from fmoe_ext.remote.dht.messages import MAX_KEYS, Found
 from fmoe_ext.remote.dht.routing import Peer
@@ -12,7 +13,7 @@ from fmoe_ext.remote.dht.transport import Unreachable
 
 ALPHA = 3  # nodes asked at a time for one key
 MAX_CANDIDATES = 512  # nodes that one key's search looks at
-Ask = Callable[[Peer, Sequence[int]], Awaitable[dict[int, Found]]]
+Ask: TypeAlias = "Callable[[Peer, Sequence[int]], Awaitable[dict[int, Found]]]"
 
 
 class State(Enum):

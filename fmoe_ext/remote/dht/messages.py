@@ -12,7 +12,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 from fmoe_ext.remote.dht.records import BadRecord, SignedRecord, check_endpoint, read_record
 from fmoe_ext.remote.dht.routing import BUCKET_SIZE, Peer
@@ -51,7 +51,7 @@ class Found:
     records: Sequence[SignedRecord] = ()
 
 
-Item = tuple[int, SignedRecord]  # key and what shall lie there
+Item: TypeAlias = "tuple[int, SignedRecord]"  # key and what shall lie there
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ import json
 import secrets
 from collections.abc import Coroutine
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 from fmoe_ext.remote.discovery import DiscoveryError
 
@@ -25,7 +25,7 @@ PATIENCE = 10.0  # seconds for a line that is due
 ALIVE_EVERY, SILENT_FOR = 5.0, 20.0  # seconds between signs of life; without one a host is gone
 RETRY_PAUSE = 1.0
 
-Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+Streams: TypeAlias = "tuple[asyncio.StreamReader, asyncio.StreamWriter]"
 
 
 @dataclass(frozen=True)

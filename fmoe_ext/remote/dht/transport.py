@@ -6,7 +6,7 @@ import re
 import urllib.parse
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import grpc
 
@@ -17,7 +17,9 @@ from fmoe_ext.remote.security import Rates, host_of
 MAX_CHANNELS = 256
 MAX_CALLS = 256  # answered at a time
 GRACE = 0.5  # seconds that calls under way have when the node closes
-Handler = Callable[[str, bytes, str], Awaitable[bytes]]  # method, request, host of the caller -> answer
+Handler: TypeAlias = (
+    "Callable[[str, bytes, str], Awaitable[bytes]]"  # method, request, host of the caller -> answer
+)
 
 
 class Unreachable(Exception):
