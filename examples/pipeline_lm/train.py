@@ -36,6 +36,12 @@ def build_parser():
     add = parser.add_argument
     add("--data", help="folder of WikiText's files, a text file or folder; none: Python's standard library")
     add("--vocabulary", type=int, default=4096, help="most words; 0: all of the training text")
+    add(
+        "--megabytes",
+        type=float,
+        default=1,
+        help="read so much training text; 0: all. WikiText is always read whole",
+    )
     add("--ranks", type=int, default=4, help="processes to start here, unless torchrun starts them")
     add("--pp", type=int, default=2, help="processes that a model is cut over")
     add("--schedule", choices=list(SCHEDULES), default="1f1b")
@@ -73,7 +79,9 @@ class Trainer:
         self.options, self.text = options, text
         self.rank = dist.get_rank()
         self.device = options.device
-        mesh = init_device_mesh(options.device, (options.pp, -1), mesh_dim_names=("pp", "dp"))
+        mesh = init_device_mesh(
+            options.device, (options.pp, dist.get_world_size() // options.pp), mesh_dim_names=("pp", "dp")
+        )
         self.replica, self.num_replicas = mesh.get_local_rank("dp"), mesh.size(1)
         self.pipeline = self.make_pipeline(mesh)
         make = torch.optim.AdamW if options.optimizer == "adamw" else torch.optim.SGD
@@ -223,7 +231,7 @@ def start(options, **kwargs):
 def main():
     options = build_parser().parse_args()
     Path(options.out).mkdir(parents=True, exist_ok=True)
-    text = load_text(options.data, options.vocabulary or None)
+    text = load_text(options.data, options.vocabulary or None, options.megabytes)
     if dist.is_torchelastic_launched():
         start(options)
         Trainer(options, text).run()

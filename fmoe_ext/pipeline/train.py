@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.pipelining import PipelineStage
 from torch.nn.parallel import DistributedDataParallel
 
@@ -147,8 +147,10 @@ class Pipeline:
             stage.batch = self._batch
         for number in range(self.num_microbatches):
             self._forward(number)
-        for stage in self.stages:
+        for stage, wrapped in zip(self.stages, self._wrapped, strict=True):
             stage.forget()
+            if isinstance(wrapped, FSDPModule):
+                wrapped.reshard()  # as a backward does: parameters() are the shards again
         return self._report(self._total_count(target), [])
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
@@ -284,7 +286,9 @@ class Pipeline:
                 for tag, params in wrapped.tagged.items():
                     if tag != "none" and any(p is param for p in params):
                         return ranks * dist.get_world_size(wrapped.groups[tag])
-        return ranks * (dist.get_world_size(self.groups.data) if self._data_parallel == "ddp" else 1)
+        return ranks * (
+            dist.get_world_size(self.groups.data) if self._data_parallel in ("ddp", "fsdp") else 1
+        )
 
 
 class _Timed(PipelineStage):
