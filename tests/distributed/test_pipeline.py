@@ -319,24 +319,21 @@ def train_decoder():
 
 
 def decoder():
-    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+    from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    config = Qwen3MoeConfig(
+    config = Qwen3Config(
         vocab_size=VOCABULARY,
         hidden_size=D,
         intermediate_size=12,
-        moe_intermediate_size=6,
         num_hidden_layers=3,
         num_attention_heads=2,
         num_key_value_heads=1,
         head_dim=4,
-        num_experts=4,
-        num_experts_per_tok=2,
         tie_word_embeddings=True,
     )
     torch.manual_seed(0)
-    model = Qwen3MoeForCausalLM(config).double()
-    return fmoe_ext.fmoefy(model)
+    model = Qwen3ForCausalLM(config).double()
+    return fmoe_ext.fmoefy(model, num_experts=4)
 
 
 def test_decoder_of_transformers(pool):
