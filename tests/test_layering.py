@@ -32,7 +32,7 @@ LEVELS = {
     "checkpoint": 7,
     "distributed": 7,
     "testing": 7,
-    "pipeline": 7,
+    "pipeline": 8,
     "optim": 7,
     "remote": 8,
     "integrations": 8,
@@ -54,6 +54,7 @@ MAY_USE_DISTRIBUTED = (
     "compat",
     "gates",
     "optim",
+    "pipeline",
 )
 MAY_IMPORT_NATIVE = {"_C": "ops/__init__.py", "_C_cuda": "ops/__init__.py", "_C_nccl": "ep/exchange.py"}
 IMMUTABLE = (
