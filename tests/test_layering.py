@@ -1,6 +1,8 @@
 """The import rules of docs/design.md, checked on the source text."""
 
 import ast
+import fnmatch
+import pkgutil
 import re
 from pathlib import Path
 
@@ -265,14 +267,47 @@ def test_users_import_public_names(folder):
                 assert not private, f"{path.relative_to(ROOT)} imports {name}"
 
 
-def test_readme_names_files_that_exist():
-    sections = (ROOT / "README.md").read_text().split("\n## ")
-    dive = [section for section in sections if section.lower().startswith("dive into the code")]
-    assert dive, "README.md has no section 'Dive into the code'"
-    names = re.findall(r"`([\w./*-]+)`", dive[0])
-    paths = [
-        name for name in names if "/" in name or Path(name).suffix in (".py", ".cpp", ".h", ".cu", ".md")
+FOLDERS_OF_DOCUMENTS = (".", "docs", "examples/*", "benchmarks/*", "tests/*")
+DOCUMENTS = [path for folder in FOLDERS_OF_DOCUMENTS for path in sorted(ROOT.glob(f"{folder}/*.md"))]
+HISTORY = ("docs/log.md", "CHANGELOG.md")  # also names what there was
+OF_OTHERS = ("torch", "megatron")  # first components of paths in other projects
+PATH = re.compile(r"(?<![\w./<*{}-])((?:[\w.*-]+/)*[\w.*-]*[\w*])\.(py|cpp|cu|h|cuh|inc|md|sh)\b(?![\w/])")
+NAME = re.compile(r"(?<![\w.])fmoe_ext(?:\.[A-Za-z_]\w*)+")
+
+
+@pytest.fixture(scope="module")
+def files():
+    """Every file of the checkout, with a slash before its path."""
+    folders = (
+        *(f for f in ROOT.iterdir() if f.is_dir() and not f.name.startswith((".", "build"))),
+        ROOT / ".ci",
+    )
+    return [f"/{path.relative_to(ROOT)}" for folder in folders for path in folder.rglob("*")] + [
+        f"/{path.name}" for path in ROOT.iterdir()
     ]
-    assert paths, "the section names no file"
-    missing = [name for name in paths if not list(ROOT.glob(name.rstrip("/")))]
-    assert not missing, f"README.md names files that do not exist: {missing}"
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_documents_name_files_that_exist(path, files):
+    """A path may leave out the folders that the reader is in: ep/plan.py is fmoe_ext/ep/plan.py."""
+    text = re.sub(r"https?://\S+", "", path.read_text())
+    names = {f"{stem}.{suffix}" for stem, suffix in PATH.findall(text)}
+    names = {name for name in names if not name.startswith(tuple(f"{other}/" for other in OF_OTHERS))}
+    if path.relative_to(ROOT).as_posix() in HISTORY:
+        names = set()
+    missing = sorted(name for name in names if not fnmatch.filter(files, f"*/{name}"))
+    assert not missing, f"{path.name} names files that do not exist: {missing}"
+
+
+@pytest.mark.parametrize(
+    "path", [*DOCUMENTS, *PACKAGE, *NATIVE], ids=lambda p: p.relative_to(ROOT).as_posix()
+)
+def test_names_of_the_package_exist(path):
+    native = {"_C", "_C_cuda", "_C_nccl"}  # which not every build has
+    for name in {n.rstrip(".") for n in NAME.findall(path.read_text())}:
+        if path.relative_to(ROOT).as_posix() in HISTORY or name.split(".")[1] in native:
+            continue
+        try:
+            pkgutil.resolve_name(name)
+        except (ImportError, AttributeError):
+            pytest.fail(f"{path.name} names {name}, which does not exist")

@@ -156,7 +156,7 @@ int nccl_version() {
 }  // namespace
 
 PYBIND11_MODULE(_C_nccl, m) {
-  m.doc() = "NCCL communicators for fmoe_ext.ep.nccl";
+  m.doc() = "NCCL communicators for fmoe_ext.ep.exchange";
   m.def("make_unique_id", &make_unique_id);
   m.def("nccl_version", &nccl_version);
   const auto unlocked = py::call_guard<py::gil_scoped_release>();
