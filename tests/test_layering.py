@@ -201,26 +201,8 @@ def test_module_state_is_named(path):
     assert not any(isinstance(node, ast.Global) for node in ast.walk(tree)), "uses `global`"
 
 
-# Parts whose public functions have types; the list only grows.
-ANNOTATED = (
-    *("layers", "dispatch", "routing", "experts", "expert_kinds", "transformer", ""),
-    *(
-        "ep/exchange.py",
-        "ep/expert_parallel.py",
-        "ep/plan.py",
-        "ep/schedule.py",
-        "ep/header.py",
-        "ep/load.py",
-    ),
-    *(
-        "ep/static.py",
-        "ep/tuning.py",
-        "ep/placement.py",
-        "ep/shadowing.py",
-        "ep/layers.py",
-        "ep/constants.py",
-    ),
-)
+# Parts whose public functions have no types yet; the list only gets shorter.
+WITHOUT_TYPES = ("checkpoint", "compat/megatron", "integrations", "megatron")
 
 
 def unannotated(node, inside=""):
@@ -228,16 +210,20 @@ def unannotated(node, inside=""):
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.ClassDef) and not child.name.startswith("_"):
             yield from unannotated(child, f"{child.name}.")
-        if isinstance(child, ast.FunctionDef) and not child.name.startswith("_"):
+        if isinstance(child, ast.FunctionDef) and (
+            not child.name.startswith("_") or child.name == "__init__"
+        ):
             args = [*child.args.posonlyargs, *child.args.args, *child.args.kwonlyargs]
             args = [a for a in args if a.arg not in ("self", "cls", "ctx")]
             args += [a for a in (child.args.vararg, child.args.kwarg) if a is not None]
-            if child.returns is None or any(a.annotation is None for a in args):
+            if (child.returns is None and child.name != "__init__") or any(
+                a.annotation is None for a in args
+            ):
                 yield f"{inside}{child.name}"
 
 
 @pytest.mark.parametrize(
-    "path", [path for path in PACKAGE if {part(path), relative(path)} & set(ANNOTATED)], ids=relative
+    "path", [path for path in PACKAGE if not relative(path).startswith(WITHOUT_TYPES)], ids=relative
 )
 def test_public_functions_are_annotated(path):
     assert not list(unannotated(ast.parse(path.read_text())))

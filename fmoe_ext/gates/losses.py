@@ -8,12 +8,12 @@ import torch
 from torch import nn
 
 from fmoe_ext import ops
-from fmoe_ext.gates.base_gate import BaseGate, OneRank
+from fmoe_ext.gates.base_gate import BaseGate, OneRank, Ranks
 
 ONE_RANK = OneRank()
 
 
-def balance_loss(scores: torch.Tensor, topk_idx: torch.Tensor, ranks: OneRank = ONE_RANK) -> torch.Tensor:
+def balance_loss(scores: torch.Tensor, topk_idx: torch.Tensor, ranks: Ranks = ONE_RANK) -> torch.Tensor:
     """E * sum_e f_e * p_e over all tokens: f_e the share of the choices of expert e, p_e its mean score.
 
     scores [T, E], topk_idx [T, K] (-1 counts for nobody) -> scalar of the dtype of scores, 1 when balanced.
@@ -27,7 +27,7 @@ def balance_loss(scores: torch.Tensor, topk_idx: torch.Tensor, ranks: OneRank = 
 
 
 def sum_over_ranks(
-    scores: torch.Tensor, topk_idx: torch.Tensor, ranks: OneRank
+    scores: torch.Tensor, topk_idx: torch.Tensor, ranks: Ranks
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Choices [E], sum of the scores [E] and number of tokens [] of all ranks, in one exchange."""
     num_local_tokens, num_experts = scores.shape
@@ -37,14 +37,14 @@ def sum_over_ranks(
     return num_choices, score_sum, num_tokens.squeeze(0)
 
 
-def mean_over_ranks(value_sum: torch.Tensor, count: int, ranks: OneRank) -> torch.Tensor:
+def mean_over_ranks(value_sum: torch.Tensor, count: int, ranks: Ranks) -> torch.Tensor:
     """Sum of value_sum over the ranks, divided by the sum of count, in one exchange."""
     total, count_of_all = ranks.sum(torch.stack((value_sum, value_sum.new_full((), count)))).unbind()
     return total / count_of_all.clamp(min=1)
 
 
 def sequence_balance_loss(
-    scores: torch.Tensor, topk_idx: torch.Tensor, seq_len: int, ranks: OneRank = ONE_RANK
+    scores: torch.Tensor, topk_idx: torch.Tensor, seq_len: int, ranks: Ranks = ONE_RANK
 ) -> torch.Tensor:
     """The mean over sequences of each sequence's own balance_loss (DeepSeek-V2 and V3, with weight 1).
 
@@ -64,7 +64,7 @@ def sequence_balance_loss(
     return mean_over_ranks(num_experts * (share * mean_score).sum(), num_tokens // seq_len, ranks)
 
 
-def z_loss(logits: torch.Tensor, ranks: OneRank = ONE_RANK) -> torch.Tensor:
+def z_loss(logits: torch.Tensor, ranks: Ranks = ONE_RANK) -> torch.Tensor:
     """The mean over tokens of logsumexp(logits)^2, which keeps logits small (ST-MoE, 2022).
 
     logits [T, E] -> scalar. Equivalent to: logits.logsumexp(1).square().mean().
