@@ -218,6 +218,7 @@ def test_no_synchronisation():
     assert all(getattr(monitor.counters[""], name).is_meta for name in balance.LayerCounters.NAMES)
 
 
+@pytest.mark.bad_indices
 def test_rejects():
     with pytest.raises(ValueError, match="Linear has no gate"):
         balance.watch(nn.Linear(2, 2))

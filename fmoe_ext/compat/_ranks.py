@@ -1,9 +1,11 @@
 """What fmoe.functions asks of other ranks. Everything that needs a process group goes through here."""
 
+from typing import Any
+
 import torch
 
 from fmoe_ext.ep import exchange
-from fmoe_ext.ep.exchange import Group, find_group, register_group
+from fmoe_ext.ep.exchange import Group
 from fmoe_ext.ep.ranks import gather_rows
 
 
@@ -24,7 +26,7 @@ def exchange_counts(local_expert_count: torch.Tensor, world_size: int) -> torch.
     if world_size == 1:
         return local_expert_count.clone()
     counts = local_expert_count.view(world_size, -1)
-    return exchange.exchange_counts(counts, register_group(_State.group)).flatten()
+    return exchange.exchange_counts(counts, exchange.register_group(_State.group)).flatten()
 
 
 def to_experts(
@@ -54,16 +56,16 @@ def sum_over_ranks(x: torch.Tensor, world_size: int) -> torch.Tensor:
     return torch.stack(all_gather(x[None], world_size, _State.group)).sum(0).squeeze(0)
 
 
-def all_gather(x: torch.Tensor, world_size: int, group: Group) -> list[torch.Tensor]:
+def all_gather(x: torch.Tensor, world_size: int, group: Any) -> list[torch.Tensor]:
     """x of every rank of the group; the numbers of rows may differ."""
-    return [x] if world_size == 1 else gather_rows(x, find_group(register_group(group)))
+    return [x] if world_size == 1 else gather_rows(x, group)
 
 
 def _exchange(
     rows: torch.Tensor, send_count: torch.Tensor, recv_count: torch.Tensor, world_size: int
 ) -> torch.Tensor:
     send, recv = (count.view(world_size, -1).sum(1).tolist() for count in (send_count, recv_count))
-    return exchange.global_exchange(rows, send, recv, register_group(_State.group))
+    return exchange.global_exchange(rows, send, recv, exchange.register_group(_State.group))
 
 
 def _expert_major(global_expert_count: torch.Tensor, world_size: int, device: torch.device) -> torch.Tensor:

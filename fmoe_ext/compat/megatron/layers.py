@@ -6,9 +6,21 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from fmoe_ext.compat import gates
+from fmoe_ext.gates import find_gate
 from fmoe_ext.integrations.fmoefy import fmoefy as _fmoefy
-from fmoe_ext.megatron.layers import MegatronMLP
+from fmoe_ext.megatron.layers import MegatronMLP as _MegatronMLP
 from fmoe_ext.megatron.layers import megatron_init_method as _megatron_init_method
+
+
+class MegatronMLP(_MegatronMLP):
+    """MegatronMLP whose balance_strategy names a gate of fmoe.gates."""
+
+    def __init__(self, args, layer_idx, gate=None):
+        if gate is None:
+            found = find_gate(args.balance_strategy or "naive")
+            gate = getattr(gates, getattr(found, "__name__", ""), found)
+        super().__init__(args, layer_idx, gate)
 
 
 class _FakeMegatronMLP(nn.Module):
