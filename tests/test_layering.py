@@ -34,6 +34,7 @@ LEVELS = {
     "testing": 7,
     "pipeline": 7,
     "optim": 7,
+    "remote": 8,
     "integrations": 8,
     "megatron": 8,
     "": 9,  # fmoe_ext itself, which exports fmoefy
@@ -41,7 +42,7 @@ LEVELS = {
     "info": 9,
 }
 # Circles that are left; the list only gets shorter.
-CIRCLES_TO_MEND = (("fmoe_ext.megatron.balance", "fmoe_ext.integrations.megatron_legacy"),)
+CIRCLES_TO_MEND = ()
 IMPORT_INTEGRATIONS = (("", "integrations"), ("megatron", "integrations"), ("compat", "integrations"))
 MAY_USE_DISTRIBUTED = (
     "ep",
@@ -173,14 +174,16 @@ def test_no_import_circle():
 # The state that modules have, by name; what other modules call at their top makes something immutable.
 MODULE_STATE = {
     "ep/exchange.py": {"_groups", "_nccl", "_layers"},  # per process group, weak
+    "remote/expert_classes.py": {"_REGISTRY"},  # the kinds of experts that a server may be asked for
     "ep/wrappers.py": {"WATCH"},  # the handle of a hook on all modules, there to be removed
     "gates/losses.py": {"ONE_RANK"},
-    "megatron/balance.py": {"PROFILE"},
+    "integrations/megatron/balance.py": {"PROFILE"},
     "ops/__init__.py": {"cuda_module_missing"},  # why there are no CUDA kernels, set once by loading
 }
 MAKES_IMMUTABLE = (
     *("frozenset", "tuple", "MappingProxyType", "re.compile", "logging.getLogger", "namedtuple", "TypeVar"),
-    *("ParamSpec", "torch.library.Library", "functools.partial", "torch.compiler.disable"),
+    *("ParamSpec", "struct.Struct", "torch.library.Library", "functools.partial", "torch.compiler.disable"),
+    "Limits",  # a frozen dataclass of remote/wire.py
     "ContextVar",  # whose values belong to a context, and end with it
 )
 
@@ -202,7 +205,7 @@ def test_module_state_is_named(path):
 
 
 # Parts whose public functions have no types yet; the list only gets shorter.
-WITHOUT_TYPES = ("checkpoint", "compat/megatron", "integrations", "megatron")
+WITHOUT_TYPES = ()
 
 
 def unannotated(node, inside=""):
@@ -255,9 +258,10 @@ def test_users_import_public_names(folder):
 
 FOLDERS_OF_DOCUMENTS = (".", "docs", "examples/*", "benchmarks/*", "tests/*")
 DOCUMENTS = [path for folder in FOLDERS_OF_DOCUMENTS for path in sorted(ROOT.glob(f"{folder}/*.md"))]
-HISTORY = ("docs/log.md", "CHANGELOG.md")  # also names what there was
-OF_OTHERS = ("torch", "megatron")  # first components of paths in other projects
+HISTORY = ("docs/log.md", "docs/kernel_resources.md", "CHANGELOG.md")  # name what there was
+OF_OTHERS = ("torch/", "megatron/", "pretrain_gpt.py")  # how paths in other projects begin
 PATH = re.compile(r"(?<![\w./<*{}-])((?:[\w.*-]+/)*[\w.*-]*[\w*])\.(py|cpp|cu|h|cuh|inc|md|sh)\b(?![\w/])")
+NOT_YET = ("fmoe_ext.gpu", "fmoe_ext.remote.dht")  # the list only gets shorter
 NAME = re.compile(r"(?<![\w.])fmoe_ext(?:\.[A-Za-z_]\w*)+")
 
 
@@ -278,7 +282,7 @@ def test_documents_name_files_that_exist(path, files):
     """A path may leave out the folders that the reader is in: ep/plan.py is fmoe_ext/ep/plan.py."""
     text = re.sub(r"https?://\S+", "", path.read_text())
     names = {f"{stem}.{suffix}" for stem, suffix in PATH.findall(text)}
-    names = {name for name in names if not name.startswith(tuple(f"{other}/" for other in OF_OTHERS))}
+    names = {name for name in names if not name.startswith(OF_OTHERS)}
     if path.relative_to(ROOT).as_posix() in HISTORY:
         names = set()
     missing = sorted(name for name in names if not fnmatch.filter(files, f"*/{name}"))
@@ -291,7 +295,7 @@ def test_documents_name_files_that_exist(path, files):
 def test_names_of_the_package_exist(path):
     native = {"_C", "_C_cuda", "_C_nccl"}  # which not every build has
     for name in {n.rstrip(".") for n in NAME.findall(path.read_text())}:
-        if path.relative_to(ROOT).as_posix() in HISTORY or name.split(".")[1] in native:
+        if path.relative_to(ROOT).as_posix() in HISTORY or name.split(".")[1] in native or name in NOT_YET:
             continue
         try:
             pkgutil.resolve_name(name)

@@ -23,7 +23,7 @@ from fmoe_ext.checkpoint.model_state import ModelState
 from fmoe_ext.checkpoint.routing import check_writable, routing_of
 from fmoe_ext.checkpoint.safetensors_file import StoredTensor, read_safetensors
 
-StateDict: TypeAlias = Mapping[str, torch.Tensor | StoredTensor]
+StateDict: TypeAlias = "Mapping[str, torch.Tensor | StoredTensor]"
 
 LAYOUTS = ("fused", "qwen3_moe", "mixtral")
 PER_EXPERT = (  # gate, up, down
@@ -65,7 +65,7 @@ def from_huggingface(state_dict: StateDict) -> dict[str, Any]:
 
 
 def to_huggingface(
-    state_dict: nn.Module | StateDict,
+    state_dict: "nn.Module | StateDict",
     layout: str = "fused",
     routing: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> dict[str, Any]:
@@ -98,7 +98,10 @@ def to_huggingface(
         name = key.removeprefix(prefix)
         if name in ("experts.htoh4.bias", "experts.h4toh.bias", "gate.gate.bias"):
             if tensor.read().any():
-                raise CheckpointError(f"{key} is not zero, but Hugging Face's experts and gates have no bias")
+                raise CheckpointError(
+                    f"{key} is not zero, but Hugging Face's experts and gates have no bias: build the layer with "
+                    "bias=False, gate_bias=False"
+                )
             continue
         layer = _renamed(prefix, "mlp", "block_sparse_moe") if layout == "mixtral" else prefix
         if name == "gate.gate.weight":

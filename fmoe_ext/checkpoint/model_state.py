@@ -5,7 +5,8 @@ rank has some; separate experts have their number in the name, experts.<e>.weigh
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -32,20 +33,20 @@ EXPERT_NAME = re.compile(r"(?:(?P<layer>.*)\.)?experts\.(?:(?P<index>\d+)\.)?(?P
 class ModelState:
     """tensors {name: parameter or buffer of this rank}, layers {name: FMoE}; wrappers leave no trace in names."""
 
-    def __init__(self, model):
+    def __init__(self, model: nn.Module):
         model, name_of = _unwrap(model)
         modules = model.named_modules(remove_duplicate=False)
         self.layers = {name_of(name): module for name, module in modules if isinstance(module, FMoE)}
-        self.tensors = {}
+        self.tensors: dict[str, torch.Tensor] = {}
         self._model = model
-        self._names = {}
-        self._buffers = {}
-        self._layer_of_rows = {}
-        self._meshes = {}
+        self._names: dict[int, str] = {}
+        self._buffers: dict[str, str] = {}
+        self._layer_of_rows: dict[str, FMoE] = {}
+        self._meshes: dict[tuple[Any, str], DeviceMesh] = {}
         for key, value in model.state_dict(keep_vars=True).items():
             self._add(key, name_of(key), value)
 
-    def _add(self, key, name, value):
+    def _add(self, key: str, name: str, value: Any) -> None:
         layer, rest = self._owner(name)
         if layer is not None and rest == "expert_placement":
             return  # saved in the order of the experts, wherever they live
@@ -72,7 +73,7 @@ class ModelState:
         if not isinstance(value, nn.Parameter):
             self._buffers[name] = key
 
-    def _owner(self, name):
+    def _owner(self, name: str) -> tuple[FMoE | None, str]:
         """(layer, rest of the name) of the innermost FMoE that has this tensor; (None, name) if none has."""
         components = name.split(".")
         for end in reversed(range(len(components))):
@@ -81,7 +82,7 @@ class ModelState:
                 return layer, ".".join(components[end:])
         return None, name
 
-    def name_of(self, param):
+    def name_of(self, param: torch.Tensor) -> str:
         try:
             return self._names[id(param)]
         except KeyError:
@@ -89,51 +90,54 @@ class ModelState:
                 f"the optimizer has a parameter of shape {list(param.shape)} that is not one of the model"
             ) from None
 
-    def is_buffer(self, name):
+    def is_buffer(self, name: str) -> bool:
         return name in self._buffers
 
-    def give_dtype(self, name, dtype):
+    def give_dtype(self, name: str, dtype: torch.dtype) -> None:
         """Lets a buffer have another dtype: gates make theirs float32 again where .bfloat16() had cast them."""
         module, _, attribute = self._buffers[name].rpartition(".")
         self.tensors[name] = self.tensors[name].to(dtype)
         setattr(self._model.get_submodule(module), attribute, self.tensors[name])
 
-    def num_experts(self):
+    def num_experts(self) -> dict[str, int]:
         return {name: layer.num_experts for name, layer in self.layers.items()}
 
-    def global_shape(self, name):
+    def global_shape(self, name: str) -> tuple[int, ...]:
         layer, value = self._layer_of_rows.get(name), self.tensors[name]
         return tuple(value.shape) if layer is None else (layer.num_experts, *value.shape[1:])
 
-    def local_rows(self, name):
+    def local_rows(self, name: str) -> tuple[int, int] | None:
         """(first, end): the experts of a layer in order that this rank has; None for what it has whole."""
         layer = self._layer_of_rows.get(name)
         if layer is None:
             return None
+        assert layer.expert_parallel is not None
         first = layer.expert_parallel.rank * layer.num_expert
         return first, first + layer.num_expert
 
-    def in_order(self, name, tensor):
+    def in_order(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """Rows like those of parameter `name`, brought into the order of the experts. Collective if they had moved."""
         layer = self._layer_of_rows.get(name)
         if layer is None or layer.expert_placement is None:
             return tensor
         parallel = layer.expert_parallel
+        assert parallel is not None
         tensor = tensor.detach().clone()
         move_rows(tensor, parallel.experts_in_place, list(range(parallel.num_experts)), parallel)
         return tensor
 
-    def as_part(self, name, tensor):
+    def as_part(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """Rows in the order of the experts as this rank's part of a DTensor [E, *]; another tensor as it is."""
         layer = self._layer_of_rows.get(name)
         if layer is None:
             return tensor.detach()
+        assert layer.expert_parallel is not None  # as of every layer in _layer_of_rows
         key = layer.expert_parallel.group, tensor.device.type
         if key not in self._meshes:
             self._meshes[key] = DeviceMesh.from_group(find_group(key[0]), key[1])
         return DTensor.from_local(tensor.detach(), self._meshes[key], [Shard(0)], run_check=False)
 
-    def put_in_order(self):
+    def put_in_order(self) -> None:
         """Notes that the experts of every layer are now where their numbers say."""
         for layer in self.layers.values():
             if layer.expert_placement is not None:
@@ -170,7 +174,7 @@ def _num_megatron_experts(match: re.Match[str], shapes: Mapping[str, Sequence[in
     return shapes[match.string][0] if match["stacked"] else 0
 
 
-def _unwrap(model):
+def _unwrap(model: nn.Module) -> tuple[nn.Module, Callable[[str], str]]:
     """The module inside all wrappers, and a function that takes wrappers further in out of a name."""
     while (inner := _inside(model)) is not None:
         model = getattr(model, inner)
@@ -180,7 +184,7 @@ def _unwrap(model):
         if _inside(module) is not None
     ]
 
-    def name_of(name):
+    def name_of(name: str) -> str:
         for long, short in reversed(wrapped):  # the innermost first
             if f"{name}.".startswith(long):
                 name = (short + f"{name}."[len(long) :])[:-1]
@@ -189,14 +193,15 @@ def _unwrap(model):
     return model, name_of
 
 
-def _inside(module):
+def _inside(module: nn.Module) -> str | None:
     """The name under which a wrapper has its module; None for other modules."""
     if isinstance(module, WRAPPERS):
         return "module"
     return "_orig_mod" if hasattr(module, "_orig_mod") else None
 
 
-def _with_global_number(name, rest, layer):
+def _with_global_number(name: str, rest: str, layer: FMoE) -> str:
+    assert layer.expert_parallel is not None
     _, index, tail = rest.split(".", 2)
     place = layer.expert_parallel.rank * layer.num_expert + int(index)
     return f"{name.removesuffix(rest)}experts.{layer.expert_parallel.experts_in_place[place]}.{tail}"

@@ -9,7 +9,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.optim import Optimizer
 
 from fmoe_ext.checkpoint import optimizer_state, store
 from fmoe_ext.checkpoint.errors import CheckpointError, gather, together
@@ -18,13 +20,22 @@ from fmoe_ext.checkpoint.huggingface import model_config, model_files, read_mode
 from fmoe_ext.checkpoint.manifest import MODEL, Manifest
 from fmoe_ext.checkpoint.model_state import ModelState, describe_layers
 from fmoe_ext.checkpoint.routing import check_config, routing_of
-from fmoe_ext.checkpoint.safetensors_file import OURS, verify_safetensors, write_safetensors
+from fmoe_ext.checkpoint.safetensors_file import OURS, StoredTensor, verify_safetensors, write_safetensors
 
 VERSION_OF_FILES = 1  # of what the metadata of a safetensors file says
 
 
 @torch.no_grad()
-def save(folder, model, optimizer=None, *, step=0, extra=None, keep=None, process_group=None):
+def save(
+    folder: str | Path,
+    model: nn.Module,
+    optimizer: Optimizer | None = None,
+    *,
+    step: int = 0,
+    extra: dict[str, Any] | None = None,
+    keep: int | None = None,
+    process_group: dist.ProcessGroup | None = None,
+) -> Path:
     """Saves a model, and an optimizer with its state, as the newest checkpoint of a folder -> the path of it.
 
     The layout leaves no trace: any number of expert-parallel and data-parallel ranks may load what any other saved.
@@ -54,14 +65,22 @@ def save(folder, model, optimizer=None, *, step=0, extra=None, keep=None, proces
     without = [rank for rank, other in enumerate(records) if other is None]
     if 0 < len(without) < len(records):
         raise CheckpointError(f"saving: ranks {without} gave no optimizer, the others did")
-    merged = None if record is None else optimizer_state.merge_records(records)
+    merged = None if record is None else optimizer_state.merge_records([r for r in records if r is not None])
     routing = {name: routing_of(layer) for name, layer in state.layers.items()}
     manifest = Manifest(step=step, extra=extra, optimizer=merged, routing=routing)
-    return store.write_checkpoint(folder, tensors, manifest, keep, process_group)
+    return store.write_checkpoint(Path(folder), tensors, manifest, keep, process_group)
 
 
 @torch.no_grad()
-def load(path, model, optimizer=None, *, cast=False, verify=True, process_group=None):
+def load(
+    path: str | Path,
+    model: nn.Module,
+    optimizer: Optimizer | None = None,
+    *,
+    cast: bool = False,
+    verify: bool = True,
+    process_group: dist.ProcessGroup | None = None,
+) -> Manifest:
     """Loads what save() saved in any layout, into a model of this one -> Manifest, with step and extra.
 
     path: a checkpoint, or a folder of checkpoints (its latest); or, without optimizer, a .safetensors file of a whole
@@ -89,8 +108,8 @@ def load(path, model, optimizer=None, *, cast=False, verify=True, process_group=
         _compare(state, names, source.tensors, cast)
         source.check(state)
         loading = None
-        if optimizer is not None:
-            record = source.manifest.optimizer
+        record = source.manifest.optimizer
+        if optimizer is not None and record is not None:
             optimizer_state.compare(optimizer, state, record, names_in_optimizer)
             loading = optimizer_state.Loading(optimizer, state, record, source.saved)
     with together(f"loading {source.path}", process_group):
@@ -105,7 +124,9 @@ def load(path, model, optimizer=None, *, cast=False, verify=True, process_group=
 
 
 @torch.no_grad()
-def export_safetensors(path, model, *, process_group=None):
+def export_safetensors(
+    path: str | Path, model: nn.Module, *, process_group: dist.ProcessGroup | None = None
+) -> None:
     """Writes a whole model, of any layout, to one safetensors file; load() reads it into any layout.
 
     All ranks call it; the first writes the file, from parts that the ranks have left beside it, while the others wait.
@@ -143,7 +164,7 @@ def model_metadata(tensors: Mapping[str, Any], routing: Mapping[str, Any] | None
 class _Folder:
     """A checkpoint folder as a source; saved: every tensor, tensors: those of the model."""
 
-    def __init__(self, path):
+    def __init__(self, path: Path):
         self.path = store.find(path)
         self.manifest = Manifest.read(self.path)
         self._places = self.manifest.saved(self.path)
@@ -153,10 +174,10 @@ class _Folder:
     def check(self, state: ModelState) -> None:
         """What a folder of ours holds fits any gate."""
 
-    def verify(self, process_group):
+    def verify(self, process_group: dist.ProcessGroup | None) -> None:
         store.verify(self.path, self.manifest, process_group=process_group)
 
-    def fill(self, state, loading):
+    def fill(self, state: ModelState, loading: optimizer_state.Loading | None) -> None:
         parts = {MODEL + name: state.as_part(name, value) for name, value in state.tensors.items()}
         store.read_into(self.path, self._places, parts | ({} if loading is None else loading.parts))
 
@@ -164,7 +185,7 @@ class _Folder:
 class _Files:
     """Safetensors files of a whole model as a source."""
 
-    def __init__(self, path, files):
+    def __init__(self, path: Path, files: list[Path]):
         self.path = path
         self.files = files
         self.tensors, _ = read_model(files)
@@ -176,11 +197,11 @@ class _Files:
     def check(self, state: ModelState) -> None:
         check_config(self._config, state.layers.items())
 
-    def verify(self, process_group):
+    def verify(self, process_group: dist.ProcessGroup | None) -> None:
         for file in store.share(self.files, process_group):
             verify_safetensors(file)
 
-    def fill(self, state, loading):
+    def fill(self, state: ModelState, loading: optimizer_state.Loading | None) -> None:
         for name, value in state.tensors.items():
             rows = state.local_rows(name)
             saved = self.tensors[name].read() if rows is None else self.tensors[name].rows(*rows)
@@ -189,7 +210,7 @@ class _Files:
             value.copy_(saved)
 
 
-def _compare(state, names, saved, cast):
+def _compare(state: ModelState, names: set[str], saved: Mapping[str, StoredTensor], cast: bool) -> None:
     """Raises CheckpointError that lists all differences between a model and what is saved."""
     layers = describe_layers({name: tensor.shape for name, tensor in saved.items()})
     experts = [
@@ -218,14 +239,14 @@ def _compare(state, names, saved, cast):
         raise CheckpointError("; ".join(problems))
 
 
-def _number(value):
+def _number(value: Any) -> Any:
     """Learning rates may be tensors."""
     if isinstance(value, torch.Tensor) and value.numel() == 1:
         return value.item()
     raise TypeError(f"{type(value).__name__} {value!r}")
 
 
-def _checked_json(value, what):
+def _checked_json(value: Any, what: str) -> Any:
     try:
         return json.loads(json.dumps(value, default=_number))
     except (TypeError, ValueError) as error:

@@ -5,20 +5,24 @@ slices and the gate whose choices hold one of each: He et al. 2024, "Upcycling L
 Experts" ("virtual groups").
 """
 
+from __future__ import annotations
+
 import math
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fmoe_ext.gates import NaiveGate, ScoredGate
+from fmoe_ext.transformer import FMoETransformerMLP
 
 
-def check(layer, dense, split):
+def check(layer: FMoETransformerMLP, dense: Any, split: int) -> None:
     """ValueError unless the experts of layer, filled from dense, give its output at first."""
     total_weight(layer.gate)
     if split == 1:
         return
-    for name, value in (("the number of experts of all workers", layer.num_experts), ("top_k", layer.top_k)):
+    for name, value in (("the number of experts of all ranks", layer.num_experts), ("top_k", layer.top_k)):
         if value % split != 0:
             raise ValueError(f"{name} must be a multiple of split={split}, but is {value}")
     if dense.d_hidden % split != 0:
@@ -55,8 +59,10 @@ def total_weight(gate: nn.Module) -> float:
 
 
 @torch.no_grad()
-def fill_from_dense(layer, dense, first, split, noise, seed):
-    """Gives every expert of this worker its part of the dense MLP; first: its number among all experts.
+def fill_from_dense(
+    layer: FMoETransformerMLP, dense: Any, first: int, split: int, noise: float, seed: int
+) -> None:
+    """Gives every expert of this rank its part of the dense MLP; first: its number among all experts.
 
     Expert e holds hidden units number (e % split) of split equal parts, its second matrix being split times as large:
     K choices with one sum of weights that hold every part equally often give the dense output. The gate starts with
@@ -88,17 +94,17 @@ def fill_from_dense(layer, dense, first, split, noise, seed):
             _tie(layer.gate.gate.bias, split)
 
 
-def _tie(scores, split):
+def _tie(scores: Tensor, split: int) -> None:
     """Makes split neighbours equal along the first dimension."""
     scores.copy_(scores[::split].repeat_interleave(split, 0))
 
 
 @torch.no_grad()
-def fill_randomly(layer, dense, first, seed):
+def fill_randomly(layer: FMoETransformerMLP, dense: Any, first: int, seed: int) -> None:
     """Draws every expert's weights from N(0, s^2), s that of the dense MLP's own, biases 0.
 
     An unreadable MLP has s = 1 / sqrt(3 * inputs), that of nn.Linear. The draw depends on seed and the expert's number
-    among all workers, first being that of the first one here.
+    among all ranks, first being that of the first one here.
     """
     w1, b1, w2, b2 = layer.experts.weights
     default = [1 / math.sqrt(3 * w.shape[2]) for w in (w1, w2)]
@@ -112,9 +118,9 @@ def fill_randomly(layer, dense, first, seed):
             b.zero_()
 
 
-def _std(*parts):
+def _std(*parts: Tensor) -> float:
     return math.sqrt(sum(w.float().var(correction=0).item() for w in parts) / len(parts))
 
 
-def _generator(like, seed, number):
+def _generator(like: Tensor, seed: int, number: int) -> torch.Generator:
     return torch.Generator(like.device).manual_seed(seed + number)

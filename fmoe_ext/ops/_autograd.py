@@ -86,9 +86,9 @@ def register_autocast(library: torch.library.Library, op: Any, cast: tuple[int, 
     library.impl(name, for_device("cuda"), "AutocastCUDA")
 
 
-def cast_for_autocast(first: torch.Tensor, *others: torch.Tensor | None) -> tuple[Any, ...]:
+def cast_for_autocast(*tensors: torch.Tensor | None) -> tuple[Any, ...]:
     """The tensors as an operator's autocast rule would make them; None stays None."""
-    tensors, device = (first, *others), first.device.type
+    device = next(t for t in tensors if t is not None).device.type
     if device == "meta" or not torch.is_autocast_enabled(device):  # which raises for "meta"
         return tensors
     dtype = torch.get_autocast_dtype(device)

@@ -100,17 +100,16 @@ def expert_mlp_ref(
     combine: bool = True,
 ) -> torch.Tensor:
     T, K = inverse.shape
-    parts: list[torch.Tensor] = []
-    begin = 0
+    rows_of_experts, begin = [], 0
     for e, end in enumerate(offs.tolist()):
         choices = row_idx[begin:end].long()
         h = F.linear(x[choices // K], w1[e], None if b1 is None else b1[e])
         rows = F.linear(ACTIVATIONS[activation](h), w2[e], None if b2 is None else b2[e])
         if topk_weights is not None:
             rows = (rows * topk_weights.reshape(-1)[choices][:, None]).to(x.dtype)
-        parts.append(rows)
+        rows_of_experts.append(rows)
         begin = end
-    y = torch.cat([*parts, x.new_zeros(T * K - begin, x.shape[1])])
+    y = torch.cat([*rows_of_experts, x.new_zeros(T * K - begin, x.shape[1])])
     if not combine:
         return y
     return (y[inverse.clamp(min=0).long()] * (inverse >= 0)[..., None]).sum(1)
@@ -300,7 +299,6 @@ class _ExpertMlp:
         x, topk_weights, *indices = inputs
         w1, b1, w2, b2 = weights
         if any(self.main_grads):  # here, so that the gradient is that of the parameter itself
-            assert w1 is not None
             w1, w2 = cast_for_autocast(w1, w2)
         y, h = torch.ops.fmoe_ext.expert_mlp(
             x, *indices, w1, b1, w2, b2, topk_weights, self.activation, self.combine, True
@@ -361,7 +359,6 @@ def _all_needs(needs: Needs) -> list[bool]:
 def _in_two(product: _ExpertMlp, inputs: Tensors, weights: Tensors) -> torch.Tensor:
     x, *others = inputs
     w1, b1, w2, b2 = weights
-    assert x is not None and w1 is not None
     x, b1, b2 = cast_for_autocast(x, b1, b2)
     if not any(product.main_grads):
         w1, w2 = cast_for_autocast(w1, w2)

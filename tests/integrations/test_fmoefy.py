@@ -96,7 +96,7 @@ def test_fastmoe_arguments(model):
         (dict(num_experts=4, layers=[]), "leaves none of the 4 MLPs"),
         (
             dict(num_experts=6, init="upcycle", split=5),
-            "the number of experts of all workers must be",
+            "the number of experts of all ranks must be",
         ),
         (
             dict(num_experts=4, init="upcycle", split=4, top_k=2),
