@@ -37,7 +37,7 @@ def mark_module_parallel_comm(module: nn.Module, comm: str) -> None:
 class FMoE(nn.Module):
     """A Mixture-of-Experts layer with any gate and any experts.
 
-    num_expert: experts of this worker. d_model: width of a token.
+    num_expert: experts of this rank. d_model: width of a token.
     world_size, moe_group: the experts of all world_size ranks of moe_group (a ProcessGroup, a DeviceMesh, or None
       for the default group) form one layer of num_expert * world_size experts, expert i on rank i // num_expert.
       All ranks of the group call forward, with any number of tokens each. gate_group: the ranks whose tokens count

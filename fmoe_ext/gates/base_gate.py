@@ -1,5 +1,5 @@
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -15,11 +15,22 @@ def _is_exporting() -> bool:
     return torch.compiler.is_exporting() and not compiling
 
 
-class OneRank:
-    """What a gate asks about all ranks that share its experts, answered for a single rank.
+class Ranks(Protocol):
+    """What a gate asks about all ranks that share its experts, to count tokens, losses and capacities of all."""
 
-    Given another object with these methods, a gate counts tokens, losses and capacities over several ranks.
-    """
+    @property
+    def rank(self) -> int: ...
+    def num_tokens(self, num_local_tokens: int) -> int: ...
+    def first_token(self, num_local_tokens: int) -> int: ...
+    def sum(self, x: torch.Tensor) -> torch.Tensor: ...
+    def gather(self, x: torch.Tensor) -> list[torch.Tensor]: ...
+    def apply_capacity(
+        self, topk_idx: torch.Tensor, num_experts: int, capacity: int | torch.Tensor
+    ) -> torch.Tensor: ...
+
+
+class OneRank:
+    """Ranks, of which there is one."""
 
     rank: int = 0
 

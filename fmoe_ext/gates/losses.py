@@ -8,12 +8,12 @@ import torch
 from torch import nn
 
 from fmoe_ext import ops
-from fmoe_ext.gates.base_gate import BaseGate, OneRank
+from fmoe_ext.gates.base_gate import BaseGate, OneRank, Ranks
 
 ONE_RANK = OneRank()
 
 
-def balance_loss(scores: torch.Tensor, topk_idx: torch.Tensor, ranks: OneRank = ONE_RANK) -> torch.Tensor:
+def balance_loss(scores: torch.Tensor, topk_idx: torch.Tensor, ranks: Ranks = ONE_RANK) -> torch.Tensor:
     """E * sum_e f_e * p_e over all tokens: f_e the share of the choices of expert e, p_e its mean score.
 
     scores [T, E], topk_idx [T, K] (-1 counts for nobody) -> scalar of the dtype of scores, 1 when balanced.
@@ -27,7 +27,7 @@ def balance_loss(scores: torch.Tensor, topk_idx: torch.Tensor, ranks: OneRank = 
 
 
 def sum_over_ranks(
-    scores: torch.Tensor, topk_idx: torch.Tensor, ranks: OneRank
+    scores: torch.Tensor, topk_idx: torch.Tensor, ranks: Ranks
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Choices [E], sum of the scores [E] and number of tokens [] of all ranks, in one exchange."""
     num_local_tokens, num_experts = scores.shape
@@ -37,7 +37,7 @@ def sum_over_ranks(
     return num_choices, score_sum, num_tokens.squeeze(0)
 
 
-def mean_over_ranks(value_sum: torch.Tensor, count: int | torch.Tensor, ranks: OneRank) -> torch.Tensor:
+def mean_over_ranks(value_sum: torch.Tensor, count: int | torch.Tensor, ranks: Ranks) -> torch.Tensor:
     """Sum of value_sum over the ranks, divided by the sum of count, in one exchange."""
     counted = torch.as_tensor(count, dtype=value_sum.dtype, device=value_sum.device)
     total, count_of_all = ranks.sum(torch.stack((value_sum, counted))).unbind()
@@ -48,7 +48,7 @@ def sequence_balance_loss(
     scores: torch.Tensor,
     topk_idx: torch.Tensor,
     seq_len: int | None = None,
-    ranks: OneRank = ONE_RANK,
+    ranks: Ranks = ONE_RANK,
     *,
     sequences: torch.Tensor | None = None,
 ) -> torch.Tensor:
@@ -75,7 +75,7 @@ def sequence_balance_loss(
 
 
 def _of_sequences(
-    scores: torch.Tensor, topk_idx: torch.Tensor, sequences: torch.Tensor, ranks: OneRank
+    scores: torch.Tensor, topk_idx: torch.Tensor, sequences: torch.Tensor, ranks: Ranks
 ) -> torch.Tensor:
     num_tokens, num_experts = scores.shape
     if len(sequences) != num_tokens:
@@ -95,7 +95,7 @@ def _of_sequences(
     return mean_over_ranks(num_experts * (share * mean_score).sum(), (lengths > 0).sum(), ranks)
 
 
-def z_loss(logits: torch.Tensor, ranks: OneRank = ONE_RANK) -> torch.Tensor:
+def z_loss(logits: torch.Tensor, ranks: Ranks = ONE_RANK) -> torch.Tensor:
     """The mean over tokens of logsumexp(logits)^2, which keeps logits small (ST-MoE, 2022).
 
     logits [T, E] -> scalar. Equivalent to: logits.logsumexp(1).square().mean().

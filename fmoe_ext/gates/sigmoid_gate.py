@@ -40,16 +40,16 @@ class SigmoidGate(ScoredGate):
 
     def __init__(
         self,
-        d_model,
-        num_expert,
-        world_size,
-        top_k=2,
-        gate_bias=True,
+        d_model: int,
+        num_expert: int,
+        world_size: int,
+        top_k: int = 2,
+        gate_bias: bool = True,
         *,
-        bias_update_speed=1e-3,
-        balance_loss=None,
-        **options,
-    ):
+        bias_update_speed: float = 1e-3,
+        balance_loss: str | None = None,
+        **options: Any,
+    ) -> None:
         super().__init__(
             d_model, num_expert, world_size, top_k, gate_bias, balance_loss=balance_loss, **options
         )

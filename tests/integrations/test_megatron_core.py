@@ -1,8 +1,6 @@
 """fmoefy and moe_layer_spec on Megatron-core's GPTModel, in one process."""
 
-import sys
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -16,7 +14,6 @@ from fmoe_ext.megatron import fmoefy, moe_layer_spec
 from fmoe_ext.testing import assert_close
 
 pytest.importorskip("megatron.core", reason="pip install megatron-core")
-sys.path.insert(0, str(Path(__file__).resolve().parent))
 import megatron_layouts as layouts
 from gpt import forward_backward, make_chunks
 from on_cpu import megatron_on_cpu

@@ -4,7 +4,6 @@ import copy
 import dataclasses
 import inspect
 import re
-import sys
 import warnings
 from functools import partial
 from pathlib import Path
@@ -18,7 +17,6 @@ from fmoe_ext.gates import SigmoidGate, SoftmaxGate, UniformGate
 from fmoe_ext.megatron import fmoefy, moe_layer_spec
 
 pytest.importorskip("megatron.core", reason="pip install megatron-core")
-sys.path.insert(0, str(Path(__file__).resolve().parent))
 import megatron_layouts as layouts
 from gpt import make_chunks
 from on_cpu import megatron_on_cpu
