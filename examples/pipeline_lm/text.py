@@ -30,8 +30,8 @@ def load_text(path=None, most_words=None, megabytes=0):
     """The text at path: the folder of WikiText's three files (wiki.train.tokens, ...), or what examples/lm takes.
 
     Without path it is the sources of Python's standard library. Words that are not in the training part, or not among
-    its most_words most frequent, become <unk>, and count in the perplexity as such. megabytes: of text other than WikiText
-    WikiText, so much of the beginning is for training and a fifth as much for validation and test; 0: all.
+    its most_words most frequent, become <unk>, and count in the perplexity as such. megabytes: so much is read for
+    training, and a fifth as much for validation and test; 0: all. WikiText's files are read whole.
     """
     files = wiki_files(path)
     if files:
