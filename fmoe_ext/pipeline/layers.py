@@ -19,8 +19,9 @@ def layers_of(model: nn.Module) -> list[nn.Module]:
     """
     if isinstance(model, nn.Sequential):
         return list(model)
-    if hasattr(model, "pipeline_layers"):
-        return list(model.pipeline_layers())
+    own: Any = getattr(model, "pipeline_layers", None)
+    if own is not None:
+        return list(own())
     base = getattr(model, "model", None)
     if all(hasattr(base, name) for name in ("embed_tokens", "layers", "norm", "rotary_emb")):
         return _decoder_layers(model, base)
