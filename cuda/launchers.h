@@ -129,7 +129,7 @@ constexpr int64_t kMaxHopperRows = INT32_MAX - 256;  // tiles are counted in 32 
 struct Grid {
   int num_blocks;       // the number of SMs; any positive number is right
   int cluster = 1;      // 2: pairs of blocks share an operand's tile
-  int tile_rows = 128;  // or 64 (down, grad_input)
+  int tile_rows = 128;  // or 64 (rows_by_weight, grad_input)
 };
 
 // sm90_up.cu: h [R, F] = x_rows w1^T + b1, with w1 [E, F, D] (F = 2 H when gated), and a [R, H] as
@@ -137,10 +137,11 @@ struct Grid {
 void launch_up_sm90(Dtype, CurveKind, bool gated, const GroupedRows& x, const int* offs, const void* w1,
                     const void* b1, int64_t num_rows, int num_experts, int H, void* h, void* a, const Grid&,
                     LaunchStream);
-// sm90_down.cu: y [R, D] = scale (a w2^T + b2); b2 [E, D] may be null; padding rows are zero
-void launch_down_sm90(Dtype, const void* a, const int* offs, const void* w2, int64_t num_rows,
-                      int num_experts, int D, int H, const void* b2, const RowScale& scale, void* y,
-                      const Grid&, LaunchStream);
+// sm90_rows_by_weight.cu: out [R, N] = scale (rows weight^T + bias), with rows [R, K] and weight [E, N, K];
+// bias [E, N] may be null; padding rows are zero
+void launch_rows_by_weight_sm90(Dtype, const void* rows, const int* offs, const void* weight,
+                                int64_t num_rows, int num_experts, int N, int K, const void* bias,
+                                const RowScale& scale, void* out, const Grid&, LaunchStream stream);
 // sm90_grad_hidden.cu: dA = dy_rows w2 is never stored. dh and scaled_a as launch_activation_backward writes
 // them; dots [R, num_hidden_dots_sm90(H)] holds <dA, act(h)> by tile of columns, for launch_sum_dots. Rows of
 // dots in the padding are not written; dots may be null.

@@ -16,8 +16,7 @@ inline GroupedWeight grouped_weight(const Tensor& weight,
 
 class Products {
  public:
-  // matrices: all that the products read, biases too, contiguous, the rows' type first; their widths are
-  // every size but the first.
+  // matrices: all that the products read, biases too, contiguous, the rows' type first.
   Products(const Tensor& offs, int64_t num_rows, const std::vector<std::optional<Tensor>>& matrices,
            LaunchStream stream)
       : like_(*matrices.front()),
@@ -25,24 +24,25 @@ class Products {
         num_experts_(static_cast<int>(offs.numel())),
         num_rows_(num_rows),
         stream_(stream),
-        device_(current_device_info()),
-        operands_{as_dtype(like_), {}, {}} {
+        num_sms_(current_device_info().num_sms),
+        task_{.dtype = as_dtype(like_),
+              .capability = current_device_info().capability,
+              .num_rows = num_rows,
+              .num_experts = num_experts_} {
     for (const std::optional<Tensor>& matrix : matrices) {
       if (!matrix) continue;
-      operands_.matrices.push_back(data(matrix));
-      for (int64_t d = 1; d < matrix->dim(); ++d) operands_.widths.push_back(matrix->size(d));
+      task_.matrices.push_back(data(matrix));
+      for (int64_t d = 1; d < matrix->dim(); ++d) task_.sizes.push_back(matrix->size(d));
     }
   }
-
-  bool on_hopper(Product product) const { return on_hopper(product, operands_); }
 
   // h = x_rows w1^T + b1 and its activation a; without an h only a is kept.
   void up(CurveKind curve, bool gated, const GroupedRows& x, const Tensor& w1,
           const std::optional<Tensor>& b1, const std::optional<Tensor>& h, const Tensor& a) const {
     const int64_t H = a.size(1);
-    if (on_hopper(Product::up)) {
+    if (const Entry* entry = select(Product::up)) {
       launch_up_sm90(dtype(), curve, gated, x, offs_, data(w1), data(b1), num_rows_, num_experts_, narrow(H),
-                     data(h), data(a), grid(Product::up), stream_);
+                     data(h), data(a), grid(entry), stream_);
       return;
     }
     const Tensor pre = h ? *h : torch::stable::new_empty(like_, {num_rows_, w1.size(1)});
@@ -54,10 +54,10 @@ class Products {
   // out = scale (rows weight^T + bias), weight [E, N, K]
   void rows_by_weight(const Tensor& rows, const Tensor& weight, const std::optional<Tensor>& bias,
                       const RowScale& scale, const Tensor& out) const {
-    if (on_hopper(Product::rows_by_weight))
-      launch_down_sm90(dtype(), data(rows), offs_, data(weight), num_rows_, num_experts_,
-                       narrow(weight.size(1)), narrow(weight.size(2)), data(bias), scale, data(out),
-                       grid(Product::rows_by_weight), stream_);
+    if (const Entry* entry = select(Product::rows_by_weight))
+      launch_rows_by_weight_sm90(dtype(), data(rows), offs_, data(weight), num_rows_, num_experts_,
+                                 narrow(weight.size(1)), narrow(weight.size(2)), data(bias), scale, data(out),
+                                 grid(entry), stream_);
     else
       launch_rows_by_weight(dtype(), plain_rows(rows), grouped_weight(weight, false), offs_, num_rows_,
                             data(bias), scale, data(out), stream_);
@@ -68,7 +68,8 @@ class Products {
                    const Tensor& w2, const std::optional<Tensor>& b2, const Tensor& dh,
                    const Tensor& scaled_a, const std::optional<Tensor>& dweights) const {
     const int64_t D = w2.size(1), H = w2.size(2);
-    if (!on_hopper(Product::grad_hidden)) {
+    const Entry* entry = select(Product::grad_hidden);
+    if (!entry) {
       const Tensor da = torch::stable::new_empty(like_, {num_rows_, H});
       launch_rows_by_weight(dtype(), dy, grouped_weight(w2, true), offs_, num_rows_, nullptr, RowScale{},
                             data(da), stream_);
@@ -80,7 +81,7 @@ class Products {
     std::optional<Tensor> dots;
     if (dweights) dots = torch::stable::new_empty(like_, {num_rows_, num_dots}, ScalarType::Float);
     launch_grad_hidden_sm90(dtype(), curve, gated, dy.data, rows, data(w2), narrow(D), narrow(H), data(dh),
-                            data(scaled_a), data<float>(dots), grid(Product::grad_hidden), stream_);
+                            data(scaled_a), data<float>(dots), grid(entry), stream_);
     if (dweights)
       launch_sum_dots(dtype(), rows, data<float>(dots), num_dots, dy.data, data(b2), D, data<float>(dweights),
                       stream_);
@@ -91,21 +92,21 @@ class Products {
                    const std::optional<Tensor>& main_grad) {
     const WeightGrad grad{main_grad ? data(*main_grad) : data(out), main_grad.has_value(),
                           main_grad.has_value()};
-    Operands operands = operands_;
-    operands.matrices.push_back(grad.data);
-    if (on_hopper(Product::grad_weight, operands))
+    Task task = task_of(Product::grad_weight);
+    task.matrices.push_back(grad.data);
+    task.shared_tiles = b.index ? (b.width - 1) / kWeightTileN + 1 : (a.width - 1) / kWeightTileM + 1;
+    if (const Entry* entry = fmoe_ext::select(task))
       launch_grad_weight_sm90(dtype(), a, b, offs_, heaviest_first(), num_experts_, num_rows_, grad,
-                              select_weight_grid(a, b, device_.num_sms), stream_);
+                              grid(entry), stream_);
     else
       launch_rows_by_rows(dtype(), a, b, offs_, num_experts_, num_rows_, grad, stream_);
   }
 
   // out = rows weight, weight [E, N, K]
   void grad_input(const GroupedRows& rows, const Tensor& weight, const Tensor& out) const {
-    if (on_hopper(Product::grad_input))
+    if (const Entry* entry = select(Product::grad_input))
       launch_grad_input_sm90(dtype(), rows.data, offs_, data(weight), num_rows_, num_experts_,
-                             narrow(weight.size(2)), narrow(weight.size(1)), data(out),
-                             grid(Product::grad_input), stream_);
+                             narrow(weight.size(2)), narrow(weight.size(1)), data(out), grid(entry), stream_);
     else
       launch_rows_by_weight(dtype(), rows, grouped_weight(weight, true), offs_, num_rows_, nullptr,
                             RowScale{}, data(out), stream_);
@@ -117,12 +118,14 @@ class Products {
   }
 
  private:
-  bool on_hopper(Product product, const Operands& operands) const {
-    return num_rows_ > 0 && num_rows_ < kMaxHopperRows && num_experts_ > 0 &&
-           select(product, operands, device_.capability) == Kernel::hopper;
+  Task task_of(Product product) const {
+    Task task = task_;
+    task.product = product;
+    return task;
   }
-  Dtype dtype() const { return operands_.dtype; }
-  Grid grid(Product product) const { return select_grid(product, num_rows_, num_experts_, device_.num_sms); }
+  const Entry* select(Product product) const { return fmoe_ext::select(task_of(product)); }
+  Grid grid(const Entry* entry) const { return grid_of(*entry, num_sms_); }
+  Dtype dtype() const { return task_.dtype; }
   const int* heaviest_first() {
     if (!heaviest_first_) {
       heaviest_first_ = torch::stable::new_empty(like_, {num_experts_}, ScalarType::Int);
@@ -137,8 +140,8 @@ class Products {
   int num_experts_;
   int64_t num_rows_;
   LaunchStream stream_;
-  DeviceInfo device_;
-  Operands operands_;
+  int num_sms_;
+  Task task_;                             // but for its product
   std::optional<Tensor> heaviest_first_;  // of launch_heaviest_first, for both weight gradients of a backward
 };
 

@@ -56,6 +56,13 @@ PTX_FN void mma_m16n8k16(float (&d)[4], const uint32_t (&a)[4], const uint32_t (
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
+// ---- shared memory by its own address: through a pointer whose origin the compiler has lost it is a generic
+// load
+PTX_FN uint4 ld_shared16(uint32_t p) {
+  uint4 v;
+  asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(p));
+  return v;
+}
 // Four 8x8 matrices of 16-bit elements; lane l gives the address of row l % 8 of matrix l / 8.
 template <bool kTranspose>
 PTX_FN void ldmatrix_x4(uint32_t (&r)[4], uint32_t p) {
@@ -97,11 +104,12 @@ PTX_FN void mbar_wait(uint32_t bar, uint32_t parity) {
 PTX_FN void cp_async_mbar_arrive_noinc(uint32_t bar) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(bar) : "memory");
 }
-// At the same barrier of a block of the cluster, its own too.
+// At the same barrier of a block of the cluster, its own too. Orders no writes of this thread for the other
+// block: those who arrive have only read. (.release.cluster would, by a fence of the whole GPU.)
 PTX_FN void mbar_arrive_at(uint32_t bar, uint32_t rank) {
   asm volatile(
       "{.reg .b32 there;\n mapa.shared::cluster.u32 there, %0, %1;\n"
-      " mbarrier.arrive.release.cluster.shared::cluster.b64 _, [there];\n}" ::"r"(bar),
+      " mbarrier.arrive.shared::cluster.b64 _, [there];\n}" ::"r"(bar),
       "r"(rank)
       : "memory");
 }
@@ -206,6 +214,13 @@ PTX_FN void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" :::
 template <int kPending>
 PTX_FN void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
+}
+
+// After a wait: no read of the accumulators may move before it.
+template <int kCount>
+PTX_FN void fence_accumulators(float (&d)[kCount]) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(d[i])::"memory");
 }
 
 #include "ptx_wgmma.inc"

@@ -1,9 +1,12 @@
-// Which kernel computes a product of grouped_gemm and expert_mlp, and into what tiles it is cut. The tables
-// are the only place that decides: from dtype, shape and device, never from a measurement at run time nor
-// from a value on the device. What no rule fits is computed by the portable kernels.
+// Which kernel computes a product of grouped_gemm and expert_mlp. The table is the only place that decides:
+// from dtype, shape and device, never from a measurement at run time nor from a value on the device. What no
+// entry fits is computed by the portable kernels.
+//
+// Entries are switched on and off by name (ops_select.cpp): those that a GPU has not proved are off.
 #pragma once
 
 #include <algorithm>
+#include <atomic>
 #include <vector>
 
 #include "launchers.h"
@@ -17,31 +20,65 @@ enum class Product {
   grad_input,      // rows w
   grad_weight      // a^T b, expert by expert
 };
-enum class Kernel { portable, hopper };
 
-// The operands of one call: the widths of all matrices, and where they begin.
-struct Operands {
+// What the host knows of one product.
+struct Task {
+  Product product;
   Dtype dtype;
-  std::vector<int64_t> widths;
+  int capability;              // of the device
+  std::vector<int64_t> sizes;  // of all matrices, but for their numbers of rows and experts
   std::vector<const void*> matrices;
+  int64_t num_rows;
+  int num_experts;
+  int64_t shared_tiles = 0;  // of a weight gradient: tiles along the operand that pairs do not share
 };
 
-struct Rule {
+// Beyond what an entry needs, when it is the best of those that could. Pairs gain up to a third of the loads
+// and waste half a tile an expert; tiles of 64 rows load less where experts have no more than that
+// (docs/kernels.md, "Pairs and small tiles").
+using Preference = bool (*)(const Task&);
+inline bool always(const Task&) { return true; }
+template <int kRows>
+bool rows_from(const Task& task) {  // an expert, on average
+  return task.num_rows >= static_cast<int64_t>(kRows) * task.num_experts;
+}
+// Pairs where they waste nothing (an even number of tiles) or little.
+inline constexpr int kManyWeightTiles = 3;
+inline bool pairs_fit(const Task& task) {
+  return task.shared_tiles % 2 == 0 || task.shared_tiles >= kManyWeightTiles;
+}
+
+struct Entry {
+  const char* name;  // stable: what a GPU has proved is kept by it
   Product product;
-  Kernel kernel;
   int capability;  // of the device, exactly: code for sm_90a runs nowhere else
   bool is_16_bit;
-  int divisor;    // of every width
+  int divisor;    // of every size
   int alignment;  // of every matrix, in bytes
+  int cluster, tile_rows;
+  Preference prefers;
 };
-inline constexpr Rule kRules[] = {
-    // product               kernel          sm  16 bit  widths  bytes
-    {Product::up, Kernel::hopper, 90, true, 8, 16},
-    {Product::rows_by_weight, Kernel::hopper, 90, true, 8, 16},
-    {Product::grad_hidden, Kernel::hopper, 90, true, 8, 16},
-    {Product::grad_input, Kernel::hopper, 90, true, 8, 16},
-    {Product::grad_weight, Kernel::hopper, 90, true, 8, 16},
+inline constexpr Entry kEntries[] = {
+    // name, product, sm, 16 bit, sizes, bytes, cluster, rows of a tile, best for
+    {"up.128x256.pairs", Product::up, 90, true, 8, 16, 2, 128, rows_from<256>},
+    {"up.128x256", Product::up, 90, true, 8, 16, 1, 128, always},
+    {"rows_by_weight.128x192.pairs", Product::rows_by_weight, 90, true, 8, 16, 2, 128, rows_from<256>},
+    {"rows_by_weight.128x192", Product::rows_by_weight, 90, true, 8, 16, 1, 128, rows_from<48>},
+    {"rows_by_weight.64x192", Product::rows_by_weight, 90, true, 8, 16, 1, 64, always},
+    {"grad_hidden.128x128.pairs", Product::grad_hidden, 90, true, 8, 16, 2, 128, rows_from<256>},
+    {"grad_hidden.128x128", Product::grad_hidden, 90, true, 8, 16, 1, 128, always},
+    {"grad_input.128x192.pairs", Product::grad_input, 90, true, 8, 16, 2, 128, rows_from<256>},
+    {"grad_input.128x192", Product::grad_input, 90, true, 8, 16, 1, 128, rows_from<48>},
+    {"grad_input.64x192", Product::grad_input, 90, true, 8, 16, 1, 64, always},
+    {"grad_weight.128x256.pairs", Product::grad_weight, 90, true, 8, 16, 2, 128, pairs_fit},
+    {"grad_weight.128x256", Product::grad_weight, 90, true, 8, 16, 1, 128, always},
 };
+inline constexpr int kNumEntries = static_cast<int>(sizeof kEntries / sizeof *kEntries);
+static_assert(kNumEntries <= 64);
+
+// ---- run time: bit i stands for entry i
+inline std::atomic<uint64_t> entries_on{~0ull};
+inline std::atomic<int64_t> entry_runs[kNumEntries];  // how often each was chosen
 
 // setup.py defines FMOE_HAS_SM90A when sm_90a is among the architectures; without it the Hopper kernels are
 // empty.
@@ -51,55 +88,40 @@ inline constexpr bool kHasHopperCode = true;
 inline constexpr bool kHasHopperCode = false;
 #endif
 
-inline bool fits(const Rule& rule, const Operands& operands, int capability) {
-  const auto divides = [&](int64_t width) {
-    return width > 0 && width <= INT32_MAX && width % rule.divisor == 0;
+inline bool fits(const Entry& entry, const Task& task) {
+  const auto divides = [&](int64_t size) {
+    return size > 0 && size <= INT32_MAX && size % entry.divisor == 0;
   };
-  const auto is_aligned = [&](const void* p) { return reinterpret_cast<uintptr_t>(p) % rule.alignment == 0; };
-  const bool is_16_bit = operands.dtype == Dtype::bf16 || operands.dtype == Dtype::f16;
-  return capability == rule.capability && (is_16_bit || !rule.is_16_bit) &&
-         (kHasHopperCode || rule.kernel != Kernel::hopper) &&
-         std::all_of(operands.widths.begin(), operands.widths.end(), divides) &&
-         std::all_of(operands.matrices.begin(), operands.matrices.end(), is_aligned);
+  const auto is_aligned = [&](const void* p) {
+    return reinterpret_cast<uintptr_t>(p) % entry.alignment == 0;
+  };
+  const bool is_16_bit = task.dtype == Dtype::bf16 || task.dtype == Dtype::f16;
+  return entry.product == task.product && entry.capability == task.capability &&
+         (is_16_bit || !entry.is_16_bit) && kHasHopperCode && task.num_rows > 0 &&
+         task.num_rows < kMaxHopperRows && task.num_experts > 0 &&
+         std::all_of(task.sizes.begin(), task.sizes.end(), divides) &&
+         std::all_of(task.matrices.begin(), task.matrices.end(), is_aligned);
 }
 
-inline Kernel select(Product product, const Operands& operands, int capability) {
-  for (const Rule& rule : kRules)
-    if (rule.product == product && fits(rule, operands, capability)) return rule.kernel;
-  return Kernel::portable;
+// The first entry that is on, fits and is the best; else the last that is on and fits; null: the portable
+// kernels.
+inline const Entry* select(const Task& task) {
+  const Entry* chosen = nullptr;
+  for (int i = 0; i < kNumEntries; ++i) {
+    const Entry& entry = kEntries[i];
+    if (!(entries_on.load(std::memory_order_relaxed) >> i & 1) || !fits(entry, task)) continue;
+    chosen = &entry;
+    if (entry.prefers(task)) break;
+  }
+  if (chosen) entry_runs[chosen - kEntries].fetch_add(1, std::memory_order_relaxed);
+  return chosen;
 }
 
-// The tiles of a Hopper product along rows: the first rule whose number of rows the experts reach on average.
-// Pairs gain up to a third of the loads and waste half a tile an expert; tiles of 64 rows load less where
-// experts have no more than that (docs/kernels.md, "Pairs and small tiles").
-struct GridRule {
-  Product product;
-  int64_t rows_per_expert;
-  int cluster, tile_rows;
-};
-inline constexpr GridRule kGridRules[] = {
-    {.product = Product::up, .rows_per_expert = 2048, .cluster = 2, .tile_rows = 128},
-    {.product = Product::rows_by_weight, .rows_per_expert = 2048, .cluster = 2, .tile_rows = 128},
-    {.product = Product::rows_by_weight, .rows_per_expert = 48, .cluster = 1, .tile_rows = 128},
-    {.product = Product::rows_by_weight, .rows_per_expert = 0, .cluster = 1, .tile_rows = 64},
-    {.product = Product::grad_hidden, .rows_per_expert = 2048, .cluster = 2, .tile_rows = 128},
-    {.product = Product::grad_input, .rows_per_expert = 2048, .cluster = 2, .tile_rows = 128},
-    {.product = Product::grad_input, .rows_per_expert = 48, .cluster = 1, .tile_rows = 128},
-    {.product = Product::grad_input, .rows_per_expert = 0, .cluster = 1, .tile_rows = 64},
-};
-inline Grid select_grid(Product product, int64_t num_rows, int num_experts, int num_sms) {
-  for (const GridRule& rule : kGridRules)
-    if (rule.product == product && num_rows >= rule.rows_per_expert * num_experts)
-      return {num_sms, rule.cluster, rule.tile_rows};
-  return {num_sms};
-}
-
-// Of a weight gradient: pairs where they waste nothing (an even number of tiles along the operand that they
-// do not share) or little.
-inline constexpr int kManyWeightTiles = 31;
-inline Grid select_weight_grid(const GroupedRows& a, const GroupedRows& b, int num_sms) {
-  const int64_t tiles = b.index ? (b.width - 1) / kWeightTileN + 1 : (a.width - 1) / kWeightTileM + 1;
-  return {num_sms, tiles % 2 == 0 || tiles >= kManyWeightTiles ? 2 : 1};
+// SMs that persistent kernels leave to others: those of NCCL cannot share one with a block that takes all of
+// its registers and shared memory, and a block that has to wait for an SM begins its whole share late.
+inline std::atomic<int> sm_margin{0};
+inline Grid grid_of(const Entry& entry, int num_sms) {
+  return {std::max(num_sms - sm_margin.load(std::memory_order_relaxed), 1), entry.cluster, entry.tile_rows};
 }
 
 }  // namespace fmoe_ext

@@ -6,8 +6,8 @@ namespace fmoe_ext {
 void launch_grad_input_sm90(Dtype dtype, const void* dh, const int* offs, const void* w1, int64_t num_rows,
                             int num_experts, int D, int F, void* dx_rows, const Grid& grid,
                             LaunchStream stream) {
-  launch_rows_by_weight_sm90<true>(dtype, dh, offs, w1, num_rows, num_experts, D, F, nullptr, RowScale{},
-                                   dx_rows, grid, stream);
+  start_rows_by_weight<true>(dtype, dh, offs, w1, num_rows, num_experts, D, F, nullptr, RowScale{}, dx_rows,
+                             grid, stream);
 }
 
 }  // namespace fmoe_ext

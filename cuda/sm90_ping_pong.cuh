@@ -33,7 +33,9 @@ __device__ __forceinline__ void multiply(S& s, float (&top)[S::kN / 2], float (&
   for (int k = 0; k < steps; ++k, ++count) {
     s.ring.wait_full(count);
     if (kGathered) ptx::fence_proxy_async();  // cp.async writes through the generic proxy
-    const int stage = s.ring.stage_of(count);
+    // Taken from one lane, so that the compiler knows the descriptors for uniform: else it moves four
+    // registers a product.
+    const int stage = __shfl_sync(kFullMask, s.ring.stage_of(count), 0);
     const uint64_t da = descriptor<false>(ptx::shared_address(s.ring.a[stage])),
                    db = descriptor<kAlongN>(ptx::shared_address(s.ring.b[stage]));
     ptx::wgmma_fence();
@@ -49,6 +51,8 @@ __device__ __forceinline__ void multiply(S& s, float (&top)[S::kN / 2], float (&
   }
   s.pass_turn(group);
   ptx::wgmma_wait<0>();
+  ptx::fence_accumulators(top);
+  if constexpr (kBoth) ptx::fence_accumulators(bottom);
   if (releases) s.ring.release(count - 1);
 }
 

@@ -3,6 +3,7 @@
 // tile of the weight. Padding rows are zero.
 #pragma once
 
+#include "sm90_host.cuh"
 #include "sm90_ping_pong.cuh"
 
 namespace fmoe_ext {
@@ -29,9 +30,10 @@ __device__ __forceinline__ void load_rows_and_weight(typename P::Shared& s, cons
   const Cluster cluster = p.tiles.cluster;
   constexpr int kN = P::kN;
   const int steps = static_cast<int>(ceil_div(p.K, kBlockColumns));
+  TileWalk walk(p.tiles);
   uint32_t count = 0;
   for (int index = cluster.first_index();; index += cluster.index_step()) {
-    const Tile tile = p.tiles.at(index);
+    const Tile tile = walk.at(index);
     if (tile.expert < 0 || tile.expert == p.tiles.num_experts) break;
     if (threadIdx.x % 32 != 0) continue;
 #pragma unroll 1
@@ -130,7 +132,7 @@ __global__ void __launch_bounds__(kSm90Threads, 1)
 }
 
 template <bool kAlongN, int kRows>
-void launch_rows_by_weight_sm90(Dtype dtype, const void* rows, const int* offs, const void* weight,
+void start_rows_by_weight_tiles(Dtype dtype, const void* rows, const int* offs, const void* weight,
                                 int64_t num_rows, int num_experts, int N, int K, const void* bias,
                                 const RowScale& scale, void* out, const Grid& grid, LaunchStream stream) {
   dispatch_16bit(dtype, [&](auto tag) {
@@ -155,12 +157,12 @@ void launch_rows_by_weight_sm90(Dtype dtype, const void* rows, const int* offs, 
   });
 }
 template <bool kAlongN>
-void launch_rows_by_weight_sm90(Dtype dtype, const void* rows, const int* offs, const void* weight,
-                                int64_t num_rows, int num_experts, int N, int K, const void* bias,
-                                const RowScale& scale, void* out, const Grid& grid, LaunchStream stream) {
+void start_rows_by_weight(Dtype dtype, const void* rows, const int* offs, const void* weight,
+                          int64_t num_rows, int num_experts, int N, int K, const void* bias,
+                          const RowScale& scale, void* out, const Grid& grid, LaunchStream stream) {
   if (num_rows == 0 || N == 0) return;
-  (grid.tile_rows == 64 ? launch_rows_by_weight_sm90<kAlongN, 64>
-                        : launch_rows_by_weight_sm90<kAlongN, 128>)(dtype, rows, offs, weight, num_rows,
+  (grid.tile_rows == 64 ? start_rows_by_weight_tiles<kAlongN, 64>
+                        : start_rows_by_weight_tiles<kAlongN, 128>)(dtype, rows, offs, weight, num_rows,
                                                                     num_experts, N, K, bias, scale, out, grid,
                                                                     stream);
 }

@@ -32,8 +32,9 @@ LEVELS = {
     "checkpoint": 7,
     "distributed": 7,
     "testing": 7,
-    "pipeline": 7,
+    "pipeline": 8,
     "optim": 7,
+    "remote": 8,
     "integrations": 8,
     "megatron": 8,
     "": 9,  # fmoe_ext itself, which exports fmoefy
@@ -53,6 +54,7 @@ MAY_USE_DISTRIBUTED = (
     "compat",
     "gates",
     "optim",
+    "pipeline",
 )
 MAY_IMPORT_NATIVE = {"_C": "ops/__init__.py", "_C_cuda": "ops/__init__.py", "_C_nccl": "ep/exchange.py"}
 IMMUTABLE = (

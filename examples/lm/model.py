@@ -90,6 +90,17 @@ class Block(nn.Module):
         return x + self.mlp(self.mlp_norm(x))
 
 
+class RotatedBlock(nn.Module):
+    """A block that makes its own rotation, so that stages of a pipeline pass x alone."""
+
+    def __init__(self, block, d_head):
+        super().__init__()
+        self.block, self.d_head = block, d_head
+
+    def forward(self, x):
+        return self.block(x, rope_rotation(x.shape[1], self.d_head, x.device))
+
+
 class LanguageModel(nn.Module):
     def __init__(self, config):
         super().__init__()
@@ -120,6 +131,12 @@ class LanguageModel(nn.Module):
         for block in self.blocks:
             x = block(x, rotation)
         return self.head(self.norm(x))
+
+    def pipeline_layers(self):
+        """The layers that fmoe_ext.pipeline.split() cuts between, of this model's modules."""
+        d_head = self.config.d_model // self.config.num_heads
+        blocks = [RotatedBlock(block, d_head) for block in self.blocks]
+        return [self.embedding, *blocks, nn.Sequential(self.norm, self.head)]
 
     def pop_balance_loss(self):
         """Mean over the layers of the gates' losses of the last forward; 0 where gates compute none."""

@@ -164,10 +164,6 @@ class _NcclExchange:
         self.stream = torch.cuda.Stream(device)
 
     def start(self, out, x, send_splits, recv_splits):
-        error = self.communicator.async_error()
-        if error:
-            self.communicator.abort()
-            raise RuntimeError(f"an earlier exchange failed: {error}")
         row_bytes = x.element_size() * math.prod(x.shape[1:])
         with torch.cuda.device(x.device):
             self.stream.wait_stream(torch.cuda.current_stream())
@@ -180,15 +176,16 @@ class _NcclExchange:
             )
             for tensor in (x, out):
                 tensor.record_stream(self.stream)
-            return _NcclWork(self.stream.record_event())
+            return _NcclWork(self.stream.record_event(), self.communicator)
 
 
 class _NcclWork:
-    def __init__(self, event):
-        self.event = event
+    def __init__(self, event, communicator):
+        self.event, self.communicator = event, communicator
 
     def wait(self):
         torch.cuda.current_stream().wait_event(self.event)
+        self.communicator.check()  # the host does not wait here: what fails later is said by the next call
 
 
 @torch.library.custom_op("fmoe_ext::exchange_counts", mutates_args=())

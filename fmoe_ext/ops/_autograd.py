@@ -89,7 +89,7 @@ def register_autocast(library: torch.library.Library, op: Any, cast: tuple[int, 
 def cast_for_autocast(*tensors: torch.Tensor | None) -> tuple[Any, ...]:
     """The tensors as an operator's autocast rule would make them; None stays None."""
     device = next(t for t in tensors if t is not None).device.type
-    if not torch.is_autocast_enabled(device):
+    if device == "meta" or not torch.is_autocast_enabled(device):  # which raises for "meta"
         return tensors
     dtype = torch.get_autocast_dtype(device)
     return tuple(t if t is None or t.dtype == torch.float64 else t.to(dtype) for t in tensors)

@@ -21,6 +21,8 @@ void cp_async_wait() {
 }
 inline void cp_async_wait_all() { emu::cp_async_wait(-1); }
 
+inline uint4 ld_shared16(uint32_t p) { return emu::ld_shared16(p); }
+
 namespace detail {
 inline void mma(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2], bool f16) {
   emu::Operand operand;
@@ -54,7 +56,7 @@ inline void mbar_arrive_expect_tx(uint32_t bar, uint32_t bytes) { emu::mbar_arri
 inline void mbar_arrive_at(uint32_t bar, uint32_t rank) { emu::mbar_arrive(emu::map_to_rank(bar, rank)); }
 inline void mbar_wait(uint32_t bar, uint32_t parity) { emu::mbar_wait(bar, parity); }
 inline void cp_async_mbar_arrive_noinc(uint32_t bar) { emu::cp_async_mbar_arrive(bar, true); }
-inline void fence_mbar_init() {}
+inline void fence_mbar_init() { emu::fence_mbar_init(); }
 inline void fence_proxy_async() { emu::fence_proxy_async(); }
 
 inline int cluster_rank() { return static_cast<int>(emu::cluster_rank()); }
@@ -101,6 +103,8 @@ template <int kPending>
 void wgmma_wait() {
   emu::wgmma_wait(kPending);
 }
+template <int kCount>
+void fence_accumulators(float (&)[kCount]) {}
 template <class T, bool kAlongM, bool kAlongN, int kRegisters>
 void wgmma(float (&d)[kRegisters], uint64_t a, uint64_t b, bool accumulate) {
   emu::wgmma(d, {2 * kRegisters, accumulate, kAlongM, kAlongN, std::is_same_v<T, __half>}, a, nullptr, b);

@@ -296,6 +296,29 @@ def test_selection(emulated):
     assert min(count(90, offset=8)[:3]) > 0
 
 
+def test_switches(emulated):
+    """Kernels are named, counted and switched by name; what is off is computed by the portable kernels."""
+    emulated.set_device(90, 2)
+    offs = torch.tensor([5, 9], dtype=torch.int32)
+    x, weight = torch.randn(9, 16).bfloat16(), torch.randn(2, 24, 16).bfloat16()
+    names = emulated._gpu_kernels()
+    assert len(names) == len(set(names))
+    results = {}
+    try:
+        for wanted in ("rows_by_weight.64x192", "rows_by_weight.128x192.pairs", None):
+            emulated._set_gpu_kernels([] if wanted is None else [wanted])
+            before = emulated._gpu_kernel_runs()
+            results[wanted] = emulated.grouped_gemm(x, weight, offs, None)
+            runs = [after - count for after, count in zip(emulated._gpu_kernel_runs(), before, strict=True)]
+            assert runs == [int(name == wanted) for name in names]
+        with pytest.raises(RuntimeError, match='no GPU kernel "up"'):
+            emulated._set_gpu_kernels(["up"])
+    finally:
+        emulated._set_gpu_kernels(names)
+    for result in results.values():
+        torch.testing.assert_close(result, results[None])
+
+
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("activation", ["gelu", "gelu_tanh", "relu", "silu", "swiglu", "geglu", "geglu_tanh"])
 def test_selection_of_expert_mlp(emulated, activation, bias):

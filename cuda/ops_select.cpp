@@ -1,0 +1,61 @@
+// The switches of select.h as operators, for `python -m fmoe_ext.gpu` and the tests; they touch no GPU.
+#include <string>
+#include <vector>
+
+#include "device.h"
+#include "select.h"
+
+#ifdef FMOE_EMULATOR
+#define FMOE_CUDA_NAMESPACE fmoe_ext_emu
+#else
+#define FMOE_CUDA_NAMESPACE fmoe_ext
+#endif
+
+namespace fmoe_ext {
+namespace {
+
+std::vector<std::string> gpu_kernels() {
+  std::vector<std::string> names;
+  for (const Entry& entry : kEntries) names.emplace_back(entry.name);
+  return names;
+}
+
+void set_gpu_kernels(std::vector<std::string> names) {
+  uint64_t on = 0;
+  for (const std::string& name : names) {
+    const auto* entry = std::find_if(std::begin(kEntries), std::end(kEntries),
+                                     [&](const Entry& candidate) { return candidate.name == name; });
+    STD_TORCH_CHECK(entry != std::end(kEntries), "there is no GPU kernel \"", name,
+                    "\": torch.ops.fmoe_ext._gpu_kernels() lists them");
+    on |= 1ull << (entry - kEntries);
+  }
+  entries_on.store(on, std::memory_order_relaxed);
+}
+
+std::vector<int64_t> gpu_kernel_runs() {
+  std::vector<int64_t> runs;
+  for (const auto& count : entry_runs) runs.push_back(count.load(std::memory_order_relaxed));
+  return runs;
+}
+
+void set_gpu_sm_margin(int64_t sms) {
+  STD_TORCH_CHECK(sms >= 0 && sms <= 1024, "sms must be in [0, 1024], but got ", sms);
+  sm_margin.store(static_cast<int>(sms), std::memory_order_relaxed);
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_FRAGMENT(FMOE_CUDA_NAMESPACE, m) {
+  m.def("_gpu_kernels() -> str[]");              // names of the entries of select.h, in its order
+  m.def("_set_gpu_kernels(str[] names) -> ()");  // these on, all others off, on every device
+  m.def("_gpu_kernel_runs() -> int[]");          // how often each has been chosen by this process
+  m.def("_set_gpu_sm_margin(int sms) -> ()");    // SMs that the Hopper kernels leave to NCCL's
+}
+STABLE_TORCH_LIBRARY_IMPL(FMOE_CUDA_NAMESPACE, CompositeExplicitAutograd, m) {
+  m.impl("_gpu_kernels", TORCH_BOX(&gpu_kernels));
+  m.impl("_set_gpu_kernels", TORCH_BOX(&set_gpu_kernels));
+  m.impl("_gpu_kernel_runs", TORCH_BOX(&gpu_kernel_runs));
+  m.impl("_set_gpu_sm_margin", TORCH_BOX(&set_gpu_sm_margin));
+}
+
+}  // namespace fmoe_ext
