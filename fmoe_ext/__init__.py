@@ -24,6 +24,7 @@ from fmoe_ext.gates import (
 from fmoe_ext.integrations.fmoefy import fmoefy
 from fmoe_ext.layers import FMoE
 from fmoe_ext.linear import FMoELinear
+from fmoe_ext.tokens import packed_sequences, valid_tokens
 from fmoe_ext.transformer import FMoETransformerMLP
 
 if TYPE_CHECKING:
@@ -55,6 +56,8 @@ __all__ = [
     "fmoefy",
     "gates",
     "ops",
+    "packed_sequences",
+    "valid_tokens",
 ]
 
 

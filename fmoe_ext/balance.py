@@ -21,6 +21,7 @@ from torch.utils.hooks import RemovableHandle
 
 from fmoe_ext import ops
 from fmoe_ext.gates import BaseGate
+from fmoe_ext.recompute import is_counted
 
 # {"step": its number, "layers": {name of the gate: summarize(...)}}
 Record: TypeAlias = dict[str, Any]
@@ -106,7 +107,7 @@ class LoadMonitor:
     """Counts the choices of every gate of a model while it trains (model.train()); made by watch().
 
     counters: {name of the gate: LayerCounters}. history: what collect() returned so far, for plot().
-    Works with custom gates (subclasses of BaseGate). Forwards repeated by activation checkpointing count again.
+    Works with custom gates (subclasses of BaseGate). Forwards that activation checkpointing repeats count once.
     """
 
     def __init__(self, model: nn.Module, warn_after: int = 1000) -> None:
@@ -203,7 +204,7 @@ def watch(model: nn.Module, warn_after: int = 1000) -> LoadMonitor:
 
 def _counting_hook(counters: LayerCounters) -> Callable[..., None]:
     def count(gate: BaseGate, args: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-        if not gate.training:
+        if not gate.training or not is_counted():
             return
         topk_idx, topk_weights = output[:2]
         if counters.num_steps.device != topk_idx.device:

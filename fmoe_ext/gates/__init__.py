@@ -5,6 +5,7 @@ from types import MappingProxyType
 
 from torch import nn
 
+from fmoe_ext.gates.accumulation import WholeBatch, all_forwards_first
 from fmoe_ext.gates.base_gate import BaseGate, OneRank
 from fmoe_ext.gates.dc_gate import DCGate
 from fmoe_ext.gates.expert_choice_gate import ExpertChoiceGate
@@ -66,7 +67,9 @@ __all__ = [
     "SwipeGate",
     "SwitchGate",
     "UniformGate",
+    "WholeBatch",
     "ZeroGate",
+    "all_forwards_first",
     "balance_loss",
     "find_gate",
     "gen_faster_gate",

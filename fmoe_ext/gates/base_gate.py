@@ -86,7 +86,10 @@ class BaseGate(nn.Module):
         self.tot_expert = num_expert * world_size
         self.loss: torch.Tensor | None = None
         self._loss_lacks_gradient = False
-        self.tape: Any = None  # what RoutingReplay puts here while it records or plays
+        self.tape: Any = (
+            None  # what RoutingReplay puts here while it records or plays, and FMoE while it repeats
+        )
+        self._selected: torch.Tensor | None = None
 
     def forward(self, x: Any) -> Any:
         raise NotImplementedError(
@@ -131,18 +134,29 @@ class BaseGate(nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """ops.topk_gate; while choices are played back: those, with the weights that the logits give them now."""
         if self.tape is None:
-            return ops.topk_gate(logits, top_k, score, normalize, scale=scale, **options)
+            topk_idx, topk_weights = ops.topk_gate(logits, top_k, score, normalize, scale=scale, **options)
+            self._selected = topk_idx
+            return topk_idx, topk_weights
+        if getattr(self.tape, "is_fused", False):
+            topk_idx = self.tape.choose(None)
+            return topk_idx, ops.topk_weights(logits, topk_idx, score, normalize, scale)
         topk_idx = self.choose(
-            lambda: ops.topk_gate(logits, top_k, score, normalize, scale=scale, **options)[0]
+            lambda: ops.topk_gate(logits.detach(), top_k, score, normalize, scale=scale, **options)[0]
         )
         return topk_idx, weights_of(logits, topk_idx, score, normalize, scale)
 
     def choose(self, pick: Callable[[], torch.Tensor]) -> torch.Tensor:
         """pick(), the choices of this forward; while choices are played back: those."""
-        return pick() if self.tape is None else self.tape.choose(pick)
+        self._selected = pick() if self.tape is None else self.tape.choose(pick)
+        return self._selected
+
+    def take_selected(self) -> torch.Tensor | None:
+        """The choices of the last forward before any was dropped, once; None if the gate said none."""
+        selected, self._selected = self._selected, None
+        return selected
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "loss": None, "tape": None}
+        return {**self.__dict__, "loss": None, "tape": None, "_selected": None}
 
 
 def _learns(gate: nn.Module) -> bool:

@@ -80,7 +80,9 @@ class _Recorder:
         self.selected = selected = pick()
         return selected
 
-    def after_forward(self, gate: nn.Module, args: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+    def after_forward(self, gate: BaseGate, args: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+        if gate.tape is not self:  # a repeated forward
+            return
         kept = output[0]
         selected = kept if self.selected is None else self.selected
         self.choices.append(Choices(selected.detach(), kept.detach()))
@@ -96,8 +98,10 @@ class _Player:
         return self._current.selected
 
     def after_forward(
-        self, gate: nn.Module, args: tuple[Any, ...], output: tuple[torch.Tensor, ...]
-    ) -> tuple[torch.Tensor, ...]:
+        self, gate: BaseGate, args: tuple[Any, ...], output: tuple[torch.Tensor, ...]
+    ) -> tuple[torch.Tensor, ...] | None:
+        if gate.tape is not self:  # a repeated forward
+            return None
         kept = self._current.kept
         if kept.shape[0] != output[0].shape[0]:
             raise ValueError(

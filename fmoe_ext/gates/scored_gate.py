@@ -7,6 +7,7 @@ from fmoe_ext.gates.capacity import DROP_POLICIES, drop_over_capacity, expert_ca
 from fmoe_ext.gates.groups import Groups
 from fmoe_ext.gates.losses import balance_loss, sequence_balance_loss, z_loss
 from fmoe_ext.gates.naive_gate import NaiveGate
+from fmoe_ext.tokens import current_batch
 
 BALANCE_LOSSES = ("global", "sequence", None)
 
@@ -160,8 +161,10 @@ class ScoredGate(NaiveGate):
     def _balance(self, probabilities: torch.Tensor, choices: torch.Tensor) -> torch.Tensor:
         if self.balance_loss == "global":
             return balance_loss(probabilities, choices, self.ranks) * self.balance_weight
-        assert self.seq_len is not None
-        per_sequence = sequence_balance_loss(probabilities, choices, self.seq_len, self.ranks)
+        sequences = current_batch().sequences_of(self.seq_len)
+        per_sequence = sequence_balance_loss(
+            probabilities, choices, self.seq_len, self.ranks, sequences=sequences
+        )
         return per_sequence * self.balance_weight
 
     def _drop_over_capacity(self, topk_idx: torch.Tensor, topk_weights: torch.Tensor) -> torch.Tensor:

@@ -42,6 +42,22 @@ def topk_gate(
     )
 
 
+@reverse_mode_only
+def topk_weights(
+    logits: torch.Tensor,
+    topk_idx: torch.Tensor,
+    score: str = "softmax",
+    normalize: bool = True,
+    scale: float = 1.0,
+) -> torch.Tensor:
+    """The weights that topk_gate gives to these choices, with its gradient, and what it keeps for the backward.
+
+    logits [T, E], topk_idx [T, K] int64 without -1 -> topk_weights [T, K] of the dtype of logits. For forwards that
+    activation checkpointing repeats with the choices of the first one: it expects the same tensors to be kept.
+    """
+    return _WeightsOfChoices.apply(logits, topk_idx, score, normalize, scale)
+
+
 def topk_gate_ref(
     logits: torch.Tensor,
     top_k: int,
@@ -122,6 +138,21 @@ def _backward(ctx: Any, _: None, grad_weights: torch.Tensor) -> tuple[Any, ...]:
         grad_weights, logits, topk_idx, topk_weights, ctx.score, ctx.normalize, ctx.scale
     )
     return grad_logits, None, None, None, None, None, None, None
+
+
+class _WeightsOfChoices(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, logits: torch.Tensor, topk_idx: torch.Tensor, score: str, normalize: bool, scale: float
+    ) -> torch.Tensor:
+        topk_weights = weights_ref(logits, topk_idx, score, normalize, scale)
+        ctx.score, ctx.normalize, ctx.scale = SCORES.index(score), normalize, scale
+        ctx.save_for_backward(logits, topk_idx, topk_weights)
+        return topk_weights
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
+        return _backward(ctx, None, grads[0])[0], None, None, None, None
 
 
 def _backward_setup(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:

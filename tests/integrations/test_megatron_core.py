@@ -255,8 +255,8 @@ def test_refuses(monkeypatch):
         gpt(moe_layer_spec())
     layer = gpt(moe_layer_spec(2)).decoder.layers[0].mlp
     x = torch.zeros(2, 1, layouts.D, dtype=torch.float64)
-    with pytest.raises(ValueError, match="padding_mask is not supported"):
-        layer(x, padding_mask=torch.zeros(1, 2))
+    with pytest.raises(ValueError, match="valid= and packed sequences are for 3 tokens, but the layer got 2"):
+        layer(x, padding_mask=torch.zeros(1, 3))
     layer.moe.expert_placement = torch.tensor([1, 0])
     with pytest.raises(RuntimeError, match=r"a\.moe: experts were moved between ranks"):
         layer.sharded_state_dict("a.")
