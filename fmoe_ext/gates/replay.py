@@ -80,7 +80,7 @@ class _Recorder:
         self.selected = selected = pick()
         return selected
 
-    def after_forward(self, gate: nn.Module, args: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+    def after_forward(self, gate: BaseGate, args: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
         if gate.tape is not self:  # a repeated forward
             return
         kept = output[0]
@@ -98,7 +98,7 @@ class _Player:
         return self._current.selected
 
     def after_forward(
-        self, gate: nn.Module, args: tuple[Any, ...], output: tuple[torch.Tensor, ...]
+        self, gate: BaseGate, args: tuple[Any, ...], output: tuple[torch.Tensor, ...]
     ) -> tuple[torch.Tensor, ...] | None:
         if gate.tape is not self:  # a repeated forward
             return None
