@@ -7,8 +7,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from fmoe_ext import ops
-from fmoe_ext.dispatch import combine, widen
 from fmoe_ext.linear import FMoELinear, cast_to_weight, cumulative_ends
+from fmoe_ext.routing import unpermute_rows, widen
 
 GATED_ACTIVATIONS = ("swiglu", "geglu", "geglu_tanh")
 
@@ -101,7 +101,7 @@ class FusedExperts(nn.Module):
             rows = inp if handle is None else ops.permute(inp, handle.row_idx, handle.inverse)
             hidden = self.activation(ops.grouped_gemm(rows, w1, offs, b1, main_grad=main_grads[0]))
             rows = ops.grouped_gemm(hidden, w2, offs, b2, main_grad=main_grads[1])
-            return rows if handle is None else combine(rows, handle, topk_weights)
+            return rows if handle is None else unpermute_rows(rows, handle, topk_weights)
         if handle is None:
             row = torch.arange(inp.shape[0], dtype=torch.int32, device=inp.device)
             row_idx = torch.where(row < offs[-1], row, -1)  # every row is its own token, with K = 1

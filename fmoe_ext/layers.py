@@ -3,17 +3,20 @@
 import functools
 import inspect
 import warnings
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import nn
 
-from fmoe_ext.dispatch import combine, dispatch, map_structure, sort_choices
+from fmoe_ext.dispatch import combine, dispatch
 from fmoe_ext.ep.exchange import find_group
-from fmoe_ext.ep.schedule import ExpertParallel
-from fmoe_ext.ep.shadowing import fetch
+from fmoe_ext.ep.expert_parallel import ExpertParallel
 from fmoe_ext.ep.workers import GroupWorkers, SliceGroup
-from fmoe_ext.experts import FusedExperts
+from fmoe_ext.ep.wrappers import check_wrappers
+from fmoe_ext.expert_kinds import ExpertKind, OwnExpertFn, Separate, SeparateExperts, kind_of
 from fmoe_ext.gates import NaiveGate, OneWorker
+from fmoe_ext.routing import ExpertInput, Nest, leaves_of, map_structure
 
 
 def mark_module_parallel_comm(module, comm):
@@ -81,11 +84,15 @@ class FMoE(nn.Module):
         self.num_experts = self.num_expert * world_size
         self.d_model = d_model
         self.world_size = world_size
-        self._parallel = None
+        self.expert_parallel: ExpertParallel | None = None
         if world_size > 1 or moe_group is not None:
-            self._parallel = ExpertParallel(moe_group, self.num_expert, overlap_degree, max_rows_per_rank)
-            if self._parallel.size != world_size:
-                raise ValueError(f"world_size is {world_size}, but moe_group has {self._parallel.size} ranks")
+            self.expert_parallel = ExpertParallel(
+                moe_group, self.num_expert, overlap_degree, max_rows_per_rank
+            )
+            if self.expert_parallel.size != world_size:
+                raise ValueError(
+                    f"world_size is {world_size}, but moe_group has {self.expert_parallel.size} ranks"
+                )
         self._slices = None if slice_group is None or slice_group.size() == 1 else SliceGroup(slice_group)
         self.top_k = top_k
         self.gate_hook = gate_hook
@@ -93,10 +100,9 @@ class FMoE(nn.Module):
         self.mask_dict = mask_dict
         self.renormalize = renormalize
         self.gate = self._make_gate(gate, gate_bias)
-        if self._parallel is not None or gate_group is not None:
+        if self.expert_parallel is not None or gate_group is not None:
             self._share_gate(gate_group)
         self.experts_fused = expert is None
-        self._expert_takes_count = None
         self.experts = None if expert is None else self._make_experts(expert)
         self._expert_dp_comm = None
         self.register_buffer("expert_placement", None)  # [E] once experts have moved
@@ -124,7 +130,7 @@ class FMoE(nn.Module):
     @property
     def moe_group(self):
         """The process group that the experts are spread over, or None."""
-        return None if self._parallel is None else find_group(self._parallel.group)
+        return None if self.expert_parallel is None else find_group(self.expert_parallel.group)
 
     @property
     def slice_size(self):
@@ -136,9 +142,7 @@ class FMoE(nn.Module):
 
     def _make_experts(self, expert):
         makers = expert if isinstance(expert, (list, tuple)) else [expert] * self.num_expert
-        experts = nn.ModuleList(maker(self.d_model) for maker in makers)
-        self._expert_takes_count = [_takes_count(module) for module in experts]
-        return experts
+        return SeparateExperts(maker(self.d_model) for maker in makers)
 
     def forward(self, moe_inp):
         """Sends every token through its experts.
@@ -149,103 +153,58 @@ class FMoE(nn.Module):
         Raises ValueError for inputs, masks or choices whose number of tokens differs.
         Equivalent to: out[t] = sum_k topk_weights[t, k] * expert[topk_idx[t, k]](moe_inp[t]).
         """
+        check_wrappers(self)
         if self._slices is None:
             return self._forward(moe_inp, self.mask)
         mask = None if self.mask is None else self._slices.cut(self.mask.flatten())
         return self._slices.join(self._forward(self._slices.cut(moe_inp), mask))
 
-    def _forward(self, moe_inp, mask):
-        num_tokens = self._count_inputs(moe_inp)
-        topk_idx, topk_weights = self._choose(moe_inp, num_tokens)
-        if self.renormalize:
-            topk_weights = _renormalize(topk_idx, topk_weights)
-        masked = mask is not None and self.mask_dict is not None
-        if masked:
-            topk_idx = _drop_masked(topk_idx, mask)
-        if self._parallel is None:
-            out = self._compute(moe_inp, topk_idx, topk_weights)
-        else:
-            self._parallel.choose_overlap(self.num_expert if self._experts_divide else 1)
-            compute = self._experts_by_chunk()
-            out = self._parallel(moe_inp, topk_idx, topk_weights, compute, self._compute_shadows)
-        return _fill_masked(out, topk_weights, mask, self.mask_dict) if masked else out
+    def _forward(self, moe_inp: Nest, mask: torch.Tensor | None) -> Nest:
+        # 1. The gate chooses experts for every token; a masked token gets none.
+        topk_idx, topk_weights = self._choose(moe_inp, mask)
+        # 2. Tokens go to the ranks of their experts, some experts' tokens at a time.
+        experts = self._experts_of_step()
+        dispatched = dispatch(moe_inp, topk_idx, topk_weights, self.num_experts, self.expert_parallel)
+        # 3. The experts compute what has come and weigh their results, while the rest is under way.
+        for chunk in dispatched.chunks:
+            chunk.give_back(self._compute(experts, chunk.receive()))
+        # 4. Results come back to their tokens and are summed; a masked token gets its own.
+        out = combine(dispatched)
+        return self._fill_masked(out, topk_weights, mask)
 
-    def _compute(self, x, topk_idx, topk_weights):
-        """The experts of this rank, without any exchange."""
-        if self._experts_combine:
-            handle = sort_choices(topk_idx, self.num_expert)
-            return self.experts(x, handle.tokens_per_expert, handle, topk_weights)
-        rows, handle = dispatch(x, topk_idx, self.num_expert)
-        return combine(self.expert_fn(rows, handle.tokens_per_expert), handle, topk_weights)
+    def _experts_of_step(self) -> ExpertKind:
+        """The experts, ready for the chunks of this forward."""
+        experts = self.expert_kind
+        if self.expert_parallel is None:
+            return experts
+        max_chunks = self.num_expert if experts.can_be_divided else 1
+        return experts.divided(self.expert_parallel.choose_overlap(max_chunks))
 
-    def _compute_shadows(self, x, topk_idx, topk_weights, places):
-        """Experts of any rank, fetched from where they live: topk_idx counts them as in places."""
-        if any(self.experts.main_grads):
-            raise RuntimeError(
-                "experts with gradient_accumulation_fusion=True cannot be shadowed: their owner would get a part of "
-                "the gradient in weight.grad; clear the shadows, or pass gradient_accumulation_fusion=False"
-            )
-        weights = fetch(self.experts.weights, places, self.num_expert, self._parallel.group)
-        handle = sort_choices(topk_idx, len(places))
-        return self.experts(x, handle.tokens_per_expert, handle, topk_weights, weights)
+    def _compute(self, experts: ExpertKind, tokens: ExpertInput) -> Nest:
+        if tokens.shadows and self.expert_parallel is not None:
+            experts = experts.fetched(tokens.shadows, self.expert_parallel)
+        return experts.compute(tokens.x, tokens.topk_idx, tokens.topk_weights, tokens.first, tokens.end)
+
+    @property
+    def expert_kind(self) -> ExpertKind:
+        """How this layer's experts are called, and what they can do."""
+        is_own = type(self).expert_fn is not FMoE.expert_fn
+        return OwnExpertFn(self) if is_own else kind_of(self)
 
     def place_experts(self, order):
         """Notes that the parameters of expert order[place] are now at that place (ep.placement moves them)."""
-        self._parallel.experts_in_place = list(order)
+        self.expert_parallel.experts_in_place = list(order)
         self.expert_placement = torch.tensor(order)
 
-    def _experts_by_chunk(self):
-        """compute(x, topk_idx, topk_weights, first, end): what _compute does, by the experts [first, end)."""
-        ends = self._parallel.chunk_ends
-        if len(ends) == 1:
-            return lambda x, topk_idx, topk_weights, first, end: self._compute(x, topk_idx, topk_weights)
-        if self._experts_combine:
-            sizes = [end - first for first, end in zip((0, *ends), ends, strict=False)]
-            whole = (*self.experts.weights, *self.experts.main_grads)
-            parts = [[None] * len(ends) if w is None else w.split(sizes) for w in whole]
-            weights = dict(zip(ends, zip(*parts, strict=True), strict=True))
-
-            def compute(x, topk_idx, topk_weights, first, end):
-                handle = sort_choices(topk_idx, end - first)
-                *part, main1, main2 = weights[end]
-                return self.experts(x, handle.tokens_per_expert, handle, topk_weights, part, (main1, main2))
-
-            return compute
-        if not self._experts_divide:
-            raise RuntimeError(
-                f"overlap_degree={len(ends)} computes some experts at a time, which this layer's experts cannot do: "
-                "use FusedExperts or separate experts, or overlap_degree=1"
-            )
-
-        def compute(x, topk_idx, topk_weights, first, end):
-            rows, handle = dispatch(x, topk_idx, end - first)
-            return combine(self._separate(rows, handle.tokens_per_expert, first), handle, topk_weights)
-
-        return compute
-
-    def expert_fn(self, inp, fwd_expert_count):
+    def expert_fn(self, inp: Nest, fwd_expert_count: torch.Tensor) -> Nest:
         """Applies the experts to rows sorted by expert: inp [R, *] or a nest, fwd_expert_count [E]."""
-        if self.experts is None:
-            raise RuntimeError("this FMoE has no experts: pass expert=, or set self.experts in the subclass")
-        if self.experts_fused:
-            return self.experts(inp, fwd_expert_count)
-        return self._separate(inp, fwd_expert_count, 0)
+        return kind_of(self).on_rows(inp, fwd_expert_count)
 
-    def _separate(self, inp, fwd_expert_count, first):
-        outputs, begin = [], 0
-        for idx, count in enumerate(torch.as_tensor(fwd_expert_count).tolist(), first):
-            rows = map_structure(lambda x, begin=begin, end=begin + count: x[begin:end], inp)
-            outputs.append(self.expert_fn_single(rows, count, idx))
-            begin += count
-        return map_structure(lambda *parts: torch.cat(parts), *outputs)
-
-    def expert_fn_single(self, inp, fwd_expert_count, idx):
+    def expert_fn_single(self, inp: Nest, fwd_expert_count: int | torch.Tensor, idx: int) -> Nest:
         """Applies expert number idx to all rows of inp."""
         if self.experts_fused:
             raise RuntimeError("expert_fn_single needs separate experts, but these are fused in one module")
-        if self._expert_takes_count is not None and not self._expert_takes_count[idx]:
-            return self.experts[idx](inp)
-        return self.experts[idx](inp, torch.as_tensor(fwd_expert_count, dtype=torch.int64).reshape(1))
+        return Separate(self).call_one(inp, fwd_expert_count, idx)
 
     def mark_parallel_comm(self, expert_dp_comm="none"):
         """Tags the parameters of the experts with expert_dp_comm and those of the gate with "gate"."""
@@ -259,27 +218,9 @@ class FMoE(nn.Module):
         if self._expert_dp_comm is not None:  # copies of parameters lose their attributes
             self.mark_parallel_comm(self._expert_dp_comm)
 
-    @property
-    def _experts_combine(self):
-        """Whether the experts read tokens and sum results themselves, and no subclass steps in between."""
-        return isinstance(self.experts, FusedExperts) and type(self).expert_fn is FMoE.expert_fn
-
-    @property
-    def _experts_divide(self):
-        """Whether some experts can compute without the others."""
-        separate = not self.experts_fused and type(self).expert_fn is FMoE.expert_fn
-        return separate or self._experts_combine
-
-    def _count_inputs(self, moe_inp):
-        leaves = []
-        map_structure(leaves.append, moe_inp)
-        sizes = [x.shape[0] if isinstance(x, torch.Tensor) and x.dim() > 0 else None for x in leaves]
-        if not sizes or sizes[0] is None or any(size != sizes[0] for size in sizes):
-            kinds = [list(x.shape) if isinstance(x, torch.Tensor) else type(x).__name__ for x in leaves]
-            raise ValueError(f"moe_inp must be tensors [T, *] with one number of tokens T, but got {kinds}")
-        return sizes[0]
-
-    def _choose(self, moe_inp, num_tokens):
+    def _choose(self, moe_inp: Nest, mask: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """topk_idx, topk_weights [T, K], checked, renormalized and masked."""
+        num_tokens = _count_tokens(moe_inp)
         topk_idx, topk_weights = self.gate(moe_inp)
         if self.gate_hook is not None:
             self.gate_hook(topk_idx, topk_weights, None)
@@ -290,10 +231,29 @@ class FMoE(nn.Module):
                 f"the gate must return topk_idx and topk_weights [T={num_tokens}, K={self.top_k}], "
                 f"but returned {list(topk_idx.shape)} and {list(topk_weights.shape)}"
             )
-        return topk_idx, topk_weights.reshape(topk_idx.shape)
+        topk_weights = topk_weights.reshape(topk_idx.shape)
+        if self.renormalize:
+            topk_weights = _renormalize(topk_idx, topk_weights)
+        if mask is not None and self.mask_dict is not None:
+            topk_idx = _drop_masked(topk_idx, mask)
+        return topk_idx, topk_weights
+
+    def _fill_masked(self, out: Nest, topk_weights: torch.Tensor, mask: torch.Tensor | None) -> Nest:
+        if mask is None or self.mask_dict is None:
+            return out
+        return map_structure(lambda leaf: _fill(leaf, topk_weights, mask, self.mask_dict), out)
 
 
-def _drop_masked(topk_idx, mask):
+def _count_tokens(moe_inp: Nest) -> int:
+    leaves = leaves_of(moe_inp)
+    sizes = [x.shape[0] if isinstance(x, torch.Tensor) and x.dim() > 0 else None for x in leaves]
+    if not sizes or sizes[0] is None or any(size != sizes[0] for size in sizes):
+        kinds = [list(x.shape) if isinstance(x, torch.Tensor) else type(x).__name__ for x in leaves]
+        raise ValueError(f"moe_inp must be tensors [T, *] with one number of tokens T, but got {kinds}")
+    return sizes[0]
+
+
+def _drop_masked(topk_idx: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     if mask.numel() != topk_idx.shape[0]:
         raise ValueError(
             f"mask must have one entry for each of the {topk_idx.shape[0]} tokens, "
@@ -302,17 +262,16 @@ def _drop_masked(topk_idx, mask):
     return torch.where(_of_rows(mask, topk_idx) != 0, -1, topk_idx)
 
 
-def _fill_masked(out, topk_weights, mask, mask_dict):
-    def fill(out):
-        of_rows = _of_rows(mask, out)
-        for value, filling in mask_dict.items():
-            filling = torch.as_tensor(filling, device=out.device).to(topk_weights.dtype)
-            filling = filling.expand(topk_weights.shape[1], *out.shape[1:])  # [K, *]
-            weighted = torch.tensordot(topk_weights, filling, dims=1).to(out.dtype)  # [T, *]
-            out = torch.where(of_rows == value, weighted, out)
-        return out
-
-    return map_structure(fill, out)
+def _fill(
+    out: torch.Tensor, topk_weights: torch.Tensor, mask: torch.Tensor, mask_dict: Mapping[int, Any]
+) -> torch.Tensor:
+    of_rows = _of_rows(mask, out)
+    for value, filling in mask_dict.items():
+        filling = torch.as_tensor(filling, device=out.device).to(topk_weights.dtype)
+        filling = filling.expand(topk_weights.shape[1], *out.shape[1:])  # [K, *]
+        weighted = torch.tensordot(topk_weights, filling, dims=1).to(out.dtype)  # [T, *]
+        out = torch.where(of_rows == value, weighted, out)
+    return out
 
 
 def _of_rows(mask, rows):
@@ -338,22 +297,11 @@ def _takes_gate_bias(gate):
     )
 
 
-def _takes_count(expert):
-    """Whether an expert is called with its number of rows: its forward needs a second argument."""
-    parameters = list(inspect.signature(expert.forward).parameters.values())
-    if any(p.kind is p.VAR_POSITIONAL for p in parameters):
-        return True
-    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    return len(positional) > 1 and (
-        positional[1].default is inspect.Parameter.empty or "count" in positional[1].name
-    )
-
-
 def _take_placement(module, state_dict, prefix, *_):
     """Experts are where the state dict has them; in order, if it says nothing."""
     key = prefix + "expert_placement"
     if key in state_dict:
-        if module._parallel is None:
+        if module.expert_parallel is None:
             raise RuntimeError(
                 f"{key}: experts were moved between ranks, but this layer has all of them on one"
             )

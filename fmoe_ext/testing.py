@@ -1,5 +1,6 @@
 """What the tests, the benchmarks and users of custom layers need to check numbers against a float64 truth."""
 
+import contextlib
 import multiprocessing.connection
 import os
 import signal
@@ -7,8 +8,13 @@ import tempfile
 import threading
 import time
 import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
+from multiprocessing.connection import Connection
+from multiprocessing.context import SpawnProcess
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,12 +22,12 @@ import torch.distributed as dist
 GRACE = 5.0  # seconds that ranks have to say what they saw, once another has failed or the timeout has passed
 
 
-def devices():
+def devices() -> list[str]:
     """Devices that tests run on: the CPU, and the first CUDA device where there is one."""
     return ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
 
 
-def assert_close(ours, truth, plain, name="result"):
+def assert_close(ours: torch.Tensor, truth: torch.Tensor, plain: torch.Tensor, name: str = "result") -> None:
     """Checks |ours - truth| <= 2 * |plain - truth| + tiny(dtype), in the norm and in the largest element.
 
     ours and plain have the dtype under test (plain: the same formula in plain PyTorch), truth is float64.
@@ -52,7 +58,7 @@ class DistributedError(AssertionError):
     """What went wrong on the ranks of run_distributed(): every rank's traceback, exit or silence, in one text."""
 
 
-def run_distributed(fn, world_size, *args, timeout=120.0):
+def run_distributed(fn: Callable, world_size: int, *args: Any, timeout: float = 120.0) -> list[Any]:
     """Calls fn(*args) on world_size gloo processes with a default process group -> the list of results by rank.
 
     fn is a function of a module and args can be pickled. Raises DistributedError with the text of every rank
@@ -66,85 +72,115 @@ def run_distributed(fn, world_size, *args, timeout=120.0):
 class DistributedPool:
     """Processes that stay, because starting one takes seconds: run() any number of functions on all or some of them.
 
-    Each run has a fresh default process group (gloo). After a failure the processes are replaced.
+    Each run has a fresh default process group (gloo). After a failure the processes are replaced. Processes that a
+    function starts end with the pool.
     """
 
-    def __init__(self, world_size):
+    def __init__(self, world_size: int) -> None:
         self.world_size = world_size
-        self._workers = []
+        self._processes: list[_Process] = []
 
-    def __enter__(self):
+    def __enter__(self) -> "DistributedPool":
         return self
 
-    def __exit__(self, *_):
+    def __exit__(self, *_: object) -> None:
         self.close()
 
-    def run(self, fn, *args, world_size=None, timeout=120.0):
+    def run(
+        self, fn: Callable, *args: Any, world_size: int | None = None, timeout: float = 120.0
+    ) -> list[Any]:
+        """Calls fn(*args) on the first world_size processes -> the list of results by rank; see run_distributed."""
         world_size = world_size or self.world_size
         assert world_size <= self.world_size, (
             f"{world_size} ranks, but the pool has {self.world_size} processes"
         )
-        if not self._workers:
-            self._workers = [_start_worker() for _ in range(self.world_size)]
-            for _, connection in self._workers:
-                connection.recv()  # it is ready: the time to import torch does not count
-        workers = self._workers[:world_size]
+        if not self._processes:
+            self._processes = [_start() for _ in range(self.world_size)]
+            for process in self._processes:
+                process.connection.recv()  # it is ready: the time to import torch does not count
+        ranks = self._processes[:world_size]
         with tempfile.TemporaryDirectory() as folder:
             job = (fn, args, world_size, str(Path(folder, "store")), timeout)
-            for rank, (_, connection) in enumerate(workers):
-                connection.send((rank, *job))
-            outcomes = _collect(workers, time.monotonic() + timeout + GRACE)
+            for rank, process in enumerate(ranks):
+                process.connection.send((rank, *job))
+            outcomes = _collect(ranks, time.monotonic() + timeout + GRACE)
         failures = {rank: text for rank, (ok, text) in outcomes.items() if not ok}
         if failures:
-            self.close()
+            self._kill()
             raise DistributedError("\n".join(f"rank {rank}: {failures[rank]}" for rank in sorted(failures)))
         return [outcomes[rank][1] for rank in range(world_size)]
 
-    def close(self):
-        for process, connection in self._workers:
+    def close(self) -> None:
+        """Ends the processes, which may clean up behind themselves for a few seconds."""
+        for process in self._processes:
+            with contextlib.suppress(OSError):  # it has ended already
+                process.connection.send(None)
+        deadline = time.monotonic() + GRACE
+        for process in self._processes:
+            process.handle.join(max(0.0, deadline - time.monotonic()))
+        self._kill()
+
+    def _kill(self) -> None:
+        for process in self._processes:
             process.kill()
-            process.join()
-            connection.close()
-        self._workers = []
+        self._processes = []
 
 
-def _start_worker():
+@dataclass(frozen=True)
+class _Process:
+    """A process of a pool, the leader of a process group, so that those which it started can be ended with it."""
+
+    handle: SpawnProcess
+    connection: Connection
+
+    def kill(self) -> None:
+        self.handle.kill()
+        with contextlib.suppress(ProcessLookupError):  # nobody is left of the group
+            os.killpg(self.handle.pid or 0, signal.SIGKILL)
+        self.handle.join()
+        self.connection.close()
+
+
+def _start() -> _Process:
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
-    process = context.Process(target=_serve, args=(theirs,), daemon=True)
-    process.start()
+    handle = context.Process(target=_serve, args=(theirs,), daemon=True)
+    handle.start()
     theirs.close()
-    return process, ours
+    return _Process(handle, ours)
 
 
-def _collect(workers, deadline):
-    """{rank: (True, result) or (False, text)} of all workers; a rank that is silent at the deadline has failed."""
-    outcomes = {}
-    waiting = {connection: rank for rank, (_, connection) in enumerate(workers)}
+def _collect(ranks: Sequence[_Process], deadline: float) -> dict[int, tuple[bool, Any]]:
+    """{rank: (True, result) or (False, text)} of all ranks; one that is silent at the deadline has failed."""
+    outcomes: dict[int, tuple[bool, Any]] = {}
+    waiting = {process.connection: rank for rank, process in enumerate(ranks)}
     while waiting:
         ready = multiprocessing.connection.wait(list(waiting), max(0.0, deadline - time.monotonic()))
         if not ready:
             return outcomes | {rank: (False, "did not finish in time") for rank in waiting.values()}
         for connection in ready:
+            assert isinstance(connection, Connection)
             rank = waiting.pop(connection)
             try:
                 outcomes[rank] = connection.recv()
             except EOFError:
-                process = workers[rank][0]
-                process.join()
-                outcomes[rank] = False, f"the process ended with exit code {process.exitcode}"
+                handle = ranks[rank].handle
+                handle.join()
+                outcomes[rank] = False, f"the process ended with exit code {handle.exitcode}"
             if not outcomes[rank][0]:
                 deadline = min(deadline, time.monotonic() + GRACE)
     return outcomes
 
 
-def _serve(connection):
+def _serve(connection: Connection) -> None:
+    os.setpgid(0, 0)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle: it ends this process
     threading.Thread(target=_end_with_parent, daemon=True).start()
     torch.set_num_threads(1)
     connection.send("ready")
-    while True:
-        rank, fn, args, world_size, store, timeout = connection.recv()
+    while (job := connection.recv()) is not None:
+        rank, fn, args, world_size, store, timeout = job
+        result: tuple[bool, Any]
         try:
             dist.init_process_group(
                 "gloo",
@@ -160,8 +196,12 @@ def _serve(connection):
         if dist.is_initialized():
             dist.destroy_process_group()
         connection.send(result)
+    if not multiprocessing.active_children():
+        os._exit(0)  # nothing to end: the interpreter would take a second
 
 
-def _end_with_parent():
-    multiprocessing.parent_process().join()
-    os._exit(1)
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os.killpg(0, signal.SIGKILL)  # with the processes that this one started

@@ -17,26 +17,29 @@ LEVELS = {
     "_C_nccl": 0,
     "_env": 0,
     "ops": 1,
+    "routing": 2,
     "linear": 2,
-    "dispatch": 2,
-    "experts": 2,
     "gates": 2,
-    "ep": 2,
-    "layers": 3,
-    "transformer": 4,
-    "balance": 5,
-    "checkpoint": 5,
-    "distributed": 5,
-    "testing": 5,
-    "integrations": 6,
-    "": 7,  # fmoe_ext itself, which exports fmoefy
-    "megatron": 6,
-    "compat": 7,
-    "info": 7,
+    "ep": 3,
+    "experts": 3,
+    "dispatch": 4,
+    "expert_kinds": 4,
+    "layers": 5,
+    "transformer": 6,
+    "balance": 7,
+    "checkpoint": 7,
+    "distributed": 7,
+    "testing": 7,
+    "pipeline": 7,
+    "optim": 7,
+    "integrations": 8,
+    "megatron": 8,
+    "": 9,  # fmoe_ext itself, which exports fmoefy
+    "compat": 9,
+    "info": 9,
 }
 IMPORT_INTEGRATIONS = (("", "integrations"), ("megatron", "integrations"), ("compat", "integrations"))
 MAY_USE_DISTRIBUTED = (
-    "dispatch",
     "ep",
     "distributed",
     "checkpoint",
@@ -45,6 +48,7 @@ MAY_USE_DISTRIBUTED = (
     "megatron",
     "compat",
     "gates",
+    "optim",
 )
 MAY_IMPORT_NATIVE = {"_C": "ops/__init__.py", "_C_cuda": "ops/__init__.py", "_C_nccl": "ep/exchange.py"}
 IMMUTABLE = (
@@ -70,9 +74,17 @@ def part(path):
     return "" if first == "__init__.py" else first.removesuffix(".py")
 
 
+class _DropTypes(ast.NodeTransformer):
+    """Leaves out what is imported for annotations alone, `if TYPE_CHECKING:`."""
+
+    def visit_If(self, node):
+        self.generic_visit(node)
+        return node.orelse if dotted(node.test).endswith("TYPE_CHECKING") else node
+
+
 def imports(path):
-    """Every module that a file imports, `from a import b` as both a and a.b."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    """Every module that a file imports when it runs, `from a import b` as both a and a.b."""
+    for node in ast.walk(_DropTypes().visit(ast.parse(path.read_text()))):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):

@@ -8,8 +8,8 @@ from oracle import mix, softmax_weights
 from torch import nn
 
 from fmoe_ext import BaseGate, FMoE, FMoELinear, GShardGate, NaiveGate, SwitchGate
-from fmoe_ext.dispatch import DispatchHandle, combine, dispatch
 from fmoe_ext.experts import FusedExperts
+from fmoe_ext.routing import DispatchHandle, permute_rows, unpermute_rows
 
 T, D, E, K = 12, 6, 4, 2
 
@@ -338,7 +338,7 @@ def test_attributes_of_fastmoe():
 def test_dispatch_and_combine():
     topk_idx, topk_weights = make_choices()
     x = make_input(T, 2, 3)
-    rows, handle = dispatch(x, topk_idx, E)
+    rows, handle = permute_rows(x, topk_idx, E)
     assert isinstance(handle, DispatchHandle) and rows.shape == (T * K, 2, 3)
     flat = topk_idx.flatten()
     order = [i for e in range(E) for i in range(T * K) if flat[i] == e]
@@ -346,10 +346,10 @@ def test_dispatch_and_combine():
     assert torch.equal(rows[: len(order)], x[torch.tensor(order) // K])
     assert not rows[len(order) :].any()
     kept = (topk_idx >= 0).sum(1)[:, None, None]
-    assert_same(combine(rows, handle), x * kept)
-    assert_same(combine(rows[: len(order)], handle), x * kept)
+    assert_same(unpermute_rows(rows, handle), x * kept)
+    assert_same(unpermute_rows(rows[: len(order)], handle), x * kept)
     weight_sums = (topk_weights * (topk_idx >= 0)).sum(1)[:, None, None]
-    assert_same(combine([rows], handle, topk_weights)[0], x * weight_sums)
+    assert_same(unpermute_rows([rows], handle, topk_weights)[0], x * weight_sums)
     with pytest.raises(AttributeError):
         handle.offs = None
 

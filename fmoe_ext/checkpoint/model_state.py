@@ -46,7 +46,7 @@ class ModelState:
             raise CheckpointError(
                 f"the model's state {name!r} is a {type(value).__name__}, only tensors are saved"
             )
-        if layer is not None and layer._parallel is not None and rest.startswith("experts."):
+        if layer is not None and layer.expert_parallel is not None and rest.startswith("experts."):
             if isinstance(value, DTensor):
                 raise CheckpointError(
                     f"expert parameter {name!r} is sharded (DTensor) in addition to ep, which is not supported"
@@ -103,7 +103,7 @@ class ModelState:
         layer = self._layer_of_rows.get(name)
         if layer is None:
             return None
-        first = layer._parallel.rank * layer.num_expert
+        first = layer.expert_parallel.rank * layer.num_expert
         return first, first + layer.num_expert
 
     def follows(self, name, shape):
@@ -116,7 +116,7 @@ class ModelState:
         layer = self._layer_of_rows.get(name)
         if layer is None or layer.expert_placement is None:
             return tensor
-        parallel = layer._parallel
+        parallel = layer.expert_parallel
         tensor = tensor.detach().clone()
         move_rows(tensor, parallel.experts_in_place, list(range(parallel.num_experts)), parallel)
         return tensor
@@ -126,7 +126,7 @@ class ModelState:
         layer = self._layer_of_rows.get(name)
         if layer is None:
             return tensor.detach()
-        key = layer._parallel.group, tensor.device.type
+        key = layer.expert_parallel.group, tensor.device.type
         if key not in self._meshes:
             self._meshes[key] = DeviceMesh.from_group(find_group(key[0]), key[1])
         return DTensor.from_local(tensor.detach(), self._meshes[key], [Shard(0)], run_check=False)
@@ -181,5 +181,5 @@ def _inside(module):
 
 def _with_global_number(name, rest, layer):
     _, index, tail = rest.split(".", 2)
-    place = layer._parallel.rank * layer.num_expert + int(index)
-    return f"{name.removesuffix(rest)}experts.{layer._parallel.experts_in_place[place]}.{tail}"
+    place = layer.expert_parallel.rank * layer.num_expert + int(index)
+    return f"{name.removesuffix(rest)}experts.{layer.expert_parallel.experts_in_place[place]}.{tail}"

@@ -3,8 +3,8 @@
 import torch
 
 from fmoe_ext.compat.functions import MOEGather, MOEScatter, prepare_forward
-from fmoe_ext.dispatch import map_structure
 from fmoe_ext.layers import FMoE, mark_module_parallel_comm
+from fmoe_ext.routing import map_structure
 
 fmoe_faster_schedule = False
 

@@ -8,6 +8,7 @@ import math
 import weakref
 from collections.abc import Sequence
 from contextlib import contextmanager
+from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -26,7 +27,11 @@ _nccl = weakref.WeakKeyDictionary()  # ProcessGroup -> {device: _NcclExchange}
 _layers = weakref.WeakKeyDictionary()  # ProcessGroup -> iterator over the numbers of its layers
 
 
-def register_group(group=None) -> str:
+# How callers name a group; None is the default group.
+Group: TypeAlias = dist.ProcessGroup | DeviceMesh | None
+
+
+def register_group(group: Group = None) -> str:
     """The name by which the ops of this file find a group: a ProcessGroup, a one-dimensional DeviceMesh or None.
 
     None is the default group. Any number of groups may be registered, each any number of times.

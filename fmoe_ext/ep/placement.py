@@ -1,15 +1,20 @@
 """Placement: any expert may live on any rank; experts move, with their optimizer state, to even out the load."""
 
 import logging
+from collections.abc import Sequence
+from typing import Any
 
 import torch
+from torch import nn
 
 from fmoe_ext.ep.exchange import global_exchange
+from fmoe_ext.ep.expert_parallel import ExpertParallel
+from fmoe_ext.ep.layers import expert_parallel_layers
 
 logger = logging.getLogger(__name__)
 
 
-def plan(load, num_ranks, current=None):
+def plan(load: Sequence[int], num_ranks: int, current: Sequence[int] | None = None) -> list[int]:
     """Experts in the order of their places (rank r has the r-th part), so that the ranks' loads are nearly even.
 
     load: rows of each expert. Greedy: the most loaded expert goes to the least loaded rank that has room (LPT, at most
@@ -18,7 +23,8 @@ def plan(load, num_ranks, current=None):
     num_local = len(load) // num_ranks
     current = list(current) if current is not None else list(range(len(load)))
     home = {expert: place // num_local for place, expert in enumerate(current)}
-    total, held = [0] * num_ranks, [[] for _ in range(num_ranks)]
+    total = [0] * num_ranks
+    held: list[list[int]] = [[] for _ in range(num_ranks)]
     for expert in sorted(range(len(load)), key=lambda e: (-load[e], e)):
         free = [r for r in range(num_ranks) if len(held[r]) < num_local]
         rank = min(free, key=lambda r: (total[r], r != home[expert], r))
@@ -30,14 +36,16 @@ def plan(load, num_ranks, current=None):
     return new if imbalance(load, num_ranks, new) < imbalance(load, num_ranks, current) else current
 
 
-def imbalance(load, num_ranks, order):
+def imbalance(load: Sequence[int], num_ranks: int, order: Sequence[int]) -> float:
     """The largest load of a rank over the mean."""
     num_local = len(load) // num_ranks
     sums = [sum(load[e] for e in order[r * num_local : (r + 1) * num_local]) for r in range(num_ranks)]
     return max(sums) * num_ranks / max(sum(sums), 1)
 
 
-def rebalance(module, optimizer=None, threshold=1.1):
+def rebalance(
+    module: nn.Module, optimizer: torch.optim.Optimizer | None = None, threshold: float = 1.1
+) -> int:
     """Moves the experts of every expert-parallel layer by the load since the last call; returns how many moved.
 
     A layer whose busiest rank has less than threshold times the mean is left alone. All ranks call it between
@@ -46,9 +54,9 @@ def rebalance(module, optimizer=None, threshold=1.1):
     Experts must be FusedExperts; experts of replicas (expert parallelism inside data parallelism) move alike.
     """
     moved = 0
-    for name, layer in module.named_modules():
-        parallel = getattr(layer, "_parallel", None)
-        if parallel is None or not hasattr(layer.experts, "weights"):
+    for name, layer in expert_parallel_layers(module):
+        parallel = layer.expert_parallel
+        if not hasattr(layer.experts, "weights"):
             continue
         load = parallel.pop_load(everywhere=True)
         before = imbalance(load, parallel.size, parallel.experts_in_place)
@@ -67,9 +75,9 @@ def rebalance(module, optimizer=None, threshold=1.1):
 
 
 @torch.no_grad()
-def move_experts(layer, order, optimizer=None):
+def move_experts(layer: Any, order: Sequence[int], optimizer: torch.optim.Optimizer | None = None) -> int:
     """Brings the experts of a layer to new places: order[place] is the expert that will live there. Collective."""
-    parallel = layer._parallel
+    parallel = layer.expert_parallel
     if sorted(order) != list(range(parallel.num_experts)):
         raise ValueError(f"order must name each of the {parallel.num_experts} experts once, but got {order}")
     old = parallel.experts_in_place
@@ -83,12 +91,13 @@ def move_experts(layer, order, optimizer=None):
     return sum(a != b for a, b in zip(old, order, strict=True))
 
 
-def move_rows(x, old, new, parallel):
+def move_rows(x: torch.Tensor, old: Sequence[int], new: Sequence[int], parallel: ExpertParallel) -> None:
     """Brings rows of x [e, *], one an expert, from where the order `old` has them to where `new` does. Collective."""
     num_local, rank = parallel.num_local_experts, parallel.rank
     place_before = {expert: place for place, expert in enumerate(old)}
-    sends = [[] for _ in range(parallel.size)]  # for each rank: my rows that it will hold, in its order
-    arrivals = [[] for _ in range(parallel.size)]  # for each rank: where its rows go here
+    # for each rank: my rows that it will hold, in its order; where its rows go here
+    sends: list[list[int]] = [[] for _ in range(parallel.size)]
+    arrivals: list[list[int]] = [[] for _ in range(parallel.size)]
     for place, expert in enumerate(new):
         target, index = divmod(place, num_local)
         source, source_index = divmod(place_before[expert], num_local)
@@ -103,9 +112,9 @@ def move_rows(x, old, new, parallel):
     x[[index for part in arrivals for index in part]] = received
 
 
-def _keep_places(held, current, rank, num_local):
+def _keep_places(held: list[int], current: Sequence[int], rank: int, num_local: int) -> list[int]:
     """The experts of a rank, those that were there at the places that they had."""
-    places = [None] * num_local
+    places: list[int | None] = [None] * num_local
     new = []
     for expert in held:
         place = current.index(expert)

@@ -5,20 +5,31 @@ gradients are reduced to the rank where the expert lives. The optimizer's state 
 between steps, from the load of earlier ones, so that no forward waits for a decision.
 """
 
+from collections.abc import Sequence
+
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from fmoe_ext.ep.cost import Hardware, Layer, step_time
 from fmoe_ext.ep.exchange import find_group
+from fmoe_ext.ep.layers import expert_parallel_layers
 
 
-def choose_shadows(load, num_ranks, layer, hardware, max_shadows=None):
+def choose_shadows(
+    load: Sequence[int],
+    num_ranks: int,
+    layer: Layer,
+    hardware: Hardware,
+    max_shadows: int | None = None,
+) -> tuple[int, ...]:
     """The places of the experts to shadow: the most loaded first, as many as make the expected step shortest.
 
     Looks 8 experts past the best number so far.
     """
     by_load = sorted(range(len(load)), key=lambda place: (-load[place], place))
-    best, chosen = step_time(load, num_ranks, layer, hardware).total, ()
+    best = step_time(load, num_ranks, layer, hardware).total
+    chosen: tuple[int, ...] = ()
     for number in range(1, len(by_load[:max_shadows]) + 1):
         candidate = tuple(sorted(by_load[:number]))
         total = step_time(load, num_ranks, layer, hardware, candidate).total
@@ -29,17 +40,19 @@ def choose_shadows(load, num_ranks, layer, hardware, max_shadows=None):
     return chosen
 
 
-def update_shadows(module, hardware=None, max_shadows=None):
+def update_shadows(
+    module: nn.Module, hardware: Hardware | None = None, max_shadows: int | None = None
+) -> dict[str, tuple[int, ...]]:
     """Chooses the shadowed experts of every expert-parallel layer of a module from its load since the last call.
 
     All ranks call it, between steps; it is a collective call. hardware: ep.cost.Hardware, measured if None.
     Returns {name of the layer: experts}. Experts other than FusedExperts are never shadowed.
     """
-    chosen = {}
-    for name, layer in module.named_modules():
-        parallel = getattr(layer, "_parallel", None)
-        weights = getattr(getattr(layer, "experts", None), "weights", None)
-        if parallel is None or weights is None:
+    chosen: dict[str, tuple[int, ...]] = {}
+    for name, layer in expert_parallel_layers(module):
+        parallel = layer.expert_parallel
+        weights = getattr(layer.experts, "weights", None)
+        if weights is None:
             continue
         hardware = hardware or Hardware.measure(find_group(parallel.group))
         load = parallel.pop_load()
@@ -55,7 +68,12 @@ def update_shadows(module, hardware=None, max_shadows=None):
     return chosen
 
 
-def fetch(weights, places, num_local_experts, group_name):
+def fetch(
+    weights: Sequence[torch.Tensor | None],
+    places: Sequence[int],
+    num_local_experts: int,
+    group_name: str,
+) -> tuple[torch.Tensor | None, ...]:
     """The parameters of the experts at `places`, on every rank: weights [e, *] of this rank or None -> [S, *] each."""
     present = [w for w in weights if w is not None]
     fetched = iter(_Fetch.apply(places, num_local_experts, group_name, *present))

@@ -6,9 +6,15 @@ a CUDA graph.
 
 import torch
 import torch.nn.functional as F
+from torch import nn
+
+from fmoe_ext.ep.layers import expert_parallel_layers
+from fmoe_ext.routing import DispatchHandle
 
 
-def pad_routing(handle, num_ranks, max_rows):
+def pad_routing(
+    handle: DispatchHandle, num_ranks: int, max_rows: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Places in a send buffer in which the rows for rank p begin at p * max_rows.
 
     handle: of choices sorted by rank -> row_idx [num_ranks * max_rows], inverse [T, K], and the rows that each rank
@@ -28,33 +34,32 @@ def pad_routing(handle, num_ranks, max_rows):
     return row_idx, inverse, needed
 
 
-def experts_of_rows(counts, max_rows):
+def experts_of_rows(counts: torch.Tensor, max_rows: int) -> torch.Tensor:
     """counts [num_ranks, e], what each rank sent -> topk_idx [num_ranks * max_rows, 1] int32, -1 for padding."""
     place = torch.arange(max_rows, device=counts.device).expand(counts.shape[0], -1).contiguous()
     expert = torch.searchsorted(counts.cumsum(1), place, right=True)
     return torch.where(expert < counts.shape[1], expert, -1).to(torch.int32).view(-1, 1)
 
 
-class Bound:
+class RowLimit:
     """max_rows_per_rank of one layer, and what the ranks of its group have needed.
 
     On the CPU a step that needs more raises. On CUDA, where asking would wait for the device, what it computes is NaN
     on every rank, and raise_if_passed() raises when somebody asks (check_max_rows).
     """
 
-    def __init__(self, max_rows, layer_index, ranks):
+    def __init__(self, max_rows: int, layer_index: int, ranks: list[int]):
         self.max_rows = max_rows
         self.layer_index = layer_index
         self.ranks = ranks
-        self.raises_at_once = None  # None: where the tensors are on the CPU
-        self._seen = (
-            None  # [ranks + 1]: the most rows since the last look; 1 if the ranks were in different layers
-        )
+        self.raises_at_once: bool | None = None  # None: where the tensors are on the CPU
+        # [ranks + 1]: the most rows since the last look; 1 if the ranks were in different layers
+        self._seen: torch.Tensor | None = None
 
-    def is_read_now(self, x):
+    def is_read_now(self, x: torch.Tensor) -> bool:
         return not x.is_cuda if self.raises_at_once is None else self.raises_at_once
 
-    def note(self, needed, headers):
+    def note(self, needed: torch.Tensor, headers: torch.Tensor) -> torch.Tensor:
         """Keeps for raise_if_passed() what would be an error now -> whether all is lost, a bool on the device.
 
         needed [ranks]: the most rows that each rank has for one peer. headers [ranks, n]: to be equal.
@@ -66,7 +71,7 @@ class Bound:
         torch.maximum(self._seen, seen, out=self._seen)
         return (needed > self.max_rows).any() | (differ > 0).any()
 
-    def raise_if_passed(self):
+    def raise_if_passed(self) -> None:
         """Waits for the device; starts anew."""
         if self._seen is None:
             return
@@ -79,7 +84,7 @@ class Bound:
                 "layer, the dtype of the tokens or the elements of a token"
             )
 
-    def raise_for(self, needed):
+    def raise_for(self, needed: list[int]) -> None:
         """RuntimeError if one of the needed rows, a list by rank, is more than max_rows."""
         passed = [
             f"rank {rank} has {rows} rows for another rank"
@@ -91,17 +96,16 @@ class Bound:
                 f"{self._name()}: max_rows_per_rank is {self.max_rows}, but {'; '.join(passed)}"
             )
 
-    def _name(self):
+    def _name(self) -> str:
         return f"layer {self.layer_index} of the group of ranks {self.ranks}"
 
 
-def check_max_rows(module):
+def check_max_rows(module: nn.Module) -> None:
     """Raises RuntimeError if a layer of a module has passed its max_rows_per_rank since the last call.
 
     It waits for the device. Every rank of the layer's group gets the same error, which names layer, rank, rows and
     bound. On the CPU the forward itself raises it.
     """
-    for layer in module.modules():
-        bound = getattr(getattr(layer, "_parallel", None), "bound", None)
-        if bound is not None:
-            bound.raise_if_passed()
+    for _, layer in expert_parallel_layers(module):
+        if layer.expert_parallel.row_limit is not None:
+            layer.expert_parallel.row_limit.raise_if_passed()

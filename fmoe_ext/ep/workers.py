@@ -4,8 +4,8 @@ import torch
 import torch.distributed as dist
 
 from fmoe_ext import ops
-from fmoe_ext.dispatch import map_structure
 from fmoe_ext.ep.exchange import find_group, register_group
+from fmoe_ext.routing import map_structure
 
 
 class GroupWorkers:

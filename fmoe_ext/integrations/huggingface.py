@@ -8,8 +8,8 @@ here reads them, runs the usual MLPs as one operator, and any other between two 
 import torch
 
 from fmoe_ext import ops
-from fmoe_ext.dispatch import widen
 from fmoe_ext.experts import activation_name
+from fmoe_ext.routing import widen
 
 NAME = "fmoe"
 OLDEST_TRANSFORMERS = "5.7"  # the first whose models accept a registered name

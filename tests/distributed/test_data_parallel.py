@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.utils.checkpoint import checkpoint
 
 from fmoe_ext.distributed import DistributedGroupedDataParallel, clip_grad_norm_, init_groups
 
@@ -240,6 +241,140 @@ def zero_and_grad_scaler():
         scaler.update()
         assert torch.equal(before, module.bias) == overflow
         assert scaler.get_scale() == 2.0
+
+
+class UsedTwice(nn.Module):
+    """A block that is used twice between two others, recomputed or not; all three have the same weights if tied."""
+
+    def __init__(self, how, tied=False):
+        super().__init__()
+        torch.manual_seed(0)
+        self.how = how
+        self.stem, self.block, self.head = (nn.Linear(4, 4, dtype=torch.float64) for _ in range(3))
+        if tied:
+            self.stem.weight = self.head.weight
+
+    def forward(self, x):
+        x = self.stem(x).tanh()
+        for _ in range(2):
+            if self.how == "plain":
+                x = self.block(x).tanh()
+            else:
+                x = checkpoint(self._again, x, use_reentrant=self.how == "reentrant")
+        return self.head(x)
+
+    def _again(self, x):
+        return self.block(x).tanh()
+
+
+def modules_used_twice():
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    for how in ("plain", "non-reentrant", "reentrant"):
+        for tied in (False, True):
+            expected = UsedTwice("plain", tied)
+            loss_of(expected(torch.cat([batch(r) for r in range(world_size)]))).backward()
+            for auto, bucket_mb in ((False, 25), (True, 25), (True, 1e-5)):
+                model = DistributedGroupedDataParallel(
+                    UsedTwice(how, tied), auto_allreduce=auto, bucket_mb=bucket_mb
+                )
+                if how == "reentrant" and bucket_mb < 1:
+                    with pytest.raises(
+                        RuntimeError, match=r"parameter 'block\.\w+' came while.*use_reentrant=False"
+                    ):
+                        loss_of(model(batch(rank))).backward()
+                    continue
+                loss_of(model(batch(rank))).backward()
+                if not auto:
+                    model.allreduce_params()
+                assert_same_grads(model.module, expected)
+
+    # every bucket is complete after the first of the two: the second is reduced by the step
+    block = nn.Linear(4, 4, dtype=torch.float64)
+    with torch.no_grad():
+        block.weight.copy_(UsedTwice("plain").block.weight)
+        block.bias.zero_()
+    expected = copy.deepcopy(block)
+    loss_of(expected(expected(torch.cat([batch(r) for r in range(world_size)])).tanh())).backward()
+    model = DistributedGroupedDataParallel(block, auto_allreduce=True)
+    hidden = checkpoint(model, batch(rank).requires_grad_(), use_reentrant=True).tanh()
+    loss_of(checkpoint(model, hidden, use_reentrant=True)).backward()
+    torch.optim.SGD(model.parameters(), lr=0.0).step()
+    assert_same_grads(block, expected)
+
+
+def several_backward_passes():
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    single = TwoExperts()
+    for _ in range(3):
+        loss_of(single(torch.cat([batch(r) for r in range(world_size)]))).backward()
+    model = DistributedGroupedDataParallel(TwoExperts(), auto_allreduce=True, bucket_mb=1e-5)
+    with model.no_sync():
+        for _ in range(2):
+            loss_of(model(batch(rank))).backward()
+    loss_of(model(batch(rank))).backward()
+    clip_grad_norm_(model, 1e9)  # ends the reduction: "unused" has no gradient
+    assert_same_grads(model.module, single)
+    model.zero_grad()
+    small_last = DistributedGroupedDataParallel(
+        nn.ModuleList(nn.Linear(2, 2) for _ in range(2)), auto_allreduce=True, bucket_mb=1e-5
+    )
+    small_last.module[1](torch.ones(1, 2)).sum().backward()
+    with pytest.raises(
+        RuntimeError, match=r"parameter '1\.\w+' came while its first was being reduced.*no_sync"
+    ):
+        small_last.module[1](torch.ones(1, 2)).sum().backward()
+    small_last.allreduce_params()
+
+
+def tags_that_change():
+    """dp_comm is read at the reduction, as in FastMoE, or refused by name where gradients have another scale."""
+    rank = dist.get_rank()
+    x = torch.full((1, 2), rank + 1.0, dtype=torch.float64)
+    mine, mean = x.expand(2, 2), torch.full((2, 2), 1.5, dtype=torch.float64)
+    for auto in (False, True):
+        for choice in ("sum", "mean"):
+            module = nn.Linear(2, 2, dtype=torch.float64)
+            model = DistributedGroupedDataParallel(module, auto_allreduce=auto, expert_grads=choice)
+            module.weight.dp_comm = "none"
+            model(x).sum().backward()
+            model.allreduce_params()
+            assert torch.equal(module.weight.grad, mine if choice == "sum" else mine / 2)
+            assert torch.equal(module.bias.grad, torch.ones_like(module.bias))
+            model.zero_grad()
+            module.weight.dp_comm = "world"
+            model(x).sum().backward()
+            model.allreduce_params()
+            assert torch.equal(module.weight.grad, mean)
+    module = nn.Linear(2, 2, dtype=torch.float64)
+    model = DistributedGroupedDataParallel(module, expert_grads="sum")
+    model(x).sum().backward()
+    module.weight.dp_comm = "none"  # between backward and reduction
+    model.allreduce_params()
+    assert torch.equal(module.weight.grad, mine)
+
+    model = DistributedGroupedDataParallel(nn.Linear(2, 2, dtype=torch.float64))
+    model(x).sum().backward()
+    model.module.weight.dp_comm = "none"
+    with pytest.raises(
+        RuntimeError, match="parameter 'weight' was tagged 'none' in place of 'dp' after its gradient"
+    ):
+        model.allreduce_params()
+    model.zero_grad()
+    model.module.weight.dp_comm = "tower"
+    with pytest.raises(ValueError, match="parameter 'weight' is tagged 'tower', for which there is no group"):
+        model(x)
+
+
+def test_modules_used_twice(pool):
+    pool.run(modules_used_twice, world_size=2)
+
+
+def test_several_backward_passes(pool):
+    pool.run(several_backward_passes, world_size=2)
+
+
+def test_tags_that_change(pool):
+    pool.run(tags_that_change, world_size=2)
 
 
 @pytest.mark.parametrize("world_size", [1, 2])

@@ -8,6 +8,8 @@ import torch.distributed as dist
 
 from fmoe_ext.dispatch import combine, dispatch
 from fmoe_ext.ep.exchange import exchange_counts, find_group, global_exchange, register_group
+from fmoe_ext.ep.expert_parallel import ExpertParallel
+from fmoe_ext.routing import permute_rows, unpermute_rows
 from fmoe_ext.testing import DistributedError
 
 DTYPES = [
@@ -153,7 +155,12 @@ def dispatch_and_combine():
     topk_weights = torch.rand(rows, 2, dtype=torch.float64, generator=generator, requires_grad=True)
     scale = torch.arange(1.0, num_experts + 1, dtype=torch.float64)
 
-    local, handle = dispatch({"x": x}, topk_idx, num_experts, dist.group.WORLD)
+    home = ExpertParallel(dist.group.WORLD, 2)
+    dispatched = dispatch({"x": x}, topk_idx, topk_weights, num_experts, home)
+    (chunk,) = dispatched.chunks
+    arrived = chunk.receive()
+    assert (arrived.first, arrived.end) == (0, 2)
+    local, handle = permute_rows(arrived.x, arrived.topk_idx, 2)
     everyone = [None] * world_size
     dist.all_gather_object(everyone, (x.detach(), topk_idx))
     mine = range(2 * rank, 2 * rank + 2)
@@ -163,10 +170,11 @@ def dispatch_and_combine():
     assert handle.tokens_per_expert.tolist() == counts
     assert handle.offs.tolist() == [counts[0], sum(counts)]
     with pytest.raises(dataclasses.FrozenInstanceError):
-        handle.group = "other"
+        handle.offs = None
 
     y = local["x"] * scale[2 * rank : 2 * rank + 2].repeat_interleave(handle.tokens_per_expert)[:, None]
-    out = combine({"y": y}, handle, topk_weights)["y"]
+    chunk.give_back(unpermute_rows({"y": y}, handle, arrived.topk_weights))
+    out = combine(dispatched)["y"]
     factor = torch.where(topk_idx < 0, 0, scale[topk_idx])
     by_hand = (topk_weights * factor).sum(1, keepdim=True) * x
     torch.testing.assert_close(out, by_hand, rtol=1e-14, atol=1e-14)
@@ -176,9 +184,9 @@ def dispatch_and_combine():
     ):
         torch.testing.assert_close(ours, theirs, rtol=1e-13, atol=1e-13)
     with pytest.raises(
-        ValueError, match=f"num_experts=5 cannot be spread evenly over the {world_size} ranks"
+        ValueError, match=f"num_experts=5, but .* has 2 experts on each of {world_size} ranks"
     ):
-        dispatch(x, topk_idx.clamp(max=4), 5, dist.group.WORLD)
+        dispatch(x, topk_idx.clamp(max=4), topk_weights, 5, home)
 
 
 @pytest.mark.parametrize("world_size", [2, 4])

@@ -46,7 +46,7 @@ def equals_one_process(overlap_degree):
 
 def shadows_are_refused():
     layer = make(2, world_size=2)
-    layer._parallel.shadows = (1,)
+    layer.expert_parallel.shadows = (1,)
     with pytest.raises(RuntimeError, match="gradient_accumulation_fusion=True cannot be shadowed"):
         layer(torch.zeros(3, D, dtype=torch.float64))
 

@@ -39,7 +39,7 @@ def make(overlap_degree, cls=FMoETransformerMLP):
 
 def pretend(layer, **seconds):
     """Overwrites what was measured, after a look at it."""
-    for step in layer._parallel._tuner._steps:
+    for step in layer.expert_parallel.tuner.steps:
         assert set(step) >= {"counts", "exchange", "compute"} and min(step.values()) > 0
         step.update(seconds)
 
@@ -56,7 +56,7 @@ def chooses_alike():
         if step == 4:
             pretend(auto, exchange=1.0 + 10 * rank, compute=3.0 * rank, counts=1e-6 + rank)
         assert all(torch.equal(a, b) for a, b in zip(results(auto, x), expected, strict=True))
-        assert auto._parallel.chunk_ends == ([4] if step < 4 else [1, 2, 3, 4])
+        assert auto.expert_parallel.chunk_ends == ([4] if step < 4 else [1, 2, 3, 4])
     text = 'layer 1 of the group of ranks [0, 1]: overlap_degree="auto" is 4 (exchange 1e+03 ms, compute 3e+03 ms, '
     assert [text in record for record in records.texts] == ([True] if rank == 0 else [])
 
@@ -65,15 +65,15 @@ def chooses_alike():
         repeated = results(real, x, lambda layer, x: checkpoint(layer, x, use_reentrant=False))
         assert all(torch.equal(a, b) for a, b in zip(repeated, expected, strict=True))
     everyone = [None, None]
-    dist.all_gather_object(everyone, real._parallel.chunk_ends)
-    assert real._parallel._tuner is None and everyone[0] == everyone[1]
+    dist.all_gather_object(everyone, real.expert_parallel.chunk_ends)
+    assert real.expert_parallel.tuner is None and everyone[0] == everyone[1]
 
     whole = make("auto", Whole)
     for _ in range(5):
-        if whole._parallel._tuner.is_due:
+        if whole.expert_parallel.tuner.is_due:
             pretend(whole, exchange=1.0, compute=1.0, counts=0.0)
         whole(x)
-    assert whole._parallel._tuner is None and whole._parallel.chunk_ends == [4]
+    assert whole.expert_parallel.tuner is None and whole.expert_parallel.chunk_ends == [4]
 
 
 class Whole(FMoETransformerMLP):

@@ -18,7 +18,7 @@ from tests.distributed.test_layouts import OneExpert
 
 def shadow_some(model, optimizer, step):
     for number, layer in enumerate(model.moe):
-        layer._parallel.shadows = [(), (2,), (1, 3), (0, 1, 2, 3)][(step + number) % 4]
+        layer.expert_parallel.shadows = [(), (2,), (1, 3), (0, 1, 2, 3)][(step + number) % 4]
 
 
 def move_some(model, optimizer, step):
@@ -81,7 +81,7 @@ def checkpoint_with_moved_experts():
     other.load_state_dict(layer.state_dict())
     assert torch.equal(other(x), layer(x))
     layer.load_state_dict(make().state_dict())  # of experts in order
-    assert layer._parallel.experts_in_place == [0, 1, 2, 3]
+    assert layer.expert_parallel.experts_in_place == [0, 1, 2, 3]
     with pytest.raises(ValueError, match="each of the 4 experts once"):
         move_experts(layer, [0, 0, 1, 2])
     measured = Hardware.measure()

@@ -105,7 +105,7 @@ def one_rank_passes_the_bound():
         layer(x)
     check_max_rows(layer)
 
-    layer._parallel.bound.raises_at_once = False  # as on CUDA
+    layer.expert_parallel.row_limit.raises_at_once = False  # as on CUDA
     out = layer(x)
     assert out[:2].isnan().all()
     out.sum().backward()
@@ -121,7 +121,7 @@ def ranks_in_different_layers():
     """As on CUDA: NaN now, the reason later."""
     layers = [make(4, gate=OneExpert, top_k=1) for _ in range(2)]
     for layer in layers:
-        layer._parallel.bound.raises_at_once = False
+        layer.expert_parallel.row_limit.raises_at_once = False
         layer(torch.ones(2, D))
     mine = layers[dist.get_rank()]
     assert mine(torch.ones(2, D)).isnan().all()
@@ -137,7 +137,7 @@ def test_one_rank_passes_the_bound(pool):
 
 def nothing_read_by_the_host():
     layer = make(16)
-    layer._parallel.bound.raises_at_once = False  # as on CUDA
+    layer.expert_parallel.row_limit.raises_at_once = False  # as on CUDA
     expected = results(layer, 8)
     layer.zero_grad()
     with NoHostReads():

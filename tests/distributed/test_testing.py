@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 import signal
+import subprocess
 import time
 
 import pytest
@@ -39,3 +40,38 @@ def test_results_and_failures():
         pool.run(misbehave, "hang", timeout=5)
     assert run_distributed(rank_sum, 3, 0) == [(rank, 3, 3.0) for rank in range(3)]
     assert set(multiprocessing.active_children()) <= before
+
+
+def start_sleeper(manager):
+    """The id of a process that outlives its parent if nobody ends it."""
+    if manager:
+        multiprocessing.current_process()._config["daemon"] = False  # as programs under torchrun are not
+        context = multiprocessing.get_context("spawn")
+        start_sleeper.kept = context.Manager()
+        return start_sleeper.kept._process.pid
+    return subprocess.Popen(["sleep", "600"]).pid
+
+
+def fail(_):
+    raise ValueError("failed")
+
+
+def is_alive(pid):
+    state = subprocess.run(["ps", "-o", "stat=", "-p", str(pid)], capture_output=True, text=True).stdout
+    return bool(state.strip()) and not state.startswith("Z")
+
+
+@pytest.mark.parametrize("ending", ["close", "failure"])
+def test_processes_of_processes_end(ending):
+    pool = DistributedPool(1)
+    pids = pool.run(start_sleeper, False) + pool.run(start_sleeper, True)
+    assert all(map(is_alive, pids))
+    if ending == "close":
+        pool.close()
+    else:
+        with pytest.raises(DistributedError):
+            pool.run(fail, 0)
+    deadline = time.monotonic() + 20
+    while any(map(is_alive, pids)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not any(map(is_alive, pids))

@@ -1,0 +1,279 @@
+"""DistributedGroupedDataParallel: data parallelism in which every parameter has a group of its own."""
+
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+
+from fmoe_ext.distributed.buckets import make_buckets
+from fmoe_ext.distributed.groups import own_groups, tag_of
+from fmoe_ext.ep.exchange import check_same
+from fmoe_ext.linear import FMoELinear
+
+
+class _Handle(Protocol):
+    def remove(self) -> None: ...
+
+
+class DistributedGroupedDataParallel(nn.Module):
+    """Data parallelism in which each parameter has a group of its own: the ranks that hold a copy of it.
+
+    A parameter's tag is param.dp_comm, "dp" if it has none. Tags "dp", "gate", "moe" and "world" mean the default group
+    unless dp_group=, gate_group=, ... says otherwise; <tag>_group= defines further tags; "none" has no copies.
+    A tag that has changed counts from the next forward or reduction on, as in FastMoE.
+    Parameters of DTensor type (FSDP2) are left to those who made them.
+
+    With expert_grads="mean" every gradient is that of one process on the whole batch, the loss being the mean of the
+    losses of the ranks in dp_group; "sum" is FastMoE's scale, in which experts with tag "none" are not averaged.
+
+    auto_allreduce=True reduces gradients while backward runs, in buckets of bucket_mb, except inside no_sync(). The
+    reduction ends with the last gradient; if a parameter got none, it ends with the step of the optimizer or with
+    allreduce_params(), which must then be called before GradScaler.unscale_(). Otherwise call allreduce_params() after
+    backward, as in FastMoE. A parameter without gradient on this rank counts as zero here.
+
+    broadcast_buffers=True sends the first rank's buffers to the others before each forward in training.
+    share_overflow=True makes a non-finite gradient of one rank's experts seen by every rank's GradScaler.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        auto_allreduce: bool = False,
+        need_sync: bool = True,
+        *,
+        expert_grads: str = "mean",
+        bucket_mb: float = 25,
+        fp32_allreduce: bool = False,
+        broadcast_buffers: bool = False,
+        share_overflow: bool = False,
+        **groups: dist.ProcessGroup | None,
+    ) -> None:
+        super().__init__()
+        if expert_grads not in ("mean", "sum"):
+            raise ValueError(f'expert_grads must be "mean" or "sum", but got {expert_grads!r}')
+        for name, child in module.named_modules():
+            if isinstance(child, FMoELinear) and child.gradient_accumulation_fusion:
+                raise ValueError(
+                    f"{name} has gradient_accumulation_fusion=True, but DistributedGroupedDataParallel reduces "
+                    "weight.grad, not weight.main_grad: use Megatron-core's DistributedDataParallel, or pass False"
+                )
+        self.module = module
+        self.auto_allreduce = auto_allreduce
+        self.broadcast_buffers = broadcast_buffers
+        self.share_overflow = share_overflow
+        self.fp32_allreduce = fp32_allreduce
+        self.groups = own_groups(groups)
+        self._max_bytes = bucket_mb * 2**20
+        self._expert_grads = expert_grads
+        self._sync = True
+        self._reduction_due = False
+        self._num_started = 0
+        self._hooks: list[_Handle] = []
+        self._follow_tags()
+        weakref.finalize(self, _remove_all, self._hooks)
+        for tag, group in self.groups.items():
+            params = [
+                (name, list(p.shape), str(p.dtype))
+                for name, p in module.named_parameters()
+                if tag_of(p) == tag
+            ]
+            check_same(f"parameters tagged {tag!r}", params, group)
+        if need_sync:
+            self._sync_params()
+        self.register_load_state_dict_pre_hook(_accept_bare_keys)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self.broadcast_buffers and self.training and self._sync:
+            self._broadcast(list(self.module.buffers()), self.groups["dp"])
+        if self._tags_changed():
+            self._retag()
+        if self.training and self._sync:
+            self._reduction_due = True
+        return self.module(*args, **kwargs)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Inside, backward only accumulates; the next backward outside reduces the sum."""
+        before, self._sync = self._sync, False
+        try:
+            yield
+        finally:
+            self._sync = before
+
+    def allreduce_params(
+        self, no_scale: bool = False, reduce_after: bool = False, fp32_allreduce: bool = False
+    ) -> None:
+        """Ends the reduction of all gradients, or does it now; FastMoE's allreduce_gradients.
+
+        Gradients are divided by the size of their group before the sum, or after it (reduce_after), or not (no_scale);
+        fp32_allreduce sums in float32.
+        """
+        if self._tags_changed():
+            self._retag()
+        for bucket in self._buckets[self._num_started :]:
+            bucket.start(not (no_scale or reduce_after), fp32_allreduce or self.fp32_allreduce)
+        for i, bucket in enumerate(self._buckets):
+            bucket.finish(reduce_after and not no_scale and i >= self._num_started)
+        self._num_started = 0
+        self._reduction_due = False
+        if self.share_overflow:
+            self._poison_on_overflow()
+
+    allreduce_gradients = allreduce_params
+
+    def finish_reduction(self) -> None:
+        """Ends a reduction that auto_allreduce has begun, if there is one; all ranks call it."""
+        if self.auto_allreduce and self._reduction_due:
+            self.allreduce_params()
+
+    def _follow_tags(self) -> None:
+        """Makes buckets and hooks for the tags that the parameters have now."""
+        self.tagged = self._params_by_tag()
+        self._tags = [(p, tag) for tag, params in self.tagged.items() for p in params]
+        self._buckets = [
+            bucket
+            for tag, params in sorted(self.tagged.items(), key=lambda item: item[0] == "none")
+            for bucket in make_buckets(params, self.groups.get(tag), self._max_bytes)
+        ]
+        if self._expert_grads == "mean":
+            self._scale_to_job_mean()
+        if self.auto_allreduce:
+            self._reduce_during_backward()
+
+    def _tags_changed(self) -> bool:
+        return any(tag_of(p) != tag for p, tag in self._tags)
+
+    def _retag(self) -> None:
+        """FastMoE reads tags at the reduction; so does this, unless gradients have come that are of another scale."""
+        under_way = any(len(bucket.missing) < len(bucket.params) for bucket in self._buckets)
+        for name, p in self.module.named_parameters():
+            old = next((tag for q, tag in self._tags if q is p), None)
+            if old is None or old == tag_of(p) or p.grad is None:
+                continue
+            rescaled = self._expert_grads == "mean" and self._factor(old) != self._factor(tag_of(p))
+            if under_way or rescaled:
+                raise RuntimeError(
+                    f"parameter {name!r} was tagged {tag_of(p)!r} in place of {old!r} after its gradient had come: set "
+                    "dp_comm before the forward, with gradients None"
+                )
+        _remove_all(self._hooks)
+        self._hooks.clear()
+        self._follow_tags()
+
+    def _params_by_tag(self) -> dict[str, list[nn.Parameter]]:
+        tagged: dict[str, list[nn.Parameter]] = {}
+        for name, p in self.module.named_parameters():
+            if not p.requires_grad or isinstance(p, DTensor):
+                continue
+            if tag_of(p) != "none" and tag_of(p) not in self.groups:
+                raise ValueError(
+                    f"parameter {name!r} is tagged {tag_of(p)!r}, for which there is no group: pass {tag_of(p)}_group="
+                    f', or tag it "none" if it has no copies (groups: {", ".join(self.groups)})'
+                )
+            tagged.setdefault(tag_of(p), []).append(p)
+        return tagged
+
+    def _sync_params(self) -> None:
+        for tag, group in self.groups.items():
+            params = [
+                p.detach()
+                for p in self.module.parameters()
+                if tag_of(p) == tag and not isinstance(p, DTensor)
+            ]
+            self._broadcast(params, group)
+        self._broadcast(list(self.module.buffers()), self.groups["dp"])
+
+    @staticmethod
+    @torch.no_grad()
+    def _broadcast(tensors: list[torch.Tensor], group: dist.ProcessGroup) -> None:
+        source = dist.get_process_group_ranks(group)[0]
+        for tensor in tensors:
+            whole = tensor.contiguous()
+            dist.broadcast(whole, source, group=group)
+            tensor.copy_(whole)
+
+    def _factor(self, tag: str) -> float:
+        """The mean over a group of n ranks, of gradients times n / (size of dp_group), is the gradient of the job."""
+        size = dist.get_world_size(self.groups[tag]) if tag in self.groups and tag != "none" else 1
+        return size / dist.get_world_size(self.groups["dp"])
+
+    def _scale_to_job_mean(self) -> None:
+        for tag, params in self.tagged.items():
+            factor = self._factor(tag)
+            if factor != 1:
+                for p in params:
+                    self._hooks.append(p.register_hook(lambda grad, factor=factor: grad * factor))
+
+    def _reduce_during_backward(self) -> None:
+        this = weakref.ref(self)
+
+        def gradient_came(p: nn.Parameter, number: int) -> None:
+            module = this()
+            if module is not None and module._sync:
+                module._count(p, number)
+
+        for number, bucket in enumerate(self._buckets):
+            for p in bucket.params:
+                hook = p.register_post_accumulate_grad_hook(lambda p, number=number: gradient_came(p, number))
+                self._hooks.append(hook)
+
+        ours = {id(p) for p in self.parameters()}
+
+        def before_step(optimizer: Optimizer, *_: Any) -> None:
+            module = this()
+            stepped = (id(p) for group in optimizer.param_groups for p in group["params"])
+            if module is not None and not ours.isdisjoint(stepped):
+                module.finish_reduction()
+
+        self._hooks.append(register_optimizer_step_pre_hook(before_step))
+
+    def _count(self, p: nn.Parameter, number: int) -> None:
+        """A gradient has come. It may come twice in one backward: reentrant checkpoints of a module used twice."""
+        if number < self._num_started and self._buckets[number].group is not None:
+            name = next(name for name, q in self.module.named_parameters() if q is p)
+            raise RuntimeError(
+                f"another gradient of parameter {name!r} came while its first was being reduced, and would be lost: it "
+                "is used by several reentrant checkpoints, or in several backward passes. Use checkpoint(..., "
+                "use_reentrant=False), auto_allreduce=False with allreduce_params() after the backward, or no_sync() "
+                "around all backward passes but the last"
+            )
+        self._reduction_due = True
+        self._buckets[number].missing.discard(p)
+        self._start_full_buckets()
+
+    def _start_full_buckets(self) -> None:
+        # Always in the order of the list, so that all ranks start the same reductions in the same order.
+        while self._num_started < len(self._buckets) and not self._buckets[self._num_started].missing:
+            self._buckets[self._num_started].start(True, self.fp32_allreduce)
+            self._num_started += 1
+        if self._num_started == len(self._buckets):
+            self.allreduce_params()
+
+    @torch.no_grad()
+    def _poison_on_overflow(self) -> None:
+        grads = [p.grad for params in self.tagged.values() for p in params if p.grad is not None]
+        if not grads:
+            return
+        # 0 * inf and 0 * nan are nan, and a sum over ranks keeps it
+        poison = torch.stack([grad.sum().float() * 0 for grad in grads]).sum()
+        dist.all_reduce(poison, group=self.groups["dp"])
+        grads[0].add_(poison.to(grads[0].dtype))
+
+
+def _remove_all(hooks: list[_Handle]) -> None:
+    for hook in hooks:
+        hook.remove()
+
+
+def _accept_bare_keys(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Lets the state dict of the bare module load: its keys lack "module."."""
+    own = [key for key in state_dict if key.startswith(prefix)]
+    if not any(key.startswith(f"{prefix}module.") for key in own):
+        for key in own:
+            state_dict[f"{prefix}module.{key.removeprefix(prefix)}"] = state_dict.pop(key)

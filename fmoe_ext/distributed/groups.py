@@ -1,0 +1,89 @@
+"""The process groups of data parallelism beside expert parallelism."""
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from fmoe_ext.ep.exchange import check_same
+
+
+@dataclass(frozen=True)
+class ParallelGroups:
+    """The process groups of one rank; ranks are numbered (dp, ep, slice), slice fastest."""
+
+    world: dist.ProcessGroup
+    ep: (
+        dist.ProcessGroup
+    )  # experts are spread over these ranks: FMoE(world_size=ep size, moe_group=groups.ep)
+    slice: dist.ProcessGroup  # these ranks have the same input: FMoE(slice_group=groups.slice)
+    data: dist.ProcessGroup  # these ranks have different inputs and the same dense parameters
+    experts: dist.ProcessGroup  # these ranks hold the same experts
+
+    def data_parallel_kwargs(self) -> dict[str, dist.ProcessGroup]:
+        """Arguments of DistributedGroupedDataParallel, for experts that are tagged "moe"."""
+        return {
+            "dp_group": self.data,
+            "gate_group": self.world,
+            "moe_group": self.experts,
+            "world_group": self.world,
+        }
+
+
+def init_groups(ep: int | None = None, dp: int | None = None, slice: int = 1) -> ParallelGroups:
+    """Splits the ranks of the job into dp x ep x slice and creates the groups of this layout; all ranks call it.
+
+    ep ranks share the experts of a layer, dp such sets hold copies of them, slice ranks work on the same input.
+    Of ep and dp one may be left out. Raises ValueError on every rank, naming the rank, where ranks disagree.
+    """
+    world_size = dist.get_world_size()
+    check_same("init_groups(ep, dp, slice)", (ep, dp, slice), dist.group.WORLD)
+    if ep is None:
+        ep = world_size // ((dp or 1) * slice)
+    if dp is None:
+        dp = world_size // (ep * slice)
+    if min(ep, dp, slice) < 1 or dp * ep * slice != world_size:
+        raise ValueError(
+            f"dp * ep * slice must be the number of ranks, {world_size}, but got {dp} * {ep} * {slice}"
+        )
+    ranks = torch.arange(world_size).reshape(dp, ep, slice)
+
+    def my_group(rank_lists: torch.Tensor) -> dist.ProcessGroup:
+        for members in rank_lists.tolist():
+            group = dist.new_group(members)
+            if dist.get_rank() in members:
+                mine = group
+        return mine
+
+    return ParallelGroups(
+        world=_default_group(),
+        ep=my_group(ranks.transpose(1, 2).reshape(-1, ep)),
+        slice=my_group(ranks.reshape(-1, slice)),
+        data=my_group(ranks.reshape(-1, slice).t()),
+        experts=my_group(ranks.transpose(0, 1).reshape(ep, -1)),
+    )
+
+
+def own_groups(groups: dict[str, dist.ProcessGroup | None]) -> dict[str, dist.ProcessGroup]:
+    """{tag: group}, each a group of our own: reductions must not queue with other users' collectives."""
+    named = dict.fromkeys(("dp", "gate", "moe", "world"), _default_group())
+    for key, group in groups.items():
+        if not key.endswith("_group"):
+            raise TypeError(f"unexpected argument {key!r}: groups are passed as <tag>_group=")
+        named[key.removesuffix("_group")] = group or _default_group()
+    own = {}
+    for group in named.values():
+        if group not in own:
+            own[group] = dist.new_group(dist.get_process_group_ranks(group), use_local_synchronization=True)
+    return {tag: own[group] for tag, group in named.items()}
+
+
+def _default_group() -> dist.ProcessGroup:
+    group = dist.group.WORLD
+    assert group is not None, "torch.distributed.init_process_group() comes first"
+    return group
+
+
+def tag_of(param: torch.Tensor) -> str:
+    """The tag that says which group reduces a parameter's gradient."""
+    return getattr(param, "dp_comm", "dp")

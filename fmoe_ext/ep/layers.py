@@ -1,0 +1,13 @@
+"""Finding the layers of a model whose experts are spread over ranks."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+
+
+def expert_parallel_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """(name, layer) of every layer of a model, itself included, that has an ExpertParallel: layer.expert_parallel."""
+    for name, layer in model.named_modules():
+        if getattr(layer, "expert_parallel", None) is not None:
+            yield name, layer

@@ -1,0 +1,29 @@
+"""How many choices each expert of a layer got: counted in every forward, summed over ranks when somebody asks."""
+
+import torch
+import torch.distributed as dist
+
+from fmoe_ext import ops
+
+
+class LoadCounter:
+    """Choices of each of num_experts experts by this rank since the last pop()."""
+
+    def __init__(self, num_experts: int):
+        self.num_experts = num_experts
+        self._counts: torch.Tensor | None = None
+
+    def count(self, topk_idx: torch.Tensor) -> None:
+        if self._counts is None or self._counts.device != topk_idx.device:
+            self._counts = torch.zeros(self.num_experts, dtype=torch.int64, device=topk_idx.device)
+        self._counts += ops.count_tokens(topk_idx, self.num_experts)  # in place: a CUDA graph repeats it
+
+    def pop(self, group: dist.ProcessGroup) -> list[int]:
+        """The sum over the ranks of a group, from where on every rank counts anew; a collective call."""
+        total = torch.zeros(self.num_experts, dtype=torch.int64)
+        if self._counts is not None:
+            total = self._counts.clone()
+            self._counts.zero_()
+        total = total.to("cuda" if dist.get_backend(group) == "nccl" else "cpu")
+        dist.all_reduce(total, group=group)
+        return total.tolist()

@@ -1,0 +1,204 @@
+"""The kinds of experts that a layer can have, a class each: how they are called, and what they can do.
+
+A new kind is a class here and an entry in KINDS.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from fmoe_ext.ep.expert_parallel import ExpertParallel
+from fmoe_ext.ep.shadowing import fetch
+from fmoe_ext.experts import FusedExperts
+from fmoe_ext.routing import Nest, map_structure, permute_rows, sort_choices, unpermute_rows
+
+if TYPE_CHECKING:
+    from fmoe_ext.layers import FMoE
+
+
+class ExpertKind:
+    """The experts of one layer, as its forward calls them."""
+
+    def __init__(self, layer: FMoE):
+        self.layer = layer
+
+    @staticmethod
+    def fits(layer: FMoE) -> bool:
+        """Whether layer.experts are of this kind."""
+        raise NotImplementedError
+
+    @property
+    def can_be_divided(self) -> bool:
+        """Whether some experts can compute without the others, as overlap_degree > 1 needs."""
+        return False
+
+    @property
+    def can_be_shadowed(self) -> bool:
+        """Whether a rank can compute experts of another with parameters that it fetches."""
+        return False
+
+    def compute(
+        self, x: Nest, topk_idx: torch.Tensor, topk_weights: torch.Tensor, first: int, end: int
+    ) -> Nest:
+        """The experts [first, end) on tokens: x [N, *] or a nest -> [N, *], weighted and summed over K.
+
+        topk_idx [N, K] counts experts from first and is -1 for no expert of these; topk_weights [N, K].
+        """
+        rows, handle = permute_rows(x, topk_idx, end - first)
+        return unpermute_rows(self.on_rows(rows, handle.tokens_per_expert, first), handle, topk_weights)
+
+    def on_rows(self, rows: Nest, tokens_per_expert: torch.Tensor, first: int = 0) -> Nest:
+        """The experts from first on, as many as have counts, on rows [R, *] sorted by expert -> [R, *]."""
+        raise NotImplementedError
+
+    def divided(self, chunk_ends: Sequence[int]) -> ExpertKind:
+        """These experts, ready to compute the ranges that end at chunk_ends; RuntimeError if they cannot."""
+        if len(chunk_ends) > 1 and not self.can_be_divided:
+            raise RuntimeError(
+                f"overlap_degree={len(chunk_ends)} computes some experts at a time, which this layer's experts cannot "
+                "do: use FusedExperts or separate experts, or overlap_degree=1"
+            )
+        return self
+
+    def fetched(self, places: Sequence[int], expert_parallel: ExpertParallel) -> ExpertKind:
+        """The experts at these places of any rank, in the place of this rank's; RuntimeError if they cannot."""
+        raise RuntimeError(
+            f"the experts of {type(self.layer).__name__} cannot be shadowed, only FusedExperts without an expert_fn "
+            "of their own: clear layer.expert_parallel.shadows"
+        )
+
+
+class Fused(ExpertKind):
+    """FusedExperts: they read tokens through an index and sum results themselves, so that neither is kept."""
+
+    def __init__(self, layer: FMoE):
+        super().__init__(layer)
+        self._weights: Callable[[int], tuple[Any, ...]] = lambda end: ()
+
+    @staticmethod
+    def fits(layer: FMoE) -> bool:
+        return isinstance(layer.experts, FusedExperts)
+
+    @property
+    def can_be_divided(self) -> bool:
+        return True
+
+    @property
+    def can_be_shadowed(self) -> bool:
+        return True
+
+    def compute(
+        self, x: Nest, topk_idx: torch.Tensor, topk_weights: torch.Tensor, first: int, end: int
+    ) -> torch.Tensor:
+        handle = sort_choices(topk_idx, end - first)
+        return self.layer.experts(x, handle.tokens_per_expert, handle, topk_weights, *self._weights(end))
+
+    def on_rows(self, rows: Nest, tokens_per_expert: torch.Tensor, first: int = 0) -> torch.Tensor:
+        return self.layer.experts(rows, tokens_per_expert)
+
+    def divided(self, chunk_ends: Sequence[int]) -> ExpertKind:
+        """Splits the weights once, so that their gradients are put together once."""
+        if len(chunk_ends) == 1:
+            return self
+        experts = self.layer.experts
+        sizes = [end - first for first, end in zip((0, *chunk_ends), chunk_ends, strict=False)]
+        whole = (*experts.weights, *experts.main_grads)
+        parts = [[None] * len(sizes) if w is None else w.split(sizes) for w in whole]
+        by_end = dict(zip(chunk_ends, zip(*parts, strict=True), strict=True))
+        return self._with_weights(lambda end: (by_end[end][:4], by_end[end][4:]))
+
+    def fetched(self, places: Sequence[int], expert_parallel: ExpertParallel) -> ExpertKind:
+        experts = self.layer.experts
+        if any(experts.main_grads):
+            raise RuntimeError(
+                "experts with gradient_accumulation_fusion=True cannot be shadowed: their owner would get a part of "
+                "the gradient in weight.grad; clear the shadows, or pass gradient_accumulation_fusion=False"
+            )
+        weights = fetch(experts.weights, places, expert_parallel.num_local_experts, expert_parallel.group)
+        return self._with_weights(lambda end: (weights,))
+
+    def _with_weights(self, weights: Callable[[int], tuple[Any, ...]]) -> ExpertKind:
+        """weights(end): the arguments weights and main_grads of FusedExperts for the experts that end there."""
+        other = copy.copy(self)
+        other._weights = weights
+        return other
+
+
+class SeparateExperts(nn.ModuleList):
+    """Modules, one an expert. takes_count: whether each is called with its number of rows."""
+
+    def __init__(self, modules: Iterable[nn.Module] | None = None):
+        super().__init__(modules)
+        self.takes_count = [_takes_count(module) for module in self]
+
+
+class Separate(ExpertKind):
+    """A module for each expert, called one after the other."""
+
+    @staticmethod
+    def fits(layer: FMoE) -> bool:
+        return not layer.experts_fused
+
+    @property
+    def can_be_divided(self) -> bool:
+        return True
+
+    def on_rows(self, rows: Nest, tokens_per_expert: torch.Tensor, first: int = 0) -> Nest:
+        outputs, begin = [], 0
+        for idx, count in enumerate(torch.as_tensor(tokens_per_expert).tolist(), first):
+            own = map_structure(lambda x, begin=begin, end=begin + count: x[begin:end], rows)
+            outputs.append(self.layer.expert_fn_single(own, count, idx))
+            begin += count
+        return map_structure(lambda *parts: torch.cat(parts), *outputs)
+
+    def call_one(self, rows: Nest, count: int | torch.Tensor, idx: int) -> Nest:
+        """Expert idx on all rows."""
+        experts = self.layer.experts
+        if isinstance(experts, SeparateExperts) and not experts.takes_count[idx]:
+            return experts[idx](rows)
+        return experts[idx](rows, torch.as_tensor(count, dtype=torch.int64).reshape(1))
+
+
+class OneModule(ExpertKind):
+    """One module for all experts, called with rows sorted by expert and their numbers."""
+
+    @staticmethod
+    def fits(layer: FMoE) -> bool:
+        return True
+
+    def on_rows(self, rows: Nest, tokens_per_expert: torch.Tensor, first: int = 0) -> Nest:
+        if self.layer.experts is None:
+            raise RuntimeError("this FMoE has no experts: pass expert=, or set self.experts in the subclass")
+        return self.layer.experts(rows, tokens_per_expert)
+
+
+class OwnExpertFn(ExpertKind):
+    """The expert_fn of a subclass of FMoE, whatever it does with self.experts."""
+
+    def on_rows(self, rows: Nest, tokens_per_expert: torch.Tensor, first: int = 0) -> Nest:
+        return self.layer.expert_fn(rows, tokens_per_expert)
+
+
+KINDS = (Fused, Separate, OneModule)
+
+
+def kind_of(layer: FMoE) -> ExpertKind:
+    """What layer.experts are: the first of KINDS that fits."""
+    return next(kind for kind in KINDS if kind.fits(layer))(layer)
+
+
+def _takes_count(expert: nn.Module) -> bool:
+    """Whether an expert is called with its number of rows: its forward needs a second argument."""
+    parameters = list(inspect.signature(expert.forward).parameters.values())
+    if any(p.kind is p.VAR_POSITIONAL for p in parameters):
+        return True
+    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    return len(positional) > 1 and (
+        positional[1].default is inspect.Parameter.empty or "count" in positional[1].name
+    )

@@ -1,0 +1,152 @@
+"""Muon for stacked experts: torch.optim.Muon, with every expert's matrix orthogonalised by itself, all at once."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Shard
+from torch.optim.optimizer import Optimizer, ParamsT
+
+ADJUSTMENTS: dict[str | None, Callable[[int, int], float]] = {
+    None: lambda rows, columns: math.sqrt(max(1, rows / columns)),
+    "original": lambda rows, columns: math.sqrt(max(1, rows / columns)),
+    "match_rms_adamw": lambda rows, columns: 0.2 * math.sqrt(max(rows, columns)),
+}
+
+
+class Muon(Optimizer):
+    """Momentum orthogonalised by Newton-Schulz iterations, for matrices [M, N] and stacks of them [E, M, N].
+
+    Each matrix of a stack is orthogonalised by itself, so a layer's experts get the same update whether they are one
+    parameter or many, on one rank or many; nothing travels. lr, weight_decay, momentum, nesterov, ns_coefficients,
+    eps, ns_steps, adjust_lr_fn: as torch.optim.Muon's, also by parameter group. matrices: how many matrices lie one
+    below the other in M, for example 2 in a group of htoh4.weight whose activation is gated (gate and up).
+
+    Parameters of FSDP2 (DTensor) must be sharded by expert or not at all. Raises ValueError for other shapes and
+    options, and in step() for a parameter whose gradient is in main_grad. Muon: Jordan et al. 2024; learning rates:
+    "Muon is Scalable for LLM Training" (2025).
+    Equivalent to: torch.optim.Muon over one parameter [M / matrices, N] a matrix.
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float = 1e-3,
+        weight_decay: float = 0.1,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        ns_coefficients: tuple[float, float, float] = (3.4445, -4.7750, 2.0315),
+        eps: float = 1e-7,
+        ns_steps: int = 5,
+        adjust_lr_fn: str | None = None,
+        *,
+        matrices: int = 1,
+    ):
+        for name, value in (("lr", lr), ("weight_decay", weight_decay), ("momentum", momentum)):
+            if not value >= 0:
+                raise ValueError(f"{name} must be at least 0, but got {value}")
+        if len(ns_coefficients) != 3 or not 0 <= ns_steps < 100:
+            raise ValueError(
+                f"ns_coefficients must be 3 numbers and ns_steps in [0, 100), but got {ns_coefficients}, {ns_steps}"
+            )
+        options: dict[str, Any] = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum}
+        options |= {
+            "nesterov": nesterov,
+            "ns_coefficients": ns_coefficients,
+            "eps": eps,
+            "ns_steps": ns_steps,
+        }
+        super().__init__(params, {**options, "adjust_lr_fn": adjust_lr_fn, "matrices": matrices})
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As torch.optim.Optimizer's; ValueError for a shape or option that Muon cannot take."""
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        if group["adjust_lr_fn"] not in ADJUSTMENTS:
+            raise ValueError(
+                f"adjust_lr_fn must be one of {list(ADJUSTMENTS)}, but got {group['adjust_lr_fn']!r}"
+            )
+        for param in group["params"]:
+            _check(param, group["matrices"])
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One step with the gradients in p.grad -> what closure returns."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    self._update(param, group)
+                elif getattr(param, "main_grad", None) is not None:
+                    raise ValueError(
+                        "a parameter has its gradient in main_grad, which Muon does not read: "
+                        "copy it to grad, or build the experts without gradient_accumulation_fusion"
+                    )
+        return loss
+
+    def _update(self, param: Tensor, group: dict[str, Any]) -> None:
+        state = self.state[param]
+        if "momentum_buffer" not in state:
+            state["momentum_buffer"] = torch.zeros_like(param)
+        weight, grad, buffer = (_local(x) for x in (param, param.grad, state["momentum_buffer"]))
+        buffer.lerp_(grad, 1 - group["momentum"])
+        update = grad.lerp(buffer, group["momentum"]) if group["nesterov"] else buffer
+        stack = _matrices(update, group["matrices"])
+        stack = orthogonalize(stack, group["ns_coefficients"], group["ns_steps"], group["eps"])
+        ratio = ADJUSTMENTS[group["adjust_lr_fn"]](*stack.shape[1:])
+        lr = float(group["lr"])
+        weight.mul_(1 - lr * group["weight_decay"])
+        weight.add_(stack.reshape(weight.shape), alpha=-lr * ratio)
+
+
+def orthogonalize(
+    stack: Tensor,
+    ns_coefficients: tuple[float, float, float] = (3.4445, -4.7750, 2.0315),
+    ns_steps: int = 5,
+    eps: float = 1e-7,
+) -> Tensor:
+    """Every matrix of stack [E, M, N] with its singular values moved near 1 (Newton-Schulz, in bfloat16) -> [E, M, N].
+
+    Equivalent to: U @ V^T of each matrix's singular value decomposition, roughly.
+    """
+    a, b, c = ns_coefficients
+    x = stack.bfloat16()
+    if is_tall := x.shape[1] > x.shape[2]:
+        x = x.mT
+    x = x / torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True).clamp(min=eps)
+    for _ in range(ns_steps):
+        gram = x @ x.mT
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.mT if is_tall else x
+
+
+def _matrices(x: Tensor, matrices: int) -> Tensor:
+    """x [M, N] or [E, M, N] as a stack [-1, M / matrices, N]."""
+    return x.reshape(-1, x.shape[-2] // matrices, x.shape[-1])
+
+
+def _check(param: Tensor, matrices: int) -> None:
+    if param.dim() not in (2, 3) or not param.is_floating_point():
+        raise ValueError(
+            "Muon is for matrices [M, N] and stacks of them [E, M, N], but got a parameter "
+            f"{list(param.shape)} {param.dtype}: give it to AdamW"
+        )
+    if matrices < 1 or param.shape[-2] % matrices:
+        raise ValueError(f"matrices={matrices} must divide the {param.shape[-2]} rows of {list(param.shape)}")
+    if isinstance(param, DTensor):
+        for placement in param.placements:
+            if isinstance(placement, Shard) and (placement.dim != 0 or param.dim() == 2):
+                raise ValueError(
+                    f"a parameter {list(param.shape)} is sharded along dimension {placement.dim}, which cuts its "
+                    "matrices; Muon needs whole ones: shard stacked experts along dimension 0"
+                )
+
+
+def _local(x: Tensor | None) -> Tensor:
+    assert x is not None
+    return x.to_local() if isinstance(x, DTensor) else x

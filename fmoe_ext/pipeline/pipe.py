@@ -1,0 +1,278 @@
+"""Pipe: an nn.Sequential cut over devices, whose microbatches follow one another through them, in one process."""
+
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint as checkpoint_of
+
+from fmoe_ext.gates import BaseGate
+from fmoe_ext.pipeline.batch_norm import DeferredBatchNorm, Recomputing, defer_batch_norm
+from fmoe_ext.pipeline.microbatch import Tensors, check_tensors, gather, move, num_rows, scatter
+from fmoe_ext.pipeline.skip import SkipKey, Skippable, Skips, keeping, verify_skippables
+
+CHECKPOINT_MODES = ("always", "except_last", "never")
+DENIED = "denied to move parameters and buffers, because Pipe should manage device placement"
+
+
+class BalanceError(ValueError):
+    """A balance that does not fit the module."""
+
+
+class Pipe(nn.Module):
+    """An nn.Sequential whose layers live on several devices; microbatches overlap on them (GPipe, Huang et al. 2019).
+
+    module: the layers. balance: how many consecutive layers each device gets. devices: one an entry of balance, all
+    CUDA devices if None, or the CPU where there is none; the same device may serve several. chunks: microbatches that a
+    batch is cut into; the last may be smaller. checkpoint: which microbatches keep no activations and compute them
+    again in backward: "always", "except_last" or "never"; no effect outside of training. deferred_batch_norm: running
+    statistics move once a batch (DeferredBatchNorm).
+
+    Losses, hooks, skip connections (skippable) and gates' balance losses work as in the module itself; a gate's loss is
+    the mean of those of its microbatches, weighted by their rows.
+
+    Raises TypeError for another module; ValueError for a wrong balance, chunks or checkpoint, and for parameters shared
+    between devices; IndexError for too few devices. The interface is that of torchgpipe and fairscale.nn.Pipe.
+    Equivalent to: module(batch) on one device.
+    """
+
+    balance: list[int]
+    devices: list[torch.device]
+    chunks: int
+    checkpoint: str
+
+    def __init__(
+        self,
+        module: nn.Sequential,
+        balance: Iterable[int] | None = None,
+        *,
+        devices: Iterable[torch.device | str | int] | None = None,
+        chunks: int = 1,
+        checkpoint: str = "except_last",
+        deferred_batch_norm: bool = False,
+    ):
+        super().__init__()
+        self.chunks = int(chunks)
+        self.checkpoint = str(checkpoint)
+        if self.chunks < 1:
+            raise ValueError(f"chunks must be at least 1, but got {chunks}")
+        if self.checkpoint not in CHECKPOINT_MODES:
+            raise ValueError("checkpoint is not one of 'always', 'except_last', or 'never'")
+        _check_layers(module)
+        self.balance = _check_balance(module, balance)
+        self.devices = _check_devices(devices, len(self.balance))
+        if deferred_batch_norm:
+            module = defer_batch_norm(module, self.chunks)  # type: ignore[assignment]
+        self.partitions = nn.ModuleList(_partitions(module, self.balance))
+        _check_shared_parameters(self.partitions, self.devices)
+        for partition, device in zip(self.partitions, self.devices, strict=True):
+            partition.to(device)
+
+    def forward(self, batch: Tensors) -> Tensors:
+        """batch [B, *], or a tuple of such tensors for a first layer that takes one -> what the last layer returns.
+
+        The result is on devices[-1]. Raises TypeError for what is no tensor, and whatever a layer raises, with the
+        layer's name.
+        """
+        check_tensors(batch, "the input of Pipe")
+        if not self.partitions:
+            return batch
+        parts = scatter(batch, self.chunks)
+        self._begin_batch(len(parts))
+        microbatches = [_Microbatch(part, num_rows(part)) for part in parts]
+        num_checkpointed = self._num_checkpointed(len(parts))
+        for i, j in clock_cycles(len(parts), len(self.partitions)):
+            self._compute(microbatches[i], j, i < num_checkpointed)
+        self._keep_losses(microbatches)
+        return gather([m.values for m in microbatches])
+
+    def __len__(self) -> int:
+        return sum(self.balance)
+
+    def __getitem__(self, index: int) -> nn.Module:
+        return list(self)[index]
+
+    def __iter__(self) -> Iterator[nn.Module]:
+        for partition in self.partitions:
+            yield from partition  # type: ignore[misc]
+
+    def cuda(self, device: Any = None) -> "Pipe":
+        raise TypeError(DENIED)
+
+    def cpu(self) -> "Pipe":
+        raise TypeError(DENIED)
+
+    def to(self, *args: Any, **kwargs: Any) -> "Pipe":
+        """Changes the dtype; TypeError for a device, which Pipe itself chooses."""
+        names_device = "device" in kwargs or "tensor" in kwargs
+        if names_device or (args and not isinstance(args[0], torch.dtype)):
+            raise TypeError(DENIED)
+        return super().to(*args, **kwargs)
+
+    def _num_checkpointed(self, num_microbatches: int) -> int:
+        if not self.training or not torch.is_grad_enabled():
+            return 0
+        return {"always": num_microbatches, "except_last": num_microbatches - 1, "never": 0}[self.checkpoint]
+
+    def _begin_batch(self, num_microbatches: int) -> None:
+        for module in self.modules():
+            if isinstance(module, DeferredBatchNorm):
+                module.begin_batch(num_microbatches)
+
+    def _compute(self, microbatch: "_Microbatch", j: int, is_checkpointed: bool) -> None:
+        partition, device = self.partitions[j], self.devices[j]
+        values = move(microbatch.values, device)
+        skips = {
+            key: _moved(microbatch.skips.pop(key), device) for key in _incoming(partition, microbatch.skips)
+        }
+        if is_checkpointed:
+            again = Recomputing(list(partition.modules()))
+            results = checkpoint_of(
+                _run,
+                partition,
+                values,
+                skips,
+                use_reentrant=False,
+                context_fn=lambda: (nullcontext(), again),
+            )
+        else:
+            results = _run(partition, values, skips)
+        microbatch.values, stashed, losses = results
+        microbatch.skips.update(stashed)
+        microbatch.losses.update(losses)
+
+    def _keep_losses(self, microbatches: list["_Microbatch"]) -> None:
+        """Gives every gate the loss of the batch."""
+        total = sum(m.num_rows for m in microbatches)
+        for gate in _gates(self):
+            losses = [(m.losses[gate], m.num_rows / total) for m in microbatches if gate in m.losses]
+            if losses:
+                gate.set_loss(torch.stack([loss * share for loss, share in losses]).sum(0))
+
+
+class Partition(nn.Sequential):
+    """The layers of one device; what a layer raises is raised with the layer's name."""
+
+    def forward(self, values: Tensors) -> Tensors:
+        for name, layer in self.named_children():
+            values = self._one(name, layer, values)
+        return values
+
+    def _one(self, name: str, layer: nn.Module, values: Tensors) -> Tensors:
+        try:
+            result = layer(values)
+            check_tensors(result, f"the result of layer {name!r}")
+        except Exception as error:
+            if hasattr(error, "add_note"):  # Python 3.11
+                error.add_note(f"in layer {name!r} of Pipe, a {type(layer).__name__}")
+            raise
+        return result
+
+
+class _Microbatch:
+    """What travels through the partitions together."""
+
+    def __init__(self, values: Tensors, rows: int):
+        self.values = values
+        self.num_rows = rows
+        self.skips: Skips = {}
+        self.losses: dict[BaseGate, Tensor] = {}
+
+
+def clock_cycles(num_microbatches: int, num_partitions: int) -> Iterator[tuple[int, int]]:
+    """(microbatch, partition) in the order in which all that can run at the same time is started together."""
+    for clock in range(num_microbatches + num_partitions - 1):
+        for partition in range(max(0, clock - num_microbatches + 1), min(clock + 1, num_partitions)):
+            yield clock - partition, partition
+
+
+def _run(
+    partition: nn.Module, values: Tensors, skips: Skips
+) -> tuple[Tensors, Skips, dict[BaseGate, Tensor]]:
+    """The layers of a partition: their result, what they stashed, and their gates' losses, in which gates forget."""
+    skips = dict(skips)
+    gates = list(_gates(partition))
+    kept = [gate.get_loss() for gate in gates]
+    try:
+        with keeping(skips):
+            values = partition(values)
+        losses = {gate: loss for gate in gates if (loss := gate.get_loss()) is not None}
+    finally:
+        for gate, loss in zip(gates, kept, strict=True):
+            gate.set_loss(loss)
+    return values, skips, losses
+
+
+def _gates(module: nn.Module) -> Iterator[BaseGate]:
+    return (m for m in module.modules() if isinstance(m, BaseGate))
+
+
+def _incoming(partition: nn.Module, skips: Skips) -> list[SkipKey]:
+    """The skips that layers of this partition pop and earlier ones stashed."""
+    keys = [key for layer in partition.children() if isinstance(layer, Skippable) for key in layer.pop_keys()]
+    return [key for key in keys if key in skips]
+
+
+def _moved(tensor: Tensor | None, device: torch.device) -> Tensor | None:
+    return None if tensor is None else tensor.to(device, non_blocking=True)
+
+
+def _check_layers(module: object) -> None:
+    if not isinstance(module, nn.Sequential):
+        raise TypeError(f"module must be nn.Sequential to be partitioned, but got {type(module).__name__}")
+    if len(list(module.named_children())) != len(module):
+        raise ValueError(
+            "module with duplicate children is not supported: each layer can be on one device only"
+        )
+    verify_skippables(module)
+
+
+def _check_balance(module: nn.Sequential, balance: Iterable[int] | None) -> list[int]:
+    hint = "; fmoe_ext.pipeline.balance_by_time(partitions, module, sample) measures a balance"
+    if balance is None:
+        raise BalanceError(f"balance is required: the number of layers of each partition{hint}")
+    balance = list(balance)
+    if len(module) != sum(balance):
+        raise BalanceError(
+            "module and sum of balance have different length "
+            f"(module: {len(module)}, sum of balance: {sum(balance)}){hint}"
+        )
+    if any(number < 1 for number in balance):
+        raise BalanceError(f"all balance numbers must be positive integer (balance: {balance}){hint}")
+    return balance
+
+
+def _check_devices(
+    devices: Iterable[torch.device | str | int] | None, num_partitions: int
+) -> list[torch.device]:
+    if devices is None:
+        num_cuda = torch.cuda.device_count()
+        devices = [torch.device("cuda", i) for i in range(num_cuda)] or ["cpu"] * num_partitions
+    found = [torch.device(device) for device in devices]
+    if len(found) < num_partitions:
+        raise IndexError(
+            f"too few devices to hold given partitions (devices: {len(found)}, partitions: {num_partitions})"
+        )
+    return found[:num_partitions]
+
+
+def _partitions(module: nn.Sequential, balance: list[int]) -> Iterator[Partition]:
+    layers = list(module.named_children())
+    for number in balance:
+        yield Partition(OrderedDict(layers[:number]))
+        layers = layers[number:]
+
+
+def _check_shared_parameters(partitions: Iterable[nn.Module], devices: list[torch.device]) -> None:
+    home: dict[int, tuple[torch.device, str]] = {}
+    for number, (partition, device) in enumerate(zip(partitions, devices, strict=True)):
+        for name, param in partition.named_parameters():
+            first_device, first_name = home.setdefault(id(param), (device, f"partitions.{number}.{name}"))
+            if first_device != device:
+                raise ValueError(
+                    "module with duplicate parameters on distinct devices is not supported: "
+                    f"{first_name} on {first_device} is partitions.{number}.{name} on {device}"
+                )

@@ -1,0 +1,193 @@
+"""Skip connections between the layers of an nn.Sequential: a layer stashes a tensor, a later one pops it.
+
+The interface is torchgpipe's (Kim et al. 2020) and FairScale's. Outside of Pipe a skippable layer works too.
+"""
+
+from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from torch import Tensor, nn
+
+from fmoe_ext.pipeline.microbatch import Tensors
+
+
+class Namespace:
+    """Keeps tensors of one name apart: layer.isolate(Namespace())."""
+
+
+SkipKey: TypeAlias = tuple[Namespace | None, str]
+Skips: TypeAlias = dict[SkipKey, Tensor | None]
+
+_skips: ContextVar[Skips | None] = ContextVar("skips of the microbatch that is computed", default=None)
+
+
+@dataclass(frozen=True)
+class stash:
+    """`yield stash(name, tensor)` in a skippable layer's forward keeps tensor for the layer that pops it."""
+
+    name: str
+    tensor: Tensor | None
+
+
+@dataclass(frozen=True)
+class pop:
+    """`tensor = yield pop(name)` in a skippable layer's forward takes what an earlier layer stashed."""
+
+    name: str
+
+
+@contextmanager
+def keeping(skips: Skips) -> Iterator[None]:
+    """Layers inside stash to and pop from this dict."""
+    token = _skips.set(skips)
+    try:
+        yield
+    finally:
+        _skips.reset(token)
+
+
+class Skippable(nn.Module):
+    """A layer that stashes or pops, made by the decorator skippable; self.module is the layer it was made of."""
+
+    layer_class: type[nn.Module]
+    stashes: frozenset[str]
+    pops: frozenset[str]
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__()
+        self.module = self.layer_class(*args, **kwargs)
+        self._namespaces: dict[str, Namespace] = {}
+
+    def isolate(self, namespace: Namespace, *, only: Iterable[str] | None = None) -> "Skippable":
+        """Lets this layer's names, or those of only, mean tensors of that namespace -> itself."""
+        for name in self.stashes | self.pops if only is None else only:
+            self._namespaces[name] = namespace
+        return self
+
+    def key(self, name: str) -> SkipKey:
+        return self._namespaces.get(name), name
+
+    def stash_keys(self) -> list[SkipKey]:
+        return [self.key(name) for name in sorted(self.stashes)]
+
+    def pop_keys(self) -> list[SkipKey]:
+        return [self.key(name) for name in sorted(self.pops)]
+
+    def forward(self, inp: Tensors) -> Tensors:
+        """As the layer's own forward; RuntimeError for a name that is not declared, not stashed or left over."""
+        skips = _skips.get()
+        if skips is None:
+            skips = _outside(self)
+        commands = self.module(inp)
+        if not isinstance(commands, Generator):
+            _check_all_used(self, set())
+            return commands
+        used: set[str] = set()
+        answer = None
+        while True:
+            try:
+                command = commands.send(answer)
+            except StopIteration as stop:
+                _check_all_used(self, used)
+                return stop.value
+            answer = self._obey(command, skips)
+            used.add(command.name)
+
+    def _obey(self, command: object, skips: Skips) -> Tensor | None:
+        if isinstance(command, stash):
+            if command.name not in self.stashes:
+                raise RuntimeError(f"'{command.name}' has not been declared as stashable")
+            skips[self.key(command.name)] = command.tensor
+            return None
+        if isinstance(command, pop):
+            if command.name not in self.pops:
+                raise RuntimeError(f"'{command.name}' has not been declared as poppable")
+            if self.key(command.name) not in skips:
+                raise RuntimeError(f"'{command.name}' has not been stashed")
+            return skips.pop(self.key(command.name))
+        raise TypeError(f"a skippable layer yields stash(...) or pop(...), but yielded {command!r}")
+
+    def extra_repr(self) -> str:
+        return f"stash={sorted(self.stashes)}, pop={sorted(self.pops)}"
+
+
+def skippable(
+    stash: Iterable[str] = (), pop: Iterable[str] = ()
+) -> Callable[[type[nn.Module]], type[Skippable]]:
+    """Decorator of a module class whose forward yields stash(name, tensor) or pop(name) for these names.
+
+    @skippable(stash=["1to3"])
+    class First(nn.Module):
+        def forward(self, x):
+            yield stash("1to3", x)
+            return self.layer(x)
+    """
+
+    def decorate(layer_class: type[nn.Module]) -> type[Skippable]:
+        names = {
+            "layer_class": layer_class,
+            "stashes": frozenset(stash),
+            "pops": frozenset(pop),
+            "__doc__": layer_class.__doc__,
+            "__module__": layer_class.__module__,
+        }
+        return type(layer_class.__name__, (Skippable,), names)
+
+    return decorate
+
+
+def verify_skippables(module: nn.Sequential) -> None:
+    """TypeError unless every name is stashed by one layer and popped by one later layer."""
+    stashed: set[SkipKey] = set()
+    popped: set[SkipKey] = set()
+    faults = []
+    for layer_name, layer in module.named_children():
+        if not isinstance(layer, Skippable):
+            continue
+        both = layer.stashes & layer.pops
+        faults += [f"'{layer_name}' declared '{n}' both as stashable and as poppable" for n in sorted(both)]
+        for key in layer.pop_keys():
+            if key[1] in both:
+                continue
+            if key in popped:
+                faults.append(
+                    f"'{layer_name}' redeclared '{key[1]}' as poppable but not isolated by namespace"
+                )
+            elif key not in stashed:
+                faults.append(f"'{layer_name}' declared '{key[1]}' as poppable but it was not stashed")
+            popped.add(key)
+        for key in layer.stash_keys():
+            if key[1] in both:
+                continue
+            if key in stashed:
+                faults.append(
+                    f"'{layer_name}' redeclared '{key[1]}' as stashable but not isolated by namespace"
+                )
+            stashed.add(key)
+    unpopped = sorted(name for _, name in stashed - popped)
+    faults += [f"no module declared '{name}' as poppable but stashed" for name in unpopped]
+    if faults:
+        lines = "\n".join(f"* {fault}" for fault in faults)
+        raise TypeError(f"one or more pairs of stash and pop do not match:\n\n{lines}")
+
+
+def _check_all_used(layer: Skippable, used: set[str]) -> None:
+    for names, verb in ((layer.stashes, "stashed"), (layer.pops, "popped")):
+        if left := sorted(names - used):
+            quoted = ", ".join(f"'{name}'" for name in left)
+            raise RuntimeError(f"{quoted} must be {verb} but have not")
+
+
+_outside_skips: ContextVar[Skips | None] = ContextVar("skips outside of Pipe", default=None)
+
+
+def _outside(layer: Skippable) -> Skips:
+    """Where layers of a plain nn.Sequential keep their skips: one dict a thread, emptied by the pops."""
+    skips = _outside_skips.get()
+    if skips is None:
+        skips = {}
+        _outside_skips.set(skips)
+    return skips

@@ -1,0 +1,125 @@
+"""Which rows a batch's choices make, and the local moves between tokens and rows: permute_rows(), unpermute_rows()."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeAlias, overload
+
+import torch
+import torch.nn.functional as F
+
+from fmoe_ext import ops
+
+# A tensor [T, *], or a list, tuple or dict of nests with one T.
+Nest: TypeAlias = Any
+
+
+@dataclass(frozen=True)
+class DispatchHandle:
+    """Where every choice went, as sort_tokens reports it: what reading rows and summing them need."""
+
+    tokens_per_expert: torch.Tensor  # [E] int64
+    offs: torch.Tensor  # [E] int32, cumulative ends
+    row_idx: torch.Tensor  # [R] int32, choice t * K + k of each row; -1 past offs[-1]
+    inverse: torch.Tensor  # [T, K] int32, row of each choice; -1 if dropped
+
+
+@dataclass(frozen=True)
+class ExpertInput:
+    """Tokens that are where their experts compute, for the experts [first, end) of this rank."""
+
+    x: Nest  # [N, *]
+    topk_idx: torch.Tensor  # [N, K], counted from first; -1 for no expert of these
+    topk_weights: torch.Tensor  # [N, K]
+    first: int
+    end: int
+    shadows: tuple[int, ...] = ()  # places of experts of any rank, which topk_idx numbers instead
+
+
+class Chunk(Protocol):
+    """A part of a layer's work: some experts with all tokens that chose them."""
+
+    def receive(self) -> ExpertInput:
+        """Waits until the tokens are here."""
+        ...
+
+    def give_back(self, results: Nest) -> None:
+        """results [N, *]: what the experts made of the tokens, weighted and summed over K."""
+        ...
+
+
+class Dispatched(Protocol):
+    """Tokens on their way to experts: give_back() the results of every chunk, in order, then combine()."""
+
+    @property
+    def chunks(self) -> Sequence[Chunk]: ...
+
+    def combine(self) -> Nest:
+        """Waits for the results of all chunks -> their sum for each token, [T, *]."""
+        ...
+
+
+def map_structure(fn: Callable[..., Any], *trees: Nest) -> Nest:
+    """fn of corresponding tensors in equally shaped nests of lists, tuples and dicts."""
+    first = trees[0]
+    if isinstance(first, dict):
+        return type(first)((key, map_structure(fn, *(tree[key] for tree in trees))) for key in first)
+    if isinstance(first, (list, tuple)):
+        mapped = [map_structure(fn, *parts) for parts in zip(*trees, strict=True)]
+        return type(first)(*mapped) if hasattr(first, "_fields") else type(first)(mapped)
+    return fn(*trees)
+
+
+def leaves_of(tree: Nest) -> list[Any]:
+    """The tensors of a nest, in the order in which map_structure visits them."""
+    leaves: list[Any] = []
+    map_structure(leaves.append, tree)
+    return leaves
+
+
+def sort_choices(topk_idx: torch.Tensor, num_experts: int) -> DispatchHandle:
+    """The handle of a batch: topk_idx [T, K], -1 for dropped choices -> DispatchHandle. No data moves."""
+    return DispatchHandle(*ops.sort_tokens(topk_idx, num_experts))
+
+
+def permute_rows(x: Nest, topk_idx: torch.Tensor, num_experts: int) -> tuple[Nest, DispatchHandle]:
+    """Copies every token to the rows of its experts.
+
+    x [T, *] or a nest (list, tuple, dict) of such tensors, topk_idx [T, K] -> (rows [T * K, *] in the same nest, sorted
+    by expert, DispatchHandle); rows at or past handle.offs[-1] belong to dropped choices and are zero.
+    Equivalent to: x[torch.sort(topk_idx.flatten(), stable=True).indices // K] when nothing is dropped.
+    """
+    handle = sort_choices(topk_idx, num_experts)
+    return map_structure(lambda leaf: per_row(ops.permute, leaf, handle.row_idx, handle.inverse), x), handle
+
+
+def unpermute_rows(y: Nest, handle: DispatchHandle, topk_weights: torch.Tensor | None = None) -> Nest:
+    """Brings rows from their experts back to the tokens and sums them, weighted by topk_weights.
+
+    y [R, *], or its first handle.offs[-1] rows, or a nest of such tensors; handle: from permute_rows(); topk_weights
+    [T, K] floating, None for ones -> [T, *] in the same nest, summed in float32 or wider; dropped choices add nothing.
+    Equivalent to: (topk_weights[..., None] * y[handle.inverse]).sum(1) when nothing is dropped.
+    """
+    num_rows = handle.row_idx.shape[0]
+
+    def leaf(y: torch.Tensor) -> torch.Tensor:
+        if y.shape[0] < num_rows:
+            y = F.pad(y, (0, 0) * (y.dim() - 1) + (0, num_rows - y.shape[0]))
+        return per_row(ops.unpermute, y, handle.row_idx, handle.inverse, widen(topk_weights, y.dtype))
+
+    return map_structure(leaf, y)
+
+
+@overload
+def widen(topk_weights: torch.Tensor, dtype: torch.dtype) -> torch.Tensor: ...
+@overload
+def widen(topk_weights: None, dtype: torch.dtype) -> None: ...
+def widen(topk_weights: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
+    """topk_weights in the dtype in which rows of dtype are summed: float32, or float64 for float64."""
+    return None if topk_weights is None else topk_weights.to(torch.promote_types(dtype, torch.float32))
+
+
+def per_row(op: Callable[..., torch.Tensor], x: torch.Tensor, *args: Any) -> torch.Tensor:
+    """op, which takes and returns matrices, on x [N, *]."""
+    out = op(x.reshape(x.shape[0], math.prod(x.shape[1:])), *args)
+    return out.reshape(out.shape[0], *x.shape[1:])

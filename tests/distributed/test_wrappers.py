@@ -1,0 +1,166 @@
+"""Wrappers that would average different experts are refused; those that keep them apart go on working."""
+
+import contextlib
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from fmoe_ext import FMoE, FMoETransformerMLP
+from fmoe_ext.distributed import init_groups
+from fmoe_ext.testing import run_distributed
+
+D = 4
+
+
+def make_model(separate=False, **options):
+    options = {"world_size": dist.get_world_size(), **options}
+    torch.manual_seed(dist.get_rank())
+    if separate:
+        layer = FMoE(2, D, expert=lambda d: nn.Linear(d, d), **options)
+    else:
+        layer = FMoETransformerMLP(2, D, 3, **options)
+    return nn.Sequential(nn.Linear(D, D), layer, nn.Linear(D, D))
+
+
+def experts_of(model):
+    return [p.detach().clone() for p in model[1].experts.parameters()]
+
+
+def names_the_layer(wrapper):
+    return pytest.raises(
+        ValueError,
+        match=rf"(?s)experts of layer '1' differ between the ranks \[0, 1\] .*{wrapper}.*\[0, 1\].*Either .*; or let "
+        "every rank have all experts.* distributed_experts=False",
+    )
+
+
+def averaging_wrappers():
+    for separate in (False, True):
+        model = make_model(separate)
+        before = experts_of(model)
+        with names_the_layer("DistributedDataParallel would overwrite and average"):
+            DistributedDataParallel(model)
+        assert all(torch.equal(p, q) for p, q in zip(experts_of(model), before, strict=True))
+
+
+def inner_modules(model, inner):
+    experts = model[1].experts
+    parts = {
+        "": [],
+        "layer": [model[1]],
+        "experts": experts if isinstance(experts, nn.ModuleList) else [experts],
+    }
+    return parts[inner]
+
+
+def sharding_wrappers():
+    x = torch.randn(3, D)
+    for separate in (False, True):
+        for used_before in (False, True):
+            for inner in ("", "layer", "experts"):
+                model = make_model(separate)
+                if used_before:
+                    model(x).sum().backward()
+                for module in inner_modules(model, inner):
+                    fully_shard(module)
+                fully_shard(model)
+                with pytest.raises(
+                    ValueError, match=r"fully_shard would make one parameter .*ignored_params="
+                ):
+                    model(x)
+    fully_shard(model := make_model())
+    with names_the_layer("fully_shard"):
+        model(x)
+
+
+def what_keeps_experts_apart():
+    """Ignored experts under either wrapper, and wrappers over the ranks that hold the same experts."""
+    x = torch.randn(3, D)
+    model = make_model()
+    experts = experts_of(model)
+    fully_shard(model, ignored_params=set(model[1].experts.parameters()))
+    model(x).sum().backward()
+    assert all(torch.equal(p, q) for p, q in zip(model[1].experts.parameters(), experts, strict=True))
+
+    model = make_model()
+    experts = experts_of(model)
+    names = [name for name, _ in model.named_parameters() if "experts" in name]
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)
+    DistributedDataParallel(model)(x).sum().backward()
+    assert all(torch.equal(p, q) for p, q in zip(model[1].experts.parameters(), experts, strict=True))
+
+    DistributedDataParallel(make_model(world_size=1))(x).sum().backward()
+
+
+def same_experts_groups():
+    """Two ranks of each expert group, two groups: both wrappers over the ranks with the same experts."""
+    x = torch.randn(3, D)
+    groups = init_groups(ep=2)
+    model = make_model(world_size=2, moe_group=groups.ep)
+    DistributedDataParallel(model, process_group=groups.experts)(x).sum().backward()
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "ep"))
+    for inner in (True, False):
+        model = make_model(world_size=2, moe_group=mesh["ep"])
+        expected = copy_of_replica_zero(model, groups.experts)
+        if inner:
+            fully_shard(model[1].experts, mesh=mesh["copies"])
+        fully_shard(model, mesh=mesh["copies"])
+        torch.testing.assert_close(model(x), expected(x))
+        model(x).sum().backward()
+
+
+def copy_of_replica_zero(model, group):
+    for p in model.parameters():
+        dist.broadcast(p.data, dist.get_process_group_ranks(group)[0], group=group)
+    twin = make_model(world_size=2, moe_group=model[1].moe_group)
+    twin.load_state_dict(model.state_dict())
+    return twin
+
+
+def trainer(folder):
+    """The Trainer of Transformers, which wraps by itself under torchrun."""
+    ranks = {"LOCAL_RANK": dist.get_rank(), "RANK": dist.get_rank(), "WORLD_SIZE": dist.get_world_size()}
+    os.environ.update(
+        {name: str(value) for name, value in ranks.items()}, MASTER_ADDR="127.0.0.1", MASTER_PORT="0"
+    )
+    from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+
+    from fmoe_ext import fmoefy
+
+    config = LlamaConfig(
+        vocab_size=16, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2
+    )
+    rows = [{"input_ids": torch.arange(4), "labels": torch.arange(4)} for _ in range(4)]
+    for distributed_experts in (True, False):
+        arguments = TrainingArguments(folder, max_steps=1, use_cpu=True, report_to=[], save_strategy="no")
+        model = fmoefy(
+            LlamaForCausalLM(config), num_experts=2, distributed_experts=distributed_experts, gate="softmax"
+        )
+        raises = pytest.raises(ValueError, match=r"experts of layer 'model\.layers\.0\.mlp' differ between")
+        with raises if distributed_experts else contextlib.nullcontext():
+            Trainer(model, arguments, train_dataset=rows).train()
+
+
+def test_distributed_data_parallel(pool):
+    pool.run(averaging_wrappers, world_size=2)
+
+
+def test_fully_shard(pool):
+    pool.run(sharding_wrappers, world_size=2)
+
+
+def test_experts_kept_apart(pool):
+    pool.run(what_keeps_experts_apart, world_size=2)
+    pool.run(same_experts_groups, world_size=4)
+
+
+def test_trainer(tmp_path):
+    pytest.importorskip("accelerate", reason="the Trainer needs accelerate")
+    run_distributed(trainer, 2, str(tmp_path))  # processes of its own: accelerate keeps what it finds

@@ -1,0 +1,59 @@
+import itertools
+import time
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from fmoe_ext import FMoETransformerMLP
+from fmoe_ext.pipeline import Pipe, balance_by_size, balance_by_time, balance_cost
+
+
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=7), st.integers(1, 7))
+def test_no_other_cut_has_a_smaller_greatest_part(costs, partitions):
+    if partitions > len(costs):
+        with pytest.raises(ValueError, match=f"between 1 and the {len(costs)} layers"):
+            balance_cost(costs, partitions)
+        return
+    balance = balance_cost(costs, partitions)
+    assert len(balance) == partitions and sum(balance) == len(costs) and min(balance) >= 1
+    ends = itertools.accumulate(balance)
+    greatest = max(sum(costs[end - n : end]) for n, end in zip(balance, ends, strict=True))
+    cuts = itertools.combinations(range(1, len(costs)), partitions - 1)
+    best = min(max(sum(costs[a:b]) for a, b in itertools.pairwise((0, *cut, len(costs)))) for cut in cuts)
+    assert greatest == best
+
+
+class Sleep(nn.Module):
+    def __init__(self, seconds):
+        super().__init__()
+        self.seconds = seconds
+        self.weight = nn.Parameter(torch.ones(1))
+
+    def forward(self, x):
+        time.sleep(self.seconds)
+        return x * self.weight
+
+
+def test_by_time():
+    module = nn.Sequential(*(Sleep(ms / 1000) for ms in (30, 1, 1, 1, 30, 1)))
+    assert balance_by_time(2, module, torch.ones(2), timeout=0.1) in ([1, 5], [2, 4], [3, 3], [4, 2])
+    assert balance_by_time(3, module, torch.ones(2), timeout=0.1)[0] <= 4
+    assert all(p.grad is None for p in module.parameters())
+
+
+def test_by_size():
+    module = nn.Sequential(nn.Linear(4, 100), nn.Linear(100, 100), *(nn.Linear(100, 1), nn.Linear(1, 1)))
+    assert balance_by_size(2, module, torch.ones(1, 4)) == [1, 3]
+    wide = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(4)))
+    assert balance_by_size(2, wide, torch.ones(4096, 8), chunks=4) == [2, 2]
+
+
+def test_experts_and_tuples():
+    module = nn.Sequential(nn.Linear(4, 8), FMoETransformerMLP(4, 8, 16), nn.Linear(8, 2))
+    balance = balance_by_time(2, module, torch.ones(8, 4), timeout=0.01)
+    assert Pipe(module, balance)(torch.ones(8, 4)).shape == (8, 2)
+    with pytest.raises(TypeError, match="sample must be a tensor"):
+        balance_by_time(1, module, [1])

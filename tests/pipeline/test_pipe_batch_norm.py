@@ -1,0 +1,85 @@
+from copy import deepcopy
+
+import pytest
+import torch
+from torch import nn
+
+from fmoe_ext.pipeline import DeferredBatchNorm, Pipe
+
+MODES = ("always", "except_last", "never")
+
+
+@pytest.mark.parametrize("momentum", [0.1, None])
+@pytest.mark.parametrize("checkpoint", MODES)
+@pytest.mark.parametrize("norm, shape", [(nn.BatchNorm1d, (7, 3)), (nn.BatchNorm2d, (7, 3, 4, 5))])
+def test_running_statistics_are_those_of_the_batch(norm, shape, checkpoint, momentum):
+    torch.manual_seed(0)
+    plain = norm(3, momentum=momentum, dtype=torch.float64)
+    pipe = Pipe(
+        nn.Sequential(deepcopy(plain)), [1], chunks=3, checkpoint=checkpoint, deferred_batch_norm=True
+    )
+    for _ in range(2):
+        x = torch.randn(shape, dtype=torch.float64)
+        pipe(x).mean().backward()
+        plain(x)
+    for name, value in plain.named_buffers():
+        torch.testing.assert_close(getattr(pipe[0], name), value, rtol=1e-12, atol=1e-14)
+    x = torch.randn(shape, dtype=torch.float64)
+    torch.testing.assert_close(pipe.eval()(x), plain.eval()(x), rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("checkpoint", MODES)
+def test_an_ordinary_batch_norm_is_not_counted_twice_by_a_checkpoint(checkpoint):
+    torch.manual_seed(0)
+    plain = nn.BatchNorm1d(3)
+    pipe = Pipe(nn.Sequential(deepcopy(plain)), [1], chunks=2, checkpoint=checkpoint)
+    x = torch.randn(8, 3)
+    pipe(x).sum().backward()
+    for part in x.chunk(2):
+        plain(part)
+    for name, value in plain.named_buffers():
+        assert torch.equal(getattr(pipe[0], name), value), name
+
+
+def test_gradients_and_parameters():
+    norm = nn.BatchNorm1d(3)
+    pipe = Pipe(nn.Sequential(nn.Linear(3, 3), nn.Sequential(norm)), [1, 1], deferred_batch_norm=True)
+    assert isinstance(pipe[1][0], DeferredBatchNorm)
+    assert pipe[1][0].weight is norm.weight and "partitions.1.1.0.running_mean" in pipe.state_dict()
+    pipe(torch.randn(4, 3)).square().sum().backward()
+    assert norm.weight.grad.abs().sum() > 0
+
+
+def test_an_unfinished_batch_is_forgotten():
+    class FailOnce(nn.Module):
+        fail = True
+
+        def forward(self, x):
+            if self.fail and x[0, 0] < 0:
+                raise RuntimeError("once")
+            return x
+
+    pipe = Pipe(
+        nn.Sequential(nn.BatchNorm1d(1), FailOnce()),
+        [1, 1],
+        chunks=3,
+        checkpoint="never",
+        deferred_batch_norm=True,
+    )
+    x = torch.tensor([[1.0], [2.0], [3.0], [5.0], [0.0], [7.0]])
+    with pytest.raises(RuntimeError, match="once"):
+        pipe(x)
+    FailOnce.fail = False
+    before = pipe[0].num_batches_tracked.item()
+    pipe(x)
+    assert pipe[0].num_batches_tracked == before + 1
+    plain = nn.BatchNorm1d(1)
+    for _ in range(before + 1):
+        plain(x)
+    torch.testing.assert_close(pipe[0].running_mean, plain.running_mean)
+
+
+def test_wrong_channels():
+    norm = DeferredBatchNorm(nn.BatchNorm2d(3), 2)
+    with pytest.raises(ValueError, match=r"\[B, 3, \*\], but got \[2, 4, 1, 1\]"):
+        norm(torch.ones(2, 4, 1, 1))
