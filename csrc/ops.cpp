@@ -78,6 +78,19 @@ STABLE_TORCH_LIBRARY(fmoe_ext, m) {
       " Tensor? b2, Tensor? topk_weights, Tensor h, str activation, bool combine, bool[] needs,"
       " Tensor(a!)? main_dw1, Tensor(b!)? main_dw2)"
       " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
+
+  // The checks of the operators above, and nothing else: they raise or return.
+  m.def("_check_grouped_gemm(Tensor x, Tensor weight, Tensor offs, Tensor? bias) -> ()");
+  m.def(
+      "_check_grouped_gemm_backward(Tensor grad_y, Tensor x, Tensor weight, Tensor offs, bool[] needs,"
+      " Tensor? main_dweight) -> ()");
+  m.def(
+      "_check_expert_mlp(Tensor x, Tensor row_idx, Tensor inverse, Tensor offs, Tensor w1, Tensor? b1,"
+      " Tensor w2, Tensor? b2, Tensor? topk_weights, str activation) -> ()");
+  m.def(
+      "_check_expert_mlp_backward(Tensor grad_y, Tensor x, Tensor row_idx, Tensor inverse, Tensor offs,"
+      " Tensor w1, Tensor w2, Tensor? b2, Tensor? topk_weights, Tensor h, str activation, bool combine,"
+      " bool[] needs, Tensor? main_dw1, Tensor? main_dw2) -> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(fmoe_ext, CompositeExplicitAutograd, m) {

@@ -32,6 +32,7 @@ LEVELS = {
     "testing": 7,
     "pipeline": 7,
     "optim": 7,
+    "gpu": 8,
     "integrations": 8,
     "megatron": 8,
     "": 9,  # fmoe_ext itself, which exports fmoefy

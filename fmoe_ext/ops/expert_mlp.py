@@ -3,7 +3,7 @@ from types import MappingProxyType
 import torch
 import torch.nn.functional as F
 
-from fmoe_ext.ops import debug
+from fmoe_ext.ops import debug, gpu_kernels
 from fmoe_ext.ops._autograd import (
     cast_for_autocast,
     register_autocast,
@@ -54,6 +54,7 @@ def expert_mlp(
     Raises RuntimeError for an unknown activation, other shapes or dtypes, and on the CPU for bad indices.
     Equivalent to: unpermute(F.linear(act(F.linear(permute(x), w1[e], b1[e])), w2[e], b2[e]), topk_weights).
     """
+    gpu_kernels.before(x)
     if debug.wanted(x):
         narrow = (w1[:, :0, :0], None, w2[:, :0, :0], None, None)
         debug.check(
@@ -96,6 +97,7 @@ def expert_mlp_ref(
 
 @register_fake("fmoe_ext::expert_mlp")
 def _(x, row_idx, inverse, offs, w1, b1, w2, b2, topk_weights, activation, combine, save_h):
+    gpu_kernels.SELECTION.before(x)
     y = x.new_empty((x.shape[0] if combine else row_idx.shape[0], x.shape[1]))
     return y, x.new_empty((row_idx.shape[0], w1.shape[1]) if save_h else (0,))
 

@@ -1,6 +1,6 @@
 import torch
 
-from fmoe_ext.ops import debug
+from fmoe_ext.ops import debug, gpu_kernels
 from fmoe_ext.ops._autograd import (
     cast_for_autocast,
     register_autocast,
@@ -30,6 +30,7 @@ def grouped_gemm(
     Raises RuntimeError for other shapes or dtypes, and on the CPU for offs that decrease or exceed R.
     Equivalent to: torch.cat([F.linear(rows, weight[e], bias[e]) for e, rows in enumerate(x.split(counts))]).
     """
+    gpu_kernels.before(x)
     if transposed:
         if main_grad is not None:
             raise ValueError("transposed=True and main_grad cannot be combined")
@@ -53,6 +54,7 @@ def grouped_gemm_ref(x, weight, offs, bias=None, transposed=False):
 
 @register_fake("fmoe_ext::grouped_gemm")
 def _(x, weight, offs, bias=None):
+    gpu_kernels.SELECTION.before(x)
     return x.new_empty((x.shape[0], weight.shape[1]))
 
 
