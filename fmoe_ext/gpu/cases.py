@@ -151,7 +151,7 @@ def results(
 
 
 def main_gradients(case: Case, inputs: Inputs) -> Results:
-    """The weight gradients of expert_mlp as they are added to main gradients of zero, float32."""
+    """The weight gradients of expert_mlp as they are added to float32 main gradients of zero, then rounded."""
     parameters = {name: torch.nn.Parameter(getattr(inputs, name)) for name in WEIGHTS}
     sums = {name: torch.zeros_like(p, dtype=torch.float32) for name, p in parameters.items()}
     for name, parameter in parameters.items():
@@ -163,4 +163,4 @@ def main_gradients(case: Case, inputs: Inputs) -> Results:
 
     leaves = inputs.leaves("x", "b1", "b2", "topk_weights") | parameters
     torch.autograd.backward(mlp(case, inputs, leaves, function), inputs.grad)
-    return {f"main gradient of {name}": t for name, t in sums.items()}
+    return {f"main gradient of {name}": t.to(inputs.x.dtype) for name, t in sums.items()}

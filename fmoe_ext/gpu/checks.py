@@ -54,9 +54,8 @@ class Checker:
         inputs = self._inputs(case, dtype)
         truth = results(case, inputs.to(torch.float64), *REFERENCES)
         plain = results(case, inputs, *REFERENCES)
-        for name in WEIGHTS if case.T else ():
-            truth[f"main gradient of {name}"] = truth[f"expert_mlp d{name}"]
-            plain[f"main gradient of {name}"] = plain[f"expert_mlp d{name}"].float()
+        for values in (truth, plain):
+            values |= {f"main gradient of {name}": values[f"expert_mlp d{name}"] for name in WEIGHTS}
         return truth, plain
 
     def _portable(self, case: Case, dtype: torch.dtype) -> Results:
