@@ -2,13 +2,14 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
 from fmoe_ext import ops
 
-Results = dict[str, Tensor]
+Results: TypeAlias = "dict[str, Tensor]"
 WEIGHTS = ("w1", "w2")
 
 

@@ -8,8 +8,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 
-import torch
-
 from fmoe_ext.gpu.checks import Checker
 from fmoe_ext.gpu.races import Lost, Races, Start
 from fmoe_ext.gpu.target import Target, Unavailable
@@ -56,12 +54,9 @@ def serve(connection: Connection, target: Target, judged: dict[str, Verdict], ra
     kernels = gpu_kernels.names()
     connection.send(Ready(key, kernels))
     work = Work(connection, target, dict(judged))
-    try:
-        done = work.check([name for name in (PORTABLE, *kernels) if name not in judged])
-        if done and race:
-            work.race([name for name in kernels if work.judged[name].state == "proved"])
-    except torch.OutOfMemoryError:
-        done = True  # in a race: what was timed so far stays
+    done = work.check([name for name in (PORTABLE, *kernels) if name not in judged])
+    if done and race:
+        work.race([name for name in kernels if work.judged[name].state == "proved"])
     connection.send(Finished(done))
 
 

@@ -1,5 +1,6 @@
 """Proves the kernels of a GPU from a process that never touches it."""
 
+import math
 import multiprocessing
 import signal
 import time
@@ -19,15 +20,20 @@ END_LIMIT = 10.0  # seconds that a killed process may take to end
 
 
 def prove(
-    target: Target, limit: float = 60.0, budget: float = 300.0, say: Callable[[str], None] = print
+    target: Target,
+    limit: float = 60.0,
+    budget: float = 300.0,
+    say: Callable[[str], None] = print,
+    start_limit: float = START_LIMIT,
 ) -> Proof:
     """Checks and races every kernel of cuda/select.h on a target.
 
     A kernel that takes longer than limit seconds, ends its process or gives wrong numbers has failed, and the others
-    are proved all the same. After budget seconds the rest stays untested. say gets a line for each step.
+    are proved all the same. budget seconds after the GPU has answered, the rest stays untested. say gets a line for
+    each step.
     Raises Unavailable if the GPU cannot be used at all.
     """
-    return _Prover(target, limit, time.monotonic() + budget, say).run()
+    return _Prover(target, limit, budget, say, start_limit).run()
 
 
 @dataclass
@@ -52,8 +58,10 @@ class _Child:
 class _Prover:
     target: Target
     limit: float
-    deadline: float
+    budget: float
     say: Callable[[str], None]
+    start_limit: float
+    deadline: float = math.inf
     key: Key | None = None
     kernels: tuple[str, ...] = ()
     judged: dict[str, Verdict] = field(default_factory=dict)
@@ -75,15 +83,14 @@ class _Prover:
         self.races.clear()
         child = self._start()
         under_way: Start | None = None
-        judged_before = len(self.judged)
         try:
             while True:
-                patience = START_LIMIT if self.key is None or under_way is None else self.limit
+                patience = self.start_limit if under_way is None else self.limit
                 left = self.deadline - time.monotonic()
                 message = child.receive(min(patience, left))
                 if message is None and left <= patience:
                     self.say("there is no time left")
-                    return self.key is not None or self._give_up("it did not start within the time given")
+                    return True
                 if message is None:
                     self._blame(under_way, Verdict("failed", f"no answer within {patience:.0f} s"))
                     return False
@@ -91,10 +98,7 @@ class _Prover:
                     return message.done
                 under_way = self._take(message, under_way)
         except EOFError:
-            verdict = _verdict_of(child.end())
-            if under_way is None and len(self.judged) == judged_before:
-                self._give_up(verdict.reason)
-            self._blame(under_way, verdict)
+            self._blame(under_way, _verdict_of(child.end()))
             return False
         finally:
             child.end()
@@ -111,9 +115,10 @@ class _Prover:
     def _take(self, message: Message, under_way: Start | None) -> Start | None:
         """Notes what a child says -> what it is doing now."""
         if isinstance(message, NotAvailable):
-            self._give_up(message.reason)
+            raise Unavailable(message.reason)
         if isinstance(message, Ready):
             self.key, self.kernels = message.key, message.kernels
+            self.deadline = min(self.deadline, time.monotonic() + self.budget)
         elif isinstance(message, Start):
             self.say(message.what)
             return message
@@ -130,16 +135,13 @@ class _Prover:
     def _blame(self, under_way: Start | None, verdict: Verdict) -> None:
         """The verdict is on the kernels that ran; if those were torch's, there are no more races."""
         if under_way is None:
-            self._give_up(verdict.reason)
-        elif not under_way.kernels:
+            raise Unavailable(verdict.reason)
+        if not under_way.kernels:
             self.racing = False
             self.say(f"  no races: {under_way.what}: {verdict.reason}")
         else:
             for kernel in under_way.kernels:
                 self._judge(kernel, Verdict(verdict.state, f"{under_way.what}: {verdict.reason}"))
-
-    def _give_up(self, reason: str) -> bool:
-        raise Unavailable(reason)
 
 
 def _verdict_of(exit_code: int | None) -> Verdict:

@@ -68,9 +68,12 @@ class Races:
 
     def run(self) -> Iterator[Event]:
         for case in self.target.races:
-            inputs = Inputs.of(case, self.target.dtypes[0], self.target.device)
-            for name, function in operations(case, inputs).items():
-                yield from self._race(name, str(case), function)
+            try:
+                inputs = Inputs.of(case, self.target.dtypes[0], self.target.device)
+                for name, function in operations(case, inputs).items():
+                    yield from self._race(name, str(case), function)
+            except torch.OutOfMemoryError:
+                yield Start(f"out of memory: no more races of {case}", ())
 
     def _race(self, name: str, shape: str, function: Callable[[], object]) -> Iterator[Event]:
         yield Start(f"{name} by torch ({shape})", ())
