@@ -17,7 +17,7 @@ $(shell rm -f $(VENV)/.built)
 endif
 endif
 
-.PHONY: help train train-ep train-megatron test build lint format bench wheel asan cuda clean
+.PHONY: help train train-ep train-megatron train-remote test build lint format bench wheel asan cuda clean
 help:
 	@sed -n 's/^## //p' Makefile
 
@@ -32,6 +32,10 @@ train-ep: build
 ## make train-megatron  a fmoefied GPT of Megatron-core, 1 process against 2 with half of the experts each
 train-megatron: build
 	$(PY) -W ignore examples/megatron/train.py $(ARGS)
+
+## make train-remote  three servers, two replicas an expert, two trainers; one server dies and one comes meanwhile
+train-remote: build
+	$(PY) examples/remote/train.py $(ARGS)
 
 ## make test     the whole test suite                                                       (ARGS="-k sort -x")
 test: build
@@ -56,10 +60,11 @@ $(VENV)/.built: $(VENV)/.installed $(NATIVE)
 cuda: $(VENV)/.installed
 	FMOE_CUDA=1 $(PY) setup.py build_ext --inplace
 
-## make lint     ruff and clang-format, changing nothing;  make format repairs
+## make lint     ruff, mypy and clang-format, changing nothing;  make format repairs
 lint: $(VENV)/.installed
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
+	$(PY) -m mypy
 	$(VENV)/bin/clang-format --dry-run --Werror $(CXX_FILES)
 
 format: $(VENV)/.installed

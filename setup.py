@@ -1,5 +1,7 @@
 """Builds the native modules of fmoe_ext; the variables it reads are listed in README.md, "Install"."""
 
+from __future__ import annotations  # so that a Python that is too old gets as far as its message
+
 import os
 import platform
 import shutil
@@ -7,19 +9,26 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import NoReturn
 
 from setuptools import Extension, setup
+from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).parent.resolve()
+PYTHON_FLOOR = (3, 10)  # requires-python in pyproject.toml
 TORCH_FLOOR = (2, 11)
 # Highest libtorch stable-ABI version that the sources may use: the floor, so that one binary serves every later torch.
 TORCH_TARGET = "0x020b000000000000"
 DEFAULT_CUDA_ARCHS = "8.0+PTX;9.0a"  # newer devices than these compile the PTX when it is loaded
 
 
-def stop(sentence):
+def stop(sentence: str) -> NoReturn:
     sys.exit(f"fmoe_ext: {sentence}")
 
+
+if sys.version_info < PYTHON_FLOOR:
+    floor = ".".join(map(str, PYTHON_FLOOR))
+    stop(f"Python {platform.python_version()} is too old: version {floor} or newer is needed.")
 
 try:
     import torch
@@ -37,7 +46,7 @@ if tuple(int(part) for part in torch.__version__.split(".")[:2]) < TORCH_FLOOR:
     )
 
 
-def env_flag(name):
+def env_flag(name: str) -> bool | None:
     """True, False or None (unset) for an environment variable that switches a part of the build."""
     value = os.environ.get(name, "").strip().lower()
     if value == "":
@@ -49,8 +58,13 @@ def env_flag(name):
     stop(f"{name}={value!r} is not understood: set it to 1 or 0, or leave it unset.")
 
 
-def check_cxx20():
-    compiler = os.environ.get("CXX", "c++")
+def cxx() -> str:
+    """CXX, of which empty means unset."""
+    return os.environ.get("CXX", "").strip() or "c++"
+
+
+def check_cxx20() -> None:
+    compiler = cxx()
     if shutil.which(compiler.split()[0]) is None:
         stop(f"no C++ compiler: {compiler!r} was not found, install gcc >= 11 or point CXX to one.")
     with tempfile.TemporaryDirectory() as folder:
@@ -66,7 +80,7 @@ def check_cxx20():
         )
 
 
-def find_cuda():
+def find_cuda() -> str | None:
     """Folder of the CUDA toolkit, or None when the CUDA module is not to be built."""
     wanted = env_flag("FMOE_CUDA")
     if wanted is False:
@@ -87,7 +101,7 @@ def find_cuda():
     return os.path.realpath(tops[0]) if tops else str(Path(nvcc).resolve().parent.parent)
 
 
-def find_nccl():
+def find_nccl() -> tuple[Path, Path]:
     """(include folder, library folder or None) of NCCL: NCCL_HOME, pip's nvidia-nccl-cu*, or the system's."""
     candidates = []
     if os.environ.get("NCCL_HOME"):
@@ -102,11 +116,11 @@ def find_nccl():
     )
 
 
-def sources(*patterns):
+def sources(*patterns: str) -> list[str]:
     return sorted(str(path.relative_to(ROOT)) for pattern in patterns for path in ROOT.glob(pattern))
 
 
-def headers(folder):
+def headers(folder: str) -> list[str]:
     return [str(path) for path in ROOT.glob(f"{folder}/**/*.*") if path.suffix in (".h", ".cuh", ".inc")]
 
 
@@ -123,9 +137,9 @@ SANITIZE = [
 ]
 
 
-def build_info(cuda_home):
+def build_info(cuda_home: str | None) -> str:
     """What `python -m fmoe_ext.info` says of the build; a comma-separated list of words without spaces or quotes."""
-    compiler = os.environ.get("CXX", "c++").split()[0]
+    compiler = cxx().split()[0]
     version = subprocess.run(
         [compiler, "-dumpfullversion", "-dumpversion"], capture_output=True, text=True
     ).stdout
@@ -143,7 +157,7 @@ def build_info(cuda_home):
     return ",".join(f"{key}={value}" for key, value in facts.items())
 
 
-def cpu_extension(cuda_home):
+def cpu_extension(cuda_home: str | None) -> Extension:
     flags = [*COMMON, *WARNINGS, "-O3", "-g0", "-fno-math-errno", "-fno-trapping-math"]
     link = []
     if env_flag("FMOE_SANITIZE"):
@@ -160,7 +174,7 @@ def cpu_extension(cuda_home):
     )
 
 
-def cuda_extension(home):
+def cuda_extension(home: str) -> Extension:
     cpp_extension.CUDA_HOME = home
     os.environ.setdefault("TORCH_CUDA_ARCH_LIST", DEFAULT_CUDA_ARCHS)
     lib = "lib64" if Path(home, "lib64").exists() else "lib"
@@ -185,7 +199,7 @@ def cuda_extension(home):
     )
 
 
-def nccl_extension(cuda_home):
+def nccl_extension(cuda_home: str | None) -> Extension:
     include, lib = find_nccl()
     homes = [cuda_home, os.environ.get("CUDA_HOME"), "/usr/local/cuda"]
     cuda_home = next(
@@ -207,6 +221,31 @@ def nccl_extension(cuda_home):
     )
 
 
+class BuildExtension(cpp_extension.BuildExtension):
+    """Leaves no native module of an earlier build, which would be installed, or loaded, beside those of this one."""
+
+    def run(self) -> None:
+        built = {ext.name.rpartition(".")[2] for ext in self.extensions}
+        folder = ROOT if self.inplace else Path(self.build_lib)
+        for path in Path(folder, "fmoe_ext").glob("_C*.so"):
+            if path.name.partition(".")[0] not in built:
+                path.unlink()
+        super().run()
+
+
+class BuildPython(build_py):
+    """Starts from an empty folder, or modules that were deleted since the last build would be installed again."""
+
+    def run(self) -> None:
+        package = Path(self.build_lib, "fmoe_ext")
+        if not self.editable_mode and package.exists():
+            for path in package.rglob("*.py"):
+                path.unlink()
+        super().run()
+
+
+if not os.environ.get("CXX", "unset").strip():
+    del os.environ["CXX"]  # distutils would call a compiler of that name
 check_cxx20()
 cuda_home = find_cuda()
 extensions = [cpu_extension(cuda_home)]
@@ -220,6 +259,6 @@ print(
 )
 setup(
     ext_modules=extensions,
-    cmdclass={"build_ext": cpp_extension.BuildExtension},
+    cmdclass={"build_ext": BuildExtension, "build_py": BuildPython},
     options={"bdist_wheel": {"py_limited_api": "cp310"}} if not env_flag("USE_NCCL") else {},
 )

@@ -12,7 +12,10 @@ from benchmarks.common import table
 BYTES = 2  # of a bfloat16 or float16 element
 ROUTING_SECONDS = 12e-6  # gate, top-k and sorting, of which most is launching
 NUM_SMS = 132  # of an H200
-MAIN_LOOP = 0.85  # share of the ceiling that a product of this kind reaches in its main loop; to be measured
+FLOPS_A_CYCLE = 4096  # of an SM's tensor cores
+L2_BANDWIDTH = 5.6e12  # bytes a second that the L2 cache of an H100 delivers, as others have measured it
+MAIN_LOOP = 0.95  # share of the ceiling that a main loop reaches if nothing else binds it; to be measured
+PAIRS_FROM = 256  # rows an expert (cuda/select.h)
 PREDICTED_TOKENS = 16384
 
 
@@ -61,14 +64,44 @@ SONIC = tuple(  # the shapes that SonicMoE publishes: size, T, D, then H, E, K
 
 
 @dataclass(frozen=True)
+class Kernel:
+    """How a kernel cuts a product into tiles, and what is not hidden behind its main loop."""
+
+    height: int
+    width: int
+    epilogue: int  # cycles a tile, by the instructions of its machine code
+    ping_pong: bool  # the epilogue of a tile runs beside the main loop of the next one
+    shared: int = 256  # rows of the operand that a pair of blocks loads once
+
+    def exposed_cycles(self, main_loop):
+        return max(self.epilogue - main_loop, 0) if self.ping_pong else self.epilogue
+
+    def l2_bytes_a_step(self, pairs):
+        """Of a block of 64 k."""
+        return 128 * (self.height + self.width - (self.shared // 2 if pairs else 0))
+
+
+KERNELS = {
+    "F1 up": Kernel(128, 256, 4500, False),
+    "F2 rows_by_weight": Kernel(128, 192, 2200, True, shared=192),
+    "B1 grad_hidden": Kernel(128, 128, 6500, True, shared=128),
+    "B2 grad_weight of w2": Kernel(128, 256, 2900, False),
+    "B3 grad_input": Kernel(128, 192, 2200, True, shared=192),
+    "B5 grad_weight of w1": Kernel(128, 256, 2900, False, shared=128),  # x, along n, is gathered
+}
+
+
+@dataclass(frozen=True)
 class Work:
-    """One kernel: what it computes and moves, every operand once."""
+    """One kernel: what it computes and moves, every operand once; and the tiles that it takes to do so."""
 
     name: str
     flops: float
     bytes: float
-    tiles: int = 0  # of its output; 0 where a kernel only moves data
+    tiles: float = 0  # of its output, as many as are expected; 0 where a kernel only moves data
     padding: float = 1  # FLOPs of whole tiles over those of the rows and columns that exist
+    steps: float = 0  # blocks of 64 k of a tile
+    pairs: bool = False
 
     def seconds(self, ceilings):
         return max(self.flops / ceilings.flops, self.bytes / ceilings.bandwidth)
@@ -77,28 +110,54 @@ class Work:
     def waves(self):
         return self.tiles / NUM_SMS
 
-    def expected_seconds(self, ceilings):
-        """With whole tiles, whole waves and MAIN_LOOP of the ceiling; moving data at the bandwidth of a copy."""
+    def bounds(self, ceilings):
+        """Seconds by what binds: tensor cores and L2, both with whole waves and exposed epilogues, and memory."""
+        memory = self.bytes / ceilings.bandwidth
         if not self.tiles:
-            return self.seconds(ceilings)
-        whole = self.padding * math.ceil(self.waves) / self.waves
-        return max(self.flops * whole / ceilings.flops / MAIN_LOOP, self.bytes / ceilings.bandwidth)
+            return {"memory": memory}
+        kernel = KERNELS[self.name]
+        clock = ceilings.flops / NUM_SMS / FLOPS_A_CYCLE  # that at which the ceiling was measured
+        products = self.steps * kernel.height * kernel.width * 64 * 2 / FLOPS_A_CYCLE / MAIN_LOOP
+        l2 = self.steps * kernel.l2_bytes_a_step(self.pairs) * NUM_SMS * clock / L2_BANDWIDTH
+        return {
+            bound: math.ceil(self.waves) * (cycles + kernel.exposed_cycles(cycles)) / clock
+            for bound, cycles in (("tensor cores", products), ("L2", l2))
+        } | {"memory": memory}
+
+    def expected_seconds(self, ceilings):
+        return max(self.bounds(ceilings).values())
 
 
-def product(name, shape, rows, depth, columns, tile, byte_count):
-    """A product of the rows of every expert, spread evenly, by tiles (rows, columns)."""
-    height, width = (
-        math.ceil(size / step) for size, step in zip((rows / shape.E, columns), tile, strict=True)
-    )
-    padding = shape.E * height * tile[0] / rows * width * tile[1] / columns
-    return Work(name, 2 * rows * depth * columns, byte_count, shape.E * height * width, padding)
+def expected_blocks(mean, size):
+    """Blocks of `size` rows that an expert fills if tokens choose at random: about a normal distribution."""
+    if mean <= 0:
+        return 0.0
+    spread = math.sqrt(2 * mean)
+    last = math.ceil((mean + 8 * spread) / size)
+    return sum(math.erfc((j * size + 0.5 - mean) / spread) / 2 for j in range(last + 1))
+
+
+def product(name, shape, rows, depth, columns, byte_count):
+    """A product of the rows of every expert."""
+    kernel, mean = KERNELS[name], rows / shape.E
+    pairs = mean >= PAIRS_FROM
+    height = expected_blocks(mean, kernel.height * (1 + pairs)) * (1 + pairs)
+    width = math.ceil(columns / kernel.width)
+    padding = shape.E * height * kernel.height / rows * width * kernel.width / columns
+    flops = 2 * rows * depth * columns
+    return Work(name, flops, byte_count, shape.E * height * width, padding, math.ceil(depth / 64), pairs)
 
 
 def weight_product(name, shape, rows, m, n, byte_count):
     """The gradient of a weight: tiles of 128 x 256 of [m, n] for each expert, rows in steps of 64."""
     height, width = math.ceil(m / 128), math.ceil(n / 256)
-    padding = height * 128 / m * width * 256 / n * math.ceil(rows / shape.E / 64) * 64 * shape.E / rows
-    return Work(name, 2 * rows * m * n, byte_count, shape.E * height * width, padding)
+    along = width if name.startswith("B5") else height  # the tiles that pairs do not share
+    pairs = along > 1
+    if pairs and along % 2:
+        height, width = (height, width + 1) if name.startswith("B5") else (height + 1, width)
+    steps = expected_blocks(rows / shape.E, 64)
+    padding = height * 128 / m * width * 256 / n * steps * 64 * shape.E / rows
+    return Work(name, 2 * rows * m * n, byte_count, shape.E * height * width, padding, steps, pairs)
 
 
 def kernels(shape, T):
@@ -107,14 +166,14 @@ def kernels(shape, T):
     token, row, h, a = T * D * BYTES, R * D * BYTES, R * F * BYTES, R * H * BYTES
     w1, w2 = shape.E * F * D * BYTES, shape.E * D * H * BYTES
     forward = (
-        product("F1 up", shape, R, D, F, (128, 256), token + w1 + h + a),
-        product("F2 rows_by_weight", shape, R, H, D, (128, 192), a + w2 + row),
+        product("F1 up", shape, R, D, F, token + w1 + h + a),
+        product("F2 rows_by_weight", shape, R, H, D, a + w2 + row),
         Work("F3 combine", 0, row + token),
     )
     backward = (
-        product("B1 grad_hidden", shape, R, D, H, (128, 128), token + w2 + 2 * h + a),
+        product("B1 grad_hidden", shape, R, D, H, token + w2 + 2 * h + a),
         weight_product("B2 grad_weight of w2", shape, R, D, H, token + a + w2),
-        product("B3 grad_input", shape, R, F, D, (128, 192), h + w1 + row),
+        product("B3 grad_input", shape, R, F, D, h + w1 + row),
         Work("B4 sum of rows", 0, row + token),
         weight_product("B5 grad_weight of w1", shape, R, F, D, token + h + w1),
     )
@@ -146,29 +205,36 @@ def prediction(ceilings):
     for shape in MODELS:
         for part, works in zip(("forward", "backward"), kernels(shape, T), strict=True):
             for work in works:
-                expected = work.expected_seconds(ceilings)
+                bounds = work.bounds(ceilings)
+                expected = max(bounds.values())
                 line = [shape.name, work.name, f"{work.flops / 1e12:.3f}", f"{work.bytes / 1e9:.3f}"]
-                line += [work.tiles or "", f"{work.waves:.1f}" if work.tiles else "", f"{work.padding:.2f}"]
+                line += [f"{work.waves:.1f}" if work.tiles else "", f"{work.padding:.2f}"]
+                line += [*(f"{bounds[b] * 1e3:.3f}" if b in bounds else "" for b in BOUNDS)]
                 line += [f"{expected * 1e3:.3f}", f"{work.seconds(ceilings) / expected:.2f}"]
                 lines.append(line)
             expected = sum(work.expected_seconds(ceilings) for work in works)
             at_best = sum(work.seconds(ceilings) for work in works)
             total = sum(work.flops for work in works)
-            line = [shape.name, f"**{part}**", f"{total / 1e12:.3f}", "", "", "", ""]
+            line = [shape.name, f"**{part}**", f"{total / 1e12:.3f}", *[""] * 6]
             lines.append([*line, f"{expected * 1e3:.3f}", f"{at_best / expected:.2f}"])
-    return table(
-        ["shape", "kernel", "TFLOP", "GB", "tiles", "waves", "padding", "expected ms", "of roofline"], lines
-    )
+    head = ["shape", "kernel", "TFLOP", "GB", "waves", "padding", *(f"{b} ms" for b in BOUNDS)]
+    return table([*head, "expected ms", "of roofline"], lines)
 
 
+BOUNDS = ("tensor cores", "L2", "memory")
 HEAD = f"""# Predictions
 
-Nothing here was measured on the kernels: this is what a measurement is to be compared with. Written by
-`python -m benchmarks.roofline` for T = {PREDICTED_TOKENS}, bfloat16, an H200 of {H200.flops / 1e12:.0f} TFLOP/s
-(large product) and {H200.bandwidth / 1e12:.1f} TB/s (copy), {NUM_SMS} SMs, the rows spread evenly over the experts.
-Bytes count every operand once. Expected time: whole tiles, whole waves, {MAIN_LOOP:.0%} of the product ceiling in the
-main loop; or the bytes at the bandwidth of a copy, if that takes longer. Roofline: the larger of FLOPs and bytes at
-the ceilings.
+Nothing here was measured on the kernels: this is what a measurement is to be compared with, and what it can prove
+wrong. Written by `python -m benchmarks.roofline` for T = {PREDICTED_TOKENS}, bfloat16, an H200 of
+{H200.flops / 1e12:.0f} TFLOP/s (large product) and {H200.bandwidth / 1e12:.1f} TB/s (copy), {NUM_SMS} SMs;
+tokens choose their experts at random.
+
+Expected is the largest of three times. *Tensor cores*: whole tiles, of which ragged rows and pairs need more than
+R / 128, in whole waves; {MAIN_LOOP:.0%} of the product ceiling in the main loop; and the epilogue of a tile where no
+other tile is multiplied meanwhile. *L2*: the same, but the main loop takes as long as its operands at
+{L2_BANDWIDTH / 1e12:.1f} TB/s, the figure published for the L2 cache of an H100. *Memory*: every operand once, at the
+bandwidth of a copy. Roofline: the larger of FLOPs and bytes at the ceilings. The cycles of an epilogue are the
+instructions of its machine code, issued one a cycle and scheduler, and its waits; 64-row tiles are left out.
 
 """
 

@@ -1,30 +1,25 @@
-// The activations of expert_mlp by name, for every device.
+// The activations of expert_mlp, for the kernels of every device: no torch here.
 #pragma once
 
-#include <torch/headeronly/util/Exception.h>
-
-#include <string>
+#include <cstdint>
 
 namespace fmoe_ext {
 
-enum class Curve { kGelu, kGeluTanh, kRelu, kSilu };
+enum class CurveKind { gelu, gelu_tanh, relu, silu };
 
 // a = curve(h), or curve(gate) * up where h is [gate; up].
 struct Activation {
-  Curve curve;
+  CurveKind curve;
   bool gated;
 };
 
-inline Activation parse_activation(const std::string& name) {
-  if (name == "gelu") return {Curve::kGelu, false};
-  if (name == "gelu_tanh") return {Curve::kGeluTanh, false};
-  if (name == "relu") return {Curve::kRelu, false};
-  if (name == "silu") return {Curve::kSilu, false};
-  if (name == "swiglu") return {Curve::kSilu, true};
-  if (name == "geglu") return {Curve::kGelu, true};
-  if (name == "geglu_tanh") return {Curve::kGeluTanh, true};
-  STD_TORCH_CHECK(false, "unknown activation \"", name,
-                  "\": known are gelu, gelu_tanh, relu, silu, swiglu, geglu, geglu_tanh");
-}
+// An operator names an activation by its place in this list, which is that of ops.ACTIVATIONS in Python. (A
+// string would leak: torch's conversion of std::string through the stable ABI never frees.)
+constexpr Activation kActivations[] = {
+    {CurveKind::gelu, false},     {CurveKind::gelu_tanh, false}, {CurveKind::relu, false},
+    {CurveKind::silu, false},     {CurveKind::silu, true},       {CurveKind::gelu, true},
+    {CurveKind::gelu_tanh, true},
+};
+constexpr int64_t kNumActivations = sizeof(kActivations) / sizeof(kActivations[0]);
 
 }  // namespace fmoe_ext

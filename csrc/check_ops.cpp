@@ -10,18 +10,24 @@ namespace {
 
 void check_expert_mlp_op(Tensor x, Tensor row_idx, Tensor inverse, Tensor offs, Tensor w1,
                          std::optional<Tensor> b1, Tensor w2, std::optional<Tensor> b2,
-                         std::optional<Tensor> topk_weights, std::string activation) {
-  check_expert_mlp(x, row_idx, inverse, offs, w1, b1, w2, b2, topk_weights, parse_activation(activation));
+                         std::optional<Tensor> topk_weights, int64_t activation) {
+  check_expert_mlp(x, row_idx, inverse, offs, w1, b1, w2, b2, topk_weights, checked_activation(activation));
 }
 
 void check_expert_mlp_backward_op(Tensor grad_y, Tensor x, Tensor row_idx, Tensor inverse, Tensor offs,
                                   Tensor w1, Tensor w2, std::optional<Tensor> b2,
-                                  std::optional<Tensor> topk_weights, Tensor h, std::string activation,
-                                  bool combine, std::vector<bool> needs, std::optional<Tensor> main_dw1,
-                                  std::optional<Tensor> main_dw2) {
+                                  std::optional<Tensor> topk_weights, std::optional<Tensor> h,
+                                  std::optional<Tensor> dh, std::optional<Tensor> scaled_a,
+                                  int64_t activation, bool combine, std::vector<bool> needs_,
+                                  std::optional<Tensor> main_dw1, std::optional<Tensor> main_dw2) {
   check_expert_mlp(x, row_idx, inverse, offs, w1, std::nullopt, w2, b2, topk_weights,
-                   parse_activation(activation));
-  check_expert_mlp_backward(grad_y, x, inverse, w1, w2, topk_weights, h, combine, needs, main_dw1, main_dw2);
+                   checked_activation(activation));
+  const ExpertMlpNeeds needs(needs_, topk_weights);
+  check_expert_mlp_grad(grad_y, x, inverse, combine);
+  if (h) check_hidden_rows(*h, x, inverse, w1.size(1), "h", "[R, F]");
+  if (dh && (needs.dw1 || needs.db1)) check_hidden_rows(*dh, x, inverse, w1.size(1), "dh", "[R, F]");
+  if (scaled_a && needs.dw2) check_hidden_rows(*scaled_a, x, inverse, w2.size(2), "scaled_a", "[R, H]");
+  check_expert_main_grads(w1, w2, main_dw1, main_dw2);
 }
 
 void check_grouped_gemm_op(Tensor x, Tensor weight, Tensor offs, std::optional<Tensor> bias) {
@@ -30,7 +36,8 @@ void check_grouped_gemm_op(Tensor x, Tensor weight, Tensor offs, std::optional<T
 
 void check_grouped_gemm_backward_op(Tensor grad_y, Tensor x, Tensor weight, Tensor offs,
                                     std::vector<bool> needs, std::optional<Tensor> main_dweight) {
-  check_grouped_gemm_backward(grad_y, x, weight, offs, needs, main_dweight);
+  check_grouped_gemm_backward(grad_y, x, weight, offs, main_dweight);
+  static_cast<void>(GroupedGemmNeeds(needs));
 }
 
 }  // namespace

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <initializer_list>
 #include <string>
 
 #include <torch/csrc/stable/ops.h>
@@ -68,6 +69,33 @@ inline void check_main_grad(const Tensor& main_grad, const Tensor& weight, const
   STD_TORCH_CHECK(shape_text(main_grad) == shape_text(weight), name, " must have the shape of ", weight_name,
                   " ", shape_text(weight), ", but got shape ", shape_text(main_grad));
   STD_TORCH_CHECK(main_grad.is_contiguous(), name, " must be contiguous, since it is added to in place");
+}
+
+// Sizes come from the caller: what is allocated with them is computed here, so that a product that does not
+// fit into 64 bits is an error and never a small number.
+inline int64_t checked_product(std::initializer_list<int64_t> sizes) {
+  int64_t product = 1;
+  bool overflow = false;
+  for (const int64_t size : sizes) overflow |= __builtin_mul_overflow(product, size, &product);
+  std::string text;
+  if (overflow)
+    for (const int64_t size : sizes) text += (text.empty() ? "" : " * ") + std::to_string(size);
+  STD_TORCH_CHECK(!overflow, "the sizes are too large: ", text, " does not fit into 64 bits");
+  return product;
+}
+
+inline int64_t checked_sum(int64_t a, int64_t b) {
+  int64_t sum = 0;
+  STD_TORCH_CHECK(!__builtin_add_overflow(a, b, &sum), "the sizes are too large: ", a, " + ", b,
+                  " does not fit into 64 bits");
+  return sum;
+}
+
+// Of sizes that are not rows: what every device can count in. With it, no product of two of them overflows,
+// nor the bytes of a row of all operands together.
+inline void check_width(const Tensor& t, int64_t d, const char* name, const char* shape) {
+  STD_TORCH_CHECK(t.size(d) <= INT32_MAX, name, " must have shape ", shape,
+                  " with fewer than 2^31 in dimension ", d, ", but got shape ", shape_text(t));
 }
 
 inline Tensor as_contiguous(const Tensor& t) { return t.is_contiguous() ? t : torch::stable::contiguous(t); }

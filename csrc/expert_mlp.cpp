@@ -2,7 +2,7 @@
 
 #include <torch/csrc/stable/library.h>
 
-#include "gemm/expert_rows.h"
+#include "expert_rows.h"
 
 namespace fmoe_ext {
 namespace {
@@ -138,7 +138,7 @@ class Forward {
 
 std::tuple<Tensor, Tensor> expert_mlp_cpu(Tensor x, Tensor row_idx, Tensor inverse, Tensor offs, Tensor w1,
                                           std::optional<Tensor> b1, Tensor w2, std::optional<Tensor> b2,
-                                          std::optional<Tensor> topk_weights, std::string activation,
+                                          std::optional<Tensor> topk_weights, int64_t activation,
                                           bool combine, bool save_h) {
   const ExpertRows args(x, row_idx, inverse, offs, w1, b1, w2, b2, topk_weights, activation);
   const Forward forward(args, save_h);

@@ -8,6 +8,12 @@
 
 namespace fmoe_ext {
 
+inline Activation checked_activation(int64_t number) {
+  STD_TORCH_CHECK(number >= 0 && number < kNumActivations, "activation must be in [0, ", kNumActivations,
+                  "), a place in ops.ACTIVATIONS, but got ", number);
+  return kActivations[number];
+}
+
 // What every device checks; the values of offs and of the indices are checked where they can be read.
 inline void check_expert_mlp(const Tensor& x, const Tensor& row_idx, const Tensor& inverse,
                              const Tensor& offs, const Tensor& w1, const std::optional<Tensor>& b1,
@@ -33,6 +39,9 @@ inline void check_expert_mlp(const Tensor& x, const Tensor& row_idx, const Tenso
   check_size(w1, 0, w2.size(0), "w1", w1_shape);
   check_size(w1, 1, w2.size(2) * (activation.gated ? 2 : 1), "w1", w1_shape);
   check_size(w1, 2, x.size(1), "w1", w1_shape);
+  check_width(w1, 0, "w1", w1_shape);
+  check_width(w1, 1, "w1", w1_shape);
+  check_width(x, 1, "x", "[T, D]");
   check_int32(offs, "offs");
   check_dim(offs, 1, "offs", "[E]");
   check_size(offs, 0, w1.size(0), "offs", "[E]");
@@ -59,26 +68,43 @@ inline void check_expert_mlp(const Tensor& x, const Tensor& row_idx, const Tenso
   check_size(*topk_weights, 1, inverse.size(1), "topk_weights", "[T, K]");
 }
 
-// What expert_mlp_backward checks after check_expert_mlp.
-inline void check_expert_mlp_backward(const Tensor& grad_y, const Tensor& x, const Tensor& inverse,
-                                      const Tensor& w1, const Tensor& w2,
-                                      const std::optional<Tensor>& topk_weights, const Tensor& h,
-                                      bool combine, const std::vector<bool>& needs,
-                                      const std::optional<Tensor>& main_dw1,
-                                      const std::optional<Tensor>& main_dw2) {
+// Which gradients of expert_mlp are asked for, in the order of the results.
+struct ExpertMlpNeeds {
+  bool dx, dw1, db1, dw2, db2, dtopk_weights;
+
+  explicit ExpertMlpNeeds(const std::vector<bool>& needs, const std::optional<Tensor>& topk_weights) {
+    STD_TORCH_CHECK(needs.size() == 6,
+                    "needs must have 6 entries (dx, dw1, db1, dw2, db2, dtopk_weights), but got ",
+                    needs.size());
+    dx = needs[0], dw1 = needs[1], db1 = needs[2], dw2 = needs[3], db2 = needs[4], dtopk_weights = needs[5];
+    STD_TORCH_CHECK(!dtopk_weights || topk_weights,
+                    "needs asks for the gradient of topk_weights, which is None");
+  }
+  bool dh() const { return dx || dw1 || db1; }
+  bool hidden() const { return dh() || dw2 || dtopk_weights; }  // any that goes through the activation
+};
+
+// What a backward of expert_mlp checks of grad_y after check_expert_mlp.
+inline void check_expert_mlp_grad(const Tensor& grad_y, const Tensor& x, const Tensor& inverse,
+                                  bool combine) {
   const char* grad_shape = combine ? "[T, D]" : "[R, D]";
   check_same_dtype(grad_y, x, "grad_y", "x");
   check_dim(grad_y, 2, "grad_y", grad_shape);
   check_size(grad_y, 0, combine ? inverse.size(0) : inverse.numel(), "grad_y", grad_shape);
   check_size(grad_y, 1, x.size(1), "grad_y", grad_shape);
-  check_same_dtype(h, x, "h", "x");
-  check_dim(h, 2, "h", "[R, F]");
-  check_size(h, 0, inverse.numel(), "h", "[R, F]");
-  check_size(h, 1, w1.size(1), "h", "[R, F]");
-  STD_TORCH_CHECK(needs.size() == 6,
-                  "needs must have 6 entries (dx, dw1, db1, dw2, db2, dtopk_weights), but got ",
-                  needs.size());
-  STD_TORCH_CHECK(!needs[5] || topk_weights, "needs asks for the gradient of topk_weights, which is None");
+}
+
+// Of a tensor with one row for each choice: h, its gradient and the activated rows.
+inline void check_hidden_rows(const Tensor& rows, const Tensor& x, const Tensor& inverse, int64_t width,
+                              const char* name, const char* shape) {
+  check_same_dtype(rows, x, name, "x");
+  check_dim(rows, 2, name, shape);
+  check_size(rows, 0, inverse.numel(), name, shape);
+  check_size(rows, 1, width, name, shape);
+}
+
+inline void check_expert_main_grads(const Tensor& w1, const Tensor& w2, const std::optional<Tensor>& main_dw1,
+                                    const std::optional<Tensor>& main_dw2) {
   if (main_dw1) check_main_grad(*main_dw1, w1, "main_dw1", "w1");
   if (main_dw2) check_main_grad(*main_dw2, w2, "main_dw2", "w2");
 }

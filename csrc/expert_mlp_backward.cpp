@@ -1,7 +1,8 @@
 #include <torch/csrc/stable/library.h>
 
-#include "expert_mlp.h"
-#include "gemm/expert_rows.h"
+#include <cstring>
+
+#include "expert_rows.h"
 
 namespace fmoe_ext {
 namespace {
@@ -10,23 +11,38 @@ using namespace gemm;
 
 constexpr int64_t kWorkspace = 32 << 20;  // bytes, about: everything row-sized of one chunk
 
-struct Needs {
-  bool dx, dw1, db1, dw2, db2, dtopk_weights;
+// All of the backward, or one of its halves: the inputs' half keeps what the weights' half reads.
+enum class Half { both, inputs, weights };
+
+// dh [R, F] and the weighted activated rows [R, H], between the halves; one that is not needed is empty.
+struct Kept {
+  Tensor dh, scaled_a;
 };
+
+ExpertMlpNeeds of_half(ExpertMlpNeeds needs, Half half) {
+  if (half == Half::inputs) needs.dw1 = needs.db1 = needs.dw2 = needs.db2 = false;
+  if (half == Half::weights) needs.dx = needs.dtopk_weights = false;
+  return needs;
+}
 
 // Chunk by chunk: the gradients of the activated rows, from them dh and the rows a (first phase); then every
 // product that reads these two from the workspace (second phase).
 class Backward {
  public:
-  Backward(const ExpertRows& args, const Tensor& grad_y, const Tensor& h, bool combine, const Needs& needs,
+  // h is not read by the weights' half, kept not by both.
+  Backward(const ExpertRows& args, const Tensor& grad_y, const Tensor& h, bool combine,
+           const ExpertMlpNeeds& all_needs, Half half, const Kept& kept,
            const std::optional<Tensor>& main_dw1, const std::optional<Tensor>& main_dw2)
       : args_(args),
         kernels_(args.kernels),
-        needs_(needs),
+        needs_(of_half(all_needs, half)),
+        half_(half),
+        kept_(kept),
+        needs_a_(all_needs.dw2),
         grad_y_(grad_y),
         h_(h),
         combine_(combine),
-        scales_grad_(kernels_, needs.dtopk_weights ? args.R : 0),
+        scales_grad_(kernels_, needs_.dtopk_weights ? args.R : 0),
         do_stride_(RowMajor::stride_for(kernels_, args.D)),
         a_stride_(RowMajor::stride_for(kernels_, args.H)),
         dh_stride_(RowMajor::stride_for(kernels_, args.F)),
@@ -34,8 +50,8 @@ class Backward {
         x_panels_(kernels_, args.D, kernels_.nr),
         dw1_sums_(kernels_, args.bounds, args.F, args.D),
         dw2_sums_(kernels_, args.bounds, args.D, args.H),
-        db1_sums_(kernels_, needs.db1 ? args.E : 0, args.F),
-        db2_sums_(kernels_, needs.db2 ? args.E : 0, args.D) {
+        db1_sums_(kernels_, needs_.db1 ? args.E : 0, args.F),
+        db2_sums_(kernels_, needs_.db2 ? args.E : 0, args.D) {
     const auto dtype = args.x.scalar_type();
     const auto output = [&](bool needed, std::initializer_list<int64_t> shape) {
       return needed ? new_large(args.x, shape, dtype) : torch::stable::new_empty(args.x, {0});
@@ -45,24 +61,26 @@ class Backward {
       if (main_grad) sums.accumulate_into(*main_grad);
       return needed && !main_grad ? sums.make_output(args.x) : output(false, {});
     };
-    dx_rows_ = output(needs.dx, {args.R, args.D});
-    dw1 = weight_output(needs.dw1, dw1_sums_, main_dw1);
-    db1 = output(needs.db1, {args.E, args.F});
-    dw2 = weight_output(needs.dw2, dw2_sums_, main_dw2);
-    db2 = output(needs.db2, {args.E, args.D});
+    dx_rows_ = output(needs_.dx, {args.R, args.D});
+    dw1 = weight_output(needs_.dw1, dw1_sums_, main_dw1);
+    db1 = output(needs_.db1, {args.E, args.F});
+    dw2 = weight_output(needs_.dw2, dw2_sums_, main_dw2);
+    db2 = output(needs_.db2, {args.E, args.D});
   }
 
   void run() {
-    const int64_t row_bytes =
-        (do_stride_ + a_stride_ + dh_stride_ + (needs_.dw1 + needs_.dw2) * args_.D) * kernels_.operand_bytes;
+    // The same chunks whatever is needed, so that a gradient does not depend on what else is.
+    const int64_t row_bytes = (do_stride_ + a_stride_ + dh_stride_ + 2 * args_.D) * kernels_.operand_bytes;
     const auto chunks = make_chunks(args_.bounds, rows_within(kWorkspace, row_bytes));
     int64_t bytes = 0;
     for (const Chunk& chunk : chunks) bytes = std::max(bytes, bytes_of_chunk(chunk));
     const Workspace workspace(args_.x, bytes);
     for (const Chunk& chunk : chunks) {
       place(chunk, workspace.data());
-      gather_grad(chunk);
+      if (half_ != Half::weights || needs_.db2) gather_grad(chunk);
+      if (half_ == Half::weights) load(chunk);
       first_phase(chunk);
+      if (half_ == Half::inputs) keep(chunk);
       second_phase(chunk);
     }
     if (needs_.db1) db1_sums_.store(db1);
@@ -75,7 +93,8 @@ class Backward {
   Tensor dtopk_weights() const {
     if (!needs_.dtopk_weights) return torch::stable::new_empty(args_.x, {0});
     Tensor grad = torch::stable::new_zeros(*args_.topk_weights, {args_.T, args_.K});
-    with_float_data(grad, [&](auto* out) {
+    dispatch_float(grad.scalar_type(), [&](auto tag) {
+      auto* out = static_cast<decltype(tag)*>(grad.mutable_data_ptr());
       for (int64_t r = 0; r < args_.num_rows(); ++r) out[args_.row_idx[r]] = scales_grad_.get(r);
     });
     return grad;
@@ -116,12 +135,46 @@ class Backward {
     });
   }
 
+  // The rows of the chunk in a kept tensor [R, columns]: of storage, which what was rounded to it loses
+  // nothing by.
+  char* kept_row(const Tensor& kept, int64_t row) const {
+    return mutable_bytes_of(kept) + row * kept.size(1) * kernels_.storage_bytes;
+  }
+
+  void keep(const Chunk& chunk) {
+    const auto keep_row = [&](const Tensor& kept, const RowMajor& block, int64_t r) {
+      if (kept.numel() == 0) return;
+      if (kernels_.operand_bytes == kernels_.storage_bytes)
+        std::memcpy(kept_row(kept, r), block.at(r - chunk.begin), kept.size(1) * kernels_.storage_bytes);
+      else
+        kernels_.round(block.at(r - chunk.begin), kept.size(1), kept_row(kept, r));
+    };
+    for_each_row_slice(chunk.begin, chunk.end, [&](int64_t begin, int64_t end) {
+      for (int64_t r = begin; r < end; ++r)
+        keep_row(kept_.dh, dh_rows_, r), keep_row(kept_.scaled_a, a_rows_, r);
+    });
+  }
+
+  void load(const Chunk& chunk) {
+    const auto load_rows = [&](const Tensor& kept, const RowMajor& block, int64_t begin, int64_t end) {
+      if (kept.numel() == 0) return;
+      std::vector<const void*> rows;
+      for (int64_t r = begin; r < end; ++r) rows.push_back(kept_row(kept, r));
+      kernels_.copy_rows(rows.data(), end - begin, kept.size(1), block.at(begin - chunk.begin), block.stride);
+    };
+    for_each_row_slice(chunk.begin, chunk.end, [&](int64_t begin, int64_t end) {
+      load_rows(kept_.dh, dh_rows_, begin, end);
+      load_rows(kept_.scaled_a, a_rows_, begin, end);
+    });
+  }
+
   // dh and a of the chunk's rows, <dO, y> of each row, and the panels that the weight gradients share.
   void first_phase(const Chunk& chunk) {
     std::vector<Job> products, do_packs, x_packs;
     for (const Segment& segment : chunk.segments) {
-      add_jobs(products, segment, divide_up(args_.H, kernels_.nr), 2 * args_.D * kernels_.nr,
-               args_.D * kernels_.nr * kernels_.storage_bytes);
+      if (half_ != Half::weights)
+        add_jobs(products, segment, divide_up(args_.H, kernels_.nr), 2 * args_.D * kernels_.nr,
+                 args_.D * kernels_.nr * kernels_.storage_bytes);
       if (needs_.dw2) do_panels_.add_pack_jobs(do_packs, segment);
       if (needs_.dw1) x_panels_.add_pack_jobs(x_packs, segment);
     }
@@ -165,7 +218,7 @@ class Backward {
               .scale = args_.scale(segment.begin + row),
               .dh = dh_rows_.at(row_of_chunk, column),
               .dh_stride = dh_stride_,
-              .a = needs_.dw2 ? a_rows_.at(row_of_chunk, column) : nullptr,
+              .a = needs_a_ ? a_rows_.at(row_of_chunk, column) : nullptr,
               .a_stride = a_stride_,
               .dscale = needs_.dtopk_weights ? partial.at(job.group * chunk.rows() + row_of_chunk) : nullptr,
           });
@@ -235,18 +288,11 @@ class Backward {
                          });
   }
 
-  Panels own_panels(const RowMajor& rows, const Segment& segment, int64_t column, int64_t n, int64_t lanes) {
-    const Panels panels{thread_buffer(divide_up(n, lanes) * panel_bytes(kernels_, segment.rows(), lanes)),
-                        Panels::stride_for(kernels_, segment.rows(), lanes), kernels_.operand_bytes};
-    pack_block(kernels_, rows, segment.rows(), column, n, lanes, panels);
-    return panels;
-  }
-
   void dw1_job(const Chunk& chunk, const Job& job) {  // dW1 = dH^T X
     const Segment& segment = *job.segment;
     const int64_t first = job.begin * kernels_.mr, n = std::min(job.end * kernels_.mr, args_.F) - first;
-    const Panels dh = own_panels(rows_of(dh_rows_, chunk, segment), segment, first, n, kernels_.mr);
-    multiply_packed_panels(kernels_, dh, n, x_panels_.of(segment), args_.D, segment.rows(),
+    const OwnPanels dh(kernels_, rows_of(dh_rows_, chunk, segment), segment.rows(), first, n, kernels_.mr);
+    multiply_packed_panels(kernels_, dh.panels, n, x_panels_.of(segment), args_.D, segment.rows(),
                            [&](const void* tile, int64_t row, int64_t column, int64_t m, int64_t width) {
                              dw1_sums_.add(segment, tile, first + row, column, m, width);
                            });
@@ -255,8 +301,8 @@ class Backward {
   void dw2_job(const Chunk& chunk, const Job& job) {  // dW2 = dO^T A
     const Segment& segment = *job.segment;
     const int64_t first = job.begin * kernels_.nr, n = std::min(job.end * kernels_.nr, args_.H) - first;
-    const Panels a = own_panels(rows_of(a_rows_, chunk, segment), segment, first, n, kernels_.nr);
-    multiply_packed_panels(kernels_, do_panels_.of(segment), args_.D, a, n, segment.rows(),
+    const OwnPanels a(kernels_, rows_of(a_rows_, chunk, segment), segment.rows(), first, n, kernels_.nr);
+    multiply_packed_panels(kernels_, do_panels_.of(segment), args_.D, a.panels, n, segment.rows(),
                            [&](const void* tile, int64_t row, int64_t column, int64_t m, int64_t width) {
                              dw2_sums_.add(segment, tile, row, first + column, m, width);
                            });
@@ -273,7 +319,10 @@ class Backward {
 
   const ExpertRows& args_;
   const Kernels& kernels_;
-  const Needs needs_;
+  const ExpertMlpNeeds needs_;  // of this half
+  const Half half_;
+  const Kept kept_;
+  const bool needs_a_;
   const Tensor& grad_y_;
   const Tensor& h_;
   const bool combine_;
@@ -288,31 +337,81 @@ class Backward {
 
 using Gradients = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
 
+void check_main_grads_cpu(const Tensor& w1, const Tensor& w2, const std::optional<Tensor>& main_dw1,
+                          const std::optional<Tensor>& main_dw2) {
+  if (main_dw1) check_cpu(*main_dw1, "main_dw1");
+  if (main_dw2) check_cpu(*main_dw2, "main_dw2");
+  check_expert_main_grads(w1, w2, main_dw1, main_dw2);
+}
+
 Gradients expert_mlp_backward_accumulate_cpu(Tensor grad_y, Tensor x, Tensor row_idx, Tensor inverse,
                                              Tensor offs, Tensor w1, Tensor w2, std::optional<Tensor> b2,
-                                             std::optional<Tensor> topk_weights, Tensor h,
-                                             std::string activation, bool combine, std::vector<bool> needs,
+                                             std::optional<Tensor> topk_weights, Tensor h, int64_t activation,
+                                             bool combine, std::vector<bool> needs,
                                              std::optional<Tensor> main_dw1, std::optional<Tensor> main_dw2) {
   const ExpertRows args(x, row_idx, inverse, offs, w1, std::nullopt, w2, b2, topk_weights, activation);
   check_cpu(grad_y, "grad_y");
   check_cpu(h, "h");
-  if (main_dw1) check_cpu(*main_dw1, "main_dw1");
-  if (main_dw2) check_cpu(*main_dw2, "main_dw2");
-  check_expert_mlp_backward(grad_y, x, inverse, w1, w2, topk_weights, h, combine, needs, main_dw1, main_dw2);
-
-  const Tensor grad = as_contiguous(grad_y), h_contiguous = as_contiguous(h);
-  Backward backward(args, grad, h_contiguous, combine,
-                    {needs[0], needs[1], needs[2], needs[3], needs[4], needs[5]}, main_dw1, main_dw2);
+  check_expert_mlp_grad(grad_y, x, inverse, combine);
+  check_hidden_rows(h, x, inverse, args.F, "h", "[R, F]");
+  check_main_grads_cpu(w1, w2, main_dw1, main_dw2);
+  const Tensor grad = as_contiguous(grad_y), rows = as_contiguous(h), none = torch::stable::new_empty(x, {0});
+  Backward backward(args, grad, rows, combine, ExpertMlpNeeds(needs, topk_weights), Half::both, {none, none},
+                    main_dw1, main_dw2);
   backward.run();
   return {backward.dx(), backward.dw1, backward.db1, backward.dw2, backward.db2, backward.dtopk_weights()};
 }
 
 Gradients expert_mlp_backward_cpu(Tensor grad_y, Tensor x, Tensor row_idx, Tensor inverse, Tensor offs,
                                   Tensor w1, Tensor w2, std::optional<Tensor> b2,
-                                  std::optional<Tensor> topk_weights, Tensor h, std::string activation,
+                                  std::optional<Tensor> topk_weights, Tensor h, int64_t activation,
                                   bool combine, std::vector<bool> needs) {
   return expert_mlp_backward_accumulate_cpu(grad_y, x, row_idx, inverse, offs, w1, w2, b2, topk_weights, h,
                                             activation, combine, needs, std::nullopt, std::nullopt);
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> expert_mlp_backward_inputs_cpu(
+    Tensor grad_y, Tensor x, Tensor row_idx, Tensor inverse, Tensor offs, Tensor w1, Tensor w2,
+    std::optional<Tensor> b2, std::optional<Tensor> topk_weights, Tensor h, int64_t activation, bool combine,
+    std::vector<bool> needs_) {
+  const ExpertRows args(x, row_idx, inverse, offs, w1, std::nullopt, w2, b2, topk_weights, activation);
+  check_cpu(grad_y, "grad_y");
+  check_cpu(h, "h");
+  check_expert_mlp_grad(grad_y, x, inverse, combine);
+  check_hidden_rows(h, x, inverse, args.F, "h", "[R, F]");
+  const ExpertMlpNeeds needs(needs_, topk_weights);
+  const auto new_kept = [&](bool needed, int64_t width) {
+    if (!needed) return torch::stable::new_empty(x, {0});
+    const Tensor rows = new_large(x, {args.R, width}, x.scalar_type());
+    zero_rows_from(rows, args.num_rows());
+    return rows;
+  };
+  const Kept kept{new_kept(needs.dw1 || needs.db1, args.F), new_kept(needs.dw2, args.H)};
+  const Tensor grad = as_contiguous(grad_y), rows = as_contiguous(h);
+  Backward backward(args, grad, rows, combine, needs, Half::inputs, kept, std::nullopt, std::nullopt);
+  backward.run();
+  return {backward.dx(), backward.dtopk_weights(), kept.dh, kept.scaled_a};
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> expert_mlp_backward_weights_cpu(
+    Tensor grad_y, Tensor x, Tensor row_idx, Tensor inverse, Tensor offs, Tensor w1, Tensor w2,
+    std::optional<Tensor> topk_weights, Tensor dh, Tensor scaled_a, int64_t activation, bool combine,
+    std::vector<bool> needs_, std::optional<Tensor> main_dw1, std::optional<Tensor> main_dw2) {
+  const ExpertRows args(x, row_idx, inverse, offs, w1, std::nullopt, w2, std::nullopt, topk_weights,
+                        activation);
+  check_cpu(grad_y, "grad_y");
+  check_cpu(dh, "dh");
+  check_cpu(scaled_a, "scaled_a");
+  check_expert_mlp_grad(grad_y, x, inverse, combine);
+  const ExpertMlpNeeds needs(needs_, topk_weights);
+  if (needs.dw1 || needs.db1) check_hidden_rows(dh, x, inverse, args.F, "dh", "[R, F]");
+  if (needs.dw2) check_hidden_rows(scaled_a, x, inverse, args.H, "scaled_a", "[R, H]");
+  check_main_grads_cpu(w1, w2, main_dw1, main_dw2);
+  const Tensor grad = as_contiguous(grad_y), none = torch::stable::new_empty(x, {0});
+  Backward backward(args, grad, none, combine, needs, Half::weights,
+                    {as_contiguous(dh), as_contiguous(scaled_a)}, main_dw1, main_dw2);
+  backward.run();
+  return {backward.dw1, backward.db1, backward.dw2, backward.db2};
 }
 
 }  // namespace
@@ -320,6 +419,8 @@ Gradients expert_mlp_backward_cpu(Tensor grad_y, Tensor x, Tensor row_idx, Tenso
 STABLE_TORCH_LIBRARY_IMPL(fmoe_ext, CPU, m) {
   m.impl("expert_mlp_backward", TORCH_BOX(&expert_mlp_backward_cpu));
   m.impl("expert_mlp_backward_accumulate", TORCH_BOX(&expert_mlp_backward_accumulate_cpu));
+  m.impl("expert_mlp_backward_inputs", TORCH_BOX(&expert_mlp_backward_inputs_cpu));
+  m.impl("expert_mlp_backward_weights", TORCH_BOX(&expert_mlp_backward_weights_cpu));
 }
 
 }  // namespace fmoe_ext

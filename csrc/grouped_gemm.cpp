@@ -65,104 +65,137 @@ Tensor grouped_gemm_cpu(Tensor x_, Tensor weight_, Tensor offs_, std::optional<T
   return y;
 }
 
-std::tuple<Tensor, Tensor, Tensor> backward(const Tensor& grad_y_, const Tensor& x_, const Tensor& weight_,
-                                            const Tensor& offs_, const std::vector<bool>& needs,
-                                            const std::optional<Tensor>& main_dweight) {
-  check_cpu(grad_y_, "grad_y");
-  check_cpu(x_, "x");
-  check_cpu(weight_, "weight");
-  check_cpu(offs_, "offs");
-  if (main_dweight) check_cpu(*main_dweight, "main_dweight");
-  check_grouped_gemm_backward(grad_y_, x_, weight_, offs_, needs, main_dweight);
-  const Tensor dy = as_contiguous(grad_y_), x = as_contiguous(x_), weight = as_contiguous(weight_),
-               offs = as_contiguous(offs_);
-  const int64_t R = x.size(0), D = x.size(1), E = weight.size(0), N = weight.size(1);
-  const bool need_dx = needs[0], need_dw = needs[1], need_db = needs[2];
+// Chunk by chunk: the rows of grad_y as operands, and from them every product that is needed.
+class Backward {
+ public:
+  Backward(const Tensor& grad_y, const Tensor& x, const Tensor& weight, const std::vector<int64_t>& bounds,
+           const GroupedGemmNeeds& needs, const std::optional<Tensor>& main_dweight)
+      : needs_(needs),
+        kernels_(kernels_for(x.scalar_type())),
+        dy_(grad_y),
+        x_(x),
+        weight_(weight),
+        D(x.size(1)),
+        N(weight.size(1)),
+        dy_stride_(RowMajor::stride_for(kernels_, N)),
+        // The same chunks whatever is needed, so that a gradient does not depend on what else is.
+        chunks_(make_chunks(bounds, rows_within(kWorkspace, (dy_stride_ + D) * kernels_.operand_bytes))),
+        x_panels_(kernels_, D, kernels_.nr),
+        dweight_sums_(kernels_, bounds, N, D),
+        dbias_sums_(kernels_, needs.dbias ? weight.size(0) : 0, N) {
+    const auto output = [&](bool needed, std::initializer_list<int64_t> shape) {
+      return needed ? new_large(x, shape, x.scalar_type()) : torch::stable::new_empty(x, {0});
+    };
+    dx = output(needs.dx, {x.size(0), D});
+    if (needs.dx) zero_rows_from(dx, bounds.back());
+    if (main_dweight) dweight_sums_.accumulate_into(*main_dweight);
+    dweight = needs.dweight && !main_dweight ? dweight_sums_.make_output(x) : output(false, {});
+    dbias = output(needs.dbias, {weight.size(0), N});
+  }
 
-  const auto dtype = x.scalar_type();
-  const Kernels& kernels = kernels_for(dtype);
-  const auto bounds = read_offs(offs, R);
-  Tensor dx = need_dx ? new_large(x, {R, D}, dtype) : new_large(x, {0}, dtype);
-  Tensor db = need_db ? new_large(x, {E, N}, dtype) : new_large(x, {0}, dtype);
-  if (need_dx) zero_rows_from(dx, bounds.back());
+  void run() {
+    int64_t bytes = 0;
+    for (const Chunk& chunk : chunks_) bytes = std::max(bytes, bytes_of_chunk(chunk));
+    const Workspace workspace(x_, bytes);
+    dy_rows_ = {workspace.data(), dy_stride_, kernels_.operand_bytes};
+    for (const Chunk& chunk : chunks_) {
+      copy_chunk(kernels_, bytes_of(dy_), N, chunk, dy_rows_);
+      if (needs_.dweight) pack_x(chunk);
+      multiply(chunk);
+    }
+    if (needs_.dbias) dbias_sums_.store(dbias);
+  }
 
-  const int64_t stride = RowMajor::stride_for(kernels, N), row_bytes = stride * kernels.operand_bytes;
-  const auto chunks = make_chunks(bounds, rows_within(kWorkspace, row_bytes + D * kernels.operand_bytes));
-  SharedPanels x_panels(kernels, D, kernels.nr);
-  int64_t bytes = 0;
-  for (const Chunk& chunk : chunks)
-    bytes = std::max(bytes, chunk.rows() * row_bytes + (need_dw ? x_panels.bytes(chunk) : 0));
-  const Workspace workspace(x, bytes);
-  const RowMajor block{workspace.data(), stride, kernels.operand_bytes};
+  Tensor dx, dweight, dbias;
 
-  ExpertGradient dweight(kernels, bounds, N, D);
-  const bool stores_dw = need_dw && !main_dweight;
-  const Tensor dw = stores_dw ? dweight.make_output(x) : new_large(x, {0}, dtype);
-  if (main_dweight) dweight.accumulate_into(*main_dweight);
-  BiasGradient dbias(kernels, need_db ? E : 0, N);
+ private:
+  int64_t bytes_of_chunk(const Chunk& chunk) const {
+    return chunk.rows() * dy_stride_ * kernels_.operand_bytes + (needs_.dweight ? x_panels_.bytes(chunk) : 0);
+  }
 
-  for (const Chunk& chunk : chunks) {
-    copy_chunk(kernels, bytes_of(dy), N, chunk, block);
-    std::vector<Job> packs, inputs, weights, biases;
+  void pack_x(const Chunk& chunk) {
+    std::vector<Job> jobs;
+    for (const Segment& segment : chunk.segments) x_panels_.add_pack_jobs(jobs, segment);
+    x_panels_.place(chunk, dy_rows_.at(chunk.rows()));
+    for_each_job(jobs.size(), [&](int64_t job) {
+      x_panels_.pack(jobs[job], [&](int64_t r) { return bytes_of(x_) + r * D * kernels_.storage_bytes; });
+    });
+  }
+
+  void multiply(const Chunk& chunk) {
+    const int64_t mr = kernels_.mr, nr = kernels_.nr, bytes = kernels_.storage_bytes;
+    std::vector<Job> inputs, weights, biases;
     for (const Segment& segment : chunk.segments) {
-      if (need_dx)
-        add_jobs(inputs, segment, divide_up(D, kernels.nr), 2 * N * kernels.nr,
-                 N * kernels.nr * kernels.storage_bytes);
-      if (need_dw) {
-        x_panels.add_pack_jobs(packs, segment);
-        add_jobs(weights, segment, divide_up(N, kernels.mr), 2 * D * kernels.mr,
-                 D * kernels.mr * kernels.storage_bytes);
-      }
-      if (need_db)
-        for (int64_t part = 0; part < dbias.parts(); ++part)
-          biases.push_back({&segment, part, part + 1, part});
+      if (needs_.dx) add_jobs(inputs, segment, divide_up(D, nr), 2 * N * nr, N * nr * bytes);
+      if (needs_.dweight) add_jobs(weights, segment, divide_up(N, mr), 2 * D * mr, D * mr * bytes);
+      for (int64_t part = 0; needs_.dbias && part < dbias_sums_.parts(); ++part)
+        biases.push_back({&segment, part, part + 1, part});
     }
-    if (need_dw) {
-      x_panels.place(chunk, block.at(chunk.rows()));
-      for_each_job(packs.size(), [&](int64_t job) {
-        x_panels.pack(packs[job], [&](int64_t r) { return bytes_of(x) + r * D * kernels.storage_bytes; });
-      });
-      dweight.begin(chunk);
-    }
-
-    const auto input_job = [&](const Job& job) {
-      const Segment& segment = *job.segment;
-      const RowMajor a{block.at(segment.begin - chunk.begin), stride, block.bytes};
-      const char* w = bytes_of(weight) + segment.expert * N * D * kernels.storage_bytes;
-      multiply_weight_rows(
-          kernels, job, a, N, w, D, [&](int64_t p, const void* tile, int64_t row, int64_t m) {
-            const int64_t column = p * kernels.nr;
-            kernels.store(tile, m, std::min(kernels.nr, D - column), nullptr, nullptr,
-                          mutable_bytes_of(dx) + ((segment.begin + row) * D + column) * kernels.storage_bytes,
-                          D);
-          });
-    };
-    const auto weight_job = [&](const Job& job) {
-      const Segment& segment = *job.segment;
-      const RowMajor rows{block.at(segment.begin - chunk.begin), stride, block.bytes};
-      const int64_t first = job.begin * kernels.mr, n = std::min(job.end * kernels.mr, N) - first;
-      const Panels a{thread_buffer((job.end - job.begin) * panel_bytes(kernels, segment.rows(), kernels.mr)),
-                     Panels::stride_for(kernels, segment.rows(), kernels.mr), kernels.operand_bytes};
-      pack_block(kernels, rows, segment.rows(), first, n, kernels.mr, a);
-      multiply_packed_panels(kernels, a, n, x_panels.of(segment), D, segment.rows(),
-                             [&](const void* tile, int64_t row, int64_t column, int64_t m, int64_t k) {
-                               dweight.add(segment, tile, first + row, column, m, k);
-                             });
-    };
-    const auto bias_job = [&](const Job& job) {
-      const RowMajor rows{block.at(job.segment->begin - chunk.begin), stride, block.bytes};
-      dbias.add(*job.segment, rows, nullptr, job.begin);
-    };
+    if (needs_.dweight) dweight_sums_.begin(chunk);
     const int64_t num_inputs = inputs.size(), num_weights = weights.size(), num_biases = biases.size();
     for_each_job(num_inputs + num_weights + num_biases, [&](int64_t job) {
-      if (job < num_inputs) return input_job(inputs[job]);
-      if (job < num_inputs + num_weights) return weight_job(weights[job - num_inputs]);
-      bias_job(biases[job - num_inputs - num_weights]);
+      if (job < num_inputs) return input_job(chunk, inputs[job]);
+      if (job < num_inputs + num_weights) return weight_job(chunk, weights[job - num_inputs]);
+      bias_job(chunk, biases[job - num_inputs - num_weights]);
     });
-    if (need_dw) dweight.end(chunk);
+    if (needs_.dweight) dweight_sums_.end(chunk);
   }
-  if (need_db) dbias.store(db);
-  return {dx, dw, db};
+
+  RowMajor rows_of(const Chunk& chunk, const Segment& segment) const {
+    return {dy_rows_.at(segment.begin - chunk.begin), dy_rows_.stride, dy_rows_.bytes};
+  }
+
+  void input_job(const Chunk& chunk, const Job& job) {  // dX = dY W
+    const Segment& segment = *job.segment;
+    const char* w = bytes_of(weight_) + segment.expert * N * D * kernels_.storage_bytes;
+    multiply_weight_rows(kernels_, job, rows_of(chunk, segment), N, w, D,
+                         [&](int64_t p, const void* tile, int64_t row, int64_t m) {
+                           const int64_t column = p * kernels_.nr,
+                                         corner = (segment.begin + row) * D + column;
+                           kernels_.store(tile, m, std::min(kernels_.nr, D - column), nullptr, nullptr,
+                                          mutable_bytes_of(dx) + corner * kernels_.storage_bytes, D);
+                         });
+  }
+
+  void weight_job(const Chunk& chunk, const Job& job) {  // dW = dY^T X
+    const Segment& segment = *job.segment;
+    const int64_t first = job.begin * kernels_.mr, n = std::min(job.end * kernels_.mr, N) - first;
+    const OwnPanels dy(kernels_, rows_of(chunk, segment), segment.rows(), first, n, kernels_.mr);
+    multiply_packed_panels(kernels_, dy.panels, n, x_panels_.of(segment), D, segment.rows(),
+                           [&](const void* tile, int64_t row, int64_t column, int64_t m, int64_t width) {
+                             dweight_sums_.add(segment, tile, first + row, column, m, width);
+                           });
+  }
+
+  void bias_job(const Chunk& chunk, const Job& job) {
+    dbias_sums_.add(*job.segment, rows_of(chunk, *job.segment), nullptr, job.begin);
+  }
+
+  const GroupedGemmNeeds needs_;
+  const Kernels& kernels_;
+  const Tensor &dy_, &x_, &weight_;
+  const int64_t D, N, dy_stride_;
+  const std::vector<Chunk> chunks_;
+  RowMajor dy_rows_;
+  SharedPanels x_panels_;
+  ExpertGradient dweight_sums_;
+  BiasGradient dbias_sums_;
+};
+
+std::tuple<Tensor, Tensor, Tensor> backward(const Tensor& grad_y, const Tensor& x, const Tensor& weight,
+                                            const Tensor& offs, const std::vector<bool>& needs,
+                                            const std::optional<Tensor>& main_dweight) {
+  check_cpu(grad_y, "grad_y");
+  check_cpu(x, "x");
+  check_cpu(weight, "weight");
+  check_cpu(offs, "offs");
+  if (main_dweight) check_cpu(*main_dweight, "main_dweight");
+  check_grouped_gemm_backward(grad_y, x, weight, offs, main_dweight);
+  const Tensor dy = as_contiguous(grad_y), rows = as_contiguous(x), w = as_contiguous(weight);
+  const auto bounds = read_offs(as_contiguous(offs), rows.size(0));
+  Backward backward(dy, rows, w, bounds, GroupedGemmNeeds(needs), main_dweight);
+  backward.run();
+  return {backward.dx, backward.dweight, backward.dbias};
 }
 
 std::tuple<Tensor, Tensor, Tensor> grouped_gemm_backward_cpu(Tensor grad_y, Tensor x, Tensor weight,

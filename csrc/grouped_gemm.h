@@ -15,6 +15,9 @@ inline void check_grouped_gemm(const Tensor& x, const Tensor& weight, const Tens
   check_same_dtype(weight, x, "weight", "x");
   check_dim(weight, 3, "weight", "[E, N, D]");
   check_size(weight, 2, x.size(1), "weight", "[E, N, D]");
+  check_width(x, 1, "x", "[R, D]");
+  check_width(weight, 0, "weight", "[E, N, D]");
+  check_width(weight, 1, "weight", "[E, N, D]");
   check_int32(offs, "offs");
   check_dim(offs, 1, "offs", "[E]");
   check_size(offs, 0, weight.size(0), "offs", "[E]");
@@ -27,12 +30,20 @@ inline void check_grouped_gemm(const Tensor& x, const Tensor& weight, const Tens
   check_size(*bias, 1, weight.size(1), "bias", "[E, N]");
 }
 
+// Which gradients of grouped_gemm are asked for, in the order of the results.
+struct GroupedGemmNeeds {
+  bool dx, dweight, dbias;
+
+  explicit GroupedGemmNeeds(const std::vector<bool>& needs) {
+    STD_TORCH_CHECK(needs.size() == 3, "needs must have 3 entries (dx, dweight, dbias), but got ",
+                    needs.size());
+    dx = needs[0], dweight = needs[1], dbias = needs[2];
+  }
+};
+
 inline void check_grouped_gemm_backward(const Tensor& grad_y, const Tensor& x, const Tensor& weight,
-                                        const Tensor& offs, const std::vector<bool>& needs,
-                                        const std::optional<Tensor>& main_dweight) {
+                                        const Tensor& offs, const std::optional<Tensor>& main_dweight) {
   check_grouped_gemm(x, weight, offs, std::nullopt);
-  STD_TORCH_CHECK(needs.size() == 3, "needs must have 3 entries (dx, dweight, dbias), but got ",
-                  needs.size());
   check_same_dtype(grad_y, x, "grad_y", "x");
   check_dim(grad_y, 2, "grad_y", "[R, N]");
   check_size(grad_y, 0, x.size(0), "grad_y", "[R, N]");

@@ -37,13 +37,13 @@ inline Tensor new_large(const Tensor& like, std::initializer_list<int64_t> shape
 // written. For results of which most will stay zero.
 inline Tensor new_untouched_zeros(const Tensor& like, std::initializer_list<int64_t> shape) {
 #if defined(__linux__)
-  int64_t numel = 1;
   std::vector<int64_t> strides(shape.size());
+  int64_t numel = 1;
   for (size_t d = shape.size(); d-- > 0;) {
     strides[d] = numel;
-    numel *= shape.begin()[d];
+    numel = checked_product({numel, shape.begin()[d]});
   }
-  const size_t bytes = numel * like.element_size();
+  const size_t bytes = checked_product({numel, like.element_size()});
   void* data = bytes == 0 ? MAP_FAILED
                           : mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (data != MAP_FAILED) {

@@ -21,6 +21,7 @@ namespace {
 std::string build_info() { return FMOE_TEXT_OF(FMOE_BUILD_INFO); }
 }  // namespace
 
+// clang-format off: one schema a line
 STABLE_TORCH_LIBRARY(fmoe_ext, m) {
   // What setup.py knew: "torch=...,cxx=...,modules=...", for python -m fmoe_ext.info.
   m.def("build_info() -> str");
@@ -33,65 +34,42 @@ STABLE_TORCH_LIBRARY(fmoe_ext, m) {
   m.def("permute(Tensor x, Tensor row_idx, Tensor inverse) -> Tensor");
   m.def("unpermute(Tensor y, Tensor row_idx, Tensor inverse, Tensor? topk_weights) -> Tensor");
   // -> grad_y [R, D], grad_topk_weights [T, K] (empty unless y is given)
-  m.def(
-      "unpermute_backward(Tensor grad_out, Tensor? y, Tensor row_idx, Tensor inverse, Tensor? topk_weights)"
-      " -> (Tensor, Tensor)");
+  m.def("unpermute_backward(Tensor grad_out, Tensor? y, Tensor row_idx, Tensor inverse, Tensor? topk_weights) -> (Tensor, Tensor)");
 
   m.def("apply_capacity(Tensor topk_idx, Tensor capacity) -> Tensor");
 
-  // score: "softmax" or "sigmoid"; bias shifts the selection only.
+  // score: 0 softmax, 1 sigmoid; bias shifts the selection only.
   // -> topk_idx [T, K] int64, topk_weights [T, K]
-  m.def(
-      "topk_gate(Tensor logits, int top_k, str score=\"softmax\", bool normalize=True, Tensor? bias=None,"
-      " int num_groups=1, int topk_groups=1, float scale=1.0) -> (Tensor, Tensor)");
-  m.def(
-      "topk_gate_backward(Tensor grad_weights, Tensor logits, Tensor topk_idx, Tensor topk_weights, str "
-      "score,"
-      " bool normalize, float scale) -> Tensor");
+  m.def("topk_gate(Tensor logits, int top_k, int score=0, bool normalize=True, Tensor? bias=None, int num_groups=1, int topk_groups=1, float scale=1.0) -> (Tensor, Tensor)");
+  m.def("topk_gate_backward(Tensor grad_weights, Tensor logits, Tensor topk_idx, Tensor topk_weights, int score, bool normalize, float scale) -> Tensor");
 
   m.def("grouped_gemm(Tensor x, Tensor weight, Tensor offs, Tensor? bias=None) -> Tensor");
   // needs: dx, dweight, dbias; an output that is not needed is empty.
-  m.def(
-      "grouped_gemm_backward(Tensor grad_y, Tensor x, Tensor weight, Tensor offs, bool[] needs)"
-      " -> (Tensor, Tensor, Tensor)");
-  // The same, but a dweight that is needed is added to main_dweight (float32, or float64) and is empty
-  // itself.
-  m.def(
-      "grouped_gemm_backward_accumulate(Tensor grad_y, Tensor x, Tensor weight, Tensor offs, bool[] needs,"
-      " Tensor(a!) main_dweight) -> (Tensor, Tensor, Tensor)");
+  m.def("grouped_gemm_backward(Tensor grad_y, Tensor x, Tensor weight, Tensor offs, bool[] needs) -> (Tensor, Tensor, Tensor)");
+  // The same, but a dweight that is needed is added to main_dweight (float32, or float64) and is empty itself.
+  m.def("grouped_gemm_backward_accumulate(Tensor grad_y, Tensor x, Tensor weight, Tensor offs, bool[] needs, Tensor(a!) main_dweight) -> (Tensor, Tensor, Tensor)");
 
+  // activation: a place in kActivations (activation.h), which is one in ops.ACTIVATIONS.
   // -> y [R, D], or [T, D] when combine; h [R, H or 2H] when save_h, else empty.
-  m.def(
-      "expert_mlp(Tensor x, Tensor row_idx, Tensor inverse, Tensor offs, Tensor w1, Tensor? b1, Tensor w2, "
-      "Tensor? b2,"
-      " Tensor? topk_weights, str activation, bool combine, bool save_h) -> (Tensor, Tensor)");
+  m.def("expert_mlp(Tensor x, Tensor row_idx, Tensor inverse, Tensor offs, Tensor w1, Tensor? b1, Tensor w2, Tensor? b2, Tensor? topk_weights, int activation, bool combine, bool save_h) -> (Tensor, Tensor)");
   // needs: dx, dw1, db1, dw2, db2, dtopk_weights, in the order of the results.
-  m.def(
-      "expert_mlp_backward(Tensor grad_y, Tensor x, Tensor row_idx, Tensor inverse, Tensor offs, Tensor w1, "
-      "Tensor w2,"
-      " Tensor? b2, Tensor? topk_weights, Tensor h, str activation, bool combine, bool[] needs)"
-      " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
+  m.def("expert_mlp_backward(Tensor grad_y, Tensor x, Tensor row_idx, Tensor inverse, Tensor offs, Tensor w1, Tensor w2, Tensor? b2, Tensor? topk_weights, Tensor h, int activation, bool combine, bool[] needs) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
   // The same, but a dw1 or dw2 that is needed is added to its main gradient, if given, and is empty itself.
-  m.def(
-      "expert_mlp_backward_accumulate(Tensor grad_y, Tensor x, Tensor row_idx, Tensor inverse, Tensor offs, "
-      "Tensor w1, Tensor w2,"
-      " Tensor? b2, Tensor? topk_weights, Tensor h, str activation, bool combine, bool[] needs,"
-      " Tensor(a!)? main_dw1, Tensor(b!)? main_dw2)"
-      " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
+  m.def("expert_mlp_backward_accumulate(Tensor grad_y, Tensor x, Tensor row_idx, Tensor inverse, Tensor offs, Tensor w1, Tensor w2, Tensor? b2, Tensor? topk_weights, Tensor h, int activation, bool combine, bool[] needs, Tensor(a!)? main_dw1, Tensor(b!)? main_dw2) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
+  // The two halves of expert_mlp_backward_accumulate, of the same bits: the gradients of the inputs,
+  // -> dx, dtopk_weights, and for the other half dh [R, H or 2H] if dw1 or db1 is needed, and scaled_a [R, H], the
+  // weighted activated rows, if dw2 is; and, from those two, the gradients of the weights -> dw1, db1, dw2, db2.
+  m.def("expert_mlp_backward_inputs(Tensor grad_y, Tensor x, Tensor row_idx, Tensor inverse, Tensor offs, Tensor w1, Tensor w2, Tensor? b2, Tensor? topk_weights, Tensor h, int activation, bool combine, bool[] needs) -> (Tensor, Tensor, Tensor, Tensor)");
+  m.def("expert_mlp_backward_weights(Tensor grad_y, Tensor x, Tensor row_idx, Tensor inverse, Tensor offs, Tensor w1, Tensor w2, Tensor? topk_weights, Tensor dh, Tensor scaled_a, int activation, bool combine, bool[] needs, Tensor(a!)? main_dw1, Tensor(b!)? main_dw2) -> (Tensor, Tensor, Tensor, Tensor)");
 
   // The checks of the operators above, and nothing else: they raise or return.
   m.def("_check_grouped_gemm(Tensor x, Tensor weight, Tensor offs, Tensor? bias) -> ()");
-  m.def(
-      "_check_grouped_gemm_backward(Tensor grad_y, Tensor x, Tensor weight, Tensor offs, bool[] needs,"
-      " Tensor? main_dweight) -> ()");
-  m.def(
-      "_check_expert_mlp(Tensor x, Tensor row_idx, Tensor inverse, Tensor offs, Tensor w1, Tensor? b1,"
-      " Tensor w2, Tensor? b2, Tensor? topk_weights, str activation) -> ()");
-  m.def(
-      "_check_expert_mlp_backward(Tensor grad_y, Tensor x, Tensor row_idx, Tensor inverse, Tensor offs,"
-      " Tensor w1, Tensor w2, Tensor? b2, Tensor? topk_weights, Tensor h, str activation, bool combine,"
-      " bool[] needs, Tensor? main_dw1, Tensor? main_dw2) -> ()");
+  m.def("_check_grouped_gemm_backward(Tensor grad_y, Tensor x, Tensor weight, Tensor offs, bool[] needs, Tensor? main_dweight) -> ()");
+  m.def("_check_expert_mlp(Tensor x, Tensor row_idx, Tensor inverse, Tensor offs, Tensor w1, Tensor? b1, Tensor w2, Tensor? b2, Tensor? topk_weights, int activation) -> ()");
+  // Of the backward and its halves: h, or what the half for the weights has in its place.
+  m.def("_check_expert_mlp_backward(Tensor grad_y, Tensor x, Tensor row_idx, Tensor inverse, Tensor offs, Tensor w1, Tensor w2, Tensor? b2, Tensor? topk_weights, Tensor? h, Tensor? dh, Tensor? scaled_a, int activation, bool combine, bool[] needs, Tensor? main_dw1, Tensor? main_dw2) -> ()");
 }
+// clang-format on
 
 STABLE_TORCH_LIBRARY_IMPL(fmoe_ext, CompositeExplicitAutograd, m) {
   m.impl("build_info", TORCH_BOX(&build_info));

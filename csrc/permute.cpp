@@ -9,6 +9,7 @@
 #include <tuple>
 #include <vector>
 
+#include "cpu_features.h"
 #include "float_types.h"
 #include "huge_pages.h"
 #include "parallel.h"
@@ -184,7 +185,7 @@ template <class T>
 void best_sum_rows(const T* const* rows, const compute_t<T>* weights, int64_t num, int64_t width, T* out) {
 #if FMOE_X86
   if constexpr (!std::is_same_v<T, double>)
-    if (has_avx512()) return sum_rows_avx512(rows, weights, num, width, out);
+    if (use_avx512()) return sum_rows_avx512(rows, weights, num, width, out);
 #endif
   sum_rows(rows, weights, num, 0, width, out);
 }
@@ -193,7 +194,7 @@ template <class T>
 compute_t<T> best_scale_and_dot(const T* grad, compute_t<T> weight, const T* y, int64_t width, T* scaled) {
 #if FMOE_X86
   if constexpr (!std::is_same_v<T, double>)
-    if (has_avx512()) return scale_and_dot_avx512(grad, weight, y, width, scaled);
+    if (use_avx512()) return scale_and_dot_avx512(grad, weight, y, width, scaled);
 #endif
   return scale_and_dot(grad, weight, y, 0, width, scaled);
 }

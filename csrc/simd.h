@@ -1,5 +1,5 @@
-// Run-time choice of vector code: functions marked FMOE_AVX512 may only be called when has_avx512() says so.
-// Every use has a portable counterpart, which is all there is outside x86-64.
+// Vector code outside the GEMM: functions marked FMOE_AVX512 may only be called when use_avx512() says so
+// (cpu_features.h). Every use has a portable counterpart, which is all there is outside x86-64.
 #pragma once
 
 #if defined(__x86_64__) && defined(__GNUC__)
@@ -15,17 +15,3 @@
 #else
 #define FMOE_X86 0
 #endif
-
-namespace fmoe_ext {
-
-inline bool has_avx512() {
-#if FMOE_X86
-  static const bool yes = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-                          __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
-  return yes;
-#else
-  return false;
-#endif
-}
-
-}  // namespace fmoe_ext

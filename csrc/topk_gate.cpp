@@ -9,10 +9,10 @@
 
 #include <cmath>
 #include <optional>
-#include <string>
 #include <tuple>
 #include <vector>
 
+#include "cpu_features.h"
 #include "float_types.h"
 #include "huge_pages.h"
 #include "parallel.h"
@@ -231,7 +231,7 @@ template <class T>
 auto best_gate_tokens(int64_t num_experts) {
 #if FMOE_X86
   if constexpr (!std::is_same_v<T, double>)
-    if (has_avx512() && num_experts <= Avx512Select::kMaxKeys) return gate_tokens_avx512<T>;
+    if (use_avx512() && num_experts <= Avx512Select::kMaxKeys) return gate_tokens_avx512<T>;
 #endif
   return gate_tokens_portable<T>;
 }
@@ -243,7 +243,7 @@ void for_each_token_range(int64_t num_tokens, const Body& body) {
   });
 }
 
-std::tuple<Tensor, Tensor> topk_gate_cpu(Tensor logits, int64_t top_k, std::string score, bool normalize,
+std::tuple<Tensor, Tensor> topk_gate_cpu(Tensor logits, int64_t top_k, int64_t score, bool normalize,
                                          std::optional<Tensor> bias, int64_t num_groups, int64_t topk_groups,
                                          double scale) {
   check_cpu(logits, "logits");
@@ -349,7 +349,7 @@ FMOE_AVX512 void gate_backward_tokens_avx512(const GateBackwardArgs<T>& args, in
 #endif
 
 Tensor topk_gate_backward_cpu(Tensor grad_weights, Tensor logits, Tensor topk_idx, Tensor topk_weights,
-                              std::string score, bool normalize, double scale) {
+                              int64_t score, bool normalize, double scale) {
   check_cpu(grad_weights, "grad_weights");
   check_cpu(logits, "logits");
   check_cpu(topk_idx, "topk_idx");
@@ -372,7 +372,7 @@ Tensor topk_gate_backward_cpu(Tensor grad_weights, Tensor logits, Tensor topk_id
                                    num_tokens};
     auto kernel = gate_backward_tokens_portable<T>;
 #if FMOE_X86
-    if (has_avx512()) kernel = gate_backward_tokens_avx512<T>;
+    if (use_avx512()) kernel = gate_backward_tokens_avx512<T>;
 #endif
     for_each_token_range(num_tokens, [&](int64_t begin, int64_t end) { kernel(args, begin, end); });
   });

@@ -1,17 +1,15 @@
 #pragma once
 
 #include <optional>
-#include <string>
 
 #include "checks.h"
 
 namespace fmoe_ext {
 
 // What every device checks; the values of topk_idx are checked where they can be read.
-inline bool checked_sigmoid(const std::string& score) {
-  STD_TORCH_CHECK(score == "softmax" || score == "sigmoid",
-                  "score must be \"softmax\" or \"sigmoid\", but got \"", score, "\"");
-  return score == "sigmoid";
+inline bool checked_sigmoid(int64_t score) {
+  STD_TORCH_CHECK(score == 0 || score == 1, "score must be 0 (softmax) or 1 (sigmoid), but got ", score);
+  return score == 1;
 }
 
 inline void check_logits(const Tensor& logits) {

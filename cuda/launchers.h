@@ -3,6 +3,8 @@
 
 #include <cstdint>
 
+#include "activation.h"
+
 struct CUstream_st;
 
 namespace fmoe_ext {
@@ -103,8 +105,6 @@ void launch_sum_rows(Dtype, const GroupedRows&, const int* offs, int num_experts
 void launch_heaviest_first(const int* offs, int num_experts, int64_t num_rows, int* order, LaunchStream);
 
 // ---- activation.cu: h is [R, H], or [R, 2 H] (gate, then up) when gated
-// in the order of Curve (csrc/activation.h)
-enum class CurveKind { gelu, gelu_tanh, relu, silu };
 struct ActivationRows {
   const void* h;
   const int* offs;

@@ -4,7 +4,6 @@
 // range for a dropped choice.
 #include <Python.h>
 
-#include <string>
 #include <tuple>
 
 #include "device.h"
@@ -133,7 +132,7 @@ std::tuple<Tensor, Tensor> unpermute_backward_cuda(Tensor grad_out, std::optiona
 }
 
 // ---- gate
-std::tuple<Tensor, Tensor> topk_gate_cuda(Tensor logits, int64_t top_k, std::string score, bool normalize,
+std::tuple<Tensor, Tensor> topk_gate_cuda(Tensor logits, int64_t top_k, int64_t score, bool normalize,
                                           std::optional<Tensor> bias, int64_t num_groups, int64_t topk_groups,
                                           double scale) {
   check_topk_gate(logits, top_k, bias, num_groups, topk_groups);
@@ -163,7 +162,7 @@ std::tuple<Tensor, Tensor> topk_gate_cuda(Tensor logits, int64_t top_k, std::str
 }
 
 Tensor topk_gate_backward_cuda(Tensor grad_weights, Tensor logits, Tensor topk_idx, Tensor topk_weights,
-                               std::string score, bool normalize, double scale) {
+                               int64_t score, bool normalize, double scale) {
   check_topk_gate_backward(grad_weights, logits, topk_idx, topk_weights);
   const bool sigmoid = checked_sigmoid(score);
   const int64_t T = logits.size(0), E = logits.size(1), top_k = topk_idx.size(1);

@@ -2,7 +2,6 @@
 #include <tuple>
 #include <vector>
 
-#include "activation.h"
 #include "device.h"
 #include "expert_mlp.h"
 #include "grouped_gemm.h"
@@ -26,9 +25,10 @@ Tensor grouped_gemm_cuda(Tensor x, Tensor weight, Tensor offs, std::optional<Ten
 }
 
 std::tuple<Tensor, Tensor, Tensor> backward(const Tensor& grad_y, const Tensor& x, const Tensor& weight,
-                                            const Tensor& offs, const std::vector<bool>& needs,
+                                            const Tensor& offs, const std::vector<bool>& needs_,
                                             const std::optional<Tensor>& main_dweight) {
-  check_grouped_gemm_backward(grad_y, x, weight, offs, needs, main_dweight);
+  const GroupedGemmNeeds needs(needs_);
+  check_grouped_gemm_backward(grad_y, x, weight, offs, main_dweight);
   check_same_device(weight, x, "weight", "x");
   check_same_device(offs, x, "offs", "x");
   check_same_device(grad_y, x, "grad_y", "x");
@@ -41,11 +41,11 @@ std::tuple<Tensor, Tensor, Tensor> backward(const Tensor& grad_y, const Tensor& 
   const auto output = [&](bool needed, std::initializer_list<int64_t> shape) {
     return needed ? torch::stable::new_empty(rows, shape) : torch::stable::new_empty(rows, {0});
   };
-  const Tensor dx = output(needs[0], {R, D}), dweight = output(needs[1] && !main_dweight, {E, N, D}),
-               dbias = output(needs[2], {E, N});
-  if (needs[0]) products.grad_input(plain_rows(dy), w, dx);
-  if (needs[1]) products.grad_weight(plain_rows(dy), plain_rows(rows), dweight, main_dweight);
-  if (needs[2]) products.grad_bias(plain_rows(dy), RowScale{}, dbias);
+  const Tensor dx = output(needs.dx, {R, D}), dweight = output(needs.dweight && !main_dweight, {E, N, D}),
+               dbias = output(needs.dbias, {E, N});
+  if (needs.dx) products.grad_input(plain_rows(dy), w, dx);
+  if (needs.dweight) products.grad_weight(plain_rows(dy), plain_rows(rows), dweight, main_dweight);
+  if (needs.dbias) products.grad_bias(plain_rows(dy), RowScale{}, dbias);
   return {dx, dweight, dbias};
 }
 
@@ -66,8 +66,8 @@ struct ExpertMlp {
   ExpertMlp(const Tensor& x_, const Tensor& row_idx_, const Tensor& inverse_, const Tensor& offs_,
             const Tensor& w1_, const std::optional<Tensor>& b1_, const Tensor& w2_,
             const std::optional<Tensor>& b2_, const std::optional<Tensor>& topk_weights,
-            const std::string& activation_name)
-      : activation(parse_activation(activation_name)) {
+            int64_t activation_number)
+      : activation(checked_activation(activation_number)) {
     check_expert_mlp(x_, row_idx_, inverse_, offs_, w1_, b1_, w2_, b2_, topk_weights, activation);
     for (const auto& [t, name] : {std::pair(&row_idx_, "row_idx"), std::pair(&inverse_, "inverse"),
                                   std::pair(&offs_, "offs"), std::pair(&w1_, "w1"), std::pair(&w2_, "w2")})
@@ -87,7 +87,6 @@ struct ExpertMlp {
   }
 
   Dtype dtype() const { return as_dtype(x); }
-  CurveKind curve() const { return static_cast<CurveKind>(activation.curve); }
   int64_t num_rows() const { return row_idx.numel(); }
   int64_t hidden() const { return w2.size(2); }
   int num_experts() const { return static_cast<int>(offs.numel()); }
@@ -114,7 +113,7 @@ struct ExpertMlp {
 
 std::tuple<Tensor, Tensor> expert_mlp_cuda(Tensor x, Tensor row_idx, Tensor inverse, Tensor offs, Tensor w1,
                                            std::optional<Tensor> b1, Tensor w2, std::optional<Tensor> b2,
-                                           std::optional<Tensor> topk_weights, std::string activation,
+                                           std::optional<Tensor> topk_weights, int64_t activation,
                                            bool combine, bool save_h) {
   const OnDeviceOf device(x);
   const ExpertMlp mlp(x, row_idx, inverse, offs, w1, b1, w2, b2, topk_weights, activation);
@@ -122,68 +121,143 @@ std::tuple<Tensor, Tensor> expert_mlp_cuda(Tensor x, Tensor row_idx, Tensor inve
   const Tensor a = mlp.new_rows(mlp.hidden()), y = mlp.new_rows(mlp.x.size(1));
   const std::optional<Tensor> h = save_h ? std::optional(mlp.new_rows(mlp.w1.size(1))) : std::nullopt;
   const Products products(mlp.offs, R, {mlp.x, mlp.w1, mlp.b1, mlp.w2, mlp.b2}, device);
-  products.up(mlp.curve(), mlp.activation.gated, mlp.by_token(mlp.x), mlp.w1, mlp.b1, h, a);
+  products.up(mlp.activation.curve, mlp.activation.gated, mlp.by_token(mlp.x), mlp.w1, mlp.b1, h, a);
   products.rows_by_weight(a, mlp.w2, mlp.b2, combine ? RowScale{} : mlp.row_scale(), y);
   return {combine ? mlp.combine(y, mlp.weights, device) : y, h ? *h : torch::stable::new_empty(a, {0})};
 }
 
 using Gradients = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
 
+// The products of expert_mlp's backward in its two halves: dh and scaled_a are all that the second reads of
+// the first.
+class Backward {
+ public:
+  // rows: h for both halves and for the first, dh for the second.
+  Backward(const ExpertMlp& mlp, const Tensor& grad_y, const Tensor& rows, bool combine,
+           const ExpertMlpNeeds& needs, const OnDeviceOf& device)
+      : mlp_(mlp),
+        needs_(needs),
+        combine_(combine),
+        device_(device),
+        dy_(as_contiguous(grad_y)),
+        rows_(as_contiguous(rows)),
+        products_(mlp.offs, mlp.num_rows(), {mlp.x, mlp.w1, mlp.w2, dy_, rows_}, device) {
+    check_same_device(grad_y, mlp.x, "grad_y", "x");
+    check_same_device(rows, mlp.x, "h", "x");
+    dx = dtopk_weights = dh = scaled_a = dw1 = db1 = dw2 = db2 = output(false, {});
+  }
+
+  // dh and scaled_a, dtopk_weights, dx.
+  void inputs(const std::optional<Tensor>& topk_weights) {
+    if (needs_.dtopk_weights)
+      dtopk_weights =
+          torch::stable::new_zeros(mlp_.x, {mlp_.inverse.size(0), mlp_.top_k()}, compute_type(mlp_.x));
+    if (needs_.hidden()) hidden();
+    if (needs_.dx) {
+      const Tensor dx_rows = mlp_.new_rows(mlp_.x.size(1));
+      products_.grad_input(plain_rows(dh), mlp_.w1, dx_rows);
+      dx = mlp_.combine(dx_rows, std::nullopt, device_);
+    }
+    if (needs_.dtopk_weights) dtopk_weights = torch::stable::to(dtopk_weights, topk_weights->scalar_type());
+  }
+
+  void weights(const std::optional<Tensor>& main_dw1, const std::optional<Tensor>& main_dw2) {
+    if (main_dw1) check_same_device(*main_dw1, mlp_.x, "main_dw1", "x");
+    if (main_dw2) check_same_device(*main_dw2, mlp_.x, "main_dw2", "x");
+    const int64_t E = mlp_.num_experts(), D = mlp_.x.size(1), H = mlp_.hidden(), F = mlp_.w1.size(1);
+    dw1 = output(needs_.dw1 && !main_dw1, {E, F, D}), db1 = output(needs_.db1, {E, F});
+    dw2 = output(needs_.dw2 && !main_dw2, {E, D, H}), db2 = output(needs_.db2, {E, D});
+    if (needs_.db2) products_.grad_bias(dy_rows(), mlp_.row_scale(), db2);
+    if (needs_.dw2) products_.grad_weight(dy_rows(), plain_rows(scaled_a), dw2, main_dw2);
+    if (needs_.dw1) products_.grad_weight(plain_rows(dh), mlp_.by_token(mlp_.x), dw1, main_dw1);
+    if (needs_.db1) products_.grad_bias(plain_rows(dh), RowScale{}, db1);
+  }
+
+  Tensor dx, dtopk_weights, dh, scaled_a, dw1, db1, dw2, db2;
+
+ private:
+  Tensor output(bool needed, std::initializer_list<int64_t> shape) const {
+    return needed ? torch::stable::new_empty(mlp_.x, shape) : torch::stable::new_empty(mlp_.x, {0});
+  }
+  GroupedRows dy_rows() const { return combine_ ? mlp_.by_token(dy_) : plain_rows(dy_); }
+
+  void hidden() {
+    dh = mlp_.new_rows(mlp_.w1.size(1)), scaled_a = mlp_.new_rows(mlp_.hidden());
+    const ActivationRows rows{data(rows_),        mlp_.ends(),          data<int>(mlp_.row_idx),
+                              data(mlp_.weights), mlp_.num_experts(),   mlp_.top_k(),
+                              mlp_.num_rows(),    mlp_.inverse.numel(), combine_};
+    products_.grad_hidden(mlp_.activation.curve, mlp_.activation.gated, dy_rows(), rows, mlp_.w2, mlp_.b2, dh,
+                          scaled_a, needs_.dtopk_weights ? std::optional(dtopk_weights) : std::nullopt);
+  }
+
+  const ExpertMlp& mlp_;
+  const ExpertMlpNeeds needs_;
+  const bool combine_;
+  const OnDeviceOf& device_;
+  const Tensor dy_, rows_;
+  Products products_;
+};
+
+using Gradients = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
+
 Gradients expert_mlp_backward_accumulate_cuda(Tensor grad_y, Tensor x, Tensor row_idx, Tensor inverse,
                                               Tensor offs, Tensor w1, Tensor w2, std::optional<Tensor> b2,
                                               std::optional<Tensor> topk_weights, Tensor h,
-                                              std::string activation, bool combine, std::vector<bool> needs,
+                                              int64_t activation, bool combine, std::vector<bool> needs,
                                               std::optional<Tensor> main_dw1,
                                               std::optional<Tensor> main_dw2) {
   const OnDeviceOf device(x);
   const ExpertMlp mlp(x, row_idx, inverse, offs, w1, std::nullopt, w2, b2, topk_weights, activation);
-  const int64_t R = mlp.num_rows(), T = mlp.inverse.size(0), D = mlp.x.size(1), H = mlp.hidden(),
-                F = mlp.w1.size(1);
-  const int E = mlp.num_experts();
-  check_expert_mlp_backward(grad_y, x, inverse, w1, w2, topk_weights, h, combine, needs, main_dw1, main_dw2);
-  check_same_device(grad_y, x, "grad_y", "x");
-  check_same_device(h, x, "h", "x");
-  if (main_dw1) check_same_device(*main_dw1, x, "main_dw1", "x");
-  if (main_dw2) check_same_device(*main_dw2, x, "main_dw2", "x");
-
-  const Tensor dy = as_contiguous(grad_y), pre = as_contiguous(h);
-  const GroupedRows dy_rows = combine ? mlp.by_token(dy) : plain_rows(dy);
-  Products products(mlp.offs, R, {mlp.x, mlp.w1, mlp.w2, dy, pre}, device);
-  const auto output = [&](bool needed, std::initializer_list<int64_t> shape) {
-    return needed ? torch::stable::new_empty(mlp.x, shape) : torch::stable::new_empty(mlp.x, {0});
-  };
-  const Tensor dw1 = output(needs[1] && !main_dw1, {E, F, D}), db1 = output(needs[2], {E, F}),
-               dw2 = output(needs[3] && !main_dw2, {E, D, H}), db2 = output(needs[4], {E, D});
-  Tensor dx = output(false, {}), dweights = output(false, {});
-  if (needs[5]) dweights = torch::stable::new_zeros(mlp.x, {T, mlp.top_k()}, compute_type(mlp.x));
-
-  if (needs[4]) products.grad_bias(dy_rows, mlp.row_scale(), db2);
-  if (needs[0] || needs[1] || needs[2] || needs[3] || needs[5]) {
-    const Tensor dh = mlp.new_rows(F), scaled_a = mlp.new_rows(H);
-    const ActivationRows rows{
-        data(pre),           mlp.ends(), data<int>(mlp.row_idx), data(mlp.weights), E, mlp.top_k(), R,
-        mlp.inverse.numel(), combine};
-    products.grad_hidden(mlp.curve(), mlp.activation.gated, dy_rows, rows, mlp.w2, mlp.b2, dh, scaled_a,
-                         needs[5] ? std::optional(dweights) : std::nullopt);
-    if (needs[3]) products.grad_weight(dy_rows, plain_rows(scaled_a), dw2, main_dw2);
-    if (needs[1]) products.grad_weight(plain_rows(dh), mlp.by_token(mlp.x), dw1, main_dw1);
-    if (needs[2]) products.grad_bias(plain_rows(dh), RowScale{}, db1);
-    if (needs[0]) {
-      const Tensor dx_rows = mlp.new_rows(D);
-      products.grad_input(plain_rows(dh), mlp.w1, dx_rows);
-      dx = mlp.combine(dx_rows, std::nullopt, device);
-    }
-  }
-  if (needs[5]) dweights = torch::stable::to(dweights, topk_weights->scalar_type());
-  return {dx, dw1, db1, dw2, db2, dweights};
+  check_expert_mlp_grad(grad_y, x, inverse, combine);
+  check_hidden_rows(h, x, inverse, w1.size(1), "h", "[R, F]");
+  check_expert_main_grads(w1, w2, main_dw1, main_dw2);
+  Backward backward(mlp, grad_y, h, combine, ExpertMlpNeeds(needs, topk_weights), device);
+  backward.inputs(topk_weights);
+  backward.weights(main_dw1, main_dw2);
+  return {backward.dx, backward.dw1, backward.db1, backward.dw2, backward.db2, backward.dtopk_weights};
 }
 
 Gradients expert_mlp_backward_cuda(Tensor grad_y, Tensor x, Tensor row_idx, Tensor inverse, Tensor offs,
                                    Tensor w1, Tensor w2, std::optional<Tensor> b2,
-                                   std::optional<Tensor> topk_weights, Tensor h, std::string activation,
+                                   std::optional<Tensor> topk_weights, Tensor h, int64_t activation,
                                    bool combine, std::vector<bool> needs) {
   return expert_mlp_backward_accumulate_cuda(grad_y, x, row_idx, inverse, offs, w1, w2, b2, topk_weights, h,
                                              activation, combine, needs, std::nullopt, std::nullopt);
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> expert_mlp_backward_inputs_cuda(
+    Tensor grad_y, Tensor x, Tensor row_idx, Tensor inverse, Tensor offs, Tensor w1, Tensor w2,
+    std::optional<Tensor> b2, std::optional<Tensor> topk_weights, Tensor h, int64_t activation, bool combine,
+    std::vector<bool> needs_) {
+  const OnDeviceOf device(x);
+  const ExpertMlp mlp(x, row_idx, inverse, offs, w1, std::nullopt, w2, b2, topk_weights, activation);
+  check_expert_mlp_grad(grad_y, x, inverse, combine);
+  check_hidden_rows(h, x, inverse, w1.size(1), "h", "[R, F]");
+  const ExpertMlpNeeds needs(needs_, topk_weights);
+  Backward backward(mlp, grad_y, h, combine, needs, device);
+  backward.inputs(topk_weights);
+  const Tensor none = torch::stable::new_empty(x, {0});
+  return {backward.dx, backward.dtopk_weights, needs.dw1 || needs.db1 ? backward.dh : none,
+          needs.dw2 ? backward.scaled_a : none};
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> expert_mlp_backward_weights_cuda(
+    Tensor grad_y, Tensor x, Tensor row_idx, Tensor inverse, Tensor offs, Tensor w1, Tensor w2,
+    std::optional<Tensor> topk_weights, Tensor dh, Tensor scaled_a, int64_t activation, bool combine,
+    std::vector<bool> needs_, std::optional<Tensor> main_dw1, std::optional<Tensor> main_dw2) {
+  const OnDeviceOf device(x);
+  const ExpertMlp mlp(x, row_idx, inverse, offs, w1, std::nullopt, w2, std::nullopt, topk_weights,
+                      activation);
+  const ExpertMlpNeeds needs(needs_, topk_weights);
+  check_expert_mlp_grad(grad_y, x, inverse, combine);
+  if (needs.dw1 || needs.db1) check_hidden_rows(dh, x, inverse, w1.size(1), "dh", "[R, F]");
+  if (needs.dw2) check_hidden_rows(scaled_a, x, inverse, w2.size(2), "scaled_a", "[R, H]");
+  check_same_device(scaled_a, x, "scaled_a", "x");
+  check_expert_main_grads(w1, w2, main_dw1, main_dw2);
+  Backward backward(mlp, grad_y, dh, combine, needs, device);
+  backward.dh = as_contiguous(dh), backward.scaled_a = as_contiguous(scaled_a);
+  backward.weights(main_dw1, main_dw2);
+  return {backward.dw1, backward.db1, backward.dw2, backward.db2};
 }
 
 }  // namespace
@@ -195,6 +269,8 @@ FMOE_CUDA_LIBRARY(m) {
   m.impl("expert_mlp", TORCH_BOX(&expert_mlp_cuda));
   m.impl("expert_mlp_backward", TORCH_BOX(&expert_mlp_backward_cuda));
   m.impl("expert_mlp_backward_accumulate", TORCH_BOX(&expert_mlp_backward_accumulate_cuda));
+  m.impl("expert_mlp_backward_inputs", TORCH_BOX(&expert_mlp_backward_inputs_cuda));
+  m.impl("expert_mlp_backward_weights", TORCH_BOX(&expert_mlp_backward_weights_cuda));
 }
 
 }  // namespace fmoe_ext

@@ -38,17 +38,24 @@ std::vector<int64_t> gpu_kernel_runs() {
   return runs;
 }
 
+void set_gpu_sm_margin(int64_t sms) {
+  STD_TORCH_CHECK(sms >= 0 && sms <= 1024, "sms must be in [0, 1024], but got ", sms);
+  sm_margin.store(static_cast<int>(sms), std::memory_order_relaxed);
+}
+
 }  // namespace
 
 STABLE_TORCH_LIBRARY_FRAGMENT(FMOE_CUDA_NAMESPACE, m) {
   m.def("_gpu_kernels() -> str[]");              // names of the entries of select.h, in its order
   m.def("_set_gpu_kernels(str[] names) -> ()");  // these on, all others off, on every device
   m.def("_gpu_kernel_runs() -> int[]");          // how often each has been chosen by this process
+  m.def("_set_gpu_sm_margin(int sms) -> ()");    // SMs that the Hopper kernels leave to NCCL's
 }
 STABLE_TORCH_LIBRARY_IMPL(FMOE_CUDA_NAMESPACE, CompositeExplicitAutograd, m) {
   m.impl("_gpu_kernels", TORCH_BOX(&gpu_kernels));
   m.impl("_set_gpu_kernels", TORCH_BOX(&set_gpu_kernels));
   m.impl("_gpu_kernel_runs", TORCH_BOX(&gpu_kernel_runs));
+  m.impl("_set_gpu_sm_margin", TORCH_BOX(&set_gpu_sm_margin));
 }
 
 }  // namespace fmoe_ext

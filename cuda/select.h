@@ -43,7 +43,7 @@ bool rows_from(const Task& task) {  // an expert, on average
   return task.num_rows >= static_cast<int64_t>(kRows) * task.num_experts;
 }
 // Pairs where they waste nothing (an even number of tiles) or little.
-inline constexpr int kManyWeightTiles = 31;
+inline constexpr int kManyWeightTiles = 3;
 inline bool pairs_fit(const Task& task) {
   return task.shared_tiles % 2 == 0 || task.shared_tiles >= kManyWeightTiles;
 }
@@ -60,14 +60,14 @@ struct Entry {
 };
 inline constexpr Entry kEntries[] = {
     // name, product, sm, 16 bit, sizes, bytes, cluster, rows of a tile, best for
-    {"up.128x256.pairs", Product::up, 90, true, 8, 16, 2, 128, rows_from<2048>},
+    {"up.128x256.pairs", Product::up, 90, true, 8, 16, 2, 128, rows_from<256>},
     {"up.128x256", Product::up, 90, true, 8, 16, 1, 128, always},
-    {"rows_by_weight.128x192.pairs", Product::rows_by_weight, 90, true, 8, 16, 2, 128, rows_from<2048>},
+    {"rows_by_weight.128x192.pairs", Product::rows_by_weight, 90, true, 8, 16, 2, 128, rows_from<256>},
     {"rows_by_weight.128x192", Product::rows_by_weight, 90, true, 8, 16, 1, 128, rows_from<48>},
     {"rows_by_weight.64x192", Product::rows_by_weight, 90, true, 8, 16, 1, 64, always},
-    {"grad_hidden.128x128.pairs", Product::grad_hidden, 90, true, 8, 16, 2, 128, rows_from<2048>},
+    {"grad_hidden.128x128.pairs", Product::grad_hidden, 90, true, 8, 16, 2, 128, rows_from<256>},
     {"grad_hidden.128x128", Product::grad_hidden, 90, true, 8, 16, 1, 128, always},
-    {"grad_input.128x192.pairs", Product::grad_input, 90, true, 8, 16, 2, 128, rows_from<2048>},
+    {"grad_input.128x192.pairs", Product::grad_input, 90, true, 8, 16, 2, 128, rows_from<256>},
     {"grad_input.128x192", Product::grad_input, 90, true, 8, 16, 1, 128, rows_from<48>},
     {"grad_input.64x192", Product::grad_input, 90, true, 8, 16, 1, 64, always},
     {"grad_weight.128x256.pairs", Product::grad_weight, 90, true, 8, 16, 2, 128, pairs_fit},
@@ -117,6 +117,11 @@ inline const Entry* select(const Task& task) {
   return chosen;
 }
 
-inline Grid grid_of(const Entry& entry, int num_sms) { return {num_sms, entry.cluster, entry.tile_rows}; }
+// SMs that persistent kernels leave to others: those of NCCL cannot share one with a block that takes all of
+// its registers and shared memory, and a block that has to wait for an SM begins its whole share late.
+inline std::atomic<int> sm_margin{0};
+inline Grid grid_of(const Entry& entry, int num_sms) {
+  return {std::max(num_sms - sm_margin.load(std::memory_order_relaxed), 1), entry.cluster, entry.tile_rows};
+}
 
 }  // namespace fmoe_ext

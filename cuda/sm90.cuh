@@ -5,7 +5,7 @@
 // all meet in this layout. Blocks begin at multiples of 1024 bytes.
 #pragma once
 
-#include "grouped_rows.cuh"
+#include "sm90_tiles.cuh"
 
 #if !defined(__CUDA_ARCH__) || defined(__CUDA_ARCH_FEAT_SM90_ALL)
 #define FMOE_SM90A 1
@@ -39,35 +39,6 @@ __device__ __forceinline__ uint64_t descriptor(uint32_t address) {
 template <bool kAlongMN>
 constexpr int kDescriptorK16 = (kAlongMN ? 16 * 128 : 32) >> 4;  // 16 further along k
 constexpr int kDescriptor64 = 8192 >> 4;                         // 64 further along m or n
-
-// ---- the thread blocks of a cluster, one or two, take neighbouring tiles that share an operand. Each loads
-// its part of it, for both of them by multicast; a stage is empty when the consumers of both have released
-// it. One whose tile lies outside the result loads and releases all the same.
-struct Cluster {
-  int pairs;  // 1 where there are two blocks, 0 where there is one
-
-  __device__ int rank() const { return static_cast<int>(blockIdx.x) & pairs; }
-  __device__ int peer() const { return rank() ^ pairs; }
-  __device__ int first_index() const { return static_cast<int>(blockIdx.x) >> pairs; }  // of tiles, in at()
-  __device__ int index_step() const { return static_cast<int>(gridDim.x) >> pairs; }
-  __device__ int part(int whole) const { return whole / 2 * rank(); }  // where this block's part begins
-  template <class... C>
-  __device__ __forceinline__ void load(uint32_t dst, const CUtensorMap& map, uint32_t bar,
-                                       C... coordinates) const {
-    if (pairs)
-      ptx::tma_load_multicast(dst, &map, bar, 3, coordinates...);
-    else
-      ptx::tma_load(dst, &map, bar, coordinates...);
-  }
-  // Of a consumer warpgroup one thread releases a stage to each block: they are in its first warp.
-  __device__ bool releases() const { return threadIdx.x % 128 <= pairs; }
-  // By all threads, at the beginning and at the end: no block may end while the other can still write to it
-  // or arrive at its barriers.
-  __device__ static void sync() {
-    __syncwarp();
-    ptx::cluster_sync();
-  }
-};
 
 // ---- the ring of stages between the warpgroup that loads and those that multiply. Blocks of k are counted
 // through all tiles of a thread block; stage and parity follow from the count.
@@ -105,33 +76,6 @@ struct Ring {
   }
 };
 
-// ---- tiles, in the order in which clusters take them
-struct Tile {
-  int expert;            // num_experts: padding; -1: there is no such tile
-  int row, num_rows, n;  // its rows (none or fewer: outside the expert), and which tile of columns it is
-};
-
-// Row tiles of an expert in groups of kGroupRows rows. The blocks of a cluster take tiles that follow one
-// another in rows.
-template <int kRows>
-struct RowTiles {
-  static constexpr int kHeight = kRows;
-  const int* offs;
-  int64_t num_rows;
-  int num_experts, tiles_n;
-  Cluster cluster;
-
-  __device__ __forceinline__ Tile at(int index) const {  // the whole warp
-    const int pairs = cluster.pairs, span = kHeight << pairs, group = kGroupRows / kHeight >> pairs;
-    const auto owner = find_tile_owner(offs, num_experts, num_rows, index / tiles_n, kHeight, pairs);
-    if (owner.expert < 0) return {-1, 0, 0, 0};
-    const auto place = tile_place(index - owner.first_tile * tiles_n,
-                                  (owner.end - owner.begin + span - 1) / kHeight >> pairs, tiles_n, group);
-    const int row = owner.begin + place.row * span + cluster.rank() * kHeight;
-    return {owner.expert, row, min(owner.end - row, kHeight), place.column};
-  }
-};
-
 // ---- loads by the 128 threads of a producer
 // Rows, picked through an index, as an operand [128, 64 k].
 template <class T>
@@ -160,14 +104,15 @@ struct RowGather {
 };
 
 // The producer of a ring whose A operand is gathered; load_b(b, full, k, tile) starts the TMA loads of B.
-template <class T, class R, class Tiles, class LoadB>
-__device__ __forceinline__ void gather_rows(R& ring, const Tiles& tiles, const Rows<T>& rows, int width,
-                                            const LoadB& load_b) {
+template <class T, class R, class LoadB>
+__device__ __forceinline__ void gather_rows(R& ring, const RowTiles<R::kM>& tiles, const Rows<T>& rows,
+                                            int width, const LoadB& load_b) {
   const int steps = static_cast<int>(ceil_div(width, kBlockColumns));
   RowGather<T> gather;
+  TileWalk walk(tiles);
   uint32_t count = 0;
   for (int index = tiles.cluster.first_index();; index += tiles.cluster.index_step()) {
-    const Tile tile = tiles.at(index);
+    const Tile tile = walk.at(index);
     if (tile.expert < 0 || tile.expert == tiles.num_experts) break;
     gather.pick(rows, tile);
     for (int k = 0; k < steps; ++k, ++count) {
@@ -276,63 +221,6 @@ __device__ __forceinline__ void store_zeros(T* out, int64_t stride, int rows, in
   const int pieces = columns / static_cast<int>(kVec16<T>);
   for (int item = threadIdx.x % 128; item < rows * pieces; item += 128)
     *reinterpret_cast<uint4*>(out + item / pieces * stride + item % pieces * kVec16<T>) = uint4{};
-}
-
-// ---- host
-// Calls body with a value of the C++ type of a 16-bit dtype.
-template <class Body>
-void dispatch_16bit(Dtype dtype, const Body& body) {
-  if (dtype == Dtype::bf16) return body(__nv_bfloat16{});
-  if (dtype == Dtype::f16) return body(__half{});
-  throw std::runtime_error("fmoe_ext: the Hopper kernels take bfloat16 or float16 only");
-}
-
-template <class... Params, class... Args>
-void launch_sm90(void (*kernel)(Params...), const Grid& grid, size_t shared_bytes, LaunchStream stream,
-                 Args&&... args) {
-  const int clusters = grid.num_blocks > grid.cluster ? grid.num_blocks / grid.cluster : 1;
-  launch_clusters(grid.cluster, kernel, clusters * grid.cluster, kSm90Threads, shared_bytes, stream,
-                  std::forward<Args>(args)...);
-}
-
-// Encodes the map of a 16-bit tensor with the 128-byte swizzle; throws when the driver refuses. Strides in
-// elements.
-struct TensorMapShape {
-  int rank;
-  uint64_t dims[5], strides[4];
-  uint32_t box[5];
-};
-template <class T>
-void encode_tensor_map(CUtensorMap* map, const void* base, const TensorMapShape& shape) {
-#ifdef __CUDACC__
-  static const auto encode = [] {
-    void* entry = nullptr;
-    cudaDriverEntryPointQueryResult result;
-    cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &entry, 12000, cudaEnableDefault, &result);
-    return reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(entry);
-  }();
-  if (!encode)
-    throw std::runtime_error(
-        "fmoe_ext: the CUDA driver has no cuTensorMapEncodeTiled: version 12.0 is needed");
-#else
-  constexpr auto encode = emu::encode_tiled;
-#endif
-  constexpr auto kType =
-      std::is_same_v<T, __half> ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
-  cuuint64_t dims[5], strides[4];
-  cuuint32_t box[5];
-  const cuuint32_t ones[5] = {1, 1, 1, 1, 1};
-  for (int i = 0; i < shape.rank; ++i) {
-    dims[i] = shape.dims[i];
-    box[i] = shape.box[i];
-    if (i) strides[i - 1] = shape.strides[i - 1] * sizeof(T);
-  }
-  const CUresult result = encode(map, kType, shape.rank, const_cast<void*>(base), dims, strides, box, ones,
-                                 CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-                                 CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-  if (result != CUDA_SUCCESS)
-    throw std::runtime_error("fmoe_ext: encoding a tensor map failed with CUresult " +
-                             std::to_string(result));
 }
 
 }  // namespace fmoe_ext

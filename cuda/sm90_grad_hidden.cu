@@ -5,6 +5,7 @@
 // Each consumer warp works through its part of a tile alone, in units of 16 rows x 64 columns: two units of h
 // are on their way (TMA) while the tile is multiplied; the gradients take their place in shared memory.
 #include "activation.cuh"
+#include "sm90_host.cuh"
 #include "sm90_ping_pong.cuh"
 
 namespace fmoe_ext {

@@ -3,7 +3,7 @@
 // producer warpgroup gathers it by cp.async; the other comes by TMA, but for the last rows of an expert,
 // which cp.async fills up with zeros: nothing of the next expert's rows, a NaN say, reaches this one. The
 // blocks of a cluster share the tile that comes by TMA: theirs follow one another along the gathered operand.
-#include "sm90.cuh"
+#include "sm90_host.cuh"
 
 namespace fmoe_ext {
 namespace {

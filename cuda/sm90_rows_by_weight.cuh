@@ -3,6 +3,7 @@
 // tile of the weight. Padding rows are zero.
 #pragma once
 
+#include "sm90_host.cuh"
 #include "sm90_ping_pong.cuh"
 
 namespace fmoe_ext {
@@ -29,9 +30,10 @@ __device__ __forceinline__ void load_rows_and_weight(typename P::Shared& s, cons
   const Cluster cluster = p.tiles.cluster;
   constexpr int kN = P::kN;
   const int steps = static_cast<int>(ceil_div(p.K, kBlockColumns));
+  TileWalk walk(p.tiles);
   uint32_t count = 0;
   for (int index = cluster.first_index();; index += cluster.index_step()) {
-    const Tile tile = p.tiles.at(index);
+    const Tile tile = walk.at(index);
     if (tile.expert < 0 || tile.expert == p.tiles.num_experts) break;
     if (threadIdx.x % 32 != 0) continue;
 #pragma unroll 1

@@ -5,7 +5,7 @@
 // interleaves 8 rows of either half of w1, so that of the accumulators' pieces of 8 columns the even ones are
 // gate and the odd ones up. The blocks of a cluster share the tile of w1.
 #include "activation.cuh"
-#include "sm90.cuh"
+#include "sm90_host.cuh"
 
 namespace fmoe_ext {
 namespace {
@@ -44,9 +44,10 @@ struct Consumer {
   __device__ __forceinline__ void run() {
     const int steps = static_cast<int>(ceil_div(p.D, kBlockColumns));
     const Cluster cluster = p.tiles.cluster;
+    TileWalk walk(p.tiles);
     uint32_t count = 0;
     for (int index = cluster.first_index();; index += cluster.index_step()) {
-      const Tile tile = p.tiles.at(index);
+      const Tile tile = walk.at(index);
       if (tile.expert < 0) break;
       if (tile.expert == p.tiles.num_experts) {
         store_padding(tile);

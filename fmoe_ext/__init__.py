@@ -1,6 +1,10 @@
 """fmoe_ext: Mixture-of-Experts training for PyTorch."""
 
-from fmoe_ext import balance, gates, ops
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from fmoe_ext import balance, distributed, gates, ops
+from fmoe_ext.distributed import DistributedGroupedDataParallel
 from fmoe_ext.gates import (
     BaseGate,
     DCGate,
@@ -22,10 +26,14 @@ from fmoe_ext.layers import FMoE
 from fmoe_ext.linear import FMoELinear
 from fmoe_ext.transformer import FMoETransformerMLP
 
+if TYPE_CHECKING:
+    from fmoe_ext import checkpoint
+
 __version__ = "0.1.0"
 __all__ = [
     "BaseGate",
     "DCGate",
+    "DistributedGroupedDataParallel",
     "ExpertChoiceGate",
     "FMoE",
     "FMoELinear",
@@ -42,7 +50,19 @@ __all__ = [
     "UniformGate",
     "ZeroGate",
     "balance",
+    "checkpoint",
+    "distributed",
     "fmoefy",
     "gates",
     "ops",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "checkpoint":  # loaded when it is asked for: it brings torch.distributed.checkpoint
+        return importlib.import_module("fmoe_ext.checkpoint")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -62,7 +62,8 @@ class ExpertKind:
         if len(chunk_ends) > 1 and not self.can_be_divided:
             raise RuntimeError(
                 f"overlap_degree={len(chunk_ends)} computes some experts at a time, which this layer's experts cannot "
-                "do: use FusedExperts or separate experts, or overlap_degree=1"
+                "do: use FusedExperts (without hooks on or wrappers around htoh4 and h4toh) or separate experts, or "
+                "overlap_degree=1"
             )
         return self
 
@@ -70,7 +71,7 @@ class ExpertKind:
         """The experts at these places of any rank, in the place of this rank's; RuntimeError if they cannot."""
         raise RuntimeError(
             f"the experts of {type(self.layer).__name__} cannot be shadowed, only FusedExperts without an expert_fn "
-            "of their own: clear layer.expert_parallel.shadows"
+            "of their own, hooks or wrappers: clear layer.expert_parallel.shadows"
         )
 
 
@@ -87,11 +88,11 @@ class Fused(ExpertKind):
 
     @property
     def can_be_divided(self) -> bool:
-        return True
+        return not self.layer.experts.must_be_called
 
     @property
     def can_be_shadowed(self) -> bool:
-        return True
+        return not self.layer.experts.must_be_called
 
     def compute(
         self, x: Nest, topk_idx: torch.Tensor, topk_weights: torch.Tensor, first: int, end: int
@@ -104,6 +105,7 @@ class Fused(ExpertKind):
 
     def divided(self, chunk_ends: Sequence[int]) -> ExpertKind:
         """Splits the weights once, so that their gradients are put together once."""
+        super().divided(chunk_ends)
         if len(chunk_ends) == 1:
             return self
         experts = self.layer.experts
@@ -114,6 +116,8 @@ class Fused(ExpertKind):
         return self._with_weights(lambda end: (by_end[end][:4], by_end[end][4:]))
 
     def fetched(self, places: Sequence[int], expert_parallel: ExpertParallel) -> ExpertKind:
+        if not self.can_be_shadowed:
+            return super().fetched(places, expert_parallel)
         experts = self.layer.experts
         if any(experts.main_grads):
             raise RuntimeError(

@@ -1,19 +1,24 @@
 """FusedExperts: the two-layer MLPs of all experts as one operator, and the layouts of their state dict."""
 
 import re
+from collections.abc import Callable, Mapping
+from typing import Any, TypeAlias
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from fmoe_ext import ops
-from fmoe_ext.linear import FMoELinear, cast_to_weight, cumulative_ends
-from fmoe_ext.routing import unpermute_rows, widen
+from fmoe_ext.linear import FMoELinear, cast_to_weight, check_plain, cumulative_ends
+from fmoe_ext.routing import DispatchHandle, unpermute_rows, widen
 
+# w1, b1 or None, w2, b2 or None
+Weights: TypeAlias = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor | None]
+MainGrads: TypeAlias = tuple[ops.MainGrad | None, ops.MainGrad | None]
 GATED_ACTIVATIONS = ("swiglu", "geglu", "geglu_tanh")
 
 
-def activation_name(activation):
+def activation_name(activation: str | Callable[..., Any]) -> str | None:
     """The name under which ops.expert_mlp computes an activation; None for a callable that it does not know.
 
     activation: a name of ops.ACTIVATIONS, nn.GELU / nn.ReLU / nn.SiLU, F.gelu / F.relu / F.silu, or any callable.
@@ -48,42 +53,63 @@ class FusedExperts(nn.Module):
     gradient_accumulation_fusion: backward adds the gradients of both weights, not rounded, to their main_grad
     (ops.MainGrad) and leaves grad alone; biases get grad as ever. As in Megatron-LM, whose
     DistributedDataParallel reduces main_grad; RuntimeError in backward for a weight without one.
+    rank: which of the ranks that share the experts this is, for their draw (FMoELinear).
     A state dict with one expert per entry ("<e>.htoh4.weight" [1, H, D]) loads as well.
     """
 
     def __init__(
         self,
-        num_experts,
-        d_model,
-        d_hidden,
-        activation="gelu",
-        bias=True,
+        num_experts: int,
+        d_model: int,
+        d_hidden: int,
+        activation: str | Callable[..., Any] = "gelu",
+        bias: bool = True,
         *,
-        gradient_accumulation_fusion=False,
+        gradient_accumulation_fusion: bool = False,
+        rank: int = 0,
     ):
         super().__init__()
         self.num_experts = num_experts
         self.fused_activation = activation_name(activation)
         self.activation = activation
         num_hidden_rows = 2 * d_hidden if self.fused_activation in GATED_ACTIVATIONS else d_hidden
-        options = {"bias": bias, "gradient_accumulation_fusion": gradient_accumulation_fusion}
+        options: dict[str, Any] = {
+            "bias": bias,
+            "rank": rank,
+            "gradient_accumulation_fusion": gradient_accumulation_fusion,
+        }
         self.htoh4 = FMoELinear(num_experts, d_model, num_hidden_rows, **options)
         self.h4toh = FMoELinear(num_experts, d_hidden, d_model, **options)
         self.register_load_state_dict_pre_hook(_fuse_per_expert_layout)
 
     @property
-    def weights(self):
+    def must_be_called(self) -> bool:
+        """Whether htoh4 and h4toh have to be called, instead of computing with their weights in one operator.
+
+        So it is where one of them has hooks (offloading, sharding) or is another module than FMoELinear (an adapter
+        around it). It is slower, and keeps more for the backward.
+        """
+        return any(not isinstance(m, FMoELinear) or m.must_be_called for m in (self.htoh4, self.h4toh))
+
+    @property
+    def weights(self) -> Weights:
         """The tensors that forward computes with: w1, b1 or None, w2, b2 or None, one entry an expert."""
         return self.htoh4.weight, self.htoh4.bias, self.h4toh.weight, self.h4toh.bias
 
     @property
-    def main_grads(self):
+    def main_grads(self) -> MainGrads:
         """Where the gradients of w1 and w2 are added in backward; None without gradient_accumulation_fusion."""
         return self.htoh4.main_grad, self.h4toh.main_grad
 
     def forward(
-        self, inp, fwd_expert_count, handle=None, topk_weights=None, weights=None, main_grads=(None, None)
-    ):
+        self,
+        inp: torch.Tensor,
+        fwd_expert_count: torch.Tensor,
+        handle: DispatchHandle | None = None,
+        topk_weights: torch.Tensor | None = None,
+        weights: Weights | None = None,
+        main_grads: MainGrads = (None, None),
+    ) -> torch.Tensor:
         """The experts on rows, or with a handle on tokens.
 
         Without handle, FastMoE's call: inp [R, D] sorted by expert, fwd_expert_count [E] -> [R, D].
@@ -93,13 +119,17 @@ class FusedExperts(nn.Module):
         main_grads: theirs, in the place of self.main_grads.
         """
         if weights is None:
+            if self.must_be_called:
+                return self._by_calls(inp, fwd_expert_count, handle, topk_weights)
             weights, main_grads = self.weights, self.main_grads
         w1, b1, w2, b2 = weights
+        check_plain(w1)
+        check_plain(w2)
         inp = cast_to_weight(inp, w1)
         offs = cumulative_ends(fwd_expert_count, w1.shape[0], inp.device) if handle is None else handle.offs
         if self.fused_activation is None:
             rows = inp if handle is None else ops.permute(inp, handle.row_idx, handle.inverse)
-            hidden = self.activation(ops.grouped_gemm(rows, w1, offs, b1, main_grad=main_grads[0]))
+            hidden = self._activation(ops.grouped_gemm(rows, w1, offs, b1, main_grad=main_grads[0]))
             rows = ops.grouped_gemm(hidden, w2, offs, b2, main_grad=main_grads[1])
             return rows if handle is None else unpermute_rows(rows, handle, topk_weights)
         if handle is None:
@@ -111,11 +141,31 @@ class FusedExperts(nn.Module):
         topk_weights = widen(topk_weights, inp.dtype)
         combines = handle is not None
         return ops.expert_mlp(
-            inp, *routing, *weights, topk_weights, self.fused_activation, combines, main_grads
+            inp, *routing, w1, b1, w2, b2, topk_weights, self.fused_activation, combines, main_grads
         )
 
+    def _activation(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The activation outside the operator."""
+        name, activation = self.fused_activation, self.activation
+        if name is not None:
+            return ops.ACTIVATIONS[name](hidden)
+        assert callable(activation)
+        return activation(hidden)
 
-def to_per_expert_layout(state_dict):
+    def _by_calls(
+        self,
+        inp: torch.Tensor,
+        fwd_expert_count: torch.Tensor,
+        handle: DispatchHandle | None,
+        topk_weights: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """forward() by calling htoh4 and h4toh."""
+        rows = inp if handle is None else ops.permute(inp, handle.row_idx, handle.inverse)
+        rows = self.h4toh(self._activation(self.htoh4(rows, fwd_expert_count)), fwd_expert_count)
+        return rows if handle is None else unpermute_rows(rows, handle, topk_weights)
+
+
+def to_per_expert_layout(state_dict: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """A copy of a state dict in FastMoE's layout since 2023: one entry for each expert.
 
     `experts.htoh4.weight` [E, H, D] becomes `experts.<e>.htoh4.weight` [1, H, D], biases and h4toh likewise;
@@ -133,7 +183,7 @@ def to_per_expert_layout(state_dict):
     return split
 
 
-def _fuse_per_expert_layout(module, state_dict, prefix, *_):
+def _fuse_per_expert_layout(module: FusedExperts, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
     for name in ("htoh4.weight", "htoh4.bias", "h4toh.weight", "h4toh.bias"):
         keys = [f"{prefix}{e}.{name}" for e in range(module.num_experts)]
         if all(key in state_dict for key in keys):

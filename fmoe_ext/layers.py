@@ -1,28 +1,34 @@
 """FMoE: a gate chooses experts for every token, the experts compute, their results are summed by weight."""
 
+from __future__ import annotations
+
+import difflib
 import functools
 import inspect
 import warnings
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from fmoe_ext.dispatch import combine, dispatch
-from fmoe_ext.ep.exchange import find_group
+from fmoe_ext.ep.exchange import Group, find_group
 from fmoe_ext.ep.expert_parallel import ExpertParallel
-from fmoe_ext.ep.workers import GroupWorkers, SliceGroup
+from fmoe_ext.ep.ranks import GroupRanks, SliceGroup
 from fmoe_ext.ep.wrappers import check_wrappers
 from fmoe_ext.expert_kinds import ExpertKind, OwnExpertFn, Separate, SeparateExperts, kind_of
-from fmoe_ext.gates import NaiveGate, OneWorker
+from fmoe_ext.gates import NaiveGate, OneRank, find_gate
 from fmoe_ext.routing import ExpertInput, Nest, leaves_of, map_structure
 
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
-def mark_module_parallel_comm(module, comm):
+
+def mark_module_parallel_comm(module: nn.Module, comm: str) -> None:
     """Tags every parameter of module with the group that reduces its gradient: param.dp_comm = comm."""
     for param in module.parameters():
-        param.dp_comm = comm
+        setattr(param, "dp_comm", comm)  # noqa: B010 - an attribute that Parameter does not declare
 
 
 class FMoE(nn.Module):
@@ -40,7 +46,8 @@ class FMoE(nn.Module):
       gets a RuntimeError: on the CPU at once; on CUDA results are NaN and ep.static.check_max_rows(model) raises.
     slice_group: ranks with the same input; each computes a part of the rows. mp_group is its old name.
     gate: a class or function called as gate(d_model, num_expert, world_size, top_k[, gate_bias=]), a
-      functools.partial of one, or a module; it maps moe_inp to topk_idx [T, K], topk_weights [T, K].
+      functools.partial of one, a name in gates.GATES, or a module: it maps moe_inp to topk_idx,
+      topk_weights [T, K].
     expert: a callable d_model -> module, called num_expert times; a list of such callables, one for each
       expert (it sets num_expert); or None for subclasses that set self.experts to one module for all experts,
       which is called as experts(rows sorted by expert, tokens_per_expert). Separate experts are called as
@@ -55,25 +62,28 @@ class FMoE(nn.Module):
 
     def __init__(
         self,
-        num_expert=32,
-        d_model=1024,
-        world_size=1,
-        mp_group=None,
-        slice_group=None,
-        moe_group=None,
-        top_k=2,
-        gate=NaiveGate,
-        expert=None,
-        gate_hook=None,
-        mask=None,
-        mask_dict=None,
-        gate_bias=True,
+        num_expert: int = 32,
+        d_model: int = 1024,
+        world_size: int = 1,
+        mp_group: Group = None,
+        slice_group: Group = None,
+        moe_group: Group = None,
+        top_k: int = 2,
+        gate: str | nn.Module | Callable[..., nn.Module] = NaiveGate,
+        expert: Callable[[int], nn.Module] | Sequence[Callable[[int], nn.Module]] | None = None,
+        gate_hook: Callable[..., Any] | None = None,
+        mask: torch.Tensor | None = None,
+        mask_dict: Mapping[int, Any] | None = None,
+        gate_bias: bool = True,
         *,
-        renormalize=False,
-        gate_group=None,
-        overlap_degree=1,
-        max_rows_per_rank=None,
+        renormalize: bool = False,
+        gate_group: Group = None,
+        overlap_degree: int | str = 1,
+        max_rows_per_rank: int | None = None,
+        **unknown: Any,
     ):
+        if unknown:
+            raise TypeError(_unknown_keywords(type(self), unknown))
         super().__init__()
         if mp_group is not None:
             warnings.warn(
@@ -99,17 +109,18 @@ class FMoE(nn.Module):
         self.mask = mask
         self.mask_dict = mask_dict
         self.renormalize = renormalize
-        self.gate = self._make_gate(gate, gate_bias)
+        self.gate: Any = self._make_gate(gate, gate_bias)
         if self.expert_parallel is not None or gate_group is not None:
             self._share_gate(gate_group)
         self.experts_fused = expert is None
-        self.experts = None if expert is None else self._make_experts(expert)
-        self._expert_dp_comm = None
+        self.experts: Any = None if expert is None else self._make_experts(expert)
+        self._expert_dp_comm: str | None = None
         self.register_buffer("expert_placement", None)  # [E] once experts have moved
         self.register_load_state_dict_pre_hook(_drop_wrapper_prefix)
         self.register_load_state_dict_pre_hook(_take_placement)
 
-    def _make_gate(self, gate, gate_bias):
+    def _make_gate(self, gate: str | nn.Module | Callable[..., nn.Module], gate_bias: bool) -> nn.Module:
+        gate = find_gate(gate) if isinstance(gate, str) else gate
         if isinstance(gate, nn.Module):
             if getattr(gate, "tot_expert", self.num_experts) != self.num_experts:
                 raise ValueError(
@@ -117,40 +128,47 @@ class FMoE(nn.Module):
                 )
             return gate
         if not callable(gate):
-            raise TypeError(f"gate must be a class, a callable or a module, but got {gate!r}")
+            raise TypeError(f"gate must be a class, a callable, a module or a name, but got {gate!r}")
         options = {"gate_bias": gate_bias} if _takes_gate_bias(gate) else {}
         return gate(self.d_model, self.num_expert, self.world_size, self.top_k, **options)
 
-    def _share_gate(self, gate_group):
+    def _share_gate(self, gate_group: Group) -> None:
         """Lets the gate's losses and capacities span the tokens of a group."""
-        if isinstance(getattr(self.gate, "workers", None), OneWorker):
+        if isinstance(getattr(self.gate, "ranks", None), OneRank):
             group = self.moe_group if gate_group is None else gate_group
-            self.gate.workers = GroupWorkers(group, num_copies=self.slice_size)
+            self.gate.ranks = GroupRanks(group, num_copies=self.slice_size)
 
     @property
-    def moe_group(self):
+    def moe_group(self) -> ProcessGroup | None:
         """The process group that the experts are spread over, or None."""
         return None if self.expert_parallel is None else find_group(self.expert_parallel.group)
 
     @property
-    def slice_size(self):
+    def ep_rank(self) -> int:
+        """Number of this rank among those that the experts are spread over; 0 without."""
+        return 0 if self.expert_parallel is None else self.expert_parallel.rank
+
+    @property
+    def slice_size(self) -> int:
         return 1 if self._slices is None else self._slices.size
 
     @property
-    def slice_rank(self):
+    def slice_rank(self) -> int:
         return 0 if self._slices is None else self._slices.rank
 
-    def _make_experts(self, expert):
-        makers = expert if isinstance(expert, (list, tuple)) else [expert] * self.num_expert
+    def _make_experts(
+        self, expert: Callable[[int], nn.Module] | Sequence[Callable[[int], nn.Module]]
+    ) -> SeparateExperts:
+        makers = [expert] * self.num_expert if callable(expert) else expert
         return SeparateExperts(maker(self.d_model) for maker in makers)
 
-    def forward(self, moe_inp):
+    def forward(self, moe_inp: Nest) -> Nest:
         """Sends every token through its experts.
 
         moe_inp: tensor [T, d_model], or [T, *] or a nest (list, tuple, dict) of such tensors if gate and
         experts take them -> what the experts return for one row, [T, *], summed with topk_weights over the K
         choices.
-        Raises ValueError for inputs, masks or choices whose number of tokens differs.
+        Raises ValueError for inputs, masks or choices whose number of tokens differs, TypeError for integer tokens.
         Equivalent to: out[t] = sum_k topk_weights[t, k] * expert[topk_idx[t, k]](moe_inp[t]).
         """
         check_wrappers(self)
@@ -191,8 +209,9 @@ class FMoE(nn.Module):
         is_own = type(self).expert_fn is not FMoE.expert_fn
         return OwnExpertFn(self) if is_own else kind_of(self)
 
-    def place_experts(self, order):
+    def place_experts(self, order: Iterable[int]) -> None:
         """Notes that the parameters of expert order[place] are now at that place (ep.placement moves them)."""
+        assert self.expert_parallel is not None
         self.expert_parallel.experts_in_place = list(order)
         self.expert_placement = torch.tensor(order)
 
@@ -206,14 +225,14 @@ class FMoE(nn.Module):
             raise RuntimeError("expert_fn_single needs separate experts, but these are fused in one module")
         return Separate(self).call_one(inp, fwd_expert_count, idx)
 
-    def mark_parallel_comm(self, expert_dp_comm="none"):
+    def mark_parallel_comm(self, expert_dp_comm: str = "none") -> None:
         """Tags the parameters of the experts with expert_dp_comm and those of the gate with "gate"."""
         self._expert_dp_comm = expert_dp_comm
         if self.experts is not None:
             mark_module_parallel_comm(self.experts, expert_dp_comm)
         mark_module_parallel_comm(self.gate, "gate")
 
-    def __setstate__(self, state):
+    def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         if self._expert_dp_comm is not None:  # copies of parameters lose their attributes
             self.mark_parallel_comm(self._expert_dp_comm)
@@ -239,9 +258,10 @@ class FMoE(nn.Module):
         return topk_idx, topk_weights
 
     def _fill_masked(self, out: Nest, topk_weights: torch.Tensor, mask: torch.Tensor | None) -> Nest:
-        if mask is None or self.mask_dict is None:
+        fillings = self.mask_dict
+        if mask is None or fillings is None:
             return out
-        return map_structure(lambda leaf: _fill(leaf, topk_weights, mask, self.mask_dict), out)
+        return map_structure(lambda leaf: _fill(leaf, topk_weights, mask, fillings), out)
 
 
 def _count_tokens(moe_inp: Nest) -> int:
@@ -250,7 +270,23 @@ def _count_tokens(moe_inp: Nest) -> int:
     if not sizes or sizes[0] is None or any(size != sizes[0] for size in sizes):
         kinds = [list(x.shape) if isinstance(x, torch.Tensor) else type(x).__name__ for x in leaves]
         raise ValueError(f"moe_inp must be tensors [T, *] with one number of tokens T, but got {kinds}")
+    dtypes = {x.dtype for x in leaves}
+    if not any(dtype.is_floating_point or dtype.is_complex for dtype in dtypes):
+        raise TypeError(
+            f"moe_inp must have tokens of a floating dtype, but got {', '.join(map(str, dtypes))}"
+        )
     return sizes[0]
+
+
+def _unknown_keywords(cls: type, unknown: Iterable[str]) -> str:
+    """What to say of keywords that neither cls nor a class that it hands them to takes."""
+    classes = [base for base in cls.__mro__ if issubclass(base, FMoE)]
+    names = sorted({name for base in classes for name in inspect.signature(base.__init__).parameters})
+    texts = []
+    for keyword in unknown:
+        close = difflib.get_close_matches(keyword, names, n=1)
+        texts.append(f"{keyword!r}{f' (did you mean {close[0]!r}?)' if close else ''}")
+    return f"{cls.__name__} has no argument {', '.join(texts)}"
 
 
 def _drop_masked(topk_idx: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
@@ -274,18 +310,18 @@ def _fill(
     return out
 
 
-def _of_rows(mask, rows):
+def _of_rows(mask: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     """mask [T, 1, ...], shaped to select rows of [T, *]."""
     return mask.to(rows.device).reshape(-1, *(1 for _ in rows.shape[1:]))
 
 
-def _renormalize(topk_idx, topk_weights):
+def _renormalize(topk_idx: torch.Tensor, topk_weights: torch.Tensor) -> torch.Tensor:
     kept = torch.where(topk_idx >= 0, topk_weights, 0)
     kept_sum = kept.sum(-1, keepdim=True)
     return kept * (topk_weights.sum(-1, keepdim=True) / torch.where(kept_sum == 0, 1, kept_sum))
 
 
-def _takes_gate_bias(gate):
+def _takes_gate_bias(gate: Callable[..., Any]) -> bool:
     """Whether a gate that is not built yet takes gate_bias: by name, or in the **kwargs of a NaiveGate."""
     bound = gate.keywords if isinstance(gate, functools.partial) else {}
     maker = gate.func if isinstance(gate, functools.partial) else gate
@@ -297,7 +333,7 @@ def _takes_gate_bias(gate):
     )
 
 
-def _take_placement(module, state_dict, prefix, *_):
+def _take_placement(module: FMoE, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
     """Experts are where the state dict has them; in order, if it says nothing."""
     key = prefix + "expert_placement"
     if key in state_dict:
@@ -311,7 +347,7 @@ def _take_placement(module, state_dict, prefix, *_):
         module.place_experts(range(module.num_experts))
 
 
-def _drop_wrapper_prefix(module, state_dict, prefix, *_):
+def _drop_wrapper_prefix(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
     """Takes the state dict of a layer that was wrapped for data parallelism."""
     wrapped = prefix + "module."
     for key in [key for key in state_dict if key.startswith(wrapped)]:

@@ -1,14 +1,22 @@
 """FMoELinear: one linear map per expert, applied to rows that are sorted by expert."""
 
 import math
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from fmoe_ext import ops
 
+# Between the seeds of neighbours: odd and without a pattern in its bits, so that no two layers share experts.
+_NEXT_EXPERT = 0x9E3779B97F4A7C15
 
-def cumulative_ends(fwd_expert_count, num_experts, device):
+
+def cumulative_ends(
+    fwd_expert_count: torch.Tensor | Sequence[int], num_experts: int, device: torch.device
+) -> torch.Tensor:
     """offs [E] int32 on device for row counts [E], wherever those are."""
     counts = torch.as_tensor(fwd_expert_count)
     if counts.shape != (num_experts,):
@@ -16,20 +24,47 @@ def cumulative_ends(fwd_expert_count, num_experts, device):
     return counts.to(device).cumsum(0, dtype=torch.int32)
 
 
-def cast_to_weight(inp, weight):
+def check_plain(weight: torch.Tensor) -> None:
+    """TypeError for a weight that is a tensor subclass (quantized, distributed): operators read plain memory."""
+    if hasattr(weight, "__tensor_flatten__"):
+        raise TypeError(
+            f"an expert's weight is a {type(weight).__name__}, and experts compute with plain tensors: leave "
+            "FMoELinear out of the quantization (quantize_(model, config, filter_fn=...)) or of the sharding, or put "
+            "weight.dequantize() or weight.full_tensor() in its place"
+        )
+
+
+def cast_to_weight(inp: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """inp in the dtype of weight; as it is under autocast, where the operators choose the dtype."""
     device = inp.device.type
     casts = device != "meta" and torch.is_autocast_enabled(device)  # which raises for "meta"
     return inp if casts else inp.to(weight.dtype)
 
 
+@torch.no_grad()
+def draw_experts(params: Sequence[torch.Tensor], bound: float, seed: int, first_expert: int = 0) -> None:
+    """Fills params, each [E, *], from the uniform distribution on [-bound, bound].
+
+    What expert e gets depends on seed and on first_expert + e, its number in the whole layer: not on how many of
+    the experts are here, nor on PyTorch's generator, which is left alone. CPU and GPU draw different numbers.
+    """
+    if params[0].is_meta:
+        return
+    generator = torch.Generator(params[0].device)
+    for e, parts in enumerate(zip(*params, strict=True), first_expert):
+        generator.manual_seed((seed + e * _NEXT_EXPERT) % 2**63)
+        for part in parts:
+            part.uniform_(-bound, bound, generator=generator)
+
+
 class FMoELinear(nn.Module):
     """A linear layer for each of num_expert experts, computed by one grouped GEMM.
 
-    weight [E, out_feat, in_feat], bias [E, out_feat] or None; initialised as FastMoE does:
-    kaiming_uniform_(a=sqrt(5)) over the three-dimensional weight (its fan-in is in_feat * out_feat), zero
-    bias. rank is accepted and ignored. gradient_accumulation_fusion: backward adds the gradient of weight to
-    weight.main_grad (ops.MainGrad) instead of weight.grad.
+    weight [E, out_feat, in_feat], bias [E, out_feat] or None; every expert is drawn as nn.Linear is, uniform in
+    [-1 / sqrt(in_feat), 1 / sqrt(in_feat)]. rank: which of the ranks that share the experts this is. Ranks with
+    the same seed draw different experts, those that one process with all of them would draw.
+    gradient_accumulation_fusion: backward adds the gradient of weight to weight.main_grad (ops.MainGrad) instead
+    of weight.grad.
     """
 
     def __init__(
@@ -41,7 +76,7 @@ class FMoELinear(nn.Module):
         rank: int = 0,
         *,
         gradient_accumulation_fusion: bool = False,
-    ):
+    ) -> None:
         super().__init__()
         if num_expert < 1:
             raise ValueError(f"num_expert must be at least 1, but got {num_expert}")
@@ -52,19 +87,51 @@ class FMoELinear(nn.Module):
         self.gradient_accumulation_fusion = gradient_accumulation_fusion
         self.weight = nn.Parameter(torch.empty(num_expert, out_feat, in_feat))
         self.bias = nn.Parameter(torch.empty(num_expert, out_feat)) if bias else None
+        self._hook_handles: list[RemovableHandle] = []
         self.reset_parameters()
 
-    def reset_parameters(self):
-        nn.init.kaiming_uniform_(self.weight, a=math.sqrt(5))
-        if self.bias is not None:
-            nn.init.zeros_(self.bias)
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Draws all experts anew, as draw_experts does, with a seed from PyTorch's generator."""
+        params = [self.weight] if self.bias is None else [self.weight, self.bias]
+        bound = 1 / math.sqrt(self.in_feat) if self.in_feat > 0 else 0.0
+        if type(self.weight.data) is torch.Tensor:
+            seed = int(torch.randint(2**62, (), device="cpu"))
+            draw_experts(params, bound, seed, self.rank * self.num_expert)
+        else:  # a shard of FSDP, or a fake tensor: these draw as a whole
+            for param in params:
+                param.uniform_(-bound, bound)
+
+    def register_forward_pre_hook(self, *args: Any, **kwargs: Any) -> RemovableHandle:
+        return self._note(super().register_forward_pre_hook(*args, **kwargs))
+
+    def register_forward_hook(self, *args: Any, **kwargs: Any) -> RemovableHandle:
+        return self._note(super().register_forward_hook(*args, **kwargs))
+
+    def register_full_backward_pre_hook(self, *args: Any, **kwargs: Any) -> RemovableHandle:
+        return self._note(super().register_full_backward_pre_hook(*args, **kwargs))
+
+    def register_full_backward_hook(self, *args: Any, **kwargs: Any) -> RemovableHandle:
+        return self._note(super().register_full_backward_hook(*args, **kwargs))
+
+    def _note(self, handle: RemovableHandle) -> RemovableHandle:
+        self._hook_handles = [*filter(_is_active, self._hook_handles), handle]
+        return handle
 
     @property
-    def main_grad(self):
+    def must_be_called(self) -> bool:
+        """Whether something waits for this module's call: a hook, or a forward put in the place of its own.
+
+        Otherwise whoever has the module may compute with its weight and bias directly, as FusedExperts does.
+        """
+        return "forward" in self.__dict__ or any(map(_is_active, self._hook_handles))
+
+    @property
+    def main_grad(self) -> ops.MainGrad | None:
         """Where the gradient of weight is added in backward; None without gradient_accumulation_fusion."""
         return ops.MainGrad(self.weight) if self.gradient_accumulation_fusion else None
 
-    def forward(self, inp, fwd_expert_count):
+    def forward(self, inp: torch.Tensor, fwd_expert_count: torch.Tensor | Sequence[int]) -> torch.Tensor:
         """Applies the weight of expert e to its rows.
 
         inp [R, in_feat], sorted by expert, of any floating dtype (cast to that of the weight);
@@ -74,12 +141,18 @@ class FMoELinear(nn.Module):
         than R.
         Equivalent to: torch.cat([F.linear(x, w, b) for x, w, b in zip(inp.split(counts), weight, bias)]).
         """
+        check_plain(self.weight)
         offs = cumulative_ends(fwd_expert_count, self.num_expert, inp.device)
         inp = cast_to_weight(inp, self.weight)
         return ops.grouped_gemm(inp, self.weight, offs, self.bias, main_grad=self.main_grad)
 
-    def extra_repr(self):
+    def extra_repr(self) -> str:
         return (
             f"num_expert={self.num_expert}, in_features={self.in_feat}, out_features={self.out_feat}, "
             f"bias={self.bias is not None}"
         )
+
+
+def _is_active(handle: RemovableHandle) -> bool:
+    """Whether a hook has not been removed."""
+    return handle.id in (handle.hooks_dict_ref() or ())

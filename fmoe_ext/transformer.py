@@ -1,5 +1,10 @@
 """FMoETransformerMLP: a Mixture-of-Experts layer in the place of a transformer's MLP."""
 
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
 from fmoe_ext.experts import FusedExperts
 from fmoe_ext.layers import FMoE
 
@@ -15,16 +20,16 @@ class FMoETransformerMLP(FMoE):
 
     def __init__(
         self,
-        num_expert=32,
-        d_model=1024,
-        d_hidden=4096,
-        activation="gelu",
-        expert_dp_comm="none",
-        expert_rank=0,
+        num_expert: int = 32,
+        d_model: int = 1024,
+        d_hidden: int = 4096,
+        activation: str | Callable[..., Any] = "gelu",
+        expert_dp_comm: str = "none",
+        expert_rank: int = 0,
         *,
-        bias=True,
-        gradient_accumulation_fusion=False,
-        **kwargs,
+        bias: bool = True,
+        gradient_accumulation_fusion: bool = False,
+        **kwargs: Any,
     ):
         super().__init__(num_expert=num_expert, d_model=d_model, **kwargs)
         self.d_hidden = d_hidden
@@ -35,10 +40,11 @@ class FMoETransformerMLP(FMoE):
             activation,
             bias=bias,
             gradient_accumulation_fusion=gradient_accumulation_fusion,
+            rank=self.ep_rank,
         )
         self.mark_parallel_comm(expert_dp_comm)
 
-    def forward(self, inp):
+    def forward(self, inp: torch.Tensor) -> torch.Tensor:
         """inp [..., d_model] -> [..., d_model], without residual; ValueError for another last dimension."""
         if inp.dim() == 0 or inp.shape[-1] != self.d_model:
             raise ValueError(f"inp must have shape [..., d_model={self.d_model}], but got {list(inp.shape)}")

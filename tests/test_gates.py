@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from fmoe_ext import BaseGate, GShardGate, NaiveGate, SwitchGate
-from fmoe_ext.gates import OneWorker
+from fmoe_ext.gates import OneRank
 from fmoe_ext.testing import assert_close
 
 T, D, E = 40, 8, 6
@@ -42,8 +42,8 @@ def keep_first(chosen, capacity):
     return kept
 
 
-class TwoEqualWorkers(OneWorker):
-    """As if another worker had the same tokens; it comes second, so that capacity serves this one first."""
+class TwoEqualRanks(OneRank):
+    """As if another rank had the same tokens; it comes second, so that capacity serves this one first."""
 
     def num_tokens(self, num_local_tokens):
         return 2 * num_local_tokens
@@ -196,10 +196,10 @@ def test_gshard_gate_drops_second_choices_at_random():
 
 
 @pytest.mark.parametrize("kind", [SwitchGate, GShardGate])
-def test_several_workers(kind):
-    """A worker that asks for all tokens gets the same loss as alone, and the capacity of twice the tokens."""
+def test_several_ranks(kind):
+    """A rank that asks for all tokens gets the same loss as alone, and the capacity of twice the tokens."""
     alone, together = (make_gate(kind, capacity=(0.5, 0.5)).eval() for _ in range(2))
-    together.workers = TwoEqualWorkers()
+    together.ranks = TwoEqualRanks()
     x = make_input()
     few, more = alone(x)[0], together(x)[0]
     chosen = logits_of(alone, x).topk(alone.top_k)[1]

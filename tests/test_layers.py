@@ -7,7 +7,16 @@ import torch
 from oracle import mix, softmax_weights
 from torch import nn
 
-from fmoe_ext import BaseGate, FMoE, FMoELinear, GShardGate, NaiveGate, SwitchGate
+from fmoe_ext import (
+    BaseGate,
+    FMoE,
+    FMoELinear,
+    FMoETransformerMLP,
+    GShardGate,
+    NaiveGate,
+    SoftmaxGate,
+    SwitchGate,
+)
 from fmoe_ext.experts import FusedExperts
 from fmoe_ext.routing import DispatchHandle, permute_rows, unpermute_rows
 
@@ -150,7 +159,9 @@ def test_a_subclass_brings_fused_experts():
     layer.experts = Fused().double()
     x = make_input()
     topk_idx, topk_weights = layer.gate(x)
-    functions = [lambda row, e=e: layer.experts.linear.weight[e] @ row for e in range(E)]
+    functions = [
+        lambda row, e=e: layer.experts.linear.weight[e] @ row + layer.experts.linear.bias[e] for e in range(E)
+    ]
     assert_same(layer(x), mix(x, topk_idx, topk_weights, functions))
     with pytest.raises(RuntimeError, match="expert_fn_single needs separate experts"):
         layer.expert_fn_single(x, T, 0)
@@ -373,8 +384,21 @@ def test_rejects():
         make_layer(gate=FixedGate(topk_idx, topk_weights[:, :1]))(x)
     with pytest.raises(ValueError, match="the gate is for 5 experts, but the layer has 4"):
         make_layer(gate=NaiveGate(D, 5, 1))
-    with pytest.raises(TypeError, match="gate must be a class, a callable or a module, but got 'naive'"):
-        make_layer(gate="naive")
+    with pytest.raises(TypeError, match="gate must be a class, a callable, a module or a name, but got 3"):
+        make_layer(gate=3)
+    with pytest.raises(ValueError, match=r"unknown gate 'nave': choose one of naive, "):
+        make_layer(gate="nave")
+    assert type(make_layer(gate="softmax").gate) is SoftmaxGate
+    with pytest.raises(
+        TypeError, match=r"^FMoE has no argument 'overlap_degre' \(did you mean 'overlap_degree'\?\)$"
+    ):
+        make_layer(overlap_degre=2)
+    with pytest.raises(
+        TypeError, match=r"^FMoETransformerMLP has no argument 'd_hiden' \(did you mean 'd_hidden'\?\)$"
+    ):
+        FMoETransformerMLP(E, D, d_hiden=8)
+    with pytest.raises(TypeError, match=r"tokens of a floating dtype, but got torch\.int64"):
+        make_layer()(torch.zeros(3, D, dtype=torch.int64))
     with pytest.raises(ValueError, match="top_k must be between 1 and the 4 experts, but got 5"):
         make_layer(top_k=5)
     with pytest.raises(RuntimeError, match=r"needs torch\.distributed\.init_process_group"):

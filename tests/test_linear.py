@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from fmoe_ext import FMoELinear
+from fmoe_ext import FMoELinear, FMoETransformerMLP
 from fmoe_ext.testing import assert_close
 
 COUNTS = (3, 0, 5, 1)
@@ -87,15 +87,54 @@ def test_autocast():
 
 
 def test_initialisation():
-    """Uniform up to 1 / sqrt(in_feat * out_feat), FastMoE's fan-in; zero bias."""
+    """Each expert as nn.Linear: weight and bias uniform up to 1 / sqrt(in_feat)."""
     torch.manual_seed(0)
     linear = FMoELinear(4, 50, 80)
-    bound = 1 / math.sqrt(50 * 80)
-    assert 0.99 * bound < linear.weight.abs().max() <= bound
-    assert linear.weight.std().item() == pytest.approx(bound / math.sqrt(3), rel=0.02)
-    assert torch.equal(linear.bias, torch.zeros(4, 80))
+    bound = 1 / math.sqrt(50)
+    for e in range(4):
+        weight = linear.weight[e]
+        assert 0.98 * bound < weight.abs().max() <= bound
+        assert weight.std().item() == pytest.approx(bound / math.sqrt(3), rel=0.03)
+        assert 0.8 * bound < linear.bias[e].abs().max() <= bound
+        assert not torch.equal(weight, linear.weight[e - 1])
     assert str(linear) == "FMoELinear(num_expert=4, in_features=50, out_features=80, bias=True)"
     assert FMoELinear(4, 5, 6, bias=False).bias is None
+
+
+def test_ranks_draw_what_one_process_draws():
+    def drawn(num_expert, rank):
+        torch.manual_seed(3)
+        linears = FMoELinear(num_expert, 6, 7, rank=rank), FMoELinear(num_expert, 6, 7, False, rank=rank)
+        return [p for linear in linears for p in linear.parameters()], torch.rand(())
+
+    whole, after = drawn(4, 0)
+    assert not torch.equal(whole[0], whole[2])
+    for rank, (parts, then) in enumerate(drawn(2, rank) for rank in range(2)):
+        for part, full in zip(parts, whole, strict=True):
+            assert torch.equal(part, full[2 * rank : 2 * rank + 2])
+        assert then == after, "other parameters would differ from layout to layout"
+
+
+@pytest.mark.cpu("numbers are drawn on it")
+def test_reset_on_the_meta_device_and_after_it():
+    with torch.device("meta"):
+        linear = FMoELinear(3, 6, 7)
+    linear.to_empty(device="cpu").reset_parameters()
+    assert linear.weight.abs().max() <= 6**-0.5 and linear.weight.std() > 0.2
+
+
+def test_output_of_the_quick_start_is_that_of_an_mlp():
+    """FMoETransformerMLP(8, 512, 1024, "swiglu", top_k=2): two experts, each as strong as the MLP of nn.Linear."""
+    torch.manual_seed(0)
+    x = torch.randn(256, 512)
+    moe = FMoETransformerMLP(8, 512, 1024, "swiglu", top_k=2)
+    up, down = torch.nn.Linear(512, 2048), torch.nn.Linear(1024, 512)
+    gate, value = up(x).chunk(2, -1)
+    dense = down(F.silu(gate) * value).std().item()
+    one_each = moe.experts(x, [32] * 8)
+    for rows in one_each.split(32):
+        assert rows.std().item() == pytest.approx(dense, rel=0.08)
+    assert 0.6 * dense < moe(x).std().item() < dense  # a weighted mean of two that know nothing of each other
 
 
 def test_rejects():

@@ -77,6 +77,47 @@ def test_compiler_missing():
     assert "'no-such-compiler' was not found, install gcc >= 11" in text
 
 
+def run_in_setup(preparation, *arguments, **env):
+    """setup.py with these arguments after some lines of Python that prepare what it finds."""
+    script = f"import runpy, sys; sys.argv = ['setup.py', *{arguments!r}]\n{preparation}\nrunpy.run_path('setup.py')"
+    result = subprocess.run(
+        [sys.executable, "-c", script],
+        cwd=ROOT,
+        env={**os.environ, "FMOE_CUDA": "0", **env},
+        capture_output=True,
+        text=True,
+    )
+    return result.returncode, result.stdout + result.stderr
+
+
+def test_python_too_old():
+    """Said before anything about torch, which there is none of for that Python."""
+    code, text = run_in_setup("sys.version_info = (3, 9, 20); sys.modules['torch'] = None", "--version")
+    assert code == 1
+    assert "is too old: version 3.10 or newer is needed" in text and "torch" not in text
+
+
+@pytest.mark.parametrize("value", ["", "  "])
+def test_empty_compiler_means_unset(value):
+    code, text = run_setup(CXX=value, FMOE_CUDA="0")
+    assert code == 0, text
+
+
+def test_earlier_builds_leave_nothing(tmp_path):
+    """Neither a module that was deleted since, nor a native module that this build leaves out."""
+    package = tmp_path / "fmoe_ext"
+    package.mkdir()
+    for name in ("deleted.py", "_C.abi3.so", "_C_cuda.abi3.so", "_C_nccl.so"):
+        (package / name).touch()
+    code, text = run_in_setup("", "build_py", "--build-lib", str(tmp_path))
+    assert code == 0, text
+    assert (package / "layers.py").exists() and not (package / "deleted.py").exists()
+    nothing = "from torch.utils import cpp_extension; cpp_extension.BuildExtension.run = lambda self: None"
+    code, text = run_in_setup(nothing, "build_ext", "--build-lib", str(tmp_path))
+    assert code == 0, text
+    assert [path.name for path in package.glob("_C*")] == ["_C.abi3.so"]
+
+
 def test_cuda_demanded_without_nvcc(tmp_path):
     for tool in ("c++", "g++", "sh", "ninja"):
         found = subprocess.run(["which", tool], capture_output=True, text=True).stdout.strip()

@@ -85,7 +85,7 @@ inline int64_t largest_chunk(const std::vector<Chunk>& chunks) {
 class Workspace {
  public:
   Workspace(const Tensor& like, int64_t bytes)
-      : bytes_(new_large(like, {bytes + kAlign}, ScalarType::Byte)),
+      : bytes_(new_large(like, {checked_sum(bytes, kAlign)}, ScalarType::Byte)),
         data_(reinterpret_cast<char*>((reinterpret_cast<uintptr_t>(bytes_.mutable_data_ptr()) + kAlign - 1) /
                                       kAlign * kAlign)) {}
   char* data() const { return data_; }
@@ -96,21 +96,44 @@ class Workspace {
   char* data_;
 };
 
-// Memory of one thread for one job: valid until the thread asks again. Jobs ask for a few MB at most.
-inline char* thread_buffer(int64_t bytes) {
-  struct Buffer {
-    std::unique_ptr<char[]> memory;
+// Memory of one thread for one job; a thread has one at a time. Up to kKept bytes stay with the thread for
+// its next job, so that no job pays for page faults: four panels of a weight with 65,536 float columns, or a
+// hundred ordinary ones. What is larger goes with the job.
+class ThreadBuffer {
+ public:
+  static constexpr int64_t kKept = int64_t{32} << 20;
+
+  explicit ThreadBuffer(int64_t bytes) {
+    Memory& memory = of_thread();
+    if (checked_sum(bytes, kAlign) <= memory.size) return;
+    memory.size = 0;  // first, so that a failing new leaves a thread without memory and without a size
+    memory.data.reset();
+    memory.data.reset(new char[bytes + kAlign]);
+    memory.size = bytes + kAlign;
+    advise_huge_pages(memory.data.get(), memory.size);
+  }
+  ~ThreadBuffer() {
+    if (of_thread().size > kKept) of_thread() = {};
+  }
+  ThreadBuffer(const ThreadBuffer&) = delete;
+  ThreadBuffer& operator=(const ThreadBuffer&) = delete;
+
+  char* data() const {
+    return reinterpret_cast<char*>((reinterpret_cast<uintptr_t>(of_thread().data.get()) + kAlign - 1) /
+                                   kAlign * kAlign);
+  }
+
+ private:
+  static constexpr int64_t kAlign = 64;
+  struct Memory {
+    std::unique_ptr<char[]> data;
     int64_t size = 0;
   };
-  static thread_local Buffer buffer;
-  if (bytes + 64 > buffer.size) {
-    buffer.memory.reset();
-    buffer.memory.reset(new char[bytes + 64]);
-    buffer.size = bytes + 64;
-    advise_huge_pages(buffer.memory.get(), buffer.size);
+  static Memory& of_thread() {
+    static thread_local Memory memory;
+    return memory;
   }
-  return reinterpret_cast<char*>((reinterpret_cast<uintptr_t>(buffer.memory.get()) + 63) / 64 * 64);
-}
+};
 
 // A block of operand rows, row-major. The stride is an odd number of cache lines, so that the rows of a tile
 // do not compete for the same lines of the first-level cache.
@@ -225,7 +248,8 @@ void multiply_weight_columns(const Kernels& kernels, const Job& job, const RowMa
   const void* pointers[kMaxPanelLanes];
   const int64_t rows = job.segment->rows();
   const bool few = rows <= kernels.few_rows;
-  char* panel = few ? nullptr : thread_buffer(panel_bytes(kernels, depth, kernels.nr));
+  const ThreadBuffer buffer(few ? 0 : panel_bytes(kernels, depth, kernels.nr));
+  char* panel = buffer.data();
   for (int64_t p = job.begin; p < job.end; ++p) {
     columns(p, pointers);
     if (!few) kernels.pack_columns(pointers, depth, panel);
@@ -247,7 +271,8 @@ void multiply_weight_rows(const Kernels& kernels, const Job& job, const RowMajor
   const int64_t rows = job.segment->rows(), nr = kernels.nr;
   if (rows <= kernels.few_rows) {
     const int64_t column = job.begin * nr, tile_bytes = rows * nr * kernels.acc_bytes;
-    char* tiles = thread_buffer((job.end - job.begin) * tile_bytes);
+    const ThreadBuffer buffer((job.end - job.begin) * tile_bytes);
+    char* tiles = buffer.data();
     kernels.multiply_rows_of(rows, depth, a.data, a.stride, weight + column * kernels.storage_bytes,
                              num_columns, std::min(job.end * nr, num_columns) - column, tiles);
     for (int64_t p = job.begin; p < job.end; ++p) epilogue(p, tiles + (p - job.begin) * tile_bytes, 0, rows);
@@ -256,8 +281,8 @@ void multiply_weight_rows(const Kernels& kernels, const Job& job, const RowMajor
   alignas(64) char tile[kTileBytes];
   // As many panels at once as make each weight row's piece worth a trip to memory.
   const int64_t group = std::min<int64_t>(4, job.end - job.begin);
-  const Panels panels{thread_buffer(group * panel_bytes(kernels, depth, nr)),
-                      Panels::stride_for(kernels, depth, nr), kernels.operand_bytes};
+  const ThreadBuffer buffer(group * panel_bytes(kernels, depth, nr));
+  const Panels panels{buffer.data(), Panels::stride_for(kernels, depth, nr), kernels.operand_bytes};
   for (int64_t first = job.begin; first < job.end; first += group) {
     const int64_t count = std::min(group, job.end - first);
     pack_weight_rows(kernels, weight, num_columns, depth, first, count, panels);
@@ -270,13 +295,25 @@ void multiply_weight_rows(const Kernels& kernels, const Job& job, const RowMajor
   }
 }
 
-// Columns [column, column + n) of a block of operand rows, as panels of `lanes` lanes over k = rows.
-inline void pack_block(const Kernels& kernels, const RowMajor& block, int64_t rows, int64_t column, int64_t n,
-                       int64_t lanes, const Panels& panels) {
-  std::vector<const void*> pointers(rows);
-  for (int64_t r = 0; r < rows; ++r) pointers[r] = block.at(r);
-  kernels.pack_operand_rows(pointers.data(), rows, column, n, lanes, panels.data, panels.stride);
-}
+// Columns [column, column + n) of a block of operand rows, as panels of `lanes` lanes over k = rows, in the
+// memory of the thread.
+class OwnPanels {
+ public:
+  OwnPanels(const Kernels& kernels, const RowMajor& block, int64_t rows, int64_t column, int64_t n,
+            int64_t lanes)
+      : buffer_(divide_up(n, lanes) * panel_bytes(kernels, rows, lanes)),
+        panels{buffer_.data(), Panels::stride_for(kernels, rows, lanes), kernels.operand_bytes} {
+    std::vector<const void*> pointers(rows);
+    for (int64_t r = 0; r < rows; ++r) pointers[r] = block.at(r);
+    kernels.pack_operand_rows(pointers.data(), rows, column, n, lanes, panels.data, panels.stride);
+  }
+
+ private:
+  const ThreadBuffer buffer_;
+
+ public:
+  const Panels panels;
+};
 
 // The columns of some tensor, for the rows of each segment of a chunk, as panels over k = rows that all jobs
 // share.
@@ -364,7 +401,7 @@ class ExpertGradient {
   void begin(const Chunk& chunk) {
     const Segment& segment = chunk.segments.front();
     if (!main_grad_ && segment.cut && segment.begin == bounds_[segment.expert])
-      sums_.assign(rows_ * columns_ * kernels_.acc_bytes, 0);
+      sums_.assign(checked_product({rows_, columns_, kernels_.acc_bytes}), 0);
   }
 
   void add(const Segment& segment, const void* tile, int64_t row, int64_t column, int64_t m, int64_t n) {
@@ -396,11 +433,11 @@ class ExpertGradient {
   std::vector<char> sums_;
 };
 
-// The gradient of a bias [E, columns]: sums over rows, in row order, kept in acc until the end.
+// The gradient of a bias [E, columns]: sums over rows, in row order, kept in double until the end.
 class BiasGradient {
  public:
   BiasGradient(const Kernels& kernels, int64_t num_experts, int64_t columns)
-      : kernels_(kernels), columns_(columns), sums_(num_experts * columns * kernels.acc_bytes, 0) {}
+      : kernels_(kernels), columns_(columns), sums_(checked_product({num_experts, columns}), 0.0) {}
 
   static constexpr int64_t kColumns = 256;  // of one part
   int64_t parts() const { return divide_up(columns_, kColumns); }
@@ -410,18 +447,20 @@ class BiasGradient {
     const int64_t column = part * kColumns;
     kernels_.sum_over_rows(rows.at(0, column), rows.stride, segment.rows(),
                            std::min(kColumns, columns_ - column), scale,
-                           sums_.data() + (segment.expert * columns_ + column) * kernels_.acc_bytes);
+                           sums_.data() + segment.expert * columns_ + column);
   }
 
   void store(const Tensor& out) const {
-    kernels_.round(sums_.data(), static_cast<int64_t>(sums_.size()) / kernels_.acc_bytes,
-                   out.mutable_data_ptr());
+    if (kernels_.acc_bytes == sizeof(double))
+      return kernels_.round(sums_.data(), sums_.size(), out.mutable_data_ptr());
+    const std::vector<float> narrow(sums_.begin(), sums_.end());
+    kernels_.round(narrow.data(), narrow.size(), out.mutable_data_ptr());
   }
 
  private:
   const Kernels& kernels_;
   int64_t columns_;
-  std::vector<char> sums_;
+  std::vector<double> sums_;
 };
 
 }  // namespace fmoe_ext::gemm

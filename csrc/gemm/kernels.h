@@ -21,7 +21,7 @@ namespace fmoe_ext::gemm {
 // Pre-activation h = tile + bias, rounded to storage, then a = curve(gate) [* up].
 // A gated tile holds nr / 2 gate columns, then nr / 2 up columns; n counts columns of a.
 struct ActForward {
-  Curve curve;
+  CurveKind curve;
   bool gated;
   const void* tile;  // acc [m, nr]
   int64_t m, n;
@@ -36,7 +36,7 @@ struct ActForward {
 // tile = dO W2, not yet weighted. dh = curve'(h) * scale * tile, a = scale * curve(h), dscale += <tile,
 // curve(h)>.
 struct ActBackward {
-  Curve curve;
+  CurveKind curve;
   bool gated;
   const void* tile;  // acc [m, nr]
   int64_t m, n;
@@ -93,9 +93,10 @@ struct Kernels {
   void (*act_backward)(const ActBackward& args);
 
   void (*round)(const void* acc, int64_t n, void* dst);
-  // sum [n] += sum over rows of scale[row] * operand[row]; scale null is 1.
+  // sum [n] += sum over rows of scale[row] * operand[row]; scale null is 1. In double, or a sum of a million
+  // rows would keep three digits.
   void (*sum_over_rows)(const void* operand, int64_t stride, int64_t num_rows, int64_t n, const void* scale,
-                        void* sum);
+                        double* sum);
   // out [n] = sum of the given rows, in their order.
   void (*sum_rows)(const void* const* rows, int64_t num_rows, int64_t n, void* out);
   // *out = <x, y>, all of storage but the result (acc).

@@ -2,11 +2,15 @@
 // group hands round. It knows no torch: buffers and streams are addresses, their order and lifetime the
 // caller's matter.
 //
-// The communicator is non-blocking: a call that does not come through within the timeout aborts the
-// communicator and throws, so that a dead peer ends in an error and not in a hang.
+// A dead peer ends in an error and not in a hang. The communicator is non-blocking: a call that does not come
+// through within the timeout aborts it and throws. An exchange that is under way is watched: one that does
+// not end within the timeout is aborted, so that copies to the host that wait for it return, and check()
+// throws.
 
 #include <chrono>
 #include <cstdint>
+#include <mutex>
+#include <set>
 #include <stdexcept>
 #include <string>
 #include <thread>
@@ -15,6 +19,9 @@
 #include <nccl.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
+
+#include "driver_events.h"
+#include "watchdog.h"
 
 namespace fmoe_ext {
 namespace {
@@ -25,7 +32,11 @@ using Clock = std::chrono::steady_clock;
 class Communicator {
  public:
   Communicator(const std::string& id, int num_ranks, int rank, double timeout)
-      : num_ranks_(num_ranks), rank_(rank), timeout_(timeout) {
+      : num_ranks_(num_ranks),
+        rank_(rank),
+        timeout_(timeout),
+        watchdog_(
+            std::chrono::duration<double>(timeout), [this] { return async_error(); }, [this] { abort(); }) {
     if (id.size() != sizeof(ncclUniqueId))
       throw std::invalid_argument("id must have " + std::to_string(sizeof(ncclUniqueId)) +
                                   " bytes, but has " + std::to_string(id.size()));
@@ -36,19 +47,35 @@ class Communicator {
     id.copy(reinterpret_cast<char*>(&unique), sizeof(unique));
     ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
     config.blocking = 0;
+    const std::lock_guard lock(mutex_);
     finish(ncclCommInitRankConfig(&comm_, num_ranks, unique, rank, &config), "ncclCommInitRankConfig");
+    all().insert(this);
   }
 
   Communicator(const Communicator&) = delete;
   Communicator& operator=(const Communicator&) = delete;
 
   ~Communicator() {
-    if (comm_ != nullptr) ncclCommAbort(comm_);
+    watchdog_.stop();
+    all().erase(this);
+    abort();
+  }
+
+  // When the interpreter ends: what is left is the driver's to clean up, for NCCL and CUDA may be gone before
+  // the destructors run.
+  static void let_go_of_all() {
+    for (Communicator* communicator : all()) {
+      communicator->watchdog_.stop();
+      const std::lock_guard lock(communicator->mutex_);
+      communicator->comm_ = nullptr;
+    }
   }
 
   // Bytes from and to each rank, blocks one after the other in the order of ranks; one message a peer.
   void all_to_all(uintptr_t send, const std::vector<size_t>& send_bytes, uintptr_t recv,
                   const std::vector<size_t>& recv_bytes, uintptr_t stream) {
+    check();
+    std::unique_lock lock(mutex_);
     check_open();
     if (send_bytes.size() != static_cast<size_t>(num_ranks_) || recv_bytes.size() != send_bytes.size())
       throw std::invalid_argument("send_bytes and recv_bytes must have " + std::to_string(num_ranks_) +
@@ -69,11 +96,22 @@ class Communicator {
     }
     const ncclResult_t ended = ncclGroupEnd();
     finish(queued == ncclSuccess ? ended : queued, "the exchange (ncclSend, ncclRecv)");
+    if (is_capturing(cuda_stream)) return;  // it runs when the graph is replayed
+    const RecordedEvent done(cuda_stream);
+    lock.unlock();  // the watchdog asks for it while it holds its own
+    watchdog_.watch(on_rank("the exchange (ncclSend, ncclRecv)"), [done] { return done.is_done(); });
   }
 
-  // What went wrong since the last call, without waiting; empty if nothing did.
+  // Throws what ended the communicator, if anything did; does not wait. Whatever was exchanged since the last
+  // check must not be used if it throws.
+  void check() const {
+    if (const std::string failure = watchdog_.failure(); !failure.empty()) throw std::runtime_error(failure);
+  }
+
+  // What NCCL says went wrong since the last call, without waiting; empty if nothing did.
   std::string async_error() {
-    check_open();
+    const std::lock_guard lock(mutex_);
+    if (comm_ == nullptr) return "";
     ncclResult_t state = ncclSuccess;
     const ncclResult_t result = ncclCommGetAsyncError(comm_, &state);
     if (result != ncclSuccess) return ncclGetErrorString(result);
@@ -81,24 +119,39 @@ class Communicator {
   }
 
   void abort() {
-    if (comm_ == nullptr) return;
-    ncclCommAbort(comm_);
-    comm_ = nullptr;
+    const std::lock_guard lock(mutex_);
+    abort_locked();
   }
 
   // Waits for what is under way; all ranks call it.
   void destroy() {
+    const std::lock_guard lock(mutex_);
     if (comm_ == nullptr) return;
     finish(ncclCommFinalize(comm_), "ncclCommFinalize");
     ncclCommDestroy(comm_);
     comm_ = nullptr;
   }
 
-  bool is_open() const { return comm_ != nullptr; }
+  bool is_open() const {
+    const std::lock_guard lock(mutex_);
+    return comm_ != nullptr;
+  }
   int rank() const { return rank_; }
   int size() const { return num_ranks_; }
 
  private:
+  static std::set<Communicator*>& all() {  // touched under the GIL
+    static std::set<Communicator*> communicators;
+    return communicators;
+  }
+  void abort_locked() {
+    if (comm_ == nullptr) return;
+    ncclCommAbort(comm_);
+    comm_ = nullptr;
+  }
+  std::string on_rank(const char* call) const {
+    return std::string(call) + " on rank " + std::to_string(rank_) + " of " + std::to_string(num_ranks_);
+  }
   void check_open() const {
     if (comm_ == nullptr) throw std::runtime_error("this communicator was aborted or destroyed");
   }
@@ -112,7 +165,7 @@ class Communicator {
     return std::string(ncclGetErrorString(result)) + " (" + ncclGetLastError(comm_) + ")";
   }
 
-  void finish(ncclResult_t result, const char* call) {
+  void finish(ncclResult_t result, const char* call) {  // with the mutex held
     const auto deadline = Clock::now() + std::chrono::duration<double>(timeout_);
     while (result == ncclInProgress && comm_ != nullptr) {
       ncclResult_t state = ncclSuccess;
@@ -120,23 +173,24 @@ class Communicator {
       result = asked == ncclSuccess ? state : asked;
       if (result != ncclInProgress) break;
       if (Clock::now() > deadline) {
-        abort();
-        throw std::runtime_error(std::string(call) + " on rank " + std::to_string(rank_) + " of " +
-                                 std::to_string(num_ranks_) + " took more than " + std::to_string(timeout_) +
+        abort_locked();
+        throw std::runtime_error(on_rank(call) + " took more than " + std::to_string(timeout_) +
                                  " s: a rank has ended or did not reach this call");
       }
       std::this_thread::sleep_for(std::chrono::microseconds(50));
     }
     if (result == ncclSuccess) return;
     const std::string text = text_of(result);
-    abort();
-    throw std::runtime_error(std::string(call) + " on rank " + std::to_string(rank_) + " failed: " + text);
+    abort_locked();
+    throw std::runtime_error(on_rank(call) + " failed: " + text);
   }
 
   ncclComm_t comm_ = nullptr;
+  mutable std::mutex mutex_;  // of comm_, and of every call with it
   int num_ranks_;
   int rank_;
   double timeout_;
+  Watchdog watchdog_;  // last: it ends before what it uses
 };
 
 py::bytes make_unique_id() {
@@ -156,7 +210,8 @@ int nccl_version() {
 }  // namespace
 
 PYBIND11_MODULE(_C_nccl, m) {
-  m.doc() = "NCCL communicators for fmoe_ext.ep.nccl";
+  m.doc() = "NCCL communicators for fmoe_ext.ep.exchange";
+  py::module_::import("atexit").attr("register")(py::cpp_function(&Communicator::let_go_of_all));
   m.def("make_unique_id", &make_unique_id);
   m.def("nccl_version", &nccl_version);
   const auto unlocked = py::call_guard<py::gil_scoped_release>();
@@ -165,7 +220,8 @@ PYBIND11_MODULE(_C_nccl, m) {
            py::arg("rank"), py::arg("timeout"), unlocked)
       .def("all_to_all", &Communicator::all_to_all, py::arg("send"), py::arg("send_bytes"), py::arg("recv"),
            py::arg("recv_bytes"), py::arg("stream"), unlocked)
-      .def("async_error", &Communicator::async_error)
+      .def("check", &Communicator::check)
+      .def("async_error", &Communicator::async_error, unlocked)
       .def("abort", &Communicator::abort, unlocked)
       .def("destroy", &Communicator::destroy, unlocked)
       .def_property_readonly("is_open", &Communicator::is_open)

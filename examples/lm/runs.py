@@ -8,7 +8,6 @@ import torch.nn.functional as F
 from model import LanguageModel
 
 from fmoe_ext import balance
-from fmoe_ext.gates import update_biases
 
 
 class DivergedError(Exception):
@@ -63,7 +62,6 @@ class Run:
         (loss + self.options.balance_weight * balance_loss).backward()
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.options.clip)
         self.optimizer.step()
-        update_biases(self.model)
         self.optimizer.zero_grad()
         self.window_sums += torch.stack([loss.detach(), balance_loss.detach(), norm.detach()])
         self.window_steps += 1

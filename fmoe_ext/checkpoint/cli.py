@@ -1,16 +1,21 @@
 """The command line, `python -m fmoe_ext.checkpoint`: looks into checkpoints, merges and converts them."""
 
 import argparse
+import json
 import math
 import sys
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 from fmoe_ext.checkpoint import convert
 from fmoe_ext.checkpoint.errors import CheckpointError
 from fmoe_ext.checkpoint.model_state import EXPERT_NAME, describe_layers
+from fmoe_ext.checkpoint.routing import needed_config
+from fmoe_ext.checkpoint.safetensors_file import StoredTensor
 
 
-def main(arguments=None):
+def main(arguments: Sequence[str] | None = None) -> None:
     options = _parser().parse_args(arguments)
     try:
         checkpoint = convert.read(*options.path, mp_rank=options.mp_rank, trust=options.trust)
@@ -20,11 +25,12 @@ def main(arguments=None):
             print(report(checkpoint, options.tensors))
         else:
             _convert(checkpoint, options)
-    except (CheckpointError, OSError) as error:
-        sys.exit(f"error: {error}")
+    except (CheckpointError, OSError, MemoryError) as error:
+        text = str(error) or "there is not enough memory"
+        sys.exit(f"error: {' '.join(text.split())}")
 
 
-def report(checkpoint, every_tensor=False):
+def report(checkpoint: convert.Checkpoint, every_tensor: bool = False) -> str:
     """What a checkpoint holds, as text: its files, its layers, and every tensor if asked."""
     tensors = checkpoint.tensors
     num_params = sum(math.prod(t.shape) for t in tensors.values())
@@ -47,16 +53,20 @@ def report(checkpoint, every_tensor=False):
     return "\n".join(lines)
 
 
-def _convert(checkpoint, options):
+def _convert(checkpoint: convert.Checkpoint, options: argparse.Namespace) -> None:
     total = sum(tensor.num_bytes for tensor in checkpoint.tensors.values())
     with _progress("writing", total) as progress:
         convert.write(options.out, checkpoint, options.to, options.ranks, progress)
     print(f"{options.out}: {len(checkpoint.tensors)} tensors as {options.to}")
+    if options.to.startswith("hf-") and (config := needed_config(checkpoint.routing)):
+        print(f"config.json must say {json.dumps(config)[1:-1]}")
+    if checkpoint.left_out:
+        print(f"left out, no tensors of the model: {len(checkpoint.left_out)}, as {checkpoint.left_out[0]}")
     if checkpoint.format == "fastmoe" or (checkpoint.manifest and checkpoint.manifest.optimizer):
         print("the state of the optimizer, if any, is not converted")
 
 
-def _verify(checkpoint):
+def _verify(checkpoint: convert.Checkpoint) -> None:
     files = [f for f in checkpoint.files if checkpoint.manifest or f.suffix == ".safetensors"]
     with _progress("verifying", sum(file.stat().st_size for file in files)) as progress:
         num_verified = checkpoint.verify(progress)
@@ -65,7 +75,7 @@ def _verify(checkpoint):
     )
 
 
-def _layer(tensors, name, layer):
+def _layer(tensors: dict[str, StoredTensor], name: str, layer: dict[str, int]) -> tuple[str, ...]:
     prefix = f"{name}.experts." if name else "experts."
     experts = [t for key, t in tensors.items() if key.startswith(prefix)]
     num_bytes = sum(t.num_bytes for t in experts)
@@ -78,7 +88,7 @@ def _layer(tensors, name, layer):
     )
 
 
-def _table(head, rows):
+def _table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> Iterator[str]:
     widths = [max(len(row[i]) for row in (head, *rows)) for i in range(len(head))]
     for row in (head, *rows):
         first = row[0].ljust(widths[0])
@@ -88,7 +98,7 @@ def _table(head, rows):
 
 
 @contextmanager
-def _progress(what, total):
+def _progress(what: str, total: int) -> Iterator[Callable[[int], Any]]:
     """A bar of bytes on the terminal."""
     try:
         from tqdm import tqdm
@@ -98,7 +108,7 @@ def _progress(what, total):
         yield bar.update
 
 
-def _parser():
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m fmoe_ext.checkpoint", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     source = argparse.ArgumentParser(add_help=False)

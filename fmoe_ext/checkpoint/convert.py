@@ -1,12 +1,21 @@
 """Any checkpoint to any other: what a path holds, its tensors in our layout, and how each format is written."""
 
-from dataclasses import dataclass
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-from fmoe_ext.checkpoint import fastmoe, huggingface, store
+import torch
+
+from fmoe_ext.checkpoint import fastmoe, huggingface, megatron_core, store
 from fmoe_ext.checkpoint.errors import CheckpointError
+from fmoe_ext.checkpoint.files import made_folder
+from fmoe_ext.checkpoint.manifest import MODEL, Manifest
 from fmoe_ext.checkpoint.safetensors_file import (
+    OURS,
     StoredTensor,
+    read_safetensors,
     verify_safetensors,
     write_safetensors,
 )
@@ -17,71 +26,106 @@ FORMATS = ("fmoe_ext", "safetensors", "hf-fused", "hf-qwen3_moe", "hf-mixtral", 
 
 @dataclass
 class Checkpoint:
-    """A checkpoint of any format: the model's tensors {name: StoredTensor} in our layout, the files it consists of."""
+    """A checkpoint of any format: the model's tensors in our layout, the files it consists of.
+
+    routing: {layer: what its gate computes}, where the checkpoint says so; left_out: what of it was not read.
+    """
 
     format: str
-    tensors: dict
-    files: list
+    tensors: dict[str, StoredTensor]
+    files: list[Path]
     step: int = 0
-    manifest: store.Manifest | None = None
+    manifest: Manifest | None = None
+    routing: dict[str, Any] = field(default_factory=dict)
+    left_out: list[str] = field(default_factory=list)
 
-    def verify(self, progress=None):
+    def verify(self, progress: Callable[[int], Any] | None = None) -> int:
         """Checks the checksums; returns how many of the files have one."""
         if self.manifest is not None:
-            store.verify(self.files[0].parent, self.manifest, progress)
+            store.verify(self.files[0].parent if self.files else Path(), self.manifest, progress)
             return len(self.files)
         return sum(verify_safetensors(file, progress) for file in self.files if file.suffix == ".safetensors")
 
 
-def read(*paths, mp_rank=None, trust=False):
-    """The checkpoint at a path: a folder of ours, of FastMoE or of Hugging Face, or a safetensors file.
+def read(*paths: str | Path, mp_rank: str | None = None, trust: bool = False) -> Checkpoint:
+    """The checkpoint at a path: a folder of ours, FastMoE, Hugging Face or Megatron-core, or a safetensors file.
 
     Several paths: the files (torch.save) of FastMoE's ranks, rank 0 first; one such file is a job of one rank.
     mp_rank, trust: fastmoe.read_fastmoe. Raises CheckpointError for anything else, and for what is damaged.
     """
-    paths = [Path(path) for path in paths]
-    for path in paths:
+    all_paths = [Path(path) for path in paths]
+    for path in all_paths:
         if not path.exists():
             raise CheckpointError(f"{path} does not exist")
-    path = paths[0]
+    path = all_paths[0]
     if len(paths) > 1 or path.suffix in (".pt", ".pth"):
-        return Checkpoint("fastmoe", *fastmoe.read_files(paths, trust))
+        return Checkpoint("fastmoe", *fastmoe.read_files(all_paths, trust))
     ours = store.has_checkpoint(path)
     if not ours and (files := huggingface.model_files(path)):
         tensors, converted = huggingface.read_model(files)
-        return Checkpoint("huggingface" if converted else "safetensors", tensors, files)
+        format = "huggingface" if converted else "safetensors"
+        return Checkpoint(format, tensors, files, routing=_routing(files))
+    if not ours and megatron_core.is_torch_dist(path):
+        tensors, files, step, left_out = megatron_core.read_torch_dist(path)
+        return Checkpoint("torch_dist", tensors, files, step, left_out=left_out)
     if not ours and fastmoe.is_fastmoe(path):
         return Checkpoint("fastmoe", *fastmoe.read_fastmoe(path, mp_rank, trust))
     path = store.find(path)
-    manifest = store.Manifest.read(path)
+    manifest = Manifest.read(path)
+    tensors = store.model_tensors(path, manifest)
     files = [path / name for name in manifest.files]
-    return Checkpoint("fmoe_ext", store.model_tensors(path, manifest), files, manifest.step, manifest)
+    return Checkpoint("fmoe_ext", tensors, files, manifest.step, manifest, manifest.routing)
 
 
-def write(path, checkpoint, format, num_ranks=1, progress=None):
+def _routing(files: Sequence[Path]) -> dict[str, Any]:
+    """What export_safetensors() noted of the gates."""
+    try:
+        noted = json.loads(read_safetensors(files[0])[1].get(OURS, "{}")).get("routing", {})
+    except (ValueError, AttributeError, RecursionError) as error:
+        raise CheckpointError(f"{files[0]} is damaged: its metadata {OURS!r} is no JSON object") from error
+    return noted if isinstance(noted, dict) and all(isinstance(v, dict) for v in noted.values()) else {}
+
+
+def write(
+    path: str | Path,
+    checkpoint: Checkpoint,
+    format: str,
+    num_ranks: int = 1,
+    progress: Callable[[int], Any] | None = None,
+) -> None:
     """Writes the model of a Checkpoint in one of FORMATS; atomically.
 
-    "hf-..." writes path/model.safetensors, or path itself if it ends in .safetensors; the config is not ours to write.
-    "fastmoe" writes files for num_ranks data-parallel ranks. progress(bytes) is called for what has been read.
+    "hf-..." writes path/model.safetensors, or path itself if it ends in .safetensors; the config is not ours to write:
+    routing.needed_config() has what it must say. "fastmoe" writes files for num_ranks data-parallel ranks.
+    progress(bytes) is called for what has been read. Raises CheckpointError, and leaves nothing behind, for what the
+    format does not have.
     """
     path, tensors = Path(path), _counted(checkpoint.tensors, progress or (lambda num_bytes: None))
+    of_megatron = megatron_core.expert_layers(tensors)
+    if of_megatron and format != "safetensors":
+        raise CheckpointError(
+            f"{', '.join(sorted(of_megatron)) or '(root)'}: experts under Megatron-core's own names are not converted "
+            f"to {format}; `--to safetensors` keeps the names"
+        )
     if format == "safetensors":
-        write_safetensors(path, tensors, model_metadata(tensors))
+        write_safetensors(path, tensors, model_metadata(tensors, checkpoint.routing))
     elif format.startswith("hf-"):
         file = path if path.suffix == ".safetensors" else path / "model.safetensors"
-        write_safetensors(file, huggingface.to_huggingface(tensors, format.removeprefix("hf-")))
+        layout = format.removeprefix("hf-")
+        write_safetensors(file, huggingface.to_huggingface(tensors, layout, checkpoint.routing))
     elif format == "fastmoe":
         fastmoe.write_fastmoe(path, tensors, num_ranks, checkpoint.step)
     elif format == "fmoe_ext":
-        whole = {store.MODEL + name: tensor.read() for name, tensor in tensors.items()}
-        store.write_checkpoint(path, whole, store.Manifest(step=checkpoint.step))
+        whole = {MODEL + name: tensor.read() for name, tensor in tensors.items()}
+        with made_folder(path):
+            store.write_checkpoint(path, whole, Manifest(step=checkpoint.step, routing=checkpoint.routing))
     else:
         raise CheckpointError(f"format must be one of {', '.join(FORMATS)}, but got {format!r}")
 
 
-def _counted(tensors, progress):
-    def counting(read):
-        def read_and_count(*rows):
+def _counted(tensors: Mapping[str, StoredTensor], progress: Callable[[int], Any]) -> dict[str, StoredTensor]:
+    def counting(read: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        def read_and_count(*rows: int) -> torch.Tensor:
             value = read(*rows)
             progress(value.nbytes)
             return value

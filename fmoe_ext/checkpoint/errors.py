@@ -1,20 +1,24 @@
 """CheckpointError, and how all ranks come to raise the same one."""
 
+from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch.distributed.checkpoint import CheckpointException
+
+T = TypeVar("T")
 
 
 class CheckpointError(RuntimeError):
     """A checkpoint cannot be written or read: the text names files, tensors and layers, and what was expected."""
 
 
-def gather(value, group=None):
+def gather(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
     """value of every rank, in their order; [value] without process group. A collective call."""
     if not dist.is_initialized():
         return [value]
-    values = [None] * dist.get_world_size(group)
+    values: list[Any] = [None] * dist.get_world_size(group)
     try:
         dist.all_gather_object(values, value, group=group)
     except RuntimeError as error:
@@ -23,14 +27,14 @@ def gather(value, group=None):
 
 
 @contextmanager
-def together(action, group=None):
+def together(action: str, group: dist.ProcessGroup | None = None) -> Iterator[None]:
     """Runs the body on every rank; where it fails on any, all raise CheckpointError with what each of them says."""
-    failure = None
+    failure: BaseException | None = None
     try:
         yield
     except (Exception, CheckpointException) as error:
         failure = error
-    texts = gather(None if failure is None else _text(failure), group)
+    texts = gather(None if failure is None else text_of(failure), group)
     failed = {rank: text for rank, text in enumerate(texts) if text is not None}
     if not failed:
         return
@@ -40,9 +44,10 @@ def together(action, group=None):
     raise CheckpointError(f"{action}: failed on {len(failed)} of {len(texts)} ranks{lines}") from failure
 
 
-def _text(error):
+def text_of(error: BaseException) -> str:
+    """What an error says, as all ranks are told."""
     if isinstance(error, CheckpointException):  # of torch.distributed.checkpoint: each rank's, in any of them
         return "; ".join(
-            f"rank {rank}: {_text(cause)}" for rank, (cause, _) in sorted(error.failures.items())
+            f"rank {rank}: {text_of(cause)}" for rank, (cause, _) in sorted(error.failures.items())
         )
     return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"

@@ -15,27 +15,31 @@ import pickle
 import re
 import shutil
 import zipfile
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from fmoe_ext.checkpoint.errors import CheckpointError
-from fmoe_ext.checkpoint.files import atomic_file, sync_folder
+from fmoe_ext.checkpoint.files import atomic_file, explained, locked, made_folder, sync_folder, unique
+from fmoe_ext.checkpoint.megatron_core import TRACKER, expert_layers, iteration_folder
 from fmoe_ext.checkpoint.model_state import EXPERT_NAME
 from fmoe_ext.checkpoint.safetensors_file import StoredTensor
 
 FILE = "model_optim_rng.pt"
-TRACKER = "latest_checkpointed_iteration.txt"
 RANK_FOLDER = re.compile(r"(?P<mp>mp_rank_\d{2}(?:_\d{3})?)(?:_dp_rank_(?P<dp>\d{4}))?")
 FUSED_NAMES = ("htoh4.weight", "htoh4.bias", "h4toh.weight", "h4toh.bias")
 
 
-def is_fastmoe(path):
+def is_fastmoe(path: Path) -> bool:
     path = Path(path)
     return path.is_dir() and ((path / TRACKER).exists() or any(path.glob("mp_rank_*/" + FILE)))
 
 
-def read_fastmoe(path, mp_rank=None, trust=False):
+def read_fastmoe(
+    path: Path, mp_rank: str | None = None, trust: bool = False
+) -> tuple[dict[str, StoredTensor], list[Path], int]:
     """The model of a FastMoE checkpoint -> ({name: StoredTensor}, files, iteration), all experts in our fused layout.
 
     path: the folder of one iteration, or the one above (its latest). mp_rank: which model-parallel part, as
@@ -43,8 +47,8 @@ def read_fastmoe(path, mp_rank=None, trust=False):
     without running code in them; trust=True runs it, for files with pickled objects of your own.
     Raises CheckpointError for missing ranks, for ranks that do not fit together and for files that need trust.
     """
-    folder = _iteration_folder(Path(path))
-    ranks = {}
+    folder = iteration_folder(Path(path))
+    ranks: dict[str, dict[int, Path]] = {}
     for entry in sorted(folder.iterdir()):
         match = RANK_FOLDER.fullmatch(entry.name)
         if match and (entry / FILE).exists():
@@ -53,6 +57,8 @@ def read_fastmoe(path, mp_rank=None, trust=False):
         raise CheckpointError(f"{folder} has several model-parallel parts, name one: {', '.join(ranks)}")
     if mp_rank is not None and mp_rank not in ranks:
         raise CheckpointError(f"{folder} has no {mp_rank}, only {', '.join(ranks)}")
+    if not ranks:
+        raise CheckpointError(f"{folder} has no mp_rank_*/{FILE}")
     files = ranks[mp_rank or next(iter(ranks))]
     absent = sorted(set(range(max(files) + 1)) - files.keys())
     if absent:
@@ -62,23 +68,33 @@ def read_fastmoe(path, mp_rank=None, trust=False):
     return read_files([files[rank] for rank in range(len(files))], trust)
 
 
-def read_files(files, trust=False):
+def read_files(files: Sequence[Path], trust: bool = False) -> tuple[dict[str, StoredTensor], list[Path], int]:
     """The files of all ranks, rank 0 first -> ({name: StoredTensor}, files, iteration).
 
     Each is a dict with "model", or a state dict, of everything or, from rank 1 on, of experts only.
     """
     contents = [_load_file(file, trust) for file in files]
-    models = [_flatten(content.get("model", content)) for content in contents]
+    models = []
+    for file, content in zip(files, contents, strict=True):
+        model = content.get("model", content)
+        if not isinstance(model, dict):
+            raise CheckpointError(f'{file}: "model" is a {type(model).__name__}, expected a dict')
+        models.append(_flatten(model))
     iteration = contents[0].get("iteration", 0)
-    return merge_fastmoe(models), files, iteration if isinstance(iteration, int) else 0
+    return merge_fastmoe(models), list(files), iteration if isinstance(iteration, int) else 0
 
 
-def merge_fastmoe(models):
+def merge_fastmoe(models: Sequence[Mapping[str, Any]]) -> dict[str, StoredTensor]:
     """One state dict of those of all ranks, rank 0 first: the experts of all, everything else of rank 0.
 
     Values are tensors or StoredTensors -> {name: StoredTensor}.
     Raises CheckpointError for ranks that do not fit together.
     """
+    if len(models) > 1 and (of_megatron := expert_layers(models[0])):
+        raise CheckpointError(
+            f"{', '.join(sorted(of_megatron)) or '(root)'}: experts under Megatron-core's names, whose files of "
+            "several ranks are not merged; save with --ckpt-format torch_dist"
+        )
     # the layers whose experts are divided over the ranks
     spread = _expert_names(models[1]) if len(models) > 1 else {}
     for rank, model in enumerate(models):
@@ -88,14 +104,18 @@ def merge_fastmoe(models):
             different |= names.get(layer, set()) ^ spread[layer]
         if different:
             raise CheckpointError(f"ranks {rank} and 1 do not both have {', '.join(sorted(different))}")
-    merged = {name: _stored(value) for name, value in models[0].items() if not _is_expert(name)}
-    parts = {}
-    for name in (name for name in models[0] if _is_expert(name)):
+    merged = {name: StoredTensor.of(value) for name, value in models[0].items() if not _is_expert(name)}
+    parts: dict[str, dict[str, list[tuple[int, int, StoredTensor]]]] = {}
+    for name in models[0]:
         match = EXPERT_NAME.fullmatch(name)
+        if match is None:
+            continue
         holders = models if (match["layer"] or "") in spread else models[:1]
         group = parts.setdefault(f"{match['layer']}.experts" if match["layer"] else "experts", {})
         for rank, model in enumerate(holders):
-            group.setdefault(match["rest"], []).append((rank, int(match["index"] or 0), _stored(model[name])))
+            group.setdefault(match["rest"], []).append(
+                (rank, int(match["index"] or 0), StoredTensor.of(model[name]))
+            )
     for layer, group in parts.items():
         for rest, tensors in group.items():
             ordered = [t for _, _, t in sorted(tensors, key=lambda item: item[:2])]
@@ -107,61 +127,68 @@ def merge_fastmoe(models):
     return merged
 
 
-def write_fastmoe(folder, tensors, num_ranks=1, iteration=0):
+def write_fastmoe(
+    folder: Path, tensors: Mapping[str, StoredTensor], num_ranks: int = 1, iteration: int = 0
+) -> None:
     """Writes {name: StoredTensor} as FastMoE does for num_ranks data-parallel ranks; atomically.
 
     "model" in the files is flat: {name: tensor}, one expert an entry. Experts are divided over the ranks.
     """
     folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
+    if num_ranks < 1:
+        raise CheckpointError(f"the number of ranks must be at least 1, but got {num_ranks}")
     target = folder / f"iter_{iteration:07d}"
     if target.exists():
         raise CheckpointError(f"{target} exists already")
-    unfinished = target.with_name(f".{target.name}.tmp")
-    shutil.rmtree(unfinished, ignore_errors=True)
-    for rank in range(num_ranks):
-        model = {}
-        for name, tensor in tensors.items():
-            model |= _of_rank(name, tensor, rank, num_ranks)
-        content = {"model": model, "iteration": iteration, "checkpoint_version": 3.0}
-        name = "mp_rank_00" if rank == 0 else f"mp_rank_00_dp_rank_{rank:04d}"
-        with atomic_file(unfinished / name / FILE) as file:
-            torch.save(content, file)
-    os.replace(unfinished, target)
-    sync_folder(folder)
-    with atomic_file(folder / TRACKER) as file:
-        file.write(str(iteration).encode())
+    for name, tensor in tensors.items():
+        _check_writable(name, tensor, num_ranks)
+    num_bytes = sum(tensor.num_bytes for tensor in tensors.values())
+    with made_folder(folder), explained(target, num_bytes), locked(folder / ".lock", f"writing {target}"):
+        unfinished = target.with_name(f".{target.name}.{unique()}.tmp")
+        try:
+            for rank in range(num_ranks):
+                _write_rank(unfinished, tensors, rank, num_ranks, iteration)
+            os.rename(unfinished, target)
+        except BaseException:
+            shutil.rmtree(unfinished, ignore_errors=True)
+            raise
+        sync_folder(folder)
+        with atomic_file(folder / TRACKER) as file:
+            file.write(str(iteration).encode())
 
 
-def _iteration_folder(path):
-    if not (path / TRACKER).exists():
-        return path
-    iteration = (path / TRACKER).read_text().strip()
-    folder = path / ("release" if iteration == "release" else f"iter_{int(iteration):07d}")
-    if not folder.is_dir():
-        raise CheckpointError(f"{path / TRACKER} says {iteration}, but there is no {folder.name}")
-    return folder
+def _write_rank(
+    folder: Path, tensors: Mapping[str, StoredTensor], rank: int, num_ranks: int, iteration: int
+) -> None:
+    model: dict[str, torch.Tensor] = {}
+    for name, tensor in tensors.items():
+        model |= _of_rank(name, tensor, rank, num_ranks)
+    content = {"model": model, "iteration": iteration, "checkpoint_version": 3.0}
+    name = "mp_rank_00" if rank == 0 else f"mp_rank_00_dp_rank_{rank:04d}"
+    with atomic_file(folder / name / FILE) as file:
+        torch.save(content, file)
 
 
-def _load_file(path, trust):
-    options = {"map_location": "cpu", "mmap": zipfile.is_zipfile(path)}
+def _load_file(path: Path, trust: bool) -> dict[Any, Any]:
+    mmap = zipfile.is_zipfile(path)
     try:
         with torch.serialization.safe_globals(_plain_data()):
-            content = torch.load(path, weights_only=not trust, **options)
+            content = torch.load(path, map_location="cpu", weights_only=not trust, mmap=mmap)
     except pickle.UnpicklingError as error:
         needed = re.search(r"GLOBAL ([\w.]+)", str(error))
         raise CheckpointError(
             f"{path} is damaged, or holds pickled objects ({needed[1] if needed else 'see the cause'}), and unpickling "
             "runs code from the file: if you trust it, pass trust=True (--trust)"
         ) from error
-    except (RuntimeError, EOFError, OSError) as error:
-        raise CheckpointError(f"{path} cannot be read, it may be truncated: {error}") from error
+    except Exception as error:  # of torch and zipfile, for damaged content of any kind
+        text = f"{path} cannot be read, it may be truncated: {type(error).__name__}: {error}"
+        raise CheckpointError(text[:500]) from error
     if not isinstance(content, dict):
         raise CheckpointError(f"{path} holds a {type(content).__name__}, expected a dict")
     return content
 
 
-def _plain_data():
+def _plain_data() -> list[Any]:
     """What every file of Megatron has beside tensors: argparse.Namespace ("args") and NumPy arrays (random state)."""
     import numpy
 
@@ -171,9 +198,9 @@ def _plain_data():
     return [argparse.Namespace, *arrays, *((reconstruct, name) for name in names)]
 
 
-def _flatten(tree, prefix=""):
+def _flatten(tree: Mapping[Any, Any], prefix: str = "") -> dict[str, torch.Tensor]:
     """{name: tensor} of Megatron's nested state dict; what is no tensor is left out."""
-    flat = {}
+    flat: dict[str, torch.Tensor] = {}
     for key, value in tree.items():
         if isinstance(value, dict):
             flat |= _flatten(value, f"{prefix}{key}.")
@@ -182,30 +209,26 @@ def _flatten(tree, prefix=""):
     return flat
 
 
-def _is_expert(name):
+def _is_expert(name: str) -> bool:
     return EXPERT_NAME.fullmatch(name) is not None
 
 
-def _expert_names(model):
+def _expert_names(model: Iterable[str]) -> dict[str, set[str]]:
     """{layer: names of its experts' tensors}."""
-    names = {}
+    names: dict[str, set[str]] = {}
     for name in model:
         if (match := EXPERT_NAME.fullmatch(name)) is not None:
             names.setdefault(match["layer"] or "", set()).add(name)
     return names
 
 
-def _is_row(rest, tensor):
+def _is_row(rest: str, tensor: StoredTensor) -> bool:
     """Whether an expert's tensor is [1, *] of a fused one; an expert may be a module of the same names without that."""
     num_dims = 3 if rest.endswith("weight") else 2
     return rest in FUSED_NAMES and len(tensor.shape) == num_dims and tensor.shape[0] == 1
 
 
-def _stored(value):
-    return value if isinstance(value, StoredTensor) else StoredTensor.of(value)
-
-
-def _concatenated(name, tensors):
+def _concatenated(name: str, tensors: Sequence[StoredTensor]) -> StoredTensor:
     first = tensors[0]
     if any(t.shape[1:] != first.shape[1:] or t.dtype != first.dtype for t in tensors):
         raise CheckpointError(f"{name} differs between ranks: {[[*t.shape, str(t.dtype)] for t in tensors]}")
@@ -213,7 +236,7 @@ def _concatenated(name, tensors):
     return StoredTensor(shape, first.dtype, lambda: torch.cat([t.read() for t in tensors]))
 
 
-def _check_gate(layer, merged):
+def _check_gate(layer: str, merged: Mapping[str, StoredTensor]) -> None:
     """The gate knows how many experts there are in all: a file that is missing at the end shows here."""
     gate = merged.get(f"{layer.removesuffix('experts')}gate.gate.weight")
     fused = merged.get(f"{layer}.htoh4.weight")
@@ -224,16 +247,23 @@ def _check_gate(layer, merged):
         )
 
 
-def _of_rank(name, tensor, rank, num_ranks):
+def _check_writable(name: str, tensor: StoredTensor, num_ranks: int) -> None:
+    match = EXPERT_NAME.fullmatch(name)
+    if match is None:
+        return
+    if match["rest"] not in FUSED_NAMES or match["index"] is not None:
+        raise CheckpointError(f"{name}: only the experts of FMoETransformerMLP can be written for FastMoE")
+    if not tensor.shape or tensor.shape[0] % num_ranks != 0:
+        num_experts = tensor.shape[0] if tensor.shape else "no"
+        raise CheckpointError(f"{name}: {num_experts} experts cannot be divided over {num_ranks} ranks")
+
+
+def _of_rank(name: str, tensor: StoredTensor, rank: int, num_ranks: int) -> dict[str, torch.Tensor]:
     """What the file of a rank has of a tensor."""
     match = EXPERT_NAME.fullmatch(name)
     if match is None:
         return {name: tensor.read().contiguous()} if rank == 0 else {}
-    if match["rest"] not in FUSED_NAMES or match["index"] is not None:
-        raise CheckpointError(f"{name}: only the experts of FMoETransformerMLP can be written for FastMoE")
-    num_local, rest = divmod(tensor.shape[0], num_ranks)
-    if rest:
-        raise CheckpointError(f"{name}: {tensor.shape[0]} experts cannot be divided over {num_ranks} ranks")
+    num_local = tensor.shape[0] // num_ranks
     prefix = name.removesuffix(match["rest"])
     rows = tensor.rows(rank * num_local, (rank + 1) * num_local)
     return {f"{prefix}{i}.{match['rest']}": rows[i : i + 1].clone() for i in range(num_local)}

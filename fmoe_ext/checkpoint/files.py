@@ -1,14 +1,28 @@
-"""Files that are complete or absent, and their checksums."""
+"""Files that are complete or absent, locks between jobs, and nothing outside the folder that was named."""
 
+import errno
+import fcntl
 import hashlib
+import json
 import os
-from contextlib import contextmanager
+import secrets
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any, BinaryIO
+
+from torch.distributed.checkpoint import CheckpointException
+
+from fmoe_ext.checkpoint.errors import CheckpointError, text_of
 
 BLOCK = 2**22
+MAX_JSON = 2**30  # bytes
+NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # a file system without them
 
 
-def sha256_of(path, progress=None):
+def sha256_of(path: Path, progress: Callable[[int], Any] | None = None) -> str:
     """The SHA-256 of a file, as sha256sum prints it; progress(bytes) is called now and then."""
     digest = hashlib.sha256()
     with open(path, "rb") as file:
@@ -19,7 +33,7 @@ def sha256_of(path, progress=None):
     return digest.hexdigest()
 
 
-def sync_folder(folder):
+def sync_folder(folder: Path) -> None:
     """Makes the names in a folder durable."""
     handle = os.open(folder, os.O_RDONLY)
     try:
@@ -28,19 +42,195 @@ def sync_folder(folder):
         os.close(handle)
 
 
-@contextmanager
-def atomic_file(path):
-    """A binary file that takes its name, in place of an older one, when the body has ended and it is on disk."""
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(f".{path.name}.tmp")
+def read_text(path: Path) -> str:
+    """A small text file; CheckpointError where it is not UTF-8."""
     try:
-        with open(unfinished, "wb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(unfinished, path)
+        return path.read_bytes()[:BLOCK].decode().strip()
+    except UnicodeDecodeError as error:
+        raise CheckpointError(
+            f"{path} is damaged: it is no text ({error.reason} at {error.start})"
+        ) from error
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file; CheckpointError where there is anything else."""
+    try:
+        if path.stat().st_size > MAX_JSON:
+            raise CheckpointError(f"{path} is larger than {MAX_JSON} bytes")
+        content = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} cannot be read, or is damaged: {error}") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path} is damaged: it holds a {type(content).__name__}, not an object")
+    return content
+
+
+def inside(folder: Path, name: Any) -> Path:
+    """folder/name; CheckpointError unless the name is of one component and the file, links followed, in the folder.
+
+    The folders of the Hugging Face hub's cache, whose files are links into `blobs` beside them, pass.
+    """
+    if not isinstance(name, str) or name in ("", ".", "..") or "\0" in name or {"/", "\\"} & set(name):
+        raise CheckpointError(f"{folder}: {name!r} is no name of a file in this folder"[:500])
+    path = folder / name
+    target, parent = Path(os.path.realpath(path)), Path(os.path.realpath(folder))
+    of_hub = folder.parent.name == "snapshots" and target.parent == parent.parent.parent / "blobs"
+    if target != parent / name and not target.is_relative_to(parent) and not of_hub:
+        raise CheckpointError(f"{path} is a link to {target}, outside the folder: give that path itself")
+    return path
+
+
+@contextmanager
+def explained(path: Path, num_bytes: int) -> Iterator[None]:
+    """Raises CheckpointError that says so where the body fails because the file system has no room for num_bytes."""
+    try:
+        yield
+    except (Exception, CheckpointException) as error:
+        # torch's writer swallows the error of the system and complains of a position in the file
+        if not _means_no_space(error) and "unexpected pos" not in text_of(error):
+            raise
+        folder = next(parent for parent in (path, *path.absolute().parents) if parent.is_dir())
+        raise CheckpointError(
+            f"{path}: no space left on the device, or a limit on the size of files (ulimit -f): "
+            f"{num_bytes:,} bytes needed, {shutil.disk_usage(folder).free:,} are free now"
+        ) from error
+
+
+def _means_no_space(error: BaseException | None) -> bool:
+    seen = 0
+    while error is not None and seen < 20:
+        if isinstance(error, OSError) and error.errno in NO_SPACE:
+            return True
+        failures = getattr(error, "failures", {})  # of torch.distributed.checkpoint: one of each rank
+        if any(_means_no_space(cause) for cause, _ in failures.values()):
+            return True
+        error, seen = error.__cause__ or error.__context__, seen + 1
+    return False
+
+
+@contextmanager
+def made_folder(folder: Path) -> Iterator[None]:
+    """A folder that exists while the body runs; where the body fails, those that were made for it are gone again."""
+    made = []
+    for parent in (folder, *folder.parents):
+        if parent.exists():
+            break
+        made.append(parent)
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        yield
     except BaseException:
-        unfinished.unlink(missing_ok=True)
+        for parent in made:
+            with suppress(OSError):
+                parent.rmdir()
         raise
-    sync_folder(path.parent)
+
+
+@contextmanager
+def atomic_file(path: Path) -> Iterator[BinaryIO]:
+    """A binary file that takes its name, in place of an older one, when the body has ended and it is on disk.
+
+    Any number of processes may write the same name at once: one of their files is there in the end, whole.
+    """
+    path = Path(path)
+    with made_folder(path.parent):
+        _remove_abandoned(path)
+        unfinished, file = _unfinished(path)
+        try:
+            with file:
+                yield file
+                file.flush()
+                os.fsync(file.fileno())
+                os.replace(unfinished, path)
+        except BaseException:
+            unfinished.unlink(missing_ok=True)
+            raise
+        sync_folder(path.parent)
+
+
+def _unfinished(path: Path) -> tuple[Path, BinaryIO]:
+    """A new file beside a path, which this process has locked."""
+    while True:
+        unfinished = path.with_name(f".{path.name}.{unique()}.tmp")
+        file = open(unfinished, "xb")  # noqa: SIM115
+        if _try_lock(file.fileno()) is not False and _is_still(unfinished, file.fileno()):
+            return unfinished, file
+        file.close()  # another process took it for an abandoned one before it was locked
+
+
+def unique() -> str:
+    """A part of a name that no other process uses, on any machine."""
+    return f"{os.getpid()}-{secrets.token_hex(4)}"
+
+
+def _remove_abandoned(path: Path) -> None:
+    """Unfinished files of the same name whose writers have ended: a lock ends with its process."""
+    for unfinished in path.parent.glob(f".{_literal(path.name)}.*.tmp"):
+        with suppress(OSError), open(unfinished, "rb") as file:
+            if _try_lock(file.fileno()):
+                unfinished.unlink()
+
+
+def _literal(name: str) -> str:
+    """A name as a pattern of glob()."""
+    return "".join(f"[{c}]" if c in "*?[" else c for c in name)
+
+
+@contextmanager
+def locked(path: Path, what: str) -> Iterator[bool]:
+    """Holds a lock that other processes, also of other machines, see; CheckpointError where one of them holds it.
+
+    The system takes the lock back when its process ends, however it ends: no lock is left behind. Yields False on a
+    file system without locks.
+    """
+    while True:
+        handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        try:
+            got = _try_lock(handle)
+            if got is False:
+                owner = os.pread(handle, 200, 0).decode(errors="replace") or "another process"
+                raise CheckpointError(f"{what}: {owner} is doing so now; give each job a folder of its own")
+            if got is None:
+                yield False
+                return
+            if not _is_still(path, handle):  # its last owner has just removed it
+                continue
+            os.ftruncate(handle, 0)
+            with suppress(OSError):  # on a full disk the lock is as good without its text
+                os.pwrite(handle, f"process {os.getpid()} on {os.uname().nodename}".encode(), 0)
+            try:
+                yield True
+            finally:
+                path.unlink(missing_ok=True)
+                fcntl.flock(handle, fcntl.LOCK_UN)  # also for children that have inherited it
+            return
+        finally:
+            os.close(handle)
+
+
+def _is_still(path: Path, handle: int) -> bool:
+    try:
+        return os.path.samestat(os.stat(path), os.fstat(handle))
+    except FileNotFoundError:
+        return False
+
+
+def _try_lock(handle: int) -> bool | None:
+    """Whether this process has the lock of an open file now; None on a file system without locks."""
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        if error.errno in NO_LOCKS:
+            return None
+        raise
+    return True
+
+
+def remove(path: Path) -> None:
+    """Removes a folder with its content, or the link to one and not what it points to."""
+    if path.is_symlink():
+        path.unlink()
+    else:
+        shutil.rmtree(path)

@@ -9,13 +9,21 @@
 All other tensors pass through under their names.
 """
 
-import json
 import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, TypeAlias
 
 import torch
+from torch import nn
 
 from fmoe_ext.checkpoint.errors import CheckpointError
+from fmoe_ext.checkpoint.files import inside, read_json
+from fmoe_ext.checkpoint.model_state import ModelState
+from fmoe_ext.checkpoint.routing import check_writable, routing_of
 from fmoe_ext.checkpoint.safetensors_file import StoredTensor, read_safetensors
+
+StateDict: TypeAlias = "Mapping[str, torch.Tensor | StoredTensor]"
 
 LAYOUTS = ("fused", "qwen3_moe", "mixtral")
 PER_EXPERT = (  # gate, up, down
@@ -25,13 +33,13 @@ PER_EXPERT = (  # gate, up, down
 OURS = re.compile(r"((?:.*\.)?)experts\.htoh4\.weight")
 
 
-def from_huggingface(state_dict):
+def from_huggingface(state_dict: StateDict) -> dict[str, Any]:
     """A state dict in any of the Hugging Face layouts -> the same in ours; values are tensors or StoredTensors.
 
     Of several layers each may have its own layout. A layer called block_sparse_moe becomes mlp.
     Raises CheckpointError where experts are missing or shapes do not fit.
     """
-    tensors, lazy = _stored(state_dict)
+    tensors, lazy = _lazily(state_dict)
     gates = {
         key: key.removesuffix("gate.weight") for key in tensors if re.fullmatch(r"(.*\.)?gate\.weight", key)
     }
@@ -56,52 +64,79 @@ def from_huggingface(state_dict):
     return _returned(out, lazy)
 
 
-def to_huggingface(state_dict, layout="fused"):
-    """A state dict in our layout -> the same in a Hugging Face layout: "fused", "qwen3_moe" or "mixtral".
+def to_huggingface(
+    state_dict: "nn.Module | StateDict",
+    layout: str = "fused",
+    routing: Mapping[str, Mapping[str, Any]] | None = None,
+) -> dict[str, Any]:
+    """A model or a state dict in our layout -> the same in a Hugging Face layout: "fused", "qwen3_moe" or "mixtral".
 
-    Raises CheckpointError for biases that are not zero: these models have none.
+    routing: {layer: what its gate computes}, as Manifest.routing has it; taken from a model. A bare state dict does
+    not say what its gates compute, so that nothing can be checked.
+    Raises CheckpointError for biases that are not zero, since these models have none, and for gates that compute
+    something else: another scale than 1, groups, a capacity, other scores than softmax.
     """
+    if isinstance(state_dict, nn.Module):
+        state = ModelState(state_dict)
+        routing = {name: routing_of(layer) for name, layer in state.layers.items()}
+        if any(state.local_rows(name) is not None for name in state.tensors):
+            raise CheckpointError("this rank has a part of the experts only: use export_safetensors() first")
+        tensors, lazy = _lazily(state.tensors)[0], False
+    else:
+        tensors, lazy = _lazily(state_dict)
     if layout not in LAYOUTS:
         raise CheckpointError(f"layout must be one of {', '.join(LAYOUTS)}, but got {layout!r}")
-    tensors, lazy = _stored(state_dict)
     prefixes = {match[1] for key in tensors if (match := OURS.fullmatch(key))}
     if not prefixes:
         raise CheckpointError("there is no FMoETransformerMLP (experts.htoh4.weight) to convert")
-    out = {}
+    out: dict[str, StoredTensor] = {}
     for key, tensor in tensors.items():
         prefix = next((p for p in prefixes if key.startswith((f"{p}experts.", f"{p}gate."))), None)
-        name = None if prefix is None else key.removeprefix(prefix)
+        if prefix is None:
+            out[key] = tensor
+            continue
+        name = key.removeprefix(prefix)
         if name in ("experts.htoh4.bias", "experts.h4toh.bias", "gate.gate.bias"):
             if tensor.read().any():
-                raise CheckpointError(f"{key} is not zero, but Hugging Face's experts and gates have no bias")
+                raise CheckpointError(
+                    f"{key} is not zero, but Hugging Face's experts and gates have no bias: build the layer with "
+                    "bias=False, gate_bias=False"
+                )
             continue
-        layer = _renamed(prefix, "mlp", "block_sparse_moe") if prefix and layout == "mixtral" else prefix
+        layer = _renamed(prefix, "mlp", "block_sparse_moe") if layout == "mixtral" else prefix
         if name == "gate.gate.weight":
             out[f"{layer}gate.weight"] = tensor
         elif name in ("experts.htoh4.weight", "experts.h4toh.weight"):
             if name == "experts.htoh4.weight":
                 _check_swiglu(prefix, tensor, tensors.get(f"{prefix}experts.h4toh.weight"))
+                check_writable(routing or {}, prefix, layout)
             out |= _split(layer, name, tensor, layout)
-        elif prefix is not None:
-            raise CheckpointError(f"{key} has no place in a Hugging Face layer")
         else:
-            out[key] = tensor
+            raise CheckpointError(f"{key} has no place in a Hugging Face layer")
     return _returned(out, lazy)
 
 
-def model_files(path):
+def model_files(path: Path) -> list[Path]:
     """The safetensors files of a model: path itself, or those of a Hugging Face folder; [] if it is neither."""
     if path.suffix == ".safetensors":
         return [path]
     index = path / "model.safetensors.index.json"
     if index.exists():
-        return [path / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
-    return [path / "model.safetensors"] if (path / "model.safetensors").exists() else []
+        names = read_json(inside(path, index.name)).get("weight_map")
+        if not isinstance(names, dict) or not names:
+            raise CheckpointError(f"{index} is damaged: it has no weight_map")
+        return sorted({inside(path, name) for name in names.values()})
+    return [inside(path, "model.safetensors")] if (path / "model.safetensors").exists() else []
 
 
-def read_model(files):
+def model_config(path: Path) -> dict[str, Any]:
+    """config.json of a Hugging Face folder; {} for anything else."""
+    return read_json(inside(path, "config.json")) if (path / "config.json").exists() else {}
+
+
+def read_model(files: Iterable[Path]) -> tuple[dict[str, StoredTensor], bool]:
     """({name: StoredTensor} in our layout, whether it was in one of Hugging Face's) of all files together."""
-    tensors = {}
+    tensors: dict[str, StoredTensor] = {}
     for file in files:
         tensors |= read_safetensors(file)[0]
     if not _is_huggingface(tensors):
@@ -109,7 +144,7 @@ def read_model(files):
     return from_huggingface(tensors), True
 
 
-def _is_huggingface(names):
+def _is_huggingface(names: Iterable[str]) -> bool:
     """Whether tensors of these names have an MoE layer in a Hugging Face layout."""
     leaves = tuple(f".{leaf}" for _, leaves in PER_EXPERT for leaf in leaves)
     return any(
@@ -119,7 +154,9 @@ def _is_huggingface(names):
     )
 
 
-def _experts_of(tensors, prefix):
+def _experts_of(
+    tensors: Mapping[str, StoredTensor], prefix: str
+) -> tuple[StoredTensor, StoredTensor, tuple[str, ...]] | None:
     """(w1 [E, 2H, D], w2 [E, D, H], names used) of a layer; None if it has no experts."""
     fused = f"{prefix}experts.gate_up_proj", f"{prefix}experts.down_proj"
     if all(name in tensors for name in fused):
@@ -143,7 +180,7 @@ def _experts_of(tensors, prefix):
     return None
 
 
-def _joined(prefix, *columns):
+def _joined(prefix: str, *columns: list[StoredTensor]) -> StoredTensor:
     """One tensor [E, sum of rows, *] of lists of E tensors [rows, *]."""
     for column in columns:
         if any(t.shape != column[0].shape or t.dtype != column[0].dtype for t in column):
@@ -153,14 +190,14 @@ def _joined(prefix, *columns):
     num_rows = sum(column[0].shape[0] for column in columns)
     shape = (len(columns[0]), num_rows, *columns[0][0].shape[1:])
 
-    def rows(first, end):
+    def rows(first: int, end: int) -> torch.Tensor:
         experts = zip(*(column[first:end] for column in columns), strict=True)
         return torch.stack([torch.cat([t.read() for t in parts]) for parts in experts])
 
     return StoredTensor(shape, columns[0][0].dtype, lambda: rows(0, shape[0]), rows)
 
 
-def _split(layer, name, tensor, layout):
+def _split(layer: str, name: str, tensor: StoredTensor, layout: str) -> dict[str, StoredTensor]:
     if layout == "fused":
         return {f"{layer}experts.{'gate_up_proj' if name == 'experts.htoh4.weight' else 'down_proj'}": tensor}
     gate, up, down = dict(PER_EXPERT)[layout]
@@ -175,29 +212,30 @@ def _split(layer, name, tensor, layout):
     }
 
 
-def _part(tensor, e, first, end):
+def _part(tensor: StoredTensor, e: int, first: int, end: int) -> StoredTensor:
     return StoredTensor(
         (end - first, tensor.shape[2]), tensor.dtype, lambda: tensor.rows(e, e + 1)[0, first:end]
     )
 
 
-def _check_swiglu(prefix, w1, w2):
+def _check_swiglu(prefix: str, w1: StoredTensor, w2: StoredTensor | None) -> None:
     if w2 is None or len(w1.shape) != 3 or w1.shape[1] != 2 * w2.shape[2]:
+        second = None if w2 is None else list(w2.shape)
         raise CheckpointError(
-            f"{prefix}experts: htoh4.weight {list(w1.shape)} and h4toh.weight {w2 and list(w2.shape)} are no SwiGLU "
-            "experts: expected [E, 2H, D] and [E, D, H]"
+            f"{prefix}experts: htoh4.weight {list(w1.shape)} and h4toh.weight {second} are no SwiGLU experts: "
+            "expected [E, 2H, D] and [E, D, H]"
         )
 
 
-def _renamed(prefix, old, new):
+def _renamed(prefix: str, old: str, new: str) -> str:
     return re.sub(rf"(^|\.){old}\.$", rf"\g<1>{new}.", prefix)
 
 
-def _stored(state_dict):
+def _lazily(state_dict: StateDict) -> tuple[dict[str, StoredTensor], bool]:
     """({name: StoredTensor}, whether they were so already)."""
     lazy = any(isinstance(value, StoredTensor) for value in state_dict.values())
-    return {k: v if isinstance(v, StoredTensor) else StoredTensor.of(v) for k, v in state_dict.items()}, lazy
+    return {name: StoredTensor.of(value) for name, value in state_dict.items()}, lazy
 
 
-def _returned(tensors, lazy):
+def _returned(tensors: dict[str, StoredTensor], lazy: bool) -> dict[str, Any]:
     return tensors if lazy else {key: tensor.read().clone() for key, tensor in tensors.items()}

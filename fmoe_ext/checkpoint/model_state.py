@@ -5,6 +5,8 @@ rank has some; separate experts have their number in the name, experts.<e>.weigh
 """
 
 import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -19,26 +21,32 @@ from fmoe_ext.ep.placement import move_rows
 from fmoe_ext.layers import FMoE
 
 WRAPPERS = (DistributedGroupedDataParallel, DistributedDataParallel, nn.DataParallel)
+# Megatron-core's own names: of each expert, of all [E, *], or of all side by side
+MEGATRON_EXPERTS = re.compile(
+    r"(?:(?P<layer>.*?)\.)?experts\."
+    r"(?:local_experts\.(?P<index>\d+)\.|(?P<stacked>experts\.))?"
+    r"(?:linear_fc[12]\.(?:weight|bias)(?P<number>\d*)|weight[12])"
+)
 EXPERT_NAME = re.compile(r"(?:(?P<layer>.*)\.)?experts\.(?:(?P<index>\d+)\.)?(?P<rest>.+)")
 
 
 class ModelState:
     """tensors {name: parameter or buffer of this rank}, layers {name: FMoE}; wrappers leave no trace in names."""
 
-    def __init__(self, model):
+    def __init__(self, model: nn.Module):
         model, name_of = _unwrap(model)
         modules = model.named_modules(remove_duplicate=False)
         self.layers = {name_of(name): module for name, module in modules if isinstance(module, FMoE)}
-        self.tensors = {}
+        self.tensors: dict[str, torch.Tensor] = {}
         self._model = model
-        self._names = {}
-        self._buffers = {}
-        self._layer_of_rows = {}
-        self._meshes = {}
+        self._names: dict[int, str] = {}
+        self._buffers: dict[str, str] = {}
+        self._layer_of_rows: dict[str, FMoE] = {}
+        self._meshes: dict[tuple[Any, str], DeviceMesh] = {}
         for key, value in model.state_dict(keep_vars=True).items():
             self._add(key, name_of(key), value)
 
-    def _add(self, key, name, value):
+    def _add(self, key: str, name: str, value: Any) -> None:
         layer, rest = self._owner(name)
         if layer is not None and rest == "expert_placement":
             return  # saved in the order of the experts, wherever they live
@@ -65,7 +73,7 @@ class ModelState:
         if not isinstance(value, nn.Parameter):
             self._buffers[name] = key
 
-    def _owner(self, name):
+    def _owner(self, name: str) -> tuple[FMoE | None, str]:
         """(layer, rest of the name) of the innermost FMoE that has this tensor; (None, name) if none has."""
         components = name.split(".")
         for end in reversed(range(len(components))):
@@ -74,7 +82,7 @@ class ModelState:
                 return layer, ".".join(components[end:])
         return None, name
 
-    def name_of(self, param):
+    def name_of(self, param: torch.Tensor) -> str:
         try:
             return self._names[id(param)]
         except KeyError:
@@ -82,23 +90,23 @@ class ModelState:
                 f"the optimizer has a parameter of shape {list(param.shape)} that is not one of the model"
             ) from None
 
-    def is_buffer(self, name):
+    def is_buffer(self, name: str) -> bool:
         return name in self._buffers
 
-    def give_dtype(self, name, dtype):
+    def give_dtype(self, name: str, dtype: torch.dtype) -> None:
         """Lets a buffer have another dtype: gates make theirs float32 again where .bfloat16() had cast them."""
         module, _, attribute = self._buffers[name].rpartition(".")
         self.tensors[name] = self.tensors[name].to(dtype)
         setattr(self._model.get_submodule(module), attribute, self.tensors[name])
 
-    def num_experts(self):
+    def num_experts(self) -> dict[str, int]:
         return {name: layer.num_experts for name, layer in self.layers.items()}
 
-    def global_shape(self, name):
+    def global_shape(self, name: str) -> tuple[int, ...]:
         layer, value = self._layer_of_rows.get(name), self.tensors[name]
         return tuple(value.shape) if layer is None else (layer.num_experts, *value.shape[1:])
 
-    def local_rows(self, name):
+    def local_rows(self, name: str) -> tuple[int, int] | None:
         """(first, end): the experts of a layer in order that this rank has; None for what it has whole."""
         layer = self._layer_of_rows.get(name)
         if layer is None:
@@ -106,12 +114,7 @@ class ModelState:
         first = layer.expert_parallel.rank * layer.num_expert
         return first, first + layer.num_expert
 
-    def follows(self, name, shape):
-        """Whether state of an optimizer, of global `shape`, has rows as the parameter does."""
-        whole = self.global_shape(name)
-        return len(shape) == len(whole) > 0 and shape[0] == whole[0]
-
-    def in_order(self, name, tensor):
+    def in_order(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """Rows like those of parameter `name`, brought into the order of the experts. Collective if they had moved."""
         layer = self._layer_of_rows.get(name)
         if layer is None or layer.expert_placement is None:
@@ -121,7 +124,7 @@ class ModelState:
         move_rows(tensor, parallel.experts_in_place, list(range(parallel.num_experts)), parallel)
         return tensor
 
-    def as_part(self, name, tensor):
+    def as_part(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """Rows in the order of the experts as this rank's part of a DTensor [E, *]; another tensor as it is."""
         layer = self._layer_of_rows.get(name)
         if layer is None:
@@ -131,19 +134,23 @@ class ModelState:
             self._meshes[key] = DeviceMesh.from_group(find_group(key[0]), key[1])
         return DTensor.from_local(tensor.detach(), self._meshes[key], [Shard(0)], run_check=False)
 
-    def put_in_order(self):
+    def put_in_order(self) -> None:
         """Notes that the experts of every layer are now where their numbers say."""
         for layer in self.layers.values():
             if layer.expert_placement is not None:
                 layer.place_experts(range(layer.num_experts))
 
 
-def describe_layers(shapes):
+def describe_layers(shapes: Mapping[str, Sequence[int]]) -> dict[str, dict[str, int]]:
     """{layer: {"num_experts", "d_model", "d_hidden"}} from {name: shape}; the widths for two-layer MLPs only."""
-    layers = {}
+    layers: dict[str, dict[str, int]] = {}
     for name, shape in shapes.items():
         match = EXPERT_NAME.fullmatch(name)
         if match is None or not shape:
+            continue
+        if (of_megatron := MEGATRON_EXPERTS.fullmatch(name)) is not None:
+            layer = layers.setdefault(of_megatron["layer"] or "", {"num_experts": 0})
+            layer["num_experts"] = max(layer["num_experts"], _num_megatron_experts(of_megatron, shapes))
             continue
         layer = layers.setdefault(match["layer"] or "", {"num_experts": 0})
         count = shape[0] if match["index"] is None else int(match["index"]) + 1
@@ -153,7 +160,18 @@ def describe_layers(shapes):
     return layers
 
 
-def _unwrap(model):
+def _num_megatron_experts(match: re.Match[str], shapes: Mapping[str, Sequence[int]]) -> int:
+    """How many experts a layer of Megatron-core has, by one of its tensors; its router knows, if it is there."""
+    router = shapes.get(f"{match['layer']}.router.weight" if match["layer"] else "router.weight")
+    if router:
+        return router[0]
+    number = match["index"] or match["number"]
+    if number:
+        return int(number) + 1
+    return shapes[match.string][0] if match["stacked"] else 0
+
+
+def _unwrap(model: nn.Module) -> tuple[nn.Module, Callable[[str], str]]:
     """The module inside all wrappers, and a function that takes wrappers further in out of a name."""
     while (inner := _inside(model)) is not None:
         model = getattr(model, inner)
@@ -163,7 +181,7 @@ def _unwrap(model):
         if _inside(module) is not None
     ]
 
-    def name_of(name):
+    def name_of(name: str) -> str:
         for long, short in reversed(wrapped):  # the innermost first
             if f"{name}.".startswith(long):
                 name = (short + f"{name}."[len(long) :])[:-1]
@@ -172,14 +190,14 @@ def _unwrap(model):
     return model, name_of
 
 
-def _inside(module):
+def _inside(module: nn.Module) -> str | None:
     """The name under which a wrapper has its module; None for other modules."""
     if isinstance(module, WRAPPERS):
         return "module"
     return "_orig_mod" if hasattr(module, "_orig_mod") else None
 
 
-def _with_global_number(name, rest, layer):
+def _with_global_number(name: str, rest: str, layer: FMoE) -> str:
     _, index, tail = rest.split(".", 2)
     place = layer.expert_parallel.rank * layer.num_expert + int(index)
     return f"{name.removesuffix(rest)}experts.{layer.expert_parallel.experts_in_place[place]}.{tail}"

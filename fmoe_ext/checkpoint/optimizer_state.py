@@ -1,27 +1,38 @@
 """The state of an optimizer by the names of its parameters: tensors "optimizer.<entry>.<parameter>", the rest plain."""
 
+from collections.abc import Mapping, Sequence
+from typing import Any
+
 import torch
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
 from fmoe_ext.checkpoint.errors import CheckpointError
+from fmoe_ext.checkpoint.model_state import ModelState
+from fmoe_ext.checkpoint.safetensors_file import StoredTensor
 
 PREFIX = "optimizer."
 
 
-def take(optimizer, model):
-    """(tensors, record) of an optimizer on a ModelState; the tensors of moved experts are brought back. Collective."""
-    tensors, groups, params, values = {}, [], {}, {}
+def take(optimizer: Optimizer, model: ModelState) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """(tensors, record) of an optimizer on a ModelState; the tensors of moved experts are brought back. Collective.
+
+    Raises CheckpointError, before any communication, for state of experts of which not each expert has its own part.
+    """
+    has_rows = _check(optimizer, model)
+    tensors: dict[str, torch.Tensor] = {}
+    groups: list[dict[str, Any]] = []
+    params: dict[str, int] = {}
+    values: dict[str, dict[str, Any]] = {}
     for number, group in enumerate(optimizer.param_groups):
         groups.append({key: value for key, value in group.items() if key != "params"})
         for param in group["params"]:
             name = model.name_of(param)
             params[name] = number
             for entry, value in optimizer.state.get(param, {}).items():
-                if "." in entry:
-                    raise CheckpointError(f"the optimizer's state {entry!r} of {name} has a dot in its name")
                 if not isinstance(value, torch.Tensor):
                     values.setdefault(name, {})[entry] = value
-                elif value.shape == param.shape or _has_rows(model, name, value):
+                elif (name, entry) in has_rows:
                     tensors[f"{PREFIX}{entry}.{name}"] = model.as_part(name, model.in_order(name, value))
                 else:
                     tensors[f"{PREFIX}{entry}.{name}"] = value
@@ -29,9 +40,54 @@ def take(optimizer, model):
     return tensors, record
 
 
-def merge_records(records):
+def _check(optimizer: Optimizer, model: ModelState) -> set[tuple[str, str]]:
+    """The (parameter, entry) whose tensors are rows of experts."""
+    has_rows = set()
+    for param in (p for group in optimizer.param_groups for p in group["params"]):
+        name = model.name_of(param)
+        for entry, value in optimizer.state.get(param, {}).items():
+            if "." in entry:
+                raise CheckpointError(f"the optimizer's state {entry!r} of {name} has a dot in its name")
+            if not isinstance(value, torch.Tensor) or model.local_rows(name) is None:
+                continue
+            shape, whole = tuple(value.shape), model.global_shape(name)
+            if _is_by_expert(name, entry, shape, tuple(param.shape)):
+                _is_by_expert(name, entry, (whole[0], *shape[1:]), whole)
+                has_rows.add((name, entry))
+    return has_rows
+
+
+def _is_by_expert(name: str, entry: str, shape: tuple[int, ...], param: tuple[int, ...]) -> bool:
+    """Whether state of this shape has a row for each expert of a parameter [E, *]; else it is one number for all.
+
+    Such are tensors like the parameter and, for [E, H, D], means over H or D as those of Adafactor: [E, H, 1],
+    [E, 1, D], [E, H], [E, D], [E]. Raises CheckpointError for others, as the mean over the experts of a rank that
+    Adafactor keeps of a bias [E, H]: in another layout there is no such thing.
+    """
+    if shape == ():
+        return False
+    if shape == param:
+        return True
+    if len(param) == 3:
+        num_experts, *widths = param
+        kept = {(num_experts, *rest) for rest in _means(*widths)}
+        if shape in kept and not (num_experts > 1 and shape in set(_means(*widths)) | {tuple(widths)}):
+            return True
+    raise CheckpointError(
+        f"the optimizer's state {entry!r} {list(shape)} of {name} {list(param)} has not one part for each expert: "
+        "with expert parallelism it cannot be saved for other layouts. Use an optimizer that keeps state like the "
+        "parameter (Adam, SGD), experts without bias, or save without optimizer"
+    )
+
+
+def _means(rows: int, columns: int) -> tuple[tuple[int, ...], ...]:
+    """The shapes of means over a matrix's columns, rows or both."""
+    return (rows, 1), (1, columns), (1, 1), (rows,), (columns,), ()
+
+
+def merge_records(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """One record of what the ranks' optimizers have; groups with the same options become one."""
-    merged = {"type": records[0]["type"], "groups": [], "params": {}, "values": {}}
+    merged: dict[str, Any] = {"type": records[0]["type"], "groups": [], "params": {}, "values": {}}
     for record in records:
         for name, number in record["params"].items():
             options = record["groups"][number]
@@ -42,13 +98,13 @@ def merge_records(records):
     return merged
 
 
-def names(optimizer, model):
+def names(optimizer: Optimizer | None, model: ModelState) -> set[str]:
     """The names of the parameters of an optimizer; none without one."""
     groups = [] if optimizer is None else optimizer.param_groups
     return {model.name_of(param) for group in groups for param in group["params"]}
 
 
-def compare(optimizer, model, record, names_of_all):
+def compare(optimizer: Optimizer, model: ModelState, record: dict[str, Any], names_of_all: set[str]) -> None:
     """Raises CheckpointError if an optimizer cannot take what is saved. names_of_all: of every rank's optimizer."""
     if record["type"] != type(optimizer).__name__:
         raise CheckpointError(
@@ -76,16 +132,23 @@ class Loading:
     parts: {key: tensor} for the checkpoint to fill, rows of experts as DTensor.
     """
 
-    def __init__(self, optimizer, model, record, saved):
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        model: ModelState,
+        record: dict[str, Any],
+        saved: Mapping[str, StoredTensor],
+    ):
         self.optimizer = optimizer
         self.record = record
         self.names = {p: model.name_of(p) for group in optimizer.param_groups for p in group["params"]}
-        entries = {}
+        entries: dict[str, list[tuple[str, str]]] = {}
         for key in saved:
             if key.startswith(PREFIX):
-                _, entry, name = key.split(".", 2)
+                entry, _, name = key.removeprefix(PREFIX).partition(".")
                 entries.setdefault(name, []).append((entry, key))
-        self.parts, self._state = {}, {}
+        self.parts: dict[str, torch.Tensor] = {}
+        self._state: dict[torch.Tensor, dict[str, Any]] = {}
         for group in optimizer.param_groups:
             for param in group["params"]:
                 name = self.names[param]
@@ -95,7 +158,7 @@ class Loading:
                     self._state[param][entry] = tensor
                     self.parts[key] = part
 
-    def commit(self):
+    def commit(self) -> None:
         for param, state in self._state.items():
             if state:
                 self.optimizer.state[param] = state
@@ -112,27 +175,24 @@ class Loading:
                     group[key] = tuple(value) if isinstance(value, list) else value
 
 
-def _make_room(model, name, param, entry, saved, group):
+def _make_room(
+    model: ModelState,
+    name: str,
+    param: torch.Tensor,
+    entry: str,
+    saved: StoredTensor,
+    group: dict[str, Any],
+) -> tuple[torch.Tensor, torch.Tensor]:
     """(the local tensor, what the checkpoint fills) for one entry of a parameter's state."""
     shape, device = list(saved.shape), param.device
     if entry == "step" and not (group.get("capturable") or group.get("fused")):
-        device = "cpu"  # where the optimizers of PyTorch keep it
+        device = torch.device("cpu")  # where the optimizers of PyTorch keep it
     if isinstance(param, DTensor) and saved.shape == tuple(param.shape):
         tensor = torch.zeros_like(param.detach(), dtype=saved.dtype)
         return tensor, tensor
     rows = model.local_rows(name)
-    if rows is None or not model.follows(name, shape):
+    if rows is None or not _is_by_expert(name, entry, tuple(shape), model.global_shape(name)):
         tensor = torch.zeros(shape, dtype=saved.dtype, device=device)
         return tensor, tensor
     tensor = torch.zeros([rows[1] - rows[0], *shape[1:]], dtype=saved.dtype, device=device)
     return tensor, model.as_part(name, tensor)
-
-
-def _has_rows(model, name, value):
-    rows = model.local_rows(name)
-    return (
-        rows is not None
-        and value.dim() > 0
-        and value.dim() == model.tensors[name].dim()
-        and value.shape[0] == rows[1] - rows[0]
-    )

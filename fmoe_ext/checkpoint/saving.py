@@ -2,21 +2,40 @@
 
 import json
 import shutil
+from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.optim import Optimizer
 
 from fmoe_ext.checkpoint import optimizer_state, store
 from fmoe_ext.checkpoint.errors import CheckpointError, gather, together
-from fmoe_ext.checkpoint.huggingface import model_files, read_model
+from fmoe_ext.checkpoint.files import locked, made_folder
+from fmoe_ext.checkpoint.huggingface import model_config, model_files, read_model
+from fmoe_ext.checkpoint.manifest import MODEL, Manifest
 from fmoe_ext.checkpoint.model_state import ModelState, describe_layers
-from fmoe_ext.checkpoint.safetensors_file import OURS, verify_safetensors, write_safetensors
+from fmoe_ext.checkpoint.routing import check_config, routing_of
+from fmoe_ext.checkpoint.safetensors_file import OURS, StoredTensor, verify_safetensors, write_safetensors
+
+VERSION_OF_FILES = 1  # of what the metadata of a safetensors file says
 
 
 @torch.no_grad()
-def save(folder, model, optimizer=None, *, step=0, extra=None, keep=None, process_group=None):
+def save(
+    folder: str | Path,
+    model: nn.Module,
+    optimizer: Optimizer | None = None,
+    *,
+    step: int = 0,
+    extra: dict[str, Any] | None = None,
+    keep: int | None = None,
+    process_group: dist.ProcessGroup | None = None,
+) -> Path:
     """Saves a model, and an optimizer with its state, as the newest checkpoint of a folder -> the path of it.
 
     The layout leaves no trace: any number of expert-parallel and data-parallel ranks may load what any other saved.
@@ -34,7 +53,7 @@ def save(folder, model, optimizer=None, *, step=0, extra=None, keep=None, proces
         state = ModelState(model)
         extra = _checked_json(extra or {}, "extra")
     tensors = {
-        store.MODEL + name: state.as_part(name, state.in_order(name, value))
+        MODEL + name: state.as_part(name, state.in_order(name, value))
         for name, value in state.tensors.items()
     }
     with together("saving the optimizer", process_group):
@@ -46,14 +65,23 @@ def save(folder, model, optimizer=None, *, step=0, extra=None, keep=None, proces
     without = [rank for rank, other in enumerate(records) if other is None]
     if 0 < len(without) < len(records):
         raise CheckpointError(f"saving: ranks {without} gave no optimizer, the others did")
-    merged = None if record is None else optimizer_state.merge_records(records)
-    manifest = store.Manifest(step=step, extra=extra, optimizer=merged)
-    return store.write_checkpoint(folder, tensors, manifest, keep, process_group)
+    merged = None if record is None else optimizer_state.merge_records([r for r in records if r is not None])
+    routing = {name: routing_of(layer) for name, layer in state.layers.items()}
+    manifest = Manifest(step=step, extra=extra, optimizer=merged, routing=routing)
+    return store.write_checkpoint(Path(folder), tensors, manifest, keep, process_group)
 
 
 @torch.no_grad()
-def load(path, model, optimizer=None, *, cast=False, verify=True, process_group=None):
-    """Loads what save() saved in any layout, into a model of this one -> store.Manifest, with step and extra.
+def load(
+    path: str | Path,
+    model: nn.Module,
+    optimizer: Optimizer | None = None,
+    *,
+    cast: bool = False,
+    verify: bool = True,
+    process_group: dist.ProcessGroup | None = None,
+) -> Manifest:
+    """Loads what save() saved in any layout, into a model of this one -> Manifest, with step and extra.
 
     path: a checkpoint, or a folder of checkpoints (its latest); or, without optimizer, a .safetensors file of a whole
     model or a Hugging Face folder, of which each rank reads its own experts only. The model must have the same tensors
@@ -78,9 +106,10 @@ def load(path, model, optimizer=None, *, cast=False, verify=True, process_group=
     )
     with together(f"loading {source.path}", process_group):
         _compare(state, names, source.tensors, cast)
+        source.check(state)
         loading = None
-        if optimizer is not None:
-            record = source.manifest.optimizer
+        record = source.manifest.optimizer
+        if optimizer is not None and record is not None:
             optimizer_state.compare(optimizer, state, record, names_in_optimizer)
             loading = optimizer_state.Loading(optimizer, state, record, source.saved)
     with together(f"loading {source.path}", process_group):
@@ -95,65 +124,84 @@ def load(path, model, optimizer=None, *, cast=False, verify=True, process_group=
 
 
 @torch.no_grad()
-def export_safetensors(path, model, *, process_group=None):
+def export_safetensors(
+    path: str | Path, model: nn.Module, *, process_group: dist.ProcessGroup | None = None
+) -> None:
     """Writes a whole model, of any layout, to one safetensors file; load() reads it into any layout.
 
     All ranks call it; the first writes the file, from parts that the ranks have left beside it, while the others wait.
     metadata of the file: "fmoe_ext" with version and layers (number of experts, widths), "sha256".
     """
     path = Path(path)
-    if not dist.is_initialized():
-        tensors = ModelState(model).tensors
-        write_safetensors(path, tensors, model_metadata(tensors))
-        return
+    is_first = not dist.is_initialized() or dist.get_rank(process_group) == 0
     parts = path.with_name(f".{path.name}.parts")
-    saved = save(parts, model, process_group=process_group)
-    with together(f"writing {path}", process_group):
-        if dist.get_rank(process_group) == 0:
-            tensors = store.model_tensors(saved, store.Manifest.read(saved))
-            write_safetensors(path, tensors, model_metadata(tensors))
-            shutil.rmtree(parts)
+    with ExitStack() as until_written:
+        with together(f"writing {path}", process_group):
+            if is_first:
+                until_written.enter_context(made_folder(path.parent))
+                lock = path.with_name(f".{path.name}.lock")
+                until_written.enter_context(locked(lock, f"writing {path}"))
+                until_written.callback(shutil.rmtree, parts, ignore_errors=True)
+        if dist.is_initialized():
+            saved = save(parts, model, process_group=process_group)
+        with together(f"writing {path}", process_group):
+            if is_first and dist.is_initialized():
+                manifest = Manifest.read(saved)
+                tensors = store.model_tensors(saved, manifest)
+                write_safetensors(path, tensors, model_metadata(tensors, manifest.routing))
+            elif is_first:
+                state = ModelState(model)
+                routing = {name: routing_of(layer) for name, layer in state.layers.items()}
+                write_safetensors(path, state.tensors, model_metadata(state.tensors, routing))
 
 
-def model_metadata(tensors):
-    """The metadata of a safetensors file for {name: tensor}."""
+def model_metadata(tensors: Mapping[str, Any], routing: Mapping[str, Any] | None = None) -> dict[str, str]:
+    """The metadata of a safetensors file for {name: tensor}; routing: {layer: what its gate computes}."""
     layers = describe_layers({name: tensor.shape for name, tensor in tensors.items()})
-    return {OURS: json.dumps({"version": store.VERSION, "layers": layers})}
+    return {OURS: json.dumps({"version": VERSION_OF_FILES, "layers": layers, "routing": dict(routing or {})})}
 
 
 class _Folder:
     """A checkpoint folder as a source; saved: every tensor, tensors: those of the model."""
 
-    def __init__(self, path):
+    def __init__(self, path: Path):
         self.path = store.find(path)
-        self.manifest = store.Manifest.read(self.path)
-        self.saved = store.stored_tensors(self.path, self.manifest)
-        self.tensors = store.model_tensors(self.path, self.manifest)
+        self.manifest = Manifest.read(self.path)
+        self._places = self.manifest.saved(self.path)
+        self.saved = store.stored_tensors(self.path, self._places)
+        self.tensors = store.of_model(self.saved)
 
-    def verify(self, process_group):
+    def check(self, state: ModelState) -> None:
+        """What a folder of ours holds fits any gate."""
+
+    def verify(self, process_group: dist.ProcessGroup | None) -> None:
         store.verify(self.path, self.manifest, process_group=process_group)
 
-    def fill(self, state, loading):
-        parts = {store.MODEL + name: state.as_part(name, value) for name, value in state.tensors.items()}
-        store.read_into(self.path, parts | ({} if loading is None else loading.parts))
+    def fill(self, state: ModelState, loading: optimizer_state.Loading | None) -> None:
+        parts = {MODEL + name: state.as_part(name, value) for name, value in state.tensors.items()}
+        store.read_into(self.path, self._places, parts | ({} if loading is None else loading.parts))
 
 
 class _Files:
     """Safetensors files of a whole model as a source."""
 
-    def __init__(self, path, files):
+    def __init__(self, path: Path, files: list[Path]):
         self.path = path
         self.files = files
         self.tensors, _ = read_model(files)
+        self._config = {} if path in files else model_config(path)
         self.saved = self.tensors
         layers = describe_layers({name: tensor.shape for name, tensor in self.tensors.items()})
-        self.manifest = store.Manifest(step=0, layers=layers)
+        self.manifest = Manifest(step=0, layers=layers)
 
-    def verify(self, process_group):
+    def check(self, state: ModelState) -> None:
+        check_config(self._config, state.layers.items())
+
+    def verify(self, process_group: dist.ProcessGroup | None) -> None:
         for file in store.share(self.files, process_group):
             verify_safetensors(file)
 
-    def fill(self, state, loading):
+    def fill(self, state: ModelState, loading: optimizer_state.Loading | None) -> None:
         for name, value in state.tensors.items():
             rows = state.local_rows(name)
             saved = self.tensors[name].read() if rows is None else self.tensors[name].rows(*rows)
@@ -162,7 +210,7 @@ class _Files:
             value.copy_(saved)
 
 
-def _compare(state, names, saved, cast):
+def _compare(state: ModelState, names: set[str], saved: Mapping[str, StoredTensor], cast: bool) -> None:
     """Raises CheckpointError that lists all differences between a model and what is saved."""
     layers = describe_layers({name: tensor.shape for name, tensor in saved.items()})
     experts = [
@@ -191,14 +239,14 @@ def _compare(state, names, saved, cast):
         raise CheckpointError("; ".join(problems))
 
 
-def _number(value):
+def _number(value: Any) -> Any:
     """Learning rates may be tensors."""
     if isinstance(value, torch.Tensor) and value.numel() == 1:
         return value.item()
     raise TypeError(f"{type(value).__name__} {value!r}")
 
 
-def _checked_json(value, what):
+def _checked_json(value: Any, what: str) -> Any:
     try:
         return json.loads(json.dumps(value, default=_number))
     except (TypeError, ValueError) as error:

@@ -3,101 +3,99 @@
 folder/latest                  name of the newest complete checkpoint, replaced last
 folder/step-00001000/          appears under this name when everything in it is on disk
     __<rank>_<n>.distcp        the tensors (torch.distributed.checkpoint)
-    .metadata                  where each of them is
-    manifest.json              shapes, layers, options of the optimizer, SHA-256 of every file and of itself
+    manifest.json              shapes, where each tensor is, layers, options of the optimizer,
+                               SHA-256 of every file and of itself
+
+Folders of version 1 say in .metadata, a pickle of torch's, where the tensors are; torch_metadata.py reads it.
 """
 
-import hashlib
-import json
+import functools
 import os
-import pickle
+import re
 import shutil
 import warnings
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
-from functools import cache
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.tensor import DTensor
 
-from fmoe_ext.checkpoint.errors import CheckpointError, gather, together
-from fmoe_ext.checkpoint.files import atomic_file, sha256_of, sync_folder
+from fmoe_ext.checkpoint.chunks import Planner, Reader, SavedTensor, Writer
+from fmoe_ext.checkpoint.errors import CheckpointError, gather, text_of, together
+from fmoe_ext.checkpoint.files import (
+    atomic_file,
+    explained,
+    inside,
+    locked,
+    read_text,
+    remove,
+    sha256_of,
+    sync_folder,
+    unique,
+)
+from fmoe_ext.checkpoint.manifest import MODEL, Manifest
 from fmoe_ext.checkpoint.model_state import describe_layers
 from fmoe_ext.checkpoint.safetensors_file import StoredTensor
 
-VERSION = 1
-MODEL = "model."
-IN_METADATA = (  # of .metadata, a pickle; with torch's dtypes and the classes of torch.distributed.checkpoint.metadata
-    ("collections", "OrderedDict"),
-    ("pathlib", "PosixPath"),
-    ("pathlib", "WindowsPath"),
-    ("pathlib._local", "PosixPath"),
-    ("pathlib._local", "WindowsPath"),
-    ("torch", "Size"),
-    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
-    ("torch.serialization", "_get_layout"),
-)
+STEP = re.compile(r"step-\d{8,}(-\d+)?")
+Item = TypeVar("Item")
 
 
-@dataclass
-class Manifest:
-    """What a checkpoint says of itself. tensors: {key: {"shape", "dtype"}}; files: {name: {"bytes", "sha256"}}."""
-
-    step: int
-    layers: dict = field(default_factory=dict)
-    optimizer: dict | None = None
-    extra: dict = field(default_factory=dict)
-    tensors: dict = field(default_factory=dict)
-    files: dict = field(default_factory=dict)
-    torch: str = torch.__version__
-    version: int = VERSION
-
-    def write(self, path):
-        content = asdict(self)
-        with atomic_file(path) as file:
-            file.write(json.dumps({**content, "sha256": _digest(content)}, indent=1).encode())
-
-    @classmethod
-    def read(cls, folder):
-        path = Path(folder, "manifest.json")
-        try:
-            content = json.loads(path.read_bytes())
-            expected = content.pop("sha256")
-            version = content["version"]
-        except (OSError, ValueError, KeyError, AttributeError) as error:
-            raise CheckpointError(f"{path} cannot be read, or is damaged: {error!r}") from error
-        if _digest(content) != expected:
-            raise CheckpointError(f"{path} is damaged: its content does not have the SHA-256 {expected}")
-        if version != VERSION:
-            raise CheckpointError(f"{path} has version {version}, this fmoe_ext reads version {VERSION}")
-        return cls(**content)
-
-    def model_shapes(self):
-        return {k.removeprefix(MODEL): t["shape"] for k, t in self.tensors.items() if k.startswith(MODEL)}
-
-
-def write_checkpoint(folder, tensors, manifest, keep=None, process_group=None):
+def write_checkpoint(
+    folder: Path,
+    tensors: Mapping[str, torch.Tensor],
+    manifest: Manifest,
+    keep: int | None = None,
+    process_group: dist.ProcessGroup | None = None,
+) -> Path:
     """Writes {key: tensor or DTensor} and a manifest as the newest checkpoint of a folder -> its path. Collective.
 
-    keep: how many of the newest checkpoints stay, this one included; None for all.
+    keep: how many of the newest checkpoints stay, this one included; None for all. Raises CheckpointError where
+    another job is saving into the same folder, and where there is no room; what was written is removed then.
     """
     folder = Path(folder)
-    path = None
-    with together(f"preparing {folder}", process_group):
-        if _is_first(process_group):
-            path = _new_path(folder, manifest.step)
-    path = next(p for p in gather(path, process_group) if p is not None)
-    unfinished = path.with_name(f".{path.name}.tmp")
-    with together(f"writing {path}", process_group), _quiet():
+    paths = None
+    is_first = _is_first(process_group)
+    with ExitStack() as until_saved:
+        with together(f"preparing {folder}", process_group):
+            if is_first:
+                folder.mkdir(parents=True, exist_ok=True)
+                alone = until_saved.enter_context(locked(folder / ".lock", f"saving into {folder}"))
+                paths = _new_paths(folder, manifest.step, alone)
+        path, unfinished = next(p for p in gather(paths, process_group) if p is not None)
+        try:
+            _write_files(path, unfinished, tensors, manifest, process_group)
+        except BaseException:
+            if is_first:  # a part of a checkpoint must not keep a full disk full
+                shutil.rmtree(unfinished, ignore_errors=True)
+            raise
+        with together(f"writing {path}", process_group):
+            if is_first:
+                os.rename(unfinished, path)
+                sync_folder(folder)
+                with atomic_file(folder / "latest") as file:
+                    file.write(path.name.encode())
+                if keep is not None:
+                    _remove_older(folder, path, keep)
+    return path
+
+
+def _write_files(
+    path: Path,
+    unfinished: Path,
+    tensors: Mapping[str, torch.Tensor],
+    manifest: Manifest,
+    process_group: dist.ProcessGroup | None,
+) -> None:
+    num_bytes = sum(_num_local_bytes(tensor) for tensor in tensors.values())
+    writer = Writer(unfinished)
+    with together(f"writing {path}", process_group), explained(unfinished, num_bytes), _quiet():
         alone = not dist.is_initialized()
-        written = dcp.save(
-            tensors,
-            storage_writer=dcp.FileSystemWriter(unfinished),
-            process_group=process_group,
-            no_dist=alone,
-        )
+        dcp.save(dict(tensors), storage_writer=writer, process_group=process_group, no_dist=alone)
     names = gather(sorted(file.name for file in unfinished.iterdir()), process_group)[0]
     with together(f"writing {path}: is it on a file system that all ranks share?", process_group):
         mine = {
@@ -105,27 +103,46 @@ def write_checkpoint(folder, tensors, manifest, keep=None, process_group=None):
             for name in share(names, process_group)
         }
     files = gather(mine, process_group)
-    with together(f"writing {path}", process_group):
+    with together(f"writing {path}", process_group), explained(unfinished, num_bytes):
         if _is_first(process_group):
             manifest.files = {name: entry for part in files for name, entry in part.items()}
-            manifest.tensors = {
-                key: {"shape": list(entry.size), "dtype": str(entry.properties.dtype).removeprefix("torch.")}
-                for key, entry in written.state_dict_metadata.items()
-            }
+            manifest.tensors = {key: tensor.as_json() for key, tensor in writer.tensors.items()}
             manifest.layers = describe_layers(manifest.model_shapes())
             manifest.write(unfinished / "manifest.json")
-            os.replace(unfinished, path)
-            sync_folder(folder)
-            with atomic_file(folder / "latest") as file:
-                file.write(path.name.encode())
-            if keep is not None:
-                older = [other for other in complete(folder) if other != path]
-                for old in older[: max(0, len(older) - keep + 1)]:
-                    _remove(old)
-    return path
 
 
-def complete(folder):
+def _num_local_bytes(tensor: torch.Tensor) -> int:
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return local.numel() * local.element_size()
+
+
+def _new_paths(folder: Path, step: int, alone: bool) -> tuple[Path, Path]:
+    """(the name of a new checkpoint, a new folder for it until it is complete).
+
+    alone: no other job is saving here, so that whatever is unfinished was left behind by one that has ended.
+    """
+    if alone:
+        for abandoned in folder.glob(".step-*.tmp"):
+            remove(abandoned)
+    path = again = folder / f"step-{step:08d}"
+    number = 1
+    while os.path.lexists(again):
+        again = path.with_name(f"{path.name}-{number}")
+        number += 1
+    unfinished = again.with_name(f".{again.name}.{unique()}.tmp")
+    unfinished.mkdir()
+    return again, unfinished
+
+
+def _remove_older(folder: Path, newest: Path, keep: int) -> None:
+    older = [other for other in complete(folder) if other != newest]
+    for path in older[: max(0, len(older) - keep + 1)]:
+        unfinished = path.with_name(f".{path.name}.{unique()}.tmp")
+        os.rename(path, unfinished)  # a half removed checkpoint must not look like one
+        remove(unfinished)
+
+
+def complete(folder: Path) -> list[Path]:
     """The complete checkpoints of a folder, the oldest first."""
     return sorted(
         (path.parent for path in Path(folder).glob("step-*/manifest.json")),
@@ -133,149 +150,108 @@ def complete(folder):
     )
 
 
-def has_checkpoint(path):
+def has_checkpoint(path: Path) -> bool:
     """Whether a path is a checkpoint of ours or a folder with one; other files may lie beside it."""
     return any(Path(path, name).exists() for name in ("manifest.json", "latest"))
 
 
-def find(path):
+def find(path: Path) -> Path:
     """The checkpoint that a path means: itself, or the one that `latest` in it names."""
     path = Path(path)
     if (path / "manifest.json").exists():
         return path
     if (path / "latest").exists():
-        newest = path / (path / "latest").read_text().strip()
+        name = read_text(inside(path, "latest"))
+        if not STEP.fullmatch(name):
+            raise CheckpointError(
+                f"{path / 'latest'} names {name[:80]!r}, which is no checkpoint{_others(path)}"
+            )
+        newest = inside(path, name)
         if (newest / "manifest.json").exists():
             return newest
-        raise CheckpointError(
-            f"{path / 'latest'} names {newest.name}, which has no manifest.json{_others(path)}"
-        )
+        raise CheckpointError(f"{path / 'latest'} names {name}, which has no manifest.json{_others(path)}")
     raise CheckpointError(
         f"no checkpoint in {path}: it has neither `latest` nor manifest.json{_others(path)}"
     )
 
 
-def verify(path, manifest, progress=None, process_group=None):
+def verify(
+    path: Path,
+    manifest: Manifest,
+    progress: Callable[[int], Any] | None = None,
+    process_group: dist.ProcessGroup | None = None,
+) -> None:
     """Checks size and SHA-256 of the files of a checkpoint, each on one rank; CheckpointError names the bad ones."""
     wrong = []
     for name in share(sorted(manifest.files), process_group):
-        file, expected = Path(path, name), manifest.files[name]
-        if not file.exists():
+        file, expected = inside(path, name), manifest.files[name]
+        if not file.is_file():
             wrong.append(f"{file} is missing")
         elif file.stat().st_size != expected["bytes"]:
             wrong.append(f"{file} has {file.stat().st_size} bytes, expected {expected['bytes']}: truncated?")
         elif (found := sha256_of(file, progress)) != expected["sha256"]:
-            wrong.append(f"{file} is damaged: its SHA-256 is {found}, expected {expected['sha256']}")
+            wrong.append(f"{file} is damaged: its SHA-256 is {found}, expected {expected['sha256']}"[:500])
     if wrong:
-        raise CheckpointError("; ".join(wrong) + _others(Path(path).parent, Path(path)))
+        raise CheckpointError("; ".join(wrong) + _others(path.parent, path))
 
 
-def read_into(path, tensors):
+def read_into(path: Path, saved: Mapping[str, SavedTensor], tensors: Mapping[str, torch.Tensor]) -> None:
     """Fills tensors and DTensors {key: tensor} from the files of a checkpoint, without any communication."""
     with _quiet():
-        dcp.load(dict(tensors), storage_reader=_Reader(path), no_dist=True)
+        try:
+            dcp.load(dict(tensors), storage_reader=Reader(path, saved), planner=Planner(), no_dist=True)
+        except dcp.CheckpointException as error:
+            raise CheckpointError(
+                "; ".join(text_of(cause) for cause, _ in error.failures.values())
+            ) from error
 
 
-def stored_tensors(path, manifest):
+def stored_tensors(path: Path, saved: Mapping[str, SavedTensor]) -> dict[str, StoredTensor]:
     """{key: StoredTensor} of a checkpoint, read one at a time."""
-    make_reader, last = cache(lambda: _Reader(path)), {}
+    last: dict[str, torch.Tensor] = {}
 
-    def read(key, shape, dtype):
+    def read(key: str) -> torch.Tensor:
         if key not in last:  # experts of one tensor are often asked for one after the other
-            value = torch.empty(shape, dtype=dtype)
-            with _quiet():
-                dcp.load({key: value}, storage_reader=make_reader(), no_dist=True)
+            value = torch.empty(saved[key].shape, dtype=saved[key].torch_dtype)
+            read_into(path, saved, {key: value})
             last.clear()
             last[key] = value
         return last[key]
 
     return {
-        key: _stored(read, key, entry["shape"], getattr(torch, entry["dtype"]))
-        for key, entry in manifest.tensors.items()
+        key: StoredTensor(tensor.shape, tensor.torch_dtype, functools.partial(read, key))
+        for key, tensor in saved.items()
     }
 
 
-def model_tensors(path, manifest):
+def model_tensors(path: Path, manifest: Manifest) -> dict[str, StoredTensor]:
     """{name: StoredTensor} of the model in a checkpoint."""
-    tensors = stored_tensors(path, manifest)
+    return of_model(stored_tensors(path, manifest.saved(path)))
+
+
+def of_model(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
+    """Those of {key: StoredTensor} that are the model's, under their names there."""
     return {key.removeprefix(MODEL): t for key, t in tensors.items() if key.startswith(MODEL)}
 
 
-def _stored(read, key, shape, dtype):
-    return StoredTensor(shape, dtype, lambda: read(key, shape, dtype))
-
-
-class _Reader(dcp.FileSystemReader):
-    """Reads .metadata once, and takes nothing from it but what describes tensors."""
-
-    def __init__(self, path):
-        super().__init__(path)
-        try:
-            with open(Path(path, ".metadata"), "rb") as file:
-                self._metadata = _MetadataUnpickler(file).load()
-        except (pickle.UnpicklingError, OSError, EOFError, ValueError) as error:
-            raise CheckpointError(
-                f"{Path(path, '.metadata')} cannot be read, or is damaged: {error!r}"
-            ) from error
-
-    def read_metadata(self, *args, **kwargs):
-        return self._metadata
-
-
-class _MetadataUnpickler(pickle.Unpickler):
-    def find_class(self, module, name):
-        whole = module == "torch.distributed.checkpoint.metadata" and "." not in name
-        if whole or (module, name) in IN_METADATA or _is_dtype(module, name):
-            return super().find_class(module, name)
-        raise CheckpointError(f".metadata contains {module}.{name}, which no checkpoint of tensors needs")
-
-
-def _is_dtype(module, name):
-    return module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
-
-
-def _new_path(folder, step):
-    """A name for a new checkpoint; what an interrupted save has left behind is removed."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for unfinished in folder.glob(".step-*.tmp"):
-        shutil.rmtree(unfinished)
-    path = again = folder / f"step-{step:08d}"
-    number = 1
-    while again.exists():
-        again = path.with_name(f"{path.name}-{number}")
-        number += 1
-    (again.with_name(f".{again.name}.tmp")).mkdir()
-    return again
-
-
-def _remove(path):
-    unfinished = path.with_name(f".{path.name}.tmp")
-    os.replace(path, unfinished)  # a half removed checkpoint must not look like one
-    shutil.rmtree(unfinished)
-
-
-def _others(folder, without=None):
+def _others(folder: Path, without: Path | None = None) -> str:
     names = [path.name for path in complete(folder) if path != without]
     return f" (complete checkpoints there: {', '.join(names)})" if names else ""
 
 
-def _is_first(process_group):
+def _is_first(process_group: dist.ProcessGroup | None) -> bool:
     return not dist.is_initialized() or dist.get_rank(process_group) == 0
 
 
-def share(items, process_group):
+def share(items: Sequence[Item], process_group: dist.ProcessGroup | None) -> Sequence[Item]:
     """The items that are this rank's to work on."""
     if not dist.is_initialized():
         return items
     return items[dist.get_rank(process_group) :: dist.get_world_size(process_group)]
 
 
-def _digest(content):
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
-
-
 @contextmanager
-def _quiet():
+def _quiet() -> Iterator[None]:
     """torch warns of work without process group even where that is what was asked for."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")

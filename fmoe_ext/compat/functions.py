@@ -1,46 +1,46 @@
 """fmoe.functions: counting, scattering and gathering rows as autograd functions.
 
-Layouts are FastMoE's: counts are indexed [worker * num_expert + expert], the local buffer is ordered by (worker,
-expert), the global buffer by (expert, worker). Rows of one expert keep the order of their tokens.
+Layouts are FastMoE's: counts are indexed [rank * num_expert + expert], the local buffer is ordered by (rank,
+expert), the global buffer by (expert, rank). Rows of one expert keep the order of their tokens.
 """
 
 import torch
 from torch.autograd import Function
 
 from fmoe_ext import ops
-from fmoe_ext.compat import _workers
+from fmoe_ext.compat import _ranks
 
 
 def ensure_comm(t, comm):
     """Makes comm (None: the default group) the group of the functions in this module; t is not used."""
-    _workers.set_group(comm)
+    _ranks.set_group(comm)
 
 
 def get_moe_group():
     """The group of the last ensure_comm()."""
-    return _workers.get_group()
+    return _ranks.get_group()
 
 
 def __getattr__(name):
     if name == "_moe_group":
-        return _workers.get_group()
+        return _ranks.get_group()
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def count_by_gate(gate, num_expert, world_size, require_pos=True):
     """Choices per expert: gate [T, K] or [T], -1 for dropped -> (pos, local_expert_count, global_expert_count).
 
-    Counts are int64 [num_expert * world_size] on the device of gate: what this worker sends to each expert, and what
-    each worker sends to the experts here. pos: flat choices ordered by expert, None without require_pos.
+    Counts are int64 [num_expert * world_size] on the device of gate: what this rank sends to each expert, and what
+    each rank sends to the experts here. pos: flat choices ordered by expert, None without require_pos.
     """
     choices = gate.reshape(-1, 1)
     num_experts = num_expert * world_size
     if not require_pos:
         local_expert_count = ops.count_tokens(choices, num_experts)
-        return None, local_expert_count, _workers.exchange_counts(local_expert_count, world_size)
+        return None, local_expert_count, _ranks.exchange_counts(local_expert_count, world_size)
     local_expert_count, offs, row_idx, _ = ops.sort_tokens(choices, num_experts)
     pos = row_idx[: int(offs[-1])].long()
-    return pos, local_expert_count, _workers.exchange_counts(local_expert_count, world_size)
+    return pos, local_expert_count, _ranks.exchange_counts(local_expert_count, world_size)
 
 
 def prepare_forward(gate, num_expert, world_size):
@@ -75,13 +75,13 @@ class MOEScatter(Function):
         rows = _local_scatter(inp, pos)
         ctx.arguments = inp.shape[0], local_expert_count, global_expert_count, world_size
         ctx.save_for_backward(pos)
-        return _workers.to_experts(rows, local_expert_count, global_expert_count, world_size)
+        return _ranks.to_experts(rows, local_expert_count, global_expert_count, world_size)
 
     @staticmethod
     def backward(ctx, global_grad_in):
         (pos,) = ctx.saved_tensors
         num_rows, local_expert_count, global_expert_count, world_size = ctx.arguments
-        grad = _workers.from_experts(global_grad_in, local_expert_count, global_expert_count, world_size)
+        grad = _ranks.from_experts(global_grad_in, local_expert_count, global_expert_count, world_size)
         return _local_gather(grad, pos, num_rows), None, None, None, None, None
 
 
@@ -92,7 +92,7 @@ class MOEGather(Function):
     def forward(
         ctx, global_output_buf, pos, local_expert_count, global_expert_count, local_batch_size, world_size
     ):
-        rows = _workers.from_experts(global_output_buf, local_expert_count, global_expert_count, world_size)
+        rows = _ranks.from_experts(global_output_buf, local_expert_count, global_expert_count, world_size)
         ctx.arguments = local_expert_count, global_expert_count, world_size
         ctx.save_for_backward(pos)
         return _local_gather(rows, pos, local_batch_size, maybe_overlap=False)
@@ -100,16 +100,16 @@ class MOEGather(Function):
     @staticmethod
     def backward(ctx, grad_out):
         (pos,) = ctx.saved_tensors
-        grad = _workers.to_experts(_local_scatter(grad_out.contiguous(), pos), *ctx.arguments)
+        grad = _ranks.to_experts(_local_scatter(grad_out.contiguous(), pos), *ctx.arguments)
         return grad, None, None, None, None, None
 
 
 class AllGather(Function):
-    """The inputs of all workers of a group, one after the other; the gradient is this worker's part of it."""
+    """The inputs of all ranks of a group, one after the other; the gradient is this rank's part of it."""
 
     @staticmethod
     def forward(ctx, inp, rank, world_size, group):
-        parts = _workers.all_gather(inp, world_size, group)
+        parts = _ranks.all_gather(inp, world_size, group)
         begin = sum(part.shape[0] for part in parts[:rank])
         ctx.rows = begin, begin + inp.shape[0]
         return torch.cat(parts)
@@ -121,7 +121,7 @@ class AllGather(Function):
 
 
 class Slice(Function):
-    """This worker's rows of an input that all workers of a group have; the first B % world_size have one row more.
+    """This rank's rows of an input that all ranks of a group have; the first B % world_size have one row more.
 
     The gradient is that of all rows, gathered.
     """
@@ -133,4 +133,4 @@ class Slice(Function):
 
     @staticmethod
     def backward(ctx, grad_out):
-        return torch.cat(_workers.all_gather(grad_out, *ctx.group)), None, None, None
+        return torch.cat(_ranks.all_gather(grad_out, *ctx.group)), None, None, None

@@ -1,12 +1,51 @@
 """fmoe.layers."""
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 
 from fmoe_ext.compat.functions import MOEGather, MOEScatter, prepare_forward
-from fmoe_ext.layers import FMoE, mark_module_parallel_comm
+from fmoe_ext.compat.gates.naive_gate import NaiveGate
+from fmoe_ext.layers import FMoE as _FMoE
+from fmoe_ext.layers import mark_module_parallel_comm
 from fmoe_ext.routing import map_structure
 
 fmoe_faster_schedule = False
+
+
+class FMoE(_FMoE):
+    """FMoE whose default gate is fmoe.gates.NaiveGate."""
+
+    def __init__(
+        self,
+        num_expert: int = 32,
+        d_model: int = 1024,
+        world_size: int = 1,
+        mp_group: Any = None,
+        slice_group: Any = None,
+        moe_group: Any = None,
+        top_k: int = 2,
+        gate: Any = NaiveGate,
+        expert: Any = None,
+        gate_hook: Callable[..., Any] | None = None,
+        mask: torch.Tensor | None = None,
+        mask_dict: dict[int, Any] | None = None,
+        gate_bias: bool = True,
+        *,
+        renormalize: bool = False,
+        gate_group: Any = None,
+        overlap_degree: int | str = 1,
+        max_rows_per_rank: int | None = None,
+    ) -> None:
+        super().__init__(
+            *(num_expert, d_model, world_size, mp_group, slice_group, moe_group, top_k),
+            *(gate, expert, gate_hook, mask, mask_dict, gate_bias),
+            renormalize=renormalize,
+            gate_group=gate_group,
+            overlap_degree=overlap_degree,
+            max_rows_per_rank=max_rows_per_rank,
+        )
 
 
 def _fmoe_general_global_forward(inp, gate, expert_fn, num_expert, world_size, **kwargs):

@@ -11,7 +11,7 @@ def get_torch_default_comm():
 
 
 def get_rank_0_in_comm(comm):
-    """The global rank of the first worker of a group."""
+    """The number in the whole job of the first rank of a group."""
     return dist.get_process_group_ranks(comm)[0]
 
 

@@ -6,9 +6,9 @@ An op names its group by a string, so that it can stand in a compiled graph; reg
 import itertools
 import math
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -22,9 +22,13 @@ except ImportError:
 # What every backend knows; other rows travel as bytes.
 _DTYPES_OF_BACKENDS = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32)
 
-_groups = weakref.WeakValueDictionary()  # name -> ProcessGroup; an entry lives as long as the group does
-_nccl = weakref.WeakKeyDictionary()  # ProcessGroup -> {device: _NcclExchange}
-_layers = weakref.WeakKeyDictionary()  # ProcessGroup -> iterator over the numbers of its layers
+# by name; an entry lives as long as the group does
+_groups: weakref.WeakValueDictionary[str, dist.ProcessGroup] = weakref.WeakValueDictionary()
+_nccl: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[torch.device, "_NcclExchange"]] = (
+    weakref.WeakKeyDictionary()
+)
+# the numbers of the layers of each group
+_layers: weakref.WeakKeyDictionary[dist.ProcessGroup, Iterator[int]] = weakref.WeakKeyDictionary()
 
 
 # How callers name a group; None is the default group.
@@ -43,6 +47,7 @@ def register_group(group: Group = None) -> str:
             "expert parallelism needs torch.distributed.init_process_group() to be called first"
         )
     group = group or dist.group.WORLD
+    assert group is not None  # there is a default group
     if dist.get_rank(group) < 0:
         raise ValueError(f"rank {dist.get_rank()} is not a member of the group that it was given")
     _groups[group.group_name] = group
@@ -65,7 +70,7 @@ def next_layer_index(name: str) -> int:
     return next(_layers.setdefault(find_group(name), itertools.count()))
 
 
-def check_same(what, value, group):
+def check_same(what: str, value: Any, group: dist.ProcessGroup | None) -> None:
     """Raises ValueError on every rank of the group if value is not the same on all; says which ranks differ.
 
     value is a tuple, list or string of plain values; this is a collective call.
@@ -81,7 +86,7 @@ def check_same(what, value, group):
         )
 
 
-def gather_values(value, group):
+def gather_values(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
     """A picklable value of every rank of the group, in the order of ranks; a collective call."""
     values = [None] * dist.get_world_size(group)
     with _explained(group):
@@ -89,7 +94,13 @@ def gather_values(value, group):
     return values
 
 
-def start_exchange(out, x, send_splits, recv_splits, group_name):
+def start_exchange(
+    out: torch.Tensor,
+    x: torch.Tensor,
+    send_splits: Sequence[int],
+    recv_splits: Sequence[int],
+    group_name: str,
+) -> Any:
     """Starts the exchange of rows of x [sum(send_splits), *] into out [sum(recv_splits), *] -> the work to wait() for.
 
     Rows for rank p follow those for rank p - 1; one message a peer. Both contiguous. Nothing here is differentiable.
@@ -120,20 +131,22 @@ def _as_bytes(x):
     return x.view(-1).view(torch.uint8).view(x.shape[0], row_bytes)
 
 
-def wait(work, group_name):
+def wait(work: Any, group_name: str) -> None:
     """Waits for a work of start_exchange; the error of a dead or absent rank says which group it was in."""
     with _explained(find_group(group_name)):
         work.wait()
 
 
 @contextmanager
-def _explained(group):
+def _explained(group: dist.ProcessGroup | None) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
         raise RuntimeError(
             f"rank {dist.get_rank()}: the exchange in the group of ranks {dist.get_process_group_ranks(group)} failed: "
-            "a rank of it has ended, is late by more than the group's timeout, or did not reach this layer. "
+            "a rank of it has ended, is late by more than the group's timeout, or did not reach this layer. (Over gloo "
+            "a rank that is a step behind may end another by SIGABRT, without a traceback: look for the rank that "
+            "failed first.) "
             f"{error}"
         ) from error
 
@@ -151,10 +164,6 @@ class _NcclExchange:
         self.stream = torch.cuda.Stream(device)
 
     def start(self, out, x, send_splits, recv_splits):
-        error = self.communicator.async_error()
-        if error:
-            self.communicator.abort()
-            raise RuntimeError(f"an earlier exchange failed: {error}")
         row_bytes = x.element_size() * math.prod(x.shape[1:])
         with torch.cuda.device(x.device):
             self.stream.wait_stream(torch.cuda.current_stream())
@@ -167,15 +176,16 @@ class _NcclExchange:
             )
             for tensor in (x, out):
                 tensor.record_stream(self.stream)
-            return _NcclWork(self.stream.record_event())
+            return _NcclWork(self.stream.record_event(), self.communicator)
 
 
 class _NcclWork:
-    def __init__(self, event):
-        self.event = event
+    def __init__(self, event, communicator):
+        self.event, self.communicator = event, communicator
 
     def wait(self):
         torch.cuda.current_stream().wait_event(self.event)
+        self.communicator.check()  # the host does not wait here: what fails later is said by the next call
 
 
 @torch.library.custom_op("fmoe_ext::exchange_counts", mutates_args=())

@@ -51,9 +51,9 @@ def update_shadows(
     chosen: dict[str, tuple[int, ...]] = {}
     for name, layer in expert_parallel_layers(module):
         parallel = layer.expert_parallel
-        weights = getattr(layer.experts, "weights", None)
-        if weights is None:
+        if not layer.expert_kind.can_be_shadowed:
             continue
+        weights = layer.experts.weights
         hardware = hardware or Hardware.measure(find_group(parallel.group))
         load = parallel.pop_load()
         order = parallel.experts_in_place

@@ -59,9 +59,9 @@ class OverlapTuner:
         steps = self.steps[1:]
         mine = [statistics.median(step[part] for step in steps) for part in ("counts", "exchange", "compute")]
         group = find_group(self.group)
-        latency, exchange, compute = zip(*gather_values(mine, group), strict=True)
+        of_ranks = list(zip(*gather_values(mine, group), strict=True))
         # Who comes last does not wait for others: the shortest time of a message is the message's own.
-        latency, exchange, compute = min(latency), min(exchange), max(compute)
+        latency, exchange, compute = min(of_ranks[0]), min(of_ranks[1]), max(of_ranks[2])
         num_chunks = best_overlap(exchange, compute, latency, max_chunks)
         if dist.get_rank(group) == 0:
             logger.info(

@@ -6,7 +6,7 @@ unless their ranks hold the same experts. The former is seen when it takes the m
 the latter at the next forward.
 """
 
-import sys
+import inspect
 from collections.abc import Iterator
 from types import FrameType
 from typing import Protocol
@@ -74,7 +74,7 @@ def _refuse_shared(name: str, layer: ExpertLayer, ranks: list[int], texts: tuple
 def _running_modules() -> Iterator[nn.Module]:
     """The modules whose forward is running, innermost first, each once."""
     seen: set[int] = set()
-    frame: FrameType | None = sys._getframe(1)
+    frame: FrameType | None = inspect.currentframe()
     while frame is not None:
         module = frame.f_locals.get("self")
         if isinstance(module, nn.Module) and id(module) not in seen:

@@ -2,7 +2,7 @@
 
 from types import MappingProxyType
 
-from fmoe_ext.gates.base_gate import BaseGate, OneWorker
+from fmoe_ext.gates.base_gate import BaseGate, OneRank
 from fmoe_ext.gates.dc_gate import DCGate
 from fmoe_ext.gates.expert_choice_gate import ExpertChoiceGate
 from fmoe_ext.gates.faster_gate import FasterGate, gen_faster_gate
@@ -55,7 +55,7 @@ __all__ = [
     "GShardGate",
     "NaiveGate",
     "NoisyGate",
-    "OneWorker",
+    "OneRank",
     "RoutingReplay",
     "ScoredGate",
     "SigmoidGate",

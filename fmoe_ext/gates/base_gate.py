@@ -1,55 +1,70 @@
+from collections.abc import Callable
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from fmoe_ext import ops
 
-_COMPILING_IS_NOT_EXPORTING = torch.__version__ >= (2, 13)  # 2.11 calls every function it compiles exported
+_COMPILING_IS_NOT_EXPORTING = torch.__version__ >= "2.13"  # 2.11 calls every function it compiles exported
 
 
-def _is_exporting():
+def _is_exporting() -> bool:
     compiling = not _COMPILING_IS_NOT_EXPORTING and torch.compiler.is_dynamo_compiling()
     return torch.compiler.is_exporting() and not compiling
 
 
-class OneWorker:
-    """What a gate asks about all workers that share its experts, answered for a single worker.
+class OneRank:
+    """What a gate asks about all ranks that share its experts, answered for a single rank.
 
-    Given another object with these methods, a gate counts tokens, losses and capacities over several workers.
+    Given another object with these methods, a gate counts tokens, losses and capacities over several ranks.
     """
 
-    rank = 0
+    rank: int = 0
 
-    def num_tokens(self, num_local_tokens):
-        """Tokens of all workers."""
+    def num_tokens(self, num_local_tokens: int) -> int:
+        """Tokens of all ranks."""
         return num_local_tokens
 
-    def first_token(self, num_local_tokens):
-        """Number of this worker's first token among those of all workers."""
+    def first_token(self, num_local_tokens: int) -> int:
+        """Number of this rank's first token among those of all ranks."""
         return 0
 
-    def sum(self, x):
-        """Sum of x over the workers, differentiable."""
+    def sum(self, x: torch.Tensor) -> torch.Tensor:
+        """Sum of x over the ranks, differentiable."""
         return x
 
-    def gather(self, x):
-        """x of every worker, in the order of their ranks, not differentiable; dimension 0 may differ."""
+    def gather(self, x: torch.Tensor) -> list[torch.Tensor]:
+        """x of every rank, in the order of their ranks, not differentiable; dimension 0 may differ."""
         return [x]
 
-    def apply_capacity(self, topk_idx, num_experts, capacity):
-        """topk_idx with -1 for all but the first `capacity` choices of each expert, over the workers."""
+    def apply_capacity(
+        self, topk_idx: torch.Tensor, num_experts: int, capacity: int | torch.Tensor
+    ) -> torch.Tensor:
+        """topk_idx with -1 for all but the first `capacity` choices of each expert, over the ranks."""
         return ops.apply_capacity(topk_idx, num_experts, capacity)
 
 
 class BaseGate(nn.Module):
-    """What every gate has: tot_expert (experts of all workers) and the balance loss of its last forward.
+    """What every gate has: tot_expert (experts of all ranks) and the balance loss of its last forward.
 
     The loss is state of the module: the last of several forwards wins, a copy (deepcopy, pickle, a
     DataParallel replica, torch.export) does not carry it. torch.utils.checkpoint sets it a second time when
-    the backward runs the forward again; with use_reentrant=True it has no gradient.
+    the backward runs the forward again; with use_reentrant=True it has no gradient outside, and get_loss() raises.
     """
 
-    def __init__(self, num_expert, world_size):
+    @property
+    def weight_sum(self) -> float:
+        """The sum of every token's topk_weights, unless weights_vary."""
+        return 1.0
+
+    @property
+    def weights_vary(self) -> str | None:
+        """Why the sum of a token's topk_weights is not weight_sum for every token; None where it is."""
+        return "its weights are not known; if they always have one sum, give it the attribute total_weight"
+
+    def __init__(self, num_expert: int, world_size: int) -> None:
         super().__init__()
         if num_expert < 1 or world_size < 1:
             raise ValueError(
@@ -58,30 +73,51 @@ class BaseGate(nn.Module):
         self.num_expert = num_expert
         self.world_size = world_size
         self.tot_expert = num_expert * world_size
-        self.loss = None
-        self.tape = None  # RoutingReplay, while it records or plays
+        self.loss: torch.Tensor | None = None
+        self._loss_lacks_gradient = False
+        self.tape: Any = None  # what RoutingReplay puts here while it records or plays
 
-    def forward(self, x):
+    def forward(self, x: Any) -> Any:
         raise NotImplementedError(
             f"{type(self).__name__} must define forward(inp) -> (topk_idx, topk_weights)"
         )
 
-    def set_loss(self, loss):
+    def set_loss(self, loss: torch.Tensor | None, *, constant: bool = False) -> None:
+        """Keeps the balance loss of this forward, None for none; constant: it would have no gradient in any case."""
         if not _is_exporting():
             self.loss = loss
+            self._loss_lacks_gradient = self.training and not constant and not torch.is_grad_enabled()
 
-    def get_loss(self, clear=True):
-        """The balance loss of the last forward, or None; clear=True forgets it and frees its graph."""
+    def get_loss(self, clear: bool = True) -> torch.Tensor | None:
+        """The balance loss of the last forward, or None; clear=True forgets it and frees its graph.
+
+        Raises RuntimeError, where gradients are on, for the loss of a training forward that ran without them.
+        """
         loss = self.loss
         if clear:
             self.loss = None
+        if loss is not None and self._loss_lacks_gradient and torch.is_grad_enabled() and _learns(self):
+            raise RuntimeError(
+                f"the balance loss of {type(self).__name__} has no gradient, so that training would not balance: its "
+                "forward ran under torch.no_grad(), as torch.utils.checkpoint(..., use_reentrant=True) runs it. Pass "
+                "use_reentrant=False (Transformers: gradient_checkpointing_kwargs={'use_reentrant': False}), or add "
+                "the loss inside the checkpointed function; to look at its value, call get_loss() under no_grad too"
+            )
         return loss
 
     @property
-    def has_loss(self):
+    def has_loss(self) -> bool:
         return self.loss is not None
 
-    def topk(self, logits, top_k, score="softmax", normalize=True, scale=1.0, **options):
+    def topk(
+        self,
+        logits: torch.Tensor,
+        top_k: int,
+        score: str = "softmax",
+        normalize: bool = True,
+        scale: float = 1.0,
+        **options: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """ops.topk_gate; while choices are played back: those, with the weights that the logits give them now."""
         if self.tape is None:
             return ops.topk_gate(logits, top_k, score, normalize, scale=scale, **options)
@@ -90,15 +126,25 @@ class BaseGate(nn.Module):
         )
         return topk_idx, weights_of(logits, topk_idx, score, normalize, scale)
 
-    def choose(self, pick):
+    def choose(self, pick: Callable[[], torch.Tensor]) -> torch.Tensor:
         """pick(), the choices of this forward; while choices are played back: those."""
         return pick() if self.tape is None else self.tape.choose(pick)
 
-    def __getstate__(self):
+    def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "loss": None, "tape": None}
 
 
-def weights_of(logits, topk_idx, score="softmax", normalize=True, scale=1.0):
+def _learns(gate: nn.Module) -> bool:
+    return any(p.requires_grad for p in gate.parameters())
+
+
+def weights_of(
+    logits: torch.Tensor,
+    topk_idx: torch.Tensor,
+    score: str = "softmax",
+    normalize: bool = True,
+    scale: float = 1.0,
+) -> torch.Tensor:
     """The topk_weights that ops.topk_gate would give to choices made elsewhere; 0 for dropped ones (-1).
 
     logits [T, E], topk_idx [T, K] -> [T, K]; normalize divides by the sum over the choices that are not dropped.

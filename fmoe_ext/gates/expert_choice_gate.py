@@ -1,6 +1,6 @@
 import torch
 
-from fmoe_ext.gates.base_gate import OneWorker
+from fmoe_ext.gates.base_gate import OneRank
 from fmoe_ext.gates.capacity import expert_capacity
 from fmoe_ext.gates.naive_gate import NaiveGate
 
@@ -28,7 +28,7 @@ class ExpertChoiceGate(NaiveGate):
         *,
         capacity_factor=1.0,
         max_experts=None,
-        workers=None,
+        ranks=None,
     ):
         super().__init__(d_model, num_expert, world_size, top_k, gate_bias)
         if capacity_factor <= 0:
@@ -39,7 +39,11 @@ class ExpertChoiceGate(NaiveGate):
             )
         self.capacity_factor = capacity_factor
         self.max_experts = self.tot_expert if max_experts is None else max_experts
-        self.workers = OneWorker() if workers is None else workers
+        self.ranks = OneRank() if ranks is None else ranks
+
+    @property
+    def weights_vary(self) -> str | None:
+        return "its experts choose tokens, so a token may get any number of them"
 
     def forward(self, inp, return_all_scores=False):
         """inp [T, d_model] -> topk_idx [T, max_experts] int64, -1 behind, topk_weights likewise."""
@@ -47,18 +51,18 @@ class ExpertChoiceGate(NaiveGate):
         scores = logits.softmax(-1)
         topk_idx = self.choose(lambda: self._pick(scores.detach()))
         topk_weights = scores.gather(1, topk_idx.clamp(min=0)).masked_fill(topk_idx < 0, 0)
-        self.set_loss(logits.new_zeros(()))  # balanced by construction
+        self.set_loss(logits.new_zeros(()), constant=True)  # balanced by construction
         if return_all_scores:
             return topk_idx, topk_weights, logits
         return topk_idx, topk_weights
 
     def _pick(self, scores):
-        parts = self.workers.gather(scores)
-        everyone = torch.cat(parts)  # [T of all workers, E]
+        parts = self.ranks.gather(scores)
+        everyone = torch.cat(parts)  # [T of all ranks, E]
         capacity = expert_capacity(self.capacity_factor, everyone.shape[0], self.top_k, self.tot_expert)
         tokens = everyone.sort(dim=0, descending=True, stable=True).indices[:capacity]  # [C, E]
         picked = torch.zeros_like(everyone, dtype=torch.bool).scatter_(0, tokens, True)
-        begin = sum(part.shape[0] for part in parts[: self.workers.rank])
+        begin = sum(part.shape[0] for part in parts[: self.ranks.rank])
         picked = picked[begin : begin + scores.shape[0]]
         order = torch.where(picked, scores, -1).sort(dim=1, descending=True, stable=True)
         return torch.where(order.values >= 0, order.indices, -1)[:, : self.max_experts].contiguous()

@@ -3,7 +3,7 @@ import functools
 import torch
 
 from fmoe_ext import _env, ops
-from fmoe_ext.gates.base_gate import OneWorker, weights_of
+from fmoe_ext.gates.base_gate import OneRank, weights_of
 from fmoe_ext.gates.losses import balance_loss
 from fmoe_ext.gates.naive_gate import NaiveGate
 
@@ -14,7 +14,7 @@ class FasterGate(NaiveGate):
     Each token takes its two best experts, unless more than int(outgoing_fraction * T) of the T local tokens have their
     first choice on another node. Then those with the highest score there, int(outgoing_fraction * T) of them, keep that
     first choice, and every other choice is made among the experts of this node, number node_rank, of gpus_per_node
-    workers. loss = E^2 * mean_e(c_e * m_e), as GShardGate. Where a node has all the experts this is top-2.
+    ranks. loss = E^2 * mean_e(c_e * m_e), as GShardGate. Where a node has all the experts this is top-2.
     gpus_per_node and outgoing_fraction: default FMOE_TOPO_GPUS_PER_NODE (8) and FMOE_TOPO_OUTGOING_FRACTION (0.14).
     FMoE(gate=gen_faster_gate(node_rank)) builds it.
     """
@@ -29,7 +29,7 @@ class FasterGate(NaiveGate):
         *,
         gpus_per_node=None,
         outgoing_fraction=None,
-        workers=None,
+        ranks=None,
     ):
         super().__init__(d_model, n_expert, world_size, top_k=2, gate_bias=gate_bias)
         if gpus_per_node is None:
@@ -43,7 +43,7 @@ class FasterGate(NaiveGate):
         num_nodes = -(-world_size // gpus_per_node)
         if not 0 <= node_rank < num_nodes:
             raise ValueError(
-                f"node_rank must be in [0, {num_nodes}), the nodes of {world_size} workers, but got {node_rank}; "
+                f"node_rank must be in [0, {num_nodes}), the nodes of {world_size} ranks, but got {node_rank}; "
                 "FMoE passes it only through gate=gen_faster_gate(node_rank)"
             )
         first = node_rank * gpus_per_node * n_expert
@@ -53,7 +53,7 @@ class FasterGate(NaiveGate):
             raise ValueError("FasterGate needs two experts in a node, but node_rank's node has one")
         self.register_buffer("is_local", local, persistent=False)  # [E]
         self.outgoing_fraction = outgoing_fraction
-        self.workers = OneWorker() if workers is None else workers
+        self.ranks = OneRank() if ranks is None else ranks
 
     def forward(self, inp, return_all_scores=False):
         """As NaiveGate.forward, with top_k = 2."""
@@ -61,7 +61,7 @@ class FasterGate(NaiveGate):
         best = ops.topk_gate(logits.detach(), self.top_k)[0]
         topk_idx = self.choose(lambda: self._stay_in_node(logits.detach(), best))
         topk_weights = weights_of(logits, topk_idx)
-        loss = balance_loss(logits.softmax(-1), best[:, :1], self.workers)
+        loss = balance_loss(logits.softmax(-1), best[:, :1], self.ranks)
         self.set_loss(loss)
         return (topk_idx, topk_weights, logits) if return_all_scores else (topk_idx, topk_weights)
 
@@ -81,10 +81,11 @@ class FasterGate(NaiveGate):
 
 def gen_faster_gate(rank):
     """A gate for FMoE(gate=...): FasterGate on node number rank."""
-    return functools.partial(_faster_gate, rank)
+    return functools.partial(make_faster_gate, FasterGate, rank)
 
 
-def _faster_gate(rank, d_model, n_expert, world_size, top_k=2, gate_bias=True):
+def make_faster_gate(cls, rank, d_model, n_expert, world_size, top_k=2, gate_bias=True):
+    """cls, a FasterGate, on node number rank; ValueError for another top_k than 2."""
     if top_k != 2:
         raise ValueError(f"FasterGate chooses two experts: top_k must be 2, but got {top_k}")
-    return FasterGate(d_model, n_expert, world_size, rank, gate_bias)
+    return cls(d_model, n_expert, world_size, rank, gate_bias)

@@ -2,7 +2,7 @@ import math
 
 import torch
 
-from fmoe_ext.gates.base_gate import OneWorker
+from fmoe_ext.gates.base_gate import OneRank
 from fmoe_ext.gates.losses import balance_loss
 from fmoe_ext.gates.naive_gate import NaiveGate
 
@@ -11,8 +11,8 @@ class GShardGate(NaiveGate):
     """The gate of GShard: top-2 with normalised weights, capacity, random second choice and balance loss.
 
     * loss = E^2 * mean_e(c_e * m_e): c_e the share of tokens whose first choice is expert e, m_e its mean
-      probability, over the tokens and the E experts of all workers. 1 when balanced;
-    * an expert takes ceil(capacity * T) * 2 // E choices, T the tokens of all workers, with capacity[0] in
+      probability, over the tokens and the E experts of all ranks. 1 when balanced;
+    * an expert takes ceil(capacity * T) * 2 // E choices, T the tokens of all ranks, with capacity[0] in
       training and capacity[1] in evaluation; first choices go before second ones, the rest becomes -1;
     * random_routing: in training a second choice of weight w is kept with probability min(1, 2 * w). Those
       that are given up have taken their place in the capacity, as in the paper.
@@ -30,7 +30,7 @@ class GShardGate(NaiveGate):
         random_routing=True,
         gate_bias=True,
         *,
-        workers=None,
+        ranks=None,
     ):
         if topk != 2:
             raise ValueError(f"GShardGate chooses two experts: topk must be 2, but got {topk}")
@@ -41,13 +41,22 @@ class GShardGate(NaiveGate):
             )
         self.capacity = capacity
         self.random_routing = random_routing
-        self.workers = OneWorker() if workers is None else workers
+        self.ranks = OneRank() if ranks is None else ranks
+
+    @property
+    def weights_vary(self) -> str | None:
+        many = 2**20 * self.tot_expert
+        if self.random_routing:
+            return "it drops second choices at random; random_routing=False keeps them"
+        if self.expert_capacity(min(self.capacity), many) < many:
+            return f"it drops choices over its capacity {self.capacity}; a large enough one drops none"
+        return super().weights_vary
 
     def forward(self, inp, return_all_scores=False):
         """As NaiveGate.forward, with -1 for dropped choices."""
         logits = self.logits(inp)
         chosen, topk_weights = self.topk(logits, self.top_k)
-        self.set_loss(balance_loss(logits.softmax(-1), chosen[:, :1], self.workers))
+        self.set_loss(balance_loss(logits.softmax(-1), chosen[:, :1], self.ranks))
         topk_idx = self._drop_over_capacity(chosen)
         if self.random_routing and self.training:
             topk_idx = self._drop_at_random(topk_idx, topk_weights)
@@ -56,13 +65,13 @@ class GShardGate(NaiveGate):
         return topk_idx, topk_weights
 
     def expert_capacity(self, factor, num_tokens):
-        """Choices that an expert takes of num_tokens tokens of all workers."""
+        """Choices that an expert takes of num_tokens tokens of all ranks."""
         return math.ceil(factor * num_tokens) * self.top_k // self.tot_expert
 
     def _drop_over_capacity(self, topk_idx):
         factor = self.capacity[0 if self.training else 1]
-        capacity = self.expert_capacity(factor, self.workers.num_tokens(topk_idx.shape[0]))
-        return self.workers.apply_capacity(topk_idx, self.tot_expert, capacity)
+        capacity = self.expert_capacity(factor, self.ranks.num_tokens(topk_idx.shape[0]))
+        return self.ranks.apply_capacity(topk_idx, self.tot_expert, capacity)
 
     @staticmethod
     def _drop_at_random(topk_idx, topk_weights):

@@ -1,46 +1,51 @@
 """Balance losses: how unevenly experts are used, as numbers that training can lower.
 
-scores [T, E] are probabilities of the experts, topk_idx [T, K] the choices; workers answers for all workers that
-share the experts (OneWorker for one). A loss that several workers compute is the loss of all their tokens together.
+scores [T, E] are probabilities of the experts, topk_idx [T, K] the choices; ranks answers for all ranks that
+share the experts (OneRank for one). A loss that several ranks compute is the loss of all their tokens together.
 """
 
 import torch
+from torch import nn
 
 from fmoe_ext import ops
-from fmoe_ext.gates.base_gate import BaseGate, OneWorker
+from fmoe_ext.gates.base_gate import BaseGate, OneRank
 
-ONE_WORKER = OneWorker()
+ONE_RANK = OneRank()
 
 
-def balance_loss(scores, topk_idx, workers=ONE_WORKER):
+def balance_loss(scores: torch.Tensor, topk_idx: torch.Tensor, ranks: OneRank = ONE_RANK) -> torch.Tensor:
     """E * sum_e f_e * p_e over all tokens: f_e the share of the choices of expert e, p_e its mean score.
 
     scores [T, E], topk_idx [T, K] (-1 counts for nobody) -> scalar of the dtype of scores, 1 when balanced.
     Shazeer et al. 2017 and the Switch Transformer (2021), with K > 1 as in Qwen3; over the global batch instead of each
-    worker's part: "Demons in the Detail" (2025).
+    rank's part: "Demons in the Detail" (2025).
     Equivalent to: E * (topk_idx.flatten().bincount(minlength=E) / topk_idx.numel() * scores.mean(0)).sum().
     """
-    num_choices, score_sum, num_tokens = sum_over_workers(scores, topk_idx, workers)
+    num_choices, score_sum, num_tokens = sum_over_ranks(scores, topk_idx, ranks)
     share = num_choices / num_choices.sum().clamp(min=1)
     return scores.shape[1] * (share * score_sum).sum() / num_tokens.clamp(min=1)
 
 
-def sum_over_workers(scores, topk_idx, workers):
-    """Choices [E], sum of the scores [E] and number of tokens [] of all workers, in one exchange."""
-    num_tokens, num_experts = scores.shape
+def sum_over_ranks(
+    scores: torch.Tensor, topk_idx: torch.Tensor, ranks: OneRank
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Choices [E], sum of the scores [E] and number of tokens [] of all ranks, in one exchange."""
+    num_local_tokens, num_experts = scores.shape
     num_choices = ops.count_tokens(topk_idx, num_experts).to(scores.dtype)
-    mine = torch.cat((num_choices, scores.sum(0), scores.new_full((1,), num_tokens)))
-    num_choices, score_sum, num_tokens = workers.sum(mine).split((num_experts, num_experts, 1))
+    mine = torch.cat((num_choices, scores.sum(0), scores.new_full((1,), num_local_tokens)))
+    num_choices, score_sum, num_tokens = ranks.sum(mine).split((num_experts, num_experts, 1))
     return num_choices, score_sum, num_tokens.squeeze(0)
 
 
-def mean_over_workers(value_sum, count, workers):
-    """Sum of value_sum over the workers, divided by the sum of count, in one exchange."""
-    total, count = workers.sum(torch.stack((value_sum, value_sum.new_full((), count)))).unbind()
-    return total / count.clamp(min=1)
+def mean_over_ranks(value_sum: torch.Tensor, count: int, ranks: OneRank) -> torch.Tensor:
+    """Sum of value_sum over the ranks, divided by the sum of count, in one exchange."""
+    total, count_of_all = ranks.sum(torch.stack((value_sum, value_sum.new_full((), count)))).unbind()
+    return total / count_of_all.clamp(min=1)
 
 
-def sequence_balance_loss(scores, topk_idx, seq_len, workers=ONE_WORKER):
+def sequence_balance_loss(
+    scores: torch.Tensor, topk_idx: torch.Tensor, seq_len: int, ranks: OneRank = ONE_RANK
+) -> torch.Tensor:
     """The mean over sequences of each sequence's own balance_loss (DeepSeek-V2 and V3, with weight 1).
 
     scores [T, E], topk_idx [T, K], T = sequences * seq_len, one sequence after the other -> scalar.
@@ -56,29 +61,37 @@ def sequence_balance_loss(scores, topk_idx, seq_len, workers=ONE_WORKER):
     num_choices = chosen.unflatten(0, (-1, seq_len)).sum(1)  # [B, E]
     share = num_choices / num_choices.sum(1, keepdim=True).clamp(min=1)
     mean_score = scores.unflatten(0, (-1, seq_len)).mean(1)  # [B, E]
-    return mean_over_workers(num_experts * (share * mean_score).sum(), num_tokens // seq_len, workers)
+    return mean_over_ranks(num_experts * (share * mean_score).sum(), num_tokens // seq_len, ranks)
 
 
-def z_loss(logits, workers=ONE_WORKER):
+def z_loss(logits: torch.Tensor, ranks: OneRank = ONE_RANK) -> torch.Tensor:
     """The mean over tokens of logsumexp(logits)^2, which keeps logits small (ST-MoE, 2022).
 
     logits [T, E] -> scalar. Equivalent to: logits.logsumexp(1).square().mean().
     """
-    return mean_over_workers(logits.logsumexp(1).square().sum(), logits.shape[0], workers)
+    return mean_over_ranks(logits.logsumexp(1).square().sum(), logits.shape[0], ranks)
 
 
-def cv_squared(x):
+def cv_squared(x: torch.Tensor) -> torch.Tensor:
     """Unbiased variance / mean^2 of x [E], 0 for one expert (Shazeer et al. 2017)."""
     if x.numel() == 1:
         return x.new_zeros(())
     return x.var() / (x.mean().square() + 1e-10)
 
 
-def total_loss(model):
+def total_loss(model: nn.Module) -> torch.Tensor | float:
     """The sum of the losses that the gates of a model have from its last forward; they forget them.
 
     -> scalar, 0.0 if no gate has one; `loss + weight * total_loss(model)` is what to train with.
+    Raises ValueError for a model without gates of fmoe_ext, RuntimeError for losses without a gradient (BaseGate).
     Equivalent to: sum(gate.get_loss() for gate in the model's gates).
     """
-    losses = [module.get_loss() for module in model.modules() if isinstance(module, BaseGate)]
+    gates = [module for module in model.modules() if isinstance(module, BaseGate)]
+    if not gates:
+        raise ValueError(
+            f"{type(model).__name__} has no gate of fmoe_ext (a module that is a BaseGate), so no loss of one. "
+            "Models of Transformers keep their own routers: output_router_logits=True adds "
+            "router_aux_loss_coef times their loss"
+        )
+    losses = [gate.get_loss() for gate in gates]
     return sum((loss.sum() for loss in losses if loss is not None), 0.0)

@@ -1,8 +1,7 @@
 import torch
-from torch import nn
 
 from fmoe_ext.gates.base_gate import BaseGate
-from fmoe_ext.gates.wide_linear import wide_linear
+from fmoe_ext.gates.wide_linear import WideLinear
 
 
 class NaiveGate(BaseGate):
@@ -17,9 +16,16 @@ class NaiveGate(BaseGate):
         super().__init__(num_expert, world_size)
         if not 1 <= top_k <= self.tot_expert:
             raise ValueError(f"top_k must be between 1 and the {self.tot_expert} experts, but got {top_k}")
-        self.gate = nn.Linear(d_model, self.tot_expert, bias=gate_bias)
+        self.gate = WideLinear(d_model, self.tot_expert, bias=gate_bias)
+        self.d_model = d_model
         self.top_k = top_k
         self.normalize = normalize
+
+    @property
+    def weights_vary(self) -> str | None:
+        if self.normalize:
+            return None
+        return "its weights are probabilities among all experts; a gate with normalize=True divides them by their sum"
 
     def forward(self, inp, return_all_scores=False):
         """Chooses experts.
@@ -31,7 +37,7 @@ class NaiveGate(BaseGate):
         """
         logits = self.logits(inp)
         topk_idx, topk_weights = self.topk(logits, self.top_k, normalize=self.normalize)
-        self.set_loss(logits.new_zeros(1))
+        self.set_loss(logits.new_zeros(1), constant=True)
         if return_all_scores:
             return topk_idx, topk_weights, logits
         return topk_idx, topk_weights
@@ -43,7 +49,7 @@ class NaiveGate(BaseGate):
                 f"{type(self).__name__} needs a tensor [T, d_model], but got {type(inp).__name__}; "
                 "a nest of tensors needs a gate of its own"
             )
-        weight, bias = self.gate.weight, self.gate.bias
-        if inp.dim() != 2 or inp.shape[1] != weight.shape[1]:
-            raise ValueError(f"inp must have shape [T, d_model={weight.shape[1]}], but got {list(inp.shape)}")
-        return wide_linear(inp, weight, bias)
+        if inp.dim() != 2 or inp.shape[1] != self.d_model:
+            raise ValueError(f"inp must have shape [T, d_model={self.d_model}], but got {list(inp.shape)}")
+        logits: torch.Tensor = self.gate(inp)
+        return logits.to(torch.promote_types(logits.dtype, torch.float32))

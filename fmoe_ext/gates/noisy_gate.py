@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from fmoe_ext.gates.base_gate import BaseGate, OneWorker
+from fmoe_ext.gates.base_gate import BaseGate, OneRank
 from fmoe_ext.gates.losses import cv_squared
 from fmoe_ext.gates.wide_linear import wide_linear
 
@@ -15,24 +15,28 @@ class NoisyGate(BaseGate):
     """The gate of "Outrageously Large Neural Networks" (Shazeer et al. 2017): top-k of logits with learned noise.
 
     In training H(x) = x @ w_gate + N(0, 1) * (softplus(x @ w_noise) + 0.01), in evaluation without the noise; the
-    weights are the softmax over the K chosen. loss = cv^2(importance) + cv^2(load) over all tokens of all workers:
+    weights are the softmax over the K chosen. loss = cv^2(importance) + cv^2(load) over all tokens of all ranks:
     importance the sum of the weights of each expert, load the expected number of its tokens when the noise is drawn
     again (in evaluation, and when every expert is chosen, the number of its tokens). float32 or wider throughout.
     """
 
-    def __init__(self, d_model, num_expert, world_size, top_k=2, *, workers=None):
+    def __init__(self, d_model, num_expert, world_size, top_k=2, *, ranks=None):
         super().__init__(num_expert, world_size)
         if not 1 <= top_k <= self.tot_expert:
             raise ValueError(f"top_k must be between 1 and the {self.tot_expert} experts, but got {top_k}")
         self.top_k = top_k
         self.w_gate = nn.Parameter(torch.empty(d_model, self.tot_expert))
         self.w_noise = nn.Parameter(torch.empty(d_model, self.tot_expert))
-        self.workers = OneWorker() if workers is None else workers
+        self.ranks = OneRank() if ranks is None else ranks
         self.reset_parameters()
 
     def reset_parameters(self):
         nn.init.kaiming_uniform_(self.w_gate, a=math.sqrt(5))
         nn.init.kaiming_uniform_(self.w_noise, a=math.sqrt(5))
+
+    @property
+    def weights_vary(self) -> str | None:
+        return None
 
     def forward(self, inp, return_all_scores=False):
         """inp [T, d_model] -> topk_idx [T, K] int64, best first, topk_weights [T, K] float32 or float64.
@@ -52,7 +56,7 @@ class NoisyGate(BaseGate):
             load = self._prob_in_top_k(clean, noisy, stddev, noisy.topk(self.top_k + 1, dim=1).values).sum(0)
         else:
             load = self._gates_to_load(gates).to(clean.dtype)
-        importance, load = self.workers.sum(torch.stack((gates.sum(0), load))).unbind()
+        importance, load = self.ranks.sum(torch.stack((gates.sum(0), load))).unbind()
         self.set_loss(self.cv_squared(importance) + self.cv_squared(load))
         return (topk_idx, topk_weights, noisy) if return_all_scores else (topk_idx, topk_weights)
 

@@ -1,7 +1,8 @@
 import torch
 
-from fmoe_ext.gates.base_gate import OneWorker
+from fmoe_ext.gates.base_gate import OneRank, weights_of
 from fmoe_ext.gates.capacity import DROP_POLICIES, drop_over_capacity, expert_capacity
+from fmoe_ext.gates.groups import Groups
 from fmoe_ext.gates.losses import balance_loss, sequence_balance_loss, z_loss
 from fmoe_ext.gates.naive_gate import NaiveGate
 
@@ -12,13 +13,15 @@ class ScoredGate(NaiveGate):
     """What SoftmaxGate, SigmoidGate and UniformGate share; subclasses name their score.
 
     * normalize divides the K weights by their sum, scale multiplies them afterwards;
-    * num_groups, topk_groups: only the experts of each token's topk_groups best groups can be chosen;
-    * balance_loss "global": E * sum_e f_e * p_e over the tokens of all workers, the loss of the global batch;
+    * num_groups, topk_groups: only the experts of each token's topk_groups best groups can be chosen; a group ranks
+      by the sum of its group_best best scores, whose default each gate takes from its model (gates/groups.py);
+    * balance_loss "global": E * sum_e f_e * p_e over the tokens of all ranks, the loss of the global batch;
       "sequence": the mean of the same over each sequence of seq_len tokens; None: none;
     * loss = balance_weight * balance loss + z_weight * z-loss, so that one factor outside serves all gates;
     * jitter: training multiplies the input by noise, uniform in [1 - jitter, 1 + jitter];
     * capacity_factor: an expert takes ceil(capacity_factor * T * K / E) choices and the others become -1, by
-      drop_policy "position" (earlier tokens stay) or "score" (larger weights stay); None, the default, drops nothing.
+      drop_policy "position" (first choices, then earlier tokens stay), "token" (earlier tokens stay, Megatron's
+      "position") or "score" (larger weights stay); None, the default, drops nothing.
     """
 
     score = "softmax"
@@ -35,6 +38,7 @@ class ScoredGate(NaiveGate):
         scale=1.0,
         num_groups=1,
         topk_groups=1,
+        group_best=None,
         balance_loss="global",
         balance_weight=1.0,
         seq_len=None,
@@ -42,7 +46,7 @@ class ScoredGate(NaiveGate):
         jitter=0.0,
         capacity_factor=None,
         drop_policy="position",
-        workers=None,
+        ranks=None,
     ):
         super().__init__(d_model, num_expert, world_size, top_k, gate_bias, normalize=normalize)
         if balance_loss not in BALANCE_LOSSES:
@@ -61,6 +65,12 @@ class ScoredGate(NaiveGate):
         self.scale = scale
         self.num_groups = num_groups
         self.topk_groups = topk_groups
+        self.group_best = self._default_group_best() if group_best is None else group_best
+        if not 1 <= self.group_best <= self.tot_expert // num_groups:
+            raise ValueError(
+                f"group_best must be between 1 and the {self.tot_expert // num_groups} experts of a group, "
+                f"but got {group_best}"
+            )
         self.balance_loss = balance_loss
         self.balance_weight = balance_weight
         self.seq_len = seq_len
@@ -68,7 +78,7 @@ class ScoredGate(NaiveGate):
         self.jitter = jitter
         self.capacity_factor = capacity_factor
         self.drop_policy = drop_policy
-        self.workers = OneWorker() if workers is None else workers
+        self.ranks = OneRank() if ranks is None else ranks
 
     def _check_groups(self, num_groups, topk_groups):
         if num_groups < 1 or self.tot_expert % num_groups != 0:
@@ -88,30 +98,47 @@ class ScoredGate(NaiveGate):
         """As NaiveGate.forward, with -1 for choices over the capacity."""
         logits = self.logits(self._jittered(inp))
         chosen, topk_weights = self.select(logits)
-        self.set_loss(self._loss(logits, chosen))
+        constant = self.balance_loss is None and self.z_weight == 0
+        self.set_loss(self._loss(logits, chosen), constant=constant)
         topk_idx = self._drop_over_capacity(chosen, topk_weights)
         if return_all_scores:
             return topk_idx, topk_weights, logits
         return topk_idx, topk_weights
 
-    def select(self, logits):
+    def _default_group_best(self) -> int:
+        return 1
+
+    @property
+    def weight_sum(self) -> float:
+        return self.scale
+
+    @property
+    def weights_vary(self) -> str | None:
+        if self.capacity_factor is not None:
+            return f"it drops choices over its capacity_factor={self.capacity_factor}; None drops none"
+        return super().weights_vary
+
+    def select(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """logits [T, E] -> topk_idx, topk_weights [T, K], before any choice is dropped."""
-        return self.topk(
-            logits,
-            self.top_k,
-            self.score,
-            self.normalize,
-            self.scale,
-            num_groups=self.num_groups,
-            topk_groups=self.topk_groups,
+        return self._select(logits, None)
+
+    def _select(self, logits: torch.Tensor, bias: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        options = (self.score, self.normalize, self.scale)
+        groups = Groups(self.num_groups, self.topk_groups, self.group_best)
+        if groups.fit_topk_gate(self.score, biased=bias is not None):
+            counts = {"num_groups": self.num_groups, "topk_groups": self.topk_groups}
+            return self.topk(logits, self.top_k, *options, bias=bias, **counts)
+        topk_idx = self.choose(
+            lambda: groups.choose(logits.detach(), self.top_k, self.score, self.normalize, bias)
         )
+        return topk_idx, weights_of(logits, topk_idx, *options)
 
     def probabilities(self, logits):
         """The scores of all experts [T, E], divided by their sum: what the balance loss averages."""
         return logits.softmax(-1)
 
     def balance_choices(self, logits, topk_idx):
-        """The choices [T, K] that the sequence-level loss counts."""
+        """The choices [T, K] that the balance losses count."""
         return topk_idx
 
     def _jittered(self, inp):
@@ -120,25 +147,25 @@ class ScoredGate(NaiveGate):
         wide = inp.to(torch.promote_types(inp.dtype, torch.float32))
         return wide * (torch.rand_like(wide) * (2 * self.jitter) + (1 - self.jitter))
 
-    def _loss(self, logits, topk_idx):
+    def _loss(self, logits: torch.Tensor, topk_idx: torch.Tensor) -> torch.Tensor:
         loss = logits.new_zeros(())
-        if self.balance_loss == "global":
-            loss = balance_loss(self.probabilities(logits), topk_idx, self.workers) * self.balance_weight
-        elif self.balance_loss == "sequence":
-            choices = self.balance_choices(logits, topk_idx)
-            per_sequence = sequence_balance_loss(
-                self.probabilities(logits), choices, self.seq_len, self.workers
-            )
-            loss = per_sequence * self.balance_weight
+        if self.balance_loss is not None:
+            loss = self._balance(self.probabilities(logits), self.balance_choices(logits, topk_idx))
         if self.z_weight != 0:
-            loss = loss + self.z_weight * z_loss(logits, self.workers)
+            loss = loss + self.z_weight * z_loss(logits, self.ranks)
         return loss
+
+    def _balance(self, probabilities: torch.Tensor, choices: torch.Tensor) -> torch.Tensor:
+        if self.balance_loss == "global":
+            return balance_loss(probabilities, choices, self.ranks) * self.balance_weight
+        per_sequence = sequence_balance_loss(probabilities, choices, self.seq_len, self.ranks)
+        return per_sequence * self.balance_weight
 
     def _drop_over_capacity(self, topk_idx, topk_weights):
         if self.capacity_factor is None:
             return topk_idx
-        num_tokens = self.workers.num_tokens(topk_idx.shape[0])
+        num_tokens = self.ranks.num_tokens(topk_idx.shape[0])
         capacity = expert_capacity(self.capacity_factor, num_tokens, self.top_k, self.tot_expert)
         return drop_over_capacity(
-            topk_idx, topk_weights, self.tot_expert, capacity, self.drop_policy, self.workers
+            topk_idx, topk_weights, self.tot_expert, capacity, self.drop_policy, self.ranks
         )

@@ -1,21 +1,33 @@
+import warnings
+from typing import Any
+
 import torch
+from torch import nn
 
 from fmoe_ext import ops
+from fmoe_ext.gates.optimizer_step import AfterOptimizerStep
 from fmoe_ext.gates.scored_gate import ScoredGate
+
+FORWARDS_BEFORE_WARNING = 1000
 
 
 class SigmoidGate(ScoredGate):
     """The gate of DeepSeek-V3: sigmoid scores, balanced by a bias instead of an auxiliary loss.
 
-    The bias is added to the scores for the selection only; after every optimizer step update_bias() raises it by
-    bias_update_speed for experts with less than the mean load and lowers it for those with more (Wang et al. 2024,
-    "Auxiliary-loss-free load balancing"). The usual way to call it:
-
-        optimizer.register_step_post_hook(lambda *_: fmoe_ext.gates.update_biases(model))
+    The bias is added to the scores for the selection only. At each step of a torch.optim optimizer that has a parameter
+    of the gate, however many forwards came before it, update_bias() raises it by bias_update_speed for experts with
+    less than the mean load of all ranks and lowers it for those with more (Wang et al. 2024, "Auxiliary-loss-free load
+    balancing"). Every rank that counts must step. A step that torch.amp.GradScaler skips moves nothing; its choices
+    count at the next. Where no such optimizer steps (a loop or library that writes parameters itself, or steps copies
+    of them), call update_biases(model) after each step: a warning says so after 1000 forwards without an update.
+    Calling it besides does no harm, for the choices that it counts are then gone. A gate without trainable parameters
+    keeps its bias. Under Megatron's `--moe-router-enable-expert-bias`, Megatron moves the bias, at its own rate.
 
     DeepSeek-V3: top_k=8, num_groups=8, topk_groups=4, scale=2.5 (`routed_scaling_factor`), balance_loss="sequence",
     balance_weight=1e-4, gate_bias=False. Kimi K2 and GLM-4.5: the same with one group. bias_update_speed=0: no bias.
-    A group ranks by the sum of its two best biased scores. Other arguments: ScoredGate.
+    A group ranks by the sum of its top_k // topk_groups best biased scores. The balance losses count the top_k of the
+    scores without the bias and without groups, as equation 18 of the DeepSeek-V3 report and Megatron do. Other
+    arguments: ScoredGate.
 
     expert_bias [E] is a buffer (`e_score_correction_bias` of the published checkpoints), pending_load [E] the choices
     counted in training since the last update. Forwards repeated by activation checkpointing count twice, which does
@@ -23,6 +35,8 @@ class SigmoidGate(ScoredGate):
     """
 
     score = "sigmoid"
+    expert_bias: torch.Tensor
+    pending_load: torch.Tensor
 
     def __init__(
         self,
@@ -44,41 +58,75 @@ class SigmoidGate(ScoredGate):
         self.bias_update_speed = bias_update_speed
         self.register_buffer("expert_bias", torch.zeros(self.tot_expert))
         self.register_buffer("pending_load", torch.zeros(self.tot_expert, dtype=torch.int64))
+        self._forwards_since_update = 0
+        self._counted_since_update = 0
+        self._follow_optimizers()
 
-    def select(self, logits):
-        topk_idx, topk_weights = self.topk(
-            logits,
-            self.top_k,
-            self.score,
-            self.normalize,
-            self.scale,
-            bias=self.expert_bias.to(logits.dtype),
-            num_groups=self.num_groups,
-            topk_groups=self.topk_groups,
-        )
+    def _default_group_best(self) -> int:
+        return max(1, self.top_k // self.topk_groups)
+
+    def _follow_optimizers(self) -> None:
+        if self.bias_update_speed > 0:
+            AfterOptimizerStep(self)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._follow_optimizers()
+
+    def after_optimizer_step(self) -> None:
+        self.update_bias()
+
+    @property
+    def local_tokens_per_expert(self) -> torch.Tensor:
+        """pending_load, under the name by which Megatron sums it over the ranks and empties it."""
+        return self.pending_load
+
+    def select(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        topk_idx, topk_weights = self._select(logits, self.expert_bias.to(logits.dtype))
         if self.training:
             self.pending_load += ops.count_tokens(topk_idx, self.tot_expert)
+            if not torch.compiler.is_compiling():
+                self._notice_missing_updates(topk_idx.numel())
         return topk_idx, topk_weights
 
-    def probabilities(self, logits):
+    def _notice_missing_updates(self, num_choices: int) -> None:
+        self._forwards_since_update += 1
+        self._counted_since_update += num_choices
+        moves = self.bias_update_speed > 0 and any(p.requires_grad for p in self.parameters())
+        if self._forwards_since_update < FORWARDS_BEFORE_WARNING or not moves:
+            return
+        if int(self.pending_load.sum()) >= self._counted_since_update:  # else Megatron empties it
+            warnings.warn(
+                f"the expert_bias of a SigmoidGate has not moved for {self._forwards_since_update} training forwards: "
+                "no torch.optim optimizer that has the gate's parameters has stepped. Call "
+                "fmoe_ext.gates.update_biases(model) after each step, or pass bias_update_speed=0",
+                stacklevel=2,
+            )
+        self._forwards_since_update = self._counted_since_update = 0
+
+    def probabilities(self, logits: torch.Tensor) -> torch.Tensor:
         scores = logits.sigmoid()
         return scores / scores.sum(-1, keepdim=True)
 
-    def balance_choices(self, logits, topk_idx):
-        """The top_k of the scores without the bias, as in equation 18 of the DeepSeek-V3 report."""
+    def balance_choices(self, logits: torch.Tensor, topk_idx: torch.Tensor) -> torch.Tensor:
+        """The top_k of the scores without bias and groups, as in equation 18 of the DeepSeek-V3 report."""
         return ops.topk_gate(logits.detach(), self.top_k, self.score)[0]
 
     @torch.no_grad()
-    def update_bias(self):
-        """One step of the bias from the load of all workers since the last one; no host synchronisation."""
-        load = self.workers.sum(self.pending_load).to(torch.float32)
+    def update_bias(self) -> None:
+        """One step of the bias from the load of all ranks since the last one; no host synchronisation.
+
+        All ranks of the gate's group call it. Without choices since the last one the bias stays as it is.
+        """
+        load = self.ranks.sum(self.pending_load).to(torch.float32)
         self.expert_bias = self.expert_bias.float()  # where .half() or .bfloat16() had cast it
         self.expert_bias += self.bias_update_speed * torch.sign(load.mean() - load)
         self.pending_load.zero_()
+        self._forwards_since_update = self._counted_since_update = 0
 
 
-def update_biases(model):
-    """Calls update_bias() of every SigmoidGate of a model; to be called after each optimizer step."""
+def update_biases(model: nn.Module) -> None:
+    """Calls update_bias() of every SigmoidGate of a model: after each step of what is no torch.optim optimizer."""
     for module in model.modules():
         if isinstance(module, SigmoidGate):
             module.update_bias()

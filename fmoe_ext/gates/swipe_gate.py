@@ -1,23 +1,23 @@
 import torch
 
 from fmoe_ext import ops
-from fmoe_ext.gates.base_gate import OneWorker, weights_of
+from fmoe_ext.gates.base_gate import OneRank, weights_of
 from fmoe_ext.gates.naive_gate import NaiveGate
 
 
 class SwipeGate(NaiveGate):
-    """NaiveGate that in training never gives a worker more choices than its own tokens make.
+    """NaiveGate that in training never gives a rank more choices than its own tokens make.
 
-    A worker with T tokens takes T * top_k choices. The first choices of all tokens are admitted, then the second ones,
-    and so on, in the order of workers and tokens; a choice whose worker is full goes to the first worker with
+    A rank with T tokens takes T * top_k choices. The first choices of all tokens are admitted, then the second ones,
+    and so on, in the order of ranks and tokens; a choice whose rank is full goes to the first rank with
     room, there to the expert of number k % num_expert. The weights are the softmax over the logits of the experts
-    that were taken. On one worker this is NaiveGate. Which worker has a token matters: one process does the same as
-    several only if it is told the parts of its batch, through workers=.
+    that were taken. On one rank this is NaiveGate. Which rank has a token matters: one process does the same as
+    several only if it is told the parts of its batch, through ranks=.
     """
 
-    def __init__(self, d_model, num_expert, world_size, top_k=2, gate_bias=True, *, workers=None):
+    def __init__(self, d_model, num_expert, world_size, top_k=2, gate_bias=True, *, ranks=None):
         super().__init__(d_model, num_expert, world_size, top_k, gate_bias)
-        self.workers = OneWorker() if workers is None else workers
+        self.ranks = OneRank() if ranks is None else ranks
 
     def forward(self, inp, return_all_scores=False):
         """As NaiveGate.forward; a token may have the same expert twice."""
@@ -26,16 +26,16 @@ class SwipeGate(NaiveGate):
         logits = self.logits(inp)
         topk_idx = self.choose(lambda: self._swipe(ops.topk_gate(logits.detach(), self.top_k)[0]))
         topk_weights = weights_of(logits, topk_idx)
-        self.set_loss(logits.new_zeros(1))
+        self.set_loss(logits.new_zeros(1), constant=True)
         return (topk_idx, topk_weights, logits) if return_all_scores else (topk_idx, topk_weights)
 
     def _swipe(self, topk_idx):
-        sizes = [part.shape[0] for part in self.workers.gather(topk_idx)]
+        sizes = [part.shape[0] for part in self.ranks.gather(topk_idx)]
         if len(sizes) != self.world_size:
             raise RuntimeError(
-                f"SwipeGate moves tokens between {self.world_size} workers, but its workers= knows {len(sizes)}"
+                f"SwipeGate moves tokens between {self.world_size} ranks, but its ranks= knows {len(sizes)}"
             )
-        capacity = torch.tensor(sizes, device=topk_idx.device) * self.top_k  # [workers]
+        capacity = torch.tensor(sizes, device=topk_idx.device) * self.top_k  # [ranks]
         columns = []
         for k in range(self.top_k):
             column, capacity = self.swipe_once(topk_idx[:, k], capacity, k % self.num_expert)
@@ -43,19 +43,24 @@ class SwipeGate(NaiveGate):
         return torch.stack(columns, dim=1)
 
     def swipe_once(self, idx, capacity, bias):
-        """Admits one choice of every token: idx [T], capacity [workers] -> idx [T], the capacity that is left.
+        """Admits one choice of every token: idx [T], capacity [ranks] -> idx [T], the capacity that is left.
 
-        bias: number of the expert, among those of a worker, that takes what is moved there.
+        capacity may be a scalar, the room of this rank; so is what is left then.
+        bias: number of the expert, among those of a rank, that takes what is moved there.
         """
-        parts = self.workers.gather(idx)
-        begin = sum(part.shape[0] for part in parts[: self.workers.rank])
+        if capacity.dim() == 0:
+            room = torch.cat(self.ranks.gather(capacity.to(idx.device).reshape(1)))
+            moved, left = self.swipe_once(idx, room, bias)
+            return moved, left[self.ranks.rank]
+        parts = self.ranks.gather(idx)
+        begin = sum(part.shape[0] for part in parts[: self.ranks.rank])
         everyone = torch.cat(parts)
-        worker = everyone // self.num_expert
-        to_worker = torch.nn.functional.one_hot(worker, self.world_size)  # [T of all workers, workers]
-        place = to_worker.cumsum(0).gather(1, worker[:, None]).squeeze(1)  # counted from 1
-        admitted = place <= capacity[worker]
-        capacity = capacity - torch.minimum(to_worker.sum(0), capacity)
-        ends = capacity.cumsum(0)  # the room of worker 0 first, then of worker 1, ...
+        rank = everyone // self.num_expert
+        to_rank = torch.nn.functional.one_hot(rank, self.world_size)  # [T of all ranks, ranks]
+        place = to_rank.cumsum(0).gather(1, rank[:, None]).squeeze(1)  # counted from 1
+        admitted = place <= capacity[rank]
+        capacity = capacity - torch.minimum(to_rank.sum(0), capacity)
+        ends = capacity.cumsum(0)  # the room of rank 0 first, then of rank 1, ...
         turn = (~admitted).long().cumsum(0) - 1
         target = torch.searchsorted(ends, turn, right=True).clamp(max=self.world_size - 1)
         moved = torch.where(admitted, everyone, target * self.num_expert + bias)

@@ -1,8 +1,8 @@
 import torch
 
-from fmoe_ext.gates.base_gate import OneWorker
+from fmoe_ext.gates.base_gate import OneRank
 from fmoe_ext.gates.capacity import expert_capacity
-from fmoe_ext.gates.losses import balance_loss, sum_over_workers
+from fmoe_ext.gates.losses import balance_loss, sum_over_ranks
 from fmoe_ext.gates.naive_gate import NaiveGate
 
 
@@ -10,7 +10,7 @@ class SwitchGate(NaiveGate):
     """The gate of the Switch Transformer: top-1 weighted by its probability, jitter, capacity, balance loss.
 
     * training multiplies the input by noise, uniform in [1 - switch_eps, 1 + switch_eps];
-    * an expert takes ceil(capacity * T * K / E) choices, T the tokens of all workers, with capacity[0] in
+    * an expert takes ceil(capacity * T * K / E) choices, T the tokens of all ranks, with capacity[0] in
       training and capacity[1] in evaluation; the others become -1. capacity=None drops nothing;
     * loss = E * sum_e f_e * p_e: f_e the share of choices of expert e before any is dropped, p_e its mean
       probability over all tokens. 1 when balanced.
@@ -30,7 +30,7 @@ class SwitchGate(NaiveGate):
         *,
         additive_noise=False,
         fastmoe_loss=False,
-        workers=None,
+        ranks=None,
     ):
         super().__init__(d_model, num_expert, world_size, topk, gate_bias=gate_bias, normalize=False)
         if capacity is not None and (len(capacity) != 2 or min(capacity) <= 0):
@@ -41,7 +41,7 @@ class SwitchGate(NaiveGate):
         self.capacity = capacity
         self.additive_noise = additive_noise
         self.fastmoe_loss = fastmoe_loss
-        self.workers = OneWorker() if workers is None else workers
+        self.ranks = OneRank() if ranks is None else ranks
 
     def forward(self, inp, return_all_scores=False):
         """As NaiveGate.forward; the weights are probabilities among all experts."""
@@ -52,7 +52,7 @@ class SwitchGate(NaiveGate):
         if self.fastmoe_loss:
             self.set_loss(self._fastmoe_loss(probabilities, topk_idx))
         else:
-            self.set_loss(balance_loss(probabilities, chosen, self.workers))
+            self.set_loss(balance_loss(probabilities, chosen, self.ranks))
         if return_all_scores:
             return topk_idx, topk_weights, logits
         return topk_idx, topk_weights
@@ -73,11 +73,11 @@ class SwitchGate(NaiveGate):
         if self.capacity is None:
             return topk_idx
         factor = self.capacity[0 if self.training else 1]
-        num_tokens = self.workers.num_tokens(topk_idx.shape[0])
+        num_tokens = self.ranks.num_tokens(topk_idx.shape[0])
         capacity = expert_capacity(factor, num_tokens, self.top_k, self.tot_expert)
-        return self.workers.apply_capacity(topk_idx, self.tot_expert, capacity)
+        return self.ranks.apply_capacity(topk_idx, self.tot_expert, capacity)
 
     def _fastmoe_loss(self, probabilities, kept):
-        num_choices, prob_sum, _ = sum_over_workers(probabilities, kept, self.workers)
+        num_choices, prob_sum, _ = sum_over_ranks(probabilities, kept, self.ranks)
         total = num_choices.sum().clamp(min=1)
         return self.tot_expert * torch.sum(num_choices / total * (prob_sum / total))

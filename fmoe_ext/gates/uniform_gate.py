@@ -7,7 +7,7 @@ from fmoe_ext.gates.scored_gate import ScoredGate
 class UniformGate(ScoredGate):
     """Deals the tokens out to the experts in turn, for benchmarks of a perfectly balanced load.
 
-    Choice k of token t, counted over the tokens of all workers, is expert (t * K + k) % E; the weights are those of
+    Choice k of token t, counted over the tokens of all ranks, is expert (t * K + k) % E; the weights are those of
     SoftmaxGate for these choices, so that the gate costs what a real one costs and learns. (Megatron's
     `--moe-router-force-load-balancing` draws at random.) Arguments: ScoredGate; groups have no effect.
     """
@@ -18,5 +18,5 @@ class UniformGate(ScoredGate):
 
     def _deal(self, logits):
         turn = torch.arange(logits.shape[0] * self.top_k, device=logits.device)
-        turn = turn + self.workers.first_token(logits.shape[0]) * self.top_k
+        turn = turn + self.ranks.first_token(logits.shape[0]) * self.top_k
         return (turn % self.tot_expert).view(-1, self.top_k)

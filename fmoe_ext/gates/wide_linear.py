@@ -1,10 +1,12 @@
 import contextlib
+from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 
-def _without_autocast(device_type):
+def _without_autocast(device_type: str) -> contextlib.AbstractContextManager[Any]:
     if device_type == "meta":  # which torch.autocast refuses
         return contextlib.nullcontext()
     return torch.autocast(device_type, enabled=False)
@@ -16,7 +18,9 @@ class _WideLinear(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(inp, weight, bias, dtype):
+    def forward(
+        inp: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype
+    ) -> torch.Tensor:
         wide_bias = None if bias is None else bias.to(dtype)
         if inp.is_cuda and dtype == torch.float32 and inp.dtype == weight.dtype != dtype:
             # products of 16-bit numbers are exact in float32, so that only the order of the sum differs
@@ -25,13 +29,13 @@ class _WideLinear(torch.autograd.Function):
         return F.linear(inp.to(dtype), weight.to(dtype), wide_bias)
 
     @staticmethod
-    def setup_context(ctx, inputs, output):
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
         inp, weight, bias, ctx.dtype = inputs
         ctx.save_for_backward(inp, weight)
         ctx.bias_dtype = None if bias is None else bias.dtype
 
     @staticmethod
-    def backward(ctx, grad):
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         inp, weight = ctx.saved_tensors
         needs_inp, needs_weight, needs_bias, _ = ctx.needs_input_grad
         with _without_autocast(grad.device.type):
@@ -41,7 +45,7 @@ class _WideLinear(torch.autograd.Function):
         return grad_inp, grad_weight, grad_bias, None
 
 
-def wide_linear(inp, weight, bias=None):
+def wide_linear(inp: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """F.linear computed in float32 or wider, whatever the dtypes and autocast: the scores of a gate.
 
     inp [T, D], weight [E, D], bias [E] or None -> [T, E] in the widest of their dtypes and float32. Keeps inp and
@@ -53,3 +57,16 @@ def wide_linear(inp, weight, bias=None):
         if inp.dtype == weight.dtype == dtype:
             return F.linear(inp, weight, None if bias is None else bias.to(dtype))
         return _WideLinear.apply(inp, weight, bias, dtype)
+
+
+class WideLinear(nn.Linear):
+    """nn.Linear computed by wide_linear: what a gate calls for its scores.
+
+    inp [..., in_features] -> [..., out_features], float32 or wider. Being a module that is called, it takes hooks,
+    parametrizations, adapters (LoRA) and offloading as any nn.Linear does; torch.ao's quantize_dynamic, which
+    would change the choices, leaves it as it is.
+    """
+
+    def forward(self, inp: torch.Tensor) -> torch.Tensor:
+        rows = wide_linear(inp.reshape(-1, inp.shape[-1]), self.weight, self.bias)
+        return rows.view(*inp.shape[:-1], rows.shape[-1])

@@ -12,6 +12,10 @@ class ZeroGate(BaseGate):
             raise ValueError(f"top_k must be at least 1, but got {top_k}")
         self.top_k = top_k
 
+    @property
+    def weights_vary(self) -> str | None:
+        return None
+
     def forward(self, inp):
         """inp [T, *] -> topk_idx [T, K] int64 zeros, topk_weights [T, K] float32."""
         shape = (inp.shape[0], self.top_k)

@@ -1,23 +1,23 @@
 """fmoefy: one line turns the MLPs of a Transformer into MoE layers."""
 
-import contextlib
-import copy
-import dataclasses
-import functools
-from dataclasses import dataclass
+from __future__ import annotations
 
-import torch
-import torch.distributed as dist
+import difflib
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fmoe_ext.distributed import DistributedGroupedDataParallel
-from fmoe_ext.ep.exchange import check_same, find_group, register_group
 from fmoe_ext.experts import activation_name
-from fmoe_ext.gates import SoftmaxGate, find_gate
-from fmoe_ext.integrations import huggingface_dense, megatron_core, megatron_legacy, plain, upcycle
-from fmoe_ext.integrations.recognize import simplify
-from fmoe_ext.integrations.target import Options
+from fmoe_ext.integrations import huggingface_dense, huggingface_record, plain
+from fmoe_ext.integrations.build import build
+from fmoe_ext.integrations.megatron import core as megatron_core
+from fmoe_ext.integrations.megatron import legacy as megatron_legacy
+from fmoe_ext.integrations.target import Options, Target
 from fmoe_ext.layers import FMoE
 from fmoe_ext.transformer import FMoETransformerMLP
 
@@ -40,7 +40,7 @@ class Replaced:
     gate: str
     notes: tuple[str, ...]
 
-    def __repr__(self):
+    def __repr__(self) -> str:
         dense = "" if self.dense_d_hidden is None else f" (dense: {self.dense_d_hidden})"
         text = (
             f"{self.path}: {self.top_k} of {self.num_experts} experts of {self.d_model} x {self.d_hidden}{dense}, "
@@ -51,7 +51,7 @@ class Replaced:
 
 @dataclass(frozen=True)
 class Report:
-    """What fmoefy did to a model, model.fmoe_report. Parameters count the experts of all workers.
+    """What fmoefy did to a model, model.fmoe_report. Parameters count the experts of all ranks.
 
     parameters_active: those that one token uses, every choice being another expert.
     """
@@ -59,46 +59,47 @@ class Report:
     kind: str
     init: str
     replaced: tuple[Replaced, ...]
-    num_workers: int
+    num_ranks: int
     parameters_before: int
     parameters_after: int
     parameters_active: int
 
-    def __repr__(self):
+    def __repr__(self) -> str:
         head = (
             f"fmoefy ({self.kind}, init={self.init!r}): {len(self.replaced)} MLPs became MoE layers on "
-            f"{self.num_workers} worker(s); parameters {self.parameters_before:,} -> {self.parameters_after:,}, "
+            f"{self.num_ranks} rank(s); parameters {self.parameters_before:,} -> {self.parameters_after:,}, "
             f"{self.parameters_active:,} of them active"
         )
         return "\n  ".join((head, *map(repr, self.replaced)))
 
 
 def fmoefy(
-    model,
-    num_experts=None,
-    distributed_experts=True,
-    hidden_hidden_size=None,
-    top_k=None,
-    gate=None,
-    megatron_version=None,
+    model: Any,
+    num_experts: int | None = None,
+    distributed_experts: bool = True,
+    hidden_hidden_size: int | None = None,
+    top_k: int | None = None,
+    gate: Any = None,
+    megatron_version: str | None = None,
     *,
-    fmoe_num_experts=None,
-    layers=None,
-    init="random",
-    split=1,
-    noise=0.0,
-    activation=None,
-    match=None,
-    d_model=None,
-    **moe_kwargs,
-):
+    fmoe_num_experts: int | None = None,
+    layers: Any = None,
+    init: str = "random",
+    split: int = 1,
+    noise: float = 0.0,
+    activation: str | Callable | None = None,
+    match: Any = None,
+    d_model: int | None = None,
+    load_dense: Any = None,
+    **moe_kwargs: Any,
+) -> Any:
     """Replaces the MLPs of a Transformer, in place, by FMoETransformerMLPs -> the model, with model.fmoe_report.
 
     model: a dense Hugging Face model, a model with nn.TransformerEncoderLayer or nn.TransformerDecoderLayer, or any
     other with match=; a list of models gives a list. Do it before wrapping the model for data parallelism and before
     making the optimizer.
 
-    num_experts, or fmoe_num_experts: experts of each worker, as in FastMoE.
+    num_experts, or fmoe_num_experts: experts of each rank, as in FastMoE.
     distributed_experts: with a process group, its ranks have different experts, num_experts each: wrap the model in
       fmoe_ext.distributed.DistributedGroupedDataParallel then, not in DistributedDataParallel, which would average
       them. moe_group=, world_size= choose other ranks than the default group's. False: every rank has all experts, as
@@ -113,17 +114,22 @@ def fmoefy(
     activation: None takes that of the MLP. torch.nn.Sequential(torch.nn.ReLU(), torch.nn.Dropout(p)) keeps a dropout
       between the two linear layers, which the report says is left out otherwise; dropout behind the MLP is kept.
     init "random": normal, with the standard deviation of the MLP's own weights, biases 0; with one seed the same model
-      in any number of workers.
+      on any number of ranks.
     init "upcycle": the model's first output is that of the dense one. The experts are copies of its MLP (Komatsuzaki
       et al. 2022, "Sparse Upcycling") or, with split=G, each one of G equal slices of its hidden units, of which every
       token gets whole sets: top_k is a multiple of G (He et al. 2024, "Upcycling Large Language Models into Mixture
       of Experts", virtual groups). Equal experts become different because the gate, random at first, sends them
       different tokens; noise=s adds normal noise of s times the weights' standard deviation to each, which the first
       output then shows.
+      The weights have to be there before: Megatron loads its checkpoints after the model is built, and copies of
+      random numbers are no upcycling. load_dense: a state dict of the dense model, or a function that loads it into
+      the given model, for instance by megatron.core.dist_checkpointing; done before its MLPs are read.
     megatron_version: for Megatron-LM, found out if None. moe_kwargs: other arguments of FMoETransformerMLP.
 
     The balance loss stays with the gates: add weight * fmoe_ext.gates.total_loss(model) to the loss, in a Trainer by
-    overriding compute_loss. To load a saved state dict, fmoefy a model of the dense configuration first.
+    overriding compute_loss. A Transformers model is saved by save_pretrained and loaded by
+    fmoe_ext.integrations.huggingface.from_pretrained; to load another saved state dict, fmoefy a model of the dense
+    configuration first.
     Raises ValueError, and leaves the model as it was, where nothing is found (listing what was looked for), for a
     model that has MoE layers already (unless match= points elsewhere), for layers that it does not have, and for
     init="upcycle" with a gate whose weights have no constant sum.
@@ -143,6 +149,7 @@ def fmoefy(
         noise=noise,
         activation=activation,
         d_model=d_model,
+        load_dense=load_dense,
         moe_kwargs=moe_kwargs,
     )
     _check(options)
@@ -151,7 +158,7 @@ def fmoefy(
     return _replace(model, options)
 
 
-def _one_of(num_experts, fmoe_num_experts):
+def _one_of(num_experts: int | None, fmoe_num_experts: int | None) -> int | None:
     if num_experts is not None and fmoe_num_experts is not None:
         raise ValueError(
             f"num_experts and fmoe_num_experts are one argument, but got {num_experts} and {fmoe_num_experts}"
@@ -159,7 +166,8 @@ def _one_of(num_experts, fmoe_num_experts):
     return fmoe_num_experts if num_experts is None else num_experts
 
 
-def _check(options):
+def _check(options: Options) -> None:
+    _check_names(options.moe_kwargs)
     if options.init not in INITS:
         raise ValueError(f"init must be one of {INITS}, but got {options.init!r}")
     if options.split < 1:
@@ -168,28 +176,52 @@ def _check(options):
         raise ValueError(f"noise must not be negative, but got {options.noise}")
     if options.init != "upcycle" and (options.split != 1 or options.noise):
         raise ValueError('split and noise are for init="upcycle"')
+    if options.load_dense is not None and options.init != "upcycle":
+        raise ValueError(f'load_dense is for init="upcycle", but init is {options.init!r}')
     if not options.distributed_experts and options.moe_kwargs.keys() & {"moe_group", "world_size"}:
         raise ValueError("moe_group and world_size are for distributed_experts=True, but it is False")
 
 
-def _replace(model, options):
+def _check_names(moe_kwargs: Any) -> None:
+    """TypeError, with what may have been meant, for an argument that nothing takes."""
+    callables: tuple[Callable, ...] = (fmoefy, FMoETransformerMLP.__init__, FMoE.__init__)
+    known = [name for function in callables for name in inspect.signature(function).parameters]
+    for name in moe_kwargs:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, 1)
+            hint = (
+                f": did you mean {near[0]}=?" if near else "; other arguments are those of FMoETransformerMLP"
+            )
+            raise TypeError(f"fmoefy takes no argument {name}={hint}")
+
+
+def _replace(model: nn.Module, options: Options) -> nn.Module:
     _check_model(model, options)
-    kind, targets = _find(model, options)
-    targets = _select(targets, options.layers)
+    if callable(options.load_dense):
+        options.load_dense(model)
+    elif options.load_dense is not None:
+        model.load_state_dict(options.load_dense)
+    kind, targets = find_targets(model, options)
+    return replace(model, kind, _select(targets, options.layers), options)
+
+
+def replace(model: Any, kind: str, targets: Sequence[Target], options: Options) -> Any:
+    """Builds the layers of these targets and puts them in their places -> the model, with model.fmoe_report."""
     parameters_before = _count(model)
-    layers = [_build(target, options, len(targets)) for target in targets]
+    layers = [build(target, options, len(targets)) for target in targets]
     modules = [target.wrap(layer) for target, layer in zip(targets, layers, strict=True)]
     for target, module in zip(targets, modules, strict=True):  # from here on nothing fails
         module.train(getattr(target.parent, target.attribute).training)
         _put(model, target, module)
         target.finish()
+    huggingface_record.note(model, kind, targets, layers, options)
     after = _count(model) + sum((moe.world_size - 1) * _count(moe.experts) for moe in layers)
     idle = sum((moe.num_experts - moe.top_k) * (_count(moe.experts) // moe.num_expert) for moe in layers)
     model.fmoe_report = Report(
         kind=kind,
         init=options.init,
         replaced=tuple(map(_describe, targets, layers)),
-        num_workers=max((moe.world_size for moe in layers), default=1),
+        num_ranks=max((moe.world_size for moe in layers), default=1),
         parameters_before=parameters_before,
         parameters_after=after,
         parameters_active=after - idle,
@@ -197,7 +229,7 @@ def _replace(model, options):
     return model
 
 
-def _check_model(model, options):
+def _check_model(model: nn.Module, options: Options) -> None:
     for path, module in model.named_modules():
         if isinstance(module, WRAPPERS):
             raise ValueError(f"fmoefy the model first, then wrap it in {type(module).__name__}")
@@ -212,12 +244,13 @@ def _check_model(model, options):
             raise ValueError(f"fmoefy reads and copies weights, but {name} is {what} first")
 
 
-def _find(model, options):
+def find_targets(model: nn.Module, options: Options) -> tuple[str, list[Target]]:
+    """(name of the model kind, its MLPs); ValueError, listing what was looked for, where there are none."""
     kinds = KINDS if options.match is None else (plain,)
     for kind in kinds:
         targets = kind.find(model, options)
         if targets:  # a module that the model refers to at two places is one target
-            distinct = {}
+            distinct: dict[int, Target] = {}
             for target in targets:
                 distinct.setdefault(id(getattr(target.parent, target.attribute)), target)
             return kind.KIND, list(distinct.values())
@@ -227,7 +260,7 @@ def _find(model, options):
     raise ValueError(f"{type(model).__name__} has no MLP that fmoefy knows. It looked for\n{looked_for}")
 
 
-def _select(targets, layers):
+def _select(targets: list[Target], layers: Any) -> list[Target]:
     """The targets that layers= asks for."""
     if layers is None:
         return targets
@@ -249,133 +282,7 @@ def _select(targets, layers):
     return [target for number, target in zip(numbers, targets, strict=True) if number in wanted]
 
 
-def _build(target, options, num_targets):
-    """The MoE layer of a target, filled."""
-    dense = _with_users_sizes(target, options)
-    kwargs = _moe_kwargs(target, options)
-    num_expert = kwargs.pop("num_expert", None)
-    if num_expert is None:
-        raise ValueError("num_experts must be given: the experts of each worker")
-    num_experts = num_expert * kwargs["world_size"]
-    top_k = kwargs.pop("top_k", None) or (options.split if options.split > 1 else min(2, num_experts))
-    d_hidden = _d_hidden(target, dense, options, top_k)
-    gate = _gate(kwargs.pop("gate", None) or SoftmaxGate, target, num_targets)
-    seed = _shared_seed(target, kwargs, (dense.d_model, d_hidden, num_expert, top_k))
-    like = dense.w2 if dense.w2 is not None else _any_parameter(target)
-    with _seeded(like.device, seed), like.device:
-        layer = FMoETransformerMLP(
-            num_expert,
-            dense.d_model,
-            d_hidden,
-            activation=dense.activation,
-            bias=kwargs.pop("bias", dense.w1 is None or dense.has_bias),
-            top_k=top_k,
-            gate=gate,
-            **kwargs,
-        ).to(like)
-    first = 0 if layer.moe_group is None else dist.get_rank(layer.moe_group) * num_expert
-    if options.init == "upcycle":
-        upcycle.check(layer, dense, options.split)
-        upcycle.fill_from_dense(layer, dense, first, options.split, options.noise, seed + 1)
-    else:
-        upcycle.fill_randomly(layer, dense, first, seed + 1)
-    return layer
-
-
-def _with_users_sizes(target, options):
-    """The target's MLP with what the user says about it; ValueError where the two disagree or something is missing."""
-    dense = target.dense
-    if options.d_model is not None and dense.d_model not in (None, options.d_model):
-        raise ValueError(f"d_model={options.d_model}, but {target.path} has {dense.d_model}")
-    if options.init == "upcycle":
-        if dense.why_unreadable:
-            raise ValueError(
-                f'init="upcycle" needs the weights of {target.path}, but {dense.why_unreadable}; init="random" does not'
-            )
-        wanted = None if options.activation is None else simplify(options.activation)
-        if isinstance(wanted, str) and wanted != dense.activation:
-            raise ValueError(
-                f'init="upcycle" keeps the activation of {target.path}, {dense.activation}, but activation= is {wanted}'
-            )
-    if options.activation is not None:  # a module belongs to one layer
-        dense = dataclasses.replace(dense, activation=copy.deepcopy(options.activation))
-    if options.d_model is not None:
-        dense = dataclasses.replace(dense, d_model=options.d_model)
-    for name, value in (("d_model", dense.d_model), ("activation", dense.activation)):
-        if value is None:
-            raise ValueError(f"{name}= must be given for {target.path}: {dense.why_unreadable}")
-    return dense
-
-
-def _d_hidden(target, dense, options, top_k):
-    """Hidden units of an expert."""
-    if options.init == "upcycle":
-        d_hidden = dense.d_hidden // options.split
-        if options.hidden_hidden_size not in (None, d_hidden):
-            raise ValueError(
-                f'init="upcycle" with split={options.split} makes experts of {d_hidden} hidden units at {target.path}, '
-                f"but hidden_hidden_size is {options.hidden_hidden_size}"
-            )
-        return d_hidden
-    if options.hidden_hidden_size is not None:
-        return options.hidden_hidden_size
-    if dense.d_hidden is None:
-        raise ValueError(f"hidden_hidden_size= must be given for {target.path}: {dense.why_unreadable}")
-    return max(1, dense.d_hidden // top_k)
-
-
-def _moe_kwargs(target, options):
-    """Arguments of FMoETransformerMLP: the user's, else those of the model kind, else those of the default group."""
-    kwargs = dict(target.moe_kwargs)
-    if not options.distributed_experts:
-        kwargs.pop("moe_group", None)
-        kwargs["world_size"] = 1
-    named = {"num_expert": options.num_experts, "top_k": options.top_k, "gate": options.gate}
-    kwargs |= {name: value for name, value in named.items() if value is not None} | dict(options.moe_kwargs)
-    if "world_size" not in kwargs:
-        kwargs["world_size"] = 1
-        if dist.is_initialized():
-            kwargs["world_size"] = dist.get_world_size(find_group(register_group(kwargs.get("moe_group"))))
-    kwargs.setdefault("expert_dp_comm", "none" if kwargs["world_size"] > 1 else "dp")
-    return kwargs
-
-
-def _gate(gate, target, num_targets):
-    if isinstance(gate, nn.Module) and num_targets > 1:
-        raise TypeError(
-            f"gate must be a class, function or name: the {num_targets} layers would share the {type(gate).__name__}"
-        )
-    gate = find_gate(gate) if isinstance(gate, str) else gate
-    return functools.partial(gate, **target.gate_kwargs) if target.gate_kwargs else gate
-
-
-def _shared_seed(target, kwargs, sizes):
-    """A seed that the workers of a layer share, after they have agreed that it is one layer."""
-    seed = [int(torch.randint(2**62, ()))]
-    if kwargs["world_size"] > 1:
-        group = find_group(register_group(kwargs.get("moe_group")))
-        check_same(f"{target.path} and d_model, d_hidden, num_experts, top_k", (target.path, *sizes), group)
-        dist.broadcast_object_list(seed, group=group, group_src=0)
-    return seed[0]
-
-
-@contextlib.contextmanager
-def _seeded(device, seed):
-    """Random numbers that follow from seed; afterwards the generators are as they were."""
-    is_cuda = device.type == "cuda"
-    with torch.random.fork_rng([device] if is_cuda else []):
-        torch.default_generator.manual_seed(seed)
-        if is_cuda:
-            with torch.cuda.device(device):
-                torch.cuda.manual_seed(seed)
-        yield
-
-
-def _any_parameter(target):
-    return next(getattr(target.parent, target.attribute).parameters(), torch.empty(0))
-
-
-def _put(model, target, module):
+def _put(model: nn.Module, target: Target, module: nn.Module) -> None:
     """Replaces the target's MLP wherever the model refers to it."""
     old = getattr(target.parent, target.attribute)
     places = [(m, name) for m in model.modules() for name, child in m.named_children() if child is old]
@@ -383,11 +290,11 @@ def _put(model, target, module):
         setattr(parent, name, module)
 
 
-def _count(module):
+def _count(module: nn.Module) -> int:
     return sum(p.numel() for p in module.parameters())
 
 
-def _describe(target, layer):
+def _describe(target: Target, layer: FMoETransformerMLP) -> Replaced:
     activation = layer.experts.activation
     return Replaced(
         path=target.path,

@@ -5,18 +5,26 @@ is_concatenated, has_gate, has_bias, has_post_expert_norm (added over time; abse
 here reads them, runs the usual MLPs as one operator, and any other between two grouped products.
 """
 
+from __future__ import annotations
+
+import warnings
+from typing import Any, NoReturn
+
 import torch
+from torch import Tensor
 
 from fmoe_ext import ops
 from fmoe_ext.experts import activation_name
+from fmoe_ext.integrations.huggingface_saved import from_pretrained
 from fmoe_ext.routing import widen
 
+__all__ = ["experts_forward", "from_pretrained", "fused_activation", "register", "use"]
 NAME = "fmoe"
 OLDEST_TRANSFORMERS = "5.7"  # the first whose models accept a registered name
 GATED = (("silu", "swiglu"), ("gelu", "geglu"), ("gelu_tanh", "geglu_tanh"))
 
 
-def register():
+def register() -> None:
     """Makes "fmoe" an experts implementation of Transformers; calling it again changes nothing.
 
     Then `model.set_experts_implementation("fmoe")` or `from_pretrained(..., experts_implementation="fmoe")` runs
@@ -43,7 +51,26 @@ def register():
     ALL_FP8_EXPERTS_FUNCTIONS.register(NAME, _refuse_fp8)
 
 
-def experts_forward(experts, hidden_states, top_k_index, top_k_weights):
+def use(model: Any) -> Any:
+    """register(), then model.set_experts_implementation("fmoe") -> the model; warns if that changes nothing.
+
+    Some MoE models compute their experts in ways of their own and stay eager, without a word of Transformers: Llama4,
+    SwitchTransformers and JetMoe among them.
+    """
+    register()
+    model.set_experts_implementation(NAME)
+    if not any(hasattr(module, "is_transposed") for module in model.modules()):
+        warnings.warn(
+            f"{type(model).__name__} has no experts module that Transformers lets others compute: its experts stay "
+            f"eager, whatever the experts implementation. fmoefy(model, ...) replaces dense MLPs only",
+            stacklevel=2,
+        )
+    return model
+
+
+def experts_forward(
+    experts: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+) -> Tensor:
     """What Transformers calls in place of the forward of an experts module.
 
     hidden_states [T, D]; top_k_index [T, K], entries from num_experts on (experts of other ranks) are dropped;
@@ -79,7 +106,7 @@ def experts_forward(experts, hidden_states, top_k_index, top_k_weights):
     return ops.unpermute(rows, row_idx, inverse, topk_weights).to(hidden_states.dtype)
 
 
-def fused_activation(experts):
+def fused_activation(experts: Any) -> str | None:
     """The activation under which ops.expert_mlp is the MLP of an experts module; None if it is another MLP."""
     if experts.is_transposed:
         return None
@@ -90,10 +117,10 @@ def fused_activation(experts):
     is_usual_gate = experts._apply_gate.__module__ == "transformers.integrations.moe"
     if not is_usual_gate or not getattr(experts, "is_concatenated", True):
         return None
-    return dict(GATED).get(name)
+    return None if name is None else dict(GATED).get(name)
 
 
-def _activation_name(act_fn):
+def _activation_name(act_fn: Any) -> str | None:
     from transformers import activations
 
     if isinstance(act_fn, activations.SiLUActivation):
@@ -105,7 +132,7 @@ def _activation_name(act_fn):
     return activation_name(act_fn) if callable(act_fn) else None
 
 
-def _compute_dtype(experts, weight):
+def _compute_dtype(experts: Any, weight: Tensor) -> torch.dtype:
     if weight.dtype not in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
         raise TypeError(
             f'experts_implementation="{NAME}" computes with float64, float32, bfloat16 or float16 weights, but '
@@ -118,7 +145,7 @@ def _compute_dtype(experts, weight):
     return weight.dtype
 
 
-def _refuse_fp8(experts, hidden_states, top_k_index, top_k_weights):
+def _refuse_fp8(experts: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> NoReturn:
     raise TypeError(
         f'experts_implementation="{NAME}" does not compute with FP8 weights: load the model with '
         'quantization_config=FineGrainedFP8Config(dequantize=True), or set_experts_implementation to "grouped_mm"'

@@ -5,12 +5,17 @@ side by side, the second with dropout, residual and LayerNorm (BERT and its kin)
 (OPT, BART, Whisper, ...).
 """
 
+from __future__ import annotations
+
 import sys
+from collections.abc import Iterator
+from types import MappingProxyType
+from typing import Any
 
 from torch import nn
 
 from fmoe_ext.integrations.recognize import is_linear, pair, read_mlp, weight_shape
-from fmoe_ext.integrations.target import Target
+from fmoe_ext.integrations.target import Options, Target
 from fmoe_ext.layers import FMoE
 
 KIND = "Hugging Face Transformers"
@@ -19,13 +24,19 @@ LOOKED_FOR = (
     "`intermediate` and `output`, or `fc1` and `fc2` beside an attention (what is MoE already stays: "
     "fmoe_ext.integrations.huggingface runs its experts)"
 )
+# The gates of Transformers' own MoE models have no bias either, so that the layers can become theirs.
+MOE_KWARGS = MappingProxyType({"gate_bias": False})
 
 
-def find(model, options):
+def find(model: nn.Module, options: Options) -> list[Target]:
+    """The MLPs of a Transformers model that is dense, in the order of the model."""
     if "transformers" not in sys.modules:
         return []
-    targets = list(_walk(model, "", None, ""))
-    readable = [target for target in targets if not target.dense.why_unreadable]
+    targets = list(_walk(model, "", None, "", options.activation))
+    # where the activation alone is not known, the given one stands in (init="upcycle" refuses)
+    readable = [
+        target for target in targets if not target.dense.why_unreadable or target.dense.w2 is not None
+    ]
     if targets and not readable:
         module = getattr(targets[0].parent, targets[0].attribute)
         raise ValueError(
@@ -34,7 +45,7 @@ def find(model, options):
     return readable
 
 
-def _walk(module, path, parent, attribute):
+def _walk(module: nn.Module, path: str, parent: Any, attribute: str, activation: Any) -> Iterator[Target]:
     if isinstance(module, FMoE) or hasattr(module, "experts"):
         return  # an MoE layer, or one with shared experts
     in_layers = any(name.isdigit() for name in path.split("."))
@@ -46,14 +57,17 @@ def _walk(module, path, parent, attribute):
             yield _fc_target(path, module)
             return
         if _has_mlp_shapes(module):
-            reading = read_mlp(module)
-            yield Target(path, parent, attribute, reading.dense, reading.wrap, notes=reading.notes)
+            reading = read_mlp(module, activation)
+            notes = reading.notes
+            yield Target(
+                path, parent, attribute, reading.dense, reading.wrap, notes=notes, moe_kwargs=MOE_KWARGS
+            )
             return
     for name, child in module.named_children():
-        yield from _walk(child, f"{path}.{name}" if path else name, module, name)
+        yield from _walk(child, f"{path}.{name}" if path else name, module, name, activation)
 
 
-def _has_bert_structure(layer):
+def _has_bert_structure(layer: nn.Module) -> bool:
     first = getattr(layer, "intermediate", None)
     second = getattr(layer, "output", None)
     return (
@@ -63,16 +77,17 @@ def _has_bert_structure(layer):
     )
 
 
-def _bert_target(path, layer):
-    def finish():
+def _bert_target(path: str, layer: Any) -> Target:
+    def finish() -> None:
         layer.output.dense = nn.Identity()
 
     first = layer.intermediate
     dense = pair(first.dense, layer.output.dense, first.intermediate_act_fn)
-    return Target(f"{path}.intermediate", layer, "intermediate", dense, finish=finish)
+    path = f"{path}.intermediate"
+    return Target(path, layer, "intermediate", dense, finish=finish, moe_kwargs=MOE_KWARGS)
 
 
-def _has_fc_beside_attention(layer):
+def _has_fc_beside_attention(layer: nn.Module) -> bool:
     return (
         is_linear(getattr(layer, "fc1", None))
         and is_linear(getattr(layer, "fc2", None))
@@ -81,10 +96,10 @@ def _has_fc_beside_attention(layer):
     )
 
 
-def _fc_target(path, layer):
+def _fc_target(path: str, layer: Any) -> Target:
     p = getattr(layer, "activation_dropout", 0.0)
 
-    def finish():
+    def finish() -> None:
         layer.activation_fn = nn.Identity()
         layer.fc2 = nn.Identity()
         if p:
@@ -92,10 +107,10 @@ def _fc_target(path, layer):
 
     dense = pair(layer.fc1, layer.fc2, layer.activation_fn)
     notes = (f"its dropout ({p}) between the linear layers is left out",) if p else ()
-    return Target(f"{path}.fc1", layer, "fc1", dense, finish=finish, notes=notes)
+    return Target(f"{path}.fc1", layer, "fc1", dense, finish=finish, notes=notes, moe_kwargs=MOE_KWARGS)
 
 
-def _has_mlp_shapes(module):
+def _has_mlp_shapes(module: nn.Module) -> bool:
     """Two linear layers d -> H or 2H -> d, or three d -> H, d -> H, H -> d, in whatever order."""
     shapes = [weight_shape(m) for m in module.children() if is_linear(m)]
     if len(shapes) == 2:

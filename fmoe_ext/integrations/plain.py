@@ -1,11 +1,15 @@
 """fmoefy for plain PyTorch: nn.TransformerEncoderLayer, nn.TransformerDecoderLayer, and whatever match= points at."""
 
+from __future__ import annotations
+
 import fnmatch
+from collections.abc import Callable, Iterator
+from typing import Any
 
 from torch import nn
 
 from fmoe_ext.integrations.recognize import pair, read_mlp
-from fmoe_ext.integrations.target import Target
+from fmoe_ext.integrations.target import Options, Target
 from fmoe_ext.layers import FMoE
 
 KIND = "plain PyTorch"
@@ -13,13 +17,22 @@ LOOKED_FOR = "nn.TransformerEncoderLayer, nn.TransformerDecoderLayer, or the mod
 LAYERS = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
 
 
-def find(model, options):
+def find(model: nn.Module, options: Options) -> list[Target]:
+    """PyTorch's Transformer layers, or what match= points at, in the order of the model."""
     matches = _is_layer if options.match is None else _matcher(options.match)
     encoders = [m for m in model.modules() if isinstance(m, nn.TransformerEncoder)]
-    return list(_walk(model, matches, encoders, "", None, ""))
+    return list(_walk(model, matches, encoders, "", None, "", options.activation))
 
 
-def _walk(module, matches, encoders, path, parent, attribute):
+def _walk(
+    module: nn.Module,
+    matches: Callable[[str, nn.Module], bool],
+    encoders: list[nn.TransformerEncoder],
+    path: str,
+    parent: Any,
+    attribute: str,
+    activation: Any,
+) -> Iterator[Target]:
     """Targets in the order of the model; nothing inside a match or an MoE layer is looked at."""
     if isinstance(module, FMoE):
         return
@@ -29,18 +42,19 @@ def _walk(module, matches, encoders, path, parent, attribute):
             return
         if parent is None:
             raise ValueError("match= points at the model itself, which cannot be replaced inside itself")
-        reading = read_mlp(module)
+        reading = read_mlp(module, activation)
         yield Target(path, parent, attribute, reading.dense, reading.wrap, notes=reading.notes)
         return
     for name, child in module.named_children():
-        yield from _walk(child, matches, encoders, f"{path}.{name}" if path else name, module, name)
+        inside = f"{path}.{name}" if path else name
+        yield from _walk(child, matches, encoders, inside, module, name, activation)
 
 
-def _is_layer(path, module):
+def _is_layer(path: str, module: nn.Module) -> bool:
     return isinstance(module, LAYERS)
 
 
-def _matcher(match):
+def _matcher(match: Any) -> Callable[[str, nn.Module], bool]:
     """match(path, module) for a class, a tuple of classes, a pattern of paths or a function of both."""
     if isinstance(match, str):
         return lambda path, module: fnmatch.fnmatchcase(path, match)
@@ -53,10 +67,10 @@ def _matcher(match):
     )
 
 
-def _of_torch_layer(path, layer, encoders):
+def _of_torch_layer(path: str, layer: Any, encoders: list[nn.TransformerEncoder]) -> Target:
     """The layer's own forward goes on to be used: linear1 becomes the MoE layer, what follows it does nothing."""
 
-    def finish():
+    def finish() -> None:
         layer.linear2 = nn.Identity()
         layer.activation = nn.Identity()
         layer.dropout = nn.Identity()

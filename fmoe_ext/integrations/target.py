@@ -16,7 +16,7 @@ from torch import Tensor, nn
 class Options:
     """The arguments of fmoefy(), which documents them."""
 
-    num_experts: int | None = None  # of each worker
+    num_experts: int | None = None  # of each rank
     distributed_experts: bool = True
     hidden_hidden_size: int | None = None
     top_k: int | None = None
@@ -29,6 +29,7 @@ class Options:
     noise: float = 0.0
     activation: Any = None
     d_model: int | None = None
+    load_dense: Any = None
     moe_kwargs: Mapping[str, Any] = field(default_factory=dict)  # further arguments of FMoETransformerMLP
 
 
@@ -52,18 +53,19 @@ class DenseMLP:
     why_unreadable: str = ""
 
     @property
-    def w1_parts(self):
+    def w1_parts(self) -> Any:
         """w1 as its matrices [d_hidden, d_model]: (w1,), or (gate, up)."""
         if isinstance(self.w1, tuple):
             return self.w1
+        assert self.w1 is not None, self.why_unreadable
         return self.w1.split(self.d_hidden)
 
     @property
-    def has_bias(self):
+    def has_bias(self) -> bool:
         return self.b1 is not None or self.b2 is not None
 
 
-def _nothing():
+def _nothing() -> None:
     pass
 
 
@@ -83,7 +85,7 @@ class Target:
     parent: nn.Module
     attribute: str
     dense: DenseMLP
-    wrap: Callable[[nn.Module], nn.Module] = field(default=lambda moe: moe)
+    wrap: Callable[[Any], nn.Module] = field(default=lambda moe: moe)
     finish: Callable[[], None] = _nothing
     layer_index: int | None = None
     num_layers: int | None = None

@@ -5,26 +5,24 @@ slices and the gate whose choices hold one of each: He et al. 2024, "Upcycling L
 Experts" ("virtual groups").
 """
 
+from __future__ import annotations
+
 import math
+from typing import Any
 
 import torch
+from torch import Tensor, nn
 
-from fmoe_ext.gates import (
-    ExpertChoiceGate,
-    GShardGate,
-    NaiveGate,
-    NoisyGate,
-    ScoredGate,
-    ZeroGate,
-)
+from fmoe_ext.gates import NaiveGate, ScoredGate
+from fmoe_ext.transformer import FMoETransformerMLP
 
 
-def check(layer, dense, split):
+def check(layer: FMoETransformerMLP, dense: Any, split: int) -> None:
     """ValueError unless the experts of layer, filled from dense, give its output at first."""
     total_weight(layer.gate)
     if split == 1:
         return
-    for name, value in (("the number of experts of all workers", layer.num_experts), ("top_k", layer.top_k)):
+    for name, value in (("the number of experts of all ranks", layer.num_experts), ("top_k", layer.top_k)):
         if value % split != 0:
             raise ValueError(f"{name} must be a multiple of split={split}, but is {value}")
     if dense.d_hidden % split != 0:
@@ -43,7 +41,7 @@ def check(layer, dense, split):
         )
 
 
-def total_weight(gate):
+def total_weight(gate: nn.Module) -> float:
     """The sum of every token's topk_weights, which has to be one constant: ValueError for gates where it is not.
 
     A gate of one's own says it by an attribute total_weight.
@@ -51,36 +49,20 @@ def total_weight(gate):
     declared = getattr(gate, "total_weight", None)
     if declared is not None:
         return declared
-    if isinstance(gate, ExpertChoiceGate):
-        why = "its experts choose tokens, so a token may get any number of them"
-    elif isinstance(gate, GShardGate) and gate.random_routing:
-        why = "it drops second choices at random; random_routing=False keeps them"
-    elif isinstance(gate, GShardGate) and _drops(gate):
-        why = f"it drops choices over its capacity {gate.capacity}; a large enough one drops none"
-    elif isinstance(gate, ScoredGate) and gate.capacity_factor is not None:
-        why = f"it drops choices over its capacity_factor={gate.capacity_factor}; None drops none"
-    elif isinstance(gate, NaiveGate) and not gate.normalize:
-        why = "its weights are probabilities among all experts; a gate with normalize=True divides them by their sum"
-    elif isinstance(gate, ScoredGate):
-        return gate.scale
-    elif isinstance(gate, (NaiveGate, NoisyGate, ZeroGate)):
-        return 1.0
-    else:
-        why = "its weights are not known; if they always have one sum, give it the attribute total_weight"
+    why = gate.weights_vary if hasattr(gate, "weights_vary") else "it is no fmoe_ext.BaseGate"
+    if why is None:
+        return gate.weight_sum
     raise ValueError(
         'init="upcycle" needs a gate whose weights have the same sum for every token, so that the first output is the '
         f"dense model's, but {type(gate).__name__} has not: {why}"
     )
 
 
-def _drops(gate):
-    many = 2**20 * gate.tot_expert
-    return gate.expert_capacity(min(gate.capacity), many) < many
-
-
 @torch.no_grad()
-def fill_from_dense(layer, dense, first, split, noise, seed):
-    """Gives every expert of this worker its part of the dense MLP; first: its number among all experts.
+def fill_from_dense(
+    layer: FMoETransformerMLP, dense: Any, first: int, split: int, noise: float, seed: int
+) -> None:
+    """Gives every expert of this rank its part of the dense MLP; first: its number among all experts.
 
     Expert e holds hidden units number (e % split) of split equal parts, its second matrix being split times as large:
     K choices with one sum of weights that hold every part equally often give the dense output. The gate starts with
@@ -112,17 +94,17 @@ def fill_from_dense(layer, dense, first, split, noise, seed):
             _tie(layer.gate.gate.bias, split)
 
 
-def _tie(scores, split):
+def _tie(scores: Tensor, split: int) -> None:
     """Makes split neighbours equal along the first dimension."""
     scores.copy_(scores[::split].repeat_interleave(split, 0))
 
 
 @torch.no_grad()
-def fill_randomly(layer, dense, first, seed):
+def fill_randomly(layer: FMoETransformerMLP, dense: Any, first: int, seed: int) -> None:
     """Draws every expert's weights from N(0, s^2), s that of the dense MLP's own, biases 0.
 
     An unreadable MLP has s = 1 / sqrt(3 * inputs), that of nn.Linear. The draw depends on seed and the expert's number
-    among all workers, first being that of the first one here.
+    among all ranks, first being that of the first one here.
     """
     w1, b1, w2, b2 = layer.experts.weights
     default = [1 / math.sqrt(3 * w.shape[2]) for w in (w1, w2)]
@@ -136,9 +118,9 @@ def fill_randomly(layer, dense, first, seed):
             b.zero_()
 
 
-def _std(*parts):
+def _std(*parts: Tensor) -> float:
     return math.sqrt(sum(w.float().var(correction=0).item() for w in parts) / len(parts))
 
 
-def _generator(like, seed, number):
+def _generator(like: Tensor, seed: int, number: int) -> torch.Generator:
     return torch.Generator(like.device).manual_seed(seed + number)

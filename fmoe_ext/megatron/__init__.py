@@ -5,18 +5,22 @@ v3.0.2 use. Nothing here imports Megatron before it is called.
 """
 
 from fmoe_ext.integrations.fmoefy import fmoefy
-from fmoe_ext.integrations.megatron_core import moe_layer_spec
-from fmoe_ext.megatron.balance import (
+from fmoe_ext.integrations.megatron.arguments import add_fmoe_args
+from fmoe_ext.integrations.megatron.balance import (
     add_balance_log,
     generate_megatron_gate_hook,
     get_balance_profile,
     reset_gate_hook,
 )
-from fmoe_ext.megatron.checkpoint import load_checkpoint, save_checkpoint
-from fmoe_ext.megatron.distributed import DistributedDataParallel
-from fmoe_ext.megatron.layers import MegatronMLP
-from fmoe_ext.megatron.patch import patch_forward_step, patch_loss_func_v2_5, patch_model_provider
-from fmoe_ext.megatron.utils import add_fmoe_args
+from fmoe_ext.integrations.megatron.checkpoint import load_checkpoint, save_checkpoint
+from fmoe_ext.integrations.megatron.core import moe_layer_spec
+from fmoe_ext.integrations.megatron.distributed import DistributedDataParallel
+from fmoe_ext.integrations.megatron.mlp import MegatronMLP
+from fmoe_ext.integrations.megatron.patch import (
+    patch_forward_step,
+    patch_loss_func_v2_5,
+    patch_model_provider,
+)
 
 __all__ = [
     "DistributedDataParallel",

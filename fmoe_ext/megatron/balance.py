@@ -1,115 +1,25 @@
-"""FastMoE's load figures of each layer, kept by gate hooks; fmoe_ext.balance is the richer telemetry."""
+"""The names of fmoe_ext.integrations.megatron.balance, where they were before."""
 
-from types import MappingProxyType
-
-import torch
-import torch.distributed as dist
-
-from fmoe_ext import ops
-from fmoe_ext.integrations.megatron_legacy import get_args
-
-METRICS = MappingProxyType(
-    {
-        "coefficient-variation": lambda c_e: c_e.std() / c_e.mean(),
-        "Lmax-over-Lmin": lambda c_e: (c_e.max() + 1) / (c_e.min() + 1),
-        "Lmax-over-Lmean": lambda c_e: c_e.max() / c_e.mean(),
-    }
+from fmoe_ext.integrations.megatron.balance import (
+    METRICS,
+    PROFILE,
+    Profile,
+    add_balance_log,
+    generate_megatron_gate_hook,
+    get_balance_profile,
+    reset_balance_profile,
+    reset_gate_hook,
+    update_balance_profile,
 )
 
-
-class Profile:
-    """The figures of one process: figures[name of a metric][layer], None before the layer has run."""
-
-    def __init__(self):
-        self.figures = {}
-        self.num_layers = 0
-
-
-PROFILE = Profile()  # what the functions here share, as in FastMoE
-
-
-def reset_balance_profile(balance_dict, num_layers, balance_strategy):
-    """Puts a list of num_layers None under each name of METRICS and, for a strategy, under "<strategy>_loss"."""
-    for key in METRICS:
-        balance_dict[key] = [None] * num_layers
-    if balance_strategy:
-        balance_dict[f"{balance_strategy}_loss"] = [None] * num_layers
-
-
-def update_balance_profile(
-    balance_dict,
-    gate_top_k_idx,
-    _gate_score_top_k,
-    gate_context,
-    layer_idx,
-    num_expert,
-    balance_strategy,
-):
-    """Sets the entries of a layer from its choices [T, K]; the loss is gate_context, if it is not None.
-
-    FastMoE leaves this function empty, for users to fill.
-    """
-    load = ops.count_tokens(gate_top_k_idx.reshape(-1, 1), num_expert).float()
-    for key, metric in METRICS.items():
-        balance_dict[key][layer_idx] = metric(load)
-    if balance_strategy and gate_context is not None:
-        balance_dict[f"{balance_strategy}_loss"][layer_idx] = gate_context
-
-
-def reset_gate_hook(_num_layers=None):
-    """Empties the profile; _num_layers: the number of MoE layers, once."""
-    if _num_layers is not None:
-        PROFILE.num_layers = _num_layers
-    reset_balance_profile(PROFILE.figures, PROFILE.num_layers, _balance_strategy())
-
-
-def get_balance_profile():
-    """The profile: {figure: [value of each layer]}."""
-    return PROFILE.figures
-
-
-def generate_megatron_gate_hook(layer_idx, num_expert_global):
-    """The gate_hook that keeps the profile of a layer; it does nothing before reset_gate_hook()."""
-
-    def gate_hook(gate_top_k_idx, gate_score_top_k, gate_context):
-        if layer_idx < PROFILE.num_layers:
-            update_balance_profile(
-                PROFILE.figures,
-                gate_top_k_idx,
-                gate_score_top_k,
-                gate_context,
-                layer_idx,
-                num_expert_global,
-                _balance_strategy(),
-            )
-
-    return gate_hook
-
-
-def add_balance_log(model, writer, iteration):
-    """Writes the profile, averaged over the workers, as "balance-<figure>/layer-<i>" and "/all", and empties it.
-
-    writer: a TensorBoard writer, None on workers that do not write. Figures without a value are left out.
-    """
-    for name, values in PROFILE.figures.items():
-        known = [(layer, value) for layer, value in enumerate(values) if value is not None]
-        if not known:
-            continue
-        figures = torch.stack([torch.as_tensor(value).detach().float().reshape(()) for _, value in known])
-        if dist.is_initialized():
-            dist.all_reduce(figures)
-            figures /= dist.get_world_size()
-        if writer is None:
-            continue
-        for (layer, _), figure in zip(known, figures.tolist(), strict=True):
-            writer.add_scalar(f"balance-{name}/layer-{layer}", figure, iteration)
-        writer.add_scalar(f"balance-{name}/all", figures.mean().item(), iteration)
-    reset_gate_hook()
-
-
-def _balance_strategy():
-    """args.balance_strategy of Megatron-LM, None without it."""
-    try:
-        return getattr(get_args(), "balance_strategy", None)
-    except RuntimeError:
-        return None
+__all__ = [
+    "METRICS",
+    "PROFILE",
+    "Profile",
+    "add_balance_log",
+    "generate_megatron_gate_hook",
+    "get_balance_profile",
+    "reset_balance_profile",
+    "reset_gate_hook",
+    "update_balance_profile",
+]

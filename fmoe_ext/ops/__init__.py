@@ -8,7 +8,7 @@ import platform
 import torch
 
 try:
-    from fmoe_ext import _C  # noqa: F401  (registers the schemas and the CPU kernels)
+    import fmoe_ext._C  # noqa: F401  (registers the schemas and the CPU kernels)
 except ImportError as error:
     raise ImportError(
         f"the native module fmoe_ext._C could not be loaded ({error}); rebuild it against the torch that is "
@@ -17,12 +17,12 @@ except ImportError as error:
     ) from error
 
 
-def _load_cuda_module():
+def _load_cuda_module() -> str | None:
     """None if the CUDA kernels were loaded, otherwise one sentence that says why not."""
     if torch.version.cuda is None:
         return "this torch is a CPU build, so the CUDA kernels cannot be loaded"
     try:
-        from fmoe_ext import _C_cuda  # noqa: F401
+        import fmoe_ext._C_cuda  # noqa: F401
     except ImportError as error:
         return f"fmoe_ext was built without CUDA kernels (reinstall with FMOE_CUDA=1 and nvcc): {error}"
     return None

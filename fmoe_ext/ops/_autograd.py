@@ -2,16 +2,21 @@
 
 import functools
 import inspect
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch.autograd.forward_ad import unpack_dual
 
+P = ParamSpec("P")
+R = TypeVar("R")
 
-def reverse_mode_only(function):
+
+def reverse_mode_only(function: Callable[P, R]) -> Callable[P, R]:
     """Raises where forward-mode differentiation would take the operator's result for a constant, without a word."""
 
     @functools.wraps(function)
-    def checked(*args, **kwargs):
+    def checked(*args: P.args, **kwargs: P.kwargs) -> R:
         for t in (*args, *kwargs.values()):
             if isinstance(t, torch.Tensor) and t.is_floating_point() and unpack_dual(t).tangent is not None:
                 raise NotImplementedError(
@@ -23,18 +28,22 @@ def reverse_mode_only(function):
     return checked
 
 
-def register_fake(op_name: str):
+Kernel = TypeVar("Kernel", bound=Callable[..., Any])
+
+
+def register_fake(op_name: str, **ranks: int) -> Callable[[Kernel], Kernel]:
     """torch.library.register_fake, for a kernel that is called with tensors of one device only.
 
-    The dispatcher takes the fake kernel too when one of several tensors is on "meta": without this check its result
-    would be memory that nothing was written to.
+    ranks: how many dimensions arguments must have, by name; the kernel may then read their sizes.
+    The dispatcher takes the fake kernel too when one of several tensors is on "meta": without a check of the devices
+    its result would be memory that nothing was written to.
     """
 
-    def register(kernel):
+    def register(kernel: Kernel) -> Kernel:
         names = list(inspect.signature(kernel).parameters)
 
         @functools.wraps(kernel)
-        def checked(*args, **kwargs):
+        def checked(*args: Any, **kwargs: Any) -> Any:
             given = {**dict(zip(names, args, strict=False)), **kwargs}
             tensors = {name: t for name, t in given.items() if isinstance(t, torch.Tensor)}
             first = next(iter(tensors))
@@ -42,6 +51,10 @@ def register_fake(op_name: str):
                 if t.device != tensors[first].device:
                     raise RuntimeError(
                         f"{name} must be on {tensors[first].device} like {first}, but it is on {t.device}"
+                    )
+                if t.dim() != ranks.get(name, t.dim()):
+                    raise RuntimeError(
+                        f"{name} must have {ranks[name]} dimensions, but got shape {list(t.shape)}"
                     )
             return kernel(*args, **kwargs)
 
@@ -51,21 +64,20 @@ def register_fake(op_name: str):
     return register
 
 
-def register_autocast(library: torch.library.Library, op, cast: tuple[int, ...]) -> None:
+def register_autocast(library: torch.library.Library, op: Any, cast: tuple[int, ...]) -> None:
     """Under autocast, op casts the arguments at the given positions to the autocast dtype, and no others.
 
     (torch.library.register_autocast casts every tensor, to a dtype fixed at registration.)
     """
 
-    def for_device(device_type):
-        def convert(place, t):
+    def for_device(device_type: str) -> Callable[..., Any]:
+        def convert(place: int, t: Any) -> Any:
             wanted = isinstance(t, torch.Tensor) and t.is_floating_point() and t.dtype != torch.float64
             return t.to(torch.get_autocast_dtype(device_type)) if wanted and place in cast else t
 
-        def kernel(*args):
-            args = [convert(place, t) for place, t in enumerate(args)]
+        def kernel(*args: Any) -> Any:
             with torch.autocast(device_type, enabled=False):
-                return op(*args)
+                return op(*(convert(place, t) for place, t in enumerate(args)))
 
         return kernel
 
@@ -74,10 +86,10 @@ def register_autocast(library: torch.library.Library, op, cast: tuple[int, ...])
     library.impl(name, for_device("cuda"), "AutocastCUDA")
 
 
-def cast_for_autocast(*tensors):
+def cast_for_autocast(*tensors: torch.Tensor | None) -> tuple[Any, ...]:
     """The tensors as an operator's autocast rule would make them; None stays None."""
-    device = tensors[0].device.type
-    if not torch.is_autocast_enabled(device):
+    device = next(t for t in tensors if t is not None).device.type
+    if device == "meta" or not torch.is_autocast_enabled(device):  # which raises for "meta"
         return tensors
     dtype = torch.get_autocast_dtype(device)
     return tuple(t if t is None or t.dtype == torch.float64 else t.to(dtype) for t in tensors)
@@ -86,7 +98,7 @@ def cast_for_autocast(*tensors):
 def register_not_differentiable_twice(op_name: str) -> None:
     """Makes a second differentiation raise instead of giving gradients that lack a term."""
 
-    def backward(ctx, *grads):
+    def backward(ctx: Any, *grads: Any) -> None:
         raise RuntimeError(f"{op_name} cannot be differentiated: second derivatives are not implemented")
 
     torch.library.register_autograd(op_name, backward)

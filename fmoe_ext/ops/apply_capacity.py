@@ -42,6 +42,6 @@ def apply_capacity_ref(
     return kept.view(topk_idx.t().shape).t().to(topk_idx.dtype)
 
 
-@register_fake("fmoe_ext::apply_capacity")
-def _(topk_idx, capacity):
+@register_fake("fmoe_ext::apply_capacity", topk_idx=2, capacity=1)
+def _(topk_idx: torch.Tensor, capacity: torch.Tensor) -> torch.Tensor:
     return topk_idx.new_empty(topk_idx.shape)

@@ -20,6 +20,6 @@ def count_tokens_ref(topk_idx: torch.Tensor, num_experts: int) -> torch.Tensor:
     return torch.bincount(topk_idx[topk_idx >= 0], minlength=num_experts)
 
 
-@register_fake("fmoe_ext::count_tokens")
-def _(topk_idx, num_experts):
+@register_fake("fmoe_ext::count_tokens", topk_idx=2)
+def _(topk_idx: torch.Tensor, num_experts: int) -> torch.Tensor:
     return topk_idx.new_empty((num_experts,), dtype=torch.int64)

@@ -1,4 +1,7 @@
+from collections.abc import Sequence
+from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -11,6 +14,7 @@ from fmoe_ext.ops._autograd import (
     register_not_differentiable_twice,
     reverse_mode_only,
 )
+from fmoe_ext.ops._split import Needs, Tensors, in_two, needed, worthwhile
 from fmoe_ext.ops.main_grad import NO_GRAPH, MainGrad
 
 ACTIVATIONS = MappingProxyType(
@@ -24,6 +28,14 @@ ACTIVATIONS = MappingProxyType(
         "geglu_tanh": lambda h: F.gelu(h.chunk(2, -1)[0], approximate="tanh") * h.chunk(2, -1)[1],
     }
 )
+_NUMBERS = MappingProxyType({name: number for number, name in enumerate(ACTIVATIONS)})  # csrc/activation.h
+
+
+def activation_number(name: str) -> int:
+    """What the operators call an activation; RuntimeError for a name that is not in ACTIVATIONS."""
+    if name not in _NUMBERS:
+        raise RuntimeError(f'unknown activation "{name}": known are {", ".join(ACTIVATIONS)}')
+    return _NUMBERS[name]
 
 
 @reverse_mode_only
@@ -54,6 +66,7 @@ def expert_mlp(
     Raises RuntimeError for an unknown activation, other shapes or dtypes, and on the CPU for bad indices.
     Equivalent to: unpermute(F.linear(act(F.linear(permute(x), w1[e], b1[e])), w2[e], b2[e]), topk_weights).
     """
+    number = activation_number(activation)
     gpu_kernels.before(x)
     if debug.wanted(x):
         narrow = (w1[:, :0, :0], None, w2[:, :0, :0], None, None)
@@ -61,88 +74,182 @@ def expert_mlp(
             torch.ops.fmoe_ext.expert_mlp,
             *(x[:, :0], row_idx, inverse, offs),
             *narrow,
-            *(activation, combine, False),
+            *(number, combine, False),
         )
-    save_h = torch.is_grad_enabled() and any(
-        t is not None and t.requires_grad for t in (x, w1, b1, w2, b2, topk_weights)
-    )
-    if save_h and any(main_grads):
-        x, b1, b2 = cast_for_autocast(x, b1, b2)
-        return _into_main_grads(
-            x, row_idx, inverse, offs, w1, b1, w2, b2, topk_weights, activation, combine, main_grads
-        )
+    inputs, weights = (x, topk_weights, row_idx, inverse, offs), (w1, b1, w2, b2)
+    save_h = torch.is_grad_enabled() and any(needed((*inputs, *weights)))
+    if save_h and any(main_grads) and any(needed(weights)):
+        return _into_main_grads(_ExpertMlp(number, combine, main_grads), inputs, weights)
+    if worthwhile(inputs, weights):
+        return _in_two(_ExpertMlp(number, combine), inputs, weights)
     return torch.ops.fmoe_ext.expert_mlp(
-        x, row_idx, inverse, offs, w1, b1, w2, b2, topk_weights, activation, combine, save_h
+        x, row_idx, inverse, offs, w1, b1, w2, b2, topk_weights, number, combine, save_h
     )[0]
 
 
 def expert_mlp_ref(
-    x, row_idx, inverse, offs, w1, b1, w2, b2, topk_weights=None, activation="gelu", combine=True
-):
+    x: torch.Tensor,
+    row_idx: torch.Tensor,
+    inverse: torch.Tensor,
+    offs: torch.Tensor,
+    w1: torch.Tensor,
+    b1: torch.Tensor | None,
+    w2: torch.Tensor,
+    b2: torch.Tensor | None,
+    topk_weights: torch.Tensor | None = None,
+    activation: str = "gelu",
+    combine: bool = True,
+) -> torch.Tensor:
     T, K = inverse.shape
-    y, begin = [], 0
+    rows_of_experts, begin = [], 0
     for e, end in enumerate(offs.tolist()):
         choices = row_idx[begin:end].long()
         h = F.linear(x[choices // K], w1[e], None if b1 is None else b1[e])
         rows = F.linear(ACTIVATIONS[activation](h), w2[e], None if b2 is None else b2[e])
         if topk_weights is not None:
             rows = (rows * topk_weights.reshape(-1)[choices][:, None]).to(x.dtype)
-        y.append(rows)
+        rows_of_experts.append(rows)
         begin = end
-    y = torch.cat([*y, x.new_zeros(T * K - begin, x.shape[1])])
+    y = torch.cat([*rows_of_experts, x.new_zeros(T * K - begin, x.shape[1])])
     if not combine:
         return y
     return (y[inverse.clamp(min=0).long()] * (inverse >= 0)[..., None]).sum(1)
 
 
-@register_fake("fmoe_ext::expert_mlp")
-def _(x, row_idx, inverse, offs, w1, b1, w2, b2, topk_weights, activation, combine, save_h):
+_RANKS = dict(x=2, row_idx=1, inverse=2, offs=1, w1=3, w2=3)
+
+
+@register_fake("fmoe_ext::expert_mlp", **_RANKS)
+def _(
+    x: torch.Tensor,
+    row_idx: torch.Tensor,
+    inverse: torch.Tensor,
+    offs: torch.Tensor,
+    w1: torch.Tensor,
+    b1: torch.Tensor | None,
+    w2: torch.Tensor,
+    b2: torch.Tensor | None,
+    topk_weights: torch.Tensor | None,
+    activation: int,
+    combine: bool,
+    save_h: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
     gpu_kernels.SELECTION.before(x)
     y = x.new_empty((x.shape[0] if combine else row_idx.shape[0], x.shape[1]))
     return y, x.new_empty((row_idx.shape[0], w1.shape[1]) if save_h else (0,))
 
 
-@register_fake("fmoe_ext::expert_mlp_backward_accumulate")
+@register_fake("fmoe_ext::expert_mlp_backward_accumulate", **_RANKS)
 def _(
-    grad_y,
-    x,
-    row_idx,
-    inverse,
-    offs,
-    w1,
-    w2,
-    b2,
-    topk_weights,
-    h,
-    activation,
-    combine,
-    needs,
-    main_dw1,
-    main_dw2,
-):
-    returned = list(needs)
-    returned[1] &= main_dw1 is None
-    returned[3] &= main_dw2 is None
-    return _new_gradients(x, inverse, w1, w2, topk_weights, returned)
+    grad_y: torch.Tensor,
+    x: torch.Tensor,
+    row_idx: torch.Tensor,
+    inverse: torch.Tensor,
+    offs: torch.Tensor,
+    w1: torch.Tensor,
+    w2: torch.Tensor,
+    b2: torch.Tensor | None,
+    topk_weights: torch.Tensor | None,
+    h: torch.Tensor,
+    activation: int,
+    combine: bool,
+    needs: list[bool],
+    main_dw1: torch.Tensor | None,
+    main_dw2: torch.Tensor | None,
+) -> tuple[torch.Tensor, ...]:
+    return _new_gradients(x, inverse, w1, w2, topk_weights, _returned(needs, main_dw1, main_dw2))
 
 
-@register_fake("fmoe_ext::expert_mlp_backward")
-def _(grad_y, x, row_idx, inverse, offs, w1, w2, b2, topk_weights, h, activation, combine, needs):
+@register_fake("fmoe_ext::expert_mlp_backward", **_RANKS)
+def _(
+    grad_y: torch.Tensor,
+    x: torch.Tensor,
+    row_idx: torch.Tensor,
+    inverse: torch.Tensor,
+    offs: torch.Tensor,
+    w1: torch.Tensor,
+    w2: torch.Tensor,
+    b2: torch.Tensor | None,
+    topk_weights: torch.Tensor | None,
+    h: torch.Tensor,
+    activation: int,
+    combine: bool,
+    needs: list[bool],
+) -> tuple[torch.Tensor, ...]:
     return _new_gradients(x, inverse, w1, w2, topk_weights, needs)
 
 
-def _new_gradients(x, inverse, w1, w2, topk_weights, needs):
+@register_fake("fmoe_ext::expert_mlp_backward_inputs", **_RANKS)
+def _(
+    grad_y: torch.Tensor,
+    x: torch.Tensor,
+    row_idx: torch.Tensor,
+    inverse: torch.Tensor,
+    offs: torch.Tensor,
+    w1: torch.Tensor,
+    w2: torch.Tensor,
+    b2: torch.Tensor | None,
+    topk_weights: torch.Tensor | None,
+    h: torch.Tensor,
+    activation: int,
+    combine: bool,
+    needs: list[bool],
+) -> tuple[torch.Tensor, ...]:
+    grads = _new_gradients(x, inverse, w1, w2, topk_weights, needs)
+    dh = x.new_empty((row_idx.shape[0], w1.shape[1]) if needs[1] or needs[2] else (0,))
+    return grads[0], grads[5], dh, x.new_empty((row_idx.shape[0], w2.shape[2]) if needs[3] else (0,))
+
+
+@register_fake("fmoe_ext::expert_mlp_backward_weights", **_RANKS)
+def _(
+    grad_y: torch.Tensor,
+    x: torch.Tensor,
+    row_idx: torch.Tensor,
+    inverse: torch.Tensor,
+    offs: torch.Tensor,
+    w1: torch.Tensor,
+    w2: torch.Tensor,
+    topk_weights: torch.Tensor | None,
+    dh: torch.Tensor,
+    scaled_a: torch.Tensor,
+    activation: int,
+    combine: bool,
+    needs: list[bool],
+    main_dw1: torch.Tensor | None,
+    main_dw2: torch.Tensor | None,
+) -> tuple[torch.Tensor, ...]:
+    return _new_gradients(x, inverse, w1, w2, topk_weights, _returned(needs, main_dw1, main_dw2))[1:5]
+
+
+def _returned(
+    needs: Sequence[bool], main_dw1: torch.Tensor | None, main_dw2: torch.Tensor | None
+) -> list[bool]:
+    """needs without what is added to a main gradient instead."""
+    returned = list(needs)
+    returned[1] &= main_dw1 is None
+    returned[3] &= main_dw2 is None
+    return returned
+
+
+def _new_gradients(
+    x: torch.Tensor,
+    inverse: torch.Tensor,
+    w1: torch.Tensor,
+    w2: torch.Tensor,
+    topk_weights: torch.Tensor | None,
+    needs: Sequence[bool],
+) -> tuple[torch.Tensor, ...]:
     like = (x, w1, w1, w2, w2, x if topk_weights is None else topk_weights)
     shapes = (x.shape, w1.shape, w1.shape[:2], w2.shape, w2.shape[:2], inverse.shape)
     return tuple(
-        t.new_empty(shape if needed else (0,)) for t, shape, needed in zip(like, shapes, needs, strict=True)
+        t.new_empty(shape if wanted else (0,)) for t, shape, wanted in zip(like, shapes, needs, strict=True)
     )
 
 
 PLACES = (0, 4, 5, 6, 7, 8)  # x, w1, b1, w2, b2, topk_weights among the arguments
 
 
-def _setup_context(ctx, inputs, output):
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
     x, row_idx, inverse, offs, w1, _, w2, b2, topk_weights, activation, combine, save_h = inputs
     h = output[1]
     ctx.mark_non_differentiable(h)
@@ -151,10 +258,10 @@ def _setup_context(ctx, inputs, output):
     ctx.activation, ctx.combine, ctx.save_h = activation, combine, save_h
 
 
-def _backward(ctx, grad_y, _grad_h):
-    none = (None,) * 12
+def _backward(ctx: Any, grad_y: torch.Tensor | None, _grad_h: None) -> Tensors:
+    grads: list[torch.Tensor | None] = [None] * 12
     if grad_y is None:
-        return none
+        return tuple(grads)
     if not ctx.save_h:
         raise RuntimeError(
             "expert_mlp was called with save_h=False, so there is nothing to compute gradients from"
@@ -163,54 +270,104 @@ def _backward(ctx, grad_y, _grad_h):
     computed = torch.ops.fmoe_ext.expert_mlp_backward(
         grad_y, *ctx.saved_tensors, ctx.activation, ctx.combine, needs
     )
-    return _placed(none, needs, computed)
-
-
-def _placed(grads, needs, computed):
-    grads = list(grads)
-    for place, needed, grad in zip(PLACES, needs, computed, strict=True):
-        grads[place] = grad if needed else None
+    for place, wanted, grad in zip(PLACES, needs, computed, strict=True):
+        grads[place] = grad if wanted else None
     return tuple(grads)
 
 
 torch.library.register_autograd("fmoe_ext::expert_mlp", _backward, setup_context=_setup_context)
 register_not_differentiable_twice("fmoe_ext::expert_mlp_backward")
+register_not_differentiable_twice("fmoe_ext::expert_mlp_backward_inputs")
 
 
-class _IntoMainGrads(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx, x, row_idx, inverse, offs, w1, b1, w2, b2, topk_weights, activation, combine, main_grads
-    ):
-        w1, w2 = cast_for_autocast(w1, w2)
+@dataclass(frozen=True)
+class _ExpertMlp:
+    """expert_mlp of inputs (x, topk_weights, row_idx, inverse, offs) and weights (w1, b1, w2, b2), as _split has it."""
+
+    activation: int
+    combine: bool
+    main_grads: tuple[MainGrad | None, MainGrad | None] = (None, None)
+
+    @property
+    def once_differentiable(self) -> bool:
+        return any(self.main_grads)
+
+    def shape(self, inputs: Tensors, weights: Tensors) -> tuple[int, ...]:
+        x, _, row_idx, _, _ = inputs
+        assert x is not None and row_idx is not None
+        return (x.shape[0] if self.combine else row_idx.shape[0], *x.shape[1:])
+
+    def forward(self, inputs: Tensors, weights: Tensors) -> tuple[torch.Tensor, Tensors]:
+        x, topk_weights, *indices = inputs
+        w1, b1, w2, b2 = weights
+        if any(self.main_grads):  # here, so that the gradient is that of the parameter itself
+            w1, w2 = cast_for_autocast(w1, w2)
         y, h = torch.ops.fmoe_ext.expert_mlp(
-            x, row_idx, inverse, offs, w1, b1, w2, b2, topk_weights, activation, combine, True
+            x, *indices, w1, b1, w2, b2, topk_weights, self.activation, self.combine, True
         )
-        ctx.save_for_backward(x, row_idx, inverse, offs, w1, w2, b2, topk_weights, h)
-        ctx.activation, ctx.combine, ctx.main_grads = activation, combine, main_grads
-        return y
+        return y, (x, *indices, w1, w2, b2, topk_weights, h)
 
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, grad_y):
-        needs = [ctx.needs_input_grad[i] for i in PLACES]
-        wanted = [main if needed else None for main, needed in zip(ctx.main_grads, needs[1:4:2], strict=True)]
-        computed = list(
-            torch.ops.fmoe_ext.expert_mlp_backward_accumulate(
-                *(grad_y, *ctx.saved_tensors, ctx.activation, ctx.combine, needs),
-                *(main and main.find() for main in wanted),
-            )
+    def backward(self, saved: Tensors, grad_y: torch.Tensor, needs: Needs) -> tuple[Tensors, Tensors]:
+        wanted = _all_needs(needs)
+        arguments = (grad_y, *saved, self.activation, self.combine, wanted)
+        if any(self.main_grads):
+            mains = self._found(wanted)
+            computed = torch.ops.fmoe_ext.expert_mlp_backward_accumulate(*arguments, *mains)
+        else:
+            computed = torch.ops.fmoe_ext.expert_mlp_backward(*arguments)
+        dx, *dweights, dtopk_weights = computed
+        return self._of_inputs(dx, dtopk_weights, needs[0]), self._of_weights(dweights, needs[1])
+
+    def backward_inputs(self, saved: Tensors, grad_y: torch.Tensor, needs: Needs) -> tuple[Tensors, Tensors]:
+        dx, dtopk_weights, *kept = torch.ops.fmoe_ext.expert_mlp_backward_inputs(
+            grad_y, *saved, self.activation, self.combine, _all_needs(needs)
         )
-        for i, main in zip((1, 3), wanted, strict=True):
-            if main:
-                computed[i] = main.added()
-        return _placed((None,) * 12, needs, computed)
+        return self._of_inputs(dx, dtopk_weights, needs[0]), tuple(kept)
+
+    def backward_weights(
+        self, saved: Tensors, grad_y: torch.Tensor, kept: Tensors, needs: list[bool]
+    ) -> Tensors:
+        *read, _b2, topk_weights, _h = saved
+        wanted = [False, *needs, False]
+        dweights = torch.ops.fmoe_ext.expert_mlp_backward_weights(
+            *(grad_y, *read, topk_weights, *kept, self.activation, self.combine, wanted),
+            *self._found(wanted),
+        )
+        return self._of_weights(list(dweights), needs)
+
+    def _found(self, needs: list[bool]) -> Tensors:
+        mains = zip(self.main_grads, (needs[1], needs[3]), strict=True)
+        return tuple(main.find() if main and wanted else None for main, wanted in mains)
+
+    def _of_inputs(self, dx: torch.Tensor, dtopk_weights: torch.Tensor, needs: list[bool]) -> Tensors:
+        return dx if needs[0] else None, dtopk_weights if needs[1] else None, None, None, None
+
+    def _of_weights(self, computed: list[torch.Tensor], needs: list[bool]) -> Tensors:
+        grads: list[torch.Tensor | None] = [
+            t if wanted else None for t, wanted in zip(computed, needs, strict=True)
+        ]
+        for i, main in zip((0, 2), self.main_grads, strict=True):
+            if main and needs[i]:
+                grads[i] = main.added()
+        return tuple(grads)
 
 
-@torch.compiler.disable(reason=NO_GRAPH)
-def _into_main_grads(*arguments):
-    return _IntoMainGrads.apply(*arguments)
+def _all_needs(needs: Needs) -> list[bool]:
+    """In the order of the operator's results."""
+    (dx, dtopk_weights, *_), weights = needs
+    return [dx, *weights, dtopk_weights]
 
+
+def _in_two(product: _ExpertMlp, inputs: Tensors, weights: Tensors) -> torch.Tensor:
+    x, *others = inputs
+    w1, b1, w2, b2 = weights
+    x, b1, b2 = cast_for_autocast(x, b1, b2)
+    if not any(product.main_grads):
+        w1, w2 = cast_for_autocast(w1, w2)
+    return in_two(product, (x, *others), (w1, b1, w2, b2))
+
+
+_into_main_grads = torch.compiler.disable(_in_two, reason=NO_GRAPH)
 
 _library = torch.library.Library("fmoe_ext", "IMPL")  # its registrations live as long as it does
 register_autocast(_library, torch.ops.fmoe_ext.expert_mlp.default, cast=(0, 4, 5, 6, 7))

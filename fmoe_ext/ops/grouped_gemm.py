@@ -1,3 +1,8 @@
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
 import torch
 
 from fmoe_ext.ops import debug, gpu_kernels
@@ -8,6 +13,7 @@ from fmoe_ext.ops._autograd import (
     register_not_differentiable_twice,
     reverse_mode_only,
 )
+from fmoe_ext.ops._split import Needs, Tensors, in_two, worthwhile
 from fmoe_ext.ops.main_grad import NO_GRAPH, MainGrad
 
 
@@ -38,12 +44,19 @@ def grouped_gemm(
     if debug.wanted(x):
         debug.check(torch.ops.fmoe_ext.grouped_gemm, x[:, :0], weight[:, :0, :0], offs)
     if main_grad is not None and torch.is_grad_enabled() and weight.requires_grad:
-        x, bias = cast_for_autocast(x, bias)
-        return _into_main_grad(x, weight, offs, bias, main_grad)
+        return _into_main_grad(_GroupedGemm(main_grad), x, weight, offs, bias)
+    if worthwhile((x,), (weight, bias)):
+        return _in_two(_GroupedGemm(), x, weight, offs, bias)
     return torch.ops.fmoe_ext.grouped_gemm(x, weight, offs, bias)
 
 
-def grouped_gemm_ref(x, weight, offs, bias=None, transposed=False):
+def grouped_gemm_ref(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    offs: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    transposed: bool = False,
+) -> torch.Tensor:
     weight = weight.mT if transposed else weight
     y, begin = [], 0
     for e, end in enumerate(offs.tolist()):
@@ -52,38 +65,52 @@ def grouped_gemm_ref(x, weight, offs, bias=None, transposed=False):
     return torch.cat([*y, x.new_zeros(x.shape[0] - begin, weight.shape[1])])
 
 
-@register_fake("fmoe_ext::grouped_gemm")
-def _(x, weight, offs, bias=None):
+_RANKS = MappingProxyType({"x": 2, "weight": 3, "offs": 1})
+
+
+@register_fake("fmoe_ext::grouped_gemm", **_RANKS)
+def _(
+    x: torch.Tensor, weight: torch.Tensor, offs: torch.Tensor, bias: torch.Tensor | None = None
+) -> torch.Tensor:
     gpu_kernels.SELECTION.before(x)
     return x.new_empty((x.shape[0], weight.shape[1]))
 
 
-@register_fake("fmoe_ext::grouped_gemm_backward")
-def _(grad_y, x, weight, offs, needs):
+@register_fake("fmoe_ext::grouped_gemm_backward", **_RANKS)
+def _(
+    grad_y: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, offs: torch.Tensor, needs: list[bool]
+) -> tuple[torch.Tensor, ...]:
     return _new_gradients(x, weight, needs)
 
 
-@register_fake("fmoe_ext::grouped_gemm_backward_accumulate")
-def _(grad_y, x, weight, offs, needs, main_dweight):
+@register_fake("fmoe_ext::grouped_gemm_backward_accumulate", **_RANKS)
+def _(
+    grad_y: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    offs: torch.Tensor,
+    needs: list[bool],
+    main_dweight: torch.Tensor,
+) -> tuple[torch.Tensor, ...]:
     return _new_gradients(x, weight, (needs[0], False, needs[2]))
 
 
-def _new_gradients(x, weight, needs):
+def _new_gradients(x: torch.Tensor, weight: torch.Tensor, needs: Sequence[bool]) -> tuple[torch.Tensor, ...]:
     shapes = (x.shape, weight.shape, weight.shape[:2])
-    return tuple(x.new_empty(shape if needed else (0,)) for shape, needed in zip(shapes, needs, strict=True))
+    return tuple(x.new_empty(shape if wanted else (0,)) for shape, wanted in zip(shapes, needs, strict=True))
 
 
-def _setup_context(ctx, inputs, output):
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
     x, weight, offs, _ = inputs
     ctx.save_for_backward(x, weight, offs)
 
 
-def _backward(ctx, grad_y):
+def _backward(ctx: Any, grad_y: torch.Tensor) -> Tensors:
     x, weight, offs = ctx.saved_tensors
     num_given = len(ctx.needs_input_grad)  # 3 when bias is left out
     needs = [ctx.needs_input_grad[0], ctx.needs_input_grad[1], num_given > 3 and ctx.needs_input_grad[3]]
     grads = torch.ops.fmoe_ext.grouped_gemm_backward(grad_y, x, weight, offs, needs)
-    dx, dweight, dbias = (grad if needed else None for grad, needed in zip(grads, needs, strict=True))
+    dx, dweight, dbias = (grad if wanted else None for grad, wanted in zip(grads, needs, strict=True))
     return (dx, dweight, None, dbias)[:num_given]
 
 
@@ -94,59 +121,129 @@ _library = torch.library.Library("fmoe_ext", "IMPL")  # its registrations live a
 register_autocast(_library, torch.ops.fmoe_ext.grouped_gemm.default, cast=(0, 1, 3))
 
 
-class _IntoMainGrad(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, weight, offs, bias, main_grad):
+@dataclass(frozen=True)
+class _GroupedGemm:
+    """grouped_gemm of inputs (x, offs) and weights (weight, bias), as _split has it; its halves share nothing."""
+
+    main_grad: MainGrad | None = None
+
+    @property
+    def once_differentiable(self) -> bool:
+        return self.main_grad is not None
+
+    def shape(self, inputs: Tensors, weights: Tensors) -> tuple[int, ...]:
+        x, weight = inputs[0], weights[0]
+        assert x is not None and weight is not None
+        return (*x.shape[:1], *weight.shape[1:2])
+
+    def forward(self, inputs: Tensors, weights: Tensors) -> tuple[torch.Tensor, Tensors]:
+        (x, offs), (weight, bias) = inputs, weights
+        if self.main_grad is not None:  # here, so that the gradient is that of the parameter itself
+            assert weight is not None
+            (weight,) = cast_for_autocast(weight)
+        return torch.ops.fmoe_ext.grouped_gemm(x, weight, offs, bias), (x, weight, offs)
+
+    def backward(self, saved: Tensors, grad_y: torch.Tensor, needs: Needs) -> tuple[Tensors, Tensors]:
+        dx, *dweights = self._gradients(saved, grad_y, [needs[0][0], *needs[1]])
+        return (dx, None), tuple(dweights)
+
+    def backward_inputs(self, saved: Tensors, grad_y: torch.Tensor, needs: Needs) -> tuple[Tensors, Tensors]:
+        return (self._gradients(saved, grad_y, [True, False, False])[0], None), ()
+
+    def backward_weights(
+        self, saved: Tensors, grad_y: torch.Tensor, kept: Tensors, needs: list[bool]
+    ) -> Tensors:
+        return self._gradients(saved, grad_y, [False, *needs])[1:]
+
+    def _gradients(self, saved: Tensors, grad_y: torch.Tensor, needs: list[bool]) -> Tensors:
+        main_grad = self.main_grad if needs[1] else None
+        if main_grad is None:
+            grads = torch.ops.fmoe_ext.grouped_gemm_backward(grad_y, *saved, needs)
+        else:
+            grads = torch.ops.fmoe_ext.grouped_gemm_backward_accumulate(
+                grad_y, *saved, needs, main_grad.find()
+            )
+        dx, dweight, dbias = (grad if wanted else None for grad, wanted in zip(grads, needs, strict=True))
+        return dx, dweight if main_grad is None else main_grad.added(), dbias
+
+
+def _in_two(
+    product: _GroupedGemm,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    offs: torch.Tensor,
+    bias: torch.Tensor | None,
+) -> torch.Tensor:
+    x, bias = cast_for_autocast(x, bias)
+    if product.main_grad is None:
         (weight,) = cast_for_autocast(weight)
-        ctx.save_for_backward(x, weight, offs)
-        ctx.main_grad = main_grad
-        return torch.ops.fmoe_ext.grouped_gemm(x, weight, offs, bias)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, grad_y):
-        x, weight, offs = ctx.saved_tensors
-        needs = [ctx.needs_input_grad[0], True, ctx.needs_input_grad[3]]
-        dx, _, dbias = torch.ops.fmoe_ext.grouped_gemm_backward_accumulate(
-            grad_y, x, weight, offs, needs, ctx.main_grad.find()
-        )
-        return dx if needs[0] else None, ctx.main_grad.added(), None, dbias if needs[2] else None, None
+    return in_two(product, (x, offs), (weight, bias))
 
 
-@torch.compiler.disable(reason=NO_GRAPH)
-def _into_main_grad(*arguments):
-    return _IntoMainGrad.apply(*arguments)
+_into_main_grad = torch.compiler.disable(_in_two, reason=NO_GRAPH)
 
 
-class _Transposed(torch.autograd.Function):
+class _Transposed:
     """y = x @ weight[e], weight [E, D, N]: of grouped_gemm's three products, each does the work of another."""
 
-    @staticmethod
-    def forward(ctx, x, weight, offs):
-        ctx.save_for_backward(x, weight, offs)
+    once_differentiable = False
+
+    def shape(self, inputs: Tensors, weights: Tensors) -> tuple[int, ...]:
+        x, weight = inputs[0], weights[0]
+        assert x is not None and weight is not None
+        return (x.shape[0], weight.shape[2])
+
+    def forward(self, inputs: Tensors, weights: Tensors) -> tuple[torch.Tensor, Tensors]:
+        (x, offs), (weight,) = inputs, weights
+        assert x is not None and weight is not None
         not_read = x.new_empty((x.shape[0], weight.shape[2]))
-        return torch.ops.fmoe_ext.grouped_gemm_backward(x, not_read, weight, offs, [True, False, False])[0]
+        needs = [True, False, False]
+        y = torch.ops.fmoe_ext.grouped_gemm_backward(x, not_read, weight, offs, needs)[0]
+        return y, (x, weight, offs)
+
+    def backward(self, saved: Tensors, grad_y: torch.Tensor, needs: Needs) -> tuple[Tensors, Tensors]:
+        inputs = self.backward_inputs(saved, grad_y, needs)[0]
+        return inputs, self.backward_weights(saved, grad_y, (), needs[1]) if needs[1][0] else (None,)
+
+    def backward_inputs(self, saved: Tensors, grad_y: torch.Tensor, needs: Needs) -> tuple[Tensors, Tensors]:
+        _, weight, offs = saved
+        return (torch.ops.fmoe_ext.grouped_gemm(grad_y, weight, offs) if needs[0][0] else None, None), ()
+
+    def backward_weights(
+        self, saved: Tensors, grad_y: torch.Tensor, kept: Tensors, needs: list[bool]
+    ) -> Tensors:
+        wanted = [False, True, False]
+        return (torch.ops.fmoe_ext.grouped_gemm_backward(saved[0], grad_y, *saved[1:], wanted)[1],)
+
+
+class _TransposedAtOnce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
+        y, saved = _Transposed().forward((x, offs), (weight,))
+        ctx.save_for_backward(*saved)
+        return y
 
     @staticmethod
-    def backward(ctx, grad_y):
-        x, weight, offs = ctx.saved_tensors
-        dx = dweight = None
-        if ctx.needs_input_grad[0]:
-            dx = torch.ops.fmoe_ext.grouped_gemm(grad_y, weight, offs)
-        if ctx.needs_input_grad[1]:
-            needs = [False, True, False]
-            dweight = torch.ops.fmoe_ext.grouped_gemm_backward(x, grad_y, weight, offs, needs)[1]
+    def backward(ctx: Any, grad_y: torch.Tensor) -> Tensors:
+        needs_x, needs_weight, _ = ctx.needs_input_grad
+        needs = [needs_x, False], [needs_weight]
+        (dx, _), (dweight,) = _Transposed().backward(ctx.saved_tensors, grad_y, needs)
         return dx, dweight, None
 
 
-def _grouped_gemm_transposed(x, weight, offs, bias):
+def _grouped_gemm_transposed(
+    x: torch.Tensor, weight: torch.Tensor, offs: torch.Tensor, bias: torch.Tensor | None
+) -> torch.Tensor:
     x, weight, bias = cast_for_autocast(x, weight, bias)
     if weight.dim() != 3 or weight.shape[1] != x.shape[-1]:
         raise RuntimeError(
             f"weight must have shape [E, D, N] with size {x.shape[-1]} in dimension 1, but got shape "
             f"{list(weight.shape)}"
         )
-    y = _Transposed.apply(x, weight, offs)
+    if worthwhile((x,), (weight,)):
+        y = in_two(_Transposed(), (x, offs), (weight,))
+    else:
+        y = _TransposedAtOnce.apply(x, weight, offs)
     if bias is None:
         return y
     if bias.dtype != x.dtype or bias.shape != (weight.shape[0], weight.shape[2]):

@@ -1,5 +1,6 @@
 """Weight gradients that are added to a main gradient in backward, instead of being returned to autograd."""
 
+from collections.abc import Iterable
 from itertools import accumulate, pairwise
 
 import torch
@@ -23,7 +24,7 @@ class MainGrad:
         self.parameter = parameter
         self.first, self.end = first, parameter.shape[0] if end is None else end
 
-    def split(self, sizes):
+    def split(self, sizes: Iterable[int]) -> "tuple[MainGrad, ...]":
         """The parts of sizes experts each, as Tensor.split gives those of the parameter."""
         bounds = accumulate(sizes, initial=self.first)
         return tuple(MainGrad(self.parameter, first, end) for first, end in pairwise(bounds))

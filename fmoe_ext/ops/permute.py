@@ -1,3 +1,5 @@
+from typing import Any
+
 import torch
 
 from fmoe_ext.ops import debug
@@ -52,38 +54,49 @@ def unpermute_ref(
     return rows.sum(1).to(y.dtype)
 
 
-@register_fake("fmoe_ext::permute")
-def _(x, row_idx, inverse):
+@register_fake("fmoe_ext::permute", x=2, row_idx=1, inverse=2)
+def _(x: torch.Tensor, row_idx: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
     return x.new_empty((row_idx.shape[0], x.shape[1]))
 
 
-@register_fake("fmoe_ext::unpermute")
-def _(y, row_idx, inverse, topk_weights):
+@register_fake("fmoe_ext::unpermute", y=2, row_idx=1, inverse=2, topk_weights=2)
+def _(
+    y: torch.Tensor, row_idx: torch.Tensor, inverse: torch.Tensor, topk_weights: torch.Tensor | None
+) -> torch.Tensor:
     return y.new_empty((inverse.shape[0], y.shape[1]))
 
 
-@register_fake("fmoe_ext::unpermute_backward")
-def _(grad_out, y, row_idx, inverse, topk_weights):
-    grad_weights = grad_out.new_empty((0,)) if y is None else topk_weights.new_empty(inverse.shape)
+@register_fake("fmoe_ext::unpermute_backward", grad_out=2, row_idx=1, inverse=2, topk_weights=2)
+def _(
+    grad_out: torch.Tensor,
+    y: torch.Tensor | None,
+    row_idx: torch.Tensor,
+    inverse: torch.Tensor,
+    topk_weights: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    if y is None or topk_weights is None:
+        grad_weights = grad_out.new_empty((0,))
+    else:
+        grad_weights = topk_weights.new_empty(inverse.shape)
     return grad_out.new_empty((row_idx.shape[0], grad_out.shape[1])), grad_weights
 
 
-def _permute_setup(ctx, inputs, output):
+def _permute_setup(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
     _, row_idx, inverse = inputs
     ctx.save_for_backward(row_idx, inverse)
 
 
-def _permute_backward(ctx, grad):
+def _permute_backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
     return torch.ops.fmoe_ext.unpermute(grad, *ctx.saved_tensors, None), None, None
 
 
-def _unpermute_setup(ctx, inputs, output):
+def _unpermute_setup(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
     y, row_idx, inverse, topk_weights = inputs
     weights_need_grad = topk_weights is not None and topk_weights.requires_grad
     ctx.save_for_backward(y if weights_need_grad else None, row_idx, inverse, topk_weights)
 
 
-def _unpermute_backward(ctx, grad):
+def _unpermute_backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
     y, row_idx, inverse, topk_weights = ctx.saved_tensors
     if topk_weights is None:
         return torch.ops.fmoe_ext.permute(grad, row_idx, inverse), None, None, None
@@ -91,11 +104,13 @@ def _unpermute_backward(ctx, grad):
     return grad_y, None, None, None if y is None else grad_weights
 
 
-def _unpermute_backward_setup(ctx, inputs, output):
+def _unpermute_backward_setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     ctx.save_for_backward(*inputs)
 
 
-def _unpermute_backward_backward(ctx, grad_grad_y, grad_grad_weights):
+def _unpermute_backward_backward(
+    ctx: Any, grad_grad_y: torch.Tensor, grad_grad_weights: torch.Tensor
+) -> tuple[Any, ...]:
     """unpermute is linear in y and in the weights: its second derivatives are made of the same ops."""
     grad_out, y, row_idx, inverse, topk_weights = ctx.saved_tensors
     ops = torch.ops.fmoe_ext

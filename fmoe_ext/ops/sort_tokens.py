@@ -41,8 +41,8 @@ def sort_tokens_ref(topk_idx: torch.Tensor, num_experts: int) -> SortedTokens:
     return SortedTokens(tokens_per_expert, offs, row_idx, inverse)
 
 
-@register_fake("fmoe_ext::sort_tokens")
-def _(topk_idx, num_experts):
+@register_fake("fmoe_ext::sort_tokens", topk_idx=2)
+def _(topk_idx: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, ...]:
     return (
         topk_idx.new_empty((num_experts,), dtype=torch.int64),
         topk_idx.new_empty((num_experts,), dtype=torch.int32),

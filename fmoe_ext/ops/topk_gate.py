@@ -1,7 +1,11 @@
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 
 from fmoe_ext.ops._autograd import register_fake, reverse_mode_only
+
+SCORES = ("softmax", "sigmoid")  # an operator names a score by its place
 
 
 @reverse_mode_only
@@ -30,7 +34,12 @@ def topk_gate(
     Raises RuntimeError unless 1 <= top_k <= the experts in the kept groups and num_groups divides E.
     Equivalent to: values, topk_idx = logits.topk(top_k); topk_weights = values.softmax(-1).
     """
-    return torch.ops.fmoe_ext.topk_gate(logits, top_k, score, normalize, bias, num_groups, topk_groups, scale)
+    if score not in SCORES:
+        raise RuntimeError(f'score must be "softmax" or "sigmoid", but got "{score}"')
+    number = SCORES.index(score)
+    return torch.ops.fmoe_ext.topk_gate(
+        logits, top_k, number, normalize, bias, num_groups, topk_groups, scale
+    )
 
 
 def topk_gate_ref(
@@ -60,35 +69,54 @@ def topk_gate_ref(
     return topk_idx, weights_ref(logits, topk_idx, score, normalize, scale)
 
 
-def _stable_topk(values, k):
+def _stable_topk(values: torch.Tensor, k: int) -> torch.Tensor:
     return torch.sort(values, dim=1, descending=True, stable=True).indices[:, :k]
 
 
-def weights_ref(logits, topk_idx, score, normalize, scale):
+def weights_ref(
+    logits: torch.Tensor, topk_idx: torch.Tensor, score: str, normalize: bool, scale: float
+) -> torch.Tensor:
     logits_wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     log_scores = logits_wide.log_softmax(-1) if score == "softmax" else F.logsigmoid(logits_wide)
     chosen = log_scores.gather(1, topk_idx)
     return ((chosen.softmax(-1) if normalize else chosen.exp()) * scale).to(logits.dtype)
 
 
-@register_fake("fmoe_ext::topk_gate")
-def _(logits, top_k, score="softmax", normalize=True, bias=None, num_groups=1, topk_groups=1, scale=1.0):
+@register_fake("fmoe_ext::topk_gate", logits=2, bias=1)
+def _(
+    logits: torch.Tensor,
+    top_k: int,
+    score: int = 0,
+    normalize: bool = True,
+    bias: torch.Tensor | None = None,
+    num_groups: int = 1,
+    topk_groups: int = 1,
+    scale: float = 1.0,
+) -> tuple[torch.Tensor, torch.Tensor]:
     shape = (logits.shape[0], top_k)
     return logits.new_empty(shape, dtype=torch.int64), logits.new_empty(shape)
 
 
-@register_fake("fmoe_ext::topk_gate_backward")
-def _(grad_weights, logits, topk_idx, topk_weights, score, normalize, scale):
+@register_fake("fmoe_ext::topk_gate_backward", logits=2)
+def _(
+    grad_weights: torch.Tensor,
+    logits: torch.Tensor,
+    topk_idx: torch.Tensor,
+    topk_weights: torch.Tensor,
+    score: int,
+    normalize: bool,
+    scale: float,
+) -> torch.Tensor:
     return logits.new_empty(logits.shape)
 
 
-def _setup(ctx, inputs, output):
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
     logits, _, ctx.score, ctx.normalize, _, _, _, ctx.scale = inputs
     topk_idx, topk_weights = output
     ctx.save_for_backward(logits, topk_idx, topk_weights)
 
 
-def _backward(ctx, _, grad_weights):
+def _backward(ctx: Any, _: None, grad_weights: torch.Tensor) -> tuple[Any, ...]:
     logits, topk_idx, topk_weights = ctx.saved_tensors
     grad_logits = torch.ops.fmoe_ext.topk_gate_backward(
         grad_weights, logits, topk_idx, topk_weights, ctx.score, ctx.normalize, ctx.scale
@@ -96,17 +124,17 @@ def _backward(ctx, _, grad_weights):
     return grad_logits, None, None, None, None, None, None, None
 
 
-def _backward_setup(ctx, inputs, output):
+def _backward_setup(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
     grad_weights, logits, topk_idx, _, ctx.score, ctx.normalize, ctx.scale = inputs
     ctx.save_for_backward(grad_weights, logits, topk_idx)
 
 
-def _backward_backward(ctx, grad_grad_logits):
+def _backward_backward(ctx: Any, grad_grad_logits: torch.Tensor) -> tuple[Any, ...]:
     """Rare, so in plain PyTorch; topk_weights counts as what it is, a function of logits."""
     grad_weights, logits, topk_idx = ctx.saved_tensors
     with torch.enable_grad():
         grad_weights, logits = grad_weights.detach().requires_grad_(), logits.detach().requires_grad_()
-        weights = weights_ref(logits, topk_idx, ctx.score, ctx.normalize, ctx.scale)
+        weights = weights_ref(logits, topk_idx, SCORES[ctx.score], ctx.normalize, ctx.scale)
         (grad_logits,) = torch.autograd.grad(weights, logits, grad_weights, create_graph=True)
         grads = torch.autograd.grad(grad_logits, (grad_weights, logits), grad_grad_logits)
     return *grads, None, None, None, None, None

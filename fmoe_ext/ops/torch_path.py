@@ -7,10 +7,9 @@ CUDA and float64.
 """
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -20,19 +19,6 @@ from torch import Tensor
 aten = torch.ops.aten
 native = torch.ops.fmoe_ext
 
-CURVES: Mapping[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]] = MappingProxyType(
-    {
-        "gelu": (F.gelu, aten.gelu_backward),
-        "gelu_tanh": (
-            lambda h: F.gelu(h, approximate="tanh"),
-            lambda grad, h: aten.gelu_backward(grad, h, approximate="tanh"),
-        ),
-        "relu": (F.relu, lambda grad, h: aten.threshold_backward(grad, h, 0)),
-        "silu": (F.silu, aten.silu_backward),
-    }
-)
-GATED = MappingProxyType({"swiglu": "silu", "geglu": "gelu", "geglu_tanh": "gelu_tanh"})
-
 
 def install(dispatch_key: str) -> torch.library.Library:
     """Makes these functions the kernels of "CUDA" or "CPU" tensors, for as long as the result lives."""
@@ -40,6 +26,7 @@ def install(dispatch_key: str) -> torch.library.Library:
     for kernel in (
         *(grouped_gemm, grouped_gemm_backward, grouped_gemm_backward_accumulate),
         *(expert_mlp, expert_mlp_backward, expert_mlp_backward_accumulate),
+        *(expert_mlp_backward_inputs, expert_mlp_backward_weights),
     ):
         with warnings.catch_warnings():
             warnings.filterwarnings(
@@ -122,6 +109,12 @@ class Groups:
         """The sum of each expert's rows [R, N], times factors [R] if there are any -> [E, N]."""
         ones = rows.new_ones(self.num_rows) if factors is None else factors.to(rows.dtype)
         return self.rows_by_rows(ones[:, None], rows)[:, 0].contiguous()
+
+    def dots(self, rows: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+        """<row, bias of its expert> of each row, zero without a bias -> [R]"""
+        if bias is None or 0 in bias.shape:
+            return rows.new_zeros(self.num_rows, dtype=dtype)
+        return (rows.to(dtype) * bias[self.owners()].to(dtype)).sum(1)
 
     def weight_gradient(self, a: Tensor, b: Tensor, main_grad: Tensor | None) -> Tensor:
         """rows_by_rows; or, where there is a main gradient, that is increased by it, and nothing is returned."""
@@ -210,19 +203,43 @@ class Choices:
         return torch.stack([self.of_choice(values, k) for k in range(self.inverse.shape[1])], 1)
 
 
-def activate(activation: str, h: Tensor) -> Tensor:
-    if activation not in GATED:
-        return CURVES[activation][0](h)
-    gate, up = h.chunk(2, -1)
-    return CURVES[GATED[activation]][0](gate) * up
+@dataclass(frozen=True)
+class Activation:
+    """An activation of expert_mlp, by the number that its operators know."""
+
+    forward: Callable[..., Tensor]
+    backward: Callable[..., Tensor]
+    gated: bool
+
+    def __call__(self, h: Tensor) -> Tensor:
+        if not self.gated:
+            return self.forward(h)
+        gate, up = h.chunk(2, -1)
+        return self.forward(gate) * up
+
+    def gradient(self, grad: Tensor, h: Tensor) -> Tensor:
+        """The gradient of h for one of the activated rows."""
+        if not self.gated:
+            return self.backward(grad, h)
+        gate, up = (part.contiguous() for part in h.chunk(2, -1))
+        return torch.cat([self.backward(grad * up, gate), grad * self.forward(gate)], -1)
 
 
-def activate_backward(activation: str, grad: Tensor, h: Tensor) -> Tensor:
-    if activation not in GATED:
-        return CURVES[activation][1](grad, h)
-    forward, backward = CURVES[GATED[activation]]
-    gate, up = (part.contiguous() for part in h.chunk(2, -1))
-    return torch.cat([backward(grad * up, gate), grad * forward(gate)], -1)
+PLAIN = (
+    (F.gelu, aten.gelu_backward),
+    (
+        lambda h: F.gelu(h, approximate="tanh"),
+        lambda grad, h: aten.gelu_backward(grad, h, approximate="tanh"),
+    ),
+    (F.relu, lambda grad, h: aten.threshold_backward(grad, h, 0)),
+    (F.silu, aten.silu_backward),
+)
+GATED = (PLAIN[3], PLAIN[0], PLAIN[1])
+# in the order of ops.ACTIVATIONS: gelu, gelu_tanh, relu, silu, swiglu, geglu, geglu_tanh
+ACTIVATIONS = (
+    *(Activation(*curve, gated=False) for curve in PLAIN),
+    *(Activation(*curve, gated=True) for curve in GATED),
+)
 
 
 def expert_mlp(
@@ -235,14 +252,14 @@ def expert_mlp(
     w2: Tensor,
     b2: Tensor | None,
     topk_weights: Tensor | None,
-    activation: str,
+    activation: int,
     combine: bool,
     save_h: bool,
 ) -> tuple[Tensor, Tensor]:
     native._check_expert_mlp(x, row_idx, inverse, offs, w1, b1, w2, b2, topk_weights, activation)
     groups, choices = Groups(offs, row_idx.shape[0]), Choices(row_idx, inverse)
     h = linear(groups, choices.in_rows(x), w1, b1)
-    a = activate(activation, h.to(compute_dtype(h))).to(x.dtype)
+    a = ACTIVATIONS[activation](h.to(compute_dtype(h))).to(x.dtype)
     y = linear(groups, a, w2, b2)
     if combine:
         y = choices.summed(y, topk_weights)
@@ -267,39 +284,93 @@ def expert_mlp_backward_accumulate(
     b2: Tensor | None,
     topk_weights: Tensor | None,
     h: Tensor,
-    activation: str,
+    activation: int,
     combine: bool,
     needs: list[bool],
     main_dw1: Tensor | None = None,
     main_dw2: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
-    arguments = (grad_y, x, row_idx, inverse, offs, w1, w2, b2, topk_weights, h, activation, combine, needs)
-    native._check_expert_mlp_backward(*arguments, main_dw1, main_dw2)
+    index, options = (row_idx, inverse, offs), (activation, combine, needs)
+    dx, dtopk_weights, dh, scaled_a = expert_mlp_backward_inputs(
+        grad_y, x, *index, w1, w2, b2, topk_weights, h, *options
+    )
+    dweights = expert_mlp_backward_weights(
+        grad_y, x, *index, w1, w2, topk_weights, dh, scaled_a, *options, main_dw1, main_dw2
+    )
+    return dx, *dweights, dtopk_weights
+
+
+def expert_mlp_backward_inputs(
+    grad_y: Tensor,
+    x: Tensor,
+    row_idx: Tensor,
+    inverse: Tensor,
+    offs: Tensor,
+    w1: Tensor,
+    w2: Tensor,
+    b2: Tensor | None,
+    topk_weights: Tensor | None,
+    h: Tensor,
+    activation: int,
+    combine: bool,
+    needs: list[bool],
+) -> tuple[Tensor, ...]:
+    arguments = (grad_y, x, row_idx, inverse, offs, w1, w2, b2, topk_weights, h, None, None)
+    native._check_expert_mlp_backward(*arguments, activation, combine, needs, None, None)
     groups, choices = Groups(offs, row_idx.shape[0]), Choices(row_idx, inverse)
-    dtype = compute_dtype(x)
-    wide_h = h.to(dtype)
-    grad_rows = choices.in_rows(grad_y) if combine else grad_y
-    factors = None if topk_weights is None else choices.factors(topk_weights, dtype)
+    dtype, act = compute_dtype(x), ACTIVATIONS[activation]
+    grad_rows, wide_h = choices.in_rows(grad_y) if combine else grad_y, h.to(dtype)
 
-    a, da = activate(activation, wide_h), groups.rows_by_weight(grad_rows, w2, transposed=True).to(dtype)
-    scaled_a, scaled_da = (a, da) if factors is None else (a * factors[:, None], da * factors[:, None])
-    dh = activate_backward(activation, scaled_da, wide_h).to(x.dtype)
+    a, da = act(wide_h), groups.rows_by_weight(grad_rows, w2, transposed=True).to(dtype)
+    scaled_a, scaled_da = a, da
+    if topk_weights is not None:
+        factors = choices.factors(topk_weights, dtype)[:, None]
+        scaled_a, scaled_da = a * factors, da * factors
+    dh = act.gradient(scaled_da, wide_h).to(x.dtype)
 
-    def dtopk_weights() -> Tensor:
+    nothing = x.new_empty(0)
+    dtopk_weights = nothing
+    if needs[5]:
         assert topk_weights is not None
-        products = (da * a).sum(1)
-        if b2 is not None and 0 not in b2.shape:
-            products += (grad_rows.to(dtype) * b2[groups.owners()].to(dtype)).sum(1)
-        return choices.gathered(products).to(topk_weights.dtype)
+        products = (da * a).sum(1) + groups.dots(grad_rows, b2, dtype)
+        dtopk_weights = choices.gathered(products).to(topk_weights.dtype)
+    return (
+        choices.summed(groups.rows_by_weight(dh, w1, transposed=True)) if needs[0] else nothing.clone(),
+        dtopk_weights,
+        dh if needs[1] or needs[2] else nothing.clone(),
+        scaled_a.to(x.dtype) if needs[3] else nothing.clone(),
+    )
 
+
+def expert_mlp_backward_weights(
+    grad_y: Tensor,
+    x: Tensor,
+    row_idx: Tensor,
+    inverse: Tensor,
+    offs: Tensor,
+    w1: Tensor,
+    w2: Tensor,
+    topk_weights: Tensor | None,
+    dh: Tensor,
+    scaled_a: Tensor,
+    activation: int,
+    combine: bool,
+    needs: list[bool],
+    main_dw1: Tensor | None,
+    main_dw2: Tensor | None,
+) -> tuple[Tensor, ...]:
+    arguments = (grad_y, x, row_idx, inverse, offs, w1, w2, None, topk_weights, None, dh, scaled_a)
+    native._check_expert_mlp_backward(*arguments, activation, combine, needs, main_dw1, main_dw2)
+    groups, choices = Groups(offs, row_idx.shape[0]), Choices(row_idx, inverse)
+    grad_rows = choices.in_rows(grad_y) if combine else grad_y
+    factors = None if topk_weights is None else choices.factors(topk_weights, compute_dtype(x))
     computed = (
-        lambda: choices.summed(groups.rows_by_weight(dh, w1, transposed=True)),
         lambda: groups.weight_gradient(dh, choices.in_rows(x), main_dw1),
         lambda: groups.sums(dh),
-        lambda: groups.weight_gradient(grad_rows, scaled_a.to(x.dtype), main_dw2),
+        lambda: groups.weight_gradient(grad_rows, scaled_a, main_dw2),
         lambda: groups.sums(grad_rows, factors),
-        dtopk_weights,
     )
     return tuple(
-        gradient() if needed else x.new_empty(0) for gradient, needed in zip(computed, needs, strict=True)
+        gradient() if needed else x.new_empty(0)
+        for gradient, needed in zip(computed, needs[1:5], strict=True)
     )

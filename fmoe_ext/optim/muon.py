@@ -9,11 +9,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 from torch.optim.optimizer import Optimizer, ParamsT
 
-ADJUSTMENTS: dict[str | None, Callable[[int, int], float]] = {
-    None: lambda rows, columns: math.sqrt(max(1, rows / columns)),
-    "original": lambda rows, columns: math.sqrt(max(1, rows / columns)),
-    "match_rms_adamw": lambda rows, columns: 0.2 * math.sqrt(max(rows, columns)),
-}
+ADJUSTMENTS = (None, "original", "match_rms_adamw")
 
 
 class Muon(Optimizer):
@@ -65,9 +61,7 @@ class Muon(Optimizer):
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         if group["adjust_lr_fn"] not in ADJUSTMENTS:
-            raise ValueError(
-                f"adjust_lr_fn must be one of {list(ADJUSTMENTS)}, but got {group['adjust_lr_fn']!r}"
-            )
+            raise ValueError(f"adjust_lr_fn must be one of {ADJUSTMENTS}, but got {group['adjust_lr_fn']!r}")
         for param in group["params"]:
             _check(param, group["matrices"])
 
@@ -98,7 +92,7 @@ class Muon(Optimizer):
         update = grad.lerp(buffer, group["momentum"]) if group["nesterov"] else buffer
         stack = _matrices(update, group["matrices"])
         stack = orthogonalize(stack, group["ns_coefficients"], group["ns_steps"], group["eps"])
-        ratio = ADJUSTMENTS[group["adjust_lr_fn"]](*stack.shape[1:])
+        ratio = _lr_ratio(group["adjust_lr_fn"], *stack.shape[1:])
         lr = float(group["lr"])
         weight.mul_(1 - lr * group["weight_decay"])
         weight.add_(stack.reshape(weight.shape), alpha=-lr * ratio)
@@ -123,6 +117,12 @@ def orthogonalize(
         gram = x @ x.mT
         x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return x.mT if is_tall else x
+
+
+def _lr_ratio(adjust_lr_fn: str | None, rows: int, columns: int) -> float:
+    if adjust_lr_fn == "match_rms_adamw":
+        return 0.2 * math.sqrt(max(rows, columns))
+    return math.sqrt(max(1, rows / columns))
 
 
 def _matrices(x: Tensor, matrices: int) -> Tensor:

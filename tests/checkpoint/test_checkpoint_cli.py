@@ -8,10 +8,11 @@ import sys
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from fmoe_ext import FMoETransformerMLP, SoftmaxGate, checkpoint
+from fmoe_ext import ExpertChoiceGate, FMoETransformerMLP, SoftmaxGate, checkpoint
 from fmoe_ext.checkpoint.cli import main
 
 D, H, E = 6, 5, 4
@@ -107,7 +108,7 @@ def test_inspect(saved, capsys):
     assert f"tensors    5, {experts + E * D + 2 * D} elements, {experts} of them of experts" in captured.out
     assert re.search(rf"\nmlp +{E} +{D} +{H} +{experts} +{experts * 4:,}\n", captured.out)
     assert re.search(r"\nmlp\.experts\.htoh4\.weight +\[4, 10, 6\] +torch\.float32", captured.out)
-    assert "2 of 2 files have one, all are right" in captured.err
+    assert "1 of 1 files have one, all are right" in captured.err
     path = folder / "ours" / "step-00000012" / "__0_0.distcp"
     content = bytearray(path.read_bytes())
     content[-100] ^= 1
@@ -134,3 +135,166 @@ runpy.run_module("fmoe_ext.checkpoint", run_name="__main__")
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600)
     assert done.returncode == 0 and "format     fmoe_ext, step 12" in done.stdout, done.stderr
+
+
+def with_gate(**options):
+    gate = functools.partial(SoftmaxGate, gate_bias=False, **options)
+    moe = FMoETransformerMLP(E, D, H, activation="swiglu", bias=False, gate=gate)
+    return nn.ModuleDict({"norm": nn.LayerNorm(D), "mlp": moe})
+
+
+def expert_choice():
+    gate = functools.partial(ExpertChoiceGate, gate_bias=False)
+    moe = FMoETransformerMLP(E, D, H, activation="swiglu", bias=False, gate=gate)
+    return nn.ModuleDict({"mlp": moe})
+
+
+GATES = {
+    "scale": (lambda: with_gate(scale=2.5), "scale=2.5, expected 1"),
+    "groups": (lambda: with_gate(num_groups=2), "num_groups=2, expected 1"),
+    "capacity": (lambda: with_gate(capacity_factor=1.25), "capacity_factor=1.25, expected None"),
+    "expert choice": (expert_choice, "ExpertChoiceGate, expected one of NaiveGate, SoftmaxGate"),
+}
+
+
+@pytest.mark.parametrize("kind", GATES)
+@pytest.mark.parametrize("source", ["folder", "file", "fmoe_ext", "model"])
+def test_gates_that_hugging_face_does_not_have(tmp_path, kind, source):
+    """Their tensors have the same names and shapes, and give other numbers there."""
+    make_model, text = GATES[kind]
+    text = f"the gate of mlp has {text}"
+    if source == "model":
+        with pytest.raises(checkpoint.CheckpointError, match=re.escape(text)):
+            checkpoint.to_huggingface(make_model(), "qwen3_moe")
+        return
+    path = tmp_path / "model.safetensors" if source == "file" else tmp_path / "ours"
+    if source == "file":
+        checkpoint.export_safetensors(path, make_model())
+    else:
+        checkpoint.save(path, make_model())
+    if source == "fmoe_ext":  # what the gate is survives a conversion
+        main(["convert", str(path), "--to", "fmoe_ext", "-o", str(tmp_path / "again")])
+        path = tmp_path / "again"
+    with pytest.raises(SystemExit, match=re.escape(text)):
+        main(["convert", str(path), "--to", "hf-qwen3_moe", "-o", str(tmp_path / "hf")])
+    assert not (tmp_path / "hf").exists()
+
+
+def test_what_the_config_must_say(tmp_path, capsys):
+    checkpoint.save(tmp_path / "ours", with_gate(normalize=False))
+    main(["convert", str(tmp_path / "ours"), "--to", "hf-qwen3_moe", "-o", str(tmp_path / "hf")])
+    expected = 'config.json must say "num_experts_per_tok": 2, "norm_topk_prob": false'
+    assert expected in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="normalize=False, but Mixtral divides the weights"):
+        main(["convert", str(tmp_path / "ours"), "--to", "hf-mixtral", "-o", str(tmp_path / "mixtral")])
+
+
+@pytest.mark.parametrize(
+    ("config", "options", "text"),
+    [
+        (
+            {"norm_topk_prob": False},
+            {},
+            "normalize=True, but config.json of the model says norm_topk_prob=False",
+        ),
+        ({"norm_topk_prob": True}, {}, None),
+        ({"model_type": "qwen3_moe"}, {}, "normalize=True, .* says norm_topk_prob=False"),
+        ({"model_type": "qwen3_moe"}, {"normalize": False}, None),
+        ({"model_type": "mixtral"}, {"normalize": False}, "normalize=False, .* says norm_topk_prob=True"),
+        ({"text_config": {"norm_topk_prob": False}}, {}, "normalize=True"),
+        ({"num_experts_per_tok": 3}, {}, "layer mlp has top_k=2, .* says num_experts_per_tok=3"),
+        ({"routed_scaling_factor": 2.5}, {}, "scale=1.0, .* says routed_scaling_factor=2.5"),
+    ],
+)
+def test_config_of_a_huggingface_folder(tmp_path, config, options, text):
+    source, target = with_gate(), with_gate(**options)
+    save_file(checkpoint.to_huggingface(source, "qwen3_moe"), tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    before = {key: value.clone() for key, value in target.state_dict().items()}
+    if text is None:
+        checkpoint.load(tmp_path, target)
+        assert equal(source, target)
+        return
+    with pytest.raises(checkpoint.CheckpointError, match=text):
+        checkpoint.load(tmp_path, target)
+    assert all(torch.equal(value, before[key]) for key, value in target.state_dict().items())
+
+
+def torch_dist(folder, tensors, iteration=10):
+    """A Megatron folder, as far as it matters here: written by torch's own checkpoint."""
+    dcp.save(
+        tensors | {"extra_state/shard_0_1": {"a": 1}},
+        storage_writer=dcp.FileSystemWriter(folder / f"iter_{iteration:07d}"),
+        no_dist=True,
+    )
+    (folder / "latest_checkpointed_iteration.txt").write_text(str(iteration))
+    return folder
+
+
+def test_torch_dist_folder(tmp_path, capsys):
+    """Our layers in a Megatron model: alike ones are one tensor there, with the layers in front."""
+    models = [make(0), make(1)]
+    states = [model.state_dict() for model in models]
+    tensors = {f"decoder.layers.{key}": torch.stack([s[key] for s in states]) for key in states[0]}
+    tensors["optimizer.state.exp_avg.decoder.norm"] = torch.zeros(3)
+    folder = torch_dist(tmp_path / "megatron", tensors)
+    main(["inspect", str(folder)])
+    out = capsys.readouterr().out
+    assert "format     torch_dist, step 10" in out
+    assert re.search(rf"\ndecoder\.layers\.1\.mlp +{E} +{D} +{H} ", out)
+    main(["merge", str(folder), "-o", str(tmp_path / "merged.safetensors")])
+    assert "left out, no tensors of the model: 2, as extra_state/shard_0_1" in capsys.readouterr().out
+    other = nn.ModuleDict({"decoder": nn.ModuleDict({"layers": nn.ModuleList([make(2), make(3)])})})
+    checkpoint.load(tmp_path / "merged.safetensors", other)
+    assert equal(other, nn.ModuleDict({"decoder": nn.ModuleDict({"layers": nn.ModuleList(models)})}))
+
+
+MEGATRON = {
+    "grouped": {"weight1": [D, E * 2 * H], "weight2": [E * H, D]},
+    "of each expert": {f"linear_fc1.weight{e}": [2 * H, D] for e in range(E)},
+    "modules": {f"local_experts.{e}.linear_fc1.weight": [2 * H, D] for e in range(E)},
+    "stacked": {"experts.linear_fc1.weight": [E, 2 * H, D]},
+}
+
+
+@pytest.mark.parametrize("kind", MEGATRON)
+@pytest.mark.parametrize("source", ["file", "torch_dist"])
+def test_megatron_core_experts(tmp_path, capsys, kind, source):
+    """They are counted right; converting them, which would need other names, is refused."""
+    prefix = "decoder.layers.0.mlp."
+    tensors = {f"{prefix}experts.{name}": torch.zeros(shape) for name, shape in MEGATRON[kind].items()}
+    tensors[f"{prefix}router.weight"] = torch.zeros(E, D)
+    path = tmp_path / "model.safetensors"
+    if source == "file":
+        save_file(tensors, path)
+    else:
+        path = torch_dist(tmp_path / "megatron", tensors)
+    main(["inspect", str(path)])
+    assert re.search(rf"\ndecoder\.layers\.0\.mlp +{E} ", capsys.readouterr().out)
+    for format in ("fmoe_ext", "fastmoe", "hf-qwen3_moe"):
+        with pytest.raises(SystemExit, match=f"mlp: experts under Megatron-core's own names .* to {format}"):
+            main(["convert", str(path), "--to", format, "-o", str(tmp_path / "out")])
+        assert not (tmp_path / "out").exists()
+    main(["merge", str(path), "-o", str(tmp_path / "merged.safetensors")])
+    assert load_file(tmp_path / "merged.safetensors").keys() == tensors.keys()
+
+
+def test_failed_conversions_leave_nothing(saved, tmp_path_factory):
+    out = tmp_path_factory.mktemp("empty") / "a" / "b"
+    for options in (("--to", "fastmoe", "--ranks", "3"), ("--to", "fastmoe", "--ranks", "0")):
+        with pytest.raises(SystemExit, match="error: "):
+            main(["convert", str(saved[0] / "ours"), "-o", str(out), *options])
+        assert not out.parent.exists()
+
+
+def test_tracker_without_files(tmp_path):
+    (tmp_path / "iter_0000010").mkdir()
+    for text, expected in (
+        ("10", "has no mp_rank"),
+        ("11", "says 11, but there is no iter_0000011"),
+        ("../10", "must hold a number or 'release'"),
+        ("\xff", "it is no text"),
+    ):
+        (tmp_path / "latest_checkpointed_iteration.txt").write_bytes(text.encode("latin-1"))
+        with pytest.raises(SystemExit, match=f"error: .*{expected}"):
+            main(["merge", str(tmp_path), "-o", str(tmp_path / "out")])

@@ -1,4 +1,4 @@
-"""A program as users of FastMoE write it: it imports fmoe only, and trains with every gate on any number of workers."""
+"""A program as users of FastMoE write it: it imports fmoe only, and trains with every gate on any number of ranks."""
 
 import torch
 import torch.distributed as dist

@@ -288,8 +288,8 @@ def test_switches(monkeypatch):
 
 
 def test_global_policy(monkeypatch):
-    policies, workers = compat("fastermoe.shadow_policy"), compat("_workers")
-    monkeypatch.setattr(workers, "all_gather", lambda x, world_size, group: [x, 2 * x])
+    policies, ranks = compat("fastermoe.shadow_policy"), compat("_ranks")
+    monkeypatch.setattr(ranks, "all_gather", lambda x, world_size, group: [x, 2 * x])
     monkeypatch.setenv("FMOE_FASTER_SHADOW_ENABLE", "1")
     policy = policies.get_shadow_policy(d_model=64)
     skewed, even = torch.tensor([0, 50_000, 10, 10]), torch.tensor([10, 10, 10, 10])

@@ -79,7 +79,7 @@ def test_gates_that_crashed_work(gate):
 
 
 def test_gshard_loss_and_capacity_count_all_experts():
-    """FastMoE's formulas with all experts in the place of the local ones: the same on one worker."""
+    """FastMoE's formulas with all experts in the place of the local ones: the same on one rank."""
     gate = make(GShardGate, capacity=(0.6, 0.6), random_routing=False)
     topk_idx, _, logits = gate(tokens(), return_all_scores=True)
     first = logits.argmax(1)

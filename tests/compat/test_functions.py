@@ -1,4 +1,4 @@
-"""fmoe.functions, fmoe.gates.utils and the schedule, as programs call them; several workers are threads here."""
+"""fmoe.functions, fmoe.gates.utils and the schedule, as programs call them; several ranks are threads here."""
 
 import copy
 import threading
@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from fmoe_ext.compat import _workers
+from fmoe_ext.compat import _ranks
 from fmoe_ext.compat.fastermoe import schedule
 from fmoe_ext.compat.functions import AllGather, MOEGather, MOEScatter, Slice, count_by_gate, prepare_forward
 from fmoe_ext.compat.gates.utils import limit_by_capacity
@@ -178,13 +178,13 @@ class Threads:
 
 @pytest.fixture
 def threads(monkeypatch):
-    workers = Threads(2)
-    monkeypatch.setattr(_workers, "exchange", workers)
-    monkeypatch.setattr(_workers, "all_gather", workers.all_gather)
-    return workers
+    ranks = Threads(2)
+    monkeypatch.setattr(_ranks, "exchange", ranks)
+    monkeypatch.setattr(_ranks, "all_gather", ranks.all_gather)
+    return ranks
 
 
-def test_two_workers_compute_what_one_does(threads):
+def test_two_ranks_compute_what_one_does(threads):
     sizes = (6, 9)
     x = torch.randn(sum(sizes), D, dtype=torch.float64)
     gate = draw(sum(sizes), 2)
@@ -236,7 +236,7 @@ def test_layouts_of_the_counts_and_the_buffer(threads):
         )
 
     first, second = threads.run(work)
-    # worker 0 has the experts 0 and 1, worker 1 the experts 2 and 3; rows by (expert, worker)
+    # rank 0 has the experts 0 and 1, rank 1 the experts 2 and 3; rows by (expert, rank)
     assert first == ([1, 0, 1, 1], [1, 0, 1, 0], [2, 0], [10, 21])
     assert second == ([1, 0, 2, 0], [1, 1, 2, 0], [3, 1], [12, 20, 22, 11])
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
+import machine_code
 import resources
 
 needs_nvcc = pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc was not found")
@@ -77,6 +78,49 @@ def test_hopper_kernels_compile_as_the_table_says(committed, hopper_reports):
 def test_hopper_machine_code(hopper_reports):
     for source, report in hopper_reports.items():
         check_machine_code(resources.kernels_of(source, report))
+
+
+@needs_nvcc
+@needs_cuobjdump
+def test_hopper_main_loops(hopper_reports):
+    """Of every product: a loop that multiplies, that fences no more than the block, and whose descriptors are known
+    to be uniform; staged results are read as shared memory."""
+    for source, report in hopper_reports.items():
+        for (name, _), instructions in machine_code.functions(report.code).items():
+            if "sum_dots_kernel" in name:
+                continue
+            loops = machine_code.main_loops(instructions)
+            assert loops, (source.name, name)
+            for loop in loops:
+                assert loop.hgmma in (4, 8), (name, loop)
+                assert loop.gpu_fences == 0, (name, loop)
+                assert loop.r2ur <= 4, (name, loop)
+                assert loop.instructions <= 130, (name, loop)
+            assert machine_code.generic_wide_loads(instructions) == 0, name
+
+
+CODE = """
+arch = sm_90a
+\t\tFunction : k
+        /*0000*/                   LDS.128 R4, [R2] ;
+        /*0010*/                   LD.E.128 R4, desc[UR4][R2.64] ;
+        /*0020*/                   LDG.E.128 R4, desc[UR4][R2.64] ;
+        /*0030*/                   R2UR UR4, R4 ;
+        /*0040*/                   HGMMA.64x192x16.F32.BF16 R24, gdesc[UR4], R24 ;
+        /*0050*/                   MEMBAR.ALL.GPU ;
+        /*0060*/                   SYNCS.ARRIVE.TRANS64.RED.A1T0 RZ, [R3+URZ], RZ ;
+        /*0070*/              @!P0 BRA 0x30 ;
+        /*0080*/                   EXIT ;
+        /*0090*/                   SYNCS.PHASECHK.TRANS64.TRYWAIT P0, [R3], R4 ;
+        /*00a0*/              @!P0 BRA 0x0090 ;
+        /*00b0*/                   BRA 0x40 ;
+"""
+
+
+def test_machine_code_is_read_as_meant():
+    (instructions,) = machine_code.functions(CODE).values()
+    assert machine_code.generic_wide_loads(instructions) == 1
+    assert machine_code.main_loops(instructions) == [machine_code.Loop(5, 1, 1, 0, 1)]
 
 
 @needs_nvcc

@@ -14,7 +14,6 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from fmoe_ext import FMoETransformerMLP, SigmoidGate, SoftmaxGate, checkpoint
 from fmoe_ext.distributed import DistributedGroupedDataParallel, init_groups
 from fmoe_ext.ep.placement import move_experts
-from fmoe_ext.gates import update_biases
 from fmoe_ext.testing import DistributedError, DistributedPool
 from tests.distributed.layouts import D, E, H, Model, batch, fill, local_part, loss_of
 
@@ -59,7 +58,6 @@ class Job:
                 dist.all_reduce(loss := loss.detach().clone())
             losses.append(loss.item() / ranks)
             self.optimizer.step()
-            update_biases(self.bare)
         return losses
 
     def state(self):
@@ -327,3 +325,77 @@ def test_rank_killed_while_saving(faulty_pool, tmp_path):
         assert checkpoint.load(tmp_path, one.model, one.optimizer).step == 2
     assert checkpoint.save(tmp_path, one.model, one.optimizer, step=3, keep=1) == tmp_path / "step-00000003"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-00000003"]
+
+
+class HuggingFaceAdafactor(torch.optim.Optimizer):
+    """Keeps what Adafactor of Transformers keeps: means over rows [E, H] and over columns [E, D]."""
+
+    def __init__(self, params):
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self):
+        for param in self.param_groups[0]["params"]:
+            square = param.grad.square()
+            state = {"step": 1, "row": square.mean(-1), "column": square.mean(-2)}
+            self.state[param] = state if param.dim() > 1 else {"step": 1}
+
+
+FACTORED = {"torch": torch.optim.Adafactor, "huggingface": HuggingFaceAdafactor}
+
+
+def factored(kind, bias, seed=0, **options):
+    num_local = E // options.get("world_size", 1)
+    layer = FMoETransformerMLP(num_local, D, H, bias=bias, gate=GATE, **options)
+    fill(layer, torch.float64, seed)
+    optimizer = FACTORED[kind](layer.experts.parameters())
+    first = dist.get_rank() * num_local if options else 0
+    for param in layer.experts.parameters():
+        whole = torch.arange(E * param[0].numel(), dtype=param.dtype).reshape(E, *param.shape[1:]).add(seed)
+        param.grad = whole.mul(0.37).sin()[first : first + num_local]
+    optimizer.step()
+    return layer, optimizer
+
+
+def save_factored(folder, kind):
+    layer, optimizer = factored(kind, bias=False, world_size=dist.get_world_size())
+    checkpoint.save(folder, layer, optimizer)
+    return [layer.state_dict(), optimizer.state_dict()["state"]]
+
+
+def load_factored(folder, kind):
+    layer, optimizer = factored(kind, bias=False, seed=5, world_size=dist.get_world_size())
+    checkpoint.load(folder, layer, optimizer)
+    return optimizer.state_dict()["state"]
+
+
+@pytest.mark.parametrize("kind", FACTORED)
+def test_factored_state_moves_to_other_layouts(pool, tmp_path, kind):
+    """Each expert's rows of a factored state are those that it had, on 2 ranks and in one process."""
+    saved = [state for _, state in pool.run(save_factored, tmp_path, kind, timeout=TIMEOUT)]
+    layer, optimizer = factored(kind, bias=False, seed=5)
+    checkpoint.load(tmp_path, layer, optimizer)
+    one = optimizer.state_dict()["state"]
+    two = pool.run(load_factored, tmp_path, kind, world_size=2, timeout=TIMEOUT)
+    for index, entries in one.items():
+        for entry, value in entries.items():
+            parts = [state[index][entry] for state in saved]
+            if not torch.is_tensor(value) or value.dim() == 0:
+                assert all(part == value for part in parts), entry
+                continue
+            assert torch.equal(torch.cat(parts), value), entry
+            assert torch.equal(torch.cat([state[index][entry] for state in two]), value), entry
+
+
+def save_factored_biases(folder, kind):
+    layer, optimizer = factored(kind, bias=True, world_size=2)
+    text = text_of_error(checkpoint.save, folder, layer, optimizer)
+    return text, sorted(folder.iterdir())
+
+
+@pytest.mark.parametrize("kind", FACTORED)
+def test_means_over_experts_are_refused(pool, tmp_path, kind):
+    """Before anything is written: they are of the experts of one rank, and no other layout has the same."""
+    for text, files in pool.run(save_factored_biases, tmp_path, kind, world_size=2, timeout=TIMEOUT):
+        assert "experts.htoh4.bias" in text and "has not one part for each expert" in text
+        assert files == []

@@ -46,7 +46,7 @@ def on_ranks(options, ep):
         torch.manual_seed(3)  # copies of experts are the same from the start only with one seed
         kwargs["expert_dp_comm"] = "moe"
     moe = fmoefy(dense(), E // ep, **options, **kwargs)
-    assert moe.fmoe_report.num_workers == ep
+    assert moe.fmoe_report.num_ranks == ep
     before = dense()
     x = tokens(dist.get_rank())
     first_error = (moe(x) - before(x)).abs().max().item()
@@ -94,7 +94,7 @@ def test_random_experts_inside_data_parallelism(pool):
 
 def disagree():
     model = fmoefy(copy.deepcopy(dense()), 2, distributed_experts=False)
-    assert model.fmoe_report.num_workers == 1 and model.layers[0].linear1.moe_group is None
+    assert model.fmoe_report.num_ranks == 1 and model.layers[0].linear1.moe_group is None
     try:
         fmoefy(dense(), 2 + dist.get_rank())
     except ValueError as error:

@@ -139,6 +139,75 @@ def test_checkpoint_moves_to_another_layout(pool, tmp_path):
             assert rank_losses == pytest.approx(losses, rel=1e-12)
 
 
+PRETRAIN = {"num_layers": 2, "num_moe_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 24}
+PRETRAIN |= {"moe_router_pre_softmax": True, "moe_aux_loss_coeff": 0.05, "add_bias_linear": False}
+
+
+def build_as_pretrain_gpt(config):
+    """What gpt_builder of pretrain_gpt.py does with `--spec moe_spec layer_spec`."""
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.transformer.spec_utils import import_module
+    from on_cpu import CausalAttention
+
+    layer_spec = import_module(["moe_spec", "layer_spec"])
+    layer_spec.submodules.self_attention.submodules.core_attention = CausalAttention
+    default_dtype = torch.get_default_dtype()
+    torch.set_default_dtype(config.params_dtype)
+    try:
+        model = GPTModel(
+            config=config,
+            transformer_layer_spec=layer_spec,
+            vocab_size=layouts.VOCAB,
+            max_sequence_length=layouts.SEQ_LEN,
+            parallel_output=False,
+        )
+    finally:
+        torch.set_default_dtype(default_dtype)
+    return [model]
+
+
+def pretrain(layout):
+    with megatron_on_cpu():
+        training = layouts.Training(PRETRAIN | layout, build_as_pretrain_gpt, optimizer="sgd", lr=0.3)
+        moe = training.modules[0].decoder.layers[1].mlp.moe
+        return training.run(range(2)), moe.num_expert, moe.gate.normalize
+
+
+def test_specification_for_pretrain_gpt(pool):
+    losses, num_expert, normalize = pool.run(pretrain, {}, world_size=1, timeout=TIMEOUT)[0]
+    assert num_expert == 4 and not normalize
+    for spread in pool.run(pretrain, {"ep": 2}, timeout=TIMEOUT):
+        assert spread == (pytest.approx(losses, rel=1e-12), 2, False)
+
+
+def initial_weights(layout, options, expected):
+    """The weights that moe_layer_spec draws; compared with the expected ones if there are any."""
+    from gpt import make_chunks
+
+    from fmoe_ext.megatron import moe_layer_spec
+
+    with megatron_on_cpu():
+        layouts.initialize(**layout)
+        torch.manual_seed(3)
+        config = layouts.config_of(num_layers=2, **options)
+        model = make_chunks(config, layouts.VOCAB, layouts.SEQ_LEN, mlp=moe_layer_spec(layouts.EXPERTS))
+    drawn = {name: (p.detach().clone(), places) for name, (p, _, places) in layouts.shards(model).items()}
+    if expected is None:
+        return {name: p for name, (p, _) in drawn.items()}
+    return [name for name, (p, places) in drawn.items() if not torch.equal(p, expected[name][places])]
+
+
+@pytest.mark.parametrize("shared", [None, 8])
+def test_initial_weights_depend_on_no_layout(pool, shared):
+    """Nor do those of later layers, and of what follows the experts in a layer."""
+    options = {"moe_shared_expert_intermediate_size": shared, "add_bias_linear": False}
+    expected = pool.run(initial_weights, {}, options, None, world_size=1, timeout=TIMEOUT)[0]
+    assert expected["decoder.layers.mlp.moe.experts.htoh4.weight [1]"].std() > 0.01
+    for layout in ({"ep": 2}, {}):
+        differing = pool.run(initial_weights, layout, options, expected, world_size=2, timeout=TIMEOUT)
+        assert differing == [[], []]
+
+
 def upcycle(layout, options):
     """Logits of a dense model and of the same model with experts that are copies of its MLPs."""
     from gpt import make_chunks

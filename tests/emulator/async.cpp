@@ -32,7 +32,7 @@ void land(size_t index) {
         note_write(nullptr, dst, item.chunk);
         copy_bytes(dst, item.src, item.bytes);
         zero_bytes(dst + item.bytes, item.chunk - item.bytes);
-        note_generic_write(cta, item.dst, item.chunk, f);
+        note_generic_write(cta, item.dst, item.chunk, f, true);
         f->copies_in_flight--;
       }
       release(nullptr, &f->landed);
@@ -137,7 +137,7 @@ void bulk_wait(int pending) {
 
 void fence_proxy_async() {
   Inside inside;
-  self()->proxy_fence = ++machine.clock;
+  self()->proxy_fence = self()->cta->proxy_fence = ++machine.clock;
 }
 
 }  // namespace emu

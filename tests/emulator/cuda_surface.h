@@ -67,8 +67,12 @@ EMU_WARP(unsigned, __match_any_sync, match_any, unsigned)
 inline int __popc(unsigned v) { return std::popcount(v); }
 inline int __ffs(int v) { return v ? std::countr_zero(static_cast<unsigned>(v)) + 1 : 0; }
 inline int __clz(int v) { return std::countl_zero(static_cast<unsigned>(v)); }
-inline float __expf(float x) { return expf(x); }
-inline float __fdividef(float a, float b) { return a / b; }
+// As the device: results too small for a normal number are 0, and so is a quotient by more than 2^126.
+inline float __expf(float x) {
+  const float value = expf(x);
+  return std::isnormal(value) || value != value || std::isinf(value) ? value : 0.f;
+}
+inline float __fdividef(float a, float b) { return std::fabs(b) > 0x1p126f ? a * 0.f : a / b; }
 inline unsigned __float_as_uint(float v) { return std::bit_cast<unsigned>(v); }
 inline float __uint_as_float(unsigned v) { return std::bit_cast<float>(v); }
 inline long long __double_as_longlong(double v) { return std::bit_cast<long long>(v); }

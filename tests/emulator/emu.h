@@ -128,6 +128,8 @@ void tma_store(const CUtensorMap*, uint32_t src, int rank, const int* coordinate
 void bulk_commit();
 void bulk_wait(int pending);
 void fence_proxy_async();
+void fence_mbar_init();
+void ensure_context();  // of this OS thread; a launch binds one too
 CUresult encode_tiled(CUtensorMap*, CUtensorMapDataType, cuuint32_t rank, void* base, const cuuint64_t* dims,
                       const cuuint64_t* strides, const cuuint32_t* box, const cuuint32_t* element_strides,
                       CUtensorMapInterleave, CUtensorMapSwizzle, CUtensorMapL2promotion,

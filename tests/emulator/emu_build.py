@@ -43,6 +43,8 @@ OPERATORS = (
     "expert_mlp",
     "expert_mlp_backward",
     "expert_mlp_backward_accumulate",
+    "expert_mlp_backward_inputs",
+    "expert_mlp_backward_weights",
 )
 OPS = "fmoe_emu.so"  # the registered ops, for Python; plain mode only
 
@@ -94,7 +96,7 @@ def ninja_file():
     common = (
         "-std=c++20 -fPIC -fno-strict-aliasing "
         "-Wall -Wno-unknown-pragmas -Wno-unused-variable -Wno-sign-compare -Wno-psabi "
-        f"-DFMOE_EMULATOR -isystem {cuda_include()} -I{HERE} -I{ROOT}/cuda"
+        f"-DFMOE_EMULATOR -isystem {cuda_include()} -I{HERE} -I{ROOT}/cuda -I{ROOT}/csrc"
     )
     torch_compile, torch_link = torch_flags()
     lines = ["ninja_required_version = 1.5"]

@@ -56,7 +56,7 @@ inline void mbar_arrive_expect_tx(uint32_t bar, uint32_t bytes) { emu::mbar_arri
 inline void mbar_arrive_at(uint32_t bar, uint32_t rank) { emu::mbar_arrive(emu::map_to_rank(bar, rank)); }
 inline void mbar_wait(uint32_t bar, uint32_t parity) { emu::mbar_wait(bar, parity); }
 inline void cp_async_mbar_arrive_noinc(uint32_t bar) { emu::cp_async_mbar_arrive(bar, true); }
-inline void fence_mbar_init() {}
+inline void fence_mbar_init() { emu::fence_mbar_init(); }
 inline void fence_proxy_async() { emu::fence_proxy_async(); }
 
 inline int cluster_rank() { return static_cast<int>(emu::cluster_rank()); }

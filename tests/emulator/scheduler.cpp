@@ -250,6 +250,7 @@ void run(dim3 grid, dim3 block, dim3 cluster, size_t shared_bytes, const std::fu
   if (threads == 0 || threads > 1024 || grid.x == 0 || grid.y == 0 || grid.z == 0 || grid.x % cluster.x ||
       grid.y % cluster.y || grid.z % cluster.z)
     throw Error("launch with a shape that the device refuses");
+  ensure_context();
   TsanLaunch tsan_launch;
   machine = Machine{};
   machine.random_state = config.seed * 0x9e3779b97f4a7c15ull + 0x1234567;
@@ -294,6 +295,7 @@ void wake_all(std::vector<Fiber*>& fibers) {
 }
 
 void maybe_preempt() {
+  self()->converged = false;
   if (config.preempt == 0 || random_number() % config.preempt != 0) return;
   wake(self());
   to_scheduler(false);

@@ -38,6 +38,7 @@ uint4 ld_shared16(uint32_t address) {
   if (copy_in_flight(l.cta, l.offset, 16))
     fail("ld.shared reads %s during an asynchronous copy", place(l.cta, l.offset).c_str());
   note_read(self(), l.pointer(), 16);
+  note_generic_read(l.cta, l.offset, 16, self());
   uint4 v;
   copy_bytes(&v, l.pointer(), 16);
   return v;
@@ -95,16 +96,30 @@ bool store_reading(Cta* cta, uint32_t offset, uint32_t bytes) {
   for_chunks(cta, offset, bytes, [&](Chunk& c) { found |= c.stores_reading != 0; });
   return found;
 }
-void note_generic_write(Cta* cta, uint32_t offset, uint32_t bytes, Fiber* writer) {
+void note_generic_write(Cta* cta, uint32_t offset, uint32_t bytes, Fiber* writer, bool copied) {
   ++machine.clock;
   for_chunks(cta, offset, bytes, [&](Chunk& c) {
     c.written = machine.clock;
     c.writer = writer;
+    c.copied = copied;
   });
 }
 void note_async_write(Cta* cta, uint32_t offset, uint32_t bytes) {
   ++machine.clock;
-  for_chunks(cta, offset, bytes, [&](Chunk& c) { c.written = 0; });
+  for_chunks(cta, offset, bytes, [&](Chunk& c) { c.written = c.read = 0; });
+}
+void note_generic_read(Cta* cta, uint32_t offset, uint32_t bytes, Fiber* reader) {
+  ++machine.clock;
+  for_chunks(cta, offset, bytes, [&](Chunk& c) {
+    c.read = machine.clock;
+    c.reader = reader;
+  });
+}
+bool used_without_fence(Cta* cta, uint32_t offset, uint64_t overwriter_fence) {
+  const Chunk& c = cta->chunks[offset / 16];
+  const bool read = c.read > overwriter_fence && c.reader->proxy_fence < c.read;
+  if (c.copied) return read || c.written > std::max(overwriter_fence, cta->proxy_fence);
+  return read || written_without_fence(cta, offset, overwriter_fence);
 }
 bool written_without_fence(Cta* cta, uint32_t offset, uint64_t reader_fence) {
   const Chunk& c = cta->chunks[offset / 16];

@@ -87,10 +87,10 @@ struct Routing {
   std::vector<int> offs, row_idx, expert;  // expert of a row; -1: dropped or padding
 };
 
-struct ValueAndSlope {
+struct CurvePoint {
   double value, slope;
 };
-inline ValueAndSlope activate(CurveKind curve, double x) {
+inline CurvePoint activate(CurveKind curve, double x) {
   const auto gaussian = [](double v) { return std::exp(-v * v / 2) / std::sqrt(2 * M_PI); };
   switch (curve) {
     case CurveKind::gelu: {

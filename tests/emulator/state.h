@@ -42,10 +42,13 @@ struct Mbarrier {
   int64_t pending, tx_bytes;  // still missing in this phase
   uint64_t phase = 0;
   std::vector<Fiber*> waiting;
+  Fiber* initialiser = nullptr;
+  bool published = false;  // to the asynchronous proxy and to the cluster, by fence.mbarrier_init
   char tokens[kPhases] = {};
 };
 struct NamedBarrier {
   int expected = 0, arrived = 0;
+  uint32_t arrived_lanes[32] = {};  // by warp
   uint32_t generation = 0;
   std::vector<Fiber*> waiting;
   char tokens[kPhases] = {};
@@ -131,6 +134,7 @@ struct Fiber : Thread {
   uint64_t wgmma_next = 0, wgmma_commits = 0;
   bool wgmma_fenced = false;
   uint64_t proxy_fence = 0;  // time of the last fence.proxy.async
+  bool converged = false;    // with its warp: nothing came after the last operation of the whole warp
 
   void* asan_fake_stack = nullptr;
   void* tsan_fiber = nullptr;
@@ -143,6 +147,9 @@ struct Chunk {
   uint8_t copies_in_flight = 0, stores_reading = 0;
   uint64_t written = 0;  // time of the last write through the generic proxy that the emulator saw
   Fiber* writer = nullptr;
+  bool copied = false;  // that write was a cp.async, which its consumers fence
+  uint64_t read = 0;    // and of the last such read
+  Fiber* reader = nullptr;
 };
 struct Cta {
   Cluster* cluster;
@@ -162,6 +169,7 @@ struct Cta {
   NamedBarrier barriers[16];
   std::unordered_map<uint32_t, Mbarrier> mbarriers;
   int64_t free_registers = 0;
+  uint64_t proxy_fence = 0;  // of any thread
   std::vector<Fiber*> waiting_for_registers;
   void* tsan_fiber = nullptr;
 };
@@ -215,14 +223,17 @@ void mark_copies(Cta*, uint32_t offset, uint32_t bytes, int delta);
 void mark_stores(Cta*, uint32_t offset, uint32_t bytes, int delta);
 bool copy_in_flight(Cta*, uint32_t offset, uint32_t bytes);
 bool store_reading(Cta*, uint32_t offset, uint32_t bytes);
-void note_generic_write(Cta*, uint32_t offset, uint32_t bytes, Fiber* writer);
+void note_generic_write(Cta*, uint32_t offset, uint32_t bytes, Fiber* writer, bool copied = false);
 void note_async_write(Cta*, uint32_t offset, uint32_t bytes);
+void note_generic_read(Cta*, uint32_t offset, uint32_t bytes, Fiber* reader);
 bool written_without_fence(Cta*, uint32_t offset, uint64_t reader_fence);
+bool used_without_fence(Cta*, uint32_t offset, uint64_t overwriter_fence);  // written or read
 void check_async_destination(Cta*, uint32_t offset, uint32_t bytes, const char* who);
 uint32_t swizzle(uint32_t address, uint32_t span);
 
 // ---- sync.cpp
 Mbarrier& mbarrier_at(Location);
+void check_published(Location, const char* who);
 void arrive(Location, uint32_t expect_tx);
 void complete_tx(Location, uint32_t bytes);
 void finish_barrier(Cta*, int id);

@@ -14,6 +14,16 @@ void finish_barrier(Cta* cta, int id) {
   NamedBarrier& b = cta->barriers[id];
   const int needed = b.expected ? b.expected : cta->live_threads;
   if (b.arrived == 0 || b.arrived < needed) return;
+  // The device counts warps, and a warp has to come as a whole (.aligned).
+  for (size_t w = 0; w < cta->warps.size(); ++w) {
+    uint32_t live = 0;
+    for (Fiber* f : cta->warps[w].lane)
+      if (f && f->wait != Wait::done) live |= 1u << f->lane;
+    if (b.arrived_lanes[w] && b.arrived_lanes[w] != live)
+      fail("bar.sync %d is complete, but of warp %zu only the lanes %08x of %08x arrived", id, w,
+           b.arrived_lanes[w], live);
+    b.arrived_lanes[w] = 0;
+  }
   b.arrived = b.expected = 0;
   ++b.generation;
   wake_all(b.waiting);
@@ -33,6 +43,7 @@ void bar_sync(int id, int num_threads) {
   release(f, token);
   b.expected = num_threads;
   ++b.arrived;
+  b.arrived_lanes[f->index / 32] |= 1u << f->lane;
   b.waiting.push_back(f);
   finish_barrier(cta, id);  // the last arrival wakes everybody, itself included
   block(Wait::barrier, id);
@@ -50,6 +61,18 @@ Mbarrier& mbarrier_at(Location l) {
       fail("mbarrier %s was overwritten in shared memory", place(l.cta, l.offset).c_str());
   }
   return found->second;
+}
+
+void check_published(Location l, const char* who) {
+  if (!mbarrier_at(l).published)
+    fail("%s at mbarrier %s, whose initialisation no fence.mbarrier_init has made visible", who,
+         place(l.cta, l.offset).c_str());
+}
+
+void fence_mbar_init() {
+  Inside inside;
+  for (auto& [offset, m] : self()->cta->mbarriers)
+    if (m.initialiser == self()) m.published = true;
 }
 
 namespace {
@@ -94,12 +117,15 @@ void mbar_init(uint32_t bar, uint32_t count) {
   Mbarrier& m = l.cta->mbarriers[l.offset] = {};
   m.count = count;
   m.pending = count;
+  m.initialiser = self();
 }
 
 void mbar_arrive(uint32_t bar, uint32_t expect_tx) {
   Inside inside;
   maybe_preempt();
-  arrive(locate(bar, 8, 8), expect_tx);
+  const Location l = locate(bar, 8, 8);
+  if (l.cta != self()->cta) check_published(l, "an arrival from another block");
+  arrive(l, expect_tx);
 }
 
 void mbar_wait(uint32_t bar, uint32_t parity) {
@@ -124,8 +150,8 @@ void finish_cluster_barrier(Cluster* cluster) {
 
 void cluster_sync() {
   Inside inside;
-  maybe_preempt();
   Fiber* f = self();
+  if (!f->converged) fail("barrier.cluster (.aligned) without __syncwarp: the warp may not have converged");
   Cluster* cluster = f->cta->cluster;
   const uint64_t phase = cluster->phase;
   release(f, &cluster->tokens[phase % kPhases]);

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from fmoe_ext import ops
+from fmoe_ext.ops.expert_mlp import activation_number
 from fmoe_ext.testing import assert_close
 
 # (dtype, capability of the device that the emulator claims to be): on 9.0, 16-bit types take the Hopper kernels
@@ -90,13 +91,14 @@ def mlp_inputs(T, K, E, D, H, dtype, gated, bias, weights, seed=0):
 def run_mlp(emulated, routing, tensors, activation, combine, grad):
     x, w1, b1, w2, b2, topk_weights = tensors
     index = (routing.row_idx, routing.inverse, routing.offs)
-    options = (activation, combine)
+    options = (activation_number(activation), combine)
     y, h = emulated.expert_mlp(x, *index, w1, b1, w2, b2, topk_weights, *options, True)
     needs = [True, True, b1 is not None, True, b2 is not None, topk_weights is not None]
     grads = emulated.expert_mlp_backward(grad, x, *index, w1, w2, b2, topk_weights, h, *options, needs)
     return [y, *(grad if needed else None for grad, needed in zip(grads, needs, strict=True))]
 
 
+RELU = activation_number("relu")
 NAMES = ("y", "dx", "dw1", "db1", "dw2", "db2", "dtopk_weights")
 
 
@@ -161,9 +163,23 @@ def test_expert_mlp_into_main_gradients(emulated, activation, dtype, sm):
     routing, tensors = mlp_inputs(19, 2, 4, 24, 40, dtype, activation == "swiglu", True, dtype)
     x, w1, b1, w2, b2, topk_weights = tensors
     index = (routing.row_idx, routing.inverse, routing.offs)
-    h = emulated.expert_mlp(x, *index, w1, b1, w2, b2, topk_weights, activation, True, True)[1]
+    h = emulated.expert_mlp(
+        x, *index, w1, b1, w2, b2, topk_weights, activation_number(activation), True, True
+    )[1]
     grad = torch.randn(19, 24, generator=torch.Generator().manual_seed(9)).to(dtype)
-    arguments = (grad, x, *index, w1, w2, b2, topk_weights, h, activation, True, [True] * 6)
+    arguments = (
+        grad,
+        x,
+        *index,
+        w1,
+        w2,
+        b2,
+        topk_weights,
+        h,
+        activation_number(activation),
+        True,
+        [True] * 6,
+    )
     expected = emulated.expert_mlp_backward(*arguments)
     for given in ((True, True), (False, True), (True, False)):
         wide = torch.float64 if dtype == torch.float64 else torch.float32
@@ -178,6 +194,29 @@ def test_expert_mlp_into_main_gradients(emulated, activation, dtype, sm):
                 got[i] = main.to(dtype)
         for name, one, other in zip(NAMES[1:], got, expected, strict=True):
             assert torch.equal(one, other), (name, given)
+
+
+@pytest.mark.parametrize(("dtype", "sm"), PLACES)
+@pytest.mark.parametrize("combine", [True, False])
+def test_expert_mlp_backward_in_halves(emulated, combine, dtype, sm):
+    """The same bits as the whole, in as many matrix products."""
+    routing, tensors = mlp_inputs(19, 2, 4, 24, 40, dtype, True, True, dtype)
+    x, w1, b1, w2, b2, topk_weights = tensors
+    index, options = (routing.row_idx, routing.inverse, routing.offs), (activation_number("swiglu"), combine)
+    h = emulated.expert_mlp(x, *index, w1, b1, w2, b2, topk_weights, *options, True)[1]
+    rows = 19 if combine else 38
+    grad = torch.randn(rows, 24, generator=torch.Generator().manual_seed(9)).to(dtype)
+    arguments, needs = (grad, x, *index, w1, w2), [True] * 6
+    rest = (b2, topk_weights, h, *options, needs)
+    whole = emulated.expert_mlp_backward(*arguments, *rest)
+    dx, dweights, *kept = emulated.expert_mlp_backward_inputs(*arguments, *rest)
+    of_weights = (*arguments, topk_weights, *kept, *options, needs, None, None)
+    parts = (dx, *emulated.expert_mlp_backward_weights(*of_weights), dweights)
+    for name, one, other in zip(NAMES[1:], parts, whole, strict=True):
+        assert torch.equal(one, other), name
+    products = wgmmas_of(emulated, emulated.expert_mlp_backward_inputs, *arguments, *rest)
+    products += wgmmas_of(emulated, emulated.expert_mlp_backward_weights, *of_weights)
+    assert products == wgmmas_of(emulated, emulated.expert_mlp_backward, *arguments, *rest)
 
 
 @pytest.mark.parametrize(("dtype", "sm"), PLACES)
@@ -290,7 +329,7 @@ def test_selection_of_expert_mlp(emulated, activation, bias):
     routing, (x, w1, b1, w2, b2, _) = mlp_inputs(10, 1, 2, D, H, torch.bfloat16, gated, bias, None)
     index = (routing.row_idx, routing.inverse, routing.offs)
     down = wgmmas_of(emulated, emulated.grouped_gemm, torch.zeros(10, H).bfloat16(), w2, routing.offs, b2)
-    arguments = (x, *index, w1, b1, w2, b2, None, activation, True)
+    arguments = (x, *index, w1, b1, w2, b2, None, activation_number(activation), True)
     both = wgmmas_of(emulated, emulated.expert_mlp, *arguments, True)
     assert 0 < both - down < down
     y, h = emulated.expert_mlp(*arguments, True)
@@ -299,7 +338,7 @@ def test_selection_of_expert_mlp(emulated, activation, bias):
     assert torch.equal(without_h[0], y) and without_h[1].numel() == 0
     for needed in range(4):
         needs = [i == needed for i in range(6)]
-        rest = (x, *index, w1, w2, b2, None, h, activation, True, needs)
+        rest = (x, *index, w1, w2, b2, None, h, activation_number(activation), True, needs)
         assert wgmmas_of(emulated, emulated.expert_mlp_backward, x, *rest) > 0, needed
 
 
@@ -327,10 +366,10 @@ def test_garbage_indices_touch_nothing_outside(emulated, dtype, sm):
     weights = torch.rand(6, 1)
     for combine in (True, False):
         index = (row_idx, inverse, offs)
-        y, h = emulated.expert_mlp(x, *index, weight, None, weight, None, weights, "relu", combine, True)
+        y, h = emulated.expert_mlp(x, *index, weight, None, weight, None, weights, RELU, combine, True)
         assert y.shape == (6, 8)
         assert y.isfinite().all()
-        arguments = (x, *index, weight, weight, None, weights, h, "relu", combine, [True] * 6)
+        arguments = (x, *index, weight, weight, None, weights, h, RELU, combine, [True] * 6)
         for grad in emulated.expert_mlp_backward(y, *arguments):
             assert grad.isfinite().all()
 
@@ -352,6 +391,6 @@ def test_rejects_with_the_values(emulated):
     x, weight, offs = torch.zeros(4, 8), torch.zeros(2, 3, 7), torch.zeros(2, dtype=torch.int32)
     with pytest.raises(RuntimeError, match=r"weight must have shape \[E, N, D\].*got shape \[2, 3, 7\]"):
         emulated.grouped_gemm(x, weight, offs, None)
-    with pytest.raises(RuntimeError, match='unknown activation "tanh"'):
+    with pytest.raises(RuntimeError, match=r"activation must be in \[0, 7\), .* but got 7"):
         index = (torch.zeros(4, dtype=torch.int32), torch.zeros(4, 1, dtype=torch.int32), offs)
-        emulated.expert_mlp(x, *index, weight, None, weight, None, None, "tanh", True, False)
+        emulated.expert_mlp(x, *index, weight, None, weight, None, None, 7, True, False)

@@ -1,4 +1,6 @@
 // The emulator's own tests: what must work, and what must be caught.
+#include <thread>
+
 #include "../../cuda/common.cuh"
 #include "check.h"
 
@@ -78,6 +80,10 @@ void uninitialised_mbarrier_kernel() {
   FMOE_SHARED_ARRAY(uint64_t, bar, 1);
   ptx::mbar_wait(ptx::shared_address(bar), 0);
 }
+void half_warp_kernel() {
+  if (threadIdx.x >= 32 && threadIdx.x < 48) ptx::bar_sync<1, 32>();
+  if (threadIdx.x < 16) ptx::bar_sync<1, 32>();
+}
 void register_kernel() { threadIdx.x < 128 ? ptx::setmaxnreg_inc<240>() : ptx::setmaxnreg_dec<160>(); }
 void test_diagnostics() {
   check_stops("threads 16-31 wait for a warp operation: __syncwarp",
@@ -88,6 +94,63 @@ void test_diagnostics() {
   check_stops("before mbarrier.init", [] { launch(uninitialised_mbarrier_kernel, 1, 1, 0, nullptr); });
   check_stops("setmaxnreg.inc to 240", [] { launch(register_kernel, 1, 384, 0, nullptr); });
   check_stops("the device refuses", [] { launch(outside_kernel, 0, 1, 0, nullptr); });
+  check_stops("only the lanes 0000ffff of ffffffff arrived",
+              [] { launch(half_warp_kernel, 1, 64, 0, nullptr); });
+}
+
+// ---- a TMA load into memory that was used through the generic proxy
+CUtensorMap make_map(void* p, uint64_t columns, uint64_t rows, uint32_t box_columns, uint32_t box_rows);
+enum class Used { fenced, written, read };
+void reuse_kernel(const CUtensorMap map, Used used) {
+  FMOE_DYNAMIC_SHARED(raw);
+  char* base = reinterpret_cast<char*>((reinterpret_cast<uintptr_t>(raw) + 1023) & ~uintptr_t{1023});
+  const uint32_t tile = ptx::shared_address(base), bar = tile + 8192;
+  if (threadIdx.x == 0) {
+    ptx::mbar_init(bar, 1);
+    ptx::fence_mbar_init();
+  }
+  __syncwarp();
+  const uint32_t row = tile + threadIdx.x * 16;
+  if (used == Used::read)
+    ptx::ld_shared16(row);
+  else
+    ptx::stmatrix_x4(row, 1, 2, 3, 4);
+  if (used == Used::fenced) ptx::fence_proxy_async();
+  __syncwarp();
+  if (threadIdx.x == 0) {
+    ptx::mbar_arrive_expect_tx(bar, 8192);
+    ptx::tma_load(tile, &map, bar, 0, 0);
+  }
+  ptx::mbar_wait(bar, 0);
+}
+void test_proxies() {
+  static bf16 global[64 * 64];
+  const auto run = [](Used used) {
+    launch(reuse_kernel, 1, 32, 16384, nullptr, make_map(global, 64, 64, 64, 64), used);
+  };
+  run(Used::fenced);
+  for (const Used used : {Used::written, Used::read})
+    check_stops("used through the generic proxy, without fence.proxy.async", [&] { run(used); });
+}
+// ---- an OS thread that has used no CUDA
+void test_context() {
+  std::thread([] {
+    CUtensorMap map;
+    const cuuint64_t dims[] = {64, 64}, strides[] = {128};
+    const cuuint32_t box[] = {64, 64}, ones[] = {1, 1};
+    const auto encode = [&] {
+      return emu::encode_tiled(&map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 2, &map, dims, strides, box, ones,
+                               CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+                               CU_TENSOR_MAP_L2_PROMOTION_NONE, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+    };
+    CHECK(encode() == CUDA_ERROR_INVALID_CONTEXT, "a thread has a context from the start");
+    emu::ensure_context();
+    CHECK(encode() != CUDA_ERROR_INVALID_CONTEXT, "a bound context is not seen");
+  }).join();
+}
+void test_fast_math() {
+  CHECK(__fdividef(1, 0x1p127f) == 0 && __fdividef(3, 2) == 1.5f, "a quotient by more than 2^126");
+  CHECK(__expf(-90) == 0 && __expf(100) > 1e38f && __expf(1) > 2.718f, "exponentials");
 }
 
 // ---- blocks that wait for each other
@@ -181,9 +244,10 @@ bf16 a_global[64 * 64], b_global[128 * 64], d_global[64 * 128];
 float d_float[64 * 128];
 
 struct Form {
-  bool a_mn, b_mn, a_regs, skip_fence;
+  bool a_mn, b_mn, a_regs, skip_fence, skip_init_fence;
 };
 CUtensorMap make_map(void* p, uint64_t columns, uint64_t rows, uint32_t box_columns, uint32_t box_rows) {
+  emu::ensure_context();
   CUtensorMap map;
   const cuuint64_t dims[] = {columns, rows}, strides[] = {columns * 2};
   const cuuint32_t box[] = {box_columns, box_rows}, ones[] = {1, 1};
@@ -198,7 +262,10 @@ void wgmma_kernel(const CUtensorMap map_a, const CUtensorMap map_b, const CUtens
   char* base = reinterpret_cast<char*>((reinterpret_cast<uintptr_t>(raw) + 1023) & ~uintptr_t{1023});
   const uint32_t a = ptx::shared_address(base), b = a + 8192, d = b + 16384, bar = d + 16384;
   const int t = threadIdx.x, lane = t % 32, warp = t / 32;
-  if (t == 0) ptx::mbar_init(bar, 1);
+  if (t == 0) {
+    ptx::mbar_init(bar, 1);
+    if (!form.skip_init_fence) ptx::fence_mbar_init();
+  }
   __syncthreads();
   if (t == 0) {
     ptx::mbar_arrive_expect_tx(bar, 8192 + 16384);
@@ -268,10 +335,19 @@ void test_wgmma() {
                     Form{false, true, true}})
     run_wgmma(form);
   check_stops("without fence.proxy.async", [] { run_wgmma({false, false, false, true}); });
+  check_stops("no fence.mbarrier_init", [] { run_wgmma({false, false, false, false, true}); });
 }
 
 // ---- a cluster of two: each block loads half of the tile for both
-enum class Pair { right, wrong_blocks, half_expected, no_release, no_end_barrier, leaves_early };
+enum class Pair {
+  right,
+  wrong_blocks,
+  half_expected,
+  no_release,
+  no_end_barrier,
+  leaves_early,
+  not_converged
+};
 void cluster_kernel(const CUtensorMap map, float* out, Pair pair) {
   FMOE_DYNAMIC_SHARED(raw);
   char* base = reinterpret_cast<char*>((reinterpret_cast<uintptr_t>(raw) + 1023) & ~uintptr_t{1023});
@@ -280,7 +356,9 @@ void cluster_kernel(const CUtensorMap map, float* out, Pair pair) {
   if (t == 0) {
     ptx::mbar_init(bar, 1);
     ptx::mbar_init(done, 32 * ptx::cluster_size());
+    ptx::fence_mbar_init();
   }
+  if (pair != Pair::not_converged) __syncwarp();
   ptx::cluster_sync();
   if (t == 0) {
     ptx::mbar_arrive_expect_tx(bar, pair == Pair::half_expected ? 4096 : 8192);
@@ -300,6 +378,7 @@ void cluster_kernel(const CUtensorMap map, float* out, Pair pair) {
   if (pair != Pair::no_release) ptx::mbar_arrive_at(done, rank ^ 1);
   if (pair == Pair::no_end_barrier) return;
   ptx::mbar_wait(done, 0);
+  __syncwarp();
   ptx::cluster_sync();
 }
 void test_cluster() {
@@ -323,6 +402,7 @@ void test_cluster() {
   check_stops("", [&] { run(Pair::leaves_early); });
   check_stops("threads 0-31 wait for mbarrier", [&] { run(Pair::no_release); });
   check_stops("of block 0 of the cluster, which has ended", [&] { run(Pair::no_end_barrier); });
+  check_stops("without __syncwarp", [&] { run(Pair::not_converged); });
   check_stops("the device refuses", [&] {
     launch_clusters(2, cluster_kernel, 3, 32, 16384, nullptr, CUtensorMap{}, out.data(), Pair::right);
   });
@@ -333,6 +413,8 @@ void test_cluster() {
 int main() {
   end_after_cpu_seconds(120);
   test_barrier();
+  test_context();
+  test_fast_math();
   test_diagnostics();
   test_chain();
   for_every_schedule(3, [] {
@@ -340,6 +422,7 @@ int main() {
     test_cp_async();
     test_mma();
     test_wgmma();
+    test_proxies();
     test_cluster();
   });
   return finish();

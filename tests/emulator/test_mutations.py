@@ -27,4 +27,4 @@ def test_results_are_good_enough():
     )
     assert len(results) >= 100
     noticed = sum(outcome != mutate.MISSED for outcome in results.values())
-    assert noticed >= 0.95 * len(results), f"{noticed} of {len(results)}"
+    assert noticed >= 0.97 * len(results), f"{noticed} of {len(results)}"

@@ -59,7 +59,7 @@ void run_hidden(const Case& c, const Form& form) {
         grad += term;
         terms += std::abs(term);
       }
-      const ValueAndSlope act = activate(form.curve, kept ? h.at(r * F + j) : 0);
+      const CurvePoint act = activate(form.curve, kept ? h.at(r * F + j) : 0);
       const double up = kept && form.gated ? h.at(r * F + H + j) : kept;
       dot += grad * act.value * up;
       size += terms * std::abs(act.value * up);

@@ -4,6 +4,8 @@
 namespace emu {
 namespace {
 
+thread_local bool has_context = false;
+
 constexpr uint64_t kMapMagic = 0x7465'6e73'6f72'6d61ull;
 constexpr uint32_t kSwizzleSpan[] = {0, 32, 64, 128};  // by CUtensorMapSwizzle
 
@@ -70,7 +72,7 @@ void tma_load(uint32_t dst, const CUtensorMap* map, uint32_t bar, int rank, cons
   auto copy = std::make_shared<TmaCopy>(new_copy(map, rank, coordinates));
   const uint32_t bytes = box_bytes(copy->map);
   Location l = locate(dst, bytes, 128);
-  mbarrier_at(locate(bar, 8, 8));
+  check_published(locate(bar, 8, 8), "TMA load");
   copy->cta = l.cta;
   copy->shared = l.offset;
   copy->bar = bar;
@@ -86,6 +88,10 @@ void tma_load(uint32_t dst, const CUtensorMap* map, uint32_t bar, int rank, cons
     if (copy_in_flight(cta.get(), l.offset, bytes))
       fail("TMA load overwrites %s while another copy to it is in flight",
            place(cta.get(), l.offset).c_str());
+    for (uint32_t offset = l.offset; offset < l.offset + bytes; offset += 16)
+      if (used_without_fence(cta.get(), offset, self()->proxy_fence))
+        fail("TMA load overwrites %s, used through the generic proxy, without fence.proxy.async",
+             place(cta.get(), offset).c_str());
     mark_copies(cta.get(), l.offset, bytes, 1);
   }
   submit({Work::tma_load, nullptr, nullptr, copy});
@@ -161,6 +167,8 @@ void land_bulk_stores(Fiber* f) {
   if (f->wait == Wait::bulk && f->stores_committed - f->stores_done <= f->wait_a) wake(f);
 }
 
+void ensure_context() { has_context = true; }
+
 CUresult encode_tiled(CUtensorMap* out, CUtensorMapDataType type, cuuint32_t rank, void* base,
                       const cuuint64_t* dims, const cuuint64_t* strides, const cuuint32_t* box,
                       const cuuint32_t* element_strides, CUtensorMapInterleave interleave,
@@ -170,6 +178,7 @@ CUresult encode_tiled(CUtensorMap* out, CUtensorMapDataType type, cuuint32_t ran
                reinterpret_cast<uintptr_t>(base) % 16 == 0 && reinterpret_cast<uintptr_t>(out) % 64 == 0 &&
                interleave == CU_TENSOR_MAP_INTERLEAVE_NONE && fill == CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE &&
                swizzle_mode <= CU_TENSOR_MAP_SWIZZLE_128B;
+  if (!has_context) return CUDA_ERROR_INVALID_CONTEXT;
   if (!valid) return CUDA_ERROR_INVALID_VALUE;
   TensorMap map{};
   map.magic = kMapMagic;

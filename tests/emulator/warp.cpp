@@ -87,6 +87,7 @@ void move_matrices(Warp* warp, WarpOp& op) {
         note_generic_write(l.cta, l.offset, 16, owner);
       } else {
         note_read(owner, l.pointer(), 16);
+        note_generic_read(l.cta, l.offset, 16, owner);
       }
       for (uint32_t e = 0; e < 8; ++e) {
         const uint32_t lane = transposed ? e * 4 + r / 2 : r * 4 + e / 2, half = transposed ? r & 1 : e & 1;
@@ -199,6 +200,7 @@ Operand collective(WarpOpKind kind, uint32_t mask, const Operand& operand, const
     std::erase_if(warp->ops, [&](auto& other) { return other.get() == &op; });
   }
   if (orders_memory) acquire(f, token);
+  f->converged = mask == ~0u;
   return f->result;
 }
 

@@ -119,9 +119,9 @@ def test_swipe_gate_on_one_worker_is_naive():
         assert torch.equal(ours, theirs)
 
 
-def swipe_by_loops(columns, tokens_per_worker, num_expert):
-    """columns: choices of all workers, [T] for each k."""
-    room = [count * len(columns) for count in tokens_per_worker]
+def swipe_by_loops(columns, tokens_per_rank, num_expert):
+    """columns: choices of all ranks, [T] for each k."""
+    room = [count * len(columns) for count in tokens_per_rank]
     result = []
     for k, column in enumerate(columns):
         admitted = list(column)
@@ -132,15 +132,15 @@ def swipe_by_loops(columns, tokens_per_worker, num_expert):
             else:
                 full.append(t)
         for t in full:
-            worker = next(w for w, left in enumerate(room) if left > 0)
-            room[worker] -= 1
-            admitted[t] = worker * num_expert + k % num_expert
+            rank = next(w for w, left in enumerate(room) if left > 0)
+            room[rank] -= 1
+            admitted[t] = rank * num_expert + k % num_expert
         result.append(admitted)
     return result
 
 
 class Others:
-    """Workers whose choices are known: this one is number `rank`."""
+    """Ranks whose choices are known: this one is number `rank`."""
 
     def __init__(self, rank, parts):
         self.rank = rank
@@ -156,20 +156,36 @@ def test_swipe_once(rank):
     torch.manual_seed(2)
     sizes, num_expert = [5, 0, 7], 2
     gate = SwipeGate(D, num_expert, 3, 2)
-    everyone = torch.randint(0, 4, (12, 2))  # worker 2 is never wanted
+    everyone = torch.randint(0, 4, (12, 2))  # rank 2 is never wanted
     begin = sum(sizes[:rank])
     mine = everyone[begin : begin + sizes[rank]]
     expected = swipe_by_loops(everyone.t().tolist(), sizes, num_expert)
     capacity = torch.tensor(sizes) * 2
     for k in range(2):
-        gate.workers = Others(rank, list(everyone[:, k].split(sizes)))
+        gate.ranks = Others(rank, list(everyone[:, k].split(sizes)))
         column, capacity = gate.swipe_once(mine[:, k], capacity, k % num_expert)
         assert column.tolist() == expected[k][begin : begin + sizes[rank]]
     assert capacity.tolist() == [0, 0, 0]
 
 
-def test_swipe_gate_needs_its_workers():
-    with pytest.raises(RuntimeError, match="between 2 workers, but its workers= knows 1"):
+def test_swipe_once_with_the_room_of_one_rank():
+    """FastMoE's call: each rank hands in its own room as a scalar, and gets what is left of it."""
+    gate = SwipeGate(D, 2, 3, 2)
+    everyone, rooms = torch.randint(0, 4, (12,)), torch.tensor([5, 1, 9])
+
+    class Ranks(Others):
+        def gather(self, x):
+            return super().gather(x) if x.shape[0] != 1 else list(rooms.split(1))
+
+    gate.ranks = Ranks(0, list(everyone.split((5, 0, 7))))
+    moved, left = gate.swipe_once(everyone[:5], rooms[0], 0)
+    gate.ranks = Others(0, list(everyone.split((5, 0, 7))))
+    expected, all_left = gate.swipe_once(everyone[:5], rooms, 0)
+    assert torch.equal(moved, expected) and left.dim() == 0 and left == all_left[0]
+
+
+def test_swipe_gate_needs_its_ranks():
+    with pytest.raises(RuntimeError, match="between 2 ranks, but its ranks= knows 1"):
         make(SwipeGate, 4, 2, 2)(tokens())
 
 

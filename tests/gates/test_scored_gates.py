@@ -39,32 +39,36 @@ def test_softmax_gate(top_k, normalize):
         torch.testing.assert_close(topk_weights[t], 1.5 * expected)
 
 
-def deepseek_v3(scores, bias, top_k, num_groups, topk_groups, scale):
+def deepseek_v3(scores, bias, top_k, num_groups, topk_groups, scale, group_best):
     """One token, as the report and the reference inference code say."""
     biased = scores + bias
     group_size = len(scores) // num_groups
     rank = []
     for g in range(num_groups):
         members = biased[g * group_size : (g + 1) * group_size]
-        rank.append(sum(sorted(members.tolist())[-2:]))
+        rank.append(sum(sorted(members.tolist())[-group_best:]))
     kept = sorted(range(num_groups), key=lambda g: -rank[g])[:topk_groups]
     eligible = [e for e in range(len(scores)) if e // group_size in kept]
     chosen = sorted(eligible, key=lambda e: -biased[e].item())[:top_k]
     return chosen, scale * scores[chosen] / scores[chosen].sum()
 
 
-def test_sigmoid_gate_is_deepseek_v3():
-    gate = make(SigmoidGate, top_k=3, num_groups=4, topk_groups=2, scale=2.5)
+@pytest.mark.parametrize(
+    ("top_k", "options", "group_best"), [(4, {}, 2), (3, {}, 1), (3, {"group_best": 2}, 2)]
+)
+def test_sigmoid_gate_is_deepseek_v3(top_k, options, group_best):
+    """K // topk_groups scores rank a group in the report; 2, whatever K, in the inference code."""
+    gate = make(SigmoidGate, top_k=top_k, num_groups=4, topk_groups=2, scale=2.5, **options)
     gate.expert_bias.copy_(torch.linspace(-0.3, 0.3, E))
     x = tokens(200)
     topk_idx, topk_weights = gate(x)
     changed = 0
     for t, row in enumerate(logits_of(gate, x)):
         scores = 1 / (1 + torch.exp(-row))
-        chosen, weights = deepseek_v3(scores, gate.expert_bias, 3, 4, 2, 2.5)
+        chosen, weights = deepseek_v3(scores, gate.expert_bias, top_k, 4, 2, 2.5, group_best)
         assert topk_idx[t].tolist() == chosen
         torch.testing.assert_close(topk_weights[t], weights)
-        changed += chosen != deepseek_v3(scores, torch.zeros(E), 3, 4, 2, 2.5)[0]
+        changed += chosen != deepseek_v3(scores, torch.zeros(E), top_k, 4, 2, 2.5, group_best)[0]
     assert changed > 20, "the bias must matter in this test"
 
 

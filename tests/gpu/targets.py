@@ -63,6 +63,8 @@ PRODUCTS = MappingProxyType(
         "grouped_gemm_backward": ("grad_weight",),
         "expert_mlp_backward": ("grad_weight",),
         "expert_mlp_backward_accumulate": ("grad_weight",),
+        "expert_mlp_backward_inputs": (),
+        "expert_mlp_backward_weights": ("grad_weight",),
     }
 )
 

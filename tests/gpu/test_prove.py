@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from fmoe_ext.gpu.__main__ import main, run
 from fmoe_ext.gpu.child import Work
+from fmoe_ext.gpu.cli import main, run
 from fmoe_ext.gpu.prove import prove
 from fmoe_ext.gpu.target import Unavailable
 from fmoe_ext.ops import gpu_kernels, gpu_proof
@@ -43,7 +43,7 @@ def test_a_gpu_without_faults():
     assert (first.kernel, first.ms, first.without_ms) == ("rows_by_weight.pairs", 4.0, 3.0)
     assert (second.kernel, second.ms, second.without_ms) == ("rows_by_weight.a", 3.0, PORTABLE_MS)
     assert first.torch_ms == TORCH_MS
-    assert {race.kernel for race in proof.races} == {*OTHERS, "rows_by_weight.pairs"}
+    assert {race.kernel for race in proof.races} == {*OTHERS, "rows_by_weight.pairs", "portable"}
     assert "checking portable" in lines and "checking up.a" in lines
 
 
@@ -190,7 +190,7 @@ def test_a_proof_that_cannot_be_kept(tmp_path, monkeypatch, capsys):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     proof = gpu_proof.Proof(gpu_proof.Key("a", "b", "c", "d"), "now", {})
-    monkeypatch.setattr("fmoe_ext.gpu.__main__.prove", lambda *_: proof)
+    monkeypatch.setattr("fmoe_ext.gpu.cli.prove", lambda *_: proof)
     assert run(Pretend(), 60.0, 300.0) == 2
     assert "set XDG_CACHE_HOME" in capsys.readouterr().err
 

@@ -24,7 +24,7 @@ def test_train(tmp_path):
     )
     assert result.returncode == 0, result.stderr
     assert "the losses are equal: the largest difference in 3 steps" in result.stdout
-    assert "2 MLPs became MoE layers on 2 worker(s)" in result.stdout
+    assert "2 MLPs became MoE layers on 2 rank(s)" in result.stdout
     alone, spread = (
         [json.loads(line) for line in (tmp_path / f"metrics-{n}.jsonl").read_text().splitlines()]
         for n in (1, 2)

@@ -1,6 +1,8 @@
 """fmoefy on dense models of Transformers, small and random."""
 
 import copy
+import functools
+import json
 
 import pytest
 import torch
@@ -27,6 +29,7 @@ from transformers import (
 )
 
 from fmoe_ext import FMoETransformerMLP, fmoefy, gates
+from fmoe_ext.integrations.huggingface import from_pretrained
 from fmoe_ext.testing import assert_close
 
 VOCAB = 40
@@ -156,7 +159,7 @@ def test_a_training_step_changes_gates_and_experts(name):
     loss.backward()
     torch.optim.AdamW(moe.parameters(), lr=1e-3).step()
     moe_params = [n for n, _ in moe.named_parameters() if ".experts." in n or ".gate.gate." in n]
-    assert len(moe_params) == 2 * (4 if name == "llama" else 6)
+    assert len(moe_params) == 2 * (3 if name == "llama" else 5)
     for key in moe_params:
         p = moe.get_parameter(key)
         assert p.grad.isfinite().all() and (p.grad != 0).any(), key
@@ -181,14 +184,127 @@ def test_generate():
     assert not torch.equal(zero_experts(moe).generate(prompt, **options), tokens)
 
 
-def test_save_pretrained_and_load(tmp_path):
-    moe = fmoefy(make("llama"), 4, init="upcycle", noise=0.1, layers=-1)
+FIRST_MLP = {name: path.removesuffix(".fc1") for name, (_, _, path, *_) in MODELS.items()}
+NEEDS = r"needs fmoe_ext\.integrations\.huggingface\.from_pretrained"
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_save_pretrained_round_trip(name, tmp_path):
+    moe = fmoefy(make(name), 4, init="upcycle", noise=0.1, layers=-1)
+    gate = functools.partial(gates.SigmoidGate, scale=1.5)
+    sizes = dict(top_k=1, hidden_hidden_size=5, activation="relu", gate=gate, gate_bias=True)
+    if name not in ("opt", "bart", "bert"):  # a second call; their MLPs are no modules
+        fmoefy(moe, 2, match=FIRST_MLP[name], **sizes)
+    moe.save_pretrained(tmp_path, max_shard_size="8KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 1
+    again = from_pretrained(tmp_path)
+    assert type(again) is type(moe)
+    state, expected = again.state_dict(), moe.state_dict()
+    assert state.keys() == expected.keys()
+    assert all(torch.equal(state[key], value) for key, value in expected.items())
+    assert torch.equal(logits(again), logits(moe.eval()))
+    assert repr(again.fmoe_report.replaced[-1]) == repr(moe.fmoe_report.replaced[-1])
+    again.save_pretrained(tmp_path / "again")
+    configs = [json.loads((folder / "config.json").read_text()) for folder in (tmp_path, tmp_path / "again")]
+    assert configs[0] == configs[1]
+    with pytest.raises(Exception, match=NEEDS):
+        MODELS[name][0].from_pretrained(tmp_path)
+
+
+def test_round_trip_keeps_dtype_generation_and_ties(tmp_path):
+    moe = fmoefy(make("gpt2").bfloat16(), 4, init="upcycle", gate="sigmoid")
+    moe.generation_config.max_new_tokens = 3
     moe.save_pretrained(tmp_path)
-    config = LlamaConfig.from_pretrained(tmp_path)
-    fresh = fmoefy(AutoModelForCausalLM.from_config(config), 4, layers=-1, hidden_hidden_size=24).eval()
-    assert not torch.equal(logits(fresh), logits(moe))
-    fresh.load_state_dict(load_file(tmp_path / "model.safetensors"))
-    assert torch.equal(logits(fresh), logits(moe))
+    again = from_pretrained(tmp_path)
+    assert again.dtype == torch.bfloat16 and again.generation_config.max_new_tokens == 3
+    assert again.lm_head.weight is again.transformer.wte.weight
+    assert torch.equal(logits(again), logits(moe))
+    assert from_pretrained(tmp_path, dtype=torch.float64).dtype == torch.float64
+
+
+class OwnGate(gates.NaiveGate):
+    total_weight = 1.0
+
+
+def silent(*_):
+    pass
+
+
+def test_what_a_file_cannot_hold_has_to_be_given_again(tmp_path):
+    square = torch.nn.Sequential(torch.nn.ReLU(), torch.nn.Dropout(0.1))
+    moe = fmoefy(make("opt"), 4, gate=OwnGate, activation=square, gate_hook=silent).eval()
+    moe.save_pretrained(tmp_path)
+    with pytest.raises(
+        ValueError, match=r"layers\.0\.fc1 cannot be built from the file alone: pass (.|\n)*OwnGate"
+    ):
+        from_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"pass activation= \(it was Sequential"):
+        from_pretrained(tmp_path, gate=OwnGate, gate_hook=silent)
+    again = from_pretrained(tmp_path, gate=OwnGate, activation=square, gate_hook=silent)
+    assert torch.equal(logits(again), logits(moe))
+    assert type(again.model.decoder.layers[1].fc1.gate) is OwnGate
+
+
+def test_from_pretrained_says_what_is_wrong(tmp_path):
+    with pytest.raises(ValueError, match=r"has no config\.json"):
+        from_pretrained(tmp_path)
+    dense = make("llama")
+    dense.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"is not of a fmoefied model: load it with Transformers'"):
+        from_pretrained(tmp_path)
+    fmoefy(dense, 4).save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    for change, message in (
+        ({"version": 9}, r"has version 9 of fmoe_ext's entry, but this knows 1"),
+        (
+            {"layers": config["fmoe_ext"]["layers"][:1]},
+            r"do not fit LlamaForCausalLM: missing \['model\.layers\.1",
+        ),
+    ):
+        changed = config | {"fmoe_ext": config["fmoe_ext"] | change}
+        (tmp_path / "config.json").write_text(json.dumps(changed))
+        with pytest.raises(ValueError, match=message):
+            from_pretrained(tmp_path)
+    index = {"weight_map": {"a": "../model.safetensors"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ValueError, match=r"must hold '\.\./model\.safetensors'"):
+        from_pretrained(tmp_path)
+
+
+def test_default_gates_can_be_exported():
+    from fmoe_ext.checkpoint.errors import CheckpointError
+    from fmoe_ext.checkpoint.huggingface import to_huggingface
+
+    moe = fmoefy(make("llama"), 4)
+    assert moe.model.layers[0].mlp.gate.gate.bias is None
+    assert "model.layers.1.mlp.experts.gate_up_proj" in to_huggingface(moe.state_dict())
+    biased = fmoefy(make("llama"), 4, gate_bias=True)
+    with pytest.raises(CheckpointError, match=r"gate\.gate\.bias is not zero.*gate_bias=False"):
+        to_huggingface(biased.state_dict())
+
+
+def test_unknown_gated_activation_is_replaced_by_the_given_one():
+    model = AutoModelForCausalLM.from_config(LlamaConfig(**LLAMA, hidden_act="quick_gelu"))
+    with pytest.raises(ValueError, match="its gated activation is"):
+        fmoefy(model, 4)
+    with pytest.raises(
+        ValueError, match=r"needs the weights of model\.layers\.0\.mlp, but its gated activation"
+    ):
+        fmoefy(model, 4, init="upcycle", activation="swiglu")
+    fmoefy(model, 4, activation="swiglu")
+    assert {r.activation for r in model.fmoe_report.replaced} == {"swiglu"}
+    assert model.model.layers[0].mlp.experts.htoh4.bias is None
+    assert logits(model).isfinite().all()
+
+
+def test_misspelt_argument_gets_a_hint():
+    with pytest.raises(
+        TypeError, match=r"^fmoefy takes no argument overlap_degre=: did you mean overlap_degree=\?"
+    ):
+        fmoefy(make("llama"), 4, overlap_degre=4)
+    with pytest.raises(TypeError, match=r"no argument zzz=; other arguments are those of FMoETransformerMLP"):
+        fmoefy(make("llama"), 4, zzz=4)
 
 
 def test_deepcopy_and_compile():

@@ -302,3 +302,33 @@ def test_missing_or_old_transformers(monkeypatch):
         ImportError, match=r"needs Transformers 5\.7 or newer.*pip install 'transformers>=5\.7'"
     ):
         huggingface.register()
+
+
+def switch_transformers():
+    sizes = {"vocab_size": 61, "d_model": 16, "d_kv": 8, "d_ff": 24, "num_heads": 2, "num_experts": 2}
+    config = transformers.SwitchTransformersConfig(**sizes, num_layers=2, num_decoder_layers=2)
+    return transformers.SwitchTransformersForConditionalGeneration(config)
+
+
+def llama4():
+    sizes = {"vocab_size": 61, "hidden_size": 16, "intermediate_size": 24, "intermediate_size_mlp": 24}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 8}
+    more = {"num_hidden_layers": 1, "num_local_experts": 2, "pad_token_id": 0}
+    return transformers.Llama4ForCausalLM(transformers.Llama4TextConfig(**sizes, **heads, **more))
+
+
+@pytest.mark.parametrize("make", [switch_transformers, llama4])
+def test_use_says_what_stays_eager(make):
+    model = make()
+    name = type(model).__name__
+    with pytest.warns(
+        UserWarning, match=f"^{name} has no experts module that Transformers lets others compute"
+    ):
+        assert huggingface.use(model) is model
+
+
+def test_use(models, recwarn):
+    model = models["MixtralForCausalLM"]
+    assert huggingface.use(model) is model
+    assert set(model.get_experts_implementation().values()) == {"fmoe"}
+    assert not [w for w in recwarn if "experts module" in str(w.message)]

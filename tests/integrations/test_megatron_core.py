@@ -130,7 +130,7 @@ def test_spec_takes_what_it_is_not_told_from_config():
     model = gpt(moe_layer_spec(), num_moe_experts=6, moe_router_topk=3, moe_ffn_hidden_size=20)
     moe = model.decoder.layers[1].mlp.moe
     assert (moe.num_experts, moe.top_k, moe.d_hidden) == (6, 3, 20)
-    assert type(moe.gate) is SoftmaxGate
+    assert isinstance(moe.gate, SoftmaxGate)
     assert moe.experts.htoh4.weight.dtype == torch.float64
 
 
@@ -260,9 +260,6 @@ def test_refuses(monkeypatch):
     x = torch.zeros(2, 1, layouts.D, dtype=torch.float64)
     with pytest.raises(ValueError, match="padding_mask is not supported"):
         layer(x, padding_mask=torch.zeros(1, 2))
-    layer.config.moe_aux_loss_coeff = [0.1, 0.2]
-    with pytest.raises(ValueError, match=r"moe_aux_loss_coeff must be one number.*\[0.1, 0.2\]"):
-        layer(x)
     layer.moe.expert_placement = torch.tensor([1, 0])
     with pytest.raises(RuntimeError, match=r"a\.moe: experts were moved between ranks"):
         layer.sharded_state_dict("a.")
@@ -276,7 +273,7 @@ def test_refuses(monkeypatch):
     ],
 )
 def test_layouts_that_cannot_be(sizes, message):
-    from fmoe_ext.integrations.megatron_core import layer_arguments
+    from fmoe_ext.integrations.megatron.core import layer_arguments
 
     def group(size):
         return SimpleNamespace(size=lambda: size)
@@ -294,3 +291,24 @@ def test_needs_process_groups(monkeypatch):
     model.decoder.layers[0].pg_collection = None
     with pytest.raises(RuntimeError, match=r"initialize_model_parallel\(...\) before"):
         fmoefy(model, num_experts=2)
+
+
+@pytest.mark.parametrize("as_function", [False, True])
+def test_upcycling_loads_the_dense_weights_first(as_function):
+    """What Megatron's load_checkpoint would bring after the model is built."""
+    trained = gpt()
+    dense, state = logits(trained), trained.state_dict()
+    (model,) = make_chunks(layouts.config_of(num_layers=2), layouts.VOCAB, layouts.SEQ_LEN)
+    load = (lambda model: model.load_state_dict(state)) if as_function else state
+    fmoefy(model, num_experts=4, top_k=2, init="upcycle", load_dense=load)
+    assert (logits(model) - dense).abs().max() <= 1e-12 * dense.abs().max()
+    with pytest.raises(ValueError, match='load_dense is for init="upcycle", but init is'):
+        fmoefy(gpt(), num_experts=4, load_dense=state)
+
+
+def test_model_with_megatrons_own_experts_is_told_the_way():
+    from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
+
+    model = gpt(get_moe_module_spec(use_te=False, num_experts=4), num_moe_experts=4)
+    with pytest.raises(ValueError, match=r"built with --num-experts has none: docs/megatron\.md says how"):
+        fmoefy(model, num_experts=4)

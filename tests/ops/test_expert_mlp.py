@@ -2,11 +2,12 @@ import pytest
 import torch
 
 from fmoe_ext.ops import expert_mlp, expert_mlp_ref
-from fmoe_ext.ops.expert_mlp import ACTIVATIONS
+from fmoe_ext.ops.expert_mlp import ACTIVATIONS, activation_number
 from fmoe_ext.testing import assert_close
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 ISAS = ["portable", "avx2", "avx512", "avx512_bf16"]
+SWIGLU = activation_number("swiglu")
 NAMES = ("x", "w1", "b1", "w2", "b2", "topk_weights")
 
 
@@ -224,7 +225,7 @@ def test_keeps_x_h_and_indices_only():
         w2,
         b2,
         weights,
-        "swiglu",
+        SWIGLU,
         True,
         False,
     )
@@ -238,13 +239,13 @@ def test_opcheck(combine):
     x, w1, b1, w2, b2, weights = problem.tensors.values()
     indices = (problem.row_idx, problem.inverse, problem.offs)
     op = torch.ops.fmoe_ext.expert_mlp.default
-    torch.library.opcheck(op, (x, *indices, w1, b1, w2, b2, weights, "swiglu", combine, True))
+    torch.library.opcheck(op, (x, *indices, w1, b1, w2, b2, weights, SWIGLU, combine, True))
     torch.library.opcheck(
-        op, (x.detach(), *indices, w1.detach(), None, w2.detach(), None, None, "swiglu", combine, False)
+        op, (x.detach(), *indices, w1.detach(), None, w2.detach(), None, None, SWIGLU, combine, False)
     )
     x, w1, b1, w2, b2, weights = (t.detach() for t in problem.tensors.values())
-    h = op(x, *indices, w1, b1, w2, b2, weights, "swiglu", combine, True)[1]
-    arguments = (problem.grad, x, *indices, w1, w2, b2, weights, h, "swiglu", combine)
+    h = op(x, *indices, w1, b1, w2, b2, weights, SWIGLU, combine, True)[1]
+    arguments = (problem.grad, x, *indices, w1, w2, b2, weights, h, SWIGLU, combine)
     backward = torch.ops.fmoe_ext.expert_mlp_backward.default
     torch.library.opcheck(backward, (*arguments, [True] * 6))
     torch.library.opcheck(backward, (*arguments, [False, True] * 3))

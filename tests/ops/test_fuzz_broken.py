@@ -159,13 +159,13 @@ def topk_gate_backward(d):
     logits = d.floats(d.T, d.E)
     topk_idx, topk_weights = ops.topk_gate(logits, K)
     arguments = {"grad_weights": d.floats(d.T, K), "logits": logits, "topk_idx": topk_idx}
-    arguments |= {"topk_weights": topk_weights, "score": "softmax", "normalize": True, "scale": 1.0}
+    arguments |= {"topk_weights": topk_weights, "score": 0, "normalize": True, "scale": 1.0}
     return Call(
         native.topk_gate_backward,
         arguments,
         sizes={"grad_weights": (0, 1), "logits": (0,), "topk_idx": (0, 1), "topk_weights": (0, 1)},
         indices={"topk_idx": (0, d.E)},
-        values={"score": ("relu",)},
+        values={"score": (-1, 2)},
     )
 
 
@@ -247,13 +247,13 @@ def expert_mlp_backward(d):
     arguments = {"grad_y": d.floats(d.T, d.D), "x": d.floats(d.T, d.D), **d.routing, "offs": d.sort.offs}
     arguments |= {"w1": d.floats(d.E, d.H, d.D), "w2": d.floats(d.E, d.D, d.H), "b2": d.floats(d.E, d.D)}
     arguments |= {"topk_weights": d.floats(d.T, d.K), "h": d.floats(d.T * d.K, d.H)}
-    arguments |= {"activation": "gelu", "combine": True, "needs": [True] * 6}
+    arguments |= {"activation": 0, "combine": True, "needs": [True] * 6}
     return Call(
         native.expert_mlp_backward,
         arguments,
         sizes={**MLP_SIZES, "grad_y": (0, 1), "h": (0, 1)},
         indices=mlp_indices(d),
-        values={"activation": ("tanh",), "needs": ([True] * 5,)},
+        values={"activation": (-1, 7, 2**40), "needs": ([True] * 5,)},
     )
 
 

@@ -5,7 +5,7 @@ import torch
 
 from fmoe_ext.ops import MainGrad, expert_mlp, expert_mlp_ref, grouped_gemm, grouped_gemm_ref
 from fmoe_ext.testing import assert_close
-from tests.ops.test_expert_mlp import DTYPES, Problem, isa  # noqa: F401  (isa is a fixture)
+from tests.ops.test_expert_mlp import DTYPES, SWIGLU, Problem, isa  # noqa: F401  (isa is a fixture)
 from tests.ops.test_grouped_gemm import make_inputs
 
 native = torch.ops.fmoe_ext
@@ -334,8 +334,8 @@ def test_opcheck():
     problem = Problem(6, 2, 3, 5, 4, torch.bfloat16)
     x, w1, b1, w2, b2, weights = (t.detach() for t in problem.tensors.values())
     indices = (problem.row_idx, problem.inverse, problem.offs)
-    h = native.expert_mlp(x, *indices, w1, b1, w2, b2, weights, "swiglu", True, True)[1]
-    arguments = (problem.grad, x, *indices, w1, w2, b2, weights, h, "swiglu", True)
+    h = native.expert_mlp(x, *indices, w1, b1, w2, b2, weights, SWIGLU, True, True)[1]
+    arguments = (problem.grad, x, *indices, w1, w2, b2, weights, h, SWIGLU, True)
     op = native.expert_mlp_backward_accumulate.default
     mains = torch.randn(w1.shape), torch.randn(w2.shape)
     torch.library.opcheck(op, (*arguments, [True] * 6, *mains))

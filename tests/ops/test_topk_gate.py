@@ -192,13 +192,13 @@ def test_autocast_leaves_the_dtype_alone():
 def test_opcheck():
     logits = torch.randn(4, 8, requires_grad=True)
     ops = torch.ops.fmoe_ext
-    for arguments in ((2,), (2, "sigmoid", False, torch.randn(8), 4, 2, 2.5)):
+    for arguments in ((2,), (2, 1, False, torch.randn(8), 4, 2, 2.5)):
         torch.library.opcheck(ops.topk_gate.default, (logits.detach(), *arguments))
         # opcheck's test_aot_dispatch_dynamic cannot add up gradients when the first result has integers
         utils = ("test_schema", "test_autograd_registration", "test_faketensor")
         torch.library.opcheck(ops.topk_gate.default, (logits, *arguments), test_utils=utils)
     topk_idx, weights = (t.detach() for t in topk_gate(logits, 2))
-    arguments = (torch.randn(4, 2, requires_grad=True), logits, topk_idx, weights, "softmax", True, 1.0)
+    arguments = (torch.randn(4, 2, requires_grad=True), logits, topk_idx, weights, 0, True, 1.0)
     torch.library.opcheck(ops.topk_gate_backward.default, arguments)
 
 
@@ -251,4 +251,4 @@ def test_rejects():
     topk_idx, weights = topk_gate(logits, 2)
     topk_idx[1, 0] = 8
     with pytest.raises(RuntimeError, match=r"topk_idx must be in \[0, 8\), but element 2 is 8"):
-        torch.ops.fmoe_ext.topk_gate_backward(weights, logits, topk_idx, weights, "softmax", True, 1.0)
+        torch.ops.fmoe_ext.topk_gate_backward(weights, logits, topk_idx, weights, 0, True, 1.0)

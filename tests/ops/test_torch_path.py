@@ -8,7 +8,7 @@ import torch
 
 from fmoe_ext.ops import MainGrad, expert_mlp, grouped_gemm, torch_path
 from fmoe_ext.ops.expert_mlp import ACTIVATIONS
-from tests.ops import test_expert_mlp, test_grouped_gemm, test_main_grad
+from tests.ops import test_expert_mlp, test_grouped_gemm, test_main_grad, test_split_backward
 
 DTYPES = test_expert_mlp.DTYPES
 Problem = test_expert_mlp.Problem
@@ -99,6 +99,13 @@ def test_gradients(activation, combine):
 @pytest.mark.parametrize("wanted", test_expert_mlp.NAMES)
 def test_one_gradient_alone(wanted):
     test_expert_mlp.test_one_gradient_alone(wanted)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("combine", [True, False])
+def test_backward_in_two_halves(combine, dtype):
+    test_split_backward.test_expert_mlp_same_bits((60, 3, 5, 37, 29), "swiglu", combine, dtype)
+    test_split_backward.test_expert_mlp_same_bits((0, 2, 3, 4, 5), "gelu", combine, dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -1,17 +1,17 @@
-"""fmoe.fastermoe.shadow_policy: experts that all workers copy, as bools [world_size * num_expert]."""
+"""fmoe.fastermoe.shadow_policy: experts that all ranks copy, as bools [world_size * num_expert]."""
 
 import functools
 
 import torch
 
-from fmoe_ext.compat import _workers
+from fmoe_ext.compat import _ranks
 from fmoe_ext.compat.fastermoe.config import float_from_env, switch_from_env
 from fmoe_ext.ep.cost import Hardware, Layer
 from fmoe_ext.ep.shadowing import choose_shadows
 
 
 def global_policy(local_expert_count, _gec, num_expert, world_size, device, *, d_model=2048):
-    """The experts whose copies save more communication than they cost; none on one worker.
+    """The experts whose copies save more communication than they cost; none on one rank.
 
     By ep.shadowing.choose_shadows, from FMOE_FASTER_GLBPLC_NETBW (bytes a second), _GPUTP (FLOP a second), _ALPHA
     (hidden width / d_model) and _DMODEL, which goes before d_model.
@@ -25,7 +25,7 @@ def global_policy(local_expert_count, _gec, num_expert, world_size, device, *, d
         float_from_env("FMOE_FASTER_GLBPLC_NETBW", 50e9 / 8),
         float_from_env("FMOE_FASTER_GLBPLC_GPUTP", 11.5e12),
     )
-    load = _workers.sum_over_workers(local_expert_count, world_size).tolist()
+    load = _ranks.sum_over_ranks(local_expert_count, world_size).tolist()
     shadows[list(choose_shadows(load, world_size, Layer(d_model, d_hidden), speeds))] = True
     return shadows
 

@@ -1,5 +1,6 @@
 """fmoe.megatron; imports without Megatron-LM."""
 
+from fmoe_ext.compat.megatron.balance import generate_megatron_gate_hook, get_balance_profile
 from fmoe_ext.compat.megatron.distributed import DistributedDataParallel
 from fmoe_ext.compat.megatron.layers import MegatronMLP, fmoefy
 from fmoe_ext.megatron import (
@@ -19,6 +20,8 @@ __all__ = [
     "add_balance_log",
     "add_fmoe_args",
     "fmoefy",
+    "generate_megatron_gate_hook",
+    "get_balance_profile",
     "load_checkpoint",
     "patch_forward_step",
     "patch_loss_func_v2_5",

@@ -1,14 +1,27 @@
 """fmoe.megatron.layers; imports without Megatron-LM."""
 
 import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from fmoe_ext.compat import gates
+from fmoe_ext.gates import find_gate
 from fmoe_ext.integrations.fmoefy import fmoefy as _fmoefy
-from fmoe_ext.megatron.layers import MegatronMLP
+from fmoe_ext.megatron.layers import MegatronMLP as _MegatronMLP
 from fmoe_ext.megatron.layers import megatron_init_method as _megatron_init_method
+
+
+class MegatronMLP(_MegatronMLP):
+    """fmoe_ext.megatron.MegatronMLP with the gates of this package, whose weights have the model's dtype."""
+
+    def __init__(self, args: Any, layer_idx: int, gate: Any = None):
+        if gate is None:
+            ours = find_gate(args.balance_strategy or "naive")
+            gate = getattr(gates, ours.__name__, ours)
+        super().__init__(args, layer_idx, gate)
 
 
 class _FakeMegatronMLP(nn.Module):

@@ -1,9 +1,9 @@
-"""What fmoe.functions asks of other workers. Everything that needs a process group goes through here."""
+"""What fmoe.functions asks of other ranks. Everything that needs a process group goes through here."""
 
 import torch
-import torch.distributed as dist
 
 from fmoe_ext.ep import exchange
+from fmoe_ext.ep.ranks import gather_rows
 
 
 class _State:
@@ -19,7 +19,7 @@ def get_group():
 
 
 def exchange_counts(local_expert_count, world_size):
-    """local_expert_count [world_size * num_expert] -> what each worker sends to the experts here, same layout."""
+    """local_expert_count [world_size * num_expert] -> what each rank sends to the experts here, same layout."""
     if world_size == 1:
         return local_expert_count.clone()
     counts = local_expert_count.view(world_size, -1)
@@ -27,7 +27,7 @@ def exchange_counts(local_expert_count, world_size):
 
 
 def to_experts(rows, local_expert_count, global_expert_count, world_size):
-    """Rows in the local order (worker, expert) -> the rows for the experts here, in the order (expert, worker)."""
+    """Rows in the local order (rank, expert) -> the rows for the experts here, in the order (expert, rank)."""
     if world_size == 1:
         return rows
     received = _exchange(rows, local_expert_count, global_expert_count, world_size)
@@ -39,29 +39,19 @@ def from_experts(rows, local_expert_count, global_expert_count, world_size):
     if world_size == 1:
         return rows
     order = _expert_major(global_expert_count, world_size, rows.device)
-    by_worker = torch.empty_like(rows)
-    by_worker[order] = rows
-    return _exchange(by_worker, global_expert_count, local_expert_count, world_size)
+    by_rank = torch.empty_like(rows)
+    by_rank[order] = rows
+    return _exchange(by_rank, global_expert_count, local_expert_count, world_size)
 
 
-def sum_over_workers(x, world_size):
-    """The sum of x over the workers."""
+def sum_over_ranks(x, world_size):
+    """The sum of x over the ranks."""
     return torch.stack(all_gather(x[None], world_size, _State.group)).sum(0).squeeze(0)
 
 
 def all_gather(x, world_size, group):
-    """x of every worker of the group; the numbers of rows may differ."""
-    if world_size == 1:
-        return [x]
-    rows = torch.tensor([x.shape[0]], device=x.device)
-    sizes = [torch.empty_like(rows) for _ in range(world_size)]
-    dist.all_gather(sizes, rows, group=group)
-    sizes = [int(size) for size in sizes]
-    padded = x.new_zeros((max(sizes), *x.shape[1:]))
-    padded[: x.shape[0]] = x
-    parts = [torch.empty_like(padded) for _ in range(world_size)]
-    dist.all_gather(parts, padded, group=group)
-    return [part[:size] for part, size in zip(parts, sizes, strict=True)]
+    """x of every rank of the group; the numbers of rows may differ."""
+    return [x] if world_size == 1 else gather_rows(x, group)
 
 
 def _exchange(rows, send_count, recv_count, world_size):
@@ -70,12 +60,12 @@ def _exchange(rows, send_count, recv_count, world_size):
 
 
 def _expert_major(global_expert_count, world_size, device):
-    """Position in (worker, expert) order of each row in (expert, worker) order."""
+    """Position in (rank, expert) order of each row in (expert, rank) order."""
     count = global_expert_count.view(world_size, -1).cpu()
     begin = (count.flatten().cumsum(0) - count.flatten()).view_as(count)
     parts = [
-        torch.arange(int(begin[worker, expert]), int(begin[worker, expert] + count[worker, expert]))
+        torch.arange(int(begin[rank, expert]), int(begin[rank, expert] + count[rank, expert]))
         for expert in range(count.shape[1])
-        for worker in range(world_size)
+        for rank in range(world_size)
     ]
     return torch.cat(parts).to(device)

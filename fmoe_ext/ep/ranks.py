@@ -1,4 +1,4 @@
-"""What a gate asks about the workers of a process group, and the slices of a batch that ranks share."""
+"""What a gate asks about the ranks of a process group, and the slices of a batch that ranks share."""
 
 import torch
 import torch.distributed as dist
@@ -8,8 +8,8 @@ from fmoe_ext.ep.exchange import find_group, register_group
 from fmoe_ext.routing import map_structure
 
 
-class GroupWorkers:
-    """gates.OneWorker for the ranks of a group: a gate's losses and capacities span all their tokens.
+class GroupRanks:
+    """gates.OneRank for the ranks of a group: a gate's losses and capacities span all their tokens.
 
     num_copies: ranks that compute the same loss because they share one input (the size of the slice group).
     """
@@ -23,28 +23,28 @@ class GroupWorkers:
         return dist.get_rank(find_group(self.group))
 
     def num_tokens(self, num_local_tokens):
-        """Tokens of all workers; a copy to the host."""
+        """Tokens of all ranks; a copy to the host."""
         return int(self._all_reduce(torch.tensor(num_local_tokens, device=self._device())))
 
     def first_token(self, num_local_tokens):
-        """Number of this worker's first token among those of all workers; a copy to the host."""
+        """Number of this rank's first token among those of all ranks; a copy to the host."""
         mine = torch.tensor([num_local_tokens], device=self._device())
-        return sum(int(part) for part in _gather_rows(mine, find_group(self.group))[: self.rank])
+        return sum(int(part) for part in gather_rows(mine, find_group(self.group))[: self.rank])
 
     def sum(self, x):
-        """Sum of x over the workers. Its gradient takes it that every worker adds the same loss to its own."""
-        return _SumOverWorkers.apply(x, self)
+        """Sum of x over the ranks. Its gradient takes it that every rank adds the same loss to its own."""
+        return _SumOverRanks.apply(x, self)
 
     def gather(self, x):
-        """x of every worker, in the order of their ranks, not differentiable; dimension 0 may differ."""
-        return _gather_rows(x.detach(), find_group(self.group))
+        """x of every rank, in the order of their ranks, not differentiable; dimension 0 may differ."""
+        return gather_rows(x.detach(), find_group(self.group))
 
     def apply_capacity(self, topk_idx, num_experts, capacity):
-        """As in one process whose batch is the workers' batches one after the other: first choices first."""
+        """As in one process whose batch is the ranks' batches one after the other: first choices first."""
         counts = torch.stack(
             [ops.count_tokens(choice, num_experts) for choice in topk_idx.split(1, 1)]
         )  # [K, E]
-        everyone = torch.stack(self.gather(counts), 1)  # [K, workers, E]
+        everyone = torch.stack(self.gather(counts), 1)  # [K, ranks, E]
         flat = everyone.flatten(0, 1)
         before = (flat.cumsum(0) - flat).view_as(everyone)[:, self.rank]  # [K, E]
         room = (torch.as_tensor(capacity, device=before.device) - before).clamp(min=0)
@@ -62,11 +62,11 @@ class GroupWorkers:
         return "cuda" if backend == "nccl" else "cpu"
 
 
-class _SumOverWorkers(torch.autograd.Function):
+class _SumOverRanks(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, workers):
-        ctx.factor = dist.get_world_size(find_group(workers.group)) / workers.num_copies
-        return workers._all_reduce(x.detach().clone())
+    def forward(ctx, x, ranks):
+        ctx.factor = dist.get_world_size(find_group(ranks.group)) / ranks.num_copies
+        return ranks._all_reduce(x.detach().clone())
 
     @staticmethod
     def backward(ctx, grad):
@@ -104,13 +104,13 @@ class _Cut(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        return torch.cat(_gather_rows(grad, find_group(ctx.slices.group))), None
+        return torch.cat(gather_rows(grad, find_group(ctx.slices.group))), None
 
 
 class _Join(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, slices):
-        parts = _gather_rows(x, find_group(slices.group))
+        parts = gather_rows(x, find_group(slices.group))
         ctx.begin = sum(part.shape[0] for part in parts[: slices.rank])
         ctx.end = ctx.begin + x.shape[0]
         return torch.cat(parts)
@@ -120,8 +120,11 @@ class _Join(torch.autograd.Function):
         return grad[ctx.begin : ctx.end], None
 
 
-def _gather_rows(x, group):
-    """x [n, *] of every rank of the group, n being different: padded to the longest on the way."""
+def gather_rows(x, group):
+    """x [n, *] of every rank of the group (None: the default one), n being different, not differentiable.
+
+    Rows are padded to the longest on the way; one copy of the sizes to the host.
+    """
     size = torch.tensor([x.shape[0]], device=x.device)
     sizes = [torch.empty_like(size) for _ in range(dist.get_world_size(group))]
     dist.all_gather(sizes, size, group=group)

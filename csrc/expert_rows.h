@@ -2,37 +2,20 @@
 // they mean.
 #pragma once
 
-#include <torch/headeronly/util/BFloat16.h>
-#include <torch/headeronly/util/Half.h>
-
 #include <optional>
 #include <vector>
 
 #include "expert_mlp.h"
+#include "float_types.h"
 #include "gemm/grouped.h"
 
 namespace fmoe_ext::gemm {
-
-// Calls body with a typed pointer to the data of a floating tensor.
-template <class Body>
-void with_float_data(const Tensor& t, const Body& body) {
-  switch (t.scalar_type()) {
-    case ScalarType::Float:
-      return body(static_cast<float*>(t.data_ptr()));
-    case ScalarType::Double:
-      return body(static_cast<double*>(t.data_ptr()));
-    case ScalarType::BFloat16:
-      return body(static_cast<torch::headeronly::BFloat16*>(t.data_ptr()));
-    default:
-      return body(static_cast<torch::headeronly::Half*>(t.data_ptr()));
-  }
-}
 
 // One number of type acc for each row.
 class RowScales {
  public:
   RowScales(const Kernels& kernels, int64_t num_rows)
-      : is_double_(kernels.acc_bytes == 8), data_(num_rows * kernels.acc_bytes, 0) {}
+      : is_double_(kernels.acc_bytes == 8), data_(checked_product({num_rows, kernels.acc_bytes}), 0) {}
 
   void set(int64_t row, double value) {
     if (is_double_)
@@ -66,8 +49,8 @@ struct ExpertRows {
   ExpertRows(const Tensor& x_, const Tensor& row_idx_, const Tensor& inverse_, const Tensor& offs,
              const Tensor& w1_, const std::optional<Tensor>& b1_, const Tensor& w2_,
              const std::optional<Tensor>& b2_, const std::optional<Tensor>& topk_weights_,
-             const std::string& activation_name)
-      : x(x_), w1(w1_), w2(w2_), activation(parse_activation(activation_name)), kernels(kernels_of(x_)) {
+             int64_t activation_number)
+      : x(x_), w1(w1_), w2(w2_), activation(checked_activation(activation_number)), kernels(kernels_of(x_)) {
     check_cpu(row_idx_, "row_idx");
     check_cpu(inverse_, "inverse");
     check_cpu(offs, "offs");
@@ -128,7 +111,8 @@ struct ExpertRows {
 
   void read_scales() {
     scales.emplace(kernels, R);
-    with_float_data(*topk_weights, [&](const auto* weights) {
+    dispatch_float(topk_weights->scalar_type(), [&](auto tag) {
+      const auto* weights = static_cast<const decltype(tag)*>(topk_weights->const_data_ptr());
       for (int64_t r = 0; r < num_rows(); ++r) scales->set(r, static_cast<double>(weights[row_idx[r]]));
     });
   }

@@ -1,4 +1,4 @@
-"""Several workers, each with a part of the batch, choose, drop and count as one worker with all of it."""
+"""Several ranks, each with a part of the batch, choose, drop and count as one rank with all of it."""
 
 import copy
 import functools
@@ -21,11 +21,11 @@ from fmoe_ext.gates import (
 )
 
 D, E, K = 6, 4, 2
-SIZES = (8, 0, 16)  # tokens of each worker
+SIZES = (8, 0, 16)  # tokens of each rank
 
 
-class ThreadWorkers:
-    """OneWorker's interface for threads: what each hands in, all get, in the order of the ranks."""
+class ThreadRanks:
+    """OneRank's interface for threads: what each hands in, all get, in the order of the ranks."""
 
     def __init__(self, rank, slots, barrier):
         self.rank, self.slots, self.barrier = rank, slots, barrier
@@ -56,14 +56,14 @@ class ThreadWorkers:
 
 
 def on_threads(function, gate):
-    """function(gate of the rank, rank) on a thread for each worker; the gates share their parameters."""
+    """function(gate of the rank, rank) on a thread for each rank; the gates share their parameters."""
     slots, barrier = [None] * len(SIZES), threading.Barrier(len(SIZES), timeout=20)
     results, errors = [None] * len(SIZES), []
 
     def work(rank):
         try:
-            mine = copy.copy(gate)  # the same parameters, its own loss and workers
-            mine.workers = ThreadWorkers(rank, slots, barrier)
+            mine = copy.copy(gate)  # the same parameters, its own loss and ranks
+            mine.ranks = ThreadRanks(rank, slots, barrier)
             results[rank] = function(mine, rank)
         except BaseException as error:
             errors.append(error)
@@ -104,7 +104,7 @@ def test_same_choices_loss_and_gradients(name):
     torch.manual_seed(0)
     gate = CASES[name](D, E, 1).double()
     if name == "noisy":
-        gate.eval()  # the noise is drawn by each worker
+        gate.eval()  # the noise is drawn by each rank
     x = torch.randn(sum(SIZES), D, dtype=torch.float64, requires_grad=True)
     topk_idx, topk_weights = gate(x)
     loss = gate.get_loss()
@@ -119,16 +119,16 @@ def test_same_choices_loss_and_gradients(name):
     torch.testing.assert_close(weights, topk_weights, rtol=1e-12, atol=1e-14)
     inputs = [x, *gate.parameters()]
     expected = torch.autograd.grad(loss + topk_weights.sin().sum(), inputs, allow_unused=True)
-    for _, _, worker_loss in parts:  # every worker has the loss of the whole batch
-        torch.testing.assert_close(worker_loss, loss, rtol=1e-12, atol=0)
+    for _, _, rank_loss in parts:  # every rank has the loss of the whole batch
+        torch.testing.assert_close(rank_loss, loss, rtol=1e-12, atol=0)
         ours = torch.autograd.grad(
-            worker_loss + weights.sin().sum(), inputs, allow_unused=True, retain_graph=True
+            rank_loss + weights.sin().sum(), inputs, allow_unused=True, retain_graph=True
         )
         for a, b in zip(ours, expected, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-13)
 
 
-def test_bias_follows_the_load_of_all_workers():
+def test_bias_follows_the_load_of_all_ranks():
     torch.manual_seed(0)
     gate = SigmoidGate(D, E, 1).double()
     loads = torch.tensor([[9, 0, 0, 0], [0, 4, 4, 4], [0, 0, 3, 8]])

@@ -1,0 +1,57 @@
+#include "cpu_features.h"
+
+#include <torch/csrc/stable/library.h>
+#include <torch/headeronly/util/Exception.h>
+
+#include <string>
+
+namespace fmoe_ext {
+namespace {
+
+constexpr const char* kNames[kNumCpuIsas] = {"portable", "avx2", "avx512", "avx512_bf16"};
+
+CpuIsa best_of_processor() {
+  int best = 0;
+  for (int i = 0; i < kNumCpuIsas; ++i)
+    if (processor_has(static_cast<CpuIsa>(i))) best = i;
+  return static_cast<CpuIsa>(best);
+}
+
+// Test hook: limits every CPU kernel to the set of that name. Returns whether this processor has it; if not,
+// nothing changes.
+bool set_cpu_isa(std::string name) {
+  for (int i = 0; i < kNumCpuIsas; ++i) {
+    if (name != kNames[i]) continue;
+    const CpuIsa isa = static_cast<CpuIsa>(i);
+    if (processor_has(isa)) detail::isa_in_use = isa;
+    return processor_has(isa);
+  }
+  STD_TORCH_CHECK(false, "unknown instruction set \"", name,
+                  "\": known are portable, avx2, avx512, avx512_bf16");
+}
+
+}  // namespace
+
+bool processor_has(CpuIsa isa) {
+#if defined(__x86_64__)
+  const bool avx2 =
+      __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+  const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                      __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+  if (isa == CpuIsa::avx2) return avx2;
+  if (isa == CpuIsa::avx512) return avx512;
+  if (isa == CpuIsa::avx512_bf16) return avx512 && __builtin_cpu_supports("avx512bf16");
+#endif
+  return isa == CpuIsa::portable;
+}
+
+namespace detail {
+std::atomic<CpuIsa> isa_in_use{best_of_processor()};
+}
+
+STABLE_TORCH_LIBRARY_FRAGMENT(fmoe_ext, m) { m.def("_set_cpu_isa(str name) -> bool"); }
+STABLE_TORCH_LIBRARY_IMPL(fmoe_ext, CompositeExplicitAutograd, m) {
+  m.impl("_set_cpu_isa", TORCH_BOX(&set_cpu_isa));
+}
+
+}  // namespace fmoe_ext

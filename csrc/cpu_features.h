@@ -1,0 +1,24 @@
+// The instruction sets that the CPU kernels are written for: what this processor has, found out at run time,
+// and what may be used of it. Every kernel asks here, so that a test can take the vector code away from all
+// of them.
+#pragma once
+
+#include <atomic>
+
+namespace fmoe_ext {
+
+enum class CpuIsa { portable, avx2, avx512, avx512_bf16 };  // from the least to the most capable
+constexpr int kNumCpuIsas = 4;
+
+// avx2: with fma, f16c. avx512: avx2, avx512f, bw, vl, dq. avx512_bf16: avx512 and its dot products.
+bool processor_has(CpuIsa isa);
+
+namespace detail {
+extern std::atomic<CpuIsa> isa_in_use;
+}
+
+// The most capable set in use: that of the processor, unless _set_cpu_isa named a lesser one.
+inline CpuIsa cpu_isa() { return detail::isa_in_use.load(std::memory_order_relaxed); }
+inline bool use_avx512() { return cpu_isa() >= CpuIsa::avx512; }
+
+}  // namespace fmoe_ext

@@ -1,0 +1,55 @@
+// The table of kernels for a dtype and the instruction set in use.
+#include <torch/headeronly/util/Exception.h>
+
+#include <array>
+
+#include "cpu_features.h"
+#include "gemm/isa.h"
+
+namespace fmoe_ext::gemm {
+namespace {
+
+using torch::headeronly::ScalarType;
+
+// Each set overrides the types that it has kernels for.
+KernelSet kernels_up_to(CpuIsa last) {
+  constexpr KernelSet (*kSets[kNumCpuIsas])() = {portable_kernels, avx2_kernels, avx512_kernels,
+                                                 avx512_bf16_kernels};
+  KernelSet chosen;
+  for (int i = 0; i <= static_cast<int>(last); ++i) {
+    if (!processor_has(static_cast<CpuIsa>(i))) continue;
+    const KernelSet set = kSets[i]();
+    if (set.float32) chosen.float32 = set.float32;
+    if (set.float64) chosen.float64 = set.float64;
+    if (set.bfloat16) chosen.bfloat16 = set.bfloat16;
+    if (set.float16) chosen.float16 = set.float16;
+  }
+  return chosen;
+}
+
+const KernelSet& kernels_in_use() {
+  static const std::array<KernelSet, kNumCpuIsas> all = {
+      kernels_up_to(CpuIsa::portable), kernels_up_to(CpuIsa::avx2), kernels_up_to(CpuIsa::avx512),
+      kernels_up_to(CpuIsa::avx512_bf16)};
+  return all[static_cast<int>(cpu_isa())];
+}
+
+}  // namespace
+
+const Kernels& kernels_for(ScalarType dtype) {
+  const KernelSet& set = kernels_in_use();
+  switch (dtype) {
+    case ScalarType::Float:
+      return *set.float32;
+    case ScalarType::Double:
+      return *set.float64;
+    case ScalarType::BFloat16:
+      return *set.bfloat16;
+    case ScalarType::Half:
+      return *set.float16;
+    default:
+      STD_TORCH_CHECK(false, "no CPU kernels for dtype ", torch::headeronly::toString(dtype));
+  }
+}
+
+}  // namespace fmoe_ext::gemm

@@ -1,0 +1,78 @@
+// Events of the CUDA driver, which is found at run time: this module links no CUDA library.
+#pragma once
+
+#include <cuda.h>
+#include <dlfcn.h>
+
+#include <memory>
+#include <stdexcept>
+#include <string>
+
+namespace fmoe_ext {
+
+class Driver {
+ public:
+  static const Driver& get() {
+    static const Driver driver;
+    return driver;
+  }
+  decltype(&cuEventCreate) event_create;
+  decltype(&cuEventRecord) event_record;
+  decltype(&cuEventQuery) event_query;
+  decltype(&cuEventDestroy) event_destroy;
+  decltype(&cuStreamIsCapturing) stream_is_capturing;
+  decltype(&cuThreadExchangeStreamCaptureMode) exchange_capture_mode;
+
+ private:
+  Driver() {
+    void* const library = dlopen("libcuda.so.1", RTLD_NOW);
+    if (!library) throw std::runtime_error("libcuda.so.1, the CUDA driver, was not found");
+    find(event_create, library, "cuEventCreate");
+    find(event_record, library, "cuEventRecord");
+    find(event_query, library, "cuEventQuery");
+    find(event_destroy, library, "cuEventDestroy_v2");
+    find(stream_is_capturing, library, "cuStreamIsCapturing");
+    find(exchange_capture_mode, library, "cuThreadExchangeStreamCaptureMode");
+  }
+  template <class Function>
+  static void find(Function& function, void* library, const char* name) {
+    function = reinterpret_cast<Function>(dlsym(library, name));
+    if (!function) throw std::runtime_error(std::string("the CUDA driver has no ") + name);
+  }
+};
+
+inline bool is_capturing(CUstream stream) {
+  CUstreamCaptureStatus status = CU_STREAM_CAPTURE_STATUS_NONE;
+  return Driver::get().stream_is_capturing(stream, &status) == CUDA_SUCCESS &&
+         status != CU_STREAM_CAPTURE_STATUS_NONE;
+}
+
+// What has been put on a stream so far.
+class RecordedEvent {
+ public:
+  explicit RecordedEvent(CUstream stream) {
+    CUevent event = nullptr;
+    check(Driver::get().event_create(&event, CU_EVENT_DISABLE_TIMING), "cuEventCreate");
+    event_.reset(event, [](CUevent e) { Driver::get().event_destroy(e); });
+    check(Driver::get().event_record(event, stream), "cuEventRecord");
+  }
+  // By any thread, also while another one captures a graph. An event that cannot be asked counts as ended:
+  // the stream itself reports what is wrong with it.
+  bool is_done() const {
+    thread_local const bool relaxed = [] {
+      CUstreamCaptureMode mode = CU_STREAM_CAPTURE_MODE_RELAXED;
+      return Driver::get().exchange_capture_mode(&mode) == CUDA_SUCCESS;
+    }();
+    (void)relaxed;
+    return Driver::get().event_query(event_.get()) != CUDA_ERROR_NOT_READY;
+  }
+
+ private:
+  static void check(CUresult result, const char* call) {
+    if (result != CUDA_SUCCESS)
+      throw std::runtime_error(std::string(call) + " failed with CUresult " + std::to_string(result));
+  }
+  std::shared_ptr<CUevent_st> event_;
+};
+
+}  // namespace fmoe_ext

@@ -1,0 +1,87 @@
+// What the launchers of the Hopper kernels share: dispatch, launches, tensor maps.
+#pragma once
+
+#include "sm90.cuh"
+
+namespace fmoe_ext {
+
+// Calls body with a value of the C++ type of a 16-bit dtype.
+template <class Body>
+void dispatch_16bit(Dtype dtype, const Body& body) {
+  if (dtype == Dtype::bf16) return body(__nv_bfloat16{});
+  if (dtype == Dtype::f16) return body(__half{});
+  throw std::runtime_error("fmoe_ext: the Hopper kernels take bfloat16 or float16 only");
+}
+
+template <class... Params, class... Args>
+void launch_sm90(void (*kernel)(Params...), const Grid& grid, size_t shared_bytes, LaunchStream stream,
+                 Args&&... args) {
+  const int clusters = grid.num_blocks > grid.cluster ? grid.num_blocks / grid.cluster : 1;
+  launch_clusters(grid.cluster, kernel, clusters * grid.cluster, kSm90Threads, shared_bytes, stream,
+                  std::forward<Args>(args)...);
+}
+
+#ifdef __CUDACC__
+template <class Function>
+Function driver_function(const char* name, int since_version) {
+  void* entry = nullptr;
+  cudaDriverEntryPointQueryResult found;
+  const cudaError_t error =
+      cudaGetDriverEntryPointByVersion(name, &entry, since_version, cudaEnableDefault, &found);
+  if (error != cudaSuccess || found != cudaDriverEntryPointSuccess)
+    throw std::runtime_error(std::string("fmoe_ext: the CUDA driver has no ") + name +
+                             ": a driver for CUDA 12.0 or newer is needed");
+  return reinterpret_cast<Function>(entry);
+}
+// Tensor maps are encoded in the current context. A thread that has not used CUDA has none, and torch's guard
+// binds none for the device that is current by default.
+inline void ensure_context() {
+  static const auto get_current = driver_function<decltype(&cuCtxGetCurrent)>("cuCtxGetCurrent", 4000);
+  CUcontext context = nullptr;
+  if (get_current(&context) == CUDA_SUCCESS && context) return;
+  int device = 0;
+  cudaError_t error = cudaGetDevice(&device);
+  if (error == cudaSuccess) error = cudaSetDevice(device);
+  if (error != cudaSuccess)
+    throw std::runtime_error(std::string("fmoe_ext: binding the CUDA context of device ") +
+                             std::to_string(device) + " failed: " + cudaGetErrorString(error));
+}
+#else
+using emu::ensure_context;
+#endif
+
+// Encodes the map of a 16-bit tensor with the 128-byte swizzle; throws when the driver refuses. Strides in
+// elements.
+struct TensorMapShape {
+  int rank;
+  uint64_t dims[5], strides[4];
+  uint32_t box[5];
+};
+template <class T>
+void encode_tensor_map(CUtensorMap* map, const void* base, const TensorMapShape& shape) {
+#ifdef __CUDACC__
+  static const auto encode =
+      driver_function<decltype(&cuTensorMapEncodeTiled)>("cuTensorMapEncodeTiled", 12000);
+#else
+  constexpr auto encode = emu::encode_tiled;
+#endif
+  ensure_context();
+  constexpr auto kType =
+      std::is_same_v<T, __half> ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
+  cuuint64_t dims[5], strides[4];
+  cuuint32_t box[5];
+  const cuuint32_t ones[5] = {1, 1, 1, 1, 1};
+  for (int i = 0; i < shape.rank; ++i) {
+    dims[i] = shape.dims[i];
+    box[i] = shape.box[i];
+    if (i) strides[i - 1] = shape.strides[i - 1] * sizeof(T);
+  }
+  const CUresult result = encode(map, kType, shape.rank, const_cast<void*>(base), dims, strides, box, ones,
+                                 CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+                                 CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  if (result != CUDA_SUCCESS)
+    throw std::runtime_error("fmoe_ext: encoding a tensor map failed with CUresult " +
+                             std::to_string(result));
+}
+
+}  // namespace fmoe_ext

@@ -1,0 +1,113 @@
+// Clusters of the Hopper kernels, and the tiles that they take.
+#pragma once
+
+#include "grouped_rows.cuh"
+
+namespace fmoe_ext {
+
+// ---- the thread blocks of a cluster, one or two, take neighbouring tiles that share an operand. Each loads
+// its part of it, for both of them by multicast; a stage is empty when the consumers of both have released
+// it. One whose tile lies outside the result loads and releases all the same.
+struct Cluster {
+  int pairs;  // 1 where there are two blocks, 0 where there is one
+
+  __device__ int rank() const { return static_cast<int>(blockIdx.x) & pairs; }
+  __device__ int peer() const { return rank() ^ pairs; }
+  __device__ int first_index() const { return static_cast<int>(blockIdx.x) >> pairs; }  // of tiles, in at()
+  __device__ int index_step() const { return static_cast<int>(gridDim.x) >> pairs; }
+  __device__ int part(int whole) const { return whole / 2 * rank(); }  // where this block's part begins
+  template <class... C>
+  __device__ __forceinline__ void load(uint32_t dst, const CUtensorMap& map, uint32_t bar,
+                                       C... coordinates) const {
+    if (pairs)
+      ptx::tma_load_multicast(dst, &map, bar, 3, coordinates...);
+    else
+      ptx::tma_load(dst, &map, bar, coordinates...);
+  }
+  // Of a consumer warpgroup one thread releases a stage to each block: they are in its first warp.
+  __device__ bool releases() const { return threadIdx.x % 128 <= pairs; }
+  // By all threads, at the beginning and at the end: no block may end while the other can still write to it
+  // or arrive at its barriers.
+  __device__ static void sync() {
+    __syncwarp();
+    ptx::cluster_sync();
+  }
+};
+
+// ---- tiles, in the order in which clusters take them
+struct Tile {
+  int expert;            // num_experts: padding; -1: there is no such tile
+  int row, num_rows, n;  // its rows (none or fewer: outside the expert), and which tile of columns it is
+};
+
+// Row tiles of an expert in groups of kGroupRows rows. The blocks of a cluster take tiles that follow one
+// another in rows.
+template <int kRows>
+struct RowTiles {
+  static constexpr int kHeight = kRows;
+  const int* offs;
+  int64_t num_rows;
+  int num_experts, tiles_n;
+  Cluster cluster;
+
+  __device__ RowRange rows(int expert) const { return rows_of(offs, num_experts, num_rows, expert); }
+  // Of an expert or the padding, a pair counted as one.
+  __device__ int count(const RowRange& range) const {
+    const int rows = static_cast<int>(range.end - range.begin);
+    return ((rows + kHeight - 1) / kHeight + cluster.pairs) >> cluster.pairs;
+  }
+  // Tile `index` of an expert whose rows begin .. end - 1 begin at first_tile.
+  __device__ __forceinline__ Tile place(int index, int expert, int first_tile, int begin, int end) const {
+    const int pairs = cluster.pairs, span = kHeight << pairs, group = kGroupRows / kHeight >> pairs;
+    const auto at =
+        tile_place(index - first_tile * tiles_n, (end - begin + span - 1) / kHeight >> pairs, tiles_n, group);
+    const int row = begin + at.row * span + cluster.rank() * kHeight;
+    return {expert, row, min(end - row, kHeight), at.column};
+  }
+  __device__ __forceinline__ Tile at(int index) const {  // by the whole warp
+    const auto owner = find_tile_owner(offs, num_experts, num_rows, index / tiles_n, kHeight, cluster.pairs);
+    if (owner.expert < 0) return {-1, 0, 0, 0};
+    return place(index, owner.expert, owner.first_tile, owner.begin, owner.end);
+  }
+};
+
+// The walk of a warp through row tiles, by ascending index. Each lane counts the tiles up to and with one of
+// 32 experts; the counts are kept from tile to tile, so that most steps cost a ballot and not a search. For
+// who has two registers to spare and nothing to do meanwhile: producers, and F1's consumers.
+template <int kRows>
+class TileWalk {
+ public:
+  __device__ __forceinline__ explicit TileWalk(const RowTiles<kRows>& tiles) : tiles_(tiles) { count(0); }
+
+  // By the whole warp; index is not less than the one before.
+  __device__ __forceinline__ Tile at(int index) {
+    const int row_tile = index / tiles_.tiles_n;
+    unsigned beyond = __ballot_sync(kFullMask, row_tile < end_);
+    while (!beyond) {
+      if (first_expert_ + 32 > tiles_.num_experts) return {-1, 0, 0, 0};
+      first_expert_ += 32;
+      count(__shfl_sync(kFullMask, end_, 31));
+      beyond = __ballot_sync(kFullMask, row_tile < end_);
+    }
+    const int lane = __ffs(beyond) - 1, expert = first_expert_ + lane;
+    const RowRange rows = tiles_.rows(expert);
+    const int first_tile = __shfl_sync(kFullMask, end_, lane) - tiles_.count(rows);
+    return tiles_.place(index, expert, first_tile, static_cast<int>(rows.begin), static_cast<int>(rows.end));
+  }
+
+ private:
+  __device__ __forceinline__ void count(int before) {
+    const int lane = threadIdx.x % 32, expert = first_expert_ + lane;
+    end_ = expert <= tiles_.num_experts ? tiles_.count(tiles_.rows(expert)) : 0;
+    for (int step = 1; step < 32; step *= 2) {
+      const int other = __shfl_up_sync(kFullMask, end_, step);
+      if (lane >= step) end_ += other;
+    }
+    end_ += before;
+  }
+
+  const RowTiles<kRows>& tiles_;
+  int first_expert_ = 0, end_;
+};
+
+}  // namespace fmoe_ext

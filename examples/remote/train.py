@@ -1,0 +1,228 @@
+"""Two trainers share four experts on three servers, two replicas each; one server is killed and one joins meanwhile.
+
+Everything runs on this machine, on 127.0.0.1 and free ports: etcd, the servers, the trainers. The loss curve, with
+the moments marked, goes to --out. Exit status: 0 done, 1 something failed, 2 etcd is missing or wrong arguments.
+"""
+
+import argparse
+import contextlib
+import json
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import matplotlib
+
+from fmoe_ext.remote import Client, Directory, loop
+from fmoe_ext.remote.etcd.discovery import EtcdDiscovery
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+HERE = Path(__file__).parent
+COLORS = ("#c2410c", "#1d4ed8")
+
+
+def free_ports(count):
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for s in sockets:
+            s.bind(("127.0.0.1", 0))
+        return [s.getsockname()[1] for s in sockets]
+
+
+class Processes:
+    """What was started here, each with its log; all of it ends with this."""
+
+    def __init__(self, folder):
+        self.folder, self.all = folder, {}
+
+    def start(self, name, *command):
+        log = (self.folder / f"{name}.log").open("w")
+        self.all[name] = subprocess.Popen([str(part) for part in command], stdout=log, stderr=log)
+        return self.all[name]
+
+    def wait_for(self, name, text, seconds=120):
+        path, end = self.folder / f"{name}.log", time.monotonic() + seconds
+        while text not in path.read_text():
+            if self.all[name].poll() is not None or time.monotonic() > end:
+                raise RuntimeError(f"{name} did not say {text!r}, see {path}")
+            time.sleep(0.1)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        for process in reversed(self.all.values()):
+            process.terminate()
+        for process in reversed(self.all.values()):
+            try:
+                process.wait(20)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+def start_etcd(processes):
+    client, peer = free_ports(2)
+    client_url, peer_url = f"http://127.0.0.1:{client}", f"http://127.0.0.1:{peer}"
+    processes.start(
+        "etcd",
+        *(shutil.which("etcd"), "--data-dir", processes.folder / "etcd", "--name", "example"),
+        *("--listen-client-urls", client_url, "--advertise-client-urls", client_url),
+        *("--listen-peer-urls", peer_url, "--initial-advertise-peer-urls", peer_url),
+        *("--initial-cluster", f"example={peer_url}"),
+    )
+    return f"127.0.0.1:{client}"
+
+
+def start_server(processes, name, registry, args, num_experts):
+    uids = [f"expert.{n}" for n in range(args.num_experts)] if num_experts else []
+    flags = ["--expert_uids", *uids] if uids else ["--num_experts", 0]
+    processes.start(
+        name,
+        *(sys.executable, "-m", "fmoe_ext.remote.server.main", "--listen_on", "127.0.0.1:0", *flags),
+        *("--registry", f"etcd://{registry}", "--replicas", 2, "--lease", 3, "--hidden_dim", args.width),
+        *("--optimizer", "adam", "--lr", 1e-3, "--clip_grad_norm", 1.0, "--num_threads", 1),
+        *("--stats_report_interval", 10),
+    )
+
+
+def read_metrics(path):
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def wait_for_step(paths, step, processes, trainers):
+    """Until the slower trainer has made so many steps."""
+    while min(len(read_metrics(path)) for path in paths) < step:
+        for name in trainers:
+            if processes.all[name].poll() not in (None, 0):
+                raise RuntimeError(f"{name} failed, see {processes.folder / name}.log")
+        time.sleep(0.2)
+
+
+def draw(paths, moments, out):
+    figure, axis = plt.subplots(figsize=(9, 4.5), layout="constrained")
+    begin = min(read_metrics(path)[0]["time"] for path in paths)
+    for number, path in enumerate(paths):
+        records = [r for r in read_metrics(path) if r["loss"] is not None]
+        seconds = [r["time"] - begin for r in records]
+        axis.plot(seconds, [r["loss"] for r in records], color=COLORS[number], lw=0.8, alpha=0.3)
+        axis.plot(
+            seconds, smooth([r["loss"] for r in records]), color=COLORS[number], label=f"trainer {number}"
+        )
+    for moment, text in moments:
+        axis.axvline(moment - begin, color="black", ls="--", lw=1)
+        axis.annotate(text, (moment - begin, axis.get_ylim()[1]), xytext=(4, -12), textcoords="offset points")
+    axis.set_xlabel("seconds")
+    axis.set_ylabel("loss (nats a byte)")
+    axis.legend(frameon=False)
+    axis.set_title("Two trainers, four experts with two replicas on three servers")
+    figure.savefig(out, dpi=120)
+
+
+def smooth(values, share=0.9):
+    smoothed, mean = [], values[0]
+    for value in values:
+        mean = share * mean + (1 - share) * value
+        smoothed.append(mean)
+    return smoothed
+
+
+def count_applied(registry, num_experts):
+    """How many gradients the experts have applied, by what their leaders say."""
+    discovery = EtcdDiscovery(registry)
+    client, uids = Client(discovery), [f"expert.{n}" for n in range(num_experts)]
+    records = loop.run(discovery.get(uids), 10)
+    states = [loop.run(client.state(client.handle(r.uid, r), r.endpoints[0], 10), 20) for r in records if r]
+    Directory(discovery).shutdown()
+    return sum(int(state.meta["requests"]) for state in states)
+
+
+def run(args, processes):
+    registry = start_etcd(processes)
+    time.sleep(1)
+    for number in range(3):
+        start_server(processes, f"server-{number}", registry, args, args.num_experts if number == 0 else 0)
+        processes.wait_for(f"server-{number}", "Server started")
+    wait_for_replicas(registry, args.num_experts)
+    trainers = [f"trainer-{number}" for number in range(2)]
+    paths = [args.out / f"{name}.jsonl" for name in trainers]
+    for number, (name, path) in enumerate(zip(trainers, paths, strict=True)):
+        flags = ("--registry", registry, "--steps", args.steps, "--seed", number, "--metrics", path)
+        flags += ("--width", args.width, "--num-experts", args.num_experts)
+        processes.start(name, sys.executable, HERE / "trainer.py", *flags)
+    moments = []
+    wait_for_step(paths, args.steps // 3, processes, trainers)
+    processes.all["server-0"].send_signal(signal.SIGKILL)
+    moments.append((time.time(), "a server is killed"))
+    print("server-0 was killed", flush=True)
+    start_server(processes, "server-3", registry, args, 0)
+    processes.wait_for("server-3", "Server started")
+    moments.append((time.time(), "a server joins"))
+    print("server-3 has joined", flush=True)
+    wait_for_step(paths, args.steps, processes, trainers)
+    draw(paths, moments, args.out / "curve.png")
+    return report(paths, count_applied(registry, args.num_experts), args.out)
+
+
+def wait_for_replicas(registry, num_experts, seconds=60):
+    discovery, end = EtcdDiscovery(registry), time.monotonic() + seconds
+    uids = [f"expert.{n}" for n in range(num_experts)]
+    while not all(r and len(r.endpoints) == 2 for r in loop.run(discovery.get(uids), 10)):
+        if time.monotonic() > end:
+            raise RuntimeError(f"the experts did not have two replicas within {seconds} s")
+        time.sleep(0.2)
+    loop.run(discovery.close(), 5)
+
+
+def report(paths, num_applied, out):
+    """Prints what happened; False if nothing was learned."""
+    learned = True
+    for path in paths:
+        records = read_metrics(path)
+        losses = [r["loss"] for r in records if r["loss"] is not None]
+        first, last = sum(losses[:20]) / 20, sum(losses[-20:]) / 20
+        longest = max(r["seconds"] for r in records)
+        failed = sum(bool(r["failed"]) for r in records)
+        print(
+            f"{path.stem}: loss {first:.3f} -> {last:.3f} in {len(records)} steps, {records[-1]['lost']} gradients "
+            f"lost, {records[-1]['retries']} retries, {failed} failed, longest step {longest:.1f} s"
+        )
+        learned = learned and last < first and failed <= 0.02 * len(records)
+    heard = sum(read_metrics(path)[-1]["applied"] for path in paths)
+    lost = sum(read_metrics(path)[-1]["lost"] for path in paths)
+    print(
+        f"{heard} gradients were acknowledged, {num_applied} are in the experts; curve: {out / 'curve.png'}"
+    )
+    if not heard <= num_applied <= heard + lost:
+        print("an acknowledged gradient is missing, or one was applied twice", file=sys.stderr)
+        return False
+    return learned
+
+
+def main():
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--steps", type=int, default=600, help="of each trainer")
+    parser.add_argument("--width", type=int, default=64)
+    parser.add_argument("--num-experts", type=int, default=4)
+    parser.add_argument("--out", type=Path, default=Path("out/remote"))
+    args = parser.parse_args()
+    if shutil.which("etcd") is None:
+        print("etcd is needed to keep replicas in order: apt-get install etcd-server", file=sys.stderr)
+        return 2
+    if args.out.exists():
+        shutil.rmtree(args.out)
+    args.out.mkdir(parents=True)
+    with Processes(args.out) as processes:
+        return 0 if run(args, processes) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

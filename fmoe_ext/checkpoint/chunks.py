@@ -1,0 +1,241 @@
+"""Tensors in the .distcp files of a checkpoint folder: where their chunks are, and how they are read.
+
+torch.distributed.checkpoint decides which chunks go where; what comes from a file is checked here and is never more
+than a tensor of the shape and dtype that was announced.
+"""
+
+import io
+import math
+import zipfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from torch.distributed.checkpoint import (
+    ChunkStorageMetadata,
+    DefaultLoadPlanner,
+    FileSystemWriter,
+    LoadPlan,
+    LoadPlanner,
+    Metadata,
+    ReadItem,
+    StorageReader,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import LoadItemType
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+
+from fmoe_ext.checkpoint.errors import CheckpointError
+from fmoe_ext.checkpoint.files import inside
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A part of a tensor: its place in the tensor, and the bytes [begin, begin + num_bytes) of a file that hold it."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    file: str
+    begin: int
+    num_bytes: int
+
+
+@dataclass(frozen=True)
+class SavedTensor:
+    """What a checkpoint says of one tensor; dtype: a name as "float32"."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    chunks: tuple[Chunk, ...]
+
+    def check(self, key: str) -> None:
+        """CheckpointError unless all of it is of the right types and the chunks lie in the tensor and in files."""
+        if not isinstance(key, str) or not isinstance(getattr(torch, str(self.dtype), None), torch.dtype):
+            raise CheckpointError(f"the tensor {key!r} has dtype {self.dtype!r}"[:300])
+        numbers = [
+            *self.shape,
+            *(n for c in self.chunks for n in (*c.offsets, *c.sizes, c.begin, c.num_bytes)),
+        ]
+        if any(type(n) is not int or not 0 <= n < 2**62 for n in numbers):
+            raise CheckpointError(f"{key} has sizes or places that are no numbers in [0, 2^62)")
+        for chunk in self.chunks:
+            if not isinstance(chunk.file, str):
+                raise CheckpointError(f"{key} is in a file whose name is no text")
+            if not len(chunk.offsets) == len(chunk.sizes) == len(self.shape) or any(
+                begin + size > whole
+                for begin, size, whole in zip(chunk.offsets, chunk.sizes, self.shape, strict=True)
+            ):
+                raise CheckpointError(f"{key} {list(self.shape)} has a chunk that is not a part of it")
+            if math.prod(chunk.sizes) * self.torch_dtype.itemsize > chunk.num_bytes:
+                raise CheckpointError(
+                    f"{key}: a chunk {list(chunk.sizes)} of {self.dtype} in {chunk.num_bytes} bytes"
+                )
+        if sum(math.prod(chunk.sizes) for chunk in self.chunks) != math.prod(self.shape):
+            raise CheckpointError(f"the chunks of {key} are not together {list(self.shape)}")
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return getattr(torch, self.dtype)
+
+    def as_json(self) -> dict[str, Any]:
+        chunks = [[c.offsets, c.sizes, c.file, c.begin, c.num_bytes] for c in self.chunks]
+        return {"shape": list(self.shape), "dtype": self.dtype, "chunks": chunks}
+
+    @classmethod
+    def from_json(cls, key: str, content: Any) -> "SavedTensor":
+        try:
+            chunks = [
+                Chunk(tuple(offsets), tuple(sizes), file, begin, num_bytes)
+                for offsets, sizes, file, begin, num_bytes in content["chunks"]
+            ]
+            tensor = cls(content["dtype"], tuple(content["shape"]), tuple(chunks))
+        except (KeyError, TypeError, ValueError) as error:
+            raise CheckpointError(f"what it says of {key} is no description of a tensor") from error
+        tensor.check(key)
+        return tensor
+
+
+class Writer(FileSystemWriter):
+    """Writes the chunks and, instead of torch's pickle, keeps in `tensors` what was written where."""
+
+    tensors: dict[str, SavedTensor]
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        places = {result.index: result.storage_data for of_rank in results for result in of_rank}
+        self.tensors = {}
+        for key, entry in metadata.state_dict_metadata.items():
+            if not isinstance(entry, TensorStorageMetadata):
+                raise CheckpointError(f"{key} is no tensor")
+            chunks = []
+            for chunk in entry.chunks:
+                info = places[MetadataIndex(key, chunk.offsets)]
+                place = info.relative_path, info.offset, info.length
+                chunks.append(Chunk(tuple(chunk.offsets), tuple(chunk.sizes), *place))
+            dtype = str(entry.properties.dtype).removeprefix("torch.")
+            self.tensors[key] = SavedTensor(dtype, tuple(entry.size), tuple(chunks))
+
+
+class Reader(StorageReader):
+    """Reads {key: SavedTensor} from the files of a folder for torch.distributed.checkpoint.load."""
+
+    def __init__(self, folder: Path, tensors: Mapping[str, SavedTensor]):
+        self.folder = folder
+        self.tensors = tensors
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        return Metadata({key: _as_torch_says(tensor) for key, tensor in self.tensors.items()})
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        by_chunk: dict[tuple[str, tuple[int, ...]], list[ReadItem]] = {}
+        for item in plan.items:
+            if item.type != LoadItemType.TENSOR or item.storage_index.offset is None:
+                raise CheckpointError(f"{item.storage_index.fqn} is no tensor")
+            place = item.storage_index.fqn, tuple(item.storage_index.offset)
+            by_chunk.setdefault(place, []).append(item)
+        for (key, offsets), items in by_chunk.items():
+            value = self._chunk(key, offsets)
+            for item in items:
+                begins = zip(item.storage_offsets, item.lengths, strict=True)
+                target = planner.resolve_tensor(item).detach()
+                target.copy_(value[tuple(slice(begin, begin + length) for begin, length in begins)])
+                planner.commit_tensor(item, target)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    def _chunk(self, key: str, offsets: tuple[int, ...]) -> torch.Tensor:
+        tensor = self.tensors[key]
+        chunk = next(chunk for chunk in tensor.chunks if chunk.offsets == offsets)
+        return load_chunk(self.folder, key, chunk, tensor.torch_dtype)
+
+    def reset(self, checkpoint_id: Any = None) -> None: ...
+
+    def set_up_storage_reader(
+        self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
+    ) -> None: ...
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        return plans
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
+        return True
+
+
+class Planner(DefaultLoadPlanner):
+    """torch's own would unpickle an entry of bytes, whatever is in it."""
+
+    def __init__(self) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        raise CheckpointError(f"{read_item.storage_index.fqn} is no tensor")
+
+
+def load_chunk(folder: Path, key: str, chunk: Chunk, dtype: torch.dtype) -> torch.Tensor:
+    """The tensor of one chunk; CheckpointError where the file holds anything else."""
+    path = inside(folder, chunk.file)
+    text = f"{path}: the chunk of {key} at {chunk.begin}"
+    try:
+        with _part_of(path, chunk.begin, chunk.num_bytes) as part:
+            with zipfile.ZipFile(part) as content:
+                if any(entry.compress_type != zipfile.ZIP_STORED for entry in content.infolist()):
+                    raise CheckpointError(f"{text} is compressed, which torch.save never does")
+            part.seek(0)
+            value = torch.load(part, map_location="cpu", weights_only=True)
+    except CheckpointError:
+        raise
+    except Exception as error:  # of zipfile and torch, for damaged content of any kind
+        raise CheckpointError(f"{text} cannot be read: {type(error).__name__}: {error}"[:500]) from error
+    if type(value) is not torch.Tensor or value.layout != torch.strided:
+        raise CheckpointError(f"{text} is no tensor")
+    if value.dtype != dtype or tuple(value.shape) != chunk.sizes:
+        raise CheckpointError(
+            f"{text} is {value.dtype} {list(value.shape)}, expected {dtype} {list(chunk.sizes)}"
+        )
+    return value
+
+
+@contextmanager
+def _part_of(path: Path, begin: int, num_bytes: int) -> Iterator[BinaryIO]:
+    """Bytes of a file as a file of their own."""
+    if begin + num_bytes > path.stat().st_size:
+        raise CheckpointError(f"{path} is truncated: it has no {num_bytes} bytes at {begin}")
+    with open(path, "rb") as file, io.BufferedReader(_Part(file, begin, num_bytes)) as part:
+        yield part
+
+
+class _Part(io.RawIOBase):
+    def __init__(self, file: BinaryIO, begin: int, num_bytes: int):
+        self.file, self.begin, self.num_bytes, self.place = file, begin, num_bytes, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        start = {io.SEEK_SET: 0, io.SEEK_CUR: self.place, io.SEEK_END: self.num_bytes}[whence]
+        self.place = max(0, start + offset)
+        return self.place
+
+    def readinto(self, buffer: Any) -> int:
+        view = memoryview(buffer)[: max(0, self.num_bytes - self.place)]
+        self.file.seek(self.begin + self.place)
+        num_read = self.file.readinto(view)  # type: ignore[attr-defined]
+        self.place += num_read
+        return num_read
+
+
+def _as_torch_says(tensor: SavedTensor) -> TensorStorageMetadata:
+    chunks = [ChunkStorageMetadata(torch.Size(c.offsets), torch.Size(c.sizes)) for c in tensor.chunks]
+    return TensorStorageMetadata(TensorProperties(dtype=tensor.torch_dtype), torch.Size(tensor.shape), chunks)

@@ -1,0 +1,131 @@
+"""manifest.json: what a checkpoint folder says of itself, checked before anything in it is used."""
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+from fmoe_ext.checkpoint.chunks import SavedTensor
+from fmoe_ext.checkpoint.errors import CheckpointError
+from fmoe_ext.checkpoint.files import atomic_file, inside, read_json
+from fmoe_ext.checkpoint.torch_metadata import read_metadata
+
+VERSION = 2  # 1 says in .metadata, a pickle, where the tensors are
+VERSIONS = (1, 2)
+MODEL = "model."
+TYPES: MappingProxyType[str, tuple[type, ...]] = MappingProxyType(
+    {
+        "step": (int,),
+        "layers": (dict,),
+        "optimizer": (dict, type(None)),
+        "extra": (dict,),
+        "tensors": (dict,),
+        "files": (dict,),
+        "routing": (dict,),
+    }
+)
+TYPES_OF_OPTIMIZER: MappingProxyType[str, type] = MappingProxyType(
+    {"type": str, "groups": list, "params": dict, "values": dict}
+)
+
+
+@dataclass
+class Manifest:
+    """What a checkpoint says of itself.
+
+    tensors: {key: {"shape", "dtype", "chunks"}}; files: {name: {"bytes", "sha256"}};
+    routing: {layer: what its gate computes}, which the tensors do not say.
+    """
+
+    step: int
+    layers: dict[str, Any] = field(default_factory=dict)
+    optimizer: dict[str, Any] | None = None
+    extra: dict[str, Any] = field(default_factory=dict)
+    tensors: dict[str, dict[str, Any]] = field(default_factory=dict)
+    files: dict[str, dict[str, Any]] = field(default_factory=dict)
+    routing: dict[str, Any] = field(default_factory=dict)
+    torch: str = torch.__version__
+    version: int = VERSION
+
+    def write(self, path: Path) -> None:
+        content = asdict(self)
+        with atomic_file(path) as file:
+            file.write(json.dumps({**content, "sha256": _digest(content)}, indent=1).encode())
+
+    @classmethod
+    def read(cls, folder: Path) -> "Manifest":
+        path = inside(folder, "manifest.json")
+        content = read_json(path)
+        expected, version = content.pop("sha256", None), content.get("version")
+        if _digest(content) != expected:
+            raise CheckpointError(
+                f"{path} is damaged: its content does not have the SHA-256 {expected}"[:500]
+            )
+        if version not in VERSIONS:
+            raise CheckpointError(
+                f"{path} has version {version}, this fmoe_ext reads versions {', '.join(map(str, VERSIONS))}"[
+                    :500
+                ]
+            )
+        try:
+            return cls(**content).checked(path)
+        except TypeError as error:
+            raise CheckpointError(f"{path} is damaged: {error}"[:500]) from error
+
+    def checked(self, path: Path) -> "Manifest":
+        """itself; CheckpointError where anything is of another type than save() writes."""
+        for name, expected in TYPES.items():
+            if not isinstance(getattr(self, name), expected):
+                raise CheckpointError(f"{path} is damaged: its {name!r} is {getattr(self, name)!r}"[:500])
+        if not all(isinstance(entry, dict) for entry in (*self.tensors.values(), *self.files.values())):
+            raise CheckpointError(f"{path} is damaged: its tensors or files are not described by objects")
+        for name, entry in self.files.items():
+            inside(path.parent, name)
+            if type(entry.get("bytes")) is not int or not isinstance(entry.get("sha256"), str):
+                raise CheckpointError(f"{path} is damaged: it has no size or checksum of {name}")
+        if self.optimizer is not None:
+            _check_record(self.optimizer, path)
+        return self
+
+    def saved(self, folder: Path) -> dict[str, SavedTensor]:
+        """Where each tensor is; CheckpointError for what is no tensor."""
+        if self.version == 1:
+            tensors, others = read_metadata(inside(folder, ".metadata"))
+            if others:
+                raise CheckpointError(f"{folder / '.metadata'}: {others[0]} is no tensor")
+            for key, entry in self.tensors.items():
+                if key not in tensors or [*tensors[key].shape] != entry.get("shape"):
+                    raise CheckpointError(f"{folder}: .metadata and manifest.json do not agree on {key}")
+            return {key: tensors[key] for key in self.tensors}
+        tensors = {}
+        for key, entry in self.tensors.items():
+            tensors[key] = SavedTensor.from_json(key, entry)
+            for chunk in tensors[key].chunks:
+                if chunk.file not in self.files:
+                    raise CheckpointError(
+                        f"{folder}: {key} is in {chunk.file!r}, which has no checksum"[:500]
+                    )
+        return tensors
+
+    def model_shapes(self) -> dict[str, Any]:
+        return {k.removeprefix(MODEL): t["shape"] for k, t in self.tensors.items() if k.startswith(MODEL)}
+
+
+def _check_record(record: dict[str, Any], path: Path) -> None:
+    """CheckpointError unless the record of an optimizer has what optimizer_state.Loading takes from it."""
+    good = all(isinstance(record.get(name), expected) for name, expected in TYPES_OF_OPTIMIZER.items())
+    if not (
+        good
+        and all(isinstance(options, dict) for options in record["groups"])
+        and all(type(i) is int and 0 <= i < len(record["groups"]) for i in record["params"].values())
+        and all(isinstance(values, dict) for values in record["values"].values())
+    ):
+        raise CheckpointError(f"{path} is damaged: what it says of the optimizer is not what save() writes")
+
+
+def _digest(content: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

@@ -1,0 +1,270 @@
+"""torch's `.metadata`, a pickle, read by something that cannot call anything.
+
+A pickle is a program for a small stack machine. This one knows the instructions that build plain values; where the
+program names a class, the name has to be in CLASSES, and "calling" it only makes a Record that notes the arguments.
+No class is looked up, no function runs, whatever the file says.
+"""
+
+import pickletools
+import re
+from collections.abc import Callable
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+from fmoe_ext.checkpoint.chunks import Chunk, SavedTensor
+from fmoe_ext.checkpoint.errors import CheckpointError
+
+OF_DCP = "torch.distributed.checkpoint"
+MAX_BYTES = 2**30
+CLASSES = frozenset(
+    {
+        ("collections", "OrderedDict"),
+        ("pathlib", "PosixPath"),
+        ("pathlib", "WindowsPath"),
+        ("pathlib._local", "PosixPath"),
+        ("pathlib._local", "WindowsPath"),
+        ("torch", "Size"),
+        ("torch.serialization", "_get_layout"),
+        (f"{OF_DCP}.filesystem", "_StorageInfo"),
+        (f"{OF_DCP}.filesystem", "_StoragePrefix"),
+        (f"{OF_DCP}.planner", "SavePlan"),  # Megatron keeps its plans
+        (f"{OF_DCP}.planner", "TensorWriteData"),
+        (f"{OF_DCP}.planner", "WriteItem"),
+        (f"{OF_DCP}.planner", "WriteItemType"),
+        (f"{OF_DCP}.metadata", "BytesStorageMetadata"),
+        (f"{OF_DCP}.metadata", "ChunkStorageMetadata"),
+        (f"{OF_DCP}.metadata", "Metadata"),
+        (f"{OF_DCP}.metadata", "MetadataIndex"),
+        (f"{OF_DCP}.metadata", "StorageMeta"),
+        (f"{OF_DCP}.metadata", "TensorProperties"),
+        (f"{OF_DCP}.metadata", "TensorStorageMetadata"),
+        (f"{OF_DCP}.metadata", "_MEM_FORMAT_ENCODING"),
+    }
+)
+DTYPES = re.compile(r"float(64|32|16|8_e4m3fn|8_e5m2)|bfloat16|complex(64|128)|u?int(64|32|16|8)|bool")
+
+
+class Name(NamedTuple):
+    """A class or dtype that the file names; never looked up."""
+
+    module: str
+    name: str
+
+
+class Record:
+    """What the file says of one object: the arguments of its class, and its state."""
+
+    __slots__ = ("args", "of", "state")
+
+    def __init__(self, of: Name, args: tuple):
+        self.of, self.args = of, args
+        self.state: Any = None
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        """An OrderedDict is filled so; nothing that is in one is needed."""
+
+
+def read_metadata(path: Path) -> tuple[dict[str, SavedTensor], list[str]]:
+    """({key: SavedTensor}, keys of what is no tensor) of a `.metadata`; CheckpointError for any other file."""
+    try:
+        if path.stat().st_size > MAX_BYTES:
+            raise CheckpointError(f"{path} is larger than {MAX_BYTES} bytes")
+        return _described(_Machine().run(path.read_bytes()))
+    except CheckpointError as error:
+        raise CheckpointError(f"{path} cannot be read, or is damaged: {error}") from error
+    except Exception as error:  # whatever a damaged program makes of the stack
+        raise CheckpointError(
+            f"{path} cannot be read, or is damaged: {type(error).__name__}: {error}"[:500]
+        ) from error
+
+
+def _described(root: Any) -> tuple[dict[str, SavedTensor], list[str]]:
+    metadata = _fields(root, "Metadata")
+    places = {}
+    for index, info in metadata["storage_data"].items():
+        where, stored = _fields(index, "MetadataIndex"), _fields(info, "_StorageInfo")
+        if stored.get("transform_descriptors"):
+            raise CheckpointError(f"{where['fqn']} is stored with {stored['transform_descriptors']}")
+        offsets = where.get("offset")
+        places[where["fqn"], None if offsets is None else _size(offsets)] = stored
+    tensors, others = {}, []
+    for key, entry in metadata["state_dict_metadata"].items():
+        if _is(entry, "BytesStorageMetadata"):
+            others.append(key)
+            continue
+        described = _fields(entry, "TensorStorageMetadata")
+        chunks = []
+        for chunk in described["chunks"]:
+            part = _fields(chunk, "ChunkStorageMetadata")
+            offsets = _size(part["offsets"])
+            stored = places[key, offsets]
+            place = stored["relative_path"], stored.get("offset", 0), stored["length"]
+            chunks.append(Chunk(offsets, _size(part["sizes"]), *place))
+        tensors[key] = SavedTensor(_dtype(described["properties"]), _size(described["size"]), tuple(chunks))
+    for key, tensor in tensors.items():
+        tensor.check(key)
+    return tensors, others
+
+
+def _is(value: Any, name: str) -> bool:
+    return isinstance(value, Record) and value.of.name == name
+
+
+def _fields(value: Any, name: str) -> dict[str, Any]:
+    if not _is(value, name) or not isinstance(value.state, dict):
+        raise CheckpointError(f"a {name} was expected, but there is something else")
+    return value.state
+
+
+def _size(value: Any) -> tuple[int, ...]:
+    if _is(value, "Size"):
+        (value,) = value.args
+    return tuple(value)
+
+
+def _dtype(properties: Any) -> str:
+    """The dtype's name: the first of the tuple that a TensorProperties is pickled as."""
+    if not _is(properties, "TensorProperties") or not isinstance(properties.state, tuple):
+        raise CheckpointError("a TensorProperties was expected, but there is something else")
+    dtype = properties.state[0]
+    if not isinstance(dtype, Name) or dtype.module != "torch":
+        raise CheckpointError("a dtype was expected, but there is something else")
+    return dtype.name
+
+
+class _Machine:
+    """The stack machine; every instruction that it does not know ends it."""
+
+    def __init__(self) -> None:
+        self.stack: list[Any] = []
+        self.marks: list[int] = []
+        self.memo: dict[int, Any] = {}
+
+    def run(self, program: bytes) -> Any:
+        for instruction, argument, _ in pickletools.genops(program):
+            if instruction.name == "STOP":
+                return self.stack.pop()
+            if instruction.name in CONSTANTS:
+                self.stack.append(CONSTANTS[instruction.name])
+            elif instruction.name in LITERALS:
+                self.stack.append(argument)
+            elif instruction.name in INSTRUCTIONS:
+                INSTRUCTIONS[instruction.name](self, argument)
+            else:
+                raise CheckpointError(f"the instruction {instruction.name} is in no checkpoint of tensors")
+        raise CheckpointError("it ends too early")
+
+    def pop(self, count: int) -> list[Any]:
+        if count > len(self.stack) - (self.marks[-1] if self.marks else 0):
+            raise CheckpointError("it takes more from the stack than there is")
+        taken = self.stack[len(self.stack) - count :]
+        del self.stack[len(self.stack) - count :]
+        return taken
+
+    def pop_to_mark(self) -> list[Any]:
+        mark = self.marks.pop()
+        taken = self.stack[mark:]
+        del self.stack[mark:]
+        return taken
+
+    def mark(self, _: Any) -> None:
+        self.marks.append(len(self.stack))
+
+    def memoize(self, _: Any) -> None:
+        self.memo[len(self.memo)] = self.stack[-1]
+
+    def put(self, index: int) -> None:
+        self.memo[index] = self.stack[-1]
+
+    def get(self, index: int) -> None:
+        self.stack.append(self.memo[index])
+
+    def name(self, module: Any, name: Any) -> None:
+        if (module, name) not in CLASSES and not (module == "torch" and DTYPES.fullmatch(str(name))):
+            raise CheckpointError(f"it contains {module}.{name}, which no checkpoint of tensors needs"[:300])
+        self.stack.append(Name(module, name))
+
+    def name_on_stack(self, _: Any) -> None:
+        self.name(*self.pop(2))
+
+    def name_in_program(self, argument: str) -> None:
+        self.name(*argument.split(" ", 1))
+
+    def record(self, _: Any) -> None:
+        of, args = self.pop(2)
+        if not isinstance(of, Name) or not isinstance(args, tuple):
+            raise CheckpointError("it calls something that is no class")
+        self.stack.append(Record(of, args))
+
+    def build(self, _: Any) -> None:
+        (state,) = self.pop(1)
+        if not isinstance(self.stack[-1], Record):
+            raise CheckpointError("it gives a state to something that has none")
+        self.stack[-1].state = state
+
+    def append(self, _: Any) -> None:
+        (value,) = self.pop(1)
+        self.only(list).append(value)
+
+    def extend(self, _: Any) -> None:
+        values = self.pop_to_mark()
+        self.only(list).extend(values)
+
+    def set_item(self, _: Any) -> None:
+        key, value = self.pop(2)
+        self.only(dict, Record)[key] = value
+
+    def set_items(self, _: Any) -> None:
+        values = self.pop_to_mark()
+        target = self.only(dict, Record)
+        for key, value in zip(values[::2], values[1::2], strict=True):
+            target[key] = value
+
+    def only(self, *types: type) -> Any:
+        if not isinstance(self.stack[-1], types):
+            raise CheckpointError(f"it fills a {type(self.stack[-1]).__name__}")
+        return self.stack[-1]
+
+
+def _tuple_of(count: int) -> Callable[[_Machine, Any], None]:
+    return lambda machine, _: machine.stack.append(tuple(machine.pop(count)))
+
+
+def _nothing(machine: _Machine, _: Any) -> None:
+    """PROTO and FRAME say how the rest is written."""
+
+
+CONSTANTS = MappingProxyType({"NONE": None, "NEWTRUE": True, "NEWFALSE": False})
+LITERALS = (
+    *("BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT"),
+    *("SHORT_BINUNICODE", "BINUNICODE", "SHORT_BINBYTES", "BINBYTES"),
+)
+INSTRUCTIONS: MappingProxyType[str, Callable[[_Machine, Any], None]] = MappingProxyType(
+    {
+        "PROTO": _nothing,
+        "FRAME": _nothing,
+        "MARK": _Machine.mark,
+        "MEMOIZE": _Machine.memoize,
+        "BINPUT": _Machine.put,
+        "LONG_BINPUT": _Machine.put,
+        "BINGET": _Machine.get,
+        "LONG_BINGET": _Machine.get,
+        "EMPTY_DICT": lambda machine, _: machine.stack.append({}),
+        "EMPTY_LIST": lambda machine, _: machine.stack.append([]),
+        "EMPTY_TUPLE": _tuple_of(0),
+        "TUPLE1": _tuple_of(1),
+        "TUPLE2": _tuple_of(2),
+        "TUPLE3": _tuple_of(3),
+        "TUPLE": lambda machine, _: machine.stack.append(tuple(machine.pop_to_mark())),
+        "APPEND": _Machine.append,
+        "APPENDS": _Machine.extend,
+        "SETITEM": _Machine.set_item,
+        "SETITEMS": _Machine.set_items,
+        "GLOBAL": _Machine.name_in_program,
+        "STACK_GLOBAL": _Machine.name_on_stack,
+        "REDUCE": _Machine.record,
+        "NEWOBJ": _Machine.record,
+        "BUILD": _Machine.build,
+    }
+)

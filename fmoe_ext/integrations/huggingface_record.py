@@ -1,0 +1,133 @@
+"""What fmoefy notes in the configuration of a Transformers model, so that save_pretrained saves what the model is.
+
+The configuration gets the entry "fmoe_ext", from which integrations.huggingface.from_pretrained builds the model
+again, and its activations become NEEDS: whoever builds a dense model from it fails with that text.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Iterator, Sequence
+from typing import Any, NoReturn
+
+from fmoe_ext.experts import activation_name
+from fmoe_ext.gates import GATES
+from fmoe_ext.integrations.target import Options, Target
+from fmoe_ext.transformer import FMoETransformerMLP
+
+KEY = "fmoe_ext"
+VERSION = 1
+NEEDS = "needs fmoe_ext.integrations.huggingface.from_pretrained"
+NOT_SAVED = (
+    "moe_group",
+    "world_size",
+    "expert_dp_comm",
+    "gate_group",
+    "bias",
+)  # of this process, or in the entry
+
+
+def note(
+    model: Any,
+    kind: str,
+    targets: Sequence[Target],
+    layers: Sequence[FMoETransformerMLP],
+    options: Options,
+) -> None:
+    """Notes in model.config what became of the targets; nothing for a model that has no save_pretrained()."""
+    config: Any = getattr(model, "config", None)
+    if not hasattr(model, "save_pretrained") or not hasattr(config, "to_json_string"):
+        return
+    if any(moe.world_size > 1 for moe in layers):
+        model.save_pretrained = _refuse_parts
+        return
+    record = getattr(config, KEY, None) or {"version": VERSION, "dense": _mark(config), "layers": []}
+    entries = [
+        {"kind": kind, "matched": options.match is not None} | _entry(target, moe, options)
+        for target, moe in zip(targets, layers, strict=True)
+    ]
+    setattr(config, KEY, record | {"layers": [*record["layers"], *entries]})
+    if not record["dense"]:
+        model.save_pretrained = _refuse_unmarked
+
+
+def _entry(target: Target, moe: FMoETransformerMLP, options: Options) -> dict[str, Any]:
+    activation = moe.experts.activation
+    kwargs = {name: value for name, value in options.moe_kwargs.items() if name not in NOT_SAVED}
+    saved = {name: value for name, value in kwargs.items() if _is_json(value)}
+    entry = {
+        "path": target.path,
+        "num_experts": moe.num_experts,
+        "top_k": moe.top_k,
+        "d_model": moe.d_model,
+        "d_hidden": moe.d_hidden,
+        "activation": activation_name(activation),
+        "bias": moe.experts.htoh4.bias is not None,
+        "gate": _name_of(options.gate),
+        "options": {name: value for name, value in target.moe_kwargs.items() if name == "gate_bias"} | saved,
+    }
+    missing = {name: str(kwargs[name]) for name in kwargs.keys() - saved.keys()}
+    if entry["activation"] is None:
+        missing["activation"] = str(activation)
+    if entry["gate"] is None:
+        missing["gate"] = str(options.gate)
+    return entry | {"missing": missing}
+
+
+def _name_of(gate: Any) -> dict[str, Any] | None:
+    """A gate of GATES as {"name", "options"}; None for one that has to be given again."""
+    options = {}
+    if isinstance(gate, functools.partial) and not gate.args:
+        gate, options = gate.func, gate.keywords
+    name = "softmax" if gate is None else gate
+    for known, maker in GATES.items():
+        if maker is gate:
+            name = known
+    return {"name": name, "options": options} if isinstance(name, str) and _is_json(options) else None
+
+
+def _is_json(value: Any) -> bool:
+    try:
+        return json.loads(json.dumps(value)) == value
+    except (TypeError, ValueError):
+        return False
+
+
+def _mark(config: Any) -> dict[str, str]:
+    """Writes NEEDS in the place of the configuration's activations -> {dotted name: what was there}."""
+    found = {}
+    for prefix, part in _parts(config, ""):
+        for name, value in list(vars(part).items()):
+            if _is_activation(name, value):
+                found[prefix + name] = value
+                setattr(part, name, NEEDS)
+    return found
+
+
+def _parts(config: Any, prefix: str) -> Iterator[tuple[str, Any]]:
+    """(dotted prefix, config) of a configuration and those inside it."""
+    yield prefix, config
+    for name, value in list(vars(config).items()):
+        if hasattr(value, "to_json_string") and hasattr(value, "model_type"):
+            yield from _parts(value, f"{prefix}{name}.")
+
+
+def _is_activation(name: str, value: Any) -> bool:
+    from transformers.activations import ACT2FN
+
+    return isinstance(value, str) and (("act" in name and value in ACT2FN) or name == "feed_forward_proj")
+
+
+def _refuse_parts(*_: Any, **__: Any) -> NoReturn:
+    raise RuntimeError(
+        "save_pretrained would save the experts of this rank only, but they are spread over several: "
+        "fmoe_ext.checkpoint.save(folder, model) saves those of all ranks, and its `export` makes one file of them"
+    )
+
+
+def _refuse_unmarked(*_: Any, **__: Any) -> NoReturn:
+    raise RuntimeError(
+        "this model's configuration names no activation that could say that its MLPs are MoE layers, so that "
+        "from_pretrained would take it for the dense model: save with fmoe_ext.checkpoint.save(folder, model)"
+    )

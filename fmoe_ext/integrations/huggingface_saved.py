@@ -1,0 +1,156 @@
+"""Loads what save_pretrained saved of a fmoefied Transformers model."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fmoe_ext.gates import find_gate
+from fmoe_ext.integrations.fmoefy import find_targets, replace
+from fmoe_ext.integrations.huggingface_record import KEY, VERSION
+from fmoe_ext.integrations.target import Options
+
+
+def from_pretrained(
+    folder: str | Path,
+    *,
+    gate: Any = None,
+    activation: Any = None,
+    dtype: torch.dtype | None = None,
+    **moe_kwargs: Any,
+) -> nn.Module:
+    """The fmoefied model that model.save_pretrained(folder) saved -> the same model, in eval() and bitwise.
+
+    folder: a local one, with config.json and model.safetensors or its parts. gate, activation, moe_kwargs: what
+    fmoefy was given and a file cannot hold (a gate or an activation of one's own); an error says which is missing.
+    dtype: None takes that of the file.
+    Raises ValueError for a folder of another kind, and for tensors that do not fit the model.
+    Equivalent to: AutoModel....from_pretrained(folder), were the model a dense one.
+    """
+    import transformers
+
+    folder = Path(folder)
+    values, record = _read_config(folder)
+    config = transformers.AutoConfig.for_model(**values)
+    name = (config.architectures or [""])[0]
+    model_class = getattr(transformers, name, None)
+    if not isinstance(model_class, type) or not issubclass(model_class, transformers.PreTrainedModel):
+        raise ValueError(f"{folder / 'config.json'}: architectures names no model of Transformers: {name!r}")
+    model: Any = model_class(config)
+    model.to(dtype or config.dtype or torch.get_default_dtype())
+    given = {"gate": gate, "activation": activation, **moe_kwargs}
+    for entry in record["layers"]:
+        _rebuild(model, entry, {name: value for name, value in given.items() if value is not None})
+    _load(model, _read_tensors(folder))
+    if (folder / "generation_config.json").exists():
+        model.generation_config = transformers.GenerationConfig.from_pretrained(folder)
+    return model.eval()
+
+
+def _read_config(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """(config.json of the dense model, the record of fmoefy)."""
+    file = folder / "config.json"
+    if not file.exists():
+        raise ValueError(f"{folder} has no config.json: give a folder that save_pretrained has written")
+    values = json.loads(file.read_text())
+    record = values.pop(KEY, None)
+    if not isinstance(record, dict):
+        raise ValueError(f"{file} is not of a fmoefied model: load it with Transformers' from_pretrained")
+    if record.get("version") != VERSION:
+        raise ValueError(
+            f"{file} has version {record.get('version')} of fmoe_ext's entry, but this knows {VERSION}"
+        )
+    for name, value in record["dense"].items():
+        *parents, last = name.split(".")
+        functools.reduce(lambda part, parent: part[parent], parents, values)[last] = value
+    return values, record
+
+
+def _rebuild(model: nn.Module, entry: Mapping[str, Any], given: dict[str, Any]) -> None:
+    """Puts the MoE layer of an entry in its place, its weights not yet loaded."""
+    missing = {name: was for name, was in entry["missing"].items() if name not in given}
+    if missing:
+        what = ", ".join(f"{name}= (it was {was})" for name, was in missing.items())
+        raise ValueError(f"{entry['path']} cannot be built from the file alone: pass {what}")
+    gate = given.get("gate")
+    if gate is None:
+        gate = functools.partial(find_gate(entry["gate"]["name"]), **entry["gate"]["options"])
+    path = entry["path"]
+    options = Options(
+        num_experts=entry["num_experts"],
+        distributed_experts=False,
+        hidden_hidden_size=entry["d_hidden"],
+        top_k=entry["top_k"],
+        gate=gate,
+        activation=given.get("activation", entry["activation"]),
+        d_model=entry["d_model"],
+        match=_at(path) if entry["matched"] else None,
+        moe_kwargs=entry["options"]
+        | {"bias": entry["bias"]}
+        | {name: value for name, value in given.items() if name not in ("gate", "activation")},
+    )
+    kind, targets = find_targets(model, options)
+    targets = [target for target in targets if target.path == path]
+    if not targets:
+        raise ValueError(f"{type(model).__name__} has no MLP at {path}, where the file has an MoE layer")
+    replace(model, kind, targets, options)
+
+
+def _at(path: str) -> Any:
+    return lambda at, module: path in (at, f"{at}.linear1")
+
+
+def _read_tensors(folder: Path) -> dict[str, Tensor]:
+    from safetensors.torch import load_file
+
+    index = folder / "model.safetensors.index.json"
+    names = ["model.safetensors"]
+    if index.exists():
+        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    tensors: dict[str, Tensor] = {}
+    for name in names:
+        if Path(name).name != name or not (folder / name).is_file():
+            raise ValueError(f"{folder} must hold {name!r}, the tensors of the model, itself")
+        tensors |= load_file(folder / name)
+    return tensors
+
+
+def _load(model: Any, tensors: dict[str, Tensor]) -> None:
+    """Loads all tensors; what is missing must be tied to something that is there."""
+    state = model.state_dict()
+    if tensors.keys() - state.keys():
+        tensors = _renamed(model, state, tensors)
+    by_place: dict[tuple, bool] = {}
+    for name, value in state.items():
+        by_place[_place(value)] = by_place.get(_place(value), False) or name in tensors
+    missing = [name for name, value in state.items() if not by_place[_place(value)]]
+    unknown = tensors.keys() - state.keys()
+    wrong = [name for name in tensors.keys() & state.keys() if tensors[name].shape != state[name].shape]
+    if missing or unknown or wrong:
+        raise ValueError(
+            f"the tensors do not fit {type(model).__name__}: missing {sorted(missing)[:5]}, "
+            f"unknown {sorted(unknown)[:5]}, of another shape {sorted(wrong)[:5]}"
+        )
+    model.load_state_dict(tensors, strict=False)
+
+
+def _renamed(model: Any, state: dict[str, Tensor], tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors under the names of the model: save_pretrained may write those of older versions of Transformers."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    names = {id(value): name for name, value in state.items()}
+    written = {
+        old: names.get(id(value)) for old, value in revert_weight_conversion(model, dict(state)).items()
+    }
+    return {written.get(old) or old: value for old, value in tensors.items()}
+
+
+def _place(value: Tensor) -> tuple:
+    """Where a tensor lies: the same for tied parameters."""
+    return value.data_ptr() or id(value), tuple(value.shape)

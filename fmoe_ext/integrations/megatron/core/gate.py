@@ -1,0 +1,88 @@
+"""The gate that a TransformerConfig describes, in the place of Megatron's TopKRouter."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fmoe_ext.gates import ScoredGate, SigmoidGate, SoftmaxGate
+
+
+class FromConfig:
+    """Marks the gates that gate_arguments() makes: the layer gives them the length of the sequences."""
+
+    seq_len: int | None
+
+
+class MegatronSoftmaxGate(FromConfig, SoftmaxGate):
+    """SoftmaxGate by the options of a TransformerConfig."""
+
+
+class MegatronSigmoidGate(FromConfig, SigmoidGate):
+    """SigmoidGate by the options of a TransformerConfig; finalize_model_grads moves expert_bias, as in TopKRouter."""
+
+    pending_load: Tensor
+
+    @property
+    def local_tokens_per_expert(self) -> Tensor:
+        """The choices [E] since the last update, which Megatron sums over the ranks and sets to zero."""
+        return self.pending_load
+
+    def select(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        if self.expert_bias.dtype != torch.float32:  # Float16Module casts every buffer
+            self.expert_bias = self.expert_bias.to(torch.float32)
+        return super().select(logits)
+
+
+def gate_arguments(config: Any) -> dict[str, Any]:
+    """Arguments gate and gate_bias of FMoETransformerMLP: the router of this config, as check_options() allows it."""
+
+    def gate(
+        d_model: int, num_expert: int, world_size: int, top_k: int = 2, gate_bias: bool = True
+    ) -> ScoredGate:
+        _, balance_weight, z_weight = loss_weights(config)
+        options: dict[str, Any] = {
+            "normalize": not config.moe_router_pre_softmax,
+            "scale": config.moe_router_topk_scaling_factor or 1.0,
+            "num_groups": config.moe_router_num_groups if config.moe_router_group_topk else 1,
+            "topk_groups": config.moe_router_group_topk or 1,
+            "balance_loss": balance_of(config),
+            "balance_weight": balance_weight,
+            "seq_len": 1,  # of each microbatch, set by the layer
+            "z_weight": z_weight,
+            "jitter": config.moe_input_jitter_eps or 0.0,
+            "capacity_factor": config.moe_expert_capacity_factor,
+            "drop_policy": "score",
+        }
+        size = (d_model, num_expert, world_size, top_k, gate_bias)
+        if config.moe_router_score_function == "softmax":
+            return MegatronSoftmaxGate(*size, **options)
+        speed = config.moe_router_bias_update_rate if config.moe_router_enable_expert_bias else 0.0
+        return MegatronSigmoidGate(*size, **options | {"normalize": top_k > 1, "bias_update_speed": speed})
+
+    return {"gate": gate, "gate_bias": config.add_bias_linear}
+
+
+def balance_of(config: Any) -> str | None:
+    """balance_loss of the gate for moe_router_load_balancing_type."""
+    return {"aux_loss": "global", "seq_aux_loss": "sequence"}.get(only(config.moe_router_load_balancing_type))
+
+
+def loss_weights(config: Any) -> tuple[float, float, float]:
+    """(factor of the gate's loss, balance_weight, z_weight), the loss being unscaled: what Megatron logs.
+
+    Without moe_aux_loss_coeff the balance loss is still computed, unless there is a z-loss in its place.
+    """
+    balance, z = only(config.moe_aux_loss_coeff), config.moe_z_loss_coeff or 0.0
+    if balance_of(config) is None:
+        balance = 0.0
+    if balance:
+        return balance, 1.0, z / balance
+    return (z, 0.0, 1.0) if z else (0.0, 1.0, 0.0)
+
+
+def only(value: Any) -> Any:
+    """The entry of a list of one, which Megatron takes as well as the entry."""
+    return value[0] if isinstance(value, (list, tuple)) and len(value) == 1 else value

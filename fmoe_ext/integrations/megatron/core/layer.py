@@ -1,0 +1,308 @@
+"""MegatronCoreMLP: an MoE layer that is called, trained and saved as Megatron-core does with an MLP."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import warnings
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from fmoe_ext.ep.ranks import GroupRanks
+from fmoe_ext.gates import NaiveGate, OneRank
+from fmoe_ext.integrations.megatron.core.arguments import activation_of, layer_arguments, process_groups
+from fmoe_ext.integrations.megatron.core.gate import FromConfig, gate_arguments, loss_weights, only
+from fmoe_ext.integrations.megatron.core.norm import FusedNorm, new_norm
+from fmoe_ext.integrations.megatron.core.options import check_options
+from fmoe_ext.transformer import FMoETransformerMLP
+
+
+class MegatronCoreMLP(nn.Module):
+    """An FMoETransformerMLP that is called as Megatron-core calls an MLP.
+
+    hidden_states [s, b, h] -> (output [s, b, h], None). norm, if there is one, comes first; the output of
+    shared_experts, Megatron's own module, is added. In training the gate's loss times config.moe_aux_loss_coeff joins
+    the backward through Megatron's MoEAuxLossAutoScaler, which has the scale of the main loss; gate_loss keeps its
+    value. The loss is that of all tokens of a microbatch, on all data, context and tensor parallel ranks.
+    """
+
+    def __init__(
+        self,
+        moe: FMoETransformerMLP,
+        config: Any,
+        groups: Any,
+        norm: FusedNorm | None = None,
+        shared_experts: nn.Module | None = None,
+        layer_number: int | None = None,
+    ):
+        super().__init__()
+        self.moe = moe
+        self.norm = norm
+        self.shared_experts = shared_experts
+        self.config = config
+        self.layer_number = layer_number
+        self.gate_loss: Tensor | None = None
+        self._groups = groups
+        if config.num_moe_experts is None:
+            # only then do Megatron's schedules scale the auxiliary loss
+            config.num_moe_experts = moe.num_experts
+        self._mark_parameters()
+        self._share_gate()
+        self._check_sequences()
+        self._warn_of_unused_loss()
+
+    def set_layer_number(self, layer_number: int) -> None:
+        """What Megatron's TransformerLayer calls, counting from 1."""
+        self.layer_number = layer_number
+
+    def _mark_parameters(self) -> None:
+        for p in self.moe.experts.parameters():
+            p.allreduce = False  # reduced over the ranks that hold the same experts
+            # The gradient norm counts parameters of every tensor-parallel rank: experts differ there.
+            p.tensor_model_parallel, p.partition_dim, p.partition_stride = True, 0, 1
+        dense = [*self.moe.gate.parameters(), *(() if self.norm is None else self.norm.parameters())]
+        for p in dense:
+            # then Megatron sums the gradient over the ranks
+            p.sequence_parallel = self.config.sequence_parallel
+
+    def _share_gate(self) -> None:
+        gate, groups = self.moe.gate, self._groups
+        if groups.tp_dp_cp.size() > 1 and isinstance(getattr(gate, "ranks", None), (OneRank, GroupRanks)):
+            # A loss is summed over the tp and cp ranks of a replica and averaged over replicas.
+            gate.ranks = GroupRanks(groups.tp_dp_cp, num_copies=groups.tp.size() * groups.cp.size())
+        if self.moe.slice_size > 1:
+            for p in gate.parameters():
+                p.register_hook(lambda grad: _sum_over(groups.tp, grad))
+
+    @property
+    def _balances_sequences(self) -> bool:
+        return getattr(self.moe.gate, "balance_loss", None) == "sequence"
+
+    def _check_sequences(self) -> None:
+        parts = self._groups.cp.size()
+        if self.config.sequence_parallel:
+            parts *= self._groups.tp.size()
+        if self._balances_sequences and parts > 1:
+            raise ValueError(
+                'balance_loss="sequence" (moe_router_load_balancing_type="seq_aux_loss") needs whole sequences on a '
+                f"rank, but sequence and context parallelism cut them into {parts} parts: use the balance loss of all "
+                'tokens, "global" ("aux_loss")'
+            )
+
+    def _warn_of_unused_loss(self) -> None:
+        gate = self.moe.gate
+        has_loss = type(gate) is not NaiveGate and getattr(gate, "balance_loss", "global") is not None
+        if has_loss and self._loss_factor() == 0 and not getattr(gate, "bias_update_speed", 0):
+            warnings.warn(
+                "moe_aux_loss_coeff is 0, Megatron's default (FastMoE's --balance-loss-weight was 1): the gates' "
+                "balance loss trains nothing. Set --moe-aux-loss-coeff, 0.01 for instance, or say "
+                "--moe-router-load-balancing-type none",
+                stacklevel=4,
+            )
+
+    def _loss_factor(self) -> float:
+        if isinstance(self.moe.gate, FromConfig):
+            return loss_weights(self.config)[0]
+        return only(self.config.moe_aux_loss_coeff)
+
+    def forward(
+        self, hidden_states: Tensor, padding_mask: Tensor | None = None, **others: Any
+    ) -> tuple[Tensor, None]:
+        for name, value in {"padding_mask": padding_mask, **others}.items():
+            if value is not None:
+                raise ValueError(f"{name} is not supported: gates of fmoe_ext count every token")
+        x = hidden_states if self.norm is None else self.norm(hidden_states)
+        output = self._with_gate_loss(self._routed(x))
+        return (output if self.shared_experts is None else output + self.shared_experts(x)), None
+
+    def _routed(self, x: Tensor) -> Tensor:
+        """x [s, b, h] -> [s, b, h]; a loss of each sequence has the gate see one sequence after the other."""
+        if not self._balances_sequences:
+            return self.moe(x)
+        if isinstance(self.moe.gate, FromConfig):
+            self.moe.gate.seq_len = x.shape[0]
+        return self.moe(x.transpose(0, 1)).transpose(0, 1)
+
+    def _with_gate_loss(self, output: Tensor) -> Tensor:
+        gate_loss = self.moe.gate.get_loss()
+        if gate_loss is None or not self.training or not torch.is_grad_enabled():
+            return output
+        gate_loss = gate_loss.sum()
+        self.gate_loss = gate_loss.detach()
+        weight = self._loss_factor()
+        if weight == 0:
+            return output
+        self._log(self.gate_loss)
+        from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+
+        if self.config.calculate_per_token_loss:  # gradients will be divided by the number of all tokens
+            copies = self._groups.cp.size()
+            if self.config.sequence_parallel:
+                copies *= self._groups.tp.size()
+            weight = weight * copies * output.shape[:-1].numel()
+        return MoEAuxLossAutoScaler.apply(output, gate_loss * weight)
+
+    def _log(self, gate_loss: Tensor) -> None:
+        """Leaves the loss where Megatron's track_moe_metrics reads it."""
+        from megatron.core.transformer.moe.moe_utils import save_to_aux_losses_tracker
+
+        config = self.config
+        only_z = isinstance(self.moe.gate, FromConfig) and loss_weights(config)[1] == 0
+        name = "seq_load_balancing_loss" if self._balances_sequences else "load_balancing_loss"
+        num_layers = config.num_layers + (getattr(config, "mtp_num_layers", None) or 0)
+        if self.layer_number is not None:
+            save_to_aux_losses_tracker("z_loss" if only_z else name, gate_loss, self.layer_number, num_layers)
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
+    ) -> dict[str, Any]:
+        """What megatron.core.dist_checkpointing saves: experts as shards of [E, ...], the rest as copies.
+
+        A checkpoint loads on any expert-parallel size. If only some layers of the model have experts, pass
+        metadata={"non_homogeneous_layers": True} to the model's sharded_state_dict.
+        """
+        if self.moe.expert_placement is not None:
+            raise RuntimeError(
+                f"{prefix}moe: experts were moved between ranks, which dist_checkpointing would not know; "
+                "save before ep.placement moves them"
+            )
+        state = self.state_dict(keep_vars=True)
+        experts = {name: p for name, p in state.items() if name.startswith("moe.experts.")}
+        shared = {name for name in state if name.startswith("shared_experts.")}
+        copies = {name: p for name, p in state.items() if name not in experts and name not in shared}
+        sharded = self._sharded_copies(copies, prefix, sharded_offsets)
+        for name, p in experts.items():
+            sharded[prefix + name] = self._sharded_experts(prefix + name, p, sharded_offsets)
+        if self.shared_experts is not None:
+            metadata = {"dp_cp_group": self._groups.dp_cp, **(metadata or {})}
+            inside = f"{prefix}shared_experts."
+            shared_experts: Any = self.shared_experts  # Megatron's SharedExpertMLP
+            sharded |= shared_experts.sharded_state_dict(inside, sharded_offsets, metadata)
+        return sharded
+
+    def _sharded_copies(
+        self, state: dict[str, Tensor], prefix: str, sharded_offsets: tuple
+    ) -> dict[str, Any]:
+        from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint as make
+
+        groups = {"tp_group": self._groups.tp, "dp_cp_group": self._groups.dp_cp}
+        known = inspect.signature(make).parameters  # 0.15 asks parallel_state for them
+        groups = {name: group for name, group in groups.items() if name in known}
+        return make(state, prefix, sharded_offsets=sharded_offsets, **groups)
+
+    def _sharded_experts(self, key: str, p: Tensor, sharded_offsets: tuple) -> Any:
+        from megatron.core.dist_checkpointing import ShardedTensor
+
+        groups, axis = self._groups, len(sharded_offsets)
+        return ShardedTensor.from_rank_offsets(
+            key,
+            p,
+            *sharded_offsets,
+            (axis, groups.ep.rank(), groups.ep.size()),
+            replica_id=(0, 0, groups.expt_dp.rank()),
+            prepend_axis_num=axis,
+        )
+
+
+class MegatronCoreMoE(MegatronCoreMLP):
+    """What moe_layer_spec() builds: the layer from config, its experts the same in every layout of ranks."""
+
+    def __init__(
+        self,
+        config: Any,
+        num_experts: int | None,
+        norm: bool,
+        moe_kwargs: dict[str, Any],
+        pg_collection: Any = None,
+        **_: Any,
+    ):
+        check_options(config, own_gate=moe_kwargs.get("gate") is not None)
+        groups = process_groups(pg_collection)
+        arguments = gate_arguments(config) if moe_kwargs.get("gate") is None else {}
+        arguments |= layer_arguments(config, groups, num_experts) | moe_kwargs
+        if "num_expert" not in arguments:
+            raise ValueError("pass num_experts to moe_layer_spec, or set num_moe_experts in the config")
+        arguments.setdefault("d_hidden", config.moe_ffn_hidden_size or config.ffn_hidden_size)
+        if "activation" not in arguments:
+            arguments["activation"] = activation_of(config)
+        # what is drawn here depends on the number of experts on this rank
+        with torch.random.fork_rng(devices=[]):
+            moe = FMoETransformerMLP(d_model=config.hidden_size, **arguments)
+        device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
+        moe.to(device, config.params_dtype)
+        if config.perform_initialization:
+            _initialize(moe, config, groups.ep.rank())
+        super().__init__(
+            moe, config, groups, new_norm(config, device) if norm else None, _shared_experts(config, groups)
+        )
+
+
+def moe_layer_spec(num_experts: int | None = None, *, norm: bool = False, **moe_kwargs: Any) -> Any:
+    """A ModuleSpec for submodules.mlp of a layer spec: GPTModel then builds its layers with experts.
+
+    num_experts: experts in all, config.num_moe_experts if None. norm=True puts a norm in front, for the specs of
+    Transformer Engine, whose dense MLP has it inside linear_fc1. Other arguments: those of FMoETransformerMLP; gate,
+    d_hidden, activation, bias, top_k and the process groups come from config otherwise. docs/megatron.md says what
+    becomes of each MoE option of the config.
+    Raises ValueError, when the model is built, for an option that would not be heeded, and if num_experts is no
+    multiple of the expert parallel size.
+
+    spec = get_gpt_layer_local_spec()
+    spec.submodules.mlp = moe_layer_spec(8, top_k=2)
+    """
+    from megatron.core.transformer.spec_utils import ModuleSpec
+
+    params = {"num_experts": num_experts, "norm": norm, "moe_kwargs": moe_kwargs}
+    return ModuleSpec(module=MegatronCoreMoE, params=params)
+
+
+@torch.no_grad()
+def _initialize(moe: FMoETransformerMLP, config: Any, ep_rank: int) -> None:
+    """Megatron's initialisation. Every rank draws the weights of all experts, one at a time, and keeps its own."""
+    first = ep_rank * moe.num_expert
+    experts = ((moe.experts.htoh4, config.init_method), (moe.experts.h4toh, config.output_layer_init_method))
+    for linear, init_method in experts:
+        for e in range(moe.num_experts):
+            drawn = torch.empty_like(linear.weight[0])
+            init_method(drawn)
+            if first <= e < first + moe.num_expert:
+                linear.weight[e - first].copy_(drawn)
+        if linear.bias is not None:
+            linear.bias.zero_()
+    for name, p in moe.gate.named_parameters():
+        if p.dim() > 1:
+            config.init_method(p)
+        elif name.endswith("bias"):
+            p.zero_()
+
+
+def _shared_experts(config: Any, groups: Any) -> nn.Module | None:
+    """Megatron's own module, of its local parallel layers; None without moe_shared_expert_intermediate_size."""
+    if config.moe_shared_expert_intermediate_size is None:
+        return None
+    if config.add_bias_linear:
+        raise ValueError(
+            f"moe_shared_expert_intermediate_size={config.moe_shared_expert_intermediate_size} needs "
+            "add_bias_linear=False (--disable-bias-linear): Megatron's shared experts have no biases"
+        )
+    from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+    from megatron.core.transformer.mlp import MLPSubmodules
+    from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
+
+    config = copy.copy(config)
+    config.moe_shared_expert_overlap = False  # with the steps of Megatron's token dispatcher
+    return SharedExpertMLP(
+        config=config,
+        submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear),
+        gate=getattr(config, "moe_shared_expert_gate", False),
+        pg_collection=groups,
+    )
+
+
+def _sum_over(group: Any, grad: Tensor) -> Tensor:
+    total = grad.clone()
+    dist.all_reduce(total, group=group)
+    return total

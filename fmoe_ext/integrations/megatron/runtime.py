@@ -1,0 +1,96 @@
+"""What runs around a legacy Megatron model: its options, its process groups, its stacks of layers.
+
+Experts are spread over Megatron's data-parallel group. Tensor-parallel ranks have the same tokens: each computes a
+slice of them with whole experts.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+
+STACKS_OF_VERSION = (
+    ("v2.2", ("transformer",)),
+    ("v2.5", ("encoder", "decoder")),
+    ("v3.0.2", ("encoder", "decoder")),
+    (None, ("transformer", "encoder", "decoder")),
+)
+EXPERTS_TAG = "experts"  # param.dp_comm of experts that tensor-parallel ranks have copies of
+
+
+def get_args() -> Any:
+    """Megatron's parsed options; RuntimeError where no Megatron-LM has been imported."""
+    for name in ("megatron", "megatron.training"):
+        module: Any = sys.modules.get(name)
+        if hasattr(module, "get_args"):
+            return module.get_args()
+    raise RuntimeError("Megatron-LM is not imported: `from megatron import get_args` has to work before")
+
+
+def get_mpu() -> Any:
+    """Megatron's module of process groups; RuntimeError where no Megatron-LM has been imported."""
+    megatron = sys.modules.get("megatron")
+    mpu = sys.modules.get("megatron.mpu", getattr(megatron, "mpu", None))
+    mpu = sys.modules.get("megatron.core.parallel_state") if mpu is None else mpu
+    if mpu is None:
+        raise RuntimeError("Megatron-LM is not imported: `from megatron import mpu` has to work before")
+    return mpu
+
+
+def stacks(model: Any, version: str | None = None) -> list[tuple[str, Any]]:
+    """(name, layers) of the stacks of transformer layers of a model of this version; of any version for None."""
+    names = dict(STACKS_OF_VERSION)
+    if version not in names:
+        known = ", ".join(map(repr, names))
+        raise ValueError(f"megatron_version must be one of {known}, but got {version!r}")
+    while isinstance(getattr(model, "module", None), nn.Module):
+        model = model.module
+    language_model = getattr(model, "language_model", None)
+    found = ((name, getattr(getattr(language_model, name, None), "layers", None)) for name in names[version])
+    return [(name, layers) for name, layers in found if layers is not None]
+
+
+def layer_arguments(args: Any, distributed_experts: bool = True) -> dict[str, Any]:
+    """Arguments of FMoE for this layout of processes; all ranks call it together if it is tensor parallel."""
+    if not dist.is_initialized():
+        return {"world_size": 1, "expert_dp_comm": "dp"}
+    mpu = get_mpu()
+    data_group = mpu.get_data_parallel_group()
+    arguments: dict[str, Any] = {"world_size": 1, "expert_dp_comm": "dp", "gate_group": data_group}
+    if distributed_experts and dist.get_world_size(data_group) > 1:
+        arguments |= {
+            "world_size": dist.get_world_size(data_group),
+            "moe_group": data_group,
+            "expert_dp_comm": "none",
+        }
+    if getattr(args, "tensor_model_parallel_size", 1) > 1:
+        arguments |= {
+            "slice_group": mpu.get_tensor_model_parallel_group(),
+            "gate_group": stage_group(args),
+            "expert_dp_comm": EXPERTS_TAG if arguments["world_size"] > 1 else "gate",
+        }
+    return arguments
+
+
+def stage_group(args: Any) -> dist.ProcessGroup:
+    """A new group of all ranks of this rank's pipeline stage; all ranks of the job call it."""
+    world_size = dist.get_world_size()
+    stage_size = world_size // getattr(args, "pipeline_model_parallel_size", 1)
+    for first in range(0, world_size, stage_size):
+        group = dist.new_group(range(first, first + stage_size))
+        if first <= dist.get_rank() < first + stage_size:
+            mine = group
+    return mine
+
+
+def data_parallel_groups() -> dict[str, dist.ProcessGroup]:
+    """Groups of a DistributedGroupedDataParallel for fmoefied Megatron models; all ranks of the job call it."""
+    args, mpu = get_args(), get_mpu()
+    data_group = mpu.get_data_parallel_group()
+    groups = {"dp_group": data_group, "moe_group": data_group, "gate_group": stage_group(args)}
+    if getattr(args, "tensor_model_parallel_size", 1) > 1:
+        groups[f"{EXPERTS_TAG}_group"] = mpu.get_tensor_model_parallel_group()
+    return groups

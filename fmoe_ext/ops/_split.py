@@ -1,0 +1,145 @@
+"""A product whose backward is computed at once, or its inputs' gradients first and its weights' later.
+
+Zero-bubble pipeline schedules run autograd for the inputs of a stage, go on, and run it again for the weights. A fused
+backward would be computed twice. Here its node is three, and autograd runs those that it needs:
+
+    y = _Join(_Weights(weights), _Inputs(inputs))
+
+_Join hands the gradient of y to both. Where autograd wants all, _Weights runs first (of two nodes that are ready the
+engine takes the younger), computes everything in one go and leaves the inputs' gradients for _Inputs to collect. Where
+it wants the inputs only, _Inputs computes those and leaves what _Weights will read. Nothing depends on that order but
+the time it takes; what was left is used only for the very gradient of y that it was computed from.
+"""
+
+from collections.abc import Callable
+from typing import Any, Protocol, TypeAlias
+
+import torch
+from torch.autograd.function import once_differentiable
+
+Tensors: TypeAlias = tuple[torch.Tensor | None, ...]
+Needs: TypeAlias = tuple[list[bool], list[bool]]  # which inputs, and which weights, need their gradients
+
+
+class Product(Protocol):
+    """Forward and backward of y = f(inputs, weights)."""
+
+    @property
+    def once_differentiable(self) -> bool:
+        """Whether backward has effects that a second differentiation would not see."""
+
+    def shape(self, inputs: Tensors, weights: Tensors) -> tuple[int, ...]:
+        """That of y."""
+
+    def forward(self, inputs: Tensors, weights: Tensors) -> tuple[torch.Tensor, Tensors]:
+        """y, and what backward reads."""
+
+    def backward(self, saved: Tensors, grad_y: torch.Tensor, needs: Needs) -> tuple[Tensors, Tensors]:
+        """The gradients of the inputs and of the weights."""
+
+    def backward_inputs(self, saved: Tensors, grad_y: torch.Tensor, needs: Needs) -> tuple[Tensors, Tensors]:
+        """The gradients of the inputs, and what backward_weights reads besides."""
+
+    def backward_weights(
+        self, saved: Tensors, grad_y: torch.Tensor, kept: Tensors, needs: list[bool]
+    ) -> Tensors:
+        """The gradients of the weights."""
+
+
+def in_two(product: Product, inputs: Tensors, weights: Tensors) -> torch.Tensor:
+    """y of product(inputs, weights), which autograd may differentiate in two parts."""
+    link = _Link()
+    token = _Inputs.apply(link, product, product.shape(inputs, weights), *inputs)
+    detached = tuple(None if t is None else t.detach() for t in inputs)
+    y = _Weights.apply(link, product, detached, needed(inputs), *weights)
+    return _Join.apply(y, token)
+
+
+def worthwhile(inputs: Tensors, weights: Tensors) -> bool:
+    """Whether there are two parts, and autograd is not being compiled, which takes all or nothing."""
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        return False
+    return any(needed(inputs)) and any(needed(weights))
+
+
+def needed(tensors: Tensors) -> list[bool]:
+    return [t is not None and t.requires_grad for t in tensors]
+
+
+class _Link:
+    """How _Inputs reaches the node of _Weights; a way back would be a circle that is never freed."""
+
+    weights: Any = None
+
+
+def _once_if_asked(backward: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[Any, ...]]:
+    once = once_differentiable(backward)
+
+    def chosen(ctx: Any, grad_y: torch.Tensor) -> tuple[Any, ...]:
+        return (once if ctx.product.once_differentiable else backward)(ctx, grad_y)
+
+    return chosen
+
+
+class _Inputs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, link: _Link, product: Product, shape: tuple[int, ...], *inputs: torch.Tensor | None
+    ) -> torch.Tensor:
+        ctx.link, ctx.product = link, product
+        like = next(t for t in inputs if t is not None)
+        return like.new_empty(()).expand(shape)  # never read: stands for y in the graph
+
+    @staticmethod
+    @_once_if_asked
+    def backward(ctx: Any, grad_y: torch.Tensor) -> tuple[Any, ...]:
+        weights = ctx.link.weights
+        left, weights.left_for_inputs = weights.left_for_inputs, None
+        if left is not None and left[0] is grad_y:
+            return None, None, None, *left[1]
+        needs = list(ctx.needs_input_grad[3:]), list(weights.needs_input_grad[4:])
+        grads, kept = ctx.product.backward_inputs(weights.saved_tensors, grad_y, needs)
+        weights.left_for_weights = grad_y, kept
+        return None, None, None, *grads
+
+
+class _Weights(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        link: _Link,
+        product: Product,
+        inputs: Tensors,
+        inputs_needed: list[bool],
+        *weights: torch.Tensor | None,
+    ) -> torch.Tensor:
+        y, saved = product.forward(inputs, weights)
+        ctx.save_for_backward(*saved)
+        ctx.product, ctx.inputs_needed = product, inputs_needed
+        ctx.left_for_inputs = ctx.left_for_weights = None  # the gradient of y, and what was computed from it
+        link.weights = ctx
+        return y
+
+    @staticmethod
+    @_once_if_asked
+    def backward(ctx: Any, grad_y: torch.Tensor) -> tuple[Any, ...]:
+        needs = list(ctx.needs_input_grad[4:])
+        left, ctx.left_for_weights = ctx.left_for_weights, None
+        # A graph of the gradients (create_graph) is that of the whole: it raises when it is differentiated.
+        if left is not None and left[0] is grad_y and not torch.is_grad_enabled():
+            grads = ctx.product.backward_weights(ctx.saved_tensors, grad_y, left[1], needs)
+        else:
+            inputs, grads = ctx.product.backward(ctx.saved_tensors, grad_y, (ctx.inputs_needed, needs))
+            ctx.left_for_inputs = grad_y, inputs
+        return None, None, None, None, *grads
+
+
+class _Join(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, y: torch.Tensor, token: torch.Tensor) -> torch.Tensor:
+        ctx.mark_dirty(y)  # no copy, and no view, which a pipeline could not detach
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad_y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return grad_y, grad_y

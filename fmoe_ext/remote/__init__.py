@@ -1,0 +1,64 @@
+"""Remote experts: train through experts that other machines host, and lose nobody's work.
+
+Needs the extra: pip install fmoe_ext[remote].
+"""
+
+try:
+    import grpc  # noqa: F401
+except ImportError as error:
+    raise ImportError(f"fmoe_ext.remote needs grpcio: pip install fmoe_ext[remote] ({error})") from error
+
+from fmoe_ext.remote.client.audit import Auditor, Finding
+from fmoe_ext.remote.client.client import Client, Settings
+from fmoe_ext.remote.client.expert import RemoteExpert
+from fmoe_ext.remote.client.experts import LiveGate, RemoteExperts
+from fmoe_ext.remote.client.moe import RemoteMixtureOfExperts, RemoteSwitchMixtureOfExperts
+from fmoe_ext.remote.directory import Directory
+from fmoe_ext.remote.discovery import Discovery, DiscoveryError, ExpertRecord, StaticList
+from fmoe_ext.remote.errors import (
+    Busy,
+    CallTimeout,
+    Cheated,
+    ExpertGone,
+    NoLeader,
+    Refused,
+    RemoteError,
+)
+from fmoe_ext.remote.expert_classes import make_expert, register_expert_class
+from fmoe_ext.remote.schema import SchemaError
+from fmoe_ext.remote.security import Credentials, Security
+from fmoe_ext.remote.server.host import Training
+from fmoe_ext.remote.server.server import DeclaredExperts, Options, Server
+
+__all__ = [
+    "Auditor",
+    "Busy",
+    "CallTimeout",
+    "Cheated",
+    "Client",
+    "Credentials",
+    "DeclaredExperts",
+    "Directory",
+    "Discovery",
+    "DiscoveryError",
+    "ExpertGone",
+    "ExpertRecord",
+    "Finding",
+    "LiveGate",
+    "NoLeader",
+    "Options",
+    "Refused",
+    "RemoteError",
+    "RemoteExpert",
+    "RemoteExperts",
+    "RemoteMixtureOfExperts",
+    "RemoteSwitchMixtureOfExperts",
+    "SchemaError",
+    "Security",
+    "Server",
+    "Settings",
+    "StaticList",
+    "Training",
+    "make_expert",
+    "register_expert_class",
+]

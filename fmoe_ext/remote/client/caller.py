@@ -1,0 +1,68 @@
+"""Caller: one message to one endpoint, with a deadline; grpc's errors become those of fmoe_ext.remote.errors."""
+
+import asyncio
+
+import grpc
+
+from fmoe_ext.remote import errors, protocol
+from fmoe_ext.remote.security import Credentials
+from fmoe_ext.remote.wire import Limits, Message, WireError, decode
+
+Code = grpc.StatusCode
+_GONE = (Code.UNAVAILABLE, Code.NOT_FOUND, Code.CANCELLED)
+
+
+class Caller:
+    """Channels to any number of servers, made when needed; used on the shared loop."""
+
+    def __init__(self, credentials: Credentials | None = None, limits: Limits | None = None):
+        self.credentials = credentials or Credentials()
+        self.limits = limits or Limits()
+        self._channels: dict[str, grpc.aio.Channel] = {}
+
+    async def call(self, endpoint: str, method: str, data: bytes, timeout: float) -> Message:
+        """The answer to data; RemoteError, always within timeout seconds."""
+        if timeout <= 0:
+            raise errors.CallTimeout(f"no time was left to call {endpoint}")
+        send = self._channel(endpoint).unary_unary(method)
+        try:
+            # grpc ends calls at the deadline by itself; the margin is for the case that it does not
+            answer = await asyncio.wait_for(
+                send(data, timeout=timeout, metadata=self.credentials.metadata()), timeout + 0.1
+            )
+            return decode(answer, self.limits)
+        except grpc.aio.AioRpcError as error:
+            raise _translate(error, endpoint, timeout) from None
+        except asyncio.TimeoutError:
+            raise errors.CallTimeout(f"{endpoint} did not answer within {timeout:.3g} s") from None
+        except WireError as error:
+            raise errors.Refused(f"{endpoint} sent an answer that cannot be read: {error}") from None
+
+    async def close(self) -> None:
+        channels, self._channels = list(self._channels.values()), {}
+        for channel in channels:
+            await channel.close()
+
+    def _channel(self, endpoint: str) -> grpc.aio.Channel:
+        channel = self._channels.get(endpoint)
+        if channel is None:
+            options = protocol.channel_options(self.limits.max_message_bytes)
+            credentials = self.credentials.channel_credentials()
+            if credentials is None:
+                channel = grpc.aio.insecure_channel(endpoint, options)
+            else:
+                channel = grpc.aio.secure_channel(endpoint, credentials, options)
+            self._channels[endpoint] = channel
+        return channel
+
+
+def _translate(error: grpc.aio.AioRpcError, endpoint: str, timeout: float) -> errors.RemoteError:
+    code, details = error.code(), error.details() or ""
+    text = f"{endpoint}: {details[:500]}"
+    if code is Code.DEADLINE_EXCEEDED:
+        return errors.CallTimeout(f"{endpoint} did not answer within {timeout:.3g} s")
+    if code is Code.FAILED_PRECONDITION and details.startswith(protocol.NOT_LEADER):
+        return errors.NoLeader(text)
+    if code is Code.RESOURCE_EXHAUSTED:
+        return errors.Busy(text)
+    return errors.ExpertGone(text) if code in _GONE else errors.Refused(f"{text} ({code.name})")

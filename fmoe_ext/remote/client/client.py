@@ -1,0 +1,304 @@
+"""Client: calls to experts with retries, hedging and re-resolution, all within one deadline."""
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from fmoe_ext.remote import errors, protocol
+from fmoe_ext.remote.cached import Cached
+from fmoe_ext.remote.client.caller import Caller
+from fmoe_ext.remote.compression import ErrorFeedback, check_codec, compress, decompress
+from fmoe_ext.remote.discovery import Discovery, DiscoveryError, ExpertRecord, check_uid
+from fmoe_ext.remote.schema import Schema, SchemaError, is_finite
+from fmoe_ext.remote.security import Credentials
+from fmoe_ext.remote.wire import STATE, Limits, Message, encode
+
+FIRST_PAUSE, LONGEST_PAUSE = 0.02, 0.5  # seconds between attempts
+GONE_FOR = 2.0  # seconds for which an expert that failed counts as gone
+HEDGE_FACTOR = 3.0  # a call is slow when it takes so many times its expert's usual time
+HEDGE_FLOOR = 0.02
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How a client calls. patience: seconds for which an expert that nobody hosts is asked for again;
+    hedge_after: seconds after which a forward goes to a second replica too, None for 3 times the usual;
+    attempt_share: the part of a backward's time that one silent server may use up."""
+
+    compression: str = "none"
+    forward_timeout: float = 10.0
+    backward_timeout: float = 10.0
+    info_timeout: float = 10.0
+    patience: float = 2.0
+    hedge_after: float | None = None
+    attempt_share: float = 0.4
+
+
+@dataclass
+class Handle:
+    """What a client knows of one expert."""
+
+    uid: str
+    record: ExpertRecord | None
+    schema: Schema | None = None
+    expert_class: str = ""
+    hidden_dim: int = 0
+    version: int = 0
+    usual_seconds: float | None = None
+    gone_until: float = 0.0
+    feedback: ErrorFeedback = field(default_factory=lambda: ErrorFeedback("none"))
+
+    @property
+    def is_gone(self) -> bool:
+        return time.monotonic() < self.gone_until
+
+
+@dataclass(frozen=True)
+class Outcome:
+    tensors: tuple[torch.Tensor, ...]
+    version: int
+    endpoint: str
+
+
+class Client:
+    """Shared by any number of experts. counts: calls, hedges, retries and failures so far, by name."""
+
+    def __init__(
+        self,
+        discovery: Discovery | None = None,
+        settings: Settings | None = None,
+        credentials: Credentials | None = None,
+    ):
+        self.discovery = None if discovery is None else Cached(discovery)
+        self.settings = settings or Settings()
+        check_codec(self.settings.compression)
+        self.caller = Caller(
+            credentials,
+            Limits(
+                max_message_bytes=STATE.max_message_bytes,
+                max_tensors=4096,
+                max_header_bytes=STATE.max_header_bytes,
+            ),
+        )
+        self.counts: Counter[str] = Counter()
+        self.loss = ""  # shown on the pages of the servers that are called
+
+    def handle(self, uid: str, where: str | Sequence[str] | ExpertRecord | None = None) -> Handle:
+        """A handle for an expert at an endpoint or several, or wherever discovery says."""
+        if isinstance(where, str):
+            where = (where,)
+        if where is None and self.discovery is None:
+            raise ValueError(f"nobody knows where {uid} is: give an endpoint, or the client a discovery")
+        record = (
+            where if isinstance(where, ExpertRecord) or where is None else ExpertRecord(uid, tuple(where))
+        )
+        return Handle(check_uid(uid), record, feedback=ErrorFeedback(self.settings.compression))
+
+    # ---------------------------------------------------------------- what can be asked
+
+    async def learn(self, handle: Handle, timeout: float) -> Schema:
+        """The schema of an expert, asked for once."""
+        if handle.schema is None:
+            data = encode(Message({}, {protocol.UID: handle.uid}))
+            outcome = await self._retry(
+                handle, timeout, lambda end: self._first(handle, protocol.INFO, data, end)
+            )
+            answer, _ = outcome
+            try:
+                handle.hidden_dim = int(answer.meta.get(protocol.HIDDEN_DIM, "0")[:9])
+            except ValueError:
+                raise SchemaError(f"the server's answer about {handle.uid} holds no width") from None
+            handle.expert_class = answer.meta.get(protocol.CLASS, "")
+            handle.schema = Schema.from_text(answer.meta.get(protocol.SCHEMA, ""))
+        return handle.schema
+
+    async def forward(self, handle: Handle, inputs: Sequence[torch.Tensor], timeout: float) -> Outcome:
+        """The expert's output for inputs, from any of its replicas."""
+        begin = time.monotonic()
+        schema = await self.learn(handle, timeout)
+        num_rows = schema.check_inputs(inputs, handle.uid)
+        tensors = {str(n): x for n, x in enumerate(inputs)}
+        data = encode(compress(tensors, self.settings.compression, self._meta(handle)))
+        left = timeout - (time.monotonic() - begin)
+        answer, endpoint = await self._retry(
+            handle, left, lambda end: self._first(handle, protocol.FORWARD, data, end)
+        )
+        outcome = _outcome(answer, endpoint, handle)
+        _check_output(outcome, schema, num_rows, handle.uid)
+        self._note_success(handle, outcome, time.monotonic() - begin)
+        return outcome
+
+    async def backward(
+        self,
+        handle: Handle,
+        inputs: Sequence[torch.Tensor],
+        grad: torch.Tensor,
+        seen_version: int,
+        timeout: float,
+    ) -> Outcome:
+        """The gradients of inputs; the expert makes one step, however often the call has to be repeated."""
+        meta = self._meta(handle) | {
+            protocol.VERSION: str(seen_version),
+            protocol.REQUEST_ID: protocol.new_request_id(),
+        }
+        if self.loss:
+            meta[protocol.LOSS] = self.loss
+        plain = {str(n): x for n, x in enumerate(inputs)}
+        sent = compress(plain, self.settings.compression, meta)
+        gradient = handle.feedback.compress({protocol.GRAD: grad}, {})
+        data = encode(Message({**sent.tensors, **gradient.tensors}, {**sent.meta, **gradient.meta}))
+        longest = max(timeout * self.settings.attempt_share, 0.1)
+
+        async def attempt(deadline: float) -> tuple[Message, str]:
+            record = await self._resolve(handle, deadline)
+            left = min(longest, deadline - time.monotonic())
+            return await self.caller.call(
+                record.endpoints[0], protocol.BACKWARD, data, left
+            ), record.endpoints[0]
+
+        answer, endpoint = await self._retry(handle, timeout, attempt)
+        outcome = _outcome(answer, endpoint, handle)
+        wanted = [x for x in inputs if x.is_floating_point()]
+        if [x.shape for x in outcome.tensors] != [x.shape for x in wanted]:
+            raise errors.Refused(
+                f"{endpoint} returned gradients for {handle.uid} of other shapes than its inputs"
+            )
+        handle.version = max(handle.version, outcome.version)
+        self.counts["gradients applied"] += 1
+        return outcome
+
+    async def state(self, handle: Handle, endpoint: str, timeout: float) -> Message:
+        """All of an expert, as one server has it."""
+        data = encode(Message({}, {protocol.UID: handle.uid}))
+        return await self.caller.call(endpoint, protocol.STATE, data, timeout)
+
+    async def close(self) -> None:
+        await self.caller.close()
+
+    # ---------------------------------------------------------------- how it is asked
+
+    async def _retry(
+        self, handle: Handle, timeout: float, attempt: Callable[[float], Awaitable[tuple[Message, str]]]
+    ) -> tuple[Message, str]:
+        """attempt(deadline) until it succeeds, nothing can be hoped for, or time is up."""
+        begin = time.monotonic()
+        deadline, pause = begin + timeout, FIRST_PAUSE
+        while True:
+            self.counts["calls"] += 1
+            try:
+                return await attempt(deadline)
+            except (
+                errors.ExpertGone,
+                errors.NoLeader,
+                errors.Busy,
+                errors.CallTimeout,
+                DiscoveryError,
+            ) as error:
+                failure = error
+            now = time.monotonic()
+            hopeless = isinstance(failure, errors.ExpertGone) and now - begin >= self.settings.patience
+            if hopeless or now + pause >= deadline:
+                self._note_failure(handle)
+                raise _final(failure, handle, now - begin)
+            self._forget(handle)
+            self.counts["retries"] += 1
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, LONGEST_PAUSE)
+
+    async def _resolve(self, handle: Handle, deadline: float) -> ExpertRecord:
+        """Where the expert is now; ExpertGone if nobody says."""
+        if handle.record is None and self.discovery is not None:
+            (handle.record,) = await self.discovery.get(
+                [handle.uid], timeout=max(0.0, deadline - time.monotonic())
+            )
+        if handle.record is None or not handle.record.endpoints:
+            raise errors.ExpertGone(f"nobody hosts {handle.uid}")
+        return handle.record
+
+    async def _first(self, handle: Handle, method: str, data: bytes, deadline: float) -> tuple[Message, str]:
+        """The first answer of any replica: the next is asked when one fails, or is slower than usual."""
+        record = await self._resolve(handle, deadline)
+        waiting: dict[asyncio.Task[Message], str] = {}
+        untried = list(record.endpoints)
+        failure: errors.RemoteError | None = None
+        try:
+            while untried or waiting:
+                if untried:
+                    endpoint = untried.pop(0)
+                    self.counts["hedges"] += bool(waiting)
+                    call = self.caller.call(endpoint, method, data, deadline - time.monotonic())
+                    waiting[asyncio.ensure_future(call)] = endpoint
+                pause = self._hedge_after(handle) if untried else None
+                done, _ = await asyncio.wait(waiting, timeout=pause, return_when=asyncio.FIRST_COMPLETED)
+                for task in done:
+                    endpoint = waiting.pop(task)
+                    error = task.exception()
+                    if error is None:
+                        return task.result(), endpoint
+                    if not isinstance(error, errors.RemoteError):
+                        raise error
+                    failure = _worse(failure, error)
+        finally:
+            for task in waiting:
+                task.cancel()
+        assert failure is not None
+        raise failure
+
+    def _hedge_after(self, handle: Handle) -> float:
+        if self.settings.hedge_after is not None:
+            return self.settings.hedge_after
+        usual = handle.usual_seconds
+        return 1.0 if usual is None else max(HEDGE_FLOOR, HEDGE_FACTOR * usual)
+
+    def _forget(self, handle: Handle) -> None:
+        """Asks discovery anew at the next attempt."""
+        if self.discovery is not None:
+            self.discovery.forget([handle.uid])
+            handle.record = None
+
+    def _meta(self, handle: Handle) -> dict[str, str]:
+        return {protocol.UID: handle.uid, protocol.COMPRESSION: self.settings.compression}
+
+    def _note_success(self, handle: Handle, outcome: Outcome, seconds: float) -> None:
+        usual = handle.usual_seconds
+        handle.usual_seconds = seconds if usual is None else 0.9 * usual + 0.1 * seconds
+        handle.gone_until = 0.0
+        handle.version = max(handle.version, outcome.version)
+
+    def _note_failure(self, handle: Handle) -> None:
+        self.counts["failures"] += 1
+        handle.gone_until = time.monotonic() + GONE_FOR
+
+
+def _outcome(answer: Message, endpoint: str, handle: Handle) -> Outcome:
+    version = answer.meta.get(protocol.VERSION, "")
+    if not version.isdecimal() or len(version) > 18:
+        raise errors.Refused(f"{endpoint} answered for {handle.uid} without a version")
+    tensors = decompress(answer)
+    return Outcome(tuple(tensors.values()), int(version), endpoint)
+
+
+def _check_output(outcome: Outcome, schema: Schema, num_rows: int, uid: str) -> None:
+    """An answer that is not what the schema says, or not finite, is as bad as none."""
+    try:
+        (y,) = outcome.tensors
+        schema.check_output(y, num_rows, uid)
+        if not is_finite(y):
+            raise SchemaError(f"the output of {uid} holds NaN or infinity")
+    except ValueError as error:
+        raise errors.Refused(f"{outcome.endpoint} sent a bad answer: {error}") from None
+
+
+def _worse(first: errors.RemoteError | None, second: errors.RemoteError) -> errors.RemoteError:
+    """Of two failures the one to report: a refusal says more than silence."""
+    return second if first is None or isinstance(second, errors.Refused) else first
+
+
+def _final(failure: Exception, handle: Handle, seconds: float) -> Exception:
+    kind: Any = type(failure) if isinstance(failure, errors.RemoteError) else errors.ExpertGone
+    return kind(f"{handle.uid} failed after {seconds:.3g} s: {failure}")

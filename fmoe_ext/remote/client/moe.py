@@ -1,0 +1,205 @@
+"""RemoteMixtureOfExperts: a gate over a grid of experts that come and go, one call an expert and batch."""
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from fmoe_ext import ops
+from fmoe_ext.gates import OneWorker, balance_loss
+from fmoe_ext.remote import loop
+from fmoe_ext.remote.beam_search import Found, beam_search
+from fmoe_ext.remote.client.batch import MARGIN, Batch, Call
+from fmoe_ext.remote.client.client import Client, Handle, Settings
+from fmoe_ext.remote.directory import Directory
+from fmoe_ext.remote.discovery import Discovery, check_prefix, coordinates
+from fmoe_ext.remote.errors import ExpertGone
+from fmoe_ext.remote.security import Credentials
+
+
+class RemoteMixtureOfExperts(nn.Module):
+    """Chooses k_best live experts for each sample by a linear gate over a grid, and sums their outputs by softmax.
+
+    in_features: last dimension of the input; grid_size: one size for each coordinate of the uids; dht: a Directory
+    (such as DHT) or any Discovery; uid_prefix: what comes before the coordinates. k_min: experts that must answer a
+    sample, fewer raise ExpertGone (allow_zero_outputs=True: zeros then); backward_k_min: those whose gradients must
+    arrive; patience: seconds to wait for one that another server is taking over. Experts that fail in forward have no
+    weight, in backward no gradient: training goes on without them.
+    forward_timeout covers the search too. Learning-at-home (Ryabinin and Gusev 2020); hivemind's class of that name.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        grid_size: Sequence[int],
+        dht: Directory | Discovery,
+        uid_prefix: str,
+        k_best: int,
+        k_min: int = 1,
+        forward_timeout: float = 10.0,
+        backward_timeout: float = 10.0,
+        backward_k_min: int = 1,
+        allow_zero_outputs: bool = False,
+        patience: float = 0.0,
+        compression: str = "none",
+        credentials: Credentials | None = None,
+    ):
+        super().__init__()
+        if not 1 <= k_min <= k_best:
+            raise ValueError(f"k_min must be between 1 and k_best={k_best}, but got {k_min}")
+        self.in_features, self.grid_size = in_features, tuple(grid_size)
+        self.uid_prefix = check_prefix(uid_prefix)
+        self.k_best, self.k_min, self.backward_k_min = k_best, k_min, backward_k_min
+        self.allow_zero_outputs = allow_zero_outputs
+        settings = Settings(
+            compression, forward_timeout, backward_timeout, info_timeout=forward_timeout, patience=patience
+        )
+        discovery = dht.discovery if isinstance(dht, Directory) else dht
+        self.client = Client(discovery, settings, credentials)
+        self.proj = nn.Linear(in_features, sum(self.grid_size))
+        self._handles: dict[str, Handle] = {}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x [B, *, in_features] -> [B, *], one output for each sample; sequences are gated by their mean."""
+        return self._mix(x, self._scores(x))
+
+    def _scores(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        if x.dim() < 2 or x.shape[-1] != self.in_features:
+            raise ValueError(f"x must have shape [B, ..., {self.in_features}], but got {list(x.shape)}")
+        of_samples = x if x.dim() == 2 else x.flatten(1, -2).mean(1)
+        return self.proj(of_samples).split(self.grid_size, dim=-1)
+
+    def _mix(self, x: torch.Tensor, scores: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        found = self._search(scores)
+        topk_idx = found.topk_idx.to(x.device)
+        routing = ops.sort_tokens(topk_idx, max(1, len(found.records)))
+        rows = ops.permute(x.flatten(1), routing.row_idx, routing.inverse)
+        outputs, batch = self._call(found, rows, routing.tokens_per_expert.tolist(), x.shape[1:])
+        alive = self._alive(batch, topk_idx)
+        self._check_enough(alive.sum(1))
+        weights = _masked_softmax(self._logits(scores, found, topk_idx), alive)
+        width = next((y[0].numel() for y in outputs if y is not None), math.prod(x.shape[1:]))
+        shape = next((y.shape[1:] for y in outputs if y is not None), x.shape[1:])
+        flat = [
+            rows.new_zeros(int(count), width) if y is None else y.flatten(1)
+            for y, count in zip(outputs, routing.tokens_per_expert.tolist(), strict=True)
+        ]
+        num_dropped = routing.row_idx.shape[0] - sum(y.shape[0] for y in flat)
+        y = torch.cat([*flat, rows.new_zeros(num_dropped, width)])
+        return ops.unpermute(y, routing.row_idx, routing.inverse, weights).view(-1, *shape)
+
+    def _search(self, scores: tuple[torch.Tensor, ...]) -> Found:
+        timeout = self.client.settings.forward_timeout
+        assert self.client.discovery is not None
+        masked = [self._without_gone(n, axis.detach()) for n, axis in enumerate(scores)]
+        search = beam_search(self.client.discovery, self.uid_prefix, masked, self.k_best, timeout)
+        return loop.run(search, timeout + MARGIN)
+
+    def _without_gone(self, dimension: int, axis: torch.Tensor) -> torch.Tensor:
+        """Scores with -inf for experts that did not answer lately; exact for grids of one dimension only."""
+        if len(self.grid_size) > 1:
+            return axis
+        gone = [coordinates(uid)[dimension] for uid, handle in self._handles.items() if handle.is_gone]
+        return axis.index_fill(1, torch.tensor(gone, dtype=torch.int64, device=axis.device), -torch.inf)
+
+    def _call(
+        self, found: Found, rows: torch.Tensor, counts: list[int], shape: torch.Size
+    ) -> tuple[list[torch.Tensor | None], "_KMinBatch"]:
+        parts = rows[: sum(counts)].split(counts)
+        calls = []
+        for record, part in zip(found.records, parts, strict=False):
+            handle = self._handles.setdefault(record.uid, self.client.handle(record.uid, record))
+            handle.record = record
+            calls.append(Call(handle, (part.view(-1, *shape),)))
+        settings = self.client.settings
+        batch = _KMinBatch(
+            self.client, calls, settings.forward_timeout, settings.backward_timeout, tolerant=True
+        )
+        batch.k_min = self.backward_k_min
+        outputs = batch.run() if calls else []
+        return outputs or [None], batch
+
+    def _alive(self, batch: "_KMinBatch", topk_idx: torch.Tensor) -> torch.Tensor:
+        """[T, K]: the choices whose expert answered."""
+        answered = torch.tensor([error is None for error in batch.failed] or [False], device=topk_idx.device)
+        alive = answered[topk_idx.clamp(min=0)] & (topk_idx >= 0)
+        batch.choices = torch.where(alive, topk_idx, -1)
+        return alive
+
+    def _check_enough(self, num_alive: torch.Tensor) -> None:
+        fewest = int(num_alive.min()) if num_alive.numel() else self.k_min
+        if fewest < self.k_min and not self.allow_zero_outputs:
+            raise ExpertGone(
+                f"{fewest} experts of {self.uid_prefix} answered for some sample within "
+                f"{self.client.settings.forward_timeout} s, but k_min={self.k_min} are needed"
+            )
+
+    def _logits(self, scores: tuple[torch.Tensor, ...], found: Found, topk_idx: torch.Tensor) -> torch.Tensor:
+        """[T, K]: the sum of the scores of each chosen expert's coordinates."""
+        places = torch.tensor([coordinates(r.uid) for r in found.records] or [[0] * len(scores)])
+        chosen = places.to(topk_idx.device)[topk_idx.clamp(min=0)]  # [T, K, dimensions]
+        parts = [axis.gather(1, chosen[..., n]) for n, axis in enumerate(scores)]
+        return torch.stack(parts).sum(0)
+
+
+class _KMinBatch(Batch):
+    """A batch whose backward raises if some sample gets gradients from fewer than k_min experts."""
+
+    k_min = 1
+    choices: torch.Tensor
+
+    def backward(
+        self, inputs: Sequence[Sequence[torch.Tensor]], grads: Sequence[torch.Tensor]
+    ) -> list[tuple[torch.Tensor, ...] | None]:
+        found = super().backward(inputs, grads)
+        arrived = torch.tensor([tensors is not None for tensors in found], device=self.choices.device)
+        num_arrived = (arrived[self.choices.clamp(min=0)] & (self.choices >= 0)).sum(1)
+        needed = (self.choices >= 0).sum(1).clamp(max=self.k_min)
+        if (num_arrived < needed).any():
+            reasons = [str(error) for error in self.grad_failed if error is not None]
+            raise ExpertGone(
+                f"gradients of some sample reached fewer than backward_k_min={self.k_min} experts: {reasons[:3]}"
+            )
+        return found
+
+
+class RemoteSwitchMixtureOfExperts(RemoteMixtureOfExperts):
+    """The Switch Transformer's layer over remote experts: one expert a sample, jittered scores, a balance loss.
+
+    Returns (output, loss): loss = mean over the dimensions of n * sum_i f_i * p_i (f: share of samples, p: mean
+    probability), 1 when balanced, with a gradient for the gate. The input is not changed.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        grid_size: Sequence[int],
+        dht: Directory | Discovery,
+        uid_prefix: str,
+        jitter_eps: float = 1e-2,
+        k_best: int = 1,
+        **options: object,
+    ):
+        super().__init__(in_features, grid_size, dht, uid_prefix, k_best, **options)  # type: ignore[arg-type]
+        self.jitter_eps = jitter_eps
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
+        noisy = x
+        if self.training and self.jitter_eps:
+            noisy = x * (torch.rand_like(x) * (2 * self.jitter_eps) + (1 - self.jitter_eps))
+        scores = self._scores(noisy)
+        probabilities = [axis.softmax(-1) for axis in scores]
+        losses = [balance_loss(p, p.argmax(-1, keepdim=True), OneWorker()) for p in probabilities]
+        y = self._mix(x, scores)
+        if self.k_best == 1:  # a softmax over one choice has no gradient: weigh by its probability
+            best = torch.stack([p.amax(-1) for p in probabilities]).prod(0)
+            y = y * best.view(-1, *(1 for _ in y.shape[1:]))
+        return y, torch.stack(losses).mean()
+
+
+def _masked_softmax(logits: torch.Tensor, alive: torch.Tensor) -> torch.Tensor:
+    """Softmax over the living; zeros where nobody lives."""
+    scores = logits.float() if logits.dtype != torch.float64 else logits
+    floor = torch.finfo(scores.dtype).min
+    return scores.masked_fill(~alive, floor).softmax(-1) * alive

@@ -1,0 +1,164 @@
+"""Discovery: who hosts which expert. One small interface; the DHT, etcd and a static list stand behind it.
+
+A uid names an expert: a prefix and its coordinates in a grid, joined by dots ("expert.3", "ffn.1.7").
+"""
+
+import abc
+import re
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+MAX_UID_LENGTH = 128
+MAX_COORDINATE = 2**31 - 1
+_UID = re.compile(r"[A-Za-z_][A-Za-z0-9_]*(?:\.(?:0|[1-9][0-9]{0,9}))+")
+_PREFIX = re.compile(r"[A-Za-z_][A-Za-z0-9_]*(?:\.(?:0|[1-9][0-9]{0,9}))*")
+
+
+class DiscoveryError(Exception):
+    """Discovery could not answer (in time); the message names what was asked and of whom."""
+
+
+@dataclass(frozen=True)
+class ExpertRecord:
+    """Where an expert is. endpoints[0] takes gradients; all of them answer forward calls."""
+
+    uid: str
+    endpoints: tuple[str, ...]  # "host:port", IPv6 as "[::1]:port"
+    expires: float = float("inf")  # time.time() after which nobody may believe the record
+    fence: int = 0  # grows with every change of owner; a record with a smaller one is out of date
+    metadata: Mapping[str, str] = field(default_factory=dict)  # small facts, e.g. {"version": "12"}
+
+    def is_live(self, now: float | None = None) -> bool:
+        return (time.time() if now is None else now) < self.expires
+
+
+class Discovery(abc.ABC):
+    """What servers tell and clients ask. Every coroutine runs on the loop of fmoe_ext.remote.loop.
+
+    Each call ends within `timeout` seconds: with its result, or with DiscoveryError if there is none. Invalid
+    arguments raise ValueError. Implementations forget a record when it expires, and never return one that has.
+    """
+
+    @abc.abstractmethod
+    async def declare(
+        self,
+        uids: Sequence[str],
+        endpoint: str,
+        ttl: float,
+        *,
+        metadata: Mapping[str, str] | None = None,
+        timeout: float = 5.0,
+    ) -> frozenset[str]:
+        """Claims or renews uids for endpoint for ttl seconds -> those that are now this server's.
+
+        A uid that another live server owns is not taken from it: it is missing in the result. Called again before
+        ttl has passed by whoever wants to keep a uid.
+        """
+
+    @abc.abstractmethod
+    async def withdraw(self, uids: Sequence[str], endpoint: str, *, timeout: float = 5.0) -> None:
+        """Takes back what endpoint declared, at once; uids that it does not own are left alone."""
+
+    @abc.abstractmethod
+    async def get(self, uids: Sequence[str], *, timeout: float = 5.0) -> list[ExpertRecord | None]:
+        """The live record of each uid, None where there is none, in the order of uids."""
+
+    @abc.abstractmethod
+    async def successors(self, prefixes: Sequence[str], *, timeout: float = 5.0) -> dict[str, frozenset[int]]:
+        """For each prefix the coordinates that follow it in the uid of some live expert.
+
+        With "ffn.1.7" and "ffn.1.9" alive: {"ffn": {1}, "ffn.1": {7, 9}}; an unknown prefix has the empty set.
+        """
+
+    async def close(self) -> None:  # noqa: B027  (most have nothing to close)
+        """Frees sockets and tasks. Records that were declared stay until they expire."""
+
+
+def check_uid(uid: str) -> str:
+    """uid, if it is one: prefix and coordinates joined by dots; ValueError otherwise."""
+    if not isinstance(uid, str) or len(uid) > MAX_UID_LENGTH or not _UID.fullmatch(uid):
+        raise ValueError(
+            f"an expert's uid must look like expert.3 or grid.1.7 (at most {MAX_UID_LENGTH} characters), "
+            f"but got {uid[:200] if isinstance(uid, str) else uid!r}"
+        )
+    if max(coordinates(uid)) > MAX_COORDINATE:
+        raise ValueError(f"coordinates must be at most {MAX_COORDINATE}, but got {uid}")
+    return uid
+
+
+def check_prefix(prefix: str) -> str:
+    """prefix, if it can begin a uid; one dot at its end is allowed and dropped. ValueError otherwise."""
+    bare = prefix.removesuffix(".")
+    if len(bare) > MAX_UID_LENGTH or not _PREFIX.fullmatch(bare):
+        raise ValueError(f"a prefix must look like expert or grid.1, but got {prefix[:200]!r}")
+    return bare
+
+
+def coordinates(uid: str) -> tuple[int, ...]:
+    """(1, 7) of "grid.1.7"."""
+    return tuple(int(part) for part in uid.split(".")[1:])
+
+
+def prefixes_of(uid: str) -> list[tuple[str, int]]:
+    """Every prefix of a uid with the coordinate that follows: [("grid", 1), ("grid.1", 7)] of "grid.1.7"."""
+    parts = uid.split(".")
+    return [(".".join(parts[:n]), int(parts[n])) for n in range(1, len(parts))]
+
+
+def successors_among(uids: Sequence[str], prefixes: Sequence[str]) -> dict[str, frozenset[int]]:
+    """What Discovery.successors returns when all live uids are known."""
+    found: dict[str, set[int]] = {check_prefix(prefix): set() for prefix in prefixes}
+    for uid in uids:
+        for prefix, coordinate in prefixes_of(uid):
+            if prefix in found:
+                found[prefix].add(coordinate)
+    return {prefix: frozenset(found[check_prefix(prefix)]) for prefix in prefixes}
+
+
+class StaticList(Discovery):
+    """Experts at addresses that never change: {"expert.0": "host:port", ...}. Also a directory for one process.
+
+    declare() adds to the list of this object alone; nothing is sent anywhere.
+    """
+
+    def __init__(self, endpoints: Mapping[str, str | Sequence[str]] | None = None):
+        self._records: dict[str, ExpertRecord] = {}
+        for uid, where in (endpoints or {}).items():
+            several = (where,) if isinstance(where, str) else tuple(where)
+            self._records[check_uid(uid)] = ExpertRecord(uid, several)
+
+    def _live(self) -> dict[str, ExpertRecord]:
+        self._records = {uid: record for uid, record in self._records.items() if record.is_live()}
+        return self._records
+
+    async def declare(
+        self,
+        uids: Sequence[str],
+        endpoint: str,
+        ttl: float,
+        *,
+        metadata: Mapping[str, str] | None = None,
+        timeout: float = 5.0,
+    ) -> frozenset[str]:
+        live, granted = self._live(), []
+        for uid in map(check_uid, uids):
+            owner = live.get(uid)
+            if owner is None or owner.endpoints[0] == endpoint:
+                fence = 1 if owner is None else owner.fence
+                live[uid] = ExpertRecord(uid, (endpoint,), time.time() + ttl, fence, dict(metadata or {}))
+                granted.append(uid)
+        return frozenset(granted)
+
+    async def withdraw(self, uids: Sequence[str], endpoint: str, *, timeout: float = 5.0) -> None:
+        for uid in uids:
+            record = self._records.get(uid)
+            if record is not None and record.endpoints[0] == endpoint:
+                del self._records[uid]
+
+    async def get(self, uids: Sequence[str], *, timeout: float = 5.0) -> list[ExpertRecord | None]:
+        live = self._live()
+        return [live.get(check_uid(uid)) for uid in uids]
+
+    async def successors(self, prefixes: Sequence[str], *, timeout: float = 5.0) -> dict[str, frozenset[int]]:
+        return successors_among(list(self._live()), prefixes)

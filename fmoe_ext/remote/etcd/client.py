@@ -1,0 +1,194 @@
+"""EtcdClient: keys, transactions, leases and watches. Field numbers are those of etcd's rpc.proto (API v3)."""
+
+import asyncio
+import math
+import time
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+
+import grpc
+
+from fmoe_ext.remote.discovery import DiscoveryError
+from fmoe_ext.remote.etcd.proto import Fields, ProtoError, build, parse
+
+MAX_OPERATIONS = 100  # of one transaction; etcd's default limit is 128
+_CREATE, _MOD, _VALUE = 1, 2, 3  # what a Compare looks at
+
+
+@dataclass(frozen=True)
+class Entry:
+    key: str
+    value: bytes
+    create_revision: int
+    mod_revision: int
+
+
+@dataclass(frozen=True)
+class Event:
+    """A change that a watch saw; entry.value is empty for a deletion."""
+
+    entry: Entry
+    is_deletion: bool
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Of a transaction: whether its comparisons held, the store's revision, what its ranges found."""
+
+    succeeded: bool
+    revision: int
+    ranges: list[list[Entry]]
+
+
+def created_at(key: str, revision: int) -> bytes:
+    """Holds if key was created at that revision; 0: if it does not exist."""
+    return build({2: _CREATE, 3: key, 5: [revision]})
+
+
+def changed_at(key: str, revision: int) -> bytes:
+    """Holds if key was last changed at that revision; 0: if it does not exist."""
+    return build({2: _MOD, 3: key, 6: [revision]})
+
+
+def has_value(key: str, value: bytes) -> bytes:
+    return build({2: _VALUE, 3: key, 7: [value]})
+
+
+def put(key: str, value: bytes, lease: int = 0) -> bytes:
+    return build({2: build({1: key, 2: value, 3: lease})})
+
+
+def delete(key: str) -> bytes:
+    return build({3: build({1: key})})
+
+
+def read(key: str, is_prefix: bool = False, keys_only: bool = False) -> bytes:
+    return build({1: build({1: key, 2: prefix_end(key) if is_prefix else b"", 8: int(keys_only)})})
+
+
+def prefix_end(prefix: str) -> bytes:
+    """The first key behind all that begin with prefix."""
+    data = prefix.encode()
+    return data[:-1] + bytes([data[-1] + 1])
+
+
+class EtcdClient:
+    """One cluster at host:port[,host:port...]; every call ends within its timeout, DiscoveryError if it fails."""
+
+    def __init__(self, endpoints: str):
+        self.endpoints = [endpoint for endpoint in endpoints.split(",") if endpoint]
+        if not self.endpoints:
+            raise ValueError("etcd needs an address: etcd://host:2379")
+        target = self.endpoints[0]
+        if len(self.endpoints) > 1:
+            target = "ipv4:" + ",".join(self.endpoints)
+        options = [("grpc.max_reconnect_backoff_ms", 1000), ("grpc.initial_reconnect_backoff_ms", 100)]
+        self._target, self._options = target, options
+        self._open: grpc.aio.Channel | None = None
+
+    @property
+    def _channel(self) -> grpc.aio.Channel:
+        if self._open is None:
+            self._open = grpc.aio.insecure_channel(self._target, self._options)
+        return self._open
+
+    async def close(self) -> None:
+        channel, self._open = self._open, None
+        if channel is not None:
+            await channel.close()
+
+    async def transact(
+        self,
+        compare: Sequence[bytes] = (),
+        success: Sequence[bytes] = (),
+        failure: Sequence[bytes] = (),
+        timeout: float = 5.0,
+    ) -> Answer:
+        """success if every comparison holds, otherwise failure; all at one revision."""
+        request = build({1: compare, 2: success, 3: failure})
+        reply = await self._call("/etcdserverpb.KV/Txn", request, timeout)
+        header = reply.messages(1)
+        found = [
+            [_entry(kv) for kv in response.messages(1)[0].messages(2)]
+            for response in reply.messages(3)
+            if response.messages(1)
+        ]
+        return Answer(bool(reply.number(2)), header[0].number(3) if header else 0, found)
+
+    async def read(self, key: str, is_prefix: bool = False, timeout: float = 5.0) -> tuple[list[Entry], int]:
+        """The entries of a key or a prefix, and the revision at which they were so."""
+        answer = await self.transact(success=[read(key, is_prefix)], timeout=timeout)
+        return answer.ranges[0], answer.revision
+
+    async def grant(self, ttl: float, timeout: float = 5.0) -> int:
+        """A new lease: keys under it vanish unless it is kept alive within ttl seconds (whole ones, at least 1)."""
+        reply = await self._call(
+            "/etcdserverpb.Lease/LeaseGrant", build({1: max(1, math.ceil(ttl))}), timeout
+        )
+        return reply.number(2)
+
+    async def keep_alive(self, lease: int, timeout: float = 5.0) -> bool:
+        """Whether the lease lives on for another ttl; False if it has ended."""
+
+        async def once() -> Fields:
+            stream = self._channel.stream_stream("/etcdserverpb.Lease/LeaseKeepAlive")(timeout=timeout)
+            try:
+                await stream.write(build({1: lease}))
+                return parse(await stream.read())
+            finally:
+                stream.cancel()
+
+        return (await self._guard(once(), "LeaseKeepAlive", timeout)).number(3) > 0
+
+    async def revoke(self, lease: int, timeout: float = 5.0) -> None:
+        await self._call("/etcdserverpb.Lease/LeaseRevoke", build({1: lease}), timeout)
+
+    async def watch(self, prefix: str, revision: int) -> AsyncIterator[list[Event]]:
+        """The changes under a prefix since revision, as they come; DiscoveryError when the stream ends."""
+        stream = self._channel.stream_stream("/etcdserverpb.Watch/Watch")()
+        try:
+            await stream.write(build({1: build({1: prefix, 2: prefix_end(prefix), 3: revision})}))
+            while True:
+                message = await stream.read()
+                if message is grpc.aio.EOF:
+                    raise DiscoveryError(f"etcd at {self._target} ended the watch")
+                reply = parse(message)
+                if reply.number(4):
+                    raise DiscoveryError(f"etcd refused the watch: {reply.data(6).decode(errors='replace')}")
+                events = [Event(_entry(e.messages(2)[0]), e.number(1) == 1) for e in reply.messages(11)]
+                if events:
+                    yield events
+        except (grpc.aio.AioRpcError, ProtoError) as error:
+            raise DiscoveryError(f"the watch on etcd at {self._target} ended: {_details(error)}") from None
+        finally:
+            stream.cancel()
+
+    async def _call(self, method: str, request: bytes, timeout: float) -> Fields:
+        async def once() -> Fields:
+            return parse(await self._channel.unary_unary(method)(request, timeout=timeout))
+
+        return await self._guard(once(), method.rpartition("/")[2], timeout)
+
+    async def _guard(self, call: "asyncio.Future[Fields] | object", name: str, timeout: float) -> Fields:
+        begin = time.monotonic()
+        try:
+            return await asyncio.wait_for(call, max(0.0, timeout) + 0.1)  # type: ignore[arg-type]
+        except (
+            grpc.aio.AioRpcError,
+            ProtoError,
+            asyncio.TimeoutError,
+            TypeError,
+            asyncio.InvalidStateError,
+        ) as error:
+            seconds = time.monotonic() - begin
+            raise DiscoveryError(
+                f"etcd at {self._target} did not do {name} ({seconds:.1f} s): {_details(error)}"
+            ) from None
+
+
+def _entry(kv: Fields) -> Entry:
+    return Entry(kv.data(1).decode(errors="replace"), kv.data(5), kv.number(2), kv.number(3))
+
+
+def _details(error: BaseException) -> str:
+    return str(error.details()) if isinstance(error, grpc.aio.AioRpcError) else repr(error)

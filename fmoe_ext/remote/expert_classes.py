@@ -1,0 +1,196 @@
+"""What a server can host: ffn, transformer, nop, det_dropout and what register_expert_class adds, each by name."""
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from fmoe_ext.experts import FusedExperts
+from fmoe_ext.remote.schema import Schema
+
+DROPOUT_SHARE = 0.2
+
+
+class StackedFfn(nn.Module):
+    """E feed-forward blocks layer_norm(x + w2 @ gelu(w1 @ x + b1) + b2) of width D and 4D, in grouped products.
+
+    forward(rows [R, D] sorted by expert, tokens_per_expert [E]) -> [R, D]; called with rows alone, E must be 1.
+    Parameters have one entry an expert in dimension 0, so that a part of the experts computes on a part of each.
+    """
+
+    def __init__(self, num_experts: int, hidden_dim: int):
+        super().__init__()
+        self.mlp = FusedExperts(num_experts, hidden_dim, 4 * hidden_dim, "gelu")
+        for linear in (self.mlp.htoh4, self.mlp.h4toh):  # as nn.Linear would start
+            bound = linear.in_feat**-0.5
+            nn.init.uniform_(linear.weight, -bound, bound)
+            nn.init.uniform_(linear.bias, -bound, bound)
+        self.norm_weight = nn.Parameter(torch.ones(num_experts, hidden_dim))
+        self.norm_bias = nn.Parameter(torch.zeros(num_experts, hidden_dim))
+
+    def forward(self, rows: torch.Tensor, tokens_per_expert: torch.Tensor | None = None) -> torch.Tensor:
+        return self.compute(tuple(self.parameters()), rows, tokens_per_expert)
+
+    def compute(
+        self,
+        parameters: Sequence[torch.Tensor],
+        rows: torch.Tensor,
+        tokens_per_expert: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """forward() with other parameters: those of some experts, in the order of self.parameters()."""
+        norm_weight, norm_bias, w1, b1, w2, b2 = parameters
+        if tokens_per_expert is None:
+            tokens_per_expert = torch.tensor([rows.shape[0]])
+        y = rows + self.mlp(rows, tokens_per_expert, weights=(w1, b1, w2, b2))
+        y = F.layer_norm(y, y.shape[-1:])
+        # one by one: an expert's gradients must not depend, to the last bit, on who shares its batch
+        parts = zip(y.split(tokens_per_expert.tolist()), norm_weight, norm_bias, strict=True)
+        return torch.cat([part * weight + bias for part, weight, bias in parts])
+
+
+class TransformerBlock(nn.Module):
+    """A pre-made nn.TransformerEncoderLayer over [B, S, D], without dropout: backward repeats forward exactly."""
+
+    def __init__(self, hidden_dim: int):
+        super().__init__()
+        heads = next(heads for heads in (16, 8, 4, 2, 1) if hidden_dim % heads == 0)
+        self.layer = nn.TransformerEncoderLayer(
+            hidden_dim, heads, 4 * hidden_dim, dropout=0.0, activation="gelu", batch_first=True
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x)
+
+
+class Nop(nn.Module):
+    """Returns what it gets: measures the way, not the work."""
+
+    def __init__(self, hidden_dim: int):
+        super().__init__()
+        self.offset = nn.Parameter(torch.zeros(()), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+
+class DeterministicDropout(nn.Module):
+    """A linear block whose dropout mask is the client's second input, so that backward drops what forward dropped."""
+
+    def __init__(self, hidden_dim: int):
+        super().__init__()
+        self.linear_in = nn.Linear(hidden_dim, 2 * hidden_dim)
+        self.activation = nn.ReLU()
+        self.linear_out = nn.Linear(2 * hidden_dim, hidden_dim)
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        h = self.activation(self.linear_in(x))
+        return self.linear_out(h * mask / (1 - DROPOUT_SHARE))
+
+
+@dataclass(frozen=True)
+class ExpertClass:
+    """make(hidden_dim) -> one expert; sample(hidden_dim) -> what one row of a batch looks like, one tensor an input.
+
+    make_stacked(num_experts, hidden_dim), where given, makes many that compute together (StackedFfn's methods).
+    """
+
+    name: str
+    make: Callable[[int], nn.Module]
+    sample: Callable[[int], tuple[torch.Tensor, ...]]
+    make_stacked: Callable[[int, int], StackedFfn] | None = None
+
+
+def _one_row(hidden_dim: int) -> tuple[torch.Tensor, ...]:
+    return (torch.empty(hidden_dim),)
+
+
+def _row_and_mask(hidden_dim: int) -> tuple[torch.Tensor, ...]:
+    return torch.empty(hidden_dim), torch.empty(2 * hidden_dim)
+
+
+def _sequence(hidden_dim: int) -> tuple[torch.Tensor, ...]:
+    return (torch.empty(0, hidden_dim),)  # a size of 0 stands for any size
+
+
+class _Registry:
+    def __init__(self, *classes: ExpertClass):
+        self._classes = {expert_class.name: expert_class for expert_class in classes}
+
+    def add(self, expert_class: ExpertClass) -> None:
+        if expert_class.name in self._classes:
+            raise ValueError(f"an expert class {expert_class.name!r} is registered already")
+        self._classes[expert_class.name] = expert_class
+
+    def find(self, name: str) -> ExpertClass:
+        if name not in self._classes:
+            raise ValueError(f"unknown expert class {name!r}: choose one of {', '.join(self._classes)}")
+        return self._classes[name]
+
+
+_REGISTRY = _Registry(
+    ExpertClass("ffn", lambda hidden_dim: StackedFfn(1, hidden_dim), _one_row, StackedFfn),
+    ExpertClass("transformer", TransformerBlock, _sequence),
+    ExpertClass("nop", Nop, _one_row),
+    ExpertClass("det_dropout", DeterministicDropout, _row_and_mask),
+)
+
+
+def find_expert_class(name: str) -> ExpertClass:
+    """The expert class of that name; ValueError, with the names there are, for another."""
+    return _REGISTRY.find(name)
+
+
+def register_expert_class(
+    name: str, sample: Callable[[int], torch.Tensor | tuple[torch.Tensor, ...]]
+) -> Callable[[type[nn.Module]], type[nn.Module]]:
+    """Class decorator: lets servers host a module as --expert_cls name; the module is made as cls(hidden_dim).
+
+    sample(hidden_dim) -> one row of each input of its forward, without the batch dimension; a size of 0 stands for
+    any size. All inputs and the output have the batch in dimension 0, and rows do not depend on each other.
+    """
+
+    def as_tuple(hidden_dim: int) -> tuple[torch.Tensor, ...]:
+        inputs = sample(hidden_dim)
+        return inputs if isinstance(inputs, tuple) else (inputs,)
+
+    def register(cls: type[nn.Module]) -> type[nn.Module]:
+        _REGISTRY.add(ExpertClass(name, cls, as_tuple))
+        return cls
+
+    return register
+
+
+def initial_state(
+    expert_class: ExpertClass, hidden_dim: int, uid: str, seed: int = 0
+) -> dict[str, torch.Tensor]:
+    """The weights that an expert starts from, wherever it starts."""
+    digest = hashlib.sha256(f"{seed} {uid}".encode()).digest()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(int.from_bytes(digest[:7], "big"))
+        module = expert_class.make(hidden_dim)
+    return {name: p.detach() for name, p in module.named_parameters()}
+
+
+def make_expert(name: str, hidden_dim: int, uid: str = "", seed: int = 0) -> nn.Module:
+    """A local expert of a registered class, with the weights that a server would start uid from."""
+    expert_class = find_expert_class(name)
+    module = expert_class.make(hidden_dim)
+    module.load_state_dict(initial_state(expert_class, hidden_dim, uid, seed), strict=False)
+    return module
+
+
+def find_schema(expert_class: ExpertClass, hidden_dim: int) -> Schema:
+    """What experts of a class take and return, found by calling one."""
+    samples = expert_class.sample(hidden_dim)
+    rows = [torch.zeros(1, *(size or 1 for size in x.shape), dtype=x.dtype) for x in samples]
+    with torch.no_grad():
+        y = expert_class.make(hidden_dim)(*rows)
+    if y.shape[0] != 1:
+        raise ValueError(
+            f"{expert_class.name} must return one row for each row, but returned {list(y.shape)}"
+        )
+    output = samples[0] if y.shape[1:] == rows[0].shape[1:] and y.dtype == rows[0].dtype else y[0]
+    return Schema.of(samples, output)

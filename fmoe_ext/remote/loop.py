@@ -1,0 +1,41 @@
+"""One asyncio loop a process, on its own thread: every channel, server and timer of fmoe_ext.remote lives there."""
+
+import asyncio
+import concurrent.futures
+import functools
+import os
+import threading
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+@functools.cache
+def _loop_of_process(_: int) -> asyncio.AbstractEventLoop:
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, name="fmoe-remote", daemon=True).start()
+    return loop
+
+
+def shared_loop() -> asyncio.AbstractEventLoop:
+    """The loop of this process; a forked child gets one of its own."""
+    return _loop_of_process(os.getpid())
+
+
+def submit(coroutine: Coroutine[Any, Any, T]) -> "concurrent.futures.Future[T]":
+    """Starts a coroutine on the shared loop, from any other thread."""
+    return asyncio.run_coroutine_threadsafe(coroutine, shared_loop())
+
+
+def run(coroutine: Coroutine[Any, Any, T], timeout: float | None = None) -> T:
+    """Runs a coroutine on the shared loop and waits, from any other thread; TimeoutError after timeout seconds."""
+    future = submit(coroutine)
+    try:
+        return future.result(timeout)
+    except concurrent.futures.TimeoutError:
+        future.cancel()
+        raise TimeoutError(f"no answer within {timeout} s") from None
+    except BaseException:
+        future.cancel()
+        raise

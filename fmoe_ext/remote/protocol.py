@@ -1,0 +1,39 @@
+"""What client, server and replicas call each other: method names, keys of metadata, options of channels."""
+
+import secrets
+
+SERVICE = "fmoe.Experts"
+INFO, FORWARD = f"/{SERVICE}/Info", f"/{SERVICE}/Forward"
+BACKWARD, STATE = f"/{SERVICE}/Backward", f"/{SERVICE}/State"
+# Keys of a message's metadata.
+UID, REQUEST_ID, VERSION, COMPRESSION, LOSS = "uid", "id", "version", "compression", "loss"
+SCHEMA, CLASS, HIDDEN_DIM, REQUESTS = "schema", "class", "hidden_dim", "requests"
+GRAD = "grad"  # name of the tensor; inputs are called "0", "1", ...
+ID_LENGTH = 32  # hexadecimal digits
+NOT_LEADER = (
+    "not the leader"  # how the text of a FAILED_PRECONDITION begins when another server takes the gradients
+)
+
+
+def new_request_id() -> str:
+    return secrets.token_hex(ID_LENGTH // 2)
+
+
+def channel_options(max_message_bytes: int) -> list[tuple[str, int]]:
+    """Size caps, and quick reconnection to a server that came back."""
+    return [
+        ("grpc.max_send_message_length", max_message_bytes),
+        ("grpc.max_receive_message_length", max_message_bytes),
+        ("grpc.initial_reconnect_backoff_ms", 100),
+        ("grpc.min_reconnect_backoff_ms", 100),
+        ("grpc.max_reconnect_backoff_ms", 1000),
+    ]
+
+
+def server_options(max_message_bytes: int) -> list[tuple[str, int]]:
+    """Size caps; a port that is in use is an error, not shared."""
+    return [
+        *channel_options(max_message_bytes),
+        ("grpc.so_reuseport", 0),
+        ("grpc.max_metadata_size", 16 << 10),
+    ]

@@ -1,0 +1,138 @@
+"""Who may call, how often and how much: TLS, tokens, allow-lists, rates."""
+
+import hashlib
+import time
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+MAX_PEERS = 10_000  # whose rates are remembered
+BURST_SECONDS = 2.0  # a peer that was silent may send so many seconds' worth at once
+
+
+class Denied(Exception):
+    """A call that is not admitted: a grpc status code and one sentence."""
+
+    def __init__(self, code: grpc.StatusCode, text: str):
+        super().__init__(text)
+        self.code = code
+
+
+@dataclass(frozen=True)
+class Credentials:
+    """What a client shows and trusts. ca: PEM file that signed the servers; certificate and key: for mutual TLS."""
+
+    ca: Path | None = None
+    certificate: Path | None = None
+    key: Path | None = None
+    token: str | None = None
+
+    def channel_credentials(self) -> grpc.ChannelCredentials | None:
+        """None for plain TCP."""
+        if self.ca is None:
+            return None
+        chain, key = _read(self.certificate), _read(self.key)
+        return grpc.ssl_channel_credentials(Path(self.ca).read_bytes(), key, chain)
+
+    def metadata(self) -> tuple[tuple[str, str], ...]:
+        return () if self.token is None else (("authorization", f"Bearer {self.token}"),)
+
+
+@dataclass(frozen=True)
+class Security:
+    """What a server demands.
+
+    certificate, key: PEM files, TLS on; client_ca: clients need a certificate that it signed. tokens {token: name}:
+    calls without one are refused. backward: names (of tokens, of certificates, or IP addresses) that may send
+    gradients, None for everyone. calls_per_second, bytes_per_second: of each peer.
+    """
+
+    certificate: Path | None = None
+    key: Path | None = None
+    client_ca: Path | None = None
+    tokens: Mapping[str, str] = field(default_factory=dict)
+    backward: frozenset[str] | None = None
+    calls_per_second: float = float("inf")
+    bytes_per_second: float = float("inf")
+
+    def server_credentials(self) -> grpc.ServerCredentials | None:
+        """None for plain TCP; ValueError for half of a pair."""
+        if (self.certificate is None) != (self.key is None):
+            raise ValueError("TLS needs both a certificate and its key")
+        if self.certificate is None or self.key is None:
+            if self.client_ca is not None:
+                raise ValueError("client certificates need TLS: give the server a certificate and a key")
+            return None
+        pair = (Path(self.key).read_bytes(), Path(self.certificate).read_bytes())
+        ca = _read(self.client_ca)
+        return grpc.ssl_server_credentials([pair], ca, require_client_auth=ca is not None)
+
+
+class Guard:
+    """Admits calls, or raises Denied."""
+
+    def __init__(self, security: Security):
+        self.security = security
+        self._names = {_digest(token): name for token, name in security.tokens.items()}
+        self._calls = Rates(security.calls_per_second)
+        self._bytes = Rates(security.bytes_per_second)
+
+    def admit(self, context: Any, num_bytes: int, gradient: bool = False) -> str:
+        """The caller's name; Denied if the call may not go on."""
+        peer = self._identify(context)
+        allowed = self.security.backward
+        if gradient and allowed is not None and peer not in allowed:
+            raise Denied(grpc.StatusCode.PERMISSION_DENIED, f"{peer} may not send gradients to this server")
+        if not (self._calls.take(peer, 1) and self._bytes.take(peer, num_bytes)):
+            raise Denied(grpc.StatusCode.RESOURCE_EXHAUSTED, f"{peer} sends more than its rate allows")
+        return peer
+
+    def _identify(self, context: Any) -> str:
+        if self._names:
+            given = dict(context.invocation_metadata() or ()).get("authorization", "")
+            name = self._names.get(_digest(str(given).removeprefix("Bearer ")))
+            if name is None:
+                raise Denied(grpc.StatusCode.UNAUTHENTICATED, "this server asks for a token")
+            return name
+        names = context.auth_context().get("x509_common_name") if self.security.client_ca else None
+        return names[0].decode(errors="replace") if names else host_of(context.peer())
+
+
+class Rates:
+    """A token bucket for each peer; the ones heard of longest ago are forgotten."""
+
+    def __init__(self, per_second: float):
+        self.per_second = per_second
+        self._left: OrderedDict[str, tuple[float, float]] = OrderedDict()
+
+    def take(self, peer: str, amount: float, now: float | None = None) -> bool:
+        """Whether peer may use that amount now. More than a whole bucket is let through when the bucket is full."""
+        if self.per_second == float("inf"):
+            return True
+        now = time.monotonic() if now is None else now
+        full = self.per_second * BURST_SECONDS
+        left, since = self._left.pop(peer, (full, now))
+        left = min(full, left + (now - since) * self.per_second)
+        granted = left >= min(amount, full)
+        self._left[peer] = (left - amount if granted else left, now)
+        while len(self._left) > MAX_PEERS:
+            self._left.popitem(last=False)
+        return granted
+
+
+def host_of(peer: str) -> str:
+    """The address in what grpc calls a peer: "10.0.0.1" of "ipv4:10.0.0.1:4242"."""
+    kind, _, address = peer.partition(":")
+    return address.rpartition(":")[0] if kind in ("ipv4", "ipv6") else peer
+
+
+def _digest(token: str) -> bytes:
+    return hashlib.sha256(token.encode(errors="replace")).digest()
+
+
+def _read(path: Path | None) -> bytes | None:
+    return None if path is None else Path(path).read_bytes()

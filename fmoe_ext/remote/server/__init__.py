@@ -1,0 +1,1 @@
+"""The server: one process, an asyncio loop for the network and one thread a device for the experts."""

@@ -1,0 +1,120 @@
+"""Calls that wait for the device: bounded, fair among peers, taken in batches of one kind."""
+
+import threading
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+
+
+class QueueFull(Exception):
+    """No more calls may wait; the caller should come back later or go elsewhere."""
+
+
+class DeadlinePassed(Exception):
+    """The caller does not wait for the answer any more."""
+
+
+@dataclass
+class Job:
+    """A call that waits. done(result) or done(exception) is called once, on the thread that computes."""
+
+    uid: str
+    inputs: tuple[torch.Tensor, ...]
+    done: Callable[[object], None]
+    grad: torch.Tensor | None = None  # of the output: a backward call
+    request_id: str = ""
+    seen_version: int | None = None  # of the expert, when the caller went forward
+    peer: str = ""
+    deadline: float = float("inf")  # time.monotonic()
+    arrived: float = field(default_factory=time.monotonic)
+
+    @property
+    def is_backward(self) -> bool:
+        return self.grad is not None
+
+    @property
+    def num_rows(self) -> int:
+        return self.inputs[0].shape[0]
+
+
+class FairQueue:
+    """First in, first out for each peer, and in turn among peers.
+
+    max_waiting: calls in all; max_of_peer: of one peer, so that nobody can fill the queue alone; max_batch_rows:
+    rows of a batch, exceeded only by a single call. tasks run alone, before the next batch.
+    """
+
+    def __init__(self, max_waiting: int = 4096, max_of_peer: int = 1024, max_batch_rows: int = 4096):
+        self.max_waiting, self.max_of_peer, self.max_batch_rows = max_waiting, max_of_peer, max_batch_rows
+        self._peers: OrderedDict[str, deque[Job]] = OrderedDict()
+        self._tasks: deque[Callable[[], None]] = deque()
+        self._changed = threading.Condition()
+        self._num_waiting = 0
+        self._closed = False
+
+    def __len__(self) -> int:
+        return self._num_waiting
+
+    def put(self, job: Job) -> None:
+        """Raises QueueFull if the queue, or the share of the peer, is."""
+        with self._changed:
+            waiting = self._peers.get(job.peer, ())
+            if self._closed or self._num_waiting >= self.max_waiting or len(waiting) >= self.max_of_peer:
+                raise QueueFull(f"{self._num_waiting} calls wait, {len(waiting)} of them from {job.peer}")
+            self._peers.setdefault(job.peer, deque()).append(job)
+            self._num_waiting += 1
+            self._changed.notify()
+
+    def put_task(self, task: Callable[[], None]) -> None:
+        """Adds a function that runs on the computing thread, in the order in which they were added."""
+        with self._changed:
+            self._tasks.append(task)
+            self._changed.notify()
+
+    def close(self) -> None:
+        """What waits is still taken, nothing new comes in, then take() returns None."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+    def take(self) -> list[Job] | Callable[[], None] | None:
+        """Waits for work: a task, a batch of jobs that are all forward or all backward, or None at the end."""
+        with self._changed:
+            while not (self._tasks or self._num_waiting or self._closed):
+                self._changed.wait()
+            if self._tasks:
+                return self._tasks.popleft()
+            return self._take_batch() if self._num_waiting else None
+
+    def _take_batch(self) -> list[Job]:
+        batch: list[Job] = []
+        rows, now = 0, time.monotonic()
+        expired: list[Job] = []
+        passed = 0  # peers in a row that had nothing that fits
+        while self._peers and passed < len(self._peers):
+            peer, waiting = next(iter(self._peers.items()))
+            self._peers.move_to_end(peer)
+            job = waiting[0]
+            if job.deadline <= now:
+                expired.append(self._pop(peer))
+            elif batch and (
+                job.is_backward != batch[0].is_backward or rows + job.num_rows > self.max_batch_rows
+            ):
+                passed += 1
+            else:
+                batch.append(self._pop(peer))
+                rows, passed = rows + job.num_rows, 0
+        for job in expired:
+            job.done(DeadlinePassed(f"the deadline passed after {now - job.arrived:.1f} s in the queue"))
+        return batch
+
+    def _pop(self, peer: str) -> Job:
+        self._num_waiting -= 1
+        waiting = self._peers[peer]
+        job = waiting.popleft()
+        if not waiting:
+            del self._peers[peer]
+        return job

@@ -1,0 +1,344 @@
+"""The experts of a server: batches through them and updates of them. Used by the computing thread alone."""
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+import torch
+
+from fmoe_ext.remote.expert_classes import ExpertClass, find_schema, initial_state
+from fmoe_ext.remote.schema import SchemaError
+from fmoe_ext.remote.server.fair_queue import Job
+from fmoe_ext.remote.server.reply_cache import ReplyCache
+from fmoe_ext.remote.server.stacks import Gradients, Part, make_stack
+
+MAX_REMEMBERED_IDS = 1024  # of each expert: a call that is repeated later than so many others counts as new
+OPTIMIZERS = ("sgd", "adam", "none")
+
+
+class ExpertMissing(Exception):
+    """This server does not host the expert (any more)."""
+
+
+class StaleGradient(Exception):
+    """The expert has moved on too far since the forward that the gradient belongs to."""
+
+
+@dataclass(frozen=True)
+class Training:
+    """How gradients change experts. max_grad_norm: of one update of one expert. max_staleness: updates between
+    the forward that a client saw and its backward."""
+
+    optimizer: str = "sgd"
+    lr: float = 0.01
+    max_grad_norm: float | None = None
+    max_staleness: int | None = None
+
+    def make_optimizer(self, parameters: Iterable[torch.Tensor]) -> torch.optim.Optimizer | None:
+        if self.optimizer == "sgd":
+            return torch.optim.SGD(parameters, lr=self.lr)
+        if self.optimizer == "adam":
+            return torch.optim.Adam(parameters, lr=self.lr)
+        if self.optimizer == "none":
+            return None
+        raise ValueError(f"optimizer must be one of {', '.join(OPTIMIZERS)}, but got {self.optimizer!r}")
+
+
+@dataclass(frozen=True)
+class Request:
+    """One client's gradient, as it came."""
+
+    request_id: str
+    inputs: tuple[torch.Tensor, ...]
+    grad: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Update:
+    """One step of one expert: version is what it leads to. The same requests in the same order give the same bits."""
+
+    uid: str
+    version: int
+    requests: tuple[Request, ...]
+
+
+@dataclass
+class Hosted:
+    """An expert here."""
+
+    uid: str
+    place: int
+    optimizer: torch.optim.Optimizer | None
+    version: int = 0
+    applied: "OrderedDict[str, int]" = field(default_factory=OrderedDict)  # request id -> version
+    num_requests: int = 0  # gradients applied since the expert began, each counted once
+    num_rows: int = 0
+    num_refused: int = 0  # updates that were not finite
+    grad_norm: float = 0.0
+
+
+@dataclass(frozen=True)
+class Answer:
+    tensors: tuple[torch.Tensor, ...]
+    version: int
+
+
+Finish: TypeAlias = "Callable[[], None]"
+Fail: TypeAlias = "Callable[[Exception], None]"
+Commit: TypeAlias = "Callable[[Update, Finish, Fail], None]"
+
+
+def commit_at_once(update: Update, finish: Finish, fail: Fail) -> None:
+    """Nobody else has to know of an update before its senders do."""
+    finish()
+
+
+class ExpertHost:
+    """commit(update, finish, fail) is called after every update; finish() answers those who sent it.
+
+    may_step(uid) is called before one, and raises to refuse it.
+    """
+
+    def __init__(
+        self,
+        expert_class: ExpertClass,
+        hidden_dim: int,
+        training: Training | None = None,
+        device: str = "cpu",
+        seed: int = 0,
+    ):
+        self.expert_class, self.hidden_dim, self.seed = expert_class, hidden_dim, seed
+        self.training = training or Training()
+        self.training.make_optimizer([torch.zeros(1)])  # refuses an unknown one now
+        self.experts: dict[str, Hosted] = {}
+        self.commit: Commit = commit_at_once
+        self.may_step: Callable[[str], None] = lambda uid: None
+        self._stack = make_stack(expert_class, hidden_dim, torch.device(device))
+        self._num_places = 0
+        self._free: list[int] = []
+        self._replies = ReplyCache()
+        self.schema = find_schema(expert_class, hidden_dim)
+
+    # ---------------------------------------------------------------- which experts
+
+    def add(self, uids: Sequence[str]) -> None:
+        """Hosts experts with the weights that they start from: a function of class, width, seed and uid."""
+        new = [uid for uid in uids if uid not in self.experts]
+        self._make_room(len(new))
+        for uid in new:
+            place = self._free.pop(0)
+            views = self._stack.views(place)
+            for name, value in initial_state(self.expert_class, self.hidden_dim, uid, self.seed).items():
+                views[name].copy_(value)
+            self.experts[uid] = Hosted(uid, place, self.training.make_optimizer(views.values()))
+
+    def remove(self, uid: str) -> None:
+        self._free.append(self.find(uid).place)
+        self._replies.forget(uid)
+        del self.experts[uid]
+
+    def find(self, uid: str) -> Hosted:
+        expert = self.experts.get(uid)
+        if expert is None:
+            raise ExpertMissing(f"this server does not host {uid}")
+        return expert
+
+    def parameters(self, uid: str) -> dict[str, torch.Tensor]:
+        """The parameters of an expert, sharing memory with those that compute."""
+        return self._stack.views(self.find(uid).place)
+
+    def _make_room(self, count: int) -> None:
+        missing = count - len(self._free)
+        if missing <= 0:
+            return
+        first, self._num_places = self._num_places, self._num_places + missing
+        self._stack.resize(self._num_places)
+        self._free += range(first, self._num_places)
+        for expert in self.experts.values():
+            _move_optimizer(expert, self._stack.views(expert.place), self.training)
+
+    # ---------------------------------------------------------------- batches
+
+    def run(self, batch: Sequence[Job]) -> None:
+        """Answers every job of a batch; one that fails does so alone."""
+        work = self._backward if batch[0].is_backward else self._forward
+        for together in _rounds(batch):
+            try:
+                work(together)
+            except Exception as error:
+                if len(together) == 1:
+                    together[0].done(error)
+                else:
+                    for job in together:
+                        self.run([job])
+
+    def _forward(self, jobs: Sequence[Job]) -> None:
+        by_expert = self._by_expert(jobs)
+        outputs = self._stack.forward([_part(expert, group) for expert, group in by_expert])
+        for (expert, group), rows in zip(by_expert, outputs, strict=True):
+            expert.num_rows += rows.shape[0]
+            for job, y in zip(group, rows.split([job.num_rows for job in group]), strict=True):
+                job.done(Answer((y,), expert.version))
+
+    def _backward(self, jobs: Sequence[Job]) -> None:
+        fresh = [job for job in jobs if not self._answer_repeated(job)]
+        by_expert = self._by_expert(fresh)
+        if not by_expert:
+            return
+        gradients = self._stack.backward([_part(expert, group) for expert, group in by_expert])
+        for (expert, group), grads in zip(by_expert, gradients, strict=True):
+            self._finish_group(expert, group, grads)
+
+    def _finish_group(self, expert: Hosted, group: Sequence[Job], grads: Gradients) -> None:
+        try:
+            self._step(expert, grads.parameters)
+        except SchemaError as error:
+            if len(group) > 1:  # which of them it was shows when each goes alone
+                for job in group:
+                    self.run([job])
+            else:
+                group[0].done(error)
+            return
+        update = Update(expert.uid, expert.version, tuple(_request(job) for job in group))
+        answers = self._remember(expert, update, grads)
+
+        def finish() -> None:
+            for job, answer in zip(group, answers, strict=True):
+                job.done(answer)
+
+        def fail(error: Exception) -> None:
+            for job in group:
+                job.done(error)
+
+        self.commit(update, finish, fail)
+
+    def _answer_repeated(self, job: Job) -> bool:
+        """Answers a job that was applied before, or comes too late; False if it is new."""
+        expert = self.experts.get(job.uid)
+        if expert is None:
+            job.done(ExpertMissing(f"this server does not host {job.uid}"))
+            return True
+        try:
+            self.may_step(job.uid)
+        except Exception as error:
+            job.done(error)
+            return True
+        if job.request_id and job.request_id in expert.applied:
+            job.done(self._answer_again(expert, job))
+            return True
+        bound, seen = self.training.max_staleness, job.seen_version
+        if bound is not None and seen is not None and expert.version - seen > bound:
+            text = f"{job.uid} made {expert.version - seen} updates since that forward, {bound} are allowed"
+            job.done(StaleGradient(text))
+            return True
+        return False
+
+    def _answer_again(self, expert: Hosted, job: Job) -> Answer:
+        """The first answer; when it is forgotten, the gradient by the weights of now, without an update."""
+        tensors = self._replies.get(expert.uid, job.request_id)
+        if tensors is None:
+            (grads,) = self._stack.backward([_part(expert, [job])])
+            tensors = _given(grads.inputs)
+        return Answer(tensors, expert.applied[job.request_id])
+
+    def _step(self, expert: Hosted, grads: dict[str, torch.Tensor]) -> None:
+        """One step of the optimizer; SchemaError, and no step, if the gradient is not finite."""
+        norm = (
+            torch.linalg.vector_norm(
+                torch.stack([torch.linalg.vector_norm(g.float()) for g in grads.values()])
+            ).item()
+            if grads
+            else 0.0
+        )
+        if not norm < float("inf"):
+            expert.num_refused += 1
+            raise SchemaError(
+                f"the gradient of {expert.uid}'s weights holds NaN or infinity: no update was made"
+            )
+        expert.grad_norm = norm
+        limit = self.training.max_grad_norm
+        scale = limit / norm if limit is not None and norm > limit else 1.0
+        if expert.optimizer is not None:
+            views = dict(zip(self._stack.views(expert.place), _optimized(expert.optimizer), strict=True))
+            for name, grad in grads.items():
+                views[name].grad = grad if scale == 1.0 else grad * scale
+            expert.optimizer.step()
+            expert.optimizer.zero_grad(set_to_none=True)
+        expert.version += 1
+
+    def _remember(self, expert: Hosted, update: Update, grads: Gradients) -> list[Answer]:
+        sizes = [request.grad.shape[0] for request in update.requests]
+        split = zip(*(d.split(sizes) for d in _given(grads.inputs)), strict=True)
+        answers = []
+        for request, tensors in zip(update.requests, split, strict=True):
+            answers.append(Answer(tensors, expert.version))
+            expert.num_requests += 1
+            if request.request_id:
+                expert.applied[request.request_id] = expert.version
+                self._replies.put(expert.uid, request.request_id, tensors)
+        while len(expert.applied) > MAX_REMEMBERED_IDS:
+            expert.applied.popitem(last=False)
+        return answers
+
+    def apply(self, update: Update) -> None:
+        """Repeats an update that another replica made; ValueError if it is not the next one."""
+        expert = self.find(update.uid)
+        if update.version != expert.version + 1:
+            raise ValueError(
+                f"{update.uid} is at version {expert.version}, update {update.version} is not the next"
+            )
+        jobs = [Job(update.uid, r.inputs, lambda _: None, r.grad, r.request_id) for r in update.requests]
+        (grads,) = self._stack.backward([_part(expert, jobs)])
+        self._step(expert, grads.parameters)
+        self._remember(expert, update, grads)
+
+    def _by_expert(self, jobs: Sequence[Job]) -> list[tuple[Hosted, list[Job]]]:
+        groups: dict[str, list[Job]] = {}
+        for job in jobs:
+            groups.setdefault(job.uid, []).append(job)
+        return sorted(((self.find(uid), group) for uid, group in groups.items()), key=lambda g: g[0].place)
+
+
+def _rounds(batch: Sequence[Job]) -> list[list[Job]]:
+    """Jobs that can go together: rows of one expert have one shape. Each round has one shape an expert."""
+    rounds: list[tuple[dict[str, list[torch.Size]], list[Job]]] = []
+    for job in batch:
+        shapes = [x.shape[1:] for x in job.inputs]
+        for seen, jobs in rounds:
+            if seen.setdefault(job.uid, shapes) == shapes:
+                jobs.append(job)
+                break
+        else:
+            rounds.append(({job.uid: shapes}, [job]))
+    return [jobs for _, jobs in rounds]
+
+
+def _part(expert: Hosted, jobs: Sequence[Job]) -> Part:
+    if len(jobs) == 1:
+        return Part(expert.place, jobs[0].inputs, jobs[0].grad)
+    inputs = tuple(torch.cat(parts) for parts in zip(*(job.inputs for job in jobs), strict=True))
+    grads = [job.grad for job in jobs if job.grad is not None]
+    return Part(expert.place, inputs, torch.cat(grads) if grads else None)
+
+
+def _request(job: Job) -> Request:
+    assert job.grad is not None
+    return Request(job.request_id, job.inputs, job.grad)
+
+
+def _given(tensors: Iterable[torch.Tensor | None]) -> tuple[torch.Tensor, ...]:
+    return tuple(x for x in tensors if x is not None)
+
+
+def _optimized(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return optimizer.param_groups[0]["params"]
+
+
+def _move_optimizer(expert: Hosted, views: dict[str, torch.Tensor], training: Training) -> None:
+    """The optimizer of an expert on new views of its parameters, with what it has gathered."""
+    old = expert.optimizer
+    if old is not None:
+        expert.optimizer = training.make_optimizer(views.values())
+        assert expert.optimizer is not None
+        expert.optimizer.load_state_dict(old.state_dict())

@@ -1,0 +1,130 @@
+"""What a server shows over HTTP: / for people, /status as JSON, /metrics for Prometheus. Reads only."""
+
+import asyncio
+import json
+import time
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from fmoe_ext.remote.server.server import Server
+
+MAX_REQUEST = 8 << 10
+MAX_CONNECTIONS = 64
+SECONDS = 5.0  # for a request and its answer
+
+PAGE = """<!doctype html><html lang="en"><meta charset="utf-8"><title>fmoe-server</title>
+<style>body{font:15px/1.5 system-ui,sans-serif;margin:2em auto;max-width:60em;padding:0 1em}
+table{border-collapse:collapse;width:100%}th,td{text-align:right;padding:.2em .6em;border-bottom:1px solid #ddd}
+th:first-child,td:first-child{text-align:left}#load{height:80px;width:100%;border:1px solid #ddd}</style>
+<h1>fmoe-server <small id="endpoint"></small></h1><p id="summary">loading</p>
+<h2>Calls a second, last two minutes</h2><canvas id="load" width="900" height="80"></canvas>
+<h2>Experts</h2><table><thead><tr><th>uid<th>version<th>rows<th>gradient norm<th>refused</thead>
+<tbody id="experts"></table>
+<h2>Peers</h2><table><thead><tr><th>peer<th>heard of, s ago<th>loss</thead><tbody id="peers"></table>
+<script>
+const rates = []; let before = null;
+function fill(id, rows) {
+  const body = document.getElementById(id); body.replaceChildren();
+  for (const row of rows) { const tr = body.insertRow(); for (const cell of row) tr.insertCell().textContent = cell; }
+}
+function draw() {
+  const c = document.getElementById("load"), g = c.getContext("2d"), top = Math.max(1, ...rates);
+  g.clearRect(0, 0, c.width, c.height); g.fillStyle = "#4878a8";
+  rates.forEach((r, i) => g.fillRect(i * 7.5, c.height * (1 - r / top), 6, c.height * r / top));
+}
+async function poll() {
+  try {
+    const s = await (await fetch("status")).json();
+    if (before) rates.push((s.calls - before.calls) / Math.max(.1, s.time - before.time));
+    if (rates.length > 120) rates.shift();
+    before = s; draw();
+    document.getElementById("endpoint").textContent = s.endpoint;
+    document.getElementById("summary").textContent = `${s.experts.length} experts of type ${s.expert_cls}, ` +
+      `${s.calls} calls (${s.failed} failed), ${s.waiting} waiting, ${s.rows} rows`;
+    fill("experts", s.experts.map(e => [e.uid, e.version, e.rows, e.grad_norm.toPrecision(3), e.refused]));
+    fill("peers", s.peers.map(p => [p.peer, p.ago.toFixed(0), p.loss]));
+  } catch (error) { document.getElementById("summary").textContent = "the server does not answer: " + error; }
+}
+poll(); setInterval(poll, 1000);
+</script></html>
+"""
+
+
+class Pages:
+    """A small HTTP/1.0 server of three fixed answers."""
+
+    def __init__(self, server: "Server"):
+        self._server = server
+        self._http: asyncio.Server | None = None
+        self._open = 0
+        self.port = 0
+
+    async def start(self, listen_on: str) -> None:
+        host, _, port = listen_on.rpartition(":")
+        self._http = await asyncio.start_server(
+            self._serve, host.strip("[]") or None, int(port), limit=MAX_REQUEST
+        )
+        self.port = self._http.sockets[0].getsockname()[1]
+
+    async def stop(self) -> None:
+        if self._http is not None:
+            self._http.close()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._open += 1
+        try:
+            if self._open <= MAX_CONNECTIONS:
+                await asyncio.wait_for(self._answer(reader, writer), SECONDS)
+        except (asyncio.TimeoutError, asyncio.IncompleteReadError, asyncio.LimitOverrunError, OSError):
+            pass  # whoever asks like that gets no answer
+        finally:
+            self._open -= 1
+            writer.close()
+
+    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        request = await reader.readuntil(b"\r\n\r\n")
+        method, path, *_ = [*request.split(b"\r\n", 1)[0].split(b" "), b"", b""]
+        status, kind, text = "200 OK", "text/plain; version=0.0.4", ""
+        if method != b"GET":
+            status, text = "405 Method Not Allowed", "GET only\n"
+        elif path == b"/":
+            kind, text = "text/html; charset=utf-8", PAGE
+        elif path == b"/status":
+            kind, text = "application/json", json.dumps(self.status())
+        elif path == b"/metrics":
+            text = self._server.metrics.to_text()
+        else:
+            status, text = "404 Not Found", "there are /, /status and /metrics\n"
+        body = text.encode()
+        head = f"HTTP/1.0 {status}\r\nContent-Type: {kind}\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n"
+        writer.write(head.encode() + body)
+        await writer.drain()
+
+    def status(self) -> dict[str, Any]:
+        """What the page shows."""
+        server, now = self._server, time.time()
+        calls = server.metrics.count("calls_total")
+        experts = sorted(server.host.experts.items())
+        return {
+            "time": now,
+            "endpoint": server.endpoint,
+            "expert_cls": server.options.expert_cls,
+            "calls": calls,
+            "failed": calls - server.metrics.count("calls_total", code="OK"),
+            "waiting": len(server.queue),
+            "rows": sum(expert.num_rows for _, expert in experts),
+            "experts": [
+                {
+                    "uid": uid,
+                    "version": expert.version,
+                    "rows": expert.num_rows,
+                    "grad_norm": expert.grad_norm,
+                    "refused": expert.num_refused,
+                }
+                for uid, expert in experts
+            ],
+            "peers": [
+                {"peer": name, "ago": now - heard, "loss": loss}
+                for name, (heard, loss) in reversed(self._server.service.peers.items())
+            ],
+        }

@@ -1,0 +1,293 @@
+"""Server: experts, the thread that computes them, the port that is listened on, and their place in the directory."""
+
+import asyncio
+import logging
+import random
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+import grpc
+
+from fmoe_ext.remote import loop, protocol
+from fmoe_ext.remote.discovery import Discovery, DiscoveryError, check_uid
+from fmoe_ext.remote.expert_classes import find_expert_class
+from fmoe_ext.remote.security import Guard, Security
+from fmoe_ext.remote.server.checkpoints import Checkpoints
+from fmoe_ext.remote.server.compute import ComputeThread
+from fmoe_ext.remote.server.fair_queue import FairQueue
+from fmoe_ext.remote.server.host import ExpertHost, Training
+from fmoe_ext.remote.server.metrics import Metrics
+from fmoe_ext.remote.server.pages import Pages
+from fmoe_ext.remote.server.service import ExpertService
+from fmoe_ext.remote.server.state import read_state, write_state
+from fmoe_ext.remote.server.uids import Pattern, claim_free_uids
+from fmoe_ext.remote.server.warm_copies import WarmCopies
+from fmoe_ext.remote.wire import Limits, Message
+
+log = logging.getLogger("fmoe_ext.remote")
+DRAIN_SECONDS = 5.0  # that calls under way have when the server stops
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a server is; the names are those of the flags of fmoe-server."""
+
+    expert_cls: str = "ffn"
+    hidden_dim: int = 512
+    num_experts: int = 1
+    expert_pattern: str = "expert.[0:256]"
+    expert_uids: Sequence[str] = ()
+    listen_on: str = "127.0.0.1:0"
+    announce: str | None = None
+    training: Training = field(default_factory=Training)
+    checkpoint_dir: Path | None = None
+    checkpoint_period: float = 60.0
+    ttl: float = 30.0
+    device: str = "cpu"
+    seed: int = 0
+    max_batch_size: int = 4096
+    max_waiting: int = 4096
+    max_message_bytes: int = 256 << 20
+    http_on: str | None = None
+    security: Security = field(default_factory=Security)
+
+
+class Placement(Protocol):
+    """Decides which experts a server hosts and tells the world: by declaring, or as one replica of several."""
+
+    async def start(self, server: "Server") -> None: ...
+    async def stop(self) -> None: ...
+
+
+class Server:
+    """start() to serve, stop() to hand over and end; both from any thread. Also a context manager."""
+
+    def __init__(self, options: Options, placement: Placement):
+        self.options, self.placement = options, placement
+        expert_class = find_expert_class(options.expert_cls)
+        self.host = ExpertHost(
+            expert_class, options.hidden_dim, options.training, options.device, options.seed
+        )
+        self.queue = FairQueue(options.max_waiting, options.max_waiting // 2, options.max_batch_size)
+        self.compute = ComputeThread(self.host, self.queue)
+        self.metrics = Metrics()
+        limits = Limits(max_message_bytes=options.max_message_bytes)
+        self.service = ExpertService(self.compute, Guard(options.security), self.metrics, limits)
+        self.checkpoints = Checkpoints(options.checkpoint_dir) if options.checkpoint_dir else None
+        self.pages = Pages(self)
+        self.endpoint = ""
+        self._saved: dict[str, int] = {}  # uid: version on disk
+        self._tasks: list[asyncio.Task[None]] = []
+        self._grpc: grpc.aio.Server | None = None
+        self.metrics.gauge("experts", lambda: len(self.host.experts))
+        self.metrics.gauge("waiting_calls", lambda: len(self.queue))
+        self.metrics.gauge("batches", lambda: self.compute.num_batches)
+        self.metrics.gauge("batched_calls", lambda: self.compute.num_jobs)
+        self.metrics.gauge("updates_refused", self._count_refused)
+
+    def start(self, timeout: float = 60.0) -> "Server":
+        loop.run(self._start(), timeout)
+        return self
+
+    def stop(self, timeout: float = 60.0) -> None:
+        loop.run(self._stop(), timeout)
+
+    def __enter__(self) -> "Server":
+        return self.start()
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    # ---------------------------------------------------------------- life
+
+    async def _start(self) -> None:
+        self._grpc = grpc.aio.server(options=protocol.server_options(self.options.max_message_bytes))
+        self._grpc.add_generic_rpc_handlers((self.service.handlers(),))
+        port = self._bind(self._grpc)
+        self.endpoint = self.options.announce or announced(self.options.listen_on, port)
+        self.compute.start()
+        try:
+            await self.placement.start(self)
+            await self._grpc.start()
+            if self.options.http_on is not None:
+                await self.pages.start(self.options.http_on)
+                log.info("Status page at http://%s/", announced(self.options.http_on, self.pages.port))
+        except BaseException:
+            await self._stop(save=False)
+            raise
+        if self.checkpoints is not None:
+            self._tasks.append(asyncio.create_task(self._save_regularly()))
+        log.info("Server started at %s", self.endpoint)
+        uids = sorted(self.host.experts)
+        log.info("Got %d active experts of type %s: %s", len(uids), self.options.expert_cls, uids)
+
+    def _bind(self, server: grpc.aio.Server) -> int:
+        credentials = self.options.security.server_credentials()
+        where = self.options.listen_on
+        try:
+            if credentials is None:
+                return server.add_insecure_port(where)
+            return server.add_secure_port(where, credentials)
+        except RuntimeError as error:
+            raise OSError(
+                f"cannot listen on {where}: is the port in use, the address this host's? ({error})"
+            ) from None
+
+    def add_handlers(self, handlers: grpc.GenericRpcHandler) -> None:
+        """More methods on the same port; before it opens."""
+        assert self._grpc is not None
+        self._grpc.add_generic_rpc_handlers((handlers,))
+
+    async def _stop(self, save: bool = True) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await self.placement.stop()
+        if self._grpc is not None:
+            await self._grpc.stop(DRAIN_SECONDS)
+        if save:
+            await self.save()
+        await self.pages.stop()
+        await asyncio.to_thread(self.compute.stop)
+        log.info("Server at %s has stopped", self.endpoint)
+
+    # ---------------------------------------------------------------- experts
+
+    async def add_experts(self, uids: Sequence[str]) -> None:
+        """Hosts experts with what their checkpoints say, otherwise with the weights they start from."""
+
+        def add() -> None:
+            self.host.add(uids)
+            for state in states:
+                write_state(self.host, state)
+
+        saved = [self.checkpoints.load(uid) for uid in uids] if self.checkpoints else []
+        states = [state for state in saved if state is not None]
+        await asyncio.wrap_future(self.compute.call(add))
+        self._saved |= {state.meta["uid"]: int(state.meta["version"]) for state in states}
+
+    async def read_state(self, uid: str) -> Message:
+        """A copy of an expert's state, taken between two batches."""
+        return await asyncio.wrap_future(self.compute.call(lambda: read_state(self.host, uid)))
+
+    async def remove_expert(self, uid: str) -> None:
+        await asyncio.wrap_future(self.compute.call(lambda: self.host.remove(uid)))
+
+    async def save(self) -> None:
+        """Writes every expert that has changed since it was written."""
+        if self.checkpoints is None:
+            return
+        for uid, expert in list(self.host.experts.items()):
+            if self._saved.get(uid) == expert.version:
+                continue
+            state = await self.read_state(uid)
+            await asyncio.to_thread(self.checkpoints.save, state)
+            self._saved[uid] = int(state.meta["version"])
+
+    async def _save_regularly(self) -> None:
+        while True:
+            await asyncio.sleep(self.options.checkpoint_period)
+            try:
+                await self.save()
+            except OSError as error:
+                log.error("checkpoints cannot be written: %s", error)
+                self.metrics.add("checkpoint_failures_total")
+
+    def _count_refused(self) -> int:
+        return sum(expert.num_refused for expert in list(self.host.experts.values()))
+
+
+class DeclaredExperts:
+    """One owner an expert: uids are claimed in a directory and renewed while the server lives.
+
+    copies: of experts that others own, for when they vanish.
+    """
+
+    def __init__(self, discovery: Discovery, copies: WarmCopies | None = None):
+        self.discovery, self.copies = discovery, copies
+        self._tasks: list[asyncio.Task[None]] = []
+        self._server: Server | None = None
+
+    async def start(self, server: Server) -> None:
+        self._server = server
+        await server.add_experts(await self._claim(server))
+        self._tasks.append(asyncio.create_task(self._renew(server)))
+        if self.copies is not None:
+            self._tasks.append(asyncio.create_task(self.copies.run(server)))
+
+    async def _claim(self, server: Server) -> list[str]:
+        options, endpoint = server.options, server.endpoint
+        mine = [check_uid(uid) for uid in options.expert_uids]
+        if mine:
+            granted = await self.discovery.declare(mine, endpoint, options.ttl)
+            taken = [uid for uid in mine if uid not in granted]
+            if taken:
+                await self.discovery.withdraw(list(granted), endpoint)
+                raise ValueError(
+                    f"other servers host {', '.join(taken)}: choose other uids, or stop those servers"
+                )
+            return mine
+        pattern, wanted = Pattern(options.expert_pattern), options.num_experts
+        before = server.checkpoints.uids() if server.checkpoints else []
+        kept = sorted(await self.discovery.declare(before[:wanted], endpoint, options.ttl)) if before else []
+        mine = kept + await claim_free_uids(
+            self.discovery, pattern, wanted - len(kept), endpoint, options.ttl, random.Random()
+        )
+        if len(mine) < wanted:
+            await self.discovery.withdraw(mine, endpoint)
+            raise ValueError(
+                f"{wanted} experts were asked for, but only {len(mine)} uids of {pattern.text} are free: "
+                "give a wider --expert_pattern or a smaller --num_experts"
+            )
+        return mine
+
+    async def _renew(self, server: Server) -> None:
+        while True:
+            await asyncio.sleep(server.options.ttl / 3)
+            uids = list(server.host.experts)
+            metadata = {"version": str(max((e.version for e in server.host.experts.values()), default=0))}
+            try:
+                mine = await self.discovery.declare(
+                    uids,
+                    server.endpoint,
+                    server.options.ttl,
+                    metadata=metadata,
+                    timeout=server.options.ttl / 3,
+                )
+            except DiscoveryError as error:
+                log.warning("the directory does not answer: %s", error)
+                server.metrics.add("declare_failures_total")
+                continue
+            for uid in set(uids) - mine:
+                log.warning("%s now belongs to another server, it is hosted here no more", uid)
+                server.metrics.add("experts_lost_total")
+                await server.remove_expert(uid)
+
+    async def stop(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        if self._server is not None:
+            try:
+                await self.discovery.withdraw(list(self._server.host.experts), self._server.endpoint)
+            except DiscoveryError as error:
+                log.warning("the uids could not be withdrawn, they expire: %s", error)
+
+
+def announced(listen_on: str, port: int) -> str:
+    """The endpoint that others can reach: the address that is listened on, or for all addresses this host's own."""
+    host = listen_on.rpartition(":")[0]
+    if host in ("0.0.0.0", "[::]", "*", ""):
+        host = own_address()
+    return f"{host}:{port}"
+
+
+def own_address() -> str:
+    """The address of the interface that leads outside; 127.0.0.1 where none does. Nothing is sent."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))  # a documentation address (RFC 5737)
+            return str(probe.getsockname()[0])
+        except OSError:
+            return "127.0.0.1"

@@ -1,0 +1,206 @@
+"""The methods that clients call: bytes in, bytes out, every error a status code with one sentence."""
+
+import asyncio
+import time
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import grpc
+
+from fmoe_ext.remote import protocol
+from fmoe_ext.remote.compression import CODECS, compress, decompress
+from fmoe_ext.remote.schema import SchemaError, check_finite
+from fmoe_ext.remote.security import Denied, Guard
+from fmoe_ext.remote.server.compute import ComputeThread
+from fmoe_ext.remote.server.fair_queue import DeadlinePassed, Job, QueueFull
+from fmoe_ext.remote.server.host import Answer, ExpertMissing, StaleGradient
+from fmoe_ext.remote.server.metrics import Metrics
+from fmoe_ext.remote.server.state import read_state
+from fmoe_ext.remote.wire import Limits, Message, WireError, decode, encode
+
+LONGEST_CALL = 600.0  # seconds, for callers without a deadline
+MAX_SHOWN_PEERS = 100
+Code = grpc.StatusCode
+
+
+class NotLeader(Exception):
+    """Another server takes the gradients of this expert."""
+
+
+CODES: tuple[tuple[type[Exception], grpc.StatusCode], ...] = (
+    (WireError, Code.INVALID_ARGUMENT),
+    (SchemaError, Code.INVALID_ARGUMENT),
+    (ExpertMissing, Code.NOT_FOUND),
+    (QueueFull, Code.RESOURCE_EXHAUSTED),
+    (StaleGradient, Code.FAILED_PRECONDITION),
+    (NotLeader, Code.FAILED_PRECONDITION),
+    (DeadlinePassed, Code.DEADLINE_EXCEEDED),
+)
+
+
+class ExpertService:
+    """Info, Forward, Backward, State over a computing thread. may_step(uid) raises NotLeader where it must."""
+
+    def __init__(self, compute: ComputeThread, guard: Guard, metrics: Metrics, limits: Limits):
+        self.compute, self.guard, self.metrics, self.limits = compute, guard, metrics, limits
+        self.may_step: Callable[[str], None] = lambda uid: None
+        self.peers: OrderedDict[str, tuple[float, str]] = (
+            OrderedDict()
+        )  # name: last heard of, loss it reported
+        self._under_way: dict[tuple[str, str], asyncio.Future[Answer]] = {}
+
+    def handlers(self) -> grpc.GenericRpcHandler:
+        methods = {
+            "Info": self._method("info", self._info),
+            "Forward": self._method("forward", self._forward),
+            "Backward": self._method("backward", self._backward),
+            "State": self._method("state", self._state),
+        }
+        return grpc.method_handlers_generic_handler(
+            protocol.SERVICE, {n: grpc.unary_unary_rpc_method_handler(m) for n, m in methods.items()}
+        )
+
+    def _method(
+        self, name: str, call: Callable[[Message, str, float], Awaitable[bytes]]
+    ) -> Callable[..., Any]:
+        async def method(data: bytes, context: Any) -> bytes:
+            begin, code = time.monotonic(), Code.OK
+            try:
+                peer = self.guard.admit(context, len(data), gradient=name == "backward")
+                message = decode(data, self.limits)
+                self._note_peer(peer, message)
+                return await call(
+                    message, peer, begin + min(context.time_remaining() or LONGEST_CALL, LONGEST_CALL)
+                )
+            except Denied as error:
+                code = error.code
+                await context.abort(code, str(error))
+            except asyncio.CancelledError:
+                code = Code.CANCELLED
+                raise
+            except Exception as error:
+                code = next((c for kind, c in CODES if isinstance(error, kind)), Code.INTERNAL)
+                await context.abort(code, f"{error}" if code is not Code.INTERNAL else repr(error)[:500])
+            finally:
+                self.metrics.add("calls_total", method=name, code=code.name)
+                self.metrics.time("call_seconds", time.monotonic() - begin, method=name)
+            raise AssertionError("abort() does not return")
+
+        return method
+
+    def _note_peer(self, peer: str, message: Message) -> None:
+        loss = message.meta.get(protocol.LOSS) or self.peers.pop(peer, (0.0, ""))[1]
+        self.peers[peer] = (time.time(), loss[:20])
+        self.peers.move_to_end(peer)
+        while len(self.peers) > MAX_SHOWN_PEERS:
+            self.peers.popitem(last=False)
+
+    async def _info(self, message: Message, peer: str, deadline: float) -> bytes:
+        host = self.compute.host
+        expert = host.find(_text(message, protocol.UID))
+        meta = {
+            protocol.UID: expert.uid,
+            protocol.SCHEMA: host.schema.to_text(),
+            protocol.CLASS: host.expert_class.name,
+            protocol.HIDDEN_DIM: str(host.hidden_dim),
+            protocol.VERSION: str(expert.version),
+            protocol.REQUESTS: str(expert.num_requests),
+        }
+        return encode(Message({}, meta))
+
+    async def _forward(self, message: Message, peer: str, deadline: float) -> bytes:
+        tensors = decompress(message)
+        inputs = tuple(tensors.pop(str(n)) for n in range(len(tensors)) if str(n) in tensors)
+        uid = self._check(message, inputs, tensors)
+        future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        self.compute.queue.put(Job(uid, inputs, _settle_soon(future), peer=peer, deadline=deadline))
+        return self._reply(message, await future)
+
+    async def _backward(self, message: Message, peer: str, deadline: float) -> bytes:
+        tensors = decompress(message)
+        grad = tensors.pop(protocol.GRAD, None)
+        if grad is None:
+            raise SchemaError("a backward call needs a tensor called 'grad'")
+        inputs = tuple(tensors.pop(str(n)) for n in range(len(tensors)) if str(n) in tensors)
+        uid = self._check(message, inputs, tensors)
+        self.compute.host.schema.check_grad(grad, inputs, uid)
+        check_finite({"the gradient": grad}, uid)
+        self.may_step(uid)
+        request_id, seen = _request_id(message), _seen_version(message)
+        key = (uid, request_id)
+        future = self._under_way.get(key)
+        if future is None or not request_id:
+            future = asyncio.get_running_loop().create_future()
+            job = Job(uid, inputs, _settle_soon(future), grad, request_id, seen, peer, deadline)
+            self.compute.queue.put(job)
+            self._under_way[key] = future
+            future.add_done_callback(lambda _: self._under_way.pop(key, None))
+        return self._reply(message, await asyncio.shield(future))
+
+    async def _state(self, message: Message, peer: str, deadline: float) -> bytes:
+        uid = _text(message, protocol.UID)
+        self.compute.host.find(uid)
+        state = await asyncio.wrap_future(self.compute.call(lambda: read_state(self.compute.host, uid)))
+        return encode(state)
+
+    def _check(self, message: Message, inputs: tuple[Any, ...], others: dict[str, Any]) -> str:
+        uid = _text(message, protocol.UID)
+        host = self.compute.host
+        host.find(uid)
+        if others:
+            raise SchemaError(f"unknown tensors for {uid}: {', '.join(sorted(others))[:200]}")
+        host.schema.check_inputs(inputs, uid)
+        check_finite({f"input {n}": x for n, x in enumerate(inputs)}, uid)
+        return uid
+
+    def _reply(self, request: Message, answer: Answer) -> bytes:
+        codec = request.meta.get(protocol.COMPRESSION, "none")
+        if codec not in CODECS:
+            raise WireError(f"unknown compression {codec[:50]!r}: use one of {', '.join(CODECS)}")
+        tensors = {str(n): x for n, x in enumerate(answer.tensors)}
+        return encode(compress(tensors, codec, {protocol.VERSION: str(answer.version)}))
+
+
+def _settle_soon(future: "asyncio.Future[Answer]") -> Callable[[object], None]:
+    """A function for another thread that settles the future on its loop, unless the caller is gone."""
+    loop = future.get_loop()
+
+    def settle(result: object) -> None:
+        if future.done():
+            return
+        if isinstance(result, BaseException):
+            future.set_exception(result)
+            future.exception()  # heard, even if nobody waits any more
+        else:
+            future.set_result(result)  # type: ignore[arg-type]
+
+    def settle_soon(result: object) -> None:
+        loop.call_soon_threadsafe(settle, result)
+
+    return settle_soon
+
+
+def _text(message: Message, key: str) -> str:
+    value = message.meta.get(key)
+    if not value:
+        raise WireError(f"the call does not say {key}")
+    return value
+
+
+def _request_id(message: Message) -> str:
+    text = message.meta.get(protocol.REQUEST_ID, "")
+    if text and (len(text) != protocol.ID_LENGTH or not set(text) <= set("0123456789abcdef")):
+        raise WireError(
+            f"a request id has {protocol.ID_LENGTH} hexadecimal digits, but this one is {text[:50]!r}"
+        )
+    return text
+
+
+def _seen_version(message: Message) -> int | None:
+    text = message.meta.get(protocol.VERSION)
+    if text is None:
+        return None
+    if not (text.isascii() and text.isdecimal() and len(text) <= 18):
+        raise WireError(f"a version is a number, but this one is {text[:50]!r}")
+    return int(text)

@@ -1,0 +1,184 @@
+"""Messages as bytes: tensors and short strings in the layout of a safetensors file, read with every number distrusted.
+
+8 bytes: length N of the header, little endian. N bytes: JSON {"name": {"dtype", "shape", "data_offsets"}, ...,
+"__metadata__": {str: str}}. Then the tensors, one behind the other. Nothing in a message is ever executed.
+"""
+
+import ctypes
+import json
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+_LENGTH = struct.Struct("<Q")
+_METADATA = "__metadata__"
+_ALIGNMENT = 64
+DTYPES = MappingProxyType(
+    {
+        "F64": torch.float64,
+        "F32": torch.float32,
+        "F16": torch.float16,
+        "BF16": torch.bfloat16,
+        "I64": torch.int64,
+        "I32": torch.int32,
+        "I8": torch.int8,
+        "U8": torch.uint8,
+        "BOOL": torch.bool,
+    }
+)
+NAMES = MappingProxyType({dtype: name for name, dtype in DTYPES.items()})
+
+
+class WireError(ValueError):
+    """A message is not what it must be; the text says what is wrong with it."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a reader accepts, whatever a header says."""
+
+    max_message_bytes: int = 256 << 20
+    max_header_bytes: int = 32 << 10
+    max_tensors: int = 32
+    max_dims: int = 6
+    max_metadata: int = 32  # entries
+    max_text: int = 4096  # characters of a name or a value
+
+
+CALL = Limits()
+STATE = Limits(max_message_bytes=2**31 - 1, max_header_bytes=1 << 20, max_tensors=4096)
+
+
+@dataclass(frozen=True)
+class Message:
+    tensors: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    meta: Mapping[str, str] = field(default_factory=dict)
+
+
+def encode(message: Message) -> bytes:
+    """The bytes of a message; the tensors may lie on any device and in any order of strides."""
+    header: dict[str, Any] = {_METADATA: dict(message.meta)}
+    parts, end = [], 0
+    for name, tensor in message.tensors.items():
+        data = bytes_of(tensor)
+        begin, end = end, end + len(data)
+        header[name] = {
+            "dtype": dtype_name(tensor.dtype),
+            "shape": list(tensor.shape),
+            "data_offsets": [begin, end],
+        }
+        parts.append(data)
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-(_LENGTH.size + len(text)) % _ALIGNMENT)
+    return b"".join([_LENGTH.pack(len(text)), text, *parts])
+
+
+def decode(data: bytes, limits: Limits = CALL) -> Message:
+    """The message in data; WireError if anything in it is out of order or beyond the limits."""
+    if not _LENGTH.size <= len(data) <= limits.max_message_bytes:
+        raise WireError(
+            f"a message has {_LENGTH.size} to {limits.max_message_bytes} bytes, but this one has {len(data)}"
+        )
+    (length,) = _LENGTH.unpack_from(data)
+    if length > min(limits.max_header_bytes, len(data) - _LENGTH.size):
+        raise WireError(
+            f"the header claims {length} bytes; {limits.max_header_bytes} are allowed and "
+            f"{len(data) - _LENGTH.size} came"
+        )
+    begin = _LENGTH.size + length
+    header = _read_header(data[_LENGTH.size : begin], limits)
+    meta = _check_metadata(header.pop(_METADATA, {}), limits)
+    if len(header) > limits.max_tensors:
+        raise WireError(f"{len(header)} tensors, but at most {limits.max_tensors} are allowed")
+    body = bytearray(memoryview(data)[begin:])  # writable and aligned
+    return Message(_read_tensors(header, body, limits), meta)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """ "F32" of torch.float32; WireError for a dtype that no message holds."""
+    if dtype not in NAMES:
+        raise WireError(f"{dtype} cannot be sent: use one of {', '.join(str(d) for d in NAMES)}")
+    return NAMES[dtype]
+
+
+def bytes_of(tensor: torch.Tensor) -> Any:
+    """The elements of a tensor as a buffer that keeps them alive."""
+    tensor = tensor.detach().to("cpu").contiguous()
+    if tensor.numel() == 0:
+        return b""
+    view = (ctypes.c_char * (tensor.numel() * tensor.element_size())).from_address(tensor.data_ptr())
+    view.owner = tensor  # type: ignore[attr-defined]  # the memory lives as long as the view
+    return view
+
+
+def _read_header(text: bytes, limits: Limits) -> dict[str, Any]:
+    try:
+        header = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise WireError(f"the header is no JSON: {str(error)[:200]}") from None
+    if not isinstance(header, dict):
+        raise WireError(f"the header must be a JSON object, but is a {type(header).__name__}")
+    if any(len(name) > limits.max_text for name in header):
+        raise WireError(f"a name in the header has more than {limits.max_text} characters")
+    return header
+
+
+def _check_metadata(meta: Any, limits: Limits) -> dict[str, str]:
+    if not isinstance(meta, dict) or len(meta) > limits.max_metadata:
+        raise WireError(f"{_METADATA} must be an object of at most {limits.max_metadata} entries")
+    for key, value in meta.items():
+        if not isinstance(value, str) or len(value) > limits.max_text:
+            raise WireError(
+                f"{_METADATA}[{key[:100]!r}] must be text of at most {limits.max_text} characters"
+            )
+    return meta
+
+
+def _read_tensors(header: dict[str, Any], body: bytearray, limits: Limits) -> dict[str, torch.Tensor]:
+    tensors, end = {}, 0
+    for name, entry in header.items():
+        dtype, shape, begin, stop = _check_entry(name, entry, limits)
+        count = 1
+        for size in shape:
+            count *= size
+        if begin != end or stop - begin != count * dtype.itemsize or stop > len(body):
+            raise WireError(
+                f"tensor {name[:100]!r}: {NAMES[dtype]} {shape} at bytes [{begin}, {stop}) does not fit: it needs "
+                f"{count * dtype.itemsize} bytes from {end} on, of {len(body)} that came"
+            )
+        end = stop
+        tensors[name] = _tensor_at(body, dtype, shape, begin, count)
+    if end != len(body):
+        raise WireError(f"{len(body) - end} bytes belong to no tensor")
+    return tensors
+
+
+def _tensor_at(body: bytearray, dtype: torch.dtype, shape: list[int], begin: int, count: int) -> torch.Tensor:
+    if count == 0:
+        return torch.empty(shape, dtype=dtype)
+    if dtype is torch.bool:  # other bytes than 0 and 1 are no truth values
+        return torch.frombuffer(body, dtype=torch.uint8, count=count, offset=begin).view(shape) != 0
+    if begin % dtype.itemsize:
+        body, begin = body[begin : begin + count * dtype.itemsize], 0
+    return torch.frombuffer(body, dtype=dtype, count=count, offset=begin).view(shape)
+
+
+def _check_entry(name: str, entry: Any, limits: Limits) -> tuple[torch.dtype, list[int], int, int]:
+    if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
+        raise WireError(f"tensor {name[:100]!r} must have dtype, shape and data_offsets, nothing else")
+    dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    if not isinstance(dtype, str) or dtype not in DTYPES:
+        raise WireError(f"tensor {name[:100]!r}: unknown dtype {str(dtype)[:100]!r}")
+    if not _are_sizes(shape) or len(shape) > limits.max_dims:
+        raise WireError(f"tensor {name[:100]!r}: the shape must be at most {limits.max_dims} sizes")
+    if not _are_sizes(offsets) or len(offsets) != 2:
+        raise WireError(f"tensor {name[:100]!r}: data_offsets must be two places")
+    return DTYPES[dtype], shape, *offsets
+
+
+def _are_sizes(sizes: Any) -> bool:
+    return isinstance(sizes, list) and all(type(size) is int and 0 <= size < 2**40 for size in sizes)

@@ -1,0 +1,57 @@
+// NCCL and the CUDA driver without a device. The peers are alive until fake_kill_peers(): what is enqueued
+// after that never ends, unless its communicator is aborted.
+#include <atomic>
+
+#include <cuda.h>
+
+#include "nccl.h"
+
+struct ncclComm {};
+struct CUevent_st {
+  bool ends;
+  int abort_count;  // when it was recorded
+};
+
+namespace {
+std::atomic<bool> peers_alive{true}, remote_error{false};
+std::atomic<int> aborts{0};
+}  // namespace
+
+extern "C" {
+void fake_kill_peers() { peers_alive = false; }
+void fake_remote_error() { remote_error = true; }
+int fake_aborts() { return aborts; }
+
+ncclResult_t ncclGetUniqueId(ncclUniqueId* id) { return *id = {}, ncclSuccess; }
+ncclResult_t ncclGetVersion(int* version) { return *version = 22800, ncclSuccess; }
+ncclResult_t ncclCommInitRankConfig(ncclComm_t* comm, int, ncclUniqueId, int, ncclConfig_t*) {
+  return *comm = new ncclComm, ncclSuccess;
+}
+ncclResult_t ncclCommGetAsyncError(ncclComm_t, ncclResult_t* state) {
+  return *state = remote_error ? ncclRemoteError : ncclSuccess, ncclSuccess;
+}
+ncclResult_t ncclCommAbort(ncclComm_t comm) { return ++aborts, delete comm, ncclSuccess; }
+ncclResult_t ncclCommFinalize(ncclComm_t) { return ncclSuccess; }
+ncclResult_t ncclCommDestroy(ncclComm_t comm) { return delete comm, ncclSuccess; }
+ncclResult_t ncclGroupStart() { return ncclSuccess; }
+ncclResult_t ncclGroupEnd() { return ncclSuccess; }
+ncclResult_t ncclSend(const void*, size_t, ncclDataType_t, int, ncclComm_t, cudaStream_t) {
+  return ncclSuccess;
+}
+ncclResult_t ncclRecv(void*, size_t, ncclDataType_t, int, ncclComm_t, cudaStream_t) { return ncclSuccess; }
+const char* ncclGetErrorString(ncclResult_t) { return "remote process exited"; }
+const char* ncclGetLastError(ncclComm_t) { return "fake"; }
+
+// cuda.h renames some of these by macros
+#undef cuEventDestroy
+CUresult cuEventCreate(CUevent* event, unsigned) { return *event = new CUevent_st{}, CUDA_SUCCESS; }
+CUresult cuEventRecord(CUevent event, CUstream) { return *event = {peers_alive, aborts}, CUDA_SUCCESS; }
+CUresult cuEventQuery(CUevent event) {
+  return event->ends || event->abort_count < aborts ? CUDA_SUCCESS : CUDA_ERROR_NOT_READY;
+}
+CUresult cuEventDestroy_v2(CUevent event) { return delete event, CUDA_SUCCESS; }
+CUresult cuStreamIsCapturing(CUstream, CUstreamCaptureStatus* status) {
+  return *status = CU_STREAM_CAPTURE_STATUS_NONE, CUDA_SUCCESS;
+}
+CUresult cuThreadExchangeStreamCaptureMode(CUstreamCaptureMode*) { return CUDA_SUCCESS; }
+}

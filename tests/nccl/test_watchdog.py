@@ -1,0 +1,139 @@
+"""The NCCL communicator when its peers are gone, on the CPU: csrc/nccl over a fake NCCL and CUDA driver (fake/)."""
+
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+sys.path.insert(0, str(ROOT / "tests" / "emulator"))
+import emu_build  # noqa: E402  (it knows where cuda.h is)
+
+PREAMBLE = """
+import ctypes, sys, time
+fake = ctypes.CDLL({library!r}, mode=ctypes.RTLD_GLOBAL)
+sys.path.insert(0, {folder!r})
+import _C_nccl
+assert _C_nccl.__file__.startswith({folder!r})
+
+def until(condition):
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+def exchange(communicator):
+    communicator.all_to_all(0, [8, 8], 0, [8, 8], 0)
+
+def error_of(call):
+    try:
+        call()
+    except RuntimeError as error:
+        return str(error)
+
+def new(timeout):
+    return _C_nccl.Communicator(bytes(128), 2, 0, timeout)
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    if reason := emu_build.missing():
+        pytest.skip(f"the communicator cannot be built: {reason}")
+    from torch.utils import cpp_extension
+
+    folder = tmp_path_factory.mktemp("nccl")
+    common = ["g++", "-std=c++20", "-O1", "-fPIC", "-shared", f"-I{HERE / 'fake'}"]
+    common += ["-isystem", str(emu_build.cuda_include())]
+    library = folder / "libcuda.so.1"
+    build = [*common, str(HERE / "fake" / "fake.cpp"), "-Wl,-soname,libcuda.so.1", "-o", str(library)]
+    subprocess.run(build, check=True)
+    includes = [*cpp_extension.include_paths(), sysconfig.get_paths()["include"]]
+    source = str(ROOT / "csrc" / "nccl" / "communicator.cpp")
+    flags = ["-fvisibility=hidden", *(f"-isystem{path}" for path in includes)]
+    subprocess.run([*common, *flags, source, "-ldl", "-o", str(folder / "_C_nccl.so")], check=True)
+    return folder
+
+
+def run(folder, script):
+    """What a fresh interpreter prints; it must end by itself, without a crash."""
+    preamble = PREAMBLE.format(library=str(folder / "libcuda.so.1"), folder=str(folder))
+    result = subprocess.run(
+        [sys.executable, "-c", preamble + script], capture_output=True, text=True, timeout=60
+    )
+    assert result.returncode == 0, result.stderr
+    return result.stdout.splitlines()
+
+
+def test_peer_that_dies_after_the_exchange_was_enqueued(folder):
+    """The exchange is aborted within the timeout, so that what waits for it goes on; then every call says why."""
+    said = run(
+        folder,
+        """
+communicator = new(0.2)
+exchange(communicator)  # ends
+fake.fake_kill_peers()
+exchange(communicator)
+assert communicator.is_open and error_of(communicator.check) is None
+until(lambda: fake.fake_aborts() == 1)
+until(lambda: not communicator.is_open)
+print(error_of(communicator.check))
+print(error_of(lambda: exchange(communicator)))
+""",
+    )
+    assert said[0] == said[1]
+    assert "the exchange (ncclSend, ncclRecv) on rank 0 of 2 took more than 0.2" in said[0]
+    assert "a rank has ended or did not reach this call" in said[0]
+
+
+def test_error_of_the_library_ends_the_exchange_at_once(folder):
+    said = run(
+        folder,
+        """
+communicator = new(1000.0)
+fake.fake_kill_peers()
+exchange(communicator)
+fake.fake_remote_error()
+until(lambda: fake.fake_aborts() == 1)
+print(error_of(communicator.check))
+""",
+    )
+    assert "failed: remote process exited" in said[0]
+
+
+def test_exchanges_that_end_are_let_be(folder):
+    assert run(
+        folder,
+        """
+communicator = new(0.05)
+for _ in range(50):
+    exchange(communicator)
+time.sleep(0.1)  # longer than the timeout: nothing is left to be aborted
+print(fake.fake_aborts(), communicator.is_open, error_of(communicator.check))
+communicator.destroy()
+""",
+    ) == ["0 True None"]
+
+
+def test_deleted_communicator_is_aborted(folder):
+    assert run(folder, "c = new(10.0)\ndel c\nprint(fake.fake_aborts())") == ["1"]
+
+
+def test_end_of_the_interpreter_with_an_exchange_under_way(folder):
+    """No abort once CUDA may be gone, no thread left: the process ends."""
+    said = run(
+        folder,
+        """
+communicator = new(1000.0)
+fake.fake_kill_peers()
+exchange(communicator)
+class Last:
+    def __del__(self):
+        print(fake.fake_aborts())
+last = Last()
+""",
+    )
+    assert said == ["0"]

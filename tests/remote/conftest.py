@@ -1,0 +1,92 @@
+"""What the tests of remote experts share: an etcd of their own, servers that are stopped, whatever happens."""
+
+import shutil
+import socket
+import subprocess
+import time
+
+import pytest
+
+from fmoe_ext.remote import DeclaredExperts, Directory, Options, Server, StaticList, loop
+from fmoe_ext.remote.discovery import DiscoveryError
+from fmoe_ext.remote.etcd.client import EtcdClient
+
+
+def free_ports(count):
+    sockets = [socket.socket() for _ in range(count)]
+    for s in sockets:
+        s.bind(("127.0.0.1", 0))
+    ports = [s.getsockname()[1] for s in sockets]
+    for s in sockets:
+        s.close()
+    return ports
+
+
+def start_etcd(folder, ports=None):
+    """(process, "127.0.0.1:port") of an etcd that answers."""
+    binary = shutil.which("etcd")
+    if binary is None:
+        pytest.skip("etcd is not installed (Debian: apt-get install etcd-server)")
+    client, peer = ports or free_ports(2)
+    command = [
+        *(binary, "--data-dir", str(folder), "--name", "test", "--unsafe-no-fsync"),
+        *("--listen-client-urls", f"http://127.0.0.1:{client}"),
+        *("--advertise-client-urls", f"http://127.0.0.1:{client}"),
+        *("--listen-peer-urls", f"http://127.0.0.1:{peer}"),
+        *("--initial-advertise-peer-urls", f"http://127.0.0.1:{peer}"),
+        *("--initial-cluster", f"test=http://127.0.0.1:{peer}"),
+        *("--logger", "zap", "--log-level", "error"),
+    ]
+    command.remove("--unsafe-no-fsync")  # etcd 3.4 does not know it
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    endpoint = f"127.0.0.1:{client}"
+    probe = EtcdClient(endpoint)
+    for _ in range(300):
+        try:
+            loop.run(probe.read("/", timeout=1.0), 5)
+            loop.run(probe.close(), 5)
+            return process, endpoint
+        except DiscoveryError:
+            time.sleep(0.1)
+    process.kill()
+    raise RuntimeError("etcd did not start within 30 s")
+
+
+@pytest.fixture(scope="session")
+def etcd_endpoint(tmp_path_factory):
+    process, endpoint = start_etcd(tmp_path_factory.mktemp("etcd"))
+    yield endpoint
+    process.kill()
+    process.wait()
+
+
+@pytest.fixture
+def etcd(etcd_endpoint):
+    """The endpoint of an empty etcd."""
+    from fmoe_ext.remote.etcd.proto import build
+
+    async def empty():
+        client = EtcdClient(etcd_endpoint)
+        await client._call("/etcdserverpb.KV/DeleteRange", build({1: b"/", 2: b"0"}), 5.0)
+        await client.close()
+
+    loop.run(empty(), 10)
+    return etcd_endpoint
+
+
+@pytest.fixture
+def serve():
+    """serve(**options of the server, settings=, credentials=) -> (Server, Directory that finds its experts)."""
+    stop = []
+
+    def start(settings=None, credentials=None, discovery=None, **options):
+        discovery = discovery or StaticList()
+        given = {"hidden_dim": 16, "expert_uids": ("expert.0", "expert.1")}
+        server = Server(Options(**{**given, **options}), DeclaredExperts(discovery)).start()
+        directory = Directory(discovery, settings, credentials)
+        stop.extend((directory.shutdown, server.stop))
+        return server, directory
+
+    yield start
+    for end in stop:
+        end()

@@ -1,0 +1,176 @@
+"""Training while the network is bad and servers die: no call beyond its deadline, no update lost or applied twice."""
+
+import os
+import random
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from proxy import BadNetwork
+from torch import nn
+
+from fmoe_ext.remote import (
+    Client,
+    Options,
+    RemoteError,
+    RemoteExpert,
+    Server,
+    Settings,
+    Training,
+    loop,
+    make_expert,
+)
+from fmoe_ext.remote.etcd.discovery import EtcdDiscovery
+from fmoe_ext.remote.replication.replica import Role
+from fmoe_ext.remote.replication.replicas import ReplicatedExperts, Replication
+
+D, UIDS = 16, ("expert.0", "expert.1")
+DEADLINE = 20.0
+MARGIN = 0.05  # of the final loss, relative to local training
+
+
+def start_server(etcd, network):
+    """A server that everybody, other servers too, reaches through the bad network only."""
+    real = []
+    shown = network.to(lambda: real[0])
+    options = Options(hidden_dim=D, expert_uids=UIDS, announce=shown, training=Training("sgd", lr=0.02))
+    replication = Replication(etcd, replicas=2, ttl=2.0, ack_timeout=2.0, recovery_wait=2.0)
+    server = Server(options, ReplicatedExperts(replication))
+    bind = server._bind
+
+    def remember(grpc_server):
+        port = bind(grpc_server)
+        real.append(f"127.0.0.1:{port}")
+        return port
+
+    server._bind = remember
+    return server.start()
+
+
+def train(first, second, steps, optimizers=()):
+    torch.manual_seed(0)
+    head = nn.Linear(D, 1)
+    local = torch.optim.SGD(head.parameters(), lr=0.02)
+    losses, longest = [], 0.0
+    for _ in range(steps):
+        x = torch.randn(16, D)
+        begin = time.monotonic()
+        loss = (head(second(first(x))) - x.sum(1, keepdim=True)).pow(2).mean()
+        for optimizer in (local, *optimizers):
+            optimizer.zero_grad()
+        loss.backward()
+        longest = max(longest, time.monotonic() - begin)
+        for optimizer in (local, *optimizers):
+            optimizer.step()
+        losses.append(loss.item())
+    return losses, longest
+
+
+def kill_abruptly(server):
+    async def vanish():
+        placement = server.placement
+        for task in (placement._task, *placement.registry._tasks, *placement._joins.values()):
+            if task is not None:
+                task.cancel()
+        for replica in placement.replicas.values():
+            replica.step_down()
+        placement.registry._lease = 0
+        await server._grpc.stop(None)
+
+    loop.run(vanish(), 10)
+
+
+@pytest.mark.parametrize(("steps", "kills"), [(25, 1), pytest.param(150, 4, marks=pytest.mark.slow)])
+def test_bad_network_and_dying_servers(etcd, steps, kills):
+    """50 ms latency with jitter, 2 % loss, cut connections; a third of the servers killed and replaced, kills times."""
+    network = BadNetwork(cut=0.001)
+    servers = [start_server(etcd, network) for _ in range(3)]
+    discovery = EtcdDiscovery(etcd)
+    client = Client(discovery, Settings("none", DEADLINE, DEADLINE, DEADLINE, patience=DEADLINE))
+    done, rng = threading.Event(), random.Random(0)
+
+    def replicated():
+        members = [servers[-1].placement.registry.members(uid)[0] for uid in UIDS]
+        alive = {s.placement.name for s in servers}
+        return all(m is not None and len(set(m.endpoints) & alive) == 2 for m in members)
+
+    def wait_replicated():
+        end = time.monotonic() + 60
+        while not replicated():
+            assert time.monotonic() < end, "no two replicas within 60 s"
+            time.sleep(0.05)
+
+    def murder():
+        for _ in range(kills):
+            if done.wait(1.0):
+                return
+            wait_replicated()
+            victim = servers.pop(rng.randrange(len(servers) - 1))
+            kill_abruptly(victim)
+            servers.append(start_server(etcd, network))
+            victim.compute.stop()
+
+    wait_replicated()
+    murderer = threading.Thread(target=murder)
+    murderer.start()
+    remote = [RemoteExpert(uid, client=client) for uid in UIDS]
+    losses, longest = train(*remote, steps)
+    done.set()
+    murderer.join(120)
+    local = [make_expert("ffn", D, uid=uid) for uid in UIDS]
+    truth, _ = train(*local, steps, [torch.optim.SGD(e.parameters(), lr=0.02) for e in local])
+    assert longest < 4 * DEADLINE  # two forwards, two backwards
+    assert client.counts["gradients applied"] == 2 * steps
+    for uid in UIDS:
+        led = [s for s in servers if s.placement.replicas[uid].role is Role.LEADER]
+        end = time.monotonic() + 20
+        while not led:
+            assert time.monotonic() < end, "nobody leads"
+            time.sleep(0.05)
+            led = [s for s in servers if s.placement.replicas[uid].role is Role.LEADER]
+        expert = led[0].host.find(uid)
+        assert expert.num_requests == expert.version == steps  # none lost, none applied twice
+    assert losses[-1] == pytest.approx(truth[-1], rel=MARGIN)
+    for server in servers:
+        server.stop()
+    loop.run(client.close(), 5)
+    loop.run(discovery.close(), 5)
+    network.close()
+
+
+def usage():
+    memory = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    return memory / 2**20, threading.active_count(), len(os.listdir("/proc/self/fd"))
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="reads /proc, which only Linux has")
+@pytest.mark.parametrize("rounds", [3, pytest.param(40, marks=pytest.mark.slow)])
+def test_soak(serve, rounds):
+    """Random calls, good and bad, by clients that come and go: memory, threads and file descriptors stay flat."""
+    server, _ = serve(hidden_dim=D)
+    rng = random.Random(0)
+
+    def one_client():
+        client = Client(settings=Settings(rng.choice(("none", "bf16", "int8")), 5, 5, patience=0))
+        for _ in range(50):
+            expert = RemoteExpert(rng.choice(("expert.0", "expert.1", "expert.7")), server.endpoint, client)
+            x = torch.randn(rng.randint(1, 64), D, requires_grad=True)
+            try:
+                y = expert(x if rng.random() < 0.9 else x * float("nan"))
+                if rng.random() < 0.7:
+                    y.sum().backward()
+            except RemoteError:
+                pass
+        loop.run(client.close(), 5)
+
+    for _ in range(2):
+        one_client()
+    memory, threads, files = usage()
+    for _ in range(rounds):
+        one_client()
+    grown = [now - before for now, before in zip(usage(), (memory, threads, files), strict=True)]
+    assert grown[0] < 30 + rounds, f"{grown[0]:.0f} MiB more"
+    assert grown[1] <= 2, f"{grown[1]} threads more"
+    assert grown[2] <= 8, f"{grown[2]} file descriptors more"

@@ -1,0 +1,105 @@
+"""What every implementation of Discovery promises: add a factory, get the tests."""
+
+import time
+
+import pytest
+
+from fmoe_ext.remote import loop
+from fmoe_ext.remote.discovery import DiscoveryError, StaticList, check_uid, prefixes_of
+from fmoe_ext.remote.etcd.discovery import EtcdDiscovery
+
+
+@pytest.fixture(params=["static", "etcd"])
+def pair(request):
+    """Two faces of one directory, as two servers see it."""
+    if request.param == "static":
+        one = StaticList()
+        two = one
+    else:
+        endpoint = request.getfixturevalue("etcd")
+        one, two = EtcdDiscovery(endpoint), EtcdDiscovery(endpoint)
+    yield one, two
+    for each in {one, two}:
+        loop.run(each.close(), 5)
+
+
+def run(coroutine):
+    return loop.run(coroutine, 10)
+
+
+def test_what_is_declared_is_found(pair):
+    one, two = pair
+    assert run(one.get(["expert.0"])) == [None]
+    assert run(one.declare(["expert.0", "expert.1"], "a:1", 10)) == {"expert.0", "expert.1"}
+    found = run(two.get(["expert.1", "expert.2", "expert.0"]))
+    assert [r and (r.uid, r.endpoints) for r in found] == [
+        ("expert.1", ("a:1",)),
+        None,
+        ("expert.0", ("a:1",)),
+    ]
+    assert all(r.is_live() and r.fence > 0 for r in found if r)
+
+
+def test_a_uid_has_one_owner(pair):
+    one, two = pair
+    run(one.declare(["expert.0"], "a:1", 10))
+    assert run(two.declare(["expert.0", "expert.1"], "b:1", 10)) == {"expert.1"}
+    assert run(one.declare(["expert.0"], "a:1", 10)) == {"expert.0"}  # renewed
+    assert run(two.get(["expert.0"]))[0].endpoints == ("a:1",)
+
+
+def test_withdrawn_uids_are_free(pair):
+    one, two = pair
+    run(one.declare(["expert.0", "expert.1"], "a:1", 10))
+    run(two.withdraw(["expert.0"], "b:1"))  # not its own
+    assert run(two.get(["expert.0"]))[0] is not None
+    first = run(two.get(["expert.0"]))[0].fence
+    run(one.withdraw(["expert.0"], "a:1"))
+    assert run(two.get(["expert.0"])) == [None]
+    assert run(two.declare(["expert.0"], "b:1", 10)) == {"expert.0"}
+    record = run(one.get(["expert.0"]))[0]
+    assert record.endpoints == ("b:1",)
+    assert record.fence >= first
+
+
+def test_records_expire(pair):
+    one, two = pair
+    run(one.declare(["expert.0"], "a:1", 1))
+    end = time.monotonic() + 6
+    while run(two.get(["expert.0"])) != [None]:
+        assert time.monotonic() < end, "the record outlived its ttl of 1 s by 5 s"
+        time.sleep(0.05)
+    assert run(two.successors(["expert"])) == {"expert": frozenset()}
+
+
+def test_successors(pair):
+    one, two = pair
+    run(one.declare(["ffn.1.7", "ffn.1.9", "ffn.12.3", "other.2"], "a:1", 10))
+    assert run(two.successors(["ffn", "ffn.1", "ffn.2", "other"])) == {
+        "ffn": {1, 12},
+        "ffn.1": {7, 9},
+        "ffn.2": frozenset(),
+        "other": {2},
+    }
+
+
+@pytest.mark.parametrize(
+    "uid", ["", "expert", "expert.", ".1", "expert.01", "expert.-1", "a b.1", "e.99999999999"]
+)
+def test_bad_uids_are_refused(pair, uid):
+    with pytest.raises(ValueError, match="expert"):
+        run(pair[0].get([uid]))
+
+
+def test_uids_and_prefixes():
+    assert check_uid("grid.0.31") == "grid.0.31"
+    assert prefixes_of("grid.1.7") == [("grid", 1), ("grid.1", 7)]
+
+
+def test_an_etcd_that_does_not_answer_costs_no_more_than_the_timeout():
+    nowhere = EtcdDiscovery("127.0.0.1:1")
+    begin = time.monotonic()
+    with pytest.raises(DiscoveryError, match=r"127\.0\.0\.1:1"):
+        loop.run(nowhere.get(["expert.0"], timeout=0.5), 5)
+    assert time.monotonic() - begin < 2
+    loop.run(nowhere.close(), 5)

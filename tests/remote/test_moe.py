@@ -1,0 +1,219 @@
+"""Mixtures of remote experts: what they compute, what they learn, and that they go on without those that are gone."""
+
+import pytest
+import torch
+
+from fmoe_ext import FMoE, NaiveGate
+from fmoe_ext.remote import (
+    Client,
+    ExpertGone,
+    LiveGate,
+    RemoteExpert,
+    RemoteExperts,
+    RemoteMixtureOfExperts,
+    RemoteSwitchMixtureOfExperts,
+    Settings,
+    StaticList,
+    Training,
+    loop,
+    make_expert,
+    register_expert_class,
+)
+from fmoe_ext.remote.beam_search import beam_search
+
+D = 16
+FROZEN = Training("none")
+
+
+def uids(count, prefix="expert"):
+    return tuple(f"{prefix}.{n}" for n in range(count))
+
+
+def test_mixture_equals_the_formula(serve):
+    """Outputs, gradients of the input and of the gate, against the same experts here."""
+    _, directory = serve(expert_uids=uids(5), training=FROZEN)
+    torch.manual_seed(0)
+    moe = RemoteMixtureOfExperts(D, (5,), directory, "expert", k_best=2)
+    x = torch.randn(12, D, requires_grad=True)
+    y = moe(x)
+    y.pow(2).sum().backward()
+
+    x2 = x.detach().clone().requires_grad_()
+    proj = moe.proj.weight.detach().clone().requires_grad_()
+    logits = x2 @ proj.t() + moe.proj.bias.detach()
+    best = logits.topk(2, dim=1)
+    local = [make_expert("ffn", D, uid=uid) for uid in uids(5)]
+    every = torch.stack([expert(x2) for expert in local], dim=1)  # [T, E, D]
+    chosen = every.gather(1, best.indices[..., None].expand(-1, -1, D))
+    truth = (best.values.softmax(-1)[..., None] * chosen).sum(1)
+    truth.pow(2).sum().backward()
+    torch.testing.assert_close(y, truth)
+    torch.testing.assert_close(x.grad, x2.grad)
+    torch.testing.assert_close(moe.proj.weight.grad, proj.grad)
+
+
+def test_one_call_an_expert_and_batch(serve):
+    server, directory = serve(expert_uids=uids(4), training=FROZEN)
+    moe = RemoteMixtureOfExperts(D, (4,), directory, "expert", k_best=4)
+    moe(torch.randn(64, D)).sum().backward()
+    assert server.metrics.count("calls_total", method="forward") == 4
+    assert server.metrics.count("calls_total", method="backward") == 4
+    assert server.compute.num_batches < 8  # and those that wait go together
+
+
+def test_training_goes_on_without_a_server(serve):
+    discovery = StaticList()
+    one, directory = serve(discovery=discovery, expert_uids=uids(2))
+    two, _ = serve(discovery=discovery, expert_uids=("expert.2", "expert.3"))
+    moe = RemoteMixtureOfExperts(D, (4,), directory, "expert", k_best=3, forward_timeout=3)
+    moe.client.settings = Settings(forward_timeout=3, patience=0.0)
+    x = torch.randn(8, D)
+    moe(x).sum().backward()
+    discovery.withdraw = None  # it dies without a word: the records stay
+    two.placement.stop = one.placement.stop = _nothing
+    two.stop()
+    y = moe(x)
+    assert torch.isfinite(y).all()
+    y.sum().backward()
+    assert moe.client.counts["failures"] > 0
+    found = moe._search(moe._scores(x))
+    assert {r.uid for r in found.records} == {
+        "expert.0",
+        "expert.1",
+    }  # the dead are asked no more for a while
+    one.stop()
+    with pytest.raises(ExpertGone, match="k_min=1"):
+        moe(x)
+    moe.allow_zero_outputs = True
+    assert torch.equal(moe(x), torch.zeros(8, D))
+
+
+async def _nothing():
+    pass
+
+
+def test_grid_of_two_dimensions_with_missing_prefixes(serve):
+    alive = ("grid.0.1", "grid.0.3", "grid.2.0")
+    _, directory = serve(expert_uids=alive, training=FROZEN)
+    moe = RemoteMixtureOfExperts(D, (3, 4), directory, "grid.", k_best=3)
+    x = torch.randn(6, D)
+    found = moe._search(moe._scores(x))
+    assert sorted(r.uid for r in found.records) == sorted(alive)
+    a, b = moe._scores(x)
+    totals = {uid: a[:, int(uid.split(".")[1])] + b[:, int(uid.split(".")[2])] for uid in alive}
+    truth = torch.stack([totals[r.uid] for r in found.records], dim=1)
+    order = truth.argsort(dim=1, descending=True)
+    assert torch.equal(found.topk_idx, order)
+    moe(x).sum().backward()
+    assert torch.isfinite(moe.proj.weight.grad).all()
+
+
+def test_beam_search_on_a_cube():
+    directory = StaticList({f"cube.{i}.{j}.{k}": "a:1" for i in range(3) for j in range(3) for k in range(3)})
+    scores = [torch.randn(5, 3) for _ in range(3)]
+    found = loop.run(beam_search(directory, "cube", scores, beam_size=27), 5)
+    total = scores[0][:, :, None, None] + scores[1][:, None, :, None] + scores[2][:, None, None, :]
+    best = total.flatten(1).argsort(dim=1, descending=True)
+    for t in range(5):
+        names = [found.records[n].uid for n in found.topk_idx[t].tolist()]
+        assert names == [f"cube.{n // 9}.{n // 3 % 3}.{n % 3}" for n in best[t].tolist()]
+
+
+def test_beam_search_with_nobody_alive():
+    found = loop.run(beam_search(StaticList(), "expert", [torch.randn(3, 4)], 2), 5)
+    assert found.records == []
+    assert (found.topk_idx == -1).all()
+
+
+def test_switch_learns_balance_and_leaves_its_input(serve):
+    _, directory = serve(expert_uids=uids(3), training=FROZEN)
+    torch.manual_seed(0)
+    moe = RemoteSwitchMixtureOfExperts(D, (3,), directory, "expert")
+    x = torch.randn(32, D)
+    before = x.clone()
+    y, loss = moe(x)
+    assert torch.equal(x, before)
+    assert loss.item() > 1 - 1e-6
+    (gradient,) = torch.autograd.grad(loss, moe.proj.weight, retain_graph=True)
+    assert gradient.norm() > 0
+    (gradient,) = torch.autograd.grad(y.sum(), moe.proj.weight)
+    assert gradient.norm() > 0
+
+
+def test_layer_of_remote_and_local_experts(serve):
+    server, _ = serve(training=FROZEN)
+    client = Client(settings=Settings(forward_timeout=3, patience=0.0))
+    torch.manual_seed(0)
+    local = [torch.nn.Linear(D, D), torch.nn.Linear(D, D)]
+    remote = [RemoteExpert(uid, server.endpoint, client) for uid in ("expert.0", "expert.1")]
+    layer = FMoE(num_expert=4, d_model=D, top_k=2, gate=NaiveGate, renormalize=True)
+    layer.experts = RemoteExperts([local[0], remote[0], local[1], remote[1]])
+    layer.gate = LiveGate(layer.gate, layer.experts)
+    x = torch.randn(10, D, requires_grad=True)
+    y = layer(x)
+    y.sum().backward()
+
+    idx, weights = layer.gate(x)
+    twins = [local[0], make_expert("ffn", D, uid="expert.0"), local[1], make_expert("ffn", D, uid="expert.1")]
+    every = torch.stack([expert(x) for expert in twins], dim=1)
+    truth = (weights[..., None] * every.gather(1, idx[..., None].expand(-1, -1, D))).sum(1)
+    torch.testing.assert_close(y, truth.to(y.dtype))
+    assert x.grad.norm() > 0
+
+    server.stop()
+    layer(x)  # finds out
+    assert layer.experts.is_gone().tolist() == [False, True, False, True]
+    assert set(layer.experts.last_failed) == {"expert.0", "expert.1"}
+    chosen, _ = layer.gate(x)
+    assert set(chosen.flatten().tolist()) <= {-1, 0, 2}
+    layer(x).sum().backward()  # the local ones go on
+
+
+@pytest.mark.parametrize("codec", ["bf16", "int8"])
+def test_compression_changes_little(serve, codec):
+    _, directory = serve(Settings(compression=codec), training=FROZEN)
+    (expert,) = directory.get_experts(["expert.0"])
+    torch.manual_seed(0)
+    x = torch.randn(8, D, requires_grad=True)
+    y = expert(x)
+    y.pow(2).sum().backward()
+    x2 = x.detach().clone().requires_grad_()
+    truth = make_expert("ffn", D, uid="expert.0")(x2)
+    truth.pow(2).sum().backward()
+    assert 0 < (y - truth).norm() / truth.norm() < 0.02
+    assert 0 < (x.grad - x2.grad).norm() / max(x2.grad.norm(), 1) < 0.3
+
+
+@pytest.mark.parametrize("name", ["transformer", "nop", "det_dropout"])
+def test_other_expert_classes(serve, name):
+    _, directory = serve(expert_cls=name, training=Training("sgd", 0.1))
+    (expert,) = directory.get_experts(["expert.0"])
+    local = make_expert(name, D, uid="expert.0")
+    x = torch.randn(3, 5, D) if name == "transformer" else torch.randn(3, D)
+    mask = () if name != "det_dropout" else ((torch.rand(3, 2 * D) > 0.2).float(),)
+    x1, x2 = x.clone().requires_grad_(), x.clone().requires_grad_()
+    y, truth = expert(x1, *mask), local(x2, *mask)
+    torch.testing.assert_close(y, truth)
+    y.sum().backward()
+    truth.sum().backward()
+    torch.testing.assert_close(x1.grad, x2.grad)
+
+
+def test_registered_class(serve):
+    @register_expert_class("test_double", lambda hidden_dim: torch.empty(hidden_dim))
+    class Double(torch.nn.Module):
+        def __init__(self, hidden_dim):
+            super().__init__()
+            self.scale = torch.nn.Parameter(torch.full((hidden_dim,), 2.0))
+
+        def forward(self, x):
+            return x * self.scale
+
+    server, directory = serve(expert_cls="test_double", training=Training("sgd", 0.5))
+    (expert,) = directory.get_experts(["expert.0"])
+    x = torch.ones(3, D)
+    assert torch.equal(expert(x), 2 * x)
+    expert(x).sum().backward()
+    assert torch.equal(expert(x), x * 0.5)  # 2 - 0.5 * 3
+    with pytest.raises(ValueError, match="registered already"):
+        register_expert_class("test_double", lambda hidden_dim: torch.empty(1))(Double)

@@ -1,0 +1,238 @@
+"""Experts that outlive servers: no update lost, none applied twice, whoever dies."""
+
+import time
+
+import pytest
+import torch
+
+from fmoe_ext.remote import (
+    Client,
+    ExpertGone,
+    Options,
+    RemoteError,
+    RemoteExpert,
+    Server,
+    Settings,
+    Training,
+    loop,
+)
+from fmoe_ext.remote.etcd.discovery import EtcdDiscovery
+from fmoe_ext.remote.replication.replica import LogGap, Role
+from fmoe_ext.remote.replication.replicas import ReplicatedExperts, Replication
+from fmoe_ext.remote.server.state import digest
+
+D, UID = 16, "expert.0"
+
+
+def wait_until(condition, seconds, what):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, f"not within {seconds} s: {what}"
+        time.sleep(0.02)
+
+
+@pytest.fixture
+def cluster(etcd):
+    servers = []
+
+    def add(uids=(UID,), ttl=2.0, replicas=2, **options):
+        given = {"hidden_dim": D, "expert_uids": uids, "num_experts": 0, "training": Training("sgd", lr=0.05)}
+        placement = ReplicatedExperts(Replication(etcd, replicas, ttl, ack_timeout=1.0, recovery_wait=3.0))
+        servers.append(Server(Options(**{**given, **options}), placement).start())
+        return servers[-1]
+
+    add.endpoint = etcd
+    yield add
+    for server in servers:
+        server.stop()
+
+
+@pytest.fixture
+def client(etcd):
+    discovery = EtcdDiscovery(etcd)
+    client = Client(discovery, Settings(forward_timeout=10, backward_timeout=10, patience=8))
+    yield client
+    loop.run(client.close(), 5)
+    loop.run(discovery.close(), 5)
+
+
+def role(server, uid=UID):
+    return server.placement.replicas[uid].role if uid in server.placement.replicas else None
+
+
+def members(server, uid=UID):
+    found, _ = server.placement.registry.members(uid)
+    return set() if found is None else set(found.endpoints)
+
+
+def pair_up(*servers):
+    wait_until(lambda: len(members(servers[0])) == 2, 10, "two members")
+    wait_until(
+        lambda: sorted(role(s).value for s in servers if role(s)).count("follower") == 1, 10, "a follower"
+    )
+    leader = next(s for s in servers if role(s) is Role.LEADER)
+    return leader, next(s for s in servers if role(s) is Role.FOLLOWER)
+
+
+def step(client, number=1, uid=UID):
+    expert = RemoteExpert(uid, client=client)
+    torch.manual_seed(number)
+    x = torch.randn(4, D, requires_grad=True)
+    expert(x).pow(2).sum().backward()
+    return x.grad
+
+
+def state_of(server, uid=UID):
+    read = server.compute.call(lambda: (server.host.find(uid).version, digest(server.host, uid)))
+    return read.result(10)
+
+
+def kill(server):
+    """The server vanishes as after SIGKILL: nothing is handed over, its lease just ends."""
+
+    async def vanish():
+        placement = server.placement
+        for task in (placement._task, *placement.registry._tasks, *placement._joins.values()):
+            if task is not None:
+                task.cancel()
+        for replica in placement.replicas.values():
+            replica.step_down()
+        placement.registry._lease = 0
+        await server._grpc.stop(None)
+
+    loop.run(vanish(), 10)
+
+
+def test_every_replica_has_every_update(cluster, client):
+    leader, follower = pair_up(cluster(), cluster())
+    for n in range(60):  # beyond the update whose digest is compared
+        step(client, n)
+    wait_until(lambda: state_of(follower) == state_of(leader), 5, "equal replicas")
+    assert state_of(leader)[0] == 60
+    assert follower.metrics.count("divergences_total") == 0
+
+
+def test_leader_dies_and_nothing_is_lost(cluster, client):
+    leader, follower = pair_up(cluster(), cluster())
+    for n in range(5):
+        step(client, n)
+    kill(leader)
+    begin = time.monotonic()
+    step(client, 5)  # waits for the next leader
+    assert time.monotonic() - begin < 8
+    assert role(follower) is Role.LEADER
+    assert state_of(follower)[0] == 6
+    third = cluster(uids=())
+    wait_until(lambda: role(third) is Role.FOLLOWER, 10, "another replica")
+    step(client, 6)
+    wait_until(lambda: state_of(third) == state_of(follower), 5, "equal replicas")
+    assert state_of(third)[0] == 7
+
+
+def test_hand_over_at_stop_takes_no_lease_time(cluster, client):
+    leader, follower = pair_up(cluster(ttl=10.0), cluster(ttl=10.0))
+    step(client)
+    begin = time.monotonic()
+    leader.stop()
+    wait_until(lambda: role(follower) is Role.LEADER, 5, "the follower leads")
+    step(client)
+    assert time.monotonic() - begin < 8
+    assert state_of(follower)[0] == 2
+
+
+def test_a_follower_dies_and_updates_go_on(cluster, client):
+    leader, follower = pair_up(cluster(), cluster())
+    kill(follower)
+    begin = time.monotonic()
+    step(client)
+    assert time.monotonic() - begin < 5
+    assert members(leader) == {leader.placement.name}
+
+
+def test_repeated_request_is_applied_once_also_by_the_next_leader(cluster, client):
+    leader, follower = pair_up(cluster(), cluster())
+    handle = client.handle(UID)
+    x, grad = torch.randn(3, D), torch.randn(3, D)
+    sent = []
+    call = client.caller.call
+
+    async def remember(endpoint, method, data, timeout):
+        if method.endswith("Backward"):
+            sent.append(data)
+        return await call(endpoint, method, data, timeout)
+
+    client.caller.call = remember
+    first = loop.run(client.backward(handle, (x,), grad, 0, 5.0), 10)
+    again = loop.run(call(leader.endpoint, "/fmoe.Experts/Backward", sent[0], 5.0), 10)
+    assert torch.equal(again.tensors["0"], first.tensors[0])
+    leader.stop()
+    wait_until(lambda: role(follower) is Role.LEADER, 5, "the follower leads")
+    after = loop.run(call(follower.endpoint, "/fmoe.Experts/Backward", sent[0], 5.0), 10)
+    assert torch.equal(after.tensors["0"], first.tensors[0])
+    assert state_of(follower)[0] == 1
+
+
+def test_a_partitioned_old_leader_is_fenced(cluster, client):
+    """It still believes to lead: no update of its is acknowledged, and it takes a copy when it hears of the next."""
+    leader, follower = pair_up(cluster(), cluster())
+    step(client, 0)
+    registry = leader.placement.registry
+
+    def unreachable(message):
+        raise LogGap("no way from the new leader to the old one")
+
+    async def cut_off():
+        leader.placement.append = unreachable
+        for task in (leader.placement._task, *registry._tasks):
+            task.cancel()
+        registry._lease_ends = time.monotonic() + 1000  # a clock that stands still
+
+    loop.run(cut_off(), 5)
+    wait_until(lambda: role(follower) is Role.LEADER, 8, "the follower leads")
+    assert role(leader) is Role.LEADER  # so it thinks
+    old = RemoteExpert(UID, leader.endpoint, Client(settings=Settings(backward_timeout=3, patience=0)))
+    y = old(torch.randn(2, D))
+    with pytest.raises(RemoteError, match="not the leader"):
+        y.sum().backward()
+    assert role(leader) is not Role.LEADER
+    step(client, 1)
+    assert state_of(follower)[0] == 2
+
+
+def test_all_replicas_die_and_a_checkpoint_comes_back(cluster, client, tmp_path):
+    one = cluster(replicas=1, checkpoint_dir=tmp_path)
+    wait_until(lambda: role(one) is Role.LEADER, 5, "it leads")
+    for n in range(3):
+        step(client, n)
+    before = state_of(one)
+    one.stop()
+    two = cluster(replicas=1, checkpoint_dir=tmp_path)
+    wait_until(lambda: role(two) is Role.LEADER, 10, "it leads again")
+    assert state_of(two) == before
+    assert two.metrics.count("updates_lost_total") == 0
+
+
+def test_what_a_lost_checkpoint_costs_is_counted(cluster, client):
+    one = cluster(replicas=1)
+    wait_until(lambda: role(one) is Role.LEADER, 5, "it leads")
+    for n in range(3):
+        step(client, n)
+    one.stop()  # without a checkpoint
+    two = cluster(replicas=1)
+    wait_until(lambda: role(two) is Role.LEADER, 10, "it leads, from the beginning")
+    assert two.metrics.count("updates_lost_total") == 3
+
+
+def test_two_servers_claim_one_uid(cluster):
+    one, two = cluster(replicas=1), cluster(replicas=1)
+    wait_until(lambda: Role.LEADER in (role(one), role(two)), 5, "one leads")
+    time.sleep(0.6)  # more than a look at everything
+    assert [role(one), role(two)].count(Role.LEADER) == 1
+
+
+def test_uid_that_nobody_hosts(client):
+    begin = time.monotonic()
+    client.settings = Settings(patience=0.5)
+    with pytest.raises(ExpertGone, match=r"expert\.77"):
+        RemoteExpert("expert.77", client=client)(torch.randn(1, D))
+    assert time.monotonic() - begin < 3

@@ -1,0 +1,177 @@
+"""fmoe-server as a process: its flags, its lines, its signals, its pages, its checkpoints."""
+
+import json
+import random
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+
+import pytest
+import safetensors.torch
+import torch
+
+from fmoe_ext.remote import Client, RemoteExpert, Settings
+from fmoe_ext.remote.server.checkpoints import Checkpoints
+from fmoe_ext.remote.server.main import parse, read_flat
+from fmoe_ext.remote.wire import Message, WireError
+
+D = 16
+STARTED = re.compile(r"Server started at (\S+)")
+
+
+class Process:
+    """A server on 127.0.0.1, its lines in a file."""
+
+    def __init__(self, folder, *flags):
+        self.path = folder / f"log-{random.randrange(10**9)}"
+        self.log = self.path.open("w")
+        common = ("--hidden_dim", D, "--listen_on", "127.0.0.1:0", "--num_threads", 1)
+        command = [sys.executable, "-m", "fmoe_ext.remote.server.main", *common, *flags]
+        self.popen = subprocess.Popen([str(part) for part in command], stdout=self.log, stderr=self.log)
+
+    def wait_for(self, pattern, seconds=60):
+        end = time.monotonic() + seconds
+        while not (found := re.search(pattern, self.path.read_text())):
+            assert time.monotonic() < end and self.popen.poll() is None, self.path.read_text()
+            time.sleep(0.05)
+        return found
+
+    def endpoint(self):
+        return self.wait_for(STARTED)[1]
+
+    def end(self, number=signal.SIGTERM, seconds=15):
+        self.popen.send_signal(number)
+        code = self.popen.wait(seconds)
+        self.log.close()
+        return code
+
+
+@pytest.fixture
+def start(tmp_path):
+    processes = []
+
+    def run(*flags):
+        processes.append(Process(tmp_path, *flags))
+        return processes[-1]
+
+    yield run
+    for process in processes:
+        if process.popen.poll() is None:
+            process.popen.kill()
+            process.popen.wait()
+        process.log.close()
+
+
+def expert_at(endpoint, uid="expert.0"):
+    return RemoteExpert(uid, endpoint, Client(settings=Settings(patience=0)))
+
+
+def step(expert, count=1):
+    for _ in range(count):
+        expert(torch.randn(4, D)).pow(2).sum().backward()
+
+
+def test_a_server_lives_as_hivemind_prints_and_saves_at_sigterm(start, tmp_path):
+    flags = ("--no_dht", "--expert_pattern", "expert.[0:5]", "--num_experts", 5, "--expert_cls", "ffn")
+    flags += (
+        "--checkpoint_dir",
+        tmp_path / "ckpt",
+        "--http_on",
+        "127.0.0.1:0",
+        "--stats_report_interval",
+        0.5,
+    )
+    first = start(*flags)
+    endpoint = first.endpoint()
+    first.wait_for(r"Got 5 active experts of type ffn: \['expert.0', 'expert.1', .*'expert.4'\]")
+    pages = first.wait_for(r"Status page at (\S+)")[1]
+    expert = expert_at(endpoint)
+    step(expert, 3)
+    x = torch.randn(2, D)
+    before = expert(x)
+    first.wait_for(r"Processed \d+ batches in last 0.5 seconds: [1-9]\d* forward")
+    status = json.loads(urllib.request.urlopen(f"{pages}status", timeout=5).read())
+    assert [e["version"] for e in status["experts"]] == [3, 0, 0, 0, 0]
+    assert status["calls"] >= 7
+    text = urllib.request.urlopen(f"{pages}metrics", timeout=5).read().decode()
+    assert 'fmoe_remote_calls_total{code="OK",method="backward"} 3' in text
+    assert b"<canvas" in urllib.request.urlopen(pages, timeout=5).read()
+    with pytest.raises(urllib.error.HTTPError, match="404"):
+        urllib.request.urlopen(f"{pages}etc/passwd", timeout=5)
+    assert first.end() == 0
+
+    saved = safetensors.torch.load_file(tmp_path / "ckpt" / "expert.0.safetensors")
+    assert saved["weight/norm_weight"].shape == (1, D)
+    second = start(*flags)
+    assert torch.equal(expert_at(second.endpoint())(x), before)
+    assert second.end() == 0
+
+
+@pytest.mark.parametrize("runs", [1, pytest.param(8, marks=pytest.mark.slow)])
+def test_sigkill_at_random_moments_leaves_whole_checkpoints(start, tmp_path, runs):
+    rng = random.Random(0)
+    folder, versions = tmp_path / "ckpt", []
+    flags = ("--no_dht", "--expert_uids", "expert.0", "--checkpoint_dir", folder, "--checkpoint_period", 0.01)
+    for _ in range(runs):
+        process = start(*flags)
+        expert = expert_at(process.endpoint())
+        end = time.monotonic() + rng.uniform(0.2, 0.8)
+        while time.monotonic() < end:
+            step(expert)
+        process.end(signal.SIGKILL)
+        versions.append(int(Checkpoints(folder).load("expert.0").meta["version"]))
+    assert versions[0] > 0
+    assert versions == sorted(set(versions))
+    assert not list(folder.glob("*.tmp-*"))
+
+
+def test_busy_port_ends_with_one_sentence(start):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        endpoint = f"127.0.0.1:{taken.getsockname()[1]}"
+        other = start("--no_dht", "--expert_uids", "expert.0", "--listen_on", endpoint)
+        assert other.popen.wait(60) == 1
+    assert f"cannot listen on {endpoint}" in other.path.read_text()
+    assert "Traceback" not in other.path.read_text()
+
+
+def test_broken_checkpoint_is_named(tmp_path):
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.save(Message({"x": torch.ones(3)}, {"uid": "expert.0"}))
+    path = checkpoints.path("expert.0")
+    path.write_bytes(path.read_bytes()[:-3])
+    with pytest.raises(WireError, match=str(path)):
+        checkpoints.load("expert.0")
+
+
+def test_flags_of_the_issue_and_config(tmp_path):
+    line = "--expert_cls ffn --hidden_dim 512 --num_experts 5 --expert_pattern expert.[0:5] --listen_on 0.0.0.0:1337"
+    flags = parse([*line.split(), "--dht_port", "1338", "--initial_peers", "localhost:1339"])
+    assert (flags.num_experts, flags.dht_port, flags.initial_peers) == (5, 1338, ["localhost:1339"])
+    config = tmp_path / "config.yml"
+    lines = "# a comment", "hidden_dim: 64", "expert_pattern: expert.[0:9]  # nine", "lr: 0.5"
+    config.write_text("\n".join([*lines, "checkpoint_dir: /x"]))
+    flags = parse(["--config", str(config), "--lr", "0.25"])
+    assert (flags.hidden_dim, flags.expert_pattern, flags.lr) == (64, "expert.[0:9]", 0.25)
+    assert flags.checkpoint_dir.name == "x"
+    assert read_flat(config)["lr"] == 0.5
+
+
+@pytest.mark.parametrize(
+    ("flags", "text"),
+    [
+        ("--registry host:1", "etcd://"),
+        ("--registry etcd://h:1 --dht_port 1", "exclude each other"),
+        ("--expert_uids expert.0 --num_experts 3", "but 1 --expert_uids"),
+        ("--copies_of expert.0 --no_dht", "on a DHT"),
+    ],
+)
+def test_flags_that_contradict_each_other(flags, text, capsys):
+    with pytest.raises(SystemExit):
+        parse(flags.split())
+    assert text in capsys.readouterr().err
