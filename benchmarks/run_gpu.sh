@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Everything that needs a GPU, in one command that ends in under 8 minutes on an H200: build (or take the modules that
-# are there), tests on the GPU, memory checks, ceilings, the layer benchmark, its table.
+# are there), the proof of the kernels, tests on the GPU, memory checks, ceilings, the layer benchmark, its table.
 #
 #   benchmarks/run_gpu.sh [--out FOLDER]      results and logs go to FOLDER (default: benchmarks/results)
 #   benchmarks/run_gpu.sh --dry-run           the same steps where there is no GPU: what they import, their arguments,
@@ -47,7 +47,14 @@ if ! "$python" -c "$loads" 2>/dev/null; then
     step build 600 env FMOE_CUDA=1 "$python" setup.py build_ext --inplace
   fi
 fi
-step info 60 "$python" -m fmoe_ext.info
+step info 30 "$python" -m fmoe_ext.info
+
+# Kernels that fail or lose here are off in all that follows; a proof that is there already is made again.
+if ((dry_run)); then
+  step prove 60 "$python" -m fmoe_ext.gpu prove --help
+else
+  step prove 100 "$python" -m fmoe_ext.gpu prove --limit 30 --budget 80
+fi
 
 on_gpu=(tests/ops tests/gates tests/test_layers.py tests/test_linear.py tests/test_transformer.py tests/test_balance.py)
 small=(tests/ops/test_expert_mlp.py tests/ops/test_grouped_gemm.py tests/ops/test_topk_gate.py)
@@ -58,15 +65,15 @@ if ((dry_run)); then
   step memory 300 "${pytest[@]}" --collect-only -q -k "shapes or garbage" "${small[@]}"
   step layer 300 "$python" -m benchmarks.bench_gpu_layer --dry-run --out "$out/gpu.json"
 else
-  step device 60 "$python" -m pytest -q -p no:cacheprovider tests/cuda/test_on_gpu.py
-  step tests 150 "${pytest[@]}" "${on_gpu[@]}"
+  step device 50 "$python" -m pytest -q -p no:cacheprovider tests/cuda/test_on_gpu.py
+  step tests 120 "${pytest[@]}" "${on_gpu[@]}"
   if command -v compute-sanitizer >/dev/null; then
-    step memory 60 compute-sanitizer --error-exitcode 1 --kernel-regex kns=fmoe_ext \
+    step memory 50 compute-sanitizer --error-exitcode 1 --kernel-regex kns=fmoe_ext \
       "${pytest[@]}" -k "shapes or garbage" "${small[@]}"
   else
     echo "== memory: left out, compute-sanitizer was not found"
   fi
-  step layer 260 "$python" -m benchmarks.bench_gpu_layer --budget 200 --out "$out/gpu.json"
+  step layer 130 "$python" -m benchmarks.bench_gpu_layer --budget 110 --out "$out/gpu.json"
 fi
 
 echo "== $SECONDS s in all; results in $out"

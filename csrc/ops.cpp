@@ -61,6 +61,13 @@ STABLE_TORCH_LIBRARY(fmoe_ext, m) {
   // weighted activated rows, if dw2 is; and, from those two, the gradients of the weights -> dw1, db1, dw2, db2.
   m.def("expert_mlp_backward_inputs(Tensor grad_y, Tensor x, Tensor row_idx, Tensor inverse, Tensor offs, Tensor w1, Tensor w2, Tensor? b2, Tensor? topk_weights, Tensor h, int activation, bool combine, bool[] needs) -> (Tensor, Tensor, Tensor, Tensor)");
   m.def("expert_mlp_backward_weights(Tensor grad_y, Tensor x, Tensor row_idx, Tensor inverse, Tensor offs, Tensor w1, Tensor w2, Tensor? topk_weights, Tensor dh, Tensor scaled_a, int activation, bool combine, bool[] needs, Tensor(a!)? main_dw1, Tensor(b!)? main_dw2) -> (Tensor, Tensor, Tensor, Tensor)");
+
+  // The checks of the operators above, and nothing else: they raise or return.
+  m.def("_check_grouped_gemm(Tensor x, Tensor weight, Tensor offs, Tensor? bias) -> ()");
+  m.def("_check_grouped_gemm_backward(Tensor grad_y, Tensor x, Tensor weight, Tensor offs, bool[] needs, Tensor? main_dweight) -> ()");
+  m.def("_check_expert_mlp(Tensor x, Tensor row_idx, Tensor inverse, Tensor offs, Tensor w1, Tensor? b1, Tensor w2, Tensor? b2, Tensor? topk_weights, int activation) -> ()");
+  // Of the backward and its halves: h, or what the half for the weights has in its place.
+  m.def("_check_expert_mlp_backward(Tensor grad_y, Tensor x, Tensor row_idx, Tensor inverse, Tensor offs, Tensor w1, Tensor w2, Tensor? b2, Tensor? topk_weights, Tensor? h, Tensor? dh, Tensor? scaled_a, int activation, bool combine, bool[] needs, Tensor? main_dw1, Tensor? main_dw2) -> ()");
 }
 // clang-format on
 

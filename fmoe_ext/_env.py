@@ -12,6 +12,7 @@ class Variable:
     type: type
     default: object
     meaning: str
+    choices: tuple[str, ...] = ()
 
 
 VARIABLES = (
@@ -33,6 +34,16 @@ VARIABLES = (
         bool,
         False,
         "run: 1 makes CUDA ops raise for expert indices out of range (synchronises)",
+    ),
+    Variable(
+        "FMOE_GPU_KERNELS",
+        str,
+        "auto",
+        "run: kernels of CUDA tensors; auto: those proved by python -m fmoe_ext.gpu prove, else the portable ones",
+        ("auto", "proved", "all", "portable", "torch"),
+    ),
+    Variable(
+        "XDG_CACHE_HOME", str, None, "run: where fmoe_ext/gpu/ has what was proved; ~/.cache when unset"
     ),
     Variable("FMOE_TOPO_GPUS_PER_NODE", int, 8, "run: FasterGate's default gpus_per_node"),
     Variable("FMOE_TOPO_OUTGOING_FRACTION", float, 0.14, "run: FasterGate's default outgoing_fraction"),
@@ -68,6 +79,10 @@ def get(name: str) -> Any:
         if value.lower() in ("0", "off", "false", "no"):
             return False
         raise ValueError(f"environment variable {name} must be 1 or 0, but is {value!r}")
+    if variable.choices and value not in variable.choices:
+        raise ValueError(
+            f"environment variable {name} must be one of {', '.join(variable.choices)}, but is {value!r}"
+        )
     try:
         return variable.type(value)
     except ValueError:

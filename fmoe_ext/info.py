@@ -2,12 +2,16 @@
 
 import importlib.util
 import platform
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
 
 import fmoe_ext
 from fmoe_ext import _env, ops
+from fmoe_ext.gpu.report import summary
+from fmoe_ext.ops import gpu_kernels, gpu_proof
+from fmoe_ext.ops.gpu_proof import Key
 
 
 def _native_modules():
@@ -36,7 +40,18 @@ def _devices():
     return [("CUDA devices", ", ".join(names)), ("torch's NCCL", nccl)]
 
 
+def gpu_kernels_in_use(keys: Iterable[Key]) -> list[tuple[str, str]]:
+    """(what, value) pairs: FMOE_GPU_KERNELS and, for each CUDA device, what has been proved on it."""
+    lines = [("GPU kernels", f"FMOE_GPU_KERNELS={_env.get('FMOE_GPU_KERNELS')}")]
+    for device, key in enumerate(keys):
+        proof = gpu_proof.load(key)
+        text = summary(proof) if proof else [f"nothing proved: run `{gpu_kernels.command(device)}`"]
+        lines += [(f"  device {device}", line) for line in text]
+    return lines
+
+
 def report() -> str:
+    num_devices = torch.cuda.device_count() if ops.cuda_module_missing is None else 0
     lines = [
         ("fmoe_ext", f"{fmoe_ext.__version__} ({Path(fmoe_ext.__file__).parent})"),
         ("torch", f"{torch.__version__}, CUDA {torch.version.cuda or 'none'}"),
@@ -48,6 +63,7 @@ def report() -> str:
         *_devices(),
         *((f"built with {key}", value) for key, value in ops.build_info().items()),
         *_native_modules(),
+        *gpu_kernels_in_use(gpu_kernels.key_of(device) for device in range(num_devices)),
     ]
     width = max(len(name) for name, _ in lines)
     text = [f"{name:<{width}}  {value}" for name, value in lines]

@@ -1,7 +1,8 @@
-"""pytest --device cuda|emulated: the tests of operators and layers through the CUDA kernels.
+"""pytest --device cuda|emulated|torch: the tests of operators and layers through the CUDA kernels, or torch's.
 
 cuda      Tensors that a test makes without naming a device are made on the GPU.
 emulated  The operators run the kernels of cuda/ on the emulator instead of those of csrc/; tensors stay on the CPU.
+torch     grouped_gemm and expert_mlp run what FMOE_GPU_KERNELS=torch takes on a GPU; tensors stay on the CPU.
 """
 
 import os
@@ -13,6 +14,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from fmoe_ext import ops
+from fmoe_ext.ops import torch_path
 
 pytest_plugins = ["leftovers"]
 
@@ -25,7 +27,7 @@ FACTORIES = (
 
 
 def pytest_addoption(parser):
-    parser.addoption("--device", default="cpu", choices=["cpu", "cuda", "emulated"])
+    parser.addoption("--device", default="cpu", choices=["cpu", "cuda", "emulated", "torch"])
 
 
 def pytest_configure(config):
@@ -77,17 +79,25 @@ def emulated_in_the_place_of_cpu():
     del library  # its registrations live as long as it does
 
 
+@pytest.fixture(scope="session")
+def torch_path_in_the_place_of_cpu():
+    library = torch_path.install("CPU")
+    yield
+    del library  # its registrations live as long as it does
+
+
 @pytest.fixture(autouse=True)
 def on_device(request, monkeypatch):
     device = request.config.getoption("--device")
     bad_indices = request.node.get_closest_marker("bad_indices") is not None
     if device == "cuda" and bad_indices:
         monkeypatch.setenv("FMOE_DEBUG", "1")  # they raise as on the CPU
-    if device == "emulated":
+    if device in ("emulated", "torch"):
         if bad_indices:
             pytest.skip(
                 "kernels check no index values; on a CUDA tensor FMOE_DEBUG=1 does (tests/ops/test_debug.py)"
             )
-        request.getfixturevalue("emulated_in_the_place_of_cpu")
+        name = "emulated" if device == "emulated" else "torch_path"
+        request.getfixturevalue(f"{name}_in_the_place_of_cpu")
     with OnCuda() if device == "cuda" else nullcontext():
         yield

@@ -36,6 +36,7 @@ LEVELS = {
     "testing": 7,
     "pipeline": 8,
     "optim": 7,
+    "gpu": 8,
     "remote": 8,
     "audit": 8,
     "integrations": 8,
@@ -179,12 +180,12 @@ def test_no_import_circle():
 # The state that modules have, by name; what other modules call at their top makes something immutable.
 MODULE_STATE = {
     "ep/exchange.py": {"_groups", "_nccl", "_layers"},  # per process group, weak
-    "tokens.py": {"_blocks"},  # how many blocks are open, for what torch.compile can read
     "remote/expert_classes.py": {"_REGISTRY"},  # the kinds of experts that a server may be asked for
     "ep/wrappers.py": {"WATCH"},  # the handle of a hook on all modules, there to be removed
     "gates/losses.py": {"ONE_RANK"},
     "integrations/megatron/balance.py": {"PROFILE"},
     "tokens.py": {"_blocks"},  # how many blocks are open, which torch.compile can read of a ContextVar
+    "ops/gpu_kernels.py": {"SELECTION"},  # the kernels chosen for each device, once
     "ops/__init__.py": {"cuda_module_missing"},  # why there are no CUDA kernels, set once by loading
 }
 MAKES_IMMUTABLE = (

@@ -30,6 +30,7 @@ def _load_cuda_module() -> str | None:
 
 cuda_module_missing = _load_cuda_module()
 
+from fmoe_ext.ops import gpu_kernels, gpu_proof  # noqa: E402
 from fmoe_ext.ops.apply_capacity import apply_capacity, apply_capacity_ref  # noqa: E402
 from fmoe_ext.ops.count_tokens import count_tokens, count_tokens_ref  # noqa: E402
 from fmoe_ext.ops.expert_mlp import ACTIVATIONS, expert_mlp, expert_mlp_ref  # noqa: E402
@@ -38,6 +39,9 @@ from fmoe_ext.ops.main_grad import MainGrad  # noqa: E402
 from fmoe_ext.ops.permute import permute, permute_ref, unpermute, unpermute_ref  # noqa: E402
 from fmoe_ext.ops.sort_tokens import SortedTokens, sort_tokens, sort_tokens_ref  # noqa: E402
 from fmoe_ext.ops.topk_gate import topk_gate, topk_gate_again, topk_gate_ref  # noqa: E402
+
+if cuda_module_missing is None:
+    gpu_kernels.SELECTION.prepare()
 
 
 def build_info() -> dict[str, str]:
@@ -57,6 +61,8 @@ __all__ = [
     "cuda_module_missing",
     "expert_mlp",
     "expert_mlp_ref",
+    "gpu_kernels",
+    "gpu_proof",
     "grouped_gemm",
     "grouped_gemm_ref",
     "permute",

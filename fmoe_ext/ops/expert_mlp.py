@@ -6,7 +6,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from fmoe_ext.ops import debug
+from fmoe_ext.ops import debug, gpu_kernels
 from fmoe_ext.ops._autograd import (
     cast_for_autocast,
     register_autocast,
@@ -67,6 +67,7 @@ def expert_mlp(
     Equivalent to: unpermute(F.linear(act(F.linear(permute(x), w1[e], b1[e])), w2[e], b2[e]), topk_weights).
     """
     number = activation_number(activation)
+    gpu_kernels.before(x)
     if debug.wanted(x):
         narrow = (w1[:, :0, :0], None, w2[:, :0, :0], None, None)
         debug.check(
@@ -133,6 +134,7 @@ def _(
     combine: bool,
     save_h: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    gpu_kernels.SELECTION.before(x)
     y = x.new_empty((x.shape[0] if combine else row_idx.shape[0], x.shape[1]))
     return y, x.new_empty((row_idx.shape[0], w1.shape[1]) if save_h else (0,))
 

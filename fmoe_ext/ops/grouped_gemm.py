@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from fmoe_ext.ops import debug
+from fmoe_ext.ops import debug, gpu_kernels
 from fmoe_ext.ops._autograd import (
     cast_for_autocast,
     register_autocast,
@@ -36,6 +36,7 @@ def grouped_gemm(
     Raises RuntimeError for other shapes or dtypes, and on the CPU for offs that decrease or exceed R.
     Equivalent to: torch.cat([F.linear(rows, weight[e], bias[e]) for e, rows in enumerate(x.split(counts))]).
     """
+    gpu_kernels.before(x)
     if transposed:
         if main_grad is not None:
             raise ValueError("transposed=True and main_grad cannot be combined")
@@ -71,6 +72,7 @@ _RANKS = MappingProxyType({"x": 2, "weight": 3, "offs": 1})
 def _(
     x: torch.Tensor, weight: torch.Tensor, offs: torch.Tensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
+    gpu_kernels.SELECTION.before(x)
     return x.new_empty((x.shape[0], weight.shape[1]))
 
 

@@ -1,0 +1,52 @@
+// The checks that every device shares, as operators, for kernels that are not written in C++
+// (fmoe_ext/ops/torch_path.py).
+#include <torch/csrc/stable/library.h>
+
+#include "expert_mlp.h"
+#include "grouped_gemm.h"
+
+namespace fmoe_ext {
+namespace {
+
+void check_expert_mlp_op(Tensor x, Tensor row_idx, Tensor inverse, Tensor offs, Tensor w1,
+                         std::optional<Tensor> b1, Tensor w2, std::optional<Tensor> b2,
+                         std::optional<Tensor> topk_weights, int64_t activation) {
+  check_expert_mlp(x, row_idx, inverse, offs, w1, b1, w2, b2, topk_weights, checked_activation(activation));
+}
+
+void check_expert_mlp_backward_op(Tensor grad_y, Tensor x, Tensor row_idx, Tensor inverse, Tensor offs,
+                                  Tensor w1, Tensor w2, std::optional<Tensor> b2,
+                                  std::optional<Tensor> topk_weights, std::optional<Tensor> h,
+                                  std::optional<Tensor> dh, std::optional<Tensor> scaled_a,
+                                  int64_t activation, bool combine, std::vector<bool> needs_,
+                                  std::optional<Tensor> main_dw1, std::optional<Tensor> main_dw2) {
+  check_expert_mlp(x, row_idx, inverse, offs, w1, std::nullopt, w2, b2, topk_weights,
+                   checked_activation(activation));
+  const ExpertMlpNeeds needs(needs_, topk_weights);
+  check_expert_mlp_grad(grad_y, x, inverse, combine);
+  if (h) check_hidden_rows(*h, x, inverse, w1.size(1), "h", "[R, F]");
+  if (dh && (needs.dw1 || needs.db1)) check_hidden_rows(*dh, x, inverse, w1.size(1), "dh", "[R, F]");
+  if (scaled_a && needs.dw2) check_hidden_rows(*scaled_a, x, inverse, w2.size(2), "scaled_a", "[R, H]");
+  check_expert_main_grads(w1, w2, main_dw1, main_dw2);
+}
+
+void check_grouped_gemm_op(Tensor x, Tensor weight, Tensor offs, std::optional<Tensor> bias) {
+  check_grouped_gemm(x, weight, offs, bias);
+}
+
+void check_grouped_gemm_backward_op(Tensor grad_y, Tensor x, Tensor weight, Tensor offs,
+                                    std::vector<bool> needs, std::optional<Tensor> main_dweight) {
+  check_grouped_gemm_backward(grad_y, x, weight, offs, main_dweight);
+  static_cast<void>(GroupedGemmNeeds(needs));
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(fmoe_ext, CompositeExplicitAutograd, m) {
+  m.impl("_check_grouped_gemm", TORCH_BOX(&check_grouped_gemm_op));
+  m.impl("_check_grouped_gemm_backward", TORCH_BOX(&check_grouped_gemm_backward_op));
+  m.impl("_check_expert_mlp", TORCH_BOX(&check_expert_mlp_op));
+  m.impl("_check_expert_mlp_backward", TORCH_BOX(&check_expert_mlp_backward_op));
+}
+
+}  // namespace fmoe_ext

@@ -1,0 +1,167 @@
+"""Problems that kernels are proved and timed with, and what they give by any implementation of the operators."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from fmoe_ext import ops
+
+Results: TypeAlias = "dict[str, Tensor]"
+WEIGHTS = ("w1", "w2")
+
+
+@dataclass(frozen=True)
+class Case:
+    """T tokens with K choices among E experts; spread says how they fall: even, ragged, one (expert) or none."""
+
+    T: int
+    K: int
+    E: int
+    D: int
+    H: int
+    activation: str = "swiglu"
+    bias: bool = True
+    combine: bool = True
+    spread: str = "ragged"
+
+    def __str__(self) -> str:
+        return f"T {self.T}, K {self.K}, E {self.E}, D {self.D}, H {self.H}, {self.activation}, {self.spread}"
+
+
+CASES = (
+    Case(777, 2, 8, 256, 384),  # ragged rows, an expert without any, dropped choices
+    Case(4200, 1, 4, 256, 1024, "gelu", combine=False),  # more tiles than multiprocessors
+    Case(300, 2, 3, 2048, 64, "silu", bias=False),  # many steps of k
+    Case(130, 1, 5, 8, 8, "geglu_tanh"),  # less than a tile wide
+    Case(520, 2, 6, 136, 264, "relu", spread="one"),
+    Case(33, 4, 64, 64, 128, bias=False, spread="even"),  # two rows an expert
+    Case(9, 2, 4, 64, 64, spread="none"),
+    Case(0, 2, 4, 64, 64),
+)
+RACES = (  # with the regimes of docs/kernels.md: thousands of rows an expert, hundreds, a few
+    Case(16384, 2, 8, 2048, 1408, bias=False, spread="even"),
+    Case(4096, 8, 64, 2048, 768, bias=False, spread="even"),
+    Case(256, 4, 64, 2048, 768, bias=False, spread="even"),
+)
+
+
+def choices(case: Case, generator: torch.Generator) -> Tensor:
+    """topk_idx [T, K]; -1 is a dropped choice."""
+    shape = (case.T, case.K)
+    if case.spread == "even":
+        return torch.arange(case.T * case.K).view(shape) % case.E
+    if case.spread in ("one", "none"):
+        return torch.full(shape, case.E - 1 if case.spread == "one" else -1)
+    skewed = torch.rand(shape, generator=generator).square() * (case.E + 1)
+    topk_idx = skewed.long() - 1
+    topk_idx[topk_idx == 1] = -1  # expert 1 has no rows
+    return topk_idx
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Arguments of expert_mlp, and of grouped_gemm with the rows and w1; the gradients of their results."""
+
+    x: Tensor
+    w1: Tensor
+    b1: Tensor | None
+    w2: Tensor
+    b2: Tensor | None
+    topk_weights: Tensor
+    rows: Tensor
+    grad: Tensor
+    grad_rows: Tensor
+    row_idx: Tensor
+    inverse: Tensor
+    offs: Tensor
+
+    @classmethod
+    def of(cls, case: Case, dtype: torch.dtype, device: torch.device, seed: int = 0) -> "Inputs":
+        generator = torch.Generator().manual_seed(seed)
+        T, K, E, D, H = case.T, case.K, case.E, case.D, case.H
+        F = 2 * H if case.activation in ("swiglu", "geglu", "geglu_tanh") else H
+        index = ops.sort_tokens_ref(choices(case, generator), E)
+
+        def random(*shape: int, scale: float = 1.0) -> Tensor:
+            return (torch.randn(shape, generator=generator) * scale).to(device, dtype)
+
+        return cls(
+            x=random(T, D),
+            w1=random(E, F, D, scale=D**-0.5),
+            b1=random(E, F) if case.bias else None,
+            w2=random(E, D, H, scale=H**-0.5),
+            b2=random(E, D) if case.bias else None,
+            topk_weights=torch.rand(T, K, generator=generator).to(device, dtype),
+            rows=random(T * K, D),
+            grad=random(T if case.combine else T * K, D),
+            grad_rows=random(T * K, F),
+            row_idx=index.row_idx.to(device),
+            inverse=index.inverse.to(device),
+            offs=index.offs.to(device),
+        )
+
+    def tensors(self) -> list[Tensor]:
+        return [t for t in (getattr(self, f.name) for f in fields(self)) if t is not None]
+
+    def to(self, dtype: torch.dtype) -> "Inputs":
+        floats = {
+            f.name: t.to(dtype)
+            for f in fields(self)
+            if (t := getattr(self, f.name)) is not None and t.is_floating_point()
+        }
+        return replace(self, **floats)
+
+    def copy_(self, other: "Inputs") -> None:
+        for mine, its in zip(self.tensors(), other.tensors(), strict=True):
+            mine.copy_(its)
+
+    def leaves(self, *names: str) -> dict[str, Tensor]:
+        present = {name: getattr(self, name) for name in names}
+        return {name: t.detach().requires_grad_() for name, t in present.items() if t is not None}
+
+
+MLP_LEAVES = ("x", "w1", "b1", "w2", "b2", "topk_weights")
+
+
+def mlp(case: Case, inputs: Inputs, leaves: dict[str, Tensor], function: Callable[..., Tensor]) -> Tensor:
+    get = leaves.get
+    index = (inputs.row_idx, inputs.inverse, inputs.offs)
+    weights = (leaves["w1"], get("b1"), leaves["w2"], get("b2"), leaves["topk_weights"])
+    return function(leaves["x"], *index, *weights, case.activation, case.combine)
+
+
+def results(
+    case: Case,
+    inputs: Inputs,
+    expert_mlp: Callable = ops.expert_mlp,
+    grouped_gemm: Callable = ops.grouped_gemm,
+) -> Results:
+    """Every result and gradient of expert_mlp and of grouped_gemm, by name."""
+    leaves = inputs.leaves(*MLP_LEAVES)
+    y = mlp(case, inputs, leaves, expert_mlp)
+    grads = torch.autograd.grad(y, list(leaves.values()), inputs.grad)
+    found = {"expert_mlp": y.detach(), **{f"expert_mlp d{n}": g for n, g in zip(leaves, grads, strict=True)}}
+    leaves = inputs.leaves("rows", "w1", "b1")
+    y = grouped_gemm(leaves["rows"], leaves["w1"], inputs.offs, leaves.get("b1"))
+    grads = torch.autograd.grad(y, list(leaves.values()), inputs.grad_rows)
+    found["grouped_gemm"] = y.detach()
+    return found | {f"grouped_gemm d{n}": g for n, g in zip(leaves, grads, strict=True)}
+
+
+def main_gradients(case: Case, inputs: Inputs) -> Results:
+    """The weight gradients of expert_mlp as they are added to float32 main gradients of zero, then rounded."""
+    parameters = {name: torch.nn.Parameter(getattr(inputs, name)) for name in WEIGHTS}
+    sums = {name: torch.zeros_like(p, dtype=torch.float32) for name, p in parameters.items()}
+    for name, parameter in parameters.items():
+        parameter.main_grad = sums[name]  # type: ignore[attr-defined]
+    w1, w2 = (ops.MainGrad(parameter) for parameter in parameters.values())
+
+    def function(*arguments):
+        return ops.expert_mlp(*arguments, main_grads=(w1, w2))
+
+    leaves = inputs.leaves("x", "b1", "b2", "topk_weights") | parameters
+    torch.autograd.backward(mlp(case, inputs, leaves, function), inputs.grad)
+    return {f"main gradient of {name}": t.to(inputs.x.dtype) for name, t in sums.items()}

@@ -1,0 +1,98 @@
+"""Whether a kernel computes right: against float64, against the portable kernels, again, in graphs, on two streams."""
+
+from collections.abc import Iterator
+from functools import cache
+
+import torch
+
+from fmoe_ext import ops
+from fmoe_ext.gpu.cases import WEIGHTS, Case, Inputs, Results, main_gradients, results
+from fmoe_ext.gpu.target import Target
+from fmoe_ext.ops import gpu_kernels
+from fmoe_ext.ops.gpu_proof import PORTABLE, Verdict
+from fmoe_ext.testing import assert_close
+
+REFERENCES = (ops.expert_mlp_ref, ops.grouped_gemm_ref)
+
+
+class Checker:
+    """Checks kernels of one target; what they are compared with is computed once."""
+
+    def __init__(self, target: Target) -> None:
+        self.target = target
+        self.expected = cache(self._expected)
+        self.portable = cache(self._portable)
+
+    def verdict(self, kernel: str) -> Verdict:
+        """proved, failed with what is wrong, or untested with why. RuntimeError where the device gave up."""
+        on = () if kernel == PORTABLE else (kernel,)
+        gpu_kernels.switch_on(on)
+        before = gpu_kernels.runs()
+        try:
+            for check in (self._values, self._graph, self._streams):
+                check(kernel)
+                self.target.synchronize()
+        except AssertionError as error:
+            return Verdict("failed", str(error))
+        except torch.OutOfMemoryError as error:
+            return Verdict("untested", f"out of memory: {str(error).splitlines()[0]}")
+        if on and gpu_kernels.runs()[kernel] == before[kernel]:
+            return Verdict("untested", "this device, or this build, has no use for it")
+        return Verdict("proved")
+
+    def _problems(self) -> Iterator[tuple[Case, torch.dtype]]:
+        return ((case, dtype) for case in self.target.cases for dtype in self.target.dtypes)
+
+    def _inputs(self, case: Case, dtype: torch.dtype, seed: int = 0) -> Inputs:
+        return Inputs.of(case, dtype, self.target.device, seed)
+
+    def _run(self, case: Case, inputs: Inputs) -> Results:
+        return results(case, inputs) | (main_gradients(case, inputs) if case.T else {})
+
+    def _expected(self, case: Case, dtype: torch.dtype) -> tuple[Results, Results]:
+        """(float64, plain PyTorch in the dtype)"""
+        inputs = self._inputs(case, dtype)
+        truth = results(case, inputs.to(torch.float64), *REFERENCES)
+        plain = results(case, inputs, *REFERENCES)
+        for values in (truth, plain):
+            values |= {f"main gradient of {name}": values[f"expert_mlp d{name}"] for name in WEIGHTS}
+        return truth, plain
+
+    def _portable(self, case: Case, dtype: torch.dtype) -> Results:
+        gpu_kernels.switch_on(())
+        return self._run(case, self._inputs(case, dtype))
+
+    def _values(self, kernel: str) -> None:
+        for case, dtype in self._problems():
+            truth, plain = self.expected(case, dtype)
+            portable = plain if kernel == PORTABLE else self.portable(case, dtype)
+            gpu_kernels.switch_on(() if kernel == PORTABLE else (kernel,))
+            ours, again = (self._run(case, self._inputs(case, dtype)) for _ in range(2))
+            for name, value in ours.items():
+                described = f"{name} ({case}, {dtype})"
+                assert_close(value, truth[name], plain[name], described)
+                assert_close(value, truth[name], portable[name], f"{described}, beside the portable kernels")
+                assert torch.equal(value, again[name]), f"{described} has other bits the second time"
+
+    def _graph(self, kernel: str) -> None:
+        """Captured with some tokens, replayed with others that choose other experts."""
+        case, dtype = self.target.cases[0], self.target.dtypes[0]
+        held, other = (self._inputs(case, dtype, seed) for seed in (1, 2))
+        replay = self.target.captured(lambda: results(case, held))
+        expected = results(case, other)
+        held.copy_(other)
+        assert_same(replay(), expected, "in a CUDA graph")
+
+    def _streams(self, kernel: str) -> None:
+        case, dtype = self.target.cases[0], self.target.dtypes[0]
+        both = [self._inputs(case, dtype, seed) for seed in (3, 4)]
+        expected = [results(case, inputs) for inputs in both]
+        self.target.synchronize()
+        found = self.target.side_by_side([lambda i=i: results(case, i) for i in both])  # type: ignore[misc]
+        for one, other in zip(found, expected, strict=True):
+            assert_same(one, other, "on two streams at once")
+
+
+def assert_same(ours: Results, expected: Results, where: str) -> None:
+    for name, value in ours.items():
+        assert torch.equal(value, expected[name]), f"{name} differs {where}"

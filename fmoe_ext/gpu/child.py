@@ -1,0 +1,100 @@
+"""The process that touches the GPU: checks and times kernels, and says what it is about to do before it does it."""
+
+import faulthandler
+import multiprocessing
+import os
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+
+from fmoe_ext.gpu.checks import Checker
+from fmoe_ext.gpu.races import Lost, Races, Start
+from fmoe_ext.gpu.target import Target, Unavailable
+from fmoe_ext.ops import gpu_kernels
+from fmoe_ext.ops.gpu_proof import PORTABLE, Key, Race, Verdict
+
+
+@dataclass(frozen=True)
+class Ready:
+    key: Key
+    kernels: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class NotAvailable:
+    reason: str
+
+
+@dataclass(frozen=True)
+class Judged:
+    kernel: str
+    verdict: Verdict
+
+
+@dataclass(frozen=True)
+class Finished:
+    """The process ends; its work is done unless the device is to be used by a new process from here on."""
+
+    done: bool = True
+
+
+Message = Ready | NotAvailable | Start | Judged | Race | Finished
+
+
+def serve(connection: Connection, target: Target, judged: dict[str, Verdict], race: bool) -> None:
+    """Checks every kernel that is not judged yet, then races those that are proved. Ends with the parent."""
+    faulthandler.enable()
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    try:
+        key = target.connect()
+    except Unavailable as error:
+        connection.send(NotAvailable(str(error)))
+        return
+    kernels = gpu_kernels.names()
+    connection.send(Ready(key, kernels))
+    work = Work(connection, target, dict(judged))
+    done = work.check([name for name in (PORTABLE, *kernels) if name not in judged])
+    if done and race:
+        work.race([name for name in kernels if work.judged[name].state == "proved"])
+    connection.send(Finished(done))
+
+
+class Work:
+    def __init__(self, connection: Connection, target: Target, judged: dict[str, Verdict]) -> None:
+        self.send = connection.send
+        self.target = target
+        self.judged = judged
+
+    def check(self, kernels: Sequence[str]) -> bool:
+        """False if the device cannot be used further by this process."""
+        checker = Checker(self.target)
+        for name in kernels:
+            if name != PORTABLE and self.judged[PORTABLE].state != "proved":
+                self._judge(name, Verdict("untested", "the portable kernels are not proved"))
+                continue
+            self.send(Start(f"checking {name}", (name,)))
+            try:
+                self._judge(name, checker.verdict(name))
+            except RuntimeError as error:  # after a fault, CUDA gives nothing but errors to the process
+                self._judge(name, Verdict("failed", f"{type(error).__name__}: {str(error).splitlines()[0]}"))
+                return False
+        return True
+
+    def race(self, kernels: list[str]) -> None:
+        for event in Races(self.target, kernels).run():
+            if isinstance(event, Lost):
+                self._judge(event.kernel, event.verdict)
+            else:
+                self.send(event)
+
+    def _judge(self, kernel: str, verdict: Verdict) -> None:
+        self.judged[kernel] = verdict
+        self.send(Judged(kernel, verdict))
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)

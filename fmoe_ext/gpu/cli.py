@@ -1,0 +1,42 @@
+"""python -m fmoe_ext.gpu prove [--device N]"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from fmoe_ext.gpu.prove import prove
+from fmoe_ext.gpu.report import report
+from fmoe_ext.gpu.target import Target, Unavailable
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """-> 0: none failed; 1: a kernel failed; 2: the GPU cannot be used, or the result not be kept."""
+    parser = argparse.ArgumentParser(prog="python -m fmoe_ext.gpu")
+    commands = parser.add_subparsers(dest="command", required=True)
+    command = commands.add_parser(
+        "prove",
+        help="check and time every kernel on a GPU, and keep what was found for FMOE_GPU_KERNELS=auto",
+    )
+    command.add_argument("--device", type=int, default=0, help="number of the CUDA device (default: 0)")
+    command.add_argument("--limit", type=float, default=60.0, help="seconds for one kernel (default: 60)")
+    command.add_argument("--budget", type=float, default=300.0, help="seconds in all (default: 300)")
+    given = parser.parse_args(arguments)
+    return run(Target(given.device), given.limit, given.budget)
+
+
+def run(target: Target, limit: float, budget: float) -> int:
+    try:
+        proof = prove(target, limit, budget, lambda text: print(text, flush=True))
+    except Unavailable as error:
+        print(f"nothing was proved: {error}", file=sys.stderr)
+        return 2
+    print(f"\n{report(proof)}")
+    try:
+        print(f"kept in {proof.save()}")
+    except OSError as error:
+        print(
+            f"the proof could not be kept ({error}): set XDG_CACHE_HOME to a folder that can be written",
+            file=sys.stderr,
+        )
+        return 2
+    return 1 if proof.named("failed") else 0

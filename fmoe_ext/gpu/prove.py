@@ -1,0 +1,152 @@
+"""Proves the kernels of a GPU from a process that never touches it."""
+
+import math
+import multiprocessing
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import datetime, timezone
+from multiprocessing.connection import Connection
+from multiprocessing.context import SpawnProcess
+
+from fmoe_ext.gpu.child import Finished, Judged, Message, NotAvailable, Ready, serve
+from fmoe_ext.gpu.races import Start
+from fmoe_ext.gpu.target import Target, Unavailable
+from fmoe_ext.ops.gpu_proof import PORTABLE, Key, Proof, Race, Verdict
+
+START_LIMIT = 120.0  # seconds to import torch and start CUDA
+END_LIMIT = 10.0  # seconds that a killed process may take to end
+
+
+def prove(
+    target: Target,
+    limit: float = 60.0,
+    budget: float = 300.0,
+    say: Callable[[str], None] = print,
+    start_limit: float = START_LIMIT,
+) -> Proof:
+    """Checks and races every kernel of cuda/select.h on a target.
+
+    A kernel that takes longer than limit seconds, ends its process or gives wrong numbers has failed, and the others
+    are proved all the same. budget seconds after the GPU has answered, the rest stays untested. say gets a line for
+    each step.
+    Raises Unavailable if the GPU cannot be used at all.
+    """
+    return _Prover(target, limit, budget, say, start_limit).run()
+
+
+@dataclass
+class _Child:
+    handle: SpawnProcess
+    connection: Connection
+
+    def receive(self, seconds: float) -> Message | None:
+        """The next message, None if there is none in time; EOFError if the process has ended."""
+        return self.connection.recv() if self.connection.poll(max(0.0, seconds)) else None
+
+    def end(self) -> int | None:
+        """Ends the process -> its exit code; None where even SIGKILL does not end it, as in a driver that hangs."""
+        self.handle.join(0.5)
+        self.handle.kill()
+        self.handle.join(END_LIMIT)
+        self.connection.close()
+        return self.handle.exitcode
+
+
+@dataclass
+class _Prover:
+    target: Target
+    limit: float
+    budget: float
+    say: Callable[[str], None]
+    start_limit: float
+    deadline: float = math.inf
+    key: Key | None = None
+    kernels: tuple[str, ...] = ()
+    judged: dict[str, Verdict] = field(default_factory=dict)
+    races: list[Race] = field(default_factory=list)
+    racing: bool = True
+
+    def run(self) -> Proof:
+        while not self._session():
+            pass
+        assert self.key is not None
+        order = (PORTABLE, *self.kernels)
+        spent = Verdict("untested", "there was no time left")
+        verdicts = {name: self.judged.get(name, spent) for name in order}
+        date = datetime.now(timezone.utc).isoformat(timespec="seconds")
+        return Proof(self.key, date, verdicts, tuple(self.races))
+
+    def _session(self) -> bool:
+        """What one child does -> whether all is done."""
+        self.races.clear()
+        child = self._start()
+        under_way: Start | None = None
+        try:
+            while True:
+                patience = self.start_limit if under_way is None else self.limit
+                left = self.deadline - time.monotonic()
+                message = child.receive(min(patience, left))
+                if message is None and left <= patience:
+                    self.say("there is no time left")
+                    return True
+                if message is None:
+                    self._blame(under_way, Verdict("failed", f"no answer within {patience:.0f} s"))
+                    return False
+                if isinstance(message, Finished):
+                    return message.done
+                under_way = self._take(message, under_way)
+        except EOFError:
+            self._blame(under_way, _verdict_of(child.end()))
+            return False
+        finally:
+            child.end()
+
+    def _start(self) -> _Child:
+        context = multiprocessing.get_context("spawn")
+        ours, theirs = context.Pipe()
+        arguments = (theirs, self.target, self.judged, self.racing)
+        handle = context.Process(target=serve, args=arguments, daemon=True)
+        handle.start()
+        theirs.close()
+        return _Child(handle, ours)
+
+    def _take(self, message: Message, under_way: Start | None) -> Start | None:
+        """Notes what a child says -> what it is doing now."""
+        if isinstance(message, NotAvailable):
+            raise Unavailable(message.reason)
+        if isinstance(message, Ready):
+            self.key, self.kernels = message.key, message.kernels
+            self.deadline = min(self.deadline, time.monotonic() + self.budget)
+        elif isinstance(message, Start):
+            self.say(message.what)
+            return message
+        elif isinstance(message, Judged):
+            self._judge(message.kernel, message.verdict)
+        elif isinstance(message, Race):
+            self.races.append(message)
+        return under_way
+
+    def _judge(self, kernel: str, verdict: Verdict) -> None:
+        self.judged[kernel] = verdict
+        self.say(f"  {kernel}: {verdict.state}{verdict.reason and ': '}{verdict.reason}")
+
+    def _blame(self, under_way: Start | None, verdict: Verdict) -> None:
+        """The verdict is on the kernels that ran; if those were torch's, there are no more races."""
+        if under_way is None:
+            raise Unavailable(verdict.reason)
+        if not under_way.kernels:
+            self.racing = False
+            self.say(f"  no races: {under_way.what}: {verdict.reason}")
+        else:
+            for kernel in under_way.kernels:
+                self._judge(kernel, Verdict(verdict.state, f"{under_way.what}: {verdict.reason}"))
+
+
+def _verdict_of(exit_code: int | None) -> Verdict:
+    if exit_code is not None and exit_code == -signal.SIGKILL:
+        return Verdict("untested", "the process was killed: the host ran out of memory, or somebody ended it")
+    if exit_code is not None and exit_code < 0:
+        return Verdict("failed", f"the process ended with {signal.Signals(-exit_code).name}")
+    return Verdict("failed", f"the process ended with exit code {exit_code}")

@@ -1,0 +1,41 @@
+"""What a proof says, as text."""
+
+from fmoe_ext.ops.gpu_proof import PORTABLE, STATES, Proof, Race
+
+
+def report(proof: Proof) -> str:
+    lines = [
+        f"{proof.key.gpu}, driver {proof.key.driver}, torch {proof.key.torch}, build {proof.key.build}",
+        "",
+        *table([("kernel", "state", "reason"), *((n, v.state, v.reason) for n, v in proof.verdicts.items())]),
+        "",
+    ]
+    if proof.races:
+        lines += table([("operation", "computed by", "ms", "without", "torch"), *map(_row, proof.races)])
+        lines.append("")
+    counts = [(state, len(proof.named(state))) for state in STATES]
+    lines.append(", ".join(f"{count} {state}" for state, count in counts if count))
+    return "\n".join(lines)
+
+
+def summary(proof: Proof) -> list[str]:
+    """A line of what is used, one of what is not for each reason."""
+    used = [name for name in proof.named("proved") if name != PORTABLE]
+    lines = [f"proved {proof.date}: {', '.join(used) or 'the portable kernels alone'}"]
+    for state in STATES[1:]:
+        lines += [f"off, {state}: {name} ({reason})" for name, reason in proof.named(state).items()]
+    return lines
+
+
+def _row(race: Race) -> tuple[str, ...]:
+    times = (race.ms, race.without_ms, race.torch_ms)
+    return (
+        f"{race.operation} ({race.shape})",
+        race.kernel,
+        *("" if t is None else f"{t:.3f}" for t in times),
+    )
+
+
+def table(rows: list[tuple[str, ...]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(f"{cell:<{w}}" for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]

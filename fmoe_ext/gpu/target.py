@@ -1,0 +1,95 @@
+"""The GPU as `prove` uses it, in the child process only. Tests put an emulated one in its place."""
+
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+
+from fmoe_ext import ops
+from fmoe_ext.gpu.cases import CASES, RACES, Case, Results
+from fmoe_ext.ops import gpu_kernels
+from fmoe_ext.ops.gpu_proof import Key
+
+WARM_UP = 0.05  # seconds a function runs before it is timed
+REPETITIONS = 20
+
+
+class Unavailable(RuntimeError):
+    """There is no such GPU, or it cannot be used; the text says why."""
+
+
+class Target:
+    """CUDA device `index`; made anywhere, used only after connect()."""
+
+    dtypes: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16)
+    cases: Sequence[Case] = CASES
+    races: Sequence[Case] = RACES
+
+    def __init__(self, index: int = 0) -> None:
+        self.index = index
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device("cuda", self.index)
+
+    def connect(self) -> Key:
+        """Starts CUDA -> what the proof holds for. Raises Unavailable."""
+        if ops.cuda_module_missing is not None:
+            raise Unavailable(ops.cuda_module_missing)
+        count = torch.cuda.device_count()
+        if self.index >= count:
+            raise Unavailable(f"there is no CUDA device {self.index}: torch sees {count}")
+        try:
+            torch.cuda.set_device(self.index)
+            torch.cuda.synchronize()
+            return gpu_kernels.key_of(self.index)
+        except RuntimeError as error:
+            raise Unavailable(f"CUDA device {self.index} cannot be used: {error}") from error
+
+    def synchronize(self) -> None:
+        """Waits for the device; a kernel's fault is raised here."""
+        torch.cuda.synchronize()
+
+    def milliseconds(self, function: Callable[[], object]) -> float:
+        """Median time of a call on the device."""
+        stop = time.monotonic() + WARM_UP
+        while time.monotonic() < stop:
+            function()
+            torch.cuda.synchronize()
+        events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(REPETITIONS)]
+        for begin, end in events:
+            begin.record()
+            function()
+            end.record()
+        torch.cuda.synchronize()
+        return sorted(begin.elapsed_time(end) for begin, end in events)[REPETITIONS // 2]
+
+    def captured(self, function: Callable[[], Results]) -> Callable[[], Results]:
+        """function as a CUDA graph: a call replays it on what its inputs hold then."""
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(2):
+                function()
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            found = function()
+
+        def replay() -> Results:
+            graph.replay()
+            return found
+
+        return replay
+
+    def side_by_side(self, functions: Sequence[Callable[[], Results]]) -> list[Results]:
+        """The results of functions that run at the same time, each on a stream of its own."""
+        streams = [torch.cuda.Stream() for _ in functions]
+        found = []
+        for stream, function in zip(streams, functions, strict=True):
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                found.append(function())
+        for stream in streams:
+            torch.cuda.current_stream().wait_stream(stream)
+        return found

@@ -1,0 +1,139 @@
+"""Which kernels compute the products of CUDA tensors: FMOE_GPU_KERNELS, and what `python -m fmoe_ext.gpu prove` found.
+
+A kernel of cuda/select.h is on or off, for the whole process. Until the first CUDA call on a device all are off.
+"""
+
+import importlib.util
+import warnings
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from fmoe_ext import _env
+from fmoe_ext.ops import gpu_proof, torch_path
+from fmoe_ext.ops.gpu_proof import PORTABLE, Proof
+
+NEED_PROOF = ("auto", "proved")  # values of FMOE_GPU_KERNELS
+
+
+def names() -> tuple[str, ...]:
+    """The kernels of cuda/select.h, in its order; the portable ones, that are always there, are not among them."""
+    return tuple(torch.ops.fmoe_ext._gpu_kernels())
+
+
+def switch_on(kernels: Iterable[str]) -> None:
+    """These kernels on, all others off; RuntimeError for a name that does not exist."""
+    torch.ops.fmoe_ext._set_gpu_kernels(list(kernels))
+
+
+def runs() -> dict[str, int]:
+    """How often each kernel has been chosen by this process."""
+    return dict(zip(names(), torch.ops.fmoe_ext._gpu_kernel_runs(), strict=True))
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What one device is to use."""
+
+    kernels: frozenset[str]
+    torch: bool = False  # torch_path in the place of all our products
+    warning: str | None = None
+
+
+def command(device: int) -> str:
+    return "python -m fmoe_ext.gpu prove" + (f" --device {device}" if device else "")
+
+
+def choose(mode: str, all_kernels: Iterable[str], proof: Proof | None, device: int = 0) -> Choice:
+    """The kernels for a device with this proof, by FMOE_GPU_KERNELS:
+
+    auto      those that are proved; without a proof none, with a warning; torch's, if the portable ones failed
+    proved    the same, but RuntimeError without a proof, or if the portable kernels failed
+    all       all kernels, proved or not
+    portable  the portable kernels
+    torch     torch.nn.functional.grouped_mm
+    """
+    if mode == "all":
+        return Choice(frozenset(all_kernels))
+    if mode in ("portable", "torch"):
+        return Choice(frozenset(), torch=mode == "torch")
+    if proof is None:
+        text = (
+            f"no kernel of fmoe_ext has been proved on CUDA device {device} with this driver, torch and build: run "
+            f"`{command(device)}` once (a few minutes)"
+        )
+        if mode == "proved":
+            raise RuntimeError(f"{text}, or unset FMOE_GPU_KERNELS=proved")
+        return Choice(frozenset(), warning=f"{text}; until then the slower portable kernels are used")
+    portable = proof.verdicts.get(PORTABLE)
+    if portable is not None and portable.state == "failed":
+        text = f"the portable kernels of fmoe_ext failed on CUDA device {device} ({portable.reason})"
+        if mode == "proved":
+            raise RuntimeError(f"{text}; FMOE_GPU_KERNELS=torch takes torch's grouped_mm")
+        return Choice(frozenset(), torch=True, warning=f"{text}: torch's grouped_mm is used")
+    return Choice(frozenset(all_kernels) & proof.named("proved").keys())
+
+
+class Selection:
+    """Makes the choice for each device at its first use: what several devices use is what all of them have proved."""
+
+    def __init__(self, device_type: str, key_of: Callable[[int], gpu_proof.Key]) -> None:
+        self.device_type = device_type
+        self.key_of = key_of
+        self._prepared = False
+        self._choices: dict[int, Choice] = {}
+        self._torch: torch.library.Library | None = None
+
+    def prepare(self) -> None:
+        """When the CUDA module has been loaded: nothing unproved is on, whoever calls an operator first."""
+        self._prepared = True
+        if _env.get("FMOE_GPU_KERNELS") in NEED_PROOF:
+            switch_on(())
+        else:
+            self._use(0)
+
+    def before(self, t: torch.Tensor) -> None:
+        """To be called before a product of t, and while one is compiled."""
+        if not self._prepared or t.device.type != self.device_type:
+            return
+        if (
+            self.device_type != "cuda" or torch.cuda.is_initialized()
+        ):  # it is not, where a fake tensor is exported
+            self._use(max(t.get_device(), 0))
+
+    def _use(self, device: int) -> None:
+        if device in self._choices:
+            return
+        mode = _env.get("FMOE_GPU_KERNELS")
+        proof = gpu_proof.load(self.key_of(device)) if mode in NEED_PROOF else None
+        choice = self._choices[device] = choose(mode, names(), proof, device)
+        choices = self._choices.values()
+        switch_on(name for name in names() if all(name in other.kernels for other in choices))
+        if choice.torch and self._torch is None:
+            self._torch = torch_path.install(self.device_type.upper())
+        if choice.warning:
+            warnings.warn(choice.warning, stacklevel=5)
+
+
+def cuda_module() -> Path | None:
+    """The file of the CUDA kernels, None where they were not built."""
+    found = importlib.util.find_spec("fmoe_ext._C_cuda")
+    return Path(found.origin) if found and found.origin else None
+
+
+def key_of(device: int) -> gpu_proof.Key:
+    """What a proof for a CUDA device holds for."""
+    module = cuda_module()
+    assert module is not None, "there are no CUDA kernels to prove"
+    return gpu_proof.key_of(device, module)
+
+
+SELECTION = Selection("cuda", key_of)
+
+
+def before(t: object) -> None:
+    """Chooses the kernels for a tensor's device, if that has not been done."""
+    if not torch.compiler.is_compiling() and isinstance(t, torch.Tensor):
+        SELECTION.before(t)  # while compiling, the fake kernels do

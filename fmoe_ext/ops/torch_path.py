@@ -1,0 +1,376 @@
+"""grouped_gemm and expert_mlp by torch.nn.functional.grouped_mm and aten alone: kernels that others have proved.
+
+The signatures are those of the operators (csrc/ops.cpp). FMOE_GPU_KERNELS=torch puts them in the place of the CUDA
+kernels; on the CPU only tests do. Slower than those: intermediate results go through memory, and weights with a bias
+or with widths that are no multiple of 16 bytes are copied. No host reads a value, but where torch does: for float32 on
+CUDA and float64.
+"""
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+aten = torch.ops.aten
+native = torch.ops.fmoe_ext
+
+
+def install(dispatch_key: str) -> torch.library.Library:
+    """Makes these functions the kernels of "CUDA" or "CPU" tensors, for as long as the result lives."""
+    library = torch.library.Library("fmoe_ext", "IMPL")
+    for kernel in (
+        *(grouped_gemm, grouped_gemm_backward, grouped_gemm_backward_accumulate),
+        *(expert_mlp, expert_mlp_backward, expert_mlp_backward_accumulate),
+        *(expert_mlp_backward_inputs, expert_mlp_backward_weights),
+    ):
+        with warnings.catch_warnings():
+            warnings.filterwarnings(
+                "ignore", "Warning only once for all operators"
+            )  # that it takes a kernel's place
+            library.impl(kernel.__name__, kernel, dispatch_key)
+    return library
+
+
+def compute_dtype(t: Tensor) -> torch.dtype:
+    """What sums and activations of t are computed in."""
+    return torch.float64 if t.dtype == torch.float64 else torch.float32
+
+
+def padded(t: Tensor, dims: int) -> Tensor:
+    """t with its last dims dimensions filled up with zeros to what grouped_mm takes: multiples of 16 bytes."""
+    unit = 16 // t.element_size()
+    missing = [-size % unit for size in reversed(t.shape[t.dim() - dims :])]
+    if any(missing):
+        return F.pad(t, [n for size in missing for n in (0, size)])
+    t = t.contiguous()
+    return t.clone() if t.data_ptr() % 16 else t
+
+
+@dataclass(frozen=True)
+class Groups:
+    """The rows of each expert: those of expert e are [offs[e - 1], offs[e])."""
+
+    given: Tensor  # [E] int32
+    num_rows: int
+
+    @cached_property
+    def offs(self) -> Tensor:
+        """Whatever was given, ranges inside the rows."""
+        if self.given.numel() == 0:
+            return self.given
+        return self.given.clamp(0, self.num_rows).cummax(0).values.int()
+
+    @cached_property
+    def is_padding(self) -> Tensor:
+        """[R, 1]: rows of no expert."""
+        rows = torch.arange(self.num_rows, device=self.given.device)[:, None]
+        return rows >= self.offs[-1] if self.given.numel() else rows >= 0
+
+    def owners(self) -> Tensor:
+        """[R] the expert of each row; of padding, the last."""
+        rows = torch.arange(self.num_rows, device=self.given.device, dtype=torch.int32)
+        return torch.searchsorted(self.offs, rows, right=True).clamp(max=self.given.numel() - 1)
+
+    def ranges(self) -> list[tuple[int, int]]:
+        ends = self.offs.tolist()
+        return list(zip([0, *ends[:-1]], ends, strict=True))
+
+    def rows_by_weight(self, x: Tensor, weight: Tensor, transposed: bool = False) -> Tensor:
+        """x [R, K] weight[e]^T, weight [E, N, K], or x weight[e], weight [E, K, N] -> [R, N], zero in padding."""
+        N = weight.shape[2 if transposed else 1]
+        if 0 in (*x.shape, *weight.shape):
+            return x.new_zeros(self.num_rows, N)
+        if x.dtype == torch.float64:
+            y = x.new_zeros(self.num_rows, N)
+            for matrix, (begin, end) in zip(weight, self.ranges(), strict=True):
+                y[begin:end] = x[begin:end] @ (matrix if transposed else matrix.mT)
+            return y
+        matrices = padded(weight, 2)
+        y = F.grouped_mm(padded(x, 1), matrices if transposed else matrices.mT, offs=self.offs)
+        return y[:, :N].masked_fill(self.is_padding, 0)
+
+    def rows_by_rows(self, a: Tensor, b: Tensor) -> Tensor:
+        """a^T b over the rows of each expert, a [R, M], b [R, N] -> [E, M, N], zero for an expert without rows."""
+        E, M, N = self.given.numel(), a.shape[1], b.shape[1]
+        if 0 in (E, M, N, self.num_rows):
+            return a.new_zeros(E, M, N)
+        if a.dtype == torch.float64:
+            return torch.stack([a[begin:end].mT @ b[begin:end] for begin, end in self.ranges()])
+        out = F.grouped_mm(padded(a, 1).mT, padded(b, 1), offs=self.offs)[:, :M, :N]
+        counts = self.offs.diff(prepend=self.offs.new_zeros(1))
+        return out.masked_fill((counts == 0)[:, None, None], 0)
+
+    def sums(self, rows: Tensor, factors: Tensor | None = None) -> Tensor:
+        """The sum of each expert's rows [R, N], times factors [R] if there are any -> [E, N]."""
+        ones = rows.new_ones(self.num_rows) if factors is None else factors.to(rows.dtype)
+        return self.rows_by_rows(ones[:, None], rows)[:, 0].contiguous()
+
+    def dots(self, rows: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+        """<row, bias of its expert> of each row, zero without a bias -> [R]"""
+        if bias is None or 0 in bias.shape:
+            return rows.new_zeros(self.num_rows, dtype=dtype)
+        return (rows.to(dtype) * bias[self.owners()].to(dtype)).sum(1)
+
+    def weight_gradient(self, a: Tensor, b: Tensor, main_grad: Tensor | None) -> Tensor:
+        """rows_by_rows; or, where there is a main gradient, that is increased by it, and nothing is returned."""
+        if main_grad is None:
+            return self.rows_by_rows(a, b).contiguous()
+        # products of 16-bit numbers are exact in float32, so nothing is rounded before it is added
+        main_grad += self.rows_by_rows(a.to(main_grad.dtype), b.to(main_grad.dtype))
+        return a.new_empty(0)
+
+
+def grouped_gemm(x: Tensor, weight: Tensor, offs: Tensor, bias: Tensor | None = None) -> Tensor:
+    native._check_grouped_gemm(x, weight, offs, bias)
+    return linear(Groups(offs, x.shape[0]), x, weight, bias)
+
+
+def linear(groups: Groups, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """x weight[e]^T + bias[e], zero in padding."""
+    if (
+        bias is not None
+    ):  # one more step of k, since grouped_mm has no bias: added before the result is rounded
+        x = torch.cat([x, x.new_ones(x.shape[0], 1)], 1)
+        weight = torch.cat([weight, bias[:, :, None]], 2)
+    return groups.rows_by_weight(x, weight)
+
+
+def grouped_gemm_backward(grad_y: Tensor, x: Tensor, weight: Tensor, offs: Tensor, needs: list[bool]):
+    return grouped_gemm_backward_accumulate(grad_y, x, weight, offs, needs, None)
+
+
+def grouped_gemm_backward_accumulate(
+    grad_y: Tensor, x: Tensor, weight: Tensor, offs: Tensor, needs: list[bool], main_dweight: Tensor | None
+) -> tuple[Tensor, ...]:
+    native._check_grouped_gemm_backward(grad_y, x, weight, offs, needs, main_dweight)
+    groups = Groups(offs, x.shape[0])
+    computed = (
+        lambda: groups.rows_by_weight(grad_y, weight, transposed=True),
+        lambda: groups.weight_gradient(grad_y, x, main_dweight),
+        lambda: groups.sums(grad_y),
+    )
+    return tuple(
+        gradient() if needed else x.new_empty(0) for gradient, needed in zip(computed, needs, strict=True)
+    )
+
+
+@dataclass(frozen=True)
+class Choices:
+    """Rows and choices of expert_mlp: row r is choice row_idx[r]; choice [t, k] is row inverse[t, k], -1 dropped."""
+
+    row_idx: Tensor  # [R]
+    inverse: Tensor  # [T, K]
+
+    def in_rows(self, t: Tensor) -> Tensor:
+        """The rows of t [T, D], expert-major -> [R, D]; what there is in padding has no meaning."""
+        num_tokens, num_choices = self.inverse.shape
+        if 0 in self.inverse.shape:
+            return t.new_empty(0, t.shape[1])
+        tokens = self.row_idx.div(num_choices, rounding_mode="floor")
+        return t.index_select(0, tokens.clamp(0, num_tokens - 1))
+
+    def factors(self, topk_weights: Tensor, dtype: torch.dtype) -> Tensor:
+        """topk_weights [T, K] of each row -> [R]"""
+        if topk_weights.numel() == 0:
+            return topk_weights.new_empty(0, dtype=dtype)
+        choices = self.row_idx.clamp(0, topk_weights.numel() - 1)
+        return topk_weights.flatten().index_select(0, choices).to(dtype)
+
+    def of_choice(self, rows: Tensor, k: int) -> Tensor:
+        """Of each token, the row of its choice k, zero where that is dropped -> [T, ...]"""
+        index = self.inverse[:, k]
+        dropped = ((index < 0) | (index >= rows.shape[0])).view(-1, *[1] * (rows.dim() - 1))
+        return rows.index_select(0, index.clamp(0, rows.shape[0] - 1)).masked_fill(dropped, 0)
+
+    def summed(self, rows: Tensor, topk_weights: Tensor | None = None) -> Tensor:
+        """The (weighted) sum of the rows [R, D] of each token's choices, in their order -> [T, D]"""
+        dtype = compute_dtype(rows)
+        out = rows.new_zeros(self.inverse.shape[0], rows.shape[1], dtype=dtype)
+        for k in range(self.inverse.shape[1] if rows.shape[0] else 0):
+            row = self.of_choice(rows, k).to(dtype)
+            out += row if topk_weights is None else row * topk_weights[:, k, None].to(dtype)
+        return out.to(rows.dtype)
+
+    def gathered(self, values: Tensor) -> Tensor:
+        """values [R] of each choice, zero where it is dropped -> [T, K]"""
+        if 0 in self.inverse.shape:
+            return values.new_zeros(self.inverse.shape)
+        return torch.stack([self.of_choice(values, k) for k in range(self.inverse.shape[1])], 1)
+
+
+@dataclass(frozen=True)
+class Activation:
+    """An activation of expert_mlp, by the number that its operators know."""
+
+    forward: Callable[..., Tensor]
+    backward: Callable[..., Tensor]
+    gated: bool
+
+    def __call__(self, h: Tensor) -> Tensor:
+        if not self.gated:
+            return self.forward(h)
+        gate, up = h.chunk(2, -1)
+        return self.forward(gate) * up
+
+    def gradient(self, grad: Tensor, h: Tensor) -> Tensor:
+        """The gradient of h for one of the activated rows."""
+        if not self.gated:
+            return self.backward(grad, h)
+        gate, up = (part.contiguous() for part in h.chunk(2, -1))
+        return torch.cat([self.backward(grad * up, gate), grad * self.forward(gate)], -1)
+
+
+PLAIN = (
+    (F.gelu, aten.gelu_backward),
+    (
+        lambda h: F.gelu(h, approximate="tanh"),
+        lambda grad, h: aten.gelu_backward(grad, h, approximate="tanh"),
+    ),
+    (F.relu, lambda grad, h: aten.threshold_backward(grad, h, 0)),
+    (F.silu, aten.silu_backward),
+)
+GATED = (PLAIN[3], PLAIN[0], PLAIN[1])
+# in the order of ops.ACTIVATIONS: gelu, gelu_tanh, relu, silu, swiglu, geglu, geglu_tanh
+ACTIVATIONS = (
+    *(Activation(*curve, gated=False) for curve in PLAIN),
+    *(Activation(*curve, gated=True) for curve in GATED),
+)
+
+
+def expert_mlp(
+    x: Tensor,
+    row_idx: Tensor,
+    inverse: Tensor,
+    offs: Tensor,
+    w1: Tensor,
+    b1: Tensor | None,
+    w2: Tensor,
+    b2: Tensor | None,
+    topk_weights: Tensor | None,
+    activation: int,
+    combine: bool,
+    save_h: bool,
+) -> tuple[Tensor, Tensor]:
+    native._check_expert_mlp(x, row_idx, inverse, offs, w1, b1, w2, b2, topk_weights, activation)
+    groups, choices = Groups(offs, row_idx.shape[0]), Choices(row_idx, inverse)
+    h = linear(groups, choices.in_rows(x), w1, b1)
+    a = ACTIVATIONS[activation](h.to(compute_dtype(h))).to(x.dtype)
+    y = linear(groups, a, w2, b2)
+    if combine:
+        y = choices.summed(y, topk_weights)
+    elif topk_weights is not None:
+        scaled = y * choices.factors(topk_weights, compute_dtype(y))[:, None]
+        y = scaled.to(y.dtype).masked_fill(groups.is_padding, 0)
+    return y, h if save_h else h.new_empty(0)
+
+
+def expert_mlp_backward(*arguments: Any) -> tuple[Tensor, ...]:
+    return expert_mlp_backward_accumulate(*arguments)
+
+
+def expert_mlp_backward_accumulate(
+    grad_y: Tensor,
+    x: Tensor,
+    row_idx: Tensor,
+    inverse: Tensor,
+    offs: Tensor,
+    w1: Tensor,
+    w2: Tensor,
+    b2: Tensor | None,
+    topk_weights: Tensor | None,
+    h: Tensor,
+    activation: int,
+    combine: bool,
+    needs: list[bool],
+    main_dw1: Tensor | None = None,
+    main_dw2: Tensor | None = None,
+) -> tuple[Tensor, ...]:
+    index, options = (row_idx, inverse, offs), (activation, combine, needs)
+    dx, dtopk_weights, dh, scaled_a = expert_mlp_backward_inputs(
+        grad_y, x, *index, w1, w2, b2, topk_weights, h, *options
+    )
+    dweights = expert_mlp_backward_weights(
+        grad_y, x, *index, w1, w2, topk_weights, dh, scaled_a, *options, main_dw1, main_dw2
+    )
+    return dx, *dweights, dtopk_weights
+
+
+def expert_mlp_backward_inputs(
+    grad_y: Tensor,
+    x: Tensor,
+    row_idx: Tensor,
+    inverse: Tensor,
+    offs: Tensor,
+    w1: Tensor,
+    w2: Tensor,
+    b2: Tensor | None,
+    topk_weights: Tensor | None,
+    h: Tensor,
+    activation: int,
+    combine: bool,
+    needs: list[bool],
+) -> tuple[Tensor, ...]:
+    arguments = (grad_y, x, row_idx, inverse, offs, w1, w2, b2, topk_weights, h, None, None)
+    native._check_expert_mlp_backward(*arguments, activation, combine, needs, None, None)
+    groups, choices = Groups(offs, row_idx.shape[0]), Choices(row_idx, inverse)
+    dtype, act = compute_dtype(x), ACTIVATIONS[activation]
+    grad_rows, wide_h = choices.in_rows(grad_y) if combine else grad_y, h.to(dtype)
+
+    a, da = act(wide_h), groups.rows_by_weight(grad_rows, w2, transposed=True).to(dtype)
+    scaled_a, scaled_da = a, da
+    if topk_weights is not None:
+        factors = choices.factors(topk_weights, dtype)[:, None]
+        scaled_a, scaled_da = a * factors, da * factors
+    dh = act.gradient(scaled_da, wide_h).to(x.dtype)
+
+    nothing = x.new_empty(0)
+    dtopk_weights = nothing
+    if needs[5]:
+        assert topk_weights is not None
+        products = (da * a).sum(1) + groups.dots(grad_rows, b2, dtype)
+        dtopk_weights = choices.gathered(products).to(topk_weights.dtype)
+    return (
+        choices.summed(groups.rows_by_weight(dh, w1, transposed=True)) if needs[0] else nothing.clone(),
+        dtopk_weights,
+        dh if needs[1] or needs[2] else nothing.clone(),
+        scaled_a.to(x.dtype) if needs[3] else nothing.clone(),
+    )
+
+
+def expert_mlp_backward_weights(
+    grad_y: Tensor,
+    x: Tensor,
+    row_idx: Tensor,
+    inverse: Tensor,
+    offs: Tensor,
+    w1: Tensor,
+    w2: Tensor,
+    topk_weights: Tensor | None,
+    dh: Tensor,
+    scaled_a: Tensor,
+    activation: int,
+    combine: bool,
+    needs: list[bool],
+    main_dw1: Tensor | None,
+    main_dw2: Tensor | None,
+) -> tuple[Tensor, ...]:
+    arguments = (grad_y, x, row_idx, inverse, offs, w1, w2, None, topk_weights, None, dh, scaled_a)
+    native._check_expert_mlp_backward(*arguments, activation, combine, needs, main_dw1, main_dw2)
+    groups, choices = Groups(offs, row_idx.shape[0]), Choices(row_idx, inverse)
+    grad_rows = choices.in_rows(grad_y) if combine else grad_y
+    factors = None if topk_weights is None else choices.factors(topk_weights, compute_dtype(x))
+    computed = (
+        lambda: groups.weight_gradient(dh, choices.in_rows(x), main_dw1),
+        lambda: groups.sums(dh),
+        lambda: groups.weight_gradient(grad_rows, scaled_a, main_dw2),
+        lambda: groups.sums(grad_rows, factors),
+    )
+    return tuple(
+        gradient() if needed else x.new_empty(0)
+        for gradient, needed in zip(computed, needs[1:5], strict=True)
+    )

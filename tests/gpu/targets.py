@@ -1,0 +1,191 @@
+"""GPUs for `fmoe_ext.gpu.prove` that need none: one that pretends, with faults on demand, and the emulated one."""
+
+import ctypes
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from types import MappingProxyType
+
+import torch
+
+from fmoe_ext.gpu.cases import Case
+from fmoe_ext.gpu.target import Target, Unavailable
+from fmoe_ext.ops import gpu_kernels, gpu_proof, torch_path
+
+EMULATOR = Path(__file__).resolve().parents[1] / "emulator"
+SMALL = (Case(20, 2, 4, 24, 40), Case(0, 1, 2, 8, 8))
+EVEN = (Case(16, 2, 4, 16, 8, bias=False, spread="even"),)
+PORTABLE_MS, TORCH_MS = 10.0, 7.0
+
+
+class OnCpu(Target):
+    """What needs a GPU, without one."""
+
+    device = torch.device("cpu")
+    cases, races = SMALL, EVEN
+    dtypes = (torch.bfloat16,)
+
+    def synchronize(self):
+        pass
+
+    def captured(self, function):
+        return function
+
+    def side_by_side(self, functions):
+        return [function() for function in functions]
+
+    def disconnect(self):
+        self.libraries.clear()  # registrations live as long as these
+
+
+def define_switches(names, switch, runs):
+    """The operators of cuda/ops_select.cpp."""
+    library = torch.library.Library("fmoe_ext", "FRAGMENT")
+    for schema, function in (
+        ("_gpu_kernels() -> str[]", names),
+        ("_set_gpu_kernels(str[] names) -> ()", switch),
+        ("_gpu_kernel_runs() -> int[]", runs),
+    ):
+        library.define(schema)
+        library.impl(schema.split("(")[0], function, "CompositeExplicitAutograd")
+    return library
+
+
+KERNELS = MappingProxyType(  # of the pretended GPU, with their milliseconds
+    {"up.a": 5.0, "rows_by_weight.pairs": 4.0, "rows_by_weight.a": 3.0, "grad_weight.a": 6.0, "odd.a": 1.0}
+)
+PRODUCTS = MappingProxyType(
+    {
+        "grouped_gemm": ("rows_by_weight",),
+        "expert_mlp": ("up", "rows_by_weight"),
+        "grouped_gemm_backward": ("grad_weight",),
+        "expert_mlp_backward": ("grad_weight",),
+        "expert_mlp_backward_accumulate": ("grad_weight",),
+        "expert_mlp_backward_inputs": (),
+        "expert_mlp_backward_weights": ("grad_weight",),
+    }
+)
+
+
+class Pretend(OnCpu):
+    """Kernels with names of their own, computed by torch; some fast, some slow, some with the fault they are given.
+
+    faults: {kernel: fault}, a fault being one of those of act(), or "races: " and one of those.
+    """
+
+    def __init__(self, faults=None, log=None, ms=None):
+        super().__init__()
+        self.faults, self.log, self.ms = faults or {}, log, {**KERNELS, **(ms or {})}
+        self.racing = False
+
+    def connect(self):
+        if self.log:
+            with open(self.log, "a") as file:
+                file.write(f"{os.getpid()}\n")
+        if fault := self.faults.get("connect"):
+            self.act(fault, ())
+        torch.set_num_threads(1)
+        self.on, self.counts, self.ran = (), dict.fromkeys(self.ms, 0), []
+        self.libraries = [
+            define_switches(
+                lambda: list(self.ms),
+                lambda names: setattr(self, "on", names),
+                lambda: list(self.counts.values()),
+            ),
+            torch.library.Library("fmoe_ext", "IMPL"),
+        ]
+        for name in PRODUCTS:
+            self.libraries[1].impl(name, self.kernel(name), "CPU")
+        return gpu_proof.Key("Pretended GPU", "1.0", torch.__version__, "0123")
+
+    def kernel(self, name):
+        def call(*arguments):
+            out = getattr(torch_path, name)(*arguments)
+            ran = [next((k for k in self.on if k.split(".")[0] == p), None) for p in PRODUCTS[name]]
+            for kernel in ran:
+                self.ran.append(kernel)
+                if kernel:
+                    self.counts[kernel] += 1
+                fault = self.faults.get(kernel or "portable", "")
+                if fault.startswith("races: ") == self.racing:
+                    self.act(fault.removeprefix("races: "), out)
+            return out
+
+        return call
+
+    def milliseconds(self, function):
+        self.racing, self.ran = True, []
+        function()
+        self.racing = False
+        return sum(self.ms.get(kernel, PORTABLE_MS) for kernel in self.ran) or TORCH_MS
+
+    def act(self, fault, out):
+        if fault == "hang":
+            time.sleep(1000)
+        elif fault == "segfault":
+            ctypes.string_at(0)
+        elif fault == "abort":
+            os.abort()
+        elif fault == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif fault == "exit":
+            os._exit(3)
+        elif fault == "out of memory":
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB.\nmore")
+        elif fault == "cuda error":
+            raise RuntimeError("CUDA error: an illegal memory access was encountered\nmore")
+        elif fault == "no gpu":
+            raise Unavailable("there is no CUDA device 0: torch sees 0")
+        elif fault in ("wrong", "nan"):
+            first = (
+                out
+                if isinstance(out, torch.Tensor)
+                else next(t for t in out if t.numel() or not out[-1].numel())
+            )
+            first[:1] = torch.nan if fault == "nan" else 1.05 * first[:1] + 0.1
+        elif fault == "other bits":
+            first = out if isinstance(out, torch.Tensor) else out[0]
+            if first.numel() and sum(self.counts.values()) % 3 == 0:
+                first.view(-1)[:1].nextafter_(torch.tensor(torch.inf, dtype=first.dtype))
+        else:
+            assert not fault, fault
+
+
+class Emulated(OnCpu):
+    """Kernels of cuda/ themselves, on the emulator, as on a device of compute capability 9.0."""
+
+    def __init__(self, kernels):
+        super().__init__()
+        self.kernels = kernels
+
+    def connect(self):
+        sys.path.insert(0, str(EMULATOR))
+        import emu_build
+
+        torch.set_num_threads(1)
+        emulated = emu_build.load_ops()
+        emulated.set_device(90, 2)
+        library = torch.library.Library("fmoe_ext", "IMPL")
+        for name in emu_build.OPERATORS:
+            library.impl(name, getattr(emulated, name).default, "CPU")
+        every = emulated._gpu_kernels()
+        self.libraries = [
+            library,
+            define_switches(
+                lambda: list(self.kernels),
+                emulated._set_gpu_kernels,
+                lambda: [
+                    dict(zip(every, emulated._gpu_kernel_runs(), strict=True))[name] for name in self.kernels
+                ],
+            ),
+        ]
+        build = gpu_proof.build_id(emu_build.OUT / "plain" / emu_build.OPS)
+        return gpu_proof.Key("Emulated GPU", "none", torch.__version__, build)
+
+    def milliseconds(self, function):
+        before = gpu_kernels.runs()
+        function()
+        chosen = [name for name, count in gpu_kernels.runs().items() if count > before[name]]
+        return PORTABLE_MS - len(chosen)

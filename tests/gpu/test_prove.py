@@ -1,0 +1,225 @@
+"""The child process of prove, and what it finds: on a pretended GPU with faults, and on the emulated one."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from fmoe_ext.gpu.child import Work
+from fmoe_ext.gpu.cli import main, run
+from fmoe_ext.gpu.prove import prove
+from fmoe_ext.gpu.target import Unavailable
+from fmoe_ext.ops import gpu_kernels, gpu_proof
+from tests.gpu.targets import EMULATOR, KERNELS, PORTABLE_MS, TORCH_MS, Emulated, Pretend
+
+OTHERS = ("up.a", "rows_by_weight.a", "grad_weight.a")
+
+
+def states(proof):
+    return {name: verdict.state for name, verdict in proof.verdicts.items()}
+
+
+def prove_quietly(target, **options):
+    lines = []
+    return prove(target, say=lines.append, **options), lines
+
+
+def test_a_gpu_without_faults():
+    """What is right and fast is proved; what loses to the kernel that would compute without it is off."""
+    proof, lines = prove_quietly(Pretend())
+    assert list(proof.verdicts) == ["portable", *KERNELS]
+    assert states(proof) == {
+        **dict.fromkeys(["portable", *OTHERS], "proved"),
+        "rows_by_weight.pairs": "slow",
+        "odd.a": "untested",
+    }
+    reason = proof.verdicts["rows_by_weight.pairs"].reason
+    assert (
+        reason.startswith("grouped_gemm (T 16, K 2, E 4") and "takes 4.000 ms, 3.000 ms without it" in reason
+    )
+    assert "no use for it" in proof.verdicts["odd.a"].reason
+    first, second = (race for race in proof.races if race.operation == "grouped_gemm")
+    assert (first.kernel, first.ms, first.without_ms) == ("rows_by_weight.pairs", 4.0, 3.0)
+    assert (second.kernel, second.ms, second.without_ms) == ("rows_by_weight.a", 3.0, PORTABLE_MS)
+    assert first.torch_ms == TORCH_MS
+    assert {race.kernel for race in proof.races} == {*OTHERS, "rows_by_weight.pairs", "portable"}
+    assert "checking portable" in lines and "checking up.a" in lines
+
+
+# ---- faults that end the process
+FATAL = {  # fault: (state, reason)
+    "hang": ("failed", "checking up.hang: no answer within 15 s"),
+    "segfault": ("failed", "checking up.segfault: the process ended with SIGSEGV"),
+    "abort": ("failed", "checking up.abort: the process ended with SIGABRT"),
+    "exit": ("failed", "checking up.exit: the process ended with exit code 3"),
+    "killed": ("untested", "checking up.killed: the process was killed: the host ran out of memory"),
+    "cuda error": ("failed", "RuntimeError: CUDA error: an illegal memory access was encountered"),
+}
+
+
+def test_fatal_kernels_are_off_and_the_others_are_proved(tmp_path, capfd):
+    log, kernels = tmp_path / "pids", {f"up.{fault}": 5.0 for fault in FATAL}
+    faults = {f"up.{fault}": fault for fault in FATAL} | {"grad_weight.a": "races: segfault"}
+    proof, _ = prove_quietly(Pretend(faults, log, kernels), limit=15.0)
+    for fault, (state, reason) in FATAL.items():
+        verdict = proof.verdicts[f"up.{fault}"]
+        assert (verdict.state, verdict.reason) == (state, reason), fault
+    assert proof.verdicts["grad_weight.a"].state == "failed"
+    assert proof.verdicts["grad_weight.a"].reason.endswith("swiglu, even): the process ended with SIGSEGV")
+    assert states(proof) == {
+        **states(proof),
+        **dict.fromkeys(["portable", "up.a", "rows_by_weight.a"], "proved"),
+    }
+    assert {race.kernel for race in proof.races} == {
+        "portable",
+        "up.a",
+        "rows_by_weight.a",
+        "rows_by_weight.pairs",
+    }
+    pids = log.read_text().split()
+    assert len(pids) == 1 + len(FATAL) + 1
+    assert not any(Path("/proc", pid).exists() for pid in pids)
+
+
+@pytest.mark.parametrize(
+    ("fault", "reason"),
+    [
+        ("no gpu", "there is no CUDA device 0: torch sees 0"),
+        ("segfault", "the process ended with SIGSEGV"),
+        ("hang", "no answer within 1 s"),
+    ],
+)
+def test_a_gpu_that_cannot_be_used(fault, reason, capfd):
+    with pytest.raises(Unavailable, match=reason):
+        prove_quietly(Pretend({"connect": fault}), start_limit=1.0 if fault == "hang" else 120.0)
+
+
+def test_out_of_time():
+    """What was found until then is kept; the kernel that was being checked is not blamed."""
+    proof, lines = prove_quietly(Pretend({"rows_by_weight.a": "hang"}), budget=15.0)
+    assert states(proof)["portable"] == "proved"
+    assert proof.verdicts["rows_by_weight.a"] == gpu_proof.Verdict("untested", "there was no time left")
+    assert lines[-1] == "there is no time left"
+
+
+# ---- faults that the process survives, in this one
+class Sent(list):
+    send = list.append
+
+
+def judge(target, race=False):
+    """The verdicts and races of one process, and whether it could go on to the end."""
+    target.connect()
+    sent, threads = Sent(), torch.get_num_threads()
+    try:
+        work = Work(sent, target, {})
+        done = work.check(["portable", *gpu_kernels.names()])
+        if race:
+            work.race([name for name in gpu_kernels.names() if work.judged[name].state == "proved"])
+    finally:
+        target.disconnect()
+        torch.set_num_threads(threads)
+    return work.judged, sent, done
+
+
+@pytest.mark.parametrize(
+    ("fault", "state", "reason"),
+    [
+        ("out of memory", "untested", "out of memory: CUDA out of memory. Tried to allocate 9 GiB."),
+        (
+            "wrong",
+            "failed",
+            "expert_mlp (T 20, K 2, E 4, D 24, H 40, swiglu, ragged, torch.bfloat16): error in",
+        ),
+        ("nan", "failed", "torch.bfloat16): not finite at [0, 0]"),
+        ("other bits", "failed", "has other bits the second time"),
+    ],
+)
+def test_faults_that_leave_the_process_alive(fault, state, reason):
+    verdicts, _, done = judge(Pretend({"up.a": fault}))
+    assert done and verdicts["up.a"].state == state and reason in verdicts["up.a"].reason
+    assert [verdicts[name].state for name in ("portable", "rows_by_weight.a", "grad_weight.a")] == [
+        "proved"
+    ] * 3
+
+
+def test_wrong_portable_kernels():
+    verdicts, _, _ = judge(Pretend({"portable": "wrong"}))
+    assert verdicts.pop("portable").state == "failed"
+    assert {verdict.state for verdict in verdicts.values()} == {"untested"} and len(verdicts) == len(KERNELS)
+
+
+def test_out_of_memory_in_a_race_is_no_verdict():
+    verdicts, sent, _ = judge(Pretend({"grad_weight.a": "races: out of memory"}), race=True)
+    assert verdicts["grad_weight.a"].state == "proved"
+    races = [event for event in sent if isinstance(event, gpu_proof.Race)]
+    assert {race.operation for race in races} == {"grouped_gemm"}
+    assert sent[-1].what.startswith("out of memory: no more races of T 16") and sent[-1].kernels == ()
+
+
+def test_values_of_a_graph_and_of_streams_are_compared():
+    class Stale(Pretend):
+        def captured(self, function):
+            found = function()
+            return lambda: found  # not what the inputs hold by now
+
+    class Racy(Pretend):
+        def side_by_side(self, functions):
+            return [functions[0](), functions[0]()]
+
+    assert "differs in a CUDA graph" in judge(Stale())[0]["portable"].reason
+    assert "differs on two streams at once" in judge(Racy())[0]["portable"].reason
+
+
+# ---- the command
+def test_command(tmp_path, monkeypatch, capfd):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert run(Pretend({"up.a": "wrong"}), 60.0, 300.0) == 1
+    out = capfd.readouterr().out
+    (file,) = (tmp_path / "fmoe_ext" / "gpu").iterdir()
+    assert f"kept in {file}" in out
+    assert "3 proved, 1 failed, 1 slow, 1 untested" in out
+    key = gpu_proof.Key("Pretended GPU", "1.0", torch.__version__, "0123")
+    proof = gpu_proof.load(key)
+    assert proof.named("proved").keys() == {"portable", "rows_by_weight.a", "grad_weight.a"}
+    assert proof.races and proof.races[0].torch_ms == TORCH_MS
+
+
+def test_a_proof_that_cannot_be_kept(tmp_path, monkeypatch, capsys):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    proof = gpu_proof.Proof(gpu_proof.Key("a", "b", "c", "d"), "now", {})
+    monkeypatch.setattr("fmoe_ext.gpu.cli.prove", lambda *_: proof)
+    assert run(Pretend(), 60.0, 300.0) == 2
+    assert "set XDG_CACHE_HOME" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu(capfd, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert main(["prove"]) == 2
+    assert "nothing was proved: " in capfd.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.fixture
+def needs_emulator(monkeypatch):
+    monkeypatch.syspath_prepend(str(EMULATOR))
+    import emu_build
+
+    if reason := emu_build.missing():
+        pytest.skip(f"the emulator cannot be built: {reason}")
+    emu_build.build("plain", emu_build.OPS)
+    yield
+    sys.modules.pop("emu_build", None)
+
+
+def test_the_emulated_gpu(needs_emulator):
+    kernels = ("up.128x256", "rows_by_weight.64x192", "grad_hidden.128x128.pairs", "grad_weight.128x256")
+    proof, _ = prove_quietly(Emulated(kernels), limit=600.0, budget=1200.0)
+    assert states(proof) == dict.fromkeys(("portable", *kernels), "proved")
+    assert {race.kernel for race in proof.races} == {
+        "portable",
+        *kernels,
+    }  # nothing for the gradient of the rows

@@ -1,0 +1,316 @@
+"""FMOE_GPU_KERNELS: what is chosen, when, with which words; the file that a proof is kept in."""
+
+import json
+import os
+import re
+import warnings
+
+import pytest
+import torch
+
+from fmoe_ext import info, ops
+from fmoe_ext.ops import expert_mlp, gpu_kernels, gpu_proof, grouped_gemm
+from fmoe_ext.ops.gpu_proof import Key, Proof, Race, Verdict
+from tests.gpu.targets import define_switches
+from tests.ops.test_expert_mlp import Problem
+from tests.ops.test_grouped_gemm import make_inputs
+
+KEY = Key("NVIDIA H100 80GB HBM3", "550.54.15", "2.13.0", "0123456789abcdef")
+KERNELS = ("up.128x256", "rows_by_weight.64x192", "grad_weight.128x256")
+MODES = ("auto", "proved", "all", "portable", "torch")
+
+
+def proof(portable="proved", key=KEY, **states):
+    verdicts = {name: Verdict(state.replace("_", " "), "why") for name, state in states.items()}
+    return Proof(key, "2026-11-22T00:00:00+00:00", {"portable": Verdict(portable, "why"), **verdicts})
+
+
+FOUND = {"up.128x256": "proved", "rows_by_weight.64x192": "slow", "grad_weight.128x256": "failed"}
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv("FMOE_GPU_KERNELS", raising=False)
+    return tmp_path / "fmoe_ext" / "gpu"
+
+
+# ---- the choice
+def test_only_proved_kernels_are_used():
+    for mode in ("auto", "proved"):
+        choice = gpu_kernels.choose(mode, KERNELS, proof(**FOUND))
+        assert choice == gpu_kernels.Choice(frozenset({"up.128x256"}))
+    gone = proof(**FOUND, **{"old.kernel": "proved"})  # a name that this build lacks
+    assert gpu_kernels.choose("auto", KERNELS, gone).kernels == {"up.128x256"}
+
+
+@pytest.mark.parametrize("found", [None, proof(**FOUND), proof(portable="failed")])
+def test_modes_that_need_no_proof(found):
+    choose = gpu_kernels.choose
+    assert choose("all", KERNELS, found) == gpu_kernels.Choice(frozenset(KERNELS))
+    assert choose("portable", KERNELS, found) == gpu_kernels.Choice(frozenset())
+    assert choose("torch", KERNELS, found) == gpu_kernels.Choice(frozenset(), torch=True)
+
+
+def test_without_a_proof():
+    choice = gpu_kernels.choose("auto", KERNELS, None, device=3)
+    assert (choice.kernels, choice.torch) == (frozenset(), False)
+    assert "`python -m fmoe_ext.gpu prove --device 3` once" in choice.warning
+    assert "portable kernels are used" in choice.warning
+    with pytest.raises(
+        RuntimeError, match=r"run `python -m fmoe_ext.gpu prove` once .* or unset FMOE_GPU_KERNELS"
+    ):
+        gpu_kernels.choose("proved", KERNELS, None)
+
+
+def test_portable_kernels_that_failed():
+    choice = gpu_kernels.choose("auto", KERNELS, proof("failed", **FOUND))
+    assert choice.torch and not choice.kernels
+    assert "portable kernels of fmoe_ext failed on CUDA device 0 (why): torch's" in choice.warning
+    with pytest.raises(RuntimeError, match="FMOE_GPU_KERNELS=torch"):
+        gpu_kernels.choose("proved", KERNELS, proof("failed"))
+    assert not gpu_kernels.choose("auto", KERNELS, proof("untested", **FOUND)).torch
+
+
+# ---- when it is made: CPU tensors stand for those of a GPU
+class Switches:
+    """The operators of cuda/ops_select.cpp; everything on, as in a module just loaded."""
+
+    def __init__(self):
+        self.on, self.calls = list(KERNELS), []
+        self.library = define_switches(lambda: list(KERNELS), self.switch, lambda: [0] * len(KERNELS))
+
+    def switch(self, names):
+        self.on = names
+        self.calls.append(names)
+
+
+@pytest.fixture
+def switches():
+    switches = Switches()
+    yield switches
+    del switches.library
+
+
+def selection(monkeypatch, key_of=lambda device: KEY):
+    chosen = gpu_kernels.Selection("cpu", key_of)
+    monkeypatch.setattr(gpu_kernels, "SELECTION", chosen)
+    return chosen
+
+
+def call():
+    x, weight, offs, _, _ = make_inputs(9, 16, 24, [4, 9], torch.bfloat16)
+    return grouped_gemm(x, weight, offs)
+
+
+def test_warns_once_and_takes_the_portable_kernels(switches, monkeypatch):
+    selection(monkeypatch).prepare()
+    assert switches.on == []  # before any call
+    with pytest.warns(UserWarning, match="python -m fmoe_ext.gpu prove"):
+        call()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        call()
+        Problem(5, 2, 3, 8, 8, torch.float32).call(expert_mlp, Problem(5, 2, 3, 8, 8, torch.float32).tensors)
+    assert switches.on == []
+
+
+def test_the_first_call_takes_what_is_proved(switches, monkeypatch):
+    proof(**FOUND).save()
+    selection(monkeypatch).prepare()
+    assert switches.on == []
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        call()
+    assert switches.on == ["up.128x256"]
+    num_calls = len(switches.calls)
+    call()
+    assert len(switches.calls) == num_calls
+
+
+@pytest.mark.parametrize(("mode", "on"), [("all", list(KERNELS)), ("portable", []), ("torch", [])])
+def test_modes_without_a_proof_hold_from_the_start(mode, on, switches, monkeypatch):
+    monkeypatch.setenv("FMOE_GPU_KERNELS", mode)
+    multiplied = []
+    multiply = torch.nn.functional.grouped_mm
+    monkeypatch.setattr(
+        torch.nn.functional, "grouped_mm", lambda *a, **k: multiplied.append(1) or multiply(*a, **k)
+    )
+
+    def no_key(device):
+        raise AssertionError("the driver is not asked")
+
+    chosen = selection(monkeypatch, no_key)
+    chosen.prepare()
+    assert switches.on == on
+    x, weight, offs, _, _ = make_inputs(9, 16, 24, [4, 9], torch.bfloat16)
+    torch.ops.fmoe_ext.grouped_gemm(x, weight, offs)  # whoever calls first
+    assert bool(multiplied) == (mode == "torch")
+    del chosen
+
+
+def test_torch_in_the_place_of_portable_kernels_that_failed(switches, monkeypatch):
+    proof("failed").save()
+    multiplied = []
+    multiply = torch.nn.functional.grouped_mm
+    monkeypatch.setattr(
+        torch.nn.functional, "grouped_mm", lambda *a, **k: multiplied.append(1) or multiply(*a, **k)
+    )
+    selection(monkeypatch).prepare()
+    with pytest.warns(UserWarning, match="torch's grouped_mm is used"):
+        call()
+    assert multiplied  # by the first call already
+
+
+def test_proved_without_a_proof_is_an_error_at_every_call(switches, monkeypatch):
+    monkeypatch.setenv("FMOE_GPU_KERNELS", "proved")
+    selection(monkeypatch).prepare()
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="FMOE_GPU_KERNELS=proved"):
+            call()
+
+
+def test_other_values_are_refused(switches, monkeypatch):
+    monkeypatch.setenv("FMOE_GPU_KERNELS", "fast")
+    with pytest.raises(
+        ValueError, match="FMOE_GPU_KERNELS must be one of auto, proved, all, portable, torch"
+    ):
+        selection(monkeypatch).prepare()
+
+
+def test_several_devices_use_what_all_have_proved(switches, monkeypatch):
+    keys = [KEY, Key("NVIDIA H200", *list(vars(KEY).values())[1:])]
+    proof(**FOUND).save()
+    proof(key=keys[1], **dict.fromkeys(KERNELS, "proved")).save()
+    chosen = selection(monkeypatch, keys.__getitem__)
+    chosen.prepare()
+
+    class On:
+        def __init__(self, index):
+            self.device, self.get_device = torch.device("cpu"), lambda: index
+
+    chosen.before(On(1))
+    assert switches.on == list(KERNELS)
+    chosen.before(On(0))
+    assert switches.on == ["up.128x256"]
+
+
+def test_nothing_is_chosen_without_cuda_kernels_or_for_other_devices(monkeypatch):
+    selection(monkeypatch, key_of=None)  # not prepared: no CUDA module was loaded
+    call()
+    monkeypatch.setattr(gpu_kernels, "SELECTION", gpu_kernels.Selection("cuda", None))
+    monkeypatch.setattr(gpu_kernels.SELECTION, "_prepared", True)
+    call()
+
+
+def test_compiled_calls_choose_while_they_are_compiled(switches, monkeypatch):
+    proof(**FOUND).save()
+    selection(monkeypatch).prepare()
+    x, weight, offs, _, _ = make_inputs(9, 16, 24, [4, 9], torch.float32)
+    compiled = torch.compile(grouped_gemm, backend="eager", fullgraph=True)
+    compiled(x, weight, offs)
+    assert switches.on == ["up.128x256"]
+
+
+# ---- the file
+def test_file(cache):
+    whole = Proof(KEY, "now", proof(**FOUND).verdicts, (Race("op", "T 1", "portable", 1.0, None, 2.0),))
+    path = whole.save()
+    assert path.parent == cache and re.fullmatch(r"nvidia-h100-80gb-hbm3-[0-9a-f]{12}\.json", path.name)
+    assert gpu_proof.load(KEY) == whole
+    assert list(cache.iterdir()) == [path]
+    content = json.loads(path.read_text())
+    assert content["key"] == {"gpu": KEY.gpu, "driver": KEY.driver, "torch": KEY.torch, "build": KEY.build}
+    assert content["verdicts"]["rows_by_weight.64x192"] == {"state": "slow", "reason": "why"}
+
+
+@pytest.mark.parametrize("field", ["gpu", "driver", "torch", "build"])
+def test_a_proof_holds_for_its_key_alone(field):
+    proof(**FOUND).save()
+    assert gpu_proof.load(Key(**{**vars(KEY), field: "other"})) is None
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "{",
+        "[]",
+        "null",
+        "\x00\xff",
+        '{"format": 2}',
+        '{"format": 1}',
+        '{"format": 1, "key": 3}',
+        '{"format": 1, "key": KEY, "date": "", "verdicts": {"up": {"state": "good"}}, "races": []}',
+        '{"format": 1, "key": KEY, "date": "", "verdicts": {"up": 1}, "races": []}',
+        '{"format": 1, "key": KEY, "date": "", "verdicts": {}, "races": [{}]}',
+    ],
+)
+def test_a_broken_file_is_as_none_with_a_warning(text, cache):
+    cache.mkdir(parents=True)
+    KEY.path().write_text(text.replace("KEY", json.dumps(vars(KEY))))
+    with pytest.warns(
+        UserWarning, match=r"cannot be read and is taken as absent .*gpu prove writes it again"
+    ):
+        assert gpu_proof.load(KEY) is None
+    proof(**FOUND).save()
+    assert gpu_proof.load(KEY) == proof(**FOUND)
+
+
+def test_a_file_of_another_key_is_refused(cache):
+    other = Key(**{**vars(KEY), "build": "other"})
+    os.replace(proof(**FOUND).save(), other.path())
+    with pytest.warns(UserWarning, match="it is about"):
+        assert gpu_proof.load(other) is None
+
+
+def test_a_write_that_fails_leaves_the_old_file(monkeypatch, cache):
+    old = proof(**FOUND)
+    old.save()
+
+    def no_space(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", no_space)
+    with pytest.raises(OSError, match="No space left"):
+        proof().save()
+    assert gpu_proof.load(KEY) == old and len(list(cache.iterdir())) == 1
+
+
+def test_cache_folder(monkeypatch, tmp_path):
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert KEY.path().parent == tmp_path / ".cache" / "fmoe_ext" / "gpu"
+
+
+def test_driver_version(tmp_path):
+    file = tmp_path / "version"
+    file.write_text(
+        "NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.15  Tue Mar  5 22:23:56 UTC 2024\nGCC version: 12.2\n"
+    )
+    assert gpu_proof.driver_version(file) == "550.54.15"
+    file.write_text("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  575.57  Release Build\n")
+    assert gpu_proof.driver_version(file) == "575.57"
+    assert gpu_proof.driver_version(tmp_path / "none") == "unknown"
+
+
+# ---- what python -m fmoe_ext.info says
+def test_info():
+    lines = info.gpu_kernels_in_use([KEY])
+    assert lines == [
+        ("GPU kernels", "FMOE_GPU_KERNELS=auto"),
+        ("  device 0", "nothing proved: run `python -m fmoe_ext.gpu prove`"),
+    ]
+    proof(**FOUND).save()
+    assert [text for _, text in info.gpu_kernels_in_use([KEY])[1:]] == [
+        "proved 2026-11-22T00:00:00+00:00: up.128x256",
+        "off, failed: grad_weight.128x256 (why)",
+        "off, slow: rows_by_weight.64x192 (why)",
+    ]
+    assert "GPU kernels" in info.report()
+
+
+def test_names_of_a_build_without_cuda_kernels():
+    if ops.cuda_module_missing is None:
+        pytest.skip("the CUDA kernels are loaded")
+    assert not hasattr(torch.ops.fmoe_ext, "_gpu_kernels")
