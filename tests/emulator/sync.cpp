@@ -110,6 +110,7 @@ void mbar_init(uint32_t bar, uint32_t count) {
   Inside inside;
   Location l = locate(bar, 8, 8);
   if (count == 0 || count > 0xfffff) fail("mbarrier.init with count %u", count);
+  self()->converged = false;
   const uint64_t word = kMbarrierMagic | l.offset;
   asan_unpoison(l.pointer(), 8);
   std::memcpy(l.pointer(), &word, sizeof word);
