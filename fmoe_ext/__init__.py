@@ -28,7 +28,7 @@ from fmoe_ext.tokens import packed_sequences, valid_tokens
 from fmoe_ext.transformer import FMoETransformerMLP
 
 if TYPE_CHECKING:
-    from fmoe_ext import checkpoint
+    from fmoe_ext import audit, checkpoint
 
 __version__ = "0.1.0"
 __all__ = [
@@ -50,6 +50,7 @@ __all__ = [
     "SwitchGate",
     "UniformGate",
     "ZeroGate",
+    "audit",
     "balance",
     "checkpoint",
     "distributed",
@@ -62,8 +63,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name == "checkpoint":  # loaded when it is asked for: it brings torch.distributed.checkpoint
-        return importlib.import_module("fmoe_ext.checkpoint")
+    if name in ("audit", "checkpoint"):  # loaded when asked for: they bring torch.distributed.checkpoint
+        return importlib.import_module(f"fmoe_ext.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
