@@ -138,8 +138,8 @@ class BaseGate(nn.Module):
             self._selected = topk_idx
             return topk_idx, topk_weights
         if getattr(self.tape, "is_fused", False):
-            topk_idx = self.tape.choose(None)
-            return topk_idx, ops.topk_weights(logits, topk_idx, score, normalize, scale)
+            chosen = self.tape.choose(None)
+            return ops.topk_gate_again(logits, chosen, score, normalize, scale=scale, **options)
         topk_idx = self.choose(
             lambda: ops.topk_gate(logits.detach(), top_k, score, normalize, scale=scale, **options)[0]
         )

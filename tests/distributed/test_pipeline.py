@@ -82,7 +82,7 @@ def alone(chunks, replicas=1, ep=1, tied=False, rows=ROWS):
             )
             total += loss.item()
             (loss + BALANCE * size / rows * ep / replicas * total_loss(model)).backward()
-    return total, {name: p.grad for name, p in model.named_parameters()}
+    return total, {name: p.grad for name, p in model.named_parameters(remove_duplicate=False)}
 
 
 def close(got, expected):
@@ -129,17 +129,20 @@ def train(schedule, chunks, pp, options=None, rows=ROWS):
 
 def check(results, expected, ep=1):
     loss, gradients = expected
+    whole_norm = torch.cat([g.flatten() for g in {id(g): g for g in gradients.values()}.values()]).norm()
     seen = set()
     for got_loss, grads, norm in results:
         assert math.isclose(got_loss, loss, rel_tol=1e-12)
-        assert math.isclose(norm, torch.cat([g.flatten() for g in gradients.values()]).norm(), rel_tol=1e-10)
+        assert math.isclose(norm, whole_norm, rel_tol=1e-10)
         for name, (rank, grad) in grads.items():
             whole = gradients[name]
             if grad.shape != whole.shape:
                 whole = whole.narrow(0, rank * grad.shape[0], grad.shape[0])
             assert close(grad, whole), (name, (grad - whole).abs().max())
             seen.add(name)
-    assert seen >= set(gradients)
+    assert seen | ({"9.weight"} if gradients["0.weight"] is gradients["9.weight"] else set()) >= set(
+        gradients
+    )
 
 
 @pytest.mark.parametrize("chunks", [1, 2, 3, 8])
@@ -307,46 +310,3 @@ def other_shape():
 def test_another_shape_than_the_sample():
     with pytest.raises(DistributedError, match="a pipeline is for batches of the sample's shape"):
         run_distributed(other_shape, 2, timeout=60)
-
-
-def train_decoder():
-    torch.manual_seed(0)
-    model = decoder()
-    stages = split(model, 2, data()[0], by="memory")
-    pipeline = Pipeline(stages, chunks=2, schedule="1f1b")
-    loss = pipeline.train_step(*data())
-    return loss.item(), {name: p.grad for name, p in pipeline.module.named_parameters()}
-
-
-def decoder():
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    config = Qwen3Config(
-        vocab_size=VOCABULARY,
-        hidden_size=D,
-        intermediate_size=12,
-        num_hidden_layers=3,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=4,
-        tie_word_embeddings=True,
-    )
-    torch.manual_seed(0)
-    model = Qwen3ForCausalLM(config).double()
-    return fmoe_ext.fmoefy(model, num_experts=4)
-
-
-def test_decoder_of_transformers(pool):
-    tokens, target = data()
-    model = decoder()
-    out = model(input_ids=tokens).logits
-    loss = F.cross_entropy(out.flatten(0, 1), target.flatten())
-    loss.backward()
-    expected = {name: p.grad for name, p in model.named_parameters()}
-    seen = set()
-    for got, grads in pool.run(train_decoder, world_size=2):
-        assert math.isclose(got, loss.item(), rel_tol=1e-12)
-        for name, grad in grads.items():
-            assert close(grad, expected[name]), name
-            seen.add(name)
-    assert seen | {"lm_head.weight"} >= set(expected)

@@ -157,7 +157,7 @@ class KademliaDiscovery(Discovery):
             for key in places_of(record.uid):
                 for at in near[key].holders:
                     by_node.setdefault(at.peer, Holder(at.peer, ()))
-                    placed.setdefault(by_node[at.peer], []).append((key, record))
+                    placed.setdefault(by_node[at.peer], []).append(Item(key, record))
         said: dict[str, list[Refusal | None]] = {record.uid: [] for record in records}
         answers = await self.node.put(placed, max(timeout, 0.1))
         for items, refused in zip(placed.values(), answers, strict=True):

@@ -12,7 +12,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple
 
 from fmoe_ext.remote.dht.records import BadRecord, SignedRecord, check_endpoint, read_record
 from fmoe_ext.remote.dht.routing import BUCKET_SIZE, Peer
@@ -51,7 +51,11 @@ class Found:
     records: Sequence[SignedRecord] = ()
 
 
-Item: TypeAlias = tuple[int, SignedRecord]  # key and what shall lie there
+class Item(NamedTuple):
+    """A key and what shall lie there."""
+
+    key: int
+    record: SignedRecord
 
 
 @dataclass(frozen=True)
@@ -188,7 +192,7 @@ def _load_item(value: Any) -> Item | str:
         raise BadMessage("an item must be [key, payload, signature]")
     key = load_id(value[0])
     try:
-        return key, _load_record(value[1:])
+        return Item(key, _load_record(value[1:]))
     except BadRecord as error:
         return str(error)[:MAX_REASON]
 
