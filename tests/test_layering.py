@@ -184,7 +184,6 @@ MODULE_STATE = {
     "ep/wrappers.py": {"WATCH"},  # the handle of a hook on all modules, there to be removed
     "gates/losses.py": {"ONE_RANK"},
     "integrations/megatron/balance.py": {"PROFILE"},
-    "tokens.py": {"_blocks"},  # how many blocks are open, which torch.compile can read of a ContextVar
     "ops/__init__.py": {"cuda_module_missing"},  # why there are no CUDA kernels, set once by loading
 }
 MAKES_IMMUTABLE = (
