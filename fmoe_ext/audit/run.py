@@ -61,12 +61,12 @@ def audit(
     """
     source = source_of(model, **parts)
     recipe = source()
+    parsed = [parse_layout(x) if isinstance(x, str) else x for x in layouts]
     left_out = {**recipe.leave_out, **(leave_out or {})}
-    layouts = [parse_layout(x) if isinstance(x, str) else x for x in layouts]
     bounds = {**TOLERANCE, **(tolerance or {})}
     if steps < 1:
         raise AuditError(f"steps must be at least 1, but got {steps}")
-    cases = make_cases(layouts, accumulation, recomputation, padding, dtypes, left_out)
+    cases = make_cases(parsed, accumulation, recomputation, padding, dtypes, left_out)
     began, results = time.monotonic(), []
     with ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory())

@@ -86,8 +86,9 @@ class Training:
                 first = end
                 part = Part(batch, of_rank, whole, self.layout.num_ranks, len(microbatches))
                 with ExitStack() as stack:
-                    if number + 1 < len(microbatches) and hasattr(self.model, "no_sync"):
-                        stack.enter_context(self.model.no_sync())
+                    no_sync: Any = getattr(self.model, "no_sync", None)
+                    if number + 1 < len(microbatches) and no_sync is not None:
+                        stack.enter_context(no_sync())
                     loss = self._loss(padded, part)
                     loss.backward()
                 total += loss.detach()

@@ -1,6 +1,7 @@
 """The process groups of data parallelism beside expert parallelism."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,7 +21,7 @@ class ParallelGroups:
     data: dist.ProcessGroup  # these ranks have different inputs and the same dense parameters
     experts: dist.ProcessGroup  # these ranks hold the same experts
 
-    def data_parallel_kwargs(self) -> dict[str, dist.ProcessGroup]:
+    def data_parallel_kwargs(self) -> dict[str, Any]:
         """Arguments of DistributedGroupedDataParallel, for experts that are tagged "moe"."""
         return {
             "dp_group": self.data,

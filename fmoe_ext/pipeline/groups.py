@@ -1,6 +1,7 @@
 """The process groups of pipeline x data x expert parallelism."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,7 +19,7 @@ class PipelineGroups:
     ep: dist.ProcessGroup  # experts are spread over these: FMoE(world_size=ep size, moe_group=groups.ep)
     experts: dist.ProcessGroup  # the ranks of one stage that hold the same experts
 
-    def data_parallel_kwargs(self) -> dict[str, dist.ProcessGroup]:
+    def data_parallel_kwargs(self) -> dict[str, Any]:
         """Arguments of DistributedGroupedDataParallel for one stage, whose experts are tagged "moe"."""
         return {
             "dp_group": self.data,

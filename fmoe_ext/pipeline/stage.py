@@ -59,6 +59,8 @@ class Stage(nn.Module):
     there, so that gates, capacities and batch norms count no padding.
     """
 
+    parts: nn.Module
+
     def __init__(
         self, layers: Sequence[nn.Module], index: int, num_stages: int, inputs: Boundary, outputs: Boundary
     ):
@@ -147,7 +149,7 @@ def _run(layer: nn.Module, values: Tensors) -> tuple[Tensors, list[Tensor]]:
 
 def _leave(x: Tensor, rows: int, loss: Tensor | None) -> Tensor:
     if x.is_floating_point() and torch.is_grad_enabled():
-        return _Leave.apply(x, loss, rows)  # type: ignore[no-any-return]
+        return _Leave.apply(x, loss, rows)
     return _padded(x, rows)
 
 

@@ -160,9 +160,10 @@ class Pipeline:
         Equivalent, in one process: torch.nn.utils.clip_grad_norm_.
         """
         params = [p for p in self.parameters() if p.grad is not None]
-        counted = [(p.grad, self._num_copies(p)) for p in params]
+        grads = [p.grad for p in params if p.grad is not None]
+        counted = [(grad, self._num_copies(p)) for grad, p in zip(grads, params, strict=True)]
         total = norm_over(counted, norm_type, [self.groups.pp, self.groups.data], self.device)
-        scale_to_norm([p.grad for p in params], total, max_norm)
+        scale_to_norm(grads, total, max_norm)
         return total
 
     def spans(self) -> list[Span]:
