@@ -193,13 +193,16 @@ class KademliaNode:
     def _notice(self, header: Header, host: str) -> None:
         """Calls back a stranger who says where it listens: only who answers there is believed."""
         endpoint = f"{host}{header.endpoint}" if header.endpoint.startswith(":") else header.endpoint
-        is_known = header.node_id in self.table or header.node_id == self.node_id
-        if endpoint and not is_known and endpoint not in self._greeting and len(self._greeting) < MAX_GREETED:
+        is_wanted = endpoint and self.table.has_room_for(header.node_id) and endpoint not in self._greeting
+        if is_wanted and len(self._greeting) < MAX_GREETED:
             self._greeting[endpoint] = asyncio.create_task(self._greet(endpoint))
 
     async def _greet(self, endpoint: str) -> None:
+        """Without our own endpoint: it asked us, so it knows; otherwise two nodes might greet each other for ever."""
+        request = Request(Header(self.node_id, self.clock.local()))
         try:
-            await self.ping(endpoint, self.options.call_timeout)
+            with contextlib.suppress(Unreachable):
+                await self._call(Peer(-1, endpoint), messages.PING, request, self.options.call_timeout)
         finally:
             self._greeting.pop(endpoint, None)
 

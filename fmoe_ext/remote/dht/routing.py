@@ -42,9 +42,13 @@ class RoutingTable:
         for bucket in self._buckets.values():
             yield from bucket.peers.values()
 
-    def __contains__(self, node_id: int) -> bool:
+    def has_room_for(self, node_id: int) -> bool:
+        """Whether a node is unknown and would be kept, if only as a spare."""
         bucket = self._buckets.get(self._index(node_id))
-        return bucket is not None and node_id in bucket.peers
+        if bucket is None or node_id == self.own_id:
+            return node_id != self.own_id
+        is_known = node_id in bucket.peers or node_id in bucket.spare
+        return not is_known and len(bucket.spare) < self.bucket_size
 
     def heard(self, peer: Peer) -> None:
         """A node has answered at its endpoint: it is the youngest of its bucket, or a spare if that is full."""

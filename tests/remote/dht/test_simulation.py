@@ -64,6 +64,7 @@ def test_lookups_take_log_n_hops_under_churn(num_nodes):
     # a node that has just come may still wait behind the dead in its neighbours' full buckets
     assert num_nearest >= 0.95 * len(hops)
     assert p99 <= math.ceil(math.log2(num_nodes))
+    assert calls < 150
 
 
 def test_the_simulation_is_the_same_every_time():
