@@ -53,7 +53,10 @@ FATAL = {  # fault: (state, reason)
     "segfault": ("failed", "checking up.segfault: the process ended with SIGSEGV"),
     "abort": ("failed", "checking up.abort: the process ended with SIGABRT"),
     "exit": ("failed", "checking up.exit: the process ended with exit code 3"),
-    "killed": ("untested", "checking up.killed: the process was killed: the host ran out of memory"),
+    "killed": (
+        "untested",
+        "checking up.killed: the process was killed: the host ran out of memory, or somebody ended it",
+    ),
     "cuda error": ("failed", "RuntimeError: CUDA error: an illegal memory access was encountered"),
 }
 
