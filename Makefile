@@ -17,7 +17,7 @@ $(shell rm -f $(VENV)/.built)
 endif
 endif
 
-.PHONY: help train train-ep train-megatron train-remote test build lint format bench wheel asan cuda clean
+.PHONY: help train train-ep train-megatron train-pipeline train-remote test build lint format bench wheel asan cuda clean
 help:
 	@sed -n 's/^## //p' Makefile
 
@@ -36,6 +36,10 @@ train-megatron: build
 ## make train-remote  three servers, two replicas an expert, two trainers; one server dies and one comes meanwhile
 train-remote: build
 	$(PY) examples/remote/train.py $(ARGS)
+
+## make train-pipeline  a Transformer on 2 replicas x 2 pipeline stages, 4 processes; the schedule's picture in out/pipeline_lm
+train-pipeline: build
+	$(PY) examples/pipeline_lm/train.py $(ARGS)
 
 ## make test     the whole test suite                                                       (ARGS="-k sort -x")
 test: build

@@ -155,7 +155,14 @@ class Backward {
     });
   }
 
+  // Without a copy where rows are kept as they are multiplied.
   void load(const Chunk& chunk) {
+    if (kernels_.operand_bytes == kernels_.storage_bytes) {
+      if (kept_.dh.numel() > 0) dh_rows_ = {kept_row(kept_.dh, chunk.begin), args_.F, kernels_.operand_bytes};
+      if (kept_.scaled_a.numel() > 0)
+        a_rows_ = {kept_row(kept_.scaled_a, chunk.begin), args_.H, kernels_.operand_bytes};
+      return;
+    }
     const auto load_rows = [&](const Tensor& kept, const RowMajor& block, int64_t begin, int64_t end) {
       if (kept.numel() == 0) return;
       std::vector<const void*> rows;
@@ -192,7 +199,7 @@ class Backward {
     });
 
     // Depth of the product with W1 that is not a multiple of k_step is padded with zeros.
-    if (args_.F % kernels_.k_step)
+    if (half_ != Half::weights && args_.F % kernels_.k_step)
       for (int64_t r = 0; r < chunk.rows(); ++r)
         std::fill_n(dh_rows_.at(r, args_.F), kernels_.operand_bytes, 0);
     if (needs_.dtopk_weights) sum_scale_grads(chunk, partial, groups);

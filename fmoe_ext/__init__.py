@@ -24,10 +24,11 @@ from fmoe_ext.gates import (
 from fmoe_ext.integrations.fmoefy import fmoefy
 from fmoe_ext.layers import FMoE
 from fmoe_ext.linear import FMoELinear
+from fmoe_ext.tokens import packed_sequences, valid_tokens
 from fmoe_ext.transformer import FMoETransformerMLP
 
 if TYPE_CHECKING:
-    from fmoe_ext import checkpoint
+    from fmoe_ext import audit, checkpoint
 
 __version__ = "0.1.0"
 __all__ = [
@@ -49,18 +50,21 @@ __all__ = [
     "SwitchGate",
     "UniformGate",
     "ZeroGate",
+    "audit",
     "balance",
     "checkpoint",
     "distributed",
     "fmoefy",
     "gates",
     "ops",
+    "packed_sequences",
+    "valid_tokens",
 ]
 
 
 def __getattr__(name: str) -> Any:
-    if name == "checkpoint":  # loaded when it is asked for: it brings torch.distributed.checkpoint
-        return importlib.import_module("fmoe_ext.checkpoint")
+    if name in ("audit", "checkpoint"):  # loaded when asked for: they bring torch.distributed.checkpoint
+        return importlib.import_module(f"fmoe_ext.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

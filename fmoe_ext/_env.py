@@ -3,6 +3,7 @@
 import os
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -62,12 +63,12 @@ VARIABLES = (
 _BY_NAME = MappingProxyType({variable.name: variable for variable in VARIABLES})
 
 
-def text(name):
+def text(name: str) -> str:
     """What the environment says of a listed variable, unconverted; "" when unset."""
     return os.environ.get(_BY_NAME[name].name, "").strip()
 
 
-def get(name):
+def get(name: str) -> Any:
     """The value of a listed variable, converted to its type; its default when unset."""
     variable, value = _BY_NAME[name], text(name)
     if value == "":
@@ -90,6 +91,6 @@ def get(name):
         ) from None
 
 
-def unlisted(name):
+def unlisted(name: str) -> str | None:
     """What the environment says of any variable, None when unset; for FastMoE's float_from_env(key) only."""
     return os.environ.get(name)

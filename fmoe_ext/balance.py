@@ -11,17 +11,30 @@ monitor.plot("out/load.png")
 import json
 import math
 import warnings
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any, TypeAlias
 
 import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from fmoe_ext import ops
 from fmoe_ext.gates import BaseGate
+from fmoe_ext.recompute import is_counted
+
+# {"step": its number, "layers": {name of the gate: summarize(...)}}
+Record: TypeAlias = dict[str, Any]
 
 SUMMARY_NUMBERS = ("max_over_mean", "cv", "entropy", "dropped_share", "dead_experts", "gate_entropy")
 
 
-def summarize(tokens_per_expert, num_dropped=0, gate_entropy_sum=0.0, num_tokens=0):
+def summarize(
+    tokens_per_expert: torch.Tensor,
+    num_dropped: float = 0,
+    gate_entropy_sum: float = 0.0,
+    num_tokens: float = 0,
+) -> dict[str, Any]:
     """What a load [E] says, as numbers of Python.
 
     -> dict: tokens_per_expert (list), max_over_mean (1 = balanced; the step waits for the largest), cv (standard
@@ -49,7 +62,7 @@ class LayerCounters:
 
     NAMES = ("tokens_per_expert", "idle_steps", "num_dropped", "num_tokens", "gate_entropy_sum", "num_steps")
 
-    def __init__(self, num_experts, device):
+    def __init__(self, num_experts: int, device: torch.device | str) -> None:
         self.tokens_per_expert = torch.zeros(num_experts, dtype=torch.int64, device=device)
         self.idle_steps = torch.zeros_like(self.tokens_per_expert)  # steps since the last token
         self.num_dropped = torch.zeros((), dtype=torch.int64, device=device)
@@ -57,12 +70,12 @@ class LayerCounters:
         self.num_steps = torch.zeros_like(self.num_dropped)
         self.gate_entropy_sum = torch.zeros((), dtype=torch.float64, device=device)
 
-    def to(self, device):
+    def to(self, device: torch.device | str) -> None:
         for name in self.NAMES:
             setattr(self, name, getattr(self, name).to(device))
 
     @torch.no_grad()
-    def count(self, topk_idx, topk_weights, top_k=None):
+    def count(self, topk_idx: torch.Tensor, topk_weights: torch.Tensor, top_k: int | None = None) -> None:
         """topk_idx, topk_weights [T, K]; top_k: choices that a token should have, if the K columns are more."""
         topk_idx = topk_idx.reshape(topk_idx.shape[0], -1)
         wanted = topk_idx.numel() if top_k is None else len(topk_idx) * min(top_k, topk_idx.shape[1])
@@ -75,13 +88,13 @@ class LayerCounters:
         if topk_idx.shape[1] > 1:
             self.gate_entropy_sum += _entropy(topk_weights.reshape(topk_idx.shape))
 
-    def reset(self):
+    def reset(self) -> None:
         for name in self.NAMES:
             if name != "idle_steps":
                 getattr(self, name).zero_()
 
 
-def _entropy(topk_weights):
+def _entropy(topk_weights: torch.Tensor) -> torch.Tensor:
     weights = topk_weights.to(torch.promote_types(topk_weights.dtype, torch.float32))
     total = weights.sum(1)
     # entropy of w / total = log(total) - sum(w log w) / total
@@ -94,32 +107,40 @@ class LoadMonitor:
     """Counts the choices of every gate of a model while it trains (model.train()); made by watch().
 
     counters: {name of the gate: LayerCounters}. history: what collect() returned so far, for plot().
-    Works with custom gates (subclasses of BaseGate). Forwards repeated by activation checkpointing count again.
+    Works with custom gates (subclasses of BaseGate). Forwards that activation checkpointing repeats count once.
     """
 
-    def __init__(self, model, warn_after=1000):
+    def __init__(self, model: nn.Module, warn_after: int = 1000) -> None:
         gates = {name: module for name, module in model.named_modules() if isinstance(module, BaseGate)}
         if not gates:
             raise ValueError(f"{type(model).__name__} has no gate (a module that is a BaseGate) to watch")
         if warn_after < 1:
             raise ValueError(f"warn_after must be at least 1, but got {warn_after}")
         self.warn_after = warn_after
-        self.counters = {}
-        self.history = []
-        self._hooks = []
+        self.counters: dict[str, LayerCounters] = {}
+        self.history: list[Record] = []
+        self._hooks: list[RemovableHandle] = []
         for name, gate in gates.items():
             device = next((parameter.device for parameter in gate.parameters()), torch.device("cpu"))
             counters = self.counters[name] = LayerCounters(gate.tot_expert, device)
             self._hooks.append(gate.register_forward_hook(_counting_hook(counters)))
 
-    def collect(self, step=None, *, sum_over_workers=None, reset=True):
+    def collect(
+        self,
+        step: int | None = None,
+        *,
+        sum_over_ranks: Callable[[torch.Tensor], torch.Tensor] | None = None,
+        reset: bool = True,
+        sum_over_workers: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    ) -> Record:
         """The summary of every layer since the last reset; the only call here that waits for the device.
 
-        sum_over_workers: a function tensor -> its sum over the workers, to see the load of all of them.
+        sum_over_ranks: a function tensor -> its sum over the ranks, to see the load of all of them; sum_over_workers is
+        its old name.
         -> {"step": step, "layers": {name of the gate: summarize(...)}}, which also joins the history. Warns about
         experts that got no token in the last warn_after steps.
         """
-        total = sum_over_workers if sum_over_workers is not None else (lambda counted: counted)
+        total = sum_over_ranks or sum_over_workers or (lambda counted: counted)
         layers = {}
         for name, counters in self.counters.items():
             layers[name] = summarize(
@@ -128,7 +149,7 @@ class LoadMonitor:
                 total(counters.gate_entropy_sum).item(),
                 total(counters.num_tokens).item(),
             )
-            served = total((counters.idle_steps < self.warn_after).long())  # [E], workers with a recent token
+            served = total((counters.idle_steps < self.warn_after).long())  # [E], ranks with a recent token
             idle = (served == 0).nonzero().flatten().tolist()
             if idle:
                 warnings.warn(
@@ -142,19 +163,19 @@ class LoadMonitor:
         self.history.append(record)
         return record
 
-    def plot(self, path):
+    def plot(self, path: str | Path) -> None:
         """Draws the history: the mean load of layers x experts as a heat map, and over the steps max/mean and cv."""
         if not self.history:
             raise RuntimeError("nothing to plot: call collect() first")
         draw(self.history, path)
 
-    def remove(self):
+    def remove(self) -> None:
         """Stops counting."""
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
 
-    def state_dict(self):
+    def state_dict(self) -> dict[str, Any]:
         """Counters and history, for a checkpoint."""
         counters = {
             name: {key: getattr(layer, key).clone() for key in LayerCounters.NAMES}
@@ -162,7 +183,7 @@ class LoadMonitor:
         }
         return {"counters": counters, "history": list(self.history)}
 
-    def load_state_dict(self, state):
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         if state["counters"].keys() != self.counters.keys():
             raise ValueError(
                 f"the state is of the gates {list(state['counters'])}, but the model has {list(self.counters)}"
@@ -173,7 +194,7 @@ class LoadMonitor:
         self.history = list(state["history"])
 
 
-def watch(model, warn_after=1000):
+def watch(model: nn.Module, warn_after: int = 1000) -> LoadMonitor:
     """Begins to count the tokens of every expert of a model -> LoadMonitor.
 
     warn_after: collect() warns about experts without a token for so many steps. ValueError for a model without gates.
@@ -181,9 +202,9 @@ def watch(model, warn_after=1000):
     return LoadMonitor(model, warn_after)
 
 
-def _counting_hook(counters):
-    def count(gate, args, output):
-        if not gate.training:
+def _counting_hook(counters: LayerCounters) -> Callable[..., None]:
+    def count(gate: BaseGate, args: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+        if not gate.training or not is_counted():
             return
         topk_idx, topk_weights = output[:2]
         if counters.num_steps.device != topk_idx.device:
@@ -193,7 +214,7 @@ def _counting_hook(counters):
     return count
 
 
-def write(record, target):
+def write(record: Record, target: Any) -> None:
     """Writes one result of LoadMonitor.collect(): as a line of JSON to a path, or to a TensorBoard writer.
 
     target: a path, to which the line is appended, or an object with add_scalar(tag, value, step), which gets
@@ -210,7 +231,7 @@ def write(record, target):
         lines.write(json.dumps(record) + "\n")
 
 
-def draw(history, path):
+def draw(history: Sequence[Record], path: str | Path) -> None:
     """The picture of LoadMonitor.plot, from a list of records (for example the lines that write() wrote)."""
     from matplotlib import colormaps
     from matplotlib.figure import Figure

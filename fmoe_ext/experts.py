@@ -165,6 +165,32 @@ class FusedExperts(nn.Module):
         return rows if handle is None else unpermute_rows(rows, handle, topk_weights)
 
 
+class SharedExperts(nn.Module):
+    """What every token passes besides the experts that it chose (DeepSeekMoE, Dai et al. 2024): one MLP for all.
+
+    x [T, d_model] -> [T, d_model]. has_gate: the result is multiplied by sigmoid(x @ gate.weight^T), a number a token
+    (Qwen2-MoE; Megatron's moe_shared_expert_gate). Several shared experts are one of their widths together.
+    Equivalent to: sigmoid(gate(x)) * mlp(x).
+    """
+
+    def __init__(
+        self, d_model: int, d_hidden: int, activation: Any = "gelu", bias: bool = True, has_gate: bool = False
+    ) -> None:
+        super().__init__()
+        self.mlp = FusedExperts(1, d_model, d_hidden, activation, bias=bias)
+        self.gate = nn.Linear(d_model, 1, bias=False) if has_gate else None
+
+    @torch.no_grad()
+    def begin_with_zero(self) -> None:
+        """Makes the result zero until training changes it."""
+        for p in self.mlp.h4toh.parameters():
+            p.zero_()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.mlp(x, torch.full((1,), x.shape[0], dtype=torch.int64, device=x.device))
+        return out if self.gate is None else out * self.gate(x).sigmoid().to(out.dtype)
+
+
 def to_per_expert_layout(state_dict: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """A copy of a state dict in FastMoE's layout since 2023: one entry for each expert.
 

@@ -18,8 +18,11 @@ from fmoe_ext.ep.expert_parallel import ExpertParallel
 from fmoe_ext.ep.ranks import GroupRanks, SliceGroup
 from fmoe_ext.ep.wrappers import check_wrappers
 from fmoe_ext.expert_kinds import ExpertKind, OwnExpertFn, Separate, SeparateExperts, kind_of
-from fmoe_ext.gates import NaiveGate, OneRank, find_gate
+from fmoe_ext.experts import SharedExperts
+from fmoe_ext.gates import BaseGate, NaiveGate, OneRank, find_gate
+from fmoe_ext.recompute import Forward, Forwards, Repeat, forward_is, is_counted, is_repeated
 from fmoe_ext.routing import ExpertInput, Nest, leaves_of, map_structure
+from fmoe_ext.tokens import Batch, batch_is, current_batch, is_inside_a_block, with_valid
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -34,7 +37,7 @@ def mark_module_parallel_comm(module: nn.Module, comm: str) -> None:
 class FMoE(nn.Module):
     """A Mixture-of-Experts layer with any gate and any experts.
 
-    num_expert: experts of this worker. d_model: width of a token.
+    num_expert: experts of this rank. d_model: width of a token.
     world_size, moe_group: the experts of all world_size ranks of moe_group (a ProcessGroup, a DeviceMesh, or None
       for the default group) form one layer of num_expert * world_size experts, expert i on rank i // num_expert.
       All ranks of the group call forward, with any number of tokens each. gate_group: the ranks whose tokens count
@@ -114,7 +117,9 @@ class FMoE(nn.Module):
             self._share_gate(gate_group)
         self.experts_fused = expert is None
         self.experts: Any = None if expert is None else self._make_experts(expert)
+        self.shared_experts: SharedExperts | None = None  # what every token passes besides
         self._expert_dp_comm: str | None = None
+        self._forwards = Forwards()
         self.register_buffer("expert_placement", None)  # [E] once experts have moved
         self.register_load_state_dict_pre_hook(_drop_wrapper_prefix)
         self.register_load_state_dict_pre_hook(_take_placement)
@@ -162,33 +167,59 @@ class FMoE(nn.Module):
         makers = [expert] * self.num_expert if callable(expert) else expert
         return SeparateExperts(maker(self.d_model) for maker in makers)
 
-    def forward(self, moe_inp: Nest) -> Nest:
+    def forward(self, moe_inp: Nest, valid: torch.Tensor | None = None) -> Nest:
         """Sends every token through its experts.
 
         moe_inp: tensor [T, d_model], or [T, *] or a nest (list, tuple, dict) of such tensors if gate and
         experts take them -> what the experts return for one row, [T, *], summed with topk_weights over the K
         choices.
+        valid: T entries, bool or 0 / 1: the others are padding. They are taken out before the gate, so that they
+        reach no expert, loss, capacity or counter, and their output is zero; everything else is as without them, to the
+        bit. fmoe_ext.valid_tokens() says the same to all layers of a model.
         Raises ValueError for inputs, masks or choices whose number of tokens differs, TypeError for integer tokens.
         Equivalent to: out[t] = sum_k topk_weights[t, k] * expert[topk_idx[t, k]](moe_inp[t]).
         """
         check_wrappers(self)
-        if self._slices is None:
-            return self._forward(moe_inp, self.mask)
-        mask = None if self.mask is None else self._slices.cut(self.mask.flatten())
-        return self._slices.join(self._forward(self._slices.cut(moe_inp), mask))
+        num_tokens = _count_tokens(moe_inp)
+        if torch.compiler.is_compiling() and not is_inside_a_block():
+            batch = Batch() if valid is None else with_valid(Batch(), valid)
+            batch.check(num_tokens)
+            return self._forward_real(moe_inp, batch, None)
+        repeated = self._forwards.find(moe_inp) if is_repeated() else None
+        if repeated is not None:
+            with batch_is(repeated.batch), forward_is(repeated):
+                return self._forward_real(moe_inp, repeated.batch, repeated)
+        batch = current_batch() if valid is None else with_valid(current_batch(), valid)
+        batch.check(num_tokens)
+        forward = self._forwards.begin(moe_inp, batch)
+        with batch_is(batch), forward_is(forward):
+            out = self._forward_real(moe_inp, batch, forward)
+        if is_counted():
+            self._forwards.keep(forward, out, self.training)
+        return out
 
-    def _forward(self, moe_inp: Nest, mask: torch.Tensor | None) -> Nest:
+    def _forward_real(self, moe_inp: Nest, batch: Batch, this: Forward | None) -> Nest:
+        """The layer on the tokens that are not padding; every rank of a slice group on a part of them."""
+        moe_inp = batch.take(moe_inp)
+        mask = None if self.mask is None else batch.take(self.mask.flatten())
+        if self._slices is None:
+            return batch.put_back(self._forward(moe_inp, mask, this))
+        mask = None if mask is None else self._slices.cut(mask)
+        return batch.put_back(self._slices.join(self._forward(self._slices.cut(moe_inp), mask, this)))
+
+    def _forward(self, moe_inp: Nest, mask: torch.Tensor | None, this: Forward | None = None) -> Nest:
         # 1. The gate chooses experts for every token; a masked token gets none.
-        topk_idx, topk_weights = self._choose(moe_inp, mask)
-        # 2. Tokens go to the ranks of their experts, some experts' tokens at a time.
+        topk_idx, topk_weights = self._choose(moe_inp, mask, this)
+        # 2. Tokens go to the ranks of their experts, some experts' tokens at a time; meanwhile, what needs no exchange.
         experts = self._experts_of_step()
         dispatched = dispatch(moe_inp, topk_idx, topk_weights, self.num_experts, self.expert_parallel)
+        beside = None if self.shared_experts is None else self.shared_experts(moe_inp)
         # 3. The experts compute what has come and weigh their results, while the rest is under way.
         for chunk in dispatched.chunks:
             chunk.give_back(self._compute(experts, chunk.receive()))
         # 4. Results come back to their tokens and are summed; a masked token gets its own.
-        out = combine(dispatched)
-        return self._fill_masked(out, topk_weights, mask)
+        out = self._fill_masked(combine(dispatched), topk_weights, mask)
+        return out if beside is None else out + beside
 
     def _experts_of_step(self) -> ExpertKind:
         """The experts, ready for the chunks of this forward."""
@@ -231,16 +262,22 @@ class FMoE(nn.Module):
         if self.experts is not None:
             mark_module_parallel_comm(self.experts, expert_dp_comm)
         mark_module_parallel_comm(self.gate, "gate")
+        if (
+            self.shared_experts is not None
+        ):  # as with the gate, ranks of a slice group have parts of the gradient
+            mark_module_parallel_comm(self.shared_experts, "gate")
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         if self._expert_dp_comm is not None:  # copies of parameters lose their attributes
             self.mark_parallel_comm(self._expert_dp_comm)
 
-    def _choose(self, moe_inp: Nest, mask: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    def _choose(
+        self, moe_inp: Nest, mask: torch.Tensor | None, this: Forward | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """topk_idx, topk_weights [T, K], checked, renormalized and masked."""
         num_tokens = _count_tokens(moe_inp)
-        topk_idx, topk_weights = self.gate(moe_inp)
+        topk_idx, topk_weights = self._call_gate(moe_inp, this)
         if self.gate_hook is not None:
             self.gate_hook(topk_idx, topk_weights, None)
         if topk_idx.dim() != 2:
@@ -256,6 +293,22 @@ class FMoE(nn.Module):
         if mask is not None and self.mask_dict is not None:
             topk_idx = _drop_masked(topk_idx, mask)
         return topk_idx, topk_weights
+
+    def _call_gate(self, moe_inp: Nest, this: Forward | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """The gate's choices; those of this, if this has been before. A gate that is no BaseGate chooses anew."""
+        gate = self.gate
+        if this is None or not isinstance(gate, BaseGate):
+            return gate(moe_inp)
+        if this.kept is None or this.selected is None:
+            topk_idx, topk_weights = gate(moe_inp)
+            this.choose(gate.take_selected(), topk_idx, gate.tape is None, self.num_experts)
+            return topk_idx, topk_weights
+        tape, gate.tape = gate.tape, Repeat(this.selected.long(), this.is_fused)
+        try:
+            _, topk_weights = gate(moe_inp)
+        finally:
+            gate.tape = tape
+        return this.kept.long(), topk_weights
 
     def _fill_masked(self, out: Nest, topk_weights: torch.Tensor, mask: torch.Tensor | None) -> Nest:
         fillings = self.mask_dict

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from fmoe_ext.experts import FusedExperts
+from fmoe_ext.experts import FusedExperts, SharedExperts
 from fmoe_ext.layers import FMoE
 
 
@@ -15,7 +15,10 @@ class FMoETransformerMLP(FMoE):
     activation: "gelu", "gelu_tanh", "relu", "silu", the gated "swiglu", "geglu", "geglu_tanh", the modules
     and functions of PyTorch for the first four, or any callable (slower, see FusedExperts). expert_dp_comm:
     tag of the experts' parameters (FMoE.mark_parallel_comm). expert_rank is accepted and ignored.
-    gradient_accumulation_fusion: the experts' weights have main gradients (FusedExperts). Other arguments: FMoE.
+    gradient_accumulation_fusion: the experts' weights have main gradients (FusedExperts).
+    shared_expert_hidden: hidden units of an MLP that every token passes besides, with the same activation and bias,
+    computed while the tokens are on their way to the other ranks; shared_expert_gate: experts.SharedExperts. Other
+    arguments: FMoE.
     """
 
     def __init__(
@@ -29,6 +32,8 @@ class FMoETransformerMLP(FMoE):
         *,
         bias: bool = True,
         gradient_accumulation_fusion: bool = False,
+        shared_expert_hidden: int | None = None,
+        shared_expert_gate: bool = False,
         **kwargs: Any,
     ):
         super().__init__(num_expert=num_expert, d_model=d_model, **kwargs)
@@ -42,10 +47,21 @@ class FMoETransformerMLP(FMoE):
             gradient_accumulation_fusion=gradient_accumulation_fusion,
             rank=self.ep_rank,
         )
+        if shared_expert_hidden is not None:
+            self.shared_experts = SharedExperts(
+                d_model, shared_expert_hidden, activation, bias, shared_expert_gate
+            )
+        elif shared_expert_gate:
+            raise ValueError(
+                "shared_expert_gate=True needs shared_expert_hidden, the width of the shared experts"
+            )
         self.mark_parallel_comm(expert_dp_comm)
 
-    def forward(self, inp: torch.Tensor) -> torch.Tensor:
-        """inp [..., d_model] -> [..., d_model], without residual; ValueError for another last dimension."""
+    def forward(self, inp: torch.Tensor, valid: torch.Tensor | None = None) -> torch.Tensor:
+        """inp [..., d_model] -> [..., d_model], without residual; ValueError for another last dimension.
+
+        valid [...]: the tokens that are not padding (FMoE.forward).
+        """
         if inp.dim() == 0 or inp.shape[-1] != self.d_model:
             raise ValueError(f"inp must have shape [..., d_model={self.d_model}], but got {list(inp.shape)}")
-        return super().forward(inp.reshape(-1, self.d_model)).reshape(inp.shape)
+        return super().forward(inp.reshape(-1, self.d_model), valid).reshape(inp.shape)

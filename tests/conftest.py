@@ -5,7 +5,8 @@ emulated  The operators run the kernels of cuda/ on the emulator instead of thos
 torch     grouped_gemm and expert_mlp run what FMOE_GPU_KERNELS=torch takes on a GPU; tensors stay on the CPU.
 """
 
-import sys
+import os
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,8 @@ from torch.overrides import TorchFunctionMode
 
 from fmoe_ext import ops
 from fmoe_ext.ops import torch_path
+
+pytest_plugins = ["leftovers"]
 
 HERE = Path(__file__).parent
 ON_ANY_DEVICE = ("ops", "gates", "test_layers.py", "test_linear.py", "test_transformer.py", "test_balance.py")
@@ -28,6 +31,8 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        torch.set_num_threads(1)  # processes of a parallel run share the cores
     if config.getoption("--device") == "cuda" and not config.option.collectonly:
         reason = ops.cuda_module_missing or (None if torch.cuda.is_available() else "there is no CUDA device")
         if reason:
@@ -40,9 +45,7 @@ def pytest_collection_modifyitems(config, items):
         return
     kept = []
     for item in items:
-        callspec = getattr(item, "callspec", None)
-        one_of_many = callspec is not None and callspec.params.get("isa", "portable") != "portable"
-        if item.path.relative_to(HERE).parts[0] in ON_ANY_DEVICE and not one_of_many:
+        if item.path.relative_to(HERE).parts[0] in ON_ANY_DEVICE:
             if marker := item.get_closest_marker("cpu"):
                 item.add_marker(pytest.mark.skip(reason=f"about the CPU: {marker.args[0]}"))
             kept.append(item)
@@ -63,7 +66,6 @@ class OnCuda(TorchFunctionMode):
 
 @pytest.fixture(scope="session")
 def emulated_in_the_place_of_cpu():
-    sys.path.insert(0, str(HERE / "emulator"))
     import emu_build
 
     if reason := emu_build.missing():
@@ -87,17 +89,15 @@ def torch_path_in_the_place_of_cpu():
 @pytest.fixture(autouse=True)
 def on_device(request, monkeypatch):
     device = request.config.getoption("--device")
-    if device == "cuda" and any(word in request.node.name for word in ("rejects", "broken")):
-        monkeypatch.setenv("FMOE_DEBUG", "1")  # bad indices raise as on the CPU
+    bad_indices = request.node.get_closest_marker("bad_indices") is not None
+    if device == "cuda" and bad_indices:
+        monkeypatch.setenv("FMOE_DEBUG", "1")  # they raise as on the CPU
     if device in ("emulated", "torch"):
-        if any(word in request.node.name for word in ("rejects", "broken")):
+        if bad_indices:
             pytest.skip(
                 "kernels check no index values; on a CUDA tensor FMOE_DEBUG=1 does (tests/ops/test_debug.py)"
             )
         name = "emulated" if device == "emulated" else "torch_path"
         request.getfixturevalue(f"{name}_in_the_place_of_cpu")
-    if device == "cuda":
-        with OnCuda():
-            yield
-    else:
+    with OnCuda() if device == "cuda" else nullcontext():
         yield

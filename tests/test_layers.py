@@ -365,6 +365,7 @@ def test_dispatch_and_combine():
         handle.offs = None
 
 
+@pytest.mark.bad_indices
 def test_rejects():
     x = make_input()
     topk_idx, topk_weights = make_choices()

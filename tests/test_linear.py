@@ -137,6 +137,7 @@ def test_output_of_the_quick_start_is_that_of_an_mlp():
     assert 0.6 * dense < moe(x).std().item() < dense  # a weighted mean of two that know nothing of each other
 
 
+@pytest.mark.bad_indices
 def test_rejects():
     linear = make_linear(torch.float32)
     with pytest.raises(ValueError, match=r"fwd_expert_count must have shape \[4\], but got \[3\]"):

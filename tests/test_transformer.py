@@ -153,6 +153,7 @@ def test_no_tokens():
     assert all(not grad.any() for grad in result.values())
 
 
+@pytest.mark.bad_indices
 def test_rejects():
     layer = make_layer()
     with pytest.raises(ValueError, match=r"\[\.\.\., d_model=6\], but got \[13, 7\]"):

@@ -1,6 +1,7 @@
 """A decoder-only Transformer on bytes, whose MLPs are mixtures of experts or, for comparison, dense."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +23,7 @@ class ModelConfig:
     top_k: int
     gate: str
     ep_size: int = 1  # ranks that the experts are spread over
+    layer_options: dict[str, Any] = field(default_factory=dict)  # what FMoETransformerMLP gets besides
     dense: bool = False  # one MLP of width top_k * d_hidden instead: the same active parameters per token
 
 
@@ -74,20 +76,32 @@ class Block(nn.Module):
         if config.dense:
             self.mlp = DenseMLP(config.d_model, config.top_k * config.d_hidden)
         else:
-            self.mlp = fmoe_ext.FMoETransformerMLP(
-                num_expert=config.num_experts // config.ep_size,
-                world_size=config.ep_size,
-                d_model=config.d_model,
-                d_hidden=config.d_hidden,
-                activation="swiglu",
-                bias=False,
-                top_k=config.top_k,
-                gate=find_gate(config.gate),
-            )
+            options = {
+                "num_expert": config.num_experts // config.ep_size,
+                "world_size": config.ep_size,
+                "d_model": config.d_model,
+                "d_hidden": config.d_hidden,
+                "activation": "swiglu",
+                "bias": False,
+                "top_k": config.top_k,
+                "gate": find_gate(config.gate),
+            }
+            self.mlp = fmoe_ext.FMoETransformerMLP(**(options | config.layer_options))
 
     def forward(self, x, rotation):
         x = x + self.attention(self.attention_norm(x), rotation)
         return x + self.mlp(self.mlp_norm(x))
+
+
+class RotatedBlock(nn.Module):
+    """A block that makes its own rotation, so that stages of a pipeline pass x alone."""
+
+    def __init__(self, block, d_head):
+        super().__init__()
+        self.block, self.d_head = block, d_head
+
+    def forward(self, x):
+        return self.block(x, rope_rotation(x.shape[1], self.d_head, x.device))
 
 
 class LanguageModel(nn.Module):
@@ -120,6 +134,12 @@ class LanguageModel(nn.Module):
         for block in self.blocks:
             x = block(x, rotation)
         return self.head(self.norm(x))
+
+    def pipeline_layers(self):
+        """The layers that fmoe_ext.pipeline.split() cuts between, of this model's modules."""
+        d_head = self.config.d_model // self.config.num_heads
+        blocks = [RotatedBlock(block, d_head) for block in self.blocks]
+        return [self.embedding, *blocks, nn.Sequential(self.norm, self.head)]
 
     def pop_balance_loss(self):
         """Mean over the layers of the gates' losses of the last forward; 0 where gates compute none."""

@@ -70,7 +70,7 @@ def build_runs(options, device, dtype):
     shape = {
         field.name: getattr(options, field.name)
         for field in fields(ModelConfig)
-        if field.name not in ("dense", "ep_size")
+        if field.name not in ("dense", "ep_size", "layer_options")
     }
     runs = [Run(name, ModelConfig(**shape, dense=name == "dense"), options, device, dtype) for name in names]
     torch.manual_seed(options.seed)  # what gates draw in training does not depend on which models were built

@@ -111,6 +111,7 @@ class ModelState:
         layer = self._layer_of_rows.get(name)
         if layer is None:
             return None
+        assert layer.expert_parallel is not None
         first = layer.expert_parallel.rank * layer.num_expert
         return first, first + layer.num_expert
 
@@ -120,6 +121,7 @@ class ModelState:
         if layer is None or layer.expert_placement is None:
             return tensor
         parallel = layer.expert_parallel
+        assert parallel is not None
         tensor = tensor.detach().clone()
         move_rows(tensor, parallel.experts_in_place, list(range(parallel.num_experts)), parallel)
         return tensor
@@ -129,6 +131,7 @@ class ModelState:
         layer = self._layer_of_rows.get(name)
         if layer is None:
             return tensor.detach()
+        assert layer.expert_parallel is not None  # as of every layer in _layer_of_rows
         key = layer.expert_parallel.group, tensor.device.type
         if key not in self._meshes:
             self._meshes[key] = DeviceMesh.from_group(find_group(key[0]), key[1])
@@ -198,6 +201,7 @@ def _inside(module: nn.Module) -> str | None:
 
 
 def _with_global_number(name: str, rest: str, layer: FMoE) -> str:
+    assert layer.expert_parallel is not None
     _, index, tail = rest.split(".", 2)
     place = layer.expert_parallel.rank * layer.num_expert + int(index)
     return f"{name.removesuffix(rest)}experts.{layer.expert_parallel.experts_in_place[place]}.{tail}"

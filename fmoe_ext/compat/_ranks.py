@@ -1,24 +1,27 @@
 """What fmoe.functions asks of other ranks. Everything that needs a process group goes through here."""
 
+from typing import Any
+
 import torch
 
 from fmoe_ext.ep import exchange
+from fmoe_ext.ep.exchange import Group
 from fmoe_ext.ep.ranks import gather_rows
 
 
 class _State:
-    group = None
+    group: Group = None
 
 
-def set_group(group):
+def set_group(group: Group) -> None:
     _State.group = group
 
 
-def get_group():
+def get_group() -> Group:
     return _State.group
 
 
-def exchange_counts(local_expert_count, world_size):
+def exchange_counts(local_expert_count: torch.Tensor, world_size: int) -> torch.Tensor:
     """local_expert_count [world_size * num_expert] -> what each rank sends to the experts here, same layout."""
     if world_size == 1:
         return local_expert_count.clone()
@@ -26,7 +29,9 @@ def exchange_counts(local_expert_count, world_size):
     return exchange.exchange_counts(counts, exchange.register_group(_State.group)).flatten()
 
 
-def to_experts(rows, local_expert_count, global_expert_count, world_size):
+def to_experts(
+    rows: torch.Tensor, local_expert_count: torch.Tensor, global_expert_count: torch.Tensor, world_size: int
+) -> torch.Tensor:
     """Rows in the local order (rank, expert) -> the rows for the experts here, in the order (expert, rank)."""
     if world_size == 1:
         return rows
@@ -34,7 +39,9 @@ def to_experts(rows, local_expert_count, global_expert_count, world_size):
     return received[_expert_major(global_expert_count, world_size, rows.device)]
 
 
-def from_experts(rows, local_expert_count, global_expert_count, world_size):
+def from_experts(
+    rows: torch.Tensor, local_expert_count: torch.Tensor, global_expert_count: torch.Tensor, world_size: int
+) -> torch.Tensor:
     """The way back of to_experts."""
     if world_size == 1:
         return rows
@@ -44,22 +51,24 @@ def from_experts(rows, local_expert_count, global_expert_count, world_size):
     return _exchange(by_rank, global_expert_count, local_expert_count, world_size)
 
 
-def sum_over_ranks(x, world_size):
+def sum_over_ranks(x: torch.Tensor, world_size: int) -> torch.Tensor:
     """The sum of x over the ranks."""
     return torch.stack(all_gather(x[None], world_size, _State.group)).sum(0).squeeze(0)
 
 
-def all_gather(x, world_size, group):
+def all_gather(x: torch.Tensor, world_size: int, group: Any) -> list[torch.Tensor]:
     """x of every rank of the group; the numbers of rows may differ."""
     return [x] if world_size == 1 else gather_rows(x, group)
 
 
-def _exchange(rows, send_count, recv_count, world_size):
+def _exchange(
+    rows: torch.Tensor, send_count: torch.Tensor, recv_count: torch.Tensor, world_size: int
+) -> torch.Tensor:
     send, recv = (count.view(world_size, -1).sum(1).tolist() for count in (send_count, recv_count))
     return exchange.global_exchange(rows, send, recv, exchange.register_group(_State.group))
 
 
-def _expert_major(global_expert_count, world_size, device):
+def _expert_major(global_expert_count: torch.Tensor, world_size: int, device: torch.device) -> torch.Tensor:
     """Position in (rank, expert) order of each row in (expert, rank) order."""
     count = global_expert_count.view(world_size, -1).cpu()
     begin = (count.flatten().cumsum(0) - count.flatten()).view_as(count)

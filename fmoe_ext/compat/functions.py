@@ -4,30 +4,35 @@ Layouts are FastMoE's: counts are indexed [rank * num_expert + expert], the loca
 expert), the global buffer by (expert, rank). Rows of one expert keep the order of their tokens.
 """
 
+from typing import Any
+
 import torch
 from torch.autograd import Function
 
 from fmoe_ext import ops
 from fmoe_ext.compat import _ranks
+from fmoe_ext.ep.exchange import Group
 
 
-def ensure_comm(t, comm):
+def ensure_comm(t: torch.Tensor, comm: Group) -> None:
     """Makes comm (None: the default group) the group of the functions in this module; t is not used."""
     _ranks.set_group(comm)
 
 
-def get_moe_group():
+def get_moe_group() -> Group:
     """The group of the last ensure_comm()."""
     return _ranks.get_group()
 
 
-def __getattr__(name):
+def __getattr__(name: str) -> Any:
     if name == "_moe_group":
         return _ranks.get_group()
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-def count_by_gate(gate, num_expert, world_size, require_pos=True):
+def count_by_gate(
+    gate: torch.Tensor, num_expert: int, world_size: int, require_pos: bool = True
+) -> tuple[torch.Tensor | None, torch.Tensor, torch.Tensor]:
     """Choices per expert: gate [T, K] or [T], -1 for dropped -> (pos, local_expert_count, global_expert_count).
 
     Counts are int64 [num_expert * world_size] on the device of gate: what this rank sends to each expert, and what
@@ -43,9 +48,12 @@ def count_by_gate(gate, num_expert, world_size, require_pos=True):
     return pos, local_expert_count, _ranks.exchange_counts(local_expert_count, world_size)
 
 
-def prepare_forward(gate, num_expert, world_size):
+def prepare_forward(
+    gate: torch.Tensor, num_expert: int, world_size: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, int]:
     """count_by_gate with the counts on the host -> (pos, lec, gec, fwd_expert_count [num_expert], fwd_batch_size)."""
     pos, local_expert_count, global_expert_count = count_by_gate(gate, num_expert, world_size)
+    assert pos is not None
     global_expert_count = global_expert_count.cpu()
     fwd_expert_count = global_expert_count.view(world_size, num_expert).sum(0)
     return (
@@ -57,11 +65,13 @@ def prepare_forward(gate, num_expert, world_size):
     )
 
 
-def _local_scatter(inp, pos):
+def _local_scatter(inp: torch.Tensor, pos: torch.Tensor) -> torch.Tensor:
     return inp.index_select(0, pos)
 
 
-def _local_gather(inp, pos, out_batch_size, maybe_overlap=True):
+def _local_gather(
+    inp: torch.Tensor, pos: torch.Tensor, out_batch_size: int, maybe_overlap: bool = True
+) -> torch.Tensor:
     """Rows of inp at pos of a zero tensor with out_batch_size rows; rows at the same place are added."""
     out = inp.new_zeros((out_batch_size, *inp.shape[1:]))
     return out.index_add_(0, pos, inp) if maybe_overlap else out.index_copy_(0, pos, inp)
@@ -71,14 +81,22 @@ class MOEScatter(Function):
     """Copies rows inp[pos] and sends them to their experts."""
 
     @staticmethod
-    def forward(ctx, inp, pos, local_expert_count, global_expert_count, fwd_batch_size, world_size):
+    def forward(
+        ctx: Any,
+        inp: torch.Tensor,
+        pos: torch.Tensor,
+        local_expert_count: torch.Tensor,
+        global_expert_count: torch.Tensor,
+        fwd_batch_size: int,
+        world_size: int,
+    ) -> torch.Tensor:
         rows = _local_scatter(inp, pos)
         ctx.arguments = inp.shape[0], local_expert_count, global_expert_count, world_size
         ctx.save_for_backward(pos)
         return _ranks.to_experts(rows, local_expert_count, global_expert_count, world_size)
 
     @staticmethod
-    def backward(ctx, global_grad_in):
+    def backward(ctx: Any, global_grad_in: torch.Tensor) -> tuple[Any, ...]:
         (pos,) = ctx.saved_tensors
         num_rows, local_expert_count, global_expert_count, world_size = ctx.arguments
         grad = _ranks.from_experts(global_grad_in, local_expert_count, global_expert_count, world_size)
@@ -90,15 +108,21 @@ class MOEGather(Function):
 
     @staticmethod
     def forward(
-        ctx, global_output_buf, pos, local_expert_count, global_expert_count, local_batch_size, world_size
-    ):
+        ctx: Any,
+        global_output_buf: torch.Tensor,
+        pos: torch.Tensor,
+        local_expert_count: torch.Tensor,
+        global_expert_count: torch.Tensor,
+        local_batch_size: int,
+        world_size: int,
+    ) -> torch.Tensor:
         rows = _ranks.from_experts(global_output_buf, local_expert_count, global_expert_count, world_size)
         ctx.arguments = local_expert_count, global_expert_count, world_size
         ctx.save_for_backward(pos)
         return _local_gather(rows, pos, local_batch_size, maybe_overlap=False)
 
     @staticmethod
-    def backward(ctx, grad_out):
+    def backward(ctx: Any, grad_out: torch.Tensor) -> tuple[Any, ...]:
         (pos,) = ctx.saved_tensors
         grad = _ranks.to_experts(_local_scatter(grad_out.contiguous(), pos), *ctx.arguments)
         return grad, None, None, None, None, None
@@ -108,14 +132,14 @@ class AllGather(Function):
     """The inputs of all ranks of a group, one after the other; the gradient is this rank's part of it."""
 
     @staticmethod
-    def forward(ctx, inp, rank, world_size, group):
+    def forward(ctx: Any, inp: torch.Tensor, rank: int, world_size: int, group: Group) -> torch.Tensor:
         parts = _ranks.all_gather(inp, world_size, group)
         begin = sum(part.shape[0] for part in parts[:rank])
         ctx.rows = begin, begin + inp.shape[0]
         return torch.cat(parts)
 
     @staticmethod
-    def backward(ctx, grad_out):
+    def backward(ctx: Any, grad_out: torch.Tensor) -> tuple[Any, ...]:
         begin, end = ctx.rows
         return grad_out[begin:end], None, None, None
 
@@ -127,10 +151,10 @@ class Slice(Function):
     """
 
     @staticmethod
-    def forward(ctx, inp, rank, world_size, group):
+    def forward(ctx: Any, inp: torch.Tensor, rank: int, world_size: int, group: Group) -> torch.Tensor:
         ctx.group = world_size, group
         return inp.tensor_split(world_size)[rank].clone()
 
     @staticmethod
-    def backward(ctx, grad_out):
+    def backward(ctx: Any, grad_out: torch.Tensor) -> tuple[Any, ...]:
         return torch.cat(_ranks.all_gather(grad_out, *ctx.group)), None, None, None

@@ -1,5 +1,7 @@
 """Gradient clipping across groups."""
 
+from collections.abc import Sequence
+
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
@@ -19,35 +21,58 @@ def clip_grad_norm_(
     if not isinstance(module, DistributedGroupedDataParallel):
         raise TypeError(f"module must be a DistributedGroupedDataParallel, but got {type(module).__name__}")
     module.finish_reduction()
-    norm_type = float(norm_type)
     dp_group = module.groups["dp"]
     dp_ranks = set(dist.get_process_group_ranks(dp_group))
-    params = [(tag, p) for tag, params in module.tagged.items() for p in params if p.grad is not None]
-    sharded = [p for p in module.parameters() if isinstance(p, DTensor) and p.grad is not None]
-    everything = [p.grad for _, p in params if p.grad is not None]
-    everything += [p.grad.to_local() for p in sharded if isinstance(p.grad, DTensor)]
-    if not everything:
+    counted = [
+        (p.grad, _num_copies(module, tag, dp_ranks))
+        for tag, params in module.tagged.items()
+        for p in params
+        if p.grad is not None
+    ]
+    sharded = [p.grad for p in module.parameters() if isinstance(p, DTensor) and p.grad is not None]
+    counted += [(grad, len(dp_ranks)) for grad in sharded]  # the norm of the whole, on each rank
+    if not counted:
         return torch.tensor(0.0)
-    accumulate = torch.float64 if any(g.dtype == torch.float64 for g in everything) else torch.float32
-    total = torch.zeros((), dtype=accumulate, device=everything[0].device)
-    counted = [(p.grad, _num_copies(module, tag, dp_ranks)) for tag, p in params]
-    counted += [(p.grad, len(dp_ranks)) for p in sharded]  # the norm of the whole, on each rank
-    for grad, copies in counted:
-        norm = torch.linalg.vector_norm(grad, norm_type, dtype=accumulate)
-        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
-        if norm_type == float("inf"):
-            total = torch.maximum(total, norm)
-        else:
-            total += norm.pow(norm_type) / copies
-    if norm_type == float("inf"):
-        dist.all_reduce(total, dist.ReduceOp.MAX, group=dp_group)
-    else:
-        dist.all_reduce(total, group=dp_group)
-        total = total.pow(1 / norm_type)
-    scale = (max_norm / (total + 1e-6)).clamp(max=1.0)
-    for grad in everything:
-        grad.mul_(scale.to(grad.dtype))
+    total = norm_over(counted, norm_type, [dp_group], counted[0][0].device)
+    scale_to_norm([grad for grad, _ in counted], total, max_norm)
     return total
+
+
+def norm_over(
+    counted: Sequence[tuple[torch.Tensor, int]],
+    norm_type: float,
+    groups: Sequence[dist.ProcessGroup],
+    device: torch.device,
+) -> torch.Tensor:
+    """The norm of gradients over ranks: counted has each with the number of ranks that count it, a DTensor whole.
+
+    groups: together all ranks, one after the other; all of them call it, also those without gradients.
+    """
+    norm_type = float(norm_type)
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    for grad, copies in counted:
+        norm = torch.linalg.vector_norm(grad, norm_type, dtype=_accumulate(grad))
+        norm = (norm.full_tensor() if isinstance(norm, DTensor) else norm).double()
+        total = (
+            torch.maximum(total, norm) if norm_type == float("inf") else total + norm.pow(norm_type) / copies
+        )
+    for group in groups:
+        is_max = norm_type == float("inf")
+        dist.all_reduce(total, dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM, group=group)
+    total = total if norm_type == float("inf") else total.pow(1 / norm_type)
+    return total if any(g.dtype == torch.float64 for g, _ in counted) else total.float()
+
+
+def scale_to_norm(grads: Sequence[torch.Tensor], total: torch.Tensor, max_norm: float) -> None:
+    """Multiplies gradients of the norm total by what makes it at most max_norm."""
+    scale = (max_norm / (total + 1e-6)).clamp(max=1.0)
+    for grad in grads:
+        local = grad.to_local() if isinstance(grad, DTensor) else grad
+        local.mul_(scale.to(local.dtype))
+
+
+def _accumulate(grad: torch.Tensor) -> torch.dtype:
+    return torch.float64 if grad.dtype == torch.float64 else torch.float32
 
 
 def _num_copies(module: DistributedGroupedDataParallel, tag: str, dp_ranks: set[int]) -> int:

@@ -1,6 +1,9 @@
 """What a step of an expert-parallel layer costs, as far as plans need to know: bytes to send, FLOP to compute."""
 
+from __future__ import annotations
+
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,7 +20,9 @@ class Hardware:
     throughput: float
 
     @staticmethod
-    def measure(group=None, num_bytes=1 << 22, size=512):
+    def measure(
+        group: dist.ProcessGroup | None = None, num_bytes: int = 1 << 22, size: int = 512
+    ) -> Hardware:
         """Measures both on all ranks of a group, and returns the mean, the same on every rank.
 
         FMOE_FASTER_GLBPLC_NETBW and FMOE_FASTER_GLBPLC_GPUTP, FastMoE's numbers, go before what is measured.
@@ -27,7 +32,7 @@ class Hardware:
         x = torch.ones(world_size, num_bytes // world_size // 4, device=device)
         a = torch.ones(size, size, device=device)
 
-        def seconds(step):
+        def seconds(step: Callable[[], object]) -> float:
             step()
             step()
             if device == "cuda":
@@ -60,15 +65,15 @@ class Layer:
     bytes_per_element: int = 4
 
     @property
-    def row_bytes(self):
+    def row_bytes(self) -> int:
         return self.d_model * self.bytes_per_element
 
     @property
-    def expert_bytes(self):
+    def expert_bytes(self) -> int:
         return self.num_matrices * self.d_model * self.d_hidden * self.bytes_per_element
 
     @property
-    def row_flop(self):
+    def row_flop(self) -> int:
         """Forward and backward of one row."""
         return 3 * 2 * self.num_matrices * self.d_model * self.d_hidden
 
@@ -82,30 +87,32 @@ class StepTime:
     shadowing: float = 0.0
 
     @property
-    def total(self):
+    def total(self) -> float:
         return self.exchange + self.compute + self.shadowing
 
-    def overlapped(self, num_chunks):
+    def overlapped(self, num_chunks: int) -> float:
         """With num_chunks chunks: all but one chunk of the smaller part hides behind the larger."""
         hidden = min(self.exchange, self.compute) * (num_chunks - 1) / num_chunks
         return self.total - hidden
 
 
-def best_overlap(exchange, compute, latency, max_chunks):
+def best_overlap(exchange: float, compute: float, latency: float, max_chunks: int) -> int:
     """The number of chunks with the shortest expected step; the smallest of equal ones.
 
     exchange, compute: seconds of a forward's exchanges, there and back, and of its experts. The backward's exchanges
     take as long, its experts twice as long. latency: seconds of a message of no size; each chunk has four.
     """
 
-    def seconds(num_chunks):
+    def seconds(num_chunks: int) -> float:
         halves = (StepTime(exchange, compute), StepTime(exchange, 2 * compute))
         return sum(half.overlapped(num_chunks) for half in halves) + 4 * latency * (num_chunks - 1)
 
     return min(range(1, max_chunks + 1), key=seconds)
 
 
-def step_time(load, num_ranks, layer, hardware, shadows=()):
+def step_time(
+    load: Sequence[float], num_ranks: int, layer: Layer, hardware: Hardware, shadows: Sequence[int] = ()
+) -> StepTime:
     """Expected time of one step.
 
     load: rows that each expert gets from all ranks, in the order of their places (rank r holds the r-th part), the

@@ -13,6 +13,7 @@ from fmoe_ext.ep.plan import ExactPlan, Plan, StaticPlan
 from fmoe_ext.ep.schedule import Exchange
 from fmoe_ext.ep.static import RowLimit
 from fmoe_ext.ep.tuning import OverlapTuner
+from fmoe_ext.recompute import is_counted
 from fmoe_ext.routing import DispatchHandle, Nest
 
 
@@ -77,7 +78,8 @@ class ExpertParallel:
     def dispatch(self, x: Nest, topk_idx: torch.Tensor, topk_weights: torch.Tensor) -> Exchange:
         """Starts the way of tokens to their experts: fmoe_ext.dispatch.dispatch(), which see."""
         self._check_once()
-        self.load.count(topk_idx)
+        if is_counted():
+            self.load.count(topk_idx)
         begin = Exchange if self.tuner is None else self.tuner.begin_exchange
         exchange = begin(self, x, topk_idx, topk_weights)
         exchange.plan()

@@ -1,11 +1,13 @@
 """What a gate asks about the ranks of a process group, and the slices of a batch that ranks share."""
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 
 from fmoe_ext import ops
-from fmoe_ext.ep.exchange import find_group, register_group
-from fmoe_ext.routing import map_structure
+from fmoe_ext.ep.exchange import Group, find_group, register_group
+from fmoe_ext.routing import Nest, map_structure
 
 
 class GroupRanks:
@@ -14,32 +16,34 @@ class GroupRanks:
     num_copies: ranks that compute the same loss because they share one input (the size of the slice group).
     """
 
-    def __init__(self, group, num_copies=1):
+    def __init__(self, group: Group, num_copies: int = 1) -> None:
         self.group = register_group(group)
         self.num_copies = num_copies
 
     @property
-    def rank(self):
+    def rank(self) -> int:
         return dist.get_rank(find_group(self.group))
 
-    def num_tokens(self, num_local_tokens):
+    def num_tokens(self, num_local_tokens: int) -> int:
         """Tokens of all ranks; a copy to the host."""
         return int(self._all_reduce(torch.tensor(num_local_tokens, device=self._device())))
 
-    def first_token(self, num_local_tokens):
+    def first_token(self, num_local_tokens: int) -> int:
         """Number of this rank's first token among those of all ranks; a copy to the host."""
         mine = torch.tensor([num_local_tokens], device=self._device())
         return sum(int(part) for part in gather_rows(mine, find_group(self.group))[: self.rank])
 
-    def sum(self, x):
+    def sum(self, x: torch.Tensor) -> torch.Tensor:
         """Sum of x over the ranks. Its gradient takes it that every rank adds the same loss to its own."""
         return _SumOverRanks.apply(x, self)
 
-    def gather(self, x):
+    def gather(self, x: torch.Tensor) -> list[torch.Tensor]:
         """x of every rank, in the order of their ranks, not differentiable; dimension 0 may differ."""
         return gather_rows(x.detach(), find_group(self.group))
 
-    def apply_capacity(self, topk_idx, num_experts, capacity):
+    def apply_capacity(
+        self, topk_idx: torch.Tensor, num_experts: int, capacity: int | torch.Tensor
+    ) -> torch.Tensor:
         """As in one process whose batch is the ranks' batches one after the other: first choices first."""
         counts = torch.stack(
             [ops.count_tokens(choice, num_experts) for choice in topk_idx.split(1, 1)]
@@ -53,23 +57,23 @@ class GroupRanks:
         ]
         return torch.cat(kept, 1)
 
-    def _all_reduce(self, x):
+    def _all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         dist.all_reduce(x, group=find_group(self.group))
         return x
 
-    def _device(self):
+    def _device(self) -> str:
         backend = dist.get_backend(find_group(self.group))
         return "cuda" if backend == "nccl" else "cpu"
 
 
 class _SumOverRanks(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, ranks):
+    def forward(ctx: Any, x: torch.Tensor, ranks: GroupRanks) -> torch.Tensor:
         ctx.factor = dist.get_world_size(find_group(ranks.group)) / ranks.num_copies
         return ranks._all_reduce(x.detach().clone())
 
     @staticmethod
-    def backward(ctx, grad):
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
         # The sum over all copies of the loss, which a later mean over the ranks divides by their number.
         return grad * ctx.factor, None
 
@@ -77,58 +81,58 @@ class _SumOverRanks(torch.autograd.Function):
 class SliceGroup:
     """Ranks with the same input: each computes a slice of its rows, the results are put together again."""
 
-    def __init__(self, group):
+    def __init__(self, group: Group) -> None:
         self.group = register_group(group)
         self.size = dist.get_world_size(find_group(self.group))
         self.rank = dist.get_rank(find_group(self.group))
 
-    def bounds(self, num_rows):
+    def bounds(self, num_rows: int) -> tuple[int, int]:
         """First and end row of this rank's slice; slices differ by at most one row."""
         return num_rows * self.rank // self.size, num_rows * (self.rank + 1) // self.size
 
-    def cut(self, x):
+    def cut(self, x: Nest) -> Nest:
         """This rank's rows of x [N, *] or a nest; the gradient is that of all rows."""
         return map_structure(lambda leaf: _Cut.apply(leaf, self), x)
 
-    def join(self, x):
+    def join(self, x: Nest) -> Nest:
         """The rows of all slices; every rank is taken to go on with the same computation."""
         return map_structure(lambda leaf: _Join.apply(leaf, self), x)
 
 
 class _Cut(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, slices):
+    def forward(ctx: Any, x: torch.Tensor, slices: SliceGroup) -> torch.Tensor:
         ctx.slices = slices
         begin, end = slices.bounds(x.shape[0])
         return x[begin:end].clone()
 
     @staticmethod
-    def backward(ctx, grad):
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
         return torch.cat(gather_rows(grad, find_group(ctx.slices.group))), None
 
 
 class _Join(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, slices):
+    def forward(ctx: Any, x: torch.Tensor, slices: SliceGroup) -> torch.Tensor:
         parts = gather_rows(x, find_group(slices.group))
         ctx.begin = sum(part.shape[0] for part in parts[: slices.rank])
         ctx.end = ctx.begin + x.shape[0]
         return torch.cat(parts)
 
     @staticmethod
-    def backward(ctx, grad):
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
         return grad[ctx.begin : ctx.end], None
 
 
-def gather_rows(x, group):
+def gather_rows(x: torch.Tensor, group: dist.ProcessGroup | None) -> list[torch.Tensor]:
     """x [n, *] of every rank of the group (None: the default one), n being different, not differentiable.
 
     Rows are padded to the longest on the way; one copy of the sizes to the host.
     """
     size = torch.tensor([x.shape[0]], device=x.device)
-    sizes = [torch.empty_like(size) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(sizes, size, group=group)
-    sizes = torch.cat(sizes).tolist()
+    each = [torch.empty_like(size) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(each, size, group=group)
+    sizes: list[int] = torch.cat(each).tolist()
     if max(sizes) == 0:
         return [torch.empty_like(x) for _ in sizes]
     padded = x.new_zeros((max(sizes), *x.shape[1:]))

@@ -12,15 +12,20 @@ Policies see the load of the step before, as in training. Model: ep/cost.py; lin
 
 import argparse
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
+from typing import TypeAlias
 
 import torch
 
 from fmoe_ext.ep.cost import Hardware, Layer, step_time
 from fmoe_ext.ep.placement import plan
 from fmoe_ext.ep.shadowing import choose_shadows
+
+# Steps, each with the rows of every expert.
+Loads: TypeAlias = list[list[int]]
 
 # Bytes a second of one rank in one direction, as the makers state them, times 0.8 for what is reached in practice.
 NETWORKS = MappingProxyType(
@@ -73,7 +78,7 @@ PRESETS = MappingProxyType(
 )
 
 
-def draw_loads(num_steps, num_experts, num_rows, skew, seed=0):
+def draw_loads(num_steps: int, num_experts: int, num_rows: int, skew: float, seed: int = 0) -> Loads:
     """Loads whose expert popularity falls as rank^-skew and drifts by a tenth of the experts' order a step."""
     generator = torch.Generator().manual_seed(seed)
     weights = torch.arange(1, num_experts + 1, dtype=torch.float64) ** -skew
@@ -87,7 +92,7 @@ def draw_loads(num_steps, num_experts, num_rows, skew, seed=0):
     return loads
 
 
-def read_loads(path, layer=None):
+def read_loads(path: Path, layer: str | None = None) -> Loads:
     """Recorded loads: steps, each with the rows of every expert.
 
     path: JSON lines {"layers": {gate: {"tokens_per_expert": [E]}}}, as balance.write appends them, of which one gate's
@@ -107,7 +112,9 @@ def read_loads(path, layer=None):
     return loads
 
 
-def simulate(loads, num_ranks, layer, hardware, num_chunks, every):
+def simulate(
+    loads: Loads, num_ranks: int, layer: Layer, hardware: Hardware, num_chunks: int, every: int
+) -> dict[str, float]:
     """{policy: mean seconds of a step}; placement is planned again every `every` steps and then moves experts."""
     num_local = len(loads[0]) // num_ranks
     in_place = list(range(len(loads[0])))
@@ -131,7 +138,7 @@ def simulate(loads, num_ranks, layer, hardware, num_chunks, every):
         plain = step_time(load, num_ranks, layer, hardware)
         shadowed = step_time(load, num_ranks, layer, hardware, shadows)
         placed_load = [load[e] for e in in_place]
-        placed_shadows = ()
+        placed_shadows: tuple[int, ...] = ()
         if last is not None:
             placed_shadows = choose_shadows([last[e] for e in in_place], num_ranks, layer, hardware)
         placed = step_time(placed_load, num_ranks, layer, hardware)
@@ -147,11 +154,11 @@ def simulate(loads, num_ranks, layer, hardware, num_chunks, every):
     return {policy: total / len(loads) for policy, total in sums.items()}
 
 
-def _places(num_ranks, num_local):
+def _places(num_ranks: int, num_local: int) -> list[range]:
     return [range(r * num_local, (r + 1) * num_local) for r in range(num_ranks)]
 
 
-def build_parser():
+def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m fmoe_ext.ep.simulate",
         description=__doc__,
@@ -179,7 +186,7 @@ def build_parser():
     return parser
 
 
-def main(argv=None):
+def main(argv: Sequence[str] | None = None) -> None:
     parser = build_parser()
     options = parser.parse_args(argv)
     loads = None
@@ -209,7 +216,9 @@ def main(argv=None):
             show(f"{num_ranks} ranks, {network}", drawn, num_ranks, layer, hardware, options)
 
 
-def show(title, loads, num_ranks, layer, hardware, options):
+def show(
+    title: str, loads: Loads, num_ranks: int, layer: Layer, hardware: Hardware, options: argparse.Namespace
+) -> None:
     times = simulate(loads, num_ranks, layer, hardware, options.chunks, options.every)
     print(f"{title}: ms a layer and step (speed-up)")
     for policy, seconds in times.items():

@@ -1,7 +1,11 @@
 """Gates choose K experts for each token: forward(inp [T, d_model]) -> topk_idx, topk_weights [T, K]."""
 
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
+from torch import nn
+
+from fmoe_ext.gates.accumulation import WholeBatch, all_forwards_first
 from fmoe_ext.gates.base_gate import BaseGate, OneRank
 from fmoe_ext.gates.dc_gate import DCGate
 from fmoe_ext.gates.expert_choice_gate import ExpertChoiceGate
@@ -20,7 +24,7 @@ from fmoe_ext.gates.uniform_gate import UniformGate
 from fmoe_ext.gates.zero_gate import ZeroGate
 
 # Gates by name, for command lines and configuration files; FMoE(gate=GATES[name]) takes each.
-GATES = MappingProxyType(
+GATES: Mapping[str, Callable[..., nn.Module]] = MappingProxyType(
     {
         "naive": NaiveGate,
         "noisy": NoisyGate,
@@ -38,7 +42,7 @@ GATES = MappingProxyType(
 )
 
 
-def find_gate(name):
+def find_gate(name: str) -> Callable[..., nn.Module]:
     """The gate of that name in GATES; ValueError, with the names there are, for another."""
     if name not in GATES:
         raise ValueError(f"unknown gate {name!r}: choose one of {', '.join(GATES)}")
@@ -63,7 +67,9 @@ __all__ = [
     "SwipeGate",
     "SwitchGate",
     "UniformGate",
+    "WholeBatch",
     "ZeroGate",
+    "all_forwards_first",
     "balance_loss",
     "find_gate",
     "gen_faster_gate",

@@ -1,5 +1,5 @@
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -15,11 +15,22 @@ def _is_exporting() -> bool:
     return torch.compiler.is_exporting() and not compiling
 
 
-class OneRank:
-    """What a gate asks about all ranks that share its experts, answered for a single rank.
+class Ranks(Protocol):
+    """What a gate asks about all ranks that share its experts, to count tokens, losses and capacities of all."""
 
-    Given another object with these methods, a gate counts tokens, losses and capacities over several ranks.
-    """
+    @property
+    def rank(self) -> int: ...
+    def num_tokens(self, num_local_tokens: int) -> int: ...
+    def first_token(self, num_local_tokens: int) -> int: ...
+    def sum(self, x: torch.Tensor) -> torch.Tensor: ...
+    def gather(self, x: torch.Tensor) -> list[torch.Tensor]: ...
+    def apply_capacity(
+        self, topk_idx: torch.Tensor, num_experts: int, capacity: int | torch.Tensor
+    ) -> torch.Tensor: ...
+
+
+class OneRank:
+    """Ranks, of which there is one."""
 
     rank: int = 0
 
@@ -75,7 +86,10 @@ class BaseGate(nn.Module):
         self.tot_expert = num_expert * world_size
         self.loss: torch.Tensor | None = None
         self._loss_lacks_gradient = False
-        self.tape: Any = None  # what RoutingReplay puts here while it records or plays
+        self.tape: Any = (
+            None  # what RoutingReplay puts here while it records or plays, and FMoE while it repeats
+        )
+        self._selected: torch.Tensor | None = None
 
     def forward(self, x: Any) -> Any:
         raise NotImplementedError(
@@ -120,18 +134,29 @@ class BaseGate(nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """ops.topk_gate; while choices are played back: those, with the weights that the logits give them now."""
         if self.tape is None:
-            return ops.topk_gate(logits, top_k, score, normalize, scale=scale, **options)
+            topk_idx, topk_weights = ops.topk_gate(logits, top_k, score, normalize, scale=scale, **options)
+            self._selected = topk_idx
+            return topk_idx, topk_weights
+        if getattr(self.tape, "is_fused", False):
+            chosen = self.tape.choose(None)
+            return ops.topk_gate_again(logits, chosen, score, normalize, scale=scale, **options)
         topk_idx = self.choose(
-            lambda: ops.topk_gate(logits, top_k, score, normalize, scale=scale, **options)[0]
+            lambda: ops.topk_gate(logits.detach(), top_k, score, normalize, scale=scale, **options)[0]
         )
         return topk_idx, weights_of(logits, topk_idx, score, normalize, scale)
 
     def choose(self, pick: Callable[[], torch.Tensor]) -> torch.Tensor:
         """pick(), the choices of this forward; while choices are played back: those."""
-        return pick() if self.tape is None else self.tape.choose(pick)
+        self._selected = pick() if self.tape is None else self.tape.choose(pick)
+        return self._selected
+
+    def take_selected(self) -> torch.Tensor | None:
+        """The choices of the last forward before any was dropped, once; None if the gate said none."""
+        selected, self._selected = self._selected, None
+        return selected
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "loss": None, "tape": None}
+        return {**self.__dict__, "loss": None, "tape": None, "_selected": None}
 
 
 def _learns(gate: nn.Module) -> bool:

@@ -5,7 +5,7 @@ import math
 import torch
 
 from fmoe_ext import ops
-from fmoe_ext.gates.base_gate import OneRank
+from fmoe_ext.gates.base_gate import Ranks
 
 DROP_POLICIES = ("position", "token", "score")
 
@@ -21,7 +21,7 @@ def drop_over_capacity(
     num_experts: int,
     capacity: int,
     policy: str,
-    ranks: OneRank,
+    ranks: Ranks,
 ) -> torch.Tensor:
     """topk_idx with -1 for the choices that an expert with more than `capacity` of them does not take.
 

@@ -10,5 +10,5 @@ class DCGate(GShardGate):
     each rank instead, which is the same for equal batches. On one rank nothing is dropped for a capacity >= 1.
     """
 
-    def expert_capacity(self, factor, num_tokens):
+    def expert_capacity(self, factor: float, num_tokens: int) -> int:
         return math.ceil(factor * num_tokens / self.world_size)

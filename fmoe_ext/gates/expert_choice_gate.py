@@ -1,6 +1,6 @@
 import torch
 
-from fmoe_ext.gates.base_gate import OneRank
+from fmoe_ext.gates.base_gate import OneRank, Ranks
 from fmoe_ext.gates.capacity import expert_capacity
 from fmoe_ext.gates.naive_gate import NaiveGate
 
@@ -20,16 +20,16 @@ class ExpertChoiceGate(NaiveGate):
 
     def __init__(
         self,
-        d_model,
-        num_expert,
-        world_size,
-        top_k=2,
-        gate_bias=True,
+        d_model: int,
+        num_expert: int,
+        world_size: int,
+        top_k: int = 2,
+        gate_bias: bool = True,
         *,
-        capacity_factor=1.0,
-        max_experts=None,
-        ranks=None,
-    ):
+        capacity_factor: float = 1.0,
+        max_experts: int | None = None,
+        ranks: Ranks | None = None,
+    ) -> None:
         super().__init__(d_model, num_expert, world_size, top_k, gate_bias)
         if capacity_factor <= 0:
             raise ValueError(f"capacity_factor must be positive, but got {capacity_factor}")
@@ -39,13 +39,13 @@ class ExpertChoiceGate(NaiveGate):
             )
         self.capacity_factor = capacity_factor
         self.max_experts = self.tot_expert if max_experts is None else max_experts
-        self.ranks = OneRank() if ranks is None else ranks
+        self.ranks: Ranks = OneRank() if ranks is None else ranks
 
     @property
     def weights_vary(self) -> str | None:
         return "its experts choose tokens, so a token may get any number of them"
 
-    def forward(self, inp, return_all_scores=False):
+    def forward(self, inp: torch.Tensor, return_all_scores: bool = False) -> tuple[torch.Tensor, ...]:
         """inp [T, d_model] -> topk_idx [T, max_experts] int64, -1 behind, topk_weights likewise."""
         logits = self.logits(inp)
         scores = logits.softmax(-1)
@@ -56,7 +56,7 @@ class ExpertChoiceGate(NaiveGate):
             return topk_idx, topk_weights, logits
         return topk_idx, topk_weights
 
-    def _pick(self, scores):
+    def _pick(self, scores: torch.Tensor) -> torch.Tensor:
         parts = self.ranks.gather(scores)
         everyone = torch.cat(parts)  # [T of all ranks, E]
         capacity = expert_capacity(self.capacity_factor, everyone.shape[0], self.top_k, self.tot_expert)

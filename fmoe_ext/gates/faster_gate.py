@@ -1,11 +1,15 @@
 import functools
+from collections.abc import Callable
+from typing import TypeVar
 
 import torch
 
 from fmoe_ext import _env, ops
-from fmoe_ext.gates.base_gate import OneRank, weights_of
+from fmoe_ext.gates.base_gate import OneRank, Ranks, weights_of
 from fmoe_ext.gates.losses import balance_loss
 from fmoe_ext.gates.naive_gate import NaiveGate
+
+Gate = TypeVar("Gate", bound="FasterGate")
 
 
 class FasterGate(NaiveGate):
@@ -19,18 +23,20 @@ class FasterGate(NaiveGate):
     FMoE(gate=gen_faster_gate(node_rank)) builds it.
     """
 
+    is_local: torch.Tensor  # [E], whether an expert is in this node
+
     def __init__(
         self,
-        d_model,
-        n_expert,
-        world_size,
-        node_rank,
-        gate_bias=True,
+        d_model: int,
+        n_expert: int,
+        world_size: int,
+        node_rank: int,
+        gate_bias: bool = True,
         *,
-        gpus_per_node=None,
-        outgoing_fraction=None,
-        ranks=None,
-    ):
+        gpus_per_node: int | None = None,
+        outgoing_fraction: float | None = None,
+        ranks: Ranks | None = None,
+    ) -> None:
         super().__init__(d_model, n_expert, world_size, top_k=2, gate_bias=gate_bias)
         if gpus_per_node is None:
             gpus_per_node = _env.get("FMOE_TOPO_GPUS_PER_NODE")
@@ -51,11 +57,11 @@ class FasterGate(NaiveGate):
         local = (local >= first) & (local < first + gpus_per_node * n_expert)
         if local.sum() < 2:
             raise ValueError("FasterGate needs two experts in a node, but node_rank's node has one")
-        self.register_buffer("is_local", local, persistent=False)  # [E]
+        self.register_buffer("is_local", local, persistent=False)
         self.outgoing_fraction = outgoing_fraction
-        self.ranks = OneRank() if ranks is None else ranks
+        self.ranks: Ranks = OneRank() if ranks is None else ranks
 
-    def forward(self, inp, return_all_scores=False):
+    def forward(self, inp: torch.Tensor, return_all_scores: bool = False) -> tuple[torch.Tensor, ...]:
         """As NaiveGate.forward, with top_k = 2."""
         logits = self.logits(inp)
         best = ops.topk_gate(logits.detach(), self.top_k)[0]
@@ -65,7 +71,7 @@ class FasterGate(NaiveGate):
         self.set_loss(loss)
         return (topk_idx, topk_weights, logits) if return_all_scores else (topk_idx, topk_weights)
 
-    def _stay_in_node(self, logits, best):
+    def _stay_in_node(self, logits: torch.Tensor, best: torch.Tensor) -> torch.Tensor:
         first = best[:, 0]
         outgoing = ~self.is_local[first]  # [T]
         allowed = int(self.outgoing_fraction * first.shape[0])
@@ -79,12 +85,20 @@ class FasterGate(NaiveGate):
         return torch.where(outgoing.sum() > allowed, limited, best)
 
 
-def gen_faster_gate(rank):
+def gen_faster_gate(rank: int) -> Callable[..., FasterGate]:
     """A gate for FMoE(gate=...): FasterGate on node number rank."""
     return functools.partial(make_faster_gate, FasterGate, rank)
 
 
-def make_faster_gate(cls, rank, d_model, n_expert, world_size, top_k=2, gate_bias=True):
+def make_faster_gate(
+    cls: type[Gate],
+    rank: int,
+    d_model: int,
+    n_expert: int,
+    world_size: int,
+    top_k: int = 2,
+    gate_bias: bool = True,
+) -> Gate:
     """cls, a FasterGate, on node number rank; ValueError for another top_k than 2."""
     if top_k != 2:
         raise ValueError(f"FasterGate chooses two experts: top_k must be 2, but got {top_k}")

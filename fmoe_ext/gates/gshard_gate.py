@@ -1,8 +1,9 @@
 import math
+from collections.abc import Sequence
 
 import torch
 
-from fmoe_ext.gates.base_gate import OneRank
+from fmoe_ext.gates.base_gate import OneRank, Ranks
 from fmoe_ext.gates.losses import balance_loss
 from fmoe_ext.gates.naive_gate import NaiveGate
 
@@ -22,16 +23,16 @@ class GShardGate(NaiveGate):
 
     def __init__(
         self,
-        d_model,
-        num_expert,
-        world_size,
-        topk=2,
-        capacity=(1.2, 2.4),
-        random_routing=True,
-        gate_bias=True,
+        d_model: int,
+        num_expert: int,
+        world_size: int,
+        topk: int = 2,
+        capacity: Sequence[float] = (1.2, 2.4),
+        random_routing: bool = True,
+        gate_bias: bool = True,
         *,
-        ranks=None,
-    ):
+        ranks: Ranks | None = None,
+    ) -> None:
         if topk != 2:
             raise ValueError(f"GShardGate chooses two experts: topk must be 2, but got {topk}")
         super().__init__(d_model, num_expert, world_size, topk, gate_bias=gate_bias)
@@ -41,7 +42,7 @@ class GShardGate(NaiveGate):
             )
         self.capacity = capacity
         self.random_routing = random_routing
-        self.ranks = OneRank() if ranks is None else ranks
+        self.ranks: Ranks = OneRank() if ranks is None else ranks
 
     @property
     def weights_vary(self) -> str | None:
@@ -52,7 +53,7 @@ class GShardGate(NaiveGate):
             return f"it drops choices over its capacity {self.capacity}; a large enough one drops none"
         return super().weights_vary
 
-    def forward(self, inp, return_all_scores=False):
+    def forward(self, inp: torch.Tensor, return_all_scores: bool = False) -> tuple[torch.Tensor, ...]:
         """As NaiveGate.forward, with -1 for dropped choices."""
         logits = self.logits(inp)
         chosen, topk_weights = self.topk(logits, self.top_k)
@@ -64,17 +65,17 @@ class GShardGate(NaiveGate):
             return topk_idx, topk_weights, logits
         return topk_idx, topk_weights
 
-    def expert_capacity(self, factor, num_tokens):
+    def expert_capacity(self, factor: float, num_tokens: int) -> int:
         """Choices that an expert takes of num_tokens tokens of all ranks."""
         return math.ceil(factor * num_tokens) * self.top_k // self.tot_expert
 
-    def _drop_over_capacity(self, topk_idx):
+    def _drop_over_capacity(self, topk_idx: torch.Tensor) -> torch.Tensor:
         factor = self.capacity[0 if self.training else 1]
         capacity = self.expert_capacity(factor, self.ranks.num_tokens(topk_idx.shape[0]))
         return self.ranks.apply_capacity(topk_idx, self.tot_expert, capacity)
 
     @staticmethod
-    def _drop_at_random(topk_idx, topk_weights):
+    def _drop_at_random(topk_idx: torch.Tensor, topk_weights: torch.Tensor) -> torch.Tensor:
         first, second = topk_idx.unbind(1)
         weight = topk_weights[:, 1].detach()
         second = torch.where(2 * weight < torch.rand_like(weight), -1, second)

@@ -8,12 +8,12 @@ import torch
 from torch import nn
 
 from fmoe_ext import ops
-from fmoe_ext.gates.base_gate import BaseGate, OneRank
+from fmoe_ext.gates.base_gate import BaseGate, OneRank, Ranks
 
 ONE_RANK = OneRank()
 
 
-def balance_loss(scores: torch.Tensor, topk_idx: torch.Tensor, ranks: OneRank = ONE_RANK) -> torch.Tensor:
+def balance_loss(scores: torch.Tensor, topk_idx: torch.Tensor, ranks: Ranks = ONE_RANK) -> torch.Tensor:
     """E * sum_e f_e * p_e over all tokens: f_e the share of the choices of expert e, p_e its mean score.
 
     scores [T, E], topk_idx [T, K] (-1 counts for nobody) -> scalar of the dtype of scores, 1 when balanced.
@@ -27,7 +27,7 @@ def balance_loss(scores: torch.Tensor, topk_idx: torch.Tensor, ranks: OneRank = 
 
 
 def sum_over_ranks(
-    scores: torch.Tensor, topk_idx: torch.Tensor, ranks: OneRank
+    scores: torch.Tensor, topk_idx: torch.Tensor, ranks: Ranks
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Choices [E], sum of the scores [E] and number of tokens [] of all ranks, in one exchange."""
     num_local_tokens, num_experts = scores.shape
@@ -37,23 +37,33 @@ def sum_over_ranks(
     return num_choices, score_sum, num_tokens.squeeze(0)
 
 
-def mean_over_ranks(value_sum: torch.Tensor, count: int, ranks: OneRank) -> torch.Tensor:
+def mean_over_ranks(value_sum: torch.Tensor, count: int | torch.Tensor, ranks: Ranks) -> torch.Tensor:
     """Sum of value_sum over the ranks, divided by the sum of count, in one exchange."""
-    total, count_of_all = ranks.sum(torch.stack((value_sum, value_sum.new_full((), count)))).unbind()
+    counted = torch.as_tensor(count, dtype=value_sum.dtype, device=value_sum.device)
+    total, count_of_all = ranks.sum(torch.stack((value_sum, counted))).unbind()
     return total / count_of_all.clamp(min=1)
 
 
 def sequence_balance_loss(
-    scores: torch.Tensor, topk_idx: torch.Tensor, seq_len: int, ranks: OneRank = ONE_RANK
+    scores: torch.Tensor,
+    topk_idx: torch.Tensor,
+    seq_len: int | None = None,
+    ranks: Ranks = ONE_RANK,
+    *,
+    sequences: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The mean over sequences of each sequence's own balance_loss (DeepSeek-V2 and V3, with weight 1).
 
-    scores [T, E], topk_idx [T, K], T = sequences * seq_len, one sequence after the other -> scalar.
+    scores [T, E], topk_idx [T, K], T = sequences * seq_len, one sequence after the other -> scalar. Where lengths
+    differ: sequences [T] int64, the number of each token's sequence, in the place of seq_len; a number without tokens
+    counts for nothing.
     Raises ValueError if seq_len does not divide T.
     Equivalent to: mean of balance_loss(s, i) for s, i in zip(scores.split(seq_len), topk_idx.split(seq_len)).
     """
     num_tokens, num_experts = scores.shape
-    if seq_len < 1 or num_tokens % seq_len != 0:
+    if sequences is not None:
+        return _of_sequences(scores, topk_idx, sequences, ranks)
+    if seq_len is None or seq_len < 1 or num_tokens % seq_len != 0:
         raise ValueError(f"seq_len must divide the {num_tokens} tokens of the batch, but is {seq_len}")
     chosen = torch.zeros_like(scores).scatter_add(
         1, topk_idx.clamp(min=0).long(), (topk_idx >= 0).to(scores.dtype)
@@ -64,7 +74,28 @@ def sequence_balance_loss(
     return mean_over_ranks(num_experts * (share * mean_score).sum(), num_tokens // seq_len, ranks)
 
 
-def z_loss(logits: torch.Tensor, ranks: OneRank = ONE_RANK) -> torch.Tensor:
+def _of_sequences(
+    scores: torch.Tensor, topk_idx: torch.Tensor, sequences: torch.Tensor, ranks: Ranks
+) -> torch.Tensor:
+    num_tokens, num_experts = scores.shape
+    if len(sequences) != num_tokens:
+        raise ValueError(
+            f"there are {len(sequences)} tokens in sequences, but the gate has {num_tokens}: a loss of each sequence "
+            'needs whole sequences on every rank, which slice_group cuts; take balance_loss="global" there'
+        )
+    num_sequences = int(sequences.max()) + 1 if len(sequences) else 0
+    weights = scores.new_zeros(num_sequences, num_experts)
+    chosen = torch.zeros_like(scores).scatter_add(
+        1, topk_idx.clamp(min=0).long(), (topk_idx >= 0).to(scores.dtype)
+    )
+    num_choices = weights.index_add(0, sequences, chosen)  # [B, E]
+    lengths = torch.bincount(sequences, minlength=num_sequences)  # [B]
+    share = num_choices / num_choices.sum(1, keepdim=True).clamp(min=1)
+    mean_score = weights.index_add(0, sequences, scores) / lengths.clamp(min=1)[:, None]
+    return mean_over_ranks(num_experts * (share * mean_score).sum(), (lengths > 0).sum(), ranks)
+
+
+def z_loss(logits: torch.Tensor, ranks: Ranks = ONE_RANK) -> torch.Tensor:
     """The mean over tokens of logsumexp(logits)^2, which keeps logits small (ST-MoE, 2022).
 
     logits [T, E] -> scalar. Equivalent to: logits.logsumexp(1).square().mean().

@@ -12,7 +12,16 @@ class NaiveGate(BaseGate):
     of input, parameters and autocast. The loss is zero.
     """
 
-    def __init__(self, d_model, num_expert, world_size, top_k=2, gate_bias=True, *, normalize=True):
+    def __init__(
+        self,
+        d_model: int,
+        num_expert: int,
+        world_size: int,
+        top_k: int = 2,
+        gate_bias: bool = True,
+        *,
+        normalize: bool = True,
+    ) -> None:
         super().__init__(num_expert, world_size)
         if not 1 <= top_k <= self.tot_expert:
             raise ValueError(f"top_k must be between 1 and the {self.tot_expert} experts, but got {top_k}")
@@ -27,7 +36,7 @@ class NaiveGate(BaseGate):
             return None
         return "its weights are probabilities among all experts; a gate with normalize=True divides them by their sum"
 
-    def forward(self, inp, return_all_scores=False):
+    def forward(self, inp: torch.Tensor, return_all_scores: bool = False) -> tuple[torch.Tensor, ...]:
         """Chooses experts.
 
         inp [T, d_model] -> topk_idx [T, K] int64, best first, topk_weights [T, K] float32 or float64; with
@@ -42,7 +51,7 @@ class NaiveGate(BaseGate):
             return topk_idx, topk_weights, logits
         return topk_idx, topk_weights
 
-    def logits(self, inp):
+    def logits(self, inp: torch.Tensor) -> torch.Tensor:
         """Score of every expert: inp [T, d_model] -> [T, E], in float32 or wider."""
         if not isinstance(inp, torch.Tensor):
             raise TypeError(

@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from fmoe_ext.gates.base_gate import BaseGate, OneRank
+from fmoe_ext.gates.base_gate import BaseGate, OneRank, Ranks
 from fmoe_ext.gates.losses import cv_squared
 from fmoe_ext.gates.wide_linear import wide_linear
 
@@ -20,17 +20,19 @@ class NoisyGate(BaseGate):
     again (in evaluation, and when every expert is chosen, the number of its tokens). float32 or wider throughout.
     """
 
-    def __init__(self, d_model, num_expert, world_size, top_k=2, *, ranks=None):
+    def __init__(
+        self, d_model: int, num_expert: int, world_size: int, top_k: int = 2, *, ranks: Ranks | None = None
+    ) -> None:
         super().__init__(num_expert, world_size)
         if not 1 <= top_k <= self.tot_expert:
             raise ValueError(f"top_k must be between 1 and the {self.tot_expert} experts, but got {top_k}")
         self.top_k = top_k
         self.w_gate = nn.Parameter(torch.empty(d_model, self.tot_expert))
         self.w_noise = nn.Parameter(torch.empty(d_model, self.tot_expert))
-        self.ranks = OneRank() if ranks is None else ranks
+        self.ranks: Ranks = OneRank() if ranks is None else ranks
         self.reset_parameters()
 
-    def reset_parameters(self):
+    def reset_parameters(self) -> None:
         nn.init.kaiming_uniform_(self.w_gate, a=math.sqrt(5))
         nn.init.kaiming_uniform_(self.w_noise, a=math.sqrt(5))
 
@@ -38,7 +40,7 @@ class NoisyGate(BaseGate):
     def weights_vary(self) -> str | None:
         return None
 
-    def forward(self, inp, return_all_scores=False):
+    def forward(self, inp: torch.Tensor, return_all_scores: bool = False) -> tuple[torch.Tensor, ...]:
         """inp [T, d_model] -> topk_idx [T, K] int64, best first, topk_weights [T, K] float32 or float64.
 
         With return_all_scores also the logits [T, E] that were compared. Raises ValueError for another shape.
@@ -60,11 +62,17 @@ class NoisyGate(BaseGate):
         self.set_loss(self.cv_squared(importance) + self.cv_squared(load))
         return (topk_idx, topk_weights, noisy) if return_all_scores else (topk_idx, topk_weights)
 
-    def _gates_to_load(self, gates):
+    def _gates_to_load(self, gates: torch.Tensor) -> torch.Tensor:
         """Number of tokens with a weight above zero, for each expert: gates [T, E] -> [E]."""
         return (gates > 0).sum(0)
 
-    def _prob_in_top_k(self, clean_values, noisy_values, noise_stddev, noisy_top_values):
+    def _prob_in_top_k(
+        self,
+        clean_values: torch.Tensor,
+        noisy_values: torch.Tensor,
+        noise_stddev: torch.Tensor,
+        noisy_top_values: torch.Tensor,
+    ) -> torch.Tensor:
         """Probability [T, E] that an expert is chosen when its noise alone is drawn again.
 
         noisy_top_values [T, K + 1] are the largest noisy values: an expert among the K is compared with the value
@@ -74,5 +82,5 @@ class NoisyGate(BaseGate):
         others = torch.where(noisy_values > next_one, next_one, kth)  # best value that must be beaten
         return torch.special.ndtr((clean_values - others) / noise_stddev)
 
-    def cv_squared(self, x):
+    def cv_squared(self, x: torch.Tensor) -> torch.Tensor:
         return cv_squared(x)

@@ -1,7 +1,11 @@
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 
 from fmoe_ext.gates.base_gate import BaseGate
 
@@ -30,21 +34,21 @@ class RoutingReplay:
     elsewhere can be put there.
     """
 
-    def __init__(self, model):
+    def __init__(self, model: nn.Module) -> None:
         self.gates = {name: gate for name, gate in model.named_modules() if isinstance(gate, BaseGate)}
         if not self.gates:
             raise ValueError(f"{type(model).__name__} has no gate (a module that is a BaseGate) to record")
-        self.choices = {}
+        self.choices: dict[str, list[Choices]] = {}
 
     @contextmanager
-    def record(self):
+    def record(self) -> Iterator[RoutingReplay]:
         """Forgets earlier choices and records those of every forward inside the block."""
         self.choices = {name: [] for name in self.gates}
         with self._tapes(lambda name: _Recorder(self.choices[name])):
             yield self
 
     @contextmanager
-    def play(self):
+    def play(self) -> Iterator[RoutingReplay]:
         """Gives the recorded choices to every forward inside the block."""
         missing = [name for name in self.gates if not self.choices.get(name)]
         if missing:
@@ -53,7 +57,7 @@ class RoutingReplay:
             yield self
 
     @contextmanager
-    def _tapes(self, make):
+    def _tapes(self, make: Callable[[str], _Recorder | _Player]) -> Iterator[None]:
         hooks = []
         try:
             for name, gate in self.gates.items():
@@ -68,15 +72,17 @@ class RoutingReplay:
 
 
 class _Recorder:
-    def __init__(self, choices):
+    def __init__(self, choices: list[Choices]) -> None:
         self.choices = choices
-        self.selected = None
+        self.selected: torch.Tensor | None = None
 
-    def choose(self, pick):
-        self.selected = pick()
-        return self.selected
+    def choose(self, pick: Callable[[], torch.Tensor]) -> torch.Tensor:
+        self.selected = selected = pick()
+        return selected
 
-    def after_forward(self, gate, args, output):
+    def after_forward(self, gate: BaseGate, args: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+        if gate.tape is not self:  # a repeated forward
+            return
         kept = output[0]
         selected = kept if self.selected is None else self.selected
         self.choices.append(Choices(selected.detach(), kept.detach()))
@@ -84,14 +90,18 @@ class _Recorder:
 
 
 class _Player:
-    def __init__(self, choices):
+    def __init__(self, choices: list[Choices]) -> None:
         self.choices = choices
         self.num_played = 0
 
-    def choose(self, pick):
+    def choose(self, pick: Callable[[], torch.Tensor]) -> torch.Tensor:
         return self._current.selected
 
-    def after_forward(self, gate, args, output):
+    def after_forward(
+        self, gate: BaseGate, args: tuple[Any, ...], output: tuple[torch.Tensor, ...]
+    ) -> tuple[torch.Tensor, ...] | None:
+        if gate.tape is not self:  # a repeated forward
+            return None
         kept = self._current.kept
         if kept.shape[0] != output[0].shape[0]:
             raise ValueError(
@@ -101,5 +111,5 @@ class _Player:
         return (kept.to(output[0].device), *output[1:])
 
     @property
-    def _current(self):
+    def _current(self) -> Choices:
         return self.choices[self.num_played % len(self.choices)]

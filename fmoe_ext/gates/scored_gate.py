@@ -1,10 +1,13 @@
+from typing import Any
+
 import torch
 
-from fmoe_ext.gates.base_gate import OneRank, weights_of
+from fmoe_ext.gates.base_gate import OneRank, Ranks, weights_of
 from fmoe_ext.gates.capacity import DROP_POLICIES, drop_over_capacity, expert_capacity
 from fmoe_ext.gates.groups import Groups
 from fmoe_ext.gates.losses import balance_loss, sequence_balance_loss, z_loss
 from fmoe_ext.gates.naive_gate import NaiveGate
+from fmoe_ext.tokens import current_batch
 
 BALANCE_LOSSES = ("global", "sequence", None)
 
@@ -28,26 +31,26 @@ class ScoredGate(NaiveGate):
 
     def __init__(
         self,
-        d_model,
-        num_expert,
-        world_size,
-        top_k=2,
-        gate_bias=True,
+        d_model: int,
+        num_expert: int,
+        world_size: int,
+        top_k: int = 2,
+        gate_bias: bool = True,
         *,
-        normalize=True,
-        scale=1.0,
-        num_groups=1,
-        topk_groups=1,
-        group_best=None,
-        balance_loss="global",
-        balance_weight=1.0,
-        seq_len=None,
-        z_weight=0.0,
-        jitter=0.0,
-        capacity_factor=None,
-        drop_policy="position",
-        ranks=None,
-    ):
+        normalize: bool = True,
+        scale: float = 1.0,
+        num_groups: int = 1,
+        topk_groups: int = 1,
+        group_best: int | None = None,
+        balance_loss: str | None = "global",
+        balance_weight: float = 1.0,
+        seq_len: int | None = None,
+        z_weight: float = 0.0,
+        jitter: float = 0.0,
+        capacity_factor: float | None = None,
+        drop_policy: str = "position",
+        ranks: Ranks | None = None,
+    ) -> None:
         super().__init__(d_model, num_expert, world_size, top_k, gate_bias, normalize=normalize)
         if balance_loss not in BALANCE_LOSSES:
             raise ValueError(f"balance_loss must be one of {BALANCE_LOSSES}, but got {balance_loss!r}")
@@ -78,9 +81,9 @@ class ScoredGate(NaiveGate):
         self.jitter = jitter
         self.capacity_factor = capacity_factor
         self.drop_policy = drop_policy
-        self.ranks = OneRank() if ranks is None else ranks
+        self.ranks: Ranks = OneRank() if ranks is None else ranks
 
-    def _check_groups(self, num_groups, topk_groups):
+    def _check_groups(self, num_groups: int, topk_groups: int) -> None:
         if num_groups < 1 or self.tot_expert % num_groups != 0:
             raise ValueError(f"num_groups must divide the {self.tot_expert} experts, but got {num_groups}")
         if not 1 <= topk_groups <= num_groups:
@@ -94,7 +97,7 @@ class ScoredGate(NaiveGate):
                 f"but got {self.top_k}"
             )
 
-    def forward(self, inp, return_all_scores=False):
+    def forward(self, inp: torch.Tensor, return_all_scores: bool = False) -> tuple[torch.Tensor, ...]:
         """As NaiveGate.forward, with -1 for choices over the capacity."""
         logits = self.logits(self._jittered(inp))
         chosen, topk_weights = self.select(logits)
@@ -126,22 +129,22 @@ class ScoredGate(NaiveGate):
         options = (self.score, self.normalize, self.scale)
         groups = Groups(self.num_groups, self.topk_groups, self.group_best)
         if groups.fit_topk_gate(self.score, biased=bias is not None):
-            counts = {"num_groups": self.num_groups, "topk_groups": self.topk_groups}
+            counts: dict[str, Any] = {"num_groups": self.num_groups, "topk_groups": self.topk_groups}
             return self.topk(logits, self.top_k, *options, bias=bias, **counts)
         topk_idx = self.choose(
             lambda: groups.choose(logits.detach(), self.top_k, self.score, self.normalize, bias)
         )
         return topk_idx, weights_of(logits, topk_idx, *options)
 
-    def probabilities(self, logits):
+    def probabilities(self, logits: torch.Tensor) -> torch.Tensor:
         """The scores of all experts [T, E], divided by their sum: what the balance loss averages."""
         return logits.softmax(-1)
 
-    def balance_choices(self, logits, topk_idx):
+    def balance_choices(self, logits: torch.Tensor, topk_idx: torch.Tensor) -> torch.Tensor:
         """The choices [T, K] that the balance losses count."""
         return topk_idx
 
-    def _jittered(self, inp):
+    def _jittered(self, inp: torch.Tensor) -> torch.Tensor:
         if not self.training or self.jitter == 0 or not isinstance(inp, torch.Tensor):
             return inp
         wide = inp.to(torch.promote_types(inp.dtype, torch.float32))
@@ -158,10 +161,13 @@ class ScoredGate(NaiveGate):
     def _balance(self, probabilities: torch.Tensor, choices: torch.Tensor) -> torch.Tensor:
         if self.balance_loss == "global":
             return balance_loss(probabilities, choices, self.ranks) * self.balance_weight
-        per_sequence = sequence_balance_loss(probabilities, choices, self.seq_len, self.ranks)
+        sequences = current_batch().sequences_of(self.seq_len)
+        per_sequence = sequence_balance_loss(
+            probabilities, choices, self.seq_len, self.ranks, sequences=sequences
+        )
         return per_sequence * self.balance_weight
 
-    def _drop_over_capacity(self, topk_idx, topk_weights):
+    def _drop_over_capacity(self, topk_idx: torch.Tensor, topk_weights: torch.Tensor) -> torch.Tensor:
         if self.capacity_factor is None:
             return topk_idx
         num_tokens = self.ranks.num_tokens(topk_idx.shape[0])

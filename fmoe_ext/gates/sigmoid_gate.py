@@ -7,6 +7,7 @@ from torch import nn
 from fmoe_ext import ops
 from fmoe_ext.gates.optimizer_step import AfterOptimizerStep
 from fmoe_ext.gates.scored_gate import ScoredGate
+from fmoe_ext.recompute import is_counted
 
 FORWARDS_BEFORE_WARNING = 1000
 
@@ -30,8 +31,7 @@ class SigmoidGate(ScoredGate):
     arguments: ScoredGate.
 
     expert_bias [E] is a buffer (`e_score_correction_bias` of the published checkpoints), pending_load [E] the choices
-    counted in training since the last update. Forwards repeated by activation checkpointing count twice, which does
-    not change the direction of the update.
+    counted in training since the last update. Forwards that activation checkpointing repeats count once.
     """
 
     score = "sigmoid"
@@ -40,16 +40,16 @@ class SigmoidGate(ScoredGate):
 
     def __init__(
         self,
-        d_model,
-        num_expert,
-        world_size,
-        top_k=2,
-        gate_bias=True,
+        d_model: int,
+        num_expert: int,
+        world_size: int,
+        top_k: int = 2,
+        gate_bias: bool = True,
         *,
-        bias_update_speed=1e-3,
-        balance_loss=None,
-        **options,
-    ):
+        bias_update_speed: float = 1e-3,
+        balance_loss: str | None = None,
+        **options: Any,
+    ) -> None:
         super().__init__(
             d_model, num_expert, world_size, top_k, gate_bias, balance_loss=balance_loss, **options
         )
@@ -83,7 +83,7 @@ class SigmoidGate(ScoredGate):
 
     def select(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         topk_idx, topk_weights = self._select(logits, self.expert_bias.to(logits.dtype))
-        if self.training:
+        if self.training and is_counted():
             self.pending_load += ops.count_tokens(topk_idx, self.tot_expert)
             if not torch.compiler.is_compiling():
                 self._notice_missing_updates(topk_idx.numel())

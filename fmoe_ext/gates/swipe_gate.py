@@ -1,7 +1,7 @@
 import torch
 
 from fmoe_ext import ops
-from fmoe_ext.gates.base_gate import OneRank, weights_of
+from fmoe_ext.gates.base_gate import OneRank, Ranks, weights_of
 from fmoe_ext.gates.naive_gate import NaiveGate
 
 
@@ -15,11 +15,20 @@ class SwipeGate(NaiveGate):
     several only if it is told the parts of its batch, through ranks=.
     """
 
-    def __init__(self, d_model, num_expert, world_size, top_k=2, gate_bias=True, *, ranks=None):
+    def __init__(
+        self,
+        d_model: int,
+        num_expert: int,
+        world_size: int,
+        top_k: int = 2,
+        gate_bias: bool = True,
+        *,
+        ranks: Ranks | None = None,
+    ) -> None:
         super().__init__(d_model, num_expert, world_size, top_k, gate_bias)
-        self.ranks = OneRank() if ranks is None else ranks
+        self.ranks: Ranks = OneRank() if ranks is None else ranks
 
-    def forward(self, inp, return_all_scores=False):
+    def forward(self, inp: torch.Tensor, return_all_scores: bool = False) -> tuple[torch.Tensor, ...]:
         """As NaiveGate.forward; a token may have the same expert twice."""
         if not self.training or self.world_size == 1:
             return super().forward(inp, return_all_scores)
@@ -29,7 +38,7 @@ class SwipeGate(NaiveGate):
         self.set_loss(logits.new_zeros(1), constant=True)
         return (topk_idx, topk_weights, logits) if return_all_scores else (topk_idx, topk_weights)
 
-    def _swipe(self, topk_idx):
+    def _swipe(self, topk_idx: torch.Tensor) -> torch.Tensor:
         sizes = [part.shape[0] for part in self.ranks.gather(topk_idx)]
         if len(sizes) != self.world_size:
             raise RuntimeError(
@@ -42,7 +51,9 @@ class SwipeGate(NaiveGate):
             columns.append(column)
         return torch.stack(columns, dim=1)
 
-    def swipe_once(self, idx, capacity, bias):
+    def swipe_once(
+        self, idx: torch.Tensor, capacity: torch.Tensor, bias: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Admits one choice of every token: idx [T], capacity [ranks] -> idx [T], the capacity that is left.
 
         capacity may be a scalar, the room of this rank; so is what is left then.

@@ -1,6 +1,8 @@
+from collections.abc import Sequence
+
 import torch
 
-from fmoe_ext.gates.base_gate import OneRank
+from fmoe_ext.gates.base_gate import OneRank, Ranks
 from fmoe_ext.gates.capacity import expert_capacity
 from fmoe_ext.gates.losses import balance_loss, sum_over_ranks
 from fmoe_ext.gates.naive_gate import NaiveGate
@@ -20,18 +22,18 @@ class SwitchGate(NaiveGate):
 
     def __init__(
         self,
-        d_model,
-        num_expert,
-        world_size,
-        topk=1,
-        switch_eps=0.1,
-        capacity=(1.2, 2.4),
-        gate_bias=True,
+        d_model: int,
+        num_expert: int,
+        world_size: int,
+        topk: int = 1,
+        switch_eps: float = 0.1,
+        capacity: Sequence[float] | None = (1.2, 2.4),
+        gate_bias: bool = True,
         *,
-        additive_noise=False,
-        fastmoe_loss=False,
-        ranks=None,
-    ):
+        additive_noise: bool = False,
+        fastmoe_loss: bool = False,
+        ranks: Ranks | None = None,
+    ) -> None:
         super().__init__(d_model, num_expert, world_size, topk, gate_bias=gate_bias, normalize=False)
         if capacity is not None and (len(capacity) != 2 or min(capacity) <= 0):
             raise ValueError(
@@ -41,9 +43,9 @@ class SwitchGate(NaiveGate):
         self.capacity = capacity
         self.additive_noise = additive_noise
         self.fastmoe_loss = fastmoe_loss
-        self.ranks = OneRank() if ranks is None else ranks
+        self.ranks: Ranks = OneRank() if ranks is None else ranks
 
-    def forward(self, inp, return_all_scores=False):
+    def forward(self, inp: torch.Tensor, return_all_scores: bool = False) -> tuple[torch.Tensor, ...]:
         """As NaiveGate.forward; the weights are probabilities among all experts."""
         logits = self._noisy_logits(inp)
         chosen, topk_weights = self.topk(logits, self.top_k, normalize=False)
@@ -57,7 +59,7 @@ class SwitchGate(NaiveGate):
             return topk_idx, topk_weights, logits
         return topk_idx, topk_weights
 
-    def _noisy_logits(self, inp):
+    def _noisy_logits(self, inp: torch.Tensor) -> torch.Tensor:
         if not self.training or self.switch_eps == 0:
             return self.logits(inp)
         if self.additive_noise:
@@ -66,10 +68,10 @@ class SwitchGate(NaiveGate):
         wide = inp.to(torch.promote_types(inp.dtype, torch.float32))
         return self.logits(wide * self._noise(wide))
 
-    def _noise(self, like):
+    def _noise(self, like: torch.Tensor) -> torch.Tensor:
         return torch.rand_like(like) * (2 * self.switch_eps) + (1 - self.switch_eps)
 
-    def _drop_over_capacity(self, topk_idx):
+    def _drop_over_capacity(self, topk_idx: torch.Tensor) -> torch.Tensor:
         if self.capacity is None:
             return topk_idx
         factor = self.capacity[0 if self.training else 1]
@@ -77,7 +79,7 @@ class SwitchGate(NaiveGate):
         capacity = expert_capacity(factor, num_tokens, self.top_k, self.tot_expert)
         return self.ranks.apply_capacity(topk_idx, self.tot_expert, capacity)
 
-    def _fastmoe_loss(self, probabilities, kept):
+    def _fastmoe_loss(self, probabilities: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
         num_choices, prob_sum, _ = sum_over_ranks(probabilities, kept, self.ranks)
         total = num_choices.sum().clamp(min=1)
         return self.tot_expert * torch.sum(num_choices / total * (prob_sum / total))

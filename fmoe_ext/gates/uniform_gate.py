@@ -12,11 +12,11 @@ class UniformGate(ScoredGate):
     `--moe-router-force-load-balancing` draws at random.) Arguments: ScoredGate; groups have no effect.
     """
 
-    def select(self, logits):
+    def select(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         topk_idx = self.choose(lambda: self._deal(logits))
         return topk_idx, weights_of(logits, topk_idx, self.score, self.normalize, self.scale)
 
-    def _deal(self, logits):
+    def _deal(self, logits: torch.Tensor) -> torch.Tensor:
         turn = torch.arange(logits.shape[0] * self.top_k, device=logits.device)
         turn = turn + self.ranks.first_token(logits.shape[0]) * self.top_k
         return (turn % self.tot_expert).view(-1, self.top_k)

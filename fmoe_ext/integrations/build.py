@@ -34,6 +34,7 @@ def build(target: Target, options: Options, num_targets: int) -> FMoETransformer
     gate = _gate(kwargs.pop("gate", None) or SoftmaxGate, target, num_targets)
     seed = _shared_seed(target, kwargs, (dense.d_model, d_hidden, num_expert, top_k))
     like = dense.w2 if dense.w2 is not None else _any_parameter(target)
+    assert dense.d_model is not None and dense.activation is not None
     with _seeded(like.device, seed), like.device:
         layer = FMoETransformerMLP(
             num_expert,

@@ -17,6 +17,7 @@ from fmoe_ext.integrations import huggingface_dense, huggingface_record, plain
 from fmoe_ext.integrations.build import build
 from fmoe_ext.integrations.megatron import core as megatron_core
 from fmoe_ext.integrations.megatron import legacy as megatron_legacy
+from fmoe_ext.integrations.padding import heed_attention_masks
 from fmoe_ext.integrations.target import Options, Target
 from fmoe_ext.layers import FMoE
 from fmoe_ext.transformer import FMoETransformerMLP
@@ -126,6 +127,8 @@ def fmoefy(
       the given model, for instance by megatron.core.dist_checkpointing; done before its MLPs are read.
     megatron_version: for Megatron-LM, found out if None. moe_kwargs: other arguments of FMoETransformerMLP.
 
+    Transformers models tell their layers which tokens attention_mask leaves out: these reach no gate, expert or loss.
+
     The balance loss stays with the gates: add weight * fmoe_ext.gates.total_loss(model) to the loss, in a Trainer by
     overriding compute_loss. A Transformers model is saved by save_pretrained and loaded by
     fmoe_ext.integrations.huggingface.from_pretrained; to load another saved state dict, fmoefy a model of the dense
@@ -214,6 +217,7 @@ def replace(model: Any, kind: str, targets: Sequence[Target], options: Options) 
         module.train(getattr(target.parent, target.attribute).training)
         _put(model, target, module)
         target.finish()
+    heed_attention_masks(model)
     huggingface_record.note(model, kind, targets, layers, options)
     after = _count(model) + sum((moe.world_size - 1) * _count(moe.experts) for moe in layers)
     idle = sum((moe.num_experts - moe.top_k) * (_count(moe.experts) // moe.num_expert) for moe in layers)

@@ -67,8 +67,10 @@ def fill_from_dense(
     Expert e holds hidden units number (e % split) of split equal parts, its second matrix being split times as large:
     K choices with one sum of weights that hold every part equally often give the dense output. The gate starts with
     equal scores for the split experts of a part, so that they are chosen together; equal scores go by number, and the
-    numbers of such a group follow each other. Training tells them apart.
+    numbers of such a group follow each other. Training tells them apart. Shared experts begin with zero results.
     """
+    if layer.shared_experts is not None:  # adds nothing at first
+        layer.shared_experts.begin_with_zero()
     size = dense.d_hidden // split
     scale = split / total_weight(layer.gate)
     w1, b1, w2, b2 = layer.experts.weights

@@ -38,7 +38,7 @@ from fmoe_ext.ops.grouped_gemm import grouped_gemm, grouped_gemm_ref  # noqa: E4
 from fmoe_ext.ops.main_grad import MainGrad  # noqa: E402
 from fmoe_ext.ops.permute import permute, permute_ref, unpermute, unpermute_ref  # noqa: E402
 from fmoe_ext.ops.sort_tokens import SortedTokens, sort_tokens, sort_tokens_ref  # noqa: E402
-from fmoe_ext.ops.topk_gate import topk_gate, topk_gate_ref  # noqa: E402
+from fmoe_ext.ops.topk_gate import topk_gate, topk_gate_again, topk_gate_ref  # noqa: E402
 
 if cuda_module_missing is None:
     gpu_kernels.SELECTION.prepare()
@@ -70,6 +70,7 @@ __all__ = [
     "sort_tokens",
     "sort_tokens_ref",
     "topk_gate",
+    "topk_gate_again",
     "topk_gate_ref",
     "unpermute",
     "unpermute_ref",

@@ -116,7 +116,7 @@ def expert_mlp_ref(
     return (y[inverse.clamp(min=0).long()] * (inverse >= 0)[..., None]).sum(1)
 
 
-_RANKS = dict(x=2, row_idx=1, inverse=2, offs=1, w1=3, w2=3)
+_RANKS = MappingProxyType({"x": 2, "row_idx": 1, "inverse": 2, "offs": 1, "w1": 3, "w2": 3})
 
 
 @register_fake("fmoe_ext::expert_mlp", **_RANKS)

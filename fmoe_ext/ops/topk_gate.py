@@ -42,6 +42,27 @@ def topk_gate(
     )
 
 
+@reverse_mode_only
+def topk_gate_again(
+    logits: torch.Tensor,
+    topk_idx: torch.Tensor,
+    score: str = "softmax",
+    normalize: bool = True,
+    bias: torch.Tensor | None = None,
+    num_groups: int = 1,
+    topk_groups: int = 1,
+    scale: float = 1.0,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """topk_gate, but with the choices of an earlier call, whatever these logits prefer; it keeps the same tensors.
+
+    For forwards that activation checkpointing repeats. topk_idx [T, K] int64 without -1; other arguments: topk_gate
+    -> topk_idx, topk_weights [T, K]; a token that would choose the same has the weights of topk_gate to the bit.
+    """
+    options = (score, normalize, bias, num_groups, topk_groups, scale)
+    now = topk_gate(logits.detach(), topk_idx.shape[1], *options)
+    return topk_idx, _WeightsOfChoices.apply(logits, topk_idx, now, score, normalize, scale)
+
+
 def topk_gate_ref(
     logits: torch.Tensor,
     top_k: int,
@@ -122,6 +143,28 @@ def _backward(ctx: Any, _: None, grad_weights: torch.Tensor) -> tuple[Any, ...]:
         grad_weights, logits, topk_idx, topk_weights, ctx.score, ctx.normalize, ctx.scale
     )
     return grad_logits, None, None, None, None, None, None, None
+
+
+class _WeightsOfChoices(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        logits: torch.Tensor,
+        topk_idx: torch.Tensor,
+        now: tuple[torch.Tensor, torch.Tensor],
+        score: str,
+        normalize: bool,
+        scale: float,
+    ) -> torch.Tensor:
+        is_same = (now[0] == topk_idx).all(1, keepdim=True)
+        topk_weights = torch.where(is_same, now[1], weights_ref(logits, topk_idx, score, normalize, scale))
+        ctx.score, ctx.normalize, ctx.scale = SCORES.index(score), normalize, scale
+        ctx.save_for_backward(logits, topk_idx, topk_weights)
+        return topk_weights
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
+        return _backward(ctx, None, grads[0])[0], None, None, None, None, None
 
 
 def _backward_setup(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:

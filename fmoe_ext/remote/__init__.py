@@ -13,6 +13,7 @@ from fmoe_ext.remote.client.client import Client, Settings
 from fmoe_ext.remote.client.expert import RemoteExpert
 from fmoe_ext.remote.client.experts import LiveGate, RemoteExperts
 from fmoe_ext.remote.client.moe import RemoteMixtureOfExperts, RemoteSwitchMixtureOfExperts
+from fmoe_ext.remote.dht import DHT
 from fmoe_ext.remote.directory import Directory
 from fmoe_ext.remote.discovery import Discovery, DiscoveryError, ExpertRecord, StaticList
 from fmoe_ext.remote.errors import (
@@ -31,6 +32,7 @@ from fmoe_ext.remote.server.host import Training
 from fmoe_ext.remote.server.server import DeclaredExperts, Options, Server
 
 __all__ = [
+    "DHT",
     "Auditor",
     "Busy",
     "CallTimeout",

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from fmoe_ext.remote.discovery import Discovery, ExpertRecord, check_prefix
+from fmoe_ext.remote.discovery import Discovery, DiscoveryError, ExpertRecord, check_prefix
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ async def beam_search(
     beam_prefix = torch.zeros(num_tokens, 1, dtype=torch.int64)  # [T, B] into prefixes; -1: none
     beam_score = torch.zeros(num_tokens, 1, dtype=scores[0].dtype)
     for axis in scores:
-        live = await discovery.successors(prefixes, timeout=deadline - time.monotonic())
+        live = await discovery.successors(prefixes, timeout=_left(deadline, prefix, timeout))
         alive = torch.zeros(len(prefixes) + 1, axis.shape[1], dtype=torch.bool)  # the last row: no prefix
         for n, name in enumerate(prefixes):
             alive[n, [place for place in live[name] if place < axis.shape[1]]] = True
@@ -49,8 +49,16 @@ async def beam_search(
         beam_score = best.values
         used, beam_prefix = _number(extended)
         prefixes = [f"{prefixes[code // axis.shape[1]]}.{code % axis.shape[1]}" for code in used]
-    records = await discovery.get(prefixes, timeout=deadline - time.monotonic())
+    records = await discovery.get(prefixes, timeout=_left(deadline, prefix, timeout))
     return _drop_dead(records, beam_prefix)
+
+
+def _left(deadline: float, prefix: str, timeout: float) -> float:
+    """Seconds until a deadline; DiscoveryError once it has passed."""
+    left = deadline - time.monotonic()
+    if left <= 0:
+        raise DiscoveryError(f"the search below {prefix} was not done within {timeout:.3g} s")
+    return left
 
 
 def _number(codes: torch.Tensor) -> tuple[list[int], torch.Tensor]:

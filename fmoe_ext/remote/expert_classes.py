@@ -27,6 +27,7 @@ class StackedFfn(nn.Module):
         for linear in (self.mlp.htoh4, self.mlp.h4toh):  # as nn.Linear would start
             bound = linear.in_feat**-0.5
             nn.init.uniform_(linear.weight, -bound, bound)
+            assert linear.bias is not None
             nn.init.uniform_(linear.bias, -bound, bound)
         self.norm_weight = nn.Parameter(torch.ones(num_experts, hidden_dim))
         self.norm_bias = nn.Parameter(torch.zeros(num_experts, hidden_dim))

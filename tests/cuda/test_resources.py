@@ -1,13 +1,9 @@
 """The committed table of kernel resources: current, without spills; recompiled where nvcc is at hand."""
 
 import shutil
-import sys
-from pathlib import Path
 
-import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
 import machine_code
+import pytest
 import resources
 
 needs_nvcc = pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc was not found")

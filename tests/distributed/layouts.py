@@ -107,9 +107,8 @@ def local_model(groups, dtype, experts="fused", **options):
         expert_dp_comm="moe",
         **options,
     )
-    full = fill(
-        Model(E, experts=experts, gate=options.get("gate", NaiveGate), top_k=options.get("top_k", K)), dtype
-    )
+    whole = {name: options[name] for name in ("gate", "top_k", "shared_expert_hidden") if name in options}
+    full = fill(Model(E, experts=experts, **whole), dtype)
     held = [local_part(n, v, rank, size, experts) for n, v in full.state_dict().items()]
     model.to(dtype).load_state_dict({n: v for n, v in held if n is not None})
     return model
@@ -185,16 +184,19 @@ def assert_equal_training(rows, steps=3, ep=2, slice_=1, tolerance=1e-12, option
     """In float64: losses, norms and every gradient of every step, and with them the parameters."""
     options = options or {}
     expected = one_process(rows, torch.float64, steps, **options)
-    history, rank, size = in_layout(
-        rows, torch.float64, steps, ep, slice_, **options, **(layout_options or {})
-    )
+    history = in_layout(rows, torch.float64, steps, ep, slice_, **options, **(layout_options or {}))
+    assert_equal_histories(expected, *history, tolerance, options.get("experts", "fused"))
+
+
+def assert_equal_histories(expected, history, rank, size, tolerance=1e-12, experts="fused"):
+    """What one_process() and in_layout() returned."""
     for step, (ours, theirs) in enumerate(zip(history, expected, strict=True)):
         for name, a, b in (("loss", ours[0], theirs[0]), ("norm", ours[1], theirs[1])):
             error = (a - b).abs() / b.abs().clamp(min=1e-300)
             assert error <= tolerance * 10, f"step {step}: {name} {a} instead of {b}"
         scale = max(g.abs().max() for g in theirs[2].values())
         for name, full in theirs[2].items():
-            name, value = local_part(name, full, rank, size, options.get("experts", "fused"))
+            name, value = local_part(name, full, rank, size, experts)
             if name is not None:
                 error = (ours[2][name] - value).abs().max() / scale
                 assert error <= tolerance, f"step {step}: gradient of {name} is off by {error:.2e}"

@@ -1,17 +1,13 @@
 """Megatron-core with experts, in layouts of gloo processes, against one process."""
 
 import multiprocessing
-import sys
-from pathlib import Path
 
+import megatron_layouts as layouts
 import pytest
 import torch
+from on_cpu import megatron_on_cpu
 
 from fmoe_ext.gates import SoftmaxGate
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "integrations"))
-import megatron_layouts as layouts
-from on_cpu import megatron_on_cpu
 
 pytest.importorskip("megatron.core", reason="pip install megatron-core")
 STEPS = 3

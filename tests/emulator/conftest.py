@@ -1,11 +1,6 @@
-import sys
-from pathlib import Path
-
+import emu_build
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parent))
-import emu_build
 
 
 @pytest.fixture(autouse=True)

@@ -38,6 +38,7 @@ uint4 ld_shared16(uint32_t address) {
   if (copy_in_flight(l.cta, l.offset, 16))
     fail("ld.shared reads %s during an asynchronous copy", place(l.cta, l.offset).c_str());
   note_read(self(), l.pointer(), 16);
+  check_lane_order(l, false, self(), "ld.shared");
   note_generic_read(l.cta, l.offset, 16, self());
   uint4 v;
   copy_bytes(&v, l.pointer(), 16);
@@ -114,6 +115,16 @@ void note_generic_read(Cta* cta, uint32_t offset, uint32_t bytes, Fiber* reader)
     c.read = machine.clock;
     c.reader = reader;
   });
+}
+// Of one warp: an access to what another lane wrote, or overwriting what it read, since they last met.
+void check_lane_order(const Location& l, bool write, Fiber* who, const char* what) {
+  const Chunk& c = l.cta->chunks[l.offset / 16];
+  const auto unordered = [&](uint64_t time, const Fiber* other) {
+    return time > who->ordered && other && other != who && other->warp == who->warp;
+  };
+  if (unordered(c.written, c.copied ? nullptr : c.writer) || (write && unordered(c.read, c.reader)))
+    fail("%s touches %s, which another lane of the warp used without __syncwarp in between", what,
+         place(l.cta, l.offset).c_str());
 }
 bool used_without_fence(Cta* cta, uint32_t offset, uint64_t overwriter_fence) {
   const Chunk& c = cta->chunks[offset / 16];

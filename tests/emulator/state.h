@@ -134,6 +134,7 @@ struct Fiber : Thread {
   uint64_t wgmma_next = 0, wgmma_commits = 0;
   bool wgmma_fenced = false;
   uint64_t proxy_fence = 0;  // time of the last fence.proxy.async
+  uint64_t ordered = 0;      // time of the last barrier or wait that orders it after other lanes
   bool converged = false;    // with its warp: nothing came after the last operation of the whole warp
 
   void* asan_fake_stack = nullptr;
@@ -227,6 +228,7 @@ void note_generic_write(Cta*, uint32_t offset, uint32_t bytes, Fiber* writer, bo
 void note_async_write(Cta*, uint32_t offset, uint32_t bytes);
 void note_generic_read(Cta*, uint32_t offset, uint32_t bytes, Fiber* reader);
 bool written_without_fence(Cta*, uint32_t offset, uint64_t reader_fence);
+void check_lane_order(const Location&, bool write, Fiber* who, const char* what);
 bool used_without_fence(Cta*, uint32_t offset, uint64_t overwriter_fence);  // written or read
 void check_async_destination(Cta*, uint32_t offset, uint32_t bytes, const char* who);
 uint32_t swizzle(uint32_t address, uint32_t span);

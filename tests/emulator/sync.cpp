@@ -48,6 +48,7 @@ void bar_sync(int id, int num_threads) {
   finish_barrier(cta, id);  // the last arrival wakes everybody, itself included
   block(Wait::barrier, id);
   acquire(f, token);
+  f->ordered = machine.clock;
 }
 
 Mbarrier& mbarrier_at(Location l) {
@@ -110,6 +111,7 @@ void mbar_init(uint32_t bar, uint32_t count) {
   Inside inside;
   Location l = locate(bar, 8, 8);
   if (count == 0 || count > 0xfffff) fail("mbarrier.init with count %u", count);
+  self()->converged = false;
   const uint64_t word = kMbarrierMagic | l.offset;
   asan_unpoison(l.pointer(), 8);
   std::memcpy(l.pointer(), &word, sizeof word);
@@ -139,6 +141,7 @@ void mbar_wait(uint32_t bar, uint32_t parity) {
   }
   Mbarrier& m = mbarrier_at(l);
   acquire(self(), &m.tokens[(m.phase - 1) % kPhases]);
+  self()->ordered = machine.clock;
 }
 
 void finish_cluster_barrier(Cluster* cluster) {

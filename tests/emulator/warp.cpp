@@ -82,6 +82,7 @@ void move_matrices(Warp* warp, WarpOp& op) {
       Fiber* owner = warp->lane[q * 8 + r];
       if (copy_in_flight(l.cta, l.offset, 16) || (store && store_reading(l.cta, l.offset, 16)))
         fail("%s touches %s during an asynchronous copy", op.what, place(l.cta, l.offset).c_str());
+      check_lane_order(l, store, owner, op.what);
       if (store) {
         note_write(owner, l.pointer(), 16);
         note_generic_write(l.cta, l.offset, 16, owner);
@@ -199,7 +200,10 @@ Operand collective(WarpOpKind kind, uint32_t mask, const Operand& operand, const
     });
     std::erase_if(warp->ops, [&](auto& other) { return other.get() == &op; });
   }
-  if (orders_memory) acquire(f, token);
+  if (orders_memory) {
+    acquire(f, token);
+    f->ordered = machine.clock;
+  }
   f->converged = mask == ~0u;
   return f->result;
 }

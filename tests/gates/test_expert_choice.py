@@ -70,6 +70,7 @@ def test_no_tokens():
     assert topk_idx.shape == topk_weights.shape == (0, E)
 
 
+@pytest.mark.bad_indices
 def test_rejects():
     with pytest.raises(ValueError, match="capacity_factor must be positive, but got 0"):
         gate_and_tokens(capacity_factor=0)

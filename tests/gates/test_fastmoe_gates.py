@@ -233,6 +233,7 @@ def test_faster_gate_defaults_come_from_the_environment(monkeypatch):
     assert gate.outgoing_fraction == 0.5
 
 
+@pytest.mark.bad_indices
 def test_rejects():
     with pytest.raises(
         ValueError, match=r"node_rank must be in \[0, 1\).*got 2; FMoE passes it only through"

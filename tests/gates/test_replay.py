@@ -107,6 +107,7 @@ def test_choices_made_elsewhere():
     assert x.grad.isfinite().all()
 
 
+@pytest.mark.bad_indices
 def test_rejects():
     gate = SwitchGate(D, E, 1).double()
     replay = RoutingReplay(gate)

@@ -208,6 +208,7 @@ def test_gradients_of_weights_and_loss(cls):
     assert torch.autograd.gradcheck(both, (x, weight))
 
 
+@pytest.mark.bad_indices
 def test_rejects():
     for options, message in {
         "num_groups": ({"num_groups": 3}, "num_groups must divide the 8 experts, but got 3"),

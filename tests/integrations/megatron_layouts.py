@@ -1,13 +1,8 @@
 """One GPT of Megatron-core in any layout of processes: parameters and gradients by their global names and places."""
 
-import sys
-from pathlib import Path
-
 import torch
 import torch.distributed as dist
 from torch import nn
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples/megatron"))
 
 VOCAB, SEQ_LEN, D, LAYERS, EXPERTS = 32, 6, 16, 4, 4
 MICROBATCHES, MICROBATCH = 4, 4  # of all data-parallel ranks together

@@ -5,12 +5,11 @@ import sys
 import sysconfig
 from pathlib import Path
 
+import emu_build  # it knows where cuda.h is
 import pytest
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
-sys.path.insert(0, str(ROOT / "tests" / "emulator"))
-import emu_build  # noqa: E402  (it knows where cuda.h is)
 
 PREAMBLE = """
 import ctypes, sys, time

@@ -287,6 +287,7 @@ OPERATORS = (
 )
 
 
+@pytest.mark.bad_indices
 @pytest.mark.parametrize("operator", OPERATORS, ids=lambda operator: operator.__name__)
 def test_broken_argument(operator):
     @EXAMPLES

@@ -6,20 +6,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fmoe_ext import ops
+from tests.ops import instruction_sets
 from tests.ops.fuzz import EXAMPLES, FLOATS, choices, generator, layouts, restride, seeds
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-ISAS = ["portable", "avx2", "avx512", "avx512_bf16"]
 ROUNDINGS = 24  # units in the last place that a result may be off, in parts of its largest element
 
 widths = st.integers(0, 40)
-isas = st.sampled_from(ISAS)
+isas = st.sampled_from(instruction_sets.ISAS)
 
 
 @pytest.fixture(autouse=True)
 def best_isa():
-    yield
-    torch.ops.fmoe_ext._set_cpu_isa(ISAS[-1])
+    with instruction_sets.restored():
+        yield
 
 
 def compare(names, ours, truth, plain):

@@ -5,7 +5,7 @@ import torch
 
 from fmoe_ext.ops import MainGrad, expert_mlp, expert_mlp_ref, grouped_gemm, grouped_gemm_ref
 from fmoe_ext.testing import assert_close
-from tests.ops.test_expert_mlp import DTYPES, SWIGLU, Problem, isa  # noqa: F401  (isa is a fixture)
+from tests.ops.test_expert_mlp import DTYPES, SWIGLU, Problem
 from tests.ops.test_grouped_gemm import make_inputs
 
 native = torch.ops.fmoe_ext
@@ -31,7 +31,7 @@ def gemm_step(weight, seed, **options):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("sizes", [(37, 29), (64, 48), (1, 3)], ids=str)
-def test_grouped_gemm_accumulates(isa, sizes, dtype):  # noqa: F811
+def test_grouped_gemm_accumulates(isa, sizes, dtype):
     """What is added is what would have been returned, before it is rounded; step for step."""
     weight = make_inputs(50, *sizes, OFFS, dtype)[1]
     fused, expected = parameter(weight), None

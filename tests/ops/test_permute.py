@@ -150,6 +150,7 @@ def test_opcheck():
     torch.library.opcheck(ops.unpermute_backward.default, (x, None, row_idx, inverse, None))
 
 
+@pytest.mark.bad_indices
 def test_rejects():
     row_idx, inverse = routing(4, 3, 5)
     x, y, w = torch.randn(4, 6), torch.randn(12, 6), torch.rand(4, 3)

@@ -7,7 +7,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fmoe_ext.ops import MainGrad, expert_mlp, grouped_gemm
-from tests.ops.test_expert_mlp import DTYPES, ISAS, Problem
+from tests.ops.test_expert_mlp import DTYPES, Problem
 from tests.ops.test_grouped_gemm import make_inputs
 
 
@@ -64,20 +64,12 @@ def test_expert_mlp_same_bits(shape, activation, combine, dtype):
     assert first == ["expert_mlp_backward_inputs"] and second == ["expert_mlp_backward_weights"]
 
 
-@pytest.mark.cpu("its instruction sets")
-@pytest.mark.parametrize("name", ISAS)
-def test_every_instruction_set(name):
-    if not torch.ops.fmoe_ext._set_cpu_isa(name):
-        pytest.skip(f"this processor has no {name}")
-    try:
-        for dtype in DTYPES:
-            forward, inputs, weights, grad = mlp(dtype=dtype)
-            _, halves, _, _ = in_two(forward, inputs, weights, grad)
-            whole = torch.autograd.grad(forward(), [*inputs, *weights], grad)
-            assert all(torch.equal(one, other) for one, other in zip(halves, whole, strict=True))
-    finally:
-        restore = [name for name in ISAS if torch.ops.fmoe_ext._set_cpu_isa(name)]
-        torch.ops.fmoe_ext._set_cpu_isa(restore[-1])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_instruction_set(isa, dtype):
+    forward, inputs, weights, grad = mlp(dtype=dtype)
+    _, halves, _, _ = in_two(forward, inputs, weights, grad)
+    whole = torch.autograd.grad(forward(), [*inputs, *weights], grad)
+    assert all(torch.equal(one, other) for one, other in zip(halves, whole, strict=True))
 
 
 @pytest.mark.parametrize("transposed", [False, True])

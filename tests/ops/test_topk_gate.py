@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from fmoe_ext.ops import topk_gate, topk_gate_ref
+from fmoe_ext.ops import topk_gate, topk_gate_again, topk_gate_ref
 from fmoe_ext.testing import assert_close, devices
 
 FLOATS = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
@@ -223,6 +223,7 @@ def test_compiled():
     assert all(map(torch.equal, *results))
 
 
+@pytest.mark.bad_indices
 def test_rejects():
     logits = torch.randn(4, 8)
     for top_k in (0, -1, 9):
@@ -252,3 +253,26 @@ def test_rejects():
     topk_idx[1, 0] = 8
     with pytest.raises(RuntimeError, match=r"topk_idx must be in \[0, 8\), but element 2 is 8"):
         torch.ops.fmoe_ext.topk_gate_backward(weights, logits, topk_idx, weights, 0, True, 1.0)
+
+
+@pytest.mark.parametrize("score", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("normalize", [True, False])
+def test_again_has_the_weights_of_the_same_choices_to_the_bit(score, normalize):
+    logits = torch.randn(50, 8, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    topk_idx, expected = topk_gate(logits, 3, score, normalize, scale=1.5)
+    weight = torch.randn(50, 3)
+    grad = torch.autograd.grad((expected * weight).sum(), logits)[0]
+    again, weights = topk_gate_again(logits, topk_idx, score, normalize, scale=1.5)
+    assert torch.equal(again, topk_idx)
+    assert torch.equal(weights, expected)
+    assert torch.equal(torch.autograd.grad((weights * weight).sum(), logits)[0], grad)
+
+
+def test_again_with_choices_that_the_logits_do_not_prefer():
+    logits = torch.randn(5, 6, dtype=torch.float64, requires_grad=True)
+    topk_idx = torch.tensor([[0, 5], [1, 2], [3, 0], [4, 1], [2, 5]])
+    weights = topk_gate_again(logits, topk_idx)[1]
+    expected = logits.gather(1, topk_idx).softmax(1)
+    torch.testing.assert_close(weights, expected, rtol=1e-12, atol=1e-14)
+    grads = [torch.autograd.grad(w[:, 0].square().sum(), logits)[0] for w in (weights, expected)]
+    torch.testing.assert_close(*grads, rtol=1e-12, atol=1e-14)

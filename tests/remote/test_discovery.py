@@ -5,16 +5,20 @@ import time
 import pytest
 
 from fmoe_ext.remote import loop
+from fmoe_ext.remote.dht import open_node
 from fmoe_ext.remote.discovery import DiscoveryError, StaticList, check_uid, prefixes_of
 from fmoe_ext.remote.etcd.discovery import EtcdDiscovery
 
 
-@pytest.fixture(params=["static", "etcd"])
+@pytest.fixture(params=["static", "dht", "etcd"])
 def pair(request):
     """Two faces of one directory, as two servers see it."""
     if request.param == "static":
         one = StaticList()
         two = one
+    elif request.param == "dht":
+        one = loop.run(open_node([], "127.0.0.1:0"), 10)
+        two = loop.run(open_node([f"127.0.0.1:{one.node.port}"], "127.0.0.1:0"), 10)
     else:
         endpoint = request.getfixturevalue("etcd")
         one, two = EtcdDiscovery(endpoint), EtcdDiscovery(endpoint)

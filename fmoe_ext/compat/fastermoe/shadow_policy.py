@@ -1,6 +1,7 @@
 """fmoe.fastermoe.shadow_policy: experts that all ranks copy, as bools [world_size * num_expert]."""
 
 import functools
+from collections.abc import Callable
 
 import torch
 
@@ -10,7 +11,15 @@ from fmoe_ext.ep.cost import Hardware, Layer
 from fmoe_ext.ep.shadowing import choose_shadows
 
 
-def global_policy(local_expert_count, _gec, num_expert, world_size, device, *, d_model=2048):
+def global_policy(
+    local_expert_count: torch.Tensor,
+    _gec: torch.Tensor,
+    num_expert: int,
+    world_size: int,
+    device: torch.device | str,
+    *,
+    d_model: int = 2048,
+) -> torch.Tensor:
     """The experts whose copies save more communication than they cost; none on one rank.
 
     By ep.shadowing.choose_shadows, from FMOE_FASTER_GLBPLC_NETBW (bytes a second), _GPUTP (FLOP a second), _ALPHA
@@ -30,12 +39,14 @@ def global_policy(local_expert_count, _gec, num_expert, world_size, device, *, d
     return shadows
 
 
-def no_shadow_policy(_lec, _gec, num_expert, world_size, device):
+def no_shadow_policy(
+    _lec: torch.Tensor, _gec: torch.Tensor, num_expert: int, world_size: int, device: torch.device | str
+) -> torch.Tensor:
     """No expert."""
     return torch.zeros(world_size * num_expert, dtype=torch.bool, device=device)
 
 
-def get_shadow_policy(d_model=None):
+def get_shadow_policy(d_model: int | None = None) -> Callable[..., torch.Tensor]:
     """global_policy, for d_model if given, if FMOE_FASTER_SHADOW_ENABLE is 1 or ON, otherwise no_shadow_policy."""
     if not switch_from_env("FMOE_FASTER_SHADOW_ENABLE"):
         return no_shadow_policy

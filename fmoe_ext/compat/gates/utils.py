@@ -1,11 +1,15 @@
 """fmoe.gates.utils."""
 
+import torch
+
 from fmoe_ext import ops
 from fmoe_ext.compat import _ranks
 from fmoe_ext.compat.functions import count_by_gate
 
 
-def limit_by_capacity(topk_idx, num_expert, world_size, capacity):
+def limit_by_capacity(
+    topk_idx: torch.Tensor, num_expert: int, world_size: int, capacity: int | torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Drops the choices over an expert's capacity, which earlier ranks and, in each, first choices use first.
 
     topk_idx [T, K] or [T], capacity: a number or one for each of the num_expert experts here

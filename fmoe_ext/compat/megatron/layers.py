@@ -17,28 +17,28 @@ from fmoe_ext.megatron.layers import megatron_init_method as _megatron_init_meth
 class MegatronMLP(_MegatronMLP):
     """fmoe_ext.megatron.MegatronMLP with the gates of this package, whose weights have the model's dtype."""
 
-    def __init__(self, args: Any, layer_idx: int, gate: Any = None):
+    def __init__(self, args: Any, layer_idx: int, gate: Any = None) -> None:
         if gate is None:
             ours = find_gate(args.balance_strategy or "naive")
-            gate = getattr(gates, ours.__name__, ours)
+            gate = getattr(gates, getattr(ours, "__name__", ""), ours)
         super().__init__(args, layer_idx, gate)
 
 
 class _FakeMegatronMLP(nn.Module):
     """A dense MLP with the interface of Megatron's: returns (output, bias)."""
 
-    def __init__(self, args, _):
+    def __init__(self, args: Any, _: Any) -> None:
         super().__init__()
         self.fc1 = nn.Linear(args.hidden_size, args.hidden_hidden_size)
         self.fc2 = nn.Linear(args.hidden_hidden_size, args.hidden_size)
 
-    def forward(self, x):
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         x = self.fc2(F.relu(self.fc1(x)))
         return x, torch.zeros_like(x)
 
 
 @torch.no_grad()
-def _random_init_weight(self, rng):
+def _random_init_weight(self, rng: Any) -> None:
     """kaiming_uniform(a=sqrt(5)) over one expert's weight, and its uniform bias, by a numpy generator."""
     fan_in = self.weight.shape[-1]
     bound = 1 / math.sqrt(fan_in)
@@ -48,14 +48,14 @@ def _random_init_weight(self, rng):
 
 
 def fmoefy(
-    model,
-    fmoe_num_experts=None,
-    distributed_experts=True,
-    hidden_hidden_size=None,
-    top_k=None,
-    gate=None,
-    megatron_version=None,
-):
+    model: nn.Module,
+    fmoe_num_experts: int | None = None,
+    distributed_experts: bool = True,
+    hidden_hidden_size: int | None = None,
+    top_k: int | None = None,
+    gate: Any = None,
+    megatron_version: str | None = None,
+) -> Any:
     """Replaces the MLPs of a model by MoE layers; the version of Megatron is detected if it is not given."""
     return _fmoefy(
         model,

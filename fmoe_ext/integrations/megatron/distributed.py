@@ -17,6 +17,8 @@ class DistributedDataParallel(DistributedGroupedDataParallel):
     Raises ValueError for Megatron's contiguous gradient buffers, which this does not use.
     """
 
+    module: Any
+
     def __init__(
         self,
         module: nn.Module,

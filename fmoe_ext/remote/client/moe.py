@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from fmoe_ext import ops
-from fmoe_ext.gates import OneWorker, balance_loss
+from fmoe_ext.gates import OneRank, balance_loss
 from fmoe_ext.remote import loop
 from fmoe_ext.remote.beam_search import Found, beam_search
 from fmoe_ext.remote.client.batch import MARGIN, Batch, Call
@@ -190,7 +190,7 @@ class RemoteSwitchMixtureOfExperts(RemoteMixtureOfExperts):
             noisy = x * (torch.rand_like(x) * (2 * self.jitter_eps) + (1 - self.jitter_eps))
         scores = self._scores(noisy)
         probabilities = [axis.softmax(-1) for axis in scores]
-        losses = [balance_loss(p, p.argmax(-1, keepdim=True), OneWorker()) for p in probabilities]
+        losses = [balance_loss(p, p.argmax(-1, keepdim=True), OneRank()) for p in probabilities]
         y = self._mix(x, scores)
         if self.k_best == 1:  # a softmax over one choice has no gradient: weigh by its probability
             best = torch.stack([p.amax(-1) for p in probabilities]).prod(0)

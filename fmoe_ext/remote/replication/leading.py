@@ -5,6 +5,7 @@ import logging
 import time
 from typing import TYPE_CHECKING
 
+from fmoe_ext.remote.discovery import DiscoveryError
 from fmoe_ext.remote.errors import RemoteError
 from fmoe_ext.remote.etcd import keys
 from fmoe_ext.remote.replication import messages
@@ -114,7 +115,7 @@ class Leading:
             written = await self.owner.registry.set_members(
                 replica.uid, replica.fence, keys.Members(members, replica.version)
             )
-        except Exception:
+        except DiscoveryError:
             written = False
         if not written:
             self.owner.server.metrics.add("fenced_total")

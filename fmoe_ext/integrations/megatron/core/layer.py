@@ -27,6 +27,8 @@ class MegatronCoreMLP(nn.Module):
     shared_experts, Megatron's own module, is added. In training the gate's loss times config.moe_aux_loss_coeff joins
     the backward through Megatron's MoEAuxLossAutoScaler, which has the scale of the main loss; gate_loss keeps its
     value. The loss is that of all tokens of a microbatch, on all data, context and tensor parallel ranks.
+    padding_mask [b, s], True for padding as Megatron has it: those tokens reach no gate, expert or loss, and get zero
+    (of the routed experts; Megatron computes them, but counts them in no loss).
     """
 
     def __init__(
@@ -39,6 +41,11 @@ class MegatronCoreMLP(nn.Module):
         layer_number: int | None = None,
     ):
         super().__init__()
+        if moe.shared_experts is not None:
+            raise ValueError(
+                "shared_expert_hidden= is not for Megatron's models: set moe_shared_expert_intermediate_size (and "
+                "moe_shared_expert_gate) in the config, whose shared experts are split over tensor-parallel ranks"
+            )
         self.moe = moe
         self.norm = norm
         self.shared_experts = shared_experts
@@ -111,22 +118,24 @@ class MegatronCoreMLP(nn.Module):
     def forward(
         self, hidden_states: Tensor, padding_mask: Tensor | None = None, **others: Any
     ) -> tuple[Tensor, None]:
-        for name, value in {"padding_mask": padding_mask, **others}.items():
+        for name, value in others.items():
             if value is not None:
-                raise ValueError(f"{name} is not supported: gates of fmoe_ext count every token")
+                raise ValueError(f"{name} is not supported")
         x = hidden_states if self.norm is None else self.norm(hidden_states)
-        output = self._with_gate_loss(self._routed(x))
+        valid = None if padding_mask is None else ~padding_mask.bool()  # [b, s]
+        num_tokens = x.shape[:-1].numel() if valid is None else valid.sum()
+        output = self._with_gate_loss(self._routed(x, valid), num_tokens)
         return (output if self.shared_experts is None else output + self.shared_experts(x)), None
 
-    def _routed(self, x: Tensor) -> Tensor:
+    def _routed(self, x: Tensor, valid: Tensor | None) -> Tensor:
         """x [s, b, h] -> [s, b, h]; a loss of each sequence has the gate see one sequence after the other."""
         if not self._balances_sequences:
-            return self.moe(x)
+            return self.moe(x, None if valid is None else valid.t())
         if isinstance(self.moe.gate, FromConfig):
             self.moe.gate.seq_len = x.shape[0]
-        return self.moe(x.transpose(0, 1)).transpose(0, 1)
+        return self.moe(x.transpose(0, 1), valid).transpose(0, 1)
 
-    def _with_gate_loss(self, output: Tensor) -> Tensor:
+    def _with_gate_loss(self, output: Tensor, num_tokens: int | Tensor) -> Tensor:
         gate_loss = self.moe.gate.get_loss()
         if gate_loss is None or not self.training or not torch.is_grad_enabled():
             return output
@@ -142,7 +151,7 @@ class MegatronCoreMLP(nn.Module):
             copies = self._groups.cp.size()
             if self.config.sequence_parallel:
                 copies *= self._groups.tp.size()
-            weight = weight * copies * output.shape[:-1].numel()
+            weight = weight * copies * num_tokens
         return MoEAuxLossAutoScaler.apply(output, gate_loss * weight)
 
     def _log(self, gate_loss: Tensor) -> None:

@@ -1,0 +1,201 @@
+"""How a model is trained, as the few functions that an audit calls in every layout."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.checkpoint import checkpoint
+
+from fmoe_ext.audit.cases import AuditError, Layout
+from fmoe_ext.distributed import DistributedGroupedDataParallel, clip_grad_norm_
+
+Batch: TypeAlias = Mapping[str, torch.Tensor]
+MASKS = ("attention_mask", "valid")
+NOT_A_TARGET = -100  # what cross_entropy ignores
+NUM_PADDED = 3  # columns that pad() adds
+
+
+@dataclass(frozen=True)
+class Part:
+    """A microbatch of one rank, and what it is a part of: all that this rank has, and the whole batch of the step."""
+
+    batch: Batch
+    of_rank: Batch
+    whole: Batch
+    num_ranks: int
+    num_microbatches: int
+
+
+def count_tokens(batch: Batch) -> int:
+    """What the mean of a loss is over: labels that count, or tokens of the mask, or else samples."""
+    if "labels" in batch:
+        return int((batch["labels"][:, 1:] != NOT_A_TARGET).sum())
+    if "targets" in batch:
+        return int((batch["targets"] != NOT_A_TARGET).sum())
+    for name in MASKS:
+        if name in batch:
+            return int(batch[name].sum())
+    return num_samples(batch)
+
+
+def weight_by_tokens(part: Part) -> float:
+    """Makes the sum over microbatches, averaged over ranks, of mean losses the mean over the whole batch."""
+    return part.num_ranks * count_tokens(part.batch) / max(count_tokens(part.whole), 1)
+
+
+def weight_by_samples(part: Part) -> float:
+    """Makes the sum over the microbatches of a rank, of a loss that all ranks share, that loss once."""
+    return num_samples(part.batch) / max(num_samples(part.of_rank), 1)
+
+
+def data_parallel(model: nn.Module, layout: Layout) -> nn.Module:
+    """DistributedGroupedDataParallel over the groups of the layout; the model itself in one process."""
+    if layout.groups is None:
+        return model
+    return DistributedGroupedDataParallel(model, **layout.groups.data_parallel_kwargs())
+
+
+def reduce_gradients(model: nn.Module) -> None:
+    """allreduce_params() of a DistributedGroupedDataParallel; nothing for other models."""
+    if isinstance(model, DistributedGroupedDataParallel):
+        model.allreduce_params()
+
+
+def clip_gradients(model: nn.Module, max_norm: float = 0.1) -> torch.Tensor:
+    """Clips by the norm of all gradients of the job -> that norm; max_norm is small, so that clipping acts."""
+    if isinstance(model, DistributedGroupedDataParallel):
+        return clip_grad_norm_(model, max_norm)
+    return torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+
+
+def make_optimizer(model: nn.Module) -> Optimizer:
+    """SGD with momentum: linear, so that rounding stays rounding."""
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def recompute_blocks(model: Any, kind: str) -> None:
+    """torch.utils.checkpoint around every block of blocks_of(model), or a Transformers model's own."""
+    reentrant = kind == "reentrant"
+    if hasattr(model, "gradient_checkpointing_enable"):
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+        return
+    blocks = blocks_of(model)
+    if not blocks:
+        raise AuditError(
+            f"{type(model).__name__} has no nn.ModuleList whose modules could be recomputed: give the recipe "
+            'recompute=, or leave_out={"recomputation": reason}'
+        )
+    for block in blocks.values():
+        block.forward = functools.partial(checkpoint, block.forward, use_reentrant=reentrant)
+
+
+def blocks_of(model: nn.Module) -> dict[str, nn.Module]:
+    """{name: module} of the modules in the outermost nn.ModuleLists: the layers of most models."""
+    blocks: dict[str, nn.Module] = {}
+    for name, child in model.named_children():
+        if isinstance(child, nn.ModuleList):
+            blocks |= {f"{name}.{index}": block for index, block in enumerate(child)}
+        else:
+            blocks |= {f"{name}.{inner}": block for inner, block in blocks_of(child).items()}
+    return blocks
+
+
+def pad(batch: Batch, side: str) -> Batch:
+    """NUM_PADDED columns to the left or right of every tensor [B, S, ...], which the batch's mask excludes."""
+    mask = next((batch[name] for name in MASKS if name in batch), None)
+    if mask is None:
+        raise AuditError(
+            f"the batch has no {' or '.join(MASKS)} [B, S] that could say which tokens are padding, only "
+            f'{", ".join(batch)}: add one, give the recipe pad=, or leave_out={{"padding": reason}}'
+        )
+
+    def padded(name: str, x: torch.Tensor) -> torch.Tensor:
+        if x.dim() < 2 or x.shape[1] != mask.shape[1]:
+            return x
+        filling = 0 if name in MASKS else NOT_A_TARGET if name in ("labels", "targets") else 1
+        columns = x.new_full((x.shape[0], NUM_PADDED, *x.shape[2:]), filling)
+        return torch.cat((columns, x) if side == "left" else (x, columns), 1)
+
+    return {name: padded(name, x) for name, x in batch.items()}
+
+
+def _accumulate_nothing(model: nn.Module, num_microbatches: int) -> AbstractContextManager:
+    return nullcontext()
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A training as functions of a module, so that processes can be told of it; all but three have defaults.
+
+    build(layout): the model for Layout(dp, ep, groups); parameters are overwritten with those of one process. Modules
+      of Transformers, or any other with its experts where the layout says.
+    batch(step): the whole batch of a step, {name: tensor [B, ...]}, the same on every rank.
+    loss(model, batch): the mean loss of (a part of) a batch; or the pair of it and a loss that all ranks share and
+      compute together, as the gates' balance losses are.
+    weight(part), shared_weight(part): the factors of the two. The job's loss is the sum over microbatches,
+      averaged over ranks.
+    accumulate(model, num_microbatches): a context manager around the microbatches of a step.
+    wrap, reduce, clip, optimizer: data parallelism, what comes after the last backward, clipping (it may return the
+      norm), the optimizer of the wrapped model. recompute(model, "reentrant" | "non-reentrant") turns it on.
+    pad(batch, "left" | "right"): the same samples with tokens that must not matter.
+    leave_out: {setting: reason} of what this training does not offer: dp, ep, accumulation, 2, uneven, recomputation,
+      reentrant, non-reentrant, padding, left, right, float32. The report says so.
+    """
+
+    build: Callable[[Layout], nn.Module]
+    batch: Callable[[int], Batch]
+    loss: Callable[[Any, Batch], torch.Tensor | tuple[torch.Tensor, torch.Tensor]]
+    weight: Callable[[Part], float] = weight_by_tokens
+    shared_weight: Callable[[Part], float] = weight_by_samples
+    accumulate: Callable[[nn.Module, int], AbstractContextManager] = _accumulate_nothing
+    wrap: Callable[[nn.Module, Layout], nn.Module] = data_parallel
+    reduce: Callable[[Any], None] = reduce_gradients
+    clip: Callable[[Any], torch.Tensor | None] = clip_gradients
+    optimizer: Callable[[Any], Optimizer] = make_optimizer
+    recompute: Callable[[Any, str], None] = recompute_blocks
+    pad: Callable[[Batch, str], Batch] = pad
+    leave_out: Mapping[str, str] = field(default_factory=dict)
+
+
+def num_samples(batch: Batch) -> int:
+    """Dimension 0 that all tensors of a batch share; AuditError if they do not."""
+    if not isinstance(batch, Mapping) or not all(isinstance(x, torch.Tensor) for x in batch.values()):
+        raise AuditError(
+            f"batch(step) must return a dict of tensors [B, ...], but returned {type(batch).__name__}"
+        )
+    sizes = {name: x.shape[0] if x.dim() else None for name, x in batch.items()}
+    if len(set(sizes.values())) != 1 or None in sizes.values():
+        raise AuditError(
+            f"the tensors of a batch must have one number of samples in dimension 0, but: {sizes}"
+        )
+    return next(size for size in sizes.values() if size is not None)
+
+
+def take(batch: Batch, first: int, end: int) -> Batch:
+    """The samples [first, end) of a batch."""
+    return {name: x[first:end] for name, x in batch.items()}
+
+
+def cut(batch: Batch, sizes: list[int]) -> list[Batch]:
+    """Consecutive parts of the given numbers of samples."""
+    return [take(batch, sum(sizes[:i]), sum(sizes[: i + 1])) for i in range(len(sizes))]
+
+
+def sizes_of_microbatches(num: int, accumulation: str) -> list[int]:
+    """Samples of each microbatch of a rank that has num."""
+    if accumulation == "1":
+        return [num]
+    least = 2 if accumulation == "2" else 3
+    if num < least:
+        raise AuditError(
+            f"accumulation {accumulation} needs {least} samples on every rank, but one has {num}: let batch(step) "
+            "return more"
+        )
+    return [num // 2, num - num // 2] if accumulation == "2" else [1, num - 1]

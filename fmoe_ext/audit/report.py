@@ -1,0 +1,121 @@
+"""What an audit has found, as a table and as an exit code."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from fmoe_ext.audit.cases import Case
+from fmoe_ext.audit.training import Facts
+from fmoe_ext.audit.values import QUANTITIES, Difference
+
+HEADINGS = ("outputs", "loss", "gradients", "norm", "clipped", "parameters")
+
+
+@dataclass(frozen=True)
+class Result:
+    """One case: its largest error in each quantity; the first tensor over the bound; or the error it raised."""
+
+    case: Case
+    bound: float
+    worst: Mapping[str, float]
+    first: Difference | None
+    error: str | None
+    seconds: float
+
+    @property
+    def ok(self) -> bool:
+        return self.first is None and self.error is None
+
+    def why(self) -> str:
+        return str(self.first) if self.error is None else self.error.strip()
+
+
+@dataclass(frozen=True)
+class AuditReport:
+    """Results of all cases, what one process alone shows, and what was left out with its reason; str() is a table."""
+
+    results: Sequence[Result]
+    facts: Facts
+    losses: Sequence[float]  # of one process, float64
+    left_out: Mapping[str, str]
+    steps: int
+    seconds: float
+
+    @property
+    def ok(self) -> bool:
+        return not self.failures and not self.remarks()
+
+    @property
+    def failures(self) -> list[Result]:
+        return [result for result in self.results if not result.ok]
+
+    def remarks(self) -> list[str]:
+        """What is wrong in every layout alike, so that no comparison shows it."""
+        found = []
+        if apart := self.facts.clipped_apart:
+            some = ", ".join(list(apart)[:3]) + (f" and {len(apart) - 3} more" if len(apart) > 3 else "")
+            found.append(
+                f"clipping leaves out {some}: other gradients were scaled by {self.facts.usual_factor:.3g}, "
+                f"{next(iter(apart))} by {next(iter(apart.values())):.3g}"
+            )
+        if still := self.facts.not_updated:
+            some = ", ".join(still[:3]) + (f" and {len(still) - 3} more" if len(still) > 3 else "")
+            found.append(f"the optimizer misses {some}: a gradient came, but the first step did not move it")
+        return found
+
+    def __str__(self) -> str:
+        return "\n".join(self._lines())
+
+    def _lines(self) -> Iterator[str]:
+        losses = ", ".join(f"{loss:.12g}" for loss in self.losses)
+        yield f"one process, whole batch, float64: losses {losses}"
+        yield from _table(self._rows())
+        for name, reason in self.left_out.items():
+            yield f"left out: {name} ({reason})"
+        for remark in self.remarks():
+            yield f"DIFFERENT  every layout: {remark}"
+        for text, cases in self._reasons().items():
+            more = f", and {len(cases) - 1} more cases" if len(cases) > 1 else ""
+            yield f"DIFFERENT  {cases[0]}{more}: {text}"
+        bad = len(self.failures) + len(self.remarks())
+        verdict = f"{bad} of them differ" if bad else "all equal"
+        yield f"{len(self.results)} cases of {self.steps} steps in {self.seconds:.0f} s: {verdict}"
+
+    def _reasons(self) -> dict[str, list[Case]]:
+        """{what went wrong: the cases where it did}; cases that first differ in the same tensor are one."""
+        reasons: dict[str, list[Case]] = {}
+        texts: dict[tuple[str, ...], str] = {}
+        for result in self.failures:
+            first = result.first
+            key = (result.why(),) if first is None else (str(first.step), first.quantity, first.name)
+            reasons.setdefault(texts.setdefault(key, result.why()), []).append(result.case)
+        return reasons
+
+    def _rows(self) -> Iterator[Sequence[str]]:
+        yield "layout", "dtype", "cases", *HEADINGS, "verdict"
+        groups: dict[tuple[str, str], list[Result]] = {}
+        for result in self.results:
+            groups.setdefault((str(result.case.layout), result.case.dtype), []).append(result)
+        for key, results in groups.items():
+            yield *key, str(len(results)), *_worst(results), _verdict(results)
+
+
+def _worst(results: Sequence[Result]) -> list[str]:
+    """The largest error in each quantity over the cases of one layout."""
+    computed = [result.worst for result in results if result.worst]
+    if not computed:
+        return ["-"] * len(QUANTITIES)
+    return [f"{max(worst[quantity] for worst in computed):.0e}" for quantity in QUANTITIES]
+
+
+def _verdict(results: Sequence[Result]) -> str:
+    num_bad = sum(not result.ok for result in results)
+    return f"{num_bad} DIFFERENT" if num_bad else "equal"
+
+
+def _table(rows: Iterator[Sequence[str]]) -> Iterator[str]:
+    every = list(rows)
+    widths = [max(len(row[i]) for row in every) for i in range(len(every[0]))]
+    for row in every:
+        yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()

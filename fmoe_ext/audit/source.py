@@ -1,0 +1,183 @@
+"""What a user names for an audit, as something that other processes can be told."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import io
+import pickle
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import torch
+from torch import nn
+
+from fmoe_ext.audit.cases import AuditError, Layout
+from fmoe_ext.audit.recipe import Batch, Recipe
+from fmoe_ext.audit.shrink import shrunk_config, smallest_vocabulary
+from fmoe_ext.audit.spread import spread_experts
+
+NUM_SAMPLES, SEQ_LEN = 12, 8  # of the batches that are made here
+
+
+@dataclass(frozen=True)
+class Named:
+    """A recipe at "module:function" or "file.py:function", imported where it is needed."""
+
+    place: str
+
+    def __call__(self) -> Recipe:
+        found = find(self.place)
+        made = found if isinstance(found, Recipe) else found()
+        if not isinstance(made, Recipe):
+            raise AuditError(f"{self.place} must return a Recipe, but returned {type(made).__name__}")
+        return made
+
+
+@dataclass(frozen=True)
+class Given:
+    """A recipe that can be pickled."""
+
+    recipe: Recipe
+
+    def __call__(self) -> Recipe:
+        return self.recipe
+
+
+@dataclass(frozen=True)
+class Copies:
+    """build(layout) for a module that was given: a copy, with its FMoE layers' experts spread over ranks."""
+
+    pickled: bytes
+
+    def __call__(self, layout: Layout) -> nn.Module:
+        return spread_experts(pickle.loads(self.pickled), layout)
+
+
+@dataclass(frozen=True)
+class FromConfig:
+    """build(layout) for a model of Transformers: its class, with a small configuration."""
+
+    model_class: Any
+    config: Any
+
+    def __call__(self, layout: Layout) -> nn.Module:
+        return self.model_class(self.config)
+
+
+@dataclass(frozen=True)
+class RandomTokens:
+    """batch(step) for a causal language model of Transformers."""
+
+    vocabulary: int
+
+    def __call__(self, step: int) -> Batch:
+        generator = torch.Generator().manual_seed(step)
+        tokens = torch.randint(self.vocabulary, (NUM_SAMPLES, SEQ_LEN), generator=generator)
+        return {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "labels": tokens.clone()}
+
+
+def loss_of_transformers(model: Any, batch: Batch) -> torch.Tensor:
+    """What a model of Transformers returns as its loss, with the router's where the configuration asks for it."""
+    return model(**batch).loss
+
+
+Source: TypeAlias = Named | Given
+
+
+def source_of(what: Any, **parts: Any) -> Source:
+    """A Source for what audit() was given; parts: fields of the Recipe, for a builder or a model."""
+    if isinstance(what, str):
+        if parts:
+            raise AuditError(f"{what!r} makes a whole recipe: {', '.join(parts)} belong into it")
+        Named(what)()  # says here what is wrong with it
+        return Named(what)
+    if isinstance(what, Recipe):
+        if parts:
+            raise AuditError(f"a recipe is given: {', '.join(parts)} belong into it")
+        return Given(_picklable(what))
+    if isinstance(what, nn.Module):
+        return Given(_picklable(Recipe(**(_parts_of_model(what) | parts))))
+    if callable(what):
+        missing = [name for name in ("batch", "loss") if name not in parts]
+        if missing:
+            raise AuditError(
+                f"a function that builds a model needs {' and '.join(missing)} as well, "
+                "batch(step) -> dict of tensors, loss(model, batch) -> mean loss; or give a Recipe"
+            )
+        return Given(_picklable(Recipe(build=what, **parts)))
+    raise AuditError(
+        "audit() takes a Recipe, a function layout -> model, a model, or 'module:function', "
+        f"but got a {type(what).__name__}"
+    )
+
+
+def _parts_of_model(model: nn.Module) -> dict[str, Any]:
+    config = getattr(model, "config", None)
+    if hasattr(config, "to_dict") and hasattr(model, "gradient_checkpointing_enable"):
+        small = shrunk_config(config)
+        no_ep = {"ep": "Transformers' own experts are on one rank; fmoefy spreads them"}
+        return {
+            "build": FromConfig(type(model), small),
+            "batch": RandomTokens(smallest_vocabulary(small)),
+            "loss": loss_of_transformers,
+            "leave_out": no_ep,
+        }
+    buffer = io.BytesIO()
+    try:
+        pickle.dump(model, buffer)
+    except Exception as error:
+        raise AuditError(
+            f"{type(model).__name__} cannot be sent to other processes ({error}): give a function that builds it"
+        ) from error
+    return {"build": Copies(buffer.getvalue())}
+
+
+def _picklable(recipe: Recipe) -> Recipe:
+    for name, part in vars(recipe).items():
+        try:
+            pickle.dumps(part)
+        except Exception as error:
+            raise AuditError(
+                f"{name} cannot be sent to other processes ({error}): functions of a module can, lambdas and inner "
+                "functions cannot"
+            ) from error
+    return recipe
+
+
+def find(place: str) -> Callable[[], Any]:
+    """What "package.module:name" or "path/file.py:name" names."""
+    module_name, colon, name = place.rpartition(":")
+    if not colon or not module_name or not name:
+        raise AuditError(f"give module:function or file.py:function, but got {place!r}")
+    try:
+        module = _load(module_name)
+        return getattr(module, name)
+    except (ImportError, OSError) as error:
+        raise AuditError(f"{module_name} cannot be imported: {error}") from error
+    except AttributeError as error:
+        raise AuditError(f"{module_name} has no {name!r}") from error
+
+
+def _load(name: str) -> Any:
+    if not name.endswith(".py"):
+        sys.path[:0] = [path for path in ("",) if path not in sys.path]
+        return importlib.import_module(name)
+    path = Path(name).resolve()
+    if str(path.parent) not in sys.path:
+        sys.path.insert(0, str(path.parent))  # its neighbours, as `python file.py` would find them
+    if path.stem in sys.modules:
+        return sys.modules[path.stem]
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[path.stem]
+        raise
+    return module

@@ -1,0 +1,182 @@
+"""The steps of one case on one rank, and what they computed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fmoe_ext.audit.cases import AuditError, Case
+from fmoe_ext.audit.recipe import (
+    Batch,
+    Part,
+    Recipe,
+    blocks_of,
+    cut,
+    num_samples,
+    sizes_of_microbatches,
+    take,
+)
+from fmoe_ext.audit.values import ModelView, Step, Value, Values
+from fmoe_ext.distributed.groups import init_groups
+
+SEED = 0
+
+
+@dataclass
+class Facts:
+    """What one process alone shows: what no layout could."""
+
+    clipped_apart: dict[str, float]  # {parameter: its factor}, where clipping scales not all gradients alike
+    usual_factor: float
+    not_updated: list[str]  # parameters with a gradient that no step of the optimizer moves
+
+
+class Training:
+    """A recipe in the layout of a case; whole: the tensors of the model in one process, None to make them."""
+
+    def __init__(self, recipe: Recipe, case: Case, whole: Mapping[str, torch.Tensor] | None) -> None:
+        layout = case.layout
+        self.recipe, self.case = recipe, case
+        if layout.num_ranks > 1:
+            layout = replace(layout, groups=init_groups(ep=layout.ep, dp=layout.dp))
+        self.layout = layout
+        torch.manual_seed(SEED)
+        self.bare = _checked(recipe.build(layout)).to(getattr(torch, case.dtype)).train()
+        self.view = ModelView(self.bare)
+        if whole is not None:
+            self.view.load(dict(whole))
+        self.recorder = Recorder(self.bare, case.padding)
+        if case.recomputation != "none":
+            recipe.recompute(self.bare, case.recomputation)
+        self.model = recipe.wrap(self.bare, layout)
+        self.optimizer = recipe.optimizer(self.model)
+
+    def step(self, number: int) -> Step:
+        """One step of the optimizer; everything that it computed on the way."""
+        self.optimizer.zero_grad()
+        torch.manual_seed(SEED + number)
+        whole = _cast(self.recipe.batch(number), self.case.dtype)
+        loss = self._backward(whole)
+        self.recipe.reduce(self.model)
+        computed: Step = {"output": self.recorder.take(), "loss": {"": Value(loss)}}
+        computed["gradient"] = self.view.gradients()
+        norm = self.recipe.clip(self.model)
+        computed["norm"] = {} if norm is None else {"": Value(torch.as_tensor(norm).detach())}
+        computed["clipped"] = self.view.gradients()
+        self.optimizer.step()
+        computed["parameter"] = self.view.parameters()
+        return computed
+
+    def _backward(self, whole: Batch) -> torch.Tensor:
+        """Forward and backward of this rank's microbatches -> the loss of the job."""
+        of_rank, first = self._of_rank(whole)
+        microbatches = cut(of_rank, sizes_of_microbatches(num_samples(of_rank), self.case.accumulation))
+        total = torch.zeros((), dtype=torch.float64)
+        with self.recipe.accumulate(self.model, len(microbatches)):
+            for number, batch in enumerate(microbatches):
+                padded = self.recipe.pad(batch, self.case.padding) if self.case.padding != "none" else batch
+                end = first + num_samples(batch)
+                self.recorder.begin(first, end, _num_columns(padded, batch))
+                first = end
+                part = Part(batch, of_rank, whole, self.layout.num_ranks, len(microbatches))
+                with ExitStack() as stack:
+                    if number + 1 < len(microbatches) and hasattr(self.model, "no_sync"):
+                        stack.enter_context(self.model.no_sync())
+                    loss = self._loss(padded, part)
+                    loss.backward()
+                total += loss.detach()
+        if self.layout.num_ranks > 1:
+            dist.all_reduce(total)
+        return total / self.layout.num_ranks
+
+    def _loss(self, padded: Batch, part: Part) -> torch.Tensor:
+        """What a microbatch adds to the loss of this rank."""
+        loss = self.recipe.loss(self.model, padded)
+        if isinstance(loss, torch.Tensor):
+            return loss * self.recipe.weight(part)
+        mean, shared = loss
+        return mean * self.recipe.weight(part) + shared * self.recipe.shared_weight(part)
+
+    def _of_rank(self, whole: Batch) -> tuple[Batch, int]:
+        """(the samples of this rank, the number of the first of them)."""
+        num, ranks = num_samples(whole), self.layout.num_ranks
+        rank = dist.get_rank() if ranks > 1 else 0
+        first, end = (num * r // ranks for r in (rank, rank + 1))
+        return take(whole, first, end), first
+
+
+class Recorder:
+    """The outputs of a model's blocks for every sample, of the first forward of each microbatch."""
+
+    def __init__(self, model: nn.Module, padding: str) -> None:
+        self._padding = padding
+        self._outputs: dict[str, dict[int, Value]] = {}
+        self._first = self._end = self._num_padded = 0
+        for name, block in blocks_of(model).items():
+            block.register_forward_hook(lambda _, __, out, name=name: self._keep(name, out))
+
+    def begin(self, first: int, end: int, num_padded: int) -> None:
+        """The samples [first, end) come next, with so many columns more than the whole batch has."""
+        self._first, self._end, self._num_padded = first, end, num_padded
+
+    def take(self) -> Values:
+        """What was recorded since the last call, for each block."""
+        outputs, self._outputs = self._outputs, {}
+        taken = {}
+        for name, parts in outputs.items():
+            values = list(parts.values())
+            rows = (values[0].rows or (0, 0))[0], (values[-1].rows or (0, 0))[1]
+            taken[name] = Value(torch.cat([value.tensor for value in values]), rows)
+        return taken
+
+    def _keep(self, name: str, out: Any) -> None:
+        x = out[0] if isinstance(out, tuple) and out else out
+        if not isinstance(x, torch.Tensor) or x.dim() < 2 or x.shape[0] != self._end - self._first:
+            return  # not the samples of the batch in dimension 0: the other quantities have to do
+        rows = self._first, self._end
+        self._outputs.setdefault(name, {}).setdefault(
+            self._first, Value(self._real(x.detach()).clone(), rows)
+        )
+
+    def _real(self, x: torch.Tensor) -> torch.Tensor:
+        """x [B, S, ...] without the columns that were padded."""
+        if not self._num_padded or x.dim() < 3:
+            return x
+        return x[:, self._num_padded :] if self._padding == "left" else x[:, : -self._num_padded]
+
+
+def look_closely(before: Values, after: Values, start: Values, end: Values) -> Facts:
+    """What clipping (gradients before, after) and the optimizer (parameters start, end) of one process left out."""
+    factors = {}
+    for name, value in before.items():
+        largest = value.tensor.abs().max() if value.tensor.numel() else value.tensor.new_zeros(())
+        if largest > 0:
+            at = value.tensor.abs().argmax()
+            factors[name] = (after[name].tensor.flatten()[at] / value.tensor.flatten()[at]).item()
+    ordered = sorted(factors.values())
+    usual = ordered[0] if ordered else 1.0  # whatever is left out is scaled least
+    apart = {name: factor for name, factor in factors.items() if abs(factor - usual) > 1e-6 * abs(usual)}
+    still = [name for name in factors if torch.equal(start[name].tensor, end[name].tensor)]
+    return Facts(apart, usual, still)
+
+
+def _checked(model: Any) -> nn.Module:
+    if not isinstance(model, nn.Module):
+        raise AuditError(f"build(layout) must return an nn.Module, but returned {type(model).__name__}")
+    return model
+
+
+def _num_columns(padded: Batch, batch: Batch) -> int:
+    """How many columns [B, S] padding has added."""
+    widths = [(padded[name].shape[1], x.shape[1]) for name, x in batch.items() if x.dim() > 1]
+    return max((wide - narrow for wide, narrow in widths), default=0)
+
+
+def _cast(batch: Batch, dtype: str) -> Batch:
+    return {k: x.to(getattr(torch, dtype)) if x.is_floating_point() else x for k, x in batch.items()}

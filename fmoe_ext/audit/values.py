@@ -1,0 +1,115 @@
+"""What a training step computed, under names and at places that do not depend on the layout, and how far two differ."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+from torch import nn
+
+from fmoe_ext.audit.cases import AuditError
+from fmoe_ext.checkpoint.model_state import ModelState
+
+# In the order in which a step computes them: the first that differs is where things went wrong.
+QUANTITIES = ("output", "loss", "gradient", "norm", "clipped", "parameter")
+
+
+@dataclass(frozen=True)
+class Value:
+    """A tensor of one rank; rows: which of the whole tensor's rows it has, None for all."""
+
+    tensor: torch.Tensor
+    rows: tuple[int, int] | None = None
+
+
+Values: TypeAlias = dict[str, Value]
+Step: TypeAlias = dict[str, Values]  # by quantity
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A tensor that is not what one process computes: error is the largest absolute one over scale."""
+
+    step: int
+    quantity: str
+    name: str
+    error: float
+    rank: int = 0
+    note: str = ""
+
+    def __str__(self) -> str:
+        what = f"{self.quantity} of {self.name}" if self.name else self.quantity
+        note = f" ({self.note})" if self.note else ""
+        return f"step {self.step}, rank {self.rank}: {what} is off by {self.error:.1e}{note}"
+
+
+class ModelView:
+    """A rank's parameters and gradients by the names and rows that they have in the whole model."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.state = ModelState(model)
+        self.names = [name for name, x in self.state.tensors.items() if isinstance(x, nn.Parameter)]
+
+    @torch.no_grad()
+    def load(self, whole: dict[str, torch.Tensor]) -> None:
+        """Gives every tensor its rows of the whole model's."""
+        for name, x in self.state.tensors.items():
+            if name not in whole:
+                raise AuditError(
+                    f"the model has {name!r} in this layout, but not in one process: build(layout) must make the "
+                    "same model everywhere"
+                )
+            rows = self.state.local_rows(name)
+            source = whole[name] if rows is None else whole[name][slice(*rows)]
+            if source.shape != x.shape:
+                raise AuditError(
+                    f"{name!r} has shape {list(x.shape)} in this layout, but {list(source.shape)} of it would be "
+                    f"expected here: experts of one rank are whole, in order, and known to an FMoE layer"
+                )
+            x.copy_(source)
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        return {name: x.detach().clone() for name, x in self.state.tensors.items()}
+
+    def parameters(self) -> Values:
+        return {name: self._value(name, self.state.tensors[name].detach()) for name in self.names}
+
+    def gradients(self) -> Values:
+        """None counts as zero; main_grad, where a framework accumulates into that, as the gradient."""
+        return {name: self._value(name, _gradient(self.state.tensors[name])) for name in self.names}
+
+    def _value(self, name: str, x: torch.Tensor) -> Value:
+        return Value(self.state.in_order(name, x).clone(), self.state.local_rows(name))
+
+
+def _gradient(p: torch.Tensor) -> torch.Tensor:
+    grad = p.grad if p.grad is not None else getattr(p, "main_grad", None)
+    return torch.zeros_like(p) if grad is None else grad.detach()
+
+
+def compare(step: int, ours: Step, truth: Step, rank: int) -> list[Difference]:
+    """Every tensor's distance from the truth, in the order in which a step computes them.
+
+    The scale is the largest number of the quantity in the whole model; gradients come in the order of the backward.
+    """
+    found = []
+    for quantity in QUANTITIES:
+        expected = truth.get(quantity, {})
+        values = ours.get(quantity, {})
+        scale = max((v.tensor.abs().max().item() for v in expected.values() if v.tensor.numel()), default=0.0)
+        names = [name for name in expected if name in values]
+        for name in reversed(names) if quantity in ("gradient", "clipped") else names:
+            error = _error(values[name], expected[name].tensor) / (scale or 1.0)
+            found.append(Difference(step, quantity, name, error, rank))
+    return found
+
+
+def _error(value: Value, whole: torch.Tensor) -> float:
+    expected = whole if value.rows is None else whole[slice(*value.rows)]
+    if value.tensor.shape != expected.shape:
+        return float("inf")
+    if not value.tensor.numel():
+        return 0.0
+    error = (value.tensor.double() - expected.double()).abs().max().item()
+    return error if error == error else float("inf")  # a NaN compares with nothing

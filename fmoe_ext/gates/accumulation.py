@@ -1,0 +1,172 @@
+"""Losses of a batch that is trained in microbatches: exactly those of the whole batch.
+
+Gates' losses are functions of sums over all tokens (choices and scores of each expert, logsumexp^2, tokens), which
+they ask of gate.ranks; here the sums of the other microbatches join. The balance loss is a product of such sums: its
+gradient for one microbatch needs the choices of all, of later ones too, so that a single pass that frees the graph of
+one microbatch before the next cannot have it. Hence two exact forms, and the local one:
+
+* WholeBatch: a first pass without gradients counts, the second trains. It costs a forward;
+* all_forwards_first(): one pass, for programs that run every forward before the first backward (GPipe);
+* neither: each microbatch has a loss of its own, whose mean is another number (Megatron's "aux_loss", FastMoE).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from fmoe_ext.gates.base_gate import BaseGate
+from fmoe_ext.recompute import current_forward, is_repeated, uncounted
+
+
+class WholeBatch:
+    """Makes the gates' loss of every microbatch that of the whole batch, in two passes.
+
+        whole = WholeBatch(model)
+        with whole.first_pass():
+            for x in microbatches:
+                model(x)
+        with whole.second_pass():
+            for x in microbatches:
+                loss = loss_of(model(x)) + weight * total_loss(model)
+                (loss / len(microbatches)).backward()
+
+    The gradient is such that the mean over the microbatches, which training takes, has that of the whole batch; so too
+    under data and expert parallelism. Both passes have the same microbatches in one order. Gates that draw noise draw
+    anew in the second, which then counts for its own microbatch and the first for the others. The first runs without
+    gradients, and neither bias updates nor load counters see it. Capacities stay those of a microbatch.
+    Raises ValueError for a model without a gate that sums over tokens, RuntimeError for more forwards than counted.
+    """
+
+    def __init__(self, model: nn.Module):
+        self._sums = {gate: _Sums(gate.ranks) for gate in _summing_gates(model)}
+
+    @contextmanager
+    def first_pass(self) -> Iterator[None]:
+        """Counts every forward inside the block, from zero."""
+        for sums in self._sums.values():
+            sums.recorded = []
+        with torch.no_grad(), uncounted(), _in_place(self._sums):
+            yield
+
+    @contextmanager
+    def second_pass(self) -> Iterator[None]:
+        """Gives every forward inside the block, and its backward, the sums of the others."""
+        for gate, sums in self._sums.items():
+            if not sums.recorded:
+                raise RuntimeError(f"first_pass() has seen no forward of {type(gate).__name__}")
+        others = {gate: _WithOthers(sums) for gate, sums in self._sums.items()}
+        with _in_place(others):
+            yield
+
+
+@contextmanager
+def all_forwards_first(model: nn.Module) -> Iterator[None]:
+    """Makes the gates' loss that of all forwards inside the block so far; after the last one, of the whole batch.
+
+        with all_forwards_first(model):
+            outs = [model(x) for x in microbatches]
+            (loss_of(torch.cat(outs)) + weight * total_loss(model)).backward()
+
+    One loss, one backward, exact in one pass: the graphs of all microbatches are alive until then.
+    """
+    with _in_place({gate: _SoFar(gate.ranks) for gate in _summing_gates(model)}):
+        yield
+
+
+def _summing_gates(model: nn.Module) -> list[Any]:
+    gates = [m for m in model.modules() if isinstance(m, BaseGate) and hasattr(m, "ranks")]
+    if not gates:
+        raise ValueError(f"{type(model).__name__} has no gate of fmoe_ext whose loss is a sum over tokens")
+    return gates
+
+
+@contextmanager
+def _in_place(sums: Mapping[Any, _Sums]) -> Iterator[None]:
+    """sums[gate] in the place of gate.ranks, told of each forward."""
+    with ExitStack() as stack:
+        for gate, own in sums.items():
+            stack.callback(setattr, gate, "ranks", gate.ranks)
+            stack.callback(gate.register_forward_pre_hook(own.begin_forward).remove)
+            gate.ranks = own
+        yield
+
+
+class _Sums:
+    """A gate's ranks that remember their sums: recorded[microbatch][number of the sum in a forward]."""
+
+    def __init__(self, ranks: Any):
+        self.inner = ranks
+        self.recorded: list[list[torch.Tensor]] = []
+        self.microbatch = -1
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    def begin_forward(self, gate: nn.Module, _: Any) -> None:
+        self.slot = 0
+        forward = current_forward()
+        if forward is not None and forward.microbatch is not None:  # a checkpoint repeats it
+            self.microbatch = forward.microbatch
+            return
+        if is_repeated():
+            raise RuntimeError(
+                f"a checkpoint repeats {type(gate).__name__} outside of an FMoE layer: which microbatch is unknown"
+            )
+        self.microbatch = self.next_microbatch()
+        if forward is not None:
+            forward.microbatch = self.microbatch
+
+    def next_microbatch(self) -> int:
+        self.recorded.append([])
+        return len(self.recorded) - 1
+
+    def sum(self, x: torch.Tensor) -> torch.Tensor:
+        own = self.inner.sum(x)
+        self.recorded[self.microbatch].append(own.detach())
+        return own
+
+    def others(self, numbers: range, like: torch.Tensor) -> torch.Tensor:
+        """The sum over these microbatches, of the sum that is asked for now."""
+        parts = [self.recorded[number][self.slot] for number in numbers if number != self.microbatch]
+        self.slot += 1
+        return sum(parts, torch.zeros_like(like))
+
+
+class _WithOthers(_Sums):
+    """The second pass: the sums of the other microbatches are those of the first."""
+
+    def __init__(self, first: _Sums):
+        super().__init__(first.inner)
+        self.recorded = first.recorded
+        self._latest = -1
+
+    def next_microbatch(self) -> int:
+        self._latest += 1
+        if self._latest >= len(self.recorded):
+            raise RuntimeError(
+                f"first_pass() counted {len(self.recorded)} forwards, but second_pass() has more"
+            )
+        return self._latest
+
+    def sum(self, x: torch.Tensor) -> torch.Tensor:
+        num_microbatches = len(self.recorded)
+        own = self.inner.sum(x).view_as(x)
+        if own.requires_grad:  # the mean over the microbatches will divide by their number
+            own.register_hook(lambda grad: grad * num_microbatches)
+        return own + self.others(range(num_microbatches), own)
+
+
+class _SoFar(_Sums):
+    """One pass: the sums of earlier microbatches, with their graphs."""
+
+    def sum(self, x: torch.Tensor) -> torch.Tensor:
+        own = self.inner.sum(x)
+        mine = self.recorded[self.microbatch]
+        if len(mine) == self.slot:
+            mine.append(own)
+        return own + self.others(range(self.microbatch), own)

@@ -1,0 +1,70 @@
+"""The process groups of pipeline x data x expert parallelism."""
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+MESH_DIMS = ("pp", "dp", "ep")
+
+
+@dataclass(frozen=True)
+class PipelineGroups:
+    """The process groups of one rank; ranks are numbered (pp, dp, ep), ep fastest."""
+
+    pp: dist.ProcessGroup  # one rank of each stage: microbatches travel through them
+    data: dist.ProcessGroup  # the ranks of one stage: different batches, the same dense parameters
+    ep: dist.ProcessGroup  # experts are spread over these: FMoE(world_size=ep size, moe_group=groups.ep)
+    experts: dist.ProcessGroup  # the ranks of one stage that hold the same experts
+
+    def data_parallel_kwargs(self) -> dict[str, dist.ProcessGroup]:
+        """Arguments of DistributedGroupedDataParallel for one stage, whose experts are tagged "moe"."""
+        return {
+            "dp_group": self.data,
+            "gate_group": self.data,
+            "moe_group": self.experts,
+            "world_group": self.data,
+        }
+
+
+def init_groups(pp: int | DeviceMesh, ep: int = 1) -> PipelineGroups:
+    """Splits the ranks of the job into pp x dp x ep and creates the groups; all ranks call it.
+
+    pp: the number of ranks that a model is cut over, or a DeviceMesh with dimensions of the names "pp", "dp", "ep" (any
+    of them may lack) that holds all ranks. Raises ValueError if the ranks cannot be divided so.
+    """
+    ranks = _ranks_of_mesh(pp) if isinstance(pp, DeviceMesh) else _ranks(pp, ep)
+
+    def my_group(lists: torch.Tensor) -> dist.ProcessGroup:
+        for members in lists.tolist():
+            group = dist.new_group(members)
+            if dist.get_rank() in members:
+                mine = group
+        return mine
+
+    pp_size, _, ep_size = ranks.shape
+    return PipelineGroups(
+        pp=my_group(ranks.permute(1, 2, 0).reshape(-1, pp_size)),
+        data=my_group(ranks.reshape(pp_size, -1)),
+        ep=my_group(ranks.reshape(-1, ep_size)),
+        experts=my_group(ranks.transpose(1, 2).reshape(pp_size * ep_size, -1)),
+    )
+
+
+def _ranks(pp: int, ep: int) -> torch.Tensor:
+    world_size = dist.get_world_size()
+    if pp < 1 or ep < 1 or world_size % (pp * ep):
+        raise ValueError(f"pp * ep must divide the number of ranks, {world_size}, but got {pp} * {ep}")
+    return torch.arange(world_size).reshape(pp, -1, ep)
+
+
+def _ranks_of_mesh(mesh: DeviceMesh) -> torch.Tensor:
+    names = mesh.mesh_dim_names or ()
+    if not names or not set(names) <= set(MESH_DIMS):
+        raise ValueError(f"a mesh needs dimensions of the names {', '.join(MESH_DIMS)}, but has {names}")
+    if mesh.mesh.numel() != dist.get_world_size():
+        raise ValueError(f"the mesh has {mesh.mesh.numel()} ranks, but the job {dist.get_world_size()}")
+    order = [names.index(name) for name in MESH_DIMS if name in names]
+    sizes = [mesh.mesh.shape[names.index(name)] if name in names else 1 for name in MESH_DIMS]
+    return mesh.mesh.permute(order).reshape(sizes)

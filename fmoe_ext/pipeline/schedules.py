@@ -1,0 +1,80 @@
+"""The schedules of torch.distributed.pipelining by name: where stages live, how many microbatches they need."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+from torch.distributed.pipelining import (
+    Schedule1F1B,
+    ScheduleDualPipeV,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+    ScheduleZBVZeroBubble,
+)
+
+
+def _any_number(chunks: int, ranks: int, stages: int) -> int:
+    return chunks
+
+
+def _one_a_stage(chunks: int, ranks: int, stages: int) -> int:
+    return max(chunks, stages)
+
+
+def _equal_rounds(chunks: int, ranks: int, stages: int) -> int:
+    while chunks % max(1, chunks // ranks):
+        chunks += 1
+    return chunks
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A schedule: torch's class, whether it takes several stages a rank, in which placement, and what it can split."""
+
+    make: Callable[..., Any]
+    takes_list: bool
+    is_v: bool
+    splits_backward: bool
+    microbatches: Callable[[int, int, int], int]
+
+    def places(self, ranks: int, stages: int) -> list[list[int]]:
+        """The stages of each rank: one after the other, or in a V, where the first rank has the last stage too."""
+        if self.is_v:
+            return [[rank, stages - 1 - rank] for rank in range(ranks)]
+        return [list(range(rank, stages, ranks)) for rank in range(ranks)]
+
+
+SCHEDULES = MappingProxyType(
+    {
+        "gpipe": Kind(ScheduleGPipe, False, False, False, _any_number),
+        "1f1b": Kind(Schedule1F1B, False, False, False, _one_a_stage),
+        "interleaved": Kind(ScheduleInterleaved1F1B, True, False, False, _equal_rounds),
+        "zero_bubble": Kind(ScheduleInterleavedZeroBubble, True, False, True, _equal_rounds),
+        "zero_bubble_v": Kind(ScheduleZBVZeroBubble, True, True, True, _any_number),
+        "dualpipe_v": Kind(ScheduleDualPipeV, True, True, True, _one_a_stage),
+    }
+)
+
+
+def find_schedule(name: str, ranks: int, stages: int, chunks: int) -> Kind:
+    """The schedule of a name. Raises ValueError for an unknown one and for what it cannot run."""
+    if name not in SCHEDULES:
+        raise ValueError(f"schedule must be one of {', '.join(map(repr, SCHEDULES))}, but got {name!r}")
+    if chunks < 1:
+        raise ValueError(f"chunks must be at least 1, but got {chunks}")
+    kind = SCHEDULES[name]
+    if kind.is_v and stages != 2 * ranks:
+        raise ValueError(
+            f"schedule {name!r} has two stages a rank: split the model into {2 * ranks} stages for {ranks} ranks, not "
+            f"{stages}"
+        )
+    if not kind.takes_list and stages != ranks:
+        raise ValueError(
+            f"schedule {name!r} has one stage a rank: split the model into {ranks} stages, not {stages}, or use "
+            "'interleaved' or 'zero_bubble'"
+        )
+    if stages % ranks:
+        raise ValueError(f"the number of stages must be a multiple of the {ranks} ranks, but is {stages}")
+    return kind

@@ -1,0 +1,230 @@
+"""split(): a model cut into stages of equal cost."""
+
+import time
+from collections.abc import Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from fmoe_ext.gates import BaseGate
+from fmoe_ext.layers import FMoE
+from fmoe_ext.pipeline.balance import balance_cost
+from fmoe_ext.pipeline.layers import layers_of, part_of
+from fmoe_ext.pipeline.microbatch import Tensors, check_tensors
+from fmoe_ext.pipeline.skip import Skippable
+from fmoe_ext.pipeline.stage import Boundary, Stage, as_tuple
+
+MEASURES = ("time", "memory", "load")
+
+
+@dataclass(frozen=True)
+class LayerCost:
+    """What one layer takes: seconds of a forward and backward of the sample, bytes of parameters and activations."""
+
+    seconds: float
+    parameter_bytes: int
+    activation_bytes: int
+    seconds_in_experts: dict[str, float]  # by the name of the gate, for `by="load"`
+
+
+def split(
+    model: nn.Module,
+    stages: int,
+    sample: Tensors,
+    *,
+    by: str | Sequence[int] = "time",
+    load: Mapping[str, Sequence[int]] | None = None,
+    param_scale: float = 4.0,
+    rounds: int = 3,
+) -> list["Stage"]:
+    """Cuts a model into consecutive stages whose greatest cost is least; Pipeline trains them.
+
+    model: an nn.Sequential, a decoder of Transformers or a module with pipeline_layers() (layers.layers_of); it is not
+    changed, stages share its parameters. sample: a microbatch [B, *] as the first layer takes it. by: "time", the
+    forward and backward of each layer (median of `rounds`); "memory", param_scale times the parameters (4: value,
+    gradient and Adam's two) and the activations of the sample; "load", the time with that of experts scaled to the
+    busiest rank; or the number of layers of each stage. load: {name of a gate: tokens_per_expert}, as
+    balance.watch(model).collect()["layers"] records it, for by="load".
+
+    Where torch.distributed is initialized all ranks call it, and the first rank's cut is everybody's.
+    Raises ValueError for a wrong number of stages or an unknown `by`.
+    """
+    layers = layers_of(model)
+    _check(layers, stages, sample, by, load)
+    costs, boundaries = measure(layers, sample, rounds if by in ("time", "load") else 0)
+    if isinstance(by, str):
+        names = {id(module): name for name, module in model.named_modules()}
+        cut = balance_cost(_numbers(costs, layers, by, load or {}, names, param_scale), stages)
+    else:
+        cut = list(by)
+    return cut_into(model, layers, boundaries, _of_first_rank(cut))
+
+
+def _of_first_rank(cut: list[int]) -> list[int]:
+    """Ranks measure different times, but must cut alike."""
+    if not dist.is_initialized():
+        return cut
+    given = [cut]
+    dist.broadcast_object_list(given, src=0)
+    return given[0]
+
+
+def cut_into(
+    model: nn.Module, layers: list[nn.Module], boundaries: list[Boundary], cut: Sequence[int]
+) -> list[Stage]:
+    """Stages with so many layers each."""
+    made, first = [], 0
+    for index, count in enumerate(cut):
+        ends = boundaries[first], boundaries[first + count]
+        stage = Stage(layers[first : first + count], index, len(cut), *ends)
+        stage.__dict__["parts"] = part_of(model, layers[first : first + count])  # no child: names stay unique
+        made.append(stage)
+        first += count
+    return made
+
+
+def measure(
+    layers: Sequence[nn.Module], sample: Tensors, rounds: int = 3
+) -> tuple[list[LayerCost], list[Boundary]]:
+    """The cost of each layer, run on a copy, and what travels into the first, between them and out of the last.
+
+    rounds: how often each is timed; 0 runs it once for its shapes and sizes.
+    """
+    costs, boundaries, values = [], [Boundary.of(sample)], sample
+    for layer in layers:
+        copy = deepcopy(layer).train()
+        cost, values = _measure_layer(copy, layer, values, rounds)
+        costs.append(cost)
+        boundaries.append(Boundary.of(values))
+    return costs, boundaries
+
+
+def _measure_layer(
+    copy: nn.Module, layer: nn.Module, values: Tensors, rounds: int
+) -> tuple[LayerCost, Tensors]:
+    kept: dict[int, int] = {}
+    own = {p.untyped_storage().data_ptr() for p in copy.parameters()}
+
+    def keep(x: Tensor) -> Tensor:
+        storage = x.untyped_storage()
+        if storage.data_ptr() not in own:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return x
+
+    times, experts = [], []
+    with torch.random.fork_rng(devices=[]), torch.enable_grad():
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+            result = copy(_leaves(values))
+        for _ in range(rounds):
+            seconds, in_experts = _time(copy, values)
+            times.append(seconds)
+            experts.append(in_experts)
+    gates = {id(c): g for c, g in zip(_gates(copy), _gates(layer), strict=True)}
+    of_gates = {g: sorted(e[g] for e in experts)[len(experts) // 2] for g in (experts[0] if experts else {})}
+    cost = LayerCost(
+        sorted(times)[len(times) // 2] if times else 0.0,
+        sum(p.numel() * p.element_size() for p in copy.parameters()),
+        sum(kept.values()),
+        {str(id(gates[g])): seconds for g, seconds in of_gates.items()},
+    )
+    return cost, _detached(result)
+
+
+def _time(layer: nn.Module, values: Tensors) -> tuple[float, dict[int, float]]:
+    """Seconds of a forward and backward, and those of them in the MoE layer of each gate, by the forward's share."""
+    in_experts: dict[int, float] = {}
+    begins: dict[int, float] = {}
+    handles = []
+    for moe in (m for m in layer.modules() if isinstance(m, FMoE)):
+        key = id(moe.gate)
+        handles += [
+            moe.register_forward_pre_hook(lambda *_, k=key: begins.update({k: _now(values)})),
+            moe.register_forward_hook(lambda *_, k=key: in_experts.update({k: _now(values) - begins[k]})),
+        ]
+    begin = _now(values)
+    outputs = [x for x in as_tuple(layer(_leaves(values))) if x.requires_grad]
+    forward = _now(values) - begin
+    if outputs:
+        torch.autograd.backward(outputs, [torch.ones_like(x) for x in outputs])
+    seconds = _now(values) - begin
+    for handle in handles:
+        handle.remove()
+    layer.zero_grad(set_to_none=True)
+    return seconds, {k: seconds * s / max(forward, 1e-9) for k, s in in_experts.items()}
+
+
+def _numbers(
+    costs: list[LayerCost],
+    layers: list[nn.Module],
+    by: str,
+    load: Mapping[str, Sequence[int]],
+    names: dict[int, str],
+    param_scale: float,
+) -> list[float]:
+    if by == "memory":
+        return [cost.parameter_bytes * param_scale + cost.activation_bytes for cost in costs]
+    numbers = [cost.seconds for cost in costs]
+    if by == "load":
+        for i, (cost, layer) in enumerate(zip(costs, layers, strict=True)):
+            for moe in (m for m in layer.modules() if isinstance(m, FMoE)):
+                seconds = cost.seconds_in_experts.get(str(id(moe.gate)), 0.0)
+                recorded = load.get(names.get(id(moe.gate), ""))
+                if recorded is not None:
+                    numbers[i] += seconds * (busiest_over_mean(recorded, moe.world_size) - 1)
+    return numbers
+
+
+def busiest_over_mean(tokens_per_expert: Sequence[int], ranks: int) -> float:
+    """Rows of the rank with most, over the mean of the ranks; 1 for one rank or no rows."""
+    load = torch.tensor(list(tokens_per_expert), dtype=torch.float64).view(ranks, -1).sum(1)
+    return float(load.max() / load.mean()) if load.sum() > 0 else 1.0
+
+
+def _check(
+    layers: list[nn.Module], stages: int, sample: Tensors, by: str | Sequence[int], load: object
+) -> None:
+    check_tensors(sample, "sample")
+    if any(isinstance(m, Skippable) for layer in layers for m in layer.modules()):
+        raise ValueError(
+            "skip connections between layers (skippable) need Pipe: stages pass values only to the next"
+        )
+    if isinstance(by, str) and by not in MEASURES:
+        raise ValueError(
+            f"by must be one of {', '.join(map(repr, MEASURES))} or the layers of each stage, not {by!r}"
+        )
+    if not 1 <= stages <= len(layers):
+        raise ValueError(
+            f"stages must be between 1 and the {len(layers)} layers of the model, but got {stages}"
+        )
+    if not isinstance(by, str) and (
+        len(by) != stages or sum(by) != len(layers) or any(number < 1 for number in by)
+    ):
+        raise ValueError(
+            f"by must give each of the {stages} stages at least one of the {len(layers)} layers, but got {list(by)}"
+        )
+    if by == "load" and not load:
+        raise ValueError(
+            'by="load" needs load={name of a gate: tokens_per_expert}, as balance.watch(model).collect() records it'
+        )
+
+
+def _gates(module: nn.Module) -> list[nn.Module]:
+    return [m for m in module.modules() if isinstance(m, BaseGate)]
+
+
+def _now(values: Tensors) -> float:
+    if (device := as_tuple(values)[0].device).type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+def _leaves(values: Tensors) -> Tensors:
+    parts = tuple(x.detach().requires_grad_(x.is_floating_point()) for x in as_tuple(values))
+    return parts[0] if isinstance(values, Tensor) else parts
+
+
+def _detached(values: Tensors) -> Tensors:
+    return values.detach() if isinstance(values, Tensor) else tuple(x.detach() for x in values)

@@ -1,0 +1,173 @@
+"""A stage: consecutive layers of a model, and what a microbatch needs on its way through them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint as checkpoint_of
+
+from fmoe_ext.gates import BaseGate
+from fmoe_ext.pipeline.microbatch import Tensors
+
+
+@dataclass(frozen=True)
+class Boundary:
+    """What travels from a layer to the next: for each tensor the shape of a row, and its dtype."""
+
+    shapes: tuple[tuple[int, ...], ...]
+    dtypes: tuple[torch.dtype, ...]
+
+    @classmethod
+    def of(cls, values: Tensors) -> "Boundary":
+        parts = as_tuple(values)
+        return cls(tuple(tuple(x.shape[1:]) for x in parts), tuple(x.dtype for x in parts))
+
+    def examples(self, rows: int) -> tuple[Tensor, ...]:
+        """Tensors without content, as torch's PipelineStage wants to see them."""
+        return tuple(
+            torch.empty(rows, *shape, dtype=dtype, device="meta", requires_grad=dtype.is_floating_point)
+            for shape, dtype in zip(self.shapes, self.dtypes, strict=True)
+        )
+
+
+def as_tuple(values: Tensors) -> tuple[Tensor, ...]:
+    return (values,) if isinstance(values, Tensor) else tuple(values)
+
+
+@dataclass
+class Microbatches:
+    """The parts of one batch: their rows, their values and targets, and how much a gate's loss of each counts."""
+
+    values: list[Tensors]
+    targets: list[Any]
+    rows: list[int]
+    balance_weights: list[float]
+
+    @property
+    def most_rows(self) -> int:
+        return max([1, *self.rows])
+
+
+class Stage(nn.Module):
+    """Consecutive layers of a model. Part of split()'s result; Pipeline runs it.
+
+    index, num_stages: its place. inputs, outputs: what travels into and out of it. num_layers: how many layers it has.
+    parts: the modules of the model that it uses, under their names in the model.
+    Microbatches come padded to one number of rows, as the schedules of torch need it; the layers see only rows that are
+    there, so that gates, capacities and batch norms count no padding.
+    """
+
+    def __init__(
+        self, layers: Sequence[nn.Module], index: int, num_stages: int, inputs: Boundary, outputs: Boundary
+    ):
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+        self.index = index
+        self.num_stages = num_stages
+        self.inputs = inputs
+        self.outputs = outputs
+        self.is_checkpointed = False
+        self.batch: Microbatches | None = None
+        self.balance_losses: list[Tensor] = []
+
+    @property
+    def is_first(self) -> bool:
+        return self.index == 0
+
+    @property
+    def is_last(self) -> bool:
+        return self.index == self.num_stages - 1
+
+    def forward(self, *values: Tensor, microbatch: Tensor) -> Tensors:
+        """values [rows, *] of a microbatch and its number [1] -> what the last layer returns, padded to as many rows.
+
+        The first stage takes the values from its batch; its argument is the number, too.
+        """
+        batch = self.batch
+        assert batch is not None, "Pipeline gives a stage its batch before it runs"
+        number = int(microbatch)
+        rows = batch.rows[number]
+        inputs = as_tuple(batch.values[number]) if self.is_first else tuple(x[:rows] for x in values)
+        outputs, losses = self.compute(inputs[0] if len(inputs) == 1 else inputs)
+        self._check(outputs)
+        weight = batch.balance_weights[number]
+        injected: Tensor | None = None
+        if losses:
+            loss = torch.stack([x.sum() for x in losses]).sum()
+            self.balance_losses.append(loss.detach() * weight)
+            injected = loss * weight
+        padded = tuple(_leave(x, batch.most_rows, injected) for x in as_tuple(outputs))
+        return padded[0] if isinstance(outputs, Tensor) else padded
+
+    def compute(self, values: Tensors) -> tuple[Tensors, list[Tensor]]:
+        """The layers one after the other -> their result and the gates' losses."""
+        losses: list[Tensor] = []
+        for layer in self.layers:
+            if self.is_checkpointed and self.training and torch.is_grad_enabled():
+                values, of_layer = checkpoint_of(_run, layer, values, use_reentrant=False)
+            else:
+                values, of_layer = _run(layer, values)
+            losses += of_layer
+        return values, losses
+
+    def forget(self) -> None:
+        """Lets go of the batch, and of losses that a repeated forward left in gates."""
+        self.batch = None
+        self.balance_losses = []
+        for gate in _gates(self):
+            gate.set_loss(None)
+
+    def _check(self, outputs: Tensors) -> None:
+        found = Boundary.of(outputs)
+        if found != self.outputs:
+            raise ValueError(
+                f"stage {self.index} returns rows of shape {_text(found)}, but with split()'s sample they were "
+                f"{_text(self.outputs)}: a pipeline is for batches of the sample's shape, first dimension aside; pad "
+                "the batch, or split() the model with a sample of this shape"
+            )
+
+
+def _text(boundary: Boundary) -> str:
+    return ", ".join(
+        f"{list(shape)} {dtype}" for shape, dtype in zip(boundary.shapes, boundary.dtypes, strict=True)
+    )
+
+
+def _gates(module: nn.Module) -> list[BaseGate]:
+    return [m for m in module.modules() if isinstance(m, BaseGate)]
+
+
+def _run(layer: nn.Module, values: Tensors) -> tuple[Tensors, list[Tensor]]:
+    values = layer(values)
+    losses = (gate.get_loss() for gate in _gates(layer))
+    return values, [loss for loss in losses if loss is not None]
+
+
+def _leave(x: Tensor, rows: int, loss: Tensor | None) -> Tensor:
+    if x.is_floating_point() and torch.is_grad_enabled():
+        return _Leave.apply(x, loss, rows)  # type: ignore[no-any-return]
+    return _padded(x, rows)
+
+
+def _padded(x: Tensor, rows: int) -> Tensor:
+    return x if len(x) == rows else torch.cat((x, x.new_zeros(rows - len(x), *x.shape[1:])))
+
+
+class _Leave(torch.autograd.Function):
+    """x [n, *] padded with zeros to [rows, *], never a view; in backward a loss gets the gradient 1.
+
+    That is how a loss of an inner stage, which never reaches the last one, comes into the gradient (as the
+    auxiliary losses of Megatron-LM do).
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, loss: Tensor | None, rows: int) -> Tensor:
+        ctx.num_rows = len(x)
+        ctx.one = None if loss is None else torch.ones_like(loss)
+        return x.detach() if len(x) == rows else _padded(x, rows)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None, None]:
+        return grads[0][: ctx.num_rows], ctx.one, None

@@ -1,0 +1,67 @@
+"""What every rank computed when, and a drawing of it."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+COLORS = ("#4c78a8", "#f58518", "#54a24b")
+KINDS = ("forward", "backward", "weights")
+
+
+class Span(NamedTuple):
+    """One computation of one microbatch; times in seconds since the step began."""
+
+    rank: int
+    stage: int
+    microbatch: int
+    kind: str  # "forward", "backward" (all of it, or the gradients of inputs), "weights" (their gradients)
+    begin: float
+    end: float
+
+
+def bubble_share(spans: Sequence[Span]) -> float:
+    """The share of all ranks' time, from the first computation to the last, in which they compute nothing."""
+    ranks = {span.rank for span in spans}
+    length = max(span.end for span in spans) - min(span.begin for span in spans)
+    busy = sum(span.end - span.begin for span in spans)
+    return 1 - busy / (length * len(ranks))
+
+
+def draw(spans: Sequence[Span], path: str | Path, title: str = "") -> None:
+    """A picture of the step: a row a rank, a box a computation with its microbatch's number; gaps are bubbles."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
+
+    ranks = sorted({span.rank for span in spans})
+    figure = Figure(figsize=(12, 1 + 0.7 * len(ranks)), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    first_of_rank = {rank: min(s.stage for s in spans if s.rank == rank) for rank in ranks}
+    for span in spans:
+        color = COLORS[KINDS.index(span.kind)]
+        length = 1e3 * (span.end - span.begin)
+        alpha = 1.0 if span.stage == first_of_rank[span.rank] else 0.6
+        axes.barh(
+            span.rank, length, left=1e3 * span.begin, color=color, alpha=alpha, edgecolor="white", height=0.8
+        )
+        axes.text(
+            1e3 * span.begin + length / 2,
+            span.rank,
+            str(span.microbatch),
+            ha="center",
+            va="center",
+            fontsize=7,
+        )
+    axes.set_yticks(ranks, [f"rank {rank}" for rank in ranks])
+    axes.invert_yaxis()
+    axes.set_xlabel("ms")
+    axes.set_title(f"{title} {bubble_share(spans):.0%} bubbles".strip())
+    axes.legend(
+        [Patch(color=color) for color in COLORS],
+        KINDS,
+        ncols=3,
+        loc="upper center",
+        bbox_to_anchor=(0.5, -0.3),
+    )
+    figure.savefig(path, dpi=120)

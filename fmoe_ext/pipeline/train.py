@@ -1,0 +1,366 @@
+"""Pipeline: the stages of this rank, trained by a schedule of torch.distributed.pipelining."""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.pipelining import PipelineStage
+from torch.nn.parallel import DistributedDataParallel
+
+from fmoe_ext.distributed import DistributedGroupedDataParallel
+from fmoe_ext.distributed.clipping import norm_over, scale_to_norm
+from fmoe_ext.ep.exchange import check_same
+from fmoe_ext.pipeline.groups import PipelineGroups, init_groups
+from fmoe_ext.pipeline.losses import count_targets, token_cross_entropy
+from fmoe_ext.pipeline.microbatch import Tensors, check_tensors, num_rows
+from fmoe_ext.pipeline.schedules import Kind, find_schedule
+from fmoe_ext.pipeline.stage import Microbatches, Stage, as_tuple
+from fmoe_ext.pipeline.tied import TiedParameters
+from fmoe_ext.pipeline.trace import Span
+
+DATA_PARALLEL = ("grouped", "ddp", "fsdp", "none")
+
+
+class Pipeline:
+    """A model cut over the ranks of a job, microbatches under way in all stages at once.
+
+    stages: what split() returned; only those of this rank are kept.
+    loss_fn(output, target) -> the sum of the losses of the tokens of its rows; count(target) -> how many those are.
+      The loss of a batch is the one divided by the other, over all ranks, however unequal microbatches and ranks'
+      batches are.
+    schedule: a name in SCHEDULES. chunks: microbatches of a batch, which differ by one row at most; a schedule that
+      needs more gets empty ones.
+    groups: init_groups(pp, ep) or a DeviceMesh; all ranks in one pipeline if None.
+    data_parallel: what reduces gradients over the ranks of a stage: "grouped" (DistributedGroupedDataParallel, the
+      one for expert-parallel layers), "ddp", "fsdp" (FSDP2) or "none".
+    balance_weight: how much the sum of all gates' losses counts.
+    checkpoint: layers keep no activations and compute them again in backward. device: where this rank computes.
+
+    module: the parts of the model that this rank has, under their names in it: fmoe_ext.checkpoint saves and loads it
+    at any number of stages. Raises ValueError for a schedule, chunks, stages or groups that do not fit.
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[Stage],
+        loss_fn: Callable[[Any, Any], Tensor] = token_cross_entropy,
+        *,
+        schedule: str = "1f1b",
+        chunks: int = 4,
+        groups: PipelineGroups | DeviceMesh | None = None,
+        data_parallel: str = "grouped",
+        balance_weight: float = 0.0,
+        checkpoint: bool = False,
+        count: Callable[[Any], int] = count_targets,
+        device: torch.device | str = "cpu",
+    ):
+        if groups is None or isinstance(groups, DeviceMesh):
+            groups = init_groups(dist.get_world_size() if groups is None else groups)
+        self.groups = groups
+        self.num_stages = len(stages)
+        self.loss_fn, self.count = loss_fn, count
+        self.chunks, self.balance_weight = chunks, balance_weight
+        self.device = torch.device(device)
+        ranks = dist.get_world_size(groups.pp)
+        self._kind: Kind = find_schedule(schedule, ranks, self.num_stages, chunks)
+        self.num_microbatches = self._kind.microbatches(chunks, ranks, self.num_stages)
+        _check_data_parallel(data_parallel, schedule, self._kind, groups)
+        cut = [len(stage.layers) for stage in stages]
+        check_same("stages, schedule and chunks of Pipeline", (cut, schedule, chunks, data_parallel), None)
+        self._places = self._kind.places(ranks, self.num_stages)
+        mine = self._places[dist.get_rank(groups.pp)]
+        self.stages = [stages[index].to(self.device) for index in mine]
+        for stage in self.stages:
+            stage.is_checkpointed = checkpoint
+        self._tied = TiedParameters(stages, self._places, groups.pp)
+        if data_parallel == "fsdp" and self._tied:
+            raise ValueError(
+                'data_parallel="fsdp" cuts parameters that stages share into shards of their own: use "grouped", or '
+                "untie them"
+            )
+        self.module = _joined([stage.parts for stage in self.stages])
+        self._data_parallel = data_parallel if dist.get_world_size(groups.data) > 1 else "none"
+        self._wrapped = [_wrap(stage, self._data_parallel, groups, self.device) for stage in self.stages]
+        self._schedule: Any = None
+        self._rows_of_schedule = -1
+        self._batch: Microbatches | None = None
+        self._factor = 1.0
+        self._loss_sum = torch.zeros((), dtype=torch.float64)
+        self._spans: list[Span] | None = None
+        self.balance_loss = torch.zeros((), dtype=torch.float64)
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """The parameters of this rank, for its optimizer; each once."""
+        seen: set[int] = set()
+        for wrapped in self._wrapped:
+            for p in wrapped.parameters():
+                if id(p) not in seen:
+                    seen.add(id(p))
+                    yield p
+
+    def train_step(self, batch: Tensors, target: Any, *, trace: bool = False) -> Tensor:
+        """Forward and backward of a batch: gradients are added to those there are -> the loss, the same on all ranks.
+
+        batch [B, *] and target as the model takes them; all ranks of one pipeline pass the same, ranks of one stage
+        their own. target: a tensor [B, *], or a tuple of such. trace=True: self.spans() says afterwards what was
+        computed when. balance_loss: the weighted sum of the gates' losses of this step, which is in the gradient but
+        not in the result.
+        Equivalent, in one process: loss_fn(model(batch), target) / count(target), .backward().
+        """
+        check_tensors(batch, "the batch of a pipeline")
+        for wrapped in self._wrapped:
+            wrapped.train()
+        microbatches = self._cut(batch, target)
+        total = self._total_count(target)
+        self._factor = dist.get_world_size(self.groups.data) / max(total, 1)
+        self._loss_sum.zero_()
+        self._spans = [] if trace else None
+        self._begin = time.perf_counter()
+        self._prepare(microbatches)
+        numbers = torch.arange(self.num_microbatches)
+        indexes = [stage.index for stage in self.stages]
+        given = (numbers,) if 0 in indexes else ()
+        targets = numbers if self.num_stages - 1 in indexes else None
+        try:
+            self._schedule.step(*given, target=targets, microbatch=numbers, return_outputs=False)
+            balance_losses = [loss for stage in self.stages for loss in stage.balance_losses]
+        finally:
+            for stage in self.stages:
+                stage.forget()
+        self._reduce_gradients()
+        return self._report(total, balance_losses)
+
+    @torch.no_grad()
+    def evaluate(self, batch: Tensors, target: Any) -> Tensor:
+        """The loss of a batch without gradients and in eval mode, as train_step returns it."""
+        for wrapped in self._wrapped:
+            wrapped.eval()
+        self._batch = self._cut(batch, target)
+        self._factor = 1.0
+        self._loss_sum.zero_()
+        for stage in self.stages:
+            stage.batch = self._batch
+        for number in range(self.num_microbatches):
+            self._forward(number)
+        for stage, wrapped in zip(self.stages, self._wrapped, strict=True):
+            stage.forget()
+            if isinstance(wrapped, FSDPModule):
+                wrapped.reshard()  # as a backward does: parameters() are the shards again
+        return self._report(self._total_count(target), [])
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Scales all gradients of the job so that their norm is at most max_norm -> the norm before; all ranks call it.
+
+        Each parameter counts once, on however many ranks and stages it has copies.
+        Equivalent, in one process: torch.nn.utils.clip_grad_norm_.
+        """
+        params = [p for p in self.parameters() if p.grad is not None]
+        counted = [(p.grad, self._num_copies(p)) for p in params]
+        total = norm_over(counted, norm_type, [self.groups.pp, self.groups.data], self.device)
+        scale_to_norm([p.grad for p in params], total, max_norm)
+        return total
+
+    def spans(self) -> list[Span]:
+        """What the ranks of this pipeline computed when, in the last train_step(trace=True); all of them call it."""
+        gathered: list[Any] = [None] * dist.get_world_size(self.groups.pp)
+        dist.all_gather_object(gathered, self._spans or [], group=self.groups.pp)
+        return [span for spans in gathered for span in spans]
+
+    def _cut(self, batch: Tensors, target: Any) -> Microbatches:
+        rows = num_rows(batch)
+        sizes = [rows // self.chunks + (i < rows % self.chunks) for i in range(self.chunks)]
+        sizes += [0] * (self.num_microbatches - self.chunks)
+        if any(num_rows(part) != rows for part in (target if isinstance(target, tuple) else (target,))):
+            raise ValueError(f"the target must have as many rows as the batch, {rows}")
+        weights = [self.balance_weight * size / max(rows, 1) for size in sizes]
+        batch = _map(batch, lambda x: x.to(self.device))
+        target = _map(target, lambda x: x.to(self.device))
+        return Microbatches(_parts(batch, sizes), _parts(target, sizes), sizes, weights)
+
+    def _total_count(self, target: Any) -> float:
+        counted = torch.tensor(float(self.count(target)), dtype=torch.float64, device=self.device)
+        dist.all_reduce(counted, group=self.groups.data)
+        return float(counted)
+
+    def _prepare(self, microbatches: Microbatches) -> None:
+        self._batch = microbatches
+        for stage in self.stages:
+            stage.batch = microbatches
+        if microbatches.most_rows != self._rows_of_schedule:
+            check_same("the number of rows of a batch", (sum(microbatches.rows),), self.groups.pp)
+            self._schedule = self._make_schedule(microbatches.most_rows)
+            self._rows_of_schedule = microbatches.most_rows
+
+    def _make_schedule(self, rows: int) -> Any:
+        made = [
+            _Timed(
+                wrapped,
+                stage.index,
+                self.num_stages,
+                self.device,
+                input_args=torch.empty(1, dtype=torch.int64, device="meta")
+                if stage.is_first
+                else stage.inputs.examples(rows),
+                output_args=stage.outputs.examples(rows),
+                group=self.groups.pp,
+            )
+            for stage, wrapped in zip(self.stages, self._wrapped, strict=True)
+        ]
+        for stage in made:
+            stage.record = self._record
+        given = made if self._kind.takes_list else made[0]
+        return self._kind.make(given, self.num_microbatches, loss_fn=self._loss, scale_grads=False)
+
+    def _loss(self, output: Tensors, number: Tensor) -> Tensor:
+        batch = self._batch
+        assert batch is not None
+        rows = batch.rows[int(number)]
+        outputs = tuple(x[:rows] for x in as_tuple(output))
+        loss = self.loss_fn(outputs[0] if isinstance(output, Tensor) else outputs, batch.targets[int(number)])
+        if loss.dim():
+            raise ValueError(
+                f"loss_fn must return the sum of the losses, a scalar, but returned {list(loss.shape)}"
+            )
+        self._loss_sum += loss.detach().double().cpu()
+        return loss * self._factor
+
+    def _record(self, kind: str, stage: int, microbatch: int, begin: float, end: float) -> None:
+        if self._spans is not None:
+            rank = dist.get_rank(self.groups.pp)
+            self._spans.append(Span(rank, stage, microbatch, kind, begin - self._begin, end - self._begin))
+
+    def _reduce_gradients(self) -> None:
+        for wrapped in self._wrapped:
+            if isinstance(wrapped, DistributedGroupedDataParallel):
+                wrapped.allreduce_params()
+        self._tied.sum_gradients()
+
+    def _report(self, total: float, balance_losses: list[Tensor]) -> Tensor:
+        data_size = dist.get_world_size(self.groups.data)
+        balance = sum((loss.double().cpu() for loss in balance_losses), torch.zeros((), dtype=torch.float64))
+        numbers = torch.stack((self._loss_sum / max(total, 1), balance / data_size)).to(self.device)
+        dist.all_reduce(numbers, group=self.groups.pp)
+        dist.all_reduce(numbers, group=self.groups.data)
+        self.balance_loss = numbers[1]
+        return numbers[0]
+
+    def _forward(self, number: int) -> None:
+        """One microbatch through all stages; every rank runs its own, in the order of stages."""
+        mine = {
+            stage.index: (stage, wrapped) for stage, wrapped in zip(self.stages, self._wrapped, strict=True)
+        }
+        owner = {index: rank for rank, indexes in enumerate(self._places) for index in indexes}
+        me, index = dist.get_rank(self.groups.pp), torch.tensor([number])
+        values: tuple[Tensor, ...] = ()
+        for i in range(self.num_stages):
+            if i not in mine:
+                continue
+            stage, wrapped = mine[i]
+            if i > 0 and owner[i - 1] != me:
+                values = self._receive(stage, owner[i - 1])
+            result = wrapped(*((index,) if i == 0 else values), microbatch=index)
+            values = as_tuple(result)
+            if stage.is_last:
+                self._loss(result, index)
+            elif owner[i + 1] != me:
+                for x in values:
+                    dist.send(x.contiguous(), group=self.groups.pp, group_dst=owner[i + 1])
+
+    def _receive(self, stage: Stage, source: int) -> tuple[Tensor, ...]:
+        assert stage.batch is not None
+        examples = stage.inputs.examples(stage.batch.most_rows)
+        values = tuple(torch.empty(x.shape, dtype=x.dtype, device=self.device) for x in examples)
+        for x in values:
+            dist.recv(x, group=self.groups.pp, group_src=source)
+        return values
+
+    def _num_copies(self, param: nn.Parameter) -> int:
+        ranks = self._tied.num_ranks(param)
+        for wrapped in self._wrapped:
+            if isinstance(wrapped, DistributedGroupedDataParallel):
+                for tag, params in wrapped.tagged.items():
+                    if tag != "none" and any(p is param for p in params):
+                        return ranks * dist.get_world_size(wrapped.groups[tag])
+        return ranks * (
+            dist.get_world_size(self.groups.data) if self._data_parallel in ("ddp", "fsdp") else 1
+        )
+
+
+class _Timed(PipelineStage):
+    """torch's stage, which says when it computed what."""
+
+    record: Callable[[str, int, int, float, float], None]
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        begin = time.perf_counter()
+        result = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+        self.record("forward", self.stage_index, fwd_chunk_id, begin, time.perf_counter())
+        return result
+
+    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
+        begin = time.perf_counter()
+        super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
+        self.record("backward", self.stage_index, bwd_chunk_id, begin, time.perf_counter())
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
+        begin = time.perf_counter()
+        super().backward_weight_one_chunk(bwd_chunk_id, *args, **kwargs)
+        self.record("weights", self.stage_index, bwd_chunk_id, begin, time.perf_counter())
+
+
+def _check_data_parallel(name: str, schedule: str, kind: Kind, groups: PipelineGroups) -> None:
+    if name not in DATA_PARALLEL:
+        raise ValueError(
+            f"data_parallel must be one of {', '.join(map(repr, DATA_PARALLEL))}, but got {name!r}"
+        )
+    if name != "grouped" and dist.get_world_size(groups.ep) > 1:
+        raise ValueError(
+            f'data_parallel={name!r} would average experts over ranks that hold different ones: use "grouped"'
+        )
+    if name == "ddp" and kind.takes_list:
+        raise ValueError(
+            f'schedule {schedule!r} runs backward in parts, which DistributedDataParallel does not see: use "grouped" '
+            'or "fsdp"'
+        )
+
+
+def _wrap(stage: Stage, name: str, groups: PipelineGroups, device: torch.device) -> nn.Module:
+    if name == "grouped":
+        return DistributedGroupedDataParallel(stage, **groups.data_parallel_kwargs())
+    if name == "ddp":
+        return DistributedDataParallel(stage, process_group=groups.data)
+    if name == "fsdp":
+        mesh = DeviceMesh.from_group(groups.data, device.type)
+        fully_shard(stage, mesh=mesh, reshard_after_forward=False)
+    return stage
+
+
+def _joined(parts: list[nn.Module]) -> nn.Module:
+    """One module with the parts of several stages, names as in the model."""
+    joined = nn.Module()
+    for part in parts:
+        _merge(joined, part)
+    return joined
+
+
+def _merge(into: nn.Module, part: nn.Module) -> None:
+    for name, child in part.named_children():
+        if name in into._modules and type(child) is nn.Module:
+            _merge(into.get_submodule(name), child)
+        else:
+            into.add_module(name, child)
+
+
+def _map(values: Any, fn: Callable[[Tensor], Tensor]) -> Any:
+    return tuple(fn(x) for x in values) if isinstance(values, tuple) else fn(values)
+
+
+def _parts(values: Any, sizes: list[int]) -> list[Any]:
+    if isinstance(values, tuple):
+        return list(zip(*(x.split(sizes) for x in values), strict=True))
+    return list(values.split(sizes))

@@ -1,0 +1,165 @@
+"""Forwards that activation checkpointing repeats in the backward: the second one is told what the first one chose.
+
+A forward that runs inside a backward is a repetition: torch.utils.checkpoint (reentrant or not), Megatron-core,
+DeepSpeed and Transformers, which calls the former, all do it so. torch.utils.module_tracker.ModuleTracker says so in
+public. Of several forwards of a layer whose backward is still to come the repetition is the one whose input is nearest.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils.module_tracker import ModuleTracker
+
+from fmoe_ext.routing import Nest, leaves_of
+from fmoe_ext.tokens import Batch
+
+SAMPLE = 64  # numbers of the input that tell the forwards of a layer apart
+MAX_WITHOUT_GRAPH = 64  # forwards under no_grad of which each layer keeps the choices
+
+
+_uncounted: ContextVar[bool] = ContextVar("forwards only look ahead", default=False)
+
+
+def is_repeated() -> bool:
+    """Whether this forward repeats an earlier one."""
+    return not torch.compiler.is_compiling() and bool(ModuleTracker().is_bw)
+
+
+def is_counted() -> bool:
+    """Whether this forward counts for loads and biases: it is neither repeated nor uncounted()."""
+    return torch.compiler.is_compiling() or not (is_repeated() or _uncounted.get())
+
+
+@contextmanager
+def uncounted() -> Iterator[None]:
+    """Forwards in the block only look at what will come, and count for nothing."""
+    token = _uncounted.set(True)
+    try:
+        yield
+    finally:
+        _uncounted.reset(token)
+
+
+@dataclass(eq=False)
+class Forward:
+    """What one forward of a layer decided, for its repetition.
+
+    selected, kept [T, K]: choices before and after some were dropped (None before the gate has chosen), in the smallest
+    dtype that holds them. is_fused: whether the gate chose and weighed in one operator, whose backward keeps other
+    tensors than the two steps. microbatch: its number where losses span several (gates.accumulation).
+    """
+
+    num_tokens: int
+    sample: torch.Tensor
+    batch: Batch
+    selected: torch.Tensor | None = None
+    kept: torch.Tensor | None = None
+    is_fused: bool = True
+    microbatch: int | None = None
+    is_done: bool = False
+
+    def choose(
+        self, selected: torch.Tensor | None, kept: torch.Tensor, is_fused: bool, num_experts: int
+    ) -> None:
+        self.kept = _compact(kept, num_experts)
+        self.selected = self.kept if selected is None or selected is kept else _compact(selected, num_experts)
+        self.is_fused = is_fused
+
+
+_forward: ContextVar[Forward | None] = ContextVar("the forward of a layer that runs", default=None)
+
+
+def current_forward() -> Forward | None:
+    """The forward inside which a gate is called by its layer."""
+    return _forward.get()
+
+
+@contextmanager
+def forward_is(forward: Forward) -> Iterator[None]:
+    """current_forward() inside the block."""
+    token = _forward.set(forward)
+    try:
+        yield
+    finally:
+        _forward.reset(token)
+
+
+class Forwards:
+    """The forwards of one layer that may be repeated.
+
+    Those with a graph live as long as it does; those without, as a reentrant checkpoint runs them, until they are
+    repeated, at most MAX_WITHOUT_GRAPH. Copies of a layer begin with none.
+    """
+
+    def __init__(self) -> None:
+        self._with_graph: list[weakref.ref[Forward]] = []
+        self._without: deque[Forward] = deque(maxlen=MAX_WITHOUT_GRAPH)
+
+    def __reduce__(self) -> tuple[type[Forwards], tuple[()]]:
+        return Forwards, ()
+
+    def begin(self, moe_inp: Nest, batch: Batch) -> Forward:
+        """A forward, not yet kept."""
+        first = leaves_of(moe_inp)[0]
+        return Forward(first.shape[0], _sample(first), batch)
+
+    def find(self, moe_inp: Nest) -> Forward | None:
+        """The forward that this one repeats; None if there is none with as many tokens."""
+        first = leaves_of(moe_inp)[0]
+        alive = [forward for forward in (ref() for ref in self._with_graph) if forward is not None]
+        same = [f for f in (*alive, *self._without) if f.num_tokens == first.shape[0]]
+        fitting = [f for f in same if not f.is_done] or same
+        if not fitting:
+            return None
+        found = fitting[0] if len(fitting) == 1 else _nearest(_sample(first), fitting)
+        found.is_done = True
+        if found in self._without:
+            self._without.remove(found)
+        return found
+
+    def keep(self, forward: Forward, out: Nest, training: bool) -> None:
+        """Keeps a forward as long as its output can be asked for gradients."""
+        if not torch.is_grad_enabled():
+            if training:
+                self._without.append(forward)
+            return
+        nodes = [leaf.grad_fn for leaf in leaves_of(out) if leaf.grad_fn is not None]
+        for node in nodes[:1]:
+            node.metadata["fmoe_ext.forward"] = forward
+            self._with_graph = [ref for ref in self._with_graph if ref() is not None]
+            self._with_graph.append(weakref.ref(forward))
+
+
+def _sample(x: torch.Tensor) -> torch.Tensor:
+    """A few numbers of x [T, *], spread over it."""
+    flat = x.detach().reshape(-1)
+    return flat[:: max(1, -(-flat.shape[0] // SAMPLE))].clone()
+
+
+def _nearest(sample: torch.Tensor, forwards: list[Forward]) -> Forward:
+    distances = torch.stack([(f.sample.double() - sample.double()).abs().sum() for f in forwards])
+    return forwards[int(distances.nan_to_num(nan=torch.inf).argmin())]
+
+
+def _compact(topk_idx: torch.Tensor, num_experts: int) -> torch.Tensor:
+    dtype = torch.int16 if num_experts < 2**15 else torch.int32
+    return topk_idx.detach().to(dtype)
+
+
+class Repeat:
+    """What stands at gate.tape while a forward is repeated."""
+
+    def __init__(self, selected: torch.Tensor, is_fused: bool):
+        self.is_fused = is_fused
+        self._selected = selected
+
+    def choose(self, pick: Any) -> torch.Tensor:
+        return self._selected

@@ -1,0 +1,213 @@
+"""KademliaDiscovery: experts as the nodes nearest to their keys say, most of them."""
+
+import time
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+
+from fmoe_ext.remote.dht.messages import Item
+from fmoe_ext.remote.dht.node import Holder, KademliaNode, Nearby
+from fmoe_ext.remote.dht.records import (
+    MAX_TTL,
+    Identity,
+    SignedRecord,
+    check_endpoint,
+    places_of,
+    prefix_key,
+    uid_key,
+)
+from fmoe_ext.remote.dht.routing import Peer
+from fmoe_ext.remote.dht.storage import Refusal
+from fmoe_ext.remote.discovery import (
+    Discovery,
+    DiscoveryError,
+    ExpertRecord,
+    check_prefix,
+    check_uid,
+    successors_among,
+)
+
+SHARE_FOR_LOOKUP = 0.6  # of the time that declare() has
+
+
+class KademliaDiscovery(Discovery):
+    """A directory without a centre. An expert belongs to the key pair for which most of the nearest nodes vouch.
+
+    Nodes keep the first live record of a uid and refuse others', so that a claim cannot be taken over; of two claims
+    with equally many nodes behind them, as when two networks become one, the older wins and the other is withdrawn.
+    """
+
+    def __init__(self, node: KademliaNode, identity: Identity | None = None):
+        self.node, self.identity = node, identity or Identity()
+        self._declared: dict[str, SignedRecord] = {}  # what we said last
+        self._sequence = 0
+
+    # ---------------------------------------------------------------- the interface
+
+    async def declare(
+        self,
+        uids: Sequence[str],
+        endpoint: str,
+        ttl: float,
+        *,
+        metadata: Mapping[str, str] | None = None,
+        timeout: float = 5.0,
+    ) -> frozenset[str]:
+        if not 0 < ttl <= MAX_TTL:
+            raise ValueError(f"ttl must be above 0 and at most {MAX_TTL} s, but got {ttl}")
+        check_endpoint(endpoint)
+        end = time.monotonic() + timeout
+        wanted = list(dict.fromkeys(map(check_uid, uids)))
+        keys = [key for uid in wanted for key in places_of(uid)]
+        near = await self._find(keys, timeout * SHARE_FOR_LOOKUP)
+        free = [uid for uid in wanted if self._owner(uid, near) in (None, self.identity.public)]
+        records = [self._sign(uid, endpoint, ttl, metadata, near) for uid in free]
+        refused = await self._put(records, near, end - time.monotonic())
+        mine = {r.uid for r in records if self._is_granted(r, near[uid_key(r.uid)], refused[r.uid])}
+        lost = [r for r in records if r.uid not in mine]
+        self._declared = {uid: r for uid, r in self._declared.items() if uid not in wanted or uid in free}
+        self._declared |= {r.uid: r for r in records}
+        await self._take_back(lost, near, end - time.monotonic())
+        return frozenset(mine)
+
+    async def withdraw(self, uids: Sequence[str], endpoint: str, *, timeout: float = 5.0) -> None:
+        known = (self._declared.get(uid) for uid in dict.fromkeys(uids))
+        own = [record for record in known if record is not None and record.endpoint == endpoint]
+        if not own:
+            return
+        end = time.monotonic() + timeout
+        near = await self._find([key for r in own for key in places_of(r.uid)], timeout * SHARE_FOR_LOOKUP)
+        await self._take_back(own, near, end - time.monotonic())
+
+    async def get(self, uids: Sequence[str], *, timeout: float = 5.0) -> list[ExpertRecord | None]:
+        near = await self._find([uid_key(check_uid(uid)) for uid in uids], timeout)
+        return [self._expert(uid, near[uid_key(uid)]) for uid in uids]
+
+    async def successors(self, prefixes: Sequence[str], *, timeout: float = 5.0) -> dict[str, frozenset[int]]:
+        bare = {prefix: check_prefix(prefix) for prefix in prefixes}
+        near = await self._find([prefix_key(prefix) for prefix in bare.values()], timeout)
+        now = self.node.clock.now()
+        return {
+            prefix: successors_among(_live_uids(near[prefix_key(name)], now), [name])[name]
+            for prefix, name in bare.items()
+        }
+
+    async def close(self) -> None:
+        await self.node.close()
+
+    async def withdraw_all(self, timeout: float = 5.0) -> None:
+        """Takes back everything that was declared here."""
+        for endpoint in {record.endpoint for record in self._declared.values()}:
+            await self.withdraw(list(self._declared), endpoint, timeout=timeout)
+
+    # ---------------------------------------------------------------- asking
+
+    async def _find(self, keys: Sequence[int], timeout: float) -> dict[int, Nearby]:
+        if timeout <= 0:
+            raise DiscoveryError("no time was left to ask the DHT")
+        near = await self.node.find(keys, timeout)
+        unanswered = sum(not n.holders or not (n.is_complete or _has_records(n)) for n in near.values())
+        if unanswered:
+            raise DiscoveryError(
+                f"the DHT did not answer for {unanswered} of {len(near)} keys within {timeout:.3g} s: this node "
+                f"knows {len(self.node.table)} others, its initial peers are {self.node.initial_peers[:8] or 'none'}"
+            )
+        return near
+
+    def _owner(self, uid: str, near: Mapping[int, Nearby]) -> str | None:
+        record = elect(near[uid_key(uid)].holders, uid, self.node.clock.now())
+        return None if record is None else record.owner
+
+    def _expert(self, uid: str, nearby: Nearby) -> ExpertRecord | None:
+        record = elect(nearby.holders, uid, self.node.clock.now())
+        if record is None:
+            return None
+        expires = self.node.clock.to_local(record.expires)
+        return ExpertRecord(uid, (record.endpoint,), expires, record.fence, record.metadata)
+
+    # ---------------------------------------------------------------- telling
+
+    def _sign(
+        self,
+        uid: str,
+        endpoint: str,
+        ttl: float,
+        metadata: Mapping[str, str] | None,
+        near: Mapping[int, Nearby],
+    ) -> SignedRecord:
+        now = self.node.clock.now()
+        said = [r for at in near[uid_key(uid)].holders for r in at.records if r.uid == uid]
+        own = [r for r in said if r.owner == self.identity.public and r.is_live(now)]
+        newest = max((r.fence for r in said), default=0)
+        fence = own[0].fence if own else max(int(now * 1000), newest + 1)
+        return self.identity.sign(uid, endpoint, fence, self._next(said), now + ttl, metadata)
+
+    def _next(self, said: Iterable[SignedRecord] = ()) -> int:
+        """A sequence above all that this owner has used, in an earlier life too."""
+        used = max((r.sequence for r in said if r.owner == self.identity.public), default=0)
+        self._sequence = max(self._sequence, used, int(self.node.clock.now() * 1e9)) + 1
+        return self._sequence
+
+    async def _put(
+        self, records: Sequence[SignedRecord], near: Mapping[int, Nearby], timeout: float
+    ) -> dict[str, list[Refusal | None]]:
+        """Stores records under all their keys -> for each uid what the nodes nearest to its own key said."""
+        placed: dict[Holder, list[Item]] = {}
+        by_node: dict[Peer | None, Holder] = {}  # one Holder a node, whatever it said about a key
+        for record in records:
+            for key in places_of(record.uid):
+                for at in near[key].holders:
+                    by_node.setdefault(at.peer, Holder(at.peer, ()))
+                    placed.setdefault(by_node[at.peer], []).append(Item(key, record))
+        said: dict[str, list[Refusal | None]] = {record.uid: [] for record in records}
+        answers = await self.node.put(placed, max(timeout, 0.1))
+        for items, refused in zip(placed.values(), answers, strict=True):
+            for (key, record), refusal in zip(items, refused, strict=True):
+                if key == uid_key(record.uid):
+                    said[record.uid].append(refusal)
+        return said
+
+    def _is_granted(self, mine: SignedRecord, nearby: Nearby, said: Sequence[Refusal | None]) -> bool:
+        votes = Counter({mine.owner: said.count(None)})
+        others = [r.holder for r in said if r is not None and r.holder is not None]
+        live = [r for r in others if r.uid == mine.uid and r.is_live(self.node.clock.now())]
+        votes.update(r.owner for r in live)
+        if not votes[mine.owner] and not live:
+            reasons = {r.reason for r in said if r is not None}
+            raise DiscoveryError(f"no node of the DHT keeps the record of {mine.uid}: {sorted(reasons)[:3]}")
+        return _winner([mine, *live], votes).owner == mine.owner
+
+    async def _take_back(
+        self, records: Sequence[SignedRecord], near: Mapping[int, Nearby], timeout: float
+    ) -> None:
+        if records:
+            signed = [
+                self.identity.sign(r.uid, "", r.fence, self._next(), r.expires) for r in records
+            ]  # lives as long as what it takes back
+            await self._put(signed, near, timeout)
+        for record in records:
+            self._declared.pop(record.uid, None)
+
+
+def elect(holders: Sequence[Holder], uid: str, now: float) -> SignedRecord | None:
+    """The record that most nodes vouch for, of those that live and whose owner has said nothing newer."""
+    words = [record for at in holders for record in at.records if record.uid == uid]
+    last: dict[str, SignedRecord] = {}
+    for record in words:
+        if record.owner not in last or last[record.owner].sequence < record.sequence:
+            last[record.owner] = record
+    live = [record for record in last.values() if record.is_live(now)]
+    votes = Counter(record.owner for record in words if not record.is_withdrawn)
+    return _winner(live, votes) if live else None
+
+
+def _winner(live: Sequence[SignedRecord], votes: Mapping[str, int]) -> SignedRecord:
+    """Most votes, then the oldest claim, then any order on which all agree."""
+    return min(live, key=lambda record: (-votes[record.owner], record.fence, record.owner))
+
+
+def _live_uids(nearby: Nearby, now: float) -> list[str]:
+    return [record.uid for at in nearby.holders for record in at.records if record.is_live(now)]
+
+
+def _has_records(nearby: Nearby) -> bool:
+    return any(at.records for at in nearby.holders)

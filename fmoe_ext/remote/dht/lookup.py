@@ -1,0 +1,117 @@
+"""Lookup: from node to node towards keys, always asking the nearest that are known (Kademlia's iterative search)."""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import TypeAlias
+
+from fmoe_ext.remote.dht.messages import MAX_KEYS, Found
+from fmoe_ext.remote.dht.routing import Peer
+from fmoe_ext.remote.dht.transport import Unreachable
+
+ALPHA = 3  # nodes asked at a time for one key
+MAX_CANDIDATES = 512  # nodes that one key's search looks at
+Ask: TypeAlias = "Callable[[Peer, Sequence[int]], Awaitable[dict[int, Found]]]"
+
+
+class State(Enum):
+    NEW, ASKED, ANSWERED, FAILED = range(4)
+
+
+@dataclass
+class Candidate:
+    peer: Peer
+    hops: int  # 1 if we knew it, one more for each node that told the next
+    state: State = State.NEW
+    found: Found = field(default_factory=Found)
+
+
+class Search:
+    """The state of one key: finished when the `width` nearest nodes that can be reached have answered."""
+
+    def __init__(self, key: int, width: int, alpha: int = ALPHA):
+        self.key, self.width, self.alpha = key, width, alpha
+        self.candidates: dict[int, Candidate] = {}
+
+    def add(self, peers: Iterable[Peer], hops: int) -> None:
+        for peer in peers:
+            if len(self.candidates) < MAX_CANDIDATES:
+                self.candidates.setdefault(peer.node_id, Candidate(peer, hops))
+
+    def nearest(self) -> list[Candidate]:
+        reachable = (c for c in self.candidates.values() if c.state is not State.FAILED)
+        return sorted(reachable, key=lambda c: c.peer.node_id ^ self.key)[: self.width]
+
+    def next_to_ask(self) -> list[Candidate]:
+        nearest = self.nearest()
+        num_asked = sum(c.state is State.ASKED for c in nearest)
+        return [c for c in nearest if c.state is State.NEW][: max(0, self.alpha - num_asked)]
+
+    @property
+    def is_finished(self) -> bool:
+        return all(c.state is State.ANSWERED for c in self.nearest())
+
+    def answers(self) -> list[Candidate]:
+        """The nearest nodes that have answered, nearest first."""
+        return [c for c in self.nearest() if c.state is State.ANSWERED]
+
+    @property
+    def hops(self) -> int:
+        """How many nodes lay between us and the nearest, that one included."""
+        return max((c.hops for c in self.answers()[:1]), default=0)
+
+
+class Lookup:
+    """Searches for many keys at once; what several keys want of one node goes in one call."""
+
+    def __init__(self, ask: Ask, searches: Sequence[Search], own_id: int):
+        self._ask, self.searches, self._own_id = ask, searches, own_id
+        self._by_key = {search.key: search for search in searches}
+        self._pending: dict[asyncio.Task[dict[int, Found]], tuple[Peer, tuple[int, ...]]] = {}
+        self.num_calls = 0
+
+    async def run(self, timeout: float) -> None:
+        """Until every search is finished or time is up; is_finished of each says which."""
+        end = time.monotonic() + timeout
+        try:
+            while (left := end - time.monotonic()) > 0:
+                self._send()
+                if not self._pending or all(search.is_finished for search in self.searches):
+                    return
+                done, _ = await asyncio.wait(self._pending, timeout=left, return_when=asyncio.FIRST_COMPLETED)
+                for task in [task for task in self._pending if task in done]:
+                    self._take(task)
+        finally:
+            for task in self._pending:
+                task.cancel()
+            await asyncio.gather(*self._pending, return_exceptions=True)
+
+    def _send(self) -> None:
+        wanted: dict[Peer, list[int]] = {}
+        for search in self.searches:
+            for candidate in search.next_to_ask():
+                candidate.state = State.ASKED
+                wanted.setdefault(candidate.peer, []).append(search.key)
+        for peer, keys in wanted.items():
+            for first in range(0, len(keys), MAX_KEYS):
+                some = tuple(keys[first : first + MAX_KEYS])
+                self._pending[asyncio.ensure_future(self._ask(peer, some))] = peer, some
+                self.num_calls += 1
+
+    def _take(self, task: "asyncio.Task[dict[int, Found]]") -> None:
+        peer, keys = self._pending.pop(task)
+        try:
+            answers = task.result()
+        except Unreachable:
+            answers = {}
+        for key in keys:
+            search, found = self._by_key[key], answers.get(key)
+            candidate = search.candidates[peer.node_id]
+            if found is not None:
+                candidate.state, candidate.found = State.ANSWERED, found
+                others = (p for p in found.peers if p.node_id != self._own_id)
+                search.add(others, candidate.hops + 1)
+            else:  # a node that answered other keys had no room for this one
+                candidate.state = State.NEW if answers else State.FAILED

@@ -1,0 +1,244 @@
+"""What nodes say to each other: JSON whose every part is bounded before it is believed.
+
+Ping {}                 -> {}
+Find {keys}             -> {found: {key: {peers, records}}}   keys are left out when the answer becomes too long
+Store {items}           -> {refused: [null or {reason, record}]}
+Each way with the sender's id and clock; a request with the endpoint at which the sender listens ("" for nowhere,
+":port" for "the address you see").
+"""
+
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from fmoe_ext.remote.dht.records import BadRecord, SignedRecord, check_endpoint, read_record
+from fmoe_ext.remote.dht.routing import BUCKET_SIZE, Peer
+from fmoe_ext.remote.dht.storage import MAX_OWNERS, MAX_UNDER_PREFIX, Refusal
+
+SERVICE = "fmoe.dht"
+PING, FIND, STORE = "Ping", "Find", "Store"
+METHODS = (PING, FIND, STORE)
+MAX_KEYS = 64  # in one Find
+MAX_ITEMS = 64  # in one Store
+MAX_ANSWER_BYTES = 8 << 20  # one prefix with as many experts as it may have
+FULL_ANSWER_BYTES = 1 << 20  # beyond which no further key is answered
+MAX_REQUEST_BYTES = 512 << 10
+MAX_REASON = 300
+_PORT = re.compile(r":[0-9]{1,5}")
+
+
+class BadMessage(ValueError):
+    """A message is not what it must be; the text says what is wrong with it."""
+
+
+@dataclass(frozen=True)
+class Header:
+    """Who speaks, and what the clock there shows."""
+
+    node_id: int
+    time: float
+    endpoint: str = ""
+
+
+@dataclass(frozen=True)
+class Found:
+    """What one node knows about a key."""
+
+    peers: Sequence[Peer] = ()
+    records: Sequence[SignedRecord] = ()
+
+
+class Item(NamedTuple):
+    """A key and what shall lie there."""
+
+    key: int
+    record: SignedRecord
+
+
+@dataclass(frozen=True)
+class Request:
+    header: Header
+    keys: Sequence[int] = ()
+    items: Sequence[Item | str] = ()  # a text: why that item cannot be kept
+
+
+@dataclass(frozen=True)
+class Answer:
+    header: Header
+    found: Mapping[int, Found] = field(default_factory=dict)
+    refused: Sequence[Refusal | None] = ()
+
+
+def encode_request(request: Request) -> bytes:
+    body = _dump_header(request.header) | {"endpoint": request.header.endpoint}
+    if request.keys:
+        body["keys"] = [dump_id(key) for key in request.keys]
+    items = [item for item in request.items if not isinstance(item, str)]
+    if items:
+        body["items"] = [[dump_id(key), *_dump_record(record)] for key, record in items]
+    return _dump(body)
+
+
+def encode_answer(answer: Answer) -> bytes:
+    body = _dump_header(answer.header)
+    if answer.found:
+        body["found"] = {dump_id(key): _dump_found(found) for key, found in answer.found.items()}
+    if answer.refused:
+        body["refused"] = [refusal and _dump_refusal(refusal) for refusal in answer.refused]
+    return _dump(body)
+
+
+def size_of(found: Found) -> int:
+    """About the bytes that it takes in an answer."""
+    return (
+        200
+        + sum(120 + len(p.endpoint) for p in found.peers)
+        + sum(300 + len(r.payload) for r in found.records)
+    )
+
+
+def decode_request(data: bytes) -> Request:
+    body = _load(data, MAX_REQUEST_BYTES)
+    header = _load_header(body, endpoint=_load_own_endpoint(body.get("endpoint")))
+    keys = tuple(load_id(key) for key in _list("keys", body.get("keys", []), MAX_KEYS))
+    items = tuple(_load_item(item) for item in _list("items", body.get("items", []), MAX_ITEMS))
+    return Request(header, keys, items)
+
+
+def decode_answer(data: bytes) -> Answer:
+    body = _load(data, MAX_ANSWER_BYTES)
+    found = body.get("found", {})
+    if not isinstance(found, dict) or len(found) > MAX_KEYS:
+        raise BadMessage(f"found must be an object of at most {MAX_KEYS} keys")
+    refused = _list("refused", body.get("refused", []), MAX_ITEMS)
+    return Answer(
+        _load_header(body),
+        {load_id(key): _load_found(value) for key, value in found.items()},
+        tuple(None if refusal is None else _load_refusal(refusal) for refusal in refused),
+    )
+
+
+def dump_id(node_id: int) -> str:
+    return f"{node_id:064x}"
+
+
+def load_id(text: Any) -> int:
+    if not isinstance(text, str) or not re.fullmatch(r"[0-9a-f]{64}", text):
+        raise BadMessage(f"an id must be 64 hexadecimal digits, but got {str(text)[:100]!r}")
+    return int(text, 16)
+
+
+# -------------------------------------------------------------------- parts
+
+
+def _dump(body: Mapping[str, Any]) -> bytes:
+    return json.dumps(body, separators=(",", ":")).encode()
+
+
+def _load(data: bytes, max_bytes: int) -> dict[str, Any]:
+    if len(data) > max_bytes:
+        raise BadMessage(f"a message has at most {max_bytes} bytes, but got {len(data)}")
+    try:
+        body = json.loads(data)
+    except (ValueError, RecursionError):
+        raise BadMessage("a message must be JSON") from None
+    if not isinstance(body, dict):
+        raise BadMessage("a message must be a JSON object")
+    return body
+
+
+def _dump_header(header: Header) -> dict[str, Any]:
+    return {"id": dump_id(header.node_id), "time": header.time}
+
+
+def _load_header(body: Mapping[str, Any], endpoint: str = "") -> Header:
+    moment: Any = body.get("time")
+    if type(moment) not in (int, float) or not math.isfinite(moment) or not 0 <= moment < 1e12:
+        raise BadMessage(f"time must be seconds since 1970, but got {str(moment)[:100]}")
+    return Header(load_id(body.get("id")), float(moment), endpoint)
+
+
+def _load_own_endpoint(value: Any) -> str:
+    if isinstance(value, str) and _PORT.fullmatch(value) and 0 < int(value[1:]) < 1 << 16:
+        return value
+    try:
+        return check_endpoint(value, may_be_empty=True)
+    except BadRecord as error:
+        raise BadMessage(str(error)) from None
+
+
+def _list(name: str, value: Any, max_length: int) -> list[Any]:
+    if not isinstance(value, list) or len(value) > max_length:
+        raise BadMessage(f"{name} must be a list of at most {max_length}")
+    return value
+
+
+def _dump_record(record: SignedRecord) -> list[str]:
+    return [record.payload, record.signature]
+
+
+def _load_record(value: Any) -> SignedRecord:
+    """BadRecord if the record is bad, BadMessage if it is none."""
+    if not isinstance(value, list) or len(value) != 2 or not all(isinstance(text, str) for text in value):
+        raise BadMessage("a record must be [payload, signature]")
+    return read_record(*value)
+
+
+def _load_item(value: Any) -> Item | str:
+    if not isinstance(value, list) or len(value) != 3:
+        raise BadMessage("an item must be [key, payload, signature]")
+    key = load_id(value[0])
+    try:
+        return Item(key, _load_record(value[1:]))
+    except BadRecord as error:
+        return str(error)[:MAX_REASON]
+
+
+def _dump_found(found: Found) -> dict[str, Any]:
+    return {
+        "peers": [[dump_id(peer.node_id), peer.endpoint] for peer in found.peers],
+        "records": [_dump_record(record) for record in found.records],
+    }
+
+
+def _load_found(value: Any) -> Found:
+    if not isinstance(value, dict):
+        raise BadMessage("what is found must be an object")
+    peers = _list("peers", value.get("peers"), BUCKET_SIZE)
+    records = _list("records", value.get("records"), max(MAX_OWNERS, MAX_UNDER_PREFIX))
+    return Found(tuple(_load_peer(peer) for peer in peers), _genuine(records))
+
+
+def _load_peer(value: Any) -> Peer:
+    if not isinstance(value, list) or len(value) != 2:
+        raise BadMessage("a node must be [id, endpoint]")
+    try:
+        return Peer(load_id(value[0]), check_endpoint(value[1]))
+    except BadRecord as error:
+        raise BadMessage(str(error)) from None
+
+
+def _genuine(records: Sequence[Any]) -> tuple[SignedRecord, ...]:
+    """The records that their owners signed; a forged one has no effect at all."""
+    genuine = []
+    for value in records:
+        try:
+            genuine.append(_load_record(value))
+        except BadRecord:
+            continue
+    return tuple(genuine)
+
+
+def _dump_refusal(refusal: Refusal) -> dict[str, Any]:
+    holder = refusal.holder and _dump_record(refusal.holder)
+    return {"reason": refusal.reason[:MAX_REASON], "record": holder}
+
+
+def _load_refusal(value: Any) -> Refusal:
+    if not isinstance(value, dict) or not isinstance(value.get("reason"), str):
+        raise BadMessage("a refusal must say its reason")
+    holders = _genuine([value["record"]] if value.get("record") is not None else [])
+    return Refusal(value["reason"][:MAX_REASON], holders[0] if holders else None)

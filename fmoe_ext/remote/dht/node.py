@@ -1,0 +1,307 @@
+"""KademliaNode: one node of the DHT. It knows some others, finds the rest through them, and keeps records for all."""
+
+import asyncio
+import contextlib
+import logging
+import random
+import secrets
+import time
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from fmoe_ext.remote.dht import messages
+from fmoe_ext.remote.dht.clock import NetworkClock
+from fmoe_ext.remote.dht.lookup import ALPHA, Lookup, Search
+from fmoe_ext.remote.dht.messages import Answer, BadMessage, Found, Header, Item, Request
+from fmoe_ext.remote.dht.records import ID_BITS, BadRecord, SignedRecord, check_endpoint
+from fmoe_ext.remote.dht.relay import Attachment
+from fmoe_ext.remote.dht.routing import Peer, RoutingTable
+from fmoe_ext.remote.dht.storage import MAX_RECORDS, RecordStore, Refusal
+from fmoe_ext.remote.dht.transport import Transport, Unreachable
+from fmoe_ext.remote.discovery import DiscoveryError
+
+log = logging.getLogger("fmoe_ext.remote.dht")
+REPLICAS = 8  # nodes that keep each record
+MAX_GREETED = 64  # strangers that are called back at a time
+MAX_LOST = 64  # endpoints of forgotten nodes that are tried again when nobody else is left
+RETRY_PAUSE = 0.2  # seconds between two rounds of calling the initial peers
+
+
+@dataclass(frozen=True)
+class NodeOptions:
+    """listen_on: None for a node that asks but is not asked; announce: host:port for others, if not what they see.
+
+    relay: host:port of a relay, for a node that others cannot reach; relay_token: what that relay asks for.
+    """
+
+    initial_peers: Sequence[str] = ()
+    listen_on: str | None = "0.0.0.0:0"
+    announce: str | None = None
+    relay: str | None = None
+    relay_token: str = ""
+    refresh_period: float = 15.0  # seconds
+    call_timeout: float = 1.5  # seconds one node has for one answer
+    join_timeout: float = 5.0  # seconds the initial peers have at the start
+    replicas: int = REPLICAS
+    max_records: int = MAX_RECORDS
+
+
+@dataclass(frozen=True)
+class Holder:
+    """One of the nodes nearest to a key, and what lies there; peer None is this node itself."""
+
+    peer: Peer | None
+    records: Sequence[SignedRecord]
+
+
+@dataclass(frozen=True)
+class Nearby:
+    """The nodes nearest to a key. is_complete: no nearer one is left that has not been asked."""
+
+    holders: Sequence[Holder]
+    is_complete: bool
+    hops: int
+
+
+class KademliaNode:
+    """start() before anything else, close() at the end; everything on one event loop."""
+
+    def __init__(
+        self,
+        transport: Transport,
+        options: NodeOptions | None = None,
+        clock: NetworkClock | None = None,
+        rng: random.Random | None = None,
+    ):
+        self.transport, self.options = transport, options or NodeOptions()
+        self.clock, self.rng = clock or NetworkClock(), rng or random.Random(secrets.randbits(64))
+        self.initial_peers = [check_peer(endpoint) for endpoint in self.options.initial_peers]
+        self.node_id = self.rng.getrandbits(ID_BITS)
+        self.table = RoutingTable(self.node_id)
+        self.store = RecordStore(self.options.max_records)
+        self.port: int | None = None
+        self._announced = ""  # the endpoint in our requests
+        self._attachment: Attachment | None = None
+        self._lost: OrderedDict[str, None] = OrderedDict()
+        self._greeting: dict[str, asyncio.Task[None]] = {}
+        self._maintenance: asyncio.Task[None] | None = None
+
+    @property
+    def is_serving(self) -> bool:
+        return self.port is not None
+
+    # ---------------------------------------------------------------- life
+
+    async def start(self) -> None:
+        """Listens and joins; DiscoveryError if not one initial peer answers within join_timeout."""
+        if self.options.listen_on is not None:
+            self.port = await self.transport.serve(self.options.listen_on, self.handle)
+            self._announced = self.options.announce or f":{self.port}"
+        try:
+            if self.options.relay is not None and self.is_serving:
+                target = f"{reachable_here(self.options.listen_on)}:{self.port}"
+                self._attachment = Attachment(
+                    check_peer(self.options.relay), target, self.options.relay_token
+                )
+                await self._attachment.start(self.options.join_timeout)
+            if self.initial_peers:
+                await self._join_within(self.options.join_timeout)
+            elif not self.is_serving:
+                raise DiscoveryError(
+                    "a node that does not listen needs initial_peers: give it host:port of some"
+                )
+        except BaseException:
+            await self.close()
+            raise
+        self._maintenance = asyncio.create_task(self._maintain())
+
+    async def close(self) -> None:
+        tasks = [*self._greeting.values(), *([self._maintenance] if self._maintenance else [])]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        if self._attachment is not None:
+            await self._attachment.close()
+        self._maintenance = self._attachment = None
+        self.port = None
+        await self.transport.close()
+
+    async def join(self, endpoints: Iterable[str], timeout: float) -> int:
+        """Makes itself known to nodes by their addresses -> how many answered. Two networks become one that way."""
+        calls = (self.ping(endpoint, timeout) for endpoint in endpoints)
+        return sum(1 for peer in await asyncio.gather(*calls) if peer is not None)
+
+    async def refresh(self) -> None:
+        """Forgets what has expired, calls who may be gone, and looks for new nodes at every distance."""
+        self.store.purge(self.clock.now())
+        timeout = self.options.call_timeout
+        known = {peer.endpoint for peer in self.table}
+        again = [endpoint for endpoint in self.initial_peers if endpoint not in known]
+        again += list(self._lost) if not known else []
+        doubtful = (self._reach(peer, timeout) for peer in self.table.doubtful())
+        await asyncio.gather(self.join(again, timeout), *doubtful)
+        await self.find(self.table.ids_to_refresh(self.rng), self.options.refresh_period)
+
+    async def _join_within(self, timeout: float) -> None:
+        end = time.monotonic() + timeout
+        while not await self.join(self.initial_peers, max(0.1, min(timeout / 2, end - time.monotonic()))):
+            if time.monotonic() + RETRY_PAUSE >= end:
+                raise DiscoveryError(
+                    f"none of the initial peers {', '.join(self.initial_peers[:8])} answered within {timeout:.3g} s: "
+                    "is a node listening there (fmoe-dht, fmoe-server --dht_port), and can it be reached from here?"
+                )
+            await asyncio.sleep(RETRY_PAUSE)
+        await self.find(self.table.ids_to_refresh(self.rng), max(1.0, end - time.monotonic()))
+
+    async def _maintain(self) -> None:
+        while True:
+            await asyncio.sleep(self.options.refresh_period * self.rng.uniform(0.8, 1.2))
+            try:
+                await self.refresh()
+            except Exception:  # a node whose maintenance ends dies slowly and silently
+                log.exception("the DHT node's maintenance failed, it goes on")
+
+    # ---------------------------------------------------------------- what others ask
+
+    async def handle(self, method: str, data: bytes, host: str) -> bytes:
+        """The answer to one request from a host; BadMessage if it makes no sense."""
+        request = messages.decode_request(data)
+        self._notice(request.header, host)
+        header = Header(self.node_id, self.clock.local())
+        if method == messages.FIND:
+            return messages.encode_answer(Answer(header, self._look_up(request)))
+        if method == messages.STORE:
+            refused = [self._put(item) for item in request.items]
+            return messages.encode_answer(Answer(header, refused=refused))
+        return messages.encode_answer(Answer(header))
+
+    def _look_up(self, request: Request) -> dict[int, Found]:
+        found: dict[int, Found] = {}
+        size = 0
+        for key in request.keys:
+            peers = [p for p in self.table.closest(key) if p.node_id != request.header.node_id]
+            found[key] = Found(peers, self.store.find(key, self.clock.now()))
+            size += messages.size_of(found[key])
+            if size > messages.FULL_ANSWER_BYTES:
+                break
+        return found
+
+    def _put(self, item: Item | str) -> Refusal | None:
+        return Refusal(item) if isinstance(item, str) else self.store.put(*item, self.clock.now())
+
+    def _notice(self, header: Header, host: str) -> None:
+        """Calls back a stranger who says where it listens: only who answers there is believed."""
+        endpoint = f"{host}{header.endpoint}" if header.endpoint.startswith(":") else header.endpoint
+        is_known = header.node_id in self.table or header.node_id == self.node_id
+        if endpoint and not is_known and endpoint not in self._greeting and len(self._greeting) < MAX_GREETED:
+            self._greeting[endpoint] = asyncio.create_task(self._greet(endpoint))
+
+    async def _greet(self, endpoint: str) -> None:
+        try:
+            await self.ping(endpoint, self.options.call_timeout)
+        finally:
+            self._greeting.pop(endpoint, None)
+
+    # ---------------------------------------------------------------- what we ask others
+
+    async def find(self, keys: Sequence[int], timeout: float) -> dict[int, Nearby]:
+        """The nodes nearest to each key, and the records that lie there; what is known when time is up."""
+        searches = [Search(key, self.options.replicas, ALPHA) for key in dict.fromkeys(keys)]
+        for search in searches:
+            search.add(self.table.closest(search.key), hops=1)
+        await Lookup(self._ask_for, searches, self.node_id).run(timeout)
+        return {search.key: self._nearby(search) for search in searches}
+
+    async def put(
+        self, placed: Mapping[Holder, Sequence[Item]], timeout: float
+    ) -> list[list[Refusal | None]]:
+        """Stores items at nodes -> for each node a refusal or None an item; a node that is gone refuses all."""
+        return await asyncio.gather(*(self._put_at(at, items, timeout) for at, items in placed.items()))
+
+    async def ping(self, endpoint: str, timeout: float) -> Peer | None:
+        """The node at an endpoint; None if none answers, or if it is this node itself."""
+        try:
+            answer = await self._call(Peer(-1, endpoint), messages.PING, Request(self._header()), timeout)
+        except Unreachable:
+            return None
+        return Peer(answer.header.node_id, endpoint)
+
+    def _nearby(self, search: Search) -> Nearby:
+        holders = [Holder(c.peer, tuple(c.found.records)) for c in search.answers()]
+        if self.is_serving:
+            holders.append(Holder(None, tuple(self.store.find(search.key, self.clock.now()))))
+        holders.sort(key=lambda at: (at.peer.node_id if at.peer else self.node_id) ^ search.key)
+        return Nearby(holders[: self.options.replicas], search.is_finished, search.hops)
+
+    async def _ask_for(self, peer: Peer, keys: Sequence[int]) -> dict[int, Found]:
+        request = Request(self._header(), keys=keys)
+        answer = await self._call(peer, messages.FIND, request, self.options.call_timeout)
+        return {key: answer.found[key] for key in keys if key in answer.found}
+
+    async def _put_at(self, at: Holder, items: Sequence[Item], timeout: float) -> list[Refusal | None]:
+        if at.peer is None:
+            return [self._put(item) for item in items]
+        refused: list[Refusal | None] = []
+        for first in range(0, len(items), messages.MAX_ITEMS):
+            some = items[first : first + messages.MAX_ITEMS]
+            request = Request(self._header(), items=some)
+            try:
+                answer = await self._call(
+                    at.peer, messages.STORE, request, min(timeout, self.options.call_timeout)
+                )
+                if len(answer.refused) != len(some):
+                    raise Unreachable(
+                        f"{at.peer.endpoint} answered {len(answer.refused)} of {len(some)} items"
+                    )
+                refused += answer.refused
+            except Unreachable as error:
+                return [*refused, *[Refusal(str(error))] * (len(items) - len(refused))]
+        return refused
+
+    async def _reach(self, peer: Peer, timeout: float) -> None:
+        with contextlib.suppress(Unreachable):
+            await self._call(peer, messages.PING, Request(self._header()), timeout)
+
+    async def _call(self, peer: Peer, method: str, request: Request, timeout: float) -> Answer:
+        """One call; whoever answers is remembered, whoever does not is on the way to be forgotten."""
+        sent = self.clock.local()
+        try:
+            data = await self.transport.call(peer.endpoint, method, messages.encode_request(request), timeout)
+            answer = messages.decode_answer(data)
+        except (Unreachable, BadMessage) as error:
+            self._forget(peer)
+            raise Unreachable(f"{peer.endpoint}: {error}") from None
+        node_id = answer.header.node_id
+        if node_id == self.node_id:
+            raise Unreachable(f"{peer.endpoint} is this node itself")
+        self.table.heard(replace(peer, node_id=node_id))
+        self.clock.hear(node_id, answer.header.time, sent, self.clock.local())
+        if peer.node_id not in (-1, node_id):
+            self._forget(peer)
+            raise Unreachable(f"{peer.endpoint} is another node now")
+        return answer
+
+    def _forget(self, peer: Peer) -> None:
+        if peer.node_id >= 0 and self.table.failed(peer.node_id) is not None:
+            self._lost[peer.endpoint] = None
+            while len(self._lost) > MAX_LOST:
+                self._lost.popitem(last=False)
+
+    def _header(self) -> Header:
+        endpoint = self._attachment.endpoint if self._attachment else self._announced
+        return Header(self.node_id, self.clock.local(), endpoint)
+
+
+def reachable_here(listen_on: str | None) -> str:
+    """The address under which this host itself reaches what listens there."""
+    host = (listen_on or "").rpartition(":")[0]
+    return {"0.0.0.0": "127.0.0.1", "[::]": "[::1]", "": "127.0.0.1"}.get(host, host)
+
+
+def check_peer(endpoint: str) -> str:
+    """endpoint, if it is host:port; ValueError otherwise."""
+    try:
+        return check_endpoint(endpoint)
+    except BadRecord as error:
+        raise ValueError(f"initial_peers and relay: {error}") from None

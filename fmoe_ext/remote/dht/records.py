@@ -1,0 +1,196 @@
+"""Records that anybody may carry and only their owner can write: signed with ed25519, ordered, mortal.
+
+A record says "this expert is at this endpoint until then". It lies under the key of its uid, and under the key of
+each prefix of the uid, which is how beam search finds it. The bytes that were signed are what travels.
+"""
+
+import functools
+import hashlib
+import json
+import math
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+
+from fmoe_ext.remote.discovery import MAX_UID_LENGTH, check_uid, prefixes_of
+
+ID_BITS = 256
+MAX_RECORD_BYTES = 2048
+MAX_TTL = 3600.0  # seconds that a record may live
+MAX_SKEW = 60.0  # seconds that two clocks of one network may differ after they were compared
+MAX_METADATA, MAX_METADATA_TEXT = 16, 256
+MAX_ENDPOINT_LENGTH = 255
+_DOMAIN = b"fmoe.dht.record.1\0"
+_FIELDS = frozenset(("uid", "endpoint", "owner", "fence", "sequence", "expires", "metadata"))
+_ENDPOINT = re.compile(r"(?:\[[0-9A-Fa-f:.]{2,45}(?:%[\w.-]{1,16})?\]|[A-Za-z0-9._-]{1,253}):([0-9]{1,5})")
+_VERIFIED = 8192  # records whose signature need not be looked at again
+
+
+class BadRecord(ValueError):
+    """A record is not what its owner signed, or not what a record must be."""
+
+
+@dataclass(frozen=True)
+class SignedRecord:
+    """Where an expert is, by the word of `owner`. endpoint "": nowhere any more, it was withdrawn."""
+
+    uid: str
+    endpoint: str
+    owner: str  # public key, 64 hexadecimal digits
+    fence: int  # milliseconds since 1970 at which the owner claimed the uid
+    sequence: int  # of two records of one owner the one with the greater sequence holds
+    expires: float  # seconds since 1970, of the network's clock
+    metadata: Mapping[str, str] = field(default_factory=dict, hash=False)
+    payload: str = ""  # what was signed
+    signature: str = ""  # 128 hexadecimal digits
+
+    @property
+    def is_withdrawn(self) -> bool:
+        return not self.endpoint
+
+    def is_live(self, now: float) -> bool:
+        return now < self.expires and not self.is_withdrawn
+
+
+class Identity:
+    """The key pair of an owner. Kept in a file, a server that restarts still owns what it owned."""
+
+    def __init__(self, seed: bytes | None = None):
+        self._key = Ed25519PrivateKey.from_private_bytes(os.urandom(32) if seed is None else seed)
+        self.public = self._key.public_key().public_bytes_raw().hex()
+
+    @classmethod
+    def at(cls, path: Path) -> "Identity":
+        """The identity that a file of 32 bytes holds; it is made, readable by its owner alone, if there is none."""
+        try:
+            with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+                file.write(os.urandom(32))
+        except FileExistsError:
+            pass
+        seed = path.read_bytes()
+        if len(seed) != 32:
+            raise ValueError(f"an identity is a file of 32 bytes, but {path} has {len(seed)}")
+        return cls(seed)
+
+    def sign(
+        self,
+        uid: str,
+        endpoint: str,
+        fence: int,
+        sequence: int,
+        expires: float,
+        metadata: Mapping[str, str] | None = None,
+    ) -> SignedRecord:
+        """A record of this owner; ValueError for one that nobody would keep."""
+        values = {
+            "uid": uid,
+            "endpoint": endpoint,
+            "owner": self.public,
+            "fence": fence,
+            "sequence": sequence,
+            "expires": expires,
+            "metadata": dict(metadata or {}),
+        }
+        payload = json.dumps(values, separators=(",", ":"), sort_keys=True)
+        return read_record(payload, self._key.sign(_DOMAIN + payload.encode()).hex())
+
+
+@functools.lru_cache(_VERIFIED)
+def read_record(payload: str, signature: str) -> SignedRecord:
+    """The record in bytes from anywhere; BadRecord unless every field is in bounds and its owner signed them."""
+    if len(payload) > MAX_RECORD_BYTES:
+        raise BadRecord(f"a record has at most {MAX_RECORD_BYTES} characters, but got {len(payload)}")
+    try:
+        values = json.loads(payload)
+    except (ValueError, RecursionError):
+        raise BadRecord("a record must be JSON") from None
+    if not isinstance(values, dict) or values.keys() != _FIELDS:
+        raise BadRecord(f"a record has the fields {', '.join(sorted(_FIELDS))}, nothing else")
+    record = SignedRecord(
+        check_record_uid(values["uid"]),
+        check_endpoint(values["endpoint"], may_be_empty=True),
+        _hexadecimal("owner", values["owner"], 64),
+        _count("fence", values["fence"]),
+        _count("sequence", values["sequence"]),
+        _time(values["expires"]),
+        _metadata(values["metadata"]),
+        payload,
+        _hexadecimal("signature", signature, 128),
+    )
+    try:
+        key = Ed25519PublicKey.from_public_bytes(bytes.fromhex(record.owner))
+        key.verify(bytes.fromhex(signature), _DOMAIN + payload.encode())
+    except (InvalidSignature, ValueError):
+        raise BadRecord(f"the record of {record.uid} is not signed by its owner") from None
+    return record
+
+
+def check_record_uid(uid: Any) -> str:
+    try:
+        return check_uid(uid)
+    except ValueError as error:
+        raise BadRecord(str(error)) from None
+
+
+def check_endpoint(endpoint: Any, may_be_empty: bool = False) -> str:
+    """endpoint, if it is host:port or [IPv6]:port; BadRecord otherwise."""
+    if may_be_empty and endpoint == "":
+        return ""
+    match = _ENDPOINT.fullmatch(endpoint) if isinstance(endpoint, str) else None
+    if match is None or len(endpoint) > MAX_ENDPOINT_LENGTH or not 0 < int(match[1]) < 1 << 16:
+        raise BadRecord(f"an endpoint must be host:port or [IPv6]:port, but got {str(endpoint)[:100]!r}")
+    return str(endpoint)
+
+
+def _hexadecimal(name: str, value: Any, length: int) -> str:
+    if not isinstance(value, str) or not re.fullmatch(rf"[0-9a-f]{{{length}}}", value):
+        raise BadRecord(f"{name} must be {length} hexadecimal digits, but got {str(value)[:200]!r}")
+    return value
+
+
+def _count(name: str, value: Any) -> int:
+    if type(value) is not int or not 0 <= value < 1 << 63:
+        raise BadRecord(f"{name} must be a whole number below 2^63, but got {str(value)[:100]}")
+    return value
+
+
+def _time(value: Any) -> float:
+    if type(value) not in (int, float) or not math.isfinite(value) or not 0 <= value < 1e12:
+        raise BadRecord(f"expires must be seconds since 1970, but got {str(value)[:100]}")
+    return float(value)
+
+
+def _metadata(value: Any) -> dict[str, str]:
+    if not isinstance(value, dict) or len(value) > MAX_METADATA:
+        raise BadRecord(f"metadata must be an object of at most {MAX_METADATA} entries")
+    for key, text in value.items():
+        if not isinstance(text, str) or max(len(key), len(text)) > MAX_METADATA_TEXT:
+            raise BadRecord(f"metadata[{key[:100]!r}] must be text of at most {MAX_METADATA_TEXT} characters")
+    return value
+
+
+def uid_key(uid: str) -> int:
+    """Where the record of an expert lies."""
+    return _hash(f"uid {uid}")
+
+
+def prefix_key(prefix: str) -> int:
+    """Where the records of all experts below a prefix lie."""
+    return _hash(f"prefix {prefix}")
+
+
+@functools.lru_cache(_VERIFIED)
+def places_of(uid: str) -> Mapping[int, str | None]:
+    """Every key under which the records of a uid lie: its own (None), and those of its prefixes."""
+    assert len(uid) <= MAX_UID_LENGTH
+    return {uid_key(uid): None} | {prefix_key(prefix): prefix for prefix, _ in prefixes_of(uid)}
+
+
+def _hash(text: str) -> int:
+    return int.from_bytes(hashlib.sha256(text.encode()).digest(), "big")

@@ -1,0 +1,283 @@
+"""Relay: a meeting place for hosts that nobody can reach; bytes pass through it, unread.
+
+A host behind a firewall keeps one connection open to a relay, which opens a port for it. Who calls that port is
+announced to the host, which answers by a second connection; the relay joins the two. TLS stays between the ends.
+Each line of the protocol is JSON of at most MAX_LINE bytes:
+    host -> relay   {"attach": token, "port": wanted or 0}      relay -> host   {"port": opened} or {"error": text}
+    relay -> host   {"call": id}                                host -> relay   {"accept": id} on a new connection
+    host -> relay   {} now and then
+"""
+
+import asyncio
+import contextlib
+import hmac
+import json
+import secrets
+from collections.abc import Coroutine
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from fmoe_ext.remote.discovery import DiscoveryError
+
+MAX_LINE = 512
+CHUNK = 64 << 10
+PATIENCE = 10.0  # seconds for a line that is due
+ALIVE_EVERY, SILENT_FOR = 5.0, 20.0  # seconds between signs of life; without one a host is gone
+RETRY_PAUSE = 1.0
+
+Streams: TypeAlias = "tuple[asyncio.StreamReader, asyncio.StreamWriter]"
+
+
+@dataclass(frozen=True)
+class RelayOptions:
+    """token: what hosts must know to be let in. idle: seconds without a byte after which a connection is closed."""
+
+    token: str = ""
+    max_hosts: int = 64
+    max_connections: int = 256  # of each host
+    bytes_per_second: float = float("inf")  # of each direction of a connection
+    idle: float = 600.0
+
+
+@dataclass
+class _Call:
+    """A call from outside; `accepted` by its host on a connection that stays open until `ended`."""
+
+    accepted: asyncio.Future[Streams]
+    ended: asyncio.Event
+
+
+class Relay:
+    """Opens a port for each host that attaches to it."""
+
+    def __init__(self, options: RelayOptions | None = None):
+        self.options = options or RelayOptions()
+        self.num_hosts = 0
+        self._server: asyncio.Server | None = None
+        self._waiting: dict[str, _Call] = {}  # calls that their host has not accepted yet
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._host = ""
+
+    async def start(self, listen_on: str) -> int:
+        """Listens -> the port; OSError if it is in use."""
+        self._host, port = split(listen_on)
+        self._server = await asyncio.start_server(self._spawned(self._welcome), self._host, port)
+        return int(self._server.sockets[0].getsockname()[1])
+
+    async def close(self) -> None:
+        if self._server is not None:
+            self._server.close()
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _spawned(self, serve: Any) -> Any:
+        """A callback for start_server whose tasks close() ends."""
+
+        def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            _keep(self._tasks, _closing(writer, serve(reader, writer)))
+
+        return accept
+
+    async def _welcome(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        line = await _read(reader, PATIENCE)
+        call = self._waiting.pop(str(line.get("accept")), None)
+        if call is not None and not call.accepted.done():
+            call.accepted.set_result((reader, writer))
+            await call.ended.wait()
+        elif "attach" in line:
+            await self._host_of(reader, writer, line)
+
+    async def _host_of(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, line: dict[str, Any]
+    ) -> None:
+        if not hmac.compare_digest(str(line["attach"]).encode(), self.options.token.encode()):
+            return await _write(writer, {"error": "the relay asks for another token"})
+        if self.num_hosts >= self.options.max_hosts:
+            return await _write(
+                writer, {"error": f"the relay serves no more than {self.options.max_hosts} hosts"}
+            )
+        self.num_hosts += 1
+        calls: set[asyncio.Task[None]] = set()
+        server = await self._open_port(line.get("port"), writer, calls)
+        try:
+            await _write(writer, {"port": server.sockets[0].getsockname()[1]})
+            while True:
+                await _read(reader, SILENT_FOR)
+        finally:
+            self.num_hosts -= 1
+            server.close()
+            for call in calls:
+                call.cancel()
+
+    async def _open_port(
+        self, wanted: Any, control: asyncio.StreamWriter, calls: set[asyncio.Task[None]]
+    ) -> asyncio.Server:
+        def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            if len(calls) >= self.options.max_connections:
+                writer.close()
+                return
+            task = _keep(self._tasks, _closing(writer, self._join(reader, writer, control)))
+            calls.add(task)
+            task.add_done_callback(calls.discard)
+
+        port = wanted if type(wanted) is int and 1024 <= wanted < 1 << 16 else 0
+        try:
+            return await asyncio.start_server(accept, self._host, port)
+        except OSError:
+            return await asyncio.start_server(accept, self._host, 0)
+
+    async def _join(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, control: asyncio.StreamWriter
+    ) -> None:
+        """One call from outside: has the host called back and passes bytes on."""
+        name, call = secrets.token_hex(16), _Call(asyncio.get_running_loop().create_future(), asyncio.Event())
+        self._waiting[name] = call
+        try:
+            await _write(control, {"call": name})
+            inside = await asyncio.wait_for(call.accepted, PATIENCE)
+            await splice((reader, writer), inside, self.options.bytes_per_second, self.options.idle)
+        finally:
+            self._waiting.pop(name, None)
+            call.ended.set()
+
+
+class Attachment:
+    """A host's end: what listens at `target` here can be called at `endpoint`, while this lives."""
+
+    def __init__(self, relay: str, target: str, token: str = ""):
+        self.relay, self.target, self.token = relay, target, token
+        self.endpoint = ""
+        self._port = 0
+        self._control: Streams | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def start(self, timeout: float = 5.0) -> "Attachment":
+        """Attaches; DiscoveryError if the relay does not let us in within timeout seconds."""
+        try:
+            self._control = await asyncio.wait_for(self._attach(), timeout)
+        except (OSError, asyncio.TimeoutError, asyncio.IncompleteReadError, ValueError) as error:
+            raise DiscoveryError(f"the relay {self.relay} cannot be used: {error or 'no answer'}") from None
+        _keep(self._tasks, self._stay())
+        return self
+
+    async def close(self) -> None:
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _attach(self) -> Streams:
+        reader, writer = await asyncio.open_connection(*split(self.relay))
+        try:
+            await _write(writer, {"attach": self.token, "port": self._port})
+            line = await _read(reader, PATIENCE)
+            if type(line.get("port")) is not int:
+                raise ValueError(str(line.get("error"))[:MAX_LINE])
+        except BaseException:
+            writer.close()
+            raise
+        self._port = line["port"]
+        self.endpoint = f"{self.relay.rpartition(':')[0]}:{self._port}"
+        return reader, writer
+
+    async def _stay(self) -> None:
+        """Answers calls; attaches again, to the same port if it can be had, when the relay was away."""
+        while True:
+            if self._control is not None:
+                reader, writer = self._control
+                alive = _keep(self._tasks, _say_alive(writer))
+                await _closing(writer, self._answer_calls(reader))
+                alive.cancel()
+            await asyncio.sleep(RETRY_PAUSE)
+            self._control = None
+            with contextlib.suppress(OSError, ValueError, asyncio.IncompleteReadError, asyncio.TimeoutError):
+                self._control = await asyncio.wait_for(self._attach(), PATIENCE)
+
+    async def _answer_calls(self, reader: asyncio.StreamReader) -> None:
+        while True:
+            line = await _read(reader, None)
+            _keep(self._tasks, self._answer(str(line.get("call"))[:64]))
+
+    async def _answer(self, name: str) -> None:
+        inside, outside = await asyncio.gather(
+            asyncio.open_connection(*split(self.target)),
+            asyncio.open_connection(*split(self.relay)),
+            return_exceptions=True,
+        )
+        try:
+            if isinstance(inside, tuple) and isinstance(outside, tuple):
+                await _write(outside[1], {"accept": name})
+                await splice(inside, outside)
+        finally:
+            for streams in (inside, outside):
+                if isinstance(streams, tuple):
+                    streams[1].close()
+
+
+async def splice(one: Streams, other: Streams, rate: float = float("inf"), idle: float = 600.0) -> None:
+    """Passes bytes both ways until one side ends, breaks, or is silent for idle seconds."""
+    ways = [asyncio.ensure_future(_pump(a[0], b[1], rate, idle)) for a, b in ((one, other), (other, one))]
+    try:
+        await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for way in ways:
+            way.cancel()
+        await asyncio.gather(*ways, return_exceptions=True)
+
+
+async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, rate: float, idle: float) -> None:
+    while data := await asyncio.wait_for(reader.read(CHUNK), idle):
+        writer.write(data)
+        await writer.drain()
+        if rate != float("inf"):
+            await asyncio.sleep(len(data) / rate)
+
+
+async def _say_alive(writer: asyncio.StreamWriter) -> None:
+    while True:
+        await asyncio.sleep(ALIVE_EVERY)
+        with contextlib.suppress(OSError):
+            await _write(writer, {})
+
+
+async def _read(reader: asyncio.StreamReader, timeout: float | None) -> dict[str, Any]:
+    """One line; ValueError or IncompleteReadError if it is none, TimeoutError."""
+    try:
+        data = await asyncio.wait_for(reader.readuntil(b"\n"), timeout)
+    except asyncio.LimitOverrunError:
+        data = b" " * (MAX_LINE + 1)
+    if len(data) > MAX_LINE:
+        raise ValueError(f"a line has at most {MAX_LINE} bytes")
+    line = json.loads(data)
+    if not isinstance(line, dict):
+        raise ValueError("a line must be a JSON object")
+    return line
+
+
+async def _write(writer: asyncio.StreamWriter, line: dict[str, Any]) -> None:
+    writer.write(json.dumps(line).encode() + b"\n")
+    await writer.drain()
+
+
+async def _closing(writer: asyncio.StreamWriter, work: Coroutine[Any, Any, None]) -> None:
+    """Does the work of a connection and closes it; what the other side does wrong ends it silently."""
+    try:
+        with contextlib.suppress(OSError, ValueError, asyncio.IncompleteReadError, asyncio.TimeoutError):
+            await work
+    finally:
+        writer.close()
+
+
+def _keep(tasks: set[asyncio.Task[None]], work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+    task = asyncio.ensure_future(work)
+    tasks.add(task)
+    task.add_done_callback(tasks.discard)
+    return task
+
+
+def split(endpoint: str) -> tuple[str, int]:
+    """("::1", 80) of "[::1]:80"."""
+    host, _, port = endpoint.rpartition(":")
+    return host.strip("[]"), int(port)

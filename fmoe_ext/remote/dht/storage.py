@@ -1,0 +1,141 @@
+"""RecordStore: the records that this node keeps for others."""
+
+from dataclasses import dataclass, field
+
+from fmoe_ext.remote.dht.records import MAX_SKEW, MAX_TTL, SignedRecord, places_of
+
+MAX_RECORDS = 65_536
+MAX_OF_OWNER = 16_384
+MAX_UNDER_PREFIX = 4096  # experts
+MAX_OWNERS = 8  # of one uid whose last word is remembered
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Why a record is not kept; `holder` is the record that stands in its way."""
+
+    reason: str
+    holder: SignedRecord | None = None
+
+
+@dataclass
+class _Entry:
+    record: SignedRecord
+    forget_at: float  # when the last record of this owner that was ever seen here has expired
+
+
+@dataclass
+class _Slot:
+    """What lies under one key: for each uid the last word of each owner. prefix: None under the key of a uid."""
+
+    prefix: str | None
+    by_uid: dict[str, dict[str, _Entry]] = field(default_factory=dict)
+
+
+class RecordStore:
+    """First come, first kept: while a record lives, no other owner's is taken for its uid.
+
+    Of one owner the greater sequence holds, and is remembered until every record of its that was seen has expired:
+    an old one that somebody kept cannot come back. Time is the network's, given by the caller.
+    """
+
+    def __init__(self, max_records: int = MAX_RECORDS):
+        self.max_records = max_records
+        self._slots: dict[int, _Slot] = {}
+        self._num_of_owner: dict[str, int] = {}
+
+    def __len__(self) -> int:
+        return sum(self._num_of_owner.values())
+
+    def put(self, key: int, record: SignedRecord, now: float) -> Refusal | None:
+        """Keeps a verified record under a key, or says why not."""
+        places = places_of(record.uid)
+        if key not in places:
+            return Refusal("this is not a key of its uid")
+        if not now < record.expires <= now + MAX_TTL + MAX_SKEW:
+            return Refusal("it has expired" if record.expires <= now else f"it lives over {MAX_TTL:.0f} s")
+        if record.fence > (now + MAX_SKEW) * 1000:
+            return Refusal("it was claimed in the future")
+        slot = self._slots.get(key)
+        entries = slot.by_uid.get(record.uid, {}) if slot else {}
+        refusal = _against_the_last_word(entries, record, now)
+        if refusal is not None or (record.is_withdrawn and record.owner not in entries):
+            return refusal  # who has said nothing here has nothing to take back
+        if record.owner not in entries and (refusal := self._full(slot, entries, record, now)) is not None:
+            return refusal
+        self._keep(key, places[key], record)
+        return None
+
+    def find(self, key: int, now: float) -> list[SignedRecord]:
+        """Under a uid's key every owner's last word; under a prefix's, one live record a coordinate below it."""
+        slot = self._slots.get(key)
+        if slot is None:
+            return []
+        if slot.prefix is None:
+            entries = (entry for owners in slot.by_uid.values() for entry in owners.values())
+            return [entry.record for entry in entries if now < entry.forget_at]
+        longest: dict[str, SignedRecord] = {}
+        position = slot.prefix.count(".") + 1
+        for uid, owners in slot.by_uid.items():
+            for entry in owners.values():
+                place, record = uid.split(".")[position], entry.record
+                if record.is_live(now) and (place not in longest or longest[place].expires < record.expires):
+                    longest[place] = record
+        return list(longest.values())
+
+    def purge(self, now: float) -> None:
+        """Forgets what has expired."""
+        for key, slot in list(self._slots.items()):
+            for uid, owners in list(slot.by_uid.items()):
+                for owner, entry in list(owners.items()):
+                    if entry.forget_at <= now:
+                        self._drop(owners, owner)
+                if not owners:
+                    del slot.by_uid[uid]
+            if not slot.by_uid:
+                del self._slots[key]
+
+    def _full(
+        self, slot: _Slot | None, entries: dict[str, _Entry], record: SignedRecord, now: float
+    ) -> Refusal | None:
+        is_new_uid = slot is not None and record.uid not in slot.by_uid
+        crowded = is_new_uid and slot is not None and len(slot.by_uid) >= MAX_UNDER_PREFIX
+        if len(self) >= self.max_records or crowded or len(entries) >= MAX_OWNERS:
+            self.purge(now)
+        if len(self) >= self.max_records:
+            return Refusal(f"this node keeps no more than {self.max_records} records")
+        if self._num_of_owner.get(record.owner, 0) >= MAX_OF_OWNER:
+            return Refusal(f"this node keeps no more than {MAX_OF_OWNER} records of one owner")
+        if is_new_uid and slot is not None and len(slot.by_uid) >= MAX_UNDER_PREFIX:
+            return Refusal(f"{slot.prefix} has {MAX_UNDER_PREFIX} experts, no more are kept below one prefix")
+        if len(entries) >= MAX_OWNERS:
+            return Refusal(f"{record.uid} changed hands {MAX_OWNERS} times within a record's lifetime")
+        return None
+
+    def _keep(self, key: int, prefix: str | None, record: SignedRecord) -> None:
+        owners = self._slots.setdefault(key, _Slot(prefix)).by_uid.setdefault(record.uid, {})
+        before = owners.get(record.owner)
+        if before is None:
+            self._num_of_owner[record.owner] = self._num_of_owner.get(record.owner, 0) + 1
+        forget_at = record.expires if before is None else max(before.forget_at, record.expires)
+        owners[record.owner] = _Entry(record, forget_at)
+
+    def _drop(self, owners: dict[str, _Entry], owner: str) -> None:
+        del owners[owner]
+        self._num_of_owner[owner] -= 1
+        if not self._num_of_owner[owner]:
+            del self._num_of_owner[owner]
+
+
+def _against_the_last_word(entries: dict[str, _Entry], record: SignedRecord, now: float) -> Refusal | None:
+    own = entries.get(record.owner)
+    if own is not None and now < own.forget_at:
+        if record.payload == own.record.payload:
+            return None
+        if record.sequence <= own.record.sequence:
+            return Refusal(f"its owner has said something newer (sequence {own.record.sequence})", own.record)
+    holders = (e.record for owner, e in entries.items() if owner != record.owner and e.record.is_live(now))
+    holder = next(holders, None)
+    if holder is not None and not record.is_withdrawn:
+        return Refusal(f"{record.uid} belongs to another owner", holder)
+    return None

@@ -1,0 +1,121 @@
+"""How bytes get from node to node: grpc here; the tests' simulation has one of its own."""
+
+import asyncio
+import ipaddress
+import re
+import urllib.parse
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable
+from typing import Any, Protocol, TypeAlias
+
+import grpc
+
+from fmoe_ext.remote import protocol
+from fmoe_ext.remote.dht.messages import MAX_ANSWER_BYTES, MAX_REQUEST_BYTES, METHODS, SERVICE, BadMessage
+from fmoe_ext.remote.security import Rates, host_of
+
+MAX_CHANNELS = 256
+MAX_CALLS = 256  # answered at a time
+GRACE = 0.5  # seconds that calls under way have when the node closes
+Handler: TypeAlias = (
+    "Callable[[str, bytes, str], Awaitable[bytes]]"  # method, request, host of the caller -> answer
+)
+
+
+class Unreachable(Exception):
+    """A node did not answer; the text says which and why."""
+
+
+class Transport(Protocol):
+    """call() raises Unreachable within about `timeout` seconds; serve() returns the port."""
+
+    async def call(self, endpoint: str, method: str, data: bytes, timeout: float) -> bytes: ...
+    async def serve(self, listen_on: str, handler: Handler) -> int: ...
+    async def close(self) -> None: ...
+
+
+class GrpcTransport:
+    """Calls over grpc.aio, with caps on sizes, calls at a time, open channels, and rates of each peer."""
+
+    def __init__(self, calls_per_second: float = 1000.0, bytes_per_second: float = 32 << 20):
+        self._calls, self._bytes = Rates(calls_per_second), Rates(bytes_per_second)
+        self._channels: OrderedDict[str, grpc.aio.Channel] = OrderedDict()
+        self._busy: dict[str, int] = {}  # calls under way
+        self._server: grpc.aio.Server | None = None
+
+    async def call(self, endpoint: str, method: str, data: bytes, timeout: float) -> bytes:
+        self._busy[endpoint] = self._busy.get(endpoint, 0) + 1
+        try:
+            send = self._channel(endpoint).unary_unary(f"/{SERVICE}/{method}")
+            return bytes(await asyncio.wait_for(send(data, timeout=timeout), timeout + 0.1))
+        except grpc.aio.AioRpcError as error:
+            raise Unreachable(f"{endpoint}: {error.code().name} {(error.details() or '')[:200]}") from None
+        except (asyncio.TimeoutError, grpc.aio.UsageError) as error:
+            raise Unreachable(f"{endpoint} did not answer within {timeout:.3g} s {error}") from None
+        finally:
+            self._busy[endpoint] -= 1
+            if not self._busy[endpoint]:
+                del self._busy[endpoint]
+
+    async def serve(self, listen_on: str, handler: Handler) -> int:
+        options = dict(protocol.server_options(MAX_ANSWER_BYTES))
+        options["grpc.max_receive_message_length"] = MAX_REQUEST_BYTES
+        self._server = grpc.aio.server(options=list(options.items()), maximum_concurrent_rpcs=MAX_CALLS)
+        methods = {name: grpc.unary_unary_rpc_method_handler(self._method(name, handler)) for name in METHODS}
+        self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, methods),))
+        try:
+            port = self._server.add_insecure_port(listen_on)
+        except RuntimeError as error:
+            raise OSError(
+                f"the DHT cannot listen on {listen_on}: is the port in use, the address this host's? ({error})"
+            ) from None
+        await self._server.start()
+        return int(port)
+
+    async def close(self) -> None:
+        if self._server is not None:
+            await self._server.stop(GRACE)
+        channels, self._channels = list(self._channels.values()), OrderedDict()
+        for channel in channels:
+            await channel.close()
+
+    def _method(self, name: str, handler: Handler) -> Callable[[bytes, Any], Awaitable[bytes]]:
+        async def method(data: bytes, context: Any) -> bytes:
+            host = host_seen(context.peer())
+            if not (self._calls.take(host, 1) and self._bytes.take(host, len(data))):
+                await context.abort(
+                    grpc.StatusCode.RESOURCE_EXHAUSTED, f"{host} sends more than its rate allows"
+                )
+            try:
+                return await handler(name, data, host)
+            except BadMessage as error:
+                await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error)[:500])
+                raise
+
+        return method
+
+    def _channel(self, endpoint: str) -> grpc.aio.Channel:
+        channel = self._channels.get(endpoint)
+        if channel is None:
+            channel = grpc.aio.insecure_channel(endpoint, protocol.channel_options(MAX_ANSWER_BYTES))
+            self._channels[endpoint] = channel
+        self._channels.move_to_end(endpoint)
+        if len(self._channels) > MAX_CHANNELS:
+            self._close_idle()
+        return channel
+
+    def _close_idle(self) -> None:
+        idle = next((endpoint for endpoint in self._channels if endpoint not in self._busy), None)
+        if idle is not None:
+            closing = asyncio.ensure_future(self._channels.pop(idle).close())
+            closing.add_done_callback(lambda _: None)
+
+
+def host_seen(peer: str) -> str:
+    """The host in what grpc calls a peer, as an endpoint begins: "10.0.0.1", "[::1]"."""
+    host = host_of(urllib.parse.unquote(peer))
+    if re.fullmatch(r"\[.*\]", host):
+        address = ipaddress.ip_address(host[1:-1])
+        mapped = getattr(address, "ipv4_mapped", None)
+        return host if mapped is None else str(mapped)
+    return host

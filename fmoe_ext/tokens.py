@@ -1,0 +1,134 @@
+"""Which tokens of a batch are real and which sequence each belongs to, for layers that cannot be told by an argument.
+
+with valid_tokens(attention_mask), packed_sequences(cu_seqlens):
+    loss = model(batch)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
+
+import torch
+
+from fmoe_ext.routing import Nest, map_structure
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What is known about the tokens that reach a layer.
+
+    num_tokens: T, None where nobody said. rows [V] int64: the real ones, ascending, None for all. sequences [T] int64:
+    the number of each token's sequence, None where nobody said.
+    """
+
+    num_tokens: int | None = None
+    rows: torch.Tensor | None = None
+    sequences: torch.Tensor | None = None
+
+    def check(self, num_tokens: int) -> None:
+        """ValueError for another number of tokens."""
+        if self.num_tokens not in (None, num_tokens):
+            raise ValueError(
+                f"valid= and packed sequences are for {self.num_tokens} tokens, but the layer got {num_tokens}; a "
+                "layer with tokens of another kind is called outside of valid_tokens(), with valid= of its own"
+            )
+
+    def take(self, x: Nest) -> Nest:
+        """The real tokens of x [T, *] or a nest."""
+        return x if self.rows is None else map_structure(lambda leaf: leaf.index_select(0, self.rows), x)
+
+    def put_back(self, out: Nest) -> Nest:
+        """out [V, *] or a nest at the places of the real tokens, zero at the others -> [T, *]."""
+        return out if self.rows is None else map_structure(self._put_back, out)
+
+    def _put_back(self, out: torch.Tensor) -> torch.Tensor:
+        assert self.rows is not None and self.num_tokens is not None
+        return out.new_zeros((self.num_tokens, *out.shape[1:])).index_copy(0, self.rows, out)
+
+    def sequences_of(self, seq_len: int | None) -> torch.Tensor | None:
+        """The sequence of each real token, [V]; None where all have seq_len tokens, one after the other."""
+        if self.sequences is not None:
+            return self.take(self.sequences)
+        if self.rows is None or seq_len is None:
+            return None
+        return self.rows // seq_len
+
+
+_batch: ContextVar[Batch] = ContextVar("the tokens that the layers get", default=Batch())  # noqa: B039  # it is frozen
+
+
+class _Blocks:
+    """How many blocks of batch_is() are open, on any thread: what torch.compile can read of _batch."""
+
+    num_open = 0
+
+
+_blocks = _Blocks()
+
+
+def is_inside_a_block() -> bool:
+    """Whether current_batch() may say anything; torch.compile traces this, and nothing that follows if it is True."""
+    return _blocks.num_open > 0
+
+
+def current_batch() -> Batch:
+    """What valid_tokens() and packed_sequences() around this call say."""
+    return _batch.get() if is_inside_a_block() else Batch()
+
+
+@contextmanager
+def batch_is(batch: Batch) -> Iterator[None]:
+    """current_batch() inside the block."""
+    token = _batch.set(batch)
+    _blocks.num_open += 1
+    try:
+        yield
+    finally:
+        _blocks.num_open -= 1
+        _batch.reset(token)
+
+
+def with_valid(batch: Batch, valid: torch.Tensor) -> Batch:
+    """batch, of which only the tokens with valid != 0 are real; one copy of their number to the host."""
+    if valid.is_floating_point() and bool(((valid != 0) & (valid != 1)).any()):
+        raise ValueError(
+            "valid must be True (1) for real tokens and False (0) for padding, but has other values: an additive "
+            "attention mask is valid = mask == 0"
+        )
+    batch.check(valid.numel())
+    rows = valid.detach().flatten().nonzero().squeeze(1)
+    return replace(batch, num_tokens=valid.numel(), rows=None if rows.shape[0] == valid.numel() else rows)
+
+
+@contextmanager
+def valid_tokens(mask: torch.Tensor | None) -> Iterator[None]:
+    """Every FMoE layer that is called in the block takes the tokens with mask = 0 for padding, as with valid=mask.
+
+    mask: bool or 0 / 1, one entry a token in the order in which the layers get them, [T] or [B, S]; None for no
+    padding. One copy of the number of real tokens to the host for all layers. A forward that activation checkpointing
+    repeats later has the mask of the first one.
+    """
+    batch = current_batch()
+    with batch_is(batch if mask is None else with_valid(batch, mask)):
+        yield
+
+
+@contextmanager
+def packed_sequences(cu_seqlens: torch.Tensor) -> Iterator[None]:
+    """Gates with a loss for each sequence take the sequences in the block to end at cu_seqlens.
+
+    cu_seqlens [B + 1]: 0 and the cumulative ends of the sequences among the T tokens that layers get, as
+    flash-attention has them; it takes the place of seq_len. Empty sequences count for nothing. Raises ValueError if
+    it does not rise from 0.
+    """
+    lengths = cu_seqlens.long().diff()
+    if cu_seqlens.dim() != 1 or len(cu_seqlens) < 2 or int(cu_seqlens[0]) != 0 or int(lengths.min()) < 0:
+        raise ValueError(f"cu_seqlens must rise from 0 to the number of tokens, but is {cu_seqlens.tolist()}")
+    sequences = torch.arange(len(lengths), device=lengths.device).repeat_interleave(lengths)
+    batch = current_batch()
+    batch.check(len(sequences))
+    with batch_is(replace(batch, num_tokens=len(sequences), sequences=sequences)):
+        yield

@@ -1,0 +1,160 @@
+"""fmoe_ext.audit: equal where a training is right, and the first tensor that differs where a mistake was seeded."""
+
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import audit_models as models
+import pytest
+import torch
+from torch import nn
+
+import fmoe_ext
+from fmoe_ext.audit import AuditError, Layout, Recipe
+
+ROOT = Path(__file__).resolve().parents[2]
+PLAIN = {"accumulation": ["1"], "recomputation": ["none"], "padding": ["none"], "dtypes": ["float64"]}
+
+
+def audited(pool, recipe, **settings):
+    return fmoe_ext.audit(recipe, pool=pool, **(PLAIN | settings))
+
+
+def only_failure(report):
+    assert not report.ok and "DIFFERENT" in str(report)
+    (failure,) = report.failures
+    assert failure.error is None
+    return failure.first
+
+
+def test_a_correct_training_is_equal_in_every_layout(pool):
+    report = audited(pool, models.RECIPE, recomputation=["none", "non-reentrant"])
+    assert report.ok, str(report)
+    assert [str(r.case.layout) for r in report.results[::2]] == ["1 process", "dp 2", "ep 2", "dp 2 x ep 2"]
+    assert all(worst <= 1e-12 for r in report.results for worst in r.worst.values())
+    assert all(
+        set(r.worst) == {"output", "loss", "gradient", "norm", "clipped", "parameter"} for r in report.results
+    )
+    assert "8 cases of 2 steps" in str(report) and "all equal" in str(report)
+
+
+def test_finds_a_balance_loss_averaged_wrongly(pool):
+    first = only_failure(audited(pool, replace(models.RECIPE, build=models.local_balance), layouts=["dp2"]))
+    assert (first.step, first.quantity) == (1, "loss") and first.error > 1e-6
+
+
+def test_finds_a_missing_gradient_reduction(pool):
+    first = only_failure(audited(pool, replace(models.RECIPE, reduce=models.unreduced), layouts=["dp2"]))
+    assert (first.step, first.quantity) == (1, "gradient") and first.error > 1e-3
+    assert first.name == "head.bias"  # the first in the order of the backward
+
+
+def test_finds_a_gate_that_sees_padding(pool):
+    sees = replace(models.RECIPE, build=models.PaddingModel, loss=models.masked_loss)
+    report = audited(pool, sees, layouts=["1"], padding=["left", "right"])
+    assert [r.first.quantity for r in report.failures] == ["loss", "loss"]
+    right = replace(sees, build=models.MaskedModel)
+    report = audited(pool, right, layouts=["1", "ep2"], padding=["left", "right"])
+    assert report.ok, str(report)
+
+
+@pytest.mark.parametrize("kind", ["reentrant", "non-reentrant"])
+def test_finds_a_recomputation_that_routes_anew(pool, kind):
+    recipe = replace(models.RECIPE, build=models.ForgetfulModel)
+    assert audited(pool, recipe, layouts=["1"]).ok
+    first = only_failure(audited(pool, recipe, layouts=["1"], recomputation=[kind]))
+    assert (first.step, first.quantity) == (1, "gradient") and first.name.startswith("blocks.1.")
+
+
+def test_finds_experts_left_out_of_clipping_in_every_layout(pool):
+    report = audited(pool, replace(models.RECIPE, clip=models.clip_without_experts), layouts=["1"])
+    assert not report.failures and not report.ok
+    assert {name.split(".")[3] for name in report.facts.clipped_apart} == {"experts"}
+    assert len(report.facts.clipped_apart) == 8  # two biases and two weights of each layer
+    assert "clipping leaves out blocks.0.mlp.experts.htoh4.weight" in str(report)
+
+
+def test_finds_experts_left_out_of_clipping_in_one_layout(pool):
+    first = only_failure(audited(pool, replace(models.RECIPE, clip=models.clip_local), layouts=["ep2"]))
+    assert first.quantity == "norm" and first.error > 1e-3
+
+
+def test_finds_an_optimizer_that_misses_parameters(pool):
+    report = audited(pool, replace(models.RECIPE, optimizer=models.optimizer_without_gates), layouts=["1"])
+    assert not report.ok
+    assert report.facts.not_updated == [
+        f"blocks.{i}.mlp.gate.gate.{name}" for i in (0, 1) for name in ("weight", "bias")
+    ]
+    assert "the optimizer misses blocks.0.mlp.gate.gate.weight" in str(report)
+
+
+def test_an_error_of_one_rank_is_part_of_the_report(pool):
+    recipe = replace(models.RECIPE, build=models.raises_on_last_rank)
+    report = audited(pool, recipe, layouts=["1", "dp2"], timeout=5.0)
+    (failure,) = report.failures
+    assert (
+        str(failure.case.layout) == "dp 2"
+        and failure.error == "rank 1: ValueError: no model for the last rank"
+    )
+
+
+def test_a_module_is_spread_over_ranks(pool):
+    torch.manual_seed(1)
+    model = models.Model(Layout())
+    report = audited(pool, model, batch=models.batch, loss=models.loss)
+    assert report.ok, str(report)
+    assert len(report.results) == 4
+
+
+def test_what_is_left_out_is_named(pool):
+    recipe = replace(models.RECIPE, leave_out={"ep": "no group", "uneven": "not offered"})
+    report = audited(pool, recipe, layouts=["dp2", "ep2"], accumulation=["1", "uneven"])
+    assert [str(result.case) for result in report.results] == ["dp 2, float64"]
+    assert "left out: ep (no group)" in str(report) and "left out: uneven (not offered)" in str(report)
+
+
+def fails(model, match, **settings):
+    with pytest.raises(AuditError, match=match):
+        fmoe_ext.audit(model, **settings)
+
+
+def test_bad_input():
+    fails(3, "takes a Recipe, a function layout -> model, a model, or 'module:function', but got a int")
+    fails(models.Model, "needs batch and loss")
+    fails(Recipe(lambda layout: None, models.batch, models.loss), "build cannot be sent to other processes")
+    fails("no_such_module:recipe", "no_such_module cannot be imported")
+    fails("audit_models:nothing", "audit_models has no 'nothing'")
+    fails("audit_models", "give module:function")
+    fails("audit_models:RECIPE", "RECIPE has no field|belong into it", batch=models.batch)
+    fails(models.RECIPE, "a layout is 1, dp2, ep2", layouts=["tp2"])
+    fails(models.RECIPE, "padding must be of none, left, right, but got 'middle'", padding=["middle"])
+    fails(models.RECIPE, "leave_out names 'pp', but what can be left out is", leave_out={"pp": "none"})
+    fails(models.RECIPE, "steps must be at least 1", steps=0)
+
+
+def one_sample(step):
+    return {name: x[:1] for name, x in models.batch(step).items()}
+
+
+def no_module(layout):
+    return "model"
+
+
+def test_bad_recipes(pool):
+    small = audited(pool, replace(models.RECIPE, batch=one_sample), layouts=["1"], accumulation=["2"])
+    assert "accumulation 2 needs 2 samples on every rank, but one has 1" in str(small)
+    with pytest.raises(AuditError, match=r"must return an nn.Module, but returned str"):
+        audited(pool, replace(models.RECIPE, build=no_module))
+    assert isinstance(models.Model(Layout()), nn.Module)
+
+
+def test_command_line_and_the_language_model():
+    command = [sys.executable, "-m", "fmoe_ext.audit", "examples/lm/audit.py:recipe", "--layouts", "1,ep2"]
+    command += ["--accumulation", "1,uneven", "--dtypes", "float64"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "8 cases of 2 steps" in done.stdout and "all equal" in done.stdout
+    wrong = [sys.executable, "-m", "fmoe_ext.audit", "nowhere.py:recipe"]
+    done = subprocess.run(wrong, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2 and done.stderr.startswith("error: nowhere.py cannot be imported")

@@ -1,0 +1,25 @@
+"""What the tests of the DHT share: nodes on 127.0.0.1 that are closed, whatever happens."""
+
+import pytest
+
+from fmoe_ext.remote import loop
+from fmoe_ext.remote.dht import open_node
+
+
+@pytest.fixture
+def open_nodes():
+    """open_nodes(initial_peers, listen_on, **options) -> KademliaDiscovery"""
+    opened = []
+
+    def open_one(initial_peers=(), listen_on="127.0.0.1:0", **options):
+        opened.append(loop.run(open_node(list(initial_peers), listen_on, **options), 20))
+        return opened[-1]
+
+    yield open_one
+    for discovery in opened:
+        loop.run(discovery.close(), 10)
+
+
+@pytest.fixture
+def endpoint_of():
+    return lambda discovery: f"127.0.0.1:{discovery.node.port}"

@@ -1,0 +1,184 @@
+"""The relay: nodes and servers that nobody can call are reached through it, by those who were let in."""
+
+import asyncio
+import socket
+import time
+
+import pytest
+import torch
+
+from fmoe_ext.remote import DHT, DeclaredExperts, DiscoveryError, Options, Server, loop
+from fmoe_ext.remote.dht.relay import Attachment, Relay, RelayOptions
+
+D = 16
+
+
+@pytest.fixture
+def relays():
+    """relays(**options) -> (Relay, "127.0.0.1:port")"""
+    started = []
+
+    def start(port=0, **options):
+        relay = Relay(RelayOptions(**options))
+        started.append(relay)
+        return relay, f"127.0.0.1:{loop.run(relay.start(f'127.0.0.1:{port}'), 5)}"
+
+    yield start
+    for relay in started:
+        loop.run(relay.close(), 5)
+
+
+@pytest.fixture
+def attach():
+    attached = []
+
+    def start(relay, target, token=""):
+        attached.append(loop.run(Attachment(relay, target, token).start(2.0), 5))
+        return attached[-1]
+
+    yield start
+    for attachment in attached:
+        loop.run(attachment.close(), 5)
+
+
+async def echo(reader, writer):
+    while data := await reader.read(1000):
+        writer.write(data)
+        await writer.drain()
+    writer.close()
+
+
+@pytest.fixture
+def echo_server():
+    server = loop.run(asyncio.start_server(echo, "127.0.0.1", 0), 5)
+    yield f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
+
+    async def close():
+        server.close()
+
+    loop.run(close(), 5)
+
+
+async def say(endpoint, data, timeout=5.0):
+    """What comes back when data goes to an endpoint."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", int(endpoint.rpartition(":")[2]))
+    try:
+        writer.write(data)
+        return await asyncio.wait_for(reader.readexactly(len(data)), timeout)
+    except asyncio.IncompleteReadError as error:
+        return error.partial
+    finally:
+        writer.close()
+
+
+def test_bytes_go_through_unchanged(relays, attach, echo_server):
+    _, relay = relays()
+    endpoint = attach(relay, echo_server).endpoint
+    data = torch.randint(256, (500_000,), dtype=torch.uint8).numpy().tobytes()
+
+    async def several():
+        return await asyncio.gather(*(say(endpoint, data[n:]) for n in range(4)))
+
+    assert loop.run(several(), 20) == [data[n:] for n in range(4)]
+
+
+def test_who_is_not_let_in_is_told_why(relays, attach, echo_server):
+    _, relay = relays(token="secret", max_hosts=1)
+    with pytest.raises(DiscoveryError, match=f"{relay}.*another token"):
+        attach(relay, echo_server, "guess")
+    attach(relay, echo_server, "secret")
+    with pytest.raises(DiscoveryError, match="no more than 1 hosts"):
+        attach(relay, echo_server, "secret")
+    with pytest.raises(DiscoveryError, match=r"127\.0\.0\.1:1 cannot be used"):
+        attach("127.0.0.1:1", echo_server)
+
+
+def test_connections_of_a_host_are_bounded(relays, attach, echo_server):
+    _, relay = relays(max_connections=2)
+    endpoint = attach(relay, echo_server).endpoint
+
+    async def run():
+        held = [await asyncio.open_connection("127.0.0.1", int(endpoint.split(":")[1])) for _ in range(2)]
+        refused = await say(endpoint, b"x")
+        for _, writer in held:
+            writer.close()
+        return refused
+
+    assert loop.run(run(), 10) == b""
+    end = time.monotonic() + 5
+    while loop.run(say(endpoint, b"x"), 10) != b"x":
+        assert time.monotonic() < end
+
+
+@pytest.mark.parametrize(
+    "line", [b"x" * 100_000, b"[1]\n", b"{}\n", b'{"accept": "0"}\n', b"\xff\n", b"[" * 400 + b"\n"]
+)
+def test_garbage_closes_the_connection(relays, line):
+    relay, endpoint = relays()
+
+    async def send():
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(endpoint.split(":")[1]))
+        writer.write(line)
+        try:
+            return await asyncio.wait_for(reader.read(), 5)
+        except ConnectionResetError:
+            return b""
+        finally:
+            writer.close()
+
+    assert loop.run(send(), 10) == b""
+    assert relay.num_hosts == 0
+
+
+def test_a_host_that_leaves_frees_its_port(relays, attach, echo_server):
+    relay, endpoint = relays()
+    attachment = attach(endpoint, echo_server)
+    assert relay.num_hosts == 1
+    loop.run(attachment.close(), 5)
+    end = time.monotonic() + 5
+    while relay.num_hosts:
+        assert time.monotonic() < end
+        time.sleep(0.02)
+    with pytest.raises(OSError):
+        loop.run(say(attachment.endpoint, b"x"), 5)
+
+
+def test_a_relay_that_comes_back_serves_the_same_port(relays, attach, echo_server):
+    first, endpoint = relays()
+    attachment = attach(endpoint, echo_server)
+    before = attachment.endpoint
+    loop.run(first.close(), 5)
+    relays(port=endpoint.split(":")[1])
+    end = time.monotonic() + 10
+    while True:
+        try:
+            if loop.run(say(attachment.endpoint, b"hello"), 10) == b"hello":
+                break
+        except OSError:
+            pass
+        assert time.monotonic() < end, "not attached again within 10 s"
+        time.sleep(0.05)
+    assert attachment.endpoint == before
+
+
+def test_an_expert_behind_a_relay_trains(relays, attach):
+    """The server and its node are called at the relay's ports only."""
+    _, relay = relays()
+    with DHT(listen_on="127.0.0.1:0", start=True) as seed:
+        peers = [f"127.0.0.1:{seed.port}"]
+        with DHT(peers, listen_on="127.0.0.1:0", relay=relay, start=True) as hidden:
+            end = time.monotonic() + 10
+            while not len(seed.node.table):
+                assert time.monotonic() < end
+                time.sleep(0.02)
+            assert [peer.endpoint for peer in seed.node.table] != [f"127.0.0.1:{hidden.port}"]
+            with socket.socket() as probe:
+                probe.bind(("127.0.0.1", 0))
+                target = f"127.0.0.1:{probe.getsockname()[1]}"
+            outside = attach(relay, target).endpoint
+            options = Options(hidden_dim=D, expert_uids=("expert.0",), listen_on=target, announce=outside)
+            with Server(options, DeclaredExperts(hidden.discovery)) as server:
+                (expert,) = seed.get_experts(["expert.0"])
+                assert expert.handle.record.endpoints == (outside,) != (target,)
+                expert(torch.randn(2, D)).sum().backward()
+                assert server.host.experts["expert.0"].version == 1

@@ -1,0 +1,290 @@
+"""Many nodes in one process: hops, churn, islands, clocks, claims, and beam search against brute force."""
+
+import asyncio
+import itertools
+import math
+import random
+
+import pytest
+import torch
+from simulation import Network, close, endpoint_of
+
+from fmoe_ext.remote.beam_search import beam_search
+from fmoe_ext.remote.dht.records import uid_key
+from fmoe_ext.remote.discovery import DiscoveryError, StaticList
+
+TTL = 100.0
+
+
+def endpoints(records):
+    return [record and record.endpoints[0] for record in records]
+
+
+def percentile(values, share):
+    return sorted(values)[min(len(values) - 1, int(share * len(values)))]
+
+
+@pytest.mark.parametrize("num_nodes", [60, pytest.param(500, marks=pytest.mark.slow)])
+def test_lookups_take_log_n_hops_under_churn(num_nodes):
+    async def run():
+        network = Network(seed=1)
+        nodes = await network.nodes(num_nodes)
+        uids = [f"expert.{n}" for n in range(64)]
+        for n, uid in enumerate(uids):  # declared by nodes that live on
+            assert await nodes[n % 20].declare([uid], f"host{n}:1", TTL) == {uid}
+        dead, alive = nodes[20:], nodes[:20]
+        network.rng.shuffle(dead)
+        num_dead = int(0.3 * num_nodes)
+        dead, alive = dead[:num_dead], alive + dead[num_dead:]
+        for discovery in dead:
+            network.kill(discovery)
+        before = network.num_calls
+        hops, num_nearest = [], 0
+        for n in range(200):
+            if n < num_dead:  # as many come as went, while others search
+                alive.append(await network.node(network.rng.choice(alive)))
+            asking = network.rng.choice(alive)
+            key = uid_key(network.rng.choice(uids))
+            nearby = (await asking.node.find([key], 60))[key]
+            hops.append(nearby.hops)
+            true = min(alive, key=lambda d: d.node.node_id ^ key)
+            reached = nearby.holders[0].peer
+            num_nearest += (reached.node_id if reached else asking.node.node_id) == true.node.node_id
+        found = await network.rng.choice(alive).get(uids, timeout=60)
+        assert endpoints(found) == [f"host{n}:1" for n in range(64)]
+        calls = (network.num_calls - before) / 200
+        await close(nodes + alive)
+        return hops, calls, num_nearest
+
+    hops, calls, num_nearest = asyncio.run(run())
+    p50, p99 = percentile(hops, 0.5), percentile(hops, 0.99)
+    print(
+        f"{num_nodes} nodes, 30 % churn: hops p50 {p50} p99 {p99}, {calls:.0f} calls a lookup and its share of joins"
+    )
+    # a node that has just come may still wait behind the dead in its neighbours' full buckets
+    assert num_nearest >= 0.95 * len(hops)
+    assert p99 <= math.ceil(math.log2(num_nodes))
+
+
+def test_the_simulation_is_the_same_every_time():
+    async def run():
+        network = Network(seed=3)
+        nodes = await network.nodes(20)
+        await nodes[3].declare(["expert.0"], "a:1", TTL)
+        await close(nodes)
+        return network.num_calls, [len(d.node.table) for d in nodes], [len(d.node.store) for d in nodes]
+
+    assert asyncio.run(run()) == asyncio.run(run())
+
+
+def test_two_islands_become_one_when_one_node_learns_of_the_other():
+    async def run():
+        network = Network(seed=2)
+        east, west = await network.nodes(12), await network.nodes(12)
+        await east[5].declare(["expert.0", "expert.1"], "east:1", TTL)
+        network.seconds += 1
+        await west[5].declare(["expert.1", "expert.2"], "west:1", TTL)
+        assert endpoints(await west[1].get(["expert.0"])) == [None]
+        await east[3].node.join([endpoint_of(west[7])], 1)
+        for _ in range(2):
+            for discovery in (*east, *west):
+                await discovery.node.refresh()
+        assert all(len(d.node.table) == 23 for d in (*east, *west))
+        got = [await d.declare(u, e, TTL) for d, u, e in _claims(east, west)]
+        again = [await d.declare(u, e, TTL) for d, u, e in _claims(east, west)]
+        answers = [endpoints(await d.get(["expert.0", "expert.1", "expert.2"])) for d in (*east, *west)]
+        await close(east + west)
+        return got, again, answers
+
+    def _claims(east, west):
+        return (east[5], ["expert.0", "expert.1"], "east:1"), (west[5], ["expert.1", "expert.2"], "west:1")
+
+    got, again, answers = asyncio.run(run())
+    owners = {"east:1" if "expert.1" in again[0] else "west:1"}
+    assert sum("expert.1" in granted for granted in again) == 1, (got, again)
+    assert "expert.0" in again[0] and "expert.2" in again[1]
+    assert {tuple(a) for a in answers} == {("east:1", owners.pop(), "west:1")}
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_of_two_claims_at_the_same_moment_one_holds(seed):
+    async def run():
+        network = Network(seed)
+        nodes = await network.nodes(2 + 3 * seed)
+        claims = [nodes[n].declare(["expert.0"], f"host{n}:1", TTL) for n in (0, 1)]
+        await asyncio.gather(*claims)
+        granted = [await nodes[n].declare(["expert.0"], f"host{n}:1", TTL) for n in (0, 1)]
+        answers = [endpoints(await d.get(["expert.0"])) for d in nodes]
+        await close(nodes)
+        return granted, answers
+
+    granted, answers = asyncio.run(run())
+    assert sorted(map(len, granted)) == [0, 1]
+    owner = "host0:1" if granted[0] else "host1:1"
+    assert answers == [[owner]] * len(answers)
+
+
+@pytest.mark.parametrize("skews", [(0, 600), (0, 0, 900, 0), (-300, 0, 0, 500, 0)])
+def test_wrong_clocks_neither_kill_records_nor_keep_them_alive(skews):
+    async def run():
+        network = Network(seed=5)
+        nodes = [await network.node(skew=skews[0])]
+        nodes += [await network.node(nodes[0], skew=skew) for skew in skews[1:]]
+        for _ in range(3):
+            for discovery in nodes:
+                await discovery.node.refresh()
+        offsets = [network.seconds - d.node.clock.now() for d in nodes]
+        assert max(offsets) - min(offsets) < 1
+        for n, discovery in enumerate(nodes):
+            assert await discovery.declare([f"expert.{n}"], f"host{n}:1", 30.0)
+        uids = [f"expert.{n}" for n in range(len(nodes))]
+        at_once = [endpoints(await d.get(uids)) for d in nodes]
+        local = [(await d.get(uids))[0].expires - d.node.clock.local() for d in nodes]
+        network.seconds += 31
+        late = [endpoints(await d.get(uids)) for d in nodes]
+        await close(nodes)
+        return at_once, local, late
+
+    at_once, local, late = asyncio.run(run())
+    assert at_once == [[f"host{n}:1" for n in range(len(skews))]] * len(skews)
+    assert late == [[None] * len(skews)] * len(skews)
+    assert all(29 < seconds <= 30.5 for seconds in local)  # by the clock of who asks
+
+
+def test_a_liar_cannot_move_the_clock_alone():
+    async def run():
+        network = Network()
+        honest = await network.nodes(3)
+        liar = await network.node(honest[0], skew=3000)
+        for discovery in (*honest, liar, *honest):
+            await discovery.node.refresh()
+        await close([*honest, liar])
+        return [d.node.clock.offset for d in (*honest, liar)]
+
+    assert asyncio.run(run()) == [0, 0, 0, -3000]
+
+
+def test_a_partition_that_heals_is_one_network_again():
+    async def run():
+        network = Network(seed=4)
+        nodes = await network.nodes(8)
+        await nodes[0].declare(["expert.0"], "a:1", TTL)
+        network.cut(*nodes[:3])
+        for _ in range(3):
+            for discovery in nodes:
+                await discovery.node.refresh()
+        sizes = [len(d.node.table) for d in nodes]
+        network.cut()
+        for _ in range(3):
+            for discovery in nodes:
+                await discovery.node.refresh()
+        answers = [endpoints(await d.get(["expert.0"])) for d in nodes]
+        healed = [len(d.node.table) for d in nodes]
+        await close(nodes)
+        return sizes, healed, answers
+
+    sizes, healed, answers = asyncio.run(run())
+    assert max(sizes) < 7 and healed == [7] * 8
+    assert answers == [["a:1"]] * 8
+
+
+def test_a_node_that_lost_all_others_finds_them_again():
+    async def run():
+        network = Network(seed=6)
+        nodes = await network.nodes(4)
+        await nodes[0].declare(["expert.0"], "a:1", TTL)
+        client = await network.node(nodes[0], listen=False)
+        network.cut(client)
+        for _ in range(3):
+            await client.node.refresh()
+        with pytest.raises(DiscoveryError, match="knows 0 others"):
+            await client.get(["expert.0"])
+        network.kill(nodes[0])  # the initial peer is gone for ever
+        network.cut()
+        await client.node.refresh()
+        found = endpoints(await client.get(["expert.0"]))
+        await close([*nodes, client])
+        return found
+
+    assert asyncio.run(run()) == ["a:1"]
+
+
+# ------------------------------------------------------------------ beam search
+
+
+def brute_force(uids, scores, beam_size):
+    """The best of all live experts, for each token."""
+    places = {uid: tuple(map(int, uid.split(".")[1:])) for uid in uids}
+    for t in range(scores[0].shape[0]):
+        total = {
+            uid: sum(axis[t, n].item() for axis, n in zip(scores, place, strict=True))
+            for uid, place in places.items()
+        }
+        yield sorted(total, key=total.get, reverse=True)[:beam_size]
+
+
+@pytest.mark.parametrize("directory", ["static", "dht"])
+@pytest.mark.parametrize("seed", range(3))
+def test_beam_search_in_three_dimensions_is_brute_force(directory, seed):
+    rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+    size, beam_size = (3, 4, 5), 60  # as wide as the grid: nothing is pruned
+    grid = [f"grid.{i}.{j}.{k}" for i, j, k in itertools.product(*map(range, size))]
+    uids = [uid for uid in rng.sample(grid, 17) if not uid.startswith(("grid.1.", "grid.0.2."))]
+    scores = [torch.randn(6, n, generator=generator, dtype=torch.float64) for n in size]
+
+    async def run():
+        nodes = await Network(seed).nodes(5) if directory == "dht" else [StaticList()]
+        for n, uid in enumerate(uids):
+            await nodes[n % len(nodes)].declare([uid], "a:1", TTL)
+        found = await beam_search(nodes[-1], "grid", scores, beam_size, timeout=60)
+        await close(nodes)
+        return found
+
+    found = asyncio.run(run())
+    names = [[found.records[n].uid for n in row if n >= 0] for row in found.topk_idx.tolist()]
+    assert names == list(brute_force(uids, scores, beam_size))
+
+
+@pytest.mark.parametrize("beam_size", [1, 2, 3])
+def test_a_narrow_beam_keeps_the_best_prefixes_of_each_level(beam_size):
+    generator = torch.Generator().manual_seed(0)
+    scores = [torch.randn(4, 3, generator=generator) for _ in range(3)]
+    uids = ["g.0.1.2", "g.0.1.0", "g.2.2.1", "g.2.0.0", "g.0.0.1"]
+
+    def best(t):
+        beam = [()]
+        for level in range(3):
+            live = {tuple(map(int, uid.split(".")[1:])) for uid in uids}
+            longer = {place[: level + 1] for place in live if place[:level] in beam}
+            beam = sorted(longer, key=lambda p: -sum(scores[d][t, n].item() for d, n in enumerate(p)))[
+                :beam_size
+            ]
+        return ["g." + ".".join(map(str, place)) for place in beam]
+
+    async def run():
+        directory = StaticList({uid: "a:1" for uid in uids})
+        return await beam_search(directory, "g", scores, beam_size)
+
+    found = asyncio.run(run())
+    names = [[found.records[n].uid for n in row if n >= 0] for row in found.topk_idx.tolist()]
+    assert names == [best(t) for t in range(4)]
+
+
+def test_beam_search_of_an_empty_grid_finds_nothing():
+    found = asyncio.run(beam_search(StaticList(), "grid", [torch.randn(2, 3)] * 3, 4))
+    assert found.records == [] and (found.topk_idx == -1).all()
+
+
+def test_beam_search_has_a_deadline():
+    class Slow(StaticList):
+        async def successors(self, prefixes, *, timeout=5.0):
+            await asyncio.sleep(min(timeout, 0.3))
+            return await super().successors(prefixes)
+
+    async def run():
+        begin = asyncio.get_running_loop().time()
+        with pytest.raises(DiscoveryError, match=r"grid.*within 0\.5 s"):
+            await beam_search(Slow({"grid.0.0.0": "a:1"}), "grid", [torch.randn(2, 1)] * 3, 2, timeout=0.5)
+        assert asyncio.get_running_loop().time() - begin < 1.5
+
+    asyncio.run(run())

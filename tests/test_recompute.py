@@ -1,0 +1,167 @@
+"""Activation checkpointing: the second forward has the choices of the first, and nothing is counted twice."""
+
+import copy
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from fmoe_ext import FMoETransformerMLP, RoutingReplay, balance, valid_tokens
+from fmoe_ext.gates import GATES, SigmoidGate, SoftmaxGate, total_loss
+
+D, E, T = 6, 4, 24
+SCORED = {
+    "capacity": partial(SoftmaxGate, capacity_factor=0.7, jitter=0.3),
+    "groups": partial(SigmoidGate, num_groups=2, topk_groups=1),
+    "groups in python": partial(SigmoidGate, num_groups=2, topk_groups=1, group_best=1),
+}
+
+
+class Block(nn.Module):
+    """x + moe(x + drift): drift stands for what makes the second forward's input another."""
+
+    def __init__(self, gate):
+        super().__init__()
+        torch.manual_seed(0)
+        self.moe = FMoETransformerMLP(E, D, 5, gate=gate).double()
+        self.drift = torch.zeros(D, dtype=torch.float64)
+        self.chosen = []
+        self.moe.gate_hook = lambda topk_idx, *_: self.chosen.append(topk_idx.clone())
+
+    def forward(self, x):
+        return x + self.moe(x + self.drift)
+
+
+def tokens(seed=1):
+    return torch.randn(T, D, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def step(block, x, use_reentrant=None, drift=0.0):
+    """Gradients of input and parameters; without use_reentrant no checkpoint."""
+    x = x.clone().requires_grad_()
+    torch.manual_seed(2)
+    out = block(x) if use_reentrant is None else checkpoint(block, x, use_reentrant=use_reentrant)
+    block.drift += drift
+    torch.manual_seed(77)
+    out.square().sum().backward()
+    block.drift.zero_()
+    return [x.grad, *(torch.zeros_like(p) if p.grad is None else p.grad for p in block.parameters())]
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("gate", [*GATES, *SCORED])
+def test_gradients_are_those_without_a_checkpoint(gate, use_reentrant):
+    block = Block(SCORED.get(gate) or GATES[gate])
+    plain = copy.deepcopy(block)
+    plain.moe.gate_hook = None
+    ours, theirs = step(block, tokens(), use_reentrant), step(plain, tokens())
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-13)
+    first, second = block.chosen
+    assert torch.equal(first, second)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("gate", [*GATES, *SCORED])
+def test_another_input_has_the_same_choices(gate, use_reentrant):
+    block = Block(SCORED.get(gate) or GATES[gate])
+    step(block, tokens(), use_reentrant, drift=0.5)
+    first, second = block.chosen
+    assert torch.equal(first, second)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_without_the_pinning_drift_changes_choices(use_reentrant):
+    block = Block(SoftmaxGate)
+    block.moe._forwards.find = lambda moe_inp: None
+    try:
+        step(block, tokens(), use_reentrant, drift=0.5)
+    except torch.utils.checkpoint.CheckpointError:
+        return
+    first, second = block.chosen
+    assert not torch.equal(first, second), "the other tests would show nothing"
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_microbatches_in_any_order_find_their_own_choices(use_reentrant):
+    block = Block(partial(SoftmaxGate, jitter=0.3))
+    outs = [
+        checkpoint(block, tokens(seed).requires_grad_(), use_reentrant=use_reentrant) for seed in range(4)
+    ]
+    first = list(block.chosen)
+    block.drift += 0.05
+    for i in (2, 0, 3, 1):
+        block.chosen.clear()
+        outs[i].sum().backward()
+        assert torch.equal(block.chosen[0], first[i])
+    assert not block.moe._forwards._without
+    outs.clear()
+    assert all(ref() is None for ref in block.moe._forwards._with_graph), "choices die with their graph"
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_counted_once(use_reentrant):
+    block = Block(SigmoidGate)
+    monitor, replay = balance.watch(block), RoutingReplay(block)
+    with replay.record():
+        step(block, tokens(), use_reentrant)
+    layer = monitor.collect()["layers"]["moe.gate"]
+    assert sum(layer["tokens_per_expert"]) == T * 2
+    assert int(block.moe.gate.pending_load.sum()) == T * 2
+    assert [len(choices) for choices in replay.choices.values()] == [1]
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_played_choices_are_repeated(use_reentrant):
+    block = Block(SoftmaxGate)
+    replay = RoutingReplay(block)
+    with replay.record():
+        block(tokens(1))
+        block(tokens(2))
+    played = [choices.kept for choices in replay.choices["moe.gate"]]
+    block.chosen.clear()
+    with replay.play():
+        out = checkpoint(block, tokens(3).requires_grad_(), use_reentrant=use_reentrant)
+        out.sum().backward()
+        block(tokens(3))
+    for ours, expected in zip(block.chosen, (played[0], played[0], played[1]), strict=True):
+        assert torch.equal(ours, expected)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_the_padding_of_the_first_forward(use_reentrant):
+    block = Block(SoftmaxGate)
+    plain = copy.deepcopy(block)
+    valid, x = torch.arange(T) % 3 > 0, tokens().requires_grad_()
+    with valid_tokens(valid):
+        out = checkpoint(block, x, use_reentrant=use_reentrant)
+    out[valid].square().sum().backward()
+    expected = x.detach()[valid].requires_grad_()
+    plain(expected).square().sum().backward()
+    torch.testing.assert_close(x.grad[valid], expected.grad, rtol=1e-12, atol=1e-13)
+    for p, q in zip(block.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad, rtol=1e-12, atol=1e-13)
+
+
+def test_the_loss_inside_a_reentrant_checkpoint():
+    block = Block(partial(SoftmaxGate, balance_loss="global"))
+    plain = copy.deepcopy(block)
+
+    def with_loss(x, module=block):
+        return module(x).square().sum() + 0.5 * total_loss(module)
+
+    checkpoint(with_loss, tokens().requires_grad_(), use_reentrant=True).backward()
+    with_loss(tokens(), plain).backward()
+    for p, q in zip(block.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad, rtol=1e-12, atol=1e-13)
+
+
+def test_copies_and_pickles_begin_anew():
+    block = Block(SoftmaxGate)
+    block.moe.gate_hook = None
+    out = block(tokens())
+    other = copy.deepcopy(block)
+    assert torch.equal(other(tokens()), out)
+    assert len(block.moe._forwards._with_graph) == 1
