@@ -140,7 +140,9 @@ def linear(groups: Groups, x: Tensor, weight: Tensor, bias: Tensor | None) -> Te
     return groups.rows_by_weight(x, weight)
 
 
-def grouped_gemm_backward(grad_y: Tensor, x: Tensor, weight: Tensor, offs: Tensor, needs: list[bool]):
+def grouped_gemm_backward(
+    grad_y: Tensor, x: Tensor, weight: Tensor, offs: Tensor, needs: list[bool]
+) -> tuple[Tensor, ...]:
     return grouped_gemm_backward_accumulate(grad_y, x, weight, offs, needs, None)
 
 
