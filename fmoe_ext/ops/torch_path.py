@@ -142,7 +142,7 @@ def linear(groups: Groups, x: Tensor, weight: Tensor, bias: Tensor | None) -> Te
 
 def grouped_gemm_backward(
     grad_y: Tensor, x: Tensor, weight: Tensor, offs: Tensor, needs: list[bool]
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, ...]:
     return grouped_gemm_backward_accumulate(grad_y, x, weight, offs, needs, None)
 
 
@@ -227,7 +227,7 @@ class Activation:
         return torch.cat([self.backward(grad * up, gate), grad * self.forward(gate)], -1)
 
 
-PLAIN = (
+PLAIN: tuple[tuple[Callable[..., Tensor], Callable[..., Tensor]], ...] = (
     (F.gelu, aten.gelu_backward),
     (
         lambda h: F.gelu(h, approximate="tanh"),
@@ -239,8 +239,8 @@ PLAIN = (
 GATED = (PLAIN[3], PLAIN[0], PLAIN[1])
 # in the order of ops.ACTIVATIONS: gelu, gelu_tanh, relu, silu, swiglu, geglu, geglu_tanh
 ACTIVATIONS = (
-    *(Activation(*curve, gated=False) for curve in PLAIN),
-    *(Activation(*curve, gated=True) for curve in GATED),
+    *(Activation(forward, backward, False) for forward, backward in PLAIN),
+    *(Activation(forward, backward, True) for forward, backward in GATED),
 )
 
 

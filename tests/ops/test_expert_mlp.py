@@ -153,6 +153,7 @@ def test_not_contiguous():
         assert torch.equal(got, expected[name]), name
 
 
+@pytest.mark.cpu("its threads")
 @pytest.mark.parametrize("shape", [(400, 3, 5, 100, 80), (1, 2, 4, 300, 500), (500, 1, 1, 64, 64)], ids=str)
 def test_bitwise_equal_for_any_number_of_threads(shape):
     problem = Problem(*shape, torch.float32)
