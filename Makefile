@@ -43,7 +43,7 @@ train-pipeline: build
 
 ## make test     the whole test suite                                                       (ARGS="-k sort -x")
 test: build
-	$(PY) -m pytest -q $(ARGS)
+	$(PY) -m pytest -q -n 2 --dist loadfile $(ARGS)
 
 ## make build    virtual environment in .venv, pinned requirements, native modules
 build: $(VENV)/.built
