@@ -1,4 +1,5 @@
-"""A pytest plugin: the run fails if a process that it started outlives it, or a file of one stays in TMPDIR.
+"""A pytest plugin: the run fails if a process that it started outlives it; files that stay in TMPDIR are named
+and removed.
 
 Every process of the run, however deep and whoever its parent is by now, has the run's mark in its environment.
 """
@@ -43,7 +44,7 @@ class Leftovers:
         shutil.rmtree(self.folder, ignore_errors=True)
         for text in found:
             session.config.get_terminal_writer().line(f"left behind by the tests: {text}", red=True)
-        if found and session.exitstatus == pytest.ExitCode.OK:
+        if processes and session.exitstatus == pytest.ExitCode.OK:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
         return result
 

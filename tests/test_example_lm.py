@@ -75,7 +75,7 @@ def test_run_learns_and_writes_everything(text, tmp_path):
     assert [r["step"] for r in records] == list(range(2, 31, 2))
     assert all(math.isfinite(r["loss"]) and r["tokens_per_second"] > 0 for r in records)
     # logits of unit variance: log 256 and a half
-    assert abs(records[0]["loss"] - math.log(256) - 0.5) < 0.25
+    assert abs(records[0]["loss"] - math.log(256) - 0.5) < 0.35
     assert records[-1]["loss"] < 0.75 * records[0]["loss"]
     assert [r["step"] for r in records if "val_loss" in r] == [4, 8, 12, 16, 20, 24, 28, 30]
     assert records[-1]["val_bits_per_byte"] == records[-1]["val_loss"] / math.log(2)

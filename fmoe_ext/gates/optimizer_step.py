@@ -30,20 +30,15 @@ class AfterOptimizerStep:
     def __init__(self, module: FollowsOptimizers) -> None:
         self._module = weakref.ref(module)
         self._stepping: weakref.ref[Optimizer] | None = None
-        hooks = (
-            register_optimizer_step_pre_hook(self._before),
-            register_optimizer_step_post_hook(self._after),
-        )
-        for hook in hooks:
-            weakref.finalize(module, hook.remove)
+        FOLLOWERS[module] = self
 
-    def _before(self, optimizer: Optimizer, *_: Any) -> None:
+    def before(self, optimizer: Optimizer) -> None:
         module = self._module()
         inside_another = self._stepping is not None and self._stepping() is not None
         if module is not None and not inside_another and _has_a_parameter_of(optimizer, module.parameters()):
             self._stepping = weakref.ref(optimizer)
 
-    def _after(self, optimizer: Optimizer, *_: Any) -> None:
+    def after(self, optimizer: Optimizer) -> None:
         module = self._module()
         if module is not None and self._stepping is not None and self._stepping() is optimizer:
             self._stepping = None
@@ -54,3 +49,18 @@ def _has_a_parameter_of(optimizer: Optimizer, parameters: Iterable[nn.Parameter]
     wanted = {id(p) for p in parameters if p.requires_grad}
     groups = optimizer.param_groups
     return bool(wanted) and any(id(p) in wanted for group in groups for p in group["params"])
+
+
+def _before_step(optimizer: Optimizer, *_: Any) -> None:
+    for follower in list(FOLLOWERS.values()):
+        follower.before(optimizer)
+
+
+def _after_step(optimizer: Optimizer, *_: Any) -> None:
+    for follower in list(FOLLOWERS.values()):
+        follower.after(optimizer)
+
+
+# One pair of hooks for all: a hook that the garbage collector removed while torch walks over its hooks would end the step.
+FOLLOWERS: weakref.WeakKeyDictionary[FollowsOptimizers, AfterOptimizerStep] = weakref.WeakKeyDictionary()
+HOOKS = (register_optimizer_step_pre_hook(_before_step), register_optimizer_step_post_hook(_after_step))

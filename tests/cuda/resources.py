@@ -87,6 +87,7 @@ def compile_report(source, architectures=ARCHITECTURES):
             "-O3",
             "-Xptxas",
             "-v",
+            f"-I{ROOT / 'csrc'}",
             "-c",
             str(source),
             "-o",

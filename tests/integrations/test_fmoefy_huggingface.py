@@ -121,8 +121,12 @@ def batch(model, dtype):
 
 
 def logits(model):
+    """Of the real tokens: a fmoefied model gives padding no expert."""
+    inputs = batch(model, model.dtype)
+    mask = inputs.get("attention_mask")
     with torch.no_grad():
-        return model(**batch(model, model.dtype)).logits
+        out = model(**inputs).logits
+    return out if mask is None or mask.shape != out.shape[:2] else out[mask.bool()]
 
 
 def zero_experts(model):

@@ -8,7 +8,7 @@ import torch
 
 from fmoe_ext import ops
 from fmoe_ext.ops.expert_mlp import activation_number
-from tests.ops.test_expert_mlp import ISAS
+from tests.ops.instruction_sets import ISAS
 
 HUGE = (2**31, 2**40, 2**61, 2**62)
 OFFS, ROW_IDX = torch.zeros(1, dtype=torch.int32), torch.full((2,), -1, dtype=torch.int32)
