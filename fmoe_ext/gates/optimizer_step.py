@@ -61,6 +61,6 @@ def _after_step(optimizer: Optimizer, *_: Any) -> None:
         follower.after(optimizer)
 
 
-# One pair of hooks for all: a hook that the garbage collector removed while torch walks over its hooks would end the step.
+# One pair of hooks for all: one that the garbage collector removed while torch walks over its hooks would end the step.
 FOLLOWERS: weakref.WeakKeyDictionary[FollowsOptimizers, AfterOptimizerStep] = weakref.WeakKeyDictionary()
 HOOKS = (register_optimizer_step_pre_hook(_before_step), register_optimizer_step_post_hook(_after_step))
