@@ -23,6 +23,7 @@ LEVELS = {
     "linear": 2,
     "tokens": 2,
     "recompute": 2,
+    "optimizer_steps": 2,
     "gates": 2,
     "ep": 3,
     "experts": 3,
@@ -183,7 +184,7 @@ MODULE_STATE = {
     "remote/expert_classes.py": {"_REGISTRY"},  # the kinds of experts that a server may be asked for
     "ep/wrappers.py": {"WATCH"},  # the handle of a hook on all modules, there to be removed
     "gates/losses.py": {"ONE_RANK"},
-    "gates/optimizer_step.py": {"FOLLOWERS", "HOOKS"},  # weak, and the handles of two hooks
+    "optimizer_steps.py": {"FOLLOWERS", "HOOKS"},  # weak, and the handles of two hooks
     "integrations/megatron/balance.py": {"PROFILE"},
     "tokens.py": {"_blocks"},  # how many blocks are open, which torch.compile can read of a ContextVar
     "ops/gpu_kernels.py": {"SELECTION"},  # the kernels chosen for each device, once

@@ -9,12 +9,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+from torch.optim import Optimizer
 
 from fmoe_ext.distributed.buckets import make_buckets
 from fmoe_ext.distributed.groups import own_groups, tag_of
 from fmoe_ext.ep.exchange import check_same
 from fmoe_ext.linear import FMoELinear
+from fmoe_ext.optimizer_steps import follow_optimizers, has_a_parameter_of
 
 
 class _Handle(Protocol):
@@ -223,15 +224,7 @@ class DistributedGroupedDataParallel(nn.Module):
                 hook = p.register_post_accumulate_grad_hook(lambda p, number=number: gradient_came(p, number))
                 self._hooks.append(hook)
 
-        ours = {id(p) for p in self.parameters()}
-
-        def before_step(optimizer: Optimizer, *_: Any) -> None:
-            module = this()
-            stepped = (id(p) for group in optimizer.param_groups for p in group["params"])
-            if module is not None and not ours.isdisjoint(stepped):
-                module.finish_reduction()
-
-        self._hooks.append(register_optimizer_step_pre_hook(before_step))
+        follow_optimizers(self, _FinishBeforeSteps(self))
 
     def _count(self, p: nn.Parameter, number: int) -> None:
         """A gradient has come. It may come twice in one backward: reentrant checkpoints of a module used twice."""
@@ -264,6 +257,21 @@ class DistributedGroupedDataParallel(nn.Module):
         poison = torch.stack([grad.sum().float() * 0 for grad in grads]).sum()
         dist.all_reduce(poison, group=self.groups["dp"])
         grads[0].add_(poison.to(grads[0].dtype))
+
+
+class _FinishBeforeSteps:
+    """Ends the reduction before an optimizer steps with its gradients."""
+
+    def __init__(self, module: DistributedGroupedDataParallel) -> None:
+        self._module = weakref.ref(module)
+
+    def before(self, optimizer: Optimizer) -> None:
+        module = self._module()
+        if module is not None and has_a_parameter_of(optimizer, module.parameters()):
+            module.finish_reduction()
+
+    def after(self, optimizer: Optimizer) -> None:
+        pass
 
 
 def _remove_all(hooks: list[_Handle]) -> None:

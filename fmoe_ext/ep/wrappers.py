@@ -36,9 +36,7 @@ def check_wrappers(layer: ExpertLayer) -> None:
     if all(hasattr(p, "fmoe_checked") for p in layer.experts.parameters()):
         return
     running = [module for module in _running_modules() if isinstance(module, FSDPModule)]
-    kept = (
-        layer.experts.state_dict()
-    )  # which shows sharded parameters as DTensors, also while they are gathered
+    kept = layer.experts.state_dict()  # shows sharded parameters as DTensors, also while they are gathered
     for sharded in (value for value in kept.values() if isinstance(value, DTensor)):
         name = next((_name_in(module, layer) for module in reversed(running)), type(layer).__name__)
         _refuse_shared(name, layer, sharded.device_mesh.mesh.flatten().tolist(), _SHARDED)
@@ -83,6 +81,14 @@ def _running_modules() -> Iterator[nn.Module]:
         frame = frame.f_back
 
 
+def _argument_of_constructor(module: nn.Module, name: str, default: bool) -> bool:
+    """What the constructor of module, which is running, was given for an argument that the module does not keep."""
+    frame = inspect.currentframe()
+    while frame is not None and not (frame.f_locals.get("self") is module and name in frame.f_locals):
+        frame = frame.f_back
+    return default if frame is None else bool(frame.f_locals[name])
+
+
 def _name_in(module: nn.Module, layer: ExpertLayer) -> str:
     return (
         next((name for name, child in module.named_modules() if child is layer), "") or type(layer).__name__
@@ -93,7 +99,9 @@ def _check_registration(parent: nn.Module, name: str, module: nn.Module | None) 
     """Called by nn.Module for every submodule that any module gets."""
     if name != "module" or module is None or not isinstance(parent, DistributedDataParallel):
         return
-    taken = {id(p) for name, p in module.named_parameters() if name not in parent.parameters_to_ignore}
+    params = [(name, p) for name, p in module.named_parameters() if name not in parent.parameters_to_ignore]
+    overwrites = _argument_of_constructor(parent, "init_sync", True)
+    taken = {id(p) for _, p in params if overwrites or p.requires_grad}  # the frozen are never averaged
     for path, layer in module.named_modules():
         group = getattr(layer, "moe_group", None)
         experts = getattr(layer, "experts", None)

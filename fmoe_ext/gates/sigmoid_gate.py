@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 from fmoe_ext import ops
-from fmoe_ext.gates.optimizer_step import AfterOptimizerStep
 from fmoe_ext.gates.scored_gate import ScoredGate
+from fmoe_ext.optimizer_steps import AfterOptimizerStep, follow_optimizers
 from fmoe_ext.recompute import is_counted
 
 FORWARDS_BEFORE_WARNING = 1000
@@ -67,7 +67,7 @@ class SigmoidGate(ScoredGate):
 
     def _follow_optimizers(self) -> None:
         if self.bias_update_speed > 0:
-            AfterOptimizerStep(self)
+            follow_optimizers(self, AfterOptimizerStep(self))
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)

@@ -49,6 +49,17 @@ def averaging_wrappers():
         assert all(torch.equal(p, q) for p, q in zip(experts_of(model), before, strict=True))
 
 
+def frozen_experts():
+    """Nobody averages them, but DistributedDataParallel overwrites them unless it is told not to."""
+    model = make_model()
+    model[1].experts.requires_grad_(False)
+    before = experts_of(model)
+    with names_the_layer("DistributedDataParallel would overwrite and average"):
+        DistributedDataParallel(model)
+    DistributedDataParallel(model, init_sync=False)
+    assert all(torch.equal(p, q) for p, q in zip(experts_of(model), before, strict=True))
+
+
 def inner_modules(model, inner):
     experts = model[1].experts
     parts = {
@@ -150,6 +161,10 @@ def trainer(folder):
 
 def test_distributed_data_parallel(pool):
     pool.run(averaging_wrappers, world_size=2)
+
+
+def test_distributed_data_parallel_over_frozen_experts(pool):
+    pool.run(frozen_experts, world_size=2)
 
 
 def test_fully_shard(pool):

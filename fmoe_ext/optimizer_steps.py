@@ -1,4 +1,8 @@
-"""What a module does by itself whenever an optimizer has stepped."""
+"""What a module does by itself before or after an optimizer's step.
+
+torch.optim has two global hooks for it, of which this file registers one each for all modules: a hook of their own that
+the garbage collector removed while torch walks over its hooks would end the step with an error.
+"""
 
 import weakref
 from collections.abc import Iterable, Iterator
@@ -12,8 +16,31 @@ from torch.optim.optimizer import (
 )
 
 
-class FollowsOptimizers(Protocol):
-    """A module that wants to know."""
+class Follower(Protocol):
+    """Called around the steps of every optimizer of torch.optim; it must not keep its module alive."""
+
+    def before(self, optimizer: Optimizer) -> None: ...
+
+    def after(self, optimizer: Optimizer) -> None: ...
+
+
+FOLLOWERS: weakref.WeakKeyDictionary[nn.Module, Follower] = weakref.WeakKeyDictionary()
+
+
+def follow_optimizers(module: nn.Module, follower: Follower) -> None:
+    """Has follower called as long as module lives, in the place of an earlier one."""
+    FOLLOWERS[module] = follower
+
+
+def has_a_parameter_of(optimizer: Optimizer, parameters: Iterable[nn.Parameter]) -> bool:
+    """Whether the optimizer steps any of these parameters."""
+    wanted = {id(p) for p in parameters if p.requires_grad}
+    groups = optimizer.param_groups
+    return bool(wanted) and any(id(p) in wanted for group in groups for p in group["params"])
+
+
+class ActsAfterSteps(Protocol):
+    """A module for AfterOptimizerStep."""
 
     def after_optimizer_step(self) -> None: ...
 
@@ -24,18 +51,17 @@ class AfterOptimizerStep:
     """Calls module.after_optimizer_step() once a step of any torch.optim optimizer that has a parameter of module.
 
     An optimizer inside another's step (ZeroRedundancyOptimizer has one) counts as the outer one, so that ranks whose
-    inner optimizers hold different parameters still act together. The module is not kept alive by this.
+    inner optimizers hold different parameters still act together.
     """
 
-    def __init__(self, module: FollowsOptimizers) -> None:
+    def __init__(self, module: ActsAfterSteps) -> None:
         self._module = weakref.ref(module)
         self._stepping: weakref.ref[Optimizer] | None = None
-        FOLLOWERS[module] = self
 
     def before(self, optimizer: Optimizer) -> None:
         module = self._module()
         inside_another = self._stepping is not None and self._stepping() is not None
-        if module is not None and not inside_another and _has_a_parameter_of(optimizer, module.parameters()):
+        if module is not None and not inside_another and has_a_parameter_of(optimizer, module.parameters()):
             self._stepping = weakref.ref(optimizer)
 
     def after(self, optimizer: Optimizer) -> None:
@@ -43,12 +69,6 @@ class AfterOptimizerStep:
         if module is not None and self._stepping is not None and self._stepping() is optimizer:
             self._stepping = None
             module.after_optimizer_step()
-
-
-def _has_a_parameter_of(optimizer: Optimizer, parameters: Iterable[nn.Parameter]) -> bool:
-    wanted = {id(p) for p in parameters if p.requires_grad}
-    groups = optimizer.param_groups
-    return bool(wanted) and any(id(p) in wanted for group in groups for p in group["params"])
 
 
 def _before_step(optimizer: Optimizer, *_: Any) -> None:
@@ -61,6 +81,4 @@ def _after_step(optimizer: Optimizer, *_: Any) -> None:
         follower.after(optimizer)
 
 
-# One pair of hooks for all: one that the garbage collector removed while torch walks over its hooks would end the step.
-FOLLOWERS: weakref.WeakKeyDictionary[FollowsOptimizers, AfterOptimizerStep] = weakref.WeakKeyDictionary()
 HOOKS = (register_optimizer_step_pre_hook(_before_step), register_optimizer_step_post_hook(_after_step))

@@ -1,0 +1,44 @@
+import gc
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from fmoe_ext import FMoETransformerMLP, SigmoidGate
+
+
+def step(layer, optimizer):
+    layer(torch.randn(16, 4)).sum().backward()
+    optimizer.step()
+
+
+def test_a_layer_that_is_collected_during_a_step_does_not_end_it():
+    torch.manual_seed(0)
+    kept = FMoETransformerMLP(4, 4, 8, gate=SigmoidGate)
+    optimizer = torch.optim.SGD(kept.parameters(), lr=0.1)
+    others = [FMoETransformerMLP(4, 4, 8, gate=SigmoidGate)]
+    others[0].itself = [others[0]]  # a circle, which only the collector frees
+
+    def collect(*_):
+        others.clear()
+        gc.collect()
+
+    hooks = [register_optimizer_step_pre_hook(hook) for hook in (collect, lambda *_: None)]
+    try:
+        step(kept, optimizer)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    assert kept.gate.expert_bias.abs().max() > 0, "the step moved no bias"
+
+
+def test_the_bias_of_a_gate_moves_at_steps_of_its_own_optimizer_only():
+    torch.manual_seed(0)
+    layer, other = FMoETransformerMLP(4, 4, 8, gate=SigmoidGate), nn.Linear(4, 4)
+    other(torch.randn(2, 4)).sum().backward()
+    layer(torch.randn(16, 4)).sum().backward()
+    torch.optim.SGD(other.parameters(), lr=0.1).step()
+    assert layer.gate.expert_bias.tolist() == [0] * 4
+    torch.optim.SGD(layer.parameters(), lr=0.1).step()
+    assert layer.gate.expert_bias.abs().max().item() == pytest.approx(layer.gate.bias_update_speed)
