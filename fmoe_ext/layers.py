@@ -28,10 +28,11 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
-def mark_module_parallel_comm(module: nn.Module, comm: str) -> None:
-    """Tags every parameter of module with the group that reduces its gradient: param.dp_comm = comm."""
+def mark_module_parallel_comm(module: nn.Module, comm: str, only_untagged: bool = False) -> None:
+    """Tags parameters of module with the group that reduces their gradient: param.dp_comm = comm."""
     for param in module.parameters():
-        setattr(param, "dp_comm", comm)  # noqa: B010 - an attribute that Parameter does not declare
+        if not (only_untagged and hasattr(param, "dp_comm")):
+            setattr(param, "dp_comm", comm)  # noqa: B010 - an attribute that Parameter does not declare
 
 
 class FMoE(nn.Module):
@@ -259,18 +260,24 @@ class FMoE(nn.Module):
     def mark_parallel_comm(self, expert_dp_comm: str = "none") -> None:
         """Tags the parameters of the experts with expert_dp_comm and those of the gate with "gate"."""
         self._expert_dp_comm = expert_dp_comm
-        if self.experts is not None:
-            mark_module_parallel_comm(self.experts, expert_dp_comm)
-        mark_module_parallel_comm(self.gate, "gate")
-        if (
-            self.shared_experts is not None
-        ):  # as with the gate, ranks of a slice group have parts of the gradient
-            mark_module_parallel_comm(self.shared_experts, "gate")
+        self._mark_parameters()
+
+    def tag_new_parameters(self) -> None:
+        """Gives parameters that came since (adapters in the experts, copies of them) the tags of those beside them."""
+        if self._expert_dp_comm is not None:
+            self._mark_parameters(only_untagged=True)
+
+    def _mark_parameters(self, only_untagged: bool = False) -> None:
+        # as with the gate, ranks of a slice group have parts of the gradient of shared experts
+        comms = (self.experts, self._expert_dp_comm), (self.gate, "gate"), (self.shared_experts, "gate")
+        for module, comm in comms:
+            if module is not None:
+                mark_module_parallel_comm(module, comm, only_untagged)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         if self._expert_dp_comm is not None:  # copies of parameters lose their attributes
-            self.mark_parallel_comm(self._expert_dp_comm)
+            self._mark_parameters()
 
     def _choose(
         self, moe_inp: Nest, mask: torch.Tensor | None, this: Forward | None

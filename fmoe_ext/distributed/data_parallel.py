@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from fmoe_ext.distributed.buckets import make_buckets
 from fmoe_ext.distributed.groups import own_groups, tag_of
 from fmoe_ext.ep.exchange import check_same
+from fmoe_ext.layers import FMoE
 from fmoe_ext.linear import FMoELinear
 from fmoe_ext.optimizer_steps import follow_optimizers, has_a_parameter_of
 
@@ -25,7 +26,8 @@ class _Handle(Protocol):
 class DistributedGroupedDataParallel(nn.Module):
     """Data parallelism in which each parameter has a group of its own: the ranks that hold a copy of it.
 
-    A parameter's tag is param.dp_comm, "dp" if it has none. Tags "dp", "gate", "moe" and "world" mean the default group
+    A parameter's tag is param.dp_comm, "dp" if it has none; one that an FMoE layer got later (an adapter of PEFT) has
+    that of the layer's others. Tags "dp", "gate", "moe" and "world" mean the default group
     unless dp_group=, gate_group=, ... says otherwise; <tag>_group= defines further tags; "none" has no copies.
     A tag that has changed counts from the next forward or reduction on, as in FastMoE.
     Parameters of DTensor type (FSDP2) are left to those who made them.
@@ -59,6 +61,8 @@ class DistributedGroupedDataParallel(nn.Module):
         if expert_grads not in ("mean", "sum"):
             raise ValueError(f'expert_grads must be "mean" or "sum", but got {expert_grads!r}')
         for name, child in module.named_modules():
+            if isinstance(child, FMoE):
+                child.tag_new_parameters()
             if isinstance(child, FMoELinear) and child.gradient_accumulation_fusion:
                 raise ValueError(
                     f"{name} has gradient_accumulation_fusion=True, but DistributedGroupedDataParallel reduces "

@@ -59,14 +59,20 @@ def wide_linear(inp: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | No
         return _WideLinear.apply(inp, weight, bias, dtype)
 
 
+def _dequantized(weight: torch.Tensor) -> torch.Tensor:
+    """A plain tensor in the place of a quantized subclass (torchao), which does not multiply in other dtypes."""
+    is_quantized = type(weight).dequantize is not torch.Tensor.dequantize
+    return weight.dequantize() if is_quantized else weight
+
+
 class WideLinear(nn.Linear):
     """nn.Linear computed by wide_linear: what a gate calls for its scores.
 
     inp [..., in_features] -> [..., out_features], float32 or wider. Being a module that is called, it takes hooks,
     parametrizations, adapters (LoRA) and offloading as any nn.Linear does; torch.ao's quantize_dynamic, which
-    would change the choices, leaves it as it is.
+    would change the choices, leaves it as it is. A weight of torchao counts by the values that it stands for.
     """
 
     def forward(self, inp: torch.Tensor) -> torch.Tensor:
-        rows = wide_linear(inp.reshape(-1, inp.shape[-1]), self.weight, self.bias)
+        rows = wide_linear(inp.reshape(-1, inp.shape[-1]), _dequantized(self.weight), self.bias)
         return rows.view(*inp.shape[:-1], rows.shape[-1])
