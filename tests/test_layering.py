@@ -19,6 +19,7 @@ LEVELS = {
     "_C_nccl": 0,
     "_env": 0,
     "ops": 1,
+    "cpu": 2,
     "routing": 2,
     "linear": 2,
     "tokens": 2,

@@ -18,6 +18,7 @@ from runs import DivergedError, Run
 from tqdm import tqdm
 
 import fmoe_ext
+from fmoe_ext import cpu
 
 
 class TrainError(Exception):
@@ -165,6 +166,8 @@ def run_job(options, state):
     if options.threads:
         torch.set_num_threads(options.threads)
     device = choose_device(options.device)
+    if device.type == "cpu" and cpu.can_keep_memory():
+        cpu.keep_memory()
     dtype = choose_dtype(options.dtype, device)
     options.dtype = str(dtype).removeprefix("torch.")  # a resumed run computes with the same
     corpus = load_corpus(options.data, options.seq_len)

@@ -1,0 +1,60 @@
+"""Settings of the process that make training on a CPU faster."""
+
+import ctypes
+import sys
+
+MAX_BOUND = 2**31 - 1  # what mallopt() takes
+
+# <malloc.h> of glibc: the parameters of mallopt(), and the values that the process begins with
+_TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD, _MMAP_MAX = -1, -2, -3, -4
+_BEGINNING = {_TRIM_THRESHOLD: 128 << 10, _TOP_PAD: 128 << 10, _MMAP_THRESHOLD: 128 << 10, _MMAP_MAX: 65536}
+_GROWTH = 64 << 20  # bytes that the heap grows by at least
+
+
+def keep_memory(max_bytes: int | None = MAX_BOUND) -> None:
+    """Lets this process keep the memory of freed tensors for the next ones, instead of returning it to the system.
+
+    glibc returns large tensors to the system when they are freed, and the next ones pay for page faults: every 4 KiB
+    page is cleared again, each step. After this call large tensors come from the heap, and what is free at its end
+    stays there, at most max_bytes bytes, None for all (what lies below a tensor in use stays in any case);
+    give_memory_back() undoes it. It is for the whole process, all threads, whoever allocates, and changes no result.
+    Worth it for training loops; not for a program that shares a small memory with others.
+    Raises ValueError for another max_bytes than 0 to 2^31 - 1, which is what glibc takes, NotImplementedError where the
+    C library is not glibc (macOS, Windows, musl).
+    The same from outside: MALLOC_MMAP_MAX_=0 MALLOC_TRIM_THRESHOLD_=<max_bytes> MALLOC_TOP_PAD_=67108864.
+    """
+    if max_bytes is not None and not 0 <= max_bytes <= MAX_BOUND:
+        raise ValueError(f"max_bytes must be 0 to {MAX_BOUND}, or None for no bound, but got {max_bytes}")
+    bound = -1 if max_bytes is None else max_bytes
+    growth = _GROWTH if max_bytes is None else min(max_bytes, _GROWTH)
+    library = _set_malloc({_MMAP_MAX: 0, _TRIM_THRESHOLD: bound, _TOP_PAD: growth})
+    if max_bytes is not None:
+        library.malloc_trim(ctypes.c_size_t(max_bytes))  # what an earlier call has kept
+
+
+def give_memory_back() -> None:
+    """Undoes keep_memory(): the settings that glibc begins with, and all free pages to the system at once.
+
+    glibc no longer moves its threshold for large blocks (128 KiB) up by itself afterwards, as a process does in which
+    nobody has called mallopt(). Raises NotImplementedError where the C library is not glibc.
+    """
+    _set_malloc(_BEGINNING).malloc_trim(ctypes.c_size_t(0))
+
+
+def can_keep_memory() -> bool:
+    """Whether keep_memory() works here: on Linux with glibc."""
+    return sys.platform == "linux" and hasattr(ctypes.CDLL(None), "gnu_get_libc_version")
+
+
+def _set_malloc(values: dict[int, int]) -> ctypes.CDLL:
+    """The C library, in which these parameters are set."""
+    if not can_keep_memory():
+        raise NotImplementedError(
+            f"keep_memory() sets glibc's malloc, but this is {sys.platform} with another C library: "
+            "leave the call out (fmoe_ext.cpu.can_keep_memory() says whether it works)"
+        )
+    library = ctypes.CDLL(None)
+    for parameter, value in values.items():
+        if library.mallopt(parameter, value) != 1:
+            raise RuntimeError(f"mallopt({parameter}, {value}) failed")
+    return library
