@@ -2,12 +2,16 @@
 
 import ctypes
 import sys
+from collections.abc import Mapping
+from types import MappingProxyType
 
 MAX_BOUND = 2**31 - 1  # what mallopt() takes
 
 # <malloc.h> of glibc: the parameters of mallopt(), and the values that the process begins with
 _TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD, _MMAP_MAX = -1, -2, -3, -4
-_BEGINNING = {_TRIM_THRESHOLD: 128 << 10, _TOP_PAD: 128 << 10, _MMAP_THRESHOLD: 128 << 10, _MMAP_MAX: 65536}
+_BEGINNING = MappingProxyType(
+    {_TRIM_THRESHOLD: 128 << 10, _TOP_PAD: 128 << 10, _MMAP_THRESHOLD: 128 << 10, _MMAP_MAX: 65536}
+)
 _GROWTH = 64 << 20  # bytes that the heap grows by at least
 
 
@@ -46,7 +50,7 @@ def can_keep_memory() -> bool:
     return sys.platform == "linux" and hasattr(ctypes.CDLL(None), "gnu_get_libc_version")
 
 
-def _set_malloc(values: dict[int, int]) -> ctypes.CDLL:
+def _set_malloc(values: Mapping[int, int]) -> ctypes.CDLL:
     """The C library, in which these parameters are set."""
     if not can_keep_memory():
         raise NotImplementedError(
