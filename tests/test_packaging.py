@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import fmoe_ext
 from fmoe_ext import info
 
 ROOT = Path(__file__).parent.parent
@@ -165,3 +166,12 @@ def test_environment_variables_are_checked(monkeypatch):
     monkeypatch.setenv("MAX_JOBS", "many")
     with pytest.raises(ValueError, match="MAX_JOBS must be of type int"):
         info._env.get("MAX_JOBS")
+
+
+def test_version_is_written_once():
+    """In fmoe_ext/__init__.py, from where pyproject.toml takes it."""
+    project = (ROOT / "pyproject.toml").read_text()
+    assert 'dynamic = ["version"]' in project and 'version = { attr = "fmoe_ext.__version__" }' in project
+    assert f'"{fmoe_ext.__version__}"' not in project + (ROOT / "setup.py").read_text()
+    code, text = run_in_setup("", "--version")
+    assert code == 0 and text.splitlines()[-1] == fmoe_ext.__version__, text

@@ -122,7 +122,8 @@ def _is_activation(name: str, value: Any) -> bool:
 def _refuse_parts(*_: Any, **__: Any) -> NoReturn:
     raise RuntimeError(
         "save_pretrained would save the experts of this rank only, but they are spread over several: "
-        "fmoe_ext.checkpoint.save(folder, model) saves those of all ranks, and its `export` makes one file of them"
+        "fmoe_ext.checkpoint.save(folder, model) saves those of all ranks, checkpoint.export_safetensors(file, model) "
+        "in one file"
     )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fmoe_ext.checkpoint.huggingface import model_config, model_files
 from fmoe_ext.gates import find_gate
 from fmoe_ext.integrations.fmoefy import find_targets, replace
 from fmoe_ext.integrations.huggingface_record import KEY, VERSION
@@ -30,7 +30,8 @@ def from_pretrained(
     folder: a local one, with config.json and model.safetensors or its parts. gate, activation, moe_kwargs: what
     fmoefy was given and a file cannot hold (a gate or an activation of one's own); an error says which is missing.
     dtype: None takes that of the file.
-    Raises ValueError for a folder of another kind, and for tensors that do not fit the model.
+    Raises ValueError for a folder of another kind, and for tensors that do not fit the model; CheckpointError for
+    damaged JSON, and for files and links outside the folder.
     Equivalent to: AutoModel....from_pretrained(folder), were the model a dense one.
     """
     import transformers
@@ -56,9 +57,9 @@ def from_pretrained(
 def _read_config(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """(config.json of the dense model, the record of fmoefy)."""
     file = folder / "config.json"
-    if not file.exists():
+    values = model_config(folder)
+    if not values:
         raise ValueError(f"{folder} has no config.json: give a folder that save_pretrained has written")
-    values = json.loads(file.read_text())
     record = values.pop(KEY, None)
     if not isinstance(record, dict):
         raise ValueError(f"{file} is not of a fmoefied model: load it with Transformers' from_pretrained")
@@ -109,15 +110,14 @@ def _at(path: str) -> Any:
 def _read_tensors(folder: Path) -> dict[str, Tensor]:
     from safetensors.torch import load_file
 
-    index = folder / "model.safetensors.index.json"
-    names = ["model.safetensors"]
-    if index.exists():
-        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    files = model_files(folder)
+    if not files:
+        raise ValueError(f"{folder} must hold model.safetensors, or its parts with their index")
     tensors: dict[str, Tensor] = {}
-    for name in names:
-        if Path(name).name != name or not (folder / name).is_file():
-            raise ValueError(f"{folder} must hold {name!r}, the tensors of the model, itself")
-        tensors |= load_file(folder / name)
+    for file in files:
+        if not file.is_file():
+            raise ValueError(f"{folder} must hold {file.name!r}, which its index names")
+        tensors |= load_file(file)
     return tensors
 
 

@@ -116,7 +116,12 @@ def expert_mlp_ref(
     return (y[inverse.clamp(min=0).long()] * (inverse >= 0)[..., None]).sum(1)
 
 
-_RANKS = MappingProxyType({"x": 2, "row_idx": 1, "inverse": 2, "offs": 1, "w1": 3, "w2": 3})
+_RANKS = MappingProxyType(
+    {
+        **{"grad_y": 2, "x": 2, "row_idx": 1, "inverse": 2, "offs": 1, "topk_weights": 2, "h": 2},
+        **{"w1": 3, "b1": 2, "w2": 3, "b2": 2, "main_dw1": 3, "main_dw2": 3},
+    }
+)
 
 
 @register_fake("fmoe_ext::expert_mlp", **_RANKS)

@@ -65,7 +65,7 @@ def grouped_gemm_ref(
     return torch.cat([*y, x.new_zeros(x.shape[0] - begin, weight.shape[1])])
 
 
-_RANKS = MappingProxyType({"x": 2, "weight": 3, "offs": 1})
+_RANKS = MappingProxyType({"grad_y": 2, "x": 2, "weight": 3, "offs": 1, "bias": 2, "main_dweight": 3})
 
 
 @register_fake("fmoe_ext::grouped_gemm", **_RANKS)

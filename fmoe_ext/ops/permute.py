@@ -66,7 +66,7 @@ def _(
     return y.new_empty((inverse.shape[0], y.shape[1]))
 
 
-@register_fake("fmoe_ext::unpermute_backward", grad_out=2, row_idx=1, inverse=2, topk_weights=2)
+@register_fake("fmoe_ext::unpermute_backward", grad_out=2, y=2, row_idx=1, inverse=2, topk_weights=2)
 def _(
     grad_out: torch.Tensor,
     y: torch.Tensor | None,

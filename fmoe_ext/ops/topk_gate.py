@@ -118,7 +118,7 @@ def _(
     return logits.new_empty(shape, dtype=torch.int64), logits.new_empty(shape)
 
 
-@register_fake("fmoe_ext::topk_gate_backward", logits=2)
+@register_fake("fmoe_ext::topk_gate_backward", grad_weights=2, logits=2, topk_idx=2, topk_weights=2)
 def _(
     grad_weights: torch.Tensor,
     logits: torch.Tensor,

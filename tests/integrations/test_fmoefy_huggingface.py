@@ -3,6 +3,7 @@
 import copy
 import functools
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from transformers import (
     LlamaConfig,
     OPTConfig,
     Phi3Config,
+    PretrainedConfig,
     Qwen3Config,
     T5Config,
     Trainer,
@@ -29,6 +31,8 @@ from transformers import (
 )
 
 from fmoe_ext import FMoETransformerMLP, fmoefy, gates
+from fmoe_ext.checkpoint import CheckpointError
+from fmoe_ext.integrations import huggingface_record
 from fmoe_ext.integrations.huggingface import from_pretrained
 from fmoe_ext.testing import assert_close
 
@@ -269,15 +273,49 @@ def test_from_pretrained_says_what_is_wrong(tmp_path):
         (tmp_path / "config.json").write_text(json.dumps(changed))
         with pytest.raises(ValueError, match=message):
             from_pretrained(tmp_path)
-    index = {"weight_map": {"a": "../model.safetensors"}}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(ValueError, match=r"must hold '\.\./model\.safetensors'"):
+    weights, index = tmp_path / "model.safetensors", tmp_path / "model.safetensors.index.json"
+    for name, error, message in (
+        ("../model.safetensors", CheckpointError, r"'\.\./model\.safetensors' is no name of a file"),
+        ("missing.safetensors", ValueError, r"must hold 'missing\.safetensors'"),
+    ):
+        index.write_text(json.dumps({"weight_map": {"a": name}}))
+        with pytest.raises(error, match=message):
+            from_pretrained(tmp_path)
+    index.unlink()
+    weights.rename(tmp_path.parent / "elsewhere")
+    with pytest.raises(ValueError, match=r"must hold model\.safetensors"):
+        from_pretrained(tmp_path)
+    weights.symlink_to(tmp_path.parent / "elsewhere")
+    with pytest.raises(CheckpointError, match=r"is a link to .*elsewhere, outside the folder"):
         from_pretrained(tmp_path)
 
 
+class Unmarkable(torch.nn.Module):
+    """A model whose configuration names no activation."""
+
+    def __init__(self):
+        super().__init__()
+        self.config = PretrainedConfig(hidden_size=6)
+        self.encoder = torch.nn.TransformerEncoderLayer(6, 2, 8)
+
+    def save_pretrained(self, folder):
+        raise AssertionError("it was saved")
+
+
+@pytest.mark.parametrize(
+    ("world_size", "text"), [(2, "would save the experts of this rank only"), (1, "names no activation")]
+)
+def test_saving_without_a_record_is_refused(world_size, text):
+    """A file that holds a part of the experts, or that would be taken for the dense model's."""
+    model = fmoefy(Unmarkable(), 4)
+    if world_size > 1:
+        huggingface_record.note(model, "plain", [], [SimpleNamespace(world_size=world_size)], None)
+    with pytest.raises(RuntimeError, match=text):
+        model.save_pretrained("nowhere")
+
+
 def test_default_gates_can_be_exported():
-    from fmoe_ext.checkpoint.errors import CheckpointError
     from fmoe_ext.checkpoint.huggingface import to_huggingface
 
     moe = fmoefy(make("llama"), 4)

@@ -242,6 +242,25 @@ def test_checkpoint_of_some_layers_names_them():
     assert "decoder.layers.0.mlp.linear_fc1.weight" in keys
 
 
+def test_sharded_state_dict_of_megatron_0_15(monkeypatch):
+    """Its function for copies takes no groups: it asks parallel_state."""
+    from megatron.core.transformer import utils
+
+    layer = gpt(moe_layer_spec(2)).decoder.layers[0].mlp
+    expected = layer.sharded_state_dict("a.")
+    today = utils.make_sharded_tensors_for_checkpoint
+
+    def of_0_15(state_dict, prefix, tensor_parallel_layers_axis_map=None, sharded_offsets=()):
+        return today(state_dict, prefix, tensor_parallel_layers_axis_map, sharded_offsets)
+
+    monkeypatch.setattr(utils, "make_sharded_tensors_for_checkpoint", of_0_15)
+    state = layer.sharded_state_dict("a.")
+    assert state.keys() == expected.keys()
+    for key, shard in state.items():
+        other = expected[key]
+        assert torch.equal(shard.data, other.data) and shard.replica_id == other.replica_id
+
+
 def test_refuses(monkeypatch):
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 

@@ -9,6 +9,7 @@ import torch
 from fmoe_ext import ops
 from fmoe_ext.ops.expert_mlp import activation_number
 from tests.ops.instruction_sets import ISAS
+from tests.ops.test_fuzz_broken import OPERATORS, Draw
 
 HUGE = (2**31, 2**40, 2**61, 2**62)
 OFFS, ROW_IDX = torch.zeros(1, dtype=torch.int32), torch.full((2,), -1, dtype=torch.int32)
@@ -76,25 +77,20 @@ def test_rejects_absurd_sizes(name, size):
             CALLS[name](*given)
 
 
-@pytest.mark.parametrize(
-    ("name", "shapes"),
-    [
-        ("permute", [(4,), (2,), (2, 1)]),
-        ("unpermute", [(2, 4), (2, 1), (2, 1)]),
-        ("grouped_gemm", [(2, 4), (3, 4), (1,)]),
-        ("count_tokens", [(4,)]),
-        ("sort_tokens", [(2, 2, 2)]),
-        ("topk_gate", [(4,)]),
-    ],
-)
-def test_fake_kernels_name_the_wrong_rank(name, shapes):
-    def call(device):
-        tensors = [torch.zeros(shape, dtype=torch.float32, device=device) for shape in shapes]
-        options = {"count_tokens": (3,), "sort_tokens": (3,), "topk_gate": (1,), "unpermute": (None,)}
-        return getattr(torch.ops.fmoe_ext, name)(*tensors, *options.get(name, ()))
-
-    with pytest.raises(RuntimeError, match=r"must have \d dimensions, but got shape"):
-        call("meta")
+@pytest.mark.cpu("its tensors are made before they go to the meta device")
+@pytest.mark.parametrize("operator", OPERATORS, ids=lambda operator: operator.__name__)
+def test_fake_kernels_name_the_wrong_rank(operator):
+    call = operator(Draw((5, 2, 3, 4, 6), 0))
+    arguments = {
+        name: value.to("meta") if isinstance(value, torch.Tensor) else value
+        for name, value in call.arguments.items()
+    }
+    call.function(*arguments.values())
+    tensors = [name for name, value in arguments.items() if isinstance(value, torch.Tensor)]
+    for name in tensors:
+        for wrong in (arguments[name][None], arguments[name][0]):
+            with pytest.raises(RuntimeError, match=rf"{name} must have (\d dimensions|shape \[)"):
+                call.function(*{**arguments, name: wrong}.values())
 
 
 SURVIVES = """

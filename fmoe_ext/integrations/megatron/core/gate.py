@@ -23,13 +23,6 @@ class MegatronSoftmaxGate(FromConfig, SoftmaxGate):
 class MegatronSigmoidGate(FromConfig, SigmoidGate):
     """SigmoidGate by the options of a TransformerConfig; finalize_model_grads moves expert_bias, as in TopKRouter."""
 
-    pending_load: Tensor
-
-    @property
-    def local_tokens_per_expert(self) -> Tensor:
-        """The choices [E] since the last update, which Megatron sums over the ranks and sets to zero."""
-        return self.pending_load
-
     def select(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         if self.expert_bias.dtype != torch.float32:  # Float16Module casts every buffer
             self.expert_bias = self.expert_bias.to(torch.float32)

@@ -1,0 +1,56 @@
+"""tests/leftovers.py itself: a run that leaves something behind says so, and fails where it is a process."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import leftovers
+import pytest
+
+HERE = Path(__file__).parent
+LEAVES_A_PROCESS = """
+def test_leaves_a_process():
+    sleeper = subprocess.Popen(["sleep", "600"], start_new_session=True)
+    with open("pid", "w") as file:
+        file.write(str(sleeper.pid))
+"""
+LEAVES_A_FILE = """
+def test_leaves_a_file():
+    tempfile.mkdtemp(prefix="forgotten-")
+"""
+LEAVES_NOTHING = """
+def test_leaves_nothing():
+    with tempfile.TemporaryDirectory():
+        subprocess.run(["true"], check=True)
+"""
+
+
+@pytest.mark.parametrize(
+    ("content", "code", "text"),
+    [
+        (LEAVES_A_PROCESS, 1, "left behind by the tests: process "),
+        (LEAVES_A_FILE, 0, "left behind by the tests: file "),
+        (LEAVES_NOTHING, 0, None),
+    ],
+)
+def test_a_run_says_what_it_left_behind(tmp_path, monkeypatch, content, code, text):
+    monkeypatch.delenv(leftovers.MARK)
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", str(HERE))
+    file = tmp_path / "test_it.py"
+    file.write_text(f"import subprocess, tempfile\n{content}")
+    program = (
+        f"import leftovers, pytest; leftovers.PATIENCE = 0.5; raise SystemExit(pytest.main([{str(file)!r}, "
+    )
+    program += f"'-p', 'leftovers', '-p', 'no:cacheprovider', '--rootdir', {str(tmp_path)!r}]))"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == code, done.stdout + done.stderr
+    assert "1 passed" in done.stdout
+    assert ("left behind" in done.stdout) == (text is not None) and (text or "") in done.stdout
+    marked = [path for path in tmp_path.iterdir() if path.name.startswith("fmoe-")]
+    assert not marked, "the folder of the run is gone with what was in it"
+    if code:
+        state = subprocess.run(
+            ["ps", "-o", "stat=", "-p", (tmp_path / "pid").read_text()], capture_output=True, text=True
+        ).stdout.strip()
+        assert not state or state.startswith("Z"), "the process was not ended"
