@@ -70,7 +70,7 @@ class Placement(Protocol):
 
 
 class Server:
-    """start() to serve, stop() to hand over and end; both from any thread. Also a context manager."""
+    """start() to serve, stop() to hand over and end, for good; both from any thread. Also a context manager."""
 
     def __init__(self, options: Options, placement: Placement):
         self.options, self.placement = options, placement
@@ -87,6 +87,7 @@ class Server:
         self.pages = Pages(self)
         self._endpoint = ""
         self._attachment: Attachment | None = None
+        self._has_stopped = False
         self._saved: dict[str, int] = {}  # uid: version on disk
         self._tasks: list[asyncio.Task[None]] = []
         self._grpc: grpc.aio.Server | None = None
@@ -163,6 +164,9 @@ class Server:
         self._grpc.add_generic_rpc_handlers((handlers,))
 
     async def _stop(self, save: bool = True) -> None:
+        if self._has_stopped:
+            return
+        self._has_stopped = True
         for task in self._tasks:
             task.cancel()
         await self.placement.stop()
