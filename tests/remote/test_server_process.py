@@ -1,9 +1,11 @@
 """fmoe-server as a process: its flags, its lines, its signals, its pages, its checkpoints."""
 
 import json
+import os
 import random
 import signal
 import socket
+import threading
 import time
 import urllib.request
 
@@ -11,7 +13,7 @@ import pytest
 import safetensors.torch
 import torch
 
-from fmoe_ext.remote import Client, RemoteExpert, Settings
+from fmoe_ext.remote import Client, RemoteError, RemoteExpert, Settings
 from fmoe_ext.remote.server.checkpoints import Checkpoints
 from fmoe_ext.remote.server.flags import parse, read_flat
 from fmoe_ext.remote.wire import Message, WireError
@@ -80,6 +82,28 @@ def test_sigkill_at_random_moments_leaves_whole_checkpoints(start_server, tmp_pa
     assert versions[0] > 0
     assert versions == sorted(set(versions))
     assert not list(folder.glob("*.tmp-*"))
+
+
+@pytest.mark.parametrize("runs", [2, pytest.param(10, marks=pytest.mark.slow)])
+def test_sigterm_at_random_moments_loses_nothing(start_server, tmp_path, runs):
+    """Every gradient that was acknowledged is on disk; at most one more, whose answer came too late."""
+    rng, heard = random.Random(1), 0
+    flags = ("--no_dht", "--expert_uids", "expert.0", "--checkpoint_dir", tmp_path / "ckpt")
+    for _ in range(runs):
+        process = start_server(*flags)
+        expert = expert_at(process.endpoint())
+        timer = threading.Timer(rng.uniform(0.1, 0.6), os.kill, (process.pid, signal.SIGTERM))
+        timer.start()
+        with pytest.raises(RemoteError):
+            while True:
+                step(expert)
+        timer.join()
+        assert process.wait(20) == 0
+        heard += expert.client.counts["gradients applied"]
+        state = Checkpoints(tmp_path / "ckpt").load("expert.0").meta
+        assert heard <= int(state["version"]) == int(state["requests"]) <= heard + 1
+        heard = int(state["version"])
+    assert heard > 0
 
 
 def test_busy_port_ends_with_one_sentence(start_server):
