@@ -1,11 +1,13 @@
 """What the tests of remote experts share: an etcd of their own, servers that are stopped, whatever happens."""
 
 import shutil
+import signal
 import socket
 import subprocess
 import time
 
 import pytest
+from processes import SERVER, Process, Zygote
 
 from fmoe_ext.remote import DeclaredExperts, Directory, Options, Server, StaticList, loop
 from fmoe_ext.remote.discovery import DiscoveryError
@@ -72,6 +74,35 @@ def etcd(etcd_endpoint):
 
     loop.run(empty(), 10)
     return etcd_endpoint
+
+
+@pytest.fixture(scope="session")
+def zygote():
+    started = Zygote()
+    yield started
+    started.close()
+
+
+@pytest.fixture
+def start_process(zygote, tmp_path):
+    """start_process(module, *flags) -> Process that is killed at the end"""
+    started = []
+
+    def start(module, *flags):
+        started.append(Process(zygote, tmp_path / f"process-{len(started)}.log", module, *flags))
+        return started[-1]
+
+    yield start
+    for process in started:
+        if process.poll() is None:
+            process.end(signal.SIGKILL)
+
+
+@pytest.fixture
+def start_server(start_process):
+    """start_server(*flags) -> Process of a small fmoe-server on 127.0.0.1"""
+    small = ("--hidden_dim", 16, "--listen_on", "127.0.0.1:0", "--num_threads", 1)
+    return lambda *flags: start_process(SERVER, *small, *flags)
 
 
 @pytest.fixture

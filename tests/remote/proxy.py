@@ -1,10 +1,15 @@
-"""A bad network between hosts: a TCP proxy that delays, stalls and cuts. A stream keeps its order, so a lost packet
-shows as what TCP makes of it: a pause until it is sent again; and streams overtake each other."""
+"""Bad networks between hosts.
+
+BadNetwork: a TCP proxy that delays, stalls and cuts. A stream keeps its order, so a lost packet shows as what TCP
+makes of it: a pause until it is sent again; and streams overtake each other.
+BadPost: whole calls are lost on their way or on the way back, come twice, late, and in another order.
+"""
 
 import asyncio
+import contextlib
 import random
 
-from fmoe_ext.remote import loop
+from fmoe_ext.remote import CallTimeout, RemoteError, loop
 
 
 class BadNetwork:
@@ -75,3 +80,41 @@ class BadNetwork:
                 task.cancel()
 
         loop.run(stop(), 5)
+
+
+class BadPost:
+    """Calls of any number of Callers. lost: of questions, and of answers; twice: of questions; delay: seconds, of each
+    call its own, so that later ones overtake it; a copy comes up to 20 delays later."""
+
+    def __init__(self, lost=0.05, twice=0.1, delay=0.01, seed=0):
+        self.lost, self.twice, self.delay = lost, twice, delay
+        self.random = random.Random(seed)
+        self.num_lost_questions = self.num_lost_answers = self.num_copies = 0
+        self._copies = set()
+
+    def carry(self, caller):
+        """From now on a Caller's calls go by this post."""
+        deliver = caller.call
+
+        async def call(endpoint, method, data, timeout):
+            await asyncio.sleep(self.random.uniform(0, 2 * self.delay))
+            if self.random.random() < self.lost:
+                self.num_lost_questions += 1
+                raise CallTimeout(f"the question to {endpoint} was lost")
+            if self.random.random() < self.twice:
+                self.num_copies += 1
+                copy = asyncio.ensure_future(self._late(deliver(endpoint, method, data, timeout)))
+                self._copies.add(copy)
+                copy.add_done_callback(self._copies.discard)
+            answer = await deliver(endpoint, method, data, timeout)
+            if self.random.random() < self.lost:
+                self.num_lost_answers += 1
+                raise CallTimeout(f"the answer of {endpoint} was lost")
+            return answer
+
+        caller.call = call
+
+    async def _late(self, call):
+        await asyncio.sleep(self.random.uniform(0, 20 * self.delay))
+        with contextlib.suppress(RemoteError):
+            await call

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from proxy import BadNetwork
+from proxy import BadNetwork, BadPost
 from torch import nn
 
 from fmoe_ext.remote import (
@@ -138,6 +138,60 @@ def test_bad_network_and_dying_servers(etcd, steps, kills):
     loop.run(client.close(), 5)
     loop.run(discovery.close(), 5)
     network.close()
+
+
+@pytest.mark.parametrize("steps", [30, pytest.param(300, marks=pytest.mark.slow)])
+def test_calls_that_are_lost_repeated_late_and_out_of_order(etcd, steps):
+    """Between client and servers, and between the replicas: each gradient is applied exactly once, on both."""
+    replication = Replication(etcd, replicas=2, ttl=10.0)
+    options = Options(hidden_dim=D, expert_uids=UIDS, training=Training("sgd", lr=0.02))
+    servers = [Server(options, ReplicatedExperts(replication)).start() for _ in range(2)]
+    discovery = EtcdDiscovery(etcd)
+    client = Client(discovery, Settings("none", DEADLINE, DEADLINE, DEADLINE, patience=DEADLINE))
+    post = BadPost()
+    for caller in (client.caller, *(server.placement.caller for server in servers)):
+        post.carry(caller)
+    losses, longest = train(*(RemoteExpert(uid, client=client) for uid in UIDS), steps)
+    local = [make_expert("ffn", D, uid=uid) for uid in UIDS]
+    truth, _ = train(*local, steps, [torch.optim.SGD(e.parameters(), lr=0.02) for e in local])
+    assert min(post.num_lost_questions, post.num_lost_answers, post.num_copies) > 0
+    assert longest < 4 * DEADLINE
+    assert client.counts["gradients applied"] == 2 * steps
+
+    def counts():
+        roles = [(uid, server, server.placement.replicas[uid].role) for uid in UIDS for server in servers]
+        return [(role, s.host.find(uid).num_requests) for uid, s, role in roles if role is not Role.IDLE]
+
+    end = time.monotonic() + 20
+    while sorted(counts(), key=str) != sorted([(Role.LEADER, steps), (Role.FOLLOWER, steps)] * 2, key=str):
+        assert time.monotonic() < end, counts()
+        time.sleep(0.05)
+    assert losses[-1] == pytest.approx(truth[-1], rel=MARGIN)
+    for server in servers:
+        server.stop()
+    loop.run(client.close(), 5)
+    loop.run(discovery.close(), 5)
+
+
+def test_no_call_lives_longer_than_its_deadline(serve):
+    """Info, forward, backward through a network in which most of them fail."""
+    server, _ = serve(hidden_dim=D)
+    network = BadNetwork(delay=0.1, jitter=1.0, loss=0.3, cut=0.1)
+    where, seconds, failed = network.to(server.endpoint), [], 0
+    for _ in range(12):
+        client = Client(settings=Settings("none", 0.3, 0.3, 0.3, patience=0.3))
+        expert = RemoteExpert("expert.0", where, client)
+        try:
+            for work in (expert.schema, lambda: expert(torch.randn(4, D)).sum().backward()):  # noqa: B023
+                begin = time.monotonic()
+                work()
+        except RemoteError:
+            failed += 1
+        seconds.append(time.monotonic() - begin)
+        loop.run(client.close(), 5)
+    network.close()
+    assert failed > 0
+    assert max(seconds) < 0.6 + 1.0  # a forward and a backward, and what a busy machine adds
 
 
 def usage():

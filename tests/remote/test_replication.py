@@ -1,11 +1,13 @@
 """Experts that outlive servers: no update lost, none applied twice, whoever dies."""
 
+import asyncio
 import time
 
 import pytest
 import torch
 
 from fmoe_ext.remote import (
+    CallTimeout,
     Client,
     ExpertGone,
     Options,
@@ -19,6 +21,7 @@ from fmoe_ext.remote import (
 from fmoe_ext.remote.etcd.discovery import EtcdDiscovery
 from fmoe_ext.remote.replication.replica import LogGap, Role
 from fmoe_ext.remote.replication.replicas import ReplicatedExperts, Replication
+from fmoe_ext.remote.replication.sender import Sender
 from fmoe_ext.remote.server.state import digest
 
 D, UID = 16, "expert.0"
@@ -197,6 +200,56 @@ def test_a_partitioned_old_leader_is_fenced(cluster, client):
     assert role(leader) is not Role.LEADER
     step(client, 1)
     assert state_of(follower)[0] == 2
+
+
+def test_an_update_under_way_when_its_sender_stops_is_settled():
+    """Otherwise its commit, and every change of the members after it, would wait for ever."""
+
+    class Silent:
+        async def call(self, *_):
+            await asyncio.sleep(1000)
+
+    async def stop_under_way():
+        sender = Sender(Silent(), "server", "host:1", "method", 1000.0)
+        first, second = sender.put(b"1"), sender.put(b"2")
+        await asyncio.sleep(0.01)
+        sender.stop()
+        return await asyncio.gather(first, second)
+
+    assert loop.run(stop_under_way(), 5) == [False, False]
+
+
+def test_a_follower_that_never_heard_that_it_is_one(cluster, client):
+    """The leader's word that it is a member now was lost: it takes another copy, without waiting for an update."""
+    leader = cluster()
+    step(client)
+    follower, lost = cluster(uids=()), []
+    call = follower.placement.caller.call
+
+    async def lose_one(endpoint, method, data, timeout):
+        answer = await call(endpoint, method, data, timeout)
+        if method.endswith("Ready") and not lost:
+            lost.append(answer)
+            raise CallTimeout("lost")
+        return answer
+
+    follower.placement.caller.call = lose_one
+    wait_until(lambda: lost and role(follower) is Role.FOLLOWER, 15, "a follower")
+    wait_until(lambda: len(members(leader)) == 2, 10, "two members")
+    assert state_of(follower) == state_of(leader)
+
+
+def test_clocks_that_jump_change_nothing(cluster, client, monkeypatch):
+    """Leases and deadlines go by the clock that only counts; the one on the wall may be an hour off, and jump."""
+    leader, follower = pair_up(cluster(), cluster())
+    fence, clock, begin = leader.placement.replicas[UID].fence, time.time, time.monotonic()
+    for number, hours in enumerate((0, 1, -1, 24)):
+        monkeypatch.setattr(time, "time", lambda hours=hours: clock() + 3600 * hours)
+        step(client, number)
+    assert time.monotonic() - begin < 8
+    assert role(leader) is Role.LEADER and leader.placement.replicas[UID].fence == fence
+    wait_until(lambda: state_of(follower) == state_of(leader), 5, "equal replicas")
+    assert state_of(leader)[0] == 4
 
 
 def test_all_replicas_die_and_a_checkpoint_comes_back(cluster, client, tmp_path):

@@ -1,12 +1,11 @@
 """fmoe-server as a process: its flags, its lines, its signals, its pages, its checkpoints."""
 
 import json
+import os
 import random
-import re
 import signal
 import socket
-import subprocess
-import sys
+import threading
 import time
 import urllib.request
 
@@ -14,56 +13,12 @@ import pytest
 import safetensors.torch
 import torch
 
-from fmoe_ext.remote import Client, RemoteExpert, Settings
+from fmoe_ext.remote import Client, RemoteError, RemoteExpert, Settings
 from fmoe_ext.remote.server.checkpoints import Checkpoints
-from fmoe_ext.remote.server.main import parse, read_flat
+from fmoe_ext.remote.server.flags import parse, read_flat
 from fmoe_ext.remote.wire import Message, WireError
 
 D = 16
-STARTED = re.compile(r"Server started at (\S+)")
-
-
-class Process:
-    """A server on 127.0.0.1, its lines in a file."""
-
-    def __init__(self, folder, *flags):
-        self.path = folder / f"log-{random.randrange(10**9)}"
-        self.log = self.path.open("w")
-        common = ("--hidden_dim", D, "--listen_on", "127.0.0.1:0", "--num_threads", 1)
-        command = [sys.executable, "-m", "fmoe_ext.remote.server.main", *common, *flags]
-        self.popen = subprocess.Popen([str(part) for part in command], stdout=self.log, stderr=self.log)
-
-    def wait_for(self, pattern, seconds=60):
-        end = time.monotonic() + seconds
-        while not (found := re.search(pattern, self.path.read_text())):
-            assert time.monotonic() < end and self.popen.poll() is None, self.path.read_text()
-            time.sleep(0.05)
-        return found
-
-    def endpoint(self):
-        return self.wait_for(STARTED)[1]
-
-    def end(self, number=signal.SIGTERM, seconds=15):
-        self.popen.send_signal(number)
-        code = self.popen.wait(seconds)
-        self.log.close()
-        return code
-
-
-@pytest.fixture
-def start(tmp_path):
-    processes = []
-
-    def run(*flags):
-        processes.append(Process(tmp_path, *flags))
-        return processes[-1]
-
-    yield run
-    for process in processes:
-        if process.popen.poll() is None:
-            process.popen.kill()
-            process.popen.wait()
-        process.log.close()
 
 
 def expert_at(endpoint, uid="expert.0"):
@@ -75,7 +30,7 @@ def step(expert, count=1):
         expert(torch.randn(4, D)).pow(2).sum().backward()
 
 
-def test_a_server_lives_as_hivemind_prints_and_saves_at_sigterm(start, tmp_path):
+def test_a_server_lives_as_hivemind_prints_and_saves_at_sigterm(start_server, tmp_path):
     flags = ("--no_dht", "--expert_pattern", "expert.[0:5]", "--num_experts", 5, "--expert_cls", "ffn")
     flags += (
         "--checkpoint_dir",
@@ -85,7 +40,7 @@ def test_a_server_lives_as_hivemind_prints_and_saves_at_sigterm(start, tmp_path)
         "--stats_report_interval",
         0.5,
     )
-    first = start(*flags)
+    first = start_server(*flags)
     endpoint = first.endpoint()
     first.wait_for(r"Got 5 active experts of type ffn: \['expert.0', 'expert.1', .*'expert.4'\]")
     pages = first.wait_for(r"Status page at (\S+)")[1]
@@ -106,18 +61,18 @@ def test_a_server_lives_as_hivemind_prints_and_saves_at_sigterm(start, tmp_path)
 
     saved = safetensors.torch.load_file(tmp_path / "ckpt" / "expert.0.safetensors")
     assert saved["weight/norm_weight"].shape == (1, D)
-    second = start(*flags)
+    second = start_server(*flags)
     assert torch.equal(expert_at(second.endpoint())(x), before)
     assert second.end() == 0
 
 
 @pytest.mark.parametrize("runs", [1, pytest.param(8, marks=pytest.mark.slow)])
-def test_sigkill_at_random_moments_leaves_whole_checkpoints(start, tmp_path, runs):
+def test_sigkill_at_random_moments_leaves_whole_checkpoints(start_server, tmp_path, runs):
     rng = random.Random(0)
     folder, versions = tmp_path / "ckpt", []
     flags = ("--no_dht", "--expert_uids", "expert.0", "--checkpoint_dir", folder, "--checkpoint_period", 0.01)
     for _ in range(runs):
-        process = start(*flags)
+        process = start_server(*flags)
         expert = expert_at(process.endpoint())
         end = time.monotonic() + rng.uniform(0.2, 0.8)
         while time.monotonic() < end:
@@ -129,13 +84,35 @@ def test_sigkill_at_random_moments_leaves_whole_checkpoints(start, tmp_path, run
     assert not list(folder.glob("*.tmp-*"))
 
 
-def test_busy_port_ends_with_one_sentence(start):
+@pytest.mark.parametrize("runs", [2, pytest.param(10, marks=pytest.mark.slow)])
+def test_sigterm_at_random_moments_loses_nothing(start_server, tmp_path, runs):
+    """Every gradient that was acknowledged is on disk; at most one more, whose answer came too late."""
+    rng, heard = random.Random(1), 0
+    flags = ("--no_dht", "--expert_uids", "expert.0", "--checkpoint_dir", tmp_path / "ckpt")
+    for _ in range(runs):
+        process = start_server(*flags)
+        expert = expert_at(process.endpoint())
+        timer = threading.Timer(rng.uniform(0.1, 0.6), os.kill, (process.pid, signal.SIGTERM))
+        timer.start()
+        with pytest.raises(RemoteError):
+            while True:
+                step(expert)
+        timer.join()
+        assert process.wait(20) == 0
+        heard += expert.client.counts["gradients applied"]
+        state = Checkpoints(tmp_path / "ckpt").load("expert.0").meta
+        assert heard <= int(state["version"]) == int(state["requests"]) <= heard + 1
+        heard = int(state["version"])
+    assert heard > 0
+
+
+def test_busy_port_ends_with_one_sentence(start_server):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         endpoint = f"127.0.0.1:{taken.getsockname()[1]}"
-        other = start("--no_dht", "--expert_uids", "expert.0", "--listen_on", endpoint)
-        assert other.popen.wait(60) == 1
+        other = start_server("--no_dht", "--expert_uids", "expert.0", "--listen_on", endpoint)
+        assert other.wait(30) == 1
     assert f"cannot listen on {endpoint}" in other.path.read_text()
     assert "Traceback" not in other.path.read_text()
 
@@ -166,9 +143,15 @@ def test_flags_of_the_issue_and_config(tmp_path):
     ("flags", "text"),
     [
         ("--registry host:1", "etcd://"),
-        ("--registry etcd://h:1 --dht_port 1", "exclude each other"),
+        ("--registry etcd://h:1 --dht_port 1", "--registry excludes --dht_port"),
+        ("--registry etcd://h:1 --identity_path key --no_dht", "excludes --identity_path, --no_dht"),
+        ("--no_dht --initial_peers a:1", "--no_dht excludes --initial_peers"),
+        ("--relay a:1 --announce b:1", "--relay excludes --announce"),
+        ("--relay_token secret", "--relay_token means nothing without --relay"),
+        ("--replicas 3", "--replicas means nothing without --registry"),
+        ("--tls_key key.pem", "--tls_key means nothing without --tls_certificate"),
         ("--expert_uids expert.0 --num_experts 3", "but 1 --expert_uids"),
-        ("--copies_of expert.0 --no_dht", "on a DHT"),
+        ("--copies_of expert.0 --no_dht", "--no_dht excludes --copies_of"),
     ],
 )
 def test_flags_that_contradict_each_other(flags, text, capsys):

@@ -2,13 +2,22 @@
 
 import time
 
+import pytest
 import torch
 
 from fmoe_ext.remote import DeclaredExperts, Directory, Options, Server, Settings, StaticList, loop
+from fmoe_ext.remote.dht import open_node
 from fmoe_ext.remote.server.state import digest
 from fmoe_ext.remote.server.warm_copies import WarmCopies
 
 D, UID = 16, "expert.0"
+
+
+def wait_until(condition, what, seconds=10):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, f"not within {seconds} s: {what}"
+        time.sleep(0.02)
 
 
 def vanish(server):
@@ -22,44 +31,84 @@ def vanish(server):
     loop.run(end(), 10)
 
 
-def test_a_copy_takes_over_and_the_loss_is_counted():
-    discovery = StaticList()
+@pytest.fixture(params=["static", "dht"])
+def directories(request):
+    """What owner, heir and client ask: one list, or three nodes."""
+    if request.param == "static":
+        yield [StaticList()] * 3
+        return
+    nodes = [loop.run(open_node([], "127.0.0.1:0"), 10)]
+    peers = [f"127.0.0.1:{nodes[0].node.port}"]
+    nodes += [loop.run(open_node(peers, listen), 10) for listen in ("127.0.0.1:0", None)]
+    yield nodes
+    for node in nodes[1:]:  # the last closes with its Directory
+        loop.run(node.close(), 10)
+    loop.run(nodes[0].close(), 10)
+
+
+@pytest.fixture
+def family(directories):
+    """(owner of an expert, server that keeps a copy, its WarmCopies, the expert from outside)"""
     options = {"hidden_dim": D, "ttl": 0.9}
-    owner = Server(Options(expert_uids=(UID,), **options), DeclaredExperts(discovery)).start()
-    copies = WarmCopies(discovery, [UID], period=0.5)
-    heir = Server(Options(expert_uids=("expert.1",), **options), DeclaredExperts(discovery, copies)).start()
-    directory = Directory(discovery, Settings(patience=10, forward_timeout=10, backward_timeout=10))
+    copies = WarmCopies(directories[1], [UID], period=0.5)
+    placements = DeclaredExperts(directories[0]), DeclaredExperts(directories[1], copies)
+    owner = Server(Options(expert_uids=(UID,), **options), placements[0]).start()
+    heir = Server(Options(expert_uids=("expert.1",), **options), placements[1]).start()
+    directory = Directory(directories[2], Settings(patience=10, forward_timeout=10, backward_timeout=10))
     (expert,) = directory.get_experts([UID])
-
-    def step():
-        expert(torch.randn(3, D)).pow(2).sum().backward()
-
-    for _ in range(3):
-        step()
-    end = time.monotonic() + 10
-    while UID not in copies._copies or copies._copies[UID][1].meta["version"] != "3":
-        assert time.monotonic() < end, "no copy within 10 s"
-        time.sleep(0.02)
-    before = digest(owner.host, UID)
-    copies._copies[UID] = (
-        time.monotonic() + 1000,
-        copies._copies[UID][1],
-    )  # no further copy, but further looks
-    for _ in range(2):
-        step()
-    end = time.monotonic() + 10
-    while copies._seen[UID] < 5:
-        assert time.monotonic() < end, "no look within 10 s"
-        time.sleep(0.02)
-    vanish(owner)
-    begin = time.monotonic()
-    while UID not in heir.host.experts:
-        assert time.monotonic() - begin < 10, "nobody took over"
-        time.sleep(0.02)
-    assert digest(heir.host, UID) == before
-    assert heir.metrics.count("updates_lost_total") == 2
-    step()
-    assert heir.host.find(UID).version == 4
+    yield owner, heir, copies, expert
     heir.stop()
     owner.stop()
     directory.shutdown()
+
+
+def step(expert, count=1):
+    for _ in range(count):
+        expert(torch.randn(3, D)).pow(2).sum().backward()
+
+
+def version_of(copies):
+    return int(copies._copies[UID][1].meta["version"]) if UID in copies._copies else None
+
+
+def test_a_copy_takes_over_and_the_loss_is_counted(family):
+    owner, heir, copies, expert = family
+    step(expert, 3)
+    wait_until(lambda: version_of(copies) == 3, "a copy")
+    before = digest(owner.host, UID)
+    copies._copies[UID] = (time.monotonic() + 1000, copies._copies[UID][1])  # looks, but copies no more
+    step(expert, 2)
+    wait_until(lambda: copies._seen[UID] == 5, "a look")
+    vanish(owner)
+    wait_until(lambda: UID in heir.host.experts, "a takeover")
+    assert digest(heir.host, UID) == before
+    assert heir.metrics.count("updates_lost_total") == 2
+    step(expert)
+    assert heir.host.find(UID).version == 4
+
+
+def test_an_owner_that_is_stopped_loses_nothing(family):
+    """It waits until the copy is complete, although none is due for a long time."""
+    owner, heir, copies, expert = family
+    wait_until(lambda: version_of(copies) == 0, "a copy")
+    copies.period = 1000.0
+    step(expert, 5)
+    assert version_of(copies) == 0
+    before, begin = digest(owner.host, UID), time.monotonic()
+    owner.stop()
+    wait_until(lambda: UID in heir.host.experts, "a takeover", seconds=3)
+    assert time.monotonic() - begin < 5
+    assert digest(heir.host, UID) == before
+    assert heir.metrics.count("updates_lost_total") == 0
+    step(expert)
+    assert heir.host.find(UID).version == 6
+
+
+def test_an_owner_whose_copies_died_does_not_wait_for_them(family):
+    owner, heir, copies, expert = family
+    wait_until(lambda: version_of(copies) == 0, "a copy")
+    step(expert)
+    vanish(heir)
+    begin = time.monotonic()
+    owner.stop()
+    assert time.monotonic() - begin < 9  # twice the time between looks and a second, not the longest wait

@@ -106,7 +106,8 @@ class Leading:
             log.warning("%s: %s falls behind (%s)", replica.uid, sender.endpoint, sender.failure)
             await self._write_members(replica, left)
             sender.is_member = False
-            replica.senders.pop(sender.server, None)
+            if replica.senders.get(sender.server) is sender:  # not one that took its place meanwhile
+                del replica.senders[sender.server]
             sender.stop()
 
     async def _write_members(self, replica: Replica, members: dict[str, str]) -> None:

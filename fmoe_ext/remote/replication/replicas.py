@@ -167,13 +167,14 @@ class ReplicatedExperts:
             self._follow(replica, leader)
 
     def _follow(self, replica: Replica, leader: keys.Leader) -> None:
-        """A replica that is no member takes a copy, if there is room for one more."""
+        """A replica that nobody counts on takes a copy, if there is room for it."""
         members, _ = self.registry.members(replica.uid)
         is_member = members is not None and self.name in members.endpoints
         busy = replica.uid in self._joins and not self._joins[replica.uid].done()
         if replica.role is Role.FOLLOWER and not is_member and not busy:
             replica.role = Role.IDLE
-        full = members is not None and len(members.endpoints) >= self.options.replicas
+        others = set() if members is None else members.endpoints.keys() - {self.name}
+        full = len(others) >= self.options.replicas
         if replica.role is Role.IDLE and not busy and not full:
             self._joins[replica.uid] = asyncio.create_task(self._join(replica, leader))
 

@@ -36,11 +36,12 @@ class Sender:
             data, future = await self._queue.get()
             try:
                 await self._caller.call(self.endpoint, self._method, data, self._timeout)
+                _settle(future, True)
             except RemoteError as error:
                 self._die(str(error))
-                _settle(future, False)
                 return
-            _settle(future, True)
+            finally:  # after stop() too: somebody waits for it
+                _settle(future, False)
 
     def _die(self, reason: str) -> None:
         self.is_dead, self.failure = True, reason

@@ -4,6 +4,7 @@ import asyncio
 import logging
 import random
 import socket
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,6 +13,8 @@ from typing import Protocol
 import grpc
 
 from fmoe_ext.remote import loop, protocol
+from fmoe_ext.remote.dht.node import check_peer, reachable_here
+from fmoe_ext.remote.dht.relay import Attachment
 from fmoe_ext.remote.discovery import Discovery, DiscoveryError, check_uid
 from fmoe_ext.remote.expert_classes import find_expert_class
 from fmoe_ext.remote.security import Guard, Security
@@ -21,13 +24,15 @@ from fmoe_ext.remote.server.fair_queue import FairQueue
 from fmoe_ext.remote.server.host import ExpertHost, Training
 from fmoe_ext.remote.server.metrics import Metrics
 from fmoe_ext.remote.server.pages import Pages
-from fmoe_ext.remote.server.service import ExpertService
+from fmoe_ext.remote.server.service import ExpertService, NotLeader
 from fmoe_ext.remote.server.state import read_state, write_state
 from fmoe_ext.remote.server.uids import Pattern, claim_free_uids
 from fmoe_ext.remote.server.warm_copies import WarmCopies
 from fmoe_ext.remote.wire import Limits, Message
 
 log = logging.getLogger("fmoe_ext.remote")
+HAND_OVER_SECONDS = 10.0  # that those who keep copies have for the last one
+LOOK_SECONDS = 0.05  # between two looks whether they have it
 DRAIN_SECONDS = 5.0  # that calls under way have when the server stops
 
 
@@ -52,6 +57,8 @@ class Options:
     max_waiting: int = 4096
     max_message_bytes: int = 256 << 20
     http_on: str | None = None
+    relay: str | None = None  # host:port; others then call this server at a port of the relay
+    relay_token: str = ""
     security: Security = field(default_factory=Security)
 
 
@@ -63,7 +70,7 @@ class Placement(Protocol):
 
 
 class Server:
-    """start() to serve, stop() to hand over and end; both from any thread. Also a context manager."""
+    """start() to serve, stop() to hand over and end, for good; both from any thread. Also a context manager."""
 
     def __init__(self, options: Options, placement: Placement):
         self.options, self.placement = options, placement
@@ -78,7 +85,9 @@ class Server:
         self.service = ExpertService(self.compute, Guard(options.security), self.metrics, limits)
         self.checkpoints = Checkpoints(options.checkpoint_dir) if options.checkpoint_dir else None
         self.pages = Pages(self)
-        self.endpoint = ""
+        self._endpoint = ""
+        self._attachment: Attachment | None = None
+        self._has_stopped = False
         self._saved: dict[str, int] = {}  # uid: version on disk
         self._tasks: list[asyncio.Task[None]] = []
         self._grpc: grpc.aio.Server | None = None
@@ -87,6 +96,11 @@ class Server:
         self.metrics.gauge("batches", lambda: self.compute.num_batches)
         self.metrics.gauge("batched_calls", lambda: self.compute.num_jobs)
         self.metrics.gauge("updates_refused", self._count_refused)
+
+    @property
+    def endpoint(self) -> str:
+        """Where others call this server; a relay that was away may give it another port."""
+        return self._attachment.endpoint if self._attachment else self._endpoint
 
     def start(self, timeout: float = 60.0) -> "Server":
         loop.run(self._start(), timeout)
@@ -107,9 +121,10 @@ class Server:
         self._grpc = grpc.aio.server(options=protocol.server_options(self.options.max_message_bytes))
         self._grpc.add_generic_rpc_handlers((self.service.handlers(),))
         port = self._bind(self._grpc)
-        self.endpoint = self.options.announce or announced(self.options.listen_on, port)
+        self._endpoint = self.options.announce or announced(self.options.listen_on, port)
         self.compute.start()
         try:
+            await self._attach(port)
             await self.placement.start(self)
             await self._grpc.start()
             if self.options.http_on is not None:
@@ -123,6 +138,13 @@ class Server:
         log.info("Server started at %s", self.endpoint)
         uids = sorted(self.host.experts)
         log.info("Got %d active experts of type %s: %s", len(uids), self.options.expert_cls, uids)
+
+    async def _attach(self, port: int) -> None:
+        """Lets a relay pass on what comes for this server."""
+        if self.options.relay is not None:
+            target = f"{reachable_here(self.options.listen_on)}:{port}"
+            attachment = Attachment(check_peer(self.options.relay), target, self.options.relay_token)
+            self._attachment = await attachment.start()
 
     def _bind(self, server: grpc.aio.Server) -> int:
         credentials = self.options.security.server_credentials()
@@ -142,6 +164,9 @@ class Server:
         self._grpc.add_generic_rpc_handlers((handlers,))
 
     async def _stop(self, save: bool = True) -> None:
+        if self._has_stopped:
+            return
+        self._has_stopped = True
         for task in self._tasks:
             task.cancel()
         await self.placement.stop()
@@ -150,6 +175,8 @@ class Server:
         if save:
             await self.save()
         await self.pages.stop()
+        if self._attachment is not None:
+            await self._attachment.close()
         await asyncio.to_thread(self.compute.stop)
         log.info("Server at %s has stopped", self.endpoint)
 
@@ -269,10 +296,26 @@ class DeclaredExperts:
         for task in self._tasks:
             task.cancel()
         if self._server is not None:
+            await self._hand_over(self._server)
             try:
                 await self.discovery.withdraw(list(self._server.host.experts), self._server.endpoint)
             except DiscoveryError as error:
                 log.warning("the uids could not be withdrawn, they expire: %s", error)
+
+    async def _hand_over(self, server: Server) -> None:
+        """Takes no more gradients for experts of which others keep copies, and waits until these are complete."""
+        copies, experts = server.service.copies, server.host.experts
+
+        def may_step(uid: str) -> None:
+            raise NotLeader(f"not the leader of {uid}: this server is about to leave")
+
+        copies.is_leaving, end = True, time.monotonic() + HAND_OVER_SECONDS
+        server.host.may_step = server.service.may_step = may_step
+        await asyncio.wrap_future(server.compute.call(lambda: None))  # what was being computed is done
+        while time.monotonic() < end:
+            if not any(copies.is_awaited(uid, expert.version) for uid, expert in list(experts.items())):
+                break
+            await asyncio.sleep(LOOK_SECONDS)
 
 
 def announced(listen_on: str, port: int) -> str:

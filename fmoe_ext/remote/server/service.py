@@ -14,6 +14,7 @@ from fmoe_ext.remote.schema import SchemaError, check_finite
 from fmoe_ext.remote.security import Denied, Guard
 from fmoe_ext.remote.server.compute import ComputeThread
 from fmoe_ext.remote.server.fair_queue import DeadlinePassed, Job, QueueFull
+from fmoe_ext.remote.server.hand_over import CopiesElsewhere
 from fmoe_ext.remote.server.host import Answer, ExpertMissing, StaleGradient
 from fmoe_ext.remote.server.metrics import Metrics
 from fmoe_ext.remote.server.state import read_state
@@ -48,6 +49,7 @@ class ExpertService:
         self.peers: OrderedDict[str, tuple[float, str]] = (
             OrderedDict()
         )  # name: last heard of, loss it reported
+        self.copies = CopiesElsewhere()
         self._under_way: dict[tuple[str, str], asyncio.Future[Answer]] = {}
 
     def handlers(self) -> grpc.GenericRpcHandler:
@@ -99,6 +101,7 @@ class ExpertService:
     async def _info(self, message: Message, peer: str, deadline: float) -> bytes:
         host = self.compute.host
         expert = host.find(_text(message, protocol.UID))
+        self.copies.note_look(message, expert.uid)
         meta = {
             protocol.UID: expert.uid,
             protocol.SCHEMA: host.schema.to_text(),
@@ -106,6 +109,7 @@ class ExpertService:
             protocol.HIDDEN_DIM: str(host.hidden_dim),
             protocol.VERSION: str(expert.version),
             protocol.REQUESTS: str(expert.num_requests),
+            protocol.LEAVING: str(int(self.copies.is_leaving)),
         }
         return encode(Message({}, meta))
 
@@ -142,6 +146,7 @@ class ExpertService:
         uid = _text(message, protocol.UID)
         self.compute.host.find(uid)
         state = await asyncio.wrap_future(self.compute.call(lambda: read_state(self.compute.host, uid)))
+        self.copies.note_copy(message, uid, int(state.meta[protocol.VERSION]))
         return encode(state)
 
     def _check(self, message: Message, inputs: tuple[Any, ...], others: dict[str, Any]) -> str:

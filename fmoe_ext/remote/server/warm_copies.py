@@ -11,6 +11,7 @@ from fmoe_ext.remote.client.caller import Caller
 from fmoe_ext.remote.discovery import Discovery, DiscoveryError, ExpertRecord, check_uid
 from fmoe_ext.remote.errors import RemoteError
 from fmoe_ext.remote.security import Credentials
+from fmoe_ext.remote.server.hand_over import LONGEST_LOOK
 from fmoe_ext.remote.server.state import write_state
 from fmoe_ext.remote.wire import STATE, Message, encode
 
@@ -27,7 +28,8 @@ class WarmCopies:
 
     When the record of an owner has expired, the copy is declared and hosted here. What the owner did since the last
     copy is lost: at most one period of updates, if the copies succeeded. updates_lost_total counts what is known of
-    it (the version at the last look less the copy's), takeovers_total how often it happened.
+    it (the version at the last look less the copy's), takeovers_total how often it happened. An owner that is told to
+    stop waits for a last copy: nothing is lost then.
     """
 
     def __init__(
@@ -38,6 +40,7 @@ class WarmCopies:
         credentials: Credentials | None = None,
     ):
         self.discovery, self.period = discovery, period
+        self.looks_every = min(period / LOOKS_A_PERIOD, LONGEST_LOOK)
         self.uids = [check_uid(uid) for uid in uids]
         self._caller = Caller(credentials, STATE)
         self._copies: dict[str, tuple[float, Message]] = {}  # uid: when, state
@@ -47,7 +50,7 @@ class WarmCopies:
         """Until it is cancelled."""
         try:
             while True:
-                await asyncio.sleep(self.period / LOOKS_A_PERIOD)
+                await asyncio.sleep(self.looks_every)
                 try:
                     records = await self.discovery.get(self.uids, timeout=self.period)
                 except DiscoveryError as error:
@@ -71,12 +74,13 @@ class WarmCopies:
             log.warning("%s could not be copied: %s", uid, error)
 
     async def _refresh(self, uid: str, endpoint: str) -> None:
-        request = encode(Message({}, {protocol.UID: uid}))
+        request = encode(Message({}, {protocol.UID: uid, protocol.LOOKS_EVERY: f"{self.looks_every:.3f}"}))
         info = await self._caller.call(endpoint, protocol.INFO, request, self.period)
         self._seen[uid] = int(info.meta.get(protocol.VERSION, "0")[:18])
         when, copy = self._copies.get(uid, (-self.period, None))
         is_old = copy is None or copy.meta["version"] != str(self._seen[uid])
-        if is_old and time.monotonic() - when >= self.period:
+        is_last = info.meta.get(protocol.LEAVING) == "1"
+        if is_old and (is_last or time.monotonic() - when >= self.period):
             state = await self._caller.call(endpoint, protocol.STATE, request, COPY_SECONDS)
             self._copies[uid] = time.monotonic(), state
 

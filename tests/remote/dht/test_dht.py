@@ -3,23 +3,25 @@
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
 
 import pytest
 import torch
+from processes import DHT_NODE
 
 from fmoe_ext.remote import (
     DHT,
     DeclaredExperts,
     DiscoveryError,
     Options,
+    RemoteError,
     RemoteMixtureOfExperts,
     Server,
+    Settings,
     loop,
 )
 from fmoe_ext.remote.dht.main import main
+from fmoe_ext.remote.server.checkpoints import Checkpoints
 
 D = 16
 DEAD = "127.0.0.1:1"
@@ -152,49 +154,64 @@ def test_ipv6(dhts):
 # ------------------------------------------------------------------ processes
 
 
-@pytest.fixture
-def run_module(tmp_path):
-    """run_module(module, flags...) -> wait(pattern) for a line of its output"""
-    processes = []
-
-    def start(module, *flags):
-        path = tmp_path / f"{len(processes)}.log"
-        with path.open("w") as log:
-            process = subprocess.Popen(
-                [sys.executable, "-m", module, *map(str, flags)], stdout=log, stderr=log
-            )
-        processes.append(process)
-
-        def wait(pattern):
-            poll(lambda: re.search(pattern, path.read_text()) or process.poll() is not None, 120)
-            found = re.search(pattern, path.read_text())
-            assert found, path.read_text()
-            return found[1]
-
-        return process, wait
-
-    yield start
-    for process in processes:
-        process.kill()
-        process.wait()
-
-
-def test_fmoe_dht_and_fmoe_server_as_processes(run_module, dhts):
-    seed_process, wait = run_module("fmoe_ext.remote.dht.main", "--listen_on", "127.0.0.1:0")
-    seed = "127.0.0.1:" + wait(r"listens on port (\d+)")
-    flags = ("--hidden_dim", D, "--listen_on", "127.0.0.1:0", "--num_threads", 1, "--ttl", 600)
-    flags += ("--initial_peers", seed, "--num_experts", 3, "--expert_pattern", "expert.[5:250]")
-    server, wait = run_module("fmoe_ext.remote.server.main", *flags)
-    uids = re.findall(r"expert\.\d+", wait(r"Got 3 active experts of type ffn: (\[.*\])"))
+def test_fmoe_dht_and_fmoe_server_as_processes(start_process, start_server, dhts):
+    node = start_process(DHT_NODE, "--listen_on", "127.0.0.1:0")
+    seed = "127.0.0.1:" + node.wait_for(r"listens on port (\d+)")[1]
+    flags = ("--ttl", 600, "--initial_peers", seed, "--num_experts", 3, "--expert_pattern", "expert.[5:250]")
+    server = start_server(*flags)
+    uids = re.findall(r"expert\.\d+", server.wait_for(r"Got 3 active experts of type ffn: (\[.*\])")[1])
     dht = dhts(seed, listen=False)
     experts = dht.get_experts(uids)
     x = torch.randn(2, D)
     assert all(torch.isfinite(expert(x)).all() for expert in experts)
-    server.send_signal(signal.SIGTERM)
-    assert server.wait(20) == 0
+    assert server.end() == 0
     assert dht.get_experts(uids) == [None] * 3
-    seed_process.send_signal(signal.SIGTERM)
-    assert seed_process.wait(20) == 0
+    assert node.end() == 0
+
+
+def test_a_killed_server_gets_its_experts_back_by_its_identity(start_server, dhts, tmp_path):
+    """Its record lives on for ten minutes; only who has its key may replace it before."""
+    dht = dhts()
+    flags = ("--initial_peers", endpoint_of(dht), "--expert_uids", "expert.0", "--ttl", 600)
+    flags += ("--checkpoint_dir", tmp_path / "saved", "--checkpoint_period", 0.05)
+    first = start_server(*flags, "--identity_path", tmp_path / "key")
+    before = first.endpoint()
+    (expert,) = dht.get_experts(["expert.0"])
+    expert(torch.randn(2, D)).sum().backward()
+    poll(lambda: Checkpoints(tmp_path / "saved").load("expert.0"))
+    assert first.end(signal.SIGKILL) == -signal.SIGKILL
+    stranger = start_server(*flags)
+    assert stranger.wait() == 1
+    assert "other servers host expert.0" in stranger.path.read_text()
+    begin = time.monotonic()
+    second = start_server(*flags, "--identity_path", tmp_path / "key")
+    assert second.endpoint() != before
+    assert time.monotonic() - begin < 10
+    assert where(dht) == second.endpoint()
+    expert(torch.randn(2, D)).sum().backward()  # found again by the module that knew the first one
+    assert expert.handle.version == 2
+    assert second.end() == 0
+
+
+def test_a_server_behind_a_relay_is_called_there(start_process, start_server, dhts):
+    """fmoe-dht is node and relay for an fmoe-server that announces nothing of its own."""
+    flags = ("--listen_on", "127.0.0.1:0", "--relay_on", "127.0.0.1:0", "--relay_token", "secret")
+    outside = start_process(DHT_NODE, *flags)
+    relay = "127.0.0.1:" + outside.wait_for(r"Relay listens on port (\d+)")[1]
+    node = "127.0.0.1:" + outside.wait_for(r"DHT node listens on port (\d+)")[1]
+    flags = ("--initial_peers", node, "--expert_uids", "expert.0", "--relay", relay)
+    refused = start_server(*flags, "--relay_token", "wrong")
+    assert refused.wait() == 1
+    assert "asks for another token" in refused.path.read_text()
+    hidden = start_server(*flags, "--relay_token", "secret")
+    said = hidden.endpoint()
+    (expert,) = dhts(node, listen=False, settings=Settings(forward_timeout=2)).get_experts(["expert.0"])
+    assert expert.handle.record.endpoints == (said,)
+    expert(torch.randn(2, D)).sum().backward()
+    outside.end(signal.SIGKILL)  # the only way in
+    with pytest.raises(RemoteError):
+        expert(torch.randn(2, D))
+    assert hidden.end() == 0
 
 
 def test_fmoe_dht_says_what_is_wrong(caplog, monkeypatch):
