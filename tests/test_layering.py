@@ -181,14 +181,14 @@ def test_no_import_circle():
 
 # The state that modules have, by name; what other modules call at their top makes something immutable.
 MODULE_STATE = {
-    "ep/exchange.py": {"_groups", "_nccl", "_layers"},  # per process group, weak
+    "ep/exchange.py": {"_groups", "_nccl", "_layers", "_timeouts"},  # per process group, weak
     "remote/expert_classes.py": {"_REGISTRY"},  # the kinds of experts that a server may be asked for
     "ep/wrappers.py": {"WATCH"},  # the handle of a hook on all modules, there to be removed
     "gates/losses.py": {"ONE_RANK"},
     "optimizer_steps.py": {"FOLLOWERS", "HOOKS"},  # weak, and the handles of two hooks
     "integrations/megatron/balance.py": {"PROFILE"},
     "tokens.py": {"_blocks"},  # how many blocks are open, which torch.compile can read of a ContextVar
-    "ops/gpu_kernels.py": {"SELECTION"},  # the kernels chosen for each device, once
+    "ops/gpu_kernels.py": {"SELECTION", "SM_MARGIN"},  # the kernels chosen for each device; who asks for SMs
     "ops/__init__.py": {"cuda_module_missing"},  # why there are no CUDA kernels, set once by loading
 }
 MAKES_IMMUTABLE = (

@@ -31,7 +31,8 @@ using Clock = std::chrono::steady_clock;
 
 class Communicator {
  public:
-  Communicator(const std::string& id, int num_ranks, int rank, double timeout)
+  // max_blocks: thread blocks that an exchange takes at most
+  Communicator(const std::string& id, int num_ranks, int rank, double timeout, int max_blocks)
       : num_ranks_(num_ranks),
         rank_(rank),
         timeout_(timeout),
@@ -47,6 +48,7 @@ class Communicator {
     id.copy(reinterpret_cast<char*>(&unique), sizeof(unique));
     ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
     config.blocking = 0;
+    config.maxCTAs = max_blocks;
     const std::lock_guard lock(mutex_);
     finish(ncclCommInitRankConfig(&comm_, num_ranks, unique, rank, &config), "ncclCommInitRankConfig");
     all().insert(this);
@@ -216,8 +218,8 @@ PYBIND11_MODULE(_C_nccl, m) {
   m.def("nccl_version", &nccl_version);
   const auto unlocked = py::call_guard<py::gil_scoped_release>();
   py::class_<Communicator>(m, "Communicator")
-      .def(py::init<const std::string&, int, int, double>(), py::arg("id"), py::arg("num_ranks"),
-           py::arg("rank"), py::arg("timeout"), unlocked)
+      .def(py::init<const std::string&, int, int, double, int>(), py::arg("id"), py::arg("num_ranks"),
+           py::arg("rank"), py::arg("timeout"), py::arg("max_blocks"), unlocked)
       .def("all_to_all", &Communicator::all_to_all, py::arg("send"), py::arg("send_bytes"), py::arg("recv"),
            py::arg("recv_bytes"), py::arg("stream"), unlocked)
       .def("check", &Communicator::check)

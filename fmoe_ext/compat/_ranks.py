@@ -29,6 +29,14 @@ def exchange_counts(local_expert_count: torch.Tensor, world_size: int) -> torch.
     return exchange.exchange_counts(counts, exchange.register_group(_State.group)).flatten()
 
 
+def to_host(count: torch.Tensor, world_size: int) -> torch.Tensor:
+    """A count that may have come from other ranks, on the host; RuntimeError if its exchange failed meanwhile."""
+    count = count.cpu()
+    if world_size > 1:
+        exchange.check(exchange.register_group(_State.group))
+    return count
+
+
 def to_experts(
     rows: torch.Tensor, local_expert_count: torch.Tensor, global_expert_count: torch.Tensor, world_size: int
 ) -> torch.Tensor:
@@ -64,13 +72,14 @@ def all_gather(x: torch.Tensor, world_size: int, group: Any) -> list[torch.Tenso
 def _exchange(
     rows: torch.Tensor, send_count: torch.Tensor, recv_count: torch.Tensor, world_size: int
 ) -> torch.Tensor:
-    send, recv = (count.view(world_size, -1).sum(1).tolist() for count in (send_count, recv_count))
+    counts = (to_host(count, world_size) for count in (send_count, recv_count))
+    send, recv = (count.view(world_size, -1).sum(1).tolist() for count in counts)
     return exchange.global_exchange(rows, send, recv, exchange.register_group(_State.group))
 
 
 def _expert_major(global_expert_count: torch.Tensor, world_size: int, device: torch.device) -> torch.Tensor:
     """Position in (rank, expert) order of each row in (expert, rank) order."""
-    count = global_expert_count.view(world_size, -1).cpu()
+    count = to_host(global_expert_count, world_size).view(world_size, -1)
     begin = (count.flatten().cumsum(0) - count.flatten()).view_as(count)
     parts = [
         torch.arange(int(begin[rank, expert]), int(begin[rank, expert] + count[rank, expert]))

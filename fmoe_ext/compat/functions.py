@@ -54,7 +54,7 @@ def prepare_forward(
     """count_by_gate with the counts on the host -> (pos, lec, gec, fwd_expert_count [num_expert], fwd_batch_size)."""
     pos, local_expert_count, global_expert_count = count_by_gate(gate, num_expert, world_size)
     assert pos is not None
-    global_expert_count = global_expert_count.cpu()
+    global_expert_count = _ranks.to_host(global_expert_count, world_size)
     fwd_expert_count = global_expert_count.view(world_size, num_expert).sum(0)
     return (
         pos,

@@ -8,11 +8,14 @@ import math
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+
+from fmoe_ext.ops.gpu_kernels import SM_MARGIN
 
 try:
     from fmoe_ext import _C_nccl  # only in builds with USE_NCCL=1
@@ -27,6 +30,8 @@ _groups: weakref.WeakValueDictionary[str, dist.ProcessGroup] = weakref.WeakValue
 _nccl: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[torch.device, "_NcclExchange"]] = (
     weakref.WeakKeyDictionary()
 )
+# what was said of a group's timeout
+_timeouts: weakref.WeakKeyDictionary[dist.ProcessGroup, timedelta] = weakref.WeakKeyDictionary()
 # the numbers of the layers of each group
 _layers: weakref.WeakKeyDictionary[dist.ProcessGroup, Iterator[int]] = weakref.WeakKeyDictionary()
 
@@ -35,10 +40,17 @@ _layers: weakref.WeakKeyDictionary[dist.ProcessGroup, Iterator[int]] = weakref.W
 Group: TypeAlias = dist.ProcessGroup | DeviceMesh | None
 
 
-def register_group(group: Group = None) -> str:
+# Thread blocks, one an SM, that an exchange over NCCL may take, and that products leave to it meanwhile.
+_NCCL_SMS = 16
+
+
+def register_group(group: Group = None, timeout: timedelta | None = None) -> str:
     """The name by which the ops of this file find a group: a ProcessGroup, a one-dimensional DeviceMesh or None.
 
     None is the default group. Any number of groups may be registered, each any number of times.
+    timeout: after which an exchange over a communicator of our own (builds with USE_NCCL=1) is aborted and raises on
+    every rank. By default that of init_process_group(); torch does not tell that of new_group(), so say it here, on
+    all ranks and before the group's first exchange.
     """
     if isinstance(group, DeviceMesh):
         group = group.get_group()
@@ -50,8 +62,26 @@ def register_group(group: Group = None) -> str:
     assert group is not None  # there is a default group
     if dist.get_rank(group) < 0:
         raise ValueError(f"rank {dist.get_rank()} is not a member of the group that it was given")
+    if timeout is not None:
+        _set_timeout(group, timeout)
     _groups[group.group_name] = group
     return group.group_name
+
+
+def _set_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
+    if timeout <= timedelta(0):
+        raise ValueError(f"timeout must be more than 0 s, but got {timeout.total_seconds():g} s")
+    if group in _nccl and timeout != timeout_of(group):
+        raise RuntimeError(
+            f"the timeout of the group of ranks {dist.get_process_group_ranks(group)} is {timeout_of(group)} since its "
+            f"first exchange, and cannot become {timeout}: register the group with it earlier"
+        )
+    _timeouts[group] = timeout
+
+
+def timeout_of(group: dist.ProcessGroup) -> timedelta:
+    """How long an exchange in a group may take: what register_group() was told, or init_process_group()'s timeout."""
+    return _timeouts.get(group) or group.get_group_store().timeout  # type: ignore[attr-defined]  # not in its stubs
 
 
 def find_group(name: str) -> dist.ProcessGroup:
@@ -105,8 +135,23 @@ def start_exchange(
 
     Rows for rank p follow those for rank p - 1; one message a peer. Both contiguous. Nothing here is differentiable.
     """
-    start = _start_over_nccl if x.is_cuda else _start_over_group
-    return start(out, x, send_splits, recv_splits, find_group(group_name))
+    group = find_group(group_name)
+    if not x.is_cuda:
+        return _start_over_group(out, x, send_splits, recv_splits, group)
+    work = _start_over_nccl(out, x, send_splits, recv_splits, group)
+    return _BesideProducts(work) if dist.get_backend(group) == "nccl" else work
+
+
+class _BesideProducts:
+    """A work of NCCL. Products that are started before it is waited for leave it some SMs."""
+
+    def __init__(self, work: Any):
+        self._work = work
+        self._ended = SM_MARGIN.ask(self, _NCCL_SMS)
+
+    def wait(self) -> None:
+        self._ended()
+        self._work.wait()
 
 
 def _start_over_group(out, x, send_splits, recv_splits, group):
@@ -137,6 +182,17 @@ def wait(work: Any, group_name: str) -> None:
         work.wait()
 
 
+def check(group_name: str) -> None:
+    """RuntimeError if an exchange in the group was aborted; to be called before what came is used on the host.
+
+    A copy to the host that waited for it returns like any other, with whatever was in the buffer.
+    """
+    group = find_group(group_name)
+    for exchange in _nccl.get(group, {}).values():
+        with _explained(group):
+            exchange.communicator.check()
+
+
 @contextmanager
 def _explained(group: dist.ProcessGroup | None) -> Iterator[None]:
     try:
@@ -154,12 +210,16 @@ def _explained(group: dist.ProcessGroup | None) -> Iterator[None]:
 class _NcclExchange:
     """A communicator and a stream of our own for one group and device."""
 
-    def __init__(self, group, device, timeout=600.0):
+    def __init__(self, group, device):
         ids = [_C_nccl.make_unique_id() if dist.get_rank(group) == 0 else None]
         dist.broadcast_object_list(ids, group=group, group_src=0)
         with torch.cuda.device(device):
             self.communicator = _C_nccl.Communicator(
-                ids[0], dist.get_world_size(group), dist.get_rank(group), timeout
+                ids[0],
+                dist.get_world_size(group),
+                dist.get_rank(group),
+                timeout_of(group).total_seconds(),
+                _NCCL_SMS,
             )
         self.stream = torch.cuda.Stream(device)
 

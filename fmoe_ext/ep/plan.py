@@ -9,7 +9,7 @@ from typing import Protocol
 
 import torch
 
-from fmoe_ext.ep.exchange import exchange_counts
+from fmoe_ext.ep.exchange import check, exchange_counts
 from fmoe_ext.ep.header import HEADER, check_headers
 from fmoe_ext.ep.static import RowLimit, experts_of_rows, pad_routing
 from fmoe_ext.routing import DispatchHandle
@@ -65,6 +65,7 @@ class ExactPlan:
 
     def chunks(self) -> list[ChunkRows]:
         sent, received = self._sizes.get()
+        check(self._group)
         check_headers(received[:, : len(HEADER)].tolist(), self._group)
         sent, received = sent[:, len(HEADER) :], received[:, len(HEADER) :]
         chunks: list[ChunkRows] = []
@@ -106,7 +107,9 @@ class StaticPlan:
         headers, most, self._received = received.split([len(HEADER), 1, counts.shape[1]], 1)
         self._lost: torch.Tensor | None = None
         if limit.is_read_now(received):
-            check_headers(headers.tolist(), group)
+            rows = headers.tolist()
+            check(group)
+            check_headers(rows, group)
             limit.raise_for(most.flatten().tolist())
         else:
             self._lost = limit.note(most.flatten(), headers)

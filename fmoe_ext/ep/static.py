@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from fmoe_ext.ep.exchange import check
 from fmoe_ext.ep.layers import expert_parallel_layers
 from fmoe_ext.routing import DispatchHandle
 
@@ -71,11 +72,12 @@ class RowLimit:
         torch.maximum(self._seen, seen, out=self._seen)
         return (needed > self.max_rows).any() | (differ > 0).any()
 
-    def raise_if_passed(self) -> None:
-        """Waits for the device; starts anew."""
+    def raise_if_passed(self, group: str) -> None:
+        """Waits for the device; starts anew. group: that of the layer."""
         if self._seen is None:
             return
         *needed, differ = self._seen.tolist()
+        check(group)
         self._seen.zero_()
         self.raise_for(needed)
         if differ:
@@ -107,5 +109,6 @@ def check_max_rows(module: nn.Module) -> None:
     bound. On the CPU the forward itself raises it.
     """
     for _, layer in expert_parallel_layers(module):
-        if layer.expert_parallel.row_limit is not None:
-            layer.expert_parallel.row_limit.raise_if_passed()
+        experts = layer.expert_parallel
+        if experts.row_limit is not None:
+            experts.row_limit.raise_if_passed(experts.group)

@@ -4,7 +4,9 @@ A kernel of cuda/select.h is on or off, for the whole process. Until the first C
 """
 
 import importlib.util
+import threading
 import warnings
+import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +33,39 @@ def switch_on(kernels: Iterable[str]) -> None:
 def runs() -> dict[str, int]:
     """How often each kernel has been chosen by this process."""
     return dict(zip(names(), torch.ops.fmoe_ext._gpu_kernel_runs(), strict=True))
+
+
+class SmMargin:
+    """SMs that persistent kernels leave to others, in this process: as many as the most that somebody asks for.
+
+    A thread block of theirs takes an SM for itself, so that a kernel of NCCL finds no room beside it; and a block of
+    theirs that has to wait for an SM begins its whole share late.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()  # what is collected gives back, at any moment
+        self._asked: list[int] = []
+
+    def ask(self, owner: object, sms: int) -> Callable[[], object]:
+        """For kernels that are started from now on, as long as owner lives or until what is returned is called."""
+        with self._lock:
+            self._asked.append(sms)
+            self._apply()
+        give_back = weakref.finalize(owner, self._give_back, sms)
+        give_back.atexit = False
+        return give_back
+
+    def _give_back(self, sms: int) -> None:
+        with self._lock:
+            self._asked.remove(sms)
+            self._apply()
+
+    def _apply(self) -> None:
+        if SELECTION.is_prepared:  # there are CUDA kernels
+            torch.ops.fmoe_ext._set_gpu_sm_margin(max(self._asked, default=0))
+
+
+SM_MARGIN = SmMargin()
 
 
 @dataclass(frozen=True)
@@ -82,13 +117,13 @@ class Selection:
     def __init__(self, device_type: str, key_of: Callable[[int], gpu_proof.Key]) -> None:
         self.device_type = device_type
         self.key_of = key_of
-        self._prepared = False
+        self.is_prepared = False
         self._choices: dict[int, Choice] = {}
         self._torch: torch.library.Library | None = None
 
     def prepare(self) -> None:
         """When the CUDA module has been loaded: nothing unproved is on, whoever calls an operator first."""
-        self._prepared = True
+        self.is_prepared = True
         if _env.get("FMOE_GPU_KERNELS") in NEED_PROOF:
             switch_on(())
         else:
@@ -96,7 +131,7 @@ class Selection:
 
     def before(self, t: torch.Tensor) -> None:
         """To be called before a product of t, and while one is compiled."""
-        if not self._prepared or t.device.type != self.device_type:
+        if not self.is_prepared or t.device.type != self.device_type:
             return
         if (
             self.device_type != "cuda" or torch.cuda.is_initialized()

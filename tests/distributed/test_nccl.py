@@ -31,9 +31,9 @@ ONE_GPU = {
 
 def test_rejects():
     with pytest.raises(ValueError, match="id must have 128 bytes, but has 1"):
-        _C_nccl.Communicator(b"x", 1, 0, 1.0)
+        _C_nccl.Communicator(b"x", 1, 0, 1.0, 16)
     with pytest.raises(ValueError, match=r"rank must be in \[0, 2\), but is 2"):
-        _C_nccl.Communicator(b"x" * 128, 2, 2, 1.0)
+        _C_nccl.Communicator(b"x" * 128, 2, 2, 1.0, 16)
     assert _C_nccl.nccl_version() >= 22000
 
 

@@ -34,7 +34,7 @@ def error_of(call):
         return str(error)
 
 def new(timeout):
-    return _C_nccl.Communicator(bytes(128), 2, 0, timeout)
+    return _C_nccl.Communicator(bytes(128), 2, 0, timeout, 16)
 """
 
 
@@ -115,6 +115,10 @@ print(fake.fake_aborts(), communicator.is_open, error_of(communicator.check))
 communicator.destroy()
 """,
     ) == ["0 True None"]
+
+
+def test_takes_no_more_blocks_than_it_is_given(folder):
+    assert run(folder, "c = new(10.0)\nprint(fake.fake_max_blocks())") == ["16"]
 
 
 def test_deleted_communicator_is_aborted(folder):

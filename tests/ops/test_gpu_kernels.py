@@ -199,7 +199,7 @@ def test_nothing_is_chosen_without_cuda_kernels_or_for_other_devices(monkeypatch
     selection(monkeypatch, key_of=None)  # not prepared: no CUDA module was loaded
     call()
     monkeypatch.setattr(gpu_kernels, "SELECTION", gpu_kernels.Selection("cuda", None))
-    monkeypatch.setattr(gpu_kernels.SELECTION, "_prepared", True)
+    monkeypatch.setattr(gpu_kernels.SELECTION, "is_prepared", True)
     call()
 
 

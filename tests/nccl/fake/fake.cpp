@@ -14,17 +14,19 @@ struct CUevent_st {
 
 namespace {
 std::atomic<bool> peers_alive{true}, remote_error{false};
-std::atomic<int> aborts{0};
+std::atomic<int> aborts{0}, max_blocks{0};
 }  // namespace
 
 extern "C" {
 void fake_kill_peers() { peers_alive = false; }
 void fake_remote_error() { remote_error = true; }
 int fake_aborts() { return aborts; }
+int fake_max_blocks() { return max_blocks; }
 
 ncclResult_t ncclGetUniqueId(ncclUniqueId* id) { return *id = {}, ncclSuccess; }
 ncclResult_t ncclGetVersion(int* version) { return *version = 22800, ncclSuccess; }
-ncclResult_t ncclCommInitRankConfig(ncclComm_t* comm, int, ncclUniqueId, int, ncclConfig_t*) {
+ncclResult_t ncclCommInitRankConfig(ncclComm_t* comm, int, ncclUniqueId, int, ncclConfig_t* config) {
+  max_blocks = config->maxCTAs;
   return *comm = new ncclComm, ncclSuccess;
 }
 ncclResult_t ncclCommGetAsyncError(ncclComm_t, ncclResult_t* state) {

@@ -14,8 +14,9 @@ enum ncclResult_t { ncclSuccess, ncclRemoteError = 6, ncclInProgress = 7 };
 enum ncclDataType_t { ncclUint8 = 1 };
 struct ncclConfig_t {
   int blocking;
+  int maxCTAs;
 };
-#define NCCL_CONFIG_INITIALIZER {1}
+#define NCCL_CONFIG_INITIALIZER {1, 0}
 
 extern "C" {
 ncclResult_t ncclGetUniqueId(ncclUniqueId*);

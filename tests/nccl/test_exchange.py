@@ -1,0 +1,108 @@
+"""The exchange over NCCL as its callers see it, with a communicator that only says whether it has failed."""
+
+from datetime import timedelta
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from fmoe_ext import FMoETransformerMLP
+from fmoe_ext.compat import functions
+from fmoe_ext.ep import exchange
+from fmoe_ext.ep.exchange import find_group, register_group, timeout_of
+from fmoe_ext.ep.static import check_max_rows
+from fmoe_ext.ops import gpu_kernels
+from fmoe_ext.testing import DistributedPool
+
+FAILURE = "the exchange took more than 2 s"
+
+
+def timeouts():
+    whole = register_group()
+    assert timeout_of(find_group(whole)) == dist.group.WORLD.get_group_store().timeout
+    part = dist.new_group([0], timeout=timedelta(seconds=33))
+    register_group(part, timeout=timedelta(seconds=33))
+    register_group(part)
+    assert timeout_of(part) == timedelta(seconds=33)
+    with pytest.raises(ValueError, match="timeout must be more than 0 s, but got -1 s"):
+        register_group(part, timeout=timedelta(seconds=-1))
+    fail_exchanges_of(part)  # it has a communicator from here on
+    register_group(part, timeout=timedelta(seconds=33))
+    with pytest.raises(RuntimeError, match=r"ranks \[0\] is 0:00:33 .* cannot become 0:00:34"):
+        register_group(part, timeout=timedelta(seconds=34))
+
+
+def test_timeout_is_that_of_the_group():
+    with DistributedPool(1) as pool:
+        pool.run(timeouts)
+
+
+def fail_exchanges_of(group):
+    def check():
+        raise RuntimeError(FAILURE)
+
+    failed = SimpleNamespace(communicator=SimpleNamespace(check=check))
+    exchange._nccl[group] = {torch.device("cpu"): failed}
+
+
+def failures():
+    """Counts that were copied from the device of an exchange that was aborted are garbage: nobody uses them."""
+    torch.manual_seed(0)
+    for bound in (None, 64):
+        group = dist.new_group()
+        layer = FMoETransformerMLP(4, 16, 32, world_size=2, moe_group=group, max_rows_per_rank=bound)
+        layer(torch.randn(8, 16))
+        layer.expert_parallel.row_limit and check_max_rows(layer)
+        fail_exchanges_of(group)
+        with pytest.raises(RuntimeError, match=f"the exchange in the group of ranks .* failed: .*{FAILURE}"):
+            layer(torch.randn(8, 16))
+    layer.expert_parallel.row_limit._seen = torch.zeros(3)
+    with pytest.raises(RuntimeError, match=FAILURE):
+        check_max_rows(layer)
+    fail_exchanges_of(dist.group.WORLD)
+    with pytest.raises(RuntimeError, match=FAILURE):
+        functions.prepare_forward(torch.tensor([0, 1, 2]), 2, 2)
+
+
+def test_failure_is_noticed_where_counts_reach_the_host():
+    with DistributedPool(2) as pool:
+        pool.run(failures)
+
+
+@pytest.fixture
+def margins(monkeypatch):
+    """What was told to the kernels."""
+    told = []
+    monkeypatch.setattr(gpu_kernels.SELECTION, "is_prepared", True)
+    monkeypatch.setattr(torch.ops, "fmoe_ext", SimpleNamespace(_set_gpu_sm_margin=told.append), raising=False)
+    return told
+
+
+def start(monkeypatch, backend):
+    works = []
+    monkeypatch.setattr(exchange, "find_group", lambda name: name)
+    monkeypatch.setattr(exchange.dist, "get_backend", lambda group: backend)
+    work = SimpleNamespace(wait=lambda: works.append("waited"))
+    monkeypatch.setattr(exchange, "_start_over_nccl", lambda *_: work)
+    return exchange.start_exchange(None, SimpleNamespace(is_cuda=True), [], [], "group"), works
+
+
+def test_products_leave_sms_to_exchanges_that_are_under_way(margins, monkeypatch):
+    first, waited = start(monkeypatch, "nccl")
+    second, _ = start(monkeypatch, "nccl")
+    assert margins == [16, 16]
+    first.wait()
+    assert waited == ["waited"] and margins == [16, 16, 16]
+    first.wait()
+    second.wait()
+    assert margins == [16, 16, 16, 0]
+    abandoned, _ = start(monkeypatch, "nccl")  # by an error, say
+    del abandoned
+    assert margins[-2:] == [16, 0]
+
+
+def test_products_leave_nothing_to_other_backends(margins, monkeypatch):
+    work, waited = start(monkeypatch, "gloo")
+    work.wait()
+    assert waited == ["waited"] and margins == []
