@@ -24,6 +24,7 @@ from fmoe_ext.gates import (
 from fmoe_ext.integrations.fmoefy import fmoefy
 from fmoe_ext.layers import FMoE
 from fmoe_ext.linear import FMoELinear
+from fmoe_ext.ops import batch_invariant, use_batch_invariant
 from fmoe_ext.tokens import packed_sequences, valid_tokens
 from fmoe_ext.transformer import FMoETransformerMLP
 
@@ -52,12 +53,14 @@ __all__ = [
     "ZeroGate",
     "audit",
     "balance",
+    "batch_invariant",
     "checkpoint",
     "distributed",
     "fmoefy",
     "gates",
     "ops",
     "packed_sequences",
+    "use_batch_invariant",
     "valid_tokens",
 ]
 

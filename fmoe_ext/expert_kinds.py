@@ -43,6 +43,11 @@ class ExpertKind:
         """Whether a rank can compute experts of another with parameters that it fetches."""
         return False
 
+    @property
+    def depends_on_batch(self) -> str | None:
+        """Why a row's result may depend on the other rows, and what to do; None where it does not."""
+        return None
+
     def compute(
         self, x: Nest, topk_idx: torch.Tensor, topk_weights: torch.Tensor, first: int, end: int
     ) -> Nest:
@@ -94,6 +99,13 @@ class Fused(ExpertKind):
     def can_be_shadowed(self) -> bool:
         return not self.layer.experts.must_be_called
 
+    @property
+    def depends_on_batch(self) -> str | None:
+        experts = self.layer.experts
+        if experts.fused_activation is not None and not experts.must_be_called:
+            return None
+        return "their activation is torch's, whose bits depend on places; use one of ops.ACTIVATIONS, without hooks"
+
     def compute(
         self, x: Nest, topk_idx: torch.Tensor, topk_weights: torch.Tensor, first: int, end: int
     ) -> torch.Tensor:
@@ -144,6 +156,12 @@ class SeparateExperts(nn.ModuleList):
 
 class Separate(ExpertKind):
     """A module for each expert, called one after the other."""
+
+    @property
+    def depends_on_batch(self) -> str | None:
+        return (
+            "torch's products sum by the number of rows; use FMoETransformerMLP, or FMoELinear in one module"
+        )
 
     @staticmethod
     def fits(layer: FMoE) -> bool:

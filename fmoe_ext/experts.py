@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from fmoe_ext import ops
+from fmoe_ext.gates.wide_linear import WideLinear
 from fmoe_ext.linear import FMoELinear, cast_to_weight, check_plain, cumulative_ends
 from fmoe_ext.routing import DispatchHandle, unpermute_rows, widen
 
@@ -178,7 +179,7 @@ class SharedExperts(nn.Module):
     ) -> None:
         super().__init__()
         self.mlp = FusedExperts(1, d_model, d_hidden, activation, bias=bias)
-        self.gate = nn.Linear(d_model, 1, bias=False) if has_gate else None
+        self.gate = WideLinear(d_model, 1, bias=False) if has_gate else None
 
     @torch.no_grad()
     def begin_with_zero(self) -> None:
@@ -188,7 +189,7 @@ class SharedExperts(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = self.mlp(x, torch.full((1,), x.shape[0], dtype=torch.int64, device=x.device))
-        return out if self.gate is None else out * self.gate(x).sigmoid().to(out.dtype)
+        return out if self.gate is None else out * ops.sigmoid(self.gate(x)).to(out.dtype)
 
 
 def to_per_expert_layout(state_dict: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from fmoe_ext.batch_invariance import check_batch_invariance
 from fmoe_ext.dispatch import combine, dispatch
 from fmoe_ext.ep.exchange import Group, find_group
 from fmoe_ext.ep.expert_parallel import ExpertParallel
@@ -181,6 +182,7 @@ class FMoE(nn.Module):
         Equivalent to: out[t] = sum_k topk_weights[t, k] * expert[topk_idx[t, k]](moe_inp[t]).
         """
         check_wrappers(self)
+        check_batch_invariance(self, moe_inp)
         num_tokens = _count_tokens(moe_inp)
         if torch.compiler.is_compiling() and not is_inside_a_block():
             batch = Batch() if valid is None else with_valid(Batch(), valid)

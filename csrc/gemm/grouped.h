@@ -5,6 +5,7 @@
 #include <memory>
 #include <vector>
 
+#include "batch_invariant.h"
 #include "checks.h"
 #include "gemm/kernels.h"
 #include "huge_pages.h"
@@ -177,7 +178,9 @@ struct Job {
 inline void add_jobs(std::vector<Job>& jobs, const Segment& segment, int64_t parts, int64_t flops,
                      int64_t bytes) {
   constexpr int64_t kJobFlops = 1 << 26, kJobBytes = 1 << 20;
-  const int64_t wanted = std::max(segment.rows() * flops * parts / kJobFlops, bytes * parts / kJobBytes);
+  constexpr int64_t kTypicalRows = 256;  // groups are summed apart, so that their number is part of a result
+  const int64_t rows = is_batch_invariant() ? kTypicalRows : segment.rows();
+  const int64_t wanted = std::max(rows * flops * parts / kJobFlops, bytes * parts / kJobBytes);
   const int64_t groups = std::clamp<int64_t>(wanted, 1, std::max<int64_t>(parts, 1));
   for (int64_t group = 0; group < groups; ++group)
     jobs.push_back({&segment, parts * group / groups, parts * (group + 1) / groups, group});
@@ -238,6 +241,11 @@ inline void pack_weight_rows(const Kernels& kernels, const char* weight, int64_t
   }
 }
 
+// Whether a product of so many rows is better computed without packing the weight.
+inline bool is_few(const Kernels& kernels, int64_t rows) {
+  return rows <= kernels.few_rows && !is_batch_invariant();
+}
+
 // Tiles of (the rows of one operand) times weight^T, column by column: columns(panel, pointers) names the nr
 // weight rows of a panel (null is zero), epilogue(panel, tile, row, m) takes each tile. `a` starts at the
 // segment's first row; row counts from there.
@@ -247,7 +255,7 @@ void multiply_weight_columns(const Kernels& kernels, const Job& job, const RowMa
   alignas(64) char tile[kTileBytes];
   const void* pointers[kMaxPanelLanes];
   const int64_t rows = job.segment->rows();
-  const bool few = rows <= kernels.few_rows;
+  const bool few = is_few(kernels, rows);
   const ThreadBuffer buffer(few ? 0 : panel_bytes(kernels, depth, kernels.nr));
   char* panel = buffer.data();
   for (int64_t p = job.begin; p < job.end; ++p) {
@@ -269,7 +277,7 @@ template <class Epilogue>
 void multiply_weight_rows(const Kernels& kernels, const Job& job, const RowMajor& a, int64_t depth,
                           const char* weight, int64_t num_columns, const Epilogue& epilogue) {
   const int64_t rows = job.segment->rows(), nr = kernels.nr;
-  if (rows <= kernels.few_rows) {
+  if (is_few(kernels, rows)) {
     const int64_t column = job.begin * nr, tile_bytes = rows * nr * kernels.acc_bytes;
     const ThreadBuffer buffer((job.end - job.begin) * tile_bytes);
     char* tiles = buffer.data();

@@ -75,6 +75,11 @@ class BaseGate(nn.Module):
         """Why the sum of a token's topk_weights is not weight_sum for every token; None where it is."""
         return "its weights are not known; if they always have one sum, give it the attribute total_weight"
 
+    @property
+    def depends_on_batch(self) -> str | None:
+        """Why a token's choices or weights depend on the other tokens, and what to do; None where they do not."""
+        return None
+
     def __init__(self, num_expert: int, world_size: int) -> None:
         super().__init__()
         if num_expert < 1 or world_size < 1:
@@ -133,10 +138,9 @@ class BaseGate(nn.Module):
         **options: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """ops.topk_gate; while choices are played back: those, with the weights that the logits give them now."""
-        if self.tape is None:
+        if self.tape is None or getattr(self.tape, "only_listens", False):
             topk_idx, topk_weights = ops.topk_gate(logits, top_k, score, normalize, scale=scale, **options)
-            self._selected = topk_idx
-            return topk_idx, topk_weights
+            return self.choose(lambda: topk_idx), topk_weights
         if getattr(self.tape, "is_fused", False):
             chosen = self.tape.choose(None)
             return ops.topk_gate_again(logits, chosen, score, normalize, scale=scale, **options)
@@ -178,8 +182,17 @@ def weights_of(
     if topk_idx.shape[0] != logits.shape[0]:
         raise ValueError(f"the choices are for {topk_idx.shape[0]} tokens, but there are {logits.shape[0]}")
     dropped = topk_idx < 0
-    log_scores = logits.log_softmax(-1) if score == "softmax" else F.logsigmoid(logits)
-    chosen = log_scores.gather(1, topk_idx.clamp(min=0).long())
-    chosen = chosen.masked_fill(dropped, torch.finfo(chosen.dtype).min)
-    weights = (chosen.softmax(-1) if normalize else chosen.exp()) * scale
-    return weights.masked_fill(dropped, 0)
+    chosen = topk_idx.clamp(min=0).long()
+    if not normalize:
+        scores = logits.softmax(-1) if score == "softmax" else ops.sigmoid(logits)
+        return (scores.gather(1, chosen) * scale).masked_fill(dropped, 0)
+    log_scores = logits.log_softmax(-1) if score == "softmax" else _log_sigmoid(logits)
+    log_chosen = log_scores.gather(1, chosen)
+    log_chosen = log_chosen.masked_fill(dropped, torch.finfo(log_chosen.dtype).min)
+    return (log_chosen.softmax(-1) * scale).masked_fill(dropped, 0)
+
+
+def _log_sigmoid(logits: torch.Tensor) -> torch.Tensor:
+    if not ops.is_batch_invariant():
+        return F.logsigmoid(logits)
+    return torch.stack((logits, torch.zeros_like(logits)), -1).log_softmax(-1)[..., 0]

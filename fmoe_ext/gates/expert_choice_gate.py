@@ -45,6 +45,10 @@ class ExpertChoiceGate(NaiveGate):
     def weights_vary(self) -> str | None:
         return "its experts choose tokens, so a token may get any number of them"
 
+    @property
+    def depends_on_batch(self) -> str | None:
+        return "its experts choose among the tokens of the batch; SoftmaxGate chooses by the token"
+
     def forward(self, inp: torch.Tensor, return_all_scores: bool = False) -> tuple[torch.Tensor, ...]:
         """inp [T, d_model] -> topk_idx [T, max_experts] int64, -1 behind, topk_weights likewise."""
         logits = self.logits(inp)

@@ -61,6 +61,12 @@ class FasterGate(NaiveGate):
         self.outgoing_fraction = outgoing_fraction
         self.ranks: Ranks = OneRank() if ranks is None else ranks
 
+    @property
+    def depends_on_batch(self) -> str | None:
+        if bool(self.is_local.all()):
+            return None
+        return "how many tokens may leave their node is a share of the batch; NaiveGate limits none"
+
     def forward(self, inp: torch.Tensor, return_all_scores: bool = False) -> tuple[torch.Tensor, ...]:
         """As NaiveGate.forward, with top_k = 2."""
         logits = self.logits(inp)

@@ -35,7 +35,7 @@ class Groups(NamedTuple):
         """logits [T, E], bias [E] or None -> topk_idx [T, top_k] int64, best first; of equals the lower index."""
         scores = logits
         if score == "sigmoid":
-            scores = logits.sigmoid()
+            scores = ops.sigmoid(logits)
         elif bias is not None or not normalize:
             scores = logits.softmax(-1)
         if bias is not None:

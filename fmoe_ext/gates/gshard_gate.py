@@ -46,12 +46,21 @@ class GShardGate(NaiveGate):
 
     @property
     def weights_vary(self) -> str | None:
-        many = 2**20 * self.tot_expert
         if self.random_routing:
             return "it drops second choices at random; random_routing=False keeps them"
-        if self.expert_capacity(min(self.capacity), many) < many:
-            return f"it drops choices over its capacity {self.capacity}; a large enough one drops none"
-        return super().weights_vary
+        return self._why_it_drops(min(self.capacity)) or super().weights_vary
+
+    @property
+    def depends_on_batch(self) -> str | None:
+        if self.training and self.random_routing:
+            return "it drops second choices at random; random_routing=False keeps them"
+        return self._why_it_drops(self.capacity[0 if self.training else 1])
+
+    def _why_it_drops(self, factor: float) -> str | None:
+        many = 2**20 * self.tot_expert
+        if self.expert_capacity(factor, many) >= many:
+            return None
+        return f"it drops choices over its capacity {self.capacity}; a large enough one drops none"
 
     def forward(self, inp: torch.Tensor, return_all_scores: bool = False) -> tuple[torch.Tensor, ...]:
         """As NaiveGate.forward, with -1 for dropped choices."""

@@ -40,6 +40,10 @@ class NoisyGate(BaseGate):
     def weights_vary(self) -> str | None:
         return None
 
+    @property
+    def depends_on_batch(self) -> str | None:
+        return "it draws noise in training; model.eval() draws none" if self.training else None
+
     def forward(self, inp: torch.Tensor, return_all_scores: bool = False) -> tuple[torch.Tensor, ...]:
         """inp [T, d_model] -> topk_idx [T, K] int64, best first, topk_weights [T, K] float32 or float64.
 

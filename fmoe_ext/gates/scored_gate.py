@@ -121,6 +121,14 @@ class ScoredGate(NaiveGate):
             return f"it drops choices over its capacity_factor={self.capacity_factor}; None drops none"
         return super().weights_vary
 
+    @property
+    def depends_on_batch(self) -> str | None:
+        if self.capacity_factor is not None:
+            return f"it drops choices over its capacity_factor={self.capacity_factor}; None drops none"
+        if self.training and self.jitter > 0:
+            return f"it draws noise of jitter={self.jitter}; 0 draws none"
+        return None
+
     def select(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """logits [T, E] -> topk_idx, topk_weights [T, K], before any choice is dropped."""
         return self._select(logits, None)

@@ -28,6 +28,12 @@ class SwipeGate(NaiveGate):
         super().__init__(d_model, num_expert, world_size, top_k, gate_bias)
         self.ranks: Ranks = OneRank() if ranks is None else ranks
 
+    @property
+    def depends_on_batch(self) -> str | None:
+        if not self.training or self.world_size == 1:
+            return None
+        return "it moves choices to ranks that have room in training; NaiveGate moves none"
+
     def forward(self, inp: torch.Tensor, return_all_scores: bool = False) -> tuple[torch.Tensor, ...]:
         """As NaiveGate.forward; a token may have the same expert twice."""
         if not self.training or self.world_size == 1:

@@ -45,6 +45,14 @@ class SwitchGate(NaiveGate):
         self.fastmoe_loss = fastmoe_loss
         self.ranks: Ranks = OneRank() if ranks is None else ranks
 
+    @property
+    def depends_on_batch(self) -> str | None:
+        if self.capacity is not None:
+            return f"it drops choices over its capacity={self.capacity}; None drops none"
+        if self.training and self.switch_eps > 0:
+            return f"it draws noise of switch_eps={self.switch_eps}; 0 draws none"
+        return None
+
     def forward(self, inp: torch.Tensor, return_all_scores: bool = False) -> tuple[torch.Tensor, ...]:
         """As NaiveGate.forward; the weights are probabilities among all experts."""
         logits = self._noisy_logits(inp)

@@ -12,6 +12,10 @@ class UniformGate(ScoredGate):
     `--moe-router-force-load-balancing` draws at random.) Arguments: ScoredGate; groups have no effect.
     """
 
+    @property
+    def depends_on_batch(self) -> str | None:
+        return "an expert is chosen by a token's place in the batch; SoftmaxGate chooses by the token"
+
     def select(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         topk_idx = self.choose(lambda: self._deal(logits))
         return topk_idx, weights_of(logits, topk_idx, self.score, self.normalize, self.scale)

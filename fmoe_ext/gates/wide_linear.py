@@ -5,6 +5,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from fmoe_ext import ops
+
 
 def _without_autocast(device_type: str) -> contextlib.AbstractContextManager[Any]:
     if device_type == "meta":  # which torch.autocast refuses
@@ -50,10 +52,15 @@ def wide_linear(inp: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | No
 
     inp [T, D], weight [E, D], bias [E] or None -> [T, E] in the widest of their dtypes and float32. Keeps inp and
     weight as they are for backward. Raises RuntimeError for widths that differ, as F.linear does.
+    Under fmoe_ext.batch_invariant() computed by our own kernels, with wide copies kept for backward.
     Equivalent to: F.linear(inp.float(), weight.float(), bias.float()).
     """
     dtype = torch.promote_types(torch.promote_types(inp.dtype, weight.dtype), torch.float32)
     with _without_autocast(inp.device.type):
+        if ops.is_batch_invariant():
+            offs = torch.full((1,), inp.shape[0], dtype=torch.int32, device=inp.device)
+            row = None if bias is None else bias.to(dtype)[None]
+            return ops.grouped_gemm(inp.to(dtype), weight.to(dtype)[None], offs, row)
         if inp.dtype == weight.dtype == dtype:
             return F.linear(inp, weight, None if bias is None else bias.to(dtype))
         return _WideLinear.apply(inp, weight, bias, dtype)

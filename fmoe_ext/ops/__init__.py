@@ -32,6 +32,13 @@ cuda_module_missing = _load_cuda_module()
 
 from fmoe_ext.ops import gpu_kernels, gpu_proof  # noqa: E402
 from fmoe_ext.ops.apply_capacity import apply_capacity, apply_capacity_ref  # noqa: E402
+from fmoe_ext.ops.batch_invariant import (  # noqa: E402
+    batch_invariant,
+    is_batch_invariant,
+    kernels_depend_on_batch,
+    sigmoid,
+    use_batch_invariant,
+)
 from fmoe_ext.ops.count_tokens import count_tokens, count_tokens_ref  # noqa: E402
 from fmoe_ext.ops.expert_mlp import ACTIVATIONS, expert_mlp, expert_mlp_ref  # noqa: E402
 from fmoe_ext.ops.grouped_gemm import grouped_gemm, grouped_gemm_ref  # noqa: E402
@@ -55,6 +62,7 @@ __all__ = [
     "SortedTokens",
     "apply_capacity",
     "apply_capacity_ref",
+    "batch_invariant",
     "build_info",
     "count_tokens",
     "count_tokens_ref",
@@ -65,8 +73,11 @@ __all__ = [
     "gpu_proof",
     "grouped_gemm",
     "grouped_gemm_ref",
+    "is_batch_invariant",
+    "kernels_depend_on_batch",
     "permute",
     "permute_ref",
+    "sigmoid",
     "sort_tokens",
     "sort_tokens_ref",
     "topk_gate",
@@ -74,4 +85,5 @@ __all__ = [
     "topk_gate_ref",
     "unpermute",
     "unpermute_ref",
+    "use_batch_invariant",
 ]

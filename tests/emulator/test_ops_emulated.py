@@ -197,3 +197,18 @@ def test_rejects_with_the_values(emulated):
         emulated.topk_gate(torch.zeros(2, 4), 5, 0, True, None, 1, 1, 1.0)
     with pytest.raises(RuntimeError, match="but got 2"):
         emulated.topk_gate(torch.zeros(2, 4), 1, 2, True, None, 1, 1, 1.0)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_portable_products_do_not_depend_on_the_batch(emulated, dtype):
+    """What batch_invariant() promises of the portable kernels: a row has the same bits among 1 and among 150."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(150, 72, generator=generator).to(dtype)
+    weight, bias = (torch.randn(1, *shape, generator=generator).to(dtype) for shape in ((40, 72), (40,)))
+
+    def product(rows):
+        return emulated.grouped_gemm(rows, weight, torch.tensor([len(rows)], dtype=torch.int32), bias)
+
+    whole = product(x)
+    for first, size in ((0, 1), (7, 5), (50, 64), (21, 129)):
+        assert torch.equal(product(x[first : first + size]), whole[first : first + size])

@@ -1,0 +1,21 @@
+#include "batch_invariant.h"
+
+#include <torch/csrc/stable/library.h>
+
+namespace fmoe_ext {
+namespace {
+
+void set_batch_invariant(bool on) { detail::batch_invariant = on; }
+
+}  // namespace
+
+namespace detail {
+std::atomic<bool> batch_invariant{false};
+}
+
+STABLE_TORCH_LIBRARY_FRAGMENT(fmoe_ext, m) { m.def("_set_batch_invariant(bool on) -> ()"); }
+STABLE_TORCH_LIBRARY_IMPL(fmoe_ext, CompositeExplicitAutograd, m) {
+  m.impl("_set_batch_invariant", TORCH_BOX(&set_batch_invariant));
+}
+
+}  // namespace fmoe_ext

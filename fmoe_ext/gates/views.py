@@ -1,0 +1,239 @@
+"""The gates of a model, whoever made them: what they chose, and how to make them choose something else.
+
+Ours are BaseGates. The routers of Transformers and Megatron-core are known by what they have, not by their classes.
+They choose by one torch.topk over their experts, which is where choices are recorded and played.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils.hooks import RemovableHandle
+
+from fmoe_ext.gates.base_gate import BaseGate
+from fmoe_ext.recompute import Forward, Forwards, Repeat, is_repeated
+from fmoe_ext.tokens import Batch, current_batch
+
+
+class Tape(Protocol):
+    """What stands beside a gate while its choices are recorded or played."""
+
+    def choose(self, pick: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """The choices of a forward [T, K]; pick() makes the gate's own."""
+        ...
+
+    def after_forward(self, view: GateView, output: Any) -> Any:
+        """What the gate returns instead of output; None for output itself."""
+        ...
+
+
+class GateView:
+    """One gate of a model. num_experts: of all ranks; top_k: choices of a token, None where they vary."""
+
+    def __init__(self, module: nn.Module, num_experts: int, top_k: int | None):
+        self.module = module
+        self.num_experts = num_experts
+        self.top_k = top_k
+
+    def read(self, output: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """What forward returned -> topk_idx, topk_weights [T, K], -1 for dropped choices."""
+        topk_idx, topk_weights = output[:2]
+        topk_idx = topk_idx.reshape(topk_idx.shape[0], -1)
+        return topk_idx, topk_weights.reshape(topk_idx.shape)
+
+    def read_real(self, output: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """The same, of the tokens that are not padding (fmoe_ext.valid_tokens)."""
+        return self.read(output)
+
+    def with_kept(self, output: Any, kept: torch.Tensor) -> Any:
+        """output with these choices [T, K] in the place of its own."""
+        return (kept.to(output[0].device), *output[1:])
+
+    @contextmanager
+    def taped(self, tape: Tape) -> Iterator[None]:
+        """Has tape hear of every forward inside the block, once."""
+        gate: Any = self.module
+
+        def after(_: nn.Module, __: Any, output: Any) -> Any:
+            return tape.after_forward(self, output) if gate.tape is tape else None
+
+        hook = gate.register_forward_hook(after)
+        gate.tape = tape
+        try:
+            yield
+        finally:
+            gate.tape = None
+            hook.remove()
+
+    def remove(self) -> None:
+        """Leaves the module as it was."""
+
+
+class RouterView(GateView):
+    """A router of another library. Under activation checkpointing the second forward has the choices of the first.
+
+    Its hooks stay when a block of taped() ends, for backwards that come later, until remove().
+    """
+
+    def __init__(self, module: nn.Module, num_experts: int, top_k: int):
+        super().__init__(module, num_experts, top_k)
+        self._tape: Any = None
+        self._hooks: list[RemovableHandle] = []
+        self._forwards = Forwards()
+        self._running: list[tuple[_Topk, Forward | None]] = []
+
+    def read_real(self, output: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        topk_idx, topk_weights = self.read(output)
+        batch = current_batch()
+        if batch.num_tokens != topk_idx.shape[0]:
+            return topk_idx, topk_weights
+        return batch.take(topk_idx), batch.take(topk_weights)
+
+    def with_kept(self, output: Any, kept: torch.Tensor) -> Any:
+        return None  # nothing was dropped, or it is dropped anew
+
+    @contextmanager
+    def taped(self, tape: Tape) -> Iterator[None]:
+        if not self._hooks:
+            self._hooks = [
+                self.module.register_forward_pre_hook(self._before, with_kwargs=True),
+                self.module.register_forward_hook(self._after, always_call=True),
+            ]
+        self._tape = tape
+        try:
+            yield
+        finally:
+            self._tape = None
+
+    def remove(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+
+    def _before(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        x = args[0] if args else next(iter(kwargs.values()))
+        known = self._forwards.find(x) if is_repeated() else None
+        if known is not None:
+            assert known.selected is not None
+            tape, forward = Repeat(known.selected.long(), is_fused=False), None
+        else:
+            tape, forward = self._tape, self._forwards.begin(x, Batch())
+        topk = _Topk(tape, self.num_experts, self.top_k)
+        topk.__enter__()
+        self._running.append((topk, forward))
+
+    def _after(self, module: nn.Module, _: Any, output: Any) -> Any:
+        topk, forward = self._running.pop()
+        topk.__exit__(None, None, None)
+        if output is None or forward is None or topk.tape is None:
+            return None  # it raised, or repeats another, or nobody wants to know
+        if topk.chosen is None:
+            raise RuntimeError(
+                f"{type(module).__name__} did not choose by torch.topk over its {self.num_experts} experts, so that "
+                "its choices can be watched but neither recorded nor played (Megatron: moe_router_fusion=False)"
+            )
+        forward.choose(topk.chosen, topk.chosen, False, self.num_experts)
+        tensors = [part for part in output if isinstance(part, torch.Tensor)]
+        self._forwards.keep(forward, tensors, module.training)
+        return topk.tape.after_forward(self, output)
+
+
+class _Topk(TorchFunctionMode):
+    """Hands the first torch.topk over all experts to a tape: scores stay those of now, also their gradients."""
+
+    def __init__(self, tape: Any, num_experts: int, top_k: int | None):
+        super().__init__()
+        self.tape = tape
+        self.chosen: torch.Tensor | None = None
+        self._sizes = (num_experts, top_k)
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if self.tape is None or self.chosen is not None or func not in (torch.topk, torch.Tensor.topk):
+            return result
+        scores = args[0] if args else (kwargs or {})["input"]
+        if (scores.shape[-1], result.indices.shape[-1]) != self._sizes:
+            return result
+        self.chosen = self.tape.choose(lambda: result.indices).to(scores.device)
+        return torch.return_types.topk((scores.gather(-1, self.chosen), self.chosen))
+
+
+class TransformersRouter(RouterView):
+    """A router of Transformers 5: forward returns choices [T, K] and, of the same shape, weights, whatever else."""
+
+    @staticmethod
+    def fits(module: nn.Module) -> bool:
+        sizes = (getattr(module, "num_experts", None), getattr(module, "top_k", None))
+        return type(module).__name__.endswith("Router") and all(isinstance(n, int) for n in sizes)
+
+    @classmethod
+    def of(cls, module: Any) -> TransformersRouter:
+        return cls(module, module.num_experts, module.top_k)
+
+    def read(self, output: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        parts = [part for part in output if isinstance(part, torch.Tensor)]
+        topk_idx = next((part for part in parts if not part.is_floating_point()), None)
+        for weights in parts:
+            if topk_idx is not None and weights.is_floating_point() and weights.shape == topk_idx.shape:
+                return topk_idx, weights
+        raise TypeError(
+            f"{type(self.module).__name__} returns {[list(part.shape) for part in parts]}, no choices [T, K] with "
+            "weights of their shape; routers of Transformers 5 do"
+        )
+
+
+class MegatronRouter(RouterView):
+    """Megatron-core's TopKRouter: forward returns probabilities and a map [T, E]; dropped choices are dropped anew."""
+
+    @staticmethod
+    def fits(module: nn.Module) -> bool:
+        return all(hasattr(module, name) for name in ("topk", "num_experts", "routing", "gating"))
+
+    @classmethod
+    def of(cls, module: Any) -> MegatronRouter:
+        return cls(module, module.num_experts, module.topk)
+
+    def read(self, output: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        probabilities, routing_map = (part.flatten(0, -2) for part in output[:2])
+        weights, topk_idx = probabilities.masked_fill(~routing_map, -1).topk(self.top_k, dim=-1)
+        return topk_idx.masked_fill(weights < 0, -1), weights.clamp(min=0)
+
+    @contextmanager
+    def taped(self, tape: Tape) -> Iterator[None]:
+        config = getattr(self.module, "config", None)
+        if getattr(config, "moe_router_group_topk", None) is not None:
+            raise ValueError(
+                "Megatron's router gives choices outside of a token's best groups no weight, so that choices cannot be "
+                "played with moe_router_group_topk; fmoe_ext.megatron.moe_layer_spec has a gate that can"
+            )
+        with super().taped(tape):
+            yield
+
+
+def view_of(module: nn.Module) -> GateView | None:
+    """The gate that a module is; None if it is none."""
+    if isinstance(module, BaseGate):
+        return GateView(module, module.tot_expert, getattr(module, "top_k", None))
+    for kind in (TransformersRouter, MegatronRouter):
+        if kind.fits(module):
+            return kind.of(module)
+    return None
+
+
+def views_of(model: nn.Module, purpose: str) -> dict[str, GateView]:
+    """{name: GateView} of every gate of a model; ValueError if there is none."""
+    views = {name: view_of(module) for name, module in model.named_modules()}
+    found = {name: view for name, view in views.items() if view is not None}
+    if not found:
+        raise ValueError(
+            f"{type(model).__name__} has no gate to {purpose}: no BaseGate, no router of Transformers 5 or of "
+            "Megatron-core"
+        )
+    return found
