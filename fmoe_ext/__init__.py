@@ -30,6 +30,7 @@ from fmoe_ext.transformer import FMoETransformerMLP
 
 if TYPE_CHECKING:
     from fmoe_ext import audit, checkpoint
+    from fmoe_ext.integrations.formats import export, import_model
 
 __version__ = "0.1.0"
 __all__ = [
@@ -56,8 +57,10 @@ __all__ = [
     "batch_invariant",
     "checkpoint",
     "distributed",
+    "export",
     "fmoefy",
     "gates",
+    "import_model",
     "ops",
     "packed_sequences",
     "use_batch_invariant",
@@ -66,6 +69,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
+    if name in ("export", "import_model"):
+        return getattr(importlib.import_module("fmoe_ext.integrations.formats"), name)
     if name in ("audit", "checkpoint"):  # loaded when asked for: they bring torch.distributed.checkpoint
         return importlib.import_module(f"fmoe_ext.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -44,13 +44,44 @@ def activation_name(activation: str | Callable[..., Any]) -> str | None:
     return None
 
 
+def is_gated(activation: Any) -> bool:
+    """Whether an activation takes 2H values and gives H: one of GATED_ACTIVATIONS, or what says so by is_gated."""
+    return (
+        activation in GATED_ACTIVATIONS
+        if isinstance(activation, str)
+        else getattr(activation, "is_gated", False)
+    )
+
+
+class ClampedSwiGLU(nn.Module):
+    """The gated activation of GPT-OSS: x [..., 2H], gate before up -> [..., H].
+
+    Equivalent to: gate, up = x.chunk(2, -1); gate = gate.clamp(max=limit); (up.clamp(-limit, limit) + 1) * gate *
+    sigmoid(alpha * gate).
+    """
+
+    is_gated = True
+
+    def __init__(self, alpha: float = 1.702, limit: float = 7.0) -> None:
+        super().__init__()
+        self.alpha, self.limit = alpha, limit
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gate, up = x.chunk(2, dim=-1)
+        gate = gate.clamp(max=self.limit)
+        return (up.clamp(-self.limit, self.limit) + 1) * gate * torch.sigmoid(self.alpha * gate)
+
+    def extra_repr(self) -> str:
+        return f"alpha={self.alpha}, limit={self.limit}"
+
+
 class FusedExperts(nn.Module):
     """E experts y = act(x @ w1[e]^T + b1[e]) @ w2[e]^T + b2[e], computed together.
 
     Parameters: htoh4.weight [E, H, D], htoh4.bias [E, H], h4toh.weight [E, D, H], h4toh.bias [E, D], without
-    the biases if bias=False. A gated activation ("swiglu", "geglu", "geglu_tanh") has 2H rows in htoh4: gate,
-    then up. An activation that activation_name() maps runs inside one operator; any other callable runs
-    between two grouped GEMMs, which is slower and keeps more for the backward.
+    the biases if bias=False. A gated activation ("swiglu", "geglu", "geglu_tanh", or a callable with is_gated=True, as
+    ClampedSwiGLU) has 2H rows in htoh4: gate, then up. An activation that activation_name() maps runs inside one
+    operator; any other callable runs between two grouped GEMMs, which is slower and keeps more for the backward.
     gradient_accumulation_fusion: backward adds the gradients of both weights, not rounded, to their main_grad
     (ops.MainGrad) and leaves grad alone; biases get grad as ever. As in Megatron-LM, whose
     DistributedDataParallel reduces main_grad; RuntimeError in backward for a weight without one.
@@ -73,7 +104,7 @@ class FusedExperts(nn.Module):
         self.num_experts = num_experts
         self.fused_activation = activation_name(activation)
         self.activation = activation
-        num_hidden_rows = 2 * d_hidden if self.fused_activation in GATED_ACTIVATIONS else d_hidden
+        num_hidden_rows = 2 * d_hidden if is_gated(activation) else d_hidden
         options: dict[str, Any] = {
             "bias": bias,
             "rank": rank,

@@ -11,6 +11,7 @@ import torch
 from fmoe_ext.checkpoint import fastmoe, huggingface, megatron_core, store
 from fmoe_ext.checkpoint.errors import CheckpointError
 from fmoe_ext.checkpoint.files import made_folder
+from fmoe_ext.checkpoint.layouts import LAYOUTS
 from fmoe_ext.checkpoint.manifest import MODEL, Manifest
 from fmoe_ext.checkpoint.safetensors_file import (
     OURS,
@@ -21,7 +22,7 @@ from fmoe_ext.checkpoint.safetensors_file import (
 )
 from fmoe_ext.checkpoint.saving import model_metadata
 
-FORMATS = ("fmoe_ext", "safetensors", "hf-fused", "hf-qwen3_moe", "hf-mixtral", "fastmoe")
+FORMATS = ("fmoe_ext", "safetensors", *(f"hf-{layout}" for layout in LAYOUTS), "fastmoe")
 
 
 @dataclass

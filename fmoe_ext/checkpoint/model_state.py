@@ -31,14 +31,17 @@ EXPERT_NAME = re.compile(r"(?:(?P<layer>.*)\.)?experts\.(?:(?P<index>\d+)\.)?(?P
 
 
 class ModelState:
-    """tensors {name: parameter or buffer of this rank}, layers {name: FMoE}; wrappers leave no trace in names."""
+    """model inside its wrappers, tensors {name: parameter or buffer of this rank}, layers {name: FMoE}.
+
+    Wrappers leave no trace in names.
+    """
 
     def __init__(self, model: nn.Module):
         model, name_of = _unwrap(model)
         modules = model.named_modules(remove_duplicate=False)
         self.layers = {name_of(name): module for name, module in modules if isinstance(module, FMoE)}
         self.tensors: dict[str, torch.Tensor] = {}
-        self._model = model
+        self.model = model
         self._names: dict[int, str] = {}
         self._buffers: dict[str, str] = {}
         self._layer_of_rows: dict[str, FMoE] = {}
@@ -97,7 +100,7 @@ class ModelState:
         """Lets a buffer have another dtype: gates make theirs float32 again where .bfloat16() had cast them."""
         module, _, attribute = self._buffers[name].rpartition(".")
         self.tensors[name] = self.tensors[name].to(dtype)
-        setattr(self._model.get_submodule(module), attribute, self.tensors[name])
+        setattr(self.model.get_submodule(module), attribute, self.tensors[name])
 
     def num_experts(self) -> dict[str, int]:
         return {name: layer.num_experts for name, layer in self.layers.items()}
@@ -114,6 +117,11 @@ class ModelState:
         assert layer.expert_parallel is not None
         first = layer.expert_parallel.rank * layer.num_expert
         return first, first + layer.num_expert
+
+    def is_part(self) -> bool:
+        """Whether this rank has a part of the model only."""
+        spread = any(layer.expert_parallel is not None for layer in self.layers.values())
+        return spread or any(isinstance(value, DTensor) for value in self.tensors.values())
 
     def in_order(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """Rows like those of parameter `name`, brought into the order of the experts. Collective if they had moved."""

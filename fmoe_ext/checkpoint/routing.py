@@ -5,15 +5,17 @@ and the other does not; config.json says which for Hugging Face's, and nothing i
 """
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
 from torch import nn
 
 from fmoe_ext.checkpoint.errors import CheckpointError
+from fmoe_ext.experts import GATED_ACTIVATIONS, ClampedSwiGLU, activation_name
 from fmoe_ext.layers import FMoE
 
-OPTIONS = ("top_k", "normalize", "scale", "num_groups", "topk_groups", "capacity_factor")
+OPTIONS = ("top_k", "normalize", "scale", "num_groups", "topk_groups", "group_best", "capacity_factor")
 OF_CONFIG = (  # key of config.json, option of our gates, their argument
     ("num_experts_per_tok", "top_k", "top_k"),
     ("norm_topk_prob", "normalize", "normalize"),
@@ -24,16 +26,48 @@ NORMALIZES = (
         {"mixtral": True, "qwen3_moe": False, "qwen2_moe": False, "olmoe": False}
     )
 )
-SOFTMAX = ("NaiveGate", "SoftmaxGate")  # what the layers of these models compute
-PLAIN = MappingProxyType({"scale": 1, "num_groups": 1, "topk_groups": 1, "capacity_factor": None})
+HIDDEN_ACT = MappingProxyType({"swiglu": "silu", "geglu": "gelu", "geglu_tanh": "gelu_pytorch_tanh"})
+CLAMPED = "clamped_swiglu"
+
+
+@dataclass(frozen=True)
+class Computes:
+    """What the layers of a Hugging Face format compute, by our names: gates and their options, activations."""
+
+    gates: tuple[str, ...] = ("NaiveGate", "SoftmaxGate")
+    always_normalizes: bool = False
+    has_scale_and_groups: bool = False
+    activations: tuple[str, ...] = GATED_ACTIVATIONS
+
+
+FORMATS = MappingProxyType(
+    {
+        "mixtral": Computes(always_normalizes=True),
+        "deepseek_v3": Computes(gates=("SigmoidGate",), has_scale_and_groups=True),
+        "gpt_oss": Computes(always_normalizes=True, activations=(CLAMPED,)),
+    }
+)
+GROUP_BEST = 2  # scores by which Transformers' DeepseekV3 ranks a group
 
 
 def routing_of(layer: FMoE) -> dict[str, Any]:
-    """{"gate": its class, and those of OPTIONS that it has} of a layer."""
+    """{"gate": its class, those of OPTIONS that it has, "activation" of the experts} of a layer."""
     gate: nn.Module = layer.gate
     options = {name: getattr(gate, name) for name in OPTIONS if hasattr(gate, name)}
     plain = {k: v for k, v in options.items() if v is None or isinstance(v, (bool, int, float))}
-    return {"gate": type(gate).__name__, **plain}
+    return {"gate": type(gate).__name__, **plain, **_activation_of(layer)}
+
+
+def _activation_of(layer: FMoE) -> dict[str, Any]:
+    activation = getattr(layer.experts, "activation", None)
+    if isinstance(activation, ClampedSwiGLU):
+        return {"activation": CLAMPED, "swiglu_alpha": activation.alpha, "swiglu_limit": activation.limit}
+    if activation is None:
+        return {}
+    return {
+        "activation": activation_name(activation)
+        or getattr(activation, "__name__", type(activation).__name__)
+    }
 
 
 def check_writable(routing: Mapping[str, Mapping[str, Any]], prefix: str, layout: str) -> None:
@@ -41,28 +75,50 @@ def check_writable(routing: Mapping[str, Mapping[str, Any]], prefix: str, layout
     options = routing.get(prefix.removesuffix("."))
     if options is None:
         return
-    what = None
-    if options.get("gate") not in SOFTMAX:
-        what = f"{options.get('gate')}, expected one of {', '.join(SOFTMAX)}"
-    elif layout == "mixtral" and not options.get("normalize", True):
-        what = "normalize=False, but Mixtral divides the weights by their sum"
-    for name, expected in PLAIN.items():
-        if what is None and options.get(name, expected) != expected:
-            what = f"{name}={options[name]}, expected {expected}"
+    computes = FORMATS.get(layout, Computes())
+    what = _wrong_gate(options, computes, layout) or _wrong_option(options, computes)
     if what is not None:
         raise CheckpointError(
             f"the gate of {prefix.removesuffix('.') or '(root)'} has {what}: a Hugging Face {layout} layer would "
             "compute other numbers from the same tensors"
         )
+    activation = options.get("activation")
+    if activation is not None and activation not in computes.activations:
+        raise CheckpointError(
+            f"the experts of {prefix.removesuffix('.') or '(root)'} have the activation {activation}, but those of "
+            f"Hugging Face's {layout} have {' or '.join(computes.activations)}"
+        )
+
+
+def _wrong_gate(options: Mapping[str, Any], computes: Computes, layout: str) -> str | None:
+    if options.get("gate") not in computes.gates:
+        return f"{options.get('gate')}, expected one of {', '.join(computes.gates)}"
+    if computes.always_normalizes and not options.get("normalize", True):
+        return f"normalize=False, but {layout} divides the weights by their sum"
+    return None
+
+
+def _wrong_option(options: Mapping[str, Any], computes: Computes) -> str | None:
+    expected: dict[str, Any] = {"capacity_factor": None}
+    if not computes.has_scale_and_groups:
+        expected |= {"scale": 1, "num_groups": 1, "topk_groups": 1}
+    elif options.get("topk_groups") != options.get("num_groups"):
+        expected["group_best"] = GROUP_BEST
+    for name, value in expected.items():
+        if options.get(name, value) != value:
+            return f"{name}={options[name]}, expected {value}"
+    return None
 
 
 def needed_config(routing: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     """What config.json has to say for the layers of a checkpoint."""
-    config = {}
+    config: dict[str, Any] = {}
     for options in routing.values():
-        for key, name, _ in OF_CONFIG[:2]:
-            if name in options:
-                config[key] = options[name]
+        of_sigmoid = (*OF_CONFIG, ("n_group", "num_groups", ""), ("topk_group", "topk_groups", ""))
+        keys = of_sigmoid if options.get("gate") == "SigmoidGate" else OF_CONFIG[:2]
+        config |= {key: options[name] for key, name, _ in keys if name in options}
+        if options.get("activation") in ("geglu", "geglu_tanh"):
+            config["hidden_act"] = HIDDEN_ACT[options["activation"]]
     return config
 
 

@@ -2,8 +2,9 @@
 
 import json
 import shutil
-from collections.abc import Mapping
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -133,26 +134,46 @@ def export_safetensors(
     metadata of the file: "fmoe_ext" with version and layers (number of experts, widths), "sha256".
     """
     path = Path(path)
+    with gathered(path, model, process_group) as whole:
+        if whole is not None:
+            write_safetensors(path, whole.tensors, model_metadata(whole.tensors, whole.routing))
+
+
+@dataclass
+class Whole:
+    """The tensors of a whole model, a part of them perhaps on disk, and what its gates compute."""
+
+    tensors: dict[str, StoredTensor]
+    routing: dict[str, Any]
+
+
+@contextmanager
+def gathered(
+    path: Path, model: nn.Module, process_group: dist.ProcessGroup | None = None
+) -> Iterator[Whole | None]:
+    """The whole model on the first rank, to be written to path while the others wait; None for those. Collective.
+
+    Ranks that have a part of it leave their parts beside path. Where the body fails, every rank gets the error.
+    """
     is_first = not dist.is_initialized() or dist.get_rank(process_group) == 0
     parts = path.with_name(f".{path.name}.parts")
     with ExitStack() as until_written:
         with together(f"writing {path}", process_group):
+            state = ModelState(model)
+            routing = {name: routing_of(layer) for name, layer in state.layers.items()}
             if is_first:
                 until_written.enter_context(made_folder(path.parent))
                 lock = path.with_name(f".{path.name}.lock")
                 until_written.enter_context(locked(lock, f"writing {path}"))
                 until_written.callback(shutil.rmtree, parts, ignore_errors=True)
-        if dist.is_initialized():
+        whole = Whole({name: StoredTensor.of(value) for name, value in state.tensors.items()}, routing)
+        if any(gather(state.is_part(), process_group)):
             saved = save(parts, model, process_group=process_group)
+            with together(f"writing {path}", process_group):
+                if is_first:
+                    whole.tensors = store.model_tensors(saved, Manifest.read(saved))
         with together(f"writing {path}", process_group):
-            if is_first and dist.is_initialized():
-                manifest = Manifest.read(saved)
-                tensors = store.model_tensors(saved, manifest)
-                write_safetensors(path, tensors, model_metadata(tensors, manifest.routing))
-            elif is_first:
-                state = ModelState(model)
-                routing = {name: routing_of(layer) for name, layer in state.layers.items()}
-                write_safetensors(path, state.tensors, model_metadata(state.tensors, routing))
+            yield whole if is_first else None
 
 
 def model_metadata(tensors: Mapping[str, Any], routing: Mapping[str, Any] | None = None) -> dict[str, str]:

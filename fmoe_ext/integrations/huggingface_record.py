@@ -52,6 +52,15 @@ def note(
         model.save_pretrained = _refuse_unmarked
 
 
+def take_record(values: dict[str, Any]) -> dict[str, Any] | None:
+    """Takes the entry out of the values of a configuration, which are the dense model's then -> it, None if none."""
+    record = values.pop(KEY, None)
+    for name, value in (record or {}).get("dense", {}).items():
+        *parents, last = name.split(".")
+        functools.reduce(lambda part, parent: part[parent], parents, values)[last] = value
+    return record
+
+
 def _entry(target: Target, moe: FMoETransformerMLP, options: Options) -> dict[str, Any]:
     activation = moe.experts.activation
     kwargs = {name: value for name, value in options.moe_kwargs.items() if name not in NOT_SAVED}

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from fmoe_ext.checkpoint.huggingface import model_config, model_files
 from fmoe_ext.gates import find_gate
 from fmoe_ext.integrations.fmoefy import find_targets, replace
-from fmoe_ext.integrations.huggingface_record import KEY, VERSION
+from fmoe_ext.integrations.huggingface_record import KEY, VERSION, take_record
 from fmoe_ext.integrations.target import Options
 
 
@@ -60,16 +60,14 @@ def _read_config(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     values = model_config(folder)
     if not values:
         raise ValueError(f"{folder} has no config.json: give a folder that save_pretrained has written")
-    record = values.pop(KEY, None)
+    record = values.get(KEY)
     if not isinstance(record, dict):
         raise ValueError(f"{file} is not of a fmoefied model: load it with Transformers' from_pretrained")
     if record.get("version") != VERSION:
         raise ValueError(
             f"{file} has version {record.get('version')} of fmoe_ext's entry, but this knows {VERSION}"
         )
-    for name, value in record["dense"].items():
-        *parents, last = name.split(".")
-        functools.reduce(lambda part, parent: part[parent], parents, values)[last] = value
+    take_record(values)
     return values, record
 
 

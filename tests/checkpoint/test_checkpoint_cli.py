@@ -185,7 +185,7 @@ def test_what_the_config_must_say(tmp_path, capsys):
     main(["convert", str(tmp_path / "ours"), "--to", "hf-qwen3_moe", "-o", str(tmp_path / "hf")])
     expected = 'config.json must say "num_experts_per_tok": 2, "norm_topk_prob": false'
     assert expected in capsys.readouterr().out
-    with pytest.raises(SystemExit, match="normalize=False, but Mixtral divides the weights"):
+    with pytest.raises(SystemExit, match="normalize=False, but mixtral divides the weights"):
         main(["convert", str(tmp_path / "ours"), "--to", "hf-mixtral", "-o", str(tmp_path / "mixtral")])
 
 

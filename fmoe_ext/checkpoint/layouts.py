@@ -1,0 +1,286 @@
+"""How Hugging Face's files name and shape the tensors of an MoE layer, and the same tensors in ours.
+
+ours         gate.gate.weight [E, D], experts.htoh4.weight [E, 2H, D], experts.h4toh.weight [E, D, H]:
+             FMoETransformerMLP with a gated activation, bias=False, gate_bias=False
+"fused"      gate.weight, experts.gate_up_proj [E, 2H, D], experts.down_proj [E, D, H]: modules of Transformers 5
+"qwen3_moe"  gate.weight, experts.<e>.{gate,up,down}_proj.weight: files of Qwen3-MoE; "olmoe" has the same
+"qwen2_moe"  the same, shared_expert.{gate,up,down}_proj.weight and shared_expert_gate.weight
+"deepseek_v3"  the same, shared_experts.*, gate.e_score_correction_bias: DeepSeek-V3, Kimi K2, GLM-4.5
+"mixtral"    experts.<e>.{w1 (gate), w3 (up), w2 (down)}.weight, the layer is called block_sparse_moe
+"gpt_oss"    router.*, experts.gate_up_proj [E, D, 2H] with gate and up in turn, down_proj [E, H, D], biases
+"""
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import TypeAlias
+
+import torch
+
+from fmoe_ext.checkpoint.errors import CheckpointError
+from fmoe_ext.checkpoint.safetensors_file import StoredTensor
+
+Tensors: TypeAlias = Mapping[str, StoredTensor]
+PROJECTIONS = ("gate_proj.weight", "up_proj.weight", "down_proj.weight")
+W1, B1, W2, B2 = ("experts.htoh4.weight", "experts.htoh4.bias", "experts.h4toh.weight", "experts.h4toh.bias")
+SHARED = "shared_experts.mlp."
+SHARED_GATE = "shared_experts.gate.weight"
+EXPERT_BIAS = "gate.expert_bias"
+PENDING_LOAD = (
+    "gate.pending_load"  # choices that SigmoidGate has not counted yet: of training, not of the model
+)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Names of a layer's tensors; "" is what the layout has no place for.
+
+    block: what the layer is called. gate: what its gate is called. per_expert: gate, up, down of one expert, None where
+    all are one tensor. interleaved: GPT-OSS's way.
+    """
+
+    block: str = "mlp"
+    gate: str = "gate"
+    expert_bias: str = ""
+    per_expert: tuple[str, str, str] | None = None
+    interleaved: bool = False
+    shared: str = ""
+    shared_gate: str = ""
+
+
+LAYOUTS: Mapping[str, Layout] = MappingProxyType(
+    {
+        "fused": Layout(),
+        "qwen3_moe": Layout(per_expert=PROJECTIONS),
+        "olmoe": Layout(per_expert=PROJECTIONS),
+        "qwen2_moe": Layout(
+            per_expert=PROJECTIONS, shared="shared_expert.", shared_gate="shared_expert_gate.weight"
+        ),
+        "deepseek_v3": Layout(
+            per_expert=PROJECTIONS, shared="shared_experts.", expert_bias="gate.e_score_correction_bias"
+        ),
+        "mixtral": Layout(block="block_sparse_moe", per_expert=("w1.weight", "w3.weight", "w2.weight")),
+        "gpt_oss": Layout(gate="router", interleaved=True),
+    }
+)
+
+
+def to_layout(prefix: str, layer: Tensors, layout: Layout) -> dict[str, StoredTensor]:
+    """A layer of ours, {name in the layer: tensor} -> {name: tensor} of a layout.
+
+    prefix: where the layer is, for errors. CheckpointError for what the layout has no place for.
+    """
+    left = {name: tensor for name, tensor in layer.items() if name != PENDING_LOAD}
+    w1, w2 = left.pop(W1), left.pop(W2, None)
+    if w2 is None or len(w1.shape) != 3 or w1.shape[1] != 2 * w2.shape[2]:
+        raise CheckpointError(
+            f"{prefix}experts: htoh4.weight {list(w1.shape)} and h4toh.weight "
+            f"{None if w2 is None else list(w2.shape)} are no SwiGLU experts: expected [E, 2H, D] and [E, D, H]"
+        )
+    out = {f"{layout.gate}.weight": left.pop("gate.gate.weight")}
+    if layout.interleaved:
+        num_experts, two_h, d_model = w1.shape
+        gate_bias = left.pop("gate.gate.bias", None) or _zeros((num_experts,), w1.dtype)
+        b1 = left.pop(B1, None) or _zeros((num_experts, two_h), w1.dtype)
+        b2 = left.pop(B2, None) or _zeros((num_experts, d_model), w1.dtype)
+        out |= {f"{layout.gate}.bias": gate_bias, **_interleaved(w1, b1, w2, b2)}
+    elif layout.per_expert is None:
+        out |= {"experts.gate_up_proj": w1, "experts.down_proj": w2}
+    else:
+        for e in range(w1.shape[0]):
+            out |= _one_expert(f"experts.{e}.", layout.per_expert, w1, w2, e)
+    if layout.expert_bias and EXPERT_BIAS in left:
+        out[layout.expert_bias] = left.pop(EXPERT_BIAS)
+    out |= _shared_to_layout(prefix, left, layout)
+    for name, tensor in left.items():
+        _check_droppable(prefix, name, tensor)
+    return out
+
+
+def _shared_to_layout(prefix: str, left: dict[str, StoredTensor], layout: Layout) -> dict[str, StoredTensor]:
+    out: dict[str, StoredTensor] = {}
+    if layout.shared and SHARED + "htoh4.weight" in left:
+        w1, w2 = left.pop(SHARED + "htoh4.weight"), left.pop(SHARED + "h4toh.weight")
+        out |= _one_expert(layout.shared, PROJECTIONS, w1, w2, 0)
+        if layout.shared_gate and SHARED_GATE in left:
+            out[layout.shared_gate] = left.pop(SHARED_GATE)
+    if layout.shared_gate and layout.shared_gate not in out:
+        raise CheckpointError(
+            f"{prefix or '(root) '}has no gated shared experts, which every layer of this format has: build it with "
+            "shared_expert_hidden=..., shared_expert_gate=True"
+        )
+    return out
+
+
+def _one_expert(
+    name: str, leaves: tuple[str, str, str], w1: StoredTensor, w2: StoredTensor, e: int
+) -> dict[str, StoredTensor]:
+    gate, up, down = leaves
+    half, num_rows = w1.shape[1] // 2, w2.shape[1]
+    parts = ((gate, w1, 0, half), (up, w1, half, 2 * half), (down, w2, 0, num_rows))
+    return {name + leaf: _part(tensor, e, first, end) for leaf, tensor, first, end in parts}
+
+
+def _part(tensor: StoredTensor, e: int, first: int, end: int) -> StoredTensor:
+    return StoredTensor(
+        (end - first, tensor.shape[2]), tensor.dtype, lambda: tensor.rows(e, e + 1)[0, first:end]
+    )
+
+
+def _interleaved(
+    w1: StoredTensor, b1: StoredTensor, w2: StoredTensor, b2: StoredTensor
+) -> dict[str, StoredTensor]:
+    return {
+        "experts.gate_up_proj": by_rows(w1, _transposed(w1), lambda w: _in_turn(w).transpose(1, 2)),
+        "experts.gate_up_proj_bias": by_rows(b1, b1.shape, _in_turn),
+        "experts.down_proj": by_rows(w2, _transposed(w2), lambda w: w.transpose(1, 2)),
+        "experts.down_proj_bias": b2,
+    }
+
+
+def _in_turn(x: torch.Tensor) -> torch.Tensor:
+    """[E, 2H, *], gate before up -> gate and up in turn."""
+    gate, up = x.chunk(2, dim=1)
+    return torch.stack([gate, up], dim=2).flatten(1, 2)
+
+
+def _one_after_the_other(x: torch.Tensor) -> torch.Tensor:
+    """[E, 2H, *], gate and up in turn -> gate before up."""
+    return torch.cat([x[:, ::2], x[:, 1::2]], dim=1)
+
+
+def _transposed(tensor: StoredTensor) -> tuple[int, ...]:
+    num_experts, num_rows, width = tensor.shape
+    return num_experts, width, num_rows
+
+
+def by_rows(
+    tensor: StoredTensor, shape: tuple[int, ...], function: Callable[[torch.Tensor], torch.Tensor]
+) -> StoredTensor:
+    """function of a tensor, which works on any of its rows: of one expert, without reading the others."""
+    return StoredTensor(
+        shape,
+        tensor.dtype,
+        lambda: function(tensor.read()),
+        lambda first, end: function(tensor.rows(first, end)),
+    )
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype) -> StoredTensor:
+    return StoredTensor(shape, dtype, lambda: torch.zeros(shape, dtype=dtype))
+
+
+def _check_droppable(prefix: str, name: str, tensor: StoredTensor) -> None:
+    """CheckpointError for what is left of a layer, unless it is a bias of zeros."""
+    if name.startswith(SHARED) or name == SHARED_GATE:
+        if name.endswith(".bias") and not tensor.read().any():
+            return
+        raise CheckpointError(f"{prefix}{name} has no place in this format: it has no such shared experts")
+    if name not in ("gate.gate.bias", B1, B2):
+        raise CheckpointError(f"{prefix}{name} has no place in a Hugging Face layer")
+    if tensor.read().any():
+        raise CheckpointError(
+            f"{prefix}{name} is not zero, but Hugging Face's experts and gates have no bias: build the layer with "
+            "bias=False, gate_bias=False"
+        )
+
+
+def find_layer(tensors: Tensors, prefix: str, gate: str) -> tuple[dict[str, StoredTensor], set[str]] | None:
+    """({name in our layer: tensor}, names used) of the layer at a prefix, in whatever layout; None if there is none.
+
+    gate: its gate's name in the layout. Raises CheckpointError where experts are missing or differ.
+    """
+    read = Reading(tensors, prefix)
+    if not read.experts():
+        return None
+    read.take("gate.gate.weight", f"{gate}.weight")
+    read.take("gate.gate.bias", f"{gate}.bias")
+    if read.take(EXPERT_BIAS, f"{gate}.e_score_correction_bias"):
+        num_experts = read.layer[EXPERT_BIAS].shape[0]
+        read.layer[PENDING_LOAD] = _zeros((num_experts,), torch.int64)
+    read.shared()
+    return read.layer, read.used
+
+
+class Reading:
+    """One layer of Hugging Face's becoming one of ours."""
+
+    def __init__(self, tensors: Tensors, prefix: str):
+        self.tensors, self.prefix = tensors, prefix
+        self.layer: dict[str, StoredTensor] = {}
+        self.used: set[str] = set()
+
+    def take(self, ours: str, theirs: str) -> bool:
+        """Takes a tensor as it is, if it is there."""
+        tensor = self._get(theirs)
+        if tensor is not None:
+            self.layer[ours] = tensor
+        return tensor is not None
+
+    def _get(self, name: str) -> StoredTensor | None:
+        tensor = self.tensors.get(self.prefix + name)
+        if tensor is not None:
+            self.used.add(self.prefix + name)
+        return tensor
+
+    def experts(self) -> bool:
+        """Takes the experts; whether there are any."""
+        w1, w2 = self._get("experts.gate_up_proj"), self._get("experts.down_proj")
+        if w1 is not None and w2 is not None:
+            b1, b2 = self._get("experts.gate_up_proj_bias"), self._get("experts.down_proj_bias")
+            if b1 is not None and b2 is not None:
+                self._check_interleaved(w1, w2)
+                w1 = by_rows(w1, _transposed(w1), lambda w: _one_after_the_other(w.transpose(1, 2)))
+                w2 = by_rows(w2, _transposed(w2), lambda w: w.transpose(1, 2))
+                self.layer |= {B1: by_rows(b1, b1.shape, _one_after_the_other), B2: b2}
+            self.layer |= {W1: w1, W2: w2}
+            return True
+        return any(self._numbered(layout.per_expert) for layout in LAYOUTS.values() if layout.per_expert)
+
+    def _check_interleaved(self, w1: StoredTensor, w2: StoredTensor) -> None:
+        if len(w1.shape) != 3 or len(w2.shape) != 3 or w1.shape[2] != 2 * w2.shape[1]:
+            raise CheckpointError(
+                f"{self.prefix}experts: gate_up_proj {list(w1.shape)} and down_proj {list(w2.shape)} beside biases "
+                "must be [E, D, 2H] and [E, H, D], as those of GPT-OSS"
+            )
+
+    def _numbered(self, leaves: tuple[str, str, str]) -> bool:
+        pattern = re.compile(rf"{re.escape(self.prefix)}experts\.(\d+)\.({'|'.join(map(re.escape, leaves))})")
+        found = {(int(m[1]), m[2]): key for key in self.tensors if (m := pattern.fullmatch(key))}
+        if not found:
+            return False
+        num_experts = 1 + max(e for e, _ in found)
+        wanted = [(e, leaf) for e in range(num_experts) for leaf in leaves]
+        missing = [f"{self.prefix}experts.{e}.{leaf}" for e, leaf in wanted if (e, leaf) not in found]
+        if missing:
+            raise CheckpointError(f"missing: {', '.join(missing)}")
+        gate, up, down = ([self.tensors[found[e, leaf]] for e in range(num_experts)] for leaf in leaves)
+        self.layer |= {W1: self._joined(gate, up), W2: self._joined(down)}
+        self.used |= set(found.values())
+        return True
+
+    def shared(self) -> None:
+        """Takes the shared experts, if there are any."""
+        for name in ("shared_expert.", "shared_experts."):
+            gate, up, down = (self._get(name + leaf) for leaf in PROJECTIONS)
+            if gate is not None and up is not None and down is not None:
+                self.layer[SHARED + "htoh4.weight"] = self._joined([gate], [up])
+                self.layer[SHARED + "h4toh.weight"] = self._joined([down])
+                self.take(SHARED_GATE, "shared_expert_gate.weight")
+
+    def _joined(self, *columns: list[StoredTensor]) -> StoredTensor:
+        """One tensor [E, sum of rows, *] of lists of E tensors [rows, *]."""
+        for column in columns:
+            if any(t.shape != column[0].shape or t.dtype != column[0].dtype for t in column):
+                raise CheckpointError(
+                    f"the experts of {self.prefix} differ in shape: {[list(t.shape) for t in column]}"
+                )
+        num_rows = sum(column[0].shape[0] for column in columns)
+        shape = (len(columns[0]), num_rows, *columns[0][0].shape[1:])
+
+        def rows(first: int, end: int) -> torch.Tensor:
+            experts = zip(*(column[first:end] for column in columns), strict=True)
+            return torch.stack([torch.cat([t.read() for t in parts]) for parts in experts])
+
+        return StoredTensor(shape, columns[0][0].dtype, lambda: rows(0, shape[0]), rows)

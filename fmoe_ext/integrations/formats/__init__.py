@@ -1,0 +1,6 @@
+"""Models in the formats that other programs read: export() and import_model(). docs/formats.md has the table."""
+
+from fmoe_ext.integrations.formats.export import export
+from fmoe_ext.integrations.formats.imports import import_model
+
+__all__ = ["export", "import_model"]
