@@ -6,8 +6,9 @@ An op names its group by a string, so that it can stand in a compiled graph; reg
 import itertools
 import math
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from datetime import timedelta
 from typing import Any, TypeAlias
 
@@ -176,8 +177,23 @@ def _as_bytes(x):
     return x.view(-1).view(torch.uint8).view(x.shape[0], row_bytes)
 
 
+_before_wait: ContextVar[Callable[[], None] | None] = ContextVar("what goes on meanwhile", default=None)
+
+
+@contextmanager
+def while_waiting(go_on: Callable[[], None]) -> Iterator[None]:
+    """In the block go_on() is called before this thread waits for an exchange that has started."""
+    token = _before_wait.set(go_on)
+    try:
+        yield
+    finally:
+        _before_wait.reset(token)
+
+
 def wait(work: Any, group_name: str) -> None:
     """Waits for a work of start_exchange; the error of a dead or absent rank says which group it was in."""
+    if (go_on := _before_wait.get()) is not None:
+        go_on()
     with _explained(find_group(group_name)):
         work.wait()
 

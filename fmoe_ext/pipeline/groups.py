@@ -5,7 +5,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+
+from fmoe_ext.ep.exchange import find_group
+from fmoe_ext.ep.ranks import GroupRanks
+from fmoe_ext.layers import FMoE
 
 MESH_DIMS = ("pp", "dp", "ep")
 
@@ -51,6 +56,22 @@ def init_groups(pp: int | DeviceMesh, ep: int = 1) -> PipelineGroups:
         ep=my_group(ranks.reshape(-1, ep_size)),
         experts=my_group(ranks.transpose(1, 2).reshape(pp_size * ep_size, -1)),
     )
+
+
+def check_layers(part: nn.Module, groups: PipelineGroups) -> None:
+    """Raises ValueError for an MoE layer of a stage that would wait for ranks of other stages, which never come."""
+    members = set(dist.get_process_group_ranks(groups.data))
+    for name, moe in part.named_modules():
+        if not isinstance(moe, FMoE):
+            continue
+        ranks = getattr(moe.gate, "ranks", None)
+        used = [moe.moe_group, find_group(ranks.group) if isinstance(ranks, GroupRanks) else None]
+        others = {rank for group in used if group is not None for rank in dist.get_process_group_ranks(group)}
+        if not others <= members:
+            raise ValueError(
+                f"{name} spans ranks {sorted(others)}, but its stage is on ranks {sorted(members)}: make it with "
+                "moe_group=groups.ep (gate_group=, if given, within groups.data), groups being init_groups(pp, ep)"
+            )
 
 
 def _ranks(pp: int, ep: int) -> torch.Tensor:

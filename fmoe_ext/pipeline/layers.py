@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 FULL_ATTENTION = (None, "full_attention")
+MASKED_ATTENTION = ("sdpa", "eager")
 
 
 def layers_of(model: nn.Module) -> list[nn.Module]:
@@ -40,6 +41,18 @@ def _decoder_layers(model: Any, base: Any) -> list[nn.Module]:
             f"{type(model).__name__} has attention of other kinds than full causal attention (layer_types "
             f"{sorted(kinds)}, sliding_window {window}), which a pipeline would not honour: set sliding_window=None, "
             "or give it a method pipeline_layers()"
+        )
+    attention = getattr(model.config, "_attn_implementation", "sdpa")
+    if attention not in MASKED_ATTENTION:
+        raise ValueError(
+            f"{type(model).__name__} computes attention by {attention!r}, which takes no mask of numbers: load "
+            f"it with attn_implementation= one of {', '.join(map(repr, MASKED_ATTENTION))}, or give it a method "
+            "pipeline_layers()"
+        )
+    if getattr(model.config, "output_router_logits", False):
+        raise ValueError(
+            f"{type(model).__name__} adds its router's loss itself (output_router_logits), which stages do not: fmoefy "
+            "it, and pass Pipeline(balance_weight=)"
         )
     blocks = [_DecoderBlock(layer, base.rotary_emb) for layer in base.layers]
     head: nn.Module = nn.Sequential(base.norm, model.lm_head)

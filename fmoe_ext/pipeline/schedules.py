@@ -38,6 +38,7 @@ class Kind:
     is_v: bool
     splits_backward: bool
     microbatches: Callable[[int, int, int], int]
+    overlaps: bool = False  # whether a forward and a backward are one action
 
     def places(self, ranks: int, stages: int) -> list[list[int]]:
         """The stages of each rank: one after the other, or in a V, where the first rank has the last stage too."""
@@ -53,7 +54,7 @@ SCHEDULES = MappingProxyType(
         "interleaved": Kind(ScheduleInterleaved1F1B, True, False, False, _equal_rounds),
         "zero_bubble": Kind(ScheduleInterleavedZeroBubble, True, False, True, _equal_rounds),
         "zero_bubble_v": Kind(ScheduleZBVZeroBubble, True, True, True, _any_number),
-        "dualpipe_v": Kind(ScheduleDualPipeV, True, True, True, _one_a_stage),
+        "dualpipe_v": Kind(ScheduleDualPipeV, True, True, True, _one_a_stage, overlaps=True),
     }
 )
 

@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Mapping, Sequence
-from copy import deepcopy
 from dataclasses import dataclass
 
 import torch
@@ -13,6 +12,7 @@ from fmoe_ext.gates import BaseGate
 from fmoe_ext.layers import FMoE
 from fmoe_ext.pipeline.balance import balance_cost
 from fmoe_ext.pipeline.layers import layers_of, part_of
+from fmoe_ext.pipeline.materialize import trial_copy
 from fmoe_ext.pipeline.microbatch import Tensors, check_tensors
 from fmoe_ext.pipeline.skip import Skippable
 from fmoe_ext.pipeline.stage import Boundary, Stage, as_tuple
@@ -43,7 +43,8 @@ def split(
     """Cuts a model into consecutive stages whose greatest cost is least; Pipeline trains them.
 
     model: an nn.Sequential, a decoder of Transformers or a module with pipeline_layers() (layers.layers_of); it is not
-    changed, stages share its parameters. sample: a microbatch [B, *] as the first layer takes it. by: "time", the
+    changed, stages share its parameters. On the meta device it is measured a layer at a time, with random weights, and
+    Pipeline(init=) fills each rank's stages. sample: a microbatch [B, *] as the first layer takes it. by: "time", the
     forward and backward of each layer (median of `rounds`); "memory", param_scale times the parameters (4: value,
     gradient and Adam's two) and the activations of the sample; "load", the time with that of experts scaled to the
     busiest rank; or the number of layers of each stage. load: {name of a gate: tokens_per_expert}, as
@@ -95,7 +96,7 @@ def measure(
     """
     costs, boundaries, values = [], [Boundary.of(sample)], sample
     for layer in layers:
-        copy = deepcopy(layer).train()
+        copy = trial_copy(layer, as_tuple(sample)[0].device)
         cost, values = _measure_layer(copy, layer, values, rounds)
         costs.append(cost)
         boundaries.append(Boundary.of(values))

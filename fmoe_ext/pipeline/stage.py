@@ -92,7 +92,15 @@ class Stage(nn.Module):
         number = int(microbatch)
         rows = batch.rows[number]
         inputs = as_tuple(batch.values[number]) if self.is_first else tuple(x[:rows] for x in values)
-        outputs, losses = self.compute(inputs[0] if len(inputs) == 1 else inputs)
+        try:
+            outputs, losses = self.compute(inputs[0] if len(inputs) == 1 else inputs)
+        except Exception as error:
+            if rows == 0:
+                raise ValueError(
+                    f"stage {self.index} takes no empty microbatch: the batch was cut into {len(batch.rows)} of "
+                    f"{batch.rows} rows; use as many chunks as the schedule needs, and at least as many rows"
+                ) from error
+            raise
         self._check(outputs)
         weight = batch.balance_weights[number]
         injected: Tensor | None = None

@@ -1,8 +1,11 @@
 """What every rank computed when, and a drawing of it."""
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+from torch.distributed.pipelining import PipelineStage
 
 COLORS = ("#4c78a8", "#f58518", "#54a24b")
 KINDS = ("forward", "backward", "weights")
@@ -17,6 +20,28 @@ class Span(NamedTuple):
     kind: str  # "forward", "backward" (all of it, or the gradients of inputs), "weights" (their gradients)
     begin: float
     end: float
+
+
+class TimedStage(PipelineStage):
+    """torch's stage, which says when it computed what."""
+
+    record: Callable[[str, int, int, float, float], None]
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        begin = time.perf_counter()
+        result = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+        self.record("forward", self.stage_index, fwd_chunk_id, begin, time.perf_counter())
+        return result
+
+    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
+        begin = time.perf_counter()
+        super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
+        self.record("backward", self.stage_index, bwd_chunk_id, begin, time.perf_counter())
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
+        begin = time.perf_counter()
+        super().backward_weight_one_chunk(bwd_chunk_id, *args, **kwargs)
+        self.record("weights", self.stage_index, bwd_chunk_id, begin, time.perf_counter())
 
 
 def bubble_share(spans: Sequence[Span]) -> float:

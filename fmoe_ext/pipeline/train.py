@@ -8,22 +8,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.pipelining import PipelineStage
-from torch.nn.parallel import DistributedDataParallel
+from torch.distributed.fsdp import FSDPModule
 
 from fmoe_ext.distributed import DistributedGroupedDataParallel
 from fmoe_ext.distributed.clipping import norm_over, scale_to_norm
 from fmoe_ext.ep.exchange import check_same
-from fmoe_ext.pipeline.groups import PipelineGroups, init_groups
+from fmoe_ext.pipeline.data_parallel import check_data_parallel, joined, num_copies, wrap
+from fmoe_ext.pipeline.groups import PipelineGroups, check_layers, init_groups
 from fmoe_ext.pipeline.losses import count_targets, token_cross_entropy
+from fmoe_ext.pipeline.materialize import fill, materialize, on_meta
 from fmoe_ext.pipeline.microbatch import Tensors, check_tensors, num_rows
+from fmoe_ext.pipeline.overlap import Overlap
 from fmoe_ext.pipeline.schedules import Kind, find_schedule
 from fmoe_ext.pipeline.stage import Microbatches, Stage, as_tuple
 from fmoe_ext.pipeline.tied import TiedParameters
-from fmoe_ext.pipeline.trace import Span
-
-DATA_PARALLEL = ("grouped", "ddp", "fsdp", "none")
+from fmoe_ext.pipeline.trace import Span, TimedStage
 
 
 class Pipeline:
@@ -40,6 +39,8 @@ class Pipeline:
       one for expert-parallel layers), "ddp", "fsdp" (FSDP2) or "none".
     balance_weight: how much the sum of all gates' losses counts.
     checkpoint: layers keep no activations and compute them again in backward. device: where this rank computes.
+    overlap: with schedule="dualpipe_v" and expert parallelism, one microbatch's exchange runs while another computes.
+    init(module): fills the parameters and buffers of a model on the meta device, of which only this rank's are made.
 
     module: the parts of the model that this rank has, under their names in it: fmoe_ext.checkpoint saves and loads it
     at any number of stages. Raises ValueError for a schedule, chunks, stages or groups that do not fit.
@@ -56,36 +57,45 @@ class Pipeline:
         data_parallel: str = "grouped",
         balance_weight: float = 0.0,
         checkpoint: bool = False,
+        overlap: bool = True,
         count: Callable[[Any], int] = count_targets,
+        init: Callable[[nn.Module], object] | None = None,
         device: torch.device | str = "cpu",
     ):
         if groups is None or isinstance(groups, DeviceMesh):
             groups = init_groups(dist.get_world_size() if groups is None else groups)
         self.groups = groups
         self.num_stages = len(stages)
+        self.overlap = overlap
         self.loss_fn, self.count = loss_fn, count
         self.chunks, self.balance_weight = chunks, balance_weight
         self.device = torch.device(device)
         ranks = dist.get_world_size(groups.pp)
         self._kind: Kind = find_schedule(schedule, ranks, self.num_stages, chunks)
         self.num_microbatches = self._kind.microbatches(chunks, ranks, self.num_stages)
-        _check_data_parallel(data_parallel, schedule, self._kind, groups)
+        check_data_parallel(data_parallel, schedule, self._kind, groups)
         cut = [len(stage.layers) for stage in stages]
         check_same("stages, schedule and chunks of Pipeline", (cut, schedule, chunks, data_parallel), None)
         self._places = self._kind.places(ranks, self.num_stages)
         mine = self._places[dist.get_rank(groups.pp)]
-        self.stages = [stages[index].to(self.device) for index in mine]
+        own = [stages[index] for index in mine]
+        unset = on_meta(own)
+        materialize(stages, own, self.device)
+        self.stages = [stage.to(self.device) for stage in own]
         for stage in self.stages:
             stage.is_checkpointed = checkpoint
+        self.module = joined([stage.parts for stage in self.stages])
+        check_layers(self.module, groups)
+        if unset or init is not None:
+            fill(self.module, init)
         self._tied = TiedParameters(stages, self._places, groups.pp)
         if data_parallel == "fsdp" and self._tied:
             raise ValueError(
                 'data_parallel="fsdp" cuts parameters that stages share into shards of their own: use "grouped", or '
                 "untie them"
             )
-        self.module = _joined([stage.parts for stage in self.stages])
         self._data_parallel = data_parallel if dist.get_world_size(groups.data) > 1 else "none"
-        self._wrapped = [_wrap(stage, self._data_parallel, groups, self.device) for stage in self.stages]
+        self._wrapped = [wrap(stage, self._data_parallel, groups, self.device) for stage in self.stages]
         self._schedule: Any = None
         self._rows_of_schedule = -1
         self._batch: Microbatches | None = None
@@ -161,7 +171,11 @@ class Pipeline:
         """
         params = [p for p in self.parameters() if p.grad is not None]
         grads = [p.grad for p in params if p.grad is not None]
-        counted = [(grad, self._num_copies(p)) for grad, p in zip(grads, params, strict=True)]
+        copies = [
+            self._tied.num_ranks(p) * num_copies(p, self._wrapped, self._data_parallel, self.groups)
+            for p in params
+        ]
+        counted = list(zip(grads, copies, strict=True))
         total = norm_over(counted, norm_type, [self.groups.pp, self.groups.data], self.device)
         scale_to_norm(grads, total, max_norm)
         return total
@@ -199,7 +213,7 @@ class Pipeline:
 
     def _make_schedule(self, rows: int) -> Any:
         made = [
-            _Timed(
+            TimedStage(
                 wrapped,
                 stage.index,
                 self.num_stages,
@@ -215,7 +229,10 @@ class Pipeline:
         for stage in made:
             stage.record = self._record
         given = made if self._kind.takes_list else made[0]
-        return self._kind.make(given, self.num_microbatches, loss_fn=self._loss, scale_grads=False)
+        schedule = self._kind.make(given, self.num_microbatches, loss_fn=self._loss, scale_grads=False)
+        if self.overlap and self._kind.overlaps and dist.get_world_size(self.groups.ep) > 1:
+            Overlap(schedule, made, self._loss, self.device)
+        return schedule
 
     def _loss(self, output: Tensors, number: Tensor) -> Tensor:
         batch = self._batch
@@ -279,82 +296,6 @@ class Pipeline:
         for x in values:
             dist.recv(x, group=self.groups.pp, group_src=source)
         return values
-
-    def _num_copies(self, param: nn.Parameter) -> int:
-        ranks = self._tied.num_ranks(param)
-        for wrapped in self._wrapped:
-            if isinstance(wrapped, DistributedGroupedDataParallel):
-                for tag, params in wrapped.tagged.items():
-                    if tag != "none" and any(p is param for p in params):
-                        return ranks * dist.get_world_size(wrapped.groups[tag])
-        return ranks * (
-            dist.get_world_size(self.groups.data) if self._data_parallel in ("ddp", "fsdp") else 1
-        )
-
-
-class _Timed(PipelineStage):
-    """torch's stage, which says when it computed what."""
-
-    record: Callable[[str, int, int, float, float], None]
-
-    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        begin = time.perf_counter()
-        result = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
-        self.record("forward", self.stage_index, fwd_chunk_id, begin, time.perf_counter())
-        return result
-
-    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
-        begin = time.perf_counter()
-        super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
-        self.record("backward", self.stage_index, bwd_chunk_id, begin, time.perf_counter())
-
-    def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
-        begin = time.perf_counter()
-        super().backward_weight_one_chunk(bwd_chunk_id, *args, **kwargs)
-        self.record("weights", self.stage_index, bwd_chunk_id, begin, time.perf_counter())
-
-
-def _check_data_parallel(name: str, schedule: str, kind: Kind, groups: PipelineGroups) -> None:
-    if name not in DATA_PARALLEL:
-        raise ValueError(
-            f"data_parallel must be one of {', '.join(map(repr, DATA_PARALLEL))}, but got {name!r}"
-        )
-    if name != "grouped" and dist.get_world_size(groups.ep) > 1:
-        raise ValueError(
-            f'data_parallel={name!r} would average experts over ranks that hold different ones: use "grouped"'
-        )
-    if name == "ddp" and kind.takes_list:
-        raise ValueError(
-            f'schedule {schedule!r} runs backward in parts, which DistributedDataParallel does not see: use "grouped" '
-            'or "fsdp"'
-        )
-
-
-def _wrap(stage: Stage, name: str, groups: PipelineGroups, device: torch.device) -> nn.Module:
-    if name == "grouped":
-        return DistributedGroupedDataParallel(stage, **groups.data_parallel_kwargs())
-    if name == "ddp":
-        return DistributedDataParallel(stage, process_group=groups.data)
-    if name == "fsdp":
-        mesh = DeviceMesh.from_group(groups.data, device.type)
-        fully_shard(stage, mesh=mesh, reshard_after_forward=False)
-    return stage
-
-
-def _joined(parts: list[nn.Module]) -> nn.Module:
-    """One module with the parts of several stages, names as in the model."""
-    joined = nn.Module()
-    for part in parts:
-        _merge(joined, part)
-    return joined
-
-
-def _merge(into: nn.Module, part: nn.Module) -> None:
-    for name, child in part.named_children():
-        if name in into._modules and type(child) is nn.Module:
-            _merge(into.get_submodule(name), child)
-        else:
-            into.add_module(name, child)
 
 
 def _map(values: Any, fn: Callable[[Tensor], Tensor]) -> Any:

@@ -1,0 +1,148 @@
+"""One microbatch's exchange while another's attention and experts compute: OVERLAP_F_B of DualPipe's schedules.
+
+The forward of one microbatch and the backward of another run by turns in two threads, one at a time: whoever would wait
+for an exchange of expert parallelism lets the other go on until that one waits. Turns change at fixed places of the
+computation and not when a message happens to come, so that all ranks call their collectives in one order.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import threading
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import BACKWARD_INPUT, FORWARD, FULL_BACKWARD, OVERLAP_F_B
+
+from fmoe_ext.ep.exchange import while_waiting
+
+
+class Overlap:
+    """What a schedule of torch calls for its actions, so that those of an OVERLAP_F_B run by turns.
+
+    schedule: one that takes custom functions. stages: those of this rank.
+    loss_fn(output, target) -> a microbatch's loss.
+    """
+
+    def __init__(
+        self,
+        schedule: Any,
+        stages: Iterable[PipelineStage],
+        loss_fn: Callable[[Any, Any], Tensor],
+        device: torch.device,
+    ):
+        self._schedule, self._loss_fn, self._device = schedule, loss_fn, device
+        self._stages = {stage.stage_index: stage for stage in stages}
+        self._losses: dict[int, Tensor] = {}
+        schedule.register_custom_function(FORWARD, self._forward)
+        schedule.register_custom_function(FULL_BACKWARD, self._backward)
+        schedule.register_custom_function(BACKWARD_INPUT, self._backward)
+        schedule.register_custom_function(OVERLAP_F_B, self._both)
+
+    def _both(self, action: Any, context: Any) -> None:
+        forward, backward = action.sub_actions
+        by_turns(
+            lambda: self._forward(forward, context), lambda: self._backward(backward, context), self._device
+        )
+
+    def _forward(self, action: Any, context: Any) -> None:
+        index, number = action.stage_index, action.microbatch_index
+        stage = self._stages[index]
+        _wait_all(self._schedule.fwd_recv_ops.pop((index, number), ()))
+        given = context.arg_mbs[number], context.kwarg_mbs[number]
+        output = stage.forward_one_chunk(number, *given, save_forward_output=False)
+        if stage.is_last:
+            self._losses[number] = self._loss_fn(output, context.target_mbs[number])
+        elif index + 1 in self._stages:
+            self._stages[index + 1].set_local_fwd_input(output, number)
+
+    def _backward(self, action: Any, context: Any) -> None:
+        index, number = action.stage_index, action.microbatch_index
+        stage = self._stages[index]
+        _wait_all(self._schedule.bwd_recv_ops.pop((index, number), ()))
+        loss = self._losses.pop(number) if stage.is_last else None
+        stage.backward_one_chunk(number, loss, full_backward=action.computation_type == FULL_BACKWARD)
+        if index - 1 in self._stages:
+            self._stages[index - 1].set_local_bwd_input(stage.get_local_bwd_output(number), number)
+
+
+def _wait_all(works: Iterable[Any]) -> None:
+    for work in works:
+        work.wait()
+
+
+def by_turns(first: Callable[[], None], second: Callable[[], None], device: torch.device) -> None:
+    """Runs both to their ends, each while the other waits for an exchange; first begins, in this thread.
+
+    Random numbers are those of first() followed by second(), if second() leaves the generators as they were, as a
+    backward does that computes checkpointed activations again. Raises what either raises, first()'s if both do.
+    """
+    turns = _Turns(device)
+    thread = threading.Thread(target=contextvars.copy_context().run, args=(turns.run, 1, second), daemon=True)
+    thread.start()
+    turns.run(0, first)
+    thread.join()
+    _set_random_state(device, turns.state_of_first)
+    for error in turns.errors:
+        if error is not None:
+            raise error
+
+
+class _Turns:
+    """Whose turn it is of two threads."""
+
+    def __init__(self, device: torch.device):
+        self._device = device
+        self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+        self._changed = threading.Condition()
+        self._turn = 0
+        self._ended = [False, False]
+        self.errors: list[BaseException | None] = [None, None]
+
+    def run(self, me: int, fn: Callable[[], None]) -> None:
+        """fn() in the turns of `me`."""
+        self._await(me)
+        try:
+            with (
+                torch.autograd.set_multithreading_enabled(False),  # backward stays in this thread
+                torch.cuda.stream(self._stream),
+                while_waiting(lambda: self._hand_over(me)),
+            ):
+                fn()
+        except BaseException as error:
+            self.errors[me] = error
+        if me == 0:
+            self.state_of_first = _random_state(self._device)
+        self._ended[me] = True
+        self._give(1 - me)
+
+    def _hand_over(self, me: int) -> None:
+        if self._ended[1 - me]:
+            return
+        state = _random_state(self._device)
+        self._give(1 - me)
+        self._await(me)
+        _set_random_state(self._device, state)
+
+    def _give(self, to: int) -> None:
+        with self._changed:
+            self._turn = to
+            self._changed.notify_all()
+
+    def _await(self, me: int) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._turn == me)
+
+
+def _random_state(device: torch.device) -> tuple[Tensor, Tensor | None]:
+    return torch.get_rng_state(), torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+
+
+def _set_random_state(device: torch.device, state: tuple[Tensor, Tensor | None]) -> None:
+    on_host, on_device = state
+    torch.set_rng_state(on_host)
+    if on_device is not None:
+        torch.cuda.set_rng_state(on_device, device)

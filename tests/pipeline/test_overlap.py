@@ -1,0 +1,135 @@
+"""dualpipe_v: one microbatch's exchange runs while another computes, and nothing else changes."""
+
+import functools
+import threading
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import fmoe_ext
+from fmoe_ext.ep.exchange import wait
+from fmoe_ext.pipeline import Pipeline, init_groups, overlap, split
+from fmoe_ext.pipeline.overlap import by_turns
+
+D, ROWS = 8, 6
+
+
+class Waits:
+    """A message that has come."""
+
+    def wait(self):
+        pass
+
+
+def steps(name, log, count):
+    """A computation that notes each of its steps, and waits between them."""
+    for i in range(count):
+        log.append((name, i, threading.current_thread() is threading.main_thread()))
+        wait(Waits(), "the group")
+
+
+def test_turns(monkeypatch):
+    monkeypatch.setattr("fmoe_ext.ep.exchange.find_group", lambda name: None)
+    log = []
+    by_turns(
+        functools.partial(steps, "f", log, 2), functools.partial(steps, "b", log, 4), torch.device("cpu")
+    )
+    names = [(name, i) for name, i, _ in log]
+    assert names == [("f", 0), ("b", 0), ("f", 1), ("b", 1), ("b", 2), ("b", 3)]
+    assert all(in_main == (name == "f") for name, _, in_main in log)
+
+
+def test_random_numbers_are_those_of_one_after_the_other(monkeypatch):
+    monkeypatch.setattr("fmoe_ext.ep.exchange.find_group", lambda name: None)
+
+    def draw(into):
+        for _ in range(3):
+            into.append(torch.rand(()).item())
+            wait(Waits(), "the group")
+
+    def repeated(into):
+        """As activation checkpointing computes again what drew random numbers."""
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(7)
+            draw(into)
+
+    expected, drawn = ([], []), ([], [])
+    torch.manual_seed(1)
+    draw(expected[0])
+    repeated(expected[1])
+    after = torch.rand(())
+    torch.manual_seed(1)
+    by_turns(lambda: draw(drawn[0]), lambda: repeated(drawn[1]), torch.device("cpu"))
+    assert drawn == expected and torch.rand(()) == after
+
+
+def test_an_error_ends_both(monkeypatch):
+    monkeypatch.setattr("fmoe_ext.ep.exchange.find_group", lambda name: None)
+    log = []
+
+    def fails():
+        wait(Waits(), "the group")
+        raise KeyError("first")
+
+    with pytest.raises(KeyError, match="first"):
+        by_turns(fails, functools.partial(steps, "b", log, 3), torch.device("cpu"))
+    assert len(log) == 3
+    with pytest.raises(KeyError, match="first"):
+        by_turns(functools.partial(steps, "f", log, 3), fails, torch.device("cpu"))
+
+
+class Block(nn.Module):
+    """Attention's place, dropout included, and experts of all ranks."""
+
+    def __init__(self, groups):
+        super().__init__()
+        self.linear = nn.Linear(D, D)
+        self.dropout = nn.Dropout(0.2)
+        self.moe = fmoe_ext.FMoETransformerMLP(
+            2, D, 12, world_size=2, moe_group=groups.ep, overlap_degree=2, gate="softmax"
+        )
+        self.moe.mark_parallel_comm("moe")
+
+    def forward(self, x):
+        return x + self.moe(self.dropout(self.linear(x)))
+
+
+def train(pp, checkpoint):
+    """[(loss, gradients, turns taken)] of two steps without and with overlap."""
+    groups = init_groups(pp, 2)
+    turns = []
+    plain = overlap.by_turns
+    overlap.by_turns = lambda *args: (turns.append(1), plain(*args))
+    results = []
+    try:
+        for overlapped in (False, True):
+            torch.manual_seed(dist.get_rank(groups.ep))
+            model = nn.Sequential(*(Block(groups) for _ in range(4))).double()
+            x = torch.randn(ROWS * 4, D, dtype=torch.float64)
+            pipeline = Pipeline(
+                split(model, 2 * pp, x[:ROWS], by=[2, 2] if pp == 1 else [1, 1, 1, 1]),
+                lambda output, target: (output - target).pow(2).sum(),
+                schedule="dualpipe_v",
+                chunks=5,
+                groups=groups,
+                balance_weight=0.1,
+                checkpoint=checkpoint,
+                count=len,
+                overlap=overlapped,
+            )
+            torch.manual_seed(3)
+            loss = pipeline.train_step(x, x.flip(0)).item()
+            results.append((loss, [p.grad for p in pipeline.parameters()], len(turns)))
+    finally:
+        overlap.by_turns = plain
+    return results
+
+
+@pytest.mark.parametrize(("pp", "checkpoint"), [(1, False), (1, True), (2, True)])
+def test_same_bits_as_without(pool, pp, checkpoint):
+    for (loss, grads, none), (overlapped, others, some) in pool.run(train, pp, checkpoint, world_size=2 * pp):
+        assert none == 0 < some
+        assert loss == overlapped
+        assert all(torch.equal(a, b) for a, b in zip(grads, others, strict=True))
