@@ -2,7 +2,9 @@
 
 import functools
 import json
+import os
 import re
+import shutil
 import subprocess
 import sys
 
@@ -284,6 +286,14 @@ def test_failed_conversions_leave_nothing(saved, tmp_path_factory):
     for options in (("--to", "fastmoe", "--ranks", "3"), ("--to", "fastmoe", "--ranks", "0")):
         with pytest.raises(SystemExit, match="error: "):
             main(["convert", str(saved[0] / "ours"), "-o", str(out), *options])
+        assert not out.parent.exists()
+    damaged = out.parent.parent / "damaged"
+    shutil.copytree(saved[0] / "ours", damaged)
+    for data in damaged.rglob("*.distcp"):
+        os.truncate(data, 100)
+    for format in ("safetensors", "fastmoe", "fmoe_ext"):  # found while it writes
+        with pytest.raises(SystemExit, match=r"error: .*truncated"):
+            main(["convert", str(damaged), "--no-verify", "--to", format, "-o", str(out)])
         assert not out.parent.exists()
 
 

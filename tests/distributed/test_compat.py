@@ -10,6 +10,8 @@ from torch import nn
 
 import fmoe_ext.compat as fmoe
 from fmoe_ext.compat.gates import NaiveGate
+from fmoe_ext.ep.ranks import GroupRanks
+from fmoe_ext.gates import SwipeGate
 
 D, H = 6, 5
 PROGRAM = Path(__file__).parents[1] / "compat" / "fastmoe_program.py"
@@ -100,3 +102,18 @@ def several_groups():
 
 def test_several_groups(pool):
     pool.run(several_groups, world_size=4)
+
+
+def swipe_outside_a_layer():
+    """FastMoE's gate asks its own group; ours with ranks= is the same computation."""
+    torch.manual_seed(0)
+    gate = fmoe.gates.SwipeGate(4, 2, 2, 2)
+    ours = SwipeGate(4, 2, 2, 2, ranks=GroupRanks(None))
+    ours.load_state_dict(gate.state_dict())
+    x = torch.randn(6, 4, generator=torch.Generator().manual_seed(dist.get_rank())) + 1
+    (topk_idx, topk_weights), (expected_idx, expected_weights) = gate(x), ours(x)
+    assert torch.equal(topk_idx, expected_idx) and torch.equal(topk_weights, expected_weights)
+
+
+def test_swipe_gate_outside_a_layer(pool):
+    pool.run(swipe_outside_a_layer, world_size=2)

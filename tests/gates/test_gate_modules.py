@@ -209,7 +209,10 @@ def test_recomputed_and_repeated_updates_move_it_once(use_reentrant):
     gate = SigmoidGate(D, E, 1)
     optimizer = torch.optim.SGD(gate.parameters(), lr=0.1)
     optimizer.register_step_post_hook(lambda *_: gate.update_bias())  # as the README once told
+    counted = []
+    optimizer.register_step_pre_hook(lambda *_: counted.append(gate.pending_load.float()))
     load = train(gate, optimizer, 2, lambda gate, x: checkpointed(gate, x, use_reentrant))
+    assert torch.equal(counted[0], load), "repeated forwards counted too"
     gate.update_bias()
     torch.testing.assert_close(gate.expert_bias, step_of(load))
 

@@ -138,6 +138,17 @@ def resident():
 
 @pytest.mark.cpu("its memory")
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_thread_keeps_little(one_thread):
+    """A panel of a million columns takes 128 MB, which go when the product is done."""
+    x, weight = torch.ones(40, 1_000_000), torch.ones(1, 2, 1_000_000)
+    before = resident()
+    y = ops.grouped_gemm(x, weight, torch.tensor([40], dtype=torch.int32))
+    assert resident() - before < 48 * 2**20
+    assert torch.equal(y, torch.full((40, 2), 1e6))
+
+
+@pytest.mark.cpu("its memory")
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_memory_is_flat(one_thread):
     """No operator call keeps anything: 20,000 steps of a tiny layer's operators, forward and backward."""
     x, logits = torch.randn(4, 4), torch.randn(4, 3)
