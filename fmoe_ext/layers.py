@@ -262,16 +262,16 @@ class FMoE(nn.Module):
     def mark_parallel_comm(self, expert_dp_comm: str = "none") -> None:
         """Tags the parameters of the experts with expert_dp_comm and those of the gate with "gate"."""
         self._expert_dp_comm = expert_dp_comm
-        self._mark_parameters()
+        self._mark_parameters(expert_dp_comm)
 
     def tag_new_parameters(self) -> None:
         """Gives parameters that came since (adapters in the experts, copies of them) the tags of those beside them."""
         if self._expert_dp_comm is not None:
-            self._mark_parameters(only_untagged=True)
+            self._mark_parameters(self._expert_dp_comm, only_untagged=True)
 
-    def _mark_parameters(self, only_untagged: bool = False) -> None:
+    def _mark_parameters(self, expert_dp_comm: str, only_untagged: bool = False) -> None:
         # as with the gate, ranks of a slice group have parts of the gradient of shared experts
-        comms = (self.experts, self._expert_dp_comm), (self.gate, "gate"), (self.shared_experts, "gate")
+        comms = (self.experts, expert_dp_comm), (self.gate, "gate"), (self.shared_experts, "gate")
         for module, comm in comms:
             if module is not None:
                 mark_module_parallel_comm(module, comm, only_untagged)
@@ -279,7 +279,7 @@ class FMoE(nn.Module):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         if self._expert_dp_comm is not None:  # copies of parameters lose their attributes
-            self._mark_parameters()
+            self._mark_parameters(self._expert_dp_comm)
 
     def _choose(
         self, moe_inp: Nest, mask: torch.Tensor | None, this: Forward | None

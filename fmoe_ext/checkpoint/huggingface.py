@@ -79,7 +79,7 @@ def to_huggingface(
     if isinstance(layout, str) and layout not in LAYOUTS:
         raise CheckpointError(f"layout must be one of {', '.join(LAYOUTS)}, but got {layout!r}")
     into = LAYOUTS[layout] if isinstance(layout, str) else layout
-    layers = {
+    layers: dict[str, dict[str, StoredTensor]] = {
         match[1]: {} for key in tensors if (match := OURS.fullmatch(key)) and "shared_experts." not in key
     }
     if not layers:
