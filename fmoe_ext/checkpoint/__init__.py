@@ -11,16 +11,19 @@
 from fmoe_ext.checkpoint.errors import CheckpointError
 from fmoe_ext.checkpoint.fastmoe import merge_fastmoe, read_fastmoe, write_fastmoe
 from fmoe_ext.checkpoint.huggingface import from_huggingface, to_huggingface
+from fmoe_ext.checkpoint.megatron_experts import from_megatron_core, to_megatron_core
 from fmoe_ext.checkpoint.saving import export_safetensors, load, save
 
 __all__ = [
     "CheckpointError",
     "export_safetensors",
     "from_huggingface",
+    "from_megatron_core",
     "load",
     "merge_fastmoe",
     "read_fastmoe",
     "save",
     "to_huggingface",
+    "to_megatron_core",
     "write_fastmoe",
 ]

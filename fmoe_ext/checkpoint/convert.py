@@ -13,6 +13,7 @@ from fmoe_ext.checkpoint.errors import CheckpointError
 from fmoe_ext.checkpoint.files import made_folder
 from fmoe_ext.checkpoint.layouts import LAYOUTS
 from fmoe_ext.checkpoint.manifest import MODEL, Manifest
+from fmoe_ext.checkpoint.megatron_experts import from_megatron_core
 from fmoe_ext.checkpoint.safetensors_file import (
     OURS,
     StoredTensor,
@@ -103,11 +104,13 @@ def write(
     """
     path, tensors = Path(path), _counted(checkpoint.tensors, progress or (lambda num_bytes: None))
     of_megatron = megatron_core.expert_layers(tensors)
-    if of_megatron and format != "safetensors":
+    if of_megatron and format.startswith("hf-"):
         raise CheckpointError(
-            f"{', '.join(sorted(of_megatron)) or '(root)'}: experts under Megatron-core's own names are not converted "
-            f"to {format}; `--to safetensors` keeps the names"
+            f"{', '.join(sorted(of_megatron)) or '(root)'}: experts under Megatron-core's own names, in a model whose "
+            f"attention has Megatron's names too, are not converted to {format}: `--to fmoe_ext` gives them ours"
         )
+    if of_megatron and format != "safetensors":  # which keeps the names
+        tensors = from_megatron_core(tensors)
     if format == "safetensors":
         write_safetensors(path, tensors, model_metadata(tensors, checkpoint.routing))
     elif format.startswith("hf-"):

@@ -99,8 +99,8 @@ def explained(path: Path, num_bytes: int) -> Iterator[None]:
 def _means_no_space(error: BaseException | None) -> bool:
     seen = 0
     while error is not None and seen < 20:
-        if isinstance(error, OSError) and error.errno in NO_SPACE:
-            return True
+        if isinstance(error, OSError) and (error.errno in NO_SPACE or " requested and " in str(error)):
+            return True  # the text is that of ndarray.tofile, which has no number
         failures = getattr(error, "failures", {})  # of torch.distributed.checkpoint: one of each rank
         if any(_means_no_space(cause) for cause, _ in failures.values()):
             return True

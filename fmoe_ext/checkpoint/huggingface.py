@@ -15,12 +15,12 @@ from fmoe_ext.checkpoint.files import inside, read_json
 from fmoe_ext.checkpoint.layouts import LAYOUTS, W1, W2, Layout, find_layer, to_layout
 from fmoe_ext.checkpoint.model_state import ModelState
 from fmoe_ext.checkpoint.routing import check_writable, routing_of
-from fmoe_ext.checkpoint.safetensors_file import StoredTensor, read_safetensors
+from fmoe_ext.checkpoint.safetensors_file import StoredTensor, as_stored, read_safetensors
 
 StateDict: TypeAlias = "Mapping[str, Any]"  # values are tensors or StoredTensors
 
 GATE = re.compile(r"(?P<layer>(?:.*\.)?)(?P<gate>gate|router)\.weight")
-OURS = re.compile(r"((?:.*\.)?)experts\.htoh4\.weight")
+OURS = re.compile(r"((?:.*\.)?)experts\.htoh4\.weight")  # not of shared_experts.mlp
 
 
 def from_huggingface(state_dict: StateDict) -> dict[str, Any]:
@@ -29,7 +29,7 @@ def from_huggingface(state_dict: StateDict) -> dict[str, Any]:
     Of several layers each may have its own layout. A layer called block_sparse_moe becomes mlp.
     Raises CheckpointError where experts are missing or shapes do not fit.
     """
-    tensors, lazy = _lazily(state_dict)
+    tensors, lazy = as_stored(state_dict)
     out: dict[str, StoredTensor] = {}
     used: set[str] = set()
     for key in tensors:
@@ -73,26 +73,15 @@ def to_huggingface(
         routing = {name: routing_of(layer) for name, layer in state.layers.items()}
         if any(state.local_rows(name) is not None for name in state.tensors):
             raise CheckpointError("this rank has a part of the experts only: use export_safetensors() first")
-        tensors, lazy = _lazily(state.tensors)[0], False
+        tensors, lazy = as_stored(state.tensors)[0], False
     else:
-        tensors, lazy = _lazily(state_dict)
+        tensors, lazy = as_stored(state_dict)
     if isinstance(layout, str) and layout not in LAYOUTS:
         raise CheckpointError(f"layout must be one of {', '.join(LAYOUTS)}, but got {layout!r}")
     into = LAYOUTS[layout] if isinstance(layout, str) else layout
-    layers: dict[str, dict[str, StoredTensor]] = {
-        match[1]: {} for key in tensors if (match := OURS.fullmatch(key)) and "shared_experts." not in key
-    }
+    layers, out = _by_layer(tensors)
     if not layers:
         raise CheckpointError("there is no FMoETransformerMLP (experts.htoh4.weight) to convert")
-    out: dict[str, StoredTensor] = {}
-    for key, tensor in tensors.items():
-        prefix = next(
-            (p for p in layers if key.startswith((f"{p}experts.", f"{p}gate.", f"{p}shared_experts."))), None
-        )
-        if prefix is None:
-            out[key] = tensor
-        else:
-            layers[prefix][key.removeprefix(prefix)] = tensor
     for prefix, layer in layers.items():
         converted = to_layout(prefix, layer, into)
         if isinstance(layout, str):
@@ -100,6 +89,23 @@ def to_huggingface(
         renamed = _renamed(prefix, "mlp", into.block)
         out |= {renamed + name: tensor for name, tensor in converted.items()}
     return _returned(out, lazy)
+
+
+def _by_layer(
+    tensors: Mapping[str, StoredTensor],
+) -> tuple[dict[str, dict[str, StoredTensor]], dict[str, StoredTensor]]:
+    """({prefix of an MoE layer: {name in it: tensor}}, the other tensors)."""
+    names = (match for key in tensors if (match := OURS.fullmatch(key)))
+    layers: dict[str, dict[str, StoredTensor]] = {match[1]: {} for match in names}
+    others = {}
+    for key, tensor in tensors.items():
+        parts = ((p, (f"{p}experts.", f"{p}gate.", f"{p}shared_experts.")) for p in layers)
+        prefix = next((p for p, begins in parts if key.startswith(begins)), None)
+        if prefix is None:
+            others[key] = tensor
+        else:
+            layers[prefix][key.removeprefix(prefix)] = tensor
+    return layers, others
 
 
 def model_files(path: Path) -> list[Path]:
@@ -144,12 +150,6 @@ def is_huggingface(names: Iterable[str]) -> bool:
 
 def _renamed(prefix: str, old: str, new: str) -> str:
     return re.sub(rf"(^|\.){old}\.$", rf"\g<1>{new}.", prefix)
-
-
-def _lazily(state_dict: StateDict) -> tuple[dict[str, StoredTensor], bool]:
-    """({name: StoredTensor}, whether they were so already)."""
-    lazy = any(isinstance(value, StoredTensor) for value in state_dict.values())
-    return {name: StoredTensor.of(value) for name, value in state_dict.items()}, lazy
 
 
 def _returned(tensors: dict[str, StoredTensor], lazy: bool) -> dict[str, Any]:

@@ -81,9 +81,9 @@ def to_layout(prefix: str, layer: Tensors, layout: Layout) -> dict[str, StoredTe
     out = {f"{layout.gate}.weight": left.pop("gate.gate.weight")}
     if layout.interleaved:
         num_experts, two_h, d_model = w1.shape
-        gate_bias = left.pop("gate.gate.bias", None) or _zeros((num_experts,), w1.dtype)
-        b1 = left.pop(B1, None) or _zeros((num_experts, two_h), w1.dtype)
-        b2 = left.pop(B2, None) or _zeros((num_experts, d_model), w1.dtype)
+        gate_bias = left.pop("gate.gate.bias", None) or zeros((num_experts,), w1.dtype)
+        b1 = left.pop(B1, None) or zeros((num_experts, two_h), w1.dtype)
+        b2 = left.pop(B2, None) or zeros((num_experts, d_model), w1.dtype)
         out |= {f"{layout.gate}.bias": gate_bias, **_interleaved(w1, b1, w2, b2)}
     elif layout.per_expert is None:
         out |= {"experts.gate_up_proj": w1, "experts.down_proj": w2}
@@ -167,7 +167,8 @@ def by_rows(
     )
 
 
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype) -> StoredTensor:
+def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> StoredTensor:
+    """A tensor of zeros that takes no memory until it is read."""
     return StoredTensor(shape, dtype, lambda: torch.zeros(shape, dtype=dtype))
 
 
@@ -198,7 +199,7 @@ def find_layer(tensors: Tensors, prefix: str, gate: str) -> tuple[dict[str, Stor
     read.take("gate.gate.bias", f"{gate}.bias")
     if read.take(EXPERT_BIAS, f"{gate}.e_score_correction_bias"):
         num_experts = read.layer[EXPERT_BIAS].shape[0]
-        read.layer[PENDING_LOAD] = _zeros((num_experts,), torch.int64)
+        read.layer[PENDING_LOAD] = zeros((num_experts,), torch.int64)
     read.shared()
     return read.layer, read.used
 
@@ -256,7 +257,7 @@ class Reading:
         if missing:
             raise CheckpointError(f"missing: {', '.join(missing)}")
         gate, up, down = ([self.tensors[found[e, leaf]] for e in range(num_experts)] for leaf in leaves)
-        self.layer |= {W1: self._joined(gate, up), W2: self._joined(down)}
+        self.layer |= {W1: joined(self.prefix, gate, up), W2: joined(self.prefix, down)}
         self.used |= set(found.values())
         return True
 
@@ -265,22 +266,23 @@ class Reading:
         for name in ("shared_expert.", "shared_experts."):
             gate, up, down = (self._get(name + leaf) for leaf in PROJECTIONS)
             if gate is not None and up is not None and down is not None:
-                self.layer[SHARED + "htoh4.weight"] = self._joined([gate], [up])
-                self.layer[SHARED + "h4toh.weight"] = self._joined([down])
+                self.layer[SHARED + "htoh4.weight"] = joined(self.prefix, [gate], [up])
+                self.layer[SHARED + "h4toh.weight"] = joined(self.prefix, [down])
                 self.take(SHARED_GATE, "shared_expert_gate.weight")
 
-    def _joined(self, *columns: list[StoredTensor]) -> StoredTensor:
-        """One tensor [E, sum of rows, *] of lists of E tensors [rows, *]."""
-        for column in columns:
-            if any(t.shape != column[0].shape or t.dtype != column[0].dtype for t in column):
-                raise CheckpointError(
-                    f"the experts of {self.prefix} differ in shape: {[list(t.shape) for t in column]}"
-                )
-        num_rows = sum(column[0].shape[0] for column in columns)
-        shape = (len(columns[0]), num_rows, *columns[0][0].shape[1:])
 
-        def rows(first: int, end: int) -> torch.Tensor:
-            experts = zip(*(column[first:end] for column in columns), strict=True)
-            return torch.stack([torch.cat([t.read() for t in parts]) for parts in experts])
+def joined(prefix: str, *columns: list[StoredTensor]) -> StoredTensor:
+    """One tensor [E, sum of rows, *] of lists of E tensors [rows, *]; prefix: whose they are, for errors."""
+    for column in columns:
+        if any(t.shape != column[0].shape or t.dtype != column[0].dtype for t in column):
+            raise CheckpointError(
+                f"the experts of {prefix} differ in shape: {[list(t.shape) for t in column]}"
+            )
+    num_rows = sum(column[0].shape[0] for column in columns)
+    shape = (len(columns[0]), num_rows, *columns[0][0].shape[1:])
 
-        return StoredTensor(shape, columns[0][0].dtype, lambda: rows(0, shape[0]), rows)
+    def rows(first: int, end: int) -> torch.Tensor:
+        experts = zip(*(column[first:end] for column in columns), strict=True)
+        return torch.stack([torch.cat([t.read() for t in parts]) for parts in experts])
+
+    return StoredTensor(shape, columns[0][0].dtype, lambda: rows(0, shape[0]), rows)

@@ -66,6 +66,12 @@ class StoredTensor:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
+def as_stored(state_dict: Mapping[str, Any]) -> tuple[dict[str, StoredTensor], bool]:
+    """({name: StoredTensor}, whether they were so already)."""
+    lazy = any(isinstance(value, StoredTensor) for value in state_dict.values())
+    return {name: StoredTensor.of(value) for name, value in state_dict.items()}, lazy
+
+
 def write_safetensors(
     path: Path,
     tensors: Mapping[str, "torch.Tensor | StoredTensor"],

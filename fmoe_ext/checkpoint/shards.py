@@ -7,12 +7,17 @@ import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 
 from fmoe_ext.checkpoint.errors import CheckpointError
 from fmoe_ext.checkpoint.files import atomic_file, made_folder, sync_folder, unique
 from fmoe_ext.checkpoint.safetensors_file import StoredTensor, write_safetensors
 
 LAYER = re.compile(r"(.*?\.\d+\.)")
+MODEL_FILE = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
+UNITS = MappingProxyType(
+    {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+)
 
 
 @contextmanager
@@ -35,6 +40,32 @@ def new_folder(folder: Path) -> Iterator[Path]:
             shutil.rmtree(unfinished, ignore_errors=True)
             raise
         sync_folder(folder.parent)
+
+
+@contextmanager
+def replacing(folder: Path) -> Iterator[Path]:
+    """A folder to write into, whose files take the places of those of `folder` one by one when the body has ended.
+
+    Files of a model that an earlier save had more are removed. Where the body fails, `folder` is as it was.
+    """
+    with made_folder(folder):
+        for abandoned in folder.glob(".new.*.tmp"):
+            shutil.rmtree(abandoned, ignore_errors=True)
+        unfinished = folder / f".new.{unique()}.tmp"
+        try:
+            unfinished.mkdir()
+            yield unfinished
+            names = {file.name for file in unfinished.iterdir()}
+            for name in sorted(
+                names, key=lambda name: (name.endswith(".json"), name)
+            ):  # what names the others, last
+                os.replace(unfinished / name, folder / name)
+            for old in folder.iterdir():
+                if MODEL_FILE.fullmatch(old.name) and old.name not in names:
+                    old.unlink()
+        finally:
+            shutil.rmtree(unfinished, ignore_errors=True)
+        sync_folder(folder)
 
 
 def check_is_free(folder: Path) -> None:
@@ -79,3 +110,11 @@ def _shards(tensors: Mapping[str, StoredTensor], max_shard_bytes: int) -> list[d
         shards[-1] |= layer
         size += num_bytes
     return shards
+
+
+def num_bytes_of(size: int | str) -> int:
+    """Bytes of a number, or of a text like "5GB", as Transformers takes max_shard_size."""
+    match = re.fullmatch(r"(\d+)\s*([KMG]?I?B?)", str(size).upper())
+    if match is None or match[2] not in UNITS:
+        raise CheckpointError(f"max_shard_size must be bytes, or a text as '5GB', but got {size!r}")
+    return int(match[1]) * UNITS[match[2]]

@@ -36,6 +36,12 @@ def from_pretrained(
     """
     import transformers
 
+    parallel = moe_kwargs.keys() & {"moe_group", "world_size"}
+    if parallel:
+        raise ValueError(
+            f"{', '.join(sorted(parallel))}: from_pretrained loads all experts into one process. On several, fmoefy a "
+            "model there, and fmoe_ext.checkpoint.load(folder, model) reads each rank's experts"
+        )
     folder = Path(folder)
     values, record = _read_config(folder)
     config = transformers.AutoConfig.for_model(**values)

@@ -13,16 +13,19 @@ from torch import nn
 
 from fmoe_ext.checkpoint import CheckpointError, to_huggingface
 from fmoe_ext.checkpoint.errors import together
-from fmoe_ext.checkpoint.layouts import LAYOUTS
+from fmoe_ext.checkpoint.layouts import LAYOUTS, Layout
 from fmoe_ext.checkpoint.model_state import ModelState
 from fmoe_ext.checkpoint.safetensors_file import StoredTensor
 from fmoe_ext.checkpoint.saving import Whole, gathered
 from fmoe_ext.checkpoint.shards import check_is_free, new_folder, write_model_files
+from fmoe_ext.integrations.formats import gguf
 from fmoe_ext.integrations.formats.families import FAMILIES, make_config
+from fmoe_ext.integrations.formats.gguf import write_gguf
 from fmoe_ext.integrations.formats.layers import read_layers
 from fmoe_ext.integrations.huggingface_record import take_record
 
 MAX_SHARD_BYTES = 5 * 2**30
+GGUF = "gguf"
 TOKENIZER_FILES = (
     "token*",
     "vocab*",
@@ -48,7 +51,7 @@ def export(
     model: what fmoefy or import_model() made. folder: a new or empty one; it gets config.json, generation_config.json,
     the tokenizer's files, safetensors of at most max_shard_bytes (a layer stays in one), in the dtypes of the model.
     format: a model type, "mixtral", "qwen3_moe", "qwen2_moe", "olmoe", "deepseek_v3", "gpt_oss"; docs/formats.md says
-    which models each can hold.
+    which models each can hold. "gguf": folder/model.gguf for llama.cpp, without a vocabulary.
     tokenizer: one of Transformers, or a folder that has its files.
 
     All ranks that share the experts call it; the first one writes. What is for training alone (losses, jitter, the
@@ -59,12 +62,17 @@ def export(
     folder = Path(folder)
     with together(f"export to {folder}", process_group):
         check_is_free(folder)
-        _check_tokenizer(tokenizer)
-        plan = plan_export(model, format)
+        _check_tokenizer(tokenizer, format)
+        plan = plan_export(model, _type_for_gguf(model) if format == GGUF else format)
+        if format == GGUF:
+            gguf.check_writable(plan.format, plan.config)
     with gathered(folder, model, process_group) as whole:
         if whole is not None:
             with new_folder(folder) as unfinished:
-                write_files(plan, whole, unfinished, max_shard_bytes)
+                if format == GGUF:
+                    write_gguf(unfinished / "model.gguf", plan.in_memory(whole), plan.format, plan.config)
+                else:
+                    write_files(plan, whole, unfinished, max_shard_bytes)
                 _write_tokenizer(tokenizer, unfinished)
     return folder
 
@@ -88,15 +96,19 @@ class Plan:
     left_out: frozenset[str]
 
     def convert(self, whole: Whole) -> dict[str, StoredTensor]:
-        """The tensors of the files."""
+        """The tensors of Hugging Face's files."""
         tensors = {name: t for name, t in whole.tensors.items() if name not in self.left_out}
         return to_huggingface(tensors, self.format, whole.routing)
+
+    def in_memory(self, whole: Whole) -> dict[str, StoredTensor]:
+        """All tensors under the names that they have in Transformers' modules."""
+        return to_huggingface(whole.tensors, _in_memory(self.format))
 
 
 def plan_export(model: nn.Module, format: str) -> Plan:
     """The Plan of an export; CheckpointError for what the format cannot say."""
     if format not in FAMILIES:
-        raise CheckpointError(f"format must be one of {', '.join(FAMILIES)}, but got {format!r}")
+        raise CheckpointError(f"format must be one of {', '.join(FAMILIES)} or {GGUF}, but got {format!r}")
     state = ModelState(model)
     values = values_of(state.model)
     layers = read_layers(state, format, values["num_hidden_layers"])
@@ -106,9 +118,20 @@ def plan_export(model: nn.Module, format: str) -> Plan:
         for name, value in state.tensors.items()
     }
     tied = _tied(state, config)
-    in_memory = dataclasses.replace(LAYOUTS[format], per_expert=None, block="mlp")
-    _check_names(to_huggingface(shapes, in_memory), config, state.model, tied)
+    _check_names(to_huggingface(shapes, _in_memory(format)), config, state.model, tied)
     return Plan(state.model, format, config, tied)
+
+
+def _in_memory(format: str) -> Layout:
+    """The layout of Transformers' modules, whose files have that of the format."""
+    return dataclasses.replace(LAYOUTS[format], per_expert=None, block="mlp")
+
+
+def _type_for_gguf(model: nn.Module) -> str:
+    """The model type by which a model goes into a GGUF file."""
+    source = values_of(ModelState(model).model)["model_type"]
+    fitting = [name for name, family in FAMILIES.items() if source in family.sources]
+    return fitting[0] if fitting else source
 
 
 def values_of(model: Any) -> dict[str, Any]:
@@ -164,7 +187,12 @@ def _class_of(config: Any, model: Any) -> Any:
     return found
 
 
-def _check_tokenizer(tokenizer: Any) -> None:
+def _check_tokenizer(tokenizer: Any, format: str) -> None:
+    if tokenizer is not None and format == GGUF:
+        raise CheckpointError(
+            "the file of format='gguf' has no vocabulary, so tokenizer= would be lost: export to a model type with it, "
+            "then run llama.cpp's convert_hf_to_gguf.py on the folder"
+        )
     if tokenizer is None or hasattr(tokenizer, "save_pretrained"):
         return
     if not _tokenizer_files(Path(tokenizer)):

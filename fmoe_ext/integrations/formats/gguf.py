@@ -1,0 +1,209 @@
+"""GGUF, the file of llama.cpp: Mixtral, Qwen2-MoE, Qwen3-MoE and OLMoE under its names, without a vocabulary."""
+
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fmoe_ext.checkpoint import CheckpointError
+from fmoe_ext.checkpoint.files import explained
+from fmoe_ext.checkpoint.layouts import by_rows
+from fmoe_ext.checkpoint.safetensors_file import StoredTensor
+
+DOWNLOAD = "pip install gguf"
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """An architecture of llama.cpp, whose graph fixes what a file cannot say."""
+
+    name: str
+    normalizes: bool
+    turns_pairs: bool = False  # rotary embedding of neighbours (2i, 2i + 1), not of halves
+    biases: bool = False
+
+
+ARCHITECTURES = MappingProxyType(
+    {
+        "mixtral": Architecture("llama", normalizes=True, turns_pairs=True),
+        "qwen3_moe": Architecture("qwen3moe", normalizes=True),
+        "qwen2_moe": Architecture("qwen2moe", normalizes=False, biases=True),
+        "olmoe": Architecture("olmoe", normalizes=False),
+    }
+)
+OUTSIDE = MappingProxyType(
+    {"model.embed_tokens.": "token_embd.", "model.norm.": "output_norm.", "lm_head.": "output."}
+)
+INSIDE = MappingProxyType(
+    {
+        "input_layernorm.": "attn_norm.",
+        "self_attn.q_proj.": "attn_q.",
+        "self_attn.k_proj.": "attn_k.",
+        "self_attn.v_proj.": "attn_v.",
+        "self_attn.o_proj.": "attn_output.",
+        "self_attn.q_norm.": "attn_q_norm.",
+        "self_attn.k_norm.": "attn_k_norm.",
+        "post_attention_layernorm.": "ffn_norm.",
+        "mlp.gate.": "ffn_gate_inp.",
+        "mlp.shared_expert.gate_proj.": "ffn_gate_shexp.",
+        "mlp.shared_expert.up_proj.": "ffn_up_shexp.",
+        "mlp.shared_expert.down_proj.": "ffn_down_shexp.",
+        "mlp.shared_expert_gate.": "ffn_gate_inp_shexp.",
+    }
+)
+LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
+ROTATED = re.compile(r"blk\.\d+\.attn_([qk])\.weight")
+
+
+def check_writable(format: str, config: Any) -> Architecture:
+    """The architecture of a model; CheckpointError, by name, for what llama.cpp computes otherwise."""
+    _import_gguf()
+    if format not in ARCHITECTURES:
+        raise CheckpointError(
+            f"gguf is written for {', '.join(ARCHITECTURES)}, but this model is {format}: export it as that, then run "
+            "llama.cpp's convert_hf_to_gguf.py on the folder"
+        )
+    architecture = ARCHITECTURES[format]
+    wrong = {
+        "norm_topk_prob": getattr(config, "norm_topk_prob", True) != architecture.normalizes,
+        "hidden_act": config.hidden_act != "silu",
+        "mlp_only_layers": bool(getattr(config, "mlp_only_layers", None)),
+        "clip_qkv": getattr(config, "clip_qkv", None) is not None,
+        "sliding_window": getattr(config, "sliding_window", None)
+        and getattr(config, "use_sliding_window", True),
+        "rope_parameters": config.rope_parameters.get("rope_type", "default") != "default",
+        "attention_bias": getattr(config, "attention_bias", False) and not architecture.biases,
+    }
+    for name, is_wrong in wrong.items():
+        if is_wrong:
+            raise CheckpointError(
+                f"{name}={getattr(config, name)} has no place in GGUF's {architecture.name}: llama.cpp's graph for it "
+                "computes another model"
+            )
+    return architecture
+
+
+def write_gguf(path: Path, tensors: Mapping[str, StoredTensor], format: str, config: Any) -> None:
+    """Writes a model in Transformers' names in memory to one file, a tensor at a time; float64 becomes float32.
+
+    path: a file that does not exist. Raises CheckpointError for what llama.cpp has no place for.
+    """
+    gguf = _import_gguf()
+    architecture = check_writable(format, config)
+    named = dict(_named(tensors, architecture, config))
+    writer = gguf.GGUFWriter(path, architecture.name)
+    types = {name: _type_of(name, tensor) for name, tensor in named.items()}
+    try:
+        with explained(path, sum(tensor.num_bytes for tensor in named.values())):
+            _write_facts(writer, config, architecture)
+            for name, tensor in named.items():
+                dtype = types[name]
+                num_bytes = tensor.num_bytes // tensor.dtype.itemsize * dtype.itemsize
+                kind = getattr(gguf.GGMLQuantizationType, _NAMES[dtype])
+                writer.add_tensor_info(name, tensor.shape, None, num_bytes, kind)
+            writer.write_header_to_file()
+            writer.write_kv_data_to_file()
+            writer.write_ti_data_to_file()
+            for name, tensor in named.items():
+                value = tensor.read().to(types[name]).cpu().contiguous()
+                writer.write_tensor_data(value.reshape(-1).view(torch.uint8).numpy())
+    finally:
+        with suppress(OSError):  # of buffers that a full disk did not take, which has been said
+            writer.close()
+
+
+_NAMES = MappingProxyType({torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"})
+
+
+def _type_of(name: str, tensor: StoredTensor) -> torch.dtype:
+    """What a tensor is stored as: vectors and gates in float32, as llama.cpp computes with them."""
+    if len(tensor.shape) < 2 or ".ffn_gate_inp" in name or tensor.dtype not in _NAMES:
+        return torch.float32
+    return tensor.dtype
+
+
+def _named(
+    tensors: Mapping[str, StoredTensor], architecture: Architecture, config: Any
+) -> Iterator[tuple[str, StoredTensor]]:
+    for name, tensor in tensors.items():
+        match = LAYER.fullmatch(name)
+        for new, part in _in_layer(match[2], tensor) if match else _renamed(OUTSIDE, name, tensor):
+            full = f"blk.{match[1]}.{new}" if match else new
+            rotated = ROTATED.fullmatch(full) if architecture.turns_pairs else None
+            if rotated:
+                heads = config.num_attention_heads if rotated[1] == "q" else config.num_key_value_heads
+                part = _in_pairs(part, heads)
+            yield full, part
+
+
+def _in_layer(name: str, tensor: StoredTensor) -> Iterator[tuple[str, StoredTensor]]:
+    if name == "mlp.experts.gate_up_proj":
+        num_experts, rows, d_model = tensor.shape
+        half = num_experts, rows // 2, d_model
+        yield "ffn_gate_exps.weight", by_rows(tensor, half, lambda w: w[:, : rows // 2])
+        yield "ffn_up_exps.weight", by_rows(tensor, half, lambda w: w[:, rows // 2 :])
+    elif name == "mlp.experts.down_proj":
+        yield "ffn_down_exps.weight", tensor
+    elif name == "mlp.shared_expert_gate.weight":
+        yield "ffn_gate_inp_shexp.weight", _mapped(tensor, tensor.shape[1:], lambda w: w[0])
+    else:
+        yield from _renamed(INSIDE, name, tensor)
+
+
+def _renamed(names: Mapping[str, str], name: str, tensor: StoredTensor) -> Iterator[tuple[str, StoredTensor]]:
+    for theirs, ours in names.items():
+        if name.startswith(theirs):
+            yield ours + name.removeprefix(theirs), tensor
+            return
+    raise CheckpointError(f"{name} has no name in GGUF")
+
+
+def _in_pairs(tensor: StoredTensor, heads: int) -> StoredTensor:
+    """Rows of a projection for the rotation of neighbours where they were for the rotation of halves."""
+
+    def turn(w: Tensor) -> Tensor:
+        return w.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2)
+
+    return _mapped(tensor, tensor.shape, turn)
+
+
+def _mapped(tensor: StoredTensor, shape: tuple[int, ...], function: Any) -> StoredTensor:
+    return StoredTensor(shape, tensor.dtype, lambda: function(tensor.read()))
+
+
+def _write_facts(writer: Any, config: Any, architecture: Architecture) -> None:
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    writer.add_name(config.architectures[0])
+    writer.add_vocab_size(config.vocab_size)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_key_length(head_dim)
+    writer.add_value_length(head_dim)
+    writer.add_rope_dimension_count(head_dim)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_expert_count(config.num_local_experts if architecture.name == "llama" else config.num_experts)
+    writer.add_expert_used_count(config.num_experts_per_tok)
+    if hasattr(config, "moe_intermediate_size"):
+        writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+    if hasattr(config, "shared_expert_intermediate_size"):
+        writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)
+    writer.add_tokenizer_model("no_vocab")
+
+
+def _import_gguf() -> Any:
+    try:
+        import gguf
+    except ImportError as error:
+        raise CheckpointError(f"format='gguf' needs the package gguf ({error}): {DOWNLOAD}") from error
+    return gguf
