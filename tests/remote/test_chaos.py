@@ -22,6 +22,7 @@ from fmoe_ext.remote import (
     loop,
     make_expert,
 )
+from fmoe_ext.remote.client.batch import MARGIN as MARGIN_OF_CALLS
 from fmoe_ext.remote.etcd.discovery import EtcdDiscovery
 from fmoe_ext.remote.replication.replica import Role
 from fmoe_ext.remote.replication.replicas import ReplicatedExperts, Replication
@@ -50,12 +51,15 @@ def start_server(etcd, network):
 
 
 def train(first, second, steps, optimizers=()):
-    torch.manual_seed(0)
+    """Every number that is drawn comes from here: servers of this process draw others meanwhile."""
+    generator = torch.Generator().manual_seed(0)
     head = nn.Linear(D, 1)
+    for p in head.parameters():
+        nn.init.uniform_(p, -0.25, 0.25, generator=generator)
     local = torch.optim.SGD(head.parameters(), lr=0.02)
     losses, longest = [], 0.0
     for _ in range(steps):
-        x = torch.randn(16, D)
+        x = torch.randn(16, D, generator=generator)
         begin = time.monotonic()
         loss = (head(second(first(x))) - x.sum(1, keepdim=True)).pow(2).mean()
         for optimizer in (local, *optimizers):
@@ -191,7 +195,9 @@ def test_no_call_lives_longer_than_its_deadline(serve):
         loop.run(client.close(), 5)
     network.close()
     assert failed > 0
-    assert max(seconds) < 0.6 + 1.0  # a forward and a backward, and what a busy machine adds
+    assert (
+        max(seconds) < 2 * (0.3 + MARGIN_OF_CALLS) + 0.5
+    )  # a forward and a backward, and what a busy machine adds
 
 
 def usage():

@@ -229,7 +229,7 @@ def test_host_that_swallows_everything():
         endpoint = f"127.0.0.1:{silent.getsockname()[1]}"
         settings = Settings(info_timeout=0.5, forward_timeout=0.5, patience=0)
         expert = RemoteExpert("expert.0", endpoint, Client(settings=settings))
-        with within(2), pytest.raises(RemoteError):
+        with within(2), pytest.raises(RemoteError):  # CallTimeout, not just any TimeoutError
             expert.schema()
         with within(2), pytest.raises(RemoteError):
             expert(X)

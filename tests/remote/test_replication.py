@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+import types
 
 import pytest
 import torch
@@ -16,8 +17,11 @@ from fmoe_ext.remote import (
     Server,
     Settings,
     Training,
+    discovery,
     loop,
 )
+from fmoe_ext.remote.discovery import DiscoveryError
+from fmoe_ext.remote.etcd import discovery as etcd_discovery
 from fmoe_ext.remote.etcd.discovery import EtcdDiscovery
 from fmoe_ext.remote.replication.replica import LogGap, Role
 from fmoe_ext.remote.replication.replicas import ReplicatedExperts, Replication
@@ -239,12 +243,89 @@ def test_a_follower_that_never_heard_that_it_is_one(cluster, client):
     assert state_of(follower) == state_of(leader)
 
 
-def test_clocks_that_jump_change_nothing(cluster, client, monkeypatch):
-    """Leases and deadlines go by the clock that only counts; the one on the wall may be an hour off, and jump."""
+def test_calls_that_come_again_late_leave_a_member_a_member(cluster, client):
+    """The very calls that made it one: were it not waited for any more, it could lead later without what it missed."""
+    leader, sent = cluster(), []
+    step(client)
+    follower = cluster(uids=())
+    call = follower.placement.caller.call
+
+    async def remember(endpoint, method, data, timeout):
+        sent.append((endpoint, method, data, timeout))
+        return await call(endpoint, method, data, timeout)
+
+    follower.placement.caller.call = remember
+    wait_until(lambda: role(follower) is Role.FOLLOWER and len(members(leader)) == 2, 15, "a follower")
+    (sender,) = leader.placement.replicas[UID].senders.values()
+    ready = next(s for s in sent if s[1].endswith("Ready"))
+    put, sender.put = sender.put, lambda data: _said_no()
+    loop.run(call(*ready), 10)
+    sender.put = put
+    assert sender.is_member
+    with pytest.raises(RemoteError, match="became a replica"):
+        loop.run(_join_between(leader, sender, call, next(s for s in sent if s[1].endswith("Join"))), 10)
+    assert leader.placement.replicas[UID].senders == {sender.server: sender}
+    step(client)
+    wait_until(lambda: state_of(follower) == state_of(leader), 5, "equal replicas")
+
+
+def _said_no():
+    future = asyncio.get_running_loop().create_future()
+    future.set_result(False)
+    return future
+
+
+async def _join_between(leader, sender, call, join):
+    """The call comes while its sender is made a member: known here, not yet written in the registry."""
+    replica = leader.placement.replicas[UID]
+    known, replica.members = replica.members, {leader.placement.name: leader.endpoint}
+    try:
+        return await call(*join)
+    finally:
+        replica.members = known
+
+
+@pytest.mark.parametrize("lost", ["set_members", "lead"])
+def test_an_answer_of_the_registry_that_is_lost_leaves_no_expert_without_leader(cluster, client, lost):
+    """The key says that a server leads which does not believe it: it gives the place away."""
     leader, follower = pair_up(cluster(), cluster())
-    fence, clock, begin = leader.placement.replicas[UID].fence, time.time, time.monotonic()
+    step(client)
+    one = leader if lost == "set_members" else follower
+    ask, answers = getattr(one.placement.registry, lost), []
+
+    async def lose_one(*given):
+        answers.append(await ask(*given))
+        if len(answers) == 1:
+            raise DiscoveryError("the answer was lost")
+        return answers[-1]
+
+    setattr(one.placement.registry, lost, lose_one)
+    if lost == "set_members":
+        (sender,) = leader.placement.replicas[UID].senders.values()
+        sender._die("pulled out")
+    else:
+        kill(leader)
+    begin = time.monotonic()
+    step(client)
+    assert answers
+    assert time.monotonic() - begin < 10
+    led = next(s for s in (leader, follower) if role(s) is Role.LEADER)
+    assert state_of(led)[0] == 2
+
+
+def test_clocks_that_jump_change_nothing(cluster, client, monkeypatch):
+    """Leases and deadlines go by the clock that only counts; the one on the wall may be hours off, and jump."""
+    leader, follower = pair_up(cluster(), cluster())
+    fence, begin = leader.placement.replicas[UID].fence, time.monotonic()
     for number, hours in enumerate((0, 1, -1, 24)):
-        monkeypatch.setattr(time, "time", lambda hours=hours: clock() + 3600 * hours)
+        clock = types.SimpleNamespace(
+            time=lambda hours=hours: time.time() + 3600 * hours, monotonic=time.monotonic
+        )
+        for module in (
+            discovery,
+            etcd_discovery,
+        ):  # grpc reads the clock too, and cannot be told another time
+            monkeypatch.setattr(module, "time", clock)
         step(client, number)
     assert time.monotonic() - begin < 8
     assert role(leader) is Role.LEADER and leader.placement.replicas[UID].fence == fence

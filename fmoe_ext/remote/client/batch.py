@@ -10,7 +10,7 @@ from torch.autograd.function import once_differentiable
 
 from fmoe_ext.remote import loop
 from fmoe_ext.remote.client.client import Client, Handle, Outcome
-from fmoe_ext.remote.errors import RemoteError
+from fmoe_ext.remote.errors import CallTimeout, RemoteError
 
 MARGIN = 1.0  # seconds that the loop may take beyond a deadline before its caller stops waiting for it
 
@@ -64,7 +64,7 @@ class Batch:
             client.forward(call.handle, given, timeout)
             for call, given in zip(self.calls, inputs, strict=True)
         ]
-        outcomes = self._settle(loop.run(_all(calls), timeout + MARGIN), self.failed)
+        outcomes = self._settle(_run_all(calls, timeout), self.failed)
         self.versions = [0 if outcome is None else outcome.version for outcome in outcomes]
         empty = inputs[0][0].new_empty(0) if inputs else torch.empty(0)
         return [empty.clone() if outcome is None else outcome.tensors[0] for outcome in outcomes]
@@ -80,7 +80,7 @@ class Batch:
             for n in asked
         ]
         errors: list[Exception | None] = [None] * len(asked)
-        outcomes = self._settle(loop.run(_all(calls), timeout + MARGIN), errors)
+        outcomes = self._settle(_run_all(calls, timeout), errors)
         found: list[tuple[torch.Tensor, ...] | None] = [None] * len(self.calls)
         for n, outcome, error in zip(asked, outcomes, errors, strict=True):
             self.grad_failed[n] = error
@@ -116,6 +116,15 @@ class _Calls(torch.autograd.Function):
 def _unflatten(batch: Batch, flat: Sequence[torch.Tensor]) -> list[tuple[torch.Tensor, ...]]:
     queue = iter(flat)
     return [tuple(next(queue) for _ in call.inputs) for call in batch.calls]
+
+
+def _run_all(calls: Sequence[Any], timeout: float) -> list[Any]:
+    """What became of each call, exceptions included; at the latest MARGIN after the deadline."""
+    try:
+        return loop.run(_all(calls), timeout + MARGIN)
+    except TimeoutError:  # this process is too busy to keep its own deadlines
+        late = CallTimeout(f"no call had ended {MARGIN:.3g} s after its deadline of {timeout:.3g} s")
+        return [late] * len(calls)
 
 
 async def _all(calls: Sequence[Any]) -> list[Any]:

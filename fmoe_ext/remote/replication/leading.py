@@ -136,6 +136,9 @@ class Leading:
         marks: dict[str, int] = {}
 
         def at_copy(version: int) -> None:
+            known = replica.senders.get(name)
+            if known is not None and known.is_member:
+                return  # this call is older than the one that made it a member: what it has stays
             marks.update(fence=replica.fence, last_fence=replica.last_fence, version=replica.version)
             if replica.role is Role.LEADER:
                 self._add_sender(replica, name, endpoint)
@@ -147,6 +150,8 @@ class Leading:
             )
         state = await self.owner.copy_state(uid, at_copy)
         self._led(uid)
+        if not marks:
+            raise NotLeader(f"{name} became a replica of {uid} meanwhile: ask again if it needs another copy")
         if str(marks["version"]) != state.meta["version"]:
             raise NotLeader(f"not the leader of {uid} any more: it lost updates while it was copied")
         meta = {**state.meta, "fence": str(marks["fence"]), "last_fence": str(marks["last_fence"])}
@@ -159,6 +164,8 @@ class Leading:
             sender = replica.senders.get(name)
             if sender is None or sender.is_dead:
                 raise NotLeader(f"{name} has missed updates of {uid}: it must take another copy")
+            if sender.is_member:
+                return  # the same call came twice
             sender.is_member = (
                 True  # before the registry knows, so that none is acknowledged without it after
             )

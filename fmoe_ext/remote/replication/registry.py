@@ -124,6 +124,12 @@ class Registry:
         )
         return answer.succeeded
 
+    async def abandon(self, uid: str, fence: int) -> None:
+        """Leads no more, and leaves the members as they are."""
+        await self._transact(
+            uid, [etcd.created_at(keys.leader_key(uid), fence)], [etcd.delete(keys.leader_key(uid))]
+        )
+
     async def offer(self, uid: str, version: int) -> None:
         """Says that this server has some version of an expert."""
         key = keys.candidate_key(uid, self.server)

@@ -161,6 +161,8 @@ class ReplicatedExperts:
         elif leader.server == self.name:
             if replica.role is Role.LEADER:
                 await self.leading.look_after(replica)
+            else:  # the registry's answer was lost, on the way up or down: whoever has all updates shall lead
+                await self.registry.abandon(replica.uid, fence)
         else:
             if replica.role is Role.LEADER and fence > replica.fence:
                 replica.step_down()
