@@ -73,12 +73,13 @@ class DistributedPool:
     """Processes that stay, because starting one takes seconds: run() any number of functions on all or some of them.
 
     Each run has a fresh default process group (gloo). After a failure the processes are replaced. Processes that a
-    function starts end with the pool.
+    function starts end with the pool, and its temporary files go with it.
     """
 
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size
         self._processes: list[_Process] = []
+        self._folder: tempfile.TemporaryDirectory[str] | None = None  # where the processes have temporary files
 
     def __enter__(self) -> "DistributedPool":
         return self
@@ -95,7 +96,8 @@ class DistributedPool:
             f"{world_size} ranks, but the pool has {self.world_size} processes"
         )
         if not self._processes:
-            self._processes = [_start() for _ in range(self.world_size)]
+            self._folder = tempfile.TemporaryDirectory(prefix="ranks-", ignore_cleanup_errors=True)
+            self._processes = [_start(self._folder.name) for _ in range(self.world_size)]
             for process in self._processes:
                 process.connection.recv()  # it is ready: the time to import torch does not count
         ranks = self._processes[:world_size]
@@ -124,6 +126,8 @@ class DistributedPool:
         for process in self._processes:
             process.kill()
         self._processes = []
+        if self._folder is not None:
+            self._folder.cleanup()
 
 
 @dataclass(frozen=True)
@@ -141,10 +145,10 @@ class _Process:
         self.connection.close()
 
 
-def _start() -> _Process:
+def _start(folder: str) -> _Process:
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
-    handle = context.Process(target=_serve, args=(theirs,), daemon=True)
+    handle = context.Process(target=_serve, args=(theirs, folder), daemon=True)
     handle.start()
     theirs.close()
     return _Process(handle, ours)
@@ -172,8 +176,9 @@ def _collect(ranks: Sequence[_Process], deadline: float) -> dict[int, tuple[bool
     return outcomes
 
 
-def _serve(connection: Connection) -> None:
+def _serve(connection: Connection, folder: str) -> None:
     os.setpgid(0, 0)
+    tempfile.tempdir = os.environ["TMPDIR"] = folder
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle: it ends this process
     threading.Thread(target=_end_with_parent, daemon=True).start()
     torch.set_num_threads(1)

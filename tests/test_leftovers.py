@@ -1,4 +1,4 @@
-"""tests/leftovers.py itself: a run that leaves something behind says so, and fails where it is a process."""
+"""tests/leftovers.py itself: a run that leaves something behind says so and fails."""
 
 import subprocess
 import sys
@@ -29,7 +29,7 @@ def test_leaves_nothing():
     ("content", "code", "text"),
     [
         (LEAVES_A_PROCESS, 1, "left behind by the tests: process "),
-        (LEAVES_A_FILE, 0, "left behind by the tests: file "),
+        (LEAVES_A_FILE, 1, "left behind by the tests: file "),
         (LEAVES_NOTHING, 0, None),
     ],
 )
@@ -49,7 +49,7 @@ def test_a_run_says_what_it_left_behind(tmp_path, monkeypatch, content, code, te
     assert ("left behind" in done.stdout) == (text is not None) and (text or "") in done.stdout
     marked = [path for path in tmp_path.iterdir() if path.name.startswith("fmoe-")]
     assert not marked, "the folder of the run is gone with what was in it"
-    if code:
+    if content is LEAVES_A_PROCESS:
         state = subprocess.run(
             ["ps", "-o", "stat=", "-p", (tmp_path / "pid").read_text()], capture_output=True, text=True
         ).stdout.strip()
