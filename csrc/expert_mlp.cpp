@@ -63,7 +63,7 @@ class Forward {
       const Segment& segment = *jobs[job].segment;
       const char* w1 = args_.row_of(args_.w1, segment.expert * F, D);
       const int64_t first_row = segment.begin - chunk.begin;
-      multiply_weight_columns(
+      rows_by_weight(
           kernels_, jobs[job], {x_rows_.at(first_row), x_stride_, x_rows_.bytes}, D,
           [&](int64_t p, const void** pointers) {
             if (gated_)
@@ -106,7 +106,7 @@ class Forward {
     for_each_job(jobs.size(), [&](int64_t job) {
       const Segment& segment = *jobs[job].segment;
       const char* w2 = args_.row_of(args_.w2, segment.expert * D, H);
-      multiply_weight_columns(
+      rows_by_weight(
           kernels_, jobs[job], {a_rows_.at(segment.begin - chunk.begin), a_stride_, a_rows_.bytes}, H,
           [&](int64_t p, const void** pointers) {
             weight_columns(kernels_, w2, D, H, p * kernels_.nr, pointers);

@@ -209,7 +209,7 @@ class Backward {
     const int64_t D = args_.D, H = args_.H, F = args_.F;
     const Segment& segment = *job.segment;
     const char* w2 = args_.row_of(args_.w2, segment.expert * D, H);
-    multiply_weight_rows(
+    rows_by_weight_transposed(
         kernels_, job, rows_of(do_rows_, chunk, segment), D, w2, H,
         [&](int64_t p, const void* tile, int64_t row, int64_t m) {
           const int64_t column = p * kernels_.nr, row_of_chunk = segment.begin - chunk.begin + row;
@@ -285,14 +285,14 @@ class Backward {
     const int64_t D = args_.D, F = args_.F;
     const Segment& segment = *job.segment;
     const char* w1 = args_.row_of(args_.w1, segment.expert * F, D);
-    multiply_weight_rows(kernels_, job, rows_of(dh_rows_, chunk, segment), F, w1, D,
-                         [&](int64_t p, const void* tile, int64_t row, int64_t m) {
-                           const int64_t column = p * kernels_.nr;
-                           kernels_.store(tile, m, std::min(kernels_.nr, D - column), nullptr, nullptr,
-                                          mutable_bytes_of(dx_rows_) +
-                                              ((segment.begin + row) * D + column) * kernels_.storage_bytes,
-                                          D);
-                         });
+    rows_by_weight_transposed(
+        kernels_, job, rows_of(dh_rows_, chunk, segment), F, w1, D,
+        [&](int64_t p, const void* tile, int64_t row, int64_t m) {
+          const int64_t column = p * kernels_.nr;
+          kernels_.store(
+              tile, m, std::min(kernels_.nr, D - column), nullptr, nullptr,
+              mutable_bytes_of(dx_rows_) + ((segment.begin + row) * D + column) * kernels_.storage_bytes, D);
+        });
   }
 
   void dw1_job(const Chunk& chunk, const Job& job) {  // dW1 = dH^T X

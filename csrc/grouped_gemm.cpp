@@ -47,7 +47,7 @@ Tensor grouped_gemm_cpu(Tensor x_, Tensor weight_, Tensor offs_, std::optional<T
       const Segment& segment = *jobs[job].segment;
       const RowMajor a{block.at(segment.begin - chunk.begin), stride, block.bytes};
       const char* w = bytes_of(weight) + segment.expert * N * D * kernels.storage_bytes;
-      multiply_weight_columns(
+      rows_by_weight(
           kernels, jobs[job], a, D,
           [&](int64_t p, const void** pointers) {
             weight_columns(kernels, w, N, D, p * kernels.nr, pointers);
@@ -148,13 +148,13 @@ class Backward {
   void input_job(const Chunk& chunk, const Job& job) {  // dX = dY W
     const Segment& segment = *job.segment;
     const char* w = bytes_of(weight_) + segment.expert * N * D * kernels_.storage_bytes;
-    multiply_weight_rows(kernels_, job, rows_of(chunk, segment), N, w, D,
-                         [&](int64_t p, const void* tile, int64_t row, int64_t m) {
-                           const int64_t column = p * kernels_.nr,
-                                         corner = (segment.begin + row) * D + column;
-                           kernels_.store(tile, m, std::min(kernels_.nr, D - column), nullptr, nullptr,
-                                          mutable_bytes_of(dx) + corner * kernels_.storage_bytes, D);
-                         });
+    rows_by_weight_transposed(kernels_, job, rows_of(chunk, segment), N, w, D,
+                              [&](int64_t p, const void* tile, int64_t row, int64_t m) {
+                                const int64_t column = p * kernels_.nr,
+                                              corner = (segment.begin + row) * D + column;
+                                kernels_.store(tile, m, std::min(kernels_.nr, D - column), nullptr, nullptr,
+                                               mutable_bytes_of(dx) + corner * kernels_.storage_bytes, D);
+                              });
   }
 
   void weight_job(const Chunk& chunk, const Job& job) {  // dW = dY^T X

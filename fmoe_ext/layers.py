@@ -21,8 +21,9 @@ from fmoe_ext.ep.wrappers import check_wrappers
 from fmoe_ext.expert_kinds import ExpertKind, OwnExpertFn, Separate, SeparateExperts, kind_of
 from fmoe_ext.experts import SharedExperts
 from fmoe_ext.gates import BaseGate, NaiveGate, OneRank, find_gate
+from fmoe_ext.masking import drop_masked, fill_masked
 from fmoe_ext.recompute import Forward, Forwards, Repeat, forward_is, is_counted, is_repeated
-from fmoe_ext.routing import ExpertInput, Nest, leaves_of, map_structure
+from fmoe_ext.routing import ExpertInput, Nest, leaves_of
 from fmoe_ext.tokens import Batch, batch_is, current_batch, is_inside_a_block, with_valid
 
 if TYPE_CHECKING:
@@ -194,10 +195,11 @@ class FMoE(nn.Module):
                 return self._forward_real(moe_inp, repeated.batch, repeated)
         batch = current_batch() if valid is None else with_valid(current_batch(), valid)
         batch.check(num_tokens)
-        forward = self._forwards.begin(moe_inp, batch)
+        may_be_repeated = self.training or torch.is_grad_enabled()
+        forward = self._forwards.begin(moe_inp, batch) if may_be_repeated else None
         with batch_is(batch), forward_is(forward):
             out = self._forward_real(moe_inp, batch, forward)
-        if is_counted():
+        if forward is not None and is_counted():
             self._forwards.keep(forward, out, self.training)
         return out
 
@@ -221,7 +223,7 @@ class FMoE(nn.Module):
         for chunk in dispatched.chunks:
             chunk.give_back(self._compute(experts, chunk.receive()))
         # 4. Results come back to their tokens and are summed; a masked token gets its own.
-        out = self._fill_masked(combine(dispatched), topk_weights, mask)
+        out = fill_masked(combine(dispatched), topk_weights, mask, self.mask_dict)
         return out if beside is None else out + beside
 
     def _experts_of_step(self) -> ExpertKind:
@@ -300,7 +302,7 @@ class FMoE(nn.Module):
         if self.renormalize:
             topk_weights = _renormalize(topk_idx, topk_weights)
         if mask is not None and self.mask_dict is not None:
-            topk_idx = _drop_masked(topk_idx, mask)
+            topk_idx = drop_masked(topk_idx, mask)
         return topk_idx, topk_weights
 
     def _call_gate(self, moe_inp: Nest, this: Forward | None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -318,12 +320,6 @@ class FMoE(nn.Module):
         finally:
             gate.tape = tape
         return this.kept.long(), topk_weights
-
-    def _fill_masked(self, out: Nest, topk_weights: torch.Tensor, mask: torch.Tensor | None) -> Nest:
-        fillings = self.mask_dict
-        if mask is None or fillings is None:
-            return out
-        return map_structure(lambda leaf: _fill(leaf, topk_weights, mask, fillings), out)
 
 
 def _count_tokens(moe_inp: Nest) -> int:
@@ -349,32 +345,6 @@ def _unknown_keywords(cls: type, unknown: Iterable[str]) -> str:
         close = difflib.get_close_matches(keyword, names, n=1)
         texts.append(f"{keyword!r}{f' (did you mean {close[0]!r}?)' if close else ''}")
     return f"{cls.__name__} has no argument {', '.join(texts)}"
-
-
-def _drop_masked(topk_idx: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    if mask.numel() != topk_idx.shape[0]:
-        raise ValueError(
-            f"mask must have one entry for each of the {topk_idx.shape[0]} tokens, "
-            f"but got shape {list(mask.shape)}"
-        )
-    return torch.where(_of_rows(mask, topk_idx) != 0, -1, topk_idx)
-
-
-def _fill(
-    out: torch.Tensor, topk_weights: torch.Tensor, mask: torch.Tensor, mask_dict: Mapping[int, Any]
-) -> torch.Tensor:
-    of_rows = _of_rows(mask, out)
-    for value, filling in mask_dict.items():
-        filling = torch.as_tensor(filling, device=out.device).to(topk_weights.dtype)
-        filling = filling.expand(topk_weights.shape[1], *out.shape[1:])  # [K, *]
-        weighted = torch.tensordot(topk_weights, filling, dims=1).to(out.dtype)  # [T, *]
-        out = torch.where(of_rows == value, weighted, out)
-    return out
-
-
-def _of_rows(mask: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """mask [T, 1, ...], shaped to select rows of [T, *]."""
-    return mask.to(rows.device).reshape(-1, *(1 for _ in rows.shape[1:]))
 
 
 def _renormalize(topk_idx: torch.Tensor, topk_weights: torch.Tensor) -> torch.Tensor:

@@ -83,7 +83,7 @@ def current_forward() -> Forward | None:
 
 
 @contextmanager
-def forward_is(forward: Forward) -> Iterator[None]:
+def forward_is(forward: Forward | None) -> Iterator[None]:
     """current_forward() inside the block."""
     token = _forward.set(forward)
     try:

@@ -79,7 +79,9 @@ class DistributedPool:
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size
         self._processes: list[_Process] = []
-        self._folder: tempfile.TemporaryDirectory[str] | None = None  # where the processes have temporary files
+        self._folder: tempfile.TemporaryDirectory[str] | None = (
+            None  # where the processes have temporary files
+        )
 
     def __enter__(self) -> "DistributedPool":
         return self

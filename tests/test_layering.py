@@ -22,6 +22,7 @@ LEVELS = {
     "cpu": 2,
     "routing": 2,
     "linear": 2,
+    "masking": 3,
     "tokens": 2,
     "recompute": 2,
     "optimizer_steps": 2,

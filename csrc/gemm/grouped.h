@@ -250,8 +250,8 @@ inline bool is_few(const Kernels& kernels, int64_t rows) {
 // weight rows of a panel (null is zero), epilogue(panel, tile, row, m) takes each tile. `a` starts at the
 // segment's first row; row counts from there.
 template <class Columns, class Epilogue>
-void multiply_weight_columns(const Kernels& kernels, const Job& job, const RowMajor& a, int64_t depth,
-                             const Columns& columns, const Epilogue& epilogue) {
+void rows_by_weight(const Kernels& kernels, const Job& job, const RowMajor& a, int64_t depth,
+                    const Columns& columns, const Epilogue& epilogue) {
   alignas(64) char tile[kTileBytes];
   const void* pointers[kMaxPanelLanes];
   const int64_t rows = job.segment->rows();
@@ -274,8 +274,8 @@ void multiply_weight_columns(const Kernels& kernels, const Job& job, const RowMa
 
 // The same for the product with weight [depth, num_columns] itself, contiguous.
 template <class Epilogue>
-void multiply_weight_rows(const Kernels& kernels, const Job& job, const RowMajor& a, int64_t depth,
-                          const char* weight, int64_t num_columns, const Epilogue& epilogue) {
+void rows_by_weight_transposed(const Kernels& kernels, const Job& job, const RowMajor& a, int64_t depth,
+                               const char* weight, int64_t num_columns, const Epilogue& epilogue) {
   const int64_t rows = job.segment->rows(), nr = kernels.nr;
   if (is_few(kernels, rows)) {
     const int64_t column = job.begin * nr, tile_bytes = rows * nr * kernels.acc_bytes;

@@ -91,9 +91,8 @@ class BaseGate(nn.Module):
         self.tot_expert = num_expert * world_size
         self.loss: torch.Tensor | None = None
         self._loss_lacks_gradient = False
-        self.tape: Any = (
-            None  # what RoutingReplay puts here while it records or plays, and FMoE while it repeats
-        )
+        # what RoutingReplay puts here while it records or plays, and FMoE while it repeats a forward
+        self.tape: Any = None
         self._selected: torch.Tensor | None = None
 
     def forward(self, x: Any) -> Any:
