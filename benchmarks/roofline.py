@@ -87,8 +87,17 @@ KERNELS = {
     "B1 grad_hidden": Kernel(128, 128, 6500, True, shared=128),
     "B2 grad_weight of w2": Kernel(128, 256, 2900, False),
     "B3 grad_input": Kernel(128, 192, 2200, True, shared=192),
-    "B5 grad_weight of w1": Kernel(128, 256, 2900, False, shared=128),  # x, along n, is gathered
+    "B5 grad_weight of w1": Kernel(256, 128, 2900, False),  # x, along n, is gathered
 }
+WIDE = Kernel(128, 256, 2900, False)  # F2 and B3 at long k
+
+
+def is_wide(name, columns, steps):
+    """cuda/select.h, wide_tiles_pay"""
+    wide, narrow = (math.ceil(columns / width) for width in (256, 192))
+    return (
+        name in ("F2 rows_by_weight", "B3 grad_input") and wide * (steps * 1130 + 2900) < narrow * steps * 980
+    )
 
 
 @dataclass(frozen=True)
@@ -102,6 +111,7 @@ class Work:
     padding: float = 1  # FLOPs of whole tiles over those of the rows and columns that exist
     steps: float = 0  # blocks of 64 k of a tile
     pairs: bool = False
+    kernel: Kernel | None = None  # where there are tiles
 
     def seconds(self, ceilings):
         return max(self.flops / ceilings.flops, self.bytes / ceilings.bandwidth)
@@ -113,9 +123,9 @@ class Work:
     def bounds(self, ceilings):
         """Seconds by what binds: tensor cores and L2, both with whole waves and exposed epilogues, and memory."""
         memory = self.bytes / ceilings.bandwidth
-        if not self.tiles:
+        kernel = self.kernel
+        if kernel is None:
             return {"memory": memory}
-        kernel = KERNELS[self.name]
         clock = ceilings.flops / NUM_SMS / FLOPS_A_CYCLE  # that at which the ceiling was measured
         products = self.steps * kernel.height * kernel.width * 64 * 2 / FLOPS_A_CYCLE / MAIN_LOOP
         l2 = self.steps * kernel.l2_bytes_a_step(self.pairs) * NUM_SMS * clock / L2_BANDWIDTH
@@ -139,25 +149,30 @@ def expected_blocks(mean, size):
 
 def product(name, shape, rows, depth, columns, byte_count):
     """A product of the rows of every expert."""
-    kernel, mean = KERNELS[name], rows / shape.E
+    mean, steps = rows / shape.E, math.ceil(depth / 64)
     pairs = mean >= PAIRS_FROM
+    kernel = WIDE if pairs and is_wide(name, columns, steps) else KERNELS[name]
     height = expected_blocks(mean, kernel.height * (1 + pairs)) * (1 + pairs)
     width = math.ceil(columns / kernel.width)
     padding = shape.E * height * kernel.height / rows * width * kernel.width / columns
     flops = 2 * rows * depth * columns
-    return Work(name, flops, byte_count, shape.E * height * width, padding, math.ceil(depth / 64), pairs)
+    return Work(name, flops, byte_count, shape.E * height * width, padding, steps, pairs, kernel)
 
 
 def weight_product(name, shape, rows, m, n, byte_count):
-    """The gradient of a weight: tiles of 128 x 256 of [m, n] for each expert, rows in steps of 64."""
-    height, width = math.ceil(m / 128), math.ceil(n / 256)
-    along = width if name.startswith("B5") else height  # the tiles that pairs do not share
-    pairs = along > 1
-    if pairs and along % 2:
-        height, width = (height, width + 1) if name.startswith("B5") else (height + 1, width)
+    """The gradient of a weight: tiles of [m, n] for each expert, rows in steps of 64."""
+    kernel = KERNELS[name]
+    height, width = math.ceil(m / kernel.height), math.ceil(n / kernel.width)
+    along_n = kernel.width < kernel.height  # the operand that is gathered, and not shared by pairs
+    pairs = (width if along_n else height) > 1
+    if pairs and along_n:
+        width += width % 2
+    elif pairs:
+        height += height % 2
     steps = expected_blocks(rows / shape.E, 64)
-    padding = height * 128 / m * width * 256 / n * steps * 64 * shape.E / rows
-    return Work(name, 2 * rows * m * n, byte_count, shape.E * height * width, padding, steps, pairs)
+    padding = height * kernel.height / m * width * kernel.width / n * steps * 64 * shape.E / rows
+    tiles = shape.E * height * width
+    return Work(name, 2 * rows * m * n, byte_count, tiles, padding, steps, pairs, kernel)
 
 
 def kernels(shape, T):

@@ -127,9 +127,10 @@ void launch_activation_backward(Dtype, CurveKind, bool gated, const void* grad, 
 // the portable path.
 constexpr int64_t kMaxHopperRows = INT32_MAX - 256;  // tiles are counted in 32 bits
 struct Grid {
-  int num_blocks;       // the number of SMs; any positive number is right
-  int cluster = 1;      // 2: pairs of blocks share an operand's tile
-  int tile_rows = 128;  // or 64 (rows_by_weight, grad_input)
+  int num_blocks;   // the number of SMs; any positive number is right
+  int cluster = 1;  // 2: pairs of blocks share an operand's tile
+  // of a tile of rows_by_weight and grad_input: 128 x 192, 64 x 192 or 128 x 256; other kernels have one size
+  int tile_rows = 128, tile_columns = 192;
 };
 
 // sm90_up.cu: h [R, F] = x_rows w1^T + b1, with w1 [E, F, D] (F = 2 H when gated), and a [R, H] as
@@ -154,7 +155,7 @@ void launch_sum_dots(Dtype, const ActivationRows&, const float* dots, int64_t nu
                      const void* b2, int64_t D, float* dscale, LaunchStream);
 // sm90_grad_weight.cu: what launch_rows_by_rows writes. At most one of a and b has an index; both widths are
 // multiples of 8. order, of launch_heaviest_first, is the one in which the experts are taken.
-constexpr int kWeightTileM = 128, kWeightTileN = 256;
+constexpr int kWeightTileGathered = 128;  // columns in a tile of the operand that has, or may have, an index
 void launch_grad_weight_sm90(Dtype, const GroupedRows& a, const GroupedRows& b, const int* offs,
                              const int* order, int num_experts, int64_t num_rows, const WeightGrad& out,
                              const Grid&, LaunchStream);

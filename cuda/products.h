@@ -54,7 +54,7 @@ class Products {
   // out = scale (rows weight^T + bias), weight [E, N, K]
   void rows_by_weight(const Tensor& rows, const Tensor& weight, const std::optional<Tensor>& bias,
                       const RowScale& scale, const Tensor& out) const {
-    if (const Entry* entry = select(Product::rows_by_weight))
+    if (const Entry* entry = select(Product::rows_by_weight, weight.size(1), weight.size(2)))
       launch_rows_by_weight_sm90(dtype(), data(rows), offs_, data(weight), num_rows_, num_experts_,
                                  narrow(weight.size(1)), narrow(weight.size(2)), data(bias), scale, data(out),
                                  grid(entry), stream_);
@@ -94,7 +94,7 @@ class Products {
                           main_grad.has_value()};
     Task task = task_of(Product::grad_weight);
     task.matrices.push_back(grad.data);
-    task.shared_tiles = b.index ? (b.width - 1) / kWeightTileN + 1 : (a.width - 1) / kWeightTileM + 1;
+    task.shared_tiles = ((b.index ? b : a).width - 1) / kWeightTileGathered + 1;
     if (const Entry* entry = fmoe_ext::select(task))
       launch_grad_weight_sm90(dtype(), a, b, offs_, heaviest_first(), num_experts_, num_rows_, grad,
                               grid(entry), stream_);
@@ -104,7 +104,7 @@ class Products {
 
   // out = rows weight, weight [E, N, K]
   void grad_input(const GroupedRows& rows, const Tensor& weight, const Tensor& out) const {
-    if (const Entry* entry = select(Product::grad_input))
+    if (const Entry* entry = select(Product::grad_input, weight.size(2), weight.size(1)))
       launch_grad_input_sm90(dtype(), rows.data, offs_, data(weight), num_rows_, num_experts_,
                              narrow(weight.size(2)), narrow(weight.size(1)), data(out), grid(entry), stream_);
     else
@@ -123,7 +123,11 @@ class Products {
     task.product = product;
     return task;
   }
-  const Entry* select(Product product) const { return fmoe_ext::select(task_of(product)); }
+  const Entry* select(Product product, int64_t N = 0, int64_t K = 0) const {
+    Task task = task_of(product);
+    task.N = N, task.K = K;
+    return fmoe_ext::select(task);
+  }
   Grid grid(const Entry* entry) const { return grid_of(*entry, num_sms_); }
   Dtype dtype() const { return task_.dtype; }
   const int* heaviest_first() {

@@ -31,6 +31,7 @@ struct Task {
   int64_t num_rows;
   int num_experts;
   int64_t shared_tiles = 0;  // of a weight gradient: tiles along the operand that pairs do not share
+  int64_t N = 0, K = 0;      // of rows_by_weight and grad_input: columns of the result, and terms of each sum
 };
 
 // Beyond what an entry needs, when it is the best of those that could. Pairs gain up to a third of the loads
@@ -48,6 +49,16 @@ inline bool pairs_fit(const Task& task) {
   return task.shared_tiles % 2 == 0 || task.shared_tiles >= kManyWeightTiles;
 }
 
+// Tiles of 128 x 256, many steps of k. Cycles of a tile, in pairs, bound by L2 (docs/kernels.md): a step of
+// 64 k takes 1,130, or 980 where it is 192 columns wide; only there the results are stored beside other
+// products.
+inline bool wide_tiles_pay(const Task& task) {
+  constexpr int64_t kWideStep = 1130, kStep = 980, kWideStore = 2900;
+  const auto tiles = [&](int64_t columns) { return (task.N + columns - 1) / columns; };
+  const int64_t steps = (task.K + 63) / 64;
+  return rows_from<256>(task) && tiles(256) * (steps * kWideStep + kWideStore) < tiles(192) * steps * kStep;
+}
+
 struct Entry {
   const char* name;  // stable: what a GPU has proved is kept by it
   Product product;
@@ -55,23 +66,25 @@ struct Entry {
   bool is_16_bit;
   int divisor;    // of every size
   int alignment;  // of every matrix, in bytes
-  int cluster, tile_rows;
+  int cluster, tile_rows, tile_columns;
   Preference prefers;
 };
 inline constexpr Entry kEntries[] = {
-    // name, product, sm, 16 bit, sizes, bytes, cluster, rows of a tile, best for
-    {"up.128x256.pairs", Product::up, 90, true, 8, 16, 2, 128, rows_from<256>},
-    {"up.128x256", Product::up, 90, true, 8, 16, 1, 128, always},
-    {"rows_by_weight.128x192.pairs", Product::rows_by_weight, 90, true, 8, 16, 2, 128, rows_from<256>},
-    {"rows_by_weight.128x192", Product::rows_by_weight, 90, true, 8, 16, 1, 128, rows_from<48>},
-    {"rows_by_weight.64x192", Product::rows_by_weight, 90, true, 8, 16, 1, 64, always},
-    {"grad_hidden.128x128.pairs", Product::grad_hidden, 90, true, 8, 16, 2, 128, rows_from<256>},
-    {"grad_hidden.128x128", Product::grad_hidden, 90, true, 8, 16, 1, 128, always},
-    {"grad_input.128x192.pairs", Product::grad_input, 90, true, 8, 16, 2, 128, rows_from<256>},
-    {"grad_input.128x192", Product::grad_input, 90, true, 8, 16, 1, 128, rows_from<48>},
-    {"grad_input.64x192", Product::grad_input, 90, true, 8, 16, 1, 64, always},
-    {"grad_weight.128x256.pairs", Product::grad_weight, 90, true, 8, 16, 2, 128, pairs_fit},
-    {"grad_weight.128x256", Product::grad_weight, 90, true, 8, 16, 1, 128, always},
+    // name, product, sm, 16 bit, sizes, bytes, cluster, rows and columns of a tile, best for
+    {"up.128x256.pairs", Product::up, 90, true, 8, 16, 2, 128, 256, rows_from<256>},
+    {"up.128x256", Product::up, 90, true, 8, 16, 1, 128, 256, always},
+    {"rows_by_weight.128x256.pairs", Product::rows_by_weight, 90, true, 8, 16, 2, 128, 256, wide_tiles_pay},
+    {"rows_by_weight.128x192.pairs", Product::rows_by_weight, 90, true, 8, 16, 2, 128, 192, rows_from<256>},
+    {"rows_by_weight.128x192", Product::rows_by_weight, 90, true, 8, 16, 1, 128, 192, rows_from<48>},
+    {"rows_by_weight.64x192", Product::rows_by_weight, 90, true, 8, 16, 1, 64, 192, always},
+    {"grad_hidden.128x128.pairs", Product::grad_hidden, 90, true, 8, 16, 2, 128, 128, rows_from<256>},
+    {"grad_hidden.128x128", Product::grad_hidden, 90, true, 8, 16, 1, 128, 128, always},
+    {"grad_input.128x256.pairs", Product::grad_input, 90, true, 8, 16, 2, 128, 256, wide_tiles_pay},
+    {"grad_input.128x192.pairs", Product::grad_input, 90, true, 8, 16, 2, 128, 192, rows_from<256>},
+    {"grad_input.128x192", Product::grad_input, 90, true, 8, 16, 1, 128, 192, rows_from<48>},
+    {"grad_input.64x192", Product::grad_input, 90, true, 8, 16, 1, 64, 192, always},
+    {"grad_weight.128x256.pairs", Product::grad_weight, 90, true, 8, 16, 2, 128, 256, pairs_fit},
+    {"grad_weight.128x256", Product::grad_weight, 90, true, 8, 16, 1, 128, 256, always},
 };
 inline constexpr int kNumEntries = static_cast<int>(sizeof kEntries / sizeof *kEntries);
 static_assert(kNumEntries <= 64);
@@ -121,7 +134,8 @@ inline const Entry* select(const Task& task) {
 // its registers and shared memory, and a block that has to wait for an SM begins its whole share late.
 inline std::atomic<int> sm_margin{0};
 inline Grid grid_of(const Entry& entry, int num_sms) {
-  return {std::max(num_sms - sm_margin.load(std::memory_order_relaxed), 1), entry.cluster, entry.tile_rows};
+  return {std::max(num_sms - sm_margin.load(std::memory_order_relaxed), 1), entry.cluster, entry.tile_rows,
+          entry.tile_columns};
 }
 
 }  // namespace fmoe_ext

@@ -130,11 +130,12 @@ __device__ __forceinline__ void gather_rows(R& ring, const RowTiles<R::kM>& tile
 }
 constexpr int kGatherArrivals = 128 + 1;  // on a full barrier
 
-// ---- products by two warpgroups on one tile, 64 rows each; one without rows leaves the tensor cores to the
-// other
-template <class T, bool kAlongM, bool kAlongN, class R>
-__device__ __forceinline__ void multiply(R& ring, float (&acc)[R::kN / 2], int group, bool has_rows,
+// ---- products by two warpgroups on one tile, half of its rows each, in kHalves times 64; one without rows
+// leaves the tensor cores to the other. kGathered: a part of the operands comes by cp.async.
+template <class T, bool kAlongM, bool kAlongN, bool kGathered, class R, int kHalves>
+__device__ __forceinline__ void multiply(R& ring, float (&acc)[kHalves][R::kN / 2], int group, bool has_rows,
                                          int steps, const Cluster& cluster, uint32_t& count) {
+  static_assert(R::kM == kHalves * 128);
   if (!has_rows) {
     ring.pass_by(steps, count, cluster);
     // Nobody waits for a later phase of a barrier before those who release are there.
@@ -147,21 +148,25 @@ __device__ __forceinline__ void multiply(R& ring, float (&acc)[R::kN / 2], int g
   const bool releases = cluster.releases();
   for (int k = 0; k < steps; ++k, ++count) {
     ring.wait_full(count);
-    ptx::fence_proxy_async();  // cp.async writes through the generic proxy
+    if (kGathered) ptx::fence_proxy_async();  // cp.async writes through the generic proxy
     const int stage = ring.stage_of(count);
-    const uint64_t da = descriptor<kAlongM>(ptx::shared_address(ring.a[stage])) + group * kDescriptor64,
+    const uint64_t da = descriptor<kAlongM>(ptx::shared_address(ring.a[stage])) +
+                        group * (kHalves * kDescriptor64),
                    db = descriptor<kAlongN>(ptx::shared_address(ring.b[stage]));
     ptx::wgmma_fence();
 #pragma unroll
     for (int kk = 0; kk < kBlockColumns / 16; ++kk)
-      ptx::wgmma<T, kAlongM, kAlongN>(acc, da + kk * kDescriptorK16<kAlongM>,
-                                      db + kk * kDescriptorK16<kAlongN>, (k | kk) != 0);
+#pragma unroll
+      for (int half = 0; half < kHalves; ++half)
+        ptx::wgmma<T, kAlongM, kAlongN>(acc[half], da + kk * kDescriptorK16<kAlongM> + half * kDescriptor64,
+                                        db + kk * kDescriptorK16<kAlongN>, (k | kk) != 0);
     ptx::wgmma_commit();
     ptx::wgmma_wait<1>();
     if (k && releases) ring.release(count - 1);
   }
   ptx::wgmma_wait<0>();
-  ptx::fence_accumulators(acc);
+#pragma unroll
+  for (int half = 0; half < kHalves; ++half) ptx::fence_accumulators(acc[half]);
   if (releases) ring.release(count - 1);
 }
 

@@ -1,23 +1,24 @@
-// B2 and B5: the gradient of a weight on Hopper, out[e] = sum over the rows of expert e of a^T b, by tiles of
-// 128 x 256. Rows are k, so both operands run along m and n. One of them may be picked through an index: the
-// producer warpgroup gathers it by cp.async; the other comes by TMA, but for the last rows of an expert,
-// which cp.async fills up with zeros: nothing of the next expert's rows, a NaN say, reaches this one. The
-// blocks of a cluster share the tile that comes by TMA: theirs follow one another along the gathered operand.
+// B2 and B5: the gradient of a weight on Hopper, out[e] = sum over the rows of expert e of a^T b. Rows are k,
+// so both operands run along m and n. One of them may be picked through an index: the producer warpgroup
+// gathers it by cp.async; the other comes by TMA, but for the last rows of an expert, which cp.async fills up
+// with zeros: nothing of the next expert's rows, a NaN say, reaches this one. The blocks of a cluster share
+// the tile that comes by TMA, which is the wide one: tiles are 128 x 256 where a is gathered and 256 x 128
+// where b is, and those of a cluster follow one another along the gathered operand.
 #include "sm90_host.cuh"
 
 namespace fmoe_ext {
 namespace {
 
-constexpr int kM = kWeightTileM, kN = kWeightTileN;
+constexpr int kGathered = kWeightTileGathered, kPlain = 2 * kGathered;  // columns of a tile
 constexpr int kStagedColumns = 128;
 
-template <class T>
+template <class T, bool kGatherA>
 struct alignas(1024) Shared {
-  Ring<T, kM, kN> ring;
+  Ring<T, kGatherA ? kGathered : kPlain, kGatherA ? kPlain : kGathered> ring;
   alignas(1024) T c[2][64 * kStagedColumns];
 };
 template <class T>
-constexpr size_t kSharedBytes = sizeof(Shared<T>) + kSharedAlignment;
+constexpr size_t kSharedBytes = sizeof(Shared<T, true>) + kSharedAlignment;
 static_assert(kSharedBytes<__half> <= kMaxSharedBytes);
 
 struct WeightTile {
@@ -38,14 +39,14 @@ struct GradWeight {
   __device__ int num_tiles() const { return num_experts * tiles_m * tiles_n; }  // of a cluster
   // The experts as `order` has them: those with most rows, whose tiles take longest, first. Their tiles as
   // RowTiles: tiles of m in groups that go through all tiles of n together.
-  template <bool kPairsAlongM>
+  template <bool kGatherA>
   __device__ __forceinline__ WeightTile at(int index) const {
-    const int height_m = kPairsAlongM ? kM << cluster.pairs : kM,
-              width_n = kPairsAlongM ? kN : kN << cluster.pairs;
+    const int pair = kGathered << cluster.pairs, height_m = kGatherA ? pair : kPlain,
+              width_n = kGatherA ? kPlain : pair, second = cluster.rank() * kGathered;
     const int per_expert = tiles_m * tiles_n, expert = order[index / per_expert];
     const auto place = tile_place(index % per_expert, tiles_m, tiles_n, kGroupRows / height_m);
     const int m = place.row * height_m, n = place.column * width_n;
-    return {expert, kPairsAlongM ? m + cluster.rank() * kM : m, kPairsAlongM ? n : n + cluster.rank() * kN,
+    return {expert, kGatherA ? m + second : m, kGatherA ? n : n + second,
             rows_of(offs, num_experts, num_rows, expert)};
   }
 };
@@ -81,9 +82,9 @@ struct ColumnGather {
 };
 
 template <class T, bool kGatherA>
-__device__ __forceinline__ void produce(Shared<T>& s, const CUtensorMap& plain_map, const GradWeight<T>& p) {
+__device__ __forceinline__ void produce(Shared<T, kGatherA>& s, const CUtensorMap& plain_map,
+                                        const GradWeight<T>& p) {
   const Cluster cluster = p.cluster;
-  constexpr int kGathered = kGatherA ? kM : kN, kPlain = kGatherA ? kN : kM;
   const Rows<T>&gathered = kGatherA ? p.a : p.b, &plain = kGatherA ? p.b : p.a;
   ColumnGather<T, kGathered> gather;
   uint32_t count = 0;
@@ -119,12 +120,12 @@ __device__ __forceinline__ void produce(Shared<T>& s, const CUtensorMap& plain_m
   }
 }
 
-// The 64 rows of a warpgroup's accumulators to out, of the operands' type, by way of shared memory.
-template <class T>
-__device__ __forceinline__ void store(T* staged, const float (&acc)[kN / 2], T* out, int64_t stride, int rows,
+// 64 rows of a warpgroup's accumulators to out, of the operands' type, by way of shared memory.
+template <class T, int kCount>
+__device__ __forceinline__ void store(T* staged, const float (&acc)[kCount], T* out, int64_t stride, int rows,
                                       int columns, bool) {
 #pragma unroll
-  for (int first = 0; first < kN; first += kStagedColumns) {
+  for (int first = 0; first < 2 * kCount; first += kStagedColumns) {
     stage_rows<kStagedColumns>(
         staged, [&](int i, bool lower) { return packed_accumulators<T>(acc, first / 8 + i, lower); });
     __syncwarp();
@@ -133,8 +134,8 @@ __device__ __forceinline__ void store(T* staged, const float (&acc)[kN / 2], T* 
   }
 }
 // Or to float32, straight: the pairs of four threads are a 32-byte sector.
-template <class T>
-__device__ __forceinline__ void store(T*, const float (&acc)[kN / 2], float* out, int64_t stride, int rows,
+template <class T, int kCount>
+__device__ __forceinline__ void store(T*, const float (&acc)[kCount], float* out, int64_t stride, int rows,
                                       int columns, bool accumulate) {
   const int lane = threadIdx.x % 32, first = threadIdx.x % 128 / 32 * 16 + lane / 4;
 #pragma unroll
@@ -143,7 +144,7 @@ __device__ __forceinline__ void store(T*, const float (&acc)[kN / 2], float* out
     float* p = out + row * stride + lane % 4 * 2;
     if (row >= rows) continue;
 #pragma unroll
-    for (int piece = 0; piece < kN / 8; ++piece) {
+    for (int piece = 0; piece < kCount / 4; ++piece) {
       if (piece * 8 >= columns) continue;
       float2 v{acc[piece * 4 + lower * 2], acc[piece * 4 + lower * 2 + 1]};
       float2& there = *reinterpret_cast<float2*>(p + piece * 8);
@@ -157,22 +158,27 @@ __device__ __forceinline__ void store(T*, const float (&acc)[kN / 2], float* out
 }
 
 template <class T, class Out, bool kGatherA>
-__device__ __forceinline__ void consume(Shared<T>& s, Out* out, const GradWeight<T>& p, int group) {
+__device__ __forceinline__ void consume(Shared<T, kGatherA>& s, Out* out, const GradWeight<T>& p, int group) {
+  constexpr int kHalves = decltype(s.ring)::kM / 128, kN = decltype(s.ring)::kN;
   const Cluster cluster = p.cluster;
   uint32_t count = 0;
   for (int index = cluster.first_index(); index < p.num_tiles(); index += cluster.index_step()) {
     const WeightTile tile = p.template at<kGatherA>(index);
-    const int m = tile.m + group * 64, rows = p.M - m, columns = min(p.N - tile.n, kN);
+    const int m = tile.m + group * (kHalves * 64), rows = p.M - m, columns = min(p.N - tile.n, kN);
     Out* place = out + (static_cast<int64_t>(tile.expert) * p.M + m) * p.N + tile.n;
     const int steps = static_cast<int>(ceil_div(tile.rows.end - tile.rows.begin, kBlockColumns));
     const bool inside = rows > 0 && columns > 0;
     if (steps == 0) {
-      if (inside && !p.accumulate) store_zeros(place, p.N, min(rows, 64), columns);
+      if (inside && !p.accumulate) store_zeros(place, p.N, min(rows, kHalves * 64), columns);
       continue;
     }
-    float acc[kN / 2];
-    multiply<T, true, true>(s.ring, acc, group, inside, steps, cluster, count);
-    if (inside) store(s.c[group], acc, place, p.N, rows, columns, p.accumulate);
+    float acc[kHalves][kN / 2];
+    multiply<T, true, true, true>(s.ring, acc, group, inside, steps, cluster, count);
+    if (!inside) continue;
+#pragma unroll
+    for (int half = 0; half < kHalves; ++half)
+      store(s.c[group], acc[half], place + half * 64 * static_cast<int64_t>(p.N), p.N, rows - half * 64,
+            columns, p.accumulate);
   }
 }
 
@@ -182,7 +188,7 @@ __global__ void __launch_bounds__(kSm90Threads, 1)
                        const __grid_constant__ GradWeight<T> p) {
 #ifdef FMOE_SM90A
   FMOE_DYNAMIC_SHARED(raw);
-  Shared<T>& s = *reinterpret_cast<Shared<T>*>(align_shared(raw));
+  auto& s = *reinterpret_cast<Shared<T, kGatherA>*>(align_shared(raw));
   const int group = __shfl_sync(kFullMask, threadIdx.x / 128, 0);
   const Cluster cluster = p.cluster;
   if (threadIdx.x == 0) {
@@ -216,7 +222,8 @@ void launch_grad_weight_sm90(Dtype dtype, const GroupedRows& a, const GroupedRow
     const bool gather_a = !b.index;
     const GroupedRows& plain = gather_a ? b : a;
     const uint64_t width = plain.width, rows = num_rows > 0 ? num_rows : 1;
-    const uint32_t blocks = grid.cluster, blocks_m = gather_a ? blocks : 1, blocks_n = gather_a ? 1 : blocks;
+    const uint32_t blocks = grid.cluster;
+    const int64_t pair = kGathered * grid.cluster;
     CUtensorMap map;  // without rows it is never read through, but must have an address
     encode_tensor_map<T>(&map, num_rows > 0 ? plain.data : out.data,
                          {2, {width, rows}, {width}, {kBlockColumns, kBlockColumns / blocks}});
@@ -228,8 +235,8 @@ void launch_grad_weight_sm90(Dtype dtype, const GroupedRows& a, const GroupedRow
                                num_rows,
                                static_cast<int>(a.width),
                                static_cast<int>(b.width),
-                               static_cast<int>(ceil_div(a.width, kM * blocks_m)),
-                               static_cast<int>(ceil_div(b.width, kN * blocks_n)),
+                               static_cast<int>(ceil_div(a.width, gather_a ? pair : kPlain)),
+                               static_cast<int>(ceil_div(b.width, gather_a ? kPlain : pair)),
                                {grid.cluster - 1},
                                out.accumulate};
     const auto start = [&](auto kernel, auto* data) {

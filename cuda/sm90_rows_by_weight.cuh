@@ -1,6 +1,7 @@
-// out [R, N] = scale (rows [R, K] times each expert's weight + bias) on Hopper: tiles of 128 x 192, or of 64
-// x 192 where experts have few rows, ping-pong, both operands through TMA. The blocks of a cluster share the
-// tile of the weight. Padding rows are zero.
+// out [R, N] = scale (rows [R, K] times each expert's weight + bias) on Hopper, both operands through TMA:
+// tiles of 128 x 192, or of 64 x 192 where experts have few rows, that two warpgroups take in turn
+// (ping-pong); or, for a long k, tiles of 128 x 256 of which each multiplies 64 rows. The blocks of a cluster
+// share the tile of the weight. Padding rows are zero.
 #pragma once
 
 #include "sm90_host.cuh"
@@ -8,11 +9,13 @@
 
 namespace fmoe_ext {
 
-template <class T, int kRows>
+template <class T, int kRows, int kColumns>
 struct RowsByWeight {
-  static constexpr int kM = kRows, kN = 192, kStages = kM > 64 ? 4 : 5;
+  static constexpr int kM = kRows, kN = kColumns, kStages = kM > 64 ? 4 : 5;
+  static constexpr bool kPingPong = kN == 192;
+  static constexpr int kStaged = kPingPong ? kN : kN / 2;  // columns that are stored at a time
   struct alignas(1024) Shared : ping_pong::Shared<T, kM, kN, kStages> {
-    alignas(1024) T c[2][64 * kN];
+    alignas(1024) T c[2][64 * kStaged];
   };
   static constexpr size_t kSharedBytes = sizeof(Shared) + kSharedAlignment;
   static_assert(kSharedBytes <= kMaxSharedBytes);
@@ -61,7 +64,7 @@ __device__ __forceinline__ void load_rows_and_weight(typename P::Shared& s, cons
 
 template <class T, class P>
 struct StoreRows {
-  static constexpr int kN = P::kN;
+  static constexpr int kN = P::kN, kStaged = P::kStaged;
   T* staged;
   const P& p;
   TileBias<T, kN> bias;
@@ -74,47 +77,83 @@ struct StoreRows {
   __device__ __forceinline__ void before(const Tile&) {}
   template <int kHalf>
   __device__ __forceinline__ void store(const float (&acc)[kN / 2], const Tile& tile) {
-    constexpr int first = 64 * kHalf;
-    if (kHalf == 0)
-      bias.load([&](int piece) -> const T* {
-        if (!p.bias || piece * 8 >= columns(tile)) return nullptr;
-        return p.bias + static_cast<int64_t>(tile.expert) * p.N + tile.n * kN + piece * 8;
-      });
-    if (tile.num_rows <= first) return;
+    if (kHalf == 0) load_bias(tile);
+    if (tile.num_rows > 64 * kHalf) store_from(64 * kHalf, acc, tile);
+  }
+  __device__ __forceinline__ void store_zeros(const Tile& tile) {
+    fmoe_ext::store_zeros(out(tile, 0), p.N, tile.num_rows, columns(tile));
+  }
+
+  __device__ __forceinline__ void load_bias(const Tile& tile) {
+    bias.load([&](int piece) -> const T* {
+      if (!p.bias || piece * 8 >= columns(tile)) return nullptr;
+      return p.bias + static_cast<int64_t>(tile.expert) * p.N + tile.n * kN + piece * 8;
+    });
+  }
+  // The 64 rows of a tile from row `first`.
+  __device__ __forceinline__ void store_from(int first, const float (&acc)[kN / 2], const Tile& tile) {
     float factor[2];
 #pragma unroll
     for (int lower = 0; lower < 2; ++lower) {
       const int r = first + threadIdx.x % 128 / 32 * 16 + lower * 8 + threadIdx.x % 32 / 4;
       factor[lower] = r < tile.num_rows ? factor_of<float>(p.scale, tile.row + r) : 0;
     }
-    stage_rows<kN>(staged, [&](int piece, bool lower) {
-      const float2 b = p.bias ? bias.of(piece) : float2{0, 0};
-      const int at = piece * 4 + lower * 2;
-      return pack<T>(factor[lower] * (acc[at] + b.x), factor[lower] * (acc[at + 1] + b.y));
-    });
-    __syncwarp();
-    store_rows<T, kN>(staged, out(tile, first), p.N, tile.num_rows - first, columns(tile));
-    __syncwarp();
-  }
-  __device__ __forceinline__ void store_zeros(const Tile& tile) {
-    fmoe_ext::store_zeros(out(tile, 0), p.N, tile.num_rows, columns(tile));
+#pragma unroll
+    for (int column = 0; column < kN; column += kStaged) {
+      stage_rows<kStaged>(staged, [&](int i, bool lower) {
+        const int piece = column / 8 + i, at = piece * 4 + lower * 2;
+        const float2 b = p.bias ? bias.of(piece) : float2{0, 0};
+        return pack<T>(factor[lower] * (acc[at] + b.x), factor[lower] * (acc[at + 1] + b.y));
+      });
+      __syncwarp();
+      store_rows<T, kStaged>(staged, out(tile, first) + column, p.N, tile.num_rows - first,
+                             columns(tile) - column);
+      __syncwarp();
+    }
   }
 };
 
+// Both warpgroups on each tile of this block.
+template <class T, bool kAlongN, class P>
+__device__ __forceinline__ void multiply_together(typename P::Shared& s, const P& p, int group, int steps) {
+  const Cluster cluster = p.tiles.cluster;
+  StoreRows<T, P> epilogue{s.c[group], p, {}};
+  TileWalk walk(p.tiles);
+  uint32_t count = 0;
+  for (int index = cluster.first_index();; index += cluster.index_step()) {
+    Tile tile = walk.at(index);
+    if (tile.expert < 0) break;
+    tile.row += 64 * group;
+    tile.num_rows = min(tile.num_rows - 64 * group, 64);
+    if (tile.expert == p.tiles.num_experts) {
+      epilogue.store_zeros(tile);
+      continue;
+    }
+    const bool has_rows = tile.num_rows > 0;
+    epilogue.load_bias(tile);
+    float acc[1][P::kN / 2];
+    multiply<T, false, kAlongN, false>(s.ring, acc, group, has_rows, steps, cluster, count);
+    if (has_rows) epilogue.store_from(0, acc[0], tile);
+  }
+}
+
 // kAlongN: weight [E, K, N], else [E, N, K].
-template <class T, bool kAlongN, int kRows>
+template <class T, bool kAlongN, int kRows, int kColumns>
 __global__ void __launch_bounds__(kSm90Threads, 1)
     rows_by_weight_sm90_kernel(const __grid_constant__ CUtensorMap rows,
                                const __grid_constant__ CUtensorMap weight,
-                               const __grid_constant__ RowsByWeight<T, kRows> p) {
+                               const __grid_constant__ RowsByWeight<T, kRows, kColumns> p) {
 #ifdef FMOE_SM90A
-  using P = RowsByWeight<T, kRows>;
+  using P = RowsByWeight<T, kRows, kColumns>;
   FMOE_DYNAMIC_SHARED(raw);
   auto& s = *reinterpret_cast<typename P::Shared*>(align_shared(raw));
   const int group = __shfl_sync(kFullMask, threadIdx.x / 128, 0);
   const Cluster cluster = p.tiles.cluster;
   if (threadIdx.x == 0) {
-    s.init(1, cluster);
+    if constexpr (P::kPingPong)
+      s.init(1, cluster);
+    else
+      s.ring.init(1, 2, cluster);
     ptx::fence_mbar_init();
   }
   cluster.sync();
@@ -124,20 +163,24 @@ __global__ void __launch_bounds__(kSm90Threads, 1)
   } else {
     ptx::setmaxnreg_inc<232>();
     const int steps = static_cast<int>(ceil_div(p.K, kBlockColumns));
-    StoreRows<T, P> epilogue{s.c[group], p, {}};
-    ping_pong::consume<T, kAlongN, false>(s, p.tiles, group, steps, epilogue);
+    if constexpr (P::kPingPong) {
+      StoreRows<T, P> epilogue{s.c[group], p, {}};
+      ping_pong::consume<T, kAlongN, false>(s, p.tiles, group, steps, epilogue);
+    } else {
+      multiply_together<T, kAlongN>(s, p, group, steps);
+    }
   }
   cluster.sync();
 #endif
 }
 
-template <bool kAlongN, int kRows>
+template <bool kAlongN, int kRows, int kColumns>
 void start_rows_by_weight_tiles(Dtype dtype, const void* rows, const int* offs, const void* weight,
                                 int64_t num_rows, int num_experts, int N, int K, const void* bias,
                                 const RowScale& scale, void* out, const Grid& grid, LaunchStream stream) {
   dispatch_16bit(dtype, [&](auto tag) {
     using T = decltype(tag);
-    using P = RowsByWeight<T, kRows>;
+    using P = RowsByWeight<T, kRows, kColumns>;
     const uint64_t n = N, k = K, r = num_rows, experts = num_experts;
     const uint32_t box = kBlockColumns, blocks = grid.cluster;
     CUtensorMap row_map, weight_map;
@@ -152,8 +195,8 @@ void start_rows_by_weight_tiles(Dtype dtype, const void* rows, const int* offs, 
                    static_cast<T*>(out),
                    N,
                    K};
-    launch_sm90(rows_by_weight_sm90_kernel<T, kAlongN, kRows>, grid, P::kSharedBytes, stream, row_map,
-                weight_map, params);
+    launch_sm90(rows_by_weight_sm90_kernel<T, kAlongN, kRows, kColumns>, grid, P::kSharedBytes, stream,
+                row_map, weight_map, params);
   });
 }
 template <bool kAlongN>
@@ -161,10 +204,10 @@ void start_rows_by_weight(Dtype dtype, const void* rows, const int* offs, const 
                           int64_t num_rows, int num_experts, int N, int K, const void* bias,
                           const RowScale& scale, void* out, const Grid& grid, LaunchStream stream) {
   if (num_rows == 0 || N == 0) return;
-  (grid.tile_rows == 64 ? start_rows_by_weight_tiles<kAlongN, 64>
-                        : start_rows_by_weight_tiles<kAlongN, 128>)(dtype, rows, offs, weight, num_rows,
-                                                                    num_experts, N, K, bias, scale, out, grid,
-                                                                    stream);
+  const auto start = grid.tile_columns == 256 ? start_rows_by_weight_tiles<kAlongN, 128, 256>
+                     : grid.tile_rows == 64   ? start_rows_by_weight_tiles<kAlongN, 64, 192>
+                                              : start_rows_by_weight_tiles<kAlongN, 128, 192>;
+  start(dtype, rows, offs, weight, num_rows, num_experts, N, K, bias, scale, out, grid, stream);
 }
 
 }  // namespace fmoe_ext

@@ -56,9 +56,9 @@ struct Consumer {
       const bool has_rows = tile.num_rows > group * 64;
       TileBias<T, kN> bias;
       bias.load([&](int piece) { return bias_of(tile, piece); });
-      float acc[kN / 2];
-      multiply<T, false, false>(s.ring, acc, group, has_rows, steps, cluster, count);
-      if (has_rows) store(acc, bias, tile);
+      float acc[1][kN / 2];
+      multiply<T, false, false, true>(s.ring, acc, group, has_rows, steps, cluster, count);
+      if (has_rows) store(acc[0], bias, tile);
     }
   }
 

@@ -1,14 +1,14 @@
 // The portable matrix product of one thread block, acc [kM, kN] += A [kM, k] B [kN, k]^T: mma_tile.cuh for
-// 16-bit types, and plain fused multiply-adds for float32 and float64.
+// 16-bit types, fma_tile.cuh for float32, and here plain fused multiply-adds for float64.
 #pragma once
 
+#include "fma_tile.cuh"
 #include "mma_tile.cuh"
 
 namespace fmoe_ext {
 
-constexpr int kGemmThreads = kMmaThreads;
 template <typename T>
-constexpr int kGemmBlocks = sizeof(T) < 8 ? 2 : 1;  // at the same time on a multiprocessor
+constexpr int kGemmBlocks = sizeof(T) == 2 ? 2 : 1;  // at the same time on a multiprocessor
 
 // tile [kOuter][kStride], k contiguous. The rows of the source run along k, or (kOuterContiguous) along the
 // outer dimension of the tile.
@@ -40,10 +40,10 @@ __device__ void load_tile(T* tile, const Rows<T>& source, int64_t outer, int64_t
   }
 }
 
-// float32 and float64: 16 x 16 threads, 4 x 4 elements each. The sum of a tile's k is added as one number, so
-// that rounding errors grow as in a blocked product.
+// 16 x 16 threads, 4 x 4 elements each. The sum of a tile's k is added as one number, so that rounding errors
+// grow as in a blocked product.
 template <typename T>
-struct FmaTileGemm {
+struct SmallTileGemm {
   static constexpr int kM = 64, kN = 64, kK = 16, kStride = kK + 16 / sizeof(T);
   T acc[4][4] = {};
 
@@ -112,6 +112,8 @@ struct FmaTileGemm {
 };
 
 template <typename T>
-using TileGemm = std::conditional_t<sizeof(T) == 2, MmaTileGemm<T>, FmaTileGemm<T>>;
+using TileGemm =
+    std::conditional_t<sizeof(T) == 2, MmaTileGemm<T>,
+                       std::conditional_t<std::is_same_v<T, float>, FmaTileGemm, SmallTileGemm<T>>>;
 
 }  // namespace fmoe_ext

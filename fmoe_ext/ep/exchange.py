@@ -50,8 +50,8 @@ def register_group(group: Group = None, timeout: timedelta | None = None) -> str
 
     None is the default group. Any number of groups may be registered, each any number of times.
     timeout: after which an exchange over a communicator of our own (builds with USE_NCCL=1) is aborted and raises on
-    every rank. By default that of init_process_group(); torch does not tell that of new_group(), so say it here, on
-    all ranks and before the group's first exchange.
+    every rank. By default that of init_process_group(), or of the store that it was given; torch does not tell that of
+    new_group(), so say it here, on all ranks and before the group's first exchange.
     """
     if isinstance(group, DeviceMesh):
         group = group.get_group()

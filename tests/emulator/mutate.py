@@ -88,6 +88,7 @@ def run(bug):
                 (folder / path.name).write_bytes(path.read_bytes())
         (folder / bug.file).write_text((CUDA / bug.file).read_text().replace(bug.old, bug.new, 1))
         includes = ["-isystem", str(emu_build.cuda_include()), f"-I{emu_build.HERE}", f"-I{folder}"]
+        includes.append(f"-I{emu_build.ROOT}/csrc")
         objects = []
         for source in bug.sources:
             objects.append(str(folder / f"{source}.o"))

@@ -305,7 +305,12 @@ def test_switches(emulated):
     assert len(names) == len(set(names))
     results = {}
     try:
-        for wanted in ("rows_by_weight.64x192", "rows_by_weight.128x192.pairs", None):
+        for wanted in (
+            "rows_by_weight.64x192",
+            "rows_by_weight.128x192.pairs",
+            "rows_by_weight.128x256.pairs",
+            None,
+        ):
             emulated._set_gpu_kernels([] if wanted is None else [wanted])
             before = emulated._gpu_kernel_runs()
             results[wanted] = emulated.grouped_gemm(x, weight, offs, None)

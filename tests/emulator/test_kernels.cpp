@@ -288,9 +288,11 @@ int main(int argc, char** argv) {
     test_permute<__nv_bfloat16>(Dtype::bf16, 72);
     test_gate<float>(Dtype::f32, 70, 6);
     test_gate<double>(Dtype::f64, 3, 3);
-    test_products<float>(Dtype::f32, {3, 0, 70}, 20, 12);
+    test_products<float>(Dtype::f32, {130, 0, 3}, 132, 136);
+    test_products<float>(Dtype::f32, {3, 0, 70}, 21, 13);
     test_products<__nv_bfloat16>(Dtype::bf16, {130, 0, 3}, 200, 136);
     test_products<__half>(Dtype::f16, {5}, 7, 3);
+    test_products<double>(Dtype::f64, {4, 70}, 22, 4);
     test_products<double>(Dtype::f64, {4, 3}, 21, 3);
     test_activation<double>(Dtype::f64, CurveKind::gelu, false, 3);
     test_activation<float>(Dtype::f32, CurveKind::gelu_tanh, true, 40);

@@ -81,15 +81,19 @@ void test_fast_curve() {
   }
 }
 
-// What select.h names for a product of so many rows, or with so many tiles along the gathered operand.
-std::string chosen(Product product, int64_t num_rows, int64_t shared_tiles = 0) {
+// What select.h names for a product of so many rows, or with so many tiles along the gathered operand, or
+// with N columns and sums of K terms.
+std::string chosen(Product product, int64_t num_rows, int64_t shared_tiles = 0, int64_t N = 0,
+                   int64_t K = 0) {
   const Entry* entry = select({.product = product,
                                .dtype = Dtype::bf16,
                                .capability = 90,
                                .sizes = {8},
                                .num_rows = num_rows,
                                .num_experts = 8,
-                               .shared_tiles = shared_tiles});
+                               .shared_tiles = shared_tiles,
+                               .N = N,
+                               .K = K});
   return entry ? entry->name : "portable";
 }
 void test_selection() {
@@ -103,6 +107,13 @@ void test_selection() {
     is(chosen(product, 48 * 8), tile);
     is(chosen(product, 256 * 8 - 1), tile);
     is(chosen(product, 256 * 8), tile + ".pairs");
+    // 8 columns of 256 against 11 of 192: from 14 steps of k; 12 against 15: from 31; 3 against 3: never
+    is(chosen(product, 256 * 8, 0, 2048, 13 * 64), tile + ".pairs");
+    is(chosen(product, 256 * 8, 0, 2048, 13 * 64 + 8), name + std::string(".128x256.pairs"));
+    is(chosen(product, 256 * 8 - 1, 0, 2048, 14336), tile);
+    is(chosen(product, 256 * 8, 0, 2880, 30 * 64), tile + ".pairs");
+    is(chosen(product, 256 * 8, 0, 2880, 31 * 64), name + std::string(".128x256.pairs"));
+    is(chosen(product, 256 * 8, 0, 576, 28672), tile + ".pairs");
   }
   is(chosen(Product::up, 1), "up.128x256");
   is(chosen(Product::up, 256 * 8), "up.128x256.pairs");
@@ -148,6 +159,12 @@ int main(int argc, char** argv) {
       {{1}, 0, 8, 8, 5, 1, 64},
       {{5, 0, 130, 1}, 70, 72, 72, 4, 2, 64},  // pairs of them
   };
+  const std::vector<Case> cases_of_256_columns = {
+      {{0, 130, 70}, 0, 264, 392, 1, 1, 128, 256},     // more steps than stages, two tiles of columns
+      {{5, 0, 257, 1}, 140, 136, 72, 7, 2, 128, 256},  // pairs; one of the warpgroups without rows
+      {{1}, 0, 8, 8, 5, 2, 128, 256},
+      {{0, 0}, 70, 72, 64, 3, 1, 128, 256},
+  };
   std::vector<int> many_experts(70, 0);  // more than a warp has lanes
   for (const int e : {0, 5, 31, 32, 40, 63, 64, 69}) many_experts[e] = 2 + e;
   test_selection();
@@ -172,6 +189,7 @@ int main(int argc, char** argv) {
     run_case<bf16>({many_experts, 3, 8, 8, 3}, gelu);
     for (const Case& c : cases_of_pairs) run_case<bf16>(c, swiglu);
     for (const Case& c : cases_of_64_rows) run_case<bf16>(c, swiglu);
+    for (const Case& c : cases_of_256_columns) run_case<bf16>(c, {CurveKind::gelu, false, true, true});
     run_case<__half>({{130}, 0, 72, 200, 2, 2}, gelu);
     run_case<__half>({{70}, 0, 72, 72, 2, 1, 64}, gelu);
   });

@@ -219,6 +219,11 @@ int main(int argc, char** argv) {
       {{5, 0, 64, 1, 65}, 70, 72, 40, 3, 1, 64},
       {{5, 0, 130, 1}, 70, 200, 40, 4, 2, 64},  // pairs of them
   };
+  const std::vector<Case> cases_of_256_columns = {
+      {{0, 130, 70}, 0, 264, 200, 1, 1, 128, 256},     // more steps than stages, two tiles of columns
+      {{5, 0, 257, 1}, 140, 200, 40, 7, 2, 128, 256},  // pairs; one of the warpgroups without rows
+      {{0, 0}, 3, 72, 8, 3, 1, 128, 256},
+  };
   test_refusals();
   for_every_schedule(num_seeds, [&] {
     for (const Case& c : cases) {
@@ -249,6 +254,7 @@ int main(int argc, char** argv) {
     run_weight<__half, float>(cases_of_pairs[1], Gathered::none, true);
     run_input<__half>({{2100}, 0, 200, 8, 6, 2});  // more pairs of row tiles than go through together
     for (const Case& c : cases_of_64_rows) run_input<bf16>(c);
+    for (const Case& c : cases_of_256_columns) run_input<bf16>(c);
     run_input<__half>(cases_of_64_rows[1]);
     const Case& c = cases[1];
     run_input<__half>(c);
