@@ -45,7 +45,7 @@ class Processes:
         self.all[name] = subprocess.Popen([str(part) for part in command], stdout=log, stderr=log)
         return self.all[name]
 
-    def wait_for(self, name, text, seconds=120):
+    def wait_for(self, name, text, seconds=300):
         path, end = self.folder / f"{name}.log", time.monotonic() + seconds
         while text not in path.read_text():
             if self.all[name].poll() is not None or time.monotonic() > end:
