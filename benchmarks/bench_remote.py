@@ -2,17 +2,23 @@
 
 python -m benchmarks.bench_remote [--rounds 5] [--calls 40] [--peer "command"] [--json results/remote.json]
 
---peer: a program that measures another library in turn with this one: it reads a line "case calls" and answers with
-a line of JSON, the seconds of each call; cases as in CASES.
+--peer: a program that measures another library in turn with this one (remote_peer_hivemind.py says how to get it and
+what it reads). One that fails, or takes longer than --patience seconds, is started again; what it could not do is in
+the table as an error, and the run goes on.
 """
 
 import argparse
+import contextlib
 import json
+import os
+import queue
 import re
 import shlex
+import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -90,41 +96,97 @@ def timed(module, rows, with_backward, calls):
     return seconds
 
 
+class PeerFailed(Exception):
+    """The other library did not measure a case; the text is what it said."""
+
+
 class Peer:
     """Another library, measured by a program of its own."""
 
-    def __init__(self, command):
-        self.process = subprocess.Popen(
-            shlex.split(command), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
+    def __init__(self, command, patience):
+        self.command, self.patience, self.process = shlex.split(command), patience, None
 
     def measure(self, case, calls):
-        self.process.stdin.write(f"{case},{calls}\n")
-        self.process.stdin.flush()
-        return json.loads(self.process.stdout.readline())
+        kind, rows, with_backward = CASES[case]
+        clients = CLIENTS if kind == "clients" else 1
+        answer = self._ask(f"{kind},{rows},{int(with_backward)},{clients},{calls}")
+        if "error" in answer:
+            self.stop()  # its processes may be out of step with each other
+            raise PeerFailed(answer["error"])
+        return answer["seconds"]
+
+    def _ask(self, line):
+        if self.process is None:
+            self._start()
+        try:
+            self.process.stdin.write(line + "\n")
+            self.process.stdin.flush()
+            return json.loads(self.lines.get(timeout=self.patience) or '{"error": "it ended"}')
+        except (queue.Empty, OSError) as error:
+            return {"error": f"no answer within {self.patience:.0f} s {error!r}"}
+
+    def _start(self):
+        self.process = subprocess.Popen(
+            self.command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
+        )
+        self.lines = lines = queue.Queue()
+        threading.Thread(target=_read_lines, args=(self.process.stdout, lines), daemon=True).start()
+
+    def stop(self):
+        if self.process is not None:
+            with contextlib.suppress(ProcessLookupError):  # with all that it has started
+                os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait(60)
+            self.process = None
 
     def __enter__(self):
         return self
 
     def __exit__(self, *_):
-        self.process.stdin.close()
-        self.process.wait(60)
+        self.stop()
+
+
+def _read_lines(stream, lines):
+    for line in stream:
+        lines.put(line)
+    lines.put("")
 
 
 def percentile(seconds, share):
     return sorted(seconds)[min(len(seconds) - 1, int(share * len(seconds)))]
 
 
-def summarize(case, name, seconds):
+def summarize(case, name, seconds, error):
     clients = CLIENTS if CASES[case][0] == "clients" else 1
-    return {
-        "case": case,
-        "who": name,
-        "p50_ms": 1e3 * percentile(seconds, 0.5),
-        "p99_ms": 1e3 * percentile(seconds, 0.99),
-        "calls_per_second": clients * len(seconds) / sum(seconds),
-        "calls": len(seconds),
-    }
+    facts = {"case": case, "who": name, "calls": len(seconds), "error": error}
+    if seconds:
+        facts["p50_ms"] = 1e3 * percentile(seconds, 0.5)
+        facts["p99_ms"] = 1e3 * percentile(seconds, 0.99)
+        facts["calls_per_second"] = clients * len(seconds) / sum(seconds)
+    return facts
+
+
+def run_case(case, libraries, rounds, calls):
+    """All libraries in turn, round by round -> a summary of each."""
+    seconds = {name: [] for name in libraries}
+    errors = dict.fromkeys(libraries, "")
+    for number in range(rounds + 1):  # the first one warms up
+        for name, library in libraries.items():
+            try:
+                got = library.measure(case, calls if number else 2)
+                seconds[name] += got if number else []
+            except PeerFailed as error:
+                errors[name] = str(error)
+    return [summarize(case, name, got, errors[name]) for name, got in seconds.items()]
+
+
+def row(result):
+    if "p50_ms" not in result:
+        return result["case"], result["who"], "failed", result["error"][:60], ""
+    p50, p99, rate = (
+        f"{result[key]:.{n}f}" for key, n in (("p50_ms", 2), ("p99_ms", 2), ("calls_per_second", 0))
+    )
+    return result["case"], result["who"], p50, p99, rate
 
 
 def main():
@@ -134,29 +196,18 @@ def main():
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--calls", type=int, default=40, help="a case and round")
     parser.add_argument("--peer")
+    parser.add_argument("--patience", type=float, default=300.0, help="seconds the peer has for a round")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     results = []
-    with Ours() as ours:
-        libraries = {"fmoe_ext": ours}
+    with contextlib.ExitStack() as stack:
+        libraries = {"fmoe_ext": stack.enter_context(Ours())}
         if args.peer:
-            libraries["peer"] = Peer(args.peer).__enter__()
+            libraries["peer"] = stack.enter_context(Peer(args.peer, args.patience))
         for case in CASES:
-            seconds = {name: [] for name in libraries}
-            for library in libraries.values():
-                library.measure(case, 2)
-            for _ in range(args.rounds):
-                for name, library in libraries.items():
-                    seconds[name] += library.measure(case, args.calls)
-            results += [summarize(case, name, got) for name, got in seconds.items()]
+            results += run_case(case, libraries, args.rounds, args.calls)
             print(*results[-len(libraries) :], sep="\n", flush=True)
-        if args.peer:
-            libraries["peer"].__exit__()
-    rows = [
-        (r["case"], r["who"], f"{r['p50_ms']:.2f}", f"{r['p99_ms']:.2f}", f"{r['calls_per_second']:.0f}")
-        for r in results
-    ]
-    text = common.table(["case", "who", "p50 ms", "p99 ms", "calls/s"], rows)
+    text = common.table(["case", "who", "p50 ms", "p99 ms", "calls/s"], [row(r) for r in results])
     print(text)
     if args.json:
         common.write(args.json, "python -m benchmarks.bench_remote", results, text)

@@ -17,8 +17,7 @@ from pathlib import Path
 
 import matplotlib
 
-from fmoe_ext.remote import Client, Directory, loop
-from fmoe_ext.remote.etcd.discovery import EtcdDiscovery
+from fmoe_ext.remote import Client, Directory, EtcdDiscovery, loop
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
@@ -46,7 +45,7 @@ class Processes:
         self.all[name] = subprocess.Popen([str(part) for part in command], stdout=log, stderr=log)
         return self.all[name]
 
-    def wait_for(self, name, text, seconds=120):
+    def wait_for(self, name, text, seconds=300):
         path, end = self.folder / f"{name}.log", time.monotonic() + seconds
         while text not in path.read_text():
             if self.all[name].poll() is not None or time.monotonic() > end:
@@ -154,7 +153,7 @@ def run(args, processes):
     paths = [args.out / f"{name}.jsonl" for name in trainers]
     for number, (name, path) in enumerate(zip(trainers, paths, strict=True)):
         flags = ("--registry", registry, "--steps", args.steps, "--seed", number, "--metrics", path)
-        flags += ("--width", args.width, "--num-experts", args.num_experts)
+        flags += ("--compression", args.compression, "--width", args.width, "--num-experts", args.num_experts)
         processes.start(name, sys.executable, HERE / "trainer.py", *flags)
     moments = []
     wait_for_step(paths, args.steps // 3, processes, trainers)
@@ -212,6 +211,7 @@ def main():
     parser.add_argument("--steps", type=int, default=600, help="of each trainer")
     parser.add_argument("--width", type=int, default=64)
     parser.add_argument("--num-experts", type=int, default=4)
+    parser.add_argument("--compression", choices=("none", "bf16", "int8"), default="none", help="on the wire")
     parser.add_argument("--out", type=Path, default=Path("out/remote"))
     args = parser.parse_args()
     if shutil.which("etcd") is None:

@@ -10,8 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from fmoe_ext.remote import RemoteError, RemoteMixtureOfExperts
-from fmoe_ext.remote.etcd.discovery import EtcdDiscovery
+from fmoe_ext.remote import EtcdDiscovery, RemoteError, RemoteMixtureOfExperts
 
 CONTEXT = 16  # bytes that predict the next one
 
@@ -26,7 +25,7 @@ def load_text():
 class Model(nn.Module):
     """Embedding and head live here; between them x + mixture(x), whose experts all trainers share."""
 
-    def __init__(self, width, num_experts, discovery):
+    def __init__(self, width, num_experts, discovery, compression):
         super().__init__()
         self.embedding = nn.Embedding(256, width // 4)
         self.read = nn.Linear(CONTEXT * (width // 4), width)
@@ -36,6 +35,7 @@ class Model(nn.Module):
             k_best=2,
             forward_timeout=30,
             backward_timeout=30,
+            compression=compression,
             patience=20,  # longer than a lease: the next leader is waited for
         )
         self.head = nn.Linear(width, 256)
@@ -57,6 +57,7 @@ def main():
     parser.add_argument("--registry", required=True)
     parser.add_argument("--width", type=int, default=64)
     parser.add_argument("--num-experts", type=int, default=4)
+    parser.add_argument("--compression", default="none")
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--batch-size", type=int, default=128)
     parser.add_argument("--seed", type=int, default=0)
@@ -65,7 +66,7 @@ def main():
     torch.manual_seed(args.seed)
     torch.set_num_threads(1)
     text = load_text()
-    model = Model(args.width, args.num_experts, EtcdDiscovery(args.registry))
+    model = Model(args.width, args.num_experts, EtcdDiscovery(args.registry), args.compression)
     optimizer = torch.optim.Adam(model.parameters(), lr=2e-3)
     client = model.experts.client
     with args.metrics.open("w") as metrics:

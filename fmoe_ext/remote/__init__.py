@@ -25,6 +25,7 @@ from fmoe_ext.remote.errors import (
     Refused,
     RemoteError,
 )
+from fmoe_ext.remote.etcd.discovery import EtcdDiscovery
 from fmoe_ext.remote.expert_classes import make_expert, register_expert_class
 from fmoe_ext.remote.schema import SchemaError
 from fmoe_ext.remote.security import Credentials, Security
@@ -43,6 +44,7 @@ __all__ = [
     "Directory",
     "Discovery",
     "DiscoveryError",
+    "EtcdDiscovery",
     "ExpertGone",
     "ExpertRecord",
     "Finding",

@@ -12,12 +12,13 @@ MAX_REQUEST = 8 << 10
 MAX_CONNECTIONS = 64
 SECONDS = 5.0  # for a request and its answer
 
-PAGE = """<!doctype html><html lang="en"><meta charset="utf-8"><title>fmoe-server</title>
-<style>body{font:15px/1.5 system-ui,sans-serif;margin:2em auto;max-width:60em;padding:0 1em}
+PAGE = """<!doctype html><html lang="en"><meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1"><title>fmoe-server</title>
+<style>body{font:15px/1.5 system-ui,sans-serif;margin:2em auto;max-width:60em;padding:0 1em;overflow-wrap:anywhere}
 table{border-collapse:collapse;width:100%}th,td{text-align:right;padding:.2em .6em;border-bottom:1px solid #ddd}
 th:first-child,td:first-child{text-align:left}#load{height:80px;width:100%;border:1px solid #ddd}</style>
 <h1>fmoe-server <small id="endpoint"></small></h1><p id="summary">loading</p>
-<h2>Calls a second, last two minutes</h2><canvas id="load" width="900" height="80"></canvas>
+<h2>Calls a second, last two minutes <small id="most"></small></h2><canvas id="load" width="900" height="80"></canvas>
 <h2>Experts</h2><table><thead><tr><th>uid<th>version<th>rows<th>gradient norm<th>refused</thead>
 <tbody id="experts"></table>
 <h2>Peers</h2><table><thead><tr><th>peer<th>heard of, s ago<th>loss</thead><tbody id="peers"></table>
@@ -30,6 +31,7 @@ function fill(id, rows) {
 function draw() {
   const c = document.getElementById("load"), g = c.getContext("2d"), top = Math.max(1, ...rates);
   g.clearRect(0, 0, c.width, c.height); g.fillStyle = "#4878a8";
+  if (rates.length) document.getElementById("most").textContent = `(at most ${Math.max(...rates).toFixed(1)})`;
   rates.forEach((r, i) => g.fillRect(i * 7.5, c.height * (1 - r / top), 6, c.height * r / top));
 }
 async function poll() {
