@@ -50,10 +50,13 @@ LAYER = re.compile(r"(?P<layer>(?:.*\.)?)experts\.htoh4\.weight")
 def from_megatron_core(state_dict: Mapping[str, Any]) -> dict[str, Any]:
     """A state dict with MoE layers under Megatron-core's names -> the same with ours; others keep their names.
 
-    Values are tensors or StoredTensors. Raises CheckpointError where experts are missing or do not fit the router.
+    Values are tensors or StoredTensors; extra states, which are no weights, are left out. Raises CheckpointError where
+    experts are missing or do not fit the router.
     """
-    tensors, lazy = as_stored(state_dict)
-    out, used = {}, set()
+    weights = {key: value for key, value in state_dict.items() if not key.endswith("_extra_state")}
+    tensors, lazy = as_stored(weights)
+    out: dict[str, StoredTensor] = {}
+    used: set[str] = set()
     for key in tensors:
         match = ROUTER.fullmatch(key)
         if match is None:

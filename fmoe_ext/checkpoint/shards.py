@@ -13,6 +13,7 @@ from fmoe_ext.checkpoint.errors import CheckpointError
 from fmoe_ext.checkpoint.files import atomic_file, made_folder, sync_folder, unique
 from fmoe_ext.checkpoint.safetensors_file import StoredTensor, write_safetensors
 
+MAX_SHARD_BYTES = 5 * 2**30
 LAYER = re.compile(r"(.*?\.\d+\.)")
 MODEL_FILE = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
 UNITS = MappingProxyType(

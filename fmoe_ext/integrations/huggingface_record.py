@@ -9,13 +9,8 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any, NoReturn
 
-import torch
-
-from fmoe_ext.checkpoint.saving import gathered
-from fmoe_ext.checkpoint.shards import num_bytes_of, replacing, write_model_files
 from fmoe_ext.experts import activation_name
 from fmoe_ext.gates import GATES
 from fmoe_ext.integrations.target import Options, Target
@@ -23,7 +18,6 @@ from fmoe_ext.transformer import FMoETransformerMLP
 
 KEY = "fmoe_ext"
 VERSION = 1
-MAX_SHARD_BYTES = 5 * 2**30
 NEEDS = "needs fmoe_ext.integrations.huggingface.from_pretrained"
 NOT_SAVED = (
     "moe_group",
@@ -54,7 +48,7 @@ def note(
     if not record["dense"]:
         model.save_pretrained = _refuse_unmarked
     elif any(moe.world_size > 1 for moe in layers):
-        model.save_pretrained = functools.partial(save_from_all_ranks, model)
+        model.save_pretrained = functools.partial(_save_from_all_ranks, model)
 
 
 def take_record(values: dict[str, Any]) -> dict[str, Any] | None:
@@ -133,25 +127,11 @@ def _is_activation(name: str, value: Any) -> bool:
     return isinstance(value, str) and (("act" in name and value in ACT2FN) or name == "feed_forward_proj")
 
 
-@torch.no_grad()
-def save_from_all_ranks(
-    model: Any, save_directory: str | Path, *, max_shard_size: int | str = MAX_SHARD_BYTES
-) -> None:
-    """save_pretrained() of a model whose experts are spread over ranks; all of them call it, the first one writes.
+def _save_from_all_ranks(model: Any, *args: Any, **options: Any) -> None:
+    """save_pretrained() of a model whose experts are spread over ranks."""
+    from fmoe_ext.integrations.huggingface_parts import save_from_all_ranks  # it brings fmoe_ext.checkpoint
 
-    from_pretrained() loads the folder in one process; on several, fmoefy a model there and
-    fmoe_ext.checkpoint.load(folder, model), which reads each rank's experts.
-    Raises CheckpointError on every rank.
-    """
-    folder = Path(save_directory)
-    with gathered(folder, model) as whole:
-        if whole is not None:
-            with replacing(folder) as unfinished:
-                write_model_files(unfinished, whole.tensors, num_bytes_of(max_shard_size))
-                model.config.architectures = [type(model).__name__]
-                model.config.save_pretrained(unfinished)
-                if getattr(model, "generation_config", None) is not None:
-                    model.generation_config.save_pretrained(unfinished)
+    save_from_all_ranks(model, *args, **options)
 
 
 def _refuse_unmarked(*_: Any, **__: Any) -> NoReturn:

@@ -17,14 +17,13 @@ from fmoe_ext.checkpoint.layouts import LAYOUTS, Layout
 from fmoe_ext.checkpoint.model_state import ModelState
 from fmoe_ext.checkpoint.safetensors_file import StoredTensor
 from fmoe_ext.checkpoint.saving import Whole, gathered
-from fmoe_ext.checkpoint.shards import check_is_free, new_folder, write_model_files
+from fmoe_ext.checkpoint.shards import MAX_SHARD_BYTES, check_is_free, new_folder, write_model_files
 from fmoe_ext.integrations.formats import gguf
 from fmoe_ext.integrations.formats.families import FAMILIES, make_config
 from fmoe_ext.integrations.formats.gguf import write_gguf
 from fmoe_ext.integrations.formats.layers import read_layers
 from fmoe_ext.integrations.huggingface_record import take_record
 
-MAX_SHARD_BYTES = 5 * 2**30
 GGUF = "gguf"
 TOKENIZER_FILES = (
     "token*",

@@ -1,0 +1,39 @@
+"""examples/transformers/upcycle_and_export.py, as it stands, from an empty folder."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("accelerate", reason="pip install accelerate")
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = ROOT / "examples/transformers/upcycle_and_export.py"
+
+
+def run(folder, *options):
+    return subprocess.run(
+        [sys.executable, "-W", "ignore", str(SCRIPT), *options],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=500,
+    )
+
+
+def test_upcycle_and_export(tmp_path):
+    result = run(tmp_path, "--steps", "10")
+    assert result.returncode == 0, result.stderr
+    assert "2 MLPs became MoE layers" in result.stdout
+    assert float(re.search(r"off by (\S+) from the dense one", result.stdout)[1]) < 1e-4
+    losses = [line.split()[2:] for line in result.stdout.splitlines() if ": loss " in line]
+    assert len(losses) == 2 and float(losses[1][-1]) < float(losses[0][0])
+    assert "plain Transformers has loaded a Qwen3MoeForCausalLM" in result.stdout
+    assert float(re.search(r"the same logits: off by (\S+) of", result.stdout)[1]) < 1e-5
+    names = sorted(file.name for file in (tmp_path / "out/upcycle/qwen3_moe").iterdir())
+    assert names[0] == "config.json" and {"model.safetensors", "tokenizer.json"} < set(names)
+    again = run(tmp_path, "--steps", "10")
+    assert again.returncode == 1 and "exists already: give another --out" in again.stderr
