@@ -5,9 +5,10 @@
 schedules: a step on 2 gloo processes, of this package and of torch.distributed.pipelining alone, against one process
 that accumulates the same microbatches. "of the ideal" is (m + p - 1) / m of one process's time divided by p ranks,
 over the measured time. Layers compute, and layers that sleep, which other load on the machine does not slow down.
-overlap: dualpipe_v over 2 ranks with half of the experts each; attention, experts and network sleep. "hidden" is
-(A - B) / (A - C): A without overlap, B with it, C without a network. The first and last microbatches of a step have
-nothing to be hidden behind, which is part of the figure.
+overlap: dualpipe_v over 2 ranks with half of the experts each. Computations and messages take their time on a clock of
+their own, which other load on the machine does not change: attention and experts 1 each in the forward and 2 in the
+backward. "hidden" is (A - B) / (A - C): A without overlap, B with it, C without a network. The first and last
+microbatches of a step have nothing to be hidden behind, which is part of the figure.
 backward: expert_mlp's whole backward, and that of its inputs and then of its weights.
 Rounds are interleaved; figures are medians, ratios the medians of the rounds' ratios.
 """
@@ -17,13 +18,14 @@ import statistics
 import sys
 import time
 from functools import partial
+from itertools import product
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
-from benchmarks.bench_ep import SleepingExpert, Wire
+from benchmarks.bench_ep import SleepingExpert
 from benchmarks.common import RESULTS, table, write
 from fmoe_ext import FMoE, FMoETransformerMLP, ops
 from fmoe_ext.gates import UniformGate
@@ -133,23 +135,82 @@ def lines_of_schedules(chunks, seconds, layers):
     return records
 
 
-def measure_overlap(chunks, rounds, checkpoint, seconds, message):
-    """Rank 0's seconds of a step: without a network, with one, and with one and overlap."""
-    groups = init_groups(1, RANKS)
-    rows = 2 * SEQ  # of a microbatch on a rank
-    wire = dist.all_to_all_single = Wire(8e-9 * (rows // 2) * D * 4 / message)
-    expert = partial(SleepingExpert, seconds_per_row=seconds / rows)
+class Clock:
+    """Time that nothing but computations and messages take: load on the machine does not change it."""
+
+    now = 0.0
+
+
+class Spend(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, clock, seconds):
+        ctx.clock, ctx.seconds = clock, seconds
+        clock.now += seconds
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        ctx.clock.now += 2 * ctx.seconds
+        return grad, None, None
+
+
+class Computation(nn.Module):
+    """Takes seconds on the clock in the forward, and twice that in the backward."""
+
+    def __init__(self, clock, seconds):
+        super().__init__()
+        self.clock, self.seconds = clock, seconds
+        self.scale = nn.Parameter(torch.ones(D))
+
+    def forward(self, x):
+        return Spend.apply(x, self.clock, self.seconds) * self.scale
+
+
+class Network:
+    """all_to_all_single whose messages take their time on the clock, one after the other."""
+
+    def __init__(self, clock):
+        self.clock, self.seconds_per_row, self.free_at = clock, 0.0, 0.0
+        self.plain = dist.all_to_all_single
+
+    def __call__(self, output, input, output_splits=None, input_splits=None, group=None, async_op=False):
+        work = self.plain(output, input, output_splits, input_splits, group, async_op=True)
+        rank, size = dist.get_rank(group), dist.get_world_size(group)
+        own = len(input) // size if input_splits is None else input_splits[rank]
+        rows = (len(input) - own) * (
+            input[:1].numel() == D
+        )  # of tokens; counts and weights are nothing beside them
+        self.free_at = max(self.free_at, self.clock.now) + rows * self.seconds_per_row
+        work = Message(work, self.free_at, self.clock)
+        return work if async_op else work.wait()
+
+
+class Message:
+    def __init__(self, work, done_at, clock):
+        self.work, self.done_at, self.clock = work, done_at, clock
+
+    def wait(self):
+        self.work.wait()
+        self.clock.now = max(self.clock.now, self.done_at)
+
+
+def measure_overlap(chunks, checkpoint, message):
+    """{name: seconds on the clock of a step}; attention and experts take 1 each, a message `message`."""
+    clock, groups, rows = Clock(), init_groups(1, RANKS), 32
+    network = dist.all_to_all_single = Network(clock)
     layers = []
-    for _ in range(4):
-        moe = FMoE(1, D, world_size=RANKS, moe_group=groups.ep, top_k=1, expert=expert, gate=UniformGate)
-        layers += [Rows(seconds / rows), Flat(moe)]
-    model = nn.Sequential(*layers)
-    x = torch.randn(rows * chunks, D)
-    speed = wire.seconds_per_byte
-    pipelines = {
-        overlap: Pipeline(
-            split(model, 2, x[:rows], by=[4, 4]),
-            squares,
+    for _ in range(8):
+        moe = FMoE(
+            *(1, D, RANKS, None, None, groups.ep, 1, UniformGate), expert=lambda _: Computation(clock, 1.0)
+        )
+        layers += [Computation(clock, 1.0), moe]
+    model, x = nn.Sequential(*layers), torch.randn(rows * chunks, D)
+    seconds = {}
+    cases = {"compute alone": (False, 0.0), "no overlap": (False, message), "overlap": (True, message)}
+    for name, (overlap, each) in cases.items():
+        parts = split(model, 2, x[:rows], by=[8, 8])
+        pipeline = Pipeline(
+            *(parts, squares),
             schedule="dualpipe_v",
             chunks=chunks,
             groups=groups,
@@ -157,48 +218,23 @@ def measure_overlap(chunks, rounds, checkpoint, seconds, message):
             checkpoint=checkpoint,
             overlap=overlap,
         )
-        for overlap in (False, True)
-    }
-
-    def step(overlap, seconds_per_byte):
-        wire.seconds_per_byte = seconds_per_byte
-        pipelines[overlap].train_step(x, x)
-
-    steps = {
-        "compute alone": partial(step, False, 0.0),
-        "no overlap": partial(step, False, speed),
-        "overlap": partial(step, True, speed),
-    }
-    try:
-        return interleaved(steps, rounds)
-    finally:
-        dist.all_to_all_single = wire.plain
+        network.seconds_per_row, network.free_at, clock.now = each / (rows // RANKS), 0.0, 0.0
+        pipeline.train_step(x, x)
+        seconds[name] = clock.now
+    dist.all_to_all_single = network.plain
+    return seconds
 
 
-class Flat(nn.Module):
-    """The layer, and a parameter, as experts that sleep have none."""
-
-    def __init__(self, moe):
-        super().__init__()
-        self.moe = moe
-        self.scale = nn.Parameter(torch.ones(D))
-
-    def forward(self, x):
-        return x + self.moe(x) * self.scale
-
-
-def lines_of_overlap(chunks, checkpoint, found):
-    rounds = zip(found["compute alone"], found["no overlap"], found["overlap"], strict=True)
-    hidden = statistics.median((a - b) / (a - c) for c, a, b in rounds)
+def lines_of_overlap(chunks, checkpoint, message, seconds):
+    alone, plain, overlapped = seconds.values()
     return [
         {
             "chunks": chunks,
             "checkpoint": checkpoint,
-            "step": name,
-            "median ms": round(1e3 * statistics.median(values), 1),
-            "exchange hidden": f"{hidden:.0%}" if name == "overlap" else "",
+            "message / computation": message,
+            **{name: round(value, 2) for name, value in seconds.items()},
+            "hidden": f"{(plain - overlapped) / (plain - alone):.0%}",
         }
-        for name, values in found.items()
     ]
 
 
@@ -253,10 +289,9 @@ def run(args):
                     found["schedules"] += lines_of_schedules(chunks, seconds, layers)
         if args.only in (None, "overlap"):
             found["overlap"] = []
-            for checkpoint in (False, True):
-                options = (args.chunks[-1], args.rounds, checkpoint, 2 * args.sleep, args.sleep)
-                seconds = pool.run(measure_overlap, *options, timeout=600)[0]
-                found["overlap"] += lines_of_overlap(args.chunks[-1], checkpoint, seconds)
+            for chunks, checkpoint, message in product((4, 12), (False, True), (0.5, 1.0)):
+                seconds = pool.run(measure_overlap, chunks, checkpoint, message, timeout=600)[0]
+                found["overlap"] += lines_of_overlap(chunks, checkpoint, message, seconds)
     return found
 
 

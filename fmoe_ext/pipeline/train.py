@@ -230,7 +230,7 @@ class Pipeline:
             stage.record = self._record
         given = made if self._kind.takes_list else made[0]
         schedule = self._kind.make(given, self.num_microbatches, loss_fn=self._loss, scale_grads=False)
-        if self.overlap and self._kind.overlaps and dist.get_world_size(self.groups.ep) > 1:
+        if self.overlap and self._kind.overlaps and self._data_parallel != "fsdp":
             Overlap(schedule, made, self._loss, self.device)
         return schedule
 

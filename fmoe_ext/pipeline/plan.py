@@ -1,0 +1,245 @@
+"""Which layout of ranks a model should train in: memory a rank and seconds a step of every pp x dp x ep x schedule."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from fmoe_ext.pipeline.balance import balance_cost
+
+GIB = 2**30
+PIPELINE_GAIN = 1.01  # a pipeline must be faster by this factor than what needs none
+OPTIMIZER_COPIES = 4  # of each parameter: value, gradient and Adam's two
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """One rank's: FLOP a second that it reaches, bytes a second to other ranks, bytes of memory."""
+
+    flops: float
+    bytes_per_second: float
+    memory: float
+
+
+@dataclass(frozen=True)
+class LayerPlan:
+    """A layer for one sequence: bytes of parameters, dense and of all experts; bytes kept for backward; FLOP of its
+    forward and backward; bytes of one exchange of its tokens, there or back."""
+
+    dense_bytes: float
+    expert_bytes: float
+    activation_bytes: float
+    flops: float
+    exchange_bytes: float = 0.0
+
+
+@dataclass(frozen=True)
+class Layout:
+    """pp stages' ranks, dp replicas of experts, ep ranks that experts are spread over."""
+
+    pp: int
+    dp: int
+    ep: int
+    schedule: str  # "none" without a pipeline
+    chunks: int
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Bytes of the fullest rank, in parts, and seconds of a step, in parts."""
+
+    layout: Layout
+    parameters: float  # with gradients and optimizer
+    activations: float
+    buffers: float  # of exchanges
+    compute: float
+    bubbles: float
+    network: float
+
+    @property
+    def memory(self) -> float:
+        return self.parameters + self.activations + self.buffers
+
+    @property
+    def seconds(self) -> float:
+        return self.compute + self.bubbles + self.network
+
+
+@dataclass(frozen=True)
+class Kind:
+    """stages of a rank; stages' microbatches in flight on a rank; bubbles, in microbatches of a rank's stages."""
+
+    stages: int
+    in_flight: Callable[[int, int, int], float]  # of (p ranks, rank, m microbatches)
+    bubbles: Callable[[int], float]  # of p ranks
+
+
+def _interleaved_in_flight(p: int, rank: int, m: int) -> float:
+    return min(2 * m, m // max(1, m // p) + 2 * (p - 1 - rank) + 1)
+
+
+# A backward is two parts, of inputs and of weights, each as long as the forward.
+KINDS = MappingProxyType(
+    {
+        "gpipe": Kind(1, lambda p, rank, m: m, lambda p: p - 1),
+        "1f1b": Kind(1, lambda p, rank, m: min(m, p - rank), lambda p: p - 1),
+        "interleaved": Kind(2, _interleaved_in_flight, lambda p: (p - 1) / 2),
+        "zero_bubble": Kind(1, lambda p, rank, m: min(m, p), lambda p: (p - 1) / 3),
+        "zero_bubble_v": Kind(2, lambda p, rank, m: min(2 * m, 2 * p), lambda p: 0.0),
+        "dualpipe_v": Kind(2, lambda p, rank, m: min(2 * m, 2 * p + 1), lambda p: (p - 1) / 3),
+    }
+)
+
+
+def layouts(ranks: int, num_layers: int, num_experts: int, batch: int) -> Iterator[Layout]:
+    """Every layout that divides the ranks, the experts and a batch of so many sequences."""
+    for pp in _divisors(ranks):
+        for ep in _divisors(ranks // pp):
+            dp = ranks // (pp * ep)
+            rows = batch // (dp * ep)
+            if batch % (dp * ep) or num_experts % ep:
+                continue
+            if pp == 1:
+                yield from (Layout(1, dp, ep, "none", m) for m in _divisors(rows))
+                continue
+            for name, kind in KINDS.items():
+                if pp * kind.stages <= num_layers:
+                    yield from (Layout(pp, dp, ep, name, m) for m in _divisors(rows) if m >= pp * kind.stages)
+
+
+def _divisors(n: int) -> list[int]:
+    return [i for i in range(1, n + 1) if n % i == 0]
+
+
+def estimate(
+    layers: Sequence[LayerPlan],
+    layout: Layout,
+    batch: int,
+    hardware: Hardware,
+    *,
+    checkpoint_bytes: float = 0,
+) -> Estimate:
+    """What a layout takes of a rank for a batch of so many sequences on all ranks.
+
+    checkpoint_bytes: what a layer keeps of one sequence with activation checkpointing; 0: without.
+    """
+    rows = batch / (layout.dp * layout.ep * layout.chunks)  # sequences of a microbatch
+    kind = KINDS.get(layout.schedule, Kind(1, lambda p, rank, m: 1, lambda p: 0.0))
+    stages = _stages(layers, layout.pp * kind.stages)
+    ranks = [_of_rank(stages, rank, layout.pp, kind.stages) for rank in range(layout.pp)]
+    parts = [
+        _memory(
+            own, layout, kind.in_flight(layout.pp, rank, layout.chunks) / kind.stages, rows, checkpoint_bytes
+        )
+        for rank, own in enumerate(ranks)
+    ]
+    times = [_seconds(own, layout, rows, hardware, checkpoint_bytes > 0) for own in ranks]
+    compute, exchange = max(times, key=sum)
+    fullest = max(parts, key=sum)
+    exposed = exchange if layout.schedule != "dualpipe_v" else max(0.0, exchange - compute)
+    return Estimate(
+        layout,
+        *fullest,
+        compute=layout.chunks * compute,
+        bubbles=kind.bubbles(layout.pp) * (compute + exposed),
+        network=layout.chunks * exposed + max(_reduction(own, layout, hardware) for own in ranks),
+    )
+
+
+def _stages(layers: Sequence[LayerPlan], count: int) -> list[list[LayerPlan]]:
+    cut, first, stages = balance_cost([layer.flops for layer in layers], count), 0, []
+    for number in cut:
+        stages.append(list(layers[first : first + number]))
+        first += number
+    return stages
+
+
+def _of_rank(stages: list[list[LayerPlan]], rank: int, pp: int, each: int) -> list[LayerPlan]:
+    """The layers of a rank; of two stages the second is taken from the other end, as in a V."""
+    return stages[rank] + (stages[2 * pp - 1 - rank] if each == 2 else [])
+
+
+def _memory(
+    layers: list[LayerPlan], layout: Layout, in_flight: float, rows: float, checkpoint_bytes: float
+) -> tuple[float, float, float]:
+    parameters = sum(layer.dense_bytes + layer.expert_bytes / layout.ep for layer in layers)
+    largest = max(layer.activation_bytes for layer in layers)
+    kept = sum(layer.activation_bytes for layer in layers)
+    if checkpoint_bytes:
+        kept = checkpoint_bytes * len(layers)
+    else:
+        largest = 0.0
+    away = 0.0 if layout.ep == 1 else 2 * max(layer.exchange_bytes for layer in layers)
+    if layout.ep > 1 and not checkpoint_bytes:
+        kept += sum(layer.exchange_bytes for layer in layers)  # rows that came, which the experts keep
+    return OPTIMIZER_COPIES * parameters, rows * (in_flight * kept + largest), rows * away
+
+
+def _seconds(
+    layers: list[LayerPlan], layout: Layout, rows: float, hardware: Hardware, repeated: bool
+) -> tuple[float, float]:
+    """Of one microbatch: compute, and exchanges there and back in the forward and in the backward."""
+    compute = rows * sum(layer.flops for layer in layers) / hardware.flops * (4 / 3 if repeated else 1)
+    share = (layout.ep - 1) / layout.ep
+    times = 6 if repeated else 4
+    moved = times * share * rows * sum(layer.exchange_bytes for layer in layers)
+    return compute, moved / hardware.bytes_per_second
+
+
+def _reduction(layers: list[LayerPlan], layout: Layout, hardware: Hardware) -> float:
+    """Seconds of reducing the gradients over the ranks that have copies."""
+    dense, experts = (
+        sum(values) for values in zip(*((x.dense_bytes, x.expert_bytes) for x in layers), strict=True)
+    )
+    copies = layout.dp * layout.ep
+    moved = 2 * dense * (copies - 1) / copies + 2 * experts / layout.ep * (layout.dp - 1) / layout.dp
+    return moved / hardware.bytes_per_second
+
+
+def plan(
+    layers: Sequence[LayerPlan],
+    ranks: int,
+    batch: int,
+    hardware: Hardware,
+    *,
+    num_experts: int = 1,
+    checkpoint_bytes: float = 0,
+) -> list[Estimate]:
+    """All layouts, those that fit the memory first, the fastest first; of each pp x dp x ep x schedule the best chunks.
+
+    Raises ValueError if no layout divides the ranks and the batch.
+    """
+    best: dict[tuple[int, int, int, str], Estimate] = {}
+
+    def order(found: Estimate) -> tuple[bool, float]:
+        fits = found.memory <= hardware.memory
+        worth = PIPELINE_GAIN if found.layout.pp > 1 else 1.0
+        return not fits, found.seconds * worth if fits else found.memory
+
+    for layout in layouts(ranks, len(layers), num_experts, batch):
+        found = estimate(layers, layout, batch, hardware, checkpoint_bytes=checkpoint_bytes)
+        key = layout.pp, layout.dp, layout.ep, layout.schedule
+        if key not in best or order(found) < order(best[key]):
+            best[key] = found
+    if not best:
+        raise ValueError(
+            f"no layout of {ranks} ranks divides a batch of {batch} sequences: use a batch that is a multiple of some "
+            "number of replicas"
+        )
+    return sorted(best.values(), key=order)
+
+
+def advice(estimates: Sequence[Estimate], hardware: Hardware) -> str:
+    """In a sentence: which layout, and whether a pipeline is worth it."""
+    first = estimates[0]
+    if first.memory > hardware.memory:
+        return (
+            f"Nothing fits: the least is {first.memory / GIB:.2f} GiB a rank. Use more ranks, activation checkpointing "
+            "or a smaller batch."
+        )
+    if first.layout.pp == 1:
+        return "Do not use a pipeline: data and expert parallelism fit, and lose no time to bubbles."
+    alone = [e for e in estimates if e.layout.pp == 1]
+    if alone and (least := min(alone, key=lambda e: e.seconds)).memory <= hardware.memory:
+        times = least.seconds / first.seconds
+        return f"A pipeline is {times:.2f} times as fast as the best layout without one, which fits too."
+    return "Use a pipeline: without one, no layout fits."

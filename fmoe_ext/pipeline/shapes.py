@@ -1,0 +1,128 @@
+"""The layers of a decoder from its sizes, or measured, for the planner."""
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from torch import Tensor, nn
+
+from fmoe_ext.layers import FMoE
+from fmoe_ext.pipeline.layers import layers_of
+from fmoe_ext.pipeline.plan import LayerPlan
+from fmoe_ext.pipeline.split import measure
+from fmoe_ext.pipeline.stage import Boundary
+
+# Our names, and those of configurations of Transformers, the first that is there counts.
+NAMES = MappingProxyType(
+    {
+        "d_model": ("hidden_size",),
+        "num_layers": ("num_hidden_layers",),
+        "num_heads": ("num_attention_heads",),
+        "d_hidden": ("moe_intermediate_size", "intermediate_size"),
+        "vocabulary": ("vocab_size",),
+        "num_kv_heads": ("num_key_value_heads",),
+        "d_head": ("head_dim",),
+        "num_experts": ("num_local_experts", "num_experts", "n_routed_experts"),
+        "top_k": ("num_experts_per_tok",),
+    }
+)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A decoder with gated MLPs: Llama, Mixtral, Qwen3-MoE, OLMoE, examples/lm."""
+
+    d_model: int
+    num_layers: int
+    num_heads: int
+    d_hidden: int  # of one expert
+    vocabulary: int
+    num_kv_heads: int = 0  # 0: as many as heads
+    d_head: int = 0  # 0: d_model / num_heads
+    num_experts: int = 1
+    top_k: int = 1
+
+    def layers(self, length: int, element: int = 4) -> list[LayerPlan]:
+        """Embedding, blocks, head, for sequences of so many tokens and numbers of so many bytes."""
+        D, table = self.d_model, self.d_model * self.vocabulary * element
+        head = LayerPlan(
+            table, 0, length * (2 * D * element + 4 * self.vocabulary), 6 * length * D * self.vocabulary
+        )
+        return [LayerPlan(table, 0, 0, 0), *[self._block(length, element)] * self.num_layers, head]
+
+    def _block(self, length: int, element: int) -> LayerPlan:
+        D, K = self.d_model, self.top_k
+        d_head = self.d_head or D // self.num_heads
+        q, kv = self.num_heads * d_head, 2 * (self.num_kv_heads or self.num_heads) * d_head
+        gate = D * self.num_experts if self.num_experts > 1 else 0
+        dense = D * (q + kv) + q * D + 2 * D + gate
+        expert = 3 * D * self.d_hidden
+        # both norms and their results; q, k, v before and after the rotation, attention; gate and up projections
+        kept = 4 * D + 3 * q + 2 * kv + K * 2 * self.d_hidden
+        if gate:  # its logits, scores and choices
+            kept += 3 * self.num_experts + 8 * K
+        flops = 6 * length * (dense + K * expert) + 6 * length * length * q
+        moved = K * D * length * element if self.num_experts > 1 else 0.0
+        return LayerPlan(
+            dense * element, self.num_experts * expert * element, length * kept * element, flops, moved
+        )
+
+
+def measure_layers(model: nn.Module, sample: Tensor, rounds: int = 3) -> list[LayerPlan]:
+    """The layers of a model as split() cuts it, run on a sample [B, *]; their FLOP are seconds of this machine's.
+
+    The plan of a real model takes them with Hardware(flops=1.0, ...).
+    """
+    layers, rows = layers_of(model), len(sample)
+    costs, boundaries = measure(layers, sample, rounds)
+    plans = []
+    for layer, cost, boundary in zip(layers, costs, boundaries, strict=False):
+        moes = [m for m in layer.modules() if isinstance(m, FMoE)]
+        experts = sum(p.numel() * p.element_size() for m in moes for p in m.experts.parameters())
+        moved = sum(m.top_k * _bytes_of_row(boundary) for m in moes)
+        dense = cost.parameter_bytes - experts
+        kept = cost.activation_bytes / rows
+        if len(plans) == len(layers) - 1:
+            kept += _bytes_of_row(boundaries[-1])  # the loss keeps as much as it is given
+        plans.append(LayerPlan(dense, experts, kept, cost.seconds / rows, moved))
+    return plans
+
+
+def _bytes_of_row(boundary: Boundary) -> int:
+    return sum(
+        math.prod(shape) * dtype.itemsize
+        for shape, dtype in zip(boundary.shapes, boundary.dtypes, strict=True)
+    )
+
+
+def read_shape(model: str) -> Shape:
+    """The sizes in a config.json of Transformers, or in a text "d_model=512,num_layers=8,...".
+
+    Raises ValueError, naming what is missing or unknown.
+    """
+    path = Path(model)
+    if path.is_dir():
+        path = path / "config.json"
+    given = _from_config(json.loads(path.read_text())) if path.suffix == ".json" else _from_text(model)
+    known = [field.name for field in fields(Shape)]
+    if unknown := [name for name in given if name not in known]:
+        raise ValueError(f"--model has no size {unknown[0]!r}: known are {', '.join(known)}")
+    if missing := [name for name in known[:5] if name not in given]:
+        raise ValueError(f"--model lacks {', '.join(missing)}")
+    return Shape(**given)
+
+
+def _from_config(config: Mapping[str, Any]) -> dict[str, int]:
+    found = {ours: [config[name] for name in theirs if config.get(name)] for ours, theirs in NAMES.items()}
+    return {ours: int(values[0]) for ours, values in found.items() if values}
+
+
+def _from_text(text: str) -> dict[str, int]:
+    pairs = [part.partition("=") for part in text.split(",")]
+    if bad := [name for name, _, value in pairs if not value.strip().isdigit()]:
+        raise ValueError(f"--model takes a config.json or name=number,..., but got {bad[0]!r}")
+    return {name.strip(): int(value) for name, _, value in pairs}
