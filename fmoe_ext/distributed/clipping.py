@@ -14,8 +14,8 @@ def clip_grad_norm_(
 ) -> torch.Tensor:
     """Scales the gradients of a DistributedGroupedDataParallel so that their norm over the job is at most max_norm.
 
-    Each parameter counts once, on however many ranks it has copies or shards (DTensor; every rank of dp_group has
-    some). Call it on all ranks, after the reduction; one that auto_allreduce has begun is ended first.
+    Each parameter counts once, on however many ranks it has copies or shards (DTensor). Call it on all ranks, after the
+    reduction; one that auto_allreduce has begun is ended first.
     Returns the norm before scaling. Equivalent, in one process: torch.nn.utils.clip_grad_norm_.
     """
     if not isinstance(module, DistributedGroupedDataParallel):
@@ -30,7 +30,7 @@ def clip_grad_norm_(
         if p.grad is not None
     ]
     sharded = [p.grad for p in module.parameters() if isinstance(p, DTensor) and p.grad is not None]
-    counted += [(grad, len(dp_ranks)) for grad in sharded]  # the norm of the whole, on each rank
+    counted += [(grad, _num_sharing(grad, dp_ranks)) for grad in sharded]
     if not counted:
         return torch.tensor(0.0)
     total = norm_over(counted, norm_type, [dp_group], counted[0][0].device)
@@ -77,3 +77,8 @@ def _accumulate(grad: torch.Tensor) -> torch.dtype:
 
 def _num_copies(module: DistributedGroupedDataParallel, tag: str, dp_ranks: set[int]) -> int:
     return 1 if tag == "none" else len(dp_ranks & set(dist.get_process_group_ranks(module.groups[tag])))
+
+
+def _num_sharing(grad: DTensor, dp_ranks: set[int]) -> int:
+    """How many ranks have parts of a sharded gradient, and so the norm of the whole."""
+    return len(dp_ranks & set(grad.device_mesh.mesh.flatten().tolist()))

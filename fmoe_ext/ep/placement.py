@@ -56,7 +56,7 @@ def rebalance(
     moved = 0
     for name, layer in expert_parallel_layers(module):
         parallel = layer.expert_parallel
-        if not hasattr(layer.experts, "weights"):
+        if not hasattr(getattr(layer, "experts", None), "weights"):
             continue
         load = parallel.pop_load(everywhere=True)
         before = imbalance(load, parallel.size, parallel.experts_in_place)

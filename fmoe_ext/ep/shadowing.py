@@ -51,7 +51,7 @@ def update_shadows(
     chosen: dict[str, tuple[int, ...]] = {}
     for name, layer in expert_parallel_layers(module):
         parallel = layer.expert_parallel
-        if not layer.expert_kind.can_be_shadowed:
+        if not getattr(getattr(layer, "expert_kind", None), "can_be_shadowed", False):
             continue
         weights = layer.experts.weights
         hardware = hardware or Hardware.measure(find_group(parallel.group))

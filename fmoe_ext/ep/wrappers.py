@@ -6,10 +6,12 @@ unless their ranks hold the same experts. The former is seen when it takes the m
 the latter at the next forward.
 """
 
+from __future__ import annotations
+
 import inspect
 from collections.abc import Iterator
 from types import FrameType
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -19,31 +21,46 @@ from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from fmoe_ext.ep.exchange import find_group
 
-class ExpertLayer(Protocol):
-    """What this file knows of an FMoE."""
-
-    experts: nn.Module
-
-    @property
-    def moe_group(self) -> dist.ProcessGroup | None: ...
+if TYPE_CHECKING:
+    from fmoe_ext.ep.expert_parallel import ExpertParallel
 
 
-def check_wrappers(layer: ExpertLayer) -> None:
-    """Raises ValueError if fully_shard joins experts of different ranks; cheap where they are as at the last call."""
-    if torch.compiler.is_compiling() or layer.moe_group is None or layer.experts is None:
+def check_wrappers(layer: nn.Module) -> None:
+    """Raises ValueError if fully_shard joins experts of different ranks; cheap where they are as at the last call.
+
+    layer: an FMoE, or a module of experts that has an expert_parallel.
+    """
+    experts = _experts_of(layer)
+    if torch.compiler.is_compiling() or _parallel_of(layer) is None or experts is None:
         return
-    if all(hasattr(p, "fmoe_checked") for p in layer.experts.parameters()):
+    if all(hasattr(p, "fmoe_checked") for p in experts.parameters()):
         return
     running = [module for module in _running_modules() if isinstance(module, FSDPModule)]
-    kept = layer.experts.state_dict()  # shows sharded parameters as DTensors, also while they are gathered
+    kept = experts.state_dict()  # shows sharded parameters as DTensors, also while they are gathered
     for sharded in (value for value in kept.values() if isinstance(value, DTensor)):
         name = next((_name_in(module, layer) for module in reversed(running)), type(layer).__name__)
         _refuse_shared(name, layer, sharded.device_mesh.mesh.flatten().tolist(), _SHARDED)
     for module in running:
         module.unshard()  # as it was: a state dict lets go of what is gathered
-    for p in layer.experts.parameters():
+    for p in experts.parameters():
         p.fmoe_checked = True  # type: ignore[attr-defined]  # a parameter that takes its place has no such mark
+
+
+def check_mesh(layer: nn.Module, ranks: list[int]) -> None:
+    """Raises ValueError if fully_shard over these ranks would join different experts."""
+    if _parallel_of(layer) is not None:
+        _refuse_shared(type(layer).__name__, layer, ranks, _SHARDED)
+
+
+def _parallel_of(layer: nn.Module) -> ExpertParallel | None:
+    return getattr(layer, "expert_parallel", None)
+
+
+def _experts_of(layer: nn.Module) -> nn.Module | None:
+    """The module whose parameters differ between ranks."""
+    return getattr(layer, "experts", layer)
 
 
 _SHARDED = (
@@ -57,9 +74,10 @@ _AVERAGED = (
 )
 
 
-def _refuse_shared(name: str, layer: ExpertLayer, ranks: list[int], texts: tuple[str, str]) -> None:
-    assert layer.moe_group is not None
-    owners = dist.get_process_group_ranks(layer.moe_group)
+def _refuse_shared(name: str, layer: nn.Module, ranks: list[int], texts: tuple[str, str]) -> None:
+    parallel = _parallel_of(layer)
+    assert parallel is not None
+    owners = dist.get_process_group_ranks(find_group(parallel.group))
     if len(set(owners) & set(ranks)) > 1:
         what, way = texts
         raise ValueError(
@@ -89,7 +107,7 @@ def _argument_of_constructor(module: nn.Module, name: str, default: bool) -> boo
     return default if frame is None else bool(frame.f_locals[name])
 
 
-def _name_in(module: nn.Module, layer: ExpertLayer) -> str:
+def _name_in(module: nn.Module, layer: nn.Module) -> str:
     return (
         next((name for name, child in module.named_modules() if child is layer), "") or type(layer).__name__
     )
@@ -103,9 +121,8 @@ def _check_registration(parent: nn.Module, name: str, module: nn.Module | None) 
     overwrites = _argument_of_constructor(parent, "init_sync", True)
     taken = {id(p) for _, p in params if overwrites or p.requires_grad}  # the frozen are never averaged
     for path, layer in module.named_modules():
-        group = getattr(layer, "moe_group", None)
-        experts = getattr(layer, "experts", None)
-        if not isinstance(group, dist.ProcessGroup) or not isinstance(experts, nn.Module):
+        experts = _experts_of(layer)
+        if _parallel_of(layer) is None or experts is None:
             continue
         if any(id(p) in taken for p in experts.parameters()):
             ranks = dist.get_process_group_ranks(parent.process_group)

@@ -129,10 +129,10 @@ def fmoefy(
 
     Transformers models tell their layers which tokens attention_mask leaves out: these reach no gate, expert or loss.
 
-    The balance loss stays with the gates: add weight * fmoe_ext.gates.total_loss(model) to the loss, in a Trainer by
-    overriding compute_loss. A Transformers model is saved by save_pretrained and loaded by
-    fmoe_ext.integrations.huggingface.from_pretrained; to load another saved state dict, fmoefy a model of the dense
-    configuration first.
+    The balance loss stays with the gates: add weight * fmoe_ext.gates.total_loss(model) to the loss, or have it added
+    under Trainer, TRL, accelerate and Lightning: fmoe_ext.integrations.training.add_balance_loss.
+    A Transformers model is saved by save_pretrained and loaded by fmoe_ext.integrations.huggingface.from_pretrained; to
+    load another saved state dict, fmoefy a model of the dense configuration first.
     Raises ValueError, and leaves the model as it was, where nothing is found (listing what was looked for), for a
     model that has MoE layers already (unless match= points elsewhere), for layers that it does not have, and for
     init="upcycle" with a gate whose weights have no constant sum.

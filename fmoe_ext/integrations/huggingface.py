@@ -14,11 +14,24 @@ import torch
 from torch import Tensor
 
 from fmoe_ext import ops
-from fmoe_ext.experts import activation_name
+from fmoe_ext.dispatch import combine, dispatch
+from fmoe_ext.ep.exchange import Group
+from fmoe_ext.ep.wrappers import check_wrappers
+from fmoe_ext.experts import Weights, activation_name
 from fmoe_ext.integrations.huggingface_saved import from_pretrained
+from fmoe_ext.integrations.training import add_balance_loss
 from fmoe_ext.routing import widen
 
-__all__ = ["experts_forward", "from_pretrained", "fused_activation", "register", "use"]
+__all__ = [
+    "add_balance_loss",
+    "balance_callback",
+    "expert_parallel",
+    "experts_forward",
+    "from_pretrained",
+    "fused_activation",
+    "register",
+    "use",
+]
 NAME = "fmoe"
 OLDEST_TRANSFORMERS = "5.7"  # the first whose models accept a registered name
 GATED = (("silu", "swiglu"), ("gelu", "geglu"), ("gelu_tanh", "geglu_tanh"))
@@ -68,6 +81,34 @@ def use(model: Any) -> Any:
     return model
 
 
+def expert_parallel(model: Any, group: Group = None, *, expert_dp_comm: str = "none") -> Any:
+    """Spreads the experts of a Transformers MoE model over the ranks of a group -> the model.
+
+    Every rank calls it with the same whole model and keeps E / ranks experts of each layer, rank r the r-th part;
+    tokens travel to their experts and back by fmoe_ext's exchange. group: a ProcessGroup, a DeviceMesh or None for all
+    ranks; expert_dp_comm: the tag of the experts' parameters (FMoE.mark_parallel_comm). For training wrap the model in
+    fmoe_ext.distributed.DistributedGroupedDataParallel; torch's DistributedDataParallel is refused. From then on all
+    ranks call the forward, generate() (which waits for the last to finish) and save_pretrained() (which writes the
+    whole model, for any layout) together. The loss of output_router_logits is that of each rank's tokens.
+    Raises ValueError for a model without experts that can be spread, TypeError for quantised or sharded ones.
+    """
+    from fmoe_ext.integrations.huggingface_ep import spread_experts
+
+    spread_experts(model, group, expert_dp_comm)
+    return use(model)
+
+
+def balance_callback(weight: float = 0.01, file: str | None = None) -> Any:
+    """A callback for Transformers' Trainer and TRL's: the gates' balance loss in the loss, experts' load in the logs.
+
+    weight: that of the balance loss; file: of JSON lines for the load of every layer (balance.write).
+    `Trainer(..., callbacks=[huggingface.balance_callback(0.01)])`: integrations.huggingface_trainer.BalanceCallback.
+    """
+    from fmoe_ext.integrations.huggingface_trainer import BalanceCallback
+
+    return BalanceCallback(weight, file)
+
+
 def experts_forward(
     experts: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
 ) -> Tensor:
@@ -84,16 +125,28 @@ def experts_forward(
     b1, b2 = (getattr(experts, up + "_bias"), experts.down_proj_bias) if has_bias else (None, None)
     x = hidden_states.to(_compute_dtype(experts, w1))
     topk_weights = widen(top_k_weights, x.dtype)
-    num_experts = w1.shape[0]
+    parallel = getattr(experts, "expert_parallel", None)
+    num_experts = w1.shape[0] * (1 if parallel is None else parallel.size)
     if getattr(experts, "_is_expert_parallel", True):
         top_k_index = top_k_index.masked_fill(top_k_index >= num_experts, -1)
-    _, offs, row_idx, inverse = ops.sort_tokens(top_k_index, num_experts)
+    if parallel is not None:
+        check_wrappers(experts)
+    dispatched = dispatch(x, top_k_index, topk_weights, num_experts, parallel)
+    for chunk in dispatched.chunks:
+        tokens = chunk.receive()
+        chunk.give_back(_compute(experts, (w1, b1, w2, b2), tokens.x, tokens.topk_idx, tokens.topk_weights))
+    out: Tensor = combine(dispatched)
+    return out.to(hidden_states.dtype)
 
+
+def _compute(experts: Any, weights: Weights, x: Tensor, topk_idx: Tensor, topk_weights: Tensor) -> Tensor:
+    """The experts of this rank on tokens x [N, D], topk_idx [N, K] (-1 for none) -> their weighted sums [N, D]."""
+    w1, b1, w2, b2 = weights
+    _, offs, row_idx, inverse = ops.sort_tokens(topk_idx, w1.shape[0])
     activation = fused_activation(experts)
     has_norm = getattr(experts, "has_post_expert_norm", False)
     if activation is not None and not has_norm:
-        y = ops.expert_mlp(x, row_idx, inverse, offs, w1, b1, w2, b2, topk_weights, activation)
-        return y.to(hidden_states.dtype)
+        return ops.expert_mlp(x, row_idx, inverse, offs, w1, b1, w2, b2, topk_weights, activation)
     if activation is not None:
         rows = ops.expert_mlp(x, row_idx, inverse, offs, w1, b1, w2, b2, None, activation, combine=False)
     else:
@@ -103,7 +156,7 @@ def experts_forward(
         rows = ops.grouped_gemm(a.to(x.dtype), w2, offs, b2, transposed=transposed)
     if has_norm:
         rows = experts.post_expert_norm(rows)
-    return ops.unpermute(rows, row_idx, inverse, topk_weights).to(hidden_states.dtype)
+    return ops.unpermute(rows, row_idx, inverse, topk_weights)
 
 
 def fused_activation(experts: Any) -> str | None:

@@ -4,30 +4,54 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from fmoe_ext.distributed import DistributedGroupedDataParallel, clip_grad_norm_, init_groups
+from fmoe_ext.distributed import (
+    DistributedGroupedDataParallel,
+    clip_grad_norm_,
+    fully_shard_experts,
+    init_groups,
+)
 from tests.distributed.layouts import E, Model, batch, fill, local_loss, local_model, local_part, loss_of
 
 ROWS, STEPS, LR, MAX_NORM = [5, 8], 4, 0.05, 0.5
+ROWS_OF_FOUR = [5, 8, 2, 7]
 
 
-def one_process():
+def backward_of_one_process(model, step, rows):
+    parts = [batch(i, step, n, torch.float64) for i, n in enumerate(rows)]
+    x, y = (torch.cat(column) for column in zip(*parts, strict=True))
+    (loss_of(model, x, y, sum(rows)) + 0.5 * model.gate_loss()).backward()
+
+
+def one_process(rows):
     """{name: parameter after training}."""
     model = fill(Model(E), torch.float64)
     optimizer = torch.optim.Adam(model.parameters(), lr=LR)
     for step in range(STEPS):
         optimizer.zero_grad()
-        parts = [batch(i, step, n, torch.float64) for i, n in enumerate(ROWS)]
-        x, y = (torch.cat(column) for column in zip(*parts, strict=True))
-        (loss_of(model, x, y, sum(ROWS)) + 0.5 * model.gate_loss()).backward()
+        backward_of_one_process(model, step, rows)
         nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
         optimizer.step()
     return dict(model.named_parameters())
+
+
+def assert_same_gradients(model, groups, norm, rows):
+    """Those of the first step, and their norm."""
+    whole = fill(Model(E), torch.float64)
+    backward_of_one_process(whole, 0, rows)
+    rank, size = dist.get_rank(groups.ep), dist.get_world_size(groups.ep)
+    params = dict(model.named_parameters())
+    for name, expected in whole.named_parameters():
+        name, grad = local_part(name, expected.grad, rank, size, "fused")
+        ours = params[name].grad
+        ours = ours.full_tensor() if isinstance(ours, DTensor) else ours
+        assert (ours - grad).norm() <= 1e-12 * grad.norm(), name
+    torch.testing.assert_close(norm, nn.utils.get_total_norm([p.grad for p in whole.parameters()]))
 
 
 def split(model):
@@ -37,10 +61,10 @@ def split(model):
     return experts, [p for p in model.parameters() if id(p) not in ids]
 
 
-def assert_as_one_process(model, groups):
+def assert_as_one_process(model, groups, rows=ROWS):
     rank, size = dist.get_rank(groups.ep), dist.get_world_size(groups.ep)
     params = dict(model.named_parameters())
-    for name, expected in one_process().items():
+    for name, expected in one_process(rows).items():
         name, expected = local_part(name, expected.detach(), rank, size, "fused")
         ours = params[name].full_tensor() if isinstance(params[name], DTensor) else params[name]
         torch.testing.assert_close(
@@ -71,6 +95,30 @@ def fsdp2():
         clip_grad_norm_(model, MAX_NORM)
         optimizer.step()
     assert_as_one_process(bare, groups)
+
+
+def fsdp2_over_experts():
+    """fully_shard of the experts, among the ranks that hold the same ones; all else is replicated."""
+    groups, bare = start()
+    mesh = DeviceMesh.from_group(groups.experts, "cpu")
+    for layer in bare.moe:
+        fully_shard_experts(layer, mesh)
+    model = DistributedGroupedDataParallel(bare, auto_allreduce=True, **groups.data_parallel_kwargs())
+    sharded = [p for p in bare.parameters() if isinstance(p, DTensor)]
+    assert len(sharded) == 8 and all(p.to_local().shape[0] == p.shape[0] // 2 for p in sharded)
+    others = [p for p in bare.parameters() if not isinstance(p, DTensor)]
+    optimizer = torch.optim.Adam([{"params": sharded}, {"params": others}], lr=LR)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        sum(local_loss(model, ROWS_OF_FOUR, step, groups, torch.float64)).backward()
+        model.allreduce_params()
+        if step == 0:
+            assert_same_gradients(bare, groups, clip_grad_norm_(model, torch.inf), ROWS_OF_FOUR)
+        clip_grad_norm_(model, MAX_NORM)
+        optimizer.step()
+    assert_as_one_process(bare, groups, ROWS_OF_FOUR)
+    with pytest.raises(ValueError, match="fully_shard would make one parameter out of pieces"):
+        fully_shard_experts(bare.moe[0], DeviceMesh.from_group(groups.ep, "cpu"))
 
 
 def ddp():
@@ -132,3 +180,7 @@ def zero_and_scaler():
 @pytest.mark.parametrize("train", [fsdp2, ddp, zero_and_scaler])
 def test_as_one_process(pool, train):
     pool.run(train, world_size=2)
+
+
+def test_fsdp2_over_experts(pool):
+    pool.run(fsdp2_over_experts, world_size=4)

@@ -1,0 +1,65 @@
+"""What Transformers' Trainer, and those of TRL, need to train fmoefied models: one callback."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from transformers import TrainerCallback
+
+from fmoe_ext import balance
+from fmoe_ext.integrations.training import BalanceLoss, add_balance_loss
+
+PREFIX = "moe/"
+LOGGED = ("max_over_mean", "dropped_share", "dead_experts")
+
+
+class BalanceCallback(TrainerCallback):
+    """The gates' balance loss in the training loss, and the experts' load in the logs.
+
+    weight: that of the balance loss (add_balance_loss). Every log with a training loss gains moe/balance_loss (without
+    its weight), moe/max_over_mean, moe/dropped_share and moe/dead_experts, means over the layers since the last log and
+    over all ranks (balance.summarize). file: where balance.write() puts the loads of every layer besides.
+    """
+
+    def __init__(self, weight: float = 0.01, file: str | None = None) -> None:
+        self.weight = weight
+        self.file = file
+        self._loss: BalanceLoss | None = None
+        self._monitor: balance.LoadMonitor | None = None
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, *, model: nn.Module, **_: Any) -> None:
+        self._detach()
+        self._loss = add_balance_loss(model, self.weight)
+        self._monitor = balance.watch(model)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._detach()
+
+    def on_log(self, args: Any, state: Any, control: Any, *, logs: dict[str, float], **_: Any) -> None:
+        if self._loss is None or self._monitor is None or "loss" not in logs:
+            return
+        record = self._monitor.collect(state.global_step, sum_over_ranks=_sum_over_ranks)
+        layers = list(record["layers"].values())
+        numbers = {PREFIX + name: sum(layer[name] for layer in layers) / len(layers) for name in LOGGED}
+        numbers[PREFIX + "balance_loss"] = self._loss.pop_mean()
+        logs.update(numbers)
+        state.log_history[-1].update(numbers)  # a copy of logs
+        if self.file is not None and state.is_world_process_zero:
+            balance.write(record, self.file)
+
+    def _detach(self) -> None:
+        if self._loss is not None:
+            self._loss.remove()
+        if self._monitor is not None:
+            self._monitor.remove()
+        self._loss = self._monitor = None
+
+
+def _sum_over_ranks(counted: torch.Tensor) -> torch.Tensor:
+    if dist.is_available() and dist.is_initialized():
+        counted = counted.clone()
+        dist.all_reduce(counted)
+    return counted
