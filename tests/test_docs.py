@@ -1,6 +1,6 @@
 """The documentation: its code runs as it stands, its links lead somewhere, and every public name has a docstring."""
 
-import importlib
+import importlib.util
 import inspect
 import os
 import re
@@ -94,6 +94,20 @@ def test_links_lead_somewhere(path):
     for target in re.findall(r"`((?:docs|examples|benchmarks|tests|fmoe_ext|csrc|cuda)/[\w/.]+\.\w+)`", text):
         if path.name != "log.md":  # what it tells of may be gone
             assert ROOT.joinpath(target).exists(), f"{name_of(path)} names {target}"
+
+
+@pytest.mark.parametrize("path", [page for page in PAGES if page.name != "log.md"], ids=name_of)
+def test_commands_exist(path):
+    """Targets of make, modules that are run, and example programs; log.md tells of what may be gone."""
+    prose = re.sub(r"^```.*?^```$", "", path.read_text(), flags=re.MULTILINE | re.DOTALL)
+    code = "\n".join([*re.findall(r"`([^`]+)`", prose), *(block for _, block, _ in blocks(path))])
+    makefile = (ROOT / "Makefile").read_text()
+    for target in re.findall(r"^make ([a-z-]+)", code, re.MULTILINE):
+        assert f"\n{target}:" in makefile, f"{name_of(path)} says make {target}"
+    for module in re.findall(r"python -m ((?:fmoe_ext|benchmarks)[\w.]*)", code):
+        assert importlib.util.find_spec(module), f"{name_of(path)} says python -m {module}"
+    for program in re.findall(r"(?:^|\s)(examples/[\w/]+\.py)", code):
+        assert ROOT.joinpath(program).exists(), f"{name_of(path)} runs {program}"
 
 
 def test_every_page_is_in_the_contents():
