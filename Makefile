@@ -17,7 +17,7 @@ $(shell rm -f $(VENV)/.built)
 endif
 endif
 
-.PHONY: help train train-ep train-megatron train-pipeline train-remote test build lint format bench wheel asan cuda clean
+.PHONY: help train train-ep train-megatron train-pipeline train-remote test build lint format docs bench wheel asan cuda clean
 help:
 	@sed -n 's/^## //p' Makefile
 
@@ -75,6 +75,15 @@ format: $(VENV)/.installed
 	$(VENV)/bin/ruff check --fix .
 	$(VENV)/bin/ruff format .
 	$(VENV)/bin/clang-format -i $(CXX_FILES)
+
+## make docs     the documentation's site in out/docs (open index.html); a warning is an error
+docs: $(VENV)/.docs
+	$(PY) -m sphinx -q -W --keep-going -d out/doctrees docs out/docs
+	@echo 'open out/docs/index.html'
+
+$(VENV)/.docs: docs/requirements.txt $(VENV)/.built
+	$(PY) -m pip install -q --disable-pip-version-check -r docs/requirements.txt
+	@touch $@
 
 ## make bench    layer and operator benchmarks against their peers, results in benchmarks/results (ARGS: of bench_layer)
 bench: build

@@ -1,4 +1,4 @@
-"""Builds the native modules of fmoe_ext; the variables it reads are listed in README.md, "Install"."""
+"""Builds the native modules of fmoe_ext; the variables it reads are listed in docs/install.md."""
 
 from __future__ import annotations  # so that a Python that is too old gets as far as its message
 

@@ -71,6 +71,7 @@ class LayerCounters:
         self.gate_entropy_sum = torch.zeros((), dtype=torch.float64, device=device)
 
     def to(self, device: torch.device | str) -> None:
+        """Moves the counters."""
         for name in self.NAMES:
             setattr(self, name, getattr(self, name).to(device))
 
@@ -89,6 +90,7 @@ class LayerCounters:
             self.gate_entropy_sum += _entropy(topk_weights.reshape(topk_idx.shape))
 
     def reset(self) -> None:
+        """Back to zero, except how long experts have been idle."""
         for name in self.NAMES:
             if name != "idle_steps":
                 getattr(self, name).zero_()
@@ -184,6 +186,7 @@ class LoadMonitor:
         return {"counters": counters, "history": list(self.history)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """What state_dict() gave; ValueError for the state of other gates."""
         if state["counters"].keys() != self.counters.keys():
             raise ValueError(
                 f"the state is of the gates {list(state['counters'])}, but the model has {list(self.counters)}"

@@ -158,10 +158,12 @@ class FMoE(nn.Module):
 
     @property
     def slice_size(self) -> int:
+        """Ranks that share the rows of one input; 1 without slice_group."""
         return 1 if self._slices is None else self._slices.size
 
     @property
     def slice_rank(self) -> int:
+        """Number of this rank among those; 0 without slice_group."""
         return 0 if self._slices is None else self._slices.rank
 
     def _make_experts(

@@ -52,7 +52,9 @@ class Dispatched(Protocol):
     """Tokens on their way to experts: give_back() the results of every chunk, in order, then combine()."""
 
     @property
-    def chunks(self) -> Sequence[Chunk]: ...
+    def chunks(self) -> Sequence[Chunk]:
+        """The parts of the work, in the order in which every rank computes them."""
+        ...
 
     def combine(self) -> Nest:
         """Waits for the results of all chunks -> their sum for each token, [T, *]."""

@@ -31,6 +31,7 @@ class Layout:
 
     @property
     def num_ranks(self) -> int:
+        """Processes that the layout needs."""
         return self.dp * self.ep
 
     def expert_arguments(self, num_experts: int) -> dict[str, Any]:

@@ -25,9 +25,11 @@ class Result:
 
     @property
     def ok(self) -> bool:
+        """Whether the case ran and nothing in it differs."""
         return self.first is None and self.error is None
 
     def why(self) -> str:
+        """The first difference, or the error, as text."""
         return str(self.first) if self.error is None else self.error.strip()
 
 
@@ -44,10 +46,12 @@ class AuditReport:
 
     @property
     def ok(self) -> bool:
+        """Whether every case is equal and no remark is left."""
         return not self.failures and not self.remarks()
 
     @property
     def failures(self) -> list[Result]:
+        """The cases that differ or could not run."""
         return [result for result in self.results if not result.ok]
 
     def remarks(self) -> list[str]:

@@ -66,10 +66,12 @@ class Layer:
 
     @property
     def row_bytes(self) -> int:
+        """Bytes of one token."""
         return self.d_model * self.bytes_per_element
 
     @property
     def expert_bytes(self) -> int:
+        """Bytes of the weights of one expert."""
         return self.num_matrices * self.d_model * self.d_hidden * self.bytes_per_element
 
     @property
@@ -88,6 +90,7 @@ class StepTime:
 
     @property
     def total(self) -> float:
+        """Seconds, nothing overlapped."""
         return self.exchange + self.compute + self.shadowing
 
     def overlapped(self, num_chunks: int) -> float:

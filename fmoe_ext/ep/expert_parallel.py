@@ -132,6 +132,7 @@ class ExpertParallel:
 
     @property
     def places_of_shadows(self) -> tuple[int, ...]:
+        """The places of the experts that every rank has a copy of."""
         return tuple(self.experts_in_place.index(expert) for expert in self.shadows)
 
     def _check_once(self) -> None:

@@ -58,6 +58,7 @@ class RowLimit:
         self._seen: torch.Tensor | None = None
 
     def is_read_now(self, x: torch.Tensor) -> bool:
+        """Whether too many rows raise in this forward, which reads their number on the host."""
         return not x.is_cuda if self.raises_at_once is None else self.raises_at_once
 
     def note(self, needed: torch.Tensor, headers: torch.Tensor) -> torch.Tensor:

@@ -125,6 +125,7 @@ class BaseGate(nn.Module):
 
     @property
     def has_loss(self) -> bool:
+        """Whether get_loss() has one."""
         return self.loss is not None
 
     def topk(

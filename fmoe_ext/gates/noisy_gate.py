@@ -33,6 +33,7 @@ class NoisyGate(BaseGate):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
+        """Draws both weights anew, as nn.Linear does."""
         nn.init.kaiming_uniform_(self.w_gate, a=math.sqrt(5))
         nn.init.kaiming_uniform_(self.w_noise, a=math.sqrt(5))
 
@@ -87,4 +88,5 @@ class NoisyGate(BaseGate):
         return torch.special.ndtr((clean_values - others) / noise_stddev)
 
     def cv_squared(self, x: torch.Tensor) -> torch.Tensor:
+        """losses.cv_squared, under FastMoE's name."""
         return cv_squared(x)

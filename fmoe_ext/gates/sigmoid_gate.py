@@ -74,6 +74,7 @@ class SigmoidGate(ScoredGate):
         self._follow_optimizers()
 
     def after_optimizer_step(self) -> None:
+        """update_bias(), called by itself at the optimizer's step."""
         self.update_bias()
 
     @property

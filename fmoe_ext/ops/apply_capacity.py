@@ -34,6 +34,7 @@ def apply_capacity(topk_idx: torch.Tensor, num_experts: int, capacity: int | tor
 def apply_capacity_ref(
     topk_idx: torch.Tensor, num_experts: int, capacity: int | torch.Tensor
 ) -> torch.Tensor:
+    """The oracle of apply_capacity: the same in plain PyTorch."""
     by_choice = topk_idx.t().flatten().long()
     chosen = torch.nn.functional.one_hot(by_choice + 1, num_experts + 1)[:, 1:]
     rank = ((chosen.cumsum(0) - 1) * chosen).sum(1)

@@ -17,6 +17,7 @@ def count_tokens(topk_idx: torch.Tensor, num_experts: int) -> torch.Tensor:
 
 
 def count_tokens_ref(topk_idx: torch.Tensor, num_experts: int) -> torch.Tensor:
+    """The oracle of count_tokens: the same in plain PyTorch."""
     return torch.bincount(topk_idx[topk_idx >= 0], minlength=num_experts)
 
 

@@ -100,6 +100,7 @@ def expert_mlp_ref(
     activation: str = "gelu",
     combine: bool = True,
 ) -> torch.Tensor:
+    """The oracle of expert_mlp: the same in plain PyTorch, without main gradients."""
     T, K = inverse.shape
     rows_of_experts, begin = [], 0
     for e, end in enumerate(offs.tolist()):

@@ -37,6 +37,7 @@ def unpermute(
 
 
 def permute_ref(x: torch.Tensor, row_idx: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
+    """The oracle of permute: the same in plain PyTorch."""
     padding = (row_idx < 0).unsqueeze(1)
     if row_idx.numel() == 0 or x.shape[0] == 0:
         return x.new_zeros((row_idx.shape[0], x.shape[1]))
@@ -46,6 +47,7 @@ def permute_ref(x: torch.Tensor, row_idx: torch.Tensor, inverse: torch.Tensor) -
 def unpermute_ref(
     y: torch.Tensor, row_idx: torch.Tensor, inverse: torch.Tensor, topk_weights: torch.Tensor | None = None
 ) -> torch.Tensor:
+    """The oracle of unpermute: the same in plain PyTorch."""
     compute = torch.promote_types(y.dtype, torch.float32)
     padded = torch.cat([y, y.new_zeros((1, y.shape[1]))]).to(compute)  # its last row: dropped choices
     rows = padded[inverse.long()]  # [T, K, D]

@@ -30,6 +30,7 @@ def sort_tokens(topk_idx: torch.Tensor, num_experts: int) -> SortedTokens:
 
 
 def sort_tokens_ref(topk_idx: torch.Tensor, num_experts: int) -> SortedTokens:
+    """The oracle of sort_tokens: the same in plain PyTorch."""
     flat = topk_idx.flatten().long()
     tokens_per_expert = torch.bincount(flat[flat >= 0], minlength=num_experts)
     offs = tokens_per_expert.cumsum(0).int()

@@ -73,6 +73,7 @@ def topk_gate_ref(
     topk_groups: int = 1,
     scale: float = 1.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    """The oracle of topk_gate: the same in plain PyTorch."""
     values = logits.detach().to(torch.promote_types(logits.dtype, torch.float32))
     scores = values.softmax(-1) if score == "softmax" else values.sigmoid()
     if bias is not None:

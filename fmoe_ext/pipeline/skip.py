@@ -68,12 +68,15 @@ class Skippable(nn.Module):
         return self
 
     def key(self, name: str) -> SkipKey:
+        """A name with the namespace that isolate() gave it."""
         return self._namespaces.get(name), name
 
     def stash_keys(self) -> list[SkipKey]:
+        """Keys of what this layer stashes, sorted."""
         return [self.key(name) for name in sorted(self.stashes)]
 
     def pop_keys(self) -> list[SkipKey]:
+        """Keys of what this layer pops, sorted."""
         return [self.key(name) for name in sorted(self.pops)]
 
     def forward(self, inp: Tensors) -> Tensors:

@@ -76,10 +76,12 @@ class Stage(nn.Module):
 
     @property
     def is_first(self) -> bool:
+        """Whether it gets the batch's inputs."""
         return self.index == 0
 
     @property
     def is_last(self) -> bool:
+        """Whether its result is the model's."""
         return self.index == self.num_stages - 1
 
     def forward(self, *values: Tensor, microbatch: Tensor) -> Tensors:

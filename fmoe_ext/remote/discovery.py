@@ -30,6 +30,7 @@ class ExpertRecord:
     metadata: Mapping[str, str] = field(default_factory=dict)  # small facts, e.g. {"version": "12"}
 
     def is_live(self, now: float | None = None) -> bool:
+        """Whether it has not expired, at time.time() or the given one."""
         return (time.time() if now is None else now) < self.expires
 
 

@@ -39,6 +39,7 @@ class Credentials:
         return grpc.ssl_channel_credentials(Path(self.ca).read_bytes(), key, chain)
 
     def metadata(self) -> tuple[tuple[str, str], ...]:
+        """What goes with each call: the token, if there is one."""
         return () if self.token is None else (("authorization", f"Bearer {self.token}"),)
 
 

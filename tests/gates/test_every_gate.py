@@ -142,9 +142,9 @@ def test_a_token_that_is_not_a_number(name, training):
     assert topk_weights[others].isfinite().all()
 
 
-def test_readme_lists_every_gate():
-    readme = Path(__file__).parents[2].joinpath("README.md").read_text()
-    table = readme.split("| name | class |")[1].split("\n\n")[0]
+def test_documentation_lists_every_gate():
+    page = Path(__file__).parents[2].joinpath("docs/gates.md").read_text()
+    table = page.split("| name | class |")[1].split("\n\n")[0]
     assert sorted(re.findall(r"^\| `(\w+)`", table, re.MULTILINE)) == sorted(GATES)
 
 

@@ -36,13 +36,17 @@ class DistributedDataParallel(DistributedGroupedDataParallel):
         super().__init__(module, **(data_parallel_groups() if groups is None else groups))
 
     def set_input_tensor(self, *args: Any, **kwargs: Any) -> Any:
+        """The wrapped module's, which Megatron's schedules call."""
         return self.module.set_input_tensor(*args, **kwargs)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """The wrapped module's, without a prefix."""
         return self.module.state_dict(*args, **kwargs)
 
     def state_dict_for_save_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
+        """The wrapped module's, which Megatron's checkpoints call."""
         return self.module.state_dict_for_save_checkpoint(*args, **kwargs)
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """The wrapped module's, without a prefix."""
         return self.module.load_state_dict(*args, **kwargs)

@@ -178,6 +178,7 @@ class Client:
         return await self.caller.call(endpoint, protocol.STATE, data, timeout)
 
     async def close(self) -> None:
+        """Closes the connections."""
         await self.caller.close()
 
     # ---------------------------------------------------------------- how it is asked

@@ -33,6 +33,7 @@ class RemoteExpert(nn.Module):
 
     @property
     def uid(self) -> str:
+        """The expert's name."""
         return self.handle.uid
 
     def forward(self, *inputs: torch.Tensor) -> torch.Tensor:

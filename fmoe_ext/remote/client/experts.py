@@ -79,9 +79,11 @@ class LiveGate(nn.Module):
         return topk_idx.masked_fill(dropped, -1), topk_weights
 
     def get_loss(self, clear: bool = True) -> torch.Tensor | None:
+        """The wrapped gate's."""
         loss: torch.Tensor | None = self.gate.get_loss(clear)
         return loss
 
     @property
     def has_loss(self) -> bool:
+        """The wrapped gate's."""
         return bool(self.gate.has_loss)

@@ -59,6 +59,7 @@ class DHT(Directory):
 
     @property
     def node(self) -> KademliaNode:
+        """This process's node in the network."""
         return self._kademlia.node
 
     @property
@@ -67,6 +68,7 @@ class DHT(Directory):
         return self.node.port
 
     def start(self) -> "DHT":
+        """Joins the network of initial_peers, or begins one -> self."""
         loop.run(self.node.start(), self.node.options.join_timeout * 2 + MARGIN)
         return self
 

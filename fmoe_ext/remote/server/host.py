@@ -36,6 +36,7 @@ class Training:
     max_staleness: int | None = None
 
     def make_optimizer(self, parameters: Iterable[torch.Tensor]) -> torch.optim.Optimizer | None:
+        """The optimizer of one expert's parameters; None if it is not trained."""
         if self.optimizer == "sgd":
             return torch.optim.SGD(parameters, lr=self.lr)
         if self.optimizer == "adam":

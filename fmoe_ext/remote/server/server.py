@@ -103,10 +103,12 @@ class Server:
         return self._attachment.endpoint if self._attachment else self._endpoint
 
     def start(self, timeout: float = 60.0) -> "Server":
+        """Listens and claims its experts; returns once calls are answered."""
         loop.run(self._start(), timeout)
         return self
 
     def stop(self, timeout: float = 60.0) -> None:
+        """Hands experts over, finishes what is under way, and closes."""
         loop.run(self._stop(), timeout)
 
     def __enter__(self) -> "Server":
@@ -200,6 +202,7 @@ class Server:
         return await asyncio.wrap_future(self.compute.call(lambda: read_state(self.host, uid)))
 
     async def remove_expert(self, uid: str) -> None:
+        """Stops hosting an expert."""
         await asyncio.wrap_future(self.compute.call(lambda: self.host.remove(uid)))
 
     async def save(self) -> None:
@@ -238,6 +241,7 @@ class DeclaredExperts:
         self._server: Server | None = None
 
     async def start(self, server: Server) -> None:
+        """Claims the server's experts in discovery."""
         self._server = server
         await server.add_experts(await self._claim(server))
         self._tasks.append(asyncio.create_task(self._renew(server)))
@@ -293,6 +297,7 @@ class DeclaredExperts:
                 await server.remove_expert(uid)
 
     async def stop(self) -> None:
+        """Withdraws them."""
         for task in self._tasks:
             task.cancel()
         if self._server is not None:

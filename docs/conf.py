@@ -1,0 +1,37 @@
+"""Settings of Sphinx, with which `make docs` builds the site in out/docs."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import docstrings
+
+import fmoe_ext
+
+project = "fmoe_ext"
+author = "the authors of fmoe_ext"
+copyright = "the authors of fmoe_ext, Apache 2.0"
+version = release = fmoe_ext.__version__
+
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.viewcode"]
+myst_heading_anchors = 3
+suppress_warnings = ["misc.highlighting_failure"]  # examples with ... in JSON
+smartquotes = False  # "gelu" is a string
+
+autodoc_default_options = {"members": True, "member-order": "bysource"}
+autodoc_typehints = "signature"
+autodoc_inherit_docstrings = False  # torch.nn.Module's are not about our classes
+python_maximum_signature_line_length = 88
+
+html_theme = "furo"
+html_title = f"fmoe_ext {release}"
+html_static_path = ["static"]
+html_css_files = ["site.css"]
+html_show_sourcelink = False
+html_copy_source = False
+
+
+def setup(app):
+    app.connect("autodoc-process-docstring", docstrings.convert)
+    app.connect("autodoc-skip-member", docstrings.skip)

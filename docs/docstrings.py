@@ -1,0 +1,91 @@
+"""Our docstrings are plain text; this makes them reStructuredText without asking authors to write it.
+
+A blank line ends a paragraph. Indented paragraphs are code. A line that begins with "name: ", "->", "Raises",
+"Returns", "Equivalent to" or "*" begins a paragraph of its own; further lines belong to it.
+"""
+
+import ast
+import re
+import textwrap
+
+NAMES = re.compile(r"([a-z_]\w*(?:(?:, | and )[a-z_]\w*)*)((?: \[[^\]]*\])*(?:: | > ))")
+STARTS = re.compile(rf"->|Raises |Returns |Equivalent|FastMoE: |\* |{NAMES.pattern}")
+# the words, the code up to a sentence that follows it, that sentence
+EQUIVALENT = re.compile(r"(Equivalent[^:]*): (.*?)\.?(?:(?<=\.) ([A-Z]\w* .*|FastMoE: .*))?$", re.DOTALL)
+
+
+def paragraphs(lines):
+    """Lists of lines, split at blank lines."""
+    current = []
+    for line in [*lines, ""]:
+        if line.strip():
+            current.append(line)
+        elif current:
+            yield current
+            current = []
+
+
+def items(paragraph):
+    """The lines of one paragraph, joined into what is shown as paragraphs of their own."""
+    hanging = any(line.startswith(" ") for line in paragraph)
+    joined = []
+    for line in paragraph:
+        begins = (
+            not line.startswith(" ")
+            if hanging
+            else STARTS.match(line) and joined and joined[-1][-1] in ".:)]"
+        )
+        if begins or not joined:
+            joined.append(line.strip())
+        else:
+            joined[-1] += " " + line.strip()
+    return joined
+
+
+def escape(text):
+    """Text with `code` in it, as reStructuredText that shows the same."""
+    parts = re.split(r"`([^`]+)`", text)
+    return "".join(
+        f"``{part}``" if number % 2 else re.sub(r"([\\*_|`])", r"\\\1", part)
+        for number, part in enumerate(parts)
+    )
+
+
+def markup(item):
+    """One item as a line of reStructuredText."""
+    equivalent = EQUIVALENT.match(item)
+    if equivalent:
+        code = equivalent[2].replace("`", "")
+        return f"{escape(equivalent[1])}: ``{code}``. {escape(equivalent[3] or '')}".rstrip()
+    names = NAMES.match(item)
+    if names:
+        listed = re.sub(r"\w+", lambda word: word[0] if word[0] == "and" else f"``{word[0]}``", names[1])
+        return listed + escape(item[names.end(1) :])
+    return "* " + escape(item[2:]) if item.startswith("* ") else escape(item)
+
+
+def code_block(paragraph):
+    text = textwrap.dedent("\n".join(paragraph))
+    try:
+        ast.parse(text)
+        language = "python"
+    except SyntaxError:
+        language = "text"
+    return [f".. code-block:: {language}", "", *("    " + line for line in text.splitlines()), ""]
+
+
+def convert(app, what, name, obj, options, lines):
+    """Sphinx's event autodoc-process-docstring: changes lines in place."""
+    result = []
+    for paragraph in paragraphs(lines):
+        if paragraph[0].startswith("    "):
+            result += code_block(paragraph)
+        else:
+            for item in items(paragraph):
+                result += [markup(item), ""]
+    lines[:] = result
+
+
+def skip(app, what, name, obj, would_skip, options):
+    """Sphinx's event autodoc-skip-member: the fields of a NamedTuple are in its signature; None leaves it to Sphinx."""
+    return True if (obj.__doc__ or "").startswith("Alias for field number") else None
