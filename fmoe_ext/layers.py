@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
-def mark_module_parallel_comm(module: nn.Module, comm: str, only_untagged: bool = False) -> None:
+def mark_module_parallel_comm(module: nn.Module, comm: str, *, only_untagged: bool = False) -> None:
     """Tags parameters of module with the group that reduces their gradient: param.dp_comm = comm."""
     for param in module.parameters():
         if not (only_untagged and hasattr(param, "dp_comm")):
@@ -278,7 +278,7 @@ class FMoE(nn.Module):
         comms = (self.experts, expert_dp_comm), (self.gate, "gate"), (self.shared_experts, "gate")
         for module, comm in comms:
             if module is not None:
-                mark_module_parallel_comm(module, comm, only_untagged)
+                mark_module_parallel_comm(module, comm, only_untagged=only_untagged)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -314,7 +314,7 @@ class FMoE(nn.Module):
             return gate(moe_inp)
         if this.kept is None or this.selected is None:
             topk_idx, topk_weights = gate(moe_inp)
-            this.choose(gate.take_selected(), topk_idx, gate.tape is None, self.num_experts)
+            this.choose(gate.take_selected(), topk_idx, gate.chooses_itself, self.num_experts)
             return topk_idx, topk_weights
         tape, gate.tape = gate.tape, Repeat(this.selected.long(), this.is_fused)
         try:

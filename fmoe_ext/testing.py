@@ -180,7 +180,8 @@ def _collect(ranks: Sequence[_Process], deadline: float) -> dict[int, tuple[bool
 
 def _serve(connection: Connection, folder: str) -> None:
     os.setpgid(0, 0)
-    tempfile.tempdir = os.environ["TMPDIR"] = folder
+    tempfile.tempdir = folder
+    os.putenv("TMPDIR", folder)  # of the processes that this one starts
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle: it ends this process
     threading.Thread(target=_end_with_parent, daemon=True).start()
     torch.set_num_threads(1)
