@@ -178,7 +178,8 @@ def test_a_killed_server_gets_its_experts_back_by_its_identity(start_server, dht
     before = first.endpoint()
     (expert,) = dht.get_experts(["expert.0"])
     expert(torch.randn(2, D)).sum().backward()
-    poll(lambda: Checkpoints(tmp_path / "saved").load("expert.0"))
+    saved = Checkpoints(tmp_path / "saved")
+    poll(lambda: (state := saved.load("expert.0")) and state.meta["version"] == "1")
     assert first.end(signal.SIGKILL) == -signal.SIGKILL
     stranger = start_server(*flags)
     assert stranger.wait() == 1
