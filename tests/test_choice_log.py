@@ -11,7 +11,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from fmoe_ext import FMoE, FMoETransformerMLP, balance
-from fmoe_ext.balance.__main__ import main
+from fmoe_ext.balance.cli import main
 from fmoe_ext.balance.page import _png, render
 from fmoe_ext.balance.report import summarize_logs
 from fmoe_ext.gates import ExpertChoiceGate, SwitchGate, UniformGate

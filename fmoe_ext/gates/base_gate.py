@@ -128,6 +128,11 @@ class BaseGate(nn.Module):
     def has_loss(self) -> bool:
         return self.loss is not None
 
+    @property
+    def weighs_while_choosing(self) -> bool:
+        """Whether topk() is one operator: nobody plays choices to it."""
+        return self.tape is None or getattr(self.tape, "only_listens", False)
+
     def topk(
         self,
         logits: torch.Tensor,
@@ -138,7 +143,7 @@ class BaseGate(nn.Module):
         **options: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """ops.topk_gate; while choices are played back: those, with the weights that the logits give them now."""
-        if self.tape is None or getattr(self.tape, "only_listens", False):
+        if self.weighs_while_choosing:
             topk_idx, topk_weights = ops.topk_gate(logits, top_k, score, normalize, scale=scale, **options)
             return self.choose(lambda: topk_idx), topk_weights
         if getattr(self.tape, "is_fused", False):
