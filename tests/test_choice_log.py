@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fmoe_ext import FMoE, FMoETransformerMLP, balance
 from fmoe_ext.balance.cli import main
-from fmoe_ext.balance.page import _png, render
+from fmoe_ext.balance.page import png, render
 from fmoe_ext.balance.report import summarize_logs
 from fmoe_ext.gates import ExpertChoiceGate, SwitchGate, UniformGate
 
@@ -237,7 +237,7 @@ def test_page_stands_alone(tmp_path):
 
 def test_pictures():
     pixels = torch.tensor([[[1, 2, 3, 4], [5, 6, 7, 8]]], dtype=torch.uint8)
-    data = _png(pixels)
+    data = png(pixels)
     assert data[:8] == b"\x89PNG\r\n\x1a\n"
     assert zlib.decompress(data[data.index(b"IDAT") + 4 : -16]) == bytes([0, *range(1, 9)])
 

@@ -246,7 +246,7 @@ def _curve(values: list[float]) -> str:
 
 def _figure(relative: torch.Tensor, caption: str) -> str:
     """relative [lines, columns], 1 where nothing is to be seen."""
-    data = base64.b64encode(_png(_colours(relative))).decode()
+    data = base64.b64encode(png(_colours(relative))).decode()
     caption = html.escape(caption)
     height = max(48, min(260, 6 * relative.shape[0]))
     return (
@@ -263,7 +263,7 @@ def _colours(relative: torch.Tensor) -> torch.Tensor:
     return torch.cat((rgb, alpha[..., None].round().long()), -1).to(torch.uint8)
 
 
-def _png(pixels: torch.Tensor) -> bytes:
+def png(pixels: torch.Tensor) -> bytes:
     """An RGBA picture: pixels uint8 [lines, columns, 4]."""
     lines, columns, _ = pixels.shape
     rows = torch.cat(
