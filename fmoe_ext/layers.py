@@ -314,7 +314,7 @@ class FMoE(nn.Module):
             return gate(moe_inp)
         if this.kept is None or this.selected is None:
             topk_idx, topk_weights = gate(moe_inp)
-            this.choose(gate.take_selected(), topk_idx, gate.chooses_itself, self.num_experts)
+            this.choose(gate.take_selected(), topk_idx, gate.weighs_while_choosing, self.num_experts)
             return topk_idx, topk_weights
         tape, gate.tape = gate.tape, Repeat(this.selected.long(), this.is_fused)
         try:

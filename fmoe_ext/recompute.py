@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -54,7 +54,8 @@ class Forward:
 
     selected, kept [T, K]: choices before and after some were dropped (None before the gate has chosen), in the smallest
     dtype that holds them. is_fused: whether the gate chose and weighed in one operator, whose backward keeps other
-    tensors than the two steps. microbatch: its number where losses span several (gates.accumulation).
+    tensors than the two steps. microbatch: its number where losses span several (gates.accumulation). messages: what
+    other ranks told in this forward, in order; num_heard: of those, by its repetition.
     """
 
     num_tokens: int
@@ -65,6 +66,18 @@ class Forward:
     is_fused: bool = True
     microbatch: int | None = None
     is_done: bool = False
+    messages: list[torch.Tensor] = field(default_factory=list)
+    num_heard: int = 0
+
+    def hear(self, exchange: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """exchange(), or, in a repetition, a copy of what it returned in the first forward."""
+        if self.is_done and self.num_heard < len(self.messages):
+            self.num_heard += 1
+            return self.messages[self.num_heard - 1].clone()
+        told = exchange()
+        if not self.is_done:
+            self.messages.append(told.detach().clone())
+        return told
 
     def choose(
         self, selected: torch.Tensor | None, kept: torch.Tensor, is_fused: bool, num_experts: int
@@ -80,6 +93,12 @@ _forward: ContextVar[Forward | None] = ContextVar("the forward of a layer that r
 def current_forward() -> Forward | None:
     """The forward inside which a gate is called by its layer."""
     return _forward.get()
+
+
+def hear_once(exchange: Callable[[], torch.Tensor]) -> torch.Tensor:
+    """exchange(), which asks other ranks; a repeated forward is told what its first one was told, and asks nobody."""
+    forward = None if torch.compiler.is_compiling() else current_forward()
+    return exchange() if forward is None else forward.hear(exchange)
 
 
 @contextmanager
@@ -120,7 +139,7 @@ class Forwards:
         if not fitting:
             return None
         found = fitting[0] if len(fitting) == 1 else _nearest(_sample(first), fitting)
-        found.is_done = True
+        found.is_done, found.num_heard = True, 0
         if found in self._without:
             self._without.remove(found)
         return found

@@ -1,5 +1,6 @@
 """The language model's training as a recipe: `python -m fmoe_ext.audit examples/lm/audit.py:recipe`."""
 
+import contextlib
 import functools
 
 import torch
@@ -7,8 +8,9 @@ import torch.nn.functional as F
 from data import load_corpus
 from model import LanguageModel, ModelConfig
 
+from fmoe_ext import valid_tokens
 from fmoe_ext.audit import Recipe
-from fmoe_ext.gates import SoftmaxGate
+from fmoe_ext.gates import WholeBatch
 
 CONFIG = {"d_model": 16, "num_layers": 2, "num_heads": 2, "num_experts": 4, "d_hidden": 8, "top_k": 2}
 BATCH_SIZE, SEQ_LEN = 12, 8
@@ -17,19 +19,36 @@ corpus = functools.cache(load_corpus)
 
 
 def build(layout):
-    # each sequence's own balance loss, whose mean does not depend on where microbatches end
-    gate = functools.partial(SoftmaxGate, balance_loss="sequence", seq_len=SEQ_LEN)
-    options = {**layout.expert_arguments(CONFIG["num_experts"]), "gate": gate}
+    options = layout.expert_arguments(CONFIG["num_experts"])
     return LanguageModel(ModelConfig(**CONFIG, gate="softmax", layer_options=options))
 
 
 def batch(step):
     inputs, targets = corpus(seq_len=SEQ_LEN).batch(step, BATCH_SIZE, SEQ_LEN, seed=0)
-    return {"inputs": inputs, "targets": targets}
+    return {"inputs": inputs, "targets": targets, "valid": torch.ones_like(inputs, dtype=torch.bool)}
+
+
+def logits_of(model, batch):
+    with valid_tokens(batch["valid"]):
+        return model(batch["inputs"]).flatten(0, 1)
+
+
+@contextlib.contextmanager
+def accumulate(model, microbatches):
+    """Makes the gates' balance loss that of the whole batch, however many microbatches it comes in."""
+    if len(microbatches) == 1:
+        yield
+        return
+    whole = WholeBatch(model)
+    with whole.first_pass():
+        for microbatch in microbatches:
+            logits_of(model, microbatch)
+    with whole.second_pass():
+        yield
 
 
 def loss(model, batch):
-    logits = model(batch["inputs"]).flatten(0, 1)
+    logits = logits_of(model, batch)
     mean = F.cross_entropy(logits, batch["targets"].flatten())
     return mean, BALANCE_WEIGHT * getattr(model, "module", model).pop_balance_loss()
 
@@ -44,8 +63,10 @@ def recipe():
         batch,
         loss,
         optimizer=optimizer,
+        accumulate=accumulate,
+        shared_weight=lambda part: 1 / part.num_microbatches,
         leave_out={
             "reentrant": "the gates' losses have no gradient there, and get_loss() says so",
-            "padding": "a batch is windows of one length",
+            "left": "the attention is causal and has no mask: only padding behind a sequence is hidden from it",
         },
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
@@ -126,7 +126,7 @@ def pad(batch: Batch, side: str) -> Batch:
     return {name: padded(name, x) for name, x in batch.items()}
 
 
-def _accumulate_nothing(model: nn.Module, num_microbatches: int) -> AbstractContextManager:
+def _accumulate_nothing(model: Any, microbatches: Sequence[Batch]) -> AbstractContextManager:
     return nullcontext()
 
 
@@ -141,7 +141,8 @@ class Recipe:
       compute together, as the gates' balance losses are.
     weight(part), shared_weight(part): the factors of the two. The job's loss is the sum over microbatches,
       averaged over ranks.
-    accumulate(model, num_microbatches): a context manager around the microbatches of a step.
+    accumulate(model, microbatches): a context manager around the forwards and backwards of a step; it may run
+      forwards of the microbatches before (gates.WholeBatch).
     wrap, reduce, clip, optimizer: data parallelism, what comes after the last backward, clipping (it may return the
       norm), the optimizer of the wrapped model. recompute(model, "reentrant" | "non-reentrant") turns it on.
     pad(batch, "left" | "right"): the same samples with tokens that must not matter.
@@ -154,7 +155,7 @@ class Recipe:
     loss: Callable[[Any, Batch], torch.Tensor | tuple[torch.Tensor, torch.Tensor]]
     weight: Callable[[Part], float] = weight_by_tokens
     shared_weight: Callable[[Part], float] = weight_by_samples
-    accumulate: Callable[[nn.Module, int], AbstractContextManager] = _accumulate_nothing
+    accumulate: Callable[[Any, Sequence[Batch]], AbstractContextManager] = _accumulate_nothing
     wrap: Callable[[nn.Module, Layout], nn.Module] = data_parallel
     reduce: Callable[[Any], None] = reduce_gradients
     clip: Callable[[Any], torch.Tensor | None] = clip_gradients

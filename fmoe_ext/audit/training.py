@@ -24,6 +24,7 @@ from fmoe_ext.audit.recipe import (
 )
 from fmoe_ext.audit.values import ModelView, Step, Value, Values
 from fmoe_ext.distributed.groups import init_groups
+from fmoe_ext.recompute import is_counted
 
 SEED = 0
 
@@ -78,9 +79,9 @@ class Training:
         of_rank, first = self._of_rank(whole)
         microbatches = cut(of_rank, sizes_of_microbatches(num_samples(of_rank), self.case.accumulation))
         total = torch.zeros((), dtype=torch.float64)
-        with self.recipe.accumulate(self.model, len(microbatches)):
-            for number, batch in enumerate(microbatches):
-                padded = self.recipe.pad(batch, self.case.padding) if self.case.padding != "none" else batch
+        with_padding = [self._padded(batch) for batch in microbatches]
+        with self.recipe.accumulate(self.model, with_padding):
+            for number, (batch, padded) in enumerate(zip(microbatches, with_padding, strict=True)):
                 end = first + num_samples(batch)
                 self.recorder.begin(first, end, _num_columns(padded, batch))
                 first = end
@@ -95,6 +96,9 @@ class Training:
         if self.layout.num_ranks > 1:
             dist.all_reduce(total)
         return total / self.layout.num_ranks
+
+    def _padded(self, batch: Batch) -> Batch:
+        return batch if self.case.padding == "none" else self.recipe.pad(batch, self.case.padding)
 
     def _loss(self, padded: Batch, part: Part) -> torch.Tensor:
         """What a microbatch adds to the loss of this rank."""
@@ -138,6 +142,8 @@ class Recorder:
 
     def _keep(self, name: str, out: Any) -> None:
         x = out[0] if isinstance(out, tuple) and out else out
+        if not is_counted():
+            return  # a forward that only looks ahead, or repeats another
         if not isinstance(x, torch.Tensor) or x.dim() < 2 or x.shape[0] != self._end - self._first:
             return  # not the samples of the batch in dimension 0: the other quantities have to do
         rows = self._first, self._end

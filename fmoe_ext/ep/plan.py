@@ -12,6 +12,7 @@ import torch
 from fmoe_ext.ep.exchange import check, exchange_counts
 from fmoe_ext.ep.header import HEADER, check_headers
 from fmoe_ext.ep.static import RowLimit, experts_of_rows, pad_routing
+from fmoe_ext.recompute import hear_once
 from fmoe_ext.routing import DispatchHandle
 
 
@@ -61,7 +62,8 @@ class ExactPlan:
         self.row_idx, self.inverse = handle.row_idx, handle.inverse
         self._group, self._chunk_ends, self._device = group, chunk_ends, counts.device
         sent = torch.cat((header.expand(len(counts), -1), counts), 1)
-        self._sizes = _HostCopy(torch.stack((sent, exchange_counts(sent, group))))
+        received = hear_once(lambda: exchange_counts(sent, group))
+        self._sizes = _HostCopy(torch.stack((sent, received)))
 
     def chunks(self) -> list[ChunkRows]:
         sent, received = self._sizes.get()
@@ -103,7 +105,8 @@ class StaticPlan:
         self._limit = limit
         self.row_idx, self.inverse, needed = pad_routing(handle, len(counts), limit.max_rows)
         most = needed.max().expand(len(counts), 1)
-        received = exchange_counts(torch.cat((header.expand(len(counts), -1), most, counts), 1), group)
+        sent = torch.cat((header.expand(len(counts), -1), most, counts), 1)
+        received = hear_once(lambda: exchange_counts(sent, group))
         headers, most, self._received = received.split([len(HEADER), 1, counts.shape[1]], 1)
         self._lost: torch.Tensor | None = None
         if limit.is_read_now(received):

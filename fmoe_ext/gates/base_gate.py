@@ -129,8 +129,8 @@ class BaseGate(nn.Module):
         return self.loss is not None
 
     @property
-    def chooses_itself(self) -> bool:
-        """Whether nobody else's choices take the place of this gate's."""
+    def weighs_while_choosing(self) -> bool:
+        """Whether topk() is one operator: nobody plays choices to it."""
         return self.tape is None or getattr(self.tape, "only_listens", False)
 
     def topk(
@@ -143,7 +143,7 @@ class BaseGate(nn.Module):
         **options: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """ops.topk_gate; while choices are played back: those, with the weights that the logits give them now."""
-        if self.chooses_itself:
+        if self.weighs_while_choosing:
             topk_idx, topk_weights = ops.topk_gate(logits, top_k, score, normalize, scale=scale, **options)
             return self.choose(lambda: topk_idx), topk_weights
         if getattr(self.tape, "is_fused", False):

@@ -36,7 +36,7 @@ def test_a_correct_training_is_equal_in_every_layout(pool):
     assert all(
         set(r.worst) == {"output", "loss", "gradient", "norm", "clipped", "parameter"} for r in report.results
     )
-    assert "8 cases of 2 steps" in str(report) and "all equal" in str(report)
+    assert "16 cases of 2 steps" in str(report) and "all equal" in str(report)
 
 
 def test_finds_a_balance_loss_averaged_wrongly(pool):
@@ -154,7 +154,7 @@ def test_command_line_and_the_language_model():
     command += ["--accumulation", "1,uneven", "--dtypes", "float64"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "8 cases of 2 steps" in done.stdout and "all equal" in done.stdout
+    assert "16 cases of 2 steps" in done.stdout and "all equal" in done.stdout
     wrong = [sys.executable, "-m", "fmoe_ext.audit", "nowhere.py:recipe"]
     done = subprocess.run(wrong, cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2 and done.stderr.startswith("error: nowhere.py cannot be imported")

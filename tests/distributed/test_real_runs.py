@@ -9,6 +9,8 @@ import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
 from fmoe_ext import valid_tokens
+from fmoe_ext.ep import plan
+from fmoe_ext.ep.ranks import GroupRanks
 from fmoe_ext.gates import GATES, NoisyGate, SigmoidGate, SoftmaxGate, WholeBatch
 from tests.distributed import layouts
 from tests.distributed.layouts import assert_equal_histories, in_layout, one_process
@@ -100,6 +102,40 @@ def drifting(gate):
     assert torch.equal(*chosen)
     load = layer.expert_parallel.pop_load()
     assert sum(load) == sum(2 * 9 for _ in range(2)), "the repeated forward counts again"
+
+
+def messages_of_a_repetition(options):
+    """How often ranks ask each other about sizes and sums in a first forward, and in its repetition."""
+    asked = []
+
+    def counted(function):
+        return lambda *args: asked.append(1) or function(*args)
+
+    torch.manual_seed(3)
+    gate = functools.partial(SoftmaxGate, z_weight=0.1, capacity_factor=0.8)
+    layer = layouts.FMoETransformerMLP(
+        2, layouts.D, 5, world_size=2, moe_group=dist.group.WORLD, gate=gate, **options
+    ).double()
+    x = torch.randn(9, layouts.D, dtype=torch.float64, requires_grad=True)
+    layer(x)  # ranks compare their layers once
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plan, "exchange_counts", counted(plan.exchange_counts))
+        patch.setattr(GroupRanks, "_all_reduce", counted(GroupRanks._all_reduce))
+        out = checkpoint(layer, x, use_reentrant=False)
+        first = len(asked)
+        (out.square().sum() + layer.gate.get_loss()).backward()
+    assert first >= 3, "sizes, and the sums of two losses"
+    assert len(asked) == first, "the repetition asks again"
+    repeated, x.grad = x.grad, None
+    plain = layer(x)
+    (plain.square().sum() + layer.gate.get_loss()).backward()
+    assert torch.equal(plain, out)
+    torch.testing.assert_close(repeated, x.grad, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("options", [{}, {"max_rows_per_rank": 18}, {"overlap_degree": 2}], ids=str)
+def test_a_repetition_asks_no_other_rank(pool, options):
+    pool.run(messages_of_a_repetition, options, world_size=2)
 
 
 @pytest.mark.parametrize("gate", [SoftmaxGate, NoisyGate, SigmoidGate])

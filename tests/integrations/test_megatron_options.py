@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 
-from fmoe_ext.gates import SigmoidGate, SoftmaxGate, UniformGate
+from fmoe_ext import RoutingReplay, balance
+from fmoe_ext.gates import Choices, SigmoidGate, SoftmaxGate, UniformGate
 from fmoe_ext.megatron import fmoefy, moe_layer_spec
 
 pytest.importorskip("megatron.core", reason="pip install megatron-core")
@@ -55,6 +56,11 @@ class Float64Inside(TorchFunctionMode):
             kwargs["dtype"] = torch.float64
         if func is torch.Tensor.float:
             func = torch.Tensor.double
+        if (
+            func is torch.topk and kwargs.get("dim") == 0
+        ):  # of equals, torch takes any: here the earlier tokens
+            order = args[0].sort(dim=0, descending=True, stable=True)
+            return torch.return_types.topk((order.values[: kwargs["k"]], order.indices[: kwargs["k"]]))
         return func(*args, **kwargs)
 
 
@@ -171,6 +177,20 @@ HONOURED = {
         "moe_router_group_topk": 2,
         "moe_router_pre_softmax": True,
     },
+    "groups by two logits": {"moe_router_num_groups": 2, "moe_router_group_topk": 1},
+    "groups by the best score": SIGMOID
+    | {"moe_router_num_groups": 4, "moe_router_group_topk": 2, "moe_router_enable_expert_bias": True},
+    "groups and aux loss": {
+        "moe_router_num_groups": 4,
+        "moe_router_group_topk": 2,
+        "moe_aux_loss_coeff": 0.3,
+    },
+    "groups and sequence loss": {"moe_router_num_groups": 4, "moe_router_group_topk": 2}
+    | {"moe_aux_loss_coeff": 0.3, "moe_router_load_balancing_type": "seq_aux_loss"},
+    "expert bias and aux loss": SIGMOID | {"moe_router_enable_expert_bias": True, "moe_aux_loss_coeff": 0.3},
+    "capacity by position": {"moe_expert_capacity_factor": 0.6, "moe_token_drop_policy": "position"},
+    "capacity by position, sigmoid": SIGMOID
+    | {"moe_expert_capacity_factor": 0.6, "moe_token_drop_policy": "position", "moe_router_topk": 3},
     "DeepSeek-V3": SIGMOID
     | {"moe_router_enable_expert_bias": True, "moe_router_topk": 4, "moe_router_topk_scaling_factor": 2.5}
     | {"moe_router_num_groups": 4, "moe_router_group_topk": 2, "moe_aux_loss_coeff": 0.3}
@@ -322,11 +342,6 @@ REFUSED = {
     "moe_extended_tp": ({"moe_extended_tp": True}, ValueError),
     "moe_layer_freq": ({"moe_layer_freq": 2}, ValueError),
     "moe_layer_freq list": ({"moe_layer_freq": [1, 0]}, ValueError),
-    "moe_router_group_topk": ({"moe_router_num_groups": 4, "moe_router_group_topk": 1}, ValueError),
-    "moe_router_group_topk sigmoid": (
-        SIGMOID | {"moe_router_num_groups": 4, "moe_router_group_topk": 2},
-        ValueError,
-    ),
     "moe_router_load_balancing_type sinkhorn": ({"moe_router_load_balancing_type": "sinkhorn"}, ValueError),
     "moe_router_load_balancing_type global": (
         {"moe_router_load_balancing_type": "global_aux_loss"},
@@ -336,19 +351,7 @@ REFUSED = {
         {"moe_router_load_balancing_type": ["aux_loss", "seq_aux_loss"], "moe_aux_loss_coeff": [0.1, 0.1]},
         ValueError,
     ),
-    "moe_router_load_balancing_type bias": (
-        SIGMOID | {"moe_router_enable_expert_bias": True, "moe_aux_loss_coeff": 0.1},
-        ValueError,
-    ),
-    "moe_router_load_balancing_type groups": (
-        {"moe_router_num_groups": 4, "moe_router_group_topk": 2, "moe_aux_loss_coeff": 0.1},
-        ValueError,
-    ),
     "moe_router_force_load_balancing": ({"moe_router_force_load_balancing": True}, ValueError),
-    "moe_token_drop_policy": (
-        {"moe_token_drop_policy": "position", "moe_expert_capacity_factor": 1.0},
-        ValueError,
-    ),
     "moe_token_dropping": ({"moe_token_dropping": True}, ValueError),
     "moe_enable_routing_replay": ({"moe_enable_routing_replay": True}, ValueError),
     "moe_apply_probs_on_input": ({"moe_apply_probs_on_input": True}, ValueError),
@@ -478,3 +481,38 @@ def test_says_that_megatrons_default_trains_no_balance():
         with warnings.catch_warnings():
             warnings.filterwarnings("error", message="moe_aux_loss_coeff is 0")
             ours_of(config)
+
+
+def test_their_router_is_watched_logged_and_replayed(tmp_path):
+    """Telemetry and replay see Megatron's own TopKRouter as they see ours: the same choices, the same gradients."""
+    config = config_of()  # without a balance loss, for which Megatron's router chooses once more
+    ours, theirs = ours_of(config), theirs_of(config)
+    fill(ours, theirs)
+    monitors = [balance.watch(layer) for layer in (ours, theirs)]
+    replay, chosen = RoutingReplay(theirs), RoutingReplay(ours)
+    plain = step(theirs)
+    with replay.record(), balance.log_choices(theirs, tmp_path / "log") as log:
+        recorded = step(theirs)
+        log.end_step()
+    with chosen.record():
+        step(ours)
+    loads = [next(iter(monitor.collect()["layers"].values()))["tokens_per_expert"] for monitor in monitors]
+    assert loads == [[n // 2 for n in loads[1]], loads[1]]
+    expected = next(iter(chosen.choices.values()))[0].kept
+    (record,) = balance.read_log(tmp_path / "log")[1]
+    for topk_idx in (replay.choices["router"][0].kept, record.topk_idx):
+        assert torch.equal(topk_idx.sort().values, expected.sort().values)
+    other = (expected + 1) % E
+    replay.choices["router"] = chosen.choices["moe.gate"] = [Choices(other, other)]
+    ours.zero_grad(), theirs.zero_grad()
+    with replay.play(), chosen.play():
+        assert_equal_numbers(ours, theirs)
+    for a, b in ((recorded, plain), (step(theirs), plain)):
+        assert torch.equal(a[0], b[0])
+    replay.remove()
+
+
+def test_replay_in_groups_of_their_router_is_refused():
+    config = config_of(moe_router_num_groups=4, moe_router_group_topk=2)
+    with pytest.raises(ValueError, match="moe_router_group_topk"), RoutingReplay(theirs_of(config)).record():
+        pass

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fmoe_ext import ops
 from fmoe_ext.gates import ScoredGate, SigmoidGate, SoftmaxGate
 
 
@@ -17,7 +18,10 @@ class FromConfig:
 
 
 class MegatronSoftmaxGate(FromConfig, SoftmaxGate):
-    """SoftmaxGate by the options of a TransformerConfig."""
+    """SoftmaxGate by the options of a TransformerConfig; the balance losses count the top-k without groups."""
+
+    def balance_choices(self, logits: Tensor, topk_idx: Tensor) -> Tensor:
+        return topk_idx if self.num_groups == 1 else ops.topk_gate(logits.detach(), self.top_k)[0]
 
 
 class MegatronSigmoidGate(FromConfig, SigmoidGate):
@@ -41,13 +45,14 @@ def gate_arguments(config: Any) -> dict[str, Any]:
             "scale": config.moe_router_topk_scaling_factor or 1.0,
             "num_groups": config.moe_router_num_groups if config.moe_router_group_topk else 1,
             "topk_groups": config.moe_router_group_topk or 1,
+            "group_best": top_k // config.moe_router_group_topk if config.moe_router_group_topk else 1,
             "balance_loss": balance_of(config),
             "balance_weight": balance_weight,
             "seq_len": 1,  # of each microbatch, set by the layer
             "z_weight": z_weight,
             "jitter": config.moe_input_jitter_eps or 0.0,
             "capacity_factor": config.moe_expert_capacity_factor,
-            "drop_policy": "score",
+            "drop_policy": "score" if config.moe_token_drop_policy == "probs" else "token",
         }
         size = (d_model, num_expert, world_size, top_k, gate_bias)
         if config.moe_router_score_function == "softmax":

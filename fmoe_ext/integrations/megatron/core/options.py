@@ -56,31 +56,13 @@ def _groups(config: Any) -> tuple[int, int] | None:
     return (groups, kept) if kept and groups and kept < groups else None
 
 
-def _ranks_groups_differently(config: Any) -> bool:
+def _ranks_groups_by_nothing(config: Any) -> bool:
     groups = _groups(config)
-    ours = 2 if config.moe_router_score_function == "sigmoid" else 1
-    return groups is not None and config.moe_router_topk // groups[1] != ours
-
-
-def _balances(config: Any) -> bool:
-    """Whether a balance loss has a weight."""
-    coefficients = config.moe_aux_loss_coeff
-    return any(coefficients) if isinstance(coefficients, (list, tuple)) else bool(coefficients)
-
-
-def _counts_other_choices(config: Any) -> bool:
-    """Whether Megatron's balance loss counts the top-k without bias and groups, and ours the choices made."""
-    kind = only(config.moe_router_load_balancing_type)
-    has_bias = getattr(config, "moe_router_enable_expert_bias", False)
-    softmax_in_groups = _groups(config) is not None and config.moe_router_score_function == "softmax"
-    if kind == "seq_aux_loss":
-        return _balances(config) and softmax_in_groups
-    return kind == "aux_loss" and _balances(config) and (has_bias or _groups(config) is not None)
+    return groups is not None and config.moe_router_topk < groups[1]
 
 
 def _balancing_is_refused(config: Any) -> bool:
-    known = only(config.moe_router_load_balancing_type) in ("aux_loss", "seq_aux_loss", "none")
-    return not known or _counts_other_choices(config)
+    return only(config.moe_router_load_balancing_type) not in ("aux_loss", "seq_aux_loss", "none")
 
 
 def _is_several(config: Any) -> bool:
@@ -154,9 +136,8 @@ OPTIONS = (
         "moe_router_group_topk",
         None,
         "`topk_groups` of the gate",
-        "a group ranks by its best logit (softmax) or two best scores (sigmoid) here, and by its "
-        "moe_router_topk // moe_router_group_topk best in Megatron: these must be 1 and 2",
-        _ranks_groups_differently,
+        "more groups than moe_router_topk: a group ranks by its moe_router_topk // moe_router_group_topk best scores",
+        _ranks_groups_by_nothing,
     ),
     _router(
         "moe_router_topk_limited_devices", None, "its successor `moe_router_group_topk`, which Megatron sets"
@@ -179,15 +160,16 @@ OPTIONS = (
     _router(
         "moe_router_force_load_balancing",
         False,
-        refused="pass gate=fmoe_ext.gates.UniformGate for balanced choices",
+        refused="Megatron draws random choices; pass gate=fmoe_ext.gates.UniformGate, which deals them out in turn",
     ),
     _router(
         "moe_router_load_balancing_type",
         "aux_loss",
         '"aux_loss": the balance loss of all tokens of a microbatch, on all ranks (Megatron: on each data-parallel '
         'rank); "seq_aux_loss": of each sequence, whole on its rank; "none"',
-        '"global_aux_loss" (counts over microbatches), "sinkhorn", several types; "aux_loss" with an expert bias or '
-        'groups and "seq_aux_loss" with groups of softmax scores, because Megatron counts the top-k without them',
+        '"global_aux_loss": its loss depends on how many microbatches came before (gates.WholeBatch is exact); '
+        '"sinkhorn": its choices are an iteration over the batch of one rank, which ends by a tolerance, and are '
+        "others in evaluation; several types",
         _balancing_is_refused,
     ),
     Option(
@@ -205,12 +187,8 @@ OPTIONS = (
     _router(
         "moe_token_drop_policy",
         "probs",
-        '"probs": `drop_policy="score"` of the gate',
-        '"position" with a capacity: which choices stay is not defined in Megatron (torch.topk among equal values): '
-        'pass gate=partial(SoftmaxGate, capacity_factor=..., drop_policy="position"), which keeps earlier tokens',
-        lambda config: (
-            config.moe_token_drop_policy != "probs" and config.moe_expert_capacity_factor is not None
-        ),
+        '"probs": `drop_policy="score"` of the gate; "position": `drop_policy="token"`, earlier tokens stay (Megatron: '
+        "those that torch.topk finds among equals)",
     ),
     _router(
         "moe_pad_expert_input_to_capacity", False, "no effect: rows are not padded, the numbers are the same"

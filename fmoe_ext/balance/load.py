@@ -20,7 +20,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from fmoe_ext import ops
-from fmoe_ext.gates import BaseGate
+from fmoe_ext.gates.views import GateView, views_of
 from fmoe_ext.recompute import is_counted
 
 # {"step": its number, "layers": {name of the gate: summarize(...)}}
@@ -109,23 +109,22 @@ class LoadMonitor:
     """Counts the choices of every gate of a model while it trains (model.train()); made by watch().
 
     counters: {name of the gate: LayerCounters}. history: what collect() returned so far, for plot().
-    Works with custom gates (subclasses of BaseGate). Forwards that activation checkpointing repeats count once.
+    Works with custom gates (subclasses of BaseGate) and with the routers of Transformers 5 and Megatron-core, of which
+    fmoe_ext.valid_tokens() leaves padding out. Forwards that activation checkpointing repeats count once.
     """
 
     def __init__(self, model: nn.Module, warn_after: int = 1000) -> None:
-        gates = {name: module for name, module in model.named_modules() if isinstance(module, BaseGate)}
-        if not gates:
-            raise ValueError(f"{type(model).__name__} has no gate (a module that is a BaseGate) to watch")
+        views = views_of(model, "watch")
         if warn_after < 1:
             raise ValueError(f"warn_after must be at least 1, but got {warn_after}")
         self.warn_after = warn_after
         self.counters: dict[str, LayerCounters] = {}
         self.history: list[Record] = []
         self._hooks: list[RemovableHandle] = []
-        for name, gate in gates.items():
-            device = next((parameter.device for parameter in gate.parameters()), torch.device("cpu"))
-            counters = self.counters[name] = LayerCounters(gate.tot_expert, device)
-            self._hooks.append(gate.register_forward_hook(_counting_hook(counters)))
+        for name, view in views.items():
+            device = next((p.device for p in view.module.parameters()), torch.device("cpu"))
+            counters = self.counters[name] = LayerCounters(view.num_experts, device)
+            self._hooks.append(view.module.register_forward_hook(_counting_hook(view, counters)))
 
     def collect(
         self,
@@ -205,14 +204,14 @@ def watch(model: nn.Module, warn_after: int = 1000) -> LoadMonitor:
     return LoadMonitor(model, warn_after)
 
 
-def _counting_hook(counters: LayerCounters) -> Callable[..., None]:
-    def count(gate: BaseGate, args: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+def _counting_hook(view: GateView, counters: LayerCounters) -> Callable[..., None]:
+    def count(gate: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if not gate.training or not is_counted():
             return
-        topk_idx, topk_weights = output[:2]
+        topk_idx, topk_weights = view.read_real(output)
         if counters.num_steps.device != topk_idx.device:
             counters.to(topk_idx.device)
-        counters.count(topk_idx, topk_weights, getattr(gate, "top_k", None))
+        counters.count(topk_idx, topk_weights, view.top_k)
 
     return count
 

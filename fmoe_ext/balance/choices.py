@@ -1,0 +1,298 @@
+"""The log of a run's choices on disk: written while training, bounded, read back record by record.
+
+A file is MAGIC, a length (uint32, little-endian) and that many bytes of JSON, then records one after the other:
+
+    uint32 CRC-32 of the rest of the record, uint32 bytes of its body, uint64 step, uint32 gate, uint32 tokens, body
+
+The body is a zlib stream. Of gate g (its number in the JSON's "gates") it holds topk_idx [tokens, K], as uint8 or, from
+255 experts on, as all low and then all high bytes of uint16; the number of experts stands for a dropped choice. Of
+gate 2**32 - 1, TOKENS, it holds the ids of the step's tokens, int32, little-endian.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+import warnings
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from fmoe_ext.gates.views import GateView, views_of
+from fmoe_ext.recompute import is_counted
+
+MAGIC = b"fmoe choices 1\n"
+TOKENS = 2**32 - 1
+_CRC, _HEAD = struct.Struct("<I"), struct.Struct("<IQII")
+_MAX_JSON = 1 << 24
+
+
+class BadLog(ValueError):
+    """A file that is no log of choices, or is damaged or cut off."""
+
+
+class Choice(NamedTuple):
+    """What one forward chose, topk_idx [T, K] int64, -1 for dropped; with gate None the ids [T] of a step's tokens."""
+
+    step: int
+    gate: str | None
+    topk_idx: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Gate:
+    """A gate that a log is about."""
+
+    name: str
+    num_experts: int
+    top_k: int
+
+
+class ChoiceLog:
+    """Writes the choices of a model's gates; made by log_choices().
+
+    every: steps between two that are written; it doubles, and the file loses every second step, whenever the file
+    would grow over max_bytes.
+    """
+
+    def __init__(self, model: nn.Module, path: str | Path, every: int, max_bytes: int) -> None:
+        if every < 1 or max_bytes < 1:
+            raise ValueError(f"every and max_bytes must be positive, but got {every} and {max_bytes}")
+        self.every = every
+        self.max_bytes = max_bytes
+        self.path = Path(path)
+        self._views = views_of(model, "log")
+        self._gates: dict[str, Gate] = {}
+        self._chosen: list[tuple[str, torch.Tensor]] = []
+        self._num_ended = 0
+        self._file: BinaryIO | None = None
+        self._hooks: list[RemovableHandle] = [
+            view.module.register_forward_hook(self._hook(name, view)) for name, view in self._views.items()
+        ]
+
+    def _hook(self, name: str, view: GateView) -> Any:
+        def note(module: nn.Module, _: Any, output: Any) -> None:
+            if self._num_ended % self.every == 0 and module.training and is_counted():
+                topk_idx, _ = view.read_real(output)
+                self._chosen.append((name, _compact(topk_idx, view.num_experts)))
+
+        return note
+
+    def end_step(self, step: int | None = None, token_ids: torch.Tensor | None = None) -> None:
+        """Writes what was chosen since the last call; the only call that waits for the device.
+
+        step: its number, counted if None. token_ids: what the tokens were, in the order in which gates got them and
+        without padding, so that the report can say which tokens feed an expert. Raises ValueError for another number of
+        ids than every gate got tokens.
+        """
+        number = self._num_ended if step is None else step
+        is_wanted = self._num_ended % self.every == 0
+        self._num_ended += 1
+        chosen, self._chosen = self._chosen, []
+        if not is_wanted or not chosen:
+            return
+        if self._file is None:
+            self._begin({name: topk_idx.shape[1] for name, topk_idx in chosen})
+        numbers = {name: index for index, name in enumerate(self._gates)}
+        records = [_record(number, numbers[name], _bytes_of(part), len(part)) for name, part in chosen]
+        if token_ids is not None:
+            ids = token_ids.detach().flatten().to("cpu", torch.int32)
+            _check_ids(len(ids), chosen)
+            records.append(_record(number, TOKENS, _little_endian(ids), len(ids)))
+        self._write_step(b"".join(records))
+
+    def _begin(self, widths: dict[str, int]) -> None:
+        """Opens the file, for gates that make so many choices a token."""
+        for name, view in self._views.items():
+            self._gates[name] = Gate(name, view.num_experts, widths.get(name, view.top_k or 1))
+        self._file = self.path.open("wb+")
+        self._file.write(_header(list(self._gates.values())))
+        self._file.flush()
+
+    def _write_step(self, data: bytes) -> None:
+        """Writes a step, unless it is among those that the file must do without."""
+        assert self._file is not None
+        while self._file.tell() + len(data) > self.max_bytes:
+            if not self._thin():
+                size = f"{len(data)} bytes does not fit into max_bytes={self.max_bytes}"
+                warnings.warn(f"{self.path}: a step of {size} and is left out", stacklevel=3)
+                return
+            if (self._num_ended - 1) % self.every:
+                return
+        self._file.write(data)
+        self._file.flush()
+
+    def _thin(self) -> bool:
+        """Rewrites the file with every second step; whether that left anything out."""
+        assert self._file is not None
+        steps = list(dict.fromkeys(record.step for record, _ in _read(self.path, False)[1]))
+        if len(steps) < 2:
+            return False
+        kept, other = set(steps[::2]), self.path.with_suffix(self.path.suffix + ".part")
+        with other.open("wb") as file:
+            file.write(_header(list(self._gates.values())))
+            for record, raw in _read(self.path, False)[1]:
+                if record.step in kept:
+                    file.write(raw)
+        self._file.close()
+        os.replace(other, self.path)
+        self._file = self.path.open("rb+")
+        self._file.seek(0, os.SEEK_END)
+        self.every *= 2
+        return True
+
+    def close(self) -> None:
+        """Stops watching and closes the file."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def __enter__(self) -> ChoiceLog:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def log_choices(
+    model: nn.Module, path: str | Path, *, every: int = 1, max_bytes: int = 256 << 20
+) -> ChoiceLog:
+    """Begins to log every choice of a model's gates in training to a file -> ChoiceLog, a context manager.
+
+        with balance.log_choices(model, "out/choices.log", every=10) as log:
+            for step, batch in enumerate(batches):
+                train(model, batch)
+                log.end_step(step, batch["input_ids"])
+
+    A rank logs its own tokens: give each a path of its own; the report takes several. Raises ValueError for a model
+    without gates.
+    """
+    return ChoiceLog(model, path, every, max_bytes)
+
+
+def read_log(path: str | Path, *, allow_truncated: bool = False) -> tuple[list[Gate], Iterator[Choice]]:
+    """The gates of a log and, one after the other, its records.
+
+    Raises BadLog for what is no log, and, when they are reached, for a damaged record and for one that is cut off;
+    allow_truncated ends there instead, as a run that was killed leaves it.
+    """
+    gates, records = _read(Path(path), allow_truncated)
+    return gates, (record for record, _ in records)
+
+
+def _read(path: Path, allow_truncated: bool) -> tuple[list[Gate], Iterator[tuple[Choice, bytes]]]:
+    with path.open("rb") as file:
+        if file.read(len(MAGIC)) != MAGIC:
+            raise BadLog(f"{path} is no log of choices: it does not begin with {MAGIC!r}")
+        try:
+            (size,) = _CRC.unpack(file.read(4))
+            fields = json.loads(file.read(min(size, _MAX_JSON)))
+            gates = [Gate(str(g["name"]), int(g["num_experts"]), int(g["top_k"])) for g in fields["gates"]]
+        except (struct.error, ValueError, KeyError, TypeError) as error:
+            raise BadLog(f"{path}: its header is damaged or cut off ({error})") from None
+        begin = file.tell()
+    return gates, _records(path, begin, gates, allow_truncated)
+
+
+def _records(
+    path: Path, begin: int, gates: list[Gate], allow_truncated: bool
+) -> Iterator[tuple[Choice, bytes]]:
+    step = None
+    with path.open("rb") as file:
+        left = file.seek(0, os.SEEK_END) - begin
+        file.seek(begin)
+        while left > 0:
+            head = file.read(min(left, _CRC.size + _HEAD.size))
+            size = _HEAD.unpack_from(head, _CRC.size)[0] if len(head) == _CRC.size + _HEAD.size else left
+            if len(head) + size > left:
+                if allow_truncated:
+                    return
+                raise BadLog(
+                    f"{path} is cut off after {begin} bytes, behind step {step}; allow_truncated=True "
+                    "(--allow-truncated) reads what is whole"
+                )
+            raw = head + file.read(size)
+            record = _parse(path, raw, gates, begin)
+            step, begin, left = record.step, begin + len(raw), left - len(raw)
+            yield record, raw
+
+
+def _parse(path: Path, raw: bytes, gates: list[Gate], begin: int) -> Choice:
+    (crc,) = _CRC.unpack_from(raw)
+    _, step, number, num_tokens = _HEAD.unpack_from(raw, _CRC.size)
+    if zlib.crc32(raw[_CRC.size :]) != crc or (number >= len(gates) and number != TOKENS):
+        raise BadLog(f"{path}: the record at byte {begin} is damaged")
+    gate = None if number == TOKENS else gates[number]
+    width = 4 if gate is None else gate.top_k * _width(gate.num_experts)
+    expected = num_tokens * width
+    stream = zlib.decompressobj()
+    try:
+        body = stream.decompress(raw[_CRC.size + _HEAD.size :], expected + 1)
+    except zlib.error as error:
+        raise BadLog(f"{path}: the record at byte {begin} is damaged ({error})") from None
+    if len(body) != expected:
+        raise BadLog(f"{path}: the record at byte {begin} has other than {num_tokens} tokens")
+    data = torch.frombuffer(bytearray(body), dtype=torch.uint8).long() if body else torch.empty(0).long()
+    if gate is None:
+        return Choice(step, None, (data.view(-1, 4) << torch.tensor([0, 8, 16, 24])).sum(1))
+    if _width(gate.num_experts) == 2:
+        low, high = data.view(2, -1)
+        data = low + (high << 8)
+    topk_idx = data.view(num_tokens, gate.top_k)
+    return Choice(step, gate.name, torch.where(topk_idx >= gate.num_experts, -1, topk_idx))
+
+
+def _check_ids(num_ids: int, chosen: list[tuple[str, torch.Tensor]]) -> None:
+    num_tokens: dict[str, int] = {}
+    for name, topk_idx in chosen:
+        num_tokens[name] = num_tokens.get(name, 0) + len(topk_idx)
+    for name, number in num_tokens.items():
+        if number != num_ids:
+            raise ValueError(
+                f"there are {num_ids} token_ids, but {name} got {number} tokens since the last step"
+            )
+
+
+def _width(num_experts: int) -> int:
+    """Bytes of a choice."""
+    return 1 if num_experts < 255 else 2
+
+
+def _compact(topk_idx: torch.Tensor, num_experts: int) -> torch.Tensor:
+    """topk_idx [T, K] with num_experts in the place of -1, in few bytes, still on its device."""
+    dtype = torch.uint8 if _width(num_experts) == 1 else torch.int32
+    return torch.where(topk_idx < 0, num_experts, topk_idx).detach().to(dtype)
+
+
+def _bytes_of(topk_idx: torch.Tensor) -> bytes:
+    flat = topk_idx.cpu().flatten()
+    if flat.dtype == torch.uint8:
+        return flat.numpy().tobytes()
+    return b"".join(((flat >> shift) & 255).to(torch.uint8).numpy().tobytes() for shift in (0, 8))
+
+
+def _little_endian(ids: torch.Tensor) -> bytes:
+    return ids.numpy().astype("<i4").tobytes()
+
+
+def _record(step: int, number: int, data: bytes, num_tokens: int) -> bytes:
+    # Numbers of experts hardly repeat in sequences: a code by frequency has what there is to gain, and is fast.
+    coder = zlib.compressobj(1, zlib.DEFLATED, 15, 8, zlib.Z_HUFFMAN_ONLY)
+    body = coder.compress(data) + coder.flush()
+    rest = _HEAD.pack(len(body), step, number, num_tokens) + body
+    return _CRC.pack(zlib.crc32(rest)) + rest
+
+
+def _header(gates: list[Gate]) -> bytes:
+    text = json.dumps({"gates": [vars(gate) for gate in gates]}).encode()
+    return MAGIC + _CRC.pack(len(text)) + text

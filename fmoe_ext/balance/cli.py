@@ -1,0 +1,48 @@
+"""python -m fmoe_ext.balance report LOG...: a page about the choices of a run."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from fmoe_ext.balance.page import render
+from fmoe_ext.balance.report import summarize_logs
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """0: written; 2: a log or the vocabulary cannot be read."""
+    parser = argparse.ArgumentParser(prog="python -m fmoe_ext.balance", description=__doc__)
+    report = parser.add_subparsers(dest="command", required=True).add_parser(
+        "report", help="write the HTML page"
+    )
+    report.add_argument("logs", nargs="+", type=Path, help="logs of balance.log_choices, one a rank")
+    report.add_argument("-o", "--output", type=Path, default=Path("choices.html"))
+    report.add_argument(
+        "--vocabulary", type=Path, help='JSON: {"text": id}, as tokenizers have it, or a list of texts'
+    )
+    report.add_argument(
+        "--allow-truncated", action="store_true", help="read what is whole of a log that is cut off"
+    )
+    chosen = parser.parse_args(arguments)
+    try:
+        vocabulary = {} if chosen.vocabulary is None else read_vocabulary(chosen.vocabulary)
+        summary = summarize_logs(chosen.logs, allow_truncated=chosen.allow_truncated)
+    except (OSError, ValueError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    chosen.output.write_text(render(summary, vocabulary), encoding="utf-8")
+    print(f"{chosen.output}: {len(summary.steps)} steps, {len(summary.gates)} layers")
+    return 0
+
+
+def read_vocabulary(path: Path) -> dict[int, str]:
+    """{id: text} of a JSON file with {text: id} or a list of texts; ValueError for anything else."""
+    content = json.loads(path.read_text(encoding="utf-8"))
+    if isinstance(content, list) and all(isinstance(text, str) for text in content):
+        return dict(enumerate(content))
+    if isinstance(content, dict) and all(isinstance(number, int) for number in content.values()):
+        return {number: text for text, number in content.items()}
+    raise ValueError(f"{path} must have a list of texts or {{text: id}}")

@@ -1,0 +1,164 @@
+"""What the logs of a run's choices say, in numbers: summarize_logs(), which page.py draws."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from fmoe_ext import ops
+from fmoe_ext.balance.choices import BadLog, Choice, Gate, read_log
+
+MAX_BINS = 120  # of steps, in a picture
+LAST_SHARE = 4  # dead and overloaded are judged by the last quarter of the steps
+OVERLOAD = 2.0  # times the mean
+MAX_NOTABLE = 6  # experts of either kind that are told of for each gate
+MAX_FEEDERS = 8
+MAX_TOGETHER = 256  # experts, of a gate whose pairs are counted
+MAX_TOKEN_ID = 1 << 22
+
+
+@dataclass
+class GateSummary:
+    """One gate over the run. load [bins, E], dropped, tokens [bins]; together [E, E]: tokens that chose both."""
+
+    gate: Gate
+    load: torch.Tensor
+    dropped: torch.Tensor
+    tokens: torch.Tensor
+    together: torch.Tensor | None
+    feeders: dict[int, list[tuple[int, float]]] = field(
+        default_factory=dict
+    )  # expert: (token id, share of its load)
+
+    @property
+    def recent(self) -> torch.Tensor:
+        """The load of the last quarter [E]."""
+        return self.load[-max(1, len(self.load) // LAST_SHARE) :].sum(0)
+
+    @property
+    def dead(self) -> list[int]:
+        return (self.recent == 0).nonzero().flatten().tolist()
+
+    @property
+    def overloaded(self) -> list[int]:
+        """Experts with more than OVERLOAD times the mean, the heaviest first."""
+        recent = self.recent.double()
+        heavy = (recent > OVERLOAD * recent.mean()).nonzero().flatten()
+        return heavy[recent[heavy].argsort(descending=True)].tolist()
+
+    @property
+    def notable(self) -> list[int]:
+        """The experts that the report tells more of."""
+        return [*self.overloaded[:MAX_NOTABLE], *self.dead[:MAX_NOTABLE]]
+
+
+@dataclass
+class Summary:
+    """A run: its logged steps, their bins' first steps, a GateSummary each gate."""
+
+    paths: list[Path]
+    steps: list[int]
+    bins: list[int]
+    gates: list[GateSummary]
+    num_bytes: int
+    has_ids: bool
+
+
+def summarize_logs(paths: Sequence[str | Path], *, allow_truncated: bool = False) -> Summary:
+    """Reads logs of one run, one a rank, three times -> Summary. BadLog for damaged ones and for other gates."""
+    files = [Path(path) for path in paths]
+    gates = _common_gates(files, allow_truncated)
+    steps = sorted({record.step for record in _records(files, allow_truncated)})
+    if not steps:
+        raise BadLog(f"{', '.join(map(str, files))}: no step was logged")
+    num_bins = min(MAX_BINS, len(steps))
+    bin_of = {step: index * num_bins // len(steps) for index, step in enumerate(steps)}
+    first = [next(step for step in steps if bin_of[step] == number) for number in range(num_bins)]
+    summaries = {gate.name: _empty(gate, num_bins) for gate in gates}
+    for record in _records(files, allow_truncated):
+        if record.gate is not None:
+            _add(summaries[record.gate], bin_of[record.step], record.topk_idx)
+    has_ids = _find_feeders(summaries, files, allow_truncated)
+    size = sum(path.stat().st_size for path in files)
+    return Summary(files, steps, first, list(summaries.values()), size, has_ids)
+
+
+def _common_gates(files: Sequence[Path], allow_truncated: bool) -> list[Gate]:
+    gates, *others = (read_log(path, allow_truncated=allow_truncated)[0] for path in files)
+    for path, other in zip(files[1:], others, strict=True):
+        if other != gates:
+            raise BadLog(f"{path} is of other gates than {files[0]}: a report is of one run")
+    return gates
+
+
+def _records(files: Sequence[Path], allow_truncated: bool) -> Iterator[Choice]:
+    for path in files:
+        yield from read_log(path, allow_truncated=allow_truncated)[1]
+
+
+def _empty(gate: Gate, num_bins: int) -> GateSummary:
+    experts = gate.num_experts
+    pairs = torch.zeros(experts, experts, dtype=torch.int64) if experts <= MAX_TOGETHER else None
+    load = torch.zeros(num_bins, experts, dtype=torch.int64)
+    return GateSummary(gate, load, torch.zeros(num_bins), torch.zeros(num_bins), pairs)
+
+
+def _add(summary: GateSummary, number: int, topk_idx: torch.Tensor) -> None:
+    experts = summary.gate.num_experts
+    summary.load[number] += ops.count_tokens(topk_idx, experts)
+    summary.dropped[number] += int((topk_idx < 0).sum())
+    summary.tokens[number] += len(topk_idx)
+    if summary.together is None:
+        return
+    for k in range(topk_idx.shape[1]):
+        for other in range(k + 1, topk_idx.shape[1]):
+            pair = topk_idx[:, k] * experts + topk_idx[:, other]
+            pair = pair[(topk_idx[:, k] >= 0) & (topk_idx[:, other] >= 0)]
+            counts = torch.bincount(pair, minlength=experts * experts).view(experts, experts)
+            summary.together += counts + counts.t()
+
+
+def _find_feeders(summaries: dict[str, GateSummary], files: Sequence[Path], allow_truncated: bool) -> bool:
+    """Which tokens the notable experts got; whether the logs have tokens at all."""
+    counts: dict[tuple[str, int], torch.Tensor] = {}
+    has_ids = False
+    for path in files:
+        pending: list[Choice] = []
+        for record in read_log(path, allow_truncated=allow_truncated)[1]:
+            if pending and pending[0].step != record.step:
+                pending = []
+            pending.append(record)
+            if record.gate is None:
+                has_ids = True
+                _count_ids(summaries, counts, pending[:-1], record.topk_idx)
+                pending = []
+    for (name, expert), count in counts.items():
+        best = count.topk(min(MAX_FEEDERS, len(count)))
+        total = max(int(count.sum()), 1)
+        pairs = zip(best.indices.tolist(), best.values.tolist(), strict=True)
+        summaries[name].feeders[expert] = [(token, number / total) for token, number in pairs if number]
+    return has_ids
+
+
+def _count_ids(
+    summaries: dict[str, GateSummary],
+    counts: dict[tuple[str, int], torch.Tensor],
+    records: Sequence[Choice],
+    ids: torch.Tensor,
+) -> None:
+    ids = ids.clamp(0, MAX_TOKEN_ID - 1)
+    for name, summary in summaries.items():
+        parts = [record.topk_idx for record in records if record.gate == name]
+        if not parts:
+            continue
+        topk_idx = torch.cat(parts)
+        for expert in summary.notable:
+            mine = torch.bincount(ids[(topk_idx == expert).any(1)])
+            known = counts.get((name, expert), torch.zeros(0, dtype=torch.int64))
+            longest = torch.zeros(max(len(mine), len(known)), dtype=torch.int64)
+            longest[: len(mine)] += mine
+            longest[: len(known)] += known
+            counts[name, expert] = longest

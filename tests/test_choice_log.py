@@ -1,0 +1,254 @@
+"""The log of a run's choices, and the report that is made of it."""
+
+import html.parser
+import re
+import subprocess
+import sys
+import zlib
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from fmoe_ext import FMoE, FMoETransformerMLP, balance
+from fmoe_ext.balance.cli import main
+from fmoe_ext.balance.page import png, render
+from fmoe_ext.balance.report import summarize_logs
+from fmoe_ext.gates import ExpertChoiceGate, SwitchGate, UniformGate
+
+D, T = 6, 20
+
+
+def layer(num_experts=4, gate=None, **options):
+    torch.manual_seed(0)
+    return FMoETransformerMLP(num_experts, D, 5, gate=gate or "softmax", **options)
+
+
+def tokens(seed, num=T):
+    return torch.randn(num, D, generator=torch.Generator().manual_seed(seed))
+
+
+def records_of(path, **options):
+    return list(balance.read_log(path, **options)[1])
+
+
+@pytest.mark.parametrize(
+    ("num_experts", "gate"),
+    [(4, None), (254, None), (255, None), (300, None), (8, ExpertChoiceGate), (4, SwitchGate)],
+)
+def test_read_back(tmp_path, num_experts, gate):
+    model, chosen = layer(num_experts, gate), []
+    model.gate_hook = lambda topk_idx, *_: chosen.append(topk_idx.clone())
+    ids = torch.arange(2 * T) * 70_000
+    with balance.log_choices(model, tmp_path / "log") as log:
+        for step in range(3):
+            model(tokens(2 * step))
+            model(tokens(2 * step + 1))  # the second microbatch of a step
+            log.end_step(10 * step, ids)
+    gates, records = balance.read_log(tmp_path / "log")
+    records = list(records)
+    assert [(g.name, g.num_experts, g.top_k) for g in gates] == [("gate", num_experts, chosen[0].shape[1])]
+    assert [(r.step, r.gate) for r in records] == [
+        (s, g) for s in (0, 10, 20) for g in ("gate", "gate", None)
+    ]
+    ours = [record.topk_idx for record in records if record.gate is not None]
+    assert all(torch.equal(a, b) for a, b in zip(ours, chosen, strict=True))
+    assert all(torch.equal(record.topk_idx, ids) for record in records if record.gate is None)
+    if gate is not None:
+        assert any((topk_idx < 0).any() for topk_idx in chosen)
+
+
+def test_evaluation_and_repeated_forwards_are_left_out(tmp_path):
+    model = layer()
+    with balance.log_choices(model, tmp_path / "log") as log:
+        x = tokens(0).requires_grad_()
+        checkpoint(model, x, use_reentrant=False).sum().backward()
+        model.eval()(x)
+        log.end_step()
+        log.end_step()
+    assert [record.step for record in records_of(tmp_path / "log")] == [0]
+    model.train()(x)
+    assert len(records_of(tmp_path / "log")) == 1
+
+
+def test_it_stays_small_and_spans_the_run(tmp_path):
+    model, limit = layer(gate=UniformGate), 3000
+    with balance.log_choices(model, tmp_path / "log", every=2, max_bytes=limit) as log:
+        for _ in range(200):
+            model(tokens(0))
+            log.end_step()
+            assert not (tmp_path / "log").exists() or (tmp_path / "log").stat().st_size <= limit
+        every = log.every
+    steps = [record.step for record in records_of(tmp_path / "log")]
+    assert steps[0] == 0
+    assert every > 2
+    assert set(torch.tensor(steps).diff().tolist()) == {every}
+    assert steps[-1] >= 200 - every
+    assert [path.name for path in tmp_path.iterdir()] == ["log"]
+
+
+def test_a_step_that_does_not_fit_is_told(tmp_path):
+    model = layer()
+    with balance.log_choices(model, tmp_path / "log", max_bytes=100) as log:
+        model(tokens(0, 500))
+        with pytest.warns(UserWarning, match="does not fit into max_bytes=100"):
+            log.end_step()
+
+
+@pytest.fixture
+def log_of_three(tmp_path):
+    model = layer()
+    with balance.log_choices(model, tmp_path / "log") as log:
+        for step in range(3):
+            model(tokens(step))
+            log.end_step()
+    return tmp_path / "log"
+
+
+def test_every_cut_is_told(log_of_three):
+    data, cut = log_of_three.read_bytes(), log_of_three.with_name("cut")
+    sizes = []
+    for size in range(len(data)):
+        cut.write_bytes(data[:size])
+        try:
+            whole = len(records_of(cut))
+        except balance.BadLog:
+            whole = None
+        if whole is None and size > data.index(b"]}") + 2:
+            sizes.append(len(records_of(cut, allow_truncated=True)))
+        else:
+            assert whole in (None, 0, 1, 2), "a cut between two records is a shorter run"
+    assert sorted(set(sizes)) == [0, 1, 2]
+    cut.write_bytes(data[:-1])
+    with pytest.raises(balance.BadLog, match=r"cut off after \d+ bytes, behind step 1; allow_truncated=True"):
+        records_of(cut)
+
+
+def test_every_changed_byte_is_told(log_of_three):
+    data, bad = log_of_three.read_bytes(), log_of_three.with_name("bad")
+    begin = data.index(b"]}") + 2
+    for place in range(begin, len(data)):
+        bad.write_bytes(data[:place] + bytes([data[place] ^ 0x55]) + data[place + 1 :])
+        with pytest.raises(balance.BadLog):
+            records_of(bad)
+
+
+def test_bad_input(tmp_path, log_of_three):
+    (tmp_path / "text").write_text("hello")
+    with pytest.raises(balance.BadLog, match="no log of choices"):
+        records_of(tmp_path / "text")
+    with pytest.raises(ValueError, match="no gate to log"):
+        balance.log_choices(torch.nn.Linear(2, 2), tmp_path / "other")
+    with pytest.raises(ValueError, match="must be positive"):
+        balance.log_choices(layer(), tmp_path / "other", every=0)
+    model = layer()
+    with balance.log_choices(model, tmp_path / "other") as log:
+        model(tokens(0))
+        with pytest.raises(ValueError, match="3 token_ids, but gate got 20 tokens"):
+            log.end_step(0, torch.arange(3))
+    assert main(["report", str(tmp_path / "text")]) == 2
+    other = layer(5)
+    with balance.log_choices(other, tmp_path / "five") as log:
+        other(tokens(0))
+        log.end_step()
+    with pytest.raises(balance.BadLog, match="other gates than"):
+        summarize_logs([log_of_three, tmp_path / "five"])
+
+
+class Fixed(FMoE):
+    """A layer whose choices are given."""
+
+    def __init__(self, choices, num_experts):
+        from fmoe_ext.gates import BaseGate
+
+        class Given(BaseGate):
+            top_k = 2
+
+            def forward(self, x):
+                topk_idx = choices.pop(0)
+                return topk_idx, torch.full(topk_idx.shape, 0.5)
+
+        gate = Given(num_experts, 1)
+        super().__init__(num_experts, D, gate=gate, expert=lambda d: torch.nn.Linear(d, d))
+
+
+def write_run(path, steps=8):
+    """Expert 3 dies after half of the steps; expert 0 gets every token, token 7 above all; 0 and 1 go together."""
+    first = torch.tensor([[0, 1], [0, 2], [0, 3], [0, 1]])
+    later = torch.tensor([[0, 1], [0, 2], [0, -1], [0, 1]])
+    model = Fixed([first if step < steps // 2 else later for step in range(steps)], 4)
+    with balance.log_choices(model, path) as log:
+        for step in range(steps):
+            model(tokens(0, 4))
+            log.end_step(step, torch.tensor([7, 7, 5, 7]))
+
+
+def test_summary(tmp_path):
+    write_run(tmp_path / "a")
+    write_run(tmp_path / "b")
+    summary = summarize_logs([tmp_path / "a", tmp_path / "b"])
+    (gate,) = summary.gates
+    assert summary.steps == list(range(8))
+    assert gate.load.tolist() == [[8, 4, 2, 2]] * 4 + [[8, 4, 2, 0]] * 4
+    assert gate.dropped.tolist() == [0] * 4 + [2] * 4
+    assert gate.dead == [3]
+    assert gate.overloaded == [0]
+    assert gate.feeders[0] == [(7, 0.75), (5, 0.25)]
+    assert gate.feeders[3] == [(5, 1.0)]
+    assert gate.together.tolist() == [[0, 32, 16, 8], [32, 0, 0, 0], [16, 0, 0, 0], [8, 0, 0, 0]]
+
+
+class Page(html.parser.HTMLParser):
+    """What a page is made of, and whether its tags are closed."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.open, self.words, self.images, self.addresses = [], [], [], []
+        self.feed(text)
+        assert self.open == []
+
+    def handle_starttag(self, tag, attributes):
+        values = dict(attributes)
+        assert tag != "script"
+        self.addresses += [values[name] for name in ("src", "href") if name in values]
+        if tag not in ("meta", "img"):
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attributes):
+        pass
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.words.append(data)
+
+
+def test_page_stands_alone(tmp_path):
+    write_run(tmp_path / "run <1>")
+    text = render(summarize_logs([tmp_path / "run <1>"]), {7: "the ", 5: "<b>"})
+    page = Page(text)
+    assert all(address.startswith("data:image/png;base64,") for address in page.addresses)
+    assert not re.search(r"https?://|@import|url\(", text)
+    words = " ".join(page.words)
+    for expected in ("run <1>", "the\u2423 75%", "<b> 100%", "overloaded", "dead", "6.25%", "0 + 1 ("):
+        assert expected in words, f"{expected!r} is missing"
+
+
+def test_pictures():
+    pixels = torch.tensor([[[1, 2, 3, 4], [5, 6, 7, 8]]], dtype=torch.uint8)
+    data = png(pixels)
+    assert data[:8] == b"\x89PNG\r\n\x1a\n"
+    assert zlib.decompress(data[data.index(b"IDAT") + 4 : -16]) == bytes([0, *range(1, 9)])
+
+
+def test_command_line(tmp_path):
+    write_run(tmp_path / "log")
+    (tmp_path / "vocabulary.json").write_text('{"word": 7}')
+    command = [sys.executable, "-m", "fmoe_ext.balance", "report", "log", "--vocabulary", "vocabulary.json"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "word 75%" in (tmp_path / "choices.html").read_text()
+    (tmp_path / "log").write_bytes((tmp_path / "log").read_bytes()[:-3])
+    assert main(["report", str(tmp_path / "log"), "-o", str(tmp_path / "page")]) == 2
+    assert main(["report", str(tmp_path / "log"), "-o", str(tmp_path / "page"), "--allow-truncated"]) == 0
