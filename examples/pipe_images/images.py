@@ -25,7 +25,7 @@ def load_images(path=None):
     """The folder with CIFAR-10's data_batch_1.bin ... and test_batch.bin, or scikit-learn's digits."""
     parts = read_cifar(Path(path)) if path else read_digits()
     (train, train_classes), (test, test_classes) = parts
-    mean, deviation = train.mean((0, 2, 3), keepdim=True), train.std((0, 2, 3), keepdim=True)
+    mean, deviation = train.mean((0, 2, 3), keepdim=True), train.std((0, 2, 3), keepdim=True).clamp(min=1e-3)
     train, test = ((x - mean) / deviation for x in (train, test))
     return Images(train, train_classes, test, test_classes, str(path or "scikit-learn's handwritten digits"))
 

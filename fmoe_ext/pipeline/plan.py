@@ -127,7 +127,7 @@ def estimate(
     stages = _stages(layers, layout.pp * kind.stages)
     ranks = [_of_rank(stages, rank, layout.pp, kind.stages) for rank in range(layout.pp)]
     parts = [
-        _memory(
+        memory_of_rank(
             own, layout, kind.in_flight(layout.pp, rank, layout.chunks) / kind.stages, rows, checkpoint_bytes
         )
         for rank, own in enumerate(ranks)
@@ -158,9 +158,10 @@ def _of_rank(stages: list[list[LayerPlan]], rank: int, pp: int, each: int) -> li
     return stages[rank] + (stages[2 * pp - 1 - rank] if each == 2 else [])
 
 
-def _memory(
+def memory_of_rank(
     layers: list[LayerPlan], layout: Layout, in_flight: float, rows: float, checkpoint_bytes: float
 ) -> tuple[float, float, float]:
+    """Bytes of parameters with gradients and optimizer, of activations, of exchange buffers."""
     parameters = sum(layer.dense_bytes + layer.expert_bytes / layout.ep for layer in layers)
     largest = max(layer.activation_bytes for layer in layers)
     kept = sum(layer.activation_bytes for layer in layers)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fmoe_ext.pipeline import Pipeline, init_groups, split
-from fmoe_ext.pipeline.__main__ import main
+from fmoe_ext.pipeline.cli import main
 from fmoe_ext.pipeline.plan import GIB, Hardware, LayerPlan, Layout, advice, estimate, plan
 from fmoe_ext.pipeline.shapes import Shape, measure_layers, read_shape
 
@@ -81,12 +81,12 @@ def memory_of_step(schedule, ep):
 
 def planned(layers, schedule, ep):
     """As estimate() counts, of each of two ranks."""
-    from fmoe_ext.pipeline.plan import KINDS, _memory
+    from fmoe_ext.pipeline.plan import KINDS, memory_of_rank
 
     layout = Layout(2, 1, ep, schedule, CHUNKS)
     rows = ROWS / CHUNKS
     return [
-        _memory(own, layout, KINDS[schedule].in_flight(2, rank, CHUNKS), rows, 0)[:2]
+        memory_of_rank(own, layout, KINDS[schedule].in_flight(2, rank, CHUNKS), rows, 0)[:2]
         for rank, own in enumerate((layers[:3], layers[3:]))
     ]
 

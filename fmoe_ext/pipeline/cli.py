@@ -1,0 +1,66 @@
+"""python -m fmoe_ext.pipeline plan: which layout a model should train in."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from fmoe_ext.pipeline.plan import GIB, Estimate, Hardware, advice, plan
+from fmoe_ext.pipeline.shapes import read_shape
+
+HEADERS = (
+    f"{'':34} | GiB a rank                                | seconds a step",
+    "  pp  dp  ep schedule       chunks |       all:    params      kept exchanged | "
+    "      all:   compute   bubbles   network",
+)
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m fmoe_ext.pipeline", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    command = commands.add_parser(
+        "plan", help="memory and time of every pp x dp x ep x schedule, the best first"
+    )
+    add = command.add_argument
+    add("--model", required=True, help="a config.json of Transformers, or d_model=...,num_layers=...,...")
+    add("--ranks", type=int, required=True)
+    add("--batch", type=int, default=256, help="sequences of a step, on all ranks together")
+    add("--length", type=int, default=2048, help="tokens of a sequence")
+    add("--element-bytes", type=int, default=4, help="of a parameter, a gradient, an activation")
+    add("--checkpoint", action="store_true", help="layers compute their activations again in backward")
+    add("--tflops", type=float, default=200.0, help="that a rank reaches, 10^12 a second")
+    add("--gbytes-per-second", type=float, default=50.0, help="from a rank to others, 10^9")
+    add("--memory-gib", type=float, default=80.0, help="of a rank")
+    add("--top", type=int, default=10, help="so many layouts are shown")
+    return parser
+
+
+def line(found: Estimate) -> str:
+    layout = found.layout
+    memory = [x / GIB for x in (found.memory, found.parameters, found.activations, found.buffers)]
+    seconds = found.seconds, found.compute, found.bubbles, found.network
+    return (
+        f"{layout.pp:4d}{layout.dp:4d}{layout.ep:4d} {layout.schedule:14} {layout.chunks:6d} | "
+        f"{memory[0]:9.3f}: {memory[1]:9.3f} {memory[2]:9.3f} {memory[3]:9.3f} | "
+        f"{seconds[0]:9.4f}: {seconds[1]:9.4f} {seconds[2]:9.4f} {seconds[3]:9.4f}"
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Prints the plan of the command line."""
+    options = build_parser().parse_args(arguments)
+    hardware = Hardware(options.tflops * 1e12, options.gbytes_per_second * 1e9, options.memory_gib * GIB)
+    try:
+        shape = read_shape(options.model)
+        kept = options.length * shape.d_model * options.element_bytes if options.checkpoint else 0
+        layers = shape.layers(options.length, options.element_bytes)
+        found = plan(
+            layers,
+            options.ranks,
+            options.batch,
+            hardware,
+            num_experts=shape.num_experts,
+            checkpoint_bytes=kept,
+        )
+    except (ValueError, OSError) as error:
+        sys.exit(str(error))
+    print("\n".join([*HEADERS, *map(line, found[: options.top]), "", advice(found, hardware)]))
