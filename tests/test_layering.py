@@ -269,7 +269,7 @@ def test_users_import_public_names(folder):
 FOLDERS_OF_DOCUMENTS = (".", "docs", "examples/*", "benchmarks/*", "tests/*")
 DOCUMENTS = [path for folder in FOLDERS_OF_DOCUMENTS for path in sorted(ROOT.glob(f"{folder}/*.md"))]
 HISTORY = ("docs/log.md", "docs/kernel_resources.md", "CHANGELOG.md")  # name what there was
-OF_OTHERS = ("torch/", "megatron/", "pretrain_gpt.py", "file.py")  # how paths of others begin
+OF_OTHERS = ("torch/", "megatron/", "pretrain_gpt.py", "file.py", "llama.cpp")  # how paths of others begin
 PATH = re.compile(r"(?<![\w./<*{}-])((?:[\w.*-]+/)*[\w.*-]*[\w*])\.(py|cpp|cu|h|cuh|inc|md|sh)\b(?![\w/])")
 NO_MODULES = ("fmoe_ext.forward",)  # a key in autograd's metadata
 NOT_YET = ()  # the list only gets shorter
@@ -292,7 +292,7 @@ def files():
 def test_documents_name_files_that_exist(path, files):
     """A path may leave out the folders that the reader is in: ep/plan.py is fmoe_ext/ep/plan.py."""
     text = re.sub(r"https?://\S+", "", path.read_text())
-    names = {f"{stem}.{suffix}" for stem, suffix in PATH.findall(text)}
+    names = {f"{stem}.{suffix}".removeprefix("../") for stem, suffix in PATH.findall(text)}
     names = {name for name in names if not name.startswith(OF_OTHERS)}
     if path.relative_to(ROOT).as_posix() in HISTORY:
         names = set()
