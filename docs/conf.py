@@ -35,3 +35,4 @@ html_copy_source = False
 def setup(app):
     app.connect("autodoc-process-docstring", docstrings.convert)
     app.connect("autodoc-skip-member", docstrings.skip)
+    app.connect("autodoc-process-signature", docstrings.plain_defaults)

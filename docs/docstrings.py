@@ -89,3 +89,10 @@ def convert(app, what, name, obj, options, lines):
 def skip(app, what, name, obj, would_skip, options):
     """Sphinx's event autodoc-skip-member: the fields of a NamedTuple are in its signature; None leaves it to Sphinx."""
     return True if (obj.__doc__ or "").startswith("Alias for field number") else None
+
+
+def plain_defaults(app, what, name, obj, options, signature, returned):
+    """Sphinx's event autodoc-process-signature: a class or function that is a default is shown by its name."""
+    if signature is None:
+        return None
+    return re.sub(r"<(?:class|function) '?(?:[\w.]*\.)?(\w+)'?(?: at 0x\w+)?>", r"\1", signature), returned

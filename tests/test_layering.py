@@ -296,7 +296,7 @@ def files():
 def test_documents_name_files_that_exist(path, files):
     """A path may leave out the folders that the reader is in: ep/plan.py is fmoe_ext/ep/plan.py."""
     text = re.sub(r"https?://\S+", "", path.read_text())
-    names = {f"{stem}.{suffix}" for stem, suffix in PATH.findall(text)}
+    names = {f"{stem}.{suffix}".removeprefix("../") for stem, suffix in PATH.findall(text)}
     names = {name for name in names if not name.startswith(OF_OTHERS)}
     if path.relative_to(ROOT).as_posix() in HISTORY:
         names = set()
