@@ -29,7 +29,7 @@ def clip_grad_norm_(
         for p in params
         if p.grad is not None
     ]
-    sharded = [p.grad for p in module.parameters() if isinstance(p, DTensor) and p.grad is not None]
+    sharded = [p.grad for p in module.parameters() if isinstance(p.grad, DTensor)]
     counted += [(grad, _num_sharing(grad, dp_ranks)) for grad in sharded]
     if not counted:
         return torch.tensor(0.0)

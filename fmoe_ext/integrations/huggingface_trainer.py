@@ -30,15 +30,17 @@ class BalanceCallback(TrainerCallback):
         self._loss: BalanceLoss | None = None
         self._monitor: balance.LoadMonitor | None = None
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, *, model: nn.Module, **_: Any) -> None:
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._detach()
+        model: nn.Module = kwargs["model"]
         self._loss = add_balance_loss(model, self.weight)
         self._monitor = balance.watch(model)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self._detach()
 
-    def on_log(self, args: Any, state: Any, control: Any, *, logs: dict[str, float], **_: Any) -> None:
+    def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        logs: dict[str, float] = kwargs["logs"]
         if self._loss is None or self._monitor is None or "loss" not in logs:
             return
         record = self._monitor.collect(state.global_step, sum_over_ranks=_sum_over_ranks)

@@ -84,7 +84,7 @@ def _shifts_labels(model: Any) -> bool:
     """Whether a Transformers model predicts label i + 1 at position i, so that its first label counts for nothing."""
     from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 
-    is_causal = LOSS_MAPPING.get(getattr(model, "loss_type", None)) is ForCausalLMLoss
+    is_causal = LOSS_MAPPING.get(str(getattr(model, "loss_type", ""))) is ForCausalLMLoss
     return is_causal and not getattr(model.config, "is_encoder_decoder", False)
 
 

@@ -79,7 +79,7 @@ def measure_layers(model: nn.Module, sample: Tensor, rounds: int = 3) -> list[La
     """
     layers, rows = layers_of(model), len(sample)
     costs, boundaries = measure(layers, sample, rounds)
-    plans = []
+    plans: list[LayerPlan] = []
     for layer, cost, boundary in zip(layers, costs, boundaries, strict=False):
         moes = [m for m in layer.modules() if isinstance(m, FMoE)]
         experts = sum(p.numel() * p.element_size() for m in moes for p in m.experts.parameters())
