@@ -191,6 +191,7 @@ def test_every_public_module_is_in_the_api():
         "remote",
         "audit",
         "optim",
+        "cpu",
         "testing",
         "routing",
         "dispatch",

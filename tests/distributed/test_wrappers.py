@@ -90,6 +90,11 @@ def sharding_wrappers():
         model(x)
 
 
+def train_step(wrapped, x):
+    """The wrapper lives until the backward has ended: one that is collected before reduces nothing on its rank."""
+    wrapped(x).sum().backward()
+
+
 def what_keeps_experts_apart():
     """Ignored experts under either wrapper, and wrappers over the ranks that hold the same experts."""
     x = torch.randn(3, D)
@@ -103,10 +108,10 @@ def what_keeps_experts_apart():
     experts = experts_of(model)
     names = [name for name, _ in model.named_parameters() if "experts" in name]
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)
-    DistributedDataParallel(model)(x).sum().backward()
+    train_step(DistributedDataParallel(model), x)
     assert all(torch.equal(p, q) for p, q in zip(model[1].experts.parameters(), experts, strict=True))
 
-    DistributedDataParallel(make_model(world_size=1))(x).sum().backward()
+    train_step(DistributedDataParallel(make_model(world_size=1)), x)
 
 
 def same_experts_groups():
@@ -114,7 +119,7 @@ def same_experts_groups():
     x = torch.randn(3, D)
     groups = init_groups(ep=2)
     model = make_model(world_size=2, moe_group=groups.ep)
-    DistributedDataParallel(model, process_group=groups.experts)(x).sum().backward()
+    train_step(DistributedDataParallel(model, process_group=groups.experts), x)
 
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "ep"))
     for inner in (True, False):
