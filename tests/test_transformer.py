@@ -319,7 +319,9 @@ def test_distributed_data_parallel(one_process_group):
     layer = make_layer()
     x, grad_out = make_input()
     plain = run_layer(layer, x, grad_out)
-    wrapped = nn.parallel.DistributedDataParallel(layer)  # collected before the backward, it would reduce nothing
+    wrapped = nn.parallel.DistributedDataParallel(
+        layer
+    )  # collected before the backward, it would reduce nothing
     wrapped(x).backward(grad_out)
     for name, param in layer.named_parameters():
         torch.testing.assert_close(param.grad, plain[name], rtol=1e-12, atol=1e-12)

@@ -170,8 +170,8 @@ def _write_rank(
 
 
 def _load_file(path: Path, trust: bool) -> dict[Any, Any]:
-    mmap = zipfile.is_zipfile(path)
     try:
+        mmap = zipfile.is_zipfile(path)
         with torch.serialization.safe_globals(_plain_data()):
             content = torch.load(path, map_location="cpu", weights_only=not trust, mmap=mmap)
     except pickle.UnpicklingError as error:

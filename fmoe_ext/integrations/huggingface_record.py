@@ -6,6 +6,7 @@ again, and its activations become NEEDS: whoever builds a dense model from it fa
 
 from __future__ import annotations
 
+import copy
 import functools
 import json
 from collections.abc import Iterator, Sequence
@@ -39,7 +40,10 @@ def note(
     config: Any = getattr(model, "config", None)
     if not hasattr(model, "save_pretrained") or not hasattr(config, "to_json_string"):
         return
-    record = getattr(config, KEY, None) or {"version": VERSION, "dense": _mark(config), "layers": []}
+    record = getattr(config, KEY, None)
+    if record is None:
+        config = _own_config(model)
+        record = {"version": VERSION, "dense": _mark(config), "layers": []}
     entries = [
         {"kind": kind, "matched": options.match is not None} | _entry(target, moe, options)
         for target, moe in zip(targets, layers, strict=True)
@@ -49,6 +53,17 @@ def note(
         model.save_pretrained = _refuse_unmarked
     elif any(moe.world_size > 1 for moe in layers):
         model.save_pretrained = functools.partial(_save_from_all_ranks, model)
+
+
+def _own_config(model: Any) -> Any:
+    """A copy of model.config in its place, also in its submodules: other models may be made of the original."""
+    copies: dict[int, Any] = {}
+    config = copy.deepcopy(model.config, copies)
+    for module in model.modules():
+        own = copies.get(id(vars(module).get("config")))
+        if own is not None:
+            module.config = own
+    return config
 
 
 def take_record(values: dict[str, Any]) -> dict[str, Any] | None:

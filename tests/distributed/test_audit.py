@@ -36,7 +36,7 @@ def test_a_correct_training_is_equal_in_every_layout(pool):
     assert all(
         set(r.worst) == {"output", "loss", "gradient", "norm", "clipped", "parameter"} for r in report.results
     )
-    assert "16 cases of 2 steps" in str(report) and "all equal" in str(report)
+    assert "8 cases of 2 steps" in str(report) and "all equal" in str(report)
 
 
 def test_finds_a_balance_loss_averaged_wrongly(pool):

@@ -3,7 +3,6 @@
 import copy
 import functools
 import json
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -32,7 +31,6 @@ from transformers import (
 
 from fmoe_ext import FMoETransformerMLP, fmoefy, gates
 from fmoe_ext.checkpoint import CheckpointError
-from fmoe_ext.integrations import huggingface_record
 from fmoe_ext.integrations.huggingface import from_pretrained
 from fmoe_ext.testing import assert_close
 
@@ -303,16 +301,20 @@ class Unmarkable(torch.nn.Module):
         raise AssertionError("it was saved")
 
 
-@pytest.mark.parametrize(
-    ("world_size", "text"), [(2, "would save the experts of this rank only"), (1, "names no activation")]
-)
-def test_saving_without_a_record_is_refused(world_size, text):
-    """A file that holds a part of the experts, or that would be taken for the dense model's."""
+def test_saving_without_a_record_is_refused():
+    """A file that would be taken for the dense model's."""
     model = fmoefy(Unmarkable(), 4)
-    if world_size > 1:
-        huggingface_record.note(model, "plain", [], [SimpleNamespace(world_size=world_size)], None)
-    with pytest.raises(RuntimeError, match=text):
+    with pytest.raises(RuntimeError, match="names no activation"):
         model.save_pretrained("nowhere")
+
+
+def test_the_configuration_it_was_made_of_stays_as_it_was():
+    config = make("llama").config
+    before, model = config.to_dict(), type(make("llama"))(config)
+    moe = fmoefy(model, 4)
+    assert config.to_dict() == before
+    assert "fmoe_ext" in moe.config.to_dict() and moe.model.config is moe.config
+    assert isinstance(type(model)(config), type(model))  # as a dense one
 
 
 def test_default_gates_can_be_exported():

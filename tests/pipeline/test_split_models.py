@@ -184,7 +184,7 @@ def by_load():
     """Six equal layers; on two ranks, those of which one rank has all the tokens take as long as two."""
 
     def expert(_):
-        return Sleep(0.02)
+        return Sleep(0.06)
 
     layers = [
         fmoe_ext.FMoE(1, D, world_size=2, top_k=1, expert=expert, gate=fmoe_ext.gates.UniformGate)

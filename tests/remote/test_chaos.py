@@ -4,6 +4,7 @@ import os
 import random
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -117,12 +118,12 @@ def test_bad_network_and_dying_servers(etcd, steps, kills):
             victim.compute.stop()
 
     wait_replicated()
-    murderer = threading.Thread(target=murder)
-    murderer.start()
     remote = [RemoteExpert(uid, client=client) for uid in UIDS]
-    losses, longest = train(*remote, steps)
-    done.set()
-    murderer.join(120)
+    with ThreadPoolExecutor(1) as thread:
+        murders = thread.submit(murder)
+        losses, longest = train(*remote, steps)
+        done.set()
+        murders.result(120)
     local = [make_expert("ffn", D, uid=uid) for uid in UIDS]
     truth, _ = train(*local, steps, [torch.optim.SGD(e.parameters(), lr=0.02) for e in local])
     assert longest < 4 * DEADLINE  # two forwards, two backwards
