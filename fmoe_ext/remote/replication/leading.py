@@ -139,23 +139,31 @@ class Leading:
             known = replica.senders.get(name)
             if known is not None and known.is_member:
                 return  # this call is older than the one that made it a member: what it has stays
+            if self._is_full(replica, name):
+                return  # another has begun while this one waited for its copy
             marks.update(fence=replica.fence, last_fence=replica.last_fence, version=replica.version)
             if replica.role is Role.LEADER:
                 self._add_sender(replica, name, endpoint)
 
-        learning = [s for s in replica.senders.values() if not s.is_member and s.server != name]
-        if len(replica.members) + len(learning) >= self.owner.options.replicas:
-            raise ValueError(
-                f"{uid} has {len(replica.members)} replicas, and {len(learning)} take copies: no more"
-            )
+        full = f"{uid} has its replicas, or servers that take copies: no more"
+        if self._is_full(replica, name):
+            raise ValueError(full)
         state = await self.owner.copy_state(uid, at_copy)
         self._led(uid)
+        if not marks and name not in replica.members:
+            raise ValueError(full)
         if not marks:
             raise NotLeader(f"{name} became a replica of {uid} meanwhile: ask again if it needs another copy")
         if str(marks["version"]) != state.meta["version"]:
             raise NotLeader(f"not the leader of {uid} any more: it lost updates while it was copied")
         meta = {**state.meta, "fence": str(marks["fence"]), "last_fence": str(marks["last_fence"])}
         return Message(state.tensors, meta)
+
+    def _is_full(self, replica: Replica, name: str) -> bool:
+        """Whether members and those who take copies, other than name, are as many as there shall be."""
+        learning = [s for s in replica.senders.values() if not s.is_member and s.server != name]
+        others = [member for member in replica.members if member != name]
+        return len(others) + len(learning) >= self.owner.options.replicas
 
     async def promote(self, uid: str, name: str) -> None:
         """A follower that has its copy becomes a member: from now on nothing is acknowledged without it."""
