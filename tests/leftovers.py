@@ -1,5 +1,5 @@
-"""A pytest plugin: the run fails if a process that it started outlives it (and with it any port that is still open), or
-if files stay in TMPDIR, which are removed.
+"""A pytest plugin: the run fails if a process that it started outlives it, and with it any port that is still open; files
+that stay in TMPDIR are named and removed.
 
 Every process of the run, however deep and whoever its parent is by now, has the run's mark in its environment.
 """
@@ -44,7 +44,7 @@ class Leftovers:
         shutil.rmtree(self.folder, ignore_errors=True)
         for text in found:
             session.config.get_terminal_writer().line(f"left behind by the tests: {text}", red=True)
-        if found and session.exitstatus == pytest.ExitCode.OK:
+        if processes and session.exitstatus == pytest.ExitCode.OK:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
         return result
 

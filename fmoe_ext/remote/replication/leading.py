@@ -139,8 +139,9 @@ class Leading:
             known = replica.senders.get(name)
             if known is not None and known.is_member:
                 return  # this call is older than the one that made it a member: what it has stays
-            if self._is_full(replica, name):
-                return  # another has begun while this one waited for its copy
+            if self._is_full(replica, name):  # another has begun while this one waited for its copy
+                marks["full"] = True
+                return
             marks.update(fence=replica.fence, last_fence=replica.last_fence, version=replica.version)
             if replica.role is Role.LEADER:
                 self._add_sender(replica, name, endpoint)
@@ -150,7 +151,7 @@ class Leading:
             raise ValueError(full)
         state = await self.owner.copy_state(uid, at_copy)
         self._led(uid)
-        if not marks and name not in replica.members:
+        if "full" in marks:
             raise ValueError(full)
         if not marks:
             raise NotLeader(f"{name} became a replica of {uid} meanwhile: ask again if it needs another copy")
