@@ -84,13 +84,13 @@ def test_killed(tmp_path):
 
 
 def test_files_that_lie(tmp_path):
-    """Damaged folders are refused at import, by their own program's or our error; the model on disk stays."""
+    """Damaged folders are refused at import, in our words; the model on disk stays."""
     fmoe_ext.export(llama(), tmp_path / "out", "mixtral")
     file = tmp_path / "out" / "model.safetensors"
     content = file.read_bytes()
     for damaged in (content[:1000], content[:-8], b"\xff" * 8 + content[8:]):
         file.write_bytes(damaged)
-        with pytest.raises(Exception, match=r"(?i)safetensor|header|truncated|incomplete"):
+        with pytest.raises(CheckpointError, match="a safetensors file is truncated or damaged"):
             fmoe_ext.import_model(tmp_path / "out")
         assert file.read_bytes() == damaged
         with pytest.raises(CheckpointError, match="is no safetensors file, or truncated, or damaged"):

@@ -31,6 +31,16 @@ from fmoe_ext.transformer import FMoETransformerMLP
 Gate: TypeAlias = Callable[..., nn.Module]
 
 
+def _read(source: Any, options: dict[str, Any]) -> Any:
+    import transformers
+    from safetensors import SafetensorError
+
+    try:
+        return transformers.AutoModelForCausalLM.from_pretrained(source, **options)
+    except SafetensorError as error:
+        raise CheckpointError(f"{source}: a safetensors file is truncated or damaged: {error}") from error
+
+
 def import_model(source: Any, **options: Any) -> Any:
     """A Transformers MoE model whose MoE layers become FMoETransformerMLPs with the same weights -> the model.
 
@@ -41,14 +51,12 @@ def import_model(source: Any, **options: Any) -> Any:
 
     model.save_pretrained() writes the format that the model came from, as export() does. The gates have the balance
     loss: add weight * fmoe_ext.gates.total_loss(model); router logits are no output any more.
-    Raises CheckpointError for other models.
+    Raises CheckpointError for other models and for files that are truncated or damaged.
     Equivalent to: AutoModelForCausalLM.from_pretrained(source, **options), to the rounding of its gates.
     """
-    import transformers
-
     model: Any = source
     if not isinstance(source, nn.Module):
-        model = transformers.AutoModelForCausalLM.from_pretrained(source, **options)
+        model = _read(source, options)
     elif options:
         raise TypeError(f"{', '.join(options)}: options are for a folder or a name, but got a model")
     config = model.config
