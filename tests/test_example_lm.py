@@ -14,15 +14,14 @@ import pytest
 import torch
 
 import fmoe_ext
-from fmoe_ext.checkpoint import store
-from fmoe_ext.checkpoint.manifest import Manifest
 from fmoe_ext.gates import GATES
+from tests.distributed.example_lm import assert_same_checkpoint, load_checkpoint
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "lm"
 TINY = """
     --d-model=16 --num-layers=2 --num-heads=2 --num-experts=4 --d-hidden=8 --batch-size=4 --seq-len=32
     --warmup=2 --val-windows=4 --log-every=2 --val-every=4 --sample-bytes=8 --device=cpu
-    --dtype=float32 --threads=1
+    --dtype=float32 --threads=1 --peak-flops=1e9
 """
 TIMES = {"seconds", "tokens_per_second", "mfu", "memory_gib"}
 
@@ -54,21 +53,9 @@ def metrics(out, timeless=True):
     return [{k: v for k, v in r.items() if not (timeless and k in TIMES)} for r in records]
 
 
-def load_checkpoint(out):
-    """(step, {name: tensor}) of the newest checkpoint."""
-    path = store.find(out / "checkpoints")
-    manifest = Manifest.read(path)
-    stored = store.stored_tensors(path, manifest.saved(path))
-    return manifest.step, {name: tensor.read() for name, tensor in stored.items()}
-
-
 def assert_same_run(ours, other):
     assert metrics(ours) == metrics(other)
-    (step, tensors), (other_step, others) = load_checkpoint(ours), load_checkpoint(other)
-    assert step == other_step and tensors.keys() == others.keys()
-    assert any(name.startswith("optimizer.exp_avg_sq.") for name in tensors)
-    for name, tensor in tensors.items():
-        assert torch.equal(tensor, others[name]), name
+    assert_same_checkpoint(ours, other)
 
 
 def test_run_learns_and_writes_everything(text, tmp_path):
@@ -330,7 +317,7 @@ def test_epochs_read_every_window_once():
 
 
 def test_speed_and_memory_are_reported(text, tmp_path):
-    assert train(text, tmp_path / "out", "--steps", "2", "--peak-flops", "1e9") == 0
+    assert train(text, tmp_path / "out", "--steps", "2") == 0
     (record,) = metrics(tmp_path / "out", timeless=False)
     model = importlib.import_module("model")
     shape = dict(d_model=16, num_layers=2, num_heads=2, num_experts=4, d_hidden=8, top_k=2, gate="softmax")
@@ -340,6 +327,8 @@ def test_speed_and_memory_are_reported(text, tmp_path):
     expected = record["tokens_per_second"] * language_model.flops_per_token(32) / 1e9
     assert record["mfu"] == pytest.approx(expected, rel=0.01, abs=1e-4)
     assert 0.05 < record["memory_gib"] < 30
+    job = importlib.import_module("job").Job()
+    assert 1e7 < importlib.import_module("speed").measure_peak(job, torch.float32) < 1e14
 
 
 def test_tensorboard_gets_the_metrics(text, tmp_path):

@@ -5,7 +5,6 @@ from argparse import Namespace
 
 import metrics
 import options as command_line
-import report
 import saving
 import torch
 from data import DataError, load_corpus
@@ -35,6 +34,8 @@ def describe_ranks(job: Job, options: Namespace) -> str:
 
 
 def write_pictures(trainer: Trainer) -> None:
+    import report  # matplotlib, which a rank that draws nothing need not load
+
     out, runs = trainer.options.out, trainer.runs
     records = metrics.read(out / "metrics.jsonl")
     if not records:

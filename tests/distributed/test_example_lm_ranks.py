@@ -1,61 +1,29 @@
 """examples/lm on several ranks: the numbers of one process, in every layout, also after a change of layout."""
 
 import importlib
-import json
+import os
 import shutil
+import signal
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "lm"
-TINY = """
-    --d-model=16 --num-layers=2 --num-heads=2 --num-experts=4 --d-hidden=8 --batch-size=6 --seq-len=16 --warmup=2
-    --val-windows=5 --log-every=1 --val-every=3 --sample-bytes=8 --device=cpu --dtype=float64 --threads=1 --steps=6
-"""
-VALUES = ("loss", "grad_norm", "balance_loss", "val_loss")
-COUNTS = ("step", "lr", "expert_load", "dropped_share")
+from tests.distributed.example_lm import (
+    EXAMPLE,
+    assert_same_checkpoint,
+    assert_same_curve,
+    metrics,
+    train,
+    write_text,
+)
+
 MOST = 1e-12  # relative difference, float64
-
-
-@pytest.fixture(scope="module", autouse=True)
-def example_on_path():
-    threads = torch.get_num_threads()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(EXAMPLE)
-        yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory):
-    file = tmp_path_factory.mktemp("text") / "text.txt"
-    file.write_text("".join(f"{i} times {i} is {i * i}. All work and no play?\n" for i in range(300)))
-    return file
-
-
-def train(text, out, *arguments):
-    """The exit status of the trainer, in this process or on the ranks of this one's group."""
-    if str(EXAMPLE) not in sys.path:
-        sys.path.insert(0, str(EXAMPLE))
-    return importlib.import_module("train").main(
-        ["--data", str(text), "--out", str(out), *TINY.split(), *arguments]
-    )
-
-
-def metrics(out):
-    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-
-
-def assert_same_curve(ours, other, most=MOST):
-    assert [r["step"] for r in metrics(ours)] == [r["step"] for r in metrics(other)]
-    for a, b in zip(metrics(ours), metrics(other), strict=True):
-        assert a.keys() == b.keys()
-        for key in COUNTS:
-            assert a.get(key) == b.get(key), (a["step"], key)
-        for key in a.keys() & set(VALUES):
-            assert abs(a[key] - b[key]) <= most * abs(b[key]), (a["run"], a["step"], key, a[key], b[key])
+    return write_text(tmp_path_factory.mktemp("text") / "text.txt")
 
 
 @pytest.fixture(scope="module")
@@ -95,12 +63,12 @@ def test_every_layout_is_as_one_process(pool, alone, text, tmp_path, name):
         )
         == 0
     )
-    assert_same_curve(tmp_path / "continued", alone)
+    assert_same_curve(tmp_path / "continued", alone, MOST)
     assert (tmp_path / "continued" / "sample.txt").read_text() == (alone / "sample.txt").read_text()
 
     first_half = stopped(alone, 3, tmp_path / "stopped")
     assert pool.run(train, text, first_half, "--resume", *arguments, world_size=ranks) == [0] * ranks
-    assert_same_curve(first_half, alone)
+    assert_same_curve(first_half, alone, MOST)
     assert (first_half / "sample.txt").read_text() == (alone / "sample.txt").read_text()
 
 
@@ -119,9 +87,7 @@ def test_resume_on_as_many_ranks_is_bitwise(pool, text, tmp_path):
         command = [*options, "--resume=auto", "--stop-after", stop]
         assert pool.run(train, text, tmp_path / "resumed", *command, world_size=2) == [0, 0]
     assert_same_curve(tmp_path / "resumed", tmp_path / "straight", most=1e-15)  # sums in another order
-    for name in ("__0_0.distcp", "__1_0.distcp"):
-        paths = [tmp_path / out / "checkpoints" / "step-00000006" / name for out in ("straight", "resumed")]
-        assert paths[0].read_bytes() == paths[1].read_bytes()
+    assert_same_checkpoint(tmp_path / "resumed", tmp_path / "straight")
 
 
 def test_ranks_refuse_together(pool, text, tmp_path):
@@ -147,9 +113,6 @@ def test_a_signal_to_one_rank_stops_all(pool, text, tmp_path):
 
 def interrupted(text, out):
     """train(), in which the second rank gets SIGTERM in its third step."""
-    import os
-    import signal
-
     sys.path.insert(0, str(EXAMPLE))
     data = importlib.import_module("data")
     batch = data.Corpus.batch

@@ -10,7 +10,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_train_ep(tmp_path):
-    options = "--ranks 2 --steps 3 --seq-len 16 --num-experts 4 --out".split()
+    options = ["--ranks", "2", "--steps", "3", "--seq-len", "16", "--num-experts", "4", "--out"]
     command = [sys.executable, str(ROOT / "examples/lm/train_ep.py"), *options, str(tmp_path / "out")]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
