@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from rendezvous import meet
 
 import fmoe_ext
 from fmoe_ext.distributed import ParallelGroups, init_groups
@@ -23,7 +24,9 @@ class Job:
     def __init__(self) -> None:
         self.owns_group = not dist.is_initialized() and "WORLD_SIZE" in os.environ
         if self.owns_group:
-            dist.init_process_group()  # gloo for tensors on the CPU, NCCL for those on a GPU
+            store, rank, size = meet()
+            # gloo for tensors on the CPU, NCCL for those on a GPU
+            dist.init_process_group(store=store, rank=rank, world_size=size)
         self.is_spread = dist.is_initialized()
         self.rank = dist.get_rank() if self.is_spread else 0
         self.size = dist.get_world_size() if self.is_spread else 1

@@ -52,6 +52,7 @@ def main() -> None:
     own, options = parser.parse_known_args()
     options += ["--dtype", own.dtype]
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(own.ranks)]
+    launcher += ["--log-dir", str(own.out / "torchrun")]
     alone = train([], options, own.out / "1_process")
     spread = train(launcher, options, own.out / f"{own.ranks}_processes")
     compare(alone, spread, own.ranks, TOLERANCE[own.dtype])

@@ -44,6 +44,7 @@ def torchrun(text, out, *arguments, options=()):
         *TINY.split(),
         "--resume=auto",
     ]
+    options = ["--log-dir", str(out.with_suffix(".logs")), *options]
     command = [sys.executable, "-m", "torch.distributed.run", *options, *trainer, *arguments]
     root = str(EXAMPLE.parents[1])
     log = out.with_suffix(".log").open("ab")
