@@ -138,10 +138,10 @@ def test_twenty_random_kills(text, tmp_path):
     kills = [
         (draw.randrange(2), 0, draw.uniform(0, 4))
         if draw.random() < 0.3
-        else (draw.randrange(2), 10 * number + 5, draw.uniform(0, 0.5))
+        else (draw.randrange(2), 5 * number + 4, draw.uniform(0, 0.5))
         for number in range(20)
     ]
-    assert_survives(text, tmp_path, kills, steps=230)
+    assert_survives(text, tmp_path, kills, steps=120)
 
 
 @pytest.mark.slow
