@@ -331,6 +331,23 @@ def test_speed_and_memory_are_reported(text, tmp_path):
     assert 1e7 < importlib.import_module("speed").measure_peak(job, torch.float32) < 1e14
 
 
+def test_profile_says_where_the_time_goes(text, tmp_path):
+    out = tmp_path / "out"
+    assert train(text, out, "--steps", "9", "--compare", "--profile") == 0
+    found = json.loads((out / "profile.json").read_text())
+    seconds = {(r["run"], r["part"], r["phase"]): r["seconds"] for r in found}
+    for phase in ("forward", "backward"):
+        for part in ("attention", "gate", "dispatch", "experts"):
+            assert seconds["moe", part, phase] > 0, (part, phase)
+            assert part == "attention" or ("dense", part, phase) not in seconds
+        assert seconds["dense", "dense MLP", phase] > 0 and ("moe", "dense MLP", phase) not in seconds
+    assert seconds["moe", "optimizer", "optimizer"] > 0
+    trained = {r["run"]: r["seconds"] / 9 for r in metrics(out, timeless=False) if r["step"] == 9}
+    for run, mean in trained.items():  # the profiler costs time; the sum is that of a step, roughly
+        assert 0.1 * mean < sum(s for (name, *_), s in seconds.items() if name == run) < 10 * mean
+    assert (out / "profile.png").read_bytes().startswith(b"\x89PNG")
+
+
 def test_tensorboard_gets_the_metrics(text, tmp_path):
     events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator", reason="optional")
     out = tmp_path / "out"

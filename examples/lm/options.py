@@ -12,7 +12,7 @@ from fmoe_ext.gates import GATES, find_gate
 # What a resumed run may change: where and how it runs and what it writes, and how long the schedule is.
 FREE_TO_CHANGE = {
     *("device", "threads", "steps", "save_every", "sample_bytes", "prompt"),
-    *("expert_parallel", "data_parallel", "overlap_degree", "tensorboard", "peak_flops"),
+    *("expert_parallel", "data_parallel", "overlap_degree", "tensorboard", "profile", "peak_flops"),
 }
 
 # Sizes by name: what they change of the options' defaults. Only tiny was trained for its figures; the others have the
@@ -175,6 +175,7 @@ def build_parser():
     add("--val-windows", type=positive_int, default=64, help="windows of --seq-len bytes to validate on")
     add("--save-every", type=positive_int, default=100, help="steps between checkpoints")
     add("--tensorboard", action="store_true", help="write the metrics for TensorBoard too")
+    add("--profile", action="store_true", help="profile five steps: profile.png shows where their time goes")
     add(
         "--peak-flops",
         type=positive_float,

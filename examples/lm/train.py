@@ -81,6 +81,8 @@ def finish(trainer: Trainer, interrupted: bool) -> int:
     sample = make_sample(trainer) if is_done else ""
     if is_first:
         write_pictures(trainer)
+    if trainer.profile:
+        trainer.profile.write(options.out)
     if is_first and is_done:
         (options.out / "sample.txt").write_text(sample)
         print("\n" + sample)
