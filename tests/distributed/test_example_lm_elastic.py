@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 
-from fmoe_ext.testing import DistributedPool
 from tests.distributed.example_lm import (
     EXAMPLE,
     TINY,
@@ -113,26 +112,25 @@ def fresh_ranks(agent, before, ranks):
     return now if len(now) == ranks and not before & set(now) else []
 
 
-def assert_survives(text, tmp_path, kills, steps):
+def assert_survives(pool, text, tmp_path, kills, steps):
     options = f"--standalone --nproc-per-node=2 --max-restarts={len(kills)} --monitor-interval=0.1".split()
     arguments = "--steps", str(steps), "--save-every=3", "--val-every=10"
     with torchrun(text, tmp_path / "killed", *arguments, options=options) as agent:
         kill_ranks(agent, tmp_path / "killed", kills, ranks=2)
         assert agent.wait(PATIENCE) == 0, said(tmp_path / "killed")
-    with DistributedPool(2) as pool:
-        assert pool.run(train, text, tmp_path / "undisturbed", *arguments) == [0, 0]
+    assert pool.run(train, text, tmp_path / "undisturbed", *arguments, world_size=2) == [0, 0]
     assert last_step(tmp_path / "undisturbed") == steps
     assert_same_curve(tmp_path / "killed", tmp_path / "undisturbed", most=0)
     assert_same_checkpoint(tmp_path / "killed", tmp_path / "undisturbed")
     assert not list((tmp_path / "killed" / "checkpoints").glob(".*.tmp"))
 
 
-def test_a_killed_rank_costs_the_steps_since_the_checkpoint(text, tmp_path):
-    assert_survives(text, tmp_path, [(0, 4, 0.0), (1, 0, 0.5)], steps=12)
+def test_a_killed_rank_costs_the_steps_since_the_checkpoint(pool, text, tmp_path):
+    assert_survives(pool, text, tmp_path, [(0, 4, 0.0), (1, 0, 0.5)], steps=12)
 
 
 @pytest.mark.slow
-def test_twenty_random_kills(text, tmp_path):
+def test_twenty_random_kills(pool, text, tmp_path):
     """In training, while a checkpoint is written, or while the ranks still start."""
     draw = random.Random(0)
     kills = [
@@ -141,7 +139,7 @@ def test_twenty_random_kills(text, tmp_path):
         else (draw.randrange(2), 5 * number + 4, draw.uniform(0, 0.5))
         for number in range(20)
     ]
-    assert_survives(text, tmp_path, kills, steps=120)
+    assert_survives(pool, text, tmp_path, kills, steps=120)
 
 
 @pytest.mark.slow
