@@ -126,7 +126,7 @@ def assert_survives(pool, text, tmp_path, kills, steps):
 
 
 def test_a_killed_rank_costs_the_steps_since_the_checkpoint(pool, text, tmp_path):
-    assert_survives(pool, text, tmp_path, [(0, 4, 0.0), (1, 0, 0.5)], steps=12)
+    assert_survives(pool, text, tmp_path, [(0, 4, 0.0), (1, 0, 0.5)], steps=40)
 
 
 @pytest.mark.slow
