@@ -39,7 +39,7 @@ def make(overlap_degree, cls=FMoETransformerMLP):
 
 def pretend(layer, **seconds):
     """Overwrites what was measured, after a look at it."""
-    for step in layer.expert_parallel.tuner.steps:
+    for step in layer.expert_parallel.tuner.watches["choice"].steps:
         assert set(step) >= {"counts", "exchange", "compute"} and min(step.values()) > 0
         step.update(seconds)
 
