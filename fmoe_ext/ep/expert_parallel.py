@@ -73,6 +73,8 @@ class ExpertParallel:
                 )
             ranks = dist.get_process_group_ranks(find_group(self.group))
             self.row_limit = RowLimit(max_rows_per_rank, self.layer_index, ranks)
+        # where fully_shard_experts() has cut the experts again: the ranks that share those of each rank of the group
+        self.sharing_ranks: list[list[int]] | None = None
         self._is_checked = False
 
     def _first_chunks(self) -> list[int]:
