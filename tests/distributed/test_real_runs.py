@@ -79,9 +79,15 @@ def test_as_one_process(pool, kind, world_size, ep, slice_):
     pool.run(run, kind, ROWS[world_size // slice_], ep, slice_, world_size=world_size)
 
 
-@pytest.mark.parametrize("name", ["naive", "faster", "expert_choice", "uniform", "sigmoid"])
+OTHERS = {
+    name: GATES[name] for name in ("naive", "faster", "expert_choice", "uniform", "sigmoid", "sinkhorn")
+}
+OTHERS["running loss"] = functools.partial(SoftmaxGate, balance_loss="running")
+
+
+@pytest.mark.parametrize("name", OTHERS)
 def test_padding_in_other_gates(pool, name):
-    run = functools.partial(train, options={"gate": GATES[name]}, layout_options={})
+    run = functools.partial(train, options={"gate": OTHERS[name]}, layout_options={})
     pool.run(run, "padded", ROWS[2], 2, 1, world_size=2)
 
 
