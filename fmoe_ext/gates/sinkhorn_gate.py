@@ -60,10 +60,10 @@ def balanced_shares(logits: torch.Tensor, ranks: Ranks) -> torch.Tensor:
     The scores that SinkhornGate ranks; rows sum to 1 / T and columns to 1 / E, T the tokens of all ranks.
     """
     num_experts = logits.shape[1]
-    num_tokens = max(ranks.num_tokens(logits.shape[0]), 1)
     cost = (
         logits - logits.amax(1, keepdim=True)
     ).exp()  # a factor of a row changes nothing but its own scale
+    num_tokens = _sum_over_ranks(cost.new_ones(len(cost), 1), ranks).clamp(min=1)
     of_expert = cost.new_ones(1, num_experts)
     for _ in range(MAX_ROUNDS):
         before = of_expert
@@ -75,5 +75,8 @@ def balanced_shares(logits: torch.Tensor, ranks: Ranks) -> torch.Tensor:
 
 
 def _sum_over_ranks(x: torch.Tensor, ranks: Ranks) -> torch.Tensor:
-    """x [T, E] -> [1, E], the same bits on every rank; gather(), since accumulation.py would add other microbatches."""
+    """x [T, N] -> [1, N], the same bits on every rank, of this microbatch alone; a repeated forward does not come here.
+
+    ranks.sum() would add other microbatches (accumulation.py), and tell a repeated forward what it did not ask.
+    """
     return torch.cat(ranks.gather(x.sum(0, keepdim=True))).sum(0, keepdim=True)
