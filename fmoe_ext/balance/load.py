@@ -41,7 +41,8 @@ def summarize(
     -> dict: tokens_per_expert (list), max_over_mean (1 = balanced; the step waits for the largest), cv (standard
     deviation / mean), entropy (of the load, / log E: 1 = balanced, 0 = one expert), dropped_share (of all choices),
     dead_experts (how many got nothing), gate_entropy (of a token's K weights, / log K, mean over the tokens, of which
-    a large batch has a sample: 1 = its experts count alike, 0 = one decides; 0 for K = 1). All zero when nothing was chosen.
+    a large batch has a sample: 1 = its experts count alike, 0 = one decides; 0 for K = 1). All zero when nothing was
+    chosen.
     """
     load = tokens_per_expert.double().cpu()
     total = load.sum().item()
@@ -98,7 +99,7 @@ class LayerCounters:
 
 
 def _entropy(topk_weights: torch.Tensor) -> torch.Tensor:
-    """The entropies of all tokens, / log K, summed; of many tokens every n-th speaks for n, to be under 1 % of a step."""
+    """The entropies of all tokens, / log K, summed; of many tokens every n-th speaks for n, which costs less."""
     num_tokens, top_k = topk_weights.shape
     sample = topk_weights[:: max(1, num_tokens // ENTROPY_SAMPLE)]
     weights = sample.to(torch.promote_types(topk_weights.dtype, torch.float32))
