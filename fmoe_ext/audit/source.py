@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from fmoe_ext.audit.cases import AuditError, Layout
-from fmoe_ext.audit.recipe import Batch, Recipe
+from fmoe_ext.audit.recipe import NOT_A_TARGET, Batch, Recipe
 from fmoe_ext.audit.shrink import shrunk_config, smallest_vocabulary
 from fmoe_ext.audit.spread import spread_experts
 
@@ -79,7 +79,9 @@ class RandomTokens:
     def __call__(self, step: int) -> Batch:
         generator = torch.Generator().manual_seed(step)
         tokens = torch.randint(self.vocabulary, (NUM_SAMPLES, SEQ_LEN), generator=generator)
-        batch = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "labels": tokens.clone()}
+        labels = tokens.clone()
+        labels[:, 0] = NOT_A_TARGET  # which padding in front would have to predict
+        batch = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "labels": labels}
         if self.with_positions:
             batch["position_ids"] = torch.arange(SEQ_LEN).repeat(NUM_SAMPLES, 1)
         return batch
