@@ -5,7 +5,6 @@ import functools
 import os
 import random
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -140,40 +139,3 @@ def test_twenty_random_kills(pool, text, tmp_path):
         for number in range(20)
     ]
     assert_survives(pool, text, tmp_path, kills, steps=120)
-
-
-@pytest.mark.slow
-def test_a_machine_that_comes_and_leaves(text, tmp_path):
-    """Two agents of one rank each; one of them is killed with its rank, the other goes on alone."""
-    options = ["--nnodes=1:2", "--nproc-per-node=1", "--max-restarts=3", "--rdzv-backend=c10d"]
-    options += [
-        "--rdzv-conf=last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=3",
-        "--rdzv-id=two",
-    ]
-    options += [
-        f"--rdzv-endpoint=localhost:{free_port()}",
-        "--local-addr=localhost",
-        "--monitor-interval=0.1",
-    ]
-    arguments = "--steps=100000", "--save-every=5", "--val-every=50"
-    out = tmp_path / "left"
-    with torchrun(text, out, *arguments, options=options) as first:
-        with torchrun(text, out, *arguments, options=options):
-            together = wait_until(lambda: said(out).find("2 ranks, experts over 2") + 1, first, out)
-            wait_for_steps(6, first, out)
-        wait_until(lambda: "1 ranks, experts over 1" in said(out)[together:], first, out)
-        wait_for_steps(6, first, out)
-        first.terminate()
-        first.wait(PATIENCE)
-    assert train(text, tmp_path / "alone", *arguments, f"--stop-after={last_step(out)}") == 0
-    assert_same_curve(out, tmp_path / "alone", most=1e-9)  # Adam makes rounding errors grow
-
-
-def wait_for_steps(number, agent, out):
-    done = last_step(out)
-    wait_until(lambda: last_step(out) >= done + number, agent, out)
-
-
-def free_port():
-    with socket.create_server(("localhost", 0)) as server:
-        return server.getsockname()[1]
