@@ -25,7 +25,9 @@ class Corpus:
     valid: torch.Tensor
     source: str
 
-    def batch(self, step, batch_size, seq_len, seed, order="random"):
+    def batch(
+        self, step: int, batch_size: int, seq_len: int, seed: int, order: str = "random"
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """(inputs, targets) [B, S] int64 of one training step, of all ranks: a function of seed and step alone.
 
         order: "random" draws each window's place in the text; "epochs" goes through the text without repeats, in
@@ -39,7 +41,7 @@ class Corpus:
             start = torch.randint(len(self.train) - seq_len, (batch_size, 1), generator=generator)
         return windows(self.train, start, seq_len)
 
-    def start_in_epoch(self, number, seq_len, seed):
+    def start_in_epoch(self, number: int, seq_len: int, seed: int) -> int:
         """Where the window of this number of a run begins."""
         per_epoch = max((len(self.train) - seq_len) // seq_len, 1)
         epoch, place = divmod(number, per_epoch)
@@ -53,7 +55,7 @@ class Corpus:
 
 
 @functools.lru_cache(maxsize=2)  # a batch may end one epoch and begin the next
-def order_of_epoch(epoch, num_windows, num_offsets, seed):
+def order_of_epoch(epoch: int, num_windows: int, num_offsets: int, seed: int) -> tuple[int, torch.Tensor]:
     """(where the first window begins, the order of the windows)."""
     generator = torch.Generator().manual_seed(1_000_003 * seed + epoch)
     offset = int(torch.randint(num_offsets, (), generator=generator))

@@ -147,12 +147,12 @@ class LanguageModel(nn.Module):
         losses = [loss.sum() for loss in losses if loss is not None]
         return torch.stack(losses).mean() if losses else self.head.weight.new_zeros(())
 
-    def expert_parameters(self):
+    def expert_parameters(self) -> set[nn.Parameter]:
         """The parameters of all experts of this rank."""
         layers = [] if self.config.dense else [block.mlp for block in self.blocks]
         return {p for layer in layers for p in layer.experts.parameters()}
 
-    def num_parameters(self):
+    def num_parameters(self) -> tuple[int, int]:
         """(all, active): how many parameters there are on all ranks, and how many of them one token meets."""
         here = sum(p.numel() for p in self.expert_parameters())
         in_experts = here * self.config.ep_size
@@ -160,7 +160,7 @@ class LanguageModel(nn.Module):
         idle_share = 1 - self.config.top_k / self.config.num_experts
         return total, total - round(in_experts * idle_share)
 
-    def flops_per_token(self, seq_len):
+    def flops_per_token(self, seq_len: int) -> int:
         """Floating-point operations of one token in training, forward and backward, counted as PaLM counts them.
 
         Six for each active parameter that is multiplied, and 12 * layers * d_model * seq_len in attention.

@@ -3,9 +3,13 @@
 import argparse
 import os
 import sys
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import saving
+from job import Job
 
 from fmoe_ext.gates import GATES, find_gate
 
@@ -63,36 +67,36 @@ class HelpFormatter(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefau
     pass
 
 
-def positive_int(text):
+def positive_int(text: str) -> int:
     value = int(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"{value} is not a positive number")
     return value
 
 
-def non_negative_int(text):
+def non_negative_int(text: str) -> int:
     value = int(text)
     if value < 0:
         raise argparse.ArgumentTypeError(f"{value} is negative")
     return value
 
 
-def positive_float(text):
+def positive_float(text: str) -> float:
     value = float(text)
     if not 0 < value < float("inf"):
         raise argparse.ArgumentTypeError(f"{value} is not a positive number")
     return value
 
 
-def non_negative_float(text):
+def non_negative_float(text: str) -> float:
     value = float(text)
     if not 0 <= value < float("inf"):
         raise argparse.ArgumentTypeError(f"{value} is not a number >= 0")
     return value
 
 
-def build_parser():
-    parser = argparse.ArgumentParser(
+def build_parser() -> ArgumentParser:
+    parser = ArgumentParser(
         prog="train.py", description=DESCRIPTION, formatter_class=HelpFormatter, allow_abbrev=False
     )
     group = parser.add_argument_group("run")
@@ -189,18 +193,18 @@ def build_parser():
     return parser
 
 
-def auto_or_positive_int(text):
+def auto_or_positive_int(text: str) -> str | int:
     return text if text == "auto" else positive_int(text)
 
 
-def device_of(argv):
+def device_of(argv: list[str] | None) -> str:
     """--device, which is asked for first: it decides how the ranks talk."""
-    parser = argparse.ArgumentParser(prog="train.py", add_help=False, allow_abbrev=False)
+    parser = ArgumentParser(prog="train.py", add_help=False, allow_abbrev=False)
     parser.add_argument("--device", choices=DEVICES, default="auto")
     return parser.parse_known_args(argv)[0].device
 
 
-def parse(argv, job):
+def parse(argv: list[str] | None, job: Job) -> tuple[Namespace, bool]:
     """(options, whether there is a checkpoint to go on from): the command line, checked.
 
     A resumed run takes its settings from its folder; changing one that must stay the same is an error.
@@ -223,18 +227,18 @@ def parse(argv, job):
     return options, resumes
 
 
-def error_of(parser, job):
+def error_of(parser: ArgumentParser, job: Job) -> Callable[[str], None]:
     """parser.error, said by one rank."""
 
-    def error(message):
+    def error(message: str) -> None:
         if job.is_first:
-            argparse.ArgumentParser.error(parser, message)
+            ArgumentParser.error(parser, message)
         sys.exit(2)
 
     return error
 
 
-def parse_resumed(parser, argv, out, job):
+def parse_resumed(parser: ArgumentParser, argv: list[str] | None, out: Path, job: Job) -> Namespace:
     settings = job.from_first(lambda: saving.read_settings(out))
     parser.set_defaults(**settings)
     options = parser.parse_args(argv)
@@ -246,7 +250,7 @@ def parse_resumed(parser, argv, out, job):
     return options
 
 
-def ep_size_of(options, job):
+def ep_size_of(options: Namespace, job: Job) -> int:
     """Ranks that share the experts of a layer."""
     if options.dense and not options.compare:
         return 1
@@ -255,7 +259,7 @@ def ep_size_of(options, job):
     return options.expert_parallel
 
 
-def check(parser, options, job):
+def check(parser: ArgumentParser, options: Namespace, job: Job) -> None:
     if options.dense and options.compare:
         parser.error("--dense and --compare exclude each other: --compare trains the dense model as well")
     if options.d_model % (2 * options.num_heads) != 0:
@@ -272,7 +276,7 @@ def check(parser, options, job):
         parser.error("--prompt is empty: the model needs at least one byte to continue")
 
 
-def check_ranks(parser, options, job):
+def check_ranks(parser: ArgumentParser, options: Namespace, job: Job) -> None:
     ep_size = ep_size_of(options, job)
     if job.size % ep_size:
         parser.error(f"--expert-parallel {ep_size} does not divide the number of ranks, {job.size}")
@@ -284,7 +288,7 @@ def check_ranks(parser, options, job):
         )
 
 
-def settings(options):
+def settings(options: Namespace) -> dict[str, Any]:
     """What a run's folder keeps of the options."""
     of_one_call = ("out", "resume", "stop_after", "device")
     return {name: value for name, value in vars(options).items() if name not in of_one_call}
