@@ -25,7 +25,7 @@ help:
 train: build
 	$(PY) examples/lm/train.py $(ARGS)
 
-## make train-ep the same model with its experts on 4 processes: its loss curve equals that of one process
+## make train-ep the same trainer on one process and on 4 that share the experts: the loss curves are equal
 train-ep: build
 	$(PY) examples/lm/train_ep.py $(ARGS)
 
