@@ -17,7 +17,7 @@ $(shell rm -f $(VENV)/.built)
 endif
 endif
 
-.PHONY: help train train-ep train-megatron train-pipeline train-remote test build lint format docs bench bench-compare wheel asan test-aarch64 cuda clean
+.PHONY: help train train-ep train-megatron train-pipeline train-pipe train-remote test build lint format docs bench bench-compare wheel asan test-aarch64 cuda clean
 help:
 	@sed -n 's/^## //p' Makefile
 
@@ -25,7 +25,7 @@ help:
 train: build
 	$(PY) examples/lm/train.py $(ARGS)
 
-## make train-ep the same model with its experts on 4 processes: its loss curve equals that of one process
+## make train-ep the same trainer on one process and on 4 that share the experts: the loss curves are equal
 train-ep: build
 	$(PY) examples/lm/train_ep.py $(ARGS)
 
@@ -40,6 +40,10 @@ train-remote: build
 ## make train-pipeline  a Transformer on 2 replicas x 2 pipeline stages, 4 processes; the schedule's picture in out/pipeline_lm
 train-pipeline: build
 	$(PY) examples/pipeline_lm/train.py $(ARGS)
+
+## make train-pipe  an image classifier under Pipe, and unsharded: the same losses and accuracy; out/pipe_images
+train-pipe: build
+	$(PY) examples/pipe_images/train.py $(ARGS)
 
 ## make test     the whole test suite                                                       (ARGS="-k sort -x")
 test: build

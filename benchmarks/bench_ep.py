@@ -8,6 +8,10 @@ real exchange, the time that a network of that speed would need, in which the pr
 Other load on the machine makes these figures wrong. What does not depend on it is the schedule: in the last table,
 experts and network sleep (--sleep seconds a message), so that nothing competes for a processor.
 
+exchange=choice and exchange=token are layers whose gate chooses by the token (SoftmaxGate), so that a token's experts
+are on any ranks; the other layers deal tokens out in turn. "bytes / minimum" is against the rows of that form alone: a
+row and a weight there, a row back, and their gradients.
+
 "exchange hidden" is (A - B) / (A - C), where A is the time without overlap, B with it, and C that of compute alone; all
 are the shortest of the rounds, because other load only adds.
 """
@@ -28,7 +32,7 @@ from benchmarks.common import RESULTS, table, write
 from fmoe_ext import FMoE, FMoETransformerMLP
 from fmoe_ext.ep.exchange import global_exchange, register_group
 from fmoe_ext.ep.tuning import NUM_STEPS
-from fmoe_ext.gates import UniformGate
+from fmoe_ext.gates import SoftmaxGate, UniformGate
 from fmoe_ext.testing import DistributedPool
 
 
@@ -116,8 +120,27 @@ class _Sleep(torch.autograd.Function):
         return grad, None
 
 
+def minimum_bytes(layer, x):
+    """What this rank has to send in a forward and backward: its own rows there, those of others back, gradients."""
+    rank_of = layer.gate(x)[0] // layer.num_expert
+    of_rank = [rank_of == rank for rank in range(layer.world_size)]
+    choices = torch.stack([mine.sum() for mine in of_rank])
+    tokens = torch.stack([mine.any(1).sum() for mine in of_rank])
+    rows = tokens if layer.expert_parallel.exchange == "token" else choices
+    away = (
+        torch.stack([rows * 2 * x.shape[1], choices]) * x.element_size()
+    )  # a row there, a gradient there; a weight
+    away[:, layer.ep_rank] = 0
+    back = torch.empty_like(away.T)
+    dist.all_to_all_single(back, away.T.contiguous())
+    return int(away.sum() + back.sum())
+
+
 def measure(args, gbps, seconds_per_row=0.0):
-    """{name: seconds of each round}, {name: bytes sent in a round}; with seconds_per_row, of experts that sleep."""
+    """{name: seconds of each round}, {name: bytes sent in a round}, {name: the least of that form, where it differs}.
+
+    With seconds_per_row, of experts that sleep.
+    """
     torch.manual_seed(dist.get_rank())
     size = dist.get_world_size()
     wire = dist.all_to_all_single = Wire(gbps)
@@ -125,8 +148,10 @@ def measure(args, gbps, seconds_per_row=0.0):
     if seconds_per_row:
         expert = functools.partial(SleepingExpert, seconds_per_row=seconds_per_row)
         make = functools.partial(FMoE, args.experts, args.d_model, expert=expert)
+    by_token = functools.partial(make, top_k=args.top_k, gate=SoftmaxGate, world_size=size)
     make = functools.partial(make, top_k=args.top_k, gate=UniformGate)
     local = make()
+    exchanges = {f"exchange={name}": by_token(exchange=name) for name in args.exchange}
     layers = {n: make(world_size=size, overlap_degree=n) for n in args.overlap}
     x = torch.randn(args.tokens, args.d_model, requires_grad=True)
     rows = torch.randn(args.tokens * args.top_k, args.d_model, requires_grad=True)
@@ -141,9 +166,11 @@ def measure(args, gbps, seconds_per_row=0.0):
     if not seconds_per_row:
         steps["straightforward"] = lambda: straightforward(layers[1], x)
     steps |= {f"overlap_degree={n}": lambda layer=layer: layer(x) for n, layer in layers.items()}
+    steps |= {name: lambda layer=layer: layer(x) for name, layer in exchanges.items()}
     if "auto" in layers:
         for _ in range(NUM_STEPS + 1):
             layers["auto"](x)
+    least = {name: minimum_bytes(layer, x) for name, layer in exchanges.items()}
     seconds, sent = {name: [] for name in steps}, {}
     for turn in range(args.rounds + 1):
         for name, step in steps.items():
@@ -155,10 +182,10 @@ def measure(args, gbps, seconds_per_row=0.0):
                 seconds[name].append(time.perf_counter() - before)
             sent[name] = wire.bytes_sent
     dist.all_to_all_single = wire.plain
-    return seconds, sent
+    return seconds, sent, least
 
 
-def summarize(args, ranks, network, seconds, sent):
+def summarize(args, ranks, network, seconds, sent, least_of):
     best = {name: min(values) for name, values in seconds.items()}
     compute, plain = best["compute alone"], best["overlap_degree=1"]
     moved = args.tokens * args.top_k * (ranks - 1) // ranks
@@ -178,7 +205,7 @@ def summarize(args, ranks, network, seconds, sent):
                 "min": best[name],
                 "hidden": hidden,
                 "bytes": sent[name],
-                "minimum_bytes": least,
+                "minimum_bytes": least_of.get(name, least),
             }
         )
     return records
@@ -193,6 +220,7 @@ def lines_of(records):
             f"{record['min'] * 1e3:.1f}",
             f"{record['min'] / compute:.2f}",
             "" if record["hidden"] is None else f"{record['hidden']:.0%}",
+            f"{record['bytes'] / 2**20:.2f}",
             f"{record['bytes'] / record['minimum_bytes']:.4f}",
         ]
         for record in records
@@ -213,6 +241,7 @@ def main():
     parser.add_argument(
         "--overlap", nargs="+", type=lambda n: n if n == "auto" else int(n), default=[1, 2, 4, "auto"]
     )
+    parser.add_argument("--exchange", nargs="*", default=["choice", "token"])
     parser.add_argument("--sleep", type=float, default=0.05, help="seconds of a message, where all sleep")
     parser.add_argument("--rounds", type=int, default=5)
     args = parser.parse_args()
@@ -223,6 +252,7 @@ def main():
         "min ms",
         "min / compute",
         "exchange hidden",
+        "MiB sent",
         "bytes / minimum",
     ]
     records, texts = [], []

@@ -29,6 +29,11 @@ def _reasons(layer: FMoE, moe_inp: Nest) -> Iterator[tuple[str, str | None]]:
     if isinstance(layer.gate, BaseGate):
         yield f"not with a {type(layer.gate).__name__}", layer.gate.depends_on_batch
     yield "not with such experts", layer.expert_kind.depends_on_batch
+    if layer.expert_parallel is not None and layer.expert_parallel.exchange != "choice":
+        yield (
+            f"exchange={layer.expert_parallel.exchange!r} sums the results of a rank's experts first",
+            'another number of ranks sums others; use exchange="choice"',
+        )
     if layer.expert_parallel is not None and layer.expert_parallel.shadows:
         yield (
             "shadowed experts' results are summed apart",

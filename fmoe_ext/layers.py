@@ -47,9 +47,13 @@ class FMoE(nn.Module):
       for the gate's losses and capacities, moe_group if None.
     overlap_degree > 1 exchanges the rows of some experts while others compute; "auto" chooses it from the times of
       the first forwards.
+    exchange: "choice" sends a token to the rank of each expert that it chose, "token" once to a rank that has
+      several of them, where their results are summed: fewer bytes (DeepEP's deduplicated dispatch), equal but for
+      rounding. "auto" chooses it from the times of the first forwards.
     max_rows_per_rank: each rank sends each other one so many rows, padding included, so that nothing waits for
-      sizes and a CUDA graph can hold the layer; tokens * top_k is always enough. If a rank has more, every rank
-      gets a RuntimeError: on the CPU at once; on CUDA results are NaN and ep.static.check_max_rows(model) raises.
+      sizes and a CUDA graph can hold the layer; tokens * top_k, or tokens with exchange="token", is always enough.
+      If a rank has more, every rank gets a RuntimeError: on the CPU at once; on CUDA results are NaN and
+      ep.static.check_max_rows(model) raises.
     slice_group: ranks with the same input; each computes a part of the rows. mp_group is its old name.
     gate: a class or function called as gate(d_model, num_expert, world_size, top_k[, gate_bias=]), a
       functools.partial of one, a name in gates.GATES, or a module: it maps moe_inp to topk_idx,
@@ -86,6 +90,7 @@ class FMoE(nn.Module):
         gate_group: Group = None,
         overlap_degree: int | str = 1,
         max_rows_per_rank: int | None = None,
+        exchange: str = "choice",
         **unknown: Any,
     ):
         if unknown:
@@ -103,7 +108,7 @@ class FMoE(nn.Module):
         self.expert_parallel: ExpertParallel | None = None
         if world_size > 1 or moe_group is not None:
             self.expert_parallel = ExpertParallel(
-                moe_group, self.num_expert, overlap_degree, max_rows_per_rank
+                moe_group, self.num_expert, overlap_degree, max_rows_per_rank, exchange
             )
             if self.expert_parallel.size != world_size:
                 raise ValueError(
@@ -234,7 +239,7 @@ class FMoE(nn.Module):
         if self.expert_parallel is None:
             return experts
         max_chunks = self.num_expert if experts.can_be_divided else 1
-        return experts.divided(self.expert_parallel.choose_overlap(max_chunks))
+        return experts.divided(self.expert_parallel.choose_way(max_chunks).chunk_ends)
 
     def _compute(self, experts: ExpertKind, tokens: ExpertInput) -> Nest:
         if tokens.shadows and self.expert_parallel is not None:

@@ -54,8 +54,9 @@ class Forward:
 
     selected, kept [T, K]: choices before and after some were dropped (None before the gate has chosen), in the smallest
     dtype that holds them. is_fused: whether the gate chose and weighed in one operator, whose backward keeps other
-    tensors than the two steps. microbatch: its number where losses span several (gates.accumulation). messages: what
-    other ranks told in this forward, in order; num_heard: of those, by its repetition.
+    tensors than the two steps. microbatch: its number where losses span several (gates.accumulation). way: how its
+    tokens travelled between ranks. messages: what other ranks told in this forward, in order; num_heard: of those, by
+    its repetition.
     """
 
     num_tokens: int
@@ -65,6 +66,7 @@ class Forward:
     kept: torch.Tensor | None = None
     is_fused: bool = True
     microbatch: int | None = None
+    way: Any = None
     is_done: bool = False
     messages: list[torch.Tensor] = field(default_factory=list)
     num_heard: int = 0

@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from fmoe_ext.checkpoint.errors import CheckpointError
 from fmoe_ext.distributed import DistributedGroupedDataParallel
 from fmoe_ext.ep.exchange import find_group
+from fmoe_ext.ep.expert_parallel import ExpertParallel
 from fmoe_ext.ep.placement import move_rows
 from fmoe_ext.layers import FMoE
 
@@ -53,15 +54,15 @@ class ModelState:
         layer, rest = self._owner(name)
         if layer is not None and rest == "expert_placement":
             return  # saved in the order of the experts, wherever they live
+        if value is None and name.endswith("_extra_state"):
+            return  # get_extra_state() of Megatron-core's linear layers, which have none
         if not isinstance(value, torch.Tensor):
             raise CheckpointError(
                 f"the model's state {name!r} is a {type(value).__name__}, only tensors are saved"
             )
         if layer is not None and layer.expert_parallel is not None and rest.startswith("experts."):
             if isinstance(value, DTensor):
-                raise CheckpointError(
-                    f"expert parameter {name!r} is sharded (DTensor) in addition to ep, which is not supported"
-                )
+                _check_sharded(name, value, layer)
             if isinstance(layer.experts, nn.ModuleList):
                 name = _with_global_number(name, rest, layer)
             elif value.dim() == 0 or value.shape[0] != layer.num_expert:
@@ -128,6 +129,11 @@ class ModelState:
         layer = self._layer_of_rows.get(name)
         if layer is None or layer.expert_placement is None:
             return tensor
+        if isinstance(tensor, DTensor):
+            raise CheckpointError(
+                f"{name!r} is sharded (DTensor), and its experts were moved between ranks: move them back before "
+                "fully_shard_experts(), ep.placement.move_experts(layer, range(num_experts))"
+            )
         parallel = layer.expert_parallel
         assert parallel is not None
         tensor = tensor.detach().clone()
@@ -140,16 +146,46 @@ class ModelState:
         if layer is None:
             return tensor.detach()
         assert layer.expert_parallel is not None  # as of every layer in _layer_of_rows
+        tensor = tensor.detach()
+        if isinstance(tensor, DTensor):
+            return _of_whole_layer(tensor, layer.expert_parallel)
         key = layer.expert_parallel.group, tensor.device.type
         if key not in self._meshes:
             self._meshes[key] = DeviceMesh.from_group(find_group(key[0]), key[1])
-        return DTensor.from_local(tensor.detach(), self._meshes[key], [Shard(0)], run_check=False)
+        return DTensor.from_local(tensor, self._meshes[key], [Shard(0)], run_check=False)
 
     def put_in_order(self) -> None:
         """Notes that the experts of every layer are now where their numbers say."""
         for layer in self.layers.values():
             if layer.expert_placement is not None:
                 layer.place_experts(range(layer.num_experts))
+
+
+def _check_sharded(name: str, value: DTensor, layer: FMoE) -> None:
+    """CheckpointError for experts whose place among all [E, *] is not known."""
+    assert layer.expert_parallel is not None
+    if layer.expert_parallel.sharing_ranks is None:
+        raise CheckpointError(
+            f"expert parameter {name!r} is sharded (DTensor) in addition to ep: only what "
+            "fmoe_ext.distributed.fully_shard_experts(layer, mesh) has sharded can be saved or loaded"
+        )
+    if tuple(value.placements) != (Shard(0),):
+        raise CheckpointError(
+            f"expert parameter {name!r} is sharded as {value.placements}, only experts that are sharded by expert, "
+            "(Shard(0),), can be saved or loaded: call fully_shard_experts without shard_placement_fn"
+        )
+
+
+def _of_whole_layer(rows: DTensor, parallel: ExpertParallel) -> DTensor:
+    """Rows [e, *] that ranks with the same experts share, as rows [E, *] over those ranks of all experts."""
+    groups = [find_group(parallel.group), rows.device_mesh.get_group()]
+    table = torch.tensor(parallel.sharing_ranks)
+    mesh = DeviceMesh.from_group(groups, rows.device.type, table, mesh_dim_names=("ep", "experts"))
+    shape = torch.Size((parallel.num_experts, *rows.shape[1:]))
+    local = rows.to_local()
+    return DTensor.from_local(
+        local, mesh, [Shard(0), Shard(0)], run_check=False, shape=shape, stride=rows.stride()
+    )
 
 
 def describe_layers(shapes: Mapping[str, Sequence[int]]) -> dict[str, dict[str, int]]:

@@ -51,6 +51,11 @@ def _check(optimizer: Optimizer, model: ModelState) -> set[tuple[str, str]]:
             if not isinstance(value, torch.Tensor) or model.local_rows(name) is None:
                 continue
             shape, whole = tuple(value.shape), model.global_shape(name)
+            if shape not in ((), tuple(param.shape)) and isinstance(param, DTensor):
+                raise CheckpointError(
+                    f"the optimizer's state {entry!r} {list(shape)} of {name} {list(param.shape)}, whose experts "
+                    "are sharded (DTensor), cannot be saved: use an optimizer with state like the parameter (Adam, SGD)"
+                )
             if _is_by_expert(name, entry, shape, tuple(param.shape)):
                 _is_by_expert(name, entry, (whole[0], *shape[1:]), whole)
                 has_rows.add((name, entry))
@@ -194,5 +199,8 @@ def _make_room(
     if rows is None or not _is_by_expert(name, entry, tuple(shape), model.global_shape(name)):
         tensor = torch.zeros(shape, dtype=saved.dtype, device=device)
         return tensor, tensor
-    tensor = torch.zeros([rows[1] - rows[0], *shape[1:]], dtype=saved.dtype, device=device)
+    if isinstance(param, DTensor):  # has the rows of some of this rank's experts
+        tensor = torch.zeros_like(param.detach(), dtype=saved.dtype)
+    else:
+        tensor = torch.zeros([rows[1] - rows[0], *shape[1:]], dtype=saved.dtype, device=device)
     return tensor, model.as_part(name, tensor)

@@ -1,6 +1,8 @@
 """Where the experts of a layer live on the ranks of a group, and the way in for its tokens."""
 
+from bisect import bisect
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -12,9 +14,20 @@ from fmoe_ext.ep.load import LoadCounter
 from fmoe_ext.ep.plan import ExactPlan, Plan, StaticPlan
 from fmoe_ext.ep.schedule import Exchange
 from fmoe_ext.ep.static import RowLimit
-from fmoe_ext.ep.tuning import OverlapTuner
-from fmoe_ext.recompute import is_counted
+from fmoe_ext.ep.token_exchange import TokenExchange
+from fmoe_ext.ep.tuning import Tuner, timed
+from fmoe_ext.recompute import current_forward, is_counted
 from fmoe_ext.routing import DispatchHandle, Nest
+
+EXCHANGES: dict[str, type[Exchange]] = {"choice": Exchange, "token": TokenExchange}
+
+
+@dataclass(frozen=True)
+class Way:
+    """How the tokens of a forward travel: what has a row, a name of EXCHANGES, and where the experts' chunks end."""
+
+    exchange: str
+    chunk_ends: list[int]
 
 
 class ExpertParallel:
@@ -22,6 +35,7 @@ class ExpertParallel:
 
     Rank r of the group holds the experts [r * e, (r + 1) * e) of E = group size * e, unless they are placed otherwise.
     overlap_degree: number of chunks, at most e; "auto" measures the first forwards and then chooses.
+    exchange: what has a row that travels, a "choice" or a "token"; "auto" measures both.
     max_rows_per_rank: static mode, every rank sends every other this many rows, padding included.
     Plain data, so that layers can be copied and pickled; the group is found by its name.
     """
@@ -32,6 +46,7 @@ class ExpertParallel:
         num_local_experts: int,
         overlap_degree: int | str = 1,
         max_rows_per_rank: int | None = None,
+        exchange: str = "choice",
     ):
         self.group = register_group(group)
         self.size = dist.get_world_size(find_group(self.group))
@@ -43,7 +58,12 @@ class ExpertParallel:
         self.experts_in_place = list(range(self.num_experts))  # rank r holds the r-th part
         self.shadows: tuple[int, ...] = ()  # experts that are computed where their tokens are
         self.overlap_degree = overlap_degree
-        self.chunk_ends, self.tuner = self._first_chunks(overlap_degree)
+        self.exchange = exchange
+        self._way = Way(self._first_exchange(), self._first_chunks())
+        self.tuner: Tuner | None = None  # what may choose another way
+        if "auto" in (overlap_degree, exchange):
+            exchanges = [*EXCHANGES] if exchange == "auto" else [exchange]
+            self.tuner = Tuner(self.group, self.layer_index, exchanges, overlap_degree == "auto")
         self.row_limit: RowLimit | None = None
         if max_rows_per_rank is not None:
             if max_rows_per_rank < 1 or overlap_degree != 1:
@@ -53,26 +73,49 @@ class ExpertParallel:
                 )
             ranks = dist.get_process_group_ranks(find_group(self.group))
             self.row_limit = RowLimit(max_rows_per_rank, self.layer_index, ranks)
+        # where fully_shard_experts() has cut the experts again: the ranks that share those of each rank of the group
+        self.sharing_ranks: list[list[int]] | None = None
         self._is_checked = False
 
-    def _first_chunks(self, overlap_degree: int | str) -> tuple[list[int], OverlapTuner | None]:
-        """The ends of the chunks' experts, and what may choose others."""
-        if overlap_degree == "auto":
-            return [self.num_local_experts], OverlapTuner(self.group, self.layer_index)
-        if isinstance(overlap_degree, str) or overlap_degree < 1:
-            raise ValueError(f'overlap_degree must be at least 1, or "auto", but got {overlap_degree!r}')
-        return _even_ends(self.num_local_experts, min(overlap_degree, self.num_local_experts)), None
+    def _first_chunks(self) -> list[int]:
+        degree = self.overlap_degree
+        if degree == "auto":
+            return [self.num_local_experts]
+        if isinstance(degree, str) or degree < 1:
+            raise ValueError(f'overlap_degree must be at least 1, or "auto", but got {degree!r}')
+        return _even_ends(self.num_local_experts, min(degree, self.num_local_experts))
+
+    def _first_exchange(self) -> str:
+        if self.exchange not in (*EXCHANGES, "auto"):
+            known = ", ".join(f'"{name}"' for name in EXCHANGES)
+            raise ValueError(f'exchange must be {known} or "auto", but got {self.exchange!r}')
+        return "choice" if self.exchange == "auto" else self.exchange
+
+    @property
+    def chunk_ends(self) -> list[int]:
+        """Where the chunks of a rank's experts end in the next forward."""
+        return self._way.chunk_ends
 
     @torch.compiler.disable
-    def choose_overlap(self, max_chunks: int) -> list[int]:
-        """The ends of the chunks' experts in the next forward; all ranks call it before one.
+    def choose_way(self, max_chunks: int) -> Way:
+        """How the tokens of this forward will travel; all ranks call it before they do.
 
-        Ends the measurements of overlap_degree="auto" once there are enough.
+        Ends the measurements of "auto" once there are enough. A repeated forward goes the way of the first.
         """
-        if self.tuner is not None and self.tuner.is_due:
-            num_chunks = self.tuner.choose(min(max_chunks, self.num_local_experts))
-            self.chunk_ends, self.tuner = _even_ends(self.num_local_experts, num_chunks), None
-        return self.chunk_ends
+        if self.tuner is not None:
+            exchange, num_chunks = self.tuner.choose(min(max_chunks, self.num_local_experts))
+            ends = self.chunk_ends if num_chunks is None else _even_ends(self.num_local_experts, num_chunks)
+            self._way = Way(exchange, ends)
+            self.tuner = None if self.tuner.is_done else self.tuner
+        return self._way_of_forward()
+
+    def _way_of_forward(self) -> Way:
+        forward = current_forward()
+        if forward is None:
+            return self._way
+        if forward.way is None:
+            forward.way = self._way
+        return forward.way
 
     @torch.compiler.disable
     def dispatch(self, x: Nest, topk_idx: torch.Tensor, topk_weights: torch.Tensor) -> Exchange:
@@ -80,8 +123,13 @@ class ExpertParallel:
         self._check_once()
         if is_counted():
             self.load.count(topk_idx)
-        begin = Exchange if self.tuner is None else self.tuner.begin_exchange
-        exchange = begin(self, x, topk_idx, topk_weights)
+        way = self._way_of_forward()
+        kind, arguments = EXCHANGES[way.exchange], (self, way.chunk_ends, x, topk_idx, topk_weights)
+        exchange: Exchange
+        if self.tuner is not None:
+            exchange = timed(kind)(self.tuner.watches[way.exchange], *arguments)
+        else:
+            exchange = kind(*arguments)
         exchange.plan()
         exchange.send()
         return exchange
@@ -92,25 +140,26 @@ class ExpertParallel:
         assert group is not None
         return self.load.pop(group)
 
-    def plan(self, handle: DispatchHandle, leaves: Sequence[torch.Tensor]) -> Plan:
-        """Tells the other ranks how many rows come. handle: of choices by slots_of(); leaves: the tensors of tokens."""
-        device = handle.tokens_per_expert.device
-        slots = self._slots()
-        place_to_slot = constant(tuple(slots[expert] for expert in self.experts_in_place), device)
-        counts = handle.tokens_per_expert[place_to_slot].view(self.size, self.num_local_experts)
-        header = make_header(self.layer_index, leaves, device)
+    def plan(
+        self,
+        handle: DispatchHandle,
+        counts: torch.Tensor,
+        ends: Sequence[int],
+        leaves: Sequence[torch.Tensor],
+    ) -> Plan:
+        """Tells the other ranks how many rows come. handle: of rows in the order of sending; leaves: tensors of tokens.
+
+        counts [ranks, n]: how many for each rank, of n kinds; ends: where chunks end among them.
+        """
+        header = make_header(self.layer_index, leaves, counts.device)
         if self.row_limit is None:
-            return ExactPlan(handle, counts, header, self.group, self.chunk_ends)
+            return ExactPlan(handle, counts, header, self.group, ends)
         return StaticPlan(handle, counts, header, self.group, self.row_limit)
 
-    def slots_of(self, topk_idx: torch.Tensor) -> torch.Tensor:
-        """topk_idx with experts numbered in the order of sending."""
-        return lookup(constant(self._slots(), topk_idx.device), topk_idx)
-
-    def _slots(self) -> tuple[int, ...]:
+    def slots(self, chunk_ends: Sequence[int]) -> tuple[int, ...]:
         """The number of each expert in the order of sending: by chunk, then by rank, then by place."""
         first, order = 0, []
-        for end in self.chunk_ends:
+        for end in chunk_ends:
             for rank in range(self.size):
                 begin = rank * self.num_local_experts
                 order += self.experts_in_place[begin + first : begin + end]
@@ -119,6 +168,14 @@ class ExpertParallel:
         for slot, expert in enumerate(order):
             slots[expert] = slot
         return tuple(slots)
+
+    def ways(self, chunk_ends: Sequence[int]) -> tuple[int, ...]:
+        """Where each expert's tokens go: a number for every chunk and rank, by chunk, then by rank."""
+        ways = [0] * self.num_experts
+        for place, expert in enumerate(self.experts_in_place):
+            rank, local = divmod(place, self.num_local_experts)
+            ways[expert] = bisect(chunk_ends, local) * self.size + rank
+        return tuple(ways)
 
     def split_shadows(self, topk_idx: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Choices of experts to travel to, and choices of shadowed ones numbered as in shadows; -1 for the rest."""
@@ -140,10 +197,11 @@ class ExpertParallel:
         if self._is_checked:
             return
         check_same(
-            "(layer, num_experts, experts of a rank, overlap_degree, max_rows_per_rank)",
+            "(layer, num_experts, experts of a rank, overlap_degree, max_rows_per_rank, exchange)",
             (
                 *(self.layer_index, self.num_experts, self.num_local_experts, self.overlap_degree),
                 self.row_limit and self.row_limit.max_rows,
+                self.exchange,
             ),
             find_group(self.group),
         )

@@ -4,29 +4,27 @@ ExactPlan sends each row once, in sizes that one copy to the host brings. Static
 that nothing waits for sizes.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Protocol
 
 import torch
 
 from fmoe_ext.ep.exchange import check, exchange_counts
 from fmoe_ext.ep.header import HEADER, check_headers
-from fmoe_ext.ep.static import RowLimit, experts_of_rows, pad_routing
+from fmoe_ext.ep.static import RowLimit, columns_of_rows, pad_routing
 from fmoe_ext.recompute import hear_once
 from fmoe_ext.routing import DispatchHandle
 
 
 @dataclass(frozen=True)
 class ChunkRows:
-    """Rows that travel at once: those of the local experts [first_expert, end_expert) of every rank."""
+    """Rows that travel at once: those for the experts of one chunk, on every rank."""
 
-    first_expert: int
-    end_expert: int
     begin: int  # first row on the side of the tokens
     send_splits: list[int]  # rows to each rank
     recv_splits: list[int]  # rows from each rank
-    # [sum(recv_splits), 1] int32: the expert of each received row, counted from first_expert
-    topk_idx: torch.Tensor
 
     @property
     def rows(self) -> slice:
@@ -34,7 +32,7 @@ class ChunkRows:
 
 
 class Plan(Protocol):
-    """row_idx [R], inverse [T, K]: the place of every choice among the rows to send, as in DispatchHandle."""
+    """row_idx [R], inverse [T, K]: which choice each row to send is for, as in DispatchHandle."""
 
     row_idx: torch.Tensor
     inverse: torch.Tensor
@@ -43,13 +41,17 @@ class Plan(Protocol):
         """The rows of each chunk; it may wait for the sizes."""
         ...
 
+    def columns_of(self, number: int) -> torch.Tensor:
+        """The column of counts of each row of a chunk that comes, [N, 1] int32, from its first; -1 for padding."""
+        ...
+
     def mark_lost(self, topk_weights: torch.Tensor) -> torch.Tensor:
         """topk_weights, NaN where the plan had no room for all rows, so that gradients become NaN too."""
         ...
 
 
 class ExactPlan:
-    """counts [ranks, e]: rows for every expert, by rank and place. header [n]. chunk_ends: where chunks end."""
+    """counts [ranks, n]: rows for each rank, in the order of sending. header. ends: where chunks end among the n."""
 
     def __init__(
         self,
@@ -57,10 +59,11 @@ class ExactPlan:
         counts: torch.Tensor,
         header: torch.Tensor,
         group: str,
-        chunk_ends: list[int],
+        ends: Sequence[int],
     ):
         self.row_idx, self.inverse = handle.row_idx, handle.inverse
-        self._group, self._chunk_ends, self._device = group, chunk_ends, counts.device
+        self._group, self._device = group, counts.device
+        self._columns = [slice(first, end) for first, end in pairwise((0, *ends))]
         sent = torch.cat((header.expand(len(counts), -1), counts), 1)
         received = hear_once(lambda: exchange_counts(sent, group))
         self._sizes = _HostCopy(torch.stack((sent, received)))
@@ -69,23 +72,20 @@ class ExactPlan:
         sent, received = self._sizes.get()
         check(self._group)
         check_headers(received[:, : len(HEADER)].tolist(), self._group)
-        sent, received = sent[:, len(HEADER) :], received[:, len(HEADER) :]
+        sent, self._received = sent[:, len(HEADER) :], received[:, len(HEADER) :]
         chunks: list[ChunkRows] = []
-        first = begin = 0
-        for end in self._chunk_ends:
-            chunk = self._chunk(first, end, begin, sent[:, first:end], received[:, first:end])
-            chunks.append(chunk)
-            first, begin = end, chunk.rows.stop
+        begin = 0
+        for columns in self._columns:
+            to_rank, from_rank = sent[:, columns].sum(1), self._received[:, columns].sum(1)
+            chunks.append(ChunkRows(begin, to_rank.tolist(), from_rank.tolist()))
+            begin = chunks[-1].rows.stop
         return chunks
 
-    def _chunk(
-        self, first: int, end: int, begin: int, sent: torch.Tensor, received: torch.Tensor
-    ) -> ChunkRows:
-        """sent, received [ranks, end - first]: rows of each expert of the chunk."""
-        expert = torch.arange(end - first, dtype=torch.int32, device=self._device).repeat(len(received))
+    def columns_of(self, number: int) -> torch.Tensor:
+        received = self._received[:, self._columns[number]]
+        column = torch.arange(received.shape[1], dtype=torch.int32, device=self._device).repeat(len(received))
         repeats = received.flatten().to(self._device, non_blocking=True)
-        topk_idx = expert.repeat_interleave(repeats, output_size=int(received.sum())).unsqueeze(1)
-        return ChunkRows(first, end, begin, sent.sum(1).tolist(), received.sum(1).tolist(), topk_idx)
+        return column.repeat_interleave(repeats, output_size=int(received.sum())).unsqueeze(1)
 
     def mark_lost(self, topk_weights: torch.Tensor) -> torch.Tensor:
         return topk_weights
@@ -118,10 +118,11 @@ class StaticPlan:
             self._lost = limit.note(most.flatten(), headers)
 
     def chunks(self) -> list[ChunkRows]:
-        num_ranks, num_local_experts = self._received.shape
-        splits = [self._limit.max_rows] * num_ranks
-        topk_idx = experts_of_rows(self._received, self._limit.max_rows)
-        return [ChunkRows(0, num_local_experts, 0, splits, splits, topk_idx)]
+        splits = [self._limit.max_rows] * len(self._received)
+        return [ChunkRows(0, splits, splits)]
+
+    def columns_of(self, number: int) -> torch.Tensor:
+        return columns_of_rows(self._received, self._limit.max_rows)
 
     def mark_lost(self, topk_weights: torch.Tensor) -> torch.Tensor:
         return topk_weights if self._lost is None else topk_weights * torch.where(self._lost, torch.nan, 1.0)

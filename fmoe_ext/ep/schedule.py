@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fmoe_ext import ops
+from fmoe_ext.ep.constants import constant, lookup
 from fmoe_ext.ep.exchange import start_exchange, wait
 from fmoe_ext.ep.plan import ChunkRows, Plan
 from fmoe_ext.routing import (
@@ -39,11 +40,21 @@ if TYPE_CHECKING:
 class Exchange:
     """The phases of one forward, called in their order; ExpertParallel.dispatch() begins it.
 
-    home: where the experts live. x [T, *] or a nest, topk_idx [T, K], topk_weights [T, K].
+    home: where the experts live. chunk_ends: where the chunks of every rank's experts end. x [T, *] or a nest,
+    topk_idx [T, K], topk_weights [T, K].
+    Here each choice has a row of its own, sorted by expert, so that counts say which expert a row is for.
     """
 
-    def __init__(self, home: ExpertParallel, x: Nest, topk_idx: torch.Tensor, topk_weights: torch.Tensor):
+    def __init__(
+        self,
+        home: ExpertParallel,
+        chunk_ends: Sequence[int],
+        x: Nest,
+        topk_idx: torch.Tensor,
+        topk_weights: torch.Tensor,
+    ):
         self._home = home
+        self._chunk_ends = chunk_ends
         self._x = x
         self._topk_weights = topk_weights
         self._topk_idx, self._shadow_idx = home.split_shadows(topk_idx)
@@ -55,22 +66,22 @@ class Exchange:
 
     def send(self) -> None:
         rows, chunks = self._pack()
-        self._transit = _Transit(self._home.group, chunks)
+        self._transit = _Transit(self._home.group, chunks, self._plan.row_idx, self._plan.inverse)
         self._tickets = _Send.apply(self._transit, *rows)
 
     @property
     def chunks(self) -> list[_TravellingChunk | _ShadowChunk]:
         """The work of this rank's experts; before it that of shadowed ones, whose tokens need not travel."""
-        travelling = [_TravellingChunk(self, number) for number in range(len(self._transit.chunks))]
+        travelling = [_TravellingChunk(self, number) for number in range(len(self._chunk_ends))]
         return [_ShadowChunk(self), *travelling] if self._home.shadows else [*travelling]
 
     @torch.compiler.disable
     def receive(self, number: int) -> ExpertInput:
-        chunk = self._transit.chunks[number]
         *received, weights = _Receive.apply(self._transit, number, self._tickets[number])
-        leaves = iter(received)
-        x = map_structure(lambda _: next(leaves), self._x)
-        return ExpertInput(x, chunk.topk_idx, weights, chunk.first_expert, chunk.end_expert)
+        received = iter(received)
+        x = map_structure(lambda _: next(received), self._x)
+        first, end = (0, *self._chunk_ends)[number : number + 2]
+        return ExpertInput(x, self._experts_of(number, first, *received), weights, first, end)
 
     def shadow_input(self) -> ExpertInput:
         """The tokens of this rank that chose shadowed experts."""
@@ -81,7 +92,9 @@ class Exchange:
     @torch.compiler.disable
     def give_back(self, number: int, results: Nest) -> None:
         self._structure = map_structure(lambda _: None, results)
-        self._given_back.append(_Return.apply(self._transit, number, *leaves_of(results)))
+        leaves = leaves_of(results)
+        computed = _Computed.apply(self._tickets[number], *leaves)
+        self._given_back.append(_Return.apply(self._transit, number, computed, *leaves))
 
     def give_back_shadowed(self, results: Nest) -> None:
         self._shadowed = results
@@ -89,26 +102,36 @@ class Exchange:
     @torch.compiler.disable
     def combine(self) -> Nest:
         out = iter(self._collect())
-        row_idx, inverse = self._plan.row_idx, self._plan.inverse
-        summed = map_structure(
-            lambda _: per_row(ops.unpermute, next(out), row_idx, inverse, None), self._structure
-        )
+        summed = map_structure(lambda _: next(out), self._structure)
         return map_structure(torch.add, summed, self._shadowed) if self._home.shadows else summed
 
     def _sort(self) -> DispatchHandle:
         """The choices in the order of sending."""
-        return sort_choices(self._home.slots_of(self._topk_idx), self._home.num_experts)
+        slots = self._home.slots(self._chunk_ends)
+        return sort_choices(lookup(constant(slots, self._topk_idx.device), self._topk_idx), len(slots))
 
     def _exchange_counts(self, handle: DispatchHandle) -> Plan:
-        return self._home.plan(handle, leaves_of(self._x))
+        """Tells the other ranks how many rows come for each of their experts."""
+        home, counts = self._home, handle.tokens_per_expert
+        slots = home.slots(self._chunk_ends)
+        place_to_slot = constant(tuple(slots[expert] for expert in home.experts_in_place), counts.device)
+        counts = counts[place_to_slot].view(home.size, -1)
+        return home.plan(handle, counts, self._chunk_ends, leaves_of(self._x))
 
     def _pack(self) -> tuple[list[torch.Tensor], list[ChunkRows]]:
-        """What travels, the rows of each tensor of x and their weights, and in which pieces."""
+        """What travels, the rows of each tensor of x, last their weights, and in which pieces."""
         leaves, row_idx, inverse = leaves_of(self._x), self._plan.row_idx, self._plan.inverse
-        weights = self._plan.mark_lost(widen(self._topk_weights, leaves[0].dtype).reshape(-1, 1))
+        weights = self._plan.mark_lost(widen(self._topk_weights, leaves[0].dtype))
         rows = [per_row(ops.permute, leaf, row_idx, inverse) for leaf in leaves]
-        rows.append(ops.permute(weights, row_idx, inverse.reshape(-1, 1)))
-        return rows, self._plan.chunks()
+        return [*rows, *self._pack_choices(weights)], self._plan.chunks()
+
+    def _pack_choices(self, weights: torch.Tensor) -> list[torch.Tensor]:
+        """What the experts have to know of each row, last the weights. weights [T, K]."""
+        return [ops.permute(weights.reshape(-1, 1), self._plan.row_idx, self._plan.inverse.reshape(-1, 1))]
+
+    def _experts_of(self, number: int, first: int, *received: torch.Tensor) -> torch.Tensor:
+        """topk_idx of the rows of a chunk, counted from its first expert. received: packed beside the weights."""
+        return self._plan.columns_of(number)
 
     def _collect(self) -> tuple[torch.Tensor, ...]:
         return _Collect.apply(self._transit, *self._given_back)
@@ -144,11 +167,12 @@ class _ShadowChunk:
 class _Transit:
     """The rows of one forward: its chunks, and what is under way in either direction."""
 
-    def __init__(self, group: str, chunks: list[ChunkRows]):
+    def __init__(self, group: str, chunks: list[ChunkRows], row_idx: torch.Tensor, inverse: torch.Tensor):
         self.group = group
         self.chunks = chunks
+        self.row_idx, self.inverse = row_idx, inverse
         self.num_rows = 0
-        # of each chunk: works, buffers that are filled, buffers that are read
+        # of each chunk: transfers, buffers that are filled, buffers that are read
         self.under_way: list[Any] = [None] * len(chunks)
         self.returned: list[torch.Tensor] | None = None  # results on the side of the tokens, [R, *] each
         self.returned_grads: list[torch.Tensor] | None = None  # gradients there
@@ -174,18 +198,21 @@ class _Transit:
         send_splits: list[int],
         recv_splits: list[int],
     ) -> None:
-        works = [
+        transfers = [
             start_exchange(target, source, send_splits, recv_splits, self.group)
             for target, source in zip(targets, sources, strict=True)
         ]
-        self.under_way[number] = works, targets, sources
+        self.under_way[number] = transfers, targets, sources
 
     def finish(self, number: int) -> tuple[torch.Tensor, ...]:
-        works, targets, _ = self.under_way[number]
-        for work in works:
-            wait(work, self.group)
+        transfers, targets, _ = self.under_way[number]
+        wait(transfers, self.group)
         self.under_way[number] = None
         return tuple(targets)
+
+    def finish_all(self) -> None:
+        wait([transfer for transfers, _, _ in self.under_way for transfer in transfers], self.group)
+        self.under_way = [None] * len(self.chunks)
 
     def new_returned(self, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Buffers [R, *] for what comes back; rows of dropped choices, at the end, are zero."""
@@ -202,7 +229,7 @@ class _Transit:
 class _Send(torch.autograd.Function):
     @staticmethod
     def forward(ctx, transit, *rows):
-        ctx.transit = transit
+        ctx.transit, ctx.have_grad = transit, [x.is_floating_point() for x in rows]
         transit.num_rows = rows[0].shape[0]
         for number in range(len(transit.chunks)):
             transit.to_experts(number, rows)
@@ -212,10 +239,9 @@ class _Send(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, *_):
         transit = ctx.transit
-        for number in range(len(transit.chunks)):
-            transit.finish(number)
-        grads, transit.returned_grads = transit.returned_grads, None
-        return None, *grads
+        transit.finish_all()
+        grads, transit.returned_grads = iter(transit.returned_grads), None
+        return None, *(next(grads) if has_grad else None for has_grad in ctx.have_grad)
 
 
 class _Receive(torch.autograd.Function):
@@ -223,22 +249,46 @@ class _Receive(torch.autograd.Function):
     def forward(ctx, transit, number, ticket):
         ctx.transit, ctx.number = transit, number
         received = transit.finish(number)
+        ctx.have_grad = [x.is_floating_point() for x in received]
         ctx.mark_non_differentiable(*(x for x in received if not x.is_floating_point()))
         return received
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, *grads):
-        transit = ctx.transit
+        transit, grads = (
+            ctx.transit,
+            [grad for grad, has_grad in zip(grads, ctx.have_grad, strict=True) if has_grad],
+        )
         if transit.returned_grads is None:
             transit.returned_grads = transit.new_returned(grads)
         transit.to_tokens(ctx.number, grads, transit.returned_grads)
         return None, None, grads[-1].new_zeros(())
 
 
+class _Computed(torch.autograd.Function):
+    """Keeps a tensor for the backward between a chunk's experts and the way back of their results.
+
+    Activation checkpointing repeats a forward when a kept tensor is first asked for, and only up to the last one. Both
+    are in one place on all ranks so, whatever the experts keep of no rows, and results that nobody asks for do not
+    travel again.
+    """
+
+    @staticmethod
+    def forward(ctx, ticket, *results):
+        ctx.save_for_backward(ticket)
+        ctx.num_results = len(results)
+        return ticket.new_zeros(())
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad):
+        return grad, *[None] * ctx.num_results
+
+
 class _Return(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, transit, number, *results):
+    def forward(ctx, transit, number, computed, *results):
         ctx.transit, ctx.number = transit, number
         if transit.returned is None:
             transit.returned = transit.new_returned(results)
@@ -248,22 +298,24 @@ class _Return(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, _):
-        return None, None, *ctx.transit.finish(ctx.number)
+        ctx.next_functions[0][0].saved_tensors  # noqa: B018  # repeats the forward while the gradients travel
+        grads = ctx.transit.finish(ctx.number)
+        return None, None, grads[0].new_zeros(()), *grads
 
 
 class _Collect(torch.autograd.Function):
     @staticmethod
     def forward(ctx, transit, *tickets):
         ctx.transit = transit
-        for number in range(len(transit.chunks)):
-            transit.finish(number)
+        transit.finish_all()
         returned, transit.returned = transit.returned, None
-        return tuple(returned)
+        return tuple(per_row(ops.unpermute, y, transit.row_idx, transit.inverse) for y in returned)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, *grads):
         transit = ctx.transit
+        rows = [per_row(ops.permute, grad, transit.row_idx, transit.inverse) for grad in grads]
         for number in reversed(range(len(transit.chunks))):  # the order in which autograd asks for them
-            transit.to_experts(number, [grad.contiguous() for grad in grads])
+            transit.to_experts(number, rows)
         return None, *(grads[0].new_zeros(()) for _ in transit.chunks)

@@ -18,7 +18,7 @@ def pad_routing(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Places in a send buffer in which the rows for rank p begin at p * max_rows.
 
-    handle: of choices sorted by rank -> row_idx [num_ranks * max_rows], inverse [T, K], and the rows that each rank
+    handle: of rows sorted by rank -> row_idx [num_ranks * max_rows], inverse [T, K], and the rows that each rank
     needs [num_ranks], which may be more than max_rows: such rows are left out.
     """
     needed = handle.tokens_per_expert.view(num_ranks, -1).sum(1)
@@ -35,11 +35,11 @@ def pad_routing(
     return row_idx, inverse, needed
 
 
-def experts_of_rows(counts: torch.Tensor, max_rows: int) -> torch.Tensor:
-    """counts [num_ranks, e], what each rank sent -> topk_idx [num_ranks * max_rows, 1] int32, -1 for padding."""
+def columns_of_rows(counts: torch.Tensor, max_rows: int) -> torch.Tensor:
+    """counts [num_ranks, n], what each rank sent -> the rows' columns [num_ranks * max_rows, 1] int32, -1: padding."""
     place = torch.arange(max_rows, device=counts.device).expand(counts.shape[0], -1).contiguous()
-    expert = torch.searchsorted(counts.cumsum(1), place, right=True)
-    return torch.where(expert < counts.shape[1], expert, -1).to(torch.int32).view(-1, 1)
+    column = torch.searchsorted(counts.cumsum(1), place, right=True)
+    return torch.where(column < counts.shape[1], column, -1).to(torch.int32).view(-1, 1)
 
 
 class RowLimit:

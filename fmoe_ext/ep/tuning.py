@@ -1,12 +1,14 @@
-"""overlap_degree="auto": the number of chunks, from what the exchange and the experts took in the first steps."""
+"""overlap_degree="auto", exchange="auto": chosen from what the exchange and the experts took in the first steps."""
 
 from __future__ import annotations
 
+import functools
 import logging
 import statistics
 import time
 from collections import defaultdict
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,78 +19,118 @@ from fmoe_ext.ep.plan import ChunkRows, Plan
 from fmoe_ext.ep.schedule import Exchange
 from fmoe_ext.routing import DispatchHandle, ExpertInput, Nest
 
-if TYPE_CHECKING:
-    from fmoe_ext.ep.expert_parallel import ExpertParallel
-
 logger = logging.getLogger(__name__)
 
-# Forwards measured with one chunk; the first, in which buffers are made, does not count. An even number, so that with
+# Forwards measured of each exchange; the first, in which buffers are made, does not count. An even number, so that with
 # activation checkpointing the choice comes after a repeated forward and not between a forward and its repetition.
 NUM_STEPS = 4
 
 
-class OverlapTuner:
-    """A stopwatch for the first forwards of a layer, and the choice that all ranks of its group then make alike."""
+class Stopwatch:
+    """The times of some forwards of a layer."""
 
-    def __init__(self, group_name: str, layer_index: int):
-        self.group = group_name
-        self.layer_index = layer_index
+    def __init__(self) -> None:
         self.steps: list[defaultdict[str, float]] = []  # seconds of each part of each forward
         self._lap_began = 0.0
 
-    @property
-    def is_due(self) -> bool:
-        return len(self.steps) >= NUM_STEPS
-
-    def begin_exchange(
-        self, home: ExpertParallel, x: Nest, topk_idx: torch.Tensor, topk_weights: torch.Tensor
-    ) -> TimedExchange:
-        """An Exchange that is measured."""
+    def begin(self, device: torch.device) -> None:
+        """A forward begins."""
         self.steps.append(defaultdict(float))
-        self._lap_began = _now(topk_idx.device)
-        return TimedExchange(self, home, x, topk_idx, topk_weights)
+        self._lap_began = _now(device)
 
     def lap(self, part: str, device: torch.device) -> None:
-        """The time since the last call belongs to a part of the step."""
+        """The time since the last call belongs to a part of the forward."""
         now = _now(device)
         self.steps[-1][part] += now - self._lap_began
         self._lap_began = now
 
-    def choose(self, max_chunks: int) -> int:
-        """The number of chunks; a collective call."""
+    def medians(self) -> dict[str, float]:
+        """Seconds of each part, and of all of them as "whole"."""
         steps = self.steps[1:]
-        mine = [statistics.median(step[part] for step in steps) for part in ("counts", "exchange", "compute")]
-        group = find_group(self.group)
-        of_ranks = list(zip(*gather_values(mine, group), strict=True))
-        # Who comes last does not wait for others: the shortest time of a message is the message's own.
-        latency, exchange, compute = min(of_ranks[0]), min(of_ranks[1]), max(of_ranks[2])
-        num_chunks = best_overlap(exchange, compute, latency, max_chunks)
-        if dist.get_rank(group) == 0:
-            logger.info(
-                'layer %d of the group of ranks %s: overlap_degree="auto" is %d (exchange %.3g ms, compute %.3g ms, '
-                "%.3g ms for a small message)",
-                *(self.layer_index, dist.get_process_group_ranks(group), num_chunks),
-                *(1e3 * exchange, 1e3 * compute, 1e3 * latency),
-            )
-        return num_chunks
+        parts = {part: statistics.median(step[part] for step in steps) for part in steps[0]}
+        return {**parts, "whole": statistics.median(sum(step.values()) for step in steps)}
 
 
-class TimedExchange(Exchange):
-    """An Exchange whose phases say to a tuner when they end."""
+class Tuner:
+    """Stopwatches for the first forwards of a layer, and the choices that all ranks of its group then make alike.
+
+    exchanges: those to choose from, the first of equally fast ones. tunes_overlap: whether to choose a number of
+    chunks; then what is measured has one. All ranks call choose() before each forward.
+    """
 
     def __init__(
-        self,
-        tuner: OverlapTuner,
-        home: ExpertParallel,
-        x: Nest,
-        topk_idx: torch.Tensor,
-        topk_weights: torch.Tensor,
-    ):
-        super().__init__(home, x, topk_idx, topk_weights)
-        self._tuner = tuner
+        self, group_name: str, layer_index: int, exchanges: Sequence[str], tunes_overlap: bool
+    ) -> None:
+        self.group = group_name
+        self.layer_index = layer_index
+        self.tunes_overlap = tunes_overlap
+        self.watches = {name: Stopwatch() for name in exchanges}
+        self.is_done = False
+
+    @property
+    def is_due(self) -> bool:
+        """Whether everything is measured."""
+        return self._next() is None
+
+    def choose(self, max_chunks: int) -> tuple[str, int | None]:
+        """The exchange of the next forward, and its number of chunks where that is chosen now.
+
+        A collective call where is_due; then is_done.
+        """
+        if (unmeasured := self._next()) is not None:
+            return unmeasured, None
+        mine = {name: watch.medians() for name, watch in self.watches.items()}
+        of_ranks = gather_values(mine, find_group(self.group))
+        whole = {name: max(rank[name]["whole"] for rank in of_ranks) for name in self.watches}
+        exchange = min(self.watches, key=whole.__getitem__)
+        num_chunks = self._best_overlap([rank[exchange] for rank in of_ranks], max_chunks)
+        if len(self.watches) > 1:
+            text = ", ".join(f"{name} {1e3 * seconds:.3g} ms" for name, seconds in whole.items())
+            self._say('exchange="auto" is "%s" (%s)', exchange, text)
+        self.is_done = True
+        return exchange, num_chunks
+
+    def _next(self) -> str | None:
+        """The exchange that is not measured yet."""
+        return next((name for name, watch in self.watches.items() if len(watch.steps) < NUM_STEPS), None)
+
+    def _best_overlap(self, of_ranks: Sequence[dict[str, float]], max_chunks: int) -> int | None:
+        if not self.tunes_overlap:
+            return None
+        # Who comes last does not wait for others: the shortest time of a message is the message's own.
+        latency = min(rank["counts"] for rank in of_ranks)
+        exchange = min(rank["exchange"] for rank in of_ranks)
+        compute = max(rank["compute"] for rank in of_ranks)
+        num_chunks = best_overlap(exchange, compute, latency, max_chunks)
+        self._say(
+            'overlap_degree="auto" is %d (exchange %.3g ms, compute %.3g ms, %.3g ms for a small message)',
+            *(num_chunks, 1e3 * exchange, 1e3 * compute, 1e3 * latency),
+        )
+        return num_chunks
+
+    def _say(self, text: str, *values: object) -> None:
+        group = find_group(self.group)
+        if dist.get_rank(group) == 0:
+            ranks = dist.get_process_group_ranks(group)
+            logger.info("layer %d of the group of ranks %s: " + text, self.layer_index, ranks, *values)
+
+
+@functools.cache
+def timed(kind: type[Exchange]) -> type[_Timed]:
+    """A kind of Exchange that is called with a Stopwatch before its own arguments."""
+    return type(f"Timed{kind.__name__}", (_Timed, kind), {})
+
+
+class _Timed(Exchange):
+    """An Exchange whose phases say to a stopwatch when they end."""
+
+    def __init__(self, watch: Stopwatch, *args: Any):
+        super().__init__(*args)
+        self._watch = watch
+        watch.begin(self._topk_idx.device)
 
     def _lap(self, part: str) -> None:
-        self._tuner.lap(part, self._topk_idx.device)
+        self._watch.lap(part, self._topk_idx.device)
 
     def _sort(self) -> DispatchHandle:
         handle = super()._sort()

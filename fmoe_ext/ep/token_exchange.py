@@ -1,0 +1,68 @@
+"""exchange="token": a token is sent once to a rank that has several of its experts, and its results are summed there.
+
+DeepEP and its followers call it a deduplicated dispatch. The numbers of the experts and the weights of all choices go
+with the token. With chunks it is once for each chunk of a rank that has an expert of it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+import torch.nn.functional as F
+
+from fmoe_ext import ops
+from fmoe_ext.ep.constants import constant, lookup
+from fmoe_ext.ep.plan import Plan
+from fmoe_ext.ep.schedule import Exchange
+from fmoe_ext.routing import DispatchHandle, leaves_of, sort_choices
+
+
+class TokenExchange(Exchange):
+    """An Exchange with a row for each token and chunk of a rank that the token has chosen an expert of."""
+
+    def _sort(self) -> DispatchHandle:
+        """One choice of a token stands for all that go the same way."""
+        home, num_chunks = self._home, len(self._chunk_ends)
+        ways = constant(home.ways(self._chunk_ends), self._topk_idx.device)
+        self._way = lookup(ways, self._topk_idx)
+        handle = sort_choices(_first_of_equals(self._way), home.size * num_chunks)
+        num_tokens, top_k = self._way.shape
+        num_rows = num_tokens * min(top_k, home.size * num_chunks)  # no token has more
+        return dataclasses.replace(handle, row_idx=handle.row_idx[:num_rows])
+
+    def _exchange_counts(self, handle: DispatchHandle) -> Plan:
+        num_chunks = len(self._chunk_ends)
+        counts = handle.tokens_per_expert.view(num_chunks, self._home.size).T.contiguous()
+        return self._home.plan(handle, counts, range(1, num_chunks + 1), leaves_of(self._x))
+
+    def _pack_choices(self, weights: torch.Tensor) -> list[torch.Tensor]:
+        """The local number of each choice's expert [R, K], -1 where it goes another way, and all weights [R, K]."""
+        row_idx, inverse = self._plan.row_idx, self._plan.inverse
+        num_tokens, top_k = self._way.shape
+        token = torch.where(
+            row_idx < 0, num_tokens, row_idx // top_k
+        )  # of padding: one that has chosen nothing
+        way = F.pad(self._way, (0, 0, 0, 1), value=-1)[token]
+        expert = F.pad(self._local_experts(), (0, 0, 0, 1), value=-1)[token]
+        own_way = way.gather(1, (row_idx.clamp(min=0) % top_k).long().unsqueeze(1))
+        expert = torch.where(way == own_way, expert, -1)
+        return [expert, ops.permute(weights, row_idx, inverse)]
+
+    def _local_experts(self) -> torch.Tensor:
+        """topk_idx [T, K] counted on the experts' ranks, in a small dtype."""
+        home = self._home
+        local = [place % home.num_local_experts for place in range(home.num_experts)]
+        of_expert = [local[home.experts_in_place.index(expert)] for expert in range(home.num_experts)]
+        dtype = torch.int16 if home.num_local_experts < 2**15 else torch.int32
+        return lookup(constant(tuple(of_expert), self._topk_idx.device), self._topk_idx).to(dtype)
+
+    def _experts_of(self, number: int, first: int, *received: torch.Tensor) -> torch.Tensor:
+        (expert,) = received
+        return torch.where(expert < 0, -1, expert - first).to(torch.int32)
+
+
+def _first_of_equals(way: torch.Tensor) -> torch.Tensor:
+    """way [T, K], -1 where an earlier choice of the token has the same."""
+    equal = way.unsqueeze(2) == way.unsqueeze(1)  # [T, K, K]
+    return torch.where(equal.tril(-1).any(2), -1, way)
