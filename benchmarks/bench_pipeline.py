@@ -5,12 +5,14 @@
 schedules: a step on 2 gloo processes, of this package and of torch.distributed.pipelining alone, against one process
 that accumulates the same microbatches. "of the ideal" is (m + p - 1) / m of one process's time divided by p ranks,
 over the measured time. Layers compute, and layers that sleep, which other load on the machine does not slow down.
-overlap: dualpipe_v on a rank that stands for many alike. Computations and messages take their time on a clock of
-their own, which other load on the machine does not change: attention and experts 1 each in the forward and 2 in the
-backward. "hidden" is (A - B) / (A - C): A without overlap, B with it, C without a network. The first and last
-microbatches of a step have nothing to be hidden behind, which is part of the figure.
-backward: expert_mlp's whole backward, and that of its inputs and then of its weights.
-Rounds are interleaved; figures are medians, ratios the medians of the rounds' ratios.
+overlap: dualpipe_v; attention and experts take 1 each in the forward and 2 in the backward, a message half of that or
+as much. "clock": on a rank that stands for many alike, in units of a clock of its own, which other load on the machine
+does not change. "gloo": on 2 processes whose computations and network sleep (--sleep seconds for 1), in seconds.
+"hidden" is (A - B) / (A - C): A without overlap, B with it, C without a network. The first and last microbatches of a
+step have nothing to be hidden behind, which is part of the figure.
+backward: expert_mlp's whole backward, and that of its inputs and then of its weights, in one thread's processor time.
+Rounds are interleaved; figures are medians, ratios the medians of the rounds' ratios; "of the shortest" is the ratio of
+the shortest times, since other load only adds.
 """
 
 import argparse
@@ -140,17 +142,37 @@ class Clock:
 
     now = 0.0
 
+    def spend(self, seconds):
+        self.now += seconds
+
+    def wait_until(self, moment):
+        self.now = max(self.now, moment)
+
+
+class WallClock:
+    """That of the wall: computations and messages sleep."""
+
+    @property
+    def now(self):
+        return time.perf_counter()
+
+    def spend(self, seconds):
+        time.sleep(seconds)
+
+    def wait_until(self, moment):
+        time.sleep(max(0.0, moment - self.now))
+
 
 class Spend(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, clock, seconds):
         ctx.clock, ctx.seconds = clock, seconds
-        clock.now += seconds
+        clock.spend(seconds)
         return x.clone()
 
     @staticmethod
     def backward(ctx, grad):
-        ctx.clock.now += 2 * ctx.seconds
+        ctx.clock.spend(2 * ctx.seconds)
         return grad, None, None
 
 
@@ -175,7 +197,7 @@ class Network:
 
     def __call__(self, output, input, output_splits=None, input_splits=None, group=None, async_op=False):
         work = self.plain(output, input, output_splits, input_splits, group, async_op=True)
-        is_tokens = input[:1].numel() == D  # counts and weights are nothing beside them
+        is_tokens = input.shape[1:].numel() == D  # counts and weights are nothing beside them
         self.free_at = max(self.free_at, self.clock.now) + self.seconds_of_message * is_tokens
         work = Message(work, self.free_at, self.clock)
         return work if async_op else work.wait()
@@ -187,23 +209,32 @@ class Message:
 
     def wait(self):
         self.work.wait()
-        self.clock.now = max(self.clock.now, self.done_at)
+        self.clock.wait_until(self.done_at)
 
 
-def measure_overlap(chunks, checkpoint, message):
-    """{name: seconds on the clock of a step}; attention and experts take 1 each, a message `message`."""
-    clock, groups, rows = Clock(), init_groups(1), 4
+def measure_overlap(chunks, checkpoint, message, unit=None):
+    """{name: time of a step}; attention and experts take 1 each, a message `message`.
+
+    unit: the seconds of the wall that 1 is; None for a clock of its own.
+    """
+    clock, unit = (Clock(), 1.0) if unit is None else (WallClock(), unit)
+    ranks, rows = dist.get_world_size(), 4
+    groups = init_groups(1, ranks)
     network = dist.all_to_all_single = Network(clock)
     layers = []
     for _ in range(8):
         moe = FMoE(
-            *(1, D, 1, None, None, groups.ep, 1, UniformGate), expert=lambda _: Computation(clock, 1.0)
+            *(1, D, ranks, None, None, groups.ep, 1, UniformGate), expert=lambda _: Computation(clock, unit)
         )
-        layers += [Computation(clock, 1.0), moe]
+        moe.mark_parallel_comm("moe")
+        layers += [Computation(clock, unit), moe]
     model, x = nn.Sequential(*layers), torch.randn(rows * chunks, D)
     seconds = {}
     cases = {"compute alone": (False, 0.0), "no overlap": (False, message), "overlap": (True, message)}
-    for name, (overlap, each) in cases.items():
+    for name, (overlap, each) in [
+        ("compute alone", (False, 0.0)),
+        *cases.items(),
+    ]:  # the first time does not count
         parts = split(model, 2, x[:rows], by=[8, 8])
         pipeline = Pipeline(
             *(parts, squares),
@@ -214,17 +245,20 @@ def measure_overlap(chunks, checkpoint, message):
             checkpoint=checkpoint,
             overlap=overlap,
         )
-        network.seconds_of_message, network.free_at, clock.now = each, 0.0, 0.0
+        network.seconds_of_message, network.free_at = each * unit, 0.0
+        dist.barrier()
+        begin = clock.now
         pipeline.train_step(x, x)
-        seconds[name] = clock.now
+        seconds[name] = clock.now - begin
     dist.all_to_all_single = network.plain
     return seconds
 
 
-def lines_of_overlap(chunks, checkpoint, message, seconds):
+def lines_of_overlap(where, chunks, checkpoint, message, seconds):
     alone, plain, overlapped = seconds.values()
     return [
         {
+            "on": where,
             "chunks": chunks,
             "checkpoint": checkpoint,
             "message / computation": message,
@@ -235,8 +269,9 @@ def lines_of_overlap(chunks, checkpoint, message, seconds):
 
 
 def measure_backward(rounds, dtype, T=2048, K=2, E=8, width=512, hidden=1024):
-    """Seconds of each round: the whole backward, its inputs' part, its weights' part."""
+    """Processor seconds of each round: the whole backward, its inputs' part, its weights' part."""
     torch.manual_seed(0)
+    torch.set_num_threads(1)
     x = torch.randn(T, width, dtype=dtype, requires_grad=True)
     w1 = (torch.randn(E, 2 * hidden, width) * 0.02).to(dtype).requires_grad_()
     w2 = (torch.randn(E, width, hidden) * 0.02).to(dtype).requires_grad_()
@@ -246,9 +281,9 @@ def measure_backward(rounds, dtype, T=2048, K=2, E=8, width=512, hidden=1024):
     seconds = {"whole": [], "inputs": [], "weights": []}
 
     def timed(name, wanted, keep):
-        begin = time.perf_counter()
+        begin = time.process_time()
         torch.autograd.grad(y, wanted, grad, retain_graph=keep)
-        seconds[name].append(time.perf_counter() - begin)
+        seconds[name].append(time.process_time() - begin)
 
     for _ in range(rounds + 1):
         y = ops.expert_mlp(x, order.row_idx, order.inverse, order.offs, w1, None, w2, None, weights, "swiglu")
@@ -262,7 +297,9 @@ def lines_of_backward(dtype, seconds):
     rounds = zip(seconds["inputs"], seconds["weights"], seconds["whole"], strict=True)
     ratio = statistics.median((a + b) / c for a, b, c in rounds)
     record = {name: f"{1e3 * statistics.median(values):.1f} ms" for name, values in seconds.items()}
-    return [{"dtype": str(dtype).removeprefix("torch."), **record, "parts / whole": f"{ratio:.2f}"}]
+    shortest = (min(seconds["inputs"]) + min(seconds["weights"])) / min(seconds["whole"])
+    ratios = {"parts / whole": f"{ratio:.2f}", "of the shortest": f"{shortest:.2f}"}
+    return [{"dtype": str(dtype).removeprefix("torch."), **record, **ratios}]
 
 
 def run(args):
@@ -285,9 +322,17 @@ def run(args):
                     found["schedules"] += lines_of_schedules(chunks, seconds, layers)
         if args.only in (None, "overlap"):
             found["overlap"] = []
-            for chunks, checkpoint, message in product((4, 10), (False, True), (0.5,)):
-                seconds = pool.run(measure_overlap, chunks, checkpoint, message, world_size=1)[0]
-                found["overlap"] += lines_of_overlap(chunks, checkpoint, message, seconds)
+            on_clock, on_gloo = (
+                product((4, 10), (False, True), (0.5, 1.0)),
+                product((10,), (False, True), (0.5,)),
+            )
+            for where, ranks, unit, cases in (
+                ("clock", 1, None, on_clock),
+                ("gloo", RANKS, args.sleep, on_gloo),
+            ):
+                for case in cases:
+                    seconds = pool.run(measure_overlap, *case, unit, world_size=ranks, timeout=600)[0]
+                    found["overlap"] += lines_of_overlap(where, *case, seconds)
     return found
 
 

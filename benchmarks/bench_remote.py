@@ -210,7 +210,9 @@ def main():
     text = common.table(["case", "who", "p50 ms", "p99 ms", "calls/s"], [row(r) for r in results])
     print(text)
     if args.json:
-        common.write(args.json, "python -m benchmarks.bench_remote", results, text)
+        common.write(
+            args.json, shlex.join(["python", "-m", "benchmarks.bench_remote", *sys.argv[1:]]), results, text
+        )
 
 
 if __name__ == "__main__":

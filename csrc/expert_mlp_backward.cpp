@@ -1,8 +1,7 @@
 #include <torch/csrc/stable/library.h>
 
-#include <cstring>
-
 #include "expert_rows.h"
+#include "stream_row.h"
 
 namespace fmoe_ext {
 namespace {
@@ -78,7 +77,7 @@ class Backward {
     for (const Chunk& chunk : chunks) {
       place(chunk, workspace.data());
       if (half_ != Half::weights || needs_.db2) gather_grad(chunk);
-      if (half_ == Half::weights) load(chunk);
+      if (half_ == Half::weights && needs_.db1) load_dh(chunk);
       first_phase(chunk);
       if (half_ == Half::inputs) keep(chunk);
       second_phase(chunk);
@@ -141,37 +140,36 @@ class Backward {
     return mutable_bytes_of(kept) + row * kept.size(1) * kernels_.storage_bytes;
   }
 
+  // Past the caches: what is kept is read again only when the whole of it has been written.
   void keep(const Chunk& chunk) {
-    const auto keep_row = [&](const Tensor& kept, const RowMajor& block, int64_t r) {
+    const bool is_rounded = kernels_.operand_bytes != kernels_.storage_bytes;
+    const auto keep_rows = [&](const Tensor& kept, const RowMajor& block, int64_t begin, int64_t end) {
       if (kept.numel() == 0) return;
-      if (kernels_.operand_bytes == kernels_.storage_bytes)
-        std::memcpy(kept_row(kept, r), block.at(r - chunk.begin), kept.size(1) * kernels_.storage_bytes);
-      else
-        kernels_.round(block.at(r - chunk.begin), kept.size(1), kept_row(kept, r));
+      const RowWriter writer(kept.mutable_data_ptr(), args_.R, kept.size(1) * kernels_.storage_bytes);
+      std::vector<char> rounded(is_rounded ? kept.size(1) * kernels_.storage_bytes : 0);
+      for (int64_t r = begin; r < end; ++r) {
+        const char* row = block.at(r - chunk.begin);
+        if (is_rounded) kernels_.round(row, kept.size(1), rounded.data());
+        writer.copy(r, is_rounded ? rounded.data() : row);
+      }
+      writer.finish();
     };
     for_each_row_slice(chunk.begin, chunk.end, [&](int64_t begin, int64_t end) {
-      for (int64_t r = begin; r < end; ++r)
-        keep_row(kept_.dh, dh_rows_, r), keep_row(kept_.scaled_a, a_rows_, r);
+      keep_rows(kept_.dh, dh_rows_, begin, end);
+      keep_rows(kept_.scaled_a, a_rows_, begin, end);
     });
   }
 
-  // Without a copy where rows are kept as they are multiplied.
-  void load(const Chunk& chunk) {
+  // The kept dh as operands, which its sum over rows reads; without a copy where it is kept as such.
+  void load_dh(const Chunk& chunk) {
     if (kernels_.operand_bytes == kernels_.storage_bytes) {
-      if (kept_.dh.numel() > 0) dh_rows_ = {kept_row(kept_.dh, chunk.begin), args_.F, kernels_.operand_bytes};
-      if (kept_.scaled_a.numel() > 0)
-        a_rows_ = {kept_row(kept_.scaled_a, chunk.begin), args_.H, kernels_.operand_bytes};
+      dh_rows_ = {kept_row(kept_.dh, chunk.begin), args_.F, kernels_.operand_bytes};
       return;
     }
-    const auto load_rows = [&](const Tensor& kept, const RowMajor& block, int64_t begin, int64_t end) {
-      if (kept.numel() == 0) return;
-      std::vector<const void*> rows;
-      for (int64_t r = begin; r < end; ++r) rows.push_back(kept_row(kept, r));
-      kernels_.copy_rows(rows.data(), end - begin, kept.size(1), block.at(begin - chunk.begin), block.stride);
-    };
     for_each_row_slice(chunk.begin, chunk.end, [&](int64_t begin, int64_t end) {
-      load_rows(kept_.dh, dh_rows_, begin, end);
-      load_rows(kept_.scaled_a, a_rows_, begin, end);
+      std::vector<const void*> rows;
+      for (int64_t r = begin; r < end; ++r) rows.push_back(kept_row(kept_.dh, r));
+      kernels_.copy_rows(rows.data(), end - begin, args_.F, dh_rows_.at(begin - chunk.begin), dh_stride_);
     });
   }
 
@@ -281,6 +279,15 @@ class Backward {
     if (needs_.dw2) dw2_sums_.end(chunk);
   }
 
+  // Columns of a segment's rows: as they were kept, or from the workspace.
+  OwnPanels own_panels(const Tensor& kept, const RowMajor& block, const Chunk& chunk, const Segment& segment,
+                       int64_t column, int64_t n, int64_t lanes) const {
+    if (half_ != Half::weights)
+      return {kernels_, rows_of(block, chunk, segment), segment.rows(), column, n, lanes};
+    const RowMajor rows{kept_row(kept, segment.begin), kept.size(1), kernels_.storage_bytes};
+    return {kernels_, rows, segment.rows(), column, n, lanes};
+  }
+
   void dx_job(const Chunk& chunk, const Job& job) {  // dX = dH W1
     const int64_t D = args_.D, F = args_.F;
     const Segment& segment = *job.segment;
@@ -298,7 +305,7 @@ class Backward {
   void dw1_job(const Chunk& chunk, const Job& job) {  // dW1 = dH^T X
     const Segment& segment = *job.segment;
     const int64_t first = job.begin * kernels_.mr, n = std::min(job.end * kernels_.mr, args_.F) - first;
-    const OwnPanels dh(kernels_, rows_of(dh_rows_, chunk, segment), segment.rows(), first, n, kernels_.mr);
+    const OwnPanels dh = own_panels(kept_.dh, dh_rows_, chunk, segment, first, n, kernels_.mr);
     multiply_packed_panels(kernels_, dh.panels, n, x_panels_.of(segment), args_.D, segment.rows(),
                            [&](const void* tile, int64_t row, int64_t column, int64_t m, int64_t width) {
                              dw1_sums_.add(segment, tile, first + row, column, m, width);
@@ -308,7 +315,7 @@ class Backward {
   void dw2_job(const Chunk& chunk, const Job& job) {  // dW2 = dO^T A
     const Segment& segment = *job.segment;
     const int64_t first = job.begin * kernels_.nr, n = std::min(job.end * kernels_.nr, args_.H) - first;
-    const OwnPanels a(kernels_, rows_of(a_rows_, chunk, segment), segment.rows(), first, n, kernels_.nr);
+    const OwnPanels a = own_panels(kept_.scaled_a, a_rows_, chunk, segment, first, n, kernels_.nr);
     multiply_packed_panels(kernels_, do_panels_.of(segment), args_.D, a.panels, n, segment.rows(),
                            [&](const void* tile, int64_t row, int64_t column, int64_t m, int64_t width) {
                              dw2_sums_.add(segment, tile, row, first + column, m, width);

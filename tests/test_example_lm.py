@@ -15,14 +15,15 @@ import torch
 
 import fmoe_ext
 from fmoe_ext.gates import GATES
+from tests.distributed.example_lm import assert_same_checkpoint, load_checkpoint
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "lm"
 TINY = """
     --d-model=16 --num-layers=2 --num-heads=2 --num-experts=4 --d-hidden=8 --batch-size=4 --seq-len=32
     --warmup=2 --val-windows=4 --log-every=2 --val-every=4 --sample-bytes=8 --device=cpu
-    --dtype=float32 --threads=1
+    --dtype=float32 --threads=1 --peak-flops=1e9
 """
-TIMES = {"seconds", "tokens_per_second"}
+TIMES = {"seconds", "tokens_per_second", "mfu", "memory_gib"}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -52,20 +53,9 @@ def metrics(out, timeless=True):
     return [{k: v for k, v in r.items() if not (timeless and k in TIMES)} for r in records]
 
 
-def load_checkpoint(out):
-    return torch.load(out / "checkpoint.pt", weights_only=True)
-
-
 def assert_same_run(ours, other):
     assert metrics(ours) == metrics(other)
-    a, b = load_checkpoint(ours), load_checkpoint(other)
-    assert a["step"] == b["step"] and torch.equal(a["rng"], b["rng"])
-    for name, run in a["runs"].items():
-        for key, value in run["model"].items():
-            assert torch.equal(value, b["runs"][name]["model"][key]), key
-        for index, moments in run["optimizer"]["state"].items():
-            for key, value in moments.items():
-                assert torch.equal(value, b["runs"][name]["optimizer"]["state"][index][key]), (index, key)
+    assert_same_checkpoint(ours, other)
 
 
 def test_run_learns_and_writes_everything(text, tmp_path):
@@ -95,7 +85,7 @@ def test_resume_is_bitwise(text, tmp_path, gate):
     arguments = ("--steps", "6", "--gate", gate)
     assert train(text, straight, *arguments) == 0
     assert train(text, resumed, *arguments, "--stop-after", "3") == 0  # between two reports
-    assert load_checkpoint(resumed)["step"] == 3
+    assert load_checkpoint(resumed)[0] == 3
     assert importlib.import_module("train").main(["--resume", "--out", str(resumed)]) == 0
     assert_same_run(straight, resumed)
 
@@ -132,10 +122,10 @@ def test_interrupt_saves_and_resumes(text, tmp_path):
     process.send_signal(signal.SIGINT)
     assert process.wait(timeout=40) == 130
     assert "Traceback" not in process.communicate()[1]
-    step = load_checkpoint(out)["step"]
+    step = load_checkpoint(out)[0]
     assert 2 <= step < 100000 and (out / "curve.png").exists()
     assert train(text, out, "--resume", "--steps", str(step + 2)) == 0
-    assert load_checkpoint(out)["step"] == step + 2
+    assert load_checkpoint(out)[0] == step + 2
     assert metrics(out)[-1]["step"] == step + 2
 
 
@@ -150,17 +140,21 @@ def test_compare_trains_both_as_alone(text, tmp_path):
 
 def test_new_run_keeps_the_earlier_checkpoint(text, tmp_path):
     assert train(text, tmp_path / "out", "--steps", "2") == 0
-    earlier = (tmp_path / "out" / "checkpoint.pt").read_bytes()
-    assert train(text, tmp_path / "out", "--steps", "2", "--seed", "1") == 0
-    assert (tmp_path / "out" / "checkpoint.old.pt").read_bytes() == earlier
+    earlier = load_checkpoint(tmp_path / "out")
+    assert train(text, tmp_path / "out", "--steps", "3", "--seed", "1") == 0
+    (tmp_path / "out" / "checkpoints").rename(tmp_path / "newer")
+    (tmp_path / "out" / "checkpoints.old").rename(tmp_path / "out" / "checkpoints")
+    step, tensors = load_checkpoint(tmp_path / "out")
+    assert step == earlier[0] == 2
+    assert all(torch.equal(tensor, tensors[name]) for name, tensor in earlier[1].items())
 
 
 def test_diverged_run_stops_and_keeps_the_good_checkpoint(text, tmp_path, capsys):
     arguments = ("--steps", "8", "--save-every", "1", "--lr", "1e30", "--warmup", "0", "--clip", "1e30")
     assert train(text, tmp_path / "out", *arguments) == 1
     assert "lower --lr" in capsys.readouterr().err
-    saved = tmp_path / "out" / "checkpoint.pt"
-    assert not saved.exists() or load_checkpoint(tmp_path / "out")["step"] < 8
+    saved = tmp_path / "out" / "checkpoints" / "latest"
+    assert not saved.exists() or load_checkpoint(tmp_path / "out")[0] < 8
 
 
 @pytest.mark.parametrize(
@@ -173,7 +167,9 @@ def test_diverged_run_stops_and_keeps_the_good_checkpoint(text, tmp_path, capsys
         ("--gate gshard --top-k 1", "topk must be 2, but got 1"),
         ("--dense --compare", "exclude each other"),
         ("--gate unknown", "invalid choice"),
-        ("--resume", "--resume: there is no"),
+        ("--resume", "--resume: there is no checkpoint in"),
+        ("--expert-parallel 2", "--expert-parallel 2 does not divide the number of ranks, 1"),
+        ("--data-parallel fsdp2", "--data-parallel fsdp2 shards over ranks"),
     ],
 )
 def test_bad_arguments(text, tmp_path, capsys, arguments, message):
@@ -273,11 +269,106 @@ def test_every_gate_trains(text, tmp_path, gate):
 
 
 def test_learning_rate_schedule():
-    runs = importlib.import_module("runs")
-    run = runs.Run.__new__(runs.Run)
+    learning_rate = importlib.import_module("runs").learning_rate
     arguments = ["--steps", "100", "--warmup", "10", "--lr", "1"]
-    run.options = importlib.import_module("options").build_parser().parse_args(arguments)
-    assert run.learning_rate(1) == pytest.approx(0.1)
-    assert run.learning_rate(10) == 1.0
-    assert run.learning_rate(55) == pytest.approx(0.55)
-    assert run.learning_rate(100) == pytest.approx(0.1)
+    options = importlib.import_module("options").build_parser().parse_args(arguments)
+    assert learning_rate(options, 1) == pytest.approx(0.1)
+    assert learning_rate(options, 10) == 1.0
+    assert learning_rate(options, 55) == pytest.approx(0.55)
+    assert learning_rate(options, 100) == pytest.approx(0.1)
+
+
+def test_resume_auto_begins_and_goes_on(text, tmp_path, monkeypatch, capsys):
+    straight, restarted = tmp_path / "straight", tmp_path / "restarted"
+    assert train(text, straight, "--steps", "6") == 0
+    for stop in ("2", "4", "6"):
+        assert train(text, restarted, "--steps", "6", "--resume", "auto", "--stop-after", stop) == 0
+    assert_same_run(straight, restarted)
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
+    with pytest.raises(SystemExit):
+        train(text, tmp_path / "anew", "--steps", "6")
+    assert "add --resume auto" in capsys.readouterr().err
+
+
+def test_resume_past_the_end_is_refused(text, tmp_path, capsys):
+    assert train(text, tmp_path / "out", "--steps", "4") == 0
+    assert train(text, tmp_path / "out", "--resume", "--steps", "3") == 1
+    assert "is at step 4, past --steps 3" in capsys.readouterr().err
+
+
+def test_epochs_read_every_window_once():
+    data = importlib.import_module("data")
+    text = torch.arange(0, 250, dtype=torch.uint8)
+    corpus = data.Corpus(text, text, "numbers")
+    per_epoch, seq_len = (250 - 7) // 7, 7
+    places = [
+        place
+        for step in range(1, 1 + 2 * per_epoch // 2)
+        for place in corpus.batch(step, 2, seq_len, seed=3, order="epochs")[0][:, 0].tolist()
+    ]
+    first, second = places[:per_epoch], places[per_epoch:]
+    for epoch in (first, second):
+        assert len(set(epoch)) == len(epoch)
+        assert {b - a for a, b in zip(sorted(epoch), sorted(epoch)[1:], strict=False)} == {seq_len}
+        assert sorted(epoch) != epoch
+    assert first != second and len(places) == 2 * per_epoch
+    inputs, targets = corpus.batch(5, 2, seq_len, seed=3, order="epochs")
+    assert torch.equal(inputs[:, 1:], targets[:, :-1])
+
+
+def test_speed_and_memory_are_reported(text, tmp_path):
+    assert train(text, tmp_path / "out", "--steps", "2") == 0
+    (record,) = metrics(tmp_path / "out", timeless=False)
+    model = importlib.import_module("model")
+    shape = dict(d_model=16, num_layers=2, num_heads=2, num_experts=4, d_hidden=8, top_k=2, gate="softmax")
+    language_model = model.LanguageModel(model.ModelConfig(**shape))
+    active = language_model.num_parameters()[1] - 256 * 16
+    assert language_model.flops_per_token(32) == 6 * active + 12 * 2 * 16 * 32
+    expected = record["tokens_per_second"] * language_model.flops_per_token(32) / 1e9
+    assert record["mfu"] == pytest.approx(expected, rel=0.01, abs=1e-4)
+    assert 0.05 < record["memory_gib"] < 30
+    job = importlib.import_module("job").Job(torch.device("cpu"))
+    assert 1e7 < importlib.import_module("speed").measure_peak(job, torch.float32) < 1e14
+
+
+def test_profile_says_where_the_time_goes(text, tmp_path):
+    out = tmp_path / "out"
+    assert train(text, out, "--steps", "9", "--compare", "--profile") == 0
+    found = json.loads((out / "profile.json").read_text())
+    seconds = {(r["run"], r["part"], r["phase"]): r["seconds"] for r in found}
+    for phase in ("forward", "backward"):
+        for part in ("attention", "gate", "dispatch", "experts"):
+            assert seconds["moe", part, phase] > 0, (part, phase)
+            assert part == "attention" or ("dense", part, phase) not in seconds
+        assert seconds["dense", "dense MLP", phase] > 0 and ("moe", "dense MLP", phase) not in seconds
+    assert seconds["moe", "optimizer", "optimizer"] > 0
+    trained = {r["run"]: r["seconds"] / 9 for r in metrics(out, timeless=False) if r["step"] == 9}
+    for run, mean in trained.items():  # the profiler costs time; the sum is that of a step, roughly
+        assert 0.1 * mean < sum(s for (name, *_), s in seconds.items() if name == run) < 10 * mean
+    assert (out / "profile.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_tensorboard_gets_the_metrics(text, tmp_path):
+    events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator", reason="optional")
+    out = tmp_path / "out"
+    assert train(text, out, "--steps", "6", "--stop-after", "3", "--tensorboard") == 0
+    assert train(text, out, "--steps", "6", "--resume") == 0
+    read = events.EventAccumulator(str(out / "tensorboard")).Reload()
+    written = [(event.step, event.value) for event in read.Scalars("loss/moe")]
+    assert written == [(r["step"], pytest.approx(r["loss"], rel=1e-6)) for r in metrics(out)]
+
+
+@pytest.mark.parametrize(
+    ("name", "millions", "active"), [("small", 62, 12), ("medium", 709, 114), ("large", 6714, 1077)]
+)
+def test_sizes_by_name(name, millions, active):
+    options, model = importlib.import_module("options"), importlib.import_module("model")
+    parser = options.build_parser()
+    parser.set_defaults(**options.SIZES[name])
+    chosen = vars(parser.parse_args(["--model", name]))
+    shape = {
+        field: chosen[field] for field in ("d_model", "num_layers", "num_heads", "num_experts", "d_hidden")
+    }
+    with torch.device("meta"):
+        made = model.LanguageModel(model.ModelConfig(**shape, top_k=chosen["top_k"], gate="softmax"))
+    assert [round(count / 1e6) for count in made.num_parameters()] == [millions, active]

@@ -136,8 +136,8 @@ class ThreadBuffer {
   }
 };
 
-// A block of operand rows, row-major. The stride is an odd number of cache lines, so that the rows of a tile
-// do not compete for the same lines of the first-level cache.
+// A block of rows, row-major. The stride of operands is an odd number of cache lines, so that the rows of a
+// tile do not compete for the same lines of the first-level cache.
 struct RowMajor {
   char* data;
   int64_t stride;  // in elements
@@ -303,8 +303,8 @@ void rows_by_weight_transposed(const Kernels& kernels, const Job& job, const Row
   }
 }
 
-// Columns [column, column + n) of a block of operand rows, as panels of `lanes` lanes over k = rows, in the
-// memory of the thread.
+// Columns [column, column + n) of a block of rows, operands or storage, as panels of `lanes` lanes over
+// k = rows, in the memory of the thread.
 class OwnPanels {
  public:
   OwnPanels(const Kernels& kernels, const RowMajor& block, int64_t rows, int64_t column, int64_t n,
@@ -313,7 +313,8 @@ class OwnPanels {
         panels{buffer_.data(), Panels::stride_for(kernels, rows, lanes), kernels.operand_bytes} {
     std::vector<const void*> pointers(rows);
     for (int64_t r = 0; r < rows; ++r) pointers[r] = block.at(r);
-    kernels.pack_operand_rows(pointers.data(), rows, column, n, lanes, panels.data, panels.stride);
+    const auto pack = block.bytes == kernels.operand_bytes ? kernels.pack_operand_rows : kernels.pack_rows;
+    pack(pointers.data(), rows, column, n, lanes, panels.data, panels.stride);
   }
 
  private:

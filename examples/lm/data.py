@@ -1,5 +1,6 @@
 """Text as bytes: what to train on, what to validate on, and the batch of every step."""
 
+import functools
 import hashlib
 import sysconfig
 from dataclasses import dataclass
@@ -24,16 +25,39 @@ class Corpus:
     valid: torch.Tensor
     source: str
 
-    def batch(self, step, batch_size, seq_len, seed):
-        """(inputs, targets) [B, S] int64 of one training step: a function of the seed and the step alone."""
-        generator = torch.Generator().manual_seed(1_000_003 * seed + step)
-        start = torch.randint(len(self.train) - seq_len, (batch_size, 1), generator=generator)
+    def batch(self, step, batch_size, seq_len, seed, order="random"):
+        """(inputs, targets) [B, S] int64 of one training step, of all ranks: a function of seed and step alone.
+
+        order: "random" draws each window's place in the text; "epochs" goes through the text without repeats, in
+        another order and cut at other places in every epoch.
+        """
+        if order == "epochs":
+            numbers = range((step - 1) * batch_size, step * batch_size)
+            start = torch.tensor([[self.start_in_epoch(number, seq_len, seed)] for number in numbers])
+        else:
+            generator = torch.Generator().manual_seed(1_000_003 * seed + step)
+            start = torch.randint(len(self.train) - seq_len, (batch_size, 1), generator=generator)
         return windows(self.train, start, seq_len)
+
+    def start_in_epoch(self, number, seq_len, seed):
+        """Where the window of this number of a run begins."""
+        per_epoch = max((len(self.train) - seq_len) // seq_len, 1)
+        epoch, place = divmod(number, per_epoch)
+        offset, order = order_of_epoch(epoch, per_epoch, min(seq_len, len(self.train) - seq_len), seed)
+        return offset + seq_len * int(order[place])
 
     def validation_batches(self, batch_size, seq_len, num_windows):
         """(inputs, targets) over windows at even distances in the validation text, the same every time."""
         start = torch.linspace(0, len(self.valid) - seq_len - 1, num_windows, dtype=torch.float64).long()
         return [windows(self.valid, part[:, None], seq_len) for part in start.split(batch_size)]
+
+
+@functools.lru_cache(maxsize=2)  # a batch may end one epoch and begin the next
+def order_of_epoch(epoch, num_windows, num_offsets, seed):
+    """(where the first window begins, the order of the windows)."""
+    generator = torch.Generator().manual_seed(1_000_003 * seed + epoch)
+    offset = int(torch.randint(num_offsets, (), generator=generator))
+    return offset, torch.randperm(num_windows, generator=generator)
 
 
 def windows(text, start, seq_len):

@@ -147,17 +147,29 @@ class LanguageModel(nn.Module):
         losses = [loss.sum() for loss in losses if loss is not None]
         return torch.stack(losses).mean() if losses else self.head.weight.new_zeros(())
 
+    def expert_parameters(self):
+        """The parameters of all experts of this rank."""
+        layers = [] if self.config.dense else [block.mlp for block in self.blocks]
+        return {p for layer in layers for p in layer.experts.parameters()}
+
     def num_parameters(self):
-        """(all, active): how many parameters there are, and how many of them one token meets."""
-        total = sum(p.numel() for p in self.parameters())
-        if self.config.dense:
-            return total, total
-        in_experts = sum(p.numel() for block in self.blocks for p in block.mlp.experts.parameters())
+        """(all, active): how many parameters there are on all ranks, and how many of them one token meets."""
+        here = sum(p.numel() for p in self.expert_parameters())
+        in_experts = here * self.config.ep_size
+        total = sum(p.numel() for p in self.parameters()) - here + in_experts
         idle_share = 1 - self.config.top_k / self.config.num_experts
         return total, total - round(in_experts * idle_share)
 
+    def flops_per_token(self, seq_len):
+        """Floating-point operations of one token in training, forward and backward, counted as PaLM counts them.
 
-@torch.inference_mode()
+        Six for each active parameter that is multiplied, and 12 * layers * d_model * seq_len in attention.
+        """
+        multiplied = self.num_parameters()[1] - self.embedding.weight.numel()
+        return 6 * multiplied + 12 * self.config.num_layers * self.config.d_model * seq_len
+
+
+@torch.no_grad()
 def generate(model, prompt, num_bytes, context, temperature=0.8, seed=0):
     """prompt (bytes) continued by num_bytes sampled bytes; the model sees the last `context` bytes."""
     device = model.head.weight.device

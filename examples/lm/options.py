@@ -1,22 +1,62 @@
 """The command line of train.py."""
 
 import argparse
+import os
+import sys
 from pathlib import Path
 
-import checkpoint
+import saving
 
 from fmoe_ext.gates import GATES, find_gate
 
 # What a resumed run may change: where and how it runs and what it writes, and how long the schedule is.
-FREE_TO_CHANGE = {"device", "threads", "steps", "save_every", "sample_bytes", "prompt"}
+FREE_TO_CHANGE = {
+    *("threads", "steps", "save_every", "sample_bytes", "prompt"),
+    *("expert_parallel", "data_parallel", "overlap_degree", "tensorboard", "profile", "peak_flops"),
+}
+
+# Sizes by name: what they change of the options' defaults. Only tiny was trained for its figures; the others have the
+# shapes of published models of their size, and batches and learning rates as usual there.
+SIZES = {
+    "tiny": {},
+    "small": {
+        **{"d_model": 384, "num_layers": 8, "num_heads": 6, "num_experts": 32, "d_hidden": 192, "top_k": 4},
+        **{"batch_size": 32, "seq_len": 512, "lr": 1e-3, "warmup": 200, "steps": 5000},
+    },
+    "medium": {
+        **{"d_model": 768, "num_layers": 12, "num_heads": 12, "num_experts": 64, "d_hidden": 384, "top_k": 8},
+        **{"batch_size": 256, "seq_len": 1024, "lr": 6e-4, "warmup": 1000, "steps": 20000},
+    },
+    "large": {
+        **{
+            "d_model": 2048,
+            "num_layers": 16,
+            "num_heads": 16,
+            "num_experts": 64,
+            "d_hidden": 1024,
+            "top_k": 8,
+        },
+        **{"batch_size": 512, "seq_len": 2048, "lr": 4e-4, "warmup": 2000, "steps": 100000},
+    },
+}
 
 DESCRIPTION = """\
 Train a byte-level language model whose MLPs are mixtures of experts.
 
-Written to --out: metrics.jsonl, checkpoint.pt, curve.png, expert_load.png, sample.txt.
+One process, or as many as torchrun starts:
+
+  python examples/lm/train.py
+  torchrun --nproc-per-node 8 examples/lm/train.py --data-parallel fsdp2
+  torchrun --nproc-per-node 8 --max-restarts 3 examples/lm/train.py --resume auto
+
+Written to --out: metrics.jsonl, checkpoints, curve.png, expert_load.png, sample.txt.
 Ctrl-C (or SIGTERM) finishes the step, saves, draws and exits with status 130;
---resume continues bit for bit.
+--resume continues: bit for bit on as many ranks, with the same batches on any other number.
 """
+
+
+DEVICES = ("auto", "cpu", "cuda")
+DTYPES = ("auto", "float32", "bfloat16", "float64")
 
 
 class HelpFormatter(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
@@ -52,21 +92,52 @@ def non_negative_float(text):
 
 
 def build_parser():
-    parser = argparse.ArgumentParser(prog="train.py", description=DESCRIPTION, formatter_class=HelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="train.py", description=DESCRIPTION, formatter_class=HelpFormatter, allow_abbrev=False
+    )
     group = parser.add_argument_group("run")
     add = group.add_argument
     add("--data", help="text file, folder or WikiText-style files; none: Python's standard library")
     add("--out", type=Path, default=Path("out/lm"), help="folder for everything that is written")
-    add("--resume", action="store_true", help="continue the run in --out with its settings")
+    add(
+        "--resume",
+        nargs="?",
+        choices=("must", "auto"),
+        const="must",
+        help="continue the run in --out with its settings; auto: begin one where there is no checkpoint",
+    )
     add("--dense", action="store_true", help="train the dense model with the same active parameters instead")
     add("--compare", action="store_true", help="train both on the same batches and draw both curves")
-    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: cuda where there is one")
-    add("--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help="auto: bfloat16 if fast")
+    add("--device", choices=DEVICES, default="auto", help="auto: cuda where there is one")
+    add("--dtype", choices=DTYPES, default="auto", help="auto: bfloat16 if fast; bfloat16 is autocast")
     add("--threads", type=positive_int, help="CPU threads (none: PyTorch's choice)")
     add("--seed", type=non_negative_int, default=0, help="of the weights, the batches and the sample")
 
+    group = parser.add_argument_group("ranks")
+    add = group.add_argument
+    add(
+        "--expert-parallel",
+        type=auto_or_positive_int,
+        default="auto",
+        metavar="M",
+        help="ranks that share the experts of a layer; auto: as many of a machine's as divide them",
+    )
+    add(
+        "--data-parallel",
+        choices=("ddp", "fsdp2"),
+        default="ddp",
+        help="what is not shared: copied, or sharded with its gradients and optimizer state",
+    )
+    add(
+        "--overlap-degree",
+        type=positive_int,
+        default=1,
+        help="parts of the exchange that overlap with experts",
+    )
+
     group = parser.add_argument_group("model")
     add = group.add_argument
+    add("--model", choices=tuple(SIZES), default="tiny", help="a size by name; the options below change it")
     add("--d-model", type=positive_int, default=128, help="width")
     add("--num-layers", type=positive_int, default=4, help="blocks of attention and MLP")
     add("--num-heads", type=positive_int, default=4, help="attention heads")
@@ -88,6 +159,12 @@ def build_parser():
     add("--stop-after", type=positive_int, help="save and exit after this step, as if interrupted there")
     add("--batch-size", type=positive_int, default=8, help="windows in a batch")
     add("--seq-len", type=positive_int, default=256, help="bytes in a window")
+    add(
+        "--data-order",
+        choices=("random", "epochs"),
+        default="random",
+        help="random: each window begins anywhere; epochs: no byte twice before all were read once",
+    )
     add("--lr", type=positive_float, default=2.5e-3, help="peak learning rate")
     add("--warmup", type=non_negative_int, default=20, help="steps of linear warm-up before the cosine")
     add("--weight-decay", type=non_negative_float, default=0.1, help="on matrices only")
@@ -100,53 +177,114 @@ def build_parser():
     add("--val-every", type=positive_int, default=50, help="steps between validations, besides the last step")
     add("--val-windows", type=positive_int, default=64, help="windows of --seq-len bytes to validate on")
     add("--save-every", type=positive_int, default=100, help="steps between checkpoints")
+    add("--tensorboard", action="store_true", help="write the metrics for TensorBoard too")
+    add("--profile", action="store_true", help="profile five steps: profile.png shows where their time goes")
+    add(
+        "--peak-flops",
+        type=positive_float,
+        help="FLOP/s of all ranks that mfu refers to; none: those of a matrix product here, measured",
+    )
     add("--sample-bytes", type=non_negative_int, default=300, help="text to generate at the end")
     add("--prompt", default="def ", help="start of the generated text")
     return parser
 
 
-def parse(argv):
-    """(options, state): the command line, checked, and the checkpoint when resuming (otherwise None).
+def auto_or_positive_int(text):
+    return text if text == "auto" else positive_int(text)
 
-    A resumed run takes its settings from the checkpoint; changing one that must stay the same is an error.
+
+def device_of(argv):
+    """--device, which is asked for first: it decides how the ranks talk."""
+    parser = argparse.ArgumentParser(prog="train.py", add_help=False, allow_abbrev=False)
+    parser.add_argument("--device", choices=DEVICES, default="auto")
+    return parser.parse_known_args(argv)[0].device
+
+
+def parse(argv, job):
+    """(options, whether there is a checkpoint to go on from): the command line, checked.
+
+    A resumed run takes its settings from its folder; changing one that must stay the same is an error.
     """
     parser = build_parser()
+    parser.error = error_of(parser, job)
     options = parser.parse_args(argv)
-    state = None
-    if options.resume:
-        path = options.out / "checkpoint.pt"
-        if not path.exists():
-            parser.error(f"--resume: there is no {path}; name the run's folder with --out")
-        state = checkpoint.load(path)
-        parser.set_defaults(**state["settings"])
-        options = parser.parse_args(argv)
-        for name, saved in state["settings"].items():
-            value = getattr(options, name)
-            if value != saved and name not in FREE_TO_CHANGE:
-                flag = "--" + name.replace("_", "-")
-                parser.error(f"--resume: {flag} is {saved} in {path}, it cannot become {value}")
-        if options.steps < state["step"]:
-            parser.error(f"--resume: {path} is at step {state['step']}, past --steps {options.steps}")
-    check(parser, options)
-    return options, state
+    parser.set_defaults(**SIZES[options.model])
+    options = parser.parse_args(argv)
+    if not options.resume and int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) > 0:
+        parser.error(
+            "torchrun --max-restarts would begin anew: add --resume auto, which goes on from a checkpoint, if any"
+        )
+    resumes = options.resume is not None and job.from_first(lambda: saving.exists(options.out))
+    if options.resume == "must" and not resumes:
+        parser.error(f"--resume: there is no checkpoint in {options.out}; name the run's folder with --out")
+    if resumes:
+        options = parse_resumed(parser, argv, options.out, job)
+    check(parser, options, job)
+    return options, resumes
 
 
-def check(parser, options):
+def error_of(parser, job):
+    """parser.error, said by one rank."""
+
+    def error(message):
+        if job.is_first:
+            argparse.ArgumentParser.error(parser, message)
+        sys.exit(2)
+
+    return error
+
+
+def parse_resumed(parser, argv, out, job):
+    settings = job.from_first(lambda: saving.read_settings(out))
+    parser.set_defaults(**settings)
+    options = parser.parse_args(argv)
+    for name, saved in settings.items():
+        value = getattr(options, name)
+        if value != saved and name not in FREE_TO_CHANGE:
+            flag = "--" + name.replace("_", "-")
+            parser.error(f"--resume: {flag} is {saved} in {out}, it cannot become {value}")
+    return options
+
+
+def ep_size_of(options, job):
+    """Ranks that share the experts of a layer."""
+    if options.dense and not options.compare:
+        return 1
+    if options.expert_parallel == "auto":
+        return job.largest_ep_size(options.num_experts)
+    return options.expert_parallel
+
+
+def check(parser, options, job):
     if options.dense and options.compare:
         parser.error("--dense and --compare exclude each other: --compare trains the dense model as well")
     if options.d_model % (2 * options.num_heads) != 0:
         parser.error(f"--d-model {options.d_model} is not a multiple of 2 * --num-heads {options.num_heads}")
     if options.top_k > options.num_experts:
         parser.error(f"--top-k {options.top_k} is more than --num-experts {options.num_experts}")
+    check_ranks(parser, options, job)
+    ep_size = ep_size_of(options, job)
     try:
-        find_gate(options.gate)(options.d_model, options.num_experts, 1, options.top_k)
+        find_gate(options.gate)(options.d_model, options.num_experts // ep_size, ep_size, options.top_k)
     except ValueError as error:
         parser.error(f"--gate {options.gate} --top-k {options.top_k}: {error}")
     if not options.prompt:
         parser.error("--prompt is empty: the model needs at least one byte to continue")
 
 
+def check_ranks(parser, options, job):
+    ep_size = ep_size_of(options, job)
+    if job.size % ep_size:
+        parser.error(f"--expert-parallel {ep_size} does not divide the number of ranks, {job.size}")
+    if options.num_experts % ep_size:
+        parser.error(f"--expert-parallel {ep_size} does not divide --num-experts {options.num_experts}")
+    if options.data_parallel == "fsdp2" and not job.is_spread:
+        parser.error(
+            "--data-parallel fsdp2 shards over ranks, but this is one process: start it with torchrun"
+        )
+
+
 def settings(options):
-    """What the checkpoint keeps of the options."""
-    of_one_call = ("out", "resume", "stop_after")
+    """What a run's folder keeps of the options."""
+    of_one_call = ("out", "resume", "stop_after", "device")
     return {name: value for name, value in vars(options).items() if name not in of_one_call}

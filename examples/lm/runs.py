@@ -1,11 +1,17 @@
-"""One model in training: the step, the schedule, validation, what is reported and what is saved."""
+"""One model in training: the step, the schedule, validation and what is reported."""
 
 import math
 import time
+from argparse import Namespace
+from collections.abc import Iterable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from model import LanguageModel
+from job import Job
+from model import ModelConfig
+from spread import SpreadModel
+from torch import Tensor
 
 from fmoe_ext import balance
 
@@ -15,123 +21,126 @@ class DivergedError(Exception):
 
 
 class Run:
-    """A model, its optimizer and its counters; `state_dict` holds all that the next step depends on."""
+    """A model and its counters; every number that it reports is of the whole job."""
 
-    def __init__(self, name, config, options, device, dtype):
-        self.name, self.options, self.device, self.dtype = name, options, device, dtype
+    def __init__(
+        self, name: str, config: ModelConfig, options: Namespace, job: Job, dtype: torch.dtype
+    ) -> None:
+        self.name, self.options, self.job = name, options, job
+        self.compute_dtype = dtype if dtype == torch.bfloat16 else None  # of autocast
         torch.manual_seed(options.seed)
-        self.model = LanguageModel(config).to(device)
-        matrices = [p for p in self.model.parameters() if p.dim() >= 2]
-        vectors = [p for p in self.model.parameters() if p.dim() < 2]
-        self.optimizer = torch.optim.AdamW(
-            [{"params": matrices, "weight_decay": options.weight_decay}, {"params": vectors}],
-            lr=options.lr,
-            weight_decay=0.0,
-            betas=(0.9, 0.95),
-            fused=True,
+        self.model = SpreadModel(
+            config,
+            job,
+            torch.float64 if dtype == torch.float64 else torch.float32,
+            options.data_parallel,
+            overlap_degree=options.overlap_degree,
         )
-        self.monitor = None if config.dense else balance.watch(self.model)
+        self.monitor = None if config.dense else balance.watch(self.model.module)
+        self.flops_per_token = self.model.module.flops_per_token(options.seq_len)
         self.seconds = 0.0  # spent in training steps
         self.clear_window()
 
-    def clear_window(self):
+    def clear_window(self) -> None:
         """Starts the sums that the next report averages."""
         self.window_steps, self.window_start = 0, self.seconds
-        self.window_sums = torch.zeros(3, dtype=torch.float64, device=self.device)  # loss, balance loss, norm
+        # loss, balance loss, norm
+        self.window_sums = torch.zeros(3, dtype=torch.float64, device=self.job.device)
 
-    def autocast(self):
-        return torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32)
+    def autocast(self) -> torch.autocast:
+        enabled = self.compute_dtype is not None
+        return torch.autocast(self.job.device.type, self.compute_dtype, enabled=enabled)
 
-    def learning_rate(self, step):
-        """Linear warm-up, then a cosine to a tenth of the peak at the last step; steps count from 1."""
-        warmup, steps, peak = self.options.warmup, self.options.steps, self.options.lr
-        if step <= warmup:
-            return peak * step / warmup
-        progress = (step - warmup) / max(steps - warmup, 1)
-        return peak * (0.1 + 0.45 * (1 + math.cos(math.pi * progress)))
-
-    def train_step(self, step, inputs, targets):
+    def train_step(
+        self, step: int, inputs: Tensor, targets: Tensor, optimizer: torch.optim.Optimizer
+    ) -> None:
+        """Forward, backward and step on the windows [B, S] of the whole batch, of which this rank takes its share."""
         started = time.perf_counter()
-        inputs, targets = inputs.to(self.device), targets.to(self.device)
-        for group in self.optimizer.param_groups:
-            group["lr"] = self.learning_rate(step)
+        torch.manual_seed(seed_of(self.options.seed, step, self.job.rank))  # of gates that draw
+        mine, expected = (self.job.share(x).to(self.job.device) for x in (inputs, targets))
         with self.autocast():
-            logits = self.model(inputs)
-            balance_loss = self.model.pop_balance_loss()
-        loss = F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+            logits = self.model(mine)
+            balance_loss = self.model.module.pop_balance_loss()
+        # The job's loss is the mean of its ranks' losses, so each divides by a rank's mean number of tokens.
+        tokens_per_rank = targets.numel() / self.job.size
+        loss = sum_of_losses(logits, expected) / tokens_per_rank
         (loss + self.options.balance_weight * balance_loss).backward()
-        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.options.clip)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        self.window_sums += torch.stack([loss.detach(), balance_loss.detach(), norm.detach()])
+        norm = self.model.clip_grad_norm_(self.options.clip)
+        optimizer.step()  # the other run's parameters have no gradients
+        optimizer.zero_grad()
+        self.window_sums += self.job.mean(
+            torch.stack([x.detach().double() for x in (loss, balance_loss, norm)])
+        )
         self.window_steps += 1
         self.seconds += time.perf_counter() - started
 
-    @torch.inference_mode()
-    def validate(self, batches):
+    @torch.no_grad()
+    def validate(self, batches: Iterable[tuple[Tensor, Tensor]]) -> float:
         """Mean loss over the validation windows, in nats per byte."""
-        self.model.eval()
-        total, count = 0.0, 0
+        self.model.wrapped.eval()
+        total, count = torch.zeros((), dtype=torch.float64, device=self.job.device), 0
         for inputs, targets in batches:
+            mine, expected = (self.job.share(x).to(self.job.device) for x in (inputs, targets))
             with self.autocast():
-                logits = self.model(inputs.to(self.device))
-            total += F.cross_entropy(
-                logits.float().flatten(0, 1), targets.to(self.device).flatten(), reduction="sum"
-            ).item()
+                logits = self.model(mine)
+            total += sum_of_losses(logits, expected)
             count += targets.numel()
-        self.model.train()
-        return total / count
+        self.model.wrapped.train()
+        return self.job.sum(total).item() / count
 
-    def check_finite(self, step):
+    def check_finite(self, step: int) -> None:
         """Raises DivergedError if a loss since the last report was not finite; waits for the device."""
         loss = self.window_sums[0].item()
         if not math.isfinite(loss):
             raise DivergedError(f"the {self.name} loss is {loss} at step {step}: lower --lr")
 
-    def report(self, step):
+    def report(self, step: int, learning_rate: float, peak_flops: float) -> dict[str, Any]:
         """The record of the steps since the last report: means, speed, each expert's share of the choices."""
         started = time.perf_counter()
         self.check_finite(step)
         loss, balance_loss, norm = (self.window_sums / self.window_steps).tolist()
         self.seconds += time.perf_counter() - started
         tokens = self.window_steps * self.options.batch_size * self.options.seq_len
+        tokens_per_second = tokens / (self.seconds - self.window_start)
         record = {
             "run": self.name,
             "step": step,
             "loss": loss,
             "bits_per_byte": loss / math.log(2),
             "grad_norm": norm,
-            "lr": self.learning_rate(step),
+            "lr": learning_rate,
             "seconds": round(self.seconds, 3),
-            "tokens_per_second": round(tokens / (self.seconds - self.window_start)),
+            "tokens_per_second": round(tokens_per_second),
+            "mfu": round(tokens_per_second * self.flops_per_token / peak_flops, 4),
         }
         if self.monitor:
             record["balance_loss"] = balance_loss
-            layers = self.monitor.collect(step)["layers"].values()
+            layers = self.monitor.collect(step, sum_over_ranks=self.job.sum)["layers"].values()
             record["expert_load"] = [share_of_choices(layer["tokens_per_expert"]) for layer in layers]
             record["dropped_share"] = [round(layer["dropped_share"], 4) for layer in layers]
         self.clear_window()
         return record
 
-    def state_dict(self):
-        return {
-            "model": self.model.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
-            "seconds": self.seconds,
-            "window": (self.window_steps, self.window_start, self.window_sums),
-            "monitor": self.monitor and self.monitor.state_dict(),
-        }
 
-    def load_state_dict(self, state):
-        self.model.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
-        self.seconds = state["seconds"]
-        self.window_steps, self.window_start, self.window_sums = state["window"]
-        self.window_sums = self.window_sums.to(self.device)
-        if self.monitor:
-            self.monitor.load_state_dict(state["monitor"])
+def learning_rate(options: Namespace, step: int) -> float:
+    """Linear warm-up, then a cosine to a tenth of the peak at the last step; steps count from 1."""
+    if step <= options.warmup:
+        return options.lr * step / options.warmup
+    progress = (step - options.warmup) / max(options.steps - options.warmup, 1)
+    return options.lr * (0.1 + 0.45 * (1 + math.cos(math.pi * progress)))
 
 
-def share_of_choices(tokens_per_expert):
+def seed_of(seed: int, step: int, rank: int) -> int:
+    """A seed for one rank's step: nothing random has to be saved, and ranks do not draw the same."""
+    return ((1_000_003 * seed + step) * 1_000_003 + rank) % 2**63
+
+
+def sum_of_losses(logits: Tensor, targets: Tensor) -> Tensor:
+    """The cross-entropy of all bytes, in float32 or wider."""
+    logits = logits.float() if logits.dtype == torch.bfloat16 else logits
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
+
+
+def share_of_choices(tokens_per_expert: list[int]) -> list[float]:
     total = max(sum(tokens_per_expert), 1)
     return [round(count / total, 4) for count in tokens_per_expert]

@@ -114,9 +114,10 @@ def draw(paths, moments, out):
         axis.plot(
             seconds, smooth([r["loss"] for r in records]), color=COLORS[number], label=f"trainer {number}"
         )
-    for moment, text in moments:
+    for number, (moment, text) in enumerate(moments):
         axis.axvline(moment - begin, color="black", ls="--", lw=1)
-        axis.annotate(text, (moment - begin, axis.get_ylim()[1]), xytext=(4, -12), textcoords="offset points")
+        place = {"xytext": (4, -14 * (number + 1)), "textcoords": "offset points"}  # below each other
+        axis.annotate(text, (moment - begin, axis.get_ylim()[1]), **place)
     axis.set_xlabel("seconds")
     axis.set_ylabel("loss (nats a byte)")
     axis.legend(frameon=False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import inspect
 import io
 import pickle
 import sys
@@ -16,7 +17,7 @@ import torch
 from torch import nn
 
 from fmoe_ext.audit.cases import AuditError, Layout
-from fmoe_ext.audit.recipe import Batch, Recipe
+from fmoe_ext.audit.recipe import NOT_A_TARGET, Batch, Recipe
 from fmoe_ext.audit.shrink import shrunk_config, smallest_vocabulary
 from fmoe_ext.audit.spread import spread_experts
 
@@ -70,14 +71,20 @@ class FromConfig:
 
 @dataclass(frozen=True)
 class RandomTokens:
-    """batch(step) for a causal language model of Transformers."""
+    """batch(step) for a causal language model of Transformers; with_positions, which padding in front must not move."""
 
     vocabulary: int
+    with_positions: bool = False
 
     def __call__(self, step: int) -> Batch:
         generator = torch.Generator().manual_seed(step)
         tokens = torch.randint(self.vocabulary, (NUM_SAMPLES, SEQ_LEN), generator=generator)
-        return {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "labels": tokens.clone()}
+        labels = tokens.clone()
+        labels[:, 0] = NOT_A_TARGET  # which padding in front would have to predict
+        batch = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "labels": labels}
+        if self.with_positions:
+            batch["position_ids"] = torch.arange(SEQ_LEN).repeat(NUM_SAMPLES, 1)
+        return batch
 
 
 def loss_of_transformers(model: Any, batch: Batch) -> torch.Tensor:
@@ -122,7 +129,7 @@ def _parts_of_model(model: nn.Module) -> dict[str, Any]:
         no_ep = {"ep": "Transformers' own experts are on one rank; fmoefy spreads them"}
         return {
             "build": FromConfig(type(model), small),
-            "batch": RandomTokens(smallest_vocabulary(small)),
+            "batch": RandomTokens(smallest_vocabulary(small), _takes_positions(model)),
             "loss": loss_of_transformers,
             "leave_out": no_ep,
         }
@@ -134,6 +141,10 @@ def _parts_of_model(model: nn.Module) -> dict[str, Any]:
             f"{type(model).__name__} cannot be sent to other processes ({error}): give a function that builds it"
         ) from error
     return {"build": Copies(buffer.getvalue())}
+
+
+def _takes_positions(model: nn.Module) -> bool:
+    return "position_ids" in inspect.signature(model.forward).parameters
 
 
 def _picklable(recipe: Recipe) -> Recipe:

@@ -26,6 +26,7 @@ from fmoe_ext.recompute import is_counted
 # {"step": its number, "layers": {name of the gate: summarize(...)}}
 Record: TypeAlias = dict[str, Any]
 
+ENTROPY_SAMPLE = 512  # tokens of a forward, about, whose entropy is computed
 SUMMARY_NUMBERS = ("max_over_mean", "cv", "entropy", "dropped_share", "dead_experts", "gate_entropy")
 
 
@@ -39,8 +40,9 @@ def summarize(
 
     -> dict: tokens_per_expert (list), max_over_mean (1 = balanced; the step waits for the largest), cv (standard
     deviation / mean), entropy (of the load, / log E: 1 = balanced, 0 = one expert), dropped_share (of all choices),
-    dead_experts (how many got nothing), gate_entropy (of a token's K weights, / log K, mean over the tokens: 1 = its
-    experts count alike, 0 = one decides; 0 for K = 1). All zero when nothing was chosen.
+    dead_experts (how many got nothing), gate_entropy (of a token's K weights, / log K, mean over the tokens, of which
+    a large batch has a sample: 1 = its experts count alike, 0 = one decides; 0 for K = 1). All zero when nothing was
+    chosen.
     """
     load = tokens_per_expert.double().cpu()
     total = load.sum().item()
@@ -97,12 +99,14 @@ class LayerCounters:
 
 
 def _entropy(topk_weights: torch.Tensor) -> torch.Tensor:
-    weights = topk_weights.to(torch.promote_types(topk_weights.dtype, torch.float32))
-    total = weights.sum(1)
-    # entropy of w / total = log(total) - sum(w log w) / total
-    entropy = total.clamp(min=torch.finfo(total.dtype).tiny).log()
-    entropy = entropy - torch.xlogy(weights, weights).sum(1) / total
-    return torch.where(total > 0, entropy, 0).sum() / math.log(weights.shape[1])
+    """The entropies of all tokens, / log K, summed; of many tokens every n-th speaks for n, which costs less."""
+    num_tokens, top_k = topk_weights.shape
+    sample = topk_weights[:: max(1, num_tokens // ENTROPY_SAMPLE)]
+    weights = sample.to(torch.promote_types(topk_weights.dtype, torch.float32))
+    tiny = torch.finfo(weights.dtype).tiny
+    share = weights / weights.sum(1, keepdim=True).clamp(min=tiny)
+    entropy = -(share * share.clamp(min=tiny).log()).sum()
+    return entropy * (num_tokens / (max(len(sample), 1) * math.log(top_k)))
 
 
 class LoadMonitor:

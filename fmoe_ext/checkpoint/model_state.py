@@ -54,6 +54,8 @@ class ModelState:
         layer, rest = self._owner(name)
         if layer is not None and rest == "expert_placement":
             return  # saved in the order of the experts, wherever they live
+        if value is None and name.endswith("_extra_state"):
+            return  # get_extra_state() of Megatron-core's linear layers, which have none
         if not isinstance(value, torch.Tensor):
             raise CheckpointError(
                 f"the model's state {name!r} is a {type(value).__name__}, only tensors are saved"

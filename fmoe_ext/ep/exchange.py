@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeAlias
 
@@ -131,16 +132,16 @@ def start_exchange(
     send_splits: Sequence[int],
     recv_splits: Sequence[int],
     group_name: str,
-) -> Any:
-    """Starts the exchange of rows of x [sum(send_splits), *] into out [sum(recv_splits), *] -> the work to wait() for.
+) -> "Transfer":
+    """Starts the exchange of rows of x [sum(send_splits), *] into out [sum(recv_splits), *] -> what to wait() for.
 
     Rows for rank p follow those for rank p - 1; one message a peer. Both contiguous. Nothing here is differentiable.
     """
     group = find_group(group_name)
     if not x.is_cuda:
-        return _start_over_group(out, x, send_splits, recv_splits, group)
+        return Transfer(_start_over_group(out, x, send_splits, recv_splits, group))
     work = _start_over_nccl(out, x, send_splits, recv_splits, group)
-    return _BesideProducts(work) if dist.get_backend(group) == "nccl" else work
+    return Transfer(_BesideProducts(work) if dist.get_backend(group) == "nccl" else work)
 
 
 class _BesideProducts:
@@ -177,25 +178,52 @@ def _as_bytes(x):
     return x.view(-1).view(torch.uint8).view(x.shape[0], row_bytes)
 
 
-_before_wait: ContextVar[Callable[[], None] | None] = ContextVar("what goes on meanwhile", default=None)
+@dataclass
+class _Turns:
+    """go_on() lets others compute. taken: how often it was called."""
+
+    go_on: Callable[[], None]
+    taken: int = 0
+
+
+_turns: ContextVar[_Turns | None] = ContextVar("what goes on meanwhile", default=None)
 
 
 @contextmanager
 def while_waiting(go_on: Callable[[], None]) -> Iterator[None]:
-    """In the block go_on() is called before this thread waits for an exchange that has started."""
-    token = _before_wait.set(go_on)
+    """In the block go_on() is called before this thread waits for rows that are under way.
+
+    But not for those that were under way when it was called last: they have had their time.
+    """
+    token = _turns.set(_Turns(go_on))
     try:
         yield
     finally:
-        _before_wait.reset(token)
+        _turns.reset(token)
 
 
-def wait(work: Any, group_name: str) -> None:
-    """Waits for a work of start_exchange; the error of a dead or absent rank says which group it was in."""
-    if (go_on := _before_wait.get()) is not None:
-        go_on()
+class Transfer:
+    """An exchange that has started, and the turn in which it did."""
+
+    def __init__(self, work: Any):
+        self.work = work
+        self._turns = _turns.get()
+        self._turn = 0 if self._turns is None else self._turns.taken
+
+    def is_new(self, turns: _Turns) -> bool:
+        """Whether nobody else has had a turn since."""
+        return self._turns is turns and self._turn == turns.taken
+
+
+def wait(transfers: Sequence[Transfer], group_name: str) -> None:
+    """Waits for what start_exchange() started; the error of a dead or absent rank says which group it was in."""
+    turns = _turns.get()
+    if turns is not None and any(transfer.is_new(turns) for transfer in transfers):
+        turns.taken += 1
+        turns.go_on()
     with _explained(find_group(group_name)):
-        work.wait()
+        for transfer in transfers:
+            transfer.work.wait()
 
 
 def check(group_name: str) -> None:
@@ -288,7 +316,10 @@ def _exchange_counts(start, counts, group):
     )
     out = torch.empty_like(counts, memory_format=torch.contiguous_format)
     each = [1] * world_size
-    wait(start(out, counts.contiguous(), each, each, find_group(group)), group)
+    work = start(out, counts.contiguous(), each, each, find_group(group))
+    # Nobody else gets the turn meanwhile: the rows come next, with nothing to compute before them.
+    with _explained(find_group(group)):
+        work.wait()
     return out
 
 
@@ -328,7 +359,7 @@ def _global_exchange(start, x, send_splits, recv_splits, group):
     )
     out = x.new_empty((sum(recv_splits), *x.shape[1:]))
     x = x.resolve_conj().resolve_neg().contiguous()
-    wait(start(out, x, send_splits, recv_splits, find_group(group)), group)
+    wait([Transfer(start(out, x, send_splits, recv_splits, find_group(group)))], group)
     return out
 
 

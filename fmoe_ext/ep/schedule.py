@@ -66,7 +66,7 @@ class Exchange:
 
     def send(self) -> None:
         rows, chunks = self._pack()
-        self._transit = _Transit(self._home.group, chunks)
+        self._transit = _Transit(self._home.group, chunks, self._plan.row_idx, self._plan.inverse)
         self._tickets = _Send.apply(self._transit, *rows)
 
     @property
@@ -92,7 +92,9 @@ class Exchange:
     @torch.compiler.disable
     def give_back(self, number: int, results: Nest) -> None:
         self._structure = map_structure(lambda _: None, results)
-        self._given_back.append(_Return.apply(self._transit, number, *leaves_of(results)))
+        leaves = leaves_of(results)
+        computed = _Computed.apply(self._tickets[number], *leaves)
+        self._given_back.append(_Return.apply(self._transit, number, computed, *leaves))
 
     def give_back_shadowed(self, results: Nest) -> None:
         self._shadowed = results
@@ -100,10 +102,7 @@ class Exchange:
     @torch.compiler.disable
     def combine(self) -> Nest:
         out = iter(self._collect())
-        row_idx, inverse = self._plan.row_idx, self._plan.inverse
-        summed = map_structure(
-            lambda _: per_row(ops.unpermute, next(out), row_idx, inverse, None), self._structure
-        )
+        summed = map_structure(lambda _: next(out), self._structure)
         return map_structure(torch.add, summed, self._shadowed) if self._home.shadows else summed
 
     def _sort(self) -> DispatchHandle:
@@ -168,11 +167,12 @@ class _ShadowChunk:
 class _Transit:
     """The rows of one forward: its chunks, and what is under way in either direction."""
 
-    def __init__(self, group: str, chunks: list[ChunkRows]):
+    def __init__(self, group: str, chunks: list[ChunkRows], row_idx: torch.Tensor, inverse: torch.Tensor):
         self.group = group
         self.chunks = chunks
+        self.row_idx, self.inverse = row_idx, inverse
         self.num_rows = 0
-        # of each chunk: works, buffers that are filled, buffers that are read
+        # of each chunk: transfers, buffers that are filled, buffers that are read
         self.under_way: list[Any] = [None] * len(chunks)
         self.returned: list[torch.Tensor] | None = None  # results on the side of the tokens, [R, *] each
         self.returned_grads: list[torch.Tensor] | None = None  # gradients there
@@ -198,18 +198,21 @@ class _Transit:
         send_splits: list[int],
         recv_splits: list[int],
     ) -> None:
-        works = [
+        transfers = [
             start_exchange(target, source, send_splits, recv_splits, self.group)
             for target, source in zip(targets, sources, strict=True)
         ]
-        self.under_way[number] = works, targets, sources
+        self.under_way[number] = transfers, targets, sources
 
     def finish(self, number: int) -> tuple[torch.Tensor, ...]:
-        works, targets, _ = self.under_way[number]
-        for work in works:
-            wait(work, self.group)
+        transfers, targets, _ = self.under_way[number]
+        wait(transfers, self.group)
         self.under_way[number] = None
         return tuple(targets)
+
+    def finish_all(self) -> None:
+        wait([transfer for transfers, _, _ in self.under_way for transfer in transfers], self.group)
+        self.under_way = [None] * len(self.chunks)
 
     def new_returned(self, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Buffers [R, *] for what comes back; rows of dropped choices, at the end, are zero."""
@@ -236,8 +239,7 @@ class _Send(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, *_):
         transit = ctx.transit
-        for number in range(len(transit.chunks)):
-            transit.finish(number)
+        transit.finish_all()
         grads, transit.returned_grads = iter(transit.returned_grads), None
         return None, *(next(grads) if has_grad else None for has_grad in ctx.have_grad)
 
@@ -264,9 +266,29 @@ class _Receive(torch.autograd.Function):
         return None, None, grads[-1].new_zeros(())
 
 
+class _Computed(torch.autograd.Function):
+    """Keeps a tensor for the backward between a chunk's experts and the way back of their results.
+
+    Activation checkpointing repeats a forward when a kept tensor is first asked for, and only up to the last one. Both
+    are in one place on all ranks so, whatever the experts keep of no rows, and results that nobody asks for do not
+    travel again.
+    """
+
+    @staticmethod
+    def forward(ctx, ticket, *results):
+        ctx.save_for_backward(ticket)
+        ctx.num_results = len(results)
+        return ticket.new_zeros(())
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad):
+        return grad, *[None] * ctx.num_results
+
+
 class _Return(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, transit, number, *results):
+    def forward(ctx, transit, number, computed, *results):
         ctx.transit, ctx.number = transit, number
         if transit.returned is None:
             transit.returned = transit.new_returned(results)
@@ -276,22 +298,24 @@ class _Return(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, _):
-        return None, None, *ctx.transit.finish(ctx.number)
+        ctx.next_functions[0][0].saved_tensors  # noqa: B018  # repeats the forward while the gradients travel
+        grads = ctx.transit.finish(ctx.number)
+        return None, None, grads[0].new_zeros(()), *grads
 
 
 class _Collect(torch.autograd.Function):
     @staticmethod
     def forward(ctx, transit, *tickets):
         ctx.transit = transit
-        for number in range(len(transit.chunks)):
-            transit.finish(number)
+        transit.finish_all()
         returned, transit.returned = transit.returned, None
-        return tuple(returned)
+        return tuple(per_row(ops.unpermute, y, transit.row_idx, transit.inverse) for y in returned)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, *grads):
         transit = ctx.transit
+        rows = [per_row(ops.permute, grad, transit.row_idx, transit.inverse) for grad in grads]
         for number in reversed(range(len(transit.chunks))):  # the order in which autograd asks for them
-            transit.to_experts(number, [grad.contiguous() for grad in grads])
+            transit.to_experts(number, rows)
         return None, *(grads[0].new_zeros(()) for _ in transit.chunks)

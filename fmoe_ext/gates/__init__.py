@@ -23,6 +23,7 @@ from fmoe_ext.gates.routed_experts import (
 )
 from fmoe_ext.gates.scored_gate import ScoredGate
 from fmoe_ext.gates.sigmoid_gate import SigmoidGate, update_biases
+from fmoe_ext.gates.sinkhorn_gate import SinkhornGate
 from fmoe_ext.gates.softmax_gate import SoftmaxGate
 from fmoe_ext.gates.swipe_gate import SwipeGate
 from fmoe_ext.gates.switch_gate import SwitchGate
@@ -43,6 +44,7 @@ GATES: Mapping[str, Callable[..., nn.Module]] = MappingProxyType(
         "softmax": SoftmaxGate,
         "sigmoid": SigmoidGate,
         "expert_choice": ExpertChoiceGate,
+        "sinkhorn": SinkhornGate,
         "uniform": UniformGate,
     }
 )
@@ -69,6 +71,7 @@ __all__ = [
     "RoutingReplay",
     "ScoredGate",
     "SigmoidGate",
+    "SinkhornGate",
     "SoftmaxGate",
     "SwipeGate",
     "SwitchGate",

@@ -21,9 +21,15 @@ def balance_loss(scores: torch.Tensor, topk_idx: torch.Tensor, ranks: Ranks = ON
     rank's part: "Demons in the Detail" (2025).
     Equivalent to: E * (topk_idx.flatten().bincount(minlength=E) / topk_idx.numel() * scores.mean(0)).sum().
     """
-    num_choices, score_sum, num_tokens = sum_over_ranks(scores, topk_idx, ranks)
+    return balance_of_sums(*sum_over_ranks(scores, topk_idx, ranks))
+
+
+def balance_of_sums(
+    num_choices: torch.Tensor, score_sum: torch.Tensor, num_tokens: torch.Tensor
+) -> torch.Tensor:
+    """balance_loss of what sum_over_ranks() returns; num_choices [E] may be of more tokens than score_sum [E]."""
     share = num_choices / num_choices.sum().clamp(min=1)
-    return scores.shape[1] * (share * score_sum).sum() / num_tokens.clamp(min=1)
+    return len(score_sum) * (share * score_sum).sum() / num_tokens.clamp(min=1)
 
 
 def sum_over_ranks(

@@ -5,23 +5,30 @@ import torch
 from fmoe_ext.gates.base_gate import OneRank, Ranks, weights_of
 from fmoe_ext.gates.capacity import DROP_POLICIES, drop_over_capacity, expert_capacity
 from fmoe_ext.gates.groups import Groups
-from fmoe_ext.gates.losses import balance_loss, sequence_balance_loss, z_loss
+from fmoe_ext.gates.losses import balance_loss, balance_of_sums, sequence_balance_loss, sum_over_ranks, z_loss
 from fmoe_ext.gates.naive_gate import NaiveGate
+from fmoe_ext.optimizer_steps import AfterOptimizerStep, follow_optimizers
+from fmoe_ext.recompute import hear_once, is_counted
 from fmoe_ext.tokens import current_batch
 
-BALANCE_LOSSES = ("global", "sequence", None)
+BALANCE_LOSSES = ("global", "running", "sequence", None)
 
 
 class ScoredGate(NaiveGate):
-    """What SoftmaxGate, SigmoidGate and UniformGate share; subclasses name their score.
+    """What SoftmaxGate, SigmoidGate, SinkhornGate and UniformGate share; subclasses name their score.
 
     * normalize divides the K weights by their sum, scale multiplies them afterwards;
     * num_groups, topk_groups: only the experts of each token's topk_groups best groups can be chosen; a group ranks
       by the sum of its group_best best scores, whose default each gate takes from its model (gates/groups.py);
     * balance_loss "global": E * sum_e f_e * p_e over the tokens of all ranks, the loss of the global batch;
-      "sequence": the mean of the same over each sequence of seq_len tokens; None: none;
+      "running": the same with the f_e of all forwards since the optimizer's last step, this one included ("Demons in
+      the Detail", 2025, section 3; Megatron's "global_aux_loss"): one pass, near the loss of the whole batch
+      (gates.WholeBatch is exact, in two); "sequence": the mean of the loss of each sequence of seq_len tokens; None:
+      none;
     * loss = balance_weight * balance loss + z_weight * z-loss, so that one factor outside serves all gates;
     * jitter: training multiplies the input by noise, uniform in [1 - jitter, 1 + jitter];
+    * random_logits: every forward draws its logits from N(0, 1), and the gate's own get their gradient unchanged: a
+      random, nearly even load, for benchmarks only (Megatron's `--moe-router-force-load-balancing`);
     * capacity_factor: an expert takes ceil(capacity_factor * T * K / E) choices and the others become -1, by
       drop_policy "position" (first choices, then earlier tokens stay), "token" (earlier tokens stay, Megatron's
       "position") or "score" (larger weights stay); None, the default, drops nothing.
@@ -47,6 +54,7 @@ class ScoredGate(NaiveGate):
         seq_len: int | None = None,
         z_weight: float = 0.0,
         jitter: float = 0.0,
+        random_logits: bool = False,
         capacity_factor: float | None = None,
         drop_policy: str = "position",
         ranks: Ranks | None = None,
@@ -79,9 +87,32 @@ class ScoredGate(NaiveGate):
         self.seq_len = seq_len
         self.z_weight = z_weight
         self.jitter = jitter
+        self.random_logits = random_logits
         self.capacity_factor = capacity_factor
         self.drop_policy = drop_policy
         self.ranks: Ranks = OneRank() if ranks is None else ranks
+        if balance_loss == "running":
+            self.register_buffer(
+                "running_load", torch.zeros(self.tot_expert, dtype=torch.int64), persistent=False
+            )
+            self._follow_optimizers()
+
+    def _follow_optimizers(self) -> None:
+        follow_optimizers(self, AfterOptimizerStep(self))
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        if self.balance_loss == "running":
+            self._follow_optimizers()
+
+    def after_optimizer_step(self) -> None:
+        """What the gate does by itself at the step of a torch.optim optimizer that has its parameters."""
+        if self.balance_loss == "running":
+            self.reset_running_load()
+
+    def reset_running_load(self) -> None:
+        """Begins the count of balance_loss="running" anew: for loops whose optimizer is none of torch.optim."""
+        self.running_load.zero_()
 
     def _check_groups(self, num_groups: int, topk_groups: int) -> None:
         if num_groups < 1 or self.tot_expert % num_groups != 0:
@@ -100,6 +131,8 @@ class ScoredGate(NaiveGate):
     def forward(self, inp: torch.Tensor, return_all_scores: bool = False) -> tuple[torch.Tensor, ...]:
         """As NaiveGate.forward, with -1 for choices over the capacity."""
         logits = self.logits(self._jittered(inp))
+        if self.random_logits:
+            logits = self.draw_logits(logits) + (logits - logits.detach())  # + 0, which has the gradient
         chosen, topk_weights = self.select(logits)
         constant = self.balance_loss is None and self.z_weight == 0
         self.set_loss(self._loss(logits, chosen), constant=constant)
@@ -127,6 +160,8 @@ class ScoredGate(NaiveGate):
             return f"it drops choices over its capacity_factor={self.capacity_factor}; None drops none"
         if self.training and self.jitter > 0:
             return f"it draws noise of jitter={self.jitter}; 0 draws none"
+        if self.random_logits:
+            return "it chooses at random; random_logits=False chooses by the token"
         return None
 
     def select(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -143,6 +178,10 @@ class ScoredGate(NaiveGate):
             lambda: groups.choose(logits.detach(), self.top_k, self.score, self.normalize, bias)
         )
         return topk_idx, weights_of(logits, topk_idx, *options)
+
+    def draw_logits(self, logits: torch.Tensor) -> torch.Tensor:
+        """What stands in the place of logits [T, E] with random_logits=True."""
+        return torch.randn_like(logits)
 
     def probabilities(self, logits: torch.Tensor) -> torch.Tensor:
         """The scores of all experts [T, E], divided by their sum: what the balance loss averages."""
@@ -169,11 +208,26 @@ class ScoredGate(NaiveGate):
     def _balance(self, probabilities: torch.Tensor, choices: torch.Tensor) -> torch.Tensor:
         if self.balance_loss == "global":
             return balance_loss(probabilities, choices, self.ranks) * self.balance_weight
+        if self.balance_loss == "running":
+            num_choices, score_sum, num_tokens = sum_over_ranks(probabilities, choices, self.ranks)
+            num_choices = self._with_earlier(num_choices.detach())
+            return balance_of_sums(num_choices, score_sum, num_tokens) * self.balance_weight
         sequences = current_batch().sequences_of(self.seq_len)
         per_sequence = sequence_balance_loss(
             probabilities, choices, self.seq_len, self.ranks, sequences=sequences
         )
         return per_sequence * self.balance_weight
+
+    def _with_earlier(self, num_choices: torch.Tensor) -> torch.Tensor:
+        """num_choices [E] and those of earlier forwards of this step; a repeated forward has what its first one had."""
+
+        def add() -> torch.Tensor:
+            load = self.running_load + num_choices.long()
+            if self.training and is_counted():
+                self.running_load.copy_(load)
+            return load
+
+        return hear_once(add).to(num_choices.dtype)
 
     def _drop_over_capacity(self, topk_idx: torch.Tensor, topk_weights: torch.Tensor) -> torch.Tensor:
         if self.capacity_factor is None:

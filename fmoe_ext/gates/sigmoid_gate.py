@@ -6,7 +6,6 @@ from torch import nn
 
 from fmoe_ext import ops
 from fmoe_ext.gates.scored_gate import ScoredGate
-from fmoe_ext.optimizer_steps import AfterOptimizerStep, follow_optimizers
 from fmoe_ext.recompute import is_counted
 
 FORWARDS_BEFORE_WARNING = 1000
@@ -60,22 +59,22 @@ class SigmoidGate(ScoredGate):
         self.register_buffer("pending_load", torch.zeros(self.tot_expert, dtype=torch.int64))
         self._forwards_since_update = 0
         self._counted_since_update = 0
-        self._follow_optimizers()
+        if bias_update_speed > 0:
+            self._follow_optimizers()
 
     def _default_group_best(self) -> int:
         return max(1, self.top_k // self.topk_groups)
 
-    def _follow_optimizers(self) -> None:
-        if self.bias_update_speed > 0:
-            follow_optimizers(self, AfterOptimizerStep(self))
-
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._follow_optimizers()
+        if self.bias_update_speed > 0:
+            self._follow_optimizers()
 
     def after_optimizer_step(self) -> None:
         """update_bias(), called by itself at the optimizer's step."""
-        self.update_bias()
+        super().after_optimizer_step()
+        if self.bias_update_speed > 0:
+            self.update_bias()
 
     @property
     def local_tokens_per_expert(self) -> torch.Tensor:

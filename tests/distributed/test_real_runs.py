@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from fmoe_ext import valid_tokens
 from fmoe_ext.ep import plan
 from fmoe_ext.ep.ranks import GroupRanks
-from fmoe_ext.gates import GATES, NoisyGate, SigmoidGate, SoftmaxGate, WholeBatch
+from fmoe_ext.gates import GATES, NoisyGate, SigmoidGate, SinkhornGate, SoftmaxGate, WholeBatch
 from tests.distributed import layouts
 from tests.distributed.layouts import assert_equal_histories, in_layout, one_process
 
@@ -79,9 +79,15 @@ def test_as_one_process(pool, kind, world_size, ep, slice_):
     pool.run(run, kind, ROWS[world_size // slice_], ep, slice_, world_size=world_size)
 
 
-@pytest.mark.parametrize("name", ["naive", "faster", "expert_choice", "uniform", "sigmoid"])
+OTHERS = {
+    name: GATES[name] for name in ("naive", "faster", "expert_choice", "uniform", "sigmoid", "sinkhorn")
+}
+OTHERS["running loss"] = functools.partial(SoftmaxGate, balance_loss="running")
+
+
+@pytest.mark.parametrize("name", OTHERS)
 def test_padding_in_other_gates(pool, name):
-    run = functools.partial(train, options={"gate": GATES[name]}, layout_options={})
+    run = functools.partial(train, options={"gate": OTHERS[name]}, layout_options={})
     pool.run(run, "padded", ROWS[2], 2, 1, world_size=2)
 
 
@@ -112,9 +118,9 @@ def messages_of_a_repetition(options):
         return lambda *args: asked.append(1) or function(*args)
 
     torch.manual_seed(3)
-    gate = functools.partial(SoftmaxGate, z_weight=0.1, capacity_factor=0.8)
+    options = {"gate": functools.partial(SoftmaxGate, z_weight=0.1, capacity_factor=0.8)} | options
     layer = layouts.FMoETransformerMLP(
-        2, layouts.D, 5, world_size=2, moe_group=dist.group.WORLD, gate=gate, **options
+        2, layouts.D, 5, world_size=2, moe_group=dist.group.WORLD, **options
     ).double()
     x = torch.randn(9, layouts.D, dtype=torch.float64, requires_grad=True)
     layer(x)  # ranks compare their layers once
@@ -133,7 +139,18 @@ def messages_of_a_repetition(options):
     torch.testing.assert_close(repeated, x.grad, rtol=1e-12, atol=1e-14)
 
 
-@pytest.mark.parametrize("options", [{}, {"max_rows_per_rank": 18}, {"overlap_degree": 2}], ids=str)
+SINKHORN = functools.partial(SinkhornGate, z_weight=0.1, capacity_factor=0.8)
+RUNNING = functools.partial(SoftmaxGate, z_weight=0.1, capacity_factor=0.8, balance_loss="running")
+REPEATED = {
+    "default": {},
+    "static": {"max_rows_per_rank": 18},
+    "overlap": {"overlap_degree": 2},
+    "sinkhorn": {"gate": SINKHORN},
+    "running loss": {"gate": RUNNING},
+}
+
+
+@pytest.mark.parametrize("options", REPEATED.values(), ids=REPEATED)
 def test_a_repetition_asks_no_other_rank(pool, options):
     pool.run(messages_of_a_repetition, options, world_size=2)
 

@@ -15,6 +15,7 @@ from fmoe_ext.gates import (
     GShardGate,
     NoisyGate,
     SigmoidGate,
+    SinkhornGate,
     SoftmaxGate,
     SwitchGate,
     UniformGate,
@@ -95,6 +96,7 @@ CASES = {
     ),
     "sigmoid": functools.partial(SigmoidGate, balance_loss="global"),
     "expert choice": ExpertChoiceGate,
+    "sinkhorn": functools.partial(SinkhornGate, capacity_factor=0.7),
     "uniform": functools.partial(UniformGate, capacity_factor=0.7),
 }
 

@@ -161,6 +161,8 @@ def tracked(name):
 
 
 SIGMOID = {"moe_router_score_function": "sigmoid"}
+SINKHORN = {"moe_router_load_balancing_type": "sinkhorn"}
+FORCED = {"moe_router_force_load_balancing": True}
 HONOURED = {
     "default": {},
     "top-1 pre-softmax": {"moe_router_topk": 1, "moe_router_pre_softmax": True},
@@ -201,6 +203,17 @@ HONOURED = {
     "aux loss in a list": {"moe_aux_loss_coeff": [0.3], "moe_router_load_balancing_type": ["aux_loss"]},
     "aux loss sigmoid": SIGMOID | {"moe_aux_loss_coeff": 0.3},
     "sequence loss": {"moe_aux_loss_coeff": 0.3, "moe_router_load_balancing_type": "seq_aux_loss"},
+    "global loss": {"moe_aux_loss_coeff": 0.3, "moe_router_load_balancing_type": "global_aux_loss"},
+    "global loss, sigmoid and z-loss": SIGMOID
+    | {"moe_aux_loss_coeff": 0.3, "moe_router_load_balancing_type": "global_aux_loss"}
+    | {"moe_z_loss_coeff": 0.1, "moe_router_topk": 3},
+    "sinkhorn": SINKHORN,
+    "sinkhorn top-1": SINKHORN | {"moe_router_topk": 1},
+    "sinkhorn with z-loss": SINKHORN | {"moe_router_topk": 3, "moe_z_loss_coeff": 0.1},
+    "force balancing": FORCED,
+    "force balancing with losses": FORCED | {"moe_aux_loss_coeff": 0.3, "moe_z_loss_coeff": 0.1},
+    "force balancing, sigmoid": FORCED | SIGMOID | {"moe_router_topk": 3},
+    "force balancing, sinkhorn": FORCED | SINKHORN,
     "no balancing": {"moe_aux_loss_coeff": 0.3, "moe_router_load_balancing_type": "none"},
     "z-loss": {"moe_z_loss_coeff": 0.1},
     "z-loss and aux loss": {"moe_z_loss_coeff": 0.1, "moe_aux_loss_coeff": 0.3},
@@ -262,7 +275,14 @@ def fill_same(layer):
         p.copy_(torch.randn(p.numel(), generator=generator, dtype=p.dtype).view(p.shape) / 3)
 
 
-@pytest.mark.parametrize("kind", ["aux_loss", "seq_aux_loss"])
+LOGGED_AS = {
+    "aux_loss": "load_balancing_loss",
+    "seq_aux_loss": "seq_load_balancing_loss",
+    "global_aux_loss": "global_load_balancing_loss",
+}
+
+
+@pytest.mark.parametrize("kind", LOGGED_AS)
 def test_logged_loss_is_megatrons(kind):
     from megatron.core.transformer.moe.moe_utils import clear_aux_losses_tracker
 
@@ -273,9 +293,38 @@ def test_logged_loss_is_megatrons(kind):
     values = []
     for layer in (theirs, ours):
         step(layer)
-        values.append(tracked("load_balancing_loss" if kind == "aux_loss" else "seq_load_balancing_loss"))
+        values.append(tracked(LOGGED_AS[kind]))
     assert values[1] == pytest.approx(values[0], rel=1e-6)  # the tracker is float32
     assert values[1] == pytest.approx(ours.gate_loss.item(), rel=1e-6)
+
+
+def test_global_loss_counts_the_microbatches_of_a_step():
+    """f_e of all microbatches since finalize_model_grads emptied the count, gradients and logged values."""
+    from megatron.core.distributed.finalize_model_grads import reset_model_temporary_tensors
+    from megatron.core.transformer.moe.moe_utils import clear_aux_losses_tracker
+
+    config = config_of(moe_aux_loss_coeff=0.25, moe_router_load_balancing_type="global_aux_loss")
+    ours, theirs = ours_of(config), theirs_of(config)
+    fill(ours, theirs)
+    theirs.router.double()  # its counts are float32, also where it divides them by 3 microbatches
+    clear_aux_losses_tracker()
+    generator, losses = torch.Generator().manual_seed(4), []
+    for number in range(5):
+        if number == 3:
+            reset_model_temporary_tensors(config, [ours]), reset_model_temporary_tensors(config, [theirs])
+        x = torch.randn(S, B, layouts.D, dtype=torch.float64, generator=generator)
+        grads = []
+        for layer, gate in ((ours, ours.moe.gate.gate), (theirs, theirs.router)):
+            layer.zero_grad()
+            with Float64Inside():
+                layer(x)[0].sum().backward()
+            losses.append(tracked("global_load_balancing_loss"))
+            grads.append(gate.weight.grad)
+        assert (grads[0] - grads[1]).abs().max() <= 1e-12 * grads[1].abs().max()
+        assert losses[-2] == pytest.approx(losses[-1], rel=1e-6)  # the tracker is float32
+        with torch.no_grad():  # neither evaluation nor a forward without gradients counts in the next one
+            ours.eval()(x), ours.train()
+    assert len(set(losses[1::2])) == 5
 
 
 def test_expert_bias_moves_as_megatrons():
@@ -344,16 +393,21 @@ REFUSED = {
     "moe_extended_tp": ({"moe_extended_tp": True}, ValueError),
     "moe_layer_freq": ({"moe_layer_freq": 2}, ValueError),
     "moe_layer_freq list": ({"moe_layer_freq": [1, 0]}, ValueError),
-    "moe_router_load_balancing_type sinkhorn": ({"moe_router_load_balancing_type": "sinkhorn"}, ValueError),
-    "moe_router_load_balancing_type global": (
-        {"moe_router_load_balancing_type": "global_aux_loss"},
+    "moe_aux_loss_coeff sinkhorn": (SINKHORN | {"moe_aux_loss_coeff": 0.1}, ValueError),
+    "moe_router_score_function sinkhorn": (SINKHORN | SIGMOID, ValueError),
+    "moe_router_pre_softmax sinkhorn": (SINKHORN | {"moe_router_pre_softmax": True}, ValueError),
+    "moe_router_topk_scaling_factor sinkhorn": (
+        SINKHORN | {"moe_router_topk_scaling_factor": 2.0},
+        ValueError,
+    ),
+    "moe_router_num_groups sinkhorn": (
+        SINKHORN | {"moe_router_num_groups": 4, "moe_router_group_topk": 2},
         ValueError,
     ),
     "moe_router_load_balancing_type several": (
         {"moe_router_load_balancing_type": ["aux_loss", "seq_aux_loss"], "moe_aux_loss_coeff": [0.1, 0.1]},
         ValueError,
     ),
-    "moe_router_force_load_balancing": ({"moe_router_force_load_balancing": True}, ValueError),
     "moe_token_dropping": ({"moe_token_dropping": True}, ValueError),
     "moe_enable_routing_replay": ({"moe_enable_routing_replay": True}, ValueError),
     "moe_apply_probs_on_input": ({"moe_apply_probs_on_input": True}, ValueError),

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 import fmoe_ext
-from fmoe_ext.ep.exchange import wait
+from fmoe_ext.ep.exchange import Transfer, wait
 from fmoe_ext.pipeline import Pipeline, init_groups, overlap, split
 from fmoe_ext.pipeline.overlap import by_turns
 
@@ -27,7 +27,7 @@ def steps(name, log, count):
     """A computation that notes each of its steps, and waits between them."""
     for i in range(count):
         log.append((name, i, threading.current_thread() is threading.main_thread()))
-        wait(Waits(), "the group")
+        wait([Transfer(Waits())], "the group")
 
 
 def test_turns(monkeypatch):
@@ -47,7 +47,7 @@ def test_random_numbers_are_those_of_one_after_the_other(monkeypatch):
     def draw(into):
         for _ in range(3):
             into.append(torch.rand(()).item())
-            wait(Waits(), "the group")
+            wait([Transfer(Waits())], "the group")
 
     def repeated(into):
         """As activation checkpointing computes again what drew random numbers."""
@@ -70,7 +70,7 @@ def test_an_error_ends_both(monkeypatch):
     log = []
 
     def fails():
-        wait(Waits(), "the group")
+        wait([Transfer(Waits())], "the group")
         raise KeyError("first")
 
     with pytest.raises(KeyError, match="first"):

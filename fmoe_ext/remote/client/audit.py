@@ -2,13 +2,15 @@
 
 import random
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 
 from fmoe_ext.remote import loop
 from fmoe_ext.remote.client.client import Client, Handle, Outcome
-from fmoe_ext.remote.errors import Cheated, RemoteError
+from fmoe_ext.remote.errors import CallTimeout, Cheated, RemoteError
 from fmoe_ext.remote.expert_classes import find_expert_class
 from fmoe_ext.remote.wire import Message
 
@@ -24,7 +26,8 @@ class Finding:
 
 
 class Auditor:
-    """Checks forward calls: auditor.check(expert, x) sends x and recomputes some rows with the expert's weights.
+    """Recomputes some rows of answers with the expert's weights: check() and check_backward() calls of its own,
+    watch() a share of the client's ordinary ones.
 
     The weights come from another replica than the one that answered where there is one, and must be those of the
     version that the answer names; otherwise the audit is tried again, attempts times. tolerance: of the relative
@@ -42,36 +45,163 @@ class Auditor:
     ):
         self.client, self.tolerance, self.rows, self.attempts = client, tolerance, rows, attempts
         self.caught: Counter[str] = Counter()  # endpoint: how often
+        self.share = 0.0
         self._random = random.Random(seed)
+
+    def watch(self, share: float) -> "Auditor":
+        """Audits so many of the client's ordinary calls from now on, forward and backward, each within its deadline.
+
+        A call that is caught raises Cheated, and where failures are tolerated counts as one. client.counts has
+        "audits" and "audits without a result": the weights had moved on, or did not come in time.
+        """
+        if not 0 <= share <= 1:
+            raise ValueError(f"share must lie between 0 and 1, but got {share}")
+        self.share = share
+        self.client.watcher = self if share else None
+        return self
 
     def check(self, handle: Handle, *inputs: torch.Tensor, timeout: float = 10.0) -> Finding:
         """What came out; Cheated if the answer is not what the weights give, RemoteError if no audit was possible."""
         for _ in range(self.attempts):
             outcome = loop.run(self.client.forward(handle, inputs, timeout), timeout + 1)
-            state = loop.run(self.client.state(handle, self._witness(handle, outcome), timeout), timeout + 1)
-            if state.meta.get("version") == str(outcome.version):
-                return self._compare(handle, outcome, state, inputs)
+            state = loop.run(self._state(handle, outcome.endpoint, timeout), timeout + 1)
+            if _version(state) == outcome.version:
+                return self._compare_outputs(handle, inputs, outcome, state)
         raise RemoteError(f"{handle.uid} changed between answer and weights {self.attempts} times: no audit")
 
-    def _witness(self, handle: Handle, outcome: Outcome) -> str:
-        others = [e for e in (handle.record.endpoints if handle.record else ()) if e != outcome.endpoint]
-        return self._random.choice(others) if others else outcome.endpoint
-
-    def _compare(
-        self, handle: Handle, outcome: Outcome, state: Message, inputs: tuple[torch.Tensor, ...]
+    def check_backward(
+        self, handle: Handle, inputs: Sequence[torch.Tensor], grad: torch.Tensor, timeout: float = 10.0
     ) -> Finding:
-        module = find_expert_class(handle.expert_class).make(handle.hidden_dim)
-        weights = {n.removeprefix("weight/"): x for n, x in state.tensors.items() if n.startswith("weight/")}
-        module.load_state_dict(weights, strict=False)
-        (y,) = outcome.tensors
-        chosen = self._random.sample(range(y.shape[0]), min(self.rows, y.shape[0]))
+        """As check(), of the gradients of inputs; the expert makes a step at each attempt."""
+        for _ in range(self.attempts):
+            loop.run(self.client.learn(handle, timeout), timeout + 1)
+            state = loop.run(self._state(handle, None, timeout), timeout + 1)
+            call = self.client.backward(handle, inputs, grad, handle.version, timeout)
+            outcome = loop.run(call, timeout + 1)
+            if _version(state) + 1 == outcome.version:
+                return self._compare_gradients(handle, inputs, grad, outcome, state)
+        raise RemoteError(f"{handle.uid} changed before the gradient {self.attempts} times: no audit")
+
+    # ---------------------------------------------------------------- what the client calls
+
+    async def after_forward(
+        self, handle: Handle, inputs: Sequence[torch.Tensor], outcome: Outcome, timeout: float
+    ) -> None:
+        """Raises Cheated if this answer is audited and wrong."""
+        if self._random.random() >= self.share:
+            return
+        state = await self._state_in_time(handle, outcome.endpoint, timeout)
+        if self._is_possible(state is not None and _version(state) == outcome.version):
+            assert state is not None
+            self._compare_outputs(handle, inputs, outcome, state)
+
+    async def before_backward(self, handle: Handle, timeout: float) -> Message | None:
+        """The weights that a gradient will be recomputed with, or None if this one is not audited."""
+        if self._random.random() >= self.share:
+            return None
+        state = await self._state_in_time(handle, None, timeout)
+        if state is None:
+            self._is_possible(False)
+        return state
+
+    def after_backward(
+        self,
+        handle: Handle,
+        inputs: Sequence[torch.Tensor],
+        grad: torch.Tensor,
+        outcome: Outcome,
+        state: Message,
+    ) -> None:
+        """Raises Cheated if the gradients of inputs are not those of the weights before the step."""
+        if self._is_possible(_version(state) + 1 == outcome.version):
+            self._compare_gradients(handle, inputs, grad, outcome, state)
+
+    # ---------------------------------------------------------------- the weights
+
+    async def _state(self, handle: Handle, answered: str | None, timeout: float) -> Message:
+        """All of the expert, from another replica than the one that answered where there is one."""
+        endpoints = handle.record.endpoints if handle.record else ()
+        leader = endpoints[0] if endpoints else None
+        others = [e for e in endpoints if e != (answered or leader)]
+        where = self._random.choice(others) if others else answered or leader
+        if where is None:
+            raise RemoteError(f"nobody hosts {handle.uid}: no audit")
+        return await self.client.state(handle, where, timeout)
+
+    async def _state_in_time(self, handle: Handle, answered: str | None, timeout: float) -> Message | None:
+        """None where the weights did not come: whoever answered is not to blame for that."""
+        try:
+            if timeout <= 0:
+                raise CallTimeout(f"no time is left to audit {handle.uid}")
+            return await self._state(handle, answered, timeout)
+        except RemoteError:
+            return None
+
+    def _is_possible(self, possible: bool) -> bool:
+        self.client.counts["audits" if possible else "audits without a result"] += 1
+        return possible
+
+    # ---------------------------------------------------------------- the comparison
+
+    def _compare_outputs(
+        self, handle: Handle, inputs: Sequence[torch.Tensor], outcome: Outcome, state: Message
+    ) -> Finding:
+        chosen = self._choose(inputs)
         with torch.no_grad():
-            truth = module(*(x[chosen] for x in inputs))
-        error = ((y[chosen] - truth).abs().max() / truth.abs().max().clamp(min=1e-30)).item()
-        if not error <= self.tolerance:
+            truth = _module(handle, state)(*(x[chosen] for x in inputs))
+        return self._judge(handle, outcome, chosen, [(outcome.tensors[0][chosen], truth)], inputs)
+
+    def _compare_gradients(
+        self,
+        handle: Handle,
+        inputs: Sequence[torch.Tensor],
+        grad: torch.Tensor,
+        outcome: Outcome,
+        state: Message,
+    ) -> Finding:
+        chosen = self._choose(inputs)
+        some = [x[chosen].requires_grad_(x.is_floating_point()) for x in inputs]
+        wanted = [x for x in some if x.requires_grad]
+        with torch.enable_grad():
+            y = _module(handle, state)(*some)
+            truth = torch.autograd.grad(y, wanted, grad[chosen], materialize_grads=True)
+        pairs = [(got[chosen], true) for got, true in zip(outcome.tensors, truth, strict=True)]
+        return self._judge(handle, outcome, chosen, pairs, inputs)
+
+    def _choose(self, inputs: Sequence[torch.Tensor]) -> list[int]:
+        num_rows = inputs[0].shape[0]
+        return self._random.sample(range(num_rows), min(self.rows, num_rows))
+
+    def _judge(
+        self,
+        handle: Handle,
+        outcome: Outcome,
+        chosen: list[int],
+        pairs: Sequence[tuple[torch.Tensor, torch.Tensor]],
+        inputs: Sequence[torch.Tensor],
+    ) -> Finding:
+        errors = [_relative_error(got, true) for got, true in pairs if true.numel()]
+        error = max(errors, default=0.0)
+        if not all(e <= self.tolerance for e in errors):
             self.caught[outcome.endpoint] += 1
             raise Cheated(
                 f"{outcome.endpoint} answered for {handle.uid} with an error of {error:.3g}, {self.tolerance:g} is "
-                f"allowed ({len(chosen)} of {y.shape[0]} rows recomputed)"
+                f"allowed ({len(chosen)} of {inputs[0].shape[0]} rows recomputed)"
             )
         return Finding(handle.uid, outcome.endpoint, len(chosen), error)
+
+
+def _relative_error(got: torch.Tensor, true: torch.Tensor) -> float:
+    return ((got - true).abs().max() / true.abs().max().clamp(min=1e-30)).item()
+
+
+def _version(state: Message) -> int:
+    text = state.meta.get("version", "")
+    return int(text) if text.isdecimal() and len(text) <= 18 else -2
+
+
+def _module(handle: Handle, state: Message) -> nn.Module:
+    module = find_expert_class(handle.expert_class).make(handle.hidden_dim)
+    weights = {n.removeprefix("weight/"): x for n, x in state.tensors.items() if n.startswith("weight/")}
+    module.load_state_dict(weights, strict=False)
+    return module

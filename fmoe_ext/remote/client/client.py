@@ -3,9 +3,10 @@
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -65,6 +66,25 @@ class Outcome:
     endpoint: str
 
 
+class Watcher(Protocol):
+    """What an Auditor is to its client; each method may raise Cheated."""
+
+    async def after_forward(
+        self, handle: Handle, inputs: Sequence[torch.Tensor], outcome: Outcome, timeout: float
+    ) -> None: ...
+
+    async def before_backward(self, handle: Handle, timeout: float) -> Message | None: ...
+
+    def after_backward(
+        self,
+        handle: Handle,
+        inputs: Sequence[torch.Tensor],
+        grad: torch.Tensor,
+        outcome: Outcome,
+        state: Message,
+    ) -> None: ...
+
+
 class Client:
     """Shared by any number of experts. counts: calls, hedges, retries and failures so far, by name."""
 
@@ -86,6 +106,7 @@ class Client:
             ),
         )
         self.counts: Counter[str] = Counter()
+        self.watcher: Watcher | None = None
         self.loss = ""  # shown on the pages of the servers that are called
 
     def handle(self, uid: str, where: str | Sequence[str] | ExpertRecord | None = None) -> Handle:
@@ -130,7 +151,11 @@ class Client:
         )
         outcome = _outcome(answer, endpoint, handle)
         _check_output(outcome, schema, num_rows, handle.uid)
-        self._note_success(handle, outcome, time.monotonic() - begin)
+        seconds = time.monotonic() - begin
+        self._note_success(handle, outcome, seconds)
+        if self.watcher is not None:
+            with self._noting_cheats(handle):
+                await self.watcher.after_forward(handle, inputs, outcome, timeout - seconds)
         return outcome
 
     async def backward(
@@ -142,6 +167,11 @@ class Client:
         timeout: float,
     ) -> Outcome:
         """The gradients of inputs; the expert makes one step, however often the call has to be repeated."""
+        begin = time.monotonic()
+        watcher = (
+            None if self.settings.compression != "none" else self.watcher
+        )  # the error fed back is not known
+        before = None if watcher is None else await watcher.before_backward(handle, timeout / 2)
         meta = self._meta(handle) | {
             protocol.VERSION: str(seen_version),
             protocol.REQUEST_ID: protocol.new_request_id(),
@@ -161,7 +191,7 @@ class Client:
                 record.endpoints[0], protocol.BACKWARD, data, left
             ), record.endpoints[0]
 
-        answer, endpoint = await self._retry(handle, timeout, attempt)
+        answer, endpoint = await self._retry(handle, timeout - (time.monotonic() - begin), attempt)
         outcome = _outcome(answer, endpoint, handle)
         wanted = [x for x in inputs if x.is_floating_point()]
         if [x.shape for x in outcome.tensors] != [x.shape for x in wanted]:
@@ -170,6 +200,9 @@ class Client:
             )
         handle.version = max(handle.version, outcome.version)
         self.counts["gradients applied"] += 1
+        if watcher is not None and before is not None:
+            with self._noting_cheats(handle):
+                watcher.after_backward(handle, inputs, grad, outcome, before)
         return outcome
 
     async def state(self, handle: Handle, endpoint: str, timeout: float) -> Message:
@@ -270,6 +303,14 @@ class Client:
         handle.usual_seconds = seconds if usual is None else 0.9 * usual + 0.1 * seconds
         handle.gone_until = 0.0
         handle.version = max(handle.version, outcome.version)
+
+    @contextmanager
+    def _noting_cheats(self, handle: Handle) -> Iterator[None]:
+        try:
+            yield
+        except errors.Cheated:
+            self._note_failure(handle)
+            raise
 
     def _note_failure(self, handle: Handle) -> None:
         self.counts["failures"] += 1

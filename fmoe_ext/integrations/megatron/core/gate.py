@@ -8,13 +8,30 @@ import torch
 from torch import Tensor
 
 from fmoe_ext import ops
-from fmoe_ext.gates import ScoredGate, SigmoidGate, SoftmaxGate
+from fmoe_ext.gates import ScoredGate, SigmoidGate, SinkhornGate, SoftmaxGate
+
+# balance_loss of the gate for moe_router_load_balancing_type; "sinkhorn" and "none" have none
+BALANCE_LOSSES = {"aux_loss": "global", "seq_aux_loss": "sequence", "global_aux_loss": "running"}
 
 
-class FromConfig:
-    """Marks the gates that gate_arguments() makes: the layer gives them the length of the sequences."""
+class FromConfig(ScoredGate):
+    """The gates that gate_arguments() makes: the layer gives them the length of the sequences."""
 
-    seq_len: int | None
+    def draw_logits(self, logits: Tensor) -> Tensor:
+        """From the generator of Megatron that differs on every expert-parallel rank, as RandomSTE does."""
+        from megatron.core.tensor_parallel import get_cuda_rng_tracker, get_expert_parallel_rng_tracker_name
+
+        with get_cuda_rng_tracker().fork(get_expert_parallel_rng_tracker_name()):
+            return super().draw_logits(logits)
+
+    def reset_global_aux_loss_tracker(self) -> None:
+        """What finalize_model_grads calls, by its name in TopKRouter."""
+        if self.balance_loss == "running":
+            self.reset_running_load()
+
+
+class MegatronSinkhornGate(FromConfig, SinkhornGate):
+    """SinkhornGate by the options of a TransformerConfig."""
 
 
 class MegatronSoftmaxGate(FromConfig, SoftmaxGate):
@@ -40,21 +57,26 @@ def gate_arguments(config: Any) -> dict[str, Any]:
         d_model: int, num_expert: int, world_size: int, top_k: int = 2, gate_bias: bool = True
     ) -> ScoredGate:
         _, balance_weight, z_weight = loss_weights(config)
+        size = (d_model, num_expert, world_size, top_k, gate_bias)
         options: dict[str, Any] = {
-            "normalize": not config.moe_router_pre_softmax,
-            "scale": config.moe_router_topk_scaling_factor or 1.0,
-            "num_groups": config.moe_router_num_groups if config.moe_router_group_topk else 1,
-            "topk_groups": config.moe_router_group_topk or 1,
-            "group_best": top_k // config.moe_router_group_topk if config.moe_router_group_topk else 1,
             "balance_loss": balance_of(config),
             "balance_weight": balance_weight,
             "seq_len": 1,  # of each microbatch, set by the layer
             "z_weight": z_weight,
             "jitter": config.moe_input_jitter_eps or 0.0,
+            "random_logits": bool(getattr(config, "moe_router_force_load_balancing", False)),
             "capacity_factor": config.moe_expert_capacity_factor,
             "drop_policy": "score" if config.moe_token_drop_policy == "probs" else "token",
         }
-        size = (d_model, num_expert, world_size, top_k, gate_bias)
+        if is_sinkhorn(config):
+            return MegatronSinkhornGate(*size, **options)
+        options |= {
+            "normalize": not config.moe_router_pre_softmax,
+            "scale": config.moe_router_topk_scaling_factor or 1.0,
+            "num_groups": config.moe_router_num_groups if config.moe_router_group_topk else 1,
+            "topk_groups": config.moe_router_group_topk or 1,
+            "group_best": top_k // config.moe_router_group_topk if config.moe_router_group_topk else 1,
+        }
         if config.moe_router_score_function == "softmax":
             return MegatronSoftmaxGate(*size, **options)
         speed = config.moe_router_bias_update_rate if config.moe_router_enable_expert_bias else 0.0
@@ -65,7 +87,11 @@ def gate_arguments(config: Any) -> dict[str, Any]:
 
 def balance_of(config: Any) -> str | None:
     """balance_loss of the gate for moe_router_load_balancing_type."""
-    return {"aux_loss": "global", "seq_aux_loss": "sequence"}.get(only(config.moe_router_load_balancing_type))
+    return BALANCE_LOSSES.get(only(config.moe_router_load_balancing_type))
+
+
+def is_sinkhorn(config: Any) -> bool:
+    return only(config.moe_router_load_balancing_type) == "sinkhorn"
 
 
 def loss_weights(config: Any) -> tuple[float, float, float]:

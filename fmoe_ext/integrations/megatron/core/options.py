@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from fmoe_ext.integrations.megatron.core.gate import only
+from fmoe_ext.integrations.megatron.core.gate import BALANCE_LOSSES, is_sinkhorn, only
 
 MOE_FIELD = re.compile("moe|expert|router")  # names of fields that the table has to know
 
@@ -62,11 +62,12 @@ def _ranks_groups_by_nothing(config: Any) -> bool:
 
 
 def _balancing_is_refused(config: Any) -> bool:
-    return only(config.moe_router_load_balancing_type) not in ("aux_loss", "seq_aux_loss", "none")
+    return only(config.moe_router_load_balancing_type) not in (*BALANCE_LOSSES, "sinkhorn", "none")
 
 
-def _is_several(config: Any) -> bool:
-    return isinstance(only(config.moe_aux_loss_coeff), (list, tuple))
+def _is_no_one_factor(config: Any) -> bool:
+    several = isinstance(only(config.moe_aux_loss_coeff), (list, tuple))
+    return several or (is_sinkhorn(config) and only(config.moe_aux_loss_coeff) != 0)
 
 
 def _leaves_layers_dense(config: Any) -> bool:
@@ -96,7 +97,17 @@ def _router(name: str, default: Any, honoured: str = "", refused: str = "", refu
     return Option(name, default, honoured, refused, refuses, describes_router=True)
 
 
+def _not_with_sinkhorn(name: str, default: Any, honoured: str) -> Option:
+    """Of the router; beside "sinkhorn", which Megatron's router has before it reads the option, it is refused."""
+
+    def refuses(config: Any) -> bool:
+        return is_sinkhorn(config) and not is_default(getattr(config, name, default), default)
+
+    return _router(name, default, honoured, _SINKHORN, refuses)
+
+
 _KERNELS = "no effect: one fused operator computes the experts"
+_SINKHORN = 'beside moe_router_load_balancing_type="sinkhorn", whose scores know nothing of it'
 _EXCHANGE = "no effect: rows are exchanged by our own all-to-all"
 
 OPTIONS = (
@@ -131,14 +142,16 @@ OPTIONS = (
         _leaves_layers_dense,
     ),
     Option("moe_router_topk", 2, "`top_k`, unless given to `moe_layer_spec`"),
-    _router("moe_router_score_function", "softmax", "`SoftmaxGate` or `SigmoidGate`"),
-    _router(
+    _not_with_sinkhorn("moe_router_score_function", "softmax", "`SoftmaxGate` or `SigmoidGate`"),
+    _not_with_sinkhorn(
         "moe_router_pre_softmax",
         False,
         "`normalize=False` of `SoftmaxGate`; no effect on sigmoid scores",
     ),
-    _router("moe_router_topk_scaling_factor", None, "`scale` of the gate"),
-    _router("moe_router_num_groups", None, "`num_groups` of the gate, with `moe_router_group_topk`"),
+    _not_with_sinkhorn("moe_router_topk_scaling_factor", None, "`scale` of the gate"),
+    _not_with_sinkhorn(
+        "moe_router_num_groups", None, "`num_groups` of the gate, with `moe_router_group_topk`"
+    ),
     _router(
         "moe_router_group_topk",
         None,
@@ -156,7 +169,7 @@ OPTIONS = (
         '"fp64" with narrower parameters: gates compute in float32 then',
         _is_wider_than_ours,
     ),
-    _router(
+    _not_with_sinkhorn(
         "moe_router_enable_expert_bias",
         False,
         "`expert_bias` of `SigmoidGate`, moved by `finalize_model_grads`",
@@ -167,24 +180,25 @@ OPTIONS = (
     _router(
         "moe_router_force_load_balancing",
         False,
-        refused="Megatron draws random choices; pass gate=fmoe_ext.gates.UniformGate, which deals them out in turn",
+        "`random_logits` of the gate, from Megatron's generator of the expert-parallel rank",
     ),
     _router(
         "moe_router_load_balancing_type",
         "aux_loss",
         '"aux_loss": the balance loss of all tokens of a microbatch, on all ranks (Megatron: on each data-parallel '
-        'rank); "seq_aux_loss": of each sequence, whole on its rank; "none"',
-        '"global_aux_loss": its loss depends on how many microbatches came before (gates.WholeBatch is exact); '
-        '"sinkhorn": its choices are an iteration over the batch of one rank, which ends by a tolerance, and are '
-        "others in evaluation; several types",
+        'rank); "seq_aux_loss": of each sequence, whole on its rank; "global_aux_loss": `balance_loss="running"` '
+        "(Megatron: each data-parallel rank's part of it, averaged, which is the loss divided by their number); "
+        '"sinkhorn": `SinkhornGate`, over the tokens of all ranks (Megatron: of each rank); "none"',
+        "several types",
         _balancing_is_refused,
     ),
     Option(
         "moe_aux_loss_coeff",
         0.0,
         "factor of the gate's loss, through `MoEAuxLossAutoScaler`",
-        "a list of several: moe_router_load_balancing_type must be one",
-        _is_several,
+        "a list of several: moe_router_load_balancing_type must be one; any beside "
+        'moe_router_load_balancing_type="sinkhorn", which has no loss',
+        _is_no_one_factor,
     ),
     Option(
         "moe_grad_scale_func",

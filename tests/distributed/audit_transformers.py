@@ -1,0 +1,70 @@
+"""Models of Transformers, with the mistakes that an audit of them has to find."""
+
+import torch
+from torch import nn
+from transformers import MixtralConfig, MixtralForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
+
+SIZES = {"hidden_size": 16, "num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 32}
+EXPERTS = 4
+
+
+def qwen(**options):
+    sizes = {"num_hidden_layers": 2, "moe_intermediate_size": 8, "head_dim": 8, "num_experts": EXPERTS}
+    return Qwen3MoeForCausalLM(
+        Qwen3MoeConfig(**SIZES, **sizes, num_experts_per_tok=2, max_position_embeddings=32, **options)
+    )
+
+
+def mixtral(**options):
+    sizes = {"num_hidden_layers": 3, "intermediate_size": 8, "num_local_experts": 8}
+    return MixtralForCausalLM(
+        MixtralConfig(**SIZES, **sizes, num_experts_per_tok=2, max_position_embeddings=32, **options)
+    )
+
+
+# One mistake each
+
+
+def unreduced(model):
+    """Forgets allreduce_params()."""
+
+
+def clip_without_experts(model):
+    dense = [p for name, p in model.named_parameters() if ".experts." not in name]
+    return nn.utils.clip_grad_norm_(dense, 0.1)
+
+
+def optimizer_without_routers(model):
+    trained = [p for name, p in model.named_parameters() if not name.endswith("mlp.gate.weight")]
+    return torch.optim.AdamW(trained, lr=1e-2)
+
+
+def loss_with_balance(model, batch):
+    """Transformers' own balance loss, which leaves padding out."""
+    out = model(**batch, output_router_logits=True)
+    balance = load_balancing_loss_func(out.router_logits, EXPERTS, 2, batch["attention_mask"])
+    return out.loss + 0.5 * balance
+
+
+def loss_that_counts_padding(model, batch):
+    out = model(**batch, output_router_logits=True)
+    return out.loss + 0.5 * load_balancing_loss_func(out.router_logits, EXPERTS, 2)
+
+
+def forgetful(layout):
+    """Its routers see other noise in every call, also in those that activation checkpointing repeats."""
+    model = qwen()
+    for layer in model.model.layers:
+        layer.mlp.gate.register_forward_pre_hook(Noise())
+    return model
+
+
+class Noise:
+    def __init__(self):
+        self.num_calls = 0
+
+    def __call__(self, router, args):
+        self.num_calls += 1
+        generator = torch.Generator().manual_seed(self.num_calls)
+        return (args[0] + 0.5 * torch.randn(args[0].shape[-1], generator=generator, dtype=args[0].dtype),)

@@ -1,0 +1,105 @@
+"""fmoe_ext.audit of models of Transformers: equal where they are trained rightly, and what differs where not."""
+
+import pytest
+import torch
+
+import fmoe_ext
+from fmoe_ext.audit.shrink import shrunk_config
+
+pytest.importorskip("transformers", minversion="5", reason="pip install transformers>=5")
+import audit_transformers as models
+import transformers
+
+PLAIN = {"accumulation": ["1"], "recomputation": ["none"], "padding": ["none"], "dtypes": ["float64"]}
+ONE = {"layouts": ["1"]} | PLAIN
+TIMEOUT = 300  # seconds of a case; the first one of a process imports Transformers
+
+
+def audited(pool, model, **settings):
+    return fmoe_ext.audit(model, pool=pool, timeout=TIMEOUT, **settings)
+
+
+def first_difference(report):
+    (failure,) = report.failures
+    assert failure.error is None, failure.error
+    assert str(failure.first) in str(report)
+    return failure.first
+
+
+def test_a_right_training_is_equal(pool):
+    axes = {"layouts": ["1", "dp2"], "dtypes": ["float64"]}
+    axes |= {"accumulation": ["1", "uneven"], "recomputation": ["none", "non-reentrant"]}
+    report = audited(pool, models.qwen(), **axes, padding=["none", "left"])
+    assert report.ok, str(report)
+    assert len(report.results) == 16 and "left out: ep (Transformers' own experts" in str(report)
+    assert all(worst <= 1e-12 for result in report.results for worst in result.worst.values())
+    assert report.results[0].worst.keys() >= {"output", "loss", "gradient", "parameter"}
+
+
+def test_all_of_it_at_once(pool):
+    axes = {"accumulation": ["uneven"], "recomputation": ["non-reentrant"], "padding": ["left"]}
+    report = audited(pool, models.mixtral(), layouts=["dp2"], dtypes=["float64"], **axes)
+    assert report.ok, str(report)
+
+
+def test_reentrant_recomputation_and_padding_behind(pool):
+    one = ONE | {"recomputation": ["reentrant"], "padding": ["right"]}
+    assert audited(pool, models.qwen(), **one).ok
+
+
+def test_finds_a_balance_loss_averaged_wrongly(pool):
+    """That of Transformers is a loss of each rank's tokens, and of each microbatch."""
+    model = models.qwen(output_router_logits=True, router_aux_loss_coef=0.5)
+    assert audited(pool, model, **ONE).ok
+    for other in ({"layouts": ["dp2"]}, {"accumulation": ["2"]}):
+        first = first_difference(audited(pool, model, **ONE | other))
+        assert (first.step, first.quantity) == (1, "loss") and first.error > 1e-6
+
+
+def test_finds_a_missing_gradient_reduction(pool):
+    report = audited(pool, models.qwen(), reduce=models.unreduced, **ONE | {"layouts": ["dp2"]})
+    first = first_difference(report)
+    assert (first.step, first.quantity, first.name) == (1, "gradient", "lm_head.weight")
+    assert first.error > 1e-3
+
+
+def test_finds_a_router_that_sees_padding(pool):
+    settings = ONE | {"padding": ["right"]}
+    assert audited(pool, models.qwen(), loss=models.loss_with_balance, **settings).ok
+    first = first_difference(audited(pool, models.qwen(), loss=models.loss_that_counts_padding, **settings))
+    assert (first.step, first.quantity) == (1, "loss") and first.error > 1e-6
+
+
+def test_finds_a_recomputation_that_routes_anew(pool):
+    from fmoe_ext.audit.source import RandomTokens, loss_of_transformers
+
+    parts = {"batch": RandomTokens(models.SIZES["vocab_size"]), "loss": loss_of_transformers}
+    assert audited(pool, models.forgetful, **parts, **ONE).ok
+    report = audited(pool, models.forgetful, **parts, **ONE | {"recomputation": ["non-reentrant"]})
+    first = first_difference(report)
+    assert (first.step, first.quantity) == (1, "gradient") and first.name.startswith("model.layers.1.")
+
+
+def test_finds_experts_left_out_of_clipping(pool):
+    report = audited(pool, models.qwen(), clip=models.clip_without_experts, **ONE)
+    assert not report.failures and not report.ok
+    assert {name.split(".")[-2] for name in report.facts.clipped_apart} == {"experts"}
+    assert "clipping leaves out model.layers.0.mlp.experts." in str(report)
+
+
+def test_finds_an_optimizer_that_misses_routers(pool):
+    report = audited(pool, models.qwen(), optimizer=models.optimizer_without_routers, **ONE)
+    assert not report.failures and not report.ok
+    assert report.facts.not_updated == [f"model.layers.{i}.mlp.gate.weight" for i in (0, 1)]
+
+
+def test_a_large_configuration_becomes_small():
+    config = transformers.DeepseekV3Config()
+    small = shrunk_config(config)
+    assert (config.hidden_size, config.n_routed_experts) == (7168, 256), "the original stays"
+    assert (small.hidden_size, small.n_routed_experts, small.num_hidden_layers) == (32, 4, 2)
+    assert (small.n_group, small.topk_group, small.num_experts_per_tok) == (2, 1, 2)
+    assert small.norm_topk_prob == config.norm_topk_prob
+    model = transformers.AutoModelForCausalLM.from_config(small)
+    tokens = torch.arange(12).view(2, 6)
+    assert model(input_ids=tokens, labels=tokens).loss.isfinite()

@@ -1,0 +1,129 @@
+"""examples/lm on several ranks: the numbers of one process, in every layout, also after a change of layout."""
+
+import importlib
+import os
+import shutil
+import signal
+import sys
+
+import pytest
+import torch
+
+from tests.distributed.example_lm import (
+    EXAMPLE,
+    assert_same_checkpoint,
+    assert_same_curve,
+    metrics,
+    train,
+    write_text,
+)
+
+MOST = 1e-12  # relative difference, float64
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    return write_text(tmp_path_factory.mktemp("text") / "text.txt")
+
+
+@pytest.fixture(scope="module")
+def alone(text, tmp_path_factory):
+    """The run of one process."""
+    out = tmp_path_factory.mktemp("alone")
+    assert train(text, out, "--compare", "--save-every", "3") == 0
+    return out
+
+
+LAYOUTS = {
+    "data parallel": (2, "--expert-parallel 1"),
+    "experts over ranks, overlapped": (2, "--expert-parallel 2 --overlap-degree 2"),
+    "experts over ranks, a rank with fewer windows": (4, "--expert-parallel auto"),
+    "both": (4, "--expert-parallel 2"),
+    "fsdp2, whole experts": (2, "--expert-parallel 1 --data-parallel fsdp2"),
+    "fsdp2, experts over ranks": (4, "--expert-parallel 2 --data-parallel fsdp2"),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_every_layout_is_as_one_process(pool, alone, text, tmp_path, name):
+    """And its checkpoint goes on in one process, one process's on these ranks."""
+    ranks, arguments = LAYOUTS[name]
+    arguments = ["--compare", *arguments.split()]
+    status = pool.run(train, text, tmp_path / "out", *arguments, "--stop-after", "3", world_size=ranks)
+    assert status == [0] * ranks
+    shutil.copytree(tmp_path / "out", tmp_path / "continued")
+    assert (
+        train(
+            text,
+            tmp_path / "continued",
+            "--resume",
+            "--compare",
+            "--data-parallel=ddp",
+            "--expert-parallel=1",
+        )
+        == 0
+    )
+    assert_same_curve(tmp_path / "continued", alone, MOST)
+    assert (tmp_path / "continued" / "sample.txt").read_text() == (alone / "sample.txt").read_text()
+
+    first_half = stopped(alone, 3, tmp_path / "stopped")
+    assert pool.run(train, text, first_half, "--resume", *arguments, world_size=ranks) == [0] * ranks
+    assert_same_curve(first_half, alone, MOST)
+    assert (first_half / "sample.txt").read_text() == (alone / "sample.txt").read_text()
+
+
+def stopped(out, step, copy):
+    """A run's folder as it was after a step with a checkpoint."""
+    shutil.copytree(out, copy)
+    (copy / "checkpoints" / "latest").write_text(f"step-{step:08d}")
+    return copy
+
+
+def test_resume_on_as_many_ranks_is_bitwise(pool, text, tmp_path):
+    """Between two reports, with a gate that draws random numbers."""
+    options = ["--gate=gshard", "--dtype=float32", "--log-every=2"]
+    assert pool.run(train, text, tmp_path / "straight", *options, world_size=2) == [0, 0]
+    for stop in ("3", "6"):
+        command = [*options, "--resume=auto", "--stop-after", stop]
+        assert pool.run(train, text, tmp_path / "resumed", *command, world_size=2) == [0, 0]
+    assert_same_curve(tmp_path / "resumed", tmp_path / "straight", most=1e-15)  # sums in another order
+    assert_same_checkpoint(tmp_path / "resumed", tmp_path / "straight")
+
+
+def test_ranks_refuse_together(pool, text, tmp_path):
+    for arguments, status in (("--expert-parallel 3", 2), ("--expert-parallel 4", 2), ("--resume", 2)):
+        command = text, tmp_path / "out", *arguments.split()
+        assert pool.run(exit_status, *command, world_size=2) == [status] * 2
+    assert not (tmp_path / "out").exists()
+
+
+def exit_status(*arguments):
+    try:
+        return train(*arguments)
+    except SystemExit as stop:
+        return stop.code
+
+
+def test_a_signal_to_one_rank_stops_all(pool, text, tmp_path):
+    steps = pool.run(interrupted, text, tmp_path / "out", world_size=2)
+    assert steps == [130, 130]
+    (checkpoint,) = (tmp_path / "out" / "checkpoints").glob("step-*")
+    assert int(checkpoint.name.removeprefix("step-")) == metrics(tmp_path / "out")[-1]["step"] <= 5
+
+
+def interrupted(text, out):
+    """train(), in which the second rank gets SIGTERM in its third step."""
+    sys.path.insert(0, str(EXAMPLE))
+    data = importlib.import_module("data")
+    batch = data.Corpus.batch
+
+    def batch_and_signal(corpus, step, *arguments):
+        if step == 3 and torch.distributed.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return batch(corpus, step, *arguments)
+
+    data.Corpus.batch = batch_and_signal
+    try:
+        return train(text, out, "--steps=1000")
+    finally:
+        data.Corpus.batch = batch
