@@ -21,7 +21,9 @@ class BalanceCallback(TrainerCallback):
 
     weight: that of the balance loss (add_balance_loss). Every log with a training loss gains moe/balance_loss (without
     its weight), moe/max_over_mean, moe/dropped_share and moe/dead_experts, means over the layers since the last log and
-    over all ranks (balance.summarize). file: where balance.write() puts the loads of every layer besides.
+    over all ranks (balance.summarize). file: where balance.write() puts the loads of every layer besides. Of TRL's
+    trainers that make their loss of log_probs (1.0 and newer) SFTTrainer with loss_type="nll" is heeded, others raise
+    ValueError at the first step.
     """
 
     def __init__(self, weight: float = 0.01, file: str | None = None) -> None:
@@ -34,6 +36,7 @@ class BalanceCallback(TrainerCallback):
         self._detach()
         model: nn.Module = kwargs["model"]
         self._loss = add_balance_loss(model, self.weight)
+        self._loss.sums_log_probs = _is_sft(args) and args.loss_type == "nll"
         self._monitor = balance.watch(model)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -58,6 +61,11 @@ class BalanceCallback(TrainerCallback):
         if self._monitor is not None:
             self._monitor.remove()
         self._loss = self._monitor = None
+
+
+def _is_sft(args: Any) -> bool:
+    """Whether these are arguments of TRL's SFTTrainer."""
+    return any(cls.__name__ == "SFTConfig" for cls in type(args).__mro__)
 
 
 def _sum_over_ranks(counted: torch.Tensor) -> torch.Tensor:

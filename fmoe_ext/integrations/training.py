@@ -35,10 +35,15 @@ def add_balance_loss(model: nn.Module, weight: float = 0.01) -> BalanceLoss:
 
 
 class BalanceLoss:
-    """What add_balance_loss() has attached to a model; remove() takes it off."""
+    """What add_balance_loss() has attached to a model; remove() takes it off.
+
+    sums_log_probs: whether the loop makes its loss of output.log_probs, as TRL's SFTTrainer does since 1.0: minus their
+    sum, divided by the number of labels.
+    """
 
     def __init__(self, model: nn.Module, weight: float) -> None:
         self.weight = weight
+        self.sums_log_probs = False
         self._sum: torch.Tensor | float = 0.0
         self._count = 0
         attach = _after_step if hasattr(model, "training_step") else _after_forward
@@ -62,10 +67,21 @@ class BalanceLoss:
                 "(label smoothing and compute_loss_func keep them from it), or add gates.total_loss(model) where your "
                 "loss is made"
             )
+        if kwargs.get("fused_lm_head") and not self.sums_log_probs:
+            raise ValueError(
+                f"{type(model).__name__} is trained by a trainer of TRL that makes its loss of log_probs, to which the "
+                'gates\' loss cannot be added: use SFTTrainer with loss_type="nll" and balance_callback(), or '
+                "transformers.Trainer"
+            )
         balance = total_loss(model)
         self._sum = self._sum + torch.as_tensor(balance).detach()
         self._count += 1
         share = share_of_batch(model, kwargs)
+        if self.sums_log_probs and kwargs.get("fused_lm_head"):
+            log_probs = output["log_probs"]
+            output["log_probs"] = (log_probs - self.weight * balance * output["label_mask"]).to(
+                log_probs.dtype
+            )
         return _with_loss(output, (loss + self.weight * share * balance).to(loss.dtype))
 
 
