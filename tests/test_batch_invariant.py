@@ -139,6 +139,7 @@ REFUSED = {
     "switch_eps=0.1": partial(SwitchGate, capacity=None),
     "place in the batch": GATES["uniform"],
     "experts choose": GATES["expert_choice"],
+    "balances the choices": GATES["sinkhorn"],
     "noise in training": GATES["noisy"],
     "at random": DCGate,
 }

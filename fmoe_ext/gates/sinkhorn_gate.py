@@ -47,11 +47,12 @@ class SinkhornGate(ScoredGate):
         return super().depends_on_batch
 
     def select(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        topk_idx = self.choose(lambda: ops.topk_gate(self._order(logits.detach()), self.top_k)[0])
+        if not self.training:
+            return self.topk(logits, self.top_k, self.score, self.normalize, self.scale)
+        topk_idx = self.choose(
+            lambda: ops.topk_gate(balanced_shares(logits.detach(), self.ranks), self.top_k)[0]
+        )
         return topk_idx, weights_of(logits, topk_idx, self.score, self.normalize, self.scale)
-
-    def _order(self, logits: torch.Tensor) -> torch.Tensor:
-        return balanced_shares(logits, self.ranks) if self.training else logits
 
 
 def balanced_shares(logits: torch.Tensor, ranks: Ranks) -> torch.Tensor:
@@ -60,9 +61,8 @@ def balanced_shares(logits: torch.Tensor, ranks: Ranks) -> torch.Tensor:
     The scores that SinkhornGate ranks; rows sum to 1 / T and columns to 1 / E, T the tokens of all ranks.
     """
     num_experts = logits.shape[1]
-    cost = (
-        logits - logits.amax(1, keepdim=True)
-    ).exp()  # a factor of a row changes nothing but its own scale
+    # A factor of a row changes its own scale alone; a token that is not a number weighs nothing.
+    cost = (logits - logits.amax(1, keepdim=True)).exp().nan_to_num(0.0)
     num_tokens = _sum_over_ranks(cost.new_ones(len(cost), 1), ranks).clamp(min=1)
     of_expert = cost.new_ones(1, num_experts)
     for _ in range(MAX_ROUNDS):

@@ -1,6 +1,7 @@
 """A GPTModel of Megatron-core as a Recipe: its DistributedDataParallel, finalize_model_grads, and mistakes to find."""
 
 import functools
+from contextlib import contextmanager
 from dataclasses import replace
 
 import megatron_layouts as layouts
@@ -13,6 +14,7 @@ from megatron.core.distributed import (
     DistributedDataParallelConfig,
     finalize_model_grads,
 )
+from megatron.core.transformer.moe import moe_utils
 from on_cpu import megatron_on_cpu
 
 from fmoe_ext.audit import Recipe
@@ -24,11 +26,11 @@ def build(layout, own=False, noise=False, **options):
     """GPTModel with moe_layer_spec, or with Megatron's own MoELayer."""
     from gpt import make_chunks
     from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
-    from megatron.core.transformer.moe import moe_utils
 
     from fmoe_ext.megatron import moe_layer_spec
 
-    moe_utils.te_general_gemm = None  # a name that 0.16 reads, and defines with Transformer Engine only
+    if not hasattr(moe_utils, "te_general_gemm"):
+        moe_utils.te_general_gemm = None  # 0.16 reads the name, and defines it with Transformer Engine only
     sizes = {"num_layers": 2, "num_moe_experts": 4, "moe_ffn_hidden_size": 8, "add_bias_linear": False}
     with megatron_on_cpu():
         layouts.initialize(ep=layout.ep)
@@ -127,8 +129,14 @@ def optimizer_without_routers(model):
     return Momentum(model, trained=lambda name: ".gate." not in name)
 
 
+@contextmanager
 def on_cpu(model, microbatches):
-    return megatron_on_cpu()
+    """Balance losses have the scale 1 inside; it is forgotten afterwards, for Megatron's schedules make their own."""
+    scaler = moe_utils.MoEAuxLossAutoScaler
+    scaler.main_loss_backward_scale = None
+    with megatron_on_cpu():
+        yield
+    scaler.main_loss_backward_scale = None
 
 
 RECIPE = Recipe(

@@ -62,8 +62,9 @@ def test_finds_a_router_that_sees_padding(pool):
 def test_finds_a_recomputation_that_routes_anew(pool):
     settings = ONE | {"recomputation": ["non-reentrant"]}
     assert audited(pool, models.OWN, **settings).ok
-    first = first_difference(audited(pool, models.OWN_WITH_NOISE, **settings))
-    assert (first.step, first.quantity) == (1, "gradient") and first.name.startswith("decoder.layers.1.")
+    (failure,) = audited(pool, models.OWN_WITH_NOISE, **settings).failures
+    assert "Recomputed values for the following tensors have different metadata" in failure.error
+    assert failure.case.recomputation == "non-reentrant"  # experts got other numbers of tokens: torch says so
 
 
 def test_finds_experts_left_out_of_clipping(pool):

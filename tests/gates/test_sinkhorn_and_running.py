@@ -55,6 +55,14 @@ def test_sinkhorn_gate_balances_in_training_only(top_k):
     assert load_of(alone).max() == load_of(alone)[3] > 1.5 * load_of(topk_idx).max()
 
 
+def test_a_token_that_is_not_a_number_leaves_the_others_choices():
+    gate, x = make(SinkhornGate), tokens(21)
+    expected = gate(x[1:])[0]
+    x[0] = torch.nan
+    chosen = gate(x)[0][1:]
+    assert (load_of(chosen) - load_of(expected)).abs().max() <= 2 and load_of(chosen).max() < len(chosen)
+
+
 def test_sinkhorn_without_tokens_and_with_bad_options():
     assert make(SinkhornGate)(tokens(0))[0].shape == (0, 2)
     with pytest.raises(ValueError, match="SinkhornGate has no num_groups, but got num_groups=2"):
