@@ -59,7 +59,7 @@ def draw(spans: Sequence[Span], path: str | Path, title: str = "") -> None:
     from matplotlib.patches import Patch
 
     ranks = sorted({span.rank for span in spans})
-    figure = Figure(figsize=(12, 1 + 0.7 * len(ranks)), layout="constrained")
+    figure = Figure(figsize=(12, 1.4 + 0.7 * len(ranks)), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     first_of_rank = {rank: min(s.stage for s in spans if s.rank == rank) for rank in ranks}
@@ -82,11 +82,11 @@ def draw(spans: Sequence[Span], path: str | Path, title: str = "") -> None:
     axes.invert_yaxis()
     axes.set_xlabel("ms")
     axes.set_title(f"{title} {bubble_share(spans):.0%} bubbles".strip())
-    axes.legend(
-        [Patch(color=color) for color in COLORS],
-        KINDS,
-        ncols=3,
-        loc="upper center",
-        bbox_to_anchor=(0.5, -0.3),
+    used = [kind for kind in KINDS if any(span.kind == kind for span in spans)]
+    figure.legend(
+        [Patch(color=COLORS[KINDS.index(kind)]) for kind in used],
+        used,
+        ncols=len(used),
+        loc="outside lower center",
     )
     figure.savefig(path, dpi=120)
