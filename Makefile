@@ -17,7 +17,7 @@ $(shell rm -f $(VENV)/.built)
 endif
 endif
 
-.PHONY: help train train-ep train-megatron train-pipeline train-pipe train-remote test build lint format docs bench wheel asan cuda clean
+.PHONY: help train train-ep train-megatron train-pipeline train-pipe train-remote test build lint format docs bench bench-compare wheel asan test-aarch64 cuda clean
 help:
 	@sed -n 's/^## //p' Makefile
 
@@ -95,13 +95,25 @@ bench: build
 	$(PY) -m benchmarks.bench_routing --json benchmarks/results/routing.json
 	$(PY) -m benchmarks.bench_gates --json benchmarks/results/gates.json
 
-## make wheel    one abi3 wheel in dist/
+## make bench-compare REV=main~5  the layer's speed at that commit and now, in turn in one run  (ARGS="--shapes A,D")
+bench-compare: build
+	$(PY) -m benchmarks.compare $(REV) $(ARGS)
+
+## make wheel    source package and one abi3 wheel in dist/, repaired (manylinux) and installed into an empty environment
 wheel: $(VENV)/.installed
-	$(PY) -m build --wheel --sdist --no-isolation -o dist
+	rm -rf build/wheel dist
+	$(PY) -m build --sdist --no-isolation -o dist
+	$(PY) -m build --wheel --no-isolation -o build/wheel
+	$(PY) -m auditwheel repair --exclude 'libtorch*' --exclude 'libc10*' -w dist build/wheel/*.whl
+	$(PY) -m pytest -q -m slow tests/test_wheel.py
 
 ## make asan     the operator tests with AddressSanitizer and UBSan on the CPU kernels
 asan: $(VENV)/.installed
 	bash tests/run_asan.sh $(ARGS)
+
+## make test-aarch64  the wheel for 64-bit Arm by a cross compiler, tests of the operators on it under qemu; an hour (ARGS=kernels: a minute)
+test-aarch64: $(VENV)/.installed
+	bash tests/aarch64/run.sh $(ARGS)
 
 ## make clean    remove everything that was built, and .venv
 clean:

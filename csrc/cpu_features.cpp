@@ -1,5 +1,11 @@
 #include "cpu_features.h"
 
+#if defined(__x86_64__)
+#include <cpuid.h>
+#elif defined(__aarch64__) && defined(__linux__)
+#include <sys/auxv.h>
+#endif
+
 #include <torch/csrc/stable/library.h>
 #include <torch/headeronly/util/Exception.h>
 
@@ -8,7 +14,15 @@
 namespace fmoe_ext {
 namespace {
 
-constexpr const char* kNames[kNumCpuIsas] = {"portable", "avx2", "avx512", "avx512_bf16"};
+constexpr const char* kNames[kNumCpuIsas] = {"portable",    "avx2", "avx512",
+                                             "avx512_bf16", "neon", "neon_bf16"};
+
+#if defined(__x86_64__)
+bool has_f16c() {  // which __builtin_cpu_supports of clang before 16 does not know
+  unsigned a = 0, b = 0, c = 0, d = 0;
+  return __get_cpuid(1, &a, &b, &c, &d) && (c & bit_F16C);
+}
+#endif
 
 CpuIsa best_of_processor() {
   int best = 0;
@@ -27,20 +41,25 @@ bool set_cpu_isa(std::string name) {
     return processor_has(isa);
   }
   STD_TORCH_CHECK(false, "unknown instruction set \"", name,
-                  "\": known are portable, avx2, avx512, avx512_bf16");
+                  "\": known are portable, avx2, avx512, avx512_bf16, neon, neon_bf16");
 }
 
 }  // namespace
 
 bool processor_has(CpuIsa isa) {
 #if defined(__x86_64__)
-  const bool avx2 =
-      __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && has_f16c();
   const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                       __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
   if (isa == CpuIsa::avx2) return avx2;
   if (isa == CpuIsa::avx512) return avx512;
   if (isa == CpuIsa::avx512_bf16) return avx512 && __builtin_cpu_supports("avx512bf16");
+#elif defined(__aarch64__)
+  if (isa == CpuIsa::neon) return true;
+#if defined(__linux__)
+  constexpr unsigned long kBf16 = 1 << 14;  // HWCAP2_BF16, which older kernel headers lack
+  if (isa == CpuIsa::neon_bf16) return getauxval(AT_HWCAP2) & kBf16;
+#endif
 #endif
   return isa == CpuIsa::portable;
 }

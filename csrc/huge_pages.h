@@ -43,7 +43,7 @@ inline Tensor new_untouched_zeros(const Tensor& like, std::initializer_list<int6
     strides[d] = numel;
     numel = checked_product({numel, shape.begin()[d]});
   }
-  const size_t bytes = checked_product({numel, like.element_size()});
+  const size_t bytes = checked_product({numel, static_cast<int64_t>(like.element_size())});
   void* data = bytes == 0 ? MAP_FAILED
                           : mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (data != MAP_FAILED) {

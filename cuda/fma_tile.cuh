@@ -6,7 +6,8 @@
 
 namespace fmoe_ext {
 
-struct FmaTileGemm : TileRing<float> {
+struct FmaTileGemm : TileRing<float, FmaTileGemm> {
+  static constexpr int kBlocks = 1;  // at the same time on a multiprocessor
   float acc[8][8] = {};
 
   // Places of a thread, 4 x 8 in a warp: of the elements of its rows and columns four follow one another, and
@@ -55,15 +56,6 @@ struct FmaTileGemm : TileRing<float> {
     for (int i = 0; i < 8; ++i)
 #pragma unroll
       for (int j = 0; j < 8; ++j) acc[i][j] += sum[i][j];
-  }
-
-  // The product over k in [k_begin, k_end); the rows of A and B run along k, or along m and n.
-  template <bool kAlongM, bool kAlongN>
-  __device__ __forceinline__ void multiply(const Rows<float>& a, int64_t m, const Rows<float>& b, int64_t n,
-                                           int64_t k_begin, int64_t k_end) {
-    for_each_stage<kAlongM, kAlongN>(a, m, b, n, k_begin, k_end, [&](uint32_t stage_a, uint32_t stage_b) {
-      multiply_stage<kAlongM, kAlongN>(stage_a, stage_b);
-    });
   }
 
   // out[i, j] = finish(i)(j, value) for i < rows and j < columns.

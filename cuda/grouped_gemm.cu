@@ -13,12 +13,11 @@ struct Groups {
 
 // out[r, n] = scale[r] * (sum_k x[r, k] w[e][n, k] + bias[e, n]), or w[e][k, n] when kAlongN. Padding rows
 // are zero.
-template <typename T, bool kAlongN>
-__global__ void __launch_bounds__(kGemmThreads, kGemmBlocks<T>)
+template <class G, bool kAlongN, typename T = typename G::Element>
+__global__ void __launch_bounds__(kGemmThreads, G::kBlocks)
     rows_by_weight_kernel(Rows<T> x, Rows<T> weight, int64_t weight_size, Groups groups, int64_t N, int64_t K,
                           const T* __restrict__ bias, RowScale scale, int64_t num_tiles,
                           T* __restrict__ out) {
-  using G = TileGemm<T>;
   const int64_t tiles_n = ceil_div(N, G::kN);
   for (int64_t tile = blockIdx.x; tile < num_tiles; tile += gridDim.x) {
     const auto rows =
@@ -49,11 +48,10 @@ __global__ void __launch_bounds__(kGemmThreads, kGemmBlocks<T>)
 
 // out[e][m, n] = sum over the rows r of expert e of a[r, m] b[r, n], zero for an expert without rows; or,
 // when kAccumulate, is increased by it.
-template <typename T, bool kAccumulate>
-__global__ void __launch_bounds__(kGemmThreads, kGemmBlocks<T>)
+template <class G, bool kAccumulate, typename T = typename G::Element>
+__global__ void __launch_bounds__(kGemmThreads, G::kBlocks)
     rows_by_rows_kernel(Rows<T> a, Rows<T> b, Groups groups, int64_t M, int64_t N, int64_t num_tiles,
                         std::conditional_t<kAccumulate, acc_t<T>, T>* __restrict__ out) {
-  using G = TileGemm<T>;
   const int64_t tiles_n = ceil_div(N, G::kN), tiles_m = ceil_div(M, G::kM);
   for (int64_t tile = blockIdx.x; tile < num_tiles; tile += gridDim.x) {
     const int e = static_cast<int>(tile / tiles_n / tiles_m);
@@ -106,41 +104,41 @@ __global__ void __launch_bounds__(kGemmThreads)
 
 }  // namespace
 
-void launch_rows_by_weight(Dtype dtype, const GroupedRows& x, const GroupedWeight& weight, const int* offs,
-                           int64_t num_rows, const void* bias, const RowScale& scale, void* out,
-                           LaunchStream stream) {
+void launch_rows_by_weight(Dtype dtype, bool tf32, const GroupedRows& x, const GroupedWeight& weight,
+                           const int* offs, int64_t num_rows, const void* bias, const RowScale& scale,
+                           void* out, LaunchStream stream) {
   const int64_t N = weight.along_n ? weight.columns : weight.rows,
                 K = weight.along_n ? weight.rows : weight.columns;
   if (num_rows == 0 || N == 0) return;
-  dispatch_dtype(dtype, [&](auto tag) {
-    using T = decltype(tag);
-    using G = TileGemm<T>;
+  dispatch_tile_gemm(dtype, tf32, [&](auto tag) {
+    using G = typename decltype(tag)::type;
+    using T = typename G::Element;
     const int64_t tiles = max_row_tiles(num_rows, weight.num_experts, G::kM) * ceil_div(N, G::kN);
     const GroupedRows plain{weight.data, weight.columns, nullptr, 1, 0};
-    launch(weight.along_n ? rows_by_weight_kernel<T, true> : rows_by_weight_kernel<T, false>, grid_for(tiles),
+    launch(weight.along_n ? rows_by_weight_kernel<G, true> : rows_by_weight_kernel<G, false>, grid_for(tiles),
            kGemmThreads, 0, stream, rows_from<T>(x, num_rows), rows_from<T>(plain, weight.rows),
            weight.rows * weight.columns, Groups{offs, weight.num_experts, num_rows}, N, K,
            static_cast<const T*>(bias), scale, tiles, static_cast<T*>(out));
   });
 }
 
-void launch_rows_by_rows(Dtype dtype, const GroupedRows& a, const GroupedRows& b, const int* offs,
+void launch_rows_by_rows(Dtype dtype, bool tf32, const GroupedRows& a, const GroupedRows& b, const int* offs,
                          int num_experts, int64_t num_rows, const WeightGrad& out, LaunchStream stream) {
   if (num_experts == 0 || a.width == 0 || b.width == 0) return;
   if (out.is_float != out.accumulate)
     throw std::runtime_error("fmoe_ext: launch_rows_by_rows accumulates into float, or stores the dtype");
-  dispatch_dtype(dtype, [&](auto tag) {
-    using T = decltype(tag);
-    using G = TileGemm<T>;
+  dispatch_tile_gemm(dtype, tf32, [&](auto tag) {
+    using G = typename decltype(tag)::type;
+    using T = typename G::Element;
     const int64_t tiles = num_experts * ceil_div(a.width, G::kM) * ceil_div(b.width, G::kN);
     const auto start = [&](auto kernel, auto* data) {
       launch(kernel, grid_for(tiles), kGemmThreads, 0, stream, rows_from<T>(a, num_rows),
              rows_from<T>(b, num_rows), Groups{offs, num_experts, num_rows}, a.width, b.width, tiles, data);
     };
     if (out.accumulate)
-      start(rows_by_rows_kernel<T, true>, static_cast<acc_t<T>*>(out.data));
+      start(rows_by_rows_kernel<G, true>, static_cast<acc_t<T>*>(out.data));
     else
-      start(rows_by_rows_kernel<T, false>, static_cast<T*>(out.data));
+      start(rows_by_rows_kernel<G, false>, static_cast<T*>(out.data));
   });
 }
 

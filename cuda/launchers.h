@@ -86,7 +86,9 @@ struct RowScale {
   const int* row_idx;
   int64_t num_choices;
 };
-void launch_rows_by_weight(Dtype, const GroupedRows& x, const GroupedWeight&, const int* offs,
+// tf32: float32, each operand rounded to TF32 (10 bits after the point), sums in float32; another dtype
+// throws
+void launch_rows_by_weight(Dtype, bool tf32, const GroupedRows& x, const GroupedWeight&, const int* offs,
                            int64_t num_rows, const void* bias, const RowScale&, void* out, LaunchStream);
 // out[e] [a.width, b.width] = sum over the rows r of expert e of a[r]^T b[r]; zero for an expert without
 // rows, which is left alone when accumulating
@@ -95,8 +97,8 @@ struct WeightGrad {
   bool is_float;    // float32 whatever the dtype, as main gradients are kept; double for f64
   bool accumulate;  // adds to what is there; needs is_float
 };
-void launch_rows_by_rows(Dtype, const GroupedRows& a, const GroupedRows& b, const int* offs, int num_experts,
-                         int64_t num_rows, const WeightGrad& out, LaunchStream);
+void launch_rows_by_rows(Dtype, bool tf32, const GroupedRows& a, const GroupedRows& b, const int* offs,
+                         int num_experts, int64_t num_rows, const WeightGrad& out, LaunchStream);
 void launch_sum_rows(Dtype, const GroupedRows&, const int* offs, int num_experts, int64_t num_rows,
                      const RowScale&, void* out, LaunchStream);
 

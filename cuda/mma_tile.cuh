@@ -19,8 +19,9 @@ __device__ __forceinline__ uint32_t lane_offset(int outer, int k) {
 
 // 8 warps as 2 x 4, each a 64 x 32 piece of 4 x 4 mma tiles.
 template <typename T>
-struct MmaTileGemm : TileRing<T> {
-  using TileRing<T>::ring;
+struct MmaTileGemm : TileRing<T, MmaTileGemm<T>> {
+  using TileRing<T, MmaTileGemm>::ring;
+  static constexpr int kBlocks = 2;  // at the same time on a multiprocessor
   float acc[4][4][4] = {};
 
   __device__ static int warp_row() { return threadIdx.x / 128 * 64; }
@@ -46,15 +47,6 @@ struct MmaTileGemm : TileRing<T> {
 #pragma unroll
         for (int j = 0; j < 4; ++j) ptx::mma_m16n8k16(acc[i][j], fa[i], fb[j], T{});
     }
-  }
-
-  // The product over k in [k_begin, k_end); the rows of A and B run along k, or along m and n.
-  template <bool kAlongM, bool kAlongN>
-  __device__ __forceinline__ void multiply(const Rows<T>& a, int64_t m, const Rows<T>& b, int64_t n,
-                                           int64_t k_begin, int64_t k_end) {
-    this->template for_each_stage<kAlongM, kAlongN>(
-        a, m, b, n, k_begin, k_end,
-        [&](uint32_t stage_a, uint32_t stage_b) { multiply_stage<kAlongM, kAlongN>(stage_a, stage_b); });
   }
 
   // out[i, j] = finish(i)(j, value) for i < rows and j < columns.

@@ -26,6 +26,7 @@ class Products {
         stream_(stream),
         num_sms_(current_device_info().num_sms),
         task_{.dtype = as_dtype(like_),
+              .tf32_allowed = as_dtype(like_) == Dtype::f32 && any_tf32_on() && tf32_allowed(),
               .capability = current_device_info().capability,
               .num_rows = num_rows,
               .num_experts = num_experts_} {
@@ -40,27 +41,29 @@ class Products {
   void up(CurveKind curve, bool gated, const GroupedRows& x, const Tensor& w1,
           const std::optional<Tensor>& b1, const std::optional<Tensor>& h, const Tensor& a) const {
     const int64_t H = a.size(1);
-    if (const Entry* entry = select(Product::up)) {
+    const Entry* entry = select(Product::up);
+    if (is_hopper(entry)) {
       launch_up_sm90(dtype(), curve, gated, x, offs_, data(w1), data(b1), num_rows_, num_experts_, narrow(H),
                      data(h), data(a), grid(entry), stream_);
       return;
     }
     const Tensor pre = h ? *h : torch::stable::new_empty(like_, {num_rows_, w1.size(1)});
-    launch_rows_by_weight(dtype(), x, grouped_weight(w1, false), offs_, num_rows_, data(b1), RowScale{},
-                          data(pre), stream_);
+    launch_rows_by_weight(dtype(), is_tf32(entry), x, grouped_weight(w1, false), offs_, num_rows_, data(b1),
+                          RowScale{}, data(pre), stream_);
     launch_activation(dtype(), curve, gated, data(pre), offs_, num_experts_, num_rows_, H, data(a), stream_);
   }
 
   // out = scale (rows weight^T + bias), weight [E, N, K]
   void rows_by_weight(const Tensor& rows, const Tensor& weight, const std::optional<Tensor>& bias,
                       const RowScale& scale, const Tensor& out) const {
-    if (const Entry* entry = select(Product::rows_by_weight, weight.size(1), weight.size(2)))
+    const Entry* entry = select(Product::rows_by_weight, weight.size(1), weight.size(2));
+    if (is_hopper(entry))
       launch_rows_by_weight_sm90(dtype(), data(rows), offs_, data(weight), num_rows_, num_experts_,
                                  narrow(weight.size(1)), narrow(weight.size(2)), data(bias), scale, data(out),
                                  grid(entry), stream_);
     else
-      launch_rows_by_weight(dtype(), plain_rows(rows), grouped_weight(weight, false), offs_, num_rows_,
-                            data(bias), scale, data(out), stream_);
+      launch_rows_by_weight(dtype(), is_tf32(entry), plain_rows(rows), grouped_weight(weight, false), offs_,
+                            num_rows_, data(bias), scale, data(out), stream_);
   }
 
   // Of dA = dy_rows w2: dh and scaled_a, and, if wanted, dweights, which is zero on entry.
@@ -69,10 +72,10 @@ class Products {
                    const Tensor& scaled_a, const std::optional<Tensor>& dweights) const {
     const int64_t D = w2.size(1), H = w2.size(2);
     const Entry* entry = select(Product::grad_hidden);
-    if (!entry) {
+    if (!is_hopper(entry)) {
       const Tensor da = torch::stable::new_empty(like_, {num_rows_, H});
-      launch_rows_by_weight(dtype(), dy, grouped_weight(w2, true), offs_, num_rows_, nullptr, RowScale{},
-                            data(da), stream_);
+      launch_rows_by_weight(dtype(), is_tf32(entry), dy, grouped_weight(w2, true), offs_, num_rows_, nullptr,
+                            RowScale{}, data(da), stream_);
       launch_activation_backward(dtype(), curve, gated, data(da), rows, dy.data, data(b2), H, D, data(dh),
                                  data(scaled_a), data(dweights), stream_);
       return;
@@ -95,21 +98,23 @@ class Products {
     Task task = task_of(Product::grad_weight);
     task.matrices.push_back(grad.data);
     task.shared_tiles = ((b.index ? b : a).width - 1) / kWeightTileGathered + 1;
-    if (const Entry* entry = fmoe_ext::select(task))
+    const Entry* entry = fmoe_ext::select(task);
+    if (is_hopper(entry))
       launch_grad_weight_sm90(dtype(), a, b, offs_, heaviest_first(), num_experts_, num_rows_, grad,
                               grid(entry), stream_);
     else
-      launch_rows_by_rows(dtype(), a, b, offs_, num_experts_, num_rows_, grad, stream_);
+      launch_rows_by_rows(dtype(), is_tf32(entry), a, b, offs_, num_experts_, num_rows_, grad, stream_);
   }
 
   // out = rows weight, weight [E, N, K]
   void grad_input(const GroupedRows& rows, const Tensor& weight, const Tensor& out) const {
-    if (const Entry* entry = select(Product::grad_input, weight.size(2), weight.size(1)))
+    const Entry* entry = select(Product::grad_input, weight.size(2), weight.size(1));
+    if (is_hopper(entry))
       launch_grad_input_sm90(dtype(), rows.data, offs_, data(weight), num_rows_, num_experts_,
                              narrow(weight.size(2)), narrow(weight.size(1)), data(out), grid(entry), stream_);
     else
-      launch_rows_by_weight(dtype(), rows, grouped_weight(weight, true), offs_, num_rows_, nullptr,
-                            RowScale{}, data(out), stream_);
+      launch_rows_by_weight(dtype(), is_tf32(entry), rows, grouped_weight(weight, true), offs_, num_rows_,
+                            nullptr, RowScale{}, data(out), stream_);
   }
 
   // out[e] = the sum of the rows of expert e, times their factors

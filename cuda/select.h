@@ -25,6 +25,7 @@ enum class Product {
 struct Task {
   Product product;
   Dtype dtype;
+  bool tf32_allowed;           // float32 may be rounded to TF32
   int capability;              // of the device
   std::vector<int64_t> sizes;  // of all matrices, but for their numbers of rows and experts
   std::vector<const void*> matrices;
@@ -59,39 +60,58 @@ inline bool wide_tiles_pay(const Task& task) {
   return rows_from<256>(task) && tiles(256) * (steps * kWideStep + kWideStore) < tiles(192) * steps * kStep;
 }
 
+enum class Numbers { sixteen_bit, tf32 };  // what is multiplied
+
 struct Entry {
   const char* name;  // stable: what a GPU has proved is kept by it
   Product product;
-  int capability;  // of the device, exactly: code for sm_90a runs nowhere else
-  bool is_16_bit;
+  int capability;  // of the device: for 16 bits exactly, code for sm_90a runs nowhere else; for TF32 at least
+  Numbers numbers;
   int divisor;    // of every size
   int alignment;  // of every matrix, in bytes
   int cluster, tile_rows, tile_columns;
   Preference prefers;
 };
+inline constexpr Numbers k16 = Numbers::sixteen_bit, kTf32 = Numbers::tf32;
 inline constexpr Entry kEntries[] = {
-    // name, product, sm, 16 bit, sizes, bytes, cluster, rows and columns of a tile, best for
-    {"up.128x256.pairs", Product::up, 90, true, 8, 16, 2, 128, 256, rows_from<256>},
-    {"up.128x256", Product::up, 90, true, 8, 16, 1, 128, 256, always},
-    {"rows_by_weight.128x256.pairs", Product::rows_by_weight, 90, true, 8, 16, 2, 128, 256, wide_tiles_pay},
-    {"rows_by_weight.128x192.pairs", Product::rows_by_weight, 90, true, 8, 16, 2, 128, 192, rows_from<256>},
-    {"rows_by_weight.128x192", Product::rows_by_weight, 90, true, 8, 16, 1, 128, 192, rows_from<48>},
-    {"rows_by_weight.64x192", Product::rows_by_weight, 90, true, 8, 16, 1, 64, 192, always},
-    {"grad_hidden.128x128.pairs", Product::grad_hidden, 90, true, 8, 16, 2, 128, 128, rows_from<256>},
-    {"grad_hidden.128x128", Product::grad_hidden, 90, true, 8, 16, 1, 128, 128, always},
-    {"grad_input.128x256.pairs", Product::grad_input, 90, true, 8, 16, 2, 128, 256, wide_tiles_pay},
-    {"grad_input.128x192.pairs", Product::grad_input, 90, true, 8, 16, 2, 128, 192, rows_from<256>},
-    {"grad_input.128x192", Product::grad_input, 90, true, 8, 16, 1, 128, 192, rows_from<48>},
-    {"grad_input.64x192", Product::grad_input, 90, true, 8, 16, 1, 64, 192, always},
-    {"grad_weight.128x256.pairs", Product::grad_weight, 90, true, 8, 16, 2, 128, 256, pairs_fit},
-    {"grad_weight.128x256", Product::grad_weight, 90, true, 8, 16, 1, 128, 256, always},
+    // name, product, sm, numbers, sizes, bytes, cluster, rows and columns of a tile, best for
+    {"up.128x256.pairs", Product::up, 90, k16, 8, 16, 2, 128, 256, rows_from<256>},
+    {"up.128x256", Product::up, 90, k16, 8, 16, 1, 128, 256, always},
+    {"rows_by_weight.128x256.pairs", Product::rows_by_weight, 90, k16, 8, 16, 2, 128, 256, wide_tiles_pay},
+    {"rows_by_weight.128x192.pairs", Product::rows_by_weight, 90, k16, 8, 16, 2, 128, 192, rows_from<256>},
+    {"rows_by_weight.128x192", Product::rows_by_weight, 90, k16, 8, 16, 1, 128, 192, rows_from<48>},
+    {"rows_by_weight.64x192", Product::rows_by_weight, 90, k16, 8, 16, 1, 64, 192, always},
+    {"grad_hidden.128x128.pairs", Product::grad_hidden, 90, k16, 8, 16, 2, 128, 128, rows_from<256>},
+    {"grad_hidden.128x128", Product::grad_hidden, 90, k16, 8, 16, 1, 128, 128, always},
+    {"grad_input.128x256.pairs", Product::grad_input, 90, k16, 8, 16, 2, 128, 256, wide_tiles_pay},
+    {"grad_input.128x192.pairs", Product::grad_input, 90, k16, 8, 16, 2, 128, 192, rows_from<256>},
+    {"grad_input.128x192", Product::grad_input, 90, k16, 8, 16, 1, 128, 192, rows_from<48>},
+    {"grad_input.64x192", Product::grad_input, 90, k16, 8, 16, 1, 64, 192, always},
+    {"grad_weight.128x256.pairs", Product::grad_weight, 90, k16, 8, 16, 2, 128, 256, pairs_fit},
+    {"grad_weight.128x256", Product::grad_weight, 90, k16, 8, 16, 1, 128, 256, always},
+    // the portable products, rounding their operands
+    {"up.tf32", Product::up, 80, kTf32, 1, 1, 1, 128, 128, always},
+    {"rows_by_weight.tf32", Product::rows_by_weight, 80, kTf32, 1, 1, 1, 128, 128, always},
+    {"grad_hidden.tf32", Product::grad_hidden, 80, kTf32, 1, 1, 1, 128, 128, always},
+    {"grad_input.tf32", Product::grad_input, 80, kTf32, 1, 1, 1, 128, 128, always},
+    {"grad_weight.tf32", Product::grad_weight, 80, kTf32, 1, 1, 1, 128, 128, always},
 };
 inline constexpr int kNumEntries = static_cast<int>(sizeof kEntries / sizeof *kEntries);
 static_assert(kNumEntries <= 64);
 
+// What an entry stands for; null: the portable kernels.
+inline bool is_hopper(const Entry* entry) { return entry && entry->numbers == Numbers::sixteen_bit; }
+inline bool is_tf32(const Entry* entry) { return entry && entry->numbers == Numbers::tf32; }
+
 // ---- run time: bit i stands for entry i
 inline std::atomic<uint64_t> entries_on{~0ull};
 inline std::atomic<int64_t> entry_runs[kNumEntries];  // how often each was chosen
+inline bool is_on(int entry) { return entries_on.load(std::memory_order_relaxed) >> entry & 1; }
+inline bool any_tf32_on() {
+  for (int i = 0; i < kNumEntries; ++i)
+    if (is_tf32(&kEntries[i]) && is_on(i)) return true;
+  return false;
+}
 
 // setup.py defines FMOE_HAS_SM90A when sm_90a is among the architectures; without it the Hopper kernels are
 // empty.
@@ -101,6 +121,11 @@ inline constexpr bool kHasHopperCode = true;
 inline constexpr bool kHasHopperCode = false;
 #endif
 
+inline bool runs_on(const Entry& entry, const Task& task) {
+  if (is_tf32(&entry)) return task.tf32_allowed && task.capability >= entry.capability;
+  const bool is_16_bit = task.dtype == Dtype::bf16 || task.dtype == Dtype::f16;
+  return is_16_bit && kHasHopperCode && task.capability == entry.capability && task.num_rows < kMaxHopperRows;
+}
 inline bool fits(const Entry& entry, const Task& task) {
   const auto divides = [&](int64_t size) {
     return size > 0 && size <= INT32_MAX && size % entry.divisor == 0;
@@ -108,10 +133,7 @@ inline bool fits(const Entry& entry, const Task& task) {
   const auto is_aligned = [&](const void* p) {
     return reinterpret_cast<uintptr_t>(p) % entry.alignment == 0;
   };
-  const bool is_16_bit = task.dtype == Dtype::bf16 || task.dtype == Dtype::f16;
-  return entry.product == task.product && entry.capability == task.capability &&
-         (is_16_bit || !entry.is_16_bit) && kHasHopperCode && task.num_rows > 0 &&
-         task.num_rows < kMaxHopperRows && task.num_experts > 0 &&
+  return entry.product == task.product && runs_on(entry, task) && task.num_rows > 0 && task.num_experts > 0 &&
          std::all_of(task.sizes.begin(), task.sizes.end(), divides) &&
          std::all_of(task.matrices.begin(), task.matrices.end(), is_aligned);
 }
@@ -122,7 +144,7 @@ inline const Entry* select(const Task& task) {
   const Entry* chosen = nullptr;
   for (int i = 0; i < kNumEntries; ++i) {
     const Entry& entry = kEntries[i];
-    if (!(entries_on.load(std::memory_order_relaxed) >> i & 1) || !fits(entry, task)) continue;
+    if (!is_on(i) || !fits(entry, task)) continue;
     chosen = &entry;
     if (entry.prefers(task)) break;
   }

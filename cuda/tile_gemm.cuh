@@ -1,14 +1,13 @@
 // The portable matrix product of one thread block, acc [kM, kN] += A [kM, k] B [kN, k]^T: mma_tile.cuh for
-// 16-bit types, fma_tile.cuh for float32, and here plain fused multiply-adds for float64.
+// 16-bit types, fma_tile.cuh for float32, tf32_tile.cuh for float32 as TF32, and here plain fused
+// multiply-adds for float64.
 #pragma once
 
 #include "fma_tile.cuh"
 #include "mma_tile.cuh"
+#include "tf32_tile.cuh"
 
 namespace fmoe_ext {
-
-template <typename T>
-constexpr int kGemmBlocks = sizeof(T) == 2 ? 2 : 1;  // at the same time on a multiprocessor
 
 // tile [kOuter][kStride], k contiguous. The rows of the source run along k, or (kOuterContiguous) along the
 // outer dimension of the tile.
@@ -44,7 +43,8 @@ __device__ void load_tile(T* tile, const Rows<T>& source, int64_t outer, int64_t
 // grow as in a blocked product.
 template <typename T>
 struct SmallTileGemm {
-  static constexpr int kM = 64, kN = 64, kK = 16, kStride = kK + 16 / sizeof(T);
+  using Element = T;
+  static constexpr int kBlocks = 1, kM = 64, kN = 64, kK = 16, kStride = kK + 16 / sizeof(T);
   T acc[4][4] = {};
 
   // The product over k in [k_begin, k_end); the rows of A and B run along k, or along m and n.
@@ -115,5 +115,13 @@ template <typename T>
 using TileGemm =
     std::conditional_t<sizeof(T) == 2, MmaTileGemm<T>,
                        std::conditional_t<std::is_same_v<T, float>, FmaTileGemm, SmallTileGemm<T>>>;
+
+// Calls body with a std::type_identity of the product for a dtype.
+template <class Body>
+void dispatch_tile_gemm(Dtype dtype, bool tf32, const Body& body) {
+  if (tf32 && dtype != Dtype::f32) throw std::runtime_error("fmoe_ext: only float32 is rounded to TF32");
+  if (tf32) return body(std::type_identity<Tf32TileGemm>{});
+  dispatch_dtype(dtype, [&](auto tag) { body(std::type_identity<TileGemm<decltype(tag)>>{}); });
+}
 
 }  // namespace fmoe_ext

@@ -10,7 +10,8 @@ constexpr int kGemmThreads = 256;
 
 // An operand of a stage. Its rows run along k, [128][64 bytes], or along the outer dimension, [kK][128]. The
 // 16-byte pieces of a row are permuted, so that pieces that a warp reads at once lie in different banks: one
-// piece of 8 rows that follow one another (ldmatrix), for 4-byte types of every fourth row as well.
+// piece of 8 rows that follow one another (ldmatrix), for 4-byte types along k of every fourth row as well;
+// of 4-byte types along the outer dimension two pieces of 4 rows.
 template <typename T, bool kAlongOuter>
 struct TileOperand {
   static constexpr int kOuter = 128, kK = 64 / sizeof(T), kBytes = kOuter * 64;
@@ -18,7 +19,7 @@ struct TileOperand {
 
   __device__ __forceinline__ static uint32_t offset(int row, int piece) {
     if constexpr (kAlongOuter)
-      return (row * kPieces + (piece ^ (row & 7))) * 16;
+      return (row * kPieces + (piece ^ (sizeof(T) == 2 ? row & 7 : (row & 3) * 2))) * 16;
     else if constexpr (sizeof(T) == 2)
       return (row * kPieces + (piece ^ (row >> 1 & 3))) * 16;
     else  // two rows are a line of 8 pieces
@@ -70,8 +71,10 @@ struct TileLoader {
   const T* pointers[kCopies];
 };
 
-template <typename T>
+// The products of a block: Product multiplies the operands of a stage (multiply_stage) and stores the result.
+template <typename T, class Product>
 struct TileRing {
+  using Element = T;
   static constexpr int kM = 128, kN = 128, kStages = 3, kOperand = TileOperand<T, true>::kBytes;
 
   __device__ static char* ring() {
@@ -79,12 +82,10 @@ struct TileRing {
     return reinterpret_cast<char*>(stages);
   }
 
-  // Calls multiply(a, b) with the addresses of the operands of each stage, over k in [k_begin, k_end); the
-  // rows of A and B run along k, or along m and n.
-  template <bool kAlongM, bool kAlongN, class Multiply>
-  __device__ __forceinline__ static void for_each_stage(const Rows<T>& a, int64_t m, const Rows<T>& b,
-                                                        int64_t n, int64_t k_begin, int64_t k_end,
-                                                        const Multiply& multiply) {
+  // The product over k in [k_begin, k_end); the rows of A and B run along k, or along m and n.
+  template <bool kAlongM, bool kAlongN>
+  __device__ __forceinline__ void multiply(const Rows<T>& a, int64_t m, const Rows<T>& b, int64_t n,
+                                           int64_t k_begin, int64_t k_end) {
     constexpr int kStep = TileOperand<T, true>::kK;
     char* const stages = ring();
     TileLoader<T, kAlongM> load_a(a, m, k_begin);
@@ -104,7 +105,7 @@ struct TileRing {
       __syncthreads();  // this stage is there, and nobody reads the one before any more
       load(step + kStages - 1);
       const uint32_t stage = ptx::shared_address(stages + step % kStages * 2 * kOperand);
-      multiply(stage, stage + kOperand);
+      static_cast<Product*>(this)->template multiply_stage<kAlongM, kAlongN>(stage, stage + kOperand);
     }
     ptx::cp_async_wait_all();
     __syncthreads();

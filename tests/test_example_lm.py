@@ -327,8 +327,25 @@ def test_speed_and_memory_are_reported(text, tmp_path):
     expected = record["tokens_per_second"] * language_model.flops_per_token(32) / 1e9
     assert record["mfu"] == pytest.approx(expected, rel=0.01, abs=1e-4)
     assert 0.05 < record["memory_gib"] < 30
-    job = importlib.import_module("job").Job()
+    job = importlib.import_module("job").Job(torch.device("cpu"))
     assert 1e7 < importlib.import_module("speed").measure_peak(job, torch.float32) < 1e14
+
+
+def test_profile_says_where_the_time_goes(text, tmp_path):
+    out = tmp_path / "out"
+    assert train(text, out, "--steps", "9", "--compare", "--profile") == 0
+    found = json.loads((out / "profile.json").read_text())
+    seconds = {(r["run"], r["part"], r["phase"]): r["seconds"] for r in found}
+    for phase in ("forward", "backward"):
+        for part in ("attention", "gate", "dispatch", "experts"):
+            assert seconds["moe", part, phase] > 0, (part, phase)
+            assert part == "attention" or ("dense", part, phase) not in seconds
+        assert seconds["dense", "dense MLP", phase] > 0 and ("moe", "dense MLP", phase) not in seconds
+    assert seconds["moe", "optimizer", "optimizer"] > 0
+    trained = {r["run"]: r["seconds"] / 9 for r in metrics(out, timeless=False) if r["step"] == 9}
+    for run, mean in trained.items():  # the profiler costs time; the sum is that of a step, roughly
+        assert 0.1 * mean < sum(s for (name, *_), s in seconds.items() if name == run) < 10 * mean
+    assert (out / "profile.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_tensorboard_gets_the_metrics(text, tmp_path):

@@ -46,7 +46,7 @@ def test_right_environment():
     code, text = run_setup(FMOE_CUDA="0")
     assert code == 0, text
     assert "building fmoe_ext._C for torch" in text
-    assert "0.1.0" in text.splitlines()
+    assert fmoe_ext.__version__ in text.splitlines()
 
 
 @pytest.mark.parametrize(
@@ -169,9 +169,11 @@ def test_environment_variables_are_checked(monkeypatch):
 
 
 def test_version_is_written_once():
-    """In fmoe_ext/__init__.py, from where pyproject.toml takes it."""
+    """In fmoe_ext/__init__.py, from where pyproject.toml takes it; what others read is the same."""
     project = (ROOT / "pyproject.toml").read_text()
     assert 'dynamic = ["version"]' in project and 'version = { attr = "fmoe_ext.__version__" }' in project
     assert f'"{fmoe_ext.__version__}"' not in project + (ROOT / "setup.py").read_text()
     code, text = run_in_setup("", "--version")
     assert code == 0 and text.splitlines()[-1] == fmoe_ext.__version__, text
+    assert f"\nversion: {fmoe_ext.__version__}\n" in (ROOT / "CITATION.cff").read_text()
+    assert (ROOT / "CHANGELOG.md").read_text().startswith(f"# Changelog\n\n## {fmoe_ext.__version__} ")

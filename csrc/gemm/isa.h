@@ -4,6 +4,11 @@
 
 #include "kernels.h"
 
+// clang before 16 has no bfloat16 in arm_neon.h unless the whole file is compiled for it.
+#if defined(__aarch64__) && (!defined(__clang__) || __clang_major__ >= 16)
+#define FMOE_HAS_NEON_BF16
+#endif
+
 namespace fmoe_ext::gemm {
 
 struct KernelSet {
@@ -17,5 +22,7 @@ KernelSet portable_kernels();
 KernelSet avx2_kernels();         // needs avx2, fma, f16c
 KernelSet avx512_kernels();       // needs avx512f, bw, vl, dq
 KernelSet avx512_bf16_kernels();  // bfloat16 only; needs avx512_bf16 in addition
+KernelSet neon_kernels();
+KernelSet neon_bf16_kernels();  // bfloat16 only; needs bf16
 
 }  // namespace fmoe_ext::gemm

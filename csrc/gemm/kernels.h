@@ -2,9 +2,9 @@
 //
 // A product C [M, N] = A [M, k] B [k, N] is computed in tiles of mr x nr that stay in registers over the
 // whole of k. B is packed in panels of nr columns, [k][nr]. A is either row-major, or packed in panels of mr
-// rows, [k][mr]. Operands are held in units of k_step consecutive k: a float, a double, or (vdpbf16ps) a pair
-// of bfloat16. Types that the instruction set cannot multiply are operands in float, rounded only when a
-// result is stored.
+// rows, [k][mr]. Operands are held in units of k_step consecutive k: a float, a double, or (vdpbf16ps, bfdot)
+// a pair of bfloat16. Types that the instruction set cannot multiply are operands in float, rounded only when
+// a result is stored.
 //
 // "Storage" is the element type of the tensors, "operand" the type that is multiplied, "acc" (float, or
 // double for double) the type of sums, tiles and scales.

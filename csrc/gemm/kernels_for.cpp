@@ -13,8 +13,8 @@ using torch::headeronly::ScalarType;
 
 // Each set overrides the types that it has kernels for.
 KernelSet kernels_up_to(CpuIsa last) {
-  constexpr KernelSet (*kSets[kNumCpuIsas])() = {portable_kernels, avx2_kernels, avx512_kernels,
-                                                 avx512_bf16_kernels};
+  constexpr KernelSet (*kSets[kNumCpuIsas])() = {portable_kernels,    avx2_kernels, avx512_kernels,
+                                                 avx512_bf16_kernels, neon_kernels, neon_bf16_kernels};
   KernelSet chosen;
   for (int i = 0; i <= static_cast<int>(last); ++i) {
     if (!processor_has(static_cast<CpuIsa>(i))) continue;
@@ -28,9 +28,11 @@ KernelSet kernels_up_to(CpuIsa last) {
 }
 
 const KernelSet& kernels_in_use() {
-  static const std::array<KernelSet, kNumCpuIsas> all = {
-      kernels_up_to(CpuIsa::portable), kernels_up_to(CpuIsa::avx2), kernels_up_to(CpuIsa::avx512),
-      kernels_up_to(CpuIsa::avx512_bf16)};
+  static const std::array<KernelSet, kNumCpuIsas> all = [] {
+    std::array<KernelSet, kNumCpuIsas> sets;
+    for (int i = 0; i < kNumCpuIsas; ++i) sets[i] = kernels_up_to(static_cast<CpuIsa>(i));
+    return sets;
+  }();
   return all[static_cast<int>(cpu_isa())];
 }
 

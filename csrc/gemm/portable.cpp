@@ -1,4 +1,4 @@
-// The kernels for any processor: 128-bit vectors of the compiler (SSE2, NEON, ...).
+// The kernels for any processor: 128-bit vectors of the compiler (SSE2, AltiVec, ...).
 #define FMOE_BYTES 16
 #define FMOE_MR 4
 #include "kernels.inc"

@@ -21,28 +21,29 @@ class JobError(Exception):
 class Job:
     """This process among those of the run, which torchrun (or another launcher with its variables) has started."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
+        self.local_rank = int(os.environ.get("LOCAL_RANK", 0))
+        on_gpu = device.type == "cuda"
+        self.device = torch.device("cuda", self.local_rank) if on_gpu else device
+        if on_gpu:
+            torch.cuda.set_device(self.device)
         self.owns_group = not dist.is_initialized() and "WORLD_SIZE" in os.environ
         if self.owns_group:
             store, rank, size = meet()
-            # gloo for tensors on the CPU, NCCL for those on a GPU
-            dist.init_process_group(store=store, rank=rank, world_size=size)
+            dist.init_process_group("nccl" if on_gpu else "gloo", store=store, rank=rank, world_size=size)
         self.is_spread = dist.is_initialized()
         self.rank = dist.get_rank() if self.is_spread else 0
         self.size = dist.get_world_size() if self.is_spread else 1
-        self.local_rank = int(os.environ.get("LOCAL_RANK", self.rank))
         self.local_size = int(os.environ.get("LOCAL_WORLD_SIZE", self.size))  # ranks on this machine
         self.is_first = self.rank == 0
-        self.device = torch.device("cpu")
+        # for what the host asks while the GPU computes
+        self.host_group = dist.new_group(backend="gloo") if self.is_spread and on_gpu else None
         self.groups: ParallelGroups | None = None  # of a job that is spread
         self.ep_size = 1
 
-    def set_layout(self, device: torch.device, ep_size: int) -> None:
-        """Where this rank computes, and over how many ranks the experts are spread."""
-        if device.type == "cuda":
-            device = torch.device("cuda", self.local_rank)
-            torch.cuda.set_device(device)
-        self.device, self.ep_size = device, ep_size
+    def set_layout(self, ep_size: int) -> None:
+        """Over how many ranks the experts are spread."""
+        self.ep_size = ep_size
         if self.is_spread:
             self.groups = init_groups(ep=ep_size)
 
@@ -69,9 +70,9 @@ class Job:
     def _reduced(self, x: torch.Tensor, operation: Any) -> torch.Tensor:
         if not self.is_spread:
             return x
-        reduced = x.clone()
+        reduced = x.to(self.device, copy=True)
         dist.all_reduce(reduced, operation)
-        return reduced
+        return reduced.to(x.device)
 
     def from_first(self, compute: Callable[[], Any]) -> Any:
         """What compute() returns on the first rank; where it raises there, JobError on all."""
@@ -127,7 +128,8 @@ class StopSignals:
         """Begins to ask all ranks, while the step computes."""
         if self.job.is_spread:
             received = torch.tensor(self.received)
-            self._question = received, dist.all_reduce(received, dist.ReduceOp.MAX, async_op=True)
+            work = dist.all_reduce(received, dist.ReduceOp.MAX, self.job.host_group, async_op=True)
+            self._question = received, work
 
     def answer(self) -> int:
         """The signal that any rank had received when it asked, 0 if none."""

@@ -11,8 +11,8 @@ from fmoe_ext.gates import GATES, find_gate
 
 # What a resumed run may change: where and how it runs and what it writes, and how long the schedule is.
 FREE_TO_CHANGE = {
-    *("device", "threads", "steps", "save_every", "sample_bytes", "prompt"),
-    *("expert_parallel", "data_parallel", "overlap_degree", "tensorboard", "peak_flops"),
+    *("threads", "steps", "save_every", "sample_bytes", "prompt"),
+    *("expert_parallel", "data_parallel", "overlap_degree", "tensorboard", "profile", "peak_flops"),
 }
 
 # Sizes by name: what they change of the options' defaults. Only tiny was trained for its figures; the others have the
@@ -55,6 +55,7 @@ Ctrl-C (or SIGTERM) finishes the step, saves, draws and exits with status 130;
 """
 
 
+DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("auto", "float32", "bfloat16", "float64")
 
 
@@ -91,7 +92,9 @@ def non_negative_float(text):
 
 
 def build_parser():
-    parser = argparse.ArgumentParser(prog="train.py", description=DESCRIPTION, formatter_class=HelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="train.py", description=DESCRIPTION, formatter_class=HelpFormatter, allow_abbrev=False
+    )
     group = parser.add_argument_group("run")
     add = group.add_argument
     add("--data", help="text file, folder or WikiText-style files; none: Python's standard library")
@@ -105,7 +108,7 @@ def build_parser():
     )
     add("--dense", action="store_true", help="train the dense model with the same active parameters instead")
     add("--compare", action="store_true", help="train both on the same batches and draw both curves")
-    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: cuda where there is one")
+    add("--device", choices=DEVICES, default="auto", help="auto: cuda where there is one")
     add("--dtype", choices=DTYPES, default="auto", help="auto: bfloat16 if fast; bfloat16 is autocast")
     add("--threads", type=positive_int, help="CPU threads (none: PyTorch's choice)")
     add("--seed", type=non_negative_int, default=0, help="of the weights, the batches and the sample")
@@ -175,6 +178,7 @@ def build_parser():
     add("--val-windows", type=positive_int, default=64, help="windows of --seq-len bytes to validate on")
     add("--save-every", type=positive_int, default=100, help="steps between checkpoints")
     add("--tensorboard", action="store_true", help="write the metrics for TensorBoard too")
+    add("--profile", action="store_true", help="profile five steps: profile.png shows where their time goes")
     add(
         "--peak-flops",
         type=positive_float,
@@ -187,6 +191,13 @@ def build_parser():
 
 def auto_or_positive_int(text):
     return text if text == "auto" else positive_int(text)
+
+
+def device_of(argv):
+    """--device, which is asked for first: it decides how the ranks talk."""
+    parser = argparse.ArgumentParser(prog="train.py", add_help=False, allow_abbrev=False)
+    parser.add_argument("--device", choices=DEVICES, default="auto")
+    return parser.parse_known_args(argv)[0].device
 
 
 def parse(argv, job):
@@ -275,5 +286,5 @@ def check_ranks(parser, options, job):
 
 def settings(options):
     """What a run's folder keeps of the options."""
-    of_one_call = ("out", "resume", "stop_after")
+    of_one_call = ("out", "resume", "stop_after", "device")
     return {name: value for name, value in vars(options).items() if name not in of_one_call}

@@ -81,6 +81,8 @@ def finish(trainer: Trainer, interrupted: bool) -> int:
     sample = make_sample(trainer) if is_done else ""
     if is_first:
         write_pictures(trainer)
+    if trainer.profile:
+        trainer.profile.write(options.out)
     if is_first and is_done:
         (options.out / "sample.txt").write_text(sample)
         print("\n" + sample)
@@ -95,7 +97,7 @@ def finish(trainer: Trainer, interrupted: bool) -> int:
 def run_job(options: Namespace, resumes: bool, job: Job) -> int:
     if options.threads:
         torch.set_num_threads(options.threads)
-    job.set_layout(choose_device(options.device), command_line.ep_size_of(options, job))
+    job.set_layout(command_line.ep_size_of(options, job))
     if job.device.type == "cpu" and cpu.can_keep_memory():
         cpu.keep_memory()
     dtype = choose_dtype(options.dtype, job.device)
@@ -118,7 +120,7 @@ def run_job(options: Namespace, resumes: bool, job: Job) -> int:
 def main(argv: list[str] | None = None) -> int:
     """Returns the exit status: 0 done, 1 cannot run, 130 interrupted and saved."""
     try:
-        job = Job()
+        job = Job(choose_device(command_line.device_of(argv)))
         options, resumes = command_line.parse(argv, job)
         status = run_job(options, resumes, job)
         job.end()

@@ -12,6 +12,7 @@ from data import Corpus
 from job import Job, StopSignals
 from metrics import Metrics, Record
 from model import ModelConfig
+from profiling import StepProfile, run_range
 from runs import Run, learning_rate
 from speed import measure_peak, peak_memory
 from tqdm import tqdm
@@ -33,6 +34,8 @@ class Trainer:
         self.peak_flops = options.peak_flops or measure_peak(job, dtype)
         self.step = 0  # done last
         self.metrics: Metrics | None = None  # of the first rank
+        models = {run.name: run.model.module for run in self.runs}
+        self.profile = StepProfile(models, job.device) if options.profile and job.is_first else None
 
     def resume(self) -> None:
         """Goes on where the newest checkpoint is; all that came after it is done again."""
@@ -60,6 +63,8 @@ class Trainer:
                     saving.save(options.out, self.step, self.runs, self.optimizer, job)
         if self.metrics:
             self.metrics.close()
+        if self.profile:
+            self.profile.close()
         return signals.number
 
     def progress_bar(self) -> tqdm:
@@ -80,8 +85,11 @@ class Trainer:
         batch = self.corpus.batch(
             self.step, options.batch_size, options.seq_len, options.seed, options.data_order
         )
+        if self.profile:
+            self.profile.step_begins()
         for run in self.runs:
-            run.train_step(self.step, *batch, self.optimizer)
+            with run_range(run.name):
+                run.train_step(self.step, *batch, self.optimizer)
 
     def report(self, bar: tqdm) -> None:
         """Validates and writes records where it is time to."""

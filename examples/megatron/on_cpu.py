@@ -47,6 +47,7 @@ def megatron_on_cpu():
     cpu = torch.device("cpu")
     with (
         mock.patch("torch.cuda.current_device", lambda: cpu),
+        mock.patch("torch.cuda.current_stream", torch.cpu.current_stream),
         mock.patch("torch.cuda.synchronize", lambda *_: None),
         mock.patch("megatron.core.tensor_parallel.random.CudaRNGStatesTracker.fork", _no_fork),
         _CudaMeansCpu(),

@@ -1,8 +1,9 @@
 """Where the experts of a layer live on the ranks of a group, and the way in for its tokens."""
 
 from bisect import bisect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
 import torch.distributed as dist
@@ -19,7 +20,7 @@ from fmoe_ext.ep.tuning import Tuner, timed
 from fmoe_ext.recompute import current_forward, is_counted
 from fmoe_ext.routing import DispatchHandle, Nest
 
-EXCHANGES: dict[str, type[Exchange]] = {"choice": Exchange, "token": TokenExchange}
+EXCHANGES: Mapping[str, type[Exchange]] = MappingProxyType({"choice": Exchange, "token": TokenExchange})
 
 
 @dataclass(frozen=True)

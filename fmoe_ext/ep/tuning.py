@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import statistics
 import time
@@ -115,7 +114,6 @@ class Tuner:
             logger.info("layer %d of the group of ranks %s: " + text, self.layer_index, ranks, *values)
 
 
-@functools.cache
 def timed(kind: type[Exchange]) -> type[_Timed]:
     """A kind of Exchange that is called with a Stopwatch before its own arguments."""
     return type(f"Timed{kind.__name__}", (_Timed, kind), {})

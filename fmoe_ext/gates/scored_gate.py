@@ -36,6 +36,8 @@ class ScoredGate(NaiveGate):
 
     score = "softmax"
 
+    running_load: torch.Tensor
+
     def __init__(
         self,
         d_model: int,

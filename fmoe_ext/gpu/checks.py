@@ -8,6 +8,7 @@ import torch
 from fmoe_ext import ops
 from fmoe_ext.gpu.cases import WEIGHTS, Case, Inputs, Results, main_gradients, results
 from fmoe_ext.gpu.target import Target
+from fmoe_ext.gpu.tf32 import tf32
 from fmoe_ext.ops import gpu_kernels
 from fmoe_ext.ops.gpu_proof import PORTABLE, Verdict
 from fmoe_ext.testing import assert_close
@@ -29,9 +30,10 @@ class Checker:
         gpu_kernels.switch_on(on)
         before = gpu_kernels.runs()
         try:
-            for check in (self._values, self._graph, self._streams):
-                check(kernel)
-                self.target.synchronize()
+            with tf32(gpu_kernels.is_tf32(kernel)):
+                for check in (self._values, self._graph, self._streams):
+                    check(kernel)
+                    self.target.synchronize()
         except AssertionError as error:
             return Verdict("failed", str(error))
         except torch.OutOfMemoryError as error:
@@ -40,8 +42,13 @@ class Checker:
             return Verdict("untested", "this device, or this build, has no use for it")
         return Verdict("proved")
 
-    def _problems(self) -> Iterator[tuple[Case, torch.dtype]]:
-        return ((case, dtype) for case in self.target.cases for dtype in self.target.dtypes)
+    def _dtypes(self, kernel: str) -> tuple[torch.dtype, ...]:
+        if gpu_kernels.is_tf32(kernel):
+            return (torch.float32,)
+        return (*self.target.dtypes, torch.float32) if kernel == PORTABLE else self.target.dtypes
+
+    def _problems(self, kernel: str) -> Iterator[tuple[Case, torch.dtype]]:
+        return ((case, dtype) for case in self.target.cases for dtype in self._dtypes(kernel))
 
     def _inputs(self, case: Case, dtype: torch.dtype, seed: int = 0) -> Inputs:
         return Inputs.of(case, dtype, self.target.device, seed)
@@ -49,11 +56,12 @@ class Checker:
     def _run(self, case: Case, inputs: Inputs) -> Results:
         return results(case, inputs) | (main_gradients(case, inputs) if case.T else {})
 
-    def _expected(self, case: Case, dtype: torch.dtype) -> tuple[Results, Results]:
-        """(float64, plain PyTorch in the dtype)"""
+    def _expected(self, case: Case, dtype: torch.dtype, to_tf32: bool) -> tuple[Results, Results]:
+        """(float64, plain PyTorch in the dtype). To TF32 plain PyTorch rounds the inputs alone: its errors are at least
+        1 / sqrt(2) of those of kernels that round what lies between two products as well."""
         inputs = self._inputs(case, dtype)
         truth = results(case, inputs.to(torch.float64), *REFERENCES)
-        plain = results(case, inputs, *REFERENCES)
+        plain = results(case, inputs.rounded_to_tf32() if to_tf32 else inputs, *REFERENCES)
         for values in (truth, plain):
             values |= {f"main gradient of {name}": values[f"expert_mlp d{name}"] for name in WEIGHTS}
         return truth, plain
@@ -63,9 +71,10 @@ class Checker:
         return self._run(case, self._inputs(case, dtype))
 
     def _values(self, kernel: str) -> None:
-        for case, dtype in self._problems():
-            truth, plain = self.expected(case, dtype)
-            portable = plain if kernel == PORTABLE else self.portable(case, dtype)
+        to_tf32 = gpu_kernels.is_tf32(kernel)
+        for case, dtype in self._problems(kernel):
+            truth, plain = self.expected(case, dtype, to_tf32)
+            portable = plain if kernel == PORTABLE or to_tf32 else self.portable(case, dtype)
             gpu_kernels.switch_on(() if kernel == PORTABLE else (kernel,))
             ours, again = (self._run(case, self._inputs(case, dtype)) for _ in range(2))
             for name, value in ours.items():
@@ -76,7 +85,7 @@ class Checker:
 
     def _graph(self, kernel: str) -> None:
         """Captured with some tokens, replayed with others that choose other experts."""
-        case, dtype = self.target.cases[0], self.target.dtypes[0]
+        case, dtype = self.target.cases[0], self._dtypes(kernel)[0]
         held, other = (self._inputs(case, dtype, seed) for seed in (1, 2))
         replay = self.target.captured(lambda: results(case, held))
         expected = results(case, other)
@@ -84,7 +93,7 @@ class Checker:
         assert_same(replay(), expected, "in a CUDA graph")
 
     def _streams(self, kernel: str) -> None:
-        case, dtype = self.target.cases[0], self.target.dtypes[0]
+        case, dtype = self.target.cases[0], self._dtypes(kernel)[0]
         both = [self._inputs(case, dtype, seed) for seed in (3, 4)]
         expected = [results(case, inputs) for inputs in both]
         self.target.synchronize()

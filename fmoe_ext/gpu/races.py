@@ -8,6 +8,7 @@ import torch
 from fmoe_ext import ops
 from fmoe_ext.gpu.cases import MLP_LEAVES, Case, Inputs, mlp
 from fmoe_ext.gpu.target import Target
+from fmoe_ext.gpu.tf32 import tf32
 from fmoe_ext.ops import gpu_kernels, torch_path
 from fmoe_ext.ops.gpu_proof import PORTABLE, Race, Verdict
 
@@ -67,13 +68,20 @@ class Races:
         self.kernels = kernels
 
     def run(self) -> Iterator[Event]:
+        yield from self._races(self.target.dtypes[0])
+        if any(map(gpu_kernels.is_tf32, self.kernels)):
+            with tf32(True):
+                yield from self._races(torch.float32)
+
+    def _races(self, dtype: torch.dtype) -> Iterator[Event]:
         for case in self.target.races:
+            shape = f"{case}, float32 as TF32" if dtype == torch.float32 else str(case)
             try:
-                inputs = Inputs.of(case, self.target.dtypes[0], self.target.device)
+                inputs = Inputs.of(case, dtype, self.target.device)
                 for name, function in operations(case, inputs).items():
-                    yield from self._race(name, str(case), function)
+                    yield from self._race(name, shape, function)
             except torch.OutOfMemoryError:
-                yield Start(f"out of memory: no more races of {case}", ())
+                yield Start(f"out of memory: no more races of {shape}", ())
 
     def _race(self, name: str, shape: str, function: Callable[[], object]) -> Iterator[Event]:
         yield Start(f"{name} by torch ({shape})", ())

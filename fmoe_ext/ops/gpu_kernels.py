@@ -35,6 +35,27 @@ def runs() -> dict[str, int]:
     return dict(zip(names(), torch.ops.fmoe_ext._gpu_kernel_runs(), strict=True))
 
 
+def is_tf32(kernel: str) -> bool:
+    """Whether a kernel rounds float32 to TF32: it is used only while torch allows that, however much it is on."""
+    return kernel.endswith(".tf32")
+
+
+def tf32_allowed() -> bool:
+    """Whether torch allows TF32 in products of float32 on CUDA, at this moment."""
+    return bool(torch.backends.cuda.matmul.fp32_precision == "tf32")
+
+
+def ask_torch_about_tf32(namespace: str = "fmoe_ext") -> torch.library.Library:
+    """Has products of float32 ask torch each time, as long as the result lives; else they are computed in full."""
+    library = torch.library.Library(namespace, "IMPL")
+    with warnings.catch_warnings():
+        warnings.filterwarnings(
+            "ignore", "Warning only once for all operators"
+        )  # it takes an operator's place
+        library.impl("_tf32_allowed", tf32_allowed, "CompositeExplicitAutograd")
+    return library
+
+
 class SmMargin:
     """SMs that persistent kernels leave to others, in this process: as many as the most that somebody asks for.
 
@@ -120,10 +141,12 @@ class Selection:
         self.is_prepared = False
         self._choices: dict[int, Choice] = {}
         self._torch: torch.library.Library | None = None
+        self._tf32: torch.library.Library | None = None
 
     def prepare(self) -> None:
         """When the CUDA module has been loaded: nothing unproved is on, whoever calls an operator first."""
         self.is_prepared = True
+        self._tf32 = ask_torch_about_tf32()
         if _env.get("FMOE_GPU_KERNELS") in NEED_PROOF:
             switch_on(())
         else:

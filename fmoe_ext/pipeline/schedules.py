@@ -79,3 +79,16 @@ def find_schedule(name: str, ranks: int, stages: int, chunks: int) -> Kind:
     if stages % ranks:
         raise ValueError(f"the number of stages must be a multiple of the {ranks} ranks, but is {stages}")
     return kind
+
+
+def check_compiled_blocks(error: BaseException) -> None:
+    """Raises RuntimeError that says what to do if error is that of a compiled block whose backward ran in parts."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if "donated buffers" in str(cause):
+            raise RuntimeError(
+                "a block that torch.compile compiled gives its memory away in the first part of a backward in two: set "
+                "torch._functorch.config.donated_buffer = False before the first step, as torch says below, or use "
+                "schedule 'gpipe', '1f1b' or 'interleaved'"
+            ) from error
+        cause = cause.__cause__

@@ -19,7 +19,7 @@ from fmoe_ext.pipeline.losses import count_targets, token_cross_entropy
 from fmoe_ext.pipeline.materialize import fill, materialize, on_meta
 from fmoe_ext.pipeline.microbatch import Tensors, check_tensors, num_rows
 from fmoe_ext.pipeline.overlap import Overlap
-from fmoe_ext.pipeline.schedules import Kind, find_schedule
+from fmoe_ext.pipeline.schedules import Kind, check_compiled_blocks, find_schedule
 from fmoe_ext.pipeline.stage import Microbatches, Stage, as_tuple
 from fmoe_ext.pipeline.tied import TiedParameters
 from fmoe_ext.pipeline.trace import Span, TimedStage
@@ -139,6 +139,9 @@ class Pipeline:
         try:
             self._schedule.step(*given, target=targets, microbatch=numbers, return_outputs=False)
             balance_losses = [loss for stage in self.stages for loss in stage.balance_losses]
+        except RuntimeError as error:
+            check_compiled_blocks(error)
+            raise
         finally:
             for stage in self.stages:
                 stage.forget()

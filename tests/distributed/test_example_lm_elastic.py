@@ -13,13 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from fmoe_ext.testing import DistributedPool
 from tests.distributed.example_lm import (
     EXAMPLE,
     TINY,
     assert_same_checkpoint,
     assert_same_curve,
-    metrics,
     train,
     write_text,
 )
@@ -88,12 +86,13 @@ def wait_until(condition, agent, out):
 
 
 def said(out):
-    """What the ranks and their agent have printed at last."""
-    return out.with_suffix(".log").read_text()[-20000:]
+    """What the ranks and their agents have printed."""
+    return out.with_suffix(".log").read_text()
 
 
 def last_step(out):
-    return len(metrics(out)) if (out / "metrics.jsonl").exists() else 0  # one record a step
+    path = out / "metrics.jsonl"
+    return path.read_text().count("\n") if path.exists() else 0  # one record a step
 
 
 def kill_ranks(agent, out, kills, ranks):
@@ -113,61 +112,66 @@ def fresh_ranks(agent, before, ranks):
     return now if len(now) == ranks and not before & set(now) else []
 
 
-def assert_survives(text, tmp_path, kills, steps):
+def assert_survives(pool, text, tmp_path, kills, steps):
     options = f"--standalone --nproc-per-node=2 --max-restarts={len(kills)} --monitor-interval=0.1".split()
     arguments = "--steps", str(steps), "--save-every=3", "--val-every=10"
     with torchrun(text, tmp_path / "killed", *arguments, options=options) as agent:
         kill_ranks(agent, tmp_path / "killed", kills, ranks=2)
         assert agent.wait(PATIENCE) == 0, said(tmp_path / "killed")
-    with DistributedPool(2) as pool:
-        assert pool.run(train, text, tmp_path / "undisturbed", *arguments) == [0, 0]
+    assert pool.run(train, text, tmp_path / "undisturbed", *arguments, world_size=2) == [0, 0]
     assert last_step(tmp_path / "undisturbed") == steps
     assert_same_curve(tmp_path / "killed", tmp_path / "undisturbed", most=0)
     assert_same_checkpoint(tmp_path / "killed", tmp_path / "undisturbed")
     assert not list((tmp_path / "killed" / "checkpoints").glob(".*.tmp"))
 
 
-def test_a_killed_rank_costs_the_steps_since_the_checkpoint(text, tmp_path):
-    assert_survives(text, tmp_path, [(0, 4, 0.0), (1, 0, 0.5)], steps=12)
+def test_a_killed_rank_costs_the_steps_since_the_checkpoint(pool, text, tmp_path):
+    assert_survives(pool, text, tmp_path, [(0, 4, 0.0), (1, 0, 0.5)], steps=40)
 
 
 @pytest.mark.slow
-def test_twenty_random_kills(text, tmp_path):
+def test_twenty_random_kills(pool, text, tmp_path):
     """In training, while a checkpoint is written, or while the ranks still start."""
     draw = random.Random(0)
     kills = [
         (draw.randrange(2), 0, draw.uniform(0, 4))
         if draw.random() < 0.3
-        else (draw.randrange(2), 10 * number + 5, draw.uniform(0, 0.5))
+        else (draw.randrange(2), 5 * number + 4, draw.uniform(0, 0.5))
         for number in range(20)
     ]
-    assert_survives(text, tmp_path, kills, steps=230)
+    assert_survives(pool, text, tmp_path, kills, steps=120)
 
 
 @pytest.mark.slow
-def test_a_machine_that_leaves_and_the_other_goes_on_alone(text, tmp_path):
-    """Two agents of one rank each; one of them is killed with its rank."""
-    options = [
-        "--nnodes=1:2",
-        "--nproc-per-node=1",
-        "--max-restarts=3",
-        "--rdzv-backend=c10d",
-        "--monitor-interval=0.1",
-    ]
+def test_a_machine_that_comes_and_leaves(text, tmp_path):
+    """Two agents of one rank each; one of them is killed with its rank, the other goes on alone."""
+    options = ["--nnodes=1:2", "--nproc-per-node=1", "--max-restarts=3", "--rdzv-backend=c10d"]
     options += [
-        "--rdzv-conf=last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=2",
+        "--rdzv-conf=last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=3",
         "--rdzv-id=two",
     ]
-    options += [f"--rdzv-endpoint=localhost:{free_port()}", "--local-addr=localhost"]
-    arguments = "--steps=300", "--save-every=5", "--val-every=50"
+    options += [
+        f"--rdzv-endpoint=localhost:{free_port()}",
+        "--local-addr=localhost",
+        "--monitor-interval=0.1",
+    ]
+    arguments = "--steps=100000", "--save-every=5", "--val-every=50"
     out = tmp_path / "left"
     with torchrun(text, out, *arguments, options=options) as first:
         with torchrun(text, out, *arguments, options=options):
-            wait_until(lambda: last_step(out) >= 7, first, out)
-        assert first.wait(PATIENCE) == 0, said(out)
-    assert "2 ranks, experts over" in said(out) and "1 ranks, experts over 1" in said(out)
-    assert train(text, tmp_path / "alone", *arguments) == 0
+            together = wait_until(lambda: said(out).find("2 ranks, experts over 2") + 1, first, out)
+            wait_for_steps(6, first, out)
+        wait_until(lambda: "1 ranks, experts over 1" in said(out)[together:], first, out)
+        wait_for_steps(6, first, out)
+        first.terminate()
+        first.wait(PATIENCE)
+    assert train(text, tmp_path / "alone", *arguments, f"--stop-after={last_step(out)}") == 0
     assert_same_curve(out, tmp_path / "alone", most=1e-9)  # Adam makes rounding errors grow
+
+
+def wait_for_steps(number, agent, out):
+    done = last_step(out)
+    wait_until(lambda: last_step(out) >= done + number, agent, out)
 
 
 def free_port():

@@ -15,7 +15,7 @@ import fmoe_ext
 from fmoe_ext import checkpoint
 from fmoe_ext.gates import total_loss
 from fmoe_ext.pipeline import SCHEDULES, Pipeline, init_groups, split
-from fmoe_ext.testing import DistributedError, run_distributed
+from fmoe_ext.testing import DistributedError, DistributedPool, run_distributed
 
 VOCABULARY, D, ROWS, LENGTH = 11, 8, 10, 4
 BALANCE = 0.3
@@ -171,6 +171,15 @@ def test_pipelines_side_by_side(pool, layout):
     schedule, options = LAYOUTS[layout]
     ep = options.get("ep", 1)
     check(pool.run(train, schedule, 3, 2, options, world_size=4), alone(3, replicas=2, ep=ep))
+
+
+@pytest.mark.slow
+def test_pipeline_data_and_expert_parallelism_together():
+    """pp 2 x dp 2 x ep 2, on processes of their own."""
+    expected = alone(3, replicas=4, ep=2)
+    with DistributedPool(8) as eight:
+        for schedule in ("1f1b", "zero_bubble", "dualpipe_v"):
+            check(eight.run(train, schedule, 3, 2, {"ep": 2}, timeout=300), expected)
 
 
 @pytest.mark.parametrize("schedule", list(SCHEDULES))

@@ -24,9 +24,9 @@ inline void cp_async_wait_all() { emu::cp_async_wait(-1); }
 inline uint4 ld_shared16(uint32_t p) { return emu::ld_shared16(p); }
 
 namespace detail {
-inline void mma(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2], bool f16) {
+inline void mma(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2], emu::MmaNumbers numbers) {
   emu::Operand operand;
-  operand.arg = f16;
+  operand.arg = static_cast<uint32_t>(numbers);
   std::memcpy(operand.regs, a, sizeof a);
   std::memcpy(operand.regs + 4, b, sizeof b);
   std::memcpy(operand.regs + 6, d, sizeof d);
@@ -35,10 +35,16 @@ inline void mma(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2], b
 }
 }  // namespace detail
 inline void mma_m16n8k16(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2], __nv_bfloat16) {
-  detail::mma(d, a, b, false);
+  detail::mma(d, a, b, emu::MmaNumbers::bf16);
 }
 inline void mma_m16n8k16(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2], __half) {
-  detail::mma(d, a, b, true);
+  detail::mma(d, a, b, emu::MmaNumbers::f16);
+}
+inline void mma_m16n8k8_tf32(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
+  detail::mma(d, a, b, emu::MmaNumbers::tf32);
+}
+inline uint32_t round_to_tf32(uint32_t bits) {  // a NaN stays one, an infinity infinite
+  return ((bits & 0x7f800000u) == 0x7f800000u ? bits : bits + 0x1000u) & ~0x1fffu;
 }
 template <bool kTranspose>
 void ldmatrix_x4(uint32_t (&r)[4], uint32_t p) {

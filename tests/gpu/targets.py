@@ -3,18 +3,16 @@
 import ctypes
 import os
 import signal
-import sys
 import time
-from pathlib import Path
 from types import MappingProxyType
 
+import emu_build
 import torch
 
 from fmoe_ext.gpu.cases import Case
 from fmoe_ext.gpu.target import Target, Unavailable
 from fmoe_ext.ops import gpu_kernels, gpu_proof, torch_path
 
-EMULATOR = Path(__file__).resolve().parents[1] / "emulator"
 SMALL = (Case(20, 2, 4, 24, 40), Case(0, 1, 2, 8, 8))
 EVEN = (Case(16, 2, 4, 16, 8, bias=False, spread="even"),)
 PORTABLE_MS, TORCH_MS = 10.0, 7.0
@@ -43,6 +41,7 @@ class OnCpu(Target):
 def define_switches(names, switch, runs):
     """The operators of cuda/ops_select.cpp."""
     library = torch.library.Library("fmoe_ext", "FRAGMENT")
+    library.define("_tf32_allowed() -> bool")
     for schema, function in (
         ("_gpu_kernels() -> str[]", names),
         ("_set_gpu_kernels(str[] names) -> ()", switch),
@@ -161,9 +160,6 @@ class Emulated(OnCpu):
         self.kernels = kernels
 
     def connect(self):
-        sys.path.insert(0, str(EMULATOR))
-        import emu_build
-
         torch.set_num_threads(1)
         emulated = emu_build.load_ops()
         emulated.set_device(90, 2)
@@ -173,6 +169,7 @@ class Emulated(OnCpu):
         every = emulated._gpu_kernels()
         self.libraries = [
             library,
+            gpu_kernels.ask_torch_about_tf32("fmoe_ext_emu"),
             define_switches(
                 lambda: list(self.kernels),
                 emulated._set_gpu_kernels,

@@ -1,8 +1,8 @@
 """The child process of prove, and what it finds: on a pretended GPU with faults, and on the emulated one."""
 
-import sys
 from pathlib import Path
 
+import emu_build
 import pytest
 import torch
 
@@ -11,7 +11,7 @@ from fmoe_ext.gpu.cli import main, run
 from fmoe_ext.gpu.prove import prove
 from fmoe_ext.gpu.target import Unavailable
 from fmoe_ext.ops import gpu_kernels, gpu_proof
-from tests.gpu.targets import EMULATOR, KERNELS, PORTABLE_MS, TORCH_MS, Emulated, Pretend
+from tests.gpu.targets import KERNELS, PORTABLE_MS, TORCH_MS, Emulated, Pretend
 
 OTHERS = ("up.a", "rows_by_weight.a", "grad_weight.a")
 
@@ -203,22 +203,21 @@ def test_without_a_gpu(capfd, tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def needs_emulator(monkeypatch):
-    monkeypatch.syspath_prepend(str(EMULATOR))
-    import emu_build
-
+def needs_emulator():
     if reason := emu_build.missing():
         pytest.skip(f"the emulator cannot be built: {reason}")
     emu_build.build("plain", emu_build.OPS)
-    yield
-    sys.modules.pop("emu_build", None)
 
 
 def test_the_emulated_gpu(needs_emulator):
     kernels = ("up.128x256", "rows_by_weight.64x192", "grad_hidden.128x128.pairs", "grad_weight.128x256")
+    kernels += ("up.tf32", "grad_weight.tf32")
     proof, _ = prove_quietly(Emulated(kernels), limit=600.0, budget=1200.0)
     assert states(proof) == dict.fromkeys(("portable", *kernels), "proved")
     assert {race.kernel for race in proof.races} == {
         "portable",
         *kernels,
     }  # nothing for the gradient of the rows
+    assert {
+        race.shape.endswith("float32 as TF32") for race in proof.races if race.kernel.endswith("tf32")
+    } == {True}

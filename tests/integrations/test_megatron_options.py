@@ -90,7 +90,9 @@ def theirs_of(config):
     from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
     from megatron.core.transformer.spec_utils import build_module
 
-    layer = build_module(get_moe_module_spec(use_te=False, num_experts=E), config=copy.copy(config))
+    spec = get_moe_module_spec(use_te=False, num_experts=E)
+    build = spec if isinstance(spec, partial) else partial(build_module, spec)  # a ModuleSpec until 0.16
+    layer = build(config=copy.copy(config))
     layer.set_layer_number(1)
     return layer
 

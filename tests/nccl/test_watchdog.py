@@ -1,5 +1,6 @@
 """The NCCL communicator when its peers are gone, on the CPU: csrc/nccl over a fake NCCL and CUDA driver (fake/)."""
 
+import os
 import subprocess
 import sys
 import sysconfig
@@ -12,9 +13,8 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 
 PREAMBLE = """
-import ctypes, sys, time
+import ctypes, time
 fake = ctypes.CDLL({library!r}, mode=ctypes.RTLD_GLOBAL)
-sys.path.insert(0, {folder!r})
 import _C_nccl
 assert _C_nccl.__file__.startswith({folder!r})
 
@@ -60,9 +60,8 @@ def folder(tmp_path_factory):
 def run(folder, script):
     """What a fresh interpreter prints; it must end by itself, without a crash."""
     preamble = PREAMBLE.format(library=str(folder / "libcuda.so.1"), folder=str(folder))
-    result = subprocess.run(
-        [sys.executable, "-c", preamble + script], capture_output=True, text=True, timeout=60
-    )
+    command, env = [sys.executable, "-c", preamble + script], {**os.environ, "PYTHONPATH": str(folder)}
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60, env=env)
     assert result.returncode == 0, result.stderr
     return result.stdout.splitlines()
 

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-ISAS = ("portable", "avx2", "avx512", "avx512_bf16")
+ISAS = ("portable", "avx2", "avx512", "avx512_bf16", "neon", "neon_bf16")
 
 
 def use(name: str) -> None:

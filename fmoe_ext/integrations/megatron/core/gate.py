@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -11,7 +12,9 @@ from fmoe_ext import ops
 from fmoe_ext.gates import ScoredGate, SigmoidGate, SinkhornGate, SoftmaxGate
 
 # balance_loss of the gate for moe_router_load_balancing_type; "sinkhorn" and "none" have none
-BALANCE_LOSSES = {"aux_loss": "global", "seq_aux_loss": "sequence", "global_aux_loss": "running"}
+BALANCE_LOSSES = MappingProxyType(
+    {"aux_loss": "global", "seq_aux_loss": "sequence", "global_aux_loss": "running"}
+)
 
 
 class FromConfig(ScoredGate):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import warnings
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from fmoe_ext.integrations.megatron.core.options import check_options
 from fmoe_ext.transformer import FMoETransformerMLP
 
 # names of track_moe_metrics for the gate's balance_loss, where it is not "load_balancing_loss"
-LOGGED_AS = {"sequence": "seq_load_balancing_loss", "running": "global_load_balancing_loss"}
+LOGGED_AS = MappingProxyType({"sequence": "seq_load_balancing_loss", "running": "global_load_balancing_loss"})
 
 
 class MegatronCoreMLP(nn.Module):
@@ -163,7 +164,7 @@ class MegatronCoreMLP(nn.Module):
 
         config = self.config
         only_z = isinstance(self.moe.gate, FromConfig) and loss_weights(config)[1] == 0
-        name = LOGGED_AS.get(getattr(self.moe.gate, "balance_loss", None), "load_balancing_loss")
+        name = LOGGED_AS.get(getattr(self.moe.gate, "balance_loss", None) or "global", "load_balancing_loss")
         num_layers = config.num_layers + (getattr(config, "mtp_num_layers", None) or 0)
         if self.layer_number is not None:
             save_to_aux_losses_tracker("z_loss" if only_z else name, gate_loss, self.layer_number, num_layers)

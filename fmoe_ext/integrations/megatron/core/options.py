@@ -120,11 +120,18 @@ OPTIONS = (
         "any other size: experts are whole on one rank",
         lambda _: False,
     ),
+    Option("expert_tensor_parallel_num_weight_shards", None, refused="experts are whole on one rank"),
+    Option("expert_gtp_weight_remat_size", 1, refused="experts are whole on one rank"),
     Option("moe_extended_tp", False, refused="experts are not split over tensor-parallel ranks"),
     Option(
         "overlap_moe_expert_parallel_comm",
         False,
         refused="Megatron's schedule calls the parts of its own MoELayer: pass overlap_degree= to moe_layer_spec",
+    ),
+    Option(
+        "overlap_dispatch_backward_with_experts_wgrad",
+        False,
+        refused="it delays gradients of Megatron's own experts: pass overlap_degree= to moe_layer_spec",
     ),
     Option("moe_ffn_hidden_size", None, "`d_hidden`, unless given to `moe_layer_spec`"),
     Option(
@@ -193,10 +200,31 @@ OPTIONS = (
         'moe_router_load_balancing_type="sinkhorn", which has no loss',
         _is_no_one_factor,
     ),
+    Option(
+        "moe_grad_scale_func",
+        None,
+        "Megatron's schedules give its value to `MoEAuxLossAutoScaler`, through which the gate's loss passes",
+    ),
+    _router("moe_router_quantile_balancing_ema", 0.0, 'of the type "quantile_balancing", which is refused'),
+    _router(
+        "moe_router_force_biased",
+        None,
+        refused="Megatron adds random numbers to the logits, for benchmarks; pass gate=fmoe_ext.gates.UniformGate",
+    ),
     _router("moe_z_loss_coeff", None, "`z_weight` of the gate, over the tokens of all ranks"),
     _router("moe_input_jitter_eps", None, "`jitter` of the gate, in training (Megatron: in evaluation too)"),
     _router(
         "moe_expert_capacity_factor", None, "`capacity_factor` of the gate, over the tokens of all ranks"
+    ),
+    _router(
+        "moe_expert_rank_capacity_factor",
+        None,
+        refused="tokens are dropped by expert, not by rank: set moe_expert_capacity_factor",
+    ),
+    _router(
+        "moe_pad_experts_for_cuda_graph_inference",
+        False,
+        "no effect: Megatron drops no token by it; max_rows_per_rank= of moe_layer_spec is what a CUDA graph needs",
     ),
     _router(
         "moe_token_drop_policy",
@@ -221,6 +249,13 @@ OPTIONS = (
         "Megatron's SharedExpertMLP beside the layer; not in `fmoefy`",
     ),
     Option("moe_shared_expert_gate", False, "the same module's"),
+    Option("use_grouped_gemm_for_shared_expert", False, "the same module's"),
+    Option("moe_shared_expert_glu_interleave_size", None, "the same module's"),
+    Option(
+        "moe_mlp_glu_interleave_size",
+        None,
+        refused="gate and linear units lie one after the other in the experts' weights",
+    ),
     Option(
         "moe_shared_expert_overlap", False, "no effect: the shared experts are computed before the others"
     ),
@@ -252,6 +287,13 @@ OPTIONS = (
     Option("moe_per_layer_logging", False, "`track_moe_metrics` has the gate's loss of each layer"),
     Option("moe_grouped_gemm", False, _KERNELS),
     Option("moe_use_legacy_grouped_gemm", False, _KERNELS),
+    Option("moe_single_grouped_weight", False, _KERNELS),
+    Option("moe_single_grouped_bias", False, _KERNELS),
+    Option("moe_paged_stash", False, _KERNELS),
+    Option("moe_paged_stash_page_size", 64, _KERNELS),
+    Option("moe_paged_stash_buffer_size_factor_cuda", 1.1, _KERNELS),
+    Option("moe_paged_stash_buffer_size_factor_cpu", 0.0, _KERNELS),
+    Option("inference_moe_disable_fused_quant_kernels", False, _KERNELS),
     Option("moe_permute_fusion", False, _KERNELS),
     Option("moe_router_fusion", False, "no effect: one fused operator chooses the experts"),
     Option("moe_token_dispatcher_type", "allgather", _EXCHANGE),
@@ -259,6 +301,15 @@ OPTIONS = (
     Option("moe_flex_dispatcher_backend", "deepep", _EXCHANGE),
     Option("moe_deepep_num_sms", 20, _EXCHANGE),
     Option("moe_hybridep_num_sms", 16, _EXCHANGE),
+    Option("moe_flex_dispatcher_num_sms", None, _EXCHANGE),
+    Option("moe_permute_fusion_into_hybridep", False, _EXCHANGE),
+    Option("moe_hybridep_pad_uneven_dispatch_inputs", False, _EXCHANGE),
+    Option("moe_hybridep_num_blocks_permute", None, _EXCHANGE),
+    Option("moe_hybridep_num_blocks_unpermute", None, _EXCHANGE),
+    Option("moe_hybridep_num_sms_preprocessing", 108, _EXCHANGE),
+    Option("moe_ncclep_static_shape", False, _EXCHANGE),
+    Option("moe_ncclep_zero_copy", False, _EXCHANGE),
+    Option("inference_moe_token_dispatcher_type", "nvls", _EXCHANGE),
 )
 
 

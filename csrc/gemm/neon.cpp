@@ -1,0 +1,19 @@
+// The kernels for 64-bit Arm: NEON, which every such processor has.
+#if defined(__aarch64__)
+
+#define FMOE_NEON
+#define FMOE_BYTES 16
+#define FMOE_MR 8
+#include "kernels.inc"
+
+namespace fmoe_ext::gemm {
+KernelSet neon_kernels() { return kAllTypes; }
+}  // namespace fmoe_ext::gemm
+
+#else
+#include "isa.h"
+
+namespace fmoe_ext::gemm {
+KernelSet neon_kernels() { return {}; }
+}  // namespace fmoe_ext::gemm
+#endif

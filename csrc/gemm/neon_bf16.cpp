@@ -1,0 +1,22 @@
+// bfloat16 for 64-bit Arm with dot products of bfloat16 pairs (bfdot).
+#include "isa.h"
+
+#if defined(FMOE_HAS_NEON_BF16)
+
+#define FMOE_NEON
+#define FMOE_TARGET "arch=armv8.2-a+bf16"
+#define FMOE_BYTES 16
+#define FMOE_MR 8
+#define FMOE_BF16_DOT
+#include "kernels.inc"
+
+namespace fmoe_ext::gemm {
+KernelSet neon_bf16_kernels() { return kBfloat16Only; }
+}  // namespace fmoe_ext::gemm
+
+#else
+
+namespace fmoe_ext::gemm {
+KernelSet neon_bf16_kernels() { return {}; }
+}  // namespace fmoe_ext::gemm
+#endif
