@@ -28,6 +28,9 @@ TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 def shrunk_config(config: Any) -> Any:
     """A copy with every size of SIZES at most what that says; kinds of layers and of routing stay."""
     small = copy.deepcopy(config)
+    shares_no_heads = getattr(config, "num_key_value_heads", 0) == getattr(
+        config, "num_attention_heads", None
+    )
     for name, size in SIZES:
         value = getattr(small, name, None)
         if isinstance(value, int) and not isinstance(value, bool) and value > size:
@@ -39,7 +42,10 @@ def shrunk_config(config: Any) -> Any:
         token = getattr(small, name, None)
         if isinstance(token, int) and token >= getattr(small, "vocab_size", token + 1):
             setattr(small, name, None)
+    if shares_no_heads:
+        small.num_key_value_heads = small.num_attention_heads
     small._attn_implementation = "eager"  # the same sums with and without a mask
+    small._experts_implementation = "eager"  # torch's grouped_mm has no float64
     return small
 
 

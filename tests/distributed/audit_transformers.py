@@ -5,6 +5,8 @@ from torch import nn
 from transformers import MixtralConfig, MixtralForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
+from fmoe_ext.audit.shrink import shrunk_config
+
 SIZES = {"hidden_size": 16, "num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 32}
 EXPERTS = 4
 
@@ -54,7 +56,7 @@ def loss_that_counts_padding(model, batch):
 
 def forgetful(layout):
     """Its routers see other noise in every call, also in those that activation checkpointing repeats."""
-    model = qwen()
+    model = Qwen3MoeForCausalLM(shrunk_config(qwen().config))
     for layer in model.model.layers:
         layer.mlp.gate.register_forward_pre_hook(Noise())
     return model

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from fmoe_ext import RoutingReplay
 from fmoe_ext.distributed import DistributedGroupedDataParallel, init_groups
-from fmoe_ext.gates import Choices, NoisyGate, SigmoidGate, SoftmaxGate
+from fmoe_ext.gates import Choices, SigmoidGate, SoftmaxGate
 from tests.distributed import layouts
 
 ROWS = [5, 8]
@@ -17,7 +17,6 @@ GATES = {
     "softmax": SoftmaxGate,
     "softmax with losses and drops": functools.partial(SoftmaxGate, capacity_factor=0.8, z_weight=0.1),
     "sigmoid": SigmoidGate,
-    "noisy": NoisyGate,  # plays what its noise chose
 }
 
 
@@ -87,13 +86,8 @@ def recorded_and_played(gate):
         ours(x[FIRST[rank] : END[rank]])
     for name, (choices,) in replay_alone.choices.items():
         (own,) = replay.choices[name]
-        if isinstance(alone.moe[0].gate, NoisyGate):  # every rank draws its own: one process plays theirs
-            parts = [None, None]
-            dist.all_gather_object(parts, own.selected)
-            replay_alone.choices[name] = [Choices(torch.cat(parts), torch.cat(parts))]
-        else:
-            assert torch.equal(own.selected, choices.selected[FIRST[rank] : END[rank]])
-            assert torch.equal(own.kept, choices.kept[FIRST[rank] : END[rank]])
+        assert torch.equal(own.selected, choices.selected[FIRST[rank] : END[rank]])
+        assert torch.equal(own.kept, choices.kept[FIRST[rank] : END[rank]])
     assert_equal_step(alone.eval(), ours.eval(), replay_alone, replay, groups)
 
 

@@ -1,5 +1,3 @@
-from functools import partial
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -87,22 +85,27 @@ def test_activations(isa, dtype, activation):
     Problem(60, 2, 3, 32, 48, dtype, activation, bias=False, weights=False, combine=False).check()
 
 
-@pytest.mark.parametrize("activation", ["gelu", "gelu_tanh", "silu"])
+CURVES = {  # without the cancellation that torch's GELU has far below zero, also in float64
+    "gelu": lambda h: h * torch.erfc(-h / 2**0.5) / 2,
+    "gelu_tanh": lambda h: h * torch.sigmoid(1.5957691216057308 * h * (1 + 0.044715 * h * h)),
+    "silu": F.silu,
+}
+
+
+@pytest.mark.parametrize("activation", CURVES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_no_activation_and_no_slope_is_denormal(isa, dtype, activation):
     """Products with denormal numbers take many times as long, and diverging weights have most h far from zero."""
-    h = torch.cat((torch.linspace(-120, 12, 3968), -torch.logspace(2, 30, 128))).view(-1, 16).to(dtype)
+    h = torch.cat((torch.linspace(-120, 12, 3968), -torch.logspace(2, 6, 128))).view(-1, 16).to(dtype)
     h.requires_grad_()
     topk_idx = torch.zeros(len(h), 1, dtype=torch.int64)
     same = torch.eye(16, dtype=dtype)[None]  # h = x and y = activation(h)
     y = expert_mlp(h, *sort_choices(topk_idx, 1), same, None, same, None, None, activation)
     (slope,) = torch.autograd.grad(y.sum(), h)
     wide = h.detach().double().requires_grad_()
-    truth = {"gelu": F.gelu, "gelu_tanh": partial(F.gelu, approximate="tanh"), "silu": F.silu}[activation](
-        wide
-    )
+    truth = CURVES[activation](wide)
     (true_slope,) = torch.autograd.grad(truth.sum(), wide)
-    relative = 1e-5 if dtype == torch.float32 else 1e-2
+    relative = 1e-4 if dtype == torch.float32 else 1e-2
     for ours, expected, near_zero in ((y, truth, 2e-35), (slope, true_slope, relative)):
         size = ours.detach().float().abs()
         assert not ((size > 0) & (size < torch.finfo(torch.float32).tiny)).any()
