@@ -62,6 +62,7 @@ def draw(spans: Sequence[Span], path: str | Path, title: str = "") -> None:
     figure = Figure(figsize=(12, 1.4 + 0.7 * len(ranks)), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
+    step = max(span.end for span in spans) - min(span.begin for span in spans)
     first_of_rank = {rank: min(s.stage for s in spans if s.rank == rank) for rank in ranks}
     for span in spans:
         color = COLORS[KINDS.index(span.kind)]
@@ -70,14 +71,9 @@ def draw(spans: Sequence[Span], path: str | Path, title: str = "") -> None:
         axes.barh(
             span.rank, length, left=1e3 * span.begin, color=color, alpha=alpha, edgecolor="white", height=0.8
         )
-        axes.text(
-            1e3 * span.begin + length / 2,
-            span.rank,
-            str(span.microbatch),
-            ha="center",
-            va="center",
-            fontsize=7,
-        )
+        if span.end - span.begin > 0.01 * step:  # otherwise the number is wider than its box
+            middle = 1e3 * span.begin + length / 2
+            axes.text(middle, span.rank, str(span.microbatch), ha="center", va="center", fontsize=7)
     axes.set_yticks(ranks, [f"rank {rank}" for rank in ranks])
     axes.invert_yaxis()
     axes.set_xlabel("ms")
