@@ -102,7 +102,7 @@ def test_commands_exist(path):
     prose = re.sub(r"^```.*?^```$", "", path.read_text(), flags=re.MULTILINE | re.DOTALL)
     code = "\n".join([*re.findall(r"`([^`]+)`", prose), *(block for _, block, _ in blocks(path))])
     makefile = (ROOT / "Makefile").read_text()
-    for target in re.findall(r"^make ([a-z-]+)", code, re.MULTILINE):
+    for target in re.findall(r"^make ([a-z0-9-]+)", code, re.MULTILINE):
         assert f"\n{target}:" in makefile, f"{name_of(path)} says make {target}"
     for module in re.findall(r"python -m ((?:fmoe_ext|benchmarks)[\w.]*)", code):
         assert importlib.util.find_spec(module), f"{name_of(path)} says python -m {module}"
