@@ -9,6 +9,7 @@ import sys
 import pytest
 import torch
 
+from fmoe_ext.testing import DistributedPool
 from tests.distributed.example_lm import (
     EXAMPLE,
     assert_same_checkpoint,
@@ -32,6 +33,13 @@ def alone(text, tmp_path_factory):
     out = tmp_path_factory.mktemp("alone")
     assert train(text, out, "--compare", "--save-every", "3") == 0
     return out
+
+
+@pytest.fixture(scope="module")
+def pool():
+    """Ranks of its own: torch's DTensor keeps the meshes of earlier tests, whose groups are gone."""
+    with DistributedPool(4) as pool:
+        yield pool
 
 
 LAYOUTS = {

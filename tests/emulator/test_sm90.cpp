@@ -83,10 +83,11 @@ void test_fast_curve() {
 
 // What select.h names for a product of so many rows, or with so many tiles along the gathered operand, or
 // with N columns and sums of K terms.
-std::string chosen(Product product, int64_t num_rows, int64_t shared_tiles = 0, int64_t N = 0,
-                   int64_t K = 0) {
+std::string chosen(Product product, int64_t num_rows, int64_t shared_tiles = 0, int64_t N = 0, int64_t K = 0,
+                   bool is_tf32 = false) {
   const Entry* entry = select({.product = product,
-                               .dtype = Dtype::bf16,
+                               .dtype = is_tf32 ? Dtype::f32 : Dtype::bf16,
+                               .tf32_allowed = is_tf32,
                                .capability = 90,
                                .sizes = {8},
                                .num_rows = num_rows,
@@ -133,7 +134,8 @@ void test_switches() {
   for (const Entry& entry : kEntries) {
     only(entry.name);
     for (const int64_t rows : {1, 256 * 8})
-      CHECK(chosen(entry.product, rows, 1) == entry.name, "%s was not chosen", entry.name);
+      CHECK(chosen(entry.product, rows, 1, 0, 0, is_tf32(&entry)) == entry.name, "%s was not chosen",
+            entry.name);
   }
   only("up.128x256");
   CHECK(chosen(Product::grad_input, 1) == "portable", "an entry that is off was chosen");

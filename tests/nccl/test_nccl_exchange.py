@@ -85,17 +85,17 @@ def start(monkeypatch, backend):
     monkeypatch.setattr(exchange.dist, "get_backend", lambda group: backend)
     work = SimpleNamespace(wait=lambda: works.append("waited"))
     monkeypatch.setattr(exchange, "_start_over_nccl", lambda *_: work)
-    return exchange.start_exchange(None, SimpleNamespace(is_cuda=True), [], [], "group"), works
+    transfer = exchange.start_exchange(None, SimpleNamespace(is_cuda=True), [], [], "group")
+    return transfer, works
 
 
 def test_products_leave_sms_to_exchanges_that_are_under_way(margins, monkeypatch):
     first, waited = start(monkeypatch, "nccl")
     second, _ = start(monkeypatch, "nccl")
     assert margins == [16, 16]
-    first.wait()
+    exchange.wait([first], "group")
     assert waited == ["waited"] and margins == [16, 16, 16]
-    first.wait()
-    second.wait()
+    exchange.wait([first, second], "group")
     assert margins == [16, 16, 16, 0]
     abandoned, _ = start(monkeypatch, "nccl")  # by an error, say
     del abandoned
@@ -104,5 +104,5 @@ def test_products_leave_sms_to_exchanges_that_are_under_way(margins, monkeypatch
 
 def test_products_leave_nothing_to_other_backends(margins, monkeypatch):
     work, waited = start(monkeypatch, "gloo")
-    work.wait()
+    exchange.wait([work], "group")
     assert waited == ["waited"] and margins == []
