@@ -15,7 +15,7 @@ from torch import nn
 from fmoe_ext.batch_invariance import check_batch_invariance
 from fmoe_ext.dispatch import combine, dispatch
 from fmoe_ext.ep.exchange import Group, find_group
-from fmoe_ext.ep.expert_parallel import ExpertParallel
+from fmoe_ext.ep.expert_parallel import ExpertParallel, check_way
 from fmoe_ext.ep.ranks import GroupRanks, SliceGroup
 from fmoe_ext.ep.wrappers import check_wrappers
 from fmoe_ext.expert_kinds import ExpertKind, OwnExpertFn, Separate, SeparateExperts, kind_of
@@ -114,6 +114,8 @@ class FMoE(nn.Module):
                 raise ValueError(
                     f"world_size is {world_size}, but moe_group has {self.expert_parallel.size} ranks"
                 )
+        else:
+            check_way(overlap_degree, exchange)
         self._slices = None if slice_group is None or slice_group.size() == 1 else SliceGroup(slice_group)
         self.top_k = top_k
         self.gate_hook = gate_hook

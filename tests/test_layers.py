@@ -365,6 +365,13 @@ def test_dispatch_and_combine():
         handle.offs = None
 
 
+@pytest.mark.parametrize("option", [{"exchange": "tokens"}, {"overlap_degree": 0}, {"overlap_degree": "all"}])
+def test_ways_are_checked_on_one_rank_too(option):
+    ((name, value),) = option.items()
+    with pytest.raises(ValueError, match=f"{name} must be .* but got {value!r}"):
+        FMoETransformerMLP(4, 8, 16, **option)
+
+
 @pytest.mark.bad_indices
 def test_rejects():
     x = make_input()

@@ -31,6 +31,15 @@ class Way:
     chunk_ends: list[int]
 
 
+def check_way(overlap_degree: int | str, exchange: str) -> None:
+    """ValueError for what no layer takes, on one rank or many."""
+    if overlap_degree != "auto" and (isinstance(overlap_degree, str) or overlap_degree < 1):
+        raise ValueError(f'overlap_degree must be at least 1, or "auto", but got {overlap_degree!r}')
+    if exchange not in (*EXCHANGES, "auto"):
+        known = ", ".join(f'"{name}"' for name in EXCHANGES)
+        raise ValueError(f'exchange must be {known} or "auto", but got {exchange!r}')
+
+
 class ExpertParallel:
     """Where the experts of one layer live, and how tokens get there.
 
@@ -49,6 +58,7 @@ class ExpertParallel:
         max_rows_per_rank: int | None = None,
         exchange: str = "choice",
     ):
+        check_way(overlap_degree, exchange)
         self.group = register_group(group)
         self.size = dist.get_world_size(find_group(self.group))
         self.rank = dist.get_rank(find_group(self.group))
@@ -82,14 +92,10 @@ class ExpertParallel:
         degree = self.overlap_degree
         if degree == "auto":
             return [self.num_local_experts]
-        if isinstance(degree, str) or degree < 1:
-            raise ValueError(f'overlap_degree must be at least 1, or "auto", but got {degree!r}')
+        assert isinstance(degree, int)
         return _even_ends(self.num_local_experts, min(degree, self.num_local_experts))
 
     def _first_exchange(self) -> str:
-        if self.exchange not in (*EXCHANGES, "auto"):
-            known = ", ".join(f'"{name}"' for name in EXCHANGES)
-            raise ValueError(f'exchange must be {known} or "auto", but got {self.exchange!r}')
         return "choice" if self.exchange == "auto" else self.exchange
 
     @property

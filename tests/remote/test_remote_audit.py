@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from fmoe_ext.remote import Auditor, Cheated, Client, RemoteError
+from fmoe_ext.remote import Auditor, Cheated, Client, RemoteError, Settings
 
 
 def test_honest_server_passes(serve):
@@ -137,3 +137,20 @@ def test_weights_that_move_are_no_cheat(serve):
     assert client.counts["audits without a result"] == 1
     with pytest.raises(RemoteError, match="changed between answer and weights 5 times"):
         Auditor(client).check(expert.handle, torch.randn(8, 16))
+
+
+@pytest.mark.parametrize("codec", ["bf16", "int8"])
+def test_rounding_is_no_cheat(serve, codec):
+    """What compression takes from numbers is allowed for; gradients, with errors fed back, are not audited."""
+    server, directory = serve(settings=Settings(compression=codec))
+    (expert,) = directory.get_experts(["expert.0"])
+    auditor = Auditor(directory.client, rows=8, seed=0).watch(1.0)
+    for _ in range(5):
+        step(expert)
+    assert directory.client.counts["audits"] == 5
+    with pytest.raises(ValueError, match=f"compression='none' only, but the client has '{codec}'"):
+        auditor.check_backward(expert.handle, (torch.randn(8, 16),), torch.randn(8, 16))
+    forward = server.host._stack.forward
+    server.host._stack.forward = lambda parts: [1.2 * y for y in forward(parts)]
+    with pytest.raises(Cheated, match=server.endpoint):
+        expert(torch.randn(8, 16))

@@ -4,6 +4,7 @@ import random
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
 from torch import nn
@@ -13,6 +14,9 @@ from fmoe_ext.remote.client.client import Client, Handle, Outcome
 from fmoe_ext.remote.errors import CallTimeout, Cheated, RemoteError
 from fmoe_ext.remote.expert_classes import find_expert_class
 from fmoe_ext.remote.wire import Message
+
+# Relative errors that an honest answer stays below, by compression: rows there and back are rounded.
+TOLERANCES = MappingProxyType({"none": 1e-3, "bf16": 0.02, "int8": 0.05})
 
 
 @dataclass(frozen=True)
@@ -31,19 +35,22 @@ class Auditor:
 
     The weights come from another replica than the one that answered where there is one, and must be those of the
     version that the answer names; otherwise the audit is tried again, attempts times. tolerance: of the relative
-    error, above what float32 and the compression in use explain. With one replica a server can only be caught in
-    answering otherwise than its own weights do.
+    error, above what float32 and the compression in use explain: TOLERANCES by default. Gradients of a client that
+    compresses are not audited, because the error that it feeds back is in them. With one replica a
+    server can only be caught in answering otherwise than its own weights do.
     """
 
     def __init__(
         self,
         client: Client,
-        tolerance: float = 1e-3,
+        tolerance: float | None = None,
         rows: int = 2,
         attempts: int = 5,
         seed: int | None = None,
     ):
-        self.client, self.tolerance, self.rows, self.attempts = client, tolerance, rows, attempts
+        default = TOLERANCES[client.settings.compression]
+        self.client, self.tolerance = client, default if tolerance is None else tolerance
+        self.rows, self.attempts = rows, attempts
         self.caught: Counter[str] = Counter()  # endpoint: how often
         self.share = 0.0
         self._random = random.Random(seed)
@@ -73,6 +80,10 @@ class Auditor:
         self, handle: Handle, inputs: Sequence[torch.Tensor], grad: torch.Tensor, timeout: float = 10.0
     ) -> Finding:
         """As check(), of the gradients of inputs; the expert makes a step at each attempt."""
+        if (codec := self.client.settings.compression) != "none":
+            raise ValueError(
+                f"gradients are audited with compression='none' only, but the client has {codec!r}"
+            )
         for _ in range(self.attempts):
             loop.run(self.client.learn(handle, timeout), timeout + 1)
             state = loop.run(self._state(handle, None, timeout), timeout + 1)
