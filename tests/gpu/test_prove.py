@@ -37,8 +37,8 @@ def test_a_gpu_without_faults():
     }
     reason = proof.verdicts["rows_by_weight.pairs"].reason
     assert reason == (  # 4 / 3 alone, (5 + 4) / (5 + 3) beside up.a
-        "1.22 times as long as without it in the mean of 2 races; grouped_gemm (T 16, K 2, E 4, D 16, H 8, swiglu, even) "
-        "takes 4.000 ms, 3.000 ms without it"
+        "1.22 times as long as without it in the mean of 2 races; "
+        "grouped_gemm (T 16, K 2, E 4, D 16, H 8, swiglu, even) takes 4.000 ms, 3.000 ms without it"
     )
     assert "no use for it" in proof.verdicts["odd.a"].reason
     first, second = (race for race in proof.races if race.operation == "grouped_gemm")
