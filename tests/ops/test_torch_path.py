@@ -165,6 +165,8 @@ def test_rejects_as_our_kernels_do():
     x, weight, offs = torch.zeros(4, 8), torch.zeros(2, 3, 7), torch.zeros(2, dtype=torch.int32)
     with pytest.raises(RuntimeError, match=r"weight must have shape \[E, N, D\].*got shape \[2, 3, 7\]"):
         grouped_gemm(x, weight, offs)
+    with pytest.raises(RuntimeError, match="weight must be a tensor, but got None"):
+        grouped_gemm(x, None, offs)
     index = (torch.zeros(4, dtype=torch.int32), torch.zeros(4, 1, dtype=torch.int32), offs)
     with pytest.raises(RuntimeError, match='unknown activation "tanh"'):
         expert_mlp(x, *index, weight, None, weight, None, activation="tanh")
