@@ -19,6 +19,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from fmoe_ext import _env
+
 GRACE = 5.0  # seconds that ranks have to say what they saw, once another has failed or the timeout has passed
 
 
@@ -154,7 +156,7 @@ def _start(folder: str) -> _Process:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__])
     ours, theirs = context.Pipe()
-    handle = context.Process(target=_serve, args=(theirs, folder, dict(os.environ)), daemon=True)
+    handle = context.Process(target=_serve, args=(theirs, folder, _env.everything()), daemon=True)
     handle.start()
     theirs.close()
     return _Process(handle, ours)
@@ -184,8 +186,7 @@ def _collect(ranks: Sequence[_Process], deadline: float) -> dict[int, tuple[bool
 
 def _serve(connection: Connection, folder: str, environment: dict[str, str]) -> None:
     os.setpgid(0, 0)
-    os.environ.clear()  # the server's, which is as old as the first pool
-    os.environ.update(environment)
+    _env.replace(environment)  # the server's is as old as the first pool
     tempfile.tempdir = folder
     os.putenv("TMPDIR", folder)  # of the processes that this one starts
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle: it ends this process
