@@ -95,6 +95,14 @@ def test_transposed(shape, dtype):
     check(x, weight, offs, None, grad, transposed=True)
 
 
+def test_transposed_sums_the_gradient_of_a_bias_exactly():
+    """2^24 + 1 is 2^24 in float32: ones that are added to the sum of all rows before them are lost there."""
+    x, weight, offs, bias, grad = transposed(*make_inputs(332, 4, 3, [332], torch.float32))
+    grad[:32], grad[32:] = 2.0**19, 1.0
+    grouped_gemm(x, weight, offs, bias, transposed=True).backward(grad)
+    assert torch.equal(bias.grad, torch.full((1, 3), 2.0**24 + 300))
+
+
 def test_transposed_keeps_the_layout_of_the_weight():
     x, weight, offs, bias, grad = transposed(*make_inputs(50, 24, 40, [10, 30, 50], torch.float32))
     grouped_gemm(x, weight, offs, bias, transposed=True).backward(grad)
