@@ -11,6 +11,7 @@ import torch.distributed as dist
 from rendezvous import meet
 
 import fmoe_ext
+from fmoe_ext import pipeline
 from fmoe_ext.distributed import ParallelGroups, init_groups
 
 
@@ -38,28 +39,45 @@ class Job:
         self.is_first = self.rank == 0
         # for what the host asks while the GPU computes
         self.host_group = dist.new_group(backend="gloo") if self.is_spread and on_gpu else None
-        self.groups: ParallelGroups | None = None  # of a job that is spread
-        self.ep_size = 1
+        self.groups: ParallelGroups | None = None  # of a job that is spread without a pipeline
+        self.stages: pipeline.PipelineGroups | None = None  # of one with a pipeline
+        self.ep_size = self.num_stages = 1
+        self.data_rank, self.data_size = self.rank, self.size  # among those that have windows of their own
 
-    def set_layout(self, ep_size: int) -> None:
-        """Over how many ranks the experts are spread."""
-        self.ep_size = ep_size
-        if self.is_spread:
+    def set_layout(self, ep_size: int, num_stages: int = 1) -> None:
+        """Over how many ranks the experts are spread, and over how many the layers."""
+        self.ep_size, self.num_stages = ep_size, num_stages
+        if num_stages > 1:
+            self.stages = pipeline.init_groups(num_stages, ep_size)
+            self.data_rank, self.data_size = dist.get_rank(self.stages.data), self.size // num_stages
+        elif self.is_spread:
             self.groups = init_groups(ep=ep_size)
 
-    def largest_ep_size(self, num_experts: int) -> int:
-        """Most ranks that can share the experts evenly and stay within one machine."""
-        return math.gcd(num_experts, self.local_size, self.size)
+    def largest_ep_size(self, num_experts: int, num_stages: int) -> int:
+        """Most ranks of a stage that can share the experts evenly and stay within one machine."""
+        return math.gcd(num_experts, self.local_size, self.size // num_stages)
 
     def share(self, windows: torch.Tensor) -> torch.Tensor:
         """This rank's part of the windows [B, *] of a batch; parts differ by one window at most and may be empty."""
-        return windows.tensor_split(self.size)[self.rank]
+        return windows.tensor_split(self.data_size)[self.data_rank]
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
         return self._reduced(x, dist.ReduceOp.SUM)
 
-    def min(self, x: torch.Tensor) -> torch.Tensor:
-        return self._reduced(x, dist.ReduceOp.MIN)
+    def sum_of_stage(self, x: torch.Tensor) -> torch.Tensor:
+        """The sum over the ranks that have the same layers."""
+        return self._reduced(x, dist.ReduceOp.SUM, self.stages and self.stages.data)
+
+    def min_of_stage(self, x: torch.Tensor) -> torch.Tensor:
+        return self._reduced(x, dist.ReduceOp.MIN, self.stages and self.stages.data)
+
+    def of_all_stages(self, mine: dict[str, Any]) -> dict[str, Any]:
+        """What the stages have for each of their layers, in the order of the layers."""
+        if self.stages is None:
+            return mine
+        parts: list[Any] = [None] * self.num_stages
+        dist.all_gather_object(parts, mine, self.stages.pp)
+        return {name: value for part in parts for name, value in part.items()}
 
     def max(self, x: torch.Tensor) -> torch.Tensor:
         return self._reduced(x, dist.ReduceOp.MAX)
@@ -67,11 +85,13 @@ class Job:
     def mean(self, x: torch.Tensor) -> torch.Tensor:
         return self.sum(x) / self.size
 
-    def _reduced(self, x: torch.Tensor, operation: Any) -> torch.Tensor:
+    def _reduced(
+        self, x: torch.Tensor, operation: Any, group: dist.ProcessGroup | None = None
+    ) -> torch.Tensor:
         if not self.is_spread:
             return x
         reduced = x.to(self.device, copy=True)
-        dist.all_reduce(reduced, operation)
+        dist.all_reduce(reduced, operation, group)
         return reduced.to(x.device)
 
     def from_first(self, compute: Callable[[], Any]) -> Any:

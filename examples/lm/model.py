@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from precision import Precision
 from torch import nn
 
 import fmoe_ext
@@ -104,10 +105,23 @@ class RotatedBlock(nn.Module):
         return self.block(x, rope_rotation(x.shape[1], self.d_head, x.device))
 
 
+class AutocastLayer(nn.Module):
+    """A layer of a pipeline, whose backward must not be under autocast as its forward is."""
+
+    def __init__(self, layer, precision):
+        super().__init__()
+        self.layer, self.precision = layer, precision
+
+    def forward(self, x):
+        with self.precision.autocast():
+            return self.layer(x)
+
+
 class LanguageModel(nn.Module):
     def __init__(self, config):
         super().__init__()
         self.config = config
+        self.precision: Precision | None = None  # of the layers of a pipeline
         self.embedding = nn.Embedding(VOCABULARY, config.d_model)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_layers))
         self.norm = nn.RMSNorm(config.d_model)
@@ -139,7 +153,8 @@ class LanguageModel(nn.Module):
         """The layers that fmoe_ext.pipeline.split() cuts between, of this model's modules."""
         d_head = self.config.d_model // self.config.num_heads
         blocks = [RotatedBlock(block, d_head) for block in self.blocks]
-        return [self.embedding, *blocks, nn.Sequential(self.norm, self.head)]
+        layers = [self.embedding, *blocks, nn.Sequential(self.norm, self.head)]
+        return [AutocastLayer(layer, self.precision) for layer in layers] if self.precision else layers
 
     def pop_balance_loss(self):
         """Mean over the layers of the gates' losses of the last forward; 0 where gates compute none."""
@@ -169,17 +184,18 @@ class LanguageModel(nn.Module):
         return 6 * multiplied + 12 * self.config.num_layers * self.config.d_model * seq_len
 
 
-@torch.no_grad()
-def generate(model, prompt, num_bytes, context, temperature=0.8, seed=0):
-    """prompt (bytes) continued by num_bytes sampled bytes; the model sees the last `context` bytes."""
-    device = model.head.weight.device
+def sum_of_losses(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """The cross-entropy of all bytes, in float32 or wider."""
+    logits = logits.float() if logits.dtype == torch.bfloat16 else logits
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
+
+
+def generate(logits_of, prompt, num_bytes, context, device, temperature=0.8, seed=0):
+    """prompt (bytes) continued by num_bytes sampled bytes; logits_of(tokens [1, S]) sees the last `context` bytes."""
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.tensor([list(prompt)], device=device)  # [1, S]
-    was_training = model.training
-    model.eval()
     for _ in range(num_bytes):
-        logits = model(tokens[:, -context:])[0, -1].float().cpu()
+        logits = logits_of(tokens[:, -context:])[0, -1].float().cpu()
         chosen = torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator)
         tokens = torch.cat((tokens, chosen[None].to(device)), dim=1)
-    model.train(was_training)
     return bytes(tokens[0].tolist())

@@ -16,7 +16,8 @@ from fmoe_ext.gates import GATES, find_gate
 # What a resumed run may change: where and how it runs and what it writes, and how long the schedule is.
 FREE_TO_CHANGE = {
     *("threads", "steps", "save_every", "sample_bytes", "prompt"),
-    *("expert_parallel", "data_parallel", "overlap_degree", "tensorboard", "profile", "peak_flops"),
+    *("expert_parallel", "data_parallel", "overlap_degree", "pp", "chunks"),
+    *("tensorboard", "profile", "peak_flops"),
 }
 
 # Sizes by name: what they change of the options' defaults. Only tiny was trained for its figures; the others have the
@@ -132,6 +133,8 @@ def build_parser() -> ArgumentParser:
         default="ddp",
         help="what is not shared: copied, or sharded with its gradients and optimizer state",
     )
+    add("--pp", type=positive_int, default=1, metavar="N", help="stages of a pipeline that share the layers")
+    add("--chunks", type=positive_int, default=4, help="microbatches that are under way in a pipeline")
     add(
         "--overlap-degree",
         type=positive_int,
@@ -255,7 +258,7 @@ def ep_size_of(options: Namespace, job: Job) -> int:
     if options.dense and not options.compare:
         return 1
     if options.expert_parallel == "auto":
-        return job.largest_ep_size(options.num_experts)
+        return job.largest_ep_size(options.num_experts, options.pp)
     return options.expert_parallel
 
 
@@ -269,7 +272,13 @@ def check(parser: ArgumentParser, options: Namespace, job: Job) -> None:
     check_ranks(parser, options, job)
     ep_size = ep_size_of(options, job)
     try:
-        find_gate(options.gate)(options.d_model, options.num_experts // ep_size, ep_size, options.top_k)
+        gate = find_gate(options.gate)(
+            options.d_model, options.num_experts // ep_size, ep_size, options.top_k
+        )
+        if options.pp > 1 and gate.depends_on_batch:
+            raise ValueError(
+                f"in a pipeline (--pp) a token's choices must be its own, but {gate.depends_on_batch}"
+            )
     except ValueError as error:
         parser.error(f"--gate {options.gate} --top-k {options.top_k}: {error}")
     if not options.prompt:
@@ -277,15 +286,47 @@ def check(parser: ArgumentParser, options: Namespace, job: Job) -> None:
 
 
 def check_ranks(parser: ArgumentParser, options: Namespace, job: Job) -> None:
+    check_pipeline(parser, options, job)
     ep_size = ep_size_of(options, job)
-    if job.size % ep_size:
-        parser.error(f"--expert-parallel {ep_size} does not divide the number of ranks, {job.size}")
+    if job.size // options.pp % ep_size:
+        stage = " of a stage" if options.pp > 1 else ""
+        parser.error(
+            f"--expert-parallel {ep_size} does not divide the number of ranks{stage}, {job.size // options.pp}"
+        )
     if options.num_experts % ep_size:
         parser.error(f"--expert-parallel {ep_size} does not divide --num-experts {options.num_experts}")
     if options.data_parallel == "fsdp2" and not job.is_spread:
         parser.error(
             "--data-parallel fsdp2 shards over ranks, but this is one process: start it with torchrun"
         )
+
+
+def check_pipeline(parser: ArgumentParser, options: Namespace, job: Job) -> None:
+    if options.pp == 1:
+        return
+    if job.size % options.pp:
+        parser.error(f"--pp {options.pp} does not divide the number of ranks, {job.size}")
+    if options.pp > options.num_layers:
+        parser.error(f"--pp {options.pp} is more than --num-layers {options.num_layers}")
+    if options.chunks < options.pp:
+        parser.error(
+            f"--chunks {options.chunks} leaves stages of --pp {options.pp} without work: give as many or more"
+        )
+    parts = options.chunks * (job.size // options.pp)
+    if options.batch_size % parts:
+        parser.error(
+            f"--batch-size {options.batch_size} must be a multiple of the {parts} microbatches of all ranks with --pp "
+            f"{options.pp} --chunks {options.chunks}: they weigh the same in the balance loss"
+        )
+    refused = {
+        "--data-parallel fsdp2 does not go with --pp": options.data_parallel == "fsdp2",
+        "--profile sees one stage only: leave out --pp": options.profile,
+        "--balance-weight 0 with --pp: the pipeline cannot say what the balance loss is": options.balance_weight
+        == 0,
+    }
+    for message, applies in refused.items():
+        if applies:
+            parser.error(message)
 
 
 def settings(options: Namespace) -> dict[str, Any]:

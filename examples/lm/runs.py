@@ -7,9 +7,10 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from job import Job
 from model import ModelConfig
+from pipelined import PipelinedModel
+from precision import Precision
 from spread import SpreadModel
 from torch import Tensor
 
@@ -27,17 +28,10 @@ class Run:
         self, name: str, config: ModelConfig, options: Namespace, job: Job, dtype: torch.dtype
     ) -> None:
         self.name, self.options, self.job = name, options, job
-        self.compute_dtype = dtype if dtype == torch.bfloat16 else None  # of autocast
         torch.manual_seed(options.seed)
-        self.model = SpreadModel(
-            config,
-            job,
-            torch.float64 if dtype == torch.float64 else torch.float32,
-            options.data_parallel,
-            overlap_degree=options.overlap_degree,
-        )
+        self.model = build_model(config, job, Precision.of(dtype, job.device), options)
         self.monitor = None if config.dense else balance.watch(self.model.module)
-        self.flops_per_token = self.model.module.flops_per_token(options.seq_len)
+        self.flops_per_token = self.model.whole.flops_per_token(options.seq_len)
         self.seconds = 0.0  # spent in training steps
         self.clear_window()
 
@@ -47,46 +41,27 @@ class Run:
         # loss, balance loss, norm
         self.window_sums = torch.zeros(3, dtype=torch.float64, device=self.job.device)
 
-    def autocast(self) -> torch.autocast:
-        enabled = self.compute_dtype is not None
-        return torch.autocast(self.job.device.type, self.compute_dtype, enabled=enabled)
-
     def train_step(
         self, step: int, inputs: Tensor, targets: Tensor, optimizer: torch.optim.Optimizer
     ) -> None:
         """Forward, backward and step on the windows [B, S] of the whole batch, of which this rank takes its share."""
         started = time.perf_counter()
         torch.manual_seed(seed_of(self.options.seed, step, self.job.rank))  # of gates that draw
-        mine, expected = (self.job.share(x).to(self.job.device) for x in (inputs, targets))
-        with self.autocast():
-            logits = self.model(mine)
-            balance_loss = self.model.module.pop_balance_loss()
-        # The job's loss is the mean of its ranks' losses, so each divides by a rank's mean number of tokens.
-        tokens_per_rank = targets.numel() / self.job.size
-        loss = sum_of_losses(logits, expected) / tokens_per_rank
-        (loss + self.options.balance_weight * balance_loss).backward()
+        loss, balance_loss = self.model.train_step(inputs, targets)
         norm = self.model.clip_grad_norm_(self.options.clip)
         optimizer.step()  # the other run's parameters have no gradients
         optimizer.zero_grad()
-        self.window_sums += self.job.mean(
-            torch.stack([x.detach().double() for x in (loss, balance_loss, norm)])
-        )
+        self.window_sums += self.job.mean(torch.stack([x.double() for x in (loss, balance_loss, norm)]))
         self.window_steps += 1
         self.seconds += time.perf_counter() - started
 
-    @torch.no_grad()
     def validate(self, batches: Iterable[tuple[Tensor, Tensor]]) -> float:
         """Mean loss over the validation windows, in nats per byte."""
-        self.model.wrapped.eval()
         total, count = torch.zeros((), dtype=torch.float64, device=self.job.device), 0
         for inputs, targets in batches:
-            mine, expected = (self.job.share(x).to(self.job.device) for x in (inputs, targets))
-            with self.autocast():
-                logits = self.model(mine)
-            total += sum_of_losses(logits, expected)
+            total += self.model.evaluate(inputs, targets)
             count += targets.numel()
-        self.model.wrapped.train()
-        return self.job.sum(total).item() / count
+        return total.item() / count
 
     def check_finite(self, step: int) -> None:
         """Raises DivergedError if a loss since the last report was not finite; waits for the device."""
@@ -115,11 +90,21 @@ class Run:
         }
         if self.monitor:
             record["balance_loss"] = balance_loss
-            layers = self.monitor.collect(step, sum_over_ranks=self.job.sum)["layers"].values()
+            counted = self.monitor.collect(step, sum_over_ranks=self.job.sum_of_stage)
+            layers = self.job.of_all_stages(counted["layers"]).values()
             record["expert_load"] = [share_of_choices(layer["tokens_per_expert"]) for layer in layers]
             record["dropped_share"] = [round(layer["dropped_share"], 4) for layer in layers]
         self.clear_window()
         return record
+
+
+def build_model(
+    config: ModelConfig, job: Job, precision: Precision, options: Namespace
+) -> SpreadModel | PipelinedModel:
+    common = options.balance_weight, options.overlap_degree
+    if job.num_stages > 1:
+        return PipelinedModel(config, job, precision, options.seq_len, options.chunks, *common)
+    return SpreadModel(config, job, precision, options.data_parallel, *common)
 
 
 def learning_rate(options: Namespace, step: int) -> float:
@@ -133,12 +118,6 @@ def learning_rate(options: Namespace, step: int) -> float:
 def seed_of(seed: int, step: int, rank: int) -> int:
     """A seed for one rank's step: nothing random has to be saved, and ranks do not draw the same."""
     return ((1_000_003 * seed + step) * 1_000_003 + rank) % 2**63
-
-
-def sum_of_losses(logits: Tensor, targets: Tensor) -> Tensor:
-    """The cross-entropy of all bytes, in float32 or wider."""
-    logits = logits.float() if logits.dtype == torch.bfloat16 else logits
-    return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
 
 
 def share_of_choices(tokens_per_expert: list[int]) -> list[float]:

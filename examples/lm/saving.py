@@ -48,7 +48,7 @@ def save(out: Path, step: int, runs: list[Run], optimizer: torch.optim.Optimizer
     for run in runs:
         run.check_finite(step)
         pool_counts(run.monitor, job)
-    extra = {"runs": {run.name: counts_of(run) for run in runs}}
+    extra = {"runs": {run.name: counts_of(run, job) for run in runs}}
     checkpoint.save(folder(out), joined(runs), optimizer, step=step, extra=extra, keep=KEPT)
 
 
@@ -61,28 +61,28 @@ def load(out: Path, runs: list[Run], optimizer: torch.optim.Optimizer, job: Job)
 
 
 def joined(runs: list[Run]) -> nn.Module:
-    models = {run.name: run.model.wrapped for run in runs}
+    models = {run.name: run.model.saved for run in runs}
     return models.popitem()[1] if len(models) == 1 else nn.ModuleDict(models)
 
 
 def pool_counts(monitor: balance.LoadMonitor | None, job: Job) -> None:
-    """Lets the first rank have what all ranks have counted since the last report, and the others nothing."""
+    """Lets one rank of each stage have what all its ranks have counted since the last report, the others nothing."""
     for counters in monitor.counters.values() if monitor else ():
-        counters.idle_steps.copy_(job.min(counters.idle_steps))
+        counters.idle_steps.copy_(job.min_of_stage(counters.idle_steps))
         for name in ("tokens_per_expert", "num_dropped", "num_tokens", "gate_entropy_sum"):
-            total = job.sum(getattr(counters, name))
-            getattr(counters, name).copy_(total if job.is_first else torch.zeros_like(total))
+            total = job.sum_of_stage(getattr(counters, name))
+            getattr(counters, name).copy_(total if job.data_rank == 0 else torch.zeros_like(total))
 
 
-def counts_of(run: Run) -> dict[str, Any]:
+def counts_of(run: Run, job: Job) -> dict[str, Any]:
     """What the next report of a run depends on, as plain values."""
     counters = run.monitor.state_dict()["counters"] if run.monitor else {}
     return {
         "seconds": run.seconds,
         "window": (run.window_steps, run.window_start, run.window_sums.tolist()),
-        "counters": {
-            gate: {key: value.tolist() for key, value in counts.items()} for gate, counts in counters.items()
-        },
+        "counters": job.of_all_stages(
+            {gate: {key: value.tolist() for key, value in kept.items()} for gate, kept in counters.items()}
+        ),
     }
 
 
@@ -97,6 +97,6 @@ def put_counts(run: Run, saved: dict[str, Any], job: Job) -> None:
         for key, value in counts.items():
             value.copy_(torch.tensor(saved["counters"][gate][key], dtype=value.dtype))
     run.monitor.load_state_dict(state)
-    if not job.is_first:
+    if job.data_rank > 0:
         for counters in run.monitor.counters.values():
             counters.reset()

@@ -6,64 +6,98 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from job import Job
-from model import LanguageModel, ModelConfig
-from torch import nn
+from model import LanguageModel, ModelConfig, sum_of_losses
+from precision import Precision
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from fmoe_ext.distributed import DistributedGroupedDataParallel, ParallelGroups, clip_grad_norm_
+from fmoe_ext.distributed import DistributedGroupedDataParallel, clip_grad_norm_
 
 
 class SpreadModel:
     """One model on all ranks of a job, each of which computes its own windows of a batch.
 
-    module: the LanguageModel with this rank's experts; calling the object runs it so that backward reduces gradients.
+    module: what this rank has of the model; saved: what a checkpoint is made of; whole: a LanguageModel for its counts.
     The weights do not depend on the layout: they are those of one process, cut.
     """
 
     def __init__(
-        self, config: ModelConfig, job: Job, dtype: torch.dtype, data_parallel: str, **layer_options: Any
-    ):
-        self.module = LanguageModel(config).to(job.device, dtype)
-        self.wrapped: nn.Module = self.module
-        if job.groups is None:
-            return
-        self.module = part_of(self.module, job.groups, layer_options).to(job.device, dtype)
-        if data_parallel == "fsdp2":
-            shard(self.module, job)
-        self.wrapped = DistributedGroupedDataParallel(
-            self.module, auto_allreduce=True, **job.groups.data_parallel_kwargs()
-        )
+        self,
+        config: ModelConfig,
+        job: Job,
+        precision: Precision,
+        data_parallel: str,
+        balance_weight: float,
+        overlap_degree: int,
+    ) -> None:
+        self.job, self.precision, self.balance_weight = job, precision, balance_weight
+        self.module = LanguageModel(config).to(job.device, precision.of_weights)
+        self.saved: nn.Module = self.module
+        if job.groups is not None:
+            # balance losses and capacities are those of the whole batch
+            options = {"overlap_degree": overlap_degree, "gate_group": job.groups.world}
+            self.module = part_of(self.module, job.groups.ep, options).to(job.device, precision.of_weights)
+            if data_parallel == "fsdp2":
+                shard(self.module, job)
+            self.saved = DistributedGroupedDataParallel(
+                self.module, auto_allreduce=True, **job.groups.data_parallel_kwargs()
+            )
+        self.whole = self.module
 
-    def __call__(self, tokens: torch.Tensor) -> torch.Tensor:
-        return self.wrapped(tokens)
+    def train_step(self, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """Forward and backward of the windows [B, S] of the whole batch -> loss, balance loss: the job's on average."""
+        mine, expected = (self.job.share(x).to(self.job.device) for x in (inputs, targets))
+        with self.precision.autocast():
+            logits = self.saved(mine)
+            balance_loss = self.module.pop_balance_loss()
+        # The job's loss is the mean of its ranks' losses, so each divides by a rank's mean number of tokens.
+        tokens_per_rank = targets.numel() / self.job.size
+        loss = sum_of_losses(logits, expected) / tokens_per_rank
+        (loss + self.balance_weight * balance_loss).backward()
+        return loss.detach(), balance_loss.detach()
 
-    def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
+    @torch.no_grad()
+    def evaluate(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        """The sum of the losses of all bytes of the windows [B, S]."""
+        mine, expected = (self.job.share(x).to(self.job.device) for x in (inputs, targets))
+        return self.job.sum(sum_of_losses(self.logits(mine), expected).double())
+
+    @torch.no_grad()
+    def logits(self, tokens: Tensor) -> Tensor:
+        """Logits [B, S, 256] of tokens [B, S], each rank's own; without what layers do in training only."""
+        self.saved.eval()
+        with self.precision.autocast():
+            logits = self.saved(tokens)
+        self.saved.train()
+        return logits
+
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Clips the gradients of the whole job -> their norm before."""
-        if isinstance(self.wrapped, DistributedGroupedDataParallel):
-            return clip_grad_norm_(self.wrapped, max_norm)
+        if isinstance(self.saved, DistributedGroupedDataParallel):
+            return clip_grad_norm_(self.saved, max_norm)
         return nn.utils.clip_grad_norm_(self.module.parameters(), max_norm)
 
     def param_groups(self, weight_decay: float) -> list[dict[str, Any]]:
-        """Parameters for an optimizer: weight decay on matrices only; fused steps take DTensors apart from tensors."""
-        groups: dict[tuple[type, bool], list[nn.Parameter]] = {}
-        for p in self.module.parameters():
-            groups.setdefault((type(p.data), p.dim() >= 2), []).append(p)
-        return [
-            {"params": params, "weight_decay": weight_decay if is_matrix else 0.0}
-            for (_, is_matrix), params in groups.items()
-        ]
+        """Parameters of this rank for an optimizer."""
+        return grouped_parameters(self.module, weight_decay)
 
 
-def part_of(whole: LanguageModel, groups: ParallelGroups, layer_options: dict[str, Any]) -> LanguageModel:
-    """The model with, of each layer's experts, those of this rank."""
-    ep_size, rank = dist.get_world_size(groups.ep), dist.get_rank(groups.ep)
-    options = {
-        "moe_group": groups.ep if ep_size > 1 else None,
-        "gate_group": groups.world,  # balance losses and capacities are those of the whole batch
-        "expert_dp_comm": "moe",
-        **layer_options,
-    }
+def grouped_parameters(module: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """Weight decay on matrices only; fused steps take DTensors apart from tensors."""
+    groups: dict[tuple[type, bool], list[nn.Parameter]] = {}
+    for p in module.parameters():
+        groups.setdefault((type(p.data), p.dim() >= 2), []).append(p)
+    return [
+        {"params": params, "weight_decay": weight_decay if is_matrix else 0.0}
+        for (_, is_matrix), params in groups.items()
+    ]
+
+
+def part_of(whole: LanguageModel, ep: dist.ProcessGroup, layer_options: dict[str, Any]) -> LanguageModel:
+    """The model with, of each layer's experts, those of this rank of a group."""
+    ep_size, rank = dist.get_world_size(ep), dist.get_rank(ep)
+    options = {"moe_group": ep if ep_size > 1 else None, "expert_dp_comm": "moe", **layer_options}
     part = LanguageModel(replace(whole.config, ep_size=ep_size, layer_options=options))
     state = whole.state_dict()
     for name, value in part.state_dict().items():

@@ -18,10 +18,10 @@ from fmoe_ext import checkpoint, cpu
 
 
 def describe(run: Run) -> str:
-    total, active = (count / 1e6 for count in run.model.module.num_parameters())
+    total, active = (count / 1e6 for count in run.model.whole.num_parameters())
     if run.name == "dense":
         return f"dense, {total:.1f} M parameters"
-    config = run.model.module.config
+    config = run.model.whole.config
     experts = f"top {config.top_k} of {config.num_experts} experts"
     return f"MoE, {experts}, {total:.1f} M parameters, {active:.1f} M active"
 
@@ -30,7 +30,8 @@ def describe_ranks(job: Job, options: Namespace) -> str:
     if not job.is_spread:
         return f"{torch.get_num_threads()} threads"
     copies = "sharded (FSDP2)" if options.data_parallel == "fsdp2" else "copied"
-    return f"{job.size} ranks, experts over {job.ep_size}, the rest {copies}"
+    stages = f"layers over {job.num_stages}, " if job.num_stages > 1 else ""
+    return f"{job.size} ranks, {stages}experts over {job.ep_size}, the rest {copies}"
 
 
 def write_pictures(trainer: Trainer) -> None:
@@ -51,14 +52,14 @@ def make_sample(trainer: Trainer) -> str:
     """A text of every model; all ranks generate it, because the experts may be anywhere."""
     options, texts = trainer.options, []
     for run in trainer.runs:
-        with run.autocast():
-            text = generate(
-                run.model.module,
-                options.prompt.encode(),
-                options.sample_bytes,
-                options.seq_len,
-                seed=options.seed,
-            )
+        text = generate(
+            run.model.logits,
+            options.prompt.encode(),
+            options.sample_bytes,
+            options.seq_len,
+            trainer.job.device,
+            seed=options.seed,
+        )
         heading = f"--- {describe(run)}\n" if len(trainer.runs) > 1 else ""
         texts.append(heading + text.decode(errors="replace").replace("\0", "\n"))
     return "\n".join(texts) + "\n"
@@ -97,7 +98,7 @@ def finish(trainer: Trainer, interrupted: bool) -> int:
 def run_job(options: Namespace, resumes: bool, job: Job) -> int:
     if options.threads:
         torch.set_num_threads(options.threads)
-    job.set_layout(command_line.ep_size_of(options, job))
+    job.set_layout(command_line.ep_size_of(options, job), options.pp)
     if job.device.type == "cpu" and cpu.can_keep_memory():
         cpu.keep_memory()
     dtype = choose_dtype(options.dtype, job.device)

@@ -48,6 +48,9 @@ LAYOUTS = {
     "experts over ranks, a rank with fewer windows": (4, "--expert-parallel auto"),
     "both": (4, "--expert-parallel 2"),
     "fsdp2, whole experts": (2, "--expert-parallel 1 --data-parallel fsdp2"),
+    "a pipeline": (2, "--pp 2 --chunks 3"),
+    "a pipeline with copies of its stages": (4, "--pp 2 --chunks 3 --expert-parallel 1"),
+    "a pipeline, experts over the ranks of a stage": (4, "--pp 2 --chunks 3 --expert-parallel 2"),
     "fsdp2, experts over ranks": (4, "--expert-parallel 2 --data-parallel fsdp2"),
 }
 
@@ -68,6 +71,7 @@ def test_every_layout_is_as_one_process(pool, alone, text, tmp_path, name):
             "--compare",
             "--data-parallel=ddp",
             "--expert-parallel=1",
+            "--pp=1",
         )
         == 0
     )
@@ -99,9 +103,11 @@ def test_resume_on_as_many_ranks_is_bitwise(pool, text, tmp_path):
 
 
 def test_ranks_refuse_together(pool, text, tmp_path):
-    for arguments, status in (("--expert-parallel 3", 2), ("--expert-parallel 4", 2), ("--resume", 2)):
+    refused = ["--expert-parallel 3", "--expert-parallel 4", "--resume", "--pp 3"]
+    in_pipeline = ["--chunks 4", "--gate gshard", "--data-parallel fsdp2", "--profile", "--balance-weight 0"]
+    for arguments in refused + [f"--pp 2 --chunks 3 {argument}" for argument in in_pipeline]:
         command = text, tmp_path / "out", *arguments.split()
-        assert pool.run(exit_status, *command, world_size=2) == [status] * 2
+        assert pool.run(exit_status, *command, world_size=2) == [2] * 2, arguments
     assert not (tmp_path / "out").exists()
 
 
