@@ -68,6 +68,14 @@ def test_counts_of_a_custom_gate():
     assert monitor.collect()["layers"]["0"]["tokens_per_expert"] == [3, 1, 1, 0]
 
 
+def test_counts_of_a_rank_without_tokens():
+    model = nn.ModuleList([FixedGate(4, torch.empty(0, 2, dtype=torch.int64))])
+    monitor = balance.watch(model)
+    run(model)
+    layer = monitor.collect()["layers"]["0"]
+    assert layer["tokens_per_expert"] == [0, 0, 0, 0] and layer["dropped_share"] == 0
+
+
 def test_counts_only_training_until_removed():
     model = nn.ModuleList([FixedGate(2, [[0], [1]])])
     monitor = balance.watch(model)

@@ -80,7 +80,6 @@ class LayerCounters:
     @torch.no_grad()
     def count(self, topk_idx: torch.Tensor, topk_weights: torch.Tensor, top_k: int | None = None) -> None:
         """topk_idx, topk_weights [T, K]; top_k: choices that a token should have, if the K columns are more."""
-        topk_idx = topk_idx.reshape(topk_idx.shape[0], -1)
         wanted = topk_idx.numel() if top_k is None else len(topk_idx) * min(top_k, topk_idx.shape[1])
         load = ops.count_tokens(topk_idx, self.tokens_per_expert.shape[0])
         self.tokens_per_expert += load

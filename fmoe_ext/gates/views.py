@@ -43,7 +43,7 @@ class GateView:
     def read(self, output: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """What forward returned -> topk_idx, topk_weights [T, K], -1 for dropped choices."""
         topk_idx, topk_weights = output[:2]
-        topk_idx = topk_idx.reshape(topk_idx.shape[0], -1)
+        topk_idx = topk_idx[:, None] if topk_idx.dim() == 1 else topk_idx.flatten(1)  # also of no tokens
         return topk_idx, topk_weights.reshape(topk_idx.shape)
 
     def read_real(self, output: Any) -> tuple[torch.Tensor, torch.Tensor]:
