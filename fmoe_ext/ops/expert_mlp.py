@@ -10,9 +10,9 @@ from fmoe_ext.ops import debug, gpu_kernels
 from fmoe_ext.ops._autograd import (
     cast_for_autocast,
     register_autocast,
+    register_autograd,
     register_fake,
     register_not_differentiable_twice,
-    reverse_mode_only,
 )
 from fmoe_ext.ops._split import Needs, Tensors, in_two, needed, worthwhile
 from fmoe_ext.ops.main_grad import NO_GRAPH, MainGrad
@@ -38,7 +38,6 @@ def activation_number(name: str) -> int:
     return _NUMBERS[name]
 
 
-@reverse_mode_only
 def expert_mlp(
     x: torch.Tensor,
     row_idx: torch.Tensor,
@@ -281,9 +280,9 @@ def _backward(ctx: Any, grad_y: torch.Tensor | None, _grad_h: None) -> Tensors:
     return tuple(grads)
 
 
-torch.library.register_autograd("fmoe_ext::expert_mlp", _backward, setup_context=_setup_context)
-register_not_differentiable_twice("fmoe_ext::expert_mlp_backward")
-register_not_differentiable_twice("fmoe_ext::expert_mlp_backward_inputs")
+register_autograd("fmoe_ext::expert_mlp", _backward, _setup_context, places=PLACES)
+for _name in ("expert_mlp_backward", "expert_mlp_backward_inputs"):
+    register_not_differentiable_twice(f"fmoe_ext::{_name}", places=(0, 1, 5, 6, 7, 8, 9))
 
 
 @dataclass(frozen=True)
@@ -293,6 +292,7 @@ class _ExpertMlp:
     activation: int
     combine: bool
     main_grads: tuple[MainGrad | None, MainGrad | None] = (None, None)
+    name = "expert_mlp"
 
     @property
     def once_differentiable(self) -> bool:
