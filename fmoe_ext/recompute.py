@@ -7,6 +7,7 @@ public. Of several forwards of a layer whose backward is still to come the repet
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -30,7 +31,12 @@ _uncounted: ContextVar[bool] = ContextVar("forwards only look ahead", default=Fa
 
 def is_repeated() -> bool:
     """Whether this forward repeats an earlier one."""
-    return not torch.compiler.is_compiling() and bool(ModuleTracker().is_bw)
+    return not torch.compiler.is_compiling() and bool(_tracker().is_bw)
+
+
+@functools.cache
+def _tracker() -> ModuleTracker:
+    return ModuleTracker()
 
 
 def is_counted() -> bool:
