@@ -103,6 +103,17 @@ def current_forward() -> Forward | None:
     return _forward.get()
 
 
+def forward_of_layer(gate: object) -> Forward | None:
+    """The same, for gates that must know which forward a checkpoint repeats; RuntimeError where nobody does."""
+    forward = current_forward()
+    if forward is None and is_repeated():
+        raise RuntimeError(
+            f"a checkpoint repeats {type(gate).__name__} outside of an FMoE layer: which forward, and of which "
+            "microbatch, is unknown; checkpoint the layer, or what has it inside"
+        )
+    return forward
+
+
 def hear_once(exchange: Callable[[], torch.Tensor]) -> torch.Tensor:
     """exchange(), which asks other ranks; a repeated forward is told what its first one was told, and asks nobody."""
     forward = None if torch.compiler.is_compiling() else current_forward()

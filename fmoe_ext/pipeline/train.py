@@ -37,7 +37,8 @@ class Pipeline:
     groups: init_groups(pp, ep) or a DeviceMesh; all ranks in one pipeline if None.
     data_parallel: what reduces gradients over the ranks of a stage: "grouped" (DistributedGroupedDataParallel, the
       one for expert-parallel layers), "ddp", "fsdp" (FSDP2) or "none".
-    balance_weight: how much the sum of all gates' losses counts.
+    balance_weight: how much the sum of all gates' losses counts. That of the whole batch instead of the microbatches':
+      gates.WholeBatch(pipeline.module), evaluate() in its first pass, train_step() in its second.
     checkpoint: layers keep no activations and compute them again in backward. device: where this rank computes.
     overlap: with schedule="dualpipe_v" and expert parallelism, one microbatch's exchange runs while another computes.
     init(module): fills the parameters and buffers of a model on the meta device, of which only this rank's are made.
@@ -195,10 +196,9 @@ class Pipeline:
         sizes += [0] * (self.num_microbatches - self.chunks)
         if any(num_rows(part) != rows for part in (target if isinstance(target, tuple) else (target,))):
             raise ValueError(f"the target must have as many rows as the batch, {rows}")
-        weights = [self.balance_weight * size / max(rows, 1) for size in sizes]
         batch = _map(batch, lambda x: x.to(self.device))
         target = _map(target, lambda x: x.to(self.device))
-        return Microbatches(_parts(batch, sizes), _parts(target, sizes), sizes, weights)
+        return Microbatches(_parts(batch, sizes), _parts(target, sizes), sizes, self.balance_weight)
 
     def _total_count(self, target: Any) -> float:
         counted = torch.tensor(float(self.count(target)), dtype=torch.float64, device=self.device)
