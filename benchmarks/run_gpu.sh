@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Everything that needs a GPU, in one command that ends in under 8 minutes on an H200: build (or take the modules that
-# are there), the proof of the kernels, tests on the GPU, memory checks, ceilings, the layer benchmark, its table.
+# Everything that needs a GPU, in one command that ends in under 8 minutes on an H100: build (or take the modules that
+# are there), the proof of the kernels, tests on the GPU, memory checks, times of kernels and layers, their tables.
 #
 #   benchmarks/run_gpu.sh [--out FOLDER]      results and logs go to FOLDER (default: benchmarks/results)
 #   benchmarks/run_gpu.sh --dry-run           the same steps where there is no GPU: what they import, their arguments,
@@ -63,6 +63,7 @@ if ((dry_run)); then
   step tests 300 "${pytest[@]}" --collect-only -q "${on_gpu[@]}"
   step device 60 "$python" -m pytest -q -p no:cacheprovider tests/cuda/test_on_gpu.py
   step memory 300 "${pytest[@]}" --collect-only -q -k "shapes or garbage" "${small[@]}"
+  step kernels 60 "$python" -m benchmarks.bench_gpu_kernels --dry-run --out "$out/gpu_kernels.json"
   step layer 300 "$python" -m benchmarks.bench_gpu_layer --dry-run --out "$out/gpu.json"
 else
   step device 50 "$python" -m pytest -q -p no:cacheprovider tests/cuda/test_on_gpu.py
@@ -73,6 +74,7 @@ else
   else
     echo "== memory: left out, compute-sanitizer was not found"
   fi
+  step kernels 40 "$python" -m benchmarks.bench_gpu_kernels --out "$out/gpu_kernels.json"
   step layer 130 "$python" -m benchmarks.bench_gpu_layer --budget 110 --out "$out/gpu.json"
 fi
 
