@@ -64,8 +64,7 @@ def test_activations(activation, dtype):
     ids=str,
 )
 def test_expert_mlp_shapes(shape, combine, dtype):
-    Problem(*shape, dtype, combine=combine).check()
-    Problem(*shape, dtype, "gelu", bias=False, combine=combine).check()
+    test_expert_mlp.test_shapes(shape, combine, dtype)
 
 
 def test_no_experts_one_with_all_and_none_chosen():
