@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 import fmoe_ext
+from benchmarks.bench_pipeline import measure_overlap, share_in_pairs
 from fmoe_ext.ep.exchange import Transfer, wait
 from fmoe_ext.pipeline import Pipeline, init_groups, overlap, split
 from fmoe_ext.pipeline.overlap import by_turns
@@ -34,10 +35,10 @@ def test_turns(monkeypatch):
     monkeypatch.setattr("fmoe_ext.ep.exchange.find_group", lambda name: None)
     log = []
     by_turns(
-        functools.partial(steps, "f", log, 2), functools.partial(steps, "b", log, 4), torch.device("cpu")
+        functools.partial(steps, "b", log, 4), functools.partial(steps, "f", log, 2), torch.device("cpu")
     )
     names = [(name, i) for name, i, _ in log]
-    assert names == [("f", 0), ("b", 0), ("f", 1), ("b", 1), ("b", 2), ("b", 3)]
+    assert names == [("b", 0), ("f", 0), ("b", 1), ("f", 1), ("b", 2), ("b", 3)]
     assert all(in_main == (name == "f") for name, _, in_main in log)
 
 
@@ -57,11 +58,11 @@ def test_random_numbers_are_those_of_one_after_the_other(monkeypatch):
 
     expected, drawn = ([], []), ([], [])
     torch.manual_seed(1)
-    draw(expected[0])
-    repeated(expected[1])
+    repeated(expected[0])
+    draw(expected[1])
     after = torch.rand(())
     torch.manual_seed(1)
-    by_turns(lambda: draw(drawn[0]), lambda: repeated(drawn[1]), torch.device("cpu"))
+    by_turns(lambda: repeated(drawn[0]), lambda: draw(drawn[1]), torch.device("cpu"))
     assert drawn == expected and torch.rand(()) == after
 
 
@@ -133,3 +134,10 @@ def test_same_bits_as_without(pool, pp, checkpoint):
         assert none == 0 < some
         assert loss == overlapped
         assert all(torch.equal(a, b) for a, b in zip(grads, others, strict=True))
+
+
+def test_hides_all_that_the_schedule_pairs(pool):
+    """On a clock that computations and messages alone advance, messages half as long as computations."""
+    seconds = pool.run(measure_overlap, 4, True, 0.5, world_size=1)[0]
+    alone, plain, overlapped = seconds.values()
+    assert (plain - overlapped) / (plain - alone) == share_in_pairs(4) == 5 / 8
