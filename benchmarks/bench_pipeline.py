@@ -4,9 +4,9 @@
 
 schedules: a step on 2 gloo processes, of this package and of torch.distributed.pipelining alone. "stages apart": every
 process computes the microbatches of its own stage, side by side and without messages, which is as fast as this machine
-lets p processes be; "one process" computes all of them. "of the ideal" is (m + p - 1) / m of the time of the stages apart
-over the measured time; "of p cores" the same with a p-th of one process's time, as if cores shared no memory. Layers
-compute, and layers that sleep, which other load on the machine does not slow down.
+lets p processes be; "one process" computes all of them. "of the ideal" is (m + p - 1) / m of the time of the stages
+apart over the measured time; "of p cores" the same with a p-th of one process's time, as if cores shared no memory.
+Layers compute, and layers that sleep, which other load on the machine does not slow down.
 overlap: dualpipe_v; attention and experts take 1 each in the forward and 2 in the backward, a message half of that or
 as much. "clock": on a rank that stands for many alike, in units of a clock of its own, which other load on the machine
 does not change. "gloo": on 2 processes whose computations and network sleep (--sleep seconds for 1), in seconds.
