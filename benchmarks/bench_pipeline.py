@@ -35,6 +35,7 @@ from benchmarks.common import RESULTS, table, write
 from fmoe_ext import FMoE, FMoETransformerMLP, ops
 from fmoe_ext.gates import UniformGate
 from fmoe_ext.pipeline import Pipeline, init_groups, split
+from fmoe_ext.pipeline.plan import SCHEDULE_COSTS
 from fmoe_ext.testing import DistributedPool
 
 RANKS, LAYERS, D, SEQ = 2, 8, 128, 64
@@ -267,11 +268,6 @@ def measure_overlap(chunks, checkpoint, message, unit=None):
     return seconds
 
 
-def share_in_pairs(chunks):
-    """Of the forwards and backwards of two stages on one rank, under dualpipe_v."""
-    return (2 * chunks - 3) / (2 * chunks)
-
-
 def lines_of_overlap(where, chunks, checkpoint, message, seconds):
     alone, plain, overlapped = seconds.values()
     return [
@@ -282,7 +278,7 @@ def lines_of_overlap(where, chunks, checkpoint, message, seconds):
             "message / computation": message,
             **{name: round(value, 2) for name, value in seconds.items()},
             "hidden": f"{(plain - overlapped) / (plain - alone):.1%}",
-            "bound": f"{share_in_pairs(chunks):.1%}",
+            "bound": f"{SCHEDULE_COSTS['dualpipe_v'].in_pairs(1, chunks):.1%}",
         }
     ]
 

@@ -9,12 +9,14 @@ import torch.distributed as dist
 from torch import nn
 
 import fmoe_ext
-from benchmarks.bench_pipeline import measure_overlap, share_in_pairs
+from benchmarks.bench_pipeline import measure_overlap
 from fmoe_ext.ep.exchange import Transfer, wait
 from fmoe_ext.pipeline import Pipeline, init_groups, overlap, split
 from fmoe_ext.pipeline.overlap import by_turns
+from fmoe_ext.pipeline.plan import SCHEDULE_COSTS
 
-D, ROWS = 8, 6
+D, ROWS, CHUNKS = 8, 6, 5
+share_in_pairs = SCHEDULE_COSTS["dualpipe_v"].in_pairs
 
 
 class Waits:
@@ -113,7 +115,7 @@ def train(pp, checkpoint):
                 split(model, 2 * pp, x[:ROWS], by=[2, 2] if pp == 1 else [1, 1, 1, 1]),
                 lambda output, target: (output - target).pow(2).sum(),
                 schedule="dualpipe_v",
-                chunks=5,
+                chunks=CHUNKS,
                 groups=groups,
                 balance_weight=0.1,
                 checkpoint=checkpoint,
@@ -131,7 +133,7 @@ def train(pp, checkpoint):
 @pytest.mark.parametrize(("pp", "checkpoint"), [(1, False), (1, True), (2, True)])
 def test_same_bits_as_without(pool, pp, checkpoint):
     for (loss, grads, none), (overlapped, others, some) in pool.run(train, pp, checkpoint, world_size=2 * pp):
-        assert none == 0 < some
+        assert none == 0 and some == 2 * CHUNKS * share_in_pairs(pp, CHUNKS)
         assert loss == overlapped
         assert all(torch.equal(a, b) for a, b in zip(grads, others, strict=True))
 
@@ -140,4 +142,4 @@ def test_hides_all_that_the_schedule_pairs(pool):
     """On a clock that computations and messages alone advance, messages half as long as computations."""
     seconds = pool.run(measure_overlap, 4, True, 0.5, world_size=1)[0]
     alone, plain, overlapped = seconds.values()
-    assert (plain - overlapped) / (plain - alone) == share_in_pairs(4) == 5 / 8
+    assert (plain - overlapped) / (plain - alone) == share_in_pairs(1, 4) == 5 / 8
