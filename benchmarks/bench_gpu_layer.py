@@ -116,7 +116,7 @@ def measure(device, shape, T, dtype, ceilings, args):
     """(rows of results, {peer: why it was left out}) of one shape."""
     sets = make_inputs(device, shape, T, dtype, seed=T)
     grad = torch.empty_like(sets[0][0]).normal_()
-    runs, left_out = gpu_peers.implementations(shape.gated)
+    runs, left_out = gpu_peers.implementations(shape.gated, args.tuning)
     facts, disagreeing = usable(device, runs, sets[0], grad)
     left_out |= disagreeing
     runs = {name: run for name, run in runs.items() if name in facts}
@@ -237,6 +237,9 @@ def parse(argv):
     parser.add_argument("--seconds-a-round", type=float, default=0.1, help="of one implementation")
     parser.add_argument(
         "--budget", type=float, default=240, help="seconds after which no further shape begins"
+    )
+    parser.add_argument(
+        "--tuning", action="store_true", help="peers too that tune themselves for a minute a shape"
     )
     parser.add_argument("--out", type=Path, default=common.RESULTS / "gpu.json")
     parser.add_argument(
