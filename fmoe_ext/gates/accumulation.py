@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fmoe_ext.gates.base_gate import BaseGate
+from fmoe_ext.gates.base_gate import BaseGate, gates_of
 from fmoe_ext.recompute import forward_of_layer, uncounted
 
 
@@ -92,7 +92,7 @@ def loss_share(gate: BaseGate, microbatch: int, rows: Sequence[int]) -> float:
 
 
 def _summing_gates(model: nn.Module) -> list[Any]:
-    gates = [m for m in model.modules() if isinstance(m, BaseGate) and hasattr(m, "ranks")]
+    gates = [gate for gate in gates_of(model) if hasattr(gate, "ranks")]
     if not gates:
         raise ValueError(f"{type(model).__name__} has no gate of fmoe_ext whose loss is a sum over tokens")
     return gates

@@ -200,8 +200,18 @@ def _(
     needs: list[bool],
 ) -> tuple[torch.Tensor, ...]:
     grads = _new_gradients(x, inverse, w1, w2, topk_weights, needs)
-    dh = x.new_empty((row_idx.shape[0], w1.shape[1]) if needs[1] or needs[2] else (0,))
-    return grads[0], grads[5], dh, x.new_empty((row_idx.shape[0], w2.shape[2]) if needs[3] else (0,))
+    R = row_idx.shape[0]
+    dh = _kept_rows(x, R, w1.shape[1]) if needs[1] or needs[2] else x.new_empty(0)
+    return grads[0], grads[5], dh, _kept_rows(x, R, w2.shape[2]) if needs[3] else x.new_empty(0)
+
+
+def _kept_rows(x: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
+    """[rows, columns]; on the CPU an odd number of cache lines apart (csrc/kept_rows.h)."""
+    if x.device.type != "cpu":
+        return x.new_empty((rows, columns))
+    line = 64 // x.element_size()
+    lines = (columns + line - 1) // line
+    return x.new_empty((rows, (lines + 1 - lines % 2) * line))[:, :columns]
 
 
 @register_fake("fmoe_ext::expert_mlp_backward_weights", **_RANKS)

@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint as checkpoint_of
 
 from fmoe_ext.gates import BaseGate
 from fmoe_ext.gates.accumulation import loss_share
+from fmoe_ext.gates.base_gate import gates_of
 from fmoe_ext.pipeline.batch_norm import DeferredBatchNorm, Recomputing, defer_batch_norm
 from fmoe_ext.pipeline.microbatch import Tensors, check_tensors, gather, move, num_rows, scatter
 from fmoe_ext.pipeline.skip import SkipKey, Skippable, Skips, keeping, verify_skippables
@@ -149,7 +150,7 @@ class Pipe(nn.Module):
     def _keep_losses(self, microbatches: list["_Microbatch"]) -> None:
         """Gives every gate the loss of the batch."""
         rows = [m.num_rows for m in microbatches]
-        for gate in _gates(self):
+        for gate in gates_of(self):
             losses = [
                 m.losses[gate] * loss_share(gate, number, rows)
                 for number, m in enumerate(microbatches)
@@ -200,7 +201,7 @@ def _run(
 ) -> tuple[Tensors, Skips, dict[BaseGate, Tensor]]:
     """The layers of a partition: their result, what they stashed, and their gates' losses, in which gates forget."""
     skips = dict(skips)
-    gates = list(_gates(partition))
+    gates = gates_of(partition)
     kept = [gate.get_loss() for gate in gates]
     try:
         with keeping(skips):
@@ -210,10 +211,6 @@ def _run(
         for gate, loss in zip(gates, kept, strict=True):
             gate.set_loss(loss)
     return values, skips, losses
-
-
-def _gates(module: nn.Module) -> Iterator[BaseGate]:
-    return (m for m in module.modules() if isinstance(m, BaseGate))
 
 
 def _incoming(partition: nn.Module, skips: Skips) -> list[SkipKey]:

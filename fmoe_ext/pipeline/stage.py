@@ -10,7 +10,8 @@ from torch.utils.checkpoint import checkpoint as checkpoint_of
 
 from fmoe_ext.gates import BaseGate
 from fmoe_ext.gates.accumulation import loss_share
-from fmoe_ext.pipeline.microbatch import Tensors
+from fmoe_ext.gates.base_gate import gates_of
+from fmoe_ext.pipeline.microbatch import Tensors, as_tuple
 
 
 @dataclass(frozen=True)
@@ -31,10 +32,6 @@ class Boundary:
             torch.empty(rows, *shape, dtype=dtype, device="meta", requires_grad=dtype.is_floating_point)
             for shape, dtype in zip(self.shapes, self.dtypes, strict=True)
         )
-
-
-def as_tuple(values: Tensors) -> tuple[Tensor, ...]:
-    return (values,) if isinstance(values, Tensor) else tuple(values)
 
 
 @dataclass
@@ -128,7 +125,7 @@ class Stage(nn.Module):
         """Lets go of the batch, and of losses that a repeated forward left in gates."""
         self.batch = None
         self.balance_losses = []
-        for gate in _gates(self):
+        for gate in gates_of(self):
             gate.set_loss(None)
 
     def _check(self, outputs: Tensors) -> None:
@@ -147,13 +144,9 @@ def _text(boundary: Boundary) -> str:
     )
 
 
-def _gates(module: nn.Module) -> list[BaseGate]:
-    return [m for m in module.modules() if isinstance(m, BaseGate)]
-
-
 def _run(layer: nn.Module, values: Tensors) -> tuple[Tensors, list[tuple[BaseGate, Tensor]]]:
     values = layer(values)
-    losses = ((gate, gate.get_loss()) for gate in _gates(layer))
+    losses = ((gate, gate.get_loss()) for gate in gates_of(layer))
     return values, [(gate, loss) for gate, loss in losses if loss is not None]
 
 
