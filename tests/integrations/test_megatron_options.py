@@ -54,8 +54,9 @@ class Float64Inside(TorchFunctionMode):
         kwargs = dict(kwargs or {})
         if func in (torch.softmax, torch.Tensor.softmax) and kwargs.get("dtype") is torch.float32:
             kwargs["dtype"] = torch.float64
-        if func is torch.Tensor.float:
-            func = torch.Tensor.double
+        logits_to_float32 = func is torch.Tensor.to and args[1:] == (torch.float32,) and args[0].dim() == 2
+        if func is torch.Tensor.float or logits_to_float32:  # biases stay in float32
+            func, args = torch.Tensor.double, args[:1]
         if (
             func is torch.topk and kwargs.get("dim") == 0
         ):  # of equals, torch takes any: here the earlier tokens
