@@ -40,7 +40,7 @@ def train(layout, truth):
         return losses, norms, {name: grad for name, (grad, _) in first.items()}
     scale = max(grad.abs().max() for grad in truth.values())
     for name, (grad, places) in first.items():
-        error = (grad - truth[name][places]).abs().max() / scale
+        error = (grad - truth[layouts.whole_name(name)][places]).abs().max() / scale
         assert error <= 1e-12, f"gradient of {name} is off by {error:.1e}"
     return losses, norms
 
@@ -57,6 +57,8 @@ LAYOUTS = {
     "tp2": (2, {"tp": 2}),
     "tp2 ep4": (4, {"tp": 2, "ep": 4}),
     "tp2 ep2 sequence parallel": (4, {"tp": 2, "ep": 2, "sequence_parallel": True}),
+    "etp2": (2, {"tp": 2, "etp": 2}),
+    "etp2 ep2 sequence parallel": (4, {"tp": 2, "etp": 2, "ep": 2, "sequence_parallel": True}),
 }
 
 
