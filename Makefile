@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV   := .venv
 PY     := $(VENV)/bin/python
 ARGS   ?=
+# The many programs that tests start would each compile the package again without bytecode.
+TEST   := PYTHONDONTWRITEBYTECODE= $(PY) -m pytest -q -n 2 --dist worksteal --durations=15
 # ninja, ruff and clang-format come from the virtual environment
 export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 
@@ -17,7 +19,7 @@ $(shell rm -f $(VENV)/.built)
 endif
 endif
 
-.PHONY: help train train-ep train-megatron train-pipeline train-pipe train-remote test build lint format docs bench bench-compare wheel asan test-aarch64 cuda clean
+.PHONY: help train train-ep train-megatron train-pipeline train-pipe train-remote test test-all build lint format docs bench bench-compare wheel asan test-aarch64 cuda clean
 help:
 	@sed -n 's/^## //p' Makefile
 
@@ -45,9 +47,13 @@ train-pipeline: build
 train-pipe: build
 	$(PY) examples/pipe_images/train.py $(ARGS)
 
-## make test     the whole test suite                                                       (ARGS="-k sort -x")
+## make test     the test suite, and what took longest of it                                (ARGS="-k sort -x")
 test: build
-	$(PY) -m pytest -q -n 2 --dist loadfile $(ARGS)
+	$(TEST) $(ARGS)
+
+## make test-all the same with the slow tests: sanitizers of the kernels, soaks, twenty kills of a training
+test-all: build
+	$(TEST) -m "slow or not slow" $(ARGS)
 
 ## make build    virtual environment in .venv, pinned requirements, native modules
 build: $(VENV)/.built

@@ -116,7 +116,7 @@ def measure(device, shape, T, dtype, ceilings, args):
     """(rows of results, {peer: why it was left out}) of one shape."""
     sets = make_inputs(device, shape, T, dtype, seed=T)
     grad = torch.empty_like(sets[0][0]).normal_()
-    runs, left_out = gpu_peers.implementations(shape.gated)
+    runs, left_out = gpu_peers.implementations(shape.gated, args.tuning)
     facts, disagreeing = usable(device, runs, sets[0], grad)
     left_out |= disagreeing
     runs = {name: run for name, run in runs.items() if name in facts}
@@ -197,6 +197,17 @@ def report(rows):
     return common.table(header, lines)
 
 
+def left_out_text(left_out):
+    """A paragraph for each reason and peer, with the shapes that it holds for."""
+    shapes = {}
+    for what, why in left_out.items():
+        shape, peer = what.rsplit(", ", 1)
+        shapes.setdefault((peer, why), []).append(shape)
+    return "".join(
+        f"\n\nleft out: {peer}: {why} ({', '.join(names)})" for (peer, why), names in shapes.items()
+    )
+
+
 def plot(rows, path):
     """One group of bars a shape, a bar an implementation: TFLOP/s forward (above) and backward (below)."""
     import matplotlib
@@ -238,6 +249,9 @@ def parse(argv):
     parser.add_argument(
         "--budget", type=float, default=240, help="seconds after which no further shape begins"
     )
+    parser.add_argument(
+        "--tuning", action="store_true", help="peers too that tune themselves for a minute a shape"
+    )
     parser.add_argument("--out", type=Path, default=common.RESULTS / "gpu.json")
     parser.add_argument(
         "--dry-run", action="store_true", help="tiny shapes on the CPU; the figures mean nothing"
@@ -271,8 +285,7 @@ def main(argv=None):
         print(report(new_rows).splitlines()[2], flush=True)
     if not rows:
         sys.exit("no shape was measured: see --shapes, --tokens and --budget")
-    text = report(rows)
-    text += "".join(f"\n\nleft out: {what}: {why}" for what, why in left_out.items())
+    text = report(rows) + left_out_text(left_out)
     text += f"\n\nno time was left for: {', '.join(no_time)}" if no_time else ""
     print(text)
     facts = {"ceilings": vars(ceilings), "left_out": left_out, "no_time_for": no_time, "rows": rows}

@@ -92,5 +92,6 @@ def write(path: Path, command: str, results: list, text: str):
     path.parent.mkdir(parents=True, exist_ok=True)
     meta = {"machine": machine(), "commit": commit(), "command": command, "date": time.strftime("%Y-%m-%d")}
     path.write_text(json.dumps({**meta, "results": results}, indent=1) + "\n")
-    facts = f"{meta['machine']['cpu']}, {meta['machine']['threads']} threads, torch {torch.__version__}"
+    place = meta["machine"]["gpu"] or f"{meta['machine']['cpu']}, {meta['machine']['threads']} threads"
+    facts = f"{place}, torch {torch.__version__}"
     path.with_suffix(".md").write_text(f"{facts}, commit {meta['commit']}, `{command}`\n\n{text}\n")

@@ -76,8 +76,15 @@ def sonicmoe():
     return run
 
 
-def implementations(gated) -> tuple[dict, dict]:
-    """({name: function}, {name: why it cannot be had}); fmoe_ext comes first."""
+TUNING = (
+    "Liger",
+    "ScatterMoE",
+    "SonicMoE",
+)  # compile for a minute and more before their first result of a shape
+
+
+def implementations(gated, tuning=False) -> tuple[dict, dict]:
+    """({name: function}, {name: why it cannot be had}); fmoe_ext comes first. tuning: those of TUNING too."""
     if not gated:
         return {"fmoe_ext": fmoe_ext_layer("gelu"), "grouped_mm by hand": grouped_mm_gelu}, {}
     makers = {
@@ -91,6 +98,9 @@ def implementations(gated) -> tuple[dict, dict]:
     }
     found, missing = {}, {}
     for name, make in makers.items():
+        if name in TUNING and not tuning:
+            missing[name] = "compiles for a minute and more a shape: --tuning"
+            continue
         try:
             found[name] = make()
         except ImportError as error:

@@ -1,6 +1,6 @@
 """What the expert layer can reach at best on a GPU: FLOPs, bytes and the sum of each kernel's own roofline.
 
-python -m benchmarks.roofline        the table of docs/kernel_predictions.md, from the ceilings of an H200
+python -m benchmarks.roofline        the table of docs/kernel_predictions.md, from the ceilings of an H100
 """
 
 import math
@@ -11,11 +11,16 @@ from benchmarks.common import table
 
 BYTES = 2  # of a bfloat16 or float16 element
 ROUTING_SECONDS = 12e-6  # gate, top-k and sorting, of which most is launching
-NUM_SMS = 132  # of an H200
+NUM_SMS = 132  # of an H100
 FLOPS_A_CYCLE = 4096  # of an SM's tensor cores
-L2_BANDWIDTH = 5.6e12  # bytes a second that the L2 cache of an H100 delivers, as others have measured it
-MAIN_LOOP = 0.95  # share of the ceiling that a main loop reaches if nothing else binds it; to be measured
-PAIRS_FROM = 256  # rows an expert (cuda/select.h)
+L2_BANDWIDTH = 7.6e12  # bytes a second of the L2 cache: what F1 draws without pairs on an H100, measured
+MAIN_LOOP = 0.95  # share of the ceiling that a main loop reaches if nothing else binds it; assumed
+PAIRS_FROM = {
+    "F1 up": 1024,
+    "F2 rows_by_weight": 1024,
+    "B3 grad_input": 1024,
+}  # rows an expert (cuda/select.h)
+WIDE_PAIRS_FROM = 512  # tiles of 256 columns, and weight gradients
 PREDICTED_TOKENS = 16384
 
 
@@ -40,7 +45,7 @@ class Ceilings:
     bandwidth: float  # bytes a second, read plus written, of a copy
 
 
-H200 = Ceilings(788e12, 4.3e12)  # measured; docs/kernels.md
+H100 = Ceilings(787e12, 2.98e12)  # measured; docs/kernels.md
 
 MODELS = (
     Shape("Mixtral-8x7B", 4096, 14336, 8, 2),
@@ -95,9 +100,8 @@ WIDE = Kernel(128, 256, 2900, False)  # F2 and B3 at long k
 def is_wide(name, columns, steps):
     """cuda/select.h, wide_tiles_pay"""
     wide, narrow = (math.ceil(columns / width) for width in (256, 192))
-    return (
-        name in ("F2 rows_by_weight", "B3 grad_input") and wide * (steps * 1130 + 2900) < narrow * steps * 980
-    )
+    pays = 100 * wide * (steps * 1280 + 4000) < 97 * narrow * steps * 1000
+    return name in ("F2 rows_by_weight", "B3 grad_input") and pays
 
 
 @dataclass(frozen=True)
@@ -150,8 +154,9 @@ def expected_blocks(mean, size):
 def product(name, shape, rows, depth, columns, byte_count):
     """A product of the rows of every expert."""
     mean, steps = rows / shape.E, math.ceil(depth / 64)
-    pairs = mean >= PAIRS_FROM
-    kernel = WIDE if pairs and is_wide(name, columns, steps) else KERNELS[name]
+    wide = mean >= WIDE_PAIRS_FROM and is_wide(name, columns, steps)
+    kernel = WIDE if wide else KERNELS[name]
+    pairs = wide or mean >= PAIRS_FROM.get(name, math.inf)
     height = expected_blocks(mean, kernel.height * (1 + pairs)) * (1 + pairs)
     width = math.ceil(columns / kernel.width)
     padding = shape.E * height * kernel.height / rows * width * kernel.width / columns
@@ -164,7 +169,7 @@ def weight_product(name, shape, rows, m, n, byte_count):
     kernel = KERNELS[name]
     height, width = math.ceil(m / kernel.height), math.ceil(n / kernel.width)
     along_n = kernel.width < kernel.height  # the operand that is gathered, and not shared by pairs
-    pairs = (width if along_n else height) > 1
+    pairs = (width if along_n else height) > 1 and rows / shape.E >= WIDE_PAIRS_FROM
     if pairs and along_n:
         width += width % 2
     elif pairs:
@@ -239,15 +244,15 @@ def prediction(ceilings):
 BOUNDS = ("tensor cores", "L2", "memory")
 HEAD = f"""# Predictions
 
-Nothing here was measured on the kernels: this is what a measurement is to be compared with, and what it can prove
-wrong. Written by `python -m benchmarks.roofline` for T = {PREDICTED_TOKENS}, bfloat16, an H200 of
-{H200.flops / 1e12:.0f} TFLOP/s (large product) and {H200.bandwidth / 1e12:.1f} TB/s (copy), {NUM_SMS} SMs;
+What a measurement is to be compared with, and what it can prove wrong; `python -m benchmarks.bench_gpu_kernels` does
+(benchmarks/results/gpu_kernels.md). Written by `python -m benchmarks.roofline` for T = {PREDICTED_TOKENS}, bfloat16,
+an H100 of {H100.flops / 1e12:.0f} TFLOP/s (large product) and {H100.bandwidth / 1e12:.2f} TB/s (copy), {NUM_SMS} SMs;
 tokens choose their experts at random.
 
 Expected is the largest of three times. *Tensor cores*: whole tiles, of which ragged rows and pairs need more than
 R / 128, in whole waves; {MAIN_LOOP:.0%} of the product ceiling in the main loop; and the epilogue of a tile where no
 other tile is multiplied meanwhile. *L2*: the same, but the main loop takes as long as its operands at
-{L2_BANDWIDTH / 1e12:.1f} TB/s, the figure published for the L2 cache of an H100. *Memory*: every operand once, at the
+{L2_BANDWIDTH / 1e12:.1f} TB/s, measured. *Memory*: every operand once, at the
 bandwidth of a copy. Roofline: the larger of FLOPs and bytes at the ceilings. The cycles of an epilogue are the
 instructions of its machine code, issued one a cycle and scheduler, and its waits; 64-row tiles are left out.
 
@@ -255,5 +260,5 @@ instructions of its machine code, issued one a cycle and scheduler, and its wait
 
 if __name__ == "__main__":
     path = Path(__file__).parents[1] / "docs" / "kernel_predictions.md"
-    path.write_text(HEAD + prediction(H200) + "\n")
+    path.write_text(HEAD + prediction(H100) + "\n")
     print(path.name)

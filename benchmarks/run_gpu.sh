@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Everything that needs a GPU, in one command that ends in under 8 minutes on an H200: build (or take the modules that
-# are there), the proof of the kernels, tests on the GPU, memory checks, ceilings, the layer benchmark, its table.
+# Everything that needs a GPU, in one command that ends in under 8 minutes on an H100: build (or take the modules that
+# are there), the proof of the kernels, tests on the GPU, memory checks, times of kernels and layers, their tables.
 #
 #   benchmarks/run_gpu.sh [--out FOLDER]      results and logs go to FOLDER (default: benchmarks/results)
 #   benchmarks/run_gpu.sh --dry-run           the same steps where there is no GPU: what they import, their arguments,
@@ -30,7 +30,7 @@ step() {  # step NAME SECONDS COMMAND...: runs it, keeps its output in a log, go
   local name=$1 limit=$2 start=$SECONDS
   shift 2
   echo "== $name: $*"
-  timeout --kill-after=10 "$limit" "$@" 2>&1 | tee "$out/$name.log" | tail -n 40
+  timeout --kill-after=10 "$limit" "$@" 2>&1 | tee "$out/$name.log" | tail -n 60
   local status=${PIPESTATUS[0]}
   echo "== $name: $((SECONDS - start)) s, exit status $status"
   ((status == 0)) || failed+=("$name")
@@ -53,26 +53,30 @@ step info 30 "$python" -m fmoe_ext.info
 if ((dry_run)); then
   step prove 60 "$python" -m fmoe_ext.gpu prove --help
 else
-  step prove 100 "$python" -m fmoe_ext.gpu prove --limit 30 --budget 80
+  step prove 150 "$python" -m fmoe_ext.gpu prove --limit 30 --budget 130
 fi
 
 on_gpu=(tests/ops tests/gates tests/test_layers.py tests/test_linear.py tests/test_transformer.py tests/test_balance.py)
 small=(tests/ops/test_expert_mlp.py tests/ops/test_grouped_gemm.py tests/ops/test_topk_gate.py)
 pytest=("$python" -m pytest -q -p no:cacheprovider --device cuda)
+parallel=()
+if "$python" -c 'import xdist' 2>/dev/null; then parallel=(-n "$(($(nproc) < 12 ? $(nproc) : 12))" --dist worksteal); fi
 if ((dry_run)); then
   step tests 300 "${pytest[@]}" --collect-only -q "${on_gpu[@]}"
   step device 60 "$python" -m pytest -q -p no:cacheprovider tests/cuda/test_on_gpu.py
   step memory 300 "${pytest[@]}" --collect-only -q -k "shapes or garbage" "${small[@]}"
+  step kernels 60 "$python" -m benchmarks.bench_gpu_kernels --dry-run --out "$out/gpu_kernels.json"
   step layer 300 "$python" -m benchmarks.bench_gpu_layer --dry-run --out "$out/gpu.json"
 else
   step device 50 "$python" -m pytest -q -p no:cacheprovider tests/cuda/test_on_gpu.py
-  step tests 120 "${pytest[@]}" "${on_gpu[@]}"
+  step tests 120 "${pytest[@]}" "${parallel[@]}" "${on_gpu[@]}"
   if command -v compute-sanitizer >/dev/null; then
     step memory 50 compute-sanitizer --error-exitcode 1 --kernel-regex kns=fmoe_ext \
       "${pytest[@]}" -k "shapes or garbage" "${small[@]}"
   else
     echo "== memory: left out, compute-sanitizer was not found"
   fi
+  step kernels 40 "$python" -m benchmarks.bench_gpu_kernels --out "$out/gpu_kernels.json"
   step layer 130 "$python" -m benchmarks.bench_gpu_layer --budget 110 --out "$out/gpu.json"
 fi
 

@@ -4,6 +4,7 @@
 
 #include "expert_mlp.h"
 #include "grouped_gemm.h"
+#include "same_device.h"
 
 namespace fmoe_ext {
 namespace {
@@ -11,6 +12,15 @@ namespace {
 void check_expert_mlp_op(Tensor x, Tensor row_idx, Tensor inverse, Tensor offs, Tensor w1,
                          std::optional<Tensor> b1, Tensor w2, std::optional<Tensor> b2,
                          std::optional<Tensor> topk_weights, int64_t activation) {
+  check_same_device({{x, "x"},
+                     {row_idx, "row_idx"},
+                     {inverse, "inverse"},
+                     {offs, "offs"},
+                     {w1, "w1"},
+                     {b1, "b1"},
+                     {w2, "w2"},
+                     {b2, "b2"},
+                     {topk_weights, "topk_weights"}});
   check_expert_mlp(x, row_idx, inverse, offs, w1, b1, w2, b2, topk_weights, checked_activation(activation));
 }
 
@@ -20,6 +30,20 @@ void check_expert_mlp_backward_op(Tensor grad_y, Tensor x, Tensor row_idx, Tenso
                                   std::optional<Tensor> dh, std::optional<Tensor> scaled_a,
                                   int64_t activation, bool combine, std::vector<bool> needs_,
                                   std::optional<Tensor> main_dw1, std::optional<Tensor> main_dw2) {
+  check_same_device({{x, "x"},
+                     {grad_y, "grad_y"},
+                     {row_idx, "row_idx"},
+                     {inverse, "inverse"},
+                     {offs, "offs"},
+                     {w1, "w1"},
+                     {w2, "w2"},
+                     {b2, "b2"},
+                     {topk_weights, "topk_weights"},
+                     {h, "h"},
+                     {dh, "dh"},
+                     {scaled_a, "scaled_a"},
+                     {main_dw1, "main_dw1"},
+                     {main_dw2, "main_dw2"}});
   check_expert_mlp(x, row_idx, inverse, offs, w1, std::nullopt, w2, b2, topk_weights,
                    checked_activation(activation));
   const ExpertMlpNeeds needs(needs_, topk_weights);
@@ -31,11 +55,14 @@ void check_expert_mlp_backward_op(Tensor grad_y, Tensor x, Tensor row_idx, Tenso
 }
 
 void check_grouped_gemm_op(Tensor x, Tensor weight, Tensor offs, std::optional<Tensor> bias) {
+  check_same_device({{x, "x"}, {weight, "weight"}, {offs, "offs"}, {bias, "bias"}});
   check_grouped_gemm(x, weight, offs, bias);
 }
 
 void check_grouped_gemm_backward_op(Tensor grad_y, Tensor x, Tensor weight, Tensor offs,
                                     std::vector<bool> needs, std::optional<Tensor> main_dweight) {
+  check_same_device(
+      {{x, "x"}, {weight, "weight"}, {offs, "offs"}, {grad_y, "grad_y"}, {main_dweight, "main_dweight"}});
   check_grouped_gemm_backward(grad_y, x, weight, offs, main_dweight);
   static_cast<void>(GroupedGemmNeeds(needs));
 }

@@ -1,4 +1,4 @@
-// What the registered CUDA ops share: the device and stream they run on, checks of devices, registration.
+// What the registered CUDA ops share: the device and stream they run on, registration.
 // Built with FMOE_EMULATOR the same ops work on CPU tensors and register under fmoe_ext_emu (tests/emulator).
 #pragma once
 
@@ -9,6 +9,7 @@
 
 #include "checks.h"
 #include "launchers.h"
+#include "same_device.h"
 
 #ifdef FMOE_EMULATOR
 #define FMOE_CUDA_NAMESPACE fmoe_ext_emu
@@ -53,12 +54,6 @@ inline bool tf32_allowed() {
   StableIValue result = 0;
   STABLE_TORCH_ERROR_CODE_CHECK(torch_call_dispatcher(FMOE_TF32_ALLOWED, "", &result, TORCH_ABI_VERSION));
   return torch::stable::detail::to<bool>(result);
-}
-
-inline void check_same_device(const Tensor& t, const Tensor& other, const char* name,
-                              const char* other_name) {
-  STD_TORCH_CHECK(t.device() == other.device(), name, " must be on the device of ", other_name, " (index ",
-                  other.get_device_index(), "), but it is on another one (index ", t.get_device_index(), ")");
 }
 
 inline Dtype as_dtype(const Tensor& t) {  // of a tensor that passed check_float

@@ -92,6 +92,23 @@ __device__ __forceinline__ int expert_of_row(const int* __restrict__ offs, int n
   return low;
 }
 
+// n / d for 0 <= n < 2^31 by a multiplication (Granlund and Montgomery, PLDI 1994).
+class Divisor {
+ public:
+  explicit Divisor(int d) : shift_(31) {
+    const uint64_t divisor = d > 0 ? d : 1;
+    while (uint64_t{1} << (shift_ - 31) < divisor) ++shift_;
+    multiplier_ = static_cast<uint32_t>(((uint64_t{1} << shift_) + divisor - 1) / divisor);
+  }
+  __device__ __forceinline__ int divide(int n) const {
+    return static_cast<int>(static_cast<uint64_t>(static_cast<uint32_t>(n)) * multiplier_ >> shift_);
+  }
+
+ private:
+  uint32_t multiplier_;
+  int shift_;
+};
+
 // A matrix whose rows may be picked through an index: row i is base[(index ? index[i] / divisor : i) *
 // stride]. Rows outside [.., end), rows whose index is out of range and columns at or past `width` read as
 // zero.
@@ -100,15 +117,19 @@ struct Rows {
   const T* base;
   int64_t stride, width, end;
   const int* index;
-  int divisor;
-  int64_t num_indexed;  // indices are in [0, num_indexed)
-  bool vectorised;      // every 16-byte piece of a row is aligned and never crosses `width`
+  Divisor divisor;
+  uint32_t num_choices;  // an index, or without one a row, is in [0, num_choices)
+  bool vectorised;       // every 16-byte piece of a row is aligned and never crosses `width`
 
   __device__ __forceinline__ const T* row(int64_t i) const {
     if (i >= end) return nullptr;
     if (!index) return base + i * stride;
     const int choice = index[i];
-    return choice >= 0 && choice < num_indexed ? base + choice / divisor * stride : nullptr;
+    return exists(choice) ? base + divisor.divide(choice) * stride : nullptr;
+  }
+  // By what the index says of a row; without one, by its number.
+  __device__ __forceinline__ bool exists(int choice) const {
+    return static_cast<uint32_t>(choice) < num_choices;
   }
 };
 
@@ -120,8 +141,8 @@ Rows<T> rows_from(const GroupedRows& rows, int64_t num_rows) {
           rows.width,
           num_rows,
           rows.index,
-          rows.divisor,
-          rows.num_indexed,
+          Divisor(rows.index ? rows.divisor : 1),
+          static_cast<uint32_t>(std::min<int64_t>(rows.index ? rows.num_indexed : num_rows, INT32_MAX)),
           aligned};
 }
 

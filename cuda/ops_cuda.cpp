@@ -48,9 +48,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> sort_tokens_cuda(Tensor topk_idx, int
 }
 
 Tensor apply_capacity_cuda(Tensor topk_idx, Tensor capacity) {
+  check_same_device({{topk_idx, "topk_idx"}, {capacity, "capacity"}});
   check_apply_capacity(topk_idx, capacity);
   check_sortable(capacity.size(0));
-  check_same_device(capacity, topk_idx, "capacity", "topk_idx");
   const OnDeviceOf device(topk_idx);
   const Tensor idx = as_contiguous(topk_idx), limits = as_contiguous(capacity);
   const int num_experts = static_cast<int>(limits.numel());
@@ -64,12 +64,8 @@ Tensor apply_capacity_cuda(Tensor topk_idx, Tensor capacity) {
 
 // row_idx [R] and inverse [T, K] that passed check_routing, contiguous.
 struct Routing {
-  Routing(const Tensor& row_idx_, const Tensor& inverse_, const Tensor& like, const char* name) {
-    check_same_device(row_idx_, like, "row_idx", name);
-    check_same_device(inverse_, like, "inverse", name);
-    row_idx = as_contiguous(row_idx_);
-    inverse = as_contiguous(inverse_);
-  }
+  Routing(const Tensor& row_idx_, const Tensor& inverse_)
+      : row_idx(as_contiguous(row_idx_)), inverse(as_contiguous(inverse_)) {}
   int64_t num_rows() const { return row_idx.numel(); }
   int64_t num_tokens() const { return inverse.size(0); }
   int top_k() const { return static_cast<int>(inverse.size(1)); }
@@ -78,16 +74,15 @@ struct Routing {
 };
 
 // The weights in the type that sums are computed in; nothing when there are none (every weight is 1).
-std::optional<Tensor> wide_weights(const std::optional<Tensor>& topk_weights, const Tensor& like,
-                                   const char* name) {
+std::optional<Tensor> wide_weights(const std::optional<Tensor>& topk_weights, const Tensor& like) {
   if (!topk_weights) return std::nullopt;
-  check_same_device(*topk_weights, like, "topk_weights", name);
   return as_contiguous(torch::stable::to(*topk_weights, compute_type(like)));
 }
 
 Tensor permute_cuda(Tensor x, Tensor row_idx, Tensor inverse) {
+  check_same_device({{x, "x"}, {row_idx, "row_idx"}, {inverse, "inverse"}});
   check_permute(x, row_idx, inverse);
-  const Routing routing(row_idx, inverse, x, "x");
+  const Routing routing(row_idx, inverse);
   const OnDeviceOf device(x);
   const Tensor input = as_contiguous(x);
   const Tensor out = torch::stable::new_empty(input, {routing.num_rows(), input.size(1)});
@@ -97,10 +92,11 @@ Tensor permute_cuda(Tensor x, Tensor row_idx, Tensor inverse) {
 }
 
 Tensor unpermute_cuda(Tensor y, Tensor row_idx, Tensor inverse, std::optional<Tensor> topk_weights) {
+  check_same_device({{y, "y"}, {row_idx, "row_idx"}, {inverse, "inverse"}, {topk_weights, "topk_weights"}});
   check_unpermute(y, row_idx, inverse, topk_weights);
-  const Routing routing(row_idx, inverse, y, "y");
+  const Routing routing(row_idx, inverse);
   const OnDeviceOf device(y);
-  const auto weights = wide_weights(topk_weights, y, "y");
+  const auto weights = wide_weights(topk_weights, y);
   const Tensor rows = as_contiguous(y);
   const Tensor out = torch::stable::new_empty(rows, {routing.num_tokens(), rows.size(1)});
   launch_unpermute(as_dtype(rows), data(rows), data<int>(routing.inverse), data(weights),
@@ -111,12 +107,16 @@ Tensor unpermute_cuda(Tensor y, Tensor row_idx, Tensor inverse, std::optional<Te
 
 std::tuple<Tensor, Tensor> unpermute_backward_cuda(Tensor grad_out, std::optional<Tensor> y, Tensor row_idx,
                                                    Tensor inverse, std::optional<Tensor> topk_weights) {
+  check_same_device({{grad_out, "grad_out"},
+                     {y, "y"},
+                     {row_idx, "row_idx"},
+                     {inverse, "inverse"},
+                     {topk_weights, "topk_weights"}});
   check_unpermute_backward(grad_out, y, row_idx, inverse, topk_weights);
-  const Routing routing(row_idx, inverse, grad_out, "grad_out");
-  if (y) check_same_device(*y, grad_out, "y", "grad_out");
+  const Routing routing(row_idx, inverse);
   const OnDeviceOf device(grad_out);
   const int64_t width = grad_out.size(1);
-  const auto weights = wide_weights(topk_weights, grad_out, "grad_out");
+  const auto weights = wide_weights(topk_weights, grad_out);
   const Tensor grad = as_contiguous(grad_out);
   const std::optional<Tensor> rows = y ? std::optional(as_contiguous(*y)) : std::nullopt;
   const Tensor grad_y = torch::stable::new_empty(grad, {routing.num_rows(), width});
@@ -135,6 +135,7 @@ std::tuple<Tensor, Tensor> unpermute_backward_cuda(Tensor grad_out, std::optiona
 std::tuple<Tensor, Tensor> topk_gate_cuda(Tensor logits, int64_t top_k, int64_t score, bool normalize,
                                           std::optional<Tensor> bias, int64_t num_groups, int64_t topk_groups,
                                           double scale) {
+  check_same_device({{logits, "logits"}, {bias, "bias"}});
   check_topk_gate(logits, top_k, bias, num_groups, topk_groups);
   const bool sigmoid = checked_sigmoid(score);
   const int64_t T = logits.size(0), E = logits.size(1), limit = max_gate_values(as_dtype(logits));
@@ -142,10 +143,7 @@ std::tuple<Tensor, Tensor> topk_gate_cuda(Tensor logits, int64_t top_k, int64_t 
                   " on CUDA for ", dtype_text(logits), ", but got ", E + 2 * num_groups);
   const OnDeviceOf device(logits);
   std::optional<Tensor> shift;
-  if (bias) {
-    check_same_device(*bias, logits, "bias", "logits");
-    shift = as_contiguous(torch::stable::to(*bias, compute_type(logits)));
-  }
+  if (bias) shift = as_contiguous(torch::stable::to(*bias, compute_type(logits)));
   const Tensor input = as_contiguous(logits);
   const Tensor idx = torch::stable::new_empty(input, {T, top_k}, ScalarType::Long);
   const Tensor weights = torch::stable::new_empty(input, {T, top_k});
@@ -163,12 +161,13 @@ std::tuple<Tensor, Tensor> topk_gate_cuda(Tensor logits, int64_t top_k, int64_t 
 
 Tensor topk_gate_backward_cuda(Tensor grad_weights, Tensor logits, Tensor topk_idx, Tensor topk_weights,
                                int64_t score, bool normalize, double scale) {
+  check_same_device({{logits, "logits"},
+                     {grad_weights, "grad_weights"},
+                     {topk_idx, "topk_idx"},
+                     {topk_weights, "topk_weights"}});
   check_topk_gate_backward(grad_weights, logits, topk_idx, topk_weights);
   const bool sigmoid = checked_sigmoid(score);
   const int64_t T = logits.size(0), E = logits.size(1), top_k = topk_idx.size(1);
-  check_same_device(topk_idx, logits, "topk_idx", "logits");
-  check_same_device(grad_weights, logits, "grad_weights", "logits");
-  check_same_device(topk_weights, logits, "topk_weights", "logits");
   const OnDeviceOf device(logits);
   const Tensor grad = as_contiguous(grad_weights), input = as_contiguous(logits),
                idx = as_contiguous(topk_idx), weights = as_contiguous(topk_weights);

@@ -11,10 +11,8 @@ namespace fmoe_ext {
 namespace {
 
 Tensor grouped_gemm_cuda(Tensor x, Tensor weight, Tensor offs, std::optional<Tensor> bias) {
+  check_same_device({{x, "x"}, {weight, "weight"}, {offs, "offs"}, {bias, "bias"}});
   check_grouped_gemm(x, weight, offs, bias);
-  check_same_device(weight, x, "weight", "x");
-  check_same_device(offs, x, "offs", "x");
-  if (bias) check_same_device(*bias, x, "bias", "x");
   const OnDeviceOf device(x);
   const Tensor rows = as_contiguous(x), w = as_contiguous(weight), ends = as_contiguous(offs);
   const std::optional<Tensor> shift = bias ? std::optional(as_contiguous(*bias)) : std::nullopt;
@@ -28,11 +26,9 @@ std::tuple<Tensor, Tensor, Tensor> backward(const Tensor& grad_y, const Tensor& 
                                             const Tensor& offs, const std::vector<bool>& needs_,
                                             const std::optional<Tensor>& main_dweight) {
   const GroupedGemmNeeds needs(needs_);
+  check_same_device(
+      {{x, "x"}, {weight, "weight"}, {offs, "offs"}, {grad_y, "grad_y"}, {main_dweight, "main_dweight"}});
   check_grouped_gemm_backward(grad_y, x, weight, offs, main_dweight);
-  check_same_device(weight, x, "weight", "x");
-  check_same_device(offs, x, "offs", "x");
-  check_same_device(grad_y, x, "grad_y", "x");
-  if (main_dweight) check_same_device(*main_dweight, x, "main_dweight", "x");
   const OnDeviceOf device(x);
   const Tensor dy = as_contiguous(grad_y), rows = as_contiguous(x), w = as_contiguous(weight),
                ends = as_contiguous(offs);
@@ -68,13 +64,16 @@ struct ExpertMlp {
             const std::optional<Tensor>& b2_, const std::optional<Tensor>& topk_weights,
             int64_t activation_number)
       : activation(checked_activation(activation_number)) {
+    check_same_device({{x_, "x"},
+                       {row_idx_, "row_idx"},
+                       {inverse_, "inverse"},
+                       {offs_, "offs"},
+                       {w1_, "w1"},
+                       {b1_, "b1"},
+                       {w2_, "w2"},
+                       {b2_, "b2"},
+                       {topk_weights, "topk_weights"}});
     check_expert_mlp(x_, row_idx_, inverse_, offs_, w1_, b1_, w2_, b2_, topk_weights, activation);
-    for (const auto& [t, name] : {std::pair(&row_idx_, "row_idx"), std::pair(&inverse_, "inverse"),
-                                  std::pair(&offs_, "offs"), std::pair(&w1_, "w1"), std::pair(&w2_, "w2")})
-      check_same_device(*t, x_, name, "x");
-    for (const auto& [t, name] :
-         {std::pair(&b1_, "b1"), std::pair(&b2_, "b2"), std::pair(&topk_weights, "topk_weights")})
-      if (*t) check_same_device(**t, x_, name, "x");
     x = as_contiguous(x_);
     row_idx = as_contiguous(row_idx_);
     inverse = as_contiguous(inverse_);
@@ -115,8 +114,8 @@ std::tuple<Tensor, Tensor> expert_mlp_cuda(Tensor x, Tensor row_idx, Tensor inve
                                            std::optional<Tensor> b1, Tensor w2, std::optional<Tensor> b2,
                                            std::optional<Tensor> topk_weights, int64_t activation,
                                            bool combine, bool save_h) {
-  const OnDeviceOf device(x);
   const ExpertMlp mlp(x, row_idx, inverse, offs, w1, b1, w2, b2, topk_weights, activation);
+  const OnDeviceOf device(x);
   const int64_t R = mlp.num_rows();
   const Tensor a = mlp.new_rows(mlp.hidden()), y = mlp.new_rows(mlp.x.size(1));
   const std::optional<Tensor> h = save_h ? std::optional(mlp.new_rows(mlp.w1.size(1))) : std::nullopt;
@@ -142,8 +141,6 @@ class Backward {
         dy_(as_contiguous(grad_y)),
         rows_(as_contiguous(rows)),
         products_(mlp.offs, mlp.num_rows(), {mlp.x, mlp.w1, mlp.w2, dy_, rows_}, device) {
-    check_same_device(grad_y, mlp.x, "grad_y", "x");
-    check_same_device(rows, mlp.x, "h", "x");
     dx = dtopk_weights = dh = scaled_a = dw1 = db1 = dw2 = db2 = output(false, {});
   }
 
@@ -162,8 +159,6 @@ class Backward {
   }
 
   void weights(const std::optional<Tensor>& main_dw1, const std::optional<Tensor>& main_dw2) {
-    if (main_dw1) check_same_device(*main_dw1, mlp_.x, "main_dw1", "x");
-    if (main_dw2) check_same_device(*main_dw2, mlp_.x, "main_dw2", "x");
     const int64_t E = mlp_.num_experts(), D = mlp_.x.size(1), H = mlp_.hidden(), F = mlp_.w1.size(1);
     dw1 = output(needs_.dw1 && !main_dw1, {E, F, D}), db1 = output(needs_.db1, {E, F});
     dw2 = output(needs_.dw2 && !main_dw2, {E, D, H}), db2 = output(needs_.db2, {E, D});
@@ -198,19 +193,18 @@ class Backward {
   Products products_;
 };
 
-using Gradients = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
-
 Gradients expert_mlp_backward_accumulate_cuda(Tensor grad_y, Tensor x, Tensor row_idx, Tensor inverse,
                                               Tensor offs, Tensor w1, Tensor w2, std::optional<Tensor> b2,
                                               std::optional<Tensor> topk_weights, Tensor h,
                                               int64_t activation, bool combine, std::vector<bool> needs,
                                               std::optional<Tensor> main_dw1,
                                               std::optional<Tensor> main_dw2) {
-  const OnDeviceOf device(x);
   const ExpertMlp mlp(x, row_idx, inverse, offs, w1, std::nullopt, w2, b2, topk_weights, activation);
+  check_same_device({{x, "x"}, {grad_y, "grad_y"}, {h, "h"}, {main_dw1, "main_dw1"}, {main_dw2, "main_dw2"}});
   check_expert_mlp_grad(grad_y, x, inverse, combine);
   check_hidden_rows(h, x, inverse, w1.size(1), "h", "[R, F]");
   check_expert_main_grads(w1, w2, main_dw1, main_dw2);
+  const OnDeviceOf device(x);
   Backward backward(mlp, grad_y, h, combine, ExpertMlpNeeds(needs, topk_weights), device);
   backward.inputs(topk_weights);
   backward.weights(main_dw1, main_dw2);
@@ -229,11 +223,12 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> expert_mlp_backward_inputs_cuda(
     Tensor grad_y, Tensor x, Tensor row_idx, Tensor inverse, Tensor offs, Tensor w1, Tensor w2,
     std::optional<Tensor> b2, std::optional<Tensor> topk_weights, Tensor h, int64_t activation, bool combine,
     std::vector<bool> needs_) {
-  const OnDeviceOf device(x);
   const ExpertMlp mlp(x, row_idx, inverse, offs, w1, std::nullopt, w2, b2, topk_weights, activation);
+  check_same_device({{x, "x"}, {grad_y, "grad_y"}, {h, "h"}});
   check_expert_mlp_grad(grad_y, x, inverse, combine);
   check_hidden_rows(h, x, inverse, w1.size(1), "h", "[R, F]");
   const ExpertMlpNeeds needs(needs_, topk_weights);
+  const OnDeviceOf device(x);
   Backward backward(mlp, grad_y, h, combine, needs, device);
   backward.inputs(topk_weights);
   const Tensor none = torch::stable::new_empty(x, {0});
@@ -245,15 +240,20 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> expert_mlp_backward_weights_cuda(
     Tensor grad_y, Tensor x, Tensor row_idx, Tensor inverse, Tensor offs, Tensor w1, Tensor w2,
     std::optional<Tensor> topk_weights, Tensor dh, Tensor scaled_a, int64_t activation, bool combine,
     std::vector<bool> needs_, std::optional<Tensor> main_dw1, std::optional<Tensor> main_dw2) {
-  const OnDeviceOf device(x);
   const ExpertMlp mlp(x, row_idx, inverse, offs, w1, std::nullopt, w2, std::nullopt, topk_weights,
                       activation);
+  check_same_device({{x, "x"},
+                     {grad_y, "grad_y"},
+                     {dh, "dh"},
+                     {scaled_a, "scaled_a"},
+                     {main_dw1, "main_dw1"},
+                     {main_dw2, "main_dw2"}});
   const ExpertMlpNeeds needs(needs_, topk_weights);
   check_expert_mlp_grad(grad_y, x, inverse, combine);
   if (needs.dw1 || needs.db1) check_hidden_rows(dh, x, inverse, w1.size(1), "dh", "[R, F]");
   if (needs.dw2) check_hidden_rows(scaled_a, x, inverse, w2.size(2), "scaled_a", "[R, H]");
-  check_same_device(scaled_a, x, "scaled_a", "x");
   check_expert_main_grads(w1, w2, main_dw1, main_dw2);
+  const OnDeviceOf device(x);
   Backward backward(mlp, grad_y, dh, combine, needs, device);
   backward.dh = as_contiguous(dh), backward.scaled_a = as_contiguous(scaled_a);
   backward.weights(main_dw1, main_dw2);

@@ -77,6 +77,11 @@ PTX_FN uint4 ld_shared16(uint32_t p) {
   asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(p));
   return v;
 }
+// Whole, where the compiler would make four stores of a uint4.
+PTX_FN void st_global16(void* p, const uint4& v) {
+  asm volatile("st.global.v4.u32 [%0], {%1,%2,%3,%4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
+               : "memory");
+}
 // Four 8x8 matrices of 16-bit elements; lane l gives the address of row l % 8 of matrix l / 8.
 template <bool kTranspose>
 PTX_FN void ldmatrix_x4(uint32_t (&r)[4], uint32_t p) {

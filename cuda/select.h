@@ -35,9 +35,9 @@ struct Task {
   int64_t N = 0, K = 0;      // of rows_by_weight and grad_input: columns of the result, and terms of each sum
 };
 
-// Beyond what an entry needs, when it is the best of those that could. Pairs gain up to a third of the loads
-// and waste half a tile an expert; tiles of 64 rows load less where experts have no more than that
-// (docs/kernels.md, "Pairs and small tiles").
+// Beyond what an entry needs, when it is the best of those that could; measured on an H100 (docs/kernels.md,
+// "Pairs and small tiles"). Pairs save up to a third of the loads and waste half a tile an expert; tiles of
+// 64 rows load less where experts have no more than that.
 using Preference = bool (*)(const Task&);
 inline bool always(const Task&) { return true; }
 template <int kRows>
@@ -47,17 +47,17 @@ bool rows_from(const Task& task) {  // an expert, on average
 // Pairs where they waste nothing (an even number of tiles) or little.
 inline constexpr int kManyWeightTiles = 3;
 inline bool pairs_fit(const Task& task) {
-  return task.shared_tiles % 2 == 0 || task.shared_tiles >= kManyWeightTiles;
+  return rows_from<512>(task) && (task.shared_tiles % 2 == 0 || task.shared_tiles >= kManyWeightTiles);
 }
 
-// Tiles of 128 x 256, many steps of k. Cycles of a tile, in pairs, bound by L2 (docs/kernels.md): a step of
-// 64 k takes 1,130, or 980 where it is 192 columns wide; only there the results are stored beside other
-// products.
+// Tiles of 128 x 256, many steps of k. Cycles of a tile: a step of 64 k takes 1,280 where one of 192 columns
+// takes 1,000, and only the latter's results are stored beside other products.
 inline bool wide_tiles_pay(const Task& task) {
-  constexpr int64_t kWideStep = 1130, kStep = 980, kWideStore = 2900;
+  constexpr int64_t kWideStep = 1280, kStep = 1000, kWideStore = 4000;
   const auto tiles = [&](int64_t columns) { return (task.N + columns - 1) / columns; };
   const int64_t steps = (task.K + 63) / 64;
-  return rows_from<256>(task) && tiles(256) * (steps * kWideStep + kWideStore) < tiles(192) * steps * kStep;
+  const int64_t wide = tiles(256) * (steps * kWideStep + kWideStore), narrow = tiles(192) * steps * kStep;
+  return rows_from<512>(task) && 100 * wide < 97 * narrow;
 }
 
 enum class Numbers { sixteen_bit, tf32 };  // what is multiplied
@@ -75,16 +75,15 @@ struct Entry {
 inline constexpr Numbers k16 = Numbers::sixteen_bit, kTf32 = Numbers::tf32;
 inline constexpr Entry kEntries[] = {
     // name, product, sm, numbers, sizes, bytes, cluster, rows and columns of a tile, best for
-    {"up.128x256.pairs", Product::up, 90, k16, 8, 16, 2, 128, 256, rows_from<256>},
+    {"up.128x256.pairs", Product::up, 90, k16, 8, 16, 2, 128, 256, rows_from<1024>},
     {"up.128x256", Product::up, 90, k16, 8, 16, 1, 128, 256, always},
     {"rows_by_weight.128x256.pairs", Product::rows_by_weight, 90, k16, 8, 16, 2, 128, 256, wide_tiles_pay},
-    {"rows_by_weight.128x192.pairs", Product::rows_by_weight, 90, k16, 8, 16, 2, 128, 192, rows_from<256>},
+    {"rows_by_weight.128x192.pairs", Product::rows_by_weight, 90, k16, 8, 16, 2, 128, 192, rows_from<1024>},
     {"rows_by_weight.128x192", Product::rows_by_weight, 90, k16, 8, 16, 1, 128, 192, rows_from<48>},
     {"rows_by_weight.64x192", Product::rows_by_weight, 90, k16, 8, 16, 1, 64, 192, always},
-    {"grad_hidden.128x128.pairs", Product::grad_hidden, 90, k16, 8, 16, 2, 128, 128, rows_from<256>},
     {"grad_hidden.128x128", Product::grad_hidden, 90, k16, 8, 16, 1, 128, 128, always},
     {"grad_input.128x256.pairs", Product::grad_input, 90, k16, 8, 16, 2, 128, 256, wide_tiles_pay},
-    {"grad_input.128x192.pairs", Product::grad_input, 90, k16, 8, 16, 2, 128, 192, rows_from<256>},
+    {"grad_input.128x192.pairs", Product::grad_input, 90, k16, 8, 16, 2, 128, 192, rows_from<1024>},
     {"grad_input.128x192", Product::grad_input, 90, k16, 8, 16, 1, 128, 192, rows_from<48>},
     {"grad_input.64x192", Product::grad_input, 90, k16, 8, 16, 1, 64, 192, always},
     {"grad_weight.128x256.pairs", Product::grad_weight, 90, k16, 8, 16, 2, 128, 256, pairs_fit},

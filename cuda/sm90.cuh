@@ -77,29 +77,53 @@ struct Ring {
 };
 
 // ---- loads by the 128 threads of a producer
-// Rows, picked through an index, as an operand [128, 64 k].
-template <class T>
-struct RowGather {
-  const T* base;
-  const T* source[8];
+// The rows of a gathered operand, up to 128 at a time. They are asked for ahead of time, each by one lane of
+// the warp that copies it: the index comes from memory while other rows are copied, and shuffles hand it
+// around.
+template <class T, int kCount>
+struct PickedRows {
+  const T* source[kCount];  // every 16th row from first_row() on
+  uint32_t exist;           // bit i: row i
+  int next, held;           // of a lane: what the index says of its row; the row itself, -1 if there is none
 
-  __device__ __forceinline__ static int first_row() { return threadIdx.x % 128 / 8; }  // and every 16th
-  __device__ __forceinline__ void pick(const Rows<T>& rows, const Tile& tile) {
-    base = rows.base;
+  __device__ __forceinline__ static int first_row() { return threadIdx.x % 128 / 8; }
+  __device__ __forceinline__ void ask(const Rows<T>& rows, int first, int end) {
+    const int lane = threadIdx.x % 32;
+    const int row = first + threadIdx.x % 128 / 32 * 4 + lane / 4 * 16 + lane % 4;
+    next = row;
+    if (row >= end)
+      next = -1;
+    else if (rows.index)
+      next = rows.index[row];
+  }
+  // What was asked for is here.
+  __device__ __forceinline__ void take(const Rows<T>& rows) {
+    held = rows.exists(next) ? rows.divisor.divide(next) : -1;
+  }
+  // Of what is here the rows from 16 * group on.
+  __device__ __forceinline__ void pick(const Rows<T>& rows, int group) {
+    exist = 0;
 #pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      const int r = first_row() + 16 * i;
-      source[i] = r < tile.num_rows ? rows.row(tile.row + r) : nullptr;
+    for (int i = 0; i < kCount; ++i) {
+      const int row = __shfl_sync(kFullMask, held, (group + i) * 4 + threadIdx.x % 32 / 8);
+      source[i] = rows.base + max(row, 0) * rows.stride;
+      exist |= static_cast<uint32_t>(row >= 0) << i;
     }
   }
+  // 16 bytes of row i from a column on, zeros where there are none.
+  __device__ __forceinline__ void copy(int i, uint32_t dst, int column, int width) const {
+    ptx::cp_async16(dst, source[i] + column, exist >> i & 1 && column < width ? 16 : 0);
+  }
+};
+
+// As an operand [128, 64 k].
+template <class T>
+struct RowGather : PickedRows<T, 8> {
   __device__ __forceinline__ void copy(T* operand, int first_column, int width) const {
-    const int piece = threadIdx.x % 8, column = first_column + piece * 8;
-    const uint32_t dst = ptx::shared_address(operand) + tile_offset<128>(first_row(), piece);
+    const int piece = threadIdx.x % 8;
+    const uint32_t dst = ptx::shared_address(operand) + tile_offset<128>(this->first_row(), piece);
 #pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      const bool kept = source[i] && column < width;
-      ptx::cp_async16(dst + i * 2048, kept ? source[i] + column : base, kept ? 16 : 0);
-    }
+    for (int i = 0; i < 8; ++i) PickedRows<T, 8>::copy(i, dst + i * 2048, first_column + piece * 8, width);
   }
 };
 
@@ -111,10 +135,17 @@ __device__ __forceinline__ void gather_rows(R& ring, const RowTiles<R::kM>& tile
   RowGather<T> gather;
   TileWalk walk(tiles);
   uint32_t count = 0;
-  for (int index = tiles.cluster.first_index();; index += tiles.cluster.index_step()) {
+  int index = tiles.cluster.first_index();
+  const auto find = [&] {
     const Tile tile = walk.at(index);
-    if (tile.expert < 0 || tile.expert == tiles.num_experts) break;
-    gather.pick(rows, tile);
+    gather.ask(rows, tile.row, tile.row + tile.num_rows);
+    index += tiles.cluster.index_step();
+    return tile;
+  };
+  for (Tile tile = find(), next; tile.expert >= 0 && tile.expert < tiles.num_experts; tile = next) {
+    gather.take(rows);
+    gather.pick(rows, 0);
+#pragma unroll 1
     for (int k = 0; k < steps; ++k, ++count) {
       const int stage = ring.stage_of(count);
       const uint32_t full = ptx::shared_address(&ring.full[stage]);
@@ -125,6 +156,7 @@ __device__ __forceinline__ void gather_rows(R& ring, const RowTiles<R::kM>& tile
       }
       gather.copy(ring.a[stage], k * kBlockColumns, width);
       ptx::cp_async_mbar_arrive_noinc(full);
+      if (k == 0) next = find();
     }
   }
 }
@@ -216,8 +248,7 @@ __device__ __forceinline__ void store_rows(const void* tile, T* out, int64_t str
   for (int i = 0; i < kPieces / 2; ++i) {
     const int item = lane + i * 32, row = first + item / kPieces, piece = item % kPieces;
     const uint4 elements = ptx::ld_shared16(staged + tile_offset<64>(row, piece));
-    if (row < rows && piece * 8 < columns)
-      *reinterpret_cast<uint4*>(out + row * stride + piece * 8) = elements;
+    if (row < rows && piece * 8 < columns) ptx::st_global16(out + row * stride + piece * 8, elements);
   }
 }
 // By 128 threads.

@@ -51,33 +51,18 @@ struct GradWeight {
   }
 };
 
-// Rows first .. first + 63 of a matrix, up to `end`, as an operand [64 k, kColumns].
+// As an operand [64 k, kColumns].
 template <class T, int kColumns>
-struct ColumnGather {
-  const T* base;
-  const T* source[4];
-
-  __device__ __forceinline__ static int first_row() { return threadIdx.x % 128 / 8; }  // and every 16th
-  __device__ __forceinline__ void pick(const Rows<T>& rows, int64_t first, int64_t end) {
-    base = rows.base;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const int64_t r = first + first_row() + 16 * i;
-      source[i] = r < end ? rows.row(r) : nullptr;
-    }
-  }
+struct ColumnGather : PickedRows<T, 4> {
   __device__ __forceinline__ void copy(T* operand, int first_column, int width) const {
     const int piece = threadIdx.x % 8;
-    const uint32_t dst = ptx::shared_address(operand) + tile_offset<64>(first_row(), piece);
+    const uint32_t dst = ptx::shared_address(operand) + tile_offset<64>(this->first_row(), piece);
 #pragma unroll
-    for (int block = 0; block < kColumns / kBlockColumns; ++block) {
-      const int column = first_column + block * kBlockColumns + piece * 8;
+    for (int block = 0; block < kColumns / kBlockColumns; ++block)
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const bool kept = source[i] && column < width;
-        ptx::cp_async16(dst + block * 8192 + i * 2048, kept ? source[i] + column : base, kept ? 16 : 0);
-      }
-    }
+      for (int i = 0; i < 4; ++i)
+        PickedRows<T, 4>::copy(i, dst + block * 8192 + i * 2048,
+                               first_column + block * kBlockColumns + piece * 8, width);
   }
 };
 
@@ -91,13 +76,20 @@ __device__ __forceinline__ void produce(Shared<T, kGatherA>& s, const CUtensorMa
   for (int index = cluster.first_index(); index < p.num_tiles(); index += cluster.index_step()) {
     const WeightTile tile = p.template at<kGatherA>(index);
     const int gathered_column = kGatherA ? tile.m : tile.n, plain_column = kGatherA ? tile.n : tile.m;
-    for (int64_t row = tile.rows.begin; row < tile.rows.end; row += kBlockColumns, ++count) {
+    const int begin = static_cast<int>(tile.rows.begin), end = static_cast<int>(tile.rows.end);
+    gather.ask(gathered, begin, end);
+    for (int row = begin; row < end; row += kBlockColumns, ++count) {
       const int stage = s.ring.stage_of(count);
       const uint32_t full = ptx::shared_address(&s.ring.full[stage]);
       T* const gathered_operand = kGatherA ? s.ring.a[stage] : s.ring.b[stage];
       T* const plain_operand = kGatherA ? s.ring.b[stage] : s.ring.a[stage];
-      const bool whole = row + kBlockColumns <= tile.rows.end;
-      gather.pick(gathered, row, tile.rows.end);  // the index is on its way while the stage empties
+      const bool whole = row + kBlockColumns <= end;
+      const int half = (row - begin) / kBlockColumns % 2;  // of the rows that were asked for at a time
+      if (half == 0) {
+        gather.take(gathered);
+        gather.ask(gathered, row + 2 * kBlockColumns, end);
+      }
+      gather.pick(gathered, half * 4);
       s.ring.wait_empty(count);
       if (threadIdx.x % 128 == 0) {
         if (whole)
@@ -107,12 +99,14 @@ __device__ __forceinline__ void produce(Shared<T, kGatherA>& s, const CUtensorMa
         const int part = cluster.part(kBlockColumns);
         for (int c = 0; whole && c < kPlain; c += kBlockColumns)
           cluster.load(ptx::shared_address(plain_operand) + (c + part) * 128, plain_map, full,
-                       plain_column + c, static_cast<int>(row) + part);
+                       plain_column + c, row + part);
       }
       gather.copy(gathered_operand, gathered_column, static_cast<int>(gathered.width));
       if (!whole) {
         ColumnGather<T, kPlain> rest;
-        rest.pick(plain, row, tile.rows.end);
+        rest.ask(plain, row, end);
+        rest.take(plain);
+        rest.pick(plain, 0);
         rest.copy(plain_operand, plain_column, static_cast<int>(plain.width));
       }
       ptx::cp_async_mbar_arrive_noinc(full);

@@ -94,3 +94,14 @@ def get(name: str) -> Any:
 def unlisted(name: str) -> str | None:
     """What the environment says of any variable, None when unset; for FastMoE's float_from_env(key) only."""
     return os.environ.get(name)
+
+
+def everything() -> dict[str, str]:
+    """The whole environment, for replace() in a process that this one starts."""
+    return dict(os.environ)
+
+
+def replace(environment: dict[str, str]) -> None:
+    """Gives this process, and those that it starts, another environment."""
+    os.environ.clear()
+    os.environ.update(environment)

@@ -12,12 +12,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
-from multiprocessing.context import SpawnProcess
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from fmoe_ext import _env
 
 GRACE = 5.0  # seconds that ranks have to say what they saw, once another has failed or the timeout has passed
 
@@ -70,10 +72,12 @@ def run_distributed(fn: Callable, world_size: int, *args: Any, timeout: float = 
 
 
 class DistributedPool:
-    """Processes that stay, because starting one takes seconds: run() any number of functions on all or some of them.
+    """Processes that stay: run() any number of functions on all or some of them.
 
-    Each run has a fresh default process group (gloo). After a failure the processes are replaced. Processes that a
-    function starts end with the pool, and its temporary files go with it.
+    Starting one takes milliseconds: they are forked from a server (multiprocessing's forkserver) that has imported
+    torch and fmoe_ext once for all pools of this program. Each run has a fresh default process group (gloo). After a
+    failure the processes are replaced. Processes that a function starts end with the pool, and its temporary files go
+    with it.
     """
 
     def __init__(self, world_size: int) -> None:
@@ -136,7 +140,7 @@ class DistributedPool:
 class _Process:
     """A process of a pool, the leader of a process group, so that those which it started can be ended with it."""
 
-    handle: SpawnProcess
+    handle: BaseProcess
     connection: Connection
 
     def kill(self) -> None:
@@ -148,9 +152,11 @@ class _Process:
 
 
 def _start(folder: str) -> _Process:
-    context = multiprocessing.get_context("spawn")
+    """A process with this one's environment, forked from a server that has imported torch once for all pools."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])
     ours, theirs = context.Pipe()
-    handle = context.Process(target=_serve, args=(theirs, folder), daemon=True)
+    handle = context.Process(target=_serve, args=(theirs, folder, _env.everything()), daemon=True)
     handle.start()
     theirs.close()
     return _Process(handle, ours)
@@ -178,8 +184,9 @@ def _collect(ranks: Sequence[_Process], deadline: float) -> dict[int, tuple[bool
     return outcomes
 
 
-def _serve(connection: Connection, folder: str) -> None:
+def _serve(connection: Connection, folder: str, environment: dict[str, str]) -> None:
     os.setpgid(0, 0)
+    _env.replace(environment)  # the server's is as old as the first pool
     tempfile.tempdir = folder
     os.putenv("TMPDIR", folder)  # of the processes that this one starts
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle: it ends this process

@@ -11,19 +11,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.overrides import TorchFunctionMode
 
 from fmoe_ext import ops
 from fmoe_ext.ops import torch_path
+from tests.on_cuda import OnCuda
 
 pytest_plugins = ["leftovers"]
 
 HERE = Path(__file__).parent
 ON_ANY_DEVICE = ("ops", "gates", "test_layers.py", "test_linear.py", "test_transformer.py", "test_balance.py")
-FACTORIES = (
-    *(torch.tensor, torch.empty, torch.zeros, torch.ones, torch.full, torch.eye),
-    *(torch.arange, torch.linspace, torch.rand, torch.randn, torch.randint, torch.randperm),
-)
 
 
 def pytest_addoption(parser):
@@ -33,6 +29,8 @@ def pytest_addoption(parser):
 def pytest_configure(config):
     if "PYTEST_XDIST_WORKER" in os.environ:
         torch.set_num_threads(1)  # processes of a parallel run share the cores
+    if torch.cuda.is_available():
+        torch._inductor.config.compile_threads = 1  # Triton's compile workers would outlive the run
     if config.getoption("--device") == "cuda" and not config.option.collectonly:
         reason = ops.cuda_module_missing or (None if torch.cuda.is_available() else "there is no CUDA device")
         if reason:
@@ -51,17 +49,6 @@ def pytest_collection_modifyitems(config, items):
             kept.append(item)
     config.hook.pytest_deselected(items=[item for item in items if item not in set(kept)])
     items[:] = kept
-
-
-class OnCuda(TorchFunctionMode):
-    """Makes tensors on the GPU, filled on the CPU, so that seeds and generators mean the same on both."""
-
-    def __torch_function__(self, function, types, args=(), kwargs=None):
-        kwargs = dict(kwargs or {})
-        if function not in FACTORIES or kwargs.get("device") is not None or kwargs.get("out") is not None:
-            return function(*args, **kwargs)
-        requires_grad = kwargs.pop("requires_grad", False)
-        return function(*args, **kwargs).to("cuda").requires_grad_(requires_grad)
 
 
 @pytest.fixture(scope="session")

@@ -4,6 +4,7 @@ files that stay in TMPDIR are named and removed.
 Every process of the run, however deep and whoever its parent is by now, has the run's mark in its environment.
 """
 
+import multiprocessing.util
 import os
 import shutil
 import signal
@@ -14,12 +15,14 @@ from pathlib import Path
 import pytest
 
 MARK = "FMOE_TESTS_FOLDER"  # the run's own temporary folder
+END_WITH_US = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
 PATIENCE = 10.0  # seconds for processes to end
 
 
 def pytest_configure(config):
     if MARK in os.environ or config.option.collectonly:
         return  # a worker of pytest-xdist, or a run inside a run
+    multiprocessing.util.get_temp_dir()  # multiprocessing's own, which goes when this process ends
     usual = tempfile.gettempdir()
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", usual)  # pytest keeps its last three folders there
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path(usual, f"torchinductor_{os.getuid()}")))
@@ -50,7 +53,7 @@ class Leftovers:
 
 
 def processes_with(setting):
-    """{id: command} of the processes that were started with this setting, the trackers of this process aside."""
+    """{id: command} of the processes that were started with this setting, multiprocessing's own of this one aside."""
     found = {}
     for folder in Path("/proc").glob("[0-9]*"):
         try:
@@ -59,7 +62,7 @@ def processes_with(setting):
             parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
         except OSError:
             continue  # it has just ended, or is another user's
-        of_ours = parent == os.getpid() and "multiprocessing.resource_tracker" in command  # ends with us
+        of_ours = parent == os.getpid() and any(module in command for module in END_WITH_US)
         if setting.encode() in environment and command and not of_ours and folder.name != str(os.getpid()):
             found[int(folder.name)] = command
     return found

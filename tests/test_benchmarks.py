@@ -4,8 +4,9 @@ import json
 
 import pytest
 
-from benchmarks import bench_gpu_layer, roofline
+from benchmarks import bench_gpu_kernels, bench_gpu_layer, gpu_peers, roofline
 
+H200 = roofline.Ceilings(788e12, 4.3e12)
 SHAPES = {shape.name: shape for shape in roofline.MODELS}
 
 
@@ -19,7 +20,7 @@ SHAPES = {shape.name: shape for shape in roofline.MODELS}
     ],
 )
 def test_roofline(name, T, forward, backward):
-    ours = roofline.roofline_seconds(SHAPES[name], T, roofline.H200)
+    ours = roofline.roofline_seconds(SHAPES[name], T, H200)
     assert ours == (pytest.approx(forward * 1e-3, rel=0.02), pytest.approx(backward * 1e-3, rel=0.02))
 
 
@@ -30,7 +31,7 @@ def test_saved_bytes_are_two_tensors():
 
 def test_committed_predictions_are_current():
     path = roofline.Path(roofline.__file__).parents[1] / "docs" / "kernel_predictions.md"
-    assert path.read_text() == roofline.HEAD + roofline.prediction(roofline.H200) + "\n"
+    assert path.read_text() == roofline.HEAD + roofline.prediction(roofline.H100) + "\n"
 
 
 def test_dry_run(tmp_path, capsys):
@@ -50,6 +51,27 @@ def test_dry_run(tmp_path, capsys):
     assert all(row["difference"] < 0.05 for row in others)
     assert "FastMoE E64" in capsys.readouterr().out
     assert out.with_suffix(".md").exists()
+
+
+def test_kernels_dry_run_and_report(tmp_path):
+    out = tmp_path / "kernels.json"
+    bench_gpu_kernels.main(["--dry-run", "--shapes", "Qwen:16384", "--out", str(out)])
+    assert json.loads(out.read_text())["results"]["rows"] == []
+    with pytest.raises(SystemExit, match="Llama is not a part of the name of one shape: Mixtral-8x7B"):
+        bench_gpu_kernels.shape_of("Llama:16")
+    row = {"shape": "S", "T": 16, "kernel": "F1 up", "seconds": {"median": 2e-3}}
+    text = bench_gpu_kernels.report(
+        [row | {"tflops": 500.4, "tb_a_second": 1.234, "expected": 1e-3, "roofline": 5e-4}]
+    )
+    cells = [cell.strip() for cell in text.splitlines()[2].strip("|").split("|")]
+    assert cells == ["S", "16", "F1 up", "2.000", "500", "1.23", "1.000", "0.25"]
+
+
+def test_peers_that_tune_themselves_are_named_when_left_out():
+    _, missing = gpu_peers.implementations(gated=True)
+    assert {name: missing[name] for name in gpu_peers.TUNING} == dict.fromkeys(
+        gpu_peers.TUNING, "compiles for a minute and more a shape: --tuning"
+    )
 
 
 def test_needs_a_gpu_otherwise(monkeypatch, capsys):

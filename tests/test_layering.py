@@ -2,6 +2,7 @@
 
 import ast
 import fnmatch
+import functools
 import pkgutil
 import re
 from pathlib import Path
@@ -89,6 +90,14 @@ def part(path):
     return "" if first == "__init__.py" else first.removesuffix(".py")
 
 
+text_of = functools.cache(Path.read_text)
+
+
+@functools.cache
+def tree_of(path):
+    return ast.parse(text_of(path))
+
+
 class _DropTypes(ast.NodeTransformer):
     """Leaves out what is imported for annotations alone, `if TYPE_CHECKING:`."""
 
@@ -97,9 +106,14 @@ class _DropTypes(ast.NodeTransformer):
         return node.orelse if dotted(node.test).endswith("TYPE_CHECKING") else node
 
 
+@functools.cache
 def imports(path):
     """Every module that a file imports when it runs, `from a import b` as both a and a.b."""
-    for node in ast.walk(_DropTypes().visit(ast.parse(path.read_text()))):
+    return tuple(_imports(path))
+
+
+def _imports(path):
+    for node in ast.walk(_DropTypes().visit(ast.parse(text_of(path)))):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -121,12 +135,12 @@ def dotted(node):
 
 
 def uses(path, name):
-    nodes = ast.walk(ast.parse(path.read_text()))
+    nodes = ast.walk(tree_of(path))
     return any(isinstance(node, ast.Attribute) and dotted(node) == name for node in nodes)
 
 
 def includes(path):
-    return re.findall(r'^\s*#\s*include\s*[<"]([^>"]+)[>"]', path.read_text(), re.MULTILINE)
+    return re.findall(r'^\s*#\s*include\s*[<"]([^>"]+)[>"]', text_of(path), re.MULTILINE)
 
 
 @pytest.mark.parametrize("path", PACKAGE, ids=relative)
@@ -205,7 +219,7 @@ MAKES_IMMUTABLE = (
 # compat has the module state that FastMoE's programs read and set.
 @pytest.mark.parametrize("path", [path for path in PACKAGE if part(path) != "compat"], ids=relative)
 def test_module_state_is_named(path):
-    tree, state = ast.parse(path.read_text()), set()
+    tree, state = tree_of(path), set()
     for node in tree.body:
         if not isinstance(node, (ast.Assign, ast.AnnAssign, ast.AugAssign)) or node.value is None:
             continue
@@ -243,12 +257,12 @@ def unannotated(node, inside=""):
     "path", [path for path in PACKAGE if not relative(path).startswith(WITHOUT_TYPES)], ids=relative
 )
 def test_public_functions_are_annotated(path):
-    assert not list(unannotated(ast.parse(path.read_text())))
+    assert not list(unannotated(tree_of(path)))
 
 
 @pytest.mark.parametrize("path", NATIVE, ids=lambda path: path.relative_to(ROOT).as_posix())
 def test_native_source(path):
-    text = path.read_text()
+    text = text_of(path)
     if path.is_relative_to(ROOT / "csrc"):
         for name in includes(path):
             assert "cuda/" not in name and not (ROOT / "cuda" / name).exists(), (
@@ -295,7 +309,7 @@ def files():
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.relative_to(ROOT).as_posix())
 def test_documents_name_files_that_exist(path, files):
     """A path may leave out the folders that the reader is in: ep/plan.py is fmoe_ext/ep/plan.py."""
-    text = re.sub(r"https?://\S+", "", path.read_text())
+    text = re.sub(r"https?://\S+", "", text_of(path))
     names = {f"{stem}.{suffix}".removeprefix("../") for stem, suffix in PATH.findall(text)}
     names = {name for name in names if not name.startswith(OF_OTHERS)}
     if path.relative_to(ROOT).as_posix() in HISTORY:
@@ -309,7 +323,7 @@ def test_documents_name_files_that_exist(path, files):
 )
 def test_names_of_the_package_exist(path):
     native = {"_C", "_C_cuda", "_C_nccl"}  # which not every build has
-    for name in {n.rstrip(".") for n in NAME.findall(path.read_text())}:
+    for name in {n.rstrip(".") for n in NAME.findall(text_of(path))}:
         if (
             path.relative_to(ROOT).as_posix() in HISTORY
             or name.split(".")[1] in native

@@ -253,7 +253,7 @@ def test_mask(fused, renormalize):
     for t in range(T):
         filling = mask_dict.get(int(mask[t]), 0.0)
         if mask[t] != 0:
-            truth[t] = topk_weights[t] @ torch.as_tensor(filling, dtype=x.dtype).expand(K, D)
+            truth[t] = topk_weights[t] @ torch.as_tensor(filling, dtype=x.dtype, device=x.device).expand(K, D)
     assert_same(out, truth)
     grads = [torch.autograd.grad(o.square().sum(), [vector, topk_weights]) for o in (out, truth)]
     assert_same(*grads)

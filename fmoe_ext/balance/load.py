@@ -243,9 +243,12 @@ def draw(history: Sequence[Record], path: str | Path) -> None:
     from matplotlib.figure import Figure
 
     names = list(history[-1]["layers"])
-    load = {name: torch.tensor([r["layers"][name]["tokens_per_expert"] for r in history]) for name in names}
+    load = {
+        name: torch.tensor([r["layers"][name]["tokens_per_expert"] for r in history], device="cpu")
+        for name in names
+    }
     num_experts = max(counts.shape[1] for counts in load.values())
-    relative = torch.full((len(names), num_experts), torch.nan)
+    relative = torch.full((len(names), num_experts), torch.nan, device="cpu")
     for row, counts in zip(relative, load.values(), strict=True):
         total = counts.sum(0).double()
         row[: len(total)] = total / total.mean().clamp(min=1e-9)

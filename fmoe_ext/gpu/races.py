@@ -1,5 +1,7 @@
 """Whether a kernel is worth having: each against what would compute its product without it, and beside torch's."""
 
+import math
+import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -13,6 +15,14 @@ from fmoe_ext.ops import gpu_kernels, torch_path
 from fmoe_ext.ops.gpu_proof import PORTABLE, Race, Verdict
 
 MARGIN = 1.03  # a kernel is slow if it takes this much longer than what there is without it
+OPERATIONS = (  # what is timed; all but the last two are one product each
+    "grouped_gemm",
+    "grouped_gemm, gradient of the rows",
+    "grouped_gemm, gradient of the weight",
+    "expert_mlp, gradient of the hidden rows",
+    "expert_mlp",
+    "expert_mlp, all gradients",
+)
 
 
 @dataclass(frozen=True)
@@ -33,7 +43,7 @@ Event = Start | Lost | Race
 
 
 def operations(case: Case, inputs: Inputs) -> dict[str, Callable[[], object]]:
-    """What is timed; all but the last two are one product each."""
+    """{each of OPERATIONS: a call of it}"""
     leaves = inputs.leaves(*MLP_LEAVES)
     held = inputs.leaves("rows", "w1")
     y = mlp(case, inputs, leaves, ops.expert_mlp)
@@ -50,62 +60,106 @@ def operations(case: Case, inputs: Inputs) -> dict[str, Callable[[], object]]:
     def multiply() -> object:
         return ops.grouped_gemm(inputs.rows, inputs.w1, inputs.offs)
 
-    return {
-        "grouped_gemm": multiply,
-        "grouped_gemm, gradient of the rows": gradient(product, inputs.grad_rows, held["rows"]),
-        "grouped_gemm, gradient of the weight": gradient(product, inputs.grad_rows, held["w1"]),
-        "expert_mlp, gradient of the hidden rows": gradient(y, inputs.grad, leaves["topk_weights"]),
-        "expert_mlp": forward,
-        "expert_mlp, all gradients": gradient(y, inputs.grad, *leaves.values()),
-    }
+    calls = (
+        multiply,
+        gradient(product, inputs.grad_rows, held["rows"]),
+        gradient(product, inputs.grad_rows, held["w1"]),
+        gradient(y, inputs.grad, leaves["topk_weights"]),
+        forward,
+        gradient(y, inputs.grad, *leaves.values()),
+    )
+    return dict(zip(OPERATIONS, calls, strict=True))
+
+
+@dataclass(frozen=True)
+class Entrant:
+    """A race to be run: an operation on a problem."""
+
+    case: Case
+    operation: str
+    dtype: torch.dtype
+
+    @property
+    def shape(self) -> str:
+        return f"{self.case}, float32 as TF32" if self.dtype == torch.float32 else str(self.case)
 
 
 class Races:
-    """The races of the kernels that are proved; those that lose are left out from then on."""
+    """The races of the kernels that are proved. One that takes longer over all of its races than what there is without
+    it is left out, and what it had computed is raced again."""
 
     def __init__(self, target: Target, kernels: list[str]) -> None:
         self.target = target
         self.kernels = kernels
+        self.races: dict[tuple[str, Entrant], Race] = {}  # by kernel
 
     def run(self) -> Iterator[Event]:
-        yield from self._races(self.target.dtypes[0])
+        yield from self._run_until_none_is_slow(self.target.dtypes[0])
         if any(map(gpu_kernels.is_tf32, self.kernels)):
             with tf32(True):
-                yield from self._races(torch.float32)
+                yield from self._run_until_none_is_slow(torch.float32)
 
-    def _races(self, dtype: torch.dtype) -> Iterator[Event]:
-        for case in self.target.races:
-            shape = f"{case}, float32 as TF32" if dtype == torch.float32 else str(case)
+    def _run_until_none_is_slow(self, dtype: torch.dtype) -> Iterator[Event]:
+        entrants = [Entrant(case, name, dtype) for case in self.target.races for name in OPERATIONS]
+        while entrants:
+            yield from self._run_all(entrants)
+            entrants = []
+            if (slowest := self._slowest()) is not None:
+                kernel, verdict = slowest
+                yield Lost(kernel, verdict)
+                self.kernels = [other for other in self.kernels if other != kernel]
+                entrants = [entrant for name, entrant in self.races if name == kernel]
+                self.races = {k: race for k, race in self.races.items() if k[1] not in entrants}
+
+    def _run_all(self, entrants: list[Entrant]) -> Iterator[Event]:
+        for case in dict.fromkeys(entrant.case for entrant in entrants):
+            mine = [entrant for entrant in entrants if entrant.case == case]
             try:
-                inputs = Inputs.of(case, dtype, self.target.device)
-                for name, function in operations(case, inputs).items():
-                    yield from self._race(name, shape, function)
+                functions = operations(case, Inputs.of(case, mine[0].dtype, self.target.device))
+                for entrant in mine:
+                    yield from self._race(entrant, functions[entrant.operation])
             except torch.OutOfMemoryError:
-                yield Start(f"out of memory: no more races of {shape}", ())
+                yield Start(f"out of memory: no more races of {mine[0].shape}", ())
 
-    def _race(self, name: str, shape: str, function: Callable[[], object]) -> Iterator[Event]:
+    def _slowest(self) -> tuple[str, Verdict] | None:
+        """The kernel that loses most, by the geometric mean of its races, if one loses."""
+        logs: dict[str, dict[Entrant, float]] = {}
+        for (kernel, entrant), race in self.races.items():
+            assert race.without_ms is not None
+            logs.setdefault(kernel, {})[entrant] = math.log(race.ms / race.without_ms)
+        means = {kernel: sum(mine.values()) / len(mine) for kernel, mine in logs.items()}
+        slowest = max(means, key=means.__getitem__, default=None)
+        if slowest is None or means[slowest] <= math.log(MARGIN):
+            return None
+        mine = logs[slowest]
+        race = self.races[slowest, max(mine, key=mine.__getitem__)]
+        return slowest, Verdict(
+            "slow",
+            f"{math.exp(means[slowest]):.2f} times as long as without it in the mean of {len(mine)} races; "
+            f"{race.operation} ({race.shape}) takes {race.ms:.3f} ms, {race.without_ms:.3f} ms without it",
+        )
+
+    def _race(self, entrant: Entrant, function: Callable[[], object]) -> Iterator[Event]:
+        name, shape = entrant.operation, entrant.shape
         yield Start(f"{name} by torch ({shape})", ())
         torch_ms = self._torch_milliseconds(function)
-        while True:
-            computed_by = self._computed_by(function)
-            yield Start(f"{name} ({shape})", tuple(computed_by))
-            ms = self._milliseconds(function, self.kernels)
-            lost = None
-            for kernel in computed_by:
-                without_ms = self._milliseconds(
-                    function, [other for other in self.kernels if other != kernel]
-                )
-                yield Race(name, shape, kernel, ms, without_ms, torch_ms)
-                if ms > MARGIN * without_ms:
-                    lost = kernel
-                    text = f"{name} ({shape}) takes {ms:.3f} ms, {without_ms:.3f} ms without it"
-                    yield Lost(kernel, Verdict("slow", text))
-                    break
-            if not computed_by:
-                yield Race(name, shape, PORTABLE, ms, None, torch_ms)
-            if lost is None:
-                return
-            self.kernels = [kernel for kernel in self.kernels if kernel != lost]
+        computed_by = self._computed_by(function)
+        yield Start(f"{name} ({shape})", tuple(computed_by))
+        ms, *without = self._in_turn(
+            function, [self.kernels, *([k for k in self.kernels if k != kernel] for kernel in computed_by)]
+        )
+        for kernel, without_ms in zip(computed_by, without, strict=True):
+            race = self.races[kernel, entrant] = Race(name, shape, kernel, ms, without_ms, torch_ms)
+            yield race
+        if not computed_by:
+            yield Race(name, shape, PORTABLE, ms, None, torch_ms)
+
+    def _in_turn(self, function: Callable[[], object], choices: list[list[str]]) -> list[float]:
+        """Milliseconds with each choice of kernels; they take turns, so that drift meets all alike."""
+        times = [
+            [self._milliseconds(function, kernels) for kernels in choices] for _ in range(self.target.rounds)
+        ]
+        return [statistics.median(mine) for mine in zip(*times, strict=True)]
 
     def _milliseconds(self, function: Callable[[], object], kernels: list[str]) -> float:
         gpu_kernels.switch_on(kernels)

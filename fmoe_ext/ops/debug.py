@@ -13,7 +13,27 @@ def wanted(t: Any) -> bool:
     return bool(getattr(t, "is_cuda", False) and not torch.compiler.is_compiling() and _env.get("FMOE_DEBUG"))
 
 
-def check(op: Callable[..., Any], *args: Any) -> None:
-    """Runs op on CPU copies of args, of which the caller cuts all that is no index to width 0: what is wrong raises."""
+def check(op: Callable[..., Any], *args: Any, cut: tuple[Any, ...] = ()) -> None:
+    """Raises what op says of copies of args on the CPU, where it reads the indices.
+
+    cut: those of args that are no indices; they are copied without their columns, and in float32 whatever autocast
+    makes of them. What op rejects on any device it says itself, of what it was given.
+    """
+    try:
+        with torch.no_grad():
+            op(*(_copy(arg, any(arg is t for t in cut)) for arg in args))
+        return
+    except RuntimeError as error:
+        found = error
     with torch.no_grad():
-        op(*(arg.cpu() if isinstance(arg, torch.Tensor) else arg for arg in args))
+        op(*args)
+    raise found
+
+
+def _copy(arg: Any, is_cut: bool) -> Any:
+    if not isinstance(arg, torch.Tensor):
+        return arg
+    if is_cut and arg.dim() > 1:
+        arg = arg[(slice(None), *[slice(0)] * (arg.dim() - 1))]
+        arg = arg.float() if arg.is_floating_point() else arg
+    return arg.cpu()

@@ -69,12 +69,11 @@ def expert_mlp(
     number = activation_number(activation)
     gpu_kernels.before(x)
     if debug.wanted(x):
-        narrow = (w1[:, :0, :0], None, w2[:, :0, :0], None, None)
         debug.check(
             torch.ops.fmoe_ext.expert_mlp,
-            *(x[:, :0], row_idx, inverse, offs),
-            *narrow,
+            *(x, row_idx, inverse, offs, w1, None, w2, None, None),
             *(number, combine, False),
+            cut=(x, w1, w2),
         )
     inputs, weights = (x, topk_weights, row_idx, inverse, offs), (w1, b1, w2, b2)
     save_h = torch.is_grad_enabled() and any(needed((*inputs, *weights)))

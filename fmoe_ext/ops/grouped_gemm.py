@@ -42,7 +42,7 @@ def grouped_gemm(
             raise ValueError("transposed=True and main_grad cannot be combined")
         return _grouped_gemm_transposed(x, weight, offs, bias)
     if debug.wanted(x):
-        debug.check(torch.ops.fmoe_ext.grouped_gemm, x[:, :0], weight[:, :0, :0], offs)
+        debug.check(torch.ops.fmoe_ext.grouped_gemm, x, weight, offs, cut=(x, weight))
     if main_grad is not None and torch.is_grad_enabled() and weight.requires_grad:
         return _into_main_grad(_GroupedGemm(main_grad), x, weight, offs, bias)
     if worthwhile((x,), (weight, bias)):
@@ -241,6 +241,9 @@ def _grouped_gemm_transposed(
             f"weight must have shape [E, D, N] with size {x.shape[-1]} in dimension 1, but got shape "
             f"{list(weight.shape)}"
         )
+    if debug.wanted(x):
+        usual = weight.mT
+        debug.check(torch.ops.fmoe_ext.grouped_gemm, x, usual, offs, cut=(x, usual))
     if worthwhile((x,), (weight,)):
         y = in_two(_Transposed(), (x, offs), (weight,))
     else:

@@ -15,7 +15,7 @@ def permute(x: torch.Tensor, row_idx: torch.Tensor, inverse: torch.Tensor) -> to
     Equivalent to: x[row_idx // K]. Its gradient is unpermute without weights. FastMoE: local_scatter.
     """
     if debug.wanted(x):
-        debug.check(torch.ops.fmoe_ext.permute, x[:, :0], row_idx, inverse)
+        debug.check(torch.ops.fmoe_ext.permute, x, row_idx, inverse, cut=(x,))
     return torch.ops.fmoe_ext.permute(x, row_idx, inverse)
 
 
@@ -32,7 +32,7 @@ def unpermute(
     Equivalent to: (y[inverse] * topk_weights.unsqueeze(-1)).sum(1). FastMoE: local_gather, weighted.
     """
     if debug.wanted(y):
-        debug.check(torch.ops.fmoe_ext.unpermute, y[:, :0], row_idx, inverse, None)
+        debug.check(torch.ops.fmoe_ext.unpermute, y, row_idx, inverse, None, cut=(y,))
     return torch.ops.fmoe_ext.unpermute(y, row_idx, inverse, topk_weights)
 
 

@@ -124,8 +124,15 @@ def assert_survives(pool, text, tmp_path, kills, steps):
     assert not list((tmp_path / "killed" / "checkpoints").glob(".*.tmp"))
 
 
-def test_a_killed_rank_costs_the_steps_since_the_checkpoint(pool, text, tmp_path):
-    assert_survives(pool, text, tmp_path, [(0, 4, 0.0), (1, 0, 0.5)], steps=40)
+@pytest.mark.parametrize(
+    "kills",
+    [
+        pytest.param([(0, 4, 0.0)], id="in training"),
+        pytest.param([(0, 4, 0.0), (1, 0, 0.5)], id="and while the ranks start", marks=pytest.mark.slow),
+    ],
+)
+def test_a_killed_rank_costs_the_steps_since_the_checkpoint(pool, text, tmp_path, kills):
+    assert_survives(pool, text, tmp_path, kills, steps=40)
 
 
 @pytest.mark.slow

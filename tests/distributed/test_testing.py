@@ -42,6 +42,17 @@ def test_results_and_failures():
     assert set(multiprocessing.active_children()) <= before
 
 
+def environment_of(name):
+    return os.environ.get(name), subprocess.check_output(["printenv", name], text=True).strip()
+
+
+def test_ranks_have_the_environment_of_their_start(monkeypatch):
+    """And not of the server that they are forked from."""
+    for value in ("one", "two"):
+        monkeypatch.setenv("FMOE_TEST_VALUE", value)
+        assert run_distributed(environment_of, 2, "FMOE_TEST_VALUE") == [(value, value)] * 2
+
+
 def start_sleeper(manager):
     """The id of a process that outlives its parent if nobody ends it."""
     if manager:

@@ -6,6 +6,7 @@ Objects and programs go to build/emulator/<mode>/. The emulator itself is never 
 it tells ThreadSanitizer about threads and asynchronous work itself (sanitize.h).
 """
 
+import fcntl
 import functools
 import os
 import shutil
@@ -137,13 +138,15 @@ def build(mode, *targets):
     OUT.mkdir(parents=True, exist_ok=True)
     text = ninja_file()
     file = OUT / "build.ninja"
-    if not file.exists() or file.read_text() != text:
-        file.write_text(text)
     paths = [OUT / mode / target for target in targets]
     jobs = os.environ.get("MAX_JOBS") or str(os.cpu_count())
-    result = subprocess.run(
-        ["ninja", "-f", str(file), "-j", jobs, *map(str, paths)], capture_output=True, text=True, cwd=OUT
-    )
+    with (OUT / "lock").open("w") as lock:  # tests of another process build the same
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not file.exists() or file.read_text() != text:
+            file.write_text(text)
+        result = subprocess.run(
+            ["ninja", "-f", str(file), "-j", jobs, *map(str, paths)], capture_output=True, text=True, cwd=OUT
+        )
     if result.returncode:
         raise RuntimeError(f"building {targets} ({mode}) failed:\n{result.stdout[-8000:]}{result.stderr}")
     return paths

@@ -22,6 +22,7 @@ void cp_async_wait() {
 inline void cp_async_wait_all() { emu::cp_async_wait(-1); }
 
 inline uint4 ld_shared16(uint32_t p) { return emu::ld_shared16(p); }
+inline void st_global16(void* p, const uint4& v) { *static_cast<uint4*>(p) = v; }
 
 namespace detail {
 inline void mma(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2], emu::MmaNumbers numbers) {

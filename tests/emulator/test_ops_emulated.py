@@ -1,11 +1,14 @@
 """The ops of cuda/ against the oracles of fmoe_ext.ops, on CPU tensors through the emulator."""
 
+import emu_build
 import pytest
 import torch
 
 from fmoe_ext import ops
 from fmoe_ext.ops.topk_gate import SCORES, weights_ref
 from fmoe_ext.testing import assert_close
+from tests.ops import test_fuzz_broken
+from tests.ops.fuzz import assert_raises
 
 FLOATS = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 
@@ -212,3 +215,26 @@ def test_portable_products_do_not_depend_on_the_batch(emulated, dtype):
     whole = product(x)
     for first, size in ((0, 1), (7, 5), (50, 64), (21, 129)):
         assert torch.equal(product(x[first : first + size]), whole[first : first + size])
+
+
+@pytest.fixture
+def in_the_place_of_cpu(emulated):
+    library = torch.library.Library("fmoe_ext", "IMPL")
+    for name in emu_build.OPERATORS:
+        library.impl(name, getattr(emulated, name).default, "CPU", allow_override=True)
+    yield
+    del library  # its registrations live as long as it does
+
+
+@pytest.mark.parametrize("operator", test_fuzz_broken.OPERATORS, ids=lambda operator: operator.__name__)
+def test_whatever_is_broken_is_named(in_the_place_of_cpu, operator):
+    """But for the values of indices, which kernels check."""
+    call = operator(test_fuzz_broken.Draw((3, 2, 4, 5, 6), seed=0))
+    for name, fault in call.faults:
+        if fault in ("too small", "too large") or (
+            name in (*call.indices, "capacity") and fault[0] == "value"
+        ):
+            continue
+        arguments = call.broken(name, fault, position=0)
+        names = list(arguments) if fault == "device" or fault[0] == "size" else [name]
+        assert_raises(names, lambda arguments=arguments: call.function(*arguments.values()))

@@ -1,4 +1,4 @@
-"""Builds and runs the C++ test programs: plain with several seeds, and once each under the sanitizers."""
+"""Builds and runs the C++ test programs: plain with several seeds, and (slow) once each under the sanitizers."""
 
 import os
 import subprocess
@@ -12,7 +12,11 @@ SEEDS = {
     "asan": "1",
     "plain": "3",
 }  # the slowest first, so that it runs while the others are built
-RUNS = [(program, mode) for mode in SEEDS for program in emu_build.PROGRAMS]
+RUNS = [
+    pytest.param(program, mode, marks=[] if mode == "plain" else pytest.mark.slow)
+    for mode in SEEDS
+    for program in emu_build.PROGRAMS
+]
 
 
 @pytest.fixture(scope="module")

@@ -69,18 +69,29 @@ def test_deterministic_for_a_seed_and_a_copy(name):
         assert torch.equal(ours, theirs), "evaluation has no noise"
 
 
+def assert_same(ours, theirs):
+    """The same bits; on CUDA wide_linear adds its products, exact in float32, in another order than for wide tensors.
+
+    Computed in the half precision they would be 1e-3 off.
+    """
+    tolerance = 5e-6 if ours.is_cuda else 0
+    torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
+
+
 @pytest.mark.parametrize("name", [name for name in GATES if name not in WITHOUT_PARAMETERS])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_computes_in_float32(name, dtype):
     half, x = make(name).to(dtype).eval(), tokens(dtype=dtype)
     wide = copy.deepcopy(half).float()
     for ours, theirs in zip(run(half, x), run(wide, x.float()), strict=True):
-        assert torch.equal(ours, theirs)
+        assert_same(ours, theirs)
     assert run(half, x)[1].dtype == torch.float32
-    assert half.get_loss() == wide.get_loss()
-    with torch.autocast("cpu", torch.bfloat16):
+    losses = [gate.get_loss() for gate in (half, wide)]
+    if losses != [None, None]:
+        assert_same(*losses)
+    with torch.autocast(x.device.type, torch.bfloat16):
         for ours, theirs in zip(run(wide, x.float()), run(half, x), strict=True):
-            assert torch.equal(ours, theirs)
+            assert_same(ours, theirs)
 
 
 @pytest.mark.parametrize("name", GATES)

@@ -66,7 +66,7 @@ def test_noisy_gate_loss_is_shazeer_et_al(top_k):
     torch.manual_seed(3)
     topk_idx, topk_weights, noisy = gate(x, return_all_scores=True)
     torch.manual_seed(3)
-    noise = torch.randn(20, 5, dtype=torch.float64)
+    noise = torch.randn_like(noisy)
     assert gate.get_loss().item() == pytest.approx(noisy_loss_by_loops(gate, x, noise), rel=1e-9)
     values, expected = noisy.topk(top_k)
     assert torch.equal(topk_idx, expected)

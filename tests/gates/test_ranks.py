@@ -136,7 +136,7 @@ def test_bias_follows_the_load_of_all_ranks():
     loads = torch.tensor([[9, 0, 0, 0], [0, 4, 4, 4], [0, 0, 3, 8]])
 
     def update(mine, rank):
-        mine._buffers = {"expert_bias": torch.zeros(E), "pending_load": loads[rank].clone()}
+        mine._buffers = {"expert_bias": loads.new_zeros(E).float(), "pending_load": loads[rank].clone()}
         mine.update_bias()
         return mine.expert_bias
 

@@ -24,6 +24,7 @@ class OnCpu(Target):
     device = torch.device("cpu")
     cases, races = SMALL, EVEN
     dtypes = (torch.bfloat16,)
+    rounds = 1
 
     def synchronize(self):
         pass

@@ -2,6 +2,15 @@ import sys
 
 import pytest
 
+from fmoe_ext.testing import DistributedPool
+
+
+@pytest.fixture(scope="session")
+def pool():
+    """Two ranks that stay, because each of them imports Transformers, which takes it longer than most tests."""
+    with DistributedPool(2) as pool:
+        yield pool
+
 
 @pytest.fixture(autouse=True)
 def forget_megatrons_loss_scale():

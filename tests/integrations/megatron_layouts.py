@@ -124,7 +124,9 @@ class Training:
     ):
         from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
         from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+        from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker
 
+        get_moe_layer_wise_logging_tracker().clear()  # as long as the first model of the process had layers
         initialize(**{key: layout[key] for key in layout if key in ("tp", "pp", "vpp", "ep", "etp")})
         self.config = config_of(**layout, dtype=dtype)
         self.modules = build(self.config)

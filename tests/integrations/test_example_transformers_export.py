@@ -2,6 +2,7 @@
 
 import os
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -24,7 +25,7 @@ def run(folder, *options):
     )
 
 
-def test_upcycle_and_export(tmp_path):
+def test_upcycle_and_export(tmp_path, monkeypatch):
     result = run(tmp_path, "--steps", "10")
     assert result.returncode == 0, result.stderr
     assert "2 MLPs became MoE layers" in result.stdout
@@ -35,5 +36,7 @@ def test_upcycle_and_export(tmp_path):
     assert float(re.search(r"the same logits: off by (\S+) of", result.stdout)[1]) < 1e-5
     names = sorted(file.name for file in (tmp_path / "out/upcycle/qwen3_moe").iterdir())
     assert names[0] == "config.json" and {"model.safetensors", "tokenizer.json"} < set(names)
-    again = run(tmp_path, "--steps", "10")
-    assert again.returncode == 1 and "exists already: give another --out" in again.stderr
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", [str(SCRIPT), "--steps", "10"])
+    with pytest.raises(SystemExit, match="exists already: give another --out"):
+        runpy.run_path(str(SCRIPT), run_name="__main__")

@@ -13,7 +13,6 @@ import torch
 import fmoe_ext
 from fmoe_ext import fmoefy
 from fmoe_ext.checkpoint import CheckpointError
-from fmoe_ext.testing import DistributedPool
 from tests.integrations.test_formats import (
     HEADS,
     assert_equal_logits,
@@ -155,12 +154,11 @@ def save_on_ranks(folder):
     return text, [layer.experts.htoh4.weight.detach().clone() for layer in moe_layers(model)]
 
 
-def test_experts_over_ranks(tmp_path):
+def test_experts_over_ranks(pool, tmp_path):
     """save_pretrained and export from all ranks, loaded in one process and again on the ranks."""
     from fmoe_ext.integrations.huggingface import from_pretrained
 
-    with DistributedPool(2) as pool:
-        results = pool.run(save_on_ranks, str(tmp_path), timeout=300.0)
+    results = pool.run(save_on_ranks, str(tmp_path), timeout=300.0)
     whole = from_pretrained(tmp_path / "saved", dtype=torch.float64)
     assert [layer.num_experts for layer in moe_layers(whole)] == [4, 4]
     for rank, (text, weights) in enumerate(results):

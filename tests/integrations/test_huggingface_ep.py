@@ -10,7 +10,6 @@ from fmoe_ext.distributed import DistributedGroupedDataParallel, clip_grad_norm_
 from fmoe_ext.ep.placement import rebalance
 from fmoe_ext.ep.shadowing import update_shadows
 from fmoe_ext.integrations import huggingface
-from fmoe_ext.testing import DistributedPool
 from tests.integrations.huggingface_models import experts_of, make_ids, make_model
 
 transformers = pytest.importorskip("transformers")
@@ -25,12 +24,6 @@ MODELS = [
 WORLD = 2
 # its router computes in float32, where the products of a batch's rows depend on their number
 ROUNDS_TO_FLOAT32 = ("DeepseekV3ForCausalLM",)
-
-
-@pytest.fixture(scope="module")
-def pool():
-    with DistributedPool(WORLD) as pool:
-        yield pool
 
 
 def is_of_experts(name):

@@ -11,7 +11,6 @@ from torch import nn
 from fmoe_ext import FMoETransformerMLP
 from fmoe_ext.distributed import DistributedGroupedDataParallel
 from fmoe_ext.gates import SoftmaxGate, total_loss
-from fmoe_ext.testing import DistributedPool
 from tests.integrations.huggingface_models import make_ids, make_model
 
 peft = pytest.importorskip("peft")
@@ -186,12 +185,6 @@ def train_expert_parallel(targets, file):
         assert torch.equal(p, own[name]), name
     data_parallel(tokens()[rank::2]).square().sum().mul(2).backward()
     return {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
-
-
-@pytest.fixture(scope="module")
-def pool():
-    with DistributedPool(2) as pool:
-        yield pool
 
 
 @pytest.mark.parametrize("targets", ["experts", "all", "experts copied", "router copied"])

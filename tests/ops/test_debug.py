@@ -47,6 +47,10 @@ CASES = {
         lambda on: ops.grouped_gemm(on(X), on(W), on(ints(3))),
         r"offs must not exceed the number of rows 2, but offs\[0\] is 3",
     ),
+    "grouped_gemm, transposed": (
+        lambda on: ops.grouped_gemm(on(X), on(W), on(ints(3)), transposed=True),
+        r"offs must not exceed the number of rows 2, but offs\[0\] is 3",
+    ),
     "expert_mlp": (
         lambda on: ops.expert_mlp(
             on(X), on(BAD_ROWS), on(GOOD_ROWS[:, None]), on(ints(2)), on(W), None, on(W), None, None, "relu"
@@ -64,9 +68,9 @@ def test_every_op_checks_before_it_runs(request, monkeypatch, device, name):
     call, text = CASES[name]
     checked, check = [], debug.check
 
-    def recorded(op, *args):
+    def recorded(op, *args, **kwargs):
         checked.append(op)
-        check(op, *args)
+        check(op, *args, **kwargs)
 
     monkeypatch.setenv("FMOE_DEBUG", "1")
     monkeypatch.setattr(debug, "check", recorded)
@@ -75,3 +79,28 @@ def test_every_op_checks_before_it_runs(request, monkeypatch, device, name):
     with pytest.raises(RuntimeError, match=text):
         call(lambda t: t.to(device))
     assert len(checked) == 1
+
+
+ROWS, WEIGHT, OFFS = torch.ones(6, 4), torch.ones(1, 3, 5), ints(6)
+
+
+@pytest.mark.parametrize(
+    ("args", "text"),
+    [
+        ((ROWS, WEIGHT, OFFS), r"weight must have shape .* size 4 in dimension 2, but got shape \[1, 3, 5\]"),
+        ((ROWS, None, OFFS), "weight must be a tensor, but got None"),
+        ((ROWS, WEIGHT.to("meta"), OFFS), "weight must be on cpu like x, but it is on meta"),
+        ((ROWS[0], WEIGHT, OFFS), r"x must have shape \[R, D\], but got shape \[4\]"),
+        ((ROWS[:5], WEIGHT[..., :4].half(), OFFS), r"weight must have the dtype of x \(Float\)"),
+    ],
+    ids=["size", "none", "device", "rank", "dtype"],
+)
+def test_what_the_operator_rejects_is_said_of_what_was_given(monkeypatch, args, text):
+    monkeypatch.setattr(debug, "wanted", lambda t: True)
+    with pytest.raises(RuntimeError, match=text):
+        ops.grouped_gemm(*args)
+
+
+def test_dtypes_that_autocast_makes_one_are_none_of_its_business():
+    x, weight = ROWS.bfloat16(), torch.ones(1, 3, 4)
+    debug.check(torch.ops.fmoe_ext.grouped_gemm, x, weight, OFFS, cut=(x, weight))

@@ -87,6 +87,8 @@ class Switches:
 
 @pytest.fixture
 def switches():
+    if ops.cuda_module_missing is None:
+        pytest.skip("the switches are there, of the CUDA kernels")
     switches = Switches()
     yield switches
     del switches.library
@@ -195,6 +197,7 @@ def test_several_devices_use_what_all_have_proved(switches, monkeypatch):
     assert switches.on == ["up.128x256"]
 
 
+@pytest.mark.cpu("its tensors are those of another device")
 def test_nothing_is_chosen_without_cuda_kernels_or_for_other_devices(monkeypatch):
     selection(monkeypatch, key_of=None)  # not prepared: no CUDA module was loaded
     call()

@@ -23,7 +23,7 @@ def seed():
     torch.manual_seed(0)
 
 
-def routing(T, K, E, device="cpu", lowest=-1):
+def routing(T, K, E, device=None, lowest=-1):
     sort = sort_tokens(torch.randint(lowest, E, (T, K), device=device), E)
     return sort.row_idx, sort.inverse
 

@@ -1,5 +1,6 @@
-"""The kernels of FMOE_GPU_KERNELS=torch, on CPU tensors: everything that grouped_gemm and expert_mlp can be asked for.
+"""The kernels of FMOE_GPU_KERNELS=torch: everything that grouped_gemm and expert_mlp can be asked for.
 
+On CPU tensors, and with --device cuda on the GPU.
 `pytest --device torch` runs all tests of operators and layers through them.
 """
 
@@ -14,24 +15,28 @@ DTYPES = test_expert_mlp.DTYPES
 Problem = test_expert_mlp.Problem
 
 
+def install():
+    return torch_path.install(torch.empty(0).device.type.upper())
+
+
 @pytest.fixture(autouse=True)
-def in_the_place_of_cpu(monkeypatch):
+def in_their_place(monkeypatch):
     calls = []
     multiply = torch.nn.functional.grouped_mm
     monkeypatch.setattr(torch_path.F, "grouped_mm", lambda *a, **k: calls.append(1) or multiply(*a, **k))
-    library = torch_path.install("CPU")
+    library = install()
     yield calls
     del library
 
 
-def test_takes_the_place_of_our_kernels_and_gives_it_back(in_the_place_of_cpu):
+def test_takes_the_place_of_our_kernels_and_gives_it_back(in_their_place):
     x, weight, offs, bias, _ = test_grouped_gemm.make_inputs(9, 16, 24, [4, 9], torch.bfloat16)
     grouped_gemm(x, weight, offs, bias)
-    assert len(in_the_place_of_cpu) == 1
-    library = torch_path.install("CPU")
+    assert len(in_their_place) == 1
+    library = install()
     del library
     torch.ops.fmoe_ext.grouped_gemm(x, weight, offs, bias)
-    assert len(in_the_place_of_cpu) == 2  # the fixture's is still there
+    assert len(in_their_place) == 2  # the fixture's is still there
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -59,8 +64,7 @@ def test_activations(activation, dtype):
     ids=str,
 )
 def test_expert_mlp_shapes(shape, combine, dtype):
-    Problem(*shape, dtype, combine=combine).check()
-    Problem(*shape, dtype, "gelu", bias=False, combine=combine).check()
+    test_expert_mlp.test_shapes(shape, combine, dtype)
 
 
 def test_no_experts_one_with_all_and_none_chosen():
@@ -160,6 +164,8 @@ def test_rejects_as_our_kernels_do():
     x, weight, offs = torch.zeros(4, 8), torch.zeros(2, 3, 7), torch.zeros(2, dtype=torch.int32)
     with pytest.raises(RuntimeError, match=r"weight must have shape \[E, N, D\].*got shape \[2, 3, 7\]"):
         grouped_gemm(x, weight, offs)
+    with pytest.raises(RuntimeError, match="weight must be a tensor, but got None"):
+        grouped_gemm(x, None, offs)
     index = (torch.zeros(4, dtype=torch.int32), torch.zeros(4, 1, dtype=torch.int32), offs)
     with pytest.raises(RuntimeError, match='unknown activation "tanh"'):
         expert_mlp(x, *index, weight, None, weight, None, activation="tanh")
