@@ -328,22 +328,18 @@ def test_refuses(monkeypatch):
         layer.sharded_state_dict("a.")
 
 
-@pytest.mark.parametrize(
-    ("sizes", "message"),
-    [
-        ({"expt_tp": 2}, "expert_tensor_parallel_size is 2 .*--expert-tensor-parallel-size 1"),
-        ({"ep": 3}, "num_experts must be a multiple of the expert parallel size 3, but is 4"),
-    ],
-)
-def test_layouts_that_cannot_be(sizes, message):
+def test_layouts_that_cannot_be():
     from fmoe_ext.integrations.megatron.core import layer_arguments
 
-    def group(size):
-        return SimpleNamespace(size=lambda: size)
-
-    groups = SimpleNamespace(**{name: group(sizes.get(name, 1)) for name in ("tp", "ep", "expt_tp")})
-    with pytest.raises(ValueError, match=message):
+    groups = SimpleNamespace(tp=group_of(1), ep=group_of(3), expt_tp=group_of(1))
+    with pytest.raises(
+        ValueError, match="num_experts must be a multiple of the expert parallel size 3, but is 4"
+    ):
         layer_arguments(gpt().config, groups, num_experts=4)
+
+
+def group_of(size):
+    return SimpleNamespace(size=lambda: size)
 
 
 def test_needs_process_groups(monkeypatch):
