@@ -28,7 +28,7 @@ from itertools import product
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleavedZeroBubble
 
 from benchmarks.bench_ep import SleepingExpert
 from benchmarks.common import RESULTS, table, write
@@ -107,7 +107,8 @@ def measure_schedules(chunks, rounds, seconds_per_row):
             accumulate(model)
 
     steps = {"one process": one_process, "stages apart": partial(accumulate, own_layers(model))}
-    steps["torch 1f1b"] = torch_alone(model, x, chunks)
+    steps["torch 1f1b"] = torch_alone(Schedule1F1B, model, x, chunks)
+    steps["torch zero_bubble"] = torch_alone(ScheduleInterleavedZeroBubble, model, x, chunks)
     steps |= {f"fmoe_ext {name}": lambda p=p: p.train_step(x, x) for name, p in ours.items()}
     return interleaved(steps, rounds)
 
@@ -117,10 +118,11 @@ def own_layers(model):
     return nn.Sequential(*model[first : first + LAYERS // RANKS])
 
 
-def torch_alone(model, x, chunks):
+def torch_alone(schedule_class, model, x, chunks):
     rank = dist.get_rank()
     stage = PipelineStage(own_layers(model), rank, RANKS, torch.device("cpu"))
-    schedule = Schedule1F1B(stage, chunks, loss_fn=squares, scale_grads=False)
+    takes_list = schedule_class is not Schedule1F1B
+    schedule = schedule_class([stage] if takes_list else stage, chunks, loss_fn=squares, scale_grads=False)
 
     def step():
         schedule.step(
