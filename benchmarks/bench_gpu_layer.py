@@ -197,6 +197,17 @@ def report(rows):
     return common.table(header, lines)
 
 
+def left_out_text(left_out):
+    """A paragraph for each reason and peer, with the shapes that it holds for."""
+    shapes = {}
+    for what, why in left_out.items():
+        shape, peer = what.rsplit(", ", 1)
+        shapes.setdefault((peer, why), []).append(shape)
+    return "".join(
+        f"\n\nleft out: {peer}: {why} ({', '.join(names)})" for (peer, why), names in shapes.items()
+    )
+
+
 def plot(rows, path):
     """One group of bars a shape, a bar an implementation: TFLOP/s forward (above) and backward (below)."""
     import matplotlib
@@ -274,8 +285,7 @@ def main(argv=None):
         print(report(new_rows).splitlines()[2], flush=True)
     if not rows:
         sys.exit("no shape was measured: see --shapes, --tokens and --budget")
-    text = report(rows)
-    text += "".join(f"\n\nleft out: {what}: {why}" for what, why in left_out.items())
+    text = report(rows) + left_out_text(left_out)
     text += f"\n\nno time was left for: {', '.join(no_time)}" if no_time else ""
     print(text)
     facts = {"ceilings": vars(ceilings), "left_out": left_out, "no_time_for": no_time, "rows": rows}

@@ -2,14 +2,17 @@
 
     python -m benchmarks.bench_pipeline [--rounds 5] [--only schedules|overlap|backward]
 
-schedules: a step on 2 gloo processes, of this package and of torch.distributed.pipelining alone, against one process
-that accumulates the same microbatches. "of the ideal" is (m + p - 1) / m of one process's time divided by p ranks,
-over the measured time. Layers compute, and layers that sleep, which other load on the machine does not slow down.
+schedules: a step on 2 gloo processes, of this package and of torch.distributed.pipelining alone. "stages apart": every
+process computes the microbatches of its own stage, side by side and without messages, which is as fast as this machine
+lets p processes be; "one process" computes all of them. "of the ideal" is (m + p - 1) / m of the time of the stages
+apart over the measured time; "of p cores" the same with a p-th of one process's time, as if cores shared no memory.
+Layers compute, and layers that sleep, which other load on the machine does not slow down.
 overlap: dualpipe_v; attention and experts take 1 each in the forward and 2 in the backward, a message half of that or
 as much. "clock": on a rank that stands for many alike, in units of a clock of its own, which other load on the machine
 does not change. "gloo": on 2 processes whose computations and network sleep (--sleep seconds for 1), in seconds.
-"hidden" is (A - B) / (A - C): A without overlap, B with it, C without a network. The first and last microbatches of a
-step have nothing to be hidden behind, which is part of the figure.
+"hidden" is (A - B) / (A - C): A without overlap, B with it, C without a network. "bound" is what the schedule allows:
+of 2m forwards and 2m backwards of m chunks in two stages, three each come before the first pair or after the last, so
+(2m - 3) / 2m. gloo's own milliseconds, which C has too, are hidden besides.
 backward: expert_mlp's whole backward, and that of its inputs and then of its weights, in one thread's processor time.
 Rounds are interleaved; figures are medians, ratios the medians of the rounds' ratios; "of the shortest" is the ratio of
 the shortest times, since other load only adds.
@@ -25,13 +28,14 @@ from itertools import product
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleavedZeroBubble
 
 from benchmarks.bench_ep import SleepingExpert
 from benchmarks.common import RESULTS, table, write
 from fmoe_ext import FMoE, FMoETransformerMLP, ops
 from fmoe_ext.gates import UniformGate
 from fmoe_ext.pipeline import Pipeline, init_groups, split
+from fmoe_ext.pipeline.plan import SCHEDULE_COSTS
 from fmoe_ext.testing import DistributedPool
 
 RANKS, LAYERS, D, SEQ = 2, 8, 128, 64
@@ -94,22 +98,31 @@ def measure_schedules(chunks, rounds, seconds_per_row):
         name: Pipeline(parts, squares, schedule=name, **options) for name in ("gpipe", "1f1b", "zero_bubble")
     }
 
+    def accumulate(layers):
+        for part in x.split(4):
+            squares(layers(part.detach().requires_grad_()), None).backward()
+
     def one_process():
         if dist.get_rank() == 0:
-            for part in x.split(4):
-                squares(model(part), None).backward()
+            accumulate(model)
 
-    steps = {"one process": one_process, "torch 1f1b": torch_alone(model, x, chunks)}
+    steps = {"one process": one_process, "stages apart": partial(accumulate, own_layers(model))}
+    steps["torch 1f1b"] = torch_alone(Schedule1F1B, model, x, chunks)
+    steps["torch zero_bubble"] = torch_alone(ScheduleInterleavedZeroBubble, model, x, chunks)
     steps |= {f"fmoe_ext {name}": lambda p=p: p.train_step(x, x) for name, p in ours.items()}
     return interleaved(steps, rounds)
 
 
-def torch_alone(model, x, chunks):
-    rank, size = dist.get_rank(), LAYERS // RANKS
-    stage = PipelineStage(
-        nn.Sequential(*model[rank * size : (rank + 1) * size]), rank, RANKS, torch.device("cpu")
-    )
-    schedule = Schedule1F1B(stage, chunks, loss_fn=squares, scale_grads=False)
+def own_layers(model):
+    first = dist.get_rank() * LAYERS // RANKS
+    return nn.Sequential(*model[first : first + LAYERS // RANKS])
+
+
+def torch_alone(schedule_class, model, x, chunks):
+    rank = dist.get_rank()
+    stage = PipelineStage(own_layers(model), rank, RANKS, torch.device("cpu"))
+    takes_list = schedule_class is not Schedule1F1B
+    schedule = schedule_class([stage] if takes_list else stage, chunks, loss_fn=squares, scale_grads=False)
 
     def step():
         schedule.step(
@@ -120,21 +133,22 @@ def torch_alone(model, x, chunks):
 
 
 def lines_of_schedules(chunks, seconds, layers):
-    ideal = (chunks + RANKS - 1) / chunks / RANKS
-    whole = seconds["one process"]
-    records = []
-    for name, values in seconds.items():
-        ratio = statistics.median(ideal * w / v for w, v in zip(whole, values, strict=True))
-        records.append(
-            {
-                "layers": layers,
-                "chunks": chunks,
-                "step": name,
-                "median ms": round(1e3 * statistics.median(values), 1),
-                "of the ideal": "" if name == "one process" else f"{ratio:.2f}",
-            }
-        )
-    return records
+    bubbles = (chunks + RANKS - 1) / chunks
+
+    def share(values, ideals):
+        return f"{statistics.median(bubbles * i / v for i, v in zip(ideals, values, strict=True)):.2f}"
+
+    return [
+        {
+            "layers": layers,
+            "chunks": chunks,
+            "step": name,
+            "median ms": round(1e3 * statistics.median(values), 1),
+            "of the ideal": share(values, seconds["stages apart"]),
+            "of p cores": share(values, [whole / RANKS for whole in seconds["one process"]]),
+        }
+        for name, values in seconds.items()
+    ]
 
 
 class Clock:
@@ -168,10 +182,12 @@ class Spend(torch.autograd.Function):
     def forward(ctx, x, clock, seconds):
         ctx.clock, ctx.seconds = clock, seconds
         clock.spend(seconds)
+        ctx.save_for_backward(x)
         return x.clone()
 
     @staticmethod
     def backward(ctx, grad):
+        ctx.saved_tensors  # noqa: B018  # computed again under checkpointing
         ctx.clock.spend(2 * ctx.seconds)
         return grad, None, None
 
@@ -185,7 +201,7 @@ class Computation(nn.Module):
         self.scale = nn.Parameter(torch.ones(D))
 
     def forward(self, x):
-        return Spend.apply(x, self.clock, self.seconds) * self.scale
+        return Spend.apply(x * self.scale, self.clock, self.seconds)
 
 
 class Network:
@@ -263,7 +279,8 @@ def lines_of_overlap(where, chunks, checkpoint, message, seconds):
             "checkpoint": checkpoint,
             "message / computation": message,
             **{name: round(value, 2) for name, value in seconds.items()},
-            "hidden": f"{(plain - overlapped) / (plain - alone):.0%}",
+            "hidden": f"{(plain - overlapped) / (plain - alone):.1%}",
+            "bound": f"{SCHEDULE_COSTS['dualpipe_v'].in_pairs(1, chunks):.1%}",
         }
     ]
 
@@ -324,7 +341,7 @@ def run(args):
             found["overlap"] = []
             on_clock, on_gloo = (
                 product((4, 10), (False, True), (0.5, 1.0)),
-                product((10,), (False, True), (0.5,)),
+                product((4, 10), (False, True), (0.5,)),
             )
             for where, ranks, unit, cases in (
                 ("clock", 1, None, on_clock),

@@ -30,7 +30,7 @@ step() {  # step NAME SECONDS COMMAND...: runs it, keeps its output in a log, go
   local name=$1 limit=$2 start=$SECONDS
   shift 2
   echo "== $name: $*"
-  timeout --kill-after=10 "$limit" "$@" 2>&1 | tee "$out/$name.log" | tail -n 40
+  timeout --kill-after=10 "$limit" "$@" 2>&1 | tee "$out/$name.log" | tail -n 60
   local status=${PIPESTATUS[0]}
   echo "== $name: $((SECONDS - start)) s, exit status $status"
   ((status == 0)) || failed+=("$name")
@@ -53,12 +53,14 @@ step info 30 "$python" -m fmoe_ext.info
 if ((dry_run)); then
   step prove 60 "$python" -m fmoe_ext.gpu prove --help
 else
-  step prove 100 "$python" -m fmoe_ext.gpu prove --limit 30 --budget 80
+  step prove 150 "$python" -m fmoe_ext.gpu prove --limit 30 --budget 130
 fi
 
 on_gpu=(tests/ops tests/gates tests/test_layers.py tests/test_linear.py tests/test_transformer.py tests/test_balance.py)
 small=(tests/ops/test_expert_mlp.py tests/ops/test_grouped_gemm.py tests/ops/test_topk_gate.py)
 pytest=("$python" -m pytest -q -p no:cacheprovider --device cuda)
+parallel=()
+if "$python" -c 'import xdist' 2>/dev/null; then parallel=(-n "$(($(nproc) < 12 ? $(nproc) : 12))" --dist worksteal); fi
 if ((dry_run)); then
   step tests 300 "${pytest[@]}" --collect-only -q "${on_gpu[@]}"
   step device 60 "$python" -m pytest -q -p no:cacheprovider tests/cuda/test_on_gpu.py
@@ -67,7 +69,7 @@ if ((dry_run)); then
   step layer 300 "$python" -m benchmarks.bench_gpu_layer --dry-run --out "$out/gpu.json"
 else
   step device 50 "$python" -m pytest -q -p no:cacheprovider tests/cuda/test_on_gpu.py
-  step tests 120 "${pytest[@]}" "${on_gpu[@]}"
+  step tests 120 "${pytest[@]}" "${parallel[@]}" "${on_gpu[@]}"
   if command -v compute-sanitizer >/dev/null; then
     step memory 50 compute-sanitizer --error-exitcode 1 --kernel-regex kns=fmoe_ext \
       "${pytest[@]}" -k "shapes or garbage" "${small[@]}"

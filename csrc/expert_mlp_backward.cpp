@@ -1,7 +1,7 @@
 #include <torch/csrc/stable/library.h>
 
 #include "expert_rows.h"
-#include "stream_row.h"
+#include "kept_rows.h"
 
 namespace fmoe_ext {
 namespace {
@@ -13,9 +13,9 @@ constexpr int64_t kWorkspace = 32 << 20;  // bytes, about: everything row-sized 
 // All of the backward, or one of its halves: the inputs' half keeps what the weights' half reads.
 enum class Half { both, inputs, weights };
 
-// dh [R, F] and the weighted activated rows [R, H], between the halves; one that is not needed is empty.
+// dh [R, F] and the weighted activated rows [R, H], between the halves, where they are needed.
 struct Kept {
-  Tensor dh, scaled_a;
+  std::optional<KeptRows> dh, scaled_a;
 };
 
 ExpertMlpNeeds of_half(ExpertMlpNeeds needs, Half half) {
@@ -28,7 +28,7 @@ ExpertMlpNeeds of_half(ExpertMlpNeeds needs, Half half) {
 // product that reads these two from the workspace (second phase).
 class Backward {
  public:
-  // h is not read by the weights' half, kept not by both.
+  // h is not read by the weights' half; nothing is kept by both.
   Backward(const ExpertRows& args, const Tensor& grad_y, const Tensor& h, bool combine,
            const ExpertMlpNeeds& all_needs, Half half, const Kept& kept,
            const std::optional<Tensor>& main_dw1, const std::optional<Tensor>& main_dw2)
@@ -37,6 +37,7 @@ class Backward {
         needs_(of_half(all_needs, half)),
         half_(half),
         kept_(kept),
+        keeps_operands_(half != Half::both && kernels_.operand_bytes == kernels_.storage_bytes),
         needs_a_(all_needs.dw2),
         grad_y_(grad_y),
         h_(h),
@@ -77,9 +78,9 @@ class Backward {
     for (const Chunk& chunk : chunks) {
       place(chunk, workspace.data());
       if (half_ != Half::weights || needs_.db2) gather_grad(chunk);
-      if (half_ == Half::weights && needs_.db1) load_dh(chunk);
+      if (half_ == Half::weights && needs_.db1 && !keeps_operands_) load_dh(chunk);
       first_phase(chunk);
-      if (half_ == Half::inputs) keep(chunk);
+      if (half_ == Half::inputs && !keeps_operands_) keep(chunk);
       second_phase(chunk);
     }
     if (needs_.db1) db1_sums_.store(db1);
@@ -114,6 +115,8 @@ class Backward {
     a_rows_ = {do_rows_.at(chunk.rows()), a_stride_, bytes};
     dh_rows_ = {a_rows_.at(chunk.rows()), dh_stride_, bytes};
     memory = dh_rows_.at(chunk.rows());
+    if (keeps_operands_ && kept_.dh) dh_rows_ = kept_.dh->from(chunk.begin);
+    if (keeps_operands_ && kept_.scaled_a) a_rows_ = kept_.scaled_a->from(chunk.begin);
     if (needs_.dw2) do_panels_.place(chunk, memory);
     if (needs_.dw1) x_panels_.place(chunk, memory + (needs_.dw2 ? do_panels_.bytes(chunk) : 0));
   }
@@ -123,7 +126,7 @@ class Backward {
   }
 
   RowMajor rows_of(const RowMajor& block, const Chunk& chunk, const Segment& segment) const {
-    return {block.at(segment.begin - chunk.begin), block.stride, block.bytes};
+    return block.from(segment.begin - chunk.begin);
   }
 
   void gather_grad(const Chunk& chunk) {
@@ -134,42 +137,17 @@ class Backward {
     });
   }
 
-  // The rows of the chunk in a kept tensor [R, columns]: of storage, which what was rounded to it loses
-  // nothing by.
-  char* kept_row(const Tensor& kept, int64_t row) const {
-    return mutable_bytes_of(kept) + row * kept.size(1) * kernels_.storage_bytes;
-  }
-
-  // Past the caches: what is kept is read again only when the whole of it has been written.
   void keep(const Chunk& chunk) {
-    const bool is_rounded = kernels_.operand_bytes != kernels_.storage_bytes;
-    const auto keep_rows = [&](const Tensor& kept, const RowMajor& block, int64_t begin, int64_t end) {
-      if (kept.numel() == 0) return;
-      const RowWriter writer(kept.mutable_data_ptr(), args_.R, kept.size(1) * kernels_.storage_bytes);
-      std::vector<char> rounded(is_rounded ? kept.size(1) * kernels_.storage_bytes : 0);
-      for (int64_t r = begin; r < end; ++r) {
-        const char* row = block.at(r - chunk.begin);
-        if (is_rounded) kernels_.round(row, kept.size(1), rounded.data());
-        writer.copy(r, is_rounded ? rounded.data() : row);
-      }
-      writer.finish();
-    };
     for_each_row_slice(chunk.begin, chunk.end, [&](int64_t begin, int64_t end) {
-      keep_rows(kept_.dh, dh_rows_, begin, end);
-      keep_rows(kept_.scaled_a, a_rows_, begin, end);
+      const int64_t row = begin - chunk.begin;
+      if (kept_.dh) kept_.dh->round(begin, end, dh_rows_.from(row));
+      if (kept_.scaled_a) kept_.scaled_a->round(begin, end, a_rows_.from(row));
     });
   }
 
-  // The kept dh as operands, which its sum over rows reads; without a copy where it is kept as such.
   void load_dh(const Chunk& chunk) {
-    if (kernels_.operand_bytes == kernels_.storage_bytes) {
-      dh_rows_ = {kept_row(kept_.dh, chunk.begin), args_.F, kernels_.operand_bytes};
-      return;
-    }
     for_each_row_slice(chunk.begin, chunk.end, [&](int64_t begin, int64_t end) {
-      std::vector<const void*> rows;
-      for (int64_t r = begin; r < end; ++r) rows.push_back(kept_row(kept_.dh, r));
-      kernels_.copy_rows(rows.data(), end - begin, args_.F, dh_rows_.at(begin - chunk.begin), dh_stride_);
+      kept_.dh->load(begin, end, dh_rows_.from(begin - chunk.begin));
     });
   }
 
@@ -222,9 +200,9 @@ class Backward {
               .up_offset = H,
               .scale = args_.scale(segment.begin + row),
               .dh = dh_rows_.at(row_of_chunk, column),
-              .dh_stride = dh_stride_,
+              .dh_stride = dh_rows_.stride,
               .a = needs_a_ ? a_rows_.at(row_of_chunk, column) : nullptr,
-              .a_stride = a_stride_,
+              .a_stride = a_rows_.stride,
               .dscale = needs_.dtopk_weights ? partial.at(job.group * chunk.rows() + row_of_chunk) : nullptr,
           });
         });
@@ -279,12 +257,11 @@ class Backward {
     if (needs_.dw2) dw2_sums_.end(chunk);
   }
 
-  // Columns of a segment's rows: as they were kept, or from the workspace.
-  OwnPanels own_panels(const Tensor& kept, const RowMajor& block, const Chunk& chunk, const Segment& segment,
-                       int64_t column, int64_t n, int64_t lanes) const {
-    if (half_ != Half::weights)
-      return {kernels_, rows_of(block, chunk, segment), segment.rows(), column, n, lanes};
-    const RowMajor rows{kept_row(kept, segment.begin), kept.size(1), kernels_.storage_bytes};
+  // Columns of a segment's rows, from the block where they are operands or as they were kept.
+  OwnPanels own_panels(const std::optional<KeptRows>& kept, const RowMajor& block, const Chunk& chunk,
+                       const Segment& segment, int64_t column, int64_t n, int64_t lanes) const {
+    const bool is_stored = half_ == Half::weights && !keeps_operands_;
+    const RowMajor rows = is_stored ? kept->from(segment.begin) : rows_of(block, chunk, segment);
     return {kernels_, rows, segment.rows(), column, n, lanes};
   }
 
@@ -336,6 +313,7 @@ class Backward {
   const ExpertMlpNeeds needs_;  // of this half
   const Half half_;
   const Kept kept_;
+  const bool keeps_operands_;  // where they are computed, without a copy
   const bool needs_a_;
   const Tensor& grad_y_;
   const Tensor& h_;
@@ -350,6 +328,13 @@ class Backward {
 };
 
 using Gradients = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
+
+Kept kept(const ExpertRows& args, const ExpertMlpNeeds& needs, const Tensor& dh, const Tensor& scaled_a) {
+  Kept found;
+  if (needs.dw1 || needs.db1) found.dh.emplace(args.kernels, dh);
+  if (needs.dw2) found.scaled_a.emplace(args.kernels, scaled_a);
+  return found;
+}
 
 void check_main_grads_cpu(const Tensor& w1, const Tensor& w2, const std::optional<Tensor>& main_dw1,
                           const std::optional<Tensor>& main_dw2) {
@@ -369,9 +354,9 @@ Gradients expert_mlp_backward_accumulate_cpu(Tensor grad_y, Tensor x, Tensor row
   check_expert_mlp_grad(grad_y, x, inverse, combine);
   check_hidden_rows(h, x, inverse, args.F, "h", "[R, F]");
   check_main_grads_cpu(w1, w2, main_dw1, main_dw2);
-  const Tensor grad = as_contiguous(grad_y), rows = as_contiguous(h), none = torch::stable::new_empty(x, {0});
-  Backward backward(args, grad, rows, combine, ExpertMlpNeeds(needs, topk_weights), Half::both, {none, none},
-                    main_dw1, main_dw2);
+  const Tensor grad = as_contiguous(grad_y), rows = as_contiguous(h);
+  Backward backward(args, grad, rows, combine, ExpertMlpNeeds(needs, topk_weights), Half::both, {}, main_dw1,
+                    main_dw2);
   backward.run();
   return {backward.dx(), backward.dw1, backward.db1, backward.dw2, backward.db2, backward.dtopk_weights()};
 }
@@ -394,17 +379,16 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> expert_mlp_backward_inputs_cpu(
   check_expert_mlp_grad(grad_y, x, inverse, combine);
   check_hidden_rows(h, x, inverse, args.F, "h", "[R, F]");
   const ExpertMlpNeeds needs(needs_, topk_weights);
+  const Tensor none = torch::stable::new_empty(x, {0});
   const auto new_kept = [&](bool needed, int64_t width) {
-    if (!needed) return torch::stable::new_empty(x, {0});
-    const Tensor rows = new_large(x, {args.R, width}, x.scalar_type());
-    zero_rows_from(rows, args.num_rows());
-    return rows;
+    return needed ? KeptRows::make(x, args.R, args.num_rows(), width) : none;
   };
-  const Kept kept{new_kept(needs.dw1 || needs.db1, args.F), new_kept(needs.dw2, args.H)};
+  const Tensor dh = new_kept(needs.dw1 || needs.db1, args.F), scaled_a = new_kept(needs.dw2, args.H);
   const Tensor grad = as_contiguous(grad_y), rows = as_contiguous(h);
-  Backward backward(args, grad, rows, combine, needs, Half::inputs, kept, std::nullopt, std::nullopt);
+  Backward backward(args, grad, rows, combine, needs, Half::inputs, kept(args, needs, dh, scaled_a),
+                    std::nullopt, std::nullopt);
   backward.run();
-  return {backward.dx(), backward.dtopk_weights(), kept.dh, kept.scaled_a};
+  return {backward.dx(), backward.dtopk_weights(), dh, scaled_a};
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> expert_mlp_backward_weights_cpu(
@@ -422,8 +406,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> expert_mlp_backward_weights_cpu(
   if (needs.dw2) check_hidden_rows(scaled_a, x, inverse, args.H, "scaled_a", "[R, H]");
   check_main_grads_cpu(w1, w2, main_dw1, main_dw2);
   const Tensor grad = as_contiguous(grad_y), none = torch::stable::new_empty(x, {0});
-  Backward backward(args, grad, none, combine, needs, Half::weights,
-                    {as_contiguous(dh), as_contiguous(scaled_a)}, main_dw1, main_dw2);
+  Backward backward(args, grad, none, combine, needs, Half::weights, kept(args, needs, dh, scaled_a),
+                    main_dw1, main_dw2);
   backward.run();
   return {backward.dw1, backward.db1, backward.dw2, backward.db2};
 }

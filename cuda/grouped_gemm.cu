@@ -82,16 +82,23 @@ __global__ void __launch_bounds__(kGemmThreads)
     const int e = static_cast<int>(tile / tiles_n);
     const int64_t n = tile % tiles_n * 32 + column;
     const RowRange rows = rows_of(groups.offs, groups.num_experts, groups.num_rows, e);
-    constexpr int kBlock = 16;  // rows are summed in blocks, whose sums are added: less rounding
-    acc_t<T> sum = 0;
+    // Rows are summed in blocks and blocks in groups: less rounding, and an infinity stays one, unlike in
+    // Kahan's.
+    constexpr int kBlock = 16, kGroup = 64;
+    acc_t<T> sum = 0, group = 0;
+    int blocks = 0;
     for (int64_t first = rows.begin + lane; first < rows.end && n < a.width; first += kSumLanes * kBlock) {
       acc_t<T> block = 0;
       for (int64_t r = first; r < rows.end && r < first + kSumLanes * kBlock; r += kSumLanes) {
         const T* row = a.row(r);
         if (row) block += factor_of<acc_t<T>>(scale, r) * to_acc(row[n]);
       }
-      sum += block;
+      group += block;
+      if (++blocks % kGroup) continue;
+      sum += group;
+      group = 0;
     }
+    sum += group;
     partial[threadIdx.x] = sum;
     __syncthreads();
     if (lane == 0 && n < a.width) {

@@ -23,7 +23,12 @@ if TYPE_CHECKING:
 
 
 class ExpertKind:
-    """The experts of one layer, as its forward calls them."""
+    """The experts of one layer, as its forward calls them.
+
+    has_whole_experts: False if other ranks have parts of these experts.
+    """
+
+    has_whole_experts = True
 
     def __init__(self, layer: FMoE):
         self.layer = layer

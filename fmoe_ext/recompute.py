@@ -7,6 +7,7 @@ public. Of several forwards of a layer whose backward is still to come the repet
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -30,7 +31,12 @@ _uncounted: ContextVar[bool] = ContextVar("forwards only look ahead", default=Fa
 
 def is_repeated() -> bool:
     """Whether this forward repeats an earlier one."""
-    return not torch.compiler.is_compiling() and bool(ModuleTracker().is_bw)
+    return not torch.compiler.is_compiling() and bool(_tracker().is_bw)
+
+
+@functools.cache
+def _tracker() -> ModuleTracker:
+    return ModuleTracker()
 
 
 def is_counted() -> bool:
@@ -95,6 +101,17 @@ _forward: ContextVar[Forward | None] = ContextVar("the forward of a layer that r
 def current_forward() -> Forward | None:
     """The forward inside which a gate is called by its layer."""
     return _forward.get()
+
+
+def forward_of_layer(gate: object) -> Forward | None:
+    """The same, for gates that must know which forward a checkpoint repeats; RuntimeError where nobody does."""
+    forward = current_forward()
+    if forward is None and is_repeated():
+        raise RuntimeError(
+            f"a checkpoint repeats {type(gate).__name__} outside of an FMoE layer: which forward, and of which "
+            "microbatch, is unknown; checkpoint the layer, or what has it inside"
+        )
+    return forward
 
 
 def hear_once(exchange: Callable[[], torch.Tensor]) -> torch.Tensor:

@@ -29,6 +29,8 @@ def pytest_addoption(parser):
 def pytest_configure(config):
     if "PYTEST_XDIST_WORKER" in os.environ:
         torch.set_num_threads(1)  # processes of a parallel run share the cores
+    if torch.cuda.is_available():
+        torch._inductor.config.compile_threads = 1  # Triton's compile workers would outlive the run
     if config.getoption("--device") == "cuda" and not config.option.collectonly:
         reason = ops.cuda_module_missing or (None if torch.cuda.is_available() else "there is no CUDA device")
         if reason:

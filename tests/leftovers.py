@@ -26,7 +26,6 @@ def pytest_configure(config):
     usual = tempfile.gettempdir()
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", usual)  # pytest keeps its last three folders there
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path(usual, f"torchinductor_{os.getuid()}")))
-    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # its processes would outlive the run
     tempfile.tempdir = os.environ[MARK] = os.environ["TMPDIR"] = tempfile.mkdtemp(prefix="fmoe-")
     config.pluginmanager.register(Leftovers(tempfile.tempdir), "leftovers-of-the-run")
 

@@ -169,6 +169,27 @@ def test_state_dict_continues_the_window():
         balance.watch(FixedGate(2, [[0]])).load_state_dict(state)
 
 
+def test_forwards_are_summed_as_one_by_one():
+    noted, single = (balance.LayerCounters(5, "cpu") for _ in range(2))
+    generator = torch.Generator().manual_seed(0)
+    idle = [0] * 5
+    for number in range(75):
+        num_tokens, top_k = 1 + number % 3 * 700, 1 + number // 20
+        topk_idx = torch.randint(-1, 4 if number % 9 else 5, (num_tokens, top_k), generator=generator)
+        weights = torch.rand(num_tokens, top_k, generator=generator)
+        for counters in (noted, single):
+            counters.count(topk_idx, weights, top_k=2)
+        single.sum_up()
+        chosen = set(topk_idx.flatten().tolist())
+        idle = [0 if expert in chosen else steps + 1 for expert, steps in enumerate(idle)]
+        weights.zero_()  # what was noted is its own
+    for name in balance.LayerCounters.NAMES:
+        assert torch.allclose(getattr(noted, name), getattr(single, name), rtol=1e-6, atol=0), name
+    assert noted.idle_steps.tolist() == idle
+    assert idle[4] == 2
+    assert noted.num_steps == 75
+
+
 class ScalarWriter:
     def __init__(self):
         self.scalars = {}

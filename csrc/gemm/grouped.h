@@ -144,10 +144,14 @@ struct RowMajor {
   int64_t bytes;   // of one element
 
   static int64_t stride_for(const Kernels& kernels, int64_t columns) {
-    const int64_t line = 64 / kernels.operand_bytes;
+    return odd_lines(columns, kernels.operand_bytes);
+  }
+  static int64_t odd_lines(int64_t columns, int64_t bytes) {
+    const int64_t line = 64 / bytes;
     return (divide_up(columns, line) | 1) * line;
   }
   char* at(int64_t row, int64_t column = 0) const { return data + (row * stride + column) * bytes; }
+  RowMajor from(int64_t row) const { return {at(row), stride, bytes}; }
 };
 
 // Panels of `lanes` lanes over `depth` values of k, one after another.

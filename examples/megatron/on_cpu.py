@@ -42,7 +42,8 @@ def _no_fork(tracker, name=None):
 def megatron_on_cpu():
     """Inside, Megatron-core builds, trains and saves models on the CPU, with gloo process groups.
 
-    Without its generator for each tensor-parallel rank: dropout is the same on all of them.
+    Without its generator for each tensor-parallel rank: dropout is the same on all of them. Recomputation keeps the
+    state of the CPU's generator alone.
     """
     cpu = torch.device("cpu")
     with (
@@ -50,6 +51,8 @@ def megatron_on_cpu():
         mock.patch("torch.cuda.current_stream", torch.cpu.current_stream),
         mock.patch("torch.cuda.synchronize", lambda *_: None),
         mock.patch("megatron.core.tensor_parallel.random.CudaRNGStatesTracker.fork", _no_fork),
+        mock.patch("megatron.core.tensor_parallel.random._get_cuda_rng_state", lambda **_: None),
+        mock.patch("megatron.core.tensor_parallel.random._set_cuda_rng_state", lambda *_, **__: None),
         _CudaMeansCpu(),
     ):
         yield

@@ -21,12 +21,12 @@ class Images:
     source: str
 
 
-def load_images(path=None):
+def load_images(path=None, dtype=torch.float32):
     """The folder with CIFAR-10's data_batch_1.bin ... and test_batch.bin, or scikit-learn's digits."""
     parts = read_cifar(Path(path)) if path else read_digits()
     (train, train_classes), (test, test_classes) = parts
     mean, deviation = train.mean((0, 2, 3), keepdim=True), train.std((0, 2, 3), keepdim=True).clamp(min=1e-3)
-    train, test = ((x - mean) / deviation for x in (train, test))
+    train, test = (((x - mean) / deviation).to(dtype) for x in (train, test))
     return Images(train, train_classes, test, test_classes, str(path or "scikit-learn's handwritten digits"))
 
 

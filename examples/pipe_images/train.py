@@ -29,9 +29,15 @@ def build_parser():
     add("--chunks", type=int, default=4, help="microbatches of a batch")
     add("--checkpoint", choices=("always", "except_last", "never"), default="except_last")
     add("--width", type=int, default=16, help="channels of the first convolution")
-    add("--steps", type=int, default=200)
+    add("--steps", type=int, default=100)
     add("--batch-size", type=int, default=50)
     add("--lr", type=float, default=1e-3)
+    add(
+        "--dtype",
+        choices=("float64", "float32"),
+        default="float64",
+        help="float32: training amplifies rounding",
+    )
     add("--seed", type=int, default=0)
     add("--out", default="out/pipe_images")
     return parser
@@ -80,7 +86,7 @@ def test(model, images, device):
 
 def make_pipe(options, sample):
     torch.manual_seed(options.seed)
-    model = make_model(options.width)
+    model = make_model(options.width).to(sample.dtype)
     measure = balance_by_time if options.balance == "time" else balance_by_size
     balance = measure(len(options.devices), model, sample)
     parameters = sum(p.numel() for p in model.parameters())
@@ -106,11 +112,11 @@ def draw(curves, path):
 def main():
     options = build_parser().parse_args()
     Path(options.out).mkdir(parents=True, exist_ok=True)
-    images = load_images(options.data)
+    images = load_images(options.data, getattr(torch, options.dtype))
     print(f"{images.source}: {len(images.train):,} images to learn, {len(images.test):,} to test", flush=True)
     pipe = make_pipe(options, images.train[: max(1, options.batch_size // options.chunks)])
     torch.manual_seed(options.seed)
-    whole = make_model(options.width).to(options.devices[0])
+    whole = make_model(options.width).to(options.devices[0], images.train.dtype)
     piped, piped_accuracy = train(pipe, images, options, "Pipe", pipe.devices[0], pipe.devices[-1])
     plain, accuracy = train(whole, images, options, "unsharded", *[options.devices[0]] * 2)
     apart = max(abs(a - b) for a, b in zip(piped, plain, strict=True))

@@ -26,6 +26,7 @@ from tqdm import tqdm
 
 from fmoe_ext.pipeline import SCHEDULES, Pipeline, draw, split
 
+TRACED_STEPS = 20
 STAGES_OF_A_RANK = {"interleaved": 2, "zero_bubble_v": 2, "dualpipe_v": 2}
 
 
@@ -90,6 +91,7 @@ class Trainer:
         self.train_source = self.part_of(text.train)
         self.curve = []  # (batches so far, training loss)
         self.valid_curve = []
+        self.traces = []  # the spans of the last steps
 
     def make_pipeline(self, mesh):
         options = self.options
@@ -143,9 +145,10 @@ class Trainer:
         for i in tqdm(range(total), f"epoch {number}", disable=self.rank > 0, leave=False, mininterval=1):
             self.optimizer.zero_grad()
             x, y = get_batch(self.train_source, i, options.bptt)
-            losses.append(self.pipeline.train_step(x, y, trace=i == min(5, total - 1)).item())
-            if i == min(5, total - 1):
-                self.draw_trace(number)
+            is_traced = number == options.epochs and i >= total - TRACED_STEPS
+            losses.append(self.pipeline.train_step(x, y, trace=is_traced).item())
+            if is_traced:
+                self.traces.append(self.pipeline.spans())
             self.pipeline.clip_grad_norm_(0.5)
             self.optimizer.step()
             if len(losses) == options.log_interval:
@@ -168,10 +171,13 @@ class Trainer:
         losses = [self.pipeline.evaluate(*get_batch(source, i, self.options.bptt)) for i in range(total)]
         return torch.stack(losses).mean().item()
 
-    def draw_trace(self, epoch):
-        spans = self.pipeline.spans()
-        if self.rank == 0 and epoch == self.options.epochs:
-            draw(spans, Path(self.options.out, "trace.png"), f"{self.options.schedule}, one step:")
+    def draw(self):
+        """The losses, and of the traced steps the fastest: other load on the machine draws bubbles too."""
+        folder = Path(self.options.out)
+        draw_curve(self.curve, self.valid_curve, folder / "loss.png")
+        fastest = min(self.traces, key=lambda spans: max(span.end for span in spans))
+        draw(fastest, folder / "trace.png", f"{self.options.schedule}, one step:")
+        print(f"pictures: {folder}/loss.png, {folder}/trace.png", flush=True)
 
     def run(self):
         best, best_loss = None, math.inf
@@ -195,8 +201,7 @@ class Trainer:
         self.say(f"| End of training | test loss {loss:5.2f} | test ppl {math.exp(loss):8.2f}")
         self.say("=" * 89)
         if self.rank == 0:
-            draw_curve(self.curve, self.valid_curve, Path(self.options.out, "loss.png"))
-            print(f"pictures: {self.options.out}/loss.png, {self.options.out}/trace.png", flush=True)
+            self.draw()
 
 
 def draw_curve(train, valid, path):

@@ -5,8 +5,9 @@ A file is MAGIC, a length (uint32, little-endian) and that many bytes of JSON, t
     uint32 CRC-32 of the rest of the record, uint32 bytes of its body, uint64 step, uint32 gate, uint32 tokens, body
 
 The body is a zlib stream. Of gate g (its number in the JSON's "gates") it holds topk_idx [tokens, K], as uint8 or, from
-255 experts on, as all low and then all high bytes of uint16; the number of experts stands for a dropped choice. Of
-gate 2**32 - 1, TOKENS, it holds the ids of the step's tokens, int32, little-endian.
+255 experts on, as uint16; numbers that no expert has stand for dropped choices. Of gate 2**32 - 1, TOKENS, it holds the
+ids of the step's tokens, uint32. Of wide numbers all lowest bytes come first, then all of the next place, ...: the
+high ones hardly differ, and are packed faster and smaller than among the others.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from torch.utils.hooks import RemovableHandle
 from fmoe_ext.gates.views import GateView, views_of
 from fmoe_ext.recompute import is_counted
 
-MAGIC = b"fmoe choices 1\n"
+MAGIC = b"fmoe choices 2\n"
 TOKENS = 2**32 - 1
 _CRC, _HEAD = struct.Struct("<I"), struct.Struct("<IQII")
 _MAX_JSON = 1 << 24
@@ -101,11 +102,11 @@ class ChoiceLog:
         if self._file is None:
             self._begin({name: topk_idx.shape[1] for name, topk_idx in chosen})
         numbers = {name: index for index, name in enumerate(self._gates)}
-        records = [_record(number, numbers[name], _bytes_of(part), len(part)) for name, part in chosen]
+        records = [_record(number, numbers[name], part) for name, part in chosen]
         if token_ids is not None:
-            ids = token_ids.detach().flatten().to("cpu", torch.int32)
+            ids = token_ids.detach().flatten().to(torch.int32)
             _check_ids(len(ids), chosen)
-            records.append(_record(number, TOKENS, _little_endian(ids), len(ids)))
+            records.append(_record(number, TOKENS, ids))
         self._write_step(b"".join(records))
 
     def _begin(self, widths: dict[str, int]) -> None:
@@ -242,13 +243,10 @@ def _parse(path: Path, raw: bytes, gates: list[Gate], begin: int) -> Choice:
         raise BadLog(f"{path}: the record at byte {begin} is damaged ({error})") from None
     if len(body) != expected:
         raise BadLog(f"{path}: the record at byte {begin} has other than {num_tokens} tokens")
-    data = torch.frombuffer(bytearray(body), dtype=torch.uint8).long() if body else torch.empty(0).long()
+    numbers = _from_bytes(body, 4 if gate is None else _width(gate.num_experts))
     if gate is None:
-        return Choice(step, None, (data.view(-1, 4) << torch.tensor([0, 8, 16, 24])).sum(1))
-    if _width(gate.num_experts) == 2:
-        low, high = data.view(2, -1)
-        data = low + (high << 8)
-    topk_idx = data.view(num_tokens, gate.top_k)
+        return Choice(step, None, numbers)
+    topk_idx = numbers.view(num_tokens, gate.top_k)
     return Choice(step, gate.name, torch.where(topk_idx >= gate.num_experts, -1, topk_idx))
 
 
@@ -269,27 +267,34 @@ def _width(num_experts: int) -> int:
 
 
 def _compact(topk_idx: torch.Tensor, num_experts: int) -> torch.Tensor:
-    """topk_idx [T, K] with num_experts in the place of -1, in few bytes, still on its device."""
-    dtype = torch.uint8 if _width(num_experts) == 1 else torch.int32
-    return torch.where(topk_idx < 0, num_experts, topk_idx).detach().to(dtype)
+    """topk_idx [T, K] in few bytes, where -1 is the largest number; a copy, on its device."""
+    dtype = torch.uint8 if _width(num_experts) == 1 else torch.int16
+    return topk_idx.detach().to(dtype)
 
 
-def _bytes_of(topk_idx: torch.Tensor) -> bytes:
-    flat = topk_idx.cpu().flatten()
-    if flat.dtype == torch.uint8:
-        return flat.numpy().tobytes()
-    return b"".join(((flat >> shift) & 255).to(torch.uint8).numpy().tobytes() for shift in (0, 8))
+def _to_bytes(numbers: torch.Tensor) -> bytes:
+    """Those of each number's lowest place, then those of the next, ..."""
+    host = numbers.cpu().numpy()
+    little = host.astype(host.dtype.newbyteorder("<"), copy=False)
+    return little.view("u1").reshape(-1, little.itemsize).T.tobytes()
 
 
-def _little_endian(ids: torch.Tensor) -> bytes:
-    return ids.numpy().astype("<i4").tobytes()
+def _from_bytes(data: bytes, width: int) -> torch.Tensor:
+    """_to_bytes() of numbers of so many bytes -> int64."""
+    if not data:
+        return torch.empty(0, dtype=torch.int64)
+    places = torch.frombuffer(bytearray(data), dtype=torch.uint8).long().view(width, -1)
+    return (places << torch.arange(0, 8 * width, 8).unsqueeze(1)).sum(0)
 
 
-def _record(step: int, number: int, data: bytes, num_tokens: int) -> bytes:
-    # Numbers of experts hardly repeat in sequences: a code by frequency has what there is to gain, and is fast.
-    coder = zlib.compressobj(1, zlib.DEFLATED, 15, 8, zlib.Z_HUFFMAN_ONLY)
-    body = coder.compress(data) + coder.flush()
-    rest = _HEAD.pack(len(body), step, number, num_tokens) + body
+def _record(step: int, number: int, numbers: torch.Tensor) -> bytes:
+    # Numbers of experts hardly repeat in sequences: a code by frequency has what there is to gain, and is fast. High
+    # bytes are all alike: runs.
+    coder = zlib.compressobj(
+        1, zlib.DEFLATED, 15, 8, zlib.Z_RLE if numbers.itemsize > 1 else zlib.Z_HUFFMAN_ONLY
+    )
+    body = coder.compress(_to_bytes(numbers)) + coder.flush()
+    rest = _HEAD.pack(len(body), step, number, len(numbers)) + body
     return _CRC.pack(zlib.crc32(rest)) + rest
 
 

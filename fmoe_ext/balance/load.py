@@ -19,14 +19,13 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from fmoe_ext import ops
+from fmoe_ext.balance.counters import LayerCounters
 from fmoe_ext.gates.views import GateView, views_of
 from fmoe_ext.recompute import is_counted
 
 # {"step": its number, "layers": {name of the gate: summarize(...)}}
 Record: TypeAlias = dict[str, Any]
 
-ENTROPY_SAMPLE = 512  # tokens of a forward, about, whose entropy is computed
 SUMMARY_NUMBERS = ("max_over_mean", "cv", "entropy", "dropped_share", "dead_experts", "gate_entropy")
 
 
@@ -57,55 +56,6 @@ def summarize(
     numbers["dropped_share"] = num_dropped / max(total + num_dropped, 1)
     numbers["gate_entropy"] = gate_entropy_sum / max(num_tokens, 1)
     return {"tokens_per_expert": load.long().tolist(), **numbers}
-
-
-class LayerCounters:
-    """The running counts of one gate, on its device; as many operations a step as there are counters."""
-
-    NAMES = ("tokens_per_expert", "idle_steps", "num_dropped", "num_tokens", "gate_entropy_sum", "num_steps")
-
-    def __init__(self, num_experts: int, device: torch.device | str) -> None:
-        self.tokens_per_expert = torch.zeros(num_experts, dtype=torch.int64, device=device)
-        self.idle_steps = torch.zeros_like(self.tokens_per_expert)  # steps since the last token
-        self.num_dropped = torch.zeros((), dtype=torch.int64, device=device)
-        self.num_tokens = torch.zeros_like(self.num_dropped)
-        self.num_steps = torch.zeros_like(self.num_dropped)
-        self.gate_entropy_sum = torch.zeros((), dtype=torch.float64, device=device)
-
-    def to(self, device: torch.device | str) -> None:
-        """Moves the counters."""
-        for name in self.NAMES:
-            setattr(self, name, getattr(self, name).to(device))
-
-    @torch.no_grad()
-    def count(self, topk_idx: torch.Tensor, topk_weights: torch.Tensor, top_k: int | None = None) -> None:
-        """topk_idx, topk_weights [T, K]; top_k: choices that a token should have, if the K columns are more."""
-        wanted = topk_idx.numel() if top_k is None else len(topk_idx) * min(top_k, topk_idx.shape[1])
-        load = ops.count_tokens(topk_idx, self.tokens_per_expert.shape[0])
-        self.tokens_per_expert += load
-        self.idle_steps.add_(1).mul_(load == 0)
-        self.num_dropped += (wanted - load.sum()).clamp(min=0)
-        self.num_tokens += topk_idx.shape[0]
-        self.num_steps += 1
-        if topk_idx.shape[1] > 1:
-            self.gate_entropy_sum += _entropy(topk_weights.reshape(topk_idx.shape))
-
-    def reset(self) -> None:
-        """Back to zero, except how long experts have been idle."""
-        for name in self.NAMES:
-            if name != "idle_steps":
-                getattr(self, name).zero_()
-
-
-def _entropy(topk_weights: torch.Tensor) -> torch.Tensor:
-    """The entropies of all tokens, / log K, summed; of many tokens every n-th speaks for n, which costs less."""
-    num_tokens, top_k = topk_weights.shape
-    sample = topk_weights[:: max(1, num_tokens // ENTROPY_SAMPLE)]
-    weights = sample.to(torch.promote_types(topk_weights.dtype, torch.float32))
-    tiny = torch.finfo(weights.dtype).tiny
-    share = weights / weights.sum(1, keepdim=True).clamp(min=tiny)
-    entropy = -(share * share.clamp(min=tiny).log()).sum()
-    return entropy * (num_tokens / (max(len(sample), 1) * math.log(top_k)))
 
 
 class LoadMonitor:
@@ -212,8 +162,6 @@ def _counting_hook(view: GateView, counters: LayerCounters) -> Callable[..., Non
         if not gate.training or not is_counted():
             return
         topk_idx, topk_weights = view.read_real(output)
-        if counters.num_steps.device != topk_idx.device:
-            counters.to(topk_idx.device)
         counters.count(topk_idx, topk_weights, view.top_k)
 
     return count

@@ -41,6 +41,7 @@ class ModelState:
         model, name_of = _unwrap(model)
         modules = model.named_modules(remove_duplicate=False)
         self.layers = {name_of(name): module for name, module in modules if isinstance(module, FMoE)}
+        _check_whole(self.layers)
         self.tensors: dict[str, torch.Tensor] = {}
         self.model = model
         self._names: dict[int, str] = {}
@@ -216,6 +217,15 @@ def _num_megatron_experts(match: re.Match[str], shapes: Mapping[str, Sequence[in
     if number:
         return int(number) + 1
     return shapes[match.string][0] if match["stacked"] else 0
+
+
+def _check_whole(layers: Mapping[str, FMoE]) -> None:
+    for name, layer in layers.items():
+        if not layer.expert_kind.has_whole_experts:
+            raise CheckpointError(
+                f"{name}: other ranks have parts of its experts (expert tensor parallelism): save with Megatron's "
+                "dist_checkpointing, and load that with --expert-tensor-parallel-size 1"
+            )
 
 
 def _unwrap(model: nn.Module) -> tuple[nn.Module, Callable[[str], str]]:

@@ -12,15 +12,15 @@ one microbatch before the next cannot have it. Hence two exact forms, and the lo
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 
-from fmoe_ext.gates.base_gate import BaseGate
-from fmoe_ext.recompute import current_forward, is_repeated, uncounted
+from fmoe_ext.gates.base_gate import BaseGate, gates_of
+from fmoe_ext.recompute import forward_of_layer, uncounted
 
 
 class WholeBatch:
@@ -52,6 +52,8 @@ class WholeBatch:
             sums.recorded = []
         with torch.no_grad(), uncounted(), _in_place(self._sums):
             yield
+        for gate in self._sums:
+            gate.set_loss(None)  # of a microbatch alone, without a gradient
 
     @contextmanager
     def second_pass(self) -> Iterator[None]:
@@ -78,8 +80,19 @@ def all_forwards_first(model: nn.Module) -> Iterator[None]:
         yield
 
 
+def loss_share(gate: BaseGate, microbatch: int, rows: Sequence[int]) -> float:
+    """How much a gate's loss of one of the microbatches of so many rows counts in that of the batch.
+
+    As many as its rows; inside WholeBatch and all_forwards_first as much as makes it exact.
+    """
+    ranks = getattr(gate, "ranks", None)
+    if isinstance(ranks, _Sums):
+        return ranks.share(microbatch, len(rows))
+    return rows[microbatch] / max(sum(rows), 1)
+
+
 def _summing_gates(model: nn.Module) -> list[Any]:
-    gates = [m for m in model.modules() if isinstance(m, BaseGate) and hasattr(m, "ranks")]
+    gates = [gate for gate in gates_of(model) if hasattr(gate, "ranks")]
     if not gates:
         raise ValueError(f"{type(model).__name__} has no gate of fmoe_ext whose loss is a sum over tokens")
     return gates
@@ -109,14 +122,10 @@ class _Sums:
 
     def begin_forward(self, gate: nn.Module, _: Any) -> None:
         self.slot = 0
-        forward = current_forward()
+        forward = forward_of_layer(gate)
         if forward is not None and forward.microbatch is not None:  # a checkpoint repeats it
             self.microbatch = forward.microbatch
             return
-        if is_repeated():
-            raise RuntimeError(
-                f"a checkpoint repeats {type(gate).__name__} outside of an FMoE layer: which microbatch is unknown"
-            )
         self.microbatch = self.next_microbatch()
         if forward is not None:
             forward.microbatch = self.microbatch
@@ -129,6 +138,10 @@ class _Sums:
         own = self.inner.sum(x)
         self.recorded[self.microbatch].append(own.detach())
         return own
+
+    def share(self, microbatch: int, num_microbatches: int) -> float:
+        """How much the loss of this microbatch counts in that of the batch."""
+        return 1 / num_microbatches
 
     def others(self, numbers: range, like: torch.Tensor) -> torch.Tensor:
         """The sum over these microbatches, of the sum that is asked for now."""
@@ -170,3 +183,6 @@ class _SoFar(_Sums):
         if len(mine) == self.slot:
             mine.append(own)
         return own + self.others(range(self.microbatch), own)
+
+    def share(self, microbatch: int, num_microbatches: int) -> float:
+        return float(microbatch == num_microbatches - 1)

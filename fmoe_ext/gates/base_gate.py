@@ -168,6 +168,11 @@ class BaseGate(nn.Module):
         return {**self.__dict__, "loss": None, "tape": None, "_selected": None}
 
 
+def gates_of(module: nn.Module) -> list[BaseGate]:
+    """The gates of a model, in the order of its modules."""
+    return [m for m in module.modules() if isinstance(m, BaseGate)]
+
+
 def _learns(gate: nn.Module) -> bool:
     return any(p.requires_grad for p in gate.parameters())
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from fmoe_ext import ops
-from fmoe_ext.gates.base_gate import BaseGate, OneRank, Ranks
+from fmoe_ext.gates.base_gate import OneRank, Ranks, gates_of
 
 ONE_RANK = OneRank()
 
@@ -123,7 +123,7 @@ def total_loss(model: nn.Module) -> torch.Tensor | float:
     Raises ValueError for a model without gates of fmoe_ext, RuntimeError for losses without a gradient (BaseGate).
     Equivalent to: sum(gate.get_loss() for gate in the model's gates).
     """
-    gates = [module for module in model.modules() if isinstance(module, BaseGate)]
+    gates = gates_of(model)
     if not gates:
         raise ValueError(
             f"{type(model).__name__} has no gate of fmoe_ext (a module that is a BaseGate), so no loss of one. "

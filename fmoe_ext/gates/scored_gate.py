@@ -8,7 +8,7 @@ from fmoe_ext.gates.groups import Groups
 from fmoe_ext.gates.losses import balance_loss, balance_of_sums, sequence_balance_loss, sum_over_ranks, z_loss
 from fmoe_ext.gates.naive_gate import NaiveGate
 from fmoe_ext.optimizer_steps import AfterOptimizerStep, follow_optimizers
-from fmoe_ext.recompute import hear_once, is_counted
+from fmoe_ext.recompute import forward_of_layer, hear_once, is_counted
 from fmoe_ext.tokens import current_batch
 
 BALANCE_LOSSES = ("global", "running", "sequence", None)
@@ -222,6 +222,8 @@ class ScoredGate(NaiveGate):
 
     def _with_earlier(self, num_choices: torch.Tensor) -> torch.Tensor:
         """num_choices [E] and those of earlier forwards of this step; a repeated forward has what its first one had."""
+
+        forward_of_layer(self)
 
         def add() -> torch.Tensor:
             load = self.running_load + num_choices.long()

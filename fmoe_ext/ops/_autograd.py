@@ -2,30 +2,60 @@
 
 import functools
 import inspect
-from collections.abc import Callable
-from typing import Any, ParamSpec, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any, Final, TypeVar
 
 import torch
 from torch.autograd.forward_ad import unpack_dual
-
-P = ParamSpec("P")
-R = TypeVar("R")
+from torch.library import Library
 
 
-def reverse_mode_only(function: Callable[P, R]) -> Callable[P, R]:
+def refuse_tangents(name: str, *tensors: torch.Tensor | None) -> None:
     """Raises where forward-mode differentiation would take the operator's result for a constant, without a word."""
+    for t in tensors:
+        if t is not None and unpack_dual(t).tangent is not None:
+            raise NotImplementedError(
+                f"{name} has no forward-mode derivative (torch.func.jvp, jacfwd, forward_ad): "
+                "use reverse mode (torch.func.vjp, jacrev, backward)"
+            )
 
-    @functools.wraps(function)
-    def checked(*args: P.args, **kwargs: P.kwargs) -> R:
-        for t in (*args, *kwargs.values()):
-            if isinstance(t, torch.Tensor) and t.is_floating_point() and unpack_dual(t).tangent is not None:
-                raise NotImplementedError(
-                    f"{function.__name__} has no forward-mode derivative (torch.func.jvp, jacfwd, forward_ad): "
-                    "use reverse mode (torch.func.vjp, jacrev, backward)"
-                )
-        return function(*args, **kwargs)
 
-    return checked
+class _ReverseModeOnly(Library):
+    """Puts a check for forward-mode tangents in front of the kernels that it is given."""
+
+    def __init__(self, places: Sequence[int]) -> None:
+        super().__init__("fmoe_ext", "IMPL")
+        self._places = places
+
+    def impl(self, op_name: Any, fn: Callable[..., Any], dispatch_key: str = "", **options: Any) -> None:
+        places = self._places
+
+        def checked(keyset: Any, *args: Any) -> Any:
+            for place in places:
+                t = args[place] if place < len(args) else None  # defaults at the end are left out
+                if t is not None and unpack_dual(t).tangent is not None:
+                    refuse_tangents(op_name, t)
+            return fn(keyset, *args)
+
+        super().impl(op_name, checked, dispatch_key, **options)
+
+
+_libraries: Final[list[Library]] = []  # registrations live as long as these do
+
+
+def register_autograd(
+    op_name: str,
+    backward: Callable[..., Any],
+    setup_context: Callable[..., None] | None = None,
+    *,
+    places: Sequence[int],
+) -> None:
+    """torch.library.register_autograd, but forward-mode differentiation raises, where that would give zeros.
+
+    places: of the arguments that a tangent may come with, those of a floating dtype.
+    """
+    _libraries.append(_ReverseModeOnly(places))
+    torch.library.register_autograd(op_name, backward, setup_context=setup_context, lib=_libraries[-1])
 
 
 Kernel = TypeVar("Kernel", bound=Callable[..., Any])
@@ -95,10 +125,10 @@ def cast_for_autocast(*tensors: torch.Tensor | None) -> tuple[Any, ...]:
     return tuple(t if t is None or t.dtype == torch.float64 else t.to(dtype) for t in tensors)
 
 
-def register_not_differentiable_twice(op_name: str) -> None:
+def register_not_differentiable_twice(op_name: str, places: Sequence[int]) -> None:
     """Makes a second differentiation raise instead of giving gradients that lack a term."""
 
     def backward(ctx: Any, *grads: Any) -> None:
         raise RuntimeError(f"{op_name} cannot be differentiated: second derivatives are not implemented")
 
-    torch.library.register_autograd(op_name, backward)
+    register_autograd(op_name, backward, places=places)

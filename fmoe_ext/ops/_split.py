@@ -17,12 +17,18 @@ from typing import Any, Protocol, TypeAlias
 import torch
 from torch.autograd.function import once_differentiable
 
+from fmoe_ext.ops._autograd import refuse_tangents
+
 Tensors: TypeAlias = tuple[torch.Tensor | None, ...]
 Needs: TypeAlias = tuple[list[bool], list[bool]]  # which inputs, and which weights, need their gradients
 
 
 class Product(Protocol):
     """Forward and backward of y = f(inputs, weights)."""
+
+    @property
+    def name(self) -> str:
+        """What errors call it."""
 
     @property
     def once_differentiable(self) -> bool:
@@ -48,6 +54,7 @@ class Product(Protocol):
 
 def in_two(product: Product, inputs: Tensors, weights: Tensors) -> torch.Tensor:
     """y of product(inputs, weights), which autograd may differentiate in two parts."""
+    refuse_tangents(product.name, *inputs)  # of the weights the operator itself asks
     link = _Link()
     token = _Inputs.apply(link, product, product.shape(inputs, weights), *inputs)
     detached = tuple(None if t is None else t.detach() for t in inputs)

@@ -33,7 +33,8 @@ def check(op: Callable[..., Any], *args: Any, cut: tuple[Any, ...] = ()) -> None
 def _copy(arg: Any, is_cut: bool) -> Any:
     if not isinstance(arg, torch.Tensor):
         return arg
-    if is_cut and arg.dim() > 1:
-        arg = arg[(slice(None), *[slice(0)] * (arg.dim() - 1))]
+    if is_cut:
+        for dim in range(1, arg.dim()):
+            arg = arg.narrow(dim, 0, 0)
         arg = arg.float() if arg.is_floating_point() else arg
     return arg.cpu()

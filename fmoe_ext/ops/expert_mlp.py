@@ -10,9 +10,9 @@ from fmoe_ext.ops import debug, gpu_kernels
 from fmoe_ext.ops._autograd import (
     cast_for_autocast,
     register_autocast,
+    register_autograd,
     register_fake,
     register_not_differentiable_twice,
-    reverse_mode_only,
 )
 from fmoe_ext.ops._split import Needs, Tensors, in_two, needed, worthwhile
 from fmoe_ext.ops.main_grad import NO_GRAPH, MainGrad
@@ -38,7 +38,6 @@ def activation_number(name: str) -> int:
     return _NUMBERS[name]
 
 
-@reverse_mode_only
 def expert_mlp(
     x: torch.Tensor,
     row_idx: torch.Tensor,
@@ -201,8 +200,18 @@ def _(
     needs: list[bool],
 ) -> tuple[torch.Tensor, ...]:
     grads = _new_gradients(x, inverse, w1, w2, topk_weights, needs)
-    dh = x.new_empty((row_idx.shape[0], w1.shape[1]) if needs[1] or needs[2] else (0,))
-    return grads[0], grads[5], dh, x.new_empty((row_idx.shape[0], w2.shape[2]) if needs[3] else (0,))
+    R = row_idx.shape[0]
+    dh = _kept_rows(x, R, w1.shape[1]) if needs[1] or needs[2] else x.new_empty(0)
+    return grads[0], grads[5], dh, _kept_rows(x, R, w2.shape[2]) if needs[3] else x.new_empty(0)
+
+
+def _kept_rows(x: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
+    """[rows, columns]; on the CPU an odd number of cache lines apart (csrc/kept_rows.h)."""
+    if x.device.type != "cpu":
+        return x.new_empty((rows, columns))
+    line = 64 // x.element_size()
+    lines = (columns + line - 1) // line
+    return x.new_empty((rows, (lines + 1 - lines % 2) * line))[:, :columns]
 
 
 @register_fake("fmoe_ext::expert_mlp_backward_weights", **_RANKS)
@@ -280,9 +289,9 @@ def _backward(ctx: Any, grad_y: torch.Tensor | None, _grad_h: None) -> Tensors:
     return tuple(grads)
 
 
-torch.library.register_autograd("fmoe_ext::expert_mlp", _backward, setup_context=_setup_context)
-register_not_differentiable_twice("fmoe_ext::expert_mlp_backward")
-register_not_differentiable_twice("fmoe_ext::expert_mlp_backward_inputs")
+register_autograd("fmoe_ext::expert_mlp", _backward, _setup_context, places=PLACES)
+for _name in ("expert_mlp_backward", "expert_mlp_backward_inputs"):
+    register_not_differentiable_twice(f"fmoe_ext::{_name}", places=(0, 1, 5, 6, 7, 8, 9))
 
 
 @dataclass(frozen=True)
@@ -292,6 +301,7 @@ class _ExpertMlp:
     activation: int
     combine: bool
     main_grads: tuple[MainGrad | None, MainGrad | None] = (None, None)
+    name = "expert_mlp"
 
     @property
     def once_differentiable(self) -> bool:

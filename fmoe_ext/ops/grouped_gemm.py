@@ -8,16 +8,16 @@ import torch
 from fmoe_ext.ops import debug, gpu_kernels
 from fmoe_ext.ops._autograd import (
     cast_for_autocast,
+    refuse_tangents,
     register_autocast,
+    register_autograd,
     register_fake,
     register_not_differentiable_twice,
-    reverse_mode_only,
 )
 from fmoe_ext.ops._split import Needs, Tensors, in_two, worthwhile
 from fmoe_ext.ops.main_grad import NO_GRAPH, MainGrad
 
 
-@reverse_mode_only
 def grouped_gemm(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -115,8 +115,8 @@ def _backward(ctx: Any, grad_y: torch.Tensor) -> Tensors:
     return (dx, dweight, None, dbias)[:num_given]
 
 
-torch.library.register_autograd("fmoe_ext::grouped_gemm", _backward, setup_context=_setup_context)
-register_not_differentiable_twice("fmoe_ext::grouped_gemm_backward")
+register_autograd("fmoe_ext::grouped_gemm", _backward, _setup_context, places=(0, 1, 3))
+register_not_differentiable_twice("fmoe_ext::grouped_gemm_backward", places=(0, 1, 2))
 
 _library = torch.library.Library("fmoe_ext", "IMPL")  # its registrations live as long as it does
 register_autocast(_library, torch.ops.fmoe_ext.grouped_gemm.default, cast=(0, 1, 3))
@@ -127,6 +127,7 @@ class _GroupedGemm:
     """grouped_gemm of inputs (x, offs) and weights (weight, bias), as _split has it; its halves share nothing."""
 
     main_grad: MainGrad | None = None
+    name = "grouped_gemm"
 
     @property
     def once_differentiable(self) -> bool:
@@ -187,6 +188,7 @@ _into_main_grad = torch.compiler.disable(_in_two, reason=NO_GRAPH)
 class _Transposed:
     """y = x @ weight[e], weight [E, D, N]: of grouped_gemm's three products, each does the work of another."""
 
+    name = "grouped_gemm"
     once_differentiable = False
 
     def shape(self, inputs: Tensors, weights: Tensors) -> tuple[int, ...]:
@@ -241,6 +243,7 @@ def _grouped_gemm_transposed(
             f"weight must have shape [E, D, N] with size {x.shape[-1]} in dimension 1, but got shape "
             f"{list(weight.shape)}"
         )
+    refuse_tangents("grouped_gemm", x, weight)
     if debug.wanted(x):
         usual = weight.mT
         debug.check(torch.ops.fmoe_ext.grouped_gemm, x, usual, offs, cut=(x, usual))

@@ -3,10 +3,9 @@ from typing import Any
 import torch
 
 from fmoe_ext.ops import debug
-from fmoe_ext.ops._autograd import register_fake, reverse_mode_only
+from fmoe_ext.ops._autograd import register_autograd, register_fake
 
 
-@reverse_mode_only
 def permute(x: torch.Tensor, row_idx: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
     """Rows of x in expert-major order, bitwise; padding rows (row_idx -1) are zero.
 
@@ -19,7 +18,6 @@ def permute(x: torch.Tensor, row_idx: torch.Tensor, inverse: torch.Tensor) -> to
     return torch.ops.fmoe_ext.permute(x, row_idx, inverse)
 
 
-@reverse_mode_only
 def unpermute(
     y: torch.Tensor, row_idx: torch.Tensor, inverse: torch.Tensor, topk_weights: torch.Tensor | None = None
 ) -> torch.Tensor:
@@ -126,8 +124,11 @@ def _unpermute_backward_backward(
     return grad_grad_out, grad_y, None, None, grad_topk_weights
 
 
-torch.library.register_autograd("fmoe_ext::permute", _permute_backward, setup_context=_permute_setup)
-torch.library.register_autograd("fmoe_ext::unpermute", _unpermute_backward, setup_context=_unpermute_setup)
-torch.library.register_autograd(
-    "fmoe_ext::unpermute_backward", _unpermute_backward_backward, setup_context=_unpermute_backward_setup
+register_autograd("fmoe_ext::permute", _permute_backward, _permute_setup, places=(0,))
+register_autograd("fmoe_ext::unpermute", _unpermute_backward, _unpermute_setup, places=(0, 3))
+register_autograd(
+    "fmoe_ext::unpermute_backward",
+    _unpermute_backward_backward,
+    _unpermute_backward_setup,
+    places=(0, 1, 4),
 )

@@ -3,12 +3,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from fmoe_ext.ops._autograd import register_fake, reverse_mode_only
+from fmoe_ext.ops._autograd import refuse_tangents, register_autograd, register_fake
 
 SCORES = ("softmax", "sigmoid")  # an operator names a score by its place
 
 
-@reverse_mode_only
 def topk_gate(
     logits: torch.Tensor,
     top_k: int,
@@ -42,7 +41,6 @@ def topk_gate(
     )
 
 
-@reverse_mode_only
 def topk_gate_again(
     logits: torch.Tensor,
     topk_idx: torch.Tensor,
@@ -58,6 +56,7 @@ def topk_gate_again(
     For forwards that activation checkpointing repeats. topk_idx [T, K] int64 without -1; other arguments: topk_gate
     -> topk_idx, topk_weights [T, K]; a token that would choose the same has the weights of topk_gate to the bit.
     """
+    refuse_tangents("topk_gate", logits)
     options = (score, normalize, bias, num_groups, topk_groups, scale)
     now = topk_gate(logits.detach(), topk_idx.shape[1], *options)
     return topk_idx, _WeightsOfChoices.apply(logits, topk_idx, now, score, normalize, scale)
@@ -187,7 +186,5 @@ def _backward_backward(ctx: Any, grad_grad_logits: torch.Tensor) -> tuple[Any, .
     return *grads, None, None, None, None, None
 
 
-torch.library.register_autograd("fmoe_ext::topk_gate", _backward, setup_context=_setup)
-torch.library.register_autograd(
-    "fmoe_ext::topk_gate_backward", _backward_backward, setup_context=_backward_setup
-)
+register_autograd("fmoe_ext::topk_gate", _backward, _setup, places=(0,))
+register_autograd("fmoe_ext::topk_gate_backward", _backward_backward, _backward_setup, places=(0, 1, 3))

@@ -5,9 +5,10 @@ from collections.abc import Iterable
 from copy import deepcopy
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from fmoe_ext.pipeline.microbatch import Tensors, check_tensors, move
+from fmoe_ext.pipeline.measuring import backward_of_ones, leaves, median, now, parameter_bytes, run_and_weigh
+from fmoe_ext.pipeline.microbatch import Tensors, as_tuple, check_tensors, move
 from fmoe_ext.pipeline.skip import keeping
 
 
@@ -78,66 +79,38 @@ def profile_times(
 ) -> list[float]:
     """Seconds of each layer's forward and backward, the median over as many runs as the timeout allows."""
     check_tensors(sample, "sample")
-    first = sample if isinstance(sample, Tensor) else sample[0]
-    where = first.device if device is None else torch.device(device)
+    where = as_tuple(sample)[0].device if device is None else torch.device(device)
     copy = _trial_copy(module).to(where)
     runs: list[list[float]] = []
     begin = time.perf_counter()
     while not runs or time.perf_counter() - begin < timeout:
         runs.append(_time_layers(copy, move(sample, where), where))
-    return [sorted(times)[len(times) // 2] for times in zip(*runs, strict=True)]
+    return [median(list(times)) for times in zip(*runs, strict=True)]
 
 
 def _time_layers(module: nn.Sequential, values: Tensors, device: torch.device) -> list[float]:
     times = []
     with keeping({}):
         for layer in module:
-            values = _detached(values)
-            begin = _now(device)
+            values = leaves(values)
+            begin = now(device)
             values = layer(values)
-            outputs = [values] if isinstance(values, Tensor) else list(values)
-            outputs = [x for x in outputs if x.requires_grad]
-            torch.autograd.backward(outputs, [torch.ones_like(x) for x in outputs], retain_graph=True)
-            times.append(_now(device) - begin)
+            backward_of_ones(values, retain_graph=True)  # of what earlier layers stashed, too
+            times.append(now(device) - begin)
     return times
-
-
-def _now(device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()
 
 
 def profile_sizes(module: nn.Sequential, sample: Tensors, chunks: int, param_scale: float) -> list[float]:
     """Bytes of each layer: its parameters, scaled, and what its forward keeps for backward, times chunks."""
     check_tensors(sample, "sample")
-    copy, values, sizes = _trial_copy(module), sample, []
+    values, sizes = sample, []
     with keeping({}):
-        for layer in copy:
-            values = _detached(values)
-            own = {p.untyped_storage().data_ptr() for p in layer.parameters()}
-            kept: dict[int, int] = {}
-
-            def keep(x: Tensor, own: set[int] = own, kept: dict[int, int] = kept) -> Tensor:
-                storage = x.untyped_storage()
-                if storage.data_ptr() not in own:
-                    kept[storage.data_ptr()] = storage.nbytes()
-                return x
-
-            with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
-                values = layer(values)
-            params = sum(p.numel() * p.element_size() for p in layer.parameters())
-            sizes.append(params * param_scale + sum(kept.values()) * chunks)
+        for layer in _trial_copy(module):
+            values, kept = run_and_weigh(layer, values)
+            sizes.append(parameter_bytes(layer) * param_scale + kept * chunks)
     return sizes
 
 
 def _trial_copy(module: nn.Sequential) -> nn.Sequential:
     """A copy that can be run without a trace in the module: buffers, gradients and gates' losses are its own."""
     return deepcopy(module).train()
-
-
-def _detached(values: Tensors) -> Tensors:
-    def leaf(x: Tensor) -> Tensor:
-        return x.detach().requires_grad_(x.is_floating_point())
-
-    return leaf(values) if isinstance(values, Tensor) else tuple(leaf(x) for x in values)

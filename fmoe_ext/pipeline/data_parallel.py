@@ -11,6 +11,7 @@ from fmoe_ext.distributed import DistributedGroupedDataParallel
 from fmoe_ext.pipeline.groups import PipelineGroups
 from fmoe_ext.pipeline.schedules import Kind
 from fmoe_ext.pipeline.stage import Stage
+from fmoe_ext.pipeline.tied import TiedParameters
 
 DATA_PARALLEL = ("grouped", "ddp", "fsdp", "none")
 
@@ -29,6 +30,15 @@ def check_data_parallel(name: str, schedule: str, kind: Kind, groups: PipelineGr
         raise ValueError(
             f'schedule {schedule!r} runs backward in parts, which DistributedDataParallel does not see: use "grouped" '
             'or "fsdp"'
+        )
+
+
+def check_tied(name: str, tied: TiedParameters) -> None:
+    """Raises ValueError for parameters that stages share, where they would be cut into shards."""
+    if name == "fsdp" and tied:
+        raise ValueError(
+            'data_parallel="fsdp" cuts parameters that stages share into shards of their own: use "grouped", or '
+            "untie them"
         )
 
 

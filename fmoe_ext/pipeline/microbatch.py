@@ -1,6 +1,7 @@
 """Cutting a batch into microbatches and putting their results together again."""
 
-from typing import TypeAlias
+from collections.abc import Callable
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -8,10 +9,18 @@ from torch import Tensor
 Tensors: TypeAlias = Tensor | tuple[Tensor, ...]
 
 
+def as_tuple(values: Tensors) -> tuple[Tensor, ...]:
+    return (values,) if isinstance(values, Tensor) else tuple(values)
+
+
+def map_tensors(fn: Callable[[Tensor], Tensor], values: Any) -> Any:
+    """fn of each tensor, in a tuple where values is one."""
+    return tuple(fn(x) for x in values) if isinstance(values, tuple) else fn(values)
+
+
 def check_tensors(value: object, what: str) -> None:
     """TypeError unless value is a tensor or a tuple of tensors."""
-    parts = value if isinstance(value, tuple) else (value,)
-    for part in parts:
+    for part in value if isinstance(value, tuple) else (value,):
         if not isinstance(part, Tensor):
             raise TypeError(f"{what} must be a tensor or a tuple of tensors, but got {type(part).__name__}")
 
@@ -50,12 +59,10 @@ def gather(outputs: list[Tensors]) -> Tensors:
 
 def num_rows(batch: Tensors) -> int:
     """Rows of a batch or microbatch; 1 for what has no dimension."""
-    first = batch if isinstance(batch, Tensor) else batch[0]
+    first = as_tuple(batch)[0]
     return first.shape[0] if first.dim() else 1
 
 
 def move(value: Tensors, device: torch.device) -> Tensors:
     """value on a device; gradients travel back."""
-    if isinstance(value, Tensor):
-        return value.to(device, non_blocking=True)
-    return tuple(x.to(device, non_blocking=True) for x in value)
+    return map_tensors(lambda x: x.to(device, non_blocking=True), value)

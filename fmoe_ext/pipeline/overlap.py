@@ -2,7 +2,9 @@
 
 The forward of one microbatch and the backward of another run by turns in two threads, one at a time: whoever would wait
 for an exchange of expert parallelism lets the other go on until that one waits. Turns change at fixed places of the
-computation and not when a message happens to come, so that all ranks call their collectives in one order.
+computation and not when a message happens to come, so that all ranks call their collectives in one order. The backward
+begins: a block ends in its experts, so that a backward has a message under way before it has anything to compute, and
+the forward's last message travels while the backward computes its last.
 """
 
 from __future__ import annotations
@@ -45,7 +47,7 @@ class Overlap:
     def _both(self, action: Any, context: Any) -> None:
         forward, backward = action.sub_actions
         by_turns(
-            lambda: self._forward(forward, context), lambda: self._backward(backward, context), self._device
+            lambda: self._backward(backward, context), lambda: self._forward(forward, context), self._device
         )
 
     def _forward(self, action: Any, context: Any) -> None:
@@ -75,17 +77,17 @@ def _wait_all(works: Iterable[Any]) -> None:
 
 
 def by_turns(first: Callable[[], None], second: Callable[[], None], device: torch.device) -> None:
-    """Runs both to their ends, each while the other waits for an exchange; first begins, in this thread.
+    """Runs both to their ends, each while the other waits for an exchange; first begins, second has this thread.
 
-    Random numbers are those of first() followed by second(), if second() leaves the generators as they were, as a
+    Random numbers are those of first() followed by second(), if first() leaves the generators as they were, as a
     backward does that computes checkpointed activations again. Raises what either raises, first()'s if both do.
     """
     turns = _Turns(device)
-    thread = threading.Thread(target=contextvars.copy_context().run, args=(turns.run, 1, second), daemon=True)
+    thread = threading.Thread(target=contextvars.copy_context().run, args=(turns.run, 0, first), daemon=True)
     thread.start()
-    turns.run(0, first)
+    turns.run(1, second)
     thread.join()
-    _set_random_state(device, turns.state_of_first)
+    _set_random_state(device, turns.state_of_second)
     for error in turns.errors:
         if error is not None:
             raise error
@@ -99,12 +101,14 @@ class _Turns:
         self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
         self._changed = threading.Condition()
         self._turn = 0
+        self._begin = _random_state(device)
         self._ended = [False, False]
         self.errors: list[BaseException | None] = [None, None]
 
     def run(self, me: int, fn: Callable[[], None]) -> None:
         """fn() in the turns of `me`."""
         self._await(me)
+        _set_random_state(self._device, self._begin)
         try:
             with (
                 torch.autograd.set_multithreading_enabled(False),  # backward stays in this thread
@@ -114,8 +118,8 @@ class _Turns:
                 fn()
         except BaseException as error:
             self.errors[me] = error
-        if me == 0:
-            self.state_of_first = _random_state(self._device)
+        if me == 1:
+            self.state_of_second = _random_state(self._device)
         self._ended[me] = True
         self._give(1 - me)
 

@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as checkpoint_of
 
 from fmoe_ext.gates import BaseGate
+from fmoe_ext.gates.accumulation import loss_share
+from fmoe_ext.gates.base_gate import gates_of
 from fmoe_ext.pipeline.batch_norm import DeferredBatchNorm, Recomputing, defer_batch_norm
 from fmoe_ext.pipeline.microbatch import Tensors, check_tensors, gather, move, num_rows, scatter
 from fmoe_ext.pipeline.skip import SkipKey, Skippable, Skips, keeping, verify_skippables
@@ -32,7 +34,8 @@ class Pipe(nn.Module):
     statistics move once a batch (DeferredBatchNorm).
 
     Losses, hooks, skip connections (skippable) and gates' balance losses work as in the module itself; a gate's loss is
-    the mean of those of its microbatches, weighted by their rows.
+    the mean of those of its microbatches, weighted by their rows, or inside gates.all_forwards_first and
+    gates.WholeBatch that of the whole batch.
 
     Raises TypeError for another module; ValueError for a wrong balance, chunks or checkpoint, and for parameters shared
     between devices; IndexError for too few devices. The interface is that of torchgpipe and fairscale.nn.Pipe.
@@ -146,11 +149,15 @@ class Pipe(nn.Module):
 
     def _keep_losses(self, microbatches: list["_Microbatch"]) -> None:
         """Gives every gate the loss of the batch."""
-        total = sum(m.num_rows for m in microbatches)
-        for gate in _gates(self):
-            losses = [(m.losses[gate], m.num_rows / total) for m in microbatches if gate in m.losses]
+        rows = [m.num_rows for m in microbatches]
+        for gate in gates_of(self):
+            losses = [
+                m.losses[gate] * loss_share(gate, number, rows)
+                for number, m in enumerate(microbatches)
+                if gate in m.losses
+            ]
             if losses:
-                gate.set_loss(torch.stack([loss * share for loss, share in losses]).sum(0))
+                gate.set_loss(torch.stack(losses).sum(0))
 
 
 class Partition(nn.Sequential):
@@ -194,7 +201,7 @@ def _run(
 ) -> tuple[Tensors, Skips, dict[BaseGate, Tensor]]:
     """The layers of a partition: their result, what they stashed, and their gates' losses, in which gates forget."""
     skips = dict(skips)
-    gates = list(_gates(partition))
+    gates = gates_of(partition)
     kept = [gate.get_loss() for gate in gates]
     try:
         with keeping(skips):
@@ -204,10 +211,6 @@ def _run(
         for gate, loss in zip(gates, kept, strict=True):
             gate.set_loss(loss)
     return values, skips, losses
-
-
-def _gates(module: nn.Module) -> Iterator[BaseGate]:
-    return (m for m in module.modules() if isinstance(m, BaseGate))
 
 
 def _incoming(partition: nn.Module, skips: Skips) -> list[SkipKey]:

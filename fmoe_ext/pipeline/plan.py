@@ -65,12 +65,19 @@ class Estimate:
 
 
 @dataclass(frozen=True)
-class Kind:
-    """stages of a rank; stages' microbatches in flight on a rank; bubbles, in microbatches of a rank's stages."""
+class ScheduleCost:
+    """stages of a rank; stages' microbatches in flight on a rank; bubbles, in microbatches of a rank's stages; the
+    share of forwards and backwards that overlap with one another."""
 
     stages: int
     in_flight: Callable[[int, int, int], float]  # of (p ranks, rank, m microbatches)
     bubbles: Callable[[int], float]  # of p ranks
+    in_pairs: Callable[[int, int], float] = lambda p, m: 0.0  # of (p ranks, m microbatches)
+
+
+def _pairs_of_dualpipe(p: int, m: int) -> float:
+    """The share of the 2m forwards of a rank of the middle that have a backward as their partner."""
+    return max(0.0, 1 - (2 * p + 1) / (2 * m))
 
 
 def _interleaved_in_flight(p: int, rank: int, m: int) -> float:
@@ -78,14 +85,16 @@ def _interleaved_in_flight(p: int, rank: int, m: int) -> float:
 
 
 # A backward is two parts, of inputs and of weights, each as long as the forward.
-KINDS = MappingProxyType(
+SCHEDULE_COSTS = MappingProxyType(
     {
-        "gpipe": Kind(1, lambda p, rank, m: m, lambda p: p - 1),
-        "1f1b": Kind(1, lambda p, rank, m: min(m, p - rank), lambda p: p - 1),
-        "interleaved": Kind(2, _interleaved_in_flight, lambda p: (p - 1) / 2),
-        "zero_bubble": Kind(1, lambda p, rank, m: min(m, p), lambda p: (p - 1) / 3),
-        "zero_bubble_v": Kind(2, lambda p, rank, m: min(2 * m, 2 * p), lambda p: 0.0),
-        "dualpipe_v": Kind(2, lambda p, rank, m: min(2 * m, 2 * p + 1), lambda p: (p - 1) / 3),
+        "gpipe": ScheduleCost(1, lambda p, rank, m: m, lambda p: p - 1),
+        "1f1b": ScheduleCost(1, lambda p, rank, m: min(m, p - rank), lambda p: p - 1),
+        "interleaved": ScheduleCost(2, _interleaved_in_flight, lambda p: (p - 1) / 2),
+        "zero_bubble": ScheduleCost(1, lambda p, rank, m: min(m, p), lambda p: (p - 1) / 3),
+        "zero_bubble_v": ScheduleCost(2, lambda p, rank, m: min(2 * m, 2 * p), lambda p: 0.0),
+        "dualpipe_v": ScheduleCost(
+            2, lambda p, rank, m: min(2 * m, 2 * p + 1), lambda p: (p - 1) / 3, _pairs_of_dualpipe
+        ),
     }
 )
 
@@ -101,9 +110,9 @@ def layouts(ranks: int, num_layers: int, num_experts: int, batch: int) -> Iterat
             if pp == 1:
                 yield from (Layout(1, dp, ep, "none", m) for m in _divisors(rows))
                 continue
-            for name, kind in KINDS.items():
-                if pp * kind.stages <= num_layers:
-                    yield from (Layout(pp, dp, ep, name, m) for m in _divisors(rows) if m >= pp * kind.stages)
+            for name, cost in SCHEDULE_COSTS.items():
+                if pp * cost.stages <= num_layers:
+                    yield from (Layout(pp, dp, ep, name, m) for m in _divisors(rows) if m >= pp * cost.stages)
 
 
 def _divisors(n: int) -> list[int]:
@@ -123,24 +132,24 @@ def estimate(
     checkpoint_bytes: what a layer keeps of one sequence with activation checkpointing; 0: without.
     """
     rows = batch / (layout.dp * layout.ep * layout.chunks)  # sequences of a microbatch
-    kind = KINDS.get(layout.schedule, Kind(1, lambda p, rank, m: 1, lambda p: 0.0))
-    stages = _stages(layers, layout.pp * kind.stages)
-    ranks = [_of_rank(stages, rank, layout.pp, kind.stages) for rank in range(layout.pp)]
+    cost = SCHEDULE_COSTS.get(layout.schedule, ScheduleCost(1, lambda p, rank, m: 1, lambda p: 0.0))
+    stages = _stages(layers, layout.pp * cost.stages)
+    ranks = [_of_rank(stages, rank, layout.pp, cost.stages) for rank in range(layout.pp)]
     parts = [
         memory_of_rank(
-            own, layout, kind.in_flight(layout.pp, rank, layout.chunks) / kind.stages, rows, checkpoint_bytes
+            own, layout, cost.in_flight(layout.pp, rank, layout.chunks) / cost.stages, rows, checkpoint_bytes
         )
         for rank, own in enumerate(ranks)
     ]
     times = [_seconds(own, layout, rows, hardware, checkpoint_bytes > 0) for own in ranks]
     compute, exchange = max(times, key=sum)
     fullest = max(parts, key=sum)
-    exposed = exchange if layout.schedule != "dualpipe_v" else max(0.0, exchange - compute)
+    exposed = exchange - cost.in_pairs(layout.pp, layout.chunks) * min(exchange, compute)
     return Estimate(
         layout,
         *fullest,
         compute=layout.chunks * compute,
-        bubbles=kind.bubbles(layout.pp) * (compute + exposed),
+        bubbles=cost.bubbles(layout.pp) * (compute + exposed),
         network=layout.chunks * exposed + max(_reduction(own, layout, hardware) for own in ranks),
     )
 

@@ -1,6 +1,5 @@
 """split(): a model cut into stages of equal cost."""
 
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -8,14 +7,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fmoe_ext.gates import BaseGate
 from fmoe_ext.layers import FMoE
 from fmoe_ext.pipeline.balance import balance_cost
 from fmoe_ext.pipeline.layers import layers_of, part_of
 from fmoe_ext.pipeline.materialize import trial_copy
-from fmoe_ext.pipeline.microbatch import Tensors, check_tensors
+from fmoe_ext.pipeline.measuring import backward_of_ones, leaves, median, now, parameter_bytes, run_and_weigh
+from fmoe_ext.pipeline.microbatch import Tensors, as_tuple, check_tensors, map_tensors
 from fmoe_ext.pipeline.skip import Skippable
-from fmoe_ext.pipeline.stage import Boundary, Stage, as_tuple
+from fmoe_ext.pipeline.stage import Boundary, Stage
 
 MEASURES = ("time", "memory", "load")
 
@@ -27,7 +26,7 @@ class LayerCost:
     seconds: float
     parameter_bytes: int
     activation_bytes: int
-    seconds_in_experts: dict[str, float]  # by the name of the gate, for `by="load"`
+    seconds_in_experts: list[float]  # of those, in each of its MoE layers
 
 
 def split(
@@ -39,7 +38,7 @@ def split(
     load: Mapping[str, Sequence[int]] | None = None,
     param_scale: float = 4.0,
     rounds: int = 3,
-) -> list["Stage"]:
+) -> list[Stage]:
     """Cuts a model into consecutive stages whose greatest cost is least; Pipeline trains them.
 
     model: an nn.Sequential, a decoder of Transformers or a module with pipeline_layers() (layers.layers_of); it is not
@@ -97,64 +96,45 @@ def measure(
     costs, boundaries, values = [], [Boundary.of(sample)], sample
     for layer in layers:
         copy = trial_copy(layer, as_tuple(sample)[0].device)
-        cost, values = _measure_layer(copy, layer, values, rounds)
+        cost, values = _measure_layer(copy, values, rounds)
         costs.append(cost)
         boundaries.append(Boundary.of(values))
     return costs, boundaries
 
 
-def _measure_layer(
-    copy: nn.Module, layer: nn.Module, values: Tensors, rounds: int
-) -> tuple[LayerCost, Tensors]:
-    kept: dict[int, int] = {}
-    own = {p.untyped_storage().data_ptr() for p in copy.parameters()}
-
-    def keep(x: Tensor) -> Tensor:
-        storage = x.untyped_storage()
-        if storage.data_ptr() not in own:
-            kept[storage.data_ptr()] = storage.nbytes()
-        return x
-
-    times, experts = [], []
+def _measure_layer(copy: nn.Module, values: Tensors, rounds: int) -> tuple[LayerCost, Tensors]:
     with torch.random.fork_rng(devices=[]), torch.enable_grad():
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
-            result = copy(_leaves(values))
-        for _ in range(rounds):
-            seconds, in_experts = _time(copy, values)
-            times.append(seconds)
-            experts.append(in_experts)
-    gates = {id(c): g for c, g in zip(_gates(copy), _gates(layer), strict=True)}
-    of_gates = {g: sorted(e[g] for e in experts)[len(experts) // 2] for g in (experts[0] if experts else {})}
+        result, kept = run_and_weigh(copy, values)
+        runs = [_time(copy, values) for _ in range(rounds)]
     cost = LayerCost(
-        sorted(times)[len(times) // 2] if times else 0.0,
-        sum(p.numel() * p.element_size() for p in copy.parameters()),
-        sum(kept.values()),
-        {str(id(gates[g])): seconds for g, seconds in of_gates.items()},
+        median([seconds for seconds, _ in runs]),
+        parameter_bytes(copy),
+        kept,
+        [median(list(times)) for times in zip(*(experts for _, experts in runs), strict=True)],
     )
-    return cost, _detached(result)
+    return cost, map_tensors(Tensor.detach, result)
 
 
-def _time(layer: nn.Module, values: Tensors) -> tuple[float, dict[int, float]]:
-    """Seconds of a forward and backward, and those of them in the MoE layer of each gate, by the forward's share."""
-    in_experts: dict[int, float] = {}
-    begins: dict[int, float] = {}
-    handles = []
-    for moe in (m for m in layer.modules() if isinstance(m, FMoE)):
-        key = id(moe.gate)
-        handles += [
-            moe.register_forward_pre_hook(lambda *_, k=key: begins.update({k: _now(values)})),
-            moe.register_forward_hook(lambda *_, k=key: in_experts.update({k: _now(values) - begins[k]})),
-        ]
-    begin = _now(values)
-    outputs = [x for x in as_tuple(layer(_leaves(values))) if x.requires_grad]
-    forward = _now(values) - begin
-    if outputs:
-        torch.autograd.backward(outputs, [torch.ones_like(x) for x in outputs])
-    seconds = _now(values) - begin
+def _time(layer: nn.Module, values: Tensors) -> tuple[float, list[float]]:
+    """Seconds of a forward and backward, and those of them in each MoE layer, by its share of the forward."""
+    device = as_tuple(values)[0].device
+    moes = _moe_layers(layer)
+    in_experts: dict[nn.Module, float] = dict.fromkeys(moes, 0.0)
+
+    def spend(sign: int, moe: nn.Module) -> None:
+        in_experts[moe] += sign * now(device)
+
+    handles = [moe.register_forward_pre_hook(lambda moe, *_: spend(-1, moe)) for moe in moes]
+    handles += [moe.register_forward_hook(lambda moe, *_: spend(1, moe)) for moe in moes]
+    begin = now(device)
+    outputs = layer(leaves(values))
+    forward = now(device) - begin
+    backward_of_ones(outputs)
+    seconds = now(device) - begin
     for handle in handles:
         handle.remove()
     layer.zero_grad(set_to_none=True)
-    return seconds, {k: seconds * s / max(forward, 1e-9) for k, s in in_experts.items()}
+    return seconds, [seconds * s / max(forward, 1e-9) for s in in_experts.values()]
 
 
 def _numbers(
@@ -170,10 +150,8 @@ def _numbers(
     numbers = [cost.seconds for cost in costs]
     if by == "load":
         for i, (cost, layer) in enumerate(zip(costs, layers, strict=True)):
-            for moe in (m for m in layer.modules() if isinstance(m, FMoE)):
-                seconds = cost.seconds_in_experts.get(str(id(moe.gate)), 0.0)
-                recorded = load.get(names.get(id(moe.gate), ""))
-                if recorded is not None:
+            for moe, seconds in zip(_moe_layers(layer), cost.seconds_in_experts, strict=True):
+                if (recorded := load.get(names.get(id(moe.gate), ""))) is not None:
                     numbers[i] += seconds * (busiest_over_mean(recorded, moe.world_size) - 1)
     return numbers
 
@@ -212,20 +190,5 @@ def _check(
         )
 
 
-def _gates(module: nn.Module) -> list[nn.Module]:
-    return [m for m in module.modules() if isinstance(m, BaseGate)]
-
-
-def _now(values: Tensors) -> float:
-    if (device := as_tuple(values)[0].device).type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()
-
-
-def _leaves(values: Tensors) -> Tensors:
-    parts = tuple(x.detach().requires_grad_(x.is_floating_point()) for x in as_tuple(values))
-    return parts[0] if isinstance(values, Tensor) else parts
-
-
-def _detached(values: Tensors) -> Tensors:
-    return values.detach() if isinstance(values, Tensor) else tuple(x.detach() for x in values)
+def _moe_layers(layer: nn.Module) -> list[FMoE]:
+    return [m for m in layer.modules() if isinstance(m, FMoE)]

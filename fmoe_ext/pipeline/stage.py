@@ -9,7 +9,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as checkpoint_of
 
 from fmoe_ext.gates import BaseGate
-from fmoe_ext.pipeline.microbatch import Tensors
+from fmoe_ext.gates.accumulation import loss_share
+from fmoe_ext.gates.base_gate import gates_of
+from fmoe_ext.pipeline.microbatch import Tensors, as_tuple
 
 
 @dataclass(frozen=True)
@@ -32,18 +34,14 @@ class Boundary:
         )
 
 
-def as_tuple(values: Tensors) -> tuple[Tensor, ...]:
-    return (values,) if isinstance(values, Tensor) else tuple(values)
-
-
 @dataclass
 class Microbatches:
-    """The parts of one batch: their rows, their values and targets, and how much a gate's loss of each counts."""
+    """The parts of one batch: their rows, their values and targets, and how much a gate's loss of all counts."""
 
     values: list[Tensors]
     targets: list[Any]
     rows: list[int]
-    balance_weights: list[float]
+    balance_weight: float
 
     @property
     def most_rows(self) -> int:
@@ -104,18 +102,17 @@ class Stage(nn.Module):
                 ) from error
             raise
         self._check(outputs)
-        weight = batch.balance_weights[number]
         injected: Tensor | None = None
         if losses:
-            loss = torch.stack([x.sum() for x in losses]).sum()
-            self.balance_losses.append(loss.detach() * weight)
-            injected = loss * weight
+            shares = [loss.sum() * loss_share(gate, number, batch.rows) for gate, loss in losses]
+            injected = torch.stack(shares).sum() * batch.balance_weight
+            self.balance_losses.append(injected.detach())
         padded = tuple(_leave(x, batch.most_rows, injected) for x in as_tuple(outputs))
         return padded[0] if isinstance(outputs, Tensor) else padded
 
-    def compute(self, values: Tensors) -> tuple[Tensors, list[Tensor]]:
-        """The layers one after the other -> their result and the gates' losses."""
-        losses: list[Tensor] = []
+    def compute(self, values: Tensors) -> tuple[Tensors, list[tuple[BaseGate, Tensor]]]:
+        """The layers one after the other -> their result, and gates with their losses."""
+        losses: list[tuple[BaseGate, Tensor]] = []
         for layer in self.layers:
             if self.is_checkpointed and self.training and torch.is_grad_enabled():
                 values, of_layer = checkpoint_of(_run, layer, values, use_reentrant=False)
@@ -128,7 +125,7 @@ class Stage(nn.Module):
         """Lets go of the batch, and of losses that a repeated forward left in gates."""
         self.batch = None
         self.balance_losses = []
-        for gate in _gates(self):
+        for gate in gates_of(self):
             gate.set_loss(None)
 
     def _check(self, outputs: Tensors) -> None:
@@ -147,14 +144,10 @@ def _text(boundary: Boundary) -> str:
     )
 
 
-def _gates(module: nn.Module) -> list[BaseGate]:
-    return [m for m in module.modules() if isinstance(m, BaseGate)]
-
-
-def _run(layer: nn.Module, values: Tensors) -> tuple[Tensors, list[Tensor]]:
+def _run(layer: nn.Module, values: Tensors) -> tuple[Tensors, list[tuple[BaseGate, Tensor]]]:
     values = layer(values)
-    losses = (gate.get_loss() for gate in _gates(layer))
-    return values, [loss for loss in losses if loss is not None]
+    losses = ((gate, gate.get_loss()) for gate in gates_of(layer))
+    return values, [(gate, loss) for gate, loss in losses if loss is not None]
 
 
 def _leave(x: Tensor, rows: int, loss: Tensor | None) -> Tensor:

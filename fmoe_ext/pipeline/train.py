@@ -13,14 +13,14 @@ from torch.distributed.fsdp import FSDPModule
 from fmoe_ext.distributed import DistributedGroupedDataParallel
 from fmoe_ext.distributed.clipping import norm_over, scale_to_norm
 from fmoe_ext.ep.exchange import check_same
-from fmoe_ext.pipeline.data_parallel import check_data_parallel, joined, num_copies, wrap
+from fmoe_ext.pipeline.data_parallel import check_data_parallel, check_tied, joined, num_copies, wrap
 from fmoe_ext.pipeline.groups import PipelineGroups, check_layers, init_groups
 from fmoe_ext.pipeline.losses import count_targets, token_cross_entropy
 from fmoe_ext.pipeline.materialize import fill, materialize, on_meta
-from fmoe_ext.pipeline.microbatch import Tensors, check_tensors, num_rows
+from fmoe_ext.pipeline.microbatch import Tensors, as_tuple, check_tensors, map_tensors, num_rows
 from fmoe_ext.pipeline.overlap import Overlap
 from fmoe_ext.pipeline.schedules import Kind, check_compiled_blocks, find_schedule
-from fmoe_ext.pipeline.stage import Microbatches, Stage, as_tuple
+from fmoe_ext.pipeline.stage import Microbatches, Stage
 from fmoe_ext.pipeline.tied import TiedParameters
 from fmoe_ext.pipeline.trace import Span, TimedStage
 
@@ -37,7 +37,8 @@ class Pipeline:
     groups: init_groups(pp, ep) or a DeviceMesh; all ranks in one pipeline if None.
     data_parallel: what reduces gradients over the ranks of a stage: "grouped" (DistributedGroupedDataParallel, the
       one for expert-parallel layers), "ddp", "fsdp" (FSDP2) or "none".
-    balance_weight: how much the sum of all gates' losses counts.
+    balance_weight: how much the sum of all gates' losses counts. That of the whole batch instead of the microbatches':
+      gates.WholeBatch(pipeline.module), evaluate() in its first pass, train_step() in its second.
     checkpoint: layers keep no activations and compute them again in backward. device: where this rank computes.
     overlap: with schedule="dualpipe_v" and expert parallelism, one microbatch's exchange runs while another computes.
     init(module): fills the parameters and buffers of a model on the meta device, of which only this rank's are made.
@@ -77,23 +78,11 @@ class Pipeline:
         cut = [len(stage.layers) for stage in stages]
         check_same("stages, schedule and chunks of Pipeline", (cut, schedule, chunks, data_parallel), None)
         self._places = self._kind.places(ranks, self.num_stages)
-        mine = self._places[dist.get_rank(groups.pp)]
-        own = [stages[index] for index in mine]
-        unset = on_meta(own)
-        materialize(stages, own, self.device)
-        self.stages = [stage.to(self.device) for stage in own]
+        self.stages, self.module = self._own(stages, init)
         for stage in self.stages:
             stage.is_checkpointed = checkpoint
-        self.module = joined([stage.parts for stage in self.stages])
-        check_layers(self.module, groups)
-        if unset or init is not None:
-            fill(self.module, init)
         self._tied = TiedParameters(stages, self._places, groups.pp)
-        if data_parallel == "fsdp" and self._tied:
-            raise ValueError(
-                'data_parallel="fsdp" cuts parameters that stages share into shards of their own: use "grouped", or '
-                "untie them"
-            )
+        check_tied(data_parallel, self._tied)
         self._data_parallel = data_parallel if dist.get_world_size(groups.data) > 1 else "none"
         self._wrapped = [wrap(stage, self._data_parallel, groups, self.device) for stage in self.stages]
         self._schedule: Any = None
@@ -189,16 +178,29 @@ class Pipeline:
         dist.all_gather_object(gathered, self._spans or [], group=self.groups.pp)
         return [span for spans in gathered for span in spans]
 
+    def _own(
+        self, stages: Sequence[Stage], init: Callable[[nn.Module], object] | None
+    ) -> tuple[list[Stage], nn.Module]:
+        """The stages of this rank on its device, filled, and the parts of the model that they are."""
+        own = [stages[index] for index in self._places[dist.get_rank(self.groups.pp)]]
+        unset = on_meta(own)
+        materialize(stages, own, self.device)
+        own = [stage.to(self.device) for stage in own]
+        module = joined([stage.parts for stage in own])
+        check_layers(module, self.groups)
+        if unset or init is not None:
+            fill(module, init)
+        return own, module
+
     def _cut(self, batch: Tensors, target: Any) -> Microbatches:
         rows = num_rows(batch)
         sizes = [rows // self.chunks + (i < rows % self.chunks) for i in range(self.chunks)]
         sizes += [0] * (self.num_microbatches - self.chunks)
         if any(num_rows(part) != rows for part in (target if isinstance(target, tuple) else (target,))):
             raise ValueError(f"the target must have as many rows as the batch, {rows}")
-        weights = [self.balance_weight * size / max(rows, 1) for size in sizes]
-        batch = _map(batch, lambda x: x.to(self.device))
-        target = _map(target, lambda x: x.to(self.device))
-        return Microbatches(_parts(batch, sizes), _parts(target, sizes), sizes, weights)
+        batch = map_tensors(lambda x: x.to(self.device), batch)
+        target = map_tensors(lambda x: x.to(self.device), target)
+        return Microbatches(_parts(batch, sizes), _parts(target, sizes), sizes, self.balance_weight)
 
     def _total_count(self, target: Any) -> float:
         counted = torch.tensor(float(self.count(target)), dtype=torch.float64, device=self.device)
@@ -299,10 +301,6 @@ class Pipeline:
         for x in values:
             dist.recv(x, group=self.groups.pp, group_src=source)
         return values
-
-
-def _map(values: Any, fn: Callable[[Tensor], Tensor]) -> Any:
-    return tuple(fn(x) for x in values) if isinstance(values, tuple) else fn(values)
 
 
 def _parts(values: Any, sizes: list[int]) -> list[Any]:

@@ -131,7 +131,7 @@ def test_devices_may_not_be_mixed():
     w1, w2 = layer.experts.htoh4.weight, layer.experts.h4toh.weight
     routed = ops.sort_tokens(torch.zeros(T, K, dtype=torch.int64, device="cuda"), E)
     index = (routed.row_idx, routed.inverse, routed.offs)
-    with pytest.raises(RuntimeError, match="w1 must be on the device of x"):
+    with pytest.raises(RuntimeError, match="w1 must be on cuda:0 like x, but it is on cpu"):
         ops.expert_mlp(x, *index, w1.cpu(), None, w2, None, None, "swiglu")
 
 

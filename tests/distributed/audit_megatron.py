@@ -8,6 +8,7 @@ import megatron_layouts as layouts
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from audit_shared import Noise
 from megatron.core import parallel_state
 from megatron.core.distributed import (
     DistributedDataParallel,
@@ -43,19 +44,6 @@ def build(layout, own=False, noise=False, **options):
     return model
 
 
-class Noise:
-    """Other noise in every call, also in those that activation checkpointing repeats."""
-
-    def __init__(self):
-        self.num_calls = 0
-
-    def __call__(self, router, args):
-        self.num_calls += 1
-        generator = torch.Generator().manual_seed(self.num_calls)
-        noise = torch.randn(args[0].shape[-1], generator=generator, dtype=args[0].dtype)
-        return (args[0] + 0.5 * noise, *args[1:])
-
-
 def batch(step):
     generator = torch.Generator().manual_seed(step)
     tokens = torch.randint(VOCAB, (SAMPLES, SEQ_LEN + 1), generator=generator)
@@ -81,10 +69,6 @@ def data_parallel(model, layout):
 def reduce(model):
     with megatron_on_cpu():
         finalize_model_grads([model])
-
-
-def unreduced(model):
-    """Forgets finalize_model_grads."""
 
 
 def clip(model, max_norm=0.1, experts=True):

@@ -70,15 +70,6 @@ def local_balance(layout):
     return model
 
 
-def unreduced(model):
-    """Forgets allreduce_params()."""
-
-
-def clip_without_experts(model):
-    dense = [p for name, p in model.named_parameters() if ".experts." not in name]
-    return nn.utils.clip_grad_norm_(dense, 0.1)
-
-
 def clip_local(model):
     """The norm of this rank's experts only."""
     return nn.utils.clip_grad_norm_(model.parameters(), 0.1)

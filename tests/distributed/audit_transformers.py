@@ -1,7 +1,7 @@
 """Models of Transformers, with the mistakes that an audit of them has to find."""
 
 import torch
-from torch import nn
+from audit_shared import Noise
 from transformers import MixtralConfig, MixtralForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
@@ -28,15 +28,6 @@ def mixtral(**options):
 # One mistake each
 
 
-def unreduced(model):
-    """Forgets allreduce_params()."""
-
-
-def clip_without_experts(model):
-    dense = [p for name, p in model.named_parameters() if ".experts." not in name]
-    return nn.utils.clip_grad_norm_(dense, 0.1)
-
-
 def optimizer_without_routers(model):
     trained = [p for name, p in model.named_parameters() if not name.endswith("mlp.gate.weight")]
     return torch.optim.AdamW(trained, lr=1e-2)
@@ -60,13 +51,3 @@ def forgetful(layout):
     for layer in model.model.layers:
         layer.mlp.gate.register_forward_pre_hook(Noise())
     return model
-
-
-class Noise:
-    def __init__(self):
-        self.num_calls = 0
-
-    def __call__(self, router, args):
-        self.num_calls += 1
-        generator = torch.Generator().manual_seed(self.num_calls)
-        return (args[0] + 0.5 * torch.randn(args[0].shape[-1], generator=generator, dtype=args[0].dtype),)

@@ -6,26 +6,20 @@ from dataclasses import replace
 from pathlib import Path
 
 import audit_models as models
+import audit_shared
 import pytest
 import torch
+from audit_shared import PLAIN, clip_without_experts, first_difference, unreduced
 from torch import nn
 
 import fmoe_ext
 from fmoe_ext.audit import AuditError, Layout, Recipe
 
 ROOT = Path(__file__).resolve().parents[2]
-PLAIN = {"accumulation": ["1"], "recomputation": ["none"], "padding": ["none"], "dtypes": ["float64"]}
 
 
 def audited(pool, recipe, **settings):
-    return fmoe_ext.audit(recipe, pool=pool, **(PLAIN | settings))
-
-
-def only_failure(report):
-    assert not report.ok and "DIFFERENT" in str(report)
-    (failure,) = report.failures
-    assert failure.error is None
-    return failure.first
+    return audit_shared.audited(pool, recipe, **(PLAIN | settings))
 
 
 def test_a_correct_training_is_equal_in_every_layout(pool):
@@ -40,12 +34,14 @@ def test_a_correct_training_is_equal_in_every_layout(pool):
 
 
 def test_finds_a_balance_loss_averaged_wrongly(pool):
-    first = only_failure(audited(pool, replace(models.RECIPE, build=models.local_balance), layouts=["dp2"]))
+    first = first_difference(
+        audited(pool, replace(models.RECIPE, build=models.local_balance), layouts=["dp2"])
+    )
     assert (first.step, first.quantity) == (1, "loss") and first.error > 1e-6
 
 
 def test_finds_a_missing_gradient_reduction(pool):
-    first = only_failure(audited(pool, replace(models.RECIPE, reduce=models.unreduced), layouts=["dp2"]))
+    first = first_difference(audited(pool, replace(models.RECIPE, reduce=unreduced), layouts=["dp2"]))
     assert (first.step, first.quantity) == (1, "gradient") and first.error > 1e-3
     assert first.name == "head.bias"  # the first in the order of the backward
 
@@ -63,12 +59,12 @@ def test_finds_a_gate_that_sees_padding(pool):
 def test_finds_a_recomputation_that_routes_anew(pool, kind):
     recipe = replace(models.RECIPE, build=models.ForgetfulModel)
     assert audited(pool, recipe, layouts=["1"]).ok
-    first = only_failure(audited(pool, recipe, layouts=["1"], recomputation=[kind]))
+    first = first_difference(audited(pool, recipe, layouts=["1"], recomputation=[kind]))
     assert (first.step, first.quantity) == (1, "gradient") and first.name.startswith("blocks.1.")
 
 
 def test_finds_experts_left_out_of_clipping_in_every_layout(pool):
-    report = audited(pool, replace(models.RECIPE, clip=models.clip_without_experts), layouts=["1"])
+    report = audited(pool, replace(models.RECIPE, clip=clip_without_experts), layouts=["1"])
     assert not report.failures and not report.ok
     assert {name.split(".")[3] for name in report.facts.clipped_apart} == {"experts"}
     assert len(report.facts.clipped_apart) == 8  # two biases and two weights of each layer
@@ -76,7 +72,7 @@ def test_finds_experts_left_out_of_clipping_in_every_layout(pool):
 
 
 def test_finds_experts_left_out_of_clipping_in_one_layout(pool):
-    first = only_failure(audited(pool, replace(models.RECIPE, clip=models.clip_local), layouts=["ep2"]))
+    first = first_difference(audited(pool, replace(models.RECIPE, clip=models.clip_local), layouts=["ep2"]))
     assert first.quantity == "norm" and first.error > 1e-3
 
 

@@ -4,25 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-import fmoe_ext
-
 pytest.importorskip("megatron.core", reason="pip install megatron-core")
 import audit_megatron as models
-
-PLAIN = {"accumulation": ["1"], "recomputation": ["none"], "padding": ["none"], "dtypes": ["float64"]}
-ONE = {"layouts": ["1"]} | PLAIN
-TIMEOUT = 300  # seconds of a case; the first one of a process imports Megatron
-
-
-def audited(pool, recipe, **settings):
-    return fmoe_ext.audit(recipe, pool=pool, timeout=TIMEOUT, **settings)
-
-
-def first_difference(report):
-    (failure,) = report.failures
-    assert failure.error is None, failure.error
-    assert str(failure.first) in str(report)
-    return failure.first
+from audit_shared import ONE, PLAIN, audited, first_difference, unreduced
 
 
 def test_our_layer_is_equal_in_every_layout(pool):
@@ -47,7 +31,7 @@ def test_finds_that_megatrons_balance_loss_is_of_each_rank(pool):
 
 
 def test_finds_a_missing_gradient_reduction(pool):
-    recipe = replace(models.RECIPE, reduce=models.unreduced)
+    recipe = replace(models.RECIPE, reduce=unreduced)
     first = first_difference(audited(pool, recipe, **ONE | {"layouts": ["dp2"]}))
     assert (first.step, first.quantity) == (1, "gradient") and first.error > 1e-3
     assert first.name == "output_layer.weight"

@@ -3,27 +3,12 @@
 import pytest
 import torch
 
-import fmoe_ext
 from fmoe_ext.audit.shrink import shrunk_config
 
 pytest.importorskip("transformers", minversion="5", reason="pip install transformers>=5")
 import audit_transformers as models
 import transformers
-
-PLAIN = {"accumulation": ["1"], "recomputation": ["none"], "padding": ["none"], "dtypes": ["float64"]}
-ONE = {"layouts": ["1"]} | PLAIN
-TIMEOUT = 300  # seconds of a case; the first one of a process imports Transformers
-
-
-def audited(pool, model, **settings):
-    return fmoe_ext.audit(model, pool=pool, timeout=TIMEOUT, **settings)
-
-
-def first_difference(report):
-    (failure,) = report.failures
-    assert failure.error is None, failure.error
-    assert str(failure.first) in str(report)
-    return failure.first
+from audit_shared import ONE, audited, clip_without_experts, first_difference, unreduced
 
 
 def test_a_right_training_is_equal(pool):
@@ -57,7 +42,7 @@ def test_finds_a_balance_loss_averaged_wrongly(pool):
 
 
 def test_finds_a_missing_gradient_reduction(pool):
-    report = audited(pool, models.qwen(), reduce=models.unreduced, **ONE | {"layouts": ["dp2"]})
+    report = audited(pool, models.qwen(), reduce=unreduced, **ONE | {"layouts": ["dp2"]})
     first = first_difference(report)
     assert (first.step, first.quantity, first.name) == (1, "gradient", "lm_head.weight")
     assert first.error > 1e-3
@@ -81,7 +66,7 @@ def test_finds_a_recomputation_that_routes_anew(pool):
 
 
 def test_finds_experts_left_out_of_clipping(pool):
-    report = audited(pool, models.qwen(), clip=models.clip_without_experts, **ONE)
+    report = audited(pool, models.qwen(), clip=clip_without_experts, **ONE)
     assert not report.failures and not report.ok
     assert {name.split(".")[-2] for name in report.facts.clipped_apart} == {"experts"}
     assert "clipping leaves out model.layers.0.mlp.experts." in str(report)

@@ -1,10 +1,14 @@
 """Megatron-core with experts, in layouts of gloo processes, against one process."""
 
+import functools
 import multiprocessing
+import re
+from unittest import mock
 
 import megatron_layouts as layouts
 import pytest
 import torch
+import torch.distributed as dist
 from on_cpu import megatron_on_cpu
 
 from fmoe_ext.gates import SoftmaxGate
@@ -14,21 +18,22 @@ STEPS = 3
 TIMEOUT = 300  # seconds of a run; the first one of a process imports Megatron
 
 
-def build_moe(config):
+def build_moe(config, **moe_kwargs):
     from gpt import make_chunks
 
     from fmoe_ext.megatron import moe_layer_spec
 
     config.moe_aux_loss_coeff = 0.05
-    mlp = moe_layer_spec(layouts.EXPERTS, d_hidden=24, top_k=2, gate=SoftmaxGate)
+    mlp = moe_layer_spec(layouts.EXPERTS, d_hidden=24, top_k=2, gate=SoftmaxGate, **moe_kwargs)
     norm = layouts.SequenceParallelNorm if config.sequence_parallel else None
     return make_chunks(config, layouts.VOCAB, layouts.SEQ_LEN, mlp=mlp, norm=norm)
 
 
-def train(layout, truth):
+def train(layout, truth, **moe_kwargs):
     """Losses, gradient norms, and the gradients of the first step; compared with those of truth if it has any."""
     with megatron_on_cpu():
-        training = layouts.Training(layout, build_moe, optimizer="sgd", lr=0.3, sgd_momentum=0.5)
+        build = functools.partial(build_moe, **moe_kwargs)
+        training = layouts.Training(layout, build, optimizer="sgd", lr=0.3, sgd_momentum=0.5)
         losses, norms = [], []
         for step in range(STEPS):
             losses.append(training.forward_backward(step))
@@ -40,11 +45,12 @@ def train(layout, truth):
         return losses, norms, {name: grad for name, (grad, _) in first.items()}
     scale = max(grad.abs().max() for grad in truth.values())
     for name, (grad, places) in first.items():
-        error = (grad - truth[name][places]).abs().max() / scale
+        error = (grad - truth[layouts.whole_name(name)][places]).abs().max() / scale
         assert error <= 1e-12, f"gradient of {name} is off by {error:.1e}"
     return losses, norms
 
 
+ETP2_EP2 = {"tp": 2, "etp": 2, "ep": 2, "sequence_parallel": True}
 LAYOUTS = {
     "dp4": (4, {}),
     "ep2": (2, {"ep": 2}),
@@ -57,6 +63,8 @@ LAYOUTS = {
     "tp2": (2, {"tp": 2}),
     "tp2 ep4": (4, {"tp": 2, "ep": 4}),
     "tp2 ep2 sequence parallel": (4, {"tp": 2, "ep": 2, "sequence_parallel": True}),
+    "etp2": (2, {"tp": 2, "etp": 2}),
+    "etp2 ep2 sequence parallel": (4, ETP2_EP2),
 }
 
 
@@ -67,12 +75,101 @@ def one_process(pool):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_equals_one_process(pool, one_process, layout):
-    num_ranks, sizes = LAYOUTS[layout]
+    assert_equal_training(pool, one_process, *LAYOUTS[layout])
+
+
+def assert_equal_training(pool, one_process, num_ranks, sizes, **moe_kwargs):
     losses, norms, truth = one_process
-    for rank_losses, rank_norms in pool.run(train, sizes, truth, world_size=num_ranks, timeout=TIMEOUT):
+    run = functools.partial(train, **moe_kwargs)
+    for rank_losses, rank_norms in pool.run(run, sizes, truth, world_size=num_ranks, timeout=TIMEOUT):
         assert rank_losses == pytest.approx(losses, rel=1e-12)
         assert rank_norms == pytest.approx(norms, rel=1e-6)  # Megatron adds them up in float32
     assert len(set(losses)) == STEPS
+
+
+def test_expert_tensor_parallelism_of_gated_experts(pool):
+    """Gate and up are split each for itself; some experts at a time."""
+    options = {"activation": "swiglu", "overlap_degree": 2}
+    one_process = pool.run(functools.partial(train, **options), {}, None, world_size=1, timeout=TIMEOUT)[0]
+    assert_equal_training(pool, one_process, 4, {"tp": 2, "etp": 2, "ep": 2}, **options)
+
+
+def compare_with_megatrons_layer(layout, fields):
+    """Our layer and Megatron's MoELayer on this rank, each rank with weights and tokens of its own."""
+    from megatron.core.transformer.moe import moe_utils
+
+    from tests.integrations import test_megatron_options as options
+
+    rank = dist.get_rank()
+    # Megatron's router reads the name, which 0.16 defines with Transformer Engine only.
+    gemm = mock.patch.object(
+        moe_utils, "te_general_gemm", getattr(moe_utils, "te_general_gemm", None), create=True
+    )
+    with megatron_on_cpu(), gemm:
+        layouts.initialize(**layout)
+        config = options.config_of(**layout, **fields, sequence_parallel=True)
+        ours, theirs = options.ours_of(config), options.theirs_of(config)
+        with torch.no_grad():
+            options.fill(ours, theirs)
+            for p in (*ours.moe.experts.parameters(), *theirs.experts.parameters()):
+                p.mul_(1 + 0.25 * rank)
+        options.assert_equal_numbers(ours, theirs, seed=rank)
+    return ours.moe.experts.h4toh.weight.shape[2]
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_expert_tensor_parallelism_equals_megatrons(pool, gated):
+    """Output and every gradient of Megatron-core's own layer in the same layout, to 1e-12."""
+    fields = {"moe_router_load_balancing_type": "none", "moe_token_dispatcher_type": "allgather"}
+    if gated:
+        fields |= {"gated_linear_unit": True, "activation_func": torch.nn.functional.silu}
+    arguments = {"tp": 2, "etp": 2}, fields
+    assert pool.run(compare_with_megatrons_layer, *arguments, world_size=2, timeout=TIMEOUT) == [10, 10]
+
+
+def refusals_of_expert_tensor_parallelism():
+    """What is said to a layer whose experts are spread over the ranks by their width."""
+    from gpt import make_chunks
+
+    from fmoe_ext import checkpoint
+    from fmoe_ext.megatron import fmoefy, moe_layer_spec
+
+    def message(error, call, *args, **kwargs):
+        with pytest.raises(error) as raised:
+            call(*args, **kwargs)
+        return str(raised.value)
+
+    def make(**moe_kwargs):
+        config = layouts.config_of(tp=2, num_layers=1)
+        mlp = moe_layer_spec(4, **moe_kwargs) if moe_kwargs else None
+        return make_chunks(config, layouts.VOCAB, layouts.SEQ_LEN, mlp=mlp)[0]
+
+    with megatron_on_cpu():
+        layouts.initialize(tp=2, etp=2)
+        model = make(d_hidden=24)
+        moe = model.decoder.layers[0].mlp.moe
+        return [
+            message(ValueError, make, d_hidden=25),
+            message(ValueError, make, d_hidden=24, overlap_degree="auto"),
+            message(ValueError, make, d_hidden=24, exchange="auto"),
+            message(ValueError, fmoefy, make(), num_experts=2),
+            message(checkpoint.CheckpointError, checkpoint.save, "unused", model),
+            message(RuntimeError, moe.place_experts, range(4)),
+        ]
+
+
+def test_what_expert_tensor_parallelism_refuses(pool):
+    expected = (
+        "d_hidden must be a multiple of expert_tensor_parallel_size=2, but is 25",
+        'overlap_degree="auto" is measured by each expert-parallel group for itself',
+        'exchange="auto" is measured by each expert-parallel group for itself',
+        "expert_tensor_parallel_size is 2 .*, but fmoefy makes experts that are whole on one rank",
+        "other ranks have parts of its experts .* Megatron's dist_checkpointing",
+        "cannot be moved: they have parts elsewhere",
+    )
+    for messages in pool.run(refusals_of_expert_tensor_parallelism, world_size=2, timeout=TIMEOUT):
+        for message, pattern in zip(messages, expected, strict=True):
+            assert re.search(pattern, message), message
 
 
 def train_in_float32(layout, distributed_optimizer):
@@ -88,14 +185,14 @@ def test_distributed_optimizer(pool):
         assert spread == pytest.approx(losses, rel=1e-5)
 
 
-def train_and_save(path):
-    """Two steps with the experts on 4 ranks, a checkpoint, two more steps -> parameters at the checkpoint, losses."""
+def train_and_save(path, layout, **moe_kwargs):
+    """Two steps with the experts on ranks, a checkpoint, two more steps -> parameters at the checkpoint, losses."""
     from megatron.core import dist_checkpointing
 
     # Megatron's writer starts processes, which those of the pool may not.
     multiprocessing.current_process()._config["daemon"] = False
     with megatron_on_cpu():
-        training = layouts.Training({"ep": 4}, build_moe, optimizer="adam", lr=0.01)
+        training = with_adam(layout, **moe_kwargs)
         training.run(range(2))
         dist_checkpointing.save(whole_state(training, is_loading=False), path)
         parameters = layouts.shards(training.modules)
@@ -103,34 +200,46 @@ def train_and_save(path):
         return parameters, training.run(range(2, 4))
 
 
+def with_adam(layout, **moe_kwargs):
+    return layouts.Training(layout, functools.partial(build_moe, **moe_kwargs), optimizer="adam", lr=0.01)
+
+
 def whole_state(training, is_loading):
     model = training.modules[0].sharded_state_dict()
     return {"model": model, "optimizer": training.optimizer.sharded_state_dict(model, is_loading=is_loading)}
 
 
-def load_and_train(path, layout, expected):
+def load_and_train(path, layout, expected, **moe_kwargs):
     from megatron.core import dist_checkpointing
 
     with megatron_on_cpu():
-        training = layouts.Training(layout, build_moe, optimizer="adam", lr=0.01)
+        training = with_adam(layout, **moe_kwargs)
         state = dist_checkpointing.load(whole_state(training, is_loading=True), path)
         training.modules[0].load_state_dict(state["model"])
         training.optimizer.load_state_dict(state["optimizer"])
         for name, (p, _, places) in layouts.shards(training.modules).items():
-            assert torch.equal(p, expected[name][places]), name
+            assert torch.equal(p, expected[layouts.whole_name(name)][places]), name
         return training.run(range(2, 4))
 
 
-def test_checkpoint_moves_to_another_layout(pool, tmp_path):
-    saved = pool.run(train_and_save, str(tmp_path), timeout=TIMEOUT)
+MOVES = {
+    "ep": (4, {"ep": 4}, ((4, {"ep": 2}), (2, {"ep": 2}), (1, {})), {}),
+    "etp": (4, ETP2_EP2, ((1, {}), (2, {"tp": 2, "etp": 2}), (2, {"ep": 2})), {"activation": "swiglu"}),
+}
+
+
+@pytest.mark.parametrize("move", MOVES)
+def test_checkpoint_moves_to_another_layout(pool, tmp_path, move):
+    num_ranks, layout, others, options = MOVES[move]
+    save, load = (functools.partial(f, **options) for f in (train_and_save, load_and_train))
+    saved = pool.run(save, str(tmp_path), layout, world_size=num_ranks, timeout=TIMEOUT)
     losses, expected = saved[0][1], {}
     for parameters, _ in saved:
         for name, (shard, shape, places) in parameters.items():
-            expected.setdefault(name, shard.new_empty(shape))[places] = shard
-    for num_ranks, layout in ((4, {"ep": 2}), (2, {"ep": 2}), (1, {})):
-        resumed = pool.run(
-            load_and_train, str(tmp_path), layout, expected, world_size=num_ranks, timeout=TIMEOUT
-        )
+            expected.setdefault(layouts.whole_name(name), shard.new_empty(shape))[places] = shard
+    for num_ranks, layout in others:
+        arguments = str(tmp_path), layout, expected
+        resumed = pool.run(load, *arguments, world_size=num_ranks, timeout=TIMEOUT)
         for rank_losses in resumed:
             assert rank_losses == pytest.approx(losses, rel=1e-12)
 
@@ -199,7 +308,7 @@ def test_initial_weights_depend_on_no_layout(pool, shared):
     options = {"moe_shared_expert_intermediate_size": shared, "add_bias_linear": False}
     expected = pool.run(initial_weights, {}, options, None, world_size=1, timeout=TIMEOUT)[0]
     assert expected["decoder.layers.mlp.moe.experts.htoh4.weight [1]"].std() > 0.01
-    for layout in ({"ep": 2}, {}):
+    for layout in ({"ep": 2}, {"tp": 2, "etp": 2}, {}):
         differing = pool.run(initial_weights, layout, options, expected, world_size=2, timeout=TIMEOUT)
         assert differing == [[], []]
 

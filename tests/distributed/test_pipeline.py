@@ -13,7 +13,7 @@ from torch import nn
 
 import fmoe_ext
 from fmoe_ext import checkpoint
-from fmoe_ext.gates import total_loss
+from fmoe_ext.gates import WholeBatch, total_loss
 from fmoe_ext.pipeline import SCHEDULES, Pipeline, init_groups, split
 from fmoe_ext.testing import DistributedError, DistributedPool, run_distributed
 
@@ -194,6 +194,46 @@ def test_fewer_rows_than_chunks(pool):
 
 def test_one_rank(pool):
     check(pool.run(train, "gpipe", 3, 1, world_size=1), alone(3))
+
+
+def make_softmax_model():
+    torch.manual_seed(5)
+    layers = [nn.Embedding(VOCABULARY, D)]
+    for _ in range(4):
+        layers += [nn.Linear(D, D), fmoe_ext.FMoETransformerMLP(4, D, 12, gate=fmoe_ext.SoftmaxGate)]
+    return nn.Sequential(*layers, nn.Linear(D, VOCABULARY, bias=False)).double()
+
+
+def train_on_the_whole_batch(schedule, options):
+    """What a step with the gates' losses of the whole batch gives."""
+    tokens, target = data()
+    parts = split(make_softmax_model(), num_stages(schedule, 2), tokens, by=cut_for(num_stages(schedule, 2)))
+    pipeline = Pipeline(parts, schedule=schedule, chunks=3, balance_weight=BALANCE, **options)
+    whole = WholeBatch(pipeline.module)
+    with whole.first_pass():
+        pipeline.evaluate(tokens, target)
+    with whole.second_pass():
+        loss = pipeline.train_step(tokens, target)
+    grads = {name: p.grad for name, p in pipeline.module.named_parameters()}
+    return loss.item(), pipeline.balance_loss.item(), grads
+
+
+@pytest.mark.parametrize(
+    ("schedule", "options"), [("1f1b", {}), ("gpipe", {"checkpoint": True}), ("dualpipe_v", {})]
+)
+def test_balance_loss_of_the_whole_batch(pool, schedule, options):
+    model, (tokens, target) = make_softmax_model(), data()
+    loss = F.cross_entropy(model(tokens).flatten(0, 1), target.flatten())
+    balance = BALANCE * total_loss(model)
+    (loss + balance).backward()
+    expected = {name: p.grad for name, p in model.named_parameters()}
+    seen = set()
+    for got in pool.run(train_on_the_whole_batch, schedule, options, world_size=2):
+        assert math.isclose(got[0], loss.item(), rel_tol=1e-12)
+        assert math.isclose(got[1], balance.item(), rel_tol=1e-12)
+        assert all(close(grad, expected[name]) for name, grad in got[2].items())
+        seen |= set(got[2])
+    assert seen == set(expected)
 
 
 def save_here(folder, pp):

@@ -38,7 +38,8 @@ Written by `python tests/emulator/mutate.py`: each bug of mutations.txt, and the
 class Bug:
     file: str
     program: str
-    sources: tuple[str, ...]  # compiled with the bug; for a header those that suffice to notice it
+    # Compiled with the bug; for a header what suffices to notice it: kernels, or the program itself.
+    sources: tuple[str, ...]
     name: str
     old: str
     new: str
@@ -92,13 +93,15 @@ def run(bug):
         objects = []
         for source in bug.sources:
             objects.append(str(folder / f"{source}.o"))
-            command = ["g++", *flags, *includes, "-x", "c++", "-c", str(folder / source), "-o", objects[-1]]
+            path = (folder if (folder / source).exists() else emu_build.HERE) / source
+            command = ["g++", *flags, *includes, "-x", "c++", "-c", str(path), "-o", objects[-1]]
             subprocess.run(command, check=True, capture_output=True)
         plain = emu_build.OUT / "plain"
-        names = [f"{name}.cpp.o" for name in [*emu_build.EMULATOR, bug.program]]
-        names += [f"{path.name}.o" for path in CUDA.glob("*.cu") if path.name not in bug.sources]
+        others = [f"{name}.cpp" for name in [*emu_build.EMULATOR, bug.program]]
+        others += [path.name for path in CUDA.glob("*.cu")]
+        objects += [str(plain / f"{name}.o") for name in others if name not in bug.sources]
         binary = str(folder / "mutant")
-        subprocess.run(["g++", *objects, *(str(plain / name) for name in names), "-o", binary], check=True)
+        subprocess.run(["g++", *objects, "-o", binary], check=True)
         result = subprocess.run(
             [binary, SEEDS],
             capture_output=True,

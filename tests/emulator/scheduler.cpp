@@ -169,6 +169,11 @@ void start_cluster(uint64_t index, dim3 shape, size_t shared_bytes) {
   machine.clusters.push_back(std::move(cluster));
 }
 
+// The device promises no order: what only the blocks that come later repair is seen when they come earlier.
+uint64_t cluster_in_order(uint64_t number, uint64_t num_clusters) {
+  return config.seed % 2 ? num_clusters - 1 - number : number;
+}
+
 void retire_clusters(bool all) {
   Unobserved unobserved;
   std::erase_if(machine.clusters, [&](auto& cluster) {
@@ -218,7 +223,7 @@ void run_to_end(dim3 cluster, size_t shared_bytes) {
   int idle_rounds = 0;
   for (;;) {
     while (next < num_clusters && machine.clusters.size() < static_cast<size_t>(config.resident_clusters))
-      start_cluster(next++, cluster, shared_bytes);
+      start_cluster(cluster_in_order(next++, num_clusters), cluster, shared_bytes);
     if (machine.clusters.empty()) return;
     const bool lands_now = config.landing == Landing::random && random_number() % 8 == 0;
     if (!machine.pool.empty() && (machine.ready.empty() || lands_now)) {

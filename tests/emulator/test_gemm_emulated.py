@@ -2,15 +2,15 @@
 
 import pytest
 import torch
+from gemm_cases import NAMES, check_grouped_gemm, check_mlp, mlp_inputs, run_mlp, wgmmas_of
 
-from fmoe_ext import ops
 from fmoe_ext.ops.expert_mlp import activation_number
-from fmoe_ext.testing import assert_close
 
 # (dtype, capability of the device that the emulator claims to be): on 9.0, 16-bit types take the Hopper kernels
 PLACES = [(dtype, 80) for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16)]
 PLACES += [(torch.bfloat16, 90), (torch.float16, 90)]
 COUNTS = [[3, 0, 5], [0, 130, 1], [0, 0], [70]]
+RELU = activation_number("relu")
 
 
 @pytest.fixture(autouse=True)
@@ -21,108 +21,11 @@ def capability(emulated, request):
     emulated.set_device(80, 3)
 
 
-def check(ours, truth, plain, name):
-    if ours.dtype == torch.float64:  # plain is the truth here
-        torch.testing.assert_close(ours, truth, rtol=1e-12, atol=1e-13, msg=lambda text: f"{name}: {text}")
-    else:
-        assert_close(ours, truth, plain, name)
-
-
-def gradients(function, tensors, grad, dtype):
-    """Result and gradients of function(*tensors) in dtype, None where a tensor is None."""
-    leaves = [t if t is None else t.to(dtype).detach().requires_grad_() for t in tensors]
-    out = function(*leaves)
-    if not out.requires_grad:  # there are no rows
-        return [out, *(None for t in leaves)]
-    needed = [t for t in leaves if t is not None]
-    grads = iter(torch.autograd.grad(out, needed, grad.to(dtype), allow_unused=True))
-    return [out.detach(), *(None if t is None else next(grads) for t in leaves)]
-
-
 @pytest.mark.parametrize(("dtype", "sm"), PLACES)
 @pytest.mark.parametrize("sizes", [(1, 1), (24, 40), (37, 3), (160, 136)])
 @pytest.mark.parametrize("counts", COUNTS, ids=str)
 def test_grouped_gemm(emulated, counts, sizes, dtype, sm):
-    D, N = sizes
-    E, R = len(counts), sum(counts) + 3
-    generator = torch.Generator().manual_seed(0)
-    x, weight, bias, grad = (
-        torch.randn(shape, generator=generator).to(dtype) for shape in ((R, D), (E, N, D), (E, N), (R, N))
-    )
-    offs = torch.tensor(counts).cumsum(0).int()
-
-    y = emulated.grouped_gemm(x, weight, offs, bias)
-    grads = emulated.grouped_gemm_backward(grad, x, weight, offs, [True, True, True])
-
-    def reference(x, weight, bias):
-        return ops.grouped_gemm_ref(x, weight, offs, bias)
-
-    truth = gradients(reference, (x, weight, bias), grad, torch.float64)
-    plain = gradients(reference, (x, weight, bias), grad, dtype)
-    for name, ours, true, other in zip(
-        ("y", "dx", "dweight", "dbias"), (y, *grads), truth, plain, strict=True
-    ):
-        check(ours, true, other, name)
-    if weight.shape[1] > 1:
-        column_major = weight.transpose(1, 2).contiguous().transpose(1, 2)
-        assert torch.equal(emulated.grouped_gemm(x, column_major, offs, bias), y)
-    skipped = emulated.grouped_gemm_backward(grad, x, weight, offs, [False, True, False])
-    assert [t.numel() > 0 for t in skipped] == [False, True, False]
-    assert torch.equal(skipped[1], grads[1])
-
-
-def mlp_inputs(T, K, E, D, H, dtype, gated, bias, weights, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-
-    def random(*shape, scale=1.0):
-        return (torch.randn(shape, generator=generator) * scale).to(dtype)
-
-    topk_idx = torch.randint(-1, E, (T, K), generator=generator)
-    if E > 2:
-        topk_idx[topk_idx == 1] = 2  # an expert without rows
-    routing = ops.sort_tokens_ref(topk_idx, E)
-    F = 2 * H if gated else H
-    x, w1, w2 = random(T, D), random(E, F, D, scale=D**-0.5), random(E, D, H, scale=H**-0.5)
-    b1, b2 = (random(E, F), random(E, D)) if bias else (None, None)
-    topk_weights = torch.rand(T, K, generator=generator).to(weights) if weights else None
-    return routing, (x, w1, b1, w2, b2, topk_weights)
-
-
-def run_mlp(emulated, routing, tensors, activation, combine, grad):
-    x, w1, b1, w2, b2, topk_weights = tensors
-    index = (routing.row_idx, routing.inverse, routing.offs)
-    options = (activation_number(activation), combine)
-    y, h = emulated.expert_mlp(x, *index, w1, b1, w2, b2, topk_weights, *options, True)
-    needs = [True, True, b1 is not None, True, b2 is not None, topk_weights is not None]
-    grads = emulated.expert_mlp_backward(grad, x, *index, w1, w2, b2, topk_weights, h, *options, needs)
-    return [y, *(grad if needed else None for grad, needed in zip(grads, needs, strict=True))]
-
-
-RELU = activation_number("relu")
-NAMES = ("y", "dx", "dw1", "db1", "dw2", "db2", "dtopk_weights")
-
-
-def check_mlp(emulated, routing, tensors, activation, combine):
-    x, topk_weights = tensors[0], tensors[-1]
-    rows = x.shape[0] if combine else routing.row_idx.shape[0]
-    grad = torch.randn(rows, x.shape[1], generator=torch.Generator().manual_seed(9)).to(x.dtype)
-
-    def reference(x, w1, b1, w2, b2, weights):
-        index = (routing.row_idx, routing.inverse, routing.offs)
-        return ops.expert_mlp_ref(x, *index, w1, b1, w2, b2, weights, activation, combine)
-
-    ours = run_mlp(emulated, routing, tensors, activation, combine, grad)
-    truth, plain = (gradients(reference, tensors, grad, dtype) for dtype in (torch.float64, x.dtype))
-    for name, one, true, other in zip(NAMES, ours, truth, plain, strict=True):
-        if one is None:
-            assert true is None
-            continue
-        if true is None:  # not used by any row
-            assert not one.any(), name
-            continue
-        if name == "dtopk_weights" and topk_weights.dtype != x.dtype:
-            other = other.to(topk_weights.dtype)
-        check(one, true, other, name)
+    check_grouped_gemm(emulated, counts, *sizes, dtype)
 
 
 @pytest.mark.parametrize(("dtype", "sm"), PLACES)
@@ -252,111 +155,6 @@ def test_expert_mlp_shapes(emulated, T, K, E, dtype, sm):
     check_mlp(emulated, routing, tensors, "gelu", True)
     routing, tensors = mlp_inputs(T, K, E, 16, 8, dtype, True, False, torch.float32)
     check_mlp(emulated, routing, tensors, "swiglu", True)
-
-
-@pytest.mark.parametrize("sm", [90])
-def test_many_rows_an_expert(emulated, sm):
-    """So many that pairs of thread blocks share the tiles of the weights; an odd number of row tiles."""
-    routing, tensors = mlp_inputs(2200, 1, 1, 16, 8, torch.bfloat16, True, False, torch.float32)
-    row_tiles = -(-int(routing.offs[-1]) // 128)
-    assert routing.row_idx.numel() >= 2048 and row_tiles % 2 == 1
-    check_mlp(emulated, routing, tensors, "swiglu", True)
-
-
-def wgmmas_of(emulated, op, *arguments):
-    before = emulated.wgmmas()
-    op(*arguments)
-    return emulated.wgmmas() - before
-
-
-def test_selection(emulated):
-    """Hopper kernels on 9.0 alone, for 16-bit types, widths that are multiples of 8 and aligned matrices."""
-    offs = torch.tensor([5, 9], dtype=torch.int32)
-
-    def count(sm, dtype=torch.bfloat16, D=16, N=24, offset=0):
-        emulated.set_device(sm, 2)
-        x = torch.zeros(9 * D + offset, dtype=dtype)[offset:].view(9, D)
-        weight, grad = torch.zeros(2, N, D, dtype=dtype), torch.zeros(9, N, dtype=dtype)
-        backward = emulated.grouped_gemm_backward
-        return [
-            wgmmas_of(emulated, emulated.grouped_gemm, x, weight, offs, None),
-            wgmmas_of(emulated, backward, grad, x, weight, offs, [True, False, False]),
-            wgmmas_of(emulated, backward, grad, x, weight, offs, [False, True, False]),
-            wgmmas_of(emulated, backward, grad, x, weight, offs, [False, False, True]),
-        ]
-
-    y, dx, dweight, dbias = count(90)
-    assert min(y, dx, dweight) > 0 and dbias == 0
-    assert min(count(90, torch.float16)[:3]) > 0
-    nothing = [0, 0, 0, 0]
-    assert count(90, torch.float32) == nothing
-    assert count(80) == count(89) == count(100) == nothing
-    assert count(90, D=12) == count(90, N=12) == nothing
-    assert count(90, offset=4) == nothing
-    assert min(count(90, offset=8)[:3]) > 0
-
-
-def test_switches(emulated):
-    """Kernels are named, counted and switched by name; what is off is computed by the portable kernels."""
-    emulated.set_device(90, 2)
-    offs = torch.tensor([5, 9], dtype=torch.int32)
-    x, weight = torch.randn(9, 16).bfloat16(), torch.randn(2, 24, 16).bfloat16()
-    names = emulated._gpu_kernels()
-    assert len(names) == len(set(names))
-    results = {}
-    try:
-        for wanted in (
-            "rows_by_weight.64x192",
-            "rows_by_weight.128x192.pairs",
-            "rows_by_weight.128x256.pairs",
-            None,
-        ):
-            emulated._set_gpu_kernels([] if wanted is None else [wanted])
-            before = emulated._gpu_kernel_runs()
-            results[wanted] = emulated.grouped_gemm(x, weight, offs, None)
-            runs = [after - count for after, count in zip(emulated._gpu_kernel_runs(), before, strict=True)]
-            assert runs == [int(name == wanted) for name in names]
-        with pytest.raises(RuntimeError, match='no GPU kernel "up"'):
-            emulated._set_gpu_kernels(["up"])
-    finally:
-        emulated._set_gpu_kernels(names)
-    for result in results.values():
-        torch.testing.assert_close(result, results[None])
-
-
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("activation", ["gelu", "gelu_tanh", "relu", "silu", "swiglu", "geglu", "geglu_tanh"])
-def test_selection_of_expert_mlp(emulated, activation, bias):
-    """Every product on Hopper kernels, whatever the activation, with biases and without: two in forward, four in
-    backward; h or no h makes no difference to the result."""
-    emulated.set_device(90, 2)
-    D, H, gated = 8, 136, activation in ("swiglu", "geglu", "geglu_tanh")  # so that F1 takes less than F2
-    routing, (x, w1, b1, w2, b2, _) = mlp_inputs(10, 1, 2, D, H, torch.bfloat16, gated, bias, None)
-    index = (routing.row_idx, routing.inverse, routing.offs)
-    down = wgmmas_of(emulated, emulated.grouped_gemm, torch.zeros(10, H).bfloat16(), w2, routing.offs, b2)
-    arguments = (x, *index, w1, b1, w2, b2, None, activation_number(activation), True)
-    both = wgmmas_of(emulated, emulated.expert_mlp, *arguments, True)
-    assert 0 < both - down < down
-    y, h = emulated.expert_mlp(*arguments, True)
-    assert wgmmas_of(emulated, emulated.expert_mlp, *arguments, False) == both
-    without_h = emulated.expert_mlp(*arguments, False)
-    assert torch.equal(without_h[0], y) and without_h[1].numel() == 0
-    for needed in range(4):
-        needs = [i == needed for i in range(6)]
-        rest = (x, *index, w1, w2, b2, None, h, activation_number(activation), True, needs)
-        assert wgmmas_of(emulated, emulated.expert_mlp_backward, x, *rest) > 0, needed
-
-
-def test_bias_that_is_not_aligned(emulated):
-    """A bias that begins between 16-byte boundaries sends the call to the portable kernels; both give the same."""
-    emulated.set_device(90, 2)
-    offs = torch.tensor([5, 9], dtype=torch.int32)
-    x, weight, bias = (torch.randn(shape).bfloat16() for shape in ((9, 16), (2, 24, 16), (2, 24)))
-    shifted = torch.empty(49, dtype=torch.bfloat16)[1:].view(2, 24).copy_(bias)
-    aligned = emulated.grouped_gemm(x, weight, offs, bias)
-    assert wgmmas_of(emulated, emulated.grouped_gemm, x, weight, offs, bias) > 0
-    assert wgmmas_of(emulated, emulated.grouped_gemm, x, weight, offs, shifted) == 0
-    torch.testing.assert_close(emulated.grouped_gemm(x, weight, offs, shifted), aligned)
 
 
 @pytest.mark.parametrize(("dtype", "sm"), [(torch.float32, 80), (torch.bfloat16, 90)])

@@ -103,26 +103,28 @@ void test_selection() {
   };
   for (const auto& [product, name] :
        {std::pair(Product::rows_by_weight, "rows_by_weight"), std::pair(Product::grad_input, "grad_input")}) {
-    const std::string tile = name + std::string(".128x192");
+    const std::string tile = name + std::string(".128x192"), wide = name + std::string(".128x256.pairs");
     is(chosen(product, 47 * 8 + 7), name + std::string(".64x192"));
     is(chosen(product, 48 * 8), tile);
-    is(chosen(product, 256 * 8 - 1), tile);
-    is(chosen(product, 256 * 8), tile + ".pairs");
-    // 8 columns of 256 against 11 of 192: from 14 steps of k; 12 against 15: from 31; 3 against 3: never
-    is(chosen(product, 256 * 8, 0, 2048, 13 * 64), tile + ".pairs");
-    is(chosen(product, 256 * 8, 0, 2048, 13 * 64 + 8), name + std::string(".128x256.pairs"));
-    is(chosen(product, 256 * 8 - 1, 0, 2048, 14336), tile);
-    is(chosen(product, 256 * 8, 0, 2880, 30 * 64), tile + ".pairs");
-    is(chosen(product, 256 * 8, 0, 2880, 31 * 64), name + std::string(".128x256.pairs"));
-    is(chosen(product, 256 * 8, 0, 576, 28672), tile + ".pairs");
+    is(chosen(product, 1024 * 8 - 1), tile);
+    is(chosen(product, 1024 * 8), tile + ".pairs");
+    // 8 columns of 256 against 11 of 192: from 75 steps of k; 1 against 2: from 7; 12 against 15, 3 against
+    // 3: never
+    is(chosen(product, 512 * 8, 0, 2048, 74 * 64), tile);
+    is(chosen(product, 512 * 8, 0, 2048, 74 * 64 + 8), wide);
+    is(chosen(product, 512 * 8 - 1, 0, 2048, 14336), tile);
+    is(chosen(product, 1024 * 8, 0, 256, 6 * 64), tile + ".pairs");
+    is(chosen(product, 1024 * 8, 0, 256, 6 * 64 + 8), wide);
+    for (const int64_t columns : {2880, 576})
+      is(chosen(product, 1024 * 8, 0, columns, 28672), tile + ".pairs");
   }
-  is(chosen(Product::up, 1), "up.128x256");
-  is(chosen(Product::up, 256 * 8), "up.128x256.pairs");
-  is(chosen(Product::grad_hidden, 1), "grad_hidden.128x128");
-  is(chosen(Product::grad_hidden, 256 * 8), "grad_hidden.128x128.pairs");
+  is(chosen(Product::up, 1024 * 8 - 1), "up.128x256");
+  is(chosen(Product::up, 1024 * 8), "up.128x256.pairs");
+  for (const int64_t rows : {1, 4096 * 8}) is(chosen(Product::grad_hidden, rows), "grad_hidden.128x128");
   for (const int tiles : {2, 3, 4, 33})
-    is(chosen(Product::grad_weight, 1, tiles), "grad_weight.128x256.pairs");
-  is(chosen(Product::grad_weight, 1, 1), "grad_weight.128x256");
+    is(chosen(Product::grad_weight, 512 * 8, tiles), "grad_weight.128x256.pairs");
+  is(chosen(Product::grad_weight, 512 * 8 - 1, 2), "grad_weight.128x256");
+  is(chosen(Product::grad_weight, 512 * 8, 1), "grad_weight.128x256");
 }
 // What is switched off is not chosen; what is left serves whatever it can compute.
 void test_switches() {
@@ -133,7 +135,7 @@ void test_switches() {
   };
   for (const Entry& entry : kEntries) {
     only(entry.name);
-    for (const int64_t rows : {1, 256 * 8})
+    for (const int64_t rows : {1, 1024 * 8})
       CHECK(chosen(entry.product, rows, 1, 0, 0, is_tf32(&entry)) == entry.name, "%s was not chosen",
             entry.name);
   }

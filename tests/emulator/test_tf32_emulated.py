@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from gemm_cases import chosen
 
 from fmoe_ext import ops
 from fmoe_ext.gpu import tf32
@@ -66,14 +67,6 @@ def products(x, weight, offs, bias, grad):
         dweight[e] = grad[rows].mT @ x[rows]
         begin = end
     return y, dx, dweight
-
-
-def chosen(emulated, function, *arguments):
-    """The names of the kernels that a call runs."""
-    before = emulated._gpu_kernel_runs()
-    function(*arguments)
-    counts = zip(emulated._gpu_kernels(), before, emulated._gpu_kernel_runs(), strict=True)
-    return [name for name, earlier, later in counts if later > earlier]
 
 
 @pytest.mark.parametrize("sizes", [(24, 40), (37, 3), (160, 136)])

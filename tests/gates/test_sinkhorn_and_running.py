@@ -99,6 +99,13 @@ def test_running_loss_is_of_all_choices_of_the_step(name):
     assert gate.running_load.sum() == 0
 
 
+def test_a_repeated_forward_outside_of_a_layer_is_refused():
+    gate = make(SoftmaxGate, balance_loss="running")
+    _, weights = checkpoint(gate, tokens().requires_grad_(), use_reentrant=False)
+    with pytest.raises(RuntimeError, match="repeats SoftmaxGate outside of an FMoE layer"):
+        weights.sum().backward()
+
+
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_a_repeated_forward_counts_once_and_has_the_loss_of_the_first(reentrant):
     torch.manual_seed(0)

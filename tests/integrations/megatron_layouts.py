@@ -17,7 +17,7 @@ class SequenceParallelNorm(nn.LayerNorm):
             p.sequence_parallel = config.sequence_parallel
 
 
-def initialize(tp=1, pp=1, vpp=None, ep=1):
+def initialize(tp=1, pp=1, vpp=None, ep=1, etp=1):
     from megatron.core import parallel_state
 
     parallel_state.destroy_model_parallel()
@@ -26,11 +26,11 @@ def initialize(tp=1, pp=1, vpp=None, ep=1):
         pipeline_model_parallel_size=pp,
         virtual_pipeline_model_parallel_size=vpp,
         expert_model_parallel_size=ep,
-        expert_tensor_parallel_size=1,
+        expert_tensor_parallel_size=etp,
     )
 
 
-def config_of(tp=1, pp=1, vpp=None, ep=1, dtype=torch.float64, **options):
+def config_of(tp=1, pp=1, vpp=None, ep=1, etp=1, dtype=torch.float64, **options):
     from gpt import make_config
     from megatron.core.distributed import finalize_model_grads
 
@@ -49,22 +49,38 @@ def shards(chunks):
     """{global name of a parameter: (the parameter here, its global shape, the slices of it that are here)}."""
     found = {}
     for chunk in chunks:
-        for sharded in chunk.sharded_state_dict().values():
+        for half, sharded in _without_factories(chunk.sharded_state_dict().values()):
             if not hasattr(sharded, "prepend_axis_num"):
                 continue  # extra state
             layer = sharded.prepend_axis_num  # axes in front say which layer it is
             starts_and_sizes = zip(sharded.global_offset[layer:], sharded.local_shape, strict=True)
             places = tuple(slice(start, start + size) for start, size in starts_and_sizes)
-            name = f"{sharded.key} {list(sharded.global_offset[:layer])}"
+            name = f"{sharded.key} {list(sharded.global_offset[:layer])}{half}"
             found[name] = sharded.data, sharded.global_shape[layer:], places
     return found
+
+
+def _without_factories(values):
+    """("", shard) of each; of a gated activation's weights over ranks (" half 0", gate), (" half 1", up)."""
+    for value in values:
+        if not hasattr(value, "build_fn"):
+            yield "", value
+            continue
+        grads = getattr(value.data, "main_grad", value.data).chunk(2, 1)
+        for i, (part, grad) in enumerate(zip(value.build(), grads, strict=True)):
+            part.data.main_grad = grad
+            yield f" half {i}", part
+
+
+def whole_name(name):
+    return name.split(" half ")[0]
 
 
 @torch.no_grad()
 def fill(chunks):
     """Values that depend on the global name of a parameter only."""
     for name, (p, shape, places) in shards(chunks).items():
-        generator = torch.Generator().manual_seed(int.from_bytes(name.encode(), "little") % 2**32)
+        generator = torch.Generator().manual_seed(int.from_bytes(whole_name(name).encode(), "little") % 2**32)
         full = torch.randn(shape, generator=generator, dtype=torch.float64) / 3
         p.copy_(full[places])
 
@@ -93,7 +109,7 @@ def gradients(chunks):
     return {
         name: (p.main_grad.clone(), places)
         for name, (p, _, places) in shards(chunks).items()
-        if p.requires_grad
+        if p.requires_grad or whole_name(name) != name
     }
 
 
@@ -111,7 +127,7 @@ class Training:
         from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker
 
         get_moe_layer_wise_logging_tracker().clear()  # as long as the first model of the process had layers
-        initialize(**{key: layout[key] for key in layout if key in ("tp", "pp", "vpp", "ep")})
+        initialize(**{key: layout[key] for key in layout if key in ("tp", "pp", "vpp", "ep", "etp")})
         self.config = config_of(**layout, dtype=dtype)
         self.modules = build(self.config)
         fill(self.modules)

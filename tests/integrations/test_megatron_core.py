@@ -9,6 +9,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
+from fmoe_ext import balance
 from fmoe_ext.gates import SoftmaxGate
 from fmoe_ext.megatron import fmoefy, moe_layer_spec
 from fmoe_ext.testing import assert_close
@@ -16,6 +17,7 @@ from fmoe_ext.testing import assert_close
 pytest.importorskip("megatron.core", reason="pip install megatron-core")
 import megatron_layouts as layouts
 from gpt import forward_backward, make_chunks
+from megatron.core import tensor_parallel
 from on_cpu import megatron_on_cpu
 
 
@@ -179,6 +181,51 @@ def test_gate_loss_has_the_scale_of_the_main_loss():
     assert auxiliary["decoder.layers.0.mlp.moe.gate.gate.weight"].abs().max() > 1e-4
 
 
+RECOMPUTED = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+
+
+def forwards_of_a_step(monkeypatch, noise=0.0, **options):
+    """(gradients, counts of the gates, the choices of every forward) of four microbatches by Megatron's schedule."""
+    model = gpt(moe_layer_spec(4, d_hidden=24), moe_aux_loss_coeff=0.5, **options)
+    model.config.finalize_model_grads_func = None
+    monitor, chosen = balance.watch(model), {}
+    for number, layer in enumerate(model.decoder.layers):
+        moe, of_layer = layer.mlp.moe, chosen.setdefault(number, [])
+        moe.gate_hook = lambda topk_idx, *_, of_layer=of_layer: of_layer.append(topk_idx.clone())
+        moe.gate.register_forward_pre_hook(lambda _, args: (args[0] + noise * torch.randn_like(args[0]),))
+    ran = []
+    of_megatron = tensor_parallel.random.CheckpointFunction.apply
+    monkeypatch.setattr(
+        tensor_parallel.random.CheckpointFunction, "apply", lambda *args: ran.append(1) or of_megatron(*args)
+    )
+    forward_backward([model], layouts.microbatches(0), layouts.SEQ_LEN)
+    assert len(ran) == (8 if options else 0)
+    return {name: p.grad for name, p in model.named_parameters()}, monitor.collect()["layers"], chosen
+
+
+def test_megatrons_recomputation(monkeypatch):
+    """tensor_parallel.checkpoint: the same gradients, the balance loss's too, and every token counts once."""
+    expected, counts, _ = forwards_of_a_step(monkeypatch)
+    got, counts_again, chosen = forwards_of_a_step(monkeypatch, **RECOMPUTED)
+    for name, grad in expected.items():
+        torch.testing.assert_close(got[name], grad, rtol=1e-12, atol=1e-14)
+    assert counts_again == counts
+    assert all(len(of_layer) == 8 for of_layer in chosen.values())
+
+
+def test_megatrons_recomputation_keeps_choices(monkeypatch):
+    """Of a gate whose input is another one in the second forward; Megatron restores generators, but not this one."""
+    numbers = torch.Generator().manual_seed(0)
+    monkeypatch.setattr(
+        torch, "randn_like", lambda x: torch.randn(x.shape, generator=numbers, dtype=x.dtype, device=x.device)
+    )
+    _, _, chosen = forwards_of_a_step(monkeypatch, noise=3.0, **RECOMPUTED)
+    for of_layer in chosen.values():
+        for first, second in zip(of_layer[::2], of_layer[1::2], strict=True):
+            assert torch.equal(first, second)
+        assert not torch.equal(of_layer[0], of_layer[2])
+
+
 def main_grads(fused, dtype=torch.float64, **ddp):
     """Main gradients of a step of four microbatches, and the model."""
 
@@ -281,22 +328,18 @@ def test_refuses(monkeypatch):
         layer.sharded_state_dict("a.")
 
 
-@pytest.mark.parametrize(
-    ("sizes", "message"),
-    [
-        ({"expt_tp": 2}, "expert_tensor_parallel_size is 2 .*--expert-tensor-parallel-size 1"),
-        ({"ep": 3}, "num_experts must be a multiple of the expert parallel size 3, but is 4"),
-    ],
-)
-def test_layouts_that_cannot_be(sizes, message):
+def test_layouts_that_cannot_be():
     from fmoe_ext.integrations.megatron.core import layer_arguments
 
-    def group(size):
-        return SimpleNamespace(size=lambda: size)
-
-    groups = SimpleNamespace(**{name: group(sizes.get(name, 1)) for name in ("tp", "ep", "expt_tp")})
-    with pytest.raises(ValueError, match=message):
+    groups = SimpleNamespace(tp=group_of(1), ep=group_of(3), expt_tp=group_of(1))
+    with pytest.raises(
+        ValueError, match="num_experts must be a multiple of the expert parallel size 3, but is 4"
+    ):
         layer_arguments(gpt().config, groups, num_experts=4)
+
+
+def group_of(size):
+    return SimpleNamespace(size=lambda: size)
 
 
 def test_needs_process_groups(monkeypatch):

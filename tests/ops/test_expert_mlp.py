@@ -28,9 +28,21 @@ class Problem:
     """Inputs for one call, and what it gives by a function that has the signature of expert_mlp."""
 
     def __init__(
-        self, T, K, E, D, H, dtype, activation="swiglu", bias=True, weights=True, combine=True, topk_idx=None
+        self,
+        T,
+        K,
+        E,
+        D,
+        H,
+        dtype,
+        activation="swiglu",
+        bias=True,
+        weights=True,
+        combine=True,
+        topk_idx=None,
+        seed=0,
     ):
-        generator = torch.Generator().manual_seed(T * 31 + D)
+        generator = torch.Generator().manual_seed(T * 31 + D + 10_000 * seed)
 
         def random(*shape, scale=1.0):
             return (torch.randn(shape, generator=generator) * scale).to(dtype).requires_grad_()
@@ -67,15 +79,31 @@ class Problem:
         }
 
     def check(self):
-        double = {
-            n: None if t is None else t.detach().double().requires_grad_() for n, t in self.tensors.items()
-        }
-        truth, plain = self.results(expert_mlp_ref, double), self.results(expert_mlp_ref)
-        for name, got in self.results(expert_mlp).items():
-            if got.dtype == torch.float64:
-                torch.testing.assert_close(got, truth[name], rtol=1e-11, atol=1e-11)
-            else:
-                assert_close(got, truth[name], plain[name], name)
+        check_together([self])
+
+
+def check_together(problems):
+    """Ours as exact as plain PyTorch over all of them: how the few numbers of a tiny one are rounded is luck."""
+
+    def results(function, dtype=None):
+        each = [
+            problem.results(
+                function,
+                {
+                    n: None if t is None else t.detach().to(dtype or t.dtype).requires_grad_()
+                    for n, t in problem.tensors.items()
+                },
+            )
+            for problem in problems
+        ]
+        return {name: torch.stack([result[name] for result in each]) for name in each[0]}
+
+    truth, plain = results(expert_mlp_ref, torch.float64), results(expert_mlp_ref)
+    for name, got in results(expert_mlp).items():
+        if got.dtype == torch.float64:
+            torch.testing.assert_close(got, truth[name], rtol=1e-11, atol=1e-11)
+        else:
+            assert_close(got, truth[name], plain[name], name)
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
@@ -92,6 +120,9 @@ CURVES = {  # without the cancellation that torch's GELU has far below zero, als
 }
 
 
+@pytest.mark.cpu(
+    "products with denormal numbers are as fast as any on a GPU, whose GELU is as exact as torch's"
+)
 @pytest.mark.parametrize("activation", CURVES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_no_activation_and_no_slope_is_denormal(isa, dtype, activation):
@@ -120,8 +151,9 @@ def test_no_activation_and_no_slope_is_denormal(isa, dtype, activation):
     ids=str,
 )
 def test_shapes(shape, combine, dtype):
-    Problem(*shape, dtype, combine=combine).check()
-    Problem(*shape, dtype, "gelu", bias=False, combine=combine).check()
+    seeds = range(8 if shape[0] == 1 else 1)
+    check_together([Problem(*shape, dtype, combine=combine, seed=seed) for seed in seeds])
+    check_together([Problem(*shape, dtype, "gelu", bias=False, combine=combine, seed=seed) for seed in seeds])
 
 
 def test_no_experts():

@@ -142,6 +142,16 @@ def test_bitwise_equal_for_any_number_of_threads():
         torch.set_num_threads(threads)
 
 
+def test_infinite_gradients_of_a_bias_are_no_nan():
+    """As torch's sums: the row of an infinity, and a sum that leaves the range of float32."""
+    x, weight, grad = torch.ones(400, 1), torch.ones(1, 3, 1), torch.ones(400, 3)
+    grad[5, 1] = torch.inf
+    grad[:40, 2] = 3e38
+    bias = torch.zeros(1, 3, requires_grad=True)
+    grouped_gemm(x, weight, torch.tensor([400], dtype=torch.int32), bias).backward(grad)
+    assert bias.grad.tolist() == [[400, torch.inf, torch.inf]]
+
+
 def test_gradients():
     x, weight, offs, bias, _ = make_inputs(7, 3, 4, [2, 2, 6], torch.float64)
     assert torch.autograd.gradcheck(

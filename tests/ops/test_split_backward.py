@@ -151,7 +151,7 @@ def test_second_derivatives_raise(make):
 
 
 def test_opcheck_of_the_halves():
-    problem = Problem(6, 2, 3, 5, 4, torch.float32)
+    problem = Problem(6, 2, 3, 5, 12, torch.float32)  # dh: two cache lines a row, of three
     x, w1, b1, w2, b2, topk_weights = (t.detach() for t in problem.tensors.values())
     native, indices = torch.ops.fmoe_ext, (problem.row_idx, problem.inverse, problem.offs)
     h = native.expert_mlp(x, *indices, w1, b1, w2, b2, topk_weights, 4, True, True)[1]

@@ -74,6 +74,31 @@ def test_balance_losses_of_the_microbatches_reach_the_gates(checkpoint):
     assert gates.total_loss(pipe) == 0.0, "the second forward of a checkpoint left a loss behind"
 
 
+@pytest.mark.parametrize("form", ["WholeBatch", "all_forwards_first"])
+@pytest.mark.parametrize("checkpoint", MODES)
+def test_balance_loss_of_the_whole_batch(checkpoint, form):
+    plain = model()
+    pipe = Pipe(deepcopy(plain), [2, 3], chunks=3, checkpoint=checkpoint)
+    x = torch.randn(8, 5, dtype=torch.float64)
+    if form == "WholeBatch":
+        whole = gates.WholeBatch(pipe)
+        with whole.first_pass():
+            pipe(x)
+        block = whole.second_pass()
+    else:
+        block = gates.all_forwards_first(pipe)
+    with block:
+        out = pipe(x)
+        loss = gates.total_loss(pipe)
+        (out.square().mean() + loss).backward()
+    out = plain(x)
+    expected = gates.total_loss(plain)
+    (out.square().mean() + expected).backward()
+    torch.testing.assert_close(loss, expected, rtol=1e-12, atol=0)
+    for ours, theirs in zip(grads(pipe), grads(plain), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-14)
+
+
 def test_dropout_is_repeated_by_a_checkpoint():
     pipe = Pipe(nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)), [1, 1], chunks=2, checkpoint="always")
     x = torch.ones(4, 4, requires_grad=True)

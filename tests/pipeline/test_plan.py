@@ -81,12 +81,12 @@ def memory_of_step(schedule, ep):
 
 def planned(layers, schedule, ep):
     """As estimate() counts, of each of two ranks."""
-    from fmoe_ext.pipeline.plan import KINDS, memory_of_rank
+    from fmoe_ext.pipeline.plan import SCHEDULE_COSTS, memory_of_rank
 
     layout = Layout(2, 1, ep, schedule, CHUNKS)
     rows = ROWS / CHUNKS
     return [
-        memory_of_rank(own, layout, KINDS[schedule].in_flight(2, rank, CHUNKS), rows, 0)[:2]
+        memory_of_rank(own, layout, SCHEDULE_COSTS[schedule].in_flight(2, rank, CHUNKS), rows, 0)[:2]
         for rank, own in enumerate((layers[:3], layers[3:]))
     ]
 

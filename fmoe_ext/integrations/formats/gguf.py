@@ -27,6 +27,7 @@ class Architecture:
     normalizes: bool
     turns_pairs: bool = False  # rotary embedding of neighbours (2i, 2i + 1), not of halves
     biases: bool = False
+    groups_heads: bool = True
 
 
 ARCHITECTURES = MappingProxyType(
@@ -34,7 +35,7 @@ ARCHITECTURES = MappingProxyType(
         "mixtral": Architecture("llama", normalizes=True, turns_pairs=True),
         "qwen3_moe": Architecture("qwen3moe", normalizes=True),
         "qwen2_moe": Architecture("qwen2moe", normalizes=False, biases=True),
-        "olmoe": Architecture("olmoe", normalizes=False),
+        "olmoe": Architecture("olmoe", normalizes=False, groups_heads=False),
     }
 )
 OUTSIDE = MappingProxyType(
@@ -79,6 +80,8 @@ def check_writable(format: str, config: Any) -> Architecture:
         and getattr(config, "use_sliding_window", True),
         "rope_parameters": config.rope_parameters.get("rope_type", "default") != "default",
         "attention_bias": getattr(config, "attention_bias", False) and not architecture.biases,
+        "num_key_value_heads": config.num_key_value_heads != config.num_attention_heads
+        and not architecture.groups_heads,
     }
     for name, is_wrong in wrong.items():
         if is_wrong:

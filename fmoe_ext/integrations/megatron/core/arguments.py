@@ -31,15 +31,8 @@ def process_groups(pg_collection: Any = None) -> Any:
 def layer_arguments(config: Any, groups: Any, num_experts: int | None = None) -> dict[str, Any]:
     """Arguments of FMoETransformerMLP for a layer in this layout of ranks, with what config says about MoE.
 
-    Raises ValueError for expert tensor parallelism, because our experts are whole on their rank, and for experts that
-    cannot be spread evenly.
+    Raises ValueError for experts that cannot be spread evenly.
     """
-    if groups.expt_tp.size() != 1:
-        raise ValueError(
-            f"expert_tensor_parallel_size is {groups.expt_tp.size()} (Megatron's default is the tensor parallel size), "
-            "but experts of fmoe_ext are whole on one rank: pass "
-            "expert_tensor_parallel_size=1 to initialize_model_parallel (--expert-tensor-parallel-size 1)"
-        )
     ep_size = groups.ep.size()
     arguments = {
         "world_size": ep_size,
@@ -60,6 +53,16 @@ def layer_arguments(config: Any, groups: Any, num_experts: int | None = None) ->
         arguments["num_expert"] = num_experts // ep_size
         arguments["top_k"] = config.moe_router_topk
     return arguments
+
+
+def check_whole_experts(groups: Any) -> None:
+    """ValueError for expert tensor parallelism, where experts have to be whole on their rank."""
+    if groups.expt_tp.size() != 1:
+        raise ValueError(
+            f"expert_tensor_parallel_size is {groups.expt_tp.size()} (Megatron's default is the tensor parallel size), "
+            "but fmoefy makes experts that are whole on one rank: pass expert_tensor_parallel_size=1 to "
+            "initialize_model_parallel (--expert-tensor-parallel-size 1), or use moe_layer_spec"
+        )
 
 
 def activation_of(config: Any) -> str | Callable:

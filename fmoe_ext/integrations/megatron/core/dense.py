@@ -8,7 +8,12 @@ from typing import Any
 
 from torch import nn
 
-from fmoe_ext.integrations.megatron.core.arguments import activation_of, layer_arguments, process_groups
+from fmoe_ext.integrations.megatron.core.arguments import (
+    activation_of,
+    check_whole_experts,
+    layer_arguments,
+    process_groups,
+)
 from fmoe_ext.integrations.megatron.core.gate import gate_arguments
 from fmoe_ext.integrations.megatron.core.layer import MegatronCoreMLP
 from fmoe_ext.integrations.megatron.core.norm import norm_inside
@@ -63,6 +68,7 @@ def _target(path: str, layer: Any, options: Options) -> Target:
             "gradients of experts over the other ranks only, so make it 1"
         )
     norm = norm_inside(layer.mlp.linear_fc1, config)
+    check_whole_experts(groups)
     moe_kwargs = layer_arguments(config, groups)
     if options.gate is None:
         moe_kwargs |= gate_arguments(config)

@@ -15,6 +15,11 @@ from torch import Tensor, nn
 from fmoe_ext.ep.ranks import GroupRanks
 from fmoe_ext.gates import NaiveGate, OneRank
 from fmoe_ext.integrations.megatron.core.arguments import activation_of, layer_arguments, process_groups
+from fmoe_ext.integrations.megatron.core.expert_tensor import (
+    WidthShardedMLP,
+    check_width_group,
+    sharded_parts,
+)
 from fmoe_ext.integrations.megatron.core.gate import FromConfig, gate_arguments, loss_weights, only
 from fmoe_ext.integrations.megatron.core.norm import FusedNorm, new_norm
 from fmoe_ext.integrations.megatron.core.options import check_options
@@ -70,10 +75,11 @@ class MegatronCoreMLP(nn.Module):
         self.layer_number = layer_number
 
     def _mark_parameters(self) -> None:
-        for p in self.moe.experts.parameters():
+        for name, p in self.moe.experts.named_parameters():
             p.allreduce = False  # reduced over the ranks that hold the same experts
             # The gradient norm counts parameters of every tensor-parallel rank: experts differ there.
-            p.tensor_model_parallel, p.partition_dim, p.partition_stride = True, 0, 1
+            is_copy = self._groups.expt_tp.size() > 1 and name == "h4toh.bias"
+            p.tensor_model_parallel, p.partition_dim, p.partition_stride = not is_copy, 0, 1
         dense = [*self.moe.gate.parameters(), *(() if self.norm is None else self.norm.parameters())]
         for p in dense:
             # then Megatron sums the gradient over the ranks
@@ -188,7 +194,10 @@ class MegatronCoreMLP(nn.Module):
         copies = {name: p for name, p in state.items() if name not in experts and name not in shared}
         sharded = self._sharded_copies(copies, prefix, sharded_offsets)
         for name, p in experts.items():
-            sharded[prefix + name] = self._sharded_experts(prefix + name, p, sharded_offsets)
+            inside = name.removeprefix("moe.experts.")
+            sharded[prefix + name] = sharded_parts(
+                self.moe, prefix + name, inside, p, sharded_offsets, self._groups
+            )
         if self.shared_experts is not None:
             metadata = {"dp_cp_group": self._groups.dp_cp, **(metadata or {})}
             inside = f"{prefix}shared_experts."
@@ -206,19 +215,6 @@ class MegatronCoreMLP(nn.Module):
         groups = {name: group for name, group in groups.items() if name in known}
         return make(state, prefix, sharded_offsets=sharded_offsets, **groups)
 
-    def _sharded_experts(self, key: str, p: Tensor, sharded_offsets: tuple) -> Any:
-        from megatron.core.dist_checkpointing import ShardedTensor
-
-        groups, axis = self._groups, len(sharded_offsets)
-        return ShardedTensor.from_rank_offsets(
-            key,
-            p,
-            *sharded_offsets,
-            (axis, groups.ep.rank(), groups.ep.size()),
-            replica_id=(0, 0, groups.expt_dp.rank()),
-            prepend_axis_num=axis,
-        )
-
 
 class MegatronCoreMoE(MegatronCoreMLP):
     """What moe_layer_spec() builds: the layer from config, its experts the same in every layout of ranks."""
@@ -234,6 +230,7 @@ class MegatronCoreMoE(MegatronCoreMLP):
     ):
         check_options(config, own_gate=moe_kwargs.get("gate") is not None)
         groups = process_groups(pg_collection)
+        check_width_group(groups)
         arguments = gate_arguments(config) if moe_kwargs.get("gate") is None else {}
         arguments |= layer_arguments(config, groups, num_experts) | moe_kwargs
         if "num_expert" not in arguments:
@@ -243,7 +240,7 @@ class MegatronCoreMoE(MegatronCoreMLP):
             arguments["activation"] = activation_of(config)
         # what is drawn here depends on the number of experts on this rank
         with torch.random.fork_rng(devices=[]):
-            moe = FMoETransformerMLP(d_model=config.hidden_size, **arguments)
+            moe = WidthShardedMLP(d_model=config.hidden_size, width_group=groups.expt_tp, **arguments)
         device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
         moe.to(device, config.params_dtype)
         if config.perform_initialization:
@@ -273,16 +270,17 @@ def moe_layer_spec(num_experts: int | None = None, *, norm: bool = False, **moe_
 
 
 @torch.no_grad()
-def _initialize(moe: FMoETransformerMLP, config: Any, ep_rank: int) -> None:
+def _initialize(moe: WidthShardedMLP, config: Any, ep_rank: int) -> None:
     """Megatron's initialisation. Every rank draws the weights of all experts, one at a time, and keeps its own."""
     first = ep_rank * moe.num_expert
-    experts = ((moe.experts.htoh4, config.init_method), (moe.experts.h4toh, config.output_layer_init_method))
-    for linear, init_method in experts:
+    experts = (("htoh4", config.init_method), ("h4toh", config.output_layer_init_method))
+    for name, init_method in experts:
+        linear = getattr(moe.experts, name)
         for e in range(moe.num_experts):
-            drawn = torch.empty_like(linear.weight[0])
+            drawn = moe.whole_like(linear.weight[0], f"{name}.weight")
             init_method(drawn)
             if first <= e < first + moe.num_expert:
-                linear.weight[e - first].copy_(drawn)
+                linear.weight[e - first].copy_(moe.part_of(drawn, f"{name}.weight"))
         if linear.bias is not None:
             linear.bias.zero_()
     for name, p in moe.gate.named_parameters():

@@ -116,8 +116,9 @@ OPTIONS = (
     Option(
         "expert_tensor_parallel_size",
         None,
-        "1",
-        "any other size: experts are whole on one rank",
+        "1, or (in `moe_layer_spec`) the tensor parallel size, Megatron's default: each of its ranks has a part of the "
+        "hidden units of every expert here",
+        "any other size, when the layer is built; in `fmoefy` all but 1",
         lambda _: False,
     ),
     Option("expert_tensor_parallel_num_weight_shards", None, refused="experts are whole on one rank"),

@@ -1,0 +1,53 @@
+// Rows that the inputs' half of a backward keeps for the weights' half: [R, columns] in the type of storage.
+#pragma once
+
+#include "gemm/grouped.h"
+#include "stream_row.h"
+
+namespace fmoe_ext::gemm {
+
+class KeptRows {
+ public:
+  // Memory for them, zero from row num_used on. Rows are as far apart as rows of operands, which they are
+  // where operands are what is stored (fmoe_ext/ops/expert_mlp.py says the same of the shape).
+  static Tensor make(const Tensor& like, int64_t num_rows, int64_t num_used, int64_t columns) {
+    const int64_t stride = RowMajor::odd_lines(columns, like.element_size());
+    Tensor memory = new_large(like, {num_rows, stride}, like.scalar_type());
+    zero_rows_from(memory, num_used);
+    return torch::stable::narrow(memory, 1, 0, columns);
+  }
+
+  KeptRows(const Kernels& kernels, const Tensor& rows)
+      : kernels_(kernels), rows_(rows.stride(1) == 1 ? rows : as_contiguous(rows)) {}
+
+  // Rows from `row` on, as they lie.
+  RowMajor from(int64_t row) const {
+    return RowMajor{mutable_bytes_of(rows_), rows_.stride(0), kernels_.storage_bytes}.from(row);
+  }
+
+  // Keeps rows [begin, end), operands in a block that starts at begin. Past the caches: what is kept is read
+  // again only when the whole of it has been written.
+  void round(int64_t begin, int64_t end, const RowMajor& block) const {
+    const int64_t row_bytes = rows_.stride(0) * kernels_.storage_bytes;
+    const RowWriter writer(rows_.mutable_data_ptr(), rows_.size(0), row_bytes);
+    std::vector<char> rounded(row_bytes);
+    for (int64_t r = begin; r < end; ++r) {
+      kernels_.round(block.at(r - begin), rows_.size(1), rounded.data());
+      writer.copy(r, rounded.data());
+    }
+    writer.finish();
+  }
+
+  // The same rows as operands again.
+  void load(int64_t begin, int64_t end, const RowMajor& block) const {
+    std::vector<const void*> rows;
+    for (int64_t r = begin; r < end; ++r) rows.push_back(from(r).data);
+    kernels_.copy_rows(rows.data(), end - begin, rows_.size(1), block.data, block.stride);
+  }
+
+ private:
+  const Kernels& kernels_;
+  const Tensor rows_;
+};
+
+}  // namespace fmoe_ext::gemm

@@ -1,0 +1,128 @@
+"""What is counted of one gate."""
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from fmoe_ext import ops
+
+ENTROPY_SAMPLE = 512  # tokens of a forward, about, whose entropy is computed
+MAX_NOTED = 32  # forwards that are summed up together, which costs little more than one
+
+
+class _Forward(NamedTuple):
+    load: torch.Tensor  # [E]
+    num_wanted: int  # choices, if none had been dropped
+    num_tokens: int
+    weights: torch.Tensor  # [S, K] of a sample of the tokens
+
+
+def _summed(name: str) -> Any:
+    def get(counters: "LayerCounters") -> torch.Tensor:
+        counters.sum_up()
+        return counters._sums[name]
+
+    def put(counters: "LayerCounters", value: torch.Tensor) -> None:
+        counters.sum_up()
+        counters._sums[name] = value
+
+    return property(get, put)
+
+
+class LayerCounters:
+    """The running counts of one gate, on its device.
+
+    A forward is counted by one operator and noted; every MAX_NOTED of them are summed up, and whenever a sum is read.
+    """
+
+    NAMES = ("tokens_per_expert", "idle_steps", "num_dropped", "num_tokens", "gate_entropy_sum", "num_steps")
+
+    tokens_per_expert = _summed("tokens_per_expert")  # [E] int64
+    idle_steps = _summed("idle_steps")  # [E] int64, forwards since the last token
+    num_dropped = _summed("num_dropped")
+    num_tokens = _summed("num_tokens")
+    num_steps = _summed("num_steps")
+    gate_entropy_sum = _summed("gate_entropy_sum")  # float64
+
+    def __init__(self, num_experts: int, device: torch.device | str) -> None:
+        self._noted: list[_Forward] = []
+        self._num_experts = num_experts
+        self._sums = {name: torch.zeros((), dtype=torch.int64, device=device) for name in self.NAMES}
+        self._sums["gate_entropy_sum"] = torch.zeros((), dtype=torch.float64, device=device)
+        for name in ("tokens_per_expert", "idle_steps"):
+            self._sums[name] = torch.zeros(num_experts, dtype=torch.int64, device=device)
+
+    def to(self, device: torch.device | str) -> None:
+        """Moves the counters."""
+        self.sum_up()
+        self._sums = {name: value.to(device) for name, value in self._sums.items()}
+
+    @torch.no_grad()
+    def count(self, topk_idx: torch.Tensor, topk_weights: torch.Tensor, top_k: int | None = None) -> None:
+        """topk_idx, topk_weights [T, K]; top_k: choices that a token should have, if the K columns are more."""
+        if topk_idx.device != self._sums["num_steps"].device:
+            self.to(topk_idx.device)
+        num_tokens, num_columns = topk_idx.shape
+        forward = _Forward(
+            ops.count_tokens(topk_idx, self._num_experts),
+            num_tokens * (num_columns if top_k is None else min(top_k, num_columns)),
+            num_tokens,
+            # of many tokens every n-th speaks for n
+            topk_weights.reshape(topk_idx.shape)[:: max(1, num_tokens // ENTROPY_SAMPLE)].clone(),
+        )
+        if _is_repeated_without_python(topk_idx):
+            self._add([forward])
+            return
+        self._noted.append(forward)
+        if len(self._noted) >= MAX_NOTED:
+            self.sum_up()
+
+    @torch.no_grad()
+    def sum_up(self) -> None:
+        """Adds the forwards that were noted to the sums."""
+        noted, self._noted = self._noted, []
+        if noted:
+            self._add(noted)
+
+    def reset(self) -> None:
+        """Back to zero, except how long experts have been idle."""
+        for name in self.NAMES:
+            if name != "idle_steps":
+                getattr(self, name).zero_()
+
+    def _add(self, noted: Sequence[_Forward]) -> None:
+        """As many operations as there are counters, and none that waits for the device."""
+        sums, num = self._sums, len(noted)
+        loads = torch.stack([forward.load for forward in noted])  # [num, E]
+        sums["tokens_per_expert"] += loads.sum(0)
+        numbers = torch.arange(1, num + 1, device=loads.device).unsqueeze(1)
+        last = (numbers * (loads > 0)).amax(0)  # [E], the last forward with a token, 0 for none
+        sums["idle_steps"].mul_(last == 0).add_(num - last)
+        for forward, num_kept in zip(noted, loads.sum(1), strict=True):
+            sums["num_dropped"] += (forward.num_wanted - num_kept).clamp(min=0)
+        sums["num_tokens"] += sum(forward.num_tokens for forward in noted)
+        sums["num_steps"] += num
+        for width in {forward.weights.shape[1] for forward in noted}:
+            same = [forward for forward in noted if forward.weights.shape[1] == width]
+            sums["gate_entropy_sum"] += _entropies(same)
+
+
+def _is_repeated_without_python(x: torch.Tensor) -> bool:
+    """Whether what runs now becomes a program or a CUDA graph, which nothing may be noted for."""
+    return torch.compiler.is_compiling() or (x.is_cuda and torch.cuda.is_current_stream_capturing())
+
+
+def _entropies(noted: Sequence[_Forward]) -> torch.Tensor:
+    """The entropies of all tokens, / log K, summed; 0 for one choice a token."""
+    weights = torch.cat([forward.weights for forward in noted])
+    top_k = weights.shape[1]
+    weights = weights.to(torch.promote_types(weights.dtype, torch.float32))
+    tiny = torch.finfo(weights.dtype).tiny
+    share = weights / weights.sum(1, keepdim=True).clamp(min=tiny)
+    entropies = -(share * share.clamp(min=tiny).log()).sum(1)
+    samples = entropies.split([len(forward.weights) for forward in noted])
+    per_token = [forward.num_tokens / max(len(forward.weights), 1) for forward in noted]
+    sums = [sample.sum() * each for sample, each in zip(samples, per_token, strict=True)]
+    return torch.stack(sums).sum() / math.log(max(top_k, 2))

@@ -1,0 +1,52 @@
+"""Running a layer to see what it takes."""
+
+import time
+
+import torch
+from torch import Tensor, nn
+
+from fmoe_ext.pipeline.microbatch import Tensors, as_tuple, map_tensors
+
+
+def now(device: torch.device) -> float:
+    """Seconds, when all that was started on the device is done."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+def median(values: list[float]) -> float:
+    """The upper of the two in the middle; 0 of none."""
+    return sorted(values)[len(values) // 2] if values else 0.0
+
+
+def leaves(values: Tensors) -> Tensors:
+    """The same values as a graph begins with; those that can have a gradient want it."""
+    return map_tensors(lambda x: x.detach().requires_grad_(x.is_floating_point()), values)
+
+
+def backward_of_ones(values: Tensors, retain_graph: bool = False) -> None:
+    """The backward of their sum, of those that have one."""
+    outputs = [x for x in as_tuple(values) if x.requires_grad]
+    if outputs:
+        torch.autograd.backward(outputs, [torch.ones_like(x) for x in outputs], retain_graph)
+
+
+def parameter_bytes(layer: nn.Module) -> int:
+    return sum(p.numel() * p.element_size() for p in layer.parameters())
+
+
+def run_and_weigh(layer: nn.Module, values: Tensors) -> tuple[Tensors, int]:
+    """layer(values), and the bytes that it keeps for backward besides its parameters."""
+    own = {p.untyped_storage().data_ptr() for p in layer.parameters()}
+    kept: dict[int, int] = {}
+
+    def keep(x: Tensor) -> Tensor:
+        storage = x.untyped_storage()
+        if storage.data_ptr() not in own:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        result = layer(leaves(values))
+    return result, sum(kept.values())
