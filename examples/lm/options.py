@@ -312,12 +312,6 @@ def check_pipeline(parser: ArgumentParser, options: Namespace, job: Job) -> None
         parser.error(
             f"--chunks {options.chunks} leaves stages of --pp {options.pp} without work: give as many or more"
         )
-    parts = options.chunks * (job.size // options.pp)
-    if options.batch_size % parts:
-        parser.error(
-            f"--batch-size {options.batch_size} must be a multiple of the {parts} microbatches of all ranks with --pp "
-            f"{options.pp} --chunks {options.chunks}: they weigh the same in the balance loss"
-        )
     refused = {
         "--data-parallel fsdp2 does not go with --pp": options.data_parallel == "fsdp2",
         "--profile sees one stage only: leave out --pp": options.profile,

@@ -48,9 +48,9 @@ LAYOUTS = {
     "experts over ranks, a rank with fewer windows": (4, "--expert-parallel auto"),
     "both": (4, "--expert-parallel 2"),
     "fsdp2, whole experts": (2, "--expert-parallel 1 --data-parallel fsdp2"),
-    "a pipeline": (2, "--pp 2 --chunks 3"),
+    "a pipeline": (2, "--pp 2 --chunks 4"),
     "a pipeline with copies of its stages": (4, "--pp 2 --chunks 3 --expert-parallel 1"),
-    "a pipeline, experts over the ranks of a stage": (4, "--pp 2 --chunks 3 --expert-parallel 2"),
+    "a pipeline, experts over the ranks of a stage": (4, "--pp 2 --chunks 2 --expert-parallel 2"),
     "fsdp2, experts over ranks": (4, "--expert-parallel 2 --data-parallel fsdp2"),
 }
 
@@ -103,8 +103,8 @@ def test_resume_on_as_many_ranks_is_bitwise(pool, text, tmp_path):
 
 
 def test_ranks_refuse_together(pool, text, tmp_path):
-    refused = ["--expert-parallel 3", "--expert-parallel 4", "--resume", "--pp 3"]
-    in_pipeline = ["--chunks 4", "--gate gshard", "--data-parallel fsdp2", "--profile", "--balance-weight 0"]
+    refused = ["--expert-parallel 3", "--expert-parallel 4", "--resume", "--pp 3", "--pp 4"]
+    in_pipeline = ["--chunks 1", "--gate gshard", "--data-parallel fsdp2", "--profile", "--balance-weight 0"]
     for arguments in refused + [f"--pp 2 --chunks 3 {argument}" for argument in in_pipeline]:
         command = text, tmp_path / "out", *arguments.split()
         assert pool.run(exit_status, *command, world_size=2) == [2] * 2, arguments
