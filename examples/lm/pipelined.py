@@ -17,7 +17,7 @@ class PipelinedModel:
     """One model over all ranks of a job: the interface of spread.SpreadModel.
 
     The gates' losses are those of the whole batch, as in one process: their sums are counted in a forward without
-    gradients before each step (gates.WholeBatch), which costs about a third of the step.
+    gradients before each step (gates.WholeBatch), which costs one more.
     """
 
     def __init__(
