@@ -66,8 +66,10 @@ def _without_factories(values):
         if not hasattr(value, "build_fn"):
             yield "", value
             continue
-        grads = getattr(value.data, "main_grad", value.data).chunk(2, 1)
-        for i, (part, grad) in enumerate(zip(value.build(), grads, strict=True)):
+        parts = value.build()
+        halved = next(d for d, size in enumerate(value.data.shape) if parts[0].data.shape[d] != size)
+        grads = getattr(value.data, "main_grad", value.data).chunk(2, halved)
+        for i, (part, grad) in enumerate(zip(parts, grads, strict=True)):
             part.data.main_grad = grad
             yield f" half {i}", part
 
