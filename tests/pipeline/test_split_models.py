@@ -171,7 +171,7 @@ def cut_of(stages):
 
 
 def test_cut_by_time():
-    model = nn.Sequential(*(Sleep(seconds) for seconds in (0.04, 0.01, 0.01, 0.01, 0.01)))
+    model = nn.Sequential(*(Sleep(seconds) for seconds in (0.12, 0.01, 0.01, 0.01, 0.01)))
     assert cut_of(split(model, 2, torch.randn(2, 3), by="time")) == [1, 4]
 
 
