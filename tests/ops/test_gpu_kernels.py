@@ -88,7 +88,7 @@ class Switches:
 @pytest.fixture
 def switches():
     if ops.cuda_module_missing is None:
-        pytest.skip("the switches are there, of the CUDA kernels")
+        pytest.skip("pretends the switches of CUDA kernels, which this build has")
     switches = Switches()
     yield switches
     del switches.library
