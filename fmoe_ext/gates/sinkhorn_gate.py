@@ -22,12 +22,23 @@ class SinkhornGate(ScoredGate):
     Arguments: ScoredGate without normalize and groups.
     """
 
-    def __init__(self, *sizes: Any, balance_loss: str | None = None, **options: Any) -> None:
+    def __init__(
+        self,
+        d_model: int,
+        num_expert: int,
+        world_size: int,
+        top_k: int = 2,
+        gate_bias: bool = True,
+        *,
+        balance_loss: str | None = None,
+        **options: Any,
+    ) -> None:
         for name in ("normalize", "num_groups", "topk_groups", "group_best"):
             if name in options:
                 raise ValueError(f"SinkhornGate has no {name}, but got {name}={options[name]!r}")
-        super().__init__(*sizes, balance_loss=balance_loss, normalize=False, **options)
-        self.score = "sigmoid" if self.top_k == 1 else "softmax"
+        options |= {"balance_loss": balance_loss, "normalize": False}
+        super().__init__(d_model, num_expert, world_size, top_k, gate_bias, **options)
+        self.score = "sigmoid" if top_k == 1 else "softmax"
 
     @property
     def depends_on_batch(self) -> str | None:

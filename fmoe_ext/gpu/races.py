@@ -72,8 +72,8 @@ def operations(case: Case, inputs: Inputs) -> dict[str, Callable[[], object]]:
 
 
 @dataclass(frozen=True)
-class Entrant:
-    """A race to be run: an operation on a problem."""
+class Course:
+    """What is raced over: an operation on a problem."""
 
     case: Case
     operation: str
@@ -91,7 +91,7 @@ class Races:
     def __init__(self, target: Target, kernels: list[str]) -> None:
         self.target = target
         self.kernels = kernels
-        self.races: dict[tuple[str, Entrant], Race] = {}  # by kernel
+        self.races: dict[tuple[str, Course], Race] = {}  # by kernel
 
     def run(self) -> Iterator[Event]:
         yield from self._run_until_none_is_slow(self.target.dtypes[0])
@@ -100,33 +100,33 @@ class Races:
                 yield from self._run_until_none_is_slow(torch.float32)
 
     def _run_until_none_is_slow(self, dtype: torch.dtype) -> Iterator[Event]:
-        entrants = [Entrant(case, name, dtype) for case in self.target.races for name in OPERATIONS]
-        while entrants:
-            yield from self._run_all(entrants)
-            entrants = []
+        courses = [Course(case, name, dtype) for case in self.target.races for name in OPERATIONS]
+        while courses:
+            yield from self._run_all(courses)
+            courses = []
             if (slowest := self._slowest()) is not None:
                 kernel, verdict = slowest
                 yield Lost(kernel, verdict)
                 self.kernels = [other for other in self.kernels if other != kernel]
-                entrants = [entrant for name, entrant in self.races if name == kernel]
-                self.races = {k: race for k, race in self.races.items() if k[1] not in entrants}
+                courses = [course for name, course in self.races if name == kernel]
+                self.races = {k: race for k, race in self.races.items() if k[1] not in courses}
 
-    def _run_all(self, entrants: list[Entrant]) -> Iterator[Event]:
-        for case in dict.fromkeys(entrant.case for entrant in entrants):
-            mine = [entrant for entrant in entrants if entrant.case == case]
+    def _run_all(self, courses: list[Course]) -> Iterator[Event]:
+        for case in dict.fromkeys(course.case for course in courses):
+            mine = [course for course in courses if course.case == case]
             try:
                 functions = operations(case, Inputs.of(case, mine[0].dtype, self.target.device))
-                for entrant in mine:
-                    yield from self._race(entrant, functions[entrant.operation])
+                for course in mine:
+                    yield from self._race(course, functions[course.operation])
             except torch.OutOfMemoryError:
                 yield Start(f"out of memory: no more races of {mine[0].shape}", ())
 
     def _slowest(self) -> tuple[str, Verdict] | None:
         """The kernel that loses most, by the geometric mean of its races, if one loses."""
-        logs: dict[str, dict[Entrant, float]] = {}
-        for (kernel, entrant), race in self.races.items():
+        logs: dict[str, dict[Course, float]] = {}
+        for (kernel, course), race in self.races.items():
             assert race.without_ms is not None
-            logs.setdefault(kernel, {})[entrant] = math.log(race.ms / race.without_ms)
+            logs.setdefault(kernel, {})[course] = math.log(race.ms / race.without_ms)
         means = {kernel: sum(mine.values()) / len(mine) for kernel, mine in logs.items()}
         slowest = max(means, key=means.__getitem__, default=None)
         if slowest is None or means[slowest] <= math.log(MARGIN):
@@ -139,8 +139,8 @@ class Races:
             f"{race.operation} ({race.shape}) takes {race.ms:.3f} ms, {race.without_ms:.3f} ms without it",
         )
 
-    def _race(self, entrant: Entrant, function: Callable[[], object]) -> Iterator[Event]:
-        name, shape = entrant.operation, entrant.shape
+    def _race(self, course: Course, function: Callable[[], object]) -> Iterator[Event]:
+        name, shape = course.operation, course.shape
         yield Start(f"{name} by torch ({shape})", ())
         torch_ms = self._torch_milliseconds(function)
         computed_by = self._computed_by(function)
@@ -149,7 +149,7 @@ class Races:
             function, [self.kernels, *([k for k in self.kernels if k != kernel] for kernel in computed_by)]
         )
         for kernel, without_ms in zip(computed_by, without, strict=True):
-            race = self.races[kernel, entrant] = Race(name, shape, kernel, ms, without_ms, torch_ms)
+            race = self.races[kernel, course] = Race(name, shape, kernel, ms, without_ms, torch_ms)
             yield race
         if not computed_by:
             yield Race(name, shape, PORTABLE, ms, None, torch_ms)

@@ -9,7 +9,7 @@ import torch
 from fmoe_ext.gpu.child import Work
 from fmoe_ext.gpu.cli import main, run
 from fmoe_ext.gpu.prove import prove
-from fmoe_ext.gpu.races import OPERATIONS, Entrant, Race, Races, Start
+from fmoe_ext.gpu.races import OPERATIONS, Course, Race, Races, Start
 from fmoe_ext.gpu.target import Unavailable
 from fmoe_ext.ops import gpu_kernels, gpu_proof
 from tests.gpu.targets import KERNELS, PORTABLE_MS, TORCH_MS, Emulated, Pretend
@@ -212,9 +212,9 @@ def test_one_bad_race_among_good_ones_is_no_loss():
     pretend = Pretend()
     races = Races(pretend, ["up.a", "grad_weight.a"])
     for i, operation in enumerate(OPERATIONS):
-        entrant = Entrant(pretend.races[0], operation, torch.bfloat16)
+        course = Course(pretend.races[0], operation, torch.bfloat16)
         for kernel, ms in (("up.a", 1.2 if i == 2 else 0.9), ("grad_weight.a", 1.2)):
-            races.races[kernel, entrant] = Race(operation, entrant.shape, kernel, ms, 1.0, None)
+            races.races[kernel, course] = Race(operation, course.shape, kernel, ms, 1.0, None)
     kernel, verdict = races._slowest()
     assert (kernel, verdict.state) == ("grad_weight.a", "slow")
     assert verdict.reason.startswith(
