@@ -69,14 +69,20 @@ __all__ = [
     "valid_tokens",
 ]
 
+# Modules that are imported when they are asked for: some bring torch.distributed.checkpoint or grpc.
+_ROOMS = (
+    *("audit", "checkpoint", "compat", "cpu", "gpu"),
+    *("megatron", "optim", "pipeline", "remote", "testing"),
+)
+
 
 def __getattr__(name: str) -> Any:
     if name in ("export", "import_model"):
         return getattr(importlib.import_module("fmoe_ext.integrations.formats"), name)
-    if name in ("audit", "checkpoint"):  # loaded when asked for: they bring torch.distributed.checkpoint
+    if name in _ROOMS:
         return importlib.import_module(f"fmoe_ext.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({*globals(), *__all__, *_ROOMS})

@@ -177,3 +177,15 @@ def test_version_is_written_once():
     assert code == 0 and text.splitlines()[-1] == fmoe_ext.__version__, text
     assert f"\nversion: {fmoe_ext.__version__}\n" in (ROOT / "CITATION.cff").read_text()
     assert (ROOT / "CHANGELOG.md").read_text().startswith(f"# Changelog\n\n## {fmoe_ext.__version__} ")
+
+
+def test_modules_need_no_import_of_their_own():
+    program = (
+        "import sys, fmoe_ext; rooms = sorted(set(dir(fmoe_ext)) - set(vars(fmoe_ext)) - {'export', 'import_model'});"
+        "print(*rooms); assert 'grpc' not in sys.modules; fmoe_ext.cpu.can_keep_memory(); fmoe_ext.pipeline.Pipe;"
+        "assert all(getattr(fmoe_ext, room).__name__ == 'fmoe_ext.' + room for room in rooms)"
+    )
+    out = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT)
+    assert out.returncode == 0, out.stderr
+    expected = "audit checkpoint compat cpu gpu megatron optim pipeline remote testing"
+    assert out.stdout.split() == expected.split()
