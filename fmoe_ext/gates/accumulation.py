@@ -91,6 +91,15 @@ def loss_share(gate: BaseGate, microbatch: int, rows: Sequence[int]) -> float:
     return rows[microbatch] / max(sum(rows), 1)
 
 
+def refuse_all_forwards_first(model: nn.Module, name: str) -> None:
+    """Raises RuntimeError inside all_forwards_first(model): `name` runs backwards before the last forward."""
+    if any(isinstance(getattr(gate, "ranks", None), _SoFar) for gate in gates_of(model)):
+        raise RuntimeError(
+            f"gates.all_forwards_first() is around {name}, which runs backwards before the last forward: "
+            "use gates.WholeBatch, evaluate() in its first pass and train_step() in its second"
+        )
+
+
 def _summing_gates(model: nn.Module) -> list[Any]:
     gates = [gate for gate in gates_of(model) if hasattr(gate, "ranks")]
     if not gates:

@@ -13,6 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 from fmoe_ext.distributed import DistributedGroupedDataParallel
 from fmoe_ext.distributed.clipping import norm_over, scale_to_norm
 from fmoe_ext.ep.exchange import check_same
+from fmoe_ext.gates.accumulation import refuse_all_forwards_first
 from fmoe_ext.pipeline.data_parallel import check_data_parallel, check_tied, joined, num_copies, wrap
 from fmoe_ext.pipeline.groups import PipelineGroups, check_layers, init_groups
 from fmoe_ext.pipeline.losses import count_targets, token_cross_entropy
@@ -112,6 +113,7 @@ class Pipeline:
         Equivalent, in one process: loss_fn(model(batch), target) / count(target), .backward().
         """
         check_tensors(batch, "the batch of a pipeline")
+        refuse_all_forwards_first(self.module, "Pipeline.train_step()")
         for wrapped in self._wrapped:
             wrapped.train()
         microbatches = self._cut(batch, target)

@@ -13,7 +13,7 @@ from torch import nn
 
 import fmoe_ext
 from fmoe_ext import checkpoint
-from fmoe_ext.gates import WholeBatch, total_loss
+from fmoe_ext.gates import WholeBatch, all_forwards_first, total_loss
 from fmoe_ext.pipeline import SCHEDULES, Pipeline, init_groups, split
 from fmoe_ext.testing import DistributedError, DistributedPool, run_distributed
 
@@ -234,6 +234,20 @@ def test_balance_loss_of_the_whole_batch(pool, schedule, options):
         assert all(close(grad, expected[name]) for name, grad in got[2].items())
         seen |= set(got[2])
     assert seen == set(expected)
+
+
+def train_inside_all_forwards_first():
+    tokens, target = data()
+    pipeline = Pipeline(
+        split(make_softmax_model(), 2, tokens, by=cut_for(2)), chunks=3, balance_weight=BALANCE
+    )
+    with all_forwards_first(pipeline.module), pytest.raises(RuntimeError, match=r"use gates\.WholeBatch"):
+        pipeline.train_step(tokens, target)
+    return sum(p.grad is not None for p in pipeline.parameters())
+
+
+def test_all_forwards_first_is_refused(pool):
+    assert pool.run(train_inside_all_forwards_first, world_size=2) == [0, 0]
 
 
 def save_here(folder, pp):
