@@ -112,6 +112,11 @@ class ScoredGate(NaiveGate):
         if self.balance_loss == "running":
             self.reset_running_load()
 
+    def reset_parameters(self) -> None:
+        """Gives the gate's own buffers their first values; the linear layer is a module of its own."""
+        if self.balance_loss == "running":
+            self.reset_running_load()
+
     def reset_running_load(self) -> None:
         """Begins the count of balance_loss="running" anew: for loops whose optimizer is none of torch.optim."""
         self.running_load.zero_()

@@ -62,6 +62,12 @@ class SigmoidGate(ScoredGate):
         if bias_update_speed > 0:
             self._follow_optimizers()
 
+    def reset_parameters(self) -> None:
+        """Begins without a bias and without counted choices; after .to_empty() of a gate made on the meta device."""
+        super().reset_parameters()
+        self.expert_bias.zero_()
+        self.pending_load.zero_()
+
     def _default_group_best(self) -> int:
         return max(1, self.top_k // self.topk_groups)
 
