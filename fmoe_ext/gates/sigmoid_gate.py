@@ -52,7 +52,7 @@ class SigmoidGate(ScoredGate):
         super().__init__(
             d_model, num_expert, world_size, top_k, gate_bias, balance_loss=balance_loss, **options
         )
-        if bias_update_speed < 0:
+        if not bias_update_speed >= 0:
             raise ValueError(f"bias_update_speed must not be negative, but got {bias_update_speed}")
         self.bias_update_speed = bias_update_speed
         self.register_buffer("expert_bias", torch.zeros(self.tot_expert))
