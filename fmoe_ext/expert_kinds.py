@@ -16,7 +16,7 @@ from torch import nn
 from fmoe_ext.ep.expert_parallel import ExpertParallel
 from fmoe_ext.ep.shadowing import fetch
 from fmoe_ext.experts import FusedExperts
-from fmoe_ext.routing import Nest, map_structure, permute_rows, sort_choices, unpermute_rows
+from fmoe_ext.routing import Nest, leaves_of, map_structure, permute_rows, sort_choices, unpermute_rows
 
 if TYPE_CHECKING:
     from fmoe_ext.layers import FMoE
@@ -61,7 +61,9 @@ class ExpertKind:
         topk_idx [N, K] counts experts from first and is -1 for no expert of these; topk_weights [N, K].
         """
         rows, handle = permute_rows(x, topk_idx, end - first)
-        return unpermute_rows(self.on_rows(rows, handle.tokens_per_expert, first), handle, topk_weights)
+        results = self.on_rows(rows, handle.tokens_per_expert, first)
+        _check_rows(results, rows, handle.tokens_per_expert)
+        return unpermute_rows(results, handle, topk_weights)
 
     def on_rows(self, rows: Nest, tokens_per_expert: torch.Tensor, first: int = 0) -> Nest:
         """The experts from first on, as many as have counts, on rows [R, *] sorted by expert -> [R, *]."""
@@ -180,7 +182,10 @@ class Separate(ExpertKind):
         outputs, begin = [], 0
         for idx, count in enumerate(torch.as_tensor(tokens_per_expert).tolist(), first):
             own = map_structure(lambda x, begin=begin, end=begin + count: x[begin:end], rows)
-            outputs.append(self.layer.expert_fn_single(own, count, idx))
+            result = self.layer.expert_fn_single(own, count, idx)
+            if wrong := [x for x in leaves_of(result) if x.shape[:1] != (count,)]:
+                raise _other_rows(f"expert {idx}", str(count), wrong[0])
+            outputs.append(result)
             begin += count
         return map_structure(lambda *parts: torch.cat(parts), *outputs)
 
@@ -218,6 +223,20 @@ KINDS = (Fused, Separate, OneModule)
 def kind_of(layer: FMoE) -> ExpertKind:
     """What layer.experts are: the first of KINDS that fits."""
     return next(kind for kind in KINDS if kind.fits(layer))(layer)
+
+
+def _check_rows(results: Nest, rows: Nest, tokens_per_expert: torch.Tensor) -> None:
+    """ValueError for results without a row for each choice; dropped choices, whose rows are behind, need none."""
+    num_rows = len(leaves_of(rows)[0])
+    for result in leaves_of(results):
+        if result.shape[:1] != (num_rows,) and result.shape[:1] != (needed := int(tokens_per_expert.sum()),):
+            raise _other_rows("the experts", f"{num_rows}, or {needed} without dropped choices", result)
+
+
+def _other_rows(who: str, expected: str, result: torch.Tensor) -> ValueError:
+    return ValueError(
+        f"{who} must return one row for each row of the input, here {expected}, but returned {list(result.shape)}"
+    )
 
 
 def _takes_count(expert: nn.Module) -> bool:

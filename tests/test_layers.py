@@ -413,3 +413,23 @@ def test_rejects():
         make_layer(world_size=2)
     with pytest.raises(RuntimeError, match=r"in \[-1, 4\)"):
         make_layer(gate=FixedGate(topk_idx + 2, topk_weights))(x)
+
+
+class KeepsOneRow(nn.Module):
+    """An expert that loses rows, as one that averages over them does."""
+
+    def forward(self, rows, count):
+        return rows[:1]
+
+
+def test_experts_that_lose_rows_are_refused():
+    topk_idx = torch.tensor([[0], [1], [0], [0], [1], [0]])
+    gate = FixedGate(topk_idx, torch.ones(6, 1))
+    gate.tot_expert = 2
+    separate = FMoE(2, D, top_k=1, gate=gate, expert=lambda _: KeepsOneRow())
+    with pytest.raises(ValueError, match=r"expert 0 must return one row .* here 4, but returned \[1, 6\]"):
+        separate(torch.randn(6, D))
+    together = FMoE(2, D, top_k=1, gate=gate)
+    together.experts = KeepsOneRow()
+    with pytest.raises(ValueError, match=r"the experts must return one row .* here 6, or 6 .* \[1, 6\]"):
+        together(torch.randn(6, D))

@@ -1,6 +1,7 @@
 """Limits to the choices that one expert takes."""
 
 import math
+from collections.abc import Sequence
 
 import torch
 
@@ -13,6 +14,12 @@ DROP_POLICIES = ("position", "token", "score")
 def expert_capacity(factor: float, num_tokens: int, top_k: int, num_experts: int) -> int:
     """Choices that each expert takes: ceil(factor * T * K / E), an even share times factor."""
     return math.ceil(factor * num_tokens * top_k / num_experts)
+
+
+def check_factors(capacity: object) -> None:
+    """ValueError unless capacity is FastMoE's two positive factors, one for training and one for evaluation."""
+    if not isinstance(capacity, Sequence) or len(capacity) != 2 or not min(capacity) > 0:
+        raise ValueError(f"capacity must be two positive factors (training, evaluation), but got {capacity}")
 
 
 def drop_over_capacity(

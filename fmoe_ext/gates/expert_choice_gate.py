@@ -69,4 +69,4 @@ class ExpertChoiceGate(NaiveGate):
         begin = sum(part.shape[0] for part in parts[: self.ranks.rank])
         picked = picked[begin : begin + scores.shape[0]]
         order = torch.where(picked, scores, -1).sort(dim=1, descending=True, stable=True)
-        return torch.where(order.values >= 0, order.indices, -1)[:, : self.max_experts].contiguous()
+        return torch.where(order.values < 0, -1, order.indices)[:, : self.max_experts].contiguous()

@@ -53,13 +53,18 @@ class FasterGate(NaiveGate):
                 "FMoE passes it only through gate=gen_faster_gate(node_rank)"
             )
         first = node_rank * gpus_per_node * n_expert
-        local = torch.arange(self.tot_expert)
-        local = (local >= first) & (local < first + gpus_per_node * n_expert)
-        if local.sum() < 2:
+        self._local_experts = range(first, min(first + gpus_per_node * n_expert, self.tot_expert))
+        if len(self._local_experts) < 2:
             raise ValueError("FasterGate needs two experts in a node, but node_rank's node has one")
-        self.register_buffer("is_local", local, persistent=False)
+        self.register_buffer("is_local", torch.zeros(self.tot_expert, dtype=torch.bool), persistent=False)
+        self.reset_parameters()
         self.outgoing_fraction = outgoing_fraction
         self.ranks: Ranks = OneRank() if ranks is None else ranks
+
+    def reset_parameters(self) -> None:
+        """Notes the experts of this node again; after .to_empty() of a gate made on the meta device."""
+        self.is_local.zero_()
+        self.is_local[self._local_experts.start : self._local_experts.stop] = True
 
     @property
     def depends_on_batch(self) -> str | None:

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 import torch
 
 from fmoe_ext.gates.base_gate import OneRank, Ranks
+from fmoe_ext.gates.capacity import check_factors
 from fmoe_ext.gates.losses import balance_loss
 from fmoe_ext.gates.naive_gate import NaiveGate
 
@@ -36,10 +37,7 @@ class GShardGate(NaiveGate):
         if topk != 2:
             raise ValueError(f"GShardGate chooses two experts: topk must be 2, but got {topk}")
         super().__init__(d_model, num_expert, world_size, topk, gate_bias=gate_bias)
-        if len(capacity) != 2 or min(capacity) <= 0:
-            raise ValueError(
-                f"capacity must be two positive factors (training, evaluation), but got {capacity}"
-            )
+        check_factors(capacity)
         self.capacity = capacity
         self.random_routing = random_routing
         self.ranks: Ranks = OneRank() if ranks is None else ranks

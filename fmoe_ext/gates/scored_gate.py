@@ -1,3 +1,4 @@
+import math
 from typing import Any
 
 import torch
@@ -72,6 +73,11 @@ class ScoredGate(NaiveGate):
             raise ValueError(
                 f"capacity_factor must be positive, or None for no limit, but got {capacity_factor}"
             )
+        for name, weight in (("balance_weight", balance_weight), ("z_weight", z_weight)):
+            if not weight >= 0:
+                raise ValueError(f"{name} must not be negative, but got {weight}")
+        if not 0 < scale < math.inf:
+            raise ValueError(f"scale must be a positive number, but got {scale}")
         if not 0 <= jitter < 1:
             raise ValueError(f"jitter must be in [0, 1), but got {jitter}")
         self._check_groups(num_groups, topk_groups)
@@ -109,6 +115,11 @@ class ScoredGate(NaiveGate):
 
     def after_optimizer_step(self) -> None:
         """What the gate does by itself at the step of a torch.optim optimizer that has its parameters."""
+        if self.balance_loss == "running":
+            self.reset_running_load()
+
+    def reset_parameters(self) -> None:
+        """Gives the gate's own buffers their first values; the linear layer is a module of its own."""
         if self.balance_loss == "running":
             self.reset_running_load()
 

@@ -52,7 +52,7 @@ class SigmoidGate(ScoredGate):
         super().__init__(
             d_model, num_expert, world_size, top_k, gate_bias, balance_loss=balance_loss, **options
         )
-        if bias_update_speed < 0:
+        if not bias_update_speed >= 0:
             raise ValueError(f"bias_update_speed must not be negative, but got {bias_update_speed}")
         self.bias_update_speed = bias_update_speed
         self.register_buffer("expert_bias", torch.zeros(self.tot_expert))
@@ -61,6 +61,12 @@ class SigmoidGate(ScoredGate):
         self._counted_since_update = 0
         if bias_update_speed > 0:
             self._follow_optimizers()
+
+    def reset_parameters(self) -> None:
+        """Begins without a bias and without counted choices; after .to_empty() of a gate made on the meta device."""
+        super().reset_parameters()
+        self.expert_bias.zero_()
+        self.pending_load.zero_()
 
     def _default_group_best(self) -> int:
         return max(1, self.top_k // self.topk_groups)

@@ -18,7 +18,8 @@ class SinkhornGate(ScoredGate):
     ranks, and each token takes the top_k of that (S-BASE of "Unified Scaling Laws for Routed Language Models", 2022;
     Megatron's `--moe-router-load-balancing-type sinkhorn`, over the tokens of each rank). In evaluation it takes the
     top_k of the logits. The weights are those of the unscaled logits: the sigmoid for top_k=1, else the softmax over
-    all experts, neither divided by its sum. A round of the iteration waits for the device, and for the other ranks.
+    all experts, neither divided by its sum. A round of the iteration waits for the device, and for the other ranks;
+    torch.compile breaks the graph there (fullgraph=True raises in training).
     Arguments: ScoredGate without normalize and groups.
     """
 

@@ -3,7 +3,7 @@ from collections.abc import Sequence
 import torch
 
 from fmoe_ext.gates.base_gate import OneRank, Ranks
-from fmoe_ext.gates.capacity import expert_capacity
+from fmoe_ext.gates.capacity import check_factors, expert_capacity
 from fmoe_ext.gates.losses import balance_loss, sum_over_ranks
 from fmoe_ext.gates.naive_gate import NaiveGate
 
@@ -35,10 +35,8 @@ class SwitchGate(NaiveGate):
         ranks: Ranks | None = None,
     ) -> None:
         super().__init__(d_model, num_expert, world_size, topk, gate_bias=gate_bias, normalize=False)
-        if capacity is not None and (len(capacity) != 2 or min(capacity) <= 0):
-            raise ValueError(
-                f"capacity must be two positive factors (training, evaluation), but got {capacity}"
-            )
+        if capacity is not None:
+            check_factors(capacity)
         self.switch_eps = switch_eps
         self.capacity = capacity
         self.additive_noise = additive_noise

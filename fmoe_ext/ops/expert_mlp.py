@@ -28,14 +28,16 @@ ACTIVATIONS = MappingProxyType(
         "geglu_tanh": lambda h: F.gelu(h.chunk(2, -1)[0], approximate="tanh") * h.chunk(2, -1)[1],
     }
 )
-_NUMBERS = MappingProxyType({name: number for number, name in enumerate(ACTIVATIONS)})  # csrc/activation.h
+_NAMES = tuple(
+    ACTIVATIONS
+)  # numbered as in csrc/activation.h; a mapping proxy would break torch.compile's graph
 
 
 def activation_number(name: str) -> int:
     """What the operators call an activation; RuntimeError for a name that is not in ACTIVATIONS."""
-    if name not in _NUMBERS:
-        raise RuntimeError(f'unknown activation "{name}": known are {", ".join(ACTIVATIONS)}')
-    return _NUMBERS[name]
+    if name not in _NAMES:
+        raise RuntimeError(f'unknown activation "{name}": known are {", ".join(_NAMES)}')
+    return _NAMES.index(name)
 
 
 def expert_mlp(

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from fmoe_ext import FMoE
-from fmoe_ext.gates import GATES, BaseGate, find_gate
+from fmoe_ext import FMoE, FMoETransformerMLP
+from fmoe_ext.gates import GATES, BaseGate, find_gate, gen_faster_gate
 
 D, E = 8, 8
 NEED_TWO = ("gshard", "dc", "faster")  # defined for two experts a token
@@ -115,6 +115,55 @@ def test_compiled_training_counts_the_load():
     assert torch.equal(gate.pending_load, topk_idx.flatten().bincount(minlength=E))
     gate.update_bias()
     assert gate.expert_bias.abs().max() > 0
+
+
+@pytest.mark.parametrize("name", GATES)
+def test_a_layer_trains_compiled(name):
+    """Without a break of the graph, also after the first step; a gate that counts in training changes its buffers."""
+
+    def train(compiled):
+        torch.manual_seed(0)
+        layer = FMoETransformerMLP(E, D, 2 * D, gate=name)
+        whole = name != "sinkhorn"  # whose rounds in training end by the numbers
+        step = torch.compile(layer, fullgraph=whole, backend="aot_eager") if compiled else layer
+        optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+        for _ in range(2):
+            optimizer.zero_grad()
+            run(step, tokens()).square().mean().backward()
+            optimizer.step()
+        return layer.state_dict()
+
+    torch._dynamo.reset()
+    torch.testing.assert_close(train(True), train(False))
+
+
+def test_reset_parameters_fills_what_to_empty_leaves_unset():
+    """The way of FSDP and others: made on the meta device, given memory, then reset, module by module."""
+    options = {"sigmoid": {}, "softmax": {"balance_loss": "running"}}
+    for name, option in options.items():
+        with torch.device("meta"):
+            gate = find_gate(name)(D, E, 1, 2, **option)
+        fill_memory(gate.to_empty(device="cpu"))
+        gate.reset_parameters()
+        assert all((buffer == 0).all() for buffer in gate.buffers())
+    faster = gen_faster_gate(0)(D, 4, 2)
+    expected = faster.is_local.clone()
+    fill_memory(faster)
+    faster.reset_parameters()
+    assert torch.equal(faster.is_local, expected)
+
+
+def fill_memory(module):
+    for buffer in module.buffers():
+        buffer.fill_(7)
+
+
+def test_a_token_of_nan_that_experts_choose_gives_nan():
+    torch.manual_seed(0)
+    layer = FMoETransformerMLP(E, D, 2 * D, gate="expert_choice")
+    x = tokens()
+    x[5, 2] = torch.nan
+    assert layer(x).isnan().all(1).tolist() == [t == 5 for t in range(len(x))]
 
 
 @pytest.mark.parametrize("name", GATES)

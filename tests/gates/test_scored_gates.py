@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from fmoe_ext.gates import SigmoidGate, SoftmaxGate, UniformGate, update_biases
+from fmoe_ext.gates import GShardGate, SigmoidGate, SoftmaxGate, SwitchGate, UniformGate, update_biases
 
 D, E = 6, 8
 
@@ -219,6 +219,9 @@ def test_rejects():
             {"capacity_factor": 0},
             "capacity_factor must be positive, or None for no limit, but got 0",
         ),
+        "balance": ({"balance_weight": -1}, "balance_weight must not be negative, but got -1"),
+        "z": ({"z_weight": -1}, "z_weight must not be negative, but got -1"),
+        "scale": ({"scale": float("nan")}, "scale must be a positive number, but got nan"),
         "policy": ({"drop_policy": "random"}, "drop_policy must be one of .*'random'"),
         "loss": ({"balance_loss": "local"}, "balance_loss must be one of .*'local'"),
         "seq_len": ({"balance_loss": "sequence"}, "needs seq_len"),
@@ -228,6 +231,9 @@ def test_rejects():
             make(SoftmaxGate, **options)
     with pytest.raises(ValueError, match="bias_update_speed must not be negative, but got -1"):
         make(SigmoidGate, bias_update_speed=-1)
+    for kind in (SwitchGate, GShardGate):
+        with pytest.raises(ValueError, match=r"two positive factors .*, but got 1\.2"):
+            kind(8, 8, 1, capacity=1.2)
 
 
 def test_nan_logits_give_nan_weights():
