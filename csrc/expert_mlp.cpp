@@ -28,35 +28,49 @@ class Forward {
       : args_(args),
         kernels_(args.kernels),
         gated_(args.activation.gated),
+        save_h_(save_h),
         x_stride_(RowMajor::stride_for(kernels_, args.D)),
         a_stride_(RowMajor::stride_for(kernels_, args.H)),
-        chunks_(make_chunks(args.bounds,
-                            rows_within(kWorkspace, (x_stride_ + a_stride_) * kernels_.operand_bytes))),
-        workspace_(args.x, largest_chunk(chunks_) * (x_stride_ + a_stride_) * kernels_.operand_bytes),
         y(new_large(args.x, {args.R, args.D}, args.x.scalar_type())),
         h(save_h ? new_large(args.x, {args.R, args.F}, args.x.scalar_type())
                  : torch::stable::new_empty(args.x, {0})) {
     zero_rows_from(y, args.num_rows());
     if (save_h) zero_rows_from(h, args.num_rows());
-    for (const Chunk& chunk : chunks_) {
-      x_rows_ = {workspace_.data(), x_stride_, kernels_.operand_bytes};
-      a_rows_ = {x_rows_.at(chunk.rows()), a_stride_, kernels_.operand_bytes};
-      gather(chunk);
-      multiply_w1(chunk, save_h);
-      multiply_w2(chunk);
-    }
+    const int64_t row_bytes = (x_stride_ + a_stride_) * kernels_.operand_bytes;
+    const auto bytes = [&](const Chunk& chunk) { return chunk.rows() * row_bytes; };
+    for_each_chunk(make_chunks(args.bounds, args.limits_within(kWorkspace, row_bytes)), args.x, bytes,
+                   [&](const Chunk& chunk, char* memory) { multiply({chunk, memory, *this}); });
   }
 
  private:
-  void gather(const Chunk& chunk) {
-    for_each_row_slice(chunk.begin, chunk.end, [&](int64_t begin, int64_t end) {
+  // A chunk and its rows, gathered and activated.
+  struct Work {
+    const Chunk& chunk;
+    const RowMajor x_rows, a_rows;
+
+    Work(const Chunk& chunk, char* memory, const Forward& forward)
+        : chunk(chunk),
+          x_rows{memory, forward.x_stride_, forward.kernels_.operand_bytes},
+          a_rows{x_rows.at(chunk.rows()), forward.a_stride_, forward.kernels_.operand_bytes} {}
+  };
+
+  void multiply(const Work& work) {
+    gather(work);
+    multiply_w1(work);
+    multiply_w2(work);
+  }
+  void gather(const Work& work) {
+    const StoredRows x = args_.rows_of(args_.x);
+    for_each_row_slice(work.chunk.begin, work.chunk.end, [&](int64_t begin, int64_t end) {
       std::vector<const void*> rows;
-      for (int64_t r = begin; r < end; ++r) rows.push_back(args_.row_of(args_.x, args_.token(r), args_.D));
-      kernels_.copy_rows(rows.data(), end - begin, args_.D, x_rows_.at(begin - chunk.begin), x_stride_);
+      for (int64_t r = begin; r < end; ++r) rows.push_back(x.at(args_.token(r)));
+      kernels_.copy_rows(rows.data(), end - begin, args_.D, work.x_rows.at(begin - work.chunk.begin),
+                         x_stride_);
     });
   }
 
-  void multiply_w1(const Chunk& chunk, bool save_h) {
+  void multiply_w1(const Work& work) {
+    const Chunk& chunk = work.chunk;
     const int64_t D = args_.D, H = args_.H, F = args_.F, columns = gated_ ? kernels_.nr / 2 : kernels_.nr;
     const auto jobs = panel_jobs(kernels_, chunk, divide_up(H, columns), D);
     for_each_job(jobs.size(), [&](int64_t job) {
@@ -64,7 +78,7 @@ class Forward {
       const char* w1 = args_.row_of(args_.w1, segment.expert * F, D);
       const int64_t first_row = segment.begin - chunk.begin;
       rows_by_weight(
-          kernels_, jobs[job], {x_rows_.at(first_row), x_stride_, x_rows_.bytes}, D,
+          kernels_, jobs[job], work.x_rows.from(first_row), D,
           [&](int64_t p, const void** pointers) {
             if (gated_)
               gated_columns(kernels_, w1, H, D, p * columns, pointers);
@@ -82,32 +96,34 @@ class Forward {
                 .bias = args_.b1
                             ? bytes_of(*args_.b1) + (segment.expert * F + column) * kernels_.storage_bytes
                             : nullptr,
-                .h = save_h ? mutable_bytes_of(h) + corner * kernels_.storage_bytes : nullptr,
+                .h = save_h_ ? mutable_bytes_of(h) + corner * kernels_.storage_bytes : nullptr,
                 .h_stride = F,
                 .up_offset = H,
-                .a = a_rows_.at(first_row + row, column),
+                .a = work.a_rows.at(first_row + row, column),
                 .a_stride = a_stride_,
             });
           });
     });
-    pad_depth(chunk);
+    pad_depth(work);
   }
 
   // A k of H that is not a multiple of k_step is padded with zeros.
-  void pad_depth(const Chunk& chunk) {
+  void pad_depth(const Work& work) {
     const int64_t padded = divide_up(args_.H, kernels_.k_step) * kernels_.k_step;
     if (padded == args_.H) return;
-    for (int64_t r = 0; r < chunk.rows(); ++r) std::fill_n(a_rows_.at(r, args_.H), kernels_.operand_bytes, 0);
+    for (int64_t r = 0; r < work.chunk.rows(); ++r)
+      std::fill_n(work.a_rows.at(r, args_.H), kernels_.operand_bytes, 0);
   }
 
-  void multiply_w2(const Chunk& chunk) {
+  void multiply_w2(const Work& work) {
+    const Chunk& chunk = work.chunk;
     const int64_t D = args_.D, H = args_.H;
     const auto jobs = panel_jobs(kernels_, chunk, divide_up(D, kernels_.nr), H);
     for_each_job(jobs.size(), [&](int64_t job) {
       const Segment& segment = *jobs[job].segment;
       const char* w2 = args_.row_of(args_.w2, segment.expert * D, H);
       rows_by_weight(
-          kernels_, jobs[job], {a_rows_.at(segment.begin - chunk.begin), a_stride_, a_rows_.bytes}, H,
+          kernels_, jobs[job], work.a_rows.from(segment.begin - chunk.begin), H,
           [&](int64_t p, const void** pointers) {
             weight_columns(kernels_, w2, D, H, p * kernels_.nr, pointers);
           },
@@ -125,11 +141,8 @@ class Forward {
 
   const ExpertRows& args_;
   const Kernels& kernels_;
-  const bool gated_;
+  const bool gated_, save_h_;
   const int64_t x_stride_, a_stride_;
-  const std::vector<Chunk> chunks_;
-  const Workspace workspace_;
-  RowMajor x_rows_, a_rows_;
 
  public:
   Tensor y;  // [R, D], weighted

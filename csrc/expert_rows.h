@@ -35,6 +35,13 @@ class RowScales {
   std::vector<char> data_;
 };
 
+// The rows of a contiguous tensor. Asking a tensor for its address costs as much as copying a short row.
+struct StoredRows {
+  const char* data;
+  int64_t row_bytes;
+  const char* at(int64_t row) const { return data + row * row_bytes; }
+};
+
 struct ExpertRows {
   Tensor x, w1, w2;
   std::optional<Tensor> b1, b2, topk_weights;
@@ -76,18 +83,24 @@ struct ExpertRows {
   const char* row_of(const Tensor& t, int64_t row, int64_t columns) const {
     return bytes_of(t) + row * columns * kernels.storage_bytes;
   }
+  StoredRows rows_of(const Tensor& t) const { return {bytes_of(t), t.size(1) * kernels.storage_bytes}; }
+  ChunkLimits limits_within(int64_t workspace, int64_t row_bytes) const {
+    return gemm::limits_within(workspace, row_bytes, (F + H) * D * kernels.storage_bytes, num_rows());
+  }
   const char* scale(int64_t row) const { return scales ? scales->at(row) : nullptr; }
 
   // out [T, D]: each token's rows of y [R, D] summed in the order of its choices.
   Tensor sum_choices(const Tensor& y) const {
     Tensor out = new_large(x, {T, D}, x.scalar_type());
+    const StoredRows choices = rows_of(y);
+    char* sums = mutable_bytes_of(out);
     for_each_row_slice(0, T, [&](int64_t begin, int64_t end) {
       std::vector<const void*> rows;
       for (int64_t t = begin; t < end; ++t) {
         rows.clear();
         for (int64_t k = 0; k < K; ++k)
-          if (inverse[t * K + k] >= 0) rows.push_back(row_of(y, inverse[t * K + k], D));
-        kernels.sum_rows(rows.data(), rows.size(), D, mutable_bytes_of(out) + t * D * kernels.storage_bytes);
+          if (inverse[t * K + k] >= 0) rows.push_back(choices.at(inverse[t * K + k]));
+        kernels.sum_rows(rows.data(), rows.size(), D, sums + t * choices.row_bytes);
       }
     });
     return out;

@@ -37,10 +37,10 @@ Tensor grouped_gemm_cpu(Tensor x_, Tensor weight_, Tensor offs_, std::optional<T
   zero_rows_from(y, bounds.back());
 
   const int64_t stride = RowMajor::stride_for(kernels, D), row_bytes = stride * kernels.operand_bytes;
-  const auto chunks = make_chunks(bounds, rows_within(kWorkspace, row_bytes));
-  const Workspace workspace(x, largest_chunk(chunks) * row_bytes);
-  const RowMajor block{workspace.data(), stride, kernels.operand_bytes};
-  for (const Chunk& chunk : chunks) {
+  const auto chunks = make_chunks(bounds, {rows_within(kWorkspace, row_bytes)});
+  const auto bytes = [&](const Chunk& chunk) { return chunk.rows() * row_bytes; };
+  for_each_chunk(chunks, x, bytes, [&](const Chunk& chunk, char* memory) {
+    const RowMajor block{memory, stride, kernels.operand_bytes};
     copy_chunk(kernels, bytes_of(x), D, chunk, block);
     const auto jobs = panel_jobs(kernels, chunk, divide_up(N, kernels.nr), D);
     for_each_job(jobs.size(), [&](int64_t job) {
@@ -61,7 +61,7 @@ Tensor grouped_gemm_cpu(Tensor x_, Tensor weight_, Tensor offs_, std::optional<T
                           N);
           });
     });
-  }
+  });
   return y;
 }
 
@@ -79,7 +79,7 @@ class Backward {
         N(weight.size(1)),
         dy_stride_(RowMajor::stride_for(kernels_, N)),
         // The same chunks whatever is needed, so that a gradient does not depend on what else is.
-        chunks_(make_chunks(bounds, rows_within(kWorkspace, (dy_stride_ + D) * kernels_.operand_bytes))),
+        chunks_(make_chunks(bounds, {rows_within(kWorkspace, (dy_stride_ + D) * kernels_.operand_bytes)})),
         x_panels_(kernels_, D, kernels_.nr),
         dweight_sums_(kernels_, bounds, N, D),
         dbias_sums_(kernels_, needs.dbias ? weight.size(0) : 0, N) {
@@ -94,15 +94,13 @@ class Backward {
   }
 
   void run() {
-    int64_t bytes = 0;
-    for (const Chunk& chunk : chunks_) bytes = std::max(bytes, bytes_of_chunk(chunk));
-    const Workspace workspace(x_, bytes);
-    dy_rows_ = {workspace.data(), dy_stride_, kernels_.operand_bytes};
-    for (const Chunk& chunk : chunks_) {
+    const auto bytes = [&](const Chunk& chunk) { return bytes_of_chunk(chunk); };
+    for_each_chunk(chunks_, x_, bytes, [&](const Chunk& chunk, char* memory) {
+      dy_rows_ = {memory, dy_stride_, kernels_.operand_bytes};
       copy_chunk(kernels_, bytes_of(dy_), N, chunk, dy_rows_);
       if (needs_.dweight) pack_x(chunk);
       multiply(chunk);
-    }
+    });
     if (needs_.dbias) dbias_sums_.store(dbias);
   }
 
@@ -161,10 +159,11 @@ class Backward {
     const Segment& segment = *job.segment;
     const int64_t first = job.begin * kernels_.mr, n = std::min(job.end * kernels_.mr, N) - first;
     const OwnPanels dy(kernels_, rows_of(chunk, segment), segment.rows(), first, n, kernels_.mr);
-    multiply_packed_panels(kernels_, dy.panels, n, x_panels_.of(segment), D, segment.rows(),
-                           [&](const void* tile, int64_t row, int64_t column, int64_t m, int64_t width) {
-                             dweight_sums_.add(segment, tile, first + row, column, m, width);
-                           });
+    multiply_transposed(kernels_, Transposed::of(kernels_, dy.panels), n, x_panels_.of(segment), D,
+                        segment.rows(),
+                        [&](const void* tile, int64_t row, int64_t column, int64_t m, int64_t width) {
+                          dweight_sums_.add(segment, tile, first + row, column, m, width);
+                        });
   }
 
   void bias_job(const Chunk& chunk, const Job& job) {
@@ -175,7 +174,7 @@ class Backward {
   const Kernels& kernels_;
   const Tensor &dy_, &x_, &weight_;
   const int64_t D, N, dy_stride_;
-  const std::vector<Chunk> chunks_;
+  const Chunks chunks_;
   RowMajor dy_rows_;
   SharedPanels x_panels_;
   ExpertGradient dweight_sums_;

@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <exception>
 #include <mutex>
+#include <type_traits>
 
 #include <torch/csrc/stable/ops.h>
 
@@ -13,23 +14,30 @@ namespace fmoe_ext {
 
 inline int64_t num_threads() { return torch::stable::get_num_threads(); }
 
-// Calls body(job) once for each job in [0, num_jobs); threads take the next job as they become free.
-// An exception leaves the region as itself: the one of the lowest job that threw.
+// Calls body(job), or body(job, worker), once for each job in [0, num_jobs); threads take the next job as
+// they become free. worker tells those apart that run at the same time: it is below num_threads() and
+// num_jobs. An exception leaves the region as itself: the one of the lowest job that threw.
 template <class Body>
-void for_each_job(int64_t num_jobs, const Body& body) {
+void for_each_job(int64_t num_jobs, const Body& body_) {
+  const auto body = [&](int64_t job, int64_t worker) {
+    if constexpr (std::is_invocable_v<Body, int64_t, int64_t>)
+      body_(job, worker);
+    else
+      body_(job);
+  };
   const int64_t workers = std::min<int64_t>(num_threads(), num_jobs);
   if (workers <= 1) {
-    for (int64_t job = 0; job < num_jobs; ++job) body(job);
+    for (int64_t job = 0; job < num_jobs; ++job) body(job, 0);
     return;
   }
   std::atomic<int64_t> next{0};
   std::mutex mutex;
   std::exception_ptr error;
   int64_t error_job = num_jobs;
-  torch::stable::parallel_for(0, workers, 1, [&](int64_t, int64_t) {
+  torch::stable::parallel_for(0, workers, 1, [&](int64_t worker, int64_t) {
     for (int64_t job; (job = next.fetch_add(1, std::memory_order_relaxed)) < num_jobs;) {
       try {
-        body(job);
+        body(job, worker);
       } catch (...) {
         std::lock_guard<std::mutex> lock(mutex);
         if (job < error_job) {

@@ -7,134 +7,13 @@
 
 #include "batch_invariant.h"
 #include "checks.h"
+#include "gemm/chunks.h"
 #include "gemm/kernels.h"
-#include "huge_pages.h"
-#include "parallel.h"
 
 namespace fmoe_ext::gemm {
 
 constexpr int64_t kTileBytes = 2048;    // the largest tile of any instruction set
 constexpr int64_t kMaxPanelLanes = 32;  // the widest panel
-
-struct Segment {
-  int64_t expert, begin, end;  // rows [begin, end) of the expert-major order
-  bool cut;                    // the expert has rows in other segments too
-  int64_t rows() const { return end - begin; }
-};
-
-struct Chunk {
-  int64_t begin, end;
-  std::vector<Segment> segments;  // consecutive, never empty
-  int64_t rows() const { return end - begin; }
-};
-
-inline const char* bytes_of(const Tensor& t) { return static_cast<const char*>(t.const_data_ptr()); }
-inline char* mutable_bytes_of(const Tensor& t) { return static_cast<char*>(t.mutable_data_ptr()); }
-
-inline void zero_rows_from(const Tensor& rows, int64_t begin) {
-  const int64_t row_bytes = rows.size(1) * rows.element_size();
-  std::fill_n(mutable_bytes_of(rows) + begin * row_bytes, (rows.size(0) - begin) * row_bytes, 0);
-}
-
-inline int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
-// offs [E] checked against num_rows, as 64-bit numbers with a leading zero.
-inline std::vector<int64_t> read_offs(const Tensor& offs, int64_t num_rows) {
-  std::vector<int64_t> bounds(offs.numel() + 1, 0);
-  const auto* ends = static_cast<const int32_t*>(offs.const_data_ptr());
-  for (int64_t e = 0; e < offs.numel(); ++e) {
-    STD_TORCH_CHECK(ends[e] >= bounds[e], "offs must not decrease or be negative, but offs[", e, "] is ",
-                    ends[e], " after ", bounds[e]);
-    STD_TORCH_CHECK(ends[e] <= num_rows, "offs must not exceed the number of rows ", num_rows, ", but offs[",
-                    e, "] is ", ends[e]);
-    bounds[e + 1] = ends[e];
-  }
-  return bounds;
-}
-
-// Whole experts, about max_rows rows together; an expert with far more rows is cut into equal parts.
-inline std::vector<Chunk> make_chunks(const std::vector<int64_t>& bounds, int64_t max_rows) {
-  std::vector<Chunk> chunks;
-  bool open = false;
-  for (size_t e = 0; e + 1 < bounds.size(); ++e) {
-    const int64_t rows = bounds[e + 1] - bounds[e];
-    if (rows == 0) continue;
-    const int64_t parts = rows <= max_rows + max_rows / 2 ? 1 : divide_up(rows, max_rows);
-    for (int64_t part = 0; part < parts; ++part) {
-      const int64_t begin = bounds[e] + rows * part / parts, end = bounds[e] + rows * (part + 1) / parts;
-      if (!open || parts > 1 || chunks.back().rows() + rows > max_rows) chunks.push_back({begin, begin, {}});
-      chunks.back().segments.push_back({static_cast<int64_t>(e), begin, end, parts > 1});
-      chunks.back().end = end;
-      open = parts == 1;
-    }
-  }
-  return chunks;
-}
-
-// As many rows as fit, but enough of them to be worth a chunk.
-inline int64_t rows_within(int64_t bytes, int64_t row_bytes) {
-  return std::max<int64_t>(bytes / row_bytes, 64);
-}
-
-inline int64_t largest_chunk(const std::vector<Chunk>& chunks) {
-  int64_t rows = 0;
-  for (const Chunk& chunk : chunks) rows = std::max(rows, chunk.rows());
-  return rows;
-}
-
-// Memory for the whole of one call.
-class Workspace {
- public:
-  Workspace(const Tensor& like, int64_t bytes)
-      : bytes_(new_large(like, {checked_sum(bytes, kAlign)}, ScalarType::Byte)),
-        data_(reinterpret_cast<char*>((reinterpret_cast<uintptr_t>(bytes_.mutable_data_ptr()) + kAlign - 1) /
-                                      kAlign * kAlign)) {}
-  char* data() const { return data_; }
-
- private:
-  static constexpr int64_t kAlign = 64;
-  Tensor bytes_;
-  char* data_;
-};
-
-// Memory of one thread for one job; a thread has one at a time. Up to kKept bytes stay with the thread for
-// its next job, so that no job pays for page faults: four panels of a weight with 65,536 float columns, or a
-// hundred ordinary ones. What is larger goes with the job.
-class ThreadBuffer {
- public:
-  static constexpr int64_t kKept = int64_t{32} << 20;
-
-  explicit ThreadBuffer(int64_t bytes) {
-    Memory& memory = of_thread();
-    if (checked_sum(bytes, kAlign) <= memory.size) return;
-    memory.size = 0;  // first, so that a failing new leaves a thread without memory and without a size
-    memory.data.reset();
-    memory.data.reset(new char[bytes + kAlign]);
-    memory.size = bytes + kAlign;
-    advise_huge_pages(memory.data.get(), memory.size);
-  }
-  ~ThreadBuffer() {
-    if (of_thread().size > kKept) of_thread() = {};
-  }
-  ThreadBuffer(const ThreadBuffer&) = delete;
-  ThreadBuffer& operator=(const ThreadBuffer&) = delete;
-
-  char* data() const {
-    return reinterpret_cast<char*>((reinterpret_cast<uintptr_t>(of_thread().data.get()) + kAlign - 1) /
-                                   kAlign * kAlign);
-  }
-
- private:
-  static constexpr int64_t kAlign = 64;
-  struct Memory {
-    std::unique_ptr<char[]> data;
-    int64_t size = 0;
-  };
-  static Memory& of_thread() {
-    static thread_local Memory memory;
-    return memory;
-  }
-};
 
 // A block of rows, row-major. The stride of operands is an odd number of cache lines, so that the rows of a
 // tile do not compete for the same lines of the first-level cache.
@@ -165,6 +44,20 @@ struct Panels {
     return divide_up(divide_up(depth, kernels.k_step) * kernels.k_step * lanes + slack, 16) * 16;
   }
   char* panel(int64_t i) const { return data + i * stride * bytes; }
+};
+
+// A matrix [depth, columns] that is read as its transpose, mr columns at a time: packed, or rows as they lie.
+struct Transposed {
+  const char* data;
+  int64_t next;    // bytes from mr columns to the next
+  int64_t stride;  // elements from one row to the next
+
+  static Transposed of(const Kernels& kernels, const Panels& panels) {
+    return {panels.data, panels.stride * panels.bytes, kernels.mr * kernels.k_step};
+  }
+  static Transposed of(const Kernels& kernels, const RowMajor& rows, int64_t column) {
+    return {rows.at(0, column), kernels.mr * rows.bytes, rows.stride};
+  }
 };
 
 inline int64_t panel_bytes(const Kernels& kernels, int64_t depth, int64_t lanes) {
@@ -206,11 +99,11 @@ void for_each_row_slice(int64_t begin, int64_t end, const Body& body) {
                [&](int64_t job) { body(begin + job * kSlice, std::min(end, begin + (job + 1) * kSlice)); });
 }
 
-// Every tile of A^T B for packed panels A [depth, rows] and B [depth, columns]: epilogue(tile, row, column,
+// Every tile of A^T B for A [depth, rows] and packed panels B [depth, columns]: epilogue(tile, row, column,
 // m, n). With little depth the panels are small and the results large: these are then written row by row.
 template <class Epilogue>
-void multiply_packed_panels(const Kernels& kernels, const Panels& a, int64_t rows, const Panels& b,
-                            int64_t columns, int64_t depth, const Epilogue& epilogue) {
+void multiply_transposed(const Kernels& kernels, const Transposed& a, int64_t rows, const Panels& b,
+                         int64_t columns, int64_t depth, const Epilogue& epilogue) {
   alignas(64) char tile[kTileBytes];
   constexpr int64_t kLittle = 64;
   const int64_t block = depth <= kLittle ? kernels.mr : rows;
@@ -218,7 +111,8 @@ void multiply_packed_panels(const Kernels& kernels, const Panels& a, int64_t row
     for (int64_t column = 0; column < columns; column += kernels.nr)
       for (int64_t row = begin; row < std::min(begin + block, rows); row += kernels.mr) {
         const int64_t m = std::min(kernels.mr, rows - row), n = std::min(kernels.nr, columns - column);
-        kernels.multiply_packed(m, depth, a.panel(row / kernels.mr), b.panel(column / kernels.nr), tile);
+        kernels.multiply_transposed(m, depth, a.data + row / kernels.mr * a.next, a.stride,
+                                    b.panel(column / kernels.nr), tile);
         epilogue(tile, row, column, m, n);
       }
   kernels.end_stream();

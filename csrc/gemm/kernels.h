@@ -68,10 +68,12 @@ struct Kernels {
   void (*pack_operand_rows)(const void* const* rows, int64_t k, int64_t col0, int64_t n, int64_t lanes,
                             void* dst, int64_t panel_stride);
 
-  // tile [m, nr] = A B over k; A is row-major with a stride in elements, or one packed panel.
+  // tile [m, nr] = A B over k; A is row-major with a stride in elements, or transposed: a packed panel, or
+  // (k_step 1) m columns of rows that are a stride apart.
   void (*multiply_row_major)(int64_t m, int64_t k, const void* a, int64_t stride, const void* panel,
                              void* tile);
-  void (*multiply_packed)(int64_t m, int64_t k, const void* a, const void* panel, void* tile);
+  void (*multiply_transposed)(int64_t m, int64_t k, const void* a, int64_t stride, const void* panel,
+                              void* tile);
   // The same for few rows of A, row-major, and B in storage. Columns that are contiguous along k: columns[j]
   // is column j, null is zero.
   void (*multiply_columns)(int64_t m, int64_t k, const void* a, int64_t stride, const void* const* columns,

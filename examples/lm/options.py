@@ -145,8 +145,8 @@ def build_parser() -> ArgumentParser:
     group = parser.add_argument_group("model")
     add = group.add_argument
     add("--model", choices=tuple(SIZES), default="tiny", help="a size by name; the options below change it")
-    add("--d-model", type=positive_int, default=128, help="width")
-    add("--num-layers", type=positive_int, default=4, help="blocks of attention and MLP")
+    add("--d-model", type=positive_int, default=64, help="width")
+    add("--num-layers", type=positive_int, default=3, help="blocks of attention and MLP")
     add("--num-heads", type=positive_int, default=4, help="attention heads")
     add("--num-experts", type=positive_int, default=16, help="experts in every MLP")
     add("--d-hidden", type=positive_int, default=64, help="hidden width of one expert")
@@ -161,19 +161,19 @@ def build_parser() -> ArgumentParser:
     group = parser.add_argument_group("training")
     add = group.add_argument
     add(
-        "--steps", type=positive_int, default=1000, help="length of the run and of the learning-rate schedule"
+        "--steps", type=positive_int, default=2000, help="length of the run and of the learning-rate schedule"
     )
     add("--stop-after", type=positive_int, help="save and exit after this step, as if interrupted there")
-    add("--batch-size", type=positive_int, default=8, help="windows in a batch")
-    add("--seq-len", type=positive_int, default=256, help="bytes in a window")
+    add("--batch-size", type=positive_int, default=16, help="windows in a batch")
+    add("--seq-len", type=positive_int, default=128, help="bytes in a window")
     add(
         "--data-order",
         choices=("random", "epochs"),
         default="random",
         help="random: each window begins anywhere; epochs: no byte twice before all were read once",
     )
-    add("--lr", type=positive_float, default=2.5e-3, help="peak learning rate")
-    add("--warmup", type=non_negative_int, default=20, help="steps of linear warm-up before the cosine")
+    add("--lr", type=positive_float, default=1e-2, help="peak learning rate")
+    add("--warmup", type=non_negative_int, default=50, help="steps of linear warm-up before the cosine")
     add("--weight-decay", type=non_negative_float, default=0.1, help="on matrices only")
     add("--clip", type=positive_float, default=1.0, help="largest norm of the gradient")
     add("--balance-weight", type=non_negative_float, default=0.03, help="of the gates' balance loss")
@@ -181,8 +181,8 @@ def build_parser() -> ArgumentParser:
     group = parser.add_argument_group("reports")
     add = group.add_argument
     add("--log-every", type=positive_int, default=10, help="steps between lines of metrics.jsonl")
-    add("--val-every", type=positive_int, default=50, help="steps between validations, besides the last step")
-    add("--val-windows", type=positive_int, default=64, help="windows of --seq-len bytes to validate on")
+    add("--val-every", type=positive_int, default=100, help="steps between validations, besides the last step")
+    add("--val-windows", type=positive_int, default=128, help="windows of --seq-len bytes to validate on")
     add("--save-every", type=positive_int, default=100, help="steps between checkpoints")
     add("--tensorboard", action="store_true", help="write the metrics for TensorBoard too")
     add("--profile", action="store_true", help="profile five steps: profile.png shows where their time goes")

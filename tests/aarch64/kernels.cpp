@@ -125,10 +125,17 @@ void check_products(const Set& s, int64_t m, int64_t k) {
     kernels.pack_rows(row_pointers(s.type, b_rows, k, nr).data(), k, 0, n, nr, panel.data(), 0);
     kernels.multiply_row_major(m, k, rows.data(), stride, panel.data(), tile.data());
   });
-  compare("multiply_packed", [&] {
+  compare("multiply_transposed", [&] {
     kernels.pack_operand_rows(row_pointers(s.operand(), block, k, mr).data(), k, 0, m, mr, packed.data(), 0);
-    kernels.multiply_packed(m, k, packed.data(), panel.data(), tile.data());
+    kernels.multiply_transposed(m, k, packed.data(), mr * kernels.k_step, panel.data(), tile.data());
   });
+  if (kernels.k_step > 1) return;
+  const int64_t wide = mr + 5;
+  Bytes in_place = zeros(s.operand(), k * wide);
+  for (int64_t i = 0; i < k; ++i)
+    for (int64_t r = 0; r < m; ++r) set(s.operand(), in_place, i * wide + r, get(s.type, a, r * k + i));
+  compare("multiply_transposed, in place",
+          [&] { kernels.multiply_transposed(m, k, in_place.data(), wide, panel.data(), tile.data()); });
 }
 
 // What is done with a tile: n of its columns, in rows of kWide.

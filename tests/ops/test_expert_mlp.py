@@ -213,8 +213,12 @@ def test_not_contiguous():
         assert torch.equal(got, expected[name]), name
 
 
+# (T, K, E, D, H): experts that all threads share, few rows, one expert, and small ones that a thread takes whole
+SHAPES_FOR_THREADS = ((400, 3, 5, 100, 80), (1, 2, 4, 300, 500), (500, 1, 1, 64, 64), (400, 2, 24, 64, 64))
+
+
 @pytest.mark.cpu("its threads")
-@pytest.mark.parametrize("shape", [(400, 3, 5, 100, 80), (1, 2, 4, 300, 500), (500, 1, 1, 64, 64)], ids=str)
+@pytest.mark.parametrize("shape", SHAPES_FOR_THREADS, ids=str)
 def test_bitwise_equal_for_any_number_of_threads(shape):
     problem = Problem(*shape, torch.float32)
     expected = problem.results(expert_mlp)
