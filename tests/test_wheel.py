@@ -1,4 +1,7 @@
-"""The wheel in dist/, which `make wheel` has just built: what is in it, and that it works where only torch is."""
+"""The wheel in dist/, which `make wheel` has just built: what is in it, and that it works where only torch is.
+
+FMOE_WHEEL_PYTHONS=/path/python3.10:/path/python3.13 tries it with these interpreters too: each must have torch.
+"""
 
 import os
 import re
@@ -8,12 +11,14 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import torch
 
 import fmoe_ext
 
 ROOT = Path(__file__).parent.parent
 LARGEST = 8 << 20  # bytes of a wheel without CUDA kernels
 PYTHON_SYMBOLS = {"PyModule_Create2"}  # of the limited API since 3.2
+PYTHONS = [sys.executable, *filter(None, os.environ.get("FMOE_WHEEL_PYTHONS", "").split(os.pathsep))]
 
 pytestmark = pytest.mark.slow
 
@@ -64,14 +69,14 @@ def test_native_module_needs_the_limited_api_only(unpacked):
         assert set(symbols) <= PYTHON_SYMBOLS, path.name
 
 
-def test_in_an_empty_environment(wheel, tmp_path):
-    """A new environment with the wheel and this one's torch: nothing of the sources can be found from there."""
-    subprocess.run([sys.executable, "-m", "venv", tmp_path / "env"], check=True)
+@pytest.mark.parametrize("python", PYTHONS)
+def test_in_an_empty_environment(wheel, tmp_path, python):
+    """A new environment with the wheel and that Python's torch: nothing of the sources can be found from there."""
+    subprocess.run([python, "-m", "venv", tmp_path / "env"], check=True)
+    torch_of_it = output_of(python, "-c", "import torch; print(torch.__file__)", cwd=tmp_path)
+    env = {**os.environ, "PYTHONPATH": str(Path(torch_of_it).parent.parent)}
     python = tmp_path / "env" / "bin" / "python"
     output_of(python, "-m", "pip", "install", "-q", "--no-deps", "--no-index", wheel)
-    import torch
-
-    env = {**os.environ, "PYTHONPATH": str(Path(torch.__file__).parent.parent)}
     where = output_of(python, "-c", "import fmoe_ext; print(fmoe_ext.__file__)", cwd=tmp_path, env=env)
     assert Path(where.strip()).is_relative_to(tmp_path)
     report = output_of(python, "-m", "fmoe_ext.info", cwd=tmp_path, env=env)
