@@ -124,7 +124,8 @@ def headers(folder: str) -> list[str]:
     return [str(path) for path in ROOT.glob(f"{folder}/**/*.*") if path.suffix in (".h", ".cuh", ".inc")]
 
 
-COMMON = ["-std=c++20", f"-DTORCH_TARGET_VERSION={TORCH_TARGET}", "-fvisibility=hidden"]
+SOURCE_NAMES = f"-ffile-prefix-map={ROOT}/="  # errors name csrc/x.h, not a folder of whoever built the wheel
+COMMON = ["-std=c++20", f"-DTORCH_TARGET_VERSION={TORCH_TARGET}", "-fvisibility=hidden", SOURCE_NAMES]
 WARNINGS = ["-Wall", "-Wextra", "-Wno-unused-parameter", "-Wno-unknown-pragmas"]
 SANITIZE = [
     "-fsanitize=address,undefined",
@@ -193,7 +194,7 @@ def cuda_extension(home: str) -> Extension:
         extra_link_args=["-Wl,--no-as-needed,-ltorch"],
         extra_compile_args={
             "cxx": [*COMMON, *WARNINGS, "-O2", "-DUSE_CUDA", *hopper],
-            "nvcc": ["-std=c++20", "-O3", "-lineinfo", "-Xcompiler", "-fvisibility=hidden"],
+            "nvcc": ["-std=c++20", "-O3", "-lineinfo", "-Xcompiler", f"-fvisibility=hidden,{SOURCE_NAMES}"],
         },
         py_limited_api=True,
     )

@@ -189,3 +189,8 @@ def test_modules_need_no_import_of_their_own():
     assert out.returncode == 0, out.stderr
     expected = "audit checkpoint compat cpu gpu megatron optim pipeline remote testing"
     assert out.stdout.split() == expected.split()
+
+
+def test_native_modules_name_no_folder_of_their_builder():
+    for module in ROOT.glob("fmoe_ext/*.so"):
+        assert bytes(ROOT) not in module.read_bytes(), f"{module.name} was built without -ffile-prefix-map"

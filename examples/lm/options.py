@@ -161,7 +161,7 @@ def build_parser() -> ArgumentParser:
     group = parser.add_argument_group("training")
     add = group.add_argument
     add(
-        "--steps", type=positive_int, default=2000, help="length of the run and of the learning-rate schedule"
+        "--steps", type=positive_int, default=2500, help="length of the run and of the learning-rate schedule"
     )
     add("--stop-after", type=positive_int, help="save and exit after this step, as if interrupted there")
     add("--batch-size", type=positive_int, default=16, help="windows in a batch")
@@ -181,7 +181,9 @@ def build_parser() -> ArgumentParser:
     group = parser.add_argument_group("reports")
     add = group.add_argument
     add("--log-every", type=positive_int, default=10, help="steps between lines of metrics.jsonl")
-    add("--val-every", type=positive_int, default=100, help="steps between validations, besides the last step")
+    add(
+        "--val-every", type=positive_int, default=100, help="steps between validations, besides the last step"
+    )
     add("--val-windows", type=positive_int, default=128, help="windows of --seq-len bytes to validate on")
     add("--save-every", type=positive_int, default=100, help="steps between checkpoints")
     add("--tensorboard", action="store_true", help="write the metrics for TensorBoard too")

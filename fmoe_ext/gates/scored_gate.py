@@ -67,6 +67,10 @@ class ScoredGate(NaiveGate):
             raise ValueError(f"balance_loss must be one of {BALANCE_LOSSES}, but got {balance_loss!r}")
         if balance_loss == "sequence" and seq_len is None:
             raise ValueError('balance_loss="sequence" needs seq_len, the number of tokens of one sequence')
+        if balance_loss != "sequence" and seq_len is not None:
+            raise ValueError(
+                f'seq_len={seq_len} is for balance_loss="sequence", but balance_loss is {balance_loss!r}'
+            )
         if drop_policy not in DROP_POLICIES:
             raise ValueError(f"drop_policy must be one of {DROP_POLICIES}, but got {drop_policy!r}")
         if capacity_factor is not None and capacity_factor <= 0:

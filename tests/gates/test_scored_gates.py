@@ -225,6 +225,7 @@ def test_rejects():
         "policy": ({"drop_policy": "random"}, "drop_policy must be one of .*'random'"),
         "loss": ({"balance_loss": "local"}, "balance_loss must be one of .*'local'"),
         "seq_len": ({"balance_loss": "sequence"}, "needs seq_len"),
+        "seq_len alone": ({"seq_len": 8}, "seq_len=8 is for balance_loss="),
         "jitter": ({"jitter": 1.5}, r"jitter must be in \[0, 1\), but got 1.5"),
     }.values():
         with pytest.raises(ValueError, match=message):
