@@ -12,6 +12,7 @@ tree is faster; under 3 % it is noise.
 import argparse
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -150,4 +151,10 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    child(*sys.argv[2:]) if sys.argv[1:2] == ["--child"] else main()
+    if sys.argv[1:2] == ["--child"]:
+        child(*sys.argv[2:])
+    else:
+        signal.signal(
+            signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM")
+        )  # the other commit's folder goes
+        main()

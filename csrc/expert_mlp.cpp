@@ -59,6 +59,7 @@ class Forward {
     multiply_w1(work);
     multiply_w2(work);
   }
+
   void gather(const Work& work) {
     const StoredRows x = args_.rows_of(args_.x);
     for_each_row_slice(work.chunk.begin, work.chunk.end, [&](int64_t begin, int64_t end) {
