@@ -61,10 +61,11 @@ def gate_arguments(config: Any) -> dict[str, Any]:
     ) -> ScoredGate:
         _, balance_weight, z_weight = loss_weights(config)
         size = (d_model, num_expert, world_size, top_k, gate_bias)
+        balance_loss = balance_of(config)
         options: dict[str, Any] = {
-            "balance_loss": balance_of(config),
+            "balance_loss": balance_loss,
             "balance_weight": balance_weight,
-            "seq_len": 1,  # of each microbatch, set by the layer
+            "seq_len": 1 if balance_loss == "sequence" else None,  # of each microbatch, set by the layer
             "z_weight": z_weight,
             "jitter": config.moe_input_jitter_eps or 0.0,
             "random_logits": bool(getattr(config, "moe_router_force_load_balancing", False)),
