@@ -154,7 +154,6 @@ if __name__ == "__main__":
     if sys.argv[1:2] == ["--child"]:
         child(*sys.argv[2:])
     else:
-        signal.signal(
-            signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM")
-        )  # the other commit's folder goes
+        # so that the other commit's folder goes
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))
         main()

@@ -28,9 +28,8 @@ ACTIVATIONS = MappingProxyType(
         "geglu_tanh": lambda h: F.gelu(h.chunk(2, -1)[0], approximate="tanh") * h.chunk(2, -1)[1],
     }
 )
-_NAMES = tuple(
-    ACTIVATIONS
-)  # numbered as in csrc/activation.h; a mapping proxy would break torch.compile's graph
+# Numbered as in csrc/activation.h. A tuple: torch.compile breaks the graph at a mapping proxy.
+_NAMES = tuple(ACTIVATIONS)
 
 
 def activation_number(name: str) -> int:
