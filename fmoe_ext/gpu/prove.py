@@ -69,6 +69,8 @@ class _Prover:
     racing: bool = True
 
     def run(self) -> Proof:
+        if self.target.missing is not None:
+            raise Unavailable(self.target.missing)
         while not self._session():
             pass
         assert self.key is not None
@@ -104,6 +106,7 @@ class _Prover:
             child.end()
 
     def _start(self) -> _Child:
+        self.say(f"starting CUDA device {self.target.index} in a process of its own")
         context = multiprocessing.get_context("spawn")
         ours, theirs = context.Pipe()
         arguments = (theirs, self.target, self.judged, self.racing)

@@ -28,6 +28,7 @@ class Target:
     cases: Sequence[Case] = CASES
     races: Sequence[Case] = RACES
     rounds = 3  # of a race
+    missing = ops.cuda_module_missing  # known without touching the GPU
 
     def __init__(self, index: int = 0) -> None:
         self.index = index
@@ -38,8 +39,6 @@ class Target:
 
     def connect(self) -> Key:
         """Starts CUDA -> what the proof holds for. Raises Unavailable."""
-        if ops.cuda_module_missing is not None:
-            raise Unavailable(ops.cuda_module_missing)
         count = torch.cuda.device_count()
         if self.index >= count:
             raise Unavailable(f"there is no CUDA device {self.index}: torch sees {count}")

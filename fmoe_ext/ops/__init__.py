@@ -20,7 +20,7 @@ except ImportError as error:
 def _load_cuda_module() -> str | None:
     """None if the CUDA kernels were loaded, otherwise one sentence that says why not."""
     if torch.version.cuda is None:
-        return "this torch is a CPU build, so the CUDA kernels cannot be loaded"
+        return "the CUDA kernels need a CUDA build of torch, which this one is not: install one, then fmoe_ext again"
     try:
         import fmoe_ext._C_cuda  # noqa: F401
     except ImportError as error:

@@ -25,6 +25,7 @@ class OnCpu(Target):
     cases, races = SMALL, EVEN
     dtypes = (torch.bfloat16,)
     rounds = 1
+    missing = None
 
     def synchronize(self):
         pass

@@ -207,6 +207,15 @@ def test_without_a_gpu(capfd, tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
+def test_what_is_not_built_is_said_before_a_process_starts():
+    """Importing torch once more takes seconds, in which the command said nothing."""
+    target, lines = Pretend(), []
+    target.missing = "these kernels need a GPU that is not a pretended one"
+    with pytest.raises(Unavailable, match=target.missing):
+        prove(target, say=lines.append)
+    assert lines == []
+
+
 def test_one_bad_race_among_good_ones_is_no_loss():
     """0.9 in five races and 1.2 in one: a mean of 0.94. With 1.2 in all of them the kernel has lost, by the mean."""
     pretend = Pretend()
