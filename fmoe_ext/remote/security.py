@@ -31,6 +31,12 @@ class Credentials:
     key: Path | None = None
     token: str | None = None
 
+    def __post_init__(self) -> None:
+        if self.ca is None and (self.certificate is not None or self.key is not None):
+            raise ValueError(
+                "a certificate needs TLS: give ca, the PEM file that signed the servers' certificates"
+            )
+
     def channel_credentials(self) -> grpc.ChannelCredentials | None:
         """None for plain TCP."""
         if self.ca is None:
@@ -59,6 +65,13 @@ class Security:
     backward: frozenset[str] | None = None
     calls_per_second: float = float("inf")
     bytes_per_second: float = float("inf")
+
+    def __post_init__(self) -> None:
+        if "" in self.tokens:
+            raise ValueError(f"the token of {self.tokens['']} is empty: it would admit everybody")
+        for name in ("calls_per_second", "bytes_per_second"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} must be positive, but is {getattr(self, name)}")
 
     def server_credentials(self) -> grpc.ServerCredentials | None:
         """None for plain TCP; ValueError for half of a pair."""

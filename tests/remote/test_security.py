@@ -11,6 +11,8 @@ from cryptography.hazmat.primitives.asymmetric import ec
 
 from fmoe_ext.remote import Busy, Credentials, ExpertGone, Refused, RemoteError, Security, Settings
 from fmoe_ext.remote.security import Rates, host_of
+from fmoe_ext.remote.server.flags import parse, read_tokens
+from fmoe_ext.remote.server.main import make_server
 
 X = torch.ones(2, 16)
 QUICK = Settings(forward_timeout=2, backward_timeout=2, info_timeout=2, patience=0)
@@ -88,6 +90,57 @@ def test_tokens(serve):
     for wrong in (None, "s3cre", "s3crets", ""):
         with pytest.raises(Refused, match="asks for a token"):
             ask(serve(QUICK, Credentials(token=wrong), security=security)[1])
+
+
+def test_tokens_of_a_file_are_taken_as_they_stand(tmp_path):
+    """As JSON, the token 12e9999 was "inf", and 1e5 "100000.0"."""
+    path = tmp_path / "tokens"
+    path.write_text("# ours\nalice: 12e9999\nbob: 1e5 # a comment\ncarol: a:b\n")
+    assert read_tokens(path) == {"12e9999": "alice", "1e5": "bob", "a:b": "carol"}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "holds no token"),
+        ("# nobody yet\n", "holds no token"),
+        ("alice:\n", "tokens:1: .* an empty one would admit everybody"),
+        ("alice: x\nbob: x\n", "tokens:2: bob has the token of alice"),
+        ("alice x\n", "tokens:1: write `name: token`"),
+    ],
+)
+def test_a_file_of_tokens_that_would_admit_others(text, message, tmp_path):
+    """A server with an empty file of tokens asked nobody for one."""
+    path = tmp_path / "tokens"
+    path.write_text(text)
+    with pytest.raises(SystemExit, match=message):
+        read_tokens(path)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--own_token bob --tokens tokens", "--own_token bob is no name in tokens"),
+        (
+            "--tls_certificate c --tls_key k --copies_of expert.0",
+            "name who signed their certificates with --tls_ca",
+        ),
+    ],
+)
+def test_flags_by_which_servers_call_each_other(flags, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "tokens").write_text("alice: x\n")
+    with pytest.raises(SystemExit, match=message):
+        make_server(parse(flags.split()))
+
+
+def test_security_that_would_be_none():
+    with pytest.raises(ValueError, match="token of alice is empty"):
+        Security(tokens={"": "alice"})
+    with pytest.raises(ValueError, match="calls_per_second must be positive, but is 0"):
+        Security(calls_per_second=0)
+    with pytest.raises(ValueError, match="give ca"):
+        Credentials(certificate="c", key="k", token="would be sent in the clear")
 
 
 def test_rate_of_a_peer(serve):

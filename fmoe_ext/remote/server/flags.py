@@ -2,7 +2,7 @@
 
 import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -152,18 +152,42 @@ def _check(flags: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
 def read_flat(path: Path) -> dict[str, Any]:
     """`key: value` lines, values as JSON where they are, otherwise as text; # begins a comment."""
     values: dict[str, Any] = {}
-    for number, line in enumerate(path.read_text().splitlines(), 1):
+    for _, key, value in _read_lines(path, "flag: value"):
+        try:
+            values[key] = json.loads(value)
+        except ValueError:
+            values[key] = value
+    return values
+
+
+def read_tokens(path: Path) -> dict[str, str]:
+    """`name: token` lines, tokens as they stand -> {token: name}; SystemExit for a file that would let others in."""
+    names: dict[str, str] = {}
+    for number, name, token in _read_lines(path, "name: token"):
+        if not (name and token):
+            raise SystemExit(f"{path}:{number}: write `name: token`; an empty one would admit everybody")
+        if token in names:
+            raise SystemExit(f"{path}:{number}: {name} has the token of {names[token]}: give each its own")
+        names[token] = name
+    if not names:
+        raise SystemExit(f"--tokens {path} holds no token: write `name: token` lines, or leave the flag out")
+    return names
+
+
+def _read_lines(path: Path, form: str) -> Iterator[tuple[int, str, str]]:
+    """(number, key, value) of each line; SystemExit names the first that has another form."""
+    try:
+        lines = path.read_text().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise SystemExit(f"{path} cannot be read: {error}") from None
+    for number, line in enumerate(lines, 1):
         text = line.partition(" #")[0].strip()
         if not text or text.startswith("#"):
             continue
         key, colon, value = text.partition(":")
         if not colon:
-            raise SystemExit(f"{path}:{number}: write `flag: value`, not {text!r}")
-        try:
-            values[key.strip()] = json.loads(value)
-        except ValueError:
-            values[key.strip()] = value.strip()
-    return values
+            raise SystemExit(f"{path}:{number}: write `{form}`, without which this line means nothing")
+        yield number, key.strip(), value.strip()
 
 
 def _converted(parser: argparse.ArgumentParser, values: dict[str, Any]) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from fmoe_ext.remote.dht import open_node
 from fmoe_ext.remote.discovery import Discovery, DiscoveryError, StaticList
 from fmoe_ext.remote.replication.replicas import ReplicatedExperts, Replication
 from fmoe_ext.remote.security import Credentials, Security
-from fmoe_ext.remote.server.flags import ETCD, parse, read_flat
+from fmoe_ext.remote.server.flags import ETCD, parse, read_tokens
 from fmoe_ext.remote.server.host import Training
 from fmoe_ext.remote.server.server import DeclaredExperts, Options, Placement, Server
 from fmoe_ext.remote.server.warm_copies import WarmCopies
@@ -26,7 +26,7 @@ log = logging.getLogger("fmoe_ext.remote")
 
 def make_server(flags: argparse.Namespace) -> Server:
     """The server that the flags describe, not yet started."""
-    tokens = {} if flags.tokens is None else {str(t): name for name, t in read_flat(flags.tokens).items()}
+    tokens = {} if flags.tokens is None else read_tokens(flags.tokens)
     security = Security(
         flags.tls_certificate,
         flags.tls_key,
@@ -63,9 +63,11 @@ def make_server(flags: argparse.Namespace) -> Server:
 
 def _placement(flags: argparse.Namespace, tokens: dict[str, str]) -> Placement:
     own = next((token for token, name in tokens.items() if name == flags.own_token), None)
+    if flags.own_token is not None and own is None:
+        raise SystemExit(f"--own_token {flags.own_token} is no name in {flags.tokens}")
     if tokens and own is None and (flags.registry or flags.copies_of):
         raise SystemExit("servers call each other: name this server's token with --own_token")
-    credentials = Credentials(flags.tls_ca, flags.tls_certificate, flags.tls_key, own)
+    credentials = _credentials(flags, own)
     if flags.registry is not None:
         where = flags.registry.removeprefix(ETCD)
         replication = Replication(where, flags.replicas, flags.lease, recovery_wait=flags.recovery_wait)
@@ -75,6 +77,15 @@ def _placement(flags: argparse.Namespace, tokens: dict[str, str]) -> Placement:
         WarmCopies(discovery, flags.copies_of, flags.copy_period, credentials) if flags.copies_of else None
     )
     return DeclaredExperts(discovery, copies)
+
+
+def _credentials(flags: argparse.Namespace, token: str | None) -> Credentials:
+    """What this server shows to others."""
+    if flags.tls_ca is not None:
+        return Credentials(flags.tls_ca, flags.tls_certificate, flags.tls_key, token)
+    if flags.tls_certificate is not None and (flags.registry or flags.copies_of):
+        raise SystemExit("servers call each other by TLS: name who signed their certificates with --tls_ca")
+    return Credentials(token=token)
 
 
 def _open_dht(flags: argparse.Namespace) -> Discovery:
