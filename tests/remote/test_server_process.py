@@ -16,6 +16,7 @@ import torch
 from fmoe_ext.remote import Client, RemoteError, RemoteExpert, Settings
 from fmoe_ext.remote.server.checkpoints import Checkpoints
 from fmoe_ext.remote.server.flags import parse, read_flat
+from fmoe_ext.remote.server.main import main
 from fmoe_ext.remote.wire import Message, WireError
 
 D = 16
@@ -149,6 +150,7 @@ def test_flags_of_the_issue_and_config(tmp_path):
         ("--relay a:1 --announce b:1", "--relay excludes --announce"),
         ("--relay_token secret", "--relay_token means nothing without --relay"),
         ("--replicas 3", "--replicas means nothing without --registry"),
+        ("--replicas 2", "--replicas means nothing without --registry"),  # the default, but asked for
         ("--tls_key key.pem", "--tls_key means nothing without --tls_certificate"),
         ("--expert_uids expert.0 --num_experts 3", "but 1 --expert_uids"),
         ("--copies_of expert.0 --no_dht", "--no_dht excludes --copies_of"),
@@ -158,3 +160,47 @@ def test_flags_that_contradict_each_other(flags, text, capsys):
     with pytest.raises(SystemExit):
         parse(flags.split())
     assert text in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "text"),
+    [
+        ("--clip_grad_norm -1", "--clip_grad_norm: must be more than 0, but is -1"),  # had made steps uphill
+        ("--lr nan", "--lr: must be at least 0, but is nan"),
+        ("--max_waiting 0", "--max_waiting: must be at least 1"),
+        ("--calls_per_second 0", "--calls_per_second: must be more than 0"),
+        ("--num_experts -1", "--num_experts: must be at least 0"),
+        ("--hidden_dim x", "--hidden_dim: invalid int value"),
+        ("--listen_on 127.0.0.1:70000", "--listen_on: must be host:port"),  # had listened on 4464
+        ("--listen_on 127.0.0.1", "--listen_on: must be host:port"),
+        ("--announce me", "--announce: must be host:port"),
+    ],
+)
+def test_values_that_make_no_sense(flags, text, capsys):
+    with pytest.raises(SystemExit):
+        parse(flags.split())
+    assert text in capsys.readouterr().err
+
+
+def test_values_of_a_config_file_are_checked(tmp_path, capsys):
+    config = tmp_path / "config.yml"
+    config.write_text("clip_grad_norm: -1\n")
+    with pytest.raises(SystemExit):
+        parse(["--config", str(config)])
+    assert "config.yml: clip_grad_norm: must be more than 0" in capsys.readouterr().err
+    config.write_text("no_dht: false\ndht_port: 1338\n")
+    assert parse(["--config", str(config)]).dht_port == 1338
+    with pytest.raises(SystemExit, match=r"nowhere\.yml cannot be read"):
+        parse(["--config", "nowhere.yml"])
+
+
+@pytest.mark.parametrize(
+    ("flags", "text"),
+    [
+        ("--device nothing", "--device nothing cannot be used here"),
+        ("--custom_module_path nowhere.py", "--custom_module_path nowhere.py is no Python file"),
+    ],
+)
+def test_what_is_not_there_is_named(flags, text):
+    with pytest.raises(SystemExit, match=text):
+        main(flags.split())

@@ -3,9 +3,10 @@
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import torch
@@ -21,6 +22,12 @@ from fmoe_ext.remote.wire import STATE, Limits, Message, encode
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.02, 0.5  # seconds between attempts
 GONE_FOR = 2.0  # seconds for which an expert that failed counts as gone
+REMEDIES: Mapping[type[Exception], str] = MappingProxyType(
+    {
+        errors.ExpertGone: "; start a server that hosts it, or wait longer for one: Settings(patience=...)",
+        errors.CallTimeout: "; Settings(forward_timeout=..., backward_timeout=...) give it longer",
+    }
+)
 HEDGE_FACTOR = 3.0  # a call is slow when it takes so many times its expert's usual time
 HEDGE_FLOOR = 0.02
 
@@ -343,4 +350,4 @@ def _worse(first: errors.RemoteError | None, second: errors.RemoteError) -> erro
 
 def _final(failure: Exception, handle: Handle, seconds: float) -> Exception:
     kind: Any = type(failure) if isinstance(failure, errors.RemoteError) else errors.ExpertGone
-    return kind(f"{handle.uid} failed after {seconds:.3g} s: {failure}")
+    return kind(f"{handle.uid} failed after {seconds:.3g} s: {failure}{REMEDIES.get(kind, '')}")

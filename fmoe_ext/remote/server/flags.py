@@ -2,7 +2,7 @@
 
 import argparse
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -49,8 +49,13 @@ def _add_experts(parser: argparse.ArgumentParser) -> None:
     add("--config", type=Path, help="a file of `flag: value` lines (YAML); flags given here win")
     add("--expert_cls", default="ffn", help="ffn, transformer, nop, det_dropout or a registered one")
     add("--custom_module_path", type=Path, help="a Python file that registers expert classes")
-    add("--hidden_dim", type=int, default=512)
-    add("--num_experts", type=int, default=None, help="how many to begin with; 0: only replicas of others'")
+    add("--hidden_dim", type=POSITIVE_INT, default=512)
+    add(
+        "--num_experts",
+        type=NOT_NEGATIVE_INT,
+        default=None,
+        help="how many to begin with; 0: only replicas of others'",
+    )
     add(
         "--expert_pattern",
         default="expert.[0:256]",
@@ -58,48 +63,65 @@ def _add_experts(parser: argparse.ArgumentParser) -> None:
     )
     add("--expert_uids", nargs="+", default=(), help="exactly these uids")
     add("--optimizer", choices=OPTIMIZERS, default="sgd")
-    add("--lr", type=float, default=0.01)
-    add("--clip_grad_norm", type=float, help="of one update of one expert")
-    add("--max_staleness", type=int, help="updates allowed between a client's forward and its backward")
+    add("--lr", type=NOT_NEGATIVE, default=0.01)
+    add("--clip_grad_norm", type=POSITIVE, help="of one update of one expert")
+    add(
+        "--max_staleness",
+        type=NOT_NEGATIVE_INT,
+        help="updates allowed between a client's forward and its backward",
+    )
     add("--checkpoint_dir", type=Path)
-    add("--checkpoint_period", type=float, default=60.0, help="seconds")
+    add("--checkpoint_period", type=POSITIVE, default=60.0, help="seconds")
     add("--device", default="cpu", help="one a server: start a server for each device of a host")
     add("--seed", type=int, default=0, help="with the uid, decides the weights that an expert starts from")
 
 
 def _add_limits(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--max_batch_size", type=int, default=4096, help="rows computed together")
-    add("--max_waiting", type=int, default=4096, help="calls in the queue")
-    add("--max_message_bytes", type=int, default=256 << 20)
-    add("--num_threads", type=int, help="of torch")
-    add("--stats_report_interval", type=float, default=60.0, help="seconds between progress lines; 0: none")
+    add("--max_batch_size", type=POSITIVE_INT, default=4096, help="rows computed together")
+    add("--max_waiting", type=POSITIVE_INT, default=4096, help="calls in the queue")
+    add("--max_message_bytes", type=POSITIVE_INT, default=256 << 20)
+    add("--num_threads", type=POSITIVE_INT, help="of torch")
+    add(
+        "--stats_report_interval",
+        type=NOT_NEGATIVE,
+        default=60.0,
+        help="seconds between progress lines; 0: none",
+    )
 
 
 def _add_network(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
-    add("--listen_on", default="0.0.0.0:0", help="host:port; [::1]:port for IPv6; port 0: any")
-    add("--announce", help="host:port that others should call, if it is not the one that is listened on")
-    add("--http_on", help="host:port of the status page and the metrics")
+    add("--listen_on", type=endpoint, default="0.0.0.0:0", help="host:port; [::1]:port for IPv6; port 0: any")
+    add(
+        "--announce",
+        type=endpoint,
+        help="host:port that others should call, if it is not the one that is listened on",
+    )
+    add("--http_on", type=endpoint, help="host:port of the status page and the metrics")
     add("--registry", help="etcd://host:2379: experts with replicas")
-    add("--replicas", type=int, default=2, help="servers an expert, with --registry")
-    add("--lease", type=float, default=5.0, help="seconds after which a silent server counts as dead")
+    add("--replicas", type=POSITIVE_INT, default=2, help="servers an expert, with --registry")
+    add("--lease", type=POSITIVE, default=5.0, help="seconds after which a silent server counts as dead")
     add(
         "--recovery_wait",
-        type=float,
+        type=NOT_NEGATIVE,
         default=30.0,
         help="seconds to wait for the newest copy when all are gone",
     )
     add("--dht_port", type=int, help="of a DHT node in this server")
     add("--initial_peers", nargs="*", default=(), help="host:port of other DHT nodes; none: a new DHT begins")
     add("--identity_path", type=Path, help="a file with the key that owns the uids, made if it is not there")
-    add("--ttl", type=float, default=30.0, help="seconds for which a record lives unless it is renewed")
+    add("--ttl", type=POSITIVE, default=30.0, help="seconds for which a record lives unless it is renewed")
     add(
         "--copies_of", nargs="+", default=(), help="uids of others to keep warm copies of, without --registry"
     )
-    add("--copy_period", type=float, default=10.0, help="seconds between copies: what a takeover can lose")
+    add("--copy_period", type=POSITIVE, default=10.0, help="seconds between copies: what a takeover can lose")
     add("--no_dht", action="store_true", help="tell nobody: for clients with a static list")
-    add("--relay", help="host:port of a relay (fmoe-dht --relay_on) through which others reach this server")
+    add(
+        "--relay",
+        type=endpoint,
+        help="host:port of a relay (fmoe-dht --relay_on) through which others reach this server",
+    )
     add("--relay_token", default="", help="what the relay asks for")
 
 
@@ -112,31 +134,37 @@ def _add_admission(group: argparse._ArgumentGroup) -> None:
     add("--tokens", type=Path, help="a file of `name: token` lines; calls without one are refused")
     add("--own_token", help="the name in --tokens under which this server calls the others")
     add("--allow_backward", nargs="+", help="names that may send gradients; all, if not given")
-    add("--calls_per_second", type=float, default=float("inf"), help="of each peer")
-    add("--bytes_per_second", type=float, default=float("inf"), help="of each peer")
+    add("--calls_per_second", type=POSITIVE, default=float("inf"), help="of each peer")
+    add("--bytes_per_second", type=POSITIVE, default=float("inf"), help="of each peer")
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """The flags, with those of --config behind them; SystemExit with one sentence if they make no sense."""
     parser = make_parser()
     flags = parser.parse_args(arguments)
+    configured: dict[str, Any] = {}
     if flags.config is not None:
-        known = {action.dest for action in parser._actions}
-        values = read_flat(flags.config)
-        if unknown := sorted(values.keys() - known):
-            parser.error(f"{flags.config} holds unknown flags: {', '.join(unknown)}")
-        parser.set_defaults(**_converted(parser, values))
+        configured = _configured(parser, flags.config)
+        parser.set_defaults(**configured)
         flags = parser.parse_args(arguments)
-    _check(flags, parser)
+    _check(flags, _named(parser, arguments, configured), parser)
     if flags.num_experts is None:
         flags.num_experts = len(flags.expert_uids) or 1
     return flags
 
 
-def _check(flags: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
+def _named(
+    parser: argparse.ArgumentParser, arguments: Sequence[str] | None, configured: Mapping[str, Any]
+) -> set[str]:
+    """The flags that are given, be it with their default; not those that a file switches off."""
+    unset = object()
+    blank = argparse.Namespace(**dict.fromkeys(vars(parser.parse_args([])), unset))
+    given = vars(parser.parse_args(arguments, blank)) | configured
+    return {name for name, value in given.items() if not any(value is off for off in (unset, None, False))}
+
+
+def _check(flags: argparse.Namespace, given: set[str], parser: argparse.ArgumentParser) -> None:
     """Refuses by name what would be ignored."""
-    defaults = vars(make_parser().parse_args([]))
-    given = {name for name, value in vars(flags).items() if value != defaults[name]}
     if flags.expert_uids and flags.num_experts not in (None, len(flags.expert_uids)):
         parser.error(f"--num_experts {flags.num_experts}, but {len(flags.expert_uids)} --expert_uids")
     if flags.registry is not None and not flags.registry.startswith(ETCD):
@@ -190,10 +218,43 @@ def _read_lines(path: Path, form: str) -> Iterator[tuple[int, str, str]]:
         yield number, key.strip(), value.strip()
 
 
-def _converted(parser: argparse.ArgumentParser, values: dict[str, Any]) -> dict[str, Any]:
-    """Values through each flag's type, as argparse does for strings only."""
+def _configured(parser: argparse.ArgumentParser, path: Path) -> dict[str, Any]:
+    """The values of a file through each flag's type, as argparse does for strings only."""
     types: dict[str, Any] = {action.dest: action.type for action in parser._actions}
-    return {
-        key: value if value is None or types[key] is None else types[key](value)
-        for key, value in values.items()
-    }
+    values = read_flat(path)
+    if unknown := sorted(values.keys() - types):
+        parser.error(f"{path} holds unknown flags: {', '.join(unknown)}")
+    for key, value in values.items():
+        if value is not None and types[key] is not None:
+            try:
+                values[key] = types[key](value)
+            except (TypeError, ValueError, argparse.ArgumentTypeError) as error:
+                parser.error(f"{path}: {key}: {error}")
+    return values
+
+
+def _number(kind: type[int] | type[float], least: float, may_be_least: bool) -> Callable[[Any], float]:
+    """A type of argparse: numbers from least on, or above it."""
+
+    def read(text: Any) -> float:
+        value = kind(text)
+        if not (value > least or (may_be_least and value == least)):
+            raise argparse.ArgumentTypeError(
+                f"must be {'at least' if may_be_least else 'more than'} {least}, but is {text}"
+            )
+        return value
+
+    read.__name__ = kind.__name__  # what argparse calls it where kind refuses
+    return read
+
+
+POSITIVE, POSITIVE_INT = _number(float, 0, False), _number(int, 1, True)
+NOT_NEGATIVE, NOT_NEGATIVE_INT = _number(float, 0, True), _number(int, 0, True)
+
+
+def endpoint(text: Any) -> str:
+    """A type of argparse: host:port or [IPv6]:port; grpc would take port 70000 for 4464."""
+    host, colon, port = str(text).rpartition(":")
+    if not (host and colon and port.isdecimal() and int(port) < 1 << 16):
+        raise argparse.ArgumentTypeError(f"must be host:port or [IPv6]:port, but is {text}")
+    return str(text)

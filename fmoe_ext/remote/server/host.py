@@ -35,6 +35,10 @@ class Training:
     max_grad_norm: float | None = None
     max_staleness: int | None = None
 
+    def __post_init__(self) -> None:
+        if self.max_grad_norm is not None and not self.max_grad_norm > 0:
+            raise ValueError(f"max_grad_norm must be positive, but is {self.max_grad_norm}")
+
     def make_optimizer(self, parameters: Iterable[torch.Tensor]) -> torch.optim.Optimizer | None:
         """The optimizer of one expert's parameters; None if it is not trained."""
         if self.optimizer == "sgd":

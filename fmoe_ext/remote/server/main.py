@@ -126,6 +126,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         datefmt="%Y/%m/%d %H:%M:%S",
     )
     flags = parse(arguments)
+    _check_device(flags.device)
     if flags.num_threads is not None:
         torch.set_num_threads(flags.num_threads)
     if flags.custom_module_path is not None:
@@ -150,9 +151,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
+def _check_device(device: str) -> None:
+    try:
+        torch.empty(0, device=device)
+    except (AssertionError, RuntimeError) as error:
+        raise SystemExit(f"--device {device} cannot be used here: {str(error).splitlines()[0]}") from None
+
+
 def _run_file(path: Path) -> None:
     spec = importlib.util.spec_from_file_location("fmoe_server_custom_module", path)
-    if spec is None or spec.loader is None:
+    if spec is None or spec.loader is None or not path.is_file():
         raise SystemExit(f"--custom_module_path {path} is no Python file")
     spec.loader.exec_module(importlib.util.module_from_spec(spec))
 
