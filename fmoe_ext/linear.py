@@ -24,6 +24,15 @@ def cumulative_ends(
     return counts.to(device).cumsum(0, dtype=torch.int32)
 
 
+def check_sizes(**sizes: int) -> None:
+    """TypeError or ValueError that names the first size that is no whole number, or below 1."""
+    for name, size in sizes.items():
+        if not hasattr(size, "__index__"):
+            raise TypeError(f"{name} must be a whole number, but got {size!r}")
+        if size < 1:
+            raise ValueError(f"{name} must be at least 1, but got {size}")
+
+
 def check_plain(weight: torch.Tensor) -> None:
     """TypeError for a weight that is a tensor subclass (quantized, distributed): operators read plain memory."""
     if hasattr(weight, "__tensor_flatten__"):
@@ -78,8 +87,7 @@ class FMoELinear(nn.Module):
         gradient_accumulation_fusion: bool = False,
     ) -> None:
         super().__init__()
-        if num_expert < 1:
-            raise ValueError(f"num_expert must be at least 1, but got {num_expert}")
+        check_sizes(num_expert=num_expert)
         self.num_expert = num_expert
         self.in_feat = in_feat
         self.out_feat = out_feat

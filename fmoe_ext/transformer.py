@@ -7,6 +7,7 @@ import torch
 
 from fmoe_ext.experts import FusedExperts, SharedExperts
 from fmoe_ext.layers import FMoE
+from fmoe_ext.linear import check_sizes
 
 
 class FMoETransformerMLP(FMoE):
@@ -36,6 +37,7 @@ class FMoETransformerMLP(FMoE):
         shared_expert_gate: bool = False,
         **kwargs: Any,
     ):
+        check_sizes(num_expert=num_expert, d_model=d_model, d_hidden=d_hidden)
         super().__init__(num_expert=num_expert, d_model=d_model, **kwargs)
         self.d_hidden = d_hidden
         self.experts = FusedExperts(

@@ -377,3 +377,17 @@ def test_forward_mode_is_refused():
     x, _ = make_input()
     with pytest.raises(NotImplementedError, match=r"has no forward-mode derivative .* use reverse mode"):
         torch.func.jvp(layer, (x,), (torch.ones_like(x),))
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "error"),
+    [
+        ("d_model", 0, "at least 1, but got 0"),
+        ("d_hidden", 0, "at least 1, but got 0"),
+        ("num_expert", 2.5, "a whole number, but got 2"),
+        ("d_model", "16", "a whole number, but got '16'"),
+    ],
+)
+def test_sizes_that_are_none(name, size, error):
+    with pytest.raises((TypeError, ValueError), match=f"{name} must be {error}"):
+        FMoETransformerMLP(**{"num_expert": 4, "d_model": 8, "d_hidden": 6, name: size})
