@@ -63,8 +63,8 @@ def find_schedule(name: str, ranks: int, stages: int, chunks: int) -> Kind:
     """The schedule of a name. Raises ValueError for an unknown one and for what it cannot run."""
     if name not in SCHEDULES:
         raise ValueError(f"schedule must be one of {', '.join(map(repr, SCHEDULES))}, but got {name!r}")
-    if chunks < 1:
-        raise ValueError(f"chunks must be at least 1, but got {chunks}")
+    if not isinstance(chunks, int) or chunks < 1:
+        raise ValueError(f"chunks must be a whole number of at least 1, but got {chunks!r}")
     kind = SCHEDULES[name]
     if kind.is_v and stages != 2 * ranks:
         raise ValueError(

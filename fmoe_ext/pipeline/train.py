@@ -1,5 +1,6 @@
 """Pipeline: the stages of this rank, trained by a schedule of torch.distributed.pipelining."""
 
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -71,6 +72,8 @@ class Pipeline:
         self.overlap = overlap
         self.loss_fn, self.count = loss_fn, count
         self.chunks, self.balance_weight = chunks, balance_weight
+        if not 0 <= balance_weight < math.inf:
+            raise ValueError(f"balance_weight must be a number of at least 0, but got {balance_weight}")
         self.device = torch.device(device)
         ranks = dist.get_world_size(groups.pp)
         self._kind: Kind = find_schedule(schedule, ranks, self.num_stages, chunks)
@@ -195,6 +198,7 @@ class Pipeline:
         return own, module
 
     def _cut(self, batch: Tensors, target: Any) -> Microbatches:
+        check_tensors(target, "the target of a pipeline")
         rows = num_rows(batch)
         sizes = [rows // self.chunks + (i < rows % self.chunks) for i in range(self.chunks)]
         sizes += [0] * (self.num_microbatches - self.chunks)

@@ -323,9 +323,12 @@ def errors():
         lambda: Pipeline(four, schedule="1f1b", groups=groups),
         lambda: Pipeline(two, schedule="dualpipe_v", groups=groups),
         lambda: Pipeline(two, chunks=0, groups=groups),
+        lambda: Pipeline(two, chunks=2.5, groups=groups),
+        lambda: Pipeline(two, balance_weight=-1, groups=groups),
         lambda: Pipeline(two, data_parallel="zero", groups=groups),
         lambda: Pipeline(four, schedule="interleaved", data_parallel="ddp", groups=groups),
         lambda: pipeline.train_step(sample, sample[:3]),
+        lambda: Pipeline(two, count=len, groups=groups).train_step(sample, [1, 2]),
         lambda: init_groups(3),
     ]
     return [text_of(call) for call in calls]
@@ -349,10 +352,13 @@ ERRORS = (
     "schedule must be one of 'gpipe', '1f1b', 'interleaved', 'zero_bubble', 'zero_bubble_v', 'dualpipe_v'",
     "schedule '1f1b' has one stage a rank: split the model into 2 stages, not 4",
     "schedule 'dualpipe_v' has two stages a rank: split the model into 4 stages for 2 ranks, not 2",
-    "chunks must be at least 1, but got 0",
+    "chunks must be a whole number of at least 1, but got 0",
+    "chunks must be a whole number of at least 1, but got 2.5",
+    "balance_weight must be a number of at least 0, but got -1",
     "data_parallel must be one of 'grouped', 'ddp', 'fsdp', 'none', but got 'zero'",
     "schedule 'interleaved' runs backward in parts, which DistributedDataParallel does not see",
     "the target must have as many rows as the batch, 10",
+    "the target of a pipeline must be a tensor or a tuple of tensors, but got list",
     "pp * ep must divide the number of ranks, 2, but got 3 * 1",
 )
 
