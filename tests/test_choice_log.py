@@ -242,6 +242,16 @@ def test_pictures():
     assert zlib.decompress(data[data.index(b"IDAT") + 4 : -16]) == bytes([0, *range(1, 9)])
 
 
+def test_what_the_command_cannot_read_or_write_is_named(tmp_path, capsys):
+    write_run(tmp_path / "log")
+    (tmp_path / "words").write_text("hello")
+    log = str(tmp_path / "log")
+    assert main(["report", log, "--vocabulary", str(tmp_path / "words")]) == 2
+    assert f"{tmp_path / 'words'} is no JSON" in capsys.readouterr().err
+    assert main(["report", log, "-o", str(tmp_path / "nowhere" / "page")]) == 2
+    assert "nowhere" in capsys.readouterr().err
+
+
 def test_command_line(tmp_path):
     write_run(tmp_path / "log")
     (tmp_path / "vocabulary.json").write_text('{"word": 7}')

@@ -13,7 +13,7 @@ from fmoe_ext.balance.report import summarize_logs
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """0: written; 2: a log or the vocabulary cannot be read."""
+    """0: written; 2: a log or the vocabulary cannot be read, or the page not be written."""
     parser = argparse.ArgumentParser(prog="python -m fmoe_ext.balance", description=__doc__)
     report = parser.add_subparsers(dest="command", required=True).add_parser(
         "report", help="write the HTML page"
@@ -30,17 +30,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         vocabulary = {} if chosen.vocabulary is None else read_vocabulary(chosen.vocabulary)
         summary = summarize_logs(chosen.logs, allow_truncated=chosen.allow_truncated)
+        chosen.output.write_text(render(summary, vocabulary), encoding="utf-8")
     except (OSError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    chosen.output.write_text(render(summary, vocabulary), encoding="utf-8")
     print(f"{chosen.output}: {len(summary.steps)} steps, {len(summary.gates)} layers")
     return 0
 
 
 def read_vocabulary(path: Path) -> dict[int, str]:
     """{id: text} of a JSON file with {text: id} or a list of texts; ValueError for anything else."""
-    content = json.loads(path.read_text(encoding="utf-8"))
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is no JSON: {error}") from None
     if isinstance(content, list) and all(isinstance(text, str) for text in content):
         return dict(enumerate(content))
     if isinstance(content, dict) and all(isinstance(number, int) for number in content.values()):
