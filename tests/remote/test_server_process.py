@@ -190,6 +190,9 @@ def test_values_of_a_config_file_are_checked(tmp_path, capsys):
     assert "config.yml: clip_grad_norm: must be more than 0" in capsys.readouterr().err
     config.write_text("no_dht: false\ndht_port: 1338\n")
     assert parse(["--config", str(config)]).dht_port == 1338
+    with pytest.raises(SystemExit):
+        parse(["--config", str(config), "--no_dht"])
+    assert "--no_dht excludes --dht_port" in capsys.readouterr().err
     with pytest.raises(SystemExit, match=r"nowhere\.yml cannot be read"):
         parse(["--config", "nowhere.yml"])
 

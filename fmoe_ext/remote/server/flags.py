@@ -159,8 +159,9 @@ def _named(
     """The flags that are given, be it with their default; not those that a file switches off."""
     unset = object()
     blank = argparse.Namespace(**dict.fromkeys(vars(parser.parse_args([])), unset))
-    given = vars(parser.parse_args(arguments, blank)) | configured
-    return {name for name, value in given.items() if not any(value is off for off in (unset, None, False))}
+    parsed = vars(parser.parse_args(arguments, blank))
+    given = {**configured, **{name: value for name, value in parsed.items() if value is not unset}}
+    return {name for name, value in given.items() if value is not None and value is not False}
 
 
 def _check(flags: argparse.Namespace, given: set[str], parser: argparse.ArgumentParser) -> None:
