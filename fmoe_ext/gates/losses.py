@@ -31,7 +31,7 @@ def balance_of_sums(
     num_choices = num_choices.detach()  # it has no gradient, nor has what is made of it
     share = num_choices / num_choices.sum().clamp(min=1)
     tokens = max(num_tokens, 1) if isinstance(num_tokens, int) else num_tokens.detach().clamp(min=1)
-    return torch.dot(share * (len(score_sum) / tokens), score_sum)
+    return (share * (len(score_sum) / tokens) * score_sum).sum()
 
 
 def sum_over_ranks(
