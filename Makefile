@@ -111,7 +111,7 @@ wheel: $(VENV)/.installed
 	$(PY) -m build --sdist --no-isolation -o dist
 	$(PY) -m build --wheel --no-isolation -o build/wheel
 	$(PY) -m auditwheel repair --exclude 'libtorch*' --exclude 'libc10*' -w dist build/wheel/*.whl
-	$(PY) -m pytest -q -m slow tests/test_wheel.py
+	$(PY) -m pytest -q -m slow --noconftest tests/test_wheel.py
 
 ## make asan     the operator tests with AddressSanitizer and UBSan on the CPU kernels
 asan: $(VENV)/.installed

@@ -296,7 +296,7 @@ class FMoE(nn.Module):
         self, moe_inp: Nest, mask: torch.Tensor | None, this: Forward | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """topk_idx, topk_weights [T, K], checked, renormalized and masked."""
-        num_tokens = _count_tokens(moe_inp)
+        num_tokens = leaves_of(moe_inp)[0].shape[0]
         topk_idx, topk_weights = self._call_gate(moe_inp, this)
         if self.gate_hook is not None:
             self.gate_hook(topk_idx, topk_weights, None)
@@ -307,7 +307,8 @@ class FMoE(nn.Module):
                 f"the gate must return topk_idx and topk_weights [T={num_tokens}, K={self.top_k}], "
                 f"but returned {list(topk_idx.shape)} and {list(topk_weights.shape)}"
             )
-        topk_weights = topk_weights.reshape(topk_idx.shape)
+        if topk_weights.shape != topk_idx.shape:
+            topk_weights = topk_weights.reshape(topk_idx.shape)
         if self.renormalize:
             topk_weights = _renormalize(topk_idx, topk_weights)
         if mask is not None and self.mask_dict is not None:

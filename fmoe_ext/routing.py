@@ -74,6 +74,8 @@ def map_structure(fn: Callable[..., Any], *trees: Nest) -> Nest:
 
 def leaves_of(tree: Nest) -> list[Any]:
     """The tensors of a nest, in the order in which map_structure visits them."""
+    if isinstance(tree, torch.Tensor):
+        return [tree]
     leaves: list[Any] = []
     map_structure(leaves.append, tree)
     return leaves

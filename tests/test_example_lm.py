@@ -1,5 +1,6 @@
 """examples/lm: tiny runs from the command line's entry point, by the values that they write."""
 
+import dataclasses
 import importlib
 import json
 import math
@@ -70,9 +71,9 @@ def test_run_learns_and_writes_everything(text, tmp_path):
     assert [r["step"] for r in records if "val_loss" in r] == [4, 8, 12, 16, 20, 24, 28, 30]
     assert records[-1]["val_bits_per_byte"] == records[-1]["val_loss"] / math.log(2)
     assert records[-1]["lr"] == pytest.approx(1e-3)
-    load = torch.tensor([r["expert_load"] for r in records])  # [reports, layers, E]
-    assert load.shape == (15, 2, 4)
-    assert torch.allclose(load.sum(-1), torch.ones(15, 2), atol=1e-3)
+    load = torch.tensor([r["expert_load"] for r in records])  # [reports, layers with experts, E]
+    assert load.shape == (15, 1, 4)
+    assert torch.allclose(load.sum(-1), torch.ones(15, 1), atol=1e-3)
     for picture in ("curve.png", "expert_load.png"):
         assert (out / picture).read_bytes().startswith(b"\x89PNG")
     assert (out / "sample.txt").read_text().startswith("All w")
@@ -163,6 +164,7 @@ def test_diverged_run_stops_and_keeps_the_good_checkpoint(text, tmp_path, capsys
         ("--steps 0", "0 is not a positive number"),
         ("--lr nan", "nan is not a positive number"),
         ("--top-k 5", "--top-k 5 is more than --num-experts 4"),
+        ("--moe-every 3", "--moe-every 3 of --num-layers 2: no block has experts"),
         ("--d-model 18", "--d-model 18 is not a multiple"),
         ("--gate gshard --top-k 1", "topk must be 2, but got 1"),
         ("--dense --compare", "exclude each other"),
@@ -242,14 +244,18 @@ def test_default_corpus_and_batches():
     assert torch.equal(first, corpus.valid[:64].long())
 
 
-def test_dense_model_has_the_active_parameters():
+@pytest.mark.parametrize(("moe_every", "moe_layers"), [(1, 2), (2, 1)])
+def test_dense_model_has_the_active_parameters(moe_every, moe_layers):
     model = importlib.import_module("model")
     shape = dict(d_model=16, num_layers=2, num_heads=2, num_experts=4, d_hidden=8, top_k=2, gate="softmax")
-    total, active = model.LanguageModel(model.ModelConfig(**shape)).num_parameters()
+    moe = model.LanguageModel(model.ModelConfig(**shape, moe_every=moe_every))
+    total, active = moe.num_parameters()
+    assert [type(block.mlp).__name__ for block in moe.blocks[::-1]][:moe_every] == (
+        ["FMoETransformerMLP", "DenseMLP"][:moe_every]
+    )
     dense, _ = model.LanguageModel(model.ModelConfig(**shape, dense=True)).num_parameters()
-    gates = 2 * (16 + 1) * 4
-    assert active == dense + gates
-    assert total == active + 2 * 2 * 3 * 16 * 8  # two layers, two idle experts of three matrices
+    assert active == dense + moe_layers * (16 + 1) * 4  # the gates
+    assert total == active + moe_layers * 2 * 3 * 16 * 8  # two idle experts of three matrices
 
 
 @pytest.mark.parametrize("gate", GATES)
@@ -340,7 +346,9 @@ def test_profile_says_where_the_time_goes(text, tmp_path):
         for part in ("attention", "gate", "dispatch", "experts"):
             assert seconds["moe", part, phase] > 0, (part, phase)
             assert part == "attention" or ("dense", part, phase) not in seconds
-        assert seconds["dense", "dense MLP", phase] > 0 and ("moe", "dense MLP", phase) not in seconds
+        assert (
+            seconds["dense", "dense MLP", phase] > seconds["moe", "dense MLP", phase] > 0
+        )  # of 2 blocks, of one
     assert seconds["moe", "optimizer", "optimizer"] > 0
     trained = {r["run"]: r["seconds"] / 9 for r in metrics(out, timeless=False) if r["step"] == 9}
     for run, mean in trained.items():  # the profiler costs time; the sum is that of a step, roughly
@@ -367,8 +375,10 @@ def test_sizes_by_name(name, millions, active):
     parser.set_defaults(**options.SIZES[name])
     chosen = vars(parser.parse_args(["--model", name]))
     shape = {
-        field: chosen[field] for field in ("d_model", "num_layers", "num_heads", "num_experts", "d_hidden")
+        field.name: chosen[field.name]
+        for field in dataclasses.fields(model.ModelConfig)
+        if field.name not in ("ep_size", "layer_options", "dense")
     }
     with torch.device("meta"):
-        made = model.LanguageModel(model.ModelConfig(**shape, top_k=chosen["top_k"], gate="softmax"))
+        made = model.LanguageModel(model.ModelConfig(**shape))
     assert [round(count / 1e6) for count in made.num_parameters()] == [millions, active]

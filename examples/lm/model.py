@@ -23,9 +23,13 @@ class ModelConfig:
     d_hidden: int  # of one expert
     top_k: int
     gate: str
+    moe_every: int = 1  # blocks N, 2 N, ... have experts, the others a dense MLP of the same active width
     ep_size: int = 1  # ranks that the experts are spread over
     layer_options: dict[str, Any] = field(default_factory=dict)  # what FMoETransformerMLP gets besides
-    dense: bool = False  # one MLP of width top_k * d_hidden instead: the same active parameters per token
+    dense: bool = False  # no block has experts: the same active parameters per token
+
+    def has_experts(self, block: int) -> bool:
+        return not self.dense and (block + 1) % self.moe_every == 0
 
 
 class Attention(nn.Module):
@@ -69,12 +73,12 @@ class DenseMLP(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self, config):
+    def __init__(self, config, has_experts):
         super().__init__()
         self.attention_norm = nn.RMSNorm(config.d_model)
         self.attention = Attention(config)
         self.mlp_norm = nn.RMSNorm(config.d_model)
-        if config.dense:
+        if not has_experts:
             self.mlp = DenseMLP(config.d_model, config.top_k * config.d_hidden)
         else:
             options = {
@@ -123,7 +127,7 @@ class LanguageModel(nn.Module):
         self.config = config
         self.precision: Precision | None = None  # of the layers of a pipeline
         self.embedding = nn.Embedding(VOCABULARY, config.d_model)
-        self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_layers))
+        self.blocks = nn.ModuleList(Block(config, config.has_experts(i)) for i in range(config.num_layers))
         self.norm = nn.RMSNorm(config.d_model)
         self.head = nn.Linear(config.d_model, VOCABULARY, bias=False)
         self.init_weights()
@@ -156,16 +160,19 @@ class LanguageModel(nn.Module):
         layers = [self.embedding, *blocks, nn.Sequential(self.norm, self.head)]
         return [AutocastLayer(layer, self.precision) for layer in layers] if self.precision else layers
 
+    def moe_layers(self) -> list[fmoe_ext.FMoETransformerMLP]:
+        """The MLPs that have experts."""
+        return [block.mlp for i, block in enumerate(self.blocks) if self.config.has_experts(i)]
+
     def pop_balance_loss(self):
         """Mean over the layers of the gates' losses of the last forward; 0 where gates compute none."""
-        losses = [] if self.config.dense else [block.mlp.gate.get_loss() for block in self.blocks]
+        losses = [layer.gate.get_loss() for layer in self.moe_layers()]
         losses = [loss.sum() for loss in losses if loss is not None]
         return torch.stack(losses).mean() if losses else self.head.weight.new_zeros(())
 
     def expert_parameters(self) -> set[nn.Parameter]:
         """The parameters of all experts of this rank."""
-        layers = [] if self.config.dense else [block.mlp for block in self.blocks]
-        return {p for layer in layers for p in layer.experts.parameters()}
+        return {p for layer in self.moe_layers() for p in layer.experts.parameters()}
 
     def num_parameters(self) -> tuple[int, int]:
         """(all, active): how many parameters there are on all ranks, and how many of them one token meets."""

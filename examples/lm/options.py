@@ -26,11 +26,11 @@ SIZES = {
     "tiny": {},
     "small": {
         **{"d_model": 384, "num_layers": 8, "num_heads": 6, "num_experts": 32, "d_hidden": 192, "top_k": 4},
-        **{"batch_size": 32, "seq_len": 512, "lr": 1e-3, "warmup": 200, "steps": 5000},
+        **{"batch_size": 32, "seq_len": 512, "lr": 1e-3, "warmup": 200, "steps": 5000, "moe_every": 1},
     },
     "medium": {
         **{"d_model": 768, "num_layers": 12, "num_heads": 12, "num_experts": 64, "d_hidden": 384, "top_k": 8},
-        **{"batch_size": 256, "seq_len": 1024, "lr": 6e-4, "warmup": 1000, "steps": 20000},
+        **{"batch_size": 256, "seq_len": 1024, "lr": 6e-4, "warmup": 1000, "steps": 20000, "moe_every": 1},
     },
     "large": {
         **{
@@ -41,7 +41,7 @@ SIZES = {
             "d_hidden": 1024,
             "top_k": 8,
         },
-        **{"batch_size": 512, "seq_len": 2048, "lr": 4e-4, "warmup": 2000, "steps": 100000},
+        **{"batch_size": 512, "seq_len": 2048, "lr": 4e-4, "warmup": 2000, "steps": 100000, "moe_every": 1},
     },
 }
 
@@ -148,7 +148,14 @@ def build_parser() -> ArgumentParser:
     add("--d-model", type=positive_int, default=64, help="width")
     add("--num-layers", type=positive_int, default=3, help="blocks of attention and MLP")
     add("--num-heads", type=positive_int, default=4, help="attention heads")
-    add("--num-experts", type=positive_int, default=16, help="experts in every MLP")
+    add(
+        "--moe-every",
+        type=positive_int,
+        default=2,
+        metavar="N",
+        help="blocks N, 2 N, ... have experts, the others a dense MLP (Switch Transformer: 2)",
+    )
+    add("--num-experts", type=positive_int, default=32, help="experts of a block that has some")
     add("--d-hidden", type=positive_int, default=64, help="hidden width of one expert")
     add("--top-k", type=positive_int, default=2, help="experts that each token visits")
     add(
@@ -269,6 +276,10 @@ def check(parser: ArgumentParser, options: Namespace, job: Job) -> None:
         parser.error("--dense and --compare exclude each other: --compare trains the dense model as well")
     if options.d_model % (2 * options.num_heads) != 0:
         parser.error(f"--d-model {options.d_model} is not a multiple of 2 * --num-heads {options.num_heads}")
+    if options.moe_every > options.num_layers:
+        parser.error(
+            f"--moe-every {options.moe_every} of --num-layers {options.num_layers}: no block has experts"
+        )
     if options.top_k > options.num_experts:
         parser.error(f"--top-k {options.top_k} is more than --num-experts {options.num_experts}")
     check_ranks(parser, options, job)

@@ -1,5 +1,7 @@
 """A language model whose blocks are cut over the ranks of a job, in stages of a pipeline, each with its copies."""
 
+from contextlib import nullcontext
+
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -42,15 +44,15 @@ class PipelinedModel:
             self._loss,
             chunks=chunks,
             groups=job.stages,
-            balance_weight=balance_weight / config.num_layers,
+            balance_weight=balance_weight / max(len(model.moe_layers()), 1),
             device=job.device,
         )
         self.module = self.saved = self.pipeline.module
         with torch.device("meta"):
             self.whole = LanguageModel(config)
         self._logits: list[Tensor] = []  # of the microbatches of an evaluation
-        gates = [m for m in self.module.modules() if isinstance(m, BaseGate)]
-        self._whole_batch = WholeBatch(self.module) if any(hasattr(gate, "ranks") for gate in gates) else None
+        self._counts_first = bool(summing_gates(self.whole))  # the same on every stage, for all take part
+        self._whole_batch = WholeBatch(self.module) if summing_gates(self.module) else None
 
     def _loss(self, logits: Tensor, targets: Tensor) -> Tensor:
         if not torch.is_grad_enabled():
@@ -60,13 +62,12 @@ class PipelinedModel:
     def train_step(self, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Forward and backward of the windows [B, S] of the whole batch -> its loss and balance loss."""
         mine = self.job.share(inputs), self.job.share(targets)
-        if self._whole_batch is None:
-            loss = self.pipeline.train_step(*mine)
-        else:
-            with self._whole_batch.first_pass():
+        whole = self._whole_batch
+        if self._counts_first:
+            with whole.first_pass() if whole else nullcontext():
                 self._evaluate(*mine)
-            with self._whole_batch.second_pass():
-                loss = self.pipeline.train_step(*mine)
+        with whole.second_pass() if whole else nullcontext():
+            loss = self.pipeline.train_step(*mine)
         balance_loss = self.pipeline.balance_loss / (self.balance_weight or 1)
         return loss, balance_loss
 
@@ -101,6 +102,11 @@ class PipelinedModel:
     def param_groups(self, weight_decay: float) -> list[dict]:
         """Parameters of this rank for an optimizer."""
         return grouped_parameters(self.module, weight_decay)
+
+
+def summing_gates(module: nn.Module) -> list[BaseGate]:
+    """The gates whose loss is a function of sums over all tokens."""
+    return [m for m in module.modules() if isinstance(m, BaseGate) and hasattr(m, "ranks")]
 
 
 def cut(model: LanguageModel, num_stages: int, seq_len: int) -> list[nn.Module]:

@@ -46,7 +46,7 @@ def draw_curve(records, labels, source, path):
 
 
 def draw_expert_load(records, path):
-    """One strip per layer: over the steps (x), each expert's (y) load, 1 being an even share."""
+    """One strip per layer with experts: over the steps (x), each expert's (y) load, 1 being an even share."""
     records = [r for r in records if "expert_load" in r]
     load = np.array([r["expert_load"] for r in records])  # [reports, layers, E]
     num_layers, num_experts = load.shape[1:]
@@ -56,7 +56,7 @@ def draw_expert_load(records, path):
         figure, axes = plt.subplots(
             num_layers,
             1,
-            figsize=(9, 0.8 + 1.3 * num_layers),
+            figsize=(9, max(3.2, 0.8 + 1.3 * num_layers)),
             sharex=True,
             squeeze=False,
             layout="constrained",
@@ -66,7 +66,7 @@ def draw_expert_load(records, path):
             image = axis.pcolormesh(
                 edges, np.arange(num_experts + 1) - 0.5, relative, cmap="RdBu_r", vmin=0, vmax=2
             )
-            axis.set_ylabel(f"layer {layer}\nexpert")
+            axis.set_ylabel(f"MoE layer {layer}\nexpert")
             axis.yaxis.get_major_locator().set_params(integer=True)
         axes[-1, 0].set_xlabel("steps")
         bar = figure.colorbar(image, ax=axes[:, 0], extend="max", pad=0.015, fraction=0.03)

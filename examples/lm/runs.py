@@ -15,6 +15,7 @@ from spread import SpreadModel
 from torch import Tensor
 
 from fmoe_ext import balance
+from fmoe_ext.gates import BaseGate
 
 
 class DivergedError(Exception):
@@ -30,7 +31,8 @@ class Run:
         self.name, self.options, self.job = name, options, job
         torch.manual_seed(options.seed)
         self.model = build_model(config, job, Precision.of(dtype, job.device), options)
-        self.monitor = None if config.dense else balance.watch(self.model.module)
+        gates = any(isinstance(m, BaseGate) for m in self.model.module.modules())
+        self.monitor = balance.watch(self.model.module) if gates else None  # a stage may have none
         self.flops_per_token = self.model.whole.flops_per_token(options.seq_len)
         self.seconds = 0.0  # spent in training steps
         self.clear_window()
@@ -88,14 +90,19 @@ class Run:
             "tokens_per_second": round(tokens_per_second),
             "mfu": round(tokens_per_second * self.flops_per_token / peak_flops, 4),
         }
-        if self.monitor:
+        if self.model.whole.moe_layers():
             record["balance_loss"] = balance_loss
-            counted = self.monitor.collect(step, sum_over_ranks=self.job.sum_of_stage)
-            layers = self.job.of_all_stages(counted["layers"]).values()
+            layers = self.job.of_all_stages(self._loads(step)).values()
             record["expert_load"] = [share_of_choices(layer["tokens_per_expert"]) for layer in layers]
             record["dropped_share"] = [round(layer["dropped_share"], 4) for layer in layers]
         self.clear_window()
         return record
+
+    def _loads(self, step: int) -> dict[str, Any]:
+        """What the monitor says of each layer of this stage since the last report."""
+        if self.monitor is None:
+            return {}
+        return self.monitor.collect(step, sum_over_ranks=self.job.sum_of_stage)["layers"]
 
 
 def build_model(

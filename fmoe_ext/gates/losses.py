@@ -25,19 +25,23 @@ def balance_loss(scores: torch.Tensor, topk_idx: torch.Tensor, ranks: Ranks = ON
 
 
 def balance_of_sums(
-    num_choices: torch.Tensor, score_sum: torch.Tensor, num_tokens: torch.Tensor
+    num_choices: torch.Tensor, score_sum: torch.Tensor, num_tokens: int | torch.Tensor
 ) -> torch.Tensor:
     """balance_loss of what sum_over_ranks() returns; num_choices [E] may be of more tokens than score_sum [E]."""
+    num_choices = num_choices.detach()  # it has no gradient, nor has what is made of it
     share = num_choices / num_choices.sum().clamp(min=1)
-    return len(score_sum) * (share * score_sum).sum() / num_tokens.clamp(min=1)
+    tokens = max(num_tokens, 1) if isinstance(num_tokens, int) else num_tokens.detach().clamp(min=1)
+    return (share * (len(score_sum) / tokens) * score_sum).sum()
 
 
 def sum_over_ranks(
     scores: torch.Tensor, topk_idx: torch.Tensor, ranks: Ranks
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Choices [E], sum of the scores [E] and number of tokens [] of all ranks, in one exchange."""
+) -> tuple[torch.Tensor, torch.Tensor, int | torch.Tensor]:
+    """Choices [E], sum of the scores [E] and number of tokens of all ranks, in one exchange."""
     num_local_tokens, num_experts = scores.shape
     num_choices = ops.count_tokens(topk_idx, num_experts).to(scores.dtype)
+    if type(ranks) is OneRank:
+        return num_choices, scores.sum(0), num_local_tokens
     mine = torch.cat((num_choices, scores.sum(0), scores.new_full((1,), num_local_tokens)))
     num_choices, score_sum, num_tokens = ranks.sum(mine).split((num_experts, num_experts, 1))
     return num_choices, score_sum, num_tokens.squeeze(0)

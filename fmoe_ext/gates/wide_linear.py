@@ -9,9 +9,8 @@ from fmoe_ext import ops
 
 
 def _without_autocast(device_type: str) -> contextlib.AbstractContextManager[Any]:
-    if device_type == "meta":  # which torch.autocast refuses
-        return contextlib.nullcontext()
-    return torch.autocast(device_type, enabled=False)
+    is_on = device_type != "meta" and torch.is_autocast_enabled(device_type)  # which raises for "meta"
+    return torch.autocast(device_type, enabled=False) if is_on else contextlib.nullcontext()
 
 
 class _WideLinear(torch.autograd.Function):
@@ -81,5 +80,6 @@ class WideLinear(nn.Linear):
     """
 
     def forward(self, inp: torch.Tensor) -> torch.Tensor:
-        rows = wide_linear(inp.reshape(-1, inp.shape[-1]), _dequantized(self.weight), self.bias)
-        return rows.view(*inp.shape[:-1], rows.shape[-1])
+        rows = inp if inp.dim() == 2 else inp.reshape(-1, inp.shape[-1])
+        out = wide_linear(rows, _dequantized(self.weight), self.bias)
+        return out if inp.dim() == 2 else out.view(*inp.shape[:-1], out.shape[-1])

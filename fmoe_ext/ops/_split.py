@@ -57,7 +57,7 @@ def in_two(product: Product, inputs: Tensors, weights: Tensors) -> torch.Tensor:
     refuse_tangents(product.name, *inputs)  # of the weights the operator itself asks
     link = _Link()
     token = _Inputs.apply(link, product, product.shape(inputs, weights), *inputs)
-    detached = tuple(None if t is None else t.detach() for t in inputs)
+    detached = tuple(t.detach() if t is not None and t.requires_grad else t for t in inputs)
     y = _Weights.apply(link, product, detached, needed(inputs), *weights)
     return _Join.apply(y, token)
 

@@ -29,10 +29,11 @@ def text(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def alone(text, tmp_path_factory):
-    """The run of one process."""
-    out = tmp_path_factory.mktemp("alone")
-    assert train(text, out, "--compare", "--save-every", "3") == 0
-    return out
+    """Runs of one process, by the blocks that have experts."""
+    outs = {moe_every: tmp_path_factory.mktemp("alone") for moe_every in (1, 2)}
+    for moe_every, out in outs.items():
+        assert train(text, out, "--compare", "--save-every=3", f"--moe-every={moe_every}") == 0
+    return outs
 
 
 @pytest.fixture(scope="module")
@@ -51,6 +52,7 @@ LAYOUTS = {
     "a pipeline": (2, "--pp 2 --chunks 4"),
     "a pipeline with copies of its stages": (4, "--pp 2 --chunks 3 --expert-parallel 1"),
     "a pipeline, experts over the ranks of a stage": (4, "--pp 2 --chunks 2 --expert-parallel 2"),
+    "a pipeline, a stage without experts": (2, "--moe-every 2 --pp 2 --chunks 2"),
     "fsdp2, experts over ranks": (4, "--expert-parallel 2 --data-parallel fsdp2"),
 }
 
@@ -59,7 +61,9 @@ LAYOUTS = {
 def test_every_layout_is_as_one_process(pool, alone, text, tmp_path, name):
     """And its checkpoint goes on in one process, one process's on these ranks."""
     ranks, arguments = LAYOUTS[name]
-    arguments = ["--compare", *arguments.split()]
+    moe_every = 2 if "--moe-every 2" in arguments else 1
+    alone = alone[moe_every]
+    arguments = ["--compare", f"--moe-every={moe_every}", *arguments.split()]
     status = pool.run(train, text, tmp_path / "out", *arguments, "--stop-after", "3", world_size=ranks)
     assert status == [0] * ranks
     shutil.copytree(tmp_path / "out", tmp_path / "continued")
@@ -69,6 +73,7 @@ def test_every_layout_is_as_one_process(pool, alone, text, tmp_path, name):
             tmp_path / "continued",
             "--resume",
             "--compare",
+            f"--moe-every={moe_every}",
             "--data-parallel=ddp",
             "--expert-parallel=1",
             "--pp=1",

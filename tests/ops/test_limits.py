@@ -69,8 +69,8 @@ PRODUCTS = ("expert_mlp", "expert_mlp_backward", "grouped_gemm", "grouped_gemm_b
 @pytest.mark.parametrize("size", HUGE, ids=lambda size: f"2^{size.bit_length() - 1}")
 @pytest.mark.parametrize("name", CALLS)
 def test_rejects_absurd_sizes(name, size):
-    if name in ("permute", "unpermute") and size == 2**31:
-        size = 2**45  # the smaller one is a matter of memory
+    if name in ("permute", "unpermute"):
+        size = max(size, 2**45)  # less is a matter of memory, which qemu-user promises without having it
     pairs = [(0, size), (size, 0), (3, size), (size, 3)] if name in PRODUCTS else [(size, 3)]
     for given in pairs:
         with pytest.raises(RuntimeError, match=REFUSED):
