@@ -154,10 +154,9 @@ class Forwards:
         first = leaves_of(moe_inp)[0]
         alive = [forward for forward in (ref() for ref in self._with_graph) if forward is not None]
         same = [f for f in (*alive, *self._without) if f.num_tokens == first.shape[0]]
-        fitting = [f for f in same if not f.is_done] or same
-        if not fitting:
+        if not same:
             return None
-        found = fitting[0] if len(fitting) == 1 else _nearest(_sample(first), fitting)
+        found = same[0] if len(same) == 1 else _nearest(_sample(first), same)
         found.is_done, found.num_heard = True, 0
         if found in self._without:
             self._without.remove(found)
@@ -183,8 +182,10 @@ def _sample(x: torch.Tensor) -> torch.Tensor:
 
 
 def _nearest(sample: torch.Tensor, forwards: list[Forward]) -> Forward:
+    """Of equally near ones the first that was not repeated; a backward in two parts repeats one forward twice."""
     distances = torch.stack([(f.sample.double() - sample.double()).abs().sum() for f in forwards])
-    return forwards[int(distances.nan_to_num(nan=torch.inf).argmin())]
+    each = zip(distances.nan_to_num(nan=torch.inf).tolist(), forwards, strict=True)
+    return min(each, key=lambda pair: (pair[0], pair[1].is_done))[1]
 
 
 def _compact(topk_idx: torch.Tensor, num_experts: int) -> torch.Tensor:

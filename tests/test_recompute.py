@@ -101,6 +101,19 @@ def test_microbatches_in_any_order_find_their_own_choices(use_reentrant):
     assert all(ref() is None for ref in block.moe._forwards._with_graph), "choices die with their graph"
 
 
+def test_a_backward_in_two_parts_repeats_its_own_forward_twice():
+    """As zero-bubble schedules do. The second repetition had taken the choices of another microbatch, in silence."""
+    block = Block("softmax")
+    weights = list(block.parameters())
+    batches = [tokens(seed).requires_grad_() for seed in (1, 2, 3)]
+    outs = [checkpoint(block, x, use_reentrant=False).square().sum() for x in batches]
+    for x, out in zip(batches, outs, strict=True):
+        of_input = torch.autograd.grad(out, x, retain_graph=True)
+        of_weights = torch.autograd.grad(out, weights)
+        expected = torch.autograd.grad(block(x).square().sum(), [x, *weights])
+        torch.testing.assert_close((*of_input, *of_weights), expected, rtol=1e-12, atol=1e-12)
+
+
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_counted_once(use_reentrant):
     block = Block(SigmoidGate)
