@@ -21,6 +21,8 @@ from fmoe_ext.ep.wrappers import check_wrappers
 from fmoe_ext.expert_kinds import ExpertKind, OwnExpertFn, Separate, SeparateExperts, kind_of
 from fmoe_ext.experts import SharedExperts
 from fmoe_ext.gates import BaseGate, NaiveGate, OneRank, find_gate
+from fmoe_ext.gates.base_gate import choices_of
+from fmoe_ext.linear import check_sizes
 from fmoe_ext.masking import drop_masked, fill_masked
 from fmoe_ext.recompute import Forward, Forwards, Repeat, forward_is, is_counted, is_repeated
 from fmoe_ext.routing import ExpertInput, Nest, leaves_of
@@ -95,6 +97,7 @@ class FMoE(nn.Module):
     ):
         if unknown:
             raise TypeError(_unknown_keywords(type(self), unknown))
+        check_sizes(top_k=top_k)
         super().__init__()
         if mp_group is not None:
             warnings.warn(
@@ -319,9 +322,9 @@ class FMoE(nn.Module):
         """The gate's choices; those of this, if this has been before. A gate that is no BaseGate chooses anew."""
         gate = self.gate
         if this is None or not isinstance(gate, BaseGate):
-            return gate(moe_inp)
+            return choices_of(gate, gate(moe_inp))
         if this.kept is None or this.selected is None:
-            topk_idx, topk_weights = gate(moe_inp)
+            topk_idx, topk_weights = choices_of(gate, gate(moe_inp))
             this.choose(gate.take_selected(), topk_idx, gate.weighs_while_choosing, self.num_experts)
             return topk_idx, topk_weights
         tape, gate.tape = gate.tape, Repeat(this.selected.long(), this.is_fused)

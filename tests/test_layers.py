@@ -433,3 +433,28 @@ def test_experts_that_lose_rows_are_refused():
     together.experts = KeepsOneRow()
     with pytest.raises(ValueError, match=r"the experts must return one row .* here 6, or 6 .* \[1, 6\]"):
         together(torch.randn(6, D))
+
+
+@pytest.mark.parametrize(
+    ("returned", "what"), [(torch.zeros(3, 2), "Tensor"), ((None,), "1 things"), ((None,) * 3, "3 things")]
+)
+@pytest.mark.parametrize("base", [nn.Module, BaseGate])
+def test_a_gate_must_return_two(base, returned, what):
+    class Gate(base):
+        def __init__(self):
+            super().__init__(*(4, 1) if base is BaseGate else ())
+
+        def forward(self, inp):
+            return returned
+
+    layer = FMoETransformerMLP(4, 8, 8, gate=Gate())
+    with pytest.raises(TypeError, match=f"returns topk_idx and topk_weights, but Gate returned {what}"):
+        layer(torch.randn(3, 8))
+
+
+@pytest.mark.parametrize(
+    ("top_k", "message"), [(0, "at least 1"), ("2", "whole number"), (2.0, "whole number")]
+)
+def test_top_k_is_a_whole_number(top_k, message):
+    with pytest.raises((TypeError, ValueError), match=f"top_k must be .*{message}"):
+        FMoETransformerMLP(4, 8, 8, top_k=top_k)

@@ -23,9 +23,9 @@ class ModelConfig:
     d_hidden: int  # of one expert
     top_k: int
     gate: str
-    moe_every: int = 1  # blocks N, 2 N, ... have experts, the others a dense MLP of the same active width
     ep_size: int = 1  # ranks that the experts are spread over
     layer_options: dict[str, Any] = field(default_factory=dict)  # what FMoETransformerMLP gets besides
+    moe_every: int = 1  # blocks N, 2 N, ... have experts, the others a dense MLP of the same active width
     dense: bool = False  # no block has experts: the same active parameters per token
 
     def has_experts(self, block: int) -> bool:

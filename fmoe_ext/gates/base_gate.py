@@ -168,6 +168,14 @@ class BaseGate(nn.Module):
         return {**self.__dict__, "loss": None, "tape": None, "_selected": None}
 
 
+def choices_of(gate: object, returned: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """What a gate returned, if it is topk_idx and topk_weights; TypeError otherwise."""
+    if isinstance(returned, (tuple, list)) and len(returned) == 2:
+        return returned[0], returned[1]
+    what = f"{len(returned)} things" if isinstance(returned, (tuple, list)) else type(returned).__name__
+    raise TypeError(f"a gate returns topk_idx and topk_weights, but {type(gate).__name__} returned {what}")
+
+
 def gates_of(module: nn.Module) -> list[BaseGate]:
     """The gates of a model, in the order of its modules."""
     return [m for m in module.modules() if isinstance(m, BaseGate)]

@@ -30,7 +30,7 @@ def balance_of_sums(
     """balance_loss of what sum_over_ranks() returns; num_choices [E] may be of more tokens than score_sum [E]."""
     num_choices = num_choices.detach()  # it has no gradient, nor has what is made of it
     share = num_choices / num_choices.sum().clamp(min=1)
-    tokens = max(num_tokens, 1) if isinstance(num_tokens, int) else num_tokens.detach().clamp(min=1)
+    tokens = num_tokens.detach().clamp(min=1) if isinstance(num_tokens, torch.Tensor) else max(num_tokens, 1)
     return (share * (len(score_sum) / tokens) * score_sum).sum()
 
 

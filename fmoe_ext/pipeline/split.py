@@ -188,6 +188,8 @@ def _check(
         raise ValueError(
             'by="load" needs load={name of a gate: tokens_per_expert}, as balance.watch(model).collect() records it'
         )
+    if by != "load" and load is not None:
+        raise ValueError(f'load= is for by="load", but by is {by!r}')
 
 
 def _moe_layers(layer: nn.Module) -> list[FMoE]:

@@ -188,6 +188,13 @@ def test_checkpointed_and_tied(pool, schedule):
     check(pool.run(train, schedule, 4, 2, options, world_size=2), alone(4, tied=True))
 
 
+@pytest.mark.parametrize("schedule", ["zero_bubble", "zero_bubble_v"])
+def test_checkpointed_with_a_backward_in_two_parts(pool, schedule):
+    """Microbatches of one size, each of which the two parts repeat: both with its own choices."""
+    options = {"checkpoint": True}
+    check(pool.run(train, schedule, 4, 2, options, 12, world_size=2), alone(4, rows=12))
+
+
 def test_fewer_rows_than_chunks(pool):
     check(pool.run(train, "1f1b", 4, 2, None, 3, world_size=2), alone(4, rows=3))
 
@@ -317,6 +324,7 @@ def errors():
         lambda: split(model, 2, sample, by=[5, 4]),
         lambda: split(model, 2, sample, by="size"),
         lambda: split(model, 2, sample, by="load"),
+        lambda: split(model, 2, sample, load={"0.gate": [1, 2]}),
         lambda: split(model, 2, [1, 2]),
         lambda: split(nn.Bilinear(2, 2, 2), 2, sample),
         lambda: Pipeline(two, schedule="fast", groups=groups),
@@ -347,6 +355,7 @@ ERRORS = (
     "by must give each of the 2 stages at least one of the 10 layers, but got [5, 4]",
     "by must be one of 'time', 'memory', 'load' or the layers of each stage, not 'size'",
     'by="load" needs load={name of a gate: tokens_per_expert}',
+    "load= is for by=\"load\", but by is 'time'",
     "sample must be a tensor or a tuple of tensors, but got list",
     "Bilinear cannot be cut: give an nn.Sequential",
     "schedule must be one of 'gpipe', '1f1b', 'interleaved', 'zero_bubble', 'zero_bubble_v', 'dualpipe_v'",
