@@ -1,4 +1,4 @@
-"""A decoder-only Transformer on bytes, whose MLPs are mixtures of experts or, for comparison, dense."""
+"""A decoder-only Transformer on bytes, whose MLPs are mixtures of experts in some blocks and dense in the others."""
 
 from dataclasses import dataclass, field
 from typing import Any

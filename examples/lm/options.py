@@ -46,7 +46,7 @@ SIZES = {
 }
 
 DESCRIPTION = """\
-Train a byte-level language model whose MLPs are mixtures of experts.
+Train a byte-level language model with mixtures of experts.
 
 One process, or as many as torchrun starts:
 
