@@ -37,7 +37,8 @@ def topk_gate(
         raise RuntimeError(f'score must be "softmax" or "sigmoid", but got "{score}"')
     number = SCORES.index(score)
     args = (logits, top_k, number, normalize, bias, num_groups, topk_groups, scale)
-    if torch.compiler.is_compiling() or not (torch.is_grad_enabled() and logits.requires_grad):
+    has_gradient = torch.is_grad_enabled() and isinstance(logits, torch.Tensor) and logits.requires_grad
+    if torch.compiler.is_compiling() or not has_gradient:
         return torch.ops.fmoe_ext.topk_gate(*args)
     refuse_tangents("topk_gate", logits)
     return _TopkGate.apply(*args)

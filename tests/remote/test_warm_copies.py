@@ -80,7 +80,7 @@ def test_a_copy_takes_over_and_the_loss_is_counted(family):
     step(expert, 2)
     wait_until(lambda: copies._seen[UID] == 5, "a look")
     vanish(owner)
-    wait_until(lambda: UID in heir.host.experts, "a takeover")
+    wait_until(lambda: heir.metrics.count("takeovers_total") == 1, "a takeover")
     assert digest(heir.host, UID) == before
     assert heir.metrics.count("updates_lost_total") == 2
     step(expert)

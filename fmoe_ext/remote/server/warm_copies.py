@@ -95,8 +95,8 @@ class WarmCopies:
             return
         await asyncio.wrap_future(server.compute.call(lambda: write_state(server.host, copy)))
         lost = max(0, self._seen.get(uid, 0) - int(copy.meta["version"]))
-        server.metrics.add("takeovers_total")
         server.metrics.add("updates_lost_total", lost)
+        server.metrics.add("takeovers_total")
         log.warning(
             "%s is owned here from version %s on, %d updates or more are lost",
             uid,
