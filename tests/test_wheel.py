@@ -14,13 +14,9 @@ import pytest
 import torch
 
 ROOT = Path(__file__).parent.parent
-VERSION = re.search(r'__version__ = "(.+)"', (ROOT / "fmoe_ext" / "__init__.py").read_text())[
-    1
-]  # it may not be built
-LARGEST = {
-    1: 8 << 20,
-    2: 16 << 20,
-}  # bytes of a wheel, by its native modules: with CUDA kernels there are two
+SOURCE = (ROOT / "fmoe_ext" / "__init__.py").read_text()  # the package here may not be built
+VERSION = re.search(r'__version__ = "(.+)"', SOURCE)[1]
+LARGEST = {1: 8 << 20, 2: 16 << 20}  # bytes, by the number of native modules: two with CUDA kernels
 PYTHON_SYMBOLS = {"PyModule_Create2"}  # of the limited API since 3.2
 PYTHONS = [sys.executable, *filter(None, os.environ.get("FMOE_WHEEL_PYTHONS", "").split(os.pathsep))]
 
