@@ -22,6 +22,8 @@ def keep_memory(max_bytes: int | None = MAX_BOUND) -> None:
     page is cleared again, each step. After this call large tensors come from the heap, and what is free at its end
     stays there, at most max_bytes bytes, None for all (what lies below a tensor in use stays in any case);
     give_memory_back() undoes it. It is for the whole process, all threads, whoever allocates, and changes no result.
+    The first steps still grow the heap: glibc's per-thread caches hold what it cuts off the ends of about the first
+    seven tensors of a size, and until they are full the place of a freed tensor is a little too small for the next one.
     Worth it for training loops; not for a program that shares a small memory with others.
     Raises ValueError for another max_bytes than 0 to 2^31 - 1, which is what glibc takes, NotImplementedError where the
     C library is not glibc (macOS, Windows, musl).
