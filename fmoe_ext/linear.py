@@ -44,10 +44,19 @@ def check_plain(weight: torch.Tensor) -> None:
 
 
 def cast_to_weight(inp: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """inp in the dtype of weight; as it is under autocast, where the operators choose the dtype."""
+    """inp in the dtype of weight; as it is under autocast, where the operators choose the dtype.
+
+    Raises TypeError for float64 tokens of other weights, of which most digits would be lost in silence.
+    """
     device = inp.device.type
-    casts = device != "meta" and torch.is_autocast_enabled(device)  # which raises for "meta"
-    return inp if casts else inp.to(weight.dtype)
+    if device != "meta" and torch.is_autocast_enabled(device):  # which raises for "meta"
+        return inp
+    if inp.dtype == torch.float64 != weight.dtype:
+        raise TypeError(
+            f"tokens are torch.float64, but the weights of their experts {weight.dtype}: give them "
+            f"layer.double(), or tokens x.to({weight.dtype})"
+        )
+    return inp.to(weight.dtype)
 
 
 @torch.no_grad()
@@ -142,11 +151,11 @@ class FMoELinear(nn.Module):
     def forward(self, inp: torch.Tensor, fwd_expert_count: torch.Tensor | Sequence[int]) -> torch.Tensor:
         """Applies the weight of expert e to its rows.
 
-        inp [R, in_feat], sorted by expert, of any floating dtype (cast to that of the weight);
+        inp [R, in_feat], sorted by expert, of a floating dtype (cast to that of the weight);
         fwd_expert_count [E] integer rows per expert, on the CPU or the device of inp -> [R, out_feat]; rows
         past the last expert's are zero.
-        Raises ValueError for counts of another shape, RuntimeError for another in_feat or more counted rows
-        than R.
+        Raises ValueError for counts of another shape, TypeError for float64 rows and other weights, RuntimeError
+        for another in_feat or more counted rows than R.
         Equivalent to: torch.cat([F.linear(x, w, b) for x, w, b in zip(inp.split(counts), weight, bias)]).
         """
         check_plain(self.weight)

@@ -164,6 +164,10 @@ def test_rejects():
         make_layer(activation="tanh")
     with pytest.raises(TypeError, match="activation must be a name or a callable, but got 3"):
         make_layer(activation=3)
+    with pytest.raises(
+        TypeError, match=r"tokens are torch\.float64, but the weights of their experts torch\.float32: "
+    ):
+        make_layer().float()(torch.zeros(3, D, dtype=torch.float64))
     with pytest.raises(RuntimeError, match=r"needs torch\.distributed\.init_process_group"):
         make_layer(world_size=2)
 
