@@ -19,6 +19,7 @@ LEVELS = {
     "_C_cuda": 0,
     "_C_nccl": 0,
     "_env": 0,
+    "_arguments": 0,
     "ops": 1,
     "cpu": 2,
     "routing": 2,
