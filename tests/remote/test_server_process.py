@@ -174,6 +174,7 @@ def test_flags_that_contradict_each_other(flags, text, capsys):
         ("--listen_on 127.0.0.1:70000", "--listen_on: must be host:port"),  # had listened on 4464
         ("--listen_on 127.0.0.1", "--listen_on: must be host:port"),
         ("--announce me", "--announce: must be host:port"),
+        ("--dht_port 70000", "--dht_port: must be a port, 0 to 65535, but is 70000"),
     ],
 )
 def test_values_that_make_no_sense(flags, text, capsys):
