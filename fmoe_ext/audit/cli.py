@@ -4,7 +4,8 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from fmoe_ext.audit.cases import ACCUMULATION, DTYPES, LAYOUTS, PADDING, RECOMPUTATION, AuditError
+from fmoe_ext._cli import positive_float, positive_int
+from fmoe_ext.audit.cases import ACCUMULATION, DTYPES, PADDING, RECOMPUTATION, AuditError
 from fmoe_ext.audit.report import Result
 from fmoe_ext.audit.run import audit
 
@@ -14,7 +15,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         report = audit(
             options.recipe,
-            layouts=options.layouts.split(",") if options.layouts else LAYOUTS,
+            layouts=options.layouts.split(","),
             accumulation=options.accumulation.split(","),
             recomputation=options.recomputation.split(","),
             padding=options.padding.split(","),
@@ -39,19 +40,19 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m fmoe_ext.audit",
         description="Trains a model in every layout, against one process on the whole batch.",
+        epilog="Exit status: 0 all equal, 1 something differs, 2 it cannot be run.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add = parser.add_argument
     add("recipe", help="module:function or file.py:function that returns a fmoe_ext.audit.Recipe")
-    add("--layouts", help="for example 1,dp2,ep2,dp2xep2, which is the default")
-    add("--accumulation", default=",".join(ACCUMULATION))
-    add("--recomputation", default=",".join(RECOMPUTATION))
-    add("--padding", default=",".join(PADDING))
-    add("--dtypes", default=",".join(DTYPES))
-    add("--steps", type=int, default=2)
-    add("--timeout", type=float, default=60.0, help="seconds for one case")
+    add(
+        "--layouts", default="1,dp2,ep2,dp2xep2", help="of ranks, joined by commas: 1, dp2, ep2, dp2xep2, ..."
+    )
+    add("--accumulation", default=",".join(ACCUMULATION), help="microbatches of a step")
+    add("--recomputation", default=",".join(RECOMPUTATION), help="kinds of activation checkpointing")
+    add("--padding", default=",".join(PADDING), help="sides that sequences are padded on")
+    add("--dtypes", default=",".join(DTYPES), help="of the model")
+    add("--steps", type=positive_int, default=2, help="of the optimizer, in each case")
+    add("--timeout", type=positive_float, default=60.0, help="seconds for one case")
     add("--verbose", action="store_true", help="a line for each case, when it is done")
     return parser
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -4,7 +4,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from fmoe_ext._arguments import positive_float, positive_int
+from fmoe_ext._cli import positive_float, positive_int
 from fmoe_ext.pipeline.plan import GIB, Estimate, Hardware, advice, plan
 from fmoe_ext.pipeline.shapes import left_out, read_shape
 
