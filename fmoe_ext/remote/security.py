@@ -1,6 +1,7 @@
 """Who may call, how often and how much: TLS, tokens, allow-lists, rates."""
 
 import hashlib
+import ssl
 import time
 from collections import OrderedDict
 from collections.abc import Mapping
@@ -74,13 +75,19 @@ class Security:
                 raise ValueError(f"{name} must be positive, but is {getattr(self, name)}")
 
     def server_credentials(self) -> grpc.ServerCredentials | None:
-        """None for plain TCP; ValueError for half of a pair."""
+        """None for plain TCP; ValueError for half of a pair, or two that do not belong together."""
         if (self.certificate is None) != (self.key is None):
             raise ValueError("TLS needs both a certificate and its key")
         if self.certificate is None or self.key is None:
             if self.client_ca is not None:
                 raise ValueError("client certificates need TLS: give the server a certificate and a key")
             return None
+        try:
+            ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(self.certificate, self.key)
+        except ssl.SSLError as error:
+            raise ValueError(
+                f"{self.certificate} and {self.key} are not a certificate and its key in PEM: {error}"
+            ) from None
         pair = (Path(self.key).read_bytes(), Path(self.certificate).read_bytes())
         ca = _read(self.client_ca)
         return grpc.ssl_server_credentials([pair], ca, require_client_auth=ca is not None)

@@ -120,7 +120,7 @@ def test_a_file_of_tokens_that_would_admit_others(text, message, tmp_path):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("--own_token bob --tokens tokens", "--own_token bob is no name in tokens"),
+        ("--own_token bob --tokens tokens --copies_of expert.0", "--own_token bob is no name in tokens"),
         (
             "--tls_certificate c --tls_key k --copies_of expert.0",
             "name who signed their certificates with --tls_ca",
@@ -132,6 +132,14 @@ def test_flags_by_which_servers_call_each_other(flags, message, tmp_path, monkey
     (tmp_path / "tokens").write_text("alice: x\n")
     with pytest.raises(SystemExit, match=message):
         make_server(parse(flags.split()))
+
+
+def test_a_certificate_that_is_none(tmp_path):
+    """The server said that the port is in use."""
+    junk = tmp_path / "junk"
+    junk.write_text("hello")
+    with pytest.raises(ValueError, match="junk and .*junk are not a certificate and its key in PEM"):
+        Security(certificate=junk, key=junk).server_credentials()
 
 
 def test_security_that_would_be_none():

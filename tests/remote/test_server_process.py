@@ -154,6 +154,9 @@ def test_flags_of_the_issue_and_config(tmp_path):
         ("--tls_key key.pem", "--tls_key means nothing without --tls_certificate"),
         ("--expert_uids expert.0 --num_experts 3", "but 1 --expert_uids"),
         ("--copies_of expert.0 --no_dht", "--no_dht excludes --copies_of"),
+        ("--expert_uids expert.1 expert.2 expert.1", "--expert_uids has expert.1 twice"),
+        ("--tls_ca ca.pem", "--tls_ca means nothing without --registry or --copies_of"),
+        ("--tokens t --own_token bob", "--own_token means nothing without --registry or --copies_of"),
     ],
 )
 def test_flags_that_contradict_each_other(flags, text, capsys):

@@ -74,7 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         log.error("%s", error)
         return 1
     log.info("DHT node listens on port %d", discovery.node.port)
-    while not stopped.wait(flags.stats_report_interval or None):
+    while not stopped.wait(min(flags.stats_report_interval, threading.TIMEOUT_MAX) or None):
         log.info("Knows %d nodes, keeps %d records", len(discovery.node.table), len(discovery.node.store))
     for service in (*services, discovery):
         loop.run(service.close(), 10)

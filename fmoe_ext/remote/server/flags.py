@@ -169,6 +169,13 @@ def _check(flags: argparse.Namespace, given: set[str], parser: argparse.Argument
     """Refuses by name what would be ignored."""
     if flags.expert_uids and flags.num_experts not in (None, len(flags.expert_uids)):
         parser.error(f"--num_experts {flags.num_experts}, but {len(flags.expert_uids)} --expert_uids")
+    if twice := sorted({uid for uid in flags.expert_uids if list(flags.expert_uids).count(uid) > 1}):
+        parser.error(f"--expert_uids has {', '.join(twice)} twice")
+    for flag in given & {"tls_ca", "own_token"}:
+        if not given & {"registry", "copies_of"}:
+            parser.error(
+                f"--{flag} means nothing without --registry or --copies_of: this server calls no others"
+            )
     if flags.registry is not None and not flags.registry.startswith(ETCD):
         parser.error(f"--registry must be {ETCD}host:port, but is {flags.registry}")
     for flag, excluded in EXCLUDED_BY.items():
