@@ -138,7 +138,7 @@ def test_a_certificate_that_is_none(tmp_path):
     """The server said that the port is in use."""
     junk = tmp_path / "junk"
     junk.write_text("hello")
-    with pytest.raises(ValueError, match="junk and .*junk are not a certificate and its key in PEM"):
+    with pytest.raises(ValueError, match=r"junk and .*junk are not a certificate and its key in PEM"):
         Security(certificate=junk, key=junk).server_credentials()
 
 
