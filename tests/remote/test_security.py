@@ -63,8 +63,8 @@ def test_tls(serve, tmp_path):
     security = Security(crt, key)
     ask(serve(QUICK, Credentials(ca[0]), security=security)[1])
     other = certificate(tmp_path, "other")
-    for wrong in (None, Credentials(other[0])):
-        with pytest.raises(ExpertGone):
+    for wrong, remedy in ((None, "Settings"), (Credentials(other[0]), "who signed the server's certificate")):
+        with pytest.raises(ExpertGone, match=remedy):
             ask(serve(QUICK, wrong, security=security)[1])
 
 
@@ -88,7 +88,8 @@ def test_tokens(serve):
     with pytest.raises(Refused, match="bob may not"):
         ask(serve(QUICK, Credentials(token="other"), security=security)[1])
     for wrong in (None, "s3cre", "s3crets", ""):
-        with pytest.raises(Refused, match="asks for a token"):
+        which = "a" if wrong is None else "another"
+        with pytest.raises(Refused, match=f"asks for {which} token"):
             ask(serve(QUICK, Credentials(token=wrong), security=security)[1])
 
 
@@ -140,6 +141,8 @@ def test_a_certificate_that_is_none(tmp_path):
     junk.write_text("hello")
     with pytest.raises(ValueError, match=r"junk and .*junk are not a certificate and its key in PEM"):
         Security(certificate=junk, key=junk).server_credentials()
+    with pytest.raises(ValueError, match="junk holds no certificate in PEM"):
+        Credentials(ca=junk).channel_credentials()
 
 
 def test_security_that_would_be_none():
