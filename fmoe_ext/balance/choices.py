@@ -113,6 +113,7 @@ class ChoiceLog:
         """Opens the file, for gates that make so many choices a token."""
         for name, view in self._views.items():
             self._gates[name] = Gate(name, view.num_experts, widths.get(name, view.top_k or 1))
+        self.path.parent.mkdir(parents=True, exist_ok=True)
         self._file = self.path.open("wb+")
         self._file.write(_header(list(self._gates.values())))
         self._file.flush()
