@@ -22,7 +22,7 @@ class CausalAttention(nn.Module):
 
 
 class _CudaMeansCpu(TorchFunctionMode):
-    """Inside, device="cuda" is the CPU, and Megatron finds the type() of a parameter that it expects."""
+    """Inside, device="cuda" is the CPU, and Megatron finds the type() of a parameter that it expects, float32."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = dict(kwargs or {})
@@ -30,7 +30,7 @@ class _CudaMeansCpu(TorchFunctionMode):
             kwargs["device"] = "cpu"
         result = func(*args, **kwargs)
         if func is torch.Tensor.type and len(args) == 1:
-            return result.replace("torch.", "torch.cuda.")
+            return result.replace("torch.", "torch.cuda.").replace("Double", "Float")
         return result
 
 
