@@ -43,9 +43,10 @@ def build_parser():
     add("--device", choices=("cpu", "cuda"), default="cpu")
     add(
         "--dtype",
-        choices=("float32", "float64"),
-        default="float64",
-        help="float32: a token whose two best experts are nearly equal may choose another one in another layout",
+        choices=("auto", "float32", "float64"),
+        default="auto",
+        help="auto: float64 to compare, float32 under torchrun. In float32 a token whose two best experts are nearly "
+        "equal may choose another one in another layout",
     )
     add("--data", help="text file or folder; none: Python's standard library")
     add("--out", default="out/megatron", help="folder for metrics-<processes>.jsonl")
@@ -87,9 +88,9 @@ def parse(arguments=None):
         if options.device == "cuda":
             parser.error("--device cuda: start it with torchrun, one process for each GPU")
         if given := [name for name in ("ep", "tp", "pp") if getattr(options, name) != 1]:
-            parser.error(
-                f"--{given[0]} is for torchrun: without it, 1 process is compared with 2 that share the experts"
-            )
+            parser.error(f"--{given[0]} is for torchrun: without it, 1 process is compared with 2 of --ep 2")
+    if options.dtype == "auto":
+        options.dtype = "float32" if dist.is_torchelastic_launched() else "float64"
     try:
         load_corpus(options.data, options.seq_len)
     except DataError as error:

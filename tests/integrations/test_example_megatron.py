@@ -32,9 +32,7 @@ def test_train(tmp_path):
     )
     assert [row["step"] for row in alone] == [1, 2, 3]
     for a, b in zip(alone, spread, strict=True):
-        assert (
-            3 < a["loss"] < 7 and abs(a["loss"] - b["loss"]) < 1e-7
-        )  # float64: in float32 a token may choose another expert
+        assert 3 < a["loss"] < 7 and abs(a["loss"] - b["loss"]) < 1e-7
         assert abs(a["grad_norm"] - b["grad_norm"]) < 1e-4 * a["grad_norm"]
 
 
