@@ -19,6 +19,7 @@ LEVELS = {
     "_C_cuda": 0,
     "_C_nccl": 0,
     "_env": 0,
+    "_cli": 0,
     "_sharded": 0,
     "ops": 1,
     "cpu": 2,
