@@ -69,7 +69,8 @@ class Forward:
     the smallest dtype that holds them. is_fused: whether the gate chose and weighed in one operator, whose backward
     keeps other tensors than the two steps. microbatch: its number where losses span several (gates.accumulation). way:
     how its tokens travelled between ranks. messages: what other ranks told in this forward, in order; num_heard: of
-    those, by its repetition.
+    those, by its repetition. has_empty_rank: whether one of the ranks that exchanged tokens had none, so that it cannot
+    tell its forwards apart.
     """
 
     num_tokens: int
@@ -85,6 +86,7 @@ class Forward:
     is_done: bool = False
     messages: list[torch.Tensor] = field(default_factory=list)
     num_heard: int = 0
+    has_empty_rank: bool = False
 
     def hear(self, exchange: Callable[[], torch.Tensor]) -> torch.Tensor:
         """exchange(), or, in a repetition, a copy of what it returned in the first forward."""
@@ -127,6 +129,13 @@ def hear_once(exchange: Callable[[], torch.Tensor]) -> torch.Tensor:
     """exchange(), which asks other ranks; a repeated forward is told what its first one was told, and asks nobody."""
     forward = None if torch.compiler.is_compiling() else current_forward()
     return exchange() if forward is None else forward.hear(exchange)
+
+
+def hear_counts(exchange: Callable[[], torch.Tensor]) -> torch.Tensor:
+    """hear_once() of how many rows come; all ranks ask again where one could not tell which forward is repeated."""
+    told = hear_once(exchange)
+    forward = None if torch.compiler.is_compiling() else current_forward()
+    return exchange() if forward is not None and forward.is_done and forward.has_empty_rank else told
 
 
 @contextmanager
