@@ -182,7 +182,7 @@ class Separate(ExpertKind):
         if torch.jit.is_tracing():
             raise RuntimeError(
                 "torch.jit.trace (and torch.onnx.export with dynamo=False) would keep for all inputs how many rows "
-                "each expert has of this one: use torch.compile, or experts in one module, as FMoETransformerMLP has them"
+                "each expert has of this one: use torch.compile, or experts in one module, as FMoETransformerMLP has"
             )
         outputs, begin = [], 0
         for idx, count in enumerate(torch.as_tensor(tokens_per_expert).tolist(), first):

@@ -36,9 +36,8 @@ def _read(source: Any, options: dict[str, Any]) -> Any:
     from safetensors import SafetensorError
 
     try:
-        model, found = transformers.AutoModelForCausalLM.from_pretrained(
-            source, **options, output_loading_info=True
-        )
+        read: Any = transformers.AutoModelForCausalLM.from_pretrained
+        model, found = read(source, **options, output_loading_info=True)
     except SafetensorError as error:
         raise CheckpointError(f"{source}: a safetensors file is truncated or damaged: {error}") from error
     if missing := sorted(found["missing_keys"]):
