@@ -39,6 +39,7 @@ def test_no_word_sees_the_next(example):
     torch.testing.assert_close(model(tokens)[:, :4], model(changed)[:, :4], rtol=0, atol=1e-12)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("extra", [[], ["--moe", "2", "--schedule", "zero_bubble_v"]], ids=["dense", "moe"])
 def test_command(tmp_path, extra):
     for part, count in (("train", 900), ("valid", 200), ("test", 200)):

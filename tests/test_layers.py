@@ -271,6 +271,13 @@ def test_mask_of_rows_with_more_dimensions():
     assert_same(layer(x), torch.where(mask[:, None, None] == 1, filled, weight_sums * x.tanh()))
 
 
+def test_masked_fillings_are_not_rounded():
+    """0.1 was that of float32, in a float64 layer."""
+    layer = make_layer(expert=lambda _: nn.Tanh(), mask=torch.ones(4), mask_dict={1: 0.1}).double()
+    out = layer(torch.randn(4, D, dtype=torch.float64))
+    torch.testing.assert_close(out, torch.full_like(out, 0.1), rtol=1e-15, atol=0)
+
+
 def test_gate_forms():
     kinds = {
         "class": NaiveGate,
@@ -458,3 +465,16 @@ def test_a_gate_must_return_two(base, returned, what):
 def test_top_k_is_a_whole_number(top_k, message):
     with pytest.raises((TypeError, ValueError), match=f"top_k must be .*{message}"):
         FMoETransformerMLP(4, 8, 8, top_k=top_k)
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore::DeprecationWarning")
+def test_tracing_is_right_or_says_what_to_do():
+    """torch.jit.trace kept the rows of its example for all inputs where experts are separate, without a word."""
+    x, other = torch.randn(T, D), torch.randn(T + 3, D)
+    separate, fused = FMoE(E, D, expert=lambda d: nn.Linear(d, d)), FMoETransformerMLP(E, D, 5)
+    with pytest.raises(RuntimeError, match="would keep for all inputs how many rows"), torch.no_grad():
+        torch.jit.trace(separate, x)
+    with pytest.raises(RuntimeError, match="cannot record the backward of expert_mlp: trace under"):
+        torch.jit.trace(fused, x)
+    with torch.no_grad():
+        assert torch.equal(torch.jit.trace(fused.eval(), x)(other), fused(other))

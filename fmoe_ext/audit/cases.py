@@ -36,6 +36,8 @@ class Layout:
 
     def expert_arguments(self, num_experts: int) -> dict[str, Any]:
         """What FMoETransformerMLP (FMoE without expert_dp_comm) has to be told, for num_experts in all."""
+        if num_experts % self.ep:
+            raise AuditError(f"{num_experts} experts cannot be spread over the ranks of {self} evenly")
         if self.groups is None:
             return {"num_expert": num_experts}
         if num_experts % self.ep:

@@ -14,6 +14,8 @@ from fmoe_ext.checkpoint.files import made_folder
 from fmoe_ext.checkpoint.layouts import LAYOUTS
 from fmoe_ext.checkpoint.manifest import MODEL, Manifest
 from fmoe_ext.checkpoint.megatron_experts import from_megatron_core
+from fmoe_ext.checkpoint.model_state import describe_layers
+from fmoe_ext.checkpoint.routing import routing_of_config
 from fmoe_ext.checkpoint.safetensors_file import (
     OURS,
     StoredTensor,
@@ -68,7 +70,8 @@ def read(*paths: str | Path, mp_rank: str | None = None, trust: bool = False) ->
     if not ours and (files := huggingface.model_files(path)):
         tensors, converted = huggingface.read_model(files)
         format = "huggingface" if converted else "safetensors"
-        return Checkpoint(format, tensors, files, routing=_routing(files))
+        routing = _routing(files) or (_routing_of_folder(path, tensors) if converted else {})
+        return Checkpoint(format, tensors, files, routing=routing)
     if not ours and megatron_core.is_torch_dist(path):
         tensors, files, step, left_out = megatron_core.read_torch_dist(path)
         return Checkpoint("torch_dist", tensors, files, step, left_out=left_out)
@@ -88,6 +91,13 @@ def _routing(files: Sequence[Path]) -> dict[str, Any]:
     except (ValueError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{files[0]} is damaged: its metadata {OURS!r} is no JSON object") from error
     return noted if isinstance(noted, dict) and all(isinstance(v, dict) for v in noted.values()) else {}
+
+
+def _routing_of_folder(path: Path, tensors: Mapping[str, StoredTensor]) -> dict[str, Any]:
+    """What config.json says of the gates of every layer; nothing for a file, and for models that are not known."""
+    options = routing_of_config(huggingface.model_config(path))
+    layers = describe_layers({name: tensor.shape for name, tensor in tensors.items()})
+    return {name: options for name in layers} if options else {}
 
 
 def write(

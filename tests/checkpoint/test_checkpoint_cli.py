@@ -206,6 +206,11 @@ def test_what_the_config_must_say(tmp_path, capsys):
         ({"text_config": {"norm_topk_prob": False}}, {}, "normalize=True"),
         ({"num_experts_per_tok": 3}, {}, "layer mlp has top_k=2, .* says num_experts_per_tok=3"),
         ({"routed_scaling_factor": 2.5}, {}, "scale=1.0, .* says routed_scaling_factor=2.5"),
+        (
+            {"model_type": "mixtral", "hidden_act": "gelu"},
+            {},
+            "activation swiglu, but by config.json .* geglu",
+        ),
     ],
 )
 def test_config_of_a_huggingface_folder(tmp_path, config, options, text):
@@ -220,6 +225,30 @@ def test_config_of_a_huggingface_folder(tmp_path, config, options, text):
     with pytest.raises(checkpoint.CheckpointError, match=text):
         checkpoint.load(tmp_path, target)
     assert all(torch.equal(value, before[key]) for key, value in target.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    ("config", "to", "text"),
+    [
+        ({"model_type": "mixtral"}, "gpt_oss", "activation swiglu, but those of Hugging Face's gpt_oss"),
+        ({"model_type": "mixtral", "hidden_act": "relu"}, "qwen3_moe", "have the activation relu"),
+        ({"model_type": "qwen3_moe"}, "mixtral", "normalize=False, but mixtral divides the weights"),
+        ({"model_type": "deepseek_v3"}, "qwen3_moe", "SigmoidGate, expected one of NaiveGate, SoftmaxGate"),
+    ],
+)
+def test_a_huggingface_folder_that_the_format_cannot_say(tmp_path, capsys, config, to, text):
+    """What its gates and experts compute is in its config.json, and goes with the tensors."""
+    save_file(checkpoint.to_huggingface(with_gate(), "qwen3_moe"), tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps({"num_experts_per_tok": 2, **config}))
+    for source in (tmp_path, tmp_path / "ours"):
+        with pytest.raises(SystemExit, match=text):
+            main(["convert", str(source), "--to", f"hf-{to}", "-o", str(tmp_path / "hf")])
+        assert not (tmp_path / "hf").exists()
+        main(["convert", str(tmp_path), "--to", "fmoe_ext", "-o", str(tmp_path / "ours")])
+    if config == {"model_type": "mixtral"}:
+        capsys.readouterr()
+        main(["convert", str(tmp_path / "ours"), "--to", "hf-qwen3_moe", "-o", str(tmp_path / "hf")])
+        assert 'must say "num_experts_per_tok": 2, "norm_topk_prob": true' in capsys.readouterr().out
 
 
 def torch_dist(folder, tensors, iteration=10):

@@ -25,6 +25,7 @@ def run(name, folder, *arguments):
     return result.stdout
 
 
+@pytest.mark.long
 def test_peft_experts(tmp_path):
     pytest.importorskip("peft")
     out = run("peft_experts.py", tmp_path)
@@ -40,6 +41,7 @@ def test_help_trains_nothing(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.long
 def test_qwen3_moe_ep(tmp_path):
     out = run("qwen3_moe_ep.py", tmp_path)
     first, last = map(float, re.findall(r"loss (\S+)", out))
