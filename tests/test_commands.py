@@ -3,9 +3,7 @@
 import signal
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -65,13 +63,6 @@ def test_a_layout_without_a_number_is_refused():
         with pytest.raises(AuditError, match=f"dp2xep2 or the like, but got '{layout}'"):
             parse_layout(layout)
     assert parse_layout("dp2xep3") == Layout(2, 3) and parse_layout("ep3") == Layout(1, 3)
-
-
-def test_experts_that_the_ranks_cannot_share():
-    """They were fewer, and the audit said that shapes differ."""
-    layout = replace(Layout(ep=3), groups=SimpleNamespace(ep=None, world=None))
-    with pytest.raises(AuditError, match="4 experts cannot be shared by the 3 ranks of ep 3"):
-        layout.expert_arguments(4)
 
 
 def test_info_takes_no_arguments(monkeypatch, capsys):

@@ -144,7 +144,10 @@ def parse() -> argparse.Namespace:
         "--out", type=Path, default=Path("out/upcycle"), help="a folder that does not exist yet"
     )
     parser.add_argument("--steps", type=int, default=100, help="of the dense model, and of the MoE model")
-    return parser.parse_args()
+    options = parser.parse_args()
+    if options.steps < 1:
+        parser.error(f"--steps must be at least 1, but is {options.steps}")
+    return options
 
 
 if __name__ == "__main__":

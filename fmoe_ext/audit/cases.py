@@ -40,10 +40,6 @@ class Layout:
             raise AuditError(f"{num_experts} experts cannot be spread over the ranks of {self} evenly")
         if self.groups is None:
             return {"num_expert": num_experts}
-        if num_experts % self.ep:
-            raise AuditError(
-                f"{num_experts} experts cannot be shared by the {self.ep} ranks of {self}: take a divisor"
-            )
         return {
             "num_expert": num_experts // self.ep,
             "world_size": self.ep,
