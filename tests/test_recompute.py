@@ -72,6 +72,20 @@ def test_another_input_has_the_same_choices(gate, use_reentrant):
     assert torch.equal(first, second)
 
 
+@pytest.mark.parametrize("number", [float("nan"), float("inf")])
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_inputs_that_have_overflowed_find_their_own_choices(use_reentrant, number):
+    """As before a gradient scaler skips a step."""
+    block, batches = Block(SoftmaxGate), [tokens(1), tokens(2)]
+    for x in batches:
+        x[0] = number
+    outs = [checkpoint(block, x.requires_grad_(), use_reentrant=use_reentrant) for x in batches]
+    block.drift += 0.3
+    for out in outs:
+        out.sum().backward()
+    assert torch.equal(block.chosen[2], block.chosen[0]) and torch.equal(block.chosen[3], block.chosen[1])
+
+
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_without_the_pinning_drift_changes_choices(use_reentrant):
     block = Block(SoftmaxGate)
