@@ -179,6 +179,11 @@ class Separate(ExpertKind):
         return True
 
     def on_rows(self, rows: Nest, tokens_per_expert: torch.Tensor, first: int = 0) -> Nest:
+        if torch.jit.is_tracing():
+            raise RuntimeError(
+                "torch.jit.trace (and torch.onnx.export with dynamo=False) would keep for all inputs how many rows "
+                "each expert has of this one: use torch.compile, or experts in one module, as FMoETransformerMLP has"
+            )
         outputs, begin = [], 0
         for idx, count in enumerate(torch.as_tensor(tokens_per_expert).tolist(), first):
             own = map_structure(lambda x, begin=begin, end=begin + count: x[begin:end], rows)

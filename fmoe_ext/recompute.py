@@ -10,7 +10,6 @@ the last, for autograd goes backwards.
 from __future__ import annotations
 
 import functools
-import math
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -27,7 +26,7 @@ from fmoe_ext.tokens import Batch
 
 SAMPLE = 64  # numbers of the input that tell the forwards of a layer apart
 MAX_DISTANCE = (
-    0.25  # of a repetition's sample, in parts of what two samples can differ by; 0.7 for any two inputs
+    0.25  # of a repetition's sample, in parts of what two can differ by; that of any two inputs is 0.7
 )
 MAX_WITHOUT_GRAPH = 64  # forwards under no_grad of which each layer keeps the choices
 
@@ -210,16 +209,16 @@ def _nearest(x: torch.Tensor, forwards: list[Forward]) -> Forward | None:
 
     def unlikeness(pair: tuple[Forward, float]) -> tuple[float, bool, bool, int]:
         forward, distance = pair
-        noise_differs = not torch.equal(forward.generator, state)
-        return math.inf if math.isnan(distance) else distance, noise_differs, forward.is_done, -forward.number
+        return distance, not torch.equal(forward.generator, state), forward.is_done, -forward.number
 
     found, distance = min(zip(forwards, distances, strict=True), key=unlikeness)
     return None if distance > MAX_DISTANCE else found
 
 
 def _distances(sample: torch.Tensor, forwards: list[Forward]) -> list[float]:
-    """Of the samples of forwards, from 0 to 1 for samples of opposite signs."""
-    ours, theirs = sample.double(), torch.stack([f.sample.double() for f in forwards])
+    """Of the samples of forwards, from 0 to 1 for samples of opposite signs; of numbers that are finite."""
+    ours, *others = (x.double().nan_to_num(0.0, 0.0, 0.0) for x in (sample, *(f.sample for f in forwards)))
+    theirs = torch.stack(others)
     largest = ours.abs().sum() + theirs.abs().sum(1)
     distances: list[float] = ((theirs - ours).abs().sum(1) / largest.clamp(min=1e-300)).tolist()
     return distances

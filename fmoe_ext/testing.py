@@ -105,7 +105,7 @@ class DistributedPool:
             self._folder = tempfile.TemporaryDirectory(prefix="ranks-", ignore_cleanup_errors=True)
             self._processes = [_start(self._folder.name) for _ in range(self.world_size)]
             for process in self._processes:
-                process.connection.recv()  # it is ready: the time to import torch does not count
+                self._wait_until_ready(process)
         ranks = self._processes[:world_size]
         with tempfile.TemporaryDirectory() as folder:
             job = (fn, args, world_size, str(Path(folder, "store")), timeout)
@@ -117,6 +117,17 @@ class DistributedPool:
             self._kill()
             raise DistributedError("\n".join(f"rank {rank}: {failures[rank]}" for rank in sorted(failures)))
         return [outcomes[rank][1] for rank in range(world_size)]
+
+    def _wait_until_ready(self, process: "_Process") -> None:
+        """The time to import torch does not count as that of a run."""
+        try:
+            process.connection.recv()
+        except EOFError:
+            self._kill()
+            raise DistributedError(
+                "a process ended before it began. Each new process imports the program's main file: what starts "
+                'processes belongs there under `if __name__ == "__main__":`'
+            ) from None
 
     def close(self) -> None:
         """Ends the processes, which may clean up behind themselves for a few seconds."""

@@ -40,12 +40,12 @@ def test_read_back(tmp_path, num_experts, gate):
     model, chosen = layer(num_experts, gate), []
     model.gate_hook = lambda topk_idx, *_: chosen.append(topk_idx.clone())
     ids = torch.arange(2 * T) * 70_000
-    with balance.log_choices(model, tmp_path / "log") as log:
+    with balance.log_choices(model, tmp_path / "new" / "log") as log:
         for step in range(3):
             model(tokens(2 * step))
             model(tokens(2 * step + 1))  # the second microbatch of a step
             log.end_step(10 * step, ids)
-    gates, records = balance.read_log(tmp_path / "log")
+    gates, records = balance.read_log(tmp_path / "new" / "log")
     records = list(records)
     assert [(g.name, g.num_experts, g.top_k) for g in gates] == [("gate", num_experts, chosen[0].shape[1])]
     assert [(r.step, r.gate) for r in records] == [
@@ -89,9 +89,9 @@ def test_it_stays_small_and_spans_the_run(tmp_path):
 
 def test_a_step_that_does_not_fit_is_told(tmp_path):
     model = layer()
-    with balance.log_choices(model, tmp_path / "log", max_bytes=100) as log:
+    with balance.log_choices(model, tmp_path / "log", max_bytes=200) as log:
         model(tokens(0, 500))
-        with pytest.warns(UserWarning, match="does not fit into max_bytes=100"):
+        with pytest.warns(UserWarning, match="does not fit into max_bytes=200"):
             log.end_step()
 
 
@@ -141,6 +141,8 @@ def test_bad_input(tmp_path, log_of_three):
         balance.log_choices(torch.nn.Linear(2, 2), tmp_path / "other")
     with pytest.raises(ValueError, match="must be positive"):
         balance.log_choices(layer(), tmp_path / "other", every=0)
+    with pytest.raises(ValueError, match=r"max_bytes=5 has no room for one record: .* take 10\d bytes"):
+        balance.log_choices(layer(), tmp_path / "other", max_bytes=5)
     model = layer()
     with balance.log_choices(model, tmp_path / "other") as log:
         model(tokens(0))
@@ -153,6 +155,9 @@ def test_bad_input(tmp_path, log_of_three):
         log.end_step()
     with pytest.raises(balance.BadLog, match="other gates than"):
         summarize_logs([log_of_three, tmp_path / "five"])
+    (tmp_path / "link").symlink_to(log_of_three)
+    with pytest.raises(balance.BadLog, match=r"link is .*log again: its choices would count twice"):
+        summarize_logs([log_of_three, tmp_path / "link"])
 
 
 class Fixed(FMoE):

@@ -465,3 +465,16 @@ def test_a_gate_must_return_two(base, returned, what):
 def test_top_k_is_a_whole_number(top_k, message):
     with pytest.raises((TypeError, ValueError), match=f"top_k must be .*{message}"):
         FMoETransformerMLP(4, 8, 8, top_k=top_k)
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore::DeprecationWarning")
+def test_tracing_is_right_or_says_what_to_do():
+    """torch.jit.trace kept the rows of its example for all inputs where experts are separate, without a word."""
+    x, other = torch.randn(T, D), torch.randn(T + 3, D)
+    separate, fused = FMoE(E, D, expert=lambda d: nn.Linear(d, d)), FMoETransformerMLP(E, D, 5)
+    with pytest.raises(RuntimeError, match="would keep for all inputs how many rows"), torch.no_grad():
+        torch.jit.trace(separate, x)
+    with pytest.raises(RuntimeError, match="cannot record the backward of expert_mlp: trace under"):
+        torch.jit.trace(fused, x)
+    with torch.no_grad():
+        assert torch.equal(torch.jit.trace(fused.eval(), x)(other), fused(other))

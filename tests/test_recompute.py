@@ -74,6 +74,17 @@ def test_another_input_has_the_same_choices(gate, use_reentrant):
     assert torch.equal(first, second)
 
 
+@pytest.mark.parametrize("number", [float("nan"), float("inf")])
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_an_input_that_has_overflowed_has_the_same_choices(use_reentrant, number):
+    """As before a gradient scaler skips a step; a rank that did not know its forward would exchange tokens alone."""
+    block, x = Block(SoftmaxGate), tokens()
+    x[0] = number
+    step(block, x, use_reentrant, drift=0.3)
+    first, second = block.chosen
+    assert torch.equal(first, second)
+
+
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_without_the_pinning_drift_changes_choices(use_reentrant):
     block = Block(SoftmaxGate)

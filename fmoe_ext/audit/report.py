@@ -58,14 +58,14 @@ class AuditReport:
         """What is wrong in every layout alike, so that no comparison shows it."""
         found = []
         if apart := self.facts.clipped_apart:
-            some = ", ".join(list(apart)[:3]) + (f" and {len(apart) - 3} more" if len(apart) > 3 else "")
             found.append(
-                f"clipping leaves out {some}: other gradients were scaled by {self.facts.usual_factor:.3g}, "
-                f"{next(iter(apart))} by {next(iter(apart.values())):.3g}"
+                f"clipping leaves out {_some(list(apart))}: other gradients were scaled by "
+                f"{self.facts.usual_factor:.3g}, {next(iter(apart))} by {next(iter(apart.values())):.3g}"
             )
         if still := self.facts.not_updated:
-            some = ", ".join(still[:3]) + (f" and {len(still) - 3} more" if len(still) > 3 else "")
-            found.append(f"the optimizer misses {some}: a gradient came, but the first step did not move it")
+            found.append(
+                f"the optimizer misses {_some(still)}: a gradient came, but the first step did not move it"
+            )
         return found
 
     def __str__(self) -> str:
@@ -82,9 +82,17 @@ class AuditReport:
         for text, cases in self._reasons().items():
             more = f", and {len(cases) - 1} more cases" if len(cases) > 1 else ""
             yield f"DIFFERENT  {cases[0]}{more}: {text}"
-        bad = len(self.failures) + len(self.remarks())
-        verdict = f"{bad} of them differ" if bad else "all equal"
-        yield f"{len(self.results)} cases of {self.steps} steps in {self.seconds:.0f} s: {verdict}"
+        if self.failures and self.facts.drawing:
+            yield (
+                f"random numbers are drawn by {_some(self.facts.drawing)}: no two layouts draw the same, which is a "
+                "difference by itself; build(layout) must turn it off (dropout, jitter, noise, random choices)"
+            )
+        yield f"{len(self.results)} cases of {self.steps} steps in {self.seconds:.0f} s: {self._verdict()}"
+
+    def _verdict(self) -> str:
+        if self.failures:
+            return f"{len(self.failures)} of them differ"
+        return "equal to one process, which is wrong itself" if self.remarks() else "all equal"
 
     def _reasons(self) -> dict[str, list[Case]]:
         """{what went wrong: the cases where it did}; cases that first differ in the same tensor are one."""
@@ -103,6 +111,10 @@ class AuditReport:
             groups.setdefault((str(result.case.layout), result.case.dtype), []).append(result)
         for key, results in groups.items():
             yield *key, str(len(results)), *_worst(results), _verdict(results)
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def _worst(results: Sequence[Result]) -> list[str]:

@@ -24,10 +24,11 @@ from fmoe_ext.audit.cases import (
     make_cases,
     parse_layout,
 )
+from fmoe_ext.audit.draws import watch_draws
 from fmoe_ext.audit.report import AuditReport, Result
 from fmoe_ext.audit.source import FromConfig, Source, source_of
 from fmoe_ext.audit.training import Facts, Training, look_closely
-from fmoe_ext.audit.values import QUANTITIES, Difference, Step, Value, compare
+from fmoe_ext.audit.values import QUANTITIES, Difference, Step, Value, check_finite, compare
 from fmoe_ext.testing import DistributedError, DistributedPool
 
 TOLERANCE = MappingProxyType({"float64": 1e-12, "float32": 1e-5})
@@ -69,6 +70,8 @@ def audit(
     bounds = {**usual, **(tolerance or {})}
     if steps < 1:
         raise AuditError(f"steps must be at least 1, but got {steps}")
+    if not timeout > 0:
+        raise AuditError(f"timeout must be more than 0 seconds, but got {timeout}")
     cases = make_cases(parsed, accumulation, recomputation, padding, dtypes, left_out)
     began, results = time.monotonic(), []
     with ExitStack() as stack:
@@ -105,12 +108,12 @@ def run_reference(source: Source, dtype: str, steps: int, folder: str) -> tuple[
     training = Training(source(), case, torch.load(initial) if initial.exists() else None)
     if not initial.exists():
         torch.save(training.view.tensors(), initial)
-    start, history = training.view.parameters(), []
-    for number in range(steps):
-        history.append(training.step(number))
+    start = training.view.parameters()
+    with watch_draws(training.bare) as drawing:
+        history = [training.step(number) for number in range(steps)]
+    check_finite(history)
     torch.save([_plain(step) for step in history], Path(folder, dtype))
-    facts = look_closely(history[0]["gradient"], history[0]["clipped"], start, history[0]["parameter"])
-    return facts, [step["loss"][""].tensor.item() for step in history]
+    return look_closely(start, history[0], drawing), [step["loss"][""].tensor.item() for step in history]
 
 
 def _run(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
@@ -36,6 +36,7 @@ class Facts:
     clipped_apart: dict[str, float]  # {parameter: its factor}, where clipping scales not all gradients alike
     usual_factor: float
     not_updated: list[str]  # parameters with a gradient that no step of the optimizer moves
+    drawing: list[str]  # modules that draw random numbers
 
 
 class Training:
@@ -102,16 +103,17 @@ class Training:
 
     def _loss(self, padded: Batch, part: Part) -> torch.Tensor:
         """What a microbatch adds to the loss of this rank."""
-        loss = self.recipe.loss(self.model, padded)
-        if isinstance(loss, torch.Tensor):
-            return loss * self.recipe.weight(part)
-        mean, shared = loss
+        mean, shared = _two_losses(self.recipe.loss(self.model, padded))
         return mean * self.recipe.weight(part) + shared * self.recipe.shared_weight(part)
 
     def _of_rank(self, whole: Batch) -> tuple[Batch, int]:
         """(the samples of this rank, the number of the first of them)."""
         num, ranks = num_samples(whole), self.layout.num_ranks
         rank = dist.get_rank() if ranks > 1 else 0
+        if num < ranks:
+            raise AuditError(
+                f"{self.layout} needs {ranks} samples, but batch(step) returned {num}: let it return more"
+            )
         first, end = (num * r // ranks for r in (rank, rank + 1))
         return take(whole, first, end), first
 
@@ -158,8 +160,9 @@ class Recorder:
         return x[:, self._num_padded :] if self._padding == "left" else x[:, : -self._num_padded]
 
 
-def look_closely(before: Values, after: Values, start: Values, end: Values) -> Facts:
-    """What clipping (gradients before, after) and the optimizer (parameters start, end) of one process left out."""
+def look_closely(start: Values, first: Step, drawing: Iterable[str]) -> Facts:
+    """What clipping and the optimizer of one process left out in its first step, from the parameters start."""
+    before, after, end = (first[quantity] for quantity in ("gradient", "clipped", "parameter"))
     factors = {}
     for name, value in before.items():
         largest = value.tensor.abs().max() if value.tensor.numel() else value.tensor.new_zeros(())
@@ -170,13 +173,25 @@ def look_closely(before: Values, after: Values, start: Values, end: Values) -> F
     usual = ordered[0] if ordered else 1.0  # whatever is left out is scaled least
     apart = {name: factor for name, factor in factors.items() if abs(factor - usual) > 1e-6 * abs(usual)}
     still = [name for name in factors if torch.equal(start[name].tensor, end[name].tensor)]
-    return Facts(apart, usual, still)
+    return Facts(apart, usual, still, list(drawing))
 
 
 def _checked(model: Any) -> nn.Module:
     if not isinstance(model, nn.Module):
         raise AuditError(f"build(layout) must return an nn.Module, but returned {type(model).__name__}")
     return model
+
+
+def _two_losses(loss: Any) -> tuple[torch.Tensor, Any]:
+    """(the mean over the tokens, what all ranks share), where a recipe's loss may be the former alone."""
+    mean, shared = loss if isinstance(loss, (tuple, list)) and len(loss) == 2 else (loss, 0.0)
+    if not isinstance(mean, torch.Tensor) or mean.dim() or torch.as_tensor(shared).dim():
+        given = f"shape {list(mean.shape)}" if isinstance(mean, torch.Tensor) else type(mean).__name__
+        raise AuditError(
+            "loss(model, batch) must return a tensor [] with the mean over the tokens, or a pair of it and a loss [] "
+            f"that all ranks share, but returned {given}"
+        )
+    return mean, shared
 
 
 def _num_columns(padded: Batch, batch: Batch) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -86,6 +87,19 @@ class ModelView:
 def _gradient(p: torch.Tensor) -> torch.Tensor:
     grad = p.grad if p.grad is not None else getattr(p, "main_grad", None)
     return torch.zeros_like(p) if grad is None else grad.detach()
+
+
+def check_finite(steps: Sequence[Step]) -> None:
+    """AuditError for the first tensor of one process with NaN or infinity: nothing can be compared with that."""
+    for number, step in enumerate(steps, 1):
+        for quantity in QUANTITIES:
+            for name, value in step.get(quantity, {}).items():
+                if not value.tensor.isfinite().all():
+                    what = f"{quantity} of {name}" if name else quantity
+                    raise AuditError(
+                        f"step {number}: {what} has NaN or infinity in one process already, and with that no layout "
+                        "can be compared: mend the training first"
+                    )
 
 
 def compare(step: int, ours: Step, truth: Step, rank: int) -> list[Difference]:

@@ -70,6 +70,11 @@ class ChoiceLog:
         self.max_bytes = max_bytes
         self.path = Path(path)
         self._views = views_of(model, "log")
+        least = len(_header(list(self._gates_of({}).values()))) + _CRC.size + _HEAD.size
+        if max_bytes < least:
+            raise ValueError(
+                f"max_bytes={max_bytes} has no room for one record: the names of the gates take {least} bytes already"
+            )
         self._gates: dict[str, Gate] = {}
         self._chosen: list[tuple[str, torch.Tensor]] = []
         self._num_ended = 0
@@ -111,11 +116,17 @@ class ChoiceLog:
 
     def _begin(self, widths: dict[str, int]) -> None:
         """Opens the file, for gates that make so many choices a token."""
-        for name, view in self._views.items():
-            self._gates[name] = Gate(name, view.num_experts, widths.get(name, view.top_k or 1))
+        self._gates = self._gates_of(widths)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
         self._file = self.path.open("wb+")
         self._file.write(_header(list(self._gates.values())))
         self._file.flush()
+
+    def _gates_of(self, widths: dict[str, int]) -> dict[str, Gate]:
+        return {
+            name: Gate(name, view.num_experts, widths.get(name, view.top_k or 1))
+            for name, view in self._views.items()
+        }
 
     def _write_step(self, data: bytes) -> None:
         """Writes a step, unless it is among those that the file must do without."""
@@ -176,7 +187,7 @@ def log_choices(
                 log.end_step(step, batch["input_ids"])
 
     A rank logs its own tokens: give each a path of its own; the report takes several. Raises ValueError for a model
-    without gates.
+    without gates, and for max_bytes that hold no record.
     """
     return ChoiceLog(model, path, every, max_bytes)
 

@@ -68,8 +68,12 @@ class Summary:
 
 
 def summarize_logs(paths: Sequence[str | Path], *, allow_truncated: bool = False) -> Summary:
-    """Reads logs of one run, one a rank, three times -> Summary. BadLog for damaged ones and for other gates."""
+    """Reads logs of one run, one a rank, three times -> Summary.
+
+    BadLog for damaged ones, for other gates, and for a file that is given twice.
+    """
     files = [Path(path) for path in paths]
+    _check_distinct(files)
     gates = _common_gates(files, allow_truncated)
     steps = sorted({record.step for record in _records(files, allow_truncated)})
     if not steps:
@@ -84,6 +88,15 @@ def summarize_logs(paths: Sequence[str | Path], *, allow_truncated: bool = False
     has_ids = _find_feeders(summaries, files, allow_truncated)
     size = sum(path.stat().st_size for path in files)
     return Summary(files, steps, first, list(summaries.values()), size, has_ids)
+
+
+def _check_distinct(files: Sequence[Path]) -> None:
+    for number, path in enumerate(files):
+        for other in files[:number]:
+            if path.exists() and other.exists() and path.samefile(other):
+                raise BadLog(
+                    f"{path} is {other} again: its choices would count twice. Give each rank's log once"
+                )
 
 
 def _common_gates(files: Sequence[Path], allow_truncated: bool) -> list[Gate]:

@@ -14,6 +14,8 @@ from fmoe_ext.checkpoint.files import made_folder
 from fmoe_ext.checkpoint.layouts import LAYOUTS
 from fmoe_ext.checkpoint.manifest import MODEL, Manifest
 from fmoe_ext.checkpoint.megatron_experts import from_megatron_core
+from fmoe_ext.checkpoint.model_state import describe_layers
+from fmoe_ext.checkpoint.routing import routing_of_config
 from fmoe_ext.checkpoint.safetensors_file import (
     OURS,
     StoredTensor,
@@ -60,13 +62,16 @@ def read(*paths: str | Path, mp_rank: str | None = None, trust: bool = False) ->
         if not path.exists():
             raise CheckpointError(f"{path} does not exist")
     path = all_paths[0]
-    if len(paths) > 1 or path.suffix in (".pt", ".pth"):
+    if len(paths) > 1 and (folders := [path for path in all_paths if path.is_dir()]):
+        raise CheckpointError(f"several paths are the files of FastMoE's ranks, but {folders[0]} is a folder")
+    if len(paths) > 1 or (path.suffix in (".pt", ".pth") and path.is_file()):
         return Checkpoint("fastmoe", *fastmoe.read_files(all_paths, trust))
     ours = store.has_checkpoint(path)
     if not ours and (files := huggingface.model_files(path)):
         tensors, converted = huggingface.read_model(files)
         format = "huggingface" if converted else "safetensors"
-        return Checkpoint(format, tensors, files, routing=_routing(files))
+        routing = _routing(files) or (_routing_of_folder(path, tensors) if converted else {})
+        return Checkpoint(format, tensors, files, routing=routing)
     if not ours and megatron_core.is_torch_dist(path):
         tensors, files, step, left_out = megatron_core.read_torch_dist(path)
         return Checkpoint("torch_dist", tensors, files, step, left_out=left_out)
@@ -88,6 +93,13 @@ def _routing(files: Sequence[Path]) -> dict[str, Any]:
     return noted if isinstance(noted, dict) and all(isinstance(v, dict) for v in noted.values()) else {}
 
 
+def _routing_of_folder(path: Path, tensors: Mapping[str, StoredTensor]) -> dict[str, Any]:
+    """What config.json says of the gates of every layer; nothing for a file, and for models that are not known."""
+    options = routing_of_config(huggingface.model_config(path))
+    layers = describe_layers({name: tensor.shape for name, tensor in tensors.items()})
+    return {name: options for name in layers} if options else {}
+
+
 def write(
     path: str | Path,
     checkpoint: Checkpoint,
@@ -102,7 +114,9 @@ def write(
     progress(bytes) is called for what has been read. Raises CheckpointError, and leaves nothing behind, for what the
     format does not have.
     """
-    path, tensors = Path(path), _counted(checkpoint.tensors, progress or (lambda num_bytes: None))
+    path = Path(path)
+    _check_target(path, format)
+    tensors = _counted(checkpoint.tensors, progress or (lambda num_bytes: None))
     of_megatron = megatron_core.expert_layers(tensors)
     if of_megatron and format.startswith("hf-"):
         raise CheckpointError(
@@ -125,6 +139,16 @@ def write(
             store.write_checkpoint(path, whole, Manifest(step=checkpoint.step, routing=checkpoint.routing))
     else:
         raise CheckpointError(f"format must be one of {', '.join(FORMATS)}, but got {format!r}")
+
+
+def _check_target(path: Path, format: str) -> None:
+    if format == "safetensors" and path.is_dir():
+        raise CheckpointError(f"{path} is a folder: name a file, as {path / 'model.safetensors'}")
+    if format == "fmoe_ext" and store.has_checkpoint(path):
+        raise CheckpointError(
+            f"{path} has a checkpoint already: a run that resumes there would take this one, which has no optimizer. "
+            "Name another folder"
+        )
 
 
 def _counted(tensors: Mapping[str, StoredTensor], progress: Callable[[int], Any]) -> dict[str, StoredTensor]:

@@ -122,13 +122,48 @@ def needed_config(routing: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     return config
 
 
-def check_config(config: Mapping[str, Any], layers: Iterable[tuple[str, FMoE]]) -> None:
-    """CheckpointError where a model's gates compute other numbers than config.json says."""
+def routing_of_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """What config.json says that the MoE layers of its model compute, as routing_of(); {} for other model types."""
+    said = _said(config)
+    kind = said.get("model_type")
+    if kind not in (*NORMALIZES, *FORMATS):
+        return {}
+    computes = FORMATS.get(kind, Computes())
+    options = {option: said[key] for key, option, _ in OF_CONFIG if said.get(key) is not None}
+    if computes.always_normalizes:
+        options["normalize"] = True
+    if computes.has_scale_and_groups:
+        groups = ("num_groups", said.get("n_group")), ("topk_groups", said.get("topk_group"))
+        options |= {"group_best": GROUP_BEST, **{name: value for name, value in groups if value is not None}}
+    return {"gate": computes.gates[-1], **options, "activation": _activation_of_config(said)}
+
+
+def _said(config: Mapping[str, Any]) -> dict[str, Any]:
     inner = config.get("text_config", config)
     said = dict(inner) if isinstance(inner, Mapping) else {}
     said.setdefault("norm_topk_prob", NORMALIZES.get(str(said.get("model_type"))))
+    return said
+
+
+def _activation_of_config(said: Mapping[str, Any]) -> str:
+    if said.get("model_type") == "gpt_oss":
+        return CLAMPED
+    ours = {theirs: name for name, theirs in HIDDEN_ACT.items()}
+    return ours.get(said.get("hidden_act", "silu"), str(said.get("hidden_act")))
+
+
+def check_config(config: Mapping[str, Any], layers: Iterable[tuple[str, FMoE]]) -> None:
+    """CheckpointError where a model's gates or experts compute other numbers than config.json says."""
+    said = _said(config)
+    activation = routing_of_config(config).get("activation")
     for name, layer in layers:
         options = routing_of(layer)
+        if activation is not None and options.get("activation", activation) != activation:
+            raise CheckpointError(
+                f"the experts of {name or '(root)'} have the activation {options['activation']}, but by config.json of "
+                f"the model they have {activation}: the outputs would differ. Build the layer with that activation, or "
+                "change config.json"
+            )
         for key, option, argument in OF_CONFIG:
             if said.get(key) is not None and option in options and options[option] != said[key]:
                 raise CheckpointError(

@@ -1,18 +1,20 @@
 """fmoefy for dense Hugging Face models, recognised by the structure of their layers, not by their names.
 
-Three structures: an MLP module (Llama, Qwen3, Mistral, Gemma, Phi, GPT-2, ViT, T5, ...); `intermediate` and `output`
-side by side, the second with dropout, residual and LayerNorm (BERT and its kin); fc1 and fc2 in the layer itself
-(OPT, BART, Whisper, ...).
+Three structures: an MLP module (Llama, Qwen3, Mistral, Gemma, Phi, GPT-2, ViT, T5, ...), which may add the residual
+itself (BLOOM, MPT); `intermediate` and `output` side by side, the second with dropout, residual and LayerNorm (BERT and
+its kin); fc1 and fc2 in the layer itself (OPT, BART, Whisper, ...).
 """
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Iterator
 from types import MappingProxyType
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from fmoe_ext.integrations.recognize import is_linear, pair, read_mlp, weight_shape
 from fmoe_ext.integrations.target import Options, Target
@@ -57,14 +59,46 @@ def _walk(module: nn.Module, path: str, parent: Any, attribute: str, activation:
             yield _fc_target(path, module)
             return
         if _has_mlp_shapes(module):
-            reading = read_mlp(module, activation)
-            notes = reading.notes
-            yield Target(
-                path, parent, attribute, reading.dense, reading.wrap, notes=notes, moe_kwargs=MOE_KWARGS
-            )
+            yield _mlp_target(path, module, parent, attribute, activation)
             return
     for name, child in module.named_children():
         yield from _walk(child, f"{path}.{name}" if path else name, module, name, activation)
+
+
+def _mlp_target(path: str, module: nn.Module, parent: Any, attribute: str, activation: Any) -> Target:
+    adds_residual = _adds_residual(module)
+    reading = read_mlp(_WithoutResidual(module) if adds_residual else module, activation)
+
+    def wrap(moe: nn.Module) -> nn.Module:
+        return AddsResidual(reading.wrap(moe)) if adds_residual else reading.wrap(moe)
+
+    return Target(path, parent, attribute, reading.dense, wrap, notes=reading.notes, moe_kwargs=MOE_KWARGS)
+
+
+def _adds_residual(module: nn.Module) -> bool:
+    return list(inspect.signature(module.forward).parameters)[1:] == ["residual"]
+
+
+class _WithoutResidual(nn.Module):
+    """mlp(x, residual) for a residual of zeros, so that it can be read like any other."""
+
+    def __init__(self, mlp: nn.Module) -> None:
+        super().__init__()
+        self.mlp = mlp
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.mlp(x, torch.zeros_like(x))
+
+
+class AddsResidual(nn.Module):
+    """The MoE layer in the place of an MLP that is called with the residual and adds it."""
+
+    def __init__(self, moe: nn.Module) -> None:
+        super().__init__()
+        self.moe = moe
+
+    def forward(self, hidden_states: Tensor, residual: Tensor) -> Tensor:
+        return residual + self.moe(hidden_states)
 
 
 def _has_bert_structure(layer: nn.Module) -> bool:

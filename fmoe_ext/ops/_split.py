@@ -55,6 +55,11 @@ class Product(Protocol):
 def in_two(product: Product, inputs: Tensors, weights: Tensors) -> torch.Tensor:
     """y of product(inputs, weights), which autograd may differentiate in two parts."""
     refuse_tangents(product.name, *inputs)  # of the weights the operator itself asks
+    if torch.jit.is_tracing():
+        raise RuntimeError(
+            f"torch.jit.trace (and torch.onnx.export with dynamo=False) cannot record the backward of {product.name}: "
+            "trace under torch.no_grad(), or use torch.export or torch.compile"
+        )
     link = _Link()
     token = _Inputs.apply(link, product, product.shape(inputs, weights), *inputs)
     detached = tuple(t.detach() if t is not None and t.requires_grad else t for t in inputs)

@@ -206,6 +206,11 @@ def test_what_the_config_must_say(tmp_path, capsys):
         ({"text_config": {"norm_topk_prob": False}}, {}, "normalize=True"),
         ({"num_experts_per_tok": 3}, {}, "layer mlp has top_k=2, .* says num_experts_per_tok=3"),
         ({"routed_scaling_factor": 2.5}, {}, "scale=1.0, .* says routed_scaling_factor=2.5"),
+        (
+            {"model_type": "mixtral", "hidden_act": "gelu"},
+            {},
+            "activation swiglu, but by config.json .* geglu",
+        ),
     ],
 )
 def test_config_of_a_huggingface_folder(tmp_path, config, options, text):
@@ -220,6 +225,30 @@ def test_config_of_a_huggingface_folder(tmp_path, config, options, text):
     with pytest.raises(checkpoint.CheckpointError, match=text):
         checkpoint.load(tmp_path, target)
     assert all(torch.equal(value, before[key]) for key, value in target.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    ("config", "to", "text"),
+    [
+        ({"model_type": "mixtral"}, "gpt_oss", "activation swiglu, but those of Hugging Face's gpt_oss"),
+        ({"model_type": "mixtral", "hidden_act": "relu"}, "qwen3_moe", "have the activation relu"),
+        ({"model_type": "qwen3_moe"}, "mixtral", "normalize=False, but mixtral divides the weights"),
+        ({"model_type": "deepseek_v3"}, "qwen3_moe", "SigmoidGate, expected one of NaiveGate, SoftmaxGate"),
+    ],
+)
+def test_a_huggingface_folder_that_the_format_cannot_say(tmp_path, capsys, config, to, text):
+    """What its gates and experts compute is in its config.json, and goes with the tensors."""
+    save_file(checkpoint.to_huggingface(with_gate(), "qwen3_moe"), tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps({"num_experts_per_tok": 2, **config}))
+    for source in (tmp_path, tmp_path / "ours"):
+        with pytest.raises(SystemExit, match=text):
+            main(["convert", str(source), "--to", f"hf-{to}", "-o", str(tmp_path / "hf")])
+        assert not (tmp_path / "hf").exists()
+        main(["convert", str(tmp_path), "--to", "fmoe_ext", "-o", str(tmp_path / "ours")])
+    if config == {"model_type": "mixtral"}:
+        capsys.readouterr()
+        main(["convert", str(tmp_path / "ours"), "--to", "hf-qwen3_moe", "-o", str(tmp_path / "hf")])
+        assert 'must say "num_experts_per_tok": 2, "norm_topk_prob": true' in capsys.readouterr().out
 
 
 def torch_dist(folder, tensors, iteration=10):
@@ -303,6 +332,45 @@ def test_failed_conversions_leave_nothing(saved, tmp_path_factory):
         with pytest.raises(SystemExit, match=r"error: .*truncated"):
             main(["convert", str(damaged), "--no-verify", "--to", format, "-o", str(out)])
         assert not out.parent.exists()
+
+
+def test_a_run_is_not_given_a_checkpoint_without_its_optimizer(saved):
+    """It was: `convert out --to fmoe_ext -o out` became what `out` resumes from, Adam's state lost."""
+    ours = str(saved[0] / "ours")
+    with pytest.raises(SystemExit, match=r"has a checkpoint already: .*no optimizer"):
+        main(["convert", ours, "--to", "fmoe_ext", "-o", ours])
+    model = make(1)
+    optimizer = torch.optim.Adam(model.parameters())
+    assert checkpoint.load(ours, model, optimizer).step == 12 and optimizer.state
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (("merge", "ours", "-o", "."), "is a folder: name a file, as .*model.safetensors"),
+        (
+            ("convert", "ours", "--to", "safetensors", "--ranks", "2", "-o", "a"),
+            "--ranks 2 is for --to fastmoe",
+        ),
+        (
+            ("inspect", "ours", "--mp-rank", "mp_rank_00"),
+            "--mp-rank is for folders of FastMoE, which ours is not",
+        ),
+        (("inspect", "ours", "ours"), "the files of FastMoE's ranks, but ours is a folder"),
+    ],
+)
+def test_options_that_would_be_ignored(saved, monkeypatch, arguments, message):
+    monkeypatch.chdir(saved[0])
+    with pytest.raises(SystemExit, match=f"error: .*{message}"):
+        main(arguments)
+
+
+def test_a_folder_named_as_a_file(saved, capsys):
+    """FastMoE's folder may end in .pt."""
+    folder = saved[0] / "model.pt"
+    main(["convert", str(saved[0] / "ours"), "--to", "fastmoe", "-o", str(folder)])
+    main(["inspect", str(folder), "--mp-rank", "mp_rank_00"])
+    assert "format     fastmoe, step 12" in capsys.readouterr().out
 
 
 def test_tracker_without_files(tmp_path):

@@ -105,6 +105,13 @@ class ForgetfulModel(Model):
         return self.head.weight.new_zeros(())
 
 
+class DropoutModel(Model):
+    def __init__(self, layout):
+        super().__init__(layout)
+        for block in self.blocks:
+            block.before = nn.Sequential(block.before, nn.Dropout(0.5))
+
+
 class MaskedModel(Model):
     """A model whose experts get real tokens only; sees_padding: but whose gate's loss counts all."""
 

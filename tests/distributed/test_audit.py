@@ -127,6 +127,14 @@ def test_bad_input():
     fails(models.RECIPE, "padding must be of none, left, right, but got 'middle'", padding=["middle"])
     fails(models.RECIPE, "leave_out names 'pp', but what can be left out is", leave_out={"pp": "none"})
     fails(models.RECIPE, "steps must be at least 1", steps=0)
+    fails(models.RECIPE, "timeout must be more than 0 seconds, but got 0", timeout=0)
+
+
+def test_random_numbers_are_named(pool):
+    report = audited(pool, replace(models.RECIPE, build=models.DropoutModel), layouts=["dp2"])
+    assert report.facts.drawing == ["blocks.0.before.1", "blocks.1.before.1"]
+    assert "random numbers are drawn by blocks.0.before.1, blocks.1.before.1: no two layouts" in str(report)
+    assert not audited(pool, models.RECIPE, layouts=["1"]).facts.drawing
 
 
 def one_sample(step):
@@ -137,11 +145,30 @@ def no_module(layout):
     return "model"
 
 
+def several_losses(model, batch):
+    return model(batch["inputs"]).mean(-1)
+
+
+def infinite_loss(model, batch):
+    mean, _ = models.loss(model, batch)
+    return mean - float("inf")
+
+
 def test_bad_recipes(pool):
     small = audited(pool, replace(models.RECIPE, batch=one_sample), layouts=["1"], accumulation=["2"])
     assert "accumulation 2 needs 2 samples on every rank, but one has 1" in str(small)
     with pytest.raises(AuditError, match=r"must return an nn.Module, but returned str"):
         audited(pool, replace(models.RECIPE, build=no_module))
+    with pytest.raises(
+        AuditError, match=r"loss\(model, batch\) must return a tensor \[\] .* returned shape \[12, 4\]"
+    ):
+        audited(pool, replace(models.RECIPE, loss=several_losses))
+    few = audited(pool, replace(models.RECIPE, batch=one_sample), layouts=["dp2"])
+    assert "dp 2 needs 2 samples, but batch(step) returned 1" in str(few)
+    with pytest.raises(AuditError, match=r"step 1: loss has NaN or infinity in one process already"):
+        audited(pool, replace(models.RECIPE, loss=infinite_loss), layouts=["1"])
+    odd = audited(pool, models.RECIPE, layouts=["ep3"])
+    assert "experts cannot be spread over the ranks of ep 3 evenly" in str(odd)
     assert isinstance(models.Model(Layout()), nn.Module)
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from fmoe_ext import testing
 from fmoe_ext.testing import DistributedError, DistributedPool, run_distributed
 
 
@@ -40,6 +41,12 @@ def test_results_and_failures():
         pool.run(misbehave, "hang", timeout=5)
     assert run_distributed(rank_sum, 3, 0) == [(rank, 3, 3.0) for rank in range(3)]
     assert set(multiprocessing.active_children()) <= before
+
+
+def test_a_process_that_does_not_begin_says_what_it_may_be(monkeypatch):
+    monkeypatch.setattr(testing, "_serve", os._exit)  # which ends at once, by a TypeError
+    with pytest.raises(DistributedError, match=r'ended before it began.* under `if __name__ == "__main__":`'):
+        run_distributed(rank_sum, 1, 0)
 
 
 def environment_of(name):

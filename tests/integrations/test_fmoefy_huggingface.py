@@ -19,6 +19,7 @@ from transformers import (
     Gemma2Config,
     GPT2Config,
     LlamaConfig,
+    MptConfig,
     OPTConfig,
     Phi3Config,
     PretrainedConfig,
@@ -443,15 +444,39 @@ def test_accelerate():
     assert losses == pytest.approx(by_hand(), rel=1e-6)
 
 
-def test_an_mlp_with_another_calling_convention_is_named():
-    config = BloomConfig(
-        vocab_size=VOCAB, hidden_size=16, n_layer=1, n_head=2, bos_token_id=None, eos_token_id=None
-    )
-    model = AutoModelForCausalLM.from_config(config)
-    with pytest.raises(
-        ValueError, match=r"transformer\.h\.0\.mlp \(BloomMLP\) looks like an MLP, but calling it"
-    ):
-        fmoefy(model, 4)
+@pytest.mark.parametrize(
+    ("config", "path", "notes"),
+    [
+        (
+            BloomConfig(
+                vocab_size=VOCAB, hidden_size=16, n_layer=2, n_head=2, hidden_dropout=0.1, **NO_TOKENS
+            ),
+            "h.1.mlp",
+            ("its dropout after the last linear layer is left out",),
+        ),
+        (
+            MptConfig(vocab_size=VOCAB, d_model=16, n_layers=2, n_heads=2, max_seq_len=16),
+            "blocks.1.ffn",
+            (),
+        ),
+    ],
+    ids=["bloom", "mpt"],
+)
+def test_mlps_that_add_the_residual_themselves(config, path, notes):
+    torch.manual_seed(0)
+    dense = AutoModelForCausalLM.from_config(config).double().eval()
+    with torch.no_grad():
+        for p in dense.parameters():
+            p.add_(torch.randn_like(p), alpha=0.3)
+    truth = logits(dense)
+    moe = fmoefy(copy.deepcopy(dense), 4, init="upcycle")
+    assert [(r.path, r.notes) for r in moe.fmoe_report.replaced][1:] == [(f"transformer.{path}", notes)]
+    assert (logits(moe) - truth).abs().max() <= 1e-12 * truth.abs().max()
+    inputs = batch(moe, torch.float64)
+    moe.train()(**inputs, labels=inputs["input_ids"]).loss.backward()
+    assert all(p.grad.isfinite().all() and (p.grad != 0).any() for p in moe.parameters())
+    assert torch.equal(logits(copy.deepcopy(moe).eval()), logits(moe.eval()))
+    assert (logits(zero_experts(moe)) - truth).abs().max() > 0.01 * truth.abs().max()
 
 
 def test_random_experts_and_chosen_layers():

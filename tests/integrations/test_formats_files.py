@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 import fmoe_ext
 from fmoe_ext import fmoefy
@@ -94,6 +95,16 @@ def test_files_that_lie(tmp_path):
     file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
     with pytest.raises(CheckpointError, match="is damaged: its SHA-256"):
         fmoe_ext.checkpoint.load(tmp_path / "out", llama())
+
+
+@pytest.mark.parametrize("lost", ["layers.1", "lm_head"])
+def test_a_part_of_a_model_is_refused(lost, tmp_path):
+    fmoe_ext.export(llama(), tmp_path / "out", "mixtral")
+    file = tmp_path / "out" / "model.safetensors"
+    kept = {name: value for name, value in load_file(file).items() if lost not in name}
+    save_file(kept, file, metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=rf"out lacks \S*{lost}.* Transformers would draw at random"):
+        fmoe_ext.import_model(tmp_path / "out")
 
 
 MEMORY = """

@@ -36,9 +36,16 @@ def _read(source: Any, options: dict[str, Any]) -> Any:
     from safetensors import SafetensorError
 
     try:
-        return transformers.AutoModelForCausalLM.from_pretrained(source, **options)
+        read: Any = transformers.AutoModelForCausalLM.from_pretrained
+        model, found = read(source, **options, output_loading_info=True)
     except SafetensorError as error:
         raise CheckpointError(f"{source}: a safetensors file is truncated or damaged: {error}") from error
+    if missing := sorted(found["missing_keys"]):
+        more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
+        raise CheckpointError(
+            f"{source} lacks {', '.join(missing[:3])}{more}, which Transformers would draw at random"
+        )
+    return model
 
 
 def import_model(source: Any, **options: Any) -> Any:
@@ -51,7 +58,7 @@ def import_model(source: Any, **options: Any) -> Any:
 
     model.save_pretrained() writes the format that the model came from, as export() does. The gates have the balance
     loss: add weight * fmoe_ext.gates.total_loss(model); router logits are no output any more.
-    Raises CheckpointError for other models and for files that are truncated or damaged.
+    Raises CheckpointError for other models, for files that are truncated or damaged and for tensors that are missing.
     Equivalent to: AutoModelForCausalLM.from_pretrained(source, **options), to the rounding of its gates.
     """
     model: Any = source
