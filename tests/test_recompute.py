@@ -5,6 +5,8 @@ from functools import partial
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -182,6 +184,39 @@ def test_a_checkpoint_in_a_checkpoint(inner, outer):
     ours = gradients(block, forward, [tokens(), tokens(2)], (1, 0))
     theirs = gradients(block, lambda layer, x: layer(x), [tokens(), tokens(2)], (1, 0))
     torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+
+
+KINDS = {
+    "none": lambda layer, x: layer(x),
+    "plain": partial(checkpoint, use_reentrant=False),
+    "reentrant": partial(checkpoint, use_reentrant=True),
+    "nested": lambda layer, x: checkpoint(KINDS["reentrant"], layer, x, use_reentrant=False),
+}
+
+
+@settings(max_examples=25, deadline=None, derandomize=True)
+@given(
+    st.lists(st.tuples(st.sampled_from([*KINDS]), st.booleans()), min_size=1, max_size=4),
+    st.sampled_from(["capacity", "groups"]),
+    st.permutations(range(4)),
+)
+def test_any_checkpoints_in_any_order(forwards, gate, order):
+    """Each forward of its kind, on a batch of its own or the first one, with or without a look before it."""
+    order = [i for i in order if i < len(forwards)]
+    block, kinds = Block(SCORED[gate]), iter(forwards)
+
+    def forward(layer, x):
+        kind, looks = next(kinds)
+        if looks:
+            with torch.no_grad(), torch.random.fork_rng():
+                torch.manual_seed(99)
+                layer(x)
+        return KINDS[kind](layer, x)
+
+    batches = [tokens(seed % 3) for seed in range(len(forwards))]
+    ours = gradients(block, forward, batches, order)
+    theirs = gradients(block, KINDS["none"], batches, order)
+    torch.testing.assert_close(ours, theirs, rtol=1e-11, atol=1e-12)
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
