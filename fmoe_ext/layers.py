@@ -207,7 +207,7 @@ class FMoE(nn.Module):
                 return self._forward_real(moe_inp, repeated.batch, repeated)
         batch = current_batch() if valid is None else with_valid(current_batch(), valid)
         batch.check(num_tokens)
-        may_be_repeated = self.training or torch.is_grad_enabled()
+        may_be_repeated = self.training or torch.is_grad_enabled() or batch.rows is not None
         forward = self._forwards.begin(moe_inp, batch) if may_be_repeated else None
         with batch_is(batch), forward_is(forward):
             out = self._forward_real(moe_inp, batch, forward)
@@ -314,7 +314,7 @@ class FMoE(nn.Module):
             topk_weights = topk_weights.reshape(topk_idx.shape)
         if self.renormalize:
             topk_weights = _renormalize(topk_idx, topk_weights)
-        if mask is not None and self.mask_dict is not None:
+        if mask is not None:
             topk_idx = drop_masked(topk_idx, mask)
         return topk_idx, topk_weights
 

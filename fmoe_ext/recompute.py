@@ -185,7 +185,9 @@ class Forwards:
         for done in [f for f in self._without if f.is_done]:
             self._without.remove(done)
         if not torch.is_grad_enabled():
-            if training:
+            if (
+                training or forward.batch.rows is not None
+            ):  # or its padding would not be known when it is repeated
                 self._without.append(forward)
             return
         nodes = [leaf.grad_fn for leaf in leaves_of(out) if leaf.grad_fn is not None]

@@ -259,6 +259,14 @@ def test_mask(fused, renormalize):
     assert_same(*grads)
 
 
+def test_mask_alone():
+    """Without mask_dict the output of masked tokens is zero; they had gone to their experts, in silence."""
+    layer, mask, x = make_layer(), torch.arange(T) % 2, make_input()
+    plain = layer(x)
+    layer.mask = mask
+    assert_same(layer(x), plain * (mask == 0)[:, None])
+
+
 def test_mask_of_rows_with_more_dimensions():
     topk_idx, topk_weights = make_choices()
     mask = torch.arange(T) % 2

@@ -248,9 +248,10 @@ def test_played_choices_are_repeated(use_reentrant):
         assert torch.equal(ours, expected)
 
 
+@pytest.mark.parametrize("training", [False, True])
 @pytest.mark.parametrize("use_reentrant", [False, True])
-def test_the_padding_of_the_first_forward(use_reentrant):
-    block = Block(SoftmaxGate)
+def test_the_padding_of_the_first_forward(use_reentrant, training):
+    block = Block(SoftmaxGate).train(training)
     plain = copy.deepcopy(block)
     valid, x = torch.arange(T) % 3 > 0, tokens().requires_grad_()
     with valid_tokens(valid):
