@@ -51,7 +51,7 @@ train-pipe: build
 test: build
 	$(TEST) $(ARGS)
 
-## make test-all the same with the slow tests: sanitizers of the kernels, soaks, twenty kills of a training
+## make test-all the same with the long and slow tests: examples, sanitizers of the kernels, soaks, twenty kills of a training
 test-all: build
 	$(TEST) -m "slow or not slow" $(ARGS)
 

@@ -1,5 +1,6 @@
 """`python -m fmoe_ext.info`: what a bug report quotes."""
 
+import argparse
 import importlib.util
 import platform
 from collections.abc import Iterable
@@ -9,6 +10,7 @@ import torch
 
 import fmoe_ext
 from fmoe_ext import _env, ops
+from fmoe_ext._cli import run
 from fmoe_ext.gpu.report import summary
 from fmoe_ext.ops import gpu_kernels, gpu_proof
 from fmoe_ext.ops.gpu_proof import Key
@@ -73,5 +75,13 @@ def report() -> str:
     return "\n".join(text)
 
 
-if __name__ == "__main__":
+def main() -> None:
+    argparse.ArgumentParser(
+        prog="python -m fmoe_ext.info",
+        description="Prints versions, native modules, devices and environment variables: quote it in a bug report.",
+    ).parse_args()
     print(report())
+
+
+if __name__ == "__main__":
+    run(main)

@@ -32,7 +32,7 @@ def _fill(
 ) -> torch.Tensor:
     of_rows = _of_rows(mask, out)
     for value, filling in mask_dict.items():
-        filling = torch.as_tensor(filling, device=out.device).to(topk_weights.dtype)
+        filling = torch.as_tensor(filling, dtype=topk_weights.dtype, device=out.device)
         filling = filling.expand(topk_weights.shape[1], *out.shape[1:])  # [K, *]
         weighted = torch.tensordot(topk_weights, filling, dims=1).to(out.dtype)  # [T, *]
         out = torch.where(of_rows == value, weighted, out)

@@ -2,7 +2,9 @@
 
 A forward that runs inside a backward is a repetition: torch.utils.checkpoint (reentrant or not), Megatron-core,
 DeepSpeed and Transformers, which calls the former, all do it so. torch.utils.module_tracker.ModuleTracker says so in
-public. Of several forwards of a layer whose backward is still to come the repetition is the one whose input is nearest.
+public. Of several forwards of a layer whose backward is still to come the repetition is the one whose input is nearest;
+of those with the same input, the one that found PyTorch's generator as it is now (a checkpoint restores it); of those,
+the last, for autograd goes backwards.
 """
 
 from __future__ import annotations
@@ -23,6 +25,9 @@ from fmoe_ext.routing import Nest, leaves_of
 from fmoe_ext.tokens import Batch
 
 SAMPLE = 64  # numbers of the input that tell the forwards of a layer apart
+MAX_DISTANCE = (
+    0.25  # of a repetition's sample, in parts of what two can differ by; that of any two inputs is 0.7
+)
 MAX_WITHOUT_GRAPH = 64  # forwards under no_grad of which each layer keeps the choices
 
 
@@ -58,16 +63,20 @@ def uncounted() -> Iterator[None]:
 class Forward:
     """What one forward of a layer decided, for its repetition.
 
-    selected, kept [T, K]: choices before and after some were dropped (None before the gate has chosen), in the smallest
-    dtype that holds them. is_fused: whether the gate chose and weighed in one operator, whose backward keeps other
-    tensors than the two steps. microbatch: its number where losses span several (gates.accumulation). way: how its
-    tokens travelled between ranks. messages: what other ranks told in this forward, in order; num_heard: of those, by
-    its repetition.
+    sample, generator: numbers of its input, and the state of PyTorch's generator, to know it by; number: of the layer's
+    forwards. selected, kept [T, K]: choices before and after some were dropped (None before the gate has chosen), in
+    the smallest dtype that holds them. is_fused: whether the gate chose and weighed in one operator, whose backward
+    keeps other tensors than the two steps. microbatch: its number where losses span several (gates.accumulation). way:
+    how its tokens travelled between ranks. messages: what other ranks told in this forward, in order; num_heard: of
+    those, by its repetition. has_empty_rank: whether one of the ranks that exchanged tokens had none, so that it cannot
+    tell its forwards apart.
     """
 
     num_tokens: int
     sample: torch.Tensor
+    generator: torch.Tensor
     batch: Batch
+    number: int = 0
     selected: torch.Tensor | None = None
     kept: torch.Tensor | None = None
     is_fused: bool = True
@@ -76,6 +85,7 @@ class Forward:
     is_done: bool = False
     messages: list[torch.Tensor] = field(default_factory=list)
     num_heard: int = 0
+    has_empty_rank: bool = False
 
     def hear(self, exchange: Callable[[], torch.Tensor]) -> torch.Tensor:
         """exchange(), or, in a repetition, a copy of what it returned in the first forward."""
@@ -120,6 +130,13 @@ def hear_once(exchange: Callable[[], torch.Tensor]) -> torch.Tensor:
     return exchange() if forward is None else forward.hear(exchange)
 
 
+def hear_counts(exchange: Callable[[], torch.Tensor]) -> torch.Tensor:
+    """hear_once() of how many rows come; all ranks ask again where one could not tell which forward is repeated."""
+    told = hear_once(exchange)
+    forward = None if torch.compiler.is_compiling() else current_forward()
+    return exchange() if forward is not None and forward.is_done and forward.has_empty_rank else told
+
+
 @contextmanager
 def forward_is(forward: Forward | None) -> Iterator[None]:
     """current_forward() inside the block."""
@@ -133,13 +150,15 @@ def forward_is(forward: Forward | None) -> Iterator[None]:
 class Forwards:
     """The forwards of one layer that may be repeated.
 
-    Those with a graph live as long as it does; those without, as a reentrant checkpoint runs them, until they are
-    repeated, at most MAX_WITHOUT_GRAPH. Copies of a layer begin with none.
+    Those with a graph live as long as it does; those without, as a reentrant checkpoint runs them, until the first
+    forward after their repetition (a checkpoint in a checkpoint repeats them twice), at most MAX_WITHOUT_GRAPH. Copies
+    of a layer begin with none.
     """
 
     def __init__(self) -> None:
         self._with_graph: list[weakref.ref[Forward]] = []
         self._without: deque[Forward] = deque(maxlen=MAX_WITHOUT_GRAPH)
+        self._num_begun = 0
 
     def __reduce__(self) -> tuple[type[Forwards], tuple[()]]:
         return Forwards, ()
@@ -147,23 +166,24 @@ class Forwards:
     def begin(self, moe_inp: Nest, batch: Batch) -> Forward:
         """A forward, not yet kept."""
         first = leaves_of(moe_inp)[0]
-        return Forward(first.shape[0], _sample(first), batch)
+        self._num_begun += 1
+        state = _generator_state(first.device)
+        return Forward(first.shape[0], _sample(first), state, batch, self._num_begun)
 
     def find(self, moe_inp: Nest) -> Forward | None:
-        """The forward that this one repeats; None if there is none with as many tokens."""
+        """The forward that this one repeats; None if it is not among those that were kept."""
         first = leaves_of(moe_inp)[0]
         alive = [forward for forward in (ref() for ref in self._with_graph) if forward is not None]
         same = [f for f in (*alive, *self._without) if f.num_tokens == first.shape[0]]
-        if not same:
-            return None
-        found = same[0] if len(same) == 1 else _nearest(_sample(first), same)
-        found.is_done, found.num_heard = True, 0
-        if found in self._without:
-            self._without.remove(found)
+        found = _nearest(first, same) if same else None
+        if found is not None:
+            found.is_done, found.num_heard = True, 0
         return found
 
     def keep(self, forward: Forward, out: Nest, training: bool) -> None:
         """Keeps a forward as long as its output can be asked for gradients."""
+        for done in [f for f in self._without if f.is_done]:
+            self._without.remove(done)
         if not torch.is_grad_enabled():
             if training:
                 self._without.append(forward)
@@ -181,11 +201,36 @@ def _sample(x: torch.Tensor) -> torch.Tensor:
     return flat[:: max(1, -(-flat.shape[0] // SAMPLE))].clone()
 
 
-def _nearest(sample: torch.Tensor, forwards: list[Forward]) -> Forward:
-    """Of equally near ones the first that was not repeated; a backward in two parts repeats one forward twice."""
-    distances = torch.stack([(f.sample.double() - sample.double()).abs().sum() for f in forwards])
-    each = zip(distances.nan_to_num(nan=torch.inf).tolist(), forwards, strict=True)
-    return min(each, key=lambda pair: (pair[0], pair[1].is_done))[1]
+def _nearest(x: torch.Tensor, forwards: list[Forward]) -> Forward | None:
+    """The forward of the input x, None if it was none of these; a backward in two parts repeats one forward twice."""
+    if len(forwards) == 1 and x.device.type != "cpu":
+        return forwards[0]  # to look at numbers would wait for the device
+    distances, state = _distances(_sample(x), forwards), _generator_state(x.device)
+
+    def unlikeness(pair: tuple[Forward, float]) -> tuple[float, bool, bool, int]:
+        forward, distance = pair
+        return distance, not torch.equal(forward.generator, state), forward.is_done, -forward.number
+
+    found, distance = min(zip(forwards, distances, strict=True), key=unlikeness)
+    return None if distance > MAX_DISTANCE else found
+
+
+def _distances(sample: torch.Tensor, forwards: list[Forward]) -> list[float]:
+    """Of the samples of forwards, from 0 to 1 for samples of opposite signs; of numbers that are finite."""
+    ours, *others = (x.double().nan_to_num(0.0, 0.0, 0.0) for x in (sample, *(f.sample for f in forwards)))
+    theirs = torch.stack(others)
+    largest = ours.abs().sum() + theirs.abs().sum(1)
+    distances: list[float] = ((theirs - ours).abs().sum(1) / largest.clamp(min=1e-300)).tolist()
+    return distances
+
+
+def _generator_state(device: torch.device) -> torch.Tensor:
+    """The state of the generator that a gate draws its noise from; empty where it cannot be read."""
+    if device.type == "cpu":
+        return torch.get_rng_state()
+    if device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
+        return torch.cuda.get_rng_state(device)
+    return torch.empty(0)
 
 
 def _compact(topk_idx: torch.Tensor, num_experts: int) -> torch.Tensor:

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -46,7 +47,9 @@ class Batch:
 
     def _put_back(self, out: torch.Tensor) -> torch.Tensor:
         assert self.rows is not None and self.num_tokens is not None
-        return out.new_zeros((self.num_tokens, *out.shape[1:])).index_copy(0, self.rows, out)
+        put_back = _put_rows if torch.compiler.is_compiling() else _PutBack.apply
+        result: torch.Tensor = put_back(out, self.rows, self.num_tokens)
+        return result
 
     def sequences_of(self, seq_len: int | None) -> torch.Tensor | None:
         """The sequence of each real token, [V]; None where all have seq_len tokens, one after the other."""
@@ -55,6 +58,35 @@ class Batch:
         if self.rows is None or seq_len is None:
             return None
         return self.rows // seq_len
+
+
+def _put_rows(out: torch.Tensor, rows: torch.Tensor, num_tokens: int) -> torch.Tensor:
+    """out [V, *] in these rows of zeros -> [T, *]."""
+    return out.new_zeros((num_tokens, *out.shape[1:])).index_copy(0, rows, out)
+
+
+class _PutBack(torch.autograd.Function):
+    """_put_rows, without a saved tensor.
+
+    A checkpoint repeats a forward when a saved tensor is first asked for. Here that would be earlier on ranks that have
+    padding than on those that have none, before the exchange of the gradients instead of after it.
+    """
+
+    generate_vmap_rule = True
+
+    forward = staticmethod(_put_rows)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+        _, ctx.rows, ctx.num_tokens = inputs
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return grad.index_select(0, ctx.rows), None, None
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: torch.Tensor, *_: None) -> torch.Tensor:
+        return _put_rows(tangent, ctx.rows, ctx.num_tokens)
 
 
 _batch: ContextVar[Batch] = ContextVar("the tokens that the layers get", default=Batch())  # noqa: B039  # it is frozen

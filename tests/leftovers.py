@@ -4,6 +4,7 @@ files that stay in TMPDIR are named and removed.
 Every process of the run, however deep and whoever its parent is by now, has the run's mark in its environment.
 """
 
+import getpass
 import multiprocessing.util
 import os
 import shutil
@@ -16,6 +17,7 @@ import pytest
 
 MARK = "FMOE_TESTS_FOLDER"  # the run's own temporary folder
 END_WITH_US = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
+OF_INDUCTOR = f"torchinductor_{getpass.getuser()}"  # part of its cache, whatever TORCHINDUCTOR_CACHE_DIR says
 PATIENCE = 10.0  # seconds for processes to end
 
 
@@ -41,7 +43,7 @@ class Leftovers:
         while (processes := processes_with(f"{MARK}={self.folder}")) and time.monotonic() < deadline:
             time.sleep(0.1)
         found = [f"process {pid}: {command}" for pid, command in processes.items()]
-        found += [f"file {path}" for path in Path(self.folder).iterdir()]
+        found += [f"file {path}" for path in Path(self.folder).iterdir() if path.name != OF_INDUCTOR]
         for pid in processes:
             os.kill(pid, signal.SIGKILL)
         shutil.rmtree(self.folder, ignore_errors=True)

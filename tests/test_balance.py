@@ -204,8 +204,8 @@ def test_writers(tmp_path):
     for step in range(2):
         model[0](None), model[1](None)
         record = monitor.collect(step)
-        balance.write(record, tmp_path / "load.jsonl")
-    lines = [json.loads(line) for line in (tmp_path / "load.jsonl").read_text().splitlines()]
+        balance.write(record, tmp_path / "new" / "load.jsonl")  # a folder that it makes
+    lines = [json.loads(line) for line in (tmp_path / "new" / "load.jsonl").read_text().splitlines()]
     assert lines == monitor.history
     board = ScalarWriter()
     balance.write(record, board)
@@ -221,8 +221,8 @@ def test_picture(tmp_path):
         monitor.plot(tmp_path / "load.png")
     monitor.collect()
     with torch.device("meta"):  # whatever the default is: the picture is drawn on the CPU
-        monitor.plot(tmp_path / "load.png")
-    assert (tmp_path / "load.png").read_bytes().startswith(b"\x89PNG")
+        monitor.plot(tmp_path / "new" / "load.png")
+    assert (tmp_path / "new" / "load.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_compiled_gate_counts_the_same():

@@ -16,6 +16,7 @@ def test_summary():
     ]
 
 
+@pytest.mark.long
 def test_a_tree_against_itself():
     cases = [["E", "float32", False], ["E", "bfloat16", True]]
     rows = compare.compare(compare.ROOT, compare.ROOT, cases, rounds=2, threads=1)

@@ -40,12 +40,12 @@ def test_read_back(tmp_path, num_experts, gate):
     model, chosen = layer(num_experts, gate), []
     model.gate_hook = lambda topk_idx, *_: chosen.append(topk_idx.clone())
     ids = torch.arange(2 * T) * 70_000
-    with balance.log_choices(model, tmp_path / "log") as log:
+    with balance.log_choices(model, tmp_path / "new" / "log") as log:
         for step in range(3):
             model(tokens(2 * step))
             model(tokens(2 * step + 1))  # the second microbatch of a step
             log.end_step(10 * step, ids)
-    gates, records = balance.read_log(tmp_path / "log")
+    gates, records = balance.read_log(tmp_path / "new" / "log")
     records = list(records)
     assert [(g.name, g.num_experts, g.top_k) for g in gates] == [("gate", num_experts, chosen[0].shape[1])]
     assert [(r.step, r.gate) for r in records] == [

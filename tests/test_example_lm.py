@@ -162,6 +162,7 @@ def test_diverged_run_stops_and_keeps_the_good_checkpoint(text, tmp_path, capsys
     ("arguments", "message"),
     [
         ("--steps 0", "0 is not a positive number"),
+        (f"--seed {2**63}", "is not below 2^32"),
         ("--lr nan", "nan is not a positive number"),
         ("--top-k 5", "--top-k 5 is more than --num-experts 4"),
         ("--moe-every 3", "--moe-every 3 of --num-layers 2: no block has experts"),
@@ -187,6 +188,20 @@ def test_resume_with_other_settings_is_refused(text, tmp_path, capsys):
     with pytest.raises(SystemExit):
         train(text, tmp_path / "out", "--resume", "--seed", "7")
     assert "--seed is 0 in" in capsys.readouterr().err
+
+
+def test_settings_that_cannot_be_read(text, tmp_path, capsys):
+    assert train(text, tmp_path / "out", "--steps", "2") == 0
+    settings = tmp_path / "out" / "settings.json"
+    for content in ("{", "[]", None):
+        settings.unlink() if content is None else settings.write_text(content)
+        assert train(text, tmp_path / "out", "--resume") == 1
+        assert "settings.json is missing or damaged" in capsys.readouterr().err
+
+
+def test_out_that_is_a_file(text, tmp_path, capsys):
+    assert train(text, text, "--steps", "2") == 1
+    assert f"train.py: [Errno 17] File exists: '{text}'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

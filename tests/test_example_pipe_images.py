@@ -1,5 +1,6 @@
 """examples/pipe_images: CIFAR-10's binary files, and the same training under Pipe as unsharded."""
 
+import importlib
 import re
 import subprocess
 import sys
@@ -50,3 +51,23 @@ def test_command(cifar):
     apart = re.search(r"largest difference of the losses: (\S+); of the accuracies: \+0.00%", done.stdout)
     assert float(apart[1]) < 1e-4
     assert (cifar / "out" / "loss.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ("--chunks 0", "--chunks must be more than 0, but is 0"),
+        ("--steps -1", "--steps must be more than 0, but is -1"),
+        ("--devices cpu nowhere", "--devices nowhere cannot be used here"),
+    ],
+)
+def test_options_that_cannot_be(monkeypatch, capsys, arguments, message):
+    monkeypatch.syspath_prepend(str(EXAMPLE))
+    monkeypatch.delitem(sys.modules, "train", raising=False)
+    monkeypatch.delitem(sys.modules, "images", raising=False)
+    train = importlib.import_module("train")
+    monkeypatch.delitem(sys.modules, "images")
+    monkeypatch.delitem(sys.modules, "train")
+    with pytest.raises(SystemExit, match="2"):
+        train.parse(arguments.split())
+    assert message in capsys.readouterr().err

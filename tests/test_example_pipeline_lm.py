@@ -1,5 +1,6 @@
 """examples/pipeline_lm: the tutorial's model, and the command of `make train-pipeline` on a small text."""
 
+import importlib
 import re
 import subprocess
 import sys
@@ -38,6 +39,7 @@ def test_no_word_sees_the_next(example):
     torch.testing.assert_close(model(tokens)[:, :4], model(changed)[:, :4], rtol=0, atol=1e-12)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("extra", [[], ["--moe", "2", "--schedule", "zero_bubble_v"]], ids=["dense", "moe"])
 def test_command(tmp_path, extra):
     for part, count in (("train", 900), ("valid", 200), ("test", 200)):
@@ -68,3 +70,31 @@ def test_command(tmp_path, extra):
     assert "| End of training | test loss" in done.stdout and "=" * 89 in done.stdout
     for name in ("trace.png", "loss.png"):
         assert (tmp_path / "out" / name).read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ("--ranks 0", "--ranks must be more than 0, but is 0"),  # ended with status 0, nothing done
+        ("--num-layers -2", "--num-layers must be more than 0, but is -2"),  # trained a model without layers
+        ("--batch-size 0", "--batch-size must be more than 0, but is 0"),
+        ("--lr nan", "--lr must be more than 0, but is nan"),
+        ("--batches -1", "--batches must be at least 0, but is -1"),
+        ("--ranks 3 --pp 2", "--ranks 3 is not a multiple of --pp 2"),
+    ],
+)
+def test_options_that_cannot_be(example, monkeypatch, capsys, arguments, message):
+    monkeypatch.syspath_prepend(str(EXAMPLE))
+    monkeypatch.delitem(sys.modules, "train", raising=False)
+    train = importlib.import_module("train")
+    monkeypatch.delitem(sys.modules, "train")
+    with pytest.raises(SystemExit, match="2"):
+        train.parse(arguments.split())
+    assert message in capsys.readouterr().err
+
+
+def test_text_that_is_not_there(example, tmp_path):
+    from text import load_text
+
+    with pytest.raises(SystemExit, match=r"nothing\.txt does not exist: give a text file or a folder"):
+        load_text(str(tmp_path / "nothing.txt"), 10, 1)

@@ -19,6 +19,8 @@ LEVELS = {
     "_C_cuda": 0,
     "_C_nccl": 0,
     "_env": 0,
+    "_cli": 0,
+    "_sharded": 0,
     "ops": 1,
     "cpu": 2,
     "routing": 2,
@@ -211,7 +213,7 @@ MODULE_STATE = {
 }
 MAKES_IMMUTABLE = (
     *("frozenset", "tuple", "MappingProxyType", "re.compile", "logging.getLogger", "namedtuple", "TypeVar"),
-    *("ParamSpec", "struct.Struct", "torch.library.Library", "functools.partial", "torch.compiler.disable"),
+    *("ParamSpec", "struct.Struct", "torch.library.Library", "functools.partial"),
     "Limits",  # a frozen dataclass of remote/wire.py
     "ContextVar",  # whose values belong to a context, and end with it
 )

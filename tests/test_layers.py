@@ -271,6 +271,13 @@ def test_mask_of_rows_with_more_dimensions():
     assert_same(layer(x), torch.where(mask[:, None, None] == 1, filled, weight_sums * x.tanh()))
 
 
+def test_masked_fillings_are_not_rounded():
+    """0.1 was that of float32, in a float64 layer."""
+    layer = make_layer(expert=lambda _: nn.Tanh(), mask=torch.ones(4), mask_dict={1: 0.1}).double()
+    out = layer(torch.randn(4, D, dtype=torch.float64))
+    torch.testing.assert_close(out, torch.full_like(out, 0.1), rtol=1e-15, atol=0)
+
+
 def test_gate_forms():
     kinds = {
         "class": NaiveGate,

@@ -182,7 +182,9 @@ def test_version_is_written_once():
 def test_modules_need_no_import_of_their_own():
     program = (
         "import sys, fmoe_ext; rooms = sorted(set(dir(fmoe_ext)) - set(vars(fmoe_ext)) - {'export', 'import_model'});"
-        "print(*rooms); assert 'grpc' not in sys.modules; fmoe_ext.cpu.can_keep_memory(); fmoe_ext.pipeline.Pipe;"
+        "slow = {'grpc', 'sympy', 'torch._dynamo', 'torch.distributed.fsdp', 'torch.distributed.tensor'};"
+        "slow &= set(sys.modules); assert not slow, slow; print(*rooms); fmoe_ext.cpu.can_keep_memory();"
+        "fmoe_ext.pipeline.Pipe;"
         "assert all(getattr(fmoe_ext, room).__name__ == 'fmoe_ext.' + room for room in rooms)"
     )
     out = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT)

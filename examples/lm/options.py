@@ -82,6 +82,13 @@ def non_negative_int(text: str) -> int:
     return value
 
 
+def seed(text: str) -> int:
+    value = non_negative_int(text)
+    if value >= 2**32:
+        raise argparse.ArgumentTypeError(f"{value} is not below 2^32")
+    return value
+
+
 def positive_float(text: str) -> float:
     value = float(text)
     if not 0 < value < float("inf"):
@@ -116,7 +123,7 @@ def build_parser() -> ArgumentParser:
     add("--device", choices=DEVICES, default="auto", help="auto: cuda where there is one")
     add("--dtype", choices=DTYPES, default="auto", help="auto: bfloat16 if fast; bfloat16 is autocast")
     add("--threads", type=positive_int, help="CPU threads (none: PyTorch's choice)")
-    add("--seed", type=non_negative_int, default=0, help="of the weights, the batches and the sample")
+    add("--seed", type=seed, default=0, help="of the weights, the batches and the sample")
 
     group = parser.add_argument_group("ranks")
     add = group.add_argument

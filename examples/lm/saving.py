@@ -17,6 +17,10 @@ from fmoe_ext import balance, checkpoint
 KEPT = 2  # checkpoints
 
 
+class SettingsError(Exception):
+    """The settings of a run cannot be read; the message says which."""
+
+
 def folder(out: Path) -> Path:
     return out / "checkpoints"
 
@@ -27,7 +31,14 @@ def exists(out: Path) -> bool:
 
 def read_settings(out: Path) -> dict[str, Any]:
     """What the run in this folder was started with."""
-    return json.loads((out / "settings.json").read_text())
+    path = out / "settings.json"
+    try:
+        settings = json.loads(path.read_text())
+        if isinstance(settings, dict):
+            return settings
+    except (OSError, ValueError):
+        pass
+    raise SettingsError(f"{path} is missing or damaged: --resume takes the run's settings from it")
 
 
 def prepare(out: Path, settings: dict[str, Any], resumes: bool) -> None:

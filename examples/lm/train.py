@@ -131,6 +131,8 @@ def main(argv: list[str] | None = None) -> int:
         DivergedError,
         JobError,
         MetricsError,
+        OSError,
+        saving.SettingsError,
         TrainerError,
         checkpoint.CheckpointError,
     ) as error:

@@ -18,10 +18,12 @@ from tqdm import tqdm
 from fmoe_ext.pipeline import Pipe, balance_by_size, balance_by_time
 
 
+class HelpFormatter(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
+    pass
+
+
 def build_parser():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
     add = parser.add_argument
     add("--data", help="the folder with CIFAR-10's data_batch_*.bin; none: scikit-learn's digits")
     add("--devices", nargs="+", default=["cpu", "cpu"], help="one for each partition")
@@ -39,8 +41,24 @@ def build_parser():
         help="float32: training amplifies rounding",
     )
     add("--seed", type=int, default=0)
-    add("--out", default="out/pipe_images")
+    add("--out", default="out/pipe_images", help="folder of the picture")
     return parser
+
+
+def parse(arguments=None):
+    """The options; what cannot be ends here."""
+    parser = build_parser()
+    options = parser.parse_args(arguments)
+    for name in ("chunks", "width", "steps", "batch_size", "lr"):
+        if not getattr(options, name) > 0:
+            flag = "--" + name.replace("_", "-")
+            parser.error(f"{flag} must be more than 0, but is {getattr(options, name)}")
+    for device in options.devices:
+        try:
+            torch.empty(0, device=device)
+        except (AssertionError, RuntimeError) as error:
+            parser.error(f"--devices {device} cannot be used here: {str(error).splitlines()[0]}")
+    return options
 
 
 def make_model(width):
@@ -110,7 +128,7 @@ def draw(curves, path):
 
 
 def main():
-    options = build_parser().parse_args()
+    options = parse()
     Path(options.out).mkdir(parents=True, exist_ok=True)
     images = load_images(options.data, getattr(torch, options.dtype))
     print(f"{images.source}: {len(images.train):,} images to learn, {len(images.test):,} to test", flush=True)

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "lm"))
-from data import load_corpus
+from data import DataError, load_corpus
 
 UNKNOWN = "<unk>"
 PARTS = ("train", "valid", "test")
@@ -38,7 +38,10 @@ def load_text(path=None, most_words=None, megabytes=0):
         parts = [tokenize(file.read_text("utf-8")) for file in files]
         source = str(path)
     else:
-        corpus = load_corpus(path)
+        try:
+            corpus = load_corpus(path)
+        except DataError as error:
+            raise SystemExit(f"train.py: {error}") from None
         train, rest = (
             tokenize(bytes(part.tolist()).decode("utf-8", "replace")) for part in (corpus.train, corpus.valid)
         )

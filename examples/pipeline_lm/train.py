@@ -30,10 +30,19 @@ TRACED_STEPS = 20
 STAGES_OF_A_RANK = {"interleaved": 2, "zero_bubble_v": 2, "dualpipe_v": 2}
 
 
+POSITIVE = (
+    *("ranks", "pp", "chunks", "d_model", "d_hidden", "num_layers", "num_heads"),
+    *("epochs", "batch_size", "bptt", "lr", "log_interval"),
+)
+NOT_NEGATIVE = ("vocabulary", "megabytes", "moe", "batches", "dropout", "seed")
+
+
+class HelpFormatter(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
+    pass
+
+
 def build_parser():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
     add = parser.add_argument
     add("--data", help="folder of WikiText's files, a text file or folder; none: Python's standard library")
     add("--vocabulary", type=int, default=4096, help="most words; 0: all of the training text")
@@ -69,8 +78,25 @@ def build_parser():
     add("--checkpoint", action="store_true", help="compute activations again in backward")
     add("--device", choices=("cpu", "cuda"), default="cpu")
     add("--seed", type=int, default=0)
-    add("--out", default="out/pipeline_lm")
+    add("--out", default="out/pipeline_lm", help="folder of the pictures")
     return parser
+
+
+def parse(arguments=None):
+    """The options; what cannot be ends here, before any process starts."""
+    parser = build_parser()
+    options = parser.parse_args(arguments)
+    for name in (*POSITIVE, *NOT_NEGATIVE):
+        value, flag = getattr(options, name), "--" + name.replace("_", "-")
+        if not (value > 0 or (value == 0 and name in NOT_NEGATIVE)):
+            parser.error(
+                f"{flag} must be {'at least' if name in NOT_NEGATIVE else 'more than'} 0, but is {value}"
+            )
+    if options.ranks % options.pp and not dist.is_torchelastic_launched():
+        parser.error(f"--ranks {options.ranks} is not a multiple of --pp {options.pp}")
+    if options.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda: PyTorch finds no CUDA device here")
+    return options
 
 
 class Trainer:
@@ -234,7 +260,7 @@ def start(options, **kwargs):
 
 
 def main():
-    options = build_parser().parse_args()
+    options = parse()
     Path(options.out).mkdir(parents=True, exist_ok=True)
     text = load_text(options.data, options.vocabulary or None, options.megabytes)
     if dist.is_torchelastic_launched():
@@ -242,8 +268,6 @@ def main():
         Trainer(options, text).run()
         dist.destroy_process_group()
         return
-    if options.ranks % options.pp:
-        raise SystemExit(f"--ranks {options.ranks} is not a multiple of --pp {options.pp}")
     with tempfile.TemporaryDirectory() as folder:
         arguments = (options, text, str(Path(folder, "store")))
         torch.multiprocessing.spawn(run_process, arguments, nprocs=options.ranks)

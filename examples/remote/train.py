@@ -1,7 +1,8 @@
 """Two trainers share four experts on three servers, two replicas each; one server is killed and one joins meanwhile.
 
 Everything runs on this machine, on 127.0.0.1 and free ports: etcd, the servers, the trainers. The loss curve, with
-the moments marked, goes to --out. Exit status: 0 done, 1 something failed, 2 etcd is missing or wrong arguments.
+the moments marked, goes to --out. Exit status: 0 done, 1 something failed, 2 etcd is missing or wrong arguments,
+130 or 143 interrupted (Ctrl-C, SIGTERM); whatever it started ends with it.
 """
 
 import argparse
@@ -205,24 +206,55 @@ def report(paths, num_applied, out):
     return learned
 
 
+class HelpFormatter(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
+    pass
+
+
+def prepare(folder):
+    """Makes the folder, or takes away what an earlier run left there; ValueError if anything else is in it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    ours = {path for name in ("*.log", "trainer-*.jsonl", "curve.png", "etcd") for path in folder.glob(name)}
+    if others := sorted(set(folder.iterdir()) - ours):
+        raise ValueError(
+            f"{folder} holds what no earlier run has left, as {others[0].name}: name a new folder"
+        )
+    for path in ours:
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+def positive(text):
+    if int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a positive number")
+    return int(text)
+
+
 def main():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--steps", type=int, default=600, help="of each trainer")
-    parser.add_argument("--width", type=int, default=64)
-    parser.add_argument("--num-experts", type=int, default=4)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
+    parser.add_argument("--steps", type=positive, default=600, help="of each trainer")
+    parser.add_argument("--width", type=positive, default=64, help="of the experts' input")
+    parser.add_argument("--num-experts", type=positive, default=4)
     parser.add_argument("--compression", choices=("none", "bf16", "int8"), default="none", help="on the wire")
-    parser.add_argument("--out", type=Path, default=Path("out/remote"))
+    parser.add_argument(
+        "--out", type=Path, default=Path("out/remote"), help="a new folder, or that of an earlier run"
+    )
     args = parser.parse_args()
     if shutil.which("etcd") is None:
         print("etcd is needed to keep replicas in order: apt-get install etcd-server", file=sys.stderr)
         return 2
-    if args.out.exists():
-        shutil.rmtree(args.out)
-    args.out.mkdir(parents=True)
-    with Processes(args.out) as processes:
-        return 0 if run(args, processes) else 1
+    try:
+        prepare(args.out)
+    except (OSError, ValueError) as error:
+        parser.error(f"--out: {error}")
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    try:
+        with Processes(args.out) as processes:
+            return 0 if run(args, processes) else 1
+    except RuntimeError as error:
+        print(f"train.py: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("train.py: interrupted", file=sys.stderr)
+        return 130
 
 
 if __name__ == "__main__":

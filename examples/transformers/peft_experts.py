@@ -3,7 +3,7 @@
 python examples/transformers/peft_experts.py [folder]    # a small model made on the spot; nothing is downloaded
 """
 
-import sys
+import argparse
 from pathlib import Path
 
 import peft
@@ -68,4 +68,10 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1] if len(sys.argv) > 1 else "out/peft_experts"))
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "folder", nargs="?", type=Path, default=Path("out/peft_experts"), help="for what is saved"
+    )
+    main(parser.parse_args().folder)

@@ -4,7 +4,7 @@ python examples/transformers/qwen3_moe_ep.py [folder]    # a small model made on
 On GPUs, one process each: torchrun --nproc-per-node 8 with main_of_rank()'s lines in a script of your own.
 """
 
-import sys
+import argparse
 from pathlib import Path
 
 import torch
@@ -80,4 +80,10 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1] if len(sys.argv) > 1 else "out/qwen3_moe_ep"))
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "folder", nargs="?", type=Path, default=Path("out/qwen3_moe_ep"), help="for what is saved"
+    )
+    main(parser.parse_args().folder)

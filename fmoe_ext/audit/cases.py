@@ -40,6 +40,10 @@ class Layout:
             raise AuditError(f"{num_experts} experts cannot be spread over the ranks of {self} evenly")
         if self.groups is None:
             return {"num_expert": num_experts}
+        if num_experts % self.ep:
+            raise AuditError(
+                f"{num_experts} experts cannot be shared by the {self.ep} ranks of {self}: take a divisor"
+            )
         return {
             "num_expert": num_experts // self.ep,
             "world_size": self.ep,
@@ -60,10 +64,10 @@ def parse_layout(text: str) -> Layout:
     """ "1", "dp2", "ep2", "dp2xep2" -> Layout."""
     if text == "1":
         return Layout()
-    match = re.fullmatch(r"(?:dp([1-9]\d*))?x?(?:ep([1-9]\d*))?", text)
-    if match is None or not text:
+    match = re.fullmatch(r"dp([1-9]\d*)(?:x?ep([1-9]\d*))?|ep([1-9]\d*)", text)
+    if match is None:
         raise AuditError(f"a layout is 1, dp2, ep2, dp2xep2 or the like, but got {text!r}")
-    return Layout(int(match[1] or 1), int(match[2] or 1))
+    return Layout(int(match[1] or 1), int(match[2] or match[3] or 1))
 
 
 @dataclass(frozen=True)

@@ -117,6 +117,7 @@ class ChoiceLog:
     def _begin(self, widths: dict[str, int]) -> None:
         """Opens the file, for gates that make so many choices a token."""
         self._gates = self._gates_of(widths)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
         self._file = self.path.open("wb+")
         self._file.write(_header(list(self._gates.values())))
         self._file.flush()

@@ -167,6 +167,12 @@ def _counting_hook(view: GateView, counters: LayerCounters) -> Callable[..., Non
     return count
 
 
+def _in_folder(path: str | Path) -> Path:
+    """The path, whose folder is made if it is not there: a run must not end when it first reports."""
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    return Path(path)
+
+
 def write(record: Record, target: Any) -> None:
     """Writes one result of LoadMonitor.collect(): as a line of JSON to a path, or to a TensorBoard writer.
 
@@ -180,7 +186,7 @@ def write(record: Record, target: Any) -> None:
                 target.add_scalar(f"{number}/{name}", value, record["step"])
             target.add_scalar(f"{number}/all", sum(values.values()) / len(values), record["step"])
         return
-    with Path(target).open("a") as lines:
+    with _in_folder(target).open("a") as lines:
         lines.write(json.dumps(record) + "\n")
 
 
@@ -223,4 +229,4 @@ def draw(history: Sequence[Record], path: str | Path) -> None:
         axis.xaxis.get_major_locator().set_params(integer=True)
     if len(names) <= 12:
         figure.legend(*axes[2].get_legend_handles_labels(), loc="outside right upper", fontsize=8)
-    figure.savefig(path, dpi=120)
+    figure.savefig(_in_folder(path), dpi=120)

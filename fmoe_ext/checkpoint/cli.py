@@ -1,4 +1,4 @@
-"""The command line, `python -m fmoe_ext.checkpoint`: looks into checkpoints, merges and converts them."""
+"""Looks into checkpoints of any format, merges and converts them: `python -m fmoe_ext.checkpoint`."""
 
 import argparse
 import json
@@ -6,9 +6,10 @@ import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
-from fmoe_ext.checkpoint import convert
+from fmoe_ext.checkpoint import convert, fastmoe
 from fmoe_ext.checkpoint.errors import CheckpointError
 from fmoe_ext.checkpoint.model_state import EXPERT_NAME, describe_layers
 from fmoe_ext.checkpoint.routing import needed_config
@@ -18,6 +19,7 @@ from fmoe_ext.checkpoint.safetensors_file import StoredTensor
 def main(arguments: Sequence[str] | None = None) -> None:
     options = _parser().parse_args(arguments)
     try:
+        _check_options(options)
         checkpoint = convert.read(*options.path, mp_rank=options.mp_rank, trust=options.trust)
         if options.verify:
             _verify(checkpoint)
@@ -28,6 +30,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except (CheckpointError, OSError, MemoryError) as error:
         text = str(error) or "there is not enough memory"
         sys.exit(f"error: {' '.join(text.split())}")
+
+
+def _check_options(options: argparse.Namespace) -> None:
+    """CheckpointError for an option that the formats at hand would ignore."""
+    if options.mp_rank is not None and not fastmoe.is_fastmoe(Path(options.path[0])):
+        raise CheckpointError(f"--mp-rank is for folders of FastMoE, which {options.path[0]} is not")
+    if options.command == "convert" and options.ranks != 1 and options.to != "fastmoe":
+        raise CheckpointError(f"--ranks {options.ranks} is for --to fastmoe: {options.to} has no ranks")
 
 
 def report(checkpoint: convert.Checkpoint, every_tensor: bool = False) -> str:

@@ -62,7 +62,9 @@ def read(*paths: str | Path, mp_rank: str | None = None, trust: bool = False) ->
         if not path.exists():
             raise CheckpointError(f"{path} does not exist")
     path = all_paths[0]
-    if len(paths) > 1 or path.suffix in (".pt", ".pth"):
+    if len(paths) > 1 and (folders := [path for path in all_paths if path.is_dir()]):
+        raise CheckpointError(f"several paths are the files of FastMoE's ranks, but {folders[0]} is a folder")
+    if len(paths) > 1 or (path.suffix in (".pt", ".pth") and path.is_file()):
         return Checkpoint("fastmoe", *fastmoe.read_files(all_paths, trust))
     ours = store.has_checkpoint(path)
     if not ours and (files := huggingface.model_files(path)):
@@ -112,7 +114,9 @@ def write(
     progress(bytes) is called for what has been read. Raises CheckpointError, and leaves nothing behind, for what the
     format does not have.
     """
-    path, tensors = Path(path), _counted(checkpoint.tensors, progress or (lambda num_bytes: None))
+    path = Path(path)
+    _check_target(path, format)
+    tensors = _counted(checkpoint.tensors, progress or (lambda num_bytes: None))
     of_megatron = megatron_core.expert_layers(tensors)
     if of_megatron and format.startswith("hf-"):
         raise CheckpointError(
@@ -135,6 +139,16 @@ def write(
             store.write_checkpoint(path, whole, Manifest(step=checkpoint.step, routing=checkpoint.routing))
     else:
         raise CheckpointError(f"format must be one of {', '.join(FORMATS)}, but got {format!r}")
+
+
+def _check_target(path: Path, format: str) -> None:
+    if format == "safetensors" and path.is_dir():
+        raise CheckpointError(f"{path} is a folder: name a file, as {path / 'model.safetensors'}")
+    if format == "fmoe_ext" and store.has_checkpoint(path):
+        raise CheckpointError(
+            f"{path} has a checkpoint already: a run that resumes there would take this one, which has no optimizer. "
+            "Name another folder"
+        )
 
 
 def _counted(tensors: Mapping[str, StoredTensor], progress: Callable[[int], Any]) -> dict[str, StoredTensor]:

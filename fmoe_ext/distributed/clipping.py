@@ -1,12 +1,16 @@
 """Gradient clipping across groups."""
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 
+from fmoe_ext._sharded import is_dtensor
 from fmoe_ext.distributed.data_parallel import DistributedGroupedDataParallel
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 
 def clip_grad_norm_(
@@ -29,7 +33,7 @@ def clip_grad_norm_(
         for p in params
         if p.grad is not None
     ]
-    sharded = [p.grad for p in module.parameters() if isinstance(p.grad, DTensor)]
+    sharded = [p.grad for p in module.parameters() if is_dtensor(p.grad)]
     counted += [(grad, _num_sharing(grad, dp_ranks)) for grad in sharded]
     if not counted:
         return torch.tensor(0.0)
@@ -52,7 +56,7 @@ def norm_over(
     total = torch.zeros((), dtype=torch.float64, device=device)
     for grad, copies in counted:
         norm = torch.linalg.vector_norm(grad, norm_type, dtype=_accumulate(grad))
-        norm = (norm.full_tensor() if isinstance(norm, DTensor) else norm).double()
+        norm = (norm.full_tensor() if is_dtensor(norm) else norm).double()
         total = (
             torch.maximum(total, norm) if norm_type == float("inf") else total + norm.pow(norm_type) / copies
         )
@@ -67,7 +71,7 @@ def scale_to_norm(grads: Sequence[torch.Tensor], total: torch.Tensor, max_norm: 
     """Multiplies gradients of the norm total by what makes it at most max_norm."""
     scale = (max_norm / (total + 1e-6)).clamp(max=1.0)
     for grad in grads:
-        local = grad.to_local() if isinstance(grad, DTensor) else grad
+        local = grad.to_local() if is_dtensor(grad) else grad
         local.mul_(scale.to(local.dtype))
 
 
@@ -79,6 +83,6 @@ def _num_copies(module: DistributedGroupedDataParallel, tag: str, dp_ranks: set[
     return 1 if tag == "none" else len(dp_ranks & set(dist.get_process_group_ranks(module.groups[tag])))
 
 
-def _num_sharing(grad: DTensor, dp_ranks: set[int]) -> int:
+def _num_sharing(grad: "DTensor", dp_ranks: set[int]) -> int:
     """How many ranks have parts of a sharded gradient, and so the norm of the whole."""
     return len(dp_ranks & set(grad.device_mesh.mesh.flatten().tolist()))

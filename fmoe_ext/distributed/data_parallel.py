@@ -8,9 +8,9 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from fmoe_ext._sharded import is_dtensor
 from fmoe_ext.distributed.buckets import make_buckets
 from fmoe_ext.distributed.groups import own_groups, tag_of
 from fmoe_ext.ep.exchange import check_same
@@ -174,7 +174,7 @@ class DistributedGroupedDataParallel(nn.Module):
     def _params_by_tag(self) -> dict[str, list[nn.Parameter]]:
         tagged: dict[str, list[nn.Parameter]] = {}
         for name, p in self.module.named_parameters():
-            if not p.requires_grad or isinstance(p, DTensor):
+            if not p.requires_grad or is_dtensor(p):
                 continue
             if tag_of(p) != "none" and tag_of(p) not in self.groups:
                 raise ValueError(
@@ -186,11 +186,7 @@ class DistributedGroupedDataParallel(nn.Module):
 
     def _sync_params(self) -> None:
         for tag, group in self.groups.items():
-            params = [
-                p.detach()
-                for p in self.module.parameters()
-                if tag_of(p) == tag and not isinstance(p, DTensor)
-            ]
+            params = [p.detach() for p in self.module.parameters() if tag_of(p) == tag and not is_dtensor(p)]
             self._broadcast(params, group)
         self._broadcast(list(self.module.buffers()), self.groups["dp"])
 

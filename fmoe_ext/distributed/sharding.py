@@ -3,7 +3,6 @@
 from typing import Any
 
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
 
 from fmoe_ext.ep.exchange import find_group, gather_values
 from fmoe_ext.ep.wrappers import check_mesh
@@ -21,6 +20,8 @@ def fully_shard_experts(layer: FMoE, mesh: DeviceMesh, **options: Any) -> None:
     Raises ValueError for a mesh of more dimensions, or of ranks that hold different experts.
     Equivalent to: fully_shard(layer.experts, mesh=mesh).set_gradient_divide_factor(ranks with different tokens).
     """
+    from torch.distributed.fsdp import fully_shard  # which takes a second
+
     if mesh.ndim != 1:
         raise ValueError(
             f"mesh must have one dimension, the ranks with the same experts, but has {mesh.ndim}"

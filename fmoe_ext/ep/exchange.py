@@ -24,6 +24,8 @@ try:
 except ImportError:
     _C_nccl = None
 
+NO_GRAPH = "ranks agree on what they exchange in code that a compiled graph cannot hold"  # for outside_graphs
+
 # What every backend knows; other rows travel as bytes.
 _DTYPES_OF_BACKENDS = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32)
 

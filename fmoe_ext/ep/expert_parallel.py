@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from fmoe_ext.ep.constants import constant, lookup
-from fmoe_ext.ep.exchange import Group, check_same, find_group, next_layer_index, register_group
+from fmoe_ext.ep.exchange import NO_GRAPH, Group, check_same, find_group, next_layer_index, register_group
 from fmoe_ext.ep.header import make_header
 from fmoe_ext.ep.load import LoadCounter
 from fmoe_ext.ep.plan import ExactPlan, Plan, StaticPlan
@@ -17,6 +17,7 @@ from fmoe_ext.ep.schedule import Exchange
 from fmoe_ext.ep.static import RowLimit
 from fmoe_ext.ep.token_exchange import TokenExchange
 from fmoe_ext.ep.tuning import Tuner, timed
+from fmoe_ext.ops.outside_graphs import outside_graphs
 from fmoe_ext.recompute import current_forward, is_counted
 from fmoe_ext.routing import DispatchHandle, Nest
 
@@ -103,7 +104,7 @@ class ExpertParallel:
         """Where the chunks of a rank's experts end in the next forward."""
         return self._way.chunk_ends
 
-    @torch.compiler.disable
+    @outside_graphs(NO_GRAPH)
     def choose_way(self, max_chunks: int) -> Way:
         """How the tokens of this forward will travel; all ranks call it before they do.
 
@@ -124,7 +125,7 @@ class ExpertParallel:
             forward.way = self._way
         return forward.way
 
-    @torch.compiler.disable
+    @outside_graphs(NO_GRAPH)
     def dispatch(self, x: Nest, topk_idx: torch.Tensor, topk_weights: torch.Tensor) -> Exchange:
         """Starts the way of tokens to their experts: fmoe_ext.dispatch.dispatch(), which see."""
         self._check_once()

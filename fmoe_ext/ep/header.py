@@ -8,22 +8,31 @@ import torch.distributed as dist
 
 from fmoe_ext.ep.constants import constant
 from fmoe_ext.ep.exchange import find_group
+from fmoe_ext.recompute import current_forward
 
-HEADER = ("the layer", "the dtype of the tokens", "the elements of a token")
+HEADER = ("the layer", "the dtype of the tokens", "the elements of a token")  # the same on all ranks
+LENGTH = len(HEADER) + 1  # the last: 1 for a rank that has tokens, 0 for one that has none
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 def make_header(layer_index: int, leaves: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
-    """[len(HEADER)] int64 for tokens of these leaves [T, *]; TypeError for a dtype that no expert computes in."""
+    """[LENGTH] int64 for tokens of these leaves [T, *]; TypeError for a dtype that no expert computes in."""
     dtype = leaves[0].dtype
     if dtype not in _DTYPES:
         raise TypeError(f"tokens must be float64, float32, bfloat16 or float16, but got {dtype}")
     width = sum(math.prod(leaf.shape[1:]) for leaf in leaves)
-    return constant((layer_index, _DTYPES.index(dtype), width), device)
+    return constant((layer_index, _DTYPES.index(dtype), width, int(len(leaves[0]) > 0)), device)
 
 
 def check_headers(headers: list[list[int]], group_name: str) -> None:
-    """Raises RuntimeError if the headers [ranks] differ. Every rank sees every other's, so every rank raises."""
+    """Raises RuntimeError if the headers [ranks] differ. Every rank sees every other's, so every rank raises.
+
+    Notes for the repetition of this forward whether a rank has no tokens.
+    """
+    forward = current_forward()
+    if forward is not None and not forward.is_done:
+        forward.has_empty_rank = not all(header[-1] for header in headers)
+    headers = [header[: len(HEADER)] for header in headers]
     if all(header == headers[0] for header in headers):
         return
     ranks = dist.get_process_group_ranks(find_group(group_name))

@@ -12,9 +12,9 @@ from typing import Protocol
 import torch
 
 from fmoe_ext.ep.exchange import check, exchange_counts
-from fmoe_ext.ep.header import HEADER, check_headers
+from fmoe_ext.ep.header import HEADER, LENGTH, check_headers
 from fmoe_ext.ep.static import RowLimit, columns_of_rows, pad_routing
-from fmoe_ext.recompute import hear_once
+from fmoe_ext.recompute import hear_counts
 from fmoe_ext.routing import DispatchHandle
 
 
@@ -65,14 +65,14 @@ class ExactPlan:
         self._group, self._device = group, counts.device
         self._columns = [slice(first, end) for first, end in pairwise((0, *ends))]
         sent = torch.cat((header.expand(len(counts), -1), counts), 1)
-        received = hear_once(lambda: exchange_counts(sent, group))
+        received = hear_counts(lambda: exchange_counts(sent, group))
         self._sizes = _HostCopy(torch.stack((sent, received)))
 
     def chunks(self) -> list[ChunkRows]:
         sent, received = self._sizes.get()
         check(self._group)
-        check_headers(received[:, : len(HEADER)].tolist(), self._group)
-        sent, self._received = sent[:, len(HEADER) :], received[:, len(HEADER) :]
+        check_headers(received[:, :LENGTH].tolist(), self._group)
+        sent, self._received = sent[:, LENGTH:], received[:, LENGTH:]
         chunks: list[ChunkRows] = []
         begin = 0
         for columns in self._columns:
@@ -106,8 +106,8 @@ class StaticPlan:
         self.row_idx, self.inverse, needed = pad_routing(handle, len(counts), limit.max_rows)
         most = needed.max().expand(len(counts), 1)
         sent = torch.cat((header.expand(len(counts), -1), most, counts), 1)
-        received = hear_once(lambda: exchange_counts(sent, group))
-        headers, most, self._received = received.split([len(HEADER), 1, counts.shape[1]], 1)
+        received = hear_counts(lambda: exchange_counts(sent, group))
+        headers, most, self._received = received.split([LENGTH, 1, counts.shape[1]], 1)
         self._lost: torch.Tensor | None = None
         if limit.is_read_now(received):
             rows = headers.tolist()
@@ -115,7 +115,7 @@ class StaticPlan:
             check_headers(rows, group)
             limit.raise_for(most.flatten().tolist())
         else:
-            self._lost = limit.note(most.flatten(), headers)
+            self._lost = limit.note(most.flatten(), headers[:, : len(HEADER)])
 
     def chunks(self) -> list[ChunkRows]:
         splits = [self._limit.max_rows] * len(self._received)

@@ -20,8 +20,9 @@ import torch
 
 from fmoe_ext import ops
 from fmoe_ext.ep.constants import constant, lookup
-from fmoe_ext.ep.exchange import start_exchange, wait
+from fmoe_ext.ep.exchange import NO_GRAPH, start_exchange, wait
 from fmoe_ext.ep.plan import ChunkRows, Plan
+from fmoe_ext.ops.outside_graphs import outside_graphs
 from fmoe_ext.routing import (
     DispatchHandle,
     ExpertInput,
@@ -75,7 +76,7 @@ class Exchange:
         travelling = [_TravellingChunk(self, number) for number in range(len(self._chunk_ends))]
         return [_ShadowChunk(self), *travelling] if self._home.shadows else [*travelling]
 
-    @torch.compiler.disable
+    @outside_graphs(NO_GRAPH)
     def receive(self, number: int) -> ExpertInput:
         *received, weights = _Receive.apply(self._transit, number, self._tickets[number])
         received = iter(received)
@@ -89,7 +90,7 @@ class Exchange:
         places = self._home.places_of_shadows
         return ExpertInput(self._x, self._shadow_idx, self._topk_weights, 0, len(places), shadows=places)
 
-    @torch.compiler.disable
+    @outside_graphs(NO_GRAPH)
     def give_back(self, number: int, results: Nest) -> None:
         self._structure = map_structure(lambda _: None, results)
         leaves = leaves_of(results)
@@ -99,7 +100,7 @@ class Exchange:
     def give_back_shadowed(self, results: Nest) -> None:
         self._shadowed = results
 
-    @torch.compiler.disable
+    @outside_graphs(NO_GRAPH)
     def combine(self) -> Nest:
         out = iter(self._collect())
         summed = map_structure(lambda _: next(out), self._structure)

@@ -16,11 +16,10 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from fmoe_ext._sharded import is_dtensor, is_fsdp_module
 from fmoe_ext.ep.exchange import find_group
 
 if TYPE_CHECKING:
@@ -37,9 +36,9 @@ def check_wrappers(layer: nn.Module) -> None:
         return
     if all(hasattr(p, "fmoe_checked") for p in experts.parameters()):
         return
-    running = [module for module in _running_modules() if isinstance(module, FSDPModule)]
+    running = [module for module in _running_modules() if is_fsdp_module(module)]
     kept = experts.state_dict()  # shows sharded parameters as DTensors, also while they are gathered
-    for sharded in (value for value in kept.values() if isinstance(value, DTensor)):
+    for sharded in (value for value in kept.values() if is_dtensor(value)):
         name = next((_name_in(module, layer) for module in reversed(running)), type(layer).__name__)
         _refuse_shared(name, layer, sharded.device_mesh.mesh.flatten().tolist(), _SHARDED)
     for module in running:

@@ -1,6 +1,5 @@
-import sys
-
+from fmoe_ext._cli import run
 from fmoe_ext.gpu.cli import main
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run(main)

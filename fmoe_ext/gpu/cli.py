@@ -4,6 +4,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
+from fmoe_ext._cli import positive_float
 from fmoe_ext.gpu.prove import prove
 from fmoe_ext.gpu.report import report
 from fmoe_ext.gpu.target import Target, Unavailable
@@ -18,8 +19,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="check and time every kernel on a GPU, and keep what was found for FMOE_GPU_KERNELS=auto",
     )
     command.add_argument("--device", type=int, default=0, help="number of the CUDA device (default: 0)")
-    command.add_argument("--limit", type=float, default=60.0, help="seconds for one kernel (default: 60)")
-    command.add_argument("--budget", type=float, default=300.0, help="seconds in all (default: 300)")
+    command.add_argument(
+        "--limit", type=positive_float, default=60.0, help="seconds for one kernel (default: 60)"
+    )
+    command.add_argument("--budget", type=positive_float, default=300.0, help="seconds in all (default: 300)")
     given = parser.parse_args(arguments)
     return run(Target(given.device), given.limit, given.budget)
 

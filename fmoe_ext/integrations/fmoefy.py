@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
-from torch.distributed.tensor import DTensor
 
+from fmoe_ext._sharded import is_dtensor
 from fmoe_ext.distributed import DistributedGroupedDataParallel
 from fmoe_ext.experts import activation_name
 from fmoe_ext.integrations import huggingface_dense, huggingface_record, plain
@@ -243,7 +243,7 @@ def _check_model(model: nn.Module, options: Options) -> None:
                 "replace, match= points at others"
             )
     for name, p in model.named_parameters():
-        if p.is_meta or isinstance(p, DTensor):
+        if p.is_meta or is_dtensor(p):
             what = "on the meta device: load the model" if p.is_meta else "sharded: fmoefy the model"
             raise ValueError(f"fmoefy reads and copies weights, but {name} is {what} first")
 

@@ -16,6 +16,7 @@ from fmoe_ext.ops._autograd import (
 )
 from fmoe_ext.ops._split import Needs, Tensors, in_two, needed, worthwhile
 from fmoe_ext.ops.main_grad import NO_GRAPH, MainGrad
+from fmoe_ext.ops.outside_graphs import outside_graphs
 
 ACTIVATIONS = MappingProxyType(
     {
@@ -383,7 +384,10 @@ def _in_two(product: _ExpertMlp, inputs: Tensors, weights: Tensors) -> torch.Ten
     return in_two(product, (x, *others), (w1, b1, w2, b2))
 
 
-_into_main_grads = torch.compiler.disable(_in_two, reason=NO_GRAPH)
+@outside_graphs(NO_GRAPH)
+def _into_main_grads(product: _ExpertMlp, inputs: Tensors, weights: Tensors) -> torch.Tensor:
+    return _in_two(product, inputs, weights)
+
 
 _library = torch.library.Library("fmoe_ext", "IMPL")  # its registrations live as long as it does
 register_autocast(_library, torch.ops.fmoe_ext.expert_mlp.default, cast=(0, 4, 5, 6, 7))

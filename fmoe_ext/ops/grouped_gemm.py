@@ -16,6 +16,7 @@ from fmoe_ext.ops._autograd import (
 )
 from fmoe_ext.ops._split import Needs, Tensors, in_two, worthwhile
 from fmoe_ext.ops.main_grad import NO_GRAPH, MainGrad
+from fmoe_ext.ops.outside_graphs import outside_graphs
 
 
 def grouped_gemm(
@@ -182,7 +183,9 @@ def _in_two(
     return in_two(product, (x, offs), (weight, bias))
 
 
-_into_main_grad = torch.compiler.disable(_in_two, reason=NO_GRAPH)
+@outside_graphs(NO_GRAPH)
+def _into_main_grad(product: _GroupedGemm, *tensors: Any) -> torch.Tensor:
+    return _in_two(product, *tensors)
 
 
 class _Transposed:

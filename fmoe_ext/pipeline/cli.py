@@ -4,8 +4,9 @@ import argparse
 import sys
 from collections.abc import Sequence
 
+from fmoe_ext._cli import positive_float, positive_int
 from fmoe_ext.pipeline.plan import GIB, Estimate, Hardware, advice, plan
-from fmoe_ext.pipeline.shapes import read_shape
+from fmoe_ext.pipeline.shapes import left_out, read_shape
 
 HEADERS = (
     f"{'':34} | GiB a rank                                | seconds a step",
@@ -18,19 +19,21 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m fmoe_ext.pipeline", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     command = commands.add_parser(
-        "plan", help="memory and time of every pp x dp x ep x schedule, the best first"
+        "plan",
+        help="memory and time of every pp x dp x ep x schedule, the best first",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add = command.add_argument
     add("--model", required=True, help="a config.json of Transformers, or d_model=...,num_layers=...,...")
-    add("--ranks", type=int, required=True)
-    add("--batch", type=int, default=256, help="sequences of a step, on all ranks together")
-    add("--length", type=int, default=2048, help="tokens of a sequence")
-    add("--element-bytes", type=int, default=4, help="of a parameter, a gradient, an activation")
+    add("--ranks", type=positive_int, required=True, help="processes, one a device")
+    add("--batch", type=positive_int, default=256, help="sequences of a step, on all ranks together")
+    add("--length", type=positive_int, default=2048, help="tokens of a sequence")
+    add("--element-bytes", type=positive_int, default=4, help="of a parameter, a gradient, an activation")
     add("--checkpoint", action="store_true", help="layers compute their activations again in backward")
-    add("--tflops", type=float, default=200.0, help="that a rank reaches, 10^12 a second")
-    add("--gbytes-per-second", type=float, default=50.0, help="from a rank to others, 10^9")
-    add("--memory-gib", type=float, default=80.0, help="of a rank")
-    add("--top", type=int, default=10, help="so many layouts are shown")
+    add("--tflops", type=positive_float, default=200.0, help="that a rank reaches, 10^12 a second")
+    add("--gbytes-per-second", type=positive_float, default=50.0, help="from a rank to others, 10^9")
+    add("--memory-gib", type=positive_float, default=80.0, help="of a rank")
+    add("--top", type=positive_int, default=10, help="so many layouts are shown")
     return parser
 
 
@@ -51,6 +54,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     hardware = Hardware(options.tflops * 1e12, options.gbytes_per_second * 1e9, options.memory_gib * GIB)
     try:
         shape = read_shape(options.model)
+        if missing := left_out(options.model):
+            print(f"not in the estimate: {', '.join(missing)}", file=sys.stderr)
         kept = options.length * shape.d_model * options.element_bytes if options.checkpoint else 0
         layers = shape.layers(options.length, options.element_bytes)
         found = plan(

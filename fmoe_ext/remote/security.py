@@ -1,6 +1,7 @@
 """Who may call, how often and how much: TLS, tokens, allow-lists, rates."""
 
 import hashlib
+import ssl
 import time
 from collections import OrderedDict
 from collections.abc import Mapping
@@ -38,9 +39,15 @@ class Credentials:
             )
 
     def channel_credentials(self) -> grpc.ChannelCredentials | None:
-        """None for plain TCP."""
+        """None for plain TCP; ValueError for files that hold no certificates."""
         if self.ca is None:
             return None
+        try:
+            ssl.create_default_context(cafile=self.ca)
+        except ssl.SSLError as error:
+            raise ValueError(f"ca {self.ca} holds no certificate in PEM: {error}") from None
+        if self.certificate is not None and self.key is not None:
+            _check_pair(self.certificate, self.key)
         chain, key = _read(self.certificate), _read(self.key)
         return grpc.ssl_channel_credentials(Path(self.ca).read_bytes(), key, chain)
 
@@ -74,16 +81,27 @@ class Security:
                 raise ValueError(f"{name} must be positive, but is {getattr(self, name)}")
 
     def server_credentials(self) -> grpc.ServerCredentials | None:
-        """None for plain TCP; ValueError for half of a pair."""
+        """None for plain TCP; ValueError for half of a pair, or two that do not belong together."""
         if (self.certificate is None) != (self.key is None):
             raise ValueError("TLS needs both a certificate and its key")
         if self.certificate is None or self.key is None:
             if self.client_ca is not None:
                 raise ValueError("client certificates need TLS: give the server a certificate and a key")
             return None
+        _check_pair(self.certificate, self.key)
         pair = (Path(self.key).read_bytes(), Path(self.certificate).read_bytes())
         ca = _read(self.client_ca)
         return grpc.ssl_server_credentials([pair], ca, require_client_auth=ca is not None)
+
+
+def _check_pair(certificate: Path, key: Path) -> None:
+    """ValueError for files of which grpc would say only that it cannot listen or connect."""
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key)
+    except ssl.SSLError as error:
+        raise ValueError(
+            f"{certificate} and {key} are not a certificate and its key in PEM: {error}"
+        ) from None
 
 
 class Guard:
@@ -110,7 +128,10 @@ class Guard:
             given = dict(context.invocation_metadata() or ()).get("authorization", "")
             name = self._names.get(_digest(str(given).removeprefix("Bearer ")))
             if name is None:
-                raise Denied(grpc.StatusCode.UNAUTHENTICATED, "this server asks for a token")
+                raise Denied(
+                    grpc.StatusCode.UNAUTHENTICATED,
+                    f"this server asks for {'another' if given else 'a'} token",
+                )
             return name
         names = context.auth_context().get("x509_common_name") if self.security.client_ca else None
         return names[0].decode(errors="replace") if names else host_of(context.peer())

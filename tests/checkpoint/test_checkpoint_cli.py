@@ -334,6 +334,45 @@ def test_failed_conversions_leave_nothing(saved, tmp_path_factory):
         assert not out.parent.exists()
 
 
+def test_a_run_is_not_given_a_checkpoint_without_its_optimizer(saved):
+    """It was: `convert out --to fmoe_ext -o out` became what `out` resumes from, Adam's state lost."""
+    ours = str(saved[0] / "ours")
+    with pytest.raises(SystemExit, match=r"has a checkpoint already: .*no optimizer"):
+        main(["convert", ours, "--to", "fmoe_ext", "-o", ours])
+    model = make(1)
+    optimizer = torch.optim.Adam(model.parameters())
+    assert checkpoint.load(ours, model, optimizer).step == 12 and optimizer.state
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (("merge", "ours", "-o", "."), "is a folder: name a file, as .*model.safetensors"),
+        (
+            ("convert", "ours", "--to", "safetensors", "--ranks", "2", "-o", "a"),
+            "--ranks 2 is for --to fastmoe",
+        ),
+        (
+            ("inspect", "ours", "--mp-rank", "mp_rank_00"),
+            "--mp-rank is for folders of FastMoE, which ours is not",
+        ),
+        (("inspect", "ours", "ours"), "the files of FastMoE's ranks, but ours is a folder"),
+    ],
+)
+def test_options_that_would_be_ignored(saved, monkeypatch, arguments, message):
+    monkeypatch.chdir(saved[0])
+    with pytest.raises(SystemExit, match=f"error: .*{message}"):
+        main(arguments)
+
+
+def test_a_folder_named_as_a_file(saved, capsys):
+    """FastMoE's folder may end in .pt."""
+    folder = saved[0] / "model.pt"
+    main(["convert", str(saved[0] / "ours"), "--to", "fastmoe", "-o", str(folder)])
+    main(["inspect", str(folder), "--mp-rank", "mp_rank_00"])
+    assert "format     fastmoe, step 12" in capsys.readouterr().out
+
+
 def test_tracker_without_files(tmp_path):
     (tmp_path / "iter_0000010").mkdir()
     for text, expected in (

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from fmoe_ext import FMoE, FMoETransformerMLP
+from fmoe_ext import FMoE, FMoETransformerMLP, valid_tokens
 from fmoe_ext.gates import GATES, NaiveGate, OneRank
 from fmoe_ext.testing import assert_close
 from tests.distributed.layouts import D, E, K, assert_equal_training, in_layout, local_part, one_process
@@ -230,3 +230,44 @@ def checkpointed_and_shared():
 
 def test_checkpointed_and_shared(pool):
     pool.run(checkpointed_and_shared, world_size=2)
+
+
+def gradients_of(sizes, valid, order, wrap, **options):
+    """Those of a layer after the forwards of microbatches, of so many tokens, and their backwards in that order."""
+    torch.manual_seed(1)
+    layer = FMoETransformerMLP(2, D, 5, world_size=2, **options).double()
+    torch.manual_seed(2 + dist.get_rank())
+    with valid_tokens(valid):
+        inputs = [torch.randn(size, D, dtype=torch.float64, requires_grad=True) for size in sizes]
+        losses = [wrap(layer, x).square().sum() for x in inputs]
+    for numbers in order:
+        sum(losses[i] for i in numbers).backward()
+    return [x.grad for x in (*inputs, *layer.parameters())]
+
+
+def checkpointed_beside_a_rank_without_tokens():
+    sizes = [0, 0, 0] if dist.get_rank() == 0 else [3, 5, 1]
+    checkpointed = functools.partial(torch.utils.checkpoint.checkpoint, use_reentrant=False)
+    for options in ({"max_rows_per_rank": 16}, {}):
+        for order in ([(0, 1, 2)], [(0,), (1,), (2,)]):
+            ours = gradients_of(sizes, None, order, checkpointed, **options)
+            theirs = gradients_of(sizes, None, order, lambda layer, x: layer(x), **options)
+            torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-13)
+
+
+def test_checkpointed_beside_a_rank_without_tokens(pool):
+    """It had taken one of its microbatches for another, and what other ranks sent in that for what they send now."""
+    pool.run(checkpointed_beside_a_rank_without_tokens, world_size=2)
+
+
+def checkpointed_with_padding_on_one_rank():
+    valid = torch.arange(6) < (6 if dist.get_rank() == 0 else 4)
+    checkpointed = functools.partial(torch.utils.checkpoint.checkpoint, use_reentrant=False)
+    ours = gradients_of([6], valid, [(0,)], checkpointed)
+    theirs = gradients_of([6], valid, [(0,)], lambda layer, x: layer(x))
+    torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-13)
+
+
+def test_checkpointed_with_padding_on_one_rank(pool):
+    """The ranks had waited for each other: one repeated its forward, the other sent gradients."""
+    pool.run(checkpointed_with_padding_on_one_rank, world_size=2, timeout=30)

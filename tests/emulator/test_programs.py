@@ -1,4 +1,4 @@
-"""Builds and runs the C++ test programs: plain with several seeds, and (slow) once each under the sanitizers."""
+"""Builds and runs the C++ test programs: plain with several seeds, and once each under the sanitizers."""
 
 import os
 import subprocess
@@ -12,11 +12,7 @@ SEEDS = {
     "asan": "1",
     "plain": "3",
 }  # the slowest first, so that it runs while the others are built
-RUNS = [
-    pytest.param(program, mode, marks=[] if mode == "plain" else pytest.mark.slow)
-    for mode in SEEDS
-    for program in emu_build.PROGRAMS
-]
+RUNS = [(program, mode) for mode in SEEDS for program in emu_build.PROGRAMS]
 
 
 @pytest.fixture(scope="module")
@@ -37,6 +33,7 @@ def started(needs_compiler, request):
         yield futures
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("program", "mode"), RUNS)
 def test_program(started, program, mode):
     result = started[program, mode].result()

@@ -12,6 +12,7 @@ pytest.importorskip("megatron.core", reason="pip install megatron-core")
 ROOT = Path(__file__).resolve().parents[2]
 
 
+@pytest.mark.long
 def test_train(tmp_path):
     options = {"steps": 3, "batch-size": 4, "seq-len": 16, "d-model": 16, "num-experts": 4, "out": tmp_path}
     options = [text for name, value in options.items() for text in (f"--{name}", str(value))]

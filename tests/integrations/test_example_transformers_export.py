@@ -25,6 +25,7 @@ def run(folder, *options):
     )
 
 
+@pytest.mark.long
 def test_upcycle_and_export(tmp_path, monkeypatch):
     result = run(tmp_path, "--steps", "10")
     assert result.returncode == 0, result.stderr

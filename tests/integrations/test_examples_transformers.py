@@ -25,6 +25,7 @@ def run(name, folder, *arguments):
     return result.stdout
 
 
+@pytest.mark.long
 def test_peft_experts(tmp_path):
     pytest.importorskip("peft")
     out = run("peft_experts.py", tmp_path)
@@ -34,6 +35,13 @@ def test_peft_experts(tmp_path):
     assert float(re.search(r"difference of logits (\S+)", out)[1]) < 1e-4
 
 
+def test_help_trains_nothing(tmp_path):
+    """`--help` was the name of the folder."""
+    assert "usage: qwen3_moe_ep.py [-h] [folder]" in run("qwen3_moe_ep.py", tmp_path, "--help")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.long
 def test_qwen3_moe_ep(tmp_path):
     out = run("qwen3_moe_ep.py", tmp_path)
     first, last = map(float, re.findall(r"loss (\S+)", out))

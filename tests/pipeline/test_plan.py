@@ -13,7 +13,7 @@ from torch import nn
 from fmoe_ext.pipeline import Pipeline, init_groups, split
 from fmoe_ext.pipeline.cli import main
 from fmoe_ext.pipeline.plan import GIB, Hardware, LayerPlan, Layout, advice, estimate, plan
-from fmoe_ext.pipeline.shapes import Shape, measure_layers, read_shape
+from fmoe_ext.pipeline.shapes import Shape, left_out, measure_layers, read_shape
 
 EXAMPLE = str(Path(__file__).resolve().parents[2] / "examples" / "lm")
 SHAPE = Shape(d_model=32, num_layers=4, num_heads=4, d_hidden=64, vocabulary=256, num_experts=4, top_k=2)
@@ -229,6 +229,71 @@ def test_sizes_of_a_config(tmp_path):
         read_shape("width=8")
     with pytest.raises(ValueError, match="name=number"):
         read_shape("tutorial")
+    assert left_out(str(tmp_path)) == []
+
+
+@pytest.mark.parametrize(
+    "content, message",
+    [
+        ("{", "is no JSON"),
+        ("[1]", "must hold an object"),
+        ('{"hidden_size": [64, 32]}', r"no one number for d_model, but \[64, 32\]"),
+    ],
+)
+def test_config_of_another_kind(tmp_path, content, message):
+    (tmp_path / "config.json").write_text(content)
+    with pytest.raises(ValueError, match=message):
+        read_shape(str(tmp_path))
+
+
+SIZES = "d_model=64,num_layers=4,num_heads=4,d_hidden=32,vocabulary=100"
+
+
+@pytest.mark.parametrize(
+    "model, message",
+    [
+        (
+            SIZES.replace("num_heads=4", "num_heads=3"),
+            "d_model 64 is no multiple of num_heads 3: give d_head",
+        ),
+        (SIZES.replace("num_heads=4", "num_heads=0"), "num_heads must be at least 1, but is 0"),
+        (SIZES + ",num_experts=2,top_k=3", "top_k 3 is more than num_experts 2"),
+        (SIZES + ",d_model=3", "--model has d_model twice"),
+        (SIZES.replace("num_layers=4", "num_layers=-4"), "but got 'num_layers=-4'"),
+        ("nothing.json", "--model: nothing.json does not exist"),
+    ],
+)
+def test_sizes_that_cannot_be(model, message):
+    with pytest.raises(SystemExit, match=message):
+        main(["plan", "--ranks", "2", "--model", model])
+
+
+@pytest.mark.parametrize(
+    "flag",
+    [
+        "--ranks",
+        "--batch",
+        "--length",
+        "--element-bytes",
+        "--tflops",
+        "--gbytes-per-second",
+        "--memory-gib",
+        "--top",
+    ],
+)
+def test_numbers_that_cannot_be(capsys, flag):
+    for value in ("0", "-1", "nan"):
+        with pytest.raises(SystemExit, match="2"):
+            main(["plan", "--model", SIZES, "--ranks", "2", flag, value])
+        assert f"argument {flag}: " in capsys.readouterr().err
+
+
+def test_what_the_planner_does_not_know_is_named(tmp_path, capsys):
+    config = {"hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 32}
+    config |= {"vocab_size": 100, "first_k_dense_replace": 3, "mlp_only_layers": [], "decoder_sparse_step": 1}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    main(["plan", "--model", str(tmp_path), "--ranks", "2"])
+    assert capsys.readouterr().err == "not in the estimate: first_k_dense_replace 3\n"
 
 
 def test_command(capsys):

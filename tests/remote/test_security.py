@@ -63,8 +63,8 @@ def test_tls(serve, tmp_path):
     security = Security(crt, key)
     ask(serve(QUICK, Credentials(ca[0]), security=security)[1])
     other = certificate(tmp_path, "other")
-    for wrong in (None, Credentials(other[0])):
-        with pytest.raises(ExpertGone):
+    for wrong, remedy in ((None, "Settings"), (Credentials(other[0]), "who signed the server's certificate")):
+        with pytest.raises(ExpertGone, match=remedy):
             ask(serve(QUICK, wrong, security=security)[1])
 
 
@@ -88,7 +88,8 @@ def test_tokens(serve):
     with pytest.raises(Refused, match="bob may not"):
         ask(serve(QUICK, Credentials(token="other"), security=security)[1])
     for wrong in (None, "s3cre", "s3crets", ""):
-        with pytest.raises(Refused, match="asks for a token"):
+        which = "a" if wrong is None else "another"
+        with pytest.raises(Refused, match=f"asks for {which} token"):
             ask(serve(QUICK, Credentials(token=wrong), security=security)[1])
 
 
@@ -120,7 +121,7 @@ def test_a_file_of_tokens_that_would_admit_others(text, message, tmp_path):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("--own_token bob --tokens tokens", "--own_token bob is no name in tokens"),
+        ("--own_token bob --tokens tokens --copies_of expert.0", "--own_token bob is no name in tokens"),
         (
             "--tls_certificate c --tls_key k --copies_of expert.0",
             "name who signed their certificates with --tls_ca",
@@ -132,6 +133,16 @@ def test_flags_by_which_servers_call_each_other(flags, message, tmp_path, monkey
     (tmp_path / "tokens").write_text("alice: x\n")
     with pytest.raises(SystemExit, match=message):
         make_server(parse(flags.split()))
+
+
+def test_a_certificate_that_is_none(tmp_path):
+    """The server said that the port is in use."""
+    junk = tmp_path / "junk"
+    junk.write_text("hello")
+    with pytest.raises(ValueError, match=r"junk and .*junk are not a certificate and its key in PEM"):
+        Security(certificate=junk, key=junk).server_credentials()
+    with pytest.raises(ValueError, match="junk holds no certificate in PEM"):
+        Credentials(ca=junk).channel_credentials()
 
 
 def test_security_that_would_be_none():

@@ -154,6 +154,9 @@ def test_flags_of_the_issue_and_config(tmp_path):
         ("--tls_key key.pem", "--tls_key means nothing without --tls_certificate"),
         ("--expert_uids expert.0 --num_experts 3", "but 1 --expert_uids"),
         ("--copies_of expert.0 --no_dht", "--no_dht excludes --copies_of"),
+        ("--expert_uids expert.1 expert.2 expert.1", "--expert_uids has expert.1 twice"),
+        ("--tls_ca ca.pem", "--tls_ca means nothing without --registry or --copies_of"),
+        ("--tokens t --own_token bob", "--own_token means nothing without --registry or --copies_of"),
     ],
 )
 def test_flags_that_contradict_each_other(flags, text, capsys):
@@ -174,6 +177,7 @@ def test_flags_that_contradict_each_other(flags, text, capsys):
         ("--listen_on 127.0.0.1:70000", "--listen_on: must be host:port"),  # had listened on 4464
         ("--listen_on 127.0.0.1", "--listen_on: must be host:port"),
         ("--announce me", "--announce: must be host:port"),
+        ("--dht_port 70000", "--dht_port: must be a port, 0 to 65535, but is 70000"),
     ],
 )
 def test_values_that_make_no_sense(flags, text, capsys):

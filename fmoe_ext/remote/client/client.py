@@ -28,6 +28,7 @@ REMEDIES: Mapping[type[Exception], str] = MappingProxyType(
         errors.CallTimeout: "; Settings(forward_timeout=..., backward_timeout=...) give it longer",
     }
 )
+UNTRUSTED = "; does Credentials(ca=...) hold who signed the server's certificate?"
 HEDGE_FACTOR = 3.0  # a call is slow when it takes so many times its expert's usual time
 HEDGE_FLOOR = 0.02
 
@@ -350,4 +351,5 @@ def _worse(first: errors.RemoteError | None, second: errors.RemoteError) -> erro
 
 def _final(failure: Exception, handle: Handle, seconds: float) -> Exception:
     kind: Any = type(failure) if isinstance(failure, errors.RemoteError) else errors.ExpertGone
-    return kind(f"{handle.uid} failed after {seconds:.3g} s: {failure}{REMEDIES.get(kind, '')}")
+    remedy = UNTRUSTED if "handshake failed" in str(failure) else REMEDIES.get(kind, "")
+    return kind(f"{handle.uid} failed after {seconds:.3g} s: {failure}{remedy}")

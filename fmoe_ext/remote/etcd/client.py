@@ -182,7 +182,8 @@ class EtcdClient:
         ) as error:
             seconds = time.monotonic() - begin
             raise DiscoveryError(
-                f"etcd at {self._target} did not do {name} ({seconds:.1f} s): {_details(error)}"
+                f"etcd at {self._target} did not do {name} ({seconds:.1f} s): {_details(error)}; is it running, "
+                "and can it be reached from here?"
             ) from None
 
 

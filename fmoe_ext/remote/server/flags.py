@@ -2,11 +2,12 @@
 
 import argparse
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from fmoe_ext.remote.flag_types import NOT_NEGATIVE, NOT_NEGATIVE_INT, POSITIVE, POSITIVE_INT, endpoint, port
 from fmoe_ext.remote.server.host import OPTIMIZERS
 
 ETCD = "etcd://"
@@ -108,7 +109,7 @@ def _add_network(group: argparse._ArgumentGroup) -> None:
         default=30.0,
         help="seconds to wait for the newest copy when all are gone",
     )
-    add("--dht_port", type=int, help="of a DHT node in this server")
+    add("--dht_port", type=port, help="of a DHT node in this server")
     add("--initial_peers", nargs="*", default=(), help="host:port of other DHT nodes; none: a new DHT begins")
     add("--identity_path", type=Path, help="a file with the key that owns the uids, made if it is not there")
     add("--ttl", type=POSITIVE, default=30.0, help="seconds for which a record lives unless it is renewed")
@@ -168,6 +169,13 @@ def _check(flags: argparse.Namespace, given: set[str], parser: argparse.Argument
     """Refuses by name what would be ignored."""
     if flags.expert_uids and flags.num_experts not in (None, len(flags.expert_uids)):
         parser.error(f"--num_experts {flags.num_experts}, but {len(flags.expert_uids)} --expert_uids")
+    if twice := sorted({uid for uid in flags.expert_uids if list(flags.expert_uids).count(uid) > 1}):
+        parser.error(f"--expert_uids has {', '.join(twice)} twice")
+    for flag in given & {"tls_ca", "own_token"}:
+        if not given & {"registry", "copies_of"}:
+            parser.error(
+                f"--{flag} means nothing without --registry or --copies_of: this server calls no others"
+            )
     if flags.registry is not None and not flags.registry.startswith(ETCD):
         parser.error(f"--registry must be {ETCD}host:port, but is {flags.registry}")
     for flag, excluded in EXCLUDED_BY.items():
@@ -232,30 +240,3 @@ def _configured(parser: argparse.ArgumentParser, path: Path) -> dict[str, Any]:
             except (TypeError, ValueError, argparse.ArgumentTypeError) as error:
                 parser.error(f"{path}: {key}: {error}")
     return values
-
-
-def _number(kind: type[int] | type[float], least: float, may_be_least: bool) -> Callable[[Any], float]:
-    """A type of argparse: numbers from least on, or above it."""
-
-    def read(text: Any) -> float:
-        value = kind(text)
-        if not (value > least or (may_be_least and value == least)):
-            raise argparse.ArgumentTypeError(
-                f"must be {'at least' if may_be_least else 'more than'} {least}, but is {text}"
-            )
-        return value
-
-    read.__name__ = kind.__name__  # what argparse calls it where kind refuses
-    return read
-
-
-POSITIVE, POSITIVE_INT = _number(float, 0, False), _number(int, 1, True)
-NOT_NEGATIVE, NOT_NEGATIVE_INT = _number(float, 0, True), _number(int, 0, True)
-
-
-def endpoint(text: Any) -> str:
-    """A type of argparse: host:port or [IPv6]:port; grpc would take port 70000 for 4464."""
-    host, colon, port = str(text).rpartition(":")
-    if not (host and colon and port.isdecimal() and int(port) < 1 << 16):
-        raise argparse.ArgumentTypeError(f"must be host:port or [IPv6]:port, but is {text}")
-    return str(text)

@@ -143,7 +143,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     counted: dict[str, float] = {}
     interval = flags.stats_report_interval
-    while not stopped.wait(interval or None):
+    while not stopped.wait(min(interval, threading.TIMEOUT_MAX) or None):
         counted = report(server, interval, counted)
     server.stop()
     if isinstance(server.placement, DeclaredExperts):

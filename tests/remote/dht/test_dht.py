@@ -221,6 +221,25 @@ def test_fmoe_dht_says_what_is_wrong(caplog, monkeypatch):
     assert "none of the initial peers" in caplog.text
 
 
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        ("--listen_on 127.0.0.1", "--listen_on: must be host:port"),  # was port 443
+        ("--listen_on 127.0.0.1:70000", "--listen_on: must be host:port"),  # was port 4464
+        ("--relay_on foo", "--relay_on: must be host:port"),
+        ("--announce foo", "--announce: must be host:port"),
+        ("--stats_report_interval -1", "must be at least 0, but is -1"),  # was 2,000 lines a second
+        ("--refresh_period 0", "must be more than 0, but is 0"),
+        ("--join_timeout nan", "must be more than 0, but is nan"),
+        ("--relay_token secret", "--relay_token means nothing without --relay or --relay_on"),
+    ],
+)
+def test_fmoe_dht_refuses_what_cannot_be(capsys, flags, message):
+    with pytest.raises(SystemExit, match="2"):
+        main(flags.split())
+    assert message in capsys.readouterr().err
+
+
 def test_an_identity_outlives_its_process(tmp_path, dhts):
     path = tmp_path / "key"
     first = dhts()

@@ -1,0 +1,20 @@
+"""Whether something is of a class of PyTorch's sharding; before its modules are imported, for a second, nothing is."""
+
+import sys
+from typing import TYPE_CHECKING, Any, TypeGuard
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+
+def is_dtensor(x: object) -> "TypeGuard[DTensor]":
+    return _is("torch.distributed.tensor", "DTensor", x)
+
+
+def is_fsdp_module(x: object) -> TypeGuard[Any]:
+    return _is("torch.distributed.fsdp", "FSDPModule", x)
+
+
+def _is(module: str, name: str, x: object) -> bool:
+    kind: Any = getattr(sys.modules.get(module), name, None)  # None also while the module is being imported
+    return kind is not None and isinstance(x, kind)

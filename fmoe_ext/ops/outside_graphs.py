@@ -1,0 +1,41 @@
+"""torch.compiler.disable for functions of a package whose import must not import the compiler."""
+
+import functools
+import sys
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def outside_graphs(reason: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """A decorator as torch.compiler.disable(reason=reason), which imports torch._dynamo at once: a second or more."""
+
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        late = _Late(function, reason)
+
+        @functools.wraps(function)
+        def call(*args: P.args, **kwargs: P.kwargs) -> R:
+            if torch.compiler.is_compiling() or "torch._dynamo" in sys.modules:
+                return late.disabled(*args, **kwargs)
+            return function(*args, **kwargs)
+
+        return call
+
+    return decorate
+
+
+class _Late(ModuleType):
+    """A module, because the compiler reads attributes of modules as they are and traces those of other objects."""
+
+    def __init__(self, function: Callable[..., Any], reason: str):
+        super().__init__(function.__qualname__)
+        self._function, self._reason = function, reason
+
+    @functools.cached_property
+    def disabled(self) -> Callable[..., Any]:
+        return torch.compiler.disable(self._function, reason=self._reason)
