@@ -203,6 +203,7 @@ MODULE_STATE = {
     "remote/expert_classes.py": {"_REGISTRY"},  # the kinds of experts that a server may be asked for
     "ep/wrappers.py": {"WATCH"},  # the handle of a hook on all modules, there to be removed
     "gates/losses.py": {"ONE_RANK"},
+    "integrations/training.py": {"_added_to"},  # the loss that is added to a gate's model, weak
     "optimizer_steps.py": {"FOLLOWERS", "HOOKS"},  # weak, and the handles of two hooks
     "integrations/megatron/balance.py": {"PROFILE"},
     "tokens.py": {"_blocks"},  # how many blocks are open, which torch.compile can read of a ContextVar

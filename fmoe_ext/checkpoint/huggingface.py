@@ -81,7 +81,11 @@ def to_huggingface(
     into = LAYOUTS[layout] if isinstance(layout, str) else layout
     layers, out = _by_layer(tensors)
     if not layers:
-        raise CheckpointError("there is no FMoETransformerMLP (experts.htoh4.weight) to convert")
+        adapters = ": merge the adapters first, by model.merge_and_unload()"
+        raise CheckpointError(
+            "there is no FMoETransformerMLP (experts.htoh4.weight) to convert"
+            f"{adapters if any('.lora_' in name for name in tensors) else ''}"
+        )
     for prefix, layer in layers.items():
         converted = to_layout(prefix, layer, into)
         if isinstance(layout, str):

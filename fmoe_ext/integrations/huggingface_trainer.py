@@ -10,7 +10,7 @@ from torch import nn
 from transformers import TrainerCallback
 
 from fmoe_ext import balance
-from fmoe_ext.integrations.training import BalanceLoss, add_balance_loss
+from fmoe_ext.integrations.training import BalanceLoss, add_balance_loss, check_weight
 
 PREFIX = "moe/"
 LOGGED = ("max_over_mean", "dropped_share", "dead_experts")
@@ -27,6 +27,7 @@ class BalanceCallback(TrainerCallback):
     """
 
     def __init__(self, weight: float = 0.01, file: str | None = None) -> None:
+        check_weight(weight)
         self.weight = weight
         self.file = file
         self._loss: BalanceLoss | None = None

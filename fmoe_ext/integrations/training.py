@@ -7,8 +7,12 @@ they move by themselves at the optimizer's step.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+import warnings
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from numbers import Real
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -26,12 +30,42 @@ def add_balance_loss(model: nn.Module, weight: float = 0.01) -> BalanceLoss:
     Under accumulation the loss of each microbatch counts as the model's own does: where the forward is told
     num_items_in_batch, as by Transformers' Trainer, with its share of these labels; else wholly, for the loop
     (accelerator.backward, Lightning) to divide both. The loss is that of a microbatch's tokens; gates.WholeBatch has
-    that of the whole batch. Raises ValueError for a model without gates, and in training for an output without a loss.
+    that of the whole batch. A loss that was added before to the same gates is taken off, with a warning: it would be
+    the only one that counts. Raises ValueError for a model without gates, for a weight that is no number of at least 0,
+    and in training for an output without a loss.
     Equivalent to: loss + weight * total_loss(model).
     """
-    if not any(isinstance(module, BaseGate) for module in model.modules()):
+    gates = [module for module in model.modules() if isinstance(module, BaseGate)]
+    if not gates:
         raise ValueError(f"{type(model).__name__} has no gate of fmoe_ext, whose loss could be added")
-    return BalanceLoss(model, weight)
+    check_weight(weight)
+    _take_off(gates)
+    added = BalanceLoss(model, weight)
+    _added_to.update(dict.fromkeys(gates, weakref.ref(added)))
+    return added
+
+
+# The loss that is added to a gate's model; weak, since a BalanceLoss may hold the model.
+_added_to: WeakKeyDictionary[BaseGate, weakref.ref[BalanceLoss]] = WeakKeyDictionary()
+
+
+def _take_off(gates: Iterable[BaseGate]) -> None:
+    for gate in gates:
+        reference = _added_to.pop(gate, None)
+        before = None if reference is None else reference()
+        if before is not None and before.is_attached:
+            before.remove()
+            warnings.warn(
+                f"the balance loss of weight {before.weight} that was added to this model before is taken off: a gate "
+                "gives its loss once",
+                stacklevel=3,
+            )
+
+
+def check_weight(weight: float) -> None:
+    """ValueError unless it is a finite number of at least 0."""
+    if not isinstance(weight, Real) or not 0 <= weight < float("inf"):
+        raise ValueError(f"the weight of the balance loss must be a number of at least 0, but got {weight!r}")
 
 
 class BalanceLoss:
@@ -47,10 +81,18 @@ class BalanceLoss:
         self._sum: torch.Tensor | float = 0.0
         self._count = 0
         attach = _after_step if hasattr(model, "training_step") else _after_forward
-        self._remove = attach(model, self)
+        self._remove: Callable[[], None] | None = attach(model, self)
+
+    @property
+    def is_attached(self) -> bool:
+        """Whether remove() has not been called."""
+        return self._remove is not None
 
     def remove(self) -> None:
-        self._remove()
+        """Takes it off the model; nothing if it is off already."""
+        if self._remove is not None:
+            self._remove()
+            self._remove = None
 
     def pop_mean(self) -> float:
         """The mean of the gates' losses, without the weight, since the last call; waits for the device."""

@@ -154,6 +154,27 @@ def test_without_a_loss_or_gates():
         huggingface.add_balance_loss(nn.Linear(2, 2))
 
 
+@pytest.mark.parametrize("weight", [-0.1, float("nan"), float("inf"), "0.01", None])
+def test_weights_that_are_none(weight):
+    with pytest.raises(ValueError, match="weight of the balance loss must be a number of at least 0"):
+        huggingface.add_balance_loss(make_model(), weight)
+    with pytest.raises(ValueError, match="weight of the balance loss must be a number of at least 0"):
+        huggingface.balance_callback(weight)
+
+
+def test_a_second_loss_takes_the_place_of_the_first(tmp_path):
+    """Gates give their loss once: the first of two counted, and the log of the second said 0."""
+    alone, twice = make_model(), make_model()
+    expected = train_by_trainer(alone, tmp_path / "a", [], huggingface.balance_callback(WEIGHT))
+    first = huggingface.add_balance_loss(twice, 7.0)
+    with pytest.warns(UserWarning, match=r"balance loss of weight 7\.0 that was added .* is taken off"):
+        got = train_by_trainer(twice, tmp_path / "b", [], huggingface.balance_callback(WEIGHT))
+    first.remove()  # once more does nothing
+    key = "moe/balance_loss"
+    assert [entry[key] for entry in got] == [entry[key] for entry in expected]
+    assert_same_state(twice, alone)
+
+
 def test_accelerate_equals_a_loop_by_hand():
     accelerate = pytest.importorskip("accelerate")
     examples = make_examples(8)

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from fmoe_ext import FMoETransformerMLP
+from fmoe_ext.checkpoint import CheckpointError, to_huggingface
 from fmoe_ext.distributed import DistributedGroupedDataParallel
 from fmoe_ext.gates import SoftmaxGate, total_loss
 from tests.integrations.huggingface_models import make_ids, make_model
@@ -160,6 +161,12 @@ def test_balance_loss_trains_adapters_of_the_gate(targets):
 def test_experts_as_target_modules_are_refused_by_name():
     with pytest.raises(ValueError, match=r"Target module FMoELinear\(.*is not supported"):
         with_adapters(make_both()[0], target_modules=["htoh4"])
+
+
+def test_export_with_adapters_says_to_merge_them():
+    model = with_adapters(make_both()[0], **TARGETS["experts and a copied head"])
+    with pytest.raises(CheckpointError, match=r"merge the adapters first, by model\.merge_and_unload\(\)"):
+        to_huggingface(model, "mixtral")
 
 
 def part_of(name, value, rank):
