@@ -25,9 +25,7 @@ from fmoe_ext.routing import Nest, leaves_of
 from fmoe_ext.tokens import Batch
 
 SAMPLE = 64  # numbers of the input that tell the forwards of a layer apart
-MAX_DISTANCE = (
-    0.25  # of a repetition's sample, in parts of what two can differ by; that of any two inputs is 0.7
-)
+MAX_DISTANCE = 0.4  # of a repetition's sample, in parts of what two can differ by; any two inputs have 0.7
 MAX_WITHOUT_GRAPH = 64  # forwards under no_grad of which each layer keeps the choices
 
 

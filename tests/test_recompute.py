@@ -69,7 +69,7 @@ def test_gradients_are_those_without_a_checkpoint(gate, use_reentrant):
 @pytest.mark.parametrize("gate", [*GATES, *SCORED])
 def test_another_input_has_the_same_choices(gate, use_reentrant):
     block = Block(SCORED.get(gate) or GATES[gate])
-    step(block, tokens(), use_reentrant, drift=0.3)
+    step(block, tokens(), use_reentrant, drift=0.5)
     first, second = block.chosen
     assert torch.equal(first, second)
 
@@ -82,7 +82,7 @@ def test_inputs_that_have_overflowed_find_their_own_choices(use_reentrant, numbe
     for x in batches:
         x[0] = number
     outs = [checkpoint(block, x.requires_grad_(), use_reentrant=use_reentrant) for x in batches]
-    block.drift += 0.3
+    block.drift += 0.5
     for out in outs:
         out.sum().backward()
     assert torch.equal(block.chosen[2], block.chosen[0]) and torch.equal(block.chosen[3], block.chosen[1])
@@ -93,7 +93,7 @@ def test_without_the_pinning_drift_changes_choices(use_reentrant):
     block = Block(SoftmaxGate)
     block.moe._forwards.find = lambda moe_inp: None
     try:
-        step(block, tokens(), use_reentrant, drift=0.3)
+        step(block, tokens(), use_reentrant, drift=0.5)
     except torch.utils.checkpoint.CheckpointError:
         return
     first, second = block.chosen

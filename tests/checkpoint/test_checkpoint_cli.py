@@ -240,11 +240,11 @@ def test_a_huggingface_folder_that_the_format_cannot_say(tmp_path, capsys, confi
     """What its gates and experts compute is in its config.json, and goes with the tensors."""
     save_file(checkpoint.to_huggingface(with_gate(), "qwen3_moe"), tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text(json.dumps({"num_experts_per_tok": 2, **config}))
+    main(["convert", str(tmp_path), "--to", "fmoe_ext", "-o", str(tmp_path / "ours")])
     for source in (tmp_path, tmp_path / "ours"):
         with pytest.raises(SystemExit, match=text):
             main(["convert", str(source), "--to", f"hf-{to}", "-o", str(tmp_path / "hf")])
         assert not (tmp_path / "hf").exists()
-        main(["convert", str(tmp_path), "--to", "fmoe_ext", "-o", str(tmp_path / "ours")])
     if config == {"model_type": "mixtral"}:
         capsys.readouterr()
         main(["convert", str(tmp_path / "ours"), "--to", "hf-qwen3_moe", "-o", str(tmp_path / "hf")])

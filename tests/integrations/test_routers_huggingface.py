@@ -99,7 +99,7 @@ def test_a_repeated_forward_chooses_what_the_first_one_chose(reentrant):
 
     with replay.record():
         out = checkpoint(forward, x, use_reentrant=reentrant)
-    drift += torch.randn(32, dtype=torch.float64)
+    drift += 0.5 * torch.randn(32, dtype=torch.float64)
     out.sum().backward()
     assert len(seen) == 2
     assert torch.equal(*seen)
