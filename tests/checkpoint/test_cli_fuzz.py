@@ -45,8 +45,8 @@ def sources(tmp_path_factory):
         4, 6, 5, "swiglu", bias=False, gate=lambda *a, **k: SoftmaxGate(*a, gate_bias=False, **k)
     )
     checkpoint.save(root / "fmoe_ext", model, torch.optim.Adam(model.parameters()), step=3)
-    for format in ("fastmoe", "hf-qwen3_moe"):
-        main(["convert", str(root / "fmoe_ext"), "--to", format, "-o", str(root / format), "--ranks", "2"])
+    for format, *options in (("fastmoe", "--ranks", "2"), ("hf-qwen3_moe",)):
+        main(["convert", str(root / "fmoe_ext"), "--to", format, "-o", str(root / format), *options])
     (root / "safetensors").mkdir()
     checkpoint.export_safetensors(root / "safetensors" / "model.safetensors", model)
     (root / "sharded").mkdir()
