@@ -172,6 +172,7 @@ def test_bad_recipes(pool):
     assert isinstance(models.Model(Layout()), nn.Module)
 
 
+@pytest.mark.long
 def test_command_line_and_the_language_model():
     command = [sys.executable, "-m", "fmoe_ext.audit", "examples/lm/audit.py:recipe", "--layouts", "1,ep2"]
     command += ["--accumulation", "1,uneven", "--dtypes", "float64"]

@@ -9,6 +9,7 @@ import audit_megatron as models
 from audit_shared import ONE, PLAIN, audited, first_difference, unreduced
 
 
+@pytest.mark.long
 def test_our_layer_is_equal_in_every_layout(pool):
     axes = {"layouts": ["1", "dp2", "ep2", "dp2xep2"], "padding": ["none", "right"], "dtypes": ["float64"]}
     report = audited(pool, models.BALANCED, **PLAIN | axes | {"recomputation": ["none", "non-reentrant"]})

@@ -228,6 +228,7 @@ MOVES = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("move", MOVES)
 def test_checkpoint_moves_to_another_layout(pool, tmp_path, move):
     num_ranks, layout, others, options = MOVES[move]

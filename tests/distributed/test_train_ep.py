@@ -6,9 +6,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
+@pytest.mark.long
 def test_train_ep(tmp_path):
     options = ["--ranks", "2", "--steps", "3", "--seq-len", "16", "--num-experts", "4", "--out"]
     command = [sys.executable, str(ROOT / "examples/lm/train_ep.py"), *options, str(tmp_path / "out")]

@@ -63,6 +63,7 @@ FATAL = {  # fault: (state, reason)
 }
 
 
+@pytest.mark.long
 def test_fatal_kernels_are_off_and_the_others_are_proved(tmp_path, capfd):
     log, kernels = tmp_path / "pids", {f"up.{fault}": 5.0 for fault in FATAL}
     faults = {f"up.{fault}": fault for fault in FATAL} | {"grad_weight.a": "races: segfault"}

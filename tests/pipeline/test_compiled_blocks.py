@@ -75,6 +75,7 @@ def test_equal_to_plain_blocks(pool, schedule, checkpoint):
             torch.testing.assert_close(others[name], grad, rtol=1e-12, atol=1e-14)
 
 
+@pytest.mark.long
 def test_a_backward_in_parts_says_what_to_set():
     with pytest.raises(DistributedError, match=r"set torch._functorch\.config\.donated_buffer = False"):
         run_distributed(train, 2, "zero_bubble", False, "aot_eager", timeout=120)
