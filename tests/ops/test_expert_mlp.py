@@ -1,8 +1,12 @@
+import re
+from pathlib import Path
+
 import pytest
 import torch
 import torch.nn.functional as F
 
 from fmoe_ext.ops import expert_mlp, expert_mlp_ref
+from fmoe_ext.ops.arguments import ExpertMlp, ExpertMlpBackward, ExpertMlpBackwardWeights
 from fmoe_ext.ops.expert_mlp import ACTIVATIONS, activation_number
 from fmoe_ext.testing import assert_close
 
@@ -346,3 +350,21 @@ def test_rejects():
         call(b1=b1[:, :4])
     with pytest.raises(RuntimeError, match="inverse must be int32"):
         call(inverse=inverse.long())
+
+
+@pytest.mark.parametrize(
+    "name, arguments",
+    [
+        ("expert_mlp", ExpertMlp),
+        ("expert_mlp_backward", ExpertMlpBackward),
+        ("expert_mlp_backward_inputs", ExpertMlpBackward),
+        ("expert_mlp_backward_accumulate", ExpertMlpBackward),
+        ("expert_mlp_backward_weights", ExpertMlpBackwardWeights),
+    ],
+)
+def test_arguments_have_the_schemas_names(name, arguments):
+    schemas = (Path(__file__).parents[2] / "csrc" / "ops.cpp").read_text()
+    declared = re.search(rf'm\.def\("{name}\((.*?)\) ->', schemas)[1]
+    names = tuple(argument.split()[-1] for argument in declared.split(", "))
+    assert names == arguments._fields[: len(names)]
+    assert len(names) >= len(arguments._fields) - len(arguments._field_defaults)
