@@ -35,7 +35,7 @@ _NAMES = tuple(ACTIVATIONS)
 
 
 def activation_number(name: str) -> int:
-    """What the operators call an activation; RuntimeError for a name that is not in ACTIVATIONS."""
+    """Number of an activation in the operators' schemas; RuntimeError for a name that is not in ACTIVATIONS."""
     if name not in _NAMES:
         raise RuntimeError(f'unknown activation "{name}": known are {", ".join(_NAMES)}')
     return _NAMES.index(name)

@@ -39,7 +39,7 @@ def install(dispatch_key: str) -> torch.library.Library:
 
 
 def compute_dtype(t: Tensor) -> torch.dtype:
-    """What sums and activations of t are computed in."""
+    """Dtype of sums and activations of t."""
     return torch.float64 if t.dtype == torch.float64 else torch.float32
 
 

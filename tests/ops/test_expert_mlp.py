@@ -192,7 +192,7 @@ def test_one_expert_gets_all_and_every_choice_dropped():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_an_expert_over_several_chunks(dtype):
+def test_expert_mlp_expert_over_several_chunks(dtype):
     Problem(4000, 1, 2, 8, 3100, dtype, "relu", topk_idx=(torch.arange(4000) % 50 > 0)[:, None].int()).check()
 
 
