@@ -34,7 +34,7 @@ LEFT = {
     "fmoe_ext/checkpoint": 27,
     "fmoe_ext/compat": 3,
     "fmoe_ext/distributed": 1,
-    "fmoe_ext/ep": 22,
+    "fmoe_ext/ep": 21,
     "fmoe_ext/gates": 21,
     "fmoe_ext/integrations": 35,
     "fmoe_ext/megatron": 1,
