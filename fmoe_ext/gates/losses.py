@@ -10,8 +10,8 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from fmoe_ext import ops
 from fmoe_ext.gates.base_gate import BaseGate, OneRank, Ranks, gates_of
+from fmoe_ext.step import count_choices
 
 ONE_RANK = OneRank()
 
@@ -42,7 +42,7 @@ def sum_over_ranks(
 ) -> tuple[torch.Tensor, torch.Tensor, int | torch.Tensor]:
     """Choices [E], sum of the scores [E] and number of tokens of all ranks, in one exchange."""
     num_local_tokens, num_experts = scores.shape
-    num_choices = ops.count_tokens(topk_idx, num_experts).to(scores.dtype)
+    num_choices = count_choices(topk_idx, num_experts).to(scores.dtype)
     if type(ranks) is OneRank:
         return num_choices, scores.sum(0), num_local_tokens
     mine = torch.cat((num_choices, scores.sum(0), scores.new_full((1,), num_local_tokens)))
