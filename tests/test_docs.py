@@ -111,7 +111,7 @@ def test_commands_exist(path):
 
 
 def test_every_page_is_in_the_contents():
-    """Sphinx says the same, but only make docs runs it: here it is found by whoever adds a page."""
+    """Sphinx says the same, but only make docs runs it: this test finds it earlier."""
     index = (ROOT / "docs/index.md").read_text()
     for page in ROOT.glob("docs/*.md"):
         if page.name != "index.md":
