@@ -189,8 +189,9 @@ class FMoE(nn.Module):
         experts take them -> what the experts return for one row, [T, *], summed with topk_weights over the K
         choices.
         valid: T entries, bool or 0 / 1: the others are padding. They are taken out before the gate, so that they
-        reach no expert, loss, capacity or counter, and their output is zero; everything else is as without them, to the
-        bit. fmoe_ext.valid_tokens() says the same to all layers of a model.
+        reach no expert, loss, capacity or counter, and their output is zero; everything else is as in the batch without
+        them, to the bit: forward(x, valid)[valid] is forward(x[valid]). (In another batch a token's last bits may
+        differ; see batch_invariant().) fmoe_ext.valid_tokens() says the same to all layers of a model.
         Raises ValueError for inputs, masks or choices whose number of tokens differs, TypeError for integer tokens.
         Equivalent to: out[t] = sum_k topk_weights[t, k] * expert[topk_idx[t, k]](moe_inp[t]).
         """

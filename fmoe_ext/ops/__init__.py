@@ -7,6 +7,8 @@ import platform
 
 import torch
 
+from fmoe_ext import _env
+
 try:
     import fmoe_ext._C  # noqa: F401  (registers the schemas and the CPU kernels)
 except ImportError as error:
@@ -15,6 +17,17 @@ except ImportError as error:
         "installed: pip install . --no-build-isolation (in a checkout: make build). "
         f"torch {torch.__version__}, Python {platform.python_version()}, {platform.machine()}"
     ) from error
+
+
+def _limit_cpu_isa() -> None:
+    name = _env.get("FMOE_CPU_ISA")
+    if name is not None and not torch.ops.fmoe_ext._set_cpu_isa(name):
+        raise ImportError(
+            f"FMOE_CPU_ISA is {name!r}, which this processor does not have: set a lesser one or leave it unset"
+        )
+
+
+_limit_cpu_isa()
 
 
 def _load_cuda_module() -> str | None:
