@@ -217,7 +217,7 @@ def test_a_server_behind_a_relay_is_called_there(start_process, start_server, dh
 
 def test_fmoe_dht_says_what_is_wrong(caplog, monkeypatch):
     monkeypatch.setattr(signal, "signal", lambda *_: None)
-    assert main(["--initial_peers", DEAD, "--listen_on", "127.0.0.1:0", "--join_timeout", "0.5"]) == 1
+    assert main(["--initial_peers", DEAD, "--listen_on", "127.0.0.1:0", "--join_timeout", "0.5"]) == 2
     assert "none of the initial peers" in caplog.text
 
 
