@@ -20,7 +20,7 @@ VARIABLES = (
         "FMOE_CUDA",
         bool,
         None,
-        "build: 1 demands the CUDA kernels, 0 leaves them out, unset takes nvcc if found",
+        "build: 1 demands the CUDA kernels, 0 leaves them out; unset: built if torch has CUDA and nvcc is found",
     ),
     Variable("USE_NCCL", bool, False, "build: 1 builds the NCCL exchange"),
     Variable("NCCL_HOME", str, None, "build: folder with include/nccl.h and lib/libnccl.so.2"),

@@ -1,9 +1,9 @@
-"""`python -m fmoe_ext.info`: what a bug report quotes."""
+"""`fmoe info`: the facts that a bug report quotes."""
 
 import argparse
 import importlib.util
 import platform
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import torch
@@ -75,11 +75,11 @@ def report() -> str:
     return "\n".join(text)
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     argparse.ArgumentParser(
-        prog="python -m fmoe_ext.info",
+        prog="fmoe info",
         description="Prints versions, native modules, devices and environment variables: quote it in a bug report.",
-    ).parse_args()
+    ).parse_args(arguments)
     print(report())
 
 

@@ -2,10 +2,12 @@
 
 import importlib.util
 import inspect
+import json
 import os
 import re
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -42,6 +44,7 @@ def run_shell(code, folder):
         ["bash", "-euc", code], cwd=folder, env=env, capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, done.stdout + done.stderr
+    print(done.stdout)
 
 
 @pytest.fixture
@@ -56,7 +59,7 @@ def clean_state(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("path", TUTORIALS, ids=name_of)
-def test_tutorial_runs(path, clean_state):
+def test_tutorial_runs(path, clean_state, capfd):
     """Python blocks share one program; one that begins with "# name.py" is that file, which sh blocks start."""
     names = {"__name__": "__main__"}
     for language, code, line in blocks(path):
@@ -67,6 +70,29 @@ def test_tutorial_runs(path, clean_state):
             run_python(code, path, line, names)
         elif language == "sh":
             run_shell(code, clean_state)
+    printed = capfd.readouterr().out.split("\n")
+    assert sum(bool(line) for line in printed) >= 2, f"{name_of(path)} shows its reader nothing"
+
+
+def test_tutorial_of_balance_keeps_its_runs_apart(clean_state):
+    page = ROOT / "docs/tutorials/balance.md"
+    for _ in range(2):  # a second reading starts again
+        names = {"__name__": "__main__"}
+        for _, code, line in blocks(page):
+            run_python(code, page, line, names)
+    for run in ("unbalanced", "balanced", "by_bias"):
+        records = clean_state.joinpath(f"{run}.jsonl").read_text().splitlines()
+        assert [json.loads(record)["step"] for record in records] == [20, 40, 60], run
+        assert clean_state.joinpath(f"{run}.png").stat().st_size > 0
+
+
+def test_tutorial_of_processes_refuses_ranks_that_do_not_divide_the_experts(clean_state):
+    page = ROOT / "docs/tutorials/processes.md"
+    names = {"__name__": "experts"}
+    run_python(next(code for _, code, _ in blocks(page) if code.startswith("# experts.py")), page, 1, names)
+    group = types.SimpleNamespace(size=lambda: 3)
+    with pytest.raises(ValueError, match="8 experts cannot be spread evenly over 3 ranks"):
+        names["make_model"](types.SimpleNamespace(ep=group, world=group))
 
 
 def test_first_example():
