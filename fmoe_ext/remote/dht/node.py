@@ -20,11 +20,13 @@ from fmoe_ext.remote.dht.routing import Peer, RoutingTable
 from fmoe_ext.remote.dht.storage import MAX_RECORDS, RecordStore, Refusal
 from fmoe_ext.remote.dht.transport import Transport, Unreachable
 from fmoe_ext.remote.discovery import DiscoveryError
+from fmoe_ext.remote.flags import POSITIVE, endpoint, flag
 
 log = logging.getLogger("fmoe_ext.remote.dht")
 REPLICAS = 8  # nodes that keep each record
 MAX_GREETED = 64  # strangers that are called back at a time
 MAX_LOST = 64  # endpoints of forgotten nodes that are tried again when nobody else is left
+UNREACHABLE = "for hosts that nobody can reach"  # the title of flags
 RETRY_PAUSE = 0.2  # seconds between two rounds of calling the initial peers
 
 
@@ -35,14 +37,28 @@ class NodeOptions:
     relay: host:port of a relay, for a node that others cannot reach; relay_token: what that relay asks for.
     """
 
-    initial_peers: Sequence[str] = ()
-    listen_on: str | None = "0.0.0.0:0"
-    announce: str | None = None
-    relay: str | None = None
-    relay_token: str = ""
-    refresh_period: float = 15.0  # seconds
+    initial_peers: Sequence[str] = flag((), "host:port of other nodes; none: a new DHT begins", nargs="*")
+    listen_on: str | None = flag(
+        "0.0.0.0:0",
+        "host:port; [::]:port for IPv6; port 0: any",
+        type=endpoint,
+        command_default="0.0.0.0:1338",
+    )
+    announce: str | None = flag(
+        None, "host:port that others should call, if it is not where they see this node", type=endpoint
+    )
+    relay: str | None = flag(
+        None,
+        "host:port of a relay through which this node can be reached",
+        type=endpoint,
+        group=UNREACHABLE,
+    )
+    relay_token: str = flag(
+        "", "token of the relay, this one or that one", needs=("relay", "relay_on"), group=UNREACHABLE
+    )
+    refresh_period: float = flag(15.0, "seconds between two searches for new nodes", type=POSITIVE)
     call_timeout: float = 1.5  # seconds one node has for one answer
-    join_timeout: float = 5.0  # seconds the initial peers have at the start
+    join_timeout: float = flag(5.0, "seconds the initial peers have to answer", type=POSITIVE)
     replicas: int = REPLICAS
     max_records: int = MAX_RECORDS
 

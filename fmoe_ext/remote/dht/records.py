@@ -19,6 +19,7 @@ from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
 from fmoe_ext.remote.discovery import MAX_UID_LENGTH, check_uid, prefixes_of
+from fmoe_ext.remote.security import check_private
 
 ID_BITS = 256
 MAX_RECORD_BYTES = 2048
@@ -72,7 +73,7 @@ class Identity:
             with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
                 file.write(os.urandom(32))
         except FileExistsError:
-            pass
+            check_private(path)
         seed = path.read_bytes()
         if len(seed) != 32:
             raise ValueError(f"an identity is a file of 32 bytes, but {path} has {len(seed)}")

@@ -6,8 +6,6 @@ import random
 import socket
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Protocol
 
 import grpc
@@ -17,12 +15,13 @@ from fmoe_ext.remote.dht.node import check_peer, reachable_here
 from fmoe_ext.remote.dht.relay import Attachment
 from fmoe_ext.remote.discovery import Discovery, DiscoveryError, check_uid
 from fmoe_ext.remote.expert_classes import find_expert_class
-from fmoe_ext.remote.security import Guard, Security
+from fmoe_ext.remote.security import Guard
 from fmoe_ext.remote.server.checkpoints import Checkpoints
 from fmoe_ext.remote.server.compute import ComputeThread
 from fmoe_ext.remote.server.fair_queue import FairQueue
-from fmoe_ext.remote.server.host import ExpertHost, Training
+from fmoe_ext.remote.server.host import ExpertHost
 from fmoe_ext.remote.server.metrics import Metrics
+from fmoe_ext.remote.server.options import Options
 from fmoe_ext.remote.server.pages import Pages
 from fmoe_ext.remote.server.service import ExpertService, NotLeader
 from fmoe_ext.remote.server.state import read_state, write_state
@@ -34,32 +33,6 @@ log = logging.getLogger("fmoe_ext.remote")
 HAND_OVER_SECONDS = 10.0  # that those who keep copies have for the last one
 LOOK_SECONDS = 0.05  # between two looks whether they have it
 DRAIN_SECONDS = 5.0  # that calls under way have when the server stops
-
-
-@dataclass(frozen=True)
-class Options:
-    """What a server is; the names are those of the flags of fmoe-server."""
-
-    expert_cls: str = "ffn"
-    hidden_dim: int = 512
-    num_experts: int = 1
-    expert_pattern: str = "expert.[0:256]"
-    expert_uids: Sequence[str] = ()
-    listen_on: str = "127.0.0.1:0"
-    announce: str | None = None
-    training: Training = field(default_factory=Training)
-    checkpoint_dir: Path | None = None
-    checkpoint_period: float = 60.0
-    ttl: float = 30.0
-    device: str = "cpu"
-    seed: int = 0
-    max_batch_size: int = 4096
-    max_waiting: int = 4096
-    max_message_bytes: int = 256 << 20
-    http_on: str | None = None
-    relay: str | None = None  # host:port; others then call this server at a port of the relay
-    relay_token: str = ""
-    security: Security = field(default_factory=Security)
 
 
 class Placement(Protocol):
