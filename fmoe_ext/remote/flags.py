@@ -104,14 +104,14 @@ class Parser(argparse.ArgumentParser):
     def _parse(
         self, arguments: Sequence[str] | None, values: argparse.Namespace | None = None
     ) -> argparse.Namespace:
-        values, unknown = self.parse_known_args(arguments, values)
+        found, unknown = self.parse_known_args(arguments, values)
         for text in unknown:
             name = text.removeprefix("--").partition("=")[0]
             if text.startswith("--") and name in self._foreign:
                 self.error(f"--{name} means nothing here: {self._foreign[name]}")
         if unknown:
             self.error(f"unrecognized arguments: {' '.join(unknown)}")
-        return values
+        return found
 
     def _given(self, arguments: Sequence[str] | None) -> set[str]:
         """The flags that are given, be it with their defaults."""

@@ -350,6 +350,6 @@ def _worse(first: errors.RemoteError | None, second: errors.RemoteError) -> erro
 
 
 def _final(failure: Exception, handle: Handle, seconds: float) -> Exception:
-    kind: Any = type(failure) if isinstance(failure, errors.RemoteError) else errors.ExpertGone
+    kind: Any = errors.ExpertGone if isinstance(failure, DiscoveryError) else type(failure)
     remedy = UNTRUSTED if "handshake failed" in str(failure) else REMEDIES.get(kind, "")
     return kind(f"{handle.uid} failed after {seconds:.3g} s: {failure}{remedy}")

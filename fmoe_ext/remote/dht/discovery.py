@@ -2,7 +2,7 @@
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import TypeVar
 
 from fmoe_ext.remote.dht.messages import Item
@@ -218,8 +218,17 @@ def elect(holders: Sequence[Holder], uid: str, now: float) -> SignedRecord | Non
         if record.owner not in last or last[record.owner].sequence < record.sequence:
             last[record.owner] = record
     live = [record for record in last.values() if record.is_live(now)]
-    votes = Counter(record.owner for record in words if not record.is_withdrawn)
+    votes = Counter(
+        owner for at in holders if (owner := _vote(at, uid, {r.owner for r in live}, now)) is not None
+    )
     return _winner(live, votes) if live else None
+
+
+def _vote(at: Holder, uid: str, candidates: Collection[str], now: float) -> str | None:
+    """The owner that a node stands for: one, however many records it repeats."""
+    kept = [r for r in at.records if r.uid == uid and not r.is_withdrawn and r.owner in candidates]
+    first = min(kept, key=lambda r: (not r.is_live(now), r.fence, r.owner), default=None)
+    return None if first is None else first.owner
 
 
 def _winner(live: Sequence[SignedRecord], votes: Mapping[str, int]) -> SignedRecord:
