@@ -1,4 +1,4 @@
-"""How a model is trained, as the few functions that an audit calls in every layout."""
+"""A training as the few functions that an audit calls in every layout."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Part:
 
 
 def count_tokens(batch: Batch) -> int:
-    """What the mean of a loss is over: labels that count, or tokens of the mask, or else samples."""
+    """Number that the mean of a loss is over: labels that count, or tokens of the mask, or else samples."""
     if "labels" in batch:
         return int((batch["labels"][:, 1:] != NOT_A_TARGET).sum())
     if "targets" in batch:
@@ -132,7 +132,7 @@ def _accumulate_nothing(model: Any, microbatches: Sequence[Batch]) -> AbstractCo
 
 @dataclass(frozen=True)
 class Recipe:
-    """A training as functions of a module, so that processes can be told of it; all but three have defaults.
+    """A training as functions of a module, which other processes can import; all but three have defaults.
 
     build(layout): the model for Layout(dp, ep, groups); parameters are overwritten with those of one process. Modules
       of Transformers, or any other with its experts where the layout says.

@@ -52,7 +52,7 @@ if cuda_module_missing is None:
 
 
 def build_info() -> dict[str, str]:
-    """What the native module was built with: torch, compiler, CUDA architectures, NCCL."""
+    """Build settings of the native module: torch, compiler, CUDA architectures, NCCL."""
     return dict(fact.split("=", 1) for fact in torch.ops.fmoe_ext.build_info().split(","))
 
 

@@ -1,6 +1,5 @@
 """Registrations that more than one operator needs and that torch.library does not offer."""
 
-import functools
 import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, Final, TypeVar
@@ -61,18 +60,20 @@ def register_autograd(
 Kernel = TypeVar("Kernel", bound=Callable[..., Any])
 
 
-def register_fake(op_name: str, **ranks: int) -> Callable[[Kernel], Kernel]:
+def register_fake(
+    op_name: str, arguments: type[Any] | None = None, /, **ranks: int
+) -> Callable[[Kernel], Kernel]:
     """torch.library.register_fake, for a kernel that is called with tensors of one device only.
 
+    arguments: the kernel takes one argument, of this NamedTuple; None: it takes those of the operator.
     ranks: how many dimensions arguments must have, by name; the kernel may then read their sizes.
     The dispatcher takes the fake kernel too when one of several tensors is on "meta": without a check of the devices
     its result would be memory that nothing was written to.
     """
 
     def register(kernel: Kernel) -> Kernel:
-        names = list(inspect.signature(kernel).parameters)
+        names = list(inspect.signature(kernel).parameters) if arguments is None else arguments._fields
 
-        @functools.wraps(kernel)
         def checked(*args: Any, **kwargs: Any) -> Any:
             given = {**dict(zip(names, args, strict=False)), **kwargs}
             tensors = {name: t for name, t in given.items() if isinstance(t, torch.Tensor)}
@@ -86,7 +87,7 @@ def register_fake(op_name: str, **ranks: int) -> Callable[[Kernel], Kernel]:
                     raise RuntimeError(
                         f"{name} must have {ranks[name]} dimensions, but got shape {list(t.shape)}"
                     )
-            return kernel(*args, **kwargs)
+            return kernel(**given) if arguments is None else kernel(arguments(**given))
 
         torch.library.register_fake(op_name, checked)
         return kernel

@@ -9,7 +9,7 @@ NO_GRAPH = "the gradient of a weight is added to weight.main_grad by code that a
 
 
 class MainGrad:
-    """Where a backward adds the gradient of experts [first, end) of a parameter: parameter.main_grad.
+    """Tensor to which a backward adds the gradient of experts [first, end) of a parameter: parameter.main_grad.
 
     main_grad has the shape and device of the parameter and is float32, float64 for a float64 parameter: what
     Megatron-core's DistributedDataParallel gives parameters, or what the user sets. It is looked up in backward
