@@ -17,10 +17,10 @@ from fmoe_ext.remote.discovery import Discovery, DiscoveryError, StaticList
 from fmoe_ext.remote.flags import DATE_FORMAT, LOG_FORMAT, build
 from fmoe_ext.remote.replication.replicas import ReplicatedExperts, Replication
 from fmoe_ext.remote.security import Credentials, Security
+from fmoe_ext.remote.server.declared import DeclaredExperts, WarmCopies
 from fmoe_ext.remote.server.flags import ETCD, parse, read_tokens
 from fmoe_ext.remote.server.options import Options, Training
-from fmoe_ext.remote.server.server import DeclaredExperts, Placement, Server
-from fmoe_ext.remote.server.warm_copies import WarmCopies
+from fmoe_ext.remote.server.server import Placement, Server
 
 log = logging.getLogger("fmoe_ext.remote")
 

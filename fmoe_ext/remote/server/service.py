@@ -50,6 +50,7 @@ class ExpertService:
             OrderedDict()
         )  # name: last heard of, loss it reported
         self.copies = CopiesElsewhere()
+        self.withheld: set[str] = set()  # hosted, but claimed by another server
         self._under_way: dict[tuple[str, str], asyncio.Future[Answer]] = {}
 
     def handlers(self) -> grpc.GenericRpcHandler:
@@ -100,7 +101,7 @@ class ExpertService:
 
     async def _info(self, message: Message, peer: str, deadline: float) -> bytes:
         host = self.compute.host
-        expert = host.find(_text(message, protocol.UID))
+        expert = host.find(self._served(message))
         self.copies.note_look(message, expert.uid)
         meta = {
             protocol.UID: expert.uid,
@@ -149,9 +150,14 @@ class ExpertService:
         self.copies.note_copy(message, uid, int(state.meta[protocol.VERSION]))
         return encode(state)
 
-    def _check(self, message: Message, inputs: tuple[Any, ...], others: dict[str, Any]) -> str:
+    def _served(self, message: Message) -> str:
         uid = _text(message, protocol.UID)
-        host = self.compute.host
+        if uid in self.withheld:
+            raise ExpertMissing(f"{uid} belongs to another server now: it is kept here, but not served")
+        return uid
+
+    def _check(self, message: Message, inputs: tuple[Any, ...], others: dict[str, Any]) -> str:
+        uid, host = self._served(message), self.compute.host
         host.find(uid)
         if others:
             raise SchemaError(f"unknown tensors for {uid}: {', '.join(sorted(others))[:200]}")
