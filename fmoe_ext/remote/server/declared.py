@@ -9,20 +9,20 @@ from collections.abc import Sequence, Set
 from fmoe_ext.remote import protocol
 from fmoe_ext.remote.client.caller import Caller
 from fmoe_ext.remote.discovery import Discovery, DiscoveryError, ExpertRecord, check_uid
-from fmoe_ext.remote.errors import RemoteError
+from fmoe_ext.remote.errors import Refused, RemoteError
 from fmoe_ext.remote.security import Credentials
 from fmoe_ext.remote.server.hand_over import LONGEST_LOOK
 from fmoe_ext.remote.server.server import Server
 from fmoe_ext.remote.server.service import NotLeader
 from fmoe_ext.remote.server.state import write_state
 from fmoe_ext.remote.server.uids import Pattern, claim_free_uids
-from fmoe_ext.remote.wire import STATE, Message, encode
+from fmoe_ext.remote.wire import Message, WireError, encode
 
 log = logging.getLogger("fmoe_ext.remote")
 HAND_OVER_SECONDS = 10.0  # for copies elsewhere to get the last version
 LOOK_SECONDS = 0.05  # between two looks whether they have it
 LOOKS_A_PERIOD = 5
-COPY_SECONDS = 60.0
+COPY_SECONDS = 600.0
 
 
 class WarmCopies:
@@ -44,7 +44,7 @@ class WarmCopies:
         self.discovery, self.period = discovery, period
         self.looks_every = min(period / LOOKS_A_PERIOD, LONGEST_LOOK)
         self.uids = [check_uid(uid) for uid in uids]
-        self._caller = Caller(credentials, STATE)
+        self._caller = Caller(credentials)
         self._copies: dict[str, tuple[float, Message]] = {}  # uid: when, state
         self._seen: dict[str, int] = {}  # uid: the owner's version at the last look
 
@@ -78,12 +78,15 @@ class WarmCopies:
     async def _refresh(self, uid: str, endpoint: str) -> None:
         request = encode(Message({}, {protocol.UID: uid, protocol.LOOKS_EVERY: f"{self.looks_every:.3f}"}))
         info = await self._caller.call(endpoint, protocol.INFO, request, self.period)
-        self._seen[uid] = int(info.meta.get(protocol.VERSION, "0")[:18])
+        version = info.meta.get(protocol.VERSION, "")[:18]
+        self._seen[uid] = int(version) if version.isdecimal() else 0
         when, copy = self._copies.get(uid, (-self.period, None))
         is_old = copy is None or copy.meta["version"] != str(self._seen[uid])
         is_last = info.meta.get(protocol.LEAVING) == "1"
         if is_old and (is_last or time.monotonic() - when >= self.period):
-            state = await self._caller.call(endpoint, protocol.STATE, request, COPY_SECONDS)
+            state = await self._caller.download(endpoint, protocol.STATE, request, COPY_SECONDS)
+            if state.meta.get("uid") != uid or not state.meta.get("version", "").isdecimal():
+                raise Refused(f"{endpoint} sent the state of another expert than {uid}")
             self._copies[uid] = time.monotonic(), state
 
     async def _take_over(self, server: Server, uid: str) -> None:
@@ -95,7 +98,12 @@ class WarmCopies:
             return
         if uid not in granted:
             return
-        await asyncio.wrap_future(server.compute.call(lambda: write_state(server.host, copy)))
+        try:
+            await asyncio.wrap_future(server.compute.call(lambda: write_state(server.host, copy)))
+        except WireError as error:
+            log.error("%s cannot be taken over: %s", uid, error)
+            await self.discovery.withdraw([uid], server.endpoint)
+            return
         lost = max(0, self._seen.get(uid, 0) - int(copy.meta["version"]))
         server.metrics.add("updates_lost_total", lost)
         server.metrics.add("takeovers_total")

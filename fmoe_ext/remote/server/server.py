@@ -50,6 +50,7 @@ class Server:
         self.metrics = Metrics()
         limits = Limits(max_message_bytes=options.max_message_bytes)
         self.service = ExpertService(self.compute, Guard(options.security), self.metrics, limits)
+        self.service.max_rows = options.max_rows
         self.checkpoints = Checkpoints(options.checkpoint_dir) if options.checkpoint_dir else None
         self.pages = Pages(self.status, self.metrics)
         self._endpoint = ""
