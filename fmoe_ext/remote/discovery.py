@@ -8,6 +8,9 @@ import re
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
+
+from fmoe_ext.remote.errors import RemoteError
 
 MAX_UID_LENGTH = 128
 MAX_COORDINATE = 2**31 - 1
@@ -15,8 +18,16 @@ _UID = re.compile(r"[A-Za-z_][A-Za-z0-9_]*(?:\.(?:0|[1-9][0-9]{0,9}))+")
 _PREFIX = re.compile(r"[A-Za-z_][A-Za-z0-9_]*(?:\.(?:0|[1-9][0-9]{0,9}))*")
 
 
-class DiscoveryError(Exception):
+class DiscoveryError(RemoteError):
     """Discovery could not answer (in time); the message names what was asked and of whom."""
+
+
+class Unanswered(DiscoveryError):
+    """Discovery answered for some keys only. found: their answers; missing: the other keys."""
+
+    def __init__(self, text: str, found: Mapping[str, Any], missing: Sequence[str]):
+        super().__init__(text)
+        self.found, self.missing = found, tuple(missing)
 
 
 @dataclass(frozen=True)
@@ -38,7 +49,8 @@ class Discovery(abc.ABC):
     """What servers tell and clients ask. Every coroutine runs on the loop of fmoe_ext.remote.loop.
 
     Each call ends within `timeout` seconds: with its result, or with DiscoveryError if there is none. Invalid
-    arguments raise ValueError. Implementations forget a record when it expires, and never return one that has.
+    arguments raise ValueError. get and successors raise Unanswered, with what they know, if they can answer for a part
+    of the keys only. Implementations forget a record when it expires, and never return one that has.
     """
 
     @abc.abstractmethod

@@ -3,10 +3,11 @@
 import time
 
 import pytest
+import torch
 
-from fmoe_ext.remote import loop
+from fmoe_ext.remote import Client, ExpertGone, RemoteExpert, Settings, loop
 from fmoe_ext.remote.dht import open_node
-from fmoe_ext.remote.discovery import DiscoveryError, StaticList, check_uid, prefixes_of
+from fmoe_ext.remote.discovery import DiscoveryError, ExpertRecord, StaticList, check_uid, prefixes_of
 from fmoe_ext.remote.etcd.discovery import EtcdDiscovery
 
 
@@ -107,3 +108,40 @@ def test_an_etcd_that_does_not_answer_costs_no_more_than_the_timeout():
         loop.run(nowhere.get(["expert.0"], timeout=0.5), 5)
     assert time.monotonic() - begin < 2
     loop.run(nowhere.close(), 5)
+
+
+def test_owner_keeps_its_experts_when_strangers_claim_them(serve, tmp_path, caplog):
+    """The trained expert was deleted as soon as the directory named another owner."""
+    discovery = StaticList()
+    options = {"ttl": 0.3, "checkpoint_dir": tmp_path, "expert_uids": ("expert.0",)}
+    server, directory = serve(Settings(patience=0.0), discovery=discovery, **options)
+    (expert,) = directory.get_experts(["expert.0"])
+    x = torch.ones(2, 16)
+    expert(x).sum().backward()
+    learned = expert(x)
+    own = RemoteExpert("expert.0", server.endpoint, Client(settings=Settings(patience=0.0)))
+
+    discovery._records["expert.0"] = ExpertRecord("expert.0", ("127.0.0.1:1",))  # the claim of a stranger
+    wait_until(lambda: server.service.withheld == {"expert.0"})
+    assert server.host.experts["expert.0"].version == 1
+    with pytest.raises(ExpertGone, match="belongs to another server now: it is kept here, but not served"):
+        own(x)
+    with pytest.raises(ExpertGone, match="kept here"):
+        own.schema()
+    assert "another server claims expert.0: it is kept here at version 1" in caplog.text
+    wait_until(lambda: server.checkpoints.load("expert.0") is not None)
+    assert server.metrics.count("experts_lost_total") == 1
+    assert server.status()["experts"][0]["withheld"]
+
+    del discovery._records["expert.0"]
+    wait_until(lambda: not server.service.withheld)
+    assert torch.equal(own(x), learned)
+    own(x).sum().backward()
+    assert server.host.experts["expert.0"].version == 2
+
+
+def wait_until(condition, seconds=10):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, f"did not come true within {seconds} s"
+        time.sleep(0.02)
