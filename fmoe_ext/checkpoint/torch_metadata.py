@@ -57,7 +57,7 @@ class Record:
 
     __slots__ = ("args", "of", "state")
 
-    def __init__(self, of: Name, args: tuple):
+    def __init__(self, of: Name, args: tuple[Any, ...]):
         self.of, self.args = of, args
         self.state: Any = None
 
