@@ -27,7 +27,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from fmoe_ext.gates.views import GateView, views_of
-from fmoe_ext.recompute import is_counted
+from fmoe_ext.step import is_counted
 
 MAGIC = b"fmoe choices 2\n"
 TOKENS = 2**32 - 1
