@@ -33,7 +33,6 @@ from torch.futures import Future
 from fmoe_ext.checkpoint.errors import CheckpointError
 from fmoe_ext.checkpoint.files import inside
 
-
 MAX_DIMENSIONS = 64  # torch's own limit
 
 

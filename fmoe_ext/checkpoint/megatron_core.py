@@ -69,7 +69,9 @@ def by_layer(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
             separate[key] = tensor
             continue
         if tensor.shape[0] > MAX_LAYERS:
-            raise CheckpointError(f"{key} is of {tensor.shape[0]} layers; more than {MAX_LAYERS} are not read")
+            raise CheckpointError(
+                f"{key} is of {tensor.shape[0]} layers; more than {MAX_LAYERS} are not read"
+            )
         for i in range(tensor.shape[0]):
             read = functools.partial(_layer, tensor, i)
             separate[f"{match['layers']}.{i}.{match['rest']}"] = StoredTensor(

@@ -104,7 +104,11 @@ def _described(root: Any) -> tuple[dict[str, SavedTensor], list[str]]:
             part = _fields(chunk, "ChunkStorageMetadata")
             offsets = _size(part["offsets"])
             stored = places[key, offsets]
-            place = _text(stored["relative_path"]), _number(stored.get("offset", 0)), _number(stored["length"])
+            place = (
+                _text(stored["relative_path"]),
+                _number(stored.get("offset", 0)),
+                _number(stored["length"]),
+            )
             chunks.append(Chunk(offsets, _size(part["sizes"]), *place))
         tensors[key] = SavedTensor(_dtype(described["properties"]), _size(described["size"]), tuple(chunks))
     for key, tensor in tensors.items():

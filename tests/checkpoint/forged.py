@@ -160,7 +160,6 @@ def programs(marker):
         "tuple of 2^60 values as a key": b"\x80\x02})" + _doubled(60) + b"Ns.",
         "tuple of 2^60 values as a key of several": b"\x80\x02}()" + _doubled(60) + b"Nu.",
         **{f"{field} of 2^60 values": _with_field(field, _endless()) for field in FIELDS},
-        "a million dimensions": _with_field("size", (2**40,) * 10**6),
         "nothing": b"",
         "text": b"not a pickle\n",
     }
