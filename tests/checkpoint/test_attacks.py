@@ -81,6 +81,34 @@ def test_programs_in_metadata(tmp_path, kind):
     assert not (tmp_path / "marker").exists()
 
 
+@pytest.mark.parametrize("kind", programs("x"))
+def test_programs_in_the_metadata_of_a_megatron_folder(tmp_path, kind):
+    folder = tmp_path / "iter_0000003"
+    folder.mkdir()
+    (folder / ".metadata").write_bytes(programs(tmp_path / "marker")[kind])
+    for command in (["inspect"], ["convert", "--to", "fmoe_ext", "-o", str(tmp_path / "out")]):
+        with pytest.raises(SystemExit, match=r"\.metadata cannot be read, or is damaged"):
+            main([command[0], str(folder), *command[1:]])
+    assert not (tmp_path / "marker").exists() and not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("shape", "text"),
+    [
+        ([2**40, 0], "is of 1099511627776 layers"),  # which would become 2^40 names
+        ([2**60] * 10**5, "has 100000 dimensions"),  # whose product takes minutes
+    ],
+)
+def test_sizes_in_the_metadata_of_a_megatron_folder(tmp_path, shape, text):
+    metadata = pickle.loads((copy_of_version_1(tmp_path / "x") / ".metadata").read_bytes())
+    entry = metadata.state_dict_metadata.pop(KEY)
+    entry.size, entry.chunks = tuple(shape), []
+    metadata.state_dict_metadata = {"decoder.layers.mlp.weight": entry}
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(SystemExit, match=text):
+        main(["inspect", str(tmp_path)])
+
+
 def replace_chunk(path, content):
     """The data of one tensor becomes `content`, by a checkpoint of today's version."""
     (path / "__9_9.distcp").write_bytes(content)
