@@ -8,7 +8,8 @@ import torch
 from fmoe_ext.checkpoint import CheckpointError
 from fmoe_ext.checkpoint.saving import gathered
 from fmoe_ext.checkpoint.shards import MAX_SHARD_BYTES, num_bytes_of, replacing
-from fmoe_ext.integrations.formats.writing import plan_export, write_files
+from fmoe_ext.integrations.formats.plan import plan_export
+from fmoe_ext.integrations.formats.writing import write_files
 
 
 @torch.no_grad()
