@@ -20,5 +20,5 @@ FAMILY = Family(
         "topk_groups": "topk_group",
     },
     fixed={"group_best": 2},
-    dense=first_dense,
+    layers=first_dense,
 )

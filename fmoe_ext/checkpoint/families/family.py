@@ -8,6 +8,7 @@ from fmoe_ext.checkpoint.errors import CheckpointError
 from fmoe_ext.experts import GATED_ACTIVATIONS
 
 Values: TypeAlias = Mapping[str, Any]
+Numbers: TypeAlias = tuple[int, ...]
 PROJECTIONS = ("gate_proj.weight", "up_proj.weight", "down_proj.weight")
 W1_W3_W2 = ("w1.weight", "w3.weight", "w2.weight")
 SOFTMAX = ("NaiveGate", "SoftmaxGate")
@@ -48,23 +49,23 @@ class Gguf:
     groups_heads: bool = True
 
 
-def every_layer(family: "Family", dense: tuple[int, ...]) -> Values:
+def every_layer(name: str, moe: Numbers, dense: Numbers) -> Values:
     """config.json of families whose layers are all MoE."""
     if dense:
         raise CheckpointError(
-            f"every layer of {family.name} is MoE, but here layers {', '.join(map(str, dense))} are dense: fmoefy all"
+            f"every layer of {name} is MoE, but here layers {', '.join(map(str, dense))} are dense: fmoefy all"
         )
     return {}
 
 
-def first_dense(family: "Family", dense: tuple[int, ...]) -> Values:
+def first_dense(name: str, moe: Numbers, dense: Numbers) -> Values:
     """config.json of families whose first layers may be dense."""
     if dense != tuple(range(len(dense))):
-        raise CheckpointError(f"{family.name} has its dense layers first, but here they are {dense}")
+        raise CheckpointError(f"{name} has its dense layers first, but here they are {dense}")
     return {"first_k_dense_replace": len(dense)}
 
 
-def any_dense(family: "Family", dense: tuple[int, ...]) -> Values:
+def any_dense(name: str, moe: Numbers, dense: Numbers) -> Values:
     """config.json of families any of whose layers may be dense."""
     return {"decoder_sparse_step": 1, "mlp_only_layers": list(dense)}
 
@@ -88,10 +89,10 @@ class Family:
     the shared experts), num_shared (the same divided by d_hidden), and the options of gates and activations.
     fixed: facts that config.json cannot change. defaults: values of keys that config.json may lack.
     unsupported: {key of config.json: the only value that our layers compute}.
-    dense: what config.json says about the dense layers. extra: further values of config.json, from the values of the
-    model's own configuration and the facts. read: the values of config.json, its special cases resolved.
-    fewest_shared: smallest number of shared experts. returns_scores: the MLP returns a pair, of which the decoder layer
-    ignores the second part.
+    layers: what config.json says about the numbers of the MoE and of the dense layers. extra: further values of
+    config.json, from the values of the model's own configuration and the facts. read: the values of config.json, its
+    special cases resolved. fewest_shared: smallest number of shared experts. returns_scores: the MLP returns a pair, of
+    which the decoder layer ignores the second part.
     """
 
     name: str
@@ -105,7 +106,7 @@ class Family:
     fixed: Values = field(default_factory=dict)
     defaults: Values = field(default_factory=dict)
     unsupported: Values = field(default_factory=dict)
-    dense: Callable[["Family", tuple[int, ...]], Values] = every_layer
+    layers: Callable[[str, Numbers, Numbers], Values] = every_layer
     extra: Callable[[Values, Values], Values] = nothing_more
     read: Callable[[Values], Values] = as_it_is
     fewest_shared: int = 1

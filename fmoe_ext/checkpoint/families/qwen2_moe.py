@@ -19,7 +19,7 @@ FAMILY = Family(
         "normalize": "norm_topk_prob",
     },
     defaults={"norm_topk_prob": False},
-    dense=any_dense,
+    layers=any_dense,
     extra=_attention_bias,
     gguf=Gguf("qwen2moe", normalizes=False, biases=True),
 )

@@ -24,7 +24,7 @@ FAMILY = Family(
         "normalize": "norm_topk_prob",
     },
     defaults={"norm_topk_prob": False},
-    dense=any_dense,
+    layers=any_dense,
     extra=_windows,
     gguf=Gguf("qwen3moe", normalizes=True),
 )

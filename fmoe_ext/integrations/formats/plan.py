@@ -9,7 +9,7 @@ from torch import nn
 
 from fmoe_ext.checkpoint import CheckpointError, to_huggingface
 from fmoe_ext.checkpoint.families import FAMILIES
-from fmoe_ext.checkpoint.families.family import Family
+from fmoe_ext.checkpoint.families.family import Family, Numbers
 from fmoe_ext.checkpoint.model_state import ModelState
 from fmoe_ext.checkpoint.routing import HIDDEN_ACT, check_writable, routing_of
 from fmoe_ext.checkpoint.safetensors_file import StoredTensor
@@ -48,8 +48,8 @@ def plan_export(model: nn.Module, format: str) -> Plan:
         raise CheckpointError(f"format must be one of {', '.join(FAMILIES)} or gguf, but got {format!r}")
     family, state = FAMILIES[format], ModelState(model)
     values = values_of(state.model)
-    facts, dense = _facts_of_layers(state, family, values["num_hidden_layers"])
-    config = _make_config(family, values, facts, dense)
+    facts, moe = _facts_of_layers(state, family)
+    config = _make_config(family, values, facts, moe)
     shapes = {
         name: StoredTensor(state.global_shape(name), value.dtype, value.detach)
         for name, value in state.tensors.items()
@@ -76,10 +76,8 @@ def values_of(model: Any) -> dict[str, Any]:
     return values
 
 
-def _facts_of_layers(
-    state: ModelState, family: Family, num_layers: int
-) -> tuple[dict[str, Any], tuple[int, ...]]:
-    """(what all MoE layers are, by the names of Family.config; numbers of the dense layers)."""
+def _facts_of_layers(state: ModelState, family: Family) -> tuple[dict[str, Any], Numbers]:
+    """(what all MoE layers are, by the names of Family.config; their numbers in the decoder)."""
     if not state.layers:
         raise CheckpointError(
             "the model has no FMoETransformerMLP: fmoefy it, or import_model() a Transformers MoE model; a model of "
@@ -102,7 +100,7 @@ def _facts_of_layers(
                     f"{first} has {fact}={facts.get(fact)} and {name} has {fact}={theirs.get(fact)}, but config.json "
                     "says one value for all layers"
                 )
-    return facts, tuple(i for i in range(num_layers) if i not in numbers)
+    return facts, tuple(sorted(numbers))
 
 
 def _facts(layer: Any) -> dict[str, Any]:
@@ -137,9 +135,7 @@ def _check_computes(name: str, layer: FMoE, family: Family) -> None:
     check_writable({name: routing_of(layer)}, name, family.name)
 
 
-def _make_config(
-    family: Family, values: dict[str, Any], facts: dict[str, Any], dense: tuple[int, ...]
-) -> Any:
+def _make_config(family: Family, values: dict[str, Any], facts: dict[str, Any], moe_layers: Numbers) -> Any:
     """The configuration of a format for a model; values: those of the model's own, as its config.json has them.
 
     CheckpointError for models whose other parts the format does not compute.
@@ -163,7 +159,8 @@ def _make_config(
     )
     copied = {k: v for k, v in values.items() if k in known and k not in NOT_COPIED}
     moe = {key: facts[fact] for fact, key in family.config.items() if fact in facts}
-    moe |= {**family.dense(family, dense), **family.extra(values, facts)}
+    dense = tuple(i for i in range(values["num_hidden_layers"]) if i not in moe_layers)
+    moe |= {**family.layers(family.name, moe_layers, dense), **family.extra(values, facts)}
     if facts.get("activation") in HIDDEN_ACT:
         moe["hidden_act"] = HIDDEN_ACT[facts["activation"]]
         if dense and values.get("hidden_act") != moe["hidden_act"]:
