@@ -210,6 +210,10 @@ class _Files:
         self.path = path
         self.files = files
         self.tensors, _ = read_model(files, state.tensors)
+        there = {id(value): name for name, value in state.tensors.items() if name in self.tensors}
+        for name, value in state.tensors.items():  # Hugging Face's files have tied tensors once
+            if name not in self.tensors and id(value) in there:
+                self.tensors[name] = self.tensors[there[id(value)]]
         self._config = {} if path in files else model_config(path)
         self.saved = self.tensors
         layers = describe_layers({name: tensor.shape for name, tensor in self.tensors.items()})
