@@ -144,6 +144,28 @@ def model_files(path: Path) -> list[Path]:
     return [inside(path, "model.safetensors")] if (path / "model.safetensors").exists() else []
 
 
+def check_folder(path: Path) -> None:
+    """CheckpointError unless all that Transformers would read of a model's folder lies in it, links resolved.
+
+    A folder of the hub's cache passes: its files are links into `blobs` beside it. An adapter of PEFT does not: it
+    names a base model anywhere.
+    """
+    for entry in path.iterdir():
+        inside(path, entry.name)
+    if (path / "adapter_config.json").exists():
+        raise CheckpointError(
+            f"{path} has adapter_config.json, which names another model to read: load it with PEFT, call "
+            "merge_and_unload(), and give the model itself"
+        )
+    named = model_config(path).get("transformers_weights")
+    names = [] if named is None else [named]
+    for index in path.glob("*.index*.json"):
+        weight_map = read_json(index).get("weight_map")
+        names += weight_map.values() if isinstance(weight_map, dict) else [weight_map]
+    for name in names:
+        inside(path, name)
+
+
 def model_config(path: Path) -> dict[str, Any]:
     """config.json of a Hugging Face folder; {} for anything else."""
     return read_json(inside(path, "config.json")) if (path / "config.json").exists() else {}

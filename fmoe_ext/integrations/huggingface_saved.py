@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fmoe_ext.checkpoint.files import inside
 from fmoe_ext.checkpoint.huggingface import model_config, model_files
 from fmoe_ext.gates import find_gate
 from fmoe_ext.integrations.fmoefy import find_targets, replace
@@ -55,7 +56,7 @@ def from_pretrained(
     for entry in record["layers"]:
         _rebuild(model, entry, {name: value for name, value in given.items() if value is not None})
     _load(model, _read_tensors(folder))
-    if (folder / "generation_config.json").exists():
+    if inside(folder, "generation_config.json").exists():
         model.generation_config = transformers.GenerationConfig.from_pretrained(folder)
     return model.eval()
 

@@ -202,7 +202,11 @@ def test_what_the_config_must_say(tmp_path, capsys):
         ({"norm_topk_prob": True}, {}, None),
         ({"model_type": "qwen3_moe"}, {}, "normalize=True, .* says norm_topk_prob=False"),
         ({"model_type": "qwen3_moe"}, {"normalize": False}, None),
-        ({"model_type": "mixtral"}, {"normalize": False}, "normalize=False, but every mixtral has normalize=True"),
+        (
+            {"model_type": "mixtral"},
+            {"normalize": False},
+            "normalize=False, but every mixtral has normalize=True",
+        ),
         ({"text_config": {"norm_topk_prob": False}}, {}, "normalize=True"),
         ({"num_experts_per_tok": 3}, {}, "layer mlp has top_k=2, .* says num_experts_per_tok=3"),
         ({"routed_scaling_factor": 2.5}, {}, "scale=1.0, .* says routed_scaling_factor=2.5"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import warnings
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,7 +14,8 @@ from fmoe_ext import gates
 from fmoe_ext.checkpoint import CheckpointError
 from fmoe_ext.checkpoint.families import FAMILIES
 from fmoe_ext.checkpoint.families.family import CLAMPED, Family
-from fmoe_ext.checkpoint.huggingface import from_huggingface, is_huggingface
+from fmoe_ext.checkpoint.files import inside
+from fmoe_ext.checkpoint.huggingface import check_folder, from_huggingface, is_huggingface
 from fmoe_ext.checkpoint.layouts import B1, SHARED, SHARED_GATE, W1, find_layer
 from fmoe_ext.checkpoint.routing import HIDDEN_ACT, OPTIONS, activation_of_config
 from fmoe_ext.checkpoint.safetensors_file import StoredTensor
@@ -27,6 +29,8 @@ def _read(source: Any, options: dict[str, Any]) -> Any:
     import transformers
     from safetensors import SafetensorError
 
+    if Path(source).is_dir():
+        _check_folder(Path(source), options)
     try:
         read: Any = transformers.AutoModelForCausalLM.from_pretrained
         model, found = read(source, **options, output_loading_info=True)
@@ -40,6 +44,15 @@ def _read(source: Any, options: dict[str, Any]) -> Any:
     return model
 
 
+def _check_folder(folder: Path, options: dict[str, Any]) -> None:
+    """CheckpointError for a folder of a model that would have Transformers read files outside of it."""
+    for part in Path(options.get("subfolder") or "").parts:
+        folder = inside(folder, part)
+    if options.get("gguf_file") is not None:
+        inside(folder, options["gguf_file"])
+    check_folder(folder)
+
+
 def import_model(source: Any, **options: Any) -> Any:
     """A Transformers MoE model whose MoE layers become FMoETransformerMLPs with the same weights -> the model.
 
@@ -50,7 +63,8 @@ def import_model(source: Any, **options: Any) -> Any:
 
     model.save_pretrained() writes the format that the model came from, as export() does. The gates have the balance
     loss: add weight * fmoe_ext.gates.total_loss(model); router logits are no output any more.
-    Raises CheckpointError for other models, for files that are truncated or damaged and for tensors that are missing.
+    Raises CheckpointError for other models, for files that are truncated, damaged or outside of the folder, for
+    tensors that are missing and for a folder of a PEFT adapter.
     Equivalent to: AutoModelForCausalLM.from_pretrained(source, **options), to the rounding of its gates.
     """
     model: Any = source
