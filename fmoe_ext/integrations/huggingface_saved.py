@@ -14,7 +14,8 @@ from fmoe_ext.checkpoint.files import inside
 from fmoe_ext.checkpoint.huggingface import model_config, model_files
 from fmoe_ext.gates import find_gate
 from fmoe_ext.integrations.fmoefy import find_targets, replace
-from fmoe_ext.integrations.huggingface_record import KEY, VERSION, take_record
+from fmoe_ext.integrations.huggingface_record import VERSION, take_record
+from fmoe_ext.integrations.huggingface_saving import KEY
 from fmoe_ext.integrations.target import Options
 
 
@@ -45,7 +46,7 @@ def from_pretrained(
         )
     folder = Path(folder)
     values, record = _read_config(folder)
-    config = transformers.AutoConfig.for_model(**values)
+    config = transformers.CONFIG_MAPPING[values["model_type"]].from_dict(values)
     name = (config.architectures or [""])[0]
     model_class = getattr(transformers, name, None)
     if not isinstance(model_class, type) or not issubclass(model_class, transformers.PreTrainedModel):
@@ -55,6 +56,7 @@ def from_pretrained(
     given = {"gate": gate, "activation": activation, **moe_kwargs}
     for entry in record["layers"]:
         _rebuild(model, entry, {name: value for name, value in given.items() if value is not None})
+    model.config._name_or_path = str(folder)
     _load(model, _read_tensors(folder))
     if inside(folder, "generation_config.json").exists():
         model.generation_config = transformers.GenerationConfig.from_pretrained(folder)
@@ -129,8 +131,6 @@ def _read_tensors(folder: Path) -> dict[str, Tensor]:
 def _load(model: Any, tensors: dict[str, Tensor]) -> None:
     """Loads all tensors; what is missing must be tied to something that is there."""
     state = model.state_dict()
-    if tensors.keys() - state.keys():
-        tensors = _renamed(model, state, tensors)
     by_place: dict[tuple, bool] = {}
     for name, value in state.items():
         by_place[_place(value)] = by_place.get(_place(value), False) or name in tensors
@@ -143,17 +143,6 @@ def _load(model: Any, tensors: dict[str, Tensor]) -> None:
             f"unknown {sorted(unknown)[:5]}, of another shape {sorted(wrong)[:5]}"
         )
     model.load_state_dict(tensors, strict=False)
-
-
-def _renamed(model: Any, state: dict[str, Tensor], tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors under the names of the model: save_pretrained may write those of older versions of Transformers."""
-    from transformers.core_model_loading import revert_weight_conversion
-
-    names = {id(value): name for name, value in state.items()}
-    written = {
-        old: names.get(id(value)) for old, value in revert_weight_conversion(model, dict(state)).items()
-    }
-    return {written.get(old) or old: value for old, value in tensors.items()}
 
 
 def _place(value: Tensor) -> tuple:

@@ -20,7 +20,7 @@ from fmoe_ext.checkpoint.layouts import B1, SHARED, SHARED_GATE, W1, find_layer
 from fmoe_ext.checkpoint.routing import HIDDEN_ACT, OPTIONS, activation_of_config
 from fmoe_ext.checkpoint.safetensors_file import StoredTensor
 from fmoe_ext.experts import ClampedSwiGLU
-from fmoe_ext.integrations.formats.saving import save_in_format
+from fmoe_ext.integrations.huggingface_saving import replace_save_pretrained, save_imported
 from fmoe_ext.integrations.padding import heed_attention_masks
 from fmoe_ext.transformer import FMoETransformerMLP
 
@@ -105,7 +105,7 @@ def import_model(source: Any, **options: Any) -> Any:
         )
         config.output_router_logits = False
     model.register_load_state_dict_pre_hook(_take_format)
-    model.save_pretrained = functools.partial(save_in_format, model)
+    replace_save_pretrained(model, save_imported)
     return model
 
 
