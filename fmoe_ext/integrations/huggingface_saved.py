@@ -77,7 +77,16 @@ def _read_config(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
             f"{file} has version {record.get('version')} of fmoe_ext's entry, but this knows {VERSION}"
         )
     take_record(values)
-    return values, record
+    return _with_floats(values), record
+
+
+def _with_floats(value: Any) -> Any:
+    """Values of config.json with the infinities and NaNs that Transformers writes as {"__float__": "Infinity"}."""
+    if isinstance(value, dict):
+        if value.keys() == {"__float__"}:
+            return float(value["__float__"])
+        return {key: _with_floats(part) for key, part in value.items()}
+    return [_with_floats(part) for part in value] if isinstance(value, list) else value
 
 
 def _rebuild(model: nn.Module, entry: Mapping[str, Any], given: dict[str, Any]) -> None:
@@ -129,12 +138,13 @@ def _read_tensors(folder: Path) -> dict[str, Tensor]:
 
 
 def _load(model: Any, tensors: dict[str, Tensor]) -> None:
-    """Loads all tensors; what is missing must be tied to something that is there."""
+    """Loads all tensors; what is missing must be tied to something that is there, or computed by Transformers."""
     state = model.state_dict()
     by_place: dict[tuple, bool] = {}
     for name, value in state.items():
         by_place[_place(value)] = by_place.get(_place(value), False) or name in tensors
-    missing = [name for name, value in state.items() if not by_place[_place(value)]]
+    computed = model._keys_to_ignore_on_save or ()  # positions that are sines, as Marian's
+    missing = [name for name, value in state.items() if not by_place[_place(value)] and name not in computed]
     unknown = tensors.keys() - state.keys()
     wrong = [name for name in tensors.keys() & state.keys() if tensors[name].shape != state[name].shape]
     if missing or unknown or wrong:
