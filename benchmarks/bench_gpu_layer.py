@@ -226,14 +226,16 @@ def plot(rows, path):
             for i, name in enumerate(names):
                 mine = [row for row in rows if row["implementation"] == name]
                 places = [
-                    labels.index((row["shape"], row["T"])) + (i - len(names) / 2 + 0.5) * height for row in mine
+                    labels.index((row["shape"], row["T"])) + (i - len(names) / 2 + 0.5) * height
+                    for row in mine
                 ]
                 color = "#1f77b4" if i == 0 else str(0.25 + 0.55 * i / len(names))
                 axis.barh(places, [row[part]["tflops"] for row in mine], height, label=name, color=color)
             axis.set_title(f"{part}, TFLOP/s")
             axis.grid(axis="x", alpha=0.3)
         axes[0].set_yticks(
-            range(len(labels)), [name.replace(" ", "\n") if one_size else f"{name}\n{T}" for name, T in labels]
+            range(len(labels)),
+            [name.replace(" ", "\n") if one_size else f"{name}\n{T}" for name, T in labels],
         )
         axes[0].invert_yaxis()
         figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=2)
