@@ -4,6 +4,7 @@ from __future__ import annotations  # so that a Python that is too old gets as f
 
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -227,6 +228,13 @@ def nccl_extension(cuda_home: str | None) -> Extension:
     )
 
 
+def long_description() -> str:
+    """README.md for a package index, where its relative pictures and links lead nowhere: without them."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    text = re.sub(r"^!\[[^]]*\]\((?!https?:)[^)]*\)\n\n?", "", text, flags=re.MULTILINE)
+    return re.sub(r"(?<!!)\[([^]]*)\]\((?!https?:)[^)]*\)", r"\1", text)
+
+
 class BuildExtension(cpp_extension.BuildExtension):
     """Leaves no native module of an earlier build, which would be installed, or loaded, beside those of this one."""
 
@@ -267,6 +275,8 @@ else:
 names = ", ".join(extension.name for extension in extensions)
 print(f"fmoe_ext: building {names} for torch {torch.__version__}, {platform.machine()}, {note}", flush=True)
 setup(
+    long_description=long_description(),
+    long_description_content_type="text/markdown",
     ext_modules=extensions,
     cmdclass={"build_ext": BuildExtension, "build_py": BuildPython},
     options={"bdist_wheel": {"py_limited_api": "cp310"}} if not env_flag("USE_NCCL") else {},

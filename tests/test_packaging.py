@@ -1,6 +1,8 @@
 """Wrong build environments stop with one sentence that says what to do; the report for bugs is complete."""
 
+import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -8,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 
 import fmoe_ext
 from fmoe_ext import info
@@ -258,12 +261,34 @@ def test_environment_variables_are_checked(monkeypatch):
 def test_version_is_written_once():
     """In fmoe_ext/__init__.py, from where pyproject.toml takes it; what others read is the same."""
     project = (ROOT / "pyproject.toml").read_text()
-    assert 'dynamic = ["version"]' in project and 'version = { attr = "fmoe_ext.__version__" }' in project
+    assert 'dynamic = ["version", ' in project and 'version = { attr = "fmoe_ext.__version__" }' in project
     assert f'"{fmoe_ext.__version__}"' not in project + (ROOT / "setup.py").read_text()
     code, text = run_in_setup("", "--version")
     assert code == 0 and text.splitlines()[-1] == fmoe_ext.__version__, text
     assert f"\nversion: {fmoe_ext.__version__}\n" in (ROOT / "CITATION.cff").read_text()
     assert (ROOT / "CHANGELOG.md").read_text().startswith(f"# Changelog\n\n## {fmoe_ext.__version__} ")
+
+
+def test_metadata_agrees_with_the_citation():
+    project = (ROOT / "pyproject.toml").read_text()
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    authors = ", ".join(f'{{ name = "{author["name"]}" }}' for author in citation["authors"])
+    assert f"authors = [{authors}]" in project
+    assert f"keywords = {json.dumps(citation['keywords'])}" in project
+    assert f'license = "{citation["license"]}"' in project
+    description = re.search(r'^description = "(.*)"$', project, re.MULTILINE)[1]
+    assert (
+        citation["title"].removeprefix("fmoe_ext: ").replace(", the same", ", with the same") == description
+    )
+    assert ("repository-code" in citation) == ("Repository = " in project)
+    assert citation["version"] == fmoe_ext.__version__
+
+
+def test_long_description_has_no_relative_pictures_or_links():
+    code, text = run_in_setup("", "--long-description")
+    assert code == 0 and "# fmoe_ext\n\nMixture-of-Experts layers" in text, text
+    assert re.findall(r"\]\((?!https:)[^)]*\)", text) == [] and "![" not in text
+    assert "How it was measured".lower() in text.lower() and "https://arxiv.org/abs/2103.13262" in text
 
 
 def test_modules_need_no_import_of_their_own():

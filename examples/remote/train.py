@@ -117,7 +117,10 @@ def draw(paths, moments, out):
         )
     for number, (moment, text) in enumerate(moments):
         axis.axvline(moment - begin, color="black", ls="--", lw=1)
-        place = {"xytext": (4, -14 * (number + 1)), "textcoords": "offset points"}  # below each other
+        side = (
+            "right" if number == 0 else "left"
+        )  # the first label before its line, so that none crosses another
+        place = {"xytext": (-4 if number == 0 else 4, -14), "textcoords": "offset points", "ha": side}
         axis.annotate(text, (moment - begin, axis.get_ylim()[1]), **place)
     axis.set_xlabel("seconds")
     axis.set_ylabel("loss (nats a byte)")

@@ -118,6 +118,10 @@ def train(schedule, chunks, pp, options=None, rows=ROWS):
     spans = pipeline.spans()
     forwards = {(s.stage, s.microbatch) for s in spans if s.kind == "forward"}
     assert len(forwards) == stages * pipeline.num_microbatches
+    assert {(s.stage, s.microbatch) for s in spans if s.kind == "backward"} == forwards
+    assert all(
+        s.stage > 0 for s in spans if s.kind == "weights"
+    )  # the first stage's backward is in one piece
     assert abs(pipeline.evaluate(tokens, target) - loss) < 1e-12
     grads = {}
     for name, p in pipeline.module.named_parameters():
