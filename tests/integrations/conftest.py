@@ -1,6 +1,7 @@
 import sys
 
 import pytest
+import torch.distributed as dist
 
 from fmoe_ext.testing import DistributedPool
 
@@ -10,6 +11,26 @@ def pool():
     """Two ranks that stay, because each of them imports Transformers, which takes it longer than most tests."""
     with DistributedPool(2) as pool:
         yield pool
+
+
+@pytest.fixture(scope="module")
+def one_megatron_rank(tmp_path_factory):
+    """Megatron-core on the CPU, initialised for one rank."""
+    from megatron.core import parallel_state
+    from megatron.core.transformer.moe import moe_utils
+    from megatron_layouts import initialize
+    from on_cpu import megatron_on_cpu
+
+    store = tmp_path_factory.mktemp("megatron") / "store"
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
+    with megatron_on_cpu(), pytest.MonkeyPatch.context() as patch:
+        # Megatron's router reads the name, which 0.16 defines with Transformer Engine only.
+        gemm = getattr(moe_utils, "te_general_gemm", None)
+        patch.setattr(moe_utils, "te_general_gemm", gemm, raising=False)
+        initialize()
+        yield
+    parallel_state.destroy_model_parallel()
+    dist.destroy_process_group()
 
 
 @pytest.fixture(autouse=True)
