@@ -30,7 +30,6 @@ from megatron_pair import (
     config_of,
     fill,
     known_config_of,
-    one_rank,  # noqa: F401  # a fixture
     ours_of,
     step,
     theirs_of,
@@ -41,7 +40,7 @@ from fmoe_ext.integrations.megatron.core import OPTIONS, check_options
 from fmoe_ext.integrations.megatron.core.options import MOE_FIELD
 from fmoe_ext.integrations.megatron.core.table import table
 
-pytestmark = pytest.mark.usefixtures("one_rank")
+pytestmark = pytest.mark.usefixtures("one_megatron_rank")
 
 
 @pytest.mark.parametrize("case", HONOURED)

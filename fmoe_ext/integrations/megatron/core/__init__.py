@@ -1,9 +1,9 @@
 """Megatron-core, 0.15 and newer: MoE layers in the place of a model's MLPs, or in its layer specification.
 
-Experts are spread over Megatron's expert-parallel group; Megatron's DistributedDataParallel, optimizers and
-dist_checkpointing treat them as their own. table.py has each MoE option of TransformerConfig, gate.py
-builds the gate that a config describes, layer.py is the layer, specs.py puts it into Megatron's specifications,
-dense.py reads the MLPs that fmoefy replaces, arguments.py has what both need.
+Experts are spread over Megatron's expert-parallel group; its DistributedDataParallel, optimizers and dist_checkpointing
+treat them as its own. table.py: each MoE option of TransformerConfig; gate.py: the gate that a config describes;
+layer.py: the layer; specs.py: the layer in Megatron's specifications; dense.py: the MLPs that fmoefy replaces;
+arguments.py: what both need.
 """
 
 from fmoe_ext.integrations.megatron.core.arguments import layer_arguments, process_groups

@@ -30,8 +30,8 @@ def _not_with_sinkhorn(name: str, default: Any, honoured: str, **rules: Any) -> 
     return _router(name, default, honoured, _SINKHORN, refuses=refuses, **rules)
 
 
-def _no_effect(reason: str, *values: str, **defaults: Any) -> tuple[Option, ...]:
-    return tuple(Option(name, d, f"no effect: {reason}", values=values) for name, d in defaults.items())
+def _no_effect(reason: str, names: str, *values: str) -> tuple[Option, ...]:
+    return tuple(Option(name, None, f"no effect: {reason}", values=values) for name in names.split())
 
 
 def _refused(reason: str, **defaults: Any) -> tuple[Option, ...]:
@@ -55,6 +55,10 @@ def _ranks_groups_by_nothing(config: Any) -> bool:
 
 def _has_several_types(config: Any) -> bool:
     return isinstance(only(config.moe_router_load_balancing_type), (list, tuple))
+
+
+def _changes_signs(config: Any) -> bool:
+    return (config.moe_input_jitter_eps or 0) >= 1
 
 
 def _has_no_single_factor(config: Any) -> bool:
@@ -94,8 +98,6 @@ def _captures(name: str, default: Any, *values: str) -> Option:
 
 
 _SINKHORN = 'beside moe_router_load_balancing_type="sinkhorn", whose scores do not depend on it'
-_KERNELS = "one fused operator computes the experts"
-_EXCHANGE = "rows are exchanged by our own all-to-all"
 _DTYPE = "experts compute in the dtype of their parameters"
 _WITHOUT_FP8 = "describes `fp8`, `fp4` or `quant_recipe`, which are refused"
 _WHOLE = "experts are whole on one rank"
@@ -117,7 +119,7 @@ _LAYOUT = (
         "expert_tensor_parallel_num_weight_shards",
         None,
         "`expert_tensor_parallel_size`, to which Megatron's arguments set it",
-        f"any other number: {_WHOLE}",
+        f"another number: {_WHOLE}",
         _has_other_shards,
     ),
     *_refused(_WHOLE, expert_gtp_weight_remat_size=1),
@@ -219,7 +221,13 @@ _ROUTER = (
         refused="Megatron adds random numbers to the logits, for benchmarks; pass gate=fmoe_ext.gates.UniformGate",
     ),
     _router("moe_z_loss_coeff", None, "`z_weight` of the gate, over the tokens of all ranks"),
-    _router("moe_input_jitter_eps", None, "`jitter` of the gate, in training (Megatron: in evaluation too)"),
+    _router(
+        "moe_input_jitter_eps",
+        None,
+        "`jitter` of the gate, in training (Megatron: in evaluation too)",
+        "1 and more, which would change signs",
+        refuses=_changes_signs,
+    ),
     _router(
         "moe_expert_capacity_factor", None, "`capacity_factor` of the gate, over the tokens of all ranks"
     ),
@@ -262,7 +270,7 @@ _EXPERTS = (
         "gate and linear units lie one after the other in the experts' weights",
         moe_mlp_glu_interleave_size=None,
     ),
-    *_no_effect("the shared experts are computed before the others", moe_shared_expert_overlap=False),
+    *_no_effect("the shared experts are computed before the others", "moe_shared_expert_overlap"),
     *_refused("weights are applied to the outputs of the experts", moe_apply_probs_on_input=False),
     *_refused("experts have the width of the model", moe_latent_size=None, gtp_remat_opt_in_modules=()),
     Option(
@@ -287,19 +295,9 @@ _EXPERTS = (
     ),
     *_no_effect(
         _WITHOUT_FP8,
+        "fp8_recipe fp8_param fp8_margin fp8_interval fp8_amax_history_len fp8_amax_compute_algo fp8_wgrad "
+        "fp8_output_proj fp8_dot_product_attention fp8_multi_head_attention fp4_recipe fp4_param",
         *("tensorwise", "delayed", "mxfp8", "blockwise", "custom", "nvfp4", "most_recent", "max"),
-        fp8_recipe="delayed",
-        fp8_param=False,
-        fp8_margin=0,
-        fp8_interval=1,
-        fp8_amax_history_len=1,
-        fp8_amax_compute_algo="most_recent",
-        fp8_wgrad=True,
-        fp8_output_proj=False,
-        fp8_dot_product_attention=False,
-        fp8_multi_head_attention=False,
-        fp4_recipe="nvfp4",
-        fp4_param=False,
     ),
     *_refused(
         "it describes fp8 or fp4, which are refused", fp8_quantizer_factory=None, fp4_quantizer_factory=None
@@ -338,49 +336,29 @@ _MEMORY = (
     _captures("cuda_graph_scope", "full", *_CAPTURED, "full_iteration_inference"),
     *_no_effect(
         "describes CUDA graphs, which leave this layer alone",
+        "inference_cuda_graph_scope cuda_graph_use_single_mempool cuda_graph_retain_backward_graph "
+        "cuda_graph_warmup_steps delay_offload_until_cuda_graph",
         *("none", "layer", "block"),
-        inference_cuda_graph_scope=None,
-        cuda_graph_use_single_mempool=True,
-        cuda_graph_retain_backward_graph=False,
-        cuda_graph_warmup_steps=3,
-        delay_offload_until_cuda_graph=False,
     ),
 )
 
 _KERNEL_OPTIONS = (
     Option("moe_per_layer_logging", False, "`track_moe_metrics` has the gate's loss of each layer"),
     *_no_effect(
-        _KERNELS,
-        moe_grouped_gemm=False,
-        moe_use_legacy_grouped_gemm=False,
-        moe_use_grouped_tensor=False,
-        moe_single_grouped_weight=False,
-        moe_single_grouped_bias=False,
-        moe_paged_stash=False,
-        moe_paged_stash_page_size=64,
-        moe_paged_stash_buffer_size_factor_cuda=1.1,
-        moe_paged_stash_buffer_size_factor_cpu=0.0,
-        inference_moe_disable_fused_quant_kernels=False,
-        moe_permute_fusion=False,
+        "one fused operator computes the experts",
+        "moe_grouped_gemm moe_use_legacy_grouped_gemm moe_use_grouped_tensor moe_single_grouped_weight "
+        "moe_single_grouped_bias moe_paged_stash moe_paged_stash_page_size moe_paged_stash_buffer_size_factor_cuda "
+        "moe_paged_stash_buffer_size_factor_cpu inference_moe_disable_fused_quant_kernels moe_permute_fusion",
     ),
-    *_no_effect("one fused operator chooses the experts", moe_router_fusion=False),
+    *_no_effect("one fused operator chooses the experts", "moe_router_fusion"),
     *_no_effect(
-        _EXCHANGE,
+        "rows are exchanged by our own all-to-all",
+        "moe_token_dispatcher_type moe_enable_deepep moe_flex_dispatcher_backend moe_deepep_num_sms "
+        "moe_hybridep_num_sms moe_flex_dispatcher_num_sms moe_permute_fusion_into_hybridep "
+        "moe_hybridep_pad_uneven_dispatch_inputs moe_hybridep_num_blocks_permute moe_hybridep_num_blocks_unpermute "
+        "moe_hybridep_num_sms_preprocessing moe_ncclep_static_shape moe_ncclep_zero_copy "
+        "inference_moe_token_dispatcher_type",
         *("allgather", "alltoall", "alltoall_seq", "flex", "deepep", "hybridep", "ncclep", "nccl", "nvls"),
-        moe_token_dispatcher_type="allgather",
-        moe_enable_deepep=False,
-        moe_flex_dispatcher_backend="deepep",
-        moe_deepep_num_sms=20,
-        moe_hybridep_num_sms=16,
-        moe_flex_dispatcher_num_sms=None,
-        moe_permute_fusion_into_hybridep=False,
-        moe_hybridep_pad_uneven_dispatch_inputs=False,
-        moe_hybridep_num_blocks_permute=None,
-        moe_hybridep_num_blocks_unpermute=None,
-        moe_hybridep_num_sms_preprocessing=108,
-        moe_ncclep_static_shape=False,
-        moe_ncclep_zero_copy=False,
-        inference_moe_token_dispatcher_type="nvls",
     ),
 )
 
