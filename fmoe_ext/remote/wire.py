@@ -52,8 +52,14 @@ class Limits:
 
 CALL = Limits()
 STATE = Limits(max_message_bytes=1 << 40, max_header_bytes=1 << 20, max_tensors=4096)
+HEADER_BYTES = 1 << 20  # kept free for the header of a message
 MAX_ELEMENTS = 1 << 62  # that a shape may name, sizes of 0 left out
 PART_BYTES = 1 << 20
+
+
+def body_bytes(max_message_bytes: int) -> int:
+    """The bytes of tensors that always fit in a message of so many bytes."""
+    return max_message_bytes - min(HEADER_BYTES, max_message_bytes // 2)
 
 
 @dataclass(frozen=True)

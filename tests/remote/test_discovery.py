@@ -5,7 +5,7 @@ import time
 import pytest
 import torch
 
-from fmoe_ext.remote import Client, ExpertGone, RemoteExpert, Settings, loop
+from fmoe_ext.remote import Client, Directory, ExpertGone, RemoteExpert, Settings, loop
 from fmoe_ext.remote.dht import open_node
 from fmoe_ext.remote.discovery import DiscoveryError, ExpertRecord, StaticList, check_uid, prefixes_of
 from fmoe_ext.remote.etcd.discovery import EtcdDiscovery
@@ -89,11 +89,52 @@ def test_successors(pair):
 
 
 @pytest.mark.parametrize(
-    "uid", ["", "expert", "expert.", ".1", "expert.01", "expert.-1", "a b.1", "e.99999999999"]
+    "uid",
+    [
+        *("", "expert", "expert.", ".1", "expert.01", "expert.-1", "a b.1", "e.99999999999", "e.2147483648"),
+        *(
+            "../x.1",
+            "a/b.1",
+            "a\\b.1",
+            "a\n.1",
+            "a\0.1",
+            "e\u0301.1",
+            "\ud800.1",
+            "ä" * 64 + ".1",
+            "e.\u0661",
+            3,
+        ),
+    ],
 )
 def test_bad_uids_are_refused(pair, uid):
     with pytest.raises(ValueError, match="expert"):
         run(pair[0].get([uid]))
+
+
+@pytest.mark.parametrize(
+    "uid", ["ffn.5.17", "my::experts.3", "4you.1", "größe.2", "専門家.0.1", "a-b_c.2147483647"]
+)
+def test_uids_of_hivemind_are_found(pair, serve, uid):
+    """Prefixes were ASCII words that begin with a letter."""
+    one, two = pair
+    prefix = uid.partition(".")[0]
+    assert run(one.declare([uid], "a:1", 10)) == {uid}
+    assert run(two.get([uid]))[0].endpoints == ("a:1",)
+    assert run(two.successors([prefix + "."])) == {prefix + ".": {int(uid.split(".")[1])}}
+    directory = Directory(two)
+    known, *others = directory.get_experts([uid, "no name", "expert", "", uid + ".5", None])
+    assert known.uid == uid and others == [None] * 5
+    loop.run(directory.client.close(), 5)
+
+
+def test_uids_of_any_alphabet_are_served_and_saved(serve, tmp_path):
+    options = {"expert_uids": ("größe::2.7",), "checkpoint_dir": tmp_path}
+    server, directory = serve(**options)
+    (expert,) = directory.get_experts(["größe::2.7"])
+    expert(torch.ones(2, 16)).sum().backward()
+    loop.run(server.save(), 5)
+    assert server.checkpoints.uids() == ["größe::2.7"]
+    assert server.checkpoints.load("größe::2.7").meta["version"] == "1"
 
 
 def test_uids_and_prefixes():

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 import torch
-from torch import nn
 
 from fmoe_ext.remote import loop
 from fmoe_ext.remote.client.client import Client, Handle, Outcome
@@ -174,7 +173,7 @@ class Auditor:
     ) -> Finding:
         chosen = self._choose(inputs)
         with _computing(handle), torch.no_grad():
-            truth = _module(handle, state)(*(x[chosen] for x in inputs))
+            truth = _compute(handle, state, [x[chosen] for x in inputs])
         return self._judge(handle, outcome, chosen, [(outcome.tensors[0][chosen], truth)], inputs)
 
     def _compare_gradients(
@@ -189,7 +188,7 @@ class Auditor:
         some = [x[chosen].requires_grad_(x.is_floating_point()) for x in inputs]
         wanted = [x for x in some if x.requires_grad]
         with _computing(handle), torch.enable_grad():
-            y = _module(handle, state)(*some)
+            y = _compute(handle, state, some)
             truth = torch.autograd.grad(y, wanted, grad[chosen], materialize_grads=True)
         pairs = [(got[chosen], true) for got, true in zip(outcome.tensors, truth, strict=True)]
         return self._judge(handle, outcome, chosen, pairs, inputs)
@@ -243,14 +242,14 @@ def _computing(handle: Handle) -> Iterator[None]:
         raise NoAudit(text) from None
 
 
-def _module(handle: Handle, state: Message) -> nn.Module:
-    """The expert with the weights of a state; ValueError, before memory is taken, if they are those of another one."""
+def _compute(handle: Handle, state: Message, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The expert's output by the weights of a state; ValueError, before memory is taken, if they are of another one."""
     weights = {n.removeprefix("weight/"): x for n, x in state.tensors.items() if n.startswith("weight/")}
-    make = find_expert_class(handle.expert_class).make
+    expert_class = find_expert_class(handle.expert_class)
     with torch.device("meta"):
-        wanted = {name: p.shape for name, p in make(handle.hidden_dim).named_parameters()}
+        wanted = {name: p.shape for name, p in expert_class.make(handle.hidden_dim).named_parameters()}
     if wanted != {name: x.shape for name, x in weights.items()}:
         raise ValueError(f"they are not those of {handle.expert_class} with hidden_dim={handle.hidden_dim}")
-    module = make(handle.hidden_dim)
+    module = expert_class.make(handle.hidden_dim)
     module.load_state_dict(weights, strict=False)
-    return module
+    return expert_class.compute(module, inputs)

@@ -231,7 +231,9 @@ class RemoteSwitchMixtureOfExperts(RemoteMixtureOfExperts):
     """The Switch Transformer's layer over remote experts: one expert a sample, jittered scores, a balance loss.
 
     Returns (output, loss): loss = mean over the dimensions of n * sum_i f_i * p_i (f: share of samples, p: mean
-    probability), 1 when balanced, with a gradient for the gate. The input is not changed.
+    probability), 1 when balanced, with a gradient for the gate. The input is not changed. grid_utilization[d]: the
+    share of samples that choose each place of dimension d, averaged over forwards in training with utilization_alpha
+    as the weight of the newest.
     """
 
     def __init__(
@@ -242,10 +244,26 @@ class RemoteSwitchMixtureOfExperts(RemoteMixtureOfExperts):
         uid_prefix: str,
         jitter_eps: float = 1e-2,
         k_best: int = 1,
+        utilization_alpha: float = 0.1,
         **options: object,
     ):
         super().__init__(in_features, grid_size, dht, uid_prefix, k_best, **options)  # type: ignore[arg-type]
-        self.jitter_eps = jitter_eps
+        if not 0 < utilization_alpha <= 1:
+            raise ValueError(f"utilization_alpha must be above 0 and at most 1, but got {utilization_alpha}")
+        self.jitter_eps, self.utilization_alpha = jitter_eps, utilization_alpha
+        for n, size in enumerate(self.grid_size):
+            self.register_buffer(f"_utilization_{n}", torch.full((size,), 1.0 / size))
+
+    @property
+    def grid_utilization(self) -> list[torch.Tensor]:
+        """[n] for each dimension of the grid, each with the sum 1; uniform before the first forward."""
+        return [getattr(self, f"_utilization_{n}") for n in range(len(self.grid_size))]
+
+    def _note_utilization(self, probabilities: Sequence[torch.Tensor]) -> None:
+        for average, p in zip(self.grid_utilization, probabilities, strict=True):
+            if p.shape[0]:
+                chosen = p.argmax(-1).bincount(minlength=p.shape[-1]) / p.shape[0]
+                average.lerp_(chosen.to(average.dtype), self.utilization_alpha)
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
         noisy = x
@@ -253,6 +271,8 @@ class RemoteSwitchMixtureOfExperts(RemoteMixtureOfExperts):
             noisy = x * (torch.rand_like(x) * (2 * self.jitter_eps) + (1 - self.jitter_eps))
         scores = self._scores(noisy)
         probabilities = [axis.softmax(-1) for axis in scores]
+        if self.training:
+            self._note_utilization(probabilities)
         losses = [balance_loss(p, p.argmax(-1, keepdim=True), OneRank()) for p in probabilities]
         y = self._mix(x, scores)
         if self.k_best == 1:  # a softmax over one choice has no gradient: weigh by its probability

@@ -3,8 +3,9 @@
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
+from fmoe_ext.remote.dht import values
 from fmoe_ext.remote.dht.messages import Item
 from fmoe_ext.remote.dht.node import Holder, KademliaNode, Nearby
 from fmoe_ext.remote.dht.records import (
@@ -95,12 +96,35 @@ class KademliaDiscovery(Discovery):
 
         return await self._ask({prefix: prefix_key(name) for prefix, name in bare.items()}, timeout, places)
 
+    async def store(self, key: str, value: Any, ttl: float, timeout: float = 5.0) -> bool:
+        """Keeps a small value of this owner under a key for ttl seconds -> True if the DHT took it."""
+        uid = values.uid_of(key, self.identity.public)
+        metadata = values.dump_value(value)
+        return uid in await self.declare([uid], values.ENDPOINT, ttl, metadata=metadata, timeout=timeout)
+
+    async def get_values(self, key: str, timeout: float = 5.0) -> dict[str, values.Value]:
+        """The live values of a key by the public key of their owner."""
+        prefix, now = values.prefix_of(key), self.node.clock.now()
+
+        def read(_: str, near: Nearby) -> dict[str, values.Value]:
+            found = {}
+            for uid in set(_live_uids(near, now)):
+                record = elect(near.holders, uid, now)
+                if record is None or values.is_misplaced(uid, record.owner):
+                    continue
+                value = values.load_value(record, self.node.clock.to_local(record.expires))
+                if value is not None:
+                    found[record.owner] = value
+            return found
+
+        return (await self._ask({prefix: prefix_key(prefix)}, timeout, read))[prefix]
+
     async def close(self) -> None:
         await self.node.close()
 
     async def withdraw_all(self, timeout: float = 5.0) -> None:
-        """Takes back everything that was declared here."""
-        for endpoint in {record.endpoint for record in self._declared.values()}:
+        """Takes back all experts that were declared here; values stay until they expire."""
+        for endpoint in {record.endpoint for record in self._declared.values()} - {values.ENDPOINT}:
             await self.withdraw(list(self._declared), endpoint, timeout=timeout)
 
     # ---------------------------------------------------------------- asking

@@ -250,7 +250,8 @@ class ExpertHost:
 
     def _remember(self, expert: Hosted, update: Update, grads: Gradients) -> list[Answer]:
         sizes = [request.grad.shape[0] for request in update.requests]
-        split = zip(*(d.split(sizes) for d in _given(grads.inputs)), strict=True)
+        given = [d.split(sizes) for d in _given(grads.inputs)]
+        split = [tuple(parts[n] for parts in given) for n in range(len(sizes))]  # () for integer inputs
         answers = []
         for request, tensors in zip(update.requests, split, strict=True):
             answers.append(Answer(tensors, expert.version))

@@ -23,7 +23,7 @@ from fmoe_ext.remote.server.options import Options
 from fmoe_ext.remote.server.pages import Pages
 from fmoe_ext.remote.server.service import ExpertService
 from fmoe_ext.remote.server.state import read_state, write_state
-from fmoe_ext.remote.wire import Limits, Message
+from fmoe_ext.remote.wire import Limits, Message, body_bytes
 
 log = logging.getLogger("fmoe_ext.remote")
 DRAIN_SECONDS = 5.0  # that calls under way have when the server stops
@@ -45,7 +45,12 @@ class Server:
         self.host = ExpertHost(
             expert_class, options.hidden_dim, options.training, options.device, options.seed
         )
-        self.queue = FairQueue(options.max_waiting, options.max_waiting // 2, options.max_batch_size)
+        self.queue = FairQueue(
+            options.max_waiting,
+            options.max_waiting // 2,
+            options.max_batch_size,
+            body_bytes(options.max_message_bytes),
+        )
         self.compute = ComputeThread(self.host, self.queue)
         self.metrics = Metrics()
         limits = Limits(max_message_bytes=options.max_message_bytes)

@@ -19,7 +19,16 @@ from fmoe_ext.remote.server.hand_over import CopiesElsewhere
 from fmoe_ext.remote.server.host import Answer, ExpertMissing, StaleGradient
 from fmoe_ext.remote.server.metrics import Metrics
 from fmoe_ext.remote.server.state import read_state
-from fmoe_ext.remote.wire import PART_BYTES, Limits, Message, WireError, decode, encode, encode_parts
+from fmoe_ext.remote.wire import (
+    PART_BYTES,
+    Limits,
+    Message,
+    WireError,
+    body_bytes,
+    decode,
+    encode,
+    encode_parts,
+)
 
 LONGEST_CALL = 600.0  # seconds, for callers without a deadline
 MAX_SHOWN_PEERS = 100
@@ -150,6 +159,7 @@ class ExpertService:
         if future is None or not request_id:
             future = asyncio.get_running_loop().create_future()
             job = Job(uid, inputs, _settle_soon(future), grad, request_id, seen, peer, deadline)
+            self._check_size(job)
             self.compute.queue.put(job)
             self._under_way[key] = future
             future.add_done_callback(lambda _: self._under_way.pop(key, None))
@@ -161,6 +171,15 @@ class ExpertService:
         state = await asyncio.wrap_future(self.compute.call(lambda: read_state(self.compute.host, uid)))
         self.copies.note_copy(message, uid, int(state.meta[protocol.VERSION]))
         return state
+
+    def _check_size(self, job: Job) -> None:
+        """Refuses a gradient that, unpacked, fits in no message to another server."""
+        most = body_bytes(self.limits.max_message_bytes)
+        if job.num_bytes > most:
+            raise SchemaError(
+                f"inputs and gradient for {job.uid} hold {job.num_bytes} bytes, at most {most} are taken "
+                "(--max_message_bytes): send fewer rows a call"
+            )
 
     def _served(self, message: Message) -> str:
         uid = _text(message, protocol.UID)
