@@ -1,4 +1,4 @@
-"""What a gate computes beside its weights: kept with a checkpoint, compared with Hugging Face's config.json.
+"""Facts about a gate beside its weights: kept with a checkpoint, compared with Hugging Face's config.json.
 
 Two models with the same tensors give different numbers if one divides the weights of the chosen experts by their sum
 and the other does not; config.json says which for Hugging Face's, and nothing in a state dict does for ours.
@@ -70,7 +70,7 @@ def check_writable(routing: Mapping[str, Mapping[str, Any]], prefix: str, layout
 
 
 def _wrong_option(options: Mapping[str, Any], family: Family | None) -> str | None:
-    """What a gate has that the router of a family (None: the usual one) does not compute."""
+    """Options of a gate that the router of a family (None: the usual one) does not compute."""
     gates = family.gates if family else SOFTMAX
     if options.get("gate") not in gates:
         return f"{options.get('gate')}, expected one of {', '.join(gates)}"
@@ -86,7 +86,7 @@ def _wrong_option(options: Mapping[str, Any], family: Family | None) -> str | No
 
 
 def needed_config(routing: Mapping[str, Mapping[str, Any]], layout: str) -> dict[str, Any]:
-    """What config.json has to say for the layers of a checkpoint in a layout."""
+    """Values of config.json for the layers of a checkpoint in a layout."""
     config: dict[str, Any] = {}
     keys = FAMILIES[layout].config if layout in FAMILIES else USUAL_CONFIG
     for options in routing.values():
@@ -97,7 +97,7 @@ def needed_config(routing: Mapping[str, Mapping[str, Any]], layout: str) -> dict
 
 
 def routing_of_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """What config.json says that the MoE layers of its model compute, as routing_of(); {} for other model types."""
+    """Facts about the MoE layers from config.json, as routing_of() gives them; {} for other model types."""
     family, said = _family_and_values(config)
     if family is None:
         return {}

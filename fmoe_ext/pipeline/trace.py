@@ -1,4 +1,4 @@
-"""What every rank computed when, and a drawing of it."""
+"""Times of every rank's computations, and a drawing of them."""
 
 import time
 from collections.abc import Callable, Sequence
