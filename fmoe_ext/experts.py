@@ -88,6 +88,9 @@ class GatedActivation(nn.Module):
         gate, up = x.chunk(2, dim=-1)
         return self.activation(gate) * up
 
+    def __repr__(self) -> str:
+        return f"GatedActivation({self.activation})"
+
 
 class FusedExperts(nn.Module):
     """E experts y = act(x @ w1[e]^T + b1[e]) @ w2[e]^T + b2[e], computed together.

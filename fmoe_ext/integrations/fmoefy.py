@@ -57,7 +57,7 @@ class Report:
     """What fmoefy did to a model, model.fmoe_report. Parameters count the experts of all ranks.
 
     parameters_active: those that one token uses, every choice being another expert. left: what looked like an MLP and
-    stays dense, as "path (class): reason".
+    stays dense, as "path (class): reason". ways_out: the formats in which a Transformers model can be written.
     """
 
     kind: str
@@ -68,6 +68,7 @@ class Report:
     parameters_after: int
     parameters_active: int
     left: tuple[str, ...] = ()
+    ways_out: str = ""
 
     def __repr__(self) -> str:
         head = (
@@ -75,7 +76,8 @@ class Report:
             f"{self.num_ranks} rank(s); parameters {self.parameters_before:,} -> {self.parameters_after:,}, "
             f"{self.parameters_active:,} of them active"
         )
-        return "\n  ".join((head, *map(repr, self.replaced), *(f"left dense: {why}" for why in self.left)))
+        left = (f"left dense: {why}" for why in self.left)
+        return "\n  ".join((head, *map(repr, self.replaced), *left, *filter(None, (self.ways_out,))))
 
 
 def fmoefy(
@@ -224,7 +226,7 @@ def replace(
         _put(model, target, module)
         target.finish()
     heed_attention_masks(model)
-    huggingface_record.note(model, kind, targets, layers, options)
+    ways_out = huggingface_record.note(model, kind, targets, layers, options)
     after = _count(model) + sum((moe.world_size - 1) * _count(moe.experts) for moe in layers)
     idle = sum((moe.num_experts - moe.top_k) * (_count(moe.experts) // moe.num_expert) for moe in layers)
     model.fmoe_report = Report(
@@ -236,6 +238,7 @@ def replace(
         parameters_after=after,
         parameters_active=after - idle,
         left=tuple(left),
+        ways_out=ways_out,
     )
     return model
 

@@ -38,11 +38,14 @@ def note(
     targets: Sequence[Target],
     layers: Sequence[FMoETransformerMLP],
     options: Options,
-) -> None:
-    """Notes in model.config what became of the targets; nothing for a model that has no save_pretrained()."""
+) -> str:
+    """Notes in model.config what became of the targets -> in which formats the model can be written, for the report.
+
+    Nothing, and "", for a model that has no save_pretrained().
+    """
     config: Any = getattr(model, "config", None)
     if not hasattr(model, "save_pretrained") or not hasattr(config, "to_json_string"):
-        return
+        return ""
     record = getattr(config, KEY, None)
     if record is None:
         config = _own_config(model)
@@ -59,6 +62,19 @@ def note(
         replace_save_pretrained(model, save_fmoefied)
     elif not record["dense"]:
         replace_save_pretrained(model, _refuse)
+    return _ways_out(config.model_type)
+
+
+def _ways_out(model_type: str) -> str:
+    from fmoe_ext.checkpoint.families import formats_for  # it brings torch.distributed.checkpoint
+
+    formats = " or ".join(formats_for(model_type))
+    if formats:
+        return f"export() can write it as {formats}, if gate and experts compute what such a layer does"
+    return (
+        f"no format of export() holds {model_type} models with MoE layers: save_pretrained() writes a folder for "
+        "huggingface.from_pretrained()"
+    )
 
 
 def _own_config(model: Any) -> Any:

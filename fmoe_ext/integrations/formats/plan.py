@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from fmoe_ext.checkpoint import CheckpointError, to_huggingface
-from fmoe_ext.checkpoint.families import FAMILIES
+from fmoe_ext.checkpoint.families import FAMILIES, formats_for
 from fmoe_ext.checkpoint.families.family import Family, Numbers
 from fmoe_ext.checkpoint.model_state import ModelState
 from fmoe_ext.checkpoint.routing import HIDDEN_ACT, check_writable, routing_of
@@ -19,7 +19,13 @@ from fmoe_ext.integrations.huggingface_record import take_record
 from fmoe_ext.layers import FMoE
 from fmoe_ext.transformer import FMoETransformerMLP
 
-METHODS = ("forward", "_forward", "expert_fn")  # by which a subclass may compute something else
+METHODS = (
+    "forward",
+    "_choose",
+    "_call_gate",
+    "_compute",
+    "expert_fn",
+)  # by which a subclass computes something else
 NOT_COPIED = ("architectures", "model_type", "transformers_version", "_name_or_path", "quantization_config")
 
 
@@ -42,6 +48,14 @@ class Plan:
         return to_huggingface(whole.tensors, self.family.in_modules)
 
 
+def check_export(model: nn.Module, format: str) -> None:
+    """CheckpointError, before the model is trained, where export(model, folder, format) would raise it.
+
+    Gates, activations and biases decide it, not the values of weights; biases must be zero to be left out.
+    """
+    plan_export(model, format)
+
+
 def plan_export(model: nn.Module, format: str) -> Plan:
     """The Plan of an export; CheckpointError for what the format cannot say."""
     if format not in FAMILIES:
@@ -57,11 +71,6 @@ def plan_export(model: nn.Module, format: str) -> Plan:
     tied = _tied(state, config)
     _check_names(to_huggingface(shapes, family.in_modules), config, state.model, tied)
     return Plan(state.model, family, config, tied)
-
-
-def formats_for(model_type: str) -> tuple[str, ...]:
-    """The formats of export() that hold models of a type, once their MLPs are MoE layers."""
-    return tuple(name for name, family in FAMILIES.items() if model_type in family.holds)
 
 
 def values_of(model: Any) -> dict[str, Any]:

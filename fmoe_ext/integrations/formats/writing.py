@@ -10,12 +10,12 @@ from torch import nn
 
 from fmoe_ext.checkpoint import CheckpointError
 from fmoe_ext.checkpoint.errors import together
-from fmoe_ext.checkpoint.families import FAMILIES
+from fmoe_ext.checkpoint.families import FAMILIES, formats_for
 from fmoe_ext.checkpoint.model_state import ModelState
 from fmoe_ext.checkpoint.saving import Whole, gathered
 from fmoe_ext.checkpoint.shards import MAX_SHARD_BYTES, check_is_free, new_folder, write_model_files
 from fmoe_ext.integrations.formats.gguf import check_writable, write_gguf
-from fmoe_ext.integrations.formats.plan import Plan, formats_for, plan_export, values_of
+from fmoe_ext.integrations.formats.plan import Plan, plan_export, values_of
 
 GGUF = "gguf"
 TOKENIZER_FILES = (
