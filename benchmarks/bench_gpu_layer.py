@@ -71,7 +71,7 @@ def largest_difference(ours, theirs):
 
 
 def is_deterministic(run, inputs, grad, first):
-    """Whether repetitions give the same bits."""
+    """True if repetitions give the same bits."""
     for _ in range(REPEATS_EQUAL - 1):
         if not all(torch.equal(a, b) for a, b in zip(first, results_of(run, inputs, grad), strict=True)):
             return False

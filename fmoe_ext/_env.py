@@ -36,6 +36,13 @@ VARIABLES = (
         "run: 1 makes CUDA ops raise for expert indices out of range (synchronises)",
     ),
     Variable(
+        "FMOE_CPU_ISA",
+        str,
+        None,
+        "run: most capable instruction set that the CPU kernels may use; the processor's best when unset",
+        ("portable", "avx2", "avx512", "avx512_bf16", "neon", "neon_bf16"),
+    ),
+    Variable(
         "FMOE_GPU_KERNELS",
         str,
         "auto",

@@ -63,7 +63,7 @@ def test_numbers_that_cannot_be(main, arguments, message, capsys):
     assert message in capsys.readouterr().err
 
 
-def test_a_layout_without_a_number_is_refused():
+def test_layout_without_number_is_refused():
     """ "x" was one process."""
     for layout in ("x", "dp2x", "xep2"):
         with pytest.raises(AuditError, match=f"dp2xep2 or the like, but got '{layout}'"):

@@ -36,7 +36,7 @@ def free_ports(count):
 
 
 class Processes:
-    """What was started here, each with its log; all of it ends with this."""
+    """Processes started here, each with its log; they end with this object."""
 
     def __init__(self, folder):
         self.folder, self.all = folder, {}
@@ -138,7 +138,7 @@ def smooth(values, share=0.9):
 
 
 def count_applied(registry, num_experts):
-    """How many gradients the experts have applied, by what their leaders say."""
+    """Number of gradients that the experts have applied, as their leaders report."""
     discovery = EtcdDiscovery(registry)
     client, uids = Client(discovery), [f"expert.{n}" for n in range(num_experts)]
     records = loop.run(discovery.get(uids), 10)

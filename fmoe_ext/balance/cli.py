@@ -44,7 +44,7 @@ def read_vocabulary(path: Path) -> dict[int, str]:
     """{id: text} of a JSON file with {text: id} or a list of texts; ValueError for anything else."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is no JSON: {error}") from None
     if isinstance(content, list) and all(isinstance(text, str) for text in content):
         return dict(enumerate(content))

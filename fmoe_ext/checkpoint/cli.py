@@ -68,7 +68,9 @@ def _convert(checkpoint: convert.Checkpoint, options: argparse.Namespace) -> Non
     with _progress("writing", total) as progress:
         convert.write(options.out, checkpoint, options.to, options.ranks, progress)
     print(f"{options.out}: {len(checkpoint.tensors)} tensors as {options.to}")
-    if options.to.startswith("hf-") and (config := needed_config(checkpoint.routing)):
+    if options.to.startswith("hf-") and (
+        config := needed_config(checkpoint.routing, options.to.removeprefix("hf-"))
+    ):
         print(f"config.json must say {json.dumps(config)[1:-1]}")
     if checkpoint.left_out:
         print(f"left out, no tensors of the model: {len(checkpoint.left_out)}, as {checkpoint.left_out[0]}")

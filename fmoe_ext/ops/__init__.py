@@ -9,6 +9,8 @@ from pathlib import Path
 
 import torch
 
+from fmoe_ext import _env
+
 
 def _why_not_loaded(error: ImportError) -> str:
     """Sentences for a native module that is missing or cannot be loaded."""
@@ -37,6 +39,17 @@ except ImportError as error:
         f"{_why_not_loaded(error)}. "
         f"torch {torch.__version__}, Python {platform.python_version()}, {platform.machine()}"
     ) from error
+
+
+def _limit_cpu_isa() -> None:
+    name = _env.get("FMOE_CPU_ISA")
+    if name is not None and not torch.ops.fmoe_ext._set_cpu_isa(name):
+        raise ImportError(
+            f"FMOE_CPU_ISA is {name!r}, which this processor does not have: set a lesser one or leave it unset"
+        )
+
+
+_limit_cpu_isa()
 
 
 def _load_cuda_module() -> str | None:
@@ -74,7 +87,7 @@ if cuda_module_missing is None:
 
 
 def build_info() -> dict[str, str]:
-    """What the native module was built with: torch, compiler, CUDA architectures, NCCL."""
+    """Build settings of the native module: torch, compiler, CUDA architectures, NCCL."""
     return dict(fact.split("=", 1) for fact in torch.ops.fmoe_ext.build_info().split(","))
 
 

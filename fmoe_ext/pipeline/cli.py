@@ -5,7 +5,8 @@ import sys
 from collections.abc import Sequence
 
 from fmoe_ext._cli import positive_float, positive_int
-from fmoe_ext.pipeline.plan import GIB, Estimate, Hardware, advice, plan
+from fmoe_ext.ep.cost import Hardware
+from fmoe_ext.pipeline.plan import GIB, Estimate, advice, plan
 from fmoe_ext.pipeline.shapes import left_out, read_shape
 
 HEADERS = (
@@ -56,7 +57,7 @@ def line(found: Estimate) -> str:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Prints the plan of the command line."""
     options = build_parser().parse_args(arguments)
-    hardware = Hardware(options.tflops * 1e12, options.gbytes_per_second * 1e9, options.memory_gib * GIB)
+    hardware = Hardware(options.gbytes_per_second * 1e9, options.tflops * 1e12, options.memory_gib * GIB)
     try:
         shape = read_shape(options.model)
         if missing := left_out(options.model):

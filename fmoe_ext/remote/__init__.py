@@ -31,8 +31,9 @@ from fmoe_ext.remote.etcd.discovery import EtcdDiscovery
 from fmoe_ext.remote.expert_classes import make_expert, register_expert_class
 from fmoe_ext.remote.schema import SchemaError
 from fmoe_ext.remote.security import Credentials, Security
-from fmoe_ext.remote.server.host import Training
-from fmoe_ext.remote.server.server import DeclaredExperts, Options, Server
+from fmoe_ext.remote.server.declared import DeclaredExperts
+from fmoe_ext.remote.server.options import Options, Training
+from fmoe_ext.remote.server.server import Server
 
 __all__ = [
     "DHT",

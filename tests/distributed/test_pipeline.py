@@ -216,7 +216,7 @@ def make_softmax_model():
 
 
 def train_on_the_whole_batch(schedule, options):
-    """What a step with the gates' losses of the whole batch gives."""
+    """Result of a step with the gates' losses of the whole batch."""
     tokens, target = data()
     parts = split(make_softmax_model(), num_stages(schedule, 2), tokens, by=cut_for(num_stages(schedule, 2)))
     pipeline = Pipeline(parts, schedule=schedule, chunks=3, balance_weight=BALANCE, **options)
@@ -309,7 +309,7 @@ def die_in_a_step():
     pipeline.train_step(*data())
 
 
-def test_a_killed_rank_ends_the_others():
+def test_pipeline_killed_rank_ends_the_others():
     begin = time.monotonic()
     with pytest.raises(DistributedError, match="rank 0: Traceback") as caught:
         run_distributed(die_in_a_step, 2, timeout=60)
