@@ -9,7 +9,9 @@ import re
 import textwrap
 
 NAMES = re.compile(r"([a-z_]\w*(?:(?:, | and )[a-z_]\w*)*)((?: \[[^\]]*\])*(?:: | > ))")
-FURTHER = re.compile(rf"(?<=[.);] ){NAMES.pattern}")  # "num_expert: experts of this rank. d_model: width of a token."
+FURTHER = re.compile(
+    rf"(?<=[.);] ){NAMES.pattern}"
+)  # "num_expert: experts of this rank. d_model: width of a token."
 # `code`, and words with an underscore where reStructuredText allows a mark before and behind them
 CODE = re.compile(r"(`[^`]+`|(?:(?<=[\s(])|^)[A-Za-z][\w.]*_[\w.]*\w(?:\(\))?(?=[\s,.;:)]|$))")
 STARTS = re.compile(rf"->|Raises |Returns |Equivalent|FastMoE: |\* |{NAMES.pattern}")
