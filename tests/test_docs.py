@@ -1,8 +1,11 @@
 """The documentation: its code runs as it stands, its links lead somewhere, and every public name has a docstring."""
 
+import doctest
+import functools
 import importlib.util
 import inspect
 import json
+import operator
 import os
 import re
 import subprocess
@@ -12,6 +15,8 @@ from pathlib import Path
 
 import pytest
 import torch
+
+import fmoe_ext
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md"))]
@@ -233,6 +238,32 @@ def test_public_names_have_docstrings(name):
             assert not missing, f"{name}.{public}: no docstring on {', '.join(missing)}"
         elif inspect.isfunction(value):
             assert value.__doc__, f"{name}.{public} has no docstring"
+
+
+WITH_EXAMPLES = (
+    "FMoE",
+    "FMoELinear",
+    "FMoETransformerMLP",
+    "SigmoidGate",
+    "SoftmaxGate",
+    "batch_invariant",
+    "fmoefy",
+    "gates.total_loss",
+    "packed_sequences",
+    "valid_tokens",
+)
+
+
+@pytest.mark.parametrize("name", WITH_EXAMPLES)
+def test_example_in_docstring_runs(name, clean_state):
+    """The names that a program needs first."""
+    value = operator.attrgetter(name)(fmoe_ext)
+    names = {"torch": torch, "fmoe_ext": fmoe_ext, "partial": functools.partial, value.__name__: value}
+    test = doctest.DocTestParser().get_doctest(inspect.getdoc(value), names, name, None, None)
+    assert test.examples, f"{name} has no example"
+    said = []
+    result = doctest.DocTestRunner(optionflags=doctest.NORMALIZE_WHITESPACE).run(test, out=said.append)
+    assert result.failed == 0, "".join(said)
 
 
 OPERATORS = (
