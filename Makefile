@@ -74,11 +74,13 @@ $(VENV)/.built: $(VENV)/.installed $(NATIVE)
 cuda: $(VENV)/.installed
 	FMOE_CUDA=1 $(PY) setup.py build_ext --inplace
 
-## make lint     ruff, mypy and clang-format, changing nothing;  make format repairs
+## make lint     ruff, mypy, codespell, a check of prose and clang-format, changing nothing;  make format repairs
 lint: $(VENV)/.installed
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(PY) -m mypy
+	$(PY) -m codespell_lib
+	$(PY) docs/prose.py
 	$(VENV)/bin/clang-format --dry-run --Werror $(CXX_FILES)
 
 format: $(VENV)/.installed

@@ -44,9 +44,10 @@ def check_plain(weight: torch.Tensor) -> None:
 
 
 def cast_to_weight(inp: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """inp in the dtype of weight; as it is under autocast, where the operators choose the dtype.
+    """inp in the dtype of weight, which is that of the result; as it is under autocast, where operators choose it.
 
-    Raises TypeError for float64 tokens of other weights, of which most digits would be lost in silence.
+    FastMoE's rule. Its one exception: TypeError for float64 tokens of other weights, which would lose half of their
+    digits.
     """
     device = inp.device.type
     if device != "meta" and torch.is_autocast_enabled(device):  # which raises for "meta"
@@ -82,7 +83,7 @@ class FMoELinear(nn.Module):
     [-1 / sqrt(in_feat), 1 / sqrt(in_feat)]. rank: which of the ranks that share the experts this is. Ranks with
     the same seed draw different experts, those that one process with all of them would draw.
     gradient_accumulation_fusion: backward adds the gradient of weight to weight.main_grad (ops.MainGrad) instead
-    of weight.grad.
+    of weight.grad. device, dtype: of the parameters, as in nn.Linear.
     """
 
     def __init__(
@@ -94,6 +95,8 @@ class FMoELinear(nn.Module):
         rank: int = 0,
         *,
         gradient_accumulation_fusion: bool = False,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         check_sizes(num_expert=num_expert)
@@ -102,8 +105,10 @@ class FMoELinear(nn.Module):
         self.out_feat = out_feat
         self.rank = rank
         self.gradient_accumulation_fusion = gradient_accumulation_fusion
-        self.weight = nn.Parameter(torch.empty(num_expert, out_feat, in_feat))
-        self.bias = nn.Parameter(torch.empty(num_expert, out_feat)) if bias else None
+        self.weight = nn.Parameter(torch.empty(num_expert, out_feat, in_feat, device=device, dtype=dtype))
+        self.bias: nn.Parameter | None = None
+        if bias:
+            self.bias = nn.Parameter(torch.empty(num_expert, out_feat, device=device, dtype=dtype))
         self._hook_handles: list[RemovableHandle] = []
         self.reset_parameters()
 

@@ -10,8 +10,8 @@ import torch
 
 from fmoe_ext.checkpoint import fastmoe, huggingface, megatron_core, store
 from fmoe_ext.checkpoint.errors import CheckpointError
+from fmoe_ext.checkpoint.families import LAYOUTS
 from fmoe_ext.checkpoint.files import made_folder
-from fmoe_ext.checkpoint.layouts import LAYOUTS
 from fmoe_ext.checkpoint.manifest import MODEL, Manifest
 from fmoe_ext.checkpoint.megatron_experts import from_megatron_core
 from fmoe_ext.checkpoint.model_state import describe_layers

@@ -60,9 +60,10 @@ class OneRank:
 class BaseGate(nn.Module):
     """What every gate has: tot_expert (experts of all ranks) and the balance loss of its last forward.
 
-    The loss is state of the module: the last of several forwards wins, a copy (deepcopy, pickle, a
-    DataParallel replica, torch.export) does not carry it. torch.utils.checkpoint sets it a second time when
-    the backward runs the forward again; with use_reentrant=True it has no gradient outside, and get_loss() raises.
+    The loss is state of the module until the next forward or get_loss(): the last of several forwards wins, a copy
+    (deepcopy, pickle, a DataParallel replica, torch.export) does not carry it. torch.utils.checkpoint sets it a second
+    time when the backward runs the forward again; with use_reentrant=True it has no gradient outside, and get_loss()
+    raises.
     """
 
     @property
@@ -90,7 +91,9 @@ class BaseGate(nn.Module):
         self.world_size = world_size
         self.tot_expert = num_expert * world_size
         self.loss: torch.Tensor | None = None
+        self.loss_is_read = False  # by total_loss(), which then takes it for that of an earlier forward
         self._loss_lacks_gradient = False
+        self.is_known_not_to_balance = False  # total_loss() has warned of it
         # what RoutingReplay puts here while it records or plays, and FMoE while it repeats a forward
         self.tape: Any = None
         self._selected: torch.Tensor | None = None
@@ -104,6 +107,7 @@ class BaseGate(nn.Module):
         """Keeps the balance loss of this forward, None for none; constant: it would have no gradient in any case."""
         if not _is_exporting():
             self.loss = loss
+            self.loss_is_read = False
             self._loss_lacks_gradient = self.training and not constant and not torch.is_grad_enabled()
 
     def get_loss(self, clear: bool = True) -> torch.Tensor | None:
@@ -127,6 +131,11 @@ class BaseGate(nn.Module):
     def has_loss(self) -> bool:
         """Whether get_loss() has one."""
         return self.loss is not None
+
+    @property
+    def balances(self) -> bool:
+        """False for gates of which nothing evens out the load of the experts: no loss, bias or construction."""
+        return True
 
     @property
     def weighs_while_choosing(self) -> bool:

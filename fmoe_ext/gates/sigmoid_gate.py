@@ -6,7 +6,7 @@ from torch import nn
 
 from fmoe_ext import ops
 from fmoe_ext.gates.scored_gate import ScoredGate
-from fmoe_ext.recompute import is_counted
+from fmoe_ext.step import count_choices, is_counted
 
 FORWARDS_BEFORE_WARNING = 1000
 
@@ -90,7 +90,7 @@ class SigmoidGate(ScoredGate):
     def select(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         topk_idx, topk_weights = self._select(logits, self.expert_bias.to(logits.dtype))
         if self.training and is_counted():
-            self.pending_load += ops.count_tokens(topk_idx, self.tot_expert)
+            self.pending_load += count_choices(topk_idx, self.tot_expert)
             if not torch.compiler.is_compiling():
                 self._notice_missing_updates(topk_idx.numel())
         return topk_idx, topk_weights

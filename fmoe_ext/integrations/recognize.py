@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fmoe_ext import ops
-from fmoe_ext.experts import activation_name
+from fmoe_ext.experts import GatedActivation, activation_name
 from fmoe_ext.integrations.target import DenseMLP
 
 PLAIN = ("gelu", "gelu_tanh", "relu", "silu")
@@ -318,11 +318,9 @@ def _find_activation(
     activation, gate_first = pairs[best]
     if len(first) == 1:
         return activation, True
-    if not isinstance(activation, str) or activation not in GATED:
-        raise UnreadableError(
-            f"its gated activation is {activation}, but experts have {', '.join(GATED)} only"
-        )
-    return GATED[activation], gate_first
+    if isinstance(activation, str) and activation in GATED:
+        return GATED[activation], gate_first
+    return GatedActivation(nn.ReLU() if isinstance(activation, str) else activation), gate_first
 
 
 def _ungated(activation: str | Callable) -> str | Callable:

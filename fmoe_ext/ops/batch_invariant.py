@@ -7,7 +7,7 @@ from fmoe_ext import _env
 
 
 class _Switch:
-    """What the native kernels were told last, where torch.compile can read and guard it."""
+    """Present mode of the native kernels, where torch.compile can read and guard it."""
 
     is_on = False
 
@@ -16,7 +16,7 @@ _switch = _Switch()
 
 
 def is_batch_invariant() -> bool:
-    """Whether a row's result must not depend on the rows beside it."""
+    """True if a row's result must not depend on the rows beside it."""
     return _switch.is_on
 
 

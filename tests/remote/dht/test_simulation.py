@@ -10,8 +10,11 @@ import torch
 from simulation import Network, close, endpoint_of
 
 from fmoe_ext.remote.beam_search import beam_search
+from fmoe_ext.remote.cached import Cached
+from fmoe_ext.remote.dht.clock import NetworkClock
 from fmoe_ext.remote.dht.records import uid_key
-from fmoe_ext.remote.discovery import DiscoveryError, StaticList
+from fmoe_ext.remote.dht.storage import Refusal
+from fmoe_ext.remote.discovery import DiscoveryError, StaticList, Unanswered
 
 TTL = 100.0
 
@@ -152,17 +155,107 @@ def test_wrong_clocks_neither_kill_records_nor_keep_them_alive(skews):
     assert all(29 < seconds <= 30.5 for seconds in local)  # by the clock of who asks
 
 
-def test_a_liar_cannot_move_the_clock_alone():
+def test_liar_alone_cannot_move_the_clock():
     async def run():
         network = Network()
         honest = await network.nodes(3)
-        liar = await network.node(honest[0], skew=3000)
+        liar = await network.node(honest[0])
+        liar.node.clock.now = lambda: network.seconds + 3000
         for discovery in (*honest, liar, *honest):
+            network.seconds += 60
             await discovery.node.refresh()
         await close([*honest, liar])
-        return [d.node.clock.offset for d in (*honest, liar)]
+        return [d.node.clock.offset for d in honest]
 
-    assert asyncio.run(run()) == [0, 0, 0, -3000]
+    assert asyncio.run(run()) == [0, 0, 0]
+
+
+def test_many_nodes_of_one_address_have_one_voice_in_the_clock():
+    """Twelve ids of one host moved the clock of three honest nodes by 3,500 s."""
+
+    async def run():
+        network = Network()
+        honest = await network.nodes(3)
+        liars = []
+        for _ in range(12):
+            liars.append(await network.node(honest[0], address="10.0.0.66"))
+            liars[-1].node.clock.now = lambda: network.seconds + 3500
+        for _ in range(3):
+            network.seconds += 60
+            for discovery in honest:
+                await discovery.node.refresh()
+        known = [len(d.node.table) for d in honest]
+        await close([*honest, *liars])
+        return known, [d.node.clock.offset for d in honest]
+
+    known, offsets = asyncio.run(run())
+    assert min(known) > 10
+    assert offsets == [0, 0, 0]
+
+
+def test_clock_of_a_node_that_has_joined_follows_in_bounded_steps():
+    clock = NetworkClock(lambda: 0.0)
+    clock.is_joining = True
+    clock.hear("a", 50.0, 0.0, 0.0)
+    assert clock.offset == 50.0
+    clock.is_joining = False
+    for n in range(40):
+        clock.hear(f"liar{n}", 3500.0, 10.0, 10.0)
+    assert clock.offset == 50.0  # no time has passed since the first of them
+    clock.hear("liar", 8500.0, 5000.0, 5000.0)
+    assert clock.offset == 110.0  # a pause counts as a minute at most
+
+
+class Repeater:
+    """A node that answers every search with its own claim, twenty times, and keeps nobody else's."""
+
+    def __init__(self, discovery, signed):
+        discovery.node.store.find = lambda key, now: [signed] * 20
+        discovery.node.store.put = lambda key, record, now: Refusal("mine", signed)
+
+
+def test_node_that_repeats_its_record_has_one_vote():
+    """Votes were counted by record: every reader believed the node, and the owner lost its uid."""
+
+    async def run():
+        network = Network(seed=9)
+        nodes = await network.nodes(6)
+        granted = await nodes[1].declare(["expert.0"], "owner:1", TTL)
+        liar = await network.node(nodes[0])
+        Repeater(liar, liar.identity.sign("expert.0", "evil:1", 1, 1, network.seconds + TTL))
+        again = await nodes[1].declare(["expert.0"], "owner:1", TTL)
+        answers = [endpoints(await d.get(["expert.0"])) for d in nodes]
+        await close([*nodes, liar])
+        return granted, again, answers
+
+    granted, again, answers = asyncio.run(run())
+    assert granted == again == {"expert.0"}
+    assert answers == [["owner:1"]] * 6
+
+
+def test_node_with_the_key_of_another_is_not_believed():
+    """An id follows from a key that the node holds: an answer of another node, or of another request, is refused."""
+
+    async def run():
+        network = Network(seed=10)
+        nodes = await network.nodes(3)
+        victim, thief = nodes[1], nodes[2]
+        thief.node.node_id = victim.node.node_id  # answers by the id of another
+        stolen = await nodes[0].node.ping(endpoint_of(thief), 1)
+        recorded = []
+        answer = victim.node.handle
+
+        async def replay(method, data, host):
+            recorded.append(await answer(method, data, host))
+            return recorded[0]
+
+        network.handlers[endpoint_of(victim)] = replay
+        first, second = [await nodes[0].node.ping(endpoint_of(victim), 1) for _ in range(2)]
+        await close(nodes)
+        return stolen, first, second, victim.node.node_id
+
+    stolen, first, second, node_id = asyncio.run(run())
+    assert (stolen, first.node_id, second) == (None, node_id, None)
 
 
 def test_a_partition_that_heals_is_one_network_again():
@@ -276,16 +369,75 @@ def test_beam_search_of_an_empty_grid_finds_nothing():
     assert found.records == [] and (found.topk_idx == -1).all()
 
 
-def test_beam_search_has_a_deadline():
-    class Slow(StaticList):
+def test_beam_search_without_an_answer_ends_at_its_deadline():
+    class Silent(StaticList):
         async def successors(self, prefixes, *, timeout=5.0):
-            await asyncio.sleep(min(timeout, 0.3))
-            return await super().successors(prefixes)
+            await asyncio.sleep(timeout)
+            raise Unanswered("too late", {}, prefixes)
 
     async def run():
         begin = asyncio.get_running_loop().time()
-        with pytest.raises(DiscoveryError, match=r"grid.*within 0\.5 s"):
-            await beam_search(Slow({"grid.0.0.0": "a:1"}), "grid", [torch.randn(2, 1)] * 3, 2, timeout=0.5)
+        with pytest.raises(DiscoveryError, match=r"grid.*within 0\.5 s: no answer for grid"):
+            await beam_search(Silent({"grid.0.0.0": "a:1"}), "grid", [torch.randn(2, 1)] * 3, 2, timeout=0.5)
         assert asyncio.get_running_loop().time() - begin < 1.5
 
     asyncio.run(run())
+
+
+def test_beam_search_past_its_deadline_returns_what_it_found():
+    """Keys that answered in time are searched on; the others are named."""
+
+    class Partial(StaticList):
+        async def successors(self, prefixes, *, timeout=5.0):
+            found = await super().successors([p for p in prefixes if p != "grid.1"])
+            if "grid.1" in prefixes:
+                await asyncio.sleep(timeout)
+                raise Unanswered("too late", found, ["grid.1"])
+            return found
+
+        async def get(self, uids, *, timeout=5.0):
+            await asyncio.sleep(timeout)
+            found = dict(zip(uids, await super().get(uids), strict=True))
+            raise Unanswered(
+                "too late", {"grid.2.0": found["grid.2.0"]}, [u for u in uids if u != "grid.2.0"]
+            )
+
+    async def run():
+        directory = Cached(Partial({f"grid.{i}.{j}": "a:1" for i in range(3) for j in range(2)}))
+        begin = asyncio.get_running_loop().time()
+        found = await beam_search(directory, "grid", [torch.ones(2, 3), torch.ones(2, 2)], 6, timeout=0.6)
+        return found, asyncio.get_running_loop().time() - begin
+
+    found, seconds = asyncio.run(run())
+    assert [record.uid for record in found.records] == ["grid.2.0"]
+    assert found.topk_idx.tolist() == [[0, -1, -1, -1, -1, -1]] * 2
+    assert found.missing == ("grid.1", "grid.0.0", "grid.0.1", "grid.2.1")
+    assert found.num_asked == 1 + 3 + 4
+    assert 0.5 < seconds < 2
+
+
+def test_dht_lookup_past_its_deadline_says_which_keys_are_missing():
+    async def run():
+        network = Network(seed=8)
+        nodes = await network.nodes(12)
+        uids = [f"expert.{n}" for n in range(12)]
+        await nodes[0].declare(uids, "a:1", TTL)
+        client = await network.node(nodes[0], listen=False)
+        slow = {uid_key(uid) for uid in uids[::2]}
+        ask_for = client.node._ask_for
+
+        async def ask_slowly(peer, keys):
+            if slow & set(keys):
+                await asyncio.sleep(60)
+            return await ask_for(peer, keys)
+
+        client.node._ask_for = ask_slowly
+        with pytest.raises(Unanswered, match=r"did not answer for \d+ of 12 keys") as raised:
+            await client.get(uids, timeout=0.3)
+        await close([*nodes, client])
+        return uids, raised.value
+
+    uids, error = asyncio.run(run())
+    assert set(error.missing) >= set(uids[::2])
+    assert set(error.found) == set(uids) - set(error.missing)
+    assert all(record.endpoints == ("a:1",) for record in error.found.values())
