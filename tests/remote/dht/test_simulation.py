@@ -70,6 +70,26 @@ def test_lookups_take_log_n_hops_under_churn(num_nodes):
     assert calls < 150
 
 
+def test_lookup_of_many_keys_calls_each_node_once():
+    """A node was called for one key after the other: 31 calls for 16 keys at ten nodes."""
+
+    async def run():
+        network = Network(seed=4)
+        nodes = await network.nodes(10)
+        uids = [f"expert.{n}" for n in range(16)]
+        await nodes[0].declare(uids, "a:1", TTL)
+        client = await network.node(nodes[0], listen=False)
+        before = network.num_calls
+        found = endpoints(await client.get(uids))
+        calls = network.num_calls - before
+        await close([*nodes, client])
+        return found, calls
+
+    found, calls = asyncio.run(run())
+    assert found == ["a:1"] * 16
+    assert calls <= 10
+
+
 def test_the_simulation_is_the_same_every_time():
     async def run():
         network = Network(seed=3)
