@@ -161,7 +161,7 @@ def test_replies_are_kept_as_long_as_their_request_ids():
     host = host_of(["expert.0"], "none", "nop")
     for n in range(MAX_REMEMBERED_IDS + 50):
         host.run([job("expert.0", 1, n)])
-    assert list(host.find("expert.0").applied)[0] == f"{50:032x}"
+    assert next(iter(host.find("expert.0").applied)) == f"{50:032x}"
     assert len(host._replies) == MAX_REMEMBERED_IDS
     assert host._replies.get("expert.0", f"{49:032x}") is None
     assert host._replies.num_bytes == MAX_REMEMBERED_IDS * D * 4
