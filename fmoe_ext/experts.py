@@ -75,6 +75,23 @@ class ClampedSwiGLU(nn.Module):
         return f"alpha={self.alpha}, limit={self.limit}"
 
 
+class GatedActivation(nn.Module):
+    """Any activation, gated: x [..., 2H], gate before up -> [..., H], activation(gate) * up."""
+
+    is_gated = True
+
+    def __init__(self, activation: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.activation = activation
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gate, up = x.chunk(2, dim=-1)
+        return self.activation(gate) * up
+
+    def __repr__(self) -> str:
+        return f"GatedActivation({self.activation})"
+
+
 class FusedExperts(nn.Module):
     """E experts y = act(x @ w1[e]^T + b1[e]) @ w2[e]^T + b2[e], computed together.
 

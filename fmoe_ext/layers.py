@@ -68,6 +68,13 @@ class FMoE(SpreadLayer):
       separate experts are drawn as these draw them, and cast.
     renormalize=True scales the weights of a token that lost choices to their sum before; otherwise lost
       choices add nothing.
+
+    Example:
+
+        >>> expert = lambda d_model: torch.nn.Sequential(torch.nn.Linear(d_model, 16), torch.nn.Linear(16, d_model))
+        >>> layer = FMoE(num_expert=4, d_model=8, expert=expert, top_k=2, gate="softmax")
+        >>> layer(torch.randn(10, 8)).shape
+        torch.Size([10, 8])
     """
 
     def __init__(
@@ -163,8 +170,9 @@ class FMoE(SpreadLayer):
         choices. FMoELinear casts tokens to the dtype of its weights, which is that of the result; under autocast the
         operators choose it. Only float64 tokens of other weights are refused.
         valid: T entries, bool or 0 / 1: the others are padding. They are taken out before the gate, so that they
-        reach no expert, loss, capacity or counter, and their output is zero; everything else is as without them, to the
-        bit. fmoe_ext.valid_tokens() says the same to all layers of a model.
+        reach no expert, loss, capacity or counter, and their output is zero; everything else is as in the batch without
+        them, to the bit: forward(x, valid)[valid] is forward(x[valid]). (In another batch a token's last bits may
+        differ; see batch_invariant().) fmoe_ext.valid_tokens() says the same to all layers of a model.
         Raises ValueError for inputs, masks or choices whose number of tokens differs, TypeError for integer tokens.
         Equivalent to: out[t] = sum_k topk_weights[t, k] * expert[topk_idx[t, k]](moe_inp[t]).
         """

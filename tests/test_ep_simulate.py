@@ -68,7 +68,7 @@ def test_recorded_loads(tmp_path, capsys):
 
 
 def test_recorded_telemetry(tmp_path, capsys):
-    """What balance.write appends, a line for each collect()."""
+    """Lines that balance.write appends, one for each collect()."""
     path = tmp_path / "load.jsonl"
     gates = [torch.nn.Sequential(NaiveGate(4, 4, 1)), torch.nn.Sequential(NaiveGate(4, 4, 1))]
     monitor = balance.watch(torch.nn.ModuleDict({"first": gates[0], "second": gates[1]}))

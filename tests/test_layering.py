@@ -214,6 +214,7 @@ def test_no_import_circle():
 # The state that modules have, by name; what other modules call at their top makes something immutable.
 MODULE_STATE = {
     "ep/exchange.py": {"_groups", "_nccl", "_layers", "_timeouts"},  # per process group, weak
+    "distributed/groups.py": {"_of_reductions"},  # per process group, weak
     "remote/expert_classes.py": {"_REGISTRY"},  # the kinds of experts that a server may be asked for
     "ep/wrappers.py": {"WATCH"},  # the handle of a hook on all modules, there to be removed
     "gates/losses.py": {"ONE_RANK"},

@@ -132,7 +132,7 @@ def test_a_backward_in_two_parts_repeats_its_own_forward_twice():
 
 
 def gradients(block, forward, batches, order):
-    """Those of the parameters, after the backwards of forward(block, x) for all batches, one after the other."""
+    """Gradients of the parameters after the backwards of forward(block, x) for all batches, one after the other."""
     outs = []
     for seed, x in enumerate(batches):
         torch.manual_seed(seed)

@@ -355,7 +355,7 @@ def test_used_twice_in_a_graph():
 
 
 def test_forward_keeps_no_state_but_the_loss():
-    """What nn.DataParallel replicas need: attributes set in forward would be lost with the replica."""
+    """nn.DataParallel replicas lose attributes that are set in forward."""
     layer = make_layer(gate=SwitchGate)
     before = {name: dict(vars(module)) for name, module in layer.named_modules()}
     x, _ = make_input()

@@ -1,7 +1,7 @@
 """Expected step times of an expert-parallel layer on machines that are not here.
 
-    python -m fmoe_ext.ep.simulate --ranks 8 64 1024 --network ib-ndr
-    python -m fmoe_ext.ep.simulate --loads out/load.jsonl --ranks 16
+    fmoe simulate --ranks 8 64 1024 --network ib-ndr
+    fmoe simulate --loads out/load.jsonl --ranks 16
 
 Replays loads (what balance.write recorded, or a JSON list of steps, each a list of rows for each expert; without a
 file: drawn, skewed and drifting) through the policies of this package and prints the expected time of a layer's forward
@@ -18,6 +18,7 @@ from typing import TypeAlias
 
 import torch
 
+from fmoe_ext._cli import positive_int, run
 from fmoe_ext.ep.cost import Hardware, Layer, step_time
 from fmoe_ext.ep.placement import plan
 from fmoe_ext.ep.shadowing import choose_shadows
@@ -60,15 +61,19 @@ def read_loads(path: Path, layer: str | None = None) -> Loads:
     are taken; or one JSON list of lists. Raises ValueError if there is no such gate or the number of experts changes.
     """
     text = path.read_text()
-    if text.lstrip().startswith("{"):
-        records = [json.loads(line)["layers"] for line in text.splitlines() if line.strip()]
-        layer = layer or next(iter(records[0]))
-        if any(layer not in record for record in records):
-            raise ValueError(f"{path} has no layer {layer!r} in every step, but {', '.join(records[0])}")
-        loads = [record[layer]["tokens_per_expert"] for record in records]
-    else:
-        loads = json.loads(text)
-    if not loads or any(len(load) != len(loads[0]) for load in loads):
+    try:
+        if text.lstrip().startswith("{"):
+            records = [json.loads(line)["layers"] for line in text.splitlines() if line.strip()]
+            layer = layer or next(iter(records[0]))
+            if any(layer not in record for record in records):
+                raise ValueError(f"{path} has no layer {layer!r} in every step, but {', '.join(records[0])}")
+            loads = [list(record[layer]["tokens_per_expert"]) for record in records]
+        else:
+            loads = [list(load) for load in json.loads(text)]
+    except (KeyError, TypeError, AttributeError, StopIteration, json.JSONDecodeError) as error:
+        raise ValueError(f"{path} has no recorded loads ({type(error).__name__}: {error})") from None
+    numbers = all(isinstance(rows, int) and rows >= 0 for load in loads for rows in load)
+    if not numbers or not loads or not loads[0] or any(len(load) != len(loads[0]) for load in loads):
         raise ValueError(f"{path} must be steps with one number for each expert")
     return loads
 
@@ -121,7 +126,7 @@ def _places(num_ranks: int, num_local: int) -> list[range]:
 
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m fmoe_ext.ep.simulate",
+        prog="fmoe simulate",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -131,19 +136,19 @@ def build_parser() -> argparse.ArgumentParser:
         "--layer",
         help="the gate whose loads to replay, where --loads has several; the first one if not given",
     )
-    add("--ranks", type=int, nargs="+", default=[8, 64, 256, 1024])
-    add("--experts-per-rank", type=int, default=4)
-    add("--tokens", type=int, default=8192, help="of each rank")
-    add("--d-model", type=int, default=2048)
-    add("--d-hidden", type=int, default=4096)
+    add("--ranks", type=positive_int, nargs="+", default=[8, 64, 256, 1024])
+    add("--experts-per-rank", type=positive_int, default=4)
+    add("--tokens", type=positive_int, default=8192, help="of each rank")
+    add("--d-model", type=positive_int, default=2048)
+    add("--d-hidden", type=positive_int, default=4096)
     add("--gated", action="store_true", help="experts with a gate, of three matrices (SwiGLU)")
-    add("--top-k", type=int, default=2)
+    add("--top-k", type=positive_int, default=2)
     add("--network", choices=sorted(NETWORKS), nargs="+", default=list(NETWORKS))
     add("--device", choices=sorted(DEVICES), default="h100")
     add("--skew", type=float, default=0.6, help="of drawn loads; 0 is even")
-    add("--steps", type=int, default=40)
-    add("--chunks", type=int, default=4, help="overlap_degree")
-    add("--every", type=int, default=20, help="steps between placements")
+    add("--steps", type=positive_int, default=40)
+    add("--chunks", type=positive_int, default=4, help="overlap_degree")
+    add("--every", type=positive_int, default=20, help="steps between placements")
     return parser
 
 
@@ -154,7 +159,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if options.loads is not None:
         try:
             loads = read_loads(options.loads, options.layer)
-        except ValueError as error:
+        except (OSError, ValueError) as error:
             parser.error(f"--loads: {error}")
     layer = Layer(options.d_model, options.d_hidden, 3 if options.gated else 2, bytes_per_element=2)
     for num_ranks in options.ranks:
@@ -177,4 +182,4 @@ def show(title: str, times: dict[str, float]) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

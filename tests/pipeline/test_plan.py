@@ -289,7 +289,7 @@ def test_numbers_that_cannot_be(capsys, flag):
         assert f"argument {flag}: " in capsys.readouterr().err
 
 
-def test_what_the_planner_does_not_know_is_named(tmp_path, capsys):
+def test_planner_names_unknown_options(tmp_path, capsys):
     config = {"hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 32}
     config |= {"vocab_size": 100, "first_k_dense_replace": 3, "mlp_only_layers": [], "decoder_sparse_step": 1}
     (tmp_path / "config.json").write_text(json.dumps(config))
