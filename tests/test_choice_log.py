@@ -89,7 +89,7 @@ def test_it_stays_small_and_spans_the_run(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["log"]
 
 
-def test_a_step_that_does_not_fit_is_told(tmp_path):
+def test_log_full_step_is_reported(tmp_path):
     model = layer()
     with balance.log_choices(model, tmp_path / "log", max_bytes=200) as log:
         model(tokens(0, 500))
@@ -206,7 +206,7 @@ def test_summary(tmp_path):
 
 
 class Page(html.parser.HTMLParser):
-    """What a page is made of, and whether its tags are closed."""
+    """Parts of a page, and unclosed tags."""
 
     def __init__(self, text):
         super().__init__()
@@ -249,7 +249,7 @@ def test_pictures():
     assert zlib.decompress(data[data.index(b"IDAT") + 4 : -16]) == bytes([0, *range(1, 9)])
 
 
-def test_what_the_command_cannot_read_or_write_is_named(tmp_path, capsys):
+def test_report_names_unreadable_files(tmp_path, capsys):
     write_run(tmp_path / "log")
     (tmp_path / "words").write_text("hello")
     log = str(tmp_path / "log")

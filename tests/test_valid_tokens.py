@@ -95,7 +95,7 @@ def test_padded_is_unpadded_on_every_instruction_set(isa, dtype):
     assert all(torch.equal(a, b) for a, b in zip(ours[1:], theirs[1:], strict=True))
 
 
-def test_what_padding_holds_does_not_matter():
+def test_padding_values_do_not_matter():
     module, valid = layer(SoftmaxGate), mask("right")
     x = torch.randn(B, S, D, dtype=torch.float64)
     expected = module(x, valid)
@@ -103,7 +103,7 @@ def test_what_padding_holds_does_not_matter():
     assert torch.equal(module(x, valid), expected)
 
 
-def test_the_context_reaches_every_layer_and_ends():
+def test_context_reaches_every_layer_and_ends():
     torch.manual_seed(0)
     model = nn.Sequential(*(FMoETransformerMLP(E, D, 5, gate=SoftmaxGate) for _ in range(2))).double()
     valid, x = mask("left").long(), torch.randn(B, S, D, dtype=torch.float64)

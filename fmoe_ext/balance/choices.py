@@ -27,7 +27,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from fmoe_ext.gates.views import GateView, views_of
-from fmoe_ext.recompute import is_counted
+from fmoe_ext.step import is_counted
 
 MAGIC = b"fmoe choices 2\n"
 TOKENS = 2**32 - 1
@@ -42,7 +42,7 @@ class BadLog(ValueError):
 
 
 class Choice(NamedTuple):
-    """What one forward chose, topk_idx [T, K] int64, -1 for dropped; with gate None the ids [T] of a step's tokens."""
+    """Choices of one forward, topk_idx [T, K] int64, -1 for dropped; with gate None the ids [T] of a step's tokens."""
 
     step: int
     gate: str | None
@@ -305,7 +305,7 @@ def _compact(topk_idx: torch.Tensor, num_experts: int) -> torch.Tensor:
 
 
 def _to_bytes(numbers: torch.Tensor) -> bytes:
-    """Those of each number's lowest place, then those of the next, ..."""
+    """Bytes of each number's lowest place, then those of the next, ..."""
     host = numbers.cpu().numpy()
     little = host.astype(host.dtype.newbyteorder("<"), copy=False)
     return little.view("u1").reshape(-1, little.itemsize).T.tobytes()

@@ -56,11 +56,11 @@ class Name(NamedTuple):
 
 
 class Record:
-    """What the file says of one object: the arguments of its class, and its state."""
+    """One object of the file: the arguments of its class, and its state."""
 
     __slots__ = ("args", "of", "state")
 
-    def __init__(self, of: Name, args: tuple):
+    def __init__(self, of: Name, args: tuple[Any, ...]):
         self.of, self.args = of, args
         self.state: Any = None
 

@@ -1,4 +1,4 @@
-"""How many layers each partition should get: by the time or the memory that each layer takes."""
+"""Numbers of layers of the partitions, by the time or the memory that each layer takes."""
 
 import time
 from collections.abc import Iterable

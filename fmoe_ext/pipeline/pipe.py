@@ -182,7 +182,7 @@ class Partition(nn.Sequential):
 
 
 class _Microbatch:
-    """What travels through the partitions together."""
+    """Values that travel through the partitions together."""
 
     def __init__(self, values: Values, rows: int):
         self.values = values

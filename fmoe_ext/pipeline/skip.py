@@ -192,7 +192,7 @@ _outside_skips: ContextVar[Skips | None] = ContextVar("skips outside of Pipe", d
 
 
 def _outside(layer: Skippable) -> Skips:
-    """Where layers of a plain nn.Sequential keep their skips: one dict a thread, emptied by the pops."""
+    """Skips of the layers of a plain nn.Sequential: one dict a thread, emptied by the pops."""
     skips = _outside_skips.get()
     if skips is None:
         skips = {}

@@ -1,17 +1,22 @@
 """Who may call, how often and how much: TLS, tokens, allow-lists, rates."""
 
 import hashlib
+import os
 import ssl
+import stat
 import time
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import grpc
 
+from fmoe_ext.remote.flags import POSITIVE, flag
+
 MAX_PEERS = 10_000  # whose rates are remembered
+ADMISSION = "who may call"
 BURST_SECONDS = 2.0  # a peer that was silent may send so many seconds' worth at once
 
 
@@ -65,13 +70,28 @@ class Security:
     gradients, None for everyone. calls_per_second, bytes_per_second: of each peer.
     """
 
-    certificate: Path | None = None
-    key: Path | None = None
-    client_ca: Path | None = None
+    certificate: Path | None = flag(None, "PEM file", name="tls_certificate", type=Path, group=ADMISSION)
+    key: Path | None = flag(
+        None, "PEM file", name="tls_key", type=Path, needs=("tls_certificate",), group=ADMISSION
+    )
+    client_ca: Path | None = flag(
+        None,
+        "demand client certificates that it signed",
+        name="tls_client_ca",
+        type=Path,
+        needs=("tls_certificate",),
+        group=ADMISSION,
+    )
     tokens: Mapping[str, str] = field(default_factory=dict)
-    backward: frozenset[str] | None = None
-    calls_per_second: float = float("inf")
-    bytes_per_second: float = float("inf")
+    backward: Collection[str] | None = flag(
+        None,
+        "names that may send gradients; all, if not given",
+        name="allow_backward",
+        nargs="+",
+        group=ADMISSION,
+    )
+    calls_per_second: float = flag(float("inf"), "of each peer", type=POSITIVE, group=ADMISSION)
+    bytes_per_second: float = flag(float("inf"), "of each peer", type=POSITIVE, group=ADMISSION)
 
     def __post_init__(self) -> None:
         if "" in self.tokens:
@@ -94,8 +114,20 @@ class Security:
         return grpc.ssl_server_credentials([pair], ca, require_client_auth=ca is not None)
 
 
+def check_private(path: Path) -> None:
+    """ValueError for a file with a secret that other users can read; a file of root may be readable by its group."""
+    status = os.stat(path)
+    allowed = stat.S_IRWXU | (stat.S_IRGRP if status.st_uid == 0 and os.getuid() != 0 else 0)
+    if stat.S_IMODE(status.st_mode) & ~allowed & (stat.S_IRWXG | stat.S_IRWXO):
+        raise ValueError(
+            f"{path} holds a secret, but other users can open it (mode {stat.S_IMODE(status.st_mode):04o}): "
+            f"chmod 600 {path}"
+        )
+
+
 def _check_pair(certificate: Path, key: Path) -> None:
     """ValueError for files of which grpc would say only that it cannot listen or connect."""
+    check_private(key)
     try:
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key)
     except ssl.SSLError as error:

@@ -1,4 +1,4 @@
-"""What happens at the edges of memory: absurd sizes, an allocation that fails, many calls, many rows."""
+"""Edges of memory: absurd sizes, an allocation that fails, many calls, many rows."""
 
 import subprocess
 import sys

@@ -29,7 +29,7 @@ def test_running_statistics_are_those_of_the_batch(norm, shape, checkpoint, mome
 
 
 @pytest.mark.parametrize("checkpoint", MODES)
-def test_an_ordinary_batch_norm_is_not_counted_twice_by_a_checkpoint(checkpoint):
+def test_plain_batch_norm_under_checkpoint_counts_once(checkpoint):
     torch.manual_seed(0)
     plain = nn.BatchNorm1d(3)
     pipe = Pipe(nn.Sequential(deepcopy(plain)), [1], chunks=2, checkpoint=checkpoint)
@@ -50,7 +50,7 @@ def test_gradients_and_parameters():
     assert norm.weight.grad.abs().sum() > 0
 
 
-def test_an_unfinished_batch_is_forgotten():
+def test_unfinished_batch_is_dropped():
     class FailOnce(nn.Module):
         fail = True
 

@@ -7,8 +7,8 @@ import torch
 
 from fmoe_ext.remote import DeclaredExperts, Directory, Options, Server, Settings, StaticList, loop
 from fmoe_ext.remote.dht import open_node
+from fmoe_ext.remote.server.declared import WarmCopies
 from fmoe_ext.remote.server.state import digest
-from fmoe_ext.remote.server.warm_copies import WarmCopies
 
 D, UID = 16, "expert.0"
 

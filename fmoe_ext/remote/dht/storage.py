@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 
 from fmoe_ext.remote.dht.records import MAX_SKEW, MAX_TTL, SignedRecord, places_of
+from fmoe_ext.remote.dht.values import is_misplaced
 
 MAX_RECORDS = 65_536
 MAX_OF_OWNER = 16_384
@@ -54,6 +55,8 @@ class RecordStore:
             return Refusal("this is not a key of its uid")
         if not now < record.expires <= now + MAX_TTL + MAX_SKEW:
             return Refusal("it has expired" if record.expires <= now else f"it lives over {MAX_TTL:.0f} s")
+        if is_misplaced(record.uid, record.owner):
+            return Refusal("this place is for a value of another owner")
         if record.fence > (now + MAX_SKEW) * 1000:
             return Refusal("it was claimed in the future")
         slot = self._slots.get(key)

@@ -10,11 +10,11 @@ import torch
 from fmoe_ext.remote.expert_classes import ExpertClass, find_schema, initial_state
 from fmoe_ext.remote.schema import SchemaError
 from fmoe_ext.remote.server.fair_queue import Job
+from fmoe_ext.remote.server.options import Training
 from fmoe_ext.remote.server.reply_cache import ReplyCache
 from fmoe_ext.remote.server.stacks import Gradients, Part, make_stack
 
 MAX_REMEMBERED_IDS = 1024  # of each expert: a call that is repeated later than so many others counts as new
-OPTIMIZERS = ("sgd", "adam", "none")
 
 
 class ExpertMissing(Exception):
@@ -23,31 +23,6 @@ class ExpertMissing(Exception):
 
 class StaleGradient(Exception):
     """The expert has moved on too far since the forward that the gradient belongs to."""
-
-
-@dataclass(frozen=True)
-class Training:
-    """How gradients change experts. max_grad_norm: of one update of one expert. max_staleness: updates between
-    the forward that a client saw and its backward."""
-
-    optimizer: str = "sgd"
-    lr: float = 0.01
-    max_grad_norm: float | None = None
-    max_staleness: int | None = None
-
-    def __post_init__(self) -> None:
-        if self.max_grad_norm is not None and not self.max_grad_norm > 0:
-            raise ValueError(f"max_grad_norm must be positive, but is {self.max_grad_norm}")
-
-    def make_optimizer(self, parameters: Iterable[torch.Tensor]) -> torch.optim.Optimizer | None:
-        """The optimizer of one expert's parameters; None if it is not trained."""
-        if self.optimizer == "sgd":
-            return torch.optim.SGD(parameters, lr=self.lr)
-        if self.optimizer == "adam":
-            return torch.optim.Adam(parameters, lr=self.lr)
-        if self.optimizer == "none":
-            return None
-        raise ValueError(f"optimizer must be one of {', '.join(OPTIMIZERS)}, but got {self.optimizer!r}")
 
 
 @dataclass(frozen=True)
@@ -268,13 +243,15 @@ class ExpertHost:
             views = dict(zip(self._stack.views(expert.place), _optimized(expert.optimizer), strict=True))
             for name, grad in grads.items():
                 views[name].grad = grad if scale == 1.0 else grad * scale
+            expert.optimizer.param_groups[0]["lr"] = self.training.lr_at(expert.version)
             expert.optimizer.step()
             expert.optimizer.zero_grad(set_to_none=True)
         expert.version += 1
 
     def _remember(self, expert: Hosted, update: Update, grads: Gradients) -> list[Answer]:
         sizes = [request.grad.shape[0] for request in update.requests]
-        split = zip(*(d.split(sizes) for d in _given(grads.inputs)), strict=True)
+        given = [d.split(sizes) for d in _given(grads.inputs)]
+        split = [tuple(parts[n] for parts in given) for n in range(len(sizes))]  # () for integer inputs
         answers = []
         for request, tensors in zip(update.requests, split, strict=True):
             answers.append(Answer(tensors, expert.version))
@@ -283,7 +260,8 @@ class ExpertHost:
                 expert.applied[request.request_id] = expert.version
                 self._replies.put(expert.uid, request.request_id, tensors)
         while len(expert.applied) > MAX_REMEMBERED_IDS:
-            expert.applied.popitem(last=False)
+            oldest, _ = expert.applied.popitem(last=False)
+            self._replies.drop(expert.uid, oldest)
         return answers
 
     def apply(self, update: Update) -> None:

@@ -100,6 +100,39 @@ def test_declared_experts_leave_with_the_dht(dhts):
     assert loop.run(first.discovery.successors(["ffn", "ffn.0"]), 5) == {"ffn": set(), "ffn.0": set()}
 
 
+def test_small_values_are_stored_beside_each_other_and_expire(dhts, tmp_path):
+    first = dhts(identity_path=tmp_path / "key")
+    second = dhts(endpoint_of(first))
+    third = dhts(endpoint_of(first), listen=False)
+    now = time.time()
+    assert third.get("run1/metrics") is None
+    assert first.store("run1/metrics", {"loss": 0.5, "who": "größe"}, now + 60)
+    assert second.store("run1/metrics", [1, "x" * 900, None], now + 2)
+    assert third.get("run1/metrics").value == {"loss": 0.5, "who": "größe"}  # the one that expires last
+    found = third.get_all("run1/metrics")
+    owners = [dht.discovery.identity.public for dht in (first, second)]
+    assert set(found) == set(owners)
+    assert found[owners[1]].value == [1, "x" * 900, None]
+    assert found[owners[0]].expiration_time == pytest.approx(now + 60, abs=1)
+    assert first.store("run1/metrics", "newer", now + 90)
+    assert third.get("run1/metrics").value == "newer"
+    assert third.get("run1") is None
+    poll(lambda: set(third.get_all("run1/metrics")) == {owners[0]}, 5)
+    first.store("other", 3, now + 600)
+    first.shutdown()
+    assert second.get("other").value == 3  # values stay when their owner leaves
+
+
+@pytest.mark.parametrize(
+    "value", ["x" * 1100, float("nan"), object(), {1, 2}], ids=["long", "NaN", "object", "set"]
+)
+def test_values_that_the_dht_cannot_keep_are_refused(dhts, value):
+    with pytest.raises(ValueError, match=r"a value (must be JSON|has at most 1024 characters)"):
+        dhts().store("key", value, time.time() + 5)
+    with pytest.raises(ValueError, match=r"ttl must be above 0"):
+        dhts().store("key", 1, time.time() - 5)
+
+
 def test_all_initial_peers_dead_is_said_in_bounded_time(dhts):
     begin = time.monotonic()
     with pytest.raises(
@@ -182,7 +215,7 @@ def test_a_killed_server_gets_its_experts_back_by_its_identity(start_server, dht
     poll(lambda: (state := saved.load("expert.0")) and state.meta["version"] == "1")
     assert first.end(signal.SIGKILL) == -signal.SIGKILL
     stranger = start_server(*flags)
-    assert stranger.wait() == 1
+    assert stranger.wait() == 2
     assert "other servers host expert.0" in stranger.path.read_text()
     begin = time.monotonic()
     second = start_server(*flags, "--identity_path", tmp_path / "key")
@@ -202,7 +235,7 @@ def test_a_server_behind_a_relay_is_called_there(start_process, start_server, dh
     node = "127.0.0.1:" + outside.wait_for(r"DHT node listens on port (\d+)")[1]
     flags = ("--initial_peers", node, "--expert_uids", "expert.0", "--relay", relay)
     refused = start_server(*flags, "--relay_token", "wrong")
-    assert refused.wait() == 1
+    assert refused.wait() == 2
     assert "asks for another token" in refused.path.read_text()
     hidden = start_server(*flags, "--relay_token", "secret")
     said = hidden.endpoint()
@@ -217,7 +250,7 @@ def test_a_server_behind_a_relay_is_called_there(start_process, start_server, dh
 
 def test_fmoe_dht_says_what_is_wrong(caplog, monkeypatch):
     monkeypatch.setattr(signal, "signal", lambda *_: None)
-    assert main(["--initial_peers", DEAD, "--listen_on", "127.0.0.1:0", "--join_timeout", "0.5"]) == 1
+    assert main(["--initial_peers", DEAD, "--listen_on", "127.0.0.1:0", "--join_timeout", "0.5"]) == 2
     assert "none of the initial peers" in caplog.text
 
 

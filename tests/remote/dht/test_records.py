@@ -12,7 +12,7 @@ import grpc
 import pytest
 
 from fmoe_ext.remote import loop
-from fmoe_ext.remote.dht import Identity, messages
+from fmoe_ext.remote.dht import Identity, messages, values
 from fmoe_ext.remote.dht.messages import Answer, BadMessage, Found, Header, Request
 from fmoe_ext.remote.dht.records import MAX_TTL, BadRecord, places_of, prefix_key, read_record, uid_key
 from fmoe_ext.remote.dht.routing import Peer, RoutingTable
@@ -72,6 +72,16 @@ def test_a_forged_record_is_refused(field):
 def test_every_field_of_a_record_is_bounded(changes, text):
     with pytest.raises(BadRecord, match=text):
         read_record(json.dumps(json.loads(record().payload) | changes), "0" * 128)
+
+
+def test_value_in_the_place_of_another_owner_is_refused():
+    store = RecordStore()
+    uid = values.uid_of("key", ME.public)
+    own, foreign = record(uid=uid), record(owner=OTHER, uid=uid)
+    key = prefix_key(values.prefix_of("key"))
+    assert put(store, foreign, key=key) == "this place is for a value of another owner"
+    assert put(store, own, key=key) is None
+    assert store.find(key, NOW) == [own]
 
 
 def test_a_record_is_read_only_where_it_belongs():
