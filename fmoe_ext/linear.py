@@ -84,6 +84,13 @@ class FMoELinear(nn.Module):
     the same seed draw different experts, those that one process with all of them would draw.
     gradient_accumulation_fusion: backward adds the gradient of weight to weight.main_grad (ops.MainGrad) instead
     of weight.grad. device, dtype: of the parameters, as in nn.Linear.
+
+    Example:
+
+        >>> linear = FMoELinear(num_expert=3, in_feat=8, out_feat=4)
+        >>> rows = torch.randn(6, 8)  # sorted by expert: two rows of expert 0, four of expert 2
+        >>> linear(rows, torch.tensor([2, 0, 4])).shape
+        torch.Size([6, 4])
     """
 
     def __init__(

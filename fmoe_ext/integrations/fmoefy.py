@@ -143,6 +143,15 @@ def fmoefy(
     model that has MoE layers already (unless match= points elsewhere), for layers that it does not have, and for
     init="upcycle" with a gate whose weights have no constant sum.
     Equivalent to: layer.mlp = FMoETransformerMLP(num_experts, d_model, d_hidden, activation) for every layer.
+
+    Example:
+
+        >>> model = torch.nn.TransformerEncoderLayer(d_model=8, nhead=2, dim_feedforward=16, dropout=0.0)
+        >>> x = torch.randn(5, 1, 8)
+        >>> dense = model(x)
+        >>> model = fmoefy(model, num_experts=4, top_k=2, hidden_hidden_size=16, init="upcycle")
+        >>> torch.allclose(model(x), dense, atol=1e-6)
+        True
     """
     options = Options(
         num_experts=_one_of(num_experts, fmoe_num_experts),

@@ -13,10 +13,11 @@ import pytest
 import safetensors.torch
 import torch
 
-from fmoe_ext.remote import Client, RemoteError, RemoteExpert, Settings
+from fmoe_ext.remote import Client, Options, RemoteError, RemoteExpert, Server, Settings
 from fmoe_ext.remote.server.checkpoints import Checkpoints
 from fmoe_ext.remote.server.flags import parse
 from fmoe_ext.remote.server.main import main, make_server
+from fmoe_ext.remote.server.service import NotLeader
 from fmoe_ext.remote.wire import Message, WireError
 
 D = 16
@@ -105,6 +106,29 @@ def test_sigterm_at_random_moments_loses_nothing(start_server, tmp_path, runs):
         assert heard <= int(state["version"]) == int(state["requests"]) <= heard + 1
         heard = int(state["version"])
     assert heard > 0
+
+
+def test_experts_without_a_leader_are_not_called_active(caplog):
+    """A server printed "4 active experts" while nobody answered for two of them."""
+
+    class Waiting:
+        async def start(self, server):
+            await server.add_experts(["expert.0", "expert.1", "expert.2"])
+
+            def may_step(uid):
+                if uid != "expert.1":
+                    raise NotLeader(f"not the leader of {uid}")
+
+            server.host.may_step = may_step
+
+        async def stop(self):
+            pass
+
+    with caplog.at_level("INFO", "fmoe_ext.remote"), Server(Options(hidden_dim=D), Waiting()):
+        assert "Got 1 active experts of type ffn: ['expert.1']" in caplog.text
+        assert (
+            "Keeps 2 more, which another server leads or nobody yet: ['expert.0', 'expert.2']" in caplog.text
+        )
 
 
 def test_busy_port_ends_with_one_sentence(start_server):

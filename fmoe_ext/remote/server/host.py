@@ -260,7 +260,8 @@ class ExpertHost:
                 expert.applied[request.request_id] = expert.version
                 self._replies.put(expert.uid, request.request_id, tensors)
         while len(expert.applied) > MAX_REMEMBERED_IDS:
-            expert.applied.popitem(last=False)
+            oldest, _ = expert.applied.popitem(last=False)
+            self._replies.drop(expert.uid, oldest)
         return answers
 
     def apply(self, update: Update) -> None:

@@ -21,7 +21,7 @@ from fmoe_ext.remote.server.host import ExpertHost
 from fmoe_ext.remote.server.metrics import Metrics
 from fmoe_ext.remote.server.options import Options
 from fmoe_ext.remote.server.pages import Pages
-from fmoe_ext.remote.server.service import ExpertService
+from fmoe_ext.remote.server.service import ExpertService, NotLeader
 from fmoe_ext.remote.server.state import read_state, write_state
 from fmoe_ext.remote.wire import Limits, Message, body_bytes
 
@@ -112,7 +112,17 @@ class Server:
             self._tasks.append(asyncio.create_task(self._save_regularly()))
         log.info("Server started at %s", self.endpoint)
         uids = sorted(self.host.experts)
-        log.info("Got %d active experts of type %s: %s", len(uids), self.options.expert_cls, uids)
+        active = [uid for uid in uids if self._takes_gradients(uid)]
+        log.info("Got %d active experts of type %s: %s", len(active), self.options.expert_cls, active)
+        if waiting := sorted(set(uids) - set(active)):
+            log.info("Keeps %d more, which another server leads or nobody yet: %s", len(waiting), waiting)
+
+    def _takes_gradients(self, uid: str) -> bool:
+        try:
+            self.host.may_step(uid)
+        except NotLeader:
+            return False
+        return True
 
     async def _attach(self, port: int) -> None:
         """Lets a relay pass on what comes for this server."""
