@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from fmoe_ext.ep.exchange import Group, find_group, register_group
 from fmoe_ext.ep.expert_parallel import ExpertParallel
