@@ -246,7 +246,7 @@ class FMoE(SpreadLayer):
             topk_idx, topk_weights = choices_of(gate, gate(step.x))
         elif forward.kept is None or forward.selected is None:
             topk_idx, topk_weights = choices_of(gate, gate(step.x))
-            forward.choose(gate.take_selected(), topk_idx, gate.weighs_while_choosing, self.num_experts)
+            forward.choose(step.selected, topk_idx, gate.weighs_while_choosing, self.num_experts)
         else:
             tape, gate.tape = gate.tape, Repeat(forward.selected.long(), forward.is_fused)
             try:

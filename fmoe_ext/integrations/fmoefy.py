@@ -16,6 +16,7 @@ from fmoe_ext.distributed import DistributedGroupedDataParallel
 from fmoe_ext.experts import activation_name
 from fmoe_ext.integrations import huggingface_dense, huggingface_record, plain
 from fmoe_ext.integrations.build import build
+from fmoe_ext.integrations.huggingface_saving import replace_of_fmoefied
 from fmoe_ext.integrations.megatron import core as megatron_core
 from fmoe_ext.integrations.megatron import legacy as megatron_legacy
 from fmoe_ext.integrations.padding import heed_attention_masks
@@ -236,6 +237,7 @@ def replace(
         target.finish()
     heed_attention_masks(model)
     ways_out = huggingface_record.note(model, kind, targets, layers, options)
+    replace_of_fmoefied(model)
     after = _count(model) + sum((moe.world_size - 1) * _count(moe.experts) for moe in layers)
     idle = sum((moe.num_experts - moe.top_k) * (_count(moe.experts) // moe.num_expert) for moe in layers)
     model.fmoe_report = Report(

@@ -53,7 +53,7 @@ def is_transformed(*tensors: torch.Tensor | None) -> bool:
         return False
     try:
         for t in tensors:
-            if t is not None:
+            if type(t) is torch.Tensor:  # as wrappers are, but neither parameters nor fake tensors
                 t.data_ptr()
     except RuntimeError:
         return True

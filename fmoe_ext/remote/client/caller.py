@@ -56,7 +56,7 @@ class Caller:
         return await self._within(endpoint, timeout, read)
 
     async def _within(self, endpoint: str, timeout: float, work: Callable[[], Awaitable[Message]]) -> Message:
-        """What work returns; every failure is a RemoteError."""
+        """Return the result of work; every failure is a RemoteError."""
         if timeout <= 0:
             raise errors.CallTimeout(f"no time was left to call {endpoint}")
         try:
