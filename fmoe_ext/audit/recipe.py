@@ -126,7 +126,7 @@ def pad(batch: Batch, side: str) -> Batch:
     return {name: padded(name, x) for name, x in batch.items()}
 
 
-def _accumulate_nothing(model: Any, microbatches: Sequence[Batch]) -> AbstractContextManager:
+def _accumulate_nothing(model: Any, microbatches: Sequence[Batch]) -> AbstractContextManager[None]:
     return nullcontext()
 
 
@@ -155,7 +155,7 @@ class Recipe:
     loss: Callable[[Any, Batch], torch.Tensor | tuple[torch.Tensor, torch.Tensor]]
     weight: Callable[[Part], float] = weight_by_tokens
     shared_weight: Callable[[Part], float] = weight_by_samples
-    accumulate: Callable[[Any, Sequence[Batch]], AbstractContextManager] = _accumulate_nothing
+    accumulate: Callable[[Any, Sequence[Batch]], AbstractContextManager[Any]] = _accumulate_nothing
     wrap: Callable[[nn.Module, Layout], nn.Module] = data_parallel
     reduce: Callable[[Any], None] = reduce_gradients
     clip: Callable[[Any], torch.Tensor | None] = clip_gradients

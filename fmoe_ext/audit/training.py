@@ -24,7 +24,7 @@ from fmoe_ext.audit.recipe import (
 )
 from fmoe_ext.audit.values import ModelView, Step, Value, Values
 from fmoe_ext.distributed.groups import init_groups
-from fmoe_ext.recompute import is_counted
+from fmoe_ext.step import is_counted
 
 SEED = 0
 

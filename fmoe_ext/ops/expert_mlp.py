@@ -8,7 +8,10 @@ import torch.nn.functional as F
 
 from fmoe_ext.ops import debug, gpu_kernels
 from fmoe_ext.ops._autograd import (
+    call,
+    call_functional,
     cast_for_autocast,
+    is_transformed,
     register_autocast,
     register_autograd,
     register_fake,
@@ -16,7 +19,7 @@ from fmoe_ext.ops._autograd import (
 )
 from fmoe_ext.ops._split import Needs, Tensors, in_two, needed, worthwhile
 from fmoe_ext.ops.arguments import ExpertMlp, ExpertMlpBackward, ExpertMlpBackwardWeights
-from fmoe_ext.ops.main_grad import NO_GRAPH, MainGrad
+from fmoe_ext.ops.main_grad import NO_GRAPH, TRANSFORMED_MAIN_GRAD, MainGrad
 from fmoe_ext.ops.outside_graphs import outside_graphs
 
 ACTIVATIONS = MappingProxyType(
@@ -79,6 +82,8 @@ def expert_mlp(
         )
     inputs, weights = (x, topk_weights, row_idx, inverse, offs), (w1, b1, w2, b2)
     save_h = torch.is_grad_enabled() and any(needed((*inputs, *weights)))
+    if save_h and is_transformed(*inputs[:2], *weights):
+        return _transformed(inputs, weights, number, combine, main_grads)
     if save_h and any(main_grads) and any(needed(weights)):
         return _into_main_grads(_ExpertMlp(number, combine, main_grads), inputs, weights)
     if worthwhile(inputs, weights):
@@ -200,9 +205,8 @@ def _backward(ctx: Any, grad_y: torch.Tensor | None, _grad_h: None) -> Tensors:
             "expert_mlp was called with save_h=False, so there is nothing to compute gradients from"
         )
     needs = [ctx.needs_input_grad[i] for i in PLACES]
-    computed = torch.ops.fmoe_ext.expert_mlp_backward(
-        grad_y, *ctx.saved_tensors, ctx.activation, ctx.combine, needs
-    )
+    arguments = (grad_y, *ctx.saved_tensors, ctx.activation, ctx.combine, needs)
+    computed = call("fmoe_ext::expert_mlp_backward", *arguments)
     for place, wanted, grad in zip(PLACES, needs, computed, strict=True):
         grads[place] = grad if wanted else None
     return tuple(grads)
@@ -290,6 +294,19 @@ def _all_needs(needs: Needs) -> list[bool]:
     """In the order of the operator's results."""
     (dx, dtopk_weights, *_), weights = needs
     return [dx, *weights, dtopk_weights]
+
+
+def _transformed(
+    inputs: Tensors, weights: Tensors, activation: int, combine: bool, main_grads: Sequence[MainGrad | None]
+) -> torch.Tensor:
+    """expert_mlp inside torch.func's transforms, which want the gradients returned."""
+    if any(main_grads):
+        raise RuntimeError(TRANSFORMED_MAIN_GRAD)
+    x, topk_weights, *indices = inputs
+    x, *weights_cast = cast_for_autocast(x, *weights)
+    arguments = (x, *indices, *weights_cast, topk_weights, activation, combine, True)
+    y: torch.Tensor = call_functional("fmoe_ext::expert_mlp", *arguments)[0]
+    return y
 
 
 def _in_two(product: _ExpertMlp, inputs: Tensors, weights: Tensors) -> torch.Tensor:

@@ -6,6 +6,7 @@ from itertools import accumulate, pairwise
 import torch
 
 NO_GRAPH = "the gradient of a weight is added to weight.main_grad by code that a compiled graph cannot hold"
+TRANSFORMED_MAIN_GRAD = "torch.func cannot transform experts with gradient_accumulation_fusion=True"
 
 
 class MainGrad:

@@ -1,12 +1,14 @@
 """Remote experts: train through experts that other machines host, and lose nobody's work.
 
-Needs the extra: pip install fmoe_ext[remote].
+Needs three more packages: pip install grpcio safetensors cryptography.
 """
 
 try:
     import grpc  # noqa: F401
 except ImportError as error:
-    raise ImportError(f"fmoe_ext.remote needs grpcio: pip install fmoe_ext[remote] ({error})") from error
+    raise ImportError(
+        f"fmoe_ext.remote needs grpcio: pip install grpcio safetensors cryptography ({error})"
+    ) from error
 
 from fmoe_ext.remote.client.audit import Auditor, Finding
 from fmoe_ext.remote.client.client import Client, Settings

@@ -223,7 +223,7 @@ SHAPES_FOR_THREADS = ((400, 3, 5, 100, 80), (1, 2, 4, 300, 500), (500, 1, 1, 64,
 
 @pytest.mark.cpu("its threads")
 @pytest.mark.parametrize("shape", SHAPES_FOR_THREADS, ids=str)
-def test_bitwise_equal_for_any_number_of_threads(shape):
+def test_bitwise_equal_for_any_number_of_threads(isa, shape):
     problem = Problem(*shape, torch.float32)
     expected = problem.results(expert_mlp)
     threads = torch.get_num_threads()

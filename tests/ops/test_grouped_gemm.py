@@ -129,7 +129,7 @@ def test_transposed_compiles_whole():
         assert torch.equal(a, b)
 
 
-def test_bitwise_equal_for_any_number_of_threads():
+def test_bitwise_equal_for_any_number_of_threads(isa):
     inputs = make_inputs(700, 200, 150, [300, 300, 650], torch.bfloat16)
     expected = results(grouped_gemm, *inputs)
     threads = torch.get_num_threads()

@@ -183,7 +183,7 @@ def test_forwards_before_backwards():
         assert torch.equal(getattr(together, name).main_grad, getattr(apart, name).main_grad), name
 
 
-def test_bitwise_equal_for_any_number_of_threads():
+def test_bitwise_equal_for_any_number_of_threads(isa):
     found = []
     threads = torch.get_num_threads()
     try:

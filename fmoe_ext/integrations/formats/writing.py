@@ -1,9 +1,6 @@
 """export(): a model with our MoE layers as a folder that plain Transformers loads."""
 
-import dataclasses
 import shutil
-from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,18 +8,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fmoe_ext.checkpoint import CheckpointError, to_huggingface
+from fmoe_ext.checkpoint import CheckpointError
 from fmoe_ext.checkpoint.errors import together
-from fmoe_ext.checkpoint.layouts import LAYOUTS, Layout
+from fmoe_ext.checkpoint.families import FAMILIES, formats_for
 from fmoe_ext.checkpoint.model_state import ModelState
-from fmoe_ext.checkpoint.safetensors_file import StoredTensor
 from fmoe_ext.checkpoint.saving import Whole, gathered
 from fmoe_ext.checkpoint.shards import MAX_SHARD_BYTES, check_is_free, new_folder, write_model_files
-from fmoe_ext.integrations.formats import gguf
-from fmoe_ext.integrations.formats.families import FAMILIES, make_config
-from fmoe_ext.integrations.formats.gguf import write_gguf
-from fmoe_ext.integrations.formats.layers import read_layers
-from fmoe_ext.integrations.huggingface_record import take_record
+from fmoe_ext.integrations.formats.gguf import check_writable, write_gguf
+from fmoe_ext.integrations.formats.plan import Plan, plan_export, values_of
 
 GGUF = "gguf"
 TOKENIZER_FILES = (
@@ -49,8 +42,8 @@ def export(
 
     model: what fmoefy or import_model() made. folder: a new or empty one; it gets config.json, generation_config.json,
     the tokenizer's files, safetensors of at most max_shard_bytes (a layer stays in one), in the dtypes of the model.
-    format: a model type, "mixtral", "qwen3_moe", "qwen2_moe", "olmoe", "deepseek_v3", "gpt_oss"; docs/formats.md says
-    which models each can hold. "gguf": folder/model.gguf for llama.cpp, without a vocabulary.
+    format: a model type of Transformers, as "mixtral" or "qwen3_moe"; docs/formats.md lists them and says which models
+    each can hold. "gguf": folder/model.gguf for llama.cpp, without a vocabulary.
     tokenizer: one of Transformers, or a folder that has its files.
 
     All ranks that share the experts call it; the first one writes. What is for training alone (losses, jitter, the
@@ -64,19 +57,19 @@ def export(
         _check_tokenizer(tokenizer, format)
         plan = plan_export(model, _type_for_gguf(model) if format == GGUF else format)
         if format == GGUF:
-            gguf.check_writable(plan.format, plan.config)
+            check_writable(plan.family, plan.config)
     with gathered(folder, model, process_group) as whole:
         if whole is not None:
             with new_folder(folder) as unfinished:
                 if format == GGUF:
-                    write_gguf(unfinished / "model.gguf", plan.in_memory(whole), plan.format, plan.config)
+                    write_gguf(unfinished / "model.gguf", plan.in_memory(whole), plan.family, plan.config)
                 else:
                     write_files(plan, whole, unfinished, max_shard_bytes)
                 _write_tokenizer(tokenizer, unfinished)
     return folder
 
 
-def write_files(plan: "Plan", whole: Whole, folder: Path, max_shard_bytes: int) -> None:
+def write_files(plan: Plan, whole: Whole, folder: Path, max_shard_bytes: int) -> None:
     """Writes the tensors and the configurations into a folder that is there."""
     write_model_files(folder, plan.convert(whole), max_shard_bytes)
     plan.config.save_pretrained(folder)
@@ -85,105 +78,10 @@ def write_files(plan: "Plan", whole: Whole, folder: Path, max_shard_bytes: int) 
         generation.save_pretrained(folder)
 
 
-@dataclass(frozen=True)
-class Plan:
-    """What is going to be written: checked, nothing of it read yet. left_out: names of tied tensors."""
-
-    model: Any
-    format: str
-    config: Any
-    left_out: frozenset[str]
-
-    def convert(self, whole: Whole) -> dict[str, StoredTensor]:
-        """The tensors of Hugging Face's files."""
-        tensors = {name: t for name, t in whole.tensors.items() if name not in self.left_out}
-        return to_huggingface(tensors, self.format, whole.routing)
-
-    def in_memory(self, whole: Whole) -> dict[str, StoredTensor]:
-        """All tensors under the names that they have in Transformers' modules."""
-        return to_huggingface(whole.tensors, _in_memory(self.format))
-
-
-def plan_export(model: nn.Module, format: str) -> Plan:
-    """The Plan of an export; CheckpointError for what the format cannot say."""
-    if format not in FAMILIES:
-        raise CheckpointError(f"format must be one of {', '.join(FAMILIES)} or {GGUF}, but got {format!r}")
-    state = ModelState(model)
-    values = values_of(state.model)
-    layers = read_layers(state, format, values["num_hidden_layers"])
-    config = make_config(format, values, layers)
-    shapes = {
-        name: StoredTensor(state.global_shape(name), value.dtype, value.detach)
-        for name, value in state.tensors.items()
-    }
-    tied = _tied(state, config)
-    _check_names(to_huggingface(shapes, _in_memory(format)), config, state.model, tied)
-    return Plan(state.model, format, config, tied)
-
-
-def _in_memory(format: str) -> Layout:
-    """The layout of Transformers' modules, whose files have that of the format."""
-    return dataclasses.replace(LAYOUTS[format], per_expert=None, block="mlp")
-
-
 def _type_for_gguf(model: nn.Module) -> str:
     """The model type by which a model goes into a GGUF file."""
     source = values_of(ModelState(model).model)["model_type"]
-    fitting = [name for name, family in FAMILIES.items() if source in family.sources]
-    return fitting[0] if fitting else source
-
-
-def values_of(model: Any) -> dict[str, Any]:
-    """The values of a Transformers model's configuration, those of the dense model if it was fmoefied."""
-    if not hasattr(getattr(model, "config", None), "to_dict"):
-        raise CheckpointError(
-            f"{type(model).__name__} is no model of Transformers, which these formats are for: "
-            "fmoe_ext.checkpoint.export_safetensors writes any model"
-        )
-    values: dict[str, Any] = model.config.to_dict()
-    take_record(values)
-    return values
-
-
-def _tied(state: ModelState, config: Any) -> frozenset[str]:
-    """Names of tensors that are others too, if the configuration says so."""
-    if not getattr(config, "tie_word_embeddings", False):
-        return frozenset()
-    return frozenset(name for name, value in state.tensors.items() if state.name_of(value) != name)
-
-
-def _check_names(tensors: Mapping[str, StoredTensor], config: Any, model: Any, tied: frozenset[str]) -> None:
-    """CheckpointError unless a model of this configuration has tensors of just these names and shapes."""
-    config.architectures = [_class_of(config, model).__name__]
-    with torch.device("meta"):
-        target = _class_of(config, model)(config)
-    expected = {name: tuple(value.shape) for name, value in target.state_dict().items() if name not in tied}
-    found = {name: tensor.shape for name, tensor in tensors.items() if name not in tied}
-    problems = [f"it has no {name}" for name in expected.keys() - found.keys()]
-    problems += [f"{name} has no place" for name in found.keys() - expected.keys()]
-    problems += [
-        f"{name} is {list(shape)}, expected {list(expected[name])}"
-        for name, shape in found.items()
-        if name in expected and shape != expected[name]
-    ]
-    if problems:
-        raise CheckpointError(
-            f"{config.architectures[0]} cannot hold this {type(model).__name__}: {'; '.join(sorted(problems)[:5])}"
-            f"{f'; {len(problems) - 5} more' if len(problems) > 5 else ''}"
-        )
-
-
-def _class_of(config: Any, model: Any) -> Any:
-    """The class of a format for what the model is: LlamaForCausalLM -> MixtralForCausalLM."""
-    import transformers
-
-    before, after = (type(c).__name__.removesuffix("Config") for c in (model.config, config))
-    name = type(model).__name__
-    wanted = after + name.removeprefix(before)
-    found = getattr(transformers, wanted, None) if name.startswith(before) else None
-    if found is None:
-        raise CheckpointError(f"Transformers has no {wanted}, which a {name} would become")
-    return found
+    return next((name for name in formats_for(source) if FAMILIES[name].gguf), source)
 
 
 def _check_tokenizer(tokenizer: Any, format: str) -> None:

@@ -3,12 +3,12 @@
 import argparse
 import logging
 import signal
-import sys
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from fmoe_ext._cli import CANNOT, run
 from fmoe_ext.remote import loop
 from fmoe_ext.remote.dht.dht import open_node
 from fmoe_ext.remote.dht.discovery import KademliaDiscovery
@@ -49,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         discovery, services = loop.run(_open(flags), 30)
     except (OSError, ValueError, DiscoveryError) as error:
         log.error("%s", error)
-        return 1
+        return CANNOT
     log.info("DHT node listens on port %d", discovery.node.port)
     while not stopped.wait(min(flags.stats_report_interval, threading.TIMEOUT_MAX) or None):
         log.info("Knows %d nodes, keeps %d records", len(discovery.node.table), len(discovery.node.store))
@@ -74,4 +74,4 @@ async def _open(flags: argparse.Namespace) -> tuple[KademliaDiscovery, list[Rela
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run(main)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from fmoe_ext._cli import CANNOT, run
 from fmoe_ext.remote import loop
 from fmoe_ext.remote.dht import open_node
 from fmoe_ext.remote.discovery import Discovery, DiscoveryError, StaticList
@@ -112,7 +113,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         server.start()
     except (OSError, ValueError, DiscoveryError) as error:
         log.error("%s", error)
-        return 1
+        return CANNOT
     counted: dict[str, float] = {}
     interval = flags.stats_report_interval
     while not stopped.wait(min(interval, threading.TIMEOUT_MAX) or None):
@@ -138,4 +139,4 @@ def _run_file(path: Path) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run(main)

@@ -215,7 +215,7 @@ def test_killed_server_gets_its_experts_back_by_its_identity(start_server, dhts,
     poll(lambda: (state := saved.load("expert.0")) and state.meta["version"] == "1")
     assert first.end(signal.SIGKILL) == -signal.SIGKILL
     stranger = start_server(*flags)
-    assert stranger.wait() == 1
+    assert stranger.wait() == 2
     assert "other servers host expert.0" in stranger.path.read_text()
     begin = time.monotonic()
     second = start_server(*flags, "--identity_path", tmp_path / "key")
@@ -235,7 +235,7 @@ def test_server_behind_a_relay_is_called_there(start_process, start_server, dhts
     node = "127.0.0.1:" + outside.wait_for(r"DHT node listens on port (\d+)")[1]
     flags = ("--initial_peers", node, "--expert_uids", "expert.0", "--relay", relay)
     refused = start_server(*flags, "--relay_token", "wrong")
-    assert refused.wait() == 1
+    assert refused.wait() == 2
     assert "asks for another token" in refused.path.read_text()
     hidden = start_server(*flags, "--relay_token", "secret")
     said = hidden.endpoint()
@@ -250,7 +250,7 @@ def test_server_behind_a_relay_is_called_there(start_process, start_server, dhts
 
 def test_fmoe_dht_says_what_is_wrong(caplog, monkeypatch):
     monkeypatch.setattr(signal, "signal", lambda *_: None)
-    assert main(["--initial_peers", DEAD, "--listen_on", "127.0.0.1:0", "--join_timeout", "0.5"]) == 1
+    assert main(["--initial_peers", DEAD, "--listen_on", "127.0.0.1:0", "--join_timeout", "0.5"]) == 2
     assert "none of the initial peers" in caplog.text
 
 
