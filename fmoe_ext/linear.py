@@ -153,7 +153,8 @@ class FMoELinear(nn.Module):
 
         Otherwise whoever has the module may compute with its weight and bias directly, as FusedExperts does.
         """
-        return "forward" in self.__dict__ or any(map(_is_active, self._hook_handles))
+        handles = self._hook_handles
+        return "forward" in self.__dict__ or (bool(handles) and any(map(_is_active, handles)))
 
     @property
     def main_grad(self) -> ops.MainGrad | None:

@@ -18,14 +18,13 @@ from fmoe_ext.integrations import huggingface_dense, huggingface_record, plain
 from fmoe_ext.integrations.build import build
 from fmoe_ext.integrations.huggingface_saving import replace_of_fmoefied
 from fmoe_ext.integrations.megatron import core as megatron_core
-from fmoe_ext.integrations.megatron import legacy as megatron_legacy
 from fmoe_ext.integrations.padding import heed_attention_masks
 from fmoe_ext.integrations.recognize import is_linear
 from fmoe_ext.integrations.target import Options, Target
 from fmoe_ext.layers import FMoE
 from fmoe_ext.transformer import FMoETransformerMLP
 
-KINDS = (megatron_core, megatron_legacy, huggingface_dense, plain)  # asked in this order
+KINDS: list[Any] = [megatron_core, huggingface_dense, plain]  # modules that find MLPs, tried in this order
 INITS = ("random", "upcycle")
 WRAPPERS = (nn.parallel.DistributedDataParallel, nn.DataParallel, DistributedGroupedDataParallel)
 
@@ -269,6 +268,12 @@ def _check_model(model: nn.Module, options: Options) -> None:
             raise ValueError(f"fmoefy reads and copies weights, but {name} is {what} first")
 
 
+def add_kind(kind: Any) -> None:
+    """Add a module that finds the MLPs of a kind of model (target.py), tried after Megatron-core; once is enough."""
+    if kind not in KINDS:
+        KINDS.insert(1, kind)
+
+
 def find_targets(model: nn.Module, options: Options) -> tuple[str, list[Target]]:
     """(name of the model kind, its MLPs); ValueError, listing what was looked for, where there are none."""
     return _find(model, options)[:2]
@@ -276,7 +281,7 @@ def find_targets(model: nn.Module, options: Options) -> tuple[str, list[Target]]
 
 def _find(model: nn.Module, options: Options) -> tuple[str, list[Target], list[str]]:
     """find_targets() and, as "path (class): reason", the modules that look like MLPs and cannot be read."""
-    kinds = KINDS if options.match is None else (plain,)
+    kinds = KINDS if options.match is None else [plain]
     for kind in kinds:
         distinct: dict[int, Target] = {}  # a module that the model refers to at two places is one target
         for target in kind.find(model, options):

@@ -35,11 +35,10 @@ def one_megatron_rank(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def forget_megatrons_losses():
-    """A backward outside of Megatron's schedules leaves a scale [], which they cannot overwrite with theirs [1].
-
-    The log of losses is as long as the first model has layers.
-    """
+    """A backward outside of Megatron's schedules leaves a scale [], which they cannot overwrite with theirs [1]."""
     yield
     if moe_utils := sys.modules.get("megatron.core.transformer.moe.moe_utils"):
         moe_utils.MoEAuxLossAutoScaler.main_loss_backward_scale = None
-        moe_utils.get_moe_layer_wise_logging_tracker().clear()
+        from megatron_layouts import forget_logged_losses
+
+        forget_logged_losses()

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import fmoe_ext
+from fmoe_ext.compat.megatron.checkpoint import get_fmoe_checkpoint_name
 from fmoe_ext.gates import GShardGate, SwitchGate
 from fmoe_ext.megatron import (
     DistributedDataParallel,
@@ -23,7 +24,6 @@ from fmoe_ext.megatron import (
     patch_model_provider,
     save_checkpoint,
 )
-from fmoe_ext.megatron.checkpoint import get_fmoe_checkpoint_name
 from fmoe_ext.testing import DistributedPool
 
 D, LAYERS = 8, 2

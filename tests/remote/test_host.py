@@ -103,7 +103,7 @@ def test_peers_take_turns():
     assert [j.uid for j in queue.take()] == ["a.2", "a.3", "a.4", "a.5"]
 
 
-def test_a_peer_cannot_fill_the_queue():
+def test_peer_cannot_fill_the_queue():
     queue = FairQueue(max_waiting=8, max_of_peer=4)
     queued(queue, "a", 4)
     with pytest.raises(QueueFull, match="from a"):

@@ -1,4 +1,4 @@
-"""fmoe-server: hosts experts until it is told to stop."""
+"""fmoe-server: hosts experts until a signal ends it."""
 
 import argparse
 import importlib.util
@@ -57,7 +57,7 @@ def _placement(flags: argparse.Namespace, tokens: dict[str, str]) -> Placement:
 
 
 def _credentials(flags: argparse.Namespace, token: str | None) -> Credentials:
-    """What this server shows to others."""
+    """The proofs that this server shows to others."""
     if flags.tls_ca is not None:
         return Credentials(flags.tls_ca, flags.tls_certificate, flags.tls_key, token)
     if flags.tls_certificate is not None and (flags.registry or flags.copies_of):

@@ -72,7 +72,7 @@ class Server:
 
     @property
     def endpoint(self) -> str:
-        """Where others call this server; a relay that was away may give it another port."""
+        """The address at which others call this server; a relay that was away may give it another port."""
         return self._attachment.endpoint if self._attachment else self._endpoint
 
     def start(self, timeout: float = 60.0) -> "Server":
