@@ -290,6 +290,14 @@ def test_from_pretrained_says_what_is_wrong(tmp_path):
         from_pretrained(tmp_path)
 
 
+def test_from_pretrained_follows_no_link_out_of_the_folder(tmp_path):
+    fmoefy(make("llama"), 4).save_pretrained(tmp_path / "moe")
+    (tmp_path / "moe" / "generation_config.json").rename(tmp_path / "elsewhere")
+    (tmp_path / "moe" / "generation_config.json").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(CheckpointError, match=r"is a link to .*elsewhere, outside the folder"):
+        from_pretrained(tmp_path / "moe")
+
+
 class Unmarkable(torch.nn.Module):
     """A model whose configuration names no activation."""
 
