@@ -7,7 +7,7 @@ import inspect
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar, overload
 
 from torch import nn
 
@@ -78,6 +78,31 @@ class Report:
         return "\n  ".join((head, *map(repr, self.replaced), *(f"left dense: {why}" for why in self.left)))
 
 
+ModelT = TypeVar("ModelT", bound=nn.Module)
+
+
+@overload
+def fmoefy(
+    model: ModelT,
+    num_experts: int | None = ...,
+    distributed_experts: bool = ...,
+    hidden_hidden_size: int | None = ...,
+    top_k: int | None = ...,
+    gate: Any = ...,
+    megatron_version: str | None = ...,
+    **options: Any,
+) -> ModelT: ...
+@overload
+def fmoefy(
+    model: Sequence[ModelT],
+    num_experts: int | None = ...,
+    distributed_experts: bool = ...,
+    hidden_hidden_size: int | None = ...,
+    top_k: int | None = ...,
+    gate: Any = ...,
+    megatron_version: str | None = ...,
+    **options: Any,
+) -> list[ModelT]: ...
 def fmoefy(
     model: Any,
     num_experts: int | None = None,
