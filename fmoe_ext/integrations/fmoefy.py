@@ -7,7 +7,7 @@ import inspect
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar, overload
+from typing import Any, TypeVar, cast
 
 from torch import nn
 
@@ -78,33 +78,11 @@ class Report:
         return "\n  ".join((head, *map(repr, self.replaced), *(f"left dense: {why}" for why in self.left)))
 
 
-ModelT = TypeVar("ModelT", bound=nn.Module)
+ModelT = TypeVar("ModelT")
 
 
-@overload
 def fmoefy(
     model: ModelT,
-    num_experts: int | None = ...,
-    distributed_experts: bool = ...,
-    hidden_hidden_size: int | None = ...,
-    top_k: int | None = ...,
-    gate: Any = ...,
-    megatron_version: str | None = ...,
-    **options: Any,
-) -> ModelT: ...
-@overload
-def fmoefy(
-    model: Sequence[ModelT],
-    num_experts: int | None = ...,
-    distributed_experts: bool = ...,
-    hidden_hidden_size: int | None = ...,
-    top_k: int | None = ...,
-    gate: Any = ...,
-    megatron_version: str | None = ...,
-    **options: Any,
-) -> list[ModelT]: ...
-def fmoefy(
-    model: Any,
     num_experts: int | None = None,
     distributed_experts: bool = True,
     hidden_hidden_size: int | None = None,
@@ -122,11 +100,11 @@ def fmoefy(
     d_model: int | None = None,
     load_dense: Any = None,
     **moe_kwargs: Any,
-) -> Any:
+) -> ModelT:
     """Replaces the MLPs of a Transformer, in place, by FMoETransformerMLPs -> the model, with model.fmoe_report.
 
     model: a dense Hugging Face model, a model with nn.TransformerEncoderLayer or nn.TransformerDecoderLayer, or any
-    other with match=; a list of models gives a list. Do it before wrapping the model for data parallelism and before
+    other with match=; a list of models gives a list, a tuple a tuple. Do it before wrapping the model for data parallelism and before
     making the optimizer.
 
     num_experts, or fmoe_num_experts: experts of each rank, as in FastMoE.
@@ -185,9 +163,12 @@ def fmoefy(
         moe_kwargs=moe_kwargs,
     )
     _check(options)
+    result: Any = model
     if isinstance(model, (list, tuple)):
-        return [_replace(chunk, options) for chunk in model]
-    return _replace(model, options)
+        result = type(model)([_replace(chunk, options) for chunk in model])
+    else:
+        result = _replace(result, options)
+    return cast(ModelT, result)
 
 
 def _one_of(num_experts: int | None, fmoe_num_experts: int | None) -> int | None:

@@ -179,7 +179,7 @@ def other(name):
             use_cache=False, **seq2seq,
         )  # fmt: skip
         model = transformers.FSMTModel(config)
-    return model.double().eval()
+    return model.eval()
 
 
 @pytest.mark.parametrize("name", ["longformer", "led", "prophetnet", "fsmt"])
@@ -196,7 +196,7 @@ def test_models_with_other_tokens_inside_give_padding_no_expert(name):
             module.register_forward_pre_hook(lambda _, args: seen.append(len(args[0])))
     with torch.no_grad():
         out, expected = (model(**inputs)[0][mask > 0] for model in (moe, dense))
-    torch.testing.assert_close(out, expected, rtol=1e-11, atol=1e-12)
+    torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)  # their masks overflow in float64
     real = sum(LENGTHS)
     assert set(seen) == ({real, 3 * real} if name == "prophetnet" else {real})
 
