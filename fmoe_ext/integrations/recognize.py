@@ -20,11 +20,11 @@ from torch import Tensor, nn
 from fmoe_ext import ops
 from fmoe_ext.experts import GatedActivation, activation_name
 from fmoe_ext.integrations.target import DenseMLP
+from fmoe_ext.linear import DTYPES
 
 PLAIN = ("gelu", "gelu_tanh", "relu", "silu")
 GATED = MappingProxyType({"silu": "swiglu", "gelu": "geglu", "gelu_tanh": "geglu_tanh"})
 DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.AlphaDropout, nn.FeatureAlphaDropout)
-DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 class UnreadableError(Exception):

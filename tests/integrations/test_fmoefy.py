@@ -347,3 +347,31 @@ def test_options_of_the_layer_are_passed_on(model):
     assert {p.dp_comm for p in to_moe(model).layers[0].experts.parameters()} == {"dp"}
     with pytest.raises(TypeError, match="colour"):
         fmoefy(model, 4, match=MLP, colour="red")
+
+
+TYPED = """
+from typing_extensions import assert_type
+from torch import nn
+from fmoe_ext import fmoefy
+
+class Mine(nn.Module): ...
+
+assert_type(fmoefy(Mine(), num_experts=4, init="upcycle"), Mine)
+assert_type(fmoefy([Mine()], 4), list[Mine])
+fmoefy(Mine(), num_experts="four")
+"""
+
+
+@pytest.mark.long
+def test_fmoefy_returns_the_type_that_it_gets():
+    mypy = pytest.importorskip("mypy.api")
+    output, _, _ = mypy.run(["--config-file=", "--follow-imports=silent", "-c", TYPED])
+    assert [
+        line.split("error: ")[1].split("  [")[0] for line in output.splitlines() if "error: " in line
+    ] == ['Argument "num_experts" to "fmoefy" has incompatible type "str"; expected "int | None"']
+
+
+def test_a_tuple_of_models_gives_a_tuple():
+    models = tuple(Model(1) for _ in range(2))
+    results = fmoefy(models, 4, match=MLP)
+    assert type(results) is tuple and all(a is b for a, b in zip(results, models, strict=True))

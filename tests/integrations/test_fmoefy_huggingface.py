@@ -24,6 +24,7 @@ from transformers import (
     Phi3Config,
     PretrainedConfig,
     Qwen3Config,
+    RobertaPreLayerNormConfig,
     T5Config,
     Trainer,
     TrainingArguments,
@@ -499,3 +500,81 @@ def test_random_experts_and_chosen_layers():
     assert experts.htoh4.weight.shape == (4, 2 * 12, 16) and experts.htoh4.bias is None
     assert 0.2 < experts.htoh4.weight.std() < 0.4
     assert logits(moe).isfinite().all()
+
+
+def test_norm_before_the_first_linear_layer_stays():
+    """RobertaPreLayerNorm has it inside of `intermediate`."""
+    torch.manual_seed(0)
+    config = RobertaPreLayerNormConfig(**SIZES, max_position_embeddings=16, pad_token_id=0)
+    dense = AutoModelForMaskedLM.from_config(config).double().eval()
+    with torch.no_grad():
+        for p in dense.parameters():
+            p.add_(torch.randn_like(p), alpha=0.3)
+    truth = logits(dense)
+    moe = fmoefy(copy.deepcopy(dense), 4, init="upcycle")
+    assert moe.fmoe_report.replaced[0].path.endswith("layer.0.intermediate.dense")
+    assert (logits(moe) - truth).abs().max() <= 1e-12 * truth.abs().max()
+    assert (logits(zero_experts(moe)) - truth).abs().max() > 0.01 * truth.abs().max()
+
+
+class Clamped(torch.nn.Module):
+    """A SwiGLU whose halves are clamped where few numbers are, as in GLM-5-Next."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate_proj, self.up_proj = (torch.nn.Linear(16, 24, bias=False) for _ in range(2))
+        self.down_proj = torch.nn.Linear(24, 16, bias=False)
+        self.act_fn = torch.nn.SiLU()
+
+    def forward(self, x):
+        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x).clamp(-10, 10))
+
+
+class Scaling(torch.nn.Linear):
+    def forward(self, x):
+        return 0.9 * super().forward(x)
+
+
+def scaled(mlp):
+    mlp.down_proj = Scaling(24, 16, bias=False)
+    return mlp
+
+
+def hooked(mlp):
+    mlp.register_forward_hook(lambda module, args, out: 2 * out)
+    return mlp
+
+
+CHANGED = {
+    "clamped": (lambda mlp: Clamped(), "computes none of gelu"),
+    "a linear layer of another kind": (scaled, "a Scaling in it computes more than its weight and bias"),
+    "a hook": (hooked, "something other than dropout follows its last linear layer"),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("change", CHANGED)
+def test_mlp_that_is_not_what_was_read_is_refused(change, dtype):
+    how, why = CHANGED[change]
+    model = make("llama")
+    for layer in model.model.layers:
+        layer.mlp = how(layer.mlp)
+    model.to(dtype)
+    before, state = dict(model.named_modules()), torch.get_rng_state()
+    Clamped.__module__ = "transformers.models"
+    with pytest.raises(ValueError, match=rf"model\.layers\.0\.mlp \(\w+\) looks like an MLP, but .*{why}"):
+        fmoefy(model, 4)
+    assert dict(model.named_modules()) == before
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_mlp_that_stays_dense_is_named_in_the_report():
+    model = make("llama")
+    hooked(model.model.layers[1].mlp)
+    with pytest.warns(UserWarning, match=r"1 MLPs stay dense \(fmoe_report\.left\): model\.layers\.1\.mlp"):
+        report = fmoefy(model, 4).fmoe_report
+    assert [r.path for r in report.replaced] == ["model.layers.0.mlp"]
+    assert len(report.left) == 1 and report.left[0].startswith(
+        "model.layers.1.mlp (LlamaMLP) looks like an MLP"
+    )
+    assert "left dense: model.layers.1.mlp" in repr(report)
