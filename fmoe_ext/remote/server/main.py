@@ -14,7 +14,8 @@ import torch
 from fmoe_ext.remote import loop
 from fmoe_ext.remote.dht import open_node
 from fmoe_ext.remote.discovery import Discovery, DiscoveryError, StaticList
-from fmoe_ext.remote.replication.replicas import ReplicatedExperts, Replication
+from fmoe_ext.remote.replication.replicas import ReplicatedExperts
+from fmoe_ext.remote.replication.site import Replication
 from fmoe_ext.remote.security import Credentials, Security
 from fmoe_ext.remote.server.flags import ETCD, parse, read_tokens
 from fmoe_ext.remote.server.host import Training

@@ -146,7 +146,7 @@ class Protocol:
     def _clients(self, state):
         for i in SERVERS:
             s = state.servers[i]
-            if not s.up or s.lease is False and s.role != OPEN:
+            if not s.up or (not s.lease and s.role != OPEN):
                 continue
             if s.role == OPEN:
                 logged = {u for _, u in s.log}
