@@ -186,7 +186,7 @@ def test_a_partitioned_old_leader_is_fenced(cluster, client):
     loop.run(cut_off(), 5)
     wait_until(lambda: role(follower) is Role.LEADER, 8, "the follower leads")
     assert role(leader) is Role.LEADER  # so it thinks
-    old = RemoteExpert(UID, leader.endpoint, Client(settings=Settings(backward_timeout=3, patience=0)))
+    old = RemoteExpert(UID, leader.endpoint, Client(settings=Settings(backward_timeout=8, patience=0)))
     y = old(torch.randn(2, D))
     with pytest.raises(RemoteError, match="not the leader"):
         y.sum().backward()

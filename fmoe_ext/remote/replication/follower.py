@@ -110,11 +110,12 @@ class Following:
         replica.early.clear()
         meta = {"uid": replica.uid, "server": self.site.name, "endpoint": self.site.server.endpoint}
         request = encode(Message({}, meta))
+        copying = asyncio.create_task(
+            self.site.peers.call(leader.endpoint, messages.JOIN, request, COPY_SECONDS)
+        )
+        replica.copying = copying
         try:
-            replica.copying = asyncio.create_task(
-                self.site.peers.call(leader.endpoint, messages.JOIN, request, COPY_SECONDS)
-            )
-            copy = await replica.copying
+            copy = await copying
             await self._install(replica, copy)
             await self.site.peers.call(leader.endpoint, messages.READY, request, COPY_SECONDS)
             self.site.server.metrics.add("copies_taken_total")
@@ -123,8 +124,8 @@ class Following:
         except (Exception, asyncio.CancelledError) as error:
             if replica.role is Role.JOINING:
                 replica.become_idle(self.site.now())
-            if isinstance(error, asyncio.CancelledError) and not replica.copying.cancelled():
-                raise
+            if isinstance(error, asyncio.CancelledError) and not copying.cancelled():
+                raise  # the server stops
             known = isinstance(error, (errors.RemoteError, WireError, NotLeader, asyncio.CancelledError))
             log.warning("%s could not be copied: %r", replica.uid, error, exc_info=not known)
             await asyncio.sleep(AGAIN_SECONDS)

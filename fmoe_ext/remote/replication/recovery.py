@@ -20,7 +20,7 @@ class Action(enum.Enum):
 
 @dataclass(frozen=True)
 class Vacancy:
-    """seconds: since this server has seen that nobody leads under this record."""
+    """seconds: since nobody leads under this record; hopeless_seconds: since no member is alive that could."""
 
     server: str
     end: End
@@ -30,6 +30,7 @@ class Vacancy:
     alive: Collection[str]
     offers: Mapping[str, keys.Offer]
     seconds: float
+    hopeless_seconds: float
     recovery_wait: float
     ttl: float
 
@@ -50,7 +51,7 @@ def decide(vacancy: Vacancy) -> Action:
     if any(name in vacancy.alive and name not in offers for name in record.endpoints):
         return Action.WAIT  # a member that can lead does so
     is_best = max(offers.values(), default=None) == (vacancy.end, me)
-    return Action.RECOVER if is_best and vacancy.seconds >= patience(vacancy) else Action.WAIT
+    return Action.RECOVER if is_best and vacancy.hopeless_seconds >= patience(vacancy) else Action.WAIT
 
 
 def patience(vacancy: Vacancy) -> float:

@@ -31,6 +31,7 @@ class Replica:
     joins_from: str = ""  # the leader that copies
     joining: "asyncio.Task[None] | None" = None
     vacant: tuple[int, float] | None = None  # revision of the record, since when nobody leads
+    hopeless_since: float = 0.0  # no member that could lead has been alive since then
     epoch: int = 0
     num_returns: int = 0  # of the registry, that were dealt with
     loss: int = 0  # what a recovery under way would lose

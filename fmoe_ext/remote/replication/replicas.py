@@ -235,17 +235,24 @@ class ReplicatedExperts:
     async def _fill(self, replica: Replica, record: keys.Members | None, revision: int) -> None:
         """Nobody leads: this server does, or offers its state, or waits."""
         self.following.stop_copying(replica)
+        now, alive = self.site.now(), self.registry.servers().keys()
+        offers = self.registry.offers(replica.uid)
+        members = set() if record is None else record.endpoints.keys() - {self.name}
         if replica.vacant is None or replica.vacant[0] != revision:
-            replica.vacant = revision, self.site.now()
+            replica.vacant = revision, now
+            replica.hopeless_since = now
+        if any(name in alive and name not in offers for name in members):
+            replica.hopeless_since = now
         vacancy = Vacancy(
             server=self.name,
             end=replica.ledger.end,
             is_able=replica.is_able(),
             record=record,
             revision=revision,
-            alive=self.registry.servers().keys(),
-            offers=self.registry.offers(replica.uid),
-            seconds=self.site.now() - replica.vacant[1],
+            alive=alive,
+            offers=offers,
+            seconds=now - replica.vacant[1],
+            hopeless_seconds=now - replica.hopeless_since,
             recovery_wait=self.options.recovery_wait,
             ttl=self.options.ttl,
         )
