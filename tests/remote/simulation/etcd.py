@@ -17,7 +17,7 @@ class Etcd:
         self.entries = {}  # key: (value, create revision, mod revision, lease)
         self.leases = {}  # number: (ttl, ends)
         self.events = deque(maxlen=5000)
-        self.watchers = set()
+        self.watchers = {}  # in the order in which they came
         self.is_paused = False
         self.on_expiry = lambda: None
         self._next_lease = 100
@@ -116,7 +116,7 @@ class Etcd:
         self.entries, now = dict(entries), self.loop.time()
         self.leases = {n: (ttl, now + ttl / self.lease_rate) for n, (ttl, _) in leases.items()}
         self.events.clear()
-        watchers, self.watchers = list(self.watchers), set()
+        watchers, self.watchers = list(self.watchers), {}
         for watcher in watchers:
             watcher(None)
         self._delete_orphans()
@@ -154,7 +154,7 @@ class StoreClient:
                 past = [event for at, event in self.etcd.events if at >= revision]
                 if past:
                     self.network.later(0.001, lambda: queue.put_nowait(past))
-            self.etcd.watchers.add(publish)
+            self.etcd.watchers[publish] = None
 
         def publish(events):
             if events is not None and self.network.is_cut(self.process, None):
@@ -169,7 +169,7 @@ class StoreClient:
                     raise DiscoveryError("the watch ended")
                 yield events
         finally:
-            self.etcd.watchers.discard(publish)
+            self.etcd.watchers.pop(publish, None)
 
     async def close(self):
         pass
