@@ -192,6 +192,7 @@ class Leader:
                 left = {n: e for n, e in self.record.endpoints.items() if n != sender.server}
                 await self._write(left)
                 self.needed.discard(sender.server)
+                self.site.server.metrics.add("members_removed_total")
             sender.stop()
             self.senders.pop(sender.server, None)
 

@@ -267,6 +267,7 @@ class Registry:
 
     async def _keep_lease(self) -> None:
         """Renews; the transaction beside it is what notices a registry that went back."""
+        was_reached = True
         while True:
             await asyncio.sleep(self.ttl / 4)
             begin = self._clock()
@@ -274,6 +275,9 @@ class Registry:
                 returns = self.num_returns
                 if await self.store.keep_alive(self._lease, timeout=self.ttl / 2):
                     await self._ask(success=[etcd.read(keys.SERVERS + self.server)])
+                    if not was_reached:  # the stream of changes may have stopped as well
+                        was_reached = True
+                        self._stale.set()
                     if returns == self.num_returns:
                         self._lease_ends = max(self._lease_ends, begin + self.ttl)
                         continue
@@ -284,4 +288,5 @@ class Registry:
                 await self._read_all()
             except DiscoveryError as error:
                 log.warning("the lease could not be renewed: %s", error)
+                was_reached = False
                 self.changed()

@@ -157,10 +157,17 @@ class StoreClient:
             self.etcd.watchers[publish] = None
 
         def publish(events):
-            if events is not None and self.network.is_cut(self.process, None):
-                return  # the stream is silent from now on
-            self.network.in_order(queue, lambda: queue.put_nowait(events))
+            waiting.append(events)
+            self.network.in_order(queue, arrive)
 
+        def arrive():  # a stream loses nothing: what is cut off comes later
+            if self.network.is_cut_off(self.process):
+                self.network.later(0.1, arrive)
+                return
+            while waiting:
+                queue.put_nowait(waiting.pop(0))
+
+        waiting = []
         await self._ask(begin, 5.0)
         try:
             while True:

@@ -40,6 +40,10 @@ class Network:
         names = tuple(None if one is None else one.name for one in (sender, receiver))
         return names in self.cuts
 
+    def is_cut_off(self, process):
+        """True if what etcd says does not reach a process."""
+        return (None, process.name) in self.cuts or self.is_cut(process, None)
+
     async def to_etcd(self, process, etcd, work):
         future = self.loop.create_future()
 

@@ -14,6 +14,7 @@ from virtual import Process, VirtualLoop
 
 from fmoe_ext.remote import errors
 from fmoe_ext.remote.etcd import keys
+from fmoe_ext.remote.replication import follower
 from fmoe_ext.remote.replication.replica import Role
 from fmoe_ext.remote.replication.site import Replication
 
@@ -54,9 +55,10 @@ class World:
         self.disks = [Disk() for _ in range(num_machines)]
         replication = Replication("", self.replicas, TTL, ack_timeout=0.8, recovery_wait=RECOVERY_WAIT)
         limit = rng.choice((1 << 20, 16))
+        follower.COPY_SECONDS = 5.0  # a copy takes no longer here
         self.options = types.SimpleNamespace(replication=replication, max_update_bytes=limit)
         if limit == 16:
-            self.network.max_bytes = 4200
+            self.network.max_bytes = 720  # the message of one gradient, and little more
         self.servers = [None] * num_machines
         self.outside = Process("trainers", self.loop)
         self.etcd.on_expiry = self._note_members
@@ -106,7 +108,9 @@ class World:
         end = self.loop.time() + BOUND
         while not condition():
             if self.loop.time() > end:
-                raise Failed(f"seed {self.seed}: not within {BOUND} s after the faults: {what}\n{self.show()}")
+                raise Failed(
+                    f"seed {self.seed}: not within {BOUND} s after the faults: {what}\n{self.show()}"
+                )
             await asyncio.sleep(0.1)
 
     # ------------------------------------------------------------ trainers
@@ -148,7 +152,9 @@ class World:
                 return
             await asyncio.sleep(self.rng.uniform(0.02, 0.4))
         if patience == BOUND and not is_bad:
-            raise Failed(f"seed {self.seed}: no gradient was taken within {BOUND} s after the faults\n{self.show()}")
+            raise Failed(
+                f"seed {self.seed}: no gradient was taken within {BOUND} s after the faults\n{self.show()}"
+            )
 
     def _find_leader(self, uid):
         entry = self.etcd.entries.get(keys.leader_key(uid))
@@ -159,9 +165,8 @@ class World:
 
     async def _make_faults(self, seconds):
         rng, end = self.rng, self.loop.time() + seconds
-        kinds = self.faults or rng.sample(
-            sorted(FAULTS), rng.randint(1, min(4, len(FAULTS)))
-        )
+        kinds = self.faults or rng.sample(sorted(FAULTS), rng.randint(1, min(4, len(FAULTS))))
+        self.is_calm = set(kinds) <= CALM
         self.note("faults", kinds, "machines", len(self.servers), "replicas", self.replicas)
         await asyncio.sleep(rng.uniform(1.0, 4.0))
         while self.loop.time() < end:
@@ -245,6 +250,28 @@ class World:
         """True if a fault other than the restoration may hide a member or the newest log."""
         return self.faults != ["restore_etcd"]
 
+    async def kill_leaders(self):
+        """One server is cut off from the others, the leader dies, and the next one as soon as it leads."""
+        server = self.servers[self._some()]
+        names = [f"machine {n}" for n in range(len(self.servers))]
+        cuts = {(a, b) for a in names for b in names if server.process.name in (a, b) and a != b}
+        self.note("cut from other servers", server.process.name)
+        self.network.cuts |= cuts
+        self._later(3 * TTL, lambda: self.network.cuts.difference_update(cuts))
+        await asyncio.sleep(self.rng.uniform(0.0, 0.6))
+        for _ in range(2):
+            endpoint = self._find_leader(UIDS[0])
+            leader = self.network.servers.get(endpoint)
+            if leader is not None and not leader.process.is_dead and leader is not server:
+                self.note("kill", leader.machine)
+                leader.kill()
+                self._note_members()
+                self._later(8.0, lambda leader=leader: self._restart(leader.machine, leader))
+            end = self.loop.time() + 2 * TTL
+            while self.loop.time() < end and self._find_leader(UIDS[0]) in (None, endpoint):
+                await asyncio.sleep(0.02)
+            await asyncio.sleep(self.rng.uniform(0.0, 0.7))
+
     async def lose_messages(self):
         self.network.loss = self.rng.choice((0.01, 0.05))
         self.network.repeat = self.rng.choice((0.0, 0.1))
@@ -325,6 +352,11 @@ class World:
 
     def _check(self):
         history = self.history
+        removed = sum(server.metrics.count("members_removed_total") for server in self.servers)
+        if self.is_calm and removed:
+            raise Failed(
+                f"seed {self.seed}: {removed} members were removed, and none had failed\n{self.show()}"
+            )
         for uid in UIDS:
             members = keys.load_members(self.etcd.entries[keys.members_key(uid)][0]).endpoints
             found = [(s, r) for s, r in self._replicas(uid) if s.name in members]
@@ -366,8 +398,10 @@ class World:
         return "\n".join(lines)
 
 
+CALM = {"slow_down", "fill_disk"}  # faults after which every member still answers
 FAULTS = {
     "kill": World.kill,
+    "kill_leaders": World.kill_leaders,
     "stop": World.stop,
     "pause": World.pause,
     "cut": World.cut,
