@@ -4,9 +4,9 @@ import asyncio
 import gc
 import random
 import types
-from dataclasses import dataclass, field
 
 import torch
+from checker import Failed, Held, History, check
 from etcd import Etcd
 from network import Network
 from server import UIDS, Disk, SimServer
@@ -21,21 +21,6 @@ from fmoe_ext.remote.replication.site import Replication
 TTL = 2.0
 RECOVERY_WAIT = 5.0
 BOUND = RECOVERY_WAIT + 6 * TTL + 20.0  # seconds until an expert is served again after the last fault
-
-
-class Failed(AssertionError):
-    """What the checker has found."""
-
-
-@dataclass
-class History:
-    """What trainers have seen."""
-
-    begun: dict = field(default_factory=dict)  # request id: when
-    acknowledged: dict = field(default_factory=dict)  # request id: version
-    refused: set = field(default_factory=set)
-    excused: set = field(default_factory=set)  # what may be lost: no member was left alive
-    trace: list = field(default_factory=list)
 
 
 class World:
@@ -359,29 +344,15 @@ class World:
             )
         for uid in UIDS:
             members = keys.load_members(self.etcd.entries[keys.members_key(uid)][0]).endpoints
-            found = [(s, r) for s, r in self._replicas(uid) if s.name in members]
-            applied = [dict(r.ledger.applied) for _, r in found]
-            digests = {s.host.digest(uid) for s, _ in found}
-            if len(digests) != 1 or any(one != applied[0] for one in applied):
-                raise Failed(f"seed {self.seed}: members differ\n{self.show()}")
-            held, ledger = applied[0], found[0][1].ledger
-            if ledger.num_requests != len(held):
-                raise Failed(
-                    f"seed {self.seed}: {ledger.num_requests} requests were applied, {len(held)} ids\n{self.show()}"
-                )
-            if sorted(set(held.values())) != list(range(1, ledger.version + 1)):
-                raise Failed(f"seed {self.seed}: versions are missing\n{self.show()}")
-            if wrong := history.refused & set(held):
-                raise Failed(f"seed {self.seed}: refused, but applied: {wrong}\n{self.show()}")
-            lost = {i for i in history.acknowledged if i not in held}
-            if unexcused := lost - history.excused:
-                text = sorted(i[:6] for i in unexcused)
-                raise Failed(f"seed {self.seed}: acknowledged, but lost: {text}\n{self.show()}")
-            moved = {
-                i for i, v in history.acknowledged.items() if i in held and held[i] != v
-            } - history.excused
-            if moved:
-                raise Failed(f"seed {self.seed}: acknowledged at another version: {moved}\n{self.show()}")
+            held = [
+                Held(dict(r.ledger.applied), r.ledger.num_requests, r.ledger.version, s.host.digest(uid))
+                for s, r in self._replicas(uid)
+                if s.name in members
+            ]
+            try:
+                check(history, held)
+            except Failed as error:
+                raise Failed(f"seed {self.seed}: {error}\n{self.show()}") from None
 
     def show(self):
         lines = list(self.history.trace[-60:])
