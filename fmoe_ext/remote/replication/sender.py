@@ -40,11 +40,11 @@ class Sender:
                 reply = await self._send(append)
                 if not reply.is_accepted and append.logged is not None:
                     self._die(reply.reason or "refused")
-                _settle(future, reply)
+                settle(future, reply)
             except Exception as error:  # whatever it is: this server does not follow any more
                 self._die(f"{type(error).__name__}: {error}")
             finally:  # after stop() too: somebody waits for it
-                _settle(future, None)
+                settle(future, None)
 
     async def _send(self, append: Append) -> Reply:
         """Repeats a call that failed at once, within the timeout: a second copy does no harm."""
@@ -61,13 +61,14 @@ class Sender:
     def _die(self, reason: str) -> None:
         self.is_dead, self.failure = True, reason
         while not self._queue.empty():
-            _settle(self._queue.get_nowait()[1], None)
+            settle(self._queue.get_nowait()[1], None)
 
     def stop(self) -> None:
         self._task.cancel()
         self._die(self.failure or "stopped")
 
 
-def _settle(future: "asyncio.Future[Reply | None]", result: Reply | None) -> None:
+def settle(future: "asyncio.Future[Reply | None]", result: Reply | None) -> None:
+    """Sets a result, unless there is one."""
     if not future.done():
         future.set_result(result)

@@ -8,7 +8,7 @@ from fmoe_ext.remote.replication import recovery, replicas
 from fmoe_ext.remote.replication.leader import Leader
 from fmoe_ext.remote.replication.recovery import Action
 from fmoe_ext.remote.replication.replica import Replica, Role
-from fmoe_ext.remote.replication.sender import Sender, _settle
+from fmoe_ext.remote.replication.sender import Sender, settle
 from fmoe_ext.remote.server.host import ExpertHost
 from fmoe_ext.remote.server.ledger import End, Ledger, NotLeader
 
@@ -101,10 +101,10 @@ def die_in_silence(patch):
             append, future = await self._queue.get()
             try:
                 reply = await self._send(append)
-                _settle(future, reply)
+                settle(future, reply)
             except errors.RemoteError as error:
                 self._die(str(error))
-                _settle(future, None)
+                settle(future, None)
 
     patch.setattr(Sender, "_run", run)
 

@@ -48,6 +48,7 @@ class World:
         self.outside = Process("trainers", self.loop)
         self.etcd.on_expiry = self._note_members
         self.is_over = False
+        self.alone_since = 0.0
 
     def note(self, *what):
         self.history.trace.append(f"{self.loop.time():9.4f} " + " ".join(map(str, what)))
@@ -71,6 +72,7 @@ class World:
     async def _main(self):
         for machine in range(len(self.servers)):
             self._start(machine)
+        self.outside.spawn(self._watch_members())
         trainers = [self.outside.spawn(self._train(n)) for n in range(self.rng.randint(1, 3))]
         await self._make_faults(self.rng.uniform(8.0, 25.0))
         self._heal()
@@ -175,7 +177,7 @@ class World:
             self.note("lose the disk of", machine)
         self.note("kill", machine)
         server.kill()
-        self._note_members()
+        self._note_members(was_killed=True)
         self._later(self.rng.choice((0.1, 1.0, 3.0, 8.0)), lambda: self._restart(machine, server))
 
     async def stop(self):
@@ -250,7 +252,7 @@ class World:
             if leader is not None and not leader.process.is_dead and leader is not server:
                 self.note("kill", leader.machine)
                 leader.kill()
-                self._note_members()
+                self._note_members(was_killed=True)
                 self._later(8.0, lambda leader=leader: self._restart(leader.machine, leader))
             end = self.loop.time() + 2 * TTL
             while self.loop.time() < end and self._find_leader(UIDS[0]) in (None, endpoint):
@@ -287,13 +289,15 @@ class World:
 
     # ------------------------------------------------------------ the checker
 
-    def _note_members(self):
-        """Updates may be lost only from here on: no member in the record lives and has a lease."""
+    def _note_members(self, was_killed=False):
+        """Updates may be lost only from here on: no member in the record lives and has a lease.
+
+        After a SIGTERM the record may have no members; then a loss needs a kill, or the whole of the wait.
+        """
+        now = self.loop.time()
         for uid in UIDS:
             entry = self.etcd.entries.get(keys.members_key(uid))
-            if entry is None:
-                continue
-            record = keys.load_members(entry[0])
+            members = set() if entry is None else set(keys.load_members(entry[0]).endpoints)
             living = {
                 server.name
                 for server in self.servers
@@ -301,8 +305,15 @@ class World:
                 and not server.process.is_dead
                 and keys.SERVERS + server.name in self.etcd.entries
             }
-            if not living & set(record.endpoints) and record.endpoints:
+            if entry is None or living & members:
+                self.alone_since = now
+            elif members or was_killed or now - self.alone_since > 0.9 * RECOVERY_WAIT:
                 self.excuse_all()
+
+    async def _watch_members(self):
+        while True:
+            await asyncio.sleep(0.1)
+            self._note_members()
 
     def excuse_all(self):
         self.history.excused.update(self.history.begun)
