@@ -70,15 +70,17 @@ $(VENV)/.built: $(VENV)/.installed $(NATIVE)
 	@echo '$(FLAGS)' > $(VENV)/.flags
 	@touch $@
 
-## make cuda     compile the CUDA kernels where nvcc is found, also under a CPU-only torch
+## make cuda     compile the CUDA kernels too, for any torch; minutes, needs nvcc
 cuda: $(VENV)/.installed
 	FMOE_CUDA=1 $(PY) setup.py build_ext --inplace
 
-## make lint     ruff, mypy and clang-format, changing nothing;  make format repairs
+## make lint     ruff, mypy, codespell, a check of prose and clang-format, changing nothing;  make format repairs
 lint: $(VENV)/.installed
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(PY) -m mypy
+	$(PY) -m codespell_lib
+	$(PY) docs/prose.py
 	$(VENV)/bin/clang-format --dry-run --Werror $(CXX_FILES)
 
 format: $(VENV)/.installed
@@ -86,9 +88,11 @@ format: $(VENV)/.installed
 	$(VENV)/bin/ruff format .
 	$(VENV)/bin/clang-format -i $(CXX_FILES)
 
-## make docs     the documentation's site in out/docs (open index.html); a warning is an error
+## make docs     the documentation's site in out/docs (open index.html); a warning or a dead link is an error
 docs: $(VENV)/.docs
+	rm -rf out/docs/_modules  # Sphinx keeps old pages there, with old links
 	$(PY) -m sphinx -q -W --keep-going -d out/doctrees docs out/docs
+	$(PY) docs/check_links.py out/docs
 	@echo 'open out/docs/index.html'
 
 $(VENV)/.docs: docs/requirements.txt $(VENV)/.built

@@ -4,6 +4,7 @@ from __future__ import annotations  # so that a Python that is too old gets as f
 
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -35,7 +36,7 @@ try:
     from torch.utils import cpp_extension
 except ImportError:
     stop(
-        "PyTorch is needed to build: run `pip install torch` first, then `pip install . --no-build-isolation` "
+        "PyTorch is needed to build: run `pip install torch` first, then `pip install -e . --no-build-isolation` "
         "(an isolated build does not see the torch that is installed)."
     )
 
@@ -80,11 +81,16 @@ def check_cxx20() -> None:
         )
 
 
-def find_cuda() -> str | None:
-    """Folder of the CUDA toolkit, or None when the CUDA module is not to be built."""
+def find_cuda() -> tuple[str | None, str]:
+    """(folder of the CUDA toolkit, or None when the CUDA module is not to be built; the reason, for people).
+
+    Unless FMOE_CUDA decides, the CUDA module is built for a torch that has CUDA: another torch cannot load it.
+    """
     wanted = env_flag("FMOE_CUDA")
     if wanted is False:
-        return None
+        return None, "FMOE_CUDA=0"
+    if wanted is None and torch.version.cuda is None:
+        return None, f"torch {torch.__version__} has no CUDA; FMOE_CUDA=1 builds them anyway"
     home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH") or "/usr/local/cuda"
     nvcc = shutil.which("nvcc", path=str(Path(home, "bin"))) or shutil.which("nvcc")
     if nvcc is None:
@@ -92,13 +98,13 @@ def find_cuda() -> str | None:
             stop(
                 "FMOE_CUDA=1 but nvcc was not found: install the CUDA toolkit, or set CUDA_HOME, or unset FMOE_CUDA."
             )
-        return None
+        return None, "nvcc was not found: install the CUDA toolkit, or set CUDA_HOME"
     # nvcc on the PATH may be a link or a script elsewhere: only nvcc itself knows its toolkit.
     plan = subprocess.run(
         [nvcc, "-dryrun", "-E", "-x", "cu", os.devnull], capture_output=True, text=True
     ).stderr
     tops = [line.split("TOP=", 1)[1].strip() for line in plan.splitlines() if "TOP=" in line]
-    return os.path.realpath(tops[0]) if tops else str(Path(nvcc).resolve().parent.parent)
+    return os.path.realpath(tops[0]) if tops else str(Path(nvcc).resolve().parent.parent), nvcc
 
 
 def find_nccl() -> tuple[Path, Path]:
@@ -222,6 +228,13 @@ def nccl_extension(cuda_home: str | None) -> Extension:
     )
 
 
+def long_description() -> str:
+    """README.md for a package index, where its relative pictures and links lead nowhere: without them."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    text = re.sub(r"^!\[[^]]*\]\((?!https?:)[^)]*\)\n\n?", "", text, flags=re.MULTILINE)
+    return re.sub(r"(?<!!)\[([^]]*)\]\((?!https?:)[^)]*\)", r"\1", text)
+
+
 class BuildExtension(cpp_extension.BuildExtension):
     """Leaves no native module of an earlier build, which would be installed, or loaded, beside those of this one."""
 
@@ -248,17 +261,22 @@ class BuildPython(build_py):
 if not os.environ.get("CXX", "unset").strip():
     del os.environ["CXX"]  # distutils would call a compiler of that name
 check_cxx20()
-cuda_home = find_cuda()
+cuda_home, why = find_cuda()
 extensions = [cpu_extension(cuda_home)]
 if cuda_home is not None and sources("cuda/*.cu"):
     extensions.append(cuda_extension(cuda_home))
 if env_flag("USE_NCCL"):
     extensions.append(nccl_extension(cuda_home))
 
-print(
-    f"fmoe_ext: building {', '.join(e.name for e in extensions)} for torch {torch.__version__}, {platform.machine()}"
-)
+if cuda_home:
+    note = f"with CUDA kernels ({why}); about 3 minutes of processor time, longer on busy processors"
+else:
+    note = f"without CUDA kernels ({why}); about 1 minute of processor time"
+names = ", ".join(extension.name for extension in extensions)
+print(f"fmoe_ext: building {names} for torch {torch.__version__}, {platform.machine()}, {note}", flush=True)
 setup(
+    long_description=long_description(),
+    long_description_content_type="text/markdown",
     ext_modules=extensions,
     cmdclass={"build_ext": BuildExtension, "build_py": BuildPython},
     options={"bdist_wheel": {"py_limited_api": "cp310"}} if not env_flag("USE_NCCL") else {},

@@ -1,4 +1,4 @@
-"""What batch_invariant() costs a layer on the CPU: processor time with it over that without, side by side."""
+"""Cost of batch_invariant() for a layer on the CPU: processor time with it over that without, side by side."""
 
 import statistics
 import time

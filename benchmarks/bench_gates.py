@@ -1,4 +1,4 @@
-"""What gates, balance losses and load telemetry cost, beside a layer's training step, all in turn in one process.
+"""Cost of gates, balance losses and load telemetry beside a layer's training step, all in turn in one process.
 
 python -m benchmarks.bench_gates [--threads 2] [--rounds 9] [--tokens 16384] [--json results/gates.json]
 """

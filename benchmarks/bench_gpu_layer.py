@@ -71,7 +71,7 @@ def largest_difference(ours, theirs):
 
 
 def is_deterministic(run, inputs, grad, first):
-    """Whether repetitions give the same bits."""
+    """True if repetitions give the same bits."""
     for _ in range(REPEATS_EQUAL - 1):
         if not all(torch.equal(a, b) for a, b in zip(first, results_of(run, inputs, grad), strict=True)):
             return False
@@ -209,7 +209,7 @@ def left_out_text(left_out):
 
 
 def plot(rows, path):
-    """One group of bars a shape, a bar an implementation: TFLOP/s forward (above) and backward (below)."""
+    """Horizontal bars, a group a shape, forward on the left and backward on the right: readable on a phone."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -217,21 +217,29 @@ def plot(rows, path):
 
     labels = list(dict.fromkeys((row["shape"], row["T"]) for row in rows))
     names = list(dict.fromkeys(row["implementation"] for row in rows))
-    figure, axes = plt.subplots(2, 1, figsize=(max(8, 1.1 * len(labels)), 9), sharex=True)
-    width = 0.8 / len(names)
-    for axis, part in zip(axes, ("forward", "backward"), strict=True):
-        for i, name in enumerate(names):
-            mine = [row for row in rows if row["implementation"] == name]
-            places = [
-                labels.index((row["shape"], row["T"])) + (i - len(names) / 2 + 0.5) * width for row in mine
-            ]
-            axis.bar(places, [row[part]["tflops"] for row in mine], width, label=name)
-        axis.set_ylabel(f"{part}, TFLOP/s")
-        axis.grid(axis="y", alpha=0.3)
-    axes[0].legend(fontsize=8)
-    axes[1].set_xticks(range(len(labels)), [f"{name}\n{T}" for name, T in labels], rotation=60, fontsize=7)
-    figure.tight_layout()
-    figure.savefig(path, dpi=110)
+    one_size = len({T for _, T in labels}) == 1
+    height = 0.8 / len(names)
+    with plt.rc_context({"font.size": 15}):
+        size = (8.5, 2 + len(labels) * (0.5 + 0.2 * len(names)))
+        figure, axes = plt.subplots(1, 2, figsize=size, sharey=True, layout="constrained")
+        for axis, part in zip(axes, ("forward", "backward"), strict=True):
+            for i, name in enumerate(names):
+                mine = [row for row in rows if row["implementation"] == name]
+                places = [
+                    labels.index((row["shape"], row["T"])) + (i - len(names) / 2 + 0.5) * height
+                    for row in mine
+                ]
+                color = "#1f77b4" if i == 0 else str(0.25 + 0.55 * i / len(names))
+                axis.barh(places, [row[part]["tflops"] for row in mine], height, label=name, color=color)
+            axis.set_title(f"{part}, TFLOP/s")
+            axis.grid(axis="x", alpha=0.3)
+        axes[0].set_yticks(
+            range(len(labels)),
+            [name.replace(" ", "\n") if one_size else f"{name}\n{T}" for name, T in labels],
+        )
+        axes[0].invert_yaxis()
+        figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=2)
+        figure.savefig(path, dpi=100)
     plt.close(figure)
 
 

@@ -1,4 +1,4 @@
-"""What a pipeline costs: schedules against their bubble formula, exchanges hidden by overlap, backward in two parts.
+"""Cost of a pipeline: schedules against their bubble formula, exchanges hidden by overlap, backward in two parts.
 
     python -m benchmarks.bench_pipeline [--rounds 5] [--only schedules|overlap|backward]
 
@@ -164,7 +164,7 @@ class Clock:
 
 
 class WallClock:
-    """That of the wall: computations and messages sleep."""
+    """Wall time: computations and messages sleep."""
 
     @property
     def now(self):

@@ -1,4 +1,4 @@
-"""What a call to a remote expert costs: p50, p99, calls a second; server and client are two processes on this machine.
+"""Cost of a call to a remote expert: p50, p99, calls a second; server and client are two processes on this machine.
 
 python -m benchmarks.bench_remote [--rounds 5] [--calls 40] [--peer "command"] [--json results/remote.json]
 

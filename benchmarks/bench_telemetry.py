@@ -1,4 +1,4 @@
-"""What balance.watch() and balance.log_choices() cost a training step of `make train`.
+"""Cost of balance.watch() and balance.log_choices() in a training step of `make train`.
 
 The whole step wanders by more than they cost. Timed are the step, and, in turn with and without telemetry, what it adds
 to: the forwards of the gates alone, and end_step().

@@ -1,4 +1,4 @@
-"""What the benchmarks share: interleaved timing, machine and commit of a result, tables."""
+"""Shared parts of the benchmarks: interleaved timing, machine and commit of a result, tables."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""What the expert layer can reach at best on a GPU: FLOPs, bytes and the sum of each kernel's own roofline.
+"""Upper bound of the expert layer's speed on a GPU: FLOPs, bytes and the sum of each kernel's own roofline.
 
 python -m benchmarks.roofline        the table of docs/kernel_predictions.md, from the ceilings of an H100
 """
@@ -70,7 +70,7 @@ SONIC = tuple(  # the shapes that SonicMoE publishes: size, T, D, then H, E, K
 
 @dataclass(frozen=True)
 class Kernel:
-    """How a kernel cuts a product into tiles, and what is not hidden behind its main loop."""
+    """Tiles of a kernel's product, and the cycles that its main loop does not hide."""
 
     height: int
     width: int
@@ -215,7 +215,7 @@ def roofline_seconds(shape, T, ceilings):
 
 
 def saved_bytes(shape, T):
-    """What backward has to be left: x and the pre-activation."""
+    """Bytes kept for the backward: x and the pre-activation."""
     return T * (shape.D + shape.K * shape.F) * BYTES
 
 

@@ -140,12 +140,28 @@ void sum_rows(const T* const* rows, const W* weights, int64_t num, int64_t begin
 
 // scaled [D] = weight * grad [D]; returns the dot product of grad and y [D], 0 without y.
 template <class T, class W = compute_t<T>>
-W scale_and_dot(const T* grad, W weight, const T* y, int64_t begin, int64_t width, T* scaled) {
+W scale_and_dot_few(const T* grad, W weight, const T* y, int64_t begin, int64_t width, T* scaled) {
   for (int64_t d = begin; d < width; ++d) scaled[d] = static_cast<T>(weight * static_cast<W>(grad[d]));
   W dot = 0;
   if (y != nullptr)
     for (int64_t d = begin; d < width; ++d) dot += static_cast<W>(grad[d]) * static_cast<W>(y[d]);
   return dot;
+}
+
+// The same, summed in kSums parts: the error grows with D / kSums only, and no addition waits for the last.
+template <class T, class W = compute_t<T>>
+W scale_and_dot(const T* grad, W weight, const T* y, int64_t width, T* scaled) {
+  constexpr int64_t kSums = 32;
+  W sums[kSums] = {};
+  int64_t d = 0;
+  for (; d + kSums <= width; d += kSums) {
+    for (int64_t j = 0; j < kSums; ++j) scaled[d + j] = static_cast<T>(weight * static_cast<W>(grad[d + j]));
+    if (y != nullptr)
+      for (int64_t j = 0; j < kSums; ++j) sums[j] += static_cast<W>(grad[d + j]) * static_cast<W>(y[d + j]);
+  }
+  for (int64_t half = kSums / 2; half > 0; half /= 2)
+    for (int64_t j = 0; j < half; ++j) sums[j] += sums[j + half];
+  return sums[0] + scale_and_dot_few(grad, weight, y, d, width, scaled);
 }
 
 #if FMOE_X86
@@ -177,7 +193,7 @@ FMOE_AVX512 float scale_and_dot_avx512(const T* grad, float weight, const T* y, 
     }
   }
   return _mm512_reduce_add_ps(_mm512_add_ps(dot[0], dot[1])) +
-         scale_and_dot(grad, weight, y, d, width, scaled);
+         scale_and_dot_few(grad, weight, y, d, width, scaled);
 }
 #endif
 
@@ -196,7 +212,7 @@ compute_t<T> best_scale_and_dot(const T* grad, compute_t<T> weight, const T* y, 
   if constexpr (!std::is_same_v<T, double>)
     if (use_avx512()) return scale_and_dot_avx512(grad, weight, y, width, scaled);
 #endif
-  return scale_and_dot(grad, weight, y, 0, width, scaled);
+  return scale_and_dot(grad, weight, y, width, scaled);
 }
 
 template <class T>

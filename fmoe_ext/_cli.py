@@ -1,4 +1,8 @@
-"""What all commands share: numbers that are refused where they are read, and ends without a traceback."""
+"""Shared by all commands: checked numbers, exit statuses, no tracebacks.
+
+Exit statuses: 0 done; 1 done, and something is wrong (values differ, a kernel failed); 2 could not be done
+(arguments, files, devices, packages); 130 interrupted; 141 nobody reads the output. See docs/commands.md.
+"""
 
 import argparse
 import math
@@ -7,6 +11,8 @@ import signal
 import sys
 from collections.abc import Callable
 from typing import NoReturn
+
+CANNOT = 2
 
 
 def positive_int(text: str) -> int:
@@ -24,7 +30,7 @@ def positive_float(text: str) -> float:
 
 
 def run(main: Callable[[], int | None]) -> NoReturn:
-    """sys.exit(main()), with a shell's status for Ctrl-C (130) and for output that nobody reads any more (141)."""
+    """Exit with the status of main(); `sys.exit(text)` in it prints the text and exits with 2."""
     try:
         try:
             status = main()
@@ -34,8 +40,12 @@ def run(main: Callable[[], int | None]) -> NoReturn:
         print("interrupted", file=sys.stderr)
         status = 128 + signal.SIGINT
     except BrokenPipeError:
-        os.dup2(
-            os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
-        )  # Python flushes once more when it ends
+        # Python flushes stdout once more at exit, which must not fail again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         status = 128 + signal.SIGPIPE
+    except SystemExit as end:
+        if not isinstance(end.code, str):
+            raise
+        print(end.code, file=sys.stderr)
+        status = CANNOT
     sys.exit(status)

@@ -20,7 +20,7 @@ VARIABLES = (
         "FMOE_CUDA",
         bool,
         None,
-        "build: 1 demands the CUDA kernels, 0 leaves them out, unset takes nvcc if found",
+        "build: 1 demands the CUDA kernels, 0 leaves them out; unset: built if torch has CUDA and nvcc is found",
     ),
     Variable("USE_NCCL", bool, False, "build: 1 builds the NCCL exchange"),
     Variable("NCCL_HOME", str, None, "build: folder with include/nccl.h and lib/libnccl.so.2"),
@@ -34,6 +34,13 @@ VARIABLES = (
         bool,
         False,
         "run: 1 makes CUDA ops raise for expert indices out of range (synchronises)",
+    ),
+    Variable(
+        "FMOE_CPU_ISA",
+        str,
+        None,
+        "run: most capable instruction set that the CPU kernels may use; the processor's best when unset",
+        ("portable", "avx2", "avx512", "avx512_bf16", "neon", "neon_bf16"),
     ),
     Variable(
         "FMOE_GPU_KERNELS",
@@ -64,7 +71,7 @@ _BY_NAME = MappingProxyType({variable.name: variable for variable in VARIABLES})
 
 
 def text(name: str) -> str:
-    """What the environment says of a listed variable, unconverted; "" when unset."""
+    """Text of a listed variable, unconverted; "" when unset."""
     return os.environ.get(_BY_NAME[name].name, "").strip()
 
 
@@ -92,7 +99,7 @@ def get(name: str) -> Any:
 
 
 def unlisted(name: str) -> str | None:
-    """What the environment says of any variable, None when unset; for FastMoE's float_from_env(key) only."""
+    """Text of any variable, None when unset; for FastMoE's float_from_env(key) only."""
     return os.environ.get(name)
 
 

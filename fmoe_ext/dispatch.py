@@ -4,6 +4,7 @@ import torch
 
 from fmoe_ext.ep.expert_parallel import ExpertParallel
 from fmoe_ext.routing import Dispatched, ExpertInput, Nest
+from fmoe_ext.step import Step
 
 
 def dispatch(
@@ -12,12 +13,13 @@ def dispatch(
     topk_weights: torch.Tensor,
     num_experts: int,
     expert_parallel: ExpertParallel | None = None,
+    step: Step | None = None,
 ) -> Dispatched:
     """Sends every token to the ranks of its experts.
 
     x [T, *] or a nest (list, tuple, dict) of such tensors, topk_idx [T, K] (-1 for dropped choices), topk_weights
-    [T, K]. expert_parallel: where the num_experts experts live, None for all on this rank, where nothing moves. What it
-    returns is used so, on one rank and on many:
+    [T, K]. expert_parallel: where the num_experts experts live, None for all on this rank, where nothing moves. step:
+    that of the layer's forward, None outside of one. What it returns is used so, on one rank and on many:
 
         dispatched = dispatch(x, topk_idx, topk_weights, num_experts, expert_parallel)
         for chunk in dispatched.chunks:
@@ -34,7 +36,7 @@ def dispatch(
             f"num_experts={num_experts}, but expert_parallel has {expert_parallel.num_local_experts} experts "
             f"on each of {expert_parallel.size} ranks"
         )
-    return expert_parallel.dispatch(x, topk_idx, topk_weights)
+    return expert_parallel.dispatch(x, topk_idx, topk_weights, step)
 
 
 def combine(dispatched: Dispatched) -> Nest:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -18,8 +18,19 @@ from fmoe_ext.ep.shadowing import fetch
 from fmoe_ext.experts import FusedExperts
 from fmoe_ext.routing import Nest, leaves_of, map_structure, permute_rows, sort_choices, unpermute_rows
 
-if TYPE_CHECKING:
-    from fmoe_ext.layers import FMoE
+
+class HasExperts(Protocol):
+    """What the kinds use of a layer."""
+
+    @property
+    def experts(self) -> Any: ...
+
+    @property
+    def experts_fused(self) -> bool: ...
+
+    def expert_fn(self, inp: Nest, fwd_expert_count: torch.Tensor) -> Nest: ...
+
+    def expert_fn_single(self, inp: Nest, fwd_expert_count: int | torch.Tensor, idx: int) -> Nest: ...
 
 
 class ExpertKind:
@@ -30,12 +41,12 @@ class ExpertKind:
 
     has_whole_experts = True
 
-    def __init__(self, layer: FMoE):
+    def __init__(self, layer: HasExperts):
         self.layer = layer
 
     @staticmethod
-    def fits(layer: FMoE) -> bool:
-        """Whether layer.experts are of this kind."""
+    def fits(layer: HasExperts) -> bool:
+        """True if layer.experts are of this kind."""
         raise NotImplementedError
 
     @property
@@ -90,12 +101,12 @@ class ExpertKind:
 class Fused(ExpertKind):
     """FusedExperts: they read tokens through an index and sum results themselves, so that neither is kept."""
 
-    def __init__(self, layer: FMoE):
+    def __init__(self, layer: HasExperts):
         super().__init__(layer)
         self._weights: Callable[[int], tuple[Any, ...]] = lambda end: ()
 
     @staticmethod
-    def fits(layer: FMoE) -> bool:
+    def fits(layer: HasExperts) -> bool:
         return isinstance(layer.experts, FusedExperts)
 
     @property
@@ -171,7 +182,7 @@ class Separate(ExpertKind):
         )
 
     @staticmethod
-    def fits(layer: FMoE) -> bool:
+    def fits(layer: HasExperts) -> bool:
         return not layer.experts_fused
 
     @property
@@ -206,7 +217,7 @@ class OneModule(ExpertKind):
     """One module for all experts, called with rows sorted by expert and their numbers."""
 
     @staticmethod
-    def fits(layer: FMoE) -> bool:
+    def fits(layer: HasExperts) -> bool:
         return True
 
     def on_rows(self, rows: Nest, tokens_per_expert: torch.Tensor, first: int = 0) -> Nest:
@@ -225,7 +236,7 @@ class OwnExpertFn(ExpertKind):
 KINDS = (Fused, Separate, OneModule)
 
 
-def kind_of(layer: FMoE) -> ExpertKind:
+def kind_of(layer: HasExperts) -> ExpertKind:
     """What layer.experts are: the first of KINDS that fits."""
     return next(kind for kind in KINDS if kind.fits(layer))(layer)
 

@@ -75,6 +75,23 @@ class ClampedSwiGLU(nn.Module):
         return f"alpha={self.alpha}, limit={self.limit}"
 
 
+class GatedActivation(nn.Module):
+    """Any activation, gated: x [..., 2H], gate before up -> [..., H], activation(gate) * up."""
+
+    is_gated = True
+
+    def __init__(self, activation: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.activation = activation
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gate, up = x.chunk(2, dim=-1)
+        return self.activation(gate) * up
+
+    def __repr__(self) -> str:
+        return f"GatedActivation({self.activation})"
+
+
 class FusedExperts(nn.Module):
     """E experts y = act(x @ w1[e]^T + b1[e]) @ w2[e]^T + b2[e], computed together.
 
@@ -85,7 +102,7 @@ class FusedExperts(nn.Module):
     gradient_accumulation_fusion: backward adds the gradients of both weights, not rounded, to their main_grad
     (ops.MainGrad) and leaves grad alone; biases get grad as ever. As in Megatron-LM, whose
     DistributedDataParallel reduces main_grad; RuntimeError in backward for a weight without one.
-    rank: which of the ranks that share the experts this is, for their draw (FMoELinear).
+    rank: which of the ranks that share the experts this is, for their draw (FMoELinear), device, dtype likewise.
     A state dict with one expert per entry ("<e>.htoh4.weight" [1, H, D]) loads as well.
     """
 
@@ -99,6 +116,8 @@ class FusedExperts(nn.Module):
         *,
         gradient_accumulation_fusion: bool = False,
         rank: int = 0,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
     ):
         super().__init__()
         self.num_experts = num_experts
@@ -109,6 +128,8 @@ class FusedExperts(nn.Module):
             "bias": bias,
             "rank": rank,
             "gradient_accumulation_fusion": gradient_accumulation_fusion,
+            "device": device,
+            "dtype": dtype,
         }
         self.htoh4 = FMoELinear(num_experts, d_model, num_hidden_rows, **options)
         self.h4toh = FMoELinear(num_experts, d_hidden, d_model, **options)
@@ -206,11 +227,20 @@ class SharedExperts(nn.Module):
     """
 
     def __init__(
-        self, d_model: int, d_hidden: int, activation: Any = "gelu", bias: bool = True, has_gate: bool = False
+        self,
+        d_model: int,
+        d_hidden: int,
+        activation: Any = "gelu",
+        bias: bool = True,
+        has_gate: bool = False,
+        *,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        self.mlp = FusedExperts(1, d_model, d_hidden, activation, bias=bias)
-        self.gate = WideLinear(d_model, 1, bias=False) if has_gate else None
+        factory: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.mlp = FusedExperts(1, d_model, d_hidden, activation, bias=bias, **factory)
+        self.gate = WideLinear(d_model, 1, bias=False, **factory) if has_gate else None
 
     @torch.no_grad()
     def begin_with_zero(self) -> None:

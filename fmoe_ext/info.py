@@ -1,9 +1,9 @@
-"""`python -m fmoe_ext.info`: what a bug report quotes."""
+"""`fmoe info`: the facts that a bug report quotes."""
 
 import argparse
 import importlib.util
 import platform
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import torch
@@ -16,7 +16,7 @@ from fmoe_ext.ops import gpu_kernels, gpu_proof
 from fmoe_ext.ops.gpu_proof import Key
 
 
-def _native_modules():
+def _native_modules() -> list[tuple[str, str]]:
     """(module, state) pairs; the state of a missing one says why."""
     modules = [("fmoe_ext._C", "loaded")]
     built = importlib.util.find_spec("fmoe_ext._C_cuda") is not None
@@ -34,7 +34,7 @@ def _native_modules():
     return modules
 
 
-def _devices():
+def _devices() -> list[tuple[str, str]]:
     if not torch.cuda.is_available():
         return [("CUDA devices", "none")]
     names = (torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))
@@ -75,11 +75,11 @@ def report() -> str:
     return "\n".join(text)
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     argparse.ArgumentParser(
-        prog="python -m fmoe_ext.info",
+        prog="fmoe info",
         description="Prints versions, native modules, devices and environment variables: quote it in a bug report.",
-    ).parse_args()
+    ).parse_args(arguments)
     print(report())
 
 

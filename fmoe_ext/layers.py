@@ -2,44 +2,40 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import functools
 import inspect
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
 
-from fmoe_ext.batch_invariance import check_batch_invariance
+from fmoe_ext import ops
 from fmoe_ext.dispatch import combine, dispatch
-from fmoe_ext.ep.exchange import Group, find_group
+from fmoe_ext.ep.exchange import Group
 from fmoe_ext.ep.expert_parallel import ExpertParallel, check_way
-from fmoe_ext.ep.ranks import GroupRanks, SliceGroup
+from fmoe_ext.ep.ranks import SliceGroup
 from fmoe_ext.ep.wrappers import check_wrappers
 from fmoe_ext.expert_kinds import ExpertKind, OwnExpertFn, Separate, SeparateExperts, kind_of
-from fmoe_ext.experts import SharedExperts
-from fmoe_ext.gates import BaseGate, NaiveGate, OneRank, find_gate
+from fmoe_ext.gates import BaseGate, NaiveGate, find_gate
 from fmoe_ext.gates.base_gate import choices_of
 from fmoe_ext.linear import check_sizes
-from fmoe_ext.masking import drop_masked, fill_masked
-from fmoe_ext.recompute import Forward, Forwards, Repeat, forward_is, is_counted, is_repeated
-from fmoe_ext.routing import ExpertInput, Nest, leaves_of
-from fmoe_ext.tokens import Batch, batch_is, current_batch, is_inside_a_block, with_valid
+from fmoe_ext.recompute import Forwards, Repeat
+from fmoe_ext.routing import ExpertInput, Nest
+from fmoe_ext.spread import SpreadLayer, drop_wrapper_prefix, mark_module_parallel_comm, take_placement
+from fmoe_ext.step import Step, begin
 
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
+GateMaker: TypeAlias = str | nn.Module | Callable[..., nn.Module]
+ExpertMaker: TypeAlias = Callable[[int], nn.Module] | Sequence[Callable[[int], nn.Module]]
+Device: TypeAlias = torch.device | str | int | None
 
-
-def mark_module_parallel_comm(module: nn.Module, comm: str, *, only_untagged: bool = False) -> None:
-    """Tags parameters of module with the group that reduces their gradient: param.dp_comm = comm."""
-    for param in module.parameters():
-        if not (only_untagged and hasattr(param, "dp_comm")):
-            setattr(param, "dp_comm", comm)  # noqa: B010 - an attribute that Parameter does not declare
+__all__ = ["FMoE", "mark_module_parallel_comm"]
 
 
-class FMoE(nn.Module):
+class FMoE(SpreadLayer):
     """A Mixture-of-Experts layer with any gate and any experts.
 
     num_expert: experts of this rank. d_model: width of a token.
@@ -68,8 +64,17 @@ class FMoE(nn.Module):
     gate_hook(topk_idx, topk_weights, None) is called after the gate.
     mask (one entry a token) and mask_dict: a token with mask != 0 goes to no expert; its expert output is
       mask_dict[its mask] (scalar, [*] or [K, *]), or zero if that is missing, weighted as usual.
+    device, dtype: of the parameters. They are drawn in that dtype by experts in one module; those of a gate and of
+      separate experts are drawn as these draw them, and cast.
     renormalize=True scales the weights of a token that lost choices to their sum before; otherwise lost
       choices add nothing.
+
+    Example:
+
+        >>> expert = lambda d_model: torch.nn.Sequential(torch.nn.Linear(d_model, 16), torch.nn.Linear(16, d_model))
+        >>> layer = FMoE(num_expert=4, d_model=8, expert=expert, top_k=2, gate="softmax")
+        >>> layer(torch.randn(10, 8)).shape
+        torch.Size([10, 8])
     """
 
     def __init__(
@@ -81,8 +86,8 @@ class FMoE(nn.Module):
         slice_group: Group = None,
         moe_group: Group = None,
         top_k: int = 2,
-        gate: str | nn.Module | Callable[..., nn.Module] = NaiveGate,
-        expert: Callable[[int], nn.Module] | Sequence[Callable[[int], nn.Module]] | None = None,
+        gate: GateMaker = NaiveGate,
+        expert: ExpertMaker | None = None,
         gate_hook: Callable[..., Any] | None = None,
         mask: torch.Tensor | None = None,
         mask_dict: Mapping[int, Any] | None = None,
@@ -93,6 +98,8 @@ class FMoE(nn.Module):
         overlap_degree: int | str = 1,
         max_rows_per_rank: int | None = None,
         exchange: str = "choice",
+        device: Device = None,
+        dtype: torch.dtype | None = None,
         **unknown: Any,
     ):
         if unknown:
@@ -108,7 +115,7 @@ class FMoE(nn.Module):
         self.num_experts = self.num_expert * world_size
         self.d_model = d_model
         self.world_size = world_size
-        self.expert_parallel: ExpertParallel | None = None
+        self.expert_parallel = None
         if world_size > 1 or moe_group is not None:
             self.expert_parallel = ExpertParallel(
                 moe_group, self.num_expert, overlap_degree, max_rows_per_rank, exchange
@@ -125,19 +132,20 @@ class FMoE(nn.Module):
         self.mask = mask
         self.mask_dict = mask_dict
         self.renormalize = renormalize
-        self.gate: Any = self._make_gate(gate, gate_bias)
-        if self.expert_parallel is not None or gate_group is not None:
-            self._share_gate(gate_group)
-        self.experts_fused = expert is None
-        self.experts: Any = None if expert is None else self._make_experts(expert)
-        self.shared_experts: SharedExperts | None = None  # what every token passes besides
-        self._expert_dp_comm: str | None = None
+        with contextlib.nullcontext() if device is None else torch.device(device):
+            self.gate = _cast(self._make_gate(gate, gate_bias), device, dtype)
+            if self.expert_parallel is not None or gate_group is not None:
+                self.share_gate(gate_group)
+            self.experts_fused = expert is None
+            self.experts = None if expert is None else _cast(self._make_experts(expert), device, dtype)
+        self.shared_experts = None  # what every token passes besides
+        self._expert_dp_comm = None
         self._forwards = Forwards()
         self.register_buffer("expert_placement", None)  # [E] once experts have moved
-        self.register_load_state_dict_pre_hook(_drop_wrapper_prefix)
-        self.register_load_state_dict_pre_hook(_take_placement)
+        self.register_load_state_dict_pre_hook(drop_wrapper_prefix)
+        self.register_load_state_dict_pre_hook(take_placement)
 
-    def _make_gate(self, gate: str | nn.Module | Callable[..., nn.Module], gate_bias: bool) -> nn.Module:
+    def _make_gate(self, gate: GateMaker, gate_bias: bool) -> nn.Module:
         gate = find_gate(gate) if isinstance(gate, str) else gate
         if isinstance(gate, nn.Module):
             if getattr(gate, "tot_expert", self.num_experts) != self.num_experts:
@@ -150,35 +158,7 @@ class FMoE(nn.Module):
         options = {"gate_bias": gate_bias} if _takes_gate_bias(gate) else {}
         return gate(self.d_model, self.num_expert, self.world_size, self.top_k, **options)
 
-    def _share_gate(self, gate_group: Group) -> None:
-        """Lets the gate's losses and capacities span the tokens of a group."""
-        if isinstance(getattr(self.gate, "ranks", None), OneRank):
-            group = self.moe_group if gate_group is None else gate_group
-            self.gate.ranks = GroupRanks(group, num_copies=self.slice_size)
-
-    @property
-    def moe_group(self) -> ProcessGroup | None:
-        """The process group that the experts are spread over, or None."""
-        return None if self.expert_parallel is None else find_group(self.expert_parallel.group)
-
-    @property
-    def ep_rank(self) -> int:
-        """Number of this rank among those that the experts are spread over; 0 without."""
-        return 0 if self.expert_parallel is None else self.expert_parallel.rank
-
-    @property
-    def slice_size(self) -> int:
-        """Ranks that share the rows of one input; 1 without slice_group."""
-        return 1 if self._slices is None else self._slices.size
-
-    @property
-    def slice_rank(self) -> int:
-        """Number of this rank among those; 0 without slice_group."""
-        return 0 if self._slices is None else self._slices.rank
-
-    def _make_experts(
-        self, expert: Callable[[int], nn.Module] | Sequence[Callable[[int], nn.Module]]
-    ) -> SeparateExperts:
+    def _make_experts(self, expert: ExpertMaker) -> SeparateExperts:
         makers = [expert] * self.num_expert if callable(expert) else expert
         return SeparateExperts(maker(self.d_model) for maker in makers)
 
@@ -187,64 +167,96 @@ class FMoE(nn.Module):
 
         moe_inp: tensor [T, d_model], or [T, *] or a nest (list, tuple, dict) of such tensors if gate and
         experts take them -> what the experts return for one row, [T, *], summed with topk_weights over the K
-        choices.
+        choices. FMoELinear casts tokens to the dtype of its weights, which is that of the result; under autocast the
+        operators choose it. Only float64 tokens of other weights are refused.
         valid: T entries, bool or 0 / 1: the others are padding. They are taken out before the gate, so that they
-        reach no expert, loss, capacity or counter, and their output is zero; everything else is as without them, to the
-        bit. fmoe_ext.valid_tokens() says the same to all layers of a model.
+        reach no expert, loss, capacity or counter, and their output is zero; everything else is as in the batch without
+        them, to the bit: forward(x, valid)[valid] is forward(x[valid]). (In another batch a token's last bits may
+        differ; see batch_invariant().) fmoe_ext.valid_tokens() says the same to all layers of a model.
         Raises ValueError for inputs, masks or choices whose number of tokens differs, TypeError for integer tokens.
         Equivalent to: out[t] = sum_k topk_weights[t, k] * expert[topk_idx[t, k]](moe_inp[t]).
         """
-        check_wrappers(self)
-        check_batch_invariance(self, moe_inp)
-        num_tokens = _count_tokens(moe_inp)
-        if torch.compiler.is_compiling() and not is_inside_a_block():
-            batch = Batch() if valid is None else with_valid(Batch(), valid)
-            batch.check(num_tokens)
-            return self._forward_real(moe_inp, batch, None)
-        repeated = self._forwards.find(moe_inp) if is_repeated() else None
-        if repeated is not None:
-            with batch_is(repeated.batch), forward_is(repeated):
-                return self._forward_real(moe_inp, repeated.batch, repeated)
-        batch = current_batch() if valid is None else with_valid(current_batch(), valid)
-        batch.check(num_tokens)
-        may_be_repeated = self.training or torch.is_grad_enabled() or batch.rows is not None
-        forward = self._forwards.begin(moe_inp, batch) if may_be_repeated else None
-        with batch_is(batch), forward_is(forward):
-            out = self._forward_real(moe_inp, batch, forward)
-        if forward is not None and is_counted():
-            self._forwards.keep(forward, out, self.training)
-        return out
-
-    def _forward_real(self, moe_inp: Nest, batch: Batch, this: Forward | None) -> Nest:
-        """The layer on the tokens that are not padding; every rank of a slice group on a part of them."""
-        moe_inp = batch.take(moe_inp)
-        mask = None if self.mask is None else batch.take(self.mask.flatten())
-        if self._slices is None:
-            return batch.put_back(self._forward(moe_inp, mask, this))
-        mask = None if mask is None else self._slices.cut(mask)
-        return batch.put_back(self._slices.join(self._forward(self._slices.cut(moe_inp), mask, this)))
-
-    def _forward(self, moe_inp: Nest, mask: torch.Tensor | None, this: Forward | None = None) -> Nest:
-        # 1. The gate chooses experts for every token; a masked token gets none.
-        topk_idx, topk_weights = self._choose(moe_inp, mask, this)
-        # 2. Tokens go to the ranks of their experts, some experts' tokens at a time; meanwhile, what needs no exchange.
-        experts = self._experts_of_step()
-        dispatched = dispatch(moe_inp, topk_idx, topk_weights, self.num_experts, self.expert_parallel)
-        beside = None if self.shared_experts is None else self.shared_experts(moe_inp)
-        # 3. The experts compute what has come and weigh their results, while the rest is under way.
+        # 1. Take off padding, masks and the tokens of other slices; find the original of a repeated forward.
+        step = begin(self._forwards, self._slices, moe_inp, valid, self.mask, self.mask_dict, self.training)
+        experts = self._ready_experts(step)
+        # 2. The gate chooses experts for every token; a masked token gets none.
+        topk_idx, topk_weights = self._choose(step)
+        # 3. Tokens go to the ranks of their experts, some experts' tokens at a time; meanwhile the shared experts run.
+        dispatched = dispatch(step.x, topk_idx, topk_weights, self.num_experts, self.expert_parallel, step)
+        beside = None if self.shared_experts is None else self.shared_experts(step.x)
+        # 4. The experts compute what has come and weigh their results, while the rest is under way.
         for chunk in dispatched.chunks:
             chunk.give_back(self._compute(experts, chunk.receive()))
-        # 4. Results come back to their tokens and are summed; a masked token gets its own.
-        out = fill_masked(combine(dispatched), topk_weights, mask, self.mask_dict)
-        return out if beside is None else out + beside
+        # 5. Results come back to their tokens and are summed; what was taken off is put back.
+        return step.end(combine(dispatched), topk_weights, beside, self.training)
 
-    def _experts_of_step(self) -> ExpertKind:
-        """The experts, ready for the chunks of this forward."""
+    def _ready_experts(self, step: Step) -> ExpertKind:
+        """The experts, checked and cut into the chunks of this forward."""
         experts = self.expert_kind
+        if ops.is_batch_invariant():
+            self._check_batch_invariance(experts, step)
         if self.expert_parallel is None:
             return experts
+        check_wrappers(self)
         max_chunks = self.num_expert if experts.can_be_divided else 1
-        return experts.divided(self.expert_parallel.choose_way(max_chunks).chunk_ends)
+        return experts.divided(self.expert_parallel.choose_way(max_chunks, step).chunk_ends)
+
+    def _check_batch_invariance(self, experts: ExpertKind, step: Step) -> None:
+        """RuntimeError for a layer that cannot keep the promise of batch_invariant()."""
+        parallel = self.expert_parallel
+        reasons = {
+            "not with such experts": experts.depends_on_batch,
+            "not with this expert parallelism": None if parallel is None else parallel.depends_on_batch,
+            "not on this device": ops.kernels_depend_on_batch(step.first),
+        }
+        if isinstance(self.gate, BaseGate):
+            reasons = {f"not with a {type(self.gate).__name__}": self.gate.depends_on_batch, **reasons}
+        for what, reason in reasons.items():
+            if reason is not None:
+                raise RuntimeError(
+                    f"batch_invariant() promises that a token's result does not depend on its batch, but {what}: "
+                    f"{reason}"
+                )
+
+    def _choose(self, step: Step) -> tuple[torch.Tensor, torch.Tensor]:
+        """topk_idx, topk_weights [T, K], checked, renormalized and masked."""
+        if torch.compiler.is_compiling():
+            topk_idx, topk_weights = self._call_gate(step)
+        else:
+            with step:
+                topk_idx, topk_weights = self._call_gate(step)
+        num_tokens = step.first.shape[0]
+        if topk_idx.dim() != 2:
+            topk_idx = topk_idx.reshape(-1, self.top_k)
+        if topk_idx.shape[0] != num_tokens or topk_weights.numel() != topk_idx.numel():
+            raise ValueError(
+                f"the gate must return topk_idx and topk_weights [T={num_tokens}, K={self.top_k}], "
+                f"but returned {list(topk_idx.shape)} and {list(topk_weights.shape)}"
+            )
+        if topk_weights.shape != topk_idx.shape:
+            topk_weights = topk_weights.reshape(topk_idx.shape)
+        if self.renormalize:
+            topk_weights = _renormalize(topk_idx, topk_weights)
+        return step.drop_masked(topk_idx), topk_weights
+
+    def _call_gate(self, step: Step) -> tuple[torch.Tensor, torch.Tensor]:
+        """Run the gate and the hook; a repeated forward reuses its recorded choices if the gate is a BaseGate."""
+        gate, forward = self.gate, step.forward
+        if forward is None or not isinstance(gate, BaseGate):
+            topk_idx, topk_weights = choices_of(gate, gate(step.x))
+        elif forward.kept is None or forward.selected is None:
+            topk_idx, topk_weights = choices_of(gate, gate(step.x))
+            forward.choose(step.selected, topk_idx, gate.weighs_while_choosing, self.num_experts)
+        else:
+            tape, gate.tape = gate.tape, Repeat(forward.selected.long(), forward.is_fused)
+            try:
+                _, topk_weights = gate(step.x)
+            finally:
+                gate.tape = tape
+            topk_idx = forward.kept.long()
+        if self.gate_hook is not None:
+            self.gate_hook(topk_idx, topk_weights, None)
+        return topk_idx, topk_weights
 
     def _compute(self, experts: ExpertKind, tokens: ExpertInput) -> Nest:
         if tokens.shadows and self.expert_parallel is not None:
@@ -257,12 +269,6 @@ class FMoE(nn.Module):
         is_own = type(self).expert_fn is not FMoE.expert_fn
         return OwnExpertFn(self) if is_own else kind_of(self)
 
-    def place_experts(self, order: Iterable[int]) -> None:
-        """Notes that the parameters of expert order[place] are now at that place (ep.placement moves them)."""
-        assert self.expert_parallel is not None
-        self.expert_parallel.experts_in_place = list(order)
-        self.expert_placement = torch.tensor(order)
-
     def expert_fn(self, inp: Nest, fwd_expert_count: torch.Tensor) -> Nest:
         """Applies the experts to rows sorted by expert: inp [R, *] or a nest, fwd_expert_count [E]."""
         return kind_of(self).on_rows(inp, fwd_expert_count)
@@ -273,91 +279,28 @@ class FMoE(nn.Module):
             raise RuntimeError("expert_fn_single needs separate experts, but these are fused in one module")
         return Separate(self).call_one(inp, fwd_expert_count, idx)
 
-    def mark_parallel_comm(self, expert_dp_comm: str = "none") -> None:
-        """Tags the parameters of the experts with expert_dp_comm and those of the gate with "gate"."""
-        self._expert_dp_comm = expert_dp_comm
-        self._mark_parameters(expert_dp_comm)
 
-    def tag_new_parameters(self) -> None:
-        """Gives parameters that came since (adapters in the experts, copies of them) the tags of those beside them."""
-        if self._expert_dp_comm is not None:
-            self._mark_parameters(self._expert_dp_comm, only_untagged=True)
-
-    def _mark_parameters(self, expert_dp_comm: str, only_untagged: bool = False) -> None:
-        # as with the gate, ranks of a slice group have parts of the gradient of shared experts
-        comms = (self.experts, expert_dp_comm), (self.gate, "gate"), (self.shared_experts, "gate")
-        for module, comm in comms:
-            if module is not None:
-                mark_module_parallel_comm(module, comm, only_untagged=only_untagged)
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        if self._expert_dp_comm is not None:  # copies of parameters lose their attributes
-            self._mark_parameters(self._expert_dp_comm)
-
-    def _choose(
-        self, moe_inp: Nest, mask: torch.Tensor | None, this: Forward | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """topk_idx, topk_weights [T, K], checked, renormalized and masked."""
-        num_tokens = leaves_of(moe_inp)[0].shape[0]
-        topk_idx, topk_weights = self._call_gate(moe_inp, this)
-        if self.gate_hook is not None:
-            self.gate_hook(topk_idx, topk_weights, None)
-        if topk_idx.dim() != 2:
-            topk_idx = topk_idx.reshape(-1, self.top_k)
-        if topk_idx.shape[0] != num_tokens or topk_weights.numel() != topk_idx.numel():
-            raise ValueError(
-                f"the gate must return topk_idx and topk_weights [T={num_tokens}, K={self.top_k}], "
-                f"but returned {list(topk_idx.shape)} and {list(topk_weights.shape)}"
-            )
-        if topk_weights.shape != topk_idx.shape:
-            topk_weights = topk_weights.reshape(topk_idx.shape)
-        if self.renormalize:
-            topk_weights = _renormalize(topk_idx, topk_weights)
-        if mask is not None:
-            topk_idx = drop_masked(topk_idx, mask)
-        return topk_idx, topk_weights
-
-    def _call_gate(self, moe_inp: Nest, this: Forward | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """The gate's choices; those of this, if this has been before. A gate that is no BaseGate chooses anew."""
-        gate = self.gate
-        if this is None or not isinstance(gate, BaseGate):
-            return choices_of(gate, gate(moe_inp))
-        if this.kept is None or this.selected is None:
-            topk_idx, topk_weights = choices_of(gate, gate(moe_inp))
-            this.choose(gate.take_selected(), topk_idx, gate.weighs_while_choosing, self.num_experts)
-            return topk_idx, topk_weights
-        tape, gate.tape = gate.tape, Repeat(this.selected.long(), this.is_fused)
-        try:
-            _, topk_weights = gate(moe_inp)
-        finally:
-            gate.tape = tape
-        return this.kept.long(), topk_weights
-
-
-def _count_tokens(moe_inp: Nest) -> int:
-    leaves = leaves_of(moe_inp)
-    sizes = [x.shape[0] if isinstance(x, torch.Tensor) and x.dim() > 0 else None for x in leaves]
-    if not sizes or sizes[0] is None or any(size != sizes[0] for size in sizes):
-        kinds = [list(x.shape) if isinstance(x, torch.Tensor) else type(x).__name__ for x in leaves]
-        raise ValueError(f"moe_inp must be tensors [T, *] with one number of tokens T, but got {kinds}")
-    dtypes = {x.dtype for x in leaves}
-    if not any(dtype.is_floating_point or dtype.is_complex for dtype in dtypes):
-        raise TypeError(
-            f"moe_inp must have tokens of a floating dtype, but got {', '.join(map(str, dtypes))}"
-        )
-    return sizes[0]
+def _cast(module: nn.Module, device: Device, dtype: torch.dtype | None) -> nn.Module:
+    """module on a device, its floating parameters in a dtype; buffers keep theirs."""
+    module = module if device is None else module.to(device)
+    for p in module.parameters() if dtype is not None else ():
+        if p.is_floating_point():
+            p.data = p.data.to(dtype)
+    return module
 
 
 def _unknown_keywords(cls: type, unknown: Iterable[str]) -> str:
-    """What to say of keywords that neither cls nor a class that it hands them to takes."""
+    """The error for keywords that neither cls nor a class that it passes them to takes."""
     classes = [base for base in cls.__mro__ if issubclass(base, FMoE)]
     names = sorted({name for base in classes for name in inspect.signature(base.__init__).parameters})
     texts = []
     for keyword in unknown:
         close = difflib.get_close_matches(keyword, names, n=1)
         texts.append(f"{keyword!r}{f' (did you mean {close[0]!r}?)' if close else ''}")
-    return f"{cls.__name__} has no argument {', '.join(texts)}"
+    text = f"{cls.__name__} has no argument {', '.join(texts)}"
+    if "num_experts" in unknown:
+        text += ": num_expert is the number of experts of this rank, of num_expert * world_size in all"
+    return text
 
 
 def _renormalize(topk_idx: torch.Tensor, topk_weights: torch.Tensor) -> torch.Tensor:
@@ -376,24 +319,3 @@ def _takes_gate_bias(gate: Callable[..., Any]) -> bool:
     return "gate_bias" not in bound and (
         any(p.name == "gate_bias" for p in parameters) or (takes_any and is_naive)
     )
-
-
-def _take_placement(module: FMoE, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Experts are where the state dict has them; in order, if it says nothing."""
-    key = prefix + "expert_placement"
-    if key in state_dict:
-        if module.expert_parallel is None:
-            raise RuntimeError(
-                f"{key}: experts were moved between ranks, but this layer has all of them on one"
-            )
-        module.place_experts(state_dict[key].tolist())
-    elif module.expert_placement is not None:
-        state_dict[key] = torch.arange(module.num_experts)
-        module.place_experts(range(module.num_experts))
-
-
-def _drop_wrapper_prefix(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Takes the state dict of a layer that was wrapped for data parallelism."""
-    wrapped = prefix + "module."
-    for key in [key for key in state_dict if key.startswith(wrapped)]:
-        state_dict[prefix + key.removeprefix(wrapped)] = state_dict.pop(key)

@@ -44,9 +44,10 @@ def check_plain(weight: torch.Tensor) -> None:
 
 
 def cast_to_weight(inp: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """inp in the dtype of weight; as it is under autocast, where the operators choose the dtype.
+    """inp in the dtype of weight, which is that of the result; as it is under autocast, where operators choose it.
 
-    Raises TypeError for float64 tokens of other weights, of which most digits would be lost in silence.
+    FastMoE's rule. Its one exception: TypeError for float64 tokens of other weights, which would lose half of their
+    digits.
     """
     device = inp.device.type
     if device != "meta" and torch.is_autocast_enabled(device):  # which raises for "meta"
@@ -82,7 +83,14 @@ class FMoELinear(nn.Module):
     [-1 / sqrt(in_feat), 1 / sqrt(in_feat)]. rank: which of the ranks that share the experts this is. Ranks with
     the same seed draw different experts, those that one process with all of them would draw.
     gradient_accumulation_fusion: backward adds the gradient of weight to weight.main_grad (ops.MainGrad) instead
-    of weight.grad.
+    of weight.grad. device, dtype: of the parameters, as in nn.Linear.
+
+    Example:
+
+        >>> linear = FMoELinear(num_expert=3, in_feat=8, out_feat=4)
+        >>> rows = torch.randn(6, 8)  # sorted by expert: two rows of expert 0, four of expert 2
+        >>> linear(rows, torch.tensor([2, 0, 4])).shape
+        torch.Size([6, 4])
     """
 
     def __init__(
@@ -94,6 +102,8 @@ class FMoELinear(nn.Module):
         rank: int = 0,
         *,
         gradient_accumulation_fusion: bool = False,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         check_sizes(num_expert=num_expert)
@@ -102,8 +112,10 @@ class FMoELinear(nn.Module):
         self.out_feat = out_feat
         self.rank = rank
         self.gradient_accumulation_fusion = gradient_accumulation_fusion
-        self.weight = nn.Parameter(torch.empty(num_expert, out_feat, in_feat))
-        self.bias = nn.Parameter(torch.empty(num_expert, out_feat)) if bias else None
+        self.weight = nn.Parameter(torch.empty(num_expert, out_feat, in_feat, device=device, dtype=dtype))
+        self.bias: nn.Parameter | None = None
+        if bias:
+            self.bias = nn.Parameter(torch.empty(num_expert, out_feat, device=device, dtype=dtype))
         self._hook_handles: list[RemovableHandle] = []
         self.reset_parameters()
 
@@ -137,7 +149,7 @@ class FMoELinear(nn.Module):
 
     @property
     def must_be_called(self) -> bool:
-        """Whether something waits for this module's call: a hook, or a forward put in the place of its own.
+        """True if something waits for this module's call: a hook, or a forward put in the place of its own.
 
         Otherwise whoever has the module may compute with its weight and bias directly, as FusedExperts does.
         """
@@ -145,7 +157,7 @@ class FMoELinear(nn.Module):
 
     @property
     def main_grad(self) -> ops.MainGrad | None:
-        """Where the gradient of weight is added in backward; None without gradient_accumulation_fusion."""
+        """Tensor to which backward adds the gradient of weight; None without gradient_accumulation_fusion."""
         return ops.MainGrad(self.weight) if self.gradient_accumulation_fusion else None
 
     def forward(self, inp: torch.Tensor, fwd_expert_count: torch.Tensor | Sequence[int]) -> torch.Tensor:
@@ -171,5 +183,5 @@ class FMoELinear(nn.Module):
 
 
 def _is_active(handle: RemovableHandle) -> bool:
-    """Whether a hook has not been removed."""
+    """True if a hook has not been removed."""
     return handle.id in (handle.hooks_dict_ref() or ())

@@ -1,10 +1,10 @@
-"""Forwards that activation checkpointing repeats in the backward: the second one is told what the first one chose.
+"""Matches a forward that activation checkpointing repeats in the backward with the original, whose routing it reuses.
 
 A forward that runs inside a backward is a repetition: torch.utils.checkpoint (reentrant or not), Megatron-core,
 DeepSpeed and Transformers, which calls the former, all do it so. torch.utils.module_tracker.ModuleTracker says so in
 public. Of several forwards of a layer whose backward is still to come the repetition is the one whose input is nearest;
 of those with the same input, the one that found PyTorch's generator as it is now (a checkpoint restores it); of those,
-the last, for autograd goes backwards.
+the last, for autograd goes backwards. docs/design.md says why no public interface gives an exact match.
 """
 
 from __future__ import annotations
@@ -12,9 +12,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,15 +23,12 @@ from fmoe_ext.routing import Nest, leaves_of
 from fmoe_ext.tokens import Batch
 
 SAMPLE = 64  # numbers of the input that tell the forwards of a layer apart
-MAX_DISTANCE = 0.4  # of a repetition's sample, in parts of what two can differ by; any two inputs have 0.7
+MAX_DISTANCE = 0.4  # largest relative L1 distance of samples of the same input; two random inputs have 0.7
 MAX_WITHOUT_GRAPH = 64  # forwards under no_grad of which each layer keeps the choices
 
 
-_uncounted: ContextVar[bool] = ContextVar("forwards only look ahead", default=False)
-
-
 def is_repeated() -> bool:
-    """Whether this forward repeats an earlier one."""
+    """True if this forward repeats an earlier one."""
     return not torch.compiler.is_compiling() and bool(_tracker().is_bw)
 
 
@@ -42,19 +37,21 @@ def _tracker() -> ModuleTracker:
     return ModuleTracker()
 
 
-def is_counted() -> bool:
-    """Whether this forward counts for loads and biases: it is neither repeated nor uncounted()."""
-    return torch.compiler.is_compiling() or not (is_repeated() or _uncounted.get())
+def can_be_repeated(without_graph: bool) -> bool:
+    """True if activation checkpointing may repeat the forward that begins now.
 
-
-@contextmanager
-def uncounted() -> Iterator[None]:
-    """Forwards in the block only look at what will come, and count for nothing."""
-    token = _uncounted.set(True)
+    With a graph: it runs under hooks for saved tensors, by which a checkpoint without reentrance drops and recomputes
+    them. Without a graph, as reentrant checkpoints and their like run a forward: without_graph.
+    """
+    if torch.compiler.is_compiling():
+        return False
+    if not torch.is_grad_enabled():
+        return without_graph
     try:
-        yield
-    finally:
-        _uncounted.reset(token)
+        with torch.autograd.graph.disable_saved_tensors_hooks("only asks whether there are hooks"):
+            return False
+    except RuntimeError:
+        return True
 
 
 @dataclass(eq=False)
@@ -65,9 +62,9 @@ class Forward:
     forwards. selected, kept [T, K]: choices before and after some were dropped (None before the gate has chosen), in
     the smallest dtype that holds them. is_fused: whether the gate chose and weighed in one operator, whose backward
     keeps other tensors than the two steps. microbatch: its number where losses span several (gates.accumulation). way:
-    how its tokens travelled between ranks. messages: what other ranks told in this forward, in order; num_heard: of
-    those, by its repetition. has_empty_rank: whether one of the ranks that exchanged tokens had none, so that it cannot
-    tell its forwards apart.
+    how its tokens travelled between ranks. messages: results of the exchanges between ranks, in order; num_replayed:
+    how many of them the repetition has used. has_empty_rank: one of the ranks that exchanged tokens had none, and so
+    cannot match its forwards.
     """
 
     num_tokens: int
@@ -82,18 +79,18 @@ class Forward:
     way: Any = None
     is_done: bool = False
     messages: list[torch.Tensor] = field(default_factory=list)
-    num_heard: int = 0
+    num_replayed: int = 0
     has_empty_rank: bool = False
 
-    def hear(self, exchange: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """exchange(), or, in a repetition, a copy of what it returned in the first forward."""
-        if self.is_done and self.num_heard < len(self.messages):
-            self.num_heard += 1
-            return self.messages[self.num_heard - 1].clone()
-        told = exchange()
+    def run_or_replay(self, exchange: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """exchange(), or, in a repetition, a copy of what it returned in the original."""
+        if self.is_done and self.num_replayed < len(self.messages):
+            self.num_replayed += 1
+            return self.messages[self.num_replayed - 1].clone()
+        received = exchange()
         if not self.is_done:
-            self.messages.append(told.detach().clone())
-        return told
+            self.messages.append(received.detach().clone())
+        return received
 
     def choose(
         self, selected: torch.Tensor | None, kept: torch.Tensor, is_fused: bool, num_experts: int
@@ -101,48 +98,6 @@ class Forward:
         self.kept = _compact(kept, num_experts)
         self.selected = self.kept if selected is None or selected is kept else _compact(selected, num_experts)
         self.is_fused = is_fused
-
-
-_forward: ContextVar[Forward | None] = ContextVar("the forward of a layer that runs", default=None)
-
-
-def current_forward() -> Forward | None:
-    """The forward inside which a gate is called by its layer."""
-    return _forward.get()
-
-
-def forward_of_layer(gate: object) -> Forward | None:
-    """The same, for gates that must know which forward a checkpoint repeats; RuntimeError where nobody does."""
-    forward = current_forward()
-    if forward is None and is_repeated():
-        raise RuntimeError(
-            f"a checkpoint repeats {type(gate).__name__} outside of an FMoE layer: which forward, and of which "
-            "microbatch, is unknown; checkpoint the layer, or what has it inside"
-        )
-    return forward
-
-
-def hear_once(exchange: Callable[[], torch.Tensor]) -> torch.Tensor:
-    """exchange(), which asks other ranks; a repeated forward is told what its first one was told, and asks nobody."""
-    forward = None if torch.compiler.is_compiling() else current_forward()
-    return exchange() if forward is None else forward.hear(exchange)
-
-
-def hear_counts(exchange: Callable[[], torch.Tensor]) -> torch.Tensor:
-    """hear_once() of how many rows come; all ranks ask again where one could not tell which forward is repeated."""
-    told = hear_once(exchange)
-    forward = None if torch.compiler.is_compiling() else current_forward()
-    return exchange() if forward is not None and forward.is_done and forward.has_empty_rank else told
-
-
-@contextmanager
-def forward_is(forward: Forward | None) -> Iterator[None]:
-    """current_forward() inside the block."""
-    token = _forward.set(forward)
-    try:
-        yield
-    finally:
-        _forward.reset(token)
 
 
 class Forwards:
@@ -161,21 +116,19 @@ class Forwards:
     def __reduce__(self) -> tuple[type[Forwards], tuple[()]]:
         return Forwards, ()
 
-    def begin(self, moe_inp: Nest, batch: Batch) -> Forward:
-        """A forward, not yet kept."""
-        first = leaves_of(moe_inp)[0]
+    def begin(self, first: torch.Tensor, batch: Batch) -> Forward:
+        """A forward, not yet kept. first [T, *]: the first tensor of its input."""
         self._num_begun += 1
         state = _generator_state(first.device)
         return Forward(first.shape[0], _sample(first), state, batch, self._num_begun)
 
-    def find(self, moe_inp: Nest) -> Forward | None:
+    def find(self, first: torch.Tensor) -> Forward | None:
         """The forward that this one repeats; None if it is not among those that were kept."""
-        first = leaves_of(moe_inp)[0]
         alive = [forward for forward in (ref() for ref in self._with_graph) if forward is not None]
         same = [f for f in (*alive, *self._without) if f.num_tokens == first.shape[0]]
         found = _nearest(first, same) if same else None
         if found is not None:
-            found.is_done, found.num_heard = True, 0
+            found.is_done, found.num_replayed = True, 0
         return found
 
     def keep(self, forward: Forward, out: Nest, training: bool) -> None:

@@ -1,4 +1,4 @@
-"""What the tests, the benchmarks and users of custom layers need to check numbers against a float64 truth."""
+"""Tools to compare numbers with a float64 truth, for tests, benchmarks and users of custom layers."""
 
 import contextlib
 import multiprocessing.connection
@@ -57,10 +57,10 @@ def assert_close(ours: torch.Tensor, truth: torch.Tensor, plain: torch.Tensor, n
 
 
 class DistributedError(AssertionError):
-    """What went wrong on the ranks of run_distributed(): every rank's traceback, exit or silence, in one text."""
+    """Failures of the ranks of run_distributed(): every rank's traceback, exit or silence, in one text."""
 
 
-def run_distributed(fn: Callable, world_size: int, *args: Any, timeout: float = 120.0) -> list[Any]:
+def run_distributed(fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 120.0) -> list[Any]:
     """Calls fn(*args) on world_size gloo processes with a default process group -> the list of results by rank.
 
     fn is a function of a module and args can be pickled. Raises DistributedError with the text of every rank
@@ -94,7 +94,7 @@ class DistributedPool:
         self.close()
 
     def run(
-        self, fn: Callable, *args: Any, world_size: int | None = None, timeout: float = 120.0
+        self, fn: Callable[..., Any], *args: Any, world_size: int | None = None, timeout: float = 120.0
     ) -> list[Any]:
         """Calls fn(*args) on the first world_size processes -> the list of results by rank; see run_distributed."""
         world_size = world_size or self.world_size

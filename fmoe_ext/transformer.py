@@ -1,12 +1,14 @@
 """FMoETransformerMLP: a Mixture-of-Experts layer in the place of a transformer's MLP."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
+from fmoe_ext.ep.exchange import Group
 from fmoe_ext.experts import FusedExperts, SharedExperts
-from fmoe_ext.layers import FMoE
+from fmoe_ext.gates import NaiveGate
+from fmoe_ext.layers import Device, FMoE, GateMaker
 from fmoe_ext.linear import check_sizes
 
 
@@ -20,6 +22,14 @@ class FMoETransformerMLP(FMoE):
     shared_expert_hidden: hidden units of an MLP that every token passes besides, with the same activation and bias,
     computed while the tokens are on their way to the other ranks; shared_expert_gate: experts.SharedExperts. Other
     arguments: FMoE.
+
+    Example:
+
+        >>> mlp = FMoETransformerMLP(num_expert=4, d_model=8, d_hidden=16, activation="swiglu", gate="softmax")
+        >>> y = mlp(torch.randn(2, 5, 8))  # [batch, sequence, d_model]
+        >>> y.shape
+        torch.Size([2, 5, 8])
+        >>> (y.square().mean() + 0.01 * fmoe_ext.gates.total_loss(mlp)).backward()
     """
 
     def __init__(
@@ -31,14 +41,52 @@ class FMoETransformerMLP(FMoE):
         expert_dp_comm: str = "none",
         expert_rank: int = 0,
         *,
+        world_size: int = 1,
+        mp_group: Group = None,
+        slice_group: Group = None,
+        moe_group: Group = None,
+        top_k: int = 2,
+        gate: GateMaker = NaiveGate,
+        gate_hook: Callable[..., Any] | None = None,
+        mask: torch.Tensor | None = None,
+        mask_dict: Mapping[int, Any] | None = None,
+        gate_bias: bool = True,
+        renormalize: bool = False,
+        gate_group: Group = None,
+        overlap_degree: int | str = 1,
+        max_rows_per_rank: int | None = None,
+        exchange: str = "choice",
         bias: bool = True,
         gradient_accumulation_fusion: bool = False,
         shared_expert_hidden: int | None = None,
         shared_expert_gate: bool = False,
-        **kwargs: Any,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
+        **unknown: Any,
     ):
         check_sizes(num_expert=num_expert, d_model=d_model, d_hidden=d_hidden)
-        super().__init__(num_expert=num_expert, d_model=d_model, **kwargs)
+        super().__init__(
+            num_expert=num_expert,
+            d_model=d_model,
+            world_size=world_size,
+            mp_group=mp_group,
+            slice_group=slice_group,
+            moe_group=moe_group,
+            top_k=top_k,
+            gate=gate,
+            gate_hook=gate_hook,
+            mask=mask,
+            mask_dict=mask_dict,
+            gate_bias=gate_bias,
+            renormalize=renormalize,
+            gate_group=gate_group,
+            overlap_degree=overlap_degree,
+            max_rows_per_rank=max_rows_per_rank,
+            exchange=exchange,
+            device=device,
+            dtype=dtype,
+            **unknown,
+        )
         self.d_hidden = d_hidden
         self.experts = FusedExperts(
             num_expert,
@@ -48,10 +96,14 @@ class FMoETransformerMLP(FMoE):
             bias=bias,
             gradient_accumulation_fusion=gradient_accumulation_fusion,
             rank=self.ep_rank,
+            device=device,
+            dtype=dtype,
         )
         if shared_expert_hidden is not None:
             self.shared_experts = SharedExperts(
-                d_model, shared_expert_hidden, activation, bias, shared_expert_gate
+                *(d_model, shared_expert_hidden, activation, bias, shared_expert_gate),
+                device=device,
+                dtype=dtype,
             )
         elif shared_expert_gate:
             raise ValueError(

@@ -15,6 +15,7 @@ import torch
 from fmoe_ext import ops
 from fmoe_ext.ops import torch_path
 from tests.on_cuda import OnCuda
+from tests.ops import instruction_sets
 
 pytest_plugins = ["leftovers"]
 
@@ -71,6 +72,19 @@ def torch_path_in_the_place_of_cpu():
     library = torch_path.install("CPU")
     yield
     del library  # its registrations live as long as it does
+
+
+def _instruction_set(name):
+    others = () if name == "portable" else (pytest.mark.cpu("one of its instruction sets"),)
+    return pytest.param(name, marks=others)
+
+
+@pytest.fixture(params=map(_instruction_set, instruction_sets.ISAS))
+def isa(request):
+    """Every instruction set of the CPU kernels, one after the other."""
+    with instruction_sets.restored():
+        instruction_sets.use(request.param)
+        yield request.param
 
 
 @pytest.fixture(autouse=True)

@@ -60,7 +60,7 @@ def run_layer(layer, x, grad_out):
 
 
 def run_oracle(layer, x, grad_out, topk_idx, activation, dtype):
-    """What run_layer returns for an FMoETransformerMLP with a NaiveGate, by the oracle in dtype."""
+    """Result of run_layer for an FMoETransformerMLP with a NaiveGate, by the oracle in dtype."""
     layer = copy.deepcopy(layer).to(dtype)
 
     def forward(x):

@@ -12,7 +12,7 @@ from fmoe_ext.gates import BaseGate, ExpertChoiceGate, SoftmaxGate, SwitchGate
 
 
 class FixedGate(BaseGate):
-    """Chooses what it is told: a user's own gate."""
+    """A user's own gate, with given choices."""
 
     def __init__(self, num_experts, topk_idx, topk_weights=None):
         super().__init__(num_experts, 1)

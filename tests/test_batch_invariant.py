@@ -146,7 +146,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("reason", REFUSED)
-def test_what_depends_on_the_batch_is_refused(reason):
+def test_batch_dependent_parts_are_refused(reason):
     module, (x, _) = layer(REFUSED[reason]), tokens()
     module(x)
     with batch_invariant(), pytest.raises(RuntimeError, match=reason):
@@ -159,7 +159,7 @@ def test_separate_experts_are_refused():
         module(tokens()[0])
 
 
-def test_an_activation_of_torch_is_refused():
+def test_torch_activation_is_refused():
     module = layer(activation=torch.tanh)
     with batch_invariant(), pytest.raises(RuntimeError, match="their activation is torch's"):
         module(tokens()[0])

@@ -17,7 +17,7 @@ def test_summary():
 
 
 @pytest.mark.long
-def test_a_tree_against_itself():
+def test_compare_tree_with_itself():
     cases = [["E", "float32", False], ["E", "bfloat16", True]]
     rows = compare.compare(compare.ROOT, compare.ROOT, cases, rounds=2, threads=1)
     assert [row[:3] for row in rows] == [["E", "float32", "fwd"], ["E", "bfloat16", "fwd+bwd"]]
@@ -25,7 +25,7 @@ def test_a_tree_against_itself():
         assert 0 < float(old) < 1000 and 0 < float(new) < 1000 and 0.2 < float(ratio) < 5
 
 
-def test_the_other_commit_is_checked_out_and_removed():
+def test_compare_removes_its_checkout():
     with compare.worktree("HEAD") as folder:
         head = ["git", "-C", str(folder), "show", "HEAD:setup.py"]
         assert (folder / "setup.py").read_text() == subprocess.run(
@@ -38,7 +38,7 @@ def test_the_other_commit_is_checked_out_and_removed():
     assert str(folder) not in listed
 
 
-def test_a_commit_that_is_none():
+def test_compare_unknown_commit_is_refused():
     with (
         pytest.raises(SystemExit, match=r"cannot check out 'no-such-commit': .*no-such-commit"),
         compare.worktree("no-such-commit"),

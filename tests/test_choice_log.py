@@ -1,7 +1,9 @@
 """The log of a run's choices, and the report that is made of it."""
 
 import html.parser
+import json
 import re
+import struct
 import subprocess
 import sys
 import zlib
@@ -87,7 +89,7 @@ def test_it_stays_small_and_spans_the_run(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["log"]
 
 
-def test_a_step_that_does_not_fit_is_told(tmp_path):
+def test_log_full_step_is_reported(tmp_path):
     model = layer()
     with balance.log_choices(model, tmp_path / "log", max_bytes=200) as log:
         model(tokens(0, 500))
@@ -204,7 +206,7 @@ def test_summary(tmp_path):
 
 
 class Page(html.parser.HTMLParser):
-    """What a page is made of, and whether its tags are closed."""
+    """Parts of a page, and unclosed tags."""
 
     def __init__(self, text):
         super().__init__()
@@ -247,7 +249,7 @@ def test_pictures():
     assert zlib.decompress(data[data.index(b"IDAT") + 4 : -16]) == bytes([0, *range(1, 9)])
 
 
-def test_what_the_command_cannot_read_or_write_is_named(tmp_path, capsys):
+def test_report_names_unreadable_files(tmp_path, capsys):
     write_run(tmp_path / "log")
     (tmp_path / "words").write_text("hello")
     log = str(tmp_path / "log")
@@ -255,6 +257,46 @@ def test_what_the_command_cannot_read_or_write_is_named(tmp_path, capsys):
     assert f"{tmp_path / 'words'} is no JSON" in capsys.readouterr().err
     assert main(["report", log, "-o", str(tmp_path / "nowhere" / "page")]) == 2
     assert "nowhere" in capsys.readouterr().err
+
+
+GATE = {"name": "gate", "num_experts": 4, "top_k": 2}
+FORGED = {  # gates of a header: what the error says
+    "has 1099511627776 experts": [{**GATE, "num_experts": 2**40}],
+    "has 0 experts": [{**GATE, "num_experts": 0}],
+    "has -1 experts": [{**GATE, "num_experts": -1}],
+    "not described by a name and two numbers": [{**GATE, "num_experts": float("inf")}],
+    "top_k 5 of 4": [{**GATE, "top_k": 5}],
+    "top_k 0 of 4": [{**GATE, "top_k": 0}],
+    "two gates have one name": [GATE, GATE],
+    "more than 1048576 experts together": [{**GATE, "name": f"{i}", "num_experts": 60000} for i in range(20)],
+}
+
+
+@pytest.mark.parametrize("text", FORGED)
+def test_report_of_impossible_gates_ends_in_one_error(tmp_path, capsys, text):
+    header = json.dumps({"gates": FORGED[text]}).encode()
+    (tmp_path / "log").write_bytes(b"fmoe choices 2\n" + struct.pack("<I", len(header)) + header)
+    assert main(["report", str(tmp_path / "log"), "-o", str(tmp_path / "page")]) == 2
+    assert text in capsys.readouterr().err
+    assert not (tmp_path / "page").exists()
+
+
+def test_report_of_deep_json_ends_in_one_error(tmp_path, capsys):
+    header = b"[" * 100_000
+    (tmp_path / "log").write_bytes(b"fmoe choices 2\n" + struct.pack("<I", len(header)) + header)
+    (tmp_path / "words").write_bytes(header)
+    assert main(["report", str(tmp_path / "log"), "-o", str(tmp_path / "page")]) == 2
+    assert "damaged or cut off" in capsys.readouterr().err
+    write_run(tmp_path / "log")
+    assert main(["report", str(tmp_path / "log"), "--vocabulary", str(tmp_path / "words")]) == 2
+    assert "is no JSON" in capsys.readouterr().err
+
+
+def test_log_of_too_many_experts_is_refused(tmp_path):
+    """A number of 16 bits for each expert, and one for dropped choices."""
+    model = torch.nn.Sequential(UniformGate(1, 2**16, 1, 1))
+    with pytest.raises(ValueError, match="has 65536 experts; a log holds 1 to 65535"):
+        balance.log_choices(model, tmp_path / "log")
 
 
 def test_command_line(tmp_path):

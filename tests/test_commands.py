@@ -1,5 +1,8 @@
-"""What all commands share: how they end."""
+"""The command `fmoe`, its subcommands, their exit statuses and their errors."""
 
+import importlib
+import os
+import re
 import signal
 import subprocess
 import sys
@@ -7,9 +10,12 @@ from pathlib import Path
 
 import pytest
 
+import fmoe_ext
+import fmoe_ext_command
 from fmoe_ext import info
 from fmoe_ext.audit.cases import AuditError, Layout, parse_layout
 from fmoe_ext.audit.cli import main as audit
+from fmoe_ext.ep.simulate import read_loads
 from fmoe_ext.gpu.cli import main as gpu
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -30,7 +36,7 @@ INTERRUPTED = "def main(): raise KeyboardInterrupt"
         ("def main(): print('help'); sys.exit(0)", 128 + signal.SIGPIPE, b""),
         (INTERRUPTED, 128 + signal.SIGINT, b"interrupted\n"),
         ("def main(): return 2", 2, b""),
-        ("def main(): sys.exit('error: why')", 1, b"error: why\n"),
+        ("def main(): sys.exit('error: why')", 2, b"error: why\n"),
     ],
 )
 def test_ends_without_a_traceback(body, status, message):
@@ -57,7 +63,7 @@ def test_numbers_that_cannot_be(main, arguments, message, capsys):
     assert message in capsys.readouterr().err
 
 
-def test_a_layout_without_a_number_is_refused():
+def test_layout_without_number_is_refused():
     """ "x" was one process."""
     for layout in ("x", "dp2x", "xep2"):
         with pytest.raises(AuditError, match=f"dp2xep2 or the like, but got '{layout}'"):
@@ -65,8 +71,83 @@ def test_a_layout_without_a_number_is_refused():
     assert parse_layout("dp2xep3") == Layout(2, 3) and parse_layout("ep3") == Layout(1, 3)
 
 
-def test_info_takes_no_arguments(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["info", "unknown"])
+def test_info_with_arguments_is_refused(capsys):
     with pytest.raises(SystemExit, match="2"):
-        info.main()
+        info.main(["unknown"])
     assert "unrecognized arguments: unknown" in capsys.readouterr().err
+
+
+def command(*arguments, setup="", cwd=ROOT, **env):
+    """`fmoe arguments` in a process of its own, after some lines of Python."""
+    program = f"{setup}\nimport fmoe_ext_command; fmoe_ext_command.main({list(arguments)!r})"
+    env = {**os.environ, "PYTHONPATH": str(ROOT), **env}
+    return subprocess.run(
+        [sys.executable, "-c", program], cwd=cwd, env=env, capture_output=True, text=True, timeout=120
+    )
+
+
+def test_help_lists_every_command_without_importing_torch():
+    watch = "import atexit, sys; atexit.register(lambda: print('torch' in sys.modules))"
+    done = command("--help", setup=watch)
+    assert done.returncode == 0 and done.stdout.endswith("False\n"), done.stdout + done.stderr
+    page = (ROOT / "docs/commands.md").read_text()
+    for name, (_, sentence) in fmoe_ext_command.COMMANDS.items():
+        assert re.search(rf"^  {name} +{re.escape(sentence)}$", done.stdout, re.MULTILINE), name
+        assert f"`fmoe {name}" in page, f"docs/commands.md leaves out {name}"
+
+
+def test_version_is_that_of_the_package():
+    done = command("--version")
+    assert (done.returncode, done.stdout) == (0, f"fmoe_ext {fmoe_ext.__version__}\n"), done.stderr
+
+
+@pytest.mark.parametrize("name", fmoe_ext_command.COMMANDS)
+def test_help_of_a_command_exits_with_0(name, capsys):
+    if name in ("serve", "dht"):
+        pytest.importorskip("grpc", reason="remote experts need grpcio, which is in requirements.txt")
+    main = importlib.import_module(fmoe_ext_command.COMMANDS[name][0]).main
+    with pytest.raises(SystemExit, match="0"):
+        main(["--help"])
+    assert re.match(rf"usage: (fmoe {name}|fmoe-server|fmoe-dht) ", capsys.readouterr().out)
+
+
+@pytest.mark.parametrize(
+    "arguments, error",
+    [
+        ((), "required: COMMAND"),
+        (("unknown",), "invalid choice: 'unknown'"),
+        (("simulate", "--loads", "nofile"), "--loads: [Errno 2] No such file or directory: 'nofile'"),
+        (("simulate", "--loads", str(ROOT / "README.md")), "README.md has no recorded loads"),
+        (("simulate", "--ranks", "0"), "argument --ranks: 0 is not a positive number"),
+        (("balance", "report", "nofile"), "error: [Errno 2] No such file or directory: 'nofile'"),
+        (("checkpoint", "inspect", "nofile"), "error: nofile does not exist"),
+        (
+            ("pipeline", "plan", "--ranks", "2", "--model", "nofile.json"),
+            "error: --model: nofile.json does not",
+        ),
+        (("audit", "nofile.py:recipe"), "error: nofile.py cannot be imported"),
+        (("gpu", "prove", "--device", "99"), "nothing was proved: "),
+    ],
+    ids=lambda value: "-".join(value[:1]) if isinstance(value, tuple) else None,
+)
+def test_command_that_cannot_be_done_exits_with_2(arguments, error, tmp_path):
+    done = command(*arguments, cwd=tmp_path)
+    assert done.returncode == 2 and error in done.stderr, done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("name", ["serve", "dht"])
+def test_remote_command_without_grpc_names_the_package(name):
+    done = command(name, "--help", setup="import sys; sys.modules['grpc'] = None")
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert done.stderr.startswith("error: fmoe_ext.remote needs grpcio: pip install grpcio")
+
+
+@pytest.mark.parametrize(
+    "text", ["{}", '{"layers": 3}', '{"layers": {}}', "[]", "[[]]", "[1]", "3", '[["a"]]']
+)
+def test_loads_of_another_form_are_refused(text, tmp_path):
+    loads = tmp_path / "loads.json"
+    loads.write_text(text)
+    with pytest.raises(ValueError, match=re.escape(str(loads))):
+        read_loads(loads)

@@ -1,15 +1,25 @@
 """The documentation: its code runs as it stands, its links lead somewhere, and every public name has a docstring."""
 
+import doctest
+import functools
 import importlib.util
 import inspect
+import json
+import operator
 import os
 import re
+import shlex
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import pytest
 import torch
+
+import fmoe_ext
+import fmoe_ext_command
+from fmoe_ext.pipeline import cli as pipeline
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md"))]
@@ -42,6 +52,7 @@ def run_shell(code, folder):
         ["bash", "-euc", code], cwd=folder, env=env, capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, done.stdout + done.stderr
+    print(done.stdout)
 
 
 @pytest.fixture
@@ -56,7 +67,7 @@ def clean_state(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("path", TUTORIALS, ids=name_of)
-def test_tutorial_runs(path, clean_state):
+def test_tutorial_runs(path, clean_state, capfd):
     """Python blocks share one program; one that begins with "# name.py" is that file, which sh blocks start."""
     names = {"__name__": "__main__"}
     for language, code, line in blocks(path):
@@ -67,6 +78,29 @@ def test_tutorial_runs(path, clean_state):
             run_python(code, path, line, names)
         elif language == "sh":
             run_shell(code, clean_state)
+    printed = capfd.readouterr().out.split("\n")
+    assert sum(bool(line) for line in printed) >= 2, f"{name_of(path)} shows its reader nothing"
+
+
+def test_tutorial_of_balance_keeps_its_runs_apart(clean_state):
+    page = ROOT / "docs/tutorials/balance.md"
+    for _ in range(2):  # a second reading starts again
+        names = {"__name__": "__main__"}
+        for _, code, line in blocks(page):
+            run_python(code, page, line, names)
+    for run in ("unbalanced", "balanced", "by_bias"):
+        records = clean_state.joinpath(f"{run}.jsonl").read_text().splitlines()
+        assert [json.loads(record)["step"] for record in records] == [20, 40, 60], run
+        assert clean_state.joinpath(f"{run}.png").stat().st_size > 0
+
+
+def test_tutorial_of_processes_refuses_ranks_that_do_not_divide_the_experts(clean_state):
+    page = ROOT / "docs/tutorials/processes.md"
+    names = {"__name__": "experts"}
+    run_python(next(code for _, code, _ in blocks(page) if code.startswith("# experts.py")), page, 1, names)
+    group = types.SimpleNamespace(size=lambda: 3)
+    with pytest.raises(ValueError, match="8 experts cannot be spread evenly over 3 ranks"):
+        names["make_model"](types.SimpleNamespace(ep=group, world=group))
 
 
 def test_first_example():
@@ -78,11 +112,67 @@ def test_first_example():
     assert first[0] == first[1]
     names = {}
     run_python(first[0], "README.md", 1, names)
-    assert names["y"].shape == names["x"].shape and names["x"].grad.abs().sum() > 0
+    assert names["y"].shape == names["x"].shape
+    assert names["balance_loss"] > 0 and names["mlp"].gate.gate.weight.grad.abs().sum() > 0
 
 
 def test_readme_is_short():
-    assert len((ROOT / "README.md").read_text().split()) <= 900
+    assert len((ROOT / "README.md").read_text().split()) <= 1200
+
+
+# Words that a sentence about speed or quality beside others has.
+COMPARES = re.compile(
+    r"equal (seconds|steps)|after the same steps|bits a byte|times the speed|of the time that|tokens/s|faster than"
+)
+QUOTING = ("README.md", "docs/index.md", "docs/when_not.md", "docs/install.md", "docs/troubleshooting.md")
+
+
+def sentences(text):
+    """Sentences and cells of a page's prose on one line each, without the marks of lists."""
+    text = re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
+    text = re.sub(
+        r"\s+", " ", re.sub(r"^\s*[*|] |\|", "\n\n", text, flags=re.MULTILINE).replace("\n\n", " ¶ ")
+    )
+    return [s.strip(" ¶*") for s in re.split(r"(?<=[.:])\*{0,2} (?=[A-Z*\[`!])|¶", text) if s.strip(" ¶*")]
+
+
+@pytest.mark.parametrize("name", QUOTING)
+def test_comparisons_are_quoted_from_the_measurements(name):
+    """when_not.md said that the dense model leads at equal seconds, README the opposite."""
+    measured = (ROOT / "docs/measurements.md").read_text()
+    quotable = set(sentences(measured.partition("## In short\n")[2].partition("\n## ")[0]))
+    said = [s for s in sentences((ROOT / name).read_text()) if COMPARES.search(s)]
+    assert set(said) <= quotable, "\n".join(sorted(set(said) - quotable))
+    assert len(quotable) >= 6 and (name != "README.md" or len(said) >= 4)
+
+
+def test_figures_in_short_are_those_of_the_tables():
+    """The ranges of the first section, taken from the tables of the others."""
+    text = (ROOT / "docs/measurements.md").read_text()
+    short, _, tables = text.partition("## In short\n")[2].partition("\n## ")
+
+    def column(head, number):
+        rows = tables.partition(head)[2].partition("\n\n")[0].splitlines()[2:]
+        return [float(row.split("|")[number].replace(",", "")) for row in rows]
+
+    layer = column("| (T, d, n, E, K) | dtype |", 7)
+    assert f"{min(layer):.2f} to {max(layer):.2f} times the speed of the fastest of four" in short
+    ours, theirs = (column("| case | p50 ms, ours |", number) for number in (2, 3))
+    shares = [a / b for a, b in zip(ours[:4], theirs[:4], strict=True)]
+    assert f"takes {min(shares):.2f} to {max(shares):.2f} of the time that hivemind" in short
+    rows = [line.split("|") for line in (ROOT / "benchmarks/results/gpu.md").read_text().splitlines()]
+    rows = [row for row in rows if len(row) > 14 and row[2].strip().isdigit()]
+    for number in (6, 10):
+        ratios = [float(row[number].split()[0]) for row in rows]
+        assert f"at {min(ratios):.2f} to {max(ratios):.2f} times" in short
+    assert f"({len(rows)} cases, bfloat16)" in short
+    bits = [
+        re.findall(r"\d\.\d{3}", row) for row in tables.splitlines() if row.startswith(("| MoE", "| dense"))
+    ]
+    assert (
+        f"reaches {float(bits[0][0]):.2f} bits a byte" in short
+        and f"reaches {float(bits[1][0]):.2f} af" in short
+    )
 
 
 @pytest.mark.parametrize("path", PAGES, ids=name_of)
@@ -92,13 +182,13 @@ def test_links_lead_somewhere(path):
         if not target.startswith(("http:", "https:", "mailto:")):
             assert path.parent.joinpath(target).exists(), f"{name_of(path)} links to {target}"
     for target in re.findall(r"`((?:docs|examples|benchmarks|tests|fmoe_ext|csrc|cuda)/[\w/.]+\.\w+)`", text):
-        if path.name != "log.md":  # what it tells of may be gone
+        if path.parent.name != "history":  # names what there was
             assert ROOT.joinpath(target).exists(), f"{name_of(path)} names {target}"
 
 
-@pytest.mark.parametrize("path", [page for page in PAGES if page.name != "log.md"], ids=name_of)
+@pytest.mark.parametrize("path", [page for page in PAGES if page.parent.name != "history"], ids=name_of)
 def test_commands_exist(path):
-    """Targets of make, modules that are run, and example programs; log.md tells of what may be gone."""
+    """Targets of make, modules that are run, and example programs; docs/history names what there was."""
     prose = re.sub(r"^```.*?^```$", "", path.read_text(), flags=re.MULTILINE | re.DOTALL)
     code = "\n".join([*re.findall(r"`([^`]+)`", prose), *(block for _, block, _ in blocks(path))])
     makefile = (ROOT / "Makefile").read_text()
@@ -106,12 +196,24 @@ def test_commands_exist(path):
         assert f"\n{target}:" in makefile, f"{name_of(path)} says make {target}"
     for module in re.findall(r"python -m ((?:fmoe_ext|benchmarks)[\w.]*)", code):
         assert importlib.util.find_spec(module), f"{name_of(path)} says python -m {module}"
+    shell = "\n".join(block for language, block, _ in blocks(path) if language == "sh")
+    for command in re.findall(
+        r"^`?fmoe ([a-z]+)\b(?! \d)", "\n".join(re.findall(r"`fmoe [^`]+`", prose)) + shell, re.MULTILINE
+    ):
+        assert command in fmoe_ext_command.COMMANDS, f"{name_of(path)} says fmoe {command}"
     for program in re.findall(r"(?:^|\s)(examples/[\w/]+\.py)", code):
         assert ROOT.joinpath(program).exists(), f"{name_of(path)} runs {program}"
 
 
+def test_plan_in_readme_runs(capsys):
+    """Its required arguments were left out."""
+    readme = (ROOT / "README.md").read_text()
+    pipeline.main(shlex.split(re.search(r"^fmoe pipeline (plan .*)$", readme, re.MULTILINE)[1]))
+    assert "pipeline" in capsys.readouterr().out.splitlines()[-1].lower()
+
+
 def test_every_page_is_in_the_contents():
-    """Sphinx says the same, but only make docs runs it: here it is found by whoever adds a page."""
+    """Sphinx says the same, but only make docs runs it: this test finds it earlier."""
     index = (ROOT / "docs/index.md").read_text()
     for page in ROOT.glob("docs/*.md"):
         if page.name != "index.md":
@@ -151,6 +253,32 @@ def test_public_names_have_docstrings(name):
             assert not missing, f"{name}.{public}: no docstring on {', '.join(missing)}"
         elif inspect.isfunction(value):
             assert value.__doc__, f"{name}.{public} has no docstring"
+
+
+WITH_EXAMPLES = (
+    "FMoE",
+    "FMoELinear",
+    "FMoETransformerMLP",
+    "SigmoidGate",
+    "SoftmaxGate",
+    "batch_invariant",
+    "fmoefy",
+    "gates.total_loss",
+    "packed_sequences",
+    "valid_tokens",
+)
+
+
+@pytest.mark.parametrize("name", WITH_EXAMPLES)
+def test_example_in_docstring_runs(name, clean_state):
+    """The names that a program needs first."""
+    value = operator.attrgetter(name)(fmoe_ext)
+    names = {"torch": torch, "fmoe_ext": fmoe_ext, "partial": functools.partial, value.__name__: value}
+    test = doctest.DocTestParser().get_doctest(inspect.getdoc(value), names, name, None, None)
+    assert test.examples, f"{name} has no example"
+    said = []
+    result = doctest.DocTestRunner(optionflags=doctest.NORMALIZE_WHITESPACE).run(test, out=said.append)
+    assert result.failed == 0, "".join(said)
 
 
 OPERATORS = (

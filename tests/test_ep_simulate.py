@@ -5,9 +5,10 @@ import json
 import pytest
 import torch
 
+from benchmarks import published_clusters
 from fmoe_ext import balance
 from fmoe_ext.ep.cost import Hardware, Layer, step_time
-from fmoe_ext.ep.simulate import PRESETS, draw_loads, main, read_loads, simulate
+from fmoe_ext.ep.simulate import draw_loads, main, read_loads, simulate
 from fmoe_ext.gates import NaiveGate
 
 LAYER = Layer(64, 128)
@@ -38,11 +39,20 @@ def test_drawn_loads():
     assert loads == draw_loads(5, 16, 1000, skew=1.0)
 
 
-@pytest.mark.parametrize("preset", sorted(PRESETS))
-def test_presets_print_what_was_published(preset, capsys):
-    main(["--preset", preset, "--steps", "3"])
+@pytest.mark.parametrize("name", sorted(published_clusters.CLUSTERS))
+def test_published_clusters_print_their_gains(name, capsys):
+    published_clusters.main([name, "--steps", "3"])
     printed = capsys.readouterr().out
-    assert PRESETS[preset].gains in printed and "overlap + shadowing" in printed
+    assert published_clusters.CLUSTERS[name].gains in printed and "overlap + shadowing" in printed
+
+
+def test_gated_experts_take_three_matrices(tmp_path, capsys):
+    path = tmp_path / "loads.json"
+    path.write_text(json.dumps([[5, 3, 1, 1]] * 2))
+    main(["--loads", str(path), "--ranks", "2", "--network", "nvlink", "--gated"])
+    gated = Layer(2048, 4096, num_matrices=3, bytes_per_element=2)
+    expected = step_time([5, 3, 1, 1], 2, gated, Hardware(0.8 * 450e9, 400e12)).total
+    assert f"{expected * 1e3:10.3f}" in capsys.readouterr().out.splitlines()[1]
 
 
 def test_recorded_loads(tmp_path, capsys):
@@ -58,7 +68,7 @@ def test_recorded_loads(tmp_path, capsys):
 
 
 def test_recorded_telemetry(tmp_path, capsys):
-    """What balance.write appends, a line for each collect()."""
+    """Lines that balance.write appends, one for each collect()."""
     path = tmp_path / "load.jsonl"
     gates = [torch.nn.Sequential(NaiveGate(4, 4, 1)), torch.nn.Sequential(NaiveGate(4, 4, 1))]
     monitor = balance.watch(torch.nn.ModuleDict({"first": gates[0], "second": gates[1]}))

@@ -59,7 +59,7 @@ def test_hooks_fire_before_weights_are_read(activation):
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_a_forward_of_the_instance_and_a_wrapper_are_called(activation):
+def test_instance_forward_and_wrapper_are_called(activation):
     class Doubled(nn.Module):
         def __init__(self, base):
             super().__init__()

@@ -141,7 +141,7 @@ def test_expert_without_rows_has_zero_gradient():
     assert torch.equal(layer.experts[2].weight.grad, torch.zeros(D, D, dtype=x.dtype))
 
 
-def test_a_subclass_brings_fused_experts():
+def test_subclass_with_fused_experts():
     """FastMoE's way: expert=None, self.experts is one module that is called with rows and counts."""
 
     class Fused(nn.Module):
@@ -454,7 +454,7 @@ def test_experts_that_lose_rows_are_refused():
     ("returned", "what"), [(torch.zeros(3, 2), "Tensor"), ((None,), "1 things"), ((None,) * 3, "3 things")]
 )
 @pytest.mark.parametrize("base", [nn.Module, BaseGate])
-def test_a_gate_must_return_two(base, returned, what):
+def test_gate_must_return_two_tensors(base, returned, what):
     class Gate(base):
         def __init__(self):
             super().__init__(*(4, 1) if base is BaseGate else ())

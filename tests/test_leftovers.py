@@ -33,7 +33,7 @@ def test_leaves_nothing():
         (LEAVES_NOTHING, 0, None),
     ],
 )
-def test_a_run_says_what_it_left_behind(tmp_path, monkeypatch, content, code, text):
+def test_leftovers_are_named(tmp_path, monkeypatch, content, code, text):
     monkeypatch.delenv(leftovers.MARK)
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setenv("PYTHONPATH", str(HERE))

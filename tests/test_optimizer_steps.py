@@ -13,7 +13,7 @@ def step(layer, optimizer):
     optimizer.step()
 
 
-def test_a_layer_that_is_collected_during_a_step_does_not_end_it():
+def test_layer_collected_during_step_is_skipped():
     torch.manual_seed(0)
     kept = FMoETransformerMLP(4, 4, 8, gate=SigmoidGate)
     optimizer = torch.optim.SGD(kept.parameters(), lr=0.1)
@@ -33,7 +33,7 @@ def test_a_layer_that_is_collected_during_a_step_does_not_end_it():
     assert kept.gate.expert_bias.abs().max() > 0, "the step moved no bias"
 
 
-def test_the_bias_of_a_gate_moves_at_steps_of_its_own_optimizer_only():
+def test_gate_bias_moves_at_its_own_optimizer_only():
     torch.manual_seed(0)
     layer, other = FMoETransformerMLP(4, 4, 8, gate=SigmoidGate), nn.Linear(4, 4)
     other(torch.randn(2, 4)).sum().backward()

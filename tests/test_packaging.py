@@ -1,12 +1,16 @@
 """Wrong build environments stop with one sentence that says what to do; the report for bugs is complete."""
 
+import json
 import os
+import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+import yaml
 
 import fmoe_ext
 from fmoe_ext import info
@@ -104,6 +108,92 @@ def test_empty_compiler_means_unset(value):
     assert code == 0, text
 
 
+@pytest.fixture
+def toolkit(tmp_path):
+    """A folder that looks like a CUDA toolkit, for CUDA_HOME."""
+    nvcc = tmp_path / "toolkit" / "bin" / "nvcc"
+    nvcc.parent.mkdir(parents=True)
+    nvcc.write_text("#!/bin/sh\n")
+    nvcc.chmod(0o755)
+    return str(tmp_path / "toolkit")
+
+
+@pytest.mark.parametrize(
+    "cuda_of_torch, setting, modules, reason",
+    [
+        (None, "", "_C", "has no CUDA; FMOE_CUDA=1 builds them anyway"),
+        (None, "1", "_C, fmoe_ext._C_cuda", "3 minutes"),
+        ("13.0", "", "_C, fmoe_ext._C_cuda", "3 minutes"),
+        ("13.0", "0", "_C", "without CUDA kernels (FMOE_CUDA=0)"),
+    ],
+)
+def test_cuda_is_built_for_a_torch_that_has_cuda_or_on_request(
+    toolkit, cuda_of_torch, setting, modules, reason
+):
+    code, text = run_in_setup(
+        f"import torch; torch.version.cuda = {cuda_of_torch!r}",
+        "--version",
+        FMOE_CUDA=setting,
+        CUDA_HOME=toolkit,
+    )
+    assert code == 0, text
+    assert f"building fmoe_ext.{modules} for torch" in text and reason in text
+
+
+def test_cuda_torch_without_nvcc_builds_the_cpu_kernels_and_says_so(tmp_path):
+    code, text = run_in_setup(
+        "import torch; torch.version.cuda = '13.0'; import shutil; which = shutil.which;"
+        "shutil.which = lambda name, **kw: None if name == 'nvcc' else which(name, **kw)",
+        "--version",
+        FMOE_CUDA="",
+    )
+    assert code == 0, text
+    assert "building fmoe_ext._C for torch" in text and "without CUDA kernels (nvcc was not found" in text
+
+
+@pytest.fixture
+def checkout(tmp_path):
+    """A checkout without native modules."""
+    no_modules = shutil.ignore_patterns("*.so", "__pycache__")
+    shutil.copytree(ROOT / "fmoe_ext", tmp_path / "checkout" / "fmoe_ext", ignore=no_modules)
+    return tmp_path / "checkout"
+
+
+def import_in(folder, **env):
+    """The last line of an import of fmoe_ext by a Python started in a folder."""
+    program = (  # without the package under test, which is installed by a path or by a finder
+        "import os, sys; sys.path = [p for p in sys.path if not p or os.path.realpath(p) != sys.argv[1]];"
+        "sys.meta_path = [f for f in sys.meta_path if 'editable' not in getattr(f, '__module__', '')];"
+        "import fmoe_ext"
+    )
+    command = [sys.executable, "-c", program, str(ROOT.resolve())]
+    done = subprocess.run(command, cwd=folder, env={**os.environ, **env}, capture_output=True, text=True)
+    assert done.returncode == 1
+    return done.stderr.splitlines()[-1]
+
+
+def test_checkout_without_native_module_says_how_to_build_it(checkout):
+    error = import_in(checkout, PYTHONPATH="")
+    assert "checkout without its native module fmoe_ext._C: run `pip install -e . --no-build-iso" in error
+    assert f"in {checkout}" in error
+
+
+def test_checkout_that_hides_an_installed_package_names_both(checkout, tmp_path):
+    installed = tmp_path / "site" / "fmoe_ext"
+    installed.mkdir(parents=True)
+    (installed / "_C.abi3.so").touch()
+    error = import_in(checkout, PYTHONPATH=str(installed.parent))
+    assert f"{checkout}/fmoe_ext is a checkout without its native module, and Python found it before" in error
+    assert f"installed in {installed}: start Python in another folder than {checkout}, or build" in error
+
+
+def test_native_module_that_cannot_be_loaded_is_to_be_built_again(checkout):
+    (checkout / "fmoe_ext" / "_C.abi3.so").touch()
+    error = import_in(checkout, PYTHONPATH="")
+    assert f"the native module in {checkout}/fmoe_ext could not be loaded" in error
+    assert "build fmoe_ext again for the torch that is installed" in error
+
+
 def test_earlier_builds_leave_nothing(tmp_path):
     """Neither a module that was deleted since, nor a native module that this build leaves out."""
     package = tmp_path / "fmoe_ext"
@@ -171,12 +261,34 @@ def test_environment_variables_are_checked(monkeypatch):
 def test_version_is_written_once():
     """In fmoe_ext/__init__.py, from where pyproject.toml takes it; what others read is the same."""
     project = (ROOT / "pyproject.toml").read_text()
-    assert 'dynamic = ["version"]' in project and 'version = { attr = "fmoe_ext.__version__" }' in project
+    assert 'dynamic = ["version", ' in project and 'version = { attr = "fmoe_ext.__version__" }' in project
     assert f'"{fmoe_ext.__version__}"' not in project + (ROOT / "setup.py").read_text()
     code, text = run_in_setup("", "--version")
     assert code == 0 and text.splitlines()[-1] == fmoe_ext.__version__, text
     assert f"\nversion: {fmoe_ext.__version__}\n" in (ROOT / "CITATION.cff").read_text()
     assert (ROOT / "CHANGELOG.md").read_text().startswith(f"# Changelog\n\n## {fmoe_ext.__version__} ")
+
+
+def test_metadata_agrees_with_the_citation():
+    project = (ROOT / "pyproject.toml").read_text()
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    authors = ", ".join(f'{{ name = "{author["name"]}" }}' for author in citation["authors"])
+    assert f"authors = [{authors}]" in project
+    assert f"keywords = {json.dumps(citation['keywords'])}" in project
+    assert f'license = "{citation["license"]}"' in project
+    description = re.search(r'^description = "(.*)"$', project, re.MULTILINE)[1]
+    assert (
+        citation["title"].removeprefix("fmoe_ext: ").replace(", the same", ", with the same") == description
+    )
+    assert ("repository-code" in citation) == ("Repository = " in project)
+    assert citation["version"] == fmoe_ext.__version__
+
+
+def test_long_description_has_no_relative_pictures_or_links():
+    code, text = run_in_setup("", "--long-description")
+    assert code == 0 and "# fmoe_ext\n\nMixture-of-Experts layers" in text, text
+    assert re.findall(r"\]\((?!https:)[^)]*\)", text) == [] and "![" not in text
+    assert "How it was measured".lower() in text.lower() and "https://arxiv.org/abs/2103.13262" in text
 
 
 def test_modules_need_no_import_of_their_own():

@@ -1,17 +1,34 @@
 """The same bits from run to run and with one thread or two: results, gradients and losses of whole layers.
 
-PyTorch's own matrix products (a gate's linear layer, separate experts) keep them at these sizes; it promises that for
-one number of threads only. The operators are tested one by one in tests/ops.
+PyTorch promises the bits of its own matrix products (a gate's linear layer, separate experts) for one number of
+threads only: they run on one thread here. batch_invariant() does not use them. The operators are tested one by one in
+tests/ops.
 """
 
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from fmoe_ext import FMoE, FMoELinear, FMoETransformerMLP
+from fmoe_ext import FMoE, FMoELinear, FMoETransformerMLP, batch_invariant
 from fmoe_ext.gates import GATES
 
 T, D, H, E = 700, 128, 96, 8
+
+
+class TorchProductsOnOneThread(TorchDispatchMode):
+    """Runs PyTorch's own matrix products on one thread."""
+
+    PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "mv", "addmv")
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        threads = torch.get_num_threads()
+        if func.overloadpacket.__name__ in self.PRODUCTS:
+            torch.set_num_threads(1)
+        try:
+            return func(*args, **(kwargs or {}))
+        finally:
+            torch.set_num_threads(threads)
 
 
 def results(layer, x, threads):
@@ -33,12 +50,17 @@ def results(layer, x, threads):
     return [out, *([] if loss is None else [loss]), *grads]
 
 
-def assert_reproducible(layer, x):
-    expected = results(layer, x, 1)
+def assert_equal_results(results, expected, threads):
     assert expected[0].abs().max() > 0
-    for threads in (1, 2, 2):
-        for i, (ours, theirs) in enumerate(zip(results(layer, x, threads), expected, strict=True)):
-            assert torch.equal(ours, theirs), f"result {i} with {threads} threads"
+    for i, (ours, theirs) in enumerate(zip(results, expected, strict=True)):
+        assert torch.equal(ours, theirs), f"result {i} with {threads} threads"
+
+
+def assert_reproducible(layer, x):
+    for threads in (1, 2):
+        assert_equal_results(results(layer, x, threads), results(layer, x, threads), threads)
+    with TorchProductsOnOneThread():
+        assert_equal_results(results(layer, x, 2), results(layer, x, 1), 2)
 
 
 def tokens(dtype=torch.float32):
@@ -74,3 +96,19 @@ class SortedRows(FMoELinear):
 def test_linear():
     torch.manual_seed(0)
     assert_reproducible(SortedRows(), tokens())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_batch_invariant_layer_ignores_the_number_of_threads(isa, dtype):
+    """The output and the gradient of the input, with no product of PyTorch in them."""
+    torch.manual_seed(0)
+    layer = FMoETransformerMLP(E, D, H, activation="swiglu", gate="softmax").to(dtype)
+    layer.requires_grad_(False)
+    with batch_invariant():
+        expected = results(layer, tokens(dtype), 1)
+        assert_equal_results(results(layer, tokens(dtype), 2), expected, 2)
+
+
+def test_instruction_sets(isa):
+    torch.manual_seed(0)
+    assert_reproducible(FMoETransformerMLP(E, D, H, activation="swiglu", gate=GATES["softmax"]), tokens())

@@ -76,7 +76,26 @@ def test_padded_is_unpadded_to_the_bit(gate, side):
         assert torch.equal(padded.gate.pending_load, plain.gate.pending_load)
 
 
-def test_what_padding_holds_does_not_matter():
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_padded_is_unpadded_on_every_instruction_set(isa, dtype):
+    """Experts with more rows and with fewer than the few that the kernels multiply another way."""
+    torch.manual_seed(0)
+    module = FMoETransformerMLP(8, 32, 24, activation="swiglu", gate="softmax", shared_expert_hidden=8).to(
+        dtype
+    )
+    x, valid = torch.randn(4, 16, 32).to(dtype), torch.arange(64).view(4, 16) % 5 > 0
+    inputs = x.clone().requires_grad_(), x[valid].requires_grad_()
+    padded, plain = module(inputs[0], valid), module(inputs[1])
+    assert torch.equal(padded[valid], plain) and not padded[~valid].any()
+    target = torch.randn(plain.shape).to(dtype)
+    parameters = [*module.parameters()]
+    ours = torch.autograd.grad(padded[valid], [inputs[0], *parameters], target)
+    theirs = torch.autograd.grad(plain, [inputs[1], *parameters], target)
+    assert torch.equal(ours[0][valid], theirs[0]) and not ours[0][~valid].any()
+    assert all(torch.equal(a, b) for a, b in zip(ours[1:], theirs[1:], strict=True))
+
+
+def test_padding_values_do_not_matter():
     module, valid = layer(SoftmaxGate), mask("right")
     x = torch.randn(B, S, D, dtype=torch.float64)
     expected = module(x, valid)
@@ -84,7 +103,7 @@ def test_what_padding_holds_does_not_matter():
     assert torch.equal(module(x, valid), expected)
 
 
-def test_the_context_reaches_every_layer_and_ends():
+def test_context_reaches_every_layer_and_ends():
     torch.manual_seed(0)
     model = nn.Sequential(*(FMoETransformerMLP(E, D, 5, gate=SoftmaxGate) for _ in range(2))).double()
     valid, x = mask("left").long(), torch.randn(B, S, D, dtype=torch.float64)

@@ -42,7 +42,7 @@ class Corpus:
         return windows(self.train, start, seq_len)
 
     def start_in_epoch(self, number: int, seq_len: int, seed: int) -> int:
-        """Where the window of this number of a run begins."""
+        """Start of the window with this number in a run."""
         per_epoch = max((len(self.train) - seq_len) // seq_len, 1)
         epoch, place = divmod(number, per_epoch)
         offset, order = order_of_epoch(epoch, per_epoch, min(seq_len, len(self.train) - seq_len), seed)

@@ -72,7 +72,7 @@ class Job:
         return self._reduced(x, dist.ReduceOp.MIN, self.stages and self.stages.data)
 
     def of_all_stages(self, mine: dict[str, Any]) -> dict[str, Any]:
-        """What the stages have for each of their layers, in the order of the layers."""
+        """Gather the stages' values of each layer, in the order of the layers."""
         if self.stages is None:
             return mine
         parts: list[Any] = [None] * self.num_stages
@@ -95,7 +95,7 @@ class Job:
         return reduced.to(x.device)
 
     def from_first(self, compute: Callable[[], Any]) -> Any:
-        """What compute() returns on the first rank; where it raises there, JobError on all."""
+        """Result of compute() on the first rank, on all ranks; if it raises there, JobError on all."""
         if not self.is_spread:
             return compute()
         answer: list[Any] = [None, None]

@@ -1,4 +1,4 @@
-"""What a run measures: metrics.jsonl, and TensorBoard where it is asked for."""
+"""Records of a run: metrics.jsonl and, with --tensorboard, TensorBoard."""
 
 import json
 import os
@@ -33,7 +33,7 @@ def write_atomically(path: Path, text: str) -> None:
 
 
 class Metrics:
-    """Where one rank writes the records of the steps after `step`; earlier ones stay."""
+    """Writer of the records of the steps after `step`; earlier records stay."""
 
     def __init__(self, folder: Path, step: int, tensorboard: bool) -> None:
         self.path = folder / "metrics.jsonl"

@@ -344,6 +344,6 @@ def check_pipeline(parser: ArgumentParser, options: Namespace, job: Job) -> None
 
 
 def settings(options: Namespace) -> dict[str, Any]:
-    """What a run's folder keeps of the options."""
+    """Options that a run's folder keeps."""
     of_one_call = ("out", "resume", "stop_after", "device")
     return {name: value for name, value in vars(options).items() if name not in of_one_call}

@@ -1,4 +1,4 @@
-"""Where the time of a step goes: attention, gate, dispatch, experts and so on, forward and backward."""
+"""Time of a step by part: attention, gate, dispatch, experts and so on, forward and backward."""
 
 import json
 from collections import defaultdict

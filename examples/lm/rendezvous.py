@@ -1,4 +1,4 @@
-"""Where the ranks meet: a fresh part of the launcher's store, whenever they are started.
+"""Rendezvous of the ranks: a fresh part of the launcher's store, whenever they are started.
 
 torchrun keeps its store over restarts, and ranks would find the addresses of the dead in it
 (https://github.com/pytorch/pytorch/issues/135712). Its count of restarts differs between machines, so that it cannot

@@ -99,7 +99,7 @@ class Run:
         return record
 
     def _loads(self, step: int) -> dict[str, Any]:
-        """What the monitor says of each layer of this stage since the last report."""
+        """Load of each layer of this stage since the last report."""
         if self.monitor is None:
             return {}
         return self.monitor.collect(step, sum_over_ranks=self.job.sum_of_stage)["layers"]

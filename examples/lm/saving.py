@@ -30,7 +30,7 @@ def exists(out: Path) -> bool:
 
 
 def read_settings(out: Path) -> dict[str, Any]:
-    """What the run in this folder was started with."""
+    """Options that the run in this folder was started with."""
     path = out / "settings.json"
     try:
         settings = json.loads(path.read_text())
@@ -86,7 +86,7 @@ def pool_counts(monitor: balance.LoadMonitor | None, job: Job) -> None:
 
 
 def counts_of(run: Run, job: Job) -> dict[str, Any]:
-    """What the next report of a run depends on, as plain values."""
+    """State of the sums for the next report, as plain values."""
     counters = run.monitor.state_dict()["counters"] if run.monitor else {}
     return {
         "seconds": run.seconds,

@@ -1,4 +1,4 @@
-"""How fast a run is against what the machine can do, and how much memory it takes."""
+"""Speed of a run as a share of the machine's, and its memory."""
 
 import resource
 import sys

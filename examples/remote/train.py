@@ -36,7 +36,7 @@ def free_ports(count):
 
 
 class Processes:
-    """What was started here, each with its log; all of it ends with this."""
+    """Processes started here, each with its log; they end with this object."""
 
     def __init__(self, folder):
         self.folder, self.all = folder, {}
@@ -117,7 +117,10 @@ def draw(paths, moments, out):
         )
     for number, (moment, text) in enumerate(moments):
         axis.axvline(moment - begin, color="black", ls="--", lw=1)
-        place = {"xytext": (4, -14 * (number + 1)), "textcoords": "offset points"}  # below each other
+        side = (
+            "right" if number == 0 else "left"
+        )  # the first label before its line, so that none crosses another
+        place = {"xytext": (-4 if number == 0 else 4, -14), "textcoords": "offset points", "ha": side}
         axis.annotate(text, (moment - begin, axis.get_ylim()[1]), **place)
     axis.set_xlabel("seconds")
     axis.set_ylabel("loss (nats a byte)")
@@ -135,7 +138,7 @@ def smooth(values, share=0.9):
 
 
 def count_applied(registry, num_experts):
-    """How many gradients the experts have applied, by what their leaders say."""
+    """Number of gradients that the experts have applied, as their leaders report."""
     discovery = EtcdDiscovery(registry)
     client, uids = Client(discovery), [f"expert.{n}" for n in range(num_experts)]
     records = loop.run(discovery.get(uids), 10)

@@ -20,7 +20,7 @@ import transformers
 
 import fmoe_ext
 
-# What another program runs: it has never heard of fmoe_ext.
+# A program that does not import fmoe_ext.
 PLAIN_TRANSFORMERS = """
 import sys, torch, transformers
 model = transformers.AutoModelForCausalLM.from_pretrained(sys.argv[1])

@@ -35,7 +35,7 @@ class Layout:
         return self.dp * self.ep
 
     def expert_arguments(self, num_experts: int) -> dict[str, Any]:
-        """What FMoETransformerMLP (FMoE without expert_dp_comm) has to be told, for num_experts in all."""
+        """Keyword arguments of FMoETransformerMLP (FMoE: without expert_dp_comm) for num_experts in all."""
         if num_experts % self.ep:
             raise AuditError(f"{num_experts} experts cannot be spread over the ranks of {self} evenly")
         if self.groups is None:
@@ -127,6 +127,6 @@ def make_cases(
 
 
 def _every_name(layouts: Sequence[Layout]) -> set[str]:
-    """What leave_out may name, whether or not this audit would have it."""
+    """Names that leave_out accepts, also those that this audit does not use."""
     settings = itertools.product({*LAYOUTS, *layouts}, ACCUMULATION, RECOMPUTATION, PADDING, DTYPES)
     return set().union(*(case.names() for case in itertools.starmap(Case, settings)))

@@ -1,4 +1,4 @@
-"""python -m fmoe_ext.audit module:function - exit code 0: all equal, 1: something differs, 2: it cannot be run."""
+"""`fmoe audit module:function`: train in every layout and compare with one process."""
 
 import argparse
 import sys
@@ -38,7 +38,7 @@ def _say(result: Result) -> None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m fmoe_ext.audit",
+        prog="fmoe audit",
         description="Trains a model in every layout, against one process on the whole batch.",
         epilog="Exit status: 0 all equal, 1 something differs, 2 it cannot be run.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,

@@ -1,4 +1,4 @@
-"""Which modules draw random numbers: no two layouts draw the same, so that they differ without a mistake."""
+"""Find modules that draw random numbers: no two layouts draw the same, so that they differ without a mistake."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a model is trained, as the few functions that an audit calls in every layout."""
+"""A training as the few functions that an audit calls in every layout."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Part:
 
 
 def count_tokens(batch: Batch) -> int:
-    """What the mean of a loss is over: labels that count, or tokens of the mask, or else samples."""
+    """Number that the mean of a loss is over: labels that count, or tokens of the mask, or else samples."""
     if "labels" in batch:
         return int((batch["labels"][:, 1:] != NOT_A_TARGET).sum())
     if "targets" in batch:
@@ -126,13 +126,13 @@ def pad(batch: Batch, side: str) -> Batch:
     return {name: padded(name, x) for name, x in batch.items()}
 
 
-def _accumulate_nothing(model: Any, microbatches: Sequence[Batch]) -> AbstractContextManager:
+def _accumulate_nothing(model: Any, microbatches: Sequence[Batch]) -> AbstractContextManager[None]:
     return nullcontext()
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """A training as functions of a module, so that processes can be told of it; all but three have defaults.
+    """A training as functions of a module, which other processes can import; all but three have defaults.
 
     build(layout): the model for Layout(dp, ep, groups); parameters are overwritten with those of one process. Modules
       of Transformers, or any other with its experts where the layout says.
@@ -155,7 +155,7 @@ class Recipe:
     loss: Callable[[Any, Batch], torch.Tensor | tuple[torch.Tensor, torch.Tensor]]
     weight: Callable[[Part], float] = weight_by_tokens
     shared_weight: Callable[[Part], float] = weight_by_samples
-    accumulate: Callable[[Any, Sequence[Batch]], AbstractContextManager] = _accumulate_nothing
+    accumulate: Callable[[Any, Sequence[Batch]], AbstractContextManager[Any]] = _accumulate_nothing
     wrap: Callable[[nn.Module, Layout], nn.Module] = data_parallel
     reduce: Callable[[Any], None] = reduce_gradients
     clip: Callable[[Any], torch.Tensor | None] = clip_gradients

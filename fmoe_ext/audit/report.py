@@ -1,4 +1,4 @@
-"""What an audit has found, as a table and as an exit code."""
+"""Findings of an audit, as a table and as an exit code."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Result:
 
     @property
     def ok(self) -> bool:
-        """Whether the case ran and nothing in it differs."""
+        """True if the case ran and nothing in it differs."""
         return self.first is None and self.error is None
 
     def why(self) -> str:
@@ -46,7 +46,7 @@ class AuditReport:
 
     @property
     def ok(self) -> bool:
-        """Whether every case is equal and no remark is left."""
+        """True if every case is equal and no remark is left."""
         return not self.failures and not self.remarks()
 
     @property
@@ -55,7 +55,7 @@ class AuditReport:
         return [result for result in self.results if not result.ok]
 
     def remarks(self) -> list[str]:
-        """What is wrong in every layout alike, so that no comparison shows it."""
+        """Faults that every layout has alike, so that no comparison shows them."""
         found = []
         if apart := self.facts.clipped_apart:
             found.append(

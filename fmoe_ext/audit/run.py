@@ -89,7 +89,7 @@ def audit(
 def _run_references(
     pool: DistributedPool, source: Source, cases: Sequence[Case], steps: int, folder: str, timeout: float
 ) -> tuple[Facts, list[float]]:
-    """What one process computes, for every dtype of the cases -> its facts and losses in the first of them."""
+    """Train on one process in every dtype of the cases -> its facts and losses in the first of them."""
     dtypes = sorted({"float64", *(case.dtype for case in cases)}, reverse=True)
     found = []
     for dtype in dtypes:

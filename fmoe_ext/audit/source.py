@@ -1,4 +1,4 @@
-"""What a user names for an audit, as something that other processes can be told."""
+"""Recipes and models that a user names, in a form that other processes can import."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ class RandomTokens:
 
 
 def loss_of_transformers(model: Any, batch: Batch) -> torch.Tensor:
-    """What a model of Transformers returns as its loss, with the router's where the configuration asks for it."""
+    """Loss that a Transformers model returns, with the router's loss if the configuration turns it on."""
     return model(**batch).loss
 
 
@@ -163,7 +163,7 @@ def _picklable(recipe: Recipe) -> Recipe:
 
 
 def find(place: str) -> Callable[[], Any]:
-    """What "package.module:name" or "path/file.py:name" names."""
+    """Import the object that "package.module:name" or "path/file.py:name" names."""
     module_name, colon, name = place.rpartition(":")
     if not colon or not module_name or not name:
         raise AuditError(f"give module:function or file.py:function, but got {place!r}")

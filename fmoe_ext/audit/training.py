@@ -24,14 +24,14 @@ from fmoe_ext.audit.recipe import (
 )
 from fmoe_ext.audit.values import ModelView, Step, Value, Values
 from fmoe_ext.distributed.groups import init_groups
-from fmoe_ext.recompute import is_counted
+from fmoe_ext.step import is_counted
 
 SEED = 0
 
 
 @dataclass
 class Facts:
-    """What one process alone shows: what no layout could."""
+    """Facts about a training that one process alone shows."""
 
     clipped_apart: dict[str, float]  # {parameter: its factor}, where clipping scales not all gradients alike
     usual_factor: float
@@ -102,7 +102,7 @@ class Training:
         return batch if self.case.padding == "none" else self.recipe.pad(batch, self.case.padding)
 
     def _loss(self, padded: Batch, part: Part) -> torch.Tensor:
-        """What a microbatch adds to the loss of this rank."""
+        """Share of a microbatch in the loss of this rank."""
         mean, shared = _two_losses(self.recipe.loss(self.model, padded))
         return mean * self.recipe.weight(part) + shared * self.recipe.shared_weight(part)
 
@@ -133,7 +133,7 @@ class Recorder:
         self._first, self._end, self._num_padded = first, end, num_padded
 
     def take(self) -> Values:
-        """What was recorded since the last call, for each block."""
+        """Records since the last call, for each block."""
         outputs, self._outputs = self._outputs, {}
         taken = {}
         for name, parts in outputs.items():
@@ -161,7 +161,7 @@ class Recorder:
 
 
 def look_closely(start: Values, first: Step, drawing: Iterable[str]) -> Facts:
-    """What clipping and the optimizer of one process left out in its first step, from the parameters start."""
+    """Find what clipping and the optimizer left out in the first step from the parameters start."""
     before, after, end = (first[quantity] for quantity in ("gradient", "clipped", "parameter"))
     factors = {}
     for name, value in before.items():
@@ -195,7 +195,7 @@ def _two_losses(loss: Any) -> tuple[torch.Tensor, Any]:
 
 
 def _num_columns(padded: Batch, batch: Batch) -> int:
-    """How many columns [B, S] padding has added."""
+    """Number of columns that padding has added to [B, S]."""
     widths = [(padded[name].shape[1], x.shape[1]) for name, x in batch.items() if x.dim() > 1]
     return max((wide - narrow for wide, narrow in widths), default=0)
 

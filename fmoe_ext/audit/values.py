@@ -1,4 +1,4 @@
-"""What a training step computed, under names and at places that do not depend on the layout, and how far two differ."""
+"""Values of a training step, under names that do not depend on the layout, and how far two steps differ."""
 
 from __future__ import annotations
 

@@ -27,12 +27,14 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from fmoe_ext.gates.views import GateView, views_of
-from fmoe_ext.recompute import is_counted
+from fmoe_ext.step import is_counted
 
 MAGIC = b"fmoe choices 2\n"
 TOKENS = 2**32 - 1
 _CRC, _HEAD = struct.Struct("<I"), struct.Struct("<IQII")
 _MAX_JSON = 1 << 24
+MAX_EXPERTS = 2**16 - 1  # of a gate: uint16, less one number for dropped choices
+MAX_EXPERTS_OF_ALL = 2**20  # of all gates together: what a report counts for each stays below a few GB
 
 
 class BadLog(ValueError):
@@ -40,7 +42,7 @@ class BadLog(ValueError):
 
 
 class Choice(NamedTuple):
-    """What one forward chose, topk_idx [T, K] int64, -1 for dropped; with gate None the ids [T] of a step's tokens."""
+    """Choices of one forward, topk_idx [T, K] int64, -1 for dropped; with gate None the ids [T] of a step's tokens."""
 
     step: int
     gate: str | None
@@ -70,6 +72,7 @@ class ChoiceLog:
         self.max_bytes = max_bytes
         self.path = Path(path)
         self._views = views_of(model, "log")
+        check_gates(list(self._gates_of({}).values()))
         least = len(_header(list(self._gates_of({}).values()))) + _CRC.size + _HEAD.size
         if max_bytes < least:
             raise ValueError(
@@ -209,11 +212,29 @@ def _read(path: Path, allow_truncated: bool) -> tuple[list[Gate], Iterator[tuple
         try:
             (size,) = _CRC.unpack(file.read(4))
             fields = json.loads(file.read(min(size, _MAX_JSON)))
-            gates = [Gate(str(g["name"]), int(g["num_experts"]), int(g["top_k"])) for g in fields["gates"]]
-        except (struct.error, ValueError, KeyError, TypeError) as error:
+            gates = [Gate(g["name"], g["num_experts"], g["top_k"]) for g in fields["gates"]]
+            check_gates(gates)
+        except (struct.error, ValueError, KeyError, TypeError, RecursionError) as error:
             raise BadLog(f"{path}: its header is damaged or cut off ({error})") from None
         begin = file.tell()
     return gates, _records(path, begin, gates, allow_truncated)
+
+
+def check_gates(gates: list[Gate]) -> None:
+    """ValueError for gates that no log can be about."""
+    for gate in gates:
+        if type(gate.name) is not str or type(gate.num_experts) is not int or type(gate.top_k) is not int:
+            raise ValueError("a gate is not described by a name and two numbers")
+        if not 1 <= gate.num_experts <= MAX_EXPERTS:
+            raise ValueError(
+                f"gate {gate.name[:80]!r} has {gate.num_experts} experts; a log holds 1 to {MAX_EXPERTS}"
+            )
+        if not 1 <= gate.top_k <= gate.num_experts:
+            raise ValueError(f"gate {gate.name[:80]!r} has top_k {gate.top_k} of {gate.num_experts} experts")
+    if len({gate.name for gate in gates}) < len(gates):
+        raise ValueError("two gates have one name")
+    if sum(gate.num_experts for gate in gates) > MAX_EXPERTS_OF_ALL:
+        raise ValueError(f"its gates have more than {MAX_EXPERTS_OF_ALL} experts together")
 
 
 def _records(
@@ -284,7 +305,7 @@ def _compact(topk_idx: torch.Tensor, num_experts: int) -> torch.Tensor:
 
 
 def _to_bytes(numbers: torch.Tensor) -> bytes:
-    """Those of each number's lowest place, then those of the next, ..."""
+    """Bytes of each number's lowest place, then those of the next, ..."""
     host = numbers.cpu().numpy()
     little = host.astype(host.dtype.newbyteorder("<"), copy=False)
     return little.view("u1").reshape(-1, little.itemsize).T.tobytes()

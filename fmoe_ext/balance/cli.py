@@ -1,4 +1,4 @@
-"""python -m fmoe_ext.balance report LOG...: a page about the choices of a run."""
+"""`fmoe balance report LOG...`: a page about the choices of a run."""
 
 from __future__ import annotations
 
@@ -14,12 +14,14 @@ from fmoe_ext.balance.report import summarize_logs
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """0: written; 2: a log or the vocabulary cannot be read, or the page not be written."""
-    parser = argparse.ArgumentParser(prog="python -m fmoe_ext.balance", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="fmoe balance", description="Shows which tokens chose which expert."
+    )
     report = parser.add_subparsers(dest="command", required=True).add_parser(
         "report", help="write the HTML page"
     )
     report.add_argument("logs", nargs="+", type=Path, help="logs of balance.log_choices, one a rank")
-    report.add_argument("-o", "--output", type=Path, default=Path("choices.html"))
+    report.add_argument("-o", "--out", type=Path, default=Path("choices.html"), help="the page")
     report.add_argument(
         "--vocabulary", type=Path, help='JSON: {"text": id}, as tokenizers have it, or a list of texts'
     )
@@ -30,11 +32,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         vocabulary = {} if chosen.vocabulary is None else read_vocabulary(chosen.vocabulary)
         summary = summarize_logs(chosen.logs, allow_truncated=chosen.allow_truncated)
-        chosen.output.write_text(render(summary, vocabulary), encoding="utf-8")
+        chosen.out.write_text(render(summary, vocabulary), encoding="utf-8")
     except (OSError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    print(f"{chosen.output}: {len(summary.steps)} steps, {len(summary.gates)} layers")
+    print(f"{chosen.out}: {len(summary.steps)} steps, {len(summary.gates)} layers")
     return 0
 
 
@@ -42,7 +44,7 @@ def read_vocabulary(path: Path) -> dict[int, str]:
     """{id: text} of a JSON file with {text: id} or a list of texts; ValueError for anything else."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is no JSON: {error}") from None
     if isinstance(content, list) and all(isinstance(text, str) for text in content):
         return dict(enumerate(content))

@@ -1,4 +1,4 @@
-"""What is counted of one gate."""
+"""Counters of one gate."""
 
 import math
 from collections.abc import Sequence
@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fmoe_ext import ops
+from fmoe_ext.step import count_choices
 
 ENTROPY_SAMPLE = 512  # tokens of a forward, about, whose entropy is computed
 MAX_NOTED = 32  # forwards that are summed up together, which costs little more than one
@@ -66,7 +66,7 @@ class LayerCounters:
             self.to(topk_idx.device)
         num_tokens, num_columns = topk_idx.shape
         forward = _Forward(
-            ops.count_tokens(topk_idx, self._num_experts),
+            count_choices(topk_idx, self._num_experts),
             num_tokens * (num_columns if top_k is None else min(top_k, num_columns)),
             num_tokens,
             # of many tokens every n-th speaks for n
@@ -110,7 +110,7 @@ class LayerCounters:
 
 
 def _is_repeated_without_python(x: torch.Tensor) -> bool:
-    """Whether what runs now becomes a program or a CUDA graph, which nothing may be noted for."""
+    """True while a program is compiled or a CUDA graph captured, in which nothing may be noted."""
     return torch.compiler.is_compiling() or (x.is_cuda and torch.cuda.is_current_stream_capturing())
 
 

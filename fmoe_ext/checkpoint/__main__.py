@@ -1,5 +1,3 @@
-"""`python -m fmoe_ext.checkpoint inspect|merge|convert PATH`."""
-
 from fmoe_ext._cli import run
 from fmoe_ext.checkpoint.cli import main
 

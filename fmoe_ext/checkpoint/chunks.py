@@ -33,6 +33,8 @@ from torch.futures import Future
 from fmoe_ext.checkpoint.errors import CheckpointError
 from fmoe_ext.checkpoint.files import inside
 
+MAX_DIMENSIONS = 64  # torch's own limit
+
 
 @dataclass(frozen=True)
 class Chunk:
@@ -47,7 +49,7 @@ class Chunk:
 
 @dataclass(frozen=True)
 class SavedTensor:
-    """What a checkpoint says of one tensor; dtype: a name as "float32"."""
+    """Facts about one tensor of a checkpoint; dtype: a name as "float32"."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -57,6 +59,8 @@ class SavedTensor:
         """CheckpointError unless all of it is of the right types and the chunks lie in the tensor and in files."""
         if not isinstance(key, str) or not isinstance(getattr(torch, str(self.dtype), None), torch.dtype):
             raise CheckpointError(f"the tensor {key!r} has dtype {self.dtype!r}"[:300])
+        if len(self.shape) > MAX_DIMENSIONS:
+            raise CheckpointError(f"{key} has {len(self.shape)} dimensions")
         numbers = [
             *self.shape,
             *(n for c in self.chunks for n in (*c.offsets, *c.sizes, c.begin, c.num_bytes)),

@@ -1,4 +1,4 @@
-"""Looks into checkpoints of any format, merges and converts them: `python -m fmoe_ext.checkpoint`."""
+"""`fmoe checkpoint inspect|merge|convert PATH`: looks into checkpoints of any format, merges and converts them."""
 
 import argparse
 import json
@@ -41,7 +41,7 @@ def _check_options(options: argparse.Namespace) -> None:
 
 
 def report(checkpoint: convert.Checkpoint, every_tensor: bool = False) -> str:
-    """What a checkpoint holds, as text: its files, its layers, and every tensor if asked."""
+    """Contents of a checkpoint, as text: its files, its layers, and every tensor if asked."""
     tensors = checkpoint.tensors
     num_params = sum(math.prod(t.shape) for t in tensors.values())
     num_expert_params = sum(math.prod(t.shape) for name, t in tensors.items() if EXPERT_NAME.fullmatch(name))
@@ -68,7 +68,9 @@ def _convert(checkpoint: convert.Checkpoint, options: argparse.Namespace) -> Non
     with _progress("writing", total) as progress:
         convert.write(options.out, checkpoint, options.to, options.ranks, progress)
     print(f"{options.out}: {len(checkpoint.tensors)} tensors as {options.to}")
-    if options.to.startswith("hf-") and (config := needed_config(checkpoint.routing)):
+    if options.to.startswith("hf-") and (
+        config := needed_config(checkpoint.routing, options.to.removeprefix("hf-"))
+    ):
         print(f"config.json must say {json.dumps(config)[1:-1]}")
     if checkpoint.left_out:
         print(f"left out, no tensors of the model: {len(checkpoint.left_out)}, as {checkpoint.left_out[0]}")
@@ -119,7 +121,7 @@ def _progress(what: str, total: int) -> Iterator[Callable[[int], Any]]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m fmoe_ext.checkpoint", description=__doc__)
+    parser = argparse.ArgumentParser(prog="fmoe checkpoint")
     commands = parser.add_subparsers(dest="command", required=True)
     source = argparse.ArgumentParser(add_help=False)
     source.add_argument(
@@ -133,10 +135,10 @@ def _parser() -> argparse.ArgumentParser:
     inspect = commands.add_parser("inspect", parents=[source], help="files, layers, experts, sizes")
     inspect.add_argument("--tensors", action="store_true", help="list every tensor too")
     merge = commands.add_parser("merge", parents=[source], help="any checkpoint to one safetensors file")
-    merge.add_argument("-o", "--out", required=True)
+    merge.add_argument("-o", "--out", required=True, help="file to write")
     merge.set_defaults(to="safetensors", ranks=1)
     change = commands.add_parser("convert", parents=[source], help="any checkpoint to any format")
-    change.add_argument("-o", "--out", required=True)
+    change.add_argument("-o", "--out", required=True, help="folder to write")
     change.add_argument("--to", required=True, choices=convert.FORMATS)
     change.add_argument(
         "--ranks", type=int, default=1, help="fastmoe: data-parallel ranks to write files for"

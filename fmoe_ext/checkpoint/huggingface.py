@@ -1,32 +1,49 @@
-"""MoE layers of Hugging Face models, in any of the layouts of layouts.py, and the same in ours.
+"""State dicts and folders of Hugging Face models, their MoE layers in any layout of families/, and the same in ours.
 
 All other tensors pass through under their names.
 """
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
 
 from torch import nn
 
 from fmoe_ext.checkpoint.errors import CheckpointError
+from fmoe_ext.checkpoint.families import LAYOUTS
+from fmoe_ext.checkpoint.families.family import Layout
 from fmoe_ext.checkpoint.files import inside, read_json
-from fmoe_ext.checkpoint.layouts import LAYOUTS, W1, W2, Layout, find_layer, to_layout
+from fmoe_ext.checkpoint.layouts import (
+    BLOCKS,
+    GATE_NAMES,
+    PER_EXPERT,
+    STACKED,
+    W1,
+    W2,
+    find_layer,
+    to_layout,
+)
 from fmoe_ext.checkpoint.model_state import ModelState
 from fmoe_ext.checkpoint.routing import check_writable, routing_of
 from fmoe_ext.checkpoint.safetensors_file import StoredTensor, as_stored, read_safetensors
 
 StateDict: TypeAlias = "Mapping[str, Any]"  # values are tensors or StoredTensors
 
-GATE = re.compile(r"(?P<layer>(?:.*\.)?)(?P<gate>gate|router)\.weight")
+GATE = re.compile(rf"(?P<layer>(?:.*\.)?)(?P<gate>{'|'.join(map(re.escape, GATE_NAMES))})\.weight")
+BLOCK = re.compile(rf"(^|\.)({'|'.join(BLOCKS)})\.$")
+EXPERTS = re.compile(
+    rf"(?:.*\.)?(?:experts\.\d+\.(?:{'|'.join(re.escape(leaf) for leaves in PER_EXPERT for leaf in leaves)})"
+    rf"|{'|'.join(re.escape(gate_up) for gate_up, _ in STACKED)})"
+)
 OURS = re.compile(r"((?:.*\.)?)experts\.htoh4\.weight")  # not of shared_experts.mlp
 
 
-def from_huggingface(state_dict: StateDict) -> dict[str, Any]:
+def from_huggingface(state_dict: StateDict, names: Container[str] = ()) -> dict[str, Any]:
     """A state dict in any of the Hugging Face layouts -> the same in ours; values are tensors or StoredTensors.
 
-    Of several layers each may have its own layout. A layer called block_sparse_moe becomes mlp.
+    Of several layers each may have its own layout. A layer called block_sparse_moe becomes mlp, unless names, those of
+    the model's tensors, have it under its own name.
     Raises CheckpointError where experts are missing or shapes do not fit.
     """
     tensors, lazy = as_stored(state_dict)
@@ -37,7 +54,9 @@ def from_huggingface(state_dict: StateDict) -> dict[str, Any]:
         found = find_layer(tensors, match["layer"], match["gate"]) if match else None
         if match and found:
             _check_shapes(key, found[0])
-            layer = _renamed(match["layer"], "block_sparse_moe", "mlp")
+            layer = match["layer"]
+            if f"{layer}{W1}" not in names:
+                layer = _renamed(layer, "mlp")
             out |= {layer + name: tensor for name, tensor in found[0].items()}
             used |= found[1]
         else:
@@ -90,7 +109,7 @@ def to_huggingface(
         converted = to_layout(prefix, layer, into)
         if isinstance(layout, str):
             check_writable(routing or {}, prefix, layout)
-        renamed = _renamed(prefix, "mlp", into.block)
+        renamed = _renamed(prefix, into.block)
         out |= {renamed + name: tensor for name, tensor in converted.items()}
     return _returned(out, lazy)
 
@@ -125,35 +144,51 @@ def model_files(path: Path) -> list[Path]:
     return [inside(path, "model.safetensors")] if (path / "model.safetensors").exists() else []
 
 
+def check_folder(path: Path) -> None:
+    """CheckpointError unless all that Transformers would read of a model's folder lies in it, links resolved.
+
+    A folder of the hub's cache passes: its files are links into `blobs` beside it. An adapter of PEFT does not: it
+    names a base model anywhere.
+    """
+    for entry in path.iterdir():
+        inside(path, entry.name)
+    if (path / "adapter_config.json").exists():
+        raise CheckpointError(
+            f"{path} has adapter_config.json, which names another model to read: load it with PEFT, call "
+            "merge_and_unload(), and give the model itself"
+        )
+    named = model_config(path).get("transformers_weights")
+    names = [] if named is None else [named]
+    for index in path.glob("*.index*.json"):
+        weight_map = read_json(index).get("weight_map")
+        names += weight_map.values() if isinstance(weight_map, dict) else [weight_map]
+    for name in names:
+        inside(path, name)
+
+
 def model_config(path: Path) -> dict[str, Any]:
     """config.json of a Hugging Face folder; {} for anything else."""
     return read_json(inside(path, "config.json")) if (path / "config.json").exists() else {}
 
 
-def read_model(files: Iterable[Path]) -> tuple[dict[str, StoredTensor], bool]:
+def read_model(files: Iterable[Path], names: Container[str] = ()) -> tuple[dict[str, StoredTensor], bool]:
     """({name: StoredTensor} in our layout, whether it was in one of Hugging Face's) of all files together."""
     tensors: dict[str, StoredTensor] = {}
     for file in files:
         tensors |= read_safetensors(file)[0]
     if not is_huggingface(tensors):
         return tensors, False
-    return from_huggingface(tensors), True
+    return from_huggingface(tensors, names), True
 
 
 def is_huggingface(names: Iterable[str]) -> bool:
-    """Whether tensors of these names have an MoE layer in a Hugging Face layout."""
-    leaves = tuple(
-        f".{leaf}" for layout in LAYOUTS.values() if layout.per_expert for leaf in layout.per_expert
-    )
-    return any(
-        re.search(r"(^|\.)experts\.(gate_up_proj|\d+\..*)$", name)
-        and name.endswith((".gate_up_proj", *leaves))
-        for name in names
-    )
+    """True if tensors of these names have an MoE layer in a Hugging Face layout."""
+    return any(EXPERTS.fullmatch(name) for name in names)
 
 
-def _renamed(prefix: str, old: str, new: str) -> str:
-    return re.sub(rf"(^|\.){old}\.$", rf"\g<1>{new}.", prefix)
+def _renamed(prefix: str, block: str) -> str:
+    """The prefix of a layer that is called as in one of the layouts, with another name for it."""
+    return BLOCK.sub(rf"\g<1>{block}.", prefix)
 
 
 def _returned(tensors: dict[str, StoredTensor], lazy: bool) -> dict[str, Any]:

@@ -1,28 +1,24 @@
-"""How Hugging Face's files name and shape the tensors of an MoE layer, and the same tensors in ours.
+"""Turns the tensors of an MoE layer in a Hugging Face layout into ours, and back.
 
-ours         gate.gate.weight [E, D], experts.htoh4.weight [E, 2H, D], experts.h4toh.weight [E, D, H]:
-             FMoETransformerMLP with a gated activation, bias=False, gate_bias=False
-"fused"      gate.weight, experts.gate_up_proj [E, 2H, D], experts.down_proj [E, D, H]: modules of Transformers 5
-"qwen3_moe"  gate.weight, experts.<e>.{gate,up,down}_proj.weight: files of Qwen3-MoE; "olmoe" has the same
-"qwen2_moe"  the same, shared_expert.{gate,up,down}_proj.weight and shared_expert_gate.weight
-"deepseek_v3"  the same, shared_experts.*, gate.e_score_correction_bias: DeepSeek-V3, Kimi K2, GLM-4.5
-"mixtral"    experts.<e>.{w1 (gate), w3 (up), w2 (down)}.weight, the layer is called block_sparse_moe
-"gpt_oss"    router.*, experts.gate_up_proj [E, D, 2H] with gate and up in turn, down_proj [E, H, D], biases
+ours     gate.gate.weight [E, D], experts.htoh4.weight [E, 2H, D], experts.h4toh.weight [E, D, H]:
+         FMoETransformerMLP with a gated activation, bias=False, gate_bias=False
+theirs   families/: one file a family has its names and shapes; "fused" is gate.weight, experts.gate_up_proj [E, 2H, D],
+         experts.down_proj [E, D, H], as modules of Transformers have them
 """
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from types import MappingProxyType
+from itertools import chain
 from typing import TypeAlias
 
 import torch
 
 from fmoe_ext.checkpoint.errors import CheckpointError
+from fmoe_ext.checkpoint.families import FAMILIES
+from fmoe_ext.checkpoint.families.family import PROJECTIONS, Layout
 from fmoe_ext.checkpoint.safetensors_file import StoredTensor
 
 Tensors: TypeAlias = Mapping[str, StoredTensor]
-PROJECTIONS = ("gate_proj.weight", "up_proj.weight", "down_proj.weight")
 W1, B1, W2, B2 = ("experts.htoh4.weight", "experts.htoh4.bias", "experts.h4toh.weight", "experts.h4toh.bias")
 SHARED = "shared_experts.mlp."
 SHARED_GATE = "shared_experts.gate.weight"
@@ -30,40 +26,12 @@ EXPERT_BIAS = "gate.expert_bias"
 PENDING_LOAD = (
     "gate.pending_load"  # choices that SigmoidGate has not counted yet: of training, not of the model
 )
-
-
-@dataclass(frozen=True)
-class Layout:
-    """Names of a layer's tensors; "" is what the layout has no place for.
-
-    block: what the layer is called. gate: what its gate is called. per_expert: gate, up, down of one expert, None where
-    all are one tensor. interleaved: GPT-OSS's way.
-    """
-
-    block: str = "mlp"
-    gate: str = "gate"
-    expert_bias: str = ""
-    per_expert: tuple[str, str, str] | None = None
-    interleaved: bool = False
-    shared: str = ""
-    shared_gate: str = ""
-
-
-LAYOUTS: Mapping[str, Layout] = MappingProxyType(
-    {
-        "fused": Layout(),
-        "qwen3_moe": Layout(per_expert=PROJECTIONS),
-        "olmoe": Layout(per_expert=PROJECTIONS),
-        "qwen2_moe": Layout(
-            per_expert=PROJECTIONS, shared="shared_expert.", shared_gate="shared_expert_gate.weight"
-        ),
-        "deepseek_v3": Layout(
-            per_expert=PROJECTIONS, shared="shared_experts.", expert_bias="gate.e_score_correction_bias"
-        ),
-        "mixtral": Layout(block="block_sparse_moe", per_expert=("w1.weight", "w3.weight", "w2.weight")),
-        "gpt_oss": Layout(gate="router", interleaved=True),
-    }
-)
+# Every layout that is known, of files and of modules: a state dict does not say which it has.
+KNOWN = tuple(chain.from_iterable((family.files, family.in_modules) for family in FAMILIES.values()))
+GATE_NAMES = tuple(sorted({layout.gate for layout in KNOWN}))
+BLOCKS = tuple(sorted({layout.block for layout in KNOWN}))
+STACKED = tuple(sorted({layout.experts for layout in KNOWN}))
+PER_EXPERT = tuple(sorted({layout.per_expert for layout in KNOWN if layout.per_expert}))
 
 
 def to_layout(prefix: str, layer: Tensors, layout: Layout) -> dict[str, StoredTensor]:
@@ -86,12 +54,14 @@ def to_layout(prefix: str, layer: Tensors, layout: Layout) -> dict[str, StoredTe
         b2 = left.pop(B2, None) or zeros((num_experts, d_model), w1.dtype)
         out |= {f"{layout.gate}.bias": gate_bias, **_interleaved(w1, b1, w2, b2)}
     elif layout.per_expert is None:
-        out |= {"experts.gate_up_proj": w1, "experts.down_proj": w2}
+        out |= dict(zip(layout.experts, (w1, w2), strict=True))
     else:
         for e in range(w1.shape[0]):
             out |= _one_expert(f"experts.{e}.", layout.per_expert, w1, w2, e)
-    if layout.expert_bias and EXPERT_BIAS in left:
-        out[layout.expert_bias] = left.pop(EXPERT_BIAS)
+    if layout.expert_bias:
+        bias = left.pop(EXPERT_BIAS, None) or zeros(w1.shape[:1], torch.float32)
+        shape = (1, *bias.shape) if layout.bias_is_row else bias.shape
+        out[layout.expert_bias] = by_rows(bias, shape, lambda b: b.view(shape))
     out |= _shared_to_layout(prefix, left, layout)
     for name, tensor in left.items():
         _check_droppable(prefix, name, tensor)
@@ -197,9 +167,7 @@ def find_layer(tensors: Tensors, prefix: str, gate: str) -> tuple[dict[str, Stor
         return None
     read.take("gate.gate.weight", f"{gate}.weight")
     read.take("gate.gate.bias", f"{gate}.bias")
-    if read.take(EXPERT_BIAS, f"{gate}.e_score_correction_bias"):
-        num_experts = read.layer[EXPERT_BIAS].shape[0]
-        read.layer[PENDING_LOAD] = zeros((num_experts,), torch.int64)
+    read.expert_bias()
     read.shared()
     return read.layer, read.used
 
@@ -227,17 +195,30 @@ class Reading:
 
     def experts(self) -> bool:
         """Takes the experts; whether there are any."""
-        w1, w2 = self._get("experts.gate_up_proj"), self._get("experts.down_proj")
-        if w1 is not None and w2 is not None:
-            b1, b2 = self._get("experts.gate_up_proj_bias"), self._get("experts.down_proj_bias")
-            if b1 is not None and b2 is not None:
-                self._check_interleaved(w1, w2)
-                w1 = by_rows(w1, _transposed(w1), lambda w: _one_after_the_other(w.transpose(1, 2)))
-                w2 = by_rows(w2, _transposed(w2), lambda w: w.transpose(1, 2))
-                self.layer |= {B1: by_rows(b1, b1.shape, _one_after_the_other), B2: b2}
-            self.layer |= {W1: w1, W2: w2}
+        if any(self._stacked(*names) for names in STACKED):
             return True
-        return any(self._numbered(layout.per_expert) for layout in LAYOUTS.values() if layout.per_expert)
+        return any(self._numbered(leaves) for leaves in PER_EXPERT)
+
+    def _stacked(self, gate_up: str, down: str) -> bool:
+        w1, w2 = self._get(gate_up), self._get(down)
+        if w1 is None or w2 is None:
+            return False
+        b1, b2 = self._get(f"{gate_up}_bias"), self._get(f"{down}_bias")
+        if b1 is not None and b2 is not None:
+            self._check_interleaved(w1, w2)
+            w1 = by_rows(w1, _transposed(w1), lambda w: _one_after_the_other(w.transpose(1, 2)))
+            w2 = by_rows(w2, _transposed(w2), lambda w: w.transpose(1, 2))
+            self.layer |= {B1: by_rows(b1, b1.shape, _one_after_the_other), B2: b2}
+        self.layer |= {W1: w1, W2: w2}
+        return True
+
+    def expert_bias(self) -> None:
+        """Takes the bias of the choices, if there is one."""
+        for name in sorted({layout.expert_bias for layout in KNOWN if layout.expert_bias}):
+            bias = self._get(name)
+            if bias is not None:
+                self.layer[EXPERT_BIAS] = by_rows(bias, bias.shape[-1:], torch.Tensor.flatten)
+                self.layer[PENDING_LOAD] = zeros(bias.shape[-1:], torch.int64)
 
     def _check_interleaved(self, w1: StoredTensor, w2: StoredTensor) -> None:
         if len(w1.shape) != 3 or len(w2.shape) != 3 or w1.shape[2] != 2 * w2.shape[1]:
@@ -263,12 +244,13 @@ class Reading:
 
     def shared(self) -> None:
         """Takes the shared experts, if there are any."""
-        for name in ("shared_expert.", "shared_experts."):
+        for name in sorted({layout.shared for layout in KNOWN if layout.shared}):
             gate, up, down = (self._get(name + leaf) for leaf in PROJECTIONS)
             if gate is not None and up is not None and down is not None:
                 self.layer[SHARED + "htoh4.weight"] = joined(self.prefix, [gate], [up])
                 self.layer[SHARED + "h4toh.weight"] = joined(self.prefix, [down])
-                self.take(SHARED_GATE, "shared_expert_gate.weight")
+        for name in sorted({layout.shared_gate for layout in KNOWN if layout.shared_gate}):
+            self.take(SHARED_GATE, name)
 
 
 def joined(prefix: str, *columns: list[StoredTensor]) -> StoredTensor:

@@ -24,6 +24,7 @@ from fmoe_ext.checkpoint.torch_metadata import read_metadata
 TRACKER = "latest_checkpointed_iteration.txt"
 ITERATION = re.compile(r"iter_(\d{7,})")
 OF_OPTIMIZER = "optimizer."
+MAX_LAYERS = 10**5
 LAYERS = re.compile(r"(?P<layers>(?:.*\.)?layers)\.(?P<rest>(?!\d+\.).+)")
 
 
@@ -41,7 +42,7 @@ def iteration_folder(path: Path) -> Path:
 
 
 def is_torch_dist(path: Path) -> bool:
-    """Whether a path is a folder of torch.distributed.checkpoint, or a Megatron folder with one."""
+    """True if a path is a folder of torch.distributed.checkpoint, or a Megatron folder with one."""
     return path.is_dir() and (iteration_folder(path) / ".metadata").exists()
 
 
@@ -67,6 +68,10 @@ def by_layer(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
         if match is None or not tensor.shape:
             separate[key] = tensor
             continue
+        if tensor.shape[0] > MAX_LAYERS:
+            raise CheckpointError(
+                f"{key} is of {tensor.shape[0]} layers; more than {MAX_LAYERS} are not read"
+            )
         for i in range(tensor.shape[0]):
             read = functools.partial(_layer, tensor, i)
             separate[f"{match['layers']}.{i}.{match['rest']}"] = StoredTensor(

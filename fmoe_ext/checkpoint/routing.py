@@ -1,53 +1,40 @@
-"""What a gate computes beside its weights: kept with a checkpoint, compared with Hugging Face's config.json.
+"""Facts about a gate beside its weights: kept with a checkpoint, compared with Hugging Face's config.json.
 
 Two models with the same tensors give different numbers if one divides the weights of the chosen experts by their sum
 and the other does not; config.json says which for Hugging Face's, and nothing in a state dict does for ours.
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
 from torch import nn
 
 from fmoe_ext.checkpoint.errors import CheckpointError
-from fmoe_ext.experts import GATED_ACTIVATIONS, ClampedSwiGLU, activation_name
+from fmoe_ext.checkpoint.families import FAMILIES
+from fmoe_ext.checkpoint.families.family import CLAMPED, SOFTMAX, Family, Numbers
+from fmoe_ext.checkpoint.model_state import ModelState
+from fmoe_ext.experts import GATED_ACTIVATIONS, ClampedSwiGLU, FusedExperts, SharedExperts, activation_name
 from fmoe_ext.layers import FMoE
+from fmoe_ext.transformer import FMoETransformerMLP
 
+METHODS = (
+    "forward",
+    "_choose",
+    "_call_gate",
+    "_compute",
+    "expert_fn",
+)  # by which a subclass computes something else
 OPTIONS = ("top_k", "normalize", "scale", "num_groups", "topk_groups", "group_best", "capacity_factor")
-OF_CONFIG = (  # key of config.json, option of our gates, their argument
-    ("num_experts_per_tok", "top_k", "top_k"),
-    ("norm_topk_prob", "normalize", "normalize"),
-    ("routed_scaling_factor", "scale", "scale"),
-)
-NORMALIZES = (
-    MappingProxyType(  # norm_topk_prob where config.json does not say it: the default of the model's config
-        {"mixtral": True, "qwen3_moe": False, "qwen2_moe": False, "olmoe": False}
+USUAL = (
+    MappingProxyType(  # what the usual gate computes; a family says in its file what it computes otherwise
+        {"scale": 1, "num_groups": 1, "topk_groups": 1, "capacity_factor": None}
     )
 )
-HIDDEN_ACT = MappingProxyType({"swiglu": "silu", "geglu": "gelu", "geglu_tanh": "gelu_pytorch_tanh"})
-CLAMPED = "clamped_swiglu"
-
-
-@dataclass(frozen=True)
-class Computes:
-    """What the layers of a Hugging Face format compute, by our names: gates and their options, activations."""
-
-    gates: tuple[str, ...] = ("NaiveGate", "SoftmaxGate")
-    always_normalizes: bool = False
-    has_scale_and_groups: bool = False
-    activations: tuple[str, ...] = GATED_ACTIVATIONS
-
-
-FORMATS = MappingProxyType(
-    {
-        "mixtral": Computes(always_normalizes=True),
-        "deepseek_v3": Computes(gates=("SigmoidGate",), has_scale_and_groups=True),
-        "gpt_oss": Computes(always_normalizes=True, activations=(CLAMPED,)),
-    }
+USUAL_CONFIG = MappingProxyType(  # keys of config.json for models of no known family
+    {"top_k": "num_experts_per_tok", "normalize": "norm_topk_prob", "scale": "routed_scaling_factor"}
 )
-GROUP_BEST = 2  # scores by which Transformers' DeepseekV3 ranks a group
+HIDDEN_ACT = MappingProxyType({"swiglu": "silu", "geglu": "gelu", "geglu_tanh": "gelu_pytorch_tanh"})
 
 
 def routing_of(layer: FMoE) -> dict[str, Any]:
@@ -70,83 +57,132 @@ def _activation_of(layer: FMoE) -> dict[str, Any]:
     }
 
 
+def facts_of_layers(state: ModelState, family: Family) -> tuple[dict[str, Any], Numbers]:
+    """(what all MoE layers are, by the names of Family.config; their numbers in the decoder)."""
+    if not state.layers:
+        raise CheckpointError(
+            "the model has no FMoETransformerMLP: fmoefy it, or import_model() a Transformers MoE model; a model of "
+            "Transformers alone is saved by its save_pretrained"
+        )
+    numbers: dict[int, str] = {}
+    for name, layer in state.layers.items():
+        _check_computes(name, layer, family)
+        number = next((int(part) for part in name.split(".") if part.isdigit()), None)
+        if number is None or number in numbers:
+            raise CheckpointError(f"{name or '(root)'} is not the one MoE layer of a numbered decoder layer")
+        numbers[number] = name
+    (first, layer), *others = state.layers.items()
+    facts = _facts(layer)
+    for name, other in others:
+        theirs = _facts(other)
+        for fact in facts.keys() | theirs.keys():
+            if facts.get(fact) != theirs.get(fact):
+                raise CheckpointError(
+                    f"{first} has {fact}={facts.get(fact)} and {name} has {fact}={theirs.get(fact)}, but config.json "
+                    "says one value for all layers"
+                )
+    return facts, tuple(sorted(numbers))
+
+
+def _facts(layer: Any) -> dict[str, Any]:
+    shared = layer.shared_experts
+    return {
+        "num_experts": layer.num_experts,
+        "d_hidden": layer.experts.h4toh.weight.shape[2],
+        "shared": 0 if shared is None else shared.mlp.h4toh.weight.shape[2],
+        "shared_expert_gate": shared is not None and shared.gate is not None,
+        **routing_of(layer),
+    }
+
+
+def _check_computes(name: str, layer: FMoE, family: Family) -> None:
+    """CheckpointError where a layer is not what a format's tensors and configuration can say."""
+    where = name or "(root)"
+    if not isinstance(layer, FMoETransformerMLP) or type(layer.experts) is not FusedExperts:
+        raise CheckpointError(
+            f"{where} has experts of its own ({type(layer.experts).__name__}), no format has a place for "
+            "them: FMoETransformerMLP's are two-layer MLPs"
+        )
+    for method in METHODS:
+        if getattr(type(layer), method) is not getattr(FMoETransformerMLP, method):
+            raise CheckpointError(f"{where} ({type(layer).__name__}) has its own {method}()")
+    if layer.mask is not None:
+        raise CheckpointError(f"{where} has mask=: no format says which tokens go to no expert")
+    shared = layer.shared_experts
+    if shared is not None and type(shared) is not SharedExperts:
+        raise CheckpointError(f"{where} has shared experts of its own ({type(shared).__name__})")
+    if shared is not None and family.files.shared and not family.files.shared_gate and shared.gate:
+        raise CheckpointError(f"{where} has gated shared experts, those of {family.name} have no gate")
+    check_writable({name: routing_of(layer)}, name, family.name)
+
+
 def check_writable(routing: Mapping[str, Mapping[str, Any]], prefix: str, layout: str) -> None:
     """CheckpointError where a layer of Hugging Face's would compute other numbers with the same tensors."""
     options = routing.get(prefix.removesuffix("."))
     if options is None:
         return
-    computes = FORMATS.get(layout, Computes())
-    what = _wrong_gate(options, computes, layout) or _wrong_option(options, computes)
+    family = FAMILIES.get(layout)
+    what = _wrong_option(options, family)
     if what is not None:
         raise CheckpointError(
             f"the gate of {prefix.removesuffix('.') or '(root)'} has {what}: a Hugging Face {layout} layer would "
             "compute other numbers from the same tensors"
         )
     activation = options.get("activation")
-    if activation is not None and activation not in computes.activations:
+    activations = family.activations if family else GATED_ACTIVATIONS
+    if activation is not None and activation not in activations:
         raise CheckpointError(
             f"the experts of {prefix.removesuffix('.') or '(root)'} have the activation {activation}, but those of "
-            f"Hugging Face's {layout} have {' or '.join(computes.activations)}"
+            f"Hugging Face's {layout} have {' or '.join(activations)}"
         )
 
 
-def _wrong_gate(options: Mapping[str, Any], computes: Computes, layout: str) -> str | None:
-    if options.get("gate") not in computes.gates:
-        return f"{options.get('gate')}, expected one of {', '.join(computes.gates)}"
-    if computes.always_normalizes and not options.get("normalize", True):
-        return f"normalize=False, but {layout} divides the weights by their sum"
-    return None
-
-
-def _wrong_option(options: Mapping[str, Any], computes: Computes) -> str | None:
-    expected: dict[str, Any] = {"capacity_factor": None}
-    if not computes.has_scale_and_groups:
-        expected |= {"scale": 1, "num_groups": 1, "topk_groups": 1}
-    elif options.get("topk_groups") != options.get("num_groups"):
-        expected["group_best"] = GROUP_BEST
+def _wrong_option(options: Mapping[str, Any], family: Family | None) -> str | None:
+    """Options of a gate that the router of a family (None: the usual one) does not compute."""
+    gates = family.gates if family else SOFTMAX
+    if options.get("gate") not in gates:
+        return f"{options.get('gate')}, expected one of {', '.join(gates)}"
+    said = family.config if family else USUAL_CONFIG.keys() - {"scale"}
+    expected = {name: value for name, value in USUAL.items() if name not in said}
+    expected |= family.fixed if family else {}
+    if options.get("topk_groups") == options.get("num_groups"):
+        expected.pop("group_best", None)  # no group is left out
     for name, value in expected.items():
         if options.get(name, value) != value:
             return f"{name}={options[name]}, expected {value}"
     return None
 
 
-def needed_config(routing: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """What config.json has to say for the layers of a checkpoint."""
+def needed_config(routing: Mapping[str, Mapping[str, Any]], layout: str) -> dict[str, Any]:
+    """Values of config.json for the layers of a checkpoint in a layout."""
     config: dict[str, Any] = {}
+    keys = FAMILIES[layout].config if layout in FAMILIES else USUAL_CONFIG
     for options in routing.values():
-        of_sigmoid = (*OF_CONFIG, ("n_group", "num_groups", ""), ("topk_group", "topk_groups", ""))
-        keys = of_sigmoid if options.get("gate") == "SigmoidGate" else OF_CONFIG[:2]
-        config |= {key: options[name] for key, name, _ in keys if name in options}
+        config |= {key: options[name] for name, key in keys.items() if name in options}
         if options.get("activation") in ("geglu", "geglu_tanh"):
             config["hidden_act"] = HIDDEN_ACT[options["activation"]]
     return config
 
 
 def routing_of_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """What config.json says that the MoE layers of its model compute, as routing_of(); {} for other model types."""
-    said = _said(config)
-    kind = said.get("model_type")
-    if kind not in (*NORMALIZES, *FORMATS):
+    """Facts about the MoE layers from config.json, as routing_of() gives them; {} for other model types."""
+    family, said = _family_and_values(config)
+    if family is None:
         return {}
-    computes = FORMATS.get(kind, Computes())
-    options = {option: said[key] for key, option, _ in OF_CONFIG if said.get(key) is not None}
-    if computes.always_normalizes:
-        options["normalize"] = True
-    if computes.has_scale_and_groups:
-        groups = ("num_groups", said.get("n_group")), ("topk_groups", said.get("topk_group"))
-        options |= {"group_best": GROUP_BEST, **{name: value for name, value in groups if value is not None}}
-    return {"gate": computes.gates[-1], **options, "activation": _activation_of_config(said)}
+    facts = family.facts_of(said)
+    options = {name: facts[name] for name in OPTIONS if name in facts}
+    return {"gate": family.gates[-1], **options, "activation": activation_of_config(family, said)}
 
 
-def _said(config: Mapping[str, Any]) -> dict[str, Any]:
+def _family_and_values(config: Mapping[str, Any]) -> tuple[Family | None, dict[str, Any]]:
     inner = config.get("text_config", config)
     said = dict(inner) if isinstance(inner, Mapping) else {}
-    said.setdefault("norm_topk_prob", NORMALIZES.get(str(said.get("model_type"))))
-    return said
+    return FAMILIES.get(str(said.get("model_type"))), said
 
 
-def _activation_of_config(said: Mapping[str, Any]) -> str:
-    if said.get("model_type") == "gpt_oss":
+def activation_of_config(family: Family, said: Mapping[str, Any]) -> str:
+    """Our name of the experts' activation; config.json's own for one that we do not have."""
+    if family.activations == (CLAMPED,):
         return CLAMPED
     ours = {theirs: name for name, theirs in HIDDEN_ACT.items()}
     return ours.get(said.get("hidden_act", "silu"), str(said.get("hidden_act")))
@@ -154,24 +190,33 @@ def _activation_of_config(said: Mapping[str, Any]) -> str:
 
 def check_config(config: Mapping[str, Any], layers: Iterable[tuple[str, FMoE]]) -> None:
     """CheckpointError where a model's gates or experts compute other numbers than config.json says."""
-    said = _said(config)
+    family, said = _family_and_values(config)
     activation = routing_of_config(config).get("activation")
+    keys = family.config if family else USUAL_CONFIG
+    facts = family.facts_of(said) if family else {name: said.get(key) for name, key in keys.items()}
     for name, layer in layers:
-        options = routing_of(layer)
+        where, options = name or "(root)", routing_of(layer)
         if activation is not None and options.get("activation", activation) != activation:
             raise CheckpointError(
-                f"the experts of {name or '(root)'} have the activation {options['activation']}, but by config.json of "
+                f"the experts of {where} have the activation {options['activation']}, but by config.json of "
                 f"the model they have {activation}: the outputs would differ. Build the layer with that activation, or "
                 "change config.json"
             )
-        for key, option, argument in OF_CONFIG:
-            if said.get(key) is not None and option in options and options[option] != said[key]:
-                raise CheckpointError(
-                    f"the gate of {name or '(root)'} has {argument}={options[option]}, but config.json of the model "
-                    f"says {key}={said[key]}: the outputs would differ. Build the gate with "
-                    f"functools.partial({options['gate']}, {argument}={said[key]}), or change config.json"
-                    if option != "top_k"
-                    else f"layer {name or '(root)'} has top_k={options[option]}, but config.json of the model says "
-                    f"{key}={said[key]}: the outputs would differ. Build the layer with top_k={said[key]}, or change "
-                    "config.json"
-                )
+        for option, value in facts.items():
+            if value is None or option not in options or options[option] == value:
+                continue
+            says = (
+                f"config.json of the model says {keys[option]}={value}"
+                if option in keys
+                else (f"every {said.get('model_type')} has {option}={value}")
+            )
+            build = (
+                f"the layer with top_k={value}"
+                if option == "top_k"
+                else f"the gate with functools.partial({options['gate']}, {option}={value})"
+            )
+            whose = f"layer {where}" if option == "top_k" else f"the gate of {where}"
+            raise CheckpointError(
+                f"{whose} has {option}={options[option]}, but {says}: the outputs would differ. Build {build}, or "
+                "change config.json"
+            )

@@ -95,12 +95,12 @@ def load(
     path = gather(Path(path), process_group)[0]
     with together(f"loading {path}", process_group):
         files = [] if store.has_checkpoint(path) else model_files(path)
-        source = _Files(path, files) if files else _Folder(path)
+        state = ModelState(model)
+        source = _Files(path, files, state) if files else _Folder(path)
         if optimizer is not None and source.manifest.optimizer is None:
             raise CheckpointError(f"{source.path} has no optimizer state")
         if verify:
             source.verify(process_group)
-        state = ModelState(model)
         mine = set(state.tensors), optimizer_state.names(optimizer, state)
     names, names_in_optimizer = (
         set().union(*sets) for sets in zip(*gather(mine, process_group), strict=True)
@@ -193,7 +193,7 @@ class _Folder:
         self.tensors = store.of_model(self.saved)
 
     def check(self, state: ModelState) -> None:
-        """What a folder of ours holds fits any gate."""
+        """A folder of ours fits any gate."""
 
     def verify(self, process_group: dist.ProcessGroup | None) -> None:
         store.verify(self.path, self.manifest, process_group=process_group)
@@ -206,10 +206,14 @@ class _Folder:
 class _Files:
     """Safetensors files of a whole model as a source."""
 
-    def __init__(self, path: Path, files: list[Path]):
+    def __init__(self, path: Path, files: list[Path], state: ModelState):
         self.path = path
         self.files = files
-        self.tensors, _ = read_model(files)
+        self.tensors, _ = read_model(files, state.tensors)
+        there = {id(value): name for name, value in state.tensors.items() if name in self.tensors}
+        for name, value in state.tensors.items():  # Hugging Face's files have tied tensors once
+            if name not in self.tensors and id(value) in there:
+                self.tensors[name] = self.tensors[there[id(value)]]
         self._config = {} if path in files else model_config(path)
         self.saved = self.tensors
         layers = describe_layers({name: tensor.shape for name, tensor in self.tensors.items()})

@@ -3,6 +3,9 @@
 A pickle is a program for a small stack machine. This one knows the instructions that build plain values; where the
 program names a class, the name has to be in CLASSES, and "calling" it only makes a Record that notes the arguments.
 No class is looked up, no function runs, whatever the file says.
+
+Nested values may be as deep as the file is long, or, by references, stand for 2^n others: Python would crash or hang
+where it hashes, compares or prints one. So keys are texts, numbers or records, and only checked fields leave the file.
 """
 
 import pickletools
@@ -53,11 +56,11 @@ class Name(NamedTuple):
 
 
 class Record:
-    """What the file says of one object: the arguments of its class, and its state."""
+    """One object of the file: the arguments of its class, and its state."""
 
     __slots__ = ("args", "of", "state")
 
-    def __init__(self, of: Name, args: tuple):
+    def __init__(self, of: Name, args: tuple[Any, ...]):
         self.of, self.args = of, args
         self.state: Any = None
 
@@ -84,12 +87,14 @@ def _described(root: Any) -> tuple[dict[str, SavedTensor], list[str]]:
     places = {}
     for index, info in metadata["storage_data"].items():
         where, stored = _fields(index, "MetadataIndex"), _fields(info, "_StorageInfo")
+        name = _text(where["fqn"])
         if stored.get("transform_descriptors"):
-            raise CheckpointError(f"{where['fqn']} is stored with {stored['transform_descriptors']}")
+            raise CheckpointError(f"{name} is stored with transform_descriptors, which cannot be read here")
         offsets = where.get("offset")
-        places[where["fqn"], None if offsets is None else _size(offsets)] = stored
+        places[name, None if offsets is None else _size(offsets)] = stored
     tensors, others = {}, []
     for key, entry in metadata["state_dict_metadata"].items():
+        _text(key)
         if _is(entry, "BytesStorageMetadata"):
             others.append(key)
             continue
@@ -99,7 +104,11 @@ def _described(root: Any) -> tuple[dict[str, SavedTensor], list[str]]:
             part = _fields(chunk, "ChunkStorageMetadata")
             offsets = _size(part["offsets"])
             stored = places[key, offsets]
-            place = stored["relative_path"], stored.get("offset", 0), stored["length"]
+            place = (
+                _text(stored["relative_path"]),
+                _number(stored.get("offset", 0)),
+                _number(stored["length"]),
+            )
             chunks.append(Chunk(offsets, _size(part["sizes"]), *place))
         tensors[key] = SavedTensor(_dtype(described["properties"]), _size(described["size"]), tuple(chunks))
     for key, tensor in tensors.items():
@@ -117,10 +126,24 @@ def _fields(value: Any, name: str) -> dict[str, Any]:
     return value.state
 
 
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise CheckpointError(f"a text was expected, but there is a {type(value).__name__}")
+    return value
+
+
+def _number(value: Any) -> int:
+    if type(value) is not int:
+        raise CheckpointError(f"a number was expected, but there is a {type(value).__name__}")
+    return value
+
+
 def _size(value: Any) -> tuple[int, ...]:
     if _is(value, "Size"):
         (value,) = value.args
-    return tuple(value)
+    if not isinstance(value, (tuple, list)):
+        raise CheckpointError(f"a size was expected, but there is a {type(value).__name__}")
+    return tuple(map(_number, value))
 
 
 def _dtype(properties: Any) -> str:
@@ -213,18 +236,25 @@ class _Machine:
 
     def set_item(self, _: Any) -> None:
         key, value = self.pop(2)
-        self.only(dict, Record)[key] = value
+        self.only(dict, Record)[_key(key)] = value
 
     def set_items(self, _: Any) -> None:
         values = self.pop_to_mark()
         target = self.only(dict, Record)
         for key, value in zip(values[::2], values[1::2], strict=True):
-            target[key] = value
+            target[_key(key)] = value
 
     def only(self, *types: type) -> Any:
         if not isinstance(self.stack[-1], types):
             raise CheckpointError(f"it fills a {type(self.stack[-1]).__name__}")
         return self.stack[-1]
+
+
+def _key(value: Any) -> Any:
+    """value, whose hash is computed in a moment; CheckpointError for what is made of other values."""
+    if not isinstance(value, (str, int, bytes, Record)):
+        raise CheckpointError(f"a {type(value).__name__} is a key, which is so in no checkpoint of tensors")
+    return value
 
 
 def _tuple_of(count: int) -> Callable[[_Machine, Any], None]:

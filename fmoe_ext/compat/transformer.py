@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+from fmoe_ext.compat.gates.naive_gate import NaiveGate
 from fmoe_ext.compat.layers import FMoE
 from fmoe_ext.compat.linear import draw_as_fastmoe
 from fmoe_ext.experts import FusedExperts
@@ -24,6 +25,7 @@ class FMoETransformerMLP(_FMoETransformerMLP, FMoE):
         expert_rank: int = 0,
         **kwargs: Any,
     ) -> None:
+        kwargs.setdefault("gate", NaiveGate)
         super().__init__(num_expert, d_model, d_hidden, activation, expert_dp_comm, expert_rank, **kwargs)
         _draw(self.experts)
 

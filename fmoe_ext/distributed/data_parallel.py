@@ -31,6 +31,8 @@ class DistributedGroupedDataParallel(nn.Module):
     unless dp_group=, gate_group=, ... says otherwise; <tag>_group= defines further tags; "none" has no copies.
     A tag that has changed counts from the next forward or reduction on, as in FastMoE.
     Parameters of DTensor type (FSDP2) are left to those who made them.
+    Reductions have a group of their own for each group named, which all wrappers share: where several are reduced in
+    one backward, all ranks reach them in one order, as with torch's DistributedDataParallel.
 
     With expert_grads="mean" every gradient is that of one process on the whole batch, the loss being the mean of the
     losses of the ranks in dp_group; "sum" is FastMoE's scale, in which experts with tag "none" are not averaged.

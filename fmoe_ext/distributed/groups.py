@@ -1,5 +1,6 @@
 """The process groups of data parallelism beside expert parallelism."""
 
+import weakref
 from dataclasses import dataclass
 from typing import Any
 
@@ -7,6 +8,9 @@ import torch
 import torch.distributed as dist
 
 from fmoe_ext.ep.exchange import check_same
+
+# {group: the group of the same ranks for reductions}; both end with the job or destroy_process_group().
+_of_reductions: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = weakref.WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -66,17 +70,20 @@ def init_groups(ep: int | None = None, dp: int | None = None, slice: int = 1) ->
 
 
 def own_groups(groups: dict[str, dist.ProcessGroup | None]) -> dict[str, dist.ProcessGroup]:
-    """{tag: group}, each a group of our own: reductions must not queue with other users' collectives."""
+    """{tag: group}, each a group of our own: reductions must not queue with other users' collectives.
+
+    All wrappers share the own group of a group: gloo starts three threads for each.
+    """
     named = dict.fromkeys(("dp", "gate", "moe", "world"), _default_group())
     for key, group in groups.items():
         if not key.endswith("_group"):
             raise TypeError(f"unexpected argument {key!r}: groups are passed as <tag>_group=")
         named[key.removesuffix("_group")] = group or _default_group()
-    own = {}
     for group in named.values():
-        if group not in own:
-            own[group] = dist.new_group(dist.get_process_group_ranks(group), use_local_synchronization=True)
-    return {tag: own[group] for tag, group in named.items()}
+        if group not in _of_reductions:
+            ranks = dist.get_process_group_ranks(group)
+            _of_reductions[group] = dist.new_group(ranks, use_local_synchronization=True)
+    return {tag: _of_reductions[group] for tag, group in named.items()}
 
 
 def _default_group() -> dist.ProcessGroup:

@@ -1,4 +1,4 @@
-"""What a step of an expert-parallel layer costs, as far as plans need to know: bytes to send, FLOP to compute."""
+"""Cost model of an expert-parallel layer: bytes to send and FLOP to compute, over what a rank's hardware can do."""
 
 from __future__ import annotations
 
@@ -14,10 +14,15 @@ from fmoe_ext import _env
 
 @dataclass(frozen=True)
 class Hardware:
-    """bandwidth: bytes a second that one rank sends while all do; throughput: FLOP a second of one rank's experts."""
+    """One rank of a cluster.
+
+    bandwidth: bytes a second that it sends while all ranks do. throughput: FLOP a second of its experts.
+    memory: bytes; infinite where memory does not matter.
+    """
 
     bandwidth: float
     throughput: float
+    memory: float = float("inf")
 
     @staticmethod
     def measure(

@@ -1,25 +1,22 @@
-"""Where the experts of a layer live on the ranks of a group, and the way in for its tokens."""
+"""ExpertParallel: where the experts of a layer live, and how its tokens get there."""
 
-from bisect import bisect
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
 import torch
 import torch.distributed as dist
 
-from fmoe_ext.ep.constants import constant, lookup
-from fmoe_ext.ep.exchange import NO_GRAPH, Group, check_same, find_group, next_layer_index, register_group
-from fmoe_ext.ep.header import make_header
+from fmoe_ext.ep.exchange import NO_GRAPH, Group, check_same, find_group
+from fmoe_ext.ep.home import Home
 from fmoe_ext.ep.load import LoadCounter
-from fmoe_ext.ep.plan import ExactPlan, Plan, StaticPlan
 from fmoe_ext.ep.schedule import Exchange
-from fmoe_ext.ep.static import RowLimit
 from fmoe_ext.ep.token_exchange import TokenExchange
 from fmoe_ext.ep.tuning import Tuner, timed
 from fmoe_ext.ops.outside_graphs import outside_graphs
-from fmoe_ext.recompute import current_forward, is_counted
-from fmoe_ext.routing import DispatchHandle, Nest
+from fmoe_ext.routing import Nest
+from fmoe_ext.step import Step, is_counted
+from fmoe_ext.tokens import Batch
 
 EXCHANGES: Mapping[str, type[Exchange]] = MappingProxyType({"choice": Exchange, "token": TokenExchange})
 
@@ -41,14 +38,12 @@ def check_way(overlap_degree: int | str, exchange: str) -> None:
         raise ValueError(f'exchange must be {known} or "auto", but got {exchange!r}')
 
 
-class ExpertParallel:
+class ExpertParallel(Home):
     """Where the experts of one layer live, and how tokens get there.
 
-    Rank r of the group holds the experts [r * e, (r + 1) * e) of E = group size * e, unless they are placed otherwise.
     overlap_degree: number of chunks, at most e; "auto" measures the first forwards and then chooses.
     exchange: what has a row that travels, a "choice" or a "token"; "auto" measures both.
     max_rows_per_rank: static mode, every rank sends every other this many rows, padding included.
-    Plain data, so that layers can be copied and pickled; the group is found by its name.
     """
 
     def __init__(
@@ -60,15 +55,13 @@ class ExpertParallel:
         exchange: str = "choice",
     ):
         check_way(overlap_degree, exchange)
-        self.group = register_group(group)
-        self.size = dist.get_world_size(find_group(self.group))
-        self.rank = dist.get_rank(find_group(self.group))
-        self.num_local_experts = num_local_experts
-        self.num_experts = num_local_experts * self.size
-        self.layer_index = next_layer_index(self.group)
+        if max_rows_per_rank is not None and (max_rows_per_rank < 1 or overlap_degree != 1):
+            raise ValueError(
+                "max_rows_per_rank must be at least 1 and needs overlap_degree=1, but got "
+                f"max_rows_per_rank={max_rows_per_rank}, overlap_degree={overlap_degree!r}"
+            )
+        super().__init__(group, num_local_experts, max_rows_per_rank)
         self.load = LoadCounter(self.num_experts)
-        self.experts_in_place = list(range(self.num_experts))  # rank r holds the r-th part
-        self.shadows: tuple[int, ...] = ()  # experts that are computed where their tokens are
         self.overlap_degree = overlap_degree
         self.exchange = exchange
         self._way = Way(self._first_exchange(), self._first_chunks())
@@ -76,18 +69,22 @@ class ExpertParallel:
         if "auto" in (overlap_degree, exchange):
             exchanges = [*EXCHANGES] if exchange == "auto" else [exchange]
             self.tuner = Tuner(self.group, self.layer_index, exchanges, overlap_degree == "auto")
-        self.row_limit: RowLimit | None = None
-        if max_rows_per_rank is not None:
-            if max_rows_per_rank < 1 or overlap_degree != 1:
-                raise ValueError(
-                    "max_rows_per_rank must be at least 1 and needs overlap_degree=1, but got "
-                    f"max_rows_per_rank={max_rows_per_rank}, overlap_degree={overlap_degree!r}"
-                )
-            ranks = dist.get_process_group_ranks(find_group(self.group))
-            self.row_limit = RowLimit(max_rows_per_rank, self.layer_index, ranks)
-        # where fully_shard_experts() has cut the experts again: the ranks that share those of each rank of the group
-        self.sharing_ranks: list[list[int]] | None = None
         self._is_checked = False
+
+    @property
+    def depends_on_batch(self) -> str | None:
+        """Why a token's result depends on the other tokens, and what to do; None where it does not."""
+        if self.exchange != "choice":
+            return (
+                f"exchange={self.exchange!r} sums the results of a rank's experts first: another number of ranks sums "
+                'others; use exchange="choice"'
+            )
+        if self.shadows:
+            return (
+                "shadowed experts' results are summed apart: shadows follow the load; clear "
+                "layer.expert_parallel.shadows"
+            )
+        return None
 
     def _first_chunks(self) -> list[int]:
         degree = self.overlap_degree
@@ -105,20 +102,20 @@ class ExpertParallel:
         return self._way.chunk_ends
 
     @outside_graphs(NO_GRAPH)
-    def choose_way(self, max_chunks: int) -> Way:
+    def choose_way(self, max_chunks: int, step: Step | None = None) -> Way:
         """How the tokens of this forward will travel; all ranks call it before they do.
 
-        Ends the measurements of "auto" once there are enough. A repeated forward goes the way of the first.
+        Ends the measurements of "auto" once there are enough. A repeated forward goes the way of the original.
         """
         if self.tuner is not None:
             exchange, num_chunks = self.tuner.choose(min(max_chunks, self.num_local_experts))
             ends = self.chunk_ends if num_chunks is None else _even_ends(self.num_local_experts, num_chunks)
             self._way = Way(exchange, ends)
             self.tuner = None if self.tuner.is_done else self.tuner
-        return self._way_of_forward()
+        return self._way_of(step)
 
-    def _way_of_forward(self) -> Way:
-        forward = current_forward()
+    def _way_of(self, step: Step | None) -> Way:
+        forward = None if step is None else step.forward
         if forward is None:
             return self._way
         if forward.way is None:
@@ -126,13 +123,17 @@ class ExpertParallel:
         return forward.way
 
     @outside_graphs(NO_GRAPH)
-    def dispatch(self, x: Nest, topk_idx: torch.Tensor, topk_weights: torch.Tensor) -> Exchange:
-        """Starts the way of tokens to their experts: fmoe_ext.dispatch.dispatch(), which see."""
+    def dispatch(
+        self, x: Nest, topk_idx: torch.Tensor, topk_weights: torch.Tensor, step: Step | None = None
+    ) -> Exchange:
+        """Start sending tokens to their experts; see fmoe_ext.dispatch.dispatch()."""
         self._check_once()
-        if is_counted():
-            self.load.count(topk_idx)
-        way = self._way_of_forward()
-        kind, arguments = EXCHANGES[way.exchange], (self, way.chunk_ends, x, topk_idx, topk_weights)
+        if step is None:
+            step = Step(Batch(), None, False, is_counted())
+        if step.is_counted:
+            self.load.add(step.count(topk_idx, self.num_experts))
+        way = self._way_of(step)
+        kind, arguments = EXCHANGES[way.exchange], (self, way.chunk_ends, x, topk_idx, topk_weights, step)
         exchange: Exchange
         if self.tuner is not None:
             exchange = timed(kind)(self.tuner.watches[way.exchange], *arguments)
@@ -147,58 +148,6 @@ class ExpertParallel:
         group = dist.group.WORLD if everywhere else find_group(self.group)
         assert group is not None
         return self.load.pop(group)
-
-    def plan(
-        self,
-        handle: DispatchHandle,
-        counts: torch.Tensor,
-        ends: Sequence[int],
-        leaves: Sequence[torch.Tensor],
-    ) -> Plan:
-        """Tells the other ranks how many rows come. handle: of rows in the order of sending; leaves: tensors of tokens.
-
-        counts [ranks, n]: how many for each rank, of n kinds; ends: where chunks end among them.
-        """
-        header = make_header(self.layer_index, leaves, counts.device)
-        if self.row_limit is None:
-            return ExactPlan(handle, counts, header, self.group, ends)
-        return StaticPlan(handle, counts, header, self.group, self.row_limit)
-
-    def slots(self, chunk_ends: Sequence[int]) -> tuple[int, ...]:
-        """The number of each expert in the order of sending: by chunk, then by rank, then by place."""
-        first, order = 0, []
-        for end in chunk_ends:
-            for rank in range(self.size):
-                begin = rank * self.num_local_experts
-                order += self.experts_in_place[begin + first : begin + end]
-            first = end
-        slots = [0] * self.num_experts
-        for slot, expert in enumerate(order):
-            slots[expert] = slot
-        return tuple(slots)
-
-    def ways(self, chunk_ends: Sequence[int]) -> tuple[int, ...]:
-        """Where each expert's tokens go: a number for every chunk and rank, by chunk, then by rank."""
-        ways = [0] * self.num_experts
-        for place, expert in enumerate(self.experts_in_place):
-            rank, local = divmod(place, self.num_local_experts)
-            ways[expert] = bisect(chunk_ends, local) * self.size + rank
-        return tuple(ways)
-
-    def split_shadows(self, topk_idx: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Choices of experts to travel to, and choices of shadowed ones numbered as in shadows; -1 for the rest."""
-        if not self.shadows:
-            return topk_idx, None
-        number = [-1] * self.num_experts
-        for position, expert in enumerate(self.shadows):
-            number[expert] = position
-        shadow_idx = lookup(constant(tuple(number), topk_idx.device), topk_idx)
-        return torch.where(shadow_idx < 0, topk_idx, -1), shadow_idx
-
-    @property
-    def places_of_shadows(self) -> tuple[int, ...]:
-        """The places of the experts that every rank has a copy of."""
-        return tuple(self.experts_in_place.index(expert) for expert in self.shadows)
 
     def _check_once(self) -> None:
         """Before the first rows: ranks that were given different layers find out here."""

@@ -1,9 +1,7 @@
-"""How many choices each expert of a layer got: counted in every forward, summed over ranks when somebody asks."""
+"""How many choices each expert of a layer got: added up in every forward, summed over ranks on request."""
 
 import torch
 import torch.distributed as dist
-
-from fmoe_ext import ops
 
 
 class LoadCounter:
@@ -13,10 +11,11 @@ class LoadCounter:
         self.num_experts = num_experts
         self._counts: torch.Tensor | None = None
 
-    def count(self, topk_idx: torch.Tensor) -> None:
-        if self._counts is None or self._counts.device != topk_idx.device:
-            self._counts = torch.zeros(self.num_experts, dtype=torch.int64, device=topk_idx.device)
-        self._counts += ops.count_tokens(topk_idx, self.num_experts)  # in place: a CUDA graph repeats it
+    def add(self, counts: torch.Tensor) -> None:
+        """Adds the choices of a forward, [num_experts]."""
+        if self._counts is None or self._counts.device != counts.device:
+            self._counts = torch.zeros(self.num_experts, dtype=torch.int64, device=counts.device)
+        self._counts += counts  # in place: a CUDA graph repeats it
 
     def pop(self, group: dist.ProcessGroup) -> list[int]:
         """The sum over the ranks of a group, from where on every rank counts anew; a collective call."""

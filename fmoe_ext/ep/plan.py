@@ -1,21 +1,51 @@
-"""Which rows a rank sends and receives in one forward, from the counts that the ranks tell each other.
+"""Which rows a rank sends and receives in one forward, from the counts that the ranks exchange.
 
 ExactPlan sends each row once, in sizes that one copy to the host brings. StaticPlan sends every rank as many rows, so
 that nothing waits for sizes.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Protocol
 
 import torch
+import torch.distributed as dist
 
-from fmoe_ext.ep.exchange import check, exchange_counts
-from fmoe_ext.ep.header import HEADER, LENGTH, check_headers
+from fmoe_ext.ep.constants import constant
+from fmoe_ext.ep.exchange import check, exchange_counts, find_group
 from fmoe_ext.ep.static import RowLimit, columns_of_rows, pad_routing
-from fmoe_ext.recompute import hear_counts
 from fmoe_ext.routing import DispatchHandle
+from fmoe_ext.step import Step
+
+# What every rank sends beside the counts, so that ranks that are not in the same place notice.
+HEADER = ("the layer", "the dtype of the tokens", "the elements of a token")  # the same on all ranks
+LENGTH = len(HEADER) + 1  # the last: 1 for a rank that has tokens, 0 for one that has none
+_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+def make_header(layer_index: int, leaves: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
+    """[LENGTH] int64 for tokens of these leaves [T, *]; TypeError for a dtype that no expert computes in."""
+    dtype = leaves[0].dtype
+    if dtype not in _DTYPES:
+        raise TypeError(f"tokens must be float64, float32, bfloat16 or float16, but got {dtype}")
+    width = sum(math.prod(leaf.shape[1:]) for leaf in leaves)
+    return constant((layer_index, _DTYPES.index(dtype), width, int(len(leaves[0]) > 0)), device)
+
+
+def check_headers(headers: list[list[int]], group_name: str) -> None:
+    """Raises RuntimeError if the headers [ranks] differ. Every rank sees every other's, so every rank raises."""
+    headers = [header[: len(HEADER)] for header in headers]
+    if all(header == headers[0] for header in headers):
+        return
+    ranks = dist.get_process_group_ranks(find_group(group_name))
+    texts = []
+    for name, values in zip(HEADER, zip(*headers, strict=True), strict=True):
+        if len(set(values)) > 1:
+            shown = [_DTYPES[v] if "dtype" in name else v for v in values]
+            texts.append(f"{name} ({', '.join(f'rank {r}: {v}' for r, v in zip(ranks, shown, strict=True))})")
+    raise RuntimeError(f"ranks {ranks} do not exchange the same tokens; they differ in {'; '.join(texts)}")
 
 
 @dataclass(frozen=True)
@@ -60,18 +90,22 @@ class ExactPlan:
         header: torch.Tensor,
         group: str,
         ends: Sequence[int],
+        step: Step,
     ):
+        self._step = step
         self.row_idx, self.inverse = handle.row_idx, handle.inverse
         self._group, self._device = group, counts.device
         self._columns = [slice(first, end) for first, end in pairwise((0, *ends))]
         sent = torch.cat((header.expand(len(counts), -1), counts), 1)
-        received = hear_counts(lambda: exchange_counts(sent, group))
+        received = step.exchange_counts(lambda: exchange_counts(sent, group))
         self._sizes = _HostCopy(torch.stack((sent, received)))
 
     def chunks(self) -> list[ChunkRows]:
         sent, received = self._sizes.get()
         check(self._group)
-        check_headers(received[:, :LENGTH].tolist(), self._group)
+        headers = received[:, :LENGTH].tolist()
+        self._step.note_empty_rank(not all(header[-1] for header in headers))
+        check_headers(headers, self._group)
         sent, self._received = sent[:, LENGTH:], received[:, LENGTH:]
         chunks: list[ChunkRows] = []
         begin = 0
@@ -101,17 +135,19 @@ class StaticPlan:
         header: torch.Tensor,
         group: str,
         limit: RowLimit,
+        step: Step,
     ):
         self._limit = limit
         self.row_idx, self.inverse, needed = pad_routing(handle, len(counts), limit.max_rows)
         most = needed.max().expand(len(counts), 1)
         sent = torch.cat((header.expand(len(counts), -1), most, counts), 1)
-        received = hear_counts(lambda: exchange_counts(sent, group))
+        received = step.exchange_counts(lambda: exchange_counts(sent, group))
         headers, most, self._received = received.split([LENGTH, 1, counts.shape[1]], 1)
         self._lost: torch.Tensor | None = None
         if limit.is_read_now(received):
             rows = headers.tolist()
             check(group)
+            step.note_empty_rank(not all(header[-1] for header in rows))
             check_headers(rows, group)
             limit.raise_for(most.flatten().tolist())
         else:

@@ -7,8 +7,8 @@ import torch.distributed as dist
 
 from fmoe_ext import ops
 from fmoe_ext.ep.exchange import Group, find_group, register_group
-from fmoe_ext.recompute import hear_once
 from fmoe_ext.routing import Nest, map_structure
+from fmoe_ext.step import run_or_replay
 
 
 class GroupRanks:
@@ -27,7 +27,9 @@ class GroupRanks:
 
     def num_tokens(self, num_local_tokens: int) -> int:
         """Tokens of all ranks; a copy to the host."""
-        return int(hear_once(lambda: self._all_reduce(torch.tensor(num_local_tokens, device=self._device()))))
+        return int(
+            run_or_replay(lambda: self._all_reduce(torch.tensor(num_local_tokens, device=self._device())))
+        )
 
     def first_token(self, num_local_tokens: int) -> int:
         """Number of this rank's first token among those of all ranks; a copy to the host."""
@@ -71,7 +73,7 @@ class _SumOverRanks(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, ranks: GroupRanks) -> torch.Tensor:
         ctx.factor = dist.get_world_size(find_group(ranks.group)) / ranks.num_copies
-        return hear_once(lambda: ranks._all_reduce(x.detach().clone()))
+        return run_or_replay(lambda: ranks._all_reduce(x.detach().clone()))
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:

@@ -14,13 +14,14 @@ experts weigh their results, so that these need not be kept here for the gradien
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from fmoe_ext import ops
 from fmoe_ext.ep.constants import constant, lookup
 from fmoe_ext.ep.exchange import NO_GRAPH, start_exchange, wait
+from fmoe_ext.ep.home import Home
 from fmoe_ext.ep.plan import ChunkRows, Plan
 from fmoe_ext.ops.outside_graphs import outside_graphs
 from fmoe_ext.routing import (
@@ -33,28 +34,28 @@ from fmoe_ext.routing import (
     sort_choices,
     widen,
 )
-
-if TYPE_CHECKING:
-    from fmoe_ext.ep.expert_parallel import ExpertParallel
+from fmoe_ext.step import Step
 
 
 class Exchange:
     """The phases of one forward, called in their order; ExpertParallel.dispatch() begins it.
 
     home: where the experts live. chunk_ends: where the chunks of every rank's experts end. x [T, *] or a nest,
-    topk_idx [T, K], topk_weights [T, K].
+    topk_idx [T, K], topk_weights [T, K]. step: of the forward.
     Here each choice has a row of its own, sorted by expert, so that counts say which expert a row is for.
     """
 
     def __init__(
         self,
-        home: ExpertParallel,
+        home: Home,
         chunk_ends: Sequence[int],
         x: Nest,
         topk_idx: torch.Tensor,
         topk_weights: torch.Tensor,
+        step: Step,
     ):
         self._home = home
+        self._step = step
         self._chunk_ends = chunk_ends
         self._x = x
         self._topk_weights = topk_weights
@@ -117,7 +118,7 @@ class Exchange:
         slots = home.slots(self._chunk_ends)
         place_to_slot = constant(tuple(slots[expert] for expert in home.experts_in_place), counts.device)
         counts = counts[place_to_slot].view(home.size, -1)
-        return home.plan(handle, counts, self._chunk_ends, leaves_of(self._x))
+        return home.plan(handle, counts, self._chunk_ends, leaves_of(self._x), self._step)
 
     def _pack(self) -> tuple[list[torch.Tensor], list[ChunkRows]]:
         """What travels, the rows of each tensor of x, last their weights, and in which pieces."""

@@ -1,8 +1,7 @@
 """Expected step times of an expert-parallel layer on machines that are not here.
 
-    python -m fmoe_ext.ep.simulate --ranks 8 64 1024 --network ib-ndr
-    python -m fmoe_ext.ep.simulate --loads out/load.jsonl --ranks 16
-    python -m fmoe_ext.ep.simulate --preset fastermoe-trevor
+    fmoe simulate --ranks 8 64 1024 --network ib-ndr
+    fmoe simulate --loads out/load.jsonl --ranks 16
 
 Replays loads (what balance.write recorded, or a JSON list of steps, each a list of rows for each expert; without a
 file: drawn, skewed and drifting) through the policies of this package and prints the expected time of a layer's forward
@@ -13,13 +12,13 @@ Policies see the load of the step before, as in training. Model: ep/cost.py; lin
 import argparse
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import TypeAlias
 
 import torch
 
+from fmoe_ext._cli import positive_int, run
 from fmoe_ext.ep.cost import Hardware, Layer, step_time
 from fmoe_ext.ep.placement import plan
 from fmoe_ext.ep.shadowing import choose_shadows
@@ -39,43 +38,6 @@ NETWORKS = MappingProxyType(
 )
 # FLOP a second that expert GEMMs reach: about half of the peak in bfloat16 (V100: float32).
 DEVICES = MappingProxyType({"h100": 400e12, "a100": 150e12, "v100": 11.5e12})
-
-
-@dataclass(frozen=True)
-class Preset:
-    """A published set-up. gains: the published speed-ups, over the same system without them."""
-
-    ranks: int
-    num_experts: int
-    tokens: int
-    d_model: int
-    d_hidden: int
-    top_k: int
-    bandwidth: float
-    throughput: float
-    bytes_per_element: int
-    gains: str
-
-
-PRESETS = MappingProxyType(
-    {
-        # FasterMoE, PPoPP 2022. InfiniBand is shared by the GPUs of a node: 8 at 50 Gb/s, 4 at 100 Gb/s.
-        "fastermoe-johnny": Preset(
-            *(16, 16, 8192, 1024, 2048, 2, 50e9 / 8 / 8, 11.5e12, 4),
-            gains="FasterMoE on johnny: shadowing up to 1.95x, smart schedule up to 1.40x, both up to 2.20x",
-        ),
-        "fastermoe-trevor": Preset(
-            *(64, 64, 8192, 1024, 2048, 2, 100e9 / 8 / 4, 11.5e12, 4),
-            gains="FasterMoE on trevor: shadowing up to 4.74x, smart schedule up to 1.40x, both up to 5.72x",
-        ),
-        # SmartMoE, ATC 2023: its artifact's logs of whole models, 200 iterations.
-        "smartmoe-inky": Preset(
-            *(16, 16, 8192, 2560, 10240, 2, 100e9 / 8, 150e12, 2),
-            gains="SmartMoE on inky, whole model: FastMoE 1225 s, FasterMoE 1052 s (1.16x), SmartMoE 560 s (2.19x, "
-            "1.88x over FasterMoE)",
-        ),
-    }
-)
 
 
 def draw_loads(num_steps: int, num_experts: int, num_rows: int, skew: float, seed: int = 0) -> Loads:
@@ -99,15 +61,19 @@ def read_loads(path: Path, layer: str | None = None) -> Loads:
     are taken; or one JSON list of lists. Raises ValueError if there is no such gate or the number of experts changes.
     """
     text = path.read_text()
-    if text.lstrip().startswith("{"):
-        records = [json.loads(line)["layers"] for line in text.splitlines() if line.strip()]
-        layer = layer or next(iter(records[0]))
-        if any(layer not in record for record in records):
-            raise ValueError(f"{path} has no layer {layer!r} in every step, but {', '.join(records[0])}")
-        loads = [record[layer]["tokens_per_expert"] for record in records]
-    else:
-        loads = json.loads(text)
-    if not loads or any(len(load) != len(loads[0]) for load in loads):
+    try:
+        if text.lstrip().startswith("{"):
+            records = [json.loads(line)["layers"] for line in text.splitlines() if line.strip()]
+            layer = layer or next(iter(records[0]))
+            if any(layer not in record for record in records):
+                raise ValueError(f"{path} has no layer {layer!r} in every step, but {', '.join(records[0])}")
+            loads = [list(record[layer]["tokens_per_expert"]) for record in records]
+        else:
+            loads = [list(load) for load in json.loads(text)]
+    except (KeyError, TypeError, AttributeError, StopIteration, json.JSONDecodeError) as error:
+        raise ValueError(f"{path} has no recorded loads ({type(error).__name__}: {error})") from None
+    numbers = all(isinstance(rows, int) and rows >= 0 for load in loads for rows in load)
+    if not numbers or not loads or not loads[0] or any(len(load) != len(loads[0]) for load in loads):
         raise ValueError(f"{path} must be steps with one number for each expert")
     return loads
 
@@ -160,29 +126,29 @@ def _places(num_ranks: int, num_local: int) -> list[range]:
 
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m fmoe_ext.ep.simulate",
+        prog="fmoe simulate",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("--preset", choices=sorted(PRESETS), help="a published set-up; ranks, sizes and network are its own")
     add("--loads", type=Path, help="recorded loads: JSON lines of fmoe_ext.balance.write, or a JSON list")
     add(
         "--layer",
         help="the gate whose loads to replay, where --loads has several; the first one if not given",
     )
-    add("--ranks", type=int, nargs="+", default=[8, 64, 256, 1024])
-    add("--experts-per-rank", type=int, default=4)
-    add("--tokens", type=int, default=8192, help="of each rank")
-    add("--d-model", type=int, default=2048)
-    add("--d-hidden", type=int, default=4096)
-    add("--top-k", type=int, default=2)
+    add("--ranks", type=positive_int, nargs="+", default=[8, 64, 256, 1024])
+    add("--experts-per-rank", type=positive_int, default=4)
+    add("--tokens", type=positive_int, default=8192, help="of each rank")
+    add("--d-model", type=positive_int, default=2048)
+    add("--d-hidden", type=positive_int, default=4096)
+    add("--gated", action="store_true", help="experts with a gate, of three matrices (SwiGLU)")
+    add("--top-k", type=positive_int, default=2)
     add("--network", choices=sorted(NETWORKS), nargs="+", default=list(NETWORKS))
     add("--device", choices=sorted(DEVICES), default="h100")
     add("--skew", type=float, default=0.6, help="of drawn loads; 0 is even")
-    add("--steps", type=int, default=40)
-    add("--chunks", type=int, default=4, help="overlap_degree")
-    add("--every", type=int, default=20, help="steps between placements")
+    add("--steps", type=positive_int, default=40)
+    add("--chunks", type=positive_int, default=4, help="overlap_degree")
+    add("--every", type=positive_int, default=20, help="steps between placements")
     return parser
 
 
@@ -193,18 +159,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     if options.loads is not None:
         try:
             loads = read_loads(options.loads, options.layer)
-        except ValueError as error:
+        except (OSError, ValueError) as error:
             parser.error(f"--loads: {error}")
-    if options.preset is not None:
-        preset = PRESETS[options.preset]
-        layer = Layer(preset.d_model, preset.d_hidden, bytes_per_element=preset.bytes_per_element)
-        rows = preset.ranks * preset.tokens * preset.top_k
-        drawn = loads or draw_loads(options.steps, preset.num_experts, rows, options.skew)
-        hardware = Hardware(preset.bandwidth, preset.throughput)
-        show(f"{options.preset}, {preset.ranks} ranks", drawn, preset.ranks, layer, hardware, options)
-        print(f"published: {preset.gains}")
-        return
-    layer = Layer(options.d_model, options.d_hidden, bytes_per_element=2)
+    layer = Layer(options.d_model, options.d_hidden, 3 if options.gated else 2, bytes_per_element=2)
     for num_ranks in options.ranks:
         num_experts = len(loads[0]) if loads else num_ranks * options.experts_per_rank
         if num_experts % num_ranks:
@@ -213,17 +170,16 @@ def main(argv: Sequence[str] | None = None) -> None:
         drawn = loads or draw_loads(options.steps, num_experts, rows, options.skew)
         for network in options.network:
             hardware = Hardware(NETWORKS[network], DEVICES[options.device])
-            show(f"{num_ranks} ranks, {network}", drawn, num_ranks, layer, hardware, options)
+            times = simulate(drawn, num_ranks, layer, hardware, options.chunks, options.every)
+            show(f"{num_ranks} ranks, {network}", times)
 
 
-def show(
-    title: str, loads: Loads, num_ranks: int, layer: Layer, hardware: Hardware, options: argparse.Namespace
-) -> None:
-    times = simulate(loads, num_ranks, layer, hardware, options.chunks, options.every)
+def show(title: str, times: dict[str, float]) -> None:
+    """Print the milliseconds of each policy, and its speed-up over "none"."""
     print(f"{title}: ms a layer and step (speed-up)")
     for policy, seconds in times.items():
         print(f"  {policy:20} {seconds * 1e3:10.3f}  {times['none'] / seconds:5.2f}x")
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -7,6 +7,7 @@ from torch import nn
 
 from fmoe_ext.gates.accumulation import WholeBatch, all_forwards_first
 from fmoe_ext.gates.base_gate import BaseGate, OneRank
+from fmoe_ext.gates.biased_softmax_gate import BiasedSoftmaxGate
 from fmoe_ext.gates.dc_gate import DCGate
 from fmoe_ext.gates.expert_choice_gate import ExpertChoiceGate
 from fmoe_ext.gates.faster_gate import FasterGate, gen_faster_gate
@@ -43,6 +44,7 @@ GATES: Mapping[str, Callable[..., nn.Module]] = MappingProxyType(
         "zero": ZeroGate,
         "softmax": SoftmaxGate,
         "sigmoid": SigmoidGate,
+        "biased_softmax": BiasedSoftmaxGate,
         "expert_choice": ExpertChoiceGate,
         "sinkhorn": SinkhornGate,
         "uniform": UniformGate,
@@ -60,6 +62,7 @@ def find_gate(name: str) -> Callable[..., nn.Module]:
 __all__ = [
     "GATES",
     "BaseGate",
+    "BiasedSoftmaxGate",
     "Choices",
     "DCGate",
     "ExpertChoiceGate",

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from fmoe_ext.gates.base_gate import BaseGate, gates_of
-from fmoe_ext.recompute import forward_of_layer, uncounted
+from fmoe_ext.step import forward_of_layer, uncounted
 
 
 class WholeBatch:

@@ -4,11 +4,14 @@ scores [T, E] are probabilities of the experts, topk_idx [T, K] the choices; ran
 share the experts (OneRank for one). A loss that several ranks compute is the loss of all their tokens together.
 """
 
+import warnings
+from collections.abc import Sequence
+
 import torch
 from torch import nn
 
-from fmoe_ext import ops
-from fmoe_ext.gates.base_gate import OneRank, Ranks, gates_of
+from fmoe_ext.gates.base_gate import BaseGate, OneRank, Ranks, gates_of
+from fmoe_ext.step import count_choices
 
 ONE_RANK = OneRank()
 
@@ -39,7 +42,7 @@ def sum_over_ranks(
 ) -> tuple[torch.Tensor, torch.Tensor, int | torch.Tensor]:
     """Choices [E], sum of the scores [E] and number of tokens of all ranks, in one exchange."""
     num_local_tokens, num_experts = scores.shape
-    num_choices = ops.count_tokens(topk_idx, num_experts).to(scores.dtype)
+    num_choices = count_choices(topk_idx, num_experts).to(scores.dtype)
     if type(ranks) is OneRank:
         return num_choices, scores.sum(0), num_local_tokens
     mine = torch.cat((num_choices, scores.sum(0), scores.new_full((1,), num_local_tokens)))
@@ -120,12 +123,22 @@ def cv_squared(x: torch.Tensor) -> torch.Tensor:
     return x.var() / (x.mean().square() + 1e-10)
 
 
-def total_loss(model: nn.Module) -> torch.Tensor | float:
-    """The sum of the losses that the gates of a model have from its last forward; they forget them.
+def total_loss(model: nn.Module) -> torch.Tensor:
+    """The sum of the losses that the gates of a model have from its last forward.
 
-    -> scalar, 0.0 if no gate has one; `loss + weight * total_loss(model)` is what to train with.
-    Raises ValueError for a model without gates of fmoe_ext, RuntimeError for losses without a gradient (BaseGate).
-    Equivalent to: sum(gate.get_loss() for gate in the model's gates).
+    -> scalar, to train with `loss + weight * total_loss(model)`. Zero before the first forward. The same value at each
+    call until the next forward. Of a forward under no_grad in evaluation: the value, without a gradient.
+    Warns once for a model in training of which no gate balances the experts. Raises ValueError for a model without
+    gates of fmoe_ext, RuntimeError for losses without a gradient (BaseGate).
+    Equivalent to: sum(gate.get_loss(clear=False) for gate in the model's gates).
+
+    Example:
+
+        >>> model = fmoe_ext.FMoETransformerMLP(num_expert=4, d_model=8, d_hidden=16, gate="softmax")
+        >>> loss = model(torch.randn(10, 8)).square().mean() + 0.01 * total_loss(model)
+        >>> loss.backward()
+        >>> model.gate.gate.weight.grad.shape
+        torch.Size([4, 8])
     """
     gates = gates_of(model)
     if not gates:
@@ -134,5 +147,37 @@ def total_loss(model: nn.Module) -> torch.Tensor | float:
             "Models of Transformers keep their own routers: output_router_logits=True adds "
             "router_aux_loss_coef times their loss"
         )
-    losses = [gate.get_loss() for gate in gates]
-    return sum((loss.sum() for loss in losses if loss is not None), 0.0)
+    if model.training:
+        _warn_of_no_balance(model, gates)
+    new = [gate for gate in gates if gate.loss is not None and not gate.loss_is_read]
+    if new:
+        for gate in gates:
+            if gate.loss_is_read:
+                gate.set_loss(None)  # the last forward did not reach it
+    losses = [gate.get_loss(clear=False) for gate in (new or gates)]
+    for gate in new:
+        gate.loss_is_read = True
+    total = sum((loss.sum() for loss in losses if loss is not None), _zero(gates))
+    if model.training and torch.is_grad_enabled() and not total.requires_grad:
+        total.requires_grad_()
+    return total
+
+
+def _zero(gates: Sequence[BaseGate]) -> torch.Tensor:
+    """0 on the device of the gates, float32 or float64."""
+    like = next((p for gate in gates for p in gate.parameters()), torch.zeros(()))
+    dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
+    return torch.zeros((), dtype=dtype, device=like.device)
+
+
+def _warn_of_no_balance(model: nn.Module, gates: Sequence[BaseGate]) -> None:
+    if any(gate.balances or gate.is_known_not_to_balance for gate in gates):
+        return
+    for gate in gates:
+        gate.is_known_not_to_balance = True
+    names = ", ".join(sorted({type(gate).__name__ for gate in gates}))
+    warnings.warn(
+        f"{type(model).__name__} trains with {names} only, which has no balance loss: total_loss() is zero, and tokens "
+        'may crowd at a few experts. A gate with a loss is gate="softmax"; "sigmoid" balances by a bias',
+        stacklevel=3,
+    )

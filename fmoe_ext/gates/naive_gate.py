@@ -9,7 +9,7 @@ class NaiveGate(BaseGate):
 
     With top_k=1 that softmax is always 1 and the gate learns nothing; normalize=False gives the probability
     among all experts instead. Scores are computed in float32 (float64 for float64 input), whatever the dtype
-    of input, parameters and autocast. The loss is zero.
+    of input, parameters and autocast. The loss is zero: nothing evens out the load of the experts.
     """
 
     def __init__(
@@ -29,6 +29,10 @@ class NaiveGate(BaseGate):
         self.d_model = d_model
         self.top_k = top_k
         self.normalize = normalize
+
+    @property
+    def balances(self) -> bool:
+        return type(self).forward is not NaiveGate.forward
 
     @property
     def weights_vary(self) -> str | None:

@@ -9,7 +9,7 @@ from fmoe_ext.gates.groups import Groups
 from fmoe_ext.gates.losses import balance_loss, balance_of_sums, sequence_balance_loss, sum_over_ranks, z_loss
 from fmoe_ext.gates.naive_gate import NaiveGate
 from fmoe_ext.optimizer_steps import AfterOptimizerStep, follow_optimizers
-from fmoe_ext.recompute import forward_of_layer, hear_once, is_counted
+from fmoe_ext.step import forward_of_layer, is_counted, run_or_replay
 from fmoe_ext.tokens import current_batch
 
 BALANCE_LOSSES = ("global", "running", "sequence", None)
@@ -246,7 +246,7 @@ class ScoredGate(NaiveGate):
                 self.running_load.copy_(load)
             return load
 
-        return hear_once(add).to(num_choices.dtype)
+        return run_or_replay(add).to(num_choices.dtype)
 
     def _drop_over_capacity(self, topk_idx: torch.Tensor, topk_weights: torch.Tensor) -> torch.Tensor:
         if self.capacity_factor is None:

@@ -6,7 +6,7 @@ from torch import nn
 
 from fmoe_ext import ops
 from fmoe_ext.gates.scored_gate import ScoredGate
-from fmoe_ext.recompute import is_counted
+from fmoe_ext.step import count_choices, is_counted
 
 FORWARDS_BEFORE_WARNING = 1000
 
@@ -31,6 +31,16 @@ class SigmoidGate(ScoredGate):
 
     expert_bias [E] is a buffer (`e_score_correction_bias` of the published checkpoints), pending_load [E] the choices
     counted in training since the last update. Forwards that activation checkpointing repeats count once.
+
+    Example:
+
+        >>> gate = SigmoidGate(d_model=8, num_expert=4, world_size=1, top_k=1, bias_update_speed=0.5)
+        >>> optimizer = torch.optim.SGD(gate.parameters(), lr=0.1)
+        >>> topk_idx, topk_weights = gate(torch.ones(10, 8))  # all tokens choose one expert
+        >>> topk_weights.sum().backward()
+        >>> optimizer.step()
+        >>> sorted(gate.expert_bias.tolist())
+        [-0.5, 0.5, 0.5, 0.5]
     """
 
     score = "sigmoid"
@@ -90,7 +100,7 @@ class SigmoidGate(ScoredGate):
     def select(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         topk_idx, topk_weights = self._select(logits, self.expert_bias.to(logits.dtype))
         if self.training and is_counted():
-            self.pending_load += ops.count_tokens(topk_idx, self.tot_expert)
+            self.pending_load += count_choices(topk_idx, self.tot_expert)
             if not torch.compiler.is_compiling():
                 self._notice_missing_updates(topk_idx.numel())
         return topk_idx, topk_weights

@@ -17,6 +17,7 @@ from torch.utils.hooks import RemovableHandle
 
 from fmoe_ext.gates.base_gate import BaseGate
 from fmoe_ext.recompute import Forward, Forwards, Repeat, is_repeated
+from fmoe_ext.routing import leaves_of
 from fmoe_ext.tokens import Batch, current_batch
 
 
@@ -117,12 +118,12 @@ class RouterView(GateView):
 
     def _before(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         x = args[0] if args else next(iter(kwargs.values()))
-        known = self._forwards.find(x) if is_repeated() else None
+        known = self._forwards.find(leaves_of(x)[0]) if is_repeated() else None
         if known is not None:
             assert known.selected is not None
             tape, forward = Repeat(known.selected.long(), is_fused=False), None
         else:
-            tape, forward = self._tape, self._forwards.begin(x, Batch())
+            tape, forward = self._tape, self._forwards.begin(leaves_of(x)[0], Batch())
         topk = _Topk(tape, self.num_experts, self.top_k)
         topk.__enter__()
         self._running.append((topk, forward))

@@ -1,5 +1,6 @@
 """Problems that kernels are proved and timed with, and what they give by any implementation of the operators."""
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from typing import TypeAlias
@@ -141,8 +142,8 @@ def mlp(case: Case, inputs: Inputs, leaves: dict[str, Tensor], function: Callabl
 def results(
     case: Case,
     inputs: Inputs,
-    expert_mlp: Callable = ops.expert_mlp,
-    grouped_gemm: Callable = ops.grouped_gemm,
+    expert_mlp: Callable[..., torch.Tensor] = ops.expert_mlp,
+    grouped_gemm: Callable[..., torch.Tensor] = ops.grouped_gemm,
 ) -> Results:
     """Every result and gradient of expert_mlp and of grouped_gemm, by name."""
     leaves = inputs.leaves(*MLP_LEAVES)
@@ -164,8 +165,7 @@ def main_gradients(case: Case, inputs: Inputs) -> Results:
         parameter.main_grad = sums[name]  # type: ignore[attr-defined]
     w1, w2 = (ops.MainGrad(parameter) for parameter in parameters.values())
 
-    def function(*arguments):
-        return ops.expert_mlp(*arguments, main_grads=(w1, w2))
+    function = functools.partial(ops.expert_mlp, main_grads=(w1, w2))
 
     leaves = inputs.leaves("x", "b1", "b2", "topk_weights") | parameters
     torch.autograd.backward(mlp(case, inputs, leaves, function), inputs.grad)

@@ -1,4 +1,4 @@
-"""Whether a kernel computes right: against float64, against the portable kernels, again, in graphs, on two streams."""
+"""Check a kernel against float64 and the portable kernels, repeated, in graphs and on two streams."""
 
 from collections.abc import Iterator
 from functools import cache

@@ -81,7 +81,7 @@ class _Prover:
         return Proof(self.key, date, verdicts, tuple(self.races))
 
     def _session(self) -> bool:
-        """What one child does -> whether all is done."""
+        """Run the checks of one child process -> True if all are done."""
         self.races.clear()
         child = self._start()
         under_way: Start | None = None

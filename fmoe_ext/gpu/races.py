@@ -1,4 +1,4 @@
-"""Whether a kernel is worth having: each against what would compute its product without it, and beside torch's."""
+"""Race each kernel against what would compute its product without it, and show torch's time beside it."""
 
 import math
 import statistics
@@ -73,7 +73,7 @@ def operations(case: Case, inputs: Inputs) -> dict[str, Callable[[], object]]:
 
 @dataclass(frozen=True)
 class Course:
-    """What is raced over: an operation on a problem."""
+    """An operation on a problem, to race over."""
 
     case: Case
     operation: str

@@ -1,4 +1,4 @@
-"""What a proof says, as text."""
+"""A proof as text."""
 
 from fmoe_ext.ops.gpu_proof import PORTABLE, STATES, Proof, Race
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,9 +16,11 @@ from fmoe_ext.distributed import DistributedGroupedDataParallel
 from fmoe_ext.experts import activation_name
 from fmoe_ext.integrations import huggingface_dense, huggingface_record, plain
 from fmoe_ext.integrations.build import build
+from fmoe_ext.integrations.huggingface_saving import replace_of_fmoefied
 from fmoe_ext.integrations.megatron import core as megatron_core
 from fmoe_ext.integrations.megatron import legacy as megatron_legacy
 from fmoe_ext.integrations.padding import heed_attention_masks
+from fmoe_ext.integrations.recognize import is_linear
 from fmoe_ext.integrations.target import Options, Target
 from fmoe_ext.layers import FMoE
 from fmoe_ext.transformer import FMoETransformerMLP
@@ -54,7 +57,8 @@ class Replaced:
 class Report:
     """What fmoefy did to a model, model.fmoe_report. Parameters count the experts of all ranks.
 
-    parameters_active: those that one token uses, every choice being another expert.
+    parameters_active: those that one token uses, every choice being another expert. left: what looked like an MLP and
+    stays dense, as "path (class): reason". ways_out: the formats in which a Transformers model can be written.
     """
 
     kind: str
@@ -64,6 +68,8 @@ class Report:
     parameters_before: int
     parameters_after: int
     parameters_active: int
+    left: tuple[str, ...] = ()
+    ways_out: str = ""
 
     def __repr__(self) -> str:
         head = (
@@ -71,7 +77,8 @@ class Report:
             f"{self.num_ranks} rank(s); parameters {self.parameters_before:,} -> {self.parameters_after:,}, "
             f"{self.parameters_active:,} of them active"
         )
-        return "\n  ".join((head, *map(repr, self.replaced)))
+        left = (f"left dense: {why}" for why in self.left)
+        return "\n  ".join((head, *map(repr, self.replaced), *left, *filter(None, (self.ways_out,))))
 
 
 def fmoefy(
@@ -137,6 +144,15 @@ def fmoefy(
     model that has MoE layers already (unless match= points elsewhere), for layers that it does not have, and for
     init="upcycle" with a gate whose weights have no constant sum.
     Equivalent to: layer.mlp = FMoETransformerMLP(num_experts, d_model, d_hidden, activation) for every layer.
+
+    Example:
+
+        >>> model = torch.nn.TransformerEncoderLayer(d_model=8, nhead=2, dim_feedforward=16, dropout=0.0)
+        >>> x = torch.randn(5, 1, 8)
+        >>> dense = model(x)
+        >>> model = fmoefy(model, num_experts=4, top_k=2, hidden_hidden_size=16, init="upcycle")
+        >>> torch.allclose(model(x), dense, atol=1e-6)
+        True
     """
     options = Options(
         num_experts=_one_of(num_experts, fmoe_num_experts),
@@ -204,11 +220,13 @@ def _replace(model: nn.Module, options: Options) -> nn.Module:
         options.load_dense(model)
     elif options.load_dense is not None:
         model.load_state_dict(options.load_dense)
-    kind, targets = find_targets(model, options)
-    return replace(model, kind, _select(targets, options.layers), options)
+    kind, targets, left = _find(model, options)
+    return replace(model, kind, _select(targets, options.layers), options, left)
 
 
-def replace(model: Any, kind: str, targets: Sequence[Target], options: Options) -> Any:
+def replace(
+    model: Any, kind: str, targets: Sequence[Target], options: Options, left: Sequence[str] = ()
+) -> Any:
     """Builds the layers of these targets and puts them in their places -> the model, with model.fmoe_report."""
     parameters_before = _count(model)
     layers = [build(target, options, len(targets)) for target in targets]
@@ -218,7 +236,8 @@ def replace(model: Any, kind: str, targets: Sequence[Target], options: Options) 
         _put(model, target, module)
         target.finish()
     heed_attention_masks(model)
-    huggingface_record.note(model, kind, targets, layers, options)
+    ways_out = huggingface_record.note(model, kind, targets, layers, options)
+    replace_of_fmoefied(model)
     after = _count(model) + sum((moe.world_size - 1) * _count(moe.experts) for moe in layers)
     idle = sum((moe.num_experts - moe.top_k) * (_count(moe.experts) // moe.num_expert) for moe in layers)
     model.fmoe_report = Report(
@@ -229,6 +248,8 @@ def replace(model: Any, kind: str, targets: Sequence[Target], options: Options) 
         parameters_before=parameters_before,
         parameters_after=after,
         parameters_active=after - idle,
+        left=tuple(left),
+        ways_out=ways_out,
     )
     return model
 
@@ -250,18 +271,41 @@ def _check_model(model: nn.Module, options: Options) -> None:
 
 def find_targets(model: nn.Module, options: Options) -> tuple[str, list[Target]]:
     """(name of the model kind, its MLPs); ValueError, listing what was looked for, where there are none."""
+    return _find(model, options)[:2]
+
+
+def _find(model: nn.Module, options: Options) -> tuple[str, list[Target], list[str]]:
+    """find_targets() and, as "path (class): reason", the modules that look like MLPs and cannot be read."""
     kinds = KINDS if options.match is None else (plain,)
     for kind in kinds:
-        targets = kind.find(model, options)
-        if targets:  # a module that the model refers to at two places is one target
-            distinct: dict[int, Target] = {}
-            for target in targets:
-                distinct.setdefault(id(getattr(target.parent, target.attribute)), target)
-            return kind.KIND, list(distinct.values())
+        distinct: dict[int, Target] = {}  # a module that the model refers to at two places is one target
+        for target in kind.find(model, options):
+            distinct.setdefault(id(getattr(target.parent, target.attribute)), target)
+        targets = [target for target in distinct.values() if not _is_left(target)]
+        left = [_why_left(target) for target in distinct.values() if _is_left(target)]
+        if targets:
+            if left:
+                warnings.warn(f"{len(left)} MLPs stay dense (fmoe_report.left): {left[0]}", stacklevel=4)
+            return kind.KIND, targets, left
+        if left:
+            raise ValueError(
+                f"fmoefy found no MLP that it can read in {type(model).__name__}; {'; '.join(left[:3])}"
+            )
     if options.match is not None:
         raise ValueError(f"match={options.match!r} points at no module of {type(model).__name__}")
     looked_for = "\n".join(f"* {kind.KIND}: {kind.LOOKED_FOR}" for kind in kinds)
     raise ValueError(f"{type(model).__name__} has no MLP that fmoefy knows. It looked for\n{looked_for}")
+
+
+def _is_left(target: Target) -> bool:
+    """True for a candidate that cannot be read; the given activation stands in for one that is not known."""
+    return target.is_candidate and bool(target.dense.why_unreadable) and target.dense.w2 is None
+
+
+def _why_left(target: Target) -> str:
+    module = getattr(target.parent, target.attribute)
+    name = type(target.parent if is_linear(module) else module).__name__
+    return f"{target.path} ({name}) looks like an MLP, but {target.dense.why_unreadable}"
 
 
 def _select(targets: list[Target], layers: Any) -> list[Target]:

@@ -7,7 +7,10 @@ its kin); fc1 and fc2 in the layer itself (OPT, BART, Whisper, ...).
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import inspect
+import itertools
 import sys
 from collections.abc import Iterator
 from types import MappingProxyType
@@ -16,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fmoe_ext.integrations.recognize import is_linear, pair, read_mlp, weight_shape
+from fmoe_ext.integrations.recognize import is_linear, read_mlp, read_pair, weight_shape
 from fmoe_ext.integrations.target import Options, Target
 from fmoe_ext.layers import FMoE
 
@@ -27,24 +30,14 @@ LOOKED_FOR = (
     "fmoe_ext.integrations.huggingface runs its experts)"
 )
 # The gates of Transformers' own MoE models have no bias either, so that the layers can become theirs.
-MOE_KWARGS = MappingProxyType({"gate_bias": False})
+_target = functools.partial(Target, is_candidate=True, moe_kwargs=MappingProxyType({"gate_bias": False}))
 
 
 def find(model: nn.Module, options: Options) -> list[Target]:
     """The MLPs of a Transformers model that is dense, in the order of the model."""
     if "transformers" not in sys.modules:
         return []
-    targets = list(_walk(model, "", None, "", options.activation))
-    # where the activation alone is not known, the given one stands in (init="upcycle" refuses)
-    readable = [
-        target for target in targets if not target.dense.why_unreadable or target.dense.w2 is not None
-    ]
-    if targets and not readable:
-        module = getattr(targets[0].parent, targets[0].attribute)
-        raise ValueError(
-            f"{targets[0].path} ({type(module).__name__}) looks like an MLP, but {targets[0].dense.why_unreadable}"
-        )
-    return readable
+    return list(_walk(model, "", None, "", options.activation))
 
 
 def _walk(module: nn.Module, path: str, parent: Any, attribute: str, activation: Any) -> Iterator[Target]:
@@ -58,7 +51,7 @@ def _walk(module: nn.Module, path: str, parent: Any, attribute: str, activation:
         if _has_fc_beside_attention(module):
             yield _fc_target(path, module)
             return
-        if _has_mlp_shapes(module):
+        if _has_mlp_shapes(module) and not _is_attention(attribute, module):
             yield _mlp_target(path, module, parent, attribute, activation)
             return
     for name, child in module.named_children():
@@ -72,7 +65,7 @@ def _mlp_target(path: str, module: nn.Module, parent: Any, attribute: str, activ
     def wrap(moe: nn.Module) -> nn.Module:
         return AddsResidual(reading.wrap(moe)) if adds_residual else reading.wrap(moe)
 
-    return Target(path, parent, attribute, reading.dense, wrap, notes=reading.notes, moe_kwargs=MOE_KWARGS)
+    return _target(path, parent, attribute, reading.dense, wrap=wrap, notes=reading.notes)
 
 
 def _adds_residual(module: nn.Module) -> bool:
@@ -112,13 +105,28 @@ def _has_bert_structure(layer: nn.Module) -> bool:
 
 
 def _bert_target(path: str, layer: Any) -> Target:
+    """The MoE layer in the place of `intermediate`, or only of its linear layer if something comes before that."""
+    first = layer.intermediate
+    dense, is_plain = read_pair(
+        layer,
+        (first.dense, layer.output.dense),
+        first.intermediate_act_fn,
+        functools.partial(_call_bert, layer),
+    )
+
     def finish() -> None:
         layer.output.dense = nn.Identity()
+        if not is_plain:
+            first.intermediate_act_fn = nn.Identity()
 
-    first = layer.intermediate
-    dense = pair(first.dense, layer.output.dense, first.intermediate_act_fn)
-    path = f"{path}.intermediate"
-    return Target(path, layer, "intermediate", dense, finish=finish, moe_kwargs=MOE_KWARGS)
+    path, parent, attribute = f"{path}.intermediate", layer, "intermediate"
+    if not is_plain and not dense.why_unreadable:
+        path, parent, attribute = f"{path}.dense", first, "dense"
+    return _target(path, parent, attribute, dense, finish=finish)
+
+
+def _call_bert(layer: Any, x: Tensor) -> Any:
+    return layer.output(layer.intermediate(x), **_stand_ins(_parameters(layer.output)[0], x))
 
 
 def _has_fc_beside_attention(layer: nn.Module) -> bool:
@@ -139,9 +147,68 @@ def _fc_target(path: str, layer: Any) -> Target:
         if p:
             layer.activation_dropout = 0.0
 
-    dense = pair(layer.fc1, layer.fc2, layer.activation_fn)
+    dense, _ = read_pair(
+        layer, (layer.fc1, layer.fc2), layer.activation_fn, functools.partial(_call_alone, layer)
+    )
     notes = (f"its dropout ({p}) between the linear layers is left out",) if p else ()
-    return Target(f"{path}.fc1", layer, "fc1", dense, finish=finish, notes=notes, moe_kwargs=MOE_KWARGS)
+    return _target(f"{path}.fc1", layer, "fc1", dense, finish=finish, notes=notes)
+
+
+def _call_alone(layer: nn.Module, x: Tensor) -> Any:
+    """A Transformer layer on tokens x, with nothing else: no mask, no cache, no other sequence.
+
+    Where its attention needs more, a stand-in returns its input: once, or as often as the layer unpacks it.
+    """
+    needed, optional = _parameters(layer)
+    try:
+        return layer(x, **{p.name: None for p in needed})
+    except Exception:  # an attention may raise anything
+        for num_results, given in itertools.product((None, 2, 3), (needed, needed + optional)):
+            with contextlib.suppress(Exception), _without_attention(layer, num_results):
+                return layer(x, **_stand_ins(given, x))
+        raise
+
+
+def _parameters(module: nn.Module) -> tuple[list[inspect.Parameter], list[inspect.Parameter]]:
+    """The parameters after the first that a forward needs, and those that are None by default."""
+    _, *others = inspect.signature(module.forward).parameters.values()
+    named = [p for p in others if p.kind is p.POSITIONAL_OR_KEYWORD]
+    return [p for p in named if p.default is p.empty], [p for p in named if p.default is None]
+
+
+def _stand_ins(parameters: list[inspect.Parameter], x: Tensor) -> dict[str, Any]:
+    """x for each parameter, 0 for whole numbers."""
+    return {p.name: 0 if "int" in str(p.annotation) else x for p in parameters}
+
+
+@contextlib.contextmanager
+def _without_attention(layer: nn.Module, num_results: int | None) -> Iterator[None]:
+    """The attention modules of a layer return the first tensor that they get, or a tuple of the first num_results."""
+
+    def answer(*args: Any, **kwargs: Any) -> Any:
+        tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
+        return tensors[0] if num_results is None else (*tensors, *tensors[:1] * num_results)[:num_results]
+
+    attentions = [
+        m
+        for name, m in layer.named_children()
+        if ("attn" in name or "attention" in name) and any(map(is_linear, m.modules()))
+    ]
+    own_forwards = {m: vars(m).get("forward") for m in attentions}
+    try:
+        for m in attentions:
+            m.forward = answer  # type: ignore[method-assign]
+        yield
+    finally:
+        for m, forward in own_forwards.items():
+            del m.forward
+            if forward is not None:
+                m.forward = forward
+
+
+def _is_attention(name: str, module: nn.Module) -> bool:
+    """True by its names: the linear layers of an attention can have the shapes of an MLP."""
+    return any(part in f"{name} {type(module).__name__}".lower() for part in ("attn", "attention"))
 
 
 def _has_mlp_shapes(module: nn.Module) -> bool:

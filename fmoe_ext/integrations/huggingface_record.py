@@ -1,7 +1,8 @@
 """What fmoefy notes in the configuration of a Transformers model, so that save_pretrained saves what the model is.
 
 The configuration gets the entry "fmoe_ext", from which integrations.huggingface.from_pretrained builds the model
-again, and its activations become NEEDS: whoever builds a dense model from it fails with that text.
+again, and its activations become NEEDS: a dense model built from it fails with that text. Where it names none, the
+dtype in the file becomes NEEDS. The name of the dense model goes: nothing reads a dense model in its place by it.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import copy
 import functools
 import json
 from collections.abc import Iterator, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 from fmoe_ext.experts import activation_name
 from fmoe_ext.gates import GATES
@@ -20,6 +21,9 @@ from fmoe_ext.transformer import FMoETransformerMLP
 KEY = "fmoe_ext"
 VERSION = 1
 NEEDS = "needs fmoe_ext.integrations.huggingface.from_pretrained"
+NO_NAME = (
+    "(fmoefied in memory, which no name loads: give ref_model=copy.deepcopy(model), or the tokenizer, itself)"
+)
 NOT_SAVED = (
     "moe_group",
     "world_size",
@@ -35,11 +39,14 @@ def note(
     targets: Sequence[Target],
     layers: Sequence[FMoETransformerMLP],
     options: Options,
-) -> None:
-    """Notes in model.config what became of the targets; nothing for a model that has no save_pretrained()."""
+) -> str:
+    """Notes in model.config what became of the targets -> in which formats the model can be written, for the report.
+
+    Nothing, and "", for a model that has no save_pretrained().
+    """
     config: Any = getattr(model, "config", None)
     if not hasattr(model, "save_pretrained") or not hasattr(config, "to_json_string"):
-        return
+        return ""
     record = getattr(config, KEY, None)
     if record is None:
         config = _own_config(model)
@@ -49,10 +56,20 @@ def note(
         for target, moe in zip(targets, layers, strict=True)
     ]
     setattr(config, KEY, record | {"layers": [*record["layers"], *entries]})
-    if not record["dense"]:
-        model.save_pretrained = _refuse_unmarked
-    elif any(moe.world_size > 1 for moe in layers):
-        model.save_pretrained = functools.partial(_save_from_all_ranks, model)
+    config._name_or_path = NO_NAME
+    return _ways_out(config.model_type)
+
+
+def _ways_out(model_type: str) -> str:
+    from fmoe_ext.checkpoint.families import formats_for  # it brings torch.distributed.checkpoint
+
+    formats = " or ".join(formats_for(model_type))
+    if formats:
+        return f"export() can write it as {formats}, if gate and experts compute what such a layer does"
+    return (
+        f"no format of export() holds {model_type} models with MoE layers: save_pretrained() writes a folder for "
+        "huggingface.from_pretrained()"
+    )
 
 
 def _own_config(model: Any) -> Any:
@@ -91,7 +108,7 @@ def _entry(target: Target, moe: FMoETransformerMLP, options: Options) -> dict[st
         "options": {name: value for name, value in target.moe_kwargs.items() if name == "gate_bias"} | saved,
     }
     missing = {name: str(kwargs[name]) for name in kwargs.keys() - saved.keys()}
-    if entry["activation"] is None:
+    if entry["activation"] is None and options.activation is not None:  # else the dense MLP has it
         missing["activation"] = str(activation)
     if entry["gate"] is None:
         missing["gate"] = str(options.gate)
@@ -140,17 +157,3 @@ def _is_activation(name: str, value: Any) -> bool:
     from transformers.activations import ACT2FN
 
     return isinstance(value, str) and (("act" in name and value in ACT2FN) or name == "feed_forward_proj")
-
-
-def _save_from_all_ranks(model: Any, *args: Any, **options: Any) -> None:
-    """save_pretrained() of a model whose experts are spread over ranks."""
-    from fmoe_ext.integrations.huggingface_parts import save_from_all_ranks  # it brings fmoe_ext.checkpoint
-
-    save_from_all_ranks(model, *args, **options)
-
-
-def _refuse_unmarked(*_: Any, **__: Any) -> NoReturn:
-    raise RuntimeError(
-        "this model's configuration names no activation that could say that its MLPs are MoE layers, so that "
-        "from_pretrained would take it for the dense model: save with fmoe_ext.checkpoint.save(folder, model)"
-    )

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fmoe_ext.checkpoint.files import inside
 from fmoe_ext.checkpoint.huggingface import model_config, model_files
 from fmoe_ext.gates import find_gate
 from fmoe_ext.integrations.fmoefy import find_targets, replace
@@ -44,7 +45,7 @@ def from_pretrained(
         )
     folder = Path(folder)
     values, record = _read_config(folder)
-    config = transformers.AutoConfig.for_model(**values)
+    config = transformers.CONFIG_MAPPING[values["model_type"]].from_dict(values)
     name = (config.architectures or [""])[0]
     model_class = getattr(transformers, name, None)
     if not isinstance(model_class, type) or not issubclass(model_class, transformers.PreTrainedModel):
@@ -54,8 +55,9 @@ def from_pretrained(
     given = {"gate": gate, "activation": activation, **moe_kwargs}
     for entry in record["layers"]:
         _rebuild(model, entry, {name: value for name, value in given.items() if value is not None})
+    model.config._name_or_path = str(folder)
     _load(model, _read_tensors(folder))
-    if (folder / "generation_config.json").exists():
+    if inside(folder, "generation_config.json").exists():
         model.generation_config = transformers.GenerationConfig.from_pretrained(folder)
     return model.eval()
 
@@ -74,7 +76,16 @@ def _read_config(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
             f"{file} has version {record.get('version')} of fmoe_ext's entry, but this knows {VERSION}"
         )
     take_record(values)
-    return values, record
+    return _with_floats(values), record
+
+
+def _with_floats(value: Any) -> Any:
+    """Values of config.json with the infinities and NaNs that Transformers writes as {"__float__": "Infinity"}."""
+    if isinstance(value, dict):
+        if value.keys() == {"__float__"}:
+            return float(value["__float__"])
+        return {key: _with_floats(part) for key, part in value.items()}
+    return [_with_floats(part) for part in value] if isinstance(value, list) else value
 
 
 def _rebuild(model: nn.Module, entry: Mapping[str, Any], given: dict[str, Any]) -> None:
@@ -126,14 +137,13 @@ def _read_tensors(folder: Path) -> dict[str, Tensor]:
 
 
 def _load(model: Any, tensors: dict[str, Tensor]) -> None:
-    """Loads all tensors; what is missing must be tied to something that is there."""
+    """Loads all tensors; what is missing must be tied to something that is there, or computed by Transformers."""
     state = model.state_dict()
-    if tensors.keys() - state.keys():
-        tensors = _renamed(model, state, tensors)
     by_place: dict[tuple, bool] = {}
     for name, value in state.items():
         by_place[_place(value)] = by_place.get(_place(value), False) or name in tensors
-    missing = [name for name, value in state.items() if not by_place[_place(value)]]
+    computed = model._keys_to_ignore_on_save or ()  # positions that are sines, as Marian's
+    missing = [name for name, value in state.items() if not by_place[_place(value)] and name not in computed]
     unknown = tensors.keys() - state.keys()
     wrong = [name for name in tensors.keys() & state.keys() if tensors[name].shape != state[name].shape]
     if missing or unknown or wrong:
@@ -142,17 +152,6 @@ def _load(model: Any, tensors: dict[str, Tensor]) -> None:
             f"unknown {sorted(unknown)[:5]}, of another shape {sorted(wrong)[:5]}"
         )
     model.load_state_dict(tensors, strict=False)
-
-
-def _renamed(model: Any, state: dict[str, Tensor], tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors under the names of the model: save_pretrained may write those of older versions of Transformers."""
-    from transformers.core_model_loading import revert_weight_conversion
-
-    names = {id(value): name for name, value in state.items()}
-    written = {
-        old: names.get(id(value)) for old, value in revert_weight_conversion(model, dict(state)).items()
-    }
-    return {written.get(old) or old: value for old, value in tensors.items()}
 
 
 def _place(value: Tensor) -> tuple:

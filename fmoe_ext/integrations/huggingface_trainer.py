@@ -1,13 +1,13 @@
-"""What Transformers' Trainer, and those of TRL, need to train fmoefied models: one callback."""
+"""A callback for Transformers' Trainer, and those of TRL, that train fmoefied models."""
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
-from transformers import TrainerCallback
+from transformers import Trainer, TrainerCallback
 
 from fmoe_ext import balance
 from fmoe_ext.integrations.training import BalanceLoss, add_balance_loss, check_weight
@@ -19,11 +19,10 @@ LOGGED = ("max_over_mean", "dropped_share", "dead_experts")
 class BalanceCallback(TrainerCallback):
     """The gates' balance loss in the training loss, and the experts' load in the logs.
 
-    weight: that of the balance loss (add_balance_loss). Every log with a training loss gains moe/balance_loss (without
-    its weight), moe/max_over_mean, moe/dropped_share and moe/dead_experts, means over the layers since the last log and
-    over all ranks (balance.summarize). file: where balance.write() puts the loads of every layer besides. Of TRL's
-    trainers that make their loss of log_probs (1.0 and newer) SFTTrainer with loss_type="nll" is heeded, others raise
-    ValueError at the first step.
+    weight: that of the balance loss, which add_balance_loss(trainer, weight) adds. Every log with a training loss gains
+    moe/balance_loss (without its weight), moe/max_over_mean, moe/dropped_share and moe/dead_experts, means over the
+    layers since the last log and over all ranks (balance.summarize). file: of JSON lines, to which balance.write() adds
+    the loads of every layer.
     """
 
     def __init__(self, weight: float = 0.01, file: str | None = None) -> None:
@@ -35,10 +34,8 @@ class BalanceCallback(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._detach()
-        model: nn.Module = kwargs["model"]
-        self._loss = add_balance_loss(model, self.weight)
-        self._loss.sums_log_probs = _is_sft(args) and args.loss_type == "nll"
-        self._monitor = balance.watch(model)
+        self._loss = add_balance_loss(_running_trainer(), self.weight)
+        self._monitor = balance.watch(kwargs["model"])
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self._detach()
@@ -64,9 +61,17 @@ class BalanceCallback(TrainerCallback):
         self._loss = self._monitor = None
 
 
-def _is_sft(args: Any) -> bool:
-    """Whether these are arguments of TRL's SFTTrainer."""
-    return any(cls.__name__ == "SFTConfig" for cls in type(args).__mro__)
+def _running_trainer() -> Trainer:
+    """The Trainer that runs this callback: the nearest on the stack, for Transformers gives it to no callback."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        caller = frame.f_locals.get("self")
+        if isinstance(caller, Trainer):
+            return caller
+        frame = frame.f_back
+    raise ValueError(
+        "BalanceCallback works inside Trainer.train() only; elsewhere use add_balance_loss(model)"
+    )
 
 
 def _sum_over_ranks(counted: torch.Tensor) -> torch.Tensor:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import fnmatch
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
-from fmoe_ext.integrations.recognize import pair, read_mlp
+from fmoe_ext.integrations.recognize import read_mlp, read_pair
 from fmoe_ext.integrations.target import Options, Target
 from fmoe_ext.layers import FMoE
 
@@ -81,7 +83,24 @@ def _of_torch_layer(path: str, layer: Any, encoders: list[nn.TransformerEncoder]
                 if any(m is layer for m in encoder.layers):
                     encoder.use_nested_tensor = False
 
-    dense = pair(layer.linear1, layer.linear2, layer.activation)
+    dense, _ = read_pair(
+        layer, (layer.linear1, layer.linear2), layer.activation, functools.partial(_call, layer)
+    )
+    if dense.why_unreadable:
+        raise ValueError(
+            f"{path or type(layer).__name__} is no MLP between its norms: {dense.why_unreadable}"
+        )
     p = layer.dropout.p
     notes = (f"its dropout ({p}) between the linear layers is left out",) if p > 0 else ()
     return Target(f"{path}.linear1".lstrip("."), layer, "linear1", dense, finish=finish, notes=notes)
+
+
+def _call(layer: Any, x: Tensor) -> Tensor:
+    """The layer on tokens x, not by torch's fused path, which calls no linear layer."""
+    was_enabled = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        result: Tensor = layer(x) if isinstance(layer, nn.TransformerEncoderLayer) else layer(x, x)
+        return result
+    finally:
+        torch.backends.mha.set_fastpath_enabled(was_enabled)

@@ -1,32 +1,43 @@
-"""Reads a dense MLP out of a module by watching it compute: its linear maps, its activation, its dropout."""
+"""Reads a dense MLP out of a module by watching it compute: its linear maps, its activation, its dropout.
+
+A probe runs the module while its linear layers return known float64 numbers, so that every step between them is
+checked to float64 whatever the dtype and size of the weights. Each linear layer is then checked on its own.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fmoe_ext import ops
-from fmoe_ext.experts import activation_name
+from fmoe_ext.experts import GatedActivation, activation_name
 from fmoe_ext.integrations.target import DenseMLP
 
 PLAIN = ("gelu", "gelu_tanh", "relu", "silu")
 GATED = MappingProxyType({"silu": "swiglu", "gelu": "geglu", "gelu_tanh": "geglu_tanh"})
 DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 class UnreadableError(Exception):
-    """What keeps a module from being read as an MLP."""
+    """The reason why a module cannot be read as an MLP."""
+
+
+class _EnoughError(BaseException):
+    """Ends a probe at its last linear layer; no `except Exception` of a model stops it."""
 
 
 @dataclass(frozen=True)
 class Reading:
-    """What read_mlp() found: the MLP, the dropout modules behind it, and what the MoE layer will not have."""
+    """The MLP that read_mlp() found, the dropout modules behind it, and what the MoE layer will not have."""
 
     dense: DenseMLP
     after: tuple[nn.Module, ...] = ()
@@ -38,7 +49,7 @@ class Reading:
 
 
 def is_linear(module: Any) -> bool:
-    """nn.Linear, or the Conv1D of Transformers (GPT-2), whose weight is transposed."""
+    """True for nn.Linear and for the Conv1D of Transformers (GPT-2), whose weight is transposed."""
     return isinstance(module, nn.Linear) or _is_conv1d(module)
 
 
@@ -46,12 +57,9 @@ def _is_conv1d(module: Any) -> bool:
     return type(module).__name__ == "Conv1D" and hasattr(module, "nf")
 
 
-def weight_and_bias(linear: Any) -> tuple[Tensor, Tensor | None]:
-    """weight [out, in] and bias [out] or None, detached; UnreadableError for quantised weights."""
-    weight, bias = linear.weight.detach(), linear.bias
-    if not weight.is_floating_point():
-        raise UnreadableError(f"its weights are {weight.dtype}")
-    return weight.t() if _is_conv1d(linear) else weight, None if bias is None else bias.detach()
+def weight_shape(linear: Any) -> tuple[int, ...]:
+    """(out, in) of a linear module."""
+    return tuple(linear.weight.shape)[:: -1 if _is_conv1d(linear) else 1]
 
 
 def simplify(activation: str | Callable) -> str | Callable:
@@ -63,7 +71,7 @@ def simplify(activation: str | Callable) -> str | Callable:
         list(activation.parameters()) or any(isinstance(m, DROPOUTS) for m in activation.modules())
     ):
         return activation
-    probe = torch.linspace(-6, 6, 97, dtype=torch.float64)
+    probe = torch.linspace(-60, 60, 961, dtype=torch.float64)  # wide: some activations clip
     value = _value(activation, probe)
     if value is not None:
         for name in PLAIN:
@@ -72,22 +80,13 @@ def simplify(activation: str | Callable) -> str | Callable:
     return activation
 
 
-def pair(first: nn.Module, second: nn.Module, activation: str | Callable) -> DenseMLP:
-    """The DenseMLP of two linear modules with an activation between them."""
-    try:
-        (w1, b1), (w2, b2) = weight_and_bias(first), weight_and_bias(second)
-    except UnreadableError as why:
-        return DenseMLP(None, None, simplify(activation), why_unreadable=str(why))
-    return DenseMLP(w1.shape[1], w2.shape[1], simplify(activation), w1, b1, w2, b2)
-
-
 def read_mlp(module: nn.Module, activation: str | Callable | None = None) -> Reading:
     """The Reading of a module that maps [..., d_model] to itself through two linear maps, or three if gated.
 
-    The module is called on a few random tokens, with hooks on its linear layers: what goes into the last one must be
-    the activation of what came out of the others: one that the module has, one of PLAIN or GATED, or the given one.
-    A module that does anything else gets a Reading whose dense.why_unreadable says what; if that is the activation
-    alone and one is given, dense has the sizes and weights all the same.
+    The input of the last linear layer must be the activation of what the others return: an activation that the module
+    has, one of PLAIN or GATED, or the given one. A module that does anything else gets a Reading whose
+    dense.why_unreadable gives the reason; if that is the activation alone and one is given, dense has the sizes and
+    weights all the same.
     """
     linears = [m for m in module.modules() if is_linear(m)]
     try:
@@ -97,31 +96,66 @@ def read_mlp(module: nn.Module, activation: str | Callable | None = None) -> Rea
         return Reading(DenseMLP(d_model, None, None, why_unreadable=str(why)))
 
 
-def weight_shape(linear: Any) -> tuple[int, ...]:
-    """(out, in) of a linear module."""
-    return tuple(linear.weight.shape)[:: -1 if _is_conv1d(linear) else 1]
+def read_pair(
+    module: nn.Module, pair: tuple[nn.Module, nn.Module], activation: Callable, call: Callable[[Tensor], Any]
+) -> tuple[DenseMLP, bool]:
+    """The MLP of two linear layers and an activation inside a larger module -> (MLP, its input is that of call).
+
+    call(x [2, 3, d_model]) runs the part of the module that has both. Only the activation may lie between them. What
+    comes before the first and after the second is not checked: the caller leaves it in its place.
+    """
+    try:
+        (w1, b1), (w2, b2) = map(weight_and_bias, pair)
+        with _probing(module, w1) as x:
+            module.eval()
+            run = _watch(module, pair, call, x, to_the_end=False)
+            if [m for m, _, _ in run.linears] != list(pair):
+                raise UnreadableError("it does not call its two linear layers one after the other")
+            (_, entering, h), (_, hidden, _) = run.linears
+            if _misfit(activation, [h], hidden, True) > 1:
+                raise UnreadableError("more than the activation lies between its two linear layers")
+    except UnreadableError as why:
+        return DenseMLP(None, None, simplify(activation), why_unreadable=str(why)), False
+    dense = DenseMLP(w1.shape[1], w2.shape[1], simplify(activation), w1, b1, w2, b2)
+    return dense, _is_same(entering, x)
+
+
+def weight_and_bias(linear: Any) -> tuple[Tensor, Tensor | None]:
+    """weight [out, in] and bias [out] or None, detached; UnreadableError unless the layer computes just that."""
+    weight, bias = linear.weight.detach(), linear.bias
+    if hasattr(weight, "__tensor_flatten__") or weight.dtype not in DTYPES:
+        kind = weight.dtype if type(weight) in (Tensor, nn.Parameter) else type(weight).__name__
+        raise UnreadableError(f"its weights are {kind}")
+    weight = weight.t() if _is_conv1d(linear) else weight
+    bias = None if bias is None else bias.detach()
+    with _probing(linear, weight) as x:
+        linear.eval()
+        value, expected = _run(linear, x), F.linear(x, weight, bias)
+        limit = 16 * torch.finfo(x.dtype).eps * float(x.norm(dim=-1).max() * weight.norm(dim=-1).max())
+    is_tensor = isinstance(value, Tensor) and value.shape == expected.shape
+    if not is_tensor or bool(((value - expected).abs() > limit).any()):
+        raise UnreadableError(f"a {type(linear).__name__} in it computes more than its weight and bias")
+    return weight, bias
 
 
 def _read(module: nn.Module, linears: list[nn.Module], given: str | Callable | None) -> Reading:
     if len(linears) not in (2, 3):
         raise UnreadableError(f"it has {len(linears)} linear layers, where an MLP has 2, or 3 if it is gated")
     weights = {m: weight_and_bias(m) for m in linears}
-    like = weights[linears[0]][0]
-    generator = torch.Generator("cpu").manual_seed(0)
-    x = torch.randn(2, 3, like.shape[1], device="cpu", generator=generator).to(like)
-    with torch.no_grad(), torch.random.fork_rng([x.device] if x.is_cuda else []), _modes_kept(module):
+    with _probing(module, weights[linears[0]][0]) as x:
         module.eval()
-        x = x * (2 / _watch(module, x).linears[0][2].float().std().clamp(min=1e-6)).to(x)
-        run = _watch(module, x)
+        run = _watch(module, linears, module, x)
         _check_structure(run, x, linears)
         *first, (last, hidden, _) = run.linears
         activation, gate_first, why = _activation_or_why(module, [h for _, _, h in first], hidden, given)
         module.train()
-        train = _watch(module, x)
+        train = run if why else _watch(module, linears, module, x)
     if not gate_first:
         first.reverse()
     w1: Any = tuple(weights[m][0] for m, _, _ in first)
     biases: list[Any] = [weights[m][1] for m, _, _ in first]
+    if len({b is None for b in biases}) > 1:
+        raise UnreadableError("one of its first linear layers has a bias and the other has none")
     b1 = None if biases[0] is None else torch.cat(biases)
     w2, b2 = weights[last]
     d_hidden = w2.shape[1]
@@ -131,14 +165,18 @@ def _read(module: nn.Module, linears: list[nn.Module], given: str | Callable | N
             up, gate = w1.split(d_hidden)
             w1 = (gate, up)
             b1 = None if b1 is None else b1.roll(d_hidden)
-    dense = DenseMLP(like.shape[1], d_hidden, activation, w1, b1, w2, b2, why_unreadable=why)
+    dense = DenseMLP(w2.shape[0], d_hidden, activation, w1, b1, w2, b2, why_unreadable=why)
     return Reading(dense, train.dropouts_after, _dropout_notes(run, train))
 
 
 @dataclass
 class _Run:
-    linears: list  # (module, input, output) in the order of the calls
-    dropouts: list  # (module, number of linear layers called before it)
+    """One call of a module whose linear layers return random numbers."""
+
+    linears: list[tuple[nn.Module, Tensor, Tensor]] = field(default_factory=list)  # (module, input, output)
+    dropouts: list[tuple[nn.Module, int]] = field(
+        default_factory=list
+    )  # (module, number of linears before it)
     output: Any = None
 
     @property
@@ -146,58 +184,111 @@ class _Run:
         return tuple(m for m, num_before in self.dropouts if num_before == len(self.linears))
 
 
-def _watch(module: nn.Module, x: Tensor) -> _Run:
-    """Calls module(x) and notes what its linear layers and dropouts are given."""
-    run = _Run([], [])
-    hooks = []
-    for m in module.modules():
-        if is_linear(m):
-            hooks.append(
-                m.register_forward_hook(
-                    lambda m, args, out: run.linears.append((m, args[0].clone(), out.clone()))
-                )
-            )
-        elif isinstance(m, DROPOUTS):
-            hooks.append(m.register_forward_hook(lambda m, *_: run.dropouts.append((m, len(run.linears)))))
+@contextlib.contextmanager
+def _probing(module: nn.Module, weight: Tensor) -> Iterator[Tensor]:
+    """Random tokens [2, 3, in] like weight [out, in]; afterwards modes and random generators are as they were."""
+    generator = torch.Generator("cpu").manual_seed(0)
+    x = torch.randn(2, 3, weight.shape[1], device="cpu", generator=generator).to(weight)
+    modes = [(m, m.training) for m in module.modules()]
     try:
-        run.output = module(x)
-    except Exception as error:  # whatever a module of which nothing is known may raise
-        raise UnreadableError(f"calling it with one tensor {list(x.shape)} fails: {error}") from error
+        with torch.no_grad(), torch.random.fork_rng([x.device] if x.is_cuda else []):
+            yield x
+    finally:
+        for m, training in modes:
+            m.training = training
+
+
+def _watch(
+    module: nn.Module,
+    linears: Sequence[nn.Module],
+    call: Callable[[Tensor], Any],
+    x: Tensor,
+    to_the_end: bool = True,
+) -> _Run:
+    """Calls call(x) while the linear layers return random numbers, and notes their inputs."""
+    try:
+        return _watch_in(torch.float64, module, linears, call, x, to_the_end)
+    except UnreadableError:  # a layer between them may take the dtype of the model only
+        return _watch_in(x.dtype, module, linears, call, x, to_the_end)
+
+
+def _watch_in(
+    dtype: torch.dtype,
+    module: nn.Module,
+    linears: Sequence[nn.Module],
+    call: Callable[[Tensor], Any],
+    x: Tensor,
+    to_the_end: bool,
+) -> _Run:
+    """dtype: that of the numbers of all linear layers but the last, whose dtype is that of its weight."""
+    run, generator = _Run(), torch.Generator("cpu").manual_seed(1)
+    own_forwards = {m: vars(m).get("forward") for m in linears}
+    hooks = [
+        m.register_forward_hook(lambda m, *_: run.dropouts.append((m, len(run.linears))))
+        for m in module.modules()
+        if isinstance(m, DROPOUTS)
+    ]
+
+    def answer(m: Any, x: Tensor) -> Tensor:
+        size = weight_shape(m)[0]
+        y = 2 * torch.randn(*x.shape[:-1], size, dtype=torch.float64, device="cpu", generator=generator)
+        y[..., ::8] *= 8  # some are large: activations may clip
+        is_last = len(run.linears) == len(linears) - 1
+        y = y.to(x.device, m.weight.dtype if is_last else dtype)
+        run.linears.append((m, x.clone(), y))
+        if is_last and not to_the_end:
+            raise _EnoughError
+        return y.clone()
+
+    try:
+        for m in linears:
+            m.forward = functools.partial(answer, m)  # type: ignore[method-assign]
+        with contextlib.suppress(_EnoughError):
+            run.output = _run(call, x)
     finally:
         for hook in hooks:
             hook.remove()
+        for m, forward in own_forwards.items():
+            del m.forward
+            if forward is not None:
+                m.forward = forward
     if not run.linears:
         raise UnreadableError("it does not call its linear layers")
     return run
 
 
-@contextlib.contextmanager
-def _modes_kept(module: nn.Module) -> Iterator[None]:
-    modes = [(m, m.training) for m in module.modules()]
+def _run(call: Callable[[Tensor], Any], x: Tensor) -> Any:
     try:
-        yield
-    finally:
-        for m, training in modes:
-            m.training = training
+        return call(x)
+    except Exception as error:  # an unknown module may raise anything
+        raise UnreadableError(f"calling it with one tensor {list(x.shape)} fails: {error}") from error
 
 
 def _check_structure(run: _Run, x: Tensor, linears: list[nn.Module]) -> None:
     if len(run.linears) != len(linears) or {m for m, _, _ in run.linears} != set(linears):
         raise UnreadableError(f"it calls linear layers {len(run.linears)} times, but has {len(linears)}")
     *first, (_, _, y) = run.linears
-    for _, inp, _ in first:
-        if inp.numel() != x.numel() or not torch.equal(inp.reshape(x.shape), x):
-            raise UnreadableError("its first linear layer is not applied to its input")
-    if not isinstance(run.output, torch.Tensor) or run.output.shape != x.shape:
+    if not all(_is_same(entering, x) for _, entering, _ in first):
+        raise UnreadableError("its first linear layer is not applied to its input")
+    if not isinstance(run.output, Tensor) or run.output.shape != x.shape:
         raise UnreadableError("it does not return one tensor of the shape of its input")
-    if not torch.equal(run.output.reshape(y.shape), y):
+    if not _is_same(run.output, y):
         raise UnreadableError("something other than dropout follows its last linear layer")
+
+
+def _is_same(value: Any, x: Tensor) -> bool:
+    """True if value holds the numbers of x, up to its shape and dtype."""
+    return (
+        isinstance(value, Tensor)
+        and value.numel() == x.numel()
+        and torch.equal(value.reshape(x.shape), x.to(value.dtype))
+    )
 
 
 def _activation_or_why(
     module: nn.Module, first: list[Tensor], hidden: Tensor, given: str | Callable | None
 ) -> tuple[str | Callable | None, bool, str]:
-    """(activation, whether the gate comes before up, ""); where none fits the given one: (None, True, why)."""
+    """(activation, True if the gate comes before up, ""); (None, True, why) where none fits the given one."""
     try:
         return *_find_activation(module, first, hidden, given), ""
     except UnreadableError as why:
@@ -209,36 +300,31 @@ def _activation_or_why(
 def _find_activation(
     module: nn.Module, first: Sequence[Tensor], hidden: Tensor, given: str | Callable | None
 ) -> tuple[str | Callable, bool]:
-    """(activation, whether the gate comes before up), such that hidden is the activation of the first maps' results."""
+    """(activation, True if the gate comes before up): hidden is the activation of what the first maps return."""
     if len(first) == 1 and first[0].shape[-1] == 2 * hidden.shape[-1]:
         first = first[0].chunk(2, -1)
-    if any(h.shape != hidden.shape for h in first):
+    if any(h.numel() != hidden.numel() for h in first):
         raise UnreadableError(
             "what goes into its last linear layer has another shape than what its first give"
         )
-    limit = 64 * torch.finfo(hidden.dtype).eps * hidden.abs().max()
-    of_module = [*_own(module), *(() if given is None else (_ungated(given),))]
-    own = [(_error(act, first, hidden, order), act, order) for act in of_module for order in (True, False)]
-    named = [(_error(act, first, hidden, order), act, order) for act in PLAIN for order in (True, False)]
-    fitting = [entry for entry in own if entry[0] <= limit] or sorted(
-        (entry for entry in named if entry[0] <= limit), key=lambda entry: entry[0]
-    )
-    if not fitting:
+    candidates = [*_own(module), *(() if given is None else (_ungated(given),)), *PLAIN]
+    pairs = [(act, order) for act in candidates for order in (True, False)]
+    misfits = [_misfit(act, first, hidden, order) for act, order in pairs]
+    best = min(range(len(pairs)), key=misfits.__getitem__)
+    if not misfits[best] <= 1:
         raise UnreadableError(
             f"between its linear layers it computes none of {', '.join(PLAIN)}, plain or gated"
         )
-    _, activation, gate_first = fitting[0]
+    activation, gate_first = pairs[best]
     if len(first) == 1:
         return activation, True
-    if not isinstance(activation, str) or activation not in GATED:
-        raise UnreadableError(
-            f"its gated activation is {activation}, but experts have {', '.join(GATED)} only"
-        )
-    return GATED[activation], gate_first
+    if isinstance(activation, str) and activation in GATED:
+        return GATED[activation], gate_first
+    return GatedActivation(nn.ReLU() if isinstance(activation, str) else activation), gate_first
 
 
 def _ungated(activation: str | Callable) -> str | Callable:
-    """What a gated activation of GATED applies to its gate; another one itself."""
+    """The activation that a gated one of GATED applies to its gate; another one itself."""
     plain = {gated: plain for plain, gated in GATED.items()}
     return plain[activation] if isinstance(activation, str) and activation in plain else simplify(activation)
 
@@ -253,32 +339,44 @@ def _own(module: nn.Module) -> Iterator[str | Callable]:
                 yield simplify(value)
 
 
-def _error(activation: Any, first: Sequence[Tensor], hidden: Tensor, gate_first: bool) -> float:
+def _misfit(activation: Any, first: Sequence[Tensor], hidden: Tensor, gate_first: bool) -> float:
+    """Largest error of the activation of first against hidden, in units of what rounding explains."""
     gate, *up = first if gate_first else first[::-1]
     value = _value(
         ops.ACTIVATIONS.get(activation, activation) if isinstance(activation, str) else activation, gate
     )
-    if value is None:
+    if value is None or value.numel() != hidden.numel():
         return float("inf")
-    return (value * up[0] if up else value).sub(hidden).abs().max().item()
+    value = (value * up[0] if up else value).reshape(hidden.shape).double()
+    size = value.abs()
+    if gate.dtype == torch.float64:
+        limit = 64 * torch.finfo(torch.float64).eps * size.max()
+    else:
+        limit = (
+            4
+            * torch.finfo(gate.dtype).eps
+            * (size + (gate * up[0] if up else gate).abs().reshape(size.shape))
+        )
+    if hidden.dtype != gate.dtype:  # the module has cast it
+        limit = limit + 4 * torch.finfo(hidden.dtype).eps * size
+    return ((value - hidden.double()).abs() / limit.clamp(min=torch.finfo(torch.float32).tiny)).max().item()
 
 
 def _value(function: Any, x: Tensor) -> Tensor | None:
-    """function(x), None if it cannot be called so or gives something else than a tensor of that shape."""
+    """function(x); None if it cannot be called so or gives something else than a tensor of that shape."""
     try:
         with torch.no_grad():
-            value = function(x)
+            value = function(x.clone())
     except (RuntimeError, TypeError, ValueError, IndexError, AttributeError):
         return None
-    return value if isinstance(value, torch.Tensor) and value.shape == x.shape else None
+    return value if isinstance(value, Tensor) and value.shape == x.shape else None
 
 
 def _dropout_notes(run: _Run, train: _Run) -> tuple[str, ...]:
-    """What dropout the module has that the MoE layer will not have: what differs in training."""
+    """The dropout of the module that the MoE layer will not have: what differs in training."""
     notes = []
     if not torch.equal(train.linears[-1][1], run.linears[-1][1]):
         notes.append("its dropout between the linear layers is left out")
-    y = train.linears[-1][2]
-    if not train.dropouts_after and not torch.equal(train.output.reshape(y.shape), y):
+    if not train.dropouts_after and not _is_same(train.output, train.linears[-1][2]):
         notes.append("its dropout after the last linear layer is left out")
     return tuple(notes)

@@ -78,7 +78,8 @@ class Target:
     num_layers, where this process has only some of them; layers= counts the targets otherwise.
     moe_kwargs: arguments of FMoETransformerMLP that the kind wants (num_expert, top_k, gate, world_size, moe_group,
     ...) unless the user says otherwise; gate_kwargs: keyword arguments bound to the gate's class.
-    notes: what is different from the dense MLP, for the report.
+    notes: what is different from the dense MLP, for the report. is_candidate: found by its structure alone, so that it
+    stays dense, and the report says why, if it turns out to be unreadable.
     """
 
     path: str
@@ -92,3 +93,4 @@ class Target:
     moe_kwargs: Mapping[str, Any] = field(default_factory=dict)
     gate_kwargs: Mapping[str, Any] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    is_candidate: bool = False

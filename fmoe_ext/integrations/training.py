@@ -1,12 +1,13 @@
 """The gates' balance loss in training loops that others run: Trainer, TRL, accelerate, Lightning.
 
-It joins the loss where a model returns it, so that nobody overrides compute_loss. Biases of SigmoidGate need nothing:
+It joins the loss where the loop takes it, so that nobody overrides compute_loss. Biases of SigmoidGate need nothing:
 they move by themselves at the optimizer's step.
 """
 
 from __future__ import annotations
 
 import functools
+import inspect
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping
@@ -22,24 +23,27 @@ from fmoe_ext.gates import BaseGate, total_loss
 IGNORED_LABEL = -100
 
 
-def add_balance_loss(model: nn.Module, weight: float = 0.01) -> BalanceLoss:
-    """Adds weight * gates.total_loss(model) to the loss that a model returns while it trains -> a handle to remove().
+def add_balance_loss(model: Any, weight: float = 0.01) -> BalanceLoss:
+    """Adds weight * gates.total_loss(model) to the training loss -> a handle to remove().
 
-    model: one whose forward returns a loss (output.loss, output["loss"] or the first of a tuple, as Transformers'
-    models do), or a LightningModule: then to what training_step returns. In eval() nothing is added.
-    Under accumulation the loss of each microbatch counts as the model's own does: where the forward is told
-    num_items_in_batch, as by Transformers' Trainer, with its share of these labels; else wholly, for the loop
-    (accelerator.backward, Lightning) to divide both. The loss is that of a microbatch's tokens; gates.WholeBatch has
-    that of the whole batch. A loss that was added before to the same gates is taken off, with a warning: it would be
-    the only one that counts. Raises ValueError for a model without gates, for a weight that is no number of at least 0,
-    and in training for an output without a loss.
+    model: one of
+      a model whose forward returns a loss (output.loss, output["loss"] or the first of a tuple, as Transformers'
+      models do): added to that loss, in train() only;
+      a LightningModule: added to what training_step returns;
+      a Trainer of Transformers or TRL: added to what compute_loss returns in training, whatever computes that loss.
+    Under accumulation the loss of each microbatch counts as the model's own does: by its share of num_items_in_batch
+    where the loop divides by this number, else wholly, for the loop (accelerator.backward, Lightning) to divide both.
+    The loss is that of a microbatch's tokens; gates.WholeBatch has that of the whole batch. A loss that was added
+    before to the same gates is removed, with a warning: it would be the only one that counts. Raises ValueError for a
+    model without gates, for a weight that is no number of at least 0, and in training for an output without a loss.
     Equivalent to: loss + weight * total_loss(model).
     """
-    gates = [module for module in model.modules() if isinstance(module, BaseGate)]
+    trained = model.model if _is_trainer(model) else model
+    gates = [module for module in trained.modules() if isinstance(module, BaseGate)]
     if not gates:
-        raise ValueError(f"{type(model).__name__} has no gate of fmoe_ext, whose loss could be added")
+        raise ValueError(f"{type(trained).__name__} has no gate of fmoe_ext, whose loss could be added")
     check_weight(weight)
-    _take_off(gates)
+    _remove_from(gates)
     added = BalanceLoss(model, weight)
     _added_to.update(dict.fromkeys(gates, weakref.ref(added)))
     return added
@@ -49,14 +53,14 @@ def add_balance_loss(model: nn.Module, weight: float = 0.01) -> BalanceLoss:
 _added_to: WeakKeyDictionary[BaseGate, weakref.ref[BalanceLoss]] = WeakKeyDictionary()
 
 
-def _take_off(gates: Iterable[BaseGate]) -> None:
+def _remove_from(gates: Iterable[BaseGate]) -> None:
     for gate in gates:
         reference = _added_to.pop(gate, None)
         before = None if reference is None else reference()
         if before is not None and before.is_attached:
             before.remove()
             warnings.warn(
-                f"the balance loss of weight {before.weight} that was added to this model before is taken off: a gate "
+                f"the balance loss of weight {before.weight} that was added to this model before is removed: a gate "
                 "gives its loss once",
                 stacklevel=3,
             )
@@ -69,27 +73,25 @@ def check_weight(weight: float) -> None:
 
 
 class BalanceLoss:
-    """What add_balance_loss() has attached to a model; remove() takes it off.
+    """The balance loss that add_balance_loss() has added to a model, a LightningModule or a Trainer."""
 
-    sums_log_probs: whether the loop makes its loss of output.log_probs, as TRL's SFTTrainer does since 1.0: minus their
-    sum, divided by the number of labels.
-    """
-
-    def __init__(self, model: nn.Module, weight: float) -> None:
+    def __init__(self, model: Any, weight: float) -> None:
         self.weight = weight
-        self.sums_log_probs = False
         self._sum: torch.Tensor | float = 0.0
         self._count = 0
-        attach = _after_step if hasattr(model, "training_step") else _after_forward
+        if _is_trainer(model):
+            attach: Callable[[Any, BalanceLoss], Callable[[], None]] = _to_trainer
+        else:
+            attach = _to_step if hasattr(model, "training_step") else _to_forward
         self._remove: Callable[[], None] | None = attach(model, self)
 
     @property
     def is_attached(self) -> bool:
-        """Whether remove() has not been called."""
+        """True until remove() is called."""
         return self._remove is not None
 
     def remove(self) -> None:
-        """Takes it off the model; nothing if it is off already."""
+        """Removes it from the model; does nothing the second time."""
         if self._remove is not None:
             self._remove()
             self._remove = None
@@ -100,35 +102,17 @@ class BalanceLoss:
         self._sum, self._count = 0.0, 0
         return mean
 
-    def add(self, model: nn.Module, kwargs: Mapping[str, Any], output: Any) -> Any:
-        """output with the gates' losses of the forward that made it."""
-        loss = _loss_of(output)
-        if loss is None:
-            raise ValueError(
-                f"{type(model).__name__} returned no loss to which the gates' loss could be added: give it labels "
-                "(label smoothing and compute_loss_func keep them from it), or add gates.total_loss(model) where your "
-                "loss is made"
-            )
-        if kwargs.get("fused_lm_head") and not self.sums_log_probs:
-            raise ValueError(
-                f"{type(model).__name__} is trained by a trainer of TRL that makes its loss of log_probs, to which the "
-                'gates\' loss cannot be added: use SFTTrainer with loss_type="nll" and balance_callback(), or '
-                "transformers.Trainer"
-            )
-        balance = total_loss(model)
+    def add(
+        self, loss: torch.Tensor, balance: torch.Tensor | float, share: torch.Tensor | float
+    ) -> torch.Tensor:
+        """loss with the gates' loss of a microbatch; share: its share of the batch."""
         self._sum = self._sum + torch.as_tensor(balance).detach()
         self._count += 1
-        share = share_of_batch(model, kwargs)
-        if self.sums_log_probs and kwargs.get("fused_lm_head"):
-            log_probs = output["log_probs"]
-            output["log_probs"] = (log_probs - self.weight * balance * output["label_mask"]).to(
-                log_probs.dtype
-            )
-        return _with_loss(output, (loss + self.weight * share * balance).to(loss.dtype))
+        return (loss + self.weight * share * balance).to(loss.dtype)
 
 
 def share_of_batch(model: Any, kwargs: Mapping[str, Any]) -> torch.Tensor | float:
-    """The part of num_items_in_batch that a forward with these arguments has; 1.0 where it is not told that number."""
+    """The part of num_items_in_batch that a forward with these arguments has; 1.0 without that number."""
     total = kwargs.get("num_items_in_batch")
     if total is None:
         return 1.0
@@ -139,29 +123,93 @@ def share_of_batch(model: Any, kwargs: Mapping[str, Any]) -> torch.Tensor | floa
 
 
 def _shifts_labels(model: Any) -> bool:
-    """Whether a Transformers model predicts label i + 1 at position i, so that its first label counts for nothing."""
+    """True if a Transformers model predicts label i + 1 at position i, so that its first label does not count."""
     from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 
     is_causal = LOSS_MAPPING.get(str(getattr(model, "loss_type", ""))) is ForCausalLMLoss
     return is_causal and not getattr(model.config, "is_encoder_decoder", False)
 
 
-def _after_forward(model: nn.Module, balance: BalanceLoss) -> Callable[[], None]:
+def _to_forward(model: nn.Module, balance: BalanceLoss) -> Callable[[], None]:
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-        return balance.add(module, kwargs, output) if module.training else None
+        if not module.training:
+            return None
+        if kwargs.get("fused_lm_head"):
+            raise ValueError(
+                f"{type(module).__name__} is trained by a trainer of TRL that computes its loss itself: add the gates' "
+                "loss there, by huggingface.balance_callback() or add_balance_loss(trainer)"
+            )
+        return _with_balance(output, balance, module, share_of_batch(module, kwargs))
 
     return model.register_forward_hook(hook, with_kwargs=True).remove
 
 
-def _after_step(module: Any, balance: BalanceLoss) -> Callable[[], None]:
+def _to_step(module: Any, balance: BalanceLoss) -> Callable[[], None]:
     own = module.training_step
 
     @functools.wraps(own)
     def training_step(*args: Any, **kwargs: Any) -> Any:
-        return balance.add(module, {}, own(*args, **kwargs))
+        return _with_balance(own(*args, **kwargs), balance, module, 1.0)
 
     module.training_step = training_step
     return functools.partial(delattr, module, "training_step")
+
+
+def _is_trainer(model: Any) -> bool:
+    """True for a Trainer of Transformers, of which TRL's are subclasses."""
+    return any(c.__module__ == "transformers.trainer" for c in type(model).__mro__)
+
+
+def _to_trainer(trainer: Any, balance: BalanceLoss) -> Callable[[], None]:
+    """Wraps trainer.compute_loss, which may call the model several times; forwards without a gradient do not count."""
+    own = trainer.compute_loss
+    parameters = inspect.signature(own)
+    losses: list[torch.Tensor | float] = []
+
+    def after_forward(module: nn.Module, *_: Any) -> None:
+        if module.training and torch.is_grad_enabled():
+            losses.append(total_loss(module))
+
+    def compute_loss(*args: Any, **kwargs: Any) -> Any:
+        if not trainer.model.training:
+            return own(*args, **kwargs)
+        losses.clear()
+        given = parameters.bind(*args, **kwargs).arguments
+        share = _share_in(trainer, given["inputs"], given.get("num_items_in_batch"))
+        result = own(*args, **kwargs)
+        own_loss, *outputs = result if isinstance(result, tuple) else (result,)
+        # A trainer may call a part of the model, without the hook.
+        mean = sum(losses) / len(losses) if losses else total_loss(trainer.model)
+        loss = balance.add(own_loss, mean, share)
+        return (loss, *outputs) if outputs else loss
+
+    hook = trainer.model.register_forward_hook(after_forward)
+    trainer.compute_loss = compute_loss
+
+    def remove() -> None:
+        hook.remove()
+        del trainer.compute_loss
+
+    return remove
+
+
+def _share_in(trainer: Any, inputs: Mapping[str, Any], num_items: Any) -> torch.Tensor | float:
+    """The factor of a microbatch's balance loss in what compute_loss returns."""
+    uses_num_items = num_items is not None and trainer.model_accepts_loss_kwargs
+    is_scaled = getattr(trainer, "loss_is_scaled_for_ga", None)
+    if is_scaled is None:
+        is_scaled = uses_num_items or trainer.compute_loss_func is not None
+    if not is_scaled:
+        return 1.0  # the trainer divides by the number of microbatches
+    if num_items is None or not ("labels" in inputs or "shift_labels" in inputs):
+        return 1 / trainer.current_gradient_accumulation_steps
+    share = share_of_batch(trainer.model, {**inputs, "num_items_in_batch": num_items})
+    if (
+        trainer.args.average_tokens_across_devices
+    ):  # then num_items is that of all devices, which average gradients
+        num_gpus = trainer.args.n_gpu
+        share = share * (trainer.accelerator.num_processes if num_gpus <= 1 else num_gpus)
+    return share
 
 
 def _loss_of(output: Any) -> torch.Tensor | None:
@@ -173,7 +221,16 @@ def _loss_of(output: Any) -> torch.Tensor | None:
     return first if isinstance(first, torch.Tensor) and first.dim() == 0 else None
 
 
-def _with_loss(output: Any, loss: torch.Tensor) -> Any:
+def _with_balance(output: Any, balance: BalanceLoss, model: nn.Module, share: torch.Tensor | float) -> Any:
+    """output with the gates' losses of the forward that made it."""
+    own_loss = _loss_of(output)
+    if own_loss is None:
+        raise ValueError(
+            f"{type(model).__name__} returned no loss to which the gates' loss could be added: give it labels, or add "
+            "gates.total_loss(model) where your loss is made; under a Trainer that makes the loss itself use "
+            "huggingface.balance_callback() or add_balance_loss(trainer)"
+        )
+    loss = balance.add(own_loss, total_loss(model), share)
     if isinstance(output, torch.Tensor):
         return loss
     if isinstance(output, tuple):

@@ -13,7 +13,7 @@ from fmoe_ext.integrations.megatron.balance import (
     reset_gate_hook,
 )
 from fmoe_ext.integrations.megatron.checkpoint import load_checkpoint, save_checkpoint
-from fmoe_ext.integrations.megatron.core import moe_layer_spec
+from fmoe_ext.integrations.megatron.core import moe_layer_spec, with_experts
 from fmoe_ext.integrations.megatron.distributed import DistributedDataParallel
 from fmoe_ext.integrations.megatron.mlp import MegatronMLP
 from fmoe_ext.integrations.megatron.patch import (
@@ -37,4 +37,5 @@ __all__ = [
     "patch_model_provider",
     "reset_gate_hook",
     "save_checkpoint",
+    "with_experts",
 ]

@@ -4,17 +4,52 @@ Importing this package loads the native modules; it is the only place that does.
 """
 
 import platform
+import sys
+from pathlib import Path
 
 import torch
+
+from fmoe_ext import _env
+
+
+def _why_not_loaded(error: ImportError) -> str:
+    """Sentences for a native module that is missing or cannot be loaded."""
+    package = Path(__file__).resolve().parent.parent
+    if any(package.glob("_C.*")):
+        return (
+            f"the native module in {package} could not be loaded ({error}): build fmoe_ext again for the torch that "
+            "is installed, by `pip install -e . --no-build-isolation` in its checkout"
+        )
+    build = f"run `pip install -e . --no-build-isolation` in {package.parent}"
+    folders = (Path(entry or ".").resolve() / "fmoe_ext" for entry in sys.path)
+    installed = next((folder for folder in folders if folder != package and any(folder.glob("_C.*"))), None)
+    if installed is None:
+        return f"{package} is a checkout without its native module fmoe_ext._C: {build}"
+    return (
+        f"{package} is a checkout without its native module, and Python found it before the fmoe_ext that is "
+        f"installed in {installed}: start Python in another folder than {package.parent}, or build the checkout too: "
+        + build
+    )
+
 
 try:
     import fmoe_ext._C  # noqa: F401  (registers the schemas and the CPU kernels)
 except ImportError as error:
     raise ImportError(
-        f"the native module fmoe_ext._C could not be loaded ({error}); rebuild it against the torch that is "
-        "installed: pip install . --no-build-isolation (in a checkout: make build). "
+        f"{_why_not_loaded(error)}. "
         f"torch {torch.__version__}, Python {platform.python_version()}, {platform.machine()}"
     ) from error
+
+
+def _limit_cpu_isa() -> None:
+    name = _env.get("FMOE_CPU_ISA")
+    if name is not None and not torch.ops.fmoe_ext._set_cpu_isa(name):
+        raise ImportError(
+            f"FMOE_CPU_ISA is {name!r}, which this processor does not have: set a lesser one or leave it unset"
+        )
+
+
+_limit_cpu_isa()
 
 
 def _load_cuda_module() -> str | None:
@@ -52,7 +87,7 @@ if cuda_module_missing is None:
 
 
 def build_info() -> dict[str, str]:
-    """What the native module was built with: torch, compiler, CUDA architectures, NCCL."""
+    """Build settings of the native module: torch, compiler, CUDA architectures, NCCL."""
     return dict(fact.split("=", 1) for fact in torch.ops.fmoe_ext.build_info().split(","))
 
 

@@ -1,6 +1,5 @@
 """Registrations that more than one operator needs and that torch.library does not offer."""
 
-import functools
 import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, Final, TypeVar
@@ -14,10 +13,14 @@ def refuse_tangents(name: str, *tensors: torch.Tensor | None) -> None:
     """Raises where forward-mode differentiation would take the operator's result for a constant, without a word."""
     for t in tensors:
         if t is not None and unpack_dual(t).tangent is not None:
-            raise NotImplementedError(
-                f"{name} has no forward-mode derivative (torch.func.jvp, jacfwd, forward_ad): "
-                "use reverse mode (torch.func.vjp, jacrev, backward)"
-            )
+            raise _no_forward_mode(name)
+
+
+def _no_forward_mode(name: str) -> NotImplementedError:
+    return NotImplementedError(
+        f"{name} has no forward-mode derivative (torch.func.jvp, jacfwd, forward_ad): "
+        "use reverse mode (torch.func.vjp, jacrev, backward)"
+    )
 
 
 class _ReverseModeOnly(Library):
@@ -41,6 +44,52 @@ class _ReverseModeOnly(Library):
 
 
 _libraries: Final[list[Library]] = []  # registrations live as long as these do
+_functional: Final[dict[str, type[torch.autograd.Function]]] = {}  # by the name of the operator
+
+
+def is_transformed(*tensors: torch.Tensor | None) -> bool:
+    """True if a transform of torch.func (grad, vjp, jacrev) has wrapped one of these: wrappers have no memory."""
+    if torch.compiler.is_compiling():
+        return False
+    try:
+        for t in tensors:
+            if type(t) is torch.Tensor:  # as wrappers are, but neither parameters nor fake tensors
+                t.data_ptr()
+    except RuntimeError:
+        return True
+    return False
+
+
+def call_functional(op_name: str, *args: Any) -> Any:
+    """The operator and its registered gradient as an autograd.Function, which torch.func can transform."""
+    return _functional[op_name].apply(*args)
+
+
+def call(op_name: str, *args: Any) -> Any:
+    """The operator, inside torch.func's transforms too; args: all of them, without keywords."""
+    if torch.is_grad_enabled() and is_transformed(*(t for t in args if isinstance(t, torch.Tensor))):
+        return call_functional(op_name, *args)
+    return getattr(torch.ops.fmoe_ext, op_name.removeprefix("fmoe_ext::"))(*args)
+
+
+def _make_functional(
+    op_name: str, backward: Callable[..., Any], setup_context: Callable[..., None] | None
+) -> type[torch.autograd.Function]:
+    name = op_name.removeprefix("fmoe_ext::")
+
+    def forward(*args: Any) -> Any:
+        return getattr(torch.ops.fmoe_ext, name)(*args)
+
+    def jvp(ctx: Any, *_: Any) -> None:
+        raise _no_forward_mode(name)
+
+    def keep_nothing(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        pass
+
+    methods = {"forward": forward, "backward": backward, "jvp": jvp}
+    methods["setup_context"] = setup_context or keep_nothing
+    body = {method: staticmethod(function) for method, function in methods.items()}
+    return type(f"Functional_{name}", (torch.autograd.Function,), {**body, "generate_vmap_rule": True})
 
 
 def register_autograd(
@@ -54,6 +103,7 @@ def register_autograd(
 
     places: of the arguments that a tangent may come with, those of a floating dtype.
     """
+    _functional[op_name] = _make_functional(op_name, backward, setup_context)
     _libraries.append(_ReverseModeOnly(places))
     torch.library.register_autograd(op_name, backward, setup_context=setup_context, lib=_libraries[-1])
 
@@ -61,18 +111,20 @@ def register_autograd(
 Kernel = TypeVar("Kernel", bound=Callable[..., Any])
 
 
-def register_fake(op_name: str, **ranks: int) -> Callable[[Kernel], Kernel]:
+def register_fake(
+    op_name: str, arguments: type[Any] | None = None, /, **ranks: int
+) -> Callable[[Kernel], Kernel]:
     """torch.library.register_fake, for a kernel that is called with tensors of one device only.
 
+    arguments: the kernel takes one argument, of this NamedTuple; None: it takes those of the operator.
     ranks: how many dimensions arguments must have, by name; the kernel may then read their sizes.
     The dispatcher takes the fake kernel too when one of several tensors is on "meta": without a check of the devices
     its result would be memory that nothing was written to.
     """
 
     def register(kernel: Kernel) -> Kernel:
-        names = list(inspect.signature(kernel).parameters)
+        names = list(inspect.signature(kernel).parameters) if arguments is None else arguments._fields
 
-        @functools.wraps(kernel)
         def checked(*args: Any, **kwargs: Any) -> Any:
             given = {**dict(zip(names, args, strict=False)), **kwargs}
             tensors = {name: t for name, t in given.items() if isinstance(t, torch.Tensor)}
@@ -86,7 +138,7 @@ def register_fake(op_name: str, **ranks: int) -> Callable[[Kernel], Kernel]:
                     raise RuntimeError(
                         f"{name} must have {ranks[name]} dimensions, but got shape {list(t.shape)}"
                     )
-            return kernel(*args, **kwargs)
+            return kernel(**given) if arguments is None else kernel(arguments(**given))
 
         torch.library.register_fake(op_name, checked)
         return kernel

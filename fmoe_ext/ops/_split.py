@@ -28,14 +28,14 @@ class Product(Protocol):
 
     @property
     def name(self) -> str:
-        """What errors call it."""
+        """Name of the operator in errors."""
 
     @property
     def once_differentiable(self) -> bool:
-        """Whether backward has effects that a second differentiation would not see."""
+        """True if backward has effects that a second differentiation would not see."""
 
     def shape(self, inputs: Tensors, weights: Tensors) -> tuple[int, ...]:
-        """That of y."""
+        """Shape of y."""
 
     def forward(self, inputs: Tensors, weights: Tensors) -> tuple[torch.Tensor, Tensors]:
         """y, and what backward reads."""
@@ -68,7 +68,7 @@ def in_two(product: Product, inputs: Tensors, weights: Tensors) -> torch.Tensor:
 
 
 def worthwhile(inputs: Tensors, weights: Tensors) -> bool:
-    """Whether there are two parts, and autograd is not being compiled, which takes all or nothing."""
+    """True if there are two parts and autograd is not being compiled, which takes all or nothing."""
     if torch.compiler.is_compiling() or not torch.is_grad_enabled():
         return False
     return any(needed(inputs)) and any(needed(weights))
@@ -79,7 +79,7 @@ def needed(tensors: Tensors) -> list[bool]:
 
 
 class _Link:
-    """How _Inputs reaches the node of _Weights; a way back would be a circle that is never freed."""
+    """Link from _Inputs to the node of _Weights; a link back would be a circle that is never freed."""
 
     weights: Any = None
 

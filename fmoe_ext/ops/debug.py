@@ -9,7 +9,7 @@ from fmoe_ext import _env
 
 
 def wanted(t: Any) -> bool:
-    """Whether the values of the indices that go with t are to be checked; what is no tensor, the operator rejects."""
+    """True if the values of the indices that go with t are checked; the operator rejects what is no tensor."""
     return bool(getattr(t, "is_cuda", False) and not torch.compiler.is_compiling() and _env.get("FMOE_DEBUG"))
 
 

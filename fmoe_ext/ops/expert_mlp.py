@@ -8,14 +8,18 @@ import torch.nn.functional as F
 
 from fmoe_ext.ops import debug, gpu_kernels
 from fmoe_ext.ops._autograd import (
+    call,
+    call_functional,
     cast_for_autocast,
+    is_transformed,
     register_autocast,
     register_autograd,
     register_fake,
     register_not_differentiable_twice,
 )
 from fmoe_ext.ops._split import Needs, Tensors, in_two, needed, worthwhile
-from fmoe_ext.ops.main_grad import NO_GRAPH, MainGrad
+from fmoe_ext.ops.arguments import ExpertMlp, ExpertMlpBackward, ExpertMlpBackwardWeights
+from fmoe_ext.ops.main_grad import NO_GRAPH, TRANSFORMED_MAIN_GRAD, MainGrad
 from fmoe_ext.ops.outside_graphs import outside_graphs
 
 ACTIVATIONS = MappingProxyType(
@@ -34,7 +38,7 @@ _NAMES = tuple(ACTIVATIONS)
 
 
 def activation_number(name: str) -> int:
-    """What the operators call an activation; RuntimeError for a name that is not in ACTIVATIONS."""
+    """Number of an activation in the operators' schemas; RuntimeError for a name that is not in ACTIVATIONS."""
     if name not in _NAMES:
         raise RuntimeError(f'unknown activation "{name}": known are {", ".join(_NAMES)}')
     return _NAMES.index(name)
@@ -78,6 +82,8 @@ def expert_mlp(
         )
     inputs, weights = (x, topk_weights, row_idx, inverse, offs), (w1, b1, w2, b2)
     save_h = torch.is_grad_enabled() and any(needed((*inputs, *weights)))
+    if save_h and is_transformed(*inputs[:2], *weights):
+        return _transformed(inputs, weights, number, combine, main_grads)
     if save_h and any(main_grads) and any(needed(weights)):
         return _into_main_grads(_ExpertMlp(number, combine, main_grads), inputs, weights)
     if worthwhile(inputs, weights):
@@ -125,86 +131,30 @@ _RANKS = MappingProxyType(
 )
 
 
-@register_fake("fmoe_ext::expert_mlp", **_RANKS)
-def _(
-    x: torch.Tensor,
-    row_idx: torch.Tensor,
-    inverse: torch.Tensor,
-    offs: torch.Tensor,
-    w1: torch.Tensor,
-    b1: torch.Tensor | None,
-    w2: torch.Tensor,
-    b2: torch.Tensor | None,
-    topk_weights: torch.Tensor | None,
-    activation: int,
-    combine: bool,
-    save_h: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    gpu_kernels.SELECTION.before(x)
-    y = x.new_empty((x.shape[0] if combine else row_idx.shape[0], x.shape[1]))
-    return y, x.new_empty((row_idx.shape[0], w1.shape[1]) if save_h else (0,))
+@register_fake("fmoe_ext::expert_mlp", ExpertMlp, **_RANKS)
+def _(a: ExpertMlp) -> tuple[torch.Tensor, torch.Tensor]:
+    gpu_kernels.SELECTION.before(a.x)
+    y = a.x.new_empty((a.x.shape[0] if a.combine else a.row_idx.shape[0], a.x.shape[1]))
+    return y, a.x.new_empty((a.row_idx.shape[0], a.w1.shape[1]) if a.save_h else (0,))
 
 
-@register_fake("fmoe_ext::expert_mlp_backward_accumulate", **_RANKS)
-def _(
-    grad_y: torch.Tensor,
-    x: torch.Tensor,
-    row_idx: torch.Tensor,
-    inverse: torch.Tensor,
-    offs: torch.Tensor,
-    w1: torch.Tensor,
-    w2: torch.Tensor,
-    b2: torch.Tensor | None,
-    topk_weights: torch.Tensor | None,
-    h: torch.Tensor,
-    activation: int,
-    combine: bool,
-    needs: list[bool],
-    main_dw1: torch.Tensor | None,
-    main_dw2: torch.Tensor | None,
-) -> tuple[torch.Tensor, ...]:
-    return _new_gradients(x, inverse, w1, w2, topk_weights, _returned(needs, main_dw1, main_dw2))
+@register_fake("fmoe_ext::expert_mlp_backward", ExpertMlpBackward, **_RANKS)
+@register_fake("fmoe_ext::expert_mlp_backward_accumulate", ExpertMlpBackward, **_RANKS)
+def _(a: ExpertMlpBackward) -> tuple[torch.Tensor, ...]:
+    return _new_gradients(a, _returned(a))
 
 
-@register_fake("fmoe_ext::expert_mlp_backward", **_RANKS)
-def _(
-    grad_y: torch.Tensor,
-    x: torch.Tensor,
-    row_idx: torch.Tensor,
-    inverse: torch.Tensor,
-    offs: torch.Tensor,
-    w1: torch.Tensor,
-    w2: torch.Tensor,
-    b2: torch.Tensor | None,
-    topk_weights: torch.Tensor | None,
-    h: torch.Tensor,
-    activation: int,
-    combine: bool,
-    needs: list[bool],
-) -> tuple[torch.Tensor, ...]:
-    return _new_gradients(x, inverse, w1, w2, topk_weights, needs)
+@register_fake("fmoe_ext::expert_mlp_backward_inputs", ExpertMlpBackward, **_RANKS)
+def _(a: ExpertMlpBackward) -> tuple[torch.Tensor, ...]:
+    dx, *_, dtopk_weights = _new_gradients(a, a.needs)
+    R, nothing = a.row_idx.shape[0], a.x.new_empty(0)
+    dh = _kept_rows(a.x, R, a.w1.shape[1]) if a.needs[1] or a.needs[2] else nothing
+    return dx, dtopk_weights, dh, _kept_rows(a.x, R, a.w2.shape[2]) if a.needs[3] else nothing.clone()
 
 
-@register_fake("fmoe_ext::expert_mlp_backward_inputs", **_RANKS)
-def _(
-    grad_y: torch.Tensor,
-    x: torch.Tensor,
-    row_idx: torch.Tensor,
-    inverse: torch.Tensor,
-    offs: torch.Tensor,
-    w1: torch.Tensor,
-    w2: torch.Tensor,
-    b2: torch.Tensor | None,
-    topk_weights: torch.Tensor | None,
-    h: torch.Tensor,
-    activation: int,
-    combine: bool,
-    needs: list[bool],
-) -> tuple[torch.Tensor, ...]:
-    grads = _new_gradients(x, inverse, w1, w2, topk_weights, needs)
-    R = row_idx.shape[0]
-    dh = _kept_rows(x, R, w1.shape[1]) if needs[1] or needs[2] else x.new_empty(0)
-    return grads[0], grads[5], dh, _kept_rows(x, R, w2.shape[2]) if needs[3] else x.new_empty(0)
+@register_fake("fmoe_ext::expert_mlp_backward_weights", ExpertMlpBackwardWeights, **_RANKS)
+def _(a: ExpertMlpBackwardWeights) -> tuple[torch.Tensor, ...]:
+    return _new_gradients(a, _returned(a))[1:5]
 
 
 def _kept_rows(x: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
@@ -216,47 +166,19 @@ def _kept_rows(x: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
     return x.new_empty((rows, (lines + 1 - lines % 2) * line))[:, :columns]
 
 
-@register_fake("fmoe_ext::expert_mlp_backward_weights", **_RANKS)
-def _(
-    grad_y: torch.Tensor,
-    x: torch.Tensor,
-    row_idx: torch.Tensor,
-    inverse: torch.Tensor,
-    offs: torch.Tensor,
-    w1: torch.Tensor,
-    w2: torch.Tensor,
-    topk_weights: torch.Tensor | None,
-    dh: torch.Tensor,
-    scaled_a: torch.Tensor,
-    activation: int,
-    combine: bool,
-    needs: list[bool],
-    main_dw1: torch.Tensor | None,
-    main_dw2: torch.Tensor | None,
-) -> tuple[torch.Tensor, ...]:
-    return _new_gradients(x, inverse, w1, w2, topk_weights, _returned(needs, main_dw1, main_dw2))[1:5]
-
-
-def _returned(
-    needs: Sequence[bool], main_dw1: torch.Tensor | None, main_dw2: torch.Tensor | None
-) -> list[bool]:
+def _returned(a: ExpertMlpBackward | ExpertMlpBackwardWeights) -> list[bool]:
     """needs without what is added to a main gradient instead."""
-    returned = list(needs)
-    returned[1] &= main_dw1 is None
-    returned[3] &= main_dw2 is None
+    returned = list(a.needs)
+    returned[1] &= a.main_dw1 is None
+    returned[3] &= a.main_dw2 is None
     return returned
 
 
 def _new_gradients(
-    x: torch.Tensor,
-    inverse: torch.Tensor,
-    w1: torch.Tensor,
-    w2: torch.Tensor,
-    topk_weights: torch.Tensor | None,
-    needs: Sequence[bool],
+    a: ExpertMlpBackward | ExpertMlpBackwardWeights, needs: Sequence[bool]
 ) -> tuple[torch.Tensor, ...]:
-    like = (x, w1, w1, w2, w2, x if topk_weights is None else topk_weights)
-    shapes = (x.shape, w1.shape, w1.shape[:2], w2.shape, w2.shape[:2], inverse.shape)
+    like = (a.x, a.w1, a.w1, a.w2, a.w2, a.x if a.topk_weights is None else a.topk_weights)
+    shapes = (a.x.shape, a.w1.shape, a.w1.shape[:2], a.w2.shape, a.w2.shape[:2], a.inverse.shape)
     return tuple(
         t.new_empty(shape if wanted else (0,)) for t, shape, wanted in zip(like, shapes, needs, strict=True)
     )
@@ -283,9 +205,8 @@ def _backward(ctx: Any, grad_y: torch.Tensor | None, _grad_h: None) -> Tensors:
             "expert_mlp was called with save_h=False, so there is nothing to compute gradients from"
         )
     needs = [ctx.needs_input_grad[i] for i in PLACES]
-    computed = torch.ops.fmoe_ext.expert_mlp_backward(
-        grad_y, *ctx.saved_tensors, ctx.activation, ctx.combine, needs
-    )
+    arguments = (grad_y, *ctx.saved_tensors, ctx.activation, ctx.combine, needs)
+    computed = call("fmoe_ext::expert_mlp_backward", *arguments)
     for place, wanted, grad in zip(PLACES, needs, computed, strict=True):
         grads[place] = grad if wanted else None
     return tuple(grads)
@@ -373,6 +294,19 @@ def _all_needs(needs: Needs) -> list[bool]:
     """In the order of the operator's results."""
     (dx, dtopk_weights, *_), weights = needs
     return [dx, *weights, dtopk_weights]
+
+
+def _transformed(
+    inputs: Tensors, weights: Tensors, activation: int, combine: bool, main_grads: Sequence[MainGrad | None]
+) -> torch.Tensor:
+    """expert_mlp inside torch.func's transforms, which want the gradients returned."""
+    if any(main_grads):
+        raise RuntimeError(TRANSFORMED_MAIN_GRAD)
+    x, topk_weights, *indices = inputs
+    x, *weights_cast = cast_for_autocast(x, *weights)
+    arguments = (x, *indices, *weights_cast, topk_weights, activation, combine, True)
+    y: torch.Tensor = call_functional("fmoe_ext::expert_mlp", *arguments)[0]
+    return y
 
 
 def _in_two(product: _ExpertMlp, inputs: Tensors, weights: Tensors) -> torch.Tensor:

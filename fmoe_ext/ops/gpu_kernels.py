@@ -1,4 +1,4 @@
-"""Which kernels compute the products of CUDA tensors: FMOE_GPU_KERNELS, and what `python -m fmoe_ext.gpu prove` found.
+"""Choose the kernels of CUDA tensors by FMOE_GPU_KERNELS and the findings of `python -m fmoe_ext.gpu prove`.
 
 A kernel of cuda/select.h is on or off, for the whole process. Until the first CUDA call on a device all are off.
 """
@@ -31,17 +31,17 @@ def switch_on(kernels: Iterable[str]) -> None:
 
 
 def runs() -> dict[str, int]:
-    """How often each kernel has been chosen by this process."""
+    """Times that this process has chosen each kernel."""
     return dict(zip(names(), torch.ops.fmoe_ext._gpu_kernel_runs(), strict=True))
 
 
 def is_tf32(kernel: str) -> bool:
-    """Whether a kernel rounds float32 to TF32: it is used only while torch allows that, however much it is on."""
+    """True if a kernel rounds float32 to TF32: it is used only while torch allows that."""
     return kernel.endswith(".tf32")
 
 
 def tf32_allowed() -> bool:
-    """Whether torch allows TF32 in products of float32 on CUDA, at this moment."""
+    """True if torch allows TF32 in products of float32 on CUDA, at this moment."""
     return bool(torch.backends.cuda.matmul.fp32_precision == "tf32")
 
 
@@ -57,7 +57,7 @@ def ask_torch_about_tf32(namespace: str = "fmoe_ext") -> torch.library.Library:
 
 
 class SmMargin:
-    """SMs that persistent kernels leave to others, in this process: as many as the most that somebody asks for.
+    """SMs that persistent kernels leave free in this process: the largest number that was reserved.
 
     A thread block of theirs takes an SM for itself, so that a kernel of NCCL finds no room beside it; and a block of
     theirs that has to wait for an SM begins its whole share late.
@@ -91,7 +91,7 @@ SM_MARGIN = SmMargin()
 
 @dataclass(frozen=True)
 class Choice:
-    """What one device is to use."""
+    """Kernels that one device uses."""
 
     kernels: frozenset[str]
     torch: bool = False  # torch_path in the place of all our products
@@ -144,7 +144,7 @@ class Selection:
         self._tf32: torch.library.Library | None = None
 
     def prepare(self) -> None:
-        """When the CUDA module has been loaded: nothing unproved is on, whoever calls an operator first."""
+        """Turn unproved kernels off as soon as the CUDA module is loaded, before any operator is called."""
         self.is_prepared = True
         self._tf32 = ask_torch_about_tf32()
         if _env.get("FMOE_GPU_KERNELS") in NEED_PROOF:
@@ -182,7 +182,7 @@ def cuda_module() -> Path | None:
 
 
 def key_of(device: int) -> gpu_proof.Key:
-    """What a proof for a CUDA device holds for."""
+    """Key of a proof for a CUDA device."""
     module = cuda_module()
     assert module is not None, "there are no CUDA kernels to prove"
     return gpu_proof.key_of(device, module)

@@ -1,4 +1,4 @@
-"""What `python -m fmoe_ext.gpu prove` found on a GPU: a small JSON file in the user's cache folder.
+"""Findings of `python -m fmoe_ext.gpu prove`: a small JSON file in the user's cache folder.
 
 One file for each combination of GPU, driver, torch and build of our CUDA module: what was proved with one is not
 proved with another.
@@ -26,7 +26,7 @@ STATES = ("proved", "failed", "slow", "untested")  # only proved ones are used
 
 @dataclass(frozen=True)
 class Key:
-    """What a proof holds for."""
+    """GPU, driver and build that a proof is valid for."""
 
     gpu: str
     driver: str
@@ -117,7 +117,7 @@ def parse(content: Any, key: Key) -> Proof:
 
 
 def cache_folder() -> Path:
-    """Where the files lie: fmoe_ext/gpu in XDG_CACHE_HOME, or in ~/.cache."""
+    """Folder of the files: fmoe_ext/gpu in XDG_CACHE_HOME, or in ~/.cache."""
     home = _env.get("XDG_CACHE_HOME")
     return (Path(home) if home else Path.home() / ".cache") / "fmoe_ext" / "gpu"
 

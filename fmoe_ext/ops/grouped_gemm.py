@@ -7,7 +7,10 @@ import torch
 
 from fmoe_ext.ops import debug, gpu_kernels
 from fmoe_ext.ops._autograd import (
+    call,
+    call_functional,
     cast_for_autocast,
+    is_transformed,
     refuse_tangents,
     register_autocast,
     register_autograd,
@@ -15,7 +18,7 @@ from fmoe_ext.ops._autograd import (
     register_not_differentiable_twice,
 )
 from fmoe_ext.ops._split import Needs, Tensors, in_two, worthwhile
-from fmoe_ext.ops.main_grad import NO_GRAPH, MainGrad
+from fmoe_ext.ops.main_grad import NO_GRAPH, TRANSFORMED_MAIN_GRAD, MainGrad
 from fmoe_ext.ops.outside_graphs import outside_graphs
 
 
@@ -38,6 +41,8 @@ def grouped_gemm(
     Equivalent to: torch.cat([F.linear(rows, weight[e], bias[e]) for e, rows in enumerate(x.split(counts))]).
     """
     gpu_kernels.before(x)
+    if torch.is_grad_enabled() and is_transformed(x, weight, bias):
+        return _transformed(x, weight.mT if transposed else weight, offs, bias, main_grad)
     if transposed:
         if main_grad is not None:
             raise ValueError("transposed=True and main_grad cannot be combined")
@@ -111,7 +116,7 @@ def _backward(ctx: Any, grad_y: torch.Tensor) -> Tensors:
     x, weight, offs = ctx.saved_tensors
     num_given = len(ctx.needs_input_grad)  # 3 when bias is left out
     needs = [ctx.needs_input_grad[0], ctx.needs_input_grad[1], num_given > 3 and ctx.needs_input_grad[3]]
-    grads = torch.ops.fmoe_ext.grouped_gemm_backward(grad_y, x, weight, offs, needs)
+    grads = call("fmoe_ext::grouped_gemm_backward", grad_y, x, weight, offs, needs)
     dx, dweight, dbias = (grad if wanted else None for grad, wanted in zip(grads, needs, strict=True))
     return (dx, dweight, None, dbias)[:num_given]
 
@@ -220,6 +225,21 @@ class _Transposed:
     ) -> Tensors:
         wanted = [False, True, False]
         return (torch.ops.fmoe_ext.grouped_gemm_backward(saved[0], grad_y, *saved[1:], wanted)[1],)
+
+
+def _transformed(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    offs: torch.Tensor,
+    bias: torch.Tensor | None,
+    main_grad: MainGrad | None,
+) -> torch.Tensor:
+    """grouped_gemm inside torch.func's transforms, which want the gradients returned."""
+    if main_grad is not None:
+        raise RuntimeError(TRANSFORMED_MAIN_GRAD)
+    x, weight, bias = cast_for_autocast(x, weight, bias)
+    y: torch.Tensor = call_functional("fmoe_ext::grouped_gemm", x, weight, offs, bias)
+    return y
 
 
 class _TransposedAtOnce(torch.autograd.Function):

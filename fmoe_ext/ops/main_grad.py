@@ -6,10 +6,11 @@ from itertools import accumulate, pairwise
 import torch
 
 NO_GRAPH = "the gradient of a weight is added to weight.main_grad by code that a compiled graph cannot hold"
+TRANSFORMED_MAIN_GRAD = "torch.func cannot transform experts with gradient_accumulation_fusion=True"
 
 
 class MainGrad:
-    """Where a backward adds the gradient of experts [first, end) of a parameter: parameter.main_grad.
+    """Tensor to which a backward adds the gradient of experts [first, end) of a parameter: parameter.main_grad.
 
     main_grad has the shape and device of the parameter and is float32, float64 for a float64 parameter: what
     Megatron-core's DistributedDataParallel gives parameters, or what the user sets. It is looked up in backward

@@ -3,7 +3,7 @@ from typing import Any
 import torch
 
 from fmoe_ext.ops import debug
-from fmoe_ext.ops._autograd import register_autograd, register_fake
+from fmoe_ext.ops._autograd import call, register_autograd, register_fake
 
 
 def permute(x: torch.Tensor, row_idx: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
@@ -15,7 +15,8 @@ def permute(x: torch.Tensor, row_idx: torch.Tensor, inverse: torch.Tensor) -> to
     """
     if debug.wanted(x):
         debug.check(torch.ops.fmoe_ext.permute, x, row_idx, inverse, cut=(x,))
-    return torch.ops.fmoe_ext.permute(x, row_idx, inverse)
+    rows: torch.Tensor = call("fmoe_ext::permute", x, row_idx, inverse)
+    return rows
 
 
 def unpermute(
@@ -31,7 +32,8 @@ def unpermute(
     """
     if debug.wanted(y):
         debug.check(torch.ops.fmoe_ext.unpermute, y, row_idx, inverse, None, cut=(y,))
-    return torch.ops.fmoe_ext.unpermute(y, row_idx, inverse, topk_weights)
+    out: torch.Tensor = call("fmoe_ext::unpermute", y, row_idx, inverse, topk_weights)
+    return out
 
 
 def permute_ref(x: torch.Tensor, row_idx: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
@@ -87,7 +89,7 @@ def _permute_setup(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> N
 
 
 def _permute_backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-    return torch.ops.fmoe_ext.unpermute(grad, *ctx.saved_tensors, None), None, None
+    return call("fmoe_ext::unpermute", grad, *ctx.saved_tensors, None), None, None
 
 
 def _unpermute_setup(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
@@ -99,8 +101,9 @@ def _unpermute_setup(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) ->
 def _unpermute_backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
     y, row_idx, inverse, topk_weights = ctx.saved_tensors
     if topk_weights is None:
-        return torch.ops.fmoe_ext.permute(grad, row_idx, inverse), None, None, None
-    grad_y, grad_weights = torch.ops.fmoe_ext.unpermute_backward(grad, y, row_idx, inverse, topk_weights)
+        return call("fmoe_ext::permute", grad, row_idx, inverse), None, None, None
+    arguments = (grad, y, row_idx, inverse, topk_weights)
+    grad_y, grad_weights = call("fmoe_ext::unpermute_backward", *arguments)
     return grad_y, None, None, None if y is None else grad_weights
 
 

@@ -7,7 +7,7 @@ from fmoe_ext.ops._autograd import register_fake
 
 
 class SortedTokens(NamedTuple):
-    """Where each choice goes when the rows are grouped by expert; rows at or past offs[-1] are padding."""
+    """Place of each choice when the rows are grouped by expert; rows at or past offs[-1] are padding."""
 
     tokens_per_expert: torch.Tensor  # [E] int64
     offs: torch.Tensor  # [E] int32, cumulative ends

@@ -3,7 +3,14 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from fmoe_ext.ops._autograd import refuse_tangents, register_autograd, register_fake
+from fmoe_ext.ops._autograd import (
+    call,
+    call_functional,
+    is_transformed,
+    refuse_tangents,
+    register_autograd,
+    register_fake,
+)
 
 SCORES = ("softmax", "sigmoid")  # an operator names a score by its place
 
@@ -40,6 +47,9 @@ def topk_gate(
     has_gradient = torch.is_grad_enabled() and isinstance(logits, torch.Tensor) and logits.requires_grad
     if torch.compiler.is_compiling() or not has_gradient:
         return torch.ops.fmoe_ext.topk_gate(*args)
+    if is_transformed(logits, bias):
+        topk_idx, topk_weights = call_functional("fmoe_ext::topk_gate", *args)
+        return topk_idx, topk_weights
     refuse_tangents("topk_gate", logits)
     return _TopkGate.apply(*args)
 
@@ -145,9 +155,8 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.
 
 def _backward(ctx: Any, _: None, grad_weights: torch.Tensor) -> tuple[Any, ...]:
     logits, topk_idx, topk_weights = ctx.saved_tensors
-    grad_logits = torch.ops.fmoe_ext.topk_gate_backward(
-        grad_weights, logits, topk_idx, topk_weights, ctx.score, ctx.normalize, ctx.scale
-    )
+    options = (ctx.score, ctx.normalize, ctx.scale)
+    grad_logits = call("fmoe_ext::topk_gate_backward", grad_weights, logits, topk_idx, topk_weights, *options)
     return grad_logits, None, None, None, None, None, None, None
 
 

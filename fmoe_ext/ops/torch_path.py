@@ -16,6 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fmoe_ext.ops.arguments import ExpertMlp, ExpertMlpBackward, ExpertMlpBackwardWeights
+
 aten = torch.ops.aten
 native = torch.ops.fmoe_ext
 
@@ -37,7 +39,7 @@ def install(dispatch_key: str) -> torch.library.Library:
 
 
 def compute_dtype(t: Tensor) -> torch.dtype:
-    """What sums and activations of t are computed in."""
+    """Dtype of sums and activations of t."""
     return torch.float64 if t.dtype == torch.float64 else torch.float32
 
 
@@ -244,135 +246,78 @@ ACTIVATIONS = (
 )
 
 
-def expert_mlp(
-    x: Tensor,
-    row_idx: Tensor,
-    inverse: Tensor,
-    offs: Tensor,
-    w1: Tensor,
-    b1: Tensor | None,
-    w2: Tensor,
-    b2: Tensor | None,
-    topk_weights: Tensor | None,
-    activation: int,
-    combine: bool,
-    save_h: bool,
-) -> tuple[Tensor, Tensor]:
-    native._check_expert_mlp(x, row_idx, inverse, offs, w1, b1, w2, b2, topk_weights, activation)
-    groups, choices = Groups(offs, row_idx.shape[0]), Choices(row_idx, inverse)
-    h = linear(groups, choices.in_rows(x), w1, b1)
-    a = ACTIVATIONS[activation](h.to(compute_dtype(h))).to(x.dtype)
-    y = linear(groups, a, w2, b2)
-    if combine:
-        y = choices.summed(y, topk_weights)
-    elif topk_weights is not None:
-        scaled = y * choices.factors(topk_weights, compute_dtype(y))[:, None]
+def expert_mlp(*arguments: Any) -> tuple[Tensor, Tensor]:
+    a = ExpertMlp(*arguments)
+    native._check_expert_mlp(*a[:10])
+    groups, choices = Groups(a.offs, a.row_idx.shape[0]), Choices(a.row_idx, a.inverse)
+    h = linear(groups, choices.in_rows(a.x), a.w1, a.b1)
+    activated = ACTIVATIONS[a.activation](h.to(compute_dtype(h))).to(a.x.dtype)
+    y = linear(groups, activated, a.w2, a.b2)
+    if a.combine:
+        y = choices.summed(y, a.topk_weights)
+    elif a.topk_weights is not None:
+        scaled = y * choices.factors(a.topk_weights, compute_dtype(y))[:, None]
         y = scaled.to(y.dtype).masked_fill(groups.is_padding, 0)
-    return y, h if save_h else h.new_empty(0)
+    return y, h if a.save_h else h.new_empty(0)
 
 
 def expert_mlp_backward(*arguments: Any) -> tuple[Tensor, ...]:
     return expert_mlp_backward_accumulate(*arguments)
 
 
-def expert_mlp_backward_accumulate(
-    grad_y: Tensor,
-    x: Tensor,
-    row_idx: Tensor,
-    inverse: Tensor,
-    offs: Tensor,
-    w1: Tensor,
-    w2: Tensor,
-    b2: Tensor | None,
-    topk_weights: Tensor | None,
-    h: Tensor,
-    activation: int,
-    combine: bool,
-    needs: list[bool],
-    main_dw1: Tensor | None = None,
-    main_dw2: Tensor | None = None,
-) -> tuple[Tensor, ...]:
-    index, options = (row_idx, inverse, offs), (activation, combine, needs)
-    dx, dtopk_weights, dh, scaled_a = expert_mlp_backward_inputs(
-        grad_y, x, *index, w1, w2, b2, topk_weights, h, *options
-    )
+def expert_mlp_backward_accumulate(*arguments: Any) -> tuple[Tensor, ...]:
+    a = ExpertMlpBackward(*arguments)
+    dx, dtopk_weights, dh, scaled_a = expert_mlp_backward_inputs(*arguments[:13])
     dweights = expert_mlp_backward_weights(
-        grad_y, x, *index, w1, w2, topk_weights, dh, scaled_a, *options, main_dw1, main_dw2
+        *(*a[:7], a.topk_weights, dh, scaled_a, a.activation, a.combine, a.needs, a.main_dw1, a.main_dw2)
     )
     return dx, *dweights, dtopk_weights
 
 
-def expert_mlp_backward_inputs(
-    grad_y: Tensor,
-    x: Tensor,
-    row_idx: Tensor,
-    inverse: Tensor,
-    offs: Tensor,
-    w1: Tensor,
-    w2: Tensor,
-    b2: Tensor | None,
-    topk_weights: Tensor | None,
-    h: Tensor,
-    activation: int,
-    combine: bool,
-    needs: list[bool],
-) -> tuple[Tensor, ...]:
-    arguments = (grad_y, x, row_idx, inverse, offs, w1, w2, b2, topk_weights, h, None, None)
-    native._check_expert_mlp_backward(*arguments, activation, combine, needs, None, None)
-    groups, choices = Groups(offs, row_idx.shape[0]), Choices(row_idx, inverse)
-    dtype, act = compute_dtype(x), ACTIVATIONS[activation]
-    grad_rows, wide_h = choices.in_rows(grad_y) if combine else grad_y, h.to(dtype)
+def expert_mlp_backward_inputs(*arguments: Any) -> tuple[Tensor, ...]:
+    a = ExpertMlpBackward(*arguments)
+    native._check_expert_mlp_backward(*a[:10], None, None, a.activation, a.combine, a.needs, None, None)
+    groups, choices = Groups(a.offs, a.row_idx.shape[0]), Choices(a.row_idx, a.inverse)
+    dtype, act = compute_dtype(a.x), ACTIVATIONS[a.activation]
+    grad_rows, wide_h = choices.in_rows(a.grad_y) if a.combine else a.grad_y, a.h.to(dtype)
 
-    a, da = act(wide_h), groups.rows_by_weight(grad_rows, w2, transposed=True).to(dtype)
-    scaled_a, scaled_da = a, da
-    if topk_weights is not None:
-        factors = choices.factors(topk_weights, dtype)[:, None]
-        scaled_a, scaled_da = a * factors, da * factors
-    dh = act.gradient(scaled_da, wide_h).to(x.dtype)
+    activated, grad = act(wide_h), groups.rows_by_weight(grad_rows, a.w2, transposed=True).to(dtype)
+    scaled, scaled_grad = activated, grad
+    if a.topk_weights is not None:
+        factors = choices.factors(a.topk_weights, dtype)[:, None]
+        scaled, scaled_grad = activated * factors, grad * factors
+    dh = act.gradient(scaled_grad, wide_h).to(a.x.dtype)
 
-    nothing = x.new_empty(0)
+    nothing = a.x.new_empty(0)
     dtopk_weights = nothing
-    if needs[5]:
-        assert topk_weights is not None
-        products = (da * a).sum(1) + groups.dots(grad_rows, b2, dtype)
-        dtopk_weights = choices.gathered(products).to(topk_weights.dtype)
+    if a.needs[5]:
+        assert a.topk_weights is not None
+        products = (grad * activated).sum(1) + groups.dots(grad_rows, a.b2, dtype)
+        dtopk_weights = choices.gathered(products).to(a.topk_weights.dtype)
     return (
-        choices.summed(groups.rows_by_weight(dh, w1, transposed=True)) if needs[0] else nothing.clone(),
+        choices.summed(groups.rows_by_weight(dh, a.w1, transposed=True)) if a.needs[0] else nothing.clone(),
         dtopk_weights,
-        dh if needs[1] or needs[2] else nothing.clone(),
-        scaled_a.to(x.dtype) if needs[3] else nothing.clone(),
+        dh if a.needs[1] or a.needs[2] else nothing.clone(),
+        scaled.to(a.x.dtype) if a.needs[3] else nothing.clone(),
     )
 
 
-def expert_mlp_backward_weights(
-    grad_y: Tensor,
-    x: Tensor,
-    row_idx: Tensor,
-    inverse: Tensor,
-    offs: Tensor,
-    w1: Tensor,
-    w2: Tensor,
-    topk_weights: Tensor | None,
-    dh: Tensor,
-    scaled_a: Tensor,
-    activation: int,
-    combine: bool,
-    needs: list[bool],
-    main_dw1: Tensor | None,
-    main_dw2: Tensor | None,
-) -> tuple[Tensor, ...]:
-    arguments = (grad_y, x, row_idx, inverse, offs, w1, w2, None, topk_weights, None, dh, scaled_a)
-    native._check_expert_mlp_backward(*arguments, activation, combine, needs, main_dw1, main_dw2)
-    groups, choices = Groups(offs, row_idx.shape[0]), Choices(row_idx, inverse)
-    grad_rows = choices.in_rows(grad_y) if combine else grad_y
-    factors = None if topk_weights is None else choices.factors(topk_weights, compute_dtype(x))
+def expert_mlp_backward_weights(*arguments: Any) -> tuple[Tensor, ...]:
+    a = ExpertMlpBackwardWeights(*arguments)
+    native._check_expert_mlp_backward(
+        *(*a[:7], None, a.topk_weights, None, a.dh, a.scaled_a, a.activation, a.combine, a.needs),
+        *(a.main_dw1, a.main_dw2),
+    )
+    groups, choices = Groups(a.offs, a.row_idx.shape[0]), Choices(a.row_idx, a.inverse)
+    grad_rows = choices.in_rows(a.grad_y) if a.combine else a.grad_y
+    factors = None if a.topk_weights is None else choices.factors(a.topk_weights, compute_dtype(a.x))
     computed = (
-        lambda: groups.weight_gradient(dh, choices.in_rows(x), main_dw1),
-        lambda: groups.sums(dh),
-        lambda: groups.weight_gradient(grad_rows, scaled_a, main_dw2),
+        lambda: groups.weight_gradient(a.dh, choices.in_rows(a.x), a.main_dw1),
+        lambda: groups.sums(a.dh),
+        lambda: groups.weight_gradient(grad_rows, a.scaled_a, a.main_dw2),
         lambda: groups.sums(grad_rows, factors),
     )
     return tuple(
-        gradient() if needed else x.new_empty(0)
-        for gradient, needed in zip(computed, needs[1:5], strict=True)
+        gradient() if needed else a.x.new_empty(0)
+        for gradient, needed in zip(computed, a.needs[1:5], strict=True)
     )

@@ -1,11 +1,12 @@
-"""python -m fmoe_ext.pipeline plan: which layout a model should train in."""
+"""`fmoe pipeline plan`: the fastest parallel layouts of a model that fit the memory."""
 
 import argparse
 import sys
 from collections.abc import Sequence
 
 from fmoe_ext._cli import positive_float, positive_int
-from fmoe_ext.pipeline.plan import GIB, Estimate, Hardware, advice, plan
+from fmoe_ext.ep.cost import Hardware
+from fmoe_ext.pipeline.plan import GIB, Estimate, advice, plan
 from fmoe_ext.pipeline.shapes import left_out, read_shape
 
 HEADERS = (
@@ -16,7 +17,7 @@ HEADERS = (
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m fmoe_ext.pipeline", description=__doc__)
+    parser = argparse.ArgumentParser(prog="fmoe pipeline")
     commands = parser.add_subparsers(dest="command", required=True)
     command = commands.add_parser(
         "plan",
@@ -24,7 +25,12 @@ def build_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add = command.add_argument
-    add("--model", required=True, help="a config.json of Transformers, or d_model=...,num_layers=...,...")
+    add(
+        "--model",
+        required=True,
+        help="config.json of Transformers, or "
+        "d_model=...,num_layers=...,num_heads=...,d_hidden=...,vocabulary=...[,num_experts=...,top_k=...]",
+    )
     add("--ranks", type=positive_int, required=True, help="processes, one a device")
     add("--batch", type=positive_int, default=256, help="sequences of a step, on all ranks together")
     add("--length", type=positive_int, default=2048, help="tokens of a sequence")
@@ -51,7 +57,7 @@ def line(found: Estimate) -> str:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Prints the plan of the command line."""
     options = build_parser().parse_args(arguments)
-    hardware = Hardware(options.tflops * 1e12, options.gbytes_per_second * 1e9, options.memory_gib * GIB)
+    hardware = Hardware(options.gbytes_per_second * 1e9, options.tflops * 1e12, options.memory_gib * GIB)
     try:
         shape = read_shape(options.model)
         if missing := left_out(options.model):
@@ -67,5 +73,5 @@ def main(arguments: Sequence[str] | None = None) -> None:
             checkpoint_bytes=kept,
         )
     except (ValueError, OSError) as error:
-        sys.exit(str(error))
+        sys.exit(f"error: {error}")
     print("\n".join([*HEADERS, *map(line, found[: options.top]), "", advice(found, hardware)]))

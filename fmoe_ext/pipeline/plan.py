@@ -1,23 +1,15 @@
-"""Which layout of ranks a model should train in: memory a rank and seconds a step of every pp x dp x ep x schedule."""
+"""Plan the layout of a training: memory a rank and seconds a step of every pp x dp x ep x schedule."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
+from fmoe_ext.ep.cost import Hardware
 from fmoe_ext.pipeline.balance import balance_cost
 
 GIB = 2**30
 PIPELINE_GAIN = 1.01  # a pipeline must be faster by this factor than what needs none
 OPTIMIZER_COPIES = 4  # of each parameter: value, gradient and Adam's two
-
-
-@dataclass(frozen=True)
-class Hardware:
-    """One rank's: FLOP a second that it reaches, bytes a second to other ranks, bytes of memory."""
-
-    flops: float
-    bytes_per_second: float
-    memory: float
 
 
 @dataclass(frozen=True)
@@ -127,7 +119,7 @@ def estimate(
     *,
     checkpoint_bytes: float = 0,
 ) -> Estimate:
-    """What a layout takes of a rank for a batch of so many sequences on all ranks.
+    """Memory and time of a rank in a layout, for a batch of so many sequences on all ranks.
 
     checkpoint_bytes: what a layer keeps of one sequence with activation checkpointing; 0: without.
     """
@@ -188,11 +180,11 @@ def _seconds(
     layers: list[LayerPlan], layout: Layout, rows: float, hardware: Hardware, repeated: bool
 ) -> tuple[float, float]:
     """Of one microbatch: compute, and exchanges there and back in the forward and in the backward."""
-    compute = rows * sum(layer.flops for layer in layers) / hardware.flops * (4 / 3 if repeated else 1)
+    compute = rows * sum(layer.flops for layer in layers) / hardware.throughput * (4 / 3 if repeated else 1)
     share = (layout.ep - 1) / layout.ep
     times = 6 if repeated else 4
     moved = times * share * rows * sum(layer.exchange_bytes for layer in layers)
-    return compute, moved / hardware.bytes_per_second
+    return compute, moved / hardware.bandwidth
 
 
 def _reduction(layers: list[LayerPlan], layout: Layout, hardware: Hardware) -> float:
@@ -202,7 +194,7 @@ def _reduction(layers: list[LayerPlan], layout: Layout, hardware: Hardware) -> f
     )
     copies = layout.dp * layout.ep
     moved = 2 * dense * (copies - 1) / copies + 2 * experts / layout.ep * (layout.dp - 1) / layout.dp
-    return moved / hardware.bytes_per_second
+    return moved / hardware.bandwidth
 
 
 def plan(

@@ -98,7 +98,7 @@ class Shape:
 def measure_layers(model: nn.Module, sample: Tensor, rounds: int = 3) -> list[LayerPlan]:
     """The layers of a model as split() cuts it, run on a sample [B, *]; their FLOP are seconds of this machine's.
 
-    The plan of a real model takes them with Hardware(flops=1.0, ...).
+    The plan of a real model takes them with Hardware(throughput=1.0, ...).
     """
     layers, rows = layers_of(model), len(sample)
     costs, boundaries = measure(layers, sample, rounds)

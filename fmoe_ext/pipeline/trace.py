@@ -1,14 +1,16 @@
-"""What every rank computed when, and a drawing of it."""
+"""Times of every rank's computations, and a drawing of them."""
 
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from torch.distributed.pipelining import PipelineStage
 
 COLORS = ("#4c78a8", "#f58518", "#54a24b")
 KINDS = ("forward", "backward", "weights")
+LEGEND = MappingProxyType({"weights": "backward of weights, split off"})
 
 
 class Span(NamedTuple):
@@ -17,13 +19,17 @@ class Span(NamedTuple):
     rank: int
     stage: int
     microbatch: int
-    kind: str  # "forward", "backward" (all of it, or the gradients of inputs), "weights" (their gradients)
+    kind: str  # "forward", "backward" (all of it, or the gradients of inputs), "weights" (the rest of a backward)
     begin: float
     end: float
 
 
 class TimedStage(PipelineStage):
-    """torch's stage, which says when it computed what."""
+    """torch's stage with a record of its computations.
+
+    The first stage has no gradient of inputs: where a schedule splits the backward, its whole backward is in the
+    second part, and recorded as "backward".
+    """
 
     record: Callable[[str, int, int, float, float], None]
 
@@ -33,15 +39,19 @@ class TimedStage(PipelineStage):
         self.record("forward", self.stage_index, fwd_chunk_id, begin, time.perf_counter())
         return result
 
-    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
+    def backward_one_chunk(
+        self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, **kwargs: Any
+    ) -> None:
         begin = time.perf_counter()
-        super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
-        self.record("backward", self.stage_index, bwd_chunk_id, begin, time.perf_counter())
+        super().backward_one_chunk(bwd_chunk_id, loss=loss, full_backward=full_backward, **kwargs)
+        if full_backward or not self.is_first:
+            self.record("backward", self.stage_index, bwd_chunk_id, begin, time.perf_counter())
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
         begin = time.perf_counter()
         super().backward_weight_one_chunk(bwd_chunk_id, *args, **kwargs)
-        self.record("weights", self.stage_index, bwd_chunk_id, begin, time.perf_counter())
+        kind = "backward" if self.is_first else "weights"
+        self.record(kind, self.stage_index, bwd_chunk_id, begin, time.perf_counter())
 
 
 def bubble_share(spans: Sequence[Span]) -> float:
@@ -59,7 +69,7 @@ def draw(spans: Sequence[Span], path: str | Path, title: str = "") -> None:
     from matplotlib.patches import Patch
 
     ranks = sorted({span.rank for span in spans})
-    figure = Figure(figsize=(12, 1.4 + 0.7 * len(ranks)), layout="constrained")
+    figure = Figure(figsize=(9, 1.6 + 0.7 * len(ranks)), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     step = max(span.end for span in spans) - min(span.begin for span in spans)
@@ -71,17 +81,17 @@ def draw(spans: Sequence[Span], path: str | Path, title: str = "") -> None:
         axes.barh(
             span.rank, length, left=1e3 * span.begin, color=color, alpha=alpha, edgecolor="white", height=0.8
         )
-        if span.end - span.begin > 0.01 * step:  # otherwise the number is wider than its box
+        if span.end - span.begin > 0.02 * step:  # otherwise the number is wider than its box
             middle = 1e3 * span.begin + length / 2
-            axes.text(middle, span.rank, str(span.microbatch), ha="center", va="center", fontsize=7)
+            axes.text(middle, span.rank, str(span.microbatch), ha="center", va="center", fontsize=9)
     axes.set_yticks(ranks, [f"rank {rank}" for rank in ranks])
     axes.invert_yaxis()
     axes.set_xlabel("ms")
-    axes.set_title(f"{title} {bubble_share(spans):.0%} bubbles".strip())
+    axes.set_title(f"{title} {bubble_share(spans):.0%} of the time idle".strip())
     used = [kind for kind in KINDS if any(span.kind == kind for span in spans)]
     figure.legend(
         [Patch(color=COLORS[KINDS.index(kind)]) for kind in used],
-        used,
+        [LEGEND.get(kind, kind) for kind in used],
         ncols=len(used),
         loc="outside lower center",
     )

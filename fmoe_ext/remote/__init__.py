@@ -1,12 +1,14 @@
 """Remote experts: train through experts that other machines host, and lose nobody's work.
 
-Needs the extra: pip install fmoe_ext[remote].
+Needs three more packages: pip install grpcio safetensors cryptography.
 """
 
 try:
     import grpc  # noqa: F401
 except ImportError as error:
-    raise ImportError(f"fmoe_ext.remote needs grpcio: pip install fmoe_ext[remote] ({error})") from error
+    raise ImportError(
+        f"fmoe_ext.remote needs grpcio: pip install grpcio safetensors cryptography ({error})"
+    ) from error
 
 from fmoe_ext.remote.client.audit import Auditor, Finding
 from fmoe_ext.remote.client.client import Client, Settings
@@ -29,8 +31,9 @@ from fmoe_ext.remote.etcd.discovery import EtcdDiscovery
 from fmoe_ext.remote.expert_classes import make_expert, register_expert_class
 from fmoe_ext.remote.schema import SchemaError
 from fmoe_ext.remote.security import Credentials, Security
-from fmoe_ext.remote.server.host import Training
-from fmoe_ext.remote.server.server import DeclaredExperts, Options, Server
+from fmoe_ext.remote.server.declared import DeclaredExperts
+from fmoe_ext.remote.server.options import Options, Training
+from fmoe_ext.remote.server.server import Server
 
 __all__ = [
     "DHT",

@@ -1,20 +1,61 @@
 """Beam search: the best live experts of a grid for each token, asking discovery one level at a time."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 
-from fmoe_ext.remote.discovery import Discovery, DiscoveryError, ExpertRecord, check_prefix
+from fmoe_ext.remote.discovery import Discovery, DiscoveryError, ExpertRecord, Unanswered, check_prefix
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Found:
-    """Experts, and for each token which of them, best first; -1 where there are no more."""
+    """Experts, and for each token which of them, best first; -1 where there are no more.
+
+    missing: the prefixes and uids, of num_asked, for which discovery gave no answer in time. Experts below them may
+    live all the same.
+    """
 
     records: list[ExpertRecord]
     topk_idx: torch.Tensor  # [T, beam_size] into records
+    missing: tuple[str, ...] = ()
+    num_asked: int = 0
+
+
+class _Steps:
+    """The questions of one search. Each has an equal share of the time that is left."""
+
+    def __init__(self, prefix: str, count: int, timeout: float):
+        self.prefix, self.left, self.timeout = prefix, count, timeout
+        self.deadline = time.monotonic() + timeout
+        self.missing: list[str] = []
+        self.num_asked = 0
+
+    async def ask(
+        self, question: Callable[[list[str], float], Awaitable[Mapping[str, T]]], keys: list[str]
+    ) -> Mapping[str, T]:
+        """The answers that come in time; DiscoveryError if none comes before the deadline of the search."""
+        self.num_asked += len(keys)
+        while True:
+            seconds = (self.deadline - time.monotonic()) / self.left
+            if seconds * self.left <= 0:
+                raise DiscoveryError(
+                    f"the search below {self.prefix} was not done within {self.timeout:.3g} s: "
+                    f"no answer for {keys[0]}{f' and {len(keys) - 1} more' if len(keys) > 1 else ''}"
+                )
+            try:
+                found = await question(keys, seconds)
+            except Unanswered as error:
+                found = error.found
+            if found or not keys:
+                break
+        self.left -= 1
+        self.missing += [key for key in keys if key not in found]
+        return found
 
 
 async def beam_search(
@@ -27,19 +68,27 @@ async def beam_search(
     """The beam_size live experts with the highest sum of scores, as far as a beam of that width finds them.
 
     scores: one [T, n] for each dimension of the grid; expert prefix.i.j scores scores[0][t, i] + scores[1][t, j].
-    Asks discovery once a dimension and once for the records; DiscoveryError if that takes longer than timeout.
+    Asks discovery once a dimension and once for the records, each with an equal share of the time that is left. Keys
+    without an answer by then are left out and named in Found.missing; DiscoveryError if a step has no answer at all.
     Exact for one dimension.
     """
-    deadline = time.monotonic() + timeout
+    steps = _Steps(prefix, len(scores) + 1, timeout)
     num_tokens = scores[0].shape[0]
     prefixes = [check_prefix(prefix)]
     beam_prefix = torch.zeros(num_tokens, 1, dtype=torch.int64)  # [T, B] into prefixes; -1: none
     beam_score = torch.zeros(num_tokens, 1, dtype=scores[0].dtype)
+
+    async def successors(keys: list[str], seconds: float) -> Mapping[str, frozenset[int]]:
+        return await discovery.successors(keys, timeout=seconds)
+
+    async def records_of(keys: list[str], seconds: float) -> Mapping[str, ExpertRecord | None]:
+        return dict(zip(keys, await discovery.get(keys, timeout=seconds), strict=True))
+
     for axis in scores:
-        live = await discovery.successors(prefixes, timeout=_left(deadline, prefix, timeout))
+        live = await steps.ask(successors, prefixes)
         alive = torch.zeros(len(prefixes) + 1, axis.shape[1], dtype=torch.bool)  # the last row: no prefix
         for n, name in enumerate(prefixes):
-            alive[n, [place for place in live[name] if place < axis.shape[1]]] = True
+            alive[n, [place for place in live.get(name, ()) if place < axis.shape[1]]] = True
         candidates = beam_score[:, :, None] + axis.detach().cpu()[:, None, :]  # [T, B, n]
         candidates = candidates.masked_fill(~alive[beam_prefix], -torch.inf).flatten(1)
         best = candidates.topk(min(beam_size, candidates.shape[1]), dim=1)
@@ -49,16 +98,9 @@ async def beam_search(
         beam_score = best.values
         used, beam_prefix = _number(extended)
         prefixes = [f"{prefixes[code // axis.shape[1]]}.{code % axis.shape[1]}" for code in used]
-    records = await discovery.get(prefixes, timeout=_left(deadline, prefix, timeout))
-    return _drop_dead(records, beam_prefix)
-
-
-def _left(deadline: float, prefix: str, timeout: float) -> float:
-    """Seconds until a deadline; DiscoveryError once it has passed."""
-    left = deadline - time.monotonic()
-    if left <= 0:
-        raise DiscoveryError(f"the search below {prefix} was not done within {timeout:.3g} s")
-    return left
+    records = await steps.ask(records_of, prefixes)
+    kept, topk_idx = _drop_dead([records.get(uid) for uid in prefixes], beam_prefix)
+    return Found(kept, topk_idx, tuple(steps.missing), steps.num_asked)
 
 
 def _number(codes: torch.Tensor) -> tuple[list[int], torch.Tensor]:
@@ -68,10 +110,12 @@ def _number(codes: torch.Tensor) -> tuple[list[int], torch.Tensor]:
     return used[int(has_none) :].tolist(), index - int(has_none)
 
 
-def _drop_dead(records: Sequence[ExpertRecord | None], topk_idx: torch.Tensor) -> Found:
+def _drop_dead(
+    records: Sequence[ExpertRecord | None], topk_idx: torch.Tensor
+) -> tuple[list[ExpertRecord], torch.Tensor]:
     kept = [n for n, record in enumerate(records) if record is not None]
     number = torch.full((len(records) + 1,), -1)  # its last entry: no expert
     number[kept] = torch.arange(len(kept))
     renamed = number[topk_idx]
     order = (renamed < 0).to(torch.int8).argsort(dim=1, stable=True)  # the living first
-    return Found([r for r in records if r is not None], renamed.gather(1, order))
+    return [r for r in records if r is not None], renamed.gather(1, order)

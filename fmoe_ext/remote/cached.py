@@ -1,10 +1,10 @@
 """Cached: what discovery said a moment ago, without asking again."""
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import TypeVar
 
-from fmoe_ext.remote.discovery import Discovery, ExpertRecord
+from fmoe_ext.remote.discovery import Discovery, ExpertRecord, Unanswered
 
 MAX_ENTRIES = 100_000
 T = TypeVar("T")
@@ -44,20 +44,40 @@ class Cached(Discovery):
         await self.inner.withdraw(uids, endpoint, timeout=timeout)
 
     async def get(self, uids: Sequence[str], *, timeout: float = 5.0) -> list[ExpertRecord | None]:
-        missing = self._missing(self._records, uids)
-        if missing:
-            for uid, record in zip(missing, await self.inner.get(missing, timeout=timeout), strict=True):
-                self._records[uid] = time.monotonic(), record
-        found = [self._records[uid][1] for uid in uids]
-        return [record if record is not None and record.is_live() else None for record in found]
+        async def ask(missing: list[str]) -> dict[str, ExpertRecord | None]:
+            return dict(zip(missing, await self.inner.get(missing, timeout=timeout), strict=True))
+
+        found = await self._answer(self._records, uids, ask)
+        records = [found[uid] for uid in uids]
+        return [record if record is not None and record.is_live() else None for record in records]
 
     async def successors(self, prefixes: Sequence[str], *, timeout: float = 5.0) -> dict[str, frozenset[int]]:
-        missing = self._missing(self._successors, prefixes)
+        async def ask(missing: list[str]) -> dict[str, frozenset[int]]:
+            return await self.inner.successors(missing, timeout=timeout)
+
+        return await self._answer(self._successors, prefixes, ask)
+
+    async def _answer(
+        self,
+        known: dict[str, tuple[float, T]],
+        keys: Sequence[str],
+        ask: Callable[[list[str]], Awaitable[dict[str, T]]],
+    ) -> dict[str, T]:
+        """The answers for all keys, new ones fetched; Unanswered, with those that are known, if some do not come."""
+        begin, missing = time.monotonic(), self._missing(known, keys)
+        late: Unanswered | None = None
+        new: Mapping[str, T] = {}
         if missing:
-            now = time.monotonic()
-            for prefix, places in (await self.inner.successors(missing, timeout=timeout)).items():
-                self._successors[prefix] = now, places
-        return {prefix: self._successors[prefix][1] for prefix in prefixes}
+            try:
+                new = await ask(missing)
+            except Unanswered as error:
+                late, new = error, error.found
+        known.update((key, (begin, answer)) for key, answer in new.items())
+        unanswered = set(late.missing if late else ())
+        found = {key: known[key][1] for key in keys if key not in unanswered}
+        if late is not None:
+            raise Unanswered(str(late), found, late.missing)
+        return found
 
     async def close(self) -> None:
         await self.inner.close()

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from fmoe_ext.remote import loop
 from fmoe_ext.remote.client.client import Client, Settings
 from fmoe_ext.remote.client.expert import RemoteExpert
-from fmoe_ext.remote.discovery import Discovery
+from fmoe_ext.remote.discovery import Discovery, is_uid
 from fmoe_ext.remote.security import Credentials
 
 MARGIN = 1.0
@@ -24,11 +24,11 @@ class Directory:
         self.client = Client(discovery, settings, credentials)
 
     def get_experts(self, uids: Sequence[str], timeout: float = 5.0) -> list[RemoteExpert | None]:
-        """The experts of that name, None where there is none; DiscoveryError if nobody answers in time."""
-        records = loop.run(self.discovery.get(list(uids), timeout=timeout), timeout + MARGIN)
-        return [
-            None if record is None else RemoteExpert(record.uid, record, self.client) for record in records
-        ]
+        """The experts of these uids, None where there is none; DiscoveryError if nobody answers in time."""
+        names = [uid for uid in dict.fromkeys(uids) if is_uid(uid)]
+        records = loop.run(self.discovery.get(names, timeout=timeout), timeout + MARGIN)
+        found = {record.uid: record for record in records if record is not None}
+        return [RemoteExpert(uid, found[uid], self.client) if uid in found else None for uid in uids]
 
     def declare_experts(
         self, uids: Sequence[str], endpoint: str, ttl: float = 30.0, timeout: float = 5.0

@@ -1,27 +1,40 @@
 """Discovery: who hosts which expert. One small interface; the DHT, etcd and a static list stand behind it.
 
-A uid names an expert: a prefix and its coordinates in a grid, joined by dots ("expert.3", "ffn.1.7").
+A uid names an expert: a prefix and its coordinates in a grid, joined by dots ("expert.3", "ffn.1.7"). A prefix is any
+printable text without dots, slashes and spaces ("my::experts2", "größe").
 """
 
 import abc
 import re
 import time
+import unicodedata
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
-MAX_UID_LENGTH = 128
+from fmoe_ext.remote.errors import RemoteError
+
+MAX_UID_LENGTH = 128  # bytes of UTF-8
 MAX_COORDINATE = 2**31 - 1
-_UID = re.compile(r"[A-Za-z_][A-Za-z0-9_]*(?:\.(?:0|[1-9][0-9]{0,9}))+")
-_PREFIX = re.compile(r"[A-Za-z_][A-Za-z0-9_]*(?:\.(?:0|[1-9][0-9]{0,9}))*")
+_UID = re.compile(r"[^.\s/\\]+(?:\.(?:0|[1-9][0-9]{0,9}))+")
+_PREFIX = re.compile(r"[^.\s/\\]+(?:\.(?:0|[1-9][0-9]{0,9}))*")
 
 
-class DiscoveryError(Exception):
+class DiscoveryError(RemoteError):
     """Discovery could not answer (in time); the message names what was asked and of whom."""
+
+
+class Unanswered(DiscoveryError):
+    """Discovery answered for some keys only. found: their answers; missing: the other keys."""
+
+    def __init__(self, text: str, found: Mapping[str, Any], missing: Sequence[str]):
+        super().__init__(text)
+        self.found, self.missing = found, tuple(missing)
 
 
 @dataclass(frozen=True)
 class ExpertRecord:
-    """Where an expert is. endpoints[0] takes gradients; all of them answer forward calls."""
+    """The servers of an expert. endpoints[0] takes gradients; all of them answer forward calls."""
 
     uid: str
     endpoints: tuple[str, ...]  # "host:port", IPv6 as "[::1]:port"
@@ -30,15 +43,16 @@ class ExpertRecord:
     metadata: Mapping[str, str] = field(default_factory=dict)  # small facts, e.g. {"version": "12"}
 
     def is_live(self, now: float | None = None) -> bool:
-        """Whether it has not expired, at time.time() or the given one."""
+        """True before it expires, at time.time() or the given time."""
         return (time.time() if now is None else now) < self.expires
 
 
 class Discovery(abc.ABC):
-    """What servers tell and clients ask. Every coroutine runs on the loop of fmoe_ext.remote.loop.
+    """A directory that servers write and clients read. Every coroutine runs on the loop of fmoe_ext.remote.loop.
 
     Each call ends within `timeout` seconds: with its result, or with DiscoveryError if there is none. Invalid
-    arguments raise ValueError. Implementations forget a record when it expires, and never return one that has.
+    arguments raise ValueError. get and successors raise Unanswered, with what they know, if they can answer for a part
+    of the keys only. Implementations forget a record when it expires, and never return one that has.
     """
 
     @abc.abstractmethod
@@ -53,8 +67,8 @@ class Discovery(abc.ABC):
     ) -> frozenset[str]:
         """Claims or renews uids for endpoint for ttl seconds -> those that are now this server's.
 
-        A uid that another live server owns is not taken from it: it is missing in the result. Called again before
-        ttl has passed by whoever wants to keep a uid.
+        A uid that another live server owns is not taken from it: it is missing in the result. A server
+        that wants to keep a uid calls again before ttl has passed.
         """
 
     @abc.abstractmethod
@@ -76,24 +90,34 @@ class Discovery(abc.ABC):
         """Frees sockets and tasks. Records that were declared stay until they expire."""
 
 
+def is_uid(uid: object) -> bool:
+    """True for prefix and coordinates joined by dots."""
+    return isinstance(uid, str) and _is_name(uid, _UID) and max(coordinates(uid)) <= MAX_COORDINATE
+
+
 def check_uid(uid: str) -> str:
     """uid, if it is one: prefix and coordinates joined by dots; ValueError otherwise."""
-    if not isinstance(uid, str) or len(uid) > MAX_UID_LENGTH or not _UID.fullmatch(uid):
+    if not is_uid(uid):
         raise ValueError(
-            f"an expert's uid must look like expert.3 or grid.1.7 (at most {MAX_UID_LENGTH} characters), "
-            f"but got {uid[:200] if isinstance(uid, str) else uid!r}"
+            f"an expert's uid must look like expert.3 or grid.1.7 (at most {MAX_UID_LENGTH} bytes, coordinates at "
+            f"most {MAX_COORDINATE}), but got {uid[:200] if isinstance(uid, str) else uid!r}"
         )
-    if max(coordinates(uid)) > MAX_COORDINATE:
-        raise ValueError(f"coordinates must be at most {MAX_COORDINATE}, but got {uid}")
     return uid
 
 
 def check_prefix(prefix: str) -> str:
     """prefix, if it can begin a uid; one dot at its end is allowed and dropped. ValueError otherwise."""
     bare = prefix.removesuffix(".")
-    if len(bare) > MAX_UID_LENGTH or not _PREFIX.fullmatch(bare):
+    if not _is_name(bare, _PREFIX):
         raise ValueError(f"a prefix must look like expert or grid.1, but got {prefix[:200]!r}")
     return bare
+
+
+def _is_name(text: str, grammar: re.Pattern[str]) -> bool:
+    """True for printable text in Unicode's composed form, so that equal names are equal bytes."""
+    if len(text) > MAX_UID_LENGTH or not grammar.fullmatch(text) or not text.isprintable():
+        return False
+    return unicodedata.is_normalized("NFC", text) and len(text.encode()) <= MAX_UID_LENGTH
 
 
 def coordinates(uid: str) -> tuple[int, ...]:
@@ -108,7 +132,7 @@ def prefixes_of(uid: str) -> list[tuple[str, int]]:
 
 
 def successors_among(uids: Sequence[str], prefixes: Sequence[str]) -> dict[str, frozenset[int]]:
-    """What Discovery.successors returns when all live uids are known."""
+    """The result of Discovery.successors when all live uids are known."""
     found: dict[str, set[int]] = {check_prefix(prefix): set() for prefix in prefixes}
     for uid in uids:
         for prefix, coordinate in prefixes_of(uid):

@@ -1,4 +1,4 @@
-"""What a server can host: ffn, transformer, nop, det_dropout and what register_expert_class adds, each by name."""
+"""Classes of experts by name: ffn, transformer, nop, det_dropout and those that register_expert_class adds."""
 
 import hashlib
 from collections.abc import Callable, Sequence
@@ -96,12 +96,26 @@ class ExpertClass:
     """make(hidden_dim) -> one expert; sample(hidden_dim) -> what one row of a batch looks like, one tensor an input.
 
     make_stacked(num_experts, hidden_dim), where given, makes many that compute together (StackedFfn's methods).
+    keywords: the names of the last inputs, where they are given by keyword.
     """
 
     name: str
     make: Callable[[int], nn.Module]
     sample: Callable[[int], tuple[torch.Tensor, ...]]
     make_stacked: Callable[[int, int], StackedFfn] | None = None
+    keywords: tuple[str, ...] = ()
+
+    def call(self, module: nn.Module, inputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        """The outputs of one of its experts."""
+        count = len(inputs) - len(self.keywords)
+        keywords = dict(zip(self.keywords, inputs[count:], strict=True))
+        y: torch.Tensor | Sequence[torch.Tensor] = module(*inputs[:count], **keywords)
+        return (y,) if isinstance(y, torch.Tensor) else tuple(y)
+
+    def compute(self, module: nn.Module, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The output of one of its experts; several leave as one, flat and side by side."""
+        outputs = self.call(module, inputs)
+        return outputs[0] if len(outputs) == 1 else torch.cat([y.flatten(1) for y in outputs], dim=1)
 
 
 def _one_row(hidden_dim: int) -> tuple[torch.Tensor, ...]:
@@ -145,12 +159,15 @@ def find_expert_class(name: str) -> ExpertClass:
 
 
 def register_expert_class(
-    name: str, sample: Callable[[int], torch.Tensor | tuple[torch.Tensor, ...]]
+    name: str,
+    sample: Callable[[int], torch.Tensor | tuple[torch.Tensor, ...]],
+    keywords: Sequence[str] = (),
 ) -> Callable[[type[nn.Module]], type[nn.Module]]:
     """Class decorator: lets servers host a module as --expert_cls name; the module is made as cls(hidden_dim).
 
     sample(hidden_dim) -> one row of each input of its forward, without the batch dimension; a size of 0 stands for
-    any size. All inputs and the output have the batch in dimension 0, and rows do not depend on each other.
+    any size. All inputs and outputs have the batch in dimension 0, and rows do not depend on each other. keywords: the
+    names of the last inputs, if forward takes them by keyword. Several outputs have one dtype and fixed sizes.
     """
 
     def as_tuple(hidden_dim: int) -> tuple[torch.Tensor, ...]:
@@ -158,7 +175,7 @@ def register_expert_class(
         return inputs if isinstance(inputs, tuple) else (inputs,)
 
     def register(cls: type[nn.Module]) -> type[nn.Module]:
-        _REGISTRY.add(ExpertClass(name, cls, as_tuple))
+        _REGISTRY.add(ExpertClass(name, cls, as_tuple, keywords=tuple(keywords)))
         return cls
 
     return register
@@ -184,14 +201,20 @@ def make_expert(name: str, hidden_dim: int, uid: str = "", seed: int = 0) -> nn.
 
 
 def find_schema(expert_class: ExpertClass, hidden_dim: int) -> Schema:
-    """What experts of a class take and return, found by calling one."""
+    """The inputs and outputs of a class of experts, found by calling one."""
     samples = expert_class.sample(hidden_dim)
     rows = [torch.zeros(1, *(size or 1 for size in x.shape), dtype=x.dtype) for x in samples]
     with torch.no_grad():
-        y = expert_class.make(hidden_dim)(*rows)
-    if y.shape[0] != 1:
-        raise ValueError(
-            f"{expert_class.name} must return one row for each row, but returned {list(y.shape)}"
-        )
-    output = samples[0] if y.shape[1:] == rows[0].shape[1:] and y.dtype == rows[0].dtype else y[0]
-    return Schema.of(samples, output)
+        outputs = expert_class.call(expert_class.make(hidden_dim), rows)
+    if not all(part.dim() and part.shape[0] == 1 for part in outputs):
+        shapes = [list(part.shape) for part in outputs]
+        raise ValueError(f"{expert_class.name} must return one row for each row, but returned {shapes}")
+    if len(outputs) == 1:
+        y = outputs[0]
+        is_like_input = y.shape[1:] == rows[0].shape[1:] and y.dtype == rows[0].dtype
+        return Schema.of(samples, samples[0] if is_like_input else y[0], expert_class.keywords)
+    if len({part.dtype for part in outputs}) != 1 or any(0 in x.shape for x in samples):
+        raise ValueError(f"the outputs of {expert_class.name} must have one dtype and fixed sizes")
+    flat = torch.cat([part.flatten(1) for part in outputs], dim=1)
+    parts = [tuple(part.shape[1:]) for part in outputs]
+    return Schema.of(samples, flat[0], expert_class.keywords, parts)

@@ -8,6 +8,8 @@ import threading
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
+from fmoe_ext.remote.errors import CallTimeout
+
 T = TypeVar("T")
 
 
@@ -29,7 +31,7 @@ def submit(coroutine: Coroutine[Any, Any, T]) -> "concurrent.futures.Future[T]":
 
 
 def run(coroutine: Coroutine[Any, Any, T], timeout: float | None = None) -> T:
-    """Runs a coroutine on the shared loop and waits, from any other thread; TimeoutError after timeout seconds."""
+    """Runs a coroutine on the shared loop and waits, from any other thread; CallTimeout after timeout seconds."""
     future = submit(coroutine)
     try:
         return future.result(timeout)
@@ -39,7 +41,7 @@ def run(coroutine: Coroutine[Any, Any, T], timeout: float | None = None) -> T:
         ):  # the coroutine's own error, a CallTimeout for one: from Python 3.11 on they are of one kind
             return future.result()
         future.cancel()
-        raise TimeoutError(f"no answer within {timeout} s") from None
+        raise CallTimeout(f"no answer within {timeout} s") from None
     except BaseException:
         future.cancel()
         raise

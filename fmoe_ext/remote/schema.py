@@ -1,14 +1,17 @@
-"""What an expert takes: checked by the client before it sends and by the server before it computes."""
+"""Inputs and outputs of an expert: checked by the client before it sends and by the server before it computes."""
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 import torch
 
 from fmoe_ext.remote.wire import DTYPES, NAMES
 
-MAX_ROWS = 1 << 20
+Row: TypeAlias = "tuple[str, tuple[int, ...]]"
+MAX_SIZE = 1 << 40
 
 
 class SchemaError(ValueError):
@@ -17,38 +20,81 @@ class SchemaError(ValueError):
 
 @dataclass(frozen=True)
 class Schema:
-    """Dtype and shape of one row of each input, and of the output; a size of 0 stands for any size."""
+    """Dtype and shape of one row of each input, and of the output; a size of 0 stands for any size.
 
-    inputs: tuple[tuple[str, tuple[int, ...]], ...]
-    output: tuple[str, tuple[int, ...]]
+    keywords: the names of the last inputs, which are given by keyword. parts: the shapes of several outputs, which
+    travel as one output, flat and side by side; none for an expert with one output.
+    """
+
+    inputs: tuple[Row, ...]
+    output: Row
+    keywords: tuple[str, ...] = ()
+    parts: tuple[tuple[int, ...], ...] = ()
 
     @classmethod
-    def of(cls, samples: Sequence[torch.Tensor], output: torch.Tensor) -> "Schema":
+    def of(
+        cls,
+        samples: Sequence[torch.Tensor],
+        output: torch.Tensor,
+        keywords: Sequence[str] = (),
+        parts: Sequence[tuple[int, ...]] = (),
+    ) -> "Schema":
         rows = [(NAMES[x.dtype], tuple(x.shape)) for x in (*samples, output)]
-        return cls(tuple(rows[:-1]), rows[-1])
+        return cls(tuple(rows[:-1]), rows[-1], tuple(keywords), tuple(parts))
 
     def to_text(self) -> str:
-        return json.dumps([self.inputs, self.output])
+        return json.dumps([self.inputs, self.output, self.keywords, self.parts])
 
     @classmethod
     def from_text(cls, text: str) -> "Schema":
         """The schema in a server's answer; SchemaError if it is none."""
         try:
-            inputs, output = json.loads(text)
-            rows = [(NAMES[DTYPES[name]], tuple(map(int, shape))) for name, shape in [*inputs, output]]
-        except (ValueError, KeyError, TypeError, RecursionError):
+            inputs, output, keywords, parts = json.loads(text)
+            rows = [(NAMES[DTYPES[name]], _sizes(shape)) for name, shape in [*inputs, output]]
+            schema = cls(tuple(rows[:-1]), rows[-1], _names(keywords), tuple(map(_sizes, parts)))
+            wide = sum(math.prod(part) for part in schema.parts)
+            if len(schema.keywords) > len(inputs) or (schema.parts and rows[-1][1] != (wide,)):
+                raise ValueError
+        except (ValueError, KeyError, TypeError, RecursionError, OverflowError):
             raise SchemaError(f"the server's schema cannot be read: {text[:200]!r}") from None
-        return cls(tuple(rows[:-1]), rows[-1])
+        return schema
 
-    def check_inputs(self, tensors: Sequence[torch.Tensor], uid: str) -> int:
+    def arrange(
+        self, inputs: Sequence[torch.Tensor], keywords: Mapping[str, torch.Tensor], uid: str
+    ) -> tuple[torch.Tensor, ...]:
+        """All inputs in the order of the schema; SchemaError for keywords that the expert does not take."""
+        missing = [name for name in self.keywords if name not in keywords]
+        unknown = sorted(keywords.keys() - set(self.keywords))
+        if missing or unknown:
+            takes = ", ".join(self.keywords) or "none"
+            raise SchemaError(
+                f"{uid} takes the keywords {takes}; missing: {', '.join(missing) or 'none'}, "
+                f"unknown: {', '.join(unknown) or 'none'}"
+            )
+        return (*inputs, *(keywords[name] for name in self.keywords))
+
+    def split(self, y: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, ...]:
+        """The output of an expert, or its outputs if it has several."""
+        if not self.parts:
+            return y
+        flat = y.split([math.prod(part) for part in self.parts], dim=1)
+        return tuple(x.reshape(-1, *part) for x, part in zip(flat, self.parts, strict=True))
+
+    def check_inputs(self, tensors: Sequence[torch.Tensor], uid: str, max_rows: int | None = None) -> int:
         """The number of rows of a call; SchemaError if the tensors are not what the expert takes."""
         if len(tensors) != len(self.inputs):
             raise SchemaError(f"{uid} takes {len(self.inputs)} tensors, but got {len(tensors)}")
         rows = {x.shape[0] if x.dim() else 0 for x in tensors}
         for number, (x, row) in enumerate(zip(tensors, self.inputs, strict=True)):
             _check_rows(x, row, f"input {number} of {uid}")
-        if len(rows) != 1 or not 0 < max(rows) <= MAX_ROWS:
-            raise SchemaError(f"the inputs of {uid} need one number of rows, 1 to {MAX_ROWS}, but got {rows}")
+        if len(rows) != 1 or 0 in rows:
+            raise SchemaError(
+                f"the inputs of {uid} need one number of rows, at least 1, but got {sorted(rows)}"
+            )
+        if max_rows is not None and max(rows) > max_rows:
+            raise SchemaError(
+                f"a call of {uid} may have {max_rows} rows (--max_rows of the server), but got {max(rows)}"
+            )
         return rows.pop()
 
     def check_grad(self, grad: torch.Tensor, inputs: Sequence[torch.Tensor], uid: str) -> None:
@@ -64,6 +110,18 @@ class Schema:
         _check_rows(y, self.output, f"output of {uid}")
         if y.shape[0] != num_rows:
             raise SchemaError(f"the output of {uid} has {y.shape[0]} rows for {num_rows}")
+
+
+def _sizes(shape: Any) -> tuple[int, ...]:
+    if not all(type(size) is int and 0 <= size < MAX_SIZE for size in shape):
+        raise ValueError
+    return tuple(shape)
+
+
+def _names(names: Any) -> tuple[str, ...]:
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise ValueError
+    return tuple(names)
 
 
 def _check_rows(x: torch.Tensor, row: tuple[str, tuple[int, ...]], what: str) -> None:
@@ -84,7 +142,7 @@ def check_finite(tensors: Mapping[str, torch.Tensor], uid: str) -> None:
 
 
 def is_finite(x: torch.Tensor) -> bool:
-    """Whether no element is NaN or infinite. One pass where the sum shows it, two where the sum overflows."""
+    """True if no element is NaN or infinite. One pass where the sum shows it, two where the sum overflows."""
     if not x.is_floating_point():
         return True
     total = x.sum(dtype=torch.promote_types(x.dtype, torch.float32))

@@ -1,17 +1,22 @@
-"""Who may call, how often and how much: TLS, tokens, allow-lists, rates."""
+"""Admission of calls: TLS, tokens, allow-lists, rates."""
 
 import hashlib
+import os
 import ssl
+import stat
 import time
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import grpc
 
+from fmoe_ext.remote.flags import POSITIVE, flag
+
 MAX_PEERS = 10_000  # whose rates are remembered
+ADMISSION = "who may call"
 BURST_SECONDS = 2.0  # a peer that was silent may send so many seconds' worth at once
 
 
@@ -25,7 +30,10 @@ class Denied(Exception):
 
 @dataclass(frozen=True)
 class Credentials:
-    """What a client shows and trusts. ca: PEM file that signed the servers; certificate and key: for mutual TLS."""
+    """The proofs that a client shows and trusts.
+
+    ca: PEM file that signed the servers; certificate and key: for mutual TLS.
+    """
 
     ca: Path | None = None
     certificate: Path | None = None
@@ -52,26 +60,41 @@ class Credentials:
         return grpc.ssl_channel_credentials(Path(self.ca).read_bytes(), key, chain)
 
     def metadata(self) -> tuple[tuple[str, str], ...]:
-        """What goes with each call: the token, if there is one."""
+        """The metadata of each call: the token, if there is one."""
         return () if self.token is None else (("authorization", f"Bearer {self.token}"),)
 
 
 @dataclass(frozen=True)
 class Security:
-    """What a server demands.
+    """The demands of a server.
 
     certificate, key: PEM files, TLS on; client_ca: clients need a certificate that it signed. tokens {token: name}:
     calls without one are refused. backward: names (of tokens, of certificates, or IP addresses) that may send
     gradients, None for everyone. calls_per_second, bytes_per_second: of each peer.
     """
 
-    certificate: Path | None = None
-    key: Path | None = None
-    client_ca: Path | None = None
+    certificate: Path | None = flag(None, "PEM file", name="tls_certificate", type=Path, group=ADMISSION)
+    key: Path | None = flag(
+        None, "PEM file", name="tls_key", type=Path, needs=("tls_certificate",), group=ADMISSION
+    )
+    client_ca: Path | None = flag(
+        None,
+        "demand client certificates that it signed",
+        name="tls_client_ca",
+        type=Path,
+        needs=("tls_certificate",),
+        group=ADMISSION,
+    )
     tokens: Mapping[str, str] = field(default_factory=dict)
-    backward: frozenset[str] | None = None
-    calls_per_second: float = float("inf")
-    bytes_per_second: float = float("inf")
+    backward: Collection[str] | None = flag(
+        None,
+        "names that may send gradients; all, if not given",
+        name="allow_backward",
+        nargs="+",
+        group=ADMISSION,
+    )
+    calls_per_second: float = flag(float("inf"), "of each peer", type=POSITIVE, group=ADMISSION)
+    bytes_per_second: float = flag(float("inf"), "of each peer", type=POSITIVE, group=ADMISSION)
 
     def __post_init__(self) -> None:
         if "" in self.tokens:
@@ -94,8 +117,20 @@ class Security:
         return grpc.ssl_server_credentials([pair], ca, require_client_auth=ca is not None)
 
 
+def check_private(path: Path) -> None:
+    """ValueError for a file with a secret that other users can read; a file of root may be readable by its group."""
+    status = os.stat(path)
+    allowed = stat.S_IRWXU | (stat.S_IRGRP if status.st_uid == 0 and os.getuid() != 0 else 0)
+    if stat.S_IMODE(status.st_mode) & ~allowed & (stat.S_IRWXG | stat.S_IRWXO):
+        raise ValueError(
+            f"{path} holds a secret, but other users can open it (mode {stat.S_IMODE(status.st_mode):04o}): "
+            f"chmod 600 {path}"
+        )
+
+
 def _check_pair(certificate: Path, key: Path) -> None:
     """ValueError for files of which grpc would say only that it cannot listen or connect."""
+    check_private(key)
     try:
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key)
     except ssl.SSLError as error:
@@ -138,14 +173,14 @@ class Guard:
 
 
 class Rates:
-    """A token bucket for each peer; the ones heard of longest ago are forgotten."""
+    """A token bucket for each peer; those that were silent for longest are forgotten."""
 
     def __init__(self, per_second: float):
         self.per_second = per_second
         self._left: OrderedDict[str, tuple[float, float]] = OrderedDict()
 
     def take(self, peer: str, amount: float, now: float | None = None) -> bool:
-        """Whether peer may use that amount now. More than a whole bucket is let through when the bucket is full."""
+        """True if peer may use that amount now. More than a whole bucket is let through when the bucket is full."""
         if self.per_second == float("inf"):
             return True
         now = time.monotonic() if now is None else now

@@ -6,8 +6,9 @@
 
 import ctypes
 import json
+import math
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
@@ -39,7 +40,7 @@ class WireError(ValueError):
 
 @dataclass(frozen=True)
 class Limits:
-    """What a reader accepts, whatever a header says."""
+    """Bounds of what a reader accepts, whatever a header says."""
 
     max_message_bytes: int = 256 << 20
     max_header_bytes: int = 32 << 10
@@ -50,7 +51,15 @@ class Limits:
 
 
 CALL = Limits()
-STATE = Limits(max_message_bytes=2**31 - 1, max_header_bytes=1 << 20, max_tensors=4096)
+STATE = Limits(max_message_bytes=1 << 40, max_header_bytes=1 << 20, max_tensors=4096)
+HEADER_BYTES = 1 << 20  # kept free for the header of a message
+MAX_ELEMENTS = 1 << 62  # that a shape may name, sizes of 0 left out
+PART_BYTES = 1 << 20
+
+
+def body_bytes(max_message_bytes: int) -> int:
+    """The bytes of tensors that always fit in a message of so many bytes."""
+    return max_message_bytes - min(HEADER_BYTES, max_message_bytes // 2)
 
 
 @dataclass(frozen=True)
@@ -61,6 +70,19 @@ class Message:
 
 def encode(message: Message) -> bytes:
     """The bytes of a message; the tensors may lie on any device and in any order of strides."""
+    return b"".join(_pieces(message))
+
+
+def encode_parts(message: Message, part_bytes: int = PART_BYTES) -> Iterator[bytes]:
+    """The bytes of a message in parts of at most part_bytes, without a copy of the whole."""
+    for piece in _pieces(message):
+        view = memoryview(piece).cast("B")
+        for begin in range(0, len(view), part_bytes):
+            yield bytes(view[begin : begin + part_bytes])
+
+
+def _pieces(message: Message) -> list[Any]:
+    """The header and the buffer of each tensor."""
     header: dict[str, Any] = {_METADATA: dict(message.meta)}
     parts, end = [], 0
     for name, tensor in message.tensors.items():
@@ -74,10 +96,10 @@ def encode(message: Message) -> bytes:
         parts.append(data)
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-(_LENGTH.size + len(text)) % _ALIGNMENT)
-    return b"".join([_LENGTH.pack(len(text)), text, *parts])
+    return [_LENGTH.pack(len(text)) + text, *parts]
 
 
-def decode(data: bytes, limits: Limits = CALL) -> Message:
+def decode(data: bytes | bytearray, limits: Limits = CALL) -> Message:
     """The message in data; WireError if anything in it is out of order or beyond the limits."""
     if not _LENGTH.size <= len(data) <= limits.max_message_bytes:
         raise WireError(
@@ -90,7 +112,7 @@ def decode(data: bytes, limits: Limits = CALL) -> Message:
             f"{len(data) - _LENGTH.size} came"
         )
     begin = _LENGTH.size + length
-    header = _read_header(data[_LENGTH.size : begin], limits)
+    header = _read_header(bytes(data[_LENGTH.size : begin]), limits)
     meta = _check_metadata(header.pop(_METADATA, {}), limits)
     if len(header) > limits.max_tensors:
         raise WireError(f"{len(header)} tensors, but at most {limits.max_tensors} are allowed")
@@ -122,8 +144,8 @@ def _read_header(text: bytes, limits: Limits) -> dict[str, Any]:
         raise WireError(f"the header is no JSON: {str(error)[:200]}") from None
     if not isinstance(header, dict):
         raise WireError(f"the header must be a JSON object, but is a {type(header).__name__}")
-    if any(len(name) > limits.max_text for name in header):
-        raise WireError(f"a name in the header has more than {limits.max_text} characters")
+    if not all(_is_text(name, limits) for name in header):
+        raise WireError(f"a name in the header must be text of at most {limits.max_text} characters")
     return header
 
 
@@ -131,20 +153,29 @@ def _check_metadata(meta: Any, limits: Limits) -> dict[str, str]:
     if not isinstance(meta, dict) or len(meta) > limits.max_metadata:
         raise WireError(f"{_METADATA} must be an object of at most {limits.max_metadata} entries")
     for key, value in meta.items():
-        if not isinstance(value, str) or len(value) > limits.max_text:
+        if not (_is_text(key, limits) and _is_text(value, limits)):
             raise WireError(
                 f"{_METADATA}[{key[:100]!r}] must be text of at most {limits.max_text} characters"
             )
     return meta
 
 
+def _is_text(value: Any, limits: Limits) -> bool:
+    """True for text that can be written again: no half of a surrogate pair, which JSON can name."""
+    if not isinstance(value, str) or len(value) > limits.max_text:
+        return False
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def _read_tensors(header: dict[str, Any], body: bytearray, limits: Limits) -> dict[str, torch.Tensor]:
     tensors, end = {}, 0
     for name, entry in header.items():
         dtype, shape, begin, stop = _check_entry(name, entry, limits)
-        count = 1
-        for size in shape:
-            count *= size
+        count = math.prod(shape)
         if begin != end or stop - begin != count * dtype.itemsize or stop > len(body):
             raise WireError(
                 f"tensor {name[:100]!r}: {NAMES[dtype]} {shape} at bytes [{begin}, {stop}) does not fit: it needs "
@@ -175,6 +206,8 @@ def _check_entry(name: str, entry: Any, limits: Limits) -> tuple[torch.dtype, li
         raise WireError(f"tensor {name[:100]!r}: unknown dtype {str(dtype)[:100]!r}")
     if not _are_sizes(shape) or len(shape) > limits.max_dims:
         raise WireError(f"tensor {name[:100]!r}: the shape must be at most {limits.max_dims} sizes")
+    if math.prod(max(1, size) for size in shape) > MAX_ELEMENTS:
+        raise WireError(f"tensor {name[:100]!r}: the shape {shape} has more elements than can be counted")
     if not _are_sizes(offsets) or len(offsets) != 2:
         raise WireError(f"tensor {name[:100]!r}: data_offsets must be two places")
     return DTYPES[dtype], shape, *offsets

@@ -97,6 +97,39 @@ def dataclass_program(marker):
     )
 
 
+def _doubled(times):
+    """Instructions that make the top of the stack a pair of itself, and so on."""
+    return b"".join(b"q%ch%c\x86" % (i, i) for i in range(times))
+
+
+FIELDS = {  # of metadata: {field: its owner}
+    "fqn": lambda metadata: next(iter(metadata.storage_data)),
+    "offset": lambda metadata: next(iter(metadata.storage_data)),
+    "relative_path": lambda metadata: next(iter(metadata.storage_data.values())),
+    "length": lambda metadata: next(iter(metadata.storage_data.values())),
+    "transform_descriptors": lambda metadata: next(iter(metadata.storage_data.values())),
+    "offsets": lambda metadata: metadata.state_dict_metadata[KEY].chunks[0],
+    "sizes": lambda metadata: metadata.state_dict_metadata[KEY].chunks[0],
+    "size": lambda metadata: metadata.state_dict_metadata[KEY],
+    "storage_data": lambda metadata: metadata,
+}
+
+
+def _with_field(field, value):
+    """Metadata, pickled, with another value in one of FIELDS."""
+    metadata = pickle.loads((VERSION_1 / NAME / ".metadata").read_bytes())
+    object.__setattr__(FIELDS[field](metadata), field, value)
+    return pickle.dumps(metadata)
+
+
+def _endless():
+    """A tuple of 2^60 values."""
+    value = ()
+    for _ in range(60):
+        value = (value, value)
+    return value
+
+
 def programs(marker):
     """{kind: pickle} that call something, or use up the memory."""
     call = f"__import__('os').mkdir({str(marker)!r})".encode()
@@ -123,6 +156,10 @@ def programs(marker):
         "huge text announced": b"\x80\x04\x8d" + (2**40).to_bytes(8, "little") + b"x.",
         "marks only": b"\x80\x02" + b"(" * 10000 + b".",
         "tuples in tuples": b"\x80\x02)" + b"\x85" * 200000 + b".",
+        "deep tuple as a key": b"\x80\x02})" + b"\x85" * 300000 + b"Ns.",
+        "tuple of 2^60 values as a key": b"\x80\x02})" + _doubled(60) + b"Ns.",
+        "tuple of 2^60 values as a key of several": b"\x80\x02}()" + _doubled(60) + b"Nu.",
+        **{f"{field} of 2^60 values": _with_field(field, _endless()) for field in FIELDS},
         "nothing": b"",
         "text": b"not a pickle\n",
     }

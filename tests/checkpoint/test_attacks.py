@@ -9,6 +9,7 @@ import zipfile
 import pytest
 import torch
 from safetensors.torch import save_file
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from fmoe_ext import FMoETransformerMLP, checkpoint
 from fmoe_ext.checkpoint import CheckpointError
@@ -43,18 +44,26 @@ def refused(path, out, text, is_data=False, **options):
 
 
 def test_version_1_loads_bitwise(tmp_path):
-    """Written by fmoe_ext before manifests said where the tensors are."""
+    """Written by fmoe_ext before manifests said where the tensors are; torch reads the same bits from it.
+
+    The values were computed on some processor: on another, sin() and Adam may end in other last bits.
+    """
     path = copy_of_version_1(tmp_path)
-    (expected, of_expected), (model, optimizer) = model_of_version_1(), model_of_version_1()
+    dcp_to_torch_save(path, tmp_path / "expected.pt")
+    saved = torch.load(tmp_path / "expected.pt")
+    model, optimizer = model_of_version_1()
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(saved[f"model.{name}"], p.detach(), rtol=1e-12, atol=1e-14)
     with torch.no_grad():
         for p in (*model.parameters(), *(t for s in optimizer.state.values() for t in s.values())):
             p.fill_(7)
     manifest = checkpoint.load(path, model, optimizer)
     assert (manifest.step, manifest.extra, manifest.version) == (3, {"note": "old"}, 1)
-    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), expected.parameters(), strict=True))
-    for p, q in zip(model.parameters(), expected.parameters(), strict=True):
-        ours, theirs = optimizer.state[p], of_expected.state[q]
-        assert ours.keys() == theirs.keys() and all(torch.equal(ours[k], theirs[k]) for k in ours)
+    for name, p in model.named_parameters():
+        assert torch.equal(p, saved[f"model.{name}"])
+        assert optimizer.state[p].keys() == {"step", "exp_avg", "exp_avg_sq"}
+        for key, value in optimizer.state[p].items():
+            assert torch.equal(value, saved[f"optimizer.{key}.{name}"])
     assert checkpoint.load(sign(path), model, optimizer).step == 3  # the forger's tools themselves are right
 
 
@@ -70,6 +79,34 @@ def test_programs_in_metadata(tmp_path, kind):
     path = with_metadata(copy_of_version_1(tmp_path / "x"), program)
     refused(path, tmp_path / "out", r"\.metadata cannot be read, or is damaged")
     assert not (tmp_path / "marker").exists()
+
+
+@pytest.mark.parametrize("kind", programs("x"))
+def test_programs_in_the_metadata_of_a_megatron_folder(tmp_path, kind):
+    folder = tmp_path / "iter_0000003"
+    folder.mkdir()
+    (folder / ".metadata").write_bytes(programs(tmp_path / "marker")[kind])
+    for command in (["inspect"], ["convert", "--to", "fmoe_ext", "-o", str(tmp_path / "out")]):
+        with pytest.raises(SystemExit, match=r"\.metadata cannot be read, or is damaged"):
+            main([command[0], str(folder), *command[1:]])
+    assert not (tmp_path / "marker").exists() and not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("shape", "text"),
+    [
+        ([2**40, 0], "is of 1099511627776 layers"),  # which would become 2^40 names
+        ([2**60] * 10**5, "has 100000 dimensions"),  # whose product takes minutes
+    ],
+)
+def test_sizes_in_the_metadata_of_a_megatron_folder(tmp_path, shape, text):
+    metadata = pickle.loads((copy_of_version_1(tmp_path / "x") / ".metadata").read_bytes())
+    entry = metadata.state_dict_metadata.pop(KEY)
+    entry.size, entry.chunks = tuple(shape), []
+    metadata.state_dict_metadata = {"decoder.layers.mlp.weight": entry}
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(SystemExit, match=text):
+        main(["inspect", str(tmp_path)])
 
 
 def replace_chunk(path, content):

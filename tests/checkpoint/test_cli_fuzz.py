@@ -1,4 +1,4 @@
-"""The whole command line on damaged files: one line of error, exit code 1, nothing changed, no traceback."""
+"""The whole command line on damaged files: one line of error, exit status 2, nothing changed, no traceback."""
 
 import contextlib
 import hashlib
@@ -93,7 +93,7 @@ def run(*arguments):
         try:
             main([str(a) for a in arguments])
         except SystemExit as end:
-            return (1, end.code) if isinstance(end.code, str) else (end.code, "")
+            return (2, end.code) if isinstance(end.code, str) else (end.code, "")  # as fmoe_ext._cli.run
     return 0, ""
 
 
@@ -120,7 +120,7 @@ def test_damaged_files(sources, tmp_path, format):
         assert snapshot(folder) == before, (i, command)
         if code != 0:
             refused += 1
-            assert code == 1 and text.startswith("error: ") and "\n" not in text, (i, command, text)
+            assert code == 2 and text.startswith("error: ") and "\n" not in text, (i, command, text)
             assert not out.exists() and not list(tmp_path.glob(".out*")), (i, command, text)
     assert refused >= ROUNDS // 3
 
@@ -144,5 +144,5 @@ def test_arguments_that_do_not_fit(sources, tmp_path):
     ):
         before = snapshot(tmp_path)
         code, text = run(*arguments)
-        assert code == 1 and text.startswith("error: ") and "\n" not in text, (arguments, code, text)
+        assert code == 2 and text.startswith("error: ") and "\n" not in text, (arguments, code, text)
         assert snapshot(tmp_path) == before, arguments

@@ -1,4 +1,4 @@
-"""What the machine code of the Hopper kernels looks like: their main loops, and loads that have lost their memory."""
+"""Read the machine code of the Hopper kernels: main loops, and loads that have lost their memory."""
 
 import re
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""What nvcc makes of every kernel: registers, shared memory, stack, spills, instructions; for docs/kernel_resources.md.
+"""List registers, shared memory, stack, spills and instructions of every kernel; for docs/kernel_resources.md.
 
     python tests/cuda/resources.py          compiles cuda/*.cu (no GPU needed) and writes the table
 

@@ -1,4 +1,4 @@
-"""What the built CUDA module asks of the loader; the CUDA libraries themselves come with whatever torch loads it."""
+"""Libraries that the built CUDA module needs; the CUDA libraries come with the torch that loads it."""
 
 import re
 import shutil

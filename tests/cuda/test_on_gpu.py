@@ -1,4 +1,4 @@
-"""What only a GPU can show: captured graphs, streams, several devices, no synchronisation, the same bits again.
+"""Tests that need a GPU: captured graphs, streams, several devices, no synchronisation, the same bits again.
 
 Values are the business of `pytest --device cuda` (operators, gates, layers); here they are compared with a plain call.
 """

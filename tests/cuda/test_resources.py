@@ -40,7 +40,7 @@ def test_table_is_current():
     )
 
 
-def test_nothing_spills(committed):
+def test_kernels_do_not_spill(committed):
     assert {kernel.file for kernel in committed} == {path.name for path in resources.sources()}
     for kernel in committed:
         assert kernel.spills == 0, kernel

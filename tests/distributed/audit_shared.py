@@ -1,4 +1,4 @@
-"""What tests of audits share: settings, the first difference, and mistakes that fit every model."""
+"""Shared parts of the audits' tests: settings, the first difference, and mistakes that fit every model."""
 
 import torch
 from torch import nn

@@ -1,4 +1,4 @@
-"""What the tests of examples/lm on several ranks share."""
+"""Shared parts of the tests of examples/lm on several ranks."""
 
 import importlib
 import json

@@ -48,7 +48,7 @@ def fill(module, dtype, seed=0):
 
 
 def local_part(name, value, rank, size, experts):
-    """What an expert-parallel rank holds of a full parameter; None if the parameter lives elsewhere."""
+    """Part of a full parameter that an expert-parallel rank holds; None if it is on other ranks."""
     if ".experts." not in name:
         return name, value
     e = E // size
@@ -189,7 +189,7 @@ def assert_equal_training(rows, steps=3, ep=2, slice_=1, tolerance=1e-12, option
 
 
 def assert_equal_histories(expected, history, rank, size, tolerance=1e-12, experts="fused"):
-    """What one_process() and in_layout() returned."""
+    """Results of one_process() and in_layout()."""
     for step, (ours, theirs) in enumerate(zip(history, expected, strict=True)):
         for name, a, b in (("loss", ours[0], theirs[0]), ("norm", ours[1], theirs[1])):
             error = (a - b).abs() / b.abs().clamp(min=1e-300)

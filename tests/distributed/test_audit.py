@@ -22,7 +22,7 @@ def audited(pool, recipe, **settings):
     return audit_shared.audited(pool, recipe, **(PLAIN | settings))
 
 
-def test_a_correct_training_is_equal_in_every_layout(pool):
+def test_audit_correct_training_is_equal_in_every_layout(pool):
     report = audited(pool, models.RECIPE, recomputation=["none", "non-reentrant"])
     assert report.ok, str(report)
     assert [str(r.case.layout) for r in report.results[::2]] == ["1 process", "dp 2", "ep 2", "dp 2 x ep 2"]
@@ -85,7 +85,7 @@ def test_finds_an_optimizer_that_misses_parameters(pool):
     assert "the optimizer misses blocks.0.mlp.gate.gate.weight" in str(report)
 
 
-def test_an_error_of_one_rank_is_part_of_the_report(pool):
+def test_audit_error_of_one_rank_is_reported(pool):
     recipe = replace(models.RECIPE, build=models.raises_on_last_rank)
     report = audited(pool, recipe, layouts=["1", "dp2"], timeout=5.0)
     (failure,) = report.failures
@@ -95,7 +95,7 @@ def test_an_error_of_one_rank_is_part_of_the_report(pool):
     )
 
 
-def test_a_module_is_spread_over_ranks(pool):
+def test_audit_module_is_spread_over_ranks(pool):
     torch.manual_seed(1)
     model = models.Model(Layout())
     report = audited(pool, model, batch=models.batch, loss=models.loss)
@@ -103,7 +103,7 @@ def test_a_module_is_spread_over_ranks(pool):
     assert len(report.results) == 4
 
 
-def test_what_is_left_out_is_named(pool):
+def test_audit_names_what_is_left_out(pool):
     recipe = replace(models.RECIPE, leave_out={"ep": "no group", "uneven": "not offered"})
     report = audited(pool, recipe, layouts=["dp2", "ep2"], accumulation=["1", "uneven"])
     assert [str(result.case) for result in report.results] == ["dp 2, float64"]

@@ -11,7 +11,7 @@ import transformers
 from audit_shared import ONE, audited, clip_without_experts, first_difference, unreduced
 
 
-def test_a_right_training_is_equal(pool):
+def test_audit_right_training_is_equal(pool):
     axes = {"layouts": ["1", "dp2"], "dtypes": ["float64"]}
     axes |= {"accumulation": ["1", "uneven"], "recomputation": ["none", "non-reentrant"]}
     report = audited(pool, models.qwen(), **axes, padding=["none", "right"])
@@ -33,7 +33,7 @@ def test_reentrant_recomputation_and_padding_behind(pool):
 
 
 def test_finds_a_balance_loss_averaged_wrongly(pool):
-    """That of Transformers is a loss of each rank's tokens, and of each microbatch."""
+    """Transformers computes the balance loss over the tokens of one rank and one microbatch."""
     model = models.qwen(output_router_logits=True, router_aux_loss_coef=0.5)
     assert audited(pool, model, **ONE).ok
     for other in ({"layouts": ["dp2"]}, {"accumulation": ["2"]}):
@@ -78,7 +78,7 @@ def test_finds_an_optimizer_that_misses_routers(pool):
     assert report.facts.not_updated == [f"model.layers.{i}.mlp.gate.weight" for i in (0, 1)]
 
 
-def test_a_large_configuration_becomes_small():
+def test_audit_shrinks_large_configuration():
     config = transformers.DeepseekV3Config()
     small = shrunk_config(config)
     assert (config.hidden_size, config.n_routed_experts) == (7168, 256), "the original stays"

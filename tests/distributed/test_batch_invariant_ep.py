@@ -1,4 +1,4 @@
-"""batch_invariant() with experts on several ranks: a token's bits are those of one process, whoever sends what."""
+"""batch_invariant() with experts on several ranks: a token has the bits of one process."""
 
 import pytest
 import torch

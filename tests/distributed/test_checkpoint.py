@@ -70,7 +70,7 @@ class Job:
 
 
 def assert_part_of(whole, state, rank, ep, experts):
-    """What a rank has is bitwise its part of the state of one process."""
+    """The state of a rank is bitwise its part of the state of one process."""
     expected = {}
     for name, value in whole.items():
         is_step = value.dim() == 0 and experts == "fused"  # one for all experts

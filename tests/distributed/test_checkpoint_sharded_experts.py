@@ -96,7 +96,7 @@ def load_on_four(folder):
 
 
 def parts_of(whole, rank, size):
-    """What a rank of `size` has of the state of one process."""
+    """Part of the state of one process that a rank of `size` holds."""
     parts = {}
     for name, value in whole.items():
         is_step = value.dim() == 0

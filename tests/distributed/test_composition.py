@@ -41,7 +41,7 @@ def one_process(rows):
 
 
 def assert_same_gradients(model, groups, norm, rows):
-    """Those of the first step, and their norm."""
+    """Gradients of the first step, and their norm."""
     whole = fill(Model(E), torch.float64)
     backward_of_one_process(whole, 0, rows)
     rank, size = dist.get_rank(groups.ep), dist.get_world_size(groups.ep)

@@ -1,6 +1,8 @@
 """DistributedGroupedDataParallel, clip_grad_norm_ and init_groups against one process on the whole batch."""
 
 import copy
+import os
+import sys
 
 import pytest
 import torch
@@ -409,3 +411,17 @@ def test_errors_name_the_rank(pool):
 
 def test_zero_and_grad_scaler(pool):
     pool.run(zero_and_grad_scaler, world_size=2)
+
+
+def wrap_often():
+    model, groups = TwoExperts(), init_groups(ep=1).data_parallel_kwargs()
+    wrappers = [DistributedGroupedDataParallel(model, **groups)]
+    threads = len(os.listdir("/proc/self/task"))
+    wrappers += [DistributedGroupedDataParallel(model, **groups) for _ in range(8)]
+    assert len(os.listdir("/proc/self/task")) <= threads + 2
+    assert wrappers[0].groups == wrappers[-1].groups
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_wrappers_share_their_groups_and_threads(pool):
+    pool.run(wrap_often, world_size=2)

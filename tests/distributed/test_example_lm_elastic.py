@@ -85,7 +85,7 @@ def wait_until(condition, agent, out):
 
 
 def said(out):
-    """What the ranks and their agents have printed."""
+    """Output of the ranks and their agents."""
     return out.with_suffix(".log").read_text()
 
 
@@ -131,7 +131,7 @@ def assert_survives(pool, text, tmp_path, kills, steps):
         pytest.param([(0, 4, 0.0), (1, 0, 0.5)], id="and while the ranks start", marks=pytest.mark.slow),
     ],
 )
-def test_a_killed_rank_costs_the_steps_since_the_checkpoint(pool, text, tmp_path, kills):
+def test_killed_rank_costs_steps_since_checkpoint(pool, text, tmp_path, kills):
     assert_survives(pool, text, tmp_path, kills, steps=40)
 
 

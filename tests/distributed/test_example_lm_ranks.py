@@ -123,7 +123,7 @@ def exit_status(*arguments):
         return stop.code
 
 
-def test_a_signal_to_one_rank_stops_all(pool, text, tmp_path):
+def test_signal_to_one_rank_stops_all(pool, text, tmp_path):
     steps = pool.run(interrupted, text, tmp_path / "out", world_size=2)
     assert steps == [130, 130]
     (checkpoint,) = (tmp_path / "out" / "checkpoints").glob("step-*")

@@ -47,7 +47,7 @@ TWO_PARTS = [5, 8]
 
 
 class Parts(OneRank):
-    """One process that is told which worker each token of its batch would have: SwipeGate's result depends on it."""
+    """One process that knows the worker of each token of its batch: SwipeGate's result depends on it."""
 
     def __init__(self, rows):
         self.rows = rows
@@ -163,7 +163,7 @@ class FirstOfNest(NaiveGate):
 
 
 def nests_masks_meshes_and_copies():
-    """What FMoE does in one process, it does on several ranks."""
+    """FMoE computes the same in one process and on several ranks."""
     rank = dist.get_rank()
     mesh = init_device_mesh("cpu", (2,))
     torch.manual_seed(3)
@@ -233,7 +233,7 @@ def test_checkpointed_and_shared(pool):
 
 
 def gradients_of(sizes, valid, order, wrap, **options):
-    """Those of a layer after the forwards of microbatches, of so many tokens, and their backwards in that order."""
+    """Gradients after the forwards of microbatches of these sizes, and their backwards in the given order."""
     torch.manual_seed(1)
     layer = FMoETransformerMLP(2, D, 5, world_size=2, **options).double()
     torch.manual_seed(2 + dist.get_rank())

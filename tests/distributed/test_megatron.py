@@ -96,9 +96,8 @@ def test_expert_tensor_parallelism_of_gated_experts(pool):
 
 def compare_with_megatrons_layer(layout, fields):
     """Our layer and Megatron's MoELayer on this rank, each rank with weights and tokens of its own."""
+    import megatron_pair as options
     from megatron.core.transformer.moe import moe_utils
-
-    from tests.integrations import test_megatron_options as options
 
     rank = dist.get_rank()
     # Megatron's router reads the name, which 0.16 defines with Transformer Engine only.

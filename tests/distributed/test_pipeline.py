@@ -118,6 +118,10 @@ def train(schedule, chunks, pp, options=None, rows=ROWS):
     spans = pipeline.spans()
     forwards = {(s.stage, s.microbatch) for s in spans if s.kind == "forward"}
     assert len(forwards) == stages * pipeline.num_microbatches
+    assert {(s.stage, s.microbatch) for s in spans if s.kind == "backward"} == forwards
+    assert all(
+        s.stage > 0 for s in spans if s.kind == "weights"
+    )  # the first stage's backward is in one piece
     assert abs(pipeline.evaluate(tokens, target) - loss) < 1e-12
     grads = {}
     for name, p in pipeline.module.named_parameters():
@@ -212,7 +216,7 @@ def make_softmax_model():
 
 
 def train_on_the_whole_batch(schedule, options):
-    """What a step with the gates' losses of the whole batch gives."""
+    """Result of a step with the gates' losses of the whole batch."""
     tokens, target = data()
     parts = split(make_softmax_model(), num_stages(schedule, 2), tokens, by=cut_for(num_stages(schedule, 2)))
     pipeline = Pipeline(parts, schedule=schedule, chunks=3, balance_weight=BALANCE, **options)
@@ -305,7 +309,7 @@ def die_in_a_step():
     pipeline.train_step(*data())
 
 
-def test_a_killed_rank_ends_the_others():
+def test_pipeline_killed_rank_ends_the_others():
     begin = time.monotonic()
     with pytest.raises(DistributedError, match="rank 0: Traceback") as caught:
         run_distributed(die_in_a_step, 2, timeout=60)

@@ -111,7 +111,7 @@ def drifting(gate):
 
 
 def messages_of_a_repetition(options):
-    """How often ranks ask each other about sizes and sums in a first forward, and in its repetition."""
+    """Number of messages about sizes and sums in a first forward, and in its recomputation."""
     asked = []
 
     def counted(function):
@@ -151,7 +151,7 @@ REPEATED = {
 
 
 @pytest.mark.parametrize("options", REPEATED.values(), ids=REPEATED)
-def test_a_repetition_asks_no_other_rank(pool, options):
+def test_recomputation_sends_no_message(pool, options):
     pool.run(messages_of_a_repetition, options, world_size=2)
 
 

@@ -147,7 +147,7 @@ def nothing_read_by_the_host():
         make()(inputs(8)[0])
 
 
-def test_nothing_read_by_the_host(pool):
+def test_static_mode_reads_no_value_on_the_host(pool):
     pool.run(nothing_read_by_the_host, world_size=2)
 
 

@@ -43,7 +43,7 @@ def test_results_and_failures():
     assert set(multiprocessing.active_children()) <= before
 
 
-def test_a_process_that_does_not_begin_says_what_it_may_be(monkeypatch):
+def test_pool_process_that_does_not_start_is_explained(monkeypatch):
     monkeypatch.setattr(testing, "_serve", os._exit)  # which ends at once, by a TypeError
     with pytest.raises(DistributedError, match=r'ended before it began.* under `if __name__ == "__main__":`'):
         run_distributed(rank_sum, 1, 0)

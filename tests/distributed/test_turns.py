@@ -1,4 +1,4 @@
-"""What an expert-parallel layer waits for: two messages forward and two back, in chunks and under checkpointing too."""
+"""Waits of an expert-parallel layer: two messages forward and two back, in chunks and under checkpointing too."""
 
 import functools
 
@@ -115,7 +115,7 @@ def without_rows():
     return results
 
 
-def test_a_rank_without_rows_repeats_what_others_repeat(pool):
+def test_rank_without_rows_recomputes_as_others(pool):
     results = pool.run(without_rows, world_size=2, timeout=120)
     for plain, repeated in results:
         for a, b in zip(plain, repeated, strict=True):

@@ -50,7 +50,7 @@ def averaging_wrappers():
 
 
 def frozen_experts():
-    """Nobody averages them, but DistributedDataParallel overwrites them unless it is told not to."""
+    """DistributedDataParallel does not average them, but overwrites them without init_sync=False."""
     model = make_model()
     model[1].experts.requires_grad_(False)
     before = experts_of(model)

@@ -1,4 +1,4 @@
-"""What the tests of the emulated products share: inputs, and comparisons with the oracles of fmoe_ext.ops."""
+"""Inputs of the tests of emulated products, and comparisons with the oracles of fmoe_ext.ops."""
 
 import torch
 

@@ -80,7 +80,7 @@ def write_results(bugs, results):
 
 
 def run(bug):
-    """What happened to the program with the bug in it, in one line; None when it passed."""
+    """Outcome of the program with the bug in it, in one line; None if it passed."""
     flags = ["-std=c++20", "-O1", "-fno-strict-aliasing", "-w", "-DFMOE_EMULATOR"]
     with tempfile.TemporaryDirectory() as folder:
         folder = Path(folder)

@@ -204,7 +204,7 @@ def test_rejects_with_the_values(emulated):
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_portable_products_do_not_depend_on_the_batch(emulated, dtype):
-    """What batch_invariant() promises of the portable kernels: a row has the same bits among 1 and among 150."""
+    """Promise of batch_invariant() for the portable kernels: a row has the same bits among 1 and among 150."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(150, 72, generator=generator).to(dtype)
     weight, bias = (torch.randn(1, *shape, generator=generator).to(dtype) for shape in ((40, 72), (40,)))

@@ -1,4 +1,4 @@
-"""Which kernel of cuda/select.h computes a product, and that each of them is right, through the emulator."""
+"""Choice of kernels by cuda/select.h, and results of each of them, through the emulator."""
 
 import pytest
 import torch

@@ -25,7 +25,7 @@ def asks_torch(emulated):
 
 @pytest.fixture
 def precision():
-    """What a test says about precision is forgotten."""
+    """Put the precision back that a test has set."""
     yield
     torch.set_float32_matmul_precision("highest")
     for module in (torch.backends.mkldnn.matmul, MATMUL, torch.backends):
@@ -71,7 +71,7 @@ def products(x, weight, offs, bias, grad):
 
 @pytest.mark.parametrize("sizes", [(24, 40), (37, 3), (160, 136)])
 def test_values(emulated, sizes):
-    """Those of operands rounded before they are multiplied, neither cut off nor whole."""
+    """Products of operands that are rounded before they are multiplied, neither cut off nor whole."""
     x, weight, offs, bias, grad = inputs(*sizes)
     with tf32.tf32(True):
         y = emulated.grouped_gemm(x, weight, offs, bias)
@@ -169,7 +169,7 @@ def test_other_dtypes_are_left_alone(emulated, dtype, sm):
 
 
 def test_kernels_that_are_off(emulated):
-    """What no GPU has proved is computed in whole float32 although torch would allow less."""
+    """Unproved kernels compute in whole float32 although torch would allow less."""
     x, weight, offs, bias, _ = inputs(24, 40)
     whole = emulated.grouped_gemm(x, weight, offs, bias)
     emulated._set_gpu_kernels([name for name in emulated._gpu_kernels() if not gpu_kernels.is_tf32(name)])

@@ -170,7 +170,69 @@ def test_total_loss_needs_gates():
     layer = FMoETransformerMLP(E, D, 5, gate=SoftmaxGate)
     layer(tokens())
     loss = layer.gate.get_loss(clear=False)
-    assert total_loss(layer) == loss and total_loss(layer) == 0.0
+    assert torch.equal(total_loss(layer), loss)
+
+
+def model_of(*gates):
+    return nn.Sequential(*(FMoETransformerMLP(E, D, 5, gate=gate) for gate in gates)).double()
+
+
+def test_total_loss_before_the_first_forward_is_a_differentiable_zero():
+    model = model_of(SoftmaxGate, NaiveGate)
+    total = total_loss(model)
+    assert total.dtype == torch.float64 and total.shape == () and total == 0
+    total.backward()
+    with torch.no_grad():
+        assert not total_loss(model).requires_grad
+
+
+def test_total_loss_read_twice_is_the_same_and_has_the_gradient():
+    model, x = model_of(SoftmaxGate, NaiveGate), tokens(torch.float64)
+    model(x)
+    first, second = total_loss(model), total_loss(model)
+    assert torch.equal(first, second) and first > 0.5
+    weight = model[0].gate.gate.weight
+    (expected,) = torch.autograd.grad(first, weight, retain_graph=True)
+    assert torch.equal(torch.autograd.grad(second, weight)[0], expected) and expected.abs().max() > 0
+    assert torch.equal(total_loss(model), first), "after the backward too"
+    model(2 * x)
+    assert not torch.equal(total_loss(model), first)
+
+
+def test_total_loss_leaves_out_a_layer_that_the_last_forward_skipped():
+    model, x = model_of(SoftmaxGate, SoftmaxGate), tokens(torch.float64)
+    model(x)
+    total_loss(model).backward()
+    model[1](x)
+    total, alone = total_loss(model), model[1].gate.get_loss(clear=False)
+    assert torch.equal(total, alone)
+    total.backward()
+
+
+def test_total_loss_of_an_evaluation_is_its_value():
+    model, x = model_of(SoftmaxGate), tokens(torch.float64)
+    model.eval()(x)
+    expected = total_loss(model)
+    expected.backward()
+    with torch.no_grad():
+        model(x)
+    total = total_loss(model)
+    assert torch.equal(total, expected) and not total.requires_grad
+
+
+def test_total_loss_of_a_model_without_balance_warns_once_in_training():
+    x, texts = tokens(torch.float64), []
+    for model in (model_of(NaiveGate, NaiveGate), model_of(NaiveGate, SoftmaxGate), model_of(SigmoidGate)):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            model.eval()(x)
+            total_loss(model)
+            for _ in range(2):
+                model.train()(x)
+                total_loss(model).backward()
+        texts.append([str(warning.message) for warning in caught])
+    assert len(texts[0]) == 1 and "trains with NaiveGate only, which has no balance loss" in texts[0][0]
+    assert texts[1:] == [[], []]
 
 
 def train(gate, optimizer, micro_batches=1, wrap=lambda gate, x: gate(x)):

@@ -19,7 +19,7 @@ PORTABLE_MS, TORCH_MS = 10.0, 7.0
 
 
 class OnCpu(Target):
-    """What needs a GPU, without one."""
+    """Stand-ins for what needs a GPU."""
 
     device = torch.device("cpu")
     cases, races = SMALL, EVEN

@@ -26,8 +26,8 @@ def prove_quietly(target, **options):
     return prove(target, say=lines.append, **options), lines
 
 
-def test_a_gpu_without_faults():
-    """What is right and fast is proved; what loses to the kernel that would compute without it is off."""
+def test_prove_sound_gpu_proves_all():
+    """Right and fast kernels are proved; a kernel that loses to the one it replaces is off."""
     proof, lines = prove_quietly(Pretend())
     assert list(proof.verdicts) == ["portable", *KERNELS]
     assert states(proof) == {
@@ -94,13 +94,13 @@ def test_fatal_kernels_are_off_and_the_others_are_proved(tmp_path, capfd):
         ("hang", "no answer within 1 s"),
     ],
 )
-def test_a_gpu_that_cannot_be_used(fault, reason, capfd):
+def test_prove_unusable_gpu_keeps_findings(fault, reason, capfd):
     with pytest.raises(Unavailable, match=reason):
         prove_quietly(Pretend({"connect": fault}), start_limit=1.0 if fault == "hang" else 120.0)
 
 
 def test_out_of_time():
-    """What was found until then is kept; the kernel that was being checked is not blamed."""
+    """Earlier findings are kept; the kernel that was being checked is not blamed."""
     proof, lines = prove_quietly(Pretend({"rows_by_weight.a": "hang"}), budget=15.0)
     assert states(proof)["portable"] == "proved"
     assert proof.verdicts["rows_by_weight.a"] == gpu_proof.Verdict("untested", "there was no time left")
@@ -191,7 +191,7 @@ def test_command(tmp_path, monkeypatch, capfd):
     assert proof.races and proof.races[0].torch_ms == TORCH_MS
 
 
-def test_a_proof_that_cannot_be_kept(tmp_path, monkeypatch, capsys):
+def test_proof_unwritable_folder_is_reported(tmp_path, monkeypatch, capsys):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     proof = gpu_proof.Proof(gpu_proof.Key("a", "b", "c", "d"), "now", {})
@@ -208,7 +208,7 @@ def test_without_a_gpu(capfd, tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
-def test_what_is_not_built_is_said_before_a_process_starts():
+def test_prove_without_cuda_build_starts_no_process():
     """Importing torch once more takes seconds, in which the command said nothing."""
     target, lines = Pretend(), []
     target.missing = "these kernels need a GPU that is not a pretended one"
@@ -241,7 +241,7 @@ def needs_emulator():
     emu_build.build("plain", emu_build.OPS)
 
 
-def test_the_emulated_gpu(needs_emulator):
+def test_prove_emulated_gpu(needs_emulator):
     kernels = ("up.128x256", "rows_by_weight.64x192", "grad_hidden.128x128", "grad_weight.128x256")
     kernels += ("up.tf32", "grad_weight.tf32")
     proof, _ = prove_quietly(Emulated(kernels), limit=600.0, budget=1200.0)

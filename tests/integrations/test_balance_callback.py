@@ -17,19 +17,21 @@ VOCAB, WEIGHT, LR = 31, 0.3, 1e-2
 GATES = {"softmax": SoftmaxGate, "sigmoid": SigmoidGate}
 
 
+SIZES = dict(
+    vocab_size=VOCAB,
+    hidden_size=16,
+    intermediate_size=24,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    num_key_value_heads=2,
+    pad_token_id=0,
+)
+
+
 def make_model(gate="softmax"):
-    config = transformers.LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        pad_token_id=0,
-    )
     torch.manual_seed(0)
-    model = fmoefy(transformers.LlamaForCausalLM(config).double(), num_experts=4, gate=GATES[gate])
-    return model.train()
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES)).double()
+    return fmoefy(model, num_experts=4, gate=GATES[gate]).train()
 
 
 def make_examples(number=10):
@@ -132,6 +134,97 @@ def test_trainer_equals_a_loop_by_hand(gate, by_tokens, tmp_path):
     torch.testing.assert_close(own, expected(**seen[0]).loss)
 
 
+def remember_inputs(model):
+    """-> a list that gets the inputs of every forward with a gradient."""
+    seen = []
+
+    def remember(module, args, kwargs):
+        if torch.is_grad_enabled():
+            seen.append({key: kwargs[key] for key in ("input_ids", "attention_mask") if key in kwargs})
+
+    model.register_forward_pre_hook(remember, with_kwargs=True)
+    return seen
+
+
+def assert_balance_gradient(start, seen, model, without):
+    """A step of SGD with lr 1 and the callback differs by the gradient of start's balance loss on what was seen.
+
+    -> the mean of the gates' losses. The norms of Llama compute in float32.
+    """
+    losses = []
+    for inputs in seen:
+        start(**inputs)
+        losses.append(total_loss(start))
+        (WEIGHT * losses[-1] / len(seen)).backward()
+    parameters = zip(start.named_parameters(), model.parameters(), without.parameters(), strict=True)
+    for (path, p), ours, theirs in parameters:
+        grad = torch.zeros_like(p) if p.grad is None else p.grad
+        torch.testing.assert_close(
+            theirs - ours, grad, rtol=1e-4, atol=1e-6, msg=lambda m, path=path: f"{path}: {m}"
+        )
+    gates = [p.grad for path, p in start.named_parameters() if "mlp.gate" in path and p.requires_grad]
+    assert gates and all(grad.norm() > 1e-3 for grad in gates)
+    return sum(losses).item() / len(losses)
+
+
+def mean_of_logits(outputs, labels, num_items_in_batch=None):
+    return outputs.logits.float().square().sum() / num_items_in_batch
+
+
+def classifier():
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(**SIZES, num_labels=1)
+    return fmoefy(transformers.LlamaForSequenceClassification(config).double(), num_experts=4).train()
+
+
+def adapted():
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(1)
+    config = peft.LoraConfig(
+        r=2, target_modules=["q_proj"], modules_to_save=["mlp.gate"], init_lora_weights=False
+    )
+    return peft.get_peft_model(make_model(), config).train()
+
+
+# name: (model, changes of the arguments of Trainer, of TrainingArguments)
+OTHER_LOSSES = {
+    "classification": (classifier, {}, {}),
+    "compute_loss_func": (make_model, {"compute_loss_func": mean_of_logits}, {}),
+    "label smoothing": (make_model, {}, {"label_smoothing_factor": 0.1}),
+    "peft": (adapted, {}, {}),
+}
+
+
+def one_step(name, folder, callbacks):
+    """-> the model after two microbatches of two sequences of as many labels."""
+    make, options, changes = OTHER_LOSSES[name]
+    model = make()
+    seen = remember_inputs(model)
+    rows = [{"input_ids": example["input_ids"]} for example in make_examples(4)]
+    for row in rows:
+        row["labels"] = torch.tensor(1.0) if name == "classification" else row["input_ids"]
+    arguments = transformers.TrainingArguments(
+        **{"output_dir": str(folder), "max_steps": 1, "per_device_train_batch_size": 2},
+        **{"gradient_accumulation_steps": 2, "learning_rate": 1.0, "lr_scheduler_type": "constant"},
+        **{"optim": "sgd", "max_grad_norm": 0.0, "report_to": [], "save_strategy": "no", "use_cpu": True},
+        **{"disable_tqdm": True, "logging_steps": 1},
+        **changes,
+    )
+    trainer = transformers.Trainer(model, arguments, train_dataset=rows, callbacks=callbacks, **options)
+    trainer.train()
+    assert "compute_loss" not in vars(trainer)
+    return model, seen
+
+
+@pytest.mark.parametrize("name", OTHER_LOSSES)
+def test_a_step_adds_the_gradient_of_the_balance_loss(name, tmp_path):
+    """Losses that the model does not return, or not alone."""
+    model, seen = one_step(name, tmp_path / "with", [huggingface.balance_callback(WEIGHT)])
+    without, _ = one_step(name, tmp_path / "without", [])
+    assert len(seen) == 2
+    assert_balance_gradient(OTHER_LOSSES[name][0](), seen, model, without)
+
+
 def test_evaluation_has_no_balance_loss(tmp_path):
     model = make_model()
     handle = huggingface.add_balance_loss(model, WEIGHT)
@@ -148,7 +241,7 @@ def test_evaluation_has_no_balance_loss(tmp_path):
 def test_without_a_loss_or_gates():
     model = make_model()
     huggingface.add_balance_loss(model)
-    with pytest.raises(ValueError, match=r"LlamaForCausalLM returned no loss .*label smoothing"):
+    with pytest.raises(ValueError, match=r"LlamaForCausalLM returned no loss .*add_balance_loss\(trainer\)"):
         model(input_ids=make_examples()[0]["input_ids"][None])
     with pytest.raises(ValueError, match="Linear has no gate of fmoe_ext"):
         huggingface.add_balance_loss(nn.Linear(2, 2))
@@ -167,7 +260,7 @@ def test_a_second_loss_takes_the_place_of_the_first(tmp_path):
     alone, twice = make_model(), make_model()
     expected = train_by_trainer(alone, tmp_path / "a", [], huggingface.balance_callback(WEIGHT))
     first = huggingface.add_balance_loss(twice, 7.0)
-    with pytest.warns(UserWarning, match=r"balance loss of weight 7\.0 that was added .* is taken off"):
+    with pytest.warns(UserWarning, match=r"balance loss of weight 7\.0 that was added .* is removed"):
         got = train_by_trainer(twice, tmp_path / "b", [], huggingface.balance_callback(WEIGHT))
     first.remove()  # once more does nothing
     key = "moe/balance_loss"

@@ -1,153 +1,57 @@
 """export() and import_model(): plain Transformers and our layers give equal logits, in float64 to 1e-12."""
 
-import contextlib
 import copy
 import functools
 import json
+import re
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import fmoe_ext
 from fmoe_ext import FMoETransformerMLP, SigmoidGate, SoftmaxGate, fmoefy
 from fmoe_ext.checkpoint import CheckpointError
+from tests.integrations.format_models import (
+    DENSE,
+    HEADS,
+    MODELS,
+    SIZES,
+    assert_equal_logits,
+    load,
+    logits,
+    make,
+    moe_layers,
+    num_moe_layers,
+    randomised,
+    without_float32,
+)
 
 transformers = pytest.importorskip("transformers")
-
-SIZES = {
-    **{"vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 2, "max_position_embeddings": 64},
-    **{"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 40},
-    **{"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2},
-}
-HEADS = {"head_dim": 12}
-MOE = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
-LATENT = {
-    **{"kv_lora_rank": 16, "q_lora_rank": 16, "num_key_value_heads": 4, "num_mtp_layers": 0},
-    **{"qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8},
-}
-DEEPSEEK = {
-    **{"n_routed_experts": 8, "num_experts_per_tok": 3, "n_group": 4, "topk_group": 2, "n_shared_experts": 2},
-    **{"first_k_dense_replace": 1, "moe_intermediate_size": 24, "routed_scaling_factor": 2.5},
-}
-# MoE models of Transformers, with the options that change what they compute
-MODELS = {
-    "mixtral": {"num_local_experts": 6, "num_experts_per_tok": 2, "sliding_window": 5, **HEADS},
-    "qwen3_moe": {**MOE, **HEADS, "norm_topk_prob": True, "mlp_only_layers": [0]},
-    "qwen3_moe, probabilities": {**MOE, **HEADS, "norm_topk_prob": False, "hidden_act": "gelu_pytorch_tanh"},
-    "qwen2_moe": {**MOE, "shared_expert_intermediate_size": 28, "norm_topk_prob": False},
-    "qwen2_moe, normalised": {**MOE, "shared_expert_intermediate_size": 28, "norm_topk_prob": True},
-    "olmoe": {"num_experts": 6, "num_experts_per_tok": 3, "norm_topk_prob": False, "clip_qkv": 0.5},
-    "deepseek_v3": {**DEEPSEEK, **LATENT},
-    "deepseek_v3, one group": {**DEEPSEEK, **LATENT, "n_group": 1, "topk_group": 1, "norm_topk_prob": False},
-    "gpt_oss": {
-        **{"num_local_experts": 6, "num_experts_per_tok": 2, "head_dim": 8, "sliding_window": 4},
-        **{
-            "swiglu_alpha": 1.5,
-            "swiglu_limit": 0.5,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
-        },
-    },
-}
-DEEPSEEKS = ("deepseek_v3", "deepseek_v3, one group")  # whose first layer is dense
-
-
-@contextlib.contextmanager
-def without_float32():
-    """Transformers computes norms, rotary angles and routers in float32, whatever the dtype; in here in float64."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch, "float", torch.float64)
-        patch.setattr(torch, "float32", torch.float64)
-        patch.setattr(torch.Tensor, "float", torch.Tensor.double)
-        yield
-
-
-def make(model_type, seed=0, **values):
-    """A random model, its parameters so large that gates and experts matter, in float64."""
-    config = transformers.AutoConfig.for_model(model_type, **SIZES | values)
-    config._experts_implementation = "eager"
-    model = transformers.AutoModelForCausalLM.from_config(config)
-    return randomised(model, seed)
-
-
-def randomised(model, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for value in model.state_dict().values():
-            if value.is_floating_point():
-                noise = torch.randn(value.shape, generator=generator)
-                value.copy_(0.2 * noise + (value == 1))
-    return model.double().eval()
-
-
-def logits(model, seed=3):
-    ids = torch.randint(3, SIZES["vocab_size"], (2, 12), generator=torch.Generator().manual_seed(seed))
-    with torch.no_grad(), without_float32():
-        return model(input_ids=ids).logits
-
-
-def assert_equal_logits(model, expected):
-    assert (logits(model) - expected).abs().max() <= 1e-12 * expected.abs().max()
-
-
-def load(folder):
-    """As any program does: without us."""
-    loading = transformers.AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float64, experts_implementation="eager", output_loading_info=True
-    )
-    model, info = loading
-    assert not any(info.values()), info
-    return model.eval()
-
-
-def moe_layers(model):
-    return [m for m in model.modules() if isinstance(m, FMoETransformerMLP)]
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_there_and_back(name, tmp_path):
     """A model of Transformers -> its folder -> ours -> a folder -> Transformers: the same logits, the same tensors."""
-    model = make(name.split(",")[0], **MODELS[name])
-    expected = logits(model)
-    model.save_pretrained(tmp_path / "theirs")
+    make(name.split(",")[0], **MODELS[name]).float().save_pretrained(tmp_path / "theirs")
+    expected = logits(load(tmp_path / "theirs"))
     ours = fmoe_ext.import_model(tmp_path / "theirs", dtype=torch.float64)
-    assert len(moe_layers(ours)) == (1 if name in ("qwen3_moe", *DEEPSEEKS) else 2)
+    assert len(moe_layers(ours)) == num_moe_layers(name)
     assert_equal_logits(ours, expected)
+    ours.float()
     fmoe_ext.export(ours, tmp_path / "ours", name.split(",")[0])
-    again = load(tmp_path / "ours")
-    assert type(again) is type(model)
-    assert_equal_logits(again, expected)
-    before, after = model.state_dict(), again.state_dict()
-    assert before.keys() == after.keys() and all(torch.equal(before[k], after[k]) for k in before)
-
-
-# dense models of Transformers, what fmoefy is told, and the formats that can hold the result
-DENSE = {
-    "llama to mixtral": ("llama", "mixtral", {}, {}),
-    "mistral to mixtral": ("mistral", "mixtral", {"sliding_window": 5, **HEADS}, {}),
-    "qwen3 to qwen3_moe": ("qwen3", "qwen3_moe", HEADS, {}),
-    "qwen3, some layers": ("qwen3", "qwen3_moe", {**HEADS, "tie_word_embeddings": True}, {"layers": [1]}),
-    "qwen3, probabilities": (
-        *("qwen3", "qwen3_moe", {"hidden_act": "gelu_pytorch_tanh"}),
-        {"gate": functools.partial(SoftmaxGate, normalize=False)},
-    ),
-    "qwen2 to qwen2_moe": (
-        *("qwen2", "qwen2_moe", {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}),
-        {"shared_expert_hidden": 12, "shared_expert_gate": True},
-    ),
-    "llama to qwen2_moe": (
-        "llama",
-        "qwen2_moe",
-        {},
-        {"shared_expert_hidden": 12, "shared_expert_gate": True},
-    ),
-    "deepseek_v3": (
-        *("deepseek_v3", "deepseek_v3", {**LATENT, "first_k_dense_replace": 2, "n_routed_experts": 4}),
-        {
-            "gate": functools.partial(SigmoidGate, num_groups=2, topk_groups=1, group_best=2, scale=2.5),
-            **{"layers": [1], "hidden_hidden_size": 24, "shared_expert_hidden": 48},
-        },
-    ),
-}
+    assert_equal_logits(load(tmp_path / "ours"), expected)
+    before, after = (load_file(tmp_path / folder / "model.safetensors") for folder in ("theirs", "ours"))
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[k], after[k]) and before[k].dtype == after[k].dtype for k in before)
+    ids = torch.arange(3, 15).view(1, -1)
+    theirs, ours = (m(input_ids=ids).logits for m in (load(tmp_path / "theirs").float(), ours))
+    assert (theirs - ours).abs().max() <= 1e-6 * theirs.abs().max()
+    model = fmoe_ext.import_model(tmp_path / "theirs")
+    for p in model.parameters():
+        p.data.zero_()
+    fmoe_ext.checkpoint.load(tmp_path / "ours", model)
+    assert_equal_logits(model.double(), expected)
 
 
 @pytest.mark.parametrize("name", DENSE)
@@ -201,7 +105,7 @@ REFUSED = {
     ),
     "scale": (with_gate(SoftmaxGate, scale=2.5), "mixtral", "scale=2.5, expected 1"),
     "groups": (with_gate(SoftmaxGate, num_groups=2), "mixtral", "num_groups=2, expected 1"),
-    "normalize": (with_gate(SoftmaxGate, normalize=False), "mixtral", "normalize=False, but mixtral divides"),
+    "normalize": (with_gate(SoftmaxGate, normalize=False), "mixtral", "normalize=False, expected True"),
     "gate bias": (lambda: llama(gate_bias=True), "mixtral", r"mlp\.gate\.gate\.bias is not zero"),
     "bias": (lambda: llama(bias=True), "mixtral", r"experts\.h\w+\.bias is not zero"),
     "shared": (lambda: llama(shared_expert_hidden=8), "mixtral", "has no such shared experts"),
@@ -232,7 +136,7 @@ REFUSED = {
         lambda: torch.nn.Sequential(FMoETransformerMLP(2, 4, 8)),
         *("mixtral", "Sequential is no model of Transformers"),
     ),
-    "format": (llama, "gpt2", "format must be one of mixtral, .* or gguf, but got 'gpt2'"),
+    "format": (llama, "gpt2", "format must be one of deepseek_v2, .* or gguf, but got 'gpt2'"),
     "gpt_oss": (llama, "gpt_oss", "activation swiglu|are others"),
     "gguf activation": (
         lambda: randomised(fmoefy(make("llama", hidden_act="gelu"), 4)),
@@ -302,7 +206,7 @@ def test_import_of_a_model_in_memory():
         fmoe_ext.import_model(model, dtype=torch.float32)
     with pytest.raises(CheckpointError, match="has no MoE layer that is not ours already"):
         fmoe_ext.import_model(model)
-    with pytest.raises(CheckpointError, match=r"knows mixtral, .* but this model is llama"):
+    with pytest.raises(CheckpointError, match=r"knows deepseek_v2, .* but this model is llama"):
         fmoe_ext.import_model(make("llama"))
     with pytest.raises(CheckpointError, match=r"router_jitter_noise=0\.1 .* set it to 0"):
         fmoe_ext.import_model(make("mixtral", router_jitter_noise=0.1))
@@ -383,3 +287,19 @@ def test_save_pretrained_over_an_older_save(tmp_path):
     with pytest.raises(CheckpointError, match="which is not the model's own"):
         model.save_pretrained(tmp_path / "out", state_dict=state)
     assert sorted(f.name for f in tmp_path.iterdir()) == ["out"]
+
+
+def test_the_ways_out_are_known_before_training():
+    """The report of fmoefy names the formats; check_export refuses as export would."""
+    from fmoe_ext.integrations.formats import check_export
+
+    assert "export() can write it as mixtral or qwen2_moe" in repr(llama().fmoe_report)
+    check_export(llama(), "mixtral")
+    for source in ("gemma", "phi3", "smollm3"):
+        model = fmoefy(make(source), 4)
+        text = f"no format of export\\(\\) holds {source} models .*: save_pretrained\\(\\) writes a folder"
+        assert re.search(text, repr(model.fmoe_report))
+        with pytest.raises(
+            CheckpointError, match=f"For {source} there is none of the formats: its save_pretrained"
+        ):
+            check_export(model, "mixtral")

@@ -1,5 +1,6 @@
 """export() where the machine fails it, on several ranks, as GGUF, and how much memory it takes."""
 
+import json
 import os
 import resource
 import signal
@@ -105,6 +106,71 @@ def test_a_part_of_a_model_is_refused(lost, tmp_path):
     save_file(kept, file, metadata={"format": "pt"})
     with pytest.raises(CheckpointError, match=rf"out lacks \S*{lost}.* Transformers would draw at random"):
         fmoe_ext.import_model(tmp_path / "out")
+
+
+def point_index_to(name):
+    def forge(folder, secret):
+        file = str(secret) if name is None else name
+        (folder / "model.safetensors").unlink()
+        weights = dict.fromkeys(load_file(secret), file)
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weights}))
+
+    return forge
+
+
+def link_weights(folder, secret):
+    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors").symlink_to(secret)
+
+
+def link_config(folder, secret):
+    (folder / "config.json").rename(folder.parent / "config")
+    (folder / "config.json").symlink_to(folder.parent / "config")
+
+
+def name_weights(folder, secret):
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(
+        json.dumps(config | {"transformers_weights": "../secret.safetensors"})
+    )
+
+
+def name_base_model(folder, secret):
+    adapter = {"peft_type": "LORA", "base_model_name_or_path": str(secret.parent / "base")}
+    (folder / "adapter_config.json").write_text(json.dumps(adapter))
+
+
+FORGED = {
+    "relative": (point_index_to("../secret.safetensors"), "is no name of a file in this folder"),
+    "absolute": (point_index_to(None), "is no name of a file in this folder"),
+    "weights": (link_weights, "is a link to .*secret.safetensors, outside the folder"),
+    "config": (link_config, "is a link to .*config, outside the folder"),
+    "named in the config": (name_weights, "is no name of a file in this folder"),
+    "adapter": (name_base_model, "has adapter_config.json, which names another model"),
+}
+
+
+@pytest.mark.parametrize("name", FORGED)
+def test_import_refuses_what_lies_outside_the_folder(name, tmp_path):
+    fmoe_ext.export(llama(), tmp_path / "out", "mixtral")
+    secret = tmp_path / "secret.safetensors"
+    secret.write_bytes((tmp_path / "out" / "model.safetensors").read_bytes())
+    forge, text = FORGED[name]
+    forge(tmp_path / "out", secret)
+    with pytest.raises(CheckpointError, match=text):
+        fmoe_ext.import_model(tmp_path / "out")
+
+
+def test_import_reads_a_folder_of_the_hubs_cache(tmp_path):
+    """Its files are links into blobs, which lie beside the snapshots."""
+    fmoe_ext.export(llama(), tmp_path / "out", "mixtral")
+    snapshot, blobs = tmp_path / "models--a--b" / "snapshots" / "1", tmp_path / "models--a--b" / "blobs"
+    snapshot.mkdir(parents=True)
+    blobs.mkdir()
+    for file in (tmp_path / "out").iterdir():
+        file.rename(blobs / file.stem)
+        (snapshot / file.name).symlink_to(f"../../blobs/{file.stem}")
+    assert_equal_logits(fmoe_ext.import_model(snapshot, dtype=torch.float64), logits(llama()))
 
 
 MEMORY = """

@@ -5,7 +5,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
@@ -18,20 +17,8 @@ pytest.importorskip("megatron.core", reason="pip install megatron-core")
 import megatron_layouts as layouts
 from gpt import forward_backward, make_chunks
 from megatron.core import tensor_parallel
-from on_cpu import megatron_on_cpu
 
-
-@pytest.fixture(scope="module", autouse=True)
-def one_rank(tmp_path_factory):
-    from megatron.core import parallel_state
-
-    store = tmp_path_factory.mktemp("megatron") / "store"
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
-    with megatron_on_cpu():
-        layouts.initialize()
-        yield
-    parallel_state.destroy_model_parallel()
-    dist.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("one_megatron_rank")
 
 
 def gpt(mlp=None, **options):

@@ -6,9 +6,9 @@ import torch
 from fmoe_ext.checkpoint import from_megatron_core, to_megatron_core
 
 pytest.importorskip("megatron.core", reason="pip install megatron-core")
-from test_megatron_options import config_of, one_rank, ours_of, step, theirs_of
+from megatron_pair import config_of, ours_of, step, theirs_of
 
-__all__ = ["one_rank"]  # the fixture
+pytestmark = pytest.mark.usefixtures("one_megatron_rank")
 
 CASES = {
     "softmax": {"moe_router_topk": 2},

@@ -72,7 +72,7 @@ def test_failure_is_noticed_where_counts_reach_the_host():
 
 @pytest.fixture
 def margins(monkeypatch):
-    """What was told to the kernels."""
+    """SM margins that the kernels were given."""
     told = []
     monkeypatch.setattr(gpu_kernels.SELECTION, "is_prepared", True)
     monkeypatch.setattr(torch.ops, "fmoe_ext", SimpleNamespace(_set_gpu_sm_margin=told.append), raising=False)

@@ -58,7 +58,7 @@ def folder(tmp_path_factory):
 
 
 def run(folder, script):
-    """What a fresh interpreter prints; it must end by itself, without a crash."""
+    """Output of a fresh interpreter, which must end by itself, without a crash."""
     preamble = PREAMBLE.format(library=str(folder / "libcuda.so.1"), folder=str(folder))
     command, env = [sys.executable, "-c", preamble + script], {**os.environ, "PYTHONPATH": str(folder)}
     result = subprocess.run(command, capture_output=True, text=True, timeout=60, env=env)

@@ -1,4 +1,4 @@
-"""What the fuzz tests share: how hypothesis runs, layouts of memory, random choices and experts."""
+"""Shared parts of the fuzz tests: settings of hypothesis, layouts of memory, random choices and experts."""
 
 import pytest
 import torch

@@ -1,5 +1,6 @@
 """The instruction sets that the CPU kernels are compiled for."""
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -7,19 +8,23 @@ import pytest
 import torch
 
 ISAS = ("portable", "avx2", "avx512", "avx512_bf16", "neon", "neon_bf16")
+LIMIT = os.environ.get("FMOE_CPU_ISA", "").strip() or None
+ALLOWED = ISAS if LIMIT is None else ISAS[: ISAS.index(LIMIT) + 1]
 
 
 def use(name: str) -> None:
-    """Lets the kernels use no more than this one; skips the test where the processor lacks it."""
+    """Limits the kernels to this instruction set; skips the test where it cannot run."""
+    if name not in ALLOWED:
+        pytest.skip(f"this run is limited by FMOE_CPU_ISA={LIMIT}")
     if not torch.ops.fmoe_ext._set_cpu_isa(name):
         pytest.skip(f"this processor has no {name}")
 
 
 @contextmanager
 def restored() -> Iterator[None]:
-    """The best one again afterwards."""
+    """Restores the most capable allowed instruction set afterwards."""
     try:
         yield
     finally:
-        for name in ISAS:
+        for name in ALLOWED:
             torch.ops.fmoe_ext._set_cpu_isa(name)

@@ -95,7 +95,7 @@ ROWS, WEIGHT, OFFS = torch.ones(6, 4), torch.ones(1, 3, 5), ints(6)
     ],
     ids=["size", "none", "device", "rank", "dtype"],
 )
-def test_what_the_operator_rejects_is_said_of_what_was_given(monkeypatch, args, text):
+def test_debug_error_names_given_shapes(monkeypatch, args, text):
     monkeypatch.setattr(debug, "wanted", lambda t: True)
     with pytest.raises(RuntimeError, match=text):
         ops.grouped_gemm(*args)

@@ -1,8 +1,12 @@
+import re
+from pathlib import Path
+
 import pytest
 import torch
 import torch.nn.functional as F
 
 from fmoe_ext.ops import expert_mlp, expert_mlp_ref
+from fmoe_ext.ops.arguments import ExpertMlp, ExpertMlpBackward, ExpertMlpBackwardWeights
 from fmoe_ext.ops.expert_mlp import ACTIVATIONS, activation_number
 from fmoe_ext.testing import assert_close
 
@@ -188,7 +192,7 @@ def test_one_expert_gets_all_and_every_choice_dropped():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_an_expert_over_several_chunks(dtype):
+def test_expert_mlp_expert_over_several_chunks(dtype):
     Problem(4000, 1, 2, 8, 3100, dtype, "relu", topk_idx=(torch.arange(4000) % 50 > 0)[:, None].int()).check()
 
 
@@ -219,7 +223,7 @@ SHAPES_FOR_THREADS = ((400, 3, 5, 100, 80), (1, 2, 4, 300, 500), (500, 1, 1, 64,
 
 @pytest.mark.cpu("its threads")
 @pytest.mark.parametrize("shape", SHAPES_FOR_THREADS, ids=str)
-def test_bitwise_equal_for_any_number_of_threads(shape):
+def test_bitwise_equal_for_any_number_of_threads(isa, shape):
     problem = Problem(*shape, torch.float32)
     expected = problem.results(expert_mlp)
     threads = torch.get_num_threads()
@@ -346,3 +350,21 @@ def test_rejects():
         call(b1=b1[:, :4])
     with pytest.raises(RuntimeError, match="inverse must be int32"):
         call(inverse=inverse.long())
+
+
+@pytest.mark.parametrize(
+    "name, arguments",
+    [
+        ("expert_mlp", ExpertMlp),
+        ("expert_mlp_backward", ExpertMlpBackward),
+        ("expert_mlp_backward_inputs", ExpertMlpBackward),
+        ("expert_mlp_backward_accumulate", ExpertMlpBackward),
+        ("expert_mlp_backward_weights", ExpertMlpBackwardWeights),
+    ],
+)
+def test_arguments_have_the_schemas_names(name, arguments):
+    schemas = (Path(__file__).parents[2] / "csrc" / "ops.cpp").read_text()
+    declared = re.search(rf'm\.def\("{name}\((.*?)\) ->', schemas)[1]
+    names = tuple(argument.split()[-1] for argument in declared.split(", "))
+    assert names == arguments._fields[: len(names)]
+    assert len(names) >= len(arguments._fields) - len(arguments._field_defaults)

@@ -288,7 +288,7 @@ OPERATORS = (
 
 
 def is_dropped(call, name, fault):
-    """Whether the fault is an index that a GPU takes for a dropped choice; FMOE_DEBUG=1 checks the functions of ops."""
+    """True if the fault is an index that a GPU takes for a dropped choice; FMOE_DEBUG=1 checks the functions of ops."""
     is_value = fault in ("too small", "too large") or (name in call.indices and fault[0] == "value")
     return is_value and call.arguments[name].is_cuda and call.function not in vars(ops).values()
 

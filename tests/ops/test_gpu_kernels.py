@@ -117,7 +117,7 @@ def test_warns_once_and_takes_the_portable_kernels(switches, monkeypatch):
     assert switches.on == []
 
 
-def test_the_first_call_takes_what_is_proved(switches, monkeypatch):
+def test_first_call_uses_proved_kernels(switches, monkeypatch):
     proof(**FOUND).save()
     selection(monkeypatch).prepare()
     assert switches.on == []
@@ -146,7 +146,7 @@ def test_modes_without_a_proof_hold_from_the_start(mode, on, switches, monkeypat
     chosen.prepare()
     assert switches.on == on
     x, weight, offs, _, _ = make_inputs(9, 16, 24, [4, 9], torch.bfloat16)
-    torch.ops.fmoe_ext.grouped_gemm(x, weight, offs)  # whoever calls first
+    torch.ops.fmoe_ext.grouped_gemm(x, weight, offs)  # any first call
     assert bool(multiplied) == (mode == "torch")
     del chosen
 
@@ -198,7 +198,7 @@ def test_several_devices_use_what_all_have_proved(switches, monkeypatch):
 
 
 @pytest.mark.cpu("its tensors are those of another device")
-def test_nothing_is_chosen_without_cuda_kernels_or_for_other_devices(monkeypatch):
+def test_selection_without_cuda_kernels_stays_empty(monkeypatch):
     selection(monkeypatch, key_of=None)  # not prepared: no CUDA module was loaded
     call()
     monkeypatch.setattr(gpu_kernels, "SELECTION", gpu_kernels.Selection("cuda", None))
@@ -228,7 +228,7 @@ def test_file(cache):
 
 
 @pytest.mark.parametrize("field", ["gpu", "driver", "torch", "build"])
-def test_a_proof_holds_for_its_key_alone(field):
+def test_proof_other_key_is_ignored(field):
     proof(**FOUND).save()
     assert gpu_proof.load(Key(**{**vars(KEY), field: "other"})) is None
 
@@ -249,7 +249,7 @@ def test_a_proof_holds_for_its_key_alone(field):
         '{"format": 1, "key": KEY, "date": "", "verdicts": {}, "races": [{}]}',
     ],
 )
-def test_a_broken_file_is_as_none_with_a_warning(text, cache):
+def test_proof_broken_file_warns_and_is_ignored(text, cache):
     cache.mkdir(parents=True)
     KEY.path().write_text(text.replace("KEY", json.dumps(vars(KEY))))
     with pytest.warns(
@@ -260,14 +260,14 @@ def test_a_broken_file_is_as_none_with_a_warning(text, cache):
     assert gpu_proof.load(KEY) == proof(**FOUND)
 
 
-def test_a_file_of_another_key_is_refused(cache):
+def test_proof_file_of_other_key_is_refused(cache):
     other = Key(**{**vars(KEY), "build": "other"})
     os.replace(proof(**FOUND).save(), other.path())
     with pytest.warns(UserWarning, match="it is about"):
         assert gpu_proof.load(other) is None
 
 
-def test_a_write_that_fails_leaves_the_old_file(monkeypatch, cache):
+def test_proof_failed_write_keeps_old_file(monkeypatch, cache):
     old = proof(**FOUND)
     old.save()
 

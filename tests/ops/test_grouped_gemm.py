@@ -70,7 +70,7 @@ def test_more_than_two_to_the_31_elements():
     assert torch.equal(y[:, 0].long(), 2 * (torch.arange(R) % 100))
 
 
-def test_an_expert_over_several_chunks():
+def test_grouped_gemm_expert_over_several_chunks():
     x, weight, offs, bias, grad = make_inputs(40, 4100, 200_000 // 4100, [40], torch.float32)
     check(x, weight, offs, bias, grad)
     check(*make_inputs(5000, 1000, 3, [10, 4990], torch.bfloat16))
@@ -129,7 +129,7 @@ def test_transposed_compiles_whole():
         assert torch.equal(a, b)
 
 
-def test_bitwise_equal_for_any_number_of_threads():
+def test_bitwise_equal_for_any_number_of_threads(isa):
     inputs = make_inputs(700, 200, 150, [300, 300, 650], torch.bfloat16)
     expected = results(grouped_gemm, *inputs)
     threads = torch.get_num_threads()

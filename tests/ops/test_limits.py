@@ -1,4 +1,4 @@
-"""What happens at the edges of memory: absurd sizes, an allocation that fails, many calls, many rows."""
+"""Edges of memory: absurd sizes, an allocation that fails, many calls, many rows."""
 
 import subprocess
 import sys
@@ -8,7 +8,6 @@ import torch
 
 from fmoe_ext import ops
 from fmoe_ext.ops.expert_mlp import activation_number
-from tests.ops.instruction_sets import ISAS
 from tests.ops.test_fuzz_broken import OPERATORS, Draw
 
 HUGE = (2**31, 2**40, 2**61, 2**62)
@@ -136,15 +135,33 @@ def resident():
         return int(file.read().split()[1]) * 4096
 
 
+KEEPS = """
+import torch
+from fmoe_ext import ops
+
+def resident():  # counted page by page: statm's number is late by some pages of every core
+    with open("/proc/self/smaps_rollup") as file:
+        return next(int(line.split()[1]) for line in file if line.startswith("Rss:")) << 10
+
+torch.set_num_threads(1)
+x, weight = torch.ones(40, 1_000_000), torch.ones(1, 2, 1_000_000)
+offs = torch.tensor([40], dtype=torch.int32)
+ops.grouped_gemm(x[:, :64].contiguous(), weight[..., :64].contiguous(), offs)  # loads what a first call loads
+before = resident()
+y = ops.grouped_gemm(x, weight, offs)
+kept = resident() - before
+assert torch.equal(y, torch.full((40, 2), 1e6))
+print(kept)
+"""
+
+
 @pytest.mark.cpu("its memory")
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_a_thread_keeps_little(one_thread):
-    """A panel of a million columns takes 128 MB, which go when the product is done."""
-    x, weight = torch.ones(40, 1_000_000), torch.ones(1, 2, 1_000_000)
-    before = resident()
-    y = ops.grouped_gemm(x, weight, torch.tensor([40], dtype=torch.int32))
-    assert resident() - before < 48 * 2**20
-    assert torch.equal(y, torch.full((40, 2), 1e6))
+def test_a_thread_keeps_little():
+    """A panel of a million columns takes up to 128 MB, which go when the product is done."""
+    result = subprocess.run([sys.executable, "-c", KEEPS], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr[-2000:]
+    assert int(result.stdout) < 48 * 2**20
 
 
 @pytest.mark.cpu("its memory")
@@ -197,32 +214,24 @@ def test_bias_gradient_of_many_rows(rows):
     torch.testing.assert_close(bias.grad[0].double(), grad.double().sum(0), rtol=2e-7, atol=0)
 
 
-@pytest.mark.cpu("its instruction sets")
-@pytest.mark.parametrize("name", ISAS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_every_kernel_obeys_the_instruction_set(name, dtype):
+def test_every_kernel_obeys_the_instruction_set(isa, dtype):
     """permute, unpermute and topk_gate too: with the set limited they take their fallbacks, which are right."""
-    native = torch.ops.fmoe_ext
-    if not native._set_cpu_isa(name):
-        pytest.skip(f"this processor has no {name}")
-    try:
-        generator = torch.Generator().manual_seed(0)
-        logits = torch.randn(50, 70, generator=generator).to(dtype)
-        x = torch.randn(50, 100, generator=generator).to(dtype).requires_grad_()
-        for options in ({}, {"score": "sigmoid", "num_groups": 7, "topk_groups": 3, "normalize": False}):
-            idx, weights = ops.topk_gate(logits, 4, **options)
-            wanted = ops.topk_gate_ref(logits, 4, **options)
-            assert torch.equal(idx, wanted[0])
-            torch.testing.assert_close(weights, wanted[1])
-        weights = weights.float().requires_grad_()
-        order = ops.sort_tokens(idx, 70)
-        rows = ops.permute(x, order.row_idx, order.inverse)
-        assert torch.equal(rows, ops.permute_ref(x, order.row_idx, order.inverse))
-        grad = torch.randn(50, 100, generator=generator).to(dtype)
-        results = []
-        for function in (ops.unpermute, ops.unpermute_ref):
-            y = function(rows.detach() + x.sum() * 0, order.row_idx, order.inverse, weights)
-            results.append((y, *torch.autograd.grad(y, weights, grad)))
-        torch.testing.assert_close(*results)
-    finally:
-        [native._set_cpu_isa(other) for other in ISAS]
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(50, 70, generator=generator).to(dtype)
+    x = torch.randn(50, 100, generator=generator).to(dtype).requires_grad_()
+    for options in ({}, {"score": "sigmoid", "num_groups": 7, "topk_groups": 3, "normalize": False}):
+        idx, weights = ops.topk_gate(logits, 4, **options)
+        wanted = ops.topk_gate_ref(logits, 4, **options)
+        assert torch.equal(idx, wanted[0])
+        torch.testing.assert_close(weights, wanted[1])
+    weights = weights.float().requires_grad_()
+    order = ops.sort_tokens(idx, 70)
+    rows = ops.permute(x, order.row_idx, order.inverse)
+    assert torch.equal(rows, ops.permute_ref(x, order.row_idx, order.inverse))
+    grad = torch.randn(50, 100, generator=generator).to(dtype)
+    results = []
+    for function in (ops.unpermute, ops.unpermute_ref):
+        y = function(rows.detach() + x.sum() * 0, order.row_idx, order.inverse, weights)
+        results.append((y, *torch.autograd.grad(y, weights, grad)))
+    torch.testing.assert_close(*results)

@@ -32,7 +32,7 @@ def gemm_step(weight, seed, **options):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("sizes", [(37, 29), (64, 48), (1, 3)], ids=str)
 def test_grouped_gemm_accumulates(isa, sizes, dtype):
-    """What is added is what would have been returned, before it is rounded; step for step."""
+    """The main gradient grows by the gradient before rounding, step for step."""
     weight = make_inputs(50, *sizes, OFFS, dtype)[1]
     fused, expected = parameter(weight), None
     for seed in range(4):
@@ -161,7 +161,7 @@ def test_expert_mlp_over_several_steps(dtype, activation):
 
 @pytest.mark.cpu("how it cuts experts into chunks")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_an_expert_over_several_chunks(dtype):
+def test_main_grad_expert_over_several_chunks(dtype):
     topk_idx = (torch.arange(4000) % 50 > 0)[:, None].int()
     fused = Fused(4000, 1, 2, 8, 3100, dtype, "relu", topk_idx=topk_idx)
     expected = fused.problem.results(expert_mlp)
@@ -183,7 +183,7 @@ def test_forwards_before_backwards():
         assert torch.equal(getattr(together, name).main_grad, getattr(apart, name).main_grad), name
 
 
-def test_bitwise_equal_for_any_number_of_threads():
+def test_bitwise_equal_for_any_number_of_threads(isa):
     found = []
     threads = torch.get_num_threads()
     try:
@@ -228,7 +228,7 @@ def test_parts_of_a_parameter():
     assert parts.grad is None
 
 
-def test_what_megatron_waits_for():
+def test_main_grad_sets_megatron_flag():
     """A parameter that Megatron's DistributedDataParallel marks gets a gradient of its shape, to be ignored."""
     fused = Fused(40, 2, 3, 20, 24, torch.bfloat16)
     fused.w1.grad_added_to_main_grad = False

@@ -25,7 +25,7 @@ class Calls(TorchDispatchMode):
 
 
 def mlp(activation="swiglu", combine=True, dtype=torch.float32, shape=(60, 3, 5, 37, 29)):
-    """What makes y, the inputs, the weights and the gradient of y of one expert_mlp."""
+    """Function of y, inputs, weights and gradient of y of one expert_mlp."""
     problem = Problem(*shape, dtype, activation, combine=combine)
     inputs = [problem.tensors[name] for name in ("x", "topk_weights")]
     weights = [problem.tensors[name] for name in ("w1", "b1", "w2", "b2")]
@@ -91,7 +91,7 @@ def test_whole_backward_is_one_call(make):
 
 
 def test_other_gradients_of_y_between():
-    """What one half left is not taken for another gradient of y."""
+    """Rows kept by one half are not used for another gradient of y."""
     forward, inputs, weights, grad = mlp()
     y, other = forward(), torch.ones_like(grad)
     expected = torch.autograd.grad(forward(), [*inputs, *weights], other)
@@ -105,7 +105,7 @@ def test_other_gradients_of_y_between():
         torch.autograd.grad(y, inputs, other)
 
 
-def test_nothing_is_left_behind():
+def test_split_backward_leaves_no_memory():
     """The graph holds no circle: with y goes what the halves left."""
     forward, inputs, weights, grad = mlp()
     y = forward()

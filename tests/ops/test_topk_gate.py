@@ -262,7 +262,7 @@ def test_backward_rejects_a_choice_out_of_range():
 
 @pytest.mark.parametrize("score", ["softmax", "sigmoid"])
 @pytest.mark.parametrize("normalize", [True, False])
-def test_again_has_the_weights_of_the_same_choices_to_the_bit(score, normalize):
+def test_again_has_the_weights_of_the_same_choices_to_the_bit(isa, score, normalize):
     logits = torch.randn(50, 8, generator=torch.Generator().manual_seed(0)).requires_grad_()
     topk_idx, expected = topk_gate(logits, 3, score, normalize, scale=1.5)
     weight = torch.randn(50, 3)

@@ -132,7 +132,7 @@ def test_experts_without_rows_leave_main_gradients_alone(fill, dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_what_lies_in_padding_has_no_effect(dtype):
+def test_torch_path_padding_has_no_effect(dtype):
     """Rows at or after offs[-1] and dropped choices may hold anything: infinities do not spread."""
     x, weight, offs, bias, grad = test_grouped_gemm.make_inputs(50, 24, 40, [3, 3, 20, 45], dtype)
     expected = test_grouped_gemm.results(grouped_gemm, x, weight, offs, bias, grad)

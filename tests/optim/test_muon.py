@@ -54,7 +54,7 @@ def test_singular_values_come_near_one():
     assert values.min() > 0.6 and values.max() < 1.3
 
 
-def test_a_layer_learns_and_its_state_comes_back():
+def test_muon_layer_learns_and_state_reloads():
     torch.manual_seed(0)
     layer = FMoETransformerMLP(4, 8, 16, "swiglu", bias=False)
     muon = Muon([layer.experts.htoh4.weight, layer.experts.h4toh.weight], lr=0.02)

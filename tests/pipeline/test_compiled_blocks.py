@@ -76,6 +76,6 @@ def test_equal_to_plain_blocks(pool, schedule, checkpoint):
 
 
 @pytest.mark.long
-def test_a_backward_in_parts_says_what_to_set():
+def test_compiled_backward_in_parts_names_the_setting():
     with pytest.raises(DistributedError, match=r"set torch._functorch\.config\.donated_buffer = False"):
         run_distributed(train, 2, "zero_bubble", False, "aot_eager", timeout=120)

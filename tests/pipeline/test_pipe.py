@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from fmoe_ext import FMoETransformerMLP, SoftmaxGate, gates
-from fmoe_ext.pipeline import BalanceError, Pipe
+from fmoe_ext.pipeline import BalanceError, NoChunk, Pipe
 
 CPU = torch.device("cpu")
 MODES = ("always", "except_last", "never")
@@ -71,7 +71,7 @@ def test_balance_losses_of_the_microbatches_reach_the_gates(checkpoint):
     for ours, theirs in zip(grads(pipe), grads(plain), strict=True):
         if theirs is not None:
             torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-14)
-    assert gates.total_loss(pipe) == 0.0, "the second forward of a checkpoint left a loss behind"
+    assert torch.equal(gates.total_loss(pipe), loss), "the second forward of a checkpoint left a loss behind"
 
 
 @pytest.mark.parametrize("form", ["WholeBatch", "all_forwards_first"])
@@ -246,19 +246,91 @@ def test_moving_is_denied_and_casting_is_not():
     assert pipe.to(dtype=torch.float)[1].weight.dtype == torch.float
 
 
-def test_only_tensors_travel():
+def test_values_without_a_tensor_are_refused():
     class Hello(nn.Module):
         def forward(self, x):
-            return x, "hello"
+            return "hello"
 
-    with pytest.raises(TypeError, match="input of Pipe must be a tensor or a tuple of tensors, but got str"):
+    with pytest.raises(TypeError, match=r"input of Pipe must be a tensor, or a tuple .* but got str"):
         Pipe(two(), [2])("hello")
-    with pytest.raises(TypeError, match=r"result of layer '0' must be a tensor .* but got str"):
+    with pytest.raises(TypeError, match=r"input of Pipe must be a tensor, .* but got a tuple without one"):
+        Pipe(two(), [2])(("hello", None))
+    with pytest.raises(TypeError, match=r"result of layer '0' must be a tensor, .* but got str"):
         Pipe(nn.Sequential(Hello()), [1])(torch.ones(1))
     with pytest.raises(TypeError, match="positional"):
         Pipe(two(), [2])(torch.ones(1), torch.ones(1))
-    with pytest.raises(ValueError, match=r"same first dimension.*\[4, 1\].*\[2, 1\]"):
+    with pytest.raises(ValueError, match=r"\[4, 1\], \[2, 1\].*are cut into \[4, 2\] microbatches"):
         Pipe(two(), [2], chunks=4)((torch.ones(4, 1), torch.ones(2, 1)))
+    with pytest.raises(TypeError, match="NoChunk is for a tensor, but got int"):
+        NoChunk(3)
+
+
+class Note(nn.Module):
+    def __init__(self, seen):
+        super().__init__()
+        self.seen = seen
+
+    def forward(self, values):
+        self.seen.append(values)
+        return values
+
+
+@pytest.mark.parametrize("checkpoint", MODES)
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_other_values_travel_with_the_tensors(chunks, checkpoint):
+    """Every microbatch gets them, and the whole of NoChunk's tensor; such results come back as a list."""
+
+    class Combine(nn.Module):
+        def forward(self, values):
+            x, nothing, numbers, table = values
+            assert nothing is None
+            return x * sum(numbers) @ table, len(x), nothing
+
+    seen = []
+    x, table = torch.randn(4, 3, requires_grad=True), torch.randn(3, 3)
+    pipe = Pipe(nn.Sequential(Note(seen), Combine()), [1, 1], chunks=chunks, checkpoint=checkpoint)
+    y, rows, nothing = pipe((x, None, [1, 2], NoChunk(table)))
+    assert rows == [4 // chunks] * chunks and nothing == [None] * chunks
+    assert [v[2] for v in seen] == [[1, 2]] * chunks and all(torch.equal(v[3], table) for v in seen)
+    assert torch.equal(y, x * 3 @ table)
+    y.sum().backward()
+    torch.testing.assert_close(x.grad, (3 * table).sum(1).expand(4, 3))
+
+
+def test_results_of_other_kinds_in_microbatches_are_refused():
+    class Sometimes(nn.Module):
+        def forward(self, x):
+            return x, x if len(x) > 1 else None
+
+    with pytest.raises(TypeError, match="tensors in all or in none, but are NoneType, Tensor"):
+        Pipe(nn.Sequential(Sometimes()), [1], chunks=2)(torch.ones(3))
+
+
+def test_tensors_of_different_lengths_are_cut_as_torch_cuts_them():
+    seen = []
+    a, b = torch.arange(3), torch.arange(6)
+    out = Pipe(nn.Sequential(Note(seen)), [1], chunks=5)((a, b))
+    assert all(torch.equal(x, y) for x, y in zip(out, (a, b), strict=True))
+    for values, *wanted in zip(seen, a.chunk(5), b.chunk(5), strict=True):
+        assert all(torch.equal(x, y) for x, y in zip(values, wanted, strict=True))
+
+
+@pytest.mark.parametrize("checkpoint", MODES)
+def test_layer_that_changes_its_input_in_place_behind_a_border(checkpoint):
+    class AddInPlace(nn.Module):
+        def forward(self, x):
+            return x.add_(1).square()  # square keeps x for its backward
+
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(3, 3), AddInPlace(), nn.Linear(3, 2)).double()
+    pipe = Pipe(deepcopy(plain), [1, 2], chunks=2, checkpoint=checkpoint)
+    x = torch.randn(4, 3, dtype=torch.float64)
+    expected, ours = plain(x), pipe(x)
+    torch.testing.assert_close(ours, expected)
+    expected.sum().backward()
+    ours.sum().backward()
+    for a, b in zip(grads(pipe), grads(plain), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-14)
 
 
 def test_several_tensors_between_partitions():
@@ -279,7 +351,7 @@ def test_several_tensors_between_partitions():
     assert x.grad.tolist() == [2, 0, 2]
 
 
-def test_an_exception_is_raised_as_itself_with_the_name_of_its_layer():
+def test_exception_keeps_its_type_and_names_the_layer():
     class OwnError(Exception):
         pass
 
@@ -312,7 +384,7 @@ def test_hooks_of_a_partition_are_called():
     assert seen == [2, 1]
 
 
-def test_a_copy_and_a_state_dict():
+def test_pipe_copies_and_state_dict_agree():
     pipe = Pipe(model(torch.float32), [2, 3], chunks=2)
     copy = deepcopy(pipe)
     x = torch.randn(4, 5)

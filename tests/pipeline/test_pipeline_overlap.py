@@ -68,7 +68,7 @@ def test_random_numbers_are_those_of_one_after_the_other(monkeypatch):
     assert drawn == expected and torch.rand(()) == after
 
 
-def test_an_error_ends_both(monkeypatch):
+def test_overlap_error_ends_both_threads(monkeypatch):
     monkeypatch.setattr("fmoe_ext.ep.exchange.find_group", lambda name: None)
     log = []
 

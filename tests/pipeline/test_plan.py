@@ -10,15 +10,16 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from fmoe_ext.ep.cost import Hardware
 from fmoe_ext.pipeline import Pipeline, init_groups, split
 from fmoe_ext.pipeline.cli import main
-from fmoe_ext.pipeline.plan import GIB, Hardware, LayerPlan, Layout, advice, estimate, plan
+from fmoe_ext.pipeline.plan import GIB, LayerPlan, Layout, advice, estimate, plan
 from fmoe_ext.pipeline.shapes import Shape, left_out, measure_layers, read_shape
 
 EXAMPLE = str(Path(__file__).resolve().parents[2] / "examples" / "lm")
 SHAPE = Shape(d_model=32, num_layers=4, num_heads=4, d_hidden=64, vocabulary=256, num_experts=4, top_k=2)
 LENGTH, ROWS, CHUNKS = 48, 8, 4
-ANY = Hardware(flops=1.0, bytes_per_second=1e12, memory=1e12)
+ANY = Hardware(bandwidth=1e12, throughput=1.0, memory=1e12)
 
 
 def language_model(ep=1, group=None):
@@ -189,12 +190,12 @@ def test_every_layout_divides_the_ranks():
 
 def test_advice():
     layers = [LayerPlan(GIB, 0, 1, 1.0)] * 8
-    small = Hardware(1.0, 1e12, 5 * GIB)
+    small = Hardware(1e12, 1.0, 5 * GIB)
     found = plan(layers, 8, 8, small)
     assert found[0].layout.pp == 8 and advice(found, small) == "Use a pipeline: without one, no layout fits."
-    tiny = Hardware(1.0, 1e12, GIB)
+    tiny = Hardware(1e12, 1.0, GIB)
     assert advice(plan(layers, 8, 8, tiny), tiny).startswith("Nothing fits: the least is 4.00 GiB a rank.")
-    slow = Hardware(1.0, GIB, 1e15)  # gradients of replicas cost more than bubbles
+    slow = Hardware(GIB, 1.0, 1e15)  # gradients of replicas cost more than bubbles
     found = plan(layers, 8, 64, slow)
     assert found[0].layout.pp > 1 and "times as fast as the best layout without one" in advice(found, slow)
     with pytest.raises(ValueError, match="no layout of 4 ranks divides a batch of 1 sequences"):
@@ -288,7 +289,7 @@ def test_numbers_that_cannot_be(capsys, flag):
         assert f"argument {flag}: " in capsys.readouterr().err
 
 
-def test_what_the_planner_does_not_know_is_named(tmp_path, capsys):
+def test_planner_names_unknown_options(tmp_path, capsys):
     config = {"hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 32}
     config |= {"vocab_size": 100, "first_k_dense_replace": 3, "mlp_only_layers": [], "decoder_sparse_step": 1}
     (tmp_path / "config.json").write_text(json.dumps(config))

@@ -1,4 +1,4 @@
-"""What the tests of remote experts share: an etcd of their own, servers that are stopped, whatever happens."""
+"""Fixtures of the tests of remote experts: an etcd of their own, servers that are stopped, whatever happens."""
 
 import shutil
 import signal

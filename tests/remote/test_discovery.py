@@ -1,12 +1,13 @@
-"""What every implementation of Discovery promises: add a factory, get the tests."""
+"""Promises of every implementation of Discovery: add a factory, get the tests."""
 
 import time
 
 import pytest
+import torch
 
-from fmoe_ext.remote import loop
+from fmoe_ext.remote import Client, Directory, ExpertGone, RemoteExpert, Settings, loop
 from fmoe_ext.remote.dht import open_node
-from fmoe_ext.remote.discovery import DiscoveryError, StaticList, check_uid, prefixes_of
+from fmoe_ext.remote.discovery import DiscoveryError, ExpertRecord, StaticList, check_uid, prefixes_of
 from fmoe_ext.remote.etcd.discovery import EtcdDiscovery
 
 
@@ -31,7 +32,7 @@ def run(coroutine):
     return loop.run(coroutine, 10)
 
 
-def test_what_is_declared_is_found(pair):
+def test_declared_experts_are_found(pair):
     one, two = pair
     assert run(one.get(["expert.0"])) == [None]
     assert run(one.declare(["expert.0", "expert.1"], "a:1", 10)) == {"expert.0", "expert.1"}
@@ -44,7 +45,7 @@ def test_what_is_declared_is_found(pair):
     assert all(r.is_live() and r.fence > 0 for r in found if r)
 
 
-def test_a_uid_has_one_owner(pair):
+def test_uid_has_one_owner(pair):
     one, two = pair
     run(one.declare(["expert.0"], "a:1", 10))
     assert run(two.declare(["expert.0", "expert.1"], "b:1", 10)) == {"expert.1"}
@@ -88,11 +89,52 @@ def test_successors(pair):
 
 
 @pytest.mark.parametrize(
-    "uid", ["", "expert", "expert.", ".1", "expert.01", "expert.-1", "a b.1", "e.99999999999"]
+    "uid",
+    [
+        *("", "expert", "expert.", ".1", "expert.01", "expert.-1", "a b.1", "e.99999999999", "e.2147483648"),
+        *(
+            "../x.1",
+            "a/b.1",
+            "a\\b.1",
+            "a\n.1",
+            "a\0.1",
+            "e\u0301.1",
+            "\ud800.1",
+            "ä" * 64 + ".1",
+            "e.\u0661",
+            3,
+        ),
+    ],
 )
 def test_bad_uids_are_refused(pair, uid):
     with pytest.raises(ValueError, match="expert"):
         run(pair[0].get([uid]))
+
+
+@pytest.mark.parametrize(
+    "uid", ["ffn.5.17", "my::experts.3", "4you.1", "größe.2", "専門家.0.1", "a-b_c.2147483647"]
+)
+def test_uids_of_hivemind_are_found(pair, serve, uid):
+    """Prefixes were ASCII words that begin with a letter."""
+    one, two = pair
+    prefix = uid.partition(".")[0]
+    assert run(one.declare([uid], "a:1", 10)) == {uid}
+    assert run(two.get([uid]))[0].endpoints == ("a:1",)
+    assert run(two.successors([prefix + "."])) == {prefix + ".": {int(uid.split(".")[1])}}
+    directory = Directory(two)
+    known, *others = directory.get_experts([uid, "no name", "expert", "", uid + ".5", None])
+    assert known.uid == uid and others == [None] * 5
+    loop.run(directory.client.close(), 5)
+
+
+def test_uids_of_any_alphabet_are_served_and_saved(serve, tmp_path):
+    options = {"expert_uids": ("größe::2.7",), "checkpoint_dir": tmp_path}
+    server, directory = serve(**options)
+    (expert,) = directory.get_experts(["größe::2.7"])
+    expert(torch.ones(2, 16)).sum().backward()
+    loop.run(server.save(), 5)
+    assert server.checkpoints.uids() == ["größe::2.7"]
+    assert server.checkpoints.load("größe::2.7").meta["version"] == "1"
 
 
 def test_uids_and_prefixes():
@@ -100,10 +142,47 @@ def test_uids_and_prefixes():
     assert prefixes_of("grid.1.7") == [("grid", 1), ("grid.1", 7)]
 
 
-def test_an_etcd_that_does_not_answer_costs_no_more_than_the_timeout():
+def test_etcd_that_does_not_answer_costs_no_more_than_the_timeout():
     nowhere = EtcdDiscovery("127.0.0.1:1")
     begin = time.monotonic()
     with pytest.raises(DiscoveryError, match=r"127\.0\.0\.1:1"):
         loop.run(nowhere.get(["expert.0"], timeout=0.5), 5)
     assert time.monotonic() - begin < 2
     loop.run(nowhere.close(), 5)
+
+
+def test_owner_keeps_its_experts_when_strangers_claim_them(serve, tmp_path, caplog):
+    """The trained expert was deleted as soon as the directory named another owner."""
+    discovery = StaticList()
+    options = {"ttl": 0.3, "checkpoint_dir": tmp_path, "expert_uids": ("expert.0",)}
+    server, directory = serve(Settings(patience=0.0), discovery=discovery, **options)
+    (expert,) = directory.get_experts(["expert.0"])
+    x = torch.ones(2, 16)
+    expert(x).sum().backward()
+    learned = expert(x)
+    own = RemoteExpert("expert.0", server.endpoint, Client(settings=Settings(patience=0.0)))
+
+    discovery._records["expert.0"] = ExpertRecord("expert.0", ("127.0.0.1:1",))  # the claim of a stranger
+    wait_until(lambda: server.service.withheld == {"expert.0"})
+    assert server.host.experts["expert.0"].version == 1
+    with pytest.raises(ExpertGone, match="belongs to another server now: it is kept here, but not served"):
+        own(x)
+    with pytest.raises(ExpertGone, match="kept here"):
+        own.schema()
+    assert "another server claims expert.0: it is kept here at version 1" in caplog.text
+    wait_until(lambda: server.checkpoints.load("expert.0") is not None)
+    assert server.metrics.count("experts_lost_total") == 1
+    assert server.status()["experts"][0]["withheld"]
+
+    del discovery._records["expert.0"]
+    wait_until(lambda: not server.service.withheld)
+    assert torch.equal(own(x), learned)
+    own(x).sum().backward()
+    assert server.host.experts["expert.0"].version == 2
+
+
+def wait_until(condition, seconds=10):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, f"did not come true within {seconds} s"
+        time.sleep(0.02)

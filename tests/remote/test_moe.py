@@ -12,6 +12,7 @@ from fmoe_ext.remote import (
     RemoteExperts,
     RemoteMixtureOfExperts,
     RemoteSwitchMixtureOfExperts,
+    SchemaError,
     Settings,
     StaticList,
     Training,
@@ -143,6 +144,25 @@ def test_switch_learns_balance_and_leaves_its_input(serve):
     assert gradient.norm() > 0
 
 
+def test_switch_counts_the_utilization_of_its_grid(serve):
+    _, directory = serve(expert_uids=("grid.0.0", "grid.1.2"), training=FROZEN)
+    moe = RemoteSwitchMixtureOfExperts(
+        D, (2, 3), directory, "grid", jitter_eps=0, utilization_alpha=0.25, allow_zero_outputs=True
+    )
+    assert [u.tolist() for u in moe.grid_utilization] == [[0.5, 0.5], pytest.approx([1 / 3] * 3)]
+    x = torch.randn(8, D)
+    with torch.no_grad():
+        moe.proj.bias.copy_(torch.tensor([0.0, 100.0, 0.0, 0.0, 100.0]))
+    moe(x)
+    assert moe.grid_utilization[0].tolist() == pytest.approx([0.375, 0.625])
+    assert moe.grid_utilization[1].tolist() == pytest.approx([0.25, 0.25, 0.5])
+    moe.eval()(x)
+    assert moe.grid_utilization[0].tolist() == pytest.approx([0.375, 0.625])
+    assert "_utilization_1" in moe.state_dict()
+    with pytest.raises(ValueError, match="utilization_alpha must be above 0"):
+        RemoteSwitchMixtureOfExperts(D, (2, 3), directory, "grid", utilization_alpha=0)
+
+
 def test_layer_of_remote_and_local_experts(serve):
     server, _ = serve(training=FROZEN)
     client = Client(settings=Settings(forward_timeout=3, patience=0.0))
@@ -220,3 +240,107 @@ def test_registered_class(serve):
     assert torch.equal(expert(x), x * 0.5)  # 2 - 0.5 * 3
     with pytest.raises(ValueError, match="registered already"):
         register_expert_class("test_double", lambda hidden_dim: torch.empty(1))(Double)
+
+
+def test_experts_with_keywords_and_several_outputs(serve):
+    def sample(hidden_dim):
+        return torch.empty(hidden_dim), torch.empty(3), torch.empty(2, 2)
+
+    @register_expert_class("test_several", sample, keywords=("scale", "shift"))
+    class Several(torch.nn.Module):
+        def __init__(self, hidden_dim):
+            super().__init__()
+            self.linear = torch.nn.Linear(hidden_dim, 4)
+
+        def forward(self, x, *, shift, scale):
+            return self.linear(x), scale * 2, (x.sum(1)[:, None, None] + shift)
+
+    server, directory = serve(expert_cls="test_several", training=Training("sgd", 0.5))
+    (expert,) = directory.get_experts(["expert.0"])
+    local = make_expert("test_several", D, uid="expert.0")
+    torch.manual_seed(0)
+    given = torch.randn(5, D), torch.randn(5, 3), torch.randn(5, 2, 2)
+    ours, theirs = ([x.clone().requires_grad_() for x in given] for _ in range(2))
+    outputs = expert(ours[0], shift=ours[2], scale=ours[1])
+    truth = local(theirs[0], shift=theirs[2], scale=theirs[1])
+    assert [y.shape for y in outputs] == [(5, 4), (5, 3), (5, 2, 2)]
+    for y, z in zip(outputs, truth, strict=True):
+        torch.testing.assert_close(y, z)
+    for some in (outputs, truth):
+        (some[0].pow(2).sum() + some[2].sum()).backward()
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a.grad, torch.zeros_like(a) if b.grad is None else b.grad)
+    assert server.host.experts["expert.0"].version == 1
+    with pytest.raises(SchemaError, match="takes the keywords scale, shift; missing: shift, unknown: offset"):
+        expert(ours[0], scale=ours[1], offset=ours[2])
+
+
+@pytest.mark.parametrize("row", [(), (7,)], ids=["a number a row", "a sequence a row"])
+def test_experts_of_integers(serve, row):
+    name = f"test_tokens_{len(row)}"
+
+    @register_expert_class(name, lambda hidden_dim: torch.empty(row, dtype=torch.int64))
+    class Tokens(torch.nn.Module):
+        def __init__(self, hidden_dim):
+            super().__init__()
+            self.embedding = torch.nn.Embedding(10, hidden_dim)
+
+        def forward(self, tokens):
+            y = self.embedding(tokens)
+            return y.mean(1) if y.dim() == 3 else y
+
+    server, directory = serve(expert_cls=name, training=Training("sgd", 1.0))
+    expert = directory.get_experts(["expert.0"])[0]
+    tokens = torch.randint(0, 10, (4, *row))
+    before = expert(tokens)
+    assert before.shape == (4, D)
+    before.sum().backward()
+    assert server.host.experts["expert.0"].version == 1
+    assert (expert(tokens) < before).all()
+
+
+def test_learning_rate_follows_its_schedule_over_a_restart(serve, tmp_path):
+    """hivemind's linear schedule: the rate of update n is that of torch's LambdaLR, after a restart too."""
+    steps, warmup, total = 9, 3, 8
+    schedule = Training("adam", 0.1, scheduler="linear", num_warmup_steps=warmup, num_training_steps=total)
+    local = make_expert("ffn", D, uid="expert.0")
+    optimizer = torch.optim.Adam(local.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda n: n / warmup if n < warmup else max(0.0, (total - n) / (total - warmup))
+    )
+    x = torch.randn(4, D)
+    outputs = []
+    for half in range(2):
+        options = {"training": schedule, "checkpoint_dir": tmp_path, "expert_uids": ("expert.0",)}
+        server, directory = serve(**options)
+        (expert,) = directory.get_experts(["expert.0"])
+        for _ in range(steps // 2 + half):
+            y, truth = expert(x), local(x)
+            torch.testing.assert_close(y, truth)
+            outputs.append(y.detach())
+            y.pow(2).sum().backward()
+            optimizer.zero_grad()
+            truth.pow(2).sum().backward()
+            optimizer.step()
+            scheduler.step()
+        server.stop()
+    assert torch.equal(outputs[0], outputs[1])  # the first update has a rate of 0
+    assert not torch.equal(outputs[1], outputs[2])
+    assert [schedule.lr_at(n) for n in (0, 1, 3, 7, 8, 20)] == pytest.approx([0, 0.1 / 3, 0.1, 0.02, 0, 0])
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"num_training_steps": 5}, "need scheduler='linear'"),
+        ({"scheduler": "linear"}, "needs num_training_steps"),
+        (
+            {"scheduler": "linear", "num_training_steps": 5, "num_warmup_steps": 5},
+            "between 0 and num_training_steps=5",
+        ),
+        ({"scheduler": "cosine"}, "scheduler must be one of none, linear"),
+    ],
+)
+def test_schedules_that_make_no_sense_are_refused(options, text):
+    with pytest.raises(ValueError, match=text):
+        Training(**options)

@@ -1,4 +1,4 @@
-"""Who may call: certificates, tokens, allow-lists, rates."""
+"""Admission of calls: certificates, tokens, allow-lists, rates."""
 
 import datetime
 import ipaddress
@@ -10,6 +10,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
 from fmoe_ext.remote import Busy, Credentials, ExpertGone, Refused, RemoteError, Security, Settings
+from fmoe_ext.remote.dht import Identity
 from fmoe_ext.remote.security import Rates, host_of
 from fmoe_ext.remote.server.flags import parse, read_tokens
 from fmoe_ext.remote.server.main import make_server
@@ -46,7 +47,14 @@ def certificate(folder, name, issuer=None):
             serialization.NoEncryption(),
         )
     )
+    paths[1].chmod(0o600)
     return *paths, subject, key
+
+
+def write_secret(path, text):
+    path.write_text(text)
+    path.chmod(0o600)
+    return path
 
 
 def ask(directory, backward=True):
@@ -96,7 +104,7 @@ def test_tokens(serve):
 def test_tokens_of_a_file_are_taken_as_they_stand(tmp_path):
     """As JSON, the token 12e9999 was "inf", and 1e5 "100000.0"."""
     path = tmp_path / "tokens"
-    path.write_text("# ours\nalice: 12e9999\nbob: 1e5 # a comment\ncarol: a:b\n")
+    write_secret(path, "# ours\nalice: 12e9999\nbob: 1e5 # a comment\ncarol: a:b\n")
     assert read_tokens(path) == {"12e9999": "alice", "1e5": "bob", "a:b": "carol"}
 
 
@@ -110,10 +118,10 @@ def test_tokens_of_a_file_are_taken_as_they_stand(tmp_path):
         ("alice x\n", "tokens:1: write `name: token`"),
     ],
 )
-def test_a_file_of_tokens_that_would_admit_others(text, message, tmp_path):
+def test_file_of_tokens_that_would_admit_others(text, message, tmp_path):
     """A server with an empty file of tokens asked nobody for one."""
     path = tmp_path / "tokens"
-    path.write_text(text)
+    write_secret(path, text)
     with pytest.raises(SystemExit, match=message):
         read_tokens(path)
 
@@ -130,15 +138,15 @@ def test_a_file_of_tokens_that_would_admit_others(text, message, tmp_path):
 )
 def test_flags_by_which_servers_call_each_other(flags, message, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "tokens").write_text("alice: x\n")
+    write_secret(tmp_path / "tokens", "alice: x\n")
     with pytest.raises(SystemExit, match=message):
         make_server(parse(flags.split()))
 
 
-def test_a_certificate_that_is_none(tmp_path):
+def test_certificate_that_is_none(tmp_path):
     """The server said that the port is in use."""
     junk = tmp_path / "junk"
-    junk.write_text("hello")
+    write_secret(junk, "hello")
     with pytest.raises(ValueError, match=r"junk and .*junk are not a certificate and its key in PEM"):
         Security(certificate=junk, key=junk).server_credentials()
     with pytest.raises(ValueError, match="junk holds no certificate in PEM"):
@@ -154,8 +162,34 @@ def test_security_that_would_be_none():
         Credentials(certificate="c", key="k", token="would be sent in the clear")
 
 
+@pytest.mark.parametrize("mode", [0o644, 0o640, 0o604, 0o620])
+def test_secrets_open_to_other_users_are_refused_by_name(tmp_path, mode):
+    """Files with keys, tokens and identities were read whatever their mode."""
+    crt, key, *_ = certificate(tmp_path, "server")
+    tokens = write_secret(tmp_path / "tokens", "alice: x\n")
+    identity = tmp_path / "identity"
+    public = Identity.at(identity).public
+    uses = {
+        key: lambda: (
+            Security(crt, key).server_credentials(),
+            Credentials(ca=crt, certificate=crt, key=key).channel_credentials(),
+        ),
+        tokens: lambda: read_tokens(tokens),
+        identity: lambda: Identity.at(identity),
+    }
+    for path, use in uses.items():
+        use()
+        path.chmod(mode)
+        with pytest.raises((ValueError, SystemExit), match=rf"{path}.*\(mode {mode:04o}\): chmod 600"):
+            use()
+    with pytest.raises(ValueError, match="chmod 600"):
+        Credentials(ca=crt, certificate=crt, key=key).channel_credentials()
+    identity.chmod(0o600)
+    assert Identity.at(identity).public == public
+
+
 def test_rate_of_a_peer(serve):
-    """One call, and the next in two seconds: a client that cannot wait so long is told."""
+    """One call, and the next in two seconds: a client that cannot wait so long gets Busy."""
     with pytest.raises(Busy, match="rate"):
         ask(serve(Settings(forward_timeout=1.0), security=Security(calls_per_second=0.5))[1])
 

@@ -3,20 +3,24 @@
 import json
 import os
 import random
+import re
+import shlex
 import signal
 import socket
 import threading
 import time
 import urllib.request
+from pathlib import Path
 
 import pytest
 import safetensors.torch
 import torch
 
-from fmoe_ext.remote import Client, RemoteError, RemoteExpert, Settings
+from fmoe_ext.remote import Client, Options, RemoteError, RemoteExpert, Server, Settings
 from fmoe_ext.remote.server.checkpoints import Checkpoints
-from fmoe_ext.remote.server.flags import parse, read_flat
-from fmoe_ext.remote.server.main import main
+from fmoe_ext.remote.server.flags import parse
+from fmoe_ext.remote.server.main import main, make_server
+from fmoe_ext.remote.server.service import NotLeader
 from fmoe_ext.remote.wire import Message, WireError
 
 D = 16
@@ -31,7 +35,7 @@ def step(expert, count=1):
         expert(torch.randn(4, D)).pow(2).sum().backward()
 
 
-def test_a_server_lives_as_hivemind_prints_and_saves_at_sigterm(start_server, tmp_path):
+def test_server_lives_as_hivemind_prints_and_saves_at_sigterm(start_server, tmp_path):
     flags = ("--no_dht", "--expert_pattern", "expert.[0:5]", "--num_experts", 5, "--expert_cls", "ffn")
     flags += (
         "--checkpoint_dir",
@@ -107,6 +111,29 @@ def test_sigterm_at_random_moments_loses_nothing(start_server, tmp_path, runs):
     assert heard > 0
 
 
+def test_experts_without_a_leader_are_not_called_active(caplog):
+    """A server printed "4 active experts" while nobody answered for two of them."""
+
+    class Waiting:
+        async def start(self, server):
+            await server.add_experts(["expert.0", "expert.1", "expert.2"])
+
+            def may_step(uid):
+                if uid != "expert.1":
+                    raise NotLeader(f"not the leader of {uid}")
+
+            server.host.may_step = may_step
+
+        async def stop(self):
+            pass
+
+    with caplog.at_level("INFO", "fmoe_ext.remote"), Server(Options(hidden_dim=D), Waiting()):
+        assert "Got 1 active experts of type ffn: ['expert.1']" in caplog.text
+        assert (
+            "Keeps 2 more, which another server leads or nobody yet: ['expert.0', 'expert.2']" in caplog.text
+        )
+
+
 def test_busy_port_ends_with_one_sentence(start_server):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
@@ -137,7 +164,7 @@ def test_flags_of_the_issue_and_config(tmp_path):
     flags = parse(["--config", str(config), "--lr", "0.25"])
     assert (flags.hidden_dim, flags.expert_pattern, flags.lr) == (64, "expert.[0:9]", 0.25)
     assert flags.checkpoint_dir.name == "x"
-    assert read_flat(config)["lr"] == 0.5
+    assert parse(["--config", str(config)]).lr == 0.5
 
 
 @pytest.mark.parametrize(
@@ -157,6 +184,9 @@ def test_flags_of_the_issue_and_config(tmp_path):
         ("--expert_uids expert.1 expert.2 expert.1", "--expert_uids has expert.1 twice"),
         ("--tls_ca ca.pem", "--tls_ca means nothing without --registry or --copies_of"),
         ("--tokens t --own_token bob", "--own_token means nothing without --registry or --copies_of"),
+        ("--own_token bob --copies_of expert.0", "--own_token means nothing without --tokens"),
+        ("--num_training_steps 9", "--num_training_steps means nothing without --scheduler"),
+        ("--checkpoint_period 5", "--checkpoint_period means nothing without --checkpoint_dir"),
     ],
 )
 def test_flags_that_contradict_each_other(flags, text, capsys):
@@ -186,19 +216,118 @@ def test_values_that_make_no_sense(flags, text, capsys):
     assert text in capsys.readouterr().err
 
 
-def test_values_of_a_config_file_are_checked(tmp_path, capsys):
+def configure(tmp_path, text, *flags):
     config = tmp_path / "config.yml"
-    config.write_text("clip_grad_norm: -1\n")
+    config.write_text(text)
+    return parse(["--config", str(config), *flags])
+
+
+def test_config_values_are_read_as_the_flags_are(tmp_path):
+    """A list had become its characters, a text a list of letters, and False true."""
+    text = """
+    expert_uids: [expert.1, expert.2]
+    initial_peers: host:1338
+    allow_backward:
+      - alice
+      - "1.5"
+    no_dht: False
+    clip_grad_norm: null
+    optimizer: adam
+    ttl: 1e2
+    seed: -3
+    custom_module_path: ~
+    """
+    flags = configure(tmp_path, text)
+    assert flags.expert_uids == ["expert.1", "expert.2"]
+    assert flags.initial_peers == ["host:1338"]
+    assert flags.allow_backward == ["alice", "1.5"]
+    assert flags.no_dht is False
+    assert (flags.clip_grad_norm, flags.custom_module_path) == (None, None)
+    assert (flags.optimizer, flags.ttl, flags.seed) == ("adam", 100.0, -3)
+    assert configure(tmp_path, "no_dht: yes").no_dht is True
+    assert configure(tmp_path, "initial_peers: []").initial_peers == []
+    assert configure(tmp_path, "# nothing\n").lr == 0.01
+    assert configure(tmp_path, "expert_uids: [expert.7]", "--expert_uids", "expert.1").expert_uids == [
+        "expert.1"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("clip_grad_norm: -1", "config.yml:1: argument --clip_grad_norm: must be more than 0"),
+        ("# one\noptimizer: Adam", "config.yml:2: argument --optimizer: invalid choice: 'Adam'"),
+        ("no_dht: maybe", "config.yml:1: no_dht must be true or false, but is maybe"),
+        ("lr: [1, 2]", "lr takes one value, but the file has a list of 2"),
+        ("learning_rate: 1", "config.yml:1: unknown flag learning_rate"),
+        ("config: other.yml", "unknown flag config"),
+        ("lr: 1\nlr: 2", "config.yml:2: write each flag once"),
+        ("lr: {a: 1}", "lr must be a value or a list of values"),
+        ("- lr", "must hold `flag: value` lines"),
+        ("lr: [1", "is no YAML"),
+        ("num_handlers: 4", "config.yml:1: num_handlers means nothing here: one process answers all calls"),
+    ],
+)
+def test_config_values_that_make_no_sense_are_refused_by_name(tmp_path, capsys, text, message):
+    with pytest.raises(SystemExit) as ended:
+        configure(tmp_path, text)
+    assert message in capsys.readouterr().err + str(ended.value)
+
+
+def test_config_flags_exclude_flags_of_the_command_line(tmp_path, capsys):
+    assert configure(tmp_path, "no_dht: false\ndht_port: 1338\n").dht_port == 1338
     with pytest.raises(SystemExit):
-        parse(["--config", str(config)])
-    assert "config.yml: clip_grad_norm: must be more than 0" in capsys.readouterr().err
-    config.write_text("no_dht: false\ndht_port: 1338\n")
-    assert parse(["--config", str(config)]).dht_port == 1338
-    with pytest.raises(SystemExit):
-        parse(["--config", str(config), "--no_dht"])
+        configure(tmp_path, "dht_port: 1338\n", "--no_dht")
     assert "--no_dht excludes --dht_port" in capsys.readouterr().err
     with pytest.raises(SystemExit, match=r"nowhere\.yml cannot be read"):
         parse(["--config", "nowhere.yml"])
+
+
+@pytest.mark.parametrize(
+    ("flags", "text"),
+    [
+        ("--num_handlers 4", "--num_handlers means nothing here: one process answers all calls"),
+        ("--host_maddrs /ip4/0.0.0.0/tcp/0", "--host_maddrs means nothing here: write --listen_on host:port"),
+        ("--compression=FLOAT16", "--compression means nothing here: each client chooses"),
+        ("--expiration 300", "--expiration means nothing here: write --ttl"),
+        ("--learning_rate 1", "unrecognized arguments: --learning_rate"),
+        ("--check /x", "unrecognized arguments: --check"),  # no abbreviations
+    ],
+)
+def test_flags_of_hivemind_that_mean_nothing_are_named(flags, text, capsys):
+    with pytest.raises(SystemExit):
+        parse(flags.split())
+    assert text in capsys.readouterr().err
+
+
+def test_commands_and_config_files_of_the_documentation_are_accepted(tmp_path):
+    text = (Path(__file__).parents[2] / "docs/remote.md").read_text()
+    fenced = re.split(r"^```.*\n", text, flags=re.MULTILINE)
+    blocks = fenced[1::2]
+    files = [block for block in blocks if re.match(r"\w+: ", block)]
+    commands = [line for block in blocks for line in block.splitlines() if line.startswith("fmoe-server")]
+    assert len(files) == 2 and len(commands) >= 6
+    (tmp_path / "server.yml").write_text(files[0])
+    for block in files:
+        configure(tmp_path, block)
+    for line in commands:
+        words = shlex.split(line, comments=True)[1:]
+        parse([str(tmp_path / word) if word.endswith(".yml") else word for word in words])
+
+
+def test_every_flag_reaches_the_server_it_describes():
+    """Flags are declared once; a value on the command line arrives in the option of that name."""
+    flags = (
+        "--no_dht --hidden_dim 8 --seed 3 --max_waiting 5 --max_rows 9 --clip_grad_norm 2 --scheduler linear"
+    )
+    flags += " --num_training_steps 4 --num_warmup_steps 1 --allow_backward bob --calls_per_second 7 --announce a:1"
+    server = make_server(parse(flags.split()))
+    options, training, security = server.options, server.options.training, server.options.security
+    assert (options.hidden_dim, options.seed, options.max_waiting, options.max_rows) == (8, 3, 5, 9)
+    assert options.announce == "a:1"
+    assert (training.max_grad_norm, training.scheduler) == (2.0, "linear")
+    assert (training.num_training_steps, training.num_warmup_steps) == (4, 1)
+    assert (security.backward, security.calls_per_second) == (["bob"], 7.0)
 
 
 @pytest.mark.parametrize(
@@ -208,6 +337,6 @@ def test_values_of_a_config_file_are_checked(tmp_path, capsys):
         ("--custom_module_path nowhere.py", "--custom_module_path nowhere.py is no Python file"),
     ],
 )
-def test_what_is_not_there_is_named(flags, text):
+def test_missing_files_and_devices_are_named(flags, text):
     with pytest.raises(SystemExit, match=text):
         main(flags.split())

@@ -8,8 +8,20 @@ import pytest
 import safetensors.torch
 import torch
 
+from fmoe_ext.remote import Client, Refused, RemoteExpert, Settings, Training, loop
 from fmoe_ext.remote.compression import ErrorFeedback, compress, decompress
-from fmoe_ext.remote.wire import DTYPES, Limits, Message, WireError, decode, encode
+from fmoe_ext.remote.server.fair_queue import FairQueue, Job
+from fmoe_ext.remote.wire import (
+    DTYPES,
+    STATE,
+    Limits,
+    Message,
+    WireError,
+    body_bytes,
+    decode,
+    encode,
+    encode_parts,
+)
 
 
 def raw(header, body=b""):
@@ -68,6 +80,9 @@ LIES = {
     "metadata holds a number": raw({"__metadata__": {"x": 1}}),
     "metadata is long": raw({"__metadata__": {"x": "x" * 5000}}),
     "infinite size": raw(b'{"x":{"dtype":"F32","shape":[Infinity],"data_offsets":[0,4]}}', bytes(4)),
+    "product of a size of 0 overflows": raw({"x": entry(shape=(0, 2**39, 2**39), offsets=(0, 0))}),
+    "name is half a surrogate pair": raw(b'{"\\ud800":{"dtype":"F32","shape":[0],"data_offsets":[0,0]}}'),
+    "metadata is half a surrogate pair": raw(b'{"__metadata__":{"x":"\\ud800"}}'),
     "huge number": raw(b'{"x":{"dtype":"F32","shape":[' + b"9" * 9000 + b'],"data_offsets":[0,4]}}'),
 }
 
@@ -154,3 +169,87 @@ def test_error_feedback_keeps_the_sum(codec):
         off[name] = (sum(sent) - truth).abs().max()
     assert off["with"] < 0.05
     assert off["without"] > 2 * off["with"]
+
+
+@pytest.mark.parametrize("part_bytes", [1, 7, 64, 1 << 20])
+def test_parts_of_a_message_are_its_bytes(part_bytes):
+    tensors = {
+        "a": torch.randn(5, 3).t(),
+        "none": torch.empty(0, 3),
+        "b": torch.arange(3),
+        "c": torch.tensor(True),
+    }
+    message = Message(tensors, {"uid": "expert.0"})
+    parts = list(encode_parts(message, part_bytes))
+    assert b"".join(parts) == encode(message)
+    assert max(map(len, parts)) <= part_bytes
+    back = decode(bytearray(b"".join(parts)))
+    assert all(torch.equal(back.tensors[name], x) for name, x in tensors.items())
+
+
+def test_state_larger_than_a_message_travels_in_parts(serve):
+    """A state passed through the cap on messages: an expert larger than it could not be copied."""
+    options = {"hidden_dim": 64, "expert_uids": ("expert.0",), "training": Training("adam")}
+    server, directory = serve(max_message_bytes=64 << 10, **options)
+    (expert,) = directory.get_experts(["expert.0"])
+    expert(torch.randn(4, 64)).sum().backward()
+    state = loop.run(directory.client.state(expert.handle, server.endpoint, 10), 12)
+    weights = server.host.parameters("expert.0")
+    assert sum(x.numel() * x.element_size() for x in state.tensors.values()) > 6 * (64 << 10)
+    assert all(torch.equal(state.tensors[f"weight/{name}"], p) for name, p in weights.items())
+    assert state.meta["version"] == "1"
+    assert server.metrics.count("calls_total", method="state", code="OK") == 1
+    small = Client(settings=Settings(max_state_bytes=1000))
+    with pytest.raises(Refused, match="sends more than 1000 bytes"):
+        loop.run(small.state(expert.handle, server.endpoint, 10), 12)
+
+
+@pytest.mark.parametrize("num_inputs", [1, 3])
+def test_batch_of_gradients_fits_in_an_update_that_followers_accept(num_inputs):
+    """2,048 requests of one row made an update of 4,097 tensors, which every follower refused."""
+    queue = FairQueue(max_waiting=4096, max_of_peer=4096)
+    x = torch.ones(1, 4)
+    for n in range(2048):
+        queue.put(Job("expert.0", (x,) * num_inputs, lambda _: None, x, f"{n:032x}"))
+    batches = []
+    while len(queue):
+        batches.append(queue.take())
+    for batch in batches:
+        tensors = {f"{n}/{i}": y for n, job in enumerate(batch) for i, y in enumerate(job.tensors)}
+        ids = torch.zeros(16 * len(batch), dtype=torch.uint8)
+        decode(encode(Message({"ids": ids, **tensors}, {"uid": "expert.0"})), STATE)
+    assert sum(map(len, batches)) == 2048
+    assert len(batches) <= 1 + num_inputs
+
+
+def test_batch_of_gradients_fits_in_a_message():
+    cap = 1 << 20
+    queue = FairQueue(max_batch_bytes=body_bytes(cap))
+    x = torch.ones(8, 1000)  # 32,000 bytes, and as many for the gradient
+    for n in range(40):
+        queue.put(Job("expert.0", (x,), lambda _: None, x, f"{n:032x}"))
+    while len(queue):
+        batch = queue.take()
+        tensors = {f"{n}/{i}": y for n, job in enumerate(batch) for i, y in enumerate(job.tensors)}
+        assert len(encode(Message(tensors))) <= cap
+
+
+def test_gradient_that_unpacks_beyond_a_message_is_refused(serve):
+    """Compressed to a quarter it came in, and no message to a follower could hold it."""
+    _, directory = serve(Settings(compression="int8"), max_message_bytes=64 << 10)
+    (expert,) = directory.get_experts(["expert.0"])
+    x = torch.randn(400, 16)  # 400 * 16 * 4 bytes, twice, against 32 KiB
+    y = expert(x)
+    with pytest.raises(Refused, match="hold 51200 bytes, at most 32768 are taken"):
+        y.sum().backward()
+
+
+def test_rows_of_a_call_are_bounded_by_the_server(serve):
+    server, directory = serve(max_rows=8)
+    (expert,) = directory.get_experts(["expert.0"])
+    assert expert(torch.ones(8, 16)).shape == (8, 16)
+    with pytest.raises(Refused, match=r"may have 8 rows \(--max_rows of the server\), but got 9"):
+        expert(torch.ones(9, 16))
+    many, _ = serve(expert_cls="nop", hidden_dim=1, max_rows=1 << 22)
+    nop = RemoteExpert("expert.0", many.endpoint)
+    assert nop(torch.zeros((1 << 20) + 1, 1)).shape == ((1 << 20) + 1, 1)

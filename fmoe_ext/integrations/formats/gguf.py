@@ -1,9 +1,8 @@
-"""GGUF, the file of llama.cpp: Mixtral, Qwen2-MoE, Qwen3-MoE and OLMoE under its names, without a vocabulary."""
+"""GGUF, the file of llama.cpp: the families that have an architecture there, under its names, without a vocabulary."""
 
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -12,6 +11,8 @@ import torch
 from torch import Tensor
 
 from fmoe_ext.checkpoint import CheckpointError
+from fmoe_ext.checkpoint.families import FAMILIES
+from fmoe_ext.checkpoint.families.family import Family, Gguf
 from fmoe_ext.checkpoint.files import explained
 from fmoe_ext.checkpoint.layouts import by_rows
 from fmoe_ext.checkpoint.safetensors_file import StoredTensor
@@ -19,25 +20,6 @@ from fmoe_ext.checkpoint.safetensors_file import StoredTensor
 DOWNLOAD = "pip install gguf"
 
 
-@dataclass(frozen=True)
-class Architecture:
-    """An architecture of llama.cpp, whose graph fixes what a file cannot say."""
-
-    name: str
-    normalizes: bool
-    turns_pairs: bool = False  # rotary embedding of neighbours (2i, 2i + 1), not of halves
-    biases: bool = False
-    groups_heads: bool = True
-
-
-ARCHITECTURES = MappingProxyType(
-    {
-        "mixtral": Architecture("llama", normalizes=True, turns_pairs=True),
-        "qwen3_moe": Architecture("qwen3moe", normalizes=True),
-        "qwen2_moe": Architecture("qwen2moe", normalizes=False, biases=True),
-        "olmoe": Architecture("olmoe", normalizes=False, groups_heads=False),
-    }
-)
 OUTSIDE = MappingProxyType(
     {"model.embed_tokens.": "token_embd.", "model.norm.": "output_norm.", "lm_head.": "output."}
 )
@@ -62,15 +44,16 @@ LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
 ROTATED = re.compile(r"blk\.\d+\.attn_([qk])\.weight")
 
 
-def check_writable(format: str, config: Any) -> Architecture:
+def check_writable(family: Family, config: Any) -> Gguf:
     """The architecture of a model; CheckpointError, by name, for what llama.cpp computes otherwise."""
     _import_gguf()
-    if format not in ARCHITECTURES:
+    architecture = family.gguf
+    if architecture is None:
+        known = ", ".join(name for name, other in FAMILIES.items() if other.gguf)
         raise CheckpointError(
-            f"gguf is written for {', '.join(ARCHITECTURES)}, but this model is {format}: export it as that, then run "
+            f"gguf is written for {known}, but this model is {family.name}: export it as that, then run "
             "llama.cpp's convert_hf_to_gguf.py on the folder"
         )
-    architecture = ARCHITECTURES[format]
     wrong = {
         "norm_topk_prob": getattr(config, "norm_topk_prob", True) != architecture.normalizes,
         "hidden_act": config.hidden_act != "silu",
@@ -92,19 +75,19 @@ def check_writable(format: str, config: Any) -> Architecture:
     return architecture
 
 
-def write_gguf(path: Path, tensors: Mapping[str, StoredTensor], format: str, config: Any) -> None:
+def write_gguf(path: Path, tensors: Mapping[str, StoredTensor], family: Family, config: Any) -> None:
     """Writes a model in Transformers' names in memory to one file, a tensor at a time; float64 becomes float32.
 
     path: a file that does not exist. Raises CheckpointError for what llama.cpp has no place for.
     """
     gguf = _import_gguf()
-    architecture = check_writable(format, config)
+    architecture = check_writable(family, config)
     named = dict(_named(tensors, architecture, config))
     writer = gguf.GGUFWriter(path, architecture.name)
     types = {name: _type_of(name, tensor) for name, tensor in named.items()}
     try:
         with explained(path, sum(tensor.num_bytes for tensor in named.values())):
-            _write_facts(writer, config, architecture)
+            _write_facts(writer, config, family)
             for name, tensor in named.items():
                 dtype = types[name]
                 num_bytes = tensor.num_bytes // tensor.dtype.itemsize * dtype.itemsize
@@ -132,7 +115,7 @@ def _type_of(name: str, tensor: StoredTensor) -> torch.dtype:
 
 
 def _named(
-    tensors: Mapping[str, StoredTensor], architecture: Architecture, config: Any
+    tensors: Mapping[str, StoredTensor], architecture: Gguf, config: Any
 ) -> Iterator[tuple[str, StoredTensor]]:
     for name, tensor in tensors.items():
         match = LAYER.fullmatch(name)
@@ -180,7 +163,7 @@ def _mapped(tensor: StoredTensor, shape: tuple[int, ...], function: Any) -> Stor
     return StoredTensor(shape, tensor.dtype, lambda: function(tensor.read()))
 
 
-def _write_facts(writer: Any, config: Any, architecture: Architecture) -> None:
+def _write_facts(writer: Any, config: Any, family: Family) -> None:
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     writer.add_name(config.architectures[0])
     writer.add_vocab_size(config.vocab_size)
@@ -195,7 +178,7 @@ def _write_facts(writer: Any, config: Any, architecture: Architecture) -> None:
     writer.add_rope_dimension_count(head_dim)
     writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_expert_count(config.num_local_experts if architecture.name == "llama" else config.num_experts)
+    writer.add_expert_count(getattr(config, family.config["num_experts"]))
     writer.add_expert_used_count(config.num_experts_per_tok)
     if hasattr(config, "moe_intermediate_size"):
         writer.add_expert_feed_forward_length(config.moe_intermediate_size)

@@ -4,37 +4,33 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable
-from types import MappingProxyType
-from typing import Any, TypeAlias
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from fmoe_ext import gates
 from fmoe_ext.checkpoint import CheckpointError
-from fmoe_ext.checkpoint.huggingface import from_huggingface, is_huggingface
-from fmoe_ext.checkpoint.layouts import (
-    B1,
-    SHARED,
-    SHARED_GATE,
-    W1,
-    find_layer,
-)
-from fmoe_ext.checkpoint.routing import HIDDEN_ACT
+from fmoe_ext.checkpoint.families import FAMILIES
+from fmoe_ext.checkpoint.families.family import CLAMPED, Family
+from fmoe_ext.checkpoint.files import inside
+from fmoe_ext.checkpoint.huggingface import check_folder, from_huggingface, is_huggingface
+from fmoe_ext.checkpoint.layouts import B1, SHARED, SHARED_GATE, W1, find_layer
+from fmoe_ext.checkpoint.routing import HIDDEN_ACT, OPTIONS, activation_of_config
 from fmoe_ext.checkpoint.safetensors_file import StoredTensor
 from fmoe_ext.experts import ClampedSwiGLU
-from fmoe_ext.gates import SigmoidGate, SoftmaxGate
-from fmoe_ext.integrations.formats.saving import save_in_format
+from fmoe_ext.integrations.huggingface_saving import replace_save_pretrained, save_imported
 from fmoe_ext.integrations.padding import heed_attention_masks
 from fmoe_ext.transformer import FMoETransformerMLP
-
-Gate: TypeAlias = Callable[..., nn.Module]
 
 
 def _read(source: Any, options: dict[str, Any]) -> Any:
     import transformers
     from safetensors import SafetensorError
 
+    if Path(source).is_dir():
+        _check_folder(Path(source), options)
     try:
         read: Any = transformers.AutoModelForCausalLM.from_pretrained
         model, found = read(source, **options, output_loading_info=True)
@@ -48,17 +44,27 @@ def _read(source: Any, options: dict[str, Any]) -> Any:
     return model
 
 
+def _check_folder(folder: Path, options: dict[str, Any]) -> None:
+    """CheckpointError for a folder of a model that would have Transformers read files outside of it."""
+    for part in Path(options.get("subfolder") or "").parts:
+        folder = inside(folder, part)
+    if options.get("gguf_file") is not None:
+        inside(folder, options["gguf_file"])
+    check_folder(folder)
+
+
 def import_model(source: Any, **options: Any) -> Any:
     """A Transformers MoE model whose MoE layers become FMoETransformerMLPs with the same weights -> the model.
 
     source: a folder or a name for AutoModelForCausalLM.from_pretrained(source, **options), or a model, which is changed
-    in place. Model types: mixtral, qwen3_moe, qwen2_moe, olmoe, deepseek_v3, gpt_oss. The parameters stay the
+    in place. Model types: those of checkpoint/families, which docs/formats.md lists. The parameters stay the
     model's own tensors (but for GPT-OSS, whose layout is another: a layer at a time is copied). norm_topk_prob, scaling
     factors, groups and biases are honoured. Gates compute in float32 or wider, where some of Transformers' round.
 
     model.save_pretrained() writes the format that the model came from, as export() does. The gates have the balance
     loss: add weight * fmoe_ext.gates.total_loss(model); router logits are no output any more.
-    Raises CheckpointError for other models, for files that are truncated or damaged and for tensors that are missing.
+    Raises CheckpointError for other models, for files that are truncated, damaged or outside of the folder, for
+    tensors that are missing and for a folder of a PEFT adapter.
     Equivalent to: AutoModelForCausalLM.from_pretrained(source, **options), to the rounding of its gates.
     """
     model: Any = source
@@ -67,15 +73,19 @@ def import_model(source: Any, **options: Any) -> Any:
     elif options:
         raise TypeError(f"{', '.join(options)}: options are for a folder or a name, but got a model")
     config = model.config
-    if config.model_type not in GATES:
+    family = FAMILIES.get(config.model_type)
+    if family is None:
         raise CheckpointError(
-            f"import_model() knows {', '.join(GATES)}, but this model is {config.model_type}"
+            f"import_model() knows {', '.join(FAMILIES)}, but this model is {config.model_type}"
         )
-    if getattr(config, "router_jitter_noise", 0):
-        raise CheckpointError(
-            f"config.router_jitter_noise={config.router_jitter_noise} is noise on what the experts see too, which our "
-            "layers have not: set it to 0"
-        )
+    values = config.to_dict()
+    for key, value in family.unsupported.items():
+        if values.get(key, value) != value:
+            raise CheckpointError(
+                f"config.{key}={values[key]} is what our layers do not compute: set it to {value}"
+            )
+    facts = family.facts_of(values)
+    activation = _activation(family, values, facts)
     blocks = [
         (name, module)
         for name, module in model.named_modules()
@@ -85,7 +95,7 @@ def import_model(source: Any, **options: Any) -> Any:
         raise CheckpointError(f"{type(model).__name__} has no MoE layer that is not ours already")
     for name, block in blocks:
         parent, _, attribute = name.rpartition(".")
-        setattr(model.get_submodule(parent), attribute, _converted(name, block, config))
+        setattr(model.get_submodule(parent), attribute, _converted(name, block, family, facts, activation))
     heed_attention_masks(model)
     if getattr(config, "output_router_logits", False):
         warnings.warn(
@@ -95,54 +105,24 @@ def import_model(source: Any, **options: Any) -> Any:
         )
         config.output_router_logits = False
     model.register_load_state_dict_pre_hook(_take_format)
-    model.save_pretrained = functools.partial(save_in_format, model)
+    replace_save_pretrained(model, save_imported)
     return model
 
 
 def _take_format(model: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
     """Lets load_state_dict take what save_pretrained wrote, as a Trainer does that resumes."""
     if prefix == "" and is_huggingface(state_dict):
-        converted = from_huggingface(state_dict)
+        converted = from_huggingface(state_dict, model.state_dict().keys())
         state_dict.clear()
         state_dict |= converted
 
 
-def _softmax(config: Any) -> Gate:
-    return functools.partial(SoftmaxGate, normalize=config.norm_topk_prob, gate_bias=False)
-
-
-def _always_normalized(config: Any) -> Gate:
-    return functools.partial(SoftmaxGate, normalize=True, gate_bias=config.model_type == "gpt_oss")
-
-
-def _sigmoid(config: Any) -> Gate:
-    return functools.partial(
-        SigmoidGate,
-        normalize=config.norm_topk_prob,
-        scale=config.routed_scaling_factor,
-        num_groups=config.n_group,
-        topk_groups=config.topk_group,
-        group_best=2,
-        gate_bias=False,
-    )
-
-
-GATES = MappingProxyType(
-    {
-        "mixtral": _always_normalized,
-        "qwen3_moe": _softmax,
-        "qwen2_moe": _softmax,
-        "olmoe": _softmax,
-        "deepseek_v3": _sigmoid,
-        "gpt_oss": _always_normalized,
-    }
-)
-
-
-def _converted(name: str, block: nn.Module, config: Any) -> nn.Module:
+def _converted(
+    name: str, block: nn.Module, family: Family, facts: dict[str, Any], activation: Any
+) -> nn.Module:
     """The layer of ours with the tensors of a block, on its device and in its mode."""
     values = {key: value for key, value in block.state_dict(keep_vars=True).items()}
-    gate = "router" if config.model_type == "gpt_oss" else "gate"
+    gate = family.in_modules.gate
     found = find_layer({key: StoredTensor.of(value) for key, value in values.items()}, "", gate)
     if found is None or found[1] != values.keys():
         left = values.keys() - (set() if found is None else found[1])
@@ -151,15 +131,16 @@ def _converted(name: str, block: nn.Module, config: Any) -> nn.Module:
         )
     tensors = found[0]
     num_experts, two_h, d_model = tensors[W1].shape
+    options = {key: facts[key] for key in OPTIONS if key in facts and key != "top_k"}
     with torch.device("meta"):
         layer = FMoETransformerMLP(
             num_experts,
             d_model,
             two_h // 2,
-            activation=_activation(config),
+            activation=activation,
             bias=B1 in tensors,
-            gate=GATES[config.model_type](config),
-            top_k=config.num_experts_per_tok,
+            gate=functools.partial(getattr(gates, family.gates[-1]), gate_bias=family.gate_bias, **options),
+            top_k=facts["top_k"],
             shared_expert_hidden=tensors[f"{SHARED}h4toh.weight"].shape[2]
             if f"{SHARED}h4toh.weight" in tensors
             else None,
@@ -167,23 +148,23 @@ def _converted(name: str, block: nn.Module, config: Any) -> nn.Module:
         )
     _assign(layer, {key: tensor.read() for key, tensor in tensors.items()}, values[f"{gate}.weight"])
     layer.mark_parallel_comm("dp")
-    if config.model_type == "gpt_oss":
+    if family.returns_scores:
         layer.register_forward_hook(_with_scores)
     return layer.train(block.training)
 
 
 def _with_scores(layer: nn.Module, args: Any, out: Tensor) -> tuple[Tensor, None]:
-    """What the decoder layer of GPT-OSS expects of its MLP: the router's scores besides, which it drops."""
+    """The pair that the decoder layer expects of its MLP: it drops the router's scores."""
     return out, None
 
 
-def _activation(config: Any) -> Any:
-    if config.model_type == "gpt_oss":
-        return ClampedSwiGLU(config.swiglu_alpha, config.swiglu_limit)
-    names = {theirs: ours for ours, theirs in HIDDEN_ACT.items()}
-    if config.hidden_act not in names:
-        raise CheckpointError(f"config.hidden_act={config.hidden_act!r}, expected one of {', '.join(names)}")
-    return names[config.hidden_act]
+def _activation(family: Family, config: dict[str, Any], facts: dict[str, Any]) -> Any:
+    name = activation_of_config(family, config)
+    if name == CLAMPED:
+        return ClampedSwiGLU(facts["swiglu_alpha"], facts["swiglu_limit"])
+    if name not in HIDDEN_ACT:
+        raise CheckpointError(f"config.hidden_act={name!r}, expected one of {', '.join(HIDDEN_ACT.values())}")
+    return name
 
 
 def _assign(layer: nn.Module, tensors: dict[str, Tensor], like: Tensor) -> None:

@@ -1,6 +1,5 @@
 """export(): a model with our MoE layers as a folder that plain Transformers loads."""
 
-import dataclasses
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,15 +12,14 @@ from torch import nn
 
 from fmoe_ext.checkpoint import CheckpointError, to_huggingface
 from fmoe_ext.checkpoint.errors import together
-from fmoe_ext.checkpoint.layouts import LAYOUTS, Layout
+from fmoe_ext.checkpoint.families import FAMILIES, formats_for
+from fmoe_ext.checkpoint.families.family import Family, Numbers
 from fmoe_ext.checkpoint.model_state import ModelState
+from fmoe_ext.checkpoint.routing import HIDDEN_ACT, facts_of_layers
 from fmoe_ext.checkpoint.safetensors_file import StoredTensor
 from fmoe_ext.checkpoint.saving import Whole, gathered
 from fmoe_ext.checkpoint.shards import MAX_SHARD_BYTES, check_is_free, new_folder, write_model_files
-from fmoe_ext.integrations.formats import gguf
-from fmoe_ext.integrations.formats.families import FAMILIES, make_config
-from fmoe_ext.integrations.formats.gguf import write_gguf
-from fmoe_ext.integrations.formats.layers import read_layers
+from fmoe_ext.integrations.formats.gguf import check_writable, write_gguf
 from fmoe_ext.integrations.huggingface_record import take_record
 
 GGUF = "gguf"
@@ -33,6 +31,7 @@ TOKENIZER_FILES = (
     "added_tokens.json",
     "chat_template*",
 )
+NOT_COPIED = ("architectures", "model_type", "transformers_version", "_name_or_path", "quantization_config")
 
 
 @torch.no_grad()
@@ -49,8 +48,8 @@ def export(
 
     model: what fmoefy or import_model() made. folder: a new or empty one; it gets config.json, generation_config.json,
     the tokenizer's files, safetensors of at most max_shard_bytes (a layer stays in one), in the dtypes of the model.
-    format: a model type, "mixtral", "qwen3_moe", "qwen2_moe", "olmoe", "deepseek_v3", "gpt_oss"; docs/formats.md says
-    which models each can hold. "gguf": folder/model.gguf for llama.cpp, without a vocabulary.
+    format: a model type of Transformers, as "mixtral" or "qwen3_moe"; docs/formats.md lists them and says which models
+    each can hold. "gguf": folder/model.gguf for llama.cpp, without a vocabulary.
     tokenizer: one of Transformers, or a folder that has its files.
 
     All ranks that share the experts call it; the first one writes. What is for training alone (losses, jitter, the
@@ -64,19 +63,38 @@ def export(
         _check_tokenizer(tokenizer, format)
         plan = plan_export(model, _type_for_gguf(model) if format == GGUF else format)
         if format == GGUF:
-            gguf.check_writable(plan.format, plan.config)
+            check_writable(plan.family, plan.config)
     with gathered(folder, model, process_group) as whole:
         if whole is not None:
             with new_folder(folder) as unfinished:
                 if format == GGUF:
-                    write_gguf(unfinished / "model.gguf", plan.in_memory(whole), plan.format, plan.config)
+                    write_gguf(unfinished / "model.gguf", plan.in_memory(whole), plan.family, plan.config)
                 else:
                     write_files(plan, whole, unfinished, max_shard_bytes)
                 _write_tokenizer(tokenizer, unfinished)
     return folder
 
 
-def write_files(plan: "Plan", whole: Whole, folder: Path, max_shard_bytes: int) -> None:
+@dataclass(frozen=True)
+class Plan:
+    """What is going to be written; nothing of it is read yet. left_out: names of tied tensors."""
+
+    model: Any
+    family: Family
+    config: Any
+    left_out: frozenset[str]
+
+    def convert(self, whole: Whole) -> dict[str, StoredTensor]:
+        """The tensors of Hugging Face's files."""
+        tensors = {name: t for name, t in whole.tensors.items() if name not in self.left_out}
+        return to_huggingface(tensors, self.family.name, whole.routing)
+
+    def in_memory(self, whole: Whole) -> dict[str, StoredTensor]:
+        """All tensors under the names that they have in Transformers' modules."""
+        return to_huggingface(whole.tensors, self.family.in_modules)
+
+
+def write_files(plan: Plan, whole: Whole, folder: Path, max_shard_bytes: int) -> None:
     """Writes the tensors and the configurations into a folder that is there."""
     write_model_files(folder, plan.convert(whole), max_shard_bytes)
     plan.config.save_pretrained(folder)
@@ -85,52 +103,35 @@ def write_files(plan: "Plan", whole: Whole, folder: Path, max_shard_bytes: int) 
         generation.save_pretrained(folder)
 
 
-@dataclass(frozen=True)
-class Plan:
-    """What is going to be written: checked, nothing of it read yet. left_out: names of tied tensors."""
+def _type_for_gguf(model: nn.Module) -> str:
+    """The model type by which a model goes into a GGUF file."""
+    source = values_of(ModelState(model).model)["model_type"]
+    return next((name for name in formats_for(source) if FAMILIES[name].gguf), source)
 
-    model: Any
-    format: str
-    config: Any
-    left_out: frozenset[str]
 
-    def convert(self, whole: Whole) -> dict[str, StoredTensor]:
-        """The tensors of Hugging Face's files."""
-        tensors = {name: t for name, t in whole.tensors.items() if name not in self.left_out}
-        return to_huggingface(tensors, self.format, whole.routing)
+def check_export(model: nn.Module, format: str) -> None:
+    """CheckpointError, before the model is trained, where export(model, folder, format) would raise it.
 
-    def in_memory(self, whole: Whole) -> dict[str, StoredTensor]:
-        """All tensors under the names that they have in Transformers' modules."""
-        return to_huggingface(whole.tensors, _in_memory(self.format))
+    Gates, activations and biases decide it, not the values of weights; biases must be zero to be left out.
+    """
+    plan_export(model, format)
 
 
 def plan_export(model: nn.Module, format: str) -> Plan:
     """The Plan of an export; CheckpointError for what the format cannot say."""
     if format not in FAMILIES:
-        raise CheckpointError(f"format must be one of {', '.join(FAMILIES)} or {GGUF}, but got {format!r}")
-    state = ModelState(model)
+        raise CheckpointError(f"format must be one of {', '.join(FAMILIES)} or gguf, but got {format!r}")
+    family, state = FAMILIES[format], ModelState(model)
     values = values_of(state.model)
-    layers = read_layers(state, format, values["num_hidden_layers"])
-    config = make_config(format, values, layers)
+    facts, moe = facts_of_layers(state, family)
+    config = _make_config(family, values, facts, moe)
     shapes = {
         name: StoredTensor(state.global_shape(name), value.dtype, value.detach)
         for name, value in state.tensors.items()
     }
     tied = _tied(state, config)
-    _check_names(to_huggingface(shapes, _in_memory(format)), config, state.model, tied)
-    return Plan(state.model, format, config, tied)
-
-
-def _in_memory(format: str) -> Layout:
-    """The layout of Transformers' modules, whose files have that of the format."""
-    return dataclasses.replace(LAYOUTS[format], per_expert=None, block="mlp")
-
-
-def _type_for_gguf(model: nn.Module) -> str:
-    """The model type by which a model goes into a GGUF file."""
-    source = values_of(ModelState(model).model)["model_type"]
-    fitting = [name for name, family in FAMILIES.items() if source in family.sources]
-    return fitting[0] if fitting else source
+    _check_names(to_huggingface(shapes, family.in_modules), config, state.model, tied)
+    return Plan(state.model, family, config, tied)
 
 
 def values_of(model: Any) -> dict[str, Any]:
@@ -143,6 +144,53 @@ def values_of(model: Any) -> dict[str, Any]:
     values: dict[str, Any] = model.config.to_dict()
     take_record(values)
     return values
+
+
+def _make_config(family: Family, values: dict[str, Any], facts: dict[str, Any], moe_layers: Numbers) -> Any:
+    """The configuration of a format for a model; values: those of the model's own, as its config.json has them.
+
+    CheckpointError for models whose other parts the format does not compute.
+    """
+    from transformers import AutoConfig
+
+    source = values["model_type"]
+    if source not in family.holds:
+        way_out = ", ".join(formats_for(source)) or (
+            "none of the formats: its save_pretrained writes a folder for "
+            "fmoe_ext.integrations.huggingface.from_pretrained"
+        )
+        raise CheckpointError(
+            f"{family.name} holds models of {', '.join(family.holds)}, but this one is {source}: its attention, norms "
+            f"or embeddings are others. For {source} there is {way_out}"
+        )
+    if "num_shared" in family.config:
+        facts = facts | {"num_shared": _num_shared(family, facts)}
+    known = (
+        values if source == family.name else {**AutoConfig.for_model(family.name).to_dict(), "head_dim": None}
+    )
+    copied = {k: v for k, v in values.items() if k in known and k not in NOT_COPIED}
+    moe = {key: facts[fact] for fact, key in family.config.items() if fact in facts}
+    dense = tuple(i for i in range(values["num_hidden_layers"]) if i not in moe_layers)
+    moe |= {**family.layers(family.name, moe_layers, dense), **family.extra(values, facts)}
+    if facts.get("activation") in HIDDEN_ACT:
+        moe["hidden_act"] = HIDDEN_ACT[facts["activation"]]
+        if dense and values.get("hidden_act") != moe["hidden_act"]:
+            raise CheckpointError(
+                f"the dense MLPs of layers {dense} have hidden_act={values.get('hidden_act')!r} and the experts "
+                f"{moe['hidden_act']!r}, but config.json says one for both"
+            )
+    return AutoConfig.for_model(family.name, **copied | moe)
+
+
+def _num_shared(family: Family, facts: Mapping[str, Any]) -> int:
+    """The number of shared experts of an expert's width."""
+    number, rest = divmod(facts["shared"], facts["d_hidden"])
+    if rest or number < family.fewest_shared:
+        raise CheckpointError(
+            f"{family.name} has shared experts, in all a multiple of an expert's width, {facts['d_hidden']}, but here "
+            f"shared_expert_hidden is {facts['shared'] or None}"
+        )
+    return number
 
 
 def _tied(state: ModelState, config: Any) -> frozenset[str]:

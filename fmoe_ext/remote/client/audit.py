@@ -2,12 +2,12 @@
 
 import random
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import MappingProxyType
 
 import torch
-from torch import nn
 
 from fmoe_ext.remote import loop
 from fmoe_ext.remote.client.client import Client, Handle, Outcome
@@ -68,7 +68,7 @@ class Auditor:
         return self
 
     def check(self, handle: Handle, *inputs: torch.Tensor, timeout: float = 10.0) -> Finding:
-        """What came out; Cheated if the answer is not what the weights give, RemoteError if no audit was possible."""
+        """The finding; Cheated if the answer is not what the weights give, RemoteError if no audit was possible."""
         for _ in range(self.attempts):
             outcome = loop.run(self.client.forward(handle, inputs, timeout), timeout + 1)
             state = loop.run(self._state(handle, outcome.endpoint, timeout), timeout + 1)
@@ -102,9 +102,10 @@ class Auditor:
         if self._random.random() >= self.share:
             return
         state = await self._state_in_time(handle, outcome.endpoint, timeout)
-        if self._is_possible(state is not None and _version(state) == outcome.version):
-            assert state is not None
-            self._compare_outputs(handle, inputs, outcome, state)
+        if state is not None and _version(state) == outcome.version:
+            self._count(lambda: self._compare_outputs(handle, inputs, outcome, state))
+        else:
+            self._note(False)
 
     async def before_backward(self, handle: Handle, timeout: float) -> Message | None:
         """The weights that a gradient will be recomputed with, or None if this one is not audited."""
@@ -112,7 +113,7 @@ class Auditor:
             return None
         state = await self._state_in_time(handle, None, timeout)
         if state is None:
-            self._is_possible(False)
+            self._note(False)
         return state
 
     def after_backward(
@@ -124,8 +125,10 @@ class Auditor:
         state: Message,
     ) -> None:
         """Raises Cheated if the gradients of inputs are not those of the weights before the step."""
-        if self._is_possible(_version(state) + 1 == outcome.version):
-            self._compare_gradients(handle, inputs, grad, outcome, state)
+        if _version(state) + 1 == outcome.version:
+            self._count(lambda: self._compare_gradients(handle, inputs, grad, outcome, state))
+        else:
+            self._note(False)
 
     # ---------------------------------------------------------------- the weights
 
@@ -140,7 +143,7 @@ class Auditor:
         return await self.client.state(handle, where, timeout)
 
     async def _state_in_time(self, handle: Handle, answered: str | None, timeout: float) -> Message | None:
-        """None where the weights did not come: whoever answered is not to blame for that."""
+        """The weights; None if they did not come in time, which the server that answered is not to blame for."""
         try:
             if timeout <= 0:
                 raise CallTimeout(f"no time is left to audit {handle.uid}")
@@ -148,9 +151,20 @@ class Auditor:
         except RemoteError:
             return None
 
-    def _is_possible(self, possible: bool) -> bool:
+    def _note(self, possible: bool) -> None:
         self.client.counts["audits" if possible else "audits without a result"] += 1
-        return possible
+
+    def _count(self, compare: Callable[[], Finding]) -> None:
+        """Compares and counts; weights that fit nothing end an ordinary call no more than weights that do not come."""
+        try:
+            compare()
+        except NoAudit:
+            self._note(False)
+        except Cheated:
+            self._note(True)
+            raise
+        else:
+            self._note(True)
 
     # ---------------------------------------------------------------- the comparison
 
@@ -158,8 +172,8 @@ class Auditor:
         self, handle: Handle, inputs: Sequence[torch.Tensor], outcome: Outcome, state: Message
     ) -> Finding:
         chosen = self._choose(inputs)
-        with torch.no_grad():
-            truth = _module(handle, state)(*(x[chosen] for x in inputs))
+        with _computing(handle), torch.no_grad():
+            truth = _compute(handle, state, [x[chosen] for x in inputs])
         return self._judge(handle, outcome, chosen, [(outcome.tensors[0][chosen], truth)], inputs)
 
     def _compare_gradients(
@@ -173,8 +187,8 @@ class Auditor:
         chosen = self._choose(inputs)
         some = [x[chosen].requires_grad_(x.is_floating_point()) for x in inputs]
         wanted = [x for x in some if x.requires_grad]
-        with torch.enable_grad():
-            y = _module(handle, state)(*some)
+        with _computing(handle), torch.enable_grad():
+            y = _compute(handle, state, some)
             truth = torch.autograd.grad(y, wanted, grad[chosen], materialize_grads=True)
         pairs = [(got[chosen], true) for got, true in zip(outcome.tensors, truth, strict=True)]
         return self._judge(handle, outcome, chosen, pairs, inputs)
@@ -203,6 +217,8 @@ class Auditor:
 
 
 def _relative_error(got: torch.Tensor, true: torch.Tensor) -> float:
+    if got.shape != true.shape:
+        return float("inf")
     return ((got - true).abs().max() / true.abs().max().clamp(min=1e-30)).item()
 
 
@@ -211,8 +227,29 @@ def _version(state: Message) -> int:
     return int(text) if text.isdecimal() and len(text) <= 18 else -2
 
 
-def _module(handle: Handle, state: Message) -> nn.Module:
-    module = find_expert_class(handle.expert_class).make(handle.hidden_dim)
+class NoAudit(RemoteError):
+    """The weights that came cannot be computed with."""
+
+
+@contextmanager
+def _computing(handle: Handle) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        text = (
+            f"no audit of {handle.uid}: the weights that its servers sent cannot be used: {str(error)[:500]}"
+        )
+        raise NoAudit(text) from None
+
+
+def _compute(handle: Handle, state: Message, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The expert's output by the weights of a state; ValueError, before memory is taken, if they are of another one."""
     weights = {n.removeprefix("weight/"): x for n, x in state.tensors.items() if n.startswith("weight/")}
+    expert_class = find_expert_class(handle.expert_class)
+    with torch.device("meta"):
+        wanted = {name: p.shape for name, p in expert_class.make(handle.hidden_dim).named_parameters()}
+    if wanted != {name: x.shape for name, x in weights.items()}:
+        raise ValueError(f"they are not those of {handle.expert_class} with hidden_dim={handle.hidden_dim}")
+    module = expert_class.make(handle.hidden_dim)
     module.load_state_dict(weights, strict=False)
-    return module
+    return expert_class.compute(module, inputs)

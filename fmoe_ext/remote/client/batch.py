@@ -1,7 +1,8 @@
 """Calls to many experts as one step of autograd: all forwards at once, all backwards at once."""
 
 import asyncio
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +11,7 @@ from torch.autograd.function import once_differentiable
 
 from fmoe_ext.remote import loop
 from fmoe_ext.remote.client.client import Client, Handle, Outcome
-from fmoe_ext.remote.errors import CallTimeout, RemoteError
+from fmoe_ext.remote.errors import CallTimeout, Refused, RemoteError
 
 MARGIN = 1.0  # seconds that the loop may take beyond a deadline before its caller stops waiting for it
 
@@ -28,6 +29,7 @@ class Batch:
     """Calls that go together. failed[n]: why call n has no output, None if it has one.
 
     tolerant: a call that fails gives no output (None), or zero as gradient; otherwise it raises RemoteError.
+    grace: seconds that calls have left once enough of the others have ended (is_enough); None for their deadlines.
     """
 
     client: Client
@@ -35,11 +37,16 @@ class Batch:
     forward_timeout: float
     backward_timeout: float
     tolerant: bool = False
+    grace: float | None = None
 
     def __post_init__(self) -> None:
         self.failed: list[Exception | None] = [None] * len(self.calls)
         self.versions = [0] * len(self.calls)
         self.grad_failed: list[Exception | None] = [None] * len(self.calls)
+
+    def is_enough(self, succeeded: Set[int], is_forward: bool) -> bool:
+        """True if the calls that succeeded make the others expendable."""
+        return False
 
     def run(self) -> list[torch.Tensor | None]:
         """The outputs, differentiable."""
@@ -50,6 +57,21 @@ class Batch:
         outputs = list(_Calls.apply(self, anchor, *flat))
         return [y if error is None else None for y, error in zip(outputs, self.failed, strict=True)]
 
+    def refuse_misfits(
+        self, outputs: Sequence[torch.Tensor | None], wanted: Sequence[torch.Tensor]
+    ) -> list[torch.Tensor | None]:
+        """The outputs without those that differ in dtype or shape of a row from the tensor beside them."""
+        kept: list[torch.Tensor | None] = []
+        for n, (y, like) in enumerate(zip(outputs, wanted, strict=True)):
+            fits = y is None or (y.dtype, y.shape[1:]) == (like.dtype, like.shape[1:])
+            if y is not None and not fits:
+                self.failed[n] = Refused(
+                    f"{self.calls[n].handle.uid} returned rows of {y.dtype} {list(y.shape[1:])}, but "
+                    f"{like.dtype} {list(like.shape[1:])} were expected"
+                )
+            kept.append(y if fits else None)
+        return kept
+
     def _settle(self, results: Sequence[Any], errors: list[Exception | None]) -> list[Outcome | None]:
         for n, result in enumerate(results):
             if isinstance(result, (RemoteError, ValueError)) and self.tolerant:
@@ -58,13 +80,24 @@ class Batch:
                 raise result
         return [None if error is not None else r for r, error in zip(results, errors, strict=True)]
 
+    def _run_all(
+        self, calls: Sequence[Any], timeout: float, is_enough: Callable[[Set[int]], bool]
+    ) -> list[Any]:
+        """The result or exception of each call, at the latest MARGIN after the deadline."""
+        try:
+            return loop.run(_all(calls, self.grace, is_enough), timeout + MARGIN)
+        except TimeoutError:  # this process is too busy to keep its own deadlines
+            late = CallTimeout(f"no call had ended {MARGIN:.3g} s after its deadline of {timeout:.3g} s")
+            return [late] * len(calls)
+
     def forward(self, inputs: Sequence[Sequence[torch.Tensor]]) -> list[torch.Tensor]:
         client, timeout = self.client, self.forward_timeout
         calls = [
             client.forward(call.handle, given, timeout)
             for call, given in zip(self.calls, inputs, strict=True)
         ]
-        outcomes = self._settle(_run_all(calls, timeout), self.failed)
+        results = self._run_all(calls, timeout, lambda done: self.is_enough(done, True))
+        outcomes = self._settle(results, self.failed)
         self.versions = [0 if outcome is None else outcome.version for outcome in outcomes]
         empty = inputs[0][0].new_empty(0) if inputs else torch.empty(0)
         return [empty.clone() if outcome is None else outcome.tensors[0] for outcome in outcomes]
@@ -80,7 +113,8 @@ class Batch:
             for n in asked
         ]
         errors: list[Exception | None] = [None] * len(asked)
-        outcomes = self._settle(_run_all(calls, timeout), errors)
+        results = self._run_all(calls, timeout, lambda done: self.is_enough({asked[n] for n in done}, False))
+        outcomes = self._settle(results, errors)
         found: list[tuple[torch.Tensor, ...] | None] = [None] * len(self.calls)
         for n, outcome, error in zip(asked, outcomes, errors, strict=True):
             self.grad_failed[n] = error
@@ -118,14 +152,29 @@ def _unflatten(batch: Batch, flat: Sequence[torch.Tensor]) -> list[tuple[torch.T
     return [tuple(next(queue) for _ in call.inputs) for call in batch.calls]
 
 
-def _run_all(calls: Sequence[Any], timeout: float) -> list[Any]:
-    """What became of each call, exceptions included; at the latest MARGIN after the deadline."""
+async def _all(calls: Sequence[Any], grace: float | None, is_enough: Callable[[Set[int]], bool]) -> list[Any]:
+    """The result or exception of each call; once is_enough, those that take longer than grace time out."""
+    if grace is None:
+        return await asyncio.gather(*calls, return_exceptions=True)
+    tasks = [asyncio.ensure_future(call) for call in calls]
+    waiting, left, begin = set(tasks), None, 0.0
     try:
-        return loop.run(_all(calls), timeout + MARGIN)
-    except TimeoutError:  # this process is too busy to keep its own deadlines
-        late = CallTimeout(f"no call had ended {MARGIN:.3g} s after its deadline of {timeout:.3g} s")
-        return [late] * len(calls)
-
-
-async def _all(calls: Sequence[Any]) -> list[Any]:
-    return await asyncio.gather(*calls, return_exceptions=True)
+        while waiting:
+            done, waiting = await asyncio.wait(waiting, timeout=left, return_when=asyncio.FIRST_COMPLETED)
+            succeeded = {
+                n
+                for n, task in enumerate(tasks)
+                if task.done() and not task.cancelled() and not task.exception()
+            }
+            now = time.monotonic()
+            if not begin and is_enough(succeeded):
+                begin = now
+            left = None if not begin else max(0.0, begin + grace - now)
+            if left == 0.0:
+                break
+    finally:
+        for task in waiting:
+            task.cancel()
+    late = CallTimeout(f"enough experts answered, and this one took {grace:.3g} s longer")
+    results = await asyncio.gather(*tasks, return_exceptions=True)
+    return [late if task in waiting else result for task, result in zip(tasks, results, strict=True)]

@@ -1,14 +1,16 @@
 """Caller: one message to one endpoint, with a deadline; grpc's errors become those of fmoe_ext.remote.errors."""
 
 import asyncio
+from collections.abc import Awaitable, Callable
 
 import grpc
 
 from fmoe_ext.remote import errors, protocol
 from fmoe_ext.remote.security import Credentials
-from fmoe_ext.remote.wire import Limits, Message, WireError, decode
+from fmoe_ext.remote.wire import STATE, Limits, Message, WireError, decode
 
 Code = grpc.StatusCode
+PART_SECONDS = 30.0  # for the next part of an answer in parts
 _GONE = (Code.UNAVAILABLE, Code.NOT_FOUND, Code.CANCELLED)
 
 
@@ -22,21 +24,54 @@ class Caller:
 
     async def call(self, endpoint: str, method: str, data: bytes, timeout: float) -> Message:
         """The answer to data; RemoteError, always within timeout seconds."""
+
+        async def read() -> Message:
+            send = self._channel(endpoint).unary_unary(method)
+            return decode(
+                await send(data, timeout=timeout, metadata=self.credentials.metadata()), self.limits
+            )
+
+        return await self._within(endpoint, timeout, read)
+
+    async def download(
+        self,
+        endpoint: str,
+        method: str,
+        data: bytes,
+        timeout: float,
+        max_bytes: int = STATE.max_message_bytes,
+    ) -> Message:
+        """The answer to data that comes in parts, of max_bytes at most; RemoteError, always within timeout seconds."""
+
+        async def read() -> Message:
+            send = self._channel(endpoint).unary_stream(method)
+            stream = send(data, timeout=timeout, metadata=self.credentials.metadata())
+            whole = bytearray()
+            while (part := await asyncio.wait_for(stream.read(), PART_SECONDS)) is not grpc.aio.EOF:
+                whole += part
+                if len(whole) > max_bytes:
+                    raise errors.Refused(f"{endpoint} sends more than {max_bytes} bytes")
+            return decode(whole, STATE)
+
+        return await self._within(endpoint, timeout, read)
+
+    async def _within(self, endpoint: str, timeout: float, work: Callable[[], Awaitable[Message]]) -> Message:
+        """Return the result of work; every failure is a RemoteError."""
         if timeout <= 0:
             raise errors.CallTimeout(f"no time was left to call {endpoint}")
-        send = self._channel(endpoint).unary_unary(method)
         try:
             # grpc ends calls at the deadline by itself; the margin is for the case that it does not
-            answer = await asyncio.wait_for(
-                send(data, timeout=timeout, metadata=self.credentials.metadata()), timeout + 0.1
-            )
-            return decode(answer, self.limits)
+            return await asyncio.wait_for(work(), timeout + 0.1)
+        except errors.RemoteError:
+            raise
         except grpc.aio.AioRpcError as error:
             raise _translate(error, endpoint, timeout) from None
         except asyncio.TimeoutError:
             raise errors.CallTimeout(f"{endpoint} did not answer within {timeout:.3g} s") from None
         except WireError as error:
             raise errors.Refused(f"{endpoint} sent an answer that cannot be read: {error}") from None
+        except grpc.aio.BaseError as error:
+            raise errors.ExpertGone(f"{endpoint} cannot be called: {error}") from None
 
     async def close(self) -> None:
         channels, self._channels = list(self._channels.values()), {}

@@ -18,7 +18,7 @@ from fmoe_ext.remote.compression import ErrorFeedback, check_codec, compress, de
 from fmoe_ext.remote.discovery import Discovery, DiscoveryError, ExpertRecord, check_uid
 from fmoe_ext.remote.schema import Schema, SchemaError, is_finite
 from fmoe_ext.remote.security import Credentials
-from fmoe_ext.remote.wire import STATE, Limits, Message, encode
+from fmoe_ext.remote.wire import Limits, Message, encode
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.02, 0.5  # seconds between attempts
 GONE_FOR = 2.0  # seconds for which an expert that failed counts as gone
@@ -31,13 +31,15 @@ REMEDIES: Mapping[type[Exception], str] = MappingProxyType(
 UNTRUSTED = "; does Credentials(ca=...) hold who signed the server's certificate?"
 HEDGE_FACTOR = 3.0  # a call is slow when it takes so many times its expert's usual time
 HEDGE_FLOOR = 0.02
+MAX_ANSWER_BYTES = 2**31 - 1
 
 
 @dataclass(frozen=True)
 class Settings:
-    """How a client calls. patience: seconds for which an expert that nobody hosts is asked for again;
+    """The ways in which a client calls. patience: seconds for which an expert without a server is looked for again;
     hedge_after: seconds after which a forward goes to a second replica too, None for 3 times the usual;
-    attempt_share: the part of a backward's time that one silent server may use up."""
+    attempt_share: the part of a backward's time that one silent server may use up; max_state_bytes: of an expert's
+    whole state, which a server sends in parts."""
 
     compression: str = "none"
     forward_timeout: float = 10.0
@@ -46,11 +48,12 @@ class Settings:
     patience: float = 2.0
     hedge_after: float | None = None
     attempt_share: float = 0.4
+    max_state_bytes: int = 16 << 30
 
 
 @dataclass
 class Handle:
-    """What a client knows of one expert."""
+    """One expert as its client knows it."""
 
     uid: str
     record: ExpertRecord | None
@@ -75,7 +78,7 @@ class Outcome:
 
 
 class Watcher(Protocol):
-    """What an Auditor is to its client; each method may raise Cheated."""
+    """The calls of a client to its Auditor; each may raise Cheated."""
 
     async def after_forward(
         self, handle: Handle, inputs: Sequence[torch.Tensor], outcome: Outcome, timeout: float
@@ -105,14 +108,7 @@ class Client:
         self.discovery = None if discovery is None else Cached(discovery)
         self.settings = settings or Settings()
         check_codec(self.settings.compression)
-        self.caller = Caller(
-            credentials,
-            Limits(
-                max_message_bytes=STATE.max_message_bytes,
-                max_tensors=4096,
-                max_header_bytes=STATE.max_header_bytes,
-            ),
-        )
+        self.caller = Caller(credentials, Limits(max_message_bytes=MAX_ANSWER_BYTES))
         self.counts: Counter[str] = Counter()
         self.watcher: Watcher | None = None
         self.loss = ""  # shown on the pages of the servers that are called
@@ -134,16 +130,14 @@ class Client:
         """The schema of an expert, asked for once."""
         if handle.schema is None:
             data = encode(Message({}, {protocol.UID: handle.uid}))
-            outcome = await self._retry(
+            answer, endpoint = await self._retry(
                 handle, timeout, lambda end: self._first(handle, protocol.INFO, data, end)
             )
-            answer, _ = outcome
-            try:
+            with _reading(endpoint, handle.uid):
                 handle.hidden_dim = int(answer.meta.get(protocol.HIDDEN_DIM, "0")[:9])
-            except ValueError:
-                raise SchemaError(f"the server's answer about {handle.uid} holds no width") from None
-            handle.expert_class = answer.meta.get(protocol.CLASS, "")
-            handle.schema = Schema.from_text(answer.meta.get(protocol.SCHEMA, ""))
+                handle.expert_class = answer.meta.get(protocol.CLASS, "")
+                handle.schema = Schema.from_text(answer.meta.get(protocol.SCHEMA, ""))
+        assert handle.schema is not None
         return handle.schema
 
     async def forward(self, handle: Handle, inputs: Sequence[torch.Tensor], timeout: float) -> Outcome:
@@ -157,8 +151,9 @@ class Client:
         answer, endpoint = await self._retry(
             handle, left, lambda end: self._first(handle, protocol.FORWARD, data, end)
         )
-        outcome = _outcome(answer, endpoint, handle)
-        _check_output(outcome, schema, num_rows, handle.uid)
+        with _reading(endpoint, handle.uid):
+            outcome = _outcome(answer, endpoint)
+            _check_output(outcome, schema, num_rows, handle.uid)
         seconds = time.monotonic() - begin
         self._note_success(handle, outcome, seconds)
         if self.watcher is not None:
@@ -200,12 +195,9 @@ class Client:
             ), record.endpoints[0]
 
         answer, endpoint = await self._retry(handle, timeout - (time.monotonic() - begin), attempt)
-        outcome = _outcome(answer, endpoint, handle)
-        wanted = [x for x in inputs if x.is_floating_point()]
-        if [x.shape for x in outcome.tensors] != [x.shape for x in wanted]:
-            raise errors.Refused(
-                f"{endpoint} returned gradients for {handle.uid} of other shapes than its inputs"
-            )
+        with _reading(endpoint, handle.uid):
+            outcome = _outcome(answer, endpoint)
+            _check_gradients(outcome, inputs)
         handle.version = max(handle.version, outcome.version)
         self.counts["gradients applied"] += 1
         if watcher is not None and before is not None:
@@ -216,7 +208,8 @@ class Client:
     async def state(self, handle: Handle, endpoint: str, timeout: float) -> Message:
         """All of an expert, as one server has it."""
         data = encode(Message({}, {protocol.UID: handle.uid}))
-        return await self.caller.call(endpoint, protocol.STATE, data, timeout)
+        cap = self.settings.max_state_bytes
+        return await self.caller.download(endpoint, protocol.STATE, data, timeout, cap)
 
     async def close(self) -> None:
         """Closes the connections."""
@@ -253,7 +246,7 @@ class Client:
             pause = min(2 * pause, LONGEST_PAUSE)
 
     async def _resolve(self, handle: Handle, deadline: float) -> ExpertRecord:
-        """Where the expert is now; ExpertGone if nobody says."""
+        """The record of the expert; ExpertGone if there is none."""
         if handle.record is None and self.discovery is not None:
             (handle.record,) = await self.discovery.get(
                 [handle.uid], timeout=max(0.0, deadline - time.monotonic())
@@ -325,23 +318,41 @@ class Client:
         handle.gone_until = time.monotonic() + GONE_FOR
 
 
-def _outcome(answer: Message, endpoint: str, handle: Handle) -> Outcome:
+@contextmanager
+def _reading(endpoint: str, uid: str) -> Iterator[None]:
+    """Refused, with the endpoint's name, for an answer that cannot be read: a bad answer is as bad as none."""
+    try:
+        yield
+    except errors.RemoteError:
+        raise
+    except Exception as error:
+        raise errors.Refused(f"{endpoint} sent a bad answer for {uid}: {error}") from None
+
+
+def _outcome(answer: Message, endpoint: str) -> Outcome:
     version = answer.meta.get(protocol.VERSION, "")
-    if not version.isdecimal() or len(version) > 18:
-        raise errors.Refused(f"{endpoint} answered for {handle.uid} without a version")
-    tensors = decompress(answer)
-    return Outcome(tuple(tensors.values()), int(version), endpoint)
+    if not (version.isascii() and version.isdecimal()) or len(version) > 18:
+        raise SchemaError("the answer names no version")
+    return Outcome(tuple(decompress(answer).values()), int(version), endpoint)
 
 
 def _check_output(outcome: Outcome, schema: Schema, num_rows: int, uid: str) -> None:
-    """An answer that is not what the schema says, or not finite, is as bad as none."""
-    try:
-        (y,) = outcome.tensors
-        schema.check_output(y, num_rows, uid)
-        if not is_finite(y):
-            raise SchemaError(f"the output of {uid} holds NaN or infinity")
-    except ValueError as error:
-        raise errors.Refused(f"{outcome.endpoint} sent a bad answer: {error}") from None
+    """SchemaError if an output is not what the schema says, or not finite."""
+    if len(outcome.tensors) != 1:
+        raise SchemaError(f"a forward has one output, but {len(outcome.tensors)} tensors came")
+    schema.check_output(outcome.tensors[0], num_rows, uid)
+    if not is_finite(outcome.tensors[0]):
+        raise SchemaError(f"the output of {uid} holds NaN or infinity")
+
+
+def _check_gradients(outcome: Outcome, inputs: Sequence[torch.Tensor]) -> None:
+    """SchemaError if the gradients do not fit the floating inputs, or are not finite."""
+    wanted = [(x.dtype, list(x.shape)) for x in inputs if x.is_floating_point()]
+    given = [(x.dtype, list(x.shape)) for x in outcome.tensors]
+    if given != wanted:
+        raise SchemaError(f"gradients of {wanted} were asked for, but {given[:8]} came")
+    if not all(map(is_finite, outcome.tensors)):
+        raise SchemaError("a gradient holds NaN or infinity")
 
 
 def _worse(first: errors.RemoteError | None, second: errors.RemoteError) -> errors.RemoteError:
@@ -350,6 +361,6 @@ def _worse(first: errors.RemoteError | None, second: errors.RemoteError) -> erro
 
 
 def _final(failure: Exception, handle: Handle, seconds: float) -> Exception:
-    kind: Any = type(failure) if isinstance(failure, errors.RemoteError) else errors.ExpertGone
+    kind: Any = errors.ExpertGone if isinstance(failure, DiscoveryError) else type(failure)
     remedy = UNTRUSTED if "handshake failed" in str(failure) else REMEDIES.get(kind, "")
     return kind(f"{handle.uid} failed after {seconds:.3g} s: {failure}{remedy}")

@@ -36,16 +36,23 @@ class RemoteExpert(nn.Module):
         """The expert's name."""
         return self.handle.uid
 
-    def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
-        """inputs as the expert's schema says, a batch in dimension 0 -> its output, one row for each row."""
+    def forward(
+        self, *inputs: torch.Tensor, **keywords: torch.Tensor
+    ) -> torch.Tensor | tuple[torch.Tensor, ...]:
+        """inputs as the expert's schema says, a batch in dimension 0 -> its output, one row for each row.
+
+        An expert with several outputs returns a tuple.
+        """
         settings = self.client.settings
+        if keywords or self.handle.schema is None or self.handle.schema.keywords:
+            inputs = self.schema().arrange(inputs, keywords, self.uid)
         call = Call(self.handle, inputs)
         (y,) = Batch(self.client, [call], settings.forward_timeout, settings.backward_timeout).run()
-        assert y is not None
-        return y
+        assert y is not None and self.handle.schema is not None
+        return self.handle.schema.split(y)
 
     def schema(self) -> Schema:
-        """What the expert takes and returns, asked for once."""
+        """The expert's inputs and outputs, fetched once."""
         timeout = self.client.settings.info_timeout
         return loop.run(self.client.learn(self.handle, timeout), timeout + MARGIN)
 

@@ -49,7 +49,8 @@ class RemoteExperts(nn.Module):
         settings = self.client.settings
         timeouts = settings.forward_timeout, settings.backward_timeout
         batch = Batch(self.client, list(calls.values()), *timeouts, tolerant=True)
-        outputs = dict(zip(calls, batch.run(), strict=True))
+        fitting = batch.refuse_misfits(batch.run(), [call.inputs[0] for call in batch.calls])
+        outputs = dict(zip(calls, fitting, strict=True))
         failures = zip(batch.calls, batch.failed, strict=True)
         self.last_failed = {call.handle.uid: str(error) for call, error in failures if error is not None}
         return outputs

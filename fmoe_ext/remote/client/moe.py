@@ -1,7 +1,10 @@
 """RemoteMixtureOfExperts: a gate over a grid of experts that come and go, one call an expert and batch."""
 
+import logging
 import math
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Sequence, Set
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
@@ -17,6 +20,8 @@ from fmoe_ext.remote.discovery import Discovery, check_prefix, coordinates
 from fmoe_ext.remote.errors import ExpertGone
 from fmoe_ext.remote.security import Credentials
 
+log = logging.getLogger("fmoe_ext.remote")
+
 
 class RemoteMixtureOfExperts(nn.Module):
     """Chooses k_best live experts for each sample by a linear gate over a grid, and sums their outputs by softmax.
@@ -26,6 +31,7 @@ class RemoteMixtureOfExperts(nn.Module):
     sample, fewer raise ExpertGone (allow_zero_outputs=True: zeros then); backward_k_min: those whose gradients must
     arrive; patience: seconds to wait for one that another server is taking over. Experts that fail in forward have no
     weight, in backward no gradient: training goes on without them.
+    timeout_after_k_min: seconds that the other experts have once k_min (backward_k_min) have answered every sample.
     forward_timeout covers the search too. Learning-at-home (Ryabinin and Gusev 2020); hivemind's class of that name.
     """
 
@@ -44,6 +50,7 @@ class RemoteMixtureOfExperts(nn.Module):
         patience: float = 0.0,
         compression: str = "none",
         credentials: Credentials | None = None,
+        timeout_after_k_min: float | None = None,
     ):
         super().__init__()
         if not 1 <= k_min <= k_best:
@@ -51,7 +58,7 @@ class RemoteMixtureOfExperts(nn.Module):
         self.in_features, self.grid_size = in_features, tuple(grid_size)
         self.uid_prefix = check_prefix(uid_prefix)
         self.k_best, self.k_min, self.backward_k_min = k_best, k_min, backward_k_min
-        self.allow_zero_outputs = allow_zero_outputs
+        self.allow_zero_outputs, self.timeout_after_k_min = allow_zero_outputs, timeout_after_k_min
         settings = Settings(
             compression, forward_timeout, backward_timeout, info_timeout=forward_timeout, patience=patience
         )
@@ -75,18 +82,19 @@ class RemoteMixtureOfExperts(nn.Module):
         topk_idx = found.topk_idx.to(x.device)
         routing = ops.sort_tokens(topk_idx, max(1, len(found.records)))
         rows = ops.permute(x.flatten(1), routing.row_idx, routing.inverse)
-        outputs, batch = self._call(found, rows, routing.tokens_per_expert.tolist(), x.shape[1:])
+        counts = routing.tokens_per_expert.tolist()
+        outputs, batch = self._call(found, rows, counts, x.shape[1:], topk_idx)
         alive = self._alive(batch, topk_idx)
-        self._check_enough(alive.sum(1))
+        self._check_enough(alive.sum(1), batch, found)
         weights = _masked_softmax(self._logits(scores, found, topk_idx), alive)
-        width = next((y[0].numel() for y in outputs if y is not None), math.prod(x.shape[1:]))
-        shape = next((y.shape[1:] for y in outputs if y is not None), x.shape[1:])
+        some = next((y for y in outputs if y is not None), x[:0])
+        width, shape = math.prod(some.shape[1:]), some.shape[1:]
         flat = [
-            rows.new_zeros(int(count), width) if y is None else y.flatten(1)
-            for y, count in zip(outputs, routing.tokens_per_expert.tolist(), strict=True)
+            some.new_zeros(int(count), width) if y is None else y.flatten(1)
+            for y, count in zip(outputs, counts, strict=True)
         ]
         num_dropped = routing.row_idx.shape[0] - sum(y.shape[0] for y in flat)
-        y = torch.cat([*flat, rows.new_zeros(num_dropped, width)])
+        y = torch.cat([*flat, some.new_zeros(num_dropped, width)])
         return ops.unpermute(y, routing.row_idx, routing.inverse, weights).view(-1, *shape)
 
     def _search(self, scores: tuple[torch.Tensor, ...]) -> Found:
@@ -94,7 +102,11 @@ class RemoteMixtureOfExperts(nn.Module):
         assert self.client.discovery is not None
         masked = [self._without_gone(n, axis.detach()) for n, axis in enumerate(scores)]
         search = beam_search(self.client.discovery, self.uid_prefix, masked, self.k_best, timeout)
-        return loop.run(search, timeout + MARGIN)
+        found = loop.run(search, timeout + MARGIN)
+        self.client.counts["keys not found in time"] += len(found.missing)
+        if found.missing:
+            log.warning("%s", _unfound(found))
+        return found
 
     def _without_gone(self, dimension: int, axis: torch.Tensor) -> torch.Tensor:
         """Scores with -inf for experts that did not answer lately; exact for grids of one dimension only."""
@@ -104,7 +116,12 @@ class RemoteMixtureOfExperts(nn.Module):
         return axis.index_fill(1, torch.tensor(gone, dtype=torch.int64, device=axis.device), -torch.inf)
 
     def _call(
-        self, found: Found, rows: torch.Tensor, counts: list[int], shape: torch.Size
+        self,
+        found: Found,
+        rows: torch.Tensor,
+        counts: list[int],
+        shape: torch.Size,
+        topk_idx: torch.Tensor,
     ) -> tuple[list[torch.Tensor | None], "_KMinBatch"]:
         parts = rows[: sum(counts)].split(counts)
         calls = []
@@ -114,26 +131,42 @@ class RemoteMixtureOfExperts(nn.Module):
             calls.append(Call(handle, (part.view(-1, *shape),)))
         settings = self.client.settings
         batch = _KMinBatch(
-            self.client, calls, settings.forward_timeout, settings.backward_timeout, tolerant=True
+            self.client,
+            calls,
+            settings.forward_timeout,
+            settings.backward_timeout,
+            tolerant=True,
+            grace=self.timeout_after_k_min,
+            k_min=self.k_min,
+            backward_k_min=self.backward_k_min,
+            choices=topk_idx,
         )
-        batch.k_min = self.backward_k_min
         outputs = batch.run() if calls else []
+        if any(y is not None for y in outputs):
+            outputs = batch.refuse_misfits(outputs, [_most_common(outputs)] * len(outputs))
         return outputs or [None], batch
 
     def _alive(self, batch: "_KMinBatch", topk_idx: torch.Tensor) -> torch.Tensor:
         """[T, K]: the choices whose expert answered."""
         answered = torch.tensor([error is None for error in batch.failed] or [False], device=topk_idx.device)
         alive = answered[topk_idx.clamp(min=0)] & (topk_idx >= 0)
-        batch.choices = torch.where(alive, topk_idx, -1)
         return alive
 
-    def _check_enough(self, num_alive: torch.Tensor) -> None:
+    def _check_enough(self, num_alive: torch.Tensor, batch: "_KMinBatch", found: Found) -> None:
         fewest = int(num_alive.min()) if num_alive.numel() else self.k_min
-        if fewest < self.k_min and not self.allow_zero_outputs:
-            raise ExpertGone(
-                f"{fewest} experts of {self.uid_prefix} answered for some sample within "
-                f"{self.client.settings.forward_timeout} s, but k_min={self.k_min} are needed"
-            )
+        if fewest >= self.k_min or self.allow_zero_outputs:
+            return
+        reasons = [
+            f"{c.handle.uid}: {e}" for c, e in zip(batch.calls, batch.failed, strict=True) if e is not None
+        ]
+        if found.missing:
+            reasons.append(_unfound(found))
+        if not found.records:
+            reasons.append(f"discovery names no live expert below {self.uid_prefix}")
+        raise ExpertGone(
+            f"{fewest} of {len(found.records)} experts of {self.uid_prefix} answered for some sample, but "
+            f"k_min={self.k_min} are needed; {'; '.join(reasons[:3])}"
+        )
 
     def _logits(self, scores: tuple[torch.Tensor, ...], found: Found, topk_idx: torch.Tensor) -> torch.Tensor:
         """[T, K]: the sum of the scores of each chosen expert's coordinates."""
@@ -143,32 +176,64 @@ class RemoteMixtureOfExperts(nn.Module):
         return torch.stack(parts).sum(0)
 
 
+@dataclass
 class _KMinBatch(Batch):
-    """A batch whose backward raises if some sample gets gradients from fewer than k_min experts."""
+    """A batch for samples that chose experts (choices [T, K], -1: none). Its backward raises if some sample gets
+    gradients from fewer than backward_k_min of them."""
 
-    k_min = 1
-    choices: torch.Tensor
+    k_min: int = 1
+    backward_k_min: int = 1
+    choices: torch.Tensor = field(default_factory=lambda: torch.empty(0, 1, dtype=torch.int64))
+
+    def is_enough(self, succeeded: Set[int], is_forward: bool) -> bool:
+        return self._have_enough(succeeded, self.k_min if is_forward else self.backward_k_min)
+
+    def _have_enough(self, succeeded: Set[int], wanted: int) -> bool:
+        """True if every sample has so many experts that succeeded, or all that it chose."""
+        device = self.choices.device
+        arrived = torch.tensor([n in succeeded for n in range(len(self.calls))], device=device)
+        num_arrived = (arrived[self.choices.clamp(min=0)] & (self.choices >= 0)).sum(1)
+        return bool((num_arrived >= (self.choices >= 0).sum(1).clamp(max=wanted)).all())
 
     def backward(
         self, inputs: Sequence[Sequence[torch.Tensor]], grads: Sequence[torch.Tensor]
     ) -> list[tuple[torch.Tensor, ...] | None]:
+        failed = torch.tensor([error is not None for error in self.failed], device=self.choices.device)
+        self.choices = self.choices.masked_fill(failed[self.choices.clamp(min=0)], -1)
         found = super().backward(inputs, grads)
-        arrived = torch.tensor([tensors is not None for tensors in found], device=self.choices.device)
-        num_arrived = (arrived[self.choices.clamp(min=0)] & (self.choices >= 0)).sum(1)
-        needed = (self.choices >= 0).sum(1).clamp(max=self.k_min)
-        if (num_arrived < needed).any():
+        if not self._have_enough(
+            {n for n, tensors in enumerate(found) if tensors is not None}, self.backward_k_min
+        ):
             reasons = [str(error) for error in self.grad_failed if error is not None]
             raise ExpertGone(
-                f"gradients of some sample reached fewer than backward_k_min={self.k_min} experts: {reasons[:3]}"
+                f"gradients of some sample reached fewer than backward_k_min={self.backward_k_min} experts: "
+                f"{reasons[:3]}"
             )
         return found
+
+
+def _most_common(outputs: Sequence[torch.Tensor | None]) -> torch.Tensor:
+    """An output of the kind that most experts return."""
+    kinds = Counter((y.dtype, y.shape[1:]) for y in outputs if y is not None)
+    ((kind, _),) = kinds.most_common(1)
+    return next(y for y in outputs if y is not None and (y.dtype, y.shape[1:]) == kind)
+
+
+def _unfound(found: Found) -> str:
+    more = f" and {len(found.missing) - 3} more" if len(found.missing) > 3 else ""
+    return (
+        f"the search had no answer in time for {len(found.missing)} of {found.num_asked} keys: "
+        f"{', '.join(found.missing[:3])}{more}"
+    )
 
 
 class RemoteSwitchMixtureOfExperts(RemoteMixtureOfExperts):
     """The Switch Transformer's layer over remote experts: one expert a sample, jittered scores, a balance loss.
 
     Returns (output, loss): loss = mean over the dimensions of n * sum_i f_i * p_i (f: share of samples, p: mean
-    probability), 1 when balanced, with a gradient for the gate. The input is not changed.
+    probability), 1 when balanced, with a gradient for the gate. The input is not changed. grid_utilization[d]: the
+    share of samples that choose each place of dimension d, averaged over forwards in training with utilization_alpha
+    as the weight of the newest.
     """
 
     def __init__(
@@ -179,10 +244,26 @@ class RemoteSwitchMixtureOfExperts(RemoteMixtureOfExperts):
         uid_prefix: str,
         jitter_eps: float = 1e-2,
         k_best: int = 1,
+        utilization_alpha: float = 0.1,
         **options: object,
     ):
         super().__init__(in_features, grid_size, dht, uid_prefix, k_best, **options)  # type: ignore[arg-type]
-        self.jitter_eps = jitter_eps
+        if not 0 < utilization_alpha <= 1:
+            raise ValueError(f"utilization_alpha must be above 0 and at most 1, but got {utilization_alpha}")
+        self.jitter_eps, self.utilization_alpha = jitter_eps, utilization_alpha
+        for n, size in enumerate(self.grid_size):
+            self.register_buffer(f"_utilization_{n}", torch.full((size,), 1.0 / size))
+
+    @property
+    def grid_utilization(self) -> list[torch.Tensor]:
+        """[n] for each dimension of the grid, each with the sum 1; uniform before the first forward."""
+        return [getattr(self, f"_utilization_{n}") for n in range(len(self.grid_size))]
+
+    def _note_utilization(self, probabilities: Sequence[torch.Tensor]) -> None:
+        for average, p in zip(self.grid_utilization, probabilities, strict=True):
+            if p.shape[0]:
+                chosen = p.argmax(-1).bincount(minlength=p.shape[-1]) / p.shape[0]
+                average.lerp_(chosen.to(average.dtype), self.utilization_alpha)
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
         noisy = x
@@ -190,6 +271,8 @@ class RemoteSwitchMixtureOfExperts(RemoteMixtureOfExperts):
             noisy = x * (torch.rand_like(x) * (2 * self.jitter_eps) + (1 - self.jitter_eps))
         scores = self._scores(noisy)
         probabilities = [axis.softmax(-1) for axis in scores]
+        if self.training:
+            self._note_utilization(probabilities)
         losses = [balance_loss(p, p.argmax(-1, keepdim=True), OneRank()) for p in probabilities]
         y = self._mix(x, scores)
         if self.k_best == 1:  # a softmax over one choice has no gradient: weigh by its probability

@@ -7,36 +7,59 @@ from collections.abc import Callable
 
 MAX_VOICES = 64  # clocks of others that are remembered
 MAX_OFFSET = 3600.0  # seconds; a clock that is further away has no voice
+MAX_RATE = 1.0  # seconds a second by which a node that has joined follows the others
+LONGEST_PAUSE = 60.0  # seconds since the last step that count
+
+
+def _uptime() -> float:
+    """Seconds that nobody sets, with those that the host slept where the system counts them."""
+    boot = getattr(time, "CLOCK_BOOTTIME", None)
+    return time.monotonic() if boot is None else time.clock_gettime(boot)
 
 
 class NetworkClock:
-    """The median of this host's clock and those of the nodes that answered it.
+    """The median of the network's time as this node and those that answered it have it; one voice an address.
 
-    Two nodes meet in the middle; among many a wrong clock, their own included, changes nothing. Records expire by
-    this time, so neither a host whose clock is late nor one whose clock is early loses its experts.
+    A node that joins takes the median of the nodes that it joins. Later it follows by at most MAX_RATE seconds a
+    second, so that those who win a majority cannot expire all records at once. A node alone begins with its host's
+    clock. A host whose clock is set meanwhile loses nothing: the local time is the wall clock at the start and the
+    time since then.
     """
 
-    def __init__(self, local: Callable[[], float] = time.time):
-        self.local = local
-        self._offsets: OrderedDict[int, float] = OrderedDict()
+    def __init__(self, local: Callable[[], float] | None = None):
+        began = time.time() - _uptime()
+        self.local = local or (lambda: began + _uptime())
+        self._wall = local or time.time
+        self._offsets: OrderedDict[str, float] = OrderedDict()
+        self._stepped_at = self.local()
         self.offset = 0.0  # seconds that the network is ahead of this host
+        self.is_joining = False
 
     def now(self) -> float:
         return self.local() + self.offset
 
-    def hear(self, node_id: int, their_time: float, sent: float, received: float) -> None:
-        """Counts a node's clock, read somewhere between two moments of the local one."""
+    def hear(self, address: str, their_time: float, sent: float, received: float) -> None:
+        """Counts the network's time of an address, read somewhere between two moments of the local clock."""
         offset = their_time - (sent + received) / 2
         if abs(offset) > MAX_OFFSET:
             return
-        if abs(offset) <= (received - sent) / 2:
-            offset = 0.0  # no further away than the measurement can tell
-        self._offsets[node_id] = offset
-        self._offsets.move_to_end(node_id)
+        if abs(offset - self.offset) <= (received - sent) / 2:
+            offset = self.offset  # no further away than the measurement can tell
+        self._offsets[address] = offset
+        self._offsets.move_to_end(address)
         while len(self._offsets) > MAX_VOICES:
             self._offsets.popitem(last=False)
-        self.offset = statistics.median([0.0, *self._offsets.values()])
+        if self.is_joining:
+            self.offset = statistics.median(self._offsets.values())
+            self._stepped_at = received
+        else:
+            self._step(statistics.median([self.offset, *self._offsets.values()]), received)
+
+    def _step(self, wanted: float, now: float) -> None:
+        furthest = MAX_RATE * min(max(0.0, now - self._stepped_at), LONGEST_PAUSE)
+        self._stepped_at = now
+        self.offset += max(-furthest, min(furthest, wanted - self.offset))
 
     def to_local(self, moment: float) -> float:
-        """What this host's clock shows at a moment of the network's."""
-        return moment - self.offset
+        """The time of this host's clock at a moment of the network's time."""
+        return moment - self.now() + self._wall()

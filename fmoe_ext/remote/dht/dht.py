@@ -1,6 +1,7 @@
 """DHT: the synchronous face of a node, as hivemind's users know it."""
 
 import contextlib
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from fmoe_ext.remote.dht.discovery import KademliaDiscovery
 from fmoe_ext.remote.dht.node import KademliaNode, NodeOptions
 from fmoe_ext.remote.dht.records import Identity
 from fmoe_ext.remote.dht.transport import GrpcTransport
+from fmoe_ext.remote.dht.values import Value
 from fmoe_ext.remote.directory import MARGIN, Directory
 from fmoe_ext.remote.discovery import DiscoveryError
 from fmoe_ext.remote.security import Credentials
@@ -64,7 +66,7 @@ class DHT(Directory):
 
     @property
     def port(self) -> int | None:
-        """Where the node listens; None if it does not."""
+        """The port that the node listens on; None if it does not listen."""
         return self.node.port
 
     def start(self) -> "DHT":
@@ -78,8 +80,26 @@ class DHT(Directory):
             raise DiscoveryError(f"no other node answered at {endpoint} within {timeout:.3g} s")
         loop.run(self.node.refresh(), self.node.options.refresh_period + timeout + MARGIN)
 
+    def store(self, key: str, value: Any, expiration_time: float, timeout: float = 5.0) -> bool:
+        """Keeps a small value (JSON) of this process under a key until expiration_time -> True if the DHT took it.
+
+        expiration_time: as time.time(), at most an hour ahead. Values of others under the same key stay beside it; a
+        value of the same identity (identity_path) is replaced.
+        """
+        ttl = expiration_time - time.time()
+        return loop.run(self._kademlia.store(key, value, ttl, timeout), timeout + MARGIN)
+
+    def get(self, key: str, timeout: float = 5.0) -> Value | None:
+        """The value of a key that expires last, None if there is none."""
+        found = self.get_all(key, timeout).values()
+        return max(found, key=lambda value: (value.expiration_time, value.owner), default=None)
+
+    def get_all(self, key: str, timeout: float = 5.0) -> dict[str, Value]:
+        """The live values of a key by the public key of their owner."""
+        return loop.run(self._kademlia.get_values(key, timeout), timeout + MARGIN)
+
     def shutdown(self, timeout: float = 5.0) -> None:
-        """Takes back what was declared here and leaves."""
+        """Takes back the experts that were declared here and leaves."""
         with contextlib.suppress(DiscoveryError):  # nobody is left to tell: the records expire
             loop.run(self._kademlia.withdraw_all(timeout), timeout + MARGIN)
         super().shutdown(timeout)

@@ -2,8 +2,10 @@
 
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
 
+from fmoe_ext.remote.dht import values
 from fmoe_ext.remote.dht.messages import Item
 from fmoe_ext.remote.dht.node import Holder, KademliaNode, Nearby
 from fmoe_ext.remote.dht.records import (
@@ -21,11 +23,13 @@ from fmoe_ext.remote.discovery import (
     Discovery,
     DiscoveryError,
     ExpertRecord,
+    Unanswered,
     check_prefix,
     check_uid,
     successors_among,
 )
 
+T = TypeVar("T")
 SHARE_FOR_LOOKUP = 0.6  # of the time that declare() has
 
 
@@ -79,39 +83,81 @@ class KademliaDiscovery(Discovery):
         await self._take_back(own, near, end - time.monotonic())
 
     async def get(self, uids: Sequence[str], *, timeout: float = 5.0) -> list[ExpertRecord | None]:
-        near = await self._find([uid_key(check_uid(uid)) for uid in uids], timeout)
-        return [self._expert(uid, near[uid_key(uid)]) for uid in uids]
+        keys = {uid: uid_key(check_uid(uid)) for uid in uids}
+        found = await self._ask(keys, timeout, self._expert)
+        return [found[uid] for uid in uids]
 
     async def successors(self, prefixes: Sequence[str], *, timeout: float = 5.0) -> dict[str, frozenset[int]]:
         bare = {prefix: check_prefix(prefix) for prefix in prefixes}
-        near = await self._find([prefix_key(prefix) for prefix in bare.values()], timeout)
         now = self.node.clock.now()
-        return {
-            prefix: successors_among(_live_uids(near[prefix_key(name)], now), [name])[name]
-            for prefix, name in bare.items()
-        }
+
+        def places(prefix: str, near: Nearby) -> frozenset[int]:
+            return successors_among(_live_uids(near, now), [bare[prefix]])[bare[prefix]]
+
+        return await self._ask({prefix: prefix_key(name) for prefix, name in bare.items()}, timeout, places)
+
+    async def store(self, key: str, value: Any, ttl: float, timeout: float = 5.0) -> bool:
+        """Keeps a small value of this owner under a key for ttl seconds -> True if the DHT took it."""
+        uid = values.uid_of(key, self.identity.public)
+        metadata = values.dump_value(value)
+        return uid in await self.declare([uid], values.ENDPOINT, ttl, metadata=metadata, timeout=timeout)
+
+    async def get_values(self, key: str, timeout: float = 5.0) -> dict[str, values.Value]:
+        """The live values of a key by the public key of their owner."""
+        prefix, now = values.prefix_of(key), self.node.clock.now()
+
+        def read(_: str, near: Nearby) -> dict[str, values.Value]:
+            found = {}
+            for uid in set(_live_uids(near, now)):
+                record = elect(near.holders, uid, now)
+                if record is None or values.is_misplaced(uid, record.owner):
+                    continue
+                value = values.load_value(record, self.node.clock.to_local(record.expires))
+                if value is not None:
+                    found[record.owner] = value
+            return found
+
+        return (await self._ask({prefix: prefix_key(prefix)}, timeout, read))[prefix]
 
     async def close(self) -> None:
         await self.node.close()
 
     async def withdraw_all(self, timeout: float = 5.0) -> None:
-        """Takes back everything that was declared here."""
-        for endpoint in {record.endpoint for record in self._declared.values()}:
+        """Takes back all experts that were declared here; values stay until they expire."""
+        for endpoint in {record.endpoint for record in self._declared.values()} - {values.ENDPOINT}:
             await self.withdraw(list(self._declared), endpoint, timeout=timeout)
 
     # ---------------------------------------------------------------- asking
 
+    async def _ask(
+        self, keys: Mapping[str, int], timeout: float, read: Callable[[str, Nearby], T]
+    ) -> dict[str, T]:
+        """read(name, what lies near its key) of every name; Unanswered, with some of them, if time is too short."""
+        near = await self._look_up(list(keys.values()), timeout)
+        found = {name: read(name, near[key]) for name, key in keys.items() if _is_answered(near[key])}
+        missing = [name for name in keys if name not in found]
+        if missing:
+            raise Unanswered(self._too_late(len(missing), len(keys), timeout), found, missing)
+        return found
+
     async def _find(self, keys: Sequence[int], timeout: float) -> dict[int, Nearby]:
+        """The nodes nearest to each key; DiscoveryError if one has none in time."""
+        near = await self._look_up(keys, timeout)
+        unanswered = sum(not _is_answered(nearby) for nearby in near.values())
+        if unanswered:
+            raise DiscoveryError(self._too_late(unanswered, len(near), timeout))
+        return near
+
+    async def _look_up(self, keys: Sequence[int], timeout: float) -> dict[int, Nearby]:
         if timeout <= 0:
             raise DiscoveryError("no time was left to ask the DHT")
-        near = await self.node.find(keys, timeout)
-        unanswered = sum(not n.holders or not (n.is_complete or _has_records(n)) for n in near.values())
-        if unanswered:
-            raise DiscoveryError(
-                f"the DHT did not answer for {unanswered} of {len(near)} keys within {timeout:.3g} s: this node "
-                f"knows {len(self.node.table)} others, its initial peers are {self.node.initial_peers[:8] or 'none'}"
-            )
-        return near
+        return await self.node.find(keys, timeout)
+
+    def _too_late(self, unanswered: int, asked: int, timeout: float) -> str:
+        return (
+            f"the DHT did not answer for {unanswered} of {asked} keys within {timeout:.3g} s: this node "
+            f"knows {len(self.node.table)} others, its initial peers are {self.node.initial_peers[:8] or 'none'}"
+        )
 
     def _owner(self, uid: str, near: Mapping[int, Nearby]) -> str | None:
         record = elect(near[uid_key(uid)].holders, uid, self.node.clock.now())
@@ -196,8 +242,17 @@ def elect(holders: Sequence[Holder], uid: str, now: float) -> SignedRecord | Non
         if record.owner not in last or last[record.owner].sequence < record.sequence:
             last[record.owner] = record
     live = [record for record in last.values() if record.is_live(now)]
-    votes = Counter(record.owner for record in words if not record.is_withdrawn)
+    votes = Counter(
+        owner for at in holders if (owner := _vote(at, uid, {r.owner for r in live}, now)) is not None
+    )
     return _winner(live, votes) if live else None
+
+
+def _vote(at: Holder, uid: str, candidates: Collection[str], now: float) -> str | None:
+    """The owner that a node stands for: one, however many records it repeats."""
+    kept = [r for r in at.records if r.uid == uid and not r.is_withdrawn and r.owner in candidates]
+    first = min(kept, key=lambda r: (not r.is_live(now), r.fence, r.owner), default=None)
+    return None if first is None else first.owner
 
 
 def _winner(live: Sequence[SignedRecord], votes: Mapping[str, int]) -> SignedRecord:
@@ -209,5 +264,6 @@ def _live_uids(nearby: Nearby, now: float) -> list[str]:
     return [record.uid for at in nearby.holders for record in at.records if record.is_live(now)]
 
 
-def _has_records(nearby: Nearby) -> bool:
-    return any(at.records for at in nearby.holders)
+def _is_answered(nearby: Nearby) -> bool:
+    """True if the search reached the nearest nodes, or found records on its way."""
+    return bool(nearby.holders) and (nearby.is_complete or any(at.records for at in nearby.holders))

@@ -1,12 +1,14 @@
-"""What nodes say to each other: JSON whose every part is bounded before it is believed.
+"""Messages between nodes: JSON whose every part is bounded before it is believed.
 
 Ping {}                 -> {}
 Find {keys}             -> {found: {key: {peers, records}}}   keys are left out when the answer becomes too long
 Store {items}           -> {refused: [null or {reason, record}]}
-Each way with the sender's id and clock; a request with the endpoint at which the sender listens ("" for nowhere,
-":port" for "the address you see").
+Each way with the sender's id and the network's time there; a request with the endpoint at which the sender listens
+("" for nowhere, ":port" for "the address you see") and a nonce. An answer is sealed: the public key of the node, from
+which its id follows, and a signature of the nonce and the answer stand before it.
 """
 
+import functools
 import json
 import math
 import re
@@ -14,7 +16,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from fmoe_ext.remote.dht.records import BadRecord, SignedRecord, check_endpoint, read_record
+from fmoe_ext.remote.dht.records import (
+    BadRecord,
+    Identity,
+    SignedRecord,
+    check_endpoint,
+    is_signed,
+    node_id_of,
+    read_record,
+)
 from fmoe_ext.remote.dht.routing import BUCKET_SIZE, Peer
 from fmoe_ext.remote.dht.storage import MAX_OWNERS, MAX_UNDER_PREFIX, Refusal
 
@@ -27,6 +37,8 @@ MAX_ANSWER_BYTES = 8 << 20  # one prefix with as many experts as it may have
 FULL_ANSWER_BYTES = 1 << 20  # beyond which no further key is answered
 MAX_REQUEST_BYTES = 512 << 10
 MAX_REASON = 300
+MAX_KNOWN_PEERS = 4096
+_DOMAIN, _SEAL_BYTES = b"fmoe.dht.answer.1\0", 32 + 64
 _PORT = re.compile(r":[0-9]{1,5}")
 
 
@@ -36,7 +48,7 @@ class BadMessage(ValueError):
 
 @dataclass(frozen=True)
 class Header:
-    """Who speaks, and what the clock there shows."""
+    """The sender, and the network's time as it has it."""
 
     node_id: int
     time: float
@@ -45,7 +57,7 @@ class Header:
 
 @dataclass(frozen=True)
 class Found:
-    """What one node knows about a key."""
+    """The answer of one node for a key."""
 
     peers: Sequence[Peer] = ()
     records: Sequence[SignedRecord] = ()
@@ -63,6 +75,7 @@ class Request:
     header: Header
     keys: Sequence[int] = ()
     items: Sequence[Item | str] = ()  # a text: why that item cannot be kept
+    nonce: str = ""  # up to 32 hexadecimal digits
 
 
 @dataclass(frozen=True)
@@ -74,6 +87,8 @@ class Answer:
 
 def encode_request(request: Request) -> bytes:
     body = _dump_header(request.header) | {"endpoint": request.header.endpoint}
+    if request.nonce:
+        body["nonce"] = request.nonce
     if request.keys:
         body["keys"] = [dump_id(key) for key in request.keys]
     items = [item for item in request.items if not isinstance(item, str)]
@@ -91,6 +106,26 @@ def encode_answer(answer: Answer) -> bytes:
     return _dump(body)
 
 
+def seal(answer: bytes, nonce: str, identity: Identity) -> bytes:
+    """An answer with the key of its node and a signature that holds for one request."""
+    return bytes.fromhex(identity.public) + identity.sign_bytes(_sealed(answer, nonce)) + answer
+
+
+def unseal(data: bytes, nonce: str) -> Answer:
+    """The answer of the node that holds the key of its id; BadMessage if nobody signed it for this request."""
+    public, signature, answer = data[:32], data[32:_SEAL_BYTES], data[_SEAL_BYTES:]
+    if len(signature) != 64 or not is_signed(public, signature, _sealed(answer, nonce)):
+        raise BadMessage("an answer must be signed by its node, for the request that it answers")
+    read = decode_answer(answer)
+    if read.header.node_id != node_id_of(public.hex()):
+        raise BadMessage("a node's id must follow from its key")
+    return read
+
+
+def _sealed(answer: bytes, nonce: str) -> bytes:
+    return _DOMAIN + nonce.encode() + b"\0" + answer
+
+
 def size_of(found: Found) -> int:
     """About the bytes that it takes in an answer."""
     return (
@@ -105,7 +140,10 @@ def decode_request(data: bytes) -> Request:
     header = _load_header(body, endpoint=_load_own_endpoint(body.get("endpoint")))
     keys = tuple(load_id(key) for key in _list("keys", body.get("keys", []), MAX_KEYS))
     items = tuple(_load_item(item) for item in _list("items", body.get("items", []), MAX_ITEMS))
-    return Request(header, keys, items)
+    nonce = body.get("nonce", "")
+    if not isinstance(nonce, str) or not re.fullmatch(r"[0-9a-f]{0,32}", nonce):
+        raise BadMessage(f"a nonce has at most 32 hexadecimal digits, but got {str(nonce)[:100]!r}")
+    return Request(header, keys, items, nonce)
 
 
 def decode_answer(data: bytes) -> Answer:
@@ -213,10 +251,16 @@ def _load_found(value: Any) -> Found:
 
 
 def _load_peer(value: Any) -> Peer:
-    if not isinstance(value, list) or len(value) != 2:
+    if not isinstance(value, list) or len(value) != 2 or not all(isinstance(text, str) for text in value):
         raise BadMessage("a node must be [id, endpoint]")
+    return _peer(*value)
+
+
+@functools.lru_cache(MAX_KNOWN_PEERS)
+def _peer(node_id: str, endpoint: str) -> Peer:
+    """The node; answers name the same ones again and again."""
     try:
-        return Peer(load_id(value[0]), check_endpoint(value[1]))
+        return Peer(load_id(node_id), check_endpoint(endpoint))
     except BadRecord as error:
         raise BadMessage(str(error)) from None
 

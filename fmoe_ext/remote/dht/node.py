@@ -14,17 +14,19 @@ from fmoe_ext.remote.dht import messages
 from fmoe_ext.remote.dht.clock import NetworkClock
 from fmoe_ext.remote.dht.lookup import ALPHA, Lookup, Search
 from fmoe_ext.remote.dht.messages import Answer, BadMessage, Found, Header, Item, Request
-from fmoe_ext.remote.dht.records import ID_BITS, BadRecord, SignedRecord, check_endpoint
+from fmoe_ext.remote.dht.records import BadRecord, Identity, SignedRecord, check_endpoint, node_id_of
 from fmoe_ext.remote.dht.relay import Attachment
 from fmoe_ext.remote.dht.routing import Peer, RoutingTable
 from fmoe_ext.remote.dht.storage import MAX_RECORDS, RecordStore, Refusal
 from fmoe_ext.remote.dht.transport import Transport, Unreachable
 from fmoe_ext.remote.discovery import DiscoveryError
+from fmoe_ext.remote.flags import POSITIVE, endpoint, flag
 
 log = logging.getLogger("fmoe_ext.remote.dht")
 REPLICAS = 8  # nodes that keep each record
 MAX_GREETED = 64  # strangers that are called back at a time
 MAX_LOST = 64  # endpoints of forgotten nodes that are tried again when nobody else is left
+UNREACHABLE = "for hosts that nobody can reach"  # the title of flags
 RETRY_PAUSE = 0.2  # seconds between two rounds of calling the initial peers
 
 
@@ -35,14 +37,28 @@ class NodeOptions:
     relay: host:port of a relay, for a node that others cannot reach; relay_token: what that relay asks for.
     """
 
-    initial_peers: Sequence[str] = ()
-    listen_on: str | None = "0.0.0.0:0"
-    announce: str | None = None
-    relay: str | None = None
-    relay_token: str = ""
-    refresh_period: float = 15.0  # seconds
+    initial_peers: Sequence[str] = flag((), "host:port of other nodes; none: a new DHT begins", nargs="*")
+    listen_on: str | None = flag(
+        "0.0.0.0:0",
+        "host:port; [::]:port for IPv6; port 0: any",
+        type=endpoint,
+        command_default="0.0.0.0:1338",
+    )
+    announce: str | None = flag(
+        None, "host:port that others should call, if it is not where they see this node", type=endpoint
+    )
+    relay: str | None = flag(
+        None,
+        "host:port of a relay through which this node can be reached",
+        type=endpoint,
+        group=UNREACHABLE,
+    )
+    relay_token: str = flag(
+        "", "token of the relay, this one or that one", needs=("relay", "relay_on"), group=UNREACHABLE
+    )
+    refresh_period: float = flag(15.0, "seconds between two searches for new nodes", type=POSITIVE)
     call_timeout: float = 1.5  # seconds one node has for one answer
-    join_timeout: float = 5.0  # seconds the initial peers have at the start
+    join_timeout: float = flag(5.0, "seconds the initial peers have to answer", type=POSITIVE)
     replicas: int = REPLICAS
     max_records: int = MAX_RECORDS
 
@@ -75,9 +91,11 @@ class KademliaNode:
         rng: random.Random | None = None,
     ):
         self.transport, self.options = transport, options or NodeOptions()
-        self.clock, self.rng = clock or NetworkClock(), rng or random.Random(secrets.randbits(64))
+        self.clock = clock or NetworkClock()
+        self._identity = Identity(None if rng is None else rng.randbytes(32))
+        self.rng = rng or random.Random(secrets.randbits(64))
         self.initial_peers = [check_peer(endpoint) for endpoint in self.options.initial_peers]
-        self.node_id = self.rng.getrandbits(ID_BITS)
+        self.node_id = node_id_of(self._identity.public)
         self.table = RoutingTable(self.node_id)
         self.store = RecordStore(self.options.max_records)
         self.port: int | None = None
@@ -106,7 +124,9 @@ class KademliaNode:
                 )
                 await self._attachment.start(self.options.join_timeout)
             if self.initial_peers:
+                self.clock.is_joining = True
                 await self._join_within(self.options.join_timeout)
+                self.clock.is_joining = False
             elif not self.is_serving:
                 raise DiscoveryError(
                     "a node that does not listen needs initial_peers: give it host:port of some"
@@ -168,13 +188,12 @@ class KademliaNode:
         """The answer to one request from a host; BadMessage if it makes no sense."""
         request = messages.decode_request(data)
         self._notice(request.header, host)
-        header = Header(self.node_id, self.clock.local())
+        answer = Answer(Header(self.node_id, self.clock.now()))
         if method == messages.FIND:
-            return messages.encode_answer(Answer(header, self._look_up(request)))
-        if method == messages.STORE:
-            refused = [self._put(item) for item in request.items]
-            return messages.encode_answer(Answer(header, refused=refused))
-        return messages.encode_answer(Answer(header))
+            answer = replace(answer, found=self._look_up(request))
+        elif method == messages.STORE:
+            answer = replace(answer, refused=[self._put(item) for item in request.items])
+        return messages.seal(messages.encode_answer(answer), request.nonce, self._identity)
 
     def _look_up(self, request: Request) -> dict[int, Found]:
         found: dict[int, Found] = {}
@@ -199,7 +218,7 @@ class KademliaNode:
 
     async def _greet(self, endpoint: str) -> None:
         """Without our own endpoint: it asked us, so it knows; otherwise two nodes might greet each other for ever."""
-        request = Request(Header(self.node_id, self.clock.local()))
+        request = Request(Header(self.node_id, self.clock.now()))
         try:
             with contextlib.suppress(Unreachable):
                 await self._call(Peer(-1, endpoint), messages.PING, request, self.options.call_timeout)
@@ -267,19 +286,21 @@ class KademliaNode:
             await self._call(peer, messages.PING, Request(self._header()), timeout)
 
     async def _call(self, peer: Peer, method: str, request: Request, timeout: float) -> Answer:
-        """One call; whoever answers is remembered, whoever does not is on the way to be forgotten."""
-        sent = self.clock.local()
+        """One call; a node that answers is remembered, one that fails twice is forgotten."""
+        nonce, sent = secrets.token_hex(16), self.clock.local()
         try:
-            data = await self.transport.call(peer.endpoint, method, messages.encode_request(request), timeout)
-            answer = messages.decode_answer(data)
+            data = messages.encode_request(replace(request, nonce=nonce))
+            answer = messages.unseal(await self.transport.call(peer.endpoint, method, data, timeout), nonce)
         except (Unreachable, BadMessage) as error:
             self._forget(peer)
             raise Unreachable(f"{peer.endpoint}: {error}") from None
         node_id = answer.header.node_id
         if node_id == self.node_id:
             raise Unreachable(f"{peer.endpoint} is this node itself")
+        received = self.clock.local()
         self.table.heard(replace(peer, node_id=node_id))
-        self.clock.hear(node_id, answer.header.time, sent, self.clock.local())
+        address = await self.transport.address(peer.endpoint)
+        self.clock.hear(address, answer.header.time, sent, received)
         if peer.node_id not in (-1, node_id):
             self._forget(peer)
             raise Unreachable(f"{peer.endpoint} is another node now")
@@ -293,7 +314,7 @@ class KademliaNode:
 
     def _header(self) -> Header:
         endpoint = self._attachment.endpoint if self._attachment else self._announced
-        return Header(self.node_id, self.clock.local(), endpoint)
+        return Header(self.node_id, self.clock.now(), endpoint)
 
 
 def reachable_here(listen_on: str | None) -> str:

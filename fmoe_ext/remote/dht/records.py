@@ -1,4 +1,4 @@
-"""Records that anybody may carry and only their owner can write: signed with ed25519, ordered, mortal.
+"""Records that every node may carry and only their owner can write: signed with ed25519, ordered, mortal.
 
 A record says "this expert is at this endpoint until then". It lies under the key of its uid, and under the key of
 each prefix of the uid, which is how beam search finds it. The bytes that were signed are what travels.
@@ -19,6 +19,7 @@ from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
 from fmoe_ext.remote.discovery import MAX_UID_LENGTH, check_uid, prefixes_of
+from fmoe_ext.remote.security import check_private
 
 ID_BITS = 256
 MAX_RECORD_BYTES = 2048
@@ -38,7 +39,7 @@ class BadRecord(ValueError):
 
 @dataclass(frozen=True)
 class SignedRecord:
-    """Where an expert is, by the word of `owner`. endpoint "": nowhere any more, it was withdrawn."""
+    """The place of an expert, by the word of `owner`. endpoint "": nowhere any more, it was withdrawn."""
 
     uid: str
     endpoint: str
@@ -72,7 +73,7 @@ class Identity:
             with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
                 file.write(os.urandom(32))
         except FileExistsError:
-            pass
+            check_private(path)
         seed = path.read_bytes()
         if len(seed) != 32:
             raise ValueError(f"an identity is a file of 32 bytes, but {path} has {len(seed)}")
@@ -98,7 +99,11 @@ class Identity:
             "metadata": dict(metadata or {}),
         }
         payload = json.dumps(values, separators=(",", ":"), sort_keys=True)
-        return read_record(payload, self._key.sign(_DOMAIN + payload.encode()).hex())
+        return read_record(payload, self.sign_bytes(_DOMAIN + payload.encode()).hex())
+
+    def sign_bytes(self, data: bytes) -> bytes:
+        """The signature of bytes that begin with the domain they belong to."""
+        return self._key.sign(data)
 
 
 @functools.lru_cache(_VERIFIED)
@@ -123,12 +128,18 @@ def read_record(payload: str, signature: str) -> SignedRecord:
         payload,
         _hexadecimal("signature", signature, 128),
     )
-    try:
-        key = Ed25519PublicKey.from_public_bytes(bytes.fromhex(record.owner))
-        key.verify(bytes.fromhex(signature), _DOMAIN + payload.encode())
-    except (InvalidSignature, ValueError):
-        raise BadRecord(f"the record of {record.uid} is not signed by its owner") from None
+    if not is_signed(bytes.fromhex(record.owner), bytes.fromhex(signature), _DOMAIN + payload.encode()):
+        raise BadRecord(f"the record of {record.uid} is not signed by its owner")
     return record
+
+
+def is_signed(public: bytes, signature: bytes, data: bytes) -> bool:
+    """True if the owner of a public key signed data."""
+    try:
+        Ed25519PublicKey.from_public_bytes(public).verify(signature, data)
+    except (InvalidSignature, ValueError):
+        return False
+    return True
 
 
 def check_record_uid(uid: Any) -> str:
@@ -175,13 +186,18 @@ def _metadata(value: Any) -> dict[str, str]:
     return value
 
 
+def node_id_of(public: str) -> int:
+    """The id of the node that holds a key: nobody chooses it freely."""
+    return _hash(f"node {public}")
+
+
 def uid_key(uid: str) -> int:
-    """Where the record of an expert lies."""
+    """The key of the record of an expert."""
     return _hash(f"uid {uid}")
 
 
 def prefix_key(prefix: str) -> int:
-    """Where the records of all experts below a prefix lie."""
+    """The key of the records of all experts below a prefix."""
     return _hash(f"prefix {prefix}")
 
 

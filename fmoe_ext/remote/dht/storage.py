@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 
 from fmoe_ext.remote.dht.records import MAX_SKEW, MAX_TTL, SignedRecord, places_of
+from fmoe_ext.remote.dht.values import is_misplaced
 
 MAX_RECORDS = 65_536
 MAX_OF_OWNER = 16_384
@@ -26,7 +27,7 @@ class _Entry:
 
 @dataclass
 class _Slot:
-    """What lies under one key: for each uid the last word of each owner. prefix: None under the key of a uid."""
+    """The records under one key: for each uid the last word of each owner. prefix: None under the key of a uid."""
 
     prefix: str | None
     by_uid: dict[str, dict[str, _Entry]] = field(default_factory=dict)
@@ -36,7 +37,7 @@ class RecordStore:
     """First come, first kept: while a record lives, no other owner's is taken for its uid.
 
     Of one owner the greater sequence holds, and is remembered until every record of its that was seen has expired:
-    an old one that somebody kept cannot come back. Time is the network's, given by the caller.
+    an old copy cannot come back. Time is the network's, given by the caller.
     """
 
     def __init__(self, max_records: int = MAX_RECORDS):
@@ -54,6 +55,8 @@ class RecordStore:
             return Refusal("this is not a key of its uid")
         if not now < record.expires <= now + MAX_TTL + MAX_SKEW:
             return Refusal("it has expired" if record.expires <= now else f"it lives over {MAX_TTL:.0f} s")
+        if is_misplaced(record.uid, record.owner):
+            return Refusal("this place is for a value of another owner")
         if record.fence > (now + MAX_SKEW) * 1000:
             return Refusal("it was claimed in the future")
         slot = self._slots.get(key)

@@ -1,4 +1,4 @@
-"""How bytes get from node to node: grpc here; the tests' simulation has one of its own."""
+"""The way of bytes from node to node: grpc here; the tests' simulation has another."""
 
 import asyncio
 import ipaddress
@@ -31,6 +31,7 @@ class Transport(Protocol):
 
     async def call(self, endpoint: str, method: str, data: bytes, timeout: float) -> bytes: ...
     async def serve(self, listen_on: str, handler: Handler) -> int: ...
+    async def address(self, endpoint: str) -> str: ...
     async def close(self) -> None: ...
 
 
@@ -42,6 +43,22 @@ class GrpcTransport:
         self._channels: OrderedDict[str, grpc.aio.Channel] = OrderedDict()
         self._busy: dict[str, int] = {}  # calls under way
         self._server: grpc.aio.Server | None = None
+        self._addresses: OrderedDict[str, str] = OrderedDict()  # of hosts that are names
+
+    async def address(self, endpoint: str) -> str:
+        """The IPv4 address of an endpoint, or the network of its IPv6 address; a name that leads nowhere itself."""
+        host = endpoint.rpartition(":")[0].strip("[]")
+        address = _network_of(host) or self._addresses.get(host)
+        if address is None:
+            try:
+                found = await asyncio.get_running_loop().getaddrinfo(host, None)
+                address = _network_of(str(found[0][4][0])) or host
+            except OSError:
+                address = host
+            self._addresses[host] = address
+            while len(self._addresses) > MAX_CHANNELS:
+                self._addresses.popitem(last=False)
+        return address
 
     async def call(self, endpoint: str, method: str, data: bytes, timeout: float) -> bytes:
         self._busy[endpoint] = self._busy.get(endpoint, 0) + 1
@@ -109,6 +126,17 @@ class GrpcTransport:
         if idle is not None:
             closing = asyncio.ensure_future(self._channels.pop(idle).close())
             closing.add_done_callback(lambda _: None)
+
+
+def _network_of(host: str) -> str | None:
+    """An IPv4 address as it is, an IPv6 address without the 64 bits that its host chooses; None for a name."""
+    try:
+        address = ipaddress.ip_address(host.partition("%")[0])
+    except ValueError:
+        return None
+    if isinstance(address, ipaddress.IPv4Address):
+        return str(address)
+    return str(address.ipv4_mapped or ipaddress.ip_network((int(address), 64), strict=False))
 
 
 def host_seen(peer: str) -> str:

@@ -34,7 +34,7 @@ class Checkpoints:
             os.close(folder)
 
     def load(self, uid: str) -> Message | None:
-        """What was saved last, None if nothing was; WireError, with the file's name, if it cannot be read."""
+        """The state that was saved last, None without one; WireError, with the file's name, if it cannot be read."""
         path = self.path(uid)
         if not path.exists():
             return None

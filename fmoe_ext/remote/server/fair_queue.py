@@ -8,6 +8,10 @@ from dataclasses import dataclass, field
 
 import torch
 
+from fmoe_ext.remote.wire import STATE
+
+MAX_BATCH_TENSORS = STATE.max_tensors - 8  # the others of an update's message describe it
+
 
 class QueueFull(Exception):
     """No more calls may wait; the caller should come back later or go elsewhere."""
@@ -39,15 +43,31 @@ class Job:
     def num_rows(self) -> int:
         return self.inputs[0].shape[0]
 
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        return [*self.inputs, *([] if self.grad is None else [self.grad])]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(x.numel() * x.element_size() for x in self.tensors)
+
 
 class FairQueue:
     """First in, first out for each peer, and in turn among peers.
 
     max_waiting: calls in all; max_of_peer: of one peer, so that nobody can fill the queue alone; max_batch_rows:
-    rows of a batch, exceeded only by a single call. tasks run alone, before the next batch.
+    rows of a batch, exceeded only by a single call; max_batch_bytes: of the tensors of a batch. A batch has no more
+    tensors than a follower accepts in one update. tasks run alone, before the next batch.
     """
 
-    def __init__(self, max_waiting: int = 4096, max_of_peer: int = 1024, max_batch_rows: int = 4096):
+    def __init__(
+        self,
+        max_waiting: int = 4096,
+        max_of_peer: int = 1024,
+        max_batch_rows: int = 4096,
+        max_batch_bytes: float = float("inf"),
+    ):
+        self.max_batch_bytes = max_batch_bytes
         self.max_waiting, self.max_of_peer, self.max_batch_rows = max_waiting, max_of_peer, max_batch_rows
         self._peers: OrderedDict[str, deque[Job]] = OrderedDict()
         self._tasks: deque[Callable[[], None]] = deque()
@@ -75,7 +95,7 @@ class FairQueue:
             self._changed.notify()
 
     def close(self) -> None:
-        """What waits is still taken, nothing new comes in, then take() returns None."""
+        """Admit nothing new; take() returns None once all that waits is taken."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -91,22 +111,25 @@ class FairQueue:
 
     def _take_batch(self) -> list[Job]:
         batch: list[Job] = []
-        rows, now = 0, time.monotonic()
+        sums, now = (0, 0, 0), time.monotonic()
+        limits = self.max_batch_rows, MAX_BATCH_TENSORS, self.max_batch_bytes
         expired: list[Job] = []
         passed = 0  # peers in a row that had nothing that fits
         while self._peers and passed < len(self._peers):
             peer, waiting = next(iter(self._peers.items()))
             self._peers.move_to_end(peer)
             job = waiting[0]
+            grown = tuple(map(sum, zip(sums, (job.num_rows, len(job.tensors), job.num_bytes), strict=True)))
             if job.deadline <= now:
                 expired.append(self._pop(peer))
             elif batch and (
-                job.is_backward != batch[0].is_backward or rows + job.num_rows > self.max_batch_rows
+                job.is_backward != batch[0].is_backward
+                or any(size > limit for size, limit in zip(grown, limits, strict=True))
             ):
                 passed += 1
             else:
                 batch.append(self._pop(peer))
-                rows, passed = rows + job.num_rows, 0
+                sums, passed = grown, 0
         for job in expired:
             job.done(DeadlinePassed(f"the deadline passed after {now - job.arrived:.1f} s in the queue"))
         return batch

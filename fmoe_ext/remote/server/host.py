@@ -10,14 +10,22 @@ import torch
 from fmoe_ext.remote.expert_classes import ExpertClass, find_schema, initial_state
 from fmoe_ext.remote.schema import SchemaError
 from fmoe_ext.remote.server.fair_queue import Job
+<<<<<<< HEAD
 from fmoe_ext.remote.server.ledger import Ledger, NotLeader, Request, Update
+=======
+from fmoe_ext.remote.server.options import Training
+>>>>>>> main
 from fmoe_ext.remote.server.reply_cache import ReplyCache
 from fmoe_ext.remote.server.stacks import Gradients, Part, Stack, make_stack
 from fmoe_ext.remote.wire import bytes_of
 
+<<<<<<< HEAD
 MAX_UPDATE_BYTES = 64 << 20  # of one update: replicas must be able to receive it; one request may be larger
 DIGEST_EVERY = 50  # updates of an expert with replicas
 OPTIMIZERS = ("sgd", "adam", "none")
+=======
+MAX_REMEMBERED_IDS = 1024  # of each expert: a call that is repeated later than so many others counts as new
+>>>>>>> main
 
 
 class ExpertMissing(Exception):
@@ -29,6 +37,7 @@ class StaleGradient(Exception):
 
 
 @dataclass(frozen=True)
+<<<<<<< HEAD
 class Training:
     """How gradients change experts. max_grad_norm: of one update of one expert. max_staleness: updates between
     the forward that a client saw and its backward."""
@@ -51,6 +60,23 @@ class Training:
         if self.optimizer == "none":
             return None
         raise ValueError(f"optimizer must be one of {', '.join(OPTIMIZERS)}, but got {self.optimizer!r}")
+=======
+class Request:
+    """One client's gradient, as it came."""
+
+    request_id: str
+    inputs: tuple[torch.Tensor, ...]
+    grad: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Update:
+    """One step of one expert: version is what it leads to. The same requests in the same order give the same bits."""
+
+    uid: str
+    version: int
+    requests: tuple[Request, ...]
+>>>>>>> main
 
 
 @dataclass
@@ -296,17 +322,25 @@ class ExpertHost:
             views = dict(zip(self._stack.views(expert.place), _optimized(expert.optimizer), strict=True))
             for name, grad in grads.items():
                 views[name].grad = grad if scale == 1.0 else grad * scale
+            expert.optimizer.param_groups[0]["lr"] = self.training.lr_at(expert.version)
             expert.optimizer.step()
             expert.optimizer.zero_grad(set_to_none=True)
 
     def _remember(self, expert: Hosted, update: Update, grads: Gradients) -> list[Answer]:
         sizes = [request.grad.shape[0] for request in update.requests]
-        split = zip(*(d.split(sizes) for d in _given(grads.inputs)), strict=True)
+        given = [d.split(sizes) for d in _given(grads.inputs)]
+        split = [tuple(parts[n] for parts in given) for n in range(len(sizes))]  # () for integer inputs
         answers = []
         for request, tensors in zip(update.requests, split, strict=True):
             answers.append(Answer(tensors, update.version))
             if request.request_id:
                 self._replies.put(expert.uid, request.request_id, tensors)
+<<<<<<< HEAD
+=======
+        while len(expert.applied) > MAX_REMEMBERED_IDS:
+            oldest, _ = expert.applied.popitem(last=False)
+            self._replies.drop(expert.uid, oldest)
+>>>>>>> main
         return answers
 
     def apply(self, update: Update) -> None:

@@ -1,4 +1,4 @@
-"""fmoe-server: hosts experts until it is told to stop."""
+"""fmoe-server: hosts experts until a signal ends it."""
 
 import argparse
 import importlib.util
@@ -11,16 +11,22 @@ from pathlib import Path
 
 import torch
 
+from fmoe_ext._cli import CANNOT, run
 from fmoe_ext.remote import loop
 from fmoe_ext.remote.dht import open_node
 from fmoe_ext.remote.discovery import Discovery, DiscoveryError, StaticList
+<<<<<<< HEAD
 from fmoe_ext.remote.replication.replicas import ReplicatedExperts
 from fmoe_ext.remote.replication.site import Replication
+=======
+from fmoe_ext.remote.flags import DATE_FORMAT, LOG_FORMAT, build
+from fmoe_ext.remote.replication.replicas import ReplicatedExperts, Replication
+>>>>>>> main
 from fmoe_ext.remote.security import Credentials, Security
+from fmoe_ext.remote.server.declared import DeclaredExperts, WarmCopies
 from fmoe_ext.remote.server.flags import ETCD, parse, read_tokens
-from fmoe_ext.remote.server.host import Training
-from fmoe_ext.remote.server.server import DeclaredExperts, Options, Placement, Server
-from fmoe_ext.remote.server.warm_copies import WarmCopies
+from fmoe_ext.remote.server.options import Options, Training
+from fmoe_ext.remote.server.server import Placement, Server
 
 log = logging.getLogger("fmoe_ext.remote")
 
@@ -28,36 +34,11 @@ log = logging.getLogger("fmoe_ext.remote")
 def make_server(flags: argparse.Namespace) -> Server:
     """The server that the flags describe, not yet started."""
     tokens = {} if flags.tokens is None else read_tokens(flags.tokens)
-    security = Security(
-        flags.tls_certificate,
-        flags.tls_key,
-        flags.tls_client_ca,
-        tokens,
-        None if flags.allow_backward is None else frozenset(flags.allow_backward),
-        flags.calls_per_second,
-        flags.bytes_per_second,
-    )
-    options = Options(
-        expert_cls=flags.expert_cls,
-        hidden_dim=flags.hidden_dim,
-        num_experts=flags.num_experts,
-        expert_pattern=flags.expert_pattern,
-        expert_uids=tuple(flags.expert_uids),
-        listen_on=flags.listen_on,
-        announce=flags.announce,
-        training=Training(flags.optimizer, flags.lr, flags.clip_grad_norm, flags.max_staleness),
-        checkpoint_dir=flags.checkpoint_dir,
-        checkpoint_period=flags.checkpoint_period,
-        ttl=flags.ttl,
-        device=flags.device,
-        seed=flags.seed,
-        max_batch_size=flags.max_batch_size,
-        max_waiting=flags.max_waiting,
-        max_message_bytes=flags.max_message_bytes,
-        http_on=flags.http_on,
-        relay=flags.relay,
-        relay_token=flags.relay_token,
-        security=security,
+    options = build(
+        Options,
+        flags,
+        training=build(Training, flags),
+        security=build(Security, flags, tokens=tokens),
     )
     return Server(options, _placement(flags, tokens))
 
@@ -81,7 +62,7 @@ def _placement(flags: argparse.Namespace, tokens: dict[str, str]) -> Placement:
 
 
 def _credentials(flags: argparse.Namespace, token: str | None) -> Credentials:
-    """What this server shows to others."""
+    """The proofs that this server shows to others."""
     if flags.tls_ca is not None:
         return Credentials(flags.tls_ca, flags.tls_certificate, flags.tls_key, token)
     if flags.tls_certificate is not None and (flags.registry or flags.copies_of):
@@ -121,11 +102,7 @@ def report(server: Server, seconds: float, before: dict[str, float]) -> dict[str
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs until SIGTERM or SIGINT; 0 after everything was handed over and saved."""
-    logging.basicConfig(
-        level=logging.INFO,
-        format="[%(asctime)s.%(msecs)03d][%(levelname)s][%(module)s.%(funcName)s:%(lineno)d] %(message)s",
-        datefmt="%Y/%m/%d %H:%M:%S",
-    )
+    logging.basicConfig(level=logging.INFO, format=LOG_FORMAT, datefmt=DATE_FORMAT)
     flags = parse(arguments)
     _check_device(flags.device)
     if flags.num_threads is not None:
@@ -141,7 +118,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         server.start()
     except (OSError, ValueError, DiscoveryError) as error:
         log.error("%s", error)
-        return 1
+        return CANNOT
     counted: dict[str, float] = {}
     interval = flags.stats_report_interval
     while not stopped.wait(min(interval, threading.TIMEOUT_MAX) or None):
@@ -167,4 +144,4 @@ def _run_file(path: Path) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run(main)

@@ -1,12 +1,11 @@
-"""What a server shows over HTTP: / for people, /status as JSON, /metrics for Prometheus. Reads only."""
+"""HTTP pages of a server: / for people, /status as JSON, /metrics for Prometheus. Read only."""
 
 import asyncio
 import json
-import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
-if TYPE_CHECKING:
-    from fmoe_ext.remote.server.server import Server
+from fmoe_ext.remote.server.metrics import Metrics
 
 MAX_REQUEST = 8 << 10
 MAX_CONNECTIONS = 64
@@ -19,7 +18,7 @@ table{border-collapse:collapse;width:100%}th,td{text-align:right;padding:.2em .6
 th:first-child,td:first-child{text-align:left}#load{height:80px;width:100%;border:1px solid #ddd}</style>
 <h1>fmoe-server <small id="endpoint"></small></h1><p id="summary">loading</p>
 <h2>Calls a second, last two minutes <small id="most"></small></h2><canvas id="load" width="900" height="80"></canvas>
-<h2>Experts</h2><table><thead><tr><th>uid<th>version<th>rows<th>gradient norm<th>refused</thead>
+<h2>Experts</h2><table><thead><tr><th>uid<th>version<th>rows<th>gradient norm<th>refused<th></thead>
 <tbody id="experts"></table>
 <h2>Peers</h2><table><thead><tr><th>peer<th>heard of, s ago<th>loss</thead><tbody id="peers"></table>
 <script>
@@ -43,7 +42,8 @@ async function poll() {
     document.getElementById("endpoint").textContent = s.endpoint;
     document.getElementById("summary").textContent = `${s.experts.length} experts of type ${s.expert_cls}, ` +
       `${s.calls} calls (${s.failed} failed), ${s.waiting} waiting, ${s.rows} rows`;
-    fill("experts", s.experts.map(e => [e.uid, e.version, e.rows, e.grad_norm.toPrecision(3), e.refused]));
+    fill("experts", s.experts.map(e => [e.uid, e.version, e.rows, e.grad_norm.toPrecision(3), e.refused,
+      e.withheld ? "not served: another server claims it" : ""]));
     fill("peers", s.peers.map(p => [p.peer, p.ago.toFixed(0), p.loss]));
   } catch (error) { document.getElementById("summary").textContent = "the server does not answer: " + error; }
 }
@@ -55,8 +55,8 @@ poll(); setInterval(poll, 1000);
 class Pages:
     """A small HTTP/1.0 server of three fixed answers."""
 
-    def __init__(self, server: "Server"):
-        self._server = server
+    def __init__(self, status: Callable[[], dict[str, Any]], metrics: Metrics):
+        self._status, self._metrics = status, metrics
         self._http: asyncio.Server | None = None
         self._open = 0
         self.port = 0
@@ -78,7 +78,7 @@ class Pages:
             if self._open <= MAX_CONNECTIONS:
                 await asyncio.wait_for(self._answer(reader, writer), SECONDS)
         except (asyncio.TimeoutError, asyncio.IncompleteReadError, asyncio.LimitOverrunError, OSError):
-            pass  # whoever asks like that gets no answer
+            pass  # such a request gets no answer
         finally:
             self._open -= 1
             writer.close()
@@ -92,41 +92,12 @@ class Pages:
         elif path == b"/":
             kind, text = "text/html; charset=utf-8", PAGE
         elif path == b"/status":
-            kind, text = "application/json", json.dumps(self.status())
+            kind, text = "application/json", json.dumps(self._status())
         elif path == b"/metrics":
-            text = self._server.metrics.to_text()
+            text = self._metrics.to_text()
         else:
             status, text = "404 Not Found", "there are /, /status and /metrics\n"
         body = text.encode()
         head = f"HTTP/1.0 {status}\r\nContent-Type: {kind}\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n"
         writer.write(head.encode() + body)
         await writer.drain()
-
-    def status(self) -> dict[str, Any]:
-        """What the page shows."""
-        server, now = self._server, time.time()
-        calls = server.metrics.count("calls_total")
-        experts = sorted(server.host.experts.items())
-        return {
-            "time": now,
-            "endpoint": server.endpoint,
-            "expert_cls": server.options.expert_cls,
-            "calls": calls,
-            "failed": calls - server.metrics.count("calls_total", code="OK"),
-            "waiting": len(server.queue),
-            "rows": sum(expert.num_rows for _, expert in experts),
-            "experts": [
-                {
-                    "uid": uid,
-                    "version": expert.version,
-                    "rows": expert.num_rows,
-                    "grad_norm": expert.grad_norm,
-                    "refused": expert.num_refused,
-                }
-                for uid, expert in experts
-            ],
-            "peers": [
-                {"peer": name, "ago": now - heard, "loss": loss}
-                for name, (heard, loss) in reversed(self._server.service.peers.items())
-            ],
-        }

@@ -2,65 +2,36 @@
 
 import asyncio
 import logging
-import random
 import socket
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import grpc
 
 from fmoe_ext.remote import loop, protocol
 from fmoe_ext.remote.dht.node import check_peer, reachable_here
 from fmoe_ext.remote.dht.relay import Attachment
-from fmoe_ext.remote.discovery import Discovery, DiscoveryError, check_uid
 from fmoe_ext.remote.expert_classes import find_expert_class
-from fmoe_ext.remote.security import Guard, Security
+from fmoe_ext.remote.security import Guard
 from fmoe_ext.remote.server.checkpoints import Checkpoints
 from fmoe_ext.remote.server.compute import ComputeThread
 from fmoe_ext.remote.server.fair_queue import FairQueue
+<<<<<<< HEAD
 from fmoe_ext.remote.server.host import ExpertHost, Training
 from fmoe_ext.remote.server.ledger import NotLeader
+=======
+from fmoe_ext.remote.server.host import ExpertHost
+>>>>>>> main
 from fmoe_ext.remote.server.metrics import Metrics
+from fmoe_ext.remote.server.options import Options
 from fmoe_ext.remote.server.pages import Pages
 from fmoe_ext.remote.server.service import ExpertService
 from fmoe_ext.remote.server.state import read_state, write_state
-from fmoe_ext.remote.server.uids import Pattern, claim_free_uids
-from fmoe_ext.remote.server.warm_copies import WarmCopies
-from fmoe_ext.remote.wire import Limits, Message
+from fmoe_ext.remote.wire import Limits, Message, body_bytes
 
 log = logging.getLogger("fmoe_ext.remote")
-HAND_OVER_SECONDS = 10.0  # that those who keep copies have for the last one
-LOOK_SECONDS = 0.05  # between two looks whether they have it
 DRAIN_SECONDS = 5.0  # that calls under way have when the server stops
-
-
-@dataclass(frozen=True)
-class Options:
-    """What a server is; the names are those of the flags of fmoe-server."""
-
-    expert_cls: str = "ffn"
-    hidden_dim: int = 512
-    num_experts: int = 1
-    expert_pattern: str = "expert.[0:256]"
-    expert_uids: Sequence[str] = ()
-    listen_on: str = "127.0.0.1:0"
-    announce: str | None = None
-    training: Training = field(default_factory=Training)
-    checkpoint_dir: Path | None = None
-    checkpoint_period: float = 60.0
-    ttl: float = 30.0
-    device: str = "cpu"
-    seed: int = 0
-    max_batch_size: int = 4096
-    max_waiting: int = 4096
-    max_message_bytes: int = 256 << 20
-    http_on: str | None = None
-    relay: str | None = None  # host:port; others then call this server at a port of the relay
-    relay_token: str = ""
-    security: Security = field(default_factory=Security)
 
 
 class Placement(Protocol):
@@ -79,13 +50,19 @@ class Server:
         self.host = ExpertHost(
             expert_class, options.hidden_dim, options.training, options.device, options.seed
         )
-        self.queue = FairQueue(options.max_waiting, options.max_waiting // 2, options.max_batch_size)
+        self.queue = FairQueue(
+            options.max_waiting,
+            options.max_waiting // 2,
+            options.max_batch_size,
+            body_bytes(options.max_message_bytes),
+        )
         self.compute = ComputeThread(self.host, self.queue)
         self.metrics = Metrics()
         limits = Limits(max_message_bytes=options.max_message_bytes)
         self.service = ExpertService(self.compute, Guard(options.security), self.metrics, limits)
+        self.service.max_rows = options.max_rows
         self.checkpoints = Checkpoints(options.checkpoint_dir) if options.checkpoint_dir else None
-        self.pages = Pages(self)
+        self.pages = Pages(self.status, self.metrics)
         self._endpoint = ""
         self._attachment: Attachment | None = None
         self._has_stopped = False
@@ -100,7 +77,7 @@ class Server:
 
     @property
     def endpoint(self) -> str:
-        """Where others call this server; a relay that was away may give it another port."""
+        """The address at which others call this server; a relay that was away may give it another port."""
         return self._attachment.endpoint if self._attachment else self._endpoint
 
     def start(self, timeout: float = 60.0) -> "Server":
@@ -140,7 +117,17 @@ class Server:
             self._tasks.append(asyncio.create_task(self._save_regularly()))
         log.info("Server started at %s", self.endpoint)
         uids = sorted(self.host.experts)
-        log.info("Got %d active experts of type %s: %s", len(uids), self.options.expert_cls, uids)
+        active = [uid for uid in uids if self._takes_gradients(uid)]
+        log.info("Got %d active experts of type %s: %s", len(active), self.options.expert_cls, active)
+        if waiting := sorted(set(uids) - set(active)):
+            log.info("Keeps %d more, which another server leads or nobody yet: %s", len(waiting), waiting)
+
+    def _takes_gradients(self, uid: str) -> bool:
+        try:
+            self.host.may_step(uid)
+        except NotLeader:
+            return False
+        return True
 
     async def _attach(self, port: int) -> None:
         """Lets a relay pass on what comes for this server."""
@@ -224,108 +211,47 @@ class Server:
     async def _save_regularly(self) -> None:
         while True:
             await asyncio.sleep(self.options.checkpoint_period)
-            try:
-                await self.save()
-            except OSError as error:
-                log.error("checkpoints cannot be written: %s", error)
-                self.metrics.add("checkpoint_failures_total")
+            await self.save_now()
+
+    async def save_now(self) -> None:
+        """Like save(), but a disk that cannot be written is logged and counted."""
+        try:
+            await self.save()
+        except OSError as error:
+            log.error("checkpoints cannot be written: %s", error)
+            self.metrics.add("checkpoint_failures_total")
+
+    def status(self) -> dict[str, Any]:
+        """The numbers of the status page."""
+        now, calls = time.time(), self.metrics.count("calls_total")
+        experts = sorted(self.host.experts.items())
+        return {
+            "time": now,
+            "endpoint": self.endpoint,
+            "expert_cls": self.options.expert_cls,
+            "calls": calls,
+            "failed": calls - self.metrics.count("calls_total", code="OK"),
+            "waiting": len(self.queue),
+            "rows": sum(expert.num_rows for _, expert in experts),
+            "experts": [
+                {
+                    "uid": uid,
+                    "version": expert.version,
+                    "rows": expert.num_rows,
+                    "grad_norm": expert.grad_norm,
+                    "refused": expert.num_refused,
+                    "withheld": uid in self.service.withheld,
+                }
+                for uid, expert in experts
+            ],
+            "peers": [
+                {"peer": name, "ago": now - heard, "loss": loss}
+                for name, (heard, loss) in reversed(self.service.peers.items())
+            ],
+        }
 
     def _count_refused(self) -> int:
         return sum(expert.num_refused for expert in list(self.host.experts.values()))
-
-
-class DeclaredExperts:
-    """One owner an expert: uids are claimed in a directory and renewed while the server lives.
-
-    copies: of experts that others own, for when they vanish.
-    """
-
-    def __init__(self, discovery: Discovery, copies: WarmCopies | None = None):
-        self.discovery, self.copies = discovery, copies
-        self._tasks: list[asyncio.Task[None]] = []
-        self._server: Server | None = None
-
-    async def start(self, server: Server) -> None:
-        """Claims the server's experts in discovery."""
-        self._server = server
-        await server.add_experts(await self._claim(server))
-        self._tasks.append(asyncio.create_task(self._renew(server)))
-        if self.copies is not None:
-            self._tasks.append(asyncio.create_task(self.copies.run(server)))
-
-    async def _claim(self, server: Server) -> list[str]:
-        options, endpoint = server.options, server.endpoint
-        mine = [check_uid(uid) for uid in options.expert_uids]
-        if mine:
-            granted = await self.discovery.declare(mine, endpoint, options.ttl)
-            taken = [uid for uid in mine if uid not in granted]
-            if taken:
-                await self.discovery.withdraw(list(granted), endpoint)
-                raise ValueError(
-                    f"other servers host {', '.join(taken)}: choose other uids, or stop those servers"
-                )
-            return mine
-        pattern, wanted = Pattern(options.expert_pattern), options.num_experts
-        before = server.checkpoints.uids() if server.checkpoints else []
-        kept = sorted(await self.discovery.declare(before[:wanted], endpoint, options.ttl)) if before else []
-        mine = kept + await claim_free_uids(
-            self.discovery, pattern, wanted - len(kept), endpoint, options.ttl, random.Random()
-        )
-        if len(mine) < wanted:
-            await self.discovery.withdraw(mine, endpoint)
-            raise ValueError(
-                f"{wanted} experts were asked for, but only {len(mine)} uids of {pattern.text} are free: "
-                "give a wider --expert_pattern or a smaller --num_experts"
-            )
-        return mine
-
-    async def _renew(self, server: Server) -> None:
-        while True:
-            await asyncio.sleep(server.options.ttl / 3)
-            uids = list(server.host.experts)
-            metadata = {"version": str(max((e.version for e in server.host.experts.values()), default=0))}
-            try:
-                mine = await self.discovery.declare(
-                    uids,
-                    server.endpoint,
-                    server.options.ttl,
-                    metadata=metadata,
-                    timeout=server.options.ttl / 3,
-                )
-            except DiscoveryError as error:
-                log.warning("the directory does not answer: %s", error)
-                server.metrics.add("declare_failures_total")
-                continue
-            for uid in set(uids) - mine:
-                log.warning("%s now belongs to another server, it is hosted here no more", uid)
-                server.metrics.add("experts_lost_total")
-                await server.remove_expert(uid)
-
-    async def stop(self) -> None:
-        """Withdraws them."""
-        for task in self._tasks:
-            task.cancel()
-        if self._server is not None:
-            await self._hand_over(self._server)
-            try:
-                await self.discovery.withdraw(list(self._server.host.experts), self._server.endpoint)
-            except DiscoveryError as error:
-                log.warning("the uids could not be withdrawn, they expire: %s", error)
-
-    async def _hand_over(self, server: Server) -> None:
-        """Takes no more gradients for experts of which others keep copies, and waits until these are complete."""
-        copies, experts = server.service.copies, server.host.experts
-
-        def may_step(uid: str) -> None:
-            raise NotLeader(f"not the leader of {uid}: this server is about to leave")
-
-        copies.is_leaving, end = True, time.monotonic() + HAND_OVER_SECONDS
-        server.host.may_step = server.service.may_step = may_step
-        await asyncio.wrap_future(server.compute.call(lambda: None))  # what was being computed is done
-        while time.monotonic() < end:
-            if not any(copies.is_awaited(uid, expert.version) for uid, expert in list(experts.items())):
-                break
-            await asyncio.sleep(LOOK_SECONDS)
 
 
 def announced(listen_on: str, port: int) -> str:

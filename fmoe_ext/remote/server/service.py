@@ -1,9 +1,10 @@
 """The methods that clients call: bytes in, bytes out, every error a status code with one sentence."""
 
 import asyncio
+import contextlib
 import time
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import grpc
@@ -19,7 +20,16 @@ from fmoe_ext.remote.server.host import Answer, ExpertMissing, StaleGradient
 from fmoe_ext.remote.server.ledger import NotLeader
 from fmoe_ext.remote.server.metrics import Metrics
 from fmoe_ext.remote.server.state import read_state
-from fmoe_ext.remote.wire import Limits, Message, WireError, decode, encode
+from fmoe_ext.remote.wire import (
+    PART_BYTES,
+    Limits,
+    Message,
+    WireError,
+    body_bytes,
+    decode,
+    encode,
+    encode_parts,
+)
 
 LONGEST_CALL = 600.0  # seconds, for callers without a deadline
 MAX_SHOWN_PEERS = 100
@@ -38,55 +48,67 @@ CODES: tuple[tuple[type[Exception], grpc.StatusCode], ...] = (
 
 
 class ExpertService:
-    """Info, Forward, Backward, State over a computing thread. may_step(uid) raises NotLeader where it must."""
+    """Info, Forward, Backward, State over a computing thread. may_step(uid) raises NotLeader to refuse gradients."""
 
     def __init__(self, compute: ComputeThread, guard: Guard, metrics: Metrics, limits: Limits):
         self.compute, self.guard, self.metrics, self.limits = compute, guard, metrics, limits
+        self.max_rows: int | None = None  # of one call
+        self._part_bytes = min(PART_BYTES, limits.max_message_bytes // 2)
         self.may_step: Callable[[str], None] = lambda uid: None
         self.peers: OrderedDict[str, tuple[float, str]] = (
             OrderedDict()
-        )  # name: last heard of, loss it reported
+        )  # name: time of its last call, loss it reported
         self.copies = CopiesElsewhere()
+        self.withheld: set[str] = set()  # hosted, but claimed by another server
         self._under_way: dict[tuple[str, str], asyncio.Future[Answer]] = {}
 
     def handlers(self) -> grpc.GenericRpcHandler:
+        unary = {"Info": self._info, "Forward": self._forward, "Backward": self._backward}
         methods = {
-            "Info": self._method("info", self._info),
-            "Forward": self._method("forward", self._forward),
-            "Backward": self._method("backward", self._backward),
-            "State": self._method("state", self._state),
+            name: grpc.unary_unary_rpc_method_handler(self._method(name.lower(), call))
+            for name, call in unary.items()
         }
-        return grpc.method_handlers_generic_handler(
-            protocol.SERVICE, {n: grpc.unary_unary_rpc_method_handler(m) for n, m in methods.items()}
-        )
+        methods["State"] = grpc.unary_stream_rpc_method_handler(self._state_in_parts)
+        return grpc.method_handlers_generic_handler(protocol.SERVICE, methods)
 
     def _method(
         self, name: str, call: Callable[[Message, str, float], Awaitable[bytes]]
     ) -> Callable[..., Any]:
         async def method(data: bytes, context: Any) -> bytes:
-            begin, code = time.monotonic(), Code.OK
-            try:
-                peer = self.guard.admit(context, len(data), gradient=name == "backward")
-                message = decode(data, self.limits)
-                self._note_peer(peer, message)
-                return await call(
-                    message, peer, begin + min(context.time_remaining() or LONGEST_CALL, LONGEST_CALL)
-                )
-            except Denied as error:
-                code = error.code
-                await context.abort(code, str(error))
-            except asyncio.CancelledError:
-                code = Code.CANCELLED
-                raise
-            except Exception as error:
-                code = next((c for kind, c in CODES if isinstance(error, kind)), Code.INTERNAL)
-                await context.abort(code, f"{error}" if code is not Code.INTERNAL else repr(error)[:500])
-            finally:
-                self.metrics.add("calls_total", method=name, code=code.name)
-                self.metrics.time("call_seconds", time.monotonic() - begin, method=name)
+            async with self._answering(name, data, context) as (message, peer, deadline):
+                return await call(message, peer, deadline)
             raise AssertionError("abort() does not return")
 
         return method
+
+    async def _state_in_parts(self, data: bytes, context: Any) -> AsyncIterator[bytes]:
+        async with self._answering("state", data, context) as (message, _, _):
+            for part in encode_parts(await self._state(message), self._part_bytes):
+                yield part
+
+    @contextlib.asynccontextmanager
+    async def _answering(
+        self, name: str, data: bytes, context: Any
+    ) -> AsyncIterator[tuple[Message, str, float]]:
+        """The message of a call, its peer and deadline; ends the call with a status code if the block raises."""
+        begin, code = time.monotonic(), Code.OK
+        try:
+            peer = self.guard.admit(context, len(data), gradient=name == "backward")
+            message = decode(data, self.limits)
+            self._note_peer(peer, message)
+            yield message, peer, begin + min(context.time_remaining() or LONGEST_CALL, LONGEST_CALL)
+        except Denied as error:
+            code = error.code
+            await context.abort(code, str(error))
+        except (asyncio.CancelledError, GeneratorExit):
+            code = Code.CANCELLED
+            raise
+        except Exception as error:
+            code = next((c for kind, c in CODES if isinstance(error, kind)), Code.INTERNAL)
+            await context.abort(code, f"{error}" if code is not Code.INTERNAL else repr(error)[:500])
+        finally:
+            self.metrics.add("calls_total", method=name, code=code.name)
+            self.metrics.time("call_seconds", time.monotonic() - begin, method=name)
 
     def _note_peer(self, peer: str, message: Message) -> None:
         loss = message.meta.get(protocol.LOSS) or self.peers.pop(peer, (0.0, ""))[1]
@@ -97,7 +119,7 @@ class ExpertService:
 
     async def _info(self, message: Message, peer: str, deadline: float) -> bytes:
         host = self.compute.host
-        expert = host.find(_text(message, protocol.UID))
+        expert = host.find(self._served(message))
         self.copies.note_look(message, expert.uid)
         meta = {
             protocol.UID: expert.uid,
@@ -134,25 +156,40 @@ class ExpertService:
         if future is None or not request_id:
             future = asyncio.get_running_loop().create_future()
             job = Job(uid, inputs, _settle_soon(future), grad, request_id, seen, peer, deadline)
+            self._check_size(job)
             self.compute.queue.put(job)
             self._under_way[key] = future
             future.add_done_callback(lambda _: self._under_way.pop(key, None))
         return self._reply(message, await asyncio.shield(future))
 
-    async def _state(self, message: Message, peer: str, deadline: float) -> bytes:
+    async def _state(self, message: Message) -> Message:
         uid = _text(message, protocol.UID)
         self.compute.host.find(uid)
         state = await asyncio.wrap_future(self.compute.call(lambda: read_state(self.compute.host, uid)))
         self.copies.note_copy(message, uid, int(state.meta[protocol.VERSION]))
-        return encode(state)
+        return state
+
+    def _check_size(self, job: Job) -> None:
+        """Refuses a gradient that, unpacked, fits in no message to another server."""
+        most = body_bytes(self.limits.max_message_bytes)
+        if job.num_bytes > most:
+            raise SchemaError(
+                f"inputs and gradient for {job.uid} hold {job.num_bytes} bytes, at most {most} are taken "
+                "(--max_message_bytes): send fewer rows a call"
+            )
+
+    def _served(self, message: Message) -> str:
+        uid = _text(message, protocol.UID)
+        if uid in self.withheld:
+            raise ExpertMissing(f"{uid} belongs to another server now: it is kept here, but not served")
+        return uid
 
     def _check(self, message: Message, inputs: tuple[Any, ...], others: dict[str, Any]) -> str:
-        uid = _text(message, protocol.UID)
-        host = self.compute.host
+        uid, host = self._served(message), self.compute.host
         host.find(uid)
         if others:
             raise SchemaError(f"unknown tensors for {uid}: {', '.join(sorted(others))[:200]}")
-        host.schema.check_inputs(inputs, uid)
+        host.schema.check_inputs(inputs, uid, self.max_rows)
         check_finite({f"input {n}": x for n, x in enumerate(inputs)}, uid)
         return uid
 
@@ -173,7 +210,7 @@ def _settle_soon(future: "asyncio.Future[Answer]") -> Callable[[object], None]:
             return
         if isinstance(result, BaseException):
             future.set_exception(result)
-            future.exception()  # heard, even if nobody waits any more
+            future.exception()  # read, even if no caller waits any more
         else:
             future.set_result(result)  # type: ignore[arg-type]
 

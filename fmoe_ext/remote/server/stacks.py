@@ -106,6 +106,7 @@ class ModuleStack:
 
     def __init__(self, expert_class: ExpertClass, hidden_dim: int, device: torch.device):
         self._make = lambda: expert_class.make(hidden_dim).to(device).train()
+        self._compute = expert_class.compute
         self._device = device
         self._modules: list[nn.Module] = []
 
@@ -119,7 +120,7 @@ class ModuleStack:
 
     def forward(self, parts: Sequence[Part]) -> list[torch.Tensor]:
         with torch.no_grad():
-            return [self._modules[part.place](*self._to_device(part.inputs)) for part in parts]
+            return [self._compute(self._modules[part.place], self._to_device(part.inputs)) for part in parts]
 
     def backward(self, parts: Sequence[Part]) -> list[Gradients]:
         return [self._backward(part) for part in parts]
@@ -129,7 +130,7 @@ class ModuleStack:
         inputs = [x.requires_grad_() if x.is_floating_point() else x for x in self._to_device(part.inputs)]
         trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
         leaves = [x for x in inputs if x.requires_grad] + list(trained.values())
-        given = torch.autograd.grad(module(*inputs), leaves, part.grad, allow_unused=True)
+        given = torch.autograd.grad(self._compute(module, inputs), leaves, part.grad, allow_unused=True)
         grads = [torch.zeros_like(x) if g is None else g for x, g in zip(leaves, given, strict=True)]
         queue = iter(grads)
         d_inputs = tuple(next(queue) if x.requires_grad else None for x in inputs)

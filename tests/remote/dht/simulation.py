@@ -15,12 +15,14 @@ class Network:
 
     def __init__(self, seed=0):
         self.rng, self.handlers, self.seconds = random.Random(seed), {}, 1.7e9
+        self.transports = {}
         self.cut_off = frozenset()
         self.num_calls = 0
 
-    async def node(self, *peers, listen=True, skew=0.0, **options):
+    async def node(self, *peers, listen=True, skew=0.0, address="", **options):
         """A started node with an endpoint "nodeN:1", and what it finds and declares."""
         transport = SimulatedTransport(self)
+        transport.address_seen = address or transport.address_seen
         options = NodeOptions(
             tuple(endpoint_of(peer) for peer in peers),
             transport.endpoint if listen else None,
@@ -61,6 +63,8 @@ class SimulatedTransport:
     def __init__(self, network):
         SimulatedTransport.number += 1
         self.network, self.endpoint = network, f"node{SimulatedTransport.number}:1"
+        self.address_seen = self.endpoint.partition(":")[0]  # nodes of one host share it
+        network.transports[self.endpoint] = self
 
     async def call(self, endpoint, method, data, timeout):
         self.network.num_calls += 1
@@ -70,6 +74,10 @@ class SimulatedTransport:
         if handler is None or (endpoint in cut_off) != (self.endpoint in cut_off):
             raise Unreachable("nobody is there")
         return await handler(method, data, self.endpoint.partition(":")[0])
+
+    async def address(self, endpoint):
+        owner = self.network.transports.get(endpoint)
+        return owner.address_seen if owner else endpoint.partition(":")[0]
 
     async def serve(self, listen_on, handler):
         self.network.handlers[self.endpoint] = handler

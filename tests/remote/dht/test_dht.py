@@ -66,7 +66,7 @@ def server(open_nodes):
         yield running, f"127.0.0.1:{discovery.node.port}"
 
 
-def test_the_tutorial_trains_through_experts_found_in_the_dht(server, dhts):
+def test_tutorial_trains_through_experts_found_in_the_dht(server, dhts):
     running, endpoint = server
     dht = dhts(endpoint, listen=False)
     assert dht.port is None
@@ -81,7 +81,7 @@ def test_the_tutorial_trains_through_experts_found_in_the_dht(server, dhts):
     assert layer.proj.weight.grad.abs().sum() > 0
 
 
-def test_a_server_that_stops_withdraws_its_experts(dhts, open_nodes):
+def test_server_that_stops_withdraws_its_experts(dhts, open_nodes):
     dht = dhts()
     discovery = open_nodes([endpoint_of(dht)])
     options = Options(hidden_dim=D, expert_uids=("expert.0",), ttl=600)
@@ -100,6 +100,39 @@ def test_declared_experts_leave_with_the_dht(dhts):
     assert loop.run(first.discovery.successors(["ffn", "ffn.0"]), 5) == {"ffn": set(), "ffn.0": set()}
 
 
+def test_small_values_are_stored_beside_each_other_and_expire(dhts, tmp_path):
+    first = dhts(identity_path=tmp_path / "key")
+    second = dhts(endpoint_of(first))
+    third = dhts(endpoint_of(first), listen=False)
+    now = time.time()
+    assert third.get("run1/metrics") is None
+    assert first.store("run1/metrics", {"loss": 0.5, "who": "größe"}, now + 60)
+    assert second.store("run1/metrics", [1, "x" * 900, None], now + 2)
+    assert third.get("run1/metrics").value == {"loss": 0.5, "who": "größe"}  # the one that expires last
+    found = third.get_all("run1/metrics")
+    owners = [dht.discovery.identity.public for dht in (first, second)]
+    assert set(found) == set(owners)
+    assert found[owners[1]].value == [1, "x" * 900, None]
+    assert found[owners[0]].expiration_time == pytest.approx(now + 60, abs=1)
+    assert first.store("run1/metrics", "newer", now + 90)
+    assert third.get("run1/metrics").value == "newer"
+    assert third.get("run1") is None
+    poll(lambda: set(third.get_all("run1/metrics")) == {owners[0]}, 5)
+    first.store("other", 3, now + 600)
+    first.shutdown()
+    assert second.get("other").value == 3  # values stay when their owner leaves
+
+
+@pytest.mark.parametrize(
+    "value", ["x" * 1100, float("nan"), object(), {1, 2}], ids=["long", "NaN", "object", "set"]
+)
+def test_values_that_the_dht_cannot_keep_are_refused(dhts, value):
+    with pytest.raises(ValueError, match=r"a value (must be JSON|has at most 1024 characters)"):
+        dhts().store("key", value, time.time() + 5)
+    with pytest.raises(ValueError, match=r"ttl must be above 0"):
+        dhts().store("key", 1, time.time() - 5)
+
+
 def test_all_initial_peers_dead_is_said_in_bounded_time(dhts):
     begin = time.monotonic()
     with pytest.raises(
@@ -116,7 +149,7 @@ def test_one_living_initial_peer_is_enough(dhts):
     assert where(second) == "10.0.0.1:1"
 
 
-def test_a_network_that_died_is_said_in_bounded_time(dhts):
+def test_network_that_died_is_said_in_bounded_time(dhts):
     first = dhts()
     second = dhts(endpoint_of(first), listen=False)
     loop.run(first.discovery.close(), 5)
@@ -127,14 +160,14 @@ def test_a_network_that_died_is_said_in_bounded_time(dhts):
     assert time.monotonic() - begin < 6.5
 
 
-def test_a_node_without_a_port_needs_peers():
+def test_node_without_a_port_needs_peers():
     with pytest.raises(DiscoveryError, match="needs initial_peers"):
         DHT(listen=False, start=True)
     with pytest.raises(ValueError, match=r"initial_peers.*host:port"):
         DHT(["nonsense"], start=True)
 
 
-def test_a_busy_port_is_named(dhts):
+def test_busy_port_is_named(dhts):
     first = dhts()
     with pytest.raises(OSError, match=f"cannot listen on {endpoint_of(first)}"):
         dhts(listen_on=endpoint_of(first))
@@ -169,7 +202,7 @@ def test_fmoe_dht_and_fmoe_server_as_processes(start_process, start_server, dhts
     assert node.end() == 0
 
 
-def test_a_killed_server_gets_its_experts_back_by_its_identity(start_server, dhts, tmp_path):
+def test_killed_server_gets_its_experts_back_by_its_identity(start_server, dhts, tmp_path):
     """Its record lives on for ten minutes; only who has its key may replace it before."""
     dht = dhts()
     flags = ("--initial_peers", endpoint_of(dht), "--expert_uids", "expert.0", "--ttl", 600)
@@ -182,7 +215,7 @@ def test_a_killed_server_gets_its_experts_back_by_its_identity(start_server, dht
     poll(lambda: (state := saved.load("expert.0")) and state.meta["version"] == "1")
     assert first.end(signal.SIGKILL) == -signal.SIGKILL
     stranger = start_server(*flags)
-    assert stranger.wait() == 1
+    assert stranger.wait() == 2
     assert "other servers host expert.0" in stranger.path.read_text()
     begin = time.monotonic()
     second = start_server(*flags, "--identity_path", tmp_path / "key")
@@ -194,7 +227,7 @@ def test_a_killed_server_gets_its_experts_back_by_its_identity(start_server, dht
     assert second.end() == 0
 
 
-def test_a_server_behind_a_relay_is_called_there(start_process, start_server, dhts):
+def test_server_behind_a_relay_is_called_there(start_process, start_server, dhts):
     """fmoe-dht is node and relay for an fmoe-server that announces nothing of its own."""
     flags = ("--listen_on", "127.0.0.1:0", "--relay_on", "127.0.0.1:0", "--relay_token", "secret")
     outside = start_process(DHT_NODE, *flags)
@@ -202,7 +235,7 @@ def test_a_server_behind_a_relay_is_called_there(start_process, start_server, dh
     node = "127.0.0.1:" + outside.wait_for(r"DHT node listens on port (\d+)")[1]
     flags = ("--initial_peers", node, "--expert_uids", "expert.0", "--relay", relay)
     refused = start_server(*flags, "--relay_token", "wrong")
-    assert refused.wait() == 1
+    assert refused.wait() == 2
     assert "asks for another token" in refused.path.read_text()
     hidden = start_server(*flags, "--relay_token", "secret")
     said = hidden.endpoint()
@@ -217,7 +250,7 @@ def test_a_server_behind_a_relay_is_called_there(start_process, start_server, dh
 
 def test_fmoe_dht_says_what_is_wrong(caplog, monkeypatch):
     monkeypatch.setattr(signal, "signal", lambda *_: None)
-    assert main(["--initial_peers", DEAD, "--listen_on", "127.0.0.1:0", "--join_timeout", "0.5"]) == 1
+    assert main(["--initial_peers", DEAD, "--listen_on", "127.0.0.1:0", "--join_timeout", "0.5"]) == 2
     assert "none of the initial peers" in caplog.text
 
 
@@ -240,7 +273,7 @@ def test_fmoe_dht_refuses_what_cannot_be(capsys, flags, message):
     assert message in capsys.readouterr().err
 
 
-def test_an_identity_outlives_its_process(tmp_path, dhts):
+def test_identity_outlives_its_process(tmp_path, dhts):
     path = tmp_path / "key"
     first = dhts()
     second = dhts(endpoint_of(first), identity_path=path)

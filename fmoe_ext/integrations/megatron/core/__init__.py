@@ -1,15 +1,16 @@
 """Megatron-core, 0.15 and newer: MoE layers in the place of a model's MLPs, or in its layer specification.
 
-Experts are spread over Megatron's expert-parallel group; Megatron's DistributedDataParallel, optimizers and
-dist_checkpointing treat them as they treat Megatron's own. options.py says what becomes of each MoE option of
-TransformerConfig, gate.py builds the gate that the config describes, layer.py is the layer itself, dense.py reads the
-MLPs that fmoefy replaces, arguments.py has what both need.
+Experts are spread over Megatron's expert-parallel group; its DistributedDataParallel, optimizers and dist_checkpointing
+treat them as its own. table.py: each MoE option of TransformerConfig; gate.py: the gate that a config describes;
+layer.py: the layer; specs.py: the layer in Megatron's specifications; dense.py: the MLPs that fmoefy replaces;
+arguments.py: what both need.
 """
 
 from fmoe_ext.integrations.megatron.core.arguments import layer_arguments, process_groups
 from fmoe_ext.integrations.megatron.core.dense import KIND, LOOKED_FOR, find
-from fmoe_ext.integrations.megatron.core.layer import MegatronCoreMLP, MegatronCoreMoE, moe_layer_spec
-from fmoe_ext.integrations.megatron.core.options import OPTIONS, check_options
+from fmoe_ext.integrations.megatron.core.layer import MegatronCoreMLP
+from fmoe_ext.integrations.megatron.core.specs import MegatronCoreMoE, moe_layer_spec, with_experts
+from fmoe_ext.integrations.megatron.core.table import OPTIONS, check_options
 
 __all__ = [
     "KIND",
@@ -22,4 +23,5 @@ __all__ = [
     "layer_arguments",
     "moe_layer_spec",
     "process_groups",
+    "with_experts",
 ]

@@ -17,7 +17,7 @@ from fmoe_ext.integrations.megatron.core.arguments import (
 from fmoe_ext.integrations.megatron.core.gate import gate_arguments
 from fmoe_ext.integrations.megatron.core.layer import MegatronCoreMLP
 from fmoe_ext.integrations.megatron.core.norm import norm_inside
-from fmoe_ext.integrations.megatron.core.options import check_options
+from fmoe_ext.integrations.megatron.core.table import check_options
 from fmoe_ext.integrations.megatron.tensor_parallel import whole
 from fmoe_ext.integrations.target import DenseMLP, Options, Target
 

@@ -18,7 +18,24 @@ BALANCE_LOSSES = MappingProxyType(
 
 
 class FromConfig(ScoredGate):
-    """The gates that gate_arguments() makes: the layer gives them the length of the sequences."""
+    """Base of the gates that gate_arguments() makes; the layer sets seq_len for each microbatch.
+
+    wide: compute logits, scores and losses in float64, whatever the dtype of the parameters (moe_router_dtype="fp64").
+    """
+
+    def __init__(self, *size: Any, wide: bool = False, **options: Any) -> None:
+        super().__init__(*size, **options)
+        self.wide = wide
+
+    def logits(self, inp: Tensor) -> Tensor:
+        """As ScoredGate.logits; in float64 if wide."""
+        return super().logits(inp.double() if self.wide else inp)
+
+    def forward(self, inp: Tensor, return_all_scores: bool = False) -> tuple[Tensor, ...]:
+        """As ScoredGate.forward; the weights have the dtype that they have without wide."""
+        topk_idx, topk_weights, *logits = super().forward(inp, return_all_scores)
+        dtype = torch.promote_types(inp.dtype, torch.float32)
+        return topk_idx, topk_weights.to(dtype), *logits
 
     def draw_logits(self, logits: Tensor) -> Tensor:
         """From the generator of Megatron that differs on every expert-parallel rank, as RandomSTE does."""
@@ -71,6 +88,7 @@ def gate_arguments(config: Any) -> dict[str, Any]:
             "random_logits": bool(getattr(config, "moe_router_force_load_balancing", False)),
             "capacity_factor": config.moe_expert_capacity_factor,
             "drop_policy": "score" if config.moe_token_drop_policy == "probs" else "token",
+            "wide": config.moe_router_dtype == "fp64",
         }
         if is_sinkhorn(config):
             return MegatronSinkhornGate(*size, **options)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
 import warnings
+from collections.abc import Callable
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -14,15 +15,9 @@ from torch import Tensor, nn
 
 from fmoe_ext.ep.ranks import GroupRanks
 from fmoe_ext.gates import NaiveGate, OneRank
-from fmoe_ext.integrations.megatron.core.arguments import activation_of, layer_arguments, process_groups
-from fmoe_ext.integrations.megatron.core.expert_tensor import (
-    WidthShardedMLP,
-    check_width_group,
-    sharded_parts,
-)
-from fmoe_ext.integrations.megatron.core.gate import FromConfig, gate_arguments, loss_weights, only
-from fmoe_ext.integrations.megatron.core.norm import FusedNorm, new_norm
-from fmoe_ext.integrations.megatron.core.options import check_options
+from fmoe_ext.integrations.megatron.core.expert_tensor import sharded_parts
+from fmoe_ext.integrations.megatron.core.gate import FromConfig, loss_weights, only
+from fmoe_ext.integrations.megatron.core.norm import FusedNorm
 from fmoe_ext.transformer import FMoETransformerMLP
 
 # names of track_moe_metrics for the gate's balance_loss, where it is not "load_balancing_loss"
@@ -71,7 +66,7 @@ class MegatronCoreMLP(nn.Module):
         self._warn_of_unused_loss()
 
     def set_layer_number(self, layer_number: int) -> None:
-        """What Megatron's TransformerLayer calls, counting from 1."""
+        """Called by Megatron's TransformerLayer; layers of the decoder count from 1."""
         self.layer_number = layer_number
 
     def _mark_parameters(self) -> None:
@@ -131,11 +126,26 @@ class MegatronCoreMLP(nn.Module):
         for name, value in others.items():
             if value is not None:
                 raise ValueError(f"{name} is not supported")
+        if self._recomputes("moe"):
+            return _checkpoint(partial(self._forward, padding_mask=padding_mask), hidden_states), None
+        return self._forward(hidden_states, padding_mask), None
+
+    def _forward(self, hidden_states: Tensor, padding_mask: Tensor | None) -> Tensor:
         x = hidden_states if self.norm is None else self.norm(hidden_states)
         valid = None if padding_mask is None else ~padding_mask.bool()  # [b, s]
         num_tokens = x.shape[:-1].numel() if valid is None else valid.sum()
         output = self._with_gate_loss(self._routed(x, valid), num_tokens)
-        return (output if self.shared_experts is None else output + self.shared_experts(x)), None
+        if self.shared_experts is None:
+            return output
+        if self._recomputes("shared_experts"):
+            return output + _checkpoint(self.shared_experts, x)
+        return output + self.shared_experts(x)
+
+    def _recomputes(self, module: str) -> bool:
+        """True if recompute_modules names the module and this forward keeps anything for a backward."""
+        config = self.config
+        selective = config.recompute_granularity == "selective" and module in (config.recompute_modules or ())
+        return selective and self.training and torch.is_grad_enabled()
 
     def _routed(self, x: Tensor, valid: Tensor | None) -> Tensor:
         """x [s, b, h] -> [s, b, h]; a loss of each sequence has the gate see one sequence after the other."""
@@ -216,101 +226,11 @@ class MegatronCoreMLP(nn.Module):
         return make(state, prefix, sharded_offsets=sharded_offsets, **groups)
 
 
-class MegatronCoreMoE(MegatronCoreMLP):
-    """What moe_layer_spec() builds: the layer from config, its experts the same in every layout of ranks."""
+def _checkpoint(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """Megatron's checkpoint: function(x) is computed again in the backward pass, with the same random numbers."""
+    from megatron.core.tensor_parallel import checkpoint
 
-    def __init__(
-        self,
-        config: Any,
-        num_experts: int | None,
-        norm: bool,
-        moe_kwargs: dict[str, Any],
-        pg_collection: Any = None,
-        **_: Any,
-    ):
-        check_options(config, own_gate=moe_kwargs.get("gate") is not None)
-        groups = process_groups(pg_collection)
-        check_width_group(groups)
-        arguments = gate_arguments(config) if moe_kwargs.get("gate") is None else {}
-        arguments |= layer_arguments(config, groups, num_experts) | moe_kwargs
-        if "num_expert" not in arguments:
-            raise ValueError("pass num_experts to moe_layer_spec, or set num_moe_experts in the config")
-        arguments.setdefault("d_hidden", config.moe_ffn_hidden_size or config.ffn_hidden_size)
-        if "activation" not in arguments:
-            arguments["activation"] = activation_of(config)
-        # what is drawn here depends on the number of experts on this rank
-        with torch.random.fork_rng(devices=[]):
-            moe = WidthShardedMLP(d_model=config.hidden_size, width_group=groups.expt_tp, **arguments)
-        device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
-        moe.to(device, config.params_dtype)
-        if config.perform_initialization:
-            _initialize(moe, config, groups.ep.rank())
-        super().__init__(
-            moe, config, groups, new_norm(config, device) if norm else None, _shared_experts(config, groups)
-        )
-
-
-def moe_layer_spec(num_experts: int | None = None, *, norm: bool = False, **moe_kwargs: Any) -> Any:
-    """A ModuleSpec for submodules.mlp of a layer spec: GPTModel then builds its layers with experts.
-
-    num_experts: experts in all, config.num_moe_experts if None. norm=True puts a norm in front, for the specs of
-    Transformer Engine, whose dense MLP has it inside linear_fc1. Other arguments: those of FMoETransformerMLP; gate,
-    d_hidden, activation, bias, top_k and the process groups come from config otherwise. docs/megatron.md says what
-    becomes of each MoE option of the config.
-    Raises ValueError, when the model is built, for an option that would not be heeded, and if num_experts is no
-    multiple of the expert parallel size.
-
-    spec = get_gpt_layer_local_spec()
-    spec.submodules.mlp = moe_layer_spec(8, top_k=2)
-    """
-    from megatron.core.transformer.spec_utils import ModuleSpec
-
-    params = {"num_experts": num_experts, "norm": norm, "moe_kwargs": moe_kwargs}
-    return ModuleSpec(module=MegatronCoreMoE, params=params)
-
-
-@torch.no_grad()
-def _initialize(moe: WidthShardedMLP, config: Any, ep_rank: int) -> None:
-    """Megatron's initialisation. Every rank draws the weights of all experts, one at a time, and keeps its own."""
-    first = ep_rank * moe.num_expert
-    experts = (("htoh4", config.init_method), ("h4toh", config.output_layer_init_method))
-    for name, init_method in experts:
-        linear = getattr(moe.experts, name)
-        for e in range(moe.num_experts):
-            drawn = moe.whole_like(linear.weight[0], f"{name}.weight")
-            init_method(drawn)
-            if first <= e < first + moe.num_expert:
-                linear.weight[e - first].copy_(moe.part_of(drawn, f"{name}.weight"))
-        if linear.bias is not None:
-            linear.bias.zero_()
-    for name, p in moe.gate.named_parameters():
-        if p.dim() > 1:
-            config.init_method(p)
-        elif name.endswith("bias"):
-            p.zero_()
-
-
-def _shared_experts(config: Any, groups: Any) -> nn.Module | None:
-    """Megatron's own module, of its local parallel layers; None without moe_shared_expert_intermediate_size."""
-    if config.moe_shared_expert_intermediate_size is None:
-        return None
-    if config.add_bias_linear:
-        raise ValueError(
-            f"moe_shared_expert_intermediate_size={config.moe_shared_expert_intermediate_size} needs "
-            "add_bias_linear=False (--disable-bias-linear): Megatron's shared experts have no biases"
-        )
-    from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-    from megatron.core.transformer.mlp import MLPSubmodules
-    from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
-
-    config = copy.copy(config)
-    config.moe_shared_expert_overlap = False  # with the steps of Megatron's token dispatcher
-    return SharedExpertMLP(
-        config=config,
-        submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear),
-        gate=getattr(config, "moe_shared_expert_gate", False),
-        pg_collection=groups,
-    )
+    return checkpoint(function, False, x)
 
 
 def _sum_over(group: Any, grad: Tensor) -> Tensor:

@@ -1,0 +1,33 @@
+"""DeepSeek-V2 and DeepSeek-V2-Lite."""
+
+from fmoe_ext.checkpoint.families.family import PROJECTIONS, Family, Layout, Values, first_dense
+
+
+def _read(values: Values) -> Values:
+    greedy = values.get("topk_method", "greedy") == "greedy"
+    return {**values, "n_group": 1, "topk_group": 1} if greedy else values
+
+
+def _extra(values: Values, facts: Values) -> Values:
+    return {"topk_method": "greedy" if facts["num_groups"] == 1 else "group_limited_greedy"}
+
+
+FAMILY = Family(
+    name="deepseek_v2",
+    holds=("deepseek_v2",),
+    files=Layout(per_expert=PROJECTIONS, shared="shared_experts."),
+    gates=("SoftmaxGate",),
+    config={
+        "num_experts": "n_routed_experts",
+        "d_hidden": "moe_intermediate_size",
+        "num_shared": "n_shared_experts",
+        "top_k": "num_experts_per_tok",
+        "scale": "routed_scaling_factor",
+        "num_groups": "n_group",
+        "topk_groups": "topk_group",
+    },
+    fixed={"normalize": False, "group_best": 1},
+    layers=first_dense,
+    extra=_extra,
+    read=_read,
+)

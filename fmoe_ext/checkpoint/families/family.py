@@ -1,0 +1,126 @@
+"""Facts about one Hugging Face MoE model type: plain data, read by import, export and checkpoints."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeAlias
+
+from fmoe_ext.checkpoint.errors import CheckpointError
+from fmoe_ext.experts import GATED_ACTIVATIONS
+
+Values: TypeAlias = Mapping[str, Any]
+Numbers: TypeAlias = tuple[int, ...]
+PROJECTIONS = ("gate_proj.weight", "up_proj.weight", "down_proj.weight")
+W1_W3_W2 = ("w1.weight", "w3.weight", "w2.weight")
+SOFTMAX = ("NaiveGate", "SoftmaxGate")
+CLAMPED = "clamped_swiglu"
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Names and shapes of an MoE layer's tensors; "" is what the layout has no place for.
+
+    block: name of the layer. gate: name of its gate. expert_bias: bias of the choices; bias_is_row: it is [1, E].
+    experts: gate before up [E, 2H, D] and down [E, D, H] of all experts. per_expert: gate, up, down of experts.<e>
+    instead. interleaved: [E, D, 2H] with gate and up in turn and [E, H, D], with biases (GPT-OSS).
+    """
+
+    block: str = "mlp"
+    gate: str = "gate"
+    expert_bias: str = ""
+    bias_is_row: bool = False
+    experts: tuple[str, str] = ("experts.gate_up_proj", "experts.down_proj")
+    per_expert: tuple[str, str, str] | None = None
+    interleaved: bool = False
+    shared: str = ""
+    shared_gate: str = ""
+
+
+@dataclass(frozen=True)
+class Gguf:
+    """An architecture of llama.cpp, whose graph fixes what a file cannot say.
+
+    turns_pairs: the rotary embedding rotates neighbours (2i, 2i + 1), not halves.
+    """
+
+    name: str
+    normalizes: bool
+    turns_pairs: bool = False
+    biases: bool = False
+    groups_heads: bool = True
+
+
+def every_layer(name: str, moe: Numbers, dense: Numbers) -> Values:
+    """config.json of families whose layers are all MoE."""
+    if dense:
+        raise CheckpointError(
+            f"every layer of {name} is MoE, but here layers {', '.join(map(str, dense))} are dense: fmoefy all"
+        )
+    return {}
+
+
+def first_dense(name: str, moe: Numbers, dense: Numbers) -> Values:
+    """config.json of families whose first layers may be dense."""
+    if dense != tuple(range(len(dense))):
+        raise CheckpointError(f"{name} has its dense layers first, but here they are {dense}")
+    return {"first_k_dense_replace": len(dense)}
+
+
+def any_dense(name: str, moe: Numbers, dense: Numbers) -> Values:
+    """config.json of families any of whose layers may be dense."""
+    return {"decoder_sparse_step": 1, "mlp_only_layers": list(dense)}
+
+
+def nothing_more(values: Values, facts: Values) -> Values:
+    return {}
+
+
+def as_it_is(values: Values) -> Values:
+    return values
+
+
+@dataclass(frozen=True)
+class Family:
+    """One model type of Transformers.
+
+    name: the model type. holds: model types whose layers, MLPs aside, compute the same from the same configuration.
+    files, modules: the tensors in its safetensors files, and in Transformers' modules (None: the same names, with the
+    experts stacked). gates: our gates that compute what its router does; import_model builds the last.
+    config: {fact of a layer: its key in config.json}. Facts are num_experts, d_hidden, top_k, shared (hidden units of
+    the shared experts), num_shared (the same divided by d_hidden), and the options of gates and activations.
+    fixed: facts that config.json cannot change. defaults: values of keys that config.json may lack.
+    unsupported: {key of config.json: the only value that our layers compute}.
+    layers: what config.json says about the numbers of the MoE and of the dense layers. extra: further values of
+    config.json, from the values of the model's own configuration and the facts. read: the values of config.json, its
+    special cases resolved. fewest_shared: smallest number of shared experts. returns_scores: the MLP returns a pair, of
+    which the decoder layer ignores the second part.
+    """
+
+    name: str
+    holds: tuple[str, ...]
+    files: Layout
+    config: Mapping[str, str]
+    modules: Layout | None = None
+    gates: tuple[str, ...] = SOFTMAX
+    gate_bias: bool = False
+    activations: tuple[str, ...] = GATED_ACTIVATIONS
+    fixed: Values = field(default_factory=dict)
+    defaults: Values = field(default_factory=dict)
+    unsupported: Values = field(default_factory=dict)
+    layers: Callable[[str, Numbers, Numbers], Values] = every_layer
+    extra: Callable[[Values, Values], Values] = nothing_more
+    read: Callable[[Values], Values] = as_it_is
+    fewest_shared: int = 1
+    returns_scores: bool = False
+    gguf: Gguf | None = None
+
+    @property
+    def in_modules(self) -> Layout:
+        """The tensors in Transformers' modules."""
+        if self.modules is not None:
+            return self.modules
+        return replace(self.files, block="mlp", per_expert=None)
+
+    def facts_of(self, config: Values) -> dict[str, Any]:
+        """{fact: value} that the values of config.json say, and those that the family fixes."""
+        said = self.read({**self.defaults, **{k: v for k, v in config.items() if v is not None}})
+        return {fact: said[key] for fact, key in self.config.items() if key in said} | dict(self.fixed)

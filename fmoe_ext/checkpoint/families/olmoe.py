@@ -1,0 +1,17 @@
+"""OLMoE."""
+
+from fmoe_ext.checkpoint.families.family import PROJECTIONS, Family, Gguf, Layout
+
+FAMILY = Family(
+    name="olmoe",
+    holds=("olmoe",),
+    files=Layout(per_expert=PROJECTIONS),
+    config={
+        "num_experts": "num_experts",
+        "d_hidden": "intermediate_size",
+        "top_k": "num_experts_per_tok",
+        "normalize": "norm_topk_prob",
+    },
+    defaults={"norm_topk_prob": False},
+    gguf=Gguf("olmoe", normalizes=False, groups_heads=False),
+)

@@ -1,0 +1,30 @@
+"""Qwen3-MoE; Qwen3 models with MoE layers."""
+
+from fmoe_ext.checkpoint.errors import CheckpointError
+from fmoe_ext.checkpoint.families.family import PROJECTIONS, Family, Gguf, Layout, Values, any_dense
+
+
+def _windows(values: Values, facts: Values) -> Values:
+    kinds = set(values.get("layer_types") or ())
+    if len(kinds) > 1:
+        raise CheckpointError(
+            "config.layer_types has sliding and full attention, but the layers of qwen3_moe all have one of them"
+        )
+    return {"use_sliding_window": kinds == {"sliding_attention"}} if kinds else {}
+
+
+FAMILY = Family(
+    name="qwen3_moe",
+    holds=("qwen3_moe", "qwen3"),
+    files=Layout(per_expert=PROJECTIONS),
+    config={
+        "num_experts": "num_experts",
+        "d_hidden": "moe_intermediate_size",
+        "top_k": "num_experts_per_tok",
+        "normalize": "norm_topk_prob",
+    },
+    defaults={"norm_topk_prob": False},
+    layers=any_dense,
+    extra=_windows,
+    gguf=Gguf("qwen3moe", normalizes=True),
+)

@@ -1,0 +1,15 @@
+import torch
+
+from fmoe_ext.gates.sigmoid_gate import SigmoidGate
+
+
+class BiasedSoftmaxGate(SigmoidGate):
+    """The gate of ERNIE 4.5: softmax scores, balanced by a bias that is added for the selection only.
+
+    The weights are the softmax of the chosen logits. The bias moves as SigmoidGate's; arguments: SigmoidGate.
+    """
+
+    score = "softmax"
+
+    def probabilities(self, logits: torch.Tensor) -> torch.Tensor:
+        return logits.softmax(-1)

@@ -1,0 +1,62 @@
+"""Arguments of the operators that have many of them, named as in csrc/ops.cpp."""
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+
+class ExpertMlp(NamedTuple):
+    """expert_mlp."""
+
+    x: Tensor
+    row_idx: Tensor
+    inverse: Tensor
+    offs: Tensor
+    w1: Tensor
+    b1: Tensor | None
+    w2: Tensor
+    b2: Tensor | None
+    topk_weights: Tensor | None
+    activation: int
+    combine: bool
+    save_h: bool
+
+
+class ExpertMlpBackward(NamedTuple):
+    """expert_mlp_backward, expert_mlp_backward_inputs and, with main gradients, expert_mlp_backward_accumulate."""
+
+    grad_y: Tensor
+    x: Tensor
+    row_idx: Tensor
+    inverse: Tensor
+    offs: Tensor
+    w1: Tensor
+    w2: Tensor
+    b2: Tensor | None
+    topk_weights: Tensor | None
+    h: Tensor
+    activation: int
+    combine: bool
+    needs: list[bool]
+    main_dw1: Tensor | None = None
+    main_dw2: Tensor | None = None
+
+
+class ExpertMlpBackwardWeights(NamedTuple):
+    """expert_mlp_backward_weights."""
+
+    grad_y: Tensor
+    x: Tensor
+    row_idx: Tensor
+    inverse: Tensor
+    offs: Tensor
+    w1: Tensor
+    w2: Tensor
+    topk_weights: Tensor | None
+    dh: Tensor
+    scaled_a: Tensor
+    activation: int
+    combine: bool
+    needs: list[bool]
+    main_dw1: Tensor | None
+    main_dw2: Tensor | None

@@ -1,0 +1,223 @@
+"""Flags of the commands, declared once as fields of dataclasses; a YAML file may give them too."""
+
+import argparse
+import dataclasses
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
+
+T = TypeVar("T")
+TRUE, FALSE = frozenset(("true", "yes", "on")), frozenset(("false", "no", "off"))
+UNSET = frozenset(("", "null", "~"))
+LOG_FORMAT = "[%(asctime)s.%(msecs)03d][%(levelname)s][%(module)s.%(funcName)s:%(lineno)d] %(message)s"
+DATE_FORMAT = "%Y/%m/%d %H:%M:%S"
+
+
+@dataclass(frozen=True)
+class Flag:
+    """One flag. needs: flags of which one must be given too; excludes: flags that may not be given with it."""
+
+    name: str
+    default: Any
+    needs: tuple[str, ...]
+    excludes: tuple[str, ...]
+    group: str | None
+    spelling: tuple[str, ...]
+    arguments: Mapping[str, Any]  # of argparse.add_argument
+
+
+def flag(
+    default: Any,
+    help: str = "",
+    *,
+    name: str = "",
+    command_default: Any = dataclasses.MISSING,
+    needs: Sequence[str] = (),
+    excludes: Sequence[str] = (),
+    group: str | None = None,
+    short: str = "",
+    **arguments: Any,
+) -> Any:
+    """A dataclass field that is a flag of a command too; further arguments are those of argparse.add_argument.
+
+    name: the flag's name if it is not the field's. command_default: the command's default if it is not the field's.
+    """
+    shown = default if command_default is dataclasses.MISSING else command_default
+    spelling = (short,) if short else ()
+    described = Flag(
+        name, shown, tuple(needs), tuple(excludes), group, spelling, {**arguments, "help": help or None}
+    )
+    return dataclasses.field(default=default, metadata={"flag": described})
+
+
+def flags_of(*kinds: type) -> Iterator[tuple[str, Flag]]:
+    """(field name, flag) of every flag that dataclasses declare."""
+    for kind in kinds:
+        for field in dataclasses.fields(kind):
+            if (declared := field.metadata.get("flag")) is not None:
+                yield field.name, dataclasses.replace(declared, name=declared.name or field.name)
+
+
+def build(kind: Callable[..., T], values: argparse.Namespace, **others: Any) -> T:
+    """The dataclass whose flags have these values; others: the fields that are no flags."""
+    given = {field: getattr(values, declared.name) for field, declared in flags_of(kind)}  # type: ignore[arg-type]
+    return kind(**given, **others)
+
+
+class Parser(argparse.ArgumentParser):
+    """An ArgumentParser of dataclasses' flags. foreign: flags of other programs, and what to write instead."""
+
+    def __init__(
+        self,
+        prog: str,
+        *kinds: type,
+        description: str,
+        usage: str | None = None,
+        foreign: Mapping[str, str] | None = None,
+    ):
+        super().__init__(prog, usage, description, allow_abbrev=False)
+        self._foreign, self._flags = foreign or {}, [declared for _, declared in flags_of(*kinds)]
+        self._place = ""  # file and line of the flag that is read
+        groups: dict[str, argparse._ArgumentGroup] = {}
+        for one in self._flags:
+            if one.group is not None and one.group not in groups:
+                groups[one.group] = self.add_argument_group(one.group)
+            target: Any = self if one.group is None else groups[one.group]
+            target.add_argument(*one.spelling, f"--{one.name}", default=one.default, **one.arguments)
+
+    def error(self, message: str) -> NoReturn:
+        """Ends the program with status 2; names the line of the file if the flag comes from one."""
+        super().error(f"{self._place}: {message}" if self._place else message)
+
+    def read(self, arguments: Sequence[str] | None, config: str = "") -> argparse.Namespace:
+        """The values of all flags; config: the flag that names a YAML file, whose values stand behind arguments."""
+        values = self._parse(arguments)
+        if config and getattr(values, config) is not None:
+            own = list(sys.argv[1:] if arguments is None else arguments)
+            arguments = [*self._configured(getattr(values, config)), *own]
+            values = self._parse(arguments)
+        self._check(self._given(arguments))
+        return values
+
+    def _parse(
+        self, arguments: Sequence[str] | None, values: argparse.Namespace | None = None
+    ) -> argparse.Namespace:
+        found, unknown = self.parse_known_args(arguments, values)
+        for text in unknown:
+            name = text.removeprefix("--").partition("=")[0]
+            if text.startswith("--") and name in self._foreign:
+                self.error(f"--{name} means nothing here: {self._foreign[name]}")
+        if unknown:
+            self.error(f"unrecognized arguments: {' '.join(unknown)}")
+        return found
+
+    def _given(self, arguments: Sequence[str] | None) -> set[str]:
+        """The flags that are given, be it with their defaults."""
+        unset = object()
+        blank = argparse.Namespace(**{one.name: unset for one in self._flags})
+        parsed = vars(self._parse(arguments, blank))
+        return {name for name, value in parsed.items() if value is not unset and value is not None}
+
+    def _check(self, given: set[str]) -> None:
+        """Refuses by name flags that would be ignored."""
+        for one in self._flags:
+            if one.name in given and (both := [other for other in one.excludes if other in given]):
+                self.error(f"--{one.name} excludes --{', --'.join(both)}: leave one or the other out")
+        for one in self._flags:
+            if one.name in given and one.needs and not given & set(one.needs):
+                self.error(f"--{one.name} means nothing without --{' or --'.join(one.needs)}")
+
+    def _configured(self, path: Path) -> list[str]:
+        """The arguments that a YAML file stands for, each checked as on the command line."""
+        arguments: list[str] = []
+        for line, key, value in _read_yaml(path):
+            self._place = f"{path}:{line}"
+            some = self._as_arguments(key, value)
+            self._parse(some)
+            arguments += some
+        self._place = ""
+        return arguments
+
+    def _as_arguments(self, key: str, value: str | list[str]) -> list[str]:
+        actions = {action.dest: action for action in self._actions}
+        if key in self._foreign:
+            self.error(f"{key} means nothing here: {self._foreign[key]}")
+        if key not in actions or key in ("help", "config"):
+            self.error(f"unknown flag {key}")
+        if actions[key].nargs == 0:
+            if not isinstance(value, str) or value.lower() not in TRUE | FALSE:
+                self.error(f"{key} must be true or false, but is {value}")
+            return [f"--{key}"] if value.lower() in TRUE else []
+        if isinstance(value, str) and value.lower() in UNSET:
+            return []
+        if isinstance(value, str) and actions[key].nargs is None:
+            return [f"--{key}={value}"]
+        if isinstance(value, list) and actions[key].nargs is None:
+            self.error(f"{key} takes one value, but the file has a list of {len(value)}")
+        return [f"--{key}", *([value] if isinstance(value, str) else value)]
+
+
+def _read_yaml(path: Path) -> Iterator[tuple[int, str, str | list[str]]]:
+    """(line, key, text or list of texts) of each entry of a YAML mapping; SystemExit for any other file."""
+    import yaml  # needed for files of flags only
+
+    try:
+        root = yaml.compose(path.read_text(), Loader=yaml.BaseLoader)
+    except (OSError, UnicodeDecodeError, RecursionError) as error:
+        raise SystemExit(f"{path} cannot be read: {error}") from None
+    except yaml.YAMLError as error:
+        raise SystemExit(f"{path} is no YAML: {error}") from None
+    if root is None:
+        return
+    if not isinstance(root, yaml.MappingNode):
+        raise SystemExit(f"{path} must hold `flag: value` lines")
+    seen: set[str] = set()
+    for key, value in root.value:
+        place = f"{path}:{key.start_mark.line + 1}"
+        if not isinstance(key, yaml.ScalarNode) or key.value in seen:
+            raise SystemExit(f"{place}: write each flag once, as `flag: value`")
+        seen.add(key.value)
+        parts = value.value if isinstance(value, yaml.SequenceNode) else [value]
+        if not all(isinstance(part, yaml.ScalarNode) for part in parts):
+            raise SystemExit(f"{place}: {key.value} must be a value or a list of values")
+        texts = [part.value for part in parts]
+        yield key.start_mark.line + 1, key.value, texts if parts is value.value else texts[0]
+
+
+# -------------------------------------------------------------------- types of values
+
+
+def _number(kind: type[int] | type[float], least: float, may_be_least: bool) -> Callable[[Any], float]:
+    """A type of argparse: numbers from least on, or above it."""
+
+    def read(text: Any) -> float:
+        value = kind(text)
+        if not (value > least or (may_be_least and value == least)):
+            raise argparse.ArgumentTypeError(
+                f"must be {'at least' if may_be_least else 'more than'} {least}, but is {text}"
+            )
+        return value
+
+    read.__name__ = kind.__name__  # argparse names the type in its errors
+    return read
+
+
+POSITIVE, POSITIVE_INT = _number(float, 0, False), _number(int, 1, True)
+NOT_NEGATIVE, NOT_NEGATIVE_INT = _number(float, 0, True), _number(int, 0, True)
+
+
+def endpoint(text: Any) -> str:
+    """A type of argparse: host:port or [IPv6]:port; grpc would take port 70000 for 4464."""
+    host, colon, number = str(text).rpartition(":")
+    if not (host and colon and number.isdecimal() and int(number) < 1 << 16):
+        raise argparse.ArgumentTypeError(f"must be host:port or [IPv6]:port, but is {text}")
+    return str(text)
+
+
+def port(text: Any) -> int:
+    """A type of argparse: 0 (any) to 65535."""
+    if not (str(text).isdecimal() and int(text) < 1 << 16):
+        raise argparse.ArgumentTypeError(f"must be a port, 0 to 65535, but is {text}")
+    return int(text)

@@ -1,0 +1,222 @@
+"""Experts with one owner each: claimed in a directory, copied by others in case the owner vanishes."""
+
+import asyncio
+import logging
+import random
+import time
+from collections.abc import Sequence, Set
+
+from fmoe_ext.remote import protocol
+from fmoe_ext.remote.client.caller import Caller
+from fmoe_ext.remote.discovery import Discovery, DiscoveryError, ExpertRecord, check_uid
+from fmoe_ext.remote.errors import Refused, RemoteError
+from fmoe_ext.remote.security import Credentials
+from fmoe_ext.remote.server.hand_over import LONGEST_LOOK
+from fmoe_ext.remote.server.server import Server
+from fmoe_ext.remote.server.service import NotLeader
+from fmoe_ext.remote.server.state import write_state
+from fmoe_ext.remote.server.uids import Pattern, claim_free_uids
+from fmoe_ext.remote.wire import Message, WireError, encode
+
+log = logging.getLogger("fmoe_ext.remote")
+HAND_OVER_SECONDS = 10.0  # for copies elsewhere to get the last version
+LOOK_SECONDS = 0.05  # between two looks whether they have it
+LOOKS_A_PERIOD = 5
+COPY_SECONDS = 600.0
+
+
+class WarmCopies:
+    """Looks at every owner LOOKS_A_PERIOD times a period, and copies what has changed once a period.
+
+    When the record of an owner has expired, the copy is declared and hosted here. What the owner did since the last
+    copy is lost: at most one period of updates, if the copies succeeded. updates_lost_total counts what is known of
+    it (the version at the last look less the copy's), takeovers_total how often it happened. An owner that is asked to
+    stop waits for a last copy: nothing is lost then.
+    """
+
+    def __init__(
+        self,
+        discovery: Discovery,
+        uids: Sequence[str],
+        period: float = 10.0,
+        credentials: Credentials | None = None,
+    ):
+        self.discovery, self.period = discovery, period
+        self.looks_every = min(period / LOOKS_A_PERIOD, LONGEST_LOOK)
+        self.uids = [check_uid(uid) for uid in uids]
+        self._caller = Caller(credentials)
+        self._copies: dict[str, tuple[float, Message]] = {}  # uid: when, state
+        self._seen: dict[str, int] = {}  # uid: the owner's version at the last look
+
+    async def run(self, server: Server) -> None:
+        """Until it is cancelled."""
+        try:
+            while True:
+                await asyncio.sleep(self.looks_every)
+                try:
+                    records = await self.discovery.get(self.uids, timeout=self.period)
+                except DiscoveryError as error:
+                    log.warning("copies wait for the directory: %s", error)
+                    continue
+                for uid, record in zip(self.uids, records, strict=True):
+                    await self._look_at(server, uid, record)
+        finally:
+            await self._caller.close()
+
+    async def _look_at(self, server: Server, uid: str, record: ExpertRecord | None) -> None:
+        if uid in server.host.experts:
+            return
+        if record is None:
+            if uid in self._copies:
+                await self._take_over(server, uid)
+            return
+        try:
+            await self._refresh(uid, record.endpoints[0])
+        except RemoteError as error:
+            log.warning("%s could not be copied: %s", uid, error)
+
+    async def _refresh(self, uid: str, endpoint: str) -> None:
+        request = encode(Message({}, {protocol.UID: uid, protocol.LOOKS_EVERY: f"{self.looks_every:.3f}"}))
+        info = await self._caller.call(endpoint, protocol.INFO, request, self.period)
+        version = info.meta.get(protocol.VERSION, "")[:18]
+        self._seen[uid] = int(version) if version.isdecimal() else 0
+        when, copy = self._copies.get(uid, (-self.period, None))
+        is_old = copy is None or copy.meta["version"] != str(self._seen[uid])
+        is_last = info.meta.get(protocol.LEAVING) == "1"
+        if is_old and (is_last or time.monotonic() - when >= self.period):
+            state = await self._caller.download(endpoint, protocol.STATE, request, COPY_SECONDS)
+            if state.meta.get("uid") != uid or not state.meta.get("version", "").isdecimal():
+                raise Refused(f"{endpoint} sent the state of another expert than {uid}")
+            self._copies[uid] = time.monotonic(), state
+
+    async def _take_over(self, server: Server, uid: str) -> None:
+        _, copy = self._copies[uid]
+        try:
+            granted = await self.discovery.declare([uid], server.endpoint, server.options.ttl)
+        except DiscoveryError as error:
+            log.warning("%s cannot be taken over: %s", uid, error)
+            return
+        if uid not in granted:
+            return
+        try:
+            await asyncio.wrap_future(server.compute.call(lambda: write_state(server.host, copy)))
+        except WireError as error:
+            log.error("%s cannot be taken over: %s", uid, error)
+            await self.discovery.withdraw([uid], server.endpoint)
+            return
+        lost = max(0, self._seen.get(uid, 0) - int(copy.meta["version"]))
+        server.metrics.add("updates_lost_total", lost)
+        server.metrics.add("takeovers_total")
+        log.warning(
+            "%s is owned here from version %s on, %d updates or more are lost",
+            uid,
+            copy.meta["version"],
+            lost,
+        )
+
+
+class DeclaredExperts:
+    """One owner an expert: uids are claimed in a directory and renewed while the server lives.
+
+    copies: of experts that others own, for when they vanish. An expert whose uid the directory gives to another server
+    is kept with all it has learned, saved, and not served; it is served again when the directory gives it back.
+    """
+
+    def __init__(self, discovery: Discovery, copies: WarmCopies | None = None):
+        self.discovery, self.copies = discovery, copies
+        self._tasks: list[asyncio.Task[None]] = []
+        self._server: Server | None = None
+
+    async def start(self, server: Server) -> None:
+        """Claims the server's experts in discovery."""
+        self._server = server
+        await server.add_experts(await self._claim(server))
+        self._tasks.append(asyncio.create_task(self._renew(server)))
+        if self.copies is not None:
+            self._tasks.append(asyncio.create_task(self.copies.run(server)))
+
+    async def _claim(self, server: Server) -> list[str]:
+        options, endpoint = server.options, server.endpoint
+        mine = [check_uid(uid) for uid in options.expert_uids]
+        if mine:
+            granted = await self.discovery.declare(mine, endpoint, options.ttl)
+            taken = [uid for uid in mine if uid not in granted]
+            if taken:
+                await self.discovery.withdraw(list(granted), endpoint)
+                raise ValueError(
+                    f"other servers host {', '.join(taken)}: choose other uids, or stop those servers"
+                )
+            return mine
+        pattern, wanted = Pattern(options.expert_pattern), options.num_experts
+        before = server.checkpoints.uids() if server.checkpoints else []
+        kept = sorted(await self.discovery.declare(before[:wanted], endpoint, options.ttl)) if before else []
+        mine = kept + await claim_free_uids(
+            self.discovery, pattern, wanted - len(kept), endpoint, options.ttl, random.Random()
+        )
+        if len(mine) < wanted:
+            await self.discovery.withdraw(mine, endpoint)
+            raise ValueError(
+                f"{wanted} experts were asked for, but only {len(mine)} uids of {pattern.text} are free: "
+                "give a wider --expert_pattern or a smaller --num_experts"
+            )
+        return mine
+
+    async def _renew(self, server: Server) -> None:
+        ttl = server.options.ttl
+        while True:
+            await asyncio.sleep(ttl / 3)
+            uids = list(server.host.experts)
+            metadata = {"version": str(max((e.version for e in server.host.experts.values()), default=0))}
+            try:
+                mine = await self.discovery.declare(
+                    uids, server.endpoint, ttl, metadata=metadata, timeout=ttl / 3
+                )
+            except DiscoveryError as error:
+                log.warning("the directory does not answer: %s", error)
+                server.metrics.add("declare_failures_total")
+                continue
+            await self._withhold(server, set(uids) - mine, mine)
+
+    async def _withhold(self, server: Server, lost: Set[str], mine: Set[str]) -> None:
+        """Serves only experts that the directory gives to this server; the others stay here as they are."""
+        withheld = server.service.withheld
+        for uid in sorted(lost - withheld):
+            version = server.host.experts[uid].version
+            log.error(
+                "another server claims %s: it is kept here at version %d and not served until that claim ends",
+                *(uid, version),
+            )
+            server.metrics.add("experts_lost_total")
+        for uid in sorted(withheld & mine):
+            log.warning("%s belongs to this server again and is served", uid)
+        newly_lost = lost - withheld
+        withheld |= lost
+        withheld -= mine
+        if newly_lost:
+            await server.save_now()
+
+    async def stop(self) -> None:
+        """Withdraws them."""
+        for task in self._tasks:
+            task.cancel()
+        if self._server is not None:
+            await self._hand_over(self._server)
+            try:
+                await self.discovery.withdraw(list(self._server.host.experts), self._server.endpoint)
+            except DiscoveryError as error:
+                log.warning("the uids could not be withdrawn, they expire: %s", error)
+
+    async def _hand_over(self, server: Server) -> None:
+        """Takes no more gradients for experts of which others keep copies, and waits until these are complete."""
+        copies, experts = server.service.copies, server.host.experts
+
+        def may_step(uid: str) -> None:
+            raise NotLeader(f"not the leader of {uid}: this server is about to leave")
+
+        copies.is_leaving, end = True, time.monotonic() + HAND_OVER_SECONDS
+        server.host.may_step = server.service.may_step = may_step
+        await asyncio.wrap_future(server.compute.call(lambda: None))  # what was being computed is done
+        while time.monotonic() < end:
+            if not any(copies.is_awaited(uid, expert.version) for uid, expert in list(experts.items())):
+                break
+            await asyncio.sleep(LOOK_SECONDS)

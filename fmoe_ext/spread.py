@@ -1,0 +1,170 @@
+"""Where a layer's experts are: on this rank or on those of a group, with which tags, and how they get there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from fmoe_ext.ep.exchange import Group, find_group, size_of
+from fmoe_ext.ep.expert_parallel import ExpertParallel
+from fmoe_ext.ep.ranks import GroupRanks, SliceGroup
+from fmoe_ext.experts import FusedExperts, SharedExperts
+from fmoe_ext.gates import OneRank
+from fmoe_ext.linear import FMoELinear
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+def mark_module_parallel_comm(module: nn.Module, comm: str, *, only_untagged: bool = False) -> None:
+    """Tags parameters of module with the group that reduces their gradient: param.dp_comm = comm."""
+    for param in module.parameters():
+        if not (only_untagged and hasattr(param, "dp_comm")):
+            setattr(param, "dp_comm", comm)  # noqa: B010 - an attribute that Parameter does not declare
+
+
+class SpreadLayer(nn.Module):
+    """A layer whose experts are on this rank or spread over those of a group."""
+
+    num_expert: int
+    num_experts: int
+    world_size: int
+    gate: Any
+    experts: Any
+    shared_experts: SharedExperts | None
+    expert_parallel: ExpertParallel | None
+    expert_placement: torch.Tensor | None
+    _slices: SliceGroup | None
+    _expert_dp_comm: str | None
+
+    @property
+    def moe_group(self) -> ProcessGroup | None:
+        """The process group that the experts are spread over, or None."""
+        return None if self.expert_parallel is None else find_group(self.expert_parallel.group)
+
+    @property
+    def ep_rank(self) -> int:
+        """Number of this rank among those that the experts are spread over; 0 without."""
+        return 0 if self.expert_parallel is None else self.expert_parallel.rank
+
+    @property
+    def slice_size(self) -> int:
+        """Ranks that share the rows of one input; 1 without slice_group."""
+        return 1 if self._slices is None else self._slices.size
+
+    @property
+    def slice_rank(self) -> int:
+        """Number of this rank among those; 0 without slice_group."""
+        return 0 if self._slices is None else self._slices.rank
+
+    def spread(
+        self,
+        group: Group = None,
+        *,
+        gate_group: Group = None,
+        overlap_degree: int | str = 1,
+        max_rows_per_rank: int | None = None,
+        exchange: str = "choice",
+    ) -> None:
+        """Leaves on this rank its share of the experts: rank r of the group keeps [r * e, (r + 1) * e) of E = size * e.
+
+        For a layer that was made for one process, with the same parameters on all ranks of the group. All of them call
+        it, in one order of layers, before they make an optimizer: the parameters of the experts are new ones. Tags stay
+        as they are. Arguments: FMoE, group is its moe_group.
+        Raises ValueError, and changes nothing, if the experts are spread already or the ranks do not divide them.
+        """
+        size = size_of(group)
+        if self.expert_parallel is not None:
+            raise ValueError(f"the experts of {type(self).__name__} are spread over ranks already")
+        if self.num_experts % size:
+            raise ValueError(
+                f"{type(self).__name__} has {self.num_experts} experts, which {size} ranks cannot share evenly"
+            )
+        num_local = self.num_experts // size
+        self.expert_parallel = ExpertParallel(group, num_local, overlap_degree, max_rows_per_rank, exchange)
+        self.num_expert, self.world_size = num_local, size
+        self.gate.num_expert, self.gate.world_size = num_local, size
+        self.share_gate(gate_group)
+        keep_experts(self.experts, self.ep_rank * num_local, (self.ep_rank + 1) * num_local)
+
+    def share_gate(self, gate_group: Group = None) -> None:
+        """Lets the gate's losses and capacities span the tokens of a group, of moe_group if None."""
+        if isinstance(getattr(self.gate, "ranks", None), OneRank):
+            group = self.moe_group if gate_group is None else gate_group
+            self.gate.ranks = GroupRanks(group, num_copies=self.slice_size)
+
+    def place_experts(self, order: Iterable[int]) -> None:
+        """Notes that the parameters of expert order[place] are now at that place (ep.placement moves them)."""
+        assert self.expert_parallel is not None
+        self.expert_parallel.experts_in_place = list(order)
+        self.expert_placement = torch.tensor(order)
+
+    def mark_parallel_comm(self, expert_dp_comm: str = "none") -> None:
+        """Tags the parameters of the experts with expert_dp_comm and those of the gate with "gate"."""
+        self._expert_dp_comm = expert_dp_comm
+        self._mark_parameters(expert_dp_comm)
+
+    def tag_new_parameters(self) -> None:
+        """Gives parameters that came since (adapters in the experts, copies of them) the tags of those beside them."""
+        if self._expert_dp_comm is not None:
+            self._mark_parameters(self._expert_dp_comm, only_untagged=True)
+
+    def _mark_parameters(self, expert_dp_comm: str, only_untagged: bool = False) -> None:
+        # as with the gate, ranks of a slice group have parts of the gradient of shared experts
+        comms = (self.experts, expert_dp_comm), (self.gate, "gate"), (self.shared_experts, "gate")
+        for module, comm in comms:
+            if module is not None:
+                mark_module_parallel_comm(module, comm, only_untagged=only_untagged)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        if self._expert_dp_comm is not None:  # copies of parameters lose their attributes
+            self._mark_parameters(self._expert_dp_comm)
+
+
+def keep_experts(experts: nn.Module, first: int, end: int) -> None:
+    """Leaves the experts [first, end) of a list of them, or of modules whose parameters hold one in each row."""
+    if isinstance(experts, nn.ModuleList):
+        kept = list(experts)[first:end]
+        del experts[: len(experts)]
+        experts.extend(kept)
+        return
+    for module in experts.modules():
+        for name, p in module.named_parameters(recurse=False):
+            setattr(module, name, keep_rows(p, first, end))
+        if isinstance(module, FMoELinear):
+            module.num_expert = end - first
+            module.rank = first // max(end - first, 1)
+        if isinstance(module, FusedExperts):
+            module.num_experts = end - first
+
+
+def keep_rows(param: nn.Parameter, first: int, end: int) -> nn.Parameter:
+    """A parameter of the rows [first, end) of param [E, *], with its attributes."""
+    kept = nn.Parameter(param.detach()[first:end].clone(), requires_grad=param.requires_grad)
+    kept.__dict__.update(param.__dict__)
+    return kept
+
+
+def drop_wrapper_prefix(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Takes the state dict of a layer that was wrapped for data parallelism."""
+    wrapped = prefix + "module."
+    for key in [key for key in state_dict if key.startswith(wrapped)]:
+        state_dict[prefix + key.removeprefix(wrapped)] = state_dict.pop(key)
+
+
+def take_placement(module: Any, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Experts are where the state dict has them; in order, if it says nothing."""
+    key = prefix + "expert_placement"
+    if key in state_dict:
+        if module.expert_parallel is None:
+            raise RuntimeError(
+                f"{key}: experts were moved between ranks, but this layer has all of them on one"
+            )
+        module.place_experts(state_dict[key].tolist())
+    elif module.expert_placement is not None:
+        state_dict[key] = torch.arange(module.num_experts)
+        module.place_experts(range(module.num_experts))

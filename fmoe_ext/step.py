@@ -1,0 +1,269 @@
+"""One forward of a layer: begin() takes padding, slices and masks off its tokens, Step.end() puts them back.
+
+It also knows whether activation checkpointing repeats an earlier forward, whose choices and exchanges it then reuses.
+Gates, experts and telemetry ask the step that runs: is_counted(), count_choices(), run_or_replay().
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar, Token
+from typing import Any, Protocol
+
+import torch
+
+from fmoe_ext import ops
+from fmoe_ext.recompute import Forward, Forwards, can_be_repeated, is_repeated
+from fmoe_ext.routing import Nest, leaves_of, map_structure
+from fmoe_ext.tokens import Batch, batch_is, current_batch, is_inside_a_block, with_valid
+
+
+class Slices(Protocol):
+    """Ranks with the same input, each of which computes a part of the rows (ep.ranks.SliceGroup)."""
+
+    def cut(self, x: Nest) -> Nest: ...
+
+    def join(self, x: Nest) -> Nest: ...
+
+
+class Step:
+    """One forward. x: the tokens to compute, without padding and without those of other slices.
+
+    batch: which tokens are real. forward: what a repetition reuses, None if nothing can repeat this forward.
+    is_repeated: this forward is the repetition. is_counted: its choices count for loads and biases. selected: the
+    gate's choices before any was dropped, None if it does not say.
+    """
+
+    __slots__ = (
+        *("x", "batch", "forward", "is_repeated", "is_counted", "selected"),
+        *("_forwards", "_slices", "_mask", "_mask_dict", "_block", "_outer", "_counts"),
+    )
+
+    def __init__(self, batch: Batch, forward: Forward | None, is_repeated: bool, is_counted: bool):
+        self.x: Nest = None
+        self.batch = batch
+        self.forward = forward
+        self.is_repeated = is_repeated
+        self.is_counted = is_counted
+        self.selected: torch.Tensor | None = None
+        self._forwards: Forwards | None = None
+        self._slices: Slices | None = None
+        self._mask: torch.Tensor | None = None
+        self._mask_dict: Mapping[int, Any] | None = None
+        self._block: Any = None
+        self._outer: Token[Step | None] | None = None
+        self._counts: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    @property
+    def first(self) -> torch.Tensor:
+        """The first tensor of x."""
+        x: torch.Tensor = self.x if isinstance(self.x, torch.Tensor) else leaves_of(self.x)[0]
+        return x
+
+    def __enter__(self) -> Step:
+        """Makes this the step that gates and telemetry ask."""
+        self._outer = _running.set(self)
+        if self.batch.num_tokens is not None or is_inside_a_block():
+            self._block = batch_is(self.batch)
+            self._block.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        assert self._outer is not None
+        if self._block is not None:
+            self._block.__exit__(*error)
+        _running.reset(self._outer)
+
+    def drop_masked(self, topk_idx: torch.Tensor) -> torch.Tensor:
+        """topk_idx [T, K], -1 for the tokens that a mask sends to no expert."""
+        return topk_idx if self._mask is None else _drop_masked(topk_idx, self._mask)
+
+    def end(self, out: Nest, topk_weights: torch.Tensor, beside: Nest, training: bool) -> Nest:
+        """The result of the layer: out [T, *] and what masked tokens get, plus beside, with all slices and padding."""
+        if self._mask is not None and self._mask_dict is not None:
+            out = fill_masked(out, topk_weights, self._mask, self._mask_dict)
+        if beside is not None:
+            out = out + beside
+        if self._slices is not None:
+            out = self._slices.join(out)
+        out = self.batch.put_back(out)
+        if self.forward is not None and self._forwards is not None and self.is_counted:
+            self._forwards.keep(self.forward, out, training)
+        return out
+
+    def run_or_replay(self, exchange: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """exchange(), which needs other ranks; a repeated forward returns what its original got, without them."""
+        return exchange() if self.forward is None else self.forward.run_or_replay(exchange)
+
+    def exchange_counts(self, exchange: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """run_or_replay() of the counts of rows; again on all ranks if one without tokens cannot know its original."""
+        counts = self.run_or_replay(exchange)
+        lost = self.forward is not None and self.is_repeated and self.forward.has_empty_rank
+        return exchange() if lost else counts
+
+    def note_empty_rank(self, has_empty_rank: bool) -> None:
+        """Remembers for the repetition whether one of the ranks has no tokens."""
+        if self.forward is not None and not self.is_repeated:
+            self.forward.has_empty_rank = has_empty_rank
+
+    def count(self, topk_idx: torch.Tensor, num_experts: int) -> torch.Tensor:
+        """Choices of each expert [E]; the same tensor of choices is counted once. Not to be changed."""
+        for counted, counts in self._counts:
+            if counted is topk_idx:
+                return counts
+        self._counts.append((topk_idx, ops.count_tokens(topk_idx, num_experts)))
+        return self._counts[-1][1]
+
+
+_running: ContextVar[Step | None] = ContextVar("the forward that runs", default=None)
+
+
+def current_step() -> Step | None:
+    """The step of the layer that calls its gate; None outside of layers and in compiled graphs."""
+    return None if torch.compiler.is_compiling() else _running.get()
+
+
+def begin(
+    forwards: Forwards,
+    slices: Slices | None,
+    moe_inp: Nest,
+    valid: torch.Tensor | None,
+    mask: torch.Tensor | None,
+    mask_dict: Mapping[int, Any] | None,
+    training: bool,
+) -> Step:
+    """The step of a forward. moe_inp: a tensor [T, *] or a nest of them; other arguments: FMoE."""
+    leaves = [moe_inp] if isinstance(moe_inp, torch.Tensor) else leaves_of(moe_inp)
+    num_tokens = _check(leaves)
+    if torch.compiler.is_compiling() and not is_inside_a_block():
+        batch = Batch() if valid is None else with_valid(Batch(), valid)
+        batch.check(num_tokens)
+        step = Step(batch, None, False, True)
+    else:
+        step = _find_or_begin(forwards, leaves[0], valid, training)
+    if step.batch.rows is not None:
+        moe_inp = step.batch.take(moe_inp)
+    if mask is not None:
+        mask = step.batch.take(mask.flatten())
+    if slices is not None:
+        moe_inp, mask = slices.cut(moe_inp), None if mask is None else slices.cut(mask)
+    step.x, step._slices, step._mask, step._mask_dict = moe_inp, slices, mask, mask_dict
+    return step
+
+
+def _find_or_begin(
+    forwards: Forwards, first: torch.Tensor, valid: torch.Tensor | None, training: bool
+) -> Step:
+    """The step of a repeated forward has the padding, choices and exchanges of the original."""
+    repeats = is_repeated()
+    forward = forwards.find(first) if repeats else None
+    if forward is not None:
+        return Step(forward.batch, forward, True, False)
+    batch = current_batch() if valid is None else with_valid(current_batch(), valid)
+    batch.check(first.shape[0])
+    step = Step(batch, None, False, not (repeats or _uncounted.get()))
+    if repeats or can_be_repeated(training or batch.rows is not None):
+        step.forward, step._forwards = forwards.begin(first, batch), forwards
+    return step
+
+
+def _check(leaves: list[Any]) -> int:
+    """T, the number of tokens of all leaves; ValueError if they differ, TypeError for integer tokens."""
+    sizes = [x.shape[0] if isinstance(x, torch.Tensor) and x.dim() > 0 else None for x in leaves]
+    if not sizes or sizes[0] is None or any(size != sizes[0] for size in sizes):
+        kinds = [list(x.shape) if isinstance(x, torch.Tensor) else type(x).__name__ for x in leaves]
+        raise ValueError(f"moe_inp must be tensors [T, *] with one number of tokens T, but got {kinds}")
+    dtypes = {x.dtype for x in leaves}
+    if not any(dtype.is_floating_point or dtype.is_complex for dtype in dtypes):
+        raise TypeError(
+            f"moe_inp must have tokens of a floating dtype, but got {', '.join(map(str, dtypes))}"
+        )
+    return sizes[0]
+
+
+_uncounted: ContextVar[bool] = ContextVar("forwards only look ahead", default=False)
+
+
+@contextmanager
+def uncounted() -> Iterator[None]:
+    """Forwards in the block only look at what will come, and count for nothing."""
+    token = _uncounted.set(True)
+    try:
+        yield
+    finally:
+        _uncounted.reset(token)
+
+
+def is_counted() -> bool:
+    """True if this forward counts for loads and biases: it is neither repeated nor uncounted()."""
+    if torch.compiler.is_compiling():
+        return True
+    step = _running.get()
+    return not (is_repeated() or _uncounted.get()) if step is None else step.is_counted
+
+
+def count_choices(topk_idx: torch.Tensor, num_experts: int) -> torch.Tensor:
+    """Choices of each expert [num_experts] int64; in a step the same choices are counted once. Not to be changed."""
+    step = current_step()
+    return ops.count_tokens(topk_idx, num_experts) if step is None else step.count(topk_idx, num_experts)
+
+
+def note_selected(topk_idx: torch.Tensor) -> None:
+    """Keeps the choices of a gate before any is dropped, for a repetition."""
+    step = current_step()
+    if step is not None:
+        step.selected = topk_idx
+
+
+def run_or_replay(exchange: Callable[[], torch.Tensor]) -> torch.Tensor:
+    """Step.run_or_replay() of the running step."""
+    step = current_step()
+    return exchange() if step is None else step.run_or_replay(exchange)
+
+
+def forward_of_layer(gate: object) -> Forward | None:
+    """The forward that a repetition reuses; RuntimeError if a checkpoint repeats a gate outside of a layer."""
+    step = current_step()
+    if step is not None:
+        return step.forward
+    if is_repeated():
+        raise RuntimeError(
+            f"a checkpoint repeats {type(gate).__name__} outside of an FMoE layer: which forward, and of which "
+            "microbatch, is unknown; checkpoint the layer, or what has it inside"
+        )
+    return None
+
+
+def _drop_masked(topk_idx: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """topk_idx [T, K], -1 where mask (T entries) != 0; ValueError for another number of entries."""
+    if mask.numel() != topk_idx.shape[0]:
+        raise ValueError(
+            f"mask must have one entry for each of the {topk_idx.shape[0]} tokens, "
+            f"but got shape {list(mask.shape)}"
+        )
+    return torch.where(_of_rows(mask, topk_idx) != 0, -1, topk_idx)
+
+
+def fill_masked(
+    out: Nest, topk_weights: torch.Tensor, mask: torch.Tensor, mask_dict: Mapping[int, Any]
+) -> Nest:
+    """out [T, *] or a nest; where mask (T entries) is a key of mask_dict, its value (scalar, [*], [K, *]), weighted."""
+    return map_structure(lambda leaf: _fill(leaf, topk_weights, mask, mask_dict), out)
+
+
+def _fill(
+    out: torch.Tensor, topk_weights: torch.Tensor, mask: torch.Tensor, mask_dict: Mapping[int, Any]
+) -> torch.Tensor:
+    of_rows = _of_rows(mask, out)
+    for value, filling in mask_dict.items():
+        filling = torch.as_tensor(filling, dtype=topk_weights.dtype, device=out.device)
+        filling = filling.expand(topk_weights.shape[1], *out.shape[1:])  # [K, *]
+        weighted = torch.tensordot(topk_weights, filling, dims=1).to(out.dtype)  # [T, *]
+        out = torch.where(of_rows == value, weighted, out)
+    return out
+
+
+def _of_rows(mask: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """mask [T, 1, ...], shaped to select rows of [T, *]."""
+    return mask.to(rows.device).reshape(-1, *(1 for _ in rows.shape[1:]))

@@ -1,0 +1,85 @@
+"""The commands `fmoe`, `fmoe-server` and `fmoe-dht`.
+
+A module beside the package: importing fmoe_ext takes more than a second, and `fmoe --help` must not wait for it.
+"""
+
+import argparse
+import importlib
+import importlib.metadata
+import sys
+from collections.abc import Sequence
+from types import MappingProxyType
+
+# command: (module with main(arguments), one line of help)
+COMMANDS = MappingProxyType(
+    {
+        "audit": ("fmoe_ext.audit.cli", "compare a training in every layout with one process"),
+        "balance": ("fmoe_ext.balance.cli", "write an HTML page about which tokens chose which expert"),
+        "checkpoint": ("fmoe_ext.checkpoint.cli", "inspect, merge and convert checkpoints"),
+        "dht": ("fmoe_ext.remote.dht.main", "run a node of the DHT without experts (also fmoe-dht)"),
+        "gpu": ("fmoe_ext.gpu.cli", "check and time every CUDA kernel on a GPU"),
+        "info": ("fmoe_ext.info", "print versions, native modules and settings for a bug report"),
+        "pipeline": ("fmoe_ext.pipeline.cli", "estimate which parallel layout suits a model"),
+        "serve": ("fmoe_ext.remote.server.main", "host experts for other machines (also fmoe-server)"),
+        "simulate": ("fmoe_ext.ep.simulate", "estimate step times of expert parallelism on many ranks"),
+    }
+)
+STATUS = "Exit status: 0 done; 1 done, and something is wrong; 2 could not be done."
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run `fmoe COMMAND ...`."""
+    given = sys.argv[1:] if arguments is None else list(arguments)
+    run(parser().parse_args(given[:1]).command, given[1:])
+
+
+def serve() -> None:
+    """Run `fmoe-server ...`."""
+    run("serve", sys.argv[1:])
+
+
+def dht() -> None:
+    """Run `fmoe-dht ...`."""
+    run("dht", sys.argv[1:])
+
+
+def parser() -> argparse.ArgumentParser:
+    width = max(map(len, COMMANDS))
+    lines = (f"  {name:{width}}  {help}" for name, (_, help) in COMMANDS.items())
+    result = argparse.ArgumentParser(
+        prog="fmoe",
+        usage="fmoe COMMAND [arguments]",
+        description="\n".join(["Mixture-of-Experts training for PyTorch.\n", "commands:", *lines]),
+        epilog=f"`fmoe COMMAND --help` lists the arguments of one. {STATUS}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        add_help=False,
+    )
+    result.add_argument("-h", "--help", action="help", help=argparse.SUPPRESS)
+    result.add_argument("--version", action=Version, nargs=0, help=argparse.SUPPRESS)
+    result.add_argument("command", choices=COMMANDS, metavar="COMMAND", help=argparse.SUPPRESS)
+    return result
+
+
+class Version(argparse.Action):
+    """Read the version only on --version: that searches the installed packages."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        print(f"fmoe_ext {importlib.metadata.version('fmoe-ext')}")
+        parser.exit()
+
+
+def run(command: str, arguments: Sequence[str]) -> None:
+    """Import a command's module, run its main(arguments) and exit with its status."""
+    try:
+        module = importlib.import_module(COMMANDS[command][0])
+        cli = importlib.import_module("fmoe_ext._cli")
+    except ImportError as error:  # torch, the native module or an optional package is missing
+        sys.exit(_refuse(f"error: {error}"))
+    except KeyboardInterrupt:
+        sys.exit(130)
+    cli.run(lambda: module.main(arguments))
+
+
+def _refuse(sentence: str) -> int:
+    print(sentence, file=sys.stderr)
+    return 2

@@ -1,0 +1,77 @@
+"""Fmoefied models of the architectures of Transformers are the same after save_pretrained and from_pretrained."""
+
+import pytest
+import torch
+
+from fmoe_ext import fmoefy
+
+transformers = pytest.importorskip("transformers")
+
+from fmoe_ext.integrations.huggingface import from_pretrained  # noqa: E402
+from tests.integrations.tiny_architectures import architectures, tiny_model  # noqa: E402
+
+# their files have split, merged or renamed tensors, infinities, positions that are not saved ...
+CONVERTED = (
+    *("HrmTextForCausalLM", "OlmoHybridForCausalLM", "GteForMaskedLM", "JinaEmbeddingsV3ForMaskedLM"),
+    *("NomicBertForMaskedLM", "FalconH1ForCausalLM", "MarianMTModel"),
+)
+# ... or an activation without a name, or none in the configuration
+WITHOUT_A_NAME = (
+    *("ArceeForCausalLM", "NemotronForCausalLM", "ApertusForCausalLM", "PersimmonForCausalLM"),
+    *("Jais2ForCausalLM", "NanoChatForCausalLM", "BloomForCausalLM", "MptForCausalLM", "Lfm2ForCausalLM"),
+    "OpenAIGPTLMHeadModel",
+)
+
+
+def differences(model, folder):
+    """Names of what is another tensor after saving and loading."""
+    saved_by_transformers = set(model.state_dict()) - set(model._keys_to_ignore_on_save or ())
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if name in saved_by_transformers:
+                p.add_(0.01 * torch.randn_like(p))
+    model.save_pretrained(folder)
+    again = from_pretrained(folder)
+    states = [
+        {**m.state_dict(), **dict(m.named_buffers())}  # those too that are not saved
+        for m in (model, again)
+    ]
+    names = states[0].keys() | states[1].keys()
+    return [
+        name
+        for name in names
+        if not all(name in s for s in states) or not states[0][name].equal(states[1][name])
+    ]
+
+
+@pytest.mark.parametrize("name", [*CONVERTED, *WITHOUT_A_NAME])
+def test_fmoefied_model_saved_and_loaded_is_the_same(name, tmp_path):
+    model = fmoefy(tiny_model(name), 2, top_k=1)
+    assert differences(model, tmp_path) == []
+    with pytest.raises(Exception, match=r"needs fmoe_ext\.integrations\.huggingface\.from_pretrained"):
+        type(model).from_pretrained(tmp_path)
+
+
+@pytest.mark.long
+def test_every_architecture_saved_and_loaded_is_the_same(tmp_path):
+    """Every one that fmoefy takes; the others are MoE models already, or have no MLP that it reads."""
+    equal, refused, different = [], {}, {}
+    for name in architectures():
+        model = tiny_model(name)
+        if model is None:
+            continue
+        try:
+            fmoefy(model, 2, top_k=1)
+        except ValueError as error:
+            refused[name] = str(error).splitlines()[0]
+            continue
+        wrong = differences(model, tmp_path / name)
+        if wrong:
+            different[name] = wrong[:3]
+        else:
+            equal.append(name)
+    for name, why in refused.items():
+        print(f"{name}: {why}")
+    print(f"{len(equal)} are the same, {len(refused)} are not taken by fmoefy")
+    assert not different
+    assert len(equal) > 300
