@@ -70,7 +70,7 @@ $(VENV)/.built: $(VENV)/.installed $(NATIVE)
 	@echo '$(FLAGS)' > $(VENV)/.flags
 	@touch $@
 
-## make cuda     compile the CUDA kernels where nvcc is found, also under a CPU-only torch
+## make cuda     compile the CUDA kernels too, for any torch; minutes, needs nvcc
 cuda: $(VENV)/.installed
 	FMOE_CUDA=1 $(PY) setup.py build_ext --inplace
 
@@ -88,9 +88,11 @@ format: $(VENV)/.installed
 	$(VENV)/bin/ruff format .
 	$(VENV)/bin/clang-format -i $(CXX_FILES)
 
-## make docs     the documentation's site in out/docs (open index.html); a warning is an error
+## make docs     the documentation's site in out/docs (open index.html); a warning or a dead link is an error
 docs: $(VENV)/.docs
+	rm -rf out/docs/_modules  # Sphinx keeps old pages there, with old links
 	$(PY) -m sphinx -q -W --keep-going -d out/doctrees docs out/docs
+	$(PY) docs/check_links.py out/docs
 	@echo 'open out/docs/index.html'
 
 $(VENV)/.docs: docs/requirements.txt $(VENV)/.built

@@ -9,6 +9,11 @@ import re
 import textwrap
 
 NAMES = re.compile(r"([a-z_]\w*(?:(?:, | and )[a-z_]\w*)*)((?: \[[^\]]*\])*(?:: | > ))")
+FURTHER = re.compile(
+    rf"(?<=[.);] ){NAMES.pattern}"
+)  # "num_expert: experts of this rank. d_model: width of a token."
+# `code`, and words with an underscore where reStructuredText allows a mark before and behind them
+CODE = re.compile(r"(`[^`]+`|(?:(?<=[\s(])|^)[A-Za-z][\w.]*_[\w.]*\w(?:\(\))?(?=[\s,.;:)]|$))")
 STARTS = re.compile(rf"->|Raises |Returns |Equivalent|FastMoE: |\* |{NAMES.pattern}")
 # the words, the code up to a sentence that follows it, that sentence
 EQUIVALENT = re.compile(r"(Equivalent[^:]*): (.*?)\.?(?:(?<=\.) ([A-Z]\w* .*|FastMoE: .*))?$", re.DOTALL)
@@ -43,10 +48,10 @@ def items(paragraph):
 
 
 def escape(text):
-    """Text with `code` in it, as reStructuredText that shows the same."""
-    parts = re.split(r"`([^`]+)`", text)
+    """Text with `code` in it, as reStructuredText that shows the same; d_model is code too."""
+    parts = CODE.split(text)
     return "".join(
-        f"``{part}``" if number % 2 else re.sub(r"([\\*_|`])", r"\\\1", part)
+        f"``{part.strip('`')}``" if number % 2 else re.sub(r"([\\*_|`])", r"\\\1", part)
         for number, part in enumerate(parts)
     )
 
@@ -57,15 +62,23 @@ def markup(item):
     if equivalent:
         code = equivalent[2].replace("`", "")
         return f"{escape(equivalent[1])}: ``{code}``. {escape(equivalent[3] or '')}".rstrip()
-    names = NAMES.match(item)
-    if names:
-        listed = re.sub(r"\w+", lambda word: word[0] if word[0] == "and" else f"``{word[0]}``", names[1])
-        return listed + escape(item[names.end(1) :])
-    return "* " + escape(item[2:]) if item.startswith("* ") else escape(item)
+    result, done = ("* ", 2) if item.startswith("* ") else ("", 0)
+    first = NAMES.match(item, done)
+    for names in [*([first] if first else []), *FURTHER.finditer(item)]:
+        result += escape(item[done : names.start()]) + as_code(names[1])
+        done = names.end(1)
+    return result + escape(item[done:])
+
+
+def as_code(names):
+    """``a``, ``b`` and ``c``"""
+    return re.sub(r"\w+", lambda word: word[0] if word[0] == "and" else f"``{word[0]}``", names)
 
 
 def code_block(paragraph):
     text = textwrap.dedent("\n".join(paragraph))
+    if text.startswith(">>>"):
+        return [".. code-block:: pycon", "", *("    " + line for line in text.splitlines()), ""]
     try:
         ast.parse(text)
         language = "python"

@@ -71,7 +71,7 @@ _BY_NAME = MappingProxyType({variable.name: variable for variable in VARIABLES})
 
 
 def text(name: str) -> str:
-    """What the environment says of a listed variable, unconverted; "" when unset."""
+    """Text of a listed variable, unconverted; "" when unset."""
     return os.environ.get(_BY_NAME[name].name, "").strip()
 
 
@@ -99,7 +99,7 @@ def get(name: str) -> Any:
 
 
 def unlisted(name: str) -> str | None:
-    """What the environment says of any variable, None when unset; for FastMoE's float_from_env(key) only."""
+    """Text of any variable, None when unset; for FastMoE's float_from_env(key) only."""
     return os.environ.get(name)
 
 

@@ -1,4 +1,4 @@
-"""Whether something is of a class of PyTorch's sharding; before its modules are imported, for a second, nothing is."""
+"""Tests for classes of PyTorch's sharding that do not import its modules, which takes a second."""
 
 import sys
 from typing import TYPE_CHECKING, Any, TypeGuard

@@ -48,7 +48,7 @@ def give_memory_back() -> None:
 
 
 def can_keep_memory() -> bool:
-    """Whether keep_memory() works here: on Linux with glibc."""
+    """True if keep_memory() works here: on Linux with glibc."""
     return sys.platform == "linux" and hasattr(ctypes.CDLL(None), "gnu_get_libc_version")
 
 

@@ -68,6 +68,13 @@ class FMoE(SpreadLayer):
       separate experts are drawn as these draw them, and cast.
     renormalize=True scales the weights of a token that lost choices to their sum before; otherwise lost
       choices add nothing.
+
+    Example:
+
+        >>> expert = lambda d_model: torch.nn.Sequential(torch.nn.Linear(d_model, 16), torch.nn.Linear(16, d_model))
+        >>> layer = FMoE(num_expert=4, d_model=8, expert=expert, top_k=2, gate="softmax")
+        >>> layer(torch.randn(10, 8)).shape
+        torch.Size([10, 8])
     """
 
     def __init__(
@@ -239,7 +246,7 @@ class FMoE(SpreadLayer):
             topk_idx, topk_weights = choices_of(gate, gate(step.x))
         elif forward.kept is None or forward.selected is None:
             topk_idx, topk_weights = choices_of(gate, gate(step.x))
-            forward.choose(gate.take_selected(), topk_idx, gate.weighs_while_choosing, self.num_experts)
+            forward.choose(step.selected, topk_idx, gate.weighs_while_choosing, self.num_experts)
         else:
             tape, gate.tape = gate.tape, Repeat(forward.selected.long(), forward.is_fused)
             try:

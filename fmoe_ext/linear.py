@@ -84,6 +84,13 @@ class FMoELinear(nn.Module):
     the same seed draw different experts, those that one process with all of them would draw.
     gradient_accumulation_fusion: backward adds the gradient of weight to weight.main_grad (ops.MainGrad) instead
     of weight.grad. device, dtype: of the parameters, as in nn.Linear.
+
+    Example:
+
+        >>> linear = FMoELinear(num_expert=3, in_feat=8, out_feat=4)
+        >>> rows = torch.randn(6, 8)  # sorted by expert: two rows of expert 0, four of expert 2
+        >>> linear(rows, torch.tensor([2, 0, 4])).shape
+        torch.Size([6, 4])
     """
 
     def __init__(
@@ -142,15 +149,16 @@ class FMoELinear(nn.Module):
 
     @property
     def must_be_called(self) -> bool:
-        """Whether something waits for this module's call: a hook, or a forward put in the place of its own.
+        """True if something waits for this module's call: a hook, or a forward put in the place of its own.
 
         Otherwise whoever has the module may compute with its weight and bias directly, as FusedExperts does.
         """
-        return "forward" in self.__dict__ or any(map(_is_active, self._hook_handles))
+        handles = self._hook_handles
+        return "forward" in self.__dict__ or (bool(handles) and any(map(_is_active, handles)))
 
     @property
     def main_grad(self) -> ops.MainGrad | None:
-        """Where the gradient of weight is added in backward; None without gradient_accumulation_fusion."""
+        """Tensor to which backward adds the gradient of weight; None without gradient_accumulation_fusion."""
         return ops.MainGrad(self.weight) if self.gradient_accumulation_fusion else None
 
     def forward(self, inp: torch.Tensor, fwd_expert_count: torch.Tensor | Sequence[int]) -> torch.Tensor:
@@ -176,5 +184,5 @@ class FMoELinear(nn.Module):
 
 
 def _is_active(handle: RemovableHandle) -> bool:
-    """Whether a hook has not been removed."""
+    """True if a hook has not been removed."""
     return handle.id in (handle.hooks_dict_ref() or ())

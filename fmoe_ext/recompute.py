@@ -63,8 +63,8 @@ class Forward:
     the smallest dtype that holds them. is_fused: whether the gate chose and weighed in one operator, whose backward
     keeps other tensors than the two steps. microbatch: its number where losses span several (gates.accumulation). way:
     how its tokens travelled between ranks. messages: results of the exchanges between ranks, in order; num_replayed:
-    how many of them the repetition has used. has_empty_rank: one of the ranks that exchanged tokens had none, and so cannot
-    match its forwards.
+    how many of them the repetition has used. has_empty_rank: one of the ranks that exchanged tokens had none, and so
+    cannot match its forwards.
     """
 
     num_tokens: int

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed import ProcessGroup
 
-from fmoe_ext.ep.exchange import Group, find_group, register_group
+from fmoe_ext.ep.exchange import Group, find_group, size_of
 from fmoe_ext.ep.expert_parallel import ExpertParallel
 from fmoe_ext.ep.ranks import GroupRanks, SliceGroup
 from fmoe_ext.experts import FusedExperts, SharedExperts
 from fmoe_ext.gates import OneRank
 from fmoe_ext.linear import FMoELinear
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 
 def mark_module_parallel_comm(module: nn.Module, comm: str, *, only_untagged: bool = False) -> None:
@@ -75,7 +76,7 @@ class SpreadLayer(nn.Module):
         as they are. Arguments: FMoE, group is its moe_group.
         Raises ValueError, and changes nothing, if the experts are spread already or the ranks do not divide them.
         """
-        size = dist.get_world_size(find_group(register_group(group)))
+        size = size_of(group)
         if self.expert_parallel is not None:
             raise ValueError(f"the experts of {type(self).__name__} are spread over ranks already")
         if self.num_experts % size:

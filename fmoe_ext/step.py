@@ -31,11 +31,12 @@ class Step:
     """One forward. x: the tokens to compute, without padding and without those of other slices.
 
     batch: which tokens are real. forward: what a repetition reuses, None if nothing can repeat this forward.
-    is_repeated: this forward is the repetition. is_counted: its choices count for loads and biases.
+    is_repeated: this forward is the repetition. is_counted: its choices count for loads and biases. selected: the
+    gate's choices before any was dropped, None if it does not say.
     """
 
     __slots__ = (
-        *("x", "batch", "forward", "is_repeated", "is_counted"),
+        *("x", "batch", "forward", "is_repeated", "is_counted", "selected"),
         *("_forwards", "_slices", "_mask", "_mask_dict", "_block", "_outer", "_counts"),
     )
 
@@ -45,6 +46,7 @@ class Step:
         self.forward = forward
         self.is_repeated = is_repeated
         self.is_counted = is_counted
+        self.selected: torch.Tensor | None = None
         self._forwards: Forwards | None = None
         self._slices: Slices | None = None
         self._mask: torch.Tensor | None = None
@@ -205,6 +207,13 @@ def count_choices(topk_idx: torch.Tensor, num_experts: int) -> torch.Tensor:
     """Choices of each expert [num_experts] int64; in a step the same choices are counted once. Not to be changed."""
     step = current_step()
     return ops.count_tokens(topk_idx, num_experts) if step is None else step.count(topk_idx, num_experts)
+
+
+def note_selected(topk_idx: torch.Tensor) -> None:
+    """Keeps the choices of a gate before any is dropped, for a repetition."""
+    step = current_step()
+    if step is not None:
+        step.selected = topk_idx
 
 
 def run_or_replay(exchange: Callable[[], torch.Tensor]) -> torch.Tensor:

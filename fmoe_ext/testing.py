@@ -1,4 +1,4 @@
-"""What the tests, the benchmarks and users of custom layers need to check numbers against a float64 truth."""
+"""Tools to compare numbers with a float64 truth, for tests, benchmarks and users of custom layers."""
 
 import contextlib
 import multiprocessing.connection
@@ -57,7 +57,7 @@ def assert_close(ours: torch.Tensor, truth: torch.Tensor, plain: torch.Tensor, n
 
 
 class DistributedError(AssertionError):
-    """What went wrong on the ranks of run_distributed(): every rank's traceback, exit or silence, in one text."""
+    """Failures of the ranks of run_distributed(): every rank's traceback, exit or silence, in one text."""
 
 
 def run_distributed(fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 120.0) -> list[Any]:

@@ -142,6 +142,15 @@ def valid_tokens(mask: torch.Tensor | None) -> Iterator[None]:
     mask: bool or 0 / 1, one entry a token in the order in which the layers get them, [T] or [B, S]; None for no
     padding. One copy of the number of real tokens to the host for all layers. A forward that activation checkpointing
     repeats later has the mask of the first one.
+
+    Example:
+
+        >>> layer = fmoe_ext.FMoETransformerMLP(num_expert=4, d_model=8, d_hidden=16)
+        >>> x = torch.randn(2, 3, 8)  # the second sequence has one token and two of padding
+        >>> with valid_tokens(torch.tensor([[1, 1, 1], [1, 0, 0]])):
+        ...     y = layer(x)
+        >>> y[1].any(dim=-1).tolist()
+        [True, False, False]
     """
     batch = current_batch()
     with batch_is(batch if mask is None else with_valid(batch, mask)):
@@ -155,6 +164,14 @@ def packed_sequences(cu_seqlens: torch.Tensor) -> Iterator[None]:
     cu_seqlens [B + 1]: 0 and the cumulative ends of the sequences among the T tokens that layers get, as
     flash-attention has them; it takes the place of seq_len. Empty sequences count for nothing. Raises ValueError if
     it does not rise from 0.
+
+    Example:
+
+        >>> gate = partial(fmoe_ext.SoftmaxGate, balance_loss="sequence", seq_len=6)
+        >>> layer = fmoe_ext.FMoETransformerMLP(num_expert=4, d_model=8, d_hidden=16, gate=gate)
+        >>> with packed_sequences(torch.tensor([0, 2, 6])):  # 6 tokens: a sequence of 2 and one of 4
+        ...     layer(torch.randn(6, 8)).shape
+        torch.Size([6, 8])
     """
     lengths = cu_seqlens.long().diff()
     if cu_seqlens.dim() != 1 or len(cu_seqlens) < 2 or int(cu_seqlens[0]) != 0 or int(lengths.min()) < 0:

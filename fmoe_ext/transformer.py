@@ -22,6 +22,14 @@ class FMoETransformerMLP(FMoE):
     shared_expert_hidden: hidden units of an MLP that every token passes besides, with the same activation and bias,
     computed while the tokens are on their way to the other ranks; shared_expert_gate: experts.SharedExperts. Other
     arguments: FMoE.
+
+    Example:
+
+        >>> mlp = FMoETransformerMLP(num_expert=4, d_model=8, d_hidden=16, activation="swiglu", gate="softmax")
+        >>> y = mlp(torch.randn(2, 5, 8))  # [batch, sequence, d_model]
+        >>> y.shape
+        torch.Size([2, 5, 8])
+        >>> (y.square().mean() + 0.01 * fmoe_ext.gates.total_loss(mlp)).backward()
     """
 
     def __init__(
@@ -110,4 +118,6 @@ class FMoETransformerMLP(FMoE):
         """
         if inp.dim() == 0 or inp.shape[-1] != self.d_model:
             raise ValueError(f"inp must have shape [..., d_model={self.d_model}], but got {list(inp.shape)}")
-        return super().forward(inp.reshape(-1, self.d_model), valid).reshape(inp.shape)
+        # a view of a matrix too, so that gate and experts sum their gradients before a residual joins them
+        out = super().forward(inp.reshape(-1, self.d_model), valid)
+        return out if inp.dim() == 2 else out.reshape(inp.shape)

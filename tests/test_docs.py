@@ -1,10 +1,14 @@
 """The documentation: its code runs as it stands, its links lead somewhere, and every public name has a docstring."""
 
+import doctest
+import functools
 import importlib.util
 import inspect
 import json
+import operator
 import os
 import re
+import shlex
 import subprocess
 import sys
 import types
@@ -12,6 +16,10 @@ from pathlib import Path
 
 import pytest
 import torch
+
+import fmoe_ext
+import fmoe_ext_command
+from fmoe_ext.pipeline import cli as pipeline
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md"))]
@@ -188,8 +196,20 @@ def test_commands_exist(path):
         assert f"\n{target}:" in makefile, f"{name_of(path)} says make {target}"
     for module in re.findall(r"python -m ((?:fmoe_ext|benchmarks)[\w.]*)", code):
         assert importlib.util.find_spec(module), f"{name_of(path)} says python -m {module}"
+    shell = "\n".join(block for language, block, _ in blocks(path) if language == "sh")
+    for command in re.findall(
+        r"^`?fmoe ([a-z]+)\b(?! \d)", "\n".join(re.findall(r"`fmoe [^`]+`", prose)) + shell, re.MULTILINE
+    ):
+        assert command in fmoe_ext_command.COMMANDS, f"{name_of(path)} says fmoe {command}"
     for program in re.findall(r"(?:^|\s)(examples/[\w/]+\.py)", code):
         assert ROOT.joinpath(program).exists(), f"{name_of(path)} runs {program}"
+
+
+def test_plan_in_readme_runs(capsys):
+    """Its required arguments were left out."""
+    readme = (ROOT / "README.md").read_text()
+    pipeline.main(shlex.split(re.search(r"^fmoe pipeline (plan .*)$", readme, re.MULTILINE)[1]))
+    assert "pipeline" in capsys.readouterr().out.splitlines()[-1].lower()
 
 
 def test_every_page_is_in_the_contents():
@@ -233,6 +253,32 @@ def test_public_names_have_docstrings(name):
             assert not missing, f"{name}.{public}: no docstring on {', '.join(missing)}"
         elif inspect.isfunction(value):
             assert value.__doc__, f"{name}.{public} has no docstring"
+
+
+WITH_EXAMPLES = (
+    "FMoE",
+    "FMoELinear",
+    "FMoETransformerMLP",
+    "SigmoidGate",
+    "SoftmaxGate",
+    "batch_invariant",
+    "fmoefy",
+    "gates.total_loss",
+    "packed_sequences",
+    "valid_tokens",
+)
+
+
+@pytest.mark.parametrize("name", WITH_EXAMPLES)
+def test_example_in_docstring_runs(name, clean_state):
+    """The names that a program needs first."""
+    value = operator.attrgetter(name)(fmoe_ext)
+    names = {"torch": torch, "fmoe_ext": fmoe_ext, "partial": functools.partial, value.__name__: value}
+    test = doctest.DocTestParser().get_doctest(inspect.getdoc(value), names, name, None, None)
+    assert test.examples, f"{name} has no example"
+    said = []
+    result = doctest.DocTestRunner(optionflags=doctest.NORMALIZE_WHITESPACE).run(test, out=said.append)
+    assert result.failed == 0, "".join(said)
 
 
 OPERATORS = (

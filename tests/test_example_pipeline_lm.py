@@ -5,6 +5,8 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -15,12 +17,12 @@ EXAMPLE = Path(__file__).resolve().parents[1] / "examples" / "pipeline_lm"
 @pytest.fixture
 def example(monkeypatch):
     monkeypatch.syspath_prepend(str(EXAMPLE))
-    for name in ("model", "text", "data"):
+    for name in ("model", "text", "data", "train"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     import model
 
     yield model
-    for name in ("model", "text", "data"):
+    for name in ("model", "text", "data", "train"):
         sys.modules.pop(name, None)
 
 
@@ -37,6 +39,24 @@ def test_no_word_sees_the_next(example):
     changed = tokens.clone()
     changed[:, 4:] = (changed[:, 4:] + 1) % 50
     torch.testing.assert_close(model(tokens)[:, :4], model(changed)[:, :4], rtol=0, atol=1e-12)
+
+
+def test_losses_are_drawn_at_the_batches_that_were_trained(example):
+    """With 5 batches an epoch and a line every 2, the last batch of an epoch has no line but counts."""
+    train = importlib.import_module("train")
+    trainer = train.Trainer.__new__(train.Trainer)
+    trainer.options = SimpleNamespace(epochs=3, bptt=1, batches=5, log_interval=2)
+    trainer.train_source, trainer.rank, trainer.optimizer = torch.zeros(2, 20), 0, mock.MagicMock()
+    trainer.pipeline = mock.MagicMock()
+    trainer.pipeline.train_step.return_value = torch.tensor(1.0)
+    trainer.pipeline.module.state_dict.return_value = {}
+    trainer.scheduler, trainer.text = mock.MagicMock(), mock.MagicMock()
+    trainer.scheduler.get_last_lr.return_value = [0.1]
+    trainer.num_trained, trainer.curve, trainer.valid_curve, trainer.traces = 0, [], [], []
+    trainer.say, trainer.evaluate, trainer.draw = mock.Mock(), mock.Mock(return_value=1.0), mock.Mock()
+    trainer.run()
+    assert [batch for batch, _ in trainer.curve] == [2, 4, 7, 9, 12, 14]
+    assert [batch for batch, _ in trainer.valid_curve] == [5, 10, 15]
 
 
 @pytest.mark.long

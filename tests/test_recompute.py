@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from fmoe_ext import FMoETransformerMLP, RoutingReplay, balance, valid_tokens
@@ -285,3 +286,36 @@ def test_copies_and_pickles_begin_anew():
     other = copy.deepcopy(block)
     assert torch.equal(other(tokens()), out)
     assert len(block.moe._forwards._with_graph) == 1
+
+
+@pytest.mark.parametrize("gate", ["softmax", "sigmoid"])
+def test_a_forward_that_nothing_can_repeat_keeps_no_record(gate):
+    block = Block(gate)
+    block(tokens())
+    with torch.no_grad():
+        block.eval()(tokens())
+    assert not block.moe._forwards._with_graph and not block.moe._forwards._without
+    block.train()
+    kept = [checkpoint(block, tokens(), use_reentrant=False)]
+    assert len(block.moe._forwards._with_graph) == 1
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):
+        kept.append(block(tokens(2)))
+    assert len(block.moe._forwards._with_graph) == 2
+
+
+def test_choices_are_counted_once_a_forward():
+    """For the balance loss, the bias, telemetry: one operator, as long as none is dropped."""
+    block = Block(partial(SigmoidGate, bias_update_speed=1e-3))
+    balance.watch(block)
+    calls = CountCalls()
+    with calls:
+        block(tokens())
+    assert calls.num == 1
+
+
+class CountCalls(TorchDispatchMode):
+    num = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.num += func is torch.ops.fmoe_ext.count_tokens.default
+        return func(*args, **(kwargs or {}))

@@ -1,7 +1,9 @@
 import copy
 import functools
+import inspect
 import io
 import pickle
+from typing import get_type_hints
 
 import pytest
 import torch
@@ -9,7 +11,7 @@ import torch.nn.functional as F
 from oracle import ACTIVATIONS, expert_functions, mix, run_layer, run_oracle
 from torch import nn
 
-from fmoe_ext import FMoETransformerMLP, GShardGate, NaiveGate, SwitchGate
+from fmoe_ext import FMoE, FMoETransformerMLP, GShardGate, NaiveGate, SwitchGate
 from fmoe_ext.experts import FusedExperts, activation_name, to_per_expert_layout
 from fmoe_ext.testing import assert_close
 
@@ -170,6 +172,60 @@ def test_rejects():
         make_layer().float()(torch.zeros(3, D, dtype=torch.float64))
     with pytest.raises(RuntimeError, match=r"needs torch\.distributed\.init_process_group"):
         make_layer(world_size=2)
+
+
+FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+@pytest.mark.cpu("its autocast is the one that is tested")
+@pytest.mark.parametrize("weights", FLOATS)
+@pytest.mark.parametrize("tokens", FLOATS)
+def test_tokens_are_cast_to_the_dtype_of_the_weights_but_float64_never(tokens, weights):
+    layer, x = make_layer().to(weights), torch.randn(3, D, dtype=tokens)
+    if tokens == torch.float64 != weights:
+        with pytest.raises(TypeError, match=r"tokens are torch\.float64, but the weights of their experts"):
+            layer(x)
+        return
+    with torch.no_grad():
+        topk_idx, topk_weights = layer.gate(x)
+        layer.gate.forward = lambda inp: (topk_idx, topk_weights)  # which sees the tokens as they came
+        out = layer(x)
+        assert out.dtype == weights
+        assert torch.equal(out, layer(x.to(weights)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_device_and_dtype_are_those_of_all_parameters(dtype):
+    layer = FMoETransformerMLP(
+        E, D, 5, gate="sigmoid", shared_expert_hidden=3, shared_expert_gate=True, device="cpu", dtype=dtype
+    )
+    assert {p.dtype for p in layer.parameters()} == {dtype}
+    assert layer.gate.expert_bias.dtype == torch.float32
+    assert layer(torch.randn(3, D, dtype=dtype)).dtype == dtype
+    separate = FMoE(E, D, expert=lambda d: nn.Linear(d, d), dtype=dtype)
+    assert {p.dtype for p in separate.parameters()} == {dtype}
+    meta = FMoETransformerMLP(E, D, 5, gate="sigmoid", shared_expert_hidden=3, device="meta")
+    assert {t.device.type for t in (*meta.parameters(), *meta.buffers())} == {"meta"}
+    torch.manual_seed(3)
+    ours = FMoETransformerMLP(E, D, 5, device="cpu", dtype=torch.float32).state_dict()
+    torch.manual_seed(3)
+    for name, value in FMoETransformerMLP(E, D, 5).state_dict().items():
+        assert torch.equal(ours[name], value)
+
+
+def test_arguments_of_the_layer_are_named_and_typed():
+    ours = inspect.signature(FMoETransformerMLP.__init__).parameters
+    theirs = inspect.signature(FMoE.__init__).parameters
+    hints = [get_type_hints(cls.__init__) for cls in (FMoETransformerMLP, FMoE)]
+    for name, parameter in theirs.items():
+        if name not in ("self", "expert", "unknown"):
+            assert ours[name].default == parameter.default
+            assert hints[0][name] == hints[1][name]
+    for cls in (FMoE, FMoETransformerMLP):
+        with pytest.raises(
+            TypeError, match=r"no argument 'num_experts'.*: num_expert is the number of experts of"
+        ):
+            cls(num_experts=4)
 
 
 def test_state_dict_layouts():

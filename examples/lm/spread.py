@@ -94,18 +94,17 @@ def grouped_parameters(module: nn.Module, weight_decay: float) -> list[dict[str,
     ]
 
 
-def part_of(whole: LanguageModel, ep: dist.ProcessGroup, layer_options: dict[str, Any]) -> LanguageModel:
-    """The model with, of each layer's experts, those of this rank of a group."""
-    ep_size, rank = dist.get_world_size(ep), dist.get_rank(ep)
-    options = {"moe_group": ep if ep_size > 1 else None, "expert_dp_comm": "moe", **layer_options}
-    part = LanguageModel(replace(whole.config, ep_size=ep_size, layer_options=options))
-    state = whole.state_dict()
-    for name, value in part.state_dict().items():
-        if value.shape != state[name].shape:
-            num_local = value.shape[0]
-            state[name] = state[name][rank * num_local : (rank + 1) * num_local]
-    part.load_state_dict(state)
-    return part
+def part_of(model: LanguageModel, ep: dist.ProcessGroup, layer_options: dict[str, Any]) -> LanguageModel:
+    """The model, of whose experts this rank keeps its share among the ranks of a group."""
+    ep_size = dist.get_world_size(ep)
+    model.config = replace(model.config, ep_size=ep_size)
+    for layer in model.moe_layers():
+        if ep_size > 1:
+            layer.spread(ep, **layer_options)
+        else:
+            layer.share_gate(layer_options.get("gate_group"))
+        layer.mark_parallel_comm("moe")
+    return model
 
 
 def shard(model: LanguageModel, job: Job) -> None:

@@ -115,6 +115,7 @@ class Trainer:
         self.optimizer = make(self.pipeline.parameters(), lr=options.lr)
         self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 1, gamma=0.95)
         self.train_source = self.part_of(text.train)
+        self.num_trained = 0  # batches so far
         self.curve = []  # (batches so far, training loss)
         self.valid_curve = []
         self.traces = []  # the spans of the last steps
@@ -177,13 +178,14 @@ class Trainer:
                 self.traces.append(self.pipeline.spans())
             self.pipeline.clip_grad_norm_(0.5)
             self.optimizer.step()
+            self.num_trained += 1
             if len(losses) == options.log_interval:
                 self.log(number, i + 1, total, losses, time.perf_counter() - begin)
                 losses, begin = [], time.perf_counter()
 
     def log(self, epoch, batch, total, losses, seconds):
         loss = sum(losses) / len(losses)
-        self.curve.append((len(self.curve) * len(losses) + len(losses), loss))
+        self.curve.append((self.num_trained, loss))
         self.say(
             f"| epoch {epoch:3d} | {batch:5d}/{total:5d} batches | lr {self.scheduler.get_last_lr()[0]:02.2g} | "
             f"ms/batch {1e3 * seconds / len(losses):5.2f} | loss {loss:5.2f} | ppl {math.exp(loss):8.2f}"
@@ -211,7 +213,7 @@ class Trainer:
             begin = time.perf_counter()
             self.epoch(number)
             loss = self.evaluate(self.text.valid)
-            self.valid_curve.append((self.curve[-1][0] if self.curve else 0, loss))
+            self.valid_curve.append((self.num_trained, loss))
             self.say("-" * 89)
             self.say(
                 f"| end of epoch {number:3d} | time: {time.perf_counter() - begin:5.2f}s | valid loss {loss:5.2f} | "

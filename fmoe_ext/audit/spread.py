@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import nn
 
 from fmoe_ext.audit.cases import AuditError, Layout
-from fmoe_ext.ep.expert_parallel import ExpertParallel
-from fmoe_ext.ep.ranks import GroupRanks
-from fmoe_ext.gates import OneRank
 from fmoe_ext.layers import FMoE
-from fmoe_ext.linear import FMoELinear
 
 
 def spread_experts(model: nn.Module, layout: Layout) -> nn.Module:
@@ -42,28 +36,8 @@ def _spread(name: str, layer: FMoE, layout: Layout) -> None:
         raise AuditError(
             f"{name} has {layer.num_experts} experts, which {layout.ep} ranks cannot share evenly"
         )
-    if isinstance(getattr(layer.gate, "ranks", None), OneRank):
-        layer.gate.ranks = GroupRanks(layout.groups.world)
     if layout.ep > 1:
-        layer.num_expert, layer.world_size = layer.num_experts // layout.ep, layout.ep
-        layer.expert_parallel = ExpertParallel(layout.groups.ep, layer.num_expert)
-        layer.gate.num_expert, layer.gate.world_size = layer.num_expert, layout.ep
-        first = layer.expert_parallel.rank * layer.num_expert
-        _keep(layer.experts, first, first + layer.num_expert)
+        layer.spread(layout.groups.ep, gate_group=layout.groups.world)
+    else:
+        layer.share_gate(layout.groups.world)
     layer.mark_parallel_comm("moe")
-
-
-def _keep(experts: Any, first: int, end: int) -> None:
-    """Leaves the experts [first, end) of a list of them, or of tensors that hold one in each row."""
-    if isinstance(experts, nn.ModuleList):
-        kept = list(experts)[first:end]
-        del experts[: len(experts)]
-        experts.extend(kept)
-        return
-    for module in experts.modules():
-        for key, p in module.named_parameters(recurse=False):
-            setattr(module, key, nn.Parameter(p.detach()[first:end].clone(), p.requires_grad))
-        if isinstance(module, FMoELinear):
-            module.num_expert = end - first
-    if hasattr(experts, "num_experts"):
-        experts.num_experts = end - first

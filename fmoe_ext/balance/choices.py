@@ -42,7 +42,7 @@ class BadLog(ValueError):
 
 
 class Choice(NamedTuple):
-    """What one forward chose, topk_idx [T, K] int64, -1 for dropped; with gate None the ids [T] of a step's tokens."""
+    """Choices of one forward, topk_idx [T, K] int64, -1 for dropped; with gate None the ids [T] of a step's tokens."""
 
     step: int
     gate: str | None
@@ -305,7 +305,7 @@ def _compact(topk_idx: torch.Tensor, num_experts: int) -> torch.Tensor:
 
 
 def _to_bytes(numbers: torch.Tensor) -> bytes:
-    """Those of each number's lowest place, then those of the next, ..."""
+    """Bytes of each number's lowest place, then those of the next, ..."""
     host = numbers.cpu().numpy()
     little = host.astype(host.dtype.newbyteorder("<"), copy=False)
     return little.view("u1").reshape(-1, little.itemsize).T.tobytes()

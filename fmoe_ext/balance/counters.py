@@ -1,4 +1,4 @@
-"""What is counted of one gate."""
+"""Counters of one gate."""
 
 import math
 from collections.abc import Sequence
@@ -110,7 +110,7 @@ class LayerCounters:
 
 
 def _is_repeated_without_python(x: torch.Tensor) -> bool:
-    """Whether what runs now becomes a program or a CUDA graph, which nothing may be noted for."""
+    """True while a program is compiled or a CUDA graph captured, in which nothing may be noted."""
     return torch.compiler.is_compiling() or (x.is_cuda and torch.cuda.is_current_stream_capturing())
 
 

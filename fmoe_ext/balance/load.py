@@ -35,7 +35,7 @@ def summarize(
     gate_entropy_sum: float = 0.0,
     num_tokens: float = 0,
 ) -> dict[str, Any]:
-    """What a load [E] says, as numbers of Python.
+    """Summary of a load [E], as numbers of Python.
 
     -> dict: tokens_per_expert (list), max_over_mean (1 = balanced; the step waits for the largest), cv (standard
     deviation / mean), entropy (of the load, / log E: 1 = balanced, 0 = one expert), dropped_share (of all choices),
@@ -136,7 +136,7 @@ class LoadMonitor:
         return {"counters": counters, "history": list(self.history)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """What state_dict() gave; ValueError for the state of other gates."""
+        """Load a state_dict(); ValueError for the state of other gates."""
         if state["counters"].keys() != self.counters.keys():
             raise ValueError(
                 f"the state is of the gates {list(state['counters'])}, but the model has {list(self.counters)}"

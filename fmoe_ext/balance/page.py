@@ -179,7 +179,7 @@ def _together(summary: Summary) -> str:
 
 
 def _lift(gate: GateSummary) -> torch.Tensor:
-    """How often two experts share a token, over what is expected of pairs drawn by their loads [E, E].
+    """Frequency of two experts sharing a token, over what is expected of pairs drawn by their loads [E, E].
 
     1 for the diagonal, and where fewer than MIN_EXPECTED tokens are expected, which say nothing.
     """

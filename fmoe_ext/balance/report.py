@@ -1,4 +1,4 @@
-"""What the logs of a run's choices say, in numbers: summarize_logs(), which page.py draws."""
+"""Summaries of a run's logs of choices: summarize_logs(), which page.py draws."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fmoe_ext.balance.choices import BadLog, Choice, Gate, read_log
 MAX_BINS = 120  # of steps, in a picture
 LAST_SHARE = 4  # dead and overloaded are judged by the last quarter of the steps
 OVERLOAD = 2.0  # times the mean
-MAX_NOTABLE = 6  # experts of either kind that are told of for each gate
+MAX_NOTABLE = 6  # experts of either kind that are named for each gate
 MAX_FEEDERS = 8
 MAX_TOGETHER = 256  # experts, of a gate whose pairs are counted
 MAX_TOKEN_ID = 1 << 22
@@ -135,7 +135,7 @@ def _add(summary: GateSummary, number: int, topk_idx: torch.Tensor) -> None:
 
 
 def _find_feeders(summaries: dict[str, GateSummary], files: Sequence[Path], allow_truncated: bool) -> bool:
-    """Which tokens the notable experts got; whether the logs have tokens at all."""
+    """Tokens of the notable experts; True if the logs have tokens at all."""
     counts: dict[tuple[str, int], torch.Tensor] = {}
     has_ids = False
     for path in files:

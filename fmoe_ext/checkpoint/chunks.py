@@ -49,7 +49,7 @@ class Chunk:
 
 @dataclass(frozen=True)
 class SavedTensor:
-    """What a checkpoint says of one tensor; dtype: a name as "float32"."""
+    """Facts about one tensor of a checkpoint; dtype: a name as "float32"."""
 
     dtype: str
     shape: tuple[int, ...]

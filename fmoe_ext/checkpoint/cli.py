@@ -41,7 +41,7 @@ def _check_options(options: argparse.Namespace) -> None:
 
 
 def report(checkpoint: convert.Checkpoint, every_tensor: bool = False) -> str:
-    """What a checkpoint holds, as text: its files, its layers, and every tensor if asked."""
+    """Contents of a checkpoint, as text: its files, its layers, and every tensor if asked."""
     tensors = checkpoint.tensors
     num_params = sum(math.prod(t.shape) for t in tensors.values())
     num_expert_params = sum(math.prod(t.shape) for name, t in tensors.items() if EXPERT_NAME.fullmatch(name))

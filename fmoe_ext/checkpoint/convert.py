@@ -85,7 +85,7 @@ def read(*paths: str | Path, mp_rank: str | None = None, trust: bool = False) ->
 
 
 def _routing(files: Sequence[Path]) -> dict[str, Any]:
-    """What export_safetensors() noted of the gates."""
+    """Facts about the gates that export_safetensors() noted."""
     try:
         noted = json.loads(read_safetensors(files[0])[1].get(OURS, "{}")).get("routing", {})
     except (ValueError, AttributeError, RecursionError) as error:
@@ -94,7 +94,7 @@ def _routing(files: Sequence[Path]) -> dict[str, Any]:
 
 
 def _routing_of_folder(path: Path, tensors: Mapping[str, StoredTensor]) -> dict[str, Any]:
-    """What config.json says of the gates of every layer; nothing for a file, and for models that are not known."""
+    """Facts about the gates of every layer from config.json; none for a file and for unknown models."""
     options = routing_of_config(huggingface.model_config(path))
     layers = describe_layers({name: tensor.shape for name, tensor in tensors.items()})
     return {name: options for name in layers} if options else {}

@@ -45,7 +45,7 @@ def together(action: str, group: dist.ProcessGroup | None = None) -> Iterator[No
 
 
 def text_of(error: BaseException) -> str:
-    """What an error says, as all ranks are told."""
+    """Text of an error, the same on all ranks."""
     if isinstance(error, CheckpointException):  # of torch.distributed.checkpoint: each rank's, in any of them
         return "; ".join(
             f"rank {rank}: {text_of(cause)}" for rank, (cause, _) in sorted(error.failures.items())

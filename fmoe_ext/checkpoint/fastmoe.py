@@ -189,7 +189,7 @@ def _load_file(path: Path, trust: bool) -> dict[Any, Any]:
 
 
 def _plain_data() -> list[Any]:
-    """What every file of Megatron has beside tensors: argparse.Namespace ("args") and NumPy arrays (random state)."""
+    """Contents of Megatron's files beside tensors: argparse.Namespace ("args") and NumPy arrays (random state)."""
     import numpy
 
     reconstruct = numpy.empty(0).__reduce__()[0]
@@ -223,7 +223,7 @@ def _expert_names(model: Iterable[str]) -> dict[str, set[str]]:
 
 
 def _is_row(rest: str, tensor: StoredTensor) -> bool:
-    """Whether an expert's tensor is [1, *] of a fused one; an expert may be a module of the same names without that."""
+    """True if an expert's tensor is [1, *] of a fused one; an expert may be a module of the same names without that."""
     num_dims = 3 if rest.endswith("weight") else 2
     return rest in FUSED_NAMES and len(tensor.shape) == num_dims and tensor.shape[0] == 1
 
@@ -259,7 +259,7 @@ def _check_writable(name: str, tensor: StoredTensor, num_ranks: int) -> None:
 
 
 def _of_rank(name: str, tensor: StoredTensor, rank: int, num_ranks: int) -> dict[str, torch.Tensor]:
-    """What the file of a rank has of a tensor."""
+    """Part of a tensor in the file of a rank."""
     match = EXPERT_NAME.fullmatch(name)
     if match is None:
         return {name: tensor.read().contiguous()} if rank == 0 else {}

@@ -216,7 +216,7 @@ def _is_still(path: Path, handle: int) -> bool:
 
 
 def _try_lock(handle: int) -> bool | None:
-    """Whether this process has the lock of an open file now; None on a file system without locks."""
+    """True if this process has the lock of an open file now; None on a file system without locks."""
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -182,7 +182,7 @@ def read_model(files: Iterable[Path], names: Container[str] = ()) -> tuple[dict[
 
 
 def is_huggingface(names: Iterable[str]) -> bool:
-    """Whether tensors of these names have an MoE layer in a Hugging Face layout."""
+    """True if tensors of these names have an MoE layer in a Hugging Face layout."""
     return any(EXPERTS.fullmatch(name) for name in names)
 
 

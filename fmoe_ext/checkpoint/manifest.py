@@ -35,7 +35,7 @@ TYPES_OF_OPTIMIZER: MappingProxyType[str, type] = MappingProxyType(
 
 @dataclass
 class Manifest:
-    """What a checkpoint says of itself.
+    """Description of a checkpoint, as its manifest has it.
 
     tensors: {key: {"shape", "dtype", "chunks"}}; files: {name: {"bytes", "sha256"}};
     routing: {layer: what its gate computes}, which the tensors do not say.
@@ -92,7 +92,7 @@ class Manifest:
         return self
 
     def saved(self, folder: Path) -> dict[str, SavedTensor]:
-        """Where each tensor is; CheckpointError for what is no tensor."""
+        """Place of each tensor; CheckpointError for what is no tensor."""
         if self.version == 1:
             tensors, others = read_metadata(inside(folder, ".metadata"))
             if others:

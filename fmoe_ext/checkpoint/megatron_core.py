@@ -42,7 +42,7 @@ def iteration_folder(path: Path) -> Path:
 
 
 def is_torch_dist(path: Path) -> bool:
-    """Whether a path is a folder of torch.distributed.checkpoint, or a Megatron folder with one."""
+    """True if a path is a folder of torch.distributed.checkpoint, or a Megatron folder with one."""
     return path.is_dir() and (iteration_folder(path) / ".metadata").exists()
 
 

@@ -1,4 +1,4 @@
-"""What this rank holds of a model, under names and in shapes that do not depend on the layout.
+"""Parts of a model on this rank, under names and in shapes that do not depend on the layout.
 
 Experts are numbered over all ranks. Fused experts are rows of one tensor, experts.htoh4.weight [E, H, D], of which a
 rank has some; separate experts have their number in the name, experts.<e>.weight.
@@ -121,7 +121,7 @@ class ModelState:
         return first, first + layer.num_expert
 
     def is_part(self) -> bool:
-        """Whether this rank has a part of the model only."""
+        """True if this rank has a part of the model only."""
         spread = any(layer.expert_parallel is not None for layer in self.layers.values())
         return spread or any(isinstance(value, DTensor) for value in self.tensors.values())
 
@@ -209,7 +209,7 @@ def describe_layers(shapes: Mapping[str, Sequence[int]]) -> dict[str, dict[str, 
 
 
 def _num_megatron_experts(match: re.Match[str], shapes: Mapping[str, Sequence[int]]) -> int:
-    """How many experts a layer of Megatron-core has, by one of its tensors; its router knows, if it is there."""
+    """Number of experts of a Megatron-core layer, from its router or from one of its tensors."""
     router = shapes.get(f"{match['layer']}.router.weight" if match["layer"] else "router.weight")
     if router:
         return router[0]

@@ -63,7 +63,7 @@ def _check(optimizer: Optimizer, model: ModelState) -> set[tuple[str, str]]:
 
 
 def _is_by_expert(name: str, entry: str, shape: tuple[int, ...], param: tuple[int, ...]) -> bool:
-    """Whether state of this shape has a row for each expert of a parameter [E, *]; else it is one number for all.
+    """True if state of this shape has a row for each expert of a parameter [E, *]; else it is one number for all.
 
     Such are tensors like the parameter and, for [E, H, D], means over H or D as those of Adafactor: [E, H, 1],
     [E, 1, D], [E, H], [E, D], [E]. Raises CheckpointError for others, as the mean over the experts of a rank that

@@ -193,7 +193,7 @@ class _Folder:
         self.tensors = store.of_model(self.saved)
 
     def check(self, state: ModelState) -> None:
-        """What a folder of ours holds fits any gate."""
+        """A folder of ours fits any gate."""
 
     def verify(self, process_group: dist.ProcessGroup | None) -> None:
         store.verify(self.path, self.manifest, process_group=process_group)

@@ -151,7 +151,7 @@ def complete(folder: Path) -> list[Path]:
 
 
 def has_checkpoint(path: Path) -> bool:
-    """Whether a path is a checkpoint of ours or a folder with one; other files may lie beside it."""
+    """True if a path is a checkpoint of ours or a folder with one; other files may lie beside it."""
     return any(Path(path, name).exists() for name in ("manifest.json", "latest"))
 
 
@@ -230,7 +230,7 @@ def model_tensors(path: Path, manifest: Manifest) -> dict[str, StoredTensor]:
 
 
 def of_model(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
-    """Those of {key: StoredTensor} that are the model's, under their names there."""
+    """Tensors of {key: StoredTensor} that are the model's, under their names there."""
     return {key.removeprefix(MODEL): t for key, t in tensors.items() if key.startswith(MODEL)}
 
 

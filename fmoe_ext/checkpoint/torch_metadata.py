@@ -56,7 +56,7 @@ class Name(NamedTuple):
 
 
 class Record:
-    """What the file says of one object: the arguments of its class, and its state."""
+    """One object of the file: the arguments of its class, and its state."""
 
     __slots__ = ("args", "of", "state")
 

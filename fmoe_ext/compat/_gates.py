@@ -37,7 +37,31 @@ def _model_dtype(inp: torch.Tensor) -> torch.dtype:
 
 
 class NaiveGate(ModelDtype, gates.NaiveGate):
-    """NaiveGate with topk_weights of the dtype of the model."""
+    """NaiveGate with topk_weights of the model's dtype, and to the last bit the softmax of the chosen scores."""
+
+    @property
+    def weighs_while_choosing(self) -> bool:
+        return False
+
+    def topk(
+        self,
+        logits: torch.Tensor,
+        top_k: int,
+        score: str = "softmax",
+        normalize: bool = True,
+        scale: float = 1.0,
+        **options: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Choices of ops.topk_gate, weights of torch's softmax."""
+        if score != "softmax" or not normalize:
+            return super().topk(logits, top_k, score, normalize, scale, **options)
+        topk_idx = self.choose(
+            lambda: ops.topk_gate(logits.detach(), top_k, score, normalize, scale=scale, **options)[0]
+        )
+        dropped = topk_idx < 0
+        chosen = logits.gather(1, topk_idx.clamp(min=0))
+        chosen = chosen.masked_fill(dropped, torch.finfo(chosen.dtype).min)
+        return topk_idx, (chosen.softmax(-1) * scale).masked_fill(dropped, 0)
 
 
 class NoisyGate(ModelDtype, gates.NoisyGate):

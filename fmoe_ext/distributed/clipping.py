@@ -84,5 +84,5 @@ def _num_copies(module: DistributedGroupedDataParallel, tag: str, dp_ranks: set[
 
 
 def _num_sharing(grad: "DTensor", dp_ranks: set[int]) -> int:
-    """How many ranks have parts of a sharded gradient, and so the norm of the whole."""
+    """Number of ranks that have parts of a sharded gradient, and so the norm of the whole."""
     return len(dp_ranks & set(grad.device_mesh.mesh.flatten().tolist()))

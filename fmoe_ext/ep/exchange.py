@@ -99,6 +99,11 @@ def find_group(name: str) -> dist.ProcessGroup:
         ) from None
 
 
+def size_of(group: Group = None) -> int:
+    """The number of ranks of a group, which it registers."""
+    return dist.get_world_size(find_group(register_group(group)))
+
+
 def next_layer_index(name: str) -> int:
     """A number for a new layer on the group of this name: the same on all ranks that make their layers in one order."""
     return next(_layers.setdefault(find_group(name), itertools.count()))

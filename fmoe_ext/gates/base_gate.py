@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from fmoe_ext import ops
+from fmoe_ext.step import note_selected
 
 _COMPILING_IS_NOT_EXPORTING = torch.__version__ >= "2.13"  # 2.11 calls every function it compiles exported
 
@@ -96,7 +97,6 @@ class BaseGate(nn.Module):
         self.is_known_not_to_balance = False  # total_loss() has warned of it
         # what RoutingReplay puts here while it records or plays, and FMoE while it repeats a forward
         self.tape: Any = None
-        self._selected: torch.Tensor | None = None
 
     def forward(self, x: Any) -> Any:
         raise NotImplementedError(
@@ -107,8 +107,11 @@ class BaseGate(nn.Module):
         """Keeps the balance loss of this forward, None for none; constant: it would have no gradient in any case."""
         if not _is_exporting():
             self.loss = loss
-            self.loss_is_read = False
-            self._loss_lacks_gradient = self.training and not constant and not torch.is_grad_enabled()
+            if self.loss_is_read:
+                self.loss_is_read = False
+            lacks_gradient = self.training and not constant and not torch.is_grad_enabled()
+            if self._loss_lacks_gradient is not lacks_gradient:  # a module's attribute takes long to set
+                self._loss_lacks_gradient = lacks_gradient
 
     def get_loss(self, clear: bool = True) -> torch.Tensor | None:
         """The balance loss of the last forward, or None; clear=True forgets it and frees its graph.
@@ -165,16 +168,12 @@ class BaseGate(nn.Module):
 
     def choose(self, pick: Callable[[], torch.Tensor]) -> torch.Tensor:
         """pick(), the choices of this forward; while choices are played back: those."""
-        self._selected = pick() if self.tape is None else self.tape.choose(pick)
-        return self._selected
-
-    def take_selected(self) -> torch.Tensor | None:
-        """The choices of the last forward before any was dropped, once; None if the gate said none."""
-        selected, self._selected = self._selected, None
+        selected = pick() if self.tape is None else self.tape.choose(pick)
+        note_selected(selected)
         return selected
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "loss": None, "tape": None, "_selected": None}
+        return {**self.__dict__, "loss": None, "tape": None}
 
 
 def choices_of(gate: object, returned: Any) -> tuple[torch.Tensor, torch.Tensor]:

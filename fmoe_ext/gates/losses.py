@@ -131,6 +131,14 @@ def total_loss(model: nn.Module) -> torch.Tensor:
     Warns once for a model in training of which no gate balances the experts. Raises ValueError for a model without
     gates of fmoe_ext, RuntimeError for losses without a gradient (BaseGate).
     Equivalent to: sum(gate.get_loss(clear=False) for gate in the model's gates).
+
+    Example:
+
+        >>> model = fmoe_ext.FMoETransformerMLP(num_expert=4, d_model=8, d_hidden=16, gate="softmax")
+        >>> loss = model(torch.randn(10, 8)).square().mean() + 0.01 * total_loss(model)
+        >>> loss.backward()
+        >>> model.gate.gate.weight.grad.shape
+        torch.Size([4, 8])
     """
     gates = gates_of(model)
     if not gates:

@@ -31,6 +31,16 @@ class SigmoidGate(ScoredGate):
 
     expert_bias [E] is a buffer (`e_score_correction_bias` of the published checkpoints), pending_load [E] the choices
     counted in training since the last update. Forwards that activation checkpointing repeats count once.
+
+    Example:
+
+        >>> gate = SigmoidGate(d_model=8, num_expert=4, world_size=1, top_k=1, bias_update_speed=0.5)
+        >>> optimizer = torch.optim.SGD(gate.parameters(), lr=0.1)
+        >>> topk_idx, topk_weights = gate(torch.ones(10, 8))  # all tokens choose one expert
+        >>> topk_weights.sum().backward()
+        >>> optimizer.step()
+        >>> sorted(gate.expert_bias.tolist())
+        [-0.5, 0.5, 0.5, 0.5]
     """
 
     score = "sigmoid"

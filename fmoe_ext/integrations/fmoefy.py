@@ -16,6 +16,7 @@ from fmoe_ext.distributed import DistributedGroupedDataParallel
 from fmoe_ext.experts import activation_name
 from fmoe_ext.integrations import huggingface_dense, huggingface_record, plain
 from fmoe_ext.integrations.build import build
+from fmoe_ext.integrations.huggingface_saving import replace_of_fmoefied
 from fmoe_ext.integrations.megatron import core as megatron_core
 from fmoe_ext.integrations.padding import heed_attention_masks
 from fmoe_ext.integrations.recognize import is_linear
@@ -56,7 +57,7 @@ class Report:
     """What fmoefy did to a model, model.fmoe_report. Parameters count the experts of all ranks.
 
     parameters_active: those that one token uses, every choice being another expert. left: what looked like an MLP and
-    stays dense, as "path (class): reason".
+    stays dense, as "path (class): reason". ways_out: the formats in which a Transformers model can be written.
     """
 
     kind: str
@@ -67,6 +68,7 @@ class Report:
     parameters_after: int
     parameters_active: int
     left: tuple[str, ...] = ()
+    ways_out: str = ""
 
     def __repr__(self) -> str:
         head = (
@@ -74,7 +76,8 @@ class Report:
             f"{self.num_ranks} rank(s); parameters {self.parameters_before:,} -> {self.parameters_after:,}, "
             f"{self.parameters_active:,} of them active"
         )
-        return "\n  ".join((head, *map(repr, self.replaced), *(f"left dense: {why}" for why in self.left)))
+        left = (f"left dense: {why}" for why in self.left)
+        return "\n  ".join((head, *map(repr, self.replaced), *left, *filter(None, (self.ways_out,))))
 
 
 def fmoefy(
@@ -140,6 +143,15 @@ def fmoefy(
     model that has MoE layers already (unless match= points elsewhere), for layers that it does not have, and for
     init="upcycle" with a gate whose weights have no constant sum.
     Equivalent to: layer.mlp = FMoETransformerMLP(num_experts, d_model, d_hidden, activation) for every layer.
+
+    Example:
+
+        >>> model = torch.nn.TransformerEncoderLayer(d_model=8, nhead=2, dim_feedforward=16, dropout=0.0)
+        >>> x = torch.randn(5, 1, 8)
+        >>> dense = model(x)
+        >>> model = fmoefy(model, num_experts=4, top_k=2, hidden_hidden_size=16, init="upcycle")
+        >>> torch.allclose(model(x), dense, atol=1e-6)
+        True
     """
     options = Options(
         num_experts=_one_of(num_experts, fmoe_num_experts),
@@ -223,7 +235,8 @@ def replace(
         _put(model, target, module)
         target.finish()
     heed_attention_masks(model)
-    huggingface_record.note(model, kind, targets, layers, options)
+    ways_out = huggingface_record.note(model, kind, targets, layers, options)
+    replace_of_fmoefied(model)
     after = _count(model) + sum((moe.world_size - 1) * _count(moe.experts) for moe in layers)
     idle = sum((moe.num_experts - moe.top_k) * (_count(moe.experts) // moe.num_expert) for moe in layers)
     model.fmoe_report = Report(
@@ -235,6 +248,7 @@ def replace(
         parameters_after=after,
         parameters_active=after - idle,
         left=tuple(left),
+        ways_out=ways_out,
     )
     return model
 

@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from fmoe_ext.ep.exchange import Group, find_group, register_group
 from fmoe_ext.ep.expert_parallel import ExpertParallel
 from fmoe_ext.integrations.huggingface_saving import replace_save_pretrained, save_spread, stacks
 from fmoe_ext.linear import check_plain
+from fmoe_ext.spread import keep_rows
 
 
 def spread_experts(model: Any, group: Group = None, expert_dp_comm: str = "none") -> None:
@@ -50,8 +50,7 @@ def _keep_own(experts: Any, group: Group, size: int, expert_dp_comm: str) -> Non
     num_local = next(iter(whole.values())).shape[0] // size
     parallel = experts.expert_parallel = ExpertParallel(group, num_local)
     for name, p in whole.items():
-        part = p.detach().chunk(size)[parallel.rank].clone()
-        own = nn.Parameter(part, requires_grad=p.requires_grad)
+        own = keep_rows(p, parallel.rank * num_local, (parallel.rank + 1) * num_local)
         own.dp_comm = expert_dp_comm  # type: ignore[attr-defined]  # what DistributedGroupedDataParallel reads
         setattr(experts, name, own)
 

@@ -31,7 +31,16 @@ def use_batch_invariant(on: bool) -> None:
 
 @contextmanager
 def batch_invariant() -> Iterator[None]:
-    """use_batch_invariant(True) inside the block, and what it was before afterwards."""
+    """use_batch_invariant(True) inside the block, and what it was before afterwards.
+
+    Example:
+
+        >>> layer = fmoe_ext.FMoETransformerMLP(num_expert=4, d_model=8, d_hidden=16)
+        >>> x = torch.randn(5, 8)
+        >>> with batch_invariant():
+        ...     torch.equal(layer(x)[:1], layer(x[:1]))
+        True
+    """
     before = is_batch_invariant()
     use_batch_invariant(True)
     try:

@@ -7,6 +7,7 @@ from fmoe_ext.pipeline.balance import balance_by_size, balance_by_time, balance_
 from fmoe_ext.pipeline.batch_norm import DeferredBatchNorm, defer_batch_norm
 from fmoe_ext.pipeline.groups import PipelineGroups, init_groups
 from fmoe_ext.pipeline.losses import count_targets, token_cross_entropy
+from fmoe_ext.pipeline.microbatch import NoChunk
 from fmoe_ext.pipeline.pipe import BalanceError, Pipe
 from fmoe_ext.pipeline.schedules import SCHEDULES
 from fmoe_ext.pipeline.skip import Namespace, Skippable, pop, skippable, stash, verify_skippables
@@ -20,6 +21,7 @@ __all__ = [
     "BalanceError",
     "DeferredBatchNorm",
     "Namespace",
+    "NoChunk",
     "Pipe",
     "Pipeline",
     "PipelineGroups",

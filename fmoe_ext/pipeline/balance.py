@@ -1,4 +1,4 @@
-"""How many layers each partition should get: by the time or the memory that each layer takes."""
+"""Numbers of layers of the partitions, by the time or the memory that each layer takes."""
 
 import time
 from collections.abc import Iterable
@@ -8,14 +8,14 @@ import torch
 from torch import nn
 
 from fmoe_ext.pipeline.measuring import backward_of_ones, leaves, median, now, parameter_bytes, run_and_weigh
-from fmoe_ext.pipeline.microbatch import Tensors, as_tuple, check_tensors, move
+from fmoe_ext.pipeline.microbatch import Values, as_tuple, check_values, move
 from fmoe_ext.pipeline.skip import keeping
 
 
 def balance_by_time(
     partitions: int,
     module: nn.Sequential,
-    sample: Tensors,
+    sample: Values,
     *,
     timeout: float = 1.0,
     device: torch.device | str | None = None,
@@ -23,7 +23,8 @@ def balance_by_time(
     """Layers a partition, such that the slowest partition's forward and backward are as fast as possible.
 
     sample: a microbatch [B, *] or a tuple. timeout: seconds to measure for. device: where, the sample's if None. The
-    module itself is not changed. Raises ValueError for fewer layers than partitions.
+    module itself is not changed. Raises ValueError for fewer layers than partitions, and for a module with gradients,
+    which would be copied with it.
     """
     return balance_cost(profile_times(module, sample, timeout, device), partitions)
 
@@ -31,7 +32,7 @@ def balance_by_time(
 def balance_by_size(
     partitions: int,
     module: nn.Sequential,
-    sample: Tensors,
+    sample: Values,
     *,
     chunks: int = 1,
     param_scale: float = 2.0,
@@ -75,11 +76,14 @@ def _greatest(candidate: tuple[float, list[int]]) -> float:
 
 
 def profile_times(
-    module: nn.Sequential, sample: Tensors, timeout: float, device: torch.device | str | None = None
+    module: nn.Sequential, sample: Values, timeout: float, device: torch.device | str | None = None
 ) -> list[float]:
     """Seconds of each layer's forward and backward, the median over as many runs as the timeout allows."""
-    check_tensors(sample, "sample")
-    where = as_tuple(sample)[0].device if device is None else torch.device(device)
+    check_values(sample, "sample")
+    if any(p.grad is not None for p in module.parameters()):
+        raise ValueError("some parameter already has gradient: call module.zero_grad() first")
+    tensor = next(x for x in as_tuple(sample) if isinstance(x, torch.Tensor))
+    where = tensor.device if device is None else torch.device(device)
     copy = _trial_copy(module).to(where)
     runs: list[list[float]] = []
     begin = time.perf_counter()
@@ -88,7 +92,7 @@ def profile_times(
     return [median(list(times)) for times in zip(*runs, strict=True)]
 
 
-def _time_layers(module: nn.Sequential, values: Tensors, device: torch.device) -> list[float]:
+def _time_layers(module: nn.Sequential, values: Values, device: torch.device) -> list[float]:
     times = []
     with keeping({}):
         for layer in module:
@@ -100,9 +104,9 @@ def _time_layers(module: nn.Sequential, values: Tensors, device: torch.device) -
     return times
 
 
-def profile_sizes(module: nn.Sequential, sample: Tensors, chunks: int, param_scale: float) -> list[float]:
+def profile_sizes(module: nn.Sequential, sample: Values, chunks: int, param_scale: float) -> list[float]:
     """Bytes of each layer: its parameters, scaled, and what its forward keeps for backward, times chunks."""
-    check_tensors(sample, "sample")
+    check_values(sample, "sample")
     values, sizes = sample, []
     with keeping({}):
         for layer in _trial_copy(module):

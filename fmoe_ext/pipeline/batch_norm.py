@@ -101,7 +101,14 @@ class DeferredBatchNorm(nn.Module):
 
 
 def defer_batch_norm(module: nn.Module, chunks: int) -> nn.Module:
-    """module with a DeferredBatchNorm in the place of each batch norm that keeps running statistics."""
+    """module with a DeferredBatchNorm in the place of each batch norm that keeps running statistics.
+
+    Those that it has already count as many microbatches from now on.
+    """
+    if isinstance(module, DeferredBatchNorm):
+        module.chunks = chunks
+        module.begin_batch(chunks)
+        return module
     if isinstance(module, BATCH_NORMS) and module.track_running_stats:
         return DeferredBatchNorm(module, chunks)
     for name, child in module.named_children():

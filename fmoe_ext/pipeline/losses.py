@@ -16,7 +16,7 @@ def token_cross_entropy(output: Tensor, target: Tensor) -> Tensor:
 
 
 def count_targets(target: object) -> int:
-    """What a sum of losses is divided by: the targets that are not -100; of floating targets, the rows."""
+    """Divisor of a sum of losses: the targets that are not -100; of floating targets, the rows."""
     if not isinstance(target, Tensor):
         raise TypeError(
             f"the target is a {type(target).__name__}, not a tensor: pass count=, a function target -> number of tokens"

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 
 def on_meta(modules: Iterable[nn.Module]) -> bool:
-    """Whether any parameter or buffer is on the meta device."""
+    """True if any parameter or buffer is on the meta device."""
     return any(t.is_meta for module in modules for t in _tensors(module))
 
 

@@ -5,7 +5,7 @@ import time
 import torch
 from torch import Tensor, nn
 
-from fmoe_ext.pipeline.microbatch import Tensors, as_tuple, map_tensors
+from fmoe_ext.pipeline.microbatch import Values, as_tuple, map_tensors
 
 
 def now(device: torch.device) -> float:
@@ -20,14 +20,14 @@ def median(values: list[float]) -> float:
     return sorted(values)[len(values) // 2] if values else 0.0
 
 
-def leaves(values: Tensors) -> Tensors:
+def leaves(values: Values) -> Values:
     """The same values as a graph begins with; those that can have a gradient want it."""
     return map_tensors(lambda x: x.detach().requires_grad_(x.is_floating_point()), values)
 
 
-def backward_of_ones(values: Tensors, retain_graph: bool = False) -> None:
+def backward_of_ones(values: Values, retain_graph: bool = False) -> None:
     """The backward of their sum, of those that have one."""
-    outputs = [x for x in as_tuple(values) if x.requires_grad]
+    outputs = [x for x in as_tuple(values) if isinstance(x, Tensor) and x.requires_grad]
     if outputs:
         torch.autograd.backward(outputs, [torch.ones_like(x) for x in outputs], retain_graph)
 
@@ -36,7 +36,7 @@ def parameter_bytes(layer: nn.Module) -> int:
     return sum(p.numel() * p.element_size() for p in layer.parameters())
 
 
-def run_and_weigh(layer: nn.Module, values: Tensors) -> tuple[Tensors, int]:
+def run_and_weigh(layer: nn.Module, values: Values) -> tuple[Values, int]:
     """layer(values), and the bytes that it keeps for backward besides its parameters."""
     own = {p.untyped_storage().data_ptr() for p in layer.parameters()}
     kept: dict[int, int] = {}

@@ -7,15 +7,18 @@ import torch
 from torch import Tensor
 
 Tensors: TypeAlias = Tensor | tuple[Tensor, ...]
+Values: TypeAlias = Tensor | tuple[Any, ...]  # with other values among the tensors
 
 
-def as_tuple(values: Tensors) -> tuple[Tensor, ...]:
+def as_tuple(values: Any) -> tuple[Any, ...]:
     return (values,) if isinstance(values, Tensor) else tuple(values)
 
 
 def map_tensors(fn: Callable[[Tensor], Tensor], values: Any) -> Any:
-    """fn of each tensor, in a tuple where values is one."""
-    return tuple(fn(x) for x in values) if isinstance(values, tuple) else fn(values)
+    """fn of each tensor, in a tuple where values is one; other values as they are."""
+    if isinstance(values, tuple):
+        return tuple(fn(x) if isinstance(x, Tensor) else x for x in values)
+    return fn(values)
 
 
 def check_tensors(value: object, what: str) -> None:
@@ -25,44 +28,89 @@ def check_tensors(value: object, what: str) -> None:
             raise TypeError(f"{what} must be a tensor or a tuple of tensors, but got {type(part).__name__}")
 
 
-def scatter(batch: Tensors, chunks: int) -> list[Tensors]:
-    """batch [B, *] or a tuple of such tensors -> min(chunks, B) parts that differ by one row at most, in order.
+class NoChunk:
+    """A tensor of the input that every microbatch gets whole."""
 
-    Raises ValueError for tensors that cannot be cut alike.
+    def __init__(self, tensor: Tensor):
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"NoChunk is for a tensor, but got {type(tensor).__name__}")
+        self.tensor = tensor
+
+
+def check_values(value: object, what: str) -> None:
+    """TypeError unless value is a tensor or a tuple with a tensor among its values."""
+    if isinstance(value, Tensor) or (isinstance(value, tuple) and any(isinstance(x, Tensor) for x in value)):
+        return
+    kind = "a tuple without one" if isinstance(value, tuple) else type(value).__name__
+    raise TypeError(f"{what} must be a tensor, or a tuple with a tensor among its values, but got {kind}")
+
+
+def scatter(batch: Values, chunks: int) -> list[Values]:
+    """batch [B, *] or a tuple of such tensors and of other values -> min(chunks, B) parts that differ by one row at
+    most, in order. Other values, and the tensors of NoChunk, go into every part.
+
+    Tensors with different B are cut as by torch.chunk(). Raises ValueError if that gives different numbers of parts.
     Equivalent to: batch.tensor_split(min(chunks, B)).
     """
     if isinstance(batch, Tensor):
         return list(_cut(batch, chunks))
-    parts = [_cut(x, chunks) for x in batch]
-    if len({len(part) for part in parts}) > 1:
-        sizes = [list(x.shape) for x in batch]
-        raise ValueError(f"the tensors of a batch must have the same first dimension, but got shapes {sizes}")
-    return list(zip(*parts, strict=True))
+    tensors = [x for x in batch if isinstance(x, Tensor)]
+    cut = _cut
+    if len({len(_cut(x, chunks)) for x in tensors}) > 1:
+        cut = _cut_as_torch
+    parts = [cut(x, chunks) for x in tensors]
+    counts = [len(part) for part in parts]
+    if len(set(counts)) > 1:
+        sizes = [list(x.shape) for x in tensors]
+        raise ValueError(
+            f"the tensors of a batch, of shapes {sizes}, are cut into {counts} microbatches: give them the same first "
+            "dimension, or wrap in NoChunk what each microbatch needs whole"
+        )
+    cut_tensors = iter(parts)
+    columns = [next(cut_tensors) if isinstance(x, Tensor) else (_whole(x),) * counts[0] for x in batch]
+    return list(zip(*columns, strict=True))
+
+
+def _whole(value: Any) -> Any:
+    return value.tensor if isinstance(value, NoChunk) else value
 
 
 def _cut(x: Tensor, chunks: int) -> tuple[Tensor, ...]:
     return x.tensor_split(max(1, min(chunks, x.shape[0]))) if x.dim() else (x,)
 
 
-def gather(outputs: list[Tensors]) -> Tensors:
-    """The results of all microbatches as those of one batch.
+def _cut_as_torch(x: Tensor, chunks: int) -> tuple[Tensor, ...]:
+    return x.chunk(chunks) if x.dim() else (x,)
 
+
+def gather(outputs: list[Values]) -> Values:
+    """The results of all microbatches as those of one batch; of values that are no tensors, the list of them.
+
+    Raises TypeError if only some microbatches have a tensor in a place.
     Equivalent to: torch.cat(outputs).
     """
     first = outputs[0]
-    if len(outputs) == 1:
-        return first
     if isinstance(first, Tensor):
-        return torch.cat(outputs)  # type: ignore[arg-type]
-    return tuple(torch.cat(parts) for parts in zip(*outputs, strict=True))
+        return first if len(outputs) == 1 else torch.cat(outputs)  # type: ignore[arg-type]
+    return tuple(_joined(parts) for parts in zip(*outputs, strict=True))
 
 
-def num_rows(batch: Tensors) -> int:
-    """Rows of a batch or microbatch; 1 for what has no dimension."""
-    first = as_tuple(batch)[0]
+def _joined(parts: tuple[Any, ...]) -> Any:
+    are_tensors = {isinstance(part, Tensor) for part in parts}
+    if len(are_tensors) > 1:
+        kinds = ", ".join(sorted({type(part).__name__ for part in parts}))
+        raise TypeError(f"the results of the microbatches must be tensors in all or in none, but are {kinds}")
+    if are_tensors == {False}:
+        return list(parts)
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def num_rows(batch: Values) -> int:
+    """Rows of a batch or microbatch, those of its first tensor; 1 for what has no dimension."""
+    first = next(x for x in as_tuple(batch) if isinstance(x, Tensor))
     return first.shape[0] if first.dim() else 1
 
 
-def move(value: Tensors, device: torch.device) -> Tensors:
+def move(value: Values, device: torch.device) -> Values:
     """value on a device; gradients travel back."""
     return map_tensors(lambda x: x.to(device, non_blocking=True), value)

@@ -23,7 +23,7 @@ from fmoe_ext.ep.exchange import while_waiting
 
 
 class Overlap:
-    """What a schedule of torch calls for its actions, so that those of an OVERLAP_F_B run by turns.
+    """Functions that a schedule of torch calls for its actions, so that those of an OVERLAP_F_B run by turns.
 
     schedule: one that takes custom functions. stages: those of this rank.
     loss_fn(output, target) -> a microbatch's loss.

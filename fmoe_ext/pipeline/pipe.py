@@ -13,7 +13,7 @@ from fmoe_ext.gates import BaseGate
 from fmoe_ext.gates.accumulation import loss_share
 from fmoe_ext.gates.base_gate import gates_of
 from fmoe_ext.pipeline.batch_norm import DeferredBatchNorm, Recomputing, defer_batch_norm
-from fmoe_ext.pipeline.microbatch import Tensors, check_tensors, gather, move, num_rows, scatter
+from fmoe_ext.pipeline.microbatch import Values, check_values, gather, map_tensors, move, num_rows, scatter
 from fmoe_ext.pipeline.skip import SkipKey, Skippable, Skips, keeping, verify_skippables
 
 CHECKPOINT_MODES = ("always", "except_last", "never")
@@ -74,13 +74,15 @@ class Pipe(nn.Module):
         for partition, device in zip(self.partitions, self.devices, strict=True):
             partition.to(device)
 
-    def forward(self, batch: Tensors) -> Tensors:
+    def forward(self, batch: Values) -> Values:
         """batch [B, *], or a tuple of such tensors for a first layer that takes one -> what the last layer returns.
 
-        The result is on devices[-1]. Raises TypeError for what is no tensor, and whatever a layer raises, with the
-        layer's name.
+        Among the tensors of a tuple may be other values (None, lists, numbers), which every microbatch gets, and
+        NoChunk(tensor), which it gets whole; a value of the result that is no tensor comes back as the list of those of
+        the microbatches. The result is on devices[-1]. Raises TypeError for values without a tensor, and whatever a
+        layer raises, with the layer's name.
         """
-        check_tensors(batch, "the input of Pipe")
+        check_values(batch, "the input of Pipe")
         if not self.partitions:
             return batch
         parts = scatter(batch, self.chunks)
@@ -134,7 +136,7 @@ class Pipe(nn.Module):
         if is_checkpointed:
             again = Recomputing(list(partition.modules()))
             results = checkpoint_of(
-                _run,
+                _run_on_copy,
                 partition,
                 values,
                 skips,
@@ -163,15 +165,15 @@ class Pipe(nn.Module):
 class Partition(nn.Sequential):
     """The layers of one device; what a layer raises is raised with the layer's name."""
 
-    def forward(self, values: Tensors) -> Tensors:
+    def forward(self, values: Values) -> Values:
         for name, layer in self.named_children():
             values = self._one(name, layer, values)
         return values
 
-    def _one(self, name: str, layer: nn.Module, values: Tensors) -> Tensors:
+    def _one(self, name: str, layer: nn.Module, values: Values) -> Values:
         try:
             result = layer(values)
-            check_tensors(result, f"the result of layer {name!r}")
+            check_values(result, f"the result of layer {name!r}")
         except Exception as error:
             if hasattr(error, "add_note"):  # Python 3.11
                 error.add_note(f"in layer {name!r} of Pipe, a {type(layer).__name__}")
@@ -180,9 +182,9 @@ class Partition(nn.Sequential):
 
 
 class _Microbatch:
-    """What travels through the partitions together."""
+    """Values that travel through the partitions together."""
 
-    def __init__(self, values: Tensors, rows: int):
+    def __init__(self, values: Values, rows: int):
         self.values = values
         self.num_rows = rows
         self.skips: Skips = {}
@@ -196,9 +198,15 @@ def clock_cycles(num_microbatches: int, num_partitions: int) -> Iterator[tuple[i
             yield clock - partition, partition
 
 
-def _run(
-    partition: nn.Module, values: Tensors, skips: Skips
-) -> tuple[Tensors, Skips, dict[BaseGate, Tensor]]:
+def _run_on_copy(
+    partition: nn.Module, values: Values, skips: Skips
+) -> tuple[Values, Skips, dict[BaseGate, Tensor]]:
+    """_run() of copies, so that a layer that changes its input in place leaves it for the second forward."""
+    copies = {key: None if skip is None else skip.clone() for key, skip in skips.items()}
+    return _run(partition, map_tensors(Tensor.clone, values), copies)
+
+
+def _run(partition: nn.Module, values: Values, skips: Skips) -> tuple[Values, Skips, dict[BaseGate, Tensor]]:
     """The layers of a partition: their result, what they stashed, and their gates' losses, in which gates forget."""
     skips = dict(skips)
     gates = gates_of(partition)

@@ -1,4 +1,4 @@
-"""Which layout of ranks a model should train in: memory a rank and seconds a step of every pp x dp x ep x schedule."""
+"""Plan the layout of a training: memory a rank and seconds a step of every pp x dp x ep x schedule."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -119,7 +119,7 @@ def estimate(
     *,
     checkpoint_bytes: float = 0,
 ) -> Estimate:
-    """What a layout takes of a rank for a batch of so many sequences on all ranks.
+    """Memory and time of a rank in a layout, for a batch of so many sequences on all ranks.
 
     checkpoint_bytes: what a layer keeps of one sequence with activation checkpointing; 0: without.
     """

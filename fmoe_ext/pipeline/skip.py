@@ -6,16 +6,20 @@ The interface is torchgpipe's (Kim et al. 2020) and FairScale's. Outside of Pipe
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
+from uuid import UUID, uuid4
 
 from torch import Tensor, nn
 
-from fmoe_ext.pipeline.microbatch import Tensors
+from fmoe_ext.pipeline.microbatch import Values
 
 
+@dataclass(frozen=True, order=True)
 class Namespace:
-    """Keeps tensors of one name apart: layer.isolate(Namespace())."""
+    """Keeps tensors of one name apart: layer.isolate(Namespace()). A copy is the same namespace."""
+
+    id: UUID = field(default_factory=uuid4)
 
 
 SkipKey: TypeAlias = tuple[Namespace | None, str]
@@ -79,7 +83,7 @@ class Skippable(nn.Module):
         """Keys of what this layer pops, sorted."""
         return [self.key(name) for name in sorted(self.pops)]
 
-    def forward(self, inp: Tensors) -> Tensors:
+    def forward(self, inp: Values) -> Values:
         """As the layer's own forward; RuntimeError for a name that is not declared, not stashed or left over."""
         skips = _skips.get()
         if skips is None:
@@ -188,7 +192,7 @@ _outside_skips: ContextVar[Skips | None] = ContextVar("skips outside of Pipe", d
 
 
 def _outside(layer: Skippable) -> Skips:
-    """Where layers of a plain nn.Sequential keep their skips: one dict a thread, emptied by the pops."""
+    """Skips of the layers of a plain nn.Sequential: one dict a thread, emptied by the pops."""
     skips = _outside_skips.get()
     if skips is None:
         skips = {}

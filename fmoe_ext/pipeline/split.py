@@ -21,7 +21,7 @@ MEASURES = ("time", "memory", "load")
 
 @dataclass(frozen=True)
 class LayerCost:
-    """What one layer takes: seconds of a forward and backward of the sample, bytes of parameters and activations."""
+    """Cost of one layer: seconds of a forward and backward of the sample, bytes of parameters and activations."""
 
     seconds: float
     parameter_bytes: int

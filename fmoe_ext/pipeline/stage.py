@@ -16,7 +16,7 @@ from fmoe_ext.pipeline.microbatch import Tensors, as_tuple
 
 @dataclass(frozen=True)
 class Boundary:
-    """What travels from a layer to the next: for each tensor the shape of a row, and its dtype."""
+    """Values between two layers: for each tensor the shape of a row, and its dtype."""
 
     shapes: tuple[tuple[int, ...], ...]
     dtypes: tuple[torch.dtype, ...]
@@ -74,12 +74,12 @@ class Stage(nn.Module):
 
     @property
     def is_first(self) -> bool:
-        """Whether it gets the batch's inputs."""
+        """True if it gets the batch's inputs."""
         return self.index == 0
 
     @property
     def is_last(self) -> bool:
-        """Whether its result is the model's."""
+        """True if its result is the model's."""
         return self.index == self.num_stages - 1
 
     def forward(self, *values: Tensor, microbatch: Tensor) -> Tensors:

@@ -178,7 +178,7 @@ class Pipeline:
         return total
 
     def spans(self) -> list[Span]:
-        """What the ranks of this pipeline computed when, in the last train_step(trace=True); all of them call it."""
+        """Times of the ranks' computations in the last train_step(trace=True); all of them call it."""
         gathered: list[Any] = [None] * dist.get_world_size(self.groups.pp)
         dist.all_gather_object(gathered, self._spans or [], group=self.groups.pp)
         return [span for spans in gathered for span in spans]

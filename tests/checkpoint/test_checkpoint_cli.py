@@ -241,7 +241,7 @@ def test_config_of_a_huggingface_folder(tmp_path, config, options, text):
     ],
 )
 def test_a_huggingface_folder_that_the_format_cannot_say(tmp_path, capsys, config, to, text):
-    """What its gates and experts compute is in its config.json, and goes with the tensors."""
+    """The facts about gates and experts are in its config.json, and go with the tensors."""
     save_file(checkpoint.to_huggingface(with_gate(), "qwen3_moe"), tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text(json.dumps({"num_experts_per_tok": 2, **config}))
     main(["convert", str(tmp_path), "--to", "fmoe_ext", "-o", str(tmp_path / "ours")])

@@ -40,7 +40,7 @@ def random_model():
 
 
 def state_of_rank(state, rank, per_expert):
-    """What rank holds of the whole state: its experts under local numbers, in one of FastMoE's two layouts."""
+    """Part of the whole state on a rank: its experts under local numbers, in one of FastMoE's two layouts."""
     local = E // RANKS
     mine = {}
     for name, value in state.items():

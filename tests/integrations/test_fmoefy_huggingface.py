@@ -329,18 +329,23 @@ def test_default_gates_can_be_exported():
         to_huggingface(biased.state_dict())
 
 
-def test_unknown_gated_activation_is_replaced_by_the_given_one():
-    model = AutoModelForCausalLM.from_config(LlamaConfig(**LLAMA, hidden_act="quick_gelu"))
-    with pytest.raises(ValueError, match="its gated activation is"):
-        fmoefy(model, 4)
-    with pytest.raises(
-        ValueError, match=r"needs the weights of model\.layers\.0\.mlp, but its gated activation"
-    ):
-        fmoefy(model, 4, init="upcycle", activation="swiglu")
-    fmoefy(model, 4, activation="swiglu")
-    assert {r.activation for r in model.fmoe_report.replaced} == {"swiglu"}
-    assert model.model.layers[0].mlp.experts.htoh4.bias is None
-    assert logits(model).isfinite().all()
+def test_gated_activation_without_a_name_is_kept(tmp_path):
+    """No fused kernel computes quick_gelu and ReLU^2: exact at first, exact after a save, replaced on request."""
+    for hidden_act in ("quick_gelu", "relu2", "relu"):
+        dense = AutoModelForCausalLM.from_config(LlamaConfig(**LLAMA, hidden_act=hidden_act)).double().eval()
+        expected = logits(dense)
+        moe = fmoefy(copy.deepcopy(dense), 4, init="upcycle")
+        assert (
+            logits(moe) - expected
+        ).abs().max() <= 1e-6 * expected.abs().max()  # float32 inside Transformers
+        moe.save_pretrained(tmp_path / hidden_act)
+        assert torch.equal(logits(from_pretrained(tmp_path / hidden_act)), logits(moe))
+        with pytest.raises(
+            ValueError, match=r"keeps the activation of model\.layers\.0\.mlp, GatedActivation\("
+        ):
+            fmoefy(copy.deepcopy(dense), 4, init="upcycle", activation="swiglu")
+    fmoefy(dense, 4, activation="swiglu")
+    assert {r.activation for r in dense.fmoe_report.replaced} == {"swiglu"}
 
 
 def test_misspelt_argument_gets_a_hint():

@@ -3,6 +3,7 @@
 import copy
 import functools
 import json
+import re
 
 import pytest
 import torch
@@ -286,3 +287,19 @@ def test_save_pretrained_over_an_older_save(tmp_path):
     with pytest.raises(CheckpointError, match="which is not the model's own"):
         model.save_pretrained(tmp_path / "out", state_dict=state)
     assert sorted(f.name for f in tmp_path.iterdir()) == ["out"]
+
+
+def test_the_ways_out_are_known_before_training():
+    """The report of fmoefy names the formats; check_export refuses as export would."""
+    from fmoe_ext.integrations.formats import check_export
+
+    assert "export() can write it as mixtral or qwen2_moe" in repr(llama().fmoe_report)
+    check_export(llama(), "mixtral")
+    for source in ("gemma", "phi3", "smollm3"):
+        model = fmoefy(make(source), 4)
+        text = f"no format of export\\(\\) holds {source} models .*: save_pretrained\\(\\) writes a folder"
+        assert re.search(text, repr(model.fmoe_report))
+        with pytest.raises(
+            CheckpointError, match=f"For {source} there is none of the formats: its save_pretrained"
+        ):
+            check_export(model, "mixtral")

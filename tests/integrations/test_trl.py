@@ -1,8 +1,11 @@
 """TRL's trainers with the callback for the balance loss, against losses written by hand."""
 
+import copy
+
 import pytest
 import torch
 
+from fmoe_ext import fmoefy
 from fmoe_ext.gates import total_loss
 from fmoe_ext.integrations import huggingface
 from tests.integrations.test_balance_callback import (
@@ -178,3 +181,34 @@ def test_a_step_of_trl_adds_the_gradient_of_the_balance_loss(name, tmp_path):
     mean = assert_balance_gradient(TRAINERS[name][2](), seen, model, without)
     logged = [entry["moe/balance_loss"] for entry in trainer.state.log_history if "moe/balance_loss" in entry]
     assert logged == [pytest.approx(mean, rel=1e-9)]
+
+
+def dpo(model, folder, **options):
+    rows = [{"prompt": "w3 w4", "chosen": f"w{i}", "rejected": "w5 w6"} for i in range(7, 11)]
+    arguments = trl.DPOConfig(
+        output_dir=str(folder), report_to=[], use_cpu=True, bf16=False, max_steps=1, disable_tqdm=True
+    )
+    dataset = datasets.Dataset(pyarrow.Table.from_pylist(rows), fingerprint="pairs")
+    return trl.DPOTrainer(
+        model, args=arguments, train_dataset=dataset, processing_class=tokenizer(), **options
+    )
+
+
+def test_dpo_reference_is_never_the_dense_model(tmp_path):
+    """TRL reads the reference by the model's name: that of the dense one would compute other numbers in silence."""
+    dense = transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(
+            vocab_size=VOCAB, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2
+        )
+    )
+    dense.save_pretrained(tmp_path / "dense")
+    model = fmoefy(transformers.LlamaForCausalLM.from_pretrained(tmp_path / "dense"), 4)
+    with pytest.raises(OSError, match=r"which no name loads: give ref_model=copy\.deepcopy\(model\)"):
+        dpo(model, tmp_path / "out")
+    model.save_pretrained(tmp_path / "moe")
+    loaded = huggingface.from_pretrained(tmp_path / "moe")
+    assert loaded.config._name_or_path == str(tmp_path / "moe")
+    with pytest.raises(KeyError, match=r"needs fmoe_ext\.integrations\.huggingface\.from_pretrained"):
+        dpo(loaded, tmp_path / "out")
+    trainer = dpo(loaded, tmp_path / "out", ref_model=copy.deepcopy(loaded))
+    assert trainer.train().training_loss == pytest.approx(0.6931, abs=1e-3)  # log 2: both are the same model

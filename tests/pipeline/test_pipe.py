@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from fmoe_ext import FMoETransformerMLP, SoftmaxGate, gates
-from fmoe_ext.pipeline import BalanceError, Pipe
+from fmoe_ext.pipeline import BalanceError, NoChunk, Pipe
 
 CPU = torch.device("cpu")
 MODES = ("always", "except_last", "never")
@@ -246,19 +246,41 @@ def test_moving_is_denied_and_casting_is_not():
     assert pipe.to(dtype=torch.float)[1].weight.dtype == torch.float
 
 
-def test_only_tensors_travel():
+def test_values_without_a_tensor_are_refused():
     class Hello(nn.Module):
         def forward(self, x):
-            return x, "hello"
+            return "hello"
 
-    with pytest.raises(TypeError, match="input of Pipe must be a tensor or a tuple of tensors, but got str"):
+    with pytest.raises(TypeError, match=r"input of Pipe must be a tensor, or a tuple .* but got str"):
         Pipe(two(), [2])("hello")
-    with pytest.raises(TypeError, match=r"result of layer '0' must be a tensor .* but got str"):
+    with pytest.raises(TypeError, match=r"input of Pipe must be a tensor, .* but got a tuple without one"):
+        Pipe(two(), [2])(("hello", None))
+    with pytest.raises(TypeError, match=r"result of layer '0' must be a tensor, .* but got str"):
         Pipe(nn.Sequential(Hello()), [1])(torch.ones(1))
     with pytest.raises(TypeError, match="positional"):
         Pipe(two(), [2])(torch.ones(1), torch.ones(1))
-    with pytest.raises(ValueError, match=r"same first dimension.*\[4, 1\].*\[2, 1\]"):
+    with pytest.raises(ValueError, match=r"\[4, 1\], \[2, 1\].*are cut into \[4, 2\] microbatches"):
         Pipe(two(), [2], chunks=4)((torch.ones(4, 1), torch.ones(2, 1)))
+    with pytest.raises(TypeError, match="NoChunk is for a tensor, but got int"):
+        NoChunk(3)
+
+
+@pytest.mark.parametrize("checkpoint", MODES)
+def test_layer_that_changes_its_input_in_place_behind_a_border(checkpoint):
+    class AddInPlace(nn.Module):
+        def forward(self, x):
+            return x.add_(1).square()  # square keeps x for its backward
+
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(3, 3), AddInPlace(), nn.Linear(3, 2)).double()
+    pipe = Pipe(deepcopy(plain), [1, 2], chunks=2, checkpoint=checkpoint)
+    x = torch.randn(4, 3, dtype=torch.float64)
+    expected, ours = plain(x), pipe(x)
+    torch.testing.assert_close(ours, expected)
+    expected.sum().backward()
+    ours.sum().backward()
+    for a, b in zip(grads(pipe), grads(plain), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-14)
 
 
 def test_several_tensors_between_partitions():

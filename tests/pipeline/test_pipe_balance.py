@@ -44,6 +44,13 @@ def test_by_time():
     assert all(p.grad is None for p in module.parameters())
 
 
+def test_by_time_refuses_a_module_with_gradients():
+    module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    module(torch.ones(1, 2)).sum().backward()
+    with pytest.raises(ValueError, match="some parameter already has gradient"):
+        balance_by_time(2, module, torch.ones(1, 2), timeout=0.01)
+
+
 def test_by_size():
     module = nn.Sequential(nn.Linear(4, 100), nn.Linear(100, 100), *(nn.Linear(100, 1), nn.Linear(1, 1)))
     assert balance_by_size(2, module, torch.ones(1, 4)) == [1, 3]

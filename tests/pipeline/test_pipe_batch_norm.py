@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from fmoe_ext.pipeline import DeferredBatchNorm, Pipe
+from fmoe_ext.pipeline import DeferredBatchNorm, Pipe, defer_batch_norm
 
 MODES = ("always", "except_last", "never")
 
@@ -83,3 +83,16 @@ def test_wrong_channels():
     norm = DeferredBatchNorm(nn.BatchNorm2d(3), 2)
     with pytest.raises(ValueError, match=r"\[B, 3, \*\], but got \[2, 4, 1, 1\]"):
         norm(torch.ones(2, 4, 1, 1))
+
+
+def test_converted_module_counts_the_new_number_of_microbatches():
+    plain = nn.Sequential(nn.BatchNorm1d(3)).double()
+    once = defer_batch_norm(deepcopy(plain), 4)
+    again = defer_batch_norm(once, 2)
+    assert again[0] is once[0] and again[0].chunks == 2
+    x = torch.randn(6, 3, dtype=torch.float64)
+    plain(x)
+    for part in x.chunk(2):
+        again(part)
+    assert again[0].num_batches_tracked == 1
+    torch.testing.assert_close(again[0].running_var, plain[0].running_var)

@@ -1,3 +1,6 @@
+import copy
+import pickle
+
 import pytest
 import torch
 from torch import nn
@@ -104,3 +107,14 @@ def faulty(commands, **names):
 def test_wrong_commands(layer, error, text):
     with pytest.raises(error, match=text):
         layer(torch.ones(1))
+
+
+def test_copied_namespace_is_the_same_namespace():
+    """Also through pickle, and for layers that are copied one by one."""
+    namespace, other = Namespace(), Namespace()
+    for same in (copy.copy(namespace), copy.deepcopy(namespace), pickle.loads(pickle.dumps(namespace))):
+        assert same == namespace and hash(same) == hash(namespace) and same != other
+    assert (namespace < other) != (other < namespace)
+    layers = copy.deepcopy(Keep().isolate(namespace)), copy.deepcopy(Take().isolate(namespace))
+    verify_skippables(nn.Sequential(*layers))
+    assert Pipe(nn.Sequential(*layers), [1, 1])(torch.ones(2)).tolist() == [5, 5]

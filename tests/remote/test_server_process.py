@@ -3,20 +3,24 @@
 import json
 import os
 import random
+import re
+import shlex
 import signal
 import socket
 import threading
 import time
 import urllib.request
+from pathlib import Path
 
 import pytest
 import safetensors.torch
 import torch
 
-from fmoe_ext.remote import Client, RemoteError, RemoteExpert, Settings
+from fmoe_ext.remote import Client, Options, RemoteError, RemoteExpert, Server, Settings
 from fmoe_ext.remote.server.checkpoints import Checkpoints
 from fmoe_ext.remote.server.flags import parse
 from fmoe_ext.remote.server.main import main, make_server
+from fmoe_ext.remote.server.service import NotLeader
 from fmoe_ext.remote.wire import Message, WireError
 
 D = 16
@@ -31,7 +35,7 @@ def step(expert, count=1):
         expert(torch.randn(4, D)).pow(2).sum().backward()
 
 
-def test_a_server_lives_as_hivemind_prints_and_saves_at_sigterm(start_server, tmp_path):
+def test_server_lives_as_hivemind_prints_and_saves_at_sigterm(start_server, tmp_path):
     flags = ("--no_dht", "--expert_pattern", "expert.[0:5]", "--num_experts", 5, "--expert_cls", "ffn")
     flags += (
         "--checkpoint_dir",
@@ -105,6 +109,29 @@ def test_sigterm_at_random_moments_loses_nothing(start_server, tmp_path, runs):
         assert heard <= int(state["version"]) == int(state["requests"]) <= heard + 1
         heard = int(state["version"])
     assert heard > 0
+
+
+def test_experts_without_a_leader_are_not_called_active(caplog):
+    """A server printed "4 active experts" while nobody answered for two of them."""
+
+    class Waiting:
+        async def start(self, server):
+            await server.add_experts(["expert.0", "expert.1", "expert.2"])
+
+            def may_step(uid):
+                if uid != "expert.1":
+                    raise NotLeader(f"not the leader of {uid}")
+
+            server.host.may_step = may_step
+
+        async def stop(self):
+            pass
+
+    with caplog.at_level("INFO", "fmoe_ext.remote"), Server(Options(hidden_dim=D), Waiting()):
+        assert "Got 1 active experts of type ffn: ['expert.1']" in caplog.text
+        assert (
+            "Keeps 2 more, which another server leads or nobody yet: ['expert.0', 'expert.2']" in caplog.text
+        )
 
 
 def test_busy_port_ends_with_one_sentence(start_server):
@@ -273,6 +300,21 @@ def test_flags_of_hivemind_that_mean_nothing_are_named(flags, text, capsys):
     assert text in capsys.readouterr().err
 
 
+def test_commands_and_config_files_of_the_documentation_are_accepted(tmp_path):
+    text = (Path(__file__).parents[2] / "docs/remote.md").read_text()
+    fenced = re.split(r"^```.*\n", text, flags=re.MULTILINE)
+    blocks = fenced[1::2]
+    files = [block for block in blocks if re.match(r"\w+: ", block)]
+    commands = [line for block in blocks for line in block.splitlines() if line.startswith("fmoe-server")]
+    assert len(files) == 2 and len(commands) >= 6
+    (tmp_path / "server.yml").write_text(files[0])
+    for block in files:
+        configure(tmp_path, block)
+    for line in commands:
+        words = shlex.split(line, comments=True)[1:]
+        parse([str(tmp_path / word) if word.endswith(".yml") else word for word in words])
+
+
 def test_every_flag_reaches_the_server_it_describes():
     """Flags are declared once; a value on the command line arrives in the option of that name."""
     flags = (
@@ -295,6 +337,6 @@ def test_every_flag_reaches_the_server_it_describes():
         ("--custom_module_path nowhere.py", "--custom_module_path nowhere.py is no Python file"),
     ],
 )
-def test_what_is_not_there_is_named(flags, text):
+def test_missing_files_and_devices_are_named(flags, text):
     with pytest.raises(SystemExit, match=text):
         main(flags.split())

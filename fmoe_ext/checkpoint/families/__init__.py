@@ -18,3 +18,8 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(_families())
 LAYOUTS: Mapping[str, Layout] = MappingProxyType(
     {"fused": Layout(), **{name: family.files for name, family in FAMILIES.items()}}
 )
+
+
+def formats_for(model_type: str) -> tuple[str, ...]:
+    """The families that hold models of a type, once their MLPs are MoE layers."""
+    return tuple(name for name, family in FAMILIES.items() if model_type in family.holds)

@@ -1,4 +1,4 @@
-"""What a family file says about one Hugging Face MoE model type: plain data, read by import, export and checkpoints."""
+"""Facts about one Hugging Face MoE model type: plain data, read by import, export and checkpoints."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace

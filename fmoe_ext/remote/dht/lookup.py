@@ -23,7 +23,7 @@ class State(Enum):
 @dataclass
 class Candidate:
     peer: Peer
-    hops: int  # 1 if we knew it, one more for each node that told the next
+    hops: int  # 1 for a node of our table, one more for each node on the way
     state: State = State.NEW
     found: Found = field(default_factory=Found)
 
@@ -44,8 +44,7 @@ class Search:
         reachable = (c for c in self.candidates.values() if c.state is not State.FAILED)
         return sorted(reachable, key=lambda c: c.peer.node_id ^ self.key)[: self.width]
 
-    def next_to_ask(self) -> list[Candidate]:
-        nearest = self.nearest()
+    def next_to_ask(self, nearest: Sequence[Candidate]) -> list[Candidate]:
         num_asked = sum(c.state is State.ASKED for c in nearest)
         return [c for c in nearest if c.state is State.NEW][: max(0, self.alpha - num_asked)]
 
@@ -59,7 +58,7 @@ class Search:
 
     @property
     def hops(self) -> int:
-        """How many nodes lay between us and the nearest, that one included."""
+        """Number of nodes between us and the nearest, that one included."""
         return max((c.hops for c in self.answers()[:1]), default=0)
 
 
@@ -89,11 +88,15 @@ class Lookup:
             await asyncio.gather(*self._pending, return_exceptions=True)
 
     def _send(self) -> None:
+        """Calls the next nodes. A node that is called for one key is asked for all keys that it is near to."""
         wanted: dict[Peer, list[int]] = {}
-        for search in self.searches:
-            for candidate in search.next_to_ask():
-                candidate.state = State.ASKED
-                wanted.setdefault(candidate.peer, []).append(search.key)
+        nearest = [(search, search.nearest()) for search in self.searches]
+        called = {candidate.peer for search, near in nearest for candidate in search.next_to_ask(near)}
+        for search, near in nearest:
+            for candidate in near:
+                if candidate.state is State.NEW and candidate.peer in called:
+                    candidate.state = State.ASKED
+                    wanted.setdefault(candidate.peer, []).append(search.key)
         for peer, keys in wanted.items():
             for first in range(0, len(keys), MAX_KEYS):
                 some = tuple(keys[first : first + MAX_KEYS])

@@ -1,4 +1,4 @@
-"""What nodes say to each other: JSON whose every part is bounded before it is believed.
+"""Messages between nodes: JSON whose every part is bounded before it is believed.
 
 Ping {}                 -> {}
 Find {keys}             -> {found: {key: {peers, records}}}   keys are left out when the answer becomes too long
@@ -8,6 +8,7 @@ Each way with the sender's id and the network's time there; a request with the e
 which its id follows, and a signature of the nonce and the answer stand before it.
 """
 
+import functools
 import json
 import math
 import re
@@ -36,6 +37,7 @@ MAX_ANSWER_BYTES = 8 << 20  # one prefix with as many experts as it may have
 FULL_ANSWER_BYTES = 1 << 20  # beyond which no further key is answered
 MAX_REQUEST_BYTES = 512 << 10
 MAX_REASON = 300
+MAX_KNOWN_PEERS = 4096
 _DOMAIN, _SEAL_BYTES = b"fmoe.dht.answer.1\0", 32 + 64
 _PORT = re.compile(r":[0-9]{1,5}")
 
@@ -55,7 +57,7 @@ class Header:
 
 @dataclass(frozen=True)
 class Found:
-    """What one node knows about a key."""
+    """The answer of one node for a key."""
 
     peers: Sequence[Peer] = ()
     records: Sequence[SignedRecord] = ()
@@ -249,10 +251,16 @@ def _load_found(value: Any) -> Found:
 
 
 def _load_peer(value: Any) -> Peer:
-    if not isinstance(value, list) or len(value) != 2:
+    if not isinstance(value, list) or len(value) != 2 or not all(isinstance(text, str) for text in value):
         raise BadMessage("a node must be [id, endpoint]")
+    return _peer(*value)
+
+
+@functools.lru_cache(MAX_KNOWN_PEERS)
+def _peer(node_id: str, endpoint: str) -> Peer:
+    """The node; answers name the same ones again and again."""
     try:
-        return Peer(load_id(value[0]), check_endpoint(value[1]))
+        return Peer(load_id(node_id), check_endpoint(endpoint))
     except BadRecord as error:
         raise BadMessage(str(error)) from None
 

@@ -30,7 +30,7 @@ class WarmCopies:
 
     When the record of an owner has expired, the copy is declared and hosted here. What the owner did since the last
     copy is lost: at most one period of updates, if the copies succeeded. updates_lost_total counts what is known of
-    it (the version at the last look less the copy's), takeovers_total how often it happened. An owner that is told to
+    it (the version at the last look less the copy's), takeovers_total how often it happened. An owner that is asked to
     stop waits for a last copy: nothing is lost then.
     """
 

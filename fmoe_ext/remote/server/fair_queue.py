@@ -95,7 +95,7 @@ class FairQueue:
             self._changed.notify()
 
     def close(self) -> None:
-        """What waits is still taken, nothing new comes in, then take() returns None."""
+        """Admit nothing new; take() returns None once all that waits is taken."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()

@@ -13,12 +13,15 @@ class ReplyCache:
         self.num_bytes = 0
         self._answers: OrderedDict[tuple[str, str], tuple[torch.Tensor, ...]] = OrderedDict()
 
+    def __len__(self) -> int:
+        return len(self._answers)
+
     def put(self, uid: str, request_id: str, tensors: tuple[torch.Tensor, ...]) -> None:
-        self._drop((uid, request_id))
+        self.drop(uid, request_id)
         self._answers[uid, request_id] = tensors
         self.num_bytes += _size(tensors)
         while self.num_bytes > self.max_bytes:
-            self._drop(next(iter(self._answers)))
+            self.drop(*next(iter(self._answers)))
 
     def get(self, uid: str, request_id: str) -> tuple[torch.Tensor, ...] | None:
         return self._answers.get((uid, request_id))
@@ -26,10 +29,10 @@ class ReplyCache:
     def forget(self, uid: str) -> None:
         """Drops the answers of one expert."""
         for key in [key for key in self._answers if key[0] == uid]:
-            self._drop(key)
+            self.drop(*key)
 
-    def _drop(self, key: tuple[str, str]) -> None:
-        self.num_bytes -= _size(self._answers.pop(key, ()))
+    def drop(self, uid: str, request_id: str) -> None:
+        self.num_bytes -= _size(self._answers.pop((uid, request_id), ()))
 
 
 def _size(tensors: tuple[torch.Tensor, ...]) -> int:

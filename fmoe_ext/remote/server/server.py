@@ -17,7 +17,12 @@ from fmoe_ext.remote.security import Guard
 from fmoe_ext.remote.server.checkpoints import Checkpoints
 from fmoe_ext.remote.server.compute import ComputeThread
 from fmoe_ext.remote.server.fair_queue import FairQueue
+<<<<<<< HEAD
+from fmoe_ext.remote.server.host import ExpertHost, Training
+from fmoe_ext.remote.server.ledger import NotLeader
+=======
 from fmoe_ext.remote.server.host import ExpertHost
+>>>>>>> main
 from fmoe_ext.remote.server.metrics import Metrics
 from fmoe_ext.remote.server.options import Options
 from fmoe_ext.remote.server.pages import Pages
@@ -72,7 +77,7 @@ class Server:
 
     @property
     def endpoint(self) -> str:
-        """Where others call this server; a relay that was away may give it another port."""
+        """The address at which others call this server; a relay that was away may give it another port."""
         return self._attachment.endpoint if self._attachment else self._endpoint
 
     def start(self, timeout: float = 60.0) -> "Server":
@@ -112,7 +117,17 @@ class Server:
             self._tasks.append(asyncio.create_task(self._save_regularly()))
         log.info("Server started at %s", self.endpoint)
         uids = sorted(self.host.experts)
-        log.info("Got %d active experts of type %s: %s", len(uids), self.options.expert_cls, uids)
+        active = [uid for uid in uids if self._takes_gradients(uid)]
+        log.info("Got %d active experts of type %s: %s", len(active), self.options.expert_cls, active)
+        if waiting := sorted(set(uids) - set(active)):
+            log.info("Keeps %d more, which another server leads or nobody yet: %s", len(waiting), waiting)
+
+    def _takes_gradients(self, uid: str) -> bool:
+        try:
+            self.host.may_step(uid)
+        except NotLeader:
+            return False
+        return True
 
     async def _attach(self, port: int) -> None:
         """Lets a relay pass on what comes for this server."""
@@ -169,6 +184,10 @@ class Server:
         states = [state for state in saved if state is not None]
         await asyncio.wrap_future(self.compute.call(add))
         self._saved |= {state.meta["uid"]: int(state.meta["version"]) for state in states}
+
+    def saved_uids(self) -> list[str]:
+        """Experts that have checkpoints."""
+        return self.checkpoints.uids() if self.checkpoints else []
 
     async def read_state(self, uid: str) -> Message:
         """A copy of an expert's state, taken between two batches."""
