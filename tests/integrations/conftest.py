@@ -1,6 +1,7 @@
 import sys
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from fmoe_ext.testing import DistributedPool
@@ -27,6 +28,8 @@ def one_megatron_rank(tmp_path_factory):
         # Megatron's router reads the name, which 0.16 defines with Transformer Engine only.
         gemm = getattr(moe_utils, "te_general_gemm", None)
         patch.setattr(moe_utils, "te_general_gemm", gemm, raising=False)
+        if hasattr(moe_utils.RandomSTE, "generator"):  # 0.15 draws random logits from one of its own
+            patch.setattr(moe_utils.RandomSTE, "generator", torch.default_generator)
         initialize()
         yield
     parallel_state.destroy_model_parallel()

@@ -150,6 +150,7 @@ def test_multi_token_prediction_has_our_experts():
     from megatron.core.transformer.moe import moe_utils
 
     config = config_of(num_layers=2, moe_layer_freq=[0, 1], mtp_num_layers=1, moe_aux_loss_coeff=0.25)
+    config.mtp_loss_scaling_factor = 0.1  # Megatron 0.15 has None
     spec, options = block_spec_of(config), {"position_embedding_type": "rope"}
     mtp = get_gpt_mtp_block_spec(config, spec, use_transformer_engine=False)
     try:

@@ -17,6 +17,7 @@ from fmoe_ext.remote.server.compute import ComputeThread
 from fmoe_ext.remote.server.fair_queue import DeadlinePassed, Job, QueueFull
 from fmoe_ext.remote.server.hand_over import CopiesElsewhere
 from fmoe_ext.remote.server.host import Answer, ExpertMissing, StaleGradient
+from fmoe_ext.remote.server.ledger import NotLeader
 from fmoe_ext.remote.server.metrics import Metrics
 from fmoe_ext.remote.server.state import read_state
 from fmoe_ext.remote.wire import (
@@ -33,10 +34,6 @@ from fmoe_ext.remote.wire import (
 LONGEST_CALL = 600.0  # seconds, for callers without a deadline
 MAX_SHOWN_PEERS = 100
 Code = grpc.StatusCode
-
-
-class NotLeader(Exception):
-    """Another server takes the gradients of this expert."""
 
 
 CODES: tuple[tuple[type[Exception], grpc.StatusCode], ...] = (
