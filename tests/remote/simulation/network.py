@@ -139,5 +139,7 @@ class SimPeers:
         except asyncio.TimeoutError:
             raise errors.CallTimeout(f"{endpoint} did not answer") from None
 
+    download = call
+
     async def close(self):
         pass
