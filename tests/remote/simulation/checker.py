@@ -4,12 +4,12 @@ from dataclasses import dataclass, field
 
 
 class Failed(AssertionError):
-    """What the checker has found."""
+    """Findings of the checker."""
 
 
 @dataclass
 class History:
-    """What trainers have seen."""
+    """Observations of the trainers."""
 
     begun: dict = field(default_factory=dict)  # request id: when
     acknowledged: dict = field(default_factory=dict)  # request id: version
@@ -20,7 +20,7 @@ class History:
 
 @dataclass(frozen=True)
 class Held:
-    """What one member holds. applied: request id: version, of the last 1024 requests."""
+    """State of one member. applied: request id: version, of the last 1024 requests."""
 
     applied: dict
     num_requests: int
