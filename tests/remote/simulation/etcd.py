@@ -123,7 +123,7 @@ class Etcd:
 
 
 class StoreClient:
-    """Simulated EtcdClient of a server."""
+    """Stands for the EtcdClient of a server."""
 
     def __init__(self, etcd, network, process):
         self.etcd, self.network, self.process = etcd, network, process

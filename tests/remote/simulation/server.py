@@ -122,7 +122,7 @@ class SimDevice(ComputeThread):
 
 
 class Disk:
-    """Disk that outlives a process; a write is there as a whole or not at all."""
+    """Outlives a process; a write is there as a whole or not at all."""
 
     def __init__(self):
         self.files = {}
