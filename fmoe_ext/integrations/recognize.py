@@ -244,7 +244,7 @@ def _watch_in(
 
     try:
         for m in linears:
-            m.forward = functools.partial(answer, m)  # type: ignore[method-assign]
+            m.forward = functools.partial(answer, m)
         with contextlib.suppress(_EnoughError):
             run.output = _run(call, x)
     finally:
