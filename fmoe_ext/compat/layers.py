@@ -37,7 +37,9 @@ class FMoE(_FMoE):
         gate_group: Any = None,
         overlap_degree: int | str = 1,
         max_rows_per_rank: int | None = None,
-        **options: Any,
+        exchange: str = "choice",
+        device: Any = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(
             *(num_expert, d_model, world_size, mp_group, slice_group, moe_group, top_k),
@@ -46,7 +48,9 @@ class FMoE(_FMoE):
             gate_group=gate_group,
             overlap_degree=overlap_degree,
             max_rows_per_rank=max_rows_per_rank,
-            **options,
+            exchange=exchange,
+            device=device,
+            dtype=dtype,
         )
 
 
