@@ -8,6 +8,7 @@ import json
 import operator
 import os
 import re
+import shlex
 import subprocess
 import sys
 import types
@@ -17,6 +18,8 @@ import pytest
 import torch
 
 import fmoe_ext
+import fmoe_ext_command
+from fmoe_ext.pipeline import cli as pipeline
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md"))]
@@ -193,8 +196,20 @@ def test_commands_exist(path):
         assert f"\n{target}:" in makefile, f"{name_of(path)} says make {target}"
     for module in re.findall(r"python -m ((?:fmoe_ext|benchmarks)[\w.]*)", code):
         assert importlib.util.find_spec(module), f"{name_of(path)} says python -m {module}"
+    shell = "\n".join(block for language, block, _ in blocks(path) if language == "sh")
+    for command in re.findall(
+        r"^`?fmoe ([a-z]+)\b(?! \d)", "\n".join(re.findall(r"`fmoe [^`]+`", prose)) + shell, re.MULTILINE
+    ):
+        assert command in fmoe_ext_command.COMMANDS, f"{name_of(path)} says fmoe {command}"
     for program in re.findall(r"(?:^|\s)(examples/[\w/]+\.py)", code):
         assert ROOT.joinpath(program).exists(), f"{name_of(path)} runs {program}"
+
+
+def test_plan_in_readme_runs(capsys):
+    """Its required arguments were left out."""
+    readme = (ROOT / "README.md").read_text()
+    pipeline.main(shlex.split(re.search(r"^fmoe pipeline (plan .*)$", readme, re.MULTILINE)[1]))
+    assert "pipeline" in capsys.readouterr().out.splitlines()[-1].lower()
 
 
 def test_every_page_is_in_the_contents():

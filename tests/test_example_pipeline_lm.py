@@ -46,7 +46,7 @@ def test_losses_are_drawn_at_the_batches_that_were_trained(example):
     train = importlib.import_module("train")
     trainer = train.Trainer.__new__(train.Trainer)
     trainer.options = SimpleNamespace(epochs=3, bptt=1, batches=5, log_interval=2)
-    trainer.train_source, trainer.rank, trainer.optimizer = torch.zeros(20, 2), 0, mock.MagicMock()
+    trainer.train_source, trainer.rank, trainer.optimizer = torch.zeros(2, 20), 0, mock.MagicMock()
     trainer.pipeline = mock.MagicMock()
     trainer.pipeline.train_step.return_value = torch.tensor(1.0)
     trainer.pipeline.module.state_dict.return_value = {}

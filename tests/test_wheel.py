@@ -51,7 +51,8 @@ def test_one_wheel_for_every_python_and_torch(wheel):
 def test_contents(wheel, unpacked):
     """The package's modules, one native module, and what describes them; no tests, no sources of C++, no libraries."""
     package = {path.relative_to(ROOT) for path in (ROOT / "fmoe_ext").rglob("*.py")} | {
-        Path("fmoe_ext/py.typed")
+        Path("fmoe_ext/py.typed"),
+        Path("fmoe_ext_command.py"),
     }
     files = {path.relative_to(unpacked) for path in unpacked.rglob("*") if path.is_file()}
     described = {path for path in files if path.parts[0] == f"fmoe_ext-{VERSION}.dist-info"}

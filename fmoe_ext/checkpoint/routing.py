@@ -12,10 +12,19 @@ from torch import nn
 
 from fmoe_ext.checkpoint.errors import CheckpointError
 from fmoe_ext.checkpoint.families import FAMILIES
-from fmoe_ext.checkpoint.families.family import CLAMPED, SOFTMAX, Family
-from fmoe_ext.experts import GATED_ACTIVATIONS, ClampedSwiGLU, activation_name
+from fmoe_ext.checkpoint.families.family import CLAMPED, SOFTMAX, Family, Numbers
+from fmoe_ext.checkpoint.model_state import ModelState
+from fmoe_ext.experts import GATED_ACTIVATIONS, ClampedSwiGLU, FusedExperts, SharedExperts, activation_name
 from fmoe_ext.layers import FMoE
+from fmoe_ext.transformer import FMoETransformerMLP
 
+METHODS = (
+    "forward",
+    "_choose",
+    "_call_gate",
+    "_compute",
+    "expert_fn",
+)  # by which a subclass computes something else
 OPTIONS = ("top_k", "normalize", "scale", "num_groups", "topk_groups", "group_best", "capacity_factor")
 USUAL = (
     MappingProxyType(  # what the usual gate computes; a family says in its file what it computes otherwise
@@ -46,6 +55,65 @@ def _activation_of(layer: FMoE) -> dict[str, Any]:
         "activation": activation_name(activation)
         or getattr(activation, "__name__", type(activation).__name__)
     }
+
+
+def facts_of_layers(state: ModelState, family: Family) -> tuple[dict[str, Any], Numbers]:
+    """(what all MoE layers are, by the names of Family.config; their numbers in the decoder)."""
+    if not state.layers:
+        raise CheckpointError(
+            "the model has no FMoETransformerMLP: fmoefy it, or import_model() a Transformers MoE model; a model of "
+            "Transformers alone is saved by its save_pretrained"
+        )
+    numbers: dict[int, str] = {}
+    for name, layer in state.layers.items():
+        _check_computes(name, layer, family)
+        number = next((int(part) for part in name.split(".") if part.isdigit()), None)
+        if number is None or number in numbers:
+            raise CheckpointError(f"{name or '(root)'} is not the one MoE layer of a numbered decoder layer")
+        numbers[number] = name
+    (first, layer), *others = state.layers.items()
+    facts = _facts(layer)
+    for name, other in others:
+        theirs = _facts(other)
+        for fact in facts.keys() | theirs.keys():
+            if facts.get(fact) != theirs.get(fact):
+                raise CheckpointError(
+                    f"{first} has {fact}={facts.get(fact)} and {name} has {fact}={theirs.get(fact)}, but config.json "
+                    "says one value for all layers"
+                )
+    return facts, tuple(sorted(numbers))
+
+
+def _facts(layer: Any) -> dict[str, Any]:
+    shared = layer.shared_experts
+    return {
+        "num_experts": layer.num_experts,
+        "d_hidden": layer.experts.h4toh.weight.shape[2],
+        "shared": 0 if shared is None else shared.mlp.h4toh.weight.shape[2],
+        "shared_expert_gate": shared is not None and shared.gate is not None,
+        **routing_of(layer),
+    }
+
+
+def _check_computes(name: str, layer: FMoE, family: Family) -> None:
+    """CheckpointError where a layer is not what a format's tensors and configuration can say."""
+    where = name or "(root)"
+    if not isinstance(layer, FMoETransformerMLP) or type(layer.experts) is not FusedExperts:
+        raise CheckpointError(
+            f"{where} has experts of its own ({type(layer.experts).__name__}), no format has a place for "
+            "them: FMoETransformerMLP's are two-layer MLPs"
+        )
+    for method in METHODS:
+        if getattr(type(layer), method) is not getattr(FMoETransformerMLP, method):
+            raise CheckpointError(f"{where} ({type(layer).__name__}) has its own {method}()")
+    if layer.mask is not None:
+        raise CheckpointError(f"{where} has mask=: no format says which tokens go to no expert")
+    shared = layer.shared_experts
+    if shared is not None and type(shared) is not SharedExperts:
+        raise CheckpointError(f"{where} has shared experts of its own ({type(shared).__name__})")
+    if shared is not None and family.files.shared and not family.files.shared_gate and shared.gate:
+        raise CheckpointError(f"{where} has gated shared experts, those of {family.name} have no gate")
+    check_writable({name: routing_of(layer)}, name, family.name)
 
 
 def check_writable(routing: Mapping[str, Mapping[str, Any]], prefix: str, layout: str) -> None:

@@ -11,15 +11,16 @@ import copy
 import functools
 import json
 from collections.abc import Iterator, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 from fmoe_ext.experts import activation_name
 from fmoe_ext.gates import GATES
-from fmoe_ext.integrations.huggingface_saving import KEY, NEEDS, replace_save_pretrained, save_fmoefied
 from fmoe_ext.integrations.target import Options, Target
 from fmoe_ext.transformer import FMoETransformerMLP
 
+KEY = "fmoe_ext"
 VERSION = 1
+NEEDS = "needs fmoe_ext.integrations.huggingface.from_pretrained"
 NO_NAME = (
     "(fmoefied in memory, which no name loads: give ref_model=copy.deepcopy(model), or the tokenizer, itself)"
 )
@@ -56,12 +57,6 @@ def note(
     ]
     setattr(config, KEY, record | {"layers": [*record["layers"], *entries]})
     config._name_or_path = NO_NAME
-    from transformers import PreTrainedModel
-
-    if isinstance(model, PreTrainedModel):
-        replace_save_pretrained(model, save_fmoefied)
-    elif not record["dense"]:
-        replace_save_pretrained(model, _refuse)
     return _ways_out(config.model_type)
 
 
@@ -162,10 +157,3 @@ def _is_activation(name: str, value: Any) -> bool:
     from transformers.activations import ACT2FN
 
     return isinstance(value, str) and (("act" in name and value in ACT2FN) or name == "feed_forward_proj")
-
-
-def _refuse(model: Any, *_: Any, **__: Any) -> NoReturn:
-    raise RuntimeError(
-        f"{type(model).__name__} is no model of Transformers and its configuration names no activation that could say "
-        "that its MLPs are MoE layers: save with fmoe_ext.checkpoint.save(folder, model)"
-    )

@@ -14,8 +14,7 @@ from fmoe_ext.checkpoint.files import inside
 from fmoe_ext.checkpoint.huggingface import model_config, model_files
 from fmoe_ext.gates import find_gate
 from fmoe_ext.integrations.fmoefy import find_targets, replace
-from fmoe_ext.integrations.huggingface_record import VERSION, take_record
-from fmoe_ext.integrations.huggingface_saving import KEY
+from fmoe_ext.integrations.huggingface_record import KEY, VERSION, take_record
 from fmoe_ext.integrations.target import Options
 
 

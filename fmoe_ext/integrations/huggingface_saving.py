@@ -10,17 +10,16 @@ import functools
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from fmoe_ext.ep.exchange import find_group
+from fmoe_ext.integrations.huggingface_record import KEY, NEEDS
 from fmoe_ext.layers import FMoE
 
-KEY = "fmoe_ext"
-NEEDS = "needs fmoe_ext.integrations.huggingface.from_pretrained"
 MAX_SHARD_SIZE = "5GiB"
 WEIGHTS = ("gate_up_proj", "up_proj", "down_proj")
 STACKED = (*WEIGHTS, *(f"{name}_bias" for name in WEIGHTS))
@@ -29,6 +28,26 @@ STACKED = (*WEIGHTS, *(f"{name}_bias" for name in WEIGHTS))
 def replace_save_pretrained(model: Any, save: Callable[..., None]) -> None:
     """Lets model.save_pretrained(...) be save(model, ...)."""
     model.save_pretrained = functools.partial(save, model)
+
+
+def replace_of_fmoefied(model: Any) -> None:
+    """Lets save_pretrained() of a model that fmoefy has noted in its configuration be save_fmoefied()."""
+    record = getattr(getattr(model, "config", None), KEY, None)
+    if record is None:
+        return
+    from transformers import PreTrainedModel
+
+    if isinstance(model, PreTrainedModel):
+        replace_save_pretrained(model, save_fmoefied)
+    elif not record["dense"]:
+        replace_save_pretrained(model, _refuse)
+
+
+def _refuse(model: Any, *_: Any, **__: Any) -> NoReturn:
+    raise RuntimeError(
+        f"{type(model).__name__} is no model of Transformers and its configuration names no activation that could say "
+        "that its MLPs are MoE layers: save with fmoe_ext.checkpoint.save(folder, model)"
+    )
 
 
 @torch.no_grad()

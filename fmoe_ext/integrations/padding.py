@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fmoe_ext.layers import FMoE
@@ -23,14 +22,33 @@ def heed_attention_masks(model: nn.Module) -> None:
 
     Every Transformers model inside of model that has FMoE layers of its own reads its attention_mask: [B, S], of which
     the last ones count with a key-value cache, or [B, S, K] and [B, heads, S, K], where a token that may not attend to
-    itself is padding. valid_tokens() around the model takes precedence.
+    itself is padding. Where a model changes the number of tokens, its encoders and layers read their own masks.
+    valid_tokens() around the model takes precedence.
     """
     models = [m for m in model.modules() if _is_transformers_model(m) and _has_moe(m)]
     for own in models:
         if not any(m is not own for m in own.modules() if m in models):
-            reader = _MaskReader(tuple(inspect.signature(own.forward).parameters))
-            own.register_forward_pre_hook(reader.before, with_kwargs=True)
-            own.register_forward_hook(reader.after, always_call=True)
+            for m, reader in _readers(own):
+                m.register_forward_pre_hook(reader.before, with_kwargs=True)
+                m.register_forward_hook(reader.after, always_call=True)
+
+
+def _readers(model: nn.Module) -> Iterator[tuple[nn.Module, _MaskReader]]:
+    """(module, what reads its mask) for a Transformers model, its encoders and its layers."""
+    names = _parameters(model)
+    has_two_masks = "decoder_input_ids" in names  # FSMT: encoder and decoder are no models of their own
+    if not has_two_masks:
+        yield model, _MaskReader(names)
+    for m in model.modules():
+        names = _parameters(m)
+        if m is model or isinstance(m, FMoE) or not _has_moe(m) or not any("mask" in name for name in names):
+            continue
+        is_half = has_two_masks and "input_ids" in names
+        yield m, _MaskReader(names) if is_half else _MaskOfLayerReader(names)
+
+
+def _parameters(module: nn.Module) -> tuple[str, ...]:
+    return tuple(inspect.signature(module.forward).parameters)
 
 
 def _is_transformers_model(module: nn.Module) -> bool:
@@ -59,47 +77,77 @@ class _BatchOfModel(Batch):
 
 
 class _MaskReader:
-    """valid_tokens() around the forward of a module with these parameters."""
+    """valid_tokens() around the forward of a Transformers model with these parameters."""
 
     def __init__(self, names: tuple[str, ...]) -> None:
         self._names = names
         self._open: list[Any] = []
 
     def __deepcopy__(self, _: Any) -> _MaskReader:
-        return _MaskReader(self._names)
+        return type(self)(self._names)
 
     def __reduce__(self) -> tuple[type[_MaskReader], tuple[tuple[str, ...]]]:
-        return _MaskReader, (self._names,)
+        return type(self), (self._names,)
 
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        outer = current_batch()
-        valid = None if outer.rows is not None else self._valid(module, args, kwargs)
-        block = None
-        if valid is not None:
-            batch = _BatchOfModel(outer.num_tokens, None, outer.sequences, type(module).__name__)
-            block = batch_is(with_valid(batch, valid))
-        self._open.append(block)
-        if block is not None:
-            block.__enter__()
+        batch = self._batch(module, dict(zip(self._names, args, strict=False)) | kwargs)
+        self._open.append(None if batch is None else batch_is(batch))
+        if batch is not None:
+            self._open[-1].__enter__()
 
     def after(self, *_: Any) -> None:
         block = self._open.pop()
         if block is not None:
             block.__exit__(None, None, None)
 
-    def _valid(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
-        """attention_mask as one entry for each token of this forward; None for none."""
-        given = dict(zip(self._names, args, strict=False)) | kwargs
+    def _batch(self, module: nn.Module, given: dict[str, Any]) -> Batch | None:
+        """The batch for a forward with these arguments; None to leave it as it is."""
+        outer = current_batch()
         mask = given.get("attention_mask")
         if isinstance(mask, Mapping):  # one for each kind of attention
             mask = next(iter(mask.values()), None)
+        elif isinstance(given.get("decoder_padding_mask"), Tensor):  # FSMT: True for padding
+            mask = given["decoder_padding_mask"] == 0
         sources = ("input_ids", "inputs_embeds", *self._names[:1])
         tokens = next((given[name] for name in sources if isinstance(given.get(name), Tensor)), None)
-        if not isinstance(mask, Tensor) or tokens is None:
+        if outer.rows is not None or not isinstance(mask, Tensor) or tokens is None:
             return None
         if mask.dim() > 2:
             mask = _attends_to_itself(mask, tokens, given.get("past_key_values"))
-        return _with_tokens_added(module, mask[:, -tokens.shape[1] :])
+        valid = mask[:, -tokens.shape[1] :]
+        name = type(module).__name__
+        if (
+            name == "ProphetNetDecoder"
+        ):  # its layers get the tokens, and predictions for each of the next ones
+            valid = valid.repeat(1, 1 + module.config.ngram)  # type: ignore[union-attr, operator]
+        elif name in ("FSMTEncoder", "FSMTDecoder"):  # their layers get [S, B, D]
+            valid = valid.t()
+        return with_valid(_BatchOfModel(outer.num_tokens, None, outer.sequences, name), valid)
+
+
+class _MaskOfLayerReader(_MaskReader):
+    """The same for an encoder or a layer inside the model that gets another number of tokens than the model."""
+
+    def _batch(self, module: nn.Module, given: dict[str, Any]) -> Batch | None:
+        outer = current_batch()
+        tokens = given.get(self._names[0])
+        if not isinstance(outer, _BatchOfModel) or not isinstance(tokens, Tensor) or tokens.dim() != 3:
+            return None
+        size = tokens.shape[:2]
+        if outer.num_tokens == size.numel():
+            return None
+        masks = sorted(  # attention_mask first
+            (name != "attention_mask", name)
+            for name, value in given.items()
+            if "mask" in name and "padding" not in name and isinstance(value, Tensor)
+        )
+        for _, name in masks:
+            mask = given[name]
+            if mask.shape == size:
+                return with_valid(_BatchOfModel(model=outer.model), _is_open(mask, mask))
+            if mask.dim() in (3, 4) and mask.shape[-1] == size[1] and mask.shape[-2] in (1, size[1]):
+                return with_valid(_BatchOfModel(model=outer.model), _attends_to_itself(mask, tokens, None))
+        return None
 
 
 def _attends_to_itself(mask: Tensor, tokens: Tensor, past: Any) -> Tensor:
@@ -109,23 +157,12 @@ def _attends_to_itself(mask: Tensor, tokens: Tensor, past: Any) -> Tensor:
         mask = mask[:, 0]
     before = past.get_seq_length() if hasattr(past, "get_seq_length") else mask.shape[-1]
     first = max(0, min(int(before), mask.shape[-1] - length))  # its column of this forward's first token
-    own = mask.expand(batch, length, -1).diagonal(first, dim1=1, dim2=2)
-    if own.is_floating_point():
-        return torch.where((mask > 0).any(), own > 0, own > MASKED)
-    return own != 0
+    return _is_open(mask.expand(batch, length, -1).diagonal(first, dim1=1, dim2=2), mask)
 
 
-def _with_tokens_added(module: nn.Module, valid: Tensor) -> Tensor:
-    """valid [B, S] with an entry for every token that the layers of a model get, for the models that add some."""
-    config: Any = module.config
-    kind, length = type(module).__name__, valid.shape[1]
-    if kind == "ProphetNetDecoder":  # the tokens, and their predictions for each of the next ones
-        return valid.repeat(1, 1 + config.ngram)
-    if kind.startswith(("Longformer", "LEDEncoder")):
-        windows = config.attention_window
-        multiple = windows if isinstance(windows, int) else max(windows)
-    elif kind.startswith("BigBird") and getattr(module, "attention_type", "") == "block_sparse":
-        multiple = config.block_size
-    else:
-        return valid
-    return F.pad(valid, (0, -length % multiple))
+def _is_open(own: Tensor, mask: Tensor) -> Tensor:
+    """True for the entries of a mask that leave a token in; mask: all of it, which shows how it is written."""
+    if not own.is_floating_point():
+        return own != 0
+    is_zero_or_one = ((mask == 0) | (mask == 1)).all() & (mask == 1).any()
+    return torch.where(is_zero_or_one, own == 1, own > MASKED)

@@ -63,7 +63,7 @@ class Cached(Discovery):
         keys: Sequence[str],
         ask: Callable[[list[str]], Awaitable[dict[str, T]]],
     ) -> dict[str, T]:
-        """What is known of every key, after asking for those that are not; Unanswered with all that is known."""
+        """The answers for all keys, new ones fetched; Unanswered, with those that are known, if some do not come."""
         begin, missing = time.monotonic(), self._missing(known, keys)
         late: Unanswered | None = None
         new: Mapping[str, T] = {}

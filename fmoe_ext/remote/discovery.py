@@ -34,7 +34,7 @@ class Unanswered(DiscoveryError):
 
 @dataclass(frozen=True)
 class ExpertRecord:
-    """Where an expert is. endpoints[0] takes gradients; all of them answer forward calls."""
+    """The servers of an expert. endpoints[0] takes gradients; all of them answer forward calls."""
 
     uid: str
     endpoints: tuple[str, ...]  # "host:port", IPv6 as "[::1]:port"
@@ -43,12 +43,12 @@ class ExpertRecord:
     metadata: Mapping[str, str] = field(default_factory=dict)  # small facts, e.g. {"version": "12"}
 
     def is_live(self, now: float | None = None) -> bool:
-        """Whether it has not expired, at time.time() or the given one."""
+        """True before it expires, at time.time() or the given time."""
         return (time.time() if now is None else now) < self.expires
 
 
 class Discovery(abc.ABC):
-    """What servers tell and clients ask. Every coroutine runs on the loop of fmoe_ext.remote.loop.
+    """A directory that servers write and clients read. Every coroutine runs on the loop of fmoe_ext.remote.loop.
 
     Each call ends within `timeout` seconds: with its result, or with DiscoveryError if there is none. Invalid
     arguments raise ValueError. get and successors raise Unanswered, with what they know, if they can answer for a part
@@ -67,8 +67,8 @@ class Discovery(abc.ABC):
     ) -> frozenset[str]:
         """Claims or renews uids for endpoint for ttl seconds -> those that are now this server's.
 
-        A uid that another live server owns is not taken from it: it is missing in the result. Called again before
-        ttl has passed by whoever wants to keep a uid.
+        A uid that another live server owns is not taken from it: it is missing in the result. A server
+        that wants to keep a uid calls again before ttl has passed.
         """
 
     @abc.abstractmethod
@@ -132,7 +132,7 @@ def prefixes_of(uid: str) -> list[tuple[str, int]]:
 
 
 def successors_among(uids: Sequence[str], prefixes: Sequence[str]) -> dict[str, frozenset[int]]:
-    """What Discovery.successors returns when all live uids are known."""
+    """The result of Discovery.successors when all live uids are known."""
     found: dict[str, set[int]] = {check_prefix(prefix): set() for prefix in prefixes}
     for uid in uids:
         for prefix, coordinate in prefixes_of(uid):

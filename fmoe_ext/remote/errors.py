@@ -1,4 +1,4 @@
-"""What can become of a call to an expert elsewhere."""
+"""Errors of calls to experts elsewhere."""
 
 
 class RemoteError(Exception):

@@ -1,4 +1,4 @@
-"""What a server can host: ffn, transformer, nop, det_dropout and what register_expert_class adds, each by name."""
+"""Classes of experts by name: ffn, transformer, nop, det_dropout and those that register_expert_class adds."""
 
 import hashlib
 from collections.abc import Callable, Sequence
@@ -201,7 +201,7 @@ def make_expert(name: str, hidden_dim: int, uid: str = "", seed: int = 0) -> nn.
 
 
 def find_schema(expert_class: ExpertClass, hidden_dim: int) -> Schema:
-    """What experts of a class take and return, found by calling one."""
+    """The inputs and outputs of a class of experts, found by calling one."""
     samples = expert_class.sample(hidden_dim)
     rows = [torch.zeros(1, *(size or 1 for size in x.shape), dtype=x.dtype) for x in samples]
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""What client, server and replicas call each other: method names, keys of metadata, options of channels."""
+"""Names between client, server and replicas: methods, keys of metadata, options of channels."""
 
 import secrets
 

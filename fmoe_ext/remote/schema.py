@@ -1,4 +1,4 @@
-"""What an expert takes: checked by the client before it sends and by the server before it computes."""
+"""Inputs and outputs of an expert: checked by the client before it sends and by the server before it computes."""
 
 import json
 import math
@@ -142,7 +142,7 @@ def check_finite(tensors: Mapping[str, torch.Tensor], uid: str) -> None:
 
 
 def is_finite(x: torch.Tensor) -> bool:
-    """Whether no element is NaN or infinite. One pass where the sum shows it, two where the sum overflows."""
+    """True if no element is NaN or infinite. One pass where the sum shows it, two where the sum overflows."""
     if not x.is_floating_point():
         return True
     total = x.sum(dtype=torch.promote_types(x.dtype, torch.float32))

@@ -1,4 +1,4 @@
-"""Who may call, how often and how much: TLS, tokens, allow-lists, rates."""
+"""Admission of calls: TLS, tokens, allow-lists, rates."""
 
 import hashlib
 import os
@@ -30,7 +30,10 @@ class Denied(Exception):
 
 @dataclass(frozen=True)
 class Credentials:
-    """What a client shows and trusts. ca: PEM file that signed the servers; certificate and key: for mutual TLS."""
+    """The proofs that a client shows and trusts.
+
+    ca: PEM file that signed the servers; certificate and key: for mutual TLS.
+    """
 
     ca: Path | None = None
     certificate: Path | None = None
@@ -57,13 +60,13 @@ class Credentials:
         return grpc.ssl_channel_credentials(Path(self.ca).read_bytes(), key, chain)
 
     def metadata(self) -> tuple[tuple[str, str], ...]:
-        """What goes with each call: the token, if there is one."""
+        """The metadata of each call: the token, if there is one."""
         return () if self.token is None else (("authorization", f"Bearer {self.token}"),)
 
 
 @dataclass(frozen=True)
 class Security:
-    """What a server demands.
+    """The demands of a server.
 
     certificate, key: PEM files, TLS on; client_ca: clients need a certificate that it signed. tokens {token: name}:
     calls without one are refused. backward: names (of tokens, of certificates, or IP addresses) that may send
@@ -170,14 +173,14 @@ class Guard:
 
 
 class Rates:
-    """A token bucket for each peer; the ones heard of longest ago are forgotten."""
+    """A token bucket for each peer; those that were silent for longest are forgotten."""
 
     def __init__(self, per_second: float):
         self.per_second = per_second
         self._left: OrderedDict[str, tuple[float, float]] = OrderedDict()
 
     def take(self, peer: str, amount: float, now: float | None = None) -> bool:
-        """Whether peer may use that amount now. More than a whole bucket is let through when the bucket is full."""
+        """True if peer may use that amount now. More than a whole bucket is let through when the bucket is full."""
         if self.per_second == float("inf"):
             return True
         now = time.monotonic() if now is None else now

@@ -1,4 +1,4 @@
-"""What the tests of remote experts share: an etcd of their own, servers that are stopped, whatever happens."""
+"""Fixtures of the tests of remote experts: an etcd of their own, servers that are stopped, whatever happens."""
 
 import shutil
 import signal
@@ -24,16 +24,16 @@ def free_ports(count):
     return ports
 
 
-def start_etcd(folder, ports=None):
-    """(process, "127.0.0.1:port") of an etcd that answers."""
+def start_etcd(folder, ports=None, host="127.0.0.1"):
+    """(process, "host:port") of an etcd that answers."""
     binary = shutil.which("etcd")
     if binary is None:
         pytest.skip("etcd is not installed (Debian: apt-get install etcd-server)")
     client, peer = ports or free_ports(2)
     command = [
         *(binary, "--data-dir", str(folder), "--name", "test", "--unsafe-no-fsync"),
-        *("--listen-client-urls", f"http://127.0.0.1:{client}"),
-        *("--advertise-client-urls", f"http://127.0.0.1:{client}"),
+        *("--listen-client-urls", f"http://{host}:{client}"),
+        *("--advertise-client-urls", f"http://{host}:{client}"),
         *("--listen-peer-urls", f"http://127.0.0.1:{peer}"),
         *("--initial-advertise-peer-urls", f"http://127.0.0.1:{peer}"),
         *("--initial-cluster", f"test=http://127.0.0.1:{peer}"),
@@ -41,7 +41,7 @@ def start_etcd(folder, ports=None):
     ]
     command.remove("--unsafe-no-fsync")  # etcd 3.4 does not know it
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    endpoint = f"127.0.0.1:{client}"
+    endpoint = f"{host}:{client}"
     probe = EtcdClient(endpoint)
     for _ in range(300):
         try:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from dying import kill
 from proxy import BadNetwork, BadPost
 from torch import nn
 
@@ -26,7 +27,8 @@ from fmoe_ext.remote import (
 from fmoe_ext.remote.client.batch import MARGIN as MARGIN_OF_CALLS
 from fmoe_ext.remote.etcd.discovery import EtcdDiscovery
 from fmoe_ext.remote.replication.replica import Role
-from fmoe_ext.remote.replication.replicas import ReplicatedExperts, Replication
+from fmoe_ext.remote.replication.replicas import ReplicatedExperts
+from fmoe_ext.remote.replication.site import Replication
 
 D, UIDS = 16, ("expert.0", "expert.1")
 DEADLINE = 20.0
@@ -73,20 +75,6 @@ def train(first, second, steps, optimizers=()):
     return losses, longest
 
 
-def kill_abruptly(server):
-    async def vanish():
-        placement = server.placement
-        for task in (placement._task, *placement.registry._tasks, *placement._joins.values()):
-            if task is not None:
-                task.cancel()
-        for replica in placement.replicas.values():
-            replica.step_down()
-        placement.registry._lease = 0
-        await server._grpc.stop(None)
-
-    loop.run(vanish(), 10)
-
-
 @pytest.mark.parametrize(("steps", "kills"), [(25, 1), pytest.param(150, 4, marks=pytest.mark.slow)])
 def test_bad_network_and_dying_servers(etcd, steps, kills):
     """50 ms latency with jitter, 2 % loss, cut connections; a third of the servers killed and replaced, kills times."""
@@ -113,7 +101,7 @@ def test_bad_network_and_dying_servers(etcd, steps, kills):
                 return
             wait_replicated()
             victim = servers.pop(rng.randrange(len(servers) - 1))
-            kill_abruptly(victim)
+            kill(victim)
             servers.append(start_server(etcd, network))
             victim.compute.stop()
 
@@ -154,7 +142,7 @@ def test_calls_that_are_lost_repeated_late_and_out_of_order(etcd, steps):
     discovery = EtcdDiscovery(etcd)
     client = Client(discovery, Settings("none", DEADLINE, DEADLINE, DEADLINE, patience=DEADLINE))
     post = BadPost()
-    for caller in (client.caller, *(server.placement.caller for server in servers)):
+    for caller in (client.caller, *(server.placement.peers for server in servers)):
         post.carry(caller)
     losses, longest = train(*(RemoteExpert(uid, client=client) for uid in UIDS), steps)
     local = [make_expert("ffn", D, uid=uid) for uid in UIDS]

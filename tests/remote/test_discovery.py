@@ -1,4 +1,4 @@
-"""What every implementation of Discovery promises: add a factory, get the tests."""
+"""Promises of every implementation of Discovery: add a factory, get the tests."""
 
 import time
 
@@ -32,7 +32,7 @@ def run(coroutine):
     return loop.run(coroutine, 10)
 
 
-def test_what_is_declared_is_found(pair):
+def test_declared_experts_are_found(pair):
     one, two = pair
     assert run(one.get(["expert.0"])) == [None]
     assert run(one.declare(["expert.0", "expert.1"], "a:1", 10)) == {"expert.0", "expert.1"}
@@ -45,7 +45,7 @@ def test_what_is_declared_is_found(pair):
     assert all(r.is_live() and r.fence > 0 for r in found if r)
 
 
-def test_a_uid_has_one_owner(pair):
+def test_uid_has_one_owner(pair):
     one, two = pair
     run(one.declare(["expert.0"], "a:1", 10))
     assert run(two.declare(["expert.0", "expert.1"], "b:1", 10)) == {"expert.1"}
@@ -142,7 +142,7 @@ def test_uids_and_prefixes():
     assert prefixes_of("grid.1.7") == [("grid", 1), ("grid.1", 7)]
 
 
-def test_an_etcd_that_does_not_answer_costs_no_more_than_the_timeout():
+def test_etcd_that_does_not_answer_costs_no_more_than_the_timeout():
     nowhere = EtcdDiscovery("127.0.0.1:1")
     begin = time.monotonic()
     with pytest.raises(DiscoveryError, match=r"127\.0\.0\.1:1"):

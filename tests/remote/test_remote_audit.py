@@ -141,7 +141,7 @@ def test_weights_that_move_are_no_cheat(serve):
 
 @pytest.mark.parametrize("codec", ["bf16", "int8"])
 def test_rounding_is_no_cheat(serve, codec):
-    """What compression takes from numbers is allowed for; gradients, with errors fed back, are not audited."""
+    """The rounding of compression is allowed for; gradients, with errors fed back, are not audited."""
     server, directory = serve(settings=Settings(compression=codec))
     (expert,) = directory.get_experts(["expert.0"])
     auditor = Auditor(directory.client, rows=8, seed=0).watch(1.0)

@@ -1,4 +1,4 @@
-"""What can go wrong between client and server, each with a bound in seconds."""
+"""Faults between client and server, each with a bound in seconds."""
 
 import contextlib
 import random
@@ -58,7 +58,7 @@ def busy_device(server):
 
 
 def works(directory, uid="expert.1"):
-    """Whether an expert still does what it should."""
+    """True if an expert still computes and learns."""
     (expert,) = directory.get_experts([uid])
     x = torch.randn(2, D, requires_grad=True)
     expert(x).sum().backward()

@@ -1,4 +1,4 @@
-"""Who may call: certificates, tokens, allow-lists, rates."""
+"""Admission of calls: certificates, tokens, allow-lists, rates."""
 
 import datetime
 import ipaddress
@@ -118,7 +118,7 @@ def test_tokens_of_a_file_are_taken_as_they_stand(tmp_path):
         ("alice x\n", "tokens:1: write `name: token`"),
     ],
 )
-def test_a_file_of_tokens_that_would_admit_others(text, message, tmp_path):
+def test_file_of_tokens_that_would_admit_others(text, message, tmp_path):
     """A server with an empty file of tokens asked nobody for one."""
     path = tmp_path / "tokens"
     write_secret(path, text)
@@ -143,7 +143,7 @@ def test_flags_by_which_servers_call_each_other(flags, message, tmp_path, monkey
         make_server(parse(flags.split()))
 
 
-def test_a_certificate_that_is_none(tmp_path):
+def test_certificate_that_is_none(tmp_path):
     """The server said that the port is in use."""
     junk = tmp_path / "junk"
     write_secret(junk, "hello")
@@ -189,7 +189,7 @@ def test_secrets_open_to_other_users_are_refused_by_name(tmp_path, mode):
 
 
 def test_rate_of_a_peer(serve):
-    """One call, and the next in two seconds: a client that cannot wait so long is told."""
+    """One call, and the next in two seconds: a client that cannot wait so long gets Busy."""
     with pytest.raises(Busy, match="rate"):
         ask(serve(Settings(forward_timeout=1.0), security=Security(calls_per_second=0.5))[1])
 

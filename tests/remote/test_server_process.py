@@ -3,11 +3,14 @@
 import json
 import os
 import random
+import re
+import shlex
 import signal
 import socket
 import threading
 import time
 import urllib.request
+from pathlib import Path
 
 import pytest
 import safetensors.torch
@@ -32,7 +35,7 @@ def step(expert, count=1):
         expert(torch.randn(4, D)).pow(2).sum().backward()
 
 
-def test_a_server_lives_as_hivemind_prints_and_saves_at_sigterm(start_server, tmp_path):
+def test_server_lives_as_hivemind_prints_and_saves_at_sigterm(start_server, tmp_path):
     flags = ("--no_dht", "--expert_pattern", "expert.[0:5]", "--num_experts", 5, "--expert_cls", "ffn")
     flags += (
         "--checkpoint_dir",
@@ -297,6 +300,21 @@ def test_flags_of_hivemind_that_mean_nothing_are_named(flags, text, capsys):
     assert text in capsys.readouterr().err
 
 
+def test_commands_and_config_files_of_the_documentation_are_accepted(tmp_path):
+    text = (Path(__file__).parents[2] / "docs/remote.md").read_text()
+    fenced = re.split(r"^```.*\n", text, flags=re.MULTILINE)
+    blocks = fenced[1::2]
+    files = [block for block in blocks if re.match(r"\w+: ", block)]
+    commands = [line for block in blocks for line in block.splitlines() if line.startswith("fmoe-server")]
+    assert len(files) == 2 and len(commands) >= 6
+    (tmp_path / "server.yml").write_text(files[0])
+    for block in files:
+        configure(tmp_path, block)
+    for line in commands:
+        words = shlex.split(line, comments=True)[1:]
+        parse([str(tmp_path / word) if word.endswith(".yml") else word for word in words])
+
+
 def test_every_flag_reaches_the_server_it_describes():
     """Flags are declared once; a value on the command line arrives in the option of that name."""
     flags = (
@@ -319,6 +337,6 @@ def test_every_flag_reaches_the_server_it_describes():
         ("--custom_module_path nowhere.py", "--custom_module_path nowhere.py is no Python file"),
     ],
 )
-def test_what_is_not_there_is_named(flags, text):
+def test_missing_files_and_devices_are_named(flags, text):
     with pytest.raises(SystemExit, match=text):
         main(flags.split())

@@ -33,7 +33,7 @@ def vanish(server):
 
 @pytest.fixture(params=["static", "dht"])
 def directories(request):
-    """What owner, heir and client ask: one list, or three nodes."""
+    """The directories of owner, heir and client: one list, or three nodes."""
     if request.param == "static":
         yield [StaticList()] * 3
         return
@@ -71,7 +71,7 @@ def version_of(copies):
     return int(copies._copies[UID][1].meta["version"]) if UID in copies._copies else None
 
 
-def test_a_copy_takes_over_and_the_loss_is_counted(family):
+def test_copy_takes_over_and_the_loss_is_counted(family):
     owner, heir, copies, expert = family
     step(expert, 3)
     wait_until(lambda: version_of(copies) == 3, "a copy")
@@ -87,7 +87,7 @@ def test_a_copy_takes_over_and_the_loss_is_counted(family):
     assert heir.host.find(UID).version == 4
 
 
-def test_an_owner_that_is_stopped_loses_nothing(family):
+def test_owner_that_is_stopped_loses_nothing(family):
     """It waits until the copy is complete, although none is due for a long time."""
     owner, heir, copies, expert = family
     wait_until(lambda: version_of(copies) == 0, "a copy")
@@ -104,7 +104,7 @@ def test_an_owner_that_is_stopped_loses_nothing(family):
     assert heir.host.find(UID).version == 6
 
 
-def test_an_owner_whose_copies_died_does_not_wait_for_them(family):
+def test_owner_whose_copies_died_does_not_wait_for_them(family):
     owner, heir, copies, expert = family
     wait_until(lambda: version_of(copies) == 0, "a copy")
     step(expert)

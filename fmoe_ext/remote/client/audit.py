@@ -68,7 +68,7 @@ class Auditor:
         return self
 
     def check(self, handle: Handle, *inputs: torch.Tensor, timeout: float = 10.0) -> Finding:
-        """What came out; Cheated if the answer is not what the weights give, RemoteError if no audit was possible."""
+        """The finding; Cheated if the answer is not what the weights give, RemoteError if no audit was possible."""
         for _ in range(self.attempts):
             outcome = loop.run(self.client.forward(handle, inputs, timeout), timeout + 1)
             state = loop.run(self._state(handle, outcome.endpoint, timeout), timeout + 1)
@@ -143,7 +143,7 @@ class Auditor:
         return await self.client.state(handle, where, timeout)
 
     async def _state_in_time(self, handle: Handle, answered: str | None, timeout: float) -> Message | None:
-        """None where the weights did not come: whoever answered is not to blame for that."""
+        """The weights; None if they did not come in time, which the server that answered is not to blame for."""
         try:
             if timeout <= 0:
                 raise CallTimeout(f"no time is left to audit {handle.uid}")
@@ -228,7 +228,7 @@ def _version(state: Message) -> int:
 
 
 class NoAudit(RemoteError):
-    """The weights that came cannot be computed with, whoever is to blame."""
+    """The weights that came cannot be computed with."""
 
 
 @contextmanager

@@ -83,7 +83,7 @@ class Batch:
     def _run_all(
         self, calls: Sequence[Any], timeout: float, is_enough: Callable[[Set[int]], bool]
     ) -> list[Any]:
-        """What became of each call, exceptions included; at the latest MARGIN after the deadline."""
+        """The result or exception of each call, at the latest MARGIN after the deadline."""
         try:
             return loop.run(_all(calls, self.grace, is_enough), timeout + MARGIN)
         except TimeoutError:  # this process is too busy to keep its own deadlines

@@ -36,7 +36,7 @@ MAX_ANSWER_BYTES = 2**31 - 1
 
 @dataclass(frozen=True)
 class Settings:
-    """How a client calls. patience: seconds for which an expert that nobody hosts is asked for again;
+    """The ways in which a client calls. patience: seconds for which an expert without a server is looked for again;
     hedge_after: seconds after which a forward goes to a second replica too, None for 3 times the usual;
     attempt_share: the part of a backward's time that one silent server may use up; max_state_bytes: of an expert's
     whole state, which a server sends in parts."""
@@ -53,7 +53,7 @@ class Settings:
 
 @dataclass
 class Handle:
-    """What a client knows of one expert."""
+    """One expert as its client knows it."""
 
     uid: str
     record: ExpertRecord | None
@@ -78,7 +78,7 @@ class Outcome:
 
 
 class Watcher(Protocol):
-    """What an Auditor is to its client; each method may raise Cheated."""
+    """The calls of a client to its Auditor; each may raise Cheated."""
 
     async def after_forward(
         self, handle: Handle, inputs: Sequence[torch.Tensor], outcome: Outcome, timeout: float
@@ -181,10 +181,7 @@ class Client:
         }
         if self.loss:
             meta[protocol.LOSS] = self.loss
-        plain = {str(n): x for n, x in enumerate(inputs)}
-        sent = compress(plain, self.settings.compression, meta)
-        gradient = handle.feedback.compress({protocol.GRAD: grad}, {})
-        data = encode(Message({**sent.tensors, **gradient.tensors}, {**sent.meta, **gradient.meta}))
+        data = self._pack_gradient(handle, inputs, grad, meta)
         longest = max(timeout * self.settings.attempt_share, 0.1)
 
         async def attempt(deadline: float) -> tuple[Message, str]:
@@ -204,6 +201,14 @@ class Client:
             with self._noting_cheats(handle):
                 watcher.after_backward(handle, inputs, grad, outcome, before)
         return outcome
+
+    def _pack_gradient(
+        self, handle: Handle, inputs: Sequence[torch.Tensor], grad: torch.Tensor, meta: dict[str, str]
+    ) -> bytes:
+        plain = {str(n): x for n, x in enumerate(inputs)}
+        sent = compress(plain, self.settings.compression, meta)
+        gradient = handle.feedback.compress({protocol.GRAD: grad}, {})
+        return encode(Message({**sent.tensors, **gradient.tensors}, {**sent.meta, **gradient.meta}))
 
     async def state(self, handle: Handle, endpoint: str, timeout: float) -> Message:
         """All of an expert, as one server has it."""
@@ -246,7 +251,7 @@ class Client:
             pause = min(2 * pause, LONGEST_PAUSE)
 
     async def _resolve(self, handle: Handle, deadline: float) -> ExpertRecord:
-        """Where the expert is now; ExpertGone if nobody says."""
+        """The record of the expert; ExpertGone if there is none."""
         if handle.record is None and self.discovery is not None:
             (handle.record,) = await self.discovery.get(
                 [handle.uid], timeout=max(0.0, deadline - time.monotonic())

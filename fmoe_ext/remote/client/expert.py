@@ -52,7 +52,7 @@ class RemoteExpert(nn.Module):
         return self.handle.schema.split(y)
 
     def schema(self) -> Schema:
-        """What the expert takes and returns, asked for once."""
+        """The expert's inputs and outputs, fetched once."""
         timeout = self.client.settings.info_timeout
         return loop.run(self.client.learn(self.handle, timeout), timeout + MARGIN)
 

@@ -61,5 +61,5 @@ class NetworkClock:
         self.offset += max(-furthest, min(furthest, wanted - self.offset))
 
     def to_local(self, moment: float) -> float:
-        """What this host's clock shows at a moment of the network's."""
+        """The time of this host's clock at a moment of the network's time."""
         return moment - self.now() + self._wall()

@@ -66,7 +66,7 @@ class DHT(Directory):
 
     @property
     def port(self) -> int | None:
-        """Where the node listens; None if it does not."""
+        """The port that the node listens on; None if it does not listen."""
         return self.node.port
 
     def start(self) -> "DHT":

@@ -23,7 +23,7 @@ class State(Enum):
 @dataclass
 class Candidate:
     peer: Peer
-    hops: int  # 1 if we knew it, one more for each node that told the next
+    hops: int  # 1 for a node of our table, one more for each node on the way
     state: State = State.NEW
     found: Found = field(default_factory=Found)
 
@@ -58,7 +58,7 @@ class Search:
 
     @property
     def hops(self) -> int:
-        """How many nodes lay between us and the nearest, that one included."""
+        """Number of nodes between us and the nearest, that one included."""
         return max((c.hops for c in self.answers()[:1]), default=0)
 
 

@@ -1,4 +1,4 @@
-"""What nodes say to each other: JSON whose every part is bounded before it is believed.
+"""Messages between nodes: JSON whose every part is bounded before it is believed.
 
 Ping {}                 -> {}
 Find {keys}             -> {found: {key: {peers, records}}}   keys are left out when the answer becomes too long
@@ -57,7 +57,7 @@ class Header:
 
 @dataclass(frozen=True)
 class Found:
-    """What one node knows about a key."""
+    """The answer of one node for a key."""
 
     peers: Sequence[Peer] = ()
     records: Sequence[SignedRecord] = ()

@@ -286,7 +286,7 @@ class KademliaNode:
             await self._call(peer, messages.PING, Request(self._header()), timeout)
 
     async def _call(self, peer: Peer, method: str, request: Request, timeout: float) -> Answer:
-        """One call; whoever answers is remembered, whoever does not is on the way to be forgotten."""
+        """One call; a node that answers is remembered, one that fails twice is forgotten."""
         nonce, sent = secrets.token_hex(16), self.clock.local()
         try:
             data = messages.encode_request(replace(request, nonce=nonce))

@@ -1,4 +1,4 @@
-"""Records that anybody may carry and only their owner can write: signed with ed25519, ordered, mortal.
+"""Records that every node may carry and only their owner can write: signed with ed25519, ordered, mortal.
 
 A record says "this expert is at this endpoint until then". It lies under the key of its uid, and under the key of
 each prefix of the uid, which is how beam search finds it. The bytes that were signed are what travels.
@@ -39,7 +39,7 @@ class BadRecord(ValueError):
 
 @dataclass(frozen=True)
 class SignedRecord:
-    """Where an expert is, by the word of `owner`. endpoint "": nowhere any more, it was withdrawn."""
+    """The place of an expert, by the word of `owner`. endpoint "": nowhere any more, it was withdrawn."""
 
     uid: str
     endpoint: str
@@ -192,12 +192,12 @@ def node_id_of(public: str) -> int:
 
 
 def uid_key(uid: str) -> int:
-    """Where the record of an expert lies."""
+    """The key of the record of an expert."""
     return _hash(f"uid {uid}")
 
 
 def prefix_key(prefix: str) -> int:
-    """Where the records of all experts below a prefix lie."""
+    """The key of the records of all experts below a prefix."""
     return _hash(f"prefix {prefix}")
 
 

@@ -21,7 +21,7 @@ class Peer:
 
 @dataclass
 class _Bucket:
-    """Nodes at distances [2^i, 2^(i+1)), heard of longest ago first, and others that would like to be in it."""
+    """Nodes at distances [2^i, 2^(i+1)), silent for longest first, and spares for when one fails."""
 
     peers: OrderedDict[int, Peer] = field(default_factory=OrderedDict)
     spare: OrderedDict[int, Peer] = field(default_factory=OrderedDict)
@@ -43,7 +43,7 @@ class RoutingTable:
             yield from bucket.peers.values()
 
     def has_room_for(self, node_id: int) -> bool:
-        """Whether a node is unknown and would be kept, if only as a spare."""
+        """True if a node is unknown and would be kept, if only as a spare."""
         bucket = self._buckets.get(self._index(node_id))
         if bucket is None or node_id == self.own_id:
             return node_id != self.own_id
@@ -86,7 +86,7 @@ class RoutingTable:
         return heapq.nsmallest(count or self.bucket_size, reliable, key=lambda peer: peer.node_id ^ key)
 
     def doubtful(self) -> list[Peer]:
-        """Of each bucket the node not heard of for longest, and those that did not answer last time."""
+        """Of each bucket the node that was silent for longest, and those that did not answer last time."""
         oldest = (next(iter(bucket.peers.values()), None) for bucket in self._buckets.values())
         failing = (peer for peer in self if peer.node_id in self._failures)
         return list(dict.fromkeys(peer for peer in (*oldest, *failing) if peer is not None))

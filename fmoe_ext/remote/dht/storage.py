@@ -27,7 +27,7 @@ class _Entry:
 
 @dataclass
 class _Slot:
-    """What lies under one key: for each uid the last word of each owner. prefix: None under the key of a uid."""
+    """The records under one key: for each uid the last word of each owner. prefix: None under the key of a uid."""
 
     prefix: str | None
     by_uid: dict[str, dict[str, _Entry]] = field(default_factory=dict)
@@ -37,7 +37,7 @@ class RecordStore:
     """First come, first kept: while a record lives, no other owner's is taken for its uid.
 
     Of one owner the greater sequence holds, and is remembered until every record of its that was seen has expired:
-    an old one that somebody kept cannot come back. Time is the network's, given by the caller.
+    an old copy cannot come back. Time is the network's, given by the caller.
     """
 
     def __init__(self, max_records: int = MAX_RECORDS):

@@ -1,4 +1,4 @@
-"""How bytes get from node to node: grpc here; the tests' simulation has one of its own."""
+"""The way of bytes from node to node: grpc here; the tests' simulation has another."""
 
 import asyncio
 import ipaddress

@@ -1,4 +1,4 @@
-"""Small values of one's own in the DHT, as records below the prefix of their key, one coordinate an owner."""
+"""Small values in the DHT, as records below the prefix of their key, one coordinate an owner."""
 
 import hashlib
 import json

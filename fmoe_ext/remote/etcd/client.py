@@ -33,11 +33,12 @@ class Event:
 
 @dataclass(frozen=True)
 class Answer:
-    """Of a transaction: whether its comparisons held, the store's revision, what its ranges found."""
+    """Of a transaction: whether its comparisons held, the store's revision, what its ranges found, which cluster."""
 
     succeeded: bool
     revision: int
     ranges: list[list[Entry]]
+    cluster: int = 0
 
 
 def created_at(key: str, revision: int) -> bytes:
@@ -113,7 +114,8 @@ class EtcdClient:
             for response in reply.messages(3)
             if response.messages(1)
         ]
-        return Answer(bool(reply.number(2)), header[0].number(3) if header else 0, found)
+        revision, cluster = (header[0].number(3), header[0].number(1)) if header else (0, 0)
+        return Answer(bool(reply.number(2)), revision, found, cluster)
 
     async def read(self, key: str, is_prefix: bool = False, timeout: float = 5.0) -> tuple[list[Entry], int]:
         """The entries of a key or a prefix, and the revision at which they were so."""

@@ -1,12 +1,13 @@
-"""Where what is written in etcd, and how the values are read."""
+"""etcd key layout and value encodings."""
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
 
 from fmoe_ext.remote.discovery import check_uid
 
+T = TypeVar("T", "Members", "Offer")
 ROOT = "/fmoe/"
 SERVERS, EXPERTS = f"{ROOT}servers/", f"{ROOT}experts/"
 
@@ -17,12 +18,12 @@ def leader_key(uid: str) -> str:
 
 
 def members_key(uid: str) -> str:
-    """The replicas that have every update that was ever acknowledged."""
+    """The record: which servers have every acknowledged update, in which term, up to where."""
     return f"{EXPERTS}{uid}/members"
 
 
 def candidate_key(uid: str, server: str) -> str:
-    """A server that has some version of an expert whose members are all gone."""
+    """The offer of a server that has some state of an expert that nobody leads."""
     return f"{EXPERTS}{uid}/candidates/{server}"
 
 
@@ -45,11 +46,27 @@ class Leader:
 
 @dataclass(frozen=True)
 class Members:
-    """version: one that the expert had reached when this was written; successor: who should lead next."""
+    """The record of an expert. term: number of the last leadership; term_of_end, leader_of_end, version: an end that
+    the log has reached; successor: who should lead next; voided: nobody has led since the registry went back."""
 
     endpoints: Mapping[str, str] = field(default_factory=dict)  # by server
     version: int = 0
     successor: str = ""
+    term: int = 0
+    term_of_end: int = 0
+    leader_of_end: str = ""
+    epoch: int = 0
+    voided: bool = False
+
+
+@dataclass(frozen=True)
+class Offer:
+    """An end that a server has; record: the revision of the record that it answers to."""
+
+    term_of_end: int
+    leader_of_end: str
+    version: int
+    record: int
 
 
 @dataclass(frozen=True)
@@ -60,7 +77,7 @@ class ServerEntry:
     num_experts: int
 
 
-def dump(value: Leader | Members | ServerEntry) -> bytes:
+def dump(value: Leader | Members | ServerEntry | Offer) -> bytes:
     return json.dumps(value.__dict__, default=dict).encode()
 
 
@@ -72,10 +89,23 @@ def load_leader(value: bytes) -> Leader | None:
 
 def load_members(value: bytes) -> Members | None:
     entries = _load(value)
-    endpoints, version, successor = (entries.get(key) for key in ("endpoints", "version", "successor"))
-    if not isinstance(endpoints, dict) or not isinstance(version, int) or not isinstance(successor, str):
+    endpoints = entries.pop("endpoints", None)
+    found = _typed(Members(), entries)
+    if found is None or not isinstance(endpoints, dict):
         return None
-    return Members({str(k): str(v) for k, v in endpoints.items()}, version, successor)
+    return replace(found, endpoints={str(k): str(v) for k, v in endpoints.items()})
+
+
+def load_offer(value: bytes) -> Offer | None:
+    return _typed(Offer(0, "", 0, 0), _load(value))
+
+
+def _typed(default: T, entries: dict[str, Any]) -> T | None:
+    """default with the fields that entries have; None if one is of another type."""
+    known = {key: value for key, value in entries.items() if hasattr(default, key)}
+    if any(type(value) is not type(getattr(default, key)) for key, value in known.items()):
+        return None
+    return replace(default, **known)
 
 
 def load_server(value: bytes) -> ServerEntry | None:

@@ -1,40 +1,47 @@
-"""Registry: what etcd says about servers, leaders and members, watched; and the transactions that change it."""
+"""Registry: one server's view of etcd (servers, leaders, records), watched, and the transactions that change it."""
 
 import asyncio
 import contextlib
 import logging
-import time
 from collections.abc import Callable, Sequence
 
 from fmoe_ext.remote.discovery import DiscoveryError
 from fmoe_ext.remote.etcd import client as etcd
 from fmoe_ext.remote.etcd import keys
-from fmoe_ext.remote.etcd.client import Entry, EtcdClient, Event
+from fmoe_ext.remote.etcd.client import Entry, Event
+from fmoe_ext.remote.replication.effects import Store
 
 log = logging.getLogger("fmoe_ext.remote")
 RETRY_SECONDS = 0.5
 
 
 class Registry:
-    """One server's view. changed(uid) is called when a key of an expert changes, changed(None) for servers.
+    """changed() is called when the view changes.
 
     The lease: `ttl` seconds without contact to etcd and all that is under it is gone. has_lease() is this server's
-    own, earlier, opinion: it counts from before the last renewal was asked for.
+    own, earlier, opinion: it counts from before the last renewal was asked for. num_returns counts how often the
+    registry was seen to go back: restored from a backup, or replaced.
     """
 
-    def __init__(self, endpoints: str, server: str, ttl: float):
-        self.client = EtcdClient(endpoints)
+    def __init__(self, store: Store, server: str, ttl: float):
+        self.store = store
         self.server, self.ttl = server, ttl
-        self.changed: Callable[[str | None], None] = lambda uid: None
+        self.changed: Callable[[], None] = lambda: None
         self.entries: dict[str, Entry] = {}
+        self.num_returns = 0
         self._uids: dict[str, set[str]] = {}  # uid: its keys
+        self._revision = 0  # the largest in an answer
+        self._cluster = 0
         self._lease = 0
         self._lease_ends = 0.0
         self._entry = b""
         self._tasks: list[asyncio.Task[None]] = []
+        self._stale = asyncio.Event()  # the view must be read anew
+        self._clock: Callable[[], float] = lambda: 0.0
 
     async def start(self, entry: keys.ServerEntry) -> None:
         """Registers the server and begins to watch."""
+        self._clock = asyncio.get_running_loop().time
         self._entry = keys.dump(entry)
         await self._new_lease()
         revision = await self._read_all()
@@ -46,21 +53,26 @@ class Registry:
             task.cancel()
         self._lease_ends = 0.0
         with contextlib.suppress(DiscoveryError):
-            await self.client.revoke(self._lease, timeout=2.0)
-        await self.client.close()
+            await self.store.revoke(self._lease, timeout=2.0)
+        await self.store.close()
 
     def has_lease(self) -> bool:
-        return time.monotonic() < self._lease_ends
+        return self._clock() < self._lease_ends
+
+    @property
+    def lease(self) -> int:
+        """The present lease: who became leader under an earlier one leads no more."""
+        return self._lease
 
     # ---------------------------------------------------------------- what is known
 
     def leader(self, uid: str) -> tuple[keys.Leader | None, int]:
-        """Who leads, and the fencing token; (None, 0) if nobody does."""
+        """Who leads, and the create revision of the key; (None, 0) if nobody does."""
         entry = self.entries.get(keys.leader_key(uid))
         return (None, 0) if entry is None else (keys.load_leader(entry.value), entry.create_revision)
 
     def members(self, uid: str) -> tuple[keys.Members | None, int]:
-        """The members, and the revision of that key; (None, 0) if the expert has never been."""
+        """The record, and the revision of that key; (None, 0) if the expert has never been."""
         entry = self.entries.get(keys.members_key(uid))
         return (None, 0) if entry is None else (keys.load_members(entry.value), entry.mod_revision)
 
@@ -68,19 +80,20 @@ class Registry:
         """The servers that live."""
         found = {
             key.removeprefix(keys.SERVERS): keys.load_server(entry.value)
-            for key, entry in list(self.entries.items())
+            for key, entry in self.entries.items()
             if key.startswith(keys.SERVERS)
         }
         return {server: entry for server, entry in found.items() if entry is not None}
 
-    def candidates(self, uid: str) -> dict[str, int]:
-        """Versions that servers offer of an expert without members."""
+    def offers(self, uid: str) -> dict[str, keys.Offer]:
+        """What servers offer of an expert that nobody leads."""
         prefix = keys.candidate_key(uid, "")
-        return {
-            key.removeprefix(prefix): int(self.entries[key].value)
+        found = {
+            key.removeprefix(prefix): keys.load_offer(self.entries[key].value)
             for key in self._uids.get(uid, ())
-            if key.startswith(prefix) and self.entries[key].value.isdigit()
+            if key.startswith(prefix)
         }
+        return {server: offer for server, offer in found.items() if offer is not None}
 
     def uids(self) -> list[str]:
         """Every expert that has ever been."""
@@ -89,7 +102,7 @@ class Registry:
     # ---------------------------------------------------------------- what is changed
 
     async def lead(self, uid: str, me: keys.Leader, members: keys.Members, revision: int) -> int:
-        """Becomes the leader if nobody leads and the members are as at revision -> the fencing token, 0 if not."""
+        """Becomes the leader if nobody leads and the record is as at revision -> revision of the key, 0 if not."""
         answer = await self._transact(
             uid,
             [
@@ -103,20 +116,20 @@ class Registry:
         )
         return answer.revision if answer.succeeded else 0
 
-    async def set_members(self, uid: str, fence: int, members: keys.Members) -> bool:
-        """Whether the members are these now; False if somebody else leads."""
+    async def set_members(self, uid: str, guard: int, members: keys.Members) -> bool:
+        """Writes the record; False if somebody else leads."""
         answer = await self._transact(
             uid,
-            [etcd.created_at(keys.leader_key(uid), fence)],
+            [etcd.created_at(keys.leader_key(uid), guard)],
             [etcd.put(keys.members_key(uid), keys.dump(members))],
         )
         return answer.succeeded
 
-    async def resign(self, uid: str, fence: int, members: keys.Members) -> bool:
+    async def resign(self, uid: str, guard: int, members: keys.Members) -> bool:
         """Leads no more; the members that stay, and who of them should lead, are written with it."""
         answer = await self._transact(
             uid,
-            [etcd.created_at(keys.leader_key(uid), fence)],
+            [etcd.created_at(keys.leader_key(uid), guard)],
             [
                 etcd.delete(keys.leader_key(uid)),
                 etcd.put(keys.members_key(uid), keys.dump(members)),
@@ -124,32 +137,62 @@ class Registry:
         )
         return answer.succeeded
 
-    async def abandon(self, uid: str, fence: int) -> None:
-        """Leads no more, and leaves the members as they are."""
+    async def abandon(self, uid: str, guard: int) -> None:
+        """Leads no more, and leaves the record as it is."""
         await self._transact(
-            uid, [etcd.created_at(keys.leader_key(uid), fence)], [etcd.delete(keys.leader_key(uid))]
+            uid, [etcd.created_at(keys.leader_key(uid), guard)], [etcd.delete(keys.leader_key(uid))]
         )
 
-    async def offer(self, uid: str, version: int) -> None:
-        """Says that this server has some version of an expert."""
+    async def void(self, uid: str, members: keys.Members, revision: int) -> bool:
+        """Nobody leads, and the record is another one, if it is as at revision."""
+        answer = await self._transact(
+            uid,
+            [etcd.changed_at(keys.members_key(uid), revision)],
+            [
+                etcd.delete(keys.leader_key(uid)),
+                etcd.put(keys.members_key(uid), keys.dump(members)),
+            ],
+        )
+        return answer.succeeded
+
+    async def offer(self, uid: str, offer: keys.Offer) -> None:
+        """Says which state this server has."""
         key = keys.candidate_key(uid, self.server)
-        await self._transact(uid, [], [etcd.put(key, str(version).encode(), self._lease)])
+        await self._transact(uid, [], [etcd.put(key, keys.dump(offer), self._lease)])
 
     async def announce(self, entry: keys.ServerEntry) -> None:
-        """Tells how many experts this server has."""
+        """Keeps the entry of this server in etcd, also when etcd has lost it."""
         value = keys.dump(entry)
-        if value != self._entry:
+        known = self.entries.get(keys.SERVERS + self.server)
+        if value != self._entry or known is None:
             self._entry = value
-            await self._transact(None, [], [etcd.put(keys.SERVERS + self.server, value, self._lease)])
+            await self._ask(success=[etcd.put(keys.SERVERS + self.server, value, self._lease)])
 
-    async def _transact(
-        self, uid: str | None, compare: Sequence[bytes], success: Sequence[bytes]
-    ) -> etcd.Answer:
+    async def _transact(self, uid: str, compare: Sequence[bytes], success: Sequence[bytes]) -> etcd.Answer:
         """A transaction; what it was about is read with it, so that the view is never older than one's own writing."""
-        again = [etcd.read(f"{keys.EXPERTS}{uid}/", is_prefix=True)] if uid else []
-        answer = await self.client.transact(compare, [*success, *again], again, timeout=self.ttl / 2)
-        if uid:
-            self._replace(uid, answer.ranges[-1])
+        again = [etcd.read(f"{keys.EXPERTS}{uid}/", is_prefix=True)]
+        answer = await self._ask(compare, [*success, *again], again)
+        self._replace(uid, answer.ranges[-1])
+        return answer
+
+    async def _ask(
+        self, compare: Sequence[bytes] = (), success: Sequence[bytes] = (), failure: Sequence[bytes] = ()
+    ) -> etcd.Answer:
+        """A transaction that notices when the registry has gone back."""
+        before = self._revision
+        answer = await self.store.transact(compare, success, failure, timeout=self.ttl / 2)
+        is_another = self._cluster not in (0, answer.cluster)
+        if answer.revision < before or is_another:
+            if self._revision >= before:  # not noticed by another call meanwhile
+                log.error(
+                    "etcd went back from revision %d to %d: a new epoch begins", before, answer.revision
+                )
+                self._revision = answer.revision
+                self.num_returns += 1
+            self.entries.clear()
+            self._uids.clear()
+            self._stale.set()
+        self._revision, self._cluster = max(self._revision, answer.revision), answer.cluster
         return answer
 
     # ---------------------------------------------------------------- the view
@@ -175,24 +218,37 @@ class Registry:
             self._uids[uid].discard(key)
 
     async def _read_all(self) -> int:
-        entries, revision = await self.client.read(keys.ROOT, is_prefix=True)
+        answer = await self._ask(success=[etcd.read(keys.ROOT, is_prefix=True)])
+        self._stale.clear()
         self.entries.clear()
         self._uids.clear()
-        for entry in entries:
+        for entry in answer.ranges[0]:
             self._take(entry)
-        self.changed(None)
-        return revision
+        self.changed()
+        return answer.revision
 
     async def _watch(self, revision: int) -> None:
         while True:
+            reading = asyncio.create_task(self._follow(revision))
+            stale = asyncio.create_task(self._stale.wait())
             try:
-                async for events in self.client.watch(keys.ROOT, revision + 1):
-                    self._take_events(events)
-            except DiscoveryError as error:
-                log.warning("%s; reading everything anew", error)
-            await asyncio.sleep(RETRY_SECONDS)
-            with contextlib.suppress(DiscoveryError):
+                await asyncio.wait((reading, stale), return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                reading.cancel()
+                stale.cancel()
+            if not self._stale.is_set():
+                await asyncio.sleep(RETRY_SECONDS)
+            try:
                 revision = await self._read_all()
+            except DiscoveryError:
+                await asyncio.sleep(RETRY_SECONDS)
+
+    async def _follow(self, revision: int) -> None:
+        try:
+            async for events in self.store.watch(keys.ROOT, revision + 1):
+                self._take_events(events)
+        except DiscoveryError as error:
+            log.warning("%s; reading everything anew", error)
 
     def _take_events(self, events: Sequence[Event]) -> None:
         for event in events:
@@ -201,28 +257,36 @@ class Registry:
                 self._take(event.entry)
             elif known is not None and known.mod_revision <= event.entry.mod_revision:
                 self._drop(key)
-        for uid in {keys.uid_of(event.entry.key) for event in events}:
-            self.changed(uid)
+        self.changed()
 
     async def _new_lease(self) -> None:
-        begin = time.monotonic()
-        self._lease = await self.client.grant(self.ttl)
-        await self.client.transact(success=[etcd.put(keys.SERVERS + self.server, self._entry, self._lease)])
+        begin = self._clock()
+        self._lease = await self.store.grant(self.ttl)
+        await self._ask(success=[etcd.put(keys.SERVERS + self.server, self._entry, self._lease)])
         self._lease_ends = begin + self.ttl
 
     async def _keep_lease(self) -> None:
+        """Renews; the transaction beside it is what notices a registry that went back."""
+        was_reached = True
         while True:
             await asyncio.sleep(self.ttl / 4)
-            begin = time.monotonic()
+            begin = self._clock()
             try:
-                if await self.client.keep_alive(self._lease, timeout=self.ttl / 2):
-                    self._lease_ends = begin + self.ttl
-                    continue
+                returns = self.num_returns
+                if await self.store.keep_alive(self._lease, timeout=self.ttl / 2):
+                    await self._ask(success=[etcd.read(keys.SERVERS + self.server)])
+                    if not was_reached:  # the stream of changes may have stopped as well
+                        was_reached = True
+                        self._stale.set()
+                    if returns == self.num_returns:
+                        self._lease_ends = max(self._lease_ends, begin + self.ttl)
+                        continue
                 log.warning("the lease of this server has ended; a new one begins")
                 self._lease_ends = 0.0
-                self.changed(None)
+                self.changed()
                 await self._new_lease()
                 await self._read_all()
             except DiscoveryError as error:
                 log.warning("the lease could not be renewed: %s", error)
-                self.changed(None)
+                was_reached = False
+                self.changed()

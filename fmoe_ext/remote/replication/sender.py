@@ -1,58 +1,74 @@
-"""Sender: the updates of one expert to one follower, in order, each acknowledged."""
+"""Sender: the updates of one expert to one member or joining server, in order, each confirmed."""
 
 import asyncio
-import time
 
-from fmoe_ext.remote.client.caller import Caller
-from fmoe_ext.remote.errors import RemoteError
+from fmoe_ext.remote import errors
+from fmoe_ext.remote.replication.effects import Peers
+from fmoe_ext.remote.replication.messages import APPEND, Append, Reply, append_message, read_reply
+from fmoe_ext.remote.wire import encode
 
-MAX_UNSENT = 1024  # entries; a follower that is further behind takes a copy instead
+MAX_UNSENT = 1024  # entries; a server that is further behind takes a copy instead
+PAUSE = 0.05  # seconds between attempts
+QUICK = (errors.ExpertGone, errors.NoLeader)
 
 
 class Sender:
-    """put() entries; each future is True when the follower has it, False if it never will (then is_dead)."""
+    """put() messages; each future has the reply, or None if there never will be one (then is_dead)."""
 
-    def __init__(self, caller: Caller, server: str, endpoint: str, method: str, timeout: float):
+    def __init__(self, peers: Peers, server: str, endpoint: str, timeout: float):
         self.server, self.endpoint = server, endpoint
-        self.is_member = False  # its acknowledgement is needed
         self.is_dead = False
         self.failure = ""
-        self.begun = time.monotonic()
-        self._caller, self._method, self._timeout = caller, method, timeout
-        self._queue: asyncio.Queue[tuple[bytes, asyncio.Future[bool]]] = asyncio.Queue()
+        self.begun = asyncio.get_running_loop().time()
+        self._peers, self._timeout = peers, timeout
+        self._queue: asyncio.Queue[tuple[Append, asyncio.Future[Reply | None]]] = asyncio.Queue()
         self._task = asyncio.create_task(self._run())
 
-    def put(self, data: bytes) -> "asyncio.Future[bool]":
-        future: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+    def put(self, append: Append) -> "asyncio.Future[Reply | None]":
+        future: asyncio.Future[Reply | None] = asyncio.get_running_loop().create_future()
         if self.is_dead or self._queue.qsize() >= MAX_UNSENT:
-            self._die("too far behind" if not self.is_dead else self.failure)
-            future.set_result(False)
+            self._die(self.failure if self.is_dead else "too far behind")
+            future.set_result(None)
         else:
-            self._queue.put_nowait((data, future))
+            self._queue.put_nowait((append, future))
         return future
 
     async def _run(self) -> None:
-        while True:
-            data, future = await self._queue.get()
+        while not self.is_dead:
+            append, future = await self._queue.get()
             try:
-                await self._caller.call(self.endpoint, self._method, data, self._timeout)
-                _settle(future, True)
-            except RemoteError as error:
-                self._die(str(error))
-                return
+                reply = await self._send(append)
+                if not reply.is_accepted and append.logged is not None:
+                    self._die(reply.reason or "refused")
+                settle(future, reply)
+            except Exception as error:  # whatever it is: this server does not follow any more
+                self._die(f"{type(error).__name__}: {error}")
             finally:  # after stop() too: somebody waits for it
-                _settle(future, False)
+                settle(future, None)
+
+    async def _send(self, append: Append) -> Reply:
+        """Repeats a call that failed at once, within the timeout: a second copy does no harm."""
+        clock = asyncio.get_running_loop().time
+        data, end = encode(append_message(append)), clock() + self._timeout
+        while True:
+            try:
+                return read_reply(await self._peers.call(self.endpoint, APPEND, data, end - clock()))
+            except QUICK:
+                if clock() + PAUSE >= end:
+                    raise
+                await asyncio.sleep(PAUSE)
 
     def _die(self, reason: str) -> None:
         self.is_dead, self.failure = True, reason
         while not self._queue.empty():
-            _settle(self._queue.get_nowait()[1], False)
+            settle(self._queue.get_nowait()[1], None)
 
     def stop(self) -> None:
         self._task.cancel()
-        self._die("stopped")
+        self._die(self.failure or "stopped")
 
 
-def _settle(future: "asyncio.Future[bool]", result: bool) -> None:
+def settle(future: "asyncio.Future[Reply | None]", result: Reply | None) -> None:
+    """Sets a result, unless there is one."""
     if not future.done():
         future.set_result(result)

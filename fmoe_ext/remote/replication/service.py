@@ -1,77 +1,80 @@
 """The methods that replicas call: Append, Join, Ready, Host."""
 
-from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING, Any
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any, Protocol
 
 import grpc
 
 from fmoe_ext.remote import protocol
 from fmoe_ext.remote.replication import messages
-from fmoe_ext.remote.replication.replica import Fenced, LogGap
-from fmoe_ext.remote.security import Denied
+from fmoe_ext.remote.replication.messages import Append, Reply, read_append, reply_message, text
+from fmoe_ext.remote.security import Denied, Guard
 from fmoe_ext.remote.server.host import ExpertMissing
-from fmoe_ext.remote.server.service import NotLeader
-from fmoe_ext.remote.wire import STATE, Message, WireError, decode, encode
-
-if TYPE_CHECKING:
-    from fmoe_ext.remote.replication.replicas import ReplicatedExperts
+from fmoe_ext.remote.server.ledger import NotLeader
+from fmoe_ext.remote.wire import STATE, Message, decode, encode, encode_parts
 
 Code = grpc.StatusCode
-_CODES = (
+CODES = (
     (NotLeader, Code.FAILED_PRECONDITION),
-    (Fenced, Code.ABORTED),
-    (LogGap, Code.OUT_OF_RANGE),
     (ExpertMissing, Code.NOT_FOUND),
     (ValueError, Code.INVALID_ARGUMENT),
 )
 
 
-class ReplicaService:
-    """Servers admit each other as they admit those who send gradients."""
+class Replicas(Protocol):
+    """What answers the calls."""
 
-    def __init__(self, owner: "ReplicatedExperts"):
-        self.owner = owner
+    def append(self, append: Append) -> Reply: ...
+    async def admit(self, uid: str, name: str, endpoint: str) -> Message: ...
+    async def promote(self, uid: str, name: str) -> None: ...
+    async def host_expert(self, uid: str) -> None: ...
 
-    def handlers(self) -> grpc.GenericRpcHandler:
-        methods = {"Append": self._append, "Join": self._join, "Ready": self._ready, "Host": self._host}
-        return grpc.method_handlers_generic_handler(
-            messages.SERVICE,
-            {name: grpc.unary_unary_rpc_method_handler(self._method(call)) for name, call in methods.items()},
-        )
 
-    def _method(self, call: Callable[[Message], Awaitable[Message]]) -> Callable[..., Any]:
-        async def method(data: bytes, context: Any) -> bytes:
-            try:
-                self.owner.server.service.guard.admit(context, len(data), gradient=True)
-                return encode(await call(decode(data, STATE)))
-            except Denied as error:
-                await context.abort(error.code, str(error))
-            except Exception as error:
-                code = next((code for kind, code in _CODES if isinstance(error, kind)), Code.INTERNAL)
-                await context.abort(code, str(error)[:500] or repr(error)[:500])
+async def answer(replicas: Replicas, method: str, message: Message) -> Message:
+    """The answer to a call of another server."""
+    if method == messages.APPEND:
+        return reply_message(replicas.append(read_append(message)))
+    uid = text(message, protocol.UID)
+    if method == messages.JOIN:
+        return await replicas.admit(uid, text(message, "server"), text(message, "endpoint"))
+    if method == messages.READY:
+        await replicas.promote(uid, text(message, "server"))
+    else:
+        await replicas.host_expert(uid)
+    return Message()
+
+
+def replica_handlers(replicas: Replicas, guard: Guard, part_bytes: int) -> grpc.GenericRpcHandler:
+    """Servers admit each other as they admit those who send gradients. A copy comes in parts."""
+
+    @contextlib.asynccontextmanager
+    async def answering(path: str, data: bytes, context: Any) -> AsyncIterator[Message]:
+        try:
+            guard.admit(context, len(data), gradient=True)
+            yield await answer(replicas, path, decode(data, STATE))
+        except Denied as error:
+            await context.abort(error.code, str(error))
+        except Exception as error:
+            code = next((code for kind, code in CODES if isinstance(error, kind)), Code.INTERNAL)
+            await context.abort(code, str(error)[:500] or repr(error)[:500])
+
+    def method(path: str) -> Callable[..., Awaitable[bytes]]:
+        async def call(data: bytes, context: Any) -> bytes:
+            async with answering(path, data, context) as message:
+                return encode(message)
             raise AssertionError("abort() does not return")
 
-        return method
+        return call
 
-    async def _append(self, message: Message) -> Message:
-        self.owner.append(message)
-        return Message()
+    async def join(data: bytes, context: Any) -> AsyncIterator[bytes]:
+        async with answering(messages.JOIN, data, context) as message:
+            for part in encode_parts(message, part_bytes):
+                yield part
 
-    async def _join(self, message: Message) -> Message:
-        uid, server, endpoint = (_text(message, key) for key in (protocol.UID, "server", "endpoint"))
-        return await self.owner.leading.admit(uid, server, endpoint)
-
-    async def _ready(self, message: Message) -> Message:
-        await self.owner.leading.promote(_text(message, protocol.UID), _text(message, "server"))
-        return Message()
-
-    async def _host(self, message: Message) -> Message:
-        await self.owner.host_expert(_text(message, protocol.UID))
-        return Message()
-
-
-def _text(message: Message, key: str) -> str:
-    value = message.meta.get(key)
-    if not value:
-        raise WireError(f"the call does not say {key}")
-    return value
+    handlers = {
+        path.rpartition("/")[2]: grpc.unary_unary_rpc_method_handler(method(path))
+        for path in (messages.APPEND, messages.READY, messages.HOST)
+    }
+    handlers["Join"] = grpc.unary_stream_rpc_method_handler(join)
+    return grpc.method_handlers_generic_handler(messages.SERVICE, handlers)

@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 
 from fmoe_ext.remote.discovery import check_uid
-from fmoe_ext.remote.wire import STATE, Message, WireError, decode, encode
+from fmoe_ext.remote.wire import WHOLE, Message, WireError, decode, encode
 
 SUFFIX = ".safetensors"
 
@@ -34,12 +34,12 @@ class Checkpoints:
             os.close(folder)
 
     def load(self, uid: str) -> Message | None:
-        """What was saved last, None if nothing was; WireError, with the file's name, if it cannot be read."""
+        """The state that was saved last, None without one; WireError, with the file's name, if it cannot be read."""
         path = self.path(uid)
         if not path.exists():
             return None
         try:
-            return decode(path.read_bytes(), STATE)
+            return decode(path.read_bytes(), WHOLE)
         except WireError as error:
             raise WireError(
                 f"the checkpoint {path} is broken ({error}): restore it, or move it away"

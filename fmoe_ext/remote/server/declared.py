@@ -12,8 +12,8 @@ from fmoe_ext.remote.discovery import Discovery, DiscoveryError, ExpertRecord, c
 from fmoe_ext.remote.errors import Refused, RemoteError
 from fmoe_ext.remote.security import Credentials
 from fmoe_ext.remote.server.hand_over import LONGEST_LOOK
+from fmoe_ext.remote.server.ledger import NotLeader
 from fmoe_ext.remote.server.server import Server
-from fmoe_ext.remote.server.service import NotLeader
 from fmoe_ext.remote.server.state import write_state
 from fmoe_ext.remote.server.uids import Pattern, claim_free_uids
 from fmoe_ext.remote.wire import Message, WireError, encode
@@ -30,7 +30,7 @@ class WarmCopies:
 
     When the record of an owner has expired, the copy is declared and hosted here. What the owner did since the last
     copy is lost: at most one period of updates, if the copies succeeded. updates_lost_total counts what is known of
-    it (the version at the last look less the copy's), takeovers_total how often it happened. An owner that is told to
+    it (the version at the last look less the copy's), takeovers_total how often it happened. An owner that is asked to
     stop waits for a last copy: nothing is lost then.
     """
 

@@ -117,7 +117,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = Parser(
         "fmoe-server",
         *(Options, Training, Security, Command),
-        description="Hosts experts until it is told to stop.",
+        description="Hosts experts until a signal ends it.",
         usage="fmoe-server [--flag value ...], or fmoe-server --help",
         foreign=HIVEMIND,
     )

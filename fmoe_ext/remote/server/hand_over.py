@@ -1,4 +1,4 @@
-"""What an owner knows of the warm copies that others keep, so that none of them is behind when it leaves."""
+"""An owner's record of the warm copies that others keep, so that none of them is behind when it leaves."""
 
 import time
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ class _Copy:
 
 
 class CopiesElsewhere:
-    """Who keeps a copy says so in its Info and State calls, with the seconds until it looks again."""
+    """Holders of copies say so in their Info and State calls, with the seconds until they look again."""
 
     def __init__(self) -> None:
         self.is_leaving = False
@@ -34,13 +34,13 @@ class CopiesElsewhere:
             self._copies[uid].version = max(self._copies[uid].version, version)
 
     def is_awaited(self, uid: str, version: int) -> bool:
-        """Whether somebody who keeps a copy of an expert will come for this version."""
+        """True if the holder of a copy of an expert will come for this version."""
         copy = self._copies.get(uid)
         return copy is not None and copy.version < version and time.monotonic() < copy.due
 
 
 def _seconds(request: Message) -> float | None:
-    """What a caller says of its copies; None if it keeps none, or says nonsense."""
+    """The seconds between looks of a holder of copies; None for other callers, and for nonsense."""
     try:
         every = float(request.meta[protocol.LOOKS_EVERY][:20])
     except (KeyError, ValueError):

@@ -1,6 +1,7 @@
 """The experts of a server: batches through them and updates of them. Used by the computing thread alone."""
 
-from collections import OrderedDict
+import functools
+import hashlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
@@ -10,11 +11,13 @@ import torch
 from fmoe_ext.remote.expert_classes import ExpertClass, find_schema, initial_state
 from fmoe_ext.remote.schema import SchemaError
 from fmoe_ext.remote.server.fair_queue import Job
+from fmoe_ext.remote.server.ledger import Ledger, NotLeader, Request, Update
 from fmoe_ext.remote.server.options import Training
 from fmoe_ext.remote.server.reply_cache import ReplyCache
-from fmoe_ext.remote.server.stacks import Gradients, Part, make_stack
+from fmoe_ext.remote.server.stacks import Gradients, Part, Stack, make_stack
+from fmoe_ext.remote.wire import bytes_of
 
-MAX_REMEMBERED_IDS = 1024  # of each expert: a call that is repeated later than so many others counts as new
+DIGEST_EVERY = 50  # updates of an expert with replicas
 
 
 class ExpertMissing(Exception):
@@ -25,24 +28,6 @@ class StaleGradient(Exception):
     """The expert has moved on too far since the forward that the gradient belongs to."""
 
 
-@dataclass(frozen=True)
-class Request:
-    """One client's gradient, as it came."""
-
-    request_id: str
-    inputs: tuple[torch.Tensor, ...]
-    grad: torch.Tensor
-
-
-@dataclass(frozen=True)
-class Update:
-    """One step of one expert: version is what it leads to. The same requests in the same order give the same bits."""
-
-    uid: str
-    version: int
-    requests: tuple[Request, ...]
-
-
 @dataclass
 class Hosted:
     """An expert here."""
@@ -50,12 +35,20 @@ class Hosted:
     uid: str
     place: int
     optimizer: torch.optim.Optimizer | None
-    version: int = 0
-    applied: "OrderedDict[str, int]" = field(default_factory=OrderedDict)  # request id -> version
-    num_requests: int = 0  # gradients applied since the expert began, each counted once
+    ledger: Ledger = field(default_factory=Ledger)
     num_rows: int = 0
     num_refused: int = 0  # updates that were not finite
     grad_norm: float = 0.0
+
+    @property
+    def version(self) -> int:
+        """Of the weights."""
+        return self.ledger.version
+
+    @property
+    def num_requests(self) -> int:
+        """Gradients applied since the expert began, each counted once."""
+        return self.ledger.num_requests
 
 
 @dataclass(frozen=True)
@@ -66,18 +59,18 @@ class Answer:
 
 Finish: TypeAlias = "Callable[[], None]"
 Fail: TypeAlias = "Callable[[Exception], None]"
-Commit: TypeAlias = "Callable[[Update, Finish, Fail], None]"
+WhenCommitted: TypeAlias = "Callable[[str, int, Finish, Fail], None]"
 
 
-def commit_at_once(update: Update, finish: Finish, fail: Fail) -> None:
+def committed_at_once(uid: str, version: int, finish: Finish, fail: Fail) -> None:
     """Nobody else has to know of an update before its senders do."""
     finish()
 
 
 class ExpertHost:
-    """commit(update, finish, fail) is called after every update; finish() answers those who sent it.
+    """when_committed(uid, version, finish, fail): calls finish() once the update may be answered, otherwise fail().
 
-    may_step(uid) is called before one, and raises to refuse it.
+    may_step(uid) is called before a batch, and raises to refuse it.
     """
 
     def __init__(
@@ -87,14 +80,16 @@ class ExpertHost:
         training: Training | None = None,
         device: str = "cpu",
         seed: int = 0,
+        stack: Stack | None = None,
     ):
         self.expert_class, self.hidden_dim, self.seed = expert_class, hidden_dim, seed
         self.training = training or Training()
         self.training.make_optimizer([torch.zeros(1)])  # refuses an unknown one now
         self.experts: dict[str, Hosted] = {}
-        self.commit: Commit = commit_at_once
+        self.when_committed: WhenCommitted = committed_at_once
+        self.is_replicated = False  # set before the first expert: steps need a leader
         self.may_step: Callable[[str], None] = lambda uid: None
-        self._stack = make_stack(expert_class, hidden_dim, torch.device(device))
+        self._stack = stack or make_stack(expert_class, hidden_dim, torch.device(device))
         self._num_places = 0
         self._free: list[int] = []
         self._replies = ReplyCache()
@@ -111,7 +106,9 @@ class ExpertHost:
             views = self._stack.views(place)
             for name, value in initial_state(self.expert_class, self.hidden_dim, uid, self.seed).items():
                 views[name].copy_(value)
-            self.experts[uid] = Hosted(uid, place, self.training.make_optimizer(views.values()))
+            ledger = Ledger(self.is_replicated, functools.partial(self._replies.drop, uid))
+            optimizer = self.training.make_optimizer(views.values())
+            self.experts[uid] = Hosted(uid, place, optimizer, ledger)
 
     def remove(self, uid: str) -> None:
         self._free.append(self.find(uid).place)
@@ -127,6 +124,13 @@ class ExpertHost:
     def parameters(self, uid: str) -> dict[str, torch.Tensor]:
         """The parameters of an expert, sharing memory with those that compute."""
         return self._stack.views(self.find(uid).place)
+
+    def digest(self, uid: str) -> str:
+        """16 hexadecimal digits that differ when a bit of the weights differs."""
+        total = hashlib.blake2b(digest_size=8)
+        for p in self.parameters(uid).values():
+            total.update(bytes_of(p))
+        return total.hexdigest()
 
     def _make_room(self, count: int) -> None:
         missing = count - len(self._free)
@@ -163,7 +167,7 @@ class ExpertHost:
 
     def _backward(self, jobs: Sequence[Job]) -> None:
         fresh = [job for job in jobs if not self._answer_repeated(job)]
-        by_expert = self._by_expert(fresh)
+        by_expert = self._by_expert(_once(fresh))
         if not by_expert:
             return
         gradients = self._stack.backward([_part(expert, group) for expert, group in by_expert])
@@ -171,8 +175,18 @@ class ExpertHost:
             self._finish_group(expert, group, grads)
 
     def _finish_group(self, expert: Hosted, group: Sequence[Job], grads: Gradients) -> None:
+        ledger = expert.ledger
         try:
-            self._step(expert, grads.parameters)
+            with ledger.lock:  # who may step is decided together with the step, or the log would not have it
+                ledger.check_open(expert.uid)
+                self._step(expert, grads.parameters)
+                update = Update(expert.uid, ledger.version + 1, tuple(_request(job) for job in group))
+                has_digest = ledger.is_replicated and update.version % DIGEST_EVERY == 0
+                ledger.append(update, self.digest(expert.uid) if has_digest else "")
+        except NotLeader as error:
+            for job in group:
+                job.done(error)
+            return
         except SchemaError as error:
             if len(group) > 1:  # which of them it was shows when each goes alone
                 for job in group:
@@ -180,7 +194,6 @@ class ExpertHost:
             else:
                 group[0].done(error)
             return
-        update = Update(expert.uid, expert.version, tuple(_request(job) for job in group))
         answers = self._remember(expert, update, grads)
 
         def finish() -> None:
@@ -191,7 +204,7 @@ class ExpertHost:
             for job in group:
                 job.done(error)
 
-        self.commit(update, finish, fail)
+        self.when_committed(expert.uid, update.version, finish, fail)
 
     def _answer_repeated(self, job: Job) -> bool:
         """Answers a job that was applied before, or comes too late; False if it is new."""
@@ -204,8 +217,10 @@ class ExpertHost:
         except Exception as error:
             job.done(error)
             return True
-        if job.request_id and job.request_id in expert.applied:
-            job.done(self._answer_again(expert, job))
+        version = expert.ledger.applied.get(job.request_id) if job.request_id else None
+        if version is not None:
+            answer = self._answer_again(expert, job, version)
+            self.when_committed(job.uid, version, lambda: job.done(answer), job.done)
             return True
         bound, seen = self.training.max_staleness, job.seen_version
         if bound is not None and seen is not None and expert.version - seen > bound:
@@ -214,13 +229,13 @@ class ExpertHost:
             return True
         return False
 
-    def _answer_again(self, expert: Hosted, job: Job) -> Answer:
+    def _answer_again(self, expert: Hosted, job: Job, version: int) -> Answer:
         """The first answer; when it is forgotten, the gradient by the weights of now, without an update."""
         tensors = self._replies.get(expert.uid, job.request_id)
         if tensors is None:
             (grads,) = self._stack.backward([_part(expert, [job])])
             tensors = _given(grads.inputs)
-        return Answer(tensors, expert.applied[job.request_id])
+        return Answer(tensors, version)
 
     def _step(self, expert: Hosted, grads: dict[str, torch.Tensor]) -> None:
         """One step of the optimizer; SchemaError, and no step, if the gradient is not finite."""
@@ -246,7 +261,6 @@ class ExpertHost:
             expert.optimizer.param_groups[0]["lr"] = self.training.lr_at(expert.version)
             expert.optimizer.step()
             expert.optimizer.zero_grad(set_to_none=True)
-        expert.version += 1
 
     def _remember(self, expert: Hosted, update: Update, grads: Gradients) -> list[Answer]:
         sizes = [request.grad.shape[0] for request in update.requests]
@@ -254,14 +268,9 @@ class ExpertHost:
         split = [tuple(parts[n] for parts in given) for n in range(len(sizes))]  # () for integer inputs
         answers = []
         for request, tensors in zip(update.requests, split, strict=True):
-            answers.append(Answer(tensors, expert.version))
-            expert.num_requests += 1
+            answers.append(Answer(tensors, update.version))
             if request.request_id:
-                expert.applied[request.request_id] = expert.version
                 self._replies.put(expert.uid, request.request_id, tensors)
-        while len(expert.applied) > MAX_REMEMBERED_IDS:
-            oldest, _ = expert.applied.popitem(last=False)
-            self._replies.drop(expert.uid, oldest)
         return answers
 
     def apply(self, update: Update) -> None:
@@ -274,6 +283,7 @@ class ExpertHost:
         jobs = [Job(update.uid, r.inputs, lambda _: None, r.grad, r.request_id) for r in update.requests]
         (grads,) = self._stack.backward([_part(expert, jobs)])
         self._step(expert, grads.parameters)
+        expert.ledger.note_applied(update)
         self._remember(expert, update, grads)
 
     def _by_expert(self, jobs: Sequence[Job]) -> list[tuple[Hosted, list[Job]]]:
@@ -295,6 +305,29 @@ def _rounds(batch: Sequence[Job]) -> list[list[Job]]:
         else:
             rounds.append(({job.uid: shapes}, [job]))
     return [jobs for _, jobs in rounds]
+
+
+def _once(jobs: Sequence[Job]) -> list[Job]:
+    """The jobs whose request ids are new in this batch; a second one gets the answer of the first."""
+    first: dict[tuple[str, str], Job] = {}
+    chosen = []
+    for job in jobs:
+        known = first.setdefault((job.uid, job.request_id), job) if job.request_id else job
+        if known is job:
+            chosen.append(job)
+        else:
+            _answer_both(known, job)
+    return chosen
+
+
+def _answer_both(first: Job, second: Job) -> None:
+    done = first.done
+
+    def both(result: object) -> None:
+        done(result)
+        second.done(result)
+
+    first.done = both
 
 
 def _part(expert: Hosted, jobs: Sequence[Job]) -> Part:

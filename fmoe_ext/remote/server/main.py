@@ -1,4 +1,4 @@
-"""fmoe-server: hosts experts until it is told to stop."""
+"""fmoe-server: hosts experts until a signal ends it."""
 
 import argparse
 import importlib.util
@@ -16,7 +16,8 @@ from fmoe_ext.remote import loop
 from fmoe_ext.remote.dht import open_node
 from fmoe_ext.remote.discovery import Discovery, DiscoveryError, StaticList
 from fmoe_ext.remote.flags import DATE_FORMAT, LOG_FORMAT, build
-from fmoe_ext.remote.replication.replicas import ReplicatedExperts, Replication
+from fmoe_ext.remote.replication.replicas import ReplicatedExperts
+from fmoe_ext.remote.replication.site import Replication
 from fmoe_ext.remote.security import Credentials, Security
 from fmoe_ext.remote.server.declared import DeclaredExperts, WarmCopies
 from fmoe_ext.remote.server.flags import ETCD, parse, read_tokens
@@ -57,7 +58,7 @@ def _placement(flags: argparse.Namespace, tokens: dict[str, str]) -> Placement:
 
 
 def _credentials(flags: argparse.Namespace, token: str | None) -> Credentials:
-    """What this server shows to others."""
+    """The proofs that this server shows to others."""
     if flags.tls_ca is not None:
         return Credentials(flags.tls_ca, flags.tls_certificate, flags.tls_key, token)
     if flags.tls_certificate is not None and (flags.registry or flags.copies_of):

@@ -11,7 +11,7 @@ Labels: TypeAlias = "tuple[tuple[str, str], ...]"
 
 
 class Metrics:
-    """What a server counts. Names without prefix; labels have few values each, never one a client."""
+    """Counts of a server. Names without prefix; labels have few values each, never one a client."""
 
     def __init__(self) -> None:
         self._counts: defaultdict[tuple[str, Labels], float] = defaultdict(float)
@@ -25,11 +25,11 @@ class Metrics:
         self._times.setdefault((name, tuple(sorted(labels.items()))), _Times()).add(seconds)
 
     def gauge(self, name: str, read: Callable[[], float]) -> None:
-        """A number that is read when somebody asks."""
+        """Add a number that is read when the metrics are."""
         self._gauges[name] = read
 
     def count(self, name: str, **labels: str) -> float:
-        """What was counted under these labels, and any others."""
+        """The sum of all counts with these labels, whatever their others."""
         wanted = labels.items()
         return sum(v for (n, given), v in self._counts.items() if n == name and wanted <= dict(given).items())
 

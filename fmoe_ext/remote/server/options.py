@@ -1,4 +1,4 @@
-"""What a server is and how it trains: the options of Server, which are the flags of fmoe-server too."""
+"""Options of Server and of its training, which are the flags of fmoe-server too."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -16,7 +16,7 @@ NETWORK = "how others find it"
 
 @dataclass(frozen=True)
 class Training:
-    """How gradients change experts. max_grad_norm: of one update of one expert. max_staleness: updates between
+    """The way gradients change experts. max_grad_norm: of one update of one expert. max_staleness: updates between
     the forward that a client saw and its backward.
 
     scheduler "linear": the learning rate of an expert's update n (from 0) is lr times n / num_warmup_steps, then
@@ -79,7 +79,7 @@ class Training:
 
 @dataclass(frozen=True)
 class Options:
-    """What a server is; the names are those of the flags of fmoe-server."""
+    """Options of a server; the names are those of the flags of fmoe-server."""
 
     expert_cls: str = flag("ffn", "ffn, transformer, nop, det_dropout or a registered one")
     hidden_dim: int = flag(512, type=POSITIVE_INT)

@@ -78,7 +78,7 @@ class Pages:
             if self._open <= MAX_CONNECTIONS:
                 await asyncio.wait_for(self._answer(reader, writer), SECONDS)
         except (asyncio.TimeoutError, asyncio.IncompleteReadError, asyncio.LimitOverrunError, OSError):
-            pass  # whoever asks like that gets no answer
+            pass  # such a request gets no answer
         finally:
             self._open -= 1
             writer.close()

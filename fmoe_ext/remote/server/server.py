@@ -18,10 +18,11 @@ from fmoe_ext.remote.server.checkpoints import Checkpoints
 from fmoe_ext.remote.server.compute import ComputeThread
 from fmoe_ext.remote.server.fair_queue import FairQueue
 from fmoe_ext.remote.server.host import ExpertHost
+from fmoe_ext.remote.server.ledger import NotLeader
 from fmoe_ext.remote.server.metrics import Metrics
 from fmoe_ext.remote.server.options import Options
 from fmoe_ext.remote.server.pages import Pages
-from fmoe_ext.remote.server.service import ExpertService, NotLeader
+from fmoe_ext.remote.server.service import ExpertService
 from fmoe_ext.remote.server.state import read_state, write_state
 from fmoe_ext.remote.wire import Limits, Message, body_bytes
 
@@ -72,7 +73,7 @@ class Server:
 
     @property
     def endpoint(self) -> str:
-        """Where others call this server; a relay that was away may give it another port."""
+        """The address at which others call this server; a relay that was away may give it another port."""
         return self._attachment.endpoint if self._attachment else self._endpoint
 
     def start(self, timeout: float = 60.0) -> "Server":
@@ -179,6 +180,10 @@ class Server:
         states = [state for state in saved if state is not None]
         await asyncio.wrap_future(self.compute.call(add))
         self._saved |= {state.meta["uid"]: int(state.meta["version"]) for state in states}
+
+    def saved_uids(self) -> list[str]:
+        """Experts that have checkpoints."""
+        return self.checkpoints.uids() if self.checkpoints else []
 
     async def read_state(self, uid: str) -> Message:
         """A copy of an expert's state, taken between two batches."""

@@ -17,6 +17,7 @@ from fmoe_ext.remote.server.compute import ComputeThread
 from fmoe_ext.remote.server.fair_queue import DeadlinePassed, Job, QueueFull
 from fmoe_ext.remote.server.hand_over import CopiesElsewhere
 from fmoe_ext.remote.server.host import Answer, ExpertMissing, StaleGradient
+from fmoe_ext.remote.server.ledger import NotLeader
 from fmoe_ext.remote.server.metrics import Metrics
 from fmoe_ext.remote.server.state import read_state
 from fmoe_ext.remote.wire import (
@@ -35,10 +36,6 @@ MAX_SHOWN_PEERS = 100
 Code = grpc.StatusCode
 
 
-class NotLeader(Exception):
-    """Another server takes the gradients of this expert."""
-
-
 CODES: tuple[tuple[type[Exception], grpc.StatusCode], ...] = (
     (WireError, Code.INVALID_ARGUMENT),
     (SchemaError, Code.INVALID_ARGUMENT),
@@ -51,7 +48,7 @@ CODES: tuple[tuple[type[Exception], grpc.StatusCode], ...] = (
 
 
 class ExpertService:
-    """Info, Forward, Backward, State over a computing thread. may_step(uid) raises NotLeader where it must."""
+    """Info, Forward, Backward, State over a computing thread. may_step(uid) raises NotLeader to refuse gradients."""
 
     def __init__(self, compute: ComputeThread, guard: Guard, metrics: Metrics, limits: Limits):
         self.compute, self.guard, self.metrics, self.limits = compute, guard, metrics, limits
@@ -60,7 +57,7 @@ class ExpertService:
         self.may_step: Callable[[str], None] = lambda uid: None
         self.peers: OrderedDict[str, tuple[float, str]] = (
             OrderedDict()
-        )  # name: last heard of, loss it reported
+        )  # name: time of its last call, loss it reported
         self.copies = CopiesElsewhere()
         self.withheld: set[str] = set()  # hosted, but claimed by another server
         self._under_way: dict[tuple[str, str], asyncio.Future[Answer]] = {}
@@ -213,7 +210,7 @@ def _settle_soon(future: "asyncio.Future[Answer]") -> Callable[[object], None]:
             return
         if isinstance(result, BaseException):
             future.set_exception(result)
-            future.exception()  # heard, even if nobody waits any more
+            future.exception()  # read, even if no caller waits any more
         else:
             future.set_result(result)  # type: ignore[arg-type]
 

@@ -1,12 +1,12 @@
 """The state of one expert as a message: weights, optimizer, version and the requests it has applied."""
 
-import hashlib
 from collections import OrderedDict
 
 import torch
 
 from fmoe_ext.remote.server.host import ExpertHost, Hosted
-from fmoe_ext.remote.wire import Message, WireError, bytes_of
+from fmoe_ext.remote.server.ledger import End, Ledger, Term
+from fmoe_ext.remote.wire import Message, WireError
 
 _IDS, _IDS_VERSIONS = "applied.ids", "applied.versions"
 _ID_BYTES = 16
@@ -15,19 +15,22 @@ _ID_BYTES = 16
 def read_state(host: ExpertHost, uid: str) -> Message:
     """A copy of all that makes an expert what it is."""
     expert = host.find(uid)
+    ledger = expert.ledger
     tensors = {f"weight/{name}": p.clone() for name, p in host.parameters(uid).items()}
     tensors |= {f"optimizer/{key}": value.clone() for key, value in _optimizer_tensors(expert).items()}
-    ids = [bytes.fromhex(request_id) for request_id in expert.applied]
+    ids = [bytes.fromhex(request_id) for request_id in ledger.applied]
     tensors[_IDS] = (
         torch.frombuffer(bytearray(b"".join(ids)), dtype=torch.uint8)
         if ids
         else torch.empty(0, dtype=torch.uint8)
     )
-    tensors[_IDS_VERSIONS] = torch.tensor(list(expert.applied.values()), dtype=torch.int64)
+    tensors[_IDS_VERSIONS] = torch.tensor(list(ledger.applied.values()), dtype=torch.int64)
     meta = {
         "uid": uid,
-        "version": str(expert.version),
-        "requests": str(expert.num_requests),
+        "version": str(ledger.version),
+        "term": str(end_of_weights(ledger).term.number),
+        "term_leader": end_of_weights(ledger).term.leader,
+        "requests": str(ledger.num_requests),
         "class": host.expert_class.name,
         "hidden_dim": str(host.hidden_dim),
         "optimizer": host.training.optimizer,
@@ -50,10 +53,21 @@ def write_state(host: ExpertHost, message: Message) -> None:
             )
     host.add([uid])
     expert = host.find(uid)
+    expert.ledger.broken = "a copy was not installed to its end"
     _copy_all(_named(message, "weight/"), host.parameters(uid), uid)
     _load_optimizer(expert, _named(message, "optimizer/"))
-    expert.applied = _read_ids(message)
-    expert.version, expert.num_requests = version, requests
+    number = _number(message, "term") if "term" in message.meta else 0  # older checkpoints have none
+    term = Term(number, message.meta.get("term_leader", ""))
+    expert.ledger.install(End(term, version), _read_ids(message), requests)
+
+
+def end_of_weights(ledger: Ledger) -> End:
+    """The end of the log as far as the weights have it, on the thread that computes."""
+    with ledger.lock:
+        for logged in ledger.tail:
+            if logged.previous.version == ledger.version:
+                return logged.previous
+        return ledger.end
 
 
 def _number(message: Message, key: str) -> int:
@@ -65,10 +79,7 @@ def _number(message: Message, key: str) -> int:
 
 def digest(host: ExpertHost, uid: str) -> str:
     """16 hexadecimal digits that differ when a bit of the weights differs."""
-    total = hashlib.blake2b(digest_size=8)
-    for p in host.parameters(uid).values():
-        total.update(bytes_of(p))
-    return total.hexdigest()
+    return host.digest(uid)
 
 
 def _optimizer_tensors(expert: Hosted) -> dict[str, torch.Tensor]:

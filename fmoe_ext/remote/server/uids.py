@@ -1,4 +1,4 @@
-"""Which uids a server may take: patterns such as "expert.[0:5]" or "grid.[0:32].[0:16]"."""
+"""Patterns of uids that a server may take, such as "expert.[0:5]" or "grid.[0:32].[0:16]"."""
 
 import itertools
 import random

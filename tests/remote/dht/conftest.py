@@ -1,4 +1,4 @@
-"""What the tests of the DHT share: nodes on 127.0.0.1 that are closed, whatever happens."""
+"""Fixtures of the tests of the DHT: nodes on 127.0.0.1 that are closed, whatever happens."""
 
 import pytest
 

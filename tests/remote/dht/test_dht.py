@@ -66,7 +66,7 @@ def server(open_nodes):
         yield running, f"127.0.0.1:{discovery.node.port}"
 
 
-def test_the_tutorial_trains_through_experts_found_in_the_dht(server, dhts):
+def test_tutorial_trains_through_experts_found_in_the_dht(server, dhts):
     running, endpoint = server
     dht = dhts(endpoint, listen=False)
     assert dht.port is None
@@ -81,7 +81,7 @@ def test_the_tutorial_trains_through_experts_found_in_the_dht(server, dhts):
     assert layer.proj.weight.grad.abs().sum() > 0
 
 
-def test_a_server_that_stops_withdraws_its_experts(dhts, open_nodes):
+def test_server_that_stops_withdraws_its_experts(dhts, open_nodes):
     dht = dhts()
     discovery = open_nodes([endpoint_of(dht)])
     options = Options(hidden_dim=D, expert_uids=("expert.0",), ttl=600)
@@ -149,7 +149,7 @@ def test_one_living_initial_peer_is_enough(dhts):
     assert where(second) == "10.0.0.1:1"
 
 
-def test_a_network_that_died_is_said_in_bounded_time(dhts):
+def test_network_that_died_is_said_in_bounded_time(dhts):
     first = dhts()
     second = dhts(endpoint_of(first), listen=False)
     loop.run(first.discovery.close(), 5)
@@ -160,14 +160,14 @@ def test_a_network_that_died_is_said_in_bounded_time(dhts):
     assert time.monotonic() - begin < 6.5
 
 
-def test_a_node_without_a_port_needs_peers():
+def test_node_without_a_port_needs_peers():
     with pytest.raises(DiscoveryError, match="needs initial_peers"):
         DHT(listen=False, start=True)
     with pytest.raises(ValueError, match=r"initial_peers.*host:port"):
         DHT(["nonsense"], start=True)
 
 
-def test_a_busy_port_is_named(dhts):
+def test_busy_port_is_named(dhts):
     first = dhts()
     with pytest.raises(OSError, match=f"cannot listen on {endpoint_of(first)}"):
         dhts(listen_on=endpoint_of(first))
@@ -202,7 +202,7 @@ def test_fmoe_dht_and_fmoe_server_as_processes(start_process, start_server, dhts
     assert node.end() == 0
 
 
-def test_a_killed_server_gets_its_experts_back_by_its_identity(start_server, dhts, tmp_path):
+def test_killed_server_gets_its_experts_back_by_its_identity(start_server, dhts, tmp_path):
     """Its record lives on for ten minutes; only who has its key may replace it before."""
     dht = dhts()
     flags = ("--initial_peers", endpoint_of(dht), "--expert_uids", "expert.0", "--ttl", 600)
@@ -227,7 +227,7 @@ def test_a_killed_server_gets_its_experts_back_by_its_identity(start_server, dht
     assert second.end() == 0
 
 
-def test_a_server_behind_a_relay_is_called_there(start_process, start_server, dhts):
+def test_server_behind_a_relay_is_called_there(start_process, start_server, dhts):
     """fmoe-dht is node and relay for an fmoe-server that announces nothing of its own."""
     flags = ("--listen_on", "127.0.0.1:0", "--relay_on", "127.0.0.1:0", "--relay_token", "secret")
     outside = start_process(DHT_NODE, *flags)
@@ -273,7 +273,7 @@ def test_fmoe_dht_refuses_what_cannot_be(capsys, flags, message):
     assert message in capsys.readouterr().err
 
 
-def test_an_identity_outlives_its_process(tmp_path, dhts):
+def test_identity_outlives_its_process(tmp_path, dhts):
     path = tmp_path / "key"
     first = dhts()
     second = dhts(endpoint_of(first), identity_path=path)

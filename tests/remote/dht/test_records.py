@@ -38,7 +38,7 @@ def kept(store, uid="expert.0", now=NOW):
 
 
 @pytest.mark.parametrize("field", ["uid", "endpoint", "owner", "fence", "sequence", "expires", "metadata"])
-def test_a_forged_record_is_refused(field):
+def test_forged_record_is_refused(field):
     signed = record()
     values = json.loads(signed.payload)
     lies = {
@@ -84,7 +84,7 @@ def test_value_in_the_place_of_another_owner_is_refused():
     assert store.find(key, NOW) == [own]
 
 
-def test_a_record_is_read_only_where_it_belongs():
+def test_record_is_read_only_where_it_belongs():
     store, signed = RecordStore(), record(uid="grid.1.2")
     for key in places_of("grid.1.2"):
         assert put(store, signed, key=key) is None
@@ -93,7 +93,7 @@ def test_a_record_is_read_only_where_it_belongs():
     assert store.find(prefix_key("grid.1"), NOW) == [signed]
 
 
-def test_a_replayed_record_is_refused_until_the_last_one_has_expired():
+def test_replayed_record_is_refused_until_the_last_one_has_expired():
     store, old, new = RecordStore(), record(sequence=1, expires=NOW + 500), record(sequence=2, endpoint="b:1")
     assert put(store, old) is None and put(store, new) is None
     assert "newer" in put(store, old)
@@ -104,7 +104,7 @@ def test_a_replayed_record_is_refused_until_the_last_one_has_expired():
     assert "newer" in put(store, old, now=NOW + 200)
 
 
-def test_what_was_withdrawn_cannot_come_back():
+def test_withdrawn_record_cannot_come_back():
     store, signed = RecordStore(), record()
     assert put(store, signed) is None
     assert put(store, record(sequence=2, endpoint="")) is None
@@ -114,7 +114,7 @@ def test_what_was_withdrawn_cannot_come_back():
     assert kept(store) == [(False, "a:1")]
 
 
-def test_a_live_record_is_not_taken_over_an_expired_one_is():
+def test_live_record_is_not_taken_over_an_expired_one_is():
     store = RecordStore()
     put(store, record())
     refusal = store.put(uid_key("expert.0"), record(OTHER, sequence=99, fence=0), NOW)
@@ -176,7 +176,7 @@ def test_routing_keeps_those_who_answer():
     assert table.closest(peers[3].node_id, 1) == [peers[3]]
 
 
-def test_the_host_that_is_seen():
+def test_host_that_is_seen():
     assert host_seen("ipv4:10.0.0.1:4242") == "10.0.0.1"
     assert host_seen("ipv6:%5B::1%5D:4242") == "[::1]"
     assert host_seen("ipv6:[::ffff:10.0.0.1]:4242") == "10.0.0.1"
@@ -207,7 +207,7 @@ def test_messages_come_back_as_they_went():
     assert answer.found[1].records[0].uid == "grid.1.2" and answer.found[1].peers[0] == Peer(2, "[::1]:3")
 
 
-def test_a_forged_record_in_an_answer_has_no_effect():
+def test_forged_record_in_an_answer_has_no_effect():
     forged = replace(record(), payload=record().payload.replace("a:1", "b:1"))
     answer = messages.encode_answer(Answer(Header(7, NOW), {1: Found((), [forged, record()])}))
     assert messages.decode_answer(answer).found[1].records == (record(),)
@@ -261,7 +261,7 @@ def test_mutated_messages_are_read_or_refused(count):
                 assert len(str(error)) < 1000
 
 
-def test_a_node_survives_garbage_and_says_what_is_wrong(open_nodes, endpoint_of):
+def test_node_survives_garbage_and_says_what_is_wrong(open_nodes, endpoint_of):
     discovery = open_nodes()
 
     async def send(method, data):
@@ -278,7 +278,7 @@ def test_a_node_survives_garbage_and_says_what_is_wrong(open_nodes, endpoint_of)
     assert loop.run(discovery.declare(["expert.0"], "a:1", 5), 5) == {"expert.0"}
 
 
-def test_a_peer_that_calls_too_often_is_refused(endpoint_of):
+def test_peer_that_calls_too_often_is_refused(endpoint_of):
     async def run():
         server, client = GrpcTransport(calls_per_second=5), GrpcTransport()
 
@@ -301,7 +301,7 @@ def test_a_peer_that_calls_too_often_is_refused(endpoint_of):
     assert sum("sends more than its rate" in str(answer) for answer in answers) >= 5
 
 
-def test_a_node_that_lies_about_its_address_is_not_believed(open_nodes, endpoint_of):
+def test_node_that_lies_about_its_address_is_not_believed(open_nodes, endpoint_of):
     discovery = open_nodes()
 
     async def lie():

@@ -60,7 +60,7 @@ def echo_server():
 
 
 async def say(endpoint, data, timeout=5.0):
-    """What comes back when data goes to an endpoint."""
+    """The answer to data that goes to an endpoint."""
     reader, writer = await asyncio.open_connection("127.0.0.1", int(endpoint.rpartition(":")[2]))
     try:
         writer.write(data)
@@ -82,7 +82,7 @@ def test_bytes_go_through_unchanged(relays, attach, echo_server):
     assert loop.run(several(), 20) == [data[n:] for n in range(4)]
 
 
-def test_who_is_not_let_in_is_told_why(relays, attach, echo_server):
+def test_host_that_is_refused_gets_the_reason(relays, attach, echo_server):
     _, relay = relays(token="secret", max_hosts=1)
     with pytest.raises(DiscoveryError, match=f"{relay}.*another token"):
         attach(relay, echo_server, "guess")
@@ -130,7 +130,7 @@ def test_garbage_closes_the_connection(relays, line):
     assert relay.num_hosts == 0
 
 
-def test_a_host_that_leaves_frees_its_port(relays, attach, echo_server):
+def test_host_that_leaves_frees_its_port(relays, attach, echo_server):
     relay, endpoint = relays()
     attachment = attach(endpoint, echo_server)
     assert relay.num_hosts == 1
@@ -143,7 +143,7 @@ def test_a_host_that_leaves_frees_its_port(relays, attach, echo_server):
         loop.run(say(attachment.endpoint, b"x"), 5)
 
 
-def test_a_relay_that_comes_back_serves_the_same_port(relays, attach, echo_server):
+def test_relay_that_comes_back_serves_the_same_port(relays, attach, echo_server):
     first, endpoint = relays()
     attachment = attach(endpoint, echo_server)
     before = attachment.endpoint
@@ -161,7 +161,7 @@ def test_a_relay_that_comes_back_serves_the_same_port(relays, attach, echo_serve
     assert attachment.endpoint == before
 
 
-def test_an_expert_behind_a_relay_trains(relays, attach):
+def test_expert_behind_a_relay_trains(relays, attach):
     """The server and its node are called at the relay's ports only."""
     _, relay = relays()
     with DHT(listen_on="127.0.0.1:0", start=True) as seed:

@@ -88,7 +88,7 @@ def test_lookup_of_many_keys_calls_each_node_once():
     assert calls <= 10
 
 
-def test_the_simulation_is_the_same_every_time():
+def test_simulation_is_the_same_every_time():
     async def run():
         network = Network(seed=3)
         nodes = await network.nodes(20)
@@ -173,7 +173,7 @@ def test_wrong_clocks_neither_kill_records_nor_keep_them_alive(skews):
     assert all(29 < seconds <= 30.5 for seconds in local)  # by the clock of who asks
 
 
-def test_a_partition_that_heals_is_one_network_again():
+def test_partition_that_heals_is_one_network_again():
     async def run():
         network = Network(seed=4)
         nodes = await network.nodes(8)
@@ -197,7 +197,7 @@ def test_a_partition_that_heals_is_one_network_again():
     assert answers == [["a:1"]] * 8
 
 
-def test_a_node_that_lost_all_others_finds_them_again():
+def test_node_that_lost_all_others_finds_them_again():
     async def run():
         network = Network(seed=6)
         nodes = await network.nodes(4)
@@ -255,7 +255,7 @@ def test_beam_search_in_three_dimensions_is_brute_force(directory, seed):
 
 
 @pytest.mark.parametrize("beam_size", [1, 2, 3])
-def test_a_narrow_beam_keeps_the_best_prefixes_of_each_level(beam_size):
+def test_narrow_beam_keeps_the_best_prefixes_of_each_level(beam_size):
     generator = torch.Generator().manual_seed(0)
     scores = [torch.randn(4, 3, generator=generator) for _ in range(3)]
     uids = ["g.0.1.2", "g.0.1.0", "g.2.2.1", "g.2.0.0", "g.0.0.1"]

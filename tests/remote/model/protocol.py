@@ -40,7 +40,7 @@ class Server(NamedTuple):
     acked: tuple = (UNKNOWN,) * 3
     epoch: int = 0
     noticed: bool = False  # that the registry went back
-    stopped: bool = False  # by SIGTERM: it will start again
+    stopped: bool = False  # by SIGTERM, as the leader: it will start again
     is_follower: bool = False  # only read by a fault
     stray: frozenset = frozenset()  # only written by a fault
     deaf: int = 0  # only written by a fault
@@ -60,7 +60,7 @@ class Record(NamedTuple):
 
 
 class Budget(NamedTuple):
-    """How often each fault may still happen."""
+    """The number of faults of each kind that may still happen."""
 
     updates: int = 2
     crashes: int = 0
@@ -146,7 +146,7 @@ class Protocol:
     def _clients(self, state):
         for i in SERVERS:
             s = state.servers[i]
-            if not s.up or (s.lease is False and s.role != OPEN):
+            if not s.up or (not s.lease and s.role != OPEN):
                 continue
             if s.role == OPEN:
                 logged = {u for _, u in s.log}
@@ -297,11 +297,9 @@ class Protocol:
                 after = self._step_down(after, i, noticed=False, epoch=after.record.epoch)
                 yield f"{i} voids the record", False, after
             elif s.noticed:
-                yield (
-                    f"{i} sees another epoch",
-                    False,
-                    self._with(state, i, noticed=False, epoch=record.epoch),
-                )
+                after = self._step_down(state, i, noticed=False, epoch=record.epoch)
+                yield f"{i} sees another epoch", False, after
+
         if record.leader == DEAD:
             yield "the lease of the dead ends", False, self._registry(state, leader=NOBODY)
         if record.leader != NOBODY:
@@ -387,7 +385,10 @@ class Protocol:
                 yield f"{i} starts", False, self._set(state, i, fresh)
                 continue
             if not s.lease:
-                yield f"{i} has a lease again", False, self._step_down(state, i, lease=True)
+                after = self._step_down(state, i, lease=True)
+                if state.record.members >> i & 1:  # the wait begins anew while a member lives
+                    after = self._registry(after, waited=False)
+                yield f"{i} has a lease again", False, after
             elif budget.expiries:
                 after = self._with(self._spend(state, "expiries"), i, lease=False)
                 if state.record.leader == i:
@@ -417,7 +418,7 @@ class Protocol:
                 end=end(s.log),
                 waited=after.record.waited,
             )
-        yield f"{i} stops", True, self._die(after, i, s.log, True)
+        yield f"{i} stops", True, self._die(after, i, s.log, s.role == OPEN)
 
     def _die(self, state, i, disk, stopped):
         """Its name is dead from now on: in the record, and in what leaders believe."""
@@ -504,7 +505,7 @@ class Protocol:
                 raise Violation(f"leader {i} lacks {set(state.acknowledged - held)}")
 
     def is_good(self, state):
-        """As many servers as there shall be are members of a leader that has answered everything."""
+        """The wanted number of servers are members of a leader that has answered everything."""
         record = state.record
         if record.leader < 0:
             return False

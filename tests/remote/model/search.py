@@ -1,4 +1,4 @@
-"""Explicit-state search: each reachable state keeps the invariants and can reach a good one without more faults."""
+"""Explicit-state search: every reachable state keeps the invariants and can reach a good one without faults."""
 
 from protocol import Violation
 

@@ -1,0 +1,155 @@
+"""Following: updates of a leader are received and applied; a server that is no member takes a copy."""
+
+import asyncio
+import logging
+
+from fmoe_ext.remote import errors
+from fmoe_ext.remote.etcd import keys
+from fmoe_ext.remote.replication import messages
+from fmoe_ext.remote.replication.messages import Append, Reply
+from fmoe_ext.remote.replication.replica import Replica, Role
+from fmoe_ext.remote.replication.site import Site
+from fmoe_ext.remote.server.ledger import Logged, NotLeader, Term
+from fmoe_ext.remote.server.state import write_state
+from fmoe_ext.remote.wire import Message, WireError, encode
+
+log = logging.getLogger("fmoe_ext.remote")
+COPY_SECONDS = 60.0
+PROBE_SECONDS = 3.0  # that a leader has to probe a member that is idle, before it takes a copy
+AGAIN_SECONDS = 0.5  # until the next attempt to take a copy
+
+
+class Following:
+    """What a server does for experts that others lead."""
+
+    def __init__(self, site: Site):
+        self.site = site
+
+    # ---------------------------------------------------------------- updates
+
+    def receive(self, replica: Replica, append: Append) -> Reply:
+        """An update or a probe: an update that is accepted counts as received."""
+        ledger = replica.ledger
+        if append.term < ledger.seen or append.term.leader == self.site.name:
+            return self._refuse(replica, f"term {append.term.number} is over")
+        if replica.leader is not None:
+            replica.leader.end(f"term {append.term.number} has begun")
+        ledger.see(append.term)
+        if replica.role is Role.JOINING:
+            if append.logged is None:
+                return self._refuse(replica, "it takes a copy")
+            replica.early.append(append)
+            return self._accept(replica)
+        if append.logged is None:
+            if ledger.broken or append.end != ledger.end:
+                return self._refuse(replica, ledger.broken)
+        else:
+            try:
+                is_new = ledger.receive(append.logged, append.committed)
+            except ValueError:
+                return self._refuse(replica, ledger.broken or f"its log ends at version {ledger.end.version}")
+            if is_new:
+                self._apply(replica, append.logged)
+        replica.role = Role.FOLLOWER
+        ledger.commit(append.committed)
+        return self._accept(replica)
+
+    def _accept(self, replica: Replica) -> Reply:
+        return Reply(True, replica.ledger.end, replica.ledger.seen)
+
+    def _refuse(self, replica: Replica, reason: str) -> Reply:
+        return Reply(False, replica.ledger.end, replica.ledger.seen, reason)
+
+    def _apply(self, replica: Replica, logged: Logged) -> None:
+        host, ledger = self.site.server.host, replica.ledger
+
+        def work() -> None:
+            try:
+                host.apply(logged.update)
+                if logged.digest and host.digest(replica.uid) != logged.digest:
+                    raise ValueError(f"the weights differ from the leader's at version {logged.end.version}")
+            except Exception as error:
+                ledger.broken = ledger.broken or f"{error}"
+                raise
+
+        def check(future: "asyncio.Future[None]") -> None:
+            if not future.cancelled() and (error := future.exception()) is not None:
+                log.error("%s takes a new copy: %s", replica.uid, error)
+                self.site.server.metrics.add("divergences_total")
+
+        self.site.on_thread(work).add_done_callback(check)
+
+    # ---------------------------------------------------------------- copies
+
+    def follow(self, replica: Replica, leader: keys.Leader, record: keys.Members | None) -> None:
+        """Takes a copy if this server is no member, or cannot be one, and there is room."""
+        if replica.joining is not None and not replica.joining.done():
+            if replica.joins_from != leader.server:
+                self.stop_copying(replica)
+            return
+        endpoints = {} if record is None else record.endpoints
+        is_member = self.site.name in endpoints
+        if replica.role is Role.FOLLOWER and not is_member:
+            replica.become_idle(self.site.now())
+        if replica.role is Role.FOLLOWER and not replica.ledger.broken:
+            return
+        if is_member and not replica.ledger.broken and self.site.now() - replica.idle_since < PROBE_SECONDS:
+            return
+        if len(endpoints.keys() - {self.site.name}) < self.site.options.replicas:
+            replica.joins_from = leader.server
+            replica.joining = asyncio.create_task(self._join(replica, leader))
+
+    def stop_copying(self, replica: Replica) -> None:
+        """The leader that copies is gone; a copy that has come already is installed to its end."""
+        if replica.copying is not None:
+            replica.copying.cancel()
+
+    async def _join(self, replica: Replica, leader: keys.Leader) -> None:
+        """Takes a copy from the leader, then everything since, then is a member."""
+        replica.role = Role.JOINING
+        replica.early.clear()
+        meta = {"uid": replica.uid, "server": self.site.name, "endpoint": self.site.server.endpoint}
+        request = encode(Message({}, meta))
+        copying = asyncio.create_task(
+            self.site.peers.download(leader.endpoint, messages.JOIN, request, COPY_SECONDS)
+        )
+        replica.copying = copying
+        try:
+            copy = await copying
+            await self._install(replica, copy)
+            await self.site.peers.call(leader.endpoint, messages.READY, request, COPY_SECONDS)
+            self.site.server.metrics.add("copies_taken_total")
+            await self._await_record(replica.uid)
+            log.info("%s is replicated here from version %s on", replica.uid, copy.meta.get("version"))
+        except (Exception, asyncio.CancelledError) as error:
+            if replica.role is Role.JOINING:
+                replica.become_idle(self.site.now())
+            if isinstance(error, asyncio.CancelledError) and not copying.cancelled():
+                raise  # the server stops
+            known = isinstance(error, (errors.RemoteError, WireError, NotLeader, asyncio.CancelledError))
+            log.warning("%s could not be copied: %r", replica.uid, error, exc_info=not known)
+            await asyncio.sleep(AGAIN_SECONDS)
+        finally:
+            replica.copying = None
+
+    async def _await_record(self, uid: str) -> None:
+        """Waits a little for the view to show what the leader has written."""
+        for _ in range(20):
+            record, _ = self.site.registry.members(uid)
+            if record is not None and self.site.name in record.endpoints:
+                return
+            await asyncio.sleep(0.05)
+
+    async def _install(self, replica: Replica, copy: Message) -> None:
+        term = Term(messages.number(copy, "seen"), copy.meta.get("seen_leader", ""))
+        if term < replica.ledger.seen:
+            raise NotLeader(f"the copy of {replica.uid} is of a term that is over")
+        if copy.meta.get("uid") != replica.uid:
+            raise WireError(f"the copy is not of {replica.uid}")
+        await self.site.on_thread(lambda: write_state(self.site.server.host, copy))
+        replica.ledger.see(term)
+        replica.role = Role.FOLLOWER
+        early, replica.early = replica.early, []
+        for append in early:
+            if append.end > replica.ledger.end and append.term == term:
+                self.receive(replica, append)

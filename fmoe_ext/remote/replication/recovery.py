@@ -1,0 +1,110 @@
+"""Recovery: what a server does about an expert that nobody leads. No effects: a function of what it sees."""
+
+import enum
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+
+from fmoe_ext.remote.etcd import keys
+from fmoe_ext.remote.server.ledger import End, Term
+
+RECOVERY_LOOK = 1.0  # seconds for which servers wait for each other's offers
+SUCCESSOR_SECONDS = 1.0  # that the server has which the last leader named
+
+
+class Action(enum.Enum):
+    LEAD = "lead as a member"
+    RECOVER = "lead as the best that is left"
+    OFFER = "offer"
+    WAIT = "wait"
+
+
+@dataclass(frozen=True)
+class Vacancy:
+    """seconds: since nobody leads under this record; hopeless_seconds: since no member is alive that could."""
+
+    server: str
+    end: End
+    is_able: bool
+    record: keys.Members | None
+    revision: int
+    alive: Collection[str]
+    offers: Mapping[str, keys.Offer]
+    seconds: float
+    hopeless_seconds: float
+    recovery_wait: float
+    ttl: float
+
+
+def decide(vacancy: Vacancy) -> Action:
+    """What a server does now; it decides again at every change, and on a timer."""
+    me, record = vacancy.server, vacancy.record or keys.Members()
+    if me in record.endpoints and vacancy.is_able:
+        is_named = record.successor not in ("", me) and record.successor in vacancy.alive
+        return Action.WAIT if is_named and vacancy.seconds < SUCCESSOR_SECONDS else Action.LEAD
+    if vacancy.offers.get(me) != make_offer(vacancy.end, vacancy.revision):
+        return Action.OFFER
+    offers = {
+        name: (end_of(offer), name)
+        for name, offer in vacancy.offers.items()
+        if offer.record == vacancy.revision and name in vacancy.alive
+    }
+    if any(name in vacancy.alive and name not in offers for name in record.endpoints):
+        return Action.WAIT  # a member that can lead does so
+    is_best = max(offers.values(), default=None) == (vacancy.end, me)
+    return Action.RECOVER if is_best and vacancy.hopeless_seconds >= patience(vacancy) else Action.WAIT
+
+
+def patience(vacancy: Vacancy) -> float:
+    """Seconds until a server leads by recovery: short only for one that has all that the record knows of."""
+    record = vacancy.record or keys.Members()
+    if vacancy.record is None and set(vacancy.alive) == {vacancy.server}:
+        return 0.0  # a new expert, and the only server
+    seconds = RECOVERY_LOOK if vacancy.end >= end_of(record) else vacancy.recovery_wait
+    return max(seconds, vacancy.ttl) if record.voided else seconds
+
+
+def count_lost(vacancy: Vacancy) -> int:
+    """Updates that the record knows of and this server has not."""
+    known = end_of(vacancy.record or keys.Members())
+    if vacancy.end >= known:
+        return 0
+    return max(1, known.version - vacancy.end.version)
+
+
+def next_record(vacancy: Vacancy, action: Action, term: Term, endpoint: str) -> keys.Members:
+    """The record with which a server leads."""
+    record = vacancy.record or keys.Members()
+    endpoints = record.endpoints if action is Action.LEAD else {}
+    known = vacancy.end if action is Action.RECOVER else max(vacancy.end, end_of(record))
+    return replace(
+        _with_end(record, known),
+        endpoints={**endpoints, vacancy.server: endpoint},
+        successor="",
+        term=term.number,
+        voided=False,
+    )
+
+
+def voided(record: keys.Members | None, end: End, seen: Term, epoch: int) -> keys.Members:
+    """The record after the registry went back: nobody is known to have everything."""
+    record = record or keys.Members()
+    return replace(
+        _with_end(record, max(end, end_of(record))),
+        endpoints={},
+        successor="",
+        term=max(record.term, seen.number) + 1,
+        epoch=max(record.epoch, epoch) + 1,
+        voided=True,
+    )
+
+
+def make_offer(end: End, revision: int) -> keys.Offer:
+    return keys.Offer(end.term.number, end.term.leader, end.version, revision)
+
+
+def end_of(value: keys.Members | keys.Offer) -> End:
+    return End(Term(value.term_of_end, value.leader_of_end), value.version)
+
+
+def _with_end(record: keys.Members, end: End) -> keys.Members:
+    return replace(record, version=end.version, term_of_end=end.term.number, leader_of_end=end.term.leader)

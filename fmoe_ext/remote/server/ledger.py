@@ -1,0 +1,189 @@
+"""Ledger: the history of one expert (term, version, request ids, uncommitted updates) under one lock."""
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+
+MAX_REMEMBERED_IDS = 1024  # of each expert: a call that is repeated later than so many others counts as new
+
+
+class NotLeader(Exception):
+    """Another server takes the gradients of this expert."""
+
+
+@dataclass(frozen=True, order=True)
+class Term:
+    """One leadership. A server never leads twice with one number, so that no two leaders share a term."""
+
+    number: int = 0
+    leader: str = ""
+
+
+@dataclass(frozen=True, order=True)
+class End:
+    """The last update of a log: logs are ordered by term, then version."""
+
+    term: Term = Term()
+    version: int = 0
+
+
+@dataclass(frozen=True)
+class Request:
+    """One client's gradient, as it came."""
+
+    request_id: str
+    inputs: tuple[torch.Tensor, ...]
+    grad: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Update:
+    """One step of one expert: version is what it leads to. The same requests in the same order give the same bits."""
+
+    uid: str
+    version: int
+    requests: tuple[Request, ...]
+
+
+@dataclass(frozen=True)
+class Logged:
+    """An update in the log. digest: of the weights after it, "" if not taken."""
+
+    previous: End
+    end: End
+    update: Update
+    digest: str = ""
+
+
+class Ledger:
+    """end: of the log; version: of the weights, behind the end only while updates wait for the device.
+
+    Without replicas everything is committed at once. All methods are safe from any thread. forget(id) is called when a
+    request id is remembered no more.
+    """
+
+    def __init__(self, is_replicated: bool = False, forget: Callable[[str], None] = lambda _: None) -> None:
+        self.lock = threading.RLock()
+        self.end = End()
+        self.version = 0
+        self.committed = 0
+        self.seen = Term()  # the largest in any message or record; smaller ones are refused
+        self.broken = ""  # why the weights cannot be trusted
+        self.applied: OrderedDict[str, int] = OrderedDict()  # request id -> version
+        self.num_requests = 0  # gradients applied since the expert began, each counted once
+        self.tail: list[Logged] = []  # what members may lack
+        self.is_replicated = is_replicated
+        self._forget = forget
+        self._leads: Term | None = None
+        self._is_open = False
+
+    # ---------------------------------------------------------------- leading
+
+    def lead(self, term: Term) -> End:
+        """Begins a term -> where the log ends; steps are refused until open()."""
+        with self.lock:
+            self._leads, self._is_open = term, False
+            self.seen = max(self.seen, term)
+            return self.end
+
+    def open(self, term: Term) -> None:
+        """Takes steps from now on: every member has this log."""
+        with self.lock:
+            if self._leads == term:
+                self._is_open = True
+                self.committed = self.end.version
+
+    def step_down(self) -> None:
+        """Takes no steps any more."""
+        with self.lock:
+            self._leads, self._is_open = None, False
+
+    def check_open(self, uid: str) -> None:
+        """Raises NotLeader if no step may be made."""
+        if self.is_replicated and not (self._is_open and not self.broken):
+            raise NotLeader(f"not the leader of {uid}, or not yet")
+
+    def append(self, update: Update, digest: str = "") -> Logged:
+        """Notes a step that was just made, inside the lock in which check_open() allowed it."""
+        with self.lock:
+            end = End(self._leads or self.end.term, update.version)
+            logged = Logged(self.end, end, update, digest)
+            self.end = end
+            self._note(update)
+            if self.is_replicated:
+                self.tail.append(logged)
+            else:
+                self.committed = update.version
+            return logged
+
+    def commit(self, version: int) -> None:
+        """Every member has the log up to version."""
+        with self.lock:
+            self.committed = max(self.committed, min(version, self.end.version))
+            while self.tail and self.tail[0].end.version <= min(self.committed, self.version):
+                del self.tail[0]
+
+    def tail_after(self, end: End) -> list[Logged] | None:
+        """The updates behind an end of another log; None if the logs are not known to agree there."""
+        with self.lock:
+            if end == self.end:
+                return []
+            for n, logged in enumerate(self.tail):
+                if logged.previous == end:
+                    return self.tail[n:]
+            return None
+
+    # ---------------------------------------------------------------- following
+
+    def see(self, term: Term) -> None:
+        """Notes a term; smaller ones are refused from now on."""
+        with self.lock:
+            self.seen = max(self.seen, term)
+
+    def receive(self, logged: Logged, committed: int) -> bool:
+        """Adds an update of a leader to the log: it has to be applied. False if it is there already.
+
+        ValueError if it does not follow this log.
+        """
+        with self.lock:
+            if logged.end == self.end:
+                return False
+            if logged.previous != self.end or self.broken:
+                raise ValueError("not the next update")
+            self.end = logged.end
+            self.tail.append(logged)
+            self.commit(committed)
+            return True
+
+    def note_applied(self, update: Update) -> None:
+        """The weights have reached an update that was received."""
+        with self.lock:
+            self._note(update)
+
+    def install(self, end: End, applied: "OrderedDict[str, int]", num_requests: int) -> None:
+        """Replaces the history by that of a copy."""
+        with self.lock:
+            self.end, self.version, self.committed = (
+                end,
+                end.version,
+                0 if self.is_replicated else end.version,
+            )
+            self.applied, self.num_requests = applied, num_requests
+            self.seen = max(self.seen, end.term)
+            self.tail.clear()
+            self.broken = ""
+
+    def _note(self, update: Update) -> None:
+        self.version = update.version
+        self.num_requests += len(update.requests)
+        for request_id in _ids(update.requests):
+            self.applied[request_id] = update.version
+        while len(self.applied) > MAX_REMEMBERED_IDS:
+            self._forget(self.applied.popitem(last=False)[0])
+
+
+def _ids(requests: Iterable[Request]) -> list[str]:
+    return [request.request_id for request in requests if request.request_id]

@@ -1,0 +1,131 @@
+"""The eight faults that the replication had, put back into the code one at a time."""
+
+import asyncio
+import dataclasses
+
+from fmoe_ext.remote import errors
+from fmoe_ext.remote.replication import recovery, replicas
+from fmoe_ext.remote.replication.leader import Leader
+from fmoe_ext.remote.replication.recovery import Action
+from fmoe_ext.remote.replication.replica import Replica, Role
+from fmoe_ext.remote.replication.sender import Sender, settle
+from fmoe_ext.remote.server.fair_queue import FairQueue
+from fmoe_ext.remote.server.ledger import End, Ledger, NotLeader
+
+
+def order_by_version(patch):
+    """Of two states the one with the larger version is newer, whatever its term."""
+    for name, key in (
+        ("__lt__", lambda a, b: a < b),
+        ("__gt__", lambda a, b: a > b),
+        ("__ge__", lambda a, b: a >= b),
+    ):
+        patch.setattr(End, name, lambda self, other, key=key: key(self.version, other.version))
+
+
+def keep_the_wait_of_an_earlier_vacancy(patch):
+    """The time since the first offer counts, although a server has led since."""
+    first, decide = {}, recovery.decide
+
+    def late(vacancy):
+        begun = first.setdefault(vacancy.server, asyncio.get_running_loop().time())
+        seconds = asyncio.get_running_loop().time() - begun
+        return decide(dataclasses.replace(vacancy, hopeless_seconds=seconds))
+
+    patch.setattr(recovery, "decide", late)
+
+
+def answer_before_confirming(patch):
+    """A new leader takes gradients and answers repeated ones at once."""
+    confirm = Leader.confirm
+
+    async def open_first(self):
+        self.ledger.open(self.term)
+        self.is_open = True
+        await confirm(self)
+
+    patch.setattr(Leader, "confirm", open_first)
+
+
+def step_without_log(patch):
+    """A server that leads no more makes the step and remembers the id; only the log refuses it."""
+    patch.setattr(Ledger, "check_open", lambda self, uid: None)
+
+    def append(self, update, digest=""):
+        if self._leads is None:
+            self._note(update)
+            raise NotLeader("not the leader of it: the log has refused the update")
+        return original(self, update, digest)
+
+    original = Ledger.append
+    patch.setattr(Ledger, "append", append)
+
+
+def idle_members_never_lead(patch):
+    """A member that has stepped down waits for a leader, and others wait for the member."""
+    original = Replica.is_able
+    patch.setattr(Replica, "is_able", lambda self: original(self) and self.role is Role.FOLLOWER)
+    decide = recovery.decide
+
+    def wait(vacancy):
+        record = vacancy.record
+        if record is not None and not vacancy.is_able and set(record.endpoints) & set(vacancy.alive):
+            return Action.WAIT
+        return decide(vacancy)
+
+    patch.setattr(recovery, "decide", wait)
+
+
+def fall_back_with_the_registry(patch):
+    """The number of a term is what the registry says, and nobody notices that it went back."""
+    patch.setattr(Replica, "needs_void", lambda self, record, num_returns: False)
+    real = replicas.Term
+
+    def term(number, leader):
+        return real(term.known + 1, leader)
+
+    async def lead(self, replica, vacancy, action):
+        term.known = 0 if vacancy.record is None else vacancy.record.term
+        await original(self, replica, vacancy, action)
+
+    original = replicas.ReplicatedExperts._lead
+    patch.setattr(replicas, "Term", term)
+    patch.setattr(replicas.ReplicatedExperts, "_lead", lead)
+
+
+def die_in_silence(patch):
+    """A sender expects RemoteErrors only."""
+
+    async def run(self):
+        while not self.is_dead:
+            append, future = await self._queue.get()
+            try:
+                reply = await self._send(append)
+                settle(future, reply)
+            except errors.RemoteError as error:
+                self._die(str(error))
+                settle(future, None)
+
+    patch.setattr(Sender, "_run", run)
+
+
+def make_what_followers_refuse(patch):
+    """An update holds as much as a batch does."""
+    original = FairQueue.__init__
+
+    def without_limit(self, max_batch_bytes):
+        original(self)
+
+    patch.setattr(FairQueue, "__init__", without_limit)
+
+
+MUTANTS = {
+    order_by_version: ["cut", "stop", "kill"],
+    keep_the_wait_of_an_earlier_vacancy: ["stop"],
+    answer_before_confirming: ["kill_leaders"],
+    step_without_log: ["pause_etcd", "cut", "slow_down"],
+    idle_members_never_lead: ["pause_etcd", "lose_messages"],
+    fall_back_with_the_registry: ["restore_etcd", "stop"],
+    die_in_silence: ["strange_errors"],
+    make_what_followers_refuse: ["slow_down"],
+}

@@ -1,0 +1,211 @@
+"""A server of a simulation: the real replication, host and service, with a device and a disk of the simulation."""
+
+import asyncio
+import types
+
+import torch
+from etcd import StoreClient
+from network import SimPeers
+from torch import nn
+from virtual import Process
+
+from fmoe_ext.remote.compression import compress
+from fmoe_ext.remote.expert_classes import ExpertClass
+from fmoe_ext.remote.replication.replicas import ReplicatedExperts
+from fmoe_ext.remote.server.compute import ComputeThread
+from fmoe_ext.remote.server.fair_queue import FairQueue
+from fmoe_ext.remote.server.host import ExpertHost, Training
+from fmoe_ext.remote.server.metrics import Metrics
+from fmoe_ext.remote.server.service import ExpertService
+from fmoe_ext.remote.server.stacks import Gradients
+from fmoe_ext.remote.server.state import read_state, write_state
+from fmoe_ext.remote.wire import STATE, Limits, decode, encode
+
+UIDS = ("expert.0",)
+PRIME = 1009.0
+
+
+class Number(nn.Module):
+    def __init__(self, hidden_dim):
+        super().__init__()
+        self.w = nn.Parameter(torch.zeros(1))
+
+    def forward(self, x):
+        return x * self.w
+
+
+NUMBER = ExpertClass("number", Number, lambda hidden_dim: (torch.empty(1),))
+
+
+class NumberStack:
+    """Weights that depend on every gradient and on their order."""
+
+    def __init__(self):
+        self.weights = []
+
+    def resize(self, num_places):
+        self.weights += [torch.zeros(1) for _ in range(num_places - len(self.weights))]
+
+    def views(self, place):
+        return {"w": self.weights[place]}
+
+    def forward(self, parts):
+        return [part.inputs[0] * self.weights[part.place] for part in parts]
+
+    def backward(self, parts):
+        return [Gradients((part.grad,), {"w": part.grad.sum().reshape(1)}) for part in parts]
+
+
+class OrderOptimizer:
+    """w becomes 3 w + gradient, modulo a prime."""
+
+    def __init__(self, parameters):
+        self.param_groups = [{"params": list(parameters)}]
+
+    def step(self):
+        (w,) = self.param_groups[0]["params"]
+        w.copy_((w * 3 + w.grad) % PRIME)
+
+    def zero_grad(self, set_to_none=True):
+        self.param_groups[0]["params"][0].grad = None
+
+    def state_dict(self):
+        return {"state": {}, "param_groups": [{"params": [0]}]}
+
+    def load_state_dict(self, state):
+        pass
+
+
+class OrderTraining(Training):
+    def make_optimizer(self, parameters):
+        return OrderOptimizer(parameters)
+
+
+class SimQueue(FairQueue):
+    """Says when there is work."""
+
+    on_work = staticmethod(lambda: None)
+
+    def put(self, job):
+        super().put(job)
+        self.on_work()
+
+    def put_task(self, task):
+        super().put_task(task)
+        self.on_work()
+
+
+class SimDevice(ComputeThread):
+    """The computing thread, as steps of the loop; each piece of work takes a random time."""
+
+    def __init__(self, host, queue, process, rng):
+        super().__init__(host, queue)
+        self.process, self.rng = process, rng
+        self.max_seconds = 0.004
+        self._is_pumping = False
+        queue.on_work = self._begin
+
+    def _begin(self):
+        if not self._is_pumping:
+            self._is_pumping = True
+            self.process.spawn(self._pump())
+
+    async def _pump(self):
+        while self.queue._tasks or len(self.queue):
+            await asyncio.sleep(self.rng.uniform(0.0002, self.max_seconds))
+            work = self.queue.take()
+            if callable(work):
+                work()
+            elif work:
+                self._run_batch(work)
+        self._is_pumping = False
+
+
+class Disk:
+    """Outlives a process; a write is there as a whole or not at all."""
+
+    def __init__(self):
+        self.files = {}
+        self.is_full = False
+
+
+class SimServer:
+    """One process on a machine with a disk."""
+
+    def __init__(self, world, machine, options):
+        self.world, self.machine = world, machine
+        world.num_started += 1
+        self.process = Process(f"machine {machine}", world.loop)
+        self.endpoint = f"machine-{machine}:{world.num_started}"
+        self.options = types.SimpleNamespace(
+            expert_cls="number", hidden_dim=1, expert_uids=UIDS, num_experts=1, expert_pattern="expert.[0:9]"
+        )
+        self.metrics = Metrics()
+        self.host = ExpertHost(NUMBER, 1, OrderTraining("sgd"), stack=NumberStack())
+        self.compute = SimDevice(
+            self.host, SimQueue(max_batch_bytes=options.max_update_bytes), self.process, world.rng
+        )
+        self.service = ExpertService(self.compute, None, self.metrics, Limits())
+        store = StoreClient(world.etcd, world.network, self.process)
+        self.placement = ReplicatedExperts(
+            options.replication, store=store, peers=SimPeers(world.network, self.process)
+        )
+        self.placement.name = self.placement.registry.server = f"{world.rng.getrandbits(64):016x}"
+        self.name = self.placement.name
+        self.is_ready = self.is_stopping = False
+        world.network.servers[self.endpoint] = self
+        self.process.spawn(self._run())
+
+    async def _run(self):
+        while True:
+            try:
+                await self.placement.begin(self)
+                break
+            except Exception:  # a program that cannot start is started again
+                for task in self.placement.registry._tasks:
+                    task.cancel()
+                await asyncio.sleep(0.3)
+        self.is_ready = True
+        while True:
+            await asyncio.sleep(self.world.rng.uniform(1.0, 6.0))
+            await self.save()
+
+    def saved_uids(self):
+        return sorted(self.disk.files)
+
+    @property
+    def disk(self):
+        return self.world.disks[self.machine]
+
+    async def add_experts(self, uids):
+        def add():
+            self.host.add(uids)
+            for uid in uids:
+                if uid in self.disk.files:
+                    write_state(self.host, decode(self.disk.files[uid], STATE))
+
+        await asyncio.wrap_future(self.compute.call(add))
+
+    async def save(self):
+        for uid in list(self.host.experts):
+            state = await asyncio.wrap_future(self.compute.call(lambda uid=uid: read_state(self.host, uid)))
+            await asyncio.sleep(self.world.rng.uniform(0.0, 0.05))  # and may be killed meanwhile
+            if not self.disk.is_full:
+                self.disk.files[uid] = encode(state)
+
+    async def stop(self):
+        self.is_stopping = True
+        await self.placement.stop()
+        await self.save()
+        self.kill()
+
+    def kill(self):
+        self.process.kill()
+        self.world.network.servers.pop(self.endpoint, None)
+
+    async def backward(self, x, grad, request_id, uid):
+        """A gradient of a client, as the service gets it from grpc."""
+        if not self.is_ready:
+            raise ConnectionError("not listening yet")
+        message = compress({"0": x, "grad": grad}, "none", {"uid": uid, "id": request_id})
+        return decode(await self.service._backward(message, "client", float("inf")), STATE)
