@@ -7,6 +7,7 @@ from fmoe_ext import balance, distributed, gates, ops
 from fmoe_ext.distributed import DistributedGroupedDataParallel
 from fmoe_ext.gates import (
     BaseGate,
+    BiasedSoftmaxGate,
     DCGate,
     ExpertChoiceGate,
     FasterGate,
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = [
     "BaseGate",
+    "BiasedSoftmaxGate",
     "DCGate",
     "DistributedGroupedDataParallel",
     "ExpertChoiceGate",

@@ -238,7 +238,10 @@ KINDS = (Fused, Separate, OneModule)
 
 def kind_of(layer: HasExperts) -> ExpertKind:
     """What layer.experts are: the first of KINDS that fits."""
-    return next(kind for kind in KINDS if kind.fits(layer))(layer)
+    for kind in KINDS[:-1]:
+        if kind.fits(layer):
+            return kind(layer)
+    return KINDS[-1](layer)
 
 
 def _check_rows(results: Nest, rows: Nest, tokens_per_expert: torch.Tensor) -> None:

@@ -142,7 +142,7 @@ class FusedExperts(nn.Module):
         So it is where one of them has hooks (offloading, sharding) or is another module than FMoELinear (an adapter
         around it). It is slower, and keeps more for the backward.
         """
-        return any(not isinstance(m, FMoELinear) or m.must_be_called for m in (self.htoh4, self.h4toh))
+        return _must_be_called(self.htoh4) or _must_be_called(self.h4toh)
 
     @property
     def weights(self) -> Weights:
@@ -172,9 +172,11 @@ class FusedExperts(nn.Module):
         main_grads: theirs, in the place of self.main_grads.
         """
         if weights is None:
-            if self.must_be_called:
+            up, down = self.htoh4, self.h4toh  # once: a module's attributes take long to read
+            if _must_be_called(up) or _must_be_called(down):
                 return self._by_calls(inp, fwd_expert_count, handle, topk_weights)
-            weights, main_grads = self.weights, self.main_grads
+            weights = up.weight, up.bias, down.weight, down.bias
+            main_grads = up.main_grad, down.main_grad
         w1, b1, w2, b2 = weights
         check_plain(w1)
         check_plain(w2)
@@ -216,6 +218,10 @@ class FusedExperts(nn.Module):
         rows = inp if handle is None else ops.permute(inp, handle.row_idx, handle.inverse)
         rows = self.h4toh(self._activation(self.htoh4(rows, fwd_expert_count)), fwd_expert_count)
         return rows if handle is None else unpermute_rows(rows, handle, topk_weights)
+
+
+def _must_be_called(module: nn.Module) -> bool:
+    return not isinstance(module, FMoELinear) or module.must_be_called
 
 
 class SharedExperts(nn.Module):

@@ -24,7 +24,7 @@ class DispatchHandle:
     inverse: torch.Tensor  # [T, K] int32, row of each choice; -1 if dropped
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class ExpertInput:
     """Tokens that are where their experts compute, for the experts [first, end) of this rank."""
 

@@ -118,4 +118,6 @@ class FMoETransformerMLP(FMoE):
         """
         if inp.dim() == 0 or inp.shape[-1] != self.d_model:
             raise ValueError(f"inp must have shape [..., d_model={self.d_model}], but got {list(inp.shape)}")
-        return super().forward(inp.reshape(-1, self.d_model), valid).reshape(inp.shape)
+        # a view of a matrix too, so that gate and experts sum their gradients before a residual joins them
+        out = super().forward(inp.reshape(-1, self.d_model), valid)
+        return out if inp.dim() == 2 else out.reshape(inp.shape)

@@ -131,8 +131,7 @@ def test_warns_about_an_expert_without_tokens():
     assert monitor.counters["0"].idle_steps.tolist() == [1, 0, 1]
 
 
-@pytest.mark.parametrize("keyword", ["sum_over_ranks", "sum_over_workers"])
-def test_sum_over_ranks(keyword):
+def test_sum_over_ranks():
     first, second = (nn.ModuleList([FixedGate(2, idx)]) for idx in ([[0], [0]], [[1], [-1]]))
     monitors = [balance.watch(model, warn_after=1) for model in (first, second)]
     run(first)
@@ -147,7 +146,7 @@ def test_sum_over_ranks(keyword):
             (other.idle_steps < 1).long(),
         ]
     )
-    layer = monitors[0].collect(**{keyword: lambda x: x + next(values)})["layers"]["0"]
+    layer = monitors[0].collect(sum_over_ranks=lambda x: x + next(values))["layers"]["0"]
     assert layer["tokens_per_expert"] == [2, 1]
     assert layer["dropped_share"] == pytest.approx(1 / 4)
 

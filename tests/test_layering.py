@@ -47,9 +47,9 @@ LEVELS = {
     "remote": 8,
     "audit": 8,
     "integrations": 8,
-    "megatron": 8,
     "": 9,  # fmoe_ext itself, which exports fmoefy
     "compat": 9,
+    "megatron": 10,
     "info": 9,
 }
 # Circles that are left; the list only gets shorter.
@@ -59,7 +59,12 @@ CIRCLES_TO_MEND = (
     ("fmoe_ext.remote.replication.leading", "fmoe_ext.remote.replication.replicas"),
     ("fmoe_ext.remote.replication.service", "fmoe_ext.remote.replication.replicas"),
 )
-IMPORT_INTEGRATIONS = (("", "integrations"), ("megatron", "integrations"), ("compat", "integrations"))
+IMPORT_INTEGRATIONS = (
+    ("", "integrations"),
+    ("megatron", "integrations"),
+    ("compat", "integrations"),
+    ("megatron", "compat"),
+)
 MAY_USE_DISTRIBUTED = (
     "audit",
     "ep",
@@ -220,7 +225,7 @@ MODULE_STATE = {
     "gates/losses.py": {"ONE_RANK"},
     "integrations/training.py": {"_added_to"},  # the loss that is added to a gate's model, weak
     "optimizer_steps.py": {"FOLLOWERS", "HOOKS"},  # weak, and the handles of two hooks
-    "integrations/megatron/balance.py": {"PROFILE"},
+    "integrations/fmoefy.py": {"KINDS"},  # compat.megatron adds the models of FastMoE's time
     "tokens.py": {"_blocks"},  # how many blocks are open, which torch.compile can read of a ContextVar
     "ops/_autograd.py": {"_libraries", "_functional"},  # registrations, which live as long as these do
     "ops/batch_invariant.py": {"_switch"},  # of the process, as the native kernels have it
@@ -231,7 +236,7 @@ MAKES_IMMUTABLE = (
     *("frozenset", "tuple", "MappingProxyType", "re.compile", "logging.getLogger", "namedtuple", "TypeVar"),
     *("ParamSpec", "struct.Struct", "torch.library.Library", "functools.partial"),
     "Limits",  # a frozen dataclass of remote/wire.py
-    "Family",  # a frozen dataclass of checkpoint/families/family.py
+    *("Family", "replace"),  # a frozen dataclass of checkpoint/families/family.py
     "ContextVar",  # whose values belong to a context, and end with it
 )
 

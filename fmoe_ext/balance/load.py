@@ -85,16 +85,14 @@ class LoadMonitor:
         *,
         sum_over_ranks: Callable[[torch.Tensor], torch.Tensor] | None = None,
         reset: bool = True,
-        sum_over_workers: Callable[[torch.Tensor], torch.Tensor] | None = None,
     ) -> Record:
         """The summary of every layer since the last reset; the only call here that waits for the device.
 
-        sum_over_ranks: a function tensor -> its sum over the ranks, to see the load of all of them; sum_over_workers is
-        its old name.
+        sum_over_ranks: a function tensor -> its sum over the ranks, to see the load of all of them.
         -> {"step": step, "layers": {name of the gate: summarize(...)}}, which also joins the history. Warns about
         experts that got no token in the last warn_after steps.
         """
-        total = sum_over_ranks or sum_over_workers or (lambda counted: counted)
+        total = sum_over_ranks or (lambda counted: counted)
         layers = {}
         for name, counters in self.counters.items():
             layers[name] = summarize(

@@ -1,22 +1,25 @@
 """FastMoE's module tree on top of fmoe_ext: `import fmoe_ext.compat as fmoe`, or install() and `import fmoe`.
 
-Thin translations of names and arguments; docs/fastmoe.md lists the intended differences. Nothing else in fmoe_ext
-imports this package.
+Thin translations of names and arguments; docs/fastmoe.md lists the intended differences. Modules of FastMoE that have
+no file here are made from a table, _tree.py.
 """
 
 import importlib
-import pkgutil
 import sys
 from types import ModuleType
 
-from fmoe_ext.compat.distributed import DistributedGroupedDataParallel
-from fmoe_ext.compat.layers import FMoE
-from fmoe_ext.compat.linear import FMoELinear
-from fmoe_ext.compat.transformer import FMoETransformerMLP
+from fmoe_ext.compat import functions, megatron
+from fmoe_ext.compat._tree import TREE
+from fmoe_ext.compat.layers import (
+    DistributedGroupedDataParallel,
+    FMoE,
+    FMoELinear,
+    FMoETransformerMLP,
+)
 
 
 def install() -> None:
-    """Makes `import fmoe` and every submodule of it mean this package, for programs written for FastMoE.
+    """Make `import fmoe` and every submodule of it mean this package, for programs written for FastMoE.
 
     Raises RuntimeError if another fmoe was imported before. Calling it again does nothing.
     """
@@ -26,17 +29,31 @@ def install() -> None:
             f"another fmoe is already imported, from {getattr(present, '__file__', None)}: call "
             "fmoe_ext.compat.install() before the first `import fmoe`, or uninstall FastMoE"
         )
-    sys.modules["fmoe"] = sys.modules[__name__]
-    for module in pkgutil.walk_packages(__path__, __name__ + "."):
-        name = "fmoe" + module.name.removeprefix(__name__)
-        sys.modules[name] = importlib.import_module(module.name)
+    for name, module in list(sys.modules.items()):
+        if f"{name}.".startswith(f"{__name__}."):
+            sys.modules[f"fmoe{name.removeprefix(__name__)}"] = module
 
 
-def __getattr__(name: str) -> ModuleType:
-    """fmoe.gates, fmoe.functions and the others, imported when they are first asked for."""
-    if any(module.name == name for module in pkgutil.iter_modules(__path__)):
-        return importlib.import_module(f"{__name__}.{name}")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+def _make_modules() -> None:
+    """Make the modules of TREE, each an attribute of the module above it."""
+    for path, (source, names) in TREE.items():
+        module = ModuleType(f"{__name__}.{path}", f"fmoe.{path}.")
+        module.__path__ = []  # a package, which may have modules
+        home = importlib.import_module(f"{__name__}.{source}")
+        vars(module).update({name: getattr(home, name) for name in names.split()})
+        sys.modules[module.__name__] = module
+        parent, _, name = module.__name__.rpartition(".")
+        setattr(sys.modules[parent], name, module)
 
 
-__all__ = ["DistributedGroupedDataParallel", "FMoE", "FMoELinear", "FMoETransformerMLP", "install"]
+_make_modules()
+
+__all__ = [
+    "DistributedGroupedDataParallel",
+    "FMoE",
+    "FMoELinear",
+    "FMoETransformerMLP",
+    "functions",
+    "install",
+    "megatron",
+]

@@ -1,16 +1,26 @@
-"""fmoe.layers."""
+"""fmoe.layers, with what is fmoe.linear, fmoe.transformer, fmoe.distributed and fmoe.utils."""
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch import nn
 
+from fmoe_ext import ops
+from fmoe_ext.compat._gates import NaiveGate
 from fmoe_ext.compat.functions import MOEGather, MOEScatter, prepare_forward
-from fmoe_ext.compat.gates.naive_gate import NaiveGate
+from fmoe_ext.distributed import DistributedGroupedDataParallel as _DataParallel
+from fmoe_ext.experts import FusedExperts
 from fmoe_ext.layers import FMoE as _FMoE
 from fmoe_ext.layers import mark_module_parallel_comm
+from fmoe_ext.linear import FMoELinear as _FMoELinear
+from fmoe_ext.linear import cast_to_weight, cumulative_ends
 from fmoe_ext.routing import map_structure
+from fmoe_ext.transformer import FMoETransformerMLP as _FMoETransformerMLP
 
+Activation = str | Callable[..., Any]
 fmoe_faster_schedule = False
 
 
@@ -32,20 +42,11 @@ class FMoE(_FMoE):
         mask: torch.Tensor | None = None,
         mask_dict: dict[int, Any] | None = None,
         gate_bias: bool = True,
-        *,
-        renormalize: bool = False,
-        gate_group: Any = None,
-        overlap_degree: int | str = 1,
-        max_rows_per_rank: int | None = None,
         **options: Any,
     ) -> None:
         super().__init__(
             *(num_expert, d_model, world_size, mp_group, slice_group, moe_group, top_k),
             *(gate, expert, gate_hook, mask, mask_dict, gate_bias),
-            renormalize=renormalize,
-            gate_group=gate_group,
-            overlap_degree=overlap_degree,
-            max_rows_per_rank=max_rows_per_rank,
             **options,
         )
 
@@ -73,6 +74,93 @@ def _fmoe_general_global_forward(inp, gate, expert_fn, num_expert, world_size, *
         ),
         expert_fn(x, fwd_expert_count),
     )
+
+
+def draw_as_fastmoe(linear: _FMoELinear) -> None:
+    """FastMoE's initial values: kaiming_uniform with in_feat * out_feat for the fan-in, zero bias."""
+    nn.init.kaiming_uniform_(linear.weight, a=math.sqrt(5))
+    if linear.bias is not None:
+        nn.init.zeros_(linear.bias)
+
+
+class FMoELinear(_FMoELinear):
+    """FMoELinear with FastMoE's initial values; rank is accepted and ignored."""
+
+    def reset_parameters(self) -> None:
+        draw_as_fastmoe(self)
+
+
+class MOELinear:
+    """The linear map of each expert on rows sorted by expert; called as MOELinear.apply(...), differentiable."""
+
+    @staticmethod
+    def apply(
+        global_input_buf: torch.Tensor,
+        fwd_expert_count: torch.Tensor | Sequence[int],
+        weight: torch.Tensor,
+        bias: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """global_input_buf [R, in], fwd_expert_count [E], weight [E, out, in], bias [E, out] -> [R, out]."""
+        offs = cumulative_ends(fwd_expert_count, weight.shape[0], global_input_buf.device)
+        return ops.grouped_gemm(cast_to_weight(global_input_buf, weight), weight, offs, bias)
+
+
+class FMoETransformerMLP(_FMoETransformerMLP, FMoE):
+    """FMoETransformerMLP with FastMoE's initial values, which are near zero: its own programs draw them anew."""
+
+    def __init__(
+        self,
+        num_expert: int = 32,
+        d_model: int = 1024,
+        d_hidden: int = 4096,
+        activation: Activation = "gelu",
+        expert_dp_comm: str = "none",
+        expert_rank: int = 0,
+        **kwargs: Any,
+    ) -> None:
+        kwargs.setdefault("gate", NaiveGate)
+        super().__init__(num_expert, d_model, d_hidden, activation, expert_dp_comm, expert_rank, **kwargs)
+        _draw(self.experts)
+
+
+class _Expert(FusedExperts):
+    """num_expert two-layer MLPs as one module: called with rows sorted by expert and fwd_expert_count."""
+
+    def __init__(
+        self, num_expert: int, d_model: int, d_hidden: int, activation: Activation, rank: int = 0
+    ) -> None:
+        super().__init__(num_expert, d_model, d_hidden, activation)
+        _draw(self)
+
+
+def _draw(experts: FusedExperts) -> None:
+    for linear in (experts.htoh4, experts.h4toh):
+        draw_as_fastmoe(linear)
+
+
+class DistributedGroupedDataParallel(_DataParallel):
+    """fmoe_ext's, but for parameters outside of FMoE layers: their gradient is the mean over the group of their tag."""
+
+    def _follow_tags(self) -> None:
+        layers = [child for child in self.module.modules() if isinstance(child, _FMoE)]
+        self._of_layers = {id(p) for layer in layers for p in layer.parameters()}
+        super()._follow_tags()
+
+    def _factor(self, p: nn.Parameter, tag: str) -> float:
+        is_dense = tag != "none" and id(p) not in self._of_layers
+        return 1.0 if is_dense else super()._factor(p, tag)
+
+
+def get_torch_default_comm() -> dist.ProcessGroup:
+    """The default process group; RuntimeError if there is none."""
+    if not dist.is_initialized() or dist.group.WORLD is None:
+        raise RuntimeError("there is no default process group: call torch.distributed.init_process_group()")
+    return dist.group.WORLD
+
+
+def get_rank_0_in_comm(comm: dist.ProcessGroup) -> int:
+    """The number in the whole job of the first rank of a group."""
+    return dist.get_process_group_ranks(comm)[0]
 
 
 __all__ = ["FMoE", "fmoe_faster_schedule", "mark_module_parallel_comm"]

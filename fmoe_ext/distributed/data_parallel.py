@@ -163,7 +163,7 @@ class DistributedGroupedDataParallel(nn.Module):
             old = next((tag for q, tag in self._tags if q is p), None)
             if old is None or old == tag_of(p) or p.grad is None:
                 continue
-            rescaled = self._expert_grads == "mean" and self._factor(old) != self._factor(tag_of(p))
+            rescaled = self._expert_grads == "mean" and self._factor(p, old) != self._factor(p, tag_of(p))
             if under_way or rescaled:
                 raise RuntimeError(
                     f"parameter {name!r} was tagged {tag_of(p)!r} in place of {old!r} after its gradient had come: set "
@@ -201,16 +201,16 @@ class DistributedGroupedDataParallel(nn.Module):
             dist.broadcast(whole, source, group=group)
             tensor.copy_(whole)
 
-    def _factor(self, tag: str) -> float:
+    def _factor(self, p: nn.Parameter, tag: str) -> float:
         """The mean over a group of n ranks, of gradients times n / (size of dp_group), is the gradient of the job."""
         size = dist.get_world_size(self.groups[tag]) if tag in self.groups and tag != "none" else 1
         return size / dist.get_world_size(self.groups["dp"])
 
     def _scale_to_job_mean(self) -> None:
         for tag, params in self.tagged.items():
-            factor = self._factor(tag)
-            if factor != 1:
-                for p in params:
+            for p in params:
+                factor = self._factor(p, tag)
+                if factor != 1:
                     self._hooks.append(p.register_hook(lambda grad, factor=factor: grad * factor))
 
     def _reduce_during_backward(self) -> None:

@@ -65,4 +65,6 @@ class NaiveGate(BaseGate):
         if inp.dim() != 2 or inp.shape[1] != self.d_model:
             raise ValueError(f"inp must have shape [T, d_model={self.d_model}], but got {list(inp.shape)}")
         logits: torch.Tensor = self.gate(inp)
+        if logits.dtype == torch.float32:
+            return logits
         return logits.to(torch.promote_types(logits.dtype, torch.float32))

@@ -54,6 +54,8 @@ def wide_linear(inp: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | No
     Under fmoe_ext.batch_invariant() computed by our own kernels, with wide copies kept for backward.
     Equivalent to: F.linear(inp.float(), weight.float(), bias.float()).
     """
+    if _is_plain(inp, weight, bias):
+        return F.linear(inp, weight, bias)
     dtype = torch.promote_types(torch.promote_types(inp.dtype, weight.dtype), torch.float32)
     with _without_autocast(inp.device.type):
         if ops.is_batch_invariant():
@@ -63,6 +65,14 @@ def wide_linear(inp: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | No
         if inp.dtype == weight.dtype == dtype:
             return F.linear(inp, weight, None if bias is None else bias.to(dtype))
         return _WideLinear.apply(inp, weight, bias, dtype)
+
+
+def _is_plain(*tensors: torch.Tensor | None) -> bool:
+    """True if all are float32 and nothing asks for another computation than F.linear: the usual case, found fast."""
+    if any(t is not None and t.dtype != torch.float32 for t in tensors) or ops.is_batch_invariant():
+        return False
+    device = tensors[0].device.type if tensors[0] is not None else "meta"
+    return device != "meta" and not torch.is_autocast_enabled(device)
 
 
 def _dequantized(weight: torch.Tensor) -> torch.Tensor:

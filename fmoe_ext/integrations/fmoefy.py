@@ -7,7 +7,7 @@ import inspect
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar, cast
 
 from torch import nn
 
@@ -18,14 +18,13 @@ from fmoe_ext.integrations import huggingface_dense, huggingface_record, plain
 from fmoe_ext.integrations.build import build
 from fmoe_ext.integrations.huggingface_saving import replace_of_fmoefied
 from fmoe_ext.integrations.megatron import core as megatron_core
-from fmoe_ext.integrations.megatron import legacy as megatron_legacy
 from fmoe_ext.integrations.padding import heed_attention_masks
 from fmoe_ext.integrations.recognize import is_linear
 from fmoe_ext.integrations.target import Options, Target
 from fmoe_ext.layers import FMoE
 from fmoe_ext.transformer import FMoETransformerMLP
 
-KINDS = (megatron_core, megatron_legacy, huggingface_dense, plain)  # asked in this order
+KINDS: list[Any] = [megatron_core, huggingface_dense, plain]  # modules that find MLPs, tried in this order
 INITS = ("random", "upcycle")
 WRAPPERS = (nn.parallel.DistributedDataParallel, nn.DataParallel, DistributedGroupedDataParallel)
 
@@ -81,8 +80,11 @@ class Report:
         return "\n  ".join((head, *map(repr, self.replaced), *left, *filter(None, (self.ways_out,))))
 
 
+ModelT = TypeVar("ModelT")
+
+
 def fmoefy(
-    model: Any,
+    model: ModelT,
     num_experts: int | None = None,
     distributed_experts: bool = True,
     hidden_hidden_size: int | None = None,
@@ -100,12 +102,12 @@ def fmoefy(
     d_model: int | None = None,
     load_dense: Any = None,
     **moe_kwargs: Any,
-) -> Any:
+) -> ModelT:
     """Replaces the MLPs of a Transformer, in place, by FMoETransformerMLPs -> the model, with model.fmoe_report.
 
     model: a dense Hugging Face model, a model with nn.TransformerEncoderLayer or nn.TransformerDecoderLayer, or any
-    other with match=; a list of models gives a list. Do it before wrapping the model for data parallelism and before
-    making the optimizer.
+    other with match=; a list of models gives a list, a tuple a tuple. Do it before wrapping the model for data
+    parallelism and before making the optimizer.
 
     num_experts, or fmoe_num_experts: experts of each rank, as in FastMoE.
     distributed_experts: with a process group, its ranks have different experts, num_experts each: wrap the model in
@@ -172,9 +174,12 @@ def fmoefy(
         moe_kwargs=moe_kwargs,
     )
     _check(options)
+    result: Any = model
     if isinstance(model, (list, tuple)):
-        return [_replace(chunk, options) for chunk in model]
-    return _replace(model, options)
+        result = type(model)([_replace(chunk, options) for chunk in model])
+    else:
+        result = _replace(result, options)
+    return cast(ModelT, result)
 
 
 def _one_of(num_experts: int | None, fmoe_num_experts: int | None) -> int | None:
@@ -269,6 +274,12 @@ def _check_model(model: nn.Module, options: Options) -> None:
             raise ValueError(f"fmoefy reads and copies weights, but {name} is {what} first")
 
 
+def add_kind(kind: Any) -> None:
+    """Add a module that finds the MLPs of a kind of model (target.py), tried after Megatron-core; once is enough."""
+    if kind not in KINDS:
+        KINDS.insert(1, kind)
+
+
 def find_targets(model: nn.Module, options: Options) -> tuple[str, list[Target]]:
     """(name of the model kind, its MLPs); ValueError, listing what was looked for, where there are none."""
     return _find(model, options)[:2]
@@ -276,7 +287,7 @@ def find_targets(model: nn.Module, options: Options) -> tuple[str, list[Target]]
 
 def _find(model: nn.Module, options: Options) -> tuple[str, list[Target], list[str]]:
     """find_targets() and, as "path (class): reason", the modules that look like MLPs and cannot be read."""
-    kinds = KINDS if options.match is None else (plain,)
+    kinds = KINDS if options.match is None else [plain]
     for kind in kinds:
         distinct: dict[int, Target] = {}  # a module that the model refers to at two places is one target
         for target in kind.find(model, options):

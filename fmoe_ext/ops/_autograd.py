@@ -12,7 +12,7 @@ from torch.library import Library
 def refuse_tangents(name: str, *tensors: torch.Tensor | None) -> None:
     """Raises where forward-mode differentiation would take the operator's result for a constant, without a word."""
     for t in tensors:
-        if t is not None and unpack_dual(t).tangent is not None:
+        if t is not None and t.is_floating_point() and unpack_dual(t).tangent is not None:
             raise _no_forward_mode(name)
 
 

@@ -81,12 +81,13 @@ def expert_mlp(
             cut=(x, w1, w2),
         )
     inputs, weights = (x, topk_weights, row_idx, inverse, offs), (w1, b1, w2, b2)
-    save_h = torch.is_grad_enabled() and any(needed((*inputs, *weights)))
+    weights_learn = any(needed(weights))
+    save_h = torch.is_grad_enabled() and (weights_learn or any(needed(inputs)))
     if save_h and is_transformed(*inputs[:2], *weights):
         return _transformed(inputs, weights, number, combine, main_grads)
-    if save_h and any(main_grads) and any(needed(weights)):
+    if save_h and weights_learn and any(main_grads):
         return _into_main_grads(_ExpertMlp(number, combine, main_grads), inputs, weights)
-    if worthwhile(inputs, weights):
+    if weights_learn and worthwhile(inputs, weights):
         return _in_two(_ExpertMlp(number, combine), inputs, weights)
     return torch.ops.fmoe_ext.expert_mlp(
         x, row_idx, inverse, offs, w1, b1, w2, b2, topk_weights, number, combine, save_h

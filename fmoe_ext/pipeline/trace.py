@@ -40,10 +40,10 @@ class TimedStage(PipelineStage):
         return result
 
     def backward_one_chunk(
-        self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, **kwargs: Any
+        self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: Any = False
     ) -> None:
         begin = time.perf_counter()
-        super().backward_one_chunk(bwd_chunk_id, loss=loss, full_backward=full_backward, **kwargs)
+        super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
         if full_backward or not self.is_first:
             self.record("backward", self.stage_index, bwd_chunk_id, begin, time.perf_counter())
 

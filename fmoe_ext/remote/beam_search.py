@@ -85,10 +85,7 @@ async def beam_search(
         return dict(zip(keys, await discovery.get(keys, timeout=seconds), strict=True))
 
     for axis in scores:
-        live = await steps.ask(successors, prefixes)
-        alive = torch.zeros(len(prefixes) + 1, axis.shape[1], dtype=torch.bool)  # the last row: no prefix
-        for n, name in enumerate(prefixes):
-            alive[n, [place for place in live.get(name, ()) if place < axis.shape[1]]] = True
+        alive = _alive(prefixes, await steps.ask(successors, prefixes), axis.shape[1])
         candidates = beam_score[:, :, None] + axis.detach().cpu()[:, None, :]  # [T, B, n]
         candidates = candidates.masked_fill(~alive[beam_prefix], -torch.inf).flatten(1)
         best = candidates.topk(min(beam_size, candidates.shape[1]), dim=1)
@@ -101,6 +98,14 @@ async def beam_search(
     records = await steps.ask(records_of, prefixes)
     kept, topk_idx = _drop_dead([records.get(uid) for uid in prefixes], beam_prefix)
     return Found(kept, topk_idx, tuple(steps.missing), steps.num_asked)
+
+
+def _alive(prefixes: Sequence[str], live: Mapping[str, frozenset[int]], size: int) -> torch.Tensor:
+    """[P + 1, size] bool: the live coordinates below each prefix; none in the last row, which stands for no prefix."""
+    alive = torch.zeros(len(prefixes) + 1, size, dtype=torch.bool)
+    for n, name in enumerate(prefixes):
+        alive[n, [place for place in live.get(name, ()) if place < size]] = True
+    return alive
 
 
 def _number(codes: torch.Tensor) -> tuple[list[int], torch.Tensor]:

@@ -51,7 +51,9 @@ class Limits:
 
 
 CALL = Limits()
-STATE = Limits(max_message_bytes=1 << 40, max_header_bytes=1 << 20, max_tensors=4096)
+STATE = Limits(max_message_bytes=2**31 - 1, max_header_bytes=1 << 20, max_tensors=4096)
+# Of a state in parts, or in a file.
+WHOLE = Limits(max_message_bytes=1 << 40, max_header_bytes=1 << 20, max_tensors=4096)
 HEADER_BYTES = 1 << 20  # kept free for the header of a message
 MAX_ELEMENTS = 1 << 62  # that a shape may name, sizes of 0 left out
 PART_BYTES = 1 << 20

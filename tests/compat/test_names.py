@@ -174,7 +174,7 @@ def resolve(module, name):
 
 
 def parameters(text):
-    """What FastMoE's `def f(<text>)` takes, in order: [(name, kind, default or its name)]."""
+    """Parameters of FastMoE's `def f(<text>)`, in order: [(name, kind, default or its name)]."""
     scope = {"NaiveGate": resolve("gates", "NaiveGate"), "ANY": ...}
     exec(f"def f({text}): pass", scope)
     return list(inspect.signature(scope["f"]).parameters.values())
@@ -193,9 +193,32 @@ def test_name_and_parameters(module, name):
     theirs = parameters(expected)
     if ours and ours[0].name == "cls":
         ours = ours[1:]
+    if len(ours) > len(theirs) and ours[-1].kind is inspect.Parameter.VAR_KEYWORD:
+        ours = ours[:-1]  # options of fmoe_ext
     assert [(p.name, p.kind) for p in ours] == [(p.name, p.kind) for p in theirs]
     for our, their in zip(ours, theirs, strict=True):
         assert their.default is ... or our.default == their.default, our.name
+
+
+def test_every_module_is_importable_by_both_names_after_install():
+    modules = sorted(NAMES)
+    result = run_python(
+        f"""
+        import importlib, sys
+        import fmoe_ext.compat
+        fmoe_ext.compat.install()
+        for name in {modules}:
+            path = "." + name if name else ""
+            fmoe, ours = (importlib.import_module(root + path) for root in ("fmoe", "fmoe_ext.compat"))
+            assert fmoe is ours, name
+            parent, _, last = ("fmoe" + path).rpartition(".")
+            assert not parent or getattr(sys.modules[parent], last) is ours, name
+        import fmoe.gates.faster_gate as faster
+        from fmoe.fastermoe import config
+        print(faster.__name__, config.switch_from_env("UNSET", True))
+        """
+    )
+    assert result.stdout == "fmoe_ext.compat.gates.faster_gate True\n", result.stderr
 
 
 def run_python(code):

@@ -1,5 +1,6 @@
 """FastMoE's programs on several processes: a whole one, the scale of its gradients, more than one group of experts."""
 
+import copy
 import runpy
 from pathlib import Path
 
@@ -72,6 +73,35 @@ def expert_gradients():
 
 def test_expert_gradients(pool):
     pool.run(expert_gradients, world_size=2)
+
+
+def tags_set_after_wrapping(mp_size):
+    """FastMoE's test_fmoe_local_ddp: three layers get tags after wrapping; each gradient is the mean over its group."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    rows = [dist.new_group(range(i, i + mp_size)) for i in range(0, world_size, mp_size)]
+    columns = [dist.new_group(range(i, world_size, mp_size)) for i in range(mp_size)]
+    groups = {"mp": rows[rank // mp_size], "dp": columns[rank % mp_size], "world": dist.group.WORLD}
+    torch.manual_seed(rank)
+    dense = nn.Sequential(*(nn.Linear(D, D, dtype=torch.float64) for _ in groups))
+    model = fmoe.DistributedGroupedDataParallel(
+        dense, **{f"{tag}_group": group for tag, group in groups.items()}
+    )
+    alone = copy.deepcopy(dense)
+    for linear, tag in zip(dense, groups, strict=True):
+        for p in linear.parameters():
+            p.dp_comm = tag
+    alone(tokens(rank)).mean().backward()
+    model(tokens(rank)).mean().backward()
+    model.allreduce_params(reduce_after=False, fp32_allreduce=False)
+    for ours, linear, group in zip(dense, alone, groups.values(), strict=True):
+        dist.all_reduce(linear.weight.grad, group=group)
+        expected = linear.weight.grad / dist.get_world_size(group)
+        torch.testing.assert_close(ours.weight.grad, expected, rtol=1e-12, atol=1e-15)
+
+
+@pytest.mark.parametrize("mp_size", [1, 2])
+def test_tags_set_after_wrapping_reduce_over_their_groups(pool, mp_size):
+    pool.run(tags_set_after_wrapping, mp_size, world_size=2 * mp_size)
 
 
 def several_groups():

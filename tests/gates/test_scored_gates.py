@@ -3,7 +3,15 @@
 import pytest
 import torch
 
-from fmoe_ext.gates import GShardGate, SigmoidGate, SoftmaxGate, SwitchGate, UniformGate, update_biases
+from fmoe_ext.gates import (
+    BiasedSoftmaxGate,
+    GShardGate,
+    SigmoidGate,
+    SoftmaxGate,
+    SwitchGate,
+    UniformGate,
+    update_biases,
+)
 
 D, E = 6, 8
 
@@ -70,6 +78,20 @@ def test_sigmoid_gate_is_deepseek_v3(top_k, options, group_best):
         torch.testing.assert_close(topk_weights[t], weights)
         changed += chosen != deepseek_v3(scores, torch.zeros(E), top_k, 4, 2, 2.5, group_best)[0]
     assert changed > 20, "the bias must matter in this test"
+
+
+def test_biased_softmax_gate_is_ernie_4_5():
+    """The bias moves the choice; the weights are the softmax of the chosen, divided by their sum."""
+    gate = make(BiasedSoftmaxGate, top_k=3)
+    gate.expert_bias.copy_(torch.linspace(-0.1, 0.1, E))
+    x = tokens(100)
+    topk_idx, topk_weights = gate(x)
+    probabilities = logits_of(gate, x).detach().softmax(-1)
+    chosen = (probabilities + gate.expert_bias).topk(3).indices
+    assert torch.equal(topk_idx, chosen) and not torch.equal(chosen, probabilities.topk(3).indices)
+    weights = probabilities.gather(1, chosen)
+    torch.testing.assert_close(topk_weights, weights / weights.sum(1, keepdim=True))
+    assert gate.get_loss().item() == 0
 
 
 def test_bias_has_no_gradient_and_no_weight_in_the_loss():

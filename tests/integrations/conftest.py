@@ -1,6 +1,7 @@
 import sys
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from fmoe_ext.testing import DistributedPool
@@ -27,6 +28,8 @@ def one_megatron_rank(tmp_path_factory):
         # Megatron's router reads the name, which 0.16 defines with Transformer Engine only.
         gemm = getattr(moe_utils, "te_general_gemm", None)
         patch.setattr(moe_utils, "te_general_gemm", gemm, raising=False)
+        if hasattr(moe_utils.RandomSTE, "generator"):  # 0.15 draws random logits from one of its own
+            patch.setattr(moe_utils.RandomSTE, "generator", torch.default_generator)
         initialize()
         yield
     parallel_state.destroy_model_parallel()
@@ -35,11 +38,10 @@ def one_megatron_rank(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def forget_megatrons_losses():
-    """A backward outside of Megatron's schedules leaves a scale [], which they cannot overwrite with theirs [1].
-
-    The log of losses is as long as the first model has layers.
-    """
+    """A backward outside of Megatron's schedules leaves a scale [], which they cannot overwrite with theirs [1]."""
     yield
     if moe_utils := sys.modules.get("megatron.core.transformer.moe.moe_utils"):
         moe_utils.MoEAuxLossAutoScaler.main_loss_backward_scale = None
-        moe_utils.get_moe_layer_wise_logging_tracker().clear()
+        from megatron_layouts import forget_logged_losses
+
+        forget_logged_losses()

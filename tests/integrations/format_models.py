@@ -48,6 +48,7 @@ MODELS = {
     "deepseek_v3, one group": {**DEEPSEEK, **LATENT, **ONE_GROUP, "num_mtp_layers": 0},
     "glm4_moe": {**DEEPSEEK, **HEADS, "num_mtp_layers": 0},
     "glm4_moe, one group": {**DEEPSEEK, **HEADS, **ONE_GROUP, "num_mtp_layers": 0, "use_qk_norm": True},
+    "glm4_moe_lite": {**DEEPSEEK, **LATENT, "mlp_layer_types": ["sparse", "dense"]},
     "dots1": {**DEEPSEEK, **HEADS},
     "minimax_m2": {"num_local_experts": 6, "num_experts_per_tok": 2, "head_dim": 8},
     "ernie4_5_moe": {**ERNIE, "moe_num_shared_experts": 2, "moe_layer_start_index": 1},
@@ -62,7 +63,15 @@ MODELS = {
         **{"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
     },
 }
-FIRST_IS_DENSE = ("qwen3_moe", "deepseek_v2", "deepseek_v3", "glm4_moe", "dots1", "ernie4_5_moe")
+FIRST_IS_DENSE = (
+    "qwen3_moe",
+    "deepseek_v2",
+    "deepseek_v3",
+    "glm4_moe",
+    "glm4_moe_lite",
+    "dots1",
+    "ernie4_5_moe",
+)
 
 
 def num_moe_layers(name):
@@ -71,7 +80,7 @@ def num_moe_layers(name):
     return 1 if dense else 2
 
 
-# dense models of Transformers, what fmoefy is told, and the formats that can hold the result
+# dense models of Transformers, arguments of fmoefy, and the formats that can hold the result
 DENSE = {
     "llama to mixtral": ("llama", "mixtral", {}, {}),
     "mistral to mixtral": ("mistral", "mixtral", {"sliding_window": 5, **HEADS}, {}),

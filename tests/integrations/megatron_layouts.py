@@ -30,6 +30,16 @@ def initialize(tp=1, pp=1, vpp=None, ep=1, etp=1):
     )
 
 
+def forget_logged_losses():
+    """Empty Megatron's log of losses, which is as long as the first model of the process has layers."""
+    from megatron.core.transformer.moe import moe_utils
+
+    if hasattr(moe_utils, "get_moe_metrics_tracker"):  # 0.18 and newer
+        moe_utils.get_moe_metrics_tracker().metrics.clear()
+    else:
+        moe_utils.get_moe_layer_wise_logging_tracker().clear()
+
+
 def config_of(tp=1, pp=1, vpp=None, ep=1, etp=1, dtype=torch.float64, **options):
     from gpt import make_config
     from megatron.core.distributed import finalize_model_grads
@@ -126,9 +136,8 @@ class Training:
     ):
         from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
         from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-        from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker
 
-        get_moe_layer_wise_logging_tracker().clear()  # as long as the first model of the process had layers
+        forget_logged_losses()
         initialize(**{key: layout[key] for key in layout if key in ("tp", "pp", "vpp", "ep", "etp")})
         self.config = config_of(**layout, dtype=dtype)
         self.modules = build(self.config)

@@ -150,14 +150,13 @@ def test_multi_token_prediction_has_our_experts():
     from megatron.core.transformer.moe import moe_utils
 
     config = config_of(num_layers=2, moe_layer_freq=[0, 1], mtp_num_layers=1, moe_aux_loss_coeff=0.25)
+    config.mtp_loss_scaling_factor = 0.1  # Megatron 0.15 has None
     spec, options = block_spec_of(config), {"position_embedding_type": "rope"}
     mtp = get_gpt_mtp_block_spec(config, spec, use_transformer_engine=False)
     try:
         model_of(config, spec, mtp_block_spec=mtp, **options)
     except TypeError as error:
         pytest.skip(f"Megatron's own does not build here: {error}")
-    moe_utils.get_moe_layer_wise_logging_tracker().clear()  # as long as the first model had layers
-    moe_utils.clear_aux_losses_tracker()
     model = model_of(config, with_experts(spec), mtp_block_spec=with_experts(mtp), **options)
     layers = [layer for layer in model.modules() if isinstance(layer, MegatronCoreMLP)]
     assert [layer.layer_number for layer in layers] == [2, 3]
@@ -169,4 +168,4 @@ def test_multi_token_prediction_has_our_experts():
         model(tokens, positions, None, labels=targets).sum().backward()
     assert all(layer.moe.experts.htoh4.weight.grad.abs().max() > 0 for layer in layers)
     logged = moe_utils.get_moe_layer_wise_logging_tracker()["load_balancing_loss"]["values"]
-    assert logged[0] == 0 and (logged[1:3] > 0).all()
+    assert logged[0] == 0 and (logged[1:] > 0).all()

@@ -1,18 +1,20 @@
-"""fmoe.megatron; imports without Megatron-LM."""
+"""fmoe.megatron, for Megatron-LM v2.2 to v3.0.2; imports without Megatron-LM. find.py finds the MLPs for fmoefy."""
 
-from fmoe_ext.compat.megatron.balance import generate_megatron_gate_hook, get_balance_profile
+from fmoe_ext.compat.megatron import find
+from fmoe_ext.compat.megatron.balance import (
+    add_balance_log,
+    generate_megatron_gate_hook,
+    get_balance_profile,
+    reset_gate_hook,
+)
+from fmoe_ext.compat.megatron.checkpoint import load_checkpoint, save_checkpoint
 from fmoe_ext.compat.megatron.distributed import DistributedDataParallel
 from fmoe_ext.compat.megatron.layers import MegatronMLP, fmoefy
-from fmoe_ext.megatron import (
-    add_balance_log,
-    add_fmoe_args,
-    load_checkpoint,
-    patch_forward_step,
-    patch_loss_func_v2_5,
-    patch_model_provider,
-    reset_gate_hook,
-    save_checkpoint,
-)
+from fmoe_ext.compat.megatron.patch import patch_forward_step, patch_loss_func_v2_5, patch_model_provider
+from fmoe_ext.compat.megatron.utils import add_fmoe_args
+from fmoe_ext.integrations.fmoefy import add_kind
+
+add_kind(find)
 
 __all__ = [
     "DistributedDataParallel",

@@ -1,26 +1,130 @@
-"""fmoe.megatron.balance."""
+"""fmoe.megatron.balance and fmoe.balance: figures of the load of each layer; fmoe_ext.balance has more of them."""
 
-from fmoe_ext.megatron.balance import (
-    PROFILE,
-    add_balance_log,
-    generate_megatron_gate_hook,
-    get_balance_profile,
-    reset_gate_hook,
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import MappingProxyType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fmoe_ext import ops
+from fmoe_ext.compat.megatron.runtime import get_args
+
+METRICS = MappingProxyType(
+    {
+        "coefficient-variation": lambda c_e: c_e.std() / c_e.mean(),
+        "Lmax-over-Lmin": lambda c_e: (c_e.max() + 1) / (c_e.min() + 1),
+        "Lmax-over-Lmean": lambda c_e: c_e.max() / c_e.mean(),
+    }
 )
 
+
+class Profile:
+    """The figures of one process: figures[name of a metric][layer], None before the layer has run."""
+
+    def __init__(self) -> None:
+        self.figures: dict[str, list] = {}
+        self.num_layers = 0
+
+
+PROFILE = Profile()  # what the functions here share, as in FastMoE
 balance_dict = PROFILE.figures
+metrics = METRICS
 
 
-def __getattr__(name):
+def __getattr__(name: str) -> int:
     if name == "num_layers":
         return PROFILE.num_layers
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-__all__ = [
-    "add_balance_log",
-    "balance_dict",
-    "generate_megatron_gate_hook",
-    "get_balance_profile",
-    "reset_gate_hook",
-]
+def reset_balance_profile(
+    balance_dict: dict[str, list], num_layers: int, balance_strategy: str | None
+) -> None:
+    """Puts a list of num_layers None under each name of METRICS and, for a strategy, under "<strategy>_loss"."""
+    for key in METRICS:
+        balance_dict[key] = [None] * num_layers
+    if balance_strategy:
+        balance_dict[f"{balance_strategy}_loss"] = [None] * num_layers
+
+
+def update_balance_profile(
+    balance_dict: dict[str, list],
+    gate_top_k_idx: Tensor,
+    _gate_score_top_k: Tensor,
+    gate_context: Any,
+    layer_idx: int,
+    num_expert: int,
+    balance_strategy: str | None,
+) -> None:
+    """Sets the entries of a layer from its choices [T, K]; the loss is gate_context, if it is not None.
+
+    FastMoE leaves this function empty, for users to fill.
+    """
+    load = ops.count_tokens(gate_top_k_idx.reshape(-1, 1), num_expert).float()
+    for key, metric in METRICS.items():
+        balance_dict[key][layer_idx] = metric(load)
+    if balance_strategy and gate_context is not None:
+        balance_dict[f"{balance_strategy}_loss"][layer_idx] = gate_context
+
+
+def reset_gate_hook(_num_layers: int | None = None) -> None:
+    """Empties the profile; _num_layers: the number of MoE layers, once."""
+    if _num_layers is not None:
+        PROFILE.num_layers = _num_layers
+    reset_balance_profile(PROFILE.figures, PROFILE.num_layers, _balance_strategy())
+
+
+def get_balance_profile() -> dict[str, list]:
+    """The profile: {figure: [value of each layer]}."""
+    return PROFILE.figures
+
+
+def generate_megatron_gate_hook(layer_idx: int, num_expert_global: int) -> Callable[..., None]:
+    """The gate_hook that keeps the profile of a layer; it does nothing before reset_gate_hook()."""
+
+    def gate_hook(gate_top_k_idx: Tensor, gate_score_top_k: Tensor, gate_context: Any) -> None:
+        if layer_idx < PROFILE.num_layers:
+            update_balance_profile(
+                PROFILE.figures,
+                gate_top_k_idx,
+                gate_score_top_k,
+                gate_context,
+                layer_idx,
+                num_expert_global,
+                _balance_strategy(),
+            )
+
+    return gate_hook
+
+
+def add_balance_log(model: Any, writer: Any, iteration: int) -> None:
+    """Writes the profile, averaged over the ranks, as "balance-<figure>/layer-<i>" and "/all", and empties it.
+
+    writer: a TensorBoard writer, None on ranks that do not write. Figures without a value are left out.
+    """
+    for name, values in PROFILE.figures.items():
+        known = [(layer, value) for layer, value in enumerate(values) if value is not None]
+        if not known:
+            continue
+        figures = torch.stack([torch.as_tensor(value).detach().float().reshape(()) for _, value in known])
+        if dist.is_initialized():
+            dist.all_reduce(figures)
+            figures /= dist.get_world_size()
+        if writer is None:
+            continue
+        for (layer, _), figure in zip(known, figures.tolist(), strict=True):
+            writer.add_scalar(f"balance-{name}/layer-{layer}", figure, iteration)
+        writer.add_scalar(f"balance-{name}/all", figures.mean().item(), iteration)
+    reset_gate_hook()
+
+
+def _balance_strategy() -> str | None:
+    """args.balance_strategy of Megatron-LM, None without it."""
+    try:
+        return getattr(get_args(), "balance_strategy", None)
+    except RuntimeError:
+        return None

@@ -1,10 +1,181 @@
-"""fmoe.megatron.checkpoint."""
+"""fmoe.megatron.checkpoint: Megatron's own file, and one with the experts of each further rank.
 
-from fmoe_ext.megatron.checkpoint import (
-    get_fmoe_checkpoint_name,
-    load_checkpoint,
-    merge_state_dict,
-    save_checkpoint,
-)
+Data-parallel rank 0 saves and loads with Megatron's functions. Every other rank has a file
+<dir>/iter_<iteration>/mp_rank_<tp>[_<pp>]_dp_rank_<dp>/model_optim_rng.pt with its experts and their optimizer state;
+loading merges it into what rank 0 saved. The number of data-parallel ranks stays what it was; fmoe_ext.checkpoint
+reads and merges these files for another.
+"""
 
-__all__ = ["get_fmoe_checkpoint_name", "load_checkpoint", "merge_state_dict", "save_checkpoint"]
+from __future__ import annotations
+
+import importlib
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fmoe_ext.compat.megatron.runtime import EXPERTS_TAG, get_args, get_mpu
+
+
+def get_fmoe_checkpoint_name(
+    checkpoints_path: str, iteration: int, release: bool = False, data_parallel_rank: int = -1
+) -> str:
+    """The file of a data-parallel rank, -1 for this one; that of rank 0 is Megatron's own."""
+    mpu = get_mpu()
+    if data_parallel_rank == -1:
+        data_parallel_rank = mpu.get_data_parallel_rank()
+    if data_parallel_rank == 0:
+        return _megatron("get_checkpoint_name")(checkpoints_path, iteration, release)
+    folder = "release" if release else f"iter_{iteration:07d}"
+    rank = f"mp_rank_{mpu.get_tensor_model_parallel_rank():02d}"
+    if mpu.get_pipeline_model_parallel_world_size() > 1:
+        rank += f"_{mpu.get_pipeline_model_parallel_rank():03d}"
+    return os.path.join(
+        checkpoints_path, folder, f"{rank}_dp_rank_{data_parallel_rank:04d}", "model_optim_rng.pt"
+    )
+
+
+def save_checkpoint(iteration: int, model: Any, optimizer: Any, lr_scheduler: Any) -> None:
+    """Saves the model of all ranks to args.save; all ranks call it.
+
+    model: as Megatron's save_checkpoint takes it, with one chunk. Raises ValueError for an interleaved pipeline.
+    """
+    if get_mpu().get_data_parallel_rank() == 0:
+        _megatron("save_checkpoint")(iteration, model, optimizer, lr_scheduler)
+        return
+    args = get_args()
+    module = _only_chunk(model)
+    state: dict[str, Any] = {"model": _experts_of(module.state_dict_for_save_checkpoint(keep_vars=True))}
+    if not args.no_save_optim and optimizer is not None:
+        state["optimizer"] = _experts_of_optimizer(optimizer, args.fp16)
+    path = Path(get_fmoe_checkpoint_name(args.save, iteration))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_suffix(".partial")
+    torch.save(state, partial)
+    os.replace(partial, path)
+    dist.barrier()  # the two in Megatron's save_checkpoint: before and after the tracker file
+    dist.barrier()
+
+
+def load_checkpoint(model: Any, optimizer: Any, lr_scheduler: Any, load_arg: str = "load") -> int:
+    """Loads what save_checkpoint saved to args.<load_arg> -> the iteration, 0 if there is none; all ranks call it.
+
+    Random number generators continue from rank 0's. Raises FileNotFoundError where this rank's file is missing.
+    """
+    mpu = get_mpu()
+    if mpu.get_data_parallel_rank() == 0:
+        return _megatron("load_checkpoint")(model, optimizer, lr_scheduler, load_arg)
+    args = get_args()
+    folder = getattr(args, load_arg)
+    tracker = Path(_megatron("get_checkpoint_tracker_filename")(folder))
+    if not tracker.is_file():
+        return 0
+    text = tracker.read_text().strip()
+    release = text == "release"
+    if not release and not text.isdigit():
+        raise ValueError(f"{tracker} must hold a number or 'release', but holds {text!r}")
+    iteration = 0 if release else int(text)
+    files = [
+        get_fmoe_checkpoint_name(folder, iteration, release, r) for r in (0, mpu.get_data_parallel_rank())
+    ]
+    for file in files:
+        if not Path(file).is_file():
+            raise FileNotFoundError(
+                f"{file} is missing: the checkpoint was saved with fewer than the {mpu.get_data_parallel_world_size()} "
+                "data-parallel ranks of this job; fmoe_ext.checkpoint merges such files"
+            )
+    # Megatron's files hold its options and scheduler, which are no tensors.
+    saved = [torch.load(file, map_location="cpu", weights_only=False) for file in files]
+    state = merge_state_dict(saved[0], saved[1], args.fp16)
+    _megatron("set_checkpoint_version")(state.get("checkpoint_version", 0))
+    _only_chunk(model).load_state_dict(state["model"])
+    fresh = release or args.finetune
+    if not fresh and not args.no_load_optim:
+        if optimizer is not None:
+            optimizer.load_state_dict(state["optimizer"])
+        if lr_scheduler is not None:
+            lr_scheduler.load_state_dict(state["lr_scheduler"])
+    _take_consumed_samples(args, state.get("args"))
+    dist.barrier()  # the one in Megatron's load_checkpoint
+    return 0 if fresh else state.get("iteration", state.get("total_iters", iteration))
+
+
+def merge_state_dict(
+    state_dict_rank0: dict[str, Any], state_dict_local: dict[str, Any], fp16: bool
+) -> dict[str, Any]:
+    """The state of a rank: that of rank 0, which is changed, with the experts of the rank and their optimizer state."""
+    _update_nested(state_dict_rank0["model"], state_dict_local["model"])
+    if "optimizer" not in state_dict_local:
+        return state_dict_rank0
+    merged, local = state_dict_rank0["optimizer"], state_dict_local["optimizer"]
+    if fp16:
+        for into, params in zip(merged["fp32_from_fp16_params"], local["fp32_from_fp16_params"], strict=True):
+            for i, p in enumerate(params):
+                if p is not None:
+                    into[i] = p
+        merged, local = merged["optimizer"], local["optimizer"]
+    merged["state"].update(local["state"])
+    return state_dict_rank0
+
+
+def _experts_of(state: dict[str, Any]) -> dict[str, Any]:
+    """The entries of a nested state dict whose tensors are parameters of experts."""
+    experts = type(state)()
+    for key, value in state.items():
+        if isinstance(value, dict):
+            inner = _experts_of(value)
+            if inner:
+                experts[key] = inner
+        elif _is_expert(value):
+            experts[key] = value.detach()
+    return experts
+
+
+def _experts_of_optimizer(optimizer: Any, fp16: bool) -> dict[str, Any]:
+    """The optimizer's state of the experts only; in fp16, also their float32 copies, None for the others."""
+    whole = optimizer.state_dict()
+    inner = whole["optimizer"] if fp16 else whole
+    params = [p for group in optimizer.optimizer.param_groups for p in group["params"]]
+    kept = {i: inner["state"][i] for i, p in enumerate(params) if _is_expert(p) and i in inner["state"]}
+    if not fp16:
+        return {"state": kept}
+    copies = [[p if _is_expert(p) else None for p in group] for group in whole["fp32_from_fp16_params"]]
+    return {"optimizer": {"state": kept}, "fp32_from_fp16_params": copies}
+
+
+def _is_expert(p: Any) -> bool:
+    return getattr(p, "dp_comm", "dp") in ("none", EXPERTS_TAG)
+
+
+def _update_nested(into: dict[str, Any], values: dict[str, Any]) -> None:
+    for key, value in values.items():
+        if isinstance(value, dict):
+            _update_nested(into[key], value)
+        else:
+            into[key] = value
+
+
+def _only_chunk(model: Any) -> Any:
+    chunks = list(model) if isinstance(model, (list, tuple)) else [model]
+    if len(chunks) != 1:
+        raise ValueError(
+            f"the model must be one chunk, but there are {len(chunks)} (an interleaved pipeline)"
+        )
+    module = chunks[0]
+    while hasattr(module, "module"):
+        module = module.module
+    return module
+
+
+def _take_consumed_samples(args: Any, saved: Any) -> None:
+    if saved is None:
+        return
+    args.consumed_train_samples = getattr(saved, "consumed_train_samples", 0)
+    args.consumed_valid_samples = getattr(saved, "consumed_valid_samples", 0)
+    _megatron("update_num_microbatches")(consumed_samples=args.consumed_train_samples)
+
+
+def _megatron(name: str) -> Any:
+    return getattr(importlib.import_module("megatron.checkpointing"), name)

@@ -1,18 +1,26 @@
-"""fmoe.megatron.distributed."""
+"""fmoe.megatron.distributed: the data parallelism of fmoefied models of Megatron-LM v2.2 to v3.0.2."""
+
+from __future__ import annotations
+
+from typing import Any
 
 import torch.distributed as dist
 from torch import nn
 
-from fmoe_ext.integrations.megatron_legacy import data_parallel_groups
-from fmoe_ext.megatron.distributed import DistributedDataParallel as _DistributedDataParallel
+from fmoe_ext.compat.megatron.runtime import data_parallel_groups
+from fmoe_ext.distributed import DistributedGroupedDataParallel
 
-_groups = None
+_groups: dict[str, Any] | None = None
 
 
 def _set_groups(**kwargs: dist.ProcessGroup | None) -> None:
-    """Sets the groups of DistributedDataParallel by hand: dp_group, moe_group, gate_group."""
+    """Set the groups of DistributedDataParallel by hand: dp_group, moe_group, gate_group."""
     global _groups
     _groups = kwargs
+
+
+def _init() -> None:
+    _set_groups(**data_parallel_groups())
 
 
 def get_moe_group() -> dist.ProcessGroup | None:
@@ -23,12 +31,14 @@ def get_moe_group() -> dist.ProcessGroup | None:
     return _groups["moe_group"]
 
 
-def _init() -> None:
-    _set_groups(**data_parallel_groups())
+class DistributedDataParallel(DistributedGroupedDataParallel):
+    """DistributedGroupedDataParallel over the groups of _set_groups() or Megatron's, for Megatron's schedules.
 
+    State dicts are those of the module, without a prefix. Raises ValueError for Megatron's contiguous gradient buffers,
+    which this does not use.
+    """
 
-class DistributedDataParallel(_DistributedDataParallel):
-    """DistributedGroupedDataParallel over Megatron's groups, or those of _set_groups()."""
+    module: Any
 
     def __init__(
         self,
@@ -36,8 +46,26 @@ class DistributedDataParallel(_DistributedDataParallel):
         accumulate_allreduce_grads_in_fp32: bool = False,
         use_contiguous_buffers_in_ddp: bool = False,
     ) -> None:
-        if _groups is None:
-            _init()
-        super().__init__(
-            module, accumulate_allreduce_grads_in_fp32, use_contiguous_buffers_in_ddp, groups=_groups
-        )
+        if accumulate_allreduce_grads_in_fp32 or use_contiguous_buffers_in_ddp:
+            raise ValueError(
+                "accumulate_allreduce_grads_in_fp32 and use_contiguous_buffers_in_ddp must be False, but got "
+                f"{accumulate_allreduce_grads_in_fp32} and {use_contiguous_buffers_in_ddp}: run Megatron with "
+                "--DDP-impl torch, or without --accumulate-allreduce-grads-in-fp32"
+            )
+        super().__init__(module, **(data_parallel_groups() if _groups is None else _groups))
+
+    def set_input_tensor(self, *args: Any, **kwargs: Any) -> Any:
+        """The wrapped module's, which Megatron's schedules call."""
+        return self.module.set_input_tensor(*args, **kwargs)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """The wrapped module's, without a prefix."""
+        return self.module.state_dict(*args, **kwargs)
+
+    def state_dict_for_save_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
+        """The wrapped module's, which Megatron's checkpoints call."""
+        return self.module.state_dict_for_save_checkpoint(*args, **kwargs)
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """The wrapped module's, without a prefix."""
+        return self.module.load_state_dict(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""fmoe.megatron.layers; imports without Megatron-LM."""
+"""fmoe.megatron.layers."""
 
 import math
 from typing import Any
@@ -7,11 +7,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from fmoe_ext.compat import gates
+from fmoe_ext.compat import _gates
+from fmoe_ext.compat.megatron.mlp import MegatronMLP as _MegatronMLP
+from fmoe_ext.compat.megatron.mlp import megatron_init_method as _megatron_init_method
 from fmoe_ext.gates import find_gate
 from fmoe_ext.integrations.fmoefy import fmoefy as _fmoefy
-from fmoe_ext.megatron.layers import MegatronMLP as _MegatronMLP
-from fmoe_ext.megatron.layers import megatron_init_method as _megatron_init_method
 
 
 class MegatronMLP(_MegatronMLP):
@@ -20,7 +20,7 @@ class MegatronMLP(_MegatronMLP):
     def __init__(self, args: Any, layer_idx: int, gate: Any = None) -> None:
         if gate is None:
             ours = find_gate(args.balance_strategy or "naive")
-            gate = getattr(gates, getattr(ours, "__name__", ""), ours)
+            gate = getattr(_gates, getattr(ours, "__name__", ""), ours)
         super().__init__(args, layer_idx, gate)
 
 
@@ -56,16 +56,9 @@ def fmoefy(
     gate: Any = None,
     megatron_version: str | None = None,
 ) -> Any:
-    """Replaces the MLPs of a model by MoE layers; the version of Megatron is detected if it is not given."""
-    return _fmoefy(
-        model,
-        fmoe_num_experts,
-        distributed_experts,
-        hidden_hidden_size,
-        top_k,
-        gate,
-        megatron_version,
-    )
+    """Replace the MLPs of a model by MoE layers; the version of Megatron is detected if it is not given."""
+    options = (fmoe_num_experts, distributed_experts, hidden_hidden_size, top_k, gate, megatron_version)
+    return _fmoefy(model, *options)
 
 
 __all__ = ["MegatronMLP", "_megatron_init_method", "fmoefy"]

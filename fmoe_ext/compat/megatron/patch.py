@@ -1,5 +1,114 @@
-"""fmoe.megatron.patch."""
+"""fmoe.megatron.patch: the model provider, and the balance loss in the training step, of Megatron-LM v2.2 to v3.0.2."""
 
-from fmoe_ext.megatron.patch import patch_forward_step, patch_loss_func_v2_5, patch_model_provider
+from __future__ import annotations
 
-__all__ = ["patch_forward_step", "patch_loss_func_v2_5", "patch_model_provider"]
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fmoe_ext.compat.megatron.runtime import get_args, get_mpu, stacks
+from fmoe_ext.integrations.fmoefy import fmoefy
+
+VERSIONS = ("v2.2", "v2.5", "v3.0.2")
+
+
+def patch_model_provider(
+    model_provider: Callable, gate: Any = None, Megatron_Version: str = "v2.2"
+) -> Callable:
+    """A model provider whose models have MoE layers, built from get_args().
+
+    Megatron_Version: "v2.2" for model_provider(), "v2.5" and "v3.0.2" for model_provider(pre_process, post_process).
+    Experts have 4 * hidden_size / top_k hidden units. Raises ValueError for another version.
+    """
+    _check(Megatron_Version)
+
+    def fmoefied_model_provider(*args: Any, **kwargs: Any) -> Any:
+        options = get_args()
+        if 4 * options.hidden_size % options.top_k:
+            raise ValueError(
+                f"4 * hidden_size = {4 * options.hidden_size} must be a multiple of top_k, but top_k is {options.top_k}"
+            )
+        return fmoefy(
+            model_provider(*args, **kwargs),
+            hidden_hidden_size=4 * options.hidden_size // options.top_k,
+            gate=gate,
+            megatron_version=Megatron_Version,
+        )
+
+    return fmoefied_model_provider
+
+
+def patch_forward_step(forward_step_func: Callable, Megatron_Version: str = "v2.2") -> Callable:
+    """A forward_step_func that adds balance_loss_weight * (mean balance loss of the layers) to the loss.
+
+    "v2.2": forward_step_func(data_iterator, model, input_tensor) returns (loss, dict) on the last pipeline stage.
+    "v2.5", "v3.0.2": forward_step_func(data_iterator, model) returns (output, loss_func); the patched one returns
+    (output, loss_func with balance loss, balance loss of this stage), as FastMoE's patches of Megatron's schedules
+    expect. Without args.balance_strategy the function is returned as it is. Raises ValueError for another version.
+    """
+    _check(Megatron_Version)
+    if not get_args().balance_strategy:
+        return forward_step_func
+
+    def forward_step_v2_2(data_iterator: Any, model: Any, input_tensor: Any) -> Any:
+        output = forward_step_func(data_iterator, model, input_tensor)
+        return _add_balance_loss(output, model) if get_mpu().is_pipeline_last_stage() else output
+
+    def forward_step_v2_5(data_iterator: Any, model: Any) -> Any:
+        output, loss_func = forward_step_func(data_iterator, model)
+        return output, partial(patch_loss_func_v2_5(loss_func), model), balance_loss(model)
+
+    return forward_step_v2_2 if Megatron_Version == "v2.2" else forward_step_v2_5
+
+
+def patch_loss_func_v2_5(loss_func: Callable) -> Callable:
+    """loss_func(output) -> (loss, dict) as a function (model, output) that adds the balance loss to both.
+
+    Without args.balance_strategy loss_func is returned as it is.
+    """
+    if not get_args().balance_strategy:
+        return loss_func
+
+    def loss_func_with_balance_loss(model: Any, output_tensor: Any) -> Any:
+        return _add_balance_loss(loss_func(output_tensor), model)
+
+    return loss_func_with_balance_loss
+
+
+def balance_loss(model: Any) -> torch.Tensor | None:
+    """balance_loss_weight * the mean balance loss of this stage's MoE layers / pipeline stages; None without any.
+
+    The losses stay with the gates, because several patches read them in one step.
+    """
+    losses = [
+        layer.mlp.gate.get_loss(clear=False).sum()
+        for _, layers in stacks(model)
+        for layer in layers
+        if getattr(getattr(layer.mlp, "gate", None), "has_loss", False)
+    ]
+    if not losses:
+        return None
+    args = get_args()
+    num_stages = getattr(args, "pipeline_model_parallel_size", 1)
+    return torch.stack(losses).mean() * args.balance_loss_weight / num_stages
+
+
+def _add_balance_loss(output: Any, model: Any) -> Any:
+    loss, figures = output
+    added = balance_loss(model)
+    if added is None:
+        return output
+    mean = added.detach().clone()
+    if dist.is_initialized():
+        group = get_mpu().get_data_parallel_group()
+        dist.all_reduce(mean, group=group)
+        mean /= dist.get_world_size(group)
+    return loss + added, figures | {f"{get_args().balance_strategy}_loss": mean}
+
+
+def _check(version: str) -> None:
+    if version not in VERSIONS:
+        raise ValueError(f"Megatron_Version must be one of {VERSIONS}, but got {version!r}")

@@ -1,1 +1,1 @@
-"""Megatron: core (Megatron-core), and what programs for Megatron-LM v2.2 to v3.0 use; fmoe_ext.megatron is its face."""
+"""Megatron-core, in core/; fmoe_ext.megatron has the public names, fmoe_ext.compat.megatron those of FastMoE's time."""

@@ -7,7 +7,7 @@ import grpc
 
 from fmoe_ext.remote import errors, protocol
 from fmoe_ext.remote.security import Credentials
-from fmoe_ext.remote.wire import STATE, Limits, Message, WireError, decode
+from fmoe_ext.remote.wire import WHOLE, Limits, Message, WireError, decode
 
 Code = grpc.StatusCode
 PART_SECONDS = 30.0  # for the next part of an answer in parts
@@ -39,7 +39,7 @@ class Caller:
         method: str,
         data: bytes,
         timeout: float,
-        max_bytes: int = STATE.max_message_bytes,
+        max_bytes: int = WHOLE.max_message_bytes,
     ) -> Message:
         """The answer to data that comes in parts, of max_bytes at most; RemoteError, always within timeout seconds."""
 
@@ -51,7 +51,7 @@ class Caller:
                 whole += part
                 if len(whole) > max_bytes:
                     raise errors.Refused(f"{endpoint} sends more than {max_bytes} bytes")
-            return decode(whole, STATE)
+            return decode(whole, WHOLE)
 
         return await self._within(endpoint, timeout, read)
 

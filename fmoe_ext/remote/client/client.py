@@ -181,10 +181,7 @@ class Client:
         }
         if self.loss:
             meta[protocol.LOSS] = self.loss
-        plain = {str(n): x for n, x in enumerate(inputs)}
-        sent = compress(plain, self.settings.compression, meta)
-        gradient = handle.feedback.compress({protocol.GRAD: grad}, {})
-        data = encode(Message({**sent.tensors, **gradient.tensors}, {**sent.meta, **gradient.meta}))
+        data = self._pack_gradient(handle, inputs, grad, meta)
         longest = max(timeout * self.settings.attempt_share, 0.1)
 
         async def attempt(deadline: float) -> tuple[Message, str]:
@@ -204,6 +201,14 @@ class Client:
             with self._noting_cheats(handle):
                 watcher.after_backward(handle, inputs, grad, outcome, before)
         return outcome
+
+    def _pack_gradient(
+        self, handle: Handle, inputs: Sequence[torch.Tensor], grad: torch.Tensor, meta: dict[str, str]
+    ) -> bytes:
+        plain = {str(n): x for n, x in enumerate(inputs)}
+        sent = compress(plain, self.settings.compression, meta)
+        gradient = handle.feedback.compress({protocol.GRAD: grad}, {})
+        return encode(Message({**sent.tensors, **gradient.tensors}, {**sent.meta, **gradient.meta}))
 
     async def state(self, handle: Handle, endpoint: str, timeout: float) -> Message:
         """All of an expert, as one server has it."""

@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 
 from fmoe_ext.remote.discovery import check_uid
-from fmoe_ext.remote.wire import STATE, Message, WireError, decode, encode
+from fmoe_ext.remote.wire import WHOLE, Message, WireError, decode, encode
 
 SUFFIX = ".safetensors"
 
@@ -39,7 +39,7 @@ class Checkpoints:
         if not path.exists():
             return None
         try:
-            return decode(path.read_bytes(), STATE)
+            return decode(path.read_bytes(), WHOLE)
         except WireError as error:
             raise WireError(
                 f"the checkpoint {path} is broken ({error}): restore it, or move it away"

@@ -8,9 +8,9 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from fmoe_ext.compat.megatron.balance import generate_megatron_gate_hook, reset_gate_hook
+from fmoe_ext.compat.megatron.runtime import get_args, get_mpu, layer_arguments, stacks
 from fmoe_ext.gates import find_gate
-from fmoe_ext.integrations.megatron.balance import generate_megatron_gate_hook, reset_gate_hook
-from fmoe_ext.integrations.megatron.runtime import get_args, get_mpu, layer_arguments, stacks
 from fmoe_ext.integrations.megatron.tensor_parallel import whole
 from fmoe_ext.integrations.recognize import GATED, simplify
 from fmoe_ext.integrations.target import DenseMLP, Options, Target

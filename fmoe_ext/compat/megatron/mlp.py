@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
+from fmoe_ext.compat.megatron.balance import generate_megatron_gate_hook
+from fmoe_ext.compat.megatron.runtime import layer_arguments
 from fmoe_ext.gates import find_gate
-from fmoe_ext.integrations.megatron.balance import generate_megatron_gate_hook
-from fmoe_ext.integrations.megatron.runtime import layer_arguments
 from fmoe_ext.transformer import FMoETransformerMLP
 
 
