@@ -23,7 +23,7 @@ from fmoe_ext.remote.discovery import DiscoveryError
 from fmoe_ext.remote.etcd import keys
 from fmoe_ext.remote.etcd.client import EtcdClient
 from fmoe_ext.remote.etcd.discovery import EtcdDiscovery
-from fmoe_ext.remote.wire import STATE, Message, encode
+from fmoe_ext.remote.wire import Message, encode
 
 D, UID, TTL = 16, "expert.0", 2.0
 FLAGS = ("--hidden_dim", D, "--num_threads", 1, "--expert_uids", UID, "--replicas", 3, "--lease", TTL)
@@ -34,7 +34,7 @@ class Trainers:
 
     def __init__(self, etcd, count, pause):
         self.history, self.is_over, self.pause = History(), False, pause
-        self.discovery, self.caller = EtcdDiscovery(etcd), Caller(None, STATE)
+        self.discovery, self.caller = EtcdDiscovery(etcd), Caller()
         self.futures = [loop.submit(self._train(random.Random(n))) for n in range(count)]
 
     async def _train(self, rng):
@@ -82,7 +82,7 @@ async def read_record(etcd):
 
 
 async def read_held(endpoint):
-    caller = Caller(None, STATE)
+    caller = Caller()
     try:
         request = encode(Message({}, {protocol.UID: UID}))
         state = await caller.download(endpoint, protocol.STATE, request, 5.0)
