@@ -33,8 +33,17 @@ def check_sizes(**sizes: int) -> None:
             raise ValueError(f"{name} must be at least 1, but got {size}")
 
 
+# The dtypes of weights that experts compute with.
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
 def check_plain(weight: torch.Tensor) -> None:
-    """TypeError for a weight that is a tensor subclass (quantized, distributed): operators read plain memory."""
+    """TypeError for a weight of a tensor subclass (quantized, distributed) or of a dtype that is not of DTYPES."""
+    if weight.dtype not in DTYPES:
+        raise TypeError(
+            f"an expert's weight is {weight.dtype}, and experts compute with float64, float32, bfloat16 or float16: "
+            "put weight.to(torch.bfloat16), times its scale if it has one, in its place"
+        )
     if hasattr(weight, "__tensor_flatten__"):
         raise TypeError(
             f"an expert's weight is a {type(weight).__name__}, and experts compute with plain tensors: leave "

@@ -236,7 +236,7 @@ MAKES_IMMUTABLE = (
     *("frozenset", "tuple", "MappingProxyType", "re.compile", "logging.getLogger", "namedtuple", "TypeVar"),
     *("ParamSpec", "struct.Struct", "torch.library.Library", "functools.partial"),
     "Limits",  # a frozen dataclass of remote/wire.py
-    "Family",  # a frozen dataclass of checkpoint/families/family.py
+    *("Family", "replace"),  # a frozen dataclass of checkpoint/families/family.py
     "ContextVar",  # whose values belong to a context, and end with it
 )
 

@@ -118,7 +118,7 @@ def test_microbatches_in_any_order_find_their_own_choices(use_reentrant):
     assert all(ref() is None for ref in block.moe._forwards._with_graph), "choices die with their graph"
 
 
-def test_a_backward_in_two_parts_repeats_its_own_forward_twice():
+def test_backward_in_two_parts_repeats_its_own_forward_twice():
     """As zero-bubble schedules do. The second repetition had taken the choices of another microbatch, in silence."""
     block = Block("softmax")
     weights = list(block.parameters())
@@ -155,7 +155,7 @@ def test_one_input_twice_with_noise(use_reentrant, order):
     torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
 
 
-def test_a_forward_that_was_not_kept_is_not_taken_for_another():
+def test_forward_without_a_record_is_not_taken_for_another():
     """In evaluation a reentrant checkpoint keeps nothing; its repetition had taken the choices of another batch."""
     block = Block(SoftmaxGate).eval()
     other = block(tokens(2))
@@ -171,7 +171,7 @@ def test_a_forward_that_was_not_kept_is_not_taken_for_another():
 
 @pytest.mark.parametrize("inner", [False, True])
 @pytest.mark.parametrize("outer", [False, True])
-def test_a_checkpoint_in_a_checkpoint(inner, outer):
+def test_checkpoint_in_a_checkpoint_gives_the_same_gradients(inner, outer):
     """Its repetitions had found the forwards that only looked, with noise of their own."""
     block = Block(partial(SoftmaxGate, jitter=0.5))
 
@@ -251,7 +251,7 @@ def test_played_choices_are_repeated(use_reentrant):
 
 @pytest.mark.parametrize("training", [False, True])
 @pytest.mark.parametrize("use_reentrant", [False, True])
-def test_the_padding_of_the_first_forward(use_reentrant, training):
+def test_padding_of_the_original_is_that_of_the_repetition(use_reentrant, training):
     block = Block(SoftmaxGate).train(training)
     plain = copy.deepcopy(block)
     valid, x = torch.arange(T) % 3 > 0, tokens().requires_grad_()
@@ -266,7 +266,7 @@ def test_the_padding_of_the_first_forward(use_reentrant, training):
         torch.testing.assert_close(p.grad, q.grad, rtol=1e-12, atol=1e-13)
 
 
-def test_the_loss_inside_a_reentrant_checkpoint():
+def test_loss_inside_a_reentrant_checkpoint_has_its_gradient():
     block = Block(partial(SoftmaxGate, balance_loss="global"))
     plain = copy.deepcopy(block)
 
@@ -289,7 +289,7 @@ def test_copies_and_pickles_begin_anew():
 
 
 @pytest.mark.parametrize("gate", ["softmax", "sigmoid"])
-def test_a_forward_that_nothing_can_repeat_keeps_no_record(gate):
+def test_forward_that_nothing_can_repeat_keeps_no_record(gate):
     block = Block(gate)
     block(tokens())
     with torch.no_grad():

@@ -7,7 +7,7 @@ import inspect
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar, cast
 
 from torch import nn
 
@@ -80,8 +80,11 @@ class Report:
         return "\n  ".join((head, *map(repr, self.replaced), *left, *filter(None, (self.ways_out,))))
 
 
+ModelT = TypeVar("ModelT")
+
+
 def fmoefy(
-    model: Any,
+    model: ModelT,
     num_experts: int | None = None,
     distributed_experts: bool = True,
     hidden_hidden_size: int | None = None,
@@ -99,12 +102,12 @@ def fmoefy(
     d_model: int | None = None,
     load_dense: Any = None,
     **moe_kwargs: Any,
-) -> Any:
+) -> ModelT:
     """Replaces the MLPs of a Transformer, in place, by FMoETransformerMLPs -> the model, with model.fmoe_report.
 
     model: a dense Hugging Face model, a model with nn.TransformerEncoderLayer or nn.TransformerDecoderLayer, or any
-    other with match=; a list of models gives a list. Do it before wrapping the model for data parallelism and before
-    making the optimizer.
+    other with match=; a list of models gives a list, a tuple a tuple. Do it before wrapping the model for data
+    parallelism and before making the optimizer.
 
     num_experts, or fmoe_num_experts: experts of each rank, as in FastMoE.
     distributed_experts: with a process group, its ranks have different experts, num_experts each: wrap the model in
@@ -171,9 +174,12 @@ def fmoefy(
         moe_kwargs=moe_kwargs,
     )
     _check(options)
+    result: Any = model
     if isinstance(model, (list, tuple)):
-        return [_replace(chunk, options) for chunk in model]
-    return _replace(model, options)
+        result = type(model)([_replace(chunk, options) for chunk in model])
+    else:
+        result = _replace(result, options)
+    return cast(ModelT, result)
 
 
 def _one_of(num_experts: int | None, fmoe_num_experts: int | None) -> int | None:

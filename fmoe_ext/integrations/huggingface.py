@@ -14,12 +14,14 @@ import torch
 from torch import Tensor
 
 from fmoe_ext import ops
+from fmoe_ext._sharded import is_dtensor
 from fmoe_ext.dispatch import combine, dispatch
 from fmoe_ext.ep.exchange import Group
 from fmoe_ext.ep.wrappers import check_wrappers
-from fmoe_ext.experts import Weights, activation_name
+from fmoe_ext.experts import activation_name
 from fmoe_ext.integrations.huggingface_saved import from_pretrained
 from fmoe_ext.integrations.training import add_balance_loss
+from fmoe_ext.linear import DTYPES
 from fmoe_ext.routing import widen
 
 __all__ = [
@@ -121,11 +123,14 @@ def experts_forward(
     """
     has_bias = experts.has_bias
     up = "gate_up_proj" if experts.has_gate else "up_proj"
-    w1, w2 = getattr(experts, up), experts.down_proj
-    b1, b2 = (getattr(experts, up + "_bias"), experts.down_proj_bias) if has_bias else (None, None)
-    x = hidden_states.to(_compute_dtype(experts, w1))
-    topk_weights = widen(top_k_weights, x.dtype)
     parallel = getattr(experts, "expert_parallel", None)
+    w1 = getattr(experts, up)
+    # PEFT's LoRA adds up a weight where it is read. Reading the second after the first product lets backward release
+    # it, and its gradient, before it computes the first one's.
+    w2 = None if w1.grad_fn is not None and parallel is None else experts.down_proj
+    b1, b2 = (getattr(experts, up + "_bias"), experts.down_proj_bias) if has_bias else (None, None)
+    x = hidden_states.to(_compute_dtype(experts, (w1, w2)))
+    topk_weights = widen(top_k_weights, x.dtype)
     num_experts = w1.shape[0] * (1 if parallel is None else parallel.size)
     if getattr(experts, "_is_expert_parallel", True):
         top_k_index = top_k_index.masked_fill(top_k_index >= num_experts, -1)
@@ -139,12 +144,17 @@ def experts_forward(
     return out.to(hidden_states.dtype)
 
 
-def _compute(experts: Any, weights: Weights, x: Tensor, topk_idx: Tensor, topk_weights: Tensor) -> Tensor:
-    """The experts of this rank on tokens x [N, D], topk_idx [N, K] (-1 for none) -> their weighted sums [N, D]."""
+def _compute(experts: Any, weights: Any, x: Tensor, topk_idx: Tensor, topk_weights: Tensor) -> Tensor:
+    """The experts of this rank on tokens x [N, D], topk_idx [N, K] (-1 for none) -> their weighted sums [N, D].
+
+    weights: (w1, b1, w2, b2); w2 None is read from the experts after the first product.
+    """
     w1, b1, w2, b2 = weights
     _, offs, row_idx, inverse = ops.sort_tokens(topk_idx, w1.shape[0])
     activation = fused_activation(experts)
     has_norm = getattr(experts, "has_post_expert_norm", False)
+    if w2 is None:
+        activation = None
     if activation is not None and not has_norm:
         return ops.expert_mlp(x, row_idx, inverse, offs, w1, b1, w2, b2, topk_weights, activation)
     if activation is not None:
@@ -153,6 +163,9 @@ def _compute(experts: Any, weights: Weights, x: Tensor, topk_idx: Tensor, topk_w
         transposed = experts.is_transposed
         h = ops.grouped_gemm(ops.permute(x, row_idx, inverse), w1, offs, b1, transposed=transposed)
         a = experts._apply_gate(h) if experts.has_gate else experts.act_fn(h)
+        if w2 is None:
+            w2 = experts.down_proj
+            _compute_dtype(experts, (w2,))
         rows = ops.grouped_gemm(a.to(x.dtype), w2, offs, b2, transposed=transposed)
     if has_norm:
         rows = experts.post_expert_norm(rows)
@@ -185,13 +198,18 @@ def _activation_name(act_fn: Any) -> str | None:
     return activation_name(act_fn) if callable(act_fn) else None
 
 
-def _compute_dtype(experts: Any, weight: Tensor) -> torch.dtype:
-    if weight.dtype not in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
-        raise TypeError(
-            f'experts_implementation="{NAME}" computes with float64, float32, bfloat16 or float16 weights, but '
-            f"{type(experts).__name__} has {weight.dtype}: call model.dequantize(), or set_experts_implementation "
-            'to "eager"'
-        )
+def _compute_dtype(experts: Any, weights: tuple[Tensor | None, ...]) -> torch.dtype:
+    """The dtype to compute in; TypeError for quantised weights, some of which report another dtype than they have."""
+    for weight in filter(torch.is_tensor, weights):
+        is_subclass = hasattr(weight, "__tensor_flatten__") and not is_dtensor(weight)
+        if is_subclass or weight.dtype not in DTYPES:
+            raise TypeError(
+                f'experts_implementation="{NAME}" computes with plain float64, float32, bfloat16 or float16 weights, '
+                f"but {type(experts).__name__} has {type(weight).__name__ if is_subclass else weight.dtype}: leave the "
+                "experts out of the quantization, call model.dequantize(), put weight.dequantize() in their place, or "
+                'set_experts_implementation to "eager"'
+            )
+    weight = next(filter(torch.is_tensor, weights))
     device = weight.device.type
     if torch.is_autocast_enabled(device) and weight.dtype != torch.float64:
         return torch.get_autocast_dtype(device)

@@ -80,6 +80,8 @@ def trains_as_in_one_process(kind, options):
 @pytest.mark.parametrize("options", [{}, {"overlap_degree": 2}, {"exchange": "token"}], ids=str)
 @pytest.mark.parametrize("kind", LAYERS)
 def test_spread_layer_trains_as_in_one_process(pool, kind, options):
+    if kind == "one module" and "overlap_degree" in options:
+        options = {"max_rows_per_rank": 2 * T}  # one module cannot compute some of its experts
     pool.run(trains_as_in_one_process, kind, options, world_size=2)
 
 

@@ -1,4 +1,7 @@
-"""Fmoefied models of the architectures of Transformers are the same after save_pretrained and from_pretrained."""
+"""Fmoefied models of the architectures of Transformers: their first output, and what is saved and loaded."""
+
+import copy
+import inspect
 
 import pytest
 import torch
@@ -75,3 +78,65 @@ def test_every_architecture_saved_and_loaded_is_the_same(tmp_path):
     print(f"{len(equal)} are the same, {len(refused)} are not taken by fmoefy")
     assert not different
     assert len(equal) > 300
+
+
+def inputs_for(model):
+    """Candidates of inputs of a tiny model."""
+    parameters = inspect.signature(model.forward).parameters
+    generator = torch.Generator().manual_seed(2)
+    ids = torch.randint(3, 58, (2, 8), generator=generator)
+    rest = {"decoder_input_ids": ids} if "decoder_input_ids" in parameters else {}
+    shapes = {"pixel_values": (2, 3, 16, 16), "input_features": (2, 64, 16), "input_values": (2, 4000)}
+    if "input_ids" in parameters:
+        yield {"input_ids": ids, **rest}
+    for name, shape in shapes.items():
+        if name in parameters:
+            yield {name: torch.randn(shape, dtype=torch.float64, generator=generator), **rest}
+
+
+def first_tensor(output):
+    values = output.values() if hasattr(output, "values") else output
+    return next(v for v in values if isinstance(v, torch.Tensor) and v.is_floating_point())
+
+
+def outputs(dense, moe):
+    """The first tensors that both return; None where no inputs are found that the dense model takes."""
+    for inputs in inputs_for(dense):
+        try:
+            torch.manual_seed(3)
+            expected = first_tensor(dense(**inputs))
+        except Exception:  # an architecture may raise anything for inputs that it does not expect
+            continue
+        torch.manual_seed(3)
+        return first_tensor(moe(**inputs)), expected
+    return None
+
+
+@pytest.mark.long
+@pytest.mark.filterwarnings("ignore:.* stay dense")
+def test_every_architecture_upcycled_has_the_first_output_of_the_dense_model():
+    wrong, equal = {}, []
+    for name in architectures():
+        model = tiny_model(name)
+        if model is None:
+            continue
+        model.double()
+        generator = torch.Generator().manual_seed(1)
+        with torch.no_grad():
+            for p in model.parameters():
+                p.add_(torch.randn(p.shape, generator=generator, dtype=p.dtype), alpha=0.1)
+            try:
+                moe = fmoefy(copy.deepcopy(model), 4, init="upcycle")
+            except ValueError:  # it has no MLP that can be read
+                continue
+            both = outputs(model, moe)
+        if both is None or not both[1].isfinite().all():
+            continue
+        error = ((both[0] - both[1]).abs().max() / both[1].abs().max()).item()
+        if error <= 1e-12:
+            equal.append(name)
+        else:
+            wrong[name] = error
+    print(f"{len(equal)} are equal")
+    assert not wrong
+    assert len(equal) > 100

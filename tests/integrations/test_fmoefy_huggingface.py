@@ -24,6 +24,7 @@ from transformers import (
     Phi3Config,
     PretrainedConfig,
     Qwen3Config,
+    RobertaPreLayerNormConfig,
     T5Config,
     Trainer,
     TrainingArguments,
@@ -158,7 +159,7 @@ def test_first_logits_are_those_of_the_dense_model(name):
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama", "bert"])
-def test_a_training_step_changes_gates_and_experts(name):
+def test_training_step_changes_gates_and_experts(name):
     moe = fmoefy(make(name), 4, init="upcycle", split=2).train()
     inputs = batch(moe, torch.float32)
     before = copy.deepcopy(moe.state_dict())
@@ -237,7 +238,7 @@ def silent(*_):
     pass
 
 
-def test_what_a_file_cannot_hold_has_to_be_given_again(tmp_path):
+def test_callables_missing_in_file_must_be_passed(tmp_path):
     square = torch.nn.Sequential(torch.nn.ReLU(), torch.nn.Dropout(0.1))
     moe = fmoefy(make("opt"), 4, gate=OwnGate, activation=square, gate_hook=silent).eval()
     moe.save_pretrained(tmp_path)
@@ -290,6 +291,14 @@ def test_from_pretrained_says_what_is_wrong(tmp_path):
         from_pretrained(tmp_path)
 
 
+def test_from_pretrained_follows_no_link_out_of_the_folder(tmp_path):
+    fmoefy(make("llama"), 4).save_pretrained(tmp_path / "moe")
+    (tmp_path / "moe" / "generation_config.json").rename(tmp_path / "elsewhere")
+    (tmp_path / "moe" / "generation_config.json").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(CheckpointError, match=r"is a link to .*elsewhere, outside the folder"):
+        from_pretrained(tmp_path / "moe")
+
+
 class Unmarkable(torch.nn.Module):
     """A model whose configuration names no activation."""
 
@@ -309,7 +318,7 @@ def test_saving_without_a_record_is_refused():
         model.save_pretrained("nowhere")
 
 
-def test_the_configuration_it_was_made_of_stays_as_it_was():
+def test_configuration_it_was_made_of_stays_as_it_was():
     config = make("llama").config
     before, model = config.to_dict(), type(make("llama"))(config)
     moe = fmoefy(model, 4)
@@ -396,7 +405,7 @@ def by_hand():
 
 
 class BalancedTrainer(Trainer):
-    """What fmoefy's documentation says to do about the balance loss."""
+    """The balance loss as fmoefy's documentation adds it."""
 
     def compute_loss(self, model, inputs, return_outputs=False, **options):
         loss = super().compute_loss(model, inputs, **options)
@@ -491,3 +500,81 @@ def test_random_experts_and_chosen_layers():
     assert experts.htoh4.weight.shape == (4, 2 * 12, 16) and experts.htoh4.bias is None
     assert 0.2 < experts.htoh4.weight.std() < 0.4
     assert logits(moe).isfinite().all()
+
+
+def test_norm_before_the_first_linear_layer_stays():
+    """RobertaPreLayerNorm has it inside of `intermediate`."""
+    torch.manual_seed(0)
+    config = RobertaPreLayerNormConfig(**SIZES, max_position_embeddings=16, pad_token_id=0)
+    dense = AutoModelForMaskedLM.from_config(config).double().eval()
+    with torch.no_grad():
+        for p in dense.parameters():
+            p.add_(torch.randn_like(p), alpha=0.3)
+    truth = logits(dense)
+    moe = fmoefy(copy.deepcopy(dense), 4, init="upcycle")
+    assert moe.fmoe_report.replaced[0].path.endswith("layer.0.intermediate.dense")
+    assert (logits(moe) - truth).abs().max() <= 1e-12 * truth.abs().max()
+    assert (logits(zero_experts(moe)) - truth).abs().max() > 0.01 * truth.abs().max()
+
+
+class Clamped(torch.nn.Module):
+    """A SwiGLU whose halves are clamped where few numbers are, as in GLM-5-Next."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate_proj, self.up_proj = (torch.nn.Linear(16, 24, bias=False) for _ in range(2))
+        self.down_proj = torch.nn.Linear(24, 16, bias=False)
+        self.act_fn = torch.nn.SiLU()
+
+    def forward(self, x):
+        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x).clamp(-10, 10))
+
+
+class Scaling(torch.nn.Linear):
+    def forward(self, x):
+        return 0.9 * super().forward(x)
+
+
+def scaled(mlp):
+    mlp.down_proj = Scaling(24, 16, bias=False)
+    return mlp
+
+
+def hooked(mlp):
+    mlp.register_forward_hook(lambda module, args, out: 2 * out)
+    return mlp
+
+
+CHANGED = {
+    "clamped": (lambda mlp: Clamped(), "computes none of gelu"),
+    "a linear layer of another kind": (scaled, "a Scaling in it computes more than its weight and bias"),
+    "a hook": (hooked, "something other than dropout follows its last linear layer"),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("change", CHANGED)
+def test_mlp_that_is_not_what_was_read_is_refused(change, dtype):
+    how, why = CHANGED[change]
+    model = make("llama")
+    for layer in model.model.layers:
+        layer.mlp = how(layer.mlp)
+    model.to(dtype)
+    before, state = dict(model.named_modules()), torch.get_rng_state()
+    Clamped.__module__ = "transformers.models"
+    with pytest.raises(ValueError, match=rf"model\.layers\.0\.mlp \(\w+\) looks like an MLP, but .*{why}"):
+        fmoefy(model, 4)
+    assert dict(model.named_modules()) == before
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_mlp_that_stays_dense_is_named_in_the_report():
+    model = make("llama")
+    hooked(model.model.layers[1].mlp)
+    with pytest.warns(UserWarning, match=r"1 MLPs stay dense \(fmoe_report\.left\): model\.layers\.1\.mlp"):
+        report = fmoefy(model, 4).fmoe_report
+    assert [r.path for r in report.replaced] == ["model.layers.0.mlp"]
+    assert len(report.left) == 1 and report.left[0].startswith(
+        "model.layers.1.mlp (LlamaMLP) looks like an MLP"
+    )
+    assert "left dense: model.layers.1.mlp" in repr(report)

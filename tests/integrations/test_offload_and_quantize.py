@@ -8,6 +8,7 @@ from torch import nn
 
 from fmoe_ext import FMoE, FMoETransformerMLP, gates
 from fmoe_ext.linear import FMoELinear
+from tests.integrations.huggingface_models import experts_of, make_ids, make_model
 
 T, D, H = 11, 32, 64
 MODELS = {
@@ -92,6 +93,41 @@ def test_torchao_on_the_experts_is_refused(config):
         linear.weight = nn.Parameter(linear.weight.dequantize())
     with torch.no_grad():
         assert (model(tokens(torch.bfloat16)) - make().bfloat16()(tokens(torch.bfloat16))).norm() < 0.2
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.int8])
+def test_plain_weights_of_another_dtype_are_refused(dtype):
+    for kind, linear in (("fused", "htoh4"), ("fused", "h4toh"), ("callable", "h4toh")):
+        model = make(kind)
+        experts = getattr(model[1].experts, linear)
+        experts.weight = nn.Parameter(experts.weight.detach().to(dtype), requires_grad=False)
+        with pytest.raises(
+            TypeError, match=rf"an expert's weight is {dtype}, and experts compute with float64"
+        ):
+            model(tokens())
+
+
+@pytest.mark.parametrize("architecture", ["Qwen3MoeForCausalLM", "GptOssForCausalLM"])
+@pytest.mark.parametrize("name", ["gate_up_proj", "down_proj"])
+@pytest.mark.parametrize("config", WEIGHT_ONLY)
+def test_torchao_on_experts_of_transformers_is_refused(config, name, architecture):
+    """Their tensors say that they are bfloat16."""
+    pytest.importorskip("transformers")
+    from fmoe_ext.integrations import huggingface
+
+    huggingface.register()
+    model = make_model(architecture, "fmoe", torch.bfloat16)
+    experts = experts_of(model)[0]
+    holder = nn.Linear(1, 1, bias=False)
+    holder.weight = nn.Parameter(getattr(experts, name).detach())
+    quantized = quantize(holder, config).weight
+    setattr(experts, name, nn.Parameter(quantized.detach(), requires_grad=False))
+    with pytest.raises(
+        TypeError, match=r"Experts has (Int8|Float8)Tensor: leave the experts out of the quant"
+    ):
+        model(input_ids=make_ids())
+    setattr(experts, name, nn.Parameter(quantized.dequantize()))  # what the error says to do
+    assert model(input_ids=make_ids()).logits.isfinite().all()
 
 
 @pytest.mark.filterwarnings("ignore:torch.ao.quantization is deprecated")

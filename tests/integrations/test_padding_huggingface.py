@@ -9,6 +9,7 @@ import torch
 
 from fmoe_ext import fmoefy
 from fmoe_ext.gates import SoftmaxGate, total_loss
+from fmoe_ext.tokens import valid_tokens
 
 transformers = pytest.importorskip("transformers", reason="needs Transformers")
 
@@ -87,7 +88,7 @@ def test_generation_with_a_cache_and_copies():
         assert out[2, S:].tolist() == alone[0, row.shape[1] :].tolist()
 
 
-def test_an_error_inside_leaves_no_mask_behind():
+def test_error_inside_leaves_no_mask_behind():
     ids, mask, positions = batch("right")
     model = make()
     with pytest.raises(ValueError, match="are for 27 tokens"):
@@ -95,3 +96,127 @@ def test_an_error_inside_leaves_no_mask_behind():
         model(input_ids=ids, attention_mask=mask, position_ids=positions)
     model = make()
     assert model(input_ids=ids[:1]).logits.isfinite().all()
+
+
+def additive(allowed):
+    return torch.zeros(allowed.shape, dtype=torch.float64).masked_fill(~allowed, -1e9)
+
+
+def masks():
+    """name: how the mask of a padded batch reaches LlamaModel: its arguments."""
+    ids, mask, positions = batch("right")
+    causal = torch.ones(S, S, dtype=torch.bool).tril() & (mask > 0)[:, None, None]
+    rest = {"position_ids": positions}
+    return {
+        "by name": ((ids,), {"attention_mask": mask, **rest}),
+        "by position": ((ids, mask), rest),
+        "4-D boolean": ((ids,), {"attention_mask": causal, **rest}),
+        "4-D additive": ((ids, additive(causal)), rest),
+    }
+
+
+@pytest.mark.parametrize("way", masks())
+def test_mask_reaches_the_layers_of_a_base_model_however_it_is_given(way):
+    args, kwargs = masks()["by name"]
+    model = make().model
+    model(*args, **kwargs)
+    expected = total_loss(model)
+    args, kwargs = masks()[way]
+    model(*args, **kwargs)
+    torch.testing.assert_close(total_loss(model), expected, rtol=1e-12, atol=0)
+    model(args[0])
+    assert not torch.isclose(total_loss(model), expected, rtol=1e-4), "the mask changes nothing"
+
+
+def test_4d_mask_with_a_cache_leaves_out_the_padding_of_the_new_tokens():
+    ids, mask, positions = batch("right")
+    model = make().model
+    causal = torch.ones(S, S, dtype=torch.bool).tril() & (mask > 0)[:, None, None]
+    seen = []
+    model.layers[0].mlp.gate.register_forward_pre_hook(lambda _, args: seen.append(len(args[0])))
+    half = model(
+        ids[:, :4], attention_mask=causal[:, :, :4, :4], position_ids=positions[:, :4], use_cache=True
+    )
+    cache = half.past_key_values
+    model(ids[:, 4:], attention_mask=causal[:, :, 4:], position_ids=positions[:, 4:], past_key_values=cache)
+    assert seen == [int(mask[:, :4].sum()), int(mask[:, 4:].sum())]
+
+
+def test_valid_tokens_around_the_model_take_precedence():
+    ids, mask, positions = batch("right")
+    model, seen = make(), []
+    model.model.layers[0].mlp.gate.register_forward_pre_hook(lambda _, args: seen.append(len(args[0])))
+    only_first = torch.arange(S).expand_as(ids) == 0
+    with valid_tokens(only_first):
+        model(input_ids=ids, attention_mask=mask, position_ids=positions)
+    assert seen == [len(LENGTHS)]
+
+
+def other(name):
+    """-> a fmoefied model of few tokens whose layers get other tokens than the model, its inputs but the ids."""
+    shared = dict(vocab_size=V, hidden_size=16, max_position_embeddings=64, pad_token_id=0)
+    heads = dict(num_attention_heads=2, num_hidden_layers=2, intermediate_size=24)
+    seq2seq = dict(
+        encoder_layers=1, decoder_layers=1, encoder_attention_heads=2, decoder_attention_heads=2,
+        encoder_ffn_dim=24, decoder_ffn_dim=24, bos_token_id=1, eos_token_id=2, pad_token_id=0,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    if name == "longformer":
+        config = transformers.LongformerConfig(**shared, **heads, attention_window=4)
+        model = transformers.LongformerModel(config)
+    elif name == "led":
+        config = transformers.LEDConfig(vocab_size=V, d_model=16, attention_window=4, **seq2seq)
+        model = transformers.LEDModel(config)
+    elif name == "prophetnet":
+        config = transformers.ProphetNetConfig(
+            **shared, num_encoder_layers=1, num_decoder_layers=1, num_encoder_attention_heads=2,
+            num_decoder_attention_heads=2, encoder_ffn_dim=24, decoder_ffn_dim=24, ngram=2,
+        )  # fmt: skip
+        model = transformers.ProphetNetModel(config)
+    elif name == "fsmt":
+        config = transformers.FSMTConfig(
+            langs=["a", "b"], src_vocab_size=V, tgt_vocab_size=V, d_model=16, max_position_embeddings=64,
+            use_cache=False, **seq2seq,
+        )  # fmt: skip
+        model = transformers.FSMTModel(config)
+    return model.eval()
+
+
+@pytest.mark.parametrize("name", ["longformer", "led", "prophetnet", "fsmt"])
+def test_models_with_other_tokens_inside_give_padding_no_expert(name):
+    dense = other(name)
+    moe = fmoefy(copy.deepcopy(dense), 4, init="upcycle", distributed_experts=False)
+    ids, mask, _ = batch("right")
+    inputs = {"input_ids": ids, "attention_mask": mask}
+    if name != "longformer":
+        inputs |= {"decoder_input_ids": ids, "decoder_attention_mask": mask}
+    seen = []
+    for module in moe.modules():
+        if isinstance(module, SoftmaxGate):
+            module.register_forward_pre_hook(lambda _, args: seen.append(len(args[0])))
+    with torch.no_grad():
+        out, expected = (model(**inputs)[0][mask > 0] for model in (moe, dense))
+    torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)  # their masks overflow in float64
+    real = sum(LENGTHS)
+    assert set(seen) == ({real, 3 * real} if name == "prophetnet" else {real})
+
+
+class Doubling(torch.nn.Module):
+    def __init__(self, mlp):
+        super().__init__()
+        self.mlp = mlp
+
+    def forward(self, x):
+        return self.mlp(torch.cat([x, x], 1))[:, : x.shape[1]]
+
+
+def test_layer_with_another_number_of_tokens_is_refused_by_the_models_name():
+    ids, mask, positions = batch("right")
+    model = make()
+    layer = model.model.layers[0]
+    layer.mlp = Doubling(layer.mlp)
+    with pytest.raises(
+        ValueError, match=r"layer in LlamaModel gets 54 tokens, but its attention_mask is for 27: "
+    ):
+        model(input_ids=ids, attention_mask=mask, position_ids=positions)
+    assert model(input_ids=ids).logits.isfinite().all()

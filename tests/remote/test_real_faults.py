@@ -84,7 +84,8 @@ async def read_record(etcd):
 async def read_held(endpoint):
     caller = Caller(None, STATE)
     try:
-        state = await caller.call(endpoint, protocol.STATE, encode(Message({}, {protocol.UID: UID})), 5.0)
+        request = encode(Message({}, {protocol.UID: UID}))
+        state = await caller.download(endpoint, protocol.STATE, request, 5.0)
     finally:
         await caller.close()
     ids = bytes(state.tensors["applied.ids"].tolist())
@@ -126,7 +127,7 @@ def test_signals_at_random_lose_no_update(etcd, start_process, tmp_path, kills, 
         server = start_process(
             "fmoe_ext.remote.server.main", *flags, "--checkpoint_dir", tmp_path / f"disk-{n}"
         )
-        server.wait_for("Got 1 active")
+        server.endpoint()
         return server
 
     servers = [start(n) for n in range(3)]

@@ -1,4 +1,4 @@
-"""DeepSeek-V3 and Kimi K2."""
+"""DeepSeek-V3 and Kimi K2; GLM-4.5 to 4.7 and dots.llm1 have the same MoE layers."""
 
 from fmoe_ext.checkpoint.families.family import PROJECTIONS, Family, Layout, first_dense
 

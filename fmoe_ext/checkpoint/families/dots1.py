@@ -1,24 +1,7 @@
-"""dots.llm1."""
+"""dots.llm1: the MoE layers of DeepSeek-V3."""
 
-from fmoe_ext.checkpoint.families.family import PROJECTIONS, Family, Layout, first_dense
+from dataclasses import replace
 
-FAMILY = Family(
-    name="dots1",
-    holds=("dots1",),
-    files=Layout(
-        per_expert=PROJECTIONS, shared="shared_experts.", expert_bias="gate.e_score_correction_bias"
-    ),
-    gates=("SigmoidGate",),
-    config={
-        "num_experts": "n_routed_experts",
-        "d_hidden": "moe_intermediate_size",
-        "num_shared": "n_shared_experts",
-        "top_k": "num_experts_per_tok",
-        "normalize": "norm_topk_prob",
-        "scale": "routed_scaling_factor",
-        "num_groups": "n_group",
-        "topk_groups": "topk_group",
-    },
-    fixed={"group_best": 2},
-    layers=first_dense,
-)
+from fmoe_ext.checkpoint.families import deepseek_v3
+
+FAMILY = replace(deepseek_v3.FAMILY, name="dots1", holds=("dots1",))

@@ -1,16 +1,7 @@
-"""FlexOlmo; OLMo-2 models with MoE layers."""
+"""FlexOlmo, OLMo-2 models with MoE layers: the MoE layers of OLMoE."""
 
-from fmoe_ext.checkpoint.families.family import PROJECTIONS, Family, Layout
+from dataclasses import replace
 
-FAMILY = Family(
-    name="flex_olmo",
-    holds=("flex_olmo", "olmo2"),
-    files=Layout(per_expert=PROJECTIONS),
-    config={
-        "num_experts": "num_experts",
-        "d_hidden": "intermediate_size",
-        "top_k": "num_experts_per_tok",
-        "normalize": "norm_topk_prob",
-    },
-    defaults={"norm_topk_prob": False},
-)
+from fmoe_ext.checkpoint.families import olmoe
+
+FAMILY = replace(olmoe.FAMILY, name="flex_olmo", holds=("flex_olmo", "olmo2"), gguf=None)

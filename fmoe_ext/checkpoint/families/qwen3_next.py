@@ -1,17 +1,15 @@
-"""Qwen3-Next."""
+"""Qwen3-Next: the MoE layers of Qwen2-MoE."""
 
-from fmoe_ext.checkpoint.families.family import PROJECTIONS, Family, Layout, any_dense
+from dataclasses import replace
 
-FAMILY = Family(
+from fmoe_ext.checkpoint.families import qwen2_moe
+from fmoe_ext.checkpoint.families.family import nothing_more
+
+FAMILY = replace(
+    qwen2_moe.FAMILY,
     name="qwen3_next",
     holds=("qwen3_next",),
-    files=Layout(per_expert=PROJECTIONS, shared="shared_expert.", shared_gate="shared_expert_gate.weight"),
-    config={
-        "num_experts": "num_experts",
-        "d_hidden": "moe_intermediate_size",
-        "shared": "shared_expert_intermediate_size",
-        "top_k": "num_experts_per_tok",
-        "normalize": "norm_topk_prob",
-    },
-    layers=any_dense,
+    defaults={"norm_topk_prob": True},
+    extra=nothing_more,
+    gguf=None,
 )

@@ -111,7 +111,7 @@ class Following:
         meta = {"uid": replica.uid, "server": self.site.name, "endpoint": self.site.server.endpoint}
         request = encode(Message({}, meta))
         copying = asyncio.create_task(
-            self.site.peers.call(leader.endpoint, messages.JOIN, request, COPY_SECONDS)
+            self.site.peers.download(leader.endpoint, messages.JOIN, request, COPY_SECONDS)
         )
         replica.copying = copying
         try:

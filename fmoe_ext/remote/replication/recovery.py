@@ -57,6 +57,8 @@ def decide(vacancy: Vacancy) -> Action:
 def patience(vacancy: Vacancy) -> float:
     """Seconds until a server leads by recovery: short only for one that has all that the record knows of."""
     record = vacancy.record or keys.Members()
+    if vacancy.record is None and set(vacancy.alive) == {vacancy.server}:
+        return 0.0  # a new expert, and the only server
     seconds = RECOVERY_LOOK if vacancy.end >= end_of(record) else vacancy.recovery_wait
     return max(seconds, vacancy.ttl) if record.voided else seconds
 

@@ -26,7 +26,7 @@ from fmoe_ext.remote.server.host import ExpertMissing, Fail, Finish
 from fmoe_ext.remote.server.ledger import NotLeader, Term
 from fmoe_ext.remote.server.server import Server
 from fmoe_ext.remote.server.uids import Pattern
-from fmoe_ext.remote.wire import STATE, Message
+from fmoe_ext.remote.wire import PART_BYTES, STATE, Message
 
 log = logging.getLogger("fmoe_ext.remote")
 TICK = 0.5  # seconds between looks at everything, when nothing happens
@@ -62,7 +62,8 @@ class ReplicatedExperts:
     async def start(self, server: Server) -> None:
         """Hosts the server's experts and begins to lead or follow."""
         await self.begin(server)
-        server.add_handlers(replica_handlers(self, server.service.guard))
+        part_bytes = min(PART_BYTES, server.options.max_message_bytes // 2)
+        server.add_handlers(replica_handlers(self, server.service.guard, part_bytes))
 
     async def begin(self, server: Hosting) -> None:
         self.server = server
@@ -83,7 +84,9 @@ class ReplicatedExperts:
             self._add(uid)
         server.metrics.gauge("led_experts", lambda: self._count(Role.LEADER))
         server.metrics.gauge("followed_experts", lambda: self._count(Role.FOLLOWER))
+        await self._reconcile()  # a second one decides on the offers of the first
         await self._reconcile()
+        await asyncio.gather(*self._confirming)
         self._task = asyncio.create_task(self._run())
 
     async def stop(self) -> None:

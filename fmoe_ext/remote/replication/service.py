@@ -1,6 +1,7 @@
 """The methods that replicas call: Append, Join, Ready, Host."""
 
-from collections.abc import Awaitable, Callable
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, Protocol
 
 import grpc
@@ -11,7 +12,7 @@ from fmoe_ext.remote.replication.messages import Append, Reply, read_append, rep
 from fmoe_ext.remote.security import Denied, Guard
 from fmoe_ext.remote.server.host import ExpertMissing
 from fmoe_ext.remote.server.ledger import NotLeader
-from fmoe_ext.remote.wire import STATE, Message, decode, encode
+from fmoe_ext.remote.wire import STATE, Message, decode, encode, encode_parts
 
 Code = grpc.StatusCode
 CODES = (
@@ -44,25 +45,36 @@ async def answer(replicas: Replicas, method: str, message: Message) -> Message:
     return Message()
 
 
-def replica_handlers(replicas: Replicas, guard: Guard) -> grpc.GenericRpcHandler:
-    """Servers admit each other as they admit those who send gradients."""
+def replica_handlers(replicas: Replicas, guard: Guard, part_bytes: int) -> grpc.GenericRpcHandler:
+    """Servers admit each other as they admit those who send gradients. A copy comes in parts."""
+
+    @contextlib.asynccontextmanager
+    async def answering(path: str, data: bytes, context: Any) -> AsyncIterator[Message]:
+        try:
+            guard.admit(context, len(data), gradient=True)
+            yield await answer(replicas, path, decode(data, STATE))
+        except Denied as error:
+            await context.abort(error.code, str(error))
+        except Exception as error:
+            code = next((code for kind, code in CODES if isinstance(error, kind)), Code.INTERNAL)
+            await context.abort(code, str(error)[:500] or repr(error)[:500])
 
     def method(path: str) -> Callable[..., Awaitable[bytes]]:
         async def call(data: bytes, context: Any) -> bytes:
-            try:
-                guard.admit(context, len(data), gradient=True)
-                return encode(await answer(replicas, path, decode(data, STATE)))
-            except Denied as error:
-                await context.abort(error.code, str(error))
-            except Exception as error:
-                code = next((code for kind, code in CODES if isinstance(error, kind)), Code.INTERNAL)
-                await context.abort(code, str(error)[:500] or repr(error)[:500])
+            async with answering(path, data, context) as message:
+                return encode(message)
             raise AssertionError("abort() does not return")
 
         return call
 
-    paths = (messages.APPEND, messages.JOIN, messages.READY, messages.HOST)
-    return grpc.method_handlers_generic_handler(
-        messages.SERVICE,
-        {path.rpartition("/")[2]: grpc.unary_unary_rpc_method_handler(method(path)) for path in paths},
-    )
+    async def join(data: bytes, context: Any) -> AsyncIterator[bytes]:
+        async with answering(messages.JOIN, data, context) as message:
+            for part in encode_parts(message, part_bytes):
+                yield part
+
+    handlers = {
+        path.rpartition("/")[2]: grpc.unary_unary_rpc_method_handler(method(path))
+        for path in (messages.APPEND, messages.READY, messages.HOST)
+    }
+    handlers["Join"] = grpc.unary_stream_rpc_method_handler(join)
+    return grpc.method_handlers_generic_handler(messages.SERVICE, handlers)

@@ -12,8 +12,8 @@ from fmoe_ext.remote.discovery import Discovery, DiscoveryError, ExpertRecord, c
 from fmoe_ext.remote.errors import Refused, RemoteError
 from fmoe_ext.remote.security import Credentials
 from fmoe_ext.remote.server.hand_over import LONGEST_LOOK
+from fmoe_ext.remote.server.ledger import NotLeader
 from fmoe_ext.remote.server.server import Server
-from fmoe_ext.remote.server.service import NotLeader
 from fmoe_ext.remote.server.state import write_state
 from fmoe_ext.remote.server.uids import Pattern, claim_free_uids
 from fmoe_ext.remote.wire import Message, WireError, encode

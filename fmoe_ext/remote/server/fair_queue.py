@@ -111,7 +111,8 @@ class FairQueue:
 
     def _take_batch(self) -> list[Job]:
         batch: list[Job] = []
-        sums, now = (0, 0, 0), time.monotonic()
+        sums: tuple[int, ...] = (0, 0, 0)
+        now = time.monotonic()
         limits = self.max_batch_rows, MAX_BATCH_TENSORS, self.max_batch_bytes
         expired: list[Job] = []
         passed = 0  # peers in a row that had nothing that fits

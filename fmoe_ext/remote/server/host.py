@@ -1,5 +1,6 @@
 """The experts of a server: batches through them and updates of them. Used by the computing thread alone."""
 
+import functools
 import hashlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -10,22 +11,13 @@ import torch
 from fmoe_ext.remote.expert_classes import ExpertClass, find_schema, initial_state
 from fmoe_ext.remote.schema import SchemaError
 from fmoe_ext.remote.server.fair_queue import Job
-<<<<<<< HEAD
 from fmoe_ext.remote.server.ledger import Ledger, NotLeader, Request, Update
-=======
 from fmoe_ext.remote.server.options import Training
->>>>>>> main
 from fmoe_ext.remote.server.reply_cache import ReplyCache
 from fmoe_ext.remote.server.stacks import Gradients, Part, Stack, make_stack
 from fmoe_ext.remote.wire import bytes_of
 
-<<<<<<< HEAD
-MAX_UPDATE_BYTES = 64 << 20  # of one update: replicas must be able to receive it; one request may be larger
 DIGEST_EVERY = 50  # updates of an expert with replicas
-OPTIMIZERS = ("sgd", "adam", "none")
-=======
-MAX_REMEMBERED_IDS = 1024  # of each expert: a call that is repeated later than so many others counts as new
->>>>>>> main
 
 
 class ExpertMissing(Exception):
@@ -34,49 +26,6 @@ class ExpertMissing(Exception):
 
 class StaleGradient(Exception):
     """The expert has moved on too far since the forward that the gradient belongs to."""
-
-
-@dataclass(frozen=True)
-<<<<<<< HEAD
-class Training:
-    """How gradients change experts. max_grad_norm: of one update of one expert. max_staleness: updates between
-    the forward that a client saw and its backward."""
-
-    optimizer: str = "sgd"
-    lr: float = 0.01
-    max_grad_norm: float | None = None
-    max_staleness: int | None = None
-
-    def __post_init__(self) -> None:
-        if self.max_grad_norm is not None and not self.max_grad_norm > 0:
-            raise ValueError(f"max_grad_norm must be positive, but is {self.max_grad_norm}")
-
-    def make_optimizer(self, parameters: Iterable[torch.Tensor]) -> torch.optim.Optimizer | None:
-        """The optimizer of one expert's parameters; None if it is not trained."""
-        if self.optimizer == "sgd":
-            return torch.optim.SGD(parameters, lr=self.lr)
-        if self.optimizer == "adam":
-            return torch.optim.Adam(parameters, lr=self.lr)
-        if self.optimizer == "none":
-            return None
-        raise ValueError(f"optimizer must be one of {', '.join(OPTIMIZERS)}, but got {self.optimizer!r}")
-=======
-class Request:
-    """One client's gradient, as it came."""
-
-    request_id: str
-    inputs: tuple[torch.Tensor, ...]
-    grad: torch.Tensor
-
-
-@dataclass(frozen=True)
-class Update:
-    """One step of one expert: version is what it leads to. The same requests in the same order give the same bits."""
-
-    uid: str
-    version: int
-    requests: tuple[Request, ...]
->>>>>>> main
 
 
 @dataclass
@@ -139,7 +88,6 @@ class ExpertHost:
         self.experts: dict[str, Hosted] = {}
         self.when_committed: WhenCommitted = committed_at_once
         self.is_replicated = False  # set before the first expert: steps need a leader
-        self.max_update_bytes = MAX_UPDATE_BYTES
         self.may_step: Callable[[str], None] = lambda uid: None
         self._stack = stack or make_stack(expert_class, hidden_dim, torch.device(device))
         self._num_places = 0
@@ -158,8 +106,9 @@ class ExpertHost:
             views = self._stack.views(place)
             for name, value in initial_state(self.expert_class, self.hidden_dim, uid, self.seed).items():
                 views[name].copy_(value)
-            self.experts[uid] = Hosted(uid, place, self.training.make_optimizer(views.values()))
-            self.experts[uid].ledger.is_replicated = self.is_replicated
+            ledger = Ledger(self.is_replicated, functools.partial(self._replies.drop, uid))
+            optimizer = self.training.make_optimizer(views.values())
+            self.experts[uid] = Hosted(uid, place, optimizer, ledger)
 
     def remove(self, uid: str) -> None:
         self._free.append(self.find(uid).place)
@@ -218,25 +167,12 @@ class ExpertHost:
 
     def _backward(self, jobs: Sequence[Job]) -> None:
         fresh = [job for job in jobs if not self._answer_repeated(job)]
-        for some in self._small_enough(_once(fresh)):
-            by_expert = self._by_expert(some)
-            gradients = self._stack.backward([_part(expert, group) for expert, group in by_expert])
-            for (expert, group), grads in zip(by_expert, gradients, strict=True):
-                self._finish_group(expert, group, grads)
-
-    def _small_enough(self, jobs: Sequence[Job]) -> list[list[Job]]:
-        """Jobs whose updates fit into one message each: what a leader makes, every follower can receive."""
-        parts: list[tuple[dict[str, int], list[Job]]] = []
-        for job in jobs:
-            size = _num_bytes(job)
-            for sizes, part in parts:
-                if sizes.get(job.uid, 0) + size <= self.max_update_bytes:
-                    sizes[job.uid] = sizes.get(job.uid, 0) + size
-                    part.append(job)
-                    break
-            else:
-                parts.append(({job.uid: size}, [job]))
-        return [part for _, part in parts]
+        by_expert = self._by_expert(_once(fresh))
+        if not by_expert:
+            return
+        gradients = self._stack.backward([_part(expert, group) for expert, group in by_expert])
+        for (expert, group), grads in zip(by_expert, gradients, strict=True):
+            self._finish_group(expert, group, grads)
 
     def _finish_group(self, expert: Hosted, group: Sequence[Job], grads: Gradients) -> None:
         ledger = expert.ledger
@@ -335,12 +271,6 @@ class ExpertHost:
             answers.append(Answer(tensors, update.version))
             if request.request_id:
                 self._replies.put(expert.uid, request.request_id, tensors)
-<<<<<<< HEAD
-=======
-        while len(expert.applied) > MAX_REMEMBERED_IDS:
-            oldest, _ = expert.applied.popitem(last=False)
-            self._replies.drop(expert.uid, oldest)
->>>>>>> main
         return answers
 
     def apply(self, update: Update) -> None:
@@ -398,11 +328,6 @@ def _answer_both(first: Job, second: Job) -> None:
         second.done(result)
 
     first.done = both
-
-
-def _num_bytes(job: Job) -> int:
-    tensors = (*job.inputs, job.grad)
-    return sum(x.numel() * x.element_size() for x in tensors if x is not None)
 
 
 def _part(expert: Hosted, jobs: Sequence[Job]) -> Part:

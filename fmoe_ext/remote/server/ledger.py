@@ -2,7 +2,7 @@
 
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -61,10 +61,11 @@ class Logged:
 class Ledger:
     """end: of the log; version: of the weights, behind the end only while updates wait for the device.
 
-    Without replicas everything is committed at once. All methods are safe from any thread.
+    Without replicas everything is committed at once. All methods are safe from any thread. forget(id) is called when a
+    request id is remembered no more.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, is_replicated: bool = False, forget: Callable[[str], None] = lambda _: None) -> None:
         self.lock = threading.RLock()
         self.end = End()
         self.version = 0
@@ -74,7 +75,8 @@ class Ledger:
         self.applied: OrderedDict[str, int] = OrderedDict()  # request id -> version
         self.num_requests = 0  # gradients applied since the expert began, each counted once
         self.tail: list[Logged] = []  # what members may lack
-        self.is_replicated = False
+        self.is_replicated = is_replicated
+        self._forget = forget
         self._leads: Term | None = None
         self._is_open = False
 
@@ -180,7 +182,7 @@ class Ledger:
         for request_id in _ids(update.requests):
             self.applied[request_id] = update.version
         while len(self.applied) > MAX_REMEMBERED_IDS:
-            self.applied.popitem(last=False)
+            self._forget(self.applied.popitem(last=False)[0])
 
 
 def _ids(requests: Iterable[Request]) -> list[str]:

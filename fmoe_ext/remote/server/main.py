@@ -15,13 +15,9 @@ from fmoe_ext._cli import CANNOT, run
 from fmoe_ext.remote import loop
 from fmoe_ext.remote.dht import open_node
 from fmoe_ext.remote.discovery import Discovery, DiscoveryError, StaticList
-<<<<<<< HEAD
+from fmoe_ext.remote.flags import DATE_FORMAT, LOG_FORMAT, build
 from fmoe_ext.remote.replication.replicas import ReplicatedExperts
 from fmoe_ext.remote.replication.site import Replication
-=======
-from fmoe_ext.remote.flags import DATE_FORMAT, LOG_FORMAT, build
-from fmoe_ext.remote.replication.replicas import ReplicatedExperts, Replication
->>>>>>> main
 from fmoe_ext.remote.security import Credentials, Security
 from fmoe_ext.remote.server.declared import DeclaredExperts, WarmCopies
 from fmoe_ext.remote.server.flags import ETCD, parse, read_tokens

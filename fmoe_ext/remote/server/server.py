@@ -17,12 +17,8 @@ from fmoe_ext.remote.security import Guard
 from fmoe_ext.remote.server.checkpoints import Checkpoints
 from fmoe_ext.remote.server.compute import ComputeThread
 from fmoe_ext.remote.server.fair_queue import FairQueue
-<<<<<<< HEAD
-from fmoe_ext.remote.server.host import ExpertHost, Training
-from fmoe_ext.remote.server.ledger import NotLeader
-=======
 from fmoe_ext.remote.server.host import ExpertHost
->>>>>>> main
+from fmoe_ext.remote.server.ledger import NotLeader
 from fmoe_ext.remote.server.metrics import Metrics
 from fmoe_ext.remote.server.options import Options
 from fmoe_ext.remote.server.pages import Pages

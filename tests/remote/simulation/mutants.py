@@ -9,7 +9,7 @@ from fmoe_ext.remote.replication.leader import Leader
 from fmoe_ext.remote.replication.recovery import Action
 from fmoe_ext.remote.replication.replica import Replica, Role
 from fmoe_ext.remote.replication.sender import Sender, settle
-from fmoe_ext.remote.server.host import ExpertHost
+from fmoe_ext.remote.server.fair_queue import FairQueue
 from fmoe_ext.remote.server.ledger import End, Ledger, NotLeader
 
 
@@ -24,7 +24,7 @@ def order_by_version(patch):
 
 
 def keep_the_wait_of_an_earlier_vacancy(patch):
-    """The time since the first offer counts, although somebody has led since."""
+    """The time since the first offer counts, although a server has led since."""
     first, decide = {}, recovery.decide
 
     def late(vacancy):
@@ -111,7 +111,12 @@ def die_in_silence(patch):
 
 def make_what_followers_refuse(patch):
     """An update holds as much as a batch does."""
-    patch.setattr(ExpertHost, "_small_enough", lambda self, jobs: [list(jobs)] if jobs else [])
+    original = FairQueue.__init__
+
+    def without_limit(self, max_batch_bytes):
+        original(self)
+
+    patch.setattr(FairQueue, "__init__", without_limit)
 
 
 MUTANTS = {

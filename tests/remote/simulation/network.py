@@ -118,7 +118,7 @@ def _settle(future, result, error):
 
 
 class SimPeers:
-    """What a server has for a Caller."""
+    """Stands for the Caller of a server."""
 
     def __init__(self, network, process):
         self.network, self.process = network, process
@@ -138,6 +138,8 @@ class SimPeers:
             )
         except asyncio.TimeoutError:
             raise errors.CallTimeout(f"{endpoint} did not answer") from None
+
+    download = call
 
     async def close(self):
         pass

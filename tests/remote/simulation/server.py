@@ -122,7 +122,7 @@ class SimDevice(ComputeThread):
 
 
 class Disk:
-    """What outlives a process; a write is there as a whole or not at all."""
+    """Outlives a process; a write is there as a whole or not at all."""
 
     def __init__(self):
         self.files = {}
@@ -142,8 +142,9 @@ class SimServer:
         )
         self.metrics = Metrics()
         self.host = ExpertHost(NUMBER, 1, OrderTraining("sgd"), stack=NumberStack())
-        self.host.max_update_bytes = options.max_update_bytes
-        self.compute = SimDevice(self.host, SimQueue(), self.process, world.rng)
+        self.compute = SimDevice(
+            self.host, SimQueue(max_batch_bytes=options.max_update_bytes), self.process, world.rng
+        )
         self.service = ExpertService(self.compute, None, self.metrics, Limits())
         store = StoreClient(world.etcd, world.network, self.process)
         self.placement = ReplicatedExperts(

@@ -197,7 +197,7 @@ class World:
 
     def _restart(self, machine, server):
         if self.servers[machine] is server:
-            if not server.process.is_dead:  # it was told to stop, and takes too long
+            if not server.process.is_dead:  # its stop takes too long
                 server.kill()
             self._note_members()
             self._start(machine)
@@ -326,7 +326,7 @@ class World:
         ]
 
     def _is_whole(self):
-        """Every expert has an open leader, as many members as there shall be, and equal logs."""
+        """Every expert has an open leader, the wanted number of members, and equal logs."""
         if not all(server.is_ready and not server.process.is_dead for server in self.servers):
             return False
         for uid in UIDS:
