@@ -26,13 +26,8 @@ TEST = re.compile(r"test_(what|the|a|an|who|whoever|where|whether|nothing)_")
 
 LEFT = {
     "benchmarks": 1,
-<<<<<<< HEAD
     "docs": 28,
     "examples": 3,
-=======
-    "docs": 32,
-    "examples": 5,
->>>>>>> replicas
     "fmoe_ext": 26,
     "fmoe_ext/ep": 19,
     "fmoe_ext/gates": 21,

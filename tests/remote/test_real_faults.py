@@ -8,14 +8,9 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parent / "simulation"))
-from checker import Held, History, check
-from conftest import free_ports, start_etcd
 
 from fmoe_ext.remote import errors, loop, protocol
 from fmoe_ext.remote.client.caller import Caller
@@ -24,6 +19,8 @@ from fmoe_ext.remote.etcd import keys
 from fmoe_ext.remote.etcd.client import EtcdClient
 from fmoe_ext.remote.etcd.discovery import EtcdDiscovery
 from fmoe_ext.remote.wire import Message, encode
+from tests.remote.conftest import free_ports, start_etcd
+from tests.remote.simulation.checker import Held, History, check
 
 D, UID, TTL = 16, "expert.0", 2.0
 FLAGS = ("--hidden_dim", D, "--num_threads", 1, "--expert_uids", UID, "--replicas", 3, "--lease", TTL)

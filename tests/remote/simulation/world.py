@@ -6,17 +6,17 @@ import random
 import types
 
 import torch
-from checker import Failed, Held, History, check
-from etcd import Etcd
-from network import Network
-from server import UIDS, Disk, SimServer
-from virtual import Process, VirtualLoop
 
 from fmoe_ext.remote import errors
 from fmoe_ext.remote.etcd import keys
 from fmoe_ext.remote.replication import follower
 from fmoe_ext.remote.replication.replica import Role
 from fmoe_ext.remote.replication.site import Replication
+from tests.remote.simulation.checker import Failed, Held, History, check
+from tests.remote.simulation.etcd import Etcd
+from tests.remote.simulation.network import Network
+from tests.remote.simulation.server import UIDS, Disk, SimServer
+from tests.remote.simulation.virtual import Process, VirtualLoop
 
 TTL = 2.0
 RECOVERY_WAIT = 5.0
