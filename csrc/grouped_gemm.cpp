@@ -190,9 +190,11 @@ std::tuple<Tensor, Tensor, Tensor> backward(const Tensor& grad_y, const Tensor& 
   check_cpu(offs, "offs");
   if (main_dweight) check_cpu(*main_dweight, "main_dweight");
   check_grouped_gemm_backward(grad_y, x, weight, offs, main_dweight);
-  const Tensor dy = as_contiguous(grad_y), rows = as_contiguous(x), w = as_contiguous(weight);
+  const GroupedGemmNeeds wanted(needs);
+  const Tensor dy = as_contiguous(grad_y), rows = as_contiguous(x);
+  const Tensor w = wanted.dx ? as_contiguous(weight) : weight;  // else only its shape is read
   const auto bounds = read_offs(as_contiguous(offs), rows.size(0));
-  Backward backward(dy, rows, w, bounds, GroupedGemmNeeds(needs), main_dweight);
+  Backward backward(dy, rows, w, bounds, wanted, main_dweight);
   backward.run();
   return {backward.dx, backward.dweight, backward.dbias};
 }

@@ -109,6 +109,8 @@ def _new_gradients(x: torch.Tensor, weight: torch.Tensor, needs: Sequence[bool])
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
     x, weight, offs, _ = inputs
+    if not ctx.needs_input_grad[0]:  # then backward reads only the weight's shape
+        weight = weight.new_empty(()).expand(weight.shape)
     ctx.save_for_backward(x, weight, offs)
 
 

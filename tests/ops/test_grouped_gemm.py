@@ -202,3 +202,16 @@ def test_rejects():
         grouped_gemm(x, weight.mT, offs, bias.double(), transposed=True)
     with pytest.raises(RuntimeError, match='unknown instruction set "mmx"'):
         torch.ops.fmoe_ext._set_cpu_isa("mmx")
+
+
+def test_grouped_gemm_without_gradient_of_x_keeps_no_weight():
+    x, weight, offs, bias, grad = make_inputs(6, 3, 4, [2, 6], torch.float32)
+    expected = results(grouped_gemm, x, weight, offs, bias, grad)
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        y = grouped_gemm(x.detach(), weight, offs, bias)
+    assert all(t.untyped_storage().data_ptr() != weight.untyped_storage().data_ptr() for t in kept)
+    assert sum(t.untyped_storage().nbytes() for t in kept if t.shape == weight.shape) <= 4
+    grads = torch.autograd.grad(y, [weight, bias], grad)
+    assert torch.equal(y, expected[0])
+    assert torch.equal(grads[0], expected[2]) and torch.equal(grads[1], expected[3])
