@@ -1,4 +1,4 @@
-"""What an installed wheel must be able to do, wherever it is installed: needs torch and nothing else.
+"""Smoke test of an installed wheel: needs torch and nothing else.
 
 python tests/wheel_smoke.py
 """

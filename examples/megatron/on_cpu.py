@@ -1,4 +1,4 @@
-"""What Megatron-core needs to run without a GPU: it allocates on "cuda" by name, and its attention has CUDA buffers."""
+"""Run Megatron-core without a GPU: it allocates on "cuda" by name, and its attention has CUDA buffers."""
 
 from contextlib import contextmanager, nullcontext
 from unittest import mock

@@ -1,4 +1,4 @@
-"""What fmoe.functions asks of other ranks. Everything that needs a process group goes through here."""
+"""Exchanges of fmoe.functions with other ranks; everything that needs a process group goes through here."""
 
 from typing import Any
 
@@ -50,7 +50,7 @@ def to_experts(
 def from_experts(
     rows: torch.Tensor, local_expert_count: torch.Tensor, global_expert_count: torch.Tensor, world_size: int
 ) -> torch.Tensor:
-    """The way back of to_experts."""
+    """Reverse to_experts()."""
     if world_size == 1:
         return rows
     order = _expert_major(global_expert_count, world_size, rows.device)

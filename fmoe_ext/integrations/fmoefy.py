@@ -106,8 +106,8 @@ def fmoefy(
     """Replaces the MLPs of a Transformer, in place, by FMoETransformerMLPs -> the model, with model.fmoe_report.
 
     model: a dense Hugging Face model, a model with nn.TransformerEncoderLayer or nn.TransformerDecoderLayer, or any
-    other with match=; a list of models gives a list, a tuple a tuple. Do it before wrapping the model for data parallelism and before
-    making the optimizer.
+    other with match=; a list of models gives a list, a tuple a tuple. Do it before wrapping the model for data
+    parallelism and before making the optimizer.
 
     num_experts, or fmoe_num_experts: experts of each rank, as in FastMoE.
     distributed_experts: with a process group, its ranks have different experts, num_experts each: wrap the model in

@@ -197,7 +197,7 @@ def _without_attention(layer: nn.Module, num_results: int | None) -> Iterator[No
     own_forwards = {m: vars(m).get("forward") for m in attentions}
     try:
         for m in attentions:
-            m.forward = answer  # type: ignore[method-assign]
+            m.forward = answer
         yield
     finally:
         for m, forward in own_forwards.items():

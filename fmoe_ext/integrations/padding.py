@@ -119,7 +119,8 @@ class _MaskReader:
         if (
             name == "ProphetNetDecoder"
         ):  # its layers get the tokens, and predictions for each of the next ones
-            valid = valid.repeat(1, 1 + module.config.ngram)  # type: ignore[union-attr, operator]
+            config: Any = module.config
+            valid = valid.repeat(1, 1 + config.ngram)
         elif name in ("FSMTEncoder", "FSMTDecoder"):  # their layers get [S, B, D]
             valid = valid.t()
         return with_valid(_BatchOfModel(outer.num_tokens, None, outer.sequences, name), valid)

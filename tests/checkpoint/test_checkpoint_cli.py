@@ -182,7 +182,7 @@ def test_gates_that_hugging_face_does_not_have(tmp_path, kind, source):
     assert not (tmp_path / "hf").exists()
 
 
-def test_what_the_config_must_say(tmp_path, capsys):
+def test_config_must_name_the_gates_options(tmp_path, capsys):
     checkpoint.save(tmp_path / "ours", with_gate(normalize=False))
     main(["convert", str(tmp_path / "ours"), "--to", "hf-qwen3_moe", "-o", str(tmp_path / "hf")])
     expected = 'config.json must say "num_experts_per_tok": 2, "norm_topk_prob": false'
@@ -240,7 +240,7 @@ def test_config_of_a_huggingface_folder(tmp_path, config, options, text):
         ({"model_type": "deepseek_v3"}, "qwen3_moe", "SigmoidGate, expected one of NaiveGate, SoftmaxGate"),
     ],
 )
-def test_a_huggingface_folder_that_the_format_cannot_say(tmp_path, capsys, config, to, text):
+def test_huggingface_folder_unknown_to_format_is_refused(tmp_path, capsys, config, to, text):
     """The facts about gates and experts are in its config.json, and go with the tensors."""
     save_file(checkpoint.to_huggingface(with_gate(), "qwen3_moe"), tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text(json.dumps({"num_experts_per_tok": 2, **config}))
@@ -338,7 +338,7 @@ def test_failed_conversions_leave_nothing(saved, tmp_path_factory):
         assert not out.parent.exists()
 
 
-def test_a_run_is_not_given_a_checkpoint_without_its_optimizer(saved):
+def test_run_is_not_given_a_checkpoint_without_its_optimizer(saved):
     """It was: `convert out --to fmoe_ext -o out` became what `out` resumes from, Adam's state lost."""
     ours = str(saved[0] / "ours")
     with pytest.raises(SystemExit, match=r"has a checkpoint already: .*no optimizer"):
@@ -369,7 +369,7 @@ def test_options_that_would_be_ignored(saved, monkeypatch, arguments, message):
         main(arguments)
 
 
-def test_a_folder_named_as_a_file(saved, capsys):
+def test_folder_named_as_a_file(saved, capsys):
     """FastMoE's folder may end in .pt."""
     folder = saved[0] / "model.pt"
     main(["convert", str(saved[0] / "ours"), "--to", "fastmoe", "-o", str(folder)])

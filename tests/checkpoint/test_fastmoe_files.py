@@ -118,7 +118,7 @@ def test_other_experts_keep_their_modules():
     assert_same(values(merge_fastmoe(models)), expected)
 
 
-def test_what_does_not_fit_together(tmp_path):
+def test_misfitting_files_are_refused(tmp_path):
     state = random_model().state_dict()
     folder = write_as_fastmoe_did(tmp_path, state)
     second = folder / "mp_rank_00_dp_rank_0001" / "model_optim_rng.pt"

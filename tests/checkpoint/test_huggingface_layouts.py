@@ -168,7 +168,7 @@ def test_files_that_transformers_writes(tmp_path):
         assert_same_states(to_huggingface(converted, name), in_file)
 
 
-def test_what_cannot_be_converted():
+def test_inconvertible_tensors_are_refused():
     state = ours().state_dict()
     biased = FMoETransformerMLP(E, D, H, activation="swiglu").state_dict()
     for name in ("htoh4", "h4toh"):

@@ -73,7 +73,7 @@ def test_biases_shared_experts_and_sigmoid(layout):
         to_megatron_core(state, "grouped")
 
 
-def test_what_does_not_fit():
+def test_misfitting_tensors_are_refused():
     theirs = to_megatron_core(layer().state_dict(), "modules")
     missing = {key: value for key, value in theirs.items() if "experts.2.linear_fc2" not in key}
     with pytest.raises(CheckpointError, match=r"missing: experts\.local_experts\.2\.linear_fc2\.weight"):

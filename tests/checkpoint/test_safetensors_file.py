@@ -29,7 +29,7 @@ def same_bits(a, b):
     return torch.equal(a, b)
 
 
-def test_the_library_reads_what_we_write(tmp_path):
+def test_library_reads_what_we_write(tmp_path):
     written, path = tensors(), tmp_path / "new" / "x.safetensors"
     seen = []
     write_safetensors(path, written, {"note": "0" * 64}, seen.append)
@@ -73,7 +73,7 @@ def test_tensors_are_fetched_one_at_a_time(tmp_path):
     assert all(load_file(tmp_path / "x.safetensors")[str(i)].eq(i).all() for i in range(4))
 
 
-def test_a_failed_write_leaves_the_old_file(tmp_path):
+def test_failed_write_leaves_the_old_file(tmp_path):
     path = tmp_path / "x.safetensors"
     write_safetensors(path, {"a": torch.ones(2)})
     for bad, text in (

@@ -164,7 +164,7 @@ MISFITS = {
 
 @pytest.mark.parametrize("kind", MISFITS)
 @pytest.mark.parametrize("target", ["folder", "file"])
-def test_what_does_not_fit_is_named_and_nothing_changes(tmp_path, kind, target):
+def test_misfit_is_named_and_nothing_changes(tmp_path, kind, target):
     change, text = MISFITS[kind]
     model, other = Model(), Model(seed=1)
     path = tmp_path
@@ -300,7 +300,7 @@ def test_killed_at_any_moment(tmp_path):
     assert int(done.stdout.split()[-1]) >= 20, done.stdout
 
 
-def test_a_failed_save_leaves_the_last_one(tmp_path):
+def test_failed_save_leaves_the_last_one(tmp_path):
     model = Model()
     checkpoint.save(tmp_path, model, step=1)
     model.before.weight = nn.Parameter(torch.empty(D, D, device="meta"))  # has no data to write

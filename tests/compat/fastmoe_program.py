@@ -99,7 +99,7 @@ def train(layer):
 
 
 def check_functions():
-    """What the functions promise, by value."""
+    """Check the functions by value."""
     world_size, rank = dist.get_world_size(), dist.get_rank()
     group = get_torch_default_comm()
     gate = torch.tensor([[0, 1], [1, -1], [0, 1], [0, -1]])

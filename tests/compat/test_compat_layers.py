@@ -370,7 +370,7 @@ def test_megatron_profile_and_arguments():
 
 
 def test_errors_are_exceptions_with_text():
-    """Where FastMoE's native code ends the process."""
+    """Calls in which FastMoE's native code ends the process."""
     with pytest.raises(RuntimeError, match=r"topk_idx must be in \[-1, 4\).*element 1 is 9"):
         prepare_forward(torch.tensor([[0, 9]]), 4, 1)
     with pytest.raises(ValueError, match=r"fwd_expert_count must have shape \[4\]"):

@@ -139,7 +139,7 @@ def test_native_errors_are_exceptions():
         prepare_forward(torch.tensor([[0, 4]]), E, 1)
 
 
-def test_a_forward_reads_nothing_on_the_host():
+def test_forward_reads_nothing_on_the_host():
     with FakeTensorMode():
         layer = fmoe.FMoETransformerMLP(num_expert=E, d_model=D, d_hidden=8, gate=GShardGate)
         out = layer(torch.empty(40, D))

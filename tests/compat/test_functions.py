@@ -144,7 +144,7 @@ class Threads:
         return "threads"
 
     def check(self, group):
-        """What fails here fails at once."""
+        """Errors are raised at once."""
 
     def exchange_counts(self, counts, group):
         return torch.stack([part[self.local.rank] for part in self.share(counts.clone())])

@@ -174,7 +174,7 @@ def resolve(module, name):
 
 
 def parameters(text):
-    """What FastMoE's `def f(<text>)` takes, in order: [(name, kind, default or its name)]."""
+    """Parameters of FastMoE's `def f(<text>)`, in order: [(name, kind, default or its name)]."""
     scope = {"NaiveGate": resolve("gates", "NaiveGate"), "ANY": ...}
     exec(f"def f({text}): pass", scope)
     return list(inspect.signature(scope["f"]).parameters.values())

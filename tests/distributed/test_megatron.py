@@ -58,7 +58,7 @@ LAYOUTS = {
     "dp2 ep2": (4, {"ep": 2}),
     "pp2": (2, {"pp": 2}),
     "pp2 ep2": (4, {"pp": 2, "ep": 2}),
-    # Batched, Megatron's messages to the next and to the previous stage, here one rank, could not be told apart.
+    # Batched, Megatron's messages to the next and to the previous stage, here one rank, look the same.
     "pp2 interleaved": (2, {"pp": 2, "vpp": 2, "batch_p2p_comm": False}),
     "tp2": (2, {"tp": 2}),
     "tp2 ep4": (4, {"tp": 2, "ep": 4}),
@@ -127,7 +127,7 @@ def test_expert_tensor_parallelism_equals_megatrons(pool, gated):
 
 
 def refusals_of_expert_tensor_parallelism():
-    """What is said to a layer whose experts are spread over the ranks by their width."""
+    """Arguments of a layer whose experts are split by width over the ranks."""
     from gpt import make_chunks
 
     from fmoe_ext import checkpoint
@@ -157,7 +157,7 @@ def refusals_of_expert_tensor_parallelism():
         ]
 
 
-def test_what_expert_tensor_parallelism_refuses(pool):
+def test_expert_tensor_parallelism_refusals(pool):
     expected = (
         "d_hidden must be a multiple of expert_tensor_parallel_size=2, but is 25",
         'overlap_degree="auto" is measured by each expert-parallel group for itself',
@@ -249,7 +249,7 @@ PRETRAIN |= {"moe_router_pre_softmax": True, "moe_aux_loss_coeff": 0.05, "add_bi
 
 
 def build_as_pretrain_gpt(config):
-    """What gpt_builder of pretrain_gpt.py does with `--spec moe_spec layer_spec`."""
+    """Build a model as gpt_builder of pretrain_gpt.py does with `--spec moe_spec layer_spec`."""
     from megatron.core.models.gpt import GPTModel
     from megatron.core.transformer.spec_utils import import_module
     from on_cpu import CausalAttention

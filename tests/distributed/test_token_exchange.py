@@ -53,7 +53,7 @@ def test_two_ranks(pool):
     pool.run(train, ROWS[2], 2, *cases, world_size=2)
 
 
-def test_a_rank_without_tokens(pool):
+def test_rank_without_tokens(pool):
     cases = [({"top_k": 3}, {}), ({"top_k": 3}, {"max_rows_per_rank": 7})]
     pool.run(train, [7, 0], 2, *cases, world_size=2)
 

@@ -112,7 +112,7 @@ def test_all_forwards_first(name, use_reentrant):
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-13)
 
 
-def test_the_local_form_is_another_number():
+def test_local_form_is_another_number():
     model = make("softmax")
     parts = torch.randn(sum(SIZES), D, dtype=torch.float64).split(SIZES)
     local = []
@@ -145,7 +145,7 @@ def test_padded_microbatches():
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-13)
 
 
-def test_the_first_pass_counts_for_nothing_and_gates_are_given_back():
+def test_first_pass_counts_nothing_and_restores_gates():
     model = make("sigmoid")
     monitor, ranks = balance.watch(model), [layer.gate.ranks for layer in model.moe]
     parts = torch.randn(sum(SIZES), D, dtype=torch.float64).split(SIZES)

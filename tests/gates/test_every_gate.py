@@ -1,4 +1,4 @@
-"""What holds for every gate of GATES."""
+"""Promises that every gate of GATES keeps."""
 
 import copy
 import pickle
@@ -118,7 +118,7 @@ def test_compiled_training_counts_the_load():
 
 
 @pytest.mark.parametrize("name", GATES)
-def test_a_layer_trains_compiled(name):
+def test_layer_trains_compiled(name):
     """Without a break of the graph, also after the first step; a gate that counts in training changes its buffers."""
 
     def train(compiled):
@@ -158,7 +158,7 @@ def fill_memory(module):
         buffer.fill_(7)
 
 
-def test_a_token_of_nan_that_experts_choose_gives_nan():
+def test_token_of_nan_that_experts_choose_gives_nan():
     torch.manual_seed(0)
     layer = FMoETransformerMLP(E, D, 2 * D, gate="expert_choice")
     x = tokens()
@@ -191,7 +191,7 @@ def test_loss_reaches_the_gate_or_is_zero(name):
 
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("name", [name for name in GATES if name not in WITHOUT_PARAMETERS])
-def test_a_token_that_is_not_a_number(name, training):
+def test_token_that_is_not_a_number(name, training):
     """Its weights are NaN, or it has no expert; the others' are numbers."""
     gate, x = make(name).train(training), tokens()
     x[5, 2] = torch.nan

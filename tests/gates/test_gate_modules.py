@@ -44,7 +44,7 @@ class LowRank(nn.Module):
 
 
 @pytest.mark.parametrize("name", LINEAR_GATES)
-def test_an_adapter_computes_and_trains(name):
+def test_adapter_computes_and_trains(name):
     torch.manual_seed(0)
     gate = GATES[name](D, E, 1).eval()
     merged = copy.deepcopy(gate)
@@ -252,7 +252,7 @@ def step_of(load, speed=1e-3):
 
 
 @pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.AdamW, torch.optim.Adafactor])
-def test_the_bias_moves_at_the_optimizers_step(optimizer):
+def test_bias_moves_at_the_optimizers_step(optimizer):
     torch.manual_seed(0)
     gate = SigmoidGate(D, E, 1)
     model = nn.Sequential(nn.Linear(D, D), gate)
@@ -270,7 +270,7 @@ def test_recomputed_and_repeated_updates_move_it_once(use_reentrant):
     torch.manual_seed(0)
     gate = SigmoidGate(D, E, 1)
     optimizer = torch.optim.SGD(gate.parameters(), lr=0.1)
-    optimizer.register_step_post_hook(lambda *_: gate.update_bias())  # as the README once told
+    optimizer.register_step_post_hook(lambda *_: gate.update_bias())  # as an older README has it
     counted = []
     optimizer.register_step_pre_hook(lambda *_: counted.append(gate.pending_load.float()))
     load = train(gate, optimizer, 2, lambda gate, x: checkpointed(gate, x, use_reentrant))
@@ -292,7 +292,7 @@ def test_whose_step_moves_it():
     assert not still.expert_bias.any()
 
 
-def test_an_optimizer_inside_another_counts_as_the_outer_one():
+def test_optimizer_inside_another_counts_as_the_outer_one():
     gate = SigmoidGate(D, E, 1)
     updates = []
     gate.after_optimizer_step = lambda: updates.append(1)
@@ -329,7 +329,7 @@ def test_skipped_steps_leave_the_choices_for_the_next():
     torch.testing.assert_close(gate.expert_bias + step_of(skipped + step(1.0, 1)), gate.expert_bias * 2)
 
 
-def test_a_gate_without_updates_warns(monkeypatch):
+def test_gate_without_updates_warns(monkeypatch):
     monkeypatch.setattr("fmoe_ext.gates.sigmoid_gate.FORWARDS_BEFORE_WARNING", 5)
     x = tokens()
 

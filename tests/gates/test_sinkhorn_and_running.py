@@ -55,7 +55,7 @@ def test_sinkhorn_gate_balances_in_training_only(top_k):
     assert load_of(alone).max() == load_of(alone)[3] > 1.5 * load_of(topk_idx).max()
 
 
-def test_a_token_that_is_not_a_number_leaves_the_others_choices():
+def test_token_that_is_not_a_number_leaves_the_others_choices():
     gate, x = make(SinkhornGate), tokens(21)
     expected = gate(x[1:])[0]
     x[0] = torch.nan
@@ -99,7 +99,7 @@ def test_running_loss_is_of_all_choices_of_the_step(name):
     assert gate.running_load.sum() == 0
 
 
-def test_a_repeated_forward_outside_of_a_layer_is_refused():
+def test_repeated_forward_outside_of_a_layer_is_refused():
     gate = make(SoftmaxGate, balance_loss="running")
     _, weights = checkpoint(gate, tokens().requires_grad_(), use_reentrant=False)
     with pytest.raises(RuntimeError, match="repeats SoftmaxGate outside of an FMoE layer"):
@@ -107,7 +107,7 @@ def test_a_repeated_forward_outside_of_a_layer_is_refused():
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_a_repeated_forward_counts_once_and_has_the_loss_of_the_first(reentrant):
+def test_repeated_forward_counts_once_with_first_loss(reentrant):
     torch.manual_seed(0)
     gate = functools.partial(SoftmaxGate, balance_loss="running")
     layer = FMoE(E, D, top_k=2, gate=gate, expert=lambda d: nn.Linear(d, d)).double()

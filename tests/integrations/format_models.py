@@ -80,7 +80,7 @@ def num_moe_layers(name):
     return 1 if dense else 2
 
 
-# dense models of Transformers, what fmoefy is told, and the formats that can hold the result
+# dense models of Transformers, arguments of fmoefy, and the formats that can hold the result
 DENSE = {
     "llama to mixtral": ("llama", "mixtral", {}, {}),
     "mistral to mixtral": ("mistral", "mixtral", {"sliding_window": 5, **HEADS}, {}),

@@ -217,7 +217,7 @@ def one_step(name, folder, callbacks):
 
 
 @pytest.mark.parametrize("name", OTHER_LOSSES)
-def test_a_step_adds_the_gradient_of_the_balance_loss(name, tmp_path):
+def test_step_adds_the_gradient_of_the_balance_loss(name, tmp_path):
     """Losses that the model does not return, or not alone."""
     model, seen = one_step(name, tmp_path / "with", [huggingface.balance_callback(WEIGHT)])
     without, _ = one_step(name, tmp_path / "without", [])
@@ -255,7 +255,7 @@ def test_weights_that_are_none(weight):
         huggingface.balance_callback(weight)
 
 
-def test_a_second_loss_takes_the_place_of_the_first(tmp_path):
+def test_second_loss_takes_the_place_of_the_first(tmp_path):
     """Gates give their loss once: the first of two counted, and the log of the second said 0."""
     alone, twice = make_model(), make_model()
     expected = train_by_trainer(alone, tmp_path / "a", [], huggingface.balance_callback(WEIGHT))

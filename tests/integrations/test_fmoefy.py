@@ -122,7 +122,7 @@ def test_errors_leave_the_model_as_it_was(model, options, text):
     assert dict(model.named_modules()) == before
 
 
-def test_nothing_found_says_what_was_looked_for():
+def test_fmoefy_without_mlps_names_what_it_sought():
     with pytest.raises(ValueError) as error:
         fmoefy(nn.Linear(3, 3), 4)
     for text in ("nn.TransformerEncoderLayer", "Hugging Face Transformers", "match="):
@@ -150,12 +150,12 @@ def test_one_gate_module_for_many_layers_is_refused(model):
     assert fmoefy(model, 4, match="layers.2", gate=gate).layers[2].gate is gate
 
 
-def test_a_list_of_models(model):
+def test_fmoefy_list_of_models(model):
     chunks = fmoefy([model, Model()], 4, match=MLP)
     assert [replaced(chunk) for chunk in chunks] == [[0, 1, 2, 3]] * 2
 
 
-def test_an_mlp_that_two_layers_share_becomes_one_moe_layer(model):
+def test_mlp_that_two_layers_share_becomes_one_moe_layer(model):
     model.other = nn.Sequential(model.layers[1])
     fmoefy(model, 4, match=MLP)
     assert model.other[0] is model.layers[1] and len(model.fmoe_report.replaced) == 4
@@ -224,7 +224,7 @@ def test_gates_whose_weights_have_no_constant_sum_are_refused(model, gate, why):
     assert replaced(model) == []
 
 
-def test_a_gate_of_ones_own_declares_its_weight(model):
+def test_gate_of_ones_own_declares_its_weight(model):
     class Halves(gates.NaiveGate):
         total_weight = 0.5
 
@@ -371,7 +371,7 @@ def test_fmoefy_returns_the_type_that_it_gets():
     ] == ['Argument "num_experts" to "fmoefy" has incompatible type "str"; expected "int | None"']
 
 
-def test_a_tuple_of_models_gives_a_tuple():
+def test_tuple_of_models_gives_a_tuple():
     models = tuple(Model(1) for _ in range(2))
     results = fmoefy(models, 4, match=MLP)
     assert type(results) is tuple and all(a is b for a, b in zip(results, models, strict=True))

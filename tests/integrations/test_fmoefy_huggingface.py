@@ -159,7 +159,7 @@ def test_first_logits_are_those_of_the_dense_model(name):
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama", "bert"])
-def test_a_training_step_changes_gates_and_experts(name):
+def test_training_step_changes_gates_and_experts(name):
     moe = fmoefy(make(name), 4, init="upcycle", split=2).train()
     inputs = batch(moe, torch.float32)
     before = copy.deepcopy(moe.state_dict())
@@ -238,7 +238,7 @@ def silent(*_):
     pass
 
 
-def test_what_a_file_cannot_hold_has_to_be_given_again(tmp_path):
+def test_callables_missing_in_file_must_be_passed(tmp_path):
     square = torch.nn.Sequential(torch.nn.ReLU(), torch.nn.Dropout(0.1))
     moe = fmoefy(make("opt"), 4, gate=OwnGate, activation=square, gate_hook=silent).eval()
     moe.save_pretrained(tmp_path)
@@ -318,7 +318,7 @@ def test_saving_without_a_record_is_refused():
         model.save_pretrained("nowhere")
 
 
-def test_the_configuration_it_was_made_of_stays_as_it_was():
+def test_configuration_it_was_made_of_stays_as_it_was():
     config = make("llama").config
     before, model = config.to_dict(), type(make("llama"))(config)
     moe = fmoefy(model, 4)
@@ -405,7 +405,7 @@ def by_hand():
 
 
 class BalancedTrainer(Trainer):
-    """What fmoefy's documentation says to do about the balance loss."""
+    """The balance loss as fmoefy's documentation adds it."""
 
     def compute_loss(self, model, inputs, return_outputs=False, **options):
         loss = super().compute_loss(model, inputs, **options)

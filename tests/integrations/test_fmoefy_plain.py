@@ -243,7 +243,7 @@ UNREADABLE = [
 
 
 @pytest.mark.parametrize(("make", "why"), UNREADABLE)
-def test_what_is_no_mlp_is_not_upcycled(make, why):
+def test_other_modules_are_not_upcycled(make, why):
     model = nn.ModuleDict({"ffn": make()})
     with pytest.raises(ValueError, match=why):
         fmoefy(model, 4, match="ffn", init="upcycle")

@@ -151,7 +151,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_a_format_cannot_say(name, tmp_path):
+def test_export_refuses_what_format_lacks(name, tmp_path):
     """Refused by name, before anything is written."""
     make_model, format, text = REFUSED[name]
     model = make_model()
@@ -168,7 +168,7 @@ def test_layers_that_differ(tmp_path):
         fmoe_ext.export(model, tmp_path / "out", "mixtral")
 
 
-def test_a_folder_that_is_not_empty(tmp_path):
+def test_export_refuses_folder_with_files(tmp_path):
     (tmp_path / "file").write_text("of somebody")
     with pytest.raises(CheckpointError, match="exists already: give a new folder"):
         fmoe_ext.export(llama(), tmp_path, "mixtral")
@@ -289,7 +289,7 @@ def test_save_pretrained_over_an_older_save(tmp_path):
     assert sorted(f.name for f in tmp_path.iterdir()) == ["out"]
 
 
-def test_the_ways_out_are_known_before_training():
+def test_ways_out_are_known_before_training():
     """The report of fmoefy names the formats; check_export refuses as export would."""
     from fmoe_ext.integrations.formats import check_export
 

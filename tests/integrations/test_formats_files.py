@@ -99,7 +99,7 @@ def test_files_that_lie(tmp_path):
 
 
 @pytest.mark.parametrize("lost", ["layers.1", "lm_head"])
-def test_a_part_of_a_model_is_refused(lost, tmp_path):
+def test_part_of_a_model_is_refused(lost, tmp_path):
     fmoe_ext.export(llama(), tmp_path / "out", "mixtral")
     file = tmp_path / "out" / "model.safetensors"
     kept = {name: value for name, value in load_file(file).items() if lost not in name}

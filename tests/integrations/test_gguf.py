@@ -24,7 +24,7 @@ transformers = pytest.importorskip("transformers")
 
 
 def halves(w, heads):
-    """What llama.cpp's converter does to rows of q and k, backwards."""
+    """Undo what llama.cpp's converter does to rows of q and k."""
     return w.reshape(heads, -1, 2, w.shape[1]).transpose(0, 2, 1, 3).reshape(w.shape)
 
 

@@ -112,7 +112,7 @@ def test_generate_save_and_load_on_one(architecture, pool, tmp_path):
 
 
 def refuse():
-    """What must not happen in silence -> the texts of the errors."""
+    """Provoke each refused case -> the texts of the errors."""
     model = spread("MixtralForCausalLM")
     texts = []
     for mistake in (

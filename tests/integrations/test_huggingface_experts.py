@@ -259,7 +259,7 @@ def test_attributes_that_older_versions_lack():
         assert torch.equal(a, b)
 
 
-def test_a_gate_that_computes_in_float32():
+def test_gate_that_computes_in_float32():
     experts = make_experts()
     expected = run_experts(experts, "eager", torch.zeros(7, 3, dtype=torch.int64))
     experts._apply_gate = lambda h: type(experts)._apply_gate(experts, h.float())

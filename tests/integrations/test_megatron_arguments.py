@@ -66,7 +66,7 @@ def parse(arguments, monkeypatch, options):
 
 
 def provide(arguments, args):
-    """What gpt_builder of pretrain_gpt.py does."""
+    """Build a model as gpt_builder of pretrain_gpt.py does."""
     from megatron.core.transformer.spec_utils import import_module
 
     config = arguments.core_transformer_config_from_args(args)

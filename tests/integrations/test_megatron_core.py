@@ -341,7 +341,7 @@ def test_needs_process_groups(monkeypatch):
 
 @pytest.mark.parametrize("as_function", [False, True])
 def test_upcycling_loads_the_dense_weights_first(as_function):
-    """What Megatron's load_checkpoint would bring after the model is built."""
+    """State that Megatron's load_checkpoint loads after the model is built."""
     trained = gpt()
     dense, state = logits(trained), trained.state_dict()
     (model,) = make_chunks(layouts.config_of(num_layers=2), layouts.VOCAB, layouts.SEQ_LEN)

@@ -118,7 +118,7 @@ def install_megatron(tp=1, **options):
 
 
 def _checkpointing(args):
-    """What Megatron's checkpointing does on the ranks that call it."""
+    """Save as Megatron's checkpointing does on the ranks that call it."""
 
     def name(folder, iteration, release=False):
         return str(Path(folder, f"iter_{iteration:07d}", "mp_rank_00", "model_optim_rng.pt"))
@@ -302,7 +302,7 @@ def train_on_ranks(tp, steps, folder=None):
 
 
 def split_mlps(model, rank, num_ranks):
-    """What a tensor-parallel rank has of the MLPs."""
+    """Part of the MLPs on a tensor-parallel rank."""
     for layer in model.layers:
         first, second = layer.mlp.dense_h_to_4h, layer.mlp.dense_4h_to_h
         first.weight = nn.Parameter(first.weight.chunk(num_ranks)[rank])

@@ -355,7 +355,7 @@ def test_every_moe_field_is_in_the_table():
         assert not (option.values and option.refused and option.refuses is None), name
 
 
-def test_the_docs_show_the_table():
+def test_docs_show_the_table():
     text = (Path(__file__).resolve().parents[2] / "docs/megatron.md").read_text()
     assert table() in text, (
         "docs/megatron.md: paste what fmoe_ext.integrations.megatron.core.table.table() returns"

@@ -146,7 +146,7 @@ def accepted_config(**values):
 
 
 def outcome(name, value, other):
-    """How a field with this value ends: "megatron refuses", "refused", "equal" or "no effect"."""
+    """Outcome of a field with this value: "megatron refuses", "refused", "equal" or "no effect"."""
     config = accepted_config(**other | {name: value})
     if config is None:
         return "megatron refuses"

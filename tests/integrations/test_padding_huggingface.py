@@ -88,7 +88,7 @@ def test_generation_with_a_cache_and_copies():
         assert out[2, S:].tolist() == alone[0, row.shape[1] :].tolist()
 
 
-def test_an_error_inside_leaves_no_mask_behind():
+def test_error_inside_leaves_no_mask_behind():
     ids, mask, positions = batch("right")
     model = make()
     with pytest.raises(ValueError, match="are for 27 tokens"):

@@ -21,7 +21,7 @@ EXPERTS = ["experts.htoh4.weight", "experts.h4toh.weight"]
 
 
 class PlainStack(nn.Module):
-    """What FMoELinear is, in a loop."""
+    """FMoELinear as a loop."""
 
     def __init__(self, linear):
         super().__init__()
@@ -170,7 +170,7 @@ def test_export_with_adapters_says_to_merge_them():
 
 
 def part_of(name, value, rank):
-    """What a rank has of the parameter of one process; PEFT keeps the experts of lora_B innermost."""
+    """Part of the parameter of one process on a rank; PEFT keeps the experts of lora_B innermost."""
     if ".experts." not in name:
         return value
     if "lora_B" in name:

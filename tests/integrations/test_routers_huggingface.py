@@ -85,7 +85,7 @@ def test_weights_of_played_choices_are_those_of_the_scores():
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_a_repeated_forward_chooses_what_the_first_one_chose(reentrant):
+def test_repeated_forward_chooses_what_the_first_one_chose(reentrant):
     """Also when the block of the replay has ended, and the input has drifted."""
     model = make("MixtralForCausalLM")
     router = next(iter(routers(model).values()))
@@ -159,7 +159,7 @@ def test_log_of_choices(tmp_path):
         assert torch.equal(record.topk_idx, expected)
 
 
-def test_a_copy_of_a_watched_model_chooses_for_itself():
+def test_copy_of_a_watched_model_chooses_for_itself():
     model, ids = make("MixtralForCausalLM"), make_ids()
     replay = RoutingReplay(model)
     with replay.record():

@@ -172,7 +172,7 @@ def one_step(name, folder, callbacks):
 
 
 @pytest.mark.parametrize("name", TRAINERS)
-def test_a_step_of_trl_adds_the_gradient_of_the_balance_loss(name, tmp_path):
+def test_step_of_trl_adds_the_gradient_of_the_balance_loss(name, tmp_path):
     """These trainers compute their loss outside of the model, which returns none."""
     model, seen, trainer = one_step(name, tmp_path / "with", [huggingface.balance_callback(WEIGHT)])
     without, seen_without, _ = one_step(name, tmp_path / "without", [])

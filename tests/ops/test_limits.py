@@ -157,7 +157,7 @@ print(kept)
 
 @pytest.mark.cpu("its memory")
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_a_thread_keeps_little():
+def test_thread_keeps_little():
     """A panel of a million columns takes up to 128 MB, which go when the product is done."""
     result = subprocess.run([sys.executable, "-c", KEEPS], capture_output=True, text=True)
     assert result.returncode == 0, result.stderr[-2000:]

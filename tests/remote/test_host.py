@@ -7,7 +7,8 @@ from fmoe_ext.remote import Training
 from fmoe_ext.remote.expert_classes import find_expert_class
 from fmoe_ext.remote.schema import is_finite
 from fmoe_ext.remote.server.fair_queue import DeadlinePassed, FairQueue, Job, QueueFull
-from fmoe_ext.remote.server.host import MAX_REMEMBERED_IDS, Answer, ExpertHost
+from fmoe_ext.remote.server.host import Answer, ExpertHost
+from fmoe_ext.remote.server.ledger import MAX_REMEMBERED_IDS
 from fmoe_ext.remote.server.state import digest, read_state, write_state
 from fmoe_ext.remote.wire import STATE, WireError, decode, encode
 
@@ -161,7 +162,7 @@ def test_replies_are_kept_as_long_as_their_request_ids():
     host = host_of(["expert.0"], "none", "nop")
     for n in range(MAX_REMEMBERED_IDS + 50):
         host.run([job("expert.0", 1, n)])
-    assert next(iter(host.find("expert.0").applied)) == f"{50:032x}"
+    assert next(iter(host.find("expert.0").ledger.applied)) == f"{50:032x}"
     assert len(host._replies) == MAX_REMEMBERED_IDS
     assert host._replies.get("expert.0", f"{49:032x}") is None
     assert host._replies.num_bytes == MAX_REMEMBERED_IDS * D * 4

@@ -8,14 +8,9 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parent / "simulation"))
-from checker import Held, History, check
-from conftest import free_ports, start_etcd
 
 from fmoe_ext.remote import errors, loop, protocol
 from fmoe_ext.remote.client.caller import Caller
@@ -23,7 +18,9 @@ from fmoe_ext.remote.discovery import DiscoveryError
 from fmoe_ext.remote.etcd import keys
 from fmoe_ext.remote.etcd.client import EtcdClient
 from fmoe_ext.remote.etcd.discovery import EtcdDiscovery
-from fmoe_ext.remote.wire import STATE, Message, encode
+from fmoe_ext.remote.wire import Message, encode
+from tests.remote.conftest import free_ports, start_etcd
+from tests.remote.simulation.checker import Held, History, check
 
 D, UID, TTL = 16, "expert.0", 2.0
 FLAGS = ("--hidden_dim", D, "--num_threads", 1, "--expert_uids", UID, "--replicas", 3, "--lease", TTL)
@@ -34,7 +31,7 @@ class Trainers:
 
     def __init__(self, etcd, count, pause):
         self.history, self.is_over, self.pause = History(), False, pause
-        self.discovery, self.caller = EtcdDiscovery(etcd), Caller(None, STATE)
+        self.discovery, self.caller = EtcdDiscovery(etcd), Caller()
         self.futures = [loop.submit(self._train(random.Random(n))) for n in range(count)]
 
     async def _train(self, rng):
@@ -82,7 +79,7 @@ async def read_record(etcd):
 
 
 async def read_held(endpoint):
-    caller = Caller(None, STATE)
+    caller = Caller()
     try:
         request = encode(Message({}, {protocol.UID: UID}))
         state = await caller.download(endpoint, protocol.STATE, request, 5.0)

@@ -1,4 +1,4 @@
-"""Experts that outlive servers: no update lost, none applied twice, whoever dies."""
+"""Experts that outlive servers: no update lost, none applied twice."""
 
 import asyncio
 import time
@@ -136,7 +136,7 @@ def test_hand_over_at_stop_takes_no_lease_time(cluster, client):
     assert state_of(follower)[0] == 2
 
 
-def test_a_follower_dies_and_updates_go_on(cluster, client):
+def test_follower_that_dies_stops_no_update(cluster, client):
     leader, follower = pair_up(cluster(), cluster())
     kill(follower)
     begin = time.monotonic()
@@ -168,8 +168,8 @@ def test_repeated_request_is_applied_once_also_by_the_next_leader(cluster, clien
     assert state_of(follower)[0] == 1
 
 
-def test_a_partitioned_old_leader_is_fenced(cluster, client):
-    """It still believes to lead: no update of its is acknowledged, and it takes a copy when it hears of the next."""
+def test_leader_cut_off_acknowledges_nothing(cluster, client):
+    """It still believes to lead: no update of its is acknowledged, and it takes a copy when the next one calls it."""
     leader, follower = pair_up(cluster(), cluster())
     step(client, 0)
     registry = leader.placement.registry
@@ -195,7 +195,7 @@ def test_a_partitioned_old_leader_is_fenced(cluster, client):
     assert state_of(follower)[0] == 2
 
 
-def test_an_update_under_way_when_its_sender_stops_is_settled():
+def test_update_under_way_when_its_sender_stops_is_settled():
     """Otherwise its commit, and every change of the members after it, would wait for ever."""
 
     class Silent:
@@ -212,7 +212,7 @@ def test_an_update_under_way_when_its_sender_stops_is_settled():
     assert loop.run(stop_under_way(), 5) == [None, None]
 
 
-def test_a_follower_that_never_heard_that_it_is_one(cluster, client):
+def test_follower_whose_ready_answer_is_lost_becomes_one(cluster, client):
     """The leader's word that it is a member now was lost: it takes another copy, without waiting for an update."""
     leader = cluster()
     step(client)
@@ -254,7 +254,7 @@ def test_calls_that_come_again_late_leave_a_member_a_member(cluster, client):
 
 
 @pytest.mark.parametrize("lost", ["set_members", "lead"])
-def test_an_answer_of_the_registry_that_is_lost_leaves_no_expert_without_leader(cluster, client, lost):
+def test_lost_answer_of_the_registry_leaves_a_leader(cluster, client, lost):
     """The key says that a server leads which does not believe it: it gives the place away."""
     leader, follower = pair_up(cluster(), cluster())
     step(client)
@@ -292,7 +292,7 @@ def test_clocks_that_jump_change_nothing(cluster, client, monkeypatch):
         for module in (
             discovery,
             etcd_discovery,
-        ):  # grpc reads the clock too, and cannot be told another time
+        ):  # grpc reads the clock too, and takes no other one
             monkeypatch.setattr(module, "time", clock)
         step(client, number)
     assert time.monotonic() - begin < 8
@@ -314,7 +314,7 @@ def test_all_replicas_die_and_a_checkpoint_comes_back(cluster, client, tmp_path)
     assert two.metrics.count("updates_lost_total") == 0
 
 
-def test_what_a_lost_checkpoint_costs_is_counted(cluster, client):
+def test_lost_checkpoint_is_counted(cluster, client):
     one = cluster(replicas=1)
     wait_until(lambda: role(one) is Role.LEADER, 5, "it leads")
     for n in range(3):

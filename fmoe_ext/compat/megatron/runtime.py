@@ -1,4 +1,4 @@
-"""What runs around a legacy Megatron model: its options, its process groups, its stacks of layers.
+"""The surroundings of a model of Megatron-LM v2.2 to v3.0.2: options, process groups, stacks of layers.
 
 Experts are spread over Megatron's data-parallel group. Tensor-parallel ranks have the same tokens: each computes a
 slice of them with whole experts.

@@ -26,9 +26,10 @@ from fmoe_ext.remote.server.host import ExpertMissing, Fail, Finish
 from fmoe_ext.remote.server.ledger import NotLeader, Term
 from fmoe_ext.remote.server.server import Server
 from fmoe_ext.remote.server.uids import Pattern
-from fmoe_ext.remote.wire import PART_BYTES, STATE, Message
+from fmoe_ext.remote.wire import PART_BYTES, Limits, Message
 
 log = logging.getLogger("fmoe_ext.remote")
+MAX_UPDATE_BYTES = 2**31 - 1  # grpc's largest limit; --max_message_bytes is below it
 TICK = 0.5  # seconds between looks at everything, when nothing happens
 
 
@@ -47,7 +48,7 @@ class ReplicatedExperts:
         self.name = secrets.token_hex(8)  # of this process: new after a restart, which is another server
         self.registry = Registry(store or EtcdClient(replication.registry), self.name, replication.ttl)
         self.registry.changed = lambda: self._wake.set()
-        self.peers: Peers = peers or Caller(credentials, STATE)
+        self.peers: Peers = peers or Caller(credentials, Limits(max_message_bytes=MAX_UPDATE_BYTES))
         self.replicas: dict[str, Replica] = {}
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None

@@ -60,7 +60,7 @@ class Record(NamedTuple):
 
 
 class Budget(NamedTuple):
-    """How often each fault may still happen."""
+    """The number of faults of each kind that may still happen."""
 
     updates: int = 2
     crashes: int = 0
@@ -505,7 +505,7 @@ class Protocol:
                 raise Violation(f"leader {i} lacks {set(state.acknowledged - held)}")
 
     def is_good(self, state):
-        """As many servers as there shall be are members of a leader that has answered everything."""
+        """The wanted number of servers are members of a leader that has answered everything."""
         record = state.record
         if record.leader < 0:
             return False

@@ -1,6 +1,6 @@
 """Explicit-state search: every reachable state keeps the invariants and can reach a good one without faults."""
 
-from protocol import Violation
+from tests.remote.model.protocol import Violation
 
 
 def search(protocol, first, max_states=10_000_000):

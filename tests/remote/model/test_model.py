@@ -1,13 +1,9 @@
 """The protocol of docs/replication.md holds its promises in every reachable state; each fault put back breaks one."""
 
-import sys
-from pathlib import Path
-
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
-from protocol import FAULTS, Budget, Protocol, Violation, first_state
-from search import search
+from tests.remote.model.protocol import FAULTS, Budget, Protocol, Violation, first_state
+from tests.remote.model.search import search
 
 SMALL = {
     "one crash": (Budget(updates=2, crashes=1), 3, True),

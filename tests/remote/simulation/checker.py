@@ -4,12 +4,12 @@ from dataclasses import dataclass, field
 
 
 class Failed(AssertionError):
-    """What the checker has found."""
+    """A promise that was not kept."""
 
 
 @dataclass
 class History:
-    """What trainers have seen."""
+    """The gradients of the trainers, and their answers."""
 
     begun: dict = field(default_factory=dict)  # request id: when
     acknowledged: dict = field(default_factory=dict)  # request id: version
@@ -20,7 +20,7 @@ class History:
 
 @dataclass(frozen=True)
 class Held:
-    """What one member holds. applied: request id: version, of the last 1024 requests."""
+    """The state of one member. applied: request id: version, of the last 1024 requests."""
 
     applied: dict
     num_requests: int

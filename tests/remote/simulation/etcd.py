@@ -123,7 +123,7 @@ class Etcd:
 
 
 class StoreClient:
-    """What a server has for an EtcdClient."""
+    """Stands for the EtcdClient of a server."""
 
     def __init__(self, etcd, network, process):
         self.etcd, self.network, self.process = etcd, network, process

@@ -24,7 +24,7 @@ def order_by_version(patch):
 
 
 def keep_the_wait_of_an_earlier_vacancy(patch):
-    """The time since the first offer counts, although somebody has led since."""
+    """The time since the first offer counts, although a server has led since."""
     first, decide = {}, recovery.decide
 
     def late(vacancy):

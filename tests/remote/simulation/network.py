@@ -118,7 +118,7 @@ def _settle(future, result, error):
 
 
 class SimPeers:
-    """What a server has for a Caller."""
+    """Stands for the Caller of a server."""
 
     def __init__(self, network, process):
         self.network, self.process = network, process

@@ -4,10 +4,7 @@ import asyncio
 import types
 
 import torch
-from etcd import StoreClient
-from network import SimPeers
 from torch import nn
-from virtual import Process
 
 from fmoe_ext.remote.compression import compress
 from fmoe_ext.remote.expert_classes import ExpertClass
@@ -20,6 +17,9 @@ from fmoe_ext.remote.server.service import ExpertService
 from fmoe_ext.remote.server.stacks import Gradients
 from fmoe_ext.remote.server.state import read_state, write_state
 from fmoe_ext.remote.wire import STATE, Limits, decode, encode
+from tests.remote.simulation.etcd import StoreClient
+from tests.remote.simulation.network import SimPeers
+from tests.remote.simulation.virtual import Process
 
 UIDS = ("expert.0",)
 PRIME = 1009.0
@@ -122,7 +122,7 @@ class SimDevice(ComputeThread):
 
 
 class Disk:
-    """What outlives a process; a write is there as a whole or not at all."""
+    """Outlives a process; a write is there as a whole or not at all."""
 
     def __init__(self):
         self.files = {}

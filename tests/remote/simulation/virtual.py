@@ -7,7 +7,7 @@ PROCESS = contextvars.ContextVar("process", default=None)
 
 
 class Process:
-    """What runs in its context stops when it is paused, and never runs again when it is killed."""
+    """All that runs in its context stops when it is paused, and never runs again when it is killed."""
 
     def __init__(self, name, loop):
         self.name, self.loop = name, loop

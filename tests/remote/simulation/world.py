@@ -6,17 +6,17 @@ import random
 import types
 
 import torch
-from checker import Failed, Held, History, check
-from etcd import Etcd
-from network import Network
-from server import UIDS, Disk, SimServer
-from virtual import Process, VirtualLoop
 
 from fmoe_ext.remote import errors
 from fmoe_ext.remote.etcd import keys
 from fmoe_ext.remote.replication import follower
 from fmoe_ext.remote.replication.replica import Role
 from fmoe_ext.remote.replication.site import Replication
+from tests.remote.simulation.checker import Failed, Held, History, check
+from tests.remote.simulation.etcd import Etcd
+from tests.remote.simulation.network import Network
+from tests.remote.simulation.server import UIDS, Disk, SimServer
+from tests.remote.simulation.virtual import Process, VirtualLoop
 
 TTL = 2.0
 RECOVERY_WAIT = 5.0
@@ -197,7 +197,7 @@ class World:
 
     def _restart(self, machine, server):
         if self.servers[machine] is server:
-            if not server.process.is_dead:  # it was told to stop, and takes too long
+            if not server.process.is_dead:  # its stop takes too long
                 server.kill()
             self._note_members()
             self._start(machine)
@@ -326,7 +326,7 @@ class World:
         ]
 
     def _is_whole(self):
-        """Every expert has an open leader, as many members as there shall be, and equal logs."""
+        """Every expert has an open leader, the wanted number of members, and equal logs."""
         if not all(server.is_ready and not server.process.is_dead for server in self.servers):
             return False
         for uid in UIDS:

@@ -1,4 +1,4 @@
-"""What TransformerConfig and Megatron's process groups say about a layer, as arguments of FMoETransformerMLP."""
+"""Arguments of FMoETransformerMLP from TransformerConfig and Megatron's process groups."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def check_whole_experts(groups: Any) -> None:
 
 
 def activation_of(config: Any) -> str | Callable:
-    """What a dense MLP of this config computes between its products, as FMoETransformerMLP takes it.
+    """The activation of a dense MLP of this config, as FMoETransformerMLP takes it.
 
     Raises ValueError for a gated activation that ops.expert_mlp does not compute.
     """

@@ -130,7 +130,7 @@ def check_width_group(groups: Any) -> None:
 def sharded_parts(
     moe: FMoETransformerMLP, key: str, name: str, p: Tensor, offsets: tuple, groups: Any
 ) -> Any:
-    """What dist_checkpointing saves of a parameter of the experts: the whole [E, H, D] of all ranks, in any layout."""
+    """Shards of a parameter of the experts for dist_checkpointing: the whole [E, H, D] of all ranks, in any layout."""
     from megatron.core.dist_checkpointing import ShardedTensor
     from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
 

@@ -45,7 +45,7 @@ class FromConfig(ScoredGate):
             return super().draw_logits(logits)
 
     def reset_global_aux_loss_tracker(self) -> None:
-        """What finalize_model_grads calls, by its name in TopKRouter."""
+        """Called by finalize_model_grads, by its name in TopKRouter."""
         if self.balance_loss == "running":
             self.reset_running_load()
 

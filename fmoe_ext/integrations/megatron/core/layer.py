@@ -188,7 +188,7 @@ class MegatronCoreMLP(nn.Module):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
     ) -> dict[str, Any]:
-        """What megatron.core.dist_checkpointing saves: experts as shards of [E, ...], the rest as copies.
+        """Shards for megatron.core.dist_checkpointing: experts as parts of [E, ...], the rest as copies.
 
         A checkpoint loads on any expert-parallel size. If only some layers of the model have experts, pass
         metadata={"non_homogeneous_layers": True} to the model's sharded_state_dict.

@@ -1,16 +1,13 @@
 """The replication code under simulated disaster: docs/replication.md's promises hold for every seed."""
 
 import logging
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).parent))
-from checker import Failed
-from mutants import MUTANTS
-from world import World
+from tests.remote.simulation.checker import Failed
+from tests.remote.simulation.mutants import MUTANTS
+from tests.remote.simulation.world import World
 
 CHUNK = 25  # seeds of one test
 

@@ -1,0 +1,168 @@
+"""Eight ways in which replicated experts lost updates or stood still, each by the part that mends it."""
+
+import asyncio
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from fmoe_ext.remote import Training
+from fmoe_ext.remote.etcd import keys
+from fmoe_ext.remote.expert_classes import find_expert_class
+from fmoe_ext.remote.replication import recovery
+from fmoe_ext.remote.replication.messages import Append, Reply, append_message, read_append
+from fmoe_ext.remote.replication.recovery import Action, Vacancy, decide
+from fmoe_ext.remote.replication.replica import Replica
+from fmoe_ext.remote.replication.sender import Sender
+from fmoe_ext.remote.server.fair_queue import Job
+from fmoe_ext.remote.server.host import ExpertHost
+from fmoe_ext.remote.server.ledger import End, Ledger, Logged, NotLeader, Request, Term, Update
+from fmoe_ext.remote.wire import STATE, decode, encode
+
+OLD, NEW = Term(3, "a"), Term(4, "b")
+NOTHING = End()
+
+
+def vacancy(server="a", end=NOTHING, record=None, offers=(), alive=("a", "b"), seconds=0.0, is_able=True):
+    offered = {name: recovery.make_offer(of, 7) for name, of in dict(offers).items()}
+    return Vacancy(server, end, is_able, record, 7, alive, offered, seconds, seconds, 30.0, 2.0)
+
+
+def record(end=NOTHING, members=(), **fields):
+    endpoints = {name: f"{name}:1" for name in members}
+    return keys.Members(endpoints, end.version, "", 4, end.term.number, end.term.leader, **fields)
+
+
+def test_longer_log_of_an_older_term_does_not_lead():
+    """A leader made 5 updates that nobody confirmed, the next one acknowledged 2: the 5 counted for more."""
+    ends = {"a": End(OLD, 5), "b": End(NEW, 2)}
+    known = record(ends["b"])
+    assert decide(vacancy("b", ends["b"], known, ends, seconds=1.1)) is Action.RECOVER
+    assert decide(vacancy("a", ends["a"], known, ends, seconds=100.0)) is Action.WAIT
+    alone = vacancy("a", ends["a"], known, {"a": ends["a"]}, ("a",), seconds=1.1)
+    assert decide(alone) is Action.WAIT
+    assert recovery.count_lost(alone) >= 1
+
+
+def test_server_without_the_last_state_waits_in_each_vacancy():
+    known, offers = record(End(NEW, 40)), {"a": End()}
+    assert decide(vacancy("a", End(), known, offers, ("a",), seconds=29.0)) is Action.WAIT
+    assert decide(vacancy("a", End(), known, offers, ("a",), seconds=30.0)) is Action.RECOVER
+
+
+def test_member_leads_whatever_its_role_and_others_wait_for_it():
+    known = record(End(NEW, 40), ["a"])
+    assert decide(vacancy("a", End(NEW, 40), known)) is Action.LEAD
+    others = {"b": End()}
+    assert decide(vacancy("b", End(), known, others, seconds=100.0)) is Action.WAIT
+    assert decide(vacancy("a", End(NEW, 40), known, is_able=False)) is Action.OFFER
+
+
+def test_offer_that_died_with_its_lease_is_made_again():
+    assert decide(vacancy("a", End(NEW, 1), record(End(NEW, 1)), {}, seconds=50.0)) is Action.OFFER
+
+
+def test_leader_that_has_not_confirmed_makes_no_step_and_commits_nothing():
+    ledger = Ledger(is_replicated=True)
+    ledger.lead(NEW)
+    with pytest.raises(NotLeader):
+        ledger.check_open("expert.0")
+    ledger.open(NEW)
+    ledger.check_open("expert.0")
+
+
+def job(results, seed=1):
+    x = torch.full((2, 16), float(seed))
+    return Job("expert.0", (x,), results.append, x, f"{seed:032x}")
+
+
+def test_step_that_the_log_refuses_is_not_made_nor_remembered():
+    """Five updates were acknowledged without the log: the host had made the step when the log refused it."""
+    host = ExpertHost(find_expert_class("nop"), 16, Training("none"))
+    host.is_replicated = True
+    host.add(["expert.0"])
+    ledger, results = host.find("expert.0").ledger, []
+    host.run([job(results)])
+    assert isinstance(results[0], NotLeader)
+    assert (ledger.version, ledger.end, len(ledger.applied)) == (0, End(), 0)
+    ledger.lead(NEW)
+    ledger.open(NEW)
+    host.run([job(results)])
+    assert ledger.version == ledger.end.version == 1
+
+
+def test_repeated_request_is_answered_when_its_version_is_committed():
+    host = ExpertHost(find_expert_class("nop"), 16, Training("none"))
+    host.is_replicated = True
+    host.add(["expert.0"])
+    host.find("expert.0").ledger.lead(NEW)
+    host.find("expert.0").ledger.open(NEW)
+    waiting, results = [], []
+    host.when_committed = lambda uid, version, finish, fail: waiting.append((version, finish))
+    host.run([job(results)])
+    host.run([job(results)])
+    assert [version for version, _ in waiting] == [1, 1] and not results
+    for _, finish in waiting:
+        finish()
+    assert [answer.version for answer in results] == [1, 1]
+
+
+def test_term_above_that_of_the_registry_voids_the_record():
+    replica = Replica("expert.0", Ledger(is_replicated=True))
+    replica.ledger.see(Term(310, "b"))
+    restored = record(members=["a"])
+    assert replica.needs_void(restored, 0)
+    new = recovery.voided(restored, End(NEW, 3), replica.ledger.seen, 0)
+    assert (new.term, new.epoch, new.endpoints, new.voided) == (311, 1, {}, True)
+    assert not replica.needs_void(new, 0)
+    patient = vacancy("a", End(NEW, 3), new, {"a": End(NEW, 3)}, ("a",), seconds=1.5)
+    assert decide(patient) is Action.WAIT  # a leader of before may have its lease still
+
+
+@pytest.mark.parametrize("error", [OverflowError("too large"), ValueError("strange")])
+def test_any_error_of_a_sender_is_the_failure_of_its_member(error):
+    async def call(*_):
+        raise error
+
+    async def send():
+        sender = Sender(SimpleNamespace(call=call), "b", "b:1", 1.0)
+        replies = sender.put(Append("expert.0", NEW, 0, End())), sender.put(Append("expert.0", NEW, 0, End()))
+        found = await asyncio.wait_for(asyncio.gather(*replies), 5)
+        return found, sender.is_dead, sender.failure
+
+    found, is_dead, failure = asyncio.run(send())
+    assert found == [None, None] and is_dead and str(error) in failure
+
+
+def test_update_of_2048_requests_is_one_that_followers_accept():
+    requests = tuple(
+        Request(f"{n + 1:032x}", (torch.full((1, 4), float(n)),), torch.full((1, 4), -float(n)))
+        for n in range(2048)
+    )
+    logged = Logged(End(OLD, 8), End(NEW, 9), Update("expert.0", 9, requests), "ff")
+    append = Append("expert.0", NEW, 8, logged.end, logged)
+    found = read_append(decode(encode(append_message(append)), STATE))
+    assert (found.term, found.committed, found.end, found.logged.previous) == (
+        NEW,
+        8,
+        End(NEW, 9),
+        End(OLD, 8),
+    )
+    assert [r.request_id for r in found.logged.update.requests] == [r.request_id for r in requests]
+    assert all(
+        torch.equal(a.grad, b.grad) and torch.equal(a.inputs[0], b.inputs[0])
+        for a, b in zip(found.logged.update.requests, requests, strict=True)
+    )
+
+
+def test_tail_brings_a_shorter_log_up_and_no_other_one():
+    ledger = Ledger(is_replicated=True)
+    ledger.lead(OLD)
+    ledger.open(OLD)
+    for version in (1, 2, 3):
+        ledger.append(Update("expert.0", version, ()))
+    ledger.commit(1)
+    assert [logged.end.version for logged in ledger.tail_after(End(OLD, 1))] == [2, 3]
+    assert ledger.tail_after(End(OLD, 3)) == []
+    assert ledger.tail_after(End(NEW, 2)) is None
+    assert Reply(True, ledger.end, OLD).end == End(OLD, 3)
