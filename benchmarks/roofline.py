@@ -251,8 +251,9 @@ an H100 of {H100.flops / 1e12:.0f} TFLOP/s (large product) and {H100.bandwidth /
 tokens choose their experts at random.
 
 The expected time is the largest of three:
-* *Tensor cores*: the product in whole tiles and whole waves, at {MAIN_LOOP:.0%} of the product ceiling in the main loop,
-  plus the epilogue of a tile unless another tile is multiplied meanwhile. Ragged rows and pairs need more tiles than R / 128.
+* *Tensor cores*: the product in whole tiles and whole waves, at {MAIN_LOOP:.0%} of the product ceiling in the main
+  loop, plus the epilogue of a tile unless another tile is multiplied meanwhile. Ragged rows and pairs need more
+  tiles than R / 128.
 * *L2*: the same, but the main loop takes as long as loading its operands at {L2_BANDWIDTH / 1e12:.1f} TB/s, measured.
 * *Memory*: every operand once, at the bandwidth of a copy.
 
