@@ -106,13 +106,17 @@ def _read_end(message: Message, key: str) -> End:
 def _tensors(requests: Sequence[Request]) -> dict[str, torch.Tensor]:
     """One tensor an input, whatever the number of requests."""
     ids = b"".join(bytes.fromhex(r.request_id or "0" * 2 * _ID_BYTES) for r in requests)
-    inputs = [torch.cat(parts) for parts in zip(*(r.inputs for r in requests), strict=True)]
+    inputs = [_joined(parts) for parts in zip(*(r.inputs for r in requests), strict=True)]
     return {
         "ids": torch.frombuffer(bytearray(ids), dtype=torch.uint8),
         "rows": torch.tensor([r.grad.shape[0] for r in requests], dtype=torch.int64),
-        "grad": torch.cat([r.grad for r in requests]),
+        "grad": _joined([r.grad for r in requests]),
         **{str(n): x for n, x in enumerate(inputs)},
     }
+
+
+def _joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
 
 
 def _requests(message: Message) -> tuple[Request, ...]:
