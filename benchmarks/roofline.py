@@ -244,17 +244,21 @@ def prediction(ceilings):
 BOUNDS = ("tensor cores", "L2", "memory")
 HEAD = f"""# Predictions
 
-What a measurement is to be compared with, and what it can prove wrong; `python -m benchmarks.bench_gpu_kernels` does
-(benchmarks/results/gpu_kernels.md). Written by `python -m benchmarks.roofline` for T = {PREDICTED_TOKENS}, bfloat16,
+The table predicts the time of each kernel; a measurement can refute it.
+`python -m benchmarks.bench_gpu_kernels` compares the two (benchmarks/results/gpu_kernels.md).
+`python -m benchmarks.roofline` writes this page for T = {PREDICTED_TOKENS}, bfloat16,
 an H100 of {H100.flops / 1e12:.0f} TFLOP/s (large product) and {H100.bandwidth / 1e12:.2f} TB/s (copy), {NUM_SMS} SMs;
 tokens choose their experts at random.
 
-Expected is the largest of three times. *Tensor cores*: whole tiles, of which ragged rows and pairs need more than
-R / 128, in whole waves; {MAIN_LOOP:.0%} of the product ceiling in the main loop; and the epilogue of a tile where no
-other tile is multiplied meanwhile. *L2*: the same, but the main loop takes as long as its operands at
-{L2_BANDWIDTH / 1e12:.1f} TB/s, measured. *Memory*: every operand once, at the
-bandwidth of a copy. Roofline: the larger of FLOPs and bytes at the ceilings. The cycles of an epilogue are the
-instructions of its machine code, issued one a cycle and scheduler, and its waits; 64-row tiles are left out.
+The expected time is the largest of three:
+* *Tensor cores*: the product in whole tiles and whole waves, at {MAIN_LOOP:.0%} of the product ceiling in the main
+  loop, plus the epilogue of a tile unless another tile is multiplied meanwhile. Ragged rows and pairs need more
+  tiles than R / 128.
+* *L2*: the same, but the main loop takes as long as loading its operands at {L2_BANDWIDTH / 1e12:.1f} TB/s, measured.
+* *Memory*: every operand once, at the bandwidth of a copy.
+
+Roofline is the larger of FLOPs and bytes at the ceilings. The cycles of an epilogue are the instructions of its
+machine code, issued one a cycle and scheduler, and its waits. 64-row tiles are left out.
 
 """
 
