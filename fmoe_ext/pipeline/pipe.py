@@ -138,7 +138,7 @@ class Pipe(nn.Module):
         if is_checkpointed:
             again = Recomputing(work.norms)
             results = checkpoint_of(
-                _RunTwice(work),
+                work.run_on_copy,
                 values,
                 skips,
                 use_reentrant=False,
@@ -222,32 +222,10 @@ class _Work:
                 gate.set_loss(loss)
         return values, skips, losses
 
-
-class _RunTwice:
-    """The forward of a checkpoint and its repetition, of layers that may change their inputs in place.
-
-    The forward runs on a copy. The repetition does only if the forward changed its copy.
-    """
-
-    def __init__(self, work: _Work):
-        self.work = work
-        self.needs_copy = True
-
-    def __call__(self, values: Values, skips: Skips) -> tuple[Values, Skips, dict[BaseGate, Tensor]]:
-        if not self.needs_copy:
-            return self.work.run(values, skips)
-        copies: list[Tensor] = []
-
-        def copied(x: Tensor) -> Tensor:
-            copies.append(x.clone())
-            return copies[-1]
-
-        values = map_tensors(copied, values)
-        skips = {key: None if skip is None else copied(skip) for key, skip in skips.items()}
-        versions = [x._version for x in copies]
-        results = self.work.run(values, skips)
-        self.needs_copy = [x._version for x in copies] != versions
-        return results
+    def run_on_copy(self, values: Values, skips: Skips) -> tuple[Values, Skips, dict[BaseGate, Tensor]]:
+        """run() of copies, so that a layer that changes its input in place leaves it for the second forward."""
+        copies = {key: None if skip is None else skip.clone() for key, skip in skips.items()}
+        return self.run(map_tensors(Tensor.clone, values), copies)
 
 
 def _moved(tensor: Tensor | None, device: torch.device) -> Tensor | None:
