@@ -58,6 +58,12 @@ def init_groups(pp: int | DeviceMesh, ep: int = 1) -> PipelineGroups:
     )
 
 
+def sum_over(x: torch.Tensor, group: dist.ProcessGroup) -> None:
+    """Adds x of all ranks of a group, in place; a group of one rank calls no collective."""
+    if dist.get_world_size(group) > 1:
+        dist.all_reduce(x, group=group)
+
+
 def check_layers(part: nn.Module, groups: PipelineGroups) -> None:
     """Raises ValueError for an MoE layer of a stage that would wait for ranks of other stages, which never come."""
     members = set(dist.get_process_group_ranks(groups.data))

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint as checkpoint_of
 from fmoe_ext.gates import BaseGate
 from fmoe_ext.gates.accumulation import loss_share
 from fmoe_ext.gates.base_gate import gates_of
-from fmoe_ext.pipeline.batch_norm import DeferredBatchNorm, Recomputing, defer_batch_norm
+from fmoe_ext.pipeline.batch_norm import BATCH_NORMS, DeferredBatchNorm, Recomputing, defer_batch_norm
 from fmoe_ext.pipeline.microbatch import Values, check_values, gather, map_tensors, move, num_rows, scatter
 from fmoe_ext.pipeline.skip import SkipKey, Skippable, Skips, keeping, verify_skippables
 
@@ -89,8 +89,9 @@ class Pipe(nn.Module):
         self._begin_batch(len(parts))
         microbatches = [_Microbatch(part, num_rows(part)) for part in parts]
         num_checkpointed = self._num_checkpointed(len(parts))
+        works = [_Work(partition) for partition in self.partitions]
         for i, j in clock_cycles(len(parts), len(self.partitions)):
-            self._compute(microbatches[i], j, i < num_checkpointed)
+            self._compute(microbatches[i], works[j], self.devices[j], i < num_checkpointed)
         self._keep_losses(microbatches)
         return gather([m.values for m in microbatches])
 
@@ -127,24 +128,24 @@ class Pipe(nn.Module):
             if isinstance(module, DeferredBatchNorm):
                 module.begin_batch(num_microbatches)
 
-    def _compute(self, microbatch: "_Microbatch", j: int, is_checkpointed: bool) -> None:
-        partition, device = self.partitions[j], self.devices[j]
+    def _compute(
+        self, microbatch: "_Microbatch", work: "_Work", device: torch.device, is_checkpointed: bool
+    ) -> None:
         values = move(microbatch.values, device)
         skips = {
-            key: _moved(microbatch.skips.pop(key), device) for key in _incoming(partition, microbatch.skips)
+            key: _moved(microbatch.skips.pop(key), device) for key in work.pop_keys if key in microbatch.skips
         }
         if is_checkpointed:
-            again = Recomputing(list(partition.modules()))
+            again = Recomputing(work.norms)
             results = checkpoint_of(
-                _run_on_copy,
-                partition,
+                work.run_on_copy,
                 values,
                 skips,
                 use_reentrant=False,
                 context_fn=lambda: (nullcontext(), again),
             )
         else:
-            results = _run(partition, values, skips)
+            results = work.run(values, skips)
         microbatch.values, stashed, losses = results
         microbatch.skips.update(stashed)
         microbatch.losses.update(losses)
@@ -198,33 +199,33 @@ def clock_cycles(num_microbatches: int, num_partitions: int) -> Iterator[tuple[i
             yield clock - partition, partition
 
 
-def _run_on_copy(
-    partition: nn.Module, values: Values, skips: Skips
-) -> tuple[Values, Skips, dict[BaseGate, Tensor]]:
-    """_run() of copies, so that a layer that changes its input in place leaves it for the second forward."""
-    copies = {key: None if skip is None else skip.clone() for key, skip in skips.items()}
-    return _run(partition, map_tensors(Tensor.clone, values), copies)
+class _Work:
+    """The layers of one partition, and what a search through their modules finds; made once a batch."""
 
+    def __init__(self, partition: nn.Module):
+        self.partition = partition
+        self.gates = gates_of(partition)
+        self.norms = [m for m in partition.modules() if isinstance(m, BATCH_NORMS)]
+        layers = [layer for layer in partition.children() if isinstance(layer, Skippable)]
+        self.pop_keys: list[SkipKey] = [key for layer in layers for key in layer.pop_keys()]
 
-def _run(partition: nn.Module, values: Values, skips: Skips) -> tuple[Values, Skips, dict[BaseGate, Tensor]]:
-    """The layers of a partition: their result, what they stashed, and their gates' losses, in which gates forget."""
-    skips = dict(skips)
-    gates = gates_of(partition)
-    kept = [gate.get_loss() for gate in gates]
-    try:
-        with keeping(skips):
-            values = partition(values)
-        losses = {gate: loss for gate in gates if (loss := gate.get_loss()) is not None}
-    finally:
-        for gate, loss in zip(gates, kept, strict=True):
-            gate.set_loss(loss)
-    return values, skips, losses
+    def run(self, values: Values, skips: Skips) -> tuple[Values, Skips, dict[BaseGate, Tensor]]:
+        """The layers' result, what they stashed, and their gates' losses; the gates forget theirs."""
+        skips = dict(skips)
+        kept = [gate.get_loss() for gate in self.gates]
+        try:
+            with keeping(skips):
+                values = self.partition(values)
+            losses = {gate: loss for gate in self.gates if (loss := gate.get_loss()) is not None}
+        finally:
+            for gate, loss in zip(self.gates, kept, strict=True):
+                gate.set_loss(loss)
+        return values, skips, losses
 
-
-def _incoming(partition: nn.Module, skips: Skips) -> list[SkipKey]:
-    """The skips that layers of this partition pop and earlier ones stashed."""
-    keys = [key for layer in partition.children() if isinstance(layer, Skippable) for key in layer.pop_keys()]
-    return [key for key in keys if key in skips]
+    def run_on_copy(self, values: Values, skips: Skips) -> tuple[Values, Skips, dict[BaseGate, Tensor]]:
+        """run() of copies, so that a layer that changes its input in place leaves it for the second forward."""
+        copies = {key: None if skip is None else skip.clone() for key, skip in skips.items()}
+        return self.run(map_tensors(Tensor.clone, values), copies)
 
 
 def _moved(tensor: Tensor | None, device: torch.device) -> Tensor | None:

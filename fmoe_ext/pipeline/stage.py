@@ -71,6 +71,8 @@ class Stage(nn.Module):
         self.is_checkpointed = False
         self.batch: Microbatches | None = None
         self.balance_losses: list[Tensor] = []
+        self.number = 0  # of the microbatch whose forward comes next
+        self._gates: list[list[BaseGate]] = []
 
     @property
     def is_first(self) -> bool:
@@ -82,16 +84,16 @@ class Stage(nn.Module):
         """True if its result is the model's."""
         return self.index == self.num_stages - 1
 
-    def forward(self, *values: Tensor, microbatch: Tensor) -> Tensors:
-        """values [rows, *] of a microbatch and its number [1] -> what the last layer returns, padded to as many rows.
+    def forward(self, *values: Tensor) -> Tensors:
+        """values [rows, *] of microbatch self.number -> what the last layer returns, padded to as many rows.
 
-        The first stage takes the values from its batch; its argument is the number, too.
+        The first stage takes the values from its batch, whatever its arguments are.
         """
         batch = self.batch
         assert batch is not None, "Pipeline gives a stage its batch before it runs"
-        number = int(microbatch)
+        number = self.number
         rows = batch.rows[number]
-        inputs = as_tuple(batch.values[number]) if self.is_first else tuple(x[:rows] for x in values)
+        inputs = as_tuple(batch.values[number]) if self.is_first else tuple(cut(x, rows) for x in values)
         try:
             outputs, losses = self.compute(inputs[0] if len(inputs) == 1 else inputs)
         except Exception as error:
@@ -113,20 +115,28 @@ class Stage(nn.Module):
     def compute(self, values: Tensors) -> tuple[Tensors, list[tuple[BaseGate, Tensor]]]:
         """The layers one after the other -> their result, and gates with their losses."""
         losses: list[tuple[BaseGate, Tensor]] = []
-        for layer in self.layers:
-            if self.is_checkpointed and self.training and torch.is_grad_enabled():
-                values, of_layer = checkpoint_of(_run, layer, values, use_reentrant=False)
+        is_checkpointed = self.is_checkpointed and self.training and torch.is_grad_enabled()
+        for layer, gates in zip(self.layers, self._gates, strict=True):
+            if is_checkpointed:
+                values, of_layer = checkpoint_of(_run, layer, gates, values, use_reentrant=False)
             else:
-                values, of_layer = _run(layer, values)
+                values, of_layer = _run(layer, gates, values)
             losses += of_layer
         return values, losses
+
+    def begin(self, batch: Microbatches) -> None:
+        """Takes the batch of a step. Looks for gates once a step: a search visits every module of a layer."""
+        self.batch = batch
+        self._gates = [gates_of(layer) for layer in self.layers]
 
     def forget(self) -> None:
         """Lets go of the batch, and of losses that a repeated forward left in gates."""
         self.batch = None
         self.balance_losses = []
-        for gate in gates_of(self):
-            gate.set_loss(None)
+        for gates in self._gates:
+            for gate in gates:
+                gate.set_loss(None)
+        self._gates = []
 
     def _check(self, outputs: Tensors) -> None:
         found = Boundary.of(outputs)
@@ -144,10 +154,16 @@ def _text(boundary: Boundary) -> str:
     )
 
 
-def _run(layer: nn.Module, values: Tensors) -> tuple[Tensors, list[tuple[BaseGate, Tensor]]]:
+def cut(x: Tensor, rows: int) -> Tensor:
+    """The first rows of x; x itself where that is all, since the backward of a slice copies the gradient."""
+    return x if len(x) == rows else x[:rows]
+
+
+def _run(
+    layer: nn.Module, gates: list[BaseGate], values: Tensors
+) -> tuple[Tensors, list[tuple[BaseGate, Tensor]]]:
     values = layer(values)
-    losses = ((gate, gate.get_loss()) for gate in gates_of(layer))
-    return values, [(gate, loss) for gate, loss in losses if loss is not None]
+    return values, [(gate, loss) for gate in gates if (loss := gate.get_loss()) is not None]
 
 
 def _leave(x: Tensor, rows: int, loss: Tensor | None) -> Tensor:

@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 
 from torch.distributed.pipelining import PipelineStage
 
+from fmoe_ext.pipeline.stage import Stage
+
 COLORS = ("#4c78a8", "#f58518", "#54a24b")
 KINDS = ("forward", "backward", "weights")
 LEGEND = MappingProxyType({"weights": "backward of weights, split off"})
@@ -25,18 +27,21 @@ class Span(NamedTuple):
 
 
 class TimedStage(PipelineStage):
-    """torch's stage with a record of its computations.
+    """torch's stage, with a record of its computations, that gives our stage the number of each microbatch.
 
+    An argument for the number would be cut, flattened and stored by torch for every microbatch.
     The first stage has no gradient of inputs: where a schedule splits the backward, its whole backward is in the
     second part, and recorded as "backward".
     """
 
-    record: Callable[[str, int, int, float, float], None]
+    stage: Stage
+    record: Callable[[str, int, int, float, float], None] | None = None  # None: no record
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        self.stage.number = fwd_chunk_id
         begin = time.perf_counter()
         result = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
-        self.record("forward", self.stage_index, fwd_chunk_id, begin, time.perf_counter())
+        self._note("forward", fwd_chunk_id, begin)
         return result
 
     def backward_one_chunk(
@@ -45,13 +50,16 @@ class TimedStage(PipelineStage):
         begin = time.perf_counter()
         super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
         if full_backward or not self.is_first:
-            self.record("backward", self.stage_index, bwd_chunk_id, begin, time.perf_counter())
+            self._note("backward", bwd_chunk_id, begin)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
         begin = time.perf_counter()
         super().backward_weight_one_chunk(bwd_chunk_id, *args, **kwargs)
-        kind = "backward" if self.is_first else "weights"
-        self.record(kind, self.stage_index, bwd_chunk_id, begin, time.perf_counter())
+        self._note("backward" if self.is_first else "weights", bwd_chunk_id, begin)
+
+    def _note(self, kind: str, microbatch: int, begin: float) -> None:
+        if self.record is not None:
+            self.record(kind, self.stage_index, microbatch, begin, time.perf_counter())
 
 
 def bubble_share(spans: Sequence[Span]) -> float:

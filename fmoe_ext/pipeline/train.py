@@ -16,13 +16,13 @@ from fmoe_ext.distributed.clipping import norm_over, scale_to_norm
 from fmoe_ext.ep.exchange import check_same
 from fmoe_ext.gates.accumulation import refuse_all_forwards_first
 from fmoe_ext.pipeline.data_parallel import check_data_parallel, check_tied, joined, num_copies, wrap
-from fmoe_ext.pipeline.groups import PipelineGroups, check_layers, init_groups
+from fmoe_ext.pipeline.groups import PipelineGroups, check_layers, init_groups, sum_over
 from fmoe_ext.pipeline.losses import count_targets, token_cross_entropy
 from fmoe_ext.pipeline.materialize import fill, materialize, on_meta
 from fmoe_ext.pipeline.microbatch import Tensors, as_tuple, check_tensors, map_tensors, num_rows
 from fmoe_ext.pipeline.overlap import Overlap
 from fmoe_ext.pipeline.schedules import Kind, check_compiled_blocks, find_schedule
-from fmoe_ext.pipeline.stage import Microbatches, Stage
+from fmoe_ext.pipeline.stage import Microbatches, Stage, cut
 from fmoe_ext.pipeline.tied import TiedParameters
 from fmoe_ext.pipeline.trace import Span, TimedStage
 
@@ -90,10 +90,11 @@ class Pipeline:
         self._data_parallel = data_parallel if dist.get_world_size(groups.data) > 1 else "none"
         self._wrapped = [wrap(stage, self._data_parallel, groups, self.device) for stage in self.stages]
         self._schedule: Any = None
+        self._timed: list[TimedStage] = []
         self._rows_of_schedule = -1
         self._batch: Microbatches | None = None
         self._factor = 1.0
-        self._loss_sum = torch.zeros((), dtype=torch.float64)
+        self._loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
         self._spans: list[Span] | None = None
         self.balance_loss = torch.zeros((), dtype=torch.float64)
 
@@ -126,12 +127,14 @@ class Pipeline:
         self._spans = [] if trace else None
         self._begin = time.perf_counter()
         self._prepare(microbatches)
+        for timed in self._timed:
+            timed.record = self._record if trace else None
         numbers = torch.arange(self.num_microbatches)
         indexes = [stage.index for stage in self.stages]
         given = (numbers,) if 0 in indexes else ()
         targets = numbers if self.num_stages - 1 in indexes else None
         try:
-            self._schedule.step(*given, target=targets, microbatch=numbers, return_outputs=False)
+            self._schedule.step(*given, target=targets, return_outputs=False)
             balance_losses = [loss for stage in self.stages for loss in stage.balance_losses]
         except RuntimeError as error:
             check_compiled_blocks(error)
@@ -151,7 +154,7 @@ class Pipeline:
         self._factor = 1.0
         self._loss_sum.zero_()
         for stage in self.stages:
-            stage.batch = self._batch
+            stage.begin(self._batch)
         for number in range(self.num_microbatches):
             self._forward(number)
         for stage, wrapped in zip(self.stages, self._wrapped, strict=True):
@@ -210,13 +213,13 @@ class Pipeline:
 
     def _total_count(self, target: Any) -> float:
         counted = torch.tensor(float(self.count(target)), dtype=torch.float64, device=self.device)
-        dist.all_reduce(counted, group=self.groups.data)
+        sum_over(counted, self.groups.data)
         return float(counted)
 
     def _prepare(self, microbatches: Microbatches) -> None:
         self._batch = microbatches
         for stage in self.stages:
-            stage.batch = microbatches
+            stage.begin(microbatches)
         if microbatches.most_rows != self._rows_of_schedule:
             check_same("the number of rows of a batch", (sum(microbatches.rows),), self.groups.pp)
             self._schedule = self._make_schedule(microbatches.most_rows)
@@ -237,8 +240,9 @@ class Pipeline:
             )
             for stage, wrapped in zip(self.stages, self._wrapped, strict=True)
         ]
-        for stage in made:
-            stage.record = self._record
+        for timed, stage in zip(made, self.stages, strict=True):
+            timed.stage = stage
+        self._timed = made
         given = made if self._kind.takes_list else made[0]
         schedule = self._kind.make(given, self.num_microbatches, loss_fn=self._loss, scale_grads=False)
         if self.overlap and self._kind.overlaps and self._data_parallel != "fsdp":
@@ -249,19 +253,19 @@ class Pipeline:
         batch = self._batch
         assert batch is not None
         rows = batch.rows[int(number)]
-        outputs = tuple(x[:rows] for x in as_tuple(output))
+        outputs = tuple(cut(x, rows) for x in as_tuple(output))
         loss = self.loss_fn(outputs[0] if isinstance(output, Tensor) else outputs, batch.targets[int(number)])
         if loss.dim():
             raise ValueError(
                 f"loss_fn must return the sum of the losses, a scalar, but returned {list(loss.shape)}"
             )
-        self._loss_sum += loss.detach().double().cpu()
+        self._loss_sum += loss.detach().to(self.device)
         return loss * self._factor
 
     def _record(self, kind: str, stage: int, microbatch: int, begin: float, end: float) -> None:
-        if self._spans is not None:
-            rank = dist.get_rank(self.groups.pp)
-            self._spans.append(Span(rank, stage, microbatch, kind, begin - self._begin, end - self._begin))
+        assert self._spans is not None
+        rank = dist.get_rank(self.groups.pp)
+        self._spans.append(Span(rank, stage, microbatch, kind, begin - self._begin, end - self._begin))
 
     def _reduce_gradients(self) -> None:
         for wrapped in self._wrapped:
@@ -271,10 +275,12 @@ class Pipeline:
 
     def _report(self, total: float, balance_losses: list[Tensor]) -> Tensor:
         data_size = dist.get_world_size(self.groups.data)
-        balance = sum((loss.double().cpu() for loss in balance_losses), torch.zeros((), dtype=torch.float64))
-        numbers = torch.stack((self._loss_sum / max(total, 1), balance / data_size)).to(self.device)
-        dist.all_reduce(numbers, group=self.groups.pp)
-        dist.all_reduce(numbers, group=self.groups.data)
+        balance = torch.zeros_like(self._loss_sum)
+        for loss in balance_losses:
+            balance += loss.to(self.device)
+        numbers = torch.stack((self._loss_sum / max(total, 1), balance / data_size))
+        sum_over(numbers, self.groups.pp)
+        sum_over(numbers, self.groups.data)
         self.balance_loss = numbers[1]
         return numbers[0]
 
@@ -292,7 +298,8 @@ class Pipeline:
             stage, wrapped = mine[i]
             if i > 0 and owner[i - 1] != me:
                 values = self._receive(stage, owner[i - 1])
-            result = wrapped(*((index,) if i == 0 else values), microbatch=index)
+            stage.number = number
+            result = wrapped(*((index,) if i == 0 else values))
             values = as_tuple(result)
             if stage.is_last:
                 self._loss(result, index)

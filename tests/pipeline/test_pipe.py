@@ -355,3 +355,24 @@ def test_autocast_reaches_the_checkpoint():
     assert out.dtype == torch.bfloat16
     out.sum().backward()
     assert x.grad.dtype == torch.float32 and x.grad.abs().sum() > 0
+
+
+@pytest.mark.parametrize("checkpoint", ["always", "except_last", "never"])
+def test_modules_are_searched_as_often_with_many_microbatches_as_with_one(checkpoint, monkeypatch):
+    """Gates and batch norms are looked for once a batch: a search visits every module of a partition."""
+    searches = []
+    search = nn.Module.named_modules
+
+    def counted(module, *args, **kwargs):
+        searches.append(module)
+        return search(module, *args, **kwargs)
+
+    def number(chunks):
+        pipe = Pipe(nn.Sequential(nn.Linear(3, 3), nn.Tanh()), [1, 1], chunks=chunks, checkpoint=checkpoint)
+        monkeypatch.setattr(nn.Module, "named_modules", counted)
+        searches.clear()
+        pipe(torch.ones(8, 3)).sum().backward()
+        monkeypatch.undo()
+        return len(searches)
+
+    assert number(8) == number(1)
