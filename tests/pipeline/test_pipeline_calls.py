@@ -1,4 +1,4 @@
-"""What Pipeline adds to a step of torch's schedules: counts of calls, not times."""
+"""Counts of calls, not times, that Pipe and Pipeline add to a step."""
 
 from unittest import mock
 
