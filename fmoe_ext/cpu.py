@@ -21,7 +21,7 @@ def keep_memory(max_bytes: int | None = MAX_BOUND) -> None:
     glibc returns large tensors to the system when they are freed, and the next ones pay for page faults: every 4 KiB
     page is cleared again, each step. After this call large tensors come from the heap, and what is free at its end
     stays there, at most max_bytes bytes, None for all (what lies below a tensor in use stays in any case);
-    give_memory_back() undoes it. It is for the whole process, all threads, whoever allocates, and changes no result.
+    give_memory_back() undoes it. It holds for the whole process and all of its allocations, and changes no result.
     The first steps still grow the heap: glibc's per-thread caches hold what it cuts off the ends of about the first
     seven tensors of a size, and until they are full the place of a freed tensor is a little too small for the next one.
     Worth it for training loops; not for a program that shares a small memory with others.

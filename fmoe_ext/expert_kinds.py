@@ -20,7 +20,7 @@ from fmoe_ext.routing import Nest, leaves_of, map_structure, permute_rows, sort_
 
 
 class HasExperts(Protocol):
-    """What the kinds use of a layer."""
+    """Attributes of a layer that the kinds use."""
 
     @property
     def experts(self) -> Any: ...
@@ -51,12 +51,12 @@ class ExpertKind:
 
     @property
     def can_be_divided(self) -> bool:
-        """Whether some experts can compute without the others, as overlap_degree > 1 needs."""
+        """True if some experts can compute without the others, as overlap_degree > 1 needs."""
         return False
 
     @property
     def can_be_shadowed(self) -> bool:
-        """Whether a rank can compute experts of another with parameters that it fetches."""
+        """True if a rank can compute experts of another with parameters that it fetches."""
         return False
 
     @property
@@ -237,7 +237,7 @@ KINDS = (Fused, Separate, OneModule)
 
 
 def kind_of(layer: HasExperts) -> ExpertKind:
-    """What layer.experts are: the first of KINDS that fits."""
+    """Kind of layer.experts: the first of KINDS that fits."""
     for kind in KINDS[:-1]:
         if kind.fits(layer):
             return kind(layer)
@@ -259,7 +259,7 @@ def _other_rows(who: str, expected: str, result: torch.Tensor) -> ValueError:
 
 
 def _takes_count(expert: nn.Module) -> bool:
-    """Whether an expert is called with its number of rows: its forward needs a second argument."""
+    """True if an expert is called with its number of rows: its forward needs a second argument."""
     parameters = list(inspect.signature(expert.forward).parameters.values())
     if any(p.kind is p.VAR_POSITIONAL for p in parameters):
         return True

@@ -45,7 +45,7 @@ def activation_name(activation: str | Callable[..., Any]) -> str | None:
 
 
 def is_gated(activation: Any) -> bool:
-    """Whether an activation takes 2H values and gives H: one of GATED_ACTIVATIONS, or what says so by is_gated."""
+    """True if an activation takes 2H values and gives H: one of GATED_ACTIVATIONS, or one with is_gated."""
     return (
         activation in GATED_ACTIVATIONS
         if isinstance(activation, str)
@@ -137,7 +137,7 @@ class FusedExperts(nn.Module):
 
     @property
     def must_be_called(self) -> bool:
-        """Whether htoh4 and h4toh have to be called, instead of computing with their weights in one operator.
+        """True if htoh4 and h4toh have to be called, instead of computing with their weights in one operator.
 
         So it is where one of them has hooks (offloading, sharding) or is another module than FMoELinear (an adapter
         around it). It is slower, and keeps more for the backward.
@@ -151,7 +151,7 @@ class FusedExperts(nn.Module):
 
     @property
     def main_grads(self) -> MainGrads:
-        """Where the gradients of w1 and w2 are added in backward; None without gradient_accumulation_fusion."""
+        """Tensors to which backward adds the gradients of w1 and w2; None without gradient_accumulation_fusion."""
         return self.htoh4.main_grad, self.h4toh.main_grad
 
     def forward(
@@ -225,7 +225,7 @@ def _must_be_called(module: nn.Module) -> bool:
 
 
 class SharedExperts(nn.Module):
-    """What every token passes besides the experts that it chose (DeepSeekMoE, Dai et al. 2024): one MLP for all.
+    """Experts that compute every token beside its chosen ones (DeepSeekMoE, Dai et al. 2024): one MLP for all.
 
     x [T, d_model] -> [T, d_model]. has_gate: the result is multiplied by sigmoid(x @ gate.weight^T), a number a token
     (Qwen2-MoE; Megatron's moe_shared_expert_gate). Several shared experts are one of their widths together.

@@ -265,7 +265,7 @@ class FMoE(SpreadLayer):
 
     @property
     def expert_kind(self) -> ExpertKind:
-        """How this layer's experts are called, and what they can do."""
+        """Kind of this layer's experts: how they are called, and what they can do."""
         is_own = type(self).expert_fn is not FMoE.expert_fn
         return OwnExpertFn(self) if is_own else kind_of(self)
 
@@ -310,7 +310,7 @@ def _renormalize(topk_idx: torch.Tensor, topk_weights: torch.Tensor) -> torch.Te
 
 
 def _takes_gate_bias(gate: Callable[..., Any]) -> bool:
-    """Whether a gate that is not built yet takes gate_bias: by name, or in the **kwargs of a NaiveGate."""
+    """True if a gate that is not built yet takes gate_bias: by name, or in the **kwargs of a NaiveGate."""
     bound = gate.keywords if isinstance(gate, functools.partial) else {}
     maker = gate.func if isinstance(gate, functools.partial) else gate
     parameters = inspect.signature(maker).parameters.values()

@@ -160,7 +160,7 @@ class FMoELinear(nn.Module):
     def must_be_called(self) -> bool:
         """True if something waits for this module's call: a hook, or a forward put in the place of its own.
 
-        Otherwise whoever has the module may compute with its weight and bias directly, as FusedExperts does.
+        Otherwise callers may compute with its weight and bias directly, as FusedExperts does.
         """
         handles = self._hook_handles
         return "forward" in self.__dict__ or (bool(handles) and any(map(_is_active, handles)))

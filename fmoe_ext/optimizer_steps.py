@@ -1,4 +1,4 @@
-"""What a module does by itself before or after an optimizer's step.
+"""Hooks of modules before and after an optimizer's step.
 
 torch.optim has two global hooks for it, of which this file registers one each for all modules: a hook of their own that
 the garbage collector removed while torch walks over its hooks would end the step with an error.
@@ -33,7 +33,7 @@ def follow_optimizers(module: nn.Module, follower: Follower) -> None:
 
 
 def has_a_parameter_of(optimizer: Optimizer, parameters: Iterable[nn.Parameter]) -> bool:
-    """Whether the optimizer steps any of these parameters."""
+    """True if the optimizer steps any of these parameters."""
     wanted = {id(p) for p in parameters if p.requires_grad}
     groups = optimizer.param_groups
     return bool(wanted) and any(id(p) in wanted for group in groups for p in group["params"])

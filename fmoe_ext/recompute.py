@@ -56,7 +56,7 @@ def can_be_repeated(without_graph: bool) -> bool:
 
 @dataclass(eq=False)
 class Forward:
-    """What one forward of a layer decided, for its repetition.
+    """Decisions of one forward of a layer, for its repetition.
 
     sample, generator: numbers of its input, and the state of PyTorch's generator, to know it by; number: of the layer's
     forwards. selected, kept [T, K]: choices before and after some were dropped (None before the gate has chosen), in
@@ -192,7 +192,7 @@ def _compact(topk_idx: torch.Tensor, num_experts: int) -> torch.Tensor:
 
 
 class Repeat:
-    """What stands at gate.tape while a forward is repeated."""
+    """Tape of a gate while a forward is repeated."""
 
     def __init__(self, selected: torch.Tensor, is_fused: bool):
         self.is_fused = is_fused

@@ -1,4 +1,4 @@
-"""Which rows a batch's choices make, and the local moves between tokens and rows: permute_rows(), unpermute_rows()."""
+"""Rows of a batch's choices, and the local moves between tokens and rows: permute_rows(), unpermute_rows()."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -16,7 +16,7 @@ Nest: TypeAlias = Any
 
 @dataclass(frozen=True)
 class DispatchHandle:
-    """Where every choice went, as sort_tokens reports it: what reading rows and summing them need."""
+    """Rows of all choices, as sort_tokens reports them, for reading rows and for summing them."""
 
     tokens_per_expert: torch.Tensor  # [E] int64
     offs: torch.Tensor  # [E] int32, cumulative ends

@@ -1,4 +1,4 @@
-"""Where a layer's experts are: on this rank or on those of a group, with which tags, and how they get there."""
+"""Spread a layer's experts over the ranks of a group, and tag their parameters."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which tokens of a batch are real and which sequence each belongs to, for layers that cannot be told by an argument.
+"""Real tokens of a batch and their sequences, for layers that an argument cannot reach.
 
 with valid_tokens(attention_mask), packed_sequences(cu_seqlens):
     loss = model(batch)
@@ -19,7 +19,7 @@ from fmoe_ext.routing import Nest, map_structure
 
 @dataclass(frozen=True)
 class Batch:
-    """What is known about the tokens that reach a layer.
+    """Facts about the tokens that reach a layer.
 
     num_tokens: T, None where nobody said. rows [V] int64: the real ones, ascending, None for all. sequences [T] int64:
     the number of each token's sequence, None where nobody said.
@@ -93,7 +93,7 @@ _batch: ContextVar[Batch] = ContextVar("the tokens that the layers get", default
 
 
 class _Blocks:
-    """How many blocks of batch_is() are open, on any thread: what torch.compile can read of _batch."""
+    """Number of open blocks of batch_is() on all threads, which torch.compile can read, unlike _batch."""
 
     num_open = 0
 
@@ -102,12 +102,12 @@ _blocks = _Blocks()
 
 
 def is_inside_a_block() -> bool:
-    """Whether current_batch() may say anything; torch.compile traces this, and nothing that follows if it is True."""
+    """True if current_batch() may hold facts; torch.compile traces this, and nothing that follows if it is True."""
     return _blocks.num_open > 0
 
 
 def current_batch() -> Batch:
-    """What valid_tokens() and packed_sequences() around this call say."""
+    """Facts from valid_tokens() and packed_sequences() around this call."""
     return _batch.get() if is_inside_a_block() else Batch()
 
 

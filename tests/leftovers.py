@@ -1,7 +1,7 @@
 """A pytest plugin: the run fails if a process that it started outlives it, and with it any port that is still open;
 files that stay in TMPDIR are named and removed.
 
-Every process of the run, however deep and whoever its parent is by now, has the run's mark in its environment.
+Every process of the run has the run's mark in its environment, however deep it is and whichever its parent is now.
 """
 
 import getpass

@@ -84,7 +84,7 @@ def _set_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
 
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta:
-    """How long an exchange in a group may take: what register_group() was told, or init_process_group()'s timeout."""
+    """Timeout of an exchange in a group: that of register_group(), or else of init_process_group()."""
     return _timeouts.get(group) or group.get_group_store().timeout  # type: ignore[attr-defined]  # not in its stubs
 
 
@@ -218,7 +218,7 @@ class Transfer:
         self._turn = 0 if self._turns is None else self._turns.taken
 
     def is_new(self, turns: _Turns) -> bool:
-        """Whether nobody else has had a turn since."""
+        """True if no other thread has had a turn since."""
         return self._turns is turns and self._turn == turns.taken
 
 

@@ -23,7 +23,7 @@ EXCHANGES: Mapping[str, type[Exchange]] = MappingProxyType({"choice": Exchange, 
 
 @dataclass(frozen=True)
 class Way:
-    """How the tokens of a forward travel: what has a row, a name of EXCHANGES, and where the experts' chunks end."""
+    """Route of a forward's tokens: what has a row, a name of EXCHANGES, and where the experts' chunks end."""
 
     exchange: str
     chunk_ends: list[int]
@@ -39,7 +39,7 @@ def check_way(overlap_degree: int | str, exchange: str) -> None:
 
 
 class ExpertParallel(Home):
-    """Where the experts of one layer live, and how tokens get there.
+    """Placement of one layer's experts, and the routes of tokens to them.
 
     overlap_degree: number of chunks, at most e; "auto" measures the first forwards and then chooses.
     exchange: what has a row that travels, a "choice" or a "token"; "auto" measures both.
@@ -98,12 +98,12 @@ class ExpertParallel(Home):
 
     @property
     def chunk_ends(self) -> list[int]:
-        """Where the chunks of a rank's experts end in the next forward."""
+        """Ends of the chunks of a rank's experts in the next forward."""
         return self._way.chunk_ends
 
     @outside_graphs(NO_GRAPH)
     def choose_way(self, max_chunks: int, step: Step | None = None) -> Way:
-        """How the tokens of this forward will travel; all ranks call it before they do.
+        """Choose the route of this forward's tokens; all ranks call it before they send.
 
         Ends the measurements of "auto" once there are enough. A repeated forward goes the way of the original.
         """

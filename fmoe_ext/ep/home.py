@@ -1,4 +1,4 @@
-"""Where the experts of a layer live on the ranks of a group."""
+"""Placement of a layer's experts on the ranks of a group."""
 
 from bisect import bisect
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from fmoe_ext.step import Step
 
 
 class Home:
-    """Where experts live: rank r of the group holds [r * e, (r + 1) * e) of E = group size * e, unless they have moved.
+    """Placement of experts: rank r holds [r * e, (r + 1) * e) of E = group size * e, unless they have moved.
 
     Plain data, so that layers can be copied and pickled; the group is found by its name.
     """
@@ -68,7 +68,7 @@ class Home:
         return tuple(slots)
 
     def ways(self, chunk_ends: Sequence[int]) -> tuple[int, ...]:
-        """Where each expert's tokens go: a number for every chunk and rank, by chunk, then by rank."""
+        """Destination of each expert's tokens: a number for every chunk and rank, by chunk, then by rank."""
         ways = [0] * self.num_experts
         for place, expert in enumerate(self.experts_in_place):
             rank, local = divmod(place, self.num_local_experts)

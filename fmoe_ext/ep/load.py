@@ -1,4 +1,4 @@
-"""How many choices each expert of a layer got: added up in every forward, summed over ranks on request."""
+"""Choices of each expert of a layer: added up in every forward, summed over ranks on request."""
 
 import torch
 import torch.distributed as dist

@@ -1,4 +1,4 @@
-"""Which rows a rank sends and receives in one forward, from the counts that the ranks exchange.
+"""Plan the rows that a rank sends and receives in one forward, from the counts that the ranks exchange.
 
 ExactPlan sends each row once, in sizes that one copy to the host brings. StaticPlan sends every rank as many rows, so
 that nothing waits for sizes.

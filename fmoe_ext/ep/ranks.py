@@ -1,4 +1,4 @@
-"""What a gate asks about the ranks of a process group, and the slices of a batch that ranks share."""
+"""Sums and counts over the ranks of a process group, for gates; and the slices of a batch that ranks share."""
 
 from typing import Any
 

@@ -121,14 +121,14 @@ class Exchange:
         return home.plan(handle, counts, self._chunk_ends, leaves_of(self._x), self._step)
 
     def _pack(self) -> tuple[list[torch.Tensor], list[ChunkRows]]:
-        """What travels, the rows of each tensor of x, last their weights, and in which pieces."""
+        """Tensors to send: the rows of each tensor of x, last their weights, and their pieces."""
         leaves, row_idx, inverse = leaves_of(self._x), self._plan.row_idx, self._plan.inverse
         weights = self._plan.mark_lost(widen(self._topk_weights, leaves[0].dtype))
         rows = [per_row(ops.permute, leaf, row_idx, inverse) for leaf in leaves]
         return [*rows, *self._pack_choices(weights)], self._plan.chunks()
 
     def _pack_choices(self, weights: torch.Tensor) -> list[torch.Tensor]:
-        """What the experts have to know of each row, last the weights. weights [T, K]."""
+        """Labels of each row that the experts need, last the weights. weights [T, K]."""
         return [ops.permute(weights.reshape(-1, 1), self._plan.row_idx, self._plan.inverse.reshape(-1, 1))]
 
     def _experts_of(self, number: int, first: int, *received: torch.Tensor) -> torch.Tensor:

@@ -46,7 +46,7 @@ class RowLimit:
     """max_rows_per_rank of one layer, and what the ranks of its group have needed.
 
     On the CPU a step that needs more raises. On CUDA, where asking would wait for the device, what it computes is NaN
-    on every rank, and raise_if_passed() raises when somebody asks (check_max_rows).
+    on every rank, and raise_if_passed() raises when check_max_rows() is called.
     """
 
     def __init__(self, max_rows: int, layer_index: int, ranks: list[int]):
@@ -58,7 +58,7 @@ class RowLimit:
         self._seen: torch.Tensor | None = None
 
     def is_read_now(self, x: torch.Tensor) -> bool:
-        """Whether too many rows raise in this forward, which reads their number on the host."""
+        """True if too many rows raise in this forward, which reads their number on the host."""
         return not x.is_cuda if self.raises_at_once is None else self.raises_at_once
 
     def note(self, needed: torch.Tensor, headers: torch.Tensor) -> torch.Tensor:

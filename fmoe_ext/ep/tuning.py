@@ -68,7 +68,7 @@ class Tuner:
 
     @property
     def is_due(self) -> bool:
-        """Whether everything is measured."""
+        """True if everything is measured."""
         return self._next() is None
 
     def choose(self, max_chunks: int) -> tuple[str, int | None]:

@@ -99,7 +99,7 @@ def _running_modules() -> Iterator[nn.Module]:
 
 
 def _argument_of_constructor(module: nn.Module, name: str, default: bool) -> bool:
-    """What the constructor of module, which is running, was given for an argument that the module does not keep."""
+    """Value of an argument of module's constructor, which is running, that the module does not keep."""
     frame = inspect.currentframe()
     while frame is not None and not (frame.f_locals.get("self") is module and name in frame.f_locals):
         frame = frame.f_back

@@ -81,7 +81,7 @@ def all_forwards_first(model: nn.Module) -> Iterator[None]:
 
 
 def loss_share(gate: BaseGate, microbatch: int, rows: Sequence[int]) -> float:
-    """How much a gate's loss of one of the microbatches of so many rows counts in that of the batch.
+    """Weight of one microbatch's gate loss in the loss of the batch, for microbatches of these sizes.
 
     As many as its rows; inside WholeBatch and all_forwards_first as much as makes it exact.
     """
@@ -109,7 +109,7 @@ def _summing_gates(model: nn.Module) -> list[Any]:
 
 @contextmanager
 def _in_place(sums: Mapping[Any, _Sums]) -> Iterator[None]:
-    """sums[gate] in the place of gate.ranks, told of each forward."""
+    """Put sums[gate] in the place of gate.ranks, and report each forward to it."""
     with ExitStack() as stack:
         for gate, own in sums.items():
             stack.callback(setattr, gate, "ranks", gate.ranks)
@@ -149,7 +149,7 @@ class _Sums:
         return own
 
     def share(self, microbatch: int, num_microbatches: int) -> float:
-        """How much the loss of this microbatch counts in that of the batch."""
+        """Weight of this microbatch's loss in the loss of the batch."""
         return 1 / num_microbatches
 
     def others(self, numbers: range, like: torch.Tensor) -> torch.Tensor:

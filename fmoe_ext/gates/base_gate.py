@@ -17,7 +17,7 @@ def _is_exporting() -> bool:
 
 
 class Ranks(Protocol):
-    """What a gate asks about all ranks that share its experts, to count tokens, losses and capacities of all."""
+    """Sums over all ranks that share a gate's experts, for its counts, losses and capacities."""
 
     @property
     def rank(self) -> int: ...
@@ -59,7 +59,7 @@ class OneRank:
 
 
 class BaseGate(nn.Module):
-    """What every gate has: tot_expert (experts of all ranks) and the balance loss of its last forward.
+    """Base class of gates: tot_expert (experts of all ranks) and the balance loss of its last forward.
 
     The loss is state of the module until the next forward or get_loss(): the last of several forwards wins, a copy
     (deepcopy, pickle, a DataParallel replica, torch.export) does not carry it. torch.utils.checkpoint sets it a second
@@ -132,7 +132,7 @@ class BaseGate(nn.Module):
 
     @property
     def has_loss(self) -> bool:
-        """Whether get_loss() has one."""
+        """True if get_loss() has one."""
         return self.loss is not None
 
     @property
@@ -142,7 +142,7 @@ class BaseGate(nn.Module):
 
     @property
     def weighs_while_choosing(self) -> bool:
-        """Whether topk() is one operator: nobody plays choices to it."""
+        """True if topk() is one operator: no choices are replayed to it."""
         return self.tape is None or getattr(self.tape, "only_listens", False)
 
     def topk(
@@ -177,7 +177,7 @@ class BaseGate(nn.Module):
 
 
 def choices_of(gate: object, returned: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """What a gate returned, if it is topk_idx and topk_weights; TypeError otherwise."""
+    """Check that a gate returned topk_idx and topk_weights; TypeError otherwise."""
     if isinstance(returned, (tuple, list)) and len(returned) == 2:
         return returned[0], returned[1]
     what = f"{len(returned)} things" if isinstance(returned, (tuple, list)) else type(returned).__name__

@@ -25,7 +25,7 @@ class Groups(NamedTuple):
     group_best: int
 
     def fit_topk_gate(self, score: str, biased: bool) -> bool:
-        """Whether ops.topk_gate ranks groups like this: by two scores with sigmoid or a bias, otherwise by one."""
+        """True if ops.topk_gate ranks groups like this: by two scores with sigmoid or a bias, otherwise by one."""
         ranks_by = 2 if biased or score == "sigmoid" else 1
         return self.topk_groups == self.num_groups or self.group_best == ranks_by
 

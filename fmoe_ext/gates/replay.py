@@ -14,7 +14,7 @@ CHOOSE_ANEW = -2  # in the place of a token's choices: it was not recorded, and 
 
 
 class Choices(NamedTuple):
-    """What one forward of a gate chose: before choices were dropped, and after (-1). Both [T, K].
+    """Choices of one forward of a gate: before choices were dropped, and after (-1). Both [T, K].
 
     A token whose choices are all CHOOSE_ANEW (-2) chooses for itself when the rest is played.
     """

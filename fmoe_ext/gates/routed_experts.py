@@ -23,7 +23,7 @@ def routed_experts(
     sequence_first: bool = False,
     forward: int = -1,
 ) -> list[torch.Tensor]:
-    """What a forward chose: an int16 tensor [tokens, layers, K] for each sequence.
+    """Choices of a forward: an int16 tensor [tokens, layers, K] for each sequence.
 
     valid [B, S]: bool or 0 / 1, 0 for padding, whose rows are left out; None for one sequence of all tokens. Recorded
     may be all tokens or, as under valid_tokens(), the real ones. sequence_first: tokens came as [S, B], as Megatron has
@@ -112,7 +112,7 @@ def encode_routed_experts(array: torch.Tensor) -> str:
 
 
 def _places(mask: torch.Tensor, sequence_first: bool) -> list[torch.Tensor]:
-    """Where among all B * S tokens each sequence's real ones are: mask [B, S]."""
+    """Places of each sequence's real tokens among all B * S: mask [B, S]."""
     if mask.dim() != 2:
         raise ValueError(f"valid must be [B, S], but is {list(mask.shape)}")
     number = torch.arange(mask.numel())

@@ -16,7 +16,7 @@ BALANCE_LOSSES = ("global", "running", "sequence", None)
 
 
 class ScoredGate(NaiveGate):
-    """What SoftmaxGate, SigmoidGate, SinkhornGate and UniformGate share; subclasses name their score.
+    """Base class of SoftmaxGate, SigmoidGate, SinkhornGate and UniformGate; subclasses name their score.
 
     * normalize divides the K weights by their sum, scale multiplies them afterwards;
     * num_groups, topk_groups: only the experts of each token's topk_groups best groups can be chosen; a group ranks
@@ -118,7 +118,7 @@ class ScoredGate(NaiveGate):
             self._follow_optimizers()
 
     def after_optimizer_step(self) -> None:
-        """What the gate does by itself at the step of a torch.optim optimizer that has its parameters."""
+        """Update the gate at the step of a torch.optim optimizer that has its parameters."""
         if self.balance_loss == "running":
             self.reset_running_load()
 
@@ -197,7 +197,7 @@ class ScoredGate(NaiveGate):
         return topk_idx, weights_of(logits, topk_idx, *options)
 
     def draw_logits(self, logits: torch.Tensor) -> torch.Tensor:
-        """What stands in the place of logits [T, E] with random_logits=True."""
+        """Random numbers in the place of logits [T, E], with random_logits=True."""
         return torch.randn_like(logits)
 
     def probabilities(self, logits: torch.Tensor) -> torch.Tensor:

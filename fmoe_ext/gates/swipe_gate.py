@@ -12,7 +12,7 @@ class SwipeGate(NaiveGate):
     and so on, in the order of ranks and tokens; a choice whose rank is full goes to the first rank with
     room, there to the expert of number k % num_expert. The weights are the softmax over the logits of the experts
     that were taken. On one rank this is NaiveGate. Which rank has a token matters: one process does the same as
-    several only if it is told the parts of its batch, through ranks=.
+    several only if it gets the parts of its batch, through ranks=.
     """
 
     def __init__(

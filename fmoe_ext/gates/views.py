@@ -1,4 +1,4 @@
-"""The gates of a model, whoever made them: what they chose, and how to make them choose something else.
+"""The gates of a model, ours and those of other libraries: record and replay their choices.
 
 Ours are BaseGates. The routers of Transformers and Megatron-core are known by what they have, not by their classes.
 They choose by one torch.topk over their experts, which is where choices are recorded and played.
@@ -22,14 +22,14 @@ from fmoe_ext.tokens import Batch, current_batch
 
 
 class Tape(Protocol):
-    """What stands beside a gate while its choices are recorded or played."""
+    """State of a gate while its choices are recorded or replayed."""
 
     def choose(self, pick: Callable[[], torch.Tensor]) -> torch.Tensor:
         """The choices of a forward [T, K]; pick() makes the gate's own."""
         ...
 
     def after_forward(self, view: GateView, output: Any) -> Any:
-        """What the gate returns instead of output; None for output itself."""
+        """Output that replaces the gate's own; None for its own."""
         ...
 
 
@@ -42,7 +42,7 @@ class GateView:
         self.top_k = top_k
 
     def read(self, output: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """What forward returned -> topk_idx, topk_weights [T, K], -1 for dropped choices."""
+        """Read a forward's output -> topk_idx, topk_weights [T, K], -1 for dropped choices."""
         topk_idx, topk_weights = output[:2]
         topk_idx = topk_idx[:, None] if topk_idx.dim() == 1 else topk_idx.flatten(1)  # also of no tokens
         return topk_idx, topk_weights.reshape(topk_idx.shape)
@@ -57,7 +57,7 @@ class GateView:
 
     @contextmanager
     def taped(self, tape: Tape) -> Iterator[None]:
-        """Has tape hear of every forward inside the block, once."""
+        """Report every forward inside the block to tape, once."""
         gate: Any = self.module
 
         def after(_: nn.Module, __: Any, output: Any) -> Any:

@@ -54,7 +54,7 @@ class Replaced:
 
 @dataclass(frozen=True)
 class Report:
-    """What fmoefy did to a model, model.fmoe_report. Parameters count the experts of all ranks.
+    """Report of fmoefy, model.fmoe_report. Parameters count the experts of all ranks.
 
     parameters_active: those that one token uses, every choice being another expert. left: what looked like an MLP and
     stays dense, as "path (class): reason". ways_out: the formats in which a Transformers model can be written.

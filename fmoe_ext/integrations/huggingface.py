@@ -114,7 +114,7 @@ def balance_callback(weight: float = 0.01, file: str | None = None) -> Any:
 def experts_forward(
     experts: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
 ) -> Tensor:
-    """What Transformers calls in place of the forward of an experts module.
+    """Forward that Transformers calls in place of that of an experts module.
 
     hidden_states [T, D]; top_k_index [T, K], entries from num_experts on (experts of other ranks) are dropped;
     top_k_weights [T, K] floating -> [T, D] of the dtype of hidden_states.

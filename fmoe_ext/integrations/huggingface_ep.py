@@ -16,7 +16,7 @@ from fmoe_ext.spread import keep_rows
 
 
 def spread_experts(model: Any, group: Group = None, expert_dp_comm: str = "none") -> None:
-    """What huggingface.expert_parallel() does once the model computes with experts_implementation="fmoe"."""
+    """Spread a Transformers model with experts_implementation="fmoe", for huggingface.expert_parallel()."""
     modules = [m for m in model.modules() if hasattr(m, "is_transposed")]
     if not modules:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""What fmoefy notes in the configuration of a Transformers model, so that save_pretrained saves what the model is.
+"""Notes of fmoefy in the configuration of a Transformers model, which save_pretrained saves.
 
 The configuration gets the entry "fmoe_ext", from which integrations.huggingface.from_pretrained builds the model
 again, and its activations become NEEDS: a dense model built from it fails with that text. Where it names none, the

@@ -29,7 +29,7 @@ def from_pretrained(
     """The fmoefied model that model.save_pretrained(folder) saved -> the same model, in eval() and bitwise.
 
     folder: a local one, with config.json and model.safetensors or its parts. gate, activation, moe_kwargs: what
-    fmoefy was given and a file cannot hold (a gate or an activation of one's own); an error says which is missing.
+    fmoefy was given and a file cannot hold (your own gate or activation); an error says which is missing.
     dtype: None takes that of the file.
     Raises ValueError for a folder of another kind, and for tensors that do not fit the model; CheckpointError for
     damaged JSON, and for files and links outside the folder.
@@ -155,5 +155,5 @@ def _load(model: Any, tensors: dict[str, Tensor]) -> None:
 
 
 def _place(value: Tensor) -> tuple:
-    """Where a tensor lies: the same for tied parameters."""
+    """Address of a tensor: the same for tied parameters."""
     return value.data_ptr() or id(value), tuple(value.shape)

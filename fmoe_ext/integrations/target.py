@@ -1,4 +1,4 @@
-"""What fmoefy and the model kinds tell each other.
+"""Interface between fmoefy and the kinds of models.
 
 A model kind is a module of this folder with KIND (its name in the report), LOOKED_FOR (its line in the error when
 nothing was found) and find(model, options) -> list of Target, empty if the model is none of its kind. It imports its

@@ -1,4 +1,4 @@
-"""What experts start as: copies or slices of the dense MLP, or random values of its scale.
+"""Initial values of experts: copies or slices of the dense MLP, or random values of its scale.
 
 Sparse upcycling: Komatsuzaki et al. 2022, "Sparse Upcycling: Training Mixture-of-Experts from Dense Checkpoints". The
 slices and the gate whose choices hold one of each: He et al. 2024, "Upcycling Large Language Models into Mixture of
@@ -44,7 +44,7 @@ def check(layer: FMoETransformerMLP, dense: Any, split: int) -> None:
 def total_weight(gate: nn.Module) -> float:
     """The sum of every token's topk_weights, which has to be one constant: ValueError for gates where it is not.
 
-    A gate of one's own says it by an attribute total_weight.
+    A user's gate declares it by an attribute total_weight.
     """
     declared = getattr(gate, "total_weight", None)
     if declared is not None:

@@ -1,10 +1,10 @@
 """One microbatch's exchange while another's attention and experts compute: OVERLAP_F_B of DualPipe's schedules.
 
-The forward of one microbatch and the backward of another run by turns in two threads, one at a time: whoever would wait
-for an exchange of expert parallelism lets the other go on until that one waits. Turns change at fixed places of the
-computation and not when a message happens to come, so that all ranks call their collectives in one order. The backward
-begins: a block ends in its experts, so that a backward has a message under way before it has anything to compute, and
-the forward's last message travels while the backward computes its last.
+The forward of one microbatch and the backward of another run by turns in two threads, one at a time. A thread that
+would wait for an exchange of expert parallelism lets the other run until that one waits. Turns change at fixed places
+of the computation and not when a message happens to come, so that all ranks call their collectives in one order. The
+backward begins: a block ends in its experts, so that a backward has a message under way before it has anything to
+compute, and the forward's last message travels while the backward computes its last.
 """
 
 from __future__ import annotations

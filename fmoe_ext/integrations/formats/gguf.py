@@ -108,7 +108,7 @@ _NAMES = MappingProxyType({torch.float32: "F32", torch.float16: "F16", torch.bfl
 
 
 def _type_of(name: str, tensor: StoredTensor) -> torch.dtype:
-    """What a tensor is stored as: vectors and gates in float32, as llama.cpp computes with them."""
+    """Storage type of a tensor: vectors and gates in float32, as llama.cpp computes with them."""
     if len(tensor.shape) < 2 or ".ffn_gate_inp" in name or tensor.dtype not in _NAMES:
         return torch.float32
     return tensor.dtype

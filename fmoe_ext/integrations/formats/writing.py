@@ -77,7 +77,7 @@ def export(
 
 @dataclass(frozen=True)
 class Plan:
-    """What is going to be written; nothing of it is read yet. left_out: names of tied tensors."""
+    """Files to write; nothing of them is read yet. left_out: names of tied tensors."""
 
     model: Any
     family: Family

@@ -130,7 +130,7 @@ class EtcdClient:
         return reply.number(2)
 
     async def keep_alive(self, lease: int, timeout: float = 5.0) -> bool:
-        """Whether the lease lives on for another ttl; False if it has ended."""
+        """Renew the lease for another ttl; False if it has ended."""
 
         async def once() -> Fields:
             stream = self._channel.stream_stream("/etcdserverpb.Lease/LeaseKeepAlive")(timeout=timeout)

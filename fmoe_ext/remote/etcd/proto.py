@@ -13,7 +13,7 @@ class ProtoError(ValueError):
 
 
 class Fields(defaultdict[int, list[int | bytes]]):
-    """What a message holds: every value of every field."""
+    """Decode a message: every value of every field."""
 
     def number(self, field: int) -> int:
         """An int64, 0 where it is left out."""

@@ -1,4 +1,4 @@
-"""What replication does to the world: calls, registry, device, disk. A simulation puts its own behind these."""
+"""Interfaces of replication to network, registry, device and disk. The simulation has its own."""
 
 import concurrent.futures
 from collections.abc import AsyncIterator, Callable, Sequence

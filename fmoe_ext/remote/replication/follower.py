@@ -20,7 +20,7 @@ AGAIN_SECONDS = 0.5  # until the next attempt to take a copy
 
 
 class Following:
-    """What a server does for experts that others lead."""
+    """Follower side of a server: experts that others lead."""
 
     def __init__(self, site: Site):
         self.site = site

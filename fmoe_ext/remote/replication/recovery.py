@@ -36,7 +36,7 @@ class Vacancy:
 
 
 def decide(vacancy: Vacancy) -> Action:
-    """What a server does now; it decides again at every change, and on a timer."""
+    """Next action of a server; it is decided again at every change and on a timer."""
     me, record = vacancy.server, vacancy.record or keys.Members()
     if me in record.endpoints and vacancy.is_able:
         is_named = record.successor not in ("", me) and record.successor in vacancy.alive

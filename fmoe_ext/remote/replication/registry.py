@@ -67,7 +67,7 @@ class Registry:
     # ---------------------------------------------------------------- what is known
 
     def leader(self, uid: str) -> tuple[keys.Leader | None, int]:
-        """Who leads, and the create revision of the key; (None, 0) if nobody does."""
+        """Leader, and the create revision of its key; (None, 0) without one."""
         entry = self.entries.get(keys.leader_key(uid))
         return (None, 0) if entry is None else (keys.load_leader(entry.value), entry.create_revision)
 
@@ -86,7 +86,7 @@ class Registry:
         return {server: entry for server, entry in found.items() if entry is not None}
 
     def offers(self, uid: str) -> dict[str, keys.Offer]:
-        """What servers offer of an expert that nobody leads."""
+        """Offers of servers for an expert without a leader."""
         prefix = keys.candidate_key(uid, "")
         found = {
             key.removeprefix(prefix): keys.load_offer(self.entries[key].value)
@@ -117,7 +117,7 @@ class Registry:
         return answer.revision if answer.succeeded else 0
 
     async def set_members(self, uid: str, guard: int, members: keys.Members) -> bool:
-        """Writes the record; False if somebody else leads."""
+        """Writes the record; False if another server leads."""
         answer = await self._transact(
             uid,
             [etcd.created_at(keys.leader_key(uid), guard)],

@@ -43,7 +43,7 @@ class Sender:
                 settle(future, reply)
             except Exception as error:  # whatever it is: this server does not follow any more
                 self._die(f"{type(error).__name__}: {error}")
-            finally:  # after stop() too: somebody waits for it
+            finally:  # after stop() too: a caller waits for it
                 settle(future, None)
 
     async def _send(self, append: Append) -> Reply:

@@ -23,7 +23,7 @@ CODES = (
 
 
 class Replicas(Protocol):
-    """What answers the calls."""
+    """Handlers of the calls."""
 
     def append(self, append: Append) -> Reply: ...
     async def admit(self, uid: str, name: str, endpoint: str) -> Message: ...

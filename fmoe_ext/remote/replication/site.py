@@ -1,4 +1,4 @@
-"""What every part of the replication of one server shares."""
+"""Shared state of the parts of one server's replication."""
 
 import asyncio
 from collections.abc import Callable
