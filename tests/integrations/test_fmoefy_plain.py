@@ -145,6 +145,11 @@ class GatedByName(nn.Module):
         return self.w2(F.silu(self.w1(x)) * self.w3(x))
 
 
+class GatedByRelu(GatedByName):
+    def forward(self, x):
+        return self.w2(F.relu(self.w1(x)) * self.w3(x))
+
+
 class UpFirst(nn.Module):
     """One matrix for both halves, the gate being the second."""
 
@@ -182,6 +187,7 @@ MLPS = [
     (lambda: nn.Sequential(*sequential(nn.SiLU()), nn.Dropout(0.3)), "silu", ()),
     (lambda: sequential(nn.Hardswish()), "Hardswish()", ()),
     (GatedByName, "swiglu", ()),
+    (GatedByRelu, "GatedActivation(ReLU())", ()),
     (UpFirst, "geglu", ()),
     (Square, "geglu_tanh", ()),
 ]
@@ -222,9 +228,9 @@ class TwoArguments(WithNorm):
         return residual + self.fc2(F.relu(self.fc1(x)))
 
 
-class GatedByRelu(GatedByName):
+class GatedBySine(GatedByName):
     def forward(self, x):
-        return self.w2(F.relu(self.w1(x)) * self.w3(x))
+        return self.w2(torch.sin(self.w1(x)) * self.w3(x))
 
 
 class Scaled(WithNorm):
@@ -236,7 +242,7 @@ UNREADABLE = [
     (lambda: nn.Linear(D, D), "it has 1 linear layers"),
     (WithNorm, "something other than dropout follows its last linear layer"),
     (TwoArguments, r"calling it with one tensor \[2, 3, 8\] fails"),
-    (GatedByRelu, "its gated activation is relu"),
+    (GatedBySine, "computes none of"),
     (Scaled, "its first linear layer is not applied to its input"),
     (lambda: sequential(nn.LayerNorm(H), nn.ReLU()), "computes none of"),
 ]

@@ -8,6 +8,7 @@ from fmoe_ext.remote.replication import recovery, replicas
 from fmoe_ext.remote.replication.leader import Leader
 from fmoe_ext.remote.replication.recovery import Action
 from fmoe_ext.remote.replication.replica import Replica, Role
+from fmoe_ext.remote.replication.replicas import ReplicatedExperts
 from fmoe_ext.remote.replication.sender import Sender, settle
 from fmoe_ext.remote.server.fair_queue import FairQueue
 from fmoe_ext.remote.server.ledger import End, Ledger, NotLeader
@@ -48,7 +49,8 @@ def answer_before_confirming(patch):
 
 
 def step_without_log(patch):
-    """A server that leads no more makes the step and remembers the id; only the log refuses it."""
+    """A server that does not lead makes the step and remembers the id; only the log refuses it."""
+    patch.setattr(ReplicatedExperts, "may_step", lambda self, uid: None)
     patch.setattr(Ledger, "check_open", lambda self, uid: None)
 
     def append(self, update, digest=""):
