@@ -31,12 +31,13 @@ def test_other_values_travel_with_the_tensors(chunks, checkpoint):
             return x * sum(numbers) @ table, len(x), nothing
 
     seen = []
-    x, table = torch.randn(4, 3, requires_grad=True), torch.randn(3, 3)
+    x = torch.randn(4, 3, dtype=torch.float64, requires_grad=True)
+    table = torch.randn(3, 3, dtype=torch.float64)
     pipe = Pipe(nn.Sequential(Note(seen), Combine()), [1, 1], chunks=chunks, checkpoint=checkpoint)
     y, rows, nothing = pipe((x, None, [1, 2], NoChunk(table)))
     assert rows == [4 // chunks] * chunks and nothing == [None] * chunks
     assert [v[2] for v in seen] == [[1, 2]] * chunks and all(torch.equal(v[3], table) for v in seen)
-    assert torch.equal(y, x * 3 @ table)
+    torch.testing.assert_close(y, x * 3 @ table, rtol=1e-12, atol=1e-12)
     y.sum().backward()
     torch.testing.assert_close(x.grad, (3 * table).sum(1).expand(4, 3))
 
