@@ -106,7 +106,7 @@ def _joined(parts: tuple[Any, ...]) -> Any:
 
 
 def num_rows(batch: Values) -> int:
-    """Rows of a batch or microbatch, those of its first tensor; 1 for what has no dimension."""
+    """Number of rows of the first tensor of a batch or microbatch; 1 if it has no dimension."""
     first = next(x for x in as_tuple(batch) if isinstance(x, Tensor))
     return first.shape[0] if first.dim() else 1
 

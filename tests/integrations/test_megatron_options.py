@@ -325,7 +325,7 @@ def test_weight_shards_of_the_tensor_parallel_size_are_accepted():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("score", ["softmax", "sigmoid"])
 def test_router_in_float64_beside_narrower_weights(dtype, score):
-    """Choices and weights are those of Megatron's layer with moe_router_dtype="fp64", not those of its default."""
+    """Choices and weights equal Megatron's with moe_router_dtype="fp64", and differ from its default."""
     options = {"moe_router_dtype": "fp64", "moe_router_score_function": score, "moe_aux_loss_coeff": 0.3}
     config = config_of(dtype=dtype, **options)
     ours, theirs = ours_of(config), theirs_of(config)

@@ -1,4 +1,4 @@
-"""The flags of fmoe-server: those of its options, and those of the process around it."""
+"""Flags of fmoe-server: the fields of its options, and the settings of its process."""
 
 import argparse
 from collections.abc import Iterator, Sequence
