@@ -33,8 +33,8 @@ class Batch:
         """ValueError for another number of tokens."""
         if self.num_tokens not in (None, num_tokens):
             raise ValueError(
-                f"valid= and packed sequences are for {self.num_tokens} tokens, but the layer got {num_tokens}; a "
-                "layer with tokens of another kind is called outside of valid_tokens(), with valid= of its own"
+                f"valid or the packed sequences have {self.num_tokens} entries but the input has {num_tokens} tokens. "
+                "Call a layer whose tokens differ from the model's outside of valid_tokens(), with its own valid="
             )
 
     def take(self, x: Nest) -> Nest:

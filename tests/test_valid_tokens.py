@@ -129,12 +129,12 @@ def test_masked_tokens_with_padding_among_them():
 
 def test_wrong_masks_are_one_clear_error():
     module, x = layer(SoftmaxGate), torch.randn(B, S, D, dtype=torch.float64)
-    with pytest.raises(ValueError, match=r"are for 5 tokens, but the layer got 21"):
+    with pytest.raises(ValueError, match=r"have 5 entries but the input has 21 tokens"):
         module(x, torch.ones(5))
     with pytest.raises(ValueError, match=r"additive attention mask is valid = mask == 0"):
         module(x, torch.full((B, S), -1e9))
     with (
-        pytest.raises(ValueError, match=r"are for 20 tokens, but the layer got 21"),
+        pytest.raises(ValueError, match=r"have 20 entries but the input has 21 tokens"),
         packed_sequences(torch.tensor([0, 20])),
     ):
         module(x)

@@ -308,7 +308,7 @@ def test_refuses(monkeypatch):
         gpt(moe_layer_spec())
     layer = gpt(moe_layer_spec(2)).decoder.layers[0].mlp
     x = torch.zeros(2, 1, layouts.D, dtype=torch.float64)
-    with pytest.raises(ValueError, match="valid= and packed sequences are for 3 tokens, but the layer got 2"):
+    with pytest.raises(ValueError, match="have 3 entries but the input has 2 tokens"):
         layer(x, padding_mask=torch.zeros(1, 3))
     layer.moe.expert_placement = torch.tensor([1, 0])
     with pytest.raises(RuntimeError, match=r"a\.moe: experts were moved between ranks"):
