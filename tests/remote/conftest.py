@@ -1,5 +1,6 @@
 """Fixtures of the tests of remote experts: an etcd of their own, servers that are stopped, whatever happens."""
 
+import contextlib
 import shutil
 import signal
 import socket
@@ -9,9 +10,19 @@ import time
 import pytest
 from processes import SERVER, Process, Zygote
 
-from fmoe_ext.remote import DeclaredExperts, Directory, Options, Server, StaticList, loop
+from fmoe_ext.remote import DeclaredExperts, Directory, Options, Server, Settings, StaticList, loop
 from fmoe_ext.remote.discovery import DiscoveryError
 from fmoe_ext.remote.etcd.client import EtcdClient
+
+QUICK = Settings(forward_timeout=2.0, backward_timeout=2.0, info_timeout=2.0, patience=0.3)
+
+
+@contextlib.contextmanager
+def within(seconds):
+    """Asserts that the block takes less than so many seconds."""
+    begin = time.monotonic()
+    yield
+    assert time.monotonic() - begin < seconds
 
 
 def free_ports(count):

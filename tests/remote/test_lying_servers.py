@@ -4,7 +4,6 @@ import contextlib
 import json
 import struct
 import threading
-import time
 
 import grpc
 import pytest
@@ -18,22 +17,14 @@ from fmoe_ext.remote import (
     RemoteExperts,
     RemoteMixtureOfExperts,
     SchemaError,
-    Settings,
     StaticList,
     loop,
     protocol,
 )
 from fmoe_ext.remote.wire import Message, encode
+from tests.remote.conftest import QUICK, within
 
 D = 16
-QUICK = Settings(forward_timeout=2.0, backward_timeout=2.0, info_timeout=2.0, patience=0.3)
-
-
-@contextlib.contextmanager
-def within(seconds):
-    begin = time.monotonic()
-    yield
-    assert time.monotonic() - begin < seconds
 
 
 @contextlib.contextmanager

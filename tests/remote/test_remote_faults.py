@@ -25,16 +25,9 @@ from fmoe_ext.remote import (
 )
 from fmoe_ext.remote.client.caller import Caller
 from fmoe_ext.remote.wire import Message, encode
+from tests.remote.conftest import QUICK, within
 
 D = 16
-QUICK = Settings(forward_timeout=2.0, backward_timeout=2.0, info_timeout=2.0, patience=0.3)
-
-
-@contextlib.contextmanager
-def within(seconds):
-    begin = time.monotonic()
-    yield
-    assert time.monotonic() - begin < seconds
 
 
 def send(endpoint, method, data, timeout=2.0):
