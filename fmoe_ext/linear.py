@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from fmoe_ext import ops
+from fmoe_ext import lora, ops
 
 # Between the seeds of neighbours: odd and without a pattern in its bits, so that no two layers share experts.
 _NEXT_EXPERT = 0x9E3779B97F4A7C15
@@ -183,7 +183,8 @@ class FMoELinear(nn.Module):
         check_plain(self.weight)
         offs = cumulative_ends(fwd_expert_count, self.num_expert, inp.device)
         inp = cast_to_weight(inp, self.weight)
-        return ops.grouped_gemm(inp, self.weight, offs, self.bias, main_grad=self.main_grad)
+        adapter = lora.take(self).get("weight")
+        return lora.adapted_gemm(inp, self.weight, offs, self.bias, adapter, main_grad=self.main_grad)
 
     def extra_repr(self) -> str:
         return (
