@@ -190,12 +190,7 @@ class FusedExperts(nn.Module):
             hidden = self._activation(up_rows)
             rows = lora.adapted_gemm(hidden, w2, offs, b2, adapters[1], main_grad=main_grads[1])
             return rows if handle is None else unpermute_rows(rows, handle, topk_weights)
-        if handle is None:
-            row = torch.arange(inp.shape[0], dtype=torch.int32, device=inp.device)
-            row_idx = torch.where(row < offs[-1], row, -1)  # every row is its own token, with K = 1
-            routing = (row_idx, row_idx[:, None], offs)
-        else:
-            routing = (handle.row_idx, handle.inverse, offs)
+        routing = _rows_as_tokens(inp, offs) if handle is None else (handle.row_idx, handle.inverse, offs)
         topk_weights = widen(topk_weights, inp.dtype)
         mlp = (inp, *routing, w1, b1, w2, b2, topk_weights, self.fused_activation, handle is not None)
         return ops.frozen_mlp(*mlp, *adapters) if any(adapters) else ops.expert_mlp(*mlp, main_grads)
@@ -219,6 +214,13 @@ class FusedExperts(nn.Module):
         rows = inp if handle is None else ops.permute(inp, handle.row_idx, handle.inverse)
         rows = self.h4toh(self._activation(self.htoh4(rows, fwd_expert_count)), fwd_expert_count)
         return rows if handle is None else unpermute_rows(rows, handle, topk_weights)
+
+
+def _rows_as_tokens(inp: torch.Tensor, offs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """row_idx, inverse and offs where every row is its own token, with K = 1."""
+    row = torch.arange(inp.shape[0], dtype=torch.int32, device=inp.device)
+    row_idx = torch.where(row < offs[-1], row, -1)
+    return row_idx, row_idx[:, None], offs
 
 
 def _must_be_called(module: Any) -> bool:

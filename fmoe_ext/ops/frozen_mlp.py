@@ -54,12 +54,7 @@ def frozen_mlp(
     """
     number = activation_number(activation)
     gpu_kernels.before(x)
-    for name, weight in {"w1": w1, "b1": b1, "w2": w2, "b2": b2}.items():
-        if weight is not None and weight.requires_grad and torch.is_grad_enabled():
-            raise RuntimeError(
-                f"{name} requires a gradient, which frozen_mlp does not compute: freeze it with "
-                f"{name}.requires_grad_(False), or train it with expert_mlp"
-            )
+    _check_frozen(w1=w1, b1=b1, w2=w2, b2=b2)
     (a1, lb1, scale1), (a2, lb2, scale2) = lora1 or (None, None, 1.0), lora2 or (None, None, 1.0)
     learned = (x, topk_weights, a1, lb1, a2, lb2)
     save = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in learned)
@@ -70,6 +65,15 @@ def frozen_mlp(
         y: torch.Tensor = call_functional("fmoe_ext::frozen_mlp", *cast, *options, True)[0]
         return y
     return torch.ops.fmoe_ext.frozen_mlp(*arguments, *options, save)[0]
+
+
+def _check_frozen(**weights: torch.Tensor | None) -> None:
+    for name, weight in weights.items():
+        if weight is not None and weight.requires_grad and torch.is_grad_enabled():
+            raise RuntimeError(
+                f"{name} requires a gradient, which frozen_mlp does not compute: freeze it with "
+                f"{name}.requires_grad_(False), or train it with expert_mlp"
+            )
 
 
 def frozen_mlp_ref(
@@ -209,48 +213,53 @@ def _weights_of_rows(a: FrozenMlp | FrozenMlpBackward) -> torch.Tensor:
 def composed_backward(*arguments: Any) -> tuple[torch.Tensor, ...]:
     """frozen_mlp_backward by grouped_gemm, one product after another."""
     a = FrozenMlpBackward(*arguments)
-    dx, da1, db1, da2, db2, dtopk_weights = (a.x.new_empty(0) for _ in range(6))
-    needs = dict(zip(("x", "a1", "b1", "a2", "b2", "topk_weights"), a.needs, strict=True))
+    needs_x, needs_a1, needs_b1, needs_a2, needs_b2, needs_weights = a.needs
+    low1, low2 = (a.lora_a1, a.lora_b1, a.scale1), (a.lora_a2, a.lora_b2, a.scale2)
     dout = permute(a.grad_y, a.row_idx, a.inverse) if a.combine else a.grad_y
-    weights = None if a.topk_weights is None else _weights_of_rows(a)
-
-    dhidden = grouped_gemm(dout, a.w2, a.offs, transposed=True)
-    if a.lora_a2 is not None and a.lora_b2 is not None:
-        t2 = grouped_gemm(dout, a.lora_b2, a.offs, transposed=True).mul_(a.scale2)
-        dhidden += grouped_gemm(t2, a.lora_a2, a.offs, transposed=True)
+    dhidden, t2 = _product_transposed(dout, a.w2, a.offs, low2)
     with torch.enable_grad():
         h = a.h.detach().requires_grad_()
         hidden = list(ACTIVATIONS.values())[a.activation](h)
-    scaled = dhidden if weights is None else (dhidden * weights).to(dhidden.dtype)
-    (dh,) = torch.autograd.grad(hidden, h, scaled)
-    hidden = hidden.detach()
-    if needs["topk_weights"]:
-        assert a.topk_weights is not None
-        dweights = (dhidden * hidden).sum(-1, dtype=torch.promote_types(hidden.dtype, torch.float32))
-        if a.b2 is not None:
-            zero = hidden.new_empty((hidden.shape[0], 0)), a.w2.new_empty((*a.b2.shape, 0))
-            dweights += (grouped_gemm(*zero, a.offs, a.b2) * dout).sum(-1, dtype=dweights.dtype)
-        inverse = a.inverse.clamp(min=0).long()
-        dtopk_weights = dweights[inverse].masked_fill(a.inverse < 0, 0).to(a.topk_weights.dtype)
+    none = a.x.new_empty(0)
+    dtopk_weights = _grad_of_weights(a, dhidden, hidden.detach(), dout) if needs_weights else none
 
-    if needs["a2"] or needs["b2"]:
-        if weights is not None:
-            hidden, u2 = (hidden * weights).to(hidden.dtype), (a.u2 * weights).to(a.u2.dtype)
-        else:
-            u2 = a.u2
-        da2 = _outer(t2, hidden, a.lora_a2, a.offs) if needs["a2"] else da2
-        db2 = _outer(dout, u2, a.lora_b2, a.offs) if needs["b2"] else db2
-    if needs["x"]:
-        dx_rows = grouped_gemm(dh, a.w1, a.offs, transposed=True)
-    if a.lora_a1 is not None and a.lora_b1 is not None:
-        t1 = grouped_gemm(dh, a.lora_b1, a.offs, transposed=True).mul_(a.scale1)
-        if needs["x"]:
-            dx_rows += grouped_gemm(t1, a.lora_a1, a.offs, transposed=True)
-        da1 = _outer(t1, permute(a.x, a.row_idx, a.inverse), a.lora_a1, a.offs) if needs["a1"] else da1
-        db1 = _outer(dh, a.u1, a.lora_b1, a.offs) if needs["b1"] else db1
-    if needs["x"]:
-        dx = unpermute(dx_rows, a.row_idx, a.inverse, None)
+    u2, scaled = a.u2, hidden.detach()
+    if a.topk_weights is not None:
+        weights = _weights_of_rows(a)
+        dhidden, scaled, u2 = ((t * weights).to(t.dtype) for t in (dhidden, scaled, u2))
+    (dh,) = torch.autograd.grad(hidden, h, dhidden)
+    da2 = _outer(t2, scaled, a.lora_a2, a.offs) if needs_a2 else none
+    db2 = _outer(dout, u2, a.lora_b2, a.offs) if needs_b2 else none
+    dx_rows, t1 = _product_transposed(dh, a.w1, a.offs, low1)
+    da1 = _outer(t1, permute(a.x, a.row_idx, a.inverse), a.lora_a1, a.offs) if needs_a1 else none
+    db1 = _outer(dh, a.u1, a.lora_b1, a.offs) if needs_b1 else none
+    dx = unpermute(dx_rows, a.row_idx, a.inverse, None) if needs_x else none
     return dx, da1, db1, da2, db2, dtopk_weights
+
+
+def _product_transposed(
+    rows: torch.Tensor, weight: torch.Tensor, offs: torch.Tensor, low: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """rows @ weight[e] with the adapter's part, and scale * rows @ b[e]. low: (a, b, scale)."""
+    a, b, scale = low
+    out = grouped_gemm(rows, weight, offs, transposed=True)
+    if a is None:
+        return out, rows.new_empty((rows.shape[0], 0))
+    thin = grouped_gemm(rows, b, offs, transposed=True).mul_(scale)
+    return out.add_(grouped_gemm(thin, a, offs, transposed=True)), thin
+
+
+def _grad_of_weights(
+    a: FrozenMlpBackward, dhidden: torch.Tensor, hidden: torch.Tensor, dout: torch.Tensor
+) -> torch.Tensor:
+    """The gradient of topk_weights [T, K]: <grad_y, y> of each row, y without its weight."""
+    assert a.topk_weights is not None
+    grad = (dhidden * hidden).sum(-1, dtype=torch.promote_types(hidden.dtype, torch.float32))
+    if a.b2 is not None:
+        no_columns = hidden.new_empty((hidden.shape[0], 0)), a.w2.new_empty((*a.b2.shape, 0))
+        grad += (grouped_gemm(*no_columns, a.offs, a.b2) * dout).sum(-1, dtype=grad.dtype)
+    inverse = a.inverse.clamp(min=0).long()
+    return grad[inverse].masked_fill(a.inverse < 0, 0).to(a.topk_weights.dtype)
 
 
 def _outer(
