@@ -8,7 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from fmoe_ext import lora, ops
+from fmoe_ext import ops
+from fmoe_ext.adapters import adapted_gemm
 from fmoe_ext.gates.wide_linear import WideLinear
 from fmoe_ext.linear import FMoELinear, cast_to_weight, check_plain, cumulative_ends
 from fmoe_ext.routing import DispatchHandle, unpermute_rows, widen
@@ -175,10 +176,12 @@ class FusedExperts(nn.Module):
         if weights is None:
             up, down = self.htoh4, self.h4toh  # once: a module's attributes take long to read
             if _must_be_called(up) or _must_be_called(down):
-                return self._by_calls(inp, fwd_expert_count, handle, topk_weights)
+                found = _adapters(up, down)
+                if found is None:
+                    return self._by_calls(inp, fwd_expert_count, handle, topk_weights)
+                adapters = found
             weights = up.weight, up.bias, down.weight, down.bias
             main_grads = up.main_grad, down.main_grad
-            adapters = getattr(up, "adapter", None), getattr(down, "adapter", None)
         w1, b1, w2, b2 = weights
         check_plain(w1)
         check_plain(w2)
@@ -186,9 +189,9 @@ class FusedExperts(nn.Module):
         offs = cumulative_ends(fwd_expert_count, w1.shape[0], inp.device) if handle is None else handle.offs
         if self.fused_activation is None:
             rows = inp if handle is None else ops.permute(inp, handle.row_idx, handle.inverse)
-            up_rows = lora.adapted_gemm(rows, w1, offs, b1, adapters[0], main_grad=main_grads[0])
+            up_rows = adapted_gemm(rows, w1, offs, b1, adapters[0], main_grad=main_grads[0])
             hidden = self._activation(up_rows)
-            rows = lora.adapted_gemm(hidden, w2, offs, b2, adapters[1], main_grad=main_grads[1])
+            rows = adapted_gemm(hidden, w2, offs, b2, adapters[1], main_grad=main_grads[1])
             return rows if handle is None else unpermute_rows(rows, handle, topk_weights)
         routing = _rows_as_tokens(inp, offs) if handle is None else (handle.row_idx, handle.inverse, offs)
         topk_weights = widen(topk_weights, inp.dtype)
@@ -223,9 +226,17 @@ def _rows_as_tokens(inp: torch.Tensor, offs: torch.Tensor) -> tuple[torch.Tensor
     return row_idx, row_idx[:, None], offs
 
 
-def _must_be_called(module: Any) -> bool:
-    """True unless it is an FMoELinear, or an adapter around one (lora.fuse), that nothing waits for."""
-    return not hasattr(type(module), "must_be_called") or bool(module.must_be_called)
+def _must_be_called(module: nn.Module) -> bool:
+    return not isinstance(module, FMoELinear) or module.must_be_called
+
+
+def _adapters(*modules: nn.Module) -> tuple[ops.Lora | None, ops.Lora | None] | None:
+    """Adapters of w1 and w2 that one operator takes (lora.fuse); None if a module has to be called."""
+    up, down = (getattr(module, "fused_adapter", None) for module in modules)
+    for module, adapter in zip(modules, (up, down), strict=True):
+        if adapter is None and _must_be_called(module):
+            return None
+    return up, down
 
 
 class SharedExperts(nn.Module):

@@ -13,8 +13,9 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from fmoe_ext import lora, ops
+from fmoe_ext import ops
 from fmoe_ext._sharded import is_dtensor
+from fmoe_ext.adapters import adapted_gemm, take
 from fmoe_ext.dispatch import combine, dispatch
 from fmoe_ext.ep.exchange import Group
 from fmoe_ext.ep.wrappers import check_wrappers
@@ -123,7 +124,7 @@ def experts_forward(
     """
     has_bias = experts.has_bias
     up = "gate_up_proj" if experts.has_gate else "up_proj"
-    taken = lora.take(experts)
+    taken = take(experts)
     adapters = taken.get(up), taken.get("down_proj")
     parallel = getattr(experts, "expert_parallel", None)
     w1 = getattr(experts, up)
@@ -176,12 +177,12 @@ def _compute(
     else:
         transposed = experts.is_transposed
         x_rows = ops.permute(x, row_idx, inverse)
-        h = lora.adapted_gemm(x_rows, w1, offs, b1, adapters[0], transposed=transposed)
+        h = adapted_gemm(x_rows, w1, offs, b1, adapters[0], transposed=transposed)
         a = experts._apply_gate(h) if experts.has_gate else experts.act_fn(h)
         if w2 is None:
             w2 = experts.down_proj
             _compute_dtype(experts, (w2,))
-        rows = lora.adapted_gemm(a.to(x.dtype), w2, offs, b2, adapters[1], transposed=transposed)
+        rows = adapted_gemm(a.to(x.dtype), w2, offs, b2, adapters[1], transposed=transposed)
     if has_norm:
         rows = experts.post_expert_norm(rows)
     return ops.unpermute(rows, row_idx, inverse, topk_weights)

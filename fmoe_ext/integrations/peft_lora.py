@@ -7,20 +7,21 @@ import torch
 from peft.tuners.lora.layer import ParamWrapper
 from torch import nn
 
-from fmoe_ext import lora, ops
-from fmoe_ext.linear import FMoELinear
+from fmoe_ext import ops
+from fmoe_ext.adapters import given
+from fmoe_ext.linear import FMoELinear, NotesHooks
 
 OLDEST = (0, 19)  # before, A and B of a weight [E, out, in] had each other's sizes
 
 
-class FusedParamWrapper(ParamWrapper):
+class FusedParamWrapper(NotesHooks, ParamWrapper):
     """PEFT's wrapper of one weight of experts, which hands A and B to the experts instead of adding B @ A up."""
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         adapter = self.adapter
         if adapter is None or kwargs.get("adapter_names") is not None:
             return super().forward(x, *args, **kwargs)
-        with lora.given(self.get_base_layer(), self.parameter_name, adapter):
+        with given(self.get_base_layer(), self.parameter_name, adapter):
             return self.base_layer(x, *args, **kwargs)
 
     @property
@@ -44,17 +45,12 @@ class FusedParamWrapper(ParamWrapper):
         num_experts = self.num_experts
         return a.reshape(num_experts, -1, a.shape[1]), b.reshape(b.shape[0], -1, num_experts).permute(2, 0, 1)
 
-    # What FusedExperts reads of an FMoELinear.
-
     @property
-    def must_be_called(self) -> bool:
+    def fused_adapter(self) -> ops.Lora | None:
+        """The adapter of an FMoELinear whose weight may be read without a call; else None."""
         base = self.base_layer
-        has_hooks = (
-            self._forward_hooks or self._forward_pre_hooks or self._backward_hooks or self._backward_pre_hooks
-        )
-        return (
-            bool(has_hooks) or self.adapter is None or not isinstance(base, FMoELinear) or base.must_be_called
-        )
+        may_be_read = isinstance(base, FMoELinear) and not base.must_be_called and not self.must_be_called
+        return self.adapter if may_be_read else None
 
     @property
     def main_grad(self) -> ops.MainGrad | None:
