@@ -36,7 +36,7 @@ class Placement(Protocol):
     async def start(self, server: "Server") -> None: ...
     async def stop(self) -> None: ...
     def describe(self, uid: str) -> dict[str, str]:
-        """What this server does with an expert: protocol.ROLE, TERM and COMMITTED, or nothing."""
+        """Return role, term and committed version of an expert (protocol.ROLE, ...), or nothing."""
 
 
 class Server:
