@@ -6,6 +6,7 @@ import urllib.request
 
 import pytest
 import torch
+from dying import kill
 
 from fmoe_ext.remote import DeclaredExperts, Options, RemoteExpert, Server, StaticList, Training, loop
 from fmoe_ext.remote.client.client import Client, Settings
@@ -89,8 +90,8 @@ def test_status_with_a_registry_names_leader_members_and_checkpoint(start, etcd,
 def test_status_of_a_dead_leader_waits_and_exits_with_1(start, etcd, capsys):
     server = start(replicated(etcd))
     where = server.endpoint
-    server.stop()
-    code, (row,) = ask(capsys, "--registry", f"etcd://{etcd}")
+    kill(server)
+    code, (row,) = ask_until(capsys, lambda rows: not rows[0]["leader"], "--registry", f"etcd://{etcd}")
     assert code == 1 and row["leader"] == "" and row["members"] == [where]
     assert row["waits"][0] == "nobody leads" and row["waits"][1].startswith(f"{where} does not answer: ")
 
