@@ -18,7 +18,7 @@ from fmoe_ext.remote.etcd.client import Entry, EtcdClient
 from fmoe_ext.remote.security import Credentials
 from fmoe_ext.remote.wire import Message, WireError, encode
 
-Row: TypeAlias = dict[str, Any]
+Row: TypeAlias = "dict[str, Any]"
 _STATUS = "status"  # name of the tensor: JSON as bytes
 _FIELDS = MappingProxyType(
     {
