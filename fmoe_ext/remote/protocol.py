@@ -5,7 +5,6 @@ import secrets
 SERVICE = "fmoe.Experts"
 INFO, FORWARD = f"/{SERVICE}/Info", f"/{SERVICE}/Forward"
 BACKWARD, STATE = f"/{SERVICE}/Backward", f"/{SERVICE}/State"
-STATUS = f"/{SERVICE}/Status"
 # Keys of a message's metadata.
 UID, REQUEST_ID, VERSION, COMPRESSION, LOSS = "uid", "id", "version", "compression", "loss"
 SCHEMA, CLASS, HIDDEN_DIM, REQUESTS = "schema", "class", "hidden_dim", "requests"

@@ -54,16 +54,6 @@ class Leader:
     def members(self) -> set[str]:
         return set(self.record.endpoints)
 
-    @property
-    def learners(self) -> list[str]:
-        """Endpoints of the servers that take a copy."""
-        return sorted(s.endpoint for name, s in self.senders.items() if name not in self.members)
-
-    @property
-    def num_waiting(self) -> int:
-        """Updates that wait for members."""
-        return len(self._waiting)
-
     def holds(self) -> bool:
         """True while nobody else can lead, by this server's clock; from any thread."""
         registry = self.site.registry

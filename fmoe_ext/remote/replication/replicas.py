@@ -5,14 +5,12 @@ import contextlib
 import logging
 import random
 import secrets
-from collections.abc import Sequence
-from typing import Any
 
 from fmoe_ext.remote import errors
 from fmoe_ext.remote.client.caller import Caller
 from fmoe_ext.remote.discovery import DiscoveryError, check_uid
 from fmoe_ext.remote.etcd import keys
-from fmoe_ext.remote.etcd.client import Entry, EtcdClient
+from fmoe_ext.remote.etcd.client import EtcdClient
 from fmoe_ext.remote.replication import recovery
 from fmoe_ext.remote.replication.effects import Hosting, Peers, Store
 from fmoe_ext.remote.replication.follower import Following
@@ -91,22 +89,6 @@ class ReplicatedExperts:
         await self._reconcile()
         await asyncio.gather(*self._confirming)
         self._task = asyncio.create_task(self._run())
-
-    def describe(self, uid: str) -> dict[str, Any]:
-        """Role, term, learners, and what waits, of an expert."""
-        replica = self.replicas.get(uid)
-        leader = None if replica is None else replica.leader
-        return {
-            "role": "idle" if replica is None else replica.role.value,
-            "term": 0 if replica is None else replica.ledger.seen.number,
-            "learners": [] if leader is None else leader.learners,
-            "is_open": leader is not None and leader.takes_steps(),
-            "waiting_updates": 0 if leader is None else leader.num_waiting,
-        }
-
-    def entries(self) -> Sequence[Entry]:
-        """The registry's keys, as this server knows them."""
-        return tuple(self.registry.entries.values())
 
     async def stop(self) -> None:
         """Hands every expert that is led to a follower that has all updates, then leaves."""

@@ -5,13 +5,11 @@ import logging
 import random
 import time
 from collections.abc import Sequence, Set
-from typing import Any
 
 from fmoe_ext.remote import protocol
 from fmoe_ext.remote.client.caller import Caller
 from fmoe_ext.remote.discovery import Discovery, DiscoveryError, ExpertRecord, check_uid
 from fmoe_ext.remote.errors import Refused, RemoteError
-from fmoe_ext.remote.etcd.client import Entry
 from fmoe_ext.remote.security import Credentials
 from fmoe_ext.remote.server.hand_over import LONGEST_LOOK
 from fmoe_ext.remote.server.ledger import NotLeader
@@ -128,15 +126,6 @@ class DeclaredExperts:
         self.discovery, self.copies = discovery, copies
         self._tasks: list[asyncio.Task[None]] = []
         self._server: Server | None = None
-
-    def describe(self, uid: str) -> dict[str, Any]:
-        """Role of an expert: its owner is its leader."""
-        is_owner = self._server is not None and uid not in self._server.service.withheld
-        role = "owner" if is_owner else "withheld"
-        return {"role": role, "term": 0, "learners": [], "is_open": is_owner, "waiting_updates": 0}
-
-    def entries(self) -> Sequence[Entry]:
-        return ()
 
     async def start(self, server: Server) -> None:
         """Claims the server's experts in discovery."""

@@ -2,7 +2,6 @@
 
 import argparse
 import importlib.util
-import json
 import logging
 import signal
 import sys
@@ -18,7 +17,6 @@ from fmoe_ext._cli import CANNOT, run
 from fmoe_ext.remote import loop
 from fmoe_ext.remote.dht import open_node
 from fmoe_ext.remote.discovery import Discovery, DiscoveryError, StaticList
-from fmoe_ext.remote.errors import RemoteError
 from fmoe_ext.remote.flags import (
     DATE_FORMAT,
     LOG_FORMAT,
@@ -27,7 +25,6 @@ from fmoe_ext.remote.flags import (
     POSITIVE_INT,
     Parser,
     build,
-    endpoint,
     flag,
     port,
 )
@@ -37,7 +34,6 @@ from fmoe_ext.remote.security import ADMISSION, Credentials, Security, check_pri
 from fmoe_ext.remote.server.declared import DeclaredExperts, WarmCopies
 from fmoe_ext.remote.server.options import NETWORK, Options, Training
 from fmoe_ext.remote.server.server import Placement, Server
-from fmoe_ext.remote.server.status import collect, to_text
 
 ETCD = "etcd://"
 CALLS_OTHERS = ("registry", "copies_of")
@@ -204,7 +200,9 @@ def make_server(flags: argparse.Namespace) -> Server:
 
 
 def _placement(flags: argparse.Namespace, tokens: dict[str, str]) -> Placement:
-    own = _own_token(flags, tokens)
+    own = next((token for token, name in tokens.items() if name == flags.own_token), None)
+    if flags.own_token is not None and own is None:
+        raise SystemExit(f"--own_token {flags.own_token} is no name in {flags.tokens}")
     if tokens and own is None and (flags.registry or flags.copies_of):
         raise SystemExit("servers call each other: name this server's token with --own_token")
     credentials = _credentials(flags, own)
@@ -217,13 +215,6 @@ def _placement(flags: argparse.Namespace, tokens: dict[str, str]) -> Placement:
         WarmCopies(discovery, flags.copies_of, flags.copy_period, credentials) if flags.copies_of else None
     )
     return DeclaredExperts(discovery, copies)
-
-
-def _own_token(flags: argparse.Namespace, tokens: dict[str, str]) -> str | None:
-    own = next((token for token, name in tokens.items() if name == flags.own_token), None)
-    if flags.own_token is not None and own is None:
-        raise SystemExit(f"--own_token {flags.own_token} is no name in {flags.tokens}")
-    return own
 
 
 def _credentials(flags: argparse.Namespace, token: str | None) -> Credentials:
@@ -265,48 +256,8 @@ def report(server: Server, seconds: float, before: dict[str, float]) -> dict[str
     return now
 
 
-@dataclass(frozen=True)
-class StatusCommand:
-    """The flags of `fmoe serve status`."""
-
-    registry: str | None = flag(None, "etcd://host:2379: all experts and servers in it")
-    servers: Sequence[str] = flag((), "host:port of more servers", nargs="+", type=endpoint)
-    json: bool = flag(False, "a list of objects, one an expert", action="store_true")
-    timeout: float = flag(5.0, "seconds", type=POSITIVE)
-    tls_ca: Path | None = flag(None, "PEM file that signed the servers' certificates", type=Path)
-    tls_certificate: Path | None = flag(None, "of this caller", type=Path, needs=("tls_ca",))
-    tls_key: Path | None = flag(None, "of this caller", type=Path, needs=("tls_ca",))
-    tokens: Path | None = flag(None, "a file of `name: token` lines", type=Path, needs=("own_token",))
-    own_token: str | None = flag(None, "the name in --tokens to call with", needs=("tokens",))
-
-
-def status(arguments: Sequence[str]) -> int:
-    """Prints who leads, who holds and what waits for every expert; 0 if nothing waits, 1 if something does."""
-    parser = Parser("fmoe serve status", StatusCommand, description="Shows every expert.")
-    flags = parser.read(arguments)
-    if flags.registry is None and not flags.servers:
-        parser.error("name --registry etcd://host:2379 or --servers host:port")
-    if flags.registry is not None and not flags.registry.startswith(ETCD):
-        parser.error(f"--registry must be {ETCD}host:port, but is {flags.registry}")
-    tokens = {} if flags.tokens is None else read_tokens(flags.tokens)
-    registry = None if flags.registry is None else flags.registry.removeprefix(ETCD)
-    try:
-        credentials = Credentials(
-            flags.tls_ca, flags.tls_certificate, flags.tls_key, _own_token(flags, tokens)
-        )
-        found = collect(registry, flags.servers, credentials, flags.timeout)
-        rows = loop.run(found, 3 * flags.timeout)
-    except (OSError, ValueError, DiscoveryError, RemoteError) as error:
-        raise SystemExit(f"error: {error}") from None
-    print(json.dumps(rows, indent=2) if flags.json else to_text(rows))
-    return int(any(row["waits"] for row in rows))
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs until SIGTERM or SIGINT; 0 after everything was handed over and saved."""
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    if given[:1] == ["status"]:
-        return status(given[1:])
     logging.basicConfig(level=logging.INFO, format=LOG_FORMAT, datefmt=DATE_FORMAT)
     flags = parse(arguments)
     _check_device(flags.device)

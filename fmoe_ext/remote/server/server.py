@@ -12,7 +12,6 @@ import grpc
 from fmoe_ext.remote import loop, protocol
 from fmoe_ext.remote.dht.node import check_peer, reachable_here
 from fmoe_ext.remote.dht.relay import Attachment
-from fmoe_ext.remote.etcd.client import Entry
 from fmoe_ext.remote.expert_classes import find_expert_class
 from fmoe_ext.remote.security import Guard
 from fmoe_ext.remote.server.compute import ComputeThread
@@ -24,7 +23,6 @@ from fmoe_ext.remote.server.options import Options
 from fmoe_ext.remote.server.pages import Pages
 from fmoe_ext.remote.server.service import ExpertService
 from fmoe_ext.remote.server.state import Checkpoints, read_state, write_state
-from fmoe_ext.remote.server.status import table
 from fmoe_ext.remote.wire import Limits, Message, body_bytes
 
 log = logging.getLogger("fmoe_ext.remote")
@@ -36,12 +34,6 @@ class Placement(Protocol):
 
     async def start(self, server: "Server") -> None: ...
     async def stop(self) -> None: ...
-
-    def describe(self, uid: str) -> dict[str, Any]:
-        """An expert's role, term, learners, is_open and waiting_updates."""
-
-    def entries(self) -> Sequence[Entry]:
-        """The registry's entries as this server sees them; none without a registry."""
 
 
 class Server:
@@ -70,8 +62,6 @@ class Server:
         self._attachment: Attachment | None = None
         self._has_stopped = False
         self._saved: dict[str, int] = {}  # uid: version on disk
-        self._saved_at: dict[str, float] = {}  # uid: time.time()
-        self.service.status = self.status
         self._tasks: list[asyncio.Task[None]] = []
         self._grpc: grpc.aio.Server | None = None
         self.metrics.gauge("experts", lambda: len(self.host.experts))
@@ -188,10 +178,7 @@ class Server:
         saved = [self.checkpoints.load(uid) for uid in uids] if self.checkpoints else []
         states = [state for state in saved if state is not None]
         await asyncio.wrap_future(self.compute.call(add))
-        for state in states:
-            assert self.checkpoints is not None
-            uid = state.meta["uid"]
-            self._note_saved(uid, state, self.checkpoints.path(uid).stat().st_mtime)
+        self._saved |= {state.meta["uid"]: int(state.meta["version"]) for state in states}
 
     def saved_uids(self) -> list[str]:
         """Experts that have checkpoints."""
@@ -214,10 +201,7 @@ class Server:
                 continue
             state = await self.read_state(uid)
             await asyncio.to_thread(self.checkpoints.save, state)
-            self._note_saved(uid, state, time.time())
-
-    def _note_saved(self, uid: str, state: Message, moment: float) -> None:
-        self._saved[uid], self._saved_at[uid] = int(state.meta["version"]), moment
+            self._saved[uid] = int(state.meta["version"])
 
     async def _save_regularly(self) -> None:
         while True:
@@ -236,7 +220,7 @@ class Server:
         """The numbers of the status page."""
         now, calls = time.time(), self.metrics.count("calls_total")
         experts = sorted(self.host.experts.items())
-        answer: dict[str, Any] = {
+        return {
             "time": now,
             "endpoint": self.endpoint,
             "expert_cls": self.options.expert_cls,
@@ -252,8 +236,6 @@ class Server:
                     "grad_norm": expert.grad_norm,
                     "refused": expert.num_refused,
                     "withheld": uid in self.service.withheld,
-                    **self.placement.describe(uid),
-                    "checkpoint": self._checkpoint(uid),
                 }
                 for uid, expert in experts
             ],
@@ -262,14 +244,6 @@ class Server:
                 for name, (heard, loss) in reversed(self.service.peers.items())
             ],
         }
-        own = {"experts": {row["uid"]: row for row in answer["experts"]}}
-        shown = table(self.placement.entries(), {self.endpoint: own})
-        return {**answer, "table": [row for row in shown if row["uid"] in own["experts"]]}
-
-    def _checkpoint(self, uid: str) -> dict[str, Any] | None:
-        if uid not in self._saved:
-            return None
-        return {"version": self._saved[uid], "time": self._saved_at[uid]}
 
     def _count_refused(self) -> int:
         return sum(expert.num_refused for expert in list(self.host.experts.values()))

@@ -20,7 +20,6 @@ from fmoe_ext.remote.server.host import Answer, ExpertMissing, StaleGradient
 from fmoe_ext.remote.server.ledger import NotLeader
 from fmoe_ext.remote.server.metrics import Metrics
 from fmoe_ext.remote.server.state import read_state
-from fmoe_ext.remote.server.status import status_message
 from fmoe_ext.remote.wire import (
     PART_BYTES,
     Limits,
@@ -49,14 +48,13 @@ CODES: tuple[tuple[type[Exception], grpc.StatusCode], ...] = (
 
 
 class ExpertService:
-    """The methods of a server over a computing thread. may_step(uid) raises NotLeader to refuse gradients."""
+    """Info, Forward, Backward, State over a computing thread. may_step(uid) raises NotLeader to refuse gradients."""
 
     def __init__(self, compute: ComputeThread, guard: Guard, metrics: Metrics, limits: Limits):
         self.compute, self.guard, self.metrics, self.limits = compute, guard, metrics, limits
         self.max_rows: int | None = None  # of one call
         self._part_bytes = min(PART_BYTES, limits.max_message_bytes // 2)
         self.may_step: Callable[[str], None] = lambda uid: None
-        self.status: Callable[[], dict[str, Any]] = dict  # of the server
         self.peers: OrderedDict[str, tuple[float, str]] = (
             OrderedDict()
         )  # name: time of its last call, loss it reported
@@ -65,12 +63,7 @@ class ExpertService:
         self._under_way: dict[tuple[str, str], asyncio.Future[Answer]] = {}
 
     def handlers(self) -> grpc.GenericRpcHandler:
-        unary = {
-            "Info": self._info,
-            "Forward": self._forward,
-            "Backward": self._backward,
-            "Status": self._status,
-        }
+        unary = {"Info": self._info, "Forward": self._forward, "Backward": self._backward}
         methods = {
             name: grpc.unary_unary_rpc_method_handler(self._method(name.lower(), call))
             for name, call in unary.items()
@@ -123,9 +116,6 @@ class ExpertService:
         self.peers.move_to_end(peer)
         while len(self.peers) > MAX_SHOWN_PEERS:
             self.peers.popitem(last=False)
-
-    async def _status(self, message: Message, peer: str, deadline: float) -> bytes:
-        return encode(status_message(self.status()))
 
     async def _info(self, message: Message, peer: str, deadline: float) -> bytes:
         host = self.compute.host
