@@ -17,7 +17,8 @@ import safetensors.torch
 import torch
 
 from fmoe_ext.remote import Client, Options, RemoteError, RemoteExpert, Server, Settings
-from fmoe_ext.remote.server.main import main, make_server, parse
+from fmoe_ext.remote.server.flags import parse
+from fmoe_ext.remote.server.main import main, make_server
 from fmoe_ext.remote.server.service import NotLeader
 from fmoe_ext.remote.server.state import Checkpoints
 from fmoe_ext.remote.wire import Message, WireError
@@ -122,6 +123,9 @@ def test_experts_without_a_leader_are_not_called_active(caplog):
                     raise NotLeader(f"not the leader of {uid}")
 
             server.host.may_step = may_step
+
+        def describe(self, uid):
+            return {}
 
         async def stop(self):
             pass

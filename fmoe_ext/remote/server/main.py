@@ -6,183 +6,23 @@ import logging
 import signal
 import sys
 import threading
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
-from types import MappingProxyType
 
 import torch
 
 from fmoe_ext._cli import CANNOT, run
-from fmoe_ext.remote import loop
+from fmoe_ext.remote import loop, status
 from fmoe_ext.remote.dht import open_node
 from fmoe_ext.remote.discovery import Discovery, DiscoveryError, StaticList
-from fmoe_ext.remote.flags import (
-    DATE_FORMAT,
-    LOG_FORMAT,
-    NOT_NEGATIVE,
-    POSITIVE,
-    POSITIVE_INT,
-    Parser,
-    build,
-    flag,
-    port,
-)
+from fmoe_ext.remote.flags import DATE_FORMAT, LOG_FORMAT, build
 from fmoe_ext.remote.replication.replicas import ReplicatedExperts
 from fmoe_ext.remote.replication.site import Replication
-from fmoe_ext.remote.security import ADMISSION, Credentials, Security, check_private
+from fmoe_ext.remote.security import Credentials, Security
 from fmoe_ext.remote.server.declared import DeclaredExperts, WarmCopies
-from fmoe_ext.remote.server.options import NETWORK, Options, Training
+from fmoe_ext.remote.server.flags import ETCD, parse, read_tokens
+from fmoe_ext.remote.server.options import Options, Training
 from fmoe_ext.remote.server.server import Placement, Server
-
-ETCD = "etcd://"
-CALLS_OTHERS = ("registry", "copies_of")
-# What to write instead of hivemind's flags.
-HIVEMIND = MappingProxyType(
-    {
-        "num_handlers": "one process answers all calls; leave it out",
-        "min_batch_size": "calls that wait are computed together at once; leave it out",
-        "update_period": "records are renewed three times a --ttl",
-        "expiration": "write --ttl",
-        "compression": "each client chooses: Settings(compression='bf16')",
-        "increase_file_limit": "use ulimit -n",
-        "host_maddrs": "write --listen_on host:port",
-        "announce_maddrs": "write --announce host:port",
-        "no_relay": "no relay is used without --relay",
-        "use_auto_relay": "write --relay host:port",
-        "use_ipfs": "write --initial_peers host:port",
-    }
-)
-
-
-@dataclass(frozen=True)
-class Command:
-    """The flags of fmoe-server that are no options of a Server."""
-
-    config: Path | None = flag(
-        None, "a YAML file of `flag: value` lines; flags given here win", type=Path, short="-c"
-    )
-    custom_module_path: Path | None = flag(None, "a Python file that registers expert classes", type=Path)
-    num_threads: int | None = flag(None, "of torch", type=POSITIVE_INT)
-    stats_report_interval: float = flag(60.0, "seconds between progress lines; 0: none", type=NOT_NEGATIVE)
-    registry: str | None = flag(
-        None,
-        "etcd://host:2379: experts with replicas",
-        excludes=("dht_port", "initial_peers", "identity_path", "ttl", "copies_of", "no_dht"),
-        group=NETWORK,
-    )
-    replicas: int = flag(
-        2, "servers an expert, with --registry", type=POSITIVE_INT, needs=("registry",), group=NETWORK
-    )
-    lease: float = flag(
-        5.0,
-        "seconds after which a silent server counts as dead",
-        type=POSITIVE,
-        needs=("registry",),
-        group=NETWORK,
-    )
-    recovery_wait: float = flag(
-        30.0,
-        "seconds to wait for the newest copy when all are gone",
-        type=NOT_NEGATIVE,
-        needs=("registry",),
-        group=NETWORK,
-    )
-    dht_port: int | None = flag(None, "of a DHT node in this server", type=port, group=NETWORK)
-    initial_peers: Sequence[str] = flag(
-        (), "host:port of other DHT nodes; none: a new DHT begins", nargs="*", group=NETWORK
-    )
-    identity_path: Path | None = flag(
-        None, "a file with the key that owns the uids, made if it is not there", type=Path, group=NETWORK
-    )
-    copies_of: Sequence[str] = flag(
-        (), "uids of others to keep warm copies of, without --registry", nargs="+", group=NETWORK
-    )
-    copy_period: float = flag(
-        10.0,
-        "seconds between copies: what a takeover can lose",
-        type=POSITIVE,
-        needs=("copies_of",),
-        group=NETWORK,
-    )
-    no_dht: bool = flag(
-        False,
-        "tell nobody: for clients with a static list",
-        action="store_true",
-        excludes=("dht_port", "initial_peers", "identity_path", "ttl", "copies_of"),
-        group=NETWORK,
-    )
-    tls_ca: Path | None = flag(
-        None,
-        "PEM file that signed the other servers' certificates",
-        type=Path,
-        needs=CALLS_OTHERS,
-        group=ADMISSION,
-    )
-    tokens: Path | None = flag(
-        None, "a file of `name: token` lines; calls without one are refused", type=Path, group=ADMISSION
-    )
-    own_token: str | None = flag(
-        None,
-        "the name in --tokens under which this server calls the others",
-        needs=CALLS_OTHERS,
-        group=ADMISSION,
-    )
-
-
-def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """The flags, with those of --config behind them; SystemExit with one sentence if they make no sense."""
-    parser = Parser(
-        "fmoe-server",
-        *(Options, Training, Security, Command),
-        description="Hosts experts until a signal ends it.",
-        usage="fmoe-server [--flag value ...], or fmoe-server --help",
-        foreign=HIVEMIND,
-    )
-    flags = parser.read(arguments, "config")
-    if flags.expert_uids and flags.num_experts not in (None, len(flags.expert_uids)):
-        parser.error(f"--num_experts {flags.num_experts}, but {len(flags.expert_uids)} --expert_uids")
-    if twice := sorted({uid for uid in flags.expert_uids if list(flags.expert_uids).count(uid) > 1}):
-        parser.error(f"--expert_uids has {', '.join(twice)} twice")
-    if flags.own_token is not None and flags.tokens is None:
-        parser.error("--own_token means nothing without --tokens")
-    if flags.registry is not None and not flags.registry.startswith(ETCD):
-        parser.error(f"--registry must be {ETCD}host:port, but is {flags.registry}")
-    if flags.num_experts is None:
-        flags.num_experts = len(flags.expert_uids) or 1
-    return flags
-
-
-def read_tokens(path: Path) -> dict[str, str]:
-    """`name: token` lines, tokens as they stand -> {token: name}; SystemExit for a file that would let others in."""
-    names: dict[str, str] = {}
-    for number, name, token in _read_lines(path):
-        if not (name and token):
-            raise SystemExit(f"{path}:{number}: write `name: token`; an empty one would admit everybody")
-        if token in names:
-            raise SystemExit(f"{path}:{number}: {name} has the token of {names[token]}: give each its own")
-        names[token] = name
-    if not names:
-        raise SystemExit(f"--tokens {path} holds no token: write `name: token` lines, or leave the flag out")
-    return names
-
-
-def _read_lines(path: Path) -> Iterator[tuple[int, str, str]]:
-    """(number, name, token) of each line; SystemExit names the first that has another form."""
-    try:
-        check_private(path)
-        lines = path.read_text().splitlines()
-    except (OSError, ValueError) as error:
-        raise SystemExit(f"{path} cannot be read: {error}") from None
-    for number, line in enumerate(lines, 1):
-        text = line.partition(" #")[0].strip()
-        if not text or text.startswith("#"):
-            continue
-        name, colon, token = text.partition(":")
-        if not colon:
-            raise SystemExit(f"{path}:{number}: write `name: token`, without which this line means nothing")
-        yield number, name.strip(), token.strip()
-
 
 log = logging.getLogger("fmoe_ext.remote")
 
@@ -257,9 +97,12 @@ def report(server: Server, seconds: float, before: dict[str, float]) -> dict[str
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs until SIGTERM or SIGINT; 0 after everything was handed over and saved."""
+    """Runs until SIGTERM or SIGINT; 0 after everything was handed over and saved. `status ...`: status.main()."""
+    given = sys.argv[1:] if arguments is None else list(arguments)
+    if given[:1] == ["status"]:
+        return status.main(given[1:])
     logging.basicConfig(level=logging.INFO, format=LOG_FORMAT, datefmt=DATE_FORMAT)
-    flags = parse(arguments)
+    flags = parse(given)
     _check_device(flags.device)
     if flags.num_threads is not None:
         torch.set_num_threads(flags.num_threads)
