@@ -35,7 +35,7 @@ class Placement(Protocol):
     async def start(self, server: "Server") -> None: ...
     async def stop(self) -> None: ...
     def describe(self, uid: str) -> dict[str, str]:
-        """What this server does with an expert: protocol.ROLE, TERM and COMMITTED, or nothing."""
+        """The role of this server for an expert: protocol.ROLE, TERM and COMMITTED, or nothing."""
 
 
 class Server:
