@@ -12,8 +12,7 @@ except ImportError as error:
 
 from fmoe_ext.remote.client.audit import Auditor, Finding
 from fmoe_ext.remote.client.client import Client, Settings
-from fmoe_ext.remote.client.expert import RemoteExpert
-from fmoe_ext.remote.client.experts import LiveGate, RemoteExperts
+from fmoe_ext.remote.client.expert import LiveGate, RemoteExpert, RemoteExperts
 from fmoe_ext.remote.client.moe import RemoteMixtureOfExperts, RemoteSwitchMixtureOfExperts
 from fmoe_ext.remote.dht import DHT
 from fmoe_ext.remote.directory import Directory

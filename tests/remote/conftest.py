@@ -76,7 +76,7 @@ def etcd_endpoint(tmp_path_factory):
 @pytest.fixture
 def etcd(etcd_endpoint):
     """The endpoint of an empty etcd."""
-    from fmoe_ext.remote.etcd.proto import build
+    from fmoe_ext.remote.etcd.client import build
 
     async def empty():
         client = EtcdClient(etcd_endpoint)

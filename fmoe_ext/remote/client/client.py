@@ -12,10 +12,9 @@ from typing import Any, Protocol
 import torch
 
 from fmoe_ext.remote import errors, protocol
-from fmoe_ext.remote.cached import Cached
 from fmoe_ext.remote.client.caller import Caller
 from fmoe_ext.remote.compression import ErrorFeedback, check_codec, compress, decompress
-from fmoe_ext.remote.discovery import Discovery, DiscoveryError, ExpertRecord, check_uid
+from fmoe_ext.remote.discovery import Cached, Discovery, DiscoveryError, ExpertRecord, check_uid
 from fmoe_ext.remote.schema import Schema, SchemaError, is_finite
 from fmoe_ext.remote.security import Credentials
 from fmoe_ext.remote.wire import Limits, Message, encode

@@ -1,10 +1,11 @@
-"""RemoteExpert: one expert elsewhere as a module."""
+"""RemoteExpert: one expert as a module; RemoteExperts: many of them as the experts of a layer."""
 
 from collections.abc import Sequence
 
 import torch
 from torch import nn
 
+from fmoe_ext.gates import BaseGate
 from fmoe_ext.remote import loop
 from fmoe_ext.remote.client.batch import MARGIN, Batch, Call
 from fmoe_ext.remote.client.client import Client
@@ -59,3 +60,82 @@ class RemoteExpert(nn.Module):
     def extra_repr(self) -> str:
         where = self.handle.record.endpoints if self.handle.record else "by discovery"
         return f"{self.uid!r}, {where}"
+
+
+class RemoteExperts(nn.Module):
+    """Experts for layer.experts of an FMoE(expert=None, num_expert=len(experts), ...): modules or RemoteExperts.
+
+    forward(rows [R, D] sorted by expert, tokens_per_expert [E]) -> [R, D]: one call a remote expert, all of a
+    client in parallel, while the local ones compute. An expert that does not answer in time gives zero rows, takes no
+    gradient, and is gone for a while (is_gone); with LiveGate no token goes to it then.
+    """
+
+    def __init__(self, experts: Sequence[nn.Module], client: Client | None = None):
+        super().__init__()
+        self.members = nn.ModuleList(experts)
+        remote = [expert.client for expert in experts if isinstance(expert, RemoteExpert)]
+        self.client = client or (remote[0] if remote else Client())
+        self.last_failed: dict[str, str] = {}  # uid: why, in the last forward
+
+    def forward(self, rows: torch.Tensor, tokens_per_expert: torch.Tensor) -> torch.Tensor:
+        counts = torch.as_tensor(tokens_per_expert).tolist()
+        parts = rows[: sum(counts)].split(counts)  # rows of dropped choices lie behind
+        calls = {
+            n: Call(expert.handle, (parts[n],))
+            for n, expert in enumerate(self.members)
+            if isinstance(expert, RemoteExpert) and parts[n].shape[0]
+        }
+        outputs = self._call(calls)
+        for n, expert in enumerate(self.members):
+            if not isinstance(expert, RemoteExpert):
+                outputs[n] = expert(parts[n])
+        results = [outputs.get(n) for n in range(len(parts))]
+        return torch.cat(
+            [torch.zeros_like(x) if y is None else y for x, y in zip(parts, results, strict=True)]
+        )
+
+    def _call(self, calls: dict[int, Call]) -> dict[int, torch.Tensor | None]:
+        if not calls:
+            return {}
+        settings = self.client.settings
+        timeouts = settings.forward_timeout, settings.backward_timeout
+        batch = Batch(self.client, list(calls.values()), *timeouts, tolerant=True)
+        fitting = batch.refuse_misfits(batch.run(), [call.inputs[0] for call in batch.calls])
+        outputs = dict(zip(calls, fitting, strict=True))
+        failures = zip(batch.calls, batch.failed, strict=True)
+        self.last_failed = {call.handle.uid: str(error) for call, error in failures if error is not None}
+        return outputs
+
+    def is_gone(self) -> torch.Tensor:
+        """[E] bool: the experts that did not answer lately."""
+        return torch.tensor(
+            [isinstance(expert, RemoteExpert) and expert.handle.is_gone for expert in self.members]
+        )
+
+
+class LiveGate(nn.Module):
+    """Any gate, without the experts that are gone: their choices become -1 (dropped).
+
+    With FMoE(renormalize=True) the token's other experts take over their weight.
+    """
+
+    def __init__(self, gate: BaseGate, experts: RemoteExperts):
+        super().__init__()
+        self.gate = gate
+        self._experts = (experts,)  # not a submodule: the layer has them already
+
+    def forward(self, inp: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        topk_idx, topk_weights = self.gate(inp)
+        gone = self._experts[0].is_gone().to(topk_idx.device)
+        dropped = gone[topk_idx.clamp(min=0)] & (topk_idx >= 0)
+        return topk_idx.masked_fill(dropped, -1), topk_weights
+
+    def get_loss(self, clear: bool = True) -> torch.Tensor | None:
+        """The wrapped gate's."""
+        loss: torch.Tensor | None = self.gate.get_loss(clear)
+        return loss
+
+    @property
+    def has_loss(self) -> bool:
+        """The wrapped gate's."""
+        return bool(self.gate.has_loss)

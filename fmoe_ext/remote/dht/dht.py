@@ -10,9 +10,8 @@ from fmoe_ext.remote import loop
 from fmoe_ext.remote.client.client import Settings
 from fmoe_ext.remote.dht.discovery import KademliaDiscovery
 from fmoe_ext.remote.dht.node import KademliaNode, NodeOptions
-from fmoe_ext.remote.dht.records import Identity
+from fmoe_ext.remote.dht.records import Identity, Value
 from fmoe_ext.remote.dht.transport import GrpcTransport
-from fmoe_ext.remote.dht.values import Value
 from fmoe_ext.remote.directory import MARGIN, Directory
 from fmoe_ext.remote.discovery import DiscoveryError
 from fmoe_ext.remote.security import Credentials

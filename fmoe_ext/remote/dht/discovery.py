@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from fmoe_ext.remote.dht import values
+from fmoe_ext.remote.dht import records
 from fmoe_ext.remote.dht.messages import Item
 from fmoe_ext.remote.dht.node import Holder, KademliaNode, Nearby
 from fmoe_ext.remote.dht.records import (
@@ -98,21 +98,21 @@ class KademliaDiscovery(Discovery):
 
     async def store(self, key: str, value: Any, ttl: float, timeout: float = 5.0) -> bool:
         """Keeps a small value of this owner under a key for ttl seconds -> True if the DHT took it."""
-        uid = values.uid_of(key, self.identity.public)
-        metadata = values.dump_value(value)
-        return uid in await self.declare([uid], values.ENDPOINT, ttl, metadata=metadata, timeout=timeout)
+        uid = records.value_uid(key, self.identity.public)
+        metadata = records.dump_value(value)
+        return uid in await self.declare([uid], records.ENDPOINT, ttl, metadata=metadata, timeout=timeout)
 
-    async def get_values(self, key: str, timeout: float = 5.0) -> dict[str, values.Value]:
+    async def get_values(self, key: str, timeout: float = 5.0) -> dict[str, records.Value]:
         """The live values of a key by the public key of their owner."""
-        prefix, now = values.prefix_of(key), self.node.clock.now()
+        prefix, now = records.value_prefix(key), self.node.clock.now()
 
-        def read(_: str, near: Nearby) -> dict[str, values.Value]:
+        def read(_: str, near: Nearby) -> dict[str, records.Value]:
             found = {}
             for uid in set(_live_uids(near, now)):
                 record = elect(near.holders, uid, now)
-                if record is None or values.is_misplaced(uid, record.owner):
+                if record is None or records.is_misplaced(uid, record.owner):
                     continue
-                value = values.load_value(record, self.node.clock.to_local(record.expires))
+                value = records.load_value(record, self.node.clock.to_local(record.expires))
                 if value is not None:
                     found[record.owner] = value
             return found
@@ -124,7 +124,7 @@ class KademliaDiscovery(Discovery):
 
     async def withdraw_all(self, timeout: float = 5.0) -> None:
         """Takes back all experts that were declared here; values stay until they expire."""
-        for endpoint in {record.endpoint for record in self._declared.values()} - {values.ENDPOINT}:
+        for endpoint in {record.endpoint for record in self._declared.values()} - {records.ENDPOINT}:
             await self.withdraw(list(self._declared), endpoint, timeout=timeout)
 
     # ---------------------------------------------------------------- asking

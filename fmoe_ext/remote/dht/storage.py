@@ -2,8 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from fmoe_ext.remote.dht.records import MAX_SKEW, MAX_TTL, SignedRecord, places_of
-from fmoe_ext.remote.dht.values import is_misplaced
+from fmoe_ext.remote.dht.records import MAX_SKEW, MAX_TTL, SignedRecord, is_misplaced, places_of
 
 MAX_RECORDS = 65_536
 MAX_OF_OWNER = 16_384

@@ -14,7 +14,6 @@ from fmoe_ext.remote.dht.node import check_peer, reachable_here
 from fmoe_ext.remote.dht.relay import Attachment
 from fmoe_ext.remote.expert_classes import find_expert_class
 from fmoe_ext.remote.security import Guard
-from fmoe_ext.remote.server.checkpoints import Checkpoints
 from fmoe_ext.remote.server.compute import ComputeThread
 from fmoe_ext.remote.server.fair_queue import FairQueue
 from fmoe_ext.remote.server.host import ExpertHost
@@ -23,7 +22,7 @@ from fmoe_ext.remote.server.metrics import Metrics
 from fmoe_ext.remote.server.options import Options
 from fmoe_ext.remote.server.pages import Pages
 from fmoe_ext.remote.server.service import ExpertService
-from fmoe_ext.remote.server.state import read_state, write_state
+from fmoe_ext.remote.server.state import Checkpoints, read_state, write_state
 from fmoe_ext.remote.wire import Limits, Message, body_bytes
 
 log = logging.getLogger("fmoe_ext.remote")
@@ -36,7 +35,7 @@ class Placement(Protocol):
     async def start(self, server: "Server") -> None: ...
     async def stop(self) -> None: ...
     def describe(self, uid: str) -> dict[str, str]:
-        """Return role, term and committed version of an expert (protocol.ROLE, ...), or nothing."""
+        """The role of this server for an expert: protocol.ROLE, TERM and COMMITTED, or nothing."""
 
 
 class Server:

@@ -1,12 +1,15 @@
-"""The state of one expert as a message: weights, optimizer, version and the requests it has applied."""
+"""The state of one expert: as a message, and on disk."""
 
+import os
 from collections import OrderedDict
+from pathlib import Path
 
 import torch
 
+from fmoe_ext.remote.discovery import check_uid
 from fmoe_ext.remote.server.host import ExpertHost, Hosted
 from fmoe_ext.remote.server.ledger import End, Ledger, Term
-from fmoe_ext.remote.wire import Message, WireError
+from fmoe_ext.remote.wire import WHOLE, Message, WireError, decode, encode
 
 _IDS, _IDS_VERSIONS = "applied.ids", "applied.versions"
 _ID_BYTES = 16
@@ -132,3 +135,49 @@ def _read_ids(message: Message) -> "OrderedDict[str, int]":
 
 def _named(message: Message, prefix: str) -> dict[str, torch.Tensor]:
     return {n.removeprefix(prefix): x for n, x in message.tensors.items() if n.startswith(prefix)}
+
+
+SUFFIX = ".safetensors"
+
+
+class Checkpoints:
+    """The folder of a server's checkpoints."""
+
+    def __init__(self, folder: Path):
+        self.folder = Path(folder)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        for left_over in self.folder.glob(f"*{SUFFIX}.tmp-*"):  # of a process that was killed while it wrote
+            left_over.unlink(missing_ok=True)
+
+    def save(self, state: Message) -> None:
+        """Writes, syncs, then takes the place of the file before: a crash leaves the old one or the new one."""
+        path = self.path(state.meta["uid"])
+        temporary = path.with_name(f"{path.name}.tmp-{os.getpid()}")
+        with open(temporary, "wb") as file:
+            file.write(encode(state))
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+        folder = os.open(self.folder, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+
+    def load(self, uid: str) -> Message | None:
+        """The state that was saved last, None without one; WireError, with the file's name, if it cannot be read."""
+        path = self.path(uid)
+        if not path.exists():
+            return None
+        try:
+            return decode(path.read_bytes(), WHOLE)
+        except WireError as error:
+            raise WireError(
+                f"the checkpoint {path} is broken ({error}): restore it, or move it away"
+            ) from None
+
+    def uids(self) -> list[str]:
+        return sorted(path.name.removesuffix(SUFFIX) for path in self.folder.glob(f"*{SUFFIX}"))
+
+    def path(self, uid: str) -> Path:
+        return self.folder / f"{check_uid(uid)}{SUFFIX}"

@@ -12,7 +12,7 @@ import grpc
 import pytest
 
 from fmoe_ext.remote import loop
-from fmoe_ext.remote.dht import Identity, messages, values
+from fmoe_ext.remote.dht import Identity, messages, records
 from fmoe_ext.remote.dht.messages import Answer, BadMessage, Found, Header, Request
 from fmoe_ext.remote.dht.records import MAX_TTL, BadRecord, places_of, prefix_key, read_record, uid_key
 from fmoe_ext.remote.dht.routing import Peer, RoutingTable
@@ -76,9 +76,9 @@ def test_every_field_of_a_record_is_bounded(changes, text):
 
 def test_value_in_the_place_of_another_owner_is_refused():
     store = RecordStore()
-    uid = values.uid_of("key", ME.public)
+    uid = records.value_uid("key", ME.public)
     own, foreign = record(uid=uid), record(owner=OTHER, uid=uid)
-    key = prefix_key(values.prefix_of("key"))
+    key = prefix_key(records.value_prefix("key"))
     assert put(store, foreign, key=key) == "this place is for a value of another owner"
     assert put(store, own, key=key) is None
     assert store.find(key, NOW) == [own]

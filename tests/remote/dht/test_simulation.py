@@ -10,9 +10,8 @@ import torch
 from simulation import Network, close, endpoint_of
 
 from fmoe_ext.remote.beam_search import beam_search
-from fmoe_ext.remote.cached import Cached
 from fmoe_ext.remote.dht.records import uid_key
-from fmoe_ext.remote.discovery import DiscoveryError, StaticList, Unanswered
+from fmoe_ext.remote.discovery import Cached, DiscoveryError, StaticList, Unanswered
 
 TTL = 100.0
 

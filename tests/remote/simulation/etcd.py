@@ -4,8 +4,7 @@ import asyncio
 from collections import deque
 
 from fmoe_ext.remote.discovery import DiscoveryError
-from fmoe_ext.remote.etcd.client import Answer, Entry, Event
-from fmoe_ext.remote.etcd.proto import parse
+from fmoe_ext.remote.etcd.client import Answer, Entry, Event, parse
 
 
 class Etcd:
