@@ -11,7 +11,7 @@ import torch
 from fmoe_ext.checkpoint.safetensors_file import StoredTensor
 
 RANK_MAJOR, EXPERT_MAJOR = "rank_major", "expert_major"  # column k * E + e, column e * r + k, of expert e
-MIN_MARGIN = 3.0  # standard deviations between the two readings
+MIN_MARGIN = 4.0  # standard deviations between the two readings
 NUM_SHUFFLES = 48
 
 
@@ -48,7 +48,9 @@ class Evidence:
         count = num_experts * rank
         null = torch.tensor(
             [
-                _likeness(columns[:, torch.randperm(count, generator=generator)], num_experts, rank, EXPERT_MAJOR)
+                _likeness(
+                    columns[:, torch.randperm(count, generator=generator)], num_experts, rank, EXPERT_MAJOR
+                )
                 for _ in range(NUM_SHUFFLES)
             ]
         )

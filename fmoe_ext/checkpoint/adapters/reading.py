@@ -22,7 +22,9 @@ WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 PREFIX = "base_model.model."
 LEAVES = r"w1|w2|w3|gate_proj|up_proj|down_proj"
 FLAT = re.compile(r"(?P<layer>.*\.experts)(?P<inner>(\.base_layer)*)\.lora_(?P<ab>[AB])\.weight")
-NUMBERED = re.compile(rf"(?P<layer>.*\.experts)\.(?P<e>\d{{1,6}})\.(?P<leaf>{LEAVES})\.lora_(?P<ab>[AB])\.weight")
+NUMBERED = re.compile(
+    rf"(?P<layer>.*\.experts)\.(?P<e>\d{{1,6}})\.(?P<leaf>{LEAVES})\.lora_(?P<ab>[AB])\.weight"
+)
 STACKED = re.compile(rf"(?P<layer>.*\.experts)\.(?P<leaf>{LEAVES}|gate_up_proj)\.lora_(?P<ab>[AB])\.weight")
 ROLE = {"w1": "gate", "w3": "up", "w2": "down", "gate_proj": "gate", "up_proj": "up"} | {
     "down_proj": "down",
@@ -101,26 +103,34 @@ def read_adapter(folder: Path, packing: str | None = None, orientation: str | No
 
 def _check_config(folder: Path, config: Mapping[str, Any]) -> None:
     if config.get("peft_type") != "LORA":
-        raise CheckpointError(f"{folder}/{CONFIG} says peft_type={config.get('peft_type')!r}, expected 'LORA'")
+        raise CheckpointError(
+            f"{folder}/{CONFIG} says peft_type={config.get('peft_type')!r}, expected 'LORA'"
+        )
     for name in UNSUPPORTED:
         if config.get(name):
             raise CheckpointError(f"{folder}/{CONFIG} says {name}={config[name]!r}, which is not supported")
     if config.get("bias", "none") != "none":
-        raise CheckpointError(f"{folder}/{CONFIG} says bias={config['bias']!r}: adapters with biases are not supported")
+        raise CheckpointError(
+            f"{folder}/{CONFIG} says bias={config['bias']!r}: adapters with biases are not supported"
+        )
     rank, alpha = config.get("r"), config.get("lora_alpha")
     if not _is_number(rank, int) or not _is_number(alpha, (int, float)):
-        raise CheckpointError(f"{folder}/{CONFIG}: r={rank!r} and lora_alpha={alpha!r} must be positive numbers")
+        raise CheckpointError(
+            f"{folder}/{CONFIG}: r={rank!r} and lora_alpha={alpha!r} must be positive numbers"
+        )
     for name, kind in (("rank_pattern", int), ("alpha_pattern", (int, float))):
         patterns = config.get(name) or {}
         if not isinstance(patterns, dict) or not all(_is_number(value, kind) for value in patterns.values()):
             raise CheckpointError(f"{folder}/{CONFIG}: {name} must map patterns to positive numbers")
         for key in patterns:
             if len(key) > 500 or not PATTERN.fullmatch(key) or key.count("*") + key.count("+") > 4:
-                raise CheckpointError(f"{folder}/{CONFIG}: {name} has a pattern that is not evaluated: {key[:80]!r}")
+                raise CheckpointError(
+                    f"{folder}/{CONFIG}: {name} has a pattern that is not evaluated: {key[:80]!r}"
+                )
 
 
 def _is_number(value: object, kind: Any) -> bool:
-    return isinstance(value, kind) and not isinstance(value, bool) and 0 < value < math.inf  # type: ignore[operator]
+    return isinstance(value, kind) and not isinstance(value, bool) and 0 < value < math.inf
 
 
 def from_pattern(config: Mapping[str, Any], name: str, module: str) -> Any:
@@ -184,7 +194,9 @@ def _read_flat(
     found = {layer: _flat_pairs(adapter, layer, parts) for layer, parts in layers.items()}
     votes = {_orientation(adapter, layer, pairs) for layer, pairs in found.items()} - {"undecidable"}
     if len(votes) > 1:
-        raise CheckpointError(f"{adapter.folder}: some layers are as PEFT 0.19 writes them, others as earlier ones")
+        raise CheckpointError(
+            f"{adapter.folder}: some layers are as PEFT 0.19 writes them, others as earlier ones"
+        )
     adapter.orientation = orientation or (votes.pop() if votes else "undecidable")
     evidence = Evidence()
     for pairs in found.values():
@@ -194,7 +206,8 @@ def _read_flat(
     swapped, by_expert = adapter.orientation == "in_out", adapter.packing == EXPERT_MAJOR
     for layer, pairs in found.items():
         adapter.layers[layer] = {
-            role: _flat_factors(adapter, layer, role, pair, swapped, by_expert) for role, pair in pairs.items()
+            role: _flat_factors(adapter, layer, role, pair, swapped, by_expert)
+            for role, pair in pairs.items()
         }
 
 
@@ -216,7 +229,13 @@ def _flat_pairs(adapter: Adapter, layer: str, parts: Mapping[Any, StoredTensor])
     for depth, leaf in roles.items():
         a, b = _both(adapter, f"{layer} ({leaf})", parts, (depth,))
         rank = from_pattern(adapter.config, "rank", f"{layer}.{leaf}")
-        if len(a.shape) != 2 or len(b.shape) != 2 or a.shape[0] != b.shape[1] or not a.shape[0] or a.shape[0] % rank:
+        if (
+            len(a.shape) != 2
+            or len(b.shape) != 2
+            or a.shape[0] != b.shape[1]
+            or not a.shape[0]
+            or a.shape[0] % rank
+        ):
             raise CheckpointError(
                 f"{adapter.folder}: {layer} ({leaf}) has lora_A {list(a.shape)} and lora_B {list(b.shape)}, expected "
                 f"[E * {rank}, *] and [*, E * {rank}]"
@@ -234,7 +253,9 @@ def _orientation(adapter: Adapter, layer: str, pairs: Mapping[str, Any]) -> str:
             return "out_in"
         if b1 == a2 and a1 == 2 * b2:
             return "in_out"
-        raise CheckpointError(f"{adapter.folder}: {layer}: gate_up {a1, b1} and down {a2, b2} (lora_A, lora_B) do not fit")
+        raise CheckpointError(
+            f"{adapter.folder}: {layer}: gate_up {a1, b1} and down {a2, b2} (lora_A, lora_B) do not fit"
+        )
     version = str(adapter.config.get("peft_version") or "")
     numbers = tuple(int(part) for part in re.findall(r"\d{1,4}", version)[:2])
     d_model = _model_width(adapter, layer)
@@ -290,7 +311,9 @@ def _read_numbered(adapter: Adapter, layer: str, found: Mapping[Any, StoredTenso
         shapes = {(a.shape, b.shape, a.dtype) for a, b in pairs}
         ((a_shape, b_shape, dtype), *differ) = shapes
         if differ or len(a_shape) != 2 or len(b_shape) != 2 or a_shape[0] != b_shape[1]:
-            raise CheckpointError(f"{adapter.folder}: the experts of {layer} ({role}) differ in rank or shape")
+            raise CheckpointError(
+                f"{adapter.folder}: the experts of {layer} ({role}) differ in rank or shape"
+            )
         scaling = _one_scaling(adapter, layer, role, num_experts, a_shape[0])
 
         def read(pairs: Any = pairs) -> Pair:
@@ -338,7 +361,10 @@ def _find_problems(adapter: Adapter) -> None:
     if not adapter.layers:
         adapter.problems.append("no adapter of an expert is in the file")
         return
-    shapes = {json.dumps({r: (f.num_experts, f.d_in, f.d_out) for r, f in sorted(p.items())}) for p in adapter.layers.values()}
+    shapes = {
+        json.dumps({r: (f.num_experts, f.d_in, f.d_out) for r, f in sorted(p.items())})
+        for p in adapter.layers.values()
+    }
     if len(shapes) > 1:
         adapter.problems.append("layers differ in projections, experts or widths")
     if len({f.rank for p in adapter.layers.values() for f in p.values()}) > 1:
