@@ -16,7 +16,7 @@ from fmoe_ext.checkpoint.adapters.reading import CONFIG, PREFIX, WEIGHTS, Adapte
 from fmoe_ext.checkpoint.errors import CheckpointError
 from fmoe_ext.checkpoint.families import FAMILIES
 from fmoe_ext.checkpoint.files import atomic_file
-from fmoe_ext.checkpoint.safetensors_file import StoredTensor, write_safetensors
+from fmoe_ext.checkpoint.safetensors_file import OURS, StoredTensor, write_safetensors
 from fmoe_ext.checkpoint.shards import new_folder
 
 
@@ -62,7 +62,8 @@ def convert(adapter: Adapter, to: str, out: Path, base: Base | None = None) -> N
     for layer, parts in layers.items():
         tensors |= write(adapter, layer, parts, layout, base)
     with new_folder(Path(out)) as folder:
-        write_safetensors(folder / WEIGHTS, tensors)
+        note = {"packing": layout.packing} if layout.form == "flat" else {}
+        write_safetensors(folder / WEIGHTS, tensors, {OURS: json.dumps(note)})
         with atomic_file(folder / CONFIG) as file:
             file.write(json.dumps(config, indent=2).encode())
 

@@ -16,7 +16,12 @@ import torch
 from fmoe_ext.checkpoint.adapters.packing import EXPERT_MAJOR, RANK_MAJOR, Evidence, unpacked
 from fmoe_ext.checkpoint.errors import CheckpointError
 from fmoe_ext.checkpoint.files import inside, read_json
-from fmoe_ext.checkpoint.safetensors_file import StoredTensor, read_unmapped
+from fmoe_ext.checkpoint.safetensors_file import (
+    OURS,
+    StoredTensor,
+    read_unmapped,
+    verify_safetensors,
+)
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 PREFIX = "base_model.model."
@@ -86,11 +91,13 @@ def read_adapter(folder: Path, packing: str | None = None, orientation: str | No
         )
     config = read_json(inside(folder, CONFIG))
     _check_config(folder, config)
-    tensors, _ = read_unmapped(inside(folder, WEIGHTS))
+    tensors, metadata = read_unmapped(inside(folder, WEIGHTS))
+    verify_safetensors(inside(folder, WEIGHTS))
+    noted = _noted(folder, metadata)
     adapter = Adapter(folder, config, tensors)
     parts = _sorted_by_form(adapter)
     if parts["flat"]:
-        _read_flat(adapter, parts["flat"], packing, orientation)
+        _read_flat(adapter, parts["flat"], packing or noted, orientation)
     elif packing or orientation:
         raise CheckpointError(f"{folder}: --packing and --orientation are for flat tensors (experts.lora_A)")
     for layer, found in parts["numbered"].items():
@@ -99,6 +106,18 @@ def read_adapter(folder: Path, packing: str | None = None, orientation: str | No
         _read_stacked(adapter, layer, found)
     _find_problems(adapter)
     return adapter
+
+
+def _noted(folder: Path, metadata: Mapping[str, str]) -> str | None:
+    """Packing that convert() noted in its file, which its checksum covers."""
+    try:
+        note = json.loads(metadata.get(OURS, "{}"))
+        packing = note.get("packing")
+    except (ValueError, AttributeError, RecursionError) as error:
+        raise CheckpointError(
+            f"{folder}/{WEIGHTS} is damaged: its metadata {OURS!r} is no JSON object"
+        ) from error
+    return packing if packing in (RANK_MAJOR, EXPERT_MAJOR) else None
 
 
 def _check_config(folder: Path, config: Mapping[str, Any]) -> None:
