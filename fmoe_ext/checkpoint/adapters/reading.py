@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from fmoe_ext.checkpoint.adapters.packing import EXPERT_MAJOR, RANK_MAJOR, Evidence, unpacked
+from fmoe_ext.checkpoint.adapters.packing import EXPERT_MAJOR, MAX_TENSORS, RANK_MAJOR, Evidence, unpacked
 from fmoe_ext.checkpoint.errors import CheckpointError
 from fmoe_ext.checkpoint.files import inside, read_json
 from fmoe_ext.checkpoint.safetensors_file import (
@@ -218,8 +218,9 @@ def _read_flat(
         )
     adapter.orientation = orientation or (votes.pop() if votes else "undecidable")
     evidence = Evidence()
-    for pairs in found.values():
-        for _, b, rank in pairs.values():
+    candidates = [(b, rank) for pairs in found.values() for _, b, rank in pairs.values()]
+    if packing is None:
+        for b, rank in candidates[:: -(-len(candidates) // MAX_TENSORS)]:
             evidence.add(b, rank)
     adapter.evidence, adapter.packing = evidence, packing or evidence.verdict()
     swapped, by_expert = adapter.orientation == "in_out", adapter.packing == EXPERT_MAJOR
