@@ -30,7 +30,7 @@ def packed(b: torch.Tensor, packing: str) -> torch.Tensor:
 
 @dataclass
 class Evidence:
-    """What the tensors seen so far say: sums of standard scores of both readings, over tensors that say anything."""
+    """Sums of the standard scores of both readings, over the tensors that show anything."""
 
     scores: dict[str, float] = field(default_factory=lambda: {RANK_MAJOR: 0.0, EXPERT_MAJOR: 0.0})
     num_tensors: int = 0
