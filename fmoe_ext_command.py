@@ -13,6 +13,7 @@ from types import MappingProxyType
 # command: (module with main(arguments), one line of help)
 COMMANDS = MappingProxyType(
     {
+        "adapter": ("fmoe_ext.checkpoint.adapters.cli", "check, convert and merge LoRA adapters of experts"),
         "audit": ("fmoe_ext.audit.cli", "compare a training in every layout with one process"),
         "balance": ("fmoe_ext.balance.cli", "write an HTML page about which tokens chose which expert"),
         "checkpoint": ("fmoe_ext.checkpoint.cli", "inspect, merge and convert checkpoints"),

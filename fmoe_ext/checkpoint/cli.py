@@ -51,21 +51,21 @@ def report(checkpoint: convert.Checkpoint, every_tensor: bool = False) -> str:
         f"tensors    {len(tensors)}, {num_params:,} elements, {num_expert_params:,} of them of experts",
         f"optimizer  {manifest.optimizer['type'] if manifest and manifest.optimizer else 'none'}",
         "",
-        *_table(("file", "bytes"), [(f.name, f"{f.stat().st_size:,}") for f in checkpoint.files]),
+        *table(("file", "bytes"), [(f.name, f"{f.stat().st_size:,}") for f in checkpoint.files]),
     ]
     layers = describe_layers({name: t.shape for name, t in tensors.items()})
     rows = [(name or "(root)", *_layer(tensors, name, layer)) for name, layer in layers.items()]
     if rows:
-        lines += ["", *_table(("layer", "experts", "d_model", "d_hidden", "elements", "bytes"), rows)]
+        lines += ["", *table(("layer", "experts", "d_model", "d_hidden", "elements", "bytes"), rows)]
     if every_tensor:
         rows = [(name, str(list(t.shape)), str(t.dtype)) for name, t in tensors.items()]
-        lines += ["", *_table(("tensor", "shape", "dtype"), rows)]
+        lines += ["", *table(("tensor", "shape", "dtype"), rows)]
     return "\n".join(lines)
 
 
 def _convert(checkpoint: convert.Checkpoint, options: argparse.Namespace) -> None:
     total = sum(tensor.num_bytes for tensor in checkpoint.tensors.values())
-    with _progress("writing", total) as progress:
+    with progress_bar("writing", total) as progress:
         convert.write(options.out, checkpoint, options.to, options.ranks, progress)
     print(f"{options.out}: {len(checkpoint.tensors)} tensors as {options.to}")
     if options.to.startswith("hf-") and (
@@ -80,7 +80,7 @@ def _convert(checkpoint: convert.Checkpoint, options: argparse.Namespace) -> Non
 
 def _verify(checkpoint: convert.Checkpoint) -> None:
     files = [f for f in checkpoint.files if checkpoint.manifest or f.suffix == ".safetensors"]
-    with _progress("verifying", sum(file.stat().st_size for file in files)) as progress:
+    with progress_bar("verifying", sum(file.stat().st_size for file in files)) as progress:
         num_verified = checkpoint.verify(progress)
     print(
         f"checksums  {num_verified} of {len(checkpoint.files)} files have one, all are right", file=sys.stderr
@@ -100,7 +100,7 @@ def _layer(tensors: dict[str, StoredTensor], name: str, layer: dict[str, int]) -
     )
 
 
-def _table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> Iterator[str]:
+def table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> Iterator[str]:
     widths = [max(len(row[i]) for row in (head, *rows)) for i in range(len(head))]
     for row in (head, *rows):
         first = row[0].ljust(widths[0])
@@ -110,7 +110,7 @@ def _table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> Iterator[s
 
 
 @contextmanager
-def _progress(what: str, total: int) -> Iterator[Callable[[int], Any]]:
+def progress_bar(what: str, total: int) -> Iterator[Callable[[int], Any]]:
     """A bar of bytes on the terminal."""
     try:
         from tqdm import tqdm

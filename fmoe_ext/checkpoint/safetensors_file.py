@@ -8,7 +8,7 @@ import hashlib
 import json
 import math
 import struct
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -40,7 +40,10 @@ NAMES = MappingProxyType({dtype: name for name, dtype in DTYPES.items()})
 
 
 class StoredTensor:
-    """A tensor somewhere else: its shape and dtype are known, read() fetches it, rows(first, end) a part of it."""
+    """A tensor somewhere else: its shape and dtype are known, read() fetches it, rows(first, end) a part of it.
+
+    parts() yields it in pieces, first rows first: the whole by default, less where memory matters.
+    """
 
     def __init__(
         self,
@@ -48,11 +51,13 @@ class StoredTensor:
         dtype: torch.dtype,
         read: Callable[[], torch.Tensor],
         rows: Callable[[int, int], torch.Tensor] | None = None,
+        parts: Callable[[], Iterator[torch.Tensor]] | None = None,
     ):
         self.shape = tuple(shape)
         self.dtype = dtype
         self.read = read
         self.rows = rows or (lambda first, end: read()[first:end])
+        self.parts = parts or (lambda: iter((read(),)))
 
     @classmethod
     def of(cls, tensor: "torch.Tensor | StoredTensor") -> "StoredTensor":
@@ -90,19 +95,30 @@ def write_safetensors(
     with explained(path, len(size + text) + end), atomic_file(path) as file:
         file.write(size + text)
         for name, tensor in stored.items():
-            value = tensor.read()
-            if tuple(value.shape) != tensor.shape or value.dtype != tensor.dtype:
-                raise CheckpointError(
-                    f"{name} is {value.dtype} {list(value.shape)}, "
-                    f"but was announced as {tensor.dtype} {list(tensor.shape)}"
-                )
-            data = value.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
-            digest.update(data)
-            file.write(data)
-            if progress is not None:
-                progress(len(data))
+            for data in _bytes_of(name, tensor):
+                digest.update(data)
+                file.write(data)
+                if progress is not None:
+                    progress(len(data))
         file.seek(len(size))
         file.write(text.replace(NO_CHECKSUM.encode(), digest.hexdigest().encode(), 1))
+
+
+def _bytes_of(name: str, tensor: StoredTensor) -> Iterator[memoryview]:
+    """Bytes of a tensor, part by part; CheckpointError unless the parts make up what was announced."""
+    num_rows = 0
+    expected = tensor.shape or (1,)
+    for part in tensor.parts():
+        value = part if part.dim() else part[None]
+        num_rows += value.shape[0]
+        if value.shape[1:] != expected[1:] or value.dtype != tensor.dtype or num_rows > expected[0]:
+            break
+        yield value.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+    else:
+        if num_rows == expected[0]:
+            return
+    found = f"{value.dtype} {[num_rows, *value.shape[1:]]}"
+    raise CheckpointError(f"{name} is {found}, but was announced as {tensor.dtype} {list(tensor.shape)}")
 
 
 def _header(
@@ -139,6 +155,44 @@ def read_safetensors(path: Path) -> tuple[dict[str, StoredTensor], dict[str, str
             raise CheckpointError(f"{path}: unknown dtype {part.get_dtype()} of {name}")
         tensors[name] = _in_file(file, name, part.get_shape(), DTYPES[part.get_dtype()])
     return tensors, file.metadata() or {}
+
+
+def read_unmapped(path: Path) -> tuple[dict[str, StoredTensor], dict[str, str]]:
+    """As read_safetensors, but without a memory map, whose pages would count as memory of the process.
+
+    The safetensors library has checked the header before an offset of it is used.
+    """
+    tensors, metadata = read_safetensors(path)
+    with open(path, "rb") as file:
+        (num_header,) = struct.unpack("<Q", file.read(8))
+        header = json.loads(file.read(num_header))
+    found = {}
+    for name, tensor in tensors.items():
+        begin = 8 + num_header + header[name]["data_offsets"][0]
+        found[name] = _at(path, begin, tensor.shape, tensor.dtype)
+    return found, metadata
+
+
+def _at(path: Path, begin: int, shape: tuple[int, ...], dtype: torch.dtype) -> StoredTensor:
+    row = math.prod(shape[1:]) * dtype.itemsize
+
+    def rows(first: int, end: int) -> torch.Tensor:
+        return read(begin + first * row, (end - first, *shape[1:]))
+
+    def read(at: int, wanted: tuple[int, ...]) -> torch.Tensor:
+        data = bytearray(math.prod(wanted) * dtype.itemsize)
+        with open(path, "rb", buffering=0) as file:
+            file.seek(at)
+            view = memoryview(data)
+            while view and (count := file.readinto(view)):
+                view = view[count:]
+        if view:
+            raise CheckpointError(f"{path} is damaged: it ends {len(view)} bytes too early")
+        if not data:
+            return torch.empty(wanted, dtype=dtype)
+        return torch.frombuffer(data, dtype=torch.uint8).view(dtype).reshape(wanted)
+
+    return StoredTensor(shape, dtype, lambda: read(begin, shape), rows)
 
 
 def _opened(path: Path) -> Any:

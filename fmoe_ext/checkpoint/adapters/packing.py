@@ -1,0 +1,89 @@
+"""Tell from lora_B [out, E * r] itself how its columns are packed: columns of one expert resemble each other.
+
+Both start at zero and grow along the gradient of their expert, so that columns of one expert share its directions.
+"""
+
+import math
+from dataclasses import dataclass, field
+
+import torch
+
+from fmoe_ext.checkpoint.safetensors_file import StoredTensor
+
+RANK_MAJOR, EXPERT_MAJOR = "rank_major", "expert_major"  # column k * E + e, column e * r + k, of expert e
+MIN_MARGIN = 4.0  # standard deviations between the two readings
+NUM_SHUFFLES = 48
+MAX_ROWS, MAX_TENSORS = 256, 16  # that are looked at: enough to tell, also for a model of 48 layers
+
+
+def unpacked(b: torch.Tensor, num_experts: int, rank: int, packing: str) -> torch.Tensor:
+    """lora_B [out, E * r] -> [E, out, r]."""
+    if packing == EXPERT_MAJOR:
+        return b.reshape(b.shape[0], num_experts, rank).permute(1, 0, 2)
+    return b.reshape(b.shape[0], rank, num_experts).permute(2, 0, 1)
+
+
+def packed(b: torch.Tensor, packing: str) -> torch.Tensor:
+    """[E, out, r] -> lora_B [out, E * r]."""
+    return b.permute((1, 0, 2) if packing == EXPERT_MAJOR else (1, 2, 0)).flatten(1)
+
+
+@dataclass
+class Evidence:
+    """Sums of the standard scores of both readings, over the tensors that show anything."""
+
+    scores: dict[str, float] = field(default_factory=lambda: {RANK_MAJOR: 0.0, EXPERT_MAJOR: 0.0})
+    num_tensors: int = 0
+    alike: bool = True  # both readings are the same: one expert, or rank 1
+
+    def add(self, tensor: StoredTensor, rank: int) -> None:
+        num_experts = tensor.shape[1] // rank
+        if num_experts == 1 or rank == 1:
+            return
+        self.alike = False
+        b = tensor.read()
+        b = b[:: -(-b.shape[0] // MAX_ROWS)].float()
+        if not b.isfinite().all() or not b.any():
+            return
+        columns = torch.nn.functional.normalize(b, dim=0, eps=1e-30)
+        generator = torch.Generator().manual_seed(0)
+        count = num_experts * rank
+        null = torch.tensor(
+            [
+                _likeness(
+                    columns[:, torch.randperm(count, generator=generator)], num_experts, rank, EXPERT_MAJOR
+                )
+                for _ in range(NUM_SHUFFLES)
+            ]
+        )
+        spread = null.std().item()
+        if spread > 1e-6:
+            self.num_tensors += 1
+            for packing in self.scores:
+                likeness = _likeness(columns, num_experts, rank, packing)
+                self.scores[packing] += (likeness - null.mean().item()) / spread
+
+    def standard_scores(self) -> dict[str, float]:
+        """Scores of all tensors together, in standard deviations of columns that are grouped at random."""
+        return {p: s / math.sqrt(max(1, self.num_tensors)) for p, s in self.scores.items()}
+
+    def verdict(self) -> str:
+        """RANK_MAJOR, EXPERT_MAJOR or "undecidable"; RANK_MAJOR where both are the same."""
+        if self.alike:
+            return RANK_MAJOR
+        scores = self.standard_scores()
+        best, other = sorted(scores, key=lambda packing: -scores[packing])
+        clear = scores[best] >= MIN_MARGIN and scores[best] - scores[other] >= MIN_MARGIN
+        return best if clear else "undecidable"
+
+
+def _likeness(columns: torch.Tensor, num_experts: int, rank: int, packing: str) -> float:
+    """Mean |cosine| of the columns within an expert; two columns of zeros are alike, disjoint supports say nothing."""
+    groups = unpacked(columns, num_experts, rank, packing)
+    cosines = (groups.transpose(1, 2) @ groups).abs()
+    zero = groups.eq(0).all(1)
+    both, any_zero = zero[:, :, None] & zero[:, None], zero[:, :, None] | zero[:, None]
+    cosines = torch.where(both, torch.ones_like(cosines), cosines)
+    says = (cosines > 1e-12) | any_zero
+    says &= ~torch.eye(rank, dtype=torch.bool)
+    return cosines[says].mean().item() if says.any() else 0.0

@@ -1,0 +1,329 @@
+"""fmoe adapter: which layout a file has, the same delta in every other one, and merging, against the real PEFT."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+
+from fmoe_ext.checkpoint import CheckpointError
+from fmoe_ext.checkpoint.adapters import cli, merge
+from fmoe_ext.checkpoint.adapters.base import Base
+from fmoe_ext.checkpoint.adapters.check import check
+from fmoe_ext.checkpoint.adapters.convert import convert
+from fmoe_ext.checkpoint.adapters.reading import read_adapter
+from tests.checkpoint.adapter_models import (
+    assert_same,
+    base,
+    by_expert,
+    peft_weights,
+    rewritten,
+    trained,
+)
+from tests.integrations.format_models import load
+
+BASES = ["qwen3_moe", "mixtral", "gpt_oss"]
+
+
+@pytest.fixture(scope="module", params=BASES)
+def made(request, tmp_path_factory):
+    """(model type, folder of its base, folder of an adapter, weights after PEFT's merge, weights before)."""
+    folder = tmp_path_factory.mktemp(request.param)
+    start = dict(base(request.param, folder / "base").named_parameters())
+    trained(request.param, folder / "adapter")
+    return (
+        request.param,
+        folder / "base",
+        folder / "adapter",
+        peft_weights(request.param, folder / "adapter"),
+        start,
+    )
+
+
+@pytest.mark.parametrize("to", ["peft-0.19", "vllm", "unsloth", "peft-0.18", "per-expert", "sglang"])
+def test_conversion_keeps_the_delta(made, to, tmp_path):
+    """There and back again: PEFT computes the delta of the original from it."""
+    name, base_folder, folder, expected, start = made
+    model = Base(base_folder)
+    convert(read_adapter(folder), to, tmp_path / "there", model)
+    there = read_adapter(tmp_path / "there")
+    assert there.form == {"per-expert": "numbered", "sglang": "stacked"}.get(to, "flat")
+    assert there.packing == {"per-expert": "", "sglang": "", "unsloth": "expert_major"}.get(to, "rank_major")
+    if name != "gpt_oss" and there.form == "flat":
+        assert there.orientation == ("in_out" if to == "peft-0.18" else "out_in")
+    if to.startswith(("peft", "vllm")):
+        assert_same(peft_weights(name, tmp_path / "there", old=to == "peft-0.18"), expected, start)
+    convert(there, "peft-0.19", tmp_path / "back", model)
+    assert_same(peft_weights(name, tmp_path / "back"), expected, start)
+    original, back = (load_file(f / "adapter_model.safetensors") for f in (folder, tmp_path / "back"))
+    assert original.keys() == back.keys()
+    assert all(torch.equal(value, back[key]) for key, value in original.items())  # to the bit, rank included
+
+
+def test_adapters_of_single_experts_load_in_peft(made, tmp_path):
+    """PEFT reads a module an expert for these types itself: the same delta."""
+    name, base_folder, folder, expected, start = made
+    if name == "gpt_oss":
+        with pytest.raises(CheckpointError, match="one rank"):  # joined, gate and up need twice the rank
+            _with_own_ranks(name, base_folder, folder, tmp_path, "vllm")
+        return
+    convert(read_adapter(folder), "per-expert", tmp_path / "out", Base(base_folder))
+    assert_same(peft_weights(name, tmp_path / "out"), expected, start)
+
+
+def _with_own_ranks(name, base_folder, folder, tmp_path, to):
+    """Convert an adapter whose gate and up have factors of their own."""
+    convert(read_adapter(folder), "per-expert", tmp_path / "apart", Base(base_folder))
+    rewritten(
+        tmp_path / "apart", lambda k, v: (k, v + 0.01 if "up_proj.lora_A" in k or ".w3.lora_A" in k else v)
+    )
+    convert(read_adapter(tmp_path / "apart"), to, tmp_path / "joined", Base(base_folder))
+
+
+@pytest.mark.parametrize("made", ["qwen3_moe"], indirect=True)
+def test_gate_and_up_with_own_factors_join_at_twice_the_rank(made, tmp_path):
+    name, base_folder, folder, _, start = made
+    _with_own_ranks(name, base_folder, folder, tmp_path, "peft-0.19")
+    joined = read_adapter(tmp_path / "joined")
+    ranks = {role: factors.rank for role, factors in next(iter(joined.layers.values())).items()}
+    assert ranks == {"gate_up": 8, "down": 4}
+    assert_same(peft_weights(name, tmp_path / "joined"), peft_weights(name, tmp_path / "apart"), start)
+
+
+@pytest.mark.parametrize("old", [False, True])
+@pytest.mark.parametrize("packing", ["rank_major", "expert_major"])
+@pytest.mark.parametrize("rank, steps", [(4, 1), (8, 5)])
+def test_layout_shows_in_the_file(old, packing, rank, steps, tmp_path):
+    trained("mixtral", tmp_path, rank, steps, old)
+    if packing == "expert_major":
+        rewritten(tmp_path, by_expert(rank))
+    adapter = read_adapter(tmp_path)
+    assert (adapter.orientation, adapter.packing) == ("in_out" if old else "out_in", packing)
+    assert check(adapter)["problems"] == []
+
+
+def test_undecidable_is_said_and_not_guessed(made, tmp_path, capsys):
+    _, base_folder, folder, _, _ = made
+    generator = torch.Generator().manual_seed(5)
+    save_file(
+        {
+            k: torch.randn(v.shape, generator=generator) if "lora_B" in k else v.float()
+            for k, v in load_file(folder / "adapter_model.safetensors").items()
+        },
+        tmp_path / "adapter_model.safetensors",
+    )
+    (tmp_path / "adapter_config.json").write_bytes((folder / "adapter_config.json").read_bytes())
+    assert cli.main(["check", str(tmp_path)]) == 1
+    assert "the file does not show its packing: say it by --packing" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="packing undecidable"):
+        cli.main(["merge", str(tmp_path), "--base", str(base_folder), "-o", str(tmp_path / "out")])
+    assert cli.main(["check", str(tmp_path), "--packing", "rank_major"]) == 0
+
+
+@pytest.mark.parametrize("layout", ["peft-0.18", "per-expert"])
+def test_merged_model_equals_that_of_peft(made, layout, tmp_path):
+    name, base_folder, folder, expected, start = made
+    before = {f.name: f.read_bytes() for f in base_folder.iterdir()}
+    convert(read_adapter(folder), layout, tmp_path / "adapter", Base(base_folder))
+    report = merge.merge(read_adapter(tmp_path / "adapter"), Base(base_folder), tmp_path / "out")
+    merged = load(tmp_path / "out")  # plain Transformers, every key matches
+    assert_same(dict(merged.named_parameters()), expected, start)
+    assert {f.name: f.read_bytes() for f in base_folder.iterdir()} == before
+    index = json.loads((tmp_path / "out/model.safetensors.index.json").read_text())
+    theirs = json.loads(before["model.safetensors.index.json"])
+    assert index == theirs
+    assert report["lost_share_worst"] < 1e-12 and report["changed"] > 2
+
+
+@pytest.mark.parametrize("made", ["mixtral"], indirect=True)
+def test_merge_into_bfloat16_reports_what_rounding_takes(made, tmp_path):
+    _, base_folder, folder, expected, _ = made
+    report = merge.merge(read_adapter(folder), Base(base_folder), tmp_path / "out", torch.bfloat16)
+    merged = load(tmp_path / "out")
+    for name, value in merged.named_parameters():
+        assert torch.equal(value, expected[name].bfloat16().double()), name
+    assert json.loads((tmp_path / "out/config.json").read_text())["dtype"] == "bfloat16"
+    assert 1e-4 < report["lost_share_median"] < report["lost_share_worst"]
+
+
+KILLED = """
+import sys, time
+from fmoe_ext.checkpoint.adapters import cli, merge
+write = merge.write_safetensors
+def slow(path, *rest, **named):
+    print("shard", flush=True)
+    write(path, *rest, **named)
+    time.sleep(0.2)
+merge.write_safetensors = slow
+cli.main(sys.argv[1:])
+"""
+
+
+@pytest.mark.parametrize("made", ["qwen3_moe"], indirect=True)
+def test_killed_merge_goes_on(made, tmp_path, monkeypatch):
+    name, base_folder, folder, expected, start = made
+    arguments = ["merge", str(folder), "--base", str(base_folder), "-o", str(tmp_path / "out")]
+    process = subprocess.Popen(
+        [sys.executable, "-W", "ignore", "-c", KILLED, *arguments], stdout=subprocess.PIPE
+    )
+    for _ in range(3):
+        process.stdout.readline()
+    time.sleep(0.1)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    process.stdout.close()
+    work = tmp_path / ".out.merging"
+    done = {
+        f.name: f.stat().st_mtime_ns for f in work.glob("*.safetensors") if (work / f"{f.name}.json").exists()
+    }
+    assert done and not (tmp_path / "out").exists()
+    merge.merge(read_adapter(folder), Base(base_folder), tmp_path / "out")
+    after = {f.name: f.stat().st_mtime_ns for f in (tmp_path / "out").glob("*.safetensors")}
+    assert done.items() <= after.items() and len(after) > len(done)
+    assert_same(dict(load(tmp_path / "out").named_parameters()), expected, start)
+    assert [f.name for f in tmp_path.iterdir()] == ["out"]
+
+
+@pytest.mark.parametrize("made", ["qwen3_moe"], indirect=True)
+def test_full_disk_is_one_error_and_the_merge_goes_on(made, tmp_path, monkeypatch):
+    _, base_folder, folder, _, _ = made
+    usage = merge.shutil.disk_usage(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(merge.shutil, "disk_usage", lambda _: usage._replace(free=1000))
+        with pytest.raises(
+            CheckpointError, match=r"bytes needed, 1,000 are free: make room and run the same"
+        ):
+            merge.merge(read_adapter(folder), Base(base_folder), tmp_path / "out")
+    merge.merge(read_adapter(folder), Base(base_folder), tmp_path / "out")
+    with pytest.raises(CheckpointError, match="exists already"):
+        merge.merge(read_adapter(folder), Base(base_folder), tmp_path / "out")
+
+
+@pytest.mark.parametrize("made", ["qwen3_moe"], indirect=True)
+def test_another_merge_does_not_continue(made, tmp_path):
+    _, base_folder, folder, _, _ = made
+    (tmp_path / ".out.merging").mkdir()
+    (tmp_path / ".out.merging/merge_report.json").write_text("{}")
+    with pytest.raises(CheckpointError, match="holds parts of another merge"):
+        merge.merge(read_adapter(folder), Base(base_folder), tmp_path / "out")
+
+
+def drop(part):
+    return lambda tensors, config: [tensors.pop(k) for k in [*tensors] if part in k]
+
+
+def zero(tensors, config):
+    for key in tensors:
+        tensors[key] = torch.zeros_like(tensors[key])
+
+
+def infinite(tensors, config):
+    key = next(k for k in tensors if ".experts." in k)
+    tensors[key] = tensors[key] / 0
+
+
+@pytest.mark.parametrize("made", ["mixtral"], indirect=True)
+@pytest.mark.parametrize(
+    "change, text",
+    [
+        (drop("layers.1.mlp.experts.lora_B"), "lacks lora_B"),
+        (lambda t, c: c.update(use_dora=True), "use_dora=True, which is not supported"),
+        (lambda t, c: c.update(r=5), r"expected \[E \* 5"),
+        (lambda t, c: c.update(r=True), "must be positive numbers"),
+        (lambda t, c: c.update(peft_type="IA3"), "peft_type='IA3'"),
+        (lambda t, c: c.update(rank_pattern={"(a*)*b": 4}), "not evaluated"),
+        (lambda t, c: t.update({"x.experts.lora_magnitude_vector": torch.ones(1)}), "of no known layout"),
+        (zero, "all zero, it changes nothing"),
+        (infinite, "not finite"),
+    ],
+    ids=range(9),
+)
+def test_damage_is_named(made, change, text, tmp_path, capsys):
+    _, _, folder, _, _ = made
+    tensors = load_file(folder / "adapter_model.safetensors")
+    config = json.loads((folder / "adapter_config.json").read_text())
+    change(tensors, config)
+    save_file(tensors, tmp_path / "adapter_model.safetensors")
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    try:
+        status = cli.main(["check", str(tmp_path), "--packing", "rank_major"])
+    except SystemExit as refused:
+        assert str(refused.code).startswith("error: ")
+        said, status = str(refused.code), 2
+    else:
+        said = capsys.readouterr().out
+    assert status and re.search(text, said), said
+
+
+def test_base_of_another_shape_and_quantised_bases_are_named(made, tmp_path):
+    name, base_folder, folder, _, _ = made
+    other = next(b for b in BASES if b != name)
+    base(other, tmp_path / "other")
+    if {name, other} != {"mixtral", "gpt_oss"}:
+        assert check(read_adapter(folder), Base(tmp_path / "other"))["problems"]
+    config = json.loads((base_folder / "config.json").read_text())
+    (tmp_path / "other/config.json").write_text(
+        json.dumps(config | {"quantization_config": {"quant_method": "fp8"}})
+    )
+    with pytest.raises(CheckpointError, match=r"is quantised \(fp8\)"):
+        Base(tmp_path / "other")
+
+
+@pytest.mark.parametrize("made", ["mixtral"], indirect=True)
+def test_check_reports_sizes_and_logits(made, tmp_path, capsys):
+    _, base_folder, folder, expected, start = made
+    arguments = [
+        "check",
+        str(folder),
+        "--base",
+        str(base_folder),
+        "--model",
+        "--json",
+        "--scratch",
+        str(tmp_path),
+    ]
+    assert cli.main(arguments) == 0
+    report = json.loads(capsys.readouterr().out)
+    name = "model.layers.1.mlp.experts"
+    before, after = start[f"{name}.down_proj"], expected[f"{name}.down_proj"]
+    sizes = [((a - b).norm() / b.norm()).item() for a, b in zip(after, before, strict=True)]
+    assert report["delta"][name]["down"] == pytest.approx(sizes, rel=1e-6)
+    assert report["logits"]["largest_difference"] > 1e-3 and not [*tmp_path.iterdir()]
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+@pytest.mark.parametrize("made", ["mixtral"], indirect=True)
+def test_broken_files_are_refused(made, data, tmp_path_factory):
+    """Flipped and cut bytes of either file: a report or one error, never another exception."""
+    folder = tmp_path_factory.mktemp("broken")
+    for name in ("adapter_model.safetensors", "adapter_config.json"):
+        content = bytearray((made[2] / name).read_bytes())
+        limit = min(len(content), 3000)
+        for _ in range(data.draw(st.integers(0, 3))):
+            content[data.draw(st.integers(0, limit - 1))] = data.draw(st.integers(0, 255))
+        end = data.draw(st.sampled_from([len(content), len(content) - 1, 7, limit // 2]))
+        (folder / name).write_bytes(content[:end])
+    try:
+        assert cli.main(["check", str(folder), "--json"]) in (0, 1)
+    except SystemExit as refused:
+        assert str(refused.code).startswith("error: ")
+
+
+@pytest.mark.parametrize("made", ["mixtral"], indirect=True)
+def test_links_out_of_the_folder_and_pickles_are_refused(made, tmp_path):
+    (tmp_path / "adapter_config.json").write_bytes((made[2] / "adapter_config.json").read_bytes())
+    (tmp_path / "adapter_model.bin").write_bytes(b"")
+    with pytest.raises(CheckpointError, match="pickles"):
+        read_adapter(tmp_path)
+    (tmp_path / "adapter_model.safetensors").symlink_to(made[2] / "adapter_model.safetensors")
+    with pytest.raises(CheckpointError, match="outside the folder"):
+        read_adapter(tmp_path)
