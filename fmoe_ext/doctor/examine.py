@@ -44,7 +44,8 @@ def check(model: Any, batch: Any = None, **parts: Any) -> Report:
     AuditError if the model has no MoE layer.
     """
     began = time.perf_counter()
-    state = torch.random.get_rng_state()
+    state, threads = torch.random.get_rng_state(), torch.get_num_threads()
+    torch.set_num_threads(1)  # small tensors: several threads wait longer than they compute
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -54,6 +55,7 @@ def check(model: Any, batch: Any = None, **parts: Any) -> Report:
             findings = [finding for name, run in CHECKS for finding in _findings(name, run, case)]
     finally:
         torch.random.set_rng_state(state)
+        torch.set_num_threads(threads)
     return Report(findings, time.perf_counter() - began)
 
 

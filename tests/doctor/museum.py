@@ -1,7 +1,4 @@
-"""Published mistakes of MoE models in a few lines each: EXHIBITS[name] = (invariant, thread, subject)."""
-
-import contextlib
-import copy
+"""Published mistakes of MoE models: EXHIBITS[name] = (invariant, thread or None if made here, subject)."""
 
 import torch
 import torch.nn.functional as F
@@ -68,11 +65,6 @@ def softmax_after_top_1():
 @exhibit("router-gradient", "Robust-MoE-Dual-Model#2")
 def router_without_gradient():
     return subject(moe_with(router_with(weights=lambda self, chosen: chosen.detach())))
-
-
-def nan_when_balanced(self, scores, index, valid):
-    load = F.one_hot(index, EXPERTS).to(scores).mean((0, 1))
-    return (scores.mean(0) * load - scores.mean(0) * load).std()
 
 
 @exhibit("finite", "vmoe#218")
@@ -146,7 +138,7 @@ def constant_initialisation():
     return subject(model=build)
 
 
-@exhibit("optimizer", "Primus#805")
+@exhibit("optimizer", None)
 def experts_left_out_of_the_optimizer():
     def optimizer(model):
         return torch.optim.AdamW([p for n, p in model.named_parameters() if "experts" not in n], 1e-3)
@@ -161,7 +153,7 @@ def frozen_router():
     return model
 
 
-@exhibit("frozen", "prime-rl#1836")
+@exhibit("frozen", None)
 def frozen_router_moves():
     def step(model, optimizer, batches, loss):
         train_step(model, optimizer, batches, loss)
@@ -252,7 +244,7 @@ def bias_moves_again_in_recomputation():
     return subject(model=biased(count))
 
 
-@exhibit("bias-once", "minimax-bias-in-evaluation")
+@exhibit("bias-once", None)
 def bias_moves_in_evaluation():
     return subject(model=biased(move_bias))
 
@@ -283,7 +275,7 @@ def other_top_k_in_evaluation():
     return subject(moe_with(router_with(forward=forward)))
 
 
-@exhibit("batch", "vllm#36488")
+@exhibit("batch", None)
 def routing_sees_the_batch():
     def scores(self, x):
         return (F.linear(x - x.mean(0), self.weight) * 3).softmax(-1)
@@ -291,7 +283,7 @@ def routing_sees_the_batch():
     return subject(moe_with(router_with(scores=scores)))
 
 
-@exhibit("drops", "Megatron-LM#1617")
+@exhibit("drops", None)
 def tokens_dropped_in_silence():
     def mix(self, x, weights, index):
         y = MoE.mix(self, x, weights, index)
@@ -331,7 +323,7 @@ def half_of_the_experts_saved():
     return subject(save=save)
 
 
-@exhibit("optimizer-checkpoint", "KempnerForge#202")
+@exhibit("optimizer-checkpoint", None)
 def optimizer_of_half_of_the_experts_saved():
     def save_optimizer(optimizer):
         state = optimizer.state_dict()
