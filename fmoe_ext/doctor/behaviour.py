@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint as recompute
 
-from fmoe_ext.doctor.case import TINY, Case, mapped, off, parts_of, tensors, verdict
+from fmoe_ext.doctor.case import TINY, Case, off, parts_of, verdict
 from fmoe_ext.doctor.finding import Layer, layers_of
 from fmoe_ext.doctor.report import Finding
 from fmoe_ext.doctor.subject import copied, double
@@ -30,7 +30,9 @@ def evaluation(case: Case) -> Iterator[Finding]:
             losses.append(float(case.subject.task(model, case.subject.batch)))
     yield verdict("evaluation", "", off(*losses) > TINY, f"two losses {losses[0]:.8g}, {losses[1]:.8g}")
     moved = [n for n, v in _state(model).items() if n in before and not v.equal(before[n])]
-    yield verdict("bias-once", moved[0] if moved else "", bool(moved), f"{len(moved)} tensors moved in evaluation")
+    yield verdict(
+        "bias-once", moved[0] if moved else "", bool(moved), f"{len(moved)} tensors moved in evaluation"
+    )
     yield from _as_in_training(case)
 
 
@@ -43,7 +45,12 @@ def _as_in_training(case: Case) -> Iterator[Finding]:
             yield verdict("evaluation", name, None, "training draws random numbers")
             continue
         same = other.shape == choices.shape and other.sort().values.equal(choices.sort().values)
-        yield verdict("evaluation", name, not same, f"top {choices.shape[1]} in training, {other.shape[1]} in evaluation")
+        yield verdict(
+            "evaluation",
+            name,
+            not same,
+            f"top {choices.shape[1]} in training, {other.shape[1]} in evaluation",
+        )
 
 
 def _random_forward(case: Case) -> bool:
@@ -68,18 +75,35 @@ def batch(case: Case) -> Iterator[Finding]:
     first = case.run(case.copy().eval(), halves[0], case.subject.task)[1]
     for layer in case.layers:
         a, b = whole.choices.get(layer.name), first.choices.get(layer.name)
-        if a is None or b is None or layer.name in whole.over_tokens or _capacity(layer) or a.shape[0] != 2 * b.shape[0]:
-            yield verdict("batch", layer.name, None, "choices are not visible, or a capacity or the tokens' rank decides")
+        if (
+            a is None
+            or b is None
+            or layer.name in whole.over_tokens
+            or _capacity(layer)
+            or a.shape[0] != 2 * b.shape[0]
+        ):
+            yield verdict(
+                "batch",
+                layer.name,
+                None,
+                "choices are not visible, or a capacity or the tokens' rank decides",
+            )
             continue
         same = float((a[: len(b)] == b).double().mean())
-        yield verdict("batch", layer.name, same < 0.99, f"{100 * same:.1f} % of the choices are those of the half batch")
+        yield verdict(
+            "batch", layer.name, same < 0.99, f"{100 * same:.1f} % of the choices are those of the half batch"
+        )
 
 
 def _capacity(layer: Layer) -> bool:
     for module in layer.module.modules():
         holders = [vars(module), vars(getattr(module, "config", None) or object.__new__(_Nothing))]
         for name, value in ((n, v) for holder in holders for n, v in holder.items()):
-            if any(word in name.lower() for word in CAPACITY) and value not in (None, False) and "dropout" not in name:
+            if (
+                any(word in name.lower() for word in CAPACITY)
+                and value not in (None, False)
+                and "dropout" not in name
+            ):
                 return True
     return False
 
@@ -94,7 +118,9 @@ def drops(case: Case) -> Iterator[Finding]:
     model = case.copy()
     layers = layers_of(model)
     for layer in layers:
-        layer.module.register_forward_hook(lambda _m, _i, out, n=layer.name: outputs.__setitem__(n, _rows(out)))
+        layer.module.register_forward_hook(
+            lambda _m, _i, out, n=layer.name: outputs.__setitem__(n, _rows(out))
+        )
     case.run(model, case.subject.batch, case.subject.task)
     for layer in layers:
         if layer.name not in outputs or _capacity(layer):
@@ -124,10 +150,17 @@ def recomputation(case: Case) -> Iterator[Finding]:
     scale = max((float(g.abs().max()) for g in expected.values()), default=0.0)
     error = max((float((grads[n] - g).abs().max()) for n, g in expected.items() if n in grads), default=0.0)
     missing = [n for n in expected if n not in grads]
-    yield verdict("recomputation", "", error > 1e-6 * scale or bool(missing), f"gradients differ by {error:.1e} of {scale:.1e}")
+    yield verdict(
+        "recomputation",
+        "",
+        error > 1e-6 * scale or bool(missing),
+        f"gradients differ by {error:.1e} of {scale:.1e}",
+    )
     a, b = _state(plain), _state(again)
     bad = [n for n in a if n in b and not torch.allclose(a[n], b[n])]
-    yield verdict("bias-once", bad[0] if bad else "", bool(bad), f"{len(bad)} tensors differ after a recomputed step")
+    yield verdict(
+        "bias-once", bad[0] if bad else "", bool(bad), f"{len(bad)} tensors differ after a recomputed step"
+    )
 
 
 def _recomputed(model: nn.Module) -> None:
@@ -152,7 +185,12 @@ def bias_once(case: Case) -> Iterator[Finding]:
         moves = [float((end[name] - value).abs().max()) for end in ends if name in end]
         counted = moves and max(moves) >= 1  # a counter of tokens, not a bias
         bad = len(moves) < 2 or (not counted and moves[1] > 1.5 * moves[0] and moves[0] > 0)
-        yield verdict("bias-once", name, bad, f"moves by {' and '.join(f'{m:.3g}' for m in moves)} in 1 and 2 microbatches")
+        yield verdict(
+            "bias-once",
+            name,
+            bad,
+            f"moves by {' and '.join(f'{m:.3g}' for m in moves)} in 1 and 2 microbatches",
+        )
 
 
 def checkpoint(case: Case) -> Iterator[Finding]:
@@ -190,7 +228,12 @@ def _state_reassigned(case: Case) -> Iterator[Finding]:
     now = _state(model)
     bad = [n for n, v in held.items() if n in now and now[n] is not v and not now[n].equal(v)]
     if held:
-        yield verdict("checkpoint", bad[0] if bad else "", bool(bad), f"{len(bad)} tensors are replaced, not updated in place")
+        yield verdict(
+            "checkpoint",
+            bad[0] if bad else "",
+            bool(bad),
+            f"{len(bad)} tensors are replaced, not updated in place",
+        )
 
 
 def _through_a_file(state: Any) -> Any:
@@ -225,12 +268,16 @@ def _optimizer_checkpoint(case: Case, model: nn.Module, optimizer: Any) -> Itera
         case.subject.step(m, o, [case.subject.batch], case.subject.loss)
     pairs = zip(model.named_parameters(), twin.parameters(), strict=True)
     bad = [n for (n, a), b in pairs if not torch.allclose(a, b, rtol=0, atol=1e-9)]
-    yield verdict("optimizer-checkpoint", bad[0] if bad else "", bool(bad), f"{len(bad)} parameters differ a step later")
+    yield verdict(
+        "optimizer-checkpoint", bad[0] if bad else "", bool(bad), f"{len(bad)} parameters differ a step later"
+    )
 
 
 def repeatable(case: Case) -> Iterator[Finding]:
     losses = [case.run(case.copy(), case.subject.batch, case.subject.task)[0].detach() for _ in range(2)]
-    yield verdict("repeatable", "", not losses[0].equal(losses[1]), f"losses {losses[0]:.10g}, {losses[1]:.10g}")
+    yield verdict(
+        "repeatable", "", not losses[0].equal(losses[1]), f"losses {losses[0]:.10g}, {losses[1]:.10g}"
+    )
 
 
 def options(case: Case) -> Iterator[Finding]:
@@ -259,9 +306,13 @@ def adapters(case: Case) -> Iterator[Finding]:
         for name in names:
             parameters[name].add_(torch.randn_like(parameters[name]))
     value = case.run(model, case.subject.batch, case.subject.task)[0]
-    grads = torch.autograd.grad(value, [parameters[n] for n in names], allow_unused=True) if value.requires_grad else [None] * len(names)
+    grads = (
+        torch.autograd.grad(value, [parameters[n] for n in names], allow_unused=True)
+        if value.requires_grad
+        else [None] * len(names)
+    )
     dead = [n for n, g in zip(names, grads, strict=True) if g is None or not g.any()]
     bad = off(base, value.detach()) <= TINY or bool(dead)
-    yield verdict("adapters", (dead or [""])[0], bad, f"{len(dead)} of {len(names)} tensors do not reach the loss")
-
-
+    yield verdict(
+        "adapters", (dead or [""])[0], bad, f"{len(dead)} of {len(names)} tensors do not reach the loss"
+    )

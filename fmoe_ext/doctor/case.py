@@ -40,7 +40,9 @@ class Case:
             value = loss(model, batch)
         return value, watch
 
-    def backward(self, model: nn.Module, loss: Loss) -> tuple[torch.Tensor, Any, dict[str, torch.Tensor], set[str]]:
+    def backward(
+        self, model: nn.Module, loss: Loss
+    ) -> tuple[torch.Tensor, Any, dict[str, torch.Tensor], set[str]]:
         model.zero_grad()
         value, watch = self.run(model, self.subject.batch, loss)
         if value.requires_grad:
@@ -67,7 +69,9 @@ class Case:
     def chosen(self, layer: Layer) -> list[int] | None:
         """Experts that the forward chose; None if the choices are not visible."""
         choices = self.choices.get(layer.name)
-        return None if choices is None else [i for i in choices.unique().tolist() if 0 <= i < layer.num_experts]
+        return (
+            None if choices is None else [i for i in choices.unique().tolist() if 0 <= i < layer.num_experts]
+        )
 
 
 def parts_of(batch: Batch) -> list[Batch] | None:

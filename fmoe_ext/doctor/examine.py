@@ -51,7 +51,9 @@ def check(model: Any, batch: Any = None, **parts: Any) -> Report:
             warnings.simplefilter("ignore")
             case = Case(model if isinstance(model, Subject) else Subject(model, batch, **parts))
             if not case.layers:
-                raise AuditError("no MoE layer is found: no experts of one shape beside a router of their number")
+                raise AuditError(
+                    "no MoE layer is found: no experts of one shape beside a router of their number"
+                )
             findings = [finding for name, run in CHECKS for finding in _findings(name, run, case)]
     finally:
         torch.random.set_rng_state(state)

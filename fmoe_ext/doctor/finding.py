@@ -100,7 +100,9 @@ def _add(
         if owner in found and found[owner].num_experts == size:
             found[owner].stacked.update(stacked or {})
             if separate:
-                found[owner].separate = [a | b for a, b in zip(found[owner].separate or [{}] * size, separate, strict=True)]
+                found[owner].separate = [
+                    a | b for a, b in zip(found[owner].separate or [{}] * size, separate, strict=True)
+                ]
             return
         routers = _routers(owner, modules[owner], size, own)
         if routers:
@@ -139,7 +141,9 @@ class Watch(TorchFunctionMode):
         layer: Layer = self.inside[-1]
         scores, size = args[0], layer.num_experts
         place = 2 if name == "topk" else 1
-        dim = kwargs.get("dim", args[place] if len(args) > place else (-1 if name in ("topk", "sort") else None))
+        dim = kwargs.get(
+            "dim", args[place] if len(args) > place else (-1 if name in ("topk", "sort") else None)
+        )
         if not isinstance(dim, int) or scores.ndim < 2:
             return
         if scores.shape[dim] != size:
@@ -162,7 +166,9 @@ class Watch(TorchFunctionMode):
             hooks.append(layer.module.register_forward_pre_hook(lambda *_, at=layer: self.inside.append(at)))
             hooks.append(layer.module.register_forward_hook(lambda *_: self.inside.pop() and None))
             for module in layer.module.modules():
-                hooks.append(module.register_forward_hook(lambda _m, _i, out, at=layer: self._returned(at, out)))
+                hooks.append(
+                    module.register_forward_hook(lambda _m, _i, out, at=layer: self._returned(at, out))
+                )
         try:
             with self:
                 yield self
@@ -173,5 +179,9 @@ class Watch(TorchFunctionMode):
     def _returned(self, layer: Layer, output: Any) -> None:
         for value in output if isinstance(output, tuple) else ():
             if isinstance(value, torch.Tensor) and value.dtype == torch.int64 and value.ndim == 2:
-                if value.shape[1] <= layer.num_experts and value.numel() and int(value.max()) < layer.num_experts:
+                if (
+                    value.shape[1] <= layer.num_experts
+                    and value.numel()
+                    and int(value.max()) < layer.num_experts
+                ):
                     self._keep(layer, value)

@@ -21,7 +21,12 @@ def norm(values: list[torch.Tensor]) -> float:
 
 def finite(case: Case) -> Iterator[Finding]:
     bad = [n for n, g in case.grads.items() if not g.isfinite().all()]
-    yield verdict("finite", bad[0] if bad else "", bool(bad), f"{len(bad)} of {len(case.grads)} gradients are not finite")
+    yield verdict(
+        "finite",
+        bad[0] if bad else "",
+        bool(bad),
+        f"{len(bad)} of {len(case.grads)} gradients are not finite",
+    )
 
 
 def router_gradient(case: Case) -> Iterator[Finding]:
@@ -32,8 +37,12 @@ def router_gradient(case: Case) -> Iterator[Finding]:
             continue
         experts = norm([case.grads[n] for n in layer.parameters() if n in case.grads])
         router = norm([case.grads[n] for n in trainable if n in case.grads])
-        dead = None if experts == 0 else router <= TINY * experts
-        yield verdict("router-gradient", next(iter(trainable)), dead, f"norm {router:.1e}, experts {experts:.1e}")
+        chosen = case.chosen(layer)
+        one = chosen is not None and len(chosen) < 2  # also an untrained table of a hash layer
+        dead = None if experts == 0 or one else router <= TINY * experts
+        yield verdict(
+            "router-gradient", next(iter(trainable)), dead, f"norm {router:.1e}, experts {experts:.1e}"
+        )
 
 
 def expert_gradient(case: Case) -> Iterator[Finding]:
@@ -48,7 +57,9 @@ def expert_gradient(case: Case) -> Iterator[Finding]:
         of = {e: norm(layer.expert(e, lambda p: case.grads.get(names[id(p)]))) for e in chosen}
         largest = max(of.values(), default=0.0)
         dead = [e for e, size in of.items() if size <= TINY * largest]
-        yield verdict("expert-gradient", layer.name, bool(dead), f"{len(dead)} of {len(of)} chosen experts have none")
+        yield verdict(
+            "expert-gradient", layer.name, bool(dead), f"{len(dead)} of {len(of)} chosen experts have none"
+        )
 
 
 def gradient_size(case: Case) -> Iterator[Finding]:
@@ -68,7 +79,9 @@ def gradient_size(case: Case) -> Iterator[Finding]:
                 bad = None
             if bad and (not same or own_backward(case)):
                 bad = None
-            yield verdict("gradient-size", f"{layer.name} {kind}", bad, f"gradient {expected:.4g}, slope {slope:.4g}")
+            yield verdict(
+                "gradient-size", f"{layer.name} {kind}", bad, f"gradient {expected:.4g}, slope {slope:.4g}"
+            )
 
 
 def _slope(case: Case, grads: dict[str, torch.Tensor], length: float) -> tuple[float, bool]:
@@ -96,7 +109,9 @@ def own_backward(case: Case) -> bool:
         if node is None or node in seen:
             continue
         seen.add(node)
-        if isinstance(node, torch.autograd.function.BackwardCFunction) and not node.name().startswith(OWN_BACKWARD):
+        if isinstance(node, torch.autograd.function.BackwardCFunction) and not node.name().startswith(
+            OWN_BACKWARD
+        ):
             return True
         todo += [following for following, _ in node.next_functions]
     return False
@@ -135,15 +150,23 @@ def optimizer_steps(case: Case) -> Iterator[Finding]:
     before = dict(case.model.named_parameters())
     moe = {n for layer in layers_of(model) for n in (*layer.parameters(), *layer.routers)}
     moe |= {n for n in before if "lora" in n.lower()}
-    missing = [n for n, p in model.named_parameters() if n in moe and p.requires_grad and id(p) not in covered]
+    missing = [
+        n for n, p in model.named_parameters() if n in moe and p.requires_grad and id(p) not in covered
+    ]
     moved = {n for n, p in model.named_parameters() if not p.equal(before[n])}
-    still = [n for n in sorted(moe) if n in case.grads and case.grads[n].any() and n not in moved and n not in missing]
+    still = [
+        n
+        for n in sorted(moe)
+        if n in case.grads and case.grads[n].any() and n not in moved and n not in missing
+    ]
     numbers = f"{len(missing)} missing, {len(still)} with a gradient did not move"
     yield verdict("optimizer", (missing + still or [""])[0], bool(missing or still), numbers)
     frozen = [n for n, p in before.items() if not p.requires_grad]
     if frozen:
         bad = [n for n in frozen if n in moved]
-        yield verdict("frozen", bad[0] if bad else "", bool(bad), f"{len(bad)} of {len(frozen)} frozen parameters moved")
+        yield verdict(
+            "frozen", bad[0] if bad else "", bool(bad), f"{len(bad)} of {len(frozen)} frozen parameters moved"
+        )
 
 
 def balance(case: Case) -> Iterator[Finding]:
@@ -163,7 +186,9 @@ def balance(case: Case) -> Iterator[Finding]:
     if s.padded is not None:
         padded = s.parts(case.copy(), s.padded)
         errors = [off(task, padded[0].detach()), off(balance, padded[1].detach())]
-        yield verdict("balance-padding", "", max(errors) > 1e-3, f"task off by {errors[0]:.1e}, balance {errors[1]:.1e}")
+        yield verdict(
+            "balance-padding", "", max(errors) > 1e-3, f"task off by {errors[0]:.1e}, balance {errors[1]:.1e}"
+        )
     yield from _in_loss(case, task, balance)
 
 

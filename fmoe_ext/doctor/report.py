@@ -12,18 +12,33 @@ OK, WRONG, UNDECIDED = "ok", "wrong", "undecided"
 NO_THREAD = "no thread"
 INVARIANTS: Mapping[str, tuple[str, str]] = MappingProxyType(
     {
-        "router-gradient": ("Megatron-LM#894", "take the softmax before the top k, or do not normalise one weight"),
+        "router-gradient": (
+            "Megatron-LM#894",
+            "take the softmax before the top k, or do not normalise one weight",
+        ),
         "expert-gradient": ("transformers#48205", "keep the expert's output in the graph and in the sum"),
         "finite": ("vmoe#218", "find the division by zero or the uninitialised rows in the backward"),
-        "gradient-size": ("DeepSpeed#6545", "scale expert gradients as the others: compare with the loss's slope"),
+        "gradient-size": (
+            "DeepSpeed#6545",
+            "scale expert gradients as the others: compare with the loss's slope",
+        ),
         "experts-differ": ("Muon#65", "draw each expert from its own random numbers, or say upcycled=True"),
         "optimizer": (NO_THREAD, "give every trainable parameter to the optimizer"),
         "frozen": (NO_THREAD, "leave frozen parameters out of the optimizer and of in-place updates"),
         "balance-size": ("transformers#43688", "divide by tokens and by K, so that f and P each sum to 1"),
-        "balance-padding": ("transformers#28505", "leave padding out of the counts, the losses and the capacity"),
+        "balance-padding": (
+            "transformers#28505",
+            "leave padding out of the counts, the losses and the capacity",
+        ),
         "balance-in-loss": ("Automodel#1408", "add weight * balance to the loss, with its gradient"),
-        "bias-once": ("torchtitan#1593", "count tokens once a step: not in recomputation, and not in evaluation"),
-        "recomputation": ("transformers#47467", "route as the first forward did: no state, no unrepeatable noise"),
+        "bias-once": (
+            "torchtitan#1593",
+            "count tokens once a step: not in recomputation, and not in evaluation",
+        ),
+        "recomputation": (
+            "transformers#47467",
+            "route as the first forward did: no state, no unrepeatable noise",
+        ),
         "evaluation": ("transformers#33969", "draw noise only when training, never in evaluation"),
         "batch": (NO_THREAD, "let a token's experts depend on this token alone; declare a capacity"),
         "drops": (NO_THREAD, "send every token to its experts, or declare a capacity"),
@@ -32,7 +47,10 @@ INVARIANTS: Mapping[str, tuple[str, str]] = MappingProxyType(
         "repeatable": (NO_THREAD, "seed every generator that the model draws from"),
         "options": ("trl#7222", "read the option where it acts, or refuse it by name"),
         "adapters": ("unsloth-zoo#1242", "use the adapter in the forward that really runs"),
-        "adapter-targets": ("unsloth#6936", "name parameters that exist (PEFT: target_parameters for stacked experts)"),
+        "adapter-targets": (
+            "unsloth#6936",
+            "name parameters that exist (PEFT: target_parameters for stacked experts)",
+        ),
     }
 )
 

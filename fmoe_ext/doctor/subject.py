@@ -43,7 +43,9 @@ def first_floating(output: Any) -> torch.Tensor:
     raise ValueError("the model returns no floating-point tensor")
 
 
-def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, batches: Sequence[Batch], loss: Loss) -> None:
+def train_step(
+    model: nn.Module, optimizer: torch.optim.Optimizer, batches: Sequence[Batch], loss: Loss
+) -> None:
     """Accumulate the mean gradient of the microbatches, then step the optimizer."""
     optimizer.zero_grad()
     for batch in batches:
@@ -110,7 +112,9 @@ def read(place: str) -> Subject:
         return made
     if isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module):
         return Subject(*made)
-    raise AuditError(f"{place} must return a doctor.Subject or (model, batch), but returned {type(made).__name__}")
+    raise AuditError(
+        f"{place} must return a doctor.Subject or (model, batch), but returned {type(made).__name__}"
+    )
 
 
 def from_folder(folder: str) -> Subject:

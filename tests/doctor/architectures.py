@@ -6,20 +6,27 @@ import sys
 
 import torch
 import transformers
-from tests.integrations.tiny_architectures import LARGEST, architectures, tiny_config
 
 from fmoe_ext.audit.shrink import shrunk_config
 from fmoe_ext.doctor.finding import layers_of
 from fmoe_ext.doctor.subject import from_transformers
+from tests.integrations.tiny_architectures import LARGEST, architectures, tiny_config
 
-MORE_SIZES = {"moe_num_experts": 4, "num_local_experts": 4, "num_routed_experts": 4, "moe_k": 2, "moe_topk": 2}
+MORE_SIZES = {
+    "moe_num_experts": 4,
+    "num_local_experts": 4,
+    "num_routed_experts": 4,
+    "moe_k": 2,
+    "moe_topk": 2,
+}
 
 
 def moe_architectures():
     """Names of the classes whose source speaks of experts."""
     for name in architectures():
         found = getattr(transformers, name, None)
-        if found is not None and "expert" in inspect.getsource(sys.modules[found.__module__]).lower():
+        module = sys.modules.get(getattr(found, "__module__", ""))
+        if module is not None and "expert" in inspect.getsource(module).lower():
             yield name
 
 

@@ -2,11 +2,11 @@
 
 import torch
 import torch.nn.functional as F
-from tests.doctor.plain import EXPERTS, Expert, Model, MoE, Router, batch, loss, parts
 from torch import nn
 
 from fmoe_ext.doctor import Subject
 from fmoe_ext.doctor.subject import train_step
+from tests.doctor.plain import EXPERTS, Expert, Model, MoE, Router, batch, loss, parts
 
 EXHIBITS = {}
 

@@ -4,17 +4,22 @@ import json
 
 import pytest
 import torch
-from tests.doctor.architectures import moe_architectures, subject_of
-from tests.doctor.held_out import HELD_OUT
-from tests.doctor.museum import EXHIBITS, subject
-from tests.doctor.plain import Model
 
 from fmoe_ext import FMoETransformerMLP, doctor
 from fmoe_ext.audit.cases import AuditError
 from fmoe_ext.doctor.cli import main
 from fmoe_ext.gates import GATES
+from tests.doctor.architectures import moe_architectures, subject_of
+from tests.doctor.held_out import HELD_OUT
+from tests.doctor.museum import EXHIBITS, subject
+from tests.doctor.plain import Model
 
-AUX_LOSS_NEVER_SET = ("AfmoeForCausalLM", "Cohere2MoeForCausalLM", "HYV3ForCausalLM", "ZayaForCausalLM")  # transformers#48886
+AUX_LOSS_NEVER_SET = (
+    "AfmoeForCausalLM",
+    "Cohere2MoeForCausalLM",
+    "HYV3ForCausalLM",
+    "ZayaForCausalLM",
+)  # transformers#48886
 
 
 @pytest.mark.parametrize("name", [*EXHIBITS, *HELD_OUT])
@@ -36,7 +41,9 @@ def test_plain_model_without_a_mistake_raises_no_alarm(options):
 @pytest.mark.parametrize("gate", sorted(GATES))
 def test_our_gates_raise_no_alarm(gate):
     torch.manual_seed(0)
-    layer = FMoETransformerMLP(num_expert=4, d_model=12, d_hidden=10, gate=GATES[gate], top_k=1 if gate == "switch" else 2)
+    layer = FMoETransformerMLP(
+        num_expert=4, d_model=12, d_hidden=10, gate=GATES[gate], top_k=1 if gate == "switch" else 2
+    )
     report = doctor.check(layer, torch.randn(16, 12))
     assert not report.wrong, str(report)
 
