@@ -18,7 +18,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument(
         "model",
-        help="file.py:make or module:make, which returns (model, batch) or a doctor.Subject; or a folder of Transformers",
+        help="file.py:make or module:make, returning (model, batch) or a Subject; or a folder of Transformers",
     )
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
     options = parser.parse_args(arguments)

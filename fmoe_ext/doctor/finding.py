@@ -178,10 +178,14 @@ class Watch(TorchFunctionMode):
 
     def _returned(self, layer: Layer, output: Any) -> None:
         for value in output if isinstance(output, tuple) else ():
-            if isinstance(value, torch.Tensor) and value.dtype == torch.int64 and value.ndim == 2:
-                if (
+            if (
+                isinstance(value, torch.Tensor)
+                and value.dtype == torch.int64
+                and value.ndim == 2
+                and (
                     value.shape[1] <= layer.num_experts
                     and value.numel()
                     and int(value.max()) < layer.num_experts
-                ):
-                    self._keep(layer, value)
+                )
+            ):
+                self._keep(layer, value)

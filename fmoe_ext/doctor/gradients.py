@@ -46,15 +46,19 @@ def router_gradient(case: Case) -> Iterator[Finding]:
 
 
 def expert_gradient(case: Case) -> Iterator[Finding]:
+    names = {id(p): n for n, p in case.model.named_parameters()}
+
+    def grad(p: torch.nn.Parameter) -> torch.Tensor | None:
+        return case.grads.get(names[id(p)])
+
     for layer in case.layers:
-        names = {id(p): n for n, p in case.model.named_parameters()}
         trainable = [p for p in layer.parameters().values() if p.requires_grad]
         chosen = case.chosen(layer)
         if not trainable or chosen is None:
             why = "the experts are frozen" if not trainable else "the choices are not visible"
             yield verdict("expert-gradient", layer.name, None, why)
             continue
-        of = {e: norm(layer.expert(e, lambda p: case.grads.get(names[id(p)]))) for e in chosen}
+        of = {e: norm(layer.expert(e, grad)) for e in chosen}
         largest = max(of.values(), default=0.0)
         dead = [e for e, size in of.items() if size <= TINY * largest]
         yield verdict(
