@@ -312,7 +312,12 @@ def bias_replaced():
         for block in model.blocks:
             block.router.expert_bias = block.router.expert_bias + 0.01
 
-    return subject(model=biased(), step=step)
+    held = {}
+
+    def save(model):  # a checkpointer that asks once for the tensors
+        return held.setdefault(id(model), model.state_dict())
+
+    return subject(model=biased(), step=step, save=save)
 
 
 @exhibit("checkpoint", "KempnerForge#202")

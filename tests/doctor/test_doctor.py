@@ -38,7 +38,7 @@ def test_plain_model_without_a_mistake_raises_no_alarm(options):
     }
 
 
-@pytest.mark.parametrize("gate", sorted(GATES))
+@pytest.mark.parametrize("gate", sorted(GATES.keys() - {"zero"}))  # the zero gate has no router
 def test_our_gates_raise_no_alarm(gate):
     torch.manual_seed(0)
     layer = FMoETransformerMLP(
