@@ -74,7 +74,7 @@ __all__ = [
 # Modules that are imported when they are asked for: some bring torch.distributed.checkpoint or grpc.
 _ROOMS = (
     *("audit", "checkpoint", "compat", "cpu", "gpu"),
-    *("megatron", "optim", "pipeline", "remote", "testing"),
+    *("lora", "megatron", "optim", "pipeline", "remote", "testing"),
 )
 
 

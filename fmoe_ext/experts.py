@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from fmoe_ext import ops
+from fmoe_ext.adapters import adapted_gemm
 from fmoe_ext.gates.wide_linear import WideLinear
 from fmoe_ext.linear import FMoELinear, cast_to_weight, check_plain, cumulative_ends
 from fmoe_ext.routing import DispatchHandle, unpermute_rows, widen
@@ -171,10 +172,14 @@ class FusedExperts(nn.Module):
         weights: those of other experts of the same shape, or of a part of these, in the place of self.weights;
         main_grads: theirs, in the place of self.main_grads.
         """
+        adapters: tuple[ops.Lora | None, ops.Lora | None] = (None, None)
         if weights is None:
             up, down = self.htoh4, self.h4toh  # once: a module's attributes take long to read
             if _must_be_called(up) or _must_be_called(down):
-                return self._by_calls(inp, fwd_expert_count, handle, topk_weights)
+                found = _adapters(up, down)
+                if found is None:
+                    return self._by_calls(inp, fwd_expert_count, handle, topk_weights)
+                adapters = found
             weights = up.weight, up.bias, down.weight, down.bias
             main_grads = up.main_grad, down.main_grad
         w1, b1, w2, b2 = weights
@@ -184,20 +189,14 @@ class FusedExperts(nn.Module):
         offs = cumulative_ends(fwd_expert_count, w1.shape[0], inp.device) if handle is None else handle.offs
         if self.fused_activation is None:
             rows = inp if handle is None else ops.permute(inp, handle.row_idx, handle.inverse)
-            hidden = self._activation(ops.grouped_gemm(rows, w1, offs, b1, main_grad=main_grads[0]))
-            rows = ops.grouped_gemm(hidden, w2, offs, b2, main_grad=main_grads[1])
+            up_rows = adapted_gemm(rows, w1, offs, b1, adapters[0], main_grad=main_grads[0])
+            hidden = self._activation(up_rows)
+            rows = adapted_gemm(hidden, w2, offs, b2, adapters[1], main_grad=main_grads[1])
             return rows if handle is None else unpermute_rows(rows, handle, topk_weights)
-        if handle is None:
-            row = torch.arange(inp.shape[0], dtype=torch.int32, device=inp.device)
-            row_idx = torch.where(row < offs[-1], row, -1)  # every row is its own token, with K = 1
-            routing = (row_idx, row_idx[:, None], offs)
-        else:
-            routing = (handle.row_idx, handle.inverse, offs)
+        routing = _rows_as_tokens(inp, offs) if handle is None else (handle.row_idx, handle.inverse, offs)
         topk_weights = widen(topk_weights, inp.dtype)
-        combines = handle is not None
-        return ops.expert_mlp(
-            inp, *routing, w1, b1, w2, b2, topk_weights, self.fused_activation, combines, main_grads
-        )
+        mlp = (inp, *routing, w1, b1, w2, b2, topk_weights, self.fused_activation, handle is not None)
+        return ops.frozen_mlp(*mlp, *adapters) if any(adapters) else ops.expert_mlp(*mlp, main_grads)
 
     def _activation(self, hidden: torch.Tensor) -> torch.Tensor:
         """The activation outside the operator."""
@@ -220,8 +219,24 @@ class FusedExperts(nn.Module):
         return rows if handle is None else unpermute_rows(rows, handle, topk_weights)
 
 
+def _rows_as_tokens(inp: torch.Tensor, offs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """row_idx, inverse and offs where every row is its own token, with K = 1."""
+    row = torch.arange(inp.shape[0], dtype=torch.int32, device=inp.device)
+    row_idx = torch.where(row < offs[-1], row, -1)
+    return row_idx, row_idx[:, None], offs
+
+
 def _must_be_called(module: nn.Module) -> bool:
     return not isinstance(module, FMoELinear) or module.must_be_called
+
+
+def _adapters(*modules: nn.Module) -> tuple[ops.Lora | None, ops.Lora | None] | None:
+    """Adapters of w1 and w2 that one operator takes (lora.fuse); None if a module has to be called."""
+    up, down = (getattr(module, "fused_adapter", None) for module in modules)
+    for module, adapter in zip(modules, (up, down), strict=True):
+        if adapter is None and _must_be_called(module):
+            return None
+    return up, down
 
 
 class SharedExperts(nn.Module):

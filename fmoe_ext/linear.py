@@ -9,6 +9,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from fmoe_ext import ops
+from fmoe_ext.adapters import adapted_gemm, take
 
 # Between the seeds of neighbours: odd and without a pattern in its bits, so that no two layers share experts.
 _NEXT_EXPERT = 0x9E3779B97F4A7C15
@@ -85,7 +86,38 @@ def draw_experts(params: Sequence[torch.Tensor], bound: float, seed: int, first_
             part.uniform_(-bound, bound, generator=generator)
 
 
-class FMoELinear(nn.Module):
+class NotesHooks(nn.Module):
+    """A module that knows whether it has hooks; PyTorch has no public way to ask."""
+
+    def register_forward_pre_hook(self, *args: Any, **kwargs: Any) -> RemovableHandle:
+        return self._note(super().register_forward_pre_hook(*args, **kwargs))
+
+    def register_forward_hook(self, *args: Any, **kwargs: Any) -> RemovableHandle:
+        return self._note(super().register_forward_hook(*args, **kwargs))
+
+    def register_full_backward_pre_hook(self, *args: Any, **kwargs: Any) -> RemovableHandle:
+        return self._note(super().register_full_backward_pre_hook(*args, **kwargs))
+
+    def register_full_backward_hook(self, *args: Any, **kwargs: Any) -> RemovableHandle:
+        return self._note(super().register_full_backward_hook(*args, **kwargs))
+
+    def _note(self, handle: RemovableHandle) -> RemovableHandle:
+        handles = self.__dict__.get("_hook_handles", ())
+        self.__dict__["_hook_handles"] = [*filter(_is_active, handles), handle]
+        return handle
+
+    @property
+    def must_be_called(self) -> bool:
+        """True if something waits for this module's call: a hook, or a forward put in the place of its own.
+
+        Otherwise callers may compute with its weight and bias directly, as FusedExperts does.
+        """
+        own = self.__dict__
+        handles = own.get("_hook_handles")
+        return "forward" in own or (handles is not None and any(map(_is_active, handles)))
+
+
+class FMoELinear(NotesHooks):
     """A linear layer for each of num_expert experts, computed by one grouped GEMM.
 
     weight [E, out_feat, in_feat], bias [E, out_feat] or None; every expert is drawn as nn.Linear is, uniform in
@@ -125,7 +157,6 @@ class FMoELinear(nn.Module):
         self.bias: nn.Parameter | None = None
         if bias:
             self.bias = nn.Parameter(torch.empty(num_expert, out_feat, device=device, dtype=dtype))
-        self._hook_handles: list[RemovableHandle] = []
         self.reset_parameters()
 
     @torch.no_grad()
@@ -139,31 +170,6 @@ class FMoELinear(nn.Module):
         else:  # a shard of FSDP, or a fake tensor: these draw as a whole
             for param in params:
                 param.uniform_(-bound, bound)
-
-    def register_forward_pre_hook(self, *args: Any, **kwargs: Any) -> RemovableHandle:
-        return self._note(super().register_forward_pre_hook(*args, **kwargs))
-
-    def register_forward_hook(self, *args: Any, **kwargs: Any) -> RemovableHandle:
-        return self._note(super().register_forward_hook(*args, **kwargs))
-
-    def register_full_backward_pre_hook(self, *args: Any, **kwargs: Any) -> RemovableHandle:
-        return self._note(super().register_full_backward_pre_hook(*args, **kwargs))
-
-    def register_full_backward_hook(self, *args: Any, **kwargs: Any) -> RemovableHandle:
-        return self._note(super().register_full_backward_hook(*args, **kwargs))
-
-    def _note(self, handle: RemovableHandle) -> RemovableHandle:
-        self._hook_handles = [*filter(_is_active, self._hook_handles), handle]
-        return handle
-
-    @property
-    def must_be_called(self) -> bool:
-        """True if something waits for this module's call: a hook, or a forward put in the place of its own.
-
-        Otherwise callers may compute with its weight and bias directly, as FusedExperts does.
-        """
-        handles = self._hook_handles
-        return "forward" in self.__dict__ or (bool(handles) and any(map(_is_active, handles)))
 
     @property
     def main_grad(self) -> ops.MainGrad | None:
@@ -183,7 +189,8 @@ class FMoELinear(nn.Module):
         check_plain(self.weight)
         offs = cumulative_ends(fwd_expert_count, self.num_expert, inp.device)
         inp = cast_to_weight(inp, self.weight)
-        return ops.grouped_gemm(inp, self.weight, offs, self.bias, main_grad=self.main_grad)
+        adapter = take(self).get("weight")
+        return adapted_gemm(inp, self.weight, offs, self.bias, adapter, main_grad=self.main_grad)
 
     def extra_repr(self) -> str:
         return (

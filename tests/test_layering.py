@@ -24,6 +24,7 @@ LEVELS = {
     "ops": 1,
     "cpu": 2,
     "routing": 2,
+    "adapters": 2,
     "linear": 2,
     "tokens": 2,
     "recompute": 2,
@@ -52,12 +53,14 @@ LEVELS = {
     "compat": 9,
     "megatron": 10,
     "info": 9,
+    "lora": 9,
 }
 IMPORT_INTEGRATIONS = (
     ("", "integrations"),
     ("megatron", "integrations"),
     ("compat", "integrations"),
     ("megatron", "compat"),
+    ("lora", "integrations"),
 )
 MAY_USE_DISTRIBUTED = (
     "audit",

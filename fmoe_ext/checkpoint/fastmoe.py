@@ -95,15 +95,7 @@ def merge_fastmoe(models: Sequence[Mapping[str, Any]]) -> dict[str, StoredTensor
             f"{', '.join(sorted(of_megatron)) or '(root)'}: experts under Megatron-core's names, whose files of "
             "several ranks are not merged; save with --ckpt-format torch_dist"
         )
-    # the layers whose experts are divided over the ranks
-    spread = _expert_names(models[1]) if len(models) > 1 else {}
-    for rank, model in enumerate(models):
-        names = _expert_names(model)
-        different = set() if rank == 0 else names.keys() ^ spread.keys()
-        for layer in spread:
-            different |= names.get(layer, set()) ^ spread[layer]
-        if different:
-            raise CheckpointError(f"ranks {rank} and 1 do not both have {', '.join(sorted(different))}")
+    spread = _spread_layers(models)
     merged = {name: StoredTensor.of(value) for name, value in models[0].items() if not _is_expert(name)}
     parts: dict[str, dict[str, list[tuple[int, int, StoredTensor]]]] = {}
     for name in models[0]:
@@ -125,6 +117,19 @@ def merge_fastmoe(models: Sequence[Mapping[str, Any]]) -> dict[str, StoredTensor
                 merged |= {f"{layer}.{e}.{rest}": tensor for e, tensor in enumerate(ordered)}
         _check_gate(layer, merged)
     return merged
+
+
+def _spread_layers(models: Sequence[Mapping[str, Any]]) -> dict[str, set[str]]:
+    """Names of the experts of each layer whose experts are divided over the ranks; the same on all ranks."""
+    spread = _expert_names(models[1]) if len(models) > 1 else {}
+    for rank, model in enumerate(models):
+        names = _expert_names(model)
+        different = set() if rank == 0 else names.keys() ^ spread.keys()
+        for layer in spread:
+            different |= names.get(layer, set()) ^ spread[layer]
+        if different:
+            raise CheckpointError(f"ranks {rank} and 1 do not both have {', '.join(sorted(different))}")
+    return spread
 
 
 def write_fastmoe(

@@ -85,22 +85,7 @@ def write_safetensors(
     """
     path = Path(path)
     stored = {name: StoredTensor.of(tensor) for name, tensor in tensors.items()}
-    header: dict[str, Any] = {
-        "__metadata__": {"sha256": NO_CHECKSUM, "format": "pt", OURS: "{}", **(metadata or {})}
-    }
-    end = 0
-    for name, tensor in stored.items():
-        if tensor.dtype not in NAMES:
-            raise CheckpointError(f"{path}: safetensors has no name for {tensor.dtype}, the dtype of {name}")
-        begin, end = end, end + tensor.num_bytes
-        header[name] = {
-            "dtype": NAMES[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [begin, end],
-        }
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    size = struct.pack("<Q", len(text))
+    size, text, end = _header(path, stored, metadata or {})
     digest = hashlib.sha256(size + text)
     with explained(path, len(size + text) + end), atomic_file(path) as file:
         file.write(size + text)
@@ -118,6 +103,26 @@ def write_safetensors(
                 progress(len(data))
         file.seek(len(size))
         file.write(text.replace(NO_CHECKSUM.encode(), digest.hexdigest().encode(), 1))
+
+
+def _header(
+    path: Path, stored: Mapping[str, StoredTensor], metadata: Mapping[str, str]
+) -> tuple[bytes, bytes, int]:
+    """(its size as the file begins with, its text, bytes of the tensors after it)."""
+    header: dict[str, Any] = {"__metadata__": {"sha256": NO_CHECKSUM, "format": "pt", OURS: "{}", **metadata}}
+    end = 0
+    for name, tensor in stored.items():
+        if tensor.dtype not in NAMES:
+            raise CheckpointError(f"{path}: safetensors has no name for {tensor.dtype}, the dtype of {name}")
+        begin, end = end, end + tensor.num_bytes
+        header[name] = {
+            "dtype": NAMES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [begin, end],
+        }
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return struct.pack("<Q", len(text)), text, end
 
 
 def read_safetensors(path: Path) -> tuple[dict[str, StoredTensor], dict[str, str]]:

@@ -114,14 +114,19 @@ def load(
             optimizer_state.compare(optimizer, state, record, names_in_optimizer)
             loading = optimizer_state.Loading(optimizer, state, record, source.saved)
     with together(f"loading {source.path}", process_group):
-        for name, value in state.tensors.items():
-            if state.is_buffer(name) and value.dtype != source.tensors[name].dtype:
-                state.give_dtype(name, source.tensors[name].dtype)
-        source.fill(state, loading)
-        if loading is not None:
-            loading.commit()
-        state.put_in_order()
+        _fill(source, state, loading)
     return source.manifest
+
+
+def _fill(source: "_Files | _Folder", state: ModelState, loading: "optimizer_state.Loading | None") -> None:
+    """Writes what was checked into the model and the optimizer."""
+    for name, value in state.tensors.items():
+        if state.is_buffer(name) and value.dtype != source.tensors[name].dtype:
+            state.give_dtype(name, source.tensors[name].dtype)
+    source.fill(state, loading)
+    if loading is not None:
+        loading.commit()
+    state.put_in_order()
 
 
 @torch.no_grad()

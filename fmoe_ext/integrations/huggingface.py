@@ -15,6 +15,7 @@ from torch import Tensor
 
 from fmoe_ext import ops
 from fmoe_ext._sharded import is_dtensor
+from fmoe_ext.adapters import adapted_gemm, take
 from fmoe_ext.dispatch import combine, dispatch
 from fmoe_ext.ep.exchange import Group
 from fmoe_ext.ep.wrappers import check_wrappers
@@ -123,6 +124,8 @@ def experts_forward(
     """
     has_bias = experts.has_bias
     up = "gate_up_proj" if experts.has_gate else "up_proj"
+    taken = take(experts)
+    adapters = taken.get(up), taken.get("down_proj")
     parallel = getattr(experts, "expert_parallel", None)
     w1 = getattr(experts, up)
     # PEFT's LoRA adds up a weight where it is read. Reading the second after the first product lets backward release
@@ -139,15 +142,23 @@ def experts_forward(
     dispatched = dispatch(x, top_k_index, topk_weights, num_experts, parallel)
     for chunk in dispatched.chunks:
         tokens = chunk.receive()
-        chunk.give_back(_compute(experts, (w1, b1, w2, b2), tokens.x, tokens.topk_idx, tokens.topk_weights))
+        weights = (w1, b1, w2, b2)
+        chunk.give_back(_compute(experts, weights, tokens.x, tokens.topk_idx, tokens.topk_weights, adapters))
     out: Tensor = combine(dispatched)
     return out.to(hidden_states.dtype)
 
 
-def _compute(experts: Any, weights: Any, x: Tensor, topk_idx: Tensor, topk_weights: Tensor) -> Tensor:
+def _compute(
+    experts: Any,
+    weights: Any,
+    x: Tensor,
+    topk_idx: Tensor,
+    topk_weights: Tensor,
+    adapters: tuple[ops.Lora | None, ops.Lora | None],
+) -> Tensor:
     """The experts of this rank on tokens x [N, D], topk_idx [N, K] (-1 for none) -> their weighted sums [N, D].
 
-    weights: (w1, b1, w2, b2); w2 None is read from the experts after the first product.
+    weights: (w1, b1, w2, b2); w2 None is read from the experts after the first product. adapters: of w1 and w2.
     """
     w1, b1, w2, b2 = weights
     _, offs, row_idx, inverse = ops.sort_tokens(topk_idx, w1.shape[0])
@@ -155,18 +166,23 @@ def _compute(experts: Any, weights: Any, x: Tensor, topk_idx: Tensor, topk_weigh
     has_norm = getattr(experts, "has_post_expert_norm", False)
     if w2 is None:
         activation = None
-    if activation is not None and not has_norm:
-        return ops.expert_mlp(x, row_idx, inverse, offs, w1, b1, w2, b2, topk_weights, activation)
     if activation is not None:
-        rows = ops.expert_mlp(x, row_idx, inverse, offs, w1, b1, w2, b2, None, activation, combine=False)
+        mlp = (x, row_idx, inverse, offs, w1, b1, w2, b2, None if has_norm else topk_weights, activation)
+        if any(adapters):
+            rows = ops.frozen_mlp(*mlp, not has_norm, *adapters)
+        else:
+            rows = ops.expert_mlp(*mlp, combine=not has_norm)
+        if not has_norm:
+            return rows
     else:
         transposed = experts.is_transposed
-        h = ops.grouped_gemm(ops.permute(x, row_idx, inverse), w1, offs, b1, transposed=transposed)
+        x_rows = ops.permute(x, row_idx, inverse)
+        h = adapted_gemm(x_rows, w1, offs, b1, adapters[0], transposed=transposed)
         a = experts._apply_gate(h) if experts.has_gate else experts.act_fn(h)
         if w2 is None:
             w2 = experts.down_proj
             _compute_dtype(experts, (w2,))
-        rows = ops.grouped_gemm(a.to(x.dtype), w2, offs, b2, transposed=transposed)
+        rows = adapted_gemm(a.to(x.dtype), w2, offs, b2, adapters[1], transposed=transposed)
     if has_norm:
         rows = experts.post_expert_norm(rows)
     return ops.unpermute(rows, row_idx, inverse, topk_weights)

@@ -46,11 +46,7 @@ def from_pretrained(
     folder = Path(folder)
     values, record = _read_config(folder)
     config = transformers.CONFIG_MAPPING[values["model_type"]].from_dict(values)
-    name = (config.architectures or [""])[0]
-    model_class = getattr(transformers, name, None)
-    if not isinstance(model_class, type) or not issubclass(model_class, transformers.PreTrainedModel):
-        raise ValueError(f"{folder / 'config.json'}: architectures names no model of Transformers: {name!r}")
-    model: Any = model_class(config)
+    model = _model_class(config, folder)(config)
     model.to(dtype or config.dtype or torch.get_default_dtype())
     given = {"gate": gate, "activation": activation, **moe_kwargs}
     for entry in record["layers"]:
@@ -60,6 +56,16 @@ def from_pretrained(
     if inside(folder, "generation_config.json").exists():
         model.generation_config = transformers.GenerationConfig.from_pretrained(folder)
     return model.eval()
+
+
+def _model_class(config: Any, folder: Path) -> Any:
+    import transformers
+
+    name = (config.architectures or [""])[0]
+    model_class = getattr(transformers, name, None)
+    if not isinstance(model_class, type) or not issubclass(model_class, transformers.PreTrainedModel):
+        raise ValueError(f"{folder / 'config.json'}: architectures names no model of Transformers: {name!r}")
+    return model_class
 
 
 def _read_config(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -224,7 +224,6 @@ def _watch_in(
 ) -> _Run:
     """dtype: that of the numbers of all linear layers but the last, whose dtype is that of its weight."""
     run, generator = _Run(), torch.Generator("cpu").manual_seed(1)
-    own_forwards = {m: vars(m).get("forward") for m in linears}
     hooks = [
         m.register_forward_hook(lambda m, *_: run.dropouts.append((m, len(run.linears))))
         for m in module.modules()
@@ -243,20 +242,29 @@ def _watch_in(
         return y.clone()
 
     try:
-        for m in linears:
-            m.forward = functools.partial(answer, m)
-        with contextlib.suppress(_EnoughError):
+        with _forwards_by(answer, linears), contextlib.suppress(_EnoughError):
             run.output = _run(call, x)
     finally:
         for hook in hooks:
             hook.remove()
-        for m, forward in own_forwards.items():
-            del m.forward
-            if forward is not None:
-                m.forward = forward
     if not run.linears:
         raise UnreadableError("it does not call its linear layers")
     return run
+
+
+@contextlib.contextmanager
+def _forwards_by(answer: Callable[[Any, Tensor], Tensor], modules: Sequence[Any]) -> Iterator[None]:
+    """Puts answer(module, x) in the place of the forwards of modules."""
+    own_forwards = {m: vars(m).get("forward") for m in modules}
+    try:
+        for m in modules:
+            m.forward = functools.partial(answer, m)
+        yield
+    finally:
+        for m, forward in own_forwards.items():
+            vars(m).pop("forward", None)
+            if forward is not None:
+                m.forward = forward
 
 
 def _run(call: Callable[[Tensor], Any], x: Tensor) -> Any:

@@ -60,3 +60,52 @@ class ExpertMlpBackwardWeights(NamedTuple):
     needs: list[bool]
     main_dw1: Tensor | None
     main_dw2: Tensor | None
+
+
+class FrozenMlp(NamedTuple):
+    """frozen_mlp."""
+
+    x: Tensor
+    row_idx: Tensor
+    inverse: Tensor
+    offs: Tensor
+    w1: Tensor
+    b1: Tensor | None
+    w2: Tensor
+    b2: Tensor | None
+    lora_a1: Tensor | None
+    lora_b1: Tensor | None
+    scale1: float
+    lora_a2: Tensor | None
+    lora_b2: Tensor | None
+    scale2: float
+    topk_weights: Tensor | None
+    activation: int
+    combine: bool
+    save: bool
+
+
+class FrozenMlpBackward(NamedTuple):
+    """frozen_mlp_backward."""
+
+    grad_y: Tensor
+    x: Tensor
+    row_idx: Tensor
+    inverse: Tensor
+    offs: Tensor
+    w1: Tensor
+    w2: Tensor
+    b2: Tensor | None
+    lora_a1: Tensor | None
+    lora_b1: Tensor | None
+    scale1: float
+    lora_a2: Tensor | None
+    lora_b2: Tensor | None
+    scale2: float
+    topk_weights: Tensor | None
+    h: Tensor
+    u1: Tensor
+    u2: Tensor
+    activation: int
+    combine: bool
+    needs: list[bool]

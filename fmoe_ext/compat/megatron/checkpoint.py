@@ -77,18 +77,11 @@ def load_checkpoint(model: Any, optimizer: Any, lr_scheduler: Any, load_arg: str
     if not release and not text.isdigit():
         raise ValueError(f"{tracker} must hold a number or 'release', but holds {text!r}")
     iteration = 0 if release else int(text)
-    files = [
-        get_fmoe_checkpoint_name(folder, iteration, release, r) for r in (0, mpu.get_data_parallel_rank())
-    ]
-    for file in files:
-        if not Path(file).is_file():
-            raise FileNotFoundError(
-                f"{file} is missing: the checkpoint was saved with fewer than the {mpu.get_data_parallel_world_size()} "
-                "data-parallel ranks of this job; fmoe_ext.checkpoint merges such files"
-            )
-    # Megatron's files hold its options and scheduler, which are no tensors.
-    saved = [torch.load(file, map_location="cpu", weights_only=False) for file in files]
-    state = merge_state_dict(saved[0], saved[1], args.fp16)
+    of_rank0, of_this_rank = (
+        _read(get_fmoe_checkpoint_name(folder, iteration, release, rank))
+        for rank in (0, mpu.get_data_parallel_rank())
+    )
+    state = merge_state_dict(of_rank0, of_this_rank, args.fp16)
     _megatron("set_checkpoint_version")(state.get("checkpoint_version", 0))
     _only_chunk(model).load_state_dict(state["model"])
     fresh = release or args.finetune
@@ -100,6 +93,17 @@ def load_checkpoint(model: Any, optimizer: Any, lr_scheduler: Any, load_arg: str
     _take_consumed_samples(args, state.get("args"))
     dist.barrier()  # the one in Megatron's load_checkpoint
     return 0 if fresh else state.get("iteration", state.get("total_iters", iteration))
+
+
+def _read(file: str) -> dict[str, Any]:
+    if not Path(file).is_file():
+        raise FileNotFoundError(
+            f"{file} is missing: the checkpoint was saved with fewer than the "
+            f"{get_mpu().get_data_parallel_world_size()} data-parallel ranks of this job; "
+            "fmoe_ext.checkpoint merges such files"
+        )
+    # Megatron's files hold its options and scheduler, which are no tensors.
+    return torch.load(file, map_location="cpu", weights_only=False)
 
 
 def merge_state_dict(

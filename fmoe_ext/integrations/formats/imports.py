@@ -72,18 +72,8 @@ def import_model(source: Any, **options: Any) -> Any:
         model = _read(source, options)
     elif options:
         raise TypeError(f"{', '.join(options)}: options are for a folder or a name, but got a model")
-    config = model.config
-    family = FAMILIES.get(config.model_type)
-    if family is None:
-        raise CheckpointError(
-            f"import_model() knows {', '.join(FAMILIES)}, but this model is {config.model_type}"
-        )
-    values = config.to_dict()
-    for key, value in family.unsupported.items():
-        if values.get(key, value) != value:
-            raise CheckpointError(
-                f"config.{key}={values[key]} is what our layers do not compute: set it to {value}"
-            )
+    values = model.config.to_dict()
+    family = _family_of(values)
     facts = family.facts_of(values)
     activation = _activation(family, values, facts)
     blocks = [
@@ -97,16 +87,35 @@ def import_model(source: Any, **options: Any) -> Any:
         parent, _, attribute = name.rpartition(".")
         setattr(model.get_submodule(parent), attribute, _converted(name, block, family, facts, activation))
     heed_attention_masks(model)
+    _turn_off_router_logits(model.config)
+    model.register_load_state_dict_pre_hook(_take_format)
+    replace_save_pretrained(model, save_imported)
+    return model
+
+
+def _family_of(config: dict[str, Any]) -> Family:
+    """The family of a model; CheckpointError for one that is not known, or computes what our layers do not."""
+    family = FAMILIES.get(config["model_type"])
+    if family is None:
+        raise CheckpointError(
+            f"import_model() knows {', '.join(FAMILIES)}, but this model is {config['model_type']}"
+        )
+    for key, value in family.unsupported.items():
+        if config.get(key, value) != value:
+            raise CheckpointError(
+                f"config.{key}={config[key]} is what our layers do not compute: set it to {value}"
+            )
+    return family
+
+
+def _turn_off_router_logits(config: Any) -> None:
     if getattr(config, "output_router_logits", False):
         warnings.warn(
             f"output_router_logits is off now: add {config.router_aux_loss_coef} * fmoe_ext.gates.total_loss(model) to "
             "the loss in its place",
-            stacklevel=2,
+            stacklevel=3,
         )
         config.output_router_logits = False
-    model.register_load_state_dict_pre_hook(_take_format)
-    replace_save_pretrained(model, save_imported)
-    return model
 
 
 def _take_format(model: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:

@@ -1,0 +1,205 @@
+// The two-layer MLP of each expert with frozen weights and low-rank adapters (LoRA, arXiv 2106.09685):
+// a weight W [out, in] with the adapter (A [rank, in], B [out, rank]) is x W^T + scale (x A^T) B^T.
+#pragma once
+
+#include <functional>
+
+#include "expert_rows.h"
+
+namespace fmoe_ext::gemm {
+
+constexpr int64_t kMaxTileRows = 16;  // the most of any instruction set
+
+// The adapter of a weight [E, out, in]: a [E, rank, in], b [E, out, rank].
+struct Adapter {
+  Tensor a, b;
+  double scale;
+  int64_t rank, in, out;
+
+  static std::optional<Adapter> of(const std::optional<Tensor>& a, const std::optional<Tensor>& b,
+                                   double scale, const Tensor& weight, const char* a_name,
+                                   const char* b_name) {
+    STD_TORCH_CHECK(a.has_value() == b.has_value(), a_name, " and ", b_name,
+                    " must be given together, or neither of them");
+    if (!a) return std::nullopt;
+    check_cpu(*a, a_name);
+    check_cpu(*b, b_name);
+    check_same_dtype(*a, weight, a_name, "x");
+    check_same_dtype(*b, weight, b_name, "x");
+    check_dim(*a, 3, a_name, "[E, rank, in]");
+    check_dim(*b, 3, b_name, "[E, out, rank]");
+    check_size(*a, 0, weight.size(0), a_name, "[E, rank, in]");
+    check_size(*a, 2, weight.size(2), a_name, "[E, rank, in]");
+    check_size(*b, 0, weight.size(0), b_name, "[E, out, rank]");
+    check_size(*b, 1, weight.size(1), b_name, "[E, out, rank]");
+    check_size(*b, 2, a->size(1), b_name, "[E, out, rank]");
+    check_width(*a, 1, a_name, "[E, rank, in]");
+    return Adapter{as_contiguous(*a), as_contiguous(*b), scale, a->size(1), weight.size(2), weight.size(1)};
+  }
+};
+
+// Rows of an adapter's rank: stored for the whole call, and as operands of one chunk.
+struct ThinRows {
+  Tensor stored;  // [R, rank]
+  RowMajor operands;
+
+  static Tensor make(const ExpertRows& args, const std::optional<Adapter>& adapter) {
+    const Tensor rows = new_large(args.x, {args.R, adapter ? adapter->rank : 0}, args.x.scalar_type());
+    zero_rows_from(rows, args.num_rows());
+    return rows;
+  }
+};
+
+// What threads do at the same time.
+using Tasks = std::vector<std::function<void()>>;
+
+inline void run(const Tasks& tasks) {
+  for_each_job(tasks.size(), [&](int64_t i) { tasks[i](); });
+}
+
+// What the forward and the backward share: products of a chunk's rows with a weight, the adapter's part
+// included.
+class FrozenProducts {
+ public:
+  explicit FrozenProducts(const ExpertRows& args) : args_(args), kernels_(args.kernels) {}
+
+  // Each product adds its tasks to a list; what it is given lives until they have run.
+  // An epilogue is called with (segment, tile, row, m, column): tile [m, nr] of the rows from `row` on,
+  // counted from the segment's first one, and of the columns from `column` on.
+
+  // rows [.., in] times weight[e]^T, weight [E, out, in]. gated: a panel has nr / 2 gate columns, then the up
+  // columns that belong to them.
+  template <class Epilogue>
+  void by_weight(Tasks& tasks, const Chunk& chunk, const RowMajor& rows, const Tensor& weight, bool gated,
+                 const Adapter* adapter, const RowMajor& thin, const Epilogue& epilogue) const {
+    const int64_t out = weight.size(1), in = weight.size(2);
+    const int64_t width = gated ? kernels_.nr / 2 : kernels_.nr, count = gated ? out / 2 : out;
+    const int64_t chunk_begin = chunk.begin;
+    for (const Job& job : panel_jobs(kernels_, chunk, divide_up(count, width), in))
+      tasks.push_back([=, this, &weight] {
+        const Segment& segment = *job.segment;
+        const int64_t first = segment.begin - chunk_begin;
+        const auto columns = [&](const Tensor& t, int64_t depth, int64_t column, const void** pointers) {
+          const char* rows_of_expert = args_.row_of(t, segment.expert * out, depth);
+          if (gated)
+            gated_columns(rows_of_expert, count, depth, column, pointers);
+          else
+            weight_columns(kernels_, rows_of_expert, count, depth, column, pointers);
+        };
+        Added added(kernels_, adapter);
+        rows_by_weight(
+            kernels_, job, rows.from(first), in,
+            [&](int64_t p, const void** pointers) {
+              columns(weight, in, p * width, pointers);
+              if (!adapter) return;
+              const void* factor[kMaxPanelLanes];
+              columns(adapter->b, adapter->rank, p * width, factor);
+              kernels_.pack_columns(factor, adapter->rank, added.panel(0));
+            },
+            [&](int64_t p, const void* tile, int64_t row, int64_t m) {
+              if (adapter) tile = added.to(tile, 0, thin.from(first + row), m);
+              epilogue(segment, tile, row, m, p * width);
+            });
+      });
+  }
+
+  // rows [.., out] times weight[e], weight [E, out, in].
+  template <class Epilogue>
+  void by_weight_transposed(Tasks& tasks, const Chunk& chunk, const RowMajor& rows, const Tensor& weight,
+                            const Adapter* adapter, const RowMajor& thin, const Epilogue& epilogue) const {
+    const int64_t out = weight.size(1), in = weight.size(2);
+    const int64_t chunk_begin = chunk.begin;
+    for (const Job& job : panel_jobs(kernels_, chunk, divide_up(in, kernels_.nr), out))
+      tasks.push_back([=, this, &weight] {
+        const Segment& segment = *job.segment;
+        const int64_t first = segment.begin - chunk_begin;
+        Added added(kernels_, adapter, job.end - job.begin);
+        if (adapter && job.begin < job.end)
+          pack_weight_rows(kernels_, args_.row_of(adapter->a, segment.expert * adapter->rank, in), in,
+                           adapter->rank, job.begin, job.end - job.begin, added.panels());
+        rows_by_weight_transposed(
+            kernels_, job, rows.from(first), out, args_.row_of(weight, segment.expert * out, in), in,
+            [&](int64_t p, const void* tile, int64_t row, int64_t m) {
+              // With few rows a tile has all of them, more than the adapter's product takes.
+              for (int64_t r = 0; r < m; r += kernels_.mr) {
+                const int64_t n = std::min(kernels_.mr, m - r);
+                const void* part = static_cast<const char*>(tile) + r * kernels_.nr * kernels_.acc_bytes;
+                if (adapter) part = added.to(part, p - job.begin, thin.from(first + row + r), n);
+                epilogue(segment, part, row + r, n, p * kernels_.nr);
+              }
+            });
+      });
+  }
+
+ private:
+  // scale * tile, rounded, goes to the stored rows and from there to the operands.
+  auto store_thin(const Chunk& chunk, const Adapter& adapter, const ThinRows& thin) const {
+    RowScales scales(kernels_, kernels_.mr);
+    for (int64_t i = 0; i < kernels_.mr; ++i) scales.set(i, adapter.scale);
+    return [this, rank = adapter.rank, thin, scales, begin = chunk.begin](
+               const Segment& segment, const void* tile, int64_t row, int64_t m, int64_t column) {
+      const int64_t first = segment.begin + row, n = std::min(kernels_.nr, rank - column);
+      const void* rows[kMaxTileRows];
+      for (int64_t r = 0; r < m; ++r)
+        rows[r] = bytes_of(thin.stored) + ((first + r) * rank + column) * kernels_.storage_bytes;
+      kernels_.store(tile, m, n, nullptr, scales.at(0), const_cast<void*>(rows[0]), rank);
+      kernels_.copy_rows(rows, m, n, thin.operands.at(first - begin, column), thin.operands.stride);
+    };
+  }
+
+ public:
+  // scale * rows [.., in] A[e]^T -> thin, A [E, rank, in].
+  void reduce(Tasks& tasks, const Chunk& chunk, const RowMajor& rows, const Adapter& adapter,
+              const ThinRows& thin) const {
+    by_weight(tasks, chunk, rows, adapter.a, false, nullptr, {}, store_thin(chunk, adapter, thin));
+  }
+  // scale * rows [.., out] B[e] -> thin, B [E, out, rank].
+  void reduce_transposed(Tasks& tasks, const Chunk& chunk, const RowMajor& rows, const Adapter& adapter,
+                         const ThinRows& thin) const {
+    by_weight_transposed(tasks, chunk, rows, adapter.b, nullptr, {}, store_thin(chunk, adapter, thin));
+  }
+
+ private:
+  // The adapter's part of tiles: its packed panels, and room for a sum.
+  class Added {
+   public:
+    Added(const Kernels& kernels, const Adapter* adapter, int64_t num_panels = 1)
+        : kernels_(kernels), rank_(adapter ? adapter->rank : 0) {
+      if (adapter) memory_.resize(num_panels * panel_bytes(kernels, rank_, kernels.nr) + kTileBytes + 2 * 64);
+    }
+    Panels panels() {
+      return {aligned(memory_.data()), Panels::stride_for(kernels_, rank_, kernels_.nr),
+              kernels_.operand_bytes};
+    }
+    char* panel(int64_t p) { return panels().panel(p); }
+    const void* to(const void* tile, int64_t p, const RowMajor& thin, int64_t m) {
+      char* sum = aligned(memory_.data() + memory_.size() - kTileBytes - 64);
+      kernels_.multiply_row_major(m, rank_, thin.data, thin.stride, panel(p), sum);
+      kernels_.accumulate(tile, m, kernels_.nr, sum, kernels_.nr);
+      return sum;
+    }
+
+   private:
+    static char* aligned(char* p) {
+      return reinterpret_cast<char*>((reinterpret_cast<uintptr_t>(p) + 63) / 64 * 64);
+    }
+    const Kernels& kernels_;
+    const int64_t rank_;
+    std::vector<char> memory_;
+  };
+
+  void gated_columns(const char* w1, int64_t half_out, int64_t depth, int64_t column,
+                     const void** pointers) const {
+    const int64_t half = kernels_.nr / 2;
+    for (int64_t j = 0; j < half; ++j) {
+      const bool inside = column + j < half_out;
+      pointers[j] = inside ? w1 + (column + j) * depth * kernels_.storage_bytes : nullptr;
+      pointers[half + j] = inside ? w1 + (half_out + column + j) * depth * kernels_.storage_bytes : nullptr;
+    }
+  }
+
+  const ExpertRows& args_;
+  const Kernels& kernels_;
+};
+
+}  // namespace fmoe_ext::gemm

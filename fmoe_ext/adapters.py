@@ -1,0 +1,52 @@
+"""Low-rank adapters that experts compute beside their frozen weights, handed to them for one call."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from fmoe_ext import ops
+
+_KEY = "_fmoe_ext_adapters"  # adapters that wait for a module's call, in its __dict__
+
+
+def take(module: nn.Module) -> Mapping[str, ops.Lora]:
+    """Adapters that this call of a module must compute, by the parameter's name; the caller computes all of them."""
+    given: dict[str, ops.Lora] = module.__dict__.get(_KEY, {})
+    taken = dict(given)
+    given.clear()
+    return taken
+
+
+@contextmanager
+def given(module: nn.Module, name: str, adapter: ops.Lora) -> Iterator[None]:
+    """Gives a parameter of a module an adapter; RuntimeError if the call in the block does not take it."""
+    waiting: dict[str, ops.Lora] = module.__dict__.setdefault(_KEY, {})
+    waiting[name] = adapter
+    try:
+        yield
+        if name in waiting:
+            raise RuntimeError(
+                f"the adapter of {name} was left out: {type(module).__name__} is not computed by fmoe_ext any more. "
+                'For a model of Transformers call set_experts_implementation("fmoe") before the forward'
+            )
+    finally:
+        waiting.pop(name, None)
+
+
+def adapted_gemm(
+    rows: torch.Tensor,
+    weight: torch.Tensor,
+    offs: torch.Tensor,
+    bias: torch.Tensor | None,
+    adapter: ops.Lora | None,
+    **options: Any,
+) -> torch.Tensor:
+    """ops.grouped_gemm with the adapter's part. An adapter of a transposed weight [E, in, out] is that of its .mT."""
+    y = ops.grouped_gemm(rows, weight, offs, bias, **options)
+    if adapter is None:
+        return y
+    thin = ops.grouped_gemm(rows, adapter.a.to(y.dtype), offs) * adapter.scale
+    return y + ops.grouped_gemm(thin, adapter.b.to(y.dtype), offs)

@@ -1,0 +1,86 @@
+"""PEFT's adapters on the weights of experts (target_parameters), for operators that take them beside the weight."""
+
+from typing import Any, cast
+
+import peft
+import torch
+from peft.tuners.lora.layer import ParamWrapper
+from torch import nn
+
+from fmoe_ext import ops
+from fmoe_ext.adapters import given
+from fmoe_ext.linear import FMoELinear, NotesHooks
+
+OLDEST = (0, 19)  # before, A and B of a weight [E, out, in] had each other's sizes
+
+
+class FusedParamWrapper(NotesHooks, ParamWrapper):
+    """PEFT's wrapper of one weight of experts, which hands A and B to the experts instead of adding B @ A up."""
+
+    def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        adapter = self.adapter
+        if adapter is None or kwargs.get("adapter_names") is not None:
+            return super().forward(x, *args, **kwargs)
+        with given(self.get_base_layer(), self.parameter_name, adapter):
+            return self.base_layer(x, *args, **kwargs)
+
+    @property
+    def adapter(self) -> ops.Lora | None:
+        """The sum of the active adapters; None where PEFT computes without any, or with merged weights."""
+        names = [name for name in self.active_adapters if name in self.lora_A]
+        if self.disable_adapters or self.merged or not names:
+            return None
+        dtype = self.get_param().dtype
+        factors = [(*self._factors(name), self.scaling[name]) for name in names]
+        if len(factors) == 1:
+            a, b, scale = factors[0]
+            return ops.Lora(a.to(dtype), b.to(dtype), scale)
+        a = torch.cat([a for a, _, _ in factors], dim=1)
+        b = torch.cat([b * scale for _, b, scale in factors], dim=2)
+        return ops.Lora(a.to(dtype), b.to(dtype), 1.0)
+
+    def _factors(self, name: str) -> tuple[torch.Tensor, torch.Tensor]:
+        """A [E, r, in] and B [E, out, r]; PEFT keeps the experts of B innermost."""
+        a, b = cast(torch.Tensor, self.lora_A[name].weight), cast(torch.Tensor, self.lora_B[name].weight)
+        num_experts = self.num_experts
+        return a.reshape(num_experts, -1, a.shape[1]), b.reshape(b.shape[0], -1, num_experts).permute(2, 0, 1)
+
+    @property
+    def fused_adapter(self) -> ops.Lora | None:
+        """The adapter of an FMoELinear whose weight may be read without a call; else None."""
+        base = self.base_layer
+        may_be_read = isinstance(base, FMoELinear) and not base.must_be_called and not self.must_be_called
+        return self.adapter if may_be_read else None
+
+    @property
+    def main_grad(self) -> ops.MainGrad | None:
+        return None
+
+
+def fuse_adapters(model: nn.Module) -> None:
+    """Makes every wrapper of an expert weight a FusedParamWrapper; see lora.fuse."""
+    if tuple(int(part) for part in peft.__version__.split(".")[:2]) < OLDEST:
+        raise ImportError(
+            f"lora.fuse needs PEFT 0.19 or newer, but this is {peft.__version__}: pip install -U peft"
+        )
+    wrappers = [m for m in model.modules() if isinstance(m, ParamWrapper) and takes_adapters(m)]
+    if not wrappers:
+        raise ValueError(
+            f"{type(model).__name__} has no adapter of PEFT on experts that fmoe_ext computes: use "
+            "LoraConfig(target_parameters=[...]) with the names of the experts' weights, and for a model of "
+            "Transformers fmoe_ext.integrations.huggingface.use(model)"
+        )
+    for wrapper in wrappers:
+        wrapper.__class__ = FusedParamWrapper
+
+
+def takes_adapters(wrapper: ParamWrapper) -> bool:
+    """True for a weight of FMoELinear, or of experts that Transformers lets others compute."""
+    base = wrapper.get_base_layer()
+    if isinstance(base, FMoELinear):
+        return bool(wrapper.parameter_name == "weight")
+    return hasattr(base, "is_transposed") and wrapper.parameter_name in (
+        "gate_up_proj",
+        "up_proj",
+        "down_proj",
+    )

@@ -1,0 +1,25 @@
+"""LoRA on experts: fuse(model) computes PEFT's adapters beside the frozen weights."""
+
+from typing import TypeVar
+
+from torch import nn
+
+Model = TypeVar("Model", bound=nn.Module)
+
+
+def fuse(model: Model) -> Model:
+    """Computes the adapters that PEFT put on expert weights as two thin products beside the frozen ones -> the model.
+
+    model: with LoRA adapters by LoraConfig(target_parameters=[...]) on the experts of a Transformers model under
+    experts_implementation="fmoe" (integrations.huggingface.use), or on an FMoE layer's htoh4.weight and h4toh.weight.
+    Losses, gradients, names, files and PEFT's own functions (disable_adapter, merge_and_unload, save_pretrained) stay.
+    PEFT alone adds scale * B @ A of all experts to the weight at every forward, and keeps the gradient of the sum.
+    Calling it again changes nothing; call it again after an adapter was added.
+    Raises ImportError without PEFT 0.19 or newer, ValueError if PEFT has no adapter on experts that
+    fmoe_ext computes.
+    Equivalent to: model, to rounding.
+    """
+    from fmoe_ext.integrations.peft_lora import fuse_adapters
+
+    fuse_adapters(model)
+    return model
