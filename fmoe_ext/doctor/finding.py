@@ -128,7 +128,9 @@ class Watch(TorchFunctionMode):
 
     def __init__(self, layers: list[Layer]) -> None:
         super().__init__()
-        self.layers, self.inside, self.choices = layers, [], {}
+        self.layers = layers
+        self.inside: list[Layer] = []
+        self.choices: dict[str, torch.Tensor] = {}
         self.over_tokens: set[str] = set()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
