@@ -18,6 +18,7 @@ COMMANDS = MappingProxyType(
         "balance": ("fmoe_ext.balance.cli", "write an HTML page about which tokens chose which expert"),
         "checkpoint": ("fmoe_ext.checkpoint.cli", "inspect, merge and convert checkpoints"),
         "dht": ("fmoe_ext.remote.dht.main", "run a node of the DHT without experts (also fmoe-dht)"),
+        "doctor": ("fmoe_ext.doctor.cli", "check the invariants of a MoE model, ours or not"),
         "gpu": ("fmoe_ext.gpu.cli", "check and time every CUDA kernel on a GPU"),
         "info": ("fmoe_ext.info", "print versions, native modules and settings for a bug report"),
         "pipeline": ("fmoe_ext.pipeline.cli", "estimate which parallel layout suits a model"),

@@ -47,6 +47,7 @@ LEVELS = {
     "gpu": 8,
     "remote": 8,
     "audit": 8,
+    "doctor": 8,
     "integrations": 8,
     "": 9,  # fmoe_ext itself, which exports fmoefy
     "compat": 9,

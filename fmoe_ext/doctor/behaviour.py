@@ -1,0 +1,304 @@
+"""Invariants of evaluation, batches, recomputation, checkpoints, options and adapters."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint as recompute
+
+from fmoe_ext.doctor.case import TINY, Case, off, parts_of, verdict
+from fmoe_ext.doctor.finding import Layer, layers_of
+from fmoe_ext.doctor.report import Finding
+from fmoe_ext.doctor.subject import copied, double
+
+CAPACITY = ("capacity", "drop")
+
+
+def evaluation(case: Case) -> Iterator[Finding]:
+    """Two evaluations with other random numbers are equal and leave the state as it was."""
+    model = case.copy().eval()
+    before = {n: v.clone() for n, v in _state(model).items()}
+    losses = []
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        with torch.no_grad():
+            losses.append(float(case.subject.task(model, case.subject.batch)))
+    yield verdict("evaluation", "", off(*losses) > TINY, f"two losses {losses[0]:.8g}, {losses[1]:.8g}")
+    moved = [n for n, v in _state(model).items() if n in before and not v.equal(before[n])]
+    yield verdict(
+        "bias-once", moved[0] if moved else "", bool(moved), f"{len(moved)} tensors moved in evaluation"
+    )
+    yield from _as_in_training(case)
+
+
+def _as_in_training(case: Case) -> Iterator[Finding]:
+    random = _random_forward(case)
+    _, watch = case.run(case.copy().eval(), case.subject.batch, case.subject.task)
+    for name, choices in case.choices.items():
+        other = watch.choices.get(name)
+        if random or other is None or other.shape[0] != choices.shape[0]:
+            yield verdict("evaluation", name, None, "training draws random numbers")
+            continue
+        same = other.shape == choices.shape and other.sort().values.equal(choices.sort().values)
+        bad = (
+            True if other.shape != choices.shape else False if same else None
+        )  # Sinkhorn balances in training only
+        yield verdict(
+            "evaluation",
+            name,
+            bad,
+            f"top {choices.shape[1]} in training, {other.shape[1]} in evaluation",
+        )
+
+
+def _random_forward(case: Case) -> bool:
+    losses = []
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        losses.append(float(case.subject.task(case.copy(), case.subject.batch).detach()))
+    return off(*losses) > TINY
+
+
+def _state(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {n: v for layer in layers_of(model) for n, v in layer.state().items()}
+
+
+def batch(case: Case) -> Iterator[Finding]:
+    """A sample alone chooses the experts that it chooses in the batch."""
+    halves = parts_of(case.subject.batch)
+    if halves is None:
+        yield verdict("batch", "", None, "the batch cannot be halved")
+        return
+    whole = case.run(case.copy().eval(), case.subject.batch, case.subject.task)[1]
+    first = case.run(case.copy().eval(), halves[0], case.subject.task)[1]
+    for layer in case.layers:
+        a, b = whole.choices.get(layer.name), first.choices.get(layer.name)
+        if (
+            a is None
+            or b is None
+            or layer.name in whole.over_tokens
+            or _capacity(layer)
+            or a.shape[0] != 2 * b.shape[0]
+        ):
+            yield verdict(
+                "batch",
+                layer.name,
+                None,
+                "choices are not visible, or a capacity or the tokens' rank decides",
+            )
+            continue
+        same = float((a[: len(b)] == b).double().mean())
+        yield verdict(
+            "batch", layer.name, same < 0.99, f"{100 * same:.1f} % of the choices are those of the half batch"
+        )
+
+
+def _capacity(layer: Layer) -> bool:
+    for module in layer.module.modules():
+        holders = [vars(module), vars(getattr(module, "config", None) or object.__new__(_Nothing))]
+        for name, value in ((n, v) for holder in holders for n, v in holder.items()):
+            if (
+                any(word in name.lower() for word in CAPACITY)
+                and value not in (None, False)
+                and "dropout" not in name
+            ):
+                return True
+    return False
+
+
+class _Nothing:
+    """A configuration without options."""
+
+
+def drops(case: Case) -> Iterator[Finding]:
+    """No token leaves a layer without any expert's part."""
+    outputs: dict[str, torch.Tensor] = {}
+    model = case.copy()
+    layers = layers_of(model)
+    for layer in layers:
+        layer.module.register_forward_hook(
+            lambda _m, _i, out, n=layer.name: outputs.__setitem__(n, _rows(out))
+        )
+    case.run(model, case.subject.batch, case.subject.task)
+    for layer in layers:
+        if layer.name not in outputs or _capacity(layer):
+            yield verdict("drops", layer.name, None, "a capacity is declared, or the output is not visible")
+            continue
+        zero = int((outputs[layer.name] == 0).all(-1).sum())
+        total = len(outputs[layer.name])
+        yield verdict("drops", layer.name, 0 < zero < total, f"{zero} of {total} rows are 0")
+
+
+def _rows(output: Any) -> torch.Tensor:
+    while isinstance(output, tuple | list):
+        output = output[0]
+    return output.detach().reshape(-1, output.shape[-1])
+
+
+def recomputation(case: Case) -> Iterator[Finding]:
+    """Recomputing a layer in the backward changes neither gradients nor state."""
+    plain, again = case.copy(), case.copy()
+    try:
+        expected = case.backward(plain, case.subject.task)[2]
+        _recomputed(again)
+        grads = case.backward(again, case.subject.task)[2]
+    except Exception as error:  # models may refuse this kind of recomputation
+        yield verdict("recomputation", "", None, str(error).splitlines()[0][:80] if str(error) else "refused")
+        return
+    scale = max((float(g.abs().max()) for g in expected.values()), default=0.0)
+    error = max((float((grads[n] - g).abs().max()) for n, g in expected.items() if n in grads), default=0.0)
+    missing = [n for n in expected if n not in grads]
+    yield verdict(
+        "recomputation",
+        "",
+        error > 1e-6 * scale or bool(missing),
+        f"gradients differ by {error:.1e} of {scale:.1e}",
+    )
+    a, b = _state(plain), _state(again)
+    bad = [n for n in a if n in b and not torch.allclose(a[n], b[n])]
+    yield verdict(
+        "bias-once", bad[0] if bad else "", bool(bad), f"{len(bad)} tensors differ after a recomputed step"
+    )
+
+
+def _recomputed(model: nn.Module) -> None:
+    for layer in layers_of(model):
+        forward = layer.module.forward
+
+        def again(*args: Any, _forward: Any = forward, **kwargs: Any) -> Any:
+            return recompute(_forward, *args, use_reentrant=False, **kwargs)
+
+        layer.module.forward = again  # type: ignore[method-assign]
+
+
+def bias_once(case: Case) -> Iterator[Finding]:
+    """The state per expert moves as far in a step of two microbatches as in a step of one."""
+    halves = parts_of(case.subject.batch)
+    start = _state(case.model)
+    if not start or halves is None:
+        yield verdict("bias-once", "", None, "no state for each expert, or the batch cannot be halved")
+        return
+    ends = [_state(case.stepped(list(batches))[0]) for batches in ([case.subject.batch], halves)]
+    for name, value in start.items():
+        moves = [float((end[name] - value).abs().max()) for end in ends if name in end]
+        counted = moves and max(moves) >= 1  # a counter of tokens, not a bias
+        bad = len(moves) < 2 or (not counted and moves[1] > 1.5 * moves[0] and moves[0] > 0)
+        yield verdict(
+            "bias-once",
+            name,
+            bad,
+            f"moves by {' and '.join(f'{m:.3g}' for m in moves)} in 1 and 2 microbatches",
+        )
+
+
+def checkpoint(case: Case) -> Iterator[Finding]:
+    """A saved model that is loaded into other random weights has the same loss."""
+    s = case.subject
+    saved_from = case.copy()
+    torch.manual_seed(7)
+    early = s.save(saved_from)
+    optimizer = case.optimizer(saved_from)
+    s.step(saved_from, optimizer, [s.batch], s.loss)
+    with torch.no_grad():
+        for value in _state(saved_from).values():
+            value.add_(torch.randn_like(value))
+    late = s.save(saved_from)
+    stale = [n for n in early if n in late and early[n].shape != late[n].shape]
+    fresh = _scrambled(case)
+    try:
+        result = fresh.load_state_dict(_through_a_file(late), strict=False)
+    except Exception as error:
+        yield verdict("checkpoint", "", True, f"does not load: {str(error).splitlines()[0][:80]}")
+        return
+    losses = [float(case.run(m.eval(), s.batch, s.task)[0].detach()) for m in (saved_from, fresh)]
+    missing = [*result.missing_keys, *stale]
+    bad = off(*losses) > 1e-6 or any(n in dict(fresh.named_parameters()) for n in result.missing_keys)
+    yield verdict("checkpoint", (missing or [""])[0], bad, f"loss {losses[0]:.8g}, loaded {losses[1]:.8g}")
+    yield from _optimizer_checkpoint(case, saved_from.train(), optimizer)
+
+
+def _through_a_file(state: Any) -> Any:
+    buffer = io.BytesIO()
+    torch.save(dict(state), buffer)
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=True)
+
+
+def _scrambled(case: Case) -> nn.Module:
+    if case.subject.build is not None:
+        torch.manual_seed(99)
+        fresh: nn.Module = double(case.subject.build())
+    else:
+        fresh = case.copy()
+        with torch.no_grad():
+            for p in [*fresh.parameters(), *_state(fresh).values()]:
+                p.add_(torch.randn_like(p))
+    return fresh
+
+
+def _optimizer_checkpoint(case: Case, model: nn.Module, optimizer: Any) -> Iterator[Finding]:
+    twin = copied(model)
+    other = case.optimizer(twin)
+    try:
+        other.load_state_dict(copy.deepcopy(case.subject.save_optimizer(optimizer)))
+    except (ValueError, KeyError) as error:
+        yield verdict("optimizer-checkpoint", "", True, str(error)[:80])
+        return
+    for m, o in ((model, optimizer), (twin, other)):
+        torch.manual_seed(3)
+        case.subject.step(m, o, [case.subject.batch], case.subject.loss)
+    pairs = zip(model.named_parameters(), twin.parameters(), strict=True)
+    bad = [n for (n, a), b in pairs if not torch.allclose(a, b, rtol=0, atol=1e-9)]
+    yield verdict(
+        "optimizer-checkpoint", bad[0] if bad else "", bool(bad), f"{len(bad)} parameters differ a step later"
+    )
+
+
+def repeatable(case: Case) -> Iterator[Finding]:
+    losses = [case.run(case.copy(), case.subject.batch, case.subject.task)[0].detach() for _ in range(2)]
+    yield verdict(
+        "repeatable", "", not losses[0].equal(losses[1]), f"losses {losses[0]:.10g}, {losses[1]:.10g}"
+    )
+
+
+def options(case: Case) -> Iterator[Finding]:
+    """Each changed option changes the loss."""
+    for name, build in case.subject.options.items():
+        model = double(build()).train()
+        model.load_state_dict(case.model.state_dict(), strict=False)
+        value = float(case.run(model, case.subject.batch, case.subject.loss)[0].detach())
+        base = float(case.run(case.copy(), case.subject.batch, case.subject.loss)[0].detach())
+        yield verdict("options", name, off(value, base) <= TINY, f"loss {base:.8g}, changed {value:.8g}")
+
+
+def adapters(case: Case) -> Iterator[Finding]:
+    """Adapters change the loss when they are not zero, and cover the modules that they name."""
+    names = [n for n, _ in case.model.named_parameters() if "lora_" in n]
+    for target in case.subject.adapted:
+        count = sum(target in n for n in names)
+        yield verdict("adapter-targets", target, count == 0, f"{count} adapter tensors")
+    if not names:
+        return
+    base = case.run(case.copy().eval(), case.subject.batch, case.subject.task)[0].detach()
+    model = case.copy().eval()
+    dead = []
+    parameters = dict(model.named_parameters())
+    with torch.no_grad():
+        for name in names:
+            parameters[name].add_(torch.randn_like(parameters[name]))
+    value = case.run(model, case.subject.batch, case.subject.task)[0]
+    grads = (
+        torch.autograd.grad(value, [parameters[n] for n in names], allow_unused=True)
+        if value.requires_grad
+        else [None] * len(names)
+    )
+    dead = [n for n, g in zip(names, grads, strict=True) if g is None or not g.any()]
+    bad = off(base, value.detach()) <= TINY or bool(dead)
+    yield verdict(
+        "adapters", (dead or [""])[0], bad, f"{len(dead)} of {len(names)} tensors do not reach the loss"
+    )

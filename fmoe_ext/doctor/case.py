@@ -1,0 +1,104 @@
+"""Float64 copies of the examined model and the steps that every check shares."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from fmoe_ext.doctor.finding import Layer, Watch, layers_of
+from fmoe_ext.doctor.report import OK, UNDECIDED, WRONG, Finding
+from fmoe_ext.doctor.subject import Batch, Loss, Subject, copied, double
+
+TINY = 1e-9  # relative: float64 leaves 1e-16, a gradient of a used router 1e-4
+
+
+@dataclass
+class Case:
+    """One model under examination; gradients and choices of one training forward are computed once."""
+
+    subject: Subject
+
+    def __post_init__(self) -> None:
+        s = self.subject
+        self.subject = replace(s, batch=double(s.batch), padded=double(s.padded))
+        self.model = double(s.model).train()
+        self.layers = layers_of(self.model)
+        self.task, self.choices, self.grads, self.over_tokens = self.backward(self.copy(), self.subject.task)
+
+    def copy(self) -> nn.Module:
+        """A copy in the state before any step."""
+        return copied(self.model)
+
+    def run(self, model: nn.Module, batch: Batch, loss: Loss) -> tuple[torch.Tensor, Watch]:
+        """Loss of a forward with fixed random numbers, and the choices in it."""
+        torch.manual_seed(0)
+        with Watch(layers_of(model)).forward() as watch:
+            value = loss(model, batch)
+        return value, watch
+
+    def backward(
+        self, model: nn.Module, loss: Loss
+    ) -> tuple[torch.Tensor, Any, dict[str, torch.Tensor], set[str]]:
+        model.zero_grad()
+        value, watch = self.run(model, self.subject.batch, loss)
+        if value.requires_grad:
+            value.backward()
+        grads = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+        model.zero_grad()
+        return value.detach(), watch.choices, grads, watch.over_tokens
+
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        if self.subject.optimizer is not None:
+            return self.subject.optimizer(model)
+        return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], 1e-3)
+
+    def stepped(self, batches: list[Batch], prepare: Any = None) -> tuple[nn.Module, torch.optim.Optimizer]:
+        """A copy after one step of the training."""
+        model = self.copy()
+        if prepare is not None:
+            prepare(model)
+        optimizer = self.optimizer(model)
+        torch.manual_seed(0)
+        self.subject.step(model, optimizer, batches, self.subject.loss)
+        return model, optimizer
+
+    def chosen(self, layer: Layer) -> list[int] | None:
+        """Experts that the forward chose; None if the choices are not visible."""
+        choices = self.choices.get(layer.name)
+        return (
+            None if choices is None else [i for i in choices.unique().tolist() if 0 <= i < layer.num_experts]
+        )
+
+
+def parts_of(batch: Batch) -> list[Batch] | None:
+    """The two halves of a batch along its first dimension; None if it cannot be halved."""
+    sizes = {v.shape[0] for v in tensors(batch)}
+    if len(sizes) != 1 or (size := sizes.pop()) < 2 or size % 2:
+        return None
+    return [mapped(batch, lambda v: v[: size // 2]), mapped(batch, lambda v: v[size // 2 :])]
+
+
+def tensors(batch: Batch) -> Iterator[torch.Tensor]:
+    values = batch.values() if isinstance(batch, Mapping) else [batch]
+    yield from (v for v in values if isinstance(v, torch.Tensor) and v.ndim)
+
+
+def mapped(batch: Batch, change: Any) -> Batch:
+    if isinstance(batch, Mapping):
+        return {n: change(v) if isinstance(v, torch.Tensor) and v.ndim else v for n, v in batch.items()}
+    return change(batch)
+
+
+def verdict(invariant: str, module: str, bad: bool | None, numbers: str) -> Finding:
+    """A finding; bad=None is undecided."""
+    return Finding(invariant, module or "model", UNDECIDED if bad is None else WRONG if bad else OK, numbers)
+
+
+def off(a: torch.Tensor | float, b: torch.Tensor | float) -> float:
+    """Difference of two numbers relative to the larger one."""
+    a, b = float(a), float(b)
+    return abs(a - b) / max(abs(a), abs(b), 1e-300)

@@ -1,0 +1,31 @@
+"""`fmoe doctor file.py:make`: check the invariants of a MoE model."""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+
+from fmoe_ext.audit.cases import AuditError
+from fmoe_ext.doctor.examine import check
+from fmoe_ext.doctor.subject import read
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="fmoe doctor",
+        description="Check the invariants of a MoE model, ours or not, without a second implementation.",
+        epilog="Exit status: 0 no invariant is violated, 1 one is, 2 the model cannot be examined.",
+    )
+    parser.add_argument(
+        "model",
+        help="file.py:make or module:make, returning (model, batch) or a Subject; or a folder of Transformers",
+    )
+    parser.add_argument("--json", action="store_true", help="print the report as JSON")
+    options = parser.parse_args(arguments)
+    try:
+        report = check(read(options.model))
+    except AuditError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(json.dumps(report.as_dict(), indent=1) if options.json else report)
+    return 0 if report.ok else 1

@@ -1,0 +1,69 @@
+"""Run every check on one model."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from fmoe_ext.audit.cases import AuditError
+from fmoe_ext.doctor import behaviour, gradients
+from fmoe_ext.doctor.case import Case, verdict
+from fmoe_ext.doctor.report import Finding, Report
+from fmoe_ext.doctor.subject import Subject
+
+# The names of the invariants that a check is about, for the case that it cannot run.
+CHECKS: tuple[tuple[str, Callable[[Case], Iterator[Finding]]], ...] = (
+    ("finite", gradients.finite),
+    ("router-gradient", gradients.router_gradient),
+    ("expert-gradient", gradients.expert_gradient),
+    ("gradient-size", gradients.gradient_size),
+    ("experts-differ", gradients.experts_differ),
+    ("optimizer", gradients.optimizer_steps),
+    ("balance-size", gradients.balance),
+    ("evaluation", behaviour.evaluation),
+    ("batch", behaviour.batch),
+    ("drops", behaviour.drops),
+    ("recomputation", behaviour.recomputation),
+    ("bias-once", behaviour.bias_once),
+    ("checkpoint", behaviour.checkpoint),
+    ("repeatable", behaviour.repeatable),
+    ("options", behaviour.options),
+    ("adapters", behaviour.adapters),
+)
+
+
+def check(model: Any, batch: Any = None, **parts: Any) -> Report:
+    """Check the invariants of a MoE model on one batch; `assert check(model, batch).ok` is a test.
+
+    model: an nn.Module with the batch that it takes (a tensor, or keyword arguments), or a Subject. parts: other
+    fields of Subject. Copies in float64 are examined on the model's device; the model stays as it is. Raises
+    AuditError if the model has no MoE layer.
+    """
+    began = time.perf_counter()
+    state, threads = torch.random.get_rng_state(), torch.get_num_threads()
+    torch.set_num_threads(1)  # small tensors: several threads wait longer than they compute
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            case = Case(model if isinstance(model, Subject) else Subject(model, batch, **parts))
+            if not case.layers:
+                raise AuditError(
+                    "no MoE layer is found: no experts of one shape beside a router of their number"
+                )
+            findings = [finding for name, run in CHECKS for finding in _findings(name, run, case)]
+    finally:
+        torch.random.set_rng_state(state)
+        torch.set_num_threads(threads)
+    return Report(findings, time.perf_counter() - began)
+
+
+def _findings(name: str, run: Callable[[Case], Iterator[Finding]], case: Case) -> list[Finding]:
+    try:
+        return list(run(case))
+    except Exception as error:  # a check that a model does not allow is undecided, and says why
+        text = (str(error).splitlines() or [""])[0]
+        return [verdict(name, "", None, f"cannot run: {type(error).__name__}: {text[:90]}")]

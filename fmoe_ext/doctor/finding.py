@@ -1,0 +1,193 @@
+"""Find experts by structure, routers by shape and position, and choices by the calls that make them."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+ROUTER_NAMES = ("router", "gate", "wg", "classifier", "switch")
+CHOOSE = {"topk", "argmax", "max", "sort", "argsort"}
+
+
+@dataclass
+class Layer:
+    """A MoE layer: its module, the experts' parameters (whole, or stacked along dimension 0) and its routers."""
+
+    name: str
+    module: nn.Module
+    num_experts: int
+    stacked: dict[str, nn.Parameter] = field(default_factory=dict)
+    separate: list[dict[str, nn.Parameter]] = field(default_factory=list)
+    routers: dict[str, nn.Parameter] = field(default_factory=dict)
+
+    def expert(self, number: int, of: Callable[[nn.Parameter], torch.Tensor | None]) -> list[torch.Tensor]:
+        """of(parameter) for each tensor of an expert, those that are None left out."""
+        whole = [of(p) for p in self.separate[number].values()] if self.separate else []
+        slices = [(t[number] if (t := of(p)) is not None else None) for p in self.stacked.values()]
+        return [tensor for tensor in whole + slices if tensor is not None]
+
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """Parameters of all experts by name."""
+        return self.stacked | {n: p for expert in self.separate for n, p in expert.items()}
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """Tensors of one number per expert that are not parameters: biases of the choice, counters."""
+        found = {}
+        for prefix, module in self.module.named_modules():
+            attributes = {n: v for n, v in vars(module).items() if isinstance(v, torch.Tensor)}
+            for name, value in [*module.named_buffers(recurse=False), *attributes.items()]:
+                if value.shape == (self.num_experts,) and value.is_floating_point():
+                    found[f"{self.name}.{prefix}.{name}".replace("..", ".")] = value
+        return found
+
+
+def layers_of(model: nn.Module) -> list[Layer]:
+    """MoE layers: expert banks that have a router of matching size near them."""
+    modules = dict(model.named_modules())
+    found: dict[str, Layer] = {}
+    for name, module in modules.items():
+        if isinstance(module, nn.ModuleList | nn.ModuleDict) and (experts := _alike(name, module)):
+            _add(model, modules, name, len(experts), found, separate=experts)
+        elif not isinstance(module, nn.modules.conv.Conv1d | nn.modules.conv.ConvTranspose1d):
+            stacks: dict[int, dict[str, nn.Parameter]] = {}
+            for key, p in module.named_parameters(recurse=False):
+                if p.ndim == 3 and p.shape[0] > 1:
+                    stacks.setdefault(p.shape[0], {})[f"{name}.{key}".lstrip(".")] = p
+            for size, stacked in stacks.items():
+                _add(model, modules, name, size, found, stacked=stacked)
+    inner = [layer.name for layer in found.values()]
+    return [
+        layer
+        for layer in found.values()
+        if not (layer.separate and any(_inside(other, layer) for other in inner if other != layer.name))
+    ]
+
+
+def _inside(other: str, layer: Layer) -> bool:
+    return any(other.startswith(f"{name.rsplit('.', 1)[0]}.") for name in layer.separate[0]) or (
+        other.startswith(f"{layer.name}.") if layer.name else False
+    )
+
+
+def _alike(name: str, module: nn.Module) -> list[dict[str, nn.Parameter]]:
+    """Parameters of a list's modules, if they are of one class and of the same shapes."""
+    children = list(module.named_children())
+    if len(children) < 2 or len({type(child) for _, child in children}) > 1:
+        return []
+    experts = [{f"{name}.{k}.{n}".lstrip("."): p for n, p in c.named_parameters()} for k, c in children]
+    shapes = {tuple(tuple(p.shape) for p in expert.values()) for expert in experts}
+    return experts if len(shapes) == 1 and experts[0] else []
+
+
+def _add(
+    model: nn.Module,
+    modules: dict[str, nn.Module],
+    name: str,
+    size: int,
+    found: dict[str, Layer],
+    stacked: dict[str, nn.Parameter] | None = None,
+    separate: list[dict[str, nn.Parameter]] | None = None,
+) -> None:
+    own = {id(p) for p in (stacked or {}).values()} | {id(p) for e in separate or () for p in e.values()}
+    owner = name
+    for _ in range(3):
+        if owner in found and found[owner].num_experts == size:
+            found[owner].stacked.update(stacked or {})
+            if separate:
+                found[owner].separate = [
+                    a | b for a, b in zip(found[owner].separate or [{}] * size, separate, strict=True)
+                ]
+            return
+        routers = _routers(owner, modules[owner], size, own)
+        if routers:
+            found[owner] = Layer(owner, modules[owner], size, stacked or {}, separate or [], routers)
+            return
+        if not owner:
+            return
+        owner = owner.rpartition(".")[0]
+
+
+def _routers(owner: str, module: nn.Module, size: int, own: set[int]) -> dict[str, nn.Parameter]:
+    found = {}
+    for name, p in module.named_parameters():
+        words = name.lower().replace(".", "_").split("_")
+        named = any(word.startswith(ROUTER_NAMES) for word in words)
+        if id(p) not in own and p.ndim == 2 and size in p.shape and named and "lora" not in name:
+            found[f"{owner}.{name}".lstrip(".")] = p
+    return found
+
+
+class Watch(TorchFunctionMode):
+    """Record, for each layer, the expert choices of its last forward: int64 [tokens, K]."""
+
+    def __init__(self, layers: list[Layer]) -> None:
+        super().__init__()
+        self.layers = layers
+        self.inside: list[Layer] = []
+        self.choices: dict[str, torch.Tensor] = {}
+        self.over_tokens: set[str] = set()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if self.inside and getattr(func, "__name__", "") in CHOOSE and isinstance(args[0], torch.Tensor):
+            self._record(func.__name__, args, kwargs or {}, result)
+        return result
+
+    def _record(self, name: str, args: Any, kwargs: Any, result: Any) -> None:
+        layer: Layer = self.inside[-1]
+        scores, size = args[0], layer.num_experts
+        place = 2 if name == "topk" else 1
+        dim = kwargs.get(
+            "dim", args[place] if len(args) > place else (-1 if name in ("topk", "sort") else None)
+        )
+        if not isinstance(dim, int) or scores.ndim < 2:
+            return
+        if scores.shape[dim] != size:
+            if size in scores.shape and name == "topk":
+                self.over_tokens.add(layer.name)
+            return
+        indices = result if isinstance(result, torch.Tensor) else result[1]
+        if name in ("argmax", "max"):
+            indices = indices.unsqueeze(-1)
+        if name not in ("sort", "argsort"):
+            self._keep(layer, indices)
+
+    def _keep(self, layer: Layer, indices: torch.Tensor) -> None:
+        self.choices[layer.name] = indices.detach().reshape(-1, indices.shape[-1]).clone()
+
+    @contextlib.contextmanager
+    def forward(self) -> Iterator[Watch]:
+        hooks = []
+        for layer in self.layers:
+            hooks.append(layer.module.register_forward_pre_hook(lambda *_, at=layer: self.inside.append(at)))
+            hooks.append(layer.module.register_forward_hook(lambda *_: self.inside.pop() and None))
+            for module in layer.module.modules():
+                hooks.append(
+                    module.register_forward_hook(lambda _m, _i, out, at=layer: self._returned(at, out))
+                )
+        try:
+            with self:
+                yield self
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _returned(self, layer: Layer, output: Any) -> None:
+        for value in output if isinstance(output, tuple) else ():
+            if (
+                isinstance(value, torch.Tensor)
+                and value.dtype == torch.int64
+                and value.ndim == 2
+                and (
+                    value.shape[1] <= layer.num_experts
+                    and value.numel()
+                    and int(value.max()) < layer.num_experts
+                )
+            ):
+                self._keep(layer, value)

@@ -1,0 +1,218 @@
+"""Invariants of gradients, the optimizer's step and the balance loss."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from fmoe_ext.doctor.case import TINY, Case, mapped, off, verdict
+from fmoe_ext.doctor.finding import Layer, layers_of
+from fmoe_ext.doctor.report import Finding
+
+SLOPE_STEP, SLOPE_BOUND = 1e-3, 0.05
+ROUNDING = 1e-6  # of the loss: models of Transformers compute losses and routers in float32
+OWN_BACKWARD = ("ExpertMLP", "fmoe", "Permute", "Gather", "Combine", "CheckpointFunction")
+
+
+def norm(values: list[torch.Tensor]) -> float:
+    return sum(float(v.norm() ** 2) for v in values) ** 0.5
+
+
+def finite(case: Case) -> Iterator[Finding]:
+    bad = [n for n, g in case.grads.items() if not g.isfinite().all()]
+    yield verdict(
+        "finite",
+        bad[0] if bad else "",
+        bool(bad),
+        f"{len(bad)} of {len(case.grads)} gradients are not finite",
+    )
+
+
+def router_gradient(case: Case) -> Iterator[Finding]:
+    for layer in case.layers:
+        trainable = {n: p for n, p in layer.routers.items() if p.requires_grad}
+        if not trainable:
+            yield verdict("router-gradient", layer.name, None, "the router is frozen")
+            continue
+        experts = norm([case.grads[n] for n in layer.parameters() if n in case.grads])
+        router = norm([case.grads[n] for n in trainable if n in case.grads])
+        chosen = case.chosen(layer)
+        one = chosen is not None and len(chosen) < 2  # also an untrained table of a hash layer
+        dead = None if experts == 0 or one else router <= TINY * experts
+        yield verdict(
+            "router-gradient", next(iter(trainable)), dead, f"norm {router:.1e}, experts {experts:.1e}"
+        )
+
+
+def expert_gradient(case: Case) -> Iterator[Finding]:
+    names = {id(p): n for n, p in case.model.named_parameters()}
+
+    def grad(p: torch.nn.Parameter) -> torch.Tensor | None:
+        return case.grads.get(names[id(p)])
+
+    for layer in case.layers:
+        trainable = [p for p in layer.parameters().values() if p.requires_grad]
+        chosen = case.chosen(layer)
+        if not trainable or chosen is None:
+            why = "the experts are frozen" if not trainable else "the choices are not visible"
+            yield verdict("expert-gradient", layer.name, None, why)
+            continue
+        of = {e: norm(layer.expert(e, grad)) for e in chosen}
+        largest = max(of.values(), default=0.0)
+        dead = [e for e, size in of.items() if size <= TINY * largest]
+        yield verdict(
+            "expert-gradient", layer.name, bool(dead), f"{len(dead)} of {len(of)} chosen experts have none"
+        )
+
+
+def gradient_size(case: Case) -> Iterator[Finding]:
+    """Compare gradients with slopes of the task loss along the gradient's sign."""
+    for layer in case.layers:
+        groups = {"experts": layer.parameters(), "router": layer.routers}
+        for kind, parameters in groups.items():
+            grads = {n: case.grads[n] for n in parameters if n in case.grads}
+            if not grads or norm(list(grads.values())) == 0:
+                continue
+            expected = norm(list(grads.values()))
+            slope, same = _slope(case, grads, expected)
+            noise = ROUNDING * abs(float(case.task)) / SLOPE_STEP
+            allowed = SLOPE_BOUND * max(abs(slope), expected) + noise
+            bad: bool | None = abs(slope - expected) > allowed
+            if not bad and noise > expected:
+                bad = None
+            if bad and (not same or own_backward(case)):
+                bad = None
+            yield verdict(
+                "gradient-size", f"{layer.name} {kind}", bad, f"gradient {expected:.4g}, slope {slope:.4g}"
+            )
+
+
+def _slope(case: Case, grads: dict[str, torch.Tensor], length: float) -> tuple[float, bool]:
+    values, same = [], True
+    for sign in (1, -1):
+        model = case.copy()
+        parameters = dict(model.named_parameters())
+        with torch.no_grad():
+            for name, grad in grads.items():
+                parameters[name].add_(grad, alpha=sign * SLOPE_STEP / length)
+        value, watch = case.run(model, case.subject.batch, case.subject.task)
+        values.append(float(value.detach()))
+        same &= all(watch.choices[n].equal(c) for n, c in case.choices.items() if n in watch.choices)
+    if not case.choices:
+        same = False
+    return (values[0] - values[1]) / (2 * SLOPE_STEP), same
+
+
+def own_backward(case: Case) -> bool:
+    """True if the graph holds a torch.autograd.Function, whose backward may differ from the slope on purpose."""
+    value, _ = case.run(case.copy(), case.subject.batch, case.subject.task)
+    seen, todo = set(), [value.grad_fn]
+    while todo:
+        node = todo.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if isinstance(node, torch.autograd.function.BackwardCFunction) and not node.name().startswith(
+            OWN_BACKWARD
+        ):
+            return True
+        todo += [following for following, _ in node.next_functions]
+    return False
+
+
+def experts_differ(case: Case) -> Iterator[Finding]:
+    model = case.stepped([case.subject.batch])[0] if case.subject.upcycled else case.model
+    when = "after a step" if case.subject.upcycled else "at the start"
+    for layer in layers_of(model):
+        equal = [(a, b) for b in range(layer.num_experts) for a in range(b) if _equal(layer, a, b)]
+        bad: bool | None = bool(equal)
+        if equal and all(not p.any() for p in layer.parameters().values()):
+            bad = None
+        yield verdict("experts-differ", layer.name, bad, f"{len(equal)} pairs are equal {when}")
+
+
+def _equal(layer: Layer, a: int, b: int) -> bool:
+    pairs = list(zip(layer.expert(a, _same), layer.expert(b, _same), strict=True))
+    matrices = [(x, y) for x, y in pairs if x.ndim > 1] or pairs
+    return any(x.equal(y) and bool(x.any()) and not _constant(x) for x, y in matrices) or all(
+        x.equal(y) for x, y in matrices
+    )
+
+
+def _constant(x: torch.Tensor) -> bool:
+    return bool((x == x.flatten()[0]).all())
+
+
+def _same(p: torch.Tensor) -> torch.Tensor:
+    return p
+
+
+def optimizer_steps(case: Case) -> Iterator[Finding]:
+    model, optimizer = case.stepped([case.subject.batch])
+    covered = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    before = dict(case.model.named_parameters())
+    moe = {n for layer in layers_of(model) for n in (*layer.parameters(), *layer.routers)}
+    moe |= {n for n in before if "lora" in n.lower()}
+    missing = [
+        n for n, p in model.named_parameters() if n in moe and p.requires_grad and id(p) not in covered
+    ]
+    moved = {n for n, p in model.named_parameters() if not p.equal(before[n])}
+    still = [
+        n
+        for n in sorted(moe)
+        if n in case.grads and case.grads[n].any() and n not in moved and n not in missing
+    ]
+    numbers = f"{len(missing)} missing, {len(still)} with a gradient did not move"
+    yield verdict("optimizer", (missing + still or [""])[0], bool(missing or still), numbers)
+    frozen = [n for n, p in before.items() if not p.requires_grad]
+    if frozen:
+        bad = [n for n in frozen if n in moved]
+        yield verdict(
+            "frozen", bad[0] if bad else "", bool(bad), f"{len(bad)} of {len(frozen)} frozen parameters moved"
+        )
+
+
+def balance(case: Case) -> Iterator[Finding]:
+    s = case.subject
+    if s.parts is None:
+        yield verdict("balance-size", "", None, "no balance loss is given (parts=)")
+        return
+    task, balance = (float(part.detach()) for part in s.parts(case.copy(), s.batch))
+    twice = mapped(s.batch, lambda v: torch.cat([v, v]))
+    numbers = {"batch twice": float(s.parts(case.copy(), twice)[1].detach())}
+    bad = any(off(balance, n) > 1e-3 for n in numbers.values())
+    text = ", ".join(f"{name} {n:.5g}" for name, n in numbers.items())
+    yield verdict("balance-size", "", bad, f"{balance:.5g}; {text}")
+    if s.with_top_k is not None:
+        sizes = [float(s.parts(double_of(s.with_top_k(k)), s.batch)[1].detach()) for k in (1, 2)]
+        yield verdict("balance-size", "top k", off(*sizes) > 0.4, f"K=1 {sizes[0]:.5g}, K=2 {sizes[1]:.5g}")
+    if s.padded is not None:
+        padded = s.parts(case.copy(), s.padded)
+        errors = [off(task, padded[0].detach()), off(balance, padded[1].detach())]
+        yield verdict(
+            "balance-padding", "", max(errors) > 1e-3, f"task off by {errors[0]:.1e}, balance {errors[1]:.1e}"
+        )
+    yield from _in_loss(case, task, balance)
+
+
+def double_of(model: torch.nn.Module) -> torch.nn.Module:
+    return model.double().train()
+
+
+def _in_loss(case: Case, task: float, balance: float) -> Iterator[Finding]:
+    """The balance loss is differentiated: its part of the total and of the router's gradient."""
+    s = case.subject
+    assert s.parts is not None
+    if s.balance_weight == 0:
+        yield verdict("balance-in-loss", "", None, "its weight is 0")
+        return
+    total, _, grads, _ = case.backward(case.copy(), s.loss)
+    added = float(total) - task
+    expected = s.balance_weight * balance
+    routers = [n for layer in case.layers for n in layer.routers if n in grads and n in case.grads]
+    by_balance = norm([grads[n] - case.grads[n] for n in routers])
+    wrong_size = balance == 0 or off(added, expected) > 1e-2
+    dead = by_balance <= TINY * norm([grads[n] for n in routers]) if routers else None
+    numbers = f"adds {added:.4g}, weight x balance {expected:.4g}, gradient of routers {by_balance:.1e}"
+    yield verdict("balance-in-loss", "", wrong_size or dead, numbers)

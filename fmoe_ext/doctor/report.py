@@ -1,0 +1,108 @@
+"""Findings of the doctor, as lines and as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from types import MappingProxyType
+
+OK, WRONG, UNDECIDED = "ok", "wrong", "undecided"
+
+# invariant: (a published thread about a violation, or the demand for it; what to do)
+NO_THREAD = "no thread"
+INVARIANTS: Mapping[str, tuple[str, str]] = MappingProxyType(
+    {
+        "router-gradient": (
+            "Megatron-LM#894",
+            "take the softmax before the top k, or do not normalise one weight",
+        ),
+        "expert-gradient": ("transformers#48205", "keep the expert's output in the graph and in the sum"),
+        "finite": ("vmoe#218", "find the division by zero or the uninitialised rows in the backward"),
+        "gradient-size": (
+            "DeepSpeed#6545",
+            "scale expert gradients as the others: compare with the loss's slope",
+        ),
+        "experts-differ": ("Muon#65", "draw each expert from its own random numbers, or say upcycled=True"),
+        "optimizer": (NO_THREAD, "give every trainable parameter to the optimizer"),
+        "frozen": (NO_THREAD, "leave frozen parameters out of the optimizer and of in-place updates"),
+        "balance-size": ("transformers#43688", "divide by tokens and by K, so that f and P each sum to 1"),
+        "balance-padding": (
+            "transformers#28505",
+            "leave padding out of the counts, the losses and the capacity",
+        ),
+        "balance-in-loss": ("Automodel#1408", "add weight * balance to the loss, with its gradient"),
+        "bias-once": (
+            "torchtitan#1593",
+            "count tokens once a step: not in recomputation, and not in evaluation",
+        ),
+        "recomputation": (
+            "transformers#47467",
+            "route as the first forward did: no state, no unrepeatable noise",
+        ),
+        "evaluation": ("transformers#33969", "draw noise only when training, never in evaluation"),
+        "batch": (NO_THREAD, "let a token's experts depend on this token alone; declare a capacity"),
+        "drops": (NO_THREAD, "send every token to its experts, or declare a capacity"),
+        "checkpoint": ("torchtitan#1222", "register buffers as persistent, and update them in place"),
+        "optimizer-checkpoint": (NO_THREAD, "save the optimizer's entries of every expert"),
+        "repeatable": (NO_THREAD, "seed every generator that the model draws from"),
+        "options": ("trl#7222", "read the option where it acts, or refuse it by name"),
+        "adapters": ("unsloth-zoo#1242", "use the adapter in the forward that really runs"),
+        "adapter-targets": (
+            "unsloth#6936",
+            "name parameters that exist (PEFT: target_parameters for stacked experts)",
+        ),
+    }
+)
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A verdict about one invariant in one module: ok, wrong or undecided, with the numbers."""
+
+    invariant: str
+    module: str
+    verdict: str
+    numbers: str
+
+    def __str__(self) -> str:
+        line = f"{self.verdict:9} {self.invariant:20} {self.module}: {self.numbers}"
+        if self.verdict != WRONG:
+            return line
+        seen, advice = INVARIANTS[self.invariant]
+        return f"{line}; see {seen}; {advice}"
+
+
+@dataclass(frozen=True)
+class Report:
+    """All findings; str() has a line for each, ok is False if one is wrong."""
+
+    findings: Sequence[Finding]
+    seconds: float
+
+    @property
+    def wrong(self) -> list[Finding]:
+        """The violated invariants."""
+        return [finding for finding in self.findings if finding.verdict == WRONG]
+
+    @property
+    def ok(self) -> bool:
+        """True if no invariant is violated and at least one was decided."""
+        return not self.wrong and any(finding.verdict == OK for finding in self.findings)
+
+    def named(self) -> set[str]:
+        """Names of the violated invariants."""
+        return {finding.invariant for finding in self.wrong}
+
+    def as_dict(self) -> dict[str, object]:
+        """The report for json.dumps, with each invariant's thread and advice."""
+        rows = [
+            asdict(f) | dict(zip(("seen_in", "advice"), INVARIANTS[f.invariant], strict=True))
+            for f in self.findings
+        ]
+        return {"ok": self.ok, "seconds": round(self.seconds, 2), "findings": rows}
+
+    def __str__(self) -> str:
+        counts = ", ".join(
+            f"{sum(f.verdict == v for f in self.findings)} {v}" for v in (OK, WRONG, UNDECIDED)
+        )
+        return "\n".join([*map(str, self.findings), f"{counts}; {self.seconds:.1f} s"])

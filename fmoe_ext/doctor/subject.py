@@ -1,0 +1,154 @@
+"""Description of the training that the doctor examines."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import torch
+from torch import nn
+
+from fmoe_ext.audit.cases import AuditError
+from fmoe_ext.audit.shrink import shrunk_config
+from fmoe_ext.audit.source import find
+
+Batch: TypeAlias = Any
+Loss: TypeAlias = Callable[[nn.Module, Batch], torch.Tensor]
+
+
+def output_loss(model: nn.Module, batch: Batch) -> torch.Tensor:
+    """Loss that the model returns, else a fixed random projection of its first floating output."""
+    output = model(**batch) if isinstance(batch, Mapping) else model(batch)
+    loss = getattr(output, "loss", None)
+    return loss if isinstance(loss, torch.Tensor) else projected(output)
+
+
+def projected(output: Any) -> torch.Tensor:
+    value = first_floating(output)
+    generator = torch.Generator().manual_seed(5)
+    weights = torch.randn(value.shape[1:], generator=generator, dtype=torch.float64)
+    return (value.double().square() * (1 + weights.abs()) + value.double() * weights).mean()
+
+
+def first_floating(output: Any) -> torch.Tensor:
+    """First floating-point tensor in a nest of outputs; ValueError if there is none."""
+    if isinstance(output, torch.Tensor) and output.is_floating_point():
+        return output
+    values = output.values() if hasattr(output, "values") else output
+    for value in values if isinstance(values, Iterable) and not isinstance(values, torch.Tensor) else ():
+        if isinstance(value, torch.Tensor) and value.is_floating_point():
+            return value
+    raise ValueError("the model returns no floating-point tensor")
+
+
+def train_step(
+    model: nn.Module, optimizer: torch.optim.Optimizer, batches: Sequence[Batch], loss: Loss
+) -> None:
+    """Accumulate the mean gradient of the microbatches, then step the optimizer."""
+    optimizer.zero_grad()
+    for batch in batches:
+        (loss(model, batch) / len(batches)).backward()
+    optimizer.step()
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model, its batch, and those of the training's functions that are not the defaults.
+
+    loss: the tensor that is differentiated. parts(model, batch): (task loss, balance loss), for the checks of
+    the balance loss, which enters with balance_weight. padded: the batch with padding. with_top_k(k): the model
+    with other K, the same weights. options: {name: the model with this option changed}. adapted: parts of names
+    that adapters shall cover. build(): a fresh model of other random weights.
+    """
+
+    model: nn.Module
+    batch: Batch
+    loss: Loss = output_loss
+    parts: Callable[[nn.Module, Batch], tuple[torch.Tensor, torch.Tensor]] | None = None
+    balance_weight: float = 1.0
+    padded: Batch | None = None
+    with_top_k: Callable[[int], nn.Module] | None = None
+    options: Mapping[str, Callable[[], nn.Module]] = field(default_factory=dict)
+    adapted: Sequence[str] = ()
+    build: Callable[[], nn.Module] | None = None
+    optimizer: Callable[[nn.Module], torch.optim.Optimizer] | None = None
+    step: Callable[..., None] = train_step
+    save: Callable[[nn.Module], Mapping[str, torch.Tensor]] = nn.Module.state_dict
+    save_optimizer: Callable[[Any], Any] = torch.optim.Optimizer.state_dict
+    upcycled: bool = False
+
+    def task(self, model: nn.Module, batch: Batch) -> torch.Tensor:
+        """Loss without the balance loss."""
+        return self.loss(model, batch) if self.parts is None else self.parts(model, batch)[0]
+
+
+def copied(model: nn.Module) -> nn.Module:
+    """A deep copy of a model; tensors of a past graph that it keeps are detached."""
+    kept = [v for m in model.modules() for v in vars(m).values() if isinstance(v, torch.Tensor)]
+    return copy.deepcopy(model, {id(v): v.detach().clone() for v in kept if not v.is_leaf})
+
+
+def double(value: Any) -> Any:
+    """A copy in float64 of a model, or of the floating-point tensors of a batch."""
+    if isinstance(value, nn.Module):
+        result = copied(value).double()
+        for module in result.modules():
+            if hasattr(config := getattr(module, "config", None), "_experts_implementation"):
+                config._experts_implementation = "eager"  # torch's grouped_mm has no float64
+        return result
+    if isinstance(value, Mapping):
+        return {name: double(part) for name, part in value.items()}
+    return value.double() if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+
+
+def read(place: str) -> Subject:
+    """Make the Subject that "file.py:make" returns (or (model, batch)), or a small one of a Transformers folder."""
+    if ":" not in place:
+        return from_folder(place)
+    made = find(place)()
+    if isinstance(made, Subject):
+        return made
+    if isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module):
+        return Subject(*made)
+    raise AuditError(
+        f"{place} must return a doctor.Subject or (model, batch), but returned {type(made).__name__}"
+    )
+
+
+def from_folder(folder: str) -> Subject:
+    import transformers
+
+    try:
+        config = shrunk_config(transformers.AutoConfig.from_pretrained(folder, local_files_only=True))
+    except (OSError, ValueError) as error:
+        raise AuditError(f"{folder} holds no configuration of Transformers: {error}") from error
+    return from_transformers(lambda: transformers.AutoModelForCausalLM.from_config(config))
+
+
+def from_transformers(build: Callable[[], Any]) -> Subject:
+    """Subject of a causal language model of Transformers, with random tokens and labels."""
+    torch.manual_seed(0)
+    model = build()
+    text = model.config.get_text_config()
+    tokens = torch.randint(3, text.vocab_size, (4, 8), generator=torch.Generator().manual_seed(1))
+    batch = {"input_ids": tokens, "labels": tokens, "attention_mask": torch.ones_like(tokens)}
+    weight = getattr(text, "router_aux_loss_coef", None)
+    if weight is None or not hasattr(text, "output_router_logits"):
+        return Subject(model, batch, build=build)
+    batch["output_router_logits"] = True
+    padded = {name: value for name, value in batch.items() if name != "output_router_logits"}
+    fill = {"input_ids": 0, "labels": -100, "attention_mask": 0}
+    padded = {n: torch.nn.functional.pad(v, (0, 4), value=fill[n]) for n, v in padded.items()}
+    padded["output_router_logits"] = True
+
+    def parts(model: nn.Module, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        output = model(**batch)
+        balance = getattr(output, "aux_loss", None)
+        if not isinstance(balance, torch.Tensor):
+            balance = torch.zeros((), dtype=torch.float64)
+        task = model(**{**batch, "output_router_logits": False}).loss
+        return task, balance
+
+    return Subject(model, batch, parts=parts, balance_weight=weight, padded=padded, build=build)

@@ -1,0 +1,77 @@
+"""The doctor names every exhibit of the museum and is silent about models without a mistake."""
+
+import json
+
+import pytest
+import torch
+
+from fmoe_ext import FMoETransformerMLP, doctor
+from fmoe_ext.audit.cases import AuditError
+from fmoe_ext.doctor.cli import main
+from fmoe_ext.gates import GATES
+from tests.doctor.architectures import moe_architectures, subject_of
+from tests.doctor.held_out import HELD_OUT
+from tests.doctor.museum import EXHIBITS, subject
+from tests.doctor.plain import Model
+
+AUX_LOSS_NEVER_SET = (
+    "AfmoeForCausalLM",
+    "Cohere2MoeForCausalLM",
+    "HYV3ForCausalLM",
+    "ZayaForCausalLM",
+)  # transformers#48886
+
+
+@pytest.mark.parametrize("name", [*EXHIBITS, *HELD_OUT])
+def test_exhibit_is_named_by_its_invariant(name):
+    invariant, thread, make = (EXHIBITS | HELD_OUT)[name]
+    report = doctor.check(make())
+    assert invariant in report.named(), f"{thread}\n{report}"
+
+
+@pytest.mark.parametrize("options", [{}, {"bias": True}, {"top_k": 1}])
+def test_plain_model_without_a_mistake_raises_no_alarm(options):
+    report = doctor.check(subject(model=lambda: Model(**options)))
+    assert report.ok, str(report)
+    assert {"router-gradient", "gradient-size", "checkpoint", "batch"} <= {
+        finding.invariant for finding in report.findings if finding.verdict == "ok"
+    }
+
+
+@pytest.mark.parametrize("gate", sorted(GATES.keys() - {"zero"}))  # the zero gate has no router
+def test_our_gates_raise_no_alarm(gate):
+    torch.manual_seed(0)
+    layer = FMoETransformerMLP(
+        num_expert=4, d_model=12, d_hidden=10, gate=GATES[gate], top_k=1 if gate == "switch" else 2
+    )
+    report = doctor.check(layer, torch.randn(16, 12))
+    assert not report.wrong, str(report)
+
+
+def test_museum_holds_enough_published_mistakes():
+    assert sum(thread is not None for _, thread, _ in EXHIBITS.values()) >= 24
+    assert len(HELD_OUT) >= 6
+
+
+def test_model_without_experts_is_refused():
+    with pytest.raises(AuditError, match="no MoE layer is found"):
+        doctor.check(torch.nn.Linear(3, 3), torch.randn(2, 3))
+
+
+@pytest.mark.parametrize(("make", "status"), [("healthy", 0), ("dead_router", 1)])
+def test_command_reports_the_example(make, status, capsys):
+    assert main([f"examples/doctor/model.py:{make}", "--json"]) == status
+    report = json.loads(capsys.readouterr().out)
+    wrong = {finding["invariant"] for finding in report["findings"] if finding["verdict"] == "wrong"}
+    assert wrong == ({"router-gradient"} if status else set())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", list(moe_architectures()))
+def test_architecture_of_transformers_raises_no_alarm(name):
+    subject = subject_of(name)
+    if isinstance(subject, str):
+        pytest.skip(subject)
+    report = doctor.check(subject)
+    known = {"balance-in-loss"} if name in AUX_LOSS_NEVER_SET else set()
+    assert report.named() == known, str(report)
