@@ -124,6 +124,9 @@ def test_experts_without_a_leader_are_not_called_active(caplog):
 
             server.host.may_step = may_step
 
+        def describe(self, uid):
+            return {}
+
         async def stop(self):
             pass
 

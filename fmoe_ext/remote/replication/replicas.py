@@ -6,7 +6,7 @@ import logging
 import random
 import secrets
 
-from fmoe_ext.remote import errors
+from fmoe_ext.remote import errors, protocol
 from fmoe_ext.remote.client.caller import Caller
 from fmoe_ext.remote.discovery import DiscoveryError, check_uid
 from fmoe_ext.remote.etcd import keys
@@ -103,6 +103,20 @@ class ReplicatedExperts:
             leader.end("this server stops")
         await self.registry.stop()
         await self.peers.close()
+
+    def describe(self, uid: str) -> dict[str, str]:
+        """Role, term and committed version of this server's replica."""
+        replica = self.replicas.get(uid)
+        if replica is None:
+            return {}
+        ledger = replica.ledger
+        is_confirming = replica.leader is not None and not replica.leader.takes_steps()
+        role = "broken" if ledger.broken else "confirming" if is_confirming else replica.role.value
+        return {
+            protocol.ROLE: role,
+            protocol.TERM: str(ledger.seen.number),
+            protocol.COMMITTED: str(ledger.committed),
+        }
 
     def may_step(self, uid: str) -> None:
         """Raises NotLeader unless this server takes the gradients of an expert; from any thread."""

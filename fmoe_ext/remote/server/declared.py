@@ -135,6 +135,10 @@ class DeclaredExperts:
         if self.copies is not None:
             self._tasks.append(asyncio.create_task(self.copies.run(server)))
 
+    def describe(self, uid: str) -> dict[str, str]:
+        """Nothing: an expert that is declared has one server."""
+        return {}
+
     async def _claim(self, server: Server) -> list[str]:
         options, endpoint = server.options, server.endpoint
         mine = [check_uid(uid) for uid in options.expert_uids]

@@ -78,6 +78,11 @@ class FairQueue:
     def __len__(self) -> int:
         return self._num_waiting
 
+    def count(self, uid: str) -> int:
+        """The calls that wait for an expert."""
+        with self._changed:
+            return sum(job.uid == uid for jobs in self._peers.values() for job in jobs)
+
     def put(self, job: Job) -> None:
         """Raises QueueFull if the queue, or the share of the peer, is."""
         with self._changed:

@@ -118,7 +118,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         "fmoe-server",
         *(Options, Training, Security, Command),
         description="Hosts experts until a signal ends it.",
-        usage="fmoe-server [--flag value ...], or fmoe-server --help",
+        usage="fmoe serve [--flag value ...], or fmoe serve status --help, or fmoe serve --help",
         foreign=HIVEMIND,
     )
     flags = parser.read(arguments, "config")

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from fmoe_ext._cli import CANNOT, run
-from fmoe_ext.remote import loop
+from fmoe_ext.remote import loop, status
 from fmoe_ext.remote.dht import open_node
 from fmoe_ext.remote.discovery import Discovery, DiscoveryError, StaticList
 from fmoe_ext.remote.flags import DATE_FORMAT, LOG_FORMAT, build
@@ -97,9 +97,12 @@ def report(server: Server, seconds: float, before: dict[str, float]) -> dict[str
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs until SIGTERM or SIGINT; 0 after everything was handed over and saved."""
+    """Runs until SIGTERM or SIGINT; 0 after everything was handed over and saved. `status ...`: status.main()."""
+    given = sys.argv[1:] if arguments is None else list(arguments)
+    if given[:1] == ["status"]:
+        return status.main(given[1:])
     logging.basicConfig(level=logging.INFO, format=LOG_FORMAT, datefmt=DATE_FORMAT)
-    flags = parse(arguments)
+    flags = parse(given)
     _check_device(flags.device)
     if flags.num_threads is not None:
         torch.set_num_threads(flags.num_threads)

@@ -18,7 +18,8 @@ table{border-collapse:collapse;width:100%}th,td{text-align:right;padding:.2em .6
 th:first-child,td:first-child{text-align:left}#load{height:80px;width:100%;border:1px solid #ddd}</style>
 <h1>fmoe-server <small id="endpoint"></small></h1><p id="summary">loading</p>
 <h2>Calls a second, last two minutes <small id="most"></small></h2><canvas id="load" width="900" height="80"></canvas>
-<h2>Experts</h2><table><thead><tr><th>uid<th>version<th>rows<th>gradient norm<th>refused<th></thead>
+<h2>Experts</h2><table><thead><tr><th>uid<th>role<th>term<th>version<th>committed<th>saved
+<th>waiting<th>rows<th>gradient norm<th>refused<th></thead>
 <tbody id="experts"></table>
 <h2>Peers</h2><table><thead><tr><th>peer<th>heard of, s ago<th>loss</thead><tbody id="peers"></table>
 <script>
@@ -42,7 +43,8 @@ async function poll() {
     document.getElementById("endpoint").textContent = s.endpoint;
     document.getElementById("summary").textContent = `${s.experts.length} experts of type ${s.expert_cls}, ` +
       `${s.calls} calls (${s.failed} failed), ${s.waiting} waiting, ${s.rows} rows`;
-    fill("experts", s.experts.map(e => [e.uid, e.version, e.rows, e.grad_norm.toPrecision(3), e.refused,
+    fill("experts", s.experts.map(e => [e.uid, e.role ?? "", e.term ?? "", e.version, e.committed ?? "",
+      e.saved ?? "", e.waiting, e.rows, e.grad_norm.toPrecision(3), e.refused,
       e.withheld ? "not served: another server claims it" : ""]));
     fill("peers", s.peers.map(p => [p.peer, p.ago.toFixed(0), p.loss]));
   } catch (error) { document.getElementById("summary").textContent = "the server does not answer: " + error; }

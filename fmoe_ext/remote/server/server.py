@@ -35,6 +35,8 @@ class Placement(Protocol):
 
     async def start(self, server: "Server") -> None: ...
     async def stop(self) -> None: ...
+    def describe(self, uid: str) -> dict[str, str]:
+        """What this server does with an expert: protocol.ROLE, TERM and COMMITTED, or nothing."""
 
 
 class Server:
@@ -57,6 +59,7 @@ class Server:
         limits = Limits(max_message_bytes=options.max_message_bytes)
         self.service = ExpertService(self.compute, Guard(options.security), self.metrics, limits)
         self.service.max_rows = options.max_rows
+        self.service.describe = self.describe
         self.checkpoints = Checkpoints(options.checkpoint_dir) if options.checkpoint_dir else None
         self.pages = Pages(self.status, self.metrics)
         self._endpoint = ""
@@ -217,6 +220,12 @@ class Server:
             log.error("checkpoints cannot be written: %s", error)
             self.metrics.add("checkpoint_failures_total")
 
+    def describe(self, uid: str) -> dict[str, str]:
+        """Role, term, versions and waiting calls of an expert, as Info and the page show them."""
+        saved = {protocol.SAVED: str(self._saved[uid])} if uid in self._saved else {}
+        waiting = {protocol.WAITING: str(self.queue.count(uid))}
+        return {**self.placement.describe(uid), **saved, **waiting}
+
     def status(self) -> dict[str, Any]:
         """The numbers of the status page."""
         now, calls = time.time(), self.metrics.count("calls_total")
@@ -237,6 +246,7 @@ class Server:
                     "grad_norm": expert.grad_norm,
                     "refused": expert.num_refused,
                     "withheld": uid in self.service.withheld,
+                    **self.describe(uid),
                 }
                 for uid, expert in experts
             ],

@@ -55,6 +55,7 @@ class ExpertService:
         self.max_rows: int | None = None  # of one call
         self._part_bytes = min(PART_BYTES, limits.max_message_bytes // 2)
         self.may_step: Callable[[str], None] = lambda uid: None
+        self.describe: Callable[[str], dict[str, str]] = lambda uid: {}
         self.peers: OrderedDict[str, tuple[float, str]] = (
             OrderedDict()
         )  # name: time of its last call, loss it reported
@@ -129,6 +130,7 @@ class ExpertService:
             protocol.VERSION: str(expert.version),
             protocol.REQUESTS: str(expert.num_requests),
             protocol.LEAVING: str(int(self.copies.is_leaving)),
+            **self.describe(expert.uid),
         }
         return encode(Message({}, meta))
 

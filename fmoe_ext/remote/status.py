@@ -1,0 +1,150 @@
+"""fmoe serve status: who leads each replicated expert, its members, terms, versions and checkpoints."""
+
+import argparse
+import asyncio
+import dataclasses
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fmoe_ext._cli import positive_float
+from fmoe_ext.remote import errors, loop, protocol
+from fmoe_ext.remote.client.caller import Caller
+from fmoe_ext.remote.discovery import DiscoveryError
+from fmoe_ext.remote.etcd import keys
+from fmoe_ext.remote.etcd.client import Entry, EtcdClient
+from fmoe_ext.remote.security import Credentials
+from fmoe_ext.remote.server.flags import ETCD
+from fmoe_ext.remote.wire import Message, encode
+
+MAX_CALLS = 64  # at the same time
+
+
+@dataclass(frozen=True)
+class ReplicaStatus:
+    """An expert at one server, as etcd and the server say. None: the server does not say, or did not answer."""
+
+    server: str
+    endpoint: str
+    is_member: bool
+    role: str | None = None
+    term: int | None = None
+    version: int | None = None
+    committed: int | None = None  # the version that all members have
+    saved: int | None = None  # the version in its last checkpoint
+    waiting: int | None = None  # calls that wait for the expert
+    error: str = ""
+
+
+@dataclass(frozen=True)
+class ExpertStatus:
+    """One expert. term and version: those of the record in etcd, whose version is noted every few seconds."""
+
+    uid: str
+    leader: str | None  # its endpoint
+    term: int
+    version: int
+    replicas: tuple[ReplicaStatus, ...]
+
+    @property
+    def is_led(self) -> bool:
+        """True if a server that leads answers, and says that it takes gradients."""
+        return any(replica.role == "leader" and replica.endpoint == self.leader for replica in self.replicas)
+
+
+async def read_status(
+    registry: str, credentials: Credentials | None = None, timeout: float = 5.0
+) -> list[ExpertStatus]:
+    """The experts that etcd at host:port knows, in the order of their uids; every server is asked about each.
+
+    Raises DiscoveryError if etcd does not answer within timeout seconds. A server that does not is in the result.
+    """
+    etcd, caller = EtcdClient(registry), Caller(credentials)
+    try:
+        entries, _ = await etcd.read(keys.ROOT, is_prefix=True, timeout=timeout)
+        found = {entry.key: entry for entry in entries}
+        uids = sorted({uid for key in found if (uid := keys.uid_of(key)) and keys.members_key(uid) in found})
+        turns = asyncio.Semaphore(MAX_CALLS)
+        return list(await asyncio.gather(*(_expert(uid, found, caller, turns, timeout) for uid in uids)))
+    finally:
+        await caller.close()
+        await etcd.close()
+
+
+async def _expert(
+    uid: str, found: dict[str, Entry], caller: Caller, turns: asyncio.Semaphore, timeout: float
+) -> ExpertStatus:
+    record = keys.load_members(found[keys.members_key(uid)].value) or keys.Members()
+    entry = found.get(keys.leader_key(uid))
+    leader = None if entry is None else keys.load_leader(entry.value)
+    endpoints = dict(record.endpoints)
+    for key, server_entry in found.items():
+        server = keys.load_server(server_entry.value) if key.startswith(keys.SERVERS) else None
+        if server is not None:
+            endpoints.setdefault(key.removeprefix(keys.SERVERS), server.endpoint)
+
+    async def ask(server: str, endpoint: str) -> ReplicaStatus | None:
+        replica = ReplicaStatus(server, endpoint, server in record.endpoints)
+        data = encode(Message({}, {protocol.UID: uid}))
+        try:
+            async with turns:
+                meta = (await caller.call(endpoint, protocol.INFO, data, timeout)).meta
+        except errors.RemoteError as error:
+            return dataclasses.replace(replica, error=str(error)) if replica.is_member else None
+        names = (protocol.TERM, protocol.VERSION, protocol.COMMITTED, protocol.SAVED, protocol.WAITING)
+        numbers: dict[str, Any] = {name: int(meta[name]) for name in names if meta.get(name, "").isdigit()}
+        return dataclasses.replace(replica, role=meta.get(protocol.ROLE), **numbers)
+
+    answers = await asyncio.gather(
+        *(ask(*item) for item in sorted(endpoints.items(), key=lambda item: item[1]))
+    )
+    replicas = tuple(replica for replica in answers if replica is not None)
+    return ExpertStatus(uid, leader.endpoint if leader else None, record.term, record.version, replicas)
+
+
+def to_text(experts: Sequence[ExpertStatus]) -> str:
+    """A table: a line an expert, then a line for each server that has it."""
+    header = ("expert, server", "role", "term", "version", "committed", "saved", "waiting")
+    lines: list[tuple[str, ...]] = [header]
+    for expert in experts:
+        what = "led by " + expert.leader if expert.leader else "nobody leads"
+        lines.append((expert.uid, what, str(expert.term), str(expert.version), "", "", ""))
+        for replica in expert.replicas:
+            role = replica.error or replica.role or "hosted"
+            if not replica.is_member:
+                role += ", no member"
+            numbers = (replica.term, replica.version, replica.committed, replica.saved, replica.waiting)
+            lines.append((f"  {replica.endpoint}", role, *("-" if n is None else str(n) for n in numbers)))
+    widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
+    return "\n".join(
+        "  ".join(text.ljust(width) for text, width in zip(line, widths, strict=True)).rstrip()
+        for line in lines
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Prints the status; 1 if an expert is not led or a member does not answer, 2 if etcd does not."""
+    parser = argparse.ArgumentParser(prog="fmoe serve status", description=__doc__)
+    parser.add_argument("--registry", required=True, help="etcd://host:port[,host:port...]")
+    parser.add_argument("--json", action="store_true", help="print JSON in the place of a table")
+    parser.add_argument("--timeout", type=positive_float, default=5.0, help="seconds for each answer")
+    parser.add_argument("--token", help="what servers with --tokens ask for")
+    for name, help in (
+        ("ca", "who signed the servers' certificates"),
+        ("certificate", "yours"),
+        ("key", "yours"),
+    ):
+        parser.add_argument(f"--tls_{name}", metavar="FILE", help=help)
+    flags = parser.parse_args(arguments)
+    if not flags.registry.startswith(ETCD):
+        parser.error(f"--registry must begin with {ETCD}")
+    try:
+        credentials = Credentials(flags.tls_ca, flags.tls_certificate, flags.tls_key, flags.token)
+        where = flags.registry.removeprefix(ETCD)
+        experts = loop.run(read_status(where, credentials, flags.timeout), 10 * flags.timeout)
+    except (DiscoveryError, OSError, ValueError) as error:
+        raise SystemExit(f"{flags.registry}: {error}") from None
+    print(json.dumps([dataclasses.asdict(e) for e in experts], indent=2) if flags.json else to_text(experts))
+    missing = any(replica.error for expert in experts for replica in expert.replicas)
+    return int(missing or not all(expert.is_led for expert in experts))
