@@ -151,13 +151,15 @@ def recomputation(case: Case) -> Iterator[Finding]:
         yield verdict("recomputation", "", None, str(error).splitlines()[0][:80] if str(error) else "refused")
         return
     scale = max((float(g.abs().max()) for g in expected.values()), default=0.0)
-    error = max((float((grads[n] - g).abs().max()) for n, g in expected.items() if n in grads), default=0.0)
+    difference = max(
+        (float((grads[n] - g).abs().max()) for n, g in expected.items() if n in grads), default=0.0
+    )
     missing = [n for n in expected if n not in grads]
     yield verdict(
         "recomputation",
         "",
-        error > 1e-6 * scale or bool(missing),
-        f"gradients differ by {error:.1e} of {scale:.1e}",
+        difference > 1e-6 * scale or bool(missing),
+        f"gradients differ by {difference:.1e} of {scale:.1e}",
     )
     a, b = _state(plain), _state(again)
     bad = [n for n in a if n in b and not torch.allclose(a[n], b[n])]
@@ -173,7 +175,7 @@ def _recomputed(model: nn.Module) -> None:
         def again(*args: Any, _forward: Any = forward, **kwargs: Any) -> Any:
             return recompute(_forward, *args, use_reentrant=False, **kwargs)
 
-        layer.module.forward = again  # type: ignore[method-assign]
+        layer.module.forward = again
 
 
 def bias_once(case: Case) -> Iterator[Finding]:

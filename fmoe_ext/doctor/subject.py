@@ -95,7 +95,8 @@ def double(value: Any) -> Any:
     if isinstance(value, nn.Module):
         result = copied(value).double()
         for module in result.modules():
-            if hasattr(config := getattr(module, "config", None), "_experts_implementation"):
+            config: Any = getattr(module, "config", None)
+            if hasattr(config, "_experts_implementation"):
                 config._experts_implementation = "eager"  # torch's grouped_mm has no float64
         return result
     if isinstance(value, Mapping):
@@ -133,12 +134,12 @@ def from_transformers(build: Callable[[], Any]) -> Subject:
     model = build()
     text = model.config.get_text_config()
     tokens = torch.randint(3, text.vocab_size, (4, 8), generator=torch.Generator().manual_seed(1))
-    batch = {"input_ids": tokens, "labels": tokens, "attention_mask": torch.ones_like(tokens)}
+    batch: dict[str, Any] = {"input_ids": tokens, "labels": tokens, "attention_mask": torch.ones_like(tokens)}
     weight = getattr(text, "router_aux_loss_coef", None)
     if weight is None or not hasattr(text, "output_router_logits"):
         return Subject(model, batch, build=build)
     batch["output_router_logits"] = True
-    padded = {name: value for name, value in batch.items() if name != "output_router_logits"}
+    padded: dict[str, Any] = {name: value for name, value in batch.items() if name != "output_router_logits"}
     fill = {"input_ids": 0, "labels": -100, "attention_mask": 0}
     padded = {n: torch.nn.functional.pad(v, (0, 4), value=fill[n]) for n, v in padded.items()}
     padded["output_router_logits"] = True
