@@ -6,6 +6,7 @@ import dataclasses
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from fmoe_ext._cli import positive_float
@@ -15,7 +16,7 @@ from fmoe_ext.remote.discovery import DiscoveryError
 from fmoe_ext.remote.etcd import keys
 from fmoe_ext.remote.etcd.client import Entry, EtcdClient
 from fmoe_ext.remote.security import Credentials
-from fmoe_ext.remote.server.flags import ETCD
+from fmoe_ext.remote.server.flags import ETCD, read_tokens
 from fmoe_ext.remote.wire import Message, encode
 
 MAX_CALLS = 64  # at the same time
@@ -129,7 +130,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--registry", required=True, help="etcd://host:port[,host:port...]")
     parser.add_argument("--json", action="store_true", help="print JSON in the place of a table")
     parser.add_argument("--timeout", type=positive_float, default=5.0, help="seconds for each answer")
-    parser.add_argument("--token", help="what servers with --tokens ask for")
+    parser.add_argument("--tokens", metavar="FILE", type=Path, help="the servers' file of names and tokens")
+    parser.add_argument("--own_token", metavar="NAME", help="which of them to show")
     for name, help in (
         ("ca", "who signed the servers' certificates"),
         ("certificate", "yours"),
@@ -139,8 +141,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     flags = parser.parse_args(arguments)
     if not flags.registry.startswith(ETCD):
         parser.error(f"--registry must begin with {ETCD}")
+    if (flags.tokens is None) != (flags.own_token is None):
+        parser.error("give --tokens and --own_token together")
+    names = {} if flags.tokens is None else {name: token for token, name in read_tokens(flags.tokens).items()}
+    if flags.own_token is not None and flags.own_token not in names:
+        parser.error(f"--own_token {flags.own_token} is no name in {flags.tokens}")
     try:
-        credentials = Credentials(flags.tls_ca, flags.tls_certificate, flags.tls_key, flags.token)
+        token = names.get(flags.own_token)
+        credentials = Credentials(flags.tls_ca, flags.tls_certificate, flags.tls_key, token)
         where = flags.registry.removeprefix(ETCD)
         experts = loop.run(read_status(where, credentials, flags.timeout), 10 * flags.timeout)
     except (DiscoveryError, OSError, ValueError) as error:

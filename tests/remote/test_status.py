@@ -6,7 +6,7 @@ import urllib.request
 import pytest
 from dying import kill
 
-from fmoe_ext.remote import loop, status
+from fmoe_ext.remote import Security, loop, status
 from fmoe_ext.remote.replication.replica import Role
 from fmoe_ext.remote.server import main as server_main
 from tests.remote.test_replication import UID, client, cluster, pair_up, role, step, wait_until
@@ -74,3 +74,16 @@ def test_page_shows_role_term_and_versions(cluster, client):
 def test_registry_that_does_not_answer_is_one_sentence():
     with pytest.raises(SystemExit, match=r"^etcd://127\.0\.0\.1:1: "):
         status.main(["--registry", "etcd://127.0.0.1:1", "--timeout", "1"])
+
+
+def test_servers_with_tokens_answer_to_the_token_of_a_file(cluster, tmp_path, capsys):
+    tokens = tmp_path / "tokens"
+    tokens.write_text("operator: secret\n")
+    tokens.chmod(0o600)
+    cluster(replicas=1, security=Security(tokens={"secret": "operator"}))
+    where = ["--registry", f"etcd://{cluster.endpoint}", "--timeout", "3"]
+    assert status.main(where) == 1 and "token" in capsys.readouterr().out
+    assert status.main([*where, "--tokens", str(tokens), "--own_token", "operator"]) == 0
+    with pytest.raises(SystemExit):
+        status.main([*where, "--tokens", str(tokens), "--own_token", "nobody"])
+    assert "nobody is no name in" in capsys.readouterr().err
