@@ -1,4 +1,4 @@
-"""Two trainers share four experts on three servers, two replicas each; one server is killed and one joins meanwhile.
+"""Two trainers share four experts on three servers, two replicas each; each server is killed once, and others join.
 
 Everything runs on this machine, on 127.0.0.1 and free ports: etcd, the servers, the trainers. The loss curve, with
 the moments marked, goes to --out. Exit status: 0 done, 1 something failed, 2 etcd is missing or wrong arguments,
@@ -24,6 +24,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 HERE = Path(__file__).parent
+NUM_SERVERS = 3
 COLORS = ("#c2410c", "#1d4ed8")
 
 
@@ -105,7 +106,7 @@ def wait_for_step(paths, step, processes, trainers):
         time.sleep(0.2)
 
 
-def draw(paths, moments, out):
+def draw(paths, killed, joined, out):
     figure, axis = plt.subplots(figsize=(9, 4.5), layout="constrained")
     begin = min(read_metrics(path)[0]["time"] for path in paths)
     for number, path in enumerate(paths):
@@ -115,13 +116,12 @@ def draw(paths, moments, out):
         axis.plot(
             seconds, smooth([r["loss"] for r in records]), color=COLORS[number], label=f"trainer {number}"
         )
-    for number, (moment, text) in enumerate(moments):
-        axis.axvline(moment - begin, color="black", ls="--", lw=1)
-        side = (
-            "right" if number == 0 else "left"
-        )  # the first label before its line, so that none crosses another
-        place = {"xytext": (-4 if number == 0 else 4, -14), "textcoords": "offset points", "ha": side}
-        axis.annotate(text, (moment - begin, axis.get_ylim()[1]), **place)
+    for number, (dead, new) in enumerate(zip(killed, joined, strict=True)):
+        first = number == 0  # one entry in the legend
+        axis.axvline(
+            dead - begin, color="black", ls="--", lw=1, label="a server is killed" if first else None
+        )
+        axis.axvline(new - begin, color="gray", ls=":", lw=1, label="another one joins" if first else None)
     axis.set_xlabel("seconds")
     axis.set_ylabel("loss (nats a byte)")
     axis.legend(frameon=False)
@@ -150,7 +150,7 @@ def count_applied(registry, num_experts):
 def run(args, processes):
     registry = start_etcd(processes)
     time.sleep(1)
-    for number in range(3):
+    for number in range(NUM_SERVERS):
         start_server(processes, f"server-{number}", registry, args, args.num_experts if number == 0 else 0)
         processes.wait_for(f"server-{number}", "Server started")
     wait_for_replicas(registry, args.num_experts)
@@ -160,17 +160,19 @@ def run(args, processes):
         flags = ("--registry", registry, "--steps", args.steps, "--seed", number, "--metrics", path)
         flags += ("--compression", args.compression, "--width", args.width, "--num-experts", args.num_experts)
         processes.start(name, sys.executable, HERE / "trainer.py", *flags)
-    moments = []
-    wait_for_step(paths, args.steps // 3, processes, trainers)
-    processes.all["server-0"].send_signal(signal.SIGKILL)
-    moments.append((time.time(), "a server is killed"))
-    print("server-0 was killed", flush=True)
-    start_server(processes, "server-3", registry, args, 0)
-    processes.wait_for("server-3", "Server started")
-    moments.append((time.time(), "a server joins"))
-    print("server-3 has joined", flush=True)
+    killed, joined = [], []
+    for number in range(NUM_SERVERS):
+        wait_for_step(paths, args.steps * (number + 1) // (NUM_SERVERS + 1), processes, trainers)
+        wait_for_replicas(registry, args.num_experts)  # one death at a time: two replicas stand one
+        processes.all[f"server-{number}"].send_signal(signal.SIGKILL)
+        killed.append(time.time())
+        new = f"server-{number + NUM_SERVERS}"
+        start_server(processes, new, registry, args, 0)
+        processes.wait_for(new, "Server started")
+        joined.append(time.time())
+        print(f"server-{number} was killed, {new} has joined", flush=True)
     wait_for_step(paths, args.steps, processes, trainers)
-    draw(paths, moments, args.out / "curve.png")
+    draw(paths, killed, joined, args.out / "curve.png")
     return report(paths, count_applied(registry, args.num_experts), args.out)
 
 
