@@ -36,8 +36,7 @@ def logits(model):
 ACTIVATIONS = {
     "gelu": {},
     "silu": {"activation_func": F.silu},
-    "relu2": {"activation_func": lambda x: F.relu(x).square()},
-    "callable": {"activation_func": torch.tanh},
+    "callable": {"activation_func": lambda x: F.relu(x).square()},
     "swiglu": {"activation_func": F.silu, "gated_linear_unit": True},
     "geglu": {"gated_linear_unit": True, "add_bias_linear": False},
 }
