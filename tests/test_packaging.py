@@ -301,7 +301,7 @@ def test_modules_need_no_import_of_their_own():
     )
     out = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT)
     assert out.returncode == 0, out.stderr
-    expected = "audit checkpoint compat cpu gpu megatron optim pipeline remote testing"
+    expected = "audit checkpoint compat cpu gpu lora megatron optim pipeline remote testing"
     assert out.stdout.split() == expected.split()
 
 

@@ -12,7 +12,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 ROUTER_NAMES = ("router", "gate", "wg", "classifier", "switch")
-CHOOSE = {"topk", "argmax", "max", "sort", "argsort"}
+CHOOSE = frozenset(("topk", "argmax", "max", "sort", "argsort"))
 
 
 @dataclass

@@ -60,7 +60,7 @@ def test_model_without_experts_is_refused():
 
 @pytest.mark.parametrize(("make", "status"), [("healthy", 0), ("dead_router", 1)])
 def test_command_reports_the_example(make, status, capsys):
-    assert main([f"examples/doctor/model.py:{make}", "--json"]) == status
+    assert main([f"examples/doctor/two_routers.py:{make}", "--json"]) == status
     report = json.loads(capsys.readouterr().out)
     wrong = {finding["invariant"] for finding in report["findings"] if finding["verdict"] == "wrong"}
     assert wrong == ({"router-gradient"} if status else set())

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -15,7 +15,7 @@ from fmoe_ext.checkpoint.layouts import BLOCKS, PER_EXPERT, STACKED
 from fmoe_ext.checkpoint.safetensors_file import StoredTensor, read_unmapped
 
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-Loaded = Mapping[str, tuple[Factors, Pair]]
+Loaded: TypeAlias = Mapping[str, tuple[Factors, Pair]]
 
 
 @dataclass(frozen=True)

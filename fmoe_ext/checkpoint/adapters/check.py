@@ -1,6 +1,7 @@
 """The report of `fmoe adapter check`: layout, ranks, what is zero, missing or does not fit, sizes of deltas."""
 
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -9,14 +10,16 @@ from fmoe_ext.checkpoint.adapters.base import Base, compare, delta
 from fmoe_ext.checkpoint.adapters.reading import Adapter
 from fmoe_ext.checkpoint.errors import CheckpointError
 
-WRITERS = {
-    ("flat", "out_in", "rank_major"): "PEFT from 0.19, vLLM's stacked names",
-    ("flat", "in_out", "rank_major"): "PEFT before 0.19",
-    ("flat", "out_in", "expert_major"): "unsloth before its repair, on PEFT from 0.19",
-    ("flat", "in_out", "expert_major"): "unsloth before its repair, on PEFT before 0.19",
-    ("numbered", "", ""): "a module an expert: PEFT on nn.Linear experts, vLLM, SGLang",
-    ("stacked", "", ""): "3-d tensors: SGLang, Megatron-Bridge",
-}
+WRITERS = MappingProxyType(
+    {
+        ("flat", "out_in", "rank_major"): "PEFT from 0.19, vLLM's stacked names",
+        ("flat", "in_out", "rank_major"): "PEFT before 0.19",
+        ("flat", "out_in", "expert_major"): "unsloth before its repair, on PEFT from 0.19",
+        ("flat", "in_out", "expert_major"): "unsloth before its repair, on PEFT before 0.19",
+        ("numbered", "", ""): "a module an expert: PEFT on nn.Linear experts, vLLM, SGLang",
+        ("stacked", "", ""): "3-d tensors: SGLang, Megatron-Bridge",
+    }
+)
 
 
 def check(adapter: Adapter, base: Base | None = None) -> dict[str, Any]:

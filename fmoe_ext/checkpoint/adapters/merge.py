@@ -10,7 +10,7 @@ import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -22,7 +22,7 @@ from fmoe_ext.checkpoint.safetensors_file import StoredTensor, write_safetensors
 
 COPIED = (".json", ".txt", ".model", ".jinja")  # of the tokenizer and the configuration
 INDEX, REPORT = "model.safetensors.index.json", "merge_report.json"
-Losses = dict[str, float]
+Losses: TypeAlias = dict[str, float]
 
 
 class Merge:

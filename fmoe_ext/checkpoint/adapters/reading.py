@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -38,7 +38,7 @@ ROLE = {"w1": "gate", "w3": "up", "w2": "down", "gate_proj": "gate", "up_proj": 
 # Patterns of a config are evaluated; these characters cannot make a search explode.
 PATTERN = re.compile(r"(?:[\w^$|()-]|\\\.|\\d\+?|\.[*+]?)*")
 UNSUPPORTED = ("use_dora", "lora_bias", "fan_in_fan_out", "layer_replication", "alora_invocation_tokens")
-Pair = tuple[torch.Tensor, torch.Tensor]
+Pair: TypeAlias = tuple[torch.Tensor, torch.Tensor]
 
 
 @dataclass(frozen=True)
