@@ -35,7 +35,7 @@ train-ep: build
 train-megatron: build
 	$(PY) -W ignore examples/megatron/train.py $(ARGS)
 
-## make train-remote  three servers, two replicas an expert, two trainers; one server dies and one comes meanwhile
+## make train-remote  three servers, two replicas an expert, two trainers; each server is killed once
 train-remote: build
 	$(PY) examples/remote/train.py $(ARGS)
 

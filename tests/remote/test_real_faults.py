@@ -1,6 +1,7 @@
 """Real servers, a real etcd, real signals and cut networks: the checker of the simulation on what trainers saw."""
 
 import asyncio
+import contextlib
 import os
 import random
 import shutil
@@ -97,11 +98,10 @@ async def read_held(endpoint):
 def wait_for_members(etcd, count, seconds=90):
     end = time.monotonic() + seconds
     while True:
-        endpoints = loop.run(read_record(etcd), 10)
-        try:
+        held = []
+        with contextlib.suppress(errors.RemoteError, DiscoveryError):  # both may be slow on a busy machine
+            endpoints = loop.run(read_record(etcd), 10)
             held = [loop.run(read_held(endpoint), 10) for endpoint in endpoints.values()]
-        except errors.RemoteError:
-            held = []
         if len(held) == count and len({h.version for h in held}) == 1:
             return held
         assert time.monotonic() < end, f"{len(held)} of {count} members after {seconds} s"
