@@ -44,6 +44,24 @@ def test_longer_log_of_an_older_term_does_not_lead():
     assert recovery.count_lost(alone) >= 1
 
 
+def test_lost_updates_are_counted_from_the_start_of_the_next_term():
+    """Updates 21 to 30 of term 3 were never acknowledged; term 4 began at 20 and reached 35."""
+    known = record(End(NEW, 35), starts={"3": 0, "4": 20})
+    assert recovery.count_lost(vacancy("a", End(OLD, 30), known)) == 15
+    assert recovery.count_lost(vacancy("a", End(OLD, 12), known)) == 23
+    assert recovery.count_lost(vacancy("a", End(NEW, 34), known)) == 1
+    after = recovery.next_record(vacancy("a", End(OLD, 30), known), Action.RECOVER, Term(5, "a"), "a:1")
+    assert dict(after.starts) == {"3": 0}
+    assert keys.load_members(keys.dump(after)) == after
+
+
+def test_record_keeps_the_starts_of_the_last_terms():
+    starts = {}
+    for term in range(1, 101):
+        starts = recovery.with_start(starts, term, 10 * term)
+    assert starts == {str(term): 10 * term for term in range(69, 101)}
+
+
 def test_server_without_the_last_state_waits_in_each_vacancy():
     known, offers = record(End(NEW, 40)), {"a": End()}
     assert decide(vacancy("a", End(), known, offers, ("a",), seconds=29.0)) is Action.WAIT
