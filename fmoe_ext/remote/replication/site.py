@@ -8,7 +8,6 @@ from typing import TypeVar
 from fmoe_ext.remote.replication.effects import Hosting, Peers
 from fmoe_ext.remote.replication.registry import Registry
 
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from fmoe_ext.remote.server.metrics import Metrics
 
 MAX_REQUEST = 8 << 10
 MAX_CONNECTIONS = 64
-SECONDS = 5.0  # for a request and its answer
+ANSWER_SECONDS = 5.0  # for a request and its answer
 
 PAGE = """<!doctype html><html lang="en"><meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1"><title>fmoe-server</title>
@@ -78,7 +78,7 @@ class Pages:
         self._open += 1
         try:
             if self._open <= MAX_CONNECTIONS:
-                await asyncio.wait_for(self._answer(reader, writer), SECONDS)
+                await asyncio.wait_for(self._answer(reader, writer), ANSWER_SECONDS)
         except (asyncio.TimeoutError, asyncio.IncompleteReadError, asyncio.LimitOverrunError, OSError):
             pass  # such a request gets no answer
         finally:
