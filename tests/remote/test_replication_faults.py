@@ -10,10 +10,9 @@ from fmoe_ext.remote import Training
 from fmoe_ext.remote.etcd import keys
 from fmoe_ext.remote.expert_classes import find_expert_class
 from fmoe_ext.remote.replication import recovery
-from fmoe_ext.remote.replication.messages import Append, Reply, append_message, read_append
+from fmoe_ext.remote.replication.follower import Replica
+from fmoe_ext.remote.replication.messages import Append, Reply, Sender, append_message, read_append
 from fmoe_ext.remote.replication.recovery import Action, Vacancy, decide
-from fmoe_ext.remote.replication.replica import Replica
-from fmoe_ext.remote.replication.sender import Sender
 from fmoe_ext.remote.server.fair_queue import Job
 from fmoe_ext.remote.server.host import ExpertHost
 from fmoe_ext.remote.server.ledger import End, Ledger, Logged, NotLeader, Request, Term, Update

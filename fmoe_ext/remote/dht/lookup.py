@@ -8,7 +8,7 @@ from enum import Enum
 from typing import TypeAlias
 
 from fmoe_ext.remote.dht.messages import MAX_KEYS, Found
-from fmoe_ext.remote.dht.routing import Peer
+from fmoe_ext.remote.dht.storage import Peer
 from fmoe_ext.remote.dht.transport import Unreachable
 
 ALPHA = 3  # nodes asked at a time for one key

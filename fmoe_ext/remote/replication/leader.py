@@ -9,9 +9,8 @@ from fmoe_ext.remote.discovery import DiscoveryError
 from fmoe_ext.remote.errors import RemoteError
 from fmoe_ext.remote.etcd import keys
 from fmoe_ext.remote.replication import messages, recovery
-from fmoe_ext.remote.replication.messages import Append, Reply
-from fmoe_ext.remote.replication.sender import Sender
-from fmoe_ext.remote.replication.site import Site
+from fmoe_ext.remote.replication.messages import Append, Reply, Sender
+from fmoe_ext.remote.replication.registry import Site
 from fmoe_ext.remote.server.host import Fail, Finish
 from fmoe_ext.remote.server.ledger import End, Ledger, NotLeader, Term
 from fmoe_ext.remote.server.state import read_state

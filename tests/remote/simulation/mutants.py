@@ -5,11 +5,11 @@ import dataclasses
 
 from fmoe_ext.remote import errors
 from fmoe_ext.remote.replication import recovery, replicas
+from fmoe_ext.remote.replication.follower import Replica, Role
 from fmoe_ext.remote.replication.leader import Leader
+from fmoe_ext.remote.replication.messages import Sender, settle
 from fmoe_ext.remote.replication.recovery import Action
-from fmoe_ext.remote.replication.replica import Replica, Role
 from fmoe_ext.remote.replication.replicas import ReplicatedExperts
-from fmoe_ext.remote.replication.sender import Sender, settle
 from fmoe_ext.remote.server.fair_queue import FairQueue
 from fmoe_ext.remote.server.ledger import End, Ledger, NotLeader
 

@@ -10,8 +10,8 @@ import torch
 from fmoe_ext.remote import errors
 from fmoe_ext.remote.etcd import keys
 from fmoe_ext.remote.replication import follower
-from fmoe_ext.remote.replication.replica import Role
-from fmoe_ext.remote.replication.site import Replication
+from fmoe_ext.remote.replication.follower import Role
+from fmoe_ext.remote.replication.registry import Replication
 from tests.remote.simulation.checker import Failed, Held, History, check
 from tests.remote.simulation.etcd import Etcd
 from tests.remote.simulation.losses import Losses
