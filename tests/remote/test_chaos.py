@@ -24,7 +24,7 @@ from fmoe_ext.remote import (
     loop,
     make_expert,
 )
-from fmoe_ext.remote.client.batch import MARGIN as MARGIN_OF_CALLS
+from fmoe_ext.remote.client.expert import MARGIN as MARGIN_OF_CALLS
 from fmoe_ext.remote.etcd.client import EtcdDiscovery
 from fmoe_ext.remote.replication.follower import Role
 from fmoe_ext.remote.replication.registry import Replication
