@@ -1,6 +1,7 @@
 """Eight ways in which replicated experts lost updates or stood still, each by the part that mends it."""
 
 import asyncio
+import dataclasses
 from types import SimpleNamespace
 
 import pytest
@@ -52,6 +53,18 @@ def test_lost_updates_are_counted_from_the_start_of_the_next_term():
     after = recovery.next_record(vacancy("a", End(OLD, 30), known), Action.RECOVER, Term(5, "a"), "a:1")
     assert dict(after.starts) == {"3": 0}
     assert keys.load_members(keys.dump(after)) == after
+
+
+def test_term_that_was_never_noted_has_its_start_in_the_next_record():
+    ledger = Ledger(is_replicated=True)
+    for term, version in ((OLD, 1), (NEW, 2), (NEW, 3)):
+        ledger.lead(term)
+        ledger.append(Update("e.0", version, ()))
+    assert (ledger.end, ledger.start) == (End(NEW, 3), 1)
+    seen = dataclasses.replace(vacancy("b", ledger.end, record(End(OLD, 1), ["b"])), start=ledger.start)
+    after = recovery.next_record(seen, Action.LEAD, Term(5, "b"), "b:1")
+    assert dict(after.starts) == {"4": 1}
+    assert recovery.count_lost(vacancy("a", End(OLD, 9), after)) == 2
 
 
 def test_record_keeps_the_starts_of_the_last_terms():

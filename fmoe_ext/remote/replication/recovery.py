@@ -34,6 +34,7 @@ class Vacancy:
     hopeless_seconds: float
     recovery_wait: float
     ttl: float
+    start: int | None = None  # version at which the term of the end began
 
 
 def decide(vacancy: Vacancy) -> Action:
@@ -87,6 +88,10 @@ def next_record(vacancy: Vacancy, action: Action, term: Term, endpoint: str) -> 
     starts = record.starts
     if action is Action.RECOVER:  # what its log lacks is no part of the history any more
         starts = {t: v for t, v in starts.items() if int(t) <= vacancy.end.term.number}
+    if (
+        vacancy.start is not None and vacancy.end >= known
+    ):  # the last leader may have died before its first note
+        starts = with_start(starts, vacancy.end.term.number, vacancy.start)
     return replace(
         with_end(record, known),
         starts=starts,

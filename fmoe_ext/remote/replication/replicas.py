@@ -268,6 +268,7 @@ class ReplicatedExperts:
             hopeless_seconds=now - replica.hopeless_since,
             recovery_wait=self.options.recovery_wait,
             ttl=self.options.ttl,
+            start=replica.ledger.start,
         )
         if replica.role is Role.JOINING:
             return

@@ -68,6 +68,7 @@ class Ledger:
     def __init__(self, is_replicated: bool = False, forget: Callable[[str], None] = lambda _: None) -> None:
         self.lock = threading.RLock()
         self.end = End()
+        self.start: int | None = 0  # version at which the term of the end began; None: not known
         self.version = 0
         self.committed = 0
         self.seen = Term()  # the largest in any message or record; smaller ones are refused
@@ -111,7 +112,7 @@ class Ledger:
         with self.lock:
             end = End(self._leads or self.end.term, update.version)
             logged = Logged(self.end, end, update, digest)
-            self.end = end
+            self._move_to(end)
             self._note(update)
             if self.is_replicated:
                 self.tail.append(logged)
@@ -153,7 +154,7 @@ class Ledger:
                 return False
             if logged.previous != self.end or self.broken:
                 raise ValueError("not the next update")
-            self.end = logged.end
+            self._move_to(logged.end)
             self.tail.append(logged)
             self.commit(committed)
             return True
@@ -166,6 +167,7 @@ class Ledger:
     def install(self, end: End, applied: "OrderedDict[str, int]", num_requests: int) -> None:
         """Replaces the history by that of a copy."""
         with self.lock:
+            self.start = None
             self.end, self.version, self.committed = (
                 end,
                 end.version,
@@ -175,6 +177,11 @@ class Ledger:
             self.seen = max(self.seen, end.term)
             self.tail.clear()
             self.broken = ""
+
+    def _move_to(self, end: End) -> None:
+        if end.term != self.end.term:
+            self.start = self.end.version
+        self.end = end
 
     def _note(self, update: Update) -> None:
         self.version = update.version

@@ -39,6 +39,13 @@ def test_all_members_killed_lose_a_known_number_of_updates():
     assert len(history.acknowledged) == 54
 
 
+@pytest.mark.parametrize("seed", [22, 3066], ids=["branch of an older term", "term without a note"])
+def test_recovery_reports_all_losses_that_the_record_knew(seed):
+    world = World(seed)
+    world.run()
+    assert world.num_lost and world.losses.recoveries
+
+
 HELD = Held({"a": 1, "b": 2}, 2, 2, "")
 MADE = dict.fromkeys("abcd", 0.0)
 
