@@ -1,6 +1,10 @@
 """Cost of a call to a remote expert: p50, p99, calls a second; server and client are two processes on this machine.
 
 python -m benchmarks.bench_remote [--rounds 5] [--calls 40] [--peer "command"] [--json results/remote.json]
+    [--replicas 2] [--bad_network] [--cases "forward 1,forward 256"]
+
+--replicas: so many servers keep each expert, with an etcd of this run's own. --bad_network: a proxy between client and
+server delays data by 50 ms a way (25 to 75), and 2 % of it as TCP does after a lost packet.
 
 --peer: a program that measures another library in turn with this one (remote_peer_hivemind.py says how to get it and
 what it reads). One that fails, or takes longer than --patience seconds, is started again; what it could not do is in
@@ -12,12 +16,10 @@ import contextlib
 import json
 import os
 import queue
-import re
 import shlex
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -26,7 +28,9 @@ from pathlib import Path
 import torch
 
 from benchmarks import common
-from fmoe_ext.remote import Client, RemoteExpert, RemoteMixtureOfExperts, Settings, StaticList
+from benchmarks.remote_servers import free_port, hosting
+from fmoe_ext.remote import Client, RemoteExpert, RemoteMixtureOfExperts, Settings
+from tests.remote.proxy import BadNetwork
 
 WIDTH, NUM_EXPERTS, K_BEST, MOE_BATCH, CLIENTS = 512, 5, 4, 32, 8
 UIDS = [f"expert.{n}" for n in range(NUM_EXPERTS)]
@@ -43,20 +47,14 @@ CASES = {
 
 
 class Ours:
-    """fmoe-server in a process of its own, called from here."""
+    """fmoe-server in processes of its own, called from here."""
+
+    def __init__(self, replicas=0, network=None):
+        self.replicas, self.network = replicas, network
 
     def __enter__(self):
-        self.log = tempfile.NamedTemporaryFile("w+")
-        command = (
-            *(sys.executable, "-m", "fmoe_ext.remote.server.main", "--no_dht", "--listen_on", "127.0.0.1:0"),
-            *("--hidden_dim", str(WIDTH), "--expert_uids", *UIDS, "--lr", "1e-5"),
-        )
-        self.process = subprocess.Popen(command, stdout=self.log, stderr=self.log)
-        while not (found := re.search(r"Server started at (\S+)", Path(self.log.name).read_text())):
-            if self.process.poll() is not None:
-                raise RuntimeError(Path(self.log.name).read_text())
-            time.sleep(0.1)
-        directory = StaticList(dict.fromkeys(UIDS, found[1]))
+        self.stack = contextlib.ExitStack()
+        directory = self.stack.enter_context(hosting(UIDS, WIDTH, self.replicas, self.network))
         client = Client(directory, Settings(forward_timeout=60, backward_timeout=60))
         self.experts = [RemoteExpert(uid, client=client) for uid in UIDS]
         self.mixture = RemoteMixtureOfExperts(
@@ -65,9 +63,7 @@ class Ours:
         return self
 
     def __exit__(self, *_):
-        self.process.terminate()
-        self.process.wait(30)
-        self.log.close()
+        self.stack.close()
 
     def measure(self, case, calls):
         kind, rows, with_backward = CASES[case]
@@ -103,8 +99,12 @@ class PeerFailed(Exception):
 class Peer:
     """Another library, measured by a program of its own."""
 
-    def __init__(self, command, patience):
+    def __init__(self, command, patience, network=None):
         self.command, self.patience, self.process = shlex.split(command), patience, None
+        if network is not None:
+            port = free_port()
+            proxy = network.to(f"127.0.0.1:{port}").rpartition(":")[2]
+            self.command += ["--through", str(port), proxy]
 
     def measure(self, case, calls):
         kind, rows, with_backward = CASES[case]
@@ -198,13 +198,22 @@ def main():
     parser.add_argument("--peer")
     parser.add_argument("--patience", type=float, default=300.0, help="seconds the peer has for a round")
     parser.add_argument("--json", type=Path)
+    parser.add_argument(
+        "--replicas", type=int, default=0, help="servers that keep each expert; 0: no registry"
+    )
+    parser.add_argument("--bad_network", action="store_true", help="50 ms a way and 2 %% loss")
+    parser.add_argument("--cases", default=",".join(CASES), help="those to measure")
     args = parser.parse_args()
+    cases = args.cases.split(",")
+    if unknown := set(cases) - set(CASES):
+        parser.error(f"unknown cases {sorted(unknown)}: choose from {', '.join(CASES)}")
     results = []
     with contextlib.ExitStack() as stack:
-        libraries = {"fmoe_ext": stack.enter_context(Ours())}
+        network = stack.enter_context(contextlib.closing(BadNetwork())) if args.bad_network else None
+        libraries = {"fmoe_ext": stack.enter_context(Ours(args.replicas, network))}
         if args.peer:
-            libraries["peer"] = stack.enter_context(Peer(args.peer, args.patience))
-        for case in CASES:
+            libraries["peer"] = stack.enter_context(Peer(args.peer, args.patience, network))
+        for case in cases:
             results += run_case(case, libraries, args.rounds, args.calls)
             print(*results[-len(libraries) :], sep="\n", flush=True)
     text = common.table(["case", "who", "p50 ms", "p99 ms", "calls/s"], [row(r) for r in results])

@@ -3,6 +3,7 @@
 python -m venv DIR && DIR/bin/pip install --only-binary hivemind hivemind==1.1.12
 python -m benchmarks.bench_remote --peer "DIR/bin/python benchmarks/remote_peer_hivemind.py"
 
+--through PORT PROXY: its server listens on that port, and others reach it at the port of a proxy.
 Reads "kind,rows,backward,clients,calls", answers {"seconds": [...]} or {"error": text}. Imports nothing from here.
 """
 
@@ -45,6 +46,17 @@ def measure(line, experts, mixture):
         return [s for job in jobs for s in job.result()]
 
 
+def own_dht():
+    """The options of the server's DHT."""
+    if "--through" not in sys.argv:
+        return {}
+    port, proxy = sys.argv[sys.argv.index("--through") + 1 :][:2]
+    return {
+        "host_maddrs": [f"/ip4/127.0.0.1/tcp/{port}"],
+        "announce_maddrs": [f"/ip4/127.0.0.1/tcp/{proxy}"],
+    }
+
+
 def main():
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever else is printed
@@ -56,8 +68,10 @@ def main():
         optim_cls=lambda parameters: torch.optim.SGD(parameters, lr=1e-5),
         start=True,
         device="cpu",
+        **own_dht(),
     )
-    dht = DHT(initial_peers=server.dht.get_visible_maddrs(), start=True)
+    # a client that listened might be called back, past the proxy
+    dht = DHT(initial_peers=server.dht.get_visible_maddrs(), client_mode=bool(own_dht()), start=True)
     while not all(experts := get_experts(dht, uids)):
         time.sleep(0.5)
     timeouts = {"forward_timeout": 60, "backward_timeout": 60}

@@ -12,10 +12,9 @@ except ImportError as error:
 
 from fmoe_ext.remote.client.audit import Auditor, Finding
 from fmoe_ext.remote.client.client import Client, Settings
-from fmoe_ext.remote.client.expert import LiveGate, RemoteExpert, RemoteExperts
+from fmoe_ext.remote.client.expert import Directory, LiveGate, RemoteExpert, RemoteExperts
 from fmoe_ext.remote.client.moe import RemoteMixtureOfExperts, RemoteSwitchMixtureOfExperts
 from fmoe_ext.remote.dht import DHT
-from fmoe_ext.remote.directory import Directory
 from fmoe_ext.remote.discovery import Discovery, DiscoveryError, ExpertRecord, StaticList
 from fmoe_ext.remote.errors import (
     Busy,
@@ -26,7 +25,7 @@ from fmoe_ext.remote.errors import (
     Refused,
     RemoteError,
 )
-from fmoe_ext.remote.etcd.discovery import EtcdDiscovery
+from fmoe_ext.remote.etcd.client import EtcdDiscovery
 from fmoe_ext.remote.expert_classes import make_expert, register_expert_class
 from fmoe_ext.remote.schema import SchemaError
 from fmoe_ext.remote.security import Credentials, Security

@@ -16,7 +16,7 @@ from fmoe_ext.remote.discovery import DiscoveryError
 from fmoe_ext.remote.etcd import keys
 from fmoe_ext.remote.etcd.client import Entry, EtcdClient
 from fmoe_ext.remote.security import Credentials
-from fmoe_ext.remote.server.flags import ETCD, read_tokens
+from fmoe_ext.remote.server.options import ETCD, read_tokens
 from fmoe_ext.remote.wire import Message, encode
 
 MAX_CALLS = 64  # at the same time

@@ -24,11 +24,11 @@ from fmoe_ext.remote import (
     loop,
     make_expert,
 )
-from fmoe_ext.remote.client.batch import MARGIN as MARGIN_OF_CALLS
-from fmoe_ext.remote.etcd.discovery import EtcdDiscovery
-from fmoe_ext.remote.replication.replica import Role
+from fmoe_ext.remote.client.expert import MARGIN as MARGIN_OF_CALLS
+from fmoe_ext.remote.etcd.client import EtcdDiscovery
+from fmoe_ext.remote.replication.follower import Role
+from fmoe_ext.remote.replication.registry import Replication
 from fmoe_ext.remote.replication.replicas import ReplicatedExperts
-from fmoe_ext.remote.replication.site import Replication
 
 D, UIDS = 16, ("expert.0", "expert.1")
 DEADLINE = 20.0

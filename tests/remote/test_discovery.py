@@ -8,7 +8,7 @@ import torch
 from fmoe_ext.remote import Client, Directory, ExpertGone, RemoteExpert, Settings, loop
 from fmoe_ext.remote.dht import open_node
 from fmoe_ext.remote.discovery import DiscoveryError, ExpertRecord, StaticList, check_uid, prefixes_of
-from fmoe_ext.remote.etcd.discovery import EtcdDiscovery
+from fmoe_ext.remote.etcd.client import EtcdDiscovery
 
 
 @pytest.fixture(params=["static", "dht", "etcd"])

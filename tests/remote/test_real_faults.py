@@ -17,8 +17,7 @@ from fmoe_ext.remote import errors, loop, protocol
 from fmoe_ext.remote.client.caller import Caller
 from fmoe_ext.remote.discovery import DiscoveryError
 from fmoe_ext.remote.etcd import keys
-from fmoe_ext.remote.etcd.client import EtcdClient
-from fmoe_ext.remote.etcd.discovery import EtcdDiscovery
+from fmoe_ext.remote.etcd.client import EtcdClient, EtcdDiscovery
 from fmoe_ext.remote.wire import Message, encode
 from tests.remote.conftest import free_ports, start_etcd
 from tests.remote.simulation.checker import Held, History, check

@@ -22,13 +22,12 @@ from fmoe_ext.remote import (
     loop,
 )
 from fmoe_ext.remote.discovery import DiscoveryError
-from fmoe_ext.remote.etcd import discovery as etcd_discovery
-from fmoe_ext.remote.etcd.discovery import EtcdDiscovery
-from fmoe_ext.remote.replication.messages import Append
-from fmoe_ext.remote.replication.replica import Role
+from fmoe_ext.remote.etcd import client as etcd_client
+from fmoe_ext.remote.etcd.client import EtcdDiscovery
+from fmoe_ext.remote.replication.follower import Role
+from fmoe_ext.remote.replication.messages import Append, Sender
+from fmoe_ext.remote.replication.registry import Replication
 from fmoe_ext.remote.replication.replicas import ReplicatedExperts
-from fmoe_ext.remote.replication.sender import Sender
-from fmoe_ext.remote.replication.site import Replication
 from fmoe_ext.remote.server.ledger import End, Term
 from fmoe_ext.remote.server.state import digest
 
@@ -291,7 +290,7 @@ def test_clocks_that_jump_change_nothing(cluster, client, monkeypatch):
         )
         for module in (
             discovery,
-            etcd_discovery,
+            etcd_client,
         ):  # grpc reads the clock too, and takes no other one
             monkeypatch.setattr(module, "time", clock)
         step(client, number)

@@ -1,6 +1,7 @@
 """Eight ways in which replicated experts lost updates or stood still, each by the part that mends it."""
 
 import asyncio
+import dataclasses
 from types import SimpleNamespace
 
 import pytest
@@ -10,10 +11,9 @@ from fmoe_ext.remote import Training
 from fmoe_ext.remote.etcd import keys
 from fmoe_ext.remote.expert_classes import find_expert_class
 from fmoe_ext.remote.replication import recovery
-from fmoe_ext.remote.replication.messages import Append, Reply, append_message, read_append
+from fmoe_ext.remote.replication.follower import Replica
+from fmoe_ext.remote.replication.messages import Append, Reply, Sender, append_message, read_append
 from fmoe_ext.remote.replication.recovery import Action, Vacancy, decide
-from fmoe_ext.remote.replication.replica import Replica
-from fmoe_ext.remote.replication.sender import Sender
 from fmoe_ext.remote.server.fair_queue import Job
 from fmoe_ext.remote.server.host import ExpertHost
 from fmoe_ext.remote.server.ledger import End, Ledger, Logged, NotLeader, Request, Term, Update
@@ -42,6 +42,36 @@ def test_longer_log_of_an_older_term_does_not_lead():
     alone = vacancy("a", ends["a"], known, {"a": ends["a"]}, ("a",), seconds=1.1)
     assert decide(alone) is Action.WAIT
     assert recovery.count_lost(alone) >= 1
+
+
+def test_lost_updates_are_counted_from_the_start_of_the_next_term():
+    """Updates 21 to 30 of term 3 were never acknowledged; term 4 began at 20 and reached 35."""
+    known = record(End(NEW, 35), starts={"3": 0, "4": 20})
+    assert recovery.count_lost(vacancy("a", End(OLD, 30), known)) == 15
+    assert recovery.count_lost(vacancy("a", End(OLD, 12), known)) == 23
+    assert recovery.count_lost(vacancy("a", End(NEW, 34), known)) == 1
+    after = recovery.next_record(vacancy("a", End(OLD, 30), known), Action.RECOVER, Term(5, "a"), "a:1")
+    assert dict(after.starts) == {"3": 0}
+    assert keys.load_members(keys.dump(after)) == after
+
+
+def test_term_that_was_never_noted_has_its_start_in_the_next_record():
+    ledger = Ledger(is_replicated=True)
+    for term, version in ((OLD, 1), (NEW, 2), (NEW, 3)):
+        ledger.lead(term)
+        ledger.append(Update("e.0", version, ()))
+    assert (ledger.end, ledger.start) == (End(NEW, 3), 1)
+    seen = dataclasses.replace(vacancy("b", ledger.end, record(End(OLD, 1), ["b"])), start=ledger.start)
+    after = recovery.next_record(seen, Action.LEAD, Term(5, "b"), "b:1")
+    assert dict(after.starts) == {"4": 1}
+    assert recovery.count_lost(vacancy("a", End(OLD, 9), after)) == 2
+
+
+def test_record_keeps_the_starts_of_the_last_terms():
+    starts = {}
+    for term in range(1, 101):
+        starts = recovery.with_start(starts, term, 10 * term)
+    assert starts == {str(term): 10 * term for term in range(69, 101)}
 
 
 def test_server_without_the_last_state_waits_in_each_vacancy():

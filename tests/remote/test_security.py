@@ -12,8 +12,8 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from fmoe_ext.remote import Busy, Credentials, ExpertGone, Refused, RemoteError, Security, Settings
 from fmoe_ext.remote.dht import Identity
 from fmoe_ext.remote.security import Rates, host_of
-from fmoe_ext.remote.server.flags import parse, read_tokens
 from fmoe_ext.remote.server.main import make_server
+from fmoe_ext.remote.server.options import parse, read_tokens
 
 X = torch.ones(2, 16)
 QUICK = Settings(forward_timeout=2, backward_timeout=2, info_timeout=2, patience=0)

@@ -17,8 +17,8 @@ import safetensors.torch
 import torch
 
 from fmoe_ext.remote import Client, Options, RemoteError, RemoteExpert, Server, Settings
-from fmoe_ext.remote.server.flags import parse
 from fmoe_ext.remote.server.main import main, make_server
+from fmoe_ext.remote.server.options import parse
 from fmoe_ext.remote.server.service import NotLeader
 from fmoe_ext.remote.server.state import Checkpoints
 from fmoe_ext.remote.wire import Message, WireError

@@ -7,7 +7,7 @@ import pytest
 from dying import kill
 
 from fmoe_ext.remote import Security, loop, status
-from fmoe_ext.remote.replication.replica import Role
+from fmoe_ext.remote.replication.follower import Role
 from fmoe_ext.remote.server import main as server_main
 from tests.remote.test_replication import UID, client, cluster, pair_up, role, step, wait_until
 

@@ -9,16 +9,18 @@ import safetensors.torch
 import torch
 
 from fmoe_ext.remote import Client, Refused, RemoteExpert, Settings, Training, loop
-from fmoe_ext.remote.compression import ErrorFeedback, compress, decompress
 from fmoe_ext.remote.server.fair_queue import FairQueue, Job
 from fmoe_ext.remote.wire import (
     DTYPES,
     STATE,
+    ErrorFeedback,
     Limits,
     Message,
     WireError,
     body_bytes,
+    compress,
     decode,
+    decompress,
     encode,
     encode_parts,
 )

@@ -13,11 +13,10 @@ import torch
 
 from fmoe_ext.remote import errors, protocol
 from fmoe_ext.remote.client.caller import Caller
-from fmoe_ext.remote.compression import ErrorFeedback, check_codec, compress, decompress
 from fmoe_ext.remote.discovery import Cached, Discovery, DiscoveryError, ExpertRecord, check_uid
 from fmoe_ext.remote.schema import Schema, SchemaError, is_finite
 from fmoe_ext.remote.security import Credentials
-from fmoe_ext.remote.wire import Limits, Message, encode
+from fmoe_ext.remote.wire import ErrorFeedback, Limits, Message, check_codec, compress, decompress, encode
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.02, 0.5  # seconds between attempts
 GONE_FOR = 2.0  # seconds for which an expert that failed counts as gone

@@ -1,16 +1,188 @@
-"""RemoteExpert: one expert as a module; RemoteExperts: many of them as the experts of a layer."""
+"""Experts as modules: calls to many as one step of autograd, RemoteExpert, RemoteExperts, and Directory."""
 
-from collections.abc import Sequence
+import asyncio
+import time
+from collections.abc import Callable, Sequence, Set
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.function import once_differentiable
 
 from fmoe_ext.gates import BaseGate
 from fmoe_ext.remote import loop
-from fmoe_ext.remote.client.batch import MARGIN, Batch, Call
-from fmoe_ext.remote.client.client import Client
-from fmoe_ext.remote.discovery import ExpertRecord
+from fmoe_ext.remote.client.client import Client, Handle, Outcome, Settings
+from fmoe_ext.remote.discovery import Discovery, ExpertRecord, is_uid
+from fmoe_ext.remote.errors import CallTimeout, Refused, RemoteError
 from fmoe_ext.remote.schema import Schema
+from fmoe_ext.remote.security import Credentials
+
+MARGIN = 1.0  # seconds that the loop may take beyond a deadline before its caller stops waiting for it
+
+
+@dataclass(frozen=True)
+class Call:
+    """An expert and its inputs."""
+
+    handle: Handle
+    inputs: tuple[torch.Tensor, ...]
+
+
+@dataclass
+class Batch:
+    """Calls that go together. failed[n]: why call n has no output, None if it has one.
+
+    tolerant: a call that fails gives no output (None), or zero as gradient; otherwise it raises RemoteError.
+    grace: seconds that calls have left once enough of the others have ended (is_enough); None for their deadlines.
+    """
+
+    client: Client
+    calls: Sequence[Call]
+    forward_timeout: float
+    backward_timeout: float
+    tolerant: bool = False
+    grace: float | None = None
+
+    def __post_init__(self) -> None:
+        self.failed: list[Exception | None] = [None] * len(self.calls)
+        self.versions = [0] * len(self.calls)
+        self.grad_failed: list[Exception | None] = [None] * len(self.calls)
+
+    def is_enough(self, succeeded: Set[int], is_forward: bool) -> bool:
+        """True if the calls that succeeded make the others expendable."""
+        return False
+
+    def run(self) -> list[torch.Tensor | None]:
+        """The outputs, differentiable."""
+        flat = [x for call in self.calls for x in call.inputs]
+        anchor = torch.empty(
+            0, requires_grad=True
+        )  # so that experts learn even if no input asks for a gradient
+        outputs = list(_Calls.apply(self, anchor, *flat))
+        return [y if error is None else None for y, error in zip(outputs, self.failed, strict=True)]
+
+    def refuse_misfits(
+        self, outputs: Sequence[torch.Tensor | None], wanted: Sequence[torch.Tensor]
+    ) -> list[torch.Tensor | None]:
+        """The outputs without those that differ in dtype or shape of a row from the tensor beside them."""
+        kept: list[torch.Tensor | None] = []
+        for n, (y, like) in enumerate(zip(outputs, wanted, strict=True)):
+            fits = y is None or (y.dtype, y.shape[1:]) == (like.dtype, like.shape[1:])
+            if y is not None and not fits:
+                self.failed[n] = Refused(
+                    f"{self.calls[n].handle.uid} returned rows of {y.dtype} {list(y.shape[1:])}, but "
+                    f"{like.dtype} {list(like.shape[1:])} were expected"
+                )
+            kept.append(y if fits else None)
+        return kept
+
+    def _settle(self, results: Sequence[Any], errors: list[Exception | None]) -> list[Outcome | None]:
+        for n, result in enumerate(results):
+            if isinstance(result, (RemoteError, ValueError)) and self.tolerant:
+                errors[n] = result
+            elif isinstance(result, BaseException):
+                raise result
+        return [None if error is not None else r for r, error in zip(results, errors, strict=True)]
+
+    def _run_all(
+        self, calls: Sequence[Any], timeout: float, is_enough: Callable[[Set[int]], bool]
+    ) -> list[Any]:
+        """The result or exception of each call, at the latest MARGIN after the deadline."""
+        try:
+            return loop.run(_all(calls, self.grace, is_enough), timeout + MARGIN)
+        except TimeoutError:  # this process is too busy to keep its own deadlines
+            late = CallTimeout(f"no call had ended {MARGIN:.3g} s after its deadline of {timeout:.3g} s")
+            return [late] * len(calls)
+
+    def forward(self, inputs: Sequence[Sequence[torch.Tensor]]) -> list[torch.Tensor]:
+        client, timeout = self.client, self.forward_timeout
+        calls = [
+            client.forward(call.handle, given, timeout)
+            for call, given in zip(self.calls, inputs, strict=True)
+        ]
+        results = self._run_all(calls, timeout, lambda done: self.is_enough(done, True))
+        outcomes = self._settle(results, self.failed)
+        self.versions = [0 if outcome is None else outcome.version for outcome in outcomes]
+        empty = inputs[0][0].new_empty(0) if inputs else torch.empty(0)
+        return [empty.clone() if outcome is None else outcome.tensors[0] for outcome in outcomes]
+
+    def backward(
+        self, inputs: Sequence[Sequence[torch.Tensor]], grads: Sequence[torch.Tensor]
+    ) -> list[tuple[torch.Tensor, ...] | None]:
+        """The gradients of the floating inputs of each call; None where there are none."""
+        asked = [n for n, error in enumerate(self.failed) if error is None]
+        timeout = self.backward_timeout
+        calls = [
+            self.client.backward(self.calls[n].handle, inputs[n], grads[n], self.versions[n], timeout)
+            for n in asked
+        ]
+        errors: list[Exception | None] = [None] * len(asked)
+        results = self._run_all(calls, timeout, lambda done: self.is_enough({asked[n] for n in done}, False))
+        outcomes = self._settle(results, errors)
+        found: list[tuple[torch.Tensor, ...] | None] = [None] * len(self.calls)
+        for n, outcome, error in zip(asked, outcomes, errors, strict=True):
+            self.grad_failed[n] = error
+            self.client.counts["gradients lost"] += error is not None
+            found[n] = None if outcome is None else outcome.tensors
+        return found
+
+
+class _Calls(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, batch: Batch, anchor: torch.Tensor, *flat: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.batch = batch
+        ctx.save_for_backward(*flat)
+        outputs = tuple(batch.forward(_unflatten(batch, [x.detach() for x in flat])))
+        return tuple(y.to(x[0].device) for y, x in zip(outputs, _unflatten(batch, flat), strict=True))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        inputs = _unflatten(ctx.batch, ctx.saved_tensors)
+        found = ctx.batch.backward(inputs, grads)
+        d_flat: list[torch.Tensor | None] = []
+        for given, tensors in zip(inputs, found, strict=True):
+            queue = iter(tensors or ())
+            d_flat += [next(queue, None) if x.is_floating_point() else None for x in given]
+        flat = [x for given in inputs for x in given]
+        moved = [None if d is None else d.to(x.device) for d, x in zip(d_flat, flat, strict=True)]
+        return None, None, *moved
+
+
+def _unflatten(batch: Batch, flat: Sequence[torch.Tensor]) -> list[tuple[torch.Tensor, ...]]:
+    queue = iter(flat)
+    return [tuple(next(queue) for _ in call.inputs) for call in batch.calls]
+
+
+async def _all(calls: Sequence[Any], grace: float | None, is_enough: Callable[[Set[int]], bool]) -> list[Any]:
+    """The result or exception of each call; once is_enough, those that take longer than grace time out."""
+    if grace is None:
+        return await asyncio.gather(*calls, return_exceptions=True)
+    tasks = [asyncio.ensure_future(call) for call in calls]
+    waiting, left, begin = set(tasks), None, 0.0
+    try:
+        while waiting:
+            done, waiting = await asyncio.wait(waiting, timeout=left, return_when=asyncio.FIRST_COMPLETED)
+            succeeded = {
+                n
+                for n, task in enumerate(tasks)
+                if task.done() and not task.cancelled() and not task.exception()
+            }
+            now = time.monotonic()
+            if not begin and is_enough(succeeded):
+                begin = now
+            left = None if not begin else max(0.0, begin + grace - now)
+            if left == 0.0:
+                break
+    finally:
+        for task in waiting:
+            task.cancel()
+    late = CallTimeout(f"enough experts answered, and this one took {grace:.3g} s longer")
+    results = await asyncio.gather(*tasks, return_exceptions=True)
+    return [late if task in waiting else result for task, result in zip(tasks, results, strict=True)]
 
 
 class RemoteExpert(nn.Module):
@@ -139,3 +311,34 @@ class LiveGate(nn.Module):
     def has_loss(self) -> bool:
         """The wrapped gate's."""
         return bool(self.gate.has_loss)
+
+
+class Directory:
+    """Finds experts through any Discovery; every call has a deadline in seconds."""
+
+    def __init__(
+        self,
+        discovery: Discovery,
+        settings: Settings | None = None,
+        credentials: Credentials | None = None,
+    ):
+        self.discovery = discovery
+        self.client = Client(discovery, settings, credentials)
+
+    def get_experts(self, uids: Sequence[str], timeout: float = 5.0) -> list[RemoteExpert | None]:
+        """The experts of these uids, None where there is none; DiscoveryError if nobody answers in time."""
+        names = [uid for uid in dict.fromkeys(uids) if is_uid(uid)]
+        records = loop.run(self.discovery.get(names, timeout=timeout), timeout + MARGIN)
+        found = {record.uid: record for record in records if record is not None}
+        return [RemoteExpert(uid, found[uid], self.client) if uid in found else None for uid in uids]
+
+    def declare_experts(
+        self, uids: Sequence[str], endpoint: str, ttl: float = 30.0, timeout: float = 5.0
+    ) -> frozenset[str]:
+        """Claims uids for an endpoint -> those that are now its."""
+        return loop.run(self.discovery.declare(list(uids), endpoint, ttl, timeout=timeout), timeout + MARGIN)
+
+    def shutdown(self, timeout: float = 5.0) -> None:
+        """Frees sockets; what was declared stays until it expires."""
+        loop.run(self.client.close(), timeout)
+        loop.run(self.discovery.close(), timeout)

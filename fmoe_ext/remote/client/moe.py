@@ -13,9 +13,8 @@ from fmoe_ext import ops
 from fmoe_ext.gates import OneRank, balance_loss
 from fmoe_ext.remote import loop
 from fmoe_ext.remote.beam_search import Found, beam_search
-from fmoe_ext.remote.client.batch import MARGIN, Batch, Call
 from fmoe_ext.remote.client.client import Client, Handle, Settings
-from fmoe_ext.remote.directory import Directory
+from fmoe_ext.remote.client.expert import MARGIN, Batch, Call, Directory
 from fmoe_ext.remote.discovery import Discovery, check_prefix, coordinates
 from fmoe_ext.remote.errors import ExpertGone
 from fmoe_ext.remote.security import Credentials

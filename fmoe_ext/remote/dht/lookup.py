@@ -8,7 +8,7 @@ from enum import Enum
 from typing import TypeAlias
 
 from fmoe_ext.remote.dht.messages import MAX_KEYS, Found
-from fmoe_ext.remote.dht.routing import Peer
+from fmoe_ext.remote.dht.storage import Peer
 from fmoe_ext.remote.dht.transport import Unreachable
 
 ALPHA = 3  # nodes asked at a time for one key
@@ -34,15 +34,24 @@ class Search:
     def __init__(self, key: int, width: int, alpha: int = ALPHA):
         self.key, self.width, self.alpha = key, width, alpha
         self.candidates: dict[int, Candidate] = {}
+        self._nearest: list[Candidate] | None = None  # until a candidate comes or fails
 
     def add(self, peers: Iterable[Peer], hops: int) -> None:
         for peer in peers:
-            if len(self.candidates) < MAX_CANDIDATES:
-                self.candidates.setdefault(peer.node_id, Candidate(peer, hops))
+            if peer.node_id not in self.candidates and len(self.candidates) < MAX_CANDIDATES:
+                self.candidates[peer.node_id] = Candidate(peer, hops)
+                self._nearest = None
+
+    def fail(self, node_id: int) -> None:
+        """A node cannot be reached: the next one takes its place."""
+        self.candidates[node_id].state = State.FAILED
+        self._nearest = None
 
     def nearest(self) -> list[Candidate]:
-        reachable = (c for c in self.candidates.values() if c.state is not State.FAILED)
-        return sorted(reachable, key=lambda c: c.peer.node_id ^ self.key)[: self.width]
+        if self._nearest is None:
+            reachable = (c for c in self.candidates.values() if c.state is not State.FAILED)
+            self._nearest = sorted(reachable, key=lambda c: c.peer.node_id ^ self.key)[: self.width]
+        return self._nearest
 
     def next_to_ask(self, nearest: Sequence[Candidate]) -> list[Candidate]:
         num_asked = sum(c.state is State.ASKED for c in nearest)
@@ -116,5 +125,7 @@ class Lookup:
                 candidate.state, candidate.found = State.ANSWERED, found
                 others = (p for p in found.peers if p.node_id != self._own_id)
                 search.add(others, candidate.hops + 1)
-            else:  # a node that answered other keys had no room for this one
-                candidate.state = State.NEW if answers else State.FAILED
+            elif answers:  # it had no room for this key
+                candidate.state = State.NEW
+            else:
+                search.fail(peer.node_id)

@@ -10,8 +10,7 @@ from pathlib import Path
 
 from fmoe_ext._cli import CANNOT, run
 from fmoe_ext.remote import loop
-from fmoe_ext.remote.dht.dht import open_node
-from fmoe_ext.remote.dht.discovery import KademliaDiscovery
+from fmoe_ext.remote.dht.discovery import KademliaDiscovery, open_node
 from fmoe_ext.remote.dht.node import UNREACHABLE, NodeOptions, check_peer
 from fmoe_ext.remote.dht.relay import Attachment, Relay, RelayOptions
 from fmoe_ext.remote.discovery import DiscoveryError

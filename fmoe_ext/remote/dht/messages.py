@@ -25,8 +25,7 @@ from fmoe_ext.remote.dht.records import (
     node_id_of,
     read_record,
 )
-from fmoe_ext.remote.dht.routing import BUCKET_SIZE, Peer
-from fmoe_ext.remote.dht.storage import MAX_OWNERS, MAX_UNDER_PREFIX, Refusal
+from fmoe_ext.remote.dht.storage import BUCKET_SIZE, MAX_OWNERS, MAX_UNDER_PREFIX, Peer, Refusal
 
 SERVICE = "fmoe.dht"
 PING, FIND, STORE = "Ping", "Find", "Store"

@@ -16,8 +16,7 @@ from fmoe_ext.remote.dht.lookup import ALPHA, Lookup, Search
 from fmoe_ext.remote.dht.messages import Answer, BadMessage, Found, Header, Item, Request
 from fmoe_ext.remote.dht.records import BadRecord, Identity, SignedRecord, check_endpoint, node_id_of
 from fmoe_ext.remote.dht.relay import Attachment
-from fmoe_ext.remote.dht.routing import Peer, RoutingTable
-from fmoe_ext.remote.dht.storage import MAX_RECORDS, RecordStore, Refusal
+from fmoe_ext.remote.dht.storage import MAX_RECORDS, Peer, RecordStore, Refusal, RoutingTable
 from fmoe_ext.remote.dht.transport import Transport, Unreachable
 from fmoe_ext.remote.discovery import DiscoveryError
 from fmoe_ext.remote.flags import POSITIVE, endpoint, flag

@@ -47,7 +47,8 @@ class Leader:
 @dataclass(frozen=True)
 class Members:
     """The record of an expert. term: number of the last leadership; term_of_end, leader_of_end, version: an end that
-    the log has reached; successor: who should lead next; voided: nobody has led since the registry went back."""
+    the log has reached; starts: the version at which a term began, by its number; successor: who should lead next;
+    voided: nobody has led since the registry went back."""
 
     endpoints: Mapping[str, str] = field(default_factory=dict)  # by server
     version: int = 0
@@ -57,6 +58,7 @@ class Members:
     leader_of_end: str = ""
     epoch: int = 0
     voided: bool = False
+    starts: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -91,9 +93,13 @@ def load_members(value: bytes) -> Members | None:
     entries = _load(value)
     endpoints = entries.pop("endpoints", None)
     found = _typed(Members(), entries)
-    if found is None or not isinstance(endpoints, dict):
+    if found is None or not isinstance(endpoints, dict) or not all(map(_is_start, found.starts.items())):
         return None
     return replace(found, endpoints={str(k): str(v) for k, v in endpoints.items()})
+
+
+def _is_start(item: tuple[str, object]) -> bool:
+    return item[0].isdecimal() and type(item[1]) is int
 
 
 def load_offer(value: bytes) -> Offer | None:

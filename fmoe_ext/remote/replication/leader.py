@@ -8,10 +8,9 @@ from dataclasses import replace
 from fmoe_ext.remote.discovery import DiscoveryError
 from fmoe_ext.remote.errors import RemoteError
 from fmoe_ext.remote.etcd import keys
-from fmoe_ext.remote.replication import messages
-from fmoe_ext.remote.replication.messages import Append, Reply
-from fmoe_ext.remote.replication.sender import Sender
-from fmoe_ext.remote.replication.site import Site
+from fmoe_ext.remote.replication import messages, recovery
+from fmoe_ext.remote.replication.messages import Append, Reply, Sender
+from fmoe_ext.remote.replication.registry import Site
 from fmoe_ext.remote.server.host import Fail, Finish
 from fmoe_ext.remote.server.ledger import End, Ledger, NotLeader, Term
 from fmoe_ext.remote.server.state import read_state
@@ -45,6 +44,7 @@ class Leader:
         self._ended = ended
         self._lease = site.registry.lease
         self._shipped = self._committed = ledger.lead(term)
+        self._start = self._shipped.version
         self._waiting: list[tuple[int, Finish, Fail]] = []
         self._commits: set[asyncio.Task[None]] = set()
         self._changing = asyncio.Lock()  # one change of members at a time
@@ -197,14 +197,7 @@ class Leader:
             self.senders.pop(sender.server, None)
 
     async def _write(self, endpoints: dict[str, str]) -> None:
-        end = self._committed
-        record = replace(
-            self.record,
-            endpoints=endpoints,
-            version=end.version,
-            term_of_end=end.term.number,
-            leader_of_end=end.term.leader,
-        )
+        record = self._noted(endpoints)
         try:
             is_written, reason = await self.site.registry.set_members(self.uid, self.guard, record), "fenced"
         except DiscoveryError as error:
@@ -216,6 +209,11 @@ class Leader:
                 f"not the leader of {self.uid} any more: the registry says so, or does not answer"
             )
         self.record = record
+
+    def _noted(self, endpoints: dict[str, str], successor: str = "") -> keys.Members:
+        record = recovery.with_end(self.record, self._committed)
+        starts = recovery.with_start(record.starts, self.term.number, self._start)
+        return replace(record, endpoints=endpoints, successor=successor, starts=starts)
 
     async def admit(self, name: str, endpoint: str) -> Message:
         """A copy for a server that wants to follow; every update after it goes there too."""
@@ -333,16 +331,7 @@ class Leader:
                 return
             left = {n: e for n, e in self.record.endpoints.items() if n != self.site.name}
             healthy = (n for n, s in self.senders.items() if n in self.needed and not s.is_dead)
-            end = self._committed
-            record = replace(
-                self.record,
-                endpoints=left,
-                successor=next(healthy, ""),
-                version=end.version,
-                term_of_end=end.term.number,
-                leader_of_end=end.term.leader,
-            )
             try:
-                await self.site.registry.resign(self.uid, self.guard, record)
+                await self.site.registry.resign(self.uid, self.guard, self._noted(left, next(healthy, "")))
             finally:
                 self.end("this server stops")

@@ -1,12 +1,21 @@
-"""Messages between replicas."""
+"""Messages between replicas: their bytes, the sender that keeps their order, and the methods that receive them."""
 
-from collections.abc import Sequence
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol
 
+import grpc
 import torch
 
-from fmoe_ext.remote.server.ledger import End, Logged, Request, Term, Update
-from fmoe_ext.remote.wire import Message, WireError
+from fmoe_ext.remote import errors, protocol
+from fmoe_ext.remote.replication import messages
+from fmoe_ext.remote.replication.registry import Peers
+from fmoe_ext.remote.security import Denied, Guard
+from fmoe_ext.remote.server.host import ExpertMissing
+from fmoe_ext.remote.server.ledger import End, Logged, NotLeader, Request, Term, Update
+from fmoe_ext.remote.wire import STATE, Message, WireError, decode, encode, encode_parts
 
 SERVICE = "fmoe.Replicas"
 APPEND, JOIN = f"/{SERVICE}/Append", f"/{SERVICE}/Join"
@@ -134,3 +143,136 @@ def _requests(message: Message) -> tuple[Request, ...]:
     names = [bytes(one.tolist()).hex() for one in ids.split(_ID_BYTES)]
     parts = zip(names, grad.split(counts), zip(*(x.split(counts) for x in inputs), strict=True), strict=True)
     return tuple(Request(name if name.strip("0") else "", tuple(xs), g) for name, g, xs in parts)
+
+
+MAX_UNSENT = 1024  # entries; a server that is further behind takes a copy instead
+PAUSE = 0.05  # seconds between attempts
+QUICK = (errors.ExpertGone, errors.NoLeader)
+
+
+class Sender:
+    """put() messages; each future has the reply, or None if there never will be one (then is_dead)."""
+
+    def __init__(self, peers: Peers, server: str, endpoint: str, timeout: float):
+        self.server, self.endpoint = server, endpoint
+        self.is_dead = False
+        self.failure = ""
+        self.begun = asyncio.get_running_loop().time()
+        self._peers, self._timeout = peers, timeout
+        self._queue: asyncio.Queue[tuple[Append, asyncio.Future[Reply | None]]] = asyncio.Queue()
+        self._task = asyncio.create_task(self._run())
+
+    def put(self, append: Append) -> "asyncio.Future[Reply | None]":
+        future: asyncio.Future[Reply | None] = asyncio.get_running_loop().create_future()
+        if self.is_dead or self._queue.qsize() >= MAX_UNSENT:
+            self._die(self.failure if self.is_dead else "too far behind")
+            future.set_result(None)
+        else:
+            self._queue.put_nowait((append, future))
+        return future
+
+    async def _run(self) -> None:
+        while not self.is_dead:
+            append, future = await self._queue.get()
+            try:
+                reply = await self._send(append)
+                if not reply.is_accepted and append.logged is not None:
+                    self._die(reply.reason or "refused")
+                settle(future, reply)
+            except Exception as error:  # whatever it is: this server does not follow any more
+                self._die(f"{type(error).__name__}: {error}")
+            finally:  # after stop() too: a caller waits for it
+                settle(future, None)
+
+    async def _send(self, append: Append) -> Reply:
+        """Repeats a call that failed at once, within the timeout: a second copy does no harm."""
+        clock = asyncio.get_running_loop().time
+        data, end = encode(append_message(append)), clock() + self._timeout
+        while True:
+            try:
+                return read_reply(await self._peers.call(self.endpoint, APPEND, data, end - clock()))
+            except QUICK:
+                if clock() + PAUSE >= end:
+                    raise
+                await asyncio.sleep(PAUSE)
+
+    def _die(self, reason: str) -> None:
+        self.is_dead, self.failure = True, reason
+        while not self._queue.empty():
+            settle(self._queue.get_nowait()[1], None)
+
+    def stop(self) -> None:
+        self._task.cancel()
+        self._die(self.failure or "stopped")
+
+
+def settle(future: "asyncio.Future[Reply | None]", result: Reply | None) -> None:
+    """Sets a result, unless there is one."""
+    if not future.done():
+        future.set_result(result)
+
+
+Code = grpc.StatusCode
+CODES = (
+    (NotLeader, Code.FAILED_PRECONDITION),
+    (ExpertMissing, Code.NOT_FOUND),
+    (ValueError, Code.INVALID_ARGUMENT),
+)
+
+
+class Replicas(Protocol):
+    """Handlers of the calls."""
+
+    def append(self, append: Append) -> Reply: ...
+    async def admit(self, uid: str, name: str, endpoint: str) -> Message: ...
+    async def promote(self, uid: str, name: str) -> None: ...
+    async def host_expert(self, uid: str) -> None: ...
+
+
+async def answer(replicas: Replicas, method: str, message: Message) -> Message:
+    """The answer to a call of another server."""
+    if method == messages.APPEND:
+        return reply_message(replicas.append(read_append(message)))
+    uid = text(message, protocol.UID)
+    if method == messages.JOIN:
+        return await replicas.admit(uid, text(message, "server"), text(message, "endpoint"))
+    if method == messages.READY:
+        await replicas.promote(uid, text(message, "server"))
+    else:
+        await replicas.host_expert(uid)
+    return Message()
+
+
+def replica_handlers(replicas: Replicas, guard: Guard, part_bytes: int) -> grpc.GenericRpcHandler:
+    """Servers admit each other as they admit those who send gradients. A copy comes in parts."""
+
+    @contextlib.asynccontextmanager
+    async def answering(path: str, data: bytes, context: Any) -> AsyncIterator[Message]:
+        try:
+            guard.admit(context, len(data), gradient=True)
+            yield await answer(replicas, path, decode(data, STATE))
+        except Denied as error:
+            await context.abort(error.code, str(error))
+        except Exception as error:
+            code = next((code for kind, code in CODES if isinstance(error, kind)), Code.INTERNAL)
+            await context.abort(code, str(error)[:500] or repr(error)[:500])
+
+    def method(path: str) -> Callable[..., Awaitable[bytes]]:
+        async def call(data: bytes, context: Any) -> bytes:
+            async with answering(path, data, context) as message:
+                return encode(message)
+            raise AssertionError("abort() does not return")
+
+        return call
+
+    async def join(data: bytes, context: Any) -> AsyncIterator[bytes]:
+        async with answering(messages.JOIN, data, context) as message:
+            for part in encode_parts(message, part_bytes):
+                yield part
+
+    handlers = {
+        path.rpartition("/")[2]: grpc.unary_unary_rpc_method_handler(method(path))
+        for path in (messages.APPEND, messages.READY, messages.HOST)
+    }
+    handlers["Join"] = grpc.unary_stream_rpc_method_handler(join)
+    return grpc.method_handlers_generic_handler(messages.SERVICE, handlers)

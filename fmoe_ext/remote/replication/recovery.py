@@ -8,6 +8,7 @@ from fmoe_ext.remote.etcd import keys
 from fmoe_ext.remote.server.ledger import End, Term
 
 RECOVERY_LOOK = 1.0  # seconds for which servers wait for each other's offers
+MAX_STARTS = 32  # terms whose beginning a record has
 SUCCESSOR_SECONDS = 1.0  # that the server has which the last leader named
 
 
@@ -33,6 +34,7 @@ class Vacancy:
     hopeless_seconds: float
     recovery_wait: float
     ttl: float
+    start: int | None = None  # version at which the term of the end began
 
 
 def decide(vacancy: Vacancy) -> Action:
@@ -64,11 +66,18 @@ def patience(vacancy: Vacancy) -> float:
 
 
 def count_lost(vacancy: Vacancy) -> int:
-    """Updates that the record knows of and this server has not."""
-    known = end_of(vacancy.record or keys.Members())
-    if vacancy.end >= known:
+    """Updates that the record knows of and this server has not: its own of later versions are of an older term."""
+    record, end = vacancy.record or keys.Members(), vacancy.end
+    if end >= end_of(record):
         return 0
-    return max(1, known.version - vacancy.end.version)
+    later = [start for term, start in record.starts.items() if int(term) > end.term.number]
+    return max(1, record.version - min([end.version, *later]))
+
+
+def with_start(starts: Mapping[str, int], term: int, version: int) -> dict[str, int]:
+    """starts with that of one more term; the oldest are forgotten."""
+    known = sorted({**{int(t): v for t, v in starts.items()}, term: version}.items())
+    return {str(t): v for t, v in known[-MAX_STARTS:]}
 
 
 def next_record(vacancy: Vacancy, action: Action, term: Term, endpoint: str) -> keys.Members:
@@ -76,8 +85,16 @@ def next_record(vacancy: Vacancy, action: Action, term: Term, endpoint: str) -> 
     record = vacancy.record or keys.Members()
     endpoints = record.endpoints if action is Action.LEAD else {}
     known = vacancy.end if action is Action.RECOVER else max(vacancy.end, end_of(record))
+    starts = record.starts
+    if action is Action.RECOVER:  # what its log lacks is no part of the history any more
+        starts = {t: v for t, v in starts.items() if int(t) <= vacancy.end.term.number}
+    if (
+        vacancy.start is not None and vacancy.end >= known
+    ):  # the last leader may have died before its first note
+        starts = with_start(starts, vacancy.end.term.number, vacancy.start)
     return replace(
-        _with_end(record, known),
+        with_end(record, known),
+        starts=starts,
         endpoints={**endpoints, vacancy.server: endpoint},
         successor="",
         term=term.number,
@@ -89,7 +106,7 @@ def voided(record: keys.Members | None, end: End, seen: Term, epoch: int) -> key
     """The record after the registry went back: nobody is known to have everything."""
     record = record or keys.Members()
     return replace(
-        _with_end(record, max(end, end_of(record))),
+        with_end(record, max(end, end_of(record))),
         endpoints={},
         successor="",
         term=max(record.term, seen.number) + 1,
@@ -106,5 +123,6 @@ def end_of(value: keys.Members | keys.Offer) -> End:
     return End(Term(value.term_of_end, value.leader_of_end), value.version)
 
 
-def _with_end(record: keys.Members, end: End) -> keys.Members:
+def with_end(record: keys.Members, end: End) -> keys.Members:
+    """The record with an end that the log has reached."""
     return replace(record, version=end.version, term_of_end=end.term.number, leader_of_end=end.term.leader)

@@ -1,15 +1,71 @@
-"""Registry: one server's view of etcd (servers, leaders, records), watched, and the transactions that change it."""
+"""Registry: one server's watched view of etcd, and its transactions; Site: what replication needs of its server."""
 
 import asyncio
+import concurrent.futures
 import contextlib
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
 
 from fmoe_ext.remote.discovery import DiscoveryError
 from fmoe_ext.remote.etcd import client as etcd
 from fmoe_ext.remote.etcd import keys
-from fmoe_ext.remote.etcd.client import Entry, Event
-from fmoe_ext.remote.replication.effects import Store
+from fmoe_ext.remote.etcd.client import Answer, Entry, Event
+from fmoe_ext.remote.server.host import ExpertHost
+from fmoe_ext.remote.server.pages import Metrics
+from fmoe_ext.remote.wire import Message
+
+T = TypeVar("T")
+
+
+class Peers(Protocol):
+    """Calls to other servers: the answer within timeout seconds, or a RemoteError."""
+
+    async def call(self, endpoint: str, method: str, data: bytes, timeout: float) -> Message: ...
+    async def download(self, endpoint: str, method: str, data: bytes, timeout: float) -> Message: ...
+    async def close(self) -> None: ...
+
+
+class Store(Protocol):
+    """etcd; every call ends within its timeout, with a DiscoveryError if it fails."""
+
+    async def transact(
+        self,
+        compare: Sequence[bytes] = (),
+        success: Sequence[bytes] = (),
+        failure: Sequence[bytes] = (),
+        timeout: float = 5.0,
+    ) -> Answer: ...
+    async def grant(self, ttl: float, timeout: float = 5.0) -> int: ...
+    async def keep_alive(self, lease: int, timeout: float = 5.0) -> bool: ...
+    async def revoke(self, lease: int, timeout: float = 5.0) -> None: ...
+    def watch(self, prefix: str, revision: int) -> AsyncIterator[list[Event]]: ...
+    async def close(self) -> None: ...
+
+
+class Device(Protocol):
+    """The thread that computes: functions run one after the other, in the order of the calls."""
+
+    def call(self, function: Callable[[], T]) -> "concurrent.futures.Future[T]": ...
+
+
+class Hosting(Protocol):
+    """The server around the replicas."""
+
+    options: Any  # expert_cls, hidden_dim, expert_uids, num_experts, expert_pattern
+    metrics: Metrics
+    service: Any  # may_step is set
+
+    @property
+    def host(self) -> ExpertHost: ...
+    @property
+    def compute(self) -> Device: ...
+    @property
+    def endpoint(self) -> str: ...
+    def saved_uids(self) -> list[str]: ...
+    async def add_experts(self, uids: Sequence[str]) -> None: ...
+
 
 log = logging.getLogger("fmoe_ext.remote")
 RETRY_SECONDS = 0.5
@@ -290,3 +346,34 @@ class Registry:
                 log.warning("the lease could not be renewed: %s", error)
                 was_reached = False
                 self.changed()
+
+
+@dataclass(frozen=True)
+class Replication:
+    """registry: "host:port" of etcd, several with commas; replicas: servers an expert; ttl: seconds after which a
+    silent server counts as dead; ack_timeout: seconds that a follower has for an update; recovery_wait: seconds to
+    wait for a newer copy when all members are gone."""
+
+    registry: str
+    replicas: int = 2
+    ttl: float = 5.0
+    ack_timeout: float = 2.0
+    recovery_wait: float = 30.0
+
+
+@dataclass(frozen=True)
+class Site:
+    """This server: its name, which is new after every start, and its ways to the world."""
+
+    name: str
+    options: Replication
+    registry: Registry
+    peers: Peers
+    server: Hosting
+
+    def now(self) -> float:
+        return asyncio.get_running_loop().time()
+
+    def on_thread(self, function: Callable[[], T]) -> "asyncio.Future[T]":
+        """function() on the thread that computes."""
+        return asyncio.wrap_future(self.server.compute.call(function))

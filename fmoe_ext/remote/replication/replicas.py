@@ -8,24 +8,19 @@ import secrets
 
 from fmoe_ext.remote import errors, protocol
 from fmoe_ext.remote.client.caller import Caller
-from fmoe_ext.remote.discovery import DiscoveryError, check_uid
+from fmoe_ext.remote.discovery import DiscoveryError, Pattern, check_uid
 from fmoe_ext.remote.etcd import keys
 from fmoe_ext.remote.etcd.client import EtcdClient
 from fmoe_ext.remote.replication import recovery
-from fmoe_ext.remote.replication.effects import Hosting, Peers, Store
-from fmoe_ext.remote.replication.follower import Following
+from fmoe_ext.remote.replication.follower import Following, Replica, Role
 from fmoe_ext.remote.replication.leader import Leader
-from fmoe_ext.remote.replication.messages import Append, Reply
+from fmoe_ext.remote.replication.messages import Append, Reply, replica_handlers
 from fmoe_ext.remote.replication.recovery import Action, Vacancy
-from fmoe_ext.remote.replication.registry import Registry
-from fmoe_ext.remote.replication.replica import Replica, Role
-from fmoe_ext.remote.replication.service import replica_handlers
-from fmoe_ext.remote.replication.site import Replication, Site
+from fmoe_ext.remote.replication.registry import Hosting, Peers, Registry, Replication, Site, Store
 from fmoe_ext.remote.security import Credentials
 from fmoe_ext.remote.server.host import ExpertMissing, Fail, Finish
 from fmoe_ext.remote.server.ledger import NotLeader, Term
 from fmoe_ext.remote.server.server import Server
-from fmoe_ext.remote.server.uids import Pattern
 from fmoe_ext.remote.wire import PART_BYTES, Limits, Message
 
 log = logging.getLogger("fmoe_ext.remote")
@@ -273,6 +268,7 @@ class ReplicatedExperts:
             hopeless_seconds=now - replica.hopeless_since,
             recovery_wait=self.options.recovery_wait,
             ttl=self.options.ttl,
+            start=replica.ledger.start,
         )
         if replica.role is Role.JOINING:
             return

@@ -8,14 +8,20 @@ from collections.abc import Sequence, Set
 
 from fmoe_ext.remote import protocol
 from fmoe_ext.remote.client.caller import Caller
-from fmoe_ext.remote.discovery import Discovery, DiscoveryError, ExpertRecord, check_uid
+from fmoe_ext.remote.discovery import (
+    Discovery,
+    DiscoveryError,
+    ExpertRecord,
+    Pattern,
+    check_uid,
+    claim_free_uids,
+)
 from fmoe_ext.remote.errors import Refused, RemoteError
 from fmoe_ext.remote.security import Credentials
-from fmoe_ext.remote.server.hand_over import LONGEST_LOOK
 from fmoe_ext.remote.server.ledger import NotLeader
 from fmoe_ext.remote.server.server import Server
+from fmoe_ext.remote.server.service import LONGEST_LOOK
 from fmoe_ext.remote.server.state import write_state
-from fmoe_ext.remote.server.uids import Pattern, claim_free_uids
 from fmoe_ext.remote.wire import Message, WireError, encode
 
 log = logging.getLogger("fmoe_ext.remote")

@@ -8,13 +8,19 @@ from typing import TypeAlias
 
 import torch
 
-from fmoe_ext.remote.expert_classes import ExpertClass, find_schema, initial_state
+from fmoe_ext.remote.expert_classes import (
+    ExpertClass,
+    Gradients,
+    Part,
+    Stack,
+    find_schema,
+    initial_state,
+    make_stack,
+)
 from fmoe_ext.remote.schema import SchemaError
 from fmoe_ext.remote.server.fair_queue import Job
-from fmoe_ext.remote.server.ledger import Ledger, NotLeader, Request, Update
+from fmoe_ext.remote.server.ledger import Ledger, NotLeader, ReplyCache, Request, Update
 from fmoe_ext.remote.server.options import Training
-from fmoe_ext.remote.server.reply_cache import ReplyCache
-from fmoe_ext.remote.server.stacks import Gradients, Part, Stack, make_stack
 from fmoe_ext.remote.wire import bytes_of
 
 DIGEST_EVERY = 50  # updates of an expert with replicas

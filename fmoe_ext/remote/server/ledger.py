@@ -1,4 +1,4 @@
-"""Ledger: the history of one expert (term, version, request ids, uncommitted updates) under one lock."""
+"""Ledger: the history of one expert (term, version, request ids, uncommitted updates); ReplyCache: late answers."""
 
 import threading
 from collections import OrderedDict
@@ -68,6 +68,7 @@ class Ledger:
     def __init__(self, is_replicated: bool = False, forget: Callable[[str], None] = lambda _: None) -> None:
         self.lock = threading.RLock()
         self.end = End()
+        self.start: int | None = 0  # version at which the term of the end began; None: not known
         self.version = 0
         self.committed = 0
         self.seen = Term()  # the largest in any message or record; smaller ones are refused
@@ -111,7 +112,7 @@ class Ledger:
         with self.lock:
             end = End(self._leads or self.end.term, update.version)
             logged = Logged(self.end, end, update, digest)
-            self.end = end
+            self._move_to(end)
             self._note(update)
             if self.is_replicated:
                 self.tail.append(logged)
@@ -153,7 +154,7 @@ class Ledger:
                 return False
             if logged.previous != self.end or self.broken:
                 raise ValueError("not the next update")
-            self.end = logged.end
+            self._move_to(logged.end)
             self.tail.append(logged)
             self.commit(committed)
             return True
@@ -166,6 +167,7 @@ class Ledger:
     def install(self, end: End, applied: "OrderedDict[str, int]", num_requests: int) -> None:
         """Replaces the history by that of a copy."""
         with self.lock:
+            self.start = None
             self.end, self.version, self.committed = (
                 end,
                 end.version,
@@ -175,6 +177,11 @@ class Ledger:
             self.seen = max(self.seen, end.term)
             self.tail.clear()
             self.broken = ""
+
+    def _move_to(self, end: End) -> None:
+        if end.term != self.end.term:
+            self.start = self.end.version
+        self.end = end
 
     def _note(self, update: Update) -> None:
         self.version = update.version
@@ -187,3 +194,37 @@ class Ledger:
 
 def _ids(requests: Iterable[Request]) -> list[str]:
     return [request.request_id for request in requests if request.request_id]
+
+
+class ReplyCache:
+    """The latest answers that fit in max_bytes, by expert and request id."""
+
+    def __init__(self, max_bytes: int = 128 << 20):
+        self.max_bytes = max_bytes
+        self.num_bytes = 0
+        self._answers: OrderedDict[tuple[str, str], tuple[torch.Tensor, ...]] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._answers)
+
+    def put(self, uid: str, request_id: str, tensors: tuple[torch.Tensor, ...]) -> None:
+        self.drop(uid, request_id)
+        self._answers[uid, request_id] = tensors
+        self.num_bytes += _size(tensors)
+        while self.num_bytes > self.max_bytes:
+            self.drop(*next(iter(self._answers)))
+
+    def get(self, uid: str, request_id: str) -> tuple[torch.Tensor, ...] | None:
+        return self._answers.get((uid, request_id))
+
+    def forget(self, uid: str) -> None:
+        """Drops the answers of one expert."""
+        for key in [key for key in self._answers if key[0] == uid]:
+            self.drop(*key)
+
+    def drop(self, uid: str, request_id: str) -> None:
+        self.num_bytes -= _size(self._answers.pop((uid, request_id), ()))
+
+
+def _size(tensors: tuple[torch.Tensor, ...]) -> int:
+    return sum(x.numel() * x.element_size() for x in tensors)

@@ -16,12 +16,11 @@ from fmoe_ext.remote import loop, status
 from fmoe_ext.remote.dht import open_node
 from fmoe_ext.remote.discovery import Discovery, DiscoveryError, StaticList
 from fmoe_ext.remote.flags import DATE_FORMAT, LOG_FORMAT, build
+from fmoe_ext.remote.replication.registry import Replication
 from fmoe_ext.remote.replication.replicas import ReplicatedExperts
-from fmoe_ext.remote.replication.site import Replication
 from fmoe_ext.remote.security import Credentials, Security
 from fmoe_ext.remote.server.declared import DeclaredExperts, WarmCopies
-from fmoe_ext.remote.server.flags import ETCD, parse, read_tokens
-from fmoe_ext.remote.server.options import Options, Training
+from fmoe_ext.remote.server.options import ETCD, Options, Training, parse, read_tokens
 from fmoe_ext.remote.server.server import Placement, Server
 
 log = logging.getLogger("fmoe_ext.remote")

@@ -14,14 +14,12 @@ from fmoe_ext.remote.dht.node import check_peer, reachable_here
 from fmoe_ext.remote.dht.relay import Attachment
 from fmoe_ext.remote.expert_classes import find_expert_class
 from fmoe_ext.remote.security import Guard
-from fmoe_ext.remote.server.compute import ComputeThread
 from fmoe_ext.remote.server.fair_queue import FairQueue
 from fmoe_ext.remote.server.host import ExpertHost
 from fmoe_ext.remote.server.ledger import NotLeader
-from fmoe_ext.remote.server.metrics import Metrics
 from fmoe_ext.remote.server.options import Options
-from fmoe_ext.remote.server.pages import Pages
-from fmoe_ext.remote.server.service import ExpertService
+from fmoe_ext.remote.server.pages import Metrics, Pages
+from fmoe_ext.remote.server.service import ComputeThread, ExpertService
 from fmoe_ext.remote.server.state import Checkpoints, read_state, write_state
 from fmoe_ext.remote.wire import Limits, Message, body_bytes
 

@@ -1,35 +1,136 @@
-"""The methods that clients call: bytes in, bytes out, every error a status code with one sentence."""
+"""The methods that clients call, and the thread that computes: every error a status code with one sentence."""
 
 import asyncio
+import concurrent.futures
 import contextlib
+import threading
 import time
+import traceback
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import grpc
 
 from fmoe_ext.remote import protocol
-from fmoe_ext.remote.compression import CODECS, compress, decompress
 from fmoe_ext.remote.schema import SchemaError, check_finite
 from fmoe_ext.remote.security import Denied, Guard
-from fmoe_ext.remote.server.compute import ComputeThread
-from fmoe_ext.remote.server.fair_queue import DeadlinePassed, Job, QueueFull
-from fmoe_ext.remote.server.hand_over import CopiesElsewhere
-from fmoe_ext.remote.server.host import Answer, ExpertMissing, StaleGradient
+from fmoe_ext.remote.server.fair_queue import DeadlinePassed, FairQueue, Job, QueueFull
+from fmoe_ext.remote.server.host import Answer, ExpertHost, ExpertMissing, StaleGradient
 from fmoe_ext.remote.server.ledger import NotLeader
-from fmoe_ext.remote.server.metrics import Metrics
+from fmoe_ext.remote.server.pages import Metrics
 from fmoe_ext.remote.server.state import read_state
 from fmoe_ext.remote.wire import (
+    CODECS,
     PART_BYTES,
     Limits,
     Message,
     WireError,
     body_bytes,
+    compress,
     decode,
+    decompress,
     encode,
     encode_parts,
 )
+
+T = TypeVar("T")
+
+
+class ComputeThread:
+    """Runs batches and tasks of a queue through a host until stop()."""
+
+    def __init__(self, host: ExpertHost, queue: FairQueue):
+        self.host, self.queue = host, queue
+        self.num_batches = 0
+        self.num_jobs = 0
+        self.num_crashes = 0
+        self._thread = threading.Thread(target=self._run, name="fmoe-compute", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self, timeout: float = 10.0) -> None:
+        """Finishes what waits, then ends."""
+        self.queue.close()
+        self._thread.join(timeout)
+
+    def call(self, function: Callable[[], T]) -> "concurrent.futures.Future[T]":
+        """function() on the computing thread, between two batches."""
+        future: concurrent.futures.Future[T] = concurrent.futures.Future()
+
+        def task() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
+            try:
+                future.set_result(function())
+            except BaseException as error:
+                future.set_exception(error)
+
+        self.queue.put_task(task)
+        return future
+
+    def _run(self) -> None:
+        while (work := self.queue.take()) is not None:
+            if callable(work):
+                work()
+            elif work:
+                self.num_batches += 1
+                self.num_jobs += len(work)
+                self._run_batch(work)
+
+    def _run_batch(self, batch: list[Job]) -> None:
+        try:
+            self.host.run(batch)
+        except Exception as error:  # whatever happens, the next batch is served
+            self.num_crashes += 1
+            traceback.print_exc()
+            for job in batch:
+                job.done(error)
+
+
+LONGEST_LOOK = 4.0  # seconds; who claims to look more rarely is not waited for
+
+
+@dataclass
+class _Copy:
+    """The best copy of one expert: which version it is, until when its holder should have looked again."""
+
+    version: int = -1
+    due: float = 0.0
+
+
+class CopiesElsewhere:
+    """Holders of copies say so in their Info and State calls, with the seconds until they look again."""
+
+    def __init__(self) -> None:
+        self.is_leaving = False
+        self._copies: dict[str, _Copy] = {}
+
+    def note_look(self, request: Message, uid: str) -> None:
+        every = _seconds(request)
+        if every is not None:
+            self._copies.setdefault(uid, _Copy()).due = time.monotonic() + 2 * every + 1.0
+
+    def note_copy(self, request: Message, uid: str, version: int) -> None:
+        if _seconds(request) is not None and uid in self._copies:
+            self._copies[uid].version = max(self._copies[uid].version, version)
+
+    def is_awaited(self, uid: str, version: int) -> bool:
+        """True if the holder of a copy of an expert will come for this version."""
+        copy = self._copies.get(uid)
+        return copy is not None and copy.version < version and time.monotonic() < copy.due
+
+
+def _seconds(request: Message) -> float | None:
+    """The seconds between looks of a holder of copies; None for other callers, and for nonsense."""
+    try:
+        every = float(request.meta[protocol.LOOKS_EVERY][:20])
+    except (KeyError, ValueError):
+        return None
+    return every if 0 < every <= LONGEST_LOOK else None
+
 
 LONGEST_CALL = 600.0  # seconds, for callers without a deadline
 MAX_SHOWN_PEERS = 100

@@ -204,7 +204,7 @@ def test_fmoe_dht_and_fmoe_server_as_processes(start_process, start_server, dhts
 
 def test_killed_server_gets_its_experts_back_by_its_identity(start_server, dhts, tmp_path):
     """Its record lives on for ten minutes; only who has its key may replace it before."""
-    dht = dhts()
+    dht, begin = dhts(), time.monotonic()
     flags = ("--initial_peers", endpoint_of(dht), "--expert_uids", "expert.0", "--ttl", 600)
     flags += ("--checkpoint_dir", tmp_path / "saved", "--checkpoint_period", 0.05)
     first = start_server(*flags, "--identity_path", tmp_path / "key")
@@ -215,15 +215,14 @@ def test_killed_server_gets_its_experts_back_by_its_identity(start_server, dhts,
     poll(lambda: (state := saved.load("expert.0")) and state.meta["version"] == "1")
     assert first.end(signal.SIGKILL) == -signal.SIGKILL
     stranger = start_server(*flags)
-    assert stranger.wait() == 2
+    assert stranger.wait(60) == 2
     assert "other servers host expert.0" in stranger.path.read_text()
-    begin = time.monotonic()
     second = start_server(*flags, "--identity_path", tmp_path / "key")
     assert second.endpoint() != before
-    assert time.monotonic() - begin < 10
     assert where(dht) == second.endpoint()
     expert(torch.randn(2, D)).sum().backward()  # found again by the module that knew the first one
     assert expert.handle.version == 2
+    assert time.monotonic() - begin < 600  # the first record would still live, on however busy a machine
     assert second.end() == 0
 
 

@@ -15,8 +15,7 @@ from fmoe_ext.remote import loop
 from fmoe_ext.remote.dht import Identity, messages, records
 from fmoe_ext.remote.dht.messages import Answer, BadMessage, Found, Header, Request
 from fmoe_ext.remote.dht.records import MAX_TTL, BadRecord, places_of, prefix_key, read_record, uid_key
-from fmoe_ext.remote.dht.routing import Peer, RoutingTable
-from fmoe_ext.remote.dht.storage import RecordStore
+from fmoe_ext.remote.dht.storage import Peer, RecordStore, RoutingTable
 from fmoe_ext.remote.dht.transport import GrpcTransport, host_seen
 
 NOW = 1.7e9

@@ -14,7 +14,7 @@ class History:
     begun: dict = field(default_factory=dict)  # request id: when
     acknowledged: dict = field(default_factory=dict)  # request id: version
     refused: set = field(default_factory=set)
-    excused: set = field(default_factory=set)  # what may be lost: no member was left alive
+    lost: set = field(default_factory=set)  # what a leader lacked when it began, as all members had died
     trace: list = field(default_factory=list)
 
 
@@ -29,24 +29,38 @@ class Held:
 
 
 def check(history, members):
-    """Every acknowledged update exactly once, in one order, on every member; nothing that was refused."""
+    """Every acknowledged update exactly once, in one order, on every member; nothing that was refused.
+
+    -> how many acknowledged updates were lost; each of them must be in history.lost.
+    """
     first = members[0]
     if any(member != first for member in members):
         raise Failed("members differ")
-    if first.num_requests > len(history.begun):
-        raise Failed(f"{first.num_requests} requests were applied, {len(history.begun)} were made")
-    is_whole = len(first.applied) < 1024
-    if is_whole and first.num_requests != len(first.applied):
-        raise Failed(f"{first.num_requests} requests were applied, but {len(first.applied)} ids")
-    if is_whole and sorted(set(first.applied.values())) != list(range(1, first.version + 1)):
-        raise Failed("versions are missing")
-    if wrong := history.refused & set(first.applied):
-        raise Failed(f"refused, but applied: {sorted(wrong)}")
-    oldest = 0 if is_whole else min(first.applied.values())
-    known = {i: v for i, v in history.acknowledged.items() if v > oldest and i not in history.excused}
-    if lost := [i[:6] for i in known if i not in first.applied]:
-        raise Failed(f"acknowledged, but lost: {sorted(lost)}")
-    if moved := [i[:6] for i, v in known.items() if first.applied[i] != v]:
+    _check_log(history, first)
+    oldest = 0 if _is_whole(first) else min(first.applied.values())
+    known = {i: v for i, v in history.acknowledged.items() if v > oldest}
+    missing = known.keys() - first.applied.keys()
+    if lost := missing - history.lost:
+        raise Failed(f"acknowledged, but lost: {sorted(i[:6] for i in lost)}")
+    kept = known.keys() - missing - history.lost  # a lost one may come again, as a late message
+    if moved := [i[:6] for i in kept if first.applied[i] != known[i]]:
         raise Failed(f"acknowledged at another version: {sorted(moved)}")
-    if not history.excused and first.num_requests < len(history.acknowledged):
+    if first.num_requests < len(history.acknowledged.keys() - history.lost):
         raise Failed(f"{first.num_requests} requests were applied, {len(history.acknowledged)} acknowledged")
+    return len(missing)
+
+
+def _is_whole(held):
+    return len(held.applied) < 1024
+
+
+def _check_log(history, held):
+    """A log without gaps, of requests that were made and not refused, each once."""
+    if held.num_requests > len(history.begun):
+        raise Failed(f"{held.num_requests} requests were applied, {len(history.begun)} were made")
+    if _is_whole(held) and held.num_requests != len(held.applied):
+        raise Failed(f"{held.num_requests} requests were applied, but {len(held.applied)} ids")
+    if _is_whole(held) and sorted(set(held.applied.values())) != list(range(1, held.version + 1)):
+        raise Failed("versions are missing")
+    if wrong := history.refused & set(held.applied):
+        raise Failed(f"refused, but applied: {sorted(wrong)}")

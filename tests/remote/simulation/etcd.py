@@ -19,6 +19,7 @@ class Etcd:
         self.watchers = {}  # in the order in which they came
         self.is_paused = False
         self.on_expiry = lambda: None
+        self.before_puts = lambda puts: None  # [(key, value)] of a transaction that will be done
         self._next_lease = 100
 
     def transact(self, compare, success, failure):
@@ -28,6 +29,9 @@ class Etcd:
         changes = any(not o.messages(1) for o in operations)
         revision = self.revision + 1 if changes else self.revision
         ranges, events = [], []
+        puts = [one.messages(2)[0] for one in operations if one.messages(2)]
+        if puts:
+            self.before_puts([(put.data(1).decode(), put.data(2)) for put in puts])
         for operation in operations:
             if operation.messages(1):
                 ranges.append(self._range(operation.messages(1)[0]))

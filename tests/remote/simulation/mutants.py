@@ -1,15 +1,15 @@
-"""The eight faults that the replication had, put back into the code one at a time."""
+"""Faults that the replication had, put back into the code one at a time."""
 
 import asyncio
 import dataclasses
 
 from fmoe_ext.remote import errors
 from fmoe_ext.remote.replication import recovery, replicas
+from fmoe_ext.remote.replication.follower import Replica, Role
 from fmoe_ext.remote.replication.leader import Leader
+from fmoe_ext.remote.replication.messages import Sender, settle
 from fmoe_ext.remote.replication.recovery import Action
-from fmoe_ext.remote.replication.replica import Replica, Role
 from fmoe_ext.remote.replication.replicas import ReplicatedExperts
-from fmoe_ext.remote.replication.sender import Sender, settle
 from fmoe_ext.remote.server.fair_queue import FairQueue
 from fmoe_ext.remote.server.ledger import End, Ledger, NotLeader
 
@@ -121,6 +121,21 @@ def make_what_followers_refuse(patch):
     patch.setattr(FairQueue, "__init__", without_limit)
 
 
+def count_no_loss(patch):
+    """A recovery leads with less than the record knows of and does not say so."""
+    patch.setattr(recovery, "count_lost", lambda vacancy: 0)
+
+
+def count_by_version_alone(patch):
+    """A log of an older term counts as whole up to its version."""
+    original = recovery.count_lost
+
+    def count(vacancy):
+        return min(original(vacancy), max(1, vacancy.record.version - vacancy.end.version))
+
+    patch.setattr(recovery, "count_lost", count)
+
+
 MUTANTS = {
     order_by_version: ["cut", "stop", "kill"],
     keep_the_wait_of_an_earlier_vacancy: ["stop"],
@@ -130,4 +145,6 @@ MUTANTS = {
     fall_back_with_the_registry: ["restore_etcd", "stop"],
     die_in_silence: ["strange_errors"],
     make_what_followers_refuse: ["slow_down"],
+    count_no_loss: ["kill"],
+    count_by_version_alone: None,
 }

@@ -124,7 +124,7 @@ class SimPeers:
         self.network, self.process = network, process
 
     async def call(self, endpoint, method, data, timeout):
-        from fmoe_ext.remote.replication.service import answer
+        from fmoe_ext.remote.replication.messages import answer
         from fmoe_ext.remote.wire import STATE, decode
 
         async def handle(server):

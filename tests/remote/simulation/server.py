@@ -6,17 +6,14 @@ import types
 import torch
 from torch import nn
 
-from fmoe_ext.remote.compression import compress
-from fmoe_ext.remote.expert_classes import ExpertClass
+from fmoe_ext.remote.expert_classes import ExpertClass, Gradients
 from fmoe_ext.remote.replication.replicas import ReplicatedExperts
-from fmoe_ext.remote.server.compute import ComputeThread
 from fmoe_ext.remote.server.fair_queue import FairQueue
 from fmoe_ext.remote.server.host import ExpertHost, Training
-from fmoe_ext.remote.server.metrics import Metrics
-from fmoe_ext.remote.server.service import ExpertService
-from fmoe_ext.remote.server.stacks import Gradients
+from fmoe_ext.remote.server.pages import Metrics
+from fmoe_ext.remote.server.service import ComputeThread, ExpertService
 from fmoe_ext.remote.server.state import read_state, write_state
-from fmoe_ext.remote.wire import STATE, Limits, decode, encode
+from fmoe_ext.remote.wire import STATE, Limits, compress, decode, encode
 from tests.remote.simulation.etcd import StoreClient
 from tests.remote.simulation.network import SimPeers
 from tests.remote.simulation.virtual import Process

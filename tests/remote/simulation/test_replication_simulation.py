@@ -5,8 +5,9 @@ import logging
 import pytest
 import torch
 
-from tests.remote.simulation.checker import Failed
+from tests.remote.simulation.checker import Failed, Held, History, check
 from tests.remote.simulation.mutants import MUTANTS
+from tests.remote.simulation.server import UIDS
 from tests.remote.simulation.world import World
 
 CHUNK = 25  # seeds of one test
@@ -24,8 +25,44 @@ def quiet():
 
 @pytest.mark.parametrize("first", range(0, 300, CHUNK))
 def test_random_faults_lose_nothing_and_end(first):
-    acknowledged = sum(len(World(seed).run().acknowledged) for seed in range(first, first + CHUNK))
+    worlds = [World(seed) for seed in range(first, first + CHUNK)]
+    acknowledged = sum(len(world.run().acknowledged) for world in worlds)
     assert acknowledged > CHUNK  # the faults leave room for updates
+    assert 0 <= sum(world.num_lost for world in worlds) < acknowledged / 2
+
+
+def test_all_members_killed_lose_a_known_number_of_updates():
+    world = World(52)  # one replica, which dies with its disk
+    history = world.run()
+    kept = set(world.servers[0].placement.replicas[UIDS[0]].ledger.applied)
+    assert world.num_lost == len(history.acknowledged.keys() - kept) == 48
+    assert len(history.acknowledged) == 54
+
+
+@pytest.mark.parametrize("seed", [22, 3066], ids=["branch of an older term", "term without a note"])
+def test_recovery_reports_all_losses_that_the_record_knew(seed):
+    world = World(seed)
+    world.run()
+    assert world.num_lost and world.losses.recoveries
+
+
+HELD = Held({"a": 1, "b": 2}, 2, 2, "")
+MADE = dict.fromkeys("abcd", 0.0)
+
+
+def test_check_counts_the_lost_updates():
+    history = History(MADE, {"a": 1, "c": 3, "d": 4}, lost={"b", "c", "d"})
+    assert check(history, [HELD, HELD]) == 2  # b was in flight, and came again
+
+
+@pytest.mark.parametrize(
+    ("acknowledged", "lost"),
+    [({"a": 1, "c": 3}, ()), ({"a": 1, "c": 3, "d": 4}, "c"), ({"a": 2}, ())],
+    ids=["lost without a death", "one more than the dead had", "another version"],
+)
+def test_check_refuses_losses_beyond_the_allowed_ones(acknowledged, lost):
+    with pytest.raises(Failed):
+        check(History(MADE, acknowledged, lost=set(lost)), [HELD])
 
 
 @pytest.mark.slow

@@ -10,10 +10,11 @@ import torch
 from fmoe_ext.remote import errors
 from fmoe_ext.remote.etcd import keys
 from fmoe_ext.remote.replication import follower
-from fmoe_ext.remote.replication.replica import Role
-from fmoe_ext.remote.replication.site import Replication
+from fmoe_ext.remote.replication.follower import Role
+from fmoe_ext.remote.replication.registry import Replication
 from tests.remote.simulation.checker import Failed, Held, History, check
 from tests.remote.simulation.etcd import Etcd
+from tests.remote.simulation.losses import Losses
 from tests.remote.simulation.network import Network
 from tests.remote.simulation.server import UIDS, Disk, SimServer
 from tests.remote.simulation.virtual import Process, VirtualLoop
@@ -46,12 +47,22 @@ class World:
             self.network.max_bytes = 720  # the message of one gradient, and little more
         self.servers = [None] * num_machines
         self.outside = Process("trainers", self.loop)
-        self.etcd.on_expiry = self._note_members
+        self.losses = Losses(self, UIDS[0], RECOVERY_WAIT)
+        self.etcd.on_expiry = self.losses.note_members
+        self.etcd.before_puts = lambda puts: self._guarded(lambda: self.losses.before_puts(puts))
+        self.failure, self.num_lost = None, 0
         self.is_over = False
-        self.alone_since = 0.0
 
     def note(self, *what):
         self.history.trace.append(f"{self.loop.time():9.4f} " + " ".join(map(str, what)))
+
+    def _guarded(self, look):
+        """Keeps the first failure of a look at what a server does, which must not see it."""
+        try:
+            look()
+        except Failed as error:
+            self.failure = self.failure or error
+            self.note("FAILED", error)
 
     # ------------------------------------------------------------ a run
 
@@ -119,15 +130,16 @@ class World:
         if is_bad:
             self.history.refused.add(request_id)
         end, target = self.loop.time() + patience, None
+
+        async def handle(server):
+            answer = await server.backward(x, grad, request_id, uid)
+            self._guarded(lambda: self.losses.note_answer(server, request_id, int(answer.meta["version"])))
+            return answer
+
         while self.loop.time() < end:
             target = self._find_leader(uid) or self.rng.choice(list(self.network.servers) or [""])
             try:
-                answer = await asyncio.wait_for(
-                    self.network.call(
-                        self.outside, target, lambda server: server.backward(x, grad, request_id, uid)
-                    ),
-                    2.0,
-                )
+                answer = await asyncio.wait_for(self.network.call(self.outside, target, handle), 2.0)
             except errors.Refused:
                 if is_bad:
                     return
@@ -177,7 +189,7 @@ class World:
             self.note("lose the disk of", machine)
         self.note("kill", machine)
         server.kill()
-        self._note_members(was_killed=True)
+        self.losses.note_members(was_killed=True)
         self._later(self.rng.choice((0.1, 1.0, 3.0, 8.0)), lambda: self._restart(machine, server))
 
     async def stop(self):
@@ -199,7 +211,7 @@ class World:
         if self.servers[machine] is server:
             if not server.process.is_dead:  # its stop takes too long
                 server.kill()
-            self._note_members()
+            self.losses.note_members()
             self._start(machine)
 
     async def cut(self):
@@ -227,10 +239,8 @@ class World:
         backup = self.etcd.backup() if self.rng.random() < 0.7 else (1, {}, {})
         await asyncio.sleep(self.rng.uniform(0.5, 5.0))
         self.note("restore etcd", backup[0], "from", self.etcd.revision)
-        if len(FAULTS) and self.is_disturbed():
-            self.excuse_all()
-            self._later(2 * TTL, self.excuse_all)
-            self._later(4 * TTL, self.excuse_all)
+        if self.is_disturbed():
+            self.losses.note_restore()
         self.etcd.restore(backup)
 
     def is_disturbed(self):
@@ -252,7 +262,7 @@ class World:
             if leader is not None and not leader.process.is_dead and leader is not server:
                 self.note("kill", leader.machine)
                 leader.kill()
-                self._note_members(was_killed=True)
+                self.losses.note_members(was_killed=True)
                 self._later(8.0, lambda leader=leader: self._restart(leader.machine, leader))
             end = self.loop.time() + 2 * TTL
             while self.loop.time() < end and self._find_leader(UIDS[0]) in (None, endpoint):
@@ -289,34 +299,10 @@ class World:
 
     # ------------------------------------------------------------ the checker
 
-    def _note_members(self, was_killed=False):
-        """Updates may be lost only from here on: no member in the record lives and has a lease.
-
-        After a SIGTERM the record may have no members; then a loss needs a kill, or the whole of the wait.
-        """
-        now = self.loop.time()
-        for uid in UIDS:
-            entry = self.etcd.entries.get(keys.members_key(uid))
-            members = set() if entry is None else set(keys.load_members(entry[0]).endpoints)
-            living = {
-                server.name
-                for server in self.servers
-                if server is not None
-                and not server.process.is_dead
-                and keys.SERVERS + server.name in self.etcd.entries
-            }
-            if entry is None or living & members:
-                self.alone_since = now
-            elif members or was_killed or now - self.alone_since > 0.9 * RECOVERY_WAIT:
-                self.excuse_all()
-
     async def _watch_members(self):
         while True:
             await asyncio.sleep(0.1)
-            self._note_members()
-
-    def excuse_all(self):
-        self.history.excused.update(self.history.begun)
+            self.losses.note_members()
 
     def _replicas(self, uid):
         return [
@@ -361,7 +347,11 @@ class World:
                 if s.name in members
             ]
             try:
-                check(history, held)
+                if self.failure is not None:
+                    raise self.failure
+                for recovery in self.losses.recoveries:
+                    recovery.check()
+                self.num_lost = check(history, held)
             except Failed as error:
                 raise Failed(f"seed {self.seed}: {error}\n{self.show()}") from None
 
