@@ -12,7 +12,7 @@ from fmoe_ext.ep.exchange import Group, find_group, size_of
 from fmoe_ext.ep.expert_parallel import ExpertParallel
 from fmoe_ext.ep.ranks import GroupRanks, SliceGroup
 from fmoe_ext.experts import FusedExperts, SharedExperts
-from fmoe_ext.gates import OneRank
+from fmoe_ext.gates import BaseGate, OneRank
 from fmoe_ext.linear import FMoELinear
 
 if TYPE_CHECKING:
@@ -74,7 +74,8 @@ class SpreadLayer(nn.Module):
         For a layer that was made for one process, with the same parameters on all ranks of the group. All of them call
         it, in one order of layers, before they make an optimizer: the parameters of the experts are new ones. Tags stay
         as they are. Arguments: FMoE, group is its moe_group.
-        Raises ValueError, and changes nothing, if the experts are spread already or the ranks do not divide them.
+        Raises ValueError, and changes nothing, if the experts are spread already, the ranks do not divide them, or the
+        gate must know its ranks when it is made.
         """
         size = size_of(group)
         if self.expert_parallel is not None:
@@ -83,6 +84,8 @@ class SpreadLayer(nn.Module):
             raise ValueError(
                 f"{type(self).__name__} has {self.num_experts} experts, which {size} ranks cannot share evenly"
             )
+        if isinstance(self.gate, BaseGate):
+            self.gate.check_spread(size)
         num_local = self.num_experts // size
         self.expert_parallel = ExpertParallel(group, num_local, overlap_degree, max_rows_per_rank, exchange)
         self.num_expert, self.world_size = num_local, size

@@ -32,7 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _say(result: Result) -> None:
-    verdict = "equal" if result.ok else f"DIFFERENT: {result.why()}"
+    verdict = result.label if result.ok else f"{result.label}: {result.why()}"
     print(f"{result.case}: {verdict} ({result.seconds:.1f} s)", file=sys.stderr)
 
 

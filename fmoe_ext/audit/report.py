@@ -28,6 +28,11 @@ class Result:
         """True if the case ran and nothing in it differs."""
         return self.first is None and self.error is None
 
+    @property
+    def label(self) -> str:
+        """equal, DIFFERENT, or FAILED for a case that raised an error or took too long."""
+        return "equal" if self.ok else "DIFFERENT" if self.error is None else "FAILED"
+
     def why(self) -> str:
         """The first difference, or the error, as text."""
         return str(self.first) if self.error is None else self.error.strip()
@@ -79,9 +84,9 @@ class AuditReport:
             yield f"left out: {name} ({reason})"
         for remark in self.remarks():
             yield f"DIFFERENT  every layout: {remark}"
-        for text, cases in self._reasons().items():
-            more = f", and {len(cases) - 1} more cases" if len(cases) > 1 else ""
-            yield f"DIFFERENT  {cases[0]}{more}: {text}"
+        for text, failures in self._reasons().items():
+            more = f", and {len(failures) - 1} more cases" if len(failures) > 1 else ""
+            yield f"{failures[0].label:9}  {failures[0].case}{more}: {text}"
         if self.failures and self.facts.drawing:
             yield (
                 f"random numbers are drawn by {_some(self.facts.drawing)}: no two layouts draw the same, which is a "
@@ -91,17 +96,17 @@ class AuditReport:
 
     def _verdict(self) -> str:
         if self.failures:
-            return f"{len(self.failures)} of them differ"
+            return _count(self.failures, "differ", "failed")
         return "equal to one process, which is wrong itself" if self.remarks() else "all equal"
 
-    def _reasons(self) -> dict[str, list[Case]]:
+    def _reasons(self) -> dict[str, list[Result]]:
         """{what went wrong: the cases where it did}; cases that first differ in the same tensor are one."""
-        reasons: dict[str, list[Case]] = {}
+        reasons: dict[str, list[Result]] = {}
         texts: dict[tuple[str, ...], str] = {}
         for result in self.failures:
             first = result.first
             key = (result.why(),) if first is None else (str(first.step), first.quantity, first.name)
-            reasons.setdefault(texts.setdefault(key, result.why()), []).append(result.case)
+            reasons.setdefault(texts.setdefault(key, result.why()), []).append(result)
         return reasons
 
     def _rows(self) -> Iterator[Sequence[str]]:
@@ -126,8 +131,15 @@ def _worst(results: Sequence[Result]) -> list[str]:
 
 
 def _verdict(results: Sequence[Result]) -> str:
-    num_bad = sum(not result.ok for result in results)
-    return f"{num_bad} DIFFERENT" if num_bad else "equal"
+    return _count(results, "DIFFERENT", "FAILED") or "equal"
+
+
+def _count(results: Sequence[Result], differ: str, failed: str) -> str:
+    counts = {
+        word: sum(r.label == label for r in results)
+        for word, label in ((differ, "DIFFERENT"), (failed, "FAILED"))
+    }
+    return ", ".join(f"{count} {word}" for word, count in counts.items() if count)
 
 
 def _table(rows: Iterator[Sequence[str]]) -> Iterator[str]:

@@ -140,6 +140,9 @@ class BaseGate(nn.Module):
         """False for gates of which nothing evens out the load of the experts: no loss, bias or construction."""
         return True
 
+    def check_spread(self, size: int) -> None:
+        """Raises ValueError if this gate, made for one process, cannot choose for experts on size ranks."""
+
     @property
     def weighs_while_choosing(self) -> bool:
         """True if topk() is one operator: no choices are replayed to it."""

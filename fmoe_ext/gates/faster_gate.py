@@ -59,12 +59,21 @@ class FasterGate(NaiveGate):
         self.register_buffer("is_local", torch.zeros(self.tot_expert, dtype=torch.bool), persistent=False)
         self.reset_parameters()
         self.outgoing_fraction = outgoing_fraction
+        self.gpus_per_node = gpus_per_node
         self.ranks: Ranks = OneRank() if ranks is None else ranks
 
     def reset_parameters(self) -> None:
         """Notes the experts of this node again; after .to_empty() of a gate made on the meta device."""
         self.is_local.zero_()
         self.is_local[self._local_experts.start : self._local_experts.stop] = True
+
+    def check_spread(self, size: int) -> None:
+        """Raises ValueError if size ranks are more than one node: only a gate that is made there knows its own."""
+        if size > self.gpus_per_node:
+            raise ValueError(
+                f"a FasterGate made for one process takes all {size} ranks for one node of {self.gpus_per_node}: make "
+                "the layer on its ranks, with world_size=, moe_group= and gate=gen_faster_gate(node_rank)"
+            )
 
     @property
     def depends_on_batch(self) -> str | None:

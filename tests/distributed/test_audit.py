@@ -93,6 +93,11 @@ def test_audit_error_of_one_rank_is_reported(pool):
         str(failure.case.layout) == "dp 2"
         and failure.error == "rank 1: ValueError: no model for the last rank"
     )
+    text = str(report)
+    assert (
+        "FAILED     dp 2" in text and "1 FAILED" in text and "2 cases of" in text and "DIFFERENT" not in text
+    )
+    assert text.endswith("1 failed")
 
 
 def test_audit_module_is_spread_over_ranks(pool):

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fmoe_ext import FMoE, FMoELinear, FMoETransformerMLP
-from fmoe_ext.gates import SoftmaxGate
+from fmoe_ext.gates import FasterGate, SoftmaxGate
 
 D, H, E, T = 6, 5, 4, 7
 
@@ -99,6 +99,13 @@ def keeps_attributes():
     with pytest.raises(ValueError, match="has 3 experts, which 2 ranks cannot share evenly"):
         odd.spread()
     assert odd.expert_parallel is None and len(odd.experts.htoh4.weight) == 3
+    faster = FMoETransformerMLP(E, D, H, gate=FasterGate(D, E, 1, 0, gpus_per_node=1))
+    with pytest.raises(ValueError, match="takes all 2 ranks for one node of 1"):
+        faster.spread()
+    assert faster.expert_parallel is None
+    one_node = FMoETransformerMLP(E, D, H, gate=FasterGate(D, E, 1, 0, gpus_per_node=2))
+    one_node.spread()
+    assert one_node.expert_parallel is not None
 
 
 def test_spread_keeps_tags_and_refuses_what_it_cannot_divide(pool):
