@@ -44,6 +44,8 @@ def shrunk_config(config: Any) -> Any:
             setattr(small, name, None)
     if shares_no_heads:
         small.num_key_value_heads = small.num_attention_heads
+    if hasattr(small, "use_cache"):
+        small.use_cache = False  # caches of models without attention have no length
     small._attn_implementation = "eager"  # the same sums with and without a mask
     small._experts_implementation = "eager"  # torch's grouped_mm has no float64
     return small

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
@@ -129,11 +130,13 @@ def from_folder(folder: str) -> Subject:
 
 
 def from_transformers(build: Callable[[], Any]) -> Subject:
-    """Subject of a causal language model of Transformers, with random tokens and labels."""
+    """Subject of a model of Transformers, with random tokens, and labels where it computes a loss of them."""
     torch.manual_seed(0)
     model = build()
     text = model.config.get_text_config()
     tokens = torch.randint(3, text.vocab_size, (4, 8), generator=torch.Generator().manual_seed(1))
+    if "labels" not in inspect.signature(model.forward).parameters:
+        return Subject(model, {"input_ids": tokens}, build=build)
     batch: dict[str, Any] = {"input_ids": tokens, "labels": tokens, "attention_mask": torch.ones_like(tokens)}
     weight = getattr(text, "router_aux_loss_coef", None)
     if weight is None or not hasattr(text, "output_router_logits"):
@@ -145,7 +148,9 @@ def from_transformers(build: Callable[[], Any]) -> Subject:
     padded["output_router_logits"] = True
 
     def parts(model: nn.Module, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        random_state = torch.get_rng_state()
         output = model(**batch)
+        torch.set_rng_state(random_state)
         balance = getattr(output, "aux_loss", None)
         if not isinstance(balance, torch.Tensor):
             balance = torch.zeros((), dtype=torch.float64)
