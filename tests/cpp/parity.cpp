@@ -1,5 +1,6 @@
-// Trains a layer for as many steps as FOLDER/CASE.in.safetensors has inputs, from the weights that are there, and writes
-// every step's loss, output and gradients to FOLDER/CASE.out.safetensors. tests/test_cpp.py does the same in Python.
+// Trains a layer for as many steps as FOLDER/CASE.in.safetensors has inputs, from the weights that are there,
+// and writes every step's loss, output and gradients to FOLDER/CASE.out.safetensors. tests/test_cpp.py does
+// the same in Python.
 #include <cstdlib>
 #include <functional>
 #include <map>
@@ -59,14 +60,6 @@ fmoe::MlpOptions options_of(const std::string& name) {
   return o;
 }
 
-// The parameters and buffers of a module, by their names in Python's state dict.
-fmoe::StateDict state_of(const torch::nn::Module& module) {
-  fmoe::StateDict state;
-  for (const auto& entry : module.named_parameters()) state.emplace(entry.key(), entry.value());
-  for (const auto& entry : module.named_buffers()) state.emplace(entry.key(), entry.value());
-  return state;
-}
-
 }  // namespace
 
 void run_case(const std::string& folder, const std::string& name, const std::string& group_name) {
@@ -82,7 +75,7 @@ void run_case(const std::string& folder, const std::string& name, const std::str
   torch::manual_seed(7);
   auto layer = std::make_shared<fmoe::FMoETransformerMLP>(options);
   fmoe::StateDict results;
-  for (const auto& [key, value] : state_of(*layer)) results["first." + key] = value.detach().clone();
+  for (const auto& [key, value] : fmoe::state_dict(*layer)) results["first." + key] = value.detach().clone();
   const Tensor inputs = given.at("inputs"), valid = given.count("valid") ? given.at("valid") : Tensor();
   layer->to(inputs.scalar_type());
   torch::optim::SGD optimizer(layer->parameters(), 0.1);
@@ -102,7 +95,7 @@ void run_case(const std::string& folder, const std::string& name, const std::str
     fmoe::after_optimizer_step(*layer);
   }
   for (const auto& [key, values] : records) results[key] = torch::stack(values);
-  for (const auto& [key, value] : state_of(*layer)) results["last." + key] = value;
+  for (const auto& [key, value] : fmoe::state_dict(*layer)) results["last." + key] = value;
   fmoe::write_safetensors(folder + "/" + name + ".out.safetensors", results);
 }
 

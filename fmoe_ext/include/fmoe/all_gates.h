@@ -17,7 +17,7 @@ struct ScoredOptions {
   bool balance_loss = true;  // "global"; false: None
   double balance_weight = 1.0;
   double z_weight = 0.0;
-  double capacity_factor = 0.0;  // 0: drops nothing; drop_policy "position"
+  double capacity_factor = 0.0;     // 0: drops nothing; drop_policy "position"
   double bias_update_speed = 1e-3;  // of SigmoidGate
 };
 
@@ -26,9 +26,11 @@ struct ScoredGate : NaiveGate {
   ScoredGate(int64_t d_model, int64_t num_expert, int64_t world_size, int64_t top_k, bool gate_bias,
              const ScoredOptions& o_)
       : NaiveGate(d_model, num_expert, world_size, top_k, gate_bias, o_.normalize), o(o_) {
-    TORCH_CHECK_VALUE(o.balance_weight >= 0, "balance_weight must not be negative, but got ", o.balance_weight);
+    TORCH_CHECK_VALUE(o.balance_weight >= 0, "balance_weight must not be negative, but got ",
+                      o.balance_weight);
     TORCH_CHECK_VALUE(o.z_weight >= 0, "z_weight must not be negative, but got ", o.z_weight);
-    TORCH_CHECK_VALUE(o.scale > 0 && std::isfinite(o.scale), "scale must be a positive number, but got ", o.scale);
+    TORCH_CHECK_VALUE(o.scale > 0 && std::isfinite(o.scale), "scale must be a positive number, but got ",
+                      o.scale);
     TORCH_CHECK_VALUE(o.capacity_factor >= 0, "capacity_factor must be positive, or 0 for no limit, but got ",
                       o.capacity_factor);
   }
@@ -38,7 +40,8 @@ struct ScoredGate : NaiveGate {
     auto [topk_idx, topk_weights] = select(scores);
     loss = scores.new_zeros({});
     if (o.balance_loss)
-      loss = fmoe::balance_loss(probabilities(scores), balance_choices(scores, topk_idx), *ranks) * o.balance_weight;
+      loss = fmoe::balance_loss(probabilities(scores), balance_choices(scores, topk_idx), *ranks) *
+             o.balance_weight;
     if (o.z_weight != 0) loss = loss + o.z_weight * z_loss(scores, *ranks);
     if (o.capacity_factor > 0) {
       const int64_t num_tokens = ranks->num_tokens(topk_idx.size(0));
@@ -60,8 +63,8 @@ struct ScoredGate : NaiveGate {
 
 // Top-k of the softmax, the gate of most open models; balance loss of the global batch.
 struct SoftmaxGate : ScoredGate {
-  SoftmaxGate(int64_t d_model, int64_t num_expert, int64_t world_size, int64_t top_k = 2, bool gate_bias = true,
-              const ScoredOptions& options = {})
+  SoftmaxGate(int64_t d_model, int64_t num_expert, int64_t world_size, int64_t top_k = 2,
+              bool gate_bias = true, const ScoredOptions& options = {})
       : ScoredGate(d_model, num_expert, world_size, top_k, gate_bias, options) {}
 
  protected:
@@ -72,11 +75,11 @@ struct SoftmaxGate : ScoredGate {
   Tensor balance_choices(const Tensor&, const Tensor& topk_idx) override { return topk_idx; }
 };
 
-// The gate of DeepSeek-V3: sigmoid scores, balanced by a bias that after_optimizer_step() moves. Its balance loss is
-// off unless options say so.
+// The gate of DeepSeek-V3: sigmoid scores, balanced by a bias that after_optimizer_step() moves. Its balance
+// loss is off unless options say so.
 struct SigmoidGate : ScoredGate {
-  SigmoidGate(int64_t d_model, int64_t num_expert, int64_t world_size, int64_t top_k = 2, bool gate_bias = true,
-              const ScoredOptions& options = no_loss())
+  SigmoidGate(int64_t d_model, int64_t num_expert, int64_t world_size, int64_t top_k = 2,
+              bool gate_bias = true, const ScoredOptions& options = no_loss())
       : ScoredGate(d_model, num_expert, world_size, top_k, gate_bias, options) {
     TORCH_CHECK_VALUE(o.bias_update_speed >= 0, "bias_update_speed must not be negative, but got ",
                       o.bias_update_speed);
@@ -128,8 +131,8 @@ struct NoisyGate : Gate {
   }
 
   Choices forward(const Tensor& inp) override {
-    TORCH_CHECK_VALUE(inp.dim() == 2 && inp.size(1) == w_gate.size(0), "inp must have shape [T, d_model=",
-                      w_gate.size(0), "], but got ", inp.sizes());
+    TORCH_CHECK_VALUE(inp.dim() == 2 && inp.size(1) == w_gate.size(0),
+                      "inp must have shape [T, d_model=", w_gate.size(0), "], but got ", inp.sizes());
     constexpr double kNoiseFloor = 1e-2;  // smallest standard deviation, so that the load is differentiable
     const Tensor clean = wide_linear(inp, w_gate.t());
     const Tensor stddev = torch::softplus(wide_linear(inp, w_noise.t())) + kNoiseFloor;
@@ -160,14 +163,15 @@ struct NoisyGate : Gate {
   }
 };
 
-// Base class of SwitchGate and GShardGate: what they do with the capacity of experts in training and in evaluation.
+// Base class of SwitchGate and GShardGate: what they do with the capacity of experts in training and in
+// evaluation.
 struct CapacityGate : NaiveGate {
-  CapacityGate(int64_t d_model, int64_t num_expert, int64_t world_size, int64_t top_k, bool gate_bias, bool normalize,
-               std::pair<double, double> capacity_)
+  CapacityGate(int64_t d_model, int64_t num_expert, int64_t world_size, int64_t top_k, bool gate_bias,
+               bool normalize, std::pair<double, double> capacity_)
       : NaiveGate(d_model, num_expert, world_size, top_k, gate_bias, normalize), capacity(capacity_) {
     TORCH_CHECK_VALUE(capacity.first > 0 && capacity.second > 0,
-                      "capacity must be two positive factors (training, evaluation), but got (", capacity.first, ", ",
-                      capacity.second, ")");
+                      "capacity must be two positive factors (training, evaluation), but got (",
+                      capacity.first, ", ", capacity.second, ")");
   }
   double factor() const { return is_training() ? capacity.first : capacity.second; }
 
@@ -176,9 +180,10 @@ struct CapacityGate : NaiveGate {
 
 // The gate of the Switch Transformer: top-1 weighted by its probability, jitter, capacity, balance loss.
 struct SwitchGate : CapacityGate {
-  SwitchGate(int64_t d_model, int64_t num_expert, int64_t world_size, int64_t top_k = 1, bool gate_bias = true,
-             double switch_eps_ = 0.1, std::pair<double, double> capacity = {1.2, 2.4})
-      : CapacityGate(d_model, num_expert, world_size, top_k, gate_bias, false, capacity), switch_eps(switch_eps_) {}
+  SwitchGate(int64_t d_model, int64_t num_expert, int64_t world_size, int64_t top_k = 1,
+             bool gate_bias = true, double switch_eps_ = 0.1, std::pair<double, double> capacity = {1.2, 2.4})
+      : CapacityGate(d_model, num_expert, world_size, top_k, gate_bias, false, capacity),
+        switch_eps(switch_eps_) {}
 
   Choices forward(const Tensor& inp) override {
     const Tensor scores = logits(jittered(inp));
@@ -202,8 +207,9 @@ struct SwitchGate : CapacityGate {
 
 // The gate of GShard: top-2 with normalised weights, capacity, random second choice and balance loss.
 struct GShardGate : CapacityGate {
-  GShardGate(int64_t d_model, int64_t num_expert, int64_t world_size, int64_t top_k = 2, bool gate_bias = true,
-             std::pair<double, double> capacity = {1.2, 2.4}, bool random_routing_ = true)
+  GShardGate(int64_t d_model, int64_t num_expert, int64_t world_size, int64_t top_k = 2,
+             bool gate_bias = true, std::pair<double, double> capacity = {1.2, 2.4},
+             bool random_routing_ = true)
       : CapacityGate(d_model, num_expert, world_size, top_k, gate_bias, true, capacity),
         random_routing(random_routing_) {
     TORCH_CHECK_VALUE(top_k == 2, "GShardGate chooses two experts: topk must be 2, but got ", top_k);
@@ -231,15 +237,17 @@ struct GShardGate : CapacityGate {
   }
 };
 
-// A GateMaker of a gate class: MlpOptions.gate = make_gate<SoftmaxGate>(). options: the gate's, after gate_bias.
+// A GateMaker of a gate class: MlpOptions.gate = make_gate<SoftmaxGate>(). options: the gate's, after
+// gate_bias.
 template <class Class, class... Options>
 GateMaker make_gate(Options... options) {
-  return [options...](int64_t d_model, int64_t num_expert, int64_t world_size, int64_t top_k, bool gate_bias) {
-    if constexpr (std::is_same_v<Class, NoisyGate>)
-      return std::make_shared<Class>(d_model, num_expert, world_size, top_k, options...);
-    else
-      return std::make_shared<Class>(d_model, num_expert, world_size, top_k, gate_bias, options...);
-  };
+  return
+      [options...](int64_t d_model, int64_t num_expert, int64_t world_size, int64_t top_k, bool gate_bias) {
+        if constexpr (std::is_same_v<Class, NoisyGate>)
+          return std::make_shared<Class>(d_model, num_expert, world_size, top_k, options...);
+        else
+          return std::make_shared<Class>(d_model, num_expert, world_size, top_k, gate_bias, options...);
+      };
 }
 
 namespace detail {

@@ -21,7 +21,8 @@ struct ExpertInput {
 
 namespace detail {
 
-// Starts the exchange of rows of x [sum(send), *] into out [sum(receive), *]: rows of rank p follow those of p - 1.
+// Starts the exchange of rows of x [sum(send), *] into out [sum(receive), *]: rows of rank p follow those of
+// p - 1.
 inline c10::intrusive_ptr<c10d::Work> start_exchange(Tensor out, Tensor x, std::vector<int64_t> send,
                                                      std::vector<int64_t> receive, const Group& group) {
 #if TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR >= 13
@@ -42,7 +43,9 @@ inline Tensor exchange_counts(const Tensor& counts, const Group& group) {
 struct Transit : torch::CustomClassHolder {
   Transit(Group group_, SortedTokens handle_) : group(std::move(group_)), handle(std::move(handle_)) {}
 
-  void to_experts(const variable_list& rows) { start(rows, send_splits, recv_splits, num_sent(), num_received()); }
+  void to_experts(const variable_list& rows) {
+    start(rows, send_splits, recv_splits, num_sent(), num_received());
+  }
   void to_tokens(const variable_list& rows) {
     start(rows, recv_splits, send_splits, num_received(), handle.row_idx.size(0));
   }
@@ -88,8 +91,8 @@ inline TransitPtr kept(AutogradContext* ctx) {
   return c10::static_intrusive_pointer_cast<Transit>(ctx->saved_data["transit"].toCapsule());
 }
 
-// The four halves of the exchanges there and back. Between them a ticket, a scalar, stands for rows that are under way:
-// nobody can read what has not come, and autograd knows the order.
+// The four halves of the exchanges there and back. Between them a ticket, a scalar, stands for rows that are
+// under way: nobody can read what has not come, and autograd knows the order.
 struct Send : Function<Send> {
   static Tensor forward(AutogradContext* ctx, const Tensor& rows, const Tensor& weights, TransitPtr transit) {
     keep(ctx, transit);
@@ -119,7 +122,9 @@ struct Return : Function<Return> {
     transit->to_tokens({results});
     return results.new_zeros({});
   }
-  static variable_list backward(AutogradContext* ctx, variable_list) { return {kept(ctx)->finish()[0], Tensor()}; }
+  static variable_list backward(AutogradContext* ctx, variable_list) {
+    return {kept(ctx)->finish()[0], Tensor()};
+  }
 };
 
 struct Collect : Function<Collect> {
@@ -164,15 +169,16 @@ class Dispatched {
     plan(handle.tokens_per_expert.view({size, -1}));
     const Tensor weights = detail::widen(tokens_.topk_weights, tokens_.x.scalar_type());
     const Tensor rows = permute(tokens_.x, handle.row_idx, handle.inverse);
-    const Tensor row_weights = permute(weights.reshape({-1, 1}), handle.row_idx, handle.inverse.reshape({-1, 1}));
+    const Tensor row_weights =
+        permute(weights.reshape({-1, 1}), handle.row_idx, handle.inverse.reshape({-1, 1}));
     ticket_ = detail::Send::apply(rows, row_weights, transit_);
   }
 
   // Tells the ranks how many rows come for each of their experts: counts [ranks, e].
   void plan(const Tensor& counts) {
     constexpr int64_t kHeader = 2;  // dtype and width of a token, the same on all ranks
-    const Tensor header = torch::tensor({static_cast<int64_t>(tokens_.x.scalar_type()), tokens_.x.size(1)},
-                                        counts.options());
+    const Tensor header =
+        torch::tensor({static_cast<int64_t>(tokens_.x.scalar_type()), tokens_.x.size(1)}, counts.options());
     const Tensor sent = torch::cat({header.expand({counts.size(0), -1}), counts}, 1);
     const Tensor received = detail::exchange_counts(sent, transit_->group).to(at::kCPU);
     check_headers(received.narrow(1, 0, kHeader));
@@ -209,8 +215,8 @@ class Dispatched {
 };
 
 // Sends every token to the ranks of its experts: x [T, D], topk_idx [T, K] (-1 dropped), topk_weights [T, K].
-inline Dispatched dispatch(const Tensor& x, const Tensor& topk_idx, const Tensor& topk_weights, int64_t num_experts,
-                           const Group& group) {
+inline Dispatched dispatch(const Tensor& x, const Tensor& topk_idx, const Tensor& topk_weights,
+                           int64_t num_experts, const Group& group) {
   return {x, topk_idx, topk_weights, num_experts, group};
 }
 

@@ -1,4 +1,5 @@
-// The experts of a layer: two-layer MLPs computed by one operator. The same as fmoe_ext/linear.py and experts.py.
+// The experts of a layer: two-layer MLPs computed by one operator. The same as fmoe_ext/linear.py and
+// experts.py.
 #pragma once
 
 #include <cmath>
@@ -19,13 +20,15 @@ inline bool is_gated(const std::string& activation) {
   return activation == "swiglu" || activation == "geglu" || activation == "geglu_tanh";
 }
 
-// Fills params, each [E, *], uniformly from [-bound, bound]. What expert e gets depends on seed and on first_expert + e
-// alone, its number in the whole layer, so that every layout draws the same experts.
-inline void draw_experts(const std::vector<Tensor>& params, double bound, int64_t seed, int64_t first_expert) {
+// Fills params, each [E, *], uniformly from [-bound, bound]. What expert e gets depends on seed and on
+// first_expert + e alone, its number in the whole layer, so that every layout draws the same experts.
+inline void draw_experts(const std::vector<Tensor>& params, double bound, int64_t seed,
+                         int64_t first_expert) {
   constexpr uint64_t kNextExpert = 0x9E3779B97F4A7C15;  // as in fmoe_ext/linear.py
   torch::NoGradGuard no_grad;
   for (int64_t e = 0; e < params[0].size(0); ++e) {
-    const uint64_t number = static_cast<uint64_t>(seed) + static_cast<uint64_t>(first_expert + e) * kNextExpert;
+    const uint64_t number =
+        static_cast<uint64_t>(seed) + static_cast<uint64_t>(first_expert + e) * kNextExpert;
     auto generator = at::detail::createCPUGenerator(number & (uint64_t{1} << 63) - 1);
     for (const Tensor& param : params) param[e].uniform_(-bound, bound, generator);
   }
@@ -47,15 +50,16 @@ inline Tensor widen(const Tensor& topk_weights, at::ScalarType dtype) {
 
 }  // namespace detail
 
-// A linear layer for each of num_expert experts: weight [E, out_feat, in_feat], bias [E, out_feat] or undefined.
+// A linear layer for each of num_expert experts: weight [E, out_feat, in_feat], bias [E, out_feat] or
+// undefined.
 struct FMoELinear : torch::nn::Module {
   FMoELinear(int64_t num_expert, int64_t in_feat, int64_t out_feat, bool has_bias = true, int64_t rank = 0) {
     weight = register_parameter("weight", torch::empty({num_expert, out_feat, in_feat}));
     bias = register_parameter("bias", has_bias ? torch::empty({num_expert, out_feat}) : Tensor(), has_bias);
     const auto seed = torch::randint(int64_t{1} << 62, {}, at::kLong).item<int64_t>();
     const double bound = in_feat > 0 ? 1 / std::sqrt(static_cast<double>(in_feat)) : 0;
-    detail::draw_experts(has_bias ? std::vector<Tensor>{weight, bias} : std::vector<Tensor>{weight}, bound, seed,
-                         rank * num_expert);
+    detail::draw_experts(has_bias ? std::vector<Tensor>{weight, bias} : std::vector<Tensor>{weight}, bound,
+                         seed, rank * num_expert);
   }
 
   // inp [R, in_feat] sorted by expert, offs [E] int32 cumulative ends -> [R, out_feat].
@@ -74,7 +78,8 @@ struct FusedExperts : torch::nn::Module {
     detail::activation_number(activation);
     const int64_t rows = detail::is_gated(activation) ? 2 * d_hidden : d_hidden;
     htoh4 = register_module("htoh4", std::make_shared<FMoELinear>(num_experts, d_model, rows, bias, rank));
-    h4toh = register_module("h4toh", std::make_shared<FMoELinear>(num_experts, d_hidden, d_model, bias, rank));
+    h4toh =
+        register_module("h4toh", std::make_shared<FMoELinear>(num_experts, d_hidden, d_model, bias, rank));
   }
 
   // Tokens [T, D] through an index -> [T, D], the weighted sum of each token's experts.
@@ -102,11 +107,13 @@ struct FusedExperts : torch::nn::Module {
   }
 };
 
-// Experts that compute every token beside its chosen ones: sigmoid(gate(x)) * mlp(x), without has_gate mlp(x).
+// Experts that compute every token beside its chosen ones: sigmoid(gate(x)) * mlp(x), without has_gate
+// mlp(x).
 struct SharedExperts : torch::nn::Module {
   SharedExperts(int64_t d_model, int64_t d_hidden, std::string activation = "gelu", bool bias = true,
                 bool has_gate = false) {
-    mlp = register_module("mlp", std::make_shared<FusedExperts>(1, d_model, d_hidden, std::move(activation), bias));
+    mlp = register_module("mlp",
+                          std::make_shared<FusedExperts>(1, d_model, d_hidden, std::move(activation), bias));
     if (has_gate)
       gate = register_module("gate",
                              std::make_shared<WideLinear>(torch::nn::LinearOptions(d_model, 1).bias(false)));

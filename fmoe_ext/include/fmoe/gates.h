@@ -1,4 +1,5 @@
-// Gates: modules that choose experts for every token. The same as fmoe_ext/gates, with the same names of parameters.
+// Gates: modules that choose experts for every token. The same as fmoe_ext/gates, with the same names of
+// parameters.
 #pragma once
 
 #include <cmath>
@@ -80,7 +81,8 @@ inline Tensor balance_loss(const Tensor& scores, const Tensor& topk_idx, const R
   const Tensor share = num_choices / num_choices.sum().clamp_min(1);
   const auto num_experts = static_cast<double>(sums.score_sum.size(0));
   if (sums.num_tokens.defined())  // reciprocal() * E: what Python makes of E / tensor
-    return (share * (sums.num_tokens.detach().clamp_min(1).reciprocal() * num_experts) * sums.score_sum).sum();
+    return (share * (sums.num_tokens.detach().clamp_min(1).reciprocal() * num_experts) * sums.score_sum)
+        .sum();
   return (share * (num_experts / std::max<int64_t>(sums.num_local_tokens, 1)) * sums.score_sum).sum();
 }
 
@@ -96,12 +98,13 @@ inline int64_t expert_capacity(double factor, int64_t num_tokens, int64_t top_k,
   return static_cast<int64_t>(std::ceil(factor * num_tokens * top_k / num_experts));
 }
 
-// Base class of gates: forward(inp [T, d_model]) -> topk_idx [T, K] int64 (-1: dropped), topk_weights [T, K]; `loss` is
-// the balance loss of the last forward.
+// Base class of gates: forward(inp [T, d_model]) -> topk_idx [T, K] int64 (-1: dropped), topk_weights [T, K];
+// `loss` is the balance loss of the last forward.
 struct Gate : torch::nn::Module {
   Gate(int64_t num_expert, int64_t world_size, int64_t top_k_) : top_k(top_k_) {
-    TORCH_CHECK_VALUE(num_expert >= 1 && world_size >= 1, "num_expert and world_size must be at least 1, but got ",
-                      num_expert, " and ", world_size);
+    TORCH_CHECK_VALUE(num_expert >= 1 && world_size >= 1,
+                      "num_expert and world_size must be at least 1, but got ", num_expert, " and ",
+                      world_size);
     tot_expert = num_expert * world_size;
     TORCH_CHECK_VALUE(1 <= top_k && top_k <= tot_expert, "top_k must be between 1 and the ", tot_expert,
                       " experts, but got ", top_k);
@@ -117,11 +120,11 @@ struct Gate : torch::nn::Module {
 
 // A linear layer, the top_k experts of each token, and the softmax over their scores.
 struct NaiveGate : Gate {
-  NaiveGate(int64_t d_model_, int64_t num_expert, int64_t world_size, int64_t top_k = 2, bool gate_bias = true,
-            bool normalize_ = true)
+  NaiveGate(int64_t d_model_, int64_t num_expert, int64_t world_size, int64_t top_k = 2,
+            bool gate_bias = true, bool normalize_ = true)
       : Gate(num_expert, world_size, top_k), d_model(d_model_), normalize(normalize_) {
-    gate = register_module("gate", std::make_shared<WideLinear>(
-                                       torch::nn::LinearOptions(d_model, tot_expert).bias(gate_bias)));
+    gate = register_module(
+        "gate", std::make_shared<WideLinear>(torch::nn::LinearOptions(d_model, tot_expert).bias(gate_bias)));
   }
 
   Choices forward(const Tensor& inp) override {

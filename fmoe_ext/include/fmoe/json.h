@@ -1,4 +1,5 @@
-// A strict reader of JSON for headers of safetensors files and manifests: errors say where, nothing is guessed.
+// A strict reader of JSON for headers of safetensors files and manifests: errors say where, nothing is
+// guessed.
 #pragma once
 
 #include <cstdint>
@@ -52,7 +53,8 @@ class Reader {
     TORCH_CHECK(good, where_, " is damaged: ", what, " at byte ", at_, " of its JSON");
   }
   void skip_space() {
-    while (at_ < text_.size() && (text_[at_] == ' ' || text_[at_] == '\n' || text_[at_] == '\t' || text_[at_] == '\r'))
+    while (at_ < text_.size() &&
+           (text_[at_] == ' ' || text_[at_] == '\n' || text_[at_] == '\t' || text_[at_] == '\r'))
       ++at_;
   }
   char peek() {

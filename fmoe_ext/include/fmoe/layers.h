@@ -1,5 +1,5 @@
-// FMoE and FMoETransformerMLP: a gate chooses experts for every token, the experts compute, their results are summed by
-// weight. FMoE::forward reads beside that of fmoe_ext/layers.py.
+// FMoE and FMoETransformerMLP: a gate chooses experts for every token, the experts compute, their results are
+// summed by weight. FMoE::forward reads beside that of fmoe_ext/layers.py.
 #pragma once
 
 #include <functional>
@@ -50,24 +50,28 @@ inline Step begin(const Tensor& moe_inp, const Tensor& valid) {
                    moe_inp.scalar_type());
   const int64_t num_tokens = moe_inp.size(0);
   if (!valid.defined()) return {moe_inp, {}, num_tokens};
-  TORCH_CHECK_VALUE(!valid.is_floating_point() || !((valid != 0) & (valid != 1)).any().item<bool>(),
-                    "valid must be True (1) for real tokens and False (0) for padding, but has other values: an "
-                    "additive attention mask is valid = mask == 0");
-  TORCH_CHECK_VALUE(valid.numel() == num_tokens, "valid or the packed sequences have ", valid.numel(),
-                    " entries but the input has ", num_tokens, " tokens. ",
-                    "Call a layer whose tokens differ from the model's outside of valid_tokens(), with its own valid=");
+  TORCH_CHECK_VALUE(
+      !valid.is_floating_point() || !((valid != 0) & (valid != 1)).any().item<bool>(),
+      "valid must be True (1) for real tokens and False (0) for padding, but has other values: an "
+      "additive attention mask is valid = mask == 0");
+  TORCH_CHECK_VALUE(
+      valid.numel() == num_tokens, "valid or the packed sequences have ", valid.numel(),
+      " entries but the input has ", num_tokens, " tokens. ",
+      "Call a layer whose tokens differ from the model's outside of valid_tokens(), with its own valid=");
   const Tensor rows = valid.detach().flatten().nonzero().squeeze(1);
   if (rows.size(0) == num_tokens) return {moe_inp, {}, num_tokens};
   return {moe_inp.index_select(0, rows), rows, num_tokens};
 }
 
 // A Mixture-of-Experts layer: any gate, and experts that forward(tokens, handle, topk_weights).
-// group: a c10d group whose ranks have num_expert experts each, expert i on rank i // num_expert; all of them call
-// forward, with any number of tokens each. Null: one process.
+// group: a c10d group whose ranks have num_expert experts each, expert i on rank i // num_expert; all of them
+// call forward, with any number of tokens each. Null: one process.
 struct FMoE : torch::nn::Module {
-  FMoE(int64_t num_expert, int64_t d_model_, std::shared_ptr<Gate> gate_, std::shared_ptr<FusedExperts> experts_,
-       std::shared_ptr<SharedExperts> shared, Group group_ = {})
-      : num_experts(num_expert * (group_ ? group_->getSize() : 1)), d_model(d_model_), group(std::move(group_)) {
+  FMoE(int64_t num_expert, int64_t d_model_, std::shared_ptr<Gate> gate_,
+       std::shared_ptr<FusedExperts> experts_, std::shared_ptr<SharedExperts> shared, Group group_ = {})
+      : num_experts(num_expert * (group_ ? group_->getSize() : 1)),
+        d_model(d_model_),
+        group(std::move(group_)) {
     TORCH_CHECK_VALUE(gate_->tot_expert == num_experts, "the gate is for ", gate_->tot_expert,
                       " experts, but the layer has ", num_experts);
     gate = register_module("gate", std::move(gate_));
@@ -102,9 +106,10 @@ struct FMoE : torch::nn::Module {
   Choices choose(const Step& step) const {
     auto [topk_idx, topk_weights] = gate->forward(step.x);
     const int64_t num_tokens = step.x.size(0);
-    TORCH_CHECK_VALUE(topk_idx.dim() == 2 && topk_idx.size(0) == num_tokens && topk_weights.sizes() == topk_idx.sizes(),
-                      "the gate must return topk_idx and topk_weights [T=", num_tokens, ", K=", gate->top_k,
-                      "], but returned ", topk_idx.sizes(), " and ", topk_weights.sizes());
+    TORCH_CHECK_VALUE(
+        topk_idx.dim() == 2 && topk_idx.size(0) == num_tokens && topk_weights.sizes() == topk_idx.sizes(),
+        "the gate must return topk_idx and topk_weights [T=", num_tokens, ", K=", gate->top_k,
+        "], but returned ", topk_idx.sizes(), " and ", topk_weights.sizes());
     return {topk_idx, topk_weights};
   }
 

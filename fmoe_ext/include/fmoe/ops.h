@@ -1,10 +1,11 @@
-// The operators of fmoe_ext with their gradients: sort_tokens, permute, unpermute, topk_gate, grouped_gemm, expert_mlp.
+// The operators of fmoe_ext with their gradients: sort_tokens, permute, unpermute, topk_gate, grouped_gemm,
+// expert_mlp.
 //
-// Kernels, checks and their errors are in the library of the target fmoe::fmoe and are called through the dispatcher;
-// here are the formulas of the gradients, those of fmoe_ext/ops/<operator>.py in the same order.
+// Kernels, checks and their errors are in the library of the target fmoe::fmoe and are called through the
+// dispatcher; here are the formulas of the gradients, those of fmoe_ext/ops/<operator>.py in the same order.
 //
-// Letters: T tokens, K choices a token, E experts, R = T * K rows in expert-major order, D model width, H expert width.
-// An undefined Tensor stands for Python's None.
+// Letters: T tokens, K choices a token, E experts, R = T * K rows in expert-major order, D model width, H
+// expert width. An undefined Tensor stands for Python's None.
 #pragma once
 
 #include <array>
@@ -69,7 +70,8 @@ bool needs_graph(const Tensors&... tensors) {
   return at::GradMode::is_enabled() && (learns(tensors) || ...);
 }
 
-// Keeps which gradients autograd may want: it numbers the tensors that a Function was given, and skips the others.
+// Keeps which gradients autograd may want: it numbers the tensors that a Function was given, and skips the
+// others.
 inline void keep_given(AutogradContext* ctx, const std::vector<bool>& given) {
   std::vector<int64_t> edges;
   int64_t num_given = 0;
@@ -83,7 +85,8 @@ inline bool needs_grad(AutogradContext* ctx, size_t place) {
 
 // Passes gradients on; to differentiate them again raises instead of giving gradients that lack a term.
 struct OnceDifferentiable : Function<OnceDifferentiable> {
-  static variable_list forward(AutogradContext* ctx, variable_list grads, variable_list from, std::string name) {
+  static variable_list forward(AutogradContext* ctx, variable_list grads, variable_list from,
+                               std::string name) {
     ctx->saved_data["name"] = name;
     for (auto& grad : grads)
       if (grad.defined()) grad = grad.view_as(grad);
@@ -130,7 +133,8 @@ inline int64_t score_number(const std::string& name) {
 
 }  // namespace detail
 
-// Limits the CPU kernels to an instruction set, as FMOE_CPU_ISA does for Python; false if this processor lacks it.
+// Limits the CPU kernels to an instruction set, as FMOE_CPU_ISA does for Python; false if this processor
+// lacks it.
 inline bool set_cpu_isa(const std::string& name) {
   static const auto op = detail::find<bool(c10::string_view)>("fmoe_ext::_set_cpu_isa");
   return detail::call(op, c10::string_view(name));
@@ -156,7 +160,8 @@ inline Tensor apply_capacity(const Tensor& topk_idx, const Tensor& capacity) {
   return detail::call(op, topk_idx, capacity);
 }
 
-Tensor unpermute(const Tensor& y, const Tensor& row_idx, const Tensor& inverse, const Tensor& topk_weights = {});
+Tensor unpermute(const Tensor& y, const Tensor& row_idx, const Tensor& inverse,
+                 const Tensor& topk_weights = {});
 
 namespace detail {
 
@@ -174,7 +179,8 @@ struct Permute : Function<Permute> {
 
 }  // namespace detail
 
-// Copies every token to the rows of its experts, padding is zero: x [T, D] -> [R, D]. Equivalent to x[row_idx / K].
+// Copies every token to the rows of its experts, padding is zero: x [T, D] -> [R, D]. Equivalent to x[row_idx
+// / K].
 inline Tensor permute(const Tensor& x, const Tensor& row_idx, const Tensor& inverse) {
   return detail::Permute::apply(x, row_idx, inverse);
 }
@@ -191,13 +197,12 @@ struct Unpermute : Function<Unpermute> {
     return call(op, y, row_idx, inverse, topk_weights);
   }
   static variable_list backward(AutogradContext* ctx, variable_list grads) {
-    using Signature = std::tuple<Tensor, Tensor>(const Tensor&, const OptTensor&, const Tensor&, const Tensor&,
-                                                 const OptTensor&);
+    using Signature = std::tuple<Tensor, Tensor>(const Tensor&, const OptTensor&, const Tensor&,
+                                                 const Tensor&, const OptTensor&);
     static const auto op = find<Signature>("fmoe_ext::unpermute_backward");
     const auto saved = ctx->get_saved_variables();
     const Tensor &y = saved[0], &row_idx = saved[1], &inverse = saved[2], &topk_weights = saved[3];
-    if (!topk_weights.defined())
-      return {permute(grads[0], row_idx, inverse), Tensor(), Tensor(), Tensor()};
+    if (!topk_weights.defined()) return {permute(grads[0], row_idx, inverse), Tensor(), Tensor(), Tensor()};
     auto [grad_y, grad_weights] = call(op, grads[0], opt(y), row_idx, inverse, opt(topk_weights));
     variable_list results = {grad_y, Tensor(), Tensor(), y.defined() ? grad_weights : Tensor()};
     return once(std::move(results), {grads[0], topk_weights}, "fmoe_ext::unpermute_backward");
@@ -208,13 +213,14 @@ struct TopkGate : Function<TopkGate> {
   using Result = std::tuple<Tensor, Tensor>;
   using Signature = Result(const Tensor&, int64_t, int64_t, bool, const OptTensor&, int64_t, int64_t, double);
 
-  static Result compute(const Tensor& logits, int64_t top_k, int64_t score, bool normalize, const OptTensor& bias,
-                        int64_t num_groups, int64_t topk_groups, double scale) {
+  static Result compute(const Tensor& logits, int64_t top_k, int64_t score, bool normalize,
+                        const OptTensor& bias, int64_t num_groups, int64_t topk_groups, double scale) {
     static const auto op = find<Signature>("fmoe_ext::topk_gate");
     return call(op, logits, top_k, score, normalize, bias, num_groups, topk_groups, scale);
   }
-  static variable_list forward(AutogradContext* ctx, const Tensor& logits, const OptTensor& bias, int64_t top_k,
-                               int64_t score, bool normalize, int64_t num_groups, int64_t topk_groups, double scale) {
+  static variable_list forward(AutogradContext* ctx, const Tensor& logits, const OptTensor& bias,
+                               int64_t top_k, int64_t score, bool normalize, int64_t num_groups,
+                               int64_t topk_groups, double scale) {
     auto [topk_idx, topk_weights] =
         compute(logits, top_k, score, normalize, bias, num_groups, topk_groups, scale);
     ctx->mark_non_differentiable({topk_idx});
@@ -225,7 +231,8 @@ struct TopkGate : Function<TopkGate> {
     return {topk_idx, topk_weights};
   }
   static variable_list backward(AutogradContext* ctx, variable_list grads) {
-    using Signature = Tensor(const Tensor&, const Tensor&, const Tensor&, const Tensor&, int64_t, bool, double);
+    using Signature =
+        Tensor(const Tensor&, const Tensor&, const Tensor&, const Tensor&, int64_t, bool, double);
     static const auto op = find<Signature>("fmoe_ext::topk_gate_backward");
     const auto saved = ctx->get_saved_variables();
     const Tensor grad = call(op, grads[1], saved[0], saved[1], saved[2], ctx->saved_data["score"].toInt(),
@@ -239,20 +246,23 @@ struct TopkGate : Function<TopkGate> {
 }  // namespace detail
 
 // For each token the sum of its experts' rows, weighted by topk_weights if given: y [R, D] -> [T, D].
-inline Tensor unpermute(const Tensor& y, const Tensor& row_idx, const Tensor& inverse, const Tensor& topk_weights) {
+inline Tensor unpermute(const Tensor& y, const Tensor& row_idx, const Tensor& inverse,
+                        const Tensor& topk_weights) {
   return detail::Unpermute::apply(y, row_idx, inverse, detail::opt(topk_weights));
 }
 
-// The top_k experts of each token by score, best first, and their weights: logits [T, E] -> topk_idx [T, K] int64,
-// topk_weights [T, K]. score: "softmax" or "sigmoid"; bias [E] shifts the selection only. See ops.topk_gate in Python.
+// The top_k experts of each token by score, best first, and their weights: logits [T, E] -> topk_idx [T, K]
+// int64, topk_weights [T, K]. score: "softmax" or "sigmoid"; bias [E] shifts the selection only. See
+// ops.topk_gate in Python.
 inline Choices topk_gate(const Tensor& logits, int64_t top_k, const std::string& score = "softmax",
-                                            bool normalize = true, const Tensor& bias = {}, int64_t num_groups = 1,
-                                            int64_t topk_groups = 1, double scale = 1.0) {
+                         bool normalize = true, const Tensor& bias = {}, int64_t num_groups = 1,
+                         int64_t topk_groups = 1, double scale = 1.0) {
   const int64_t number = detail::score_number(score);
   if (!detail::needs_graph(logits))
-    return detail::TopkGate::compute(logits, top_k, number, normalize, detail::opt(bias), num_groups, topk_groups, scale);
-  auto chosen =
-      detail::TopkGate::apply(logits, detail::opt(bias), top_k, number, normalize, num_groups, topk_groups, scale);
+    return detail::TopkGate::compute(logits, top_k, number, normalize, detail::opt(bias), num_groups,
+                                     topk_groups, scale);
+  auto chosen = detail::TopkGate::apply(logits, detail::opt(bias), top_k, number, normalize, num_groups,
+                                        topk_groups, scale);
   return {chosen[0], chosen[1]};
 }
 
@@ -270,8 +280,9 @@ struct GroupedGemm : Function<GroupedGemm> {
   }
   static variable_list backward(AutogradContext* ctx, variable_list grads) {
     using Result = std::tuple<Tensor, Tensor, Tensor>;
-    static const auto op = find<Result(const Tensor&, const Tensor&, const Tensor&, const Tensor&, at::ArrayRef<bool>)>(
-        "fmoe_ext::grouped_gemm_backward");
+    static const auto op =
+        find<Result(const Tensor&, const Tensor&, const Tensor&, const Tensor&, at::ArrayRef<bool>)>(
+            "fmoe_ext::grouped_gemm_backward");
     const auto saved = ctx->get_saved_variables();
     const std::array<bool, 3> needs = {needs_grad(ctx, 0), needs_grad(ctx, 1), needs_grad(ctx, 3)};
     auto [dx, dweight, dbias] = call(op, grads[0], saved[0], saved[1], saved[2], at::ArrayRef<bool>(needs));
@@ -283,8 +294,9 @@ struct GroupedGemm : Function<GroupedGemm> {
 
 struct ExpertMlp : Function<ExpertMlp> {
   using Result = std::tuple<Tensor, Tensor>;
-  using Signature = Result(const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&, const OptTensor&,
-                           const Tensor&, const OptTensor&, const OptTensor&, int64_t, bool, bool);
+  using Signature = Result(const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&,
+                           const OptTensor&, const Tensor&, const OptTensor&, const OptTensor&, int64_t, bool,
+                           bool);
 
   static Result compute(const Tensor& x, const Tensor& row_idx, const Tensor& inverse, const Tensor& offs,
                         const Tensor& w1, const OptTensor& b1, const Tensor& w2, const OptTensor& b2,
@@ -294,10 +306,12 @@ struct ExpertMlp : Function<ExpertMlp> {
   }
 
   static Tensor forward(AutogradContext* ctx, const Tensor& x, const Tensor& row_idx, const Tensor& inverse,
-                        const Tensor& offs, const Tensor& w1, const OptTensor& b1, const Tensor& w2, const OptTensor& b2,
-                        const OptTensor& topk_weights, int64_t activation, bool combine) {
+                        const Tensor& offs, const Tensor& w1, const OptTensor& b1, const Tensor& w2,
+                        const OptTensor& b2, const OptTensor& topk_weights, int64_t activation,
+                        bool combine) {
     auto [y, h] = compute(x, row_idx, inverse, offs, w1, b1, w2, b2, topk_weights, activation, combine, true);
-    keep_given(ctx, {true, true, true, true, true, b1.has_value(), true, b2.has_value(), topk_weights.has_value()});
+    keep_given(
+        ctx, {true, true, true, true, true, b1.has_value(), true, b2.has_value(), topk_weights.has_value()});
     const auto kept = [](const OptTensor& t) { return t.value_or(Tensor()); };
     ctx->save_for_backward({x, row_idx, inverse, offs, w1, w2, kept(b2), kept(topk_weights), h});
     ctx->saved_data["activation"] = activation;
@@ -307,9 +321,9 @@ struct ExpertMlp : Function<ExpertMlp> {
 
   static variable_list backward(AutogradContext* ctx, variable_list grads) {
     using Grads = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
-    using Backward = Grads(const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&,
-                           const Tensor&, const OptTensor&, const OptTensor&, const Tensor&, int64_t, bool,
-                           at::ArrayRef<bool>);
+    using Backward = Grads(const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&,
+                           const Tensor&, const Tensor&, const OptTensor&, const OptTensor&, const Tensor&,
+                           int64_t, bool, at::ArrayRef<bool>);
     static const auto op = find<Backward>("fmoe_ext::expert_mlp_backward");
     constexpr std::array<size_t, 6> kPlaces = {0, 4, 5, 6, 7, 8};  // x, w1, b1, w2, b2, topk_weights
     std::array<bool, 6> needs{};
@@ -317,7 +331,8 @@ struct ExpertMlp : Function<ExpertMlp> {
     const auto s = ctx->get_saved_variables();
     auto [dx, dw1, db1, dw2, db2, dtopk_weights] =
         call(op, grads[0], s[0], s[1], s[2], s[3], s[4], s[5], opt(s[6]), opt(s[7]), s[8],
-             ctx->saved_data["activation"].toInt(), ctx->saved_data["combine"].toBool(), at::ArrayRef<bool>(needs));
+             ctx->saved_data["activation"].toInt(), ctx->saved_data["combine"].toBool(),
+             at::ArrayRef<bool>(needs));
     variable_list results(11);
     const std::array<Tensor, 6> computed = {dx, dw1, db1, dw2, db2, dtopk_weights};
     for (size_t i = 0; i < kPlaces.size(); ++i)
@@ -330,16 +345,17 @@ struct ExpertMlp : Function<ExpertMlp> {
 
 // Multiplies the rows of each expert by its weight: y = x @ weight[e].T + bias[e] on offs[e - 1]:offs[e].
 // x [R, D], weight [E, N, D], bias [E, N] of one floating dtype, offs [E] int32 -> [R, N].
-inline Tensor grouped_gemm(const Tensor& x, const Tensor& weight, const Tensor& offs, const Tensor& bias = {}) {
+inline Tensor grouped_gemm(const Tensor& x, const Tensor& weight, const Tensor& offs,
+                           const Tensor& bias = {}) {
   const auto device = x.device().type();
-  return detail::GroupedGemm::apply(detail::for_autocast(x, device), detail::for_autocast(weight, device), offs,
-                                    detail::opt(detail::for_autocast(bias, device)));
+  return detail::GroupedGemm::apply(detail::for_autocast(x, device), detail::for_autocast(weight, device),
+                                    offs, detail::opt(detail::for_autocast(bias, device)));
 }
 
 // Two-layer MLP of each expert over the tokens that chose it, with dispatch and combine fused in.
-// x [T, D]; row_idx, inverse, offs: of sort_tokens; w1 [E, H, D] (gated: [E, 2H, D], gate rows before up rows), b1,
-// w2 [E, D, H], b2 of the dtype of x; topk_weights [T, K] -> the weighted sum over each token's choices [T, D], or with
-// combine=false the (weighted) rows [T * K, D].
+// x [T, D]; row_idx, inverse, offs: of sort_tokens; w1 [E, H, D] (gated: [E, 2H, D], gate rows before up
+// rows), b1, w2 [E, D, H], b2 of the dtype of x; topk_weights [T, K] -> the weighted sum over each token's
+// choices [T, D], or with combine=false the (weighted) rows [T * K, D].
 inline Tensor expert_mlp(const Tensor& x, const Tensor& row_idx, const Tensor& inverse, const Tensor& offs,
                          const Tensor& w1, const Tensor& b1, const Tensor& w2, const Tensor& b2,
                          const Tensor& topk_weights = {}, const std::string& activation = "gelu",
@@ -349,8 +365,9 @@ inline Tensor expert_mlp(const Tensor& x, const Tensor& row_idx, const Tensor& i
   const auto cast = [device](const Tensor& t) { return detail::for_autocast(t, device); };
   const auto maybe = [cast](const Tensor& t) { return detail::opt(cast(t)); };
   if (!detail::needs_graph(x, w1, b1, w2, b2, topk_weights))
-    return std::get<0>(detail::ExpertMlp::compute(cast(x), row_idx, inverse, offs, cast(w1), maybe(b1), cast(w2),
-                                                  maybe(b2), detail::opt(topk_weights), number, combine, false));
+    return std::get<0>(detail::ExpertMlp::compute(cast(x), row_idx, inverse, offs, cast(w1), maybe(b1),
+                                                  cast(w2), maybe(b2), detail::opt(topk_weights), number,
+                                                  combine, false));
   return detail::ExpertMlp::apply(cast(x), row_idx, inverse, offs, cast(w1), maybe(b1), cast(w2), maybe(b2),
                                   detail::opt(topk_weights), number, combine);
 }

@@ -1,5 +1,5 @@
-// Sums and counts over the ranks that share a gate's experts: OneRank for one process, GroupRanks for a c10d group.
-// The same as fmoe_ext/ep/ranks.py and OneRank of fmoe_ext/gates/base_gate.py.
+// Sums and counts over the ranks that share a gate's experts: OneRank for one process, GroupRanks for a c10d
+// group. The same as fmoe_ext/ep/ranks.py and OneRank of fmoe_ext/gates/base_gate.py.
 #pragma once
 
 #include <memory>
@@ -33,7 +33,8 @@ struct OneRank : Ranks {
   int64_t num_tokens(int64_t num_local_tokens) const override { return num_local_tokens; }
   Tensor sum(const Tensor& x) const override { return x; }
   Tensor apply_capacity(const Tensor& topk_idx, int64_t num_experts, int64_t capacity) const override {
-    return fmoe::apply_capacity(topk_idx, torch::full({num_experts}, capacity, topk_idx.options().dtype(at::kLong)));
+    return fmoe::apply_capacity(topk_idx,
+                                torch::full({num_experts}, capacity, topk_idx.options().dtype(at::kLong)));
   }
 };
 
@@ -84,7 +85,8 @@ inline std::vector<Tensor> gather_rows(const Tensor& x, const Group& group) {
 
 // The ranks of a c10d group: a gate's losses and capacities span all their tokens.
 struct GroupRanks : Ranks {
-  explicit GroupRanks(Group group_, at::Device device_ = at::kCPU) : group(std::move(group_)), device(device_) {}
+  explicit GroupRanks(Group group_, at::Device device_ = at::kCPU)
+      : group(std::move(group_)), device(device_) {}
 
   int64_t rank() const override { return group->getRank(); }
   int64_t size() const override { return group->getSize(); }
@@ -99,7 +101,8 @@ struct GroupRanks : Ranks {
     std::vector<Tensor> counts, kept;
     const auto choices = topk_idx.split(1, 1);
     for (const Tensor& choice : choices) counts.push_back(count_tokens(choice, num_experts));
-    const Tensor everyone = torch::stack(detail::gather_rows(torch::stack(counts), group), 1);  // [K, ranks, E]
+    const Tensor everyone =
+        torch::stack(detail::gather_rows(torch::stack(counts), group), 1);  // [K, ranks, E]
     const Tensor flat = everyone.flatten(0, 1);
     const Tensor before = (flat.cumsum(0) - flat).view_as(everyone).select(1, rank());  // [K, E]
     const Tensor room = (capacity - before).clamp_min(0);

@@ -1,4 +1,5 @@
-// Safetensors files: read whole, checked before a byte of them is used, and written so that Python loads them.
+// Safetensors files: read whole, checked before a byte of them is used, and written so that Python loads
+// them.
 //
 // The format: 8 bytes with the length of the header, a JSON header, the tensors one after the other.
 #pragma once
@@ -25,9 +26,10 @@ struct DtypeName {
   const char* name;
   at::ScalarType dtype;
 };
-inline constexpr DtypeName kDtypeNames[] = {
-    {"F64", at::kDouble}, {"F32", at::kFloat}, {"F16", at::kHalf},  {"BF16", at::kBFloat16}, {"I64", at::kLong},
-    {"I32", at::kInt},    {"I16", at::kShort}, {"I8", at::kChar},   {"U8", at::kByte},       {"BOOL", at::kBool}};
+inline constexpr DtypeName kDtypeNames[] = {{"F64", at::kDouble},    {"F32", at::kFloat}, {"F16", at::kHalf},
+                                            {"BF16", at::kBFloat16}, {"I64", at::kLong},  {"I32", at::kInt},
+                                            {"I16", at::kShort},     {"I8", at::kChar},   {"U8", at::kByte},
+                                            {"BOOL", at::kBool}};
 
 struct Placed {
   std::string name;
@@ -38,9 +40,10 @@ struct Placed {
 
 inline Placed placed(const std::string& path, const std::string& name, const json::Value& entry) {
   const std::string where = path + ": " + name;
-  const auto *dtype = entry.find("dtype"), *shape = entry.find("shape"), *offsets = entry.find("data_offsets");
-  TORCH_CHECK(dtype && shape && shape->kind == json::Value::array && offsets && offsets->items.size() == 2, where,
-              " has no dtype, shape or data_offsets");
+  const auto *dtype = entry.find("dtype"), *shape = entry.find("shape"),
+             *offsets = entry.find("data_offsets");
+  TORCH_CHECK(dtype && shape && shape->kind == json::Value::array && offsets && offsets->items.size() == 2,
+              where, " has no dtype, shape or data_offsets");
   const auto* known = std::find_if(std::begin(kDtypeNames), std::end(kDtypeNames),
                                    [&](const DtypeName& d) { return dtype->text == d.name; });
   TORCH_CHECK(known != std::end(kDtypeNames), path, ": unknown dtype ", dtype->text, " of ", name);
@@ -55,16 +58,19 @@ inline Placed placed(const std::string& path, const std::string& name, const jso
   return place;
 }
 
-// Header of a file: its tensors in the order of their places. They cover the file without gaps, or the file is refused.
+// Header of a file: its tensors in the order of their places. They cover the file without gaps, or the file
+// is refused.
 inline std::vector<Placed> read_header(std::ifstream& file, const std::string& path, int64_t& data_begin) {
   std::error_code error;
   const auto file_size = std::filesystem::file_size(path, error);
   TORCH_CHECK(file && !error, path, " cannot be read");
   uint64_t length = 0;
-  TORCH_CHECK(file_size >= sizeof length, path, " is no safetensors file, or truncated: it has ", file_size, " bytes");
-  file.read(reinterpret_cast<char*>(&length), sizeof length);  // little-endian, as the processors that we support
-  TORCH_CHECK(length <= file_size - sizeof length, path, " is no safetensors file, or truncated: it has ", file_size,
-              " bytes, but its header says that it is ", length, " long");
+  TORCH_CHECK(file_size >= sizeof length, path, " is no safetensors file, or truncated: it has ", file_size,
+              " bytes");
+  file.read(reinterpret_cast<char*>(&length),
+            sizeof length);  // little-endian, as the processors that we support
+  TORCH_CHECK(length <= file_size - sizeof length, path, " is no safetensors file, or truncated: it has ",
+              file_size, " bytes, but its header says that it is ", length, " long");
   std::string text(length, '\0');
   file.read(text.data(), static_cast<std::streamsize>(length));
   TORCH_CHECK(file, path, " cannot be read");
@@ -90,7 +96,8 @@ inline std::vector<Placed> read_header(std::ifstream& file, const std::string& p
 
 }  // namespace detail
 
-// The tensors of a file, on the CPU. c10::Error that names the file, and the tensor, for truncated and damaged ones.
+// The tensors of a file, on the CPU. c10::Error that names the file, and the tensor, for truncated and
+// damaged ones.
 inline StateDict read_safetensors(const std::string& path) {
   std::ifstream file(path, std::ios::binary);
   int64_t data_begin = 0;
@@ -112,8 +119,8 @@ inline void write_safetensors(const std::string& path, const StateDict& tensors)
   for (const auto& [name, tensor] : tensors) {
     const auto* known = std::find_if(std::begin(detail::kDtypeNames), std::end(detail::kDtypeNames),
                                      [&](const auto& d) { return tensor.scalar_type() == d.dtype; });
-    TORCH_CHECK(known != std::end(detail::kDtypeNames), path, ": safetensors has no name for ", tensor.scalar_type(),
-                ", the dtype of ", name);
+    TORCH_CHECK(known != std::end(detail::kDtypeNames), path, ": safetensors has no name for ",
+                tensor.scalar_type(), ", the dtype of ", name);
     const int64_t begin = std::exchange(end, end + static_cast<int64_t>(tensor.nbytes()));
     std::string shape;
     for (const int64_t size : tensor.sizes()) shape += (shape.empty() ? "" : ",") + std::to_string(size);
