@@ -75,12 +75,18 @@ def report() -> str:
     return "\n".join(text)
 
 
+def cmake_folder() -> Path:
+    """The folder with fmoe-config.cmake, for `cmake -Dfmoe_DIR=`."""
+    return Path(fmoe_ext.__file__).resolve().parent / "share" / "cmake" / "fmoe"
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
-    argparse.ArgumentParser(
+    parser = argparse.ArgumentParser(
         prog="fmoe info",
         description="Prints versions, native modules, devices and environment variables: quote it in a bug report.",
-    ).parse_args(arguments)
-    print(report())
+    )
+    parser.add_argument("--cmake", action="store_true", help="print the folder with fmoe-config.cmake instead")
+    print(cmake_folder() if parser.parse_args(arguments).cmake else report())
 
 
 if __name__ == "__main__":

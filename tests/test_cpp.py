@@ -2,6 +2,7 @@
 
 import functools
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -13,11 +14,11 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
 import fmoe_ext
-from fmoe_ext import gates
+from fmoe_ext import checkpoint, gates
 
 ROOT = Path(__file__).resolve().parent.parent
 BUILD = ROOT / "build" / "cpp"
-STEPS, TOKENS = 100, 24
+STEPS, FEW_STEPS, TOKENS = 100, 10, 24
 SIZES = {"num_expert": 4, "d_model": 8, "d_hidden": 16}
 SOFTMAX_SHARED = {
     "gate": "softmax",
@@ -66,11 +67,11 @@ def run(*command, **options):
     return done.stdout
 
 
-def make_inputs(name, rank=0):
+def make_inputs(name, rank=0, steps=STEPS):
     """{name: tensor} of a case: the tokens of every step."""
     generator = torch.Generator().manual_seed(rank)
     tokens = TOKENS + rank
-    inputs = {"inputs": torch.randn(STEPS, tokens, SIZES["d_model"], generator=generator)}
+    inputs = {"inputs": torch.randn(steps, tokens, SIZES["d_model"], generator=generator)}
     if name == "valid":
         inputs["valid"] = torch.rand(tokens, generator=generator) < 0.7
     if name == "bfloat16":
@@ -127,26 +128,43 @@ def test_same_bits_as_python(trained, name):
     assert expected["loss"].isfinite().all() and len(expected["loss"]) == STEPS
 
 
-def train_rank(rank, size, folder, name, library):
+def train_rank(rank, size, folder, names, library):
     """One rank of a gloo group: trains by the C++ layer and by Python's on one group, one after the other."""
     torch.set_num_threads(1)
-    store = dist.FileStore(f"{folder}/store-{name}", size)
+    store = dist.FileStore(f"{folder}/store", size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
     torch.ops.load_library(library)
-    mine = f"{name}.{rank}"
-    given = make_inputs(name, rank)
-    save_file(given, f"{folder}/{mine}.in.safetensors")
-    torch.ops.fmoe_parity.run_case(folder, mine, dist.group.WORLD.group_name)
     spread = {"world_size": size, "num_expert": SIZES["num_expert"] // size}
-    check_same(load_file(f"{folder}/{mine}.out.safetensors"), train(name, given, **spread))
+    for name in names:
+        mine = f"{name}.{rank}"
+        given = make_inputs(name, rank, STEPS if name == names[0] else FEW_STEPS)
+        save_file(given, f"{folder}/{mine}.in.safetensors")
+        torch.ops.fmoe_parity.run_case(folder, mine, dist.group.WORLD.group_name)
+        check_same(load_file(f"{folder}/{mine}.out.safetensors"), train(name, given, **spread))
     dist.barrier()
     dist.destroy_process_group()
 
 
 @pytest.mark.parametrize(
-    "name, size", [("shared", 2), ("valid", 4), ("softmax", 2), ("gshard", 4), ("bfloat16", 2), ("sigmoid", 2)]
+    "size, names", [(2, ("shared", "softmax", "sigmoid", "noisy", "bfloat16")), (4, ("valid", "gshard", "switch"))]
 )
-def test_same_bits_on_ranks(built, tmp_path, name, size):
-    """Ranks with different numbers of tokens share the experts of a C++ layer as they share those of Python's."""
-    arguments = (size, str(tmp_path), name, str(built / "tests/cpp/libparity.so"))
+def test_same_bits_on_ranks(built, tmp_path, size, names):
+    """Ranks with different numbers of tokens share the experts of a C++ layer as those of Python's; the first case 100 steps."""
+    arguments = (size, str(tmp_path), names, str(built / "tests/cpp/libparity.so"))
     torch.multiprocessing.spawn(train_rank, arguments, nprocs=size)
+
+
+def test_first_program_of_the_page(built, tmp_path):
+    """A stranger's program of at most 30 lines, built by the commands of docs/cpp.md, trains; Python loads it."""
+    page = (ROOT / "docs" / "cpp.md").read_text()
+    code = dict(re.findall(r"^```(cmake|cpp|sh)\n(.*?)^```$", page, re.MULTILINE | re.DOTALL))
+    assert len(code["cpp"].splitlines()) <= 30
+    (tmp_path / "CMakeLists.txt").write_text(code["cmake"])
+    (tmp_path / "first.cpp").write_text(code["cpp"])
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    printed = run("bash", "-euc", code["sh"], cwd=tmp_path, env={**os.environ, "PATH": path})
+    losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", printed)]
+    assert len(losses) == 4 and losses[-1] < 0.5 * losses[0]
+    layer = fmoe_ext.FMoETransformerMLP(8, 16, 32, "swiglu", gate="softmax")
+    checkpoint.load(tmp_path / "out", layer)
+    assert layer.gate.gate.weight.isfinite().all()
