@@ -75,9 +75,10 @@ def report() -> str:
     return "\n".join(text)
 
 
-def cmake_folder() -> Path:
-    """The folder with fmoe-config.cmake, for `cmake -Dfmoe_DIR=`."""
-    return Path(fmoe_ext.__file__).resolve().parent / "share" / "cmake" / "fmoe"
+def cmake_prefix_path() -> str:
+    """The folder with fmoe-config.cmake and that of torch, for `cmake -DCMAKE_PREFIX_PATH=`."""
+    folder = Path(fmoe_ext.__file__).resolve().parent / "share" / "cmake" / "fmoe"
+    return f"{folder};{torch.utils.cmake_prefix_path}"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -85,8 +86,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         prog="fmoe info",
         description="Prints versions, native modules, devices and environment variables: quote it in a bug report.",
     )
-    parser.add_argument("--cmake", action="store_true", help="print the folder with fmoe-config.cmake instead")
-    print(cmake_folder() if parser.parse_args(arguments).cmake else report())
+    parser.add_argument("--cmake", action="store_true", help="print the folders for CMAKE_PREFIX_PATH instead")
+    print(cmake_prefix_path() if parser.parse_args(arguments).cmake else report())
 
 
 if __name__ == "__main__":

@@ -99,4 +99,31 @@ void run_case(const std::string& folder, const std::string& name, const std::str
   fmoe::write_safetensors(folder + "/" + name + ".out.safetensors", results);
 }
 
-TORCH_LIBRARY(fmoe_parity, m) { m.def("run_case(str folder, str name, str group_name) -> ()", &run_case); }
+namespace {
+
+Tensor forward(const Tensor& x, const std::optional<Tensor>& valid) {
+  auto layer = std::make_shared<fmoe::FMoETransformerMLP>(options_of("naive"));
+  return layer->forward(x, valid.value_or(Tensor()));
+}
+
+// A layer in a Hugging Face folder, under the name of its block, on x.
+Tensor forward_of_folder(const std::string& folder, const Tensor& x) {
+  fmoe::MlpOptions options = options_of("softmax");
+  options.gate = fmoe::make_gate<fmoe::SoftmaxGate>();
+  options.gate_bias = false;
+  const bool is_mixtral = fmoe::read_model(folder).count("block_sparse_moe.gate.gate.weight");
+  auto layer = std::make_shared<fmoe::FMoETransformerMLP>(options);
+  auto model = std::make_shared<torch::nn::Module>();
+  model->register_module(is_mixtral ? "block_sparse_moe" : "mlp", layer);
+  fmoe::load(folder, *model);
+  torch::NoGradGuard no_grad;
+  return layer->forward(x);
+}
+
+}  // namespace
+
+TORCH_LIBRARY(fmoe_parity, m) {
+  m.def("run_case(str folder, str name, str group_name) -> ()", &run_case);
+  m.def("forward(Tensor x, Tensor? valid) -> Tensor", &forward);
+  m.def("forward_of_folder(str folder, Tensor x) -> Tensor", &forward_of_folder);
+}

@@ -47,7 +47,7 @@ struct Step {
 inline Step begin(const Tensor& moe_inp, const Tensor& valid) {
   TORCH_CHECK_VALUE(moe_inp.dim() > 0, "moe_inp must be a tensor [T, *], but got ", moe_inp.sizes());
   TORCH_CHECK_TYPE(moe_inp.is_floating_point(), "moe_inp must have tokens of a floating dtype, but got ",
-                   moe_inp.scalar_type());
+                   detail::dtype_text(moe_inp.scalar_type()));
   const int64_t num_tokens = moe_inp.size(0);
   if (!valid.defined()) return {moe_inp, {}, num_tokens};
   TORCH_CHECK_VALUE(

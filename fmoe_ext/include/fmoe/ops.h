@@ -9,6 +9,7 @@
 #pragma once
 
 #include <array>
+#include <cctype>
 #include <string>
 #include <tuple>
 #include <utility>
@@ -61,6 +62,28 @@ template <class Signature, class... Args>
 auto call(const c10::TypedOperatorHandle<Signature>& op, Args&&... args) {
   at::AutoDispatchBelowADInplaceOrView below_autograd;
   return op.call(std::forward<Args>(args)...);
+}
+
+// "torch.float32": a dtype as Python's errors have it.
+inline std::string dtype_text(at::ScalarType dtype) {
+  switch (dtype) {
+    case at::kDouble:
+      return "torch.float64";
+    case at::kFloat:
+      return "torch.float32";
+    case at::kLong:
+      return "torch.int64";
+    case at::kInt:
+      return "torch.int32";
+    case at::kBool:
+      return "torch.bool";
+    case at::kByte:
+      return "torch.uint8";
+    default:
+      std::string name = c10::toString(dtype);
+      for (char& c : name) c = static_cast<char>(std::tolower(static_cast<unsigned char>(c)));
+      return "torch." + (name == "half" ? "float16" : name);
+  }
 }
 
 inline bool learns(const Tensor& t) { return t.defined() && t.requires_grad(); }

@@ -116,7 +116,8 @@ inline StateDict read_safetensors(const std::string& path) {
 inline void write_safetensors(const std::string& path, const StateDict& tensors) {
   std::string header = "{\"__metadata__\":{\"format\":\"pt\"}";
   int64_t end = 0;
-  for (const auto& [name, tensor] : tensors) {
+  for (const auto& [name, value] : tensors) {
+    const Tensor& tensor = value;  // which a lambda of clang 14 cannot have from the line above
     const auto* known = std::find_if(std::begin(detail::kDtypeNames), std::end(detail::kDtypeNames),
                                      [&](const auto& d) { return tensor.scalar_type() == d.dtype; });
     TORCH_CHECK(known != std::end(detail::kDtypeNames), path, ": safetensors has no name for ",

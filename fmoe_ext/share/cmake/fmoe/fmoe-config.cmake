@@ -5,8 +5,7 @@
 # Those for CUDA, where there are any, are in libfmoe_cuda.so or _C_cuda.abi3.so.
 get_filename_component(_fmoe_root "${CMAKE_CURRENT_LIST_DIR}/../../.." ABSOLUTE)
 if(NOT TARGET torch)
-  # beside a wheel lies the torch that it was installed for
-  find_package(Torch QUIET HINTS "${_fmoe_root}/../torch/share/cmake/Torch")
+  find_package(Torch QUIET)
 endif()
 if(NOT TARGET torch)
   set(fmoe_FOUND FALSE)
