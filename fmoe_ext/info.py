@@ -86,7 +86,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         prog="fmoe info",
         description="Prints versions, native modules, devices and environment variables: quote it in a bug report.",
     )
-    parser.add_argument("--cmake", action="store_true", help="print the folders for CMAKE_PREFIX_PATH instead")
+    parser.add_argument(
+        "--cmake", action="store_true", help="print the folders for CMAKE_PREFIX_PATH instead"
+    )
     print(cmake_prefix_path() if parser.parse_args(arguments).cmake else report())
 
 

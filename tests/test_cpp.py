@@ -36,7 +36,9 @@ CASES = {
         "bias": False,
     },
     "sigmoid": {
-        "gate": functools.partial(gates.SigmoidGate, scale=2.5, bias_update_speed=0.01, balance_loss="global"),
+        "gate": functools.partial(
+            gates.SigmoidGate, scale=2.5, bias_update_speed=0.01, balance_loss="global"
+        ),
         "gate_bias": False,
         "activation": "silu",
     },
@@ -81,7 +83,7 @@ def make_inputs(name, rank=0, steps=STEPS):
 
 
 def train(name, given, **spread):
-    """What parity.cpp does, in Python -> the same tensors."""
+    """Trains as parity.cpp does -> the same tensors."""
     torch.manual_seed(7)
     layer = fmoe_ext.FMoETransformerMLP(**(SIZES | CASES[name] | spread))
     results = {f"first.{key}": value.clone() for key, value in layer.state_dict().items()}
@@ -147,10 +149,11 @@ def train_rank(rank, size, folder, names, library):
 
 
 @pytest.mark.parametrize(
-    "size, names", [(2, ("shared", "softmax", "sigmoid", "noisy", "bfloat16")), (4, ("valid", "gshard", "switch"))]
+    "size, names",
+    [(2, ("shared", "softmax", "sigmoid", "noisy", "bfloat16")), (4, ("valid", "gshard", "switch"))],
 )
 def test_same_bits_on_ranks(built, tmp_path, size, names):
-    """Ranks with different numbers of tokens share the experts of a C++ layer as those of Python's; the first case 100 steps."""
+    """Ranks with different numbers of tokens share experts; the first case has 100 steps."""
     arguments = (size, str(tmp_path), names, str(built / "tests/cpp/libparity.so"))
     torch.multiprocessing.spawn(train_rank, arguments, nprocs=size)
 
@@ -169,7 +172,7 @@ def test_first_program_of_the_page(built):
     assert len(code["cpp"].splitlines()) <= 30
     folder = built / "page"
     write_if_new(folder / "CMakeLists.txt", code["cmake"])
-    write_if_new(folder / "first.cpp", code["cpp"])
+    write_if_new(folder / "main.cpp", code["cpp"])
     shutil.rmtree(folder / "out", ignore_errors=True)
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     printed = run("bash", "-euc", code["sh"], cwd=folder, env={**os.environ, "PATH": path})
@@ -183,7 +186,10 @@ def test_first_program_of_the_page(built):
 HEADER = b'{"a":{"dtype":"F32","shape":[2],"data_offsets":[0,8]}}'
 BROKEN = {
     "empty": (b"", "is no safetensors file, or truncated: it has 0 bytes"),
-    "long header": ((2**60).to_bytes(8, "little") + HEADER, "its header says that it is 1152921504606846976 long"),
+    "long header": (
+        (2**60).to_bytes(8, "little") + HEADER,
+        "its header says that it is 1152921504606846976 long",
+    ),
     "truncated": (len(HEADER).to_bytes(8, "little") + HEADER + b"1234", "its header needs 70"),
     "more bytes": (len(HEADER).to_bytes(8, "little") + HEADER + b"1" * 9, "its header needs 70"),
     "lying shape": (HEADER.replace(b"[2]", b"[3]"), "a has 8 bytes, but its shape and dtype need 12"),

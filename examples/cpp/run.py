@@ -82,7 +82,9 @@ def read_curve(path):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=200, help="steps of the training (default: 200)")
-    parser.add_argument("--out", type=Path, default=Path("out/cpp"), help="folder for all files (default: out/cpp)")
+    parser.add_argument(
+        "--out", type=Path, default=Path("out/cpp"), help="folder for all files (default: out/cpp)"
+    )
     parser.add_argument("--build", type=Path, default=ROOT / "build" / "cpp", help="folder of the build")
     options = parser.parse_args()
     programs = build(options.build)

@@ -37,10 +37,10 @@ inline void draw_experts(const std::vector<Tensor>& params, double bound, int64_
 // tokens in the dtype of weights, which is that of the result; as they are under autocast.
 inline Tensor cast_to_weight(const Tensor& inp, const Tensor& weight) {
   if (at::autocast::is_autocast_enabled(inp.device().type())) return inp;
-  const std::string dtype = dtype_text(weight.scalar_type());
   TORCH_CHECK_TYPE(inp.scalar_type() != at::kDouble || weight.scalar_type() == at::kDouble,
-                   "tokens are torch.float64, but the weights of their experts ", dtype,
-                   ": give them layer.double(), or tokens x.to(", dtype, ")");
+                   "tokens are torch.float64, but the weights of their experts ",
+                   dtype_text(weight.scalar_type()), ": give them layer.double(), or tokens x.to(",
+                   dtype_text(weight.scalar_type()), ")");
   return inp.to(weight.scalar_type());
 }
 
