@@ -13,10 +13,11 @@ def refuse_tangents(name: str, *tensors: torch.Tensor | None) -> None:
     """Raises where forward-mode differentiation would take the operator's result for a constant, without a word."""
     for t in tensors:
         if t is not None and t.is_floating_point() and unpack_dual(t).tangent is not None:
-            raise _no_forward_mode(name)
+            raise no_forward_mode(name)
 
 
-def _no_forward_mode(name: str) -> NotImplementedError:
+def no_forward_mode(name: str) -> NotImplementedError:
+    """The error for an operator without a forward-mode derivative."""
     return NotImplementedError(
         f"{name} has no forward-mode derivative (torch.func.jvp, jacfwd, forward_ad): "
         "use reverse mode (torch.func.vjp, jacrev, backward)"
@@ -66,10 +67,17 @@ def call_functional(op_name: str, *args: Any) -> Any:
 
 
 def call(op_name: str, *args: Any) -> Any:
-    """The operator, inside torch.func's transforms too; args: all of them, without keywords."""
-    if torch.is_grad_enabled() and is_transformed(*(t for t in args if isinstance(t, torch.Tensor))):
-        return call_functional(op_name, *args)
-    return getattr(torch.ops.fmoe_ext, op_name.removeprefix("fmoe_ext::"))(*args)
+    """The operator in a backward, inside torch.func's transforms too; args: all of them, the gradient first.
+
+    Only so is an operator of register_second_derivative() differentiated again.
+    """
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        tensors = [t for t in args if isinstance(t, torch.Tensor)]
+        if any(t.requires_grad for t in tensors) or is_transformed(*tensors):
+            return call_functional(op_name, *args)
+    name = op_name.removeprefix("fmoe_ext::")
+    refuse_tangents(name, args[0])  # the forward has refused those of the others
+    return getattr(torch.ops.fmoe_ext, name)(*args)
 
 
 def _make_functional(
@@ -81,7 +89,7 @@ def _make_functional(
         return getattr(torch.ops.fmoe_ext, name)(*args)
 
     def jvp(ctx: Any, *_: Any) -> None:
-        raise _no_forward_mode(name)
+        raise no_forward_mode(name)
 
     def keep_nothing(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         pass
@@ -177,10 +185,17 @@ def cast_for_autocast(*tensors: torch.Tensor | None) -> tuple[Any, ...]:
     return tuple(t if t is None or t.dtype == torch.float64 else t.to(dtype) for t in tensors)
 
 
-def register_not_differentiable_twice(op_name: str, places: Sequence[int]) -> None:
+def register_second_derivative(
+    op_name: str, backward: Callable[..., Any], setup_context: Callable[..., None] | None = None
+) -> None:
+    """The gradient of a backward operator for call(). The dispatcher does not know it: that costs each call time."""
+    _functional[op_name] = _make_functional(op_name, backward, setup_context)
+
+
+def register_not_differentiable_twice(op_name: str) -> None:
     """Makes a second differentiation raise instead of giving gradients that lack a term."""
 
     def backward(ctx: Any, *grads: Any) -> None:
         raise RuntimeError(f"{op_name} cannot be differentiated: second derivatives are not implemented")
 
-    register_autograd(op_name, backward, places=places)
+    register_second_derivative(op_name, backward)

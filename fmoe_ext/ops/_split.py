@@ -1,7 +1,8 @@
-"""A product whose backward is computed at once, or its inputs' gradients first and its weights' later.
+"""The autograd nodes of a product: one, or three where a pipeline may ask for the gradients of its inputs first.
 
 Zero-bubble pipeline schedules run autograd for the inputs of a stage, go on, and run it again for the weights. A fused
-backward would be computed twice. Here its node is three, and autograd runs those that it needs:
+backward would be computed twice. Where torch.distributed.pipelining is loaded, its node is three, and autograd runs
+those that it needs:
 
     y = _Join(_Weights(weights), _Inputs(inputs))
 
@@ -9,15 +10,20 @@ _Join hands the gradient of y to both. Where autograd wants all, _Weights runs f
 engine takes the younger), computes everything in one go and leaves the inputs' gradients for _Inputs to collect. Where
 it wants the inputs only, _Inputs computes those and leaves what _Weights will read. Nothing depends on that order but
 the time it takes; what was left is used only for the very gradient of y that it was computed from.
+
+Elsewhere the product is one node, _Whole, which takes less time on the host. Code of your own that splits a backward
+gets right gradients from it, and saves time if it imports torch.distributed.pipelining before the forward. Products
+that add to a main gradient are always three nodes: gradients of the inputs alone must not add anything.
 """
 
+import sys
 from collections.abc import Callable
 from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch.autograd.function import once_differentiable
 
-from fmoe_ext.ops._autograd import refuse_tangents
+from fmoe_ext.ops._autograd import no_forward_mode
 
 Tensors: TypeAlias = tuple[torch.Tensor | None, ...]
 Needs: TypeAlias = tuple[list[bool], list[bool]]  # which inputs, and which weights, need their gradients
@@ -52,26 +58,34 @@ class Product(Protocol):
         """The gradients of the weights."""
 
 
-def in_two(product: Product, inputs: Tensors, weights: Tensors) -> torch.Tensor:
-    """y of product(inputs, weights), which autograd may differentiate in two parts."""
-    refuse_tangents(product.name, *inputs)  # of the weights the operator itself asks
+def differentiate(product: Product, inputs: Tensors, weights: Tensors) -> torch.Tensor:
+    """y of product(inputs, weights), with its gradients."""
     if torch.jit.is_tracing():
         raise RuntimeError(
             f"torch.jit.trace (and torch.onnx.export with dynamo=False) cannot record the backward of {product.name}: "
             "trace under torch.no_grad(), or use torch.export or torch.compile"
         )
+    may_be_split = (
+        "torch.distributed.pipelining" in sys.modules and any(needed(inputs)) and any(needed(weights))
+    )
+    if may_be_split or product.once_differentiable:
+        return _in_two(product, inputs, weights)
+    return _Whole.apply(product, len(inputs), *inputs, *weights)
+
+
+def worthwhile(inputs: Tensors, weights: Tensors) -> bool:
+    """True if inputs and weights need gradients, and autograd is not being compiled, which traces that of operators."""
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        return False
+    return any(needed(inputs)) and any(needed(weights))
+
+
+def _in_two(product: Product, inputs: Tensors, weights: Tensors) -> torch.Tensor:
     link = _Link()
     token = _Inputs.apply(link, product, product.shape(inputs, weights), *inputs)
     detached = tuple(t.detach() if t is not None and t.requires_grad else t for t in inputs)
     y = _Weights.apply(link, product, detached, needed(inputs), *weights)
     return _Join.apply(y, token)
-
-
-def worthwhile(inputs: Tensors, weights: Tensors) -> bool:
-    """True if there are two parts and autograd is not being compiled, which takes all or nothing."""
-    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
-        return False
-    return any(needed(inputs)) and any(needed(weights))
 
 
 def needed(tensors: Tensors) -> list[bool]:
@@ -93,7 +107,29 @@ def _once_if_asked(backward: Callable[..., tuple[Any, ...]]) -> Callable[..., tu
     return chosen
 
 
-class _Inputs(torch.autograd.Function):
+class _OfProduct(torch.autograd.Function):
+    @staticmethod
+    def jvp(ctx: Any, *_: Any) -> None:
+        raise no_forward_mode(ctx.product.name)
+
+
+class _Whole(_OfProduct):
+    @staticmethod
+    def forward(ctx: Any, product: Product, num_inputs: int, *tensors: torch.Tensor | None) -> torch.Tensor:
+        y, saved = product.forward(tensors[:num_inputs], tensors[num_inputs:])
+        ctx.save_for_backward(*saved)
+        ctx.product, ctx.num_inputs = product, num_inputs
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad_y: torch.Tensor) -> tuple[Any, ...]:
+        _, _, *needs = ctx.needs_input_grad
+        split = needs[: ctx.num_inputs], needs[ctx.num_inputs :]
+        inputs, weights = ctx.product.backward(ctx.saved_tensors, grad_y, split)
+        return None, None, *inputs, *weights
+
+
+class _Inputs(_OfProduct):
     @staticmethod
     def forward(
         ctx: Any, link: _Link, product: Product, shape: tuple[int, ...], *inputs: torch.Tensor | None
@@ -115,7 +151,7 @@ class _Inputs(torch.autograd.Function):
         return None, None, None, *grads
 
 
-class _Weights(torch.autograd.Function):
+class _Weights(_OfProduct):
     @staticmethod
     def forward(
         ctx: Any,

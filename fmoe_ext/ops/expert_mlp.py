@@ -17,7 +17,7 @@ from fmoe_ext.ops._autograd import (
     register_fake,
     register_not_differentiable_twice,
 )
-from fmoe_ext.ops._split import Needs, Tensors, in_two, needed, worthwhile
+from fmoe_ext.ops._split import Needs, Tensors, differentiate, needed, worthwhile
 from fmoe_ext.ops.arguments import ExpertMlp, ExpertMlpBackward, ExpertMlpBackwardWeights
 from fmoe_ext.ops.main_grad import NO_GRAPH, TRANSFORMED_MAIN_GRAD, MainGrad
 from fmoe_ext.ops.outside_graphs import outside_graphs
@@ -88,7 +88,7 @@ def expert_mlp(
     if save_h and weights_learn and any(main_grads):
         return _into_main_grads(_ExpertMlp(number, combine, main_grads), inputs, weights)
     if weights_learn and worthwhile(inputs, weights):
-        return _in_two(_ExpertMlp(number, combine), inputs, weights)
+        return _differentiate(_ExpertMlp(number, combine), inputs, weights)
     return torch.ops.fmoe_ext.expert_mlp(
         x, row_idx, inverse, offs, w1, b1, w2, b2, topk_weights, number, combine, save_h
     )[0]
@@ -215,7 +215,7 @@ def _backward(ctx: Any, grad_y: torch.Tensor | None, _grad_h: None) -> Tensors:
 
 register_autograd("fmoe_ext::expert_mlp", _backward, _setup_context, places=PLACES)
 for _name in ("expert_mlp_backward", "expert_mlp_backward_inputs"):
-    register_not_differentiable_twice(f"fmoe_ext::{_name}", places=(0, 1, 5, 6, 7, 8, 9))
+    register_not_differentiable_twice(f"fmoe_ext::{_name}")
 
 
 @dataclass(frozen=True)
@@ -253,14 +253,13 @@ class _ExpertMlp:
             mains = self._found(wanted)
             computed = torch.ops.fmoe_ext.expert_mlp_backward_accumulate(*arguments, *mains)
         else:
-            computed = torch.ops.fmoe_ext.expert_mlp_backward(*arguments)
+            computed = call("fmoe_ext::expert_mlp_backward", *arguments)
         dx, *dweights, dtopk_weights = computed
         return self._of_inputs(dx, dtopk_weights, needs[0]), self._of_weights(dweights, needs[1])
 
     def backward_inputs(self, saved: Tensors, grad_y: torch.Tensor, needs: Needs) -> tuple[Tensors, Tensors]:
-        dx, dtopk_weights, *kept = torch.ops.fmoe_ext.expert_mlp_backward_inputs(
-            grad_y, *saved, self.activation, self.combine, _all_needs(needs)
-        )
+        arguments = (grad_y, *saved, self.activation, self.combine, _all_needs(needs))
+        dx, dtopk_weights, *kept = call("fmoe_ext::expert_mlp_backward_inputs", *arguments)
         return self._of_inputs(dx, dtopk_weights, needs[0]), tuple(kept)
 
     def backward_weights(
@@ -310,18 +309,18 @@ def _transformed(
     return y
 
 
-def _in_two(product: _ExpertMlp, inputs: Tensors, weights: Tensors) -> torch.Tensor:
+def _differentiate(product: _ExpertMlp, inputs: Tensors, weights: Tensors) -> torch.Tensor:
     x, *others = inputs
     w1, b1, w2, b2 = weights
     x, b1, b2 = cast_for_autocast(x, b1, b2)
     if not any(product.main_grads):
         w1, w2 = cast_for_autocast(w1, w2)
-    return in_two(product, (x, *others), (w1, b1, w2, b2))
+    return differentiate(product, (x, *others), (w1, b1, w2, b2))
 
 
 @outside_graphs(NO_GRAPH)
 def _into_main_grads(product: _ExpertMlp, inputs: Tensors, weights: Tensors) -> torch.Tensor:
-    return _in_two(product, inputs, weights)
+    return _differentiate(product, inputs, weights)
 
 
 _library = torch.library.Library("fmoe_ext", "IMPL")  # its registrations live as long as it does

@@ -17,7 +17,7 @@ from fmoe_ext.ops._autograd import (
     register_fake,
     register_not_differentiable_twice,
 )
-from fmoe_ext.ops._split import Needs, Tensors, in_two, worthwhile
+from fmoe_ext.ops._split import Needs, Tensors, differentiate, worthwhile
 from fmoe_ext.ops.main_grad import NO_GRAPH, TRANSFORMED_MAIN_GRAD, MainGrad
 from fmoe_ext.ops.outside_graphs import outside_graphs
 
@@ -52,7 +52,7 @@ def grouped_gemm(
     if main_grad is not None and torch.is_grad_enabled() and weight.requires_grad:
         return _into_main_grad(_GroupedGemm(main_grad), x, weight, offs, bias)
     if worthwhile((x,), (weight, bias)):
-        return _in_two(_GroupedGemm(), x, weight, offs, bias)
+        return _differentiate(_GroupedGemm(), x, weight, offs, bias)
     return torch.ops.fmoe_ext.grouped_gemm(x, weight, offs, bias)
 
 
@@ -124,7 +124,7 @@ def _backward(ctx: Any, grad_y: torch.Tensor) -> Tensors:
 
 
 register_autograd("fmoe_ext::grouped_gemm", _backward, _setup_context, places=(0, 1, 3))
-register_not_differentiable_twice("fmoe_ext::grouped_gemm_backward", places=(0, 1, 2))
+register_not_differentiable_twice("fmoe_ext::grouped_gemm_backward")
 
 _library = torch.library.Library("fmoe_ext", "IMPL")  # its registrations live as long as it does
 register_autocast(_library, torch.ops.fmoe_ext.grouped_gemm.default, cast=(0, 1, 3))
@@ -168,7 +168,7 @@ class _GroupedGemm:
     def _gradients(self, saved: Tensors, grad_y: torch.Tensor, needs: list[bool]) -> Tensors:
         main_grad = self.main_grad if needs[1] else None
         if main_grad is None:
-            grads = torch.ops.fmoe_ext.grouped_gemm_backward(grad_y, *saved, needs)
+            grads = call("fmoe_ext::grouped_gemm_backward", grad_y, *saved, needs)
         else:
             grads = torch.ops.fmoe_ext.grouped_gemm_backward_accumulate(
                 grad_y, *saved, needs, main_grad.find()
@@ -177,7 +177,7 @@ class _GroupedGemm:
         return dx, dweight if main_grad is None else main_grad.added(), dbias
 
 
-def _in_two(
+def _differentiate(
     product: _GroupedGemm,
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -187,12 +187,12 @@ def _in_two(
     x, bias = cast_for_autocast(x, bias)
     if product.main_grad is None:
         (weight,) = cast_for_autocast(weight)
-    return in_two(product, (x, offs), (weight, bias))
+    return differentiate(product, (x, offs), (weight, bias))
 
 
 @outside_graphs(NO_GRAPH)
 def _into_main_grad(product: _GroupedGemm, *tensors: Any) -> torch.Tensor:
-    return _in_two(product, *tensors)
+    return _differentiate(product, *tensors)
 
 
 class _Transposed:
@@ -226,7 +226,7 @@ class _Transposed:
         self, saved: Tensors, grad_y: torch.Tensor, kept: Tensors, needs: list[bool]
     ) -> Tensors:
         wanted = [False, True, False]
-        return (torch.ops.fmoe_ext.grouped_gemm_backward(saved[0], grad_y, *saved[1:], wanted)[1],)
+        return (call("fmoe_ext::grouped_gemm_backward", saved[0], grad_y, *saved[1:], wanted)[1],)
 
 
 def _transformed(
@@ -245,6 +245,8 @@ def _transformed(
 
 
 class _TransposedAtOnce(torch.autograd.Function):
+    """For compiled graphs, which take no product as an argument."""
+
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
         y, saved = _Transposed().forward((x, offs), (weight,))
@@ -273,7 +275,7 @@ def _grouped_gemm_transposed(
         usual = weight.mT
         debug.check(torch.ops.fmoe_ext.grouped_gemm, x, usual, offs, cut=(x, usual))
     if worthwhile((x,), (weight,)):
-        y = in_two(_Transposed(), (x, offs), (weight,))
+        y = differentiate(_Transposed(), (x, offs), (weight,))
     else:
         y = _TransposedAtOnce.apply(x, weight, offs)
     if bias is None:

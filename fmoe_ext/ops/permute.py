@@ -3,7 +3,7 @@ from typing import Any
 import torch
 
 from fmoe_ext.ops import debug
-from fmoe_ext.ops._autograd import call, register_autograd, register_fake
+from fmoe_ext.ops._autograd import call, register_autograd, register_fake, register_second_derivative
 
 
 def permute(x: torch.Tensor, row_idx: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
@@ -120,18 +120,17 @@ def _unpermute_backward_backward(
     grad_grad_out = ops.unpermute(grad_grad_y, row_idx, inverse, topk_weights)
     grad_y = grad_topk_weights = None
     if topk_weights is not None:
-        _, grad_topk_weights = ops.unpermute_backward(grad_out, grad_grad_y, row_idx, inverse, topk_weights)
+        _, grad_topk_weights = call(
+            "fmoe_ext::unpermute_backward", grad_out, grad_grad_y, row_idx, inverse, topk_weights
+        )
     if y is not None:
         grad_grad_out = grad_grad_out + ops.unpermute(y, row_idx, inverse, grad_grad_weights)
-        grad_y, _ = ops.unpermute_backward(grad_out, None, row_idx, inverse, grad_grad_weights)
+        grad_y, _ = call("fmoe_ext::unpermute_backward", grad_out, None, row_idx, inverse, grad_grad_weights)
     return grad_grad_out, grad_y, None, None, grad_topk_weights
 
 
 register_autograd("fmoe_ext::permute", _permute_backward, _permute_setup, places=(0,))
 register_autograd("fmoe_ext::unpermute", _unpermute_backward, _unpermute_setup, places=(0, 3))
-register_autograd(
-    "fmoe_ext::unpermute_backward",
-    _unpermute_backward_backward,
-    _unpermute_backward_setup,
-    places=(0, 1, 4),
+register_second_derivative(
+    "fmoe_ext::unpermute_backward", _unpermute_backward_backward, _unpermute_backward_setup
 )

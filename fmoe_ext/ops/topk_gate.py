@@ -7,9 +7,11 @@ from fmoe_ext.ops._autograd import (
     call,
     call_functional,
     is_transformed,
+    no_forward_mode,
     refuse_tangents,
     register_autograd,
     register_fake,
+    register_second_derivative,
 )
 
 SCORES = ("softmax", "sigmoid")  # an operator names a score by its place
@@ -50,7 +52,6 @@ def topk_gate(
     if is_transformed(logits, bias):
         topk_idx, topk_weights = call_functional("fmoe_ext::topk_gate", *args)
         return topk_idx, topk_weights
-    refuse_tangents("topk_gate", logits)
     return _TopkGate.apply(*args)
 
 
@@ -172,6 +173,10 @@ class _TopkGate(torch.autograd.Function):
 
     backward = staticmethod(_backward)
 
+    @staticmethod
+    def jvp(ctx: Any, *_: Any) -> None:
+        raise no_forward_mode("topk_gate")
+
 
 class _WeightsOfChoices(torch.autograd.Function):
     @staticmethod
@@ -212,4 +217,4 @@ def _backward_backward(ctx: Any, grad_grad_logits: torch.Tensor) -> tuple[Any, .
 
 
 register_autograd("fmoe_ext::topk_gate", _backward, _setup, places=(0,))
-register_autograd("fmoe_ext::topk_gate_backward", _backward_backward, _backward_setup, places=(0, 1, 3))
+register_second_derivative("fmoe_ext::topk_gate_backward", _backward_backward, _backward_setup)

@@ -1,9 +1,11 @@
 """Zero-bubble schedules: the gradients of the inputs first and of the weights later, each computed once."""
 
+import sys
 import weakref
 
 import pytest
 import torch
+import torch.distributed.pipelining  # products are three nodes where it is loaded
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fmoe_ext.ops import MainGrad, expert_mlp, grouped_gemm
@@ -88,6 +90,36 @@ def test_whole_backward_is_one_call(make):
     with Calls() as calls:
         torch.autograd.grad(y, [*inputs, *weights], grad)
     assert calls.names == [f"{'expert_mlp' if make is mlp else 'grouped_gemm'}_backward"]
+
+
+@pytest.mark.parametrize(
+    "make", [mlp, gemm, lambda: gemm(transposed=True)], ids=["mlp", "gemm", "transposed"]
+)
+def test_one_node_without_pipelining(make, monkeypatch):
+    forward, inputs, weights, grad = make()
+    expected = torch.autograd.grad(forward(), [*inputs, *weights], grad)
+    monkeypatch.delitem(sys.modules, "torch.distributed.pipelining")
+    y = forward()
+    nodes = {type(y.grad_fn).__name__} | {type(node).__name__ for node, _ in y.grad_fn.next_functions if node}
+    assert "_WholeBackward" in nodes and not nodes & {"_JoinBackward", "_InputsBackward", "_WeightsBackward"}
+    got = torch.autograd.grad(y, [*inputs, *weights], grad)
+    assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+    _, halves, _, _ = in_two(forward, inputs, weights, grad)
+    assert all(torch.equal(a, b) for a, b in zip(halves, expected, strict=True))
+
+
+def test_main_gradients_without_pipelining(monkeypatch):
+    """Gradients of the inputs alone add nothing to a main gradient."""
+    monkeypatch.delitem(sys.modules, "torch.distributed.pipelining")
+    x, weight, offs, _, grad = make_inputs(50, 37, 29, [3, 3, 20, 45], torch.float32)
+    weight = torch.nn.Parameter(weight.detach())
+    weight.main_grad = torch.zeros_like(weight)
+    y = grouped_gemm(x, weight, offs, main_grad=MainGrad(weight))
+    torch.autograd.grad(y, x, grad, retain_graph=True)
+    assert not weight.main_grad.any()
+    torch.autograd.backward(y, grad, inputs=[weight])
+    (expected,) = torch.autograd.grad(grouped_gemm(x, weight, offs), weight, grad)
+    assert torch.equal(weight.main_grad, expected)
 
 
 def test_other_gradients_of_y_between():
