@@ -32,7 +32,7 @@ def build(folder):
     """The programs, built by CMake against the torch that runs this."""
     prefix = f"-DCMAKE_PREFIX_PATH={torch.utils.cmake_prefix_path}"
     subprocess.run(["cmake", "-S", ROOT, "-B", folder, "-DFMOE_EXAMPLES=ON", prefix], check=True)
-    subprocess.run(["cmake", "--build", folder, "-j2"], check=True)
+    subprocess.run(["cmake", "--build", folder, "-j2", "--target", "train", "generate"], check=True)
     return folder / "examples" / "cpp"
 
 
