@@ -9,7 +9,7 @@ TEST   := PYTHONDONTWRITEBYTECODE= $(PY) -m pytest -q -n 2 --dist worksteal --du
 export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 
 NATIVE := setup.py pyproject.toml $(shell find csrc cuda -name '*.cpp' -o -name '*.h' -o -name '*.inc' -o -name '*.cu' -o -name '*.cuh')
-CXX_FILES := $(shell find csrc cuda tests -name '*.cpp' -o -name '*.h' -o -name '*.inc' -o -name '*.cu' -o -name '*.cuh')
+CXX_FILES := $(shell find csrc cuda examples fmoe_ext/include tests -name '*.cpp' -o -name '*.h' -o -name '*.inc' -o -name '*.cu' -o -name '*.cuh')
 
 # Asked for other modules than those that were built: build again.
 FLAGS := FMOE_CUDA=$(FMOE_CUDA) USE_NCCL=$(USE_NCCL)
@@ -19,13 +19,17 @@ $(shell rm -f $(VENV)/.built)
 endif
 endif
 
-.PHONY: help train train-ep train-megatron train-pipeline train-pipe train-remote test test-all build lint format docs bench bench-compare wheel asan test-aarch64 cuda clean
+.PHONY: help train train-cpp train-ep train-megatron train-pipeline train-pipe train-remote test test-all build lint format docs bench bench-compare wheel asan test-aarch64 cuda clean
 help:
 	@sed -n 's/^## //p' Makefile
 
 ## make train    train the MoE language model on real text; pictures and metrics in out/lm  (ARGS="--compare")
 train: build
 	$(PY) examples/lm/train.py $(ARGS)
+
+## make train-cpp  a smaller such model in C++, without Python; Python repeats it to the bit (ARGS="--steps 100")
+train-cpp: build
+	$(PY) examples/cpp/run.py $(ARGS)
 
 ## make train-ep the same trainer on one process and on 4 that share the experts: the loss curves are equal
 train-ep: build

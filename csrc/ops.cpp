@@ -5,8 +5,6 @@
 // expert width. A row of an expert-major tensor at or past offs[-1] belongs to a dropped choice: row_idx is
 // -1 there, data is zero.
 
-#include <Python.h>
-
 #include <string>
 
 #include <torch/csrc/stable/library.h>
@@ -79,12 +77,4 @@ STABLE_TORCH_LIBRARY(fmoe_ext, m) {
 
 STABLE_TORCH_LIBRARY_IMPL(fmoe_ext, CompositeExplicitAutograd, m) {
   m.impl("build_info", TORCH_BOX(&build_info));
-}
-
-// Importing the module loads the shared object, and with it the static registrations; there is nothing else
-// in it.
-PyMODINIT_FUNC PyInit__C(void) {
-  static PyModuleDef module = {
-      PyModuleDef_HEAD_INIT, "_C", nullptr, -1, nullptr, nullptr, nullptr, nullptr, nullptr};
-  return PyModule_Create(&module);
 }

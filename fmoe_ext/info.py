@@ -75,12 +75,21 @@ def report() -> str:
     return "\n".join(text)
 
 
+def cmake_prefix_path() -> str:
+    """The folder with fmoe-config.cmake and that of torch, for `cmake -DCMAKE_PREFIX_PATH=`."""
+    folder = Path(fmoe_ext.__file__).resolve().parent / "share" / "cmake" / "fmoe"
+    return f"{folder};{torch.utils.cmake_prefix_path}"
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
-    argparse.ArgumentParser(
+    parser = argparse.ArgumentParser(
         prog="fmoe info",
         description="Prints versions, native modules, devices and environment variables: quote it in a bug report.",
-    ).parse_args(arguments)
-    print(report())
+    )
+    parser.add_argument(
+        "--cmake", action="store_true", help="print the folders for CMAKE_PREFIX_PATH instead"
+    )
+    print(cmake_prefix_path() if parser.parse_args(arguments).cmake else report())
 
 
 if __name__ == "__main__":

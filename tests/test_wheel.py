@@ -49,8 +49,9 @@ def test_one_wheel_for_every_python_and_torch(wheel):
 
 
 def test_contents(wheel, unpacked):
-    """The package's modules, one native module, and what describes them; no tests, no sources of C++, no libraries."""
-    package = {path.relative_to(ROOT) for path in (ROOT / "fmoe_ext").rglob("*.py")} | {
+    """The modules and headers, one native module, and what describes them; no tests, no sources, no libraries."""
+    parts = [path for suffix in ("py", "h", "cmake") for path in (ROOT / "fmoe_ext").rglob(f"*.{suffix}")]
+    package = {path.relative_to(ROOT) for path in parts} | {
         Path("fmoe_ext/py.typed"),
         Path("fmoe_ext_command.py"),
     }

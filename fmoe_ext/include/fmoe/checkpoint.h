@@ -1,0 +1,154 @@
+// Weights in and out: safetensors files and folders that Python's fmoe_ext.checkpoint.load() reads, and those
+// of Hugging Face with a name for each expert or fused. No pickle is read.
+#pragma once
+
+#include <algorithm>
+#include <filesystem>
+#include <fstream>
+#include <iterator>
+#include <set>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "layers.h"
+#include "safetensors.h"
+
+namespace fmoe {
+
+// The parameters and buffers of a module, not copied, by their names in Python's state dict.
+inline StateDict state_dict(const torch::nn::Module& module) {
+  StateDict state;
+  for (const auto& entry : module.named_parameters())
+    if (entry.value().defined()) state.emplace(entry.key(), entry.value());
+  for (const auto& entry : module.named_buffers()) state.emplace(entry.key(), entry.value());
+  return state;
+}
+
+namespace detail {
+
+inline std::vector<std::string> model_files(const std::filesystem::path& path) {
+  if (path.extension() == ".safetensors") return {path.string()};
+  const auto index = path / "model.safetensors.index.json";
+  if (!std::filesystem::exists(index)) {
+    const auto single = path / "model.safetensors";
+    TORCH_CHECK(
+        std::filesystem::exists(single), "no model in ", path.string(),
+        ": it has neither model.safetensors nor model.safetensors.index.json. A folder of checkpoint.save() "
+        "becomes a file by `python -m fmoe_ext.checkpoint merge FOLDER -o model.safetensors`");
+    return {single.string()};
+  }
+  std::ifstream file(index);
+  const std::string text{std::istreambuf_iterator<char>(file), {}};
+  const json::Value content = json::Reader(text, index.string()).read();
+  const auto* map = content.find("weight_map");
+  TORCH_CHECK(map && !map->members.empty(), index.string(), " is damaged: it has no weight_map");
+  std::set<std::string> names;
+  for (const auto& [tensor, name] : map->members) {
+    const bool is_name =
+        name.kind == json::Value::string && name.text.find_first_of("/\\") == std::string::npos;
+    TORCH_CHECK(is_name && !name.text.empty() && name.text[0] != '.', path.string(), ": \"", name.text,
+                "\" is no name of a file in this folder");
+    names.insert((path / name.text).string());
+  }
+  return {names.begin(), names.end()};
+}
+
+// Takes an entry out of a state dict.
+inline Tensor take(StateDict& state, const std::string& name) {
+  const auto found = state.find(name);
+  TORCH_CHECK(found != state.end(), "the model's folder lacks ", name);
+  return state.extract(found).mapped();
+}
+
+// The experts of one layer with names for each: gate and up rows [E, 2H, D], down rows [E, D, H].
+inline void fuse_experts(StateDict& state, const std::string& layer,
+                         const std::array<const char*, 3>& names) {
+  std::vector<Tensor> gate_up, down;
+  for (int e = 0; state.count(layer + "experts." + std::to_string(e) + "." + names[0] + ".weight"); ++e) {
+    const std::string expert = layer + "experts." + std::to_string(e) + ".";
+    const Tensor gate = take(state, expert + names[0] + ".weight");
+    gate_up.push_back(torch::cat({gate, take(state, expert + names[1] + ".weight")}));
+    down.push_back(take(state, expert + names[2] + ".weight"));
+  }
+  state[layer + "experts.htoh4.weight"] = torch::stack(gate_up);
+  state[layer + "experts.h4toh.weight"] = torch::stack(down);
+}
+
+}  // namespace detail
+
+// A state dict in a Hugging Face layout -> in ours: Mixtral (block_sparse_moe, w1 w3 w2), Qwen-MoE and OLMoE
+// (mlp, gate_proj up_proj down_proj), and both fused (gate_up_proj, down_proj). Other entries pass through.
+inline StateDict from_huggingface(StateDict state) {
+  std::vector<std::string> gates;
+  for (const auto& [name, tensor] : state)
+    if (name.size() > 11 && name.compare(name.size() - 11, 11, "gate.weight") == 0) gates.push_back(name);
+  for (const std::string& gate : gates) {
+    const std::string layer = gate.substr(0, gate.size() - 11);
+    if (state.count(layer + "experts.0.gate_proj.weight")) {
+      detail::fuse_experts(state, layer, {"gate_proj", "up_proj", "down_proj"});
+    } else if (state.count(layer + "experts.0.w1.weight")) {
+      detail::fuse_experts(state, layer, {"w1", "w3", "w2"});
+    } else if (state.count(layer + "experts.gate_up_proj")) {
+      state[layer + "experts.htoh4.weight"] = detail::take(state, layer + "experts.gate_up_proj");
+      state[layer + "experts.h4toh.weight"] = detail::take(state, layer + "experts.down_proj");
+    } else {
+      continue;
+    }
+    state[layer + "gate.gate.weight"] = detail::take(state, gate);
+  }
+  return state;
+}
+
+// The tensors of a safetensors file, or of a folder with model.safetensors or model.safetensors.index.json.
+inline StateDict read_model(const std::string& path) {
+  StateDict state;
+  for (const std::string& file : detail::model_files(path)) state.merge(read_safetensors(file));
+  return from_huggingface(std::move(state));
+}
+
+// Loads a model from a file or folder; with a group, each rank keeps its own experts. Every tensor must be
+// there and fit, or nothing is changed; no other tensor may be there.
+inline void load(const std::string& path, torch::nn::Module& model) {
+  StateDict given = read_model(path);
+  std::vector<std::pair<Tensor, Tensor>> pairs;
+  std::map<const void*, Group> groups;  // of the experts of layers that have one
+  const auto note = [&](torch::nn::Module& module) {
+    if (const auto* layer = dynamic_cast<FMoE*>(&module); layer && layer->group)
+      for (const Tensor& p : layer->experts->parameters()) groups[p.data_ptr()] = layer->group;
+  };
+  note(model);
+  for (const auto& module : model.modules(/*include_self=*/false)) note(*module);
+  for (const auto& [name, value] : state_dict(model)) {
+    const auto found = given.find(name);
+    TORCH_CHECK(found != given.end(), "loading ", path, ": it lacks ", name);
+    Tensor tensor = given.extract(found).mapped();
+    const auto group = groups.find(value.data_ptr());
+    if (group != groups.end() && tensor.dim() > 0 &&
+        tensor.size(0) == value.size(0) * group->second->getSize())
+      tensor = tensor.narrow(0, group->second->getRank() * value.size(0), value.size(0));
+    TORCH_CHECK(tensor.sizes() == value.sizes() && tensor.scalar_type() == value.scalar_type(), "loading ",
+                path, ": ", name, " is ", tensor.scalar_type(), " ", tensor.sizes(), ", but the model's is ",
+                value.scalar_type(), " ", value.sizes());
+    pairs.emplace_back(value, tensor);
+  }
+  TORCH_CHECK(given.empty(), "loading ", path, ": the model has no ",
+              given.empty() ? "" : given.begin()->first);
+  torch::NoGradGuard no_grad;
+  for (auto& [value, tensor] : pairs) value.copy_(tensor);
+}
+
+// Writes folder/model.safetensors, which Python loads by checkpoint.load(folder, model).
+inline void save(const std::string& folder, torch::nn::Module& model) {
+  const auto check = [](torch::nn::Module& module) {
+    const auto* layer = dynamic_cast<FMoE*>(&module);
+    TORCH_CHECK(!layer || !layer->group || layer->group->getSize() == 1,
+                "this rank has a part of the experts only: gather them into a model of one process first");
+  };
+  check(model);
+  for (const auto& module : model.modules(/*include_self=*/false)) check(*module);
+  std::filesystem::create_directories(folder);
+  write_safetensors((std::filesystem::path(folder) / "model.safetensors").string(), state_dict(model));
+}
+
+}  // namespace fmoe

@@ -1,0 +1,16 @@
+// run_parity FOLDER CASE...: runs the cases of parity.cpp without Python.
+#include <cstdio>
+#include <exception>
+#include <string>
+
+void run_case(const std::string& folder, const std::string& name, const std::string& group_name);
+
+int main(int argc, char** argv) {
+  try {
+    for (int i = 2; i < argc; ++i) run_case(argv[1], argv[i], "");
+  } catch (const std::exception& error) {
+    std::fprintf(stderr, "%s\n", error.what());
+    return 1;
+  }
+  return 0;
+}

@@ -1,0 +1,255 @@
+"""The C++ headers train as Python does, to the bit; they are built once by CMake into build/cpp."""
+
+import functools
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+
+import fmoe_ext
+from fmoe_ext import checkpoint, gates
+
+ROOT = Path(__file__).resolve().parent.parent
+BUILD = ROOT / "build" / "cpp"
+STEPS, FEW_STEPS, TOKENS = 100, 10, 24
+SIZES = {"num_expert": 4, "d_model": 8, "d_hidden": 16}
+SOFTMAX_SHARED = {
+    "gate": "softmax",
+    "activation": "geglu_tanh",
+    "shared_expert_hidden": 12,
+    "shared_expert_gate": True,
+}
+# As options_of() in tests/cpp/parity.cpp has them.
+CASES = {
+    "naive": {},
+    "softmax": {
+        "gate": functools.partial(gates.SoftmaxGate, z_weight=0.1, capacity_factor=1.25, scale=1.5),
+        "activation": "swiglu",
+        "bias": False,
+    },
+    "sigmoid": {
+        "gate": functools.partial(
+            gates.SigmoidGate, scale=2.5, bias_update_speed=0.01, balance_loss="global"
+        ),
+        "gate_bias": False,
+        "activation": "silu",
+    },
+    "noisy": {"gate": "noisy", "activation": "relu"},
+    "switch": {"gate": "switch", "top_k": 1, "activation": "gelu_tanh"},
+    "gshard": {"gate": "gshard", "activation": "geglu"},
+    "shared": SOFTMAX_SHARED,
+    "valid": SOFTMAX_SHARED,
+    "bfloat16": SOFTMAX_SHARED,
+}
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory):
+    """The folder of the build, up to date."""
+    if shutil.which("cmake") is None:
+        pytest.skip("cmake is not installed")
+    if shutil.which(os.environ.get("CXX") or "c++") is None:
+        pytest.skip("no C++ compiler is installed")
+    prefix = f"-DCMAKE_PREFIX_PATH={torch.utils.cmake_prefix_path}"
+    run("cmake", "-S", ROOT, "-B", BUILD, "-DFMOE_TESTS=ON", prefix)
+    run("cmake", "--build", BUILD, "-j2", "--target", "run_parity")
+    return BUILD
+
+
+def run(*command, **options):
+    done = subprocess.run([*map(str, command)], capture_output=True, text=True, **options)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return done.stdout
+
+
+def make_inputs(name, rank=0, steps=STEPS):
+    """{name: tensor} of a case: the tokens of every step."""
+    generator = torch.Generator().manual_seed(rank)
+    tokens = TOKENS + rank
+    inputs = {"inputs": torch.randn(steps, tokens, SIZES["d_model"], generator=generator)}
+    if name == "valid":
+        inputs["valid"] = torch.rand(tokens, generator=generator) < 0.7
+    if name == "bfloat16":
+        inputs["inputs"] = inputs["inputs"].bfloat16()
+    return inputs
+
+
+def train(name, given, **spread):
+    """Trains as parity.cpp does -> the same tensors."""
+    torch.manual_seed(7)
+    layer = fmoe_ext.FMoETransformerMLP(**(SIZES | CASES[name] | spread))
+    results = {f"first.{key}": value.clone() for key, value in layer.state_dict().items()}
+    layer.to(given["inputs"].dtype)
+    optimizer = torch.optim.SGD(layer.parameters(), 0.1)
+    records = {}
+    for tokens in given["inputs"]:
+        optimizer.zero_grad()
+        x = tokens.clone().requires_grad_()
+        y = layer(x, given.get("valid"))
+        loss = y.square().mean() + 0.1 * gates.total_loss(layer)
+        loss.backward()
+        step = {"loss": loss.detach(), "y": y.detach(), "grad.x": x.grad}
+        step |= {f"grad.{key}": p.grad.clone() for key, p in layer.named_parameters()}
+        optimizer.step()
+        for key, value in step.items():
+            records.setdefault(key, []).append(value)
+    results |= {key: torch.stack(values) for key, values in records.items()}
+    return results | {f"last.{key}": value for key, value in layer.state_dict().items()}
+
+
+def check_same(found, expected):
+    assert found.keys() == expected.keys()
+    different = [key for key in expected if not torch.equal(found[key], expected[key])]
+    assert not different, different
+
+
+@pytest.fixture(scope="module")
+def trained(built, tmp_path_factory):
+    """The folder with what the program without Python has written of every case."""
+    folder = tmp_path_factory.mktemp("parity")
+    for name in CASES:
+        save_file(make_inputs(name), folder / f"{name}.in.safetensors")
+    env = {**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads())}
+    run(built / "tests/cpp/run_parity", folder, *CASES, env=env)
+    return folder
+
+
+@pytest.mark.filterwarnings("ignore:.*has no balance loss")
+@pytest.mark.parametrize("name", CASES)
+def test_same_bits_as_python(trained, name):
+    """100 steps: first weights, losses, outputs, every gradient and the last weights."""
+    expected = train(name, make_inputs(name))
+    check_same(load_file(trained / f"{name}.out.safetensors"), expected)
+    assert expected["loss"].isfinite().all() and len(expected["loss"]) == STEPS
+
+
+def train_rank(rank, size, folder, names, library):
+    """One rank of a gloo group: trains by the C++ layer and by Python's on one group, one after the other."""
+    torch.set_num_threads(1)
+    store = dist.FileStore(f"{folder}/store", size)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
+    torch.ops.load_library(library)
+    spread = {"world_size": size, "num_expert": SIZES["num_expert"] // size}
+    for name in names:
+        mine = f"{name}.{rank}"
+        given = make_inputs(name, rank, STEPS if name == names[0] else FEW_STEPS)
+        save_file(given, f"{folder}/{mine}.in.safetensors")
+        torch.ops.fmoe_parity.run_case(folder, mine, dist.group.WORLD.group_name)
+        check_same(load_file(f"{folder}/{mine}.out.safetensors"), train(name, given, **spread))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    "size, names",
+    [(2, ("shared", "softmax", "sigmoid", "noisy", "bfloat16")), (4, ("valid", "gshard", "switch"))],
+)
+def test_same_bits_on_ranks(built, tmp_path, size, names):
+    """Ranks with different numbers of tokens share experts; the first case has 100 steps."""
+    arguments = (size, str(tmp_path), names, str(built / "tests/cpp/libparity.so"))
+    torch.multiprocessing.spawn(train_rank, arguments, nprocs=size)
+
+
+def write_if_new(path, text):
+    """Keeps the time of a file that has this text, so that a second run builds nothing."""
+    if not path.exists() or path.read_text() != text:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+
+
+def test_first_program_of_the_page(built):
+    """A stranger's program of at most 30 lines, built by the commands of docs/cpp.md, trains; Python loads it."""
+    page = (ROOT / "docs" / "cpp.md").read_text()
+    code = dict(re.findall(r"^```(cmake|cpp|sh)\n(.*?)^```$", page, re.MULTILINE | re.DOTALL))
+    assert len(code["cpp"].splitlines()) <= 30
+    folder = built / "page"
+    write_if_new(folder / "CMakeLists.txt", code["cmake"])
+    write_if_new(folder / "main.cpp", code["cpp"])
+    shutil.rmtree(folder / "out", ignore_errors=True)
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    printed = run("bash", "-euc", code["sh"], cwd=folder, env={**os.environ, "PATH": path})
+    losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", printed)]
+    assert len(losses) == 4 and losses[-1] < 0.7 * losses[0]
+    layer = fmoe_ext.FMoETransformerMLP(8, 16, 32, "swiglu", gate="softmax")
+    checkpoint.load(folder / "out", layer)
+    assert layer.gate.gate.weight.isfinite().all()
+
+
+HEADER = b'{"a":{"dtype":"F32","shape":[2],"data_offsets":[0,8]}}'
+BROKEN = {
+    "empty": (b"", "is no safetensors file, or truncated: it has 0 bytes"),
+    "long header": (
+        (2**60).to_bytes(8, "little") + HEADER,
+        "its header says that it is 1152921504606846976 long",
+    ),
+    "truncated": (len(HEADER).to_bytes(8, "little") + HEADER + b"1234", "its header needs 70"),
+    "more bytes": (len(HEADER).to_bytes(8, "little") + HEADER + b"1" * 9, "its header needs 70"),
+    "lying shape": (HEADER.replace(b"[2]", b"[3]"), "a has 8 bytes, but its shape and dtype need 12"),
+    "overflow": (HEADER.replace(b"[2]", b"[4611686018427387904,2]"), "is no size"),
+    "product": (HEADER.replace(b"[2]", b"[999999999999,999999999999]"), "is too large"),
+    "negative": (HEADER.replace(b"[2]", b"[-2]"), "is no size"),
+    "gap": (HEADER.replace(b"[0,8]", b"[4,12]"), "a begins at 4, the tensor before it ends at 0"),
+    "dtype": (HEADER.replace(b"F32", b"F31"), "unknown dtype F31 of a"),
+    "twice": (HEADER.replace(b'"dtype"', b'"dtype":"F32","dtype"'), "a name comes twice"),
+    "json": (HEADER[:-1], "it ends too early"),
+    "deep": (b"[" * 1000, "nested too deeply"),
+}
+
+
+@pytest.mark.parametrize("what", BROKEN)
+def test_broken_files_are_refused_by_name(built, tmp_path, what):
+    content, error = BROKEN[what]
+    if not content[8:].startswith(b"{") and content:
+        content = len(content).to_bytes(8, "little") + content + b"x" * 8
+    path = tmp_path / "naive.in.safetensors"
+    path.write_bytes(content)
+    done = subprocess.run([built / "tests/cpp/run_parity", tmp_path, "naive"], capture_output=True, text=True)
+    assert done.returncode == 1 and error in done.stderr and str(path) in done.stderr, done.stderr[:500]
+
+
+def errors_of(call, *arguments):
+    with pytest.raises((RuntimeError, ValueError, TypeError)) as error:
+        call(*arguments)
+    return str(error.value).split("\nException raised")[0]
+
+
+@pytest.mark.parametrize(
+    "x, valid",
+    [
+        (torch.zeros(3, 7), None),
+        (torch.zeros(3, 8, dtype=torch.int64), None),
+        (torch.zeros(3, 8), torch.tensor([1.0, 0.5, 0.0])),
+        (torch.zeros(3, 8), torch.ones(4)),
+        (torch.zeros(3, 8, dtype=torch.float64), None),
+    ],
+)
+def test_errors_have_the_texts_of_python(built, x, valid):
+    torch.ops.load_library(built / "tests/cpp/libparity.so")
+    layer = fmoe_ext.FMoETransformerMLP(**SIZES)
+    assert errors_of(torch.ops.fmoe_parity.forward, x, valid) == errors_of(layer, x, valid)
+
+
+def test_huggingface_folder(built, tmp_path):
+    """Qwen's names and Mixtral's for each expert, in two files with an index."""
+    torch.ops.load_library(built / "tests/cpp/libparity.so")
+    layer = fmoe_ext.FMoETransformerMLP(4, 8, 16, "swiglu", gate="softmax", bias=False, gate_bias=False)
+    whole = torch.nn.ModuleDict({"mlp": layer})
+    x = torch.randn(5, 8)
+    for layout in ("qwen3_moe", "mixtral", "fused"):
+        state = checkpoint.to_huggingface(whole.state_dict(), layout)
+        folder = tmp_path / layout
+        folder.mkdir()
+        names = sorted(state)
+        files = {name: f"model-0000{1 + (i % 2)}-of-00002.safetensors" for i, name in enumerate(names)}
+        for file in set(files.values()):
+            save_file({n: state[n].contiguous() for n in names if files[n] == file}, folder / file)
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
+        assert torch.equal(torch.ops.fmoe_parity.forward_of_folder(str(folder), x), layer(x))
