@@ -16,6 +16,7 @@ from torch import nn
 from fmoe_ext.ep.expert_parallel import ExpertParallel
 from fmoe_ext.ep.shadowing import fetch
 from fmoe_ext.experts import FusedExperts
+from fmoe_ext.ops.outside_graphs import is_exporting
 from fmoe_ext.routing import Nest, leaves_of, map_structure, permute_rows, sort_choices, unpermute_rows
 
 
@@ -194,6 +195,11 @@ class Separate(ExpertKind):
             raise RuntimeError(
                 "torch.jit.trace (and torch.onnx.export with dynamo=False) would keep for all inputs how many rows "
                 "each expert has of this one: use torch.compile, or experts in one module, as FMoETransformerMLP has"
+            )
+        if is_exporting():
+            raise RuntimeError(
+                "torch.export cannot trace separate experts, whose numbers of rows are read on the host: use "
+                "experts in one module, as FMoETransformerMLP has"
             )
         outputs, begin = [], 0
         for idx, count in enumerate(torch.as_tensor(tokens_per_expert).tolist(), first):

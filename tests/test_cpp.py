@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 
 import fmoe_ext
 from fmoe_ext import checkpoint, gates
+from fmoe_ext.testing import DistributedPool
 
 ROOT = Path(__file__).resolve().parent.parent
 BUILD = ROOT / "build" / "cpp"
@@ -253,3 +254,61 @@ def test_huggingface_folder(built, tmp_path):
             save_file({n: state[n].contiguous() for n in names if files[n] == file}, folder / file)
         (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
         assert torch.equal(torch.ops.fmoe_parity.forward_of_folder(str(folder), x), layer(x))
+
+
+def layer_of_parity():
+    torch.manual_seed(3)
+    return fmoe_ext.FMoETransformerMLP(4, 8, 16, "swiglu", gate="softmax", bias=False, gate_bias=False)
+
+
+def save_spread(folder):
+    layer = layer_of_parity()
+    layer.spread()
+    model = torch.nn.ModuleDict({"mlp": layer})
+    checkpoint.save(folder, model, torch.optim.AdamW(model.parameters()), step=3)
+
+
+def test_folder_of_checkpoint_save(built, tmp_path):
+    """Reads the newest step that two ranks saved, and a step by its own name; refuses damaged files by name."""
+    torch.ops.load_library(built / "tests/cpp/libparity.so")
+    read = torch.ops.fmoe_parity.forward_of_folder
+    x, layer = torch.randn(5, 8), layer_of_parity()
+    with DistributedPool(2) as pool:
+        pool.run(save_spread, tmp_path / "saved", world_size=2)
+    (step,) = (tmp_path / "saved").glob("step-*")
+    parts = sorted(step.glob("*.distcp"))
+    assert len(parts) == 2
+    for folder in (tmp_path / "saved", step):
+        assert torch.equal(read(str(folder), x), layer(x))
+    manifest = json.loads((step / "manifest.json").read_text())
+    weight = manifest["tensors"]["model.mlp.experts.htoh4.weight"]
+
+    def refused(text):
+        with pytest.raises(RuntimeError, match=re.escape(text)) as error:
+            read(str(step), x)
+        assert str(step) in str(error.value)
+
+    def changed(**entries):
+        tensors = manifest["tensors"] | {"model.mlp.experts.htoh4.weight": weight | entries}
+        (step / "manifest.json").write_text(json.dumps(manifest | {"tensors": tensors}))
+
+    first, second = weight["chunks"]
+    for entries, text in [
+        ({"chunks": [first]}, "its parts are not together [4, 32, 8]"),
+        ({"chunks": [first, [[3, 0, 0], *second[1:]]]}, "has a part that is outside of it"),
+        ({"chunks": [first, [*second[:2], "../x", *second[3:]]]}, "is no name of a file in this folder"),
+        ({"chunks": [first, [*second[:3], 10**12, second[4]]]}, "is truncated: it has no"),
+        ({"chunks": [first, [*second[:3], second[3] + 1, second[4] - 1]]}, "cannot be read"),
+        ({"shape": [10**18 - 1, 10**18 - 1]}, "is too large"),
+        ({"dtype": "float64"}, "expected Double"),
+        ({"dtype": "object"}, 'has dtype "object"'),
+    ]:
+        changed(**entries)
+        refused(text)
+    changed()
+    os.truncate(parts[1], 100)
+    refused("is truncated")
+    parts[1].unlink()
+    refused("is missing")
+    (step / "manifest.json").write_text("{")
+    refused("it ends too early")

@@ -486,3 +486,11 @@ def test_tracing_is_right_or_says_what_to_do():
         torch.jit.trace(fused, x)
     with torch.no_grad():
         assert torch.equal(torch.jit.trace(fused.eval(), x)(other), fused(other))
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_export_of_separate_experts_is_refused(strict):
+    layer = FMoE(3, 4, expert=lambda d: nn.Linear(d, d), top_k=2)
+    with pytest.raises(Exception, match=r"torch\.export cannot trace separate experts"):
+        torch.export.export(layer, (torch.randn(5, 4),), strict=strict)
+    assert torch.compile(layer)(torch.randn(5, 4)).shape == (5, 4)

@@ -6,14 +6,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from fmoe_ext import ops
+from fmoe_ext.ops.outside_graphs import is_exporting
 from fmoe_ext.step import note_selected
-
-_COMPILING_IS_NOT_EXPORTING = torch.__version__ >= "2.13"  # 2.11 calls every function it compiles exported
-
-
-def _is_exporting() -> bool:
-    compiling = not _COMPILING_IS_NOT_EXPORTING and torch.compiler.is_dynamo_compiling()
-    return torch.compiler.is_exporting() and not compiling
 
 
 class Ranks(Protocol):
@@ -105,7 +99,7 @@ class BaseGate(nn.Module):
 
     def set_loss(self, loss: torch.Tensor | None, *, constant: bool = False) -> None:
         """Keeps the balance loss of this forward, None for none; constant: it would have no gradient in any case."""
-        if not _is_exporting():
+        if not is_exporting():
             self.loss = loss
             if self.loss_is_read:
                 self.loss_is_read = False

@@ -1,4 +1,4 @@
-"""torch.compiler.disable for functions of a package whose import must not import the compiler."""
+"""Facts about the compiler for a package whose import must not import it: outside_graphs(), is_exporting()."""
 
 import functools
 import sys
@@ -10,6 +10,13 @@ import torch
 
 P = ParamSpec("P")
 R = TypeVar("R")
+_COMPILING_IS_NOT_EXPORTING = torch.__version__ >= "2.13"  # 2.11 calls every function it compiles exported
+
+
+def is_exporting() -> bool:
+    """True while torch.export traces, in every version of torch."""
+    compiling = not _COMPILING_IS_NOT_EXPORTING and torch.compiler.is_dynamo_compiling()
+    return torch.compiler.is_exporting() and not compiling
 
 
 def outside_graphs(reason: str) -> Callable[[Callable[P, R]], Callable[P, R]]:

@@ -1,5 +1,5 @@
-// Weights in and out: safetensors files and folders that Python's fmoe_ext.checkpoint.load() reads, and those
-// of Hugging Face with a name for each expert or fused. No pickle is read.
+// Weights in and out: folders of Python's fmoe_ext.checkpoint.save(), safetensors files and folders, and
+// those of Hugging Face with a name for each expert or fused.
 #pragma once
 
 #include <algorithm>
@@ -11,8 +11,8 @@
 #include <utility>
 #include <vector>
 
+#include "checkpoint_folder.h"
 #include "layers.h"
-#include "safetensors.h"
 
 namespace fmoe {
 
@@ -32,24 +32,16 @@ inline std::vector<std::string> model_files(const std::filesystem::path& path) {
   const auto index = path / "model.safetensors.index.json";
   if (!std::filesystem::exists(index)) {
     const auto single = path / "model.safetensors";
-    TORCH_CHECK(
-        std::filesystem::exists(single), "no model in ", path.string(),
-        ": it has neither model.safetensors nor model.safetensors.index.json. A folder of checkpoint.save() "
-        "becomes a file by `python -m fmoe_ext.checkpoint merge FOLDER -o model.safetensors`");
+    TORCH_CHECK(std::filesystem::exists(single), "no model in ", path.string(),
+                ": it has no manifest.json, model.safetensors or model.safetensors.index.json");
     return {single.string()};
   }
-  std::ifstream file(index);
-  const std::string text{std::istreambuf_iterator<char>(file), {}};
-  const json::Value content = json::Reader(text, index.string()).read();
+  const json::Value content = read_json(index);
   const auto* map = content.find("weight_map");
   TORCH_CHECK(map && !map->members.empty(), index.string(), " is damaged: it has no weight_map");
   std::set<std::string> names;
   for (const auto& [tensor, name] : map->members) {
-    const bool is_name =
-        name.kind == json::Value::string && name.text.find_first_of("/\\") == std::string::npos;
-    TORCH_CHECK(is_name && !name.text.empty() && name.text[0] != '.', path.string(), ": \"", name.text,
-                "\" is no name of a file in this folder");
-    names.insert((path / name.text).string());
+    names.insert(inside(path, name).string());
   }
   return {names.begin(), names.end()};
 }
@@ -100,8 +92,10 @@ inline StateDict from_huggingface(StateDict state) {
   return state;
 }
 
-// The tensors of a safetensors file, or of a folder with model.safetensors or model.safetensors.index.json.
+// The tensors of a safetensors file, or of a folder with manifest.json, latest, model.safetensors or
+// model.safetensors.index.json.
 inline StateDict read_model(const std::string& path) {
+  if (detail::is_checkpoint(path)) return read_checkpoint(path);
   StateDict state;
   for (const std::string& file : detail::model_files(path)) state.merge(read_safetensors(file));
   return from_huggingface(std::move(state));
