@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
+import torch.distributed.pipelining  # with it ops compute the gradients of inputs without those of weights
 
 from fmoe_ext import ops
 from fmoe_ext.gpu.cases import MLP_LEAVES, Case, Inputs, mlp
