@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import copy
 import io
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint as recompute
 
-from fmoe_ext.doctor.case import TINY, Case, off, parts_of, verdict
+from fmoe_ext.doctor.case import TINY, Case, off, parts_of, tensors, verdict
 from fmoe_ext.doctor.finding import Layer, layers_of
 from fmoe_ext.doctor.report import Finding
 from fmoe_ext.doctor.subject import copied, double
@@ -74,6 +74,7 @@ def batch(case: Case) -> Iterator[Finding]:
     if halves is None:
         yield verdict("batch", "", None, "the batch cannot be halved")
         return
+    samples = len(next(tensors(case.subject.batch)))
     whole = case.run(case.copy().eval(), case.subject.batch, case.subject.task)[1]
     first = case.run(case.copy().eval(), halves[0], case.subject.task)[1]
     for layer in case.layers:
@@ -92,7 +93,10 @@ def batch(case: Case) -> Iterator[Finding]:
                 "choices are not visible, or a capacity or the tokens' rank decides",
             )
             continue
-        same = float((a[: len(b)] == b).double().mean())
+        orders = [a[: len(b)]]  # tokens in the order [B, S], or [S, B] as in Megatron
+        if len(a) % samples == 0:
+            orders.append(a.view(-1, samples, a.shape[1])[:, : samples // 2].reshape(b.shape))
+        same = max(float((rows == b).double().mean()) for rows in orders)
         yield verdict(
             "batch", layer.name, same < 0.99, f"{100 * same:.1f} % of the choices are those of the half batch"
         )
@@ -102,11 +106,8 @@ def _capacity(layer: Layer) -> bool:
     for module in layer.module.modules():
         holders = [vars(module), vars(getattr(module, "config", None) or object.__new__(_Nothing))]
         for name, value in ((n, v) for holder in holders for n, v in holder.items()):
-            if (
-                any(word in name.lower() for word in CAPACITY)
-                and value not in (None, False)
-                and "dropout" not in name
-            ):
+            said = not isinstance(value, str | None) and value is not False and "dropout" not in name
+            if said and any(word in name.lower() for word in CAPACITY):
                 return True
     return False
 
@@ -145,7 +146,8 @@ def recomputation(case: Case) -> Iterator[Finding]:
     plain, again = case.copy(), case.copy()
     try:
         expected = case.backward(plain, case.subject.task)[2]
-        _recomputed(again)
+        for layer in layers_of(again):
+            layer.module.forward = _recomputed(layer.module.forward, case.subject.recompute)
         grads = case.backward(again, case.subject.task)[2]
     except Exception as error:  # models may refuse this kind of recomputation
         yield verdict("recomputation", "", None, str(error).splitlines()[0][:80] if str(error) else "refused")
@@ -168,14 +170,8 @@ def recomputation(case: Case) -> Iterator[Finding]:
     )
 
 
-def _recomputed(model: nn.Module) -> None:
-    for layer in layers_of(model):
-        forward = layer.module.forward
-
-        def again(*args: Any, _forward: Any = forward, **kwargs: Any) -> Any:
-            return recompute(_forward, *args, use_reentrant=False, **kwargs)
-
-        layer.module.forward = again
+def _recomputed(forward: Callable[..., Any], recompute: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *args, **kwargs: recompute(partial(forward, **kwargs), *args)
 
 
 def bias_once(case: Case) -> Iterator[Finding]:
@@ -210,7 +206,10 @@ def checkpoint(case: Case) -> Iterator[Finding]:
         for value in _state(saved_from).values():
             value.add_(torch.randn_like(value))
     late = s.save(saved_from)
-    stale = [n for n in early if n in late and early[n].shape != late[n].shape]
+    shapes = [
+        {n: getattr(v, "shape", None) for n, v in state.items()} for state in (early, late)
+    ]  # extra state
+    stale = [n for n, shape in shapes[0].items() if shapes[1].get(n, shape) != shape]
     fresh = _scrambled(case)
     try:
         result = fresh.load_state_dict(_through_a_file(late), strict=False)

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import copy
+import copyreg
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
+from unittest.mock import patch
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from fmoe_ext.audit.cases import AuditError
 from fmoe_ext.audit.shrink import shrunk_config
@@ -54,6 +58,11 @@ def train_step(
     optimizer.step()
 
 
+def recomputed(forward: Callable[..., Any], *args: Any) -> Any:
+    """Run a layer under torch's activation checkpointing without reentrance."""
+    return checkpoint(forward, *args, use_reentrant=False)
+
+
 @dataclass(frozen=True)
 class Subject:
     """A model, its batch, and those of the training's functions that are not the defaults.
@@ -61,7 +70,8 @@ class Subject:
     loss: the tensor that is differentiated. parts(model, batch): (task loss, balance loss), for the checks of
     the balance loss, which enters with balance_weight. padded: the batch with padding. with_top_k(k): the model
     with other K, the same weights. options: {name: the model with this option changed}. adapted: parts of names
-    that adapters shall cover. build(): a fresh model of other random weights.
+    that adapters shall cover. build(): a fresh model of other random weights. recompute(forward, *args):
+    the activation checkpointing of the training.
     """
 
     model: nn.Module
@@ -74,6 +84,7 @@ class Subject:
     options: Mapping[str, Callable[[], nn.Module]] = field(default_factory=dict)
     adapted: Sequence[str] = ()
     build: Callable[[], nn.Module] | None = None
+    recompute: Callable[..., Any] = recomputed
     optimizer: Callable[[nn.Module], torch.optim.Optimizer] | None = None
     step: Callable[..., None] = train_step
     save: Callable[[nn.Module], Mapping[str, torch.Tensor]] = nn.Module.state_dict
@@ -86,9 +97,15 @@ class Subject:
 
 
 def copied(model: nn.Module) -> nn.Module:
-    """A deep copy of a model; tensors of a past graph that it keeps are detached."""
-    kept = [v for m in model.modules() for v in vars(m).values() if isinstance(v, torch.Tensor)]
-    return copy.deepcopy(model, {id(v): v.detach().clone() for v in kept if not v.is_leaf})
+    """A deep copy of a model that shares its process groups; tensors of a past graph that it keeps are detached."""
+    owners = [vars(module) for module in model.modules()]
+    owners += [vars(v) for values in owners for v in values.values() if hasattr(v, "__dict__")]
+    kept = [v for values in owners for v in values.values() if isinstance(v, torch.Tensor)]
+    shared = (
+        {dist.ProcessGroup: str} if dist.is_available() else {}
+    )  # deepcopy keeps what reduces to a string
+    with patch.dict(copyreg.dispatch_table, shared):
+        return copy.deepcopy(model, {id(v): v.detach().clone() for v in kept if not v.is_leaf})
 
 
 def double(value: Any) -> Any:
