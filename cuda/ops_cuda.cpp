@@ -1,9 +1,7 @@
-// PyInit__C_cuda and the routing ops on CUDA tensors: checks, allocation, launch. The kernels are in <op>.cu.
+// The routing ops on CUDA tensors: checks, allocation, launch. The kernels are in <op>.cu.
 //
 // The values of index tensors are not checked here, for that would synchronise: kernels take an index out of
 // range for a dropped choice.
-#include <Python.h>
-
 #include <tuple>
 
 #include "device.h"
@@ -192,9 +190,3 @@ FMOE_CUDA_LIBRARY(m) {
 }
 
 }  // namespace fmoe_ext
-
-PyMODINIT_FUNC PyInit__C_cuda(void) {
-  static PyModuleDef module = {
-      PyModuleDef_HEAD_INIT, "_C_cuda", nullptr, -1, nullptr, nullptr, nullptr, nullptr, nullptr};
-  return PyModule_Create(&module);
-}

@@ -75,6 +75,7 @@ MAY_USE_DISTRIBUTED = (
     "optim",
     "pipeline",
     "gpu",  # races.py times the halves of a backward
+    "doctor",  # copies of a model share its process groups
 )
 MAY_IMPORT_NATIVE = {"_C": "ops/__init__.py", "_C_cuda": "ops/__init__.py", "_C_nccl": "ep/exchange.py"}
 IMMUTABLE = (
@@ -283,6 +284,8 @@ def test_public_functions_are_annotated(path):
 @pytest.mark.parametrize("path", NATIVE, ids=lambda path: path.relative_to(ROOT).as_posix())
 def test_native_source(path):
     text = text_of(path)
+    if path.name != "python_module.cpp" and path.parent.name != "nccl":
+        assert "#include <Python.h>" not in text, "libfmoe is built without Python: see python_module.cpp"
     if path.is_relative_to(ROOT / "csrc"):
         for name in includes(path):
             assert "cuda/" not in name and not (ROOT / "cuda" / name).exists(), (

@@ -101,9 +101,8 @@ def copied(model: nn.Module) -> nn.Module:
     owners = [vars(module) for module in model.modules()]
     owners += [vars(v) for values in owners for v in values.values() if hasattr(v, "__dict__")]
     kept = [v for values in owners for v in values.values() if isinstance(v, torch.Tensor)]
-    shared = (
-        {dist.ProcessGroup: str} if dist.is_available() else {}
-    )  # deepcopy keeps what reduces to a string
+    # deepcopy keeps what reduces to a string.
+    shared = {dist.ProcessGroup: str} if dist.is_available() else {}
     with patch.dict(copyreg.dispatch_table, shared):
         return copy.deepcopy(model, {id(v): v.detach().clone() for v in kept if not v.is_leaf})
 
