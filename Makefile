@@ -19,7 +19,7 @@ $(shell rm -f $(VENV)/.built)
 endif
 endif
 
-.PHONY: help train train-cpp train-ep train-megatron train-pipeline train-pipe train-remote test test-all build lint format docs bench bench-compare wheel asan test-aarch64 cuda clean
+.PHONY: help train train-cpp train-ep train-megatron train-pipeline train-pipe train-remote test test-all build lint tidy format docs bench bench-compare wheel asan test-aarch64 cuda clean
 help:
 	@sed -n 's/^## //p' Makefile
 
@@ -120,6 +120,12 @@ wheel: $(VENV)/.installed
 	$(PY) -m build --wheel --no-isolation -o build/wheel
 	$(PY) -m auditwheel repair --exclude 'libtorch*' --exclude 'libc10*' -w dist build/wheel/*.whl
 	$(PY) -m pytest -q -m slow --noconftest tests/test_wheel.py
+
+## make tidy     clang-tidy over the headers for C++ programs
+tidy: build
+	cmake -S . -B build/cpp -DFMOE_TESTS=ON -DCMAKE_EXPORT_COMPILE_COMMANDS=ON \
+	    -DCMAKE_PREFIX_PATH="$$($(PY) -c 'import torch; print(torch.utils.cmake_prefix_path)')" > /dev/null
+	clang-tidy -p build/cpp --quiet tests/cpp/parity.cpp
 
 ## make asan     the operator tests with AddressSanitizer and UBSan on the CPU kernels
 asan: $(VENV)/.installed

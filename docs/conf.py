@@ -14,7 +14,7 @@ author = "the authors of fmoe_ext"
 copyright = "the authors of fmoe_ext, Apache 2.0"
 version = release = fmoe_ext.__version__
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.viewcode"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.viewcode", "headers"]
 myst_heading_anchors = 3
 suppress_warnings = ["misc.highlighting_failure"]  # examples with ... in JSON
 smartquotes = False  # "gelu" is a string

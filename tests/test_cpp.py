@@ -71,6 +71,20 @@ def run(*command, **options):
     return done.stdout
 
 
+@pytest.mark.slow
+def test_sanitizers_find_nothing(tmp_path):
+    """Every case for some steps, headers and operators built with AddressSanitizer and UBSan."""
+    prefix, folder = f"-DCMAKE_PREFIX_PATH={torch.utils.cmake_prefix_path}", ROOT / "build" / "cpp_sanitized"
+    run("cmake", "-S", ROOT, "-B", folder, "-DFMOE_TESTS=ON", "-DFMOE_SANITIZE=ON", prefix)
+    run("cmake", "--build", folder, "-j2", "--target", "run_parity")
+    for name in CASES:
+        save_file(make_inputs(name, steps=FEW_STEPS), tmp_path / f"{name}.in.safetensors")
+    options = {"ASAN_OPTIONS": "detect_leaks=0"}  # LibTorch keeps its registries
+    run(folder / "tests/cpp/run_parity", tmp_path, *CASES, env={**os.environ, **options})
+    for name in CASES:
+        assert len(load_file(tmp_path / f"{name}.out.safetensors")["loss"]) == FEW_STEPS
+
+
 def make_inputs(name, rank=0, steps=STEPS):
     """{name: tensor} of a case: the tokens of every step."""
     generator = torch.Generator().manual_seed(rank)

@@ -204,7 +204,7 @@ class Dispatched {
       for (int64_t rank = 0; rank < column.size(0); ++rank)
         text += (rank ? ", rank " : "rank ") + std::to_string(rank) + ": " +
                 std::to_string(column[rank].item<int64_t>());
-      text += ")";
+      text += ')';
     }
     TORCH_CHECK(text.empty(), "the ranks do not exchange the same tokens; they differ in ", text);
   }

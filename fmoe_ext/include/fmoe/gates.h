@@ -83,7 +83,8 @@ inline Tensor balance_loss(const Tensor& scores, const Tensor& topk_idx, const R
   if (sums.num_tokens.defined())  // reciprocal() * E: what Python makes of E / tensor
     return (share * (sums.num_tokens.detach().clamp_min(1).reciprocal() * num_experts) * sums.score_sum)
         .sum();
-  return (share * (num_experts / std::max<int64_t>(sums.num_local_tokens, 1)) * sums.score_sum).sum();
+  const auto num_tokens = static_cast<double>(std::max<int64_t>(sums.num_local_tokens, 1));
+  return (share * (num_experts / num_tokens) * sums.score_sum).sum();
 }
 
 // The mean over tokens of logsumexp(logits)^2, which keeps logits small: logits [T, E] -> scalar.
@@ -95,7 +96,8 @@ inline Tensor z_loss(const Tensor& logits, const Ranks& ranks) {
 
 // Choices that each expert takes: ceil(factor * T * K / E).
 inline int64_t expert_capacity(double factor, int64_t num_tokens, int64_t top_k, int64_t num_experts) {
-  return static_cast<int64_t>(std::ceil(factor * num_tokens * top_k / num_experts));
+  const auto tokens = static_cast<double>(num_tokens), k = static_cast<double>(top_k);
+  return static_cast<int64_t>(std::ceil(factor * tokens * k / static_cast<double>(num_experts)));
 }
 
 // Base class of gates: forward(inp [T, d_model]) -> topk_idx [T, K] int64 (-1: dropped), topk_weights [T, K];

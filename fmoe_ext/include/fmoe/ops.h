@@ -183,6 +183,7 @@ inline Tensor apply_capacity(const Tensor& topk_idx, const Tensor& capacity) {
   return detail::call(op, topk_idx, capacity);
 }
 
+// For each token the sum of its experts' rows, weighted by topk_weights if given: y [R, D] -> [T, D].
 Tensor unpermute(const Tensor& y, const Tensor& row_idx, const Tensor& inverse,
                  const Tensor& topk_weights = {});
 
@@ -268,7 +269,6 @@ struct TopkGate : Function<TopkGate> {
 
 }  // namespace detail
 
-// For each token the sum of its experts' rows, weighted by topk_weights if given: y [R, D] -> [T, D].
 inline Tensor unpermute(const Tensor& y, const Tensor& row_idx, const Tensor& inverse,
                         const Tensor& topk_weights) {
   return detail::Unpermute::apply(y, row_idx, inverse, detail::opt(topk_weights));

@@ -128,7 +128,7 @@ inline void write_safetensors(const std::string& path, const StateDict& tensors)
     header += "," + json::quoted(name) + ":{\"dtype\":\"" + known->name + "\",\"shape\":[" + shape +
               "],\"data_offsets\":[" + std::to_string(begin) + "," + std::to_string(end) + "]}";
   }
-  header += "}";
+  header += '}';
   header.resize((header.size() + 7) / 8 * 8, ' ');
   const std::string unfinished = path + ".tmp";
   {
