@@ -28,14 +28,14 @@ def unturned(model):
     return model
 
 
-def trained(name, folder, rank=4, steps=3, old=False):
+def trained(name, folder, rank=4, steps=3, old=False, lr=1e-2, seed=None):
     """Train an adapter for some steps and save it, on request as PEFT before 0.19."""
-    torch.manual_seed(rank + steps)
+    torch.manual_seed(rank + steps if seed is None else seed)
     config = peft.LoraConfig(
         r=rank, lora_alpha=3 * rank, target_modules=["q_proj"], target_parameters=PARAMETERS
     )
     model = peft.get_peft_model(unturned(base(name)) if old else base(name), config)
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=lr)
     for _ in range(steps):
         ids = torch.randint(3, 61, (4, 12))
         optimizer.zero_grad()
