@@ -79,6 +79,22 @@ def test_adapters_of_single_experts_load_in_peft(made, tmp_path):
     assert_same(peft_weights(name, tmp_path / "out"), expected, start)
 
 
+@pytest.mark.parametrize("name", ["gpt_oss", "qwen2_moe", "olmoe"])
+def test_convert_says_which_single_experts_peft_leaves_out(name, tmp_path, capsys):
+    start = dict(base(name, tmp_path / "base").named_parameters())
+    trained(name, tmp_path / "adapter")
+    options = ["--to", "per-expert", "--base", str(tmp_path / "base"), "-o", str(tmp_path / "out")]
+    assert cli.main(["convert", str(tmp_path / "adapter"), *options]) == 0
+    said = f"PEFT leaves these tensors out of a {name} model" in capsys.readouterr().out
+    try:
+        found = peft_weights(name, tmp_path / "out")
+    except UserWarning as missing:
+        assert name == "qwen2_moe" and "missing adapter keys" in str(missing)
+        found = start
+    experts = [key for key in start if ".experts." in key and "bias" not in key]
+    assert experts and said == all(torch.equal(found[key], start[key]) for key in experts)
+
+
 def _with_own_ranks(name, base_folder, folder, tmp_path, to):
     """Convert an adapter whose gate and up have factors of their own."""
     convert(read_adapter(folder), "per-expert", tmp_path / "apart", Base(base_folder))

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from fmoe_ext.checkpoint.adapters.base import Base
+from fmoe_ext.checkpoint.adapters.base import Base, model_type
 from fmoe_ext.checkpoint.adapters.check import check, logits
-from fmoe_ext.checkpoint.adapters.convert import LAYOUTS, convert
+from fmoe_ext.checkpoint.adapters.convert import LAYOUTS, PEFT_LEAVES_OUT, convert
 from fmoe_ext.checkpoint.adapters.merge import merge
 from fmoe_ext.checkpoint.adapters.packing import EXPERT_MAJOR, RANK_MAJOR
 from fmoe_ext.checkpoint.adapters.reading import read_adapter
@@ -35,6 +35,11 @@ def _run(options: argparse.Namespace) -> int:
     if options.command == "convert":
         convert(adapter, options.to, Path(options.out), base)
         print(f"{options.out}: {len(adapter.layers)} layers of experts as {options.to}")
+        kind = model_type(adapter, base)
+        if options.to == "per-expert" and kind in PEFT_LEAVES_OUT:
+            print(
+                f"note: PEFT leaves these tensors out of a {kind} model without an error; vLLM and SGLang read them"
+            )
         return 0
     if options.command == "merge":
         dtype = getattr(torch, options.dtype) if options.dtype else None
@@ -64,7 +69,7 @@ def as_text(report: dict[str, Any]) -> str:
         f"layout       {report['form']}: {report['written_by']}",
         f"orientation  {report['orientation'] or '-'}",
         f"packing      {report['packing'] or '-'}{f' (standard scores: {scores})' if scores else ''}",
-        f"base         {report['base_model']}",
+        f"base         {report['base_model'] or 'not said'}",
         "",
     ]
     head = ("layer", "projection", "experts", "rank", "in", "out", "scaling", "idle", "delta / weight")

@@ -39,6 +39,7 @@ LAYOUTS = MappingProxyType(
     }
 )
 VERSIONS = MappingProxyType({"peft-0.19": "0.19.1", "peft-0.18": "0.18.1"})
+PEFT_LEAVES_OUT = ("gpt_oss", "qwen2_moe")  # model types whose single experts PEFT 0.21 reads nothing of
 HALVES = ("gate", "up")
 
 
