@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import re
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -182,16 +183,31 @@ def bias_once(case: Case) -> Iterator[Finding]:
         yield verdict("bias-once", "", None, "no state for each expert, or the batch cannot be halved")
         return
     ends = [_state(case.stepped(list(batches))[0]) for batches in ([case.subject.batch], halves)]
+    moving = {_of_any_layer(n) for n, v in start.items() if n in ends[0] and not ends[0][n].equal(v)}
     for name, value in start.items():
         moves = [float((end[name] - value).abs().max()) for end in ends if name in end]
         counted = moves and max(moves) >= 1  # a counter of tokens, not a bias
         bad = len(moves) < 2 or (not counted and moves[1] > 1.5 * moves[0] and moves[0] > 0)
+        bad |= not any(moves) and _of_any_layer(name) in moving and _unbalanced(case, name)  # left out
         yield verdict(
             "bias-once",
             name,
             bad,
             f"moves by {' and '.join(f'{m:.3g}' for m in moves)} in 1 and 2 microbatches",
         )
+
+
+def _of_any_layer(name: str) -> str:
+    return re.sub(r"\d+", "*", name)
+
+
+def _unbalanced(case: Case, name: str) -> bool:
+    """True if the experts of the layer that has this tensor were chosen unequally often."""
+    for layer in case.layers:
+        if name.startswith(f"{layer.name}.") and layer.name in case.choices:
+            counts = case.choices[layer.name].flatten().bincount(minlength=layer.num_experts)
+            return bool((counts != counts[0]).any())
+    return False
 
 
 def checkpoint(case: Case) -> Iterator[Finding]:

@@ -36,15 +36,14 @@ def router_gradient(case: Case) -> Iterator[Finding]:
             yield verdict("router-gradient", layer.name, None, "the router is frozen")
             continue
         experts = norm([case.grads[n] for n in layer.parameters() if n in case.grads])
-        router = norm([case.grads[n] for n in trainable if n in case.grads])
+        sizes = {n: norm([case.grads[n]] if n in case.grads else []) for n in trainable}
+        idle = min(sizes, key=lambda n: sizes[n])
         chosen = case.chosen(layer)
         one = chosen is not None and len(chosen) < 2  # also an untrained table of a hash layer
-        dead = None if experts == 0 or one else router <= TINY * experts
+        dead = None if experts == 0 or one else sizes[idle] <= TINY * experts
         if dead and set(trainable) & set(case.grads) and own_backward(case):
             dead = None  # SparseMixer: no gradient where only one expert is in its range
-        yield verdict(
-            "router-gradient", next(iter(trainable)), dead, f"norm {router:.1e}, experts {experts:.1e}"
-        )
+        yield verdict("router-gradient", idle, dead, f"norm {sizes[idle]:.1e}, experts {experts:.1e}")
 
 
 def expert_gradient(case: Case) -> Iterator[Finding]:
@@ -186,8 +185,11 @@ def balance(case: Case) -> Iterator[Finding]:
     if s.parts is None:
         yield verdict("balance-size", "", None, "no balance loss is given (parts=)")
         return
-    torch.manual_seed(0)  # as Case.run, whose total is compared with these
-    task, balance = (float(part.detach()) for part in s.parts(case.copy(), s.batch))
+    task, balance = _parts(case, 0)  # as Case.run, whose total is compared with these
+    if off(balance, _parts(case, 1)[1]) > TINY:
+        yield verdict("balance-size", "", None, "the balance loss draws random numbers")
+        yield from _in_loss(case, task, balance)
+        return
     twice = mapped(s.batch, lambda v: torch.cat([v, v]))
     numbers = {"batch twice": float(s.parts(case.copy(), twice)[1].detach())}
     bad = any(off(balance, n) > 1e-3 for n in numbers.values())
@@ -203,6 +205,13 @@ def balance(case: Case) -> Iterator[Finding]:
             "balance-padding", "", max(errors) > 1e-3, f"task off by {errors[0]:.1e}, balance {errors[1]:.1e}"
         )
     yield from _in_loss(case, task, balance)
+
+
+def _parts(case: Case, seed: int) -> tuple[float, float]:
+    torch.manual_seed(seed)
+    assert case.subject.parts is not None
+    task, balance = case.subject.parts(case.copy(), case.subject.batch)
+    return float(task.detach()), float(balance.detach())
 
 
 def double_of(model: torch.nn.Module) -> torch.nn.Module:

@@ -12,6 +12,7 @@ from fmoe_ext.doctor.cli import main
 from fmoe_ext.gates import GATES
 from tests.doctor.architectures import moe_architectures, subject_of
 from tests.doctor.held_out import HELD_OUT
+from tests.doctor.held_out_by_search import AFTER_A_CHANGE, BY_SEARCH, MISSED
 from tests.doctor.museum import EXHIBITS, subject
 from tests.doctor.plain import Model
 
@@ -25,6 +26,19 @@ def test_exhibit_is_named_by_its_invariant(name):
     invariant, thread, make = (EXHIBITS | HELD_OUT)[name]
     report = doctor.check(make())
     assert invariant in report.named(), f"{thread}\n{report}"
+
+
+@pytest.mark.parametrize("thread", [*BY_SEARCH, *AFTER_A_CHANGE])
+def test_mistake_found_by_a_search_is_named(thread):
+    invariant, make = (BY_SEARCH | AFTER_A_CHANGE)[thread]
+    report = doctor.check(make())
+    assert report.named() == {invariant}, str(report)
+
+
+@pytest.mark.parametrize("thread", MISSED)
+def test_missed_mistake_raises_no_other_alarm(thread):
+    report = doctor.check(MISSED[thread]())
+    assert report.ok, str(report)
 
 
 @pytest.mark.parametrize("options", [{}, {"bias": True}, {"top_k": 1}])
@@ -48,7 +62,7 @@ def test_our_gates_raise_no_alarm(gate):
 
 def test_museum_holds_enough_published_mistakes():
     assert sum(thread is not None for _, thread, _ in EXHIBITS.values()) >= 24
-    assert len(HELD_OUT) >= 6
+    assert len(HELD_OUT) >= 6 and len(BY_SEARCH) >= 6
 
 
 def test_model_without_experts_is_refused():
