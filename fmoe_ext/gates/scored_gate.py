@@ -1,4 +1,6 @@
+import functools
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -12,7 +14,23 @@ from fmoe_ext.optimizer_steps import AfterOptimizerStep, follow_optimizers
 from fmoe_ext.step import forward_of_layer, is_counted, run_or_replay
 from fmoe_ext.tokens import current_batch
 
-BALANCE_LOSSES = ("global", "running", "sequence", None)
+BALANCE_LOSSES = ("global", "running", "sequence")
+
+
+def _weighted(balance_loss: str | Mapping[str, float] | None) -> dict[str, float]:
+    """{kind: weight} of the argument balance_loss of ScoredGate."""
+    if balance_loss is None:
+        return {}
+    losses = dict(balance_loss) if isinstance(balance_loss, Mapping) else {str(balance_loss): 1.0}
+    if not losses or not losses.keys() <= set(BALANCE_LOSSES):
+        raise ValueError(
+            f"balance_loss must be one of {(*BALANCE_LOSSES, None)}, or several with a weight for each, but got "
+            f"{balance_loss!r}"
+        )
+    for kind, weight in losses.items():
+        if not weight >= 0:
+            raise ValueError(f"the weight of balance_loss {kind!r} must not be negative, but got {weight}")
+    return losses
 
 
 class ScoredGate(NaiveGate):
@@ -25,7 +43,7 @@ class ScoredGate(NaiveGate):
       "running": the same with the f_e of all forwards since the optimizer's last step, this one included ("Demons in
       the Detail", 2025, section 3; Megatron's "global_aux_loss"): one pass, near the loss of the whole batch
       (gates.WholeBatch is exact, in two); "sequence": the mean of the loss of each sequence of seq_len tokens; None:
-      none;
+      none; {"global": 1.0, "sequence": 0.1}: several, each with its weight;
     * loss = balance_weight * balance loss + z_weight * z-loss, so that one factor outside serves all gates;
     * jitter: training multiplies the input by noise, uniform in [1 - jitter, 1 + jitter];
     * random_logits: every forward draws its logits from N(0, 1), and the gate's own get their gradient unchanged: a
@@ -38,6 +56,9 @@ class ScoredGate(NaiveGate):
     score = "softmax"
 
     running_load: torch.Tensor
+    balance_values: dict[
+        str, torch.Tensor
+    ]  # of the last forward, without weights, where there are several losses
 
     def __init__(
         self,
@@ -52,7 +73,7 @@ class ScoredGate(NaiveGate):
         num_groups: int = 1,
         topk_groups: int = 1,
         group_best: int | None = None,
-        balance_loss: str | None = "global",
+        balance_loss: str | Mapping[str, float] | None = "global",
         balance_weight: float = 1.0,
         seq_len: int | None = None,
         z_weight: float = 0.0,
@@ -63,11 +84,10 @@ class ScoredGate(NaiveGate):
         ranks: Ranks | None = None,
     ) -> None:
         super().__init__(d_model, num_expert, world_size, top_k, gate_bias, normalize=normalize)
-        if balance_loss not in BALANCE_LOSSES:
-            raise ValueError(f"balance_loss must be one of {BALANCE_LOSSES}, but got {balance_loss!r}")
-        if balance_loss == "sequence" and seq_len is None:
+        self.balance_losses = _weighted(balance_loss)
+        if "sequence" in self.balance_losses and seq_len is None:
             raise ValueError('balance_loss="sequence" needs seq_len, the number of tokens of one sequence')
-        if balance_loss != "sequence" and seq_len is not None:
+        if "sequence" not in self.balance_losses and seq_len is not None:
             raise ValueError(
                 f'seq_len={seq_len} is for balance_loss="sequence", but balance_loss is {balance_loss!r}'
             )
@@ -103,7 +123,7 @@ class ScoredGate(NaiveGate):
         self.capacity_factor = capacity_factor
         self.drop_policy = drop_policy
         self.ranks: Ranks = OneRank() if ranks is None else ranks
-        if balance_loss == "running":
+        if "running" in self.balance_losses:
             self.register_buffer(
                 "running_load", torch.zeros(self.tot_expert, dtype=torch.int64), persistent=False
             )
@@ -114,17 +134,17 @@ class ScoredGate(NaiveGate):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        if self.balance_loss == "running":
+        if "running" in self.balance_losses:
             self._follow_optimizers()
 
     def after_optimizer_step(self) -> None:
         """Update the gate at the step of a torch.optim optimizer that has its parameters."""
-        if self.balance_loss == "running":
+        if "running" in self.balance_losses:
             self.reset_running_load()
 
     def reset_parameters(self) -> None:
         """Gives the gate's own buffers their first values; the linear layer is a module of its own."""
-        if self.balance_loss == "running":
+        if "running" in self.balance_losses:
             self.reset_running_load()
 
     def reset_running_load(self) -> None:
@@ -151,7 +171,7 @@ class ScoredGate(NaiveGate):
         if self.random_logits:
             logits = self.draw_logits(logits) + (logits - logits.detach())  # + 0, which has the gradient
         chosen, topk_weights = self.select(logits)
-        constant = self.balance_loss is None and self.z_weight == 0
+        constant = not self.balance_losses and self.z_weight == 0
         self.set_loss(self._loss(logits, chosen), constant=constant)
         topk_idx = self._drop_over_capacity(chosen, topk_weights)
         if return_all_scores:
@@ -215,25 +235,26 @@ class ScoredGate(NaiveGate):
         return wide * (torch.rand_like(wide) * (2 * self.jitter) + (1 - self.jitter))
 
     def _loss(self, logits: torch.Tensor, topk_idx: torch.Tensor) -> torch.Tensor:
-        loss = logits.new_zeros(())
-        if self.balance_loss is not None:
-            loss = self._balance(self.probabilities(logits), self.balance_choices(logits, topk_idx))
+        parts = []
+        if self.balance_losses:
+            probabilities, choices = self.probabilities(logits), self.balance_choices(logits, topk_idx)
+            values = {kind: self._balance(kind, probabilities, choices) for kind in self.balance_losses}
+            if isinstance(self.balance_loss, Mapping):
+                self.balance_values = {kind: value.detach() for kind, value in values.items()}
+            parts = [v * (self.balance_losses[kind] * self.balance_weight) for kind, v in values.items()]
         if self.z_weight != 0:
-            loss = loss + self.z_weight * z_loss(logits, self.ranks)
-        return loss
+            parts.append(self.z_weight * z_loss(logits, self.ranks))
+        return functools.reduce(torch.add, parts) if parts else logits.new_zeros(())
 
-    def _balance(self, probabilities: torch.Tensor, choices: torch.Tensor) -> torch.Tensor:
-        if self.balance_loss == "global":
-            return balance_loss(probabilities, choices, self.ranks) * self.balance_weight
-        if self.balance_loss == "running":
+    def _balance(self, kind: str, probabilities: torch.Tensor, choices: torch.Tensor) -> torch.Tensor:
+        if kind == "global":
+            return balance_loss(probabilities, choices, self.ranks)
+        if kind == "running":
             num_choices, score_sum, num_tokens = sum_over_ranks(probabilities, choices, self.ranks)
             num_choices = self._with_earlier(num_choices.detach())
-            return balance_of_sums(num_choices, score_sum, num_tokens) * self.balance_weight
+            return balance_of_sums(num_choices, score_sum, num_tokens)
         sequences = current_batch().sequences_of(self.seq_len)
-        per_sequence = sequence_balance_loss(
-            probabilities, choices, self.seq_len, self.ranks, sequences=sequences
-        )
-        return per_sequence * self.balance_weight
+        return sequence_balance_loss(probabilities, choices, self.seq_len, self.ranks, sequences=sequences)
 
     def _with_earlier(self, num_choices: torch.Tensor) -> torch.Tensor:
         """num_choices [E] and those of earlier forwards of this step; a repeated forward has what its first one had."""

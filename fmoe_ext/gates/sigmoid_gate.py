@@ -1,4 +1,5 @@
 import warnings
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -56,7 +57,7 @@ class SigmoidGate(ScoredGate):
         gate_bias: bool = True,
         *,
         bias_update_speed: float = 1e-3,
-        balance_loss: str | None = None,
+        balance_loss: str | Mapping[str, float] | None = None,
         **options: Any,
     ) -> None:
         super().__init__(

@@ -1,3 +1,4 @@
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -31,7 +32,7 @@ class SinkhornGate(ScoredGate):
         top_k: int = 2,
         gate_bias: bool = True,
         *,
-        balance_loss: str | None = None,
+        balance_loss: str | Mapping[str, float] | None = None,
         **options: Any,
     ) -> None:
         for name in ("normalize", "num_groups", "topk_groups", "group_best"):

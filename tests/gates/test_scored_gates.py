@@ -155,6 +155,23 @@ def test_sequence_loss_of_deepseek_v3():
     torch.testing.assert_close(gate.get_loss(), 0.5 * total / 2)
 
 
+def test_several_balance_losses_are_summed_by_their_weights():
+    x = tokens(16)
+    losses = {"global": 1.5, "sequence": 0.25, "running": 2.0}
+    together = make(SoftmaxGate, balance_loss=losses, seq_len=8, balance_weight=0.5, z_weight=0.1)
+    together(x)
+    total, values = 0.0, {}
+    for kind, weight in losses.items():
+        alone = make(SoftmaxGate, balance_loss=kind, seq_len=8 if kind == "sequence" else None)
+        alone(x)
+        values[kind] = alone.get_loss()
+        total = total + 0.5 * weight * values[kind]
+    z = make(SoftmaxGate, balance_loss=None, z_weight=0.1)
+    z(x)
+    torch.testing.assert_close(together.get_loss(), total + z.get_loss(), rtol=1e-12, atol=0)
+    assert together.balance_values == {kind: value.detach() for kind, value in values.items()}
+
+
 def test_loss_is_the_weighted_sum():
     x = tokens()
     balance = make(SoftmaxGate)
@@ -246,7 +263,11 @@ def test_rejects():
         "scale": ({"scale": float("nan")}, "scale must be a positive number, but got nan"),
         "policy": ({"drop_policy": "random"}, "drop_policy must be one of .*'random'"),
         "loss": ({"balance_loss": "local"}, "balance_loss must be one of .*'local'"),
+        "losses": ({"balance_loss": {"global": 1, "local": 1}}, "or several with a weight for each, but got"),
+        "no losses": ({"balance_loss": {}}, "balance_loss must be one of"),
+        "weight": ({"balance_loss": {"global": -1}}, "weight of balance_loss 'global' must not be negative"),
         "seq_len": ({"balance_loss": "sequence"}, "needs seq_len"),
+        "seq_len in several": ({"balance_loss": {"global": 1, "sequence": 1}}, "needs seq_len"),
         "seq_len alone": ({"seq_len": 8}, "seq_len=8 is for balance_loss="),
         "jitter": ({"jitter": 1.5}, r"jitter must be in \[0, 1\), but got 1.5"),
     }.values():

@@ -190,6 +190,13 @@ HONOURED = {
     | {"moe_router_load_balancing_type": "seq_aux_loss"},
     "aux loss": {"moe_aux_loss_coeff": 0.3},
     "aux loss in a list": {"moe_aux_loss_coeff": [0.3], "moe_router_load_balancing_type": ["aux_loss"]},
+    "two losses": {"moe_aux_loss_coeff": [0.3, 0.2]}
+    | {"moe_router_load_balancing_type": ["aux_loss", "seq_aux_loss"]},
+    "three losses, sigmoid and z-loss": SIGMOID
+    | {"moe_aux_loss_coeff": [0.3, 0.2, 0.5], "moe_z_loss_coeff": 0.1, "moe_router_topk": 3}
+    | {"moe_router_load_balancing_type": ["global_aux_loss", "aux_loss", "seq_aux_loss"]},
+    "two losses, one without factor": {"moe_aux_loss_coeff": [0.0, 0.2]}
+    | {"moe_router_load_balancing_type": ["aux_loss", "seq_aux_loss"]},
     "aux loss sigmoid": SIGMOID | {"moe_aux_loss_coeff": 0.3},
     "sequence loss": {"moe_aux_loss_coeff": 0.3, "moe_router_load_balancing_type": "seq_aux_loss"},
     "global loss": {"moe_aux_loss_coeff": 0.3, "moe_router_load_balancing_type": "global_aux_loss"},

@@ -110,6 +110,31 @@ def test_logged_loss_is_megatrons(kind):
     assert values[1] == pytest.approx(ours.gate_loss.item(), rel=1e-6)
 
 
+def test_sequence_loss_per_token_is_that_of_all_tokens():
+    """Megatron multiplies it by the tokens of one sequence instead: B times less (Megatron-LM#3768)."""
+    kind = {"moe_router_load_balancing_type": "seq_aux_loss", "calculate_per_token_loss": True}
+    ours = ours_of(config_of(moe_aux_loss_coeff=0.3 / B, **kind))
+    theirs = theirs_of(config_of(moe_aux_loss_coeff=0.3, **kind))
+    fill(ours, theirs)
+    assert B > 1
+    assert_equal_numbers(ours, theirs)
+
+
+def test_logged_losses_of_several_types_are_megatrons():
+    from megatron.core.transformer.moe.moe_utils import clear_aux_losses_tracker
+
+    config = config_of(moe_aux_loss_coeff=[0.3, 0.2, 0.1], moe_router_load_balancing_type=[*LOGGED_AS])
+    ours, theirs = ours_of(config), theirs_of(config)
+    fill(ours, theirs)
+    values = []
+    for layer in (theirs, ours):
+        clear_aux_losses_tracker()
+        step(layer)
+        values.append([tracked(name) for name in LOGGED_AS.values()])
+    assert values[1] == pytest.approx(values[0], rel=1e-6)
+    assert len(set(values[1])) == 2  # in one microbatch the loss of all is the loss of this one
+
+
 def test_global_loss_counts_the_microbatches_of_a_step():
     """f_e of all microbatches since finalize_model_grads emptied the count, gradients and logged values."""
     from megatron.core.distributed.finalize_model_grads import reset_model_temporary_tensors
@@ -216,7 +241,7 @@ REFUSED = {
         ValueError,
     ),
     "moe_router_load_balancing_type several": (
-        {"moe_router_load_balancing_type": ["aux_loss", "seq_aux_loss"], "moe_aux_loss_coeff": [0.1, 0.1]},
+        {"moe_router_load_balancing_type": ["aux_loss", "sinkhorn"], "moe_aux_loss_coeff": [0.1, 0.1]},
         ValueError,
     ),
     "moe_token_dropping": ({"moe_token_dropping": True}, ValueError),

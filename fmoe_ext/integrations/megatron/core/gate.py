@@ -46,7 +46,7 @@ class FromConfig(ScoredGate):
 
     def reset_global_aux_loss_tracker(self) -> None:
         """Called by finalize_model_grads, by its name in TopKRouter."""
-        if self.balance_loss == "running":
+        if "running" in self.balance_losses:
             self.reset_running_load()
 
 
@@ -82,7 +82,9 @@ def gate_arguments(config: Any) -> dict[str, Any]:
         options: dict[str, Any] = {
             "balance_loss": balance_loss,
             "balance_weight": balance_weight,
-            "seq_len": 1 if balance_loss == "sequence" else None,  # of each microbatch, set by the layer
+            "seq_len": 1
+            if "sequence" in (balance_loss or ())
+            else None,  # of each microbatch, set by the layer
             "z_weight": z_weight,
             "jitter": config.moe_input_jitter_eps or 0.0,
             "random_logits": bool(getattr(config, "moe_router_force_load_balancing", False)),
@@ -107,9 +109,18 @@ def gate_arguments(config: Any) -> dict[str, Any]:
     return {"gate": gate, "gate_bias": config.add_bias_linear}
 
 
-def balance_of(config: Any) -> str | None:
-    """balance_loss of the gate for moe_router_load_balancing_type."""
-    return BALANCE_LOSSES.get(only(config.moe_router_load_balancing_type))
+def balance_of(config: Any) -> str | dict[str, float] | None:
+    """balance_loss of the gate for moe_router_load_balancing_type; several with their moe_aux_loss_coeff."""
+    kinds = only(config.moe_router_load_balancing_type)
+    if not isinstance(kinds, (list, tuple)):
+        return BALANCE_LOSSES.get(kinds)
+    losses: dict[str, float] = {}
+    for kind, factor in zip(kinds, config.moe_aux_loss_coeff, strict=True):
+        if kind in BALANCE_LOSSES and factor:
+            losses.setdefault(
+                BALANCE_LOSSES[kind], factor
+            )  # of a kind that comes twice Megatron takes the first
+    return losses or None
 
 
 def is_sinkhorn(config: Any) -> bool:
@@ -117,13 +128,14 @@ def is_sinkhorn(config: Any) -> bool:
 
 
 def loss_weights(config: Any) -> tuple[float, float, float]:
-    """(factor of the gate's loss, balance_weight, z_weight), the loss being unscaled: what Megatron logs.
+    """(factor of the gate's loss, balance_weight, z_weight), one balance loss being unscaled: what Megatron logs.
 
     Without moe_aux_loss_coeff the balance loss is still computed, unless there is a z-loss in its place.
     """
-    balance, z = only(config.moe_aux_loss_coeff), config.moe_z_loss_coeff or 0.0
-    if balance_of(config) is None:
-        balance = 0.0
+    losses, z = balance_of(config), config.moe_z_loss_coeff or 0.0
+    if isinstance(losses, dict):
+        return 1.0, 1.0, z
+    balance = 0.0 if losses is None else only(config.moe_aux_loss_coeff)
     if balance:
         return balance, 1.0, z / balance
     return (z, 0.0, 1.0) if z else (0.0, 1.0, 0.0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -91,7 +91,7 @@ class MegatronCoreMLP(nn.Module):
 
     @property
     def _balances_sequences(self) -> bool:
-        return getattr(self.moe.gate, "balance_loss", None) == "sequence"
+        return "sequence" in getattr(self.moe.gate, "balance_losses", ())
 
     def _check_sequences(self) -> None:
         parts = self._groups.cp.size()
@@ -178,12 +178,16 @@ class MegatronCoreMLP(nn.Module):
         """Leaves the loss where Megatron's track_moe_metrics reads it."""
         from megatron.core.transformer.moe.moe_utils import save_to_aux_losses_tracker
 
-        config = self.config
-        only_z = isinstance(self.moe.gate, FromConfig) and loss_weights(config)[1] == 0
-        name = LOGGED_AS.get(getattr(self.moe.gate, "balance_loss", None) or "global", "load_balancing_loss")
+        config, gate = self.config, self.moe.gate
+        values = {LOGGED_AS.get(kind, "load_balancing_loss"): v for kind, v in _balance_values(gate).items()}
+        if not values:
+            only_z = isinstance(gate, FromConfig) and loss_weights(config)[1] == 0
+            kind = getattr(gate, "balance_loss", None) or "global"
+            values = {"z_loss" if only_z else LOGGED_AS.get(kind, "load_balancing_loss"): gate_loss}
         num_layers = config.num_layers + (getattr(config, "mtp_num_layers", None) or 0)
         if self.layer_number is not None:
-            save_to_aux_losses_tracker("z_loss" if only_z else name, gate_loss, self.layer_number, num_layers)
+            for name, value in values.items():
+                save_to_aux_losses_tracker(name, value, self.layer_number, num_layers)
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
@@ -224,6 +228,11 @@ class MegatronCoreMLP(nn.Module):
         known = inspect.signature(make).parameters  # 0.15 asks parallel_state for them
         groups = {name: group for name, group in groups.items() if name in known}
         return make(state, prefix, sharded_offsets=sharded_offsets, **groups)
+
+
+def _balance_values(gate: Any) -> dict[str, Tensor]:
+    """The balance losses of a gate that has several."""
+    return gate.balance_values if isinstance(getattr(gate, "balance_loss", None), Mapping) else {}
 
 
 def _checkpoint(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:

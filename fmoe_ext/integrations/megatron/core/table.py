@@ -53,17 +53,17 @@ def _ranks_groups_by_nothing(config: Any) -> bool:
     return bool(kept and groups and kept < groups) and config.moe_router_topk < kept
 
 
-def _has_several_types(config: Any) -> bool:
-    return isinstance(only(config.moe_router_load_balancing_type), (list, tuple))
+def _is_list_with_sinkhorn(config: Any) -> bool:
+    kinds = only(config.moe_router_load_balancing_type)
+    return isinstance(kinds, (list, tuple)) and "sinkhorn" in kinds
 
 
 def _changes_signs(config: Any) -> bool:
     return (config.moe_input_jitter_eps or 0) >= 1
 
 
-def _has_no_single_factor(config: Any) -> bool:
-    factor = only(config.moe_aux_loss_coeff)
-    return isinstance(factor, (list, tuple)) or (is_sinkhorn(config) and factor != 0)
+def _has_no_loss(config: Any) -> bool:
+    return is_sinkhorn(config) and only(config.moe_aux_loss_coeff) != 0
 
 
 def _offloads_experts(config: Any) -> bool:
@@ -196,18 +196,17 @@ _ROUTER = (
         '"aux_loss": the balance loss of all tokens of a microbatch, on all ranks (Megatron: on each data-parallel '
         'rank); "seq_aux_loss": of each sequence, whole on its rank; "global_aux_loss": `balance_loss="running"` '
         "(Megatron: each data-parallel rank's part of it, averaged, which is the loss divided by their number); "
-        '"sinkhorn": `SinkhornGate`, over the tokens of all ranks (Megatron: of each rank); "none"',
-        "several types",
-        refuses=_has_several_types,
+        '"sinkhorn": `SinkhornGate`, over the tokens of all ranks (Megatron: of each rank); "none"; several losses',
+        '"sinkhorn" in a list of several',
+        refuses=_is_list_with_sinkhorn,
         values=_BALANCING,
     ),
     Option(
         "moe_aux_loss_coeff",
         0.0,
-        "factor of the gate's loss, through `MoEAuxLossAutoScaler`",
-        "a list of several: moe_router_load_balancing_type must be one; any beside "
-        'moe_router_load_balancing_type="sinkhorn", which has no loss',
-        _has_no_single_factor,
+        "factor of the gate's loss, or of each of several, through `MoEAuxLossAutoScaler`",
+        'any beside moe_router_load_balancing_type="sinkhorn", which has no loss',
+        _has_no_loss,
     ),
     Option(
         "moe_grad_scale_func",
