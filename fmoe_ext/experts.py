@@ -274,6 +274,38 @@ class SharedExperts(nn.Module):
         return out if self.gate is None else out * ops.sigmoid(self.gate(x)).to(out.dtype)
 
 
+class LatentProjections(nn.Module):
+    """Linear layers around narrower experts (LatentMoE of Nemotron 3, 2025; Megatron's moe_latent_size).
+
+    The gate and the shared experts see d_model, the experts and the exchange between ranks latent_size.
+    narrow: x [T, d_model] -> [T, latent_size]; widen: the experts' sums [T, latent_size] -> [T, d_model]; each in the
+    dtype of its weight. Equivalent to: widen(moe(narrow(x), gate(x))).
+    """
+
+    def __init__(
+        self,
+        d_model: int,
+        latent_size: int,
+        bias: bool = True,
+        *,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.narrow = nn.Linear(d_model, latent_size, bias, device=device, dtype=dtype)
+        self.widen = nn.Linear(latent_size, d_model, bias, device=device, dtype=dtype)
+
+    def before(self, x: torch.Tensor) -> torch.Tensor:
+        """Projections of the tokens x [T, d_model], which the experts get."""
+        narrow: torch.Tensor = self.narrow(cast_to_weight(x, self.narrow.weight))
+        return narrow
+
+    def after(self, out: torch.Tensor) -> torch.Tensor:
+        """Results of the tokens whose experts' sums are out [T, latent_size]."""
+        wide: torch.Tensor = self.widen(cast_to_weight(out, self.widen.weight))
+        return wide
+
+
 def to_per_expert_layout(state_dict: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """A copy of a state dict in FastMoE's layout since 2023: one entry for each expert.
 

@@ -139,6 +139,7 @@ class FMoE(SpreadLayer):
             self.experts_fused = expert is None
             self.experts = None if expert is None else _cast(self._make_experts(expert), device, dtype)
         self.shared_experts = None  # what every token passes besides
+        self.latent = None  # projections around narrower experts
         self._expert_dp_comm = None
         self._forwards = Forwards()
         self.register_buffer("expert_placement", None)  # [E] once experts have moved
@@ -182,13 +183,15 @@ class FMoE(SpreadLayer):
         # 2. The gate chooses experts for every token; a masked token gets none.
         topk_idx, topk_weights = self._choose(step)
         # 3. Tokens go to the ranks of their experts, some experts' tokens at a time; meanwhile the shared experts run.
-        dispatched = dispatch(step.x, topk_idx, topk_weights, self.num_experts, self.expert_parallel, step)
+        x = step.x if self.latent is None else self.latent.before(step.x)
+        dispatched = dispatch(x, topk_idx, topk_weights, self.num_experts, self.expert_parallel, step)
         beside = None if self.shared_experts is None else self.shared_experts(step.x)
         # 4. The experts compute what has come and weigh their results, while the rest is under way.
         for chunk in dispatched.chunks:
             chunk.give_back(self._compute(experts, chunk.receive()))
         # 5. Results come back to their tokens and are summed; what was taken off is put back.
-        return step.end(combine(dispatched), topk_weights, beside, self.training)
+        out = combine(dispatched) if self.latent is None else self.latent.after(combine(dispatched))
+        return step.end(out, topk_weights, beside, self.training)
 
     def _ready_experts(self, step: Step) -> ExpertKind:
         """The experts, checked and cut into the chunks of this forward."""

@@ -11,7 +11,7 @@ from torch import nn
 from fmoe_ext.ep.exchange import Group, find_group, size_of
 from fmoe_ext.ep.expert_parallel import ExpertParallel
 from fmoe_ext.ep.ranks import GroupRanks, SliceGroup
-from fmoe_ext.experts import FusedExperts, SharedExperts
+from fmoe_ext.experts import FusedExperts, LatentProjections, SharedExperts
 from fmoe_ext.gates import BaseGate, OneRank
 from fmoe_ext.linear import FMoELinear
 
@@ -35,6 +35,7 @@ class SpreadLayer(nn.Module):
     gate: Any
     experts: Any
     shared_experts: SharedExperts | None
+    latent: LatentProjections | None
     expert_parallel: ExpertParallel | None
     expert_placement: torch.Tensor | None
     _slices: SliceGroup | None
@@ -116,9 +117,9 @@ class SpreadLayer(nn.Module):
             self._mark_parameters(self._expert_dp_comm, only_untagged=True)
 
     def _mark_parameters(self, expert_dp_comm: str, only_untagged: bool = False) -> None:
-        # as with the gate, ranks of a slice group have parts of the gradient of shared experts
-        comms = (self.experts, expert_dp_comm), (self.gate, "gate"), (self.shared_experts, "gate")
-        for module, comm in comms:
+        # as with the gate, ranks of a slice group have parts of the gradient of what every token passes
+        dense = [module for module in (self.gate, self.shared_experts, self.latent) if module is not None]
+        for module, comm in ((self.experts, expert_dp_comm), *((module, "gate") for module in dense)):
             if module is not None:
                 mark_module_parallel_comm(module, comm, only_untagged=only_untagged)
 

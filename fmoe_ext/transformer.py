@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from fmoe_ext.ep.exchange import Group
-from fmoe_ext.experts import FusedExperts, SharedExperts
+from fmoe_ext.experts import FusedExperts, LatentProjections, SharedExperts
 from fmoe_ext.gates import NaiveGate
 from fmoe_ext.layers import Device, FMoE, GateMaker
 from fmoe_ext.linear import check_sizes
@@ -20,8 +20,9 @@ class FMoETransformerMLP(FMoE):
     tag of the experts' parameters (FMoE.mark_parallel_comm). expert_rank is accepted and ignored.
     gradient_accumulation_fusion: the experts' weights have main gradients (FusedExperts).
     shared_expert_hidden: hidden units of an MLP that every token passes besides, with the same activation and bias,
-    computed while the tokens are on their way to the other ranks; shared_expert_gate: experts.SharedExperts. Other
-    arguments: FMoE.
+    computed while the tokens are on their way to the other ranks; shared_expert_gate: experts.SharedExperts.
+    latent_size: width of the experts' input and output, between projections of their own (experts.LatentProjections).
+    Other arguments: FMoE.
 
     Example:
 
@@ -60,6 +61,7 @@ class FMoETransformerMLP(FMoE):
         gradient_accumulation_fusion: bool = False,
         shared_expert_hidden: int | None = None,
         shared_expert_gate: bool = False,
+        latent_size: int | None = None,
         device: Device = None,
         dtype: torch.dtype | None = None,
         **unknown: Any,
@@ -88,9 +90,16 @@ class FMoETransformerMLP(FMoE):
             **unknown,
         )
         self.d_hidden = d_hidden
+        if latent_size is not None:
+            check_sizes(latent_size=latent_size)
+            if mask is not None:
+                raise ValueError(
+                    "mask= and latent_size= exclude each other: a masked token has no latent output"
+                )
+            self.latent = LatentProjections(d_model, latent_size, bias, device=device, dtype=dtype)
         self.experts = FusedExperts(
             num_expert,
-            d_model,
+            d_model if latent_size is None else latent_size,
             d_hidden,
             activation,
             bias=bias,

@@ -106,6 +106,10 @@ def to_huggingface(
             f"{adapters if any('.lora_' in name for name in tensors) else ''}"
         )
     for prefix, layer in layers.items():
+        if f"{prefix}latent.narrow.weight" in out:
+            raise CheckpointError(
+                f"{prefix}latent has projections around the experts: no Hugging Face layout has a place for them"
+            )
         converted = to_layout(prefix, layer, into)
         if isinstance(layout, str):
             check_writable(routing or {}, prefix, layout)

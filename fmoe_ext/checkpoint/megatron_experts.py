@@ -1,7 +1,8 @@
 """MoE layers under Megatron-core's own names, and the same in ours.
 
     ours        gate.gate.weight [E, D], experts.htoh4.weight [E, H1, D], experts.h4toh.weight [E, D, H], biases
-    Megatron    router.weight [E, D], .bias, .expert_bias, shared_experts.linear_fc{1,2}.*, .gate_weight, and one of
+    Megatron    router.weight [E, D], .bias, .expert_bias, shared_experts.linear_fc{1,2}.*, .gate_weight,
+                fc1_latent_proj.*, fc2_latent_proj.*, and one of
     "modules"   experts.local_experts.<e>.linear_fc{1,2}.{weight,bias}: SequentialMLP
     "te"        experts.linear_fc{1,2}.{weight,bias}<e>: TEGroupedMLP
     "stacked"   experts.experts.linear_fc{1,2}.{weight,bias} [E, *]: its checkpoints (torch_dist), of both
@@ -41,6 +42,10 @@ AS_THEY_ARE = MappingProxyType(
         "router.bias": "gate.gate.bias",
         "router.expert_bias": EXPERT_BIAS,
         "shared_experts.gate_weight": SHARED_GATE,
+        "fc1_latent_proj.weight": "latent.narrow.weight",
+        "fc1_latent_proj.bias": "latent.narrow.bias",
+        "fc2_latent_proj.weight": "latent.widen.weight",
+        "fc2_latent_proj.bias": "latent.widen.bias",
     }
 )
 ROUTER = re.compile(r"(?P<layer>(?:.*\.)?)router\.weight")
@@ -85,7 +90,7 @@ def to_megatron_core(state_dict: Mapping[str, Any], layout: str = "modules") -> 
         raise CheckpointError("there is no FMoETransformerMLP (experts.htoh4.weight) to convert")
     out: dict[str, StoredTensor] = {}
     for key, tensor in tensors.items():
-        own = ("gate.", "experts.", "shared_experts.mlp.", "shared_experts.gate.")
+        own = ("gate.", "experts.", "shared_experts.mlp.", "shared_experts.gate.", "latent.")
         prefix = next((p for p in prefixes if key.startswith(tuple(p + part for part in own))), None)
         if prefix is None:
             out[key] = tensor
@@ -147,7 +152,9 @@ def _experts(
     if flat is None or flat not in layer:
         return None
     taken.add(flat)
-    return _from_flat(layer[flat], num_experts, layer["router.weight"].shape[1], is_first=leaf == LEAVES[0])
+    narrow = layer.get("fc1_latent_proj.weight")
+    d_model = layer["router.weight"].shape[1] if narrow is None else narrow.shape[0]
+    return _from_flat(layer[flat], num_experts, d_model, is_first=leaf == LEAVES[0])
 
 
 def _from_flat(tensor: StoredTensor, num_experts: int, d_model: int, is_first: bool) -> StoredTensor:

@@ -108,6 +108,8 @@ def _check_computes(name: str, layer: FMoE, family: Family) -> None:
             raise CheckpointError(f"{where} ({type(layer).__name__}) has its own {method}()")
     if layer.mask is not None:
         raise CheckpointError(f"{where} has mask=: no format says which tokens go to no expert")
+    if layer.latent is not None:
+        raise CheckpointError(f"{where} has latent_size=: no format has a place for its projections")
     shared = layer.shared_experts
     if shared is not None and type(shared) is not SharedExperts:
         raise CheckpointError(f"{where} has shared experts of its own ({type(shared).__name__})")

@@ -20,6 +20,11 @@ from fmoe_ext.transformer import FMoETransformerMLP
 def check(layer: FMoETransformerMLP, dense: Any, split: int) -> None:
     """ValueError unless the experts of layer, filled from dense, give its output at first."""
     total_weight(layer.gate)
+    if layer.latent is not None:
+        raise ValueError(
+            'init="upcycle" copies the dense MLP into experts of its width, but latent_size= makes them narrower: '
+            'leave latent_size out, or take init="random"'
+        )
     if split == 1:
         return
     for name, value in (("the number of experts of all ranks", layer.num_experts), ("top_k", layer.top_k)):

@@ -28,7 +28,7 @@ def by_hand(state, layout, prefix):
     if layout == "stacked":
         out |= {"experts.experts.linear_fc1.weight": w1, "experts.experts.linear_fc2.weight": w2}
     elif layout == "grouped":
-        out["experts.weight1"] = torch.stack([w.t() for w in w1]).reshape(D, -1)
+        out["experts.weight1"] = torch.stack([w.t() for w in w1]).reshape(w1.shape[2], -1)
         out["experts.weight2"] = torch.cat([w.t() for w in w2])
     else:
         name = {
@@ -44,6 +44,18 @@ def by_hand(state, layout, prefix):
 
 def assert_same(a, b):
     assert a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_projections_of_latent_experts(layout):
+    state = layer(bias=False, latent_size=3).state_dict()
+    expected = by_hand(state, layout, "mlp.")
+    for theirs, ours in (("fc1_latent_proj", "latent.narrow"), ("fc2_latent_proj", "latent.widen")):
+        expected[f"mlp.{theirs}.weight"] = state[f"{ours}.weight"]
+    whole = {f"mlp.{key}": value for key, value in state.items()}
+    whole["decoder.final_layernorm.weight"] = torch.ones(D)
+    assert_same(to_megatron_core(whole, layout), expected)
+    assert_same(from_megatron_core(expected), whole)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -107,7 +107,8 @@ def local_model(groups, dtype, experts="fused", **options):
         expert_dp_comm="moe",
         **options,
     )
-    whole = {name: options[name] for name in ("gate", "top_k", "shared_expert_hidden") if name in options}
+    of_whole = ("gate", "top_k", "shared_expert_hidden", "latent_size")
+    whole = {name: options[name] for name in of_whole if name in options}
     full = fill(Model(E, experts=experts, **whole), dtype)
     held = [local_part(n, v, rank, size, experts) for n, v in full.state_dict().items()]
     model.to(dtype).load_state_dict({n: v for n, v in held if n is not None})

@@ -37,6 +37,18 @@ def train_everything(rows, ep, slice_):
             )
 
 
+@pytest.mark.parametrize(("world_size", "ep", "slice_"), LAYOUTS[1:-1])
+def test_latent_experts(pool, world_size, ep, slice_):
+    """Projections around narrower experts, whose rows alone are exchanged; shared experts have the full width."""
+    pool.run(train_latent_experts, ROWS[world_size // slice_], ep, slice_, world_size=world_size)
+
+
+def train_latent_experts(rows, ep, slice_):
+    options = {"latent_size": 3, "shared_expert_hidden": 2}
+    for ways in ({}, {"overlap_degree": 2, "exchange": "token"}):
+        assert_equal_training(rows, ep=ep, slice_=slice_, options=options, layout_options=ways)
+
+
 def test_twenty_steps(pool):
     """SGD: Adam divides by gradients near zero, and so makes rounding errors grow."""
     options = {"optimizer": torch.optim.SGD}

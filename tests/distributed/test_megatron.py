@@ -94,6 +94,15 @@ def test_expert_tensor_parallelism_of_gated_experts(pool):
     assert_equal_training(pool, one_process, 4, {"tp": 2, "etp": 2, "ep": 2}, **options)
 
 
+def test_latent_experts(pool):
+    """Projections beside the gate: gradients of tensor-parallel slices, of sequence parallelism, over experts."""
+    run = functools.partial(train, latent_size=4)
+    one_process = pool.run(run, {}, None, world_size=1, timeout=TIMEOUT)[0]
+    assert "decoder.layers.mlp.moe.latent.narrow.weight [0]" in one_process[2]
+    for layout in ("tp2", "ep2", "tp2 ep2 sequence parallel", "etp2 ep2 sequence parallel"):
+        assert_equal_training(pool, one_process, *LAYOUTS[layout], latent_size=4)
+
+
 def compare_with_megatrons_layer(layout, fields):
     """Our layer and Megatron's MoELayer on this rank, each rank with weights and tokens of its own."""
     import megatron_pair as options
@@ -302,10 +311,10 @@ def initial_weights(layout, options, expected):
     return [name for name, (p, places) in drawn.items() if not torch.equal(p, expected[name][places])]
 
 
-@pytest.mark.parametrize("shared", [None, 8])
-def test_initial_weights_depend_on_no_layout(pool, shared):
+@pytest.mark.parametrize("added", [{}, {"moe_shared_expert_intermediate_size": 8}, {"moe_latent_size": 4}])
+def test_initial_weights_depend_on_no_layout(pool, added):
     """Nor do those of later layers, and of what follows the experts in a layer."""
-    options = {"moe_shared_expert_intermediate_size": shared, "add_bias_linear": False}
+    options = {"add_bias_linear": False, **added}
     expected = pool.run(initial_weights, {}, options, None, world_size=1, timeout=TIMEOUT)[0]
     assert expected["decoder.layers.mlp.moe.experts.htoh4.weight [1]"].std() > 0.01
     for layout in ({"ep": 2}, {"tp": 2, "etp": 2}, {}):

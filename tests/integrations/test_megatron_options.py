@@ -39,6 +39,7 @@ from megatron_pair import (
 from fmoe_ext.integrations.megatron.core import OPTIONS, check_options
 from fmoe_ext.integrations.megatron.core.options import MOE_FIELD
 from fmoe_ext.integrations.megatron.core.table import table
+from tests.test_latent import plain
 
 pytestmark = pytest.mark.usefixtures("one_megatron_rank")
 
@@ -108,6 +109,23 @@ def test_logged_loss_is_megatrons(kind):
         values.append(tracked(LOGGED_AS[kind]))
     assert values[1] == pytest.approx(values[0], rel=1e-6)  # the tracker is float32
     assert values[1] == pytest.approx(ours.gate_loss.item(), rel=1e-6)
+
+
+def test_latent_experts_are_between_projections():
+    """Megatron's own need Transformer Engine; plain PyTorch takes their place."""
+    options = {"moe_latent_size": 8, "activation_func": torch.nn.functional.silu, "add_bias_linear": True}
+    layer = ours_of(known_config_of(**options))
+    moe = layer.moe
+    assert moe.latent.narrow.weight.std() > 0 and not moe.latent.widen.bias.any()
+    with torch.no_grad():
+        fill_same(layer)
+        for p in moe.latent.parameters():
+            torch.nn.init.normal_(p, std=0.3)
+    x = torch.randn(S, B, layouts.D, dtype=torch.float64)
+    torch.testing.assert_close(layer(x)[0], plain(moe, x.flatten(0, 1)).view_as(x), rtol=1e-12, atol=1e-13)
+    shards = layer.sharded_state_dict()
+    assert shards["moe.latent.narrow.weight"].global_shape == (8, layouts.D)
+    assert shards["moe.experts.htoh4.weight"].global_shape == (E, 20, 8)
 
 
 def test_sequence_loss_per_token_is_that_of_all_tokens():
@@ -247,7 +265,6 @@ REFUSED = {
     "moe_token_dropping": ({"moe_token_dropping": True}, ValueError),
     "moe_enable_routing_replay": ({"moe_enable_routing_replay": True}, ValueError),
     "moe_apply_probs_on_input": ({"moe_apply_probs_on_input": True}, ValueError),
-    "moe_latent_size": ({"moe_latent_size": 8}, ValueError),
     "moe_shared_expert_intermediate_size": (
         {"moe_shared_expert_intermediate_size": 8, "add_bias_linear": True},
         ValueError,

@@ -75,7 +75,8 @@ class MegatronCoreMLP(nn.Module):
             # The gradient norm counts parameters of every tensor-parallel rank: experts differ there.
             is_copy = self._groups.expt_tp.size() > 1 and name == "h4toh.bias"
             p.tensor_model_parallel, p.partition_dim, p.partition_stride = not is_copy, 0, 1
-        dense = [*self.moe.gate.parameters(), *(() if self.norm is None else self.norm.parameters())]
+        modules = [module for module in (self.moe.gate, self.moe.latent, self.norm) if module is not None]
+        dense: list[Any] = [p for module in modules for p in module.parameters()]
         for p in dense:
             # then Megatron sums the gradient over the ranks
             p.sequence_parallel = self.config.sequence_parallel
@@ -86,7 +87,8 @@ class MegatronCoreMLP(nn.Module):
             # A loss is summed over the tp and cp ranks of a replica and averaged over replicas.
             gate.ranks = GroupRanks(groups.tp_dp_cp, num_copies=groups.tp.size() * groups.cp.size())
         if self.moe.slice_size > 1:
-            for p in gate.parameters():
+            latent = () if self.moe.latent is None else self.moe.latent.parameters()
+            for p in (*gate.parameters(), *latent):
                 p.register_hook(lambda grad: _sum_over(groups.tp, grad))
 
     @property

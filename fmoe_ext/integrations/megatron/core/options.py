@@ -105,6 +105,12 @@ def check_dense(config: Any) -> None:
             f"moe_shared_expert_intermediate_size={shared} is refused: the dense MLP that fmoefy replaces has no "
             "shared experts; moe_layer_spec builds them"
         )
+    latent = getattr(config, "moe_latent_size", None)
+    if latent is not None:
+        raise ValueError(
+            f"moe_latent_size={latent} is refused: experts in place of a dense MLP have the model's width; "
+            "moe_layer_spec builds latent ones"
+        )
     if not all(layers_with_experts(config)):
         raise ValueError(
             f"moe_layer_freq={config.moe_layer_freq!r} is refused: name the layers in fmoefy(model, layers=...)"

@@ -44,6 +44,7 @@ class MegatronCoreMoE(MegatronCoreMLP):
         if "num_expert" not in arguments:
             raise ValueError("pass num_experts to moe_layer_spec, or set num_moe_experts in the config")
         arguments.setdefault("d_hidden", config.moe_ffn_hidden_size or config.ffn_hidden_size)
+        arguments.setdefault("latent_size", getattr(config, "moe_latent_size", None))
         if "activation" not in arguments:
             arguments["activation"] = activation_of(config)
         # what is drawn here depends on the number of experts on this rank
@@ -136,6 +137,12 @@ def _initialize(moe: WidthShardedMLP, config: Any, ep_rank: int) -> None:
                 linear.weight[e - first].copy_(moe.part_of(drawn, f"{name}.weight"))
         if linear.bias is not None:
             linear.bias.zero_()
+    if moe.latent is not None:
+        config.init_method(moe.latent.narrow.weight)
+        config.output_layer_init_method(moe.latent.widen.weight)
+        for linear in (moe.latent.narrow, moe.latent.widen):
+            if linear.bias is not None:
+                linear.bias.zero_()
     for name, p in moe.gate.named_parameters():
         if p.dim() > 1:
             config.init_method(p)

@@ -271,7 +271,12 @@ _EXPERTS = (
     ),
     *_no_effect("the shared experts are computed before the others", "moe_shared_expert_overlap"),
     *_refused("weights are applied to the outputs of the experts", moe_apply_probs_on_input=False),
-    *_refused("experts have the width of the model", moe_latent_size=None, gtp_remat_opt_in_modules=()),
+    Option(
+        "moe_latent_size",
+        None,
+        "`latent_size` of the layer, whose projections are whole on every rank; not in `fmoefy`",
+    ),
+    *_refused("the projections' weights are whole on every rank", gtp_remat_opt_in_modules=()),
     Option(
         "use_te_activation_func",
         False,
