@@ -263,7 +263,11 @@ REFUSED = {
         ValueError,
     ),
     "moe_token_dropping": ({"moe_token_dropping": True}, ValueError),
-    "moe_enable_routing_replay": ({"moe_enable_routing_replay": True}, ValueError),
+    "moe_enable_routing_replay sinkhorn": (SINKHORN | {"moe_enable_routing_replay": True}, ValueError),
+    "moe_enable_routing_replay slices": (
+        {"moe_enable_routing_replay": True, "tp": 2},
+        ValueError,
+    ),
     "moe_apply_probs_on_input": ({"moe_apply_probs_on_input": True}, ValueError),
     "moe_shared_expert_intermediate_size": (
         {"moe_shared_expert_intermediate_size": 8, "add_bias_linear": True},

@@ -10,6 +10,8 @@ from torch import Tensor
 
 from fmoe_ext import ops
 from fmoe_ext.gates import ScoredGate, SigmoidGate, SinkhornGate, SoftmaxGate
+from fmoe_ext.recompute import Repeat
+from fmoe_ext.tokens import current_batch
 
 # balance_loss of the gate for moe_router_load_balancing_type; "sinkhorn" and "none" have none
 BALANCE_LOSSES = MappingProxyType(
@@ -26,6 +28,7 @@ class FromConfig(ScoredGate):
     def __init__(self, *size: Any, wide: bool = False, **options: Any) -> None:
         super().__init__(*size, **options)
         self.wide = wide
+        self.router_replay: Any = None  # Megatron's, of this layer
 
     def logits(self, inp: Tensor) -> Tensor:
         """As ScoredGate.logits; in float64 if wide."""
@@ -36,6 +39,45 @@ class FromConfig(ScoredGate):
         topk_idx, topk_weights, *logits = super().forward(inp, return_all_scores)
         dtype = torch.promote_types(inp.dtype, torch.float32)
         return topk_idx, topk_weights.to(dtype), *logits
+
+    def select(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """As the gate's own; with moe_enable_routing_replay, Megatron's RouterReplay records or gives the choices."""
+        action, replay = self._replay_action, self.router_replay
+        if action == "replay_backward":  # also by a repeated forward, which chooses what its original chose
+            played = replay.replay_backward_list.pop(0)
+        if action is None or self.tape is not None:
+            return super().select(logits)
+        if action == "record":
+            topk_idx, topk_weights = super().select(logits)
+            replay.record_indices(self._in_megatrons_order(topk_idx))
+            return topk_idx, topk_weights
+        if action == "replay_forward":
+            played = replay.target_topk_idx
+        if played is None:
+            raise ValueError(
+                "RouterReplay has no choices for this layer: call RouterReplay.set_replay_data before"
+            )
+        self.tape = Repeat(self._in_own_order(played.to(logits.device)), is_fused=True)
+        try:
+            return super().select(logits)
+        finally:
+            self.tape = None
+
+    @property
+    def _replay_action(self) -> str | None:
+        action = getattr(self.router_replay, "router_replay_action", None)
+        return None if action is None else action.value
+
+    def _in_megatrons_order(self, topk_idx: Tensor) -> Tensor:
+        """Choices [T, K] of every token, padding too, as of [s, b]: the layer may give the gate [b, s]."""
+        every: Tensor = current_batch().put_back(topk_idx)
+        return _swapped(every, (-1, self.seq_len)) if "sequence" in self.balance_losses else every
+
+    def _in_own_order(self, topk_idx: Tensor) -> Tensor:
+        if "sequence" in self.balance_losses:
+            topk_idx = _swapped(topk_idx, (self.seq_len, -1))
+        own: Tensor = current_batch().take(topk_idx.long())
+        return own
 
     def draw_logits(self, logits: Tensor) -> Tensor:
         """From the generator of Megatron that differs on every expert-parallel rank, as RandomSTE does."""
@@ -55,10 +97,15 @@ class MegatronSinkhornGate(FromConfig, SinkhornGate):
 
 
 class MegatronSoftmaxGate(FromConfig, SoftmaxGate):
-    """SoftmaxGate by the options of a TransformerConfig; the balance losses count the top-k without groups."""
+    """SoftmaxGate by the options of a TransformerConfig.
+
+    The balance losses count the top-k without groups, also where RouterReplay gives other choices.
+    """
 
     def balance_choices(self, logits: Tensor, topk_idx: Tensor) -> Tensor:
-        return topk_idx if self.num_groups == 1 else ops.topk_gate(logits.detach(), self.top_k)[0]
+        if self.num_groups == 1 and self._replay_action in (None, "record"):
+            return topk_idx
+        return ops.topk_gate(logits.detach(), self.top_k)[0]
 
 
 class MegatronSigmoidGate(FromConfig, SigmoidGate):
@@ -102,11 +149,23 @@ def gate_arguments(config: Any) -> dict[str, Any]:
             "group_best": top_k // config.moe_router_group_topk if config.moe_router_group_topk else 1,
         }
         if config.moe_router_score_function == "softmax":
-            return MegatronSoftmaxGate(*size, **options)
-        speed = config.moe_router_bias_update_rate if config.moe_router_enable_expert_bias else 0.0
-        return MegatronSigmoidGate(*size, **options | {"normalize": top_k > 1, "bias_update_speed": speed})
+            made: FromConfig = MegatronSoftmaxGate(*size, **options)
+        else:
+            speed = config.moe_router_bias_update_rate if config.moe_router_enable_expert_bias else 0.0
+            made = MegatronSigmoidGate(
+                *size, **options | {"normalize": top_k > 1, "bias_update_speed": speed}
+            )
+        if getattr(config, "moe_enable_routing_replay", False):
+            from megatron.core.transformer.moe.router_replay import RouterReplay
+
+            made.router_replay = RouterReplay()
+        return made
 
     return {"gate": gate, "gate_bias": config.add_bias_linear}
+
+
+def _swapped(rows: Tensor, shape: tuple[Any, Any]) -> Tensor:
+    return rows.unflatten(0, shape).transpose(0, 1).flatten(0, 1)
 
 
 def balance_of(config: Any) -> str | dict[str, float] | None:

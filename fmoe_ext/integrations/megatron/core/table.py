@@ -58,6 +58,11 @@ def _is_list_with_sinkhorn(config: Any) -> bool:
     return isinstance(kinds, (list, tuple)) and "sinkhorn" in kinds
 
 
+def _replays_in_parts(config: Any) -> bool:
+    in_parts = config.tensor_model_parallel_size > 1 and not config.sequence_parallel
+    return bool(getattr(config, "moe_enable_routing_replay", False)) and (in_parts or is_sinkhorn(config))
+
+
 def _changes_signs(config: Any) -> bool:
     return (config.moe_input_jitter_eps or 0) >= 1
 
@@ -252,7 +257,12 @@ _ROUTER = (
     ),
     *_refused("Megatron does not have it either: set moe_expert_capacity_factor", moe_token_dropping=False),
     _router(
-        "moe_enable_routing_replay", False, refused="fmoe_ext.gates.RoutingReplay records and plays choices"
+        "moe_enable_routing_replay",
+        False,
+        "Megatron's `RouterReplay` records and gives the choices, in its order of tokens",
+        "beside sinkhorn, and with tensor parallelism without sequence parallelism, where a rank chooses for a part "
+        "of its tokens",
+        refuses=_replays_in_parts,
     ),
 )
 
