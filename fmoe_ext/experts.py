@@ -77,20 +77,32 @@ class ClampedSwiGLU(nn.Module):
 
 
 class GatedActivation(nn.Module):
-    """Any activation, gated: x [..., 2H], gate before up -> [..., H], activation(gate) * up."""
+    """Any activation, gated: x [..., 2H], gate before up -> [..., H].
+
+    limit: clamps gate from above and up on both sides; offset is added to up (Megatron's activation_func_clamp_value
+    and glu_linear_offset). Equivalent to: activation(gate.clamp(max=limit)) * (up.clamp(-limit, limit) + offset).
+    """
 
     is_gated = True
 
-    def __init__(self, activation: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    def __init__(
+        self,
+        activation: Callable[[torch.Tensor], torch.Tensor],
+        limit: float | None = None,
+        offset: float = 0.0,
+    ) -> None:
         super().__init__()
-        self.activation = activation
+        self.activation, self.limit, self.offset = activation, limit, offset
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         gate, up = x.chunk(2, dim=-1)
-        return self.activation(gate) * up
+        if self.limit is not None:
+            gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
+        return self.activation(gate) * (up + self.offset if self.offset else up)
 
     def __repr__(self) -> str:
-        return f"GatedActivation({self.activation})"
+        clamp = "" if self.limit is None else f", limit={self.limit}"
+        return f"GatedActivation({self.activation}{clamp}{f', offset={self.offset}' if self.offset else ''})"
 
 
 class FusedExperts(nn.Module):

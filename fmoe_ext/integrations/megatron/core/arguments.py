@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from fmoe_ext.experts import ClampedSwiGLU, GatedActivation
 from fmoe_ext.integrations.recognize import GATED, simplify
 
+QUICK_GELU = 1.702  # quick_gelu(x) = x * sigmoid(1.702 * x)
 GROUPS = ("tp", "cp", "ep", "expt_tp", "expt_dp", "dp_cp", "tp_dp_cp")
 
 
@@ -66,20 +68,21 @@ def check_whole_experts(groups: Any) -> None:
 
 
 def activation_of(config: Any) -> str | Callable:
-    """The activation of a dense MLP of this config, as FMoETransformerMLP takes it.
-
-    Raises ValueError for a gated activation that ops.expert_mlp does not compute.
-    """
+    """The activation of a dense MLP of this config, as FMoETransformerMLP takes it."""
     activation = simplify(config.activation_func)
     if activation == "gelu" and config.bias_activation_fusion:
         activation = "gelu_tanh"  # Megatron's fused kernels compute this one
     if not config.gated_linear_unit:
         return activation
-    plain = config.activation_func_clamp_value is None and config.glu_linear_offset == 0
-    if not isinstance(activation, str) or activation not in GATED or not plain:
-        raise ValueError(
-            f"the gated activation of this model, {activation} with "
-            f"activation_func_clamp_value={config.activation_func_clamp_value} and "
-            f"glu_linear_offset={config.glu_linear_offset}, is none of {', '.join(GATED.values())}: pass activation="
-        )
-    return GATED[activation]
+    limit, offset = config.activation_func_clamp_value, config.glu_linear_offset
+    if isinstance(activation, str) and activation in GATED and limit is None and offset == 0:
+        return GATED[activation]
+    if config.activation_func is _quick_gelu() and limit is not None and offset == 1:
+        return ClampedSwiGLU(QUICK_GELU, limit)  # GPT-OSS's
+    return GatedActivation(config.activation_func, limit, offset)
+
+
+def _quick_gelu() -> Any:
+    from megatron.core.activations import quick_gelu
+
+    return quick_gelu
