@@ -354,20 +354,22 @@ def test_speed_and_memory_are_reported(text, tmp_path):
 
 def test_profile_says_where_the_time_goes(text, tmp_path):
     out = tmp_path / "out"
+    begin = time.monotonic()
     assert train(text, out, "--steps", "9", "--compare", "--profile") == 0
+    took = time.monotonic() - begin
     found = json.loads((out / "profile.json").read_text())
     seconds = {(r["run"], r["part"], r["phase"]): r["seconds"] for r in found}
+    operators = {(r["run"], r["part"], r["phase"]): r["operators"] for r in found}
     for phase in ("forward", "backward"):
         for part in ("attention", "gate", "dispatch", "experts"):
             assert seconds["moe", part, phase] > 0, (part, phase)
             assert part == "attention" or ("dense", part, phase) not in seconds
-        assert (
-            seconds["dense", "dense MLP", phase] > seconds["moe", "dense MLP", phase] > 0
-        )  # of 2 blocks, of one
+        # The dense model has dense MLPs in both blocks, the other in one; the operators of a block are the same.
+        assert operators["dense", "dense MLP", phase] == 2 * operators["moe", "dense MLP", phase] > 0
+        assert seconds["dense", "dense MLP", phase] > 0 < seconds["moe", "dense MLP", phase]
     assert seconds["moe", "optimizer", "optimizer"] > 0
-    trained = {r["run"]: r["seconds"] / 9 for r in metrics(out, timeless=False) if r["step"] == 9}
-    for run, mean in trained.items():  # the profiler costs time; the sum is that of a step, roughly
-        assert 0.1 * mean < sum(s for (name, *_), s in seconds.items() if name == run) < 10 * mean
+    # Five of nine steps were profiled, at hundreds of operators each.
+    assert 1e-4 < 5 * sum(seconds.values()) < took
     assert (out / "profile.png").read_bytes().startswith(b"\x89PNG")
 
 

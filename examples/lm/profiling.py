@@ -33,10 +33,13 @@ class Place(NamedTuple):
 
 
 class StepProfile:
-    """Profiles some steps of a training -> seconds[run][part, phase], the mean over the steps."""
+    """Profiles some steps of a training -> seconds and operators[run][part, phase], means over the steps."""
 
     def __init__(self, models: dict[str, nn.Module], device: torch.device) -> None:
         self.seconds: dict[str, dict[tuple[str, str], float]] = {name: defaultdict(float) for name in models}
+        self.operators: dict[str, dict[tuple[str, str], float]] = {
+            name: defaultdict(float) for name in models
+        }
         self._models, self._step = models, 0
         on_gpu = device.type == "cuda"
         self._profile = profile(activities=[ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * on_gpu)
@@ -68,13 +71,15 @@ class StepProfile:
             if place.run is not None:
                 microseconds = getattr(event, self._time)
                 self.seconds[place.run][place.part, place.phase] += microseconds / 1e6 / num_steps
+                self.operators[place.run][place.part, place.phase] += 1 / num_steps
 
     def write(self, folder: Path) -> None:
         """profile.json and profile.png."""
         records = [
-            {"run": run, "part": part, "phase": phase, "seconds": seconds}
+            {"run": run, "part": part, "phase": phase, "seconds": seconds, "operators": operators}
             for run, times in self.seconds.items()
             for (part, phase), seconds in sorted(times.items())
+            for operators in [round(self.operators[run][part, phase], 1)]
         ]
         (folder / "profile.json").write_text(json.dumps(records, indent=1) + "\n")
         draw(self.seconds, folder / "profile.png")
