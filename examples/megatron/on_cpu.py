@@ -22,10 +22,15 @@ class CausalAttention(nn.Module):
 
 
 class _CudaMeansCpu(TorchFunctionMode):
-    """Inside, device="cuda" is the CPU, and Megatron finds the type() of a parameter that it expects, float32."""
+    """Inside, device="cuda" is the CPU, tensor.cuda() the tensor itself.
+
+    And Megatron finds the type() of a parameter that it expects, float32.
+    """
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = dict(kwargs or {})
+        if func is torch.Tensor.cuda:
+            return args[0]
         if str(kwargs.get("device", "")).startswith("cuda"):
             kwargs["device"] = "cpu"
         result = func(*args, **kwargs)

@@ -1,7 +1,6 @@
 """Megatron-core with experts, in layouts of gloo processes, against one process."""
 
 import functools
-import multiprocessing
 import re
 from unittest import mock
 
@@ -191,66 +190,6 @@ def test_distributed_optimizer(pool):
     losses = pool.run(train_in_float32, {}, False, world_size=1, timeout=TIMEOUT)[0]
     for spread in pool.run(train_in_float32, {"ep": 2}, True, timeout=TIMEOUT):
         assert spread == pytest.approx(losses, rel=1e-5)
-
-
-def train_and_save(path, layout, **moe_kwargs):
-    """Two steps with the experts on ranks, a checkpoint, two more steps -> parameters at the checkpoint, losses."""
-    from megatron.core import dist_checkpointing
-
-    # Megatron's writer starts processes, which those of the pool may not.
-    multiprocessing.current_process()._config["daemon"] = False
-    with megatron_on_cpu():
-        training = with_adam(layout, **moe_kwargs)
-        training.run(range(2))
-        dist_checkpointing.save(whole_state(training, is_loading=False), path)
-        parameters = layouts.shards(training.modules)
-        parameters = {name: (p.detach().clone(), *place) for name, (p, *place) in parameters.items()}
-        return parameters, training.run(range(2, 4))
-
-
-def with_adam(layout, **moe_kwargs):
-    return layouts.Training(layout, functools.partial(build_moe, **moe_kwargs), optimizer="adam", lr=0.01)
-
-
-def whole_state(training, is_loading):
-    model = training.modules[0].sharded_state_dict()
-    return {"model": model, "optimizer": training.optimizer.sharded_state_dict(model, is_loading=is_loading)}
-
-
-def load_and_train(path, layout, expected, **moe_kwargs):
-    from megatron.core import dist_checkpointing
-
-    with megatron_on_cpu():
-        training = with_adam(layout, **moe_kwargs)
-        state = dist_checkpointing.load(whole_state(training, is_loading=True), path)
-        training.modules[0].load_state_dict(state["model"])
-        training.optimizer.load_state_dict(state["optimizer"])
-        for name, (p, _, places) in layouts.shards(training.modules).items():
-            assert torch.equal(p, expected[layouts.whole_name(name)][places]), name
-        return training.run(range(2, 4))
-
-
-MOVES = {
-    "ep": (4, {"ep": 4}, ((4, {"ep": 2}), (2, {"ep": 2}), (1, {})), {}),
-    "etp": (4, ETP2_EP2, ((1, {}), (2, {"tp": 2, "etp": 2}), (2, {"ep": 2})), {"activation": "swiglu"}),
-}
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("move", MOVES)
-def test_checkpoint_moves_to_another_layout(pool, tmp_path, move):
-    num_ranks, layout, others, options = MOVES[move]
-    save, load = (functools.partial(f, **options) for f in (train_and_save, load_and_train))
-    saved = pool.run(save, str(tmp_path), layout, world_size=num_ranks, timeout=TIMEOUT)
-    losses, expected = saved[0][1], {}
-    for parameters, _ in saved:
-        for name, (shard, shape, places) in parameters.items():
-            expected.setdefault(layouts.whole_name(name), shard.new_empty(shape))[places] = shard
-    for num_ranks, layout in others:
-        arguments = str(tmp_path), layout, expected
-        resumed = pool.run(load, *arguments, world_size=num_ranks, timeout=TIMEOUT)
-        for rank_losses in resumed:
-            assert rank_losses == pytest.approx(losses, rel=1e-12)
 
 
 PRETRAIN = {"num_layers": 2, "num_moe_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 24}

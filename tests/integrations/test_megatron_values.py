@@ -171,6 +171,8 @@ def outcome(name, value, other):
 BOUNDS = {"recompute_modules": 1e-5, "moe_layer_recompute": 1e-5, "moe_router_dtype": 1e-5}
 # Megatron's validation turns the first into the second.
 ALIASES = {
+    "moe_flex_dispatcher_backend": ("moe_token_dispatcher_type",),
+    "moe_enable_deepep": ("moe_token_dispatcher_type",),
     "enable_cuda_graph": ("cuda_graph_impl",),
     "external_cuda_graph": ("cuda_graph_impl",),
     "moe_router_padding_for_fp8": ("moe_router_padding_for_quantization", "fp8"),

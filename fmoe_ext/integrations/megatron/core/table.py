@@ -103,6 +103,11 @@ def _captures(name: str, default: Any, *values: str) -> Option:
 
 
 _SINKHORN = 'beside moe_router_load_balancing_type="sinkhorn", whose scores do not depend on it'
+_FLEX = (
+    "DeepEP, HybridEP and their like exchange the rows of Megatron's own experts, and ours go by all-to-all: set "
+    'moe_token_dispatcher_type="alltoall"; with moe_layer_spec(exchange="token") a token goes once to a rank, as with '
+    "DeepEP"
+)
 _DTYPE = "experts compute in the dtype of their parameters"
 _WITHOUT_FP8 = "describes `fp8`, `fp4` or `quant_recipe`, which are refused"
 _WHOLE = "experts are whole on one rank"
@@ -365,14 +370,23 @@ _KERNEL_OPTIONS = (
         "moe_paged_stash_buffer_size_factor_cpu inference_moe_disable_fused_quant_kernels moe_permute_fusion",
     ),
     *_no_effect("one fused operator chooses the experts", "moe_router_fusion"),
+    Option(
+        "moe_token_dispatcher_type",
+        "allgather",
+        "no effect: rows are exchanged by our own all-to-all",
+        f'"flex": {_FLEX}',
+        refuses=lambda config: config.moe_token_dispatcher_type == "flex",
+        values=("allgather", "alltoall", "alltoall_seq", "flex"),
+    ),
+    *_refused(_FLEX, moe_enable_deepep=False),
     *_no_effect(
-        "rows are exchanged by our own all-to-all",
-        "moe_token_dispatcher_type moe_enable_deepep moe_flex_dispatcher_backend moe_deepep_num_sms "
+        "describes the dispatchers `flex`, which is refused, and that of inference",
+        "moe_flex_dispatcher_backend moe_deepep_num_sms "
         "moe_hybridep_num_sms moe_flex_dispatcher_num_sms moe_permute_fusion_into_hybridep "
         "moe_hybridep_pad_uneven_dispatch_inputs moe_hybridep_num_blocks_permute moe_hybridep_num_blocks_unpermute "
         "moe_hybridep_num_sms_preprocessing moe_ncclep_static_shape moe_ncclep_zero_copy "
         "inference_moe_token_dispatcher_type",
-        *("allgather", "alltoall", "alltoall_seq", "flex", "deepep", "hybridep", "ncclep", "nccl", "nvls"),
+        *("deepep", "hybridep", "ncclep", "nccl", "nvls"),
     ),
 )
 
