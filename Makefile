@@ -35,7 +35,7 @@ train-cpp: build
 train-ep: build
 	$(PY) examples/lm/train_ep.py $(ARGS)
 
-## make train-megatron  a fmoefied GPT of Megatron-core, 1 process against 2 with half of the experts each
+## make train-megatron  a small DeepSeek-V3 by Megatron's arguments: its own layers, ours, ours on 2 processes
 train-megatron: build
 	$(PY) -W ignore examples/megatron/train.py $(ARGS)
 

@@ -10,13 +10,17 @@ from torch.overrides import TorchFunctionMode
 
 
 class CausalAttention(nn.Module):
-    """The core_attention of a layer specification, in plain PyTorch: three [s, b, heads, d] -> [s, b, heads * d]."""
+    """The core_attention of a layer specification, in plain PyTorch: three [s, b, heads, d] -> [s, b, heads * d].
+
+    Keys and values may have fewer heads, each for a group of queries.
+    """
 
     def __init__(self, config, layer_number, attn_mask_type, attention_type, **_):
         super().__init__()
 
     def forward(self, query, key, value, attention_mask=None, **_):
         query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))
+        key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
         output = F.scaled_dot_product_attention(query, key, value, is_causal=True)
         return output.permute(2, 0, 1, 3).flatten(2)
 
@@ -58,6 +62,8 @@ def megatron_on_cpu():
         mock.patch("megatron.core.tensor_parallel.random.CudaRNGStatesTracker.fork", _no_fork),
         mock.patch("megatron.core.tensor_parallel.random._get_cuda_rng_state", lambda **_: None),
         mock.patch("megatron.core.tensor_parallel.random._set_cuda_rng_state", lambda *_, **__: None),
+        # 0.16 looks it up for moe_router_dtype, and has it with Transformer Engine only
+        mock.patch("megatron.core.transformer.moe.moe_utils.te_general_gemm", None, create=True),
         _CudaMeansCpu(),
     ):
         yield

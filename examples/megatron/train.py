@@ -1,19 +1,23 @@
-"""Train a small GPT of Megatron-core, fmoefied, on real text; on the CPU, compare two processes with one.
+"""Train a small GPT of Megatron-core with our experts on real text; on the CPU, compare it with Megatron's own.
 
-    python examples/megatron/train.py                              1 process, then 2 with half of the experts each
+    python examples/megatron/train.py               Megatron's layers, ours on 1 process, then on 2 with half each
+    python examples/megatron/train.py --model dense       a dense GPT, fmoefied: 1 process, then 2
     torchrun --nproc-per-node 8 examples/megatron/train.py --device cuda --ep 8 --steps 1000
 
-Under torchrun it only trains, in the layout that --ep, --tp and --pp ask for.
+A model is described by Megatron's own arguments (models/*.txt). Under torchrun it only trains, in the layout that --ep,
+--tp and --pp ask for.
 """
 
 import argparse
 import contextlib
+import itertools
 import json
 import os
 import sys
 import tempfile
 from pathlib import Path
 
+import arguments as by_arguments
 import torch
 import torch.distributed as dist
 from tqdm import tqdm
@@ -30,9 +34,14 @@ from megatron.core.distributed import (
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from on_cpu import megatron_on_cpu
 
-from fmoe_ext.megatron import fmoefy
+from fmoe_ext.checkpoint import to_megatron_core
+from fmoe_ext.megatron import fmoefy, with_experts
 
-TOLERANCE = {"float32": 1e-4, "float64": 1e-7}  # of losses, between layouts; Megatron clips by a float32 norm
+# Of losses. Between layouts: Megatron clips by a float32 norm. From Megatron's own layers: scores are float32 there.
+TOLERANCE = {"float32": 1e-4, "float64": 1e-7}
+TOLERANCE_OF_MEGATRONS = {"float32": 1e-4, "float64": 1e-5}
+OF_DENSE = {"d_model": 64, "num_layers": 2, "num_experts": 8, "top_k": 2, "balance_weight": 0.01}
+MEGATRONS = "Megatron's own"
 
 
 def build_parser():
@@ -40,6 +49,12 @@ def build_parser():
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
+    add(
+        "--model",
+        choices=(*by_arguments.names(), "dense"),
+        default="deepseek_v3",
+        help="a file of Megatron's arguments in models/, or a dense GPT in which fmoefy replaces the MLPs",
+    )
     add("--device", choices=("cpu", "cuda"), default="cpu")
     add(
         "--dtype",
@@ -49,16 +64,14 @@ def build_parser():
         "equal may choose another one in another layout",
     )
     add("--data", help="text file or folder; none: Python's standard library")
-    add("--out", default="out/megatron", help="folder for metrics-<processes>.jsonl")
+    add("--out", default="out/megatron", help="folder for metrics-<run>.jsonl")
     add("--steps", type=int, default=30)
     add("--batch-size", type=int, default=16, help="windows in a step, all processes together")
     add("--microbatches", type=int, default=2, help="parts that each process computes one after the other")
     add("--seq-len", type=int, default=64)
-    add("--d-model", type=int, default=64)
-    add("--num-layers", type=int, default=2)
-    add("--num-experts", type=int, default=8, help="in all")
-    add("--top-k", type=int, default=2)
-    add("--balance-weight", type=float, default=0.01, help="Megatron's moe_aux_loss_coeff")
+    for name, default in OF_DENSE.items():
+        flag = "--" + name.replace("_", "-")
+        add(flag, type=type(default), help=f"of --model dense, where it is {default} unless given")
     add("--lr", type=float, default=3e-3)
     add("--seed", type=int, default=0)
     add("--ep", type=int, default=1, help="processes that share the experts (under torchrun)")
@@ -71,16 +84,21 @@ def parse(arguments=None):
     """The options; what cannot be ends here, before any process starts."""
     parser = build_parser()
     options = parser.parse_args(arguments)
-    for name in (
+    given = [name for name in OF_DENSE if getattr(options, name) is not None]
+    if options.model != "dense" and given:
+        flag = "--" + given[0].replace("_", "-")
+        parser.error(
+            f"{flag} is for --model dense: models/{options.model}.txt has Megatron's arguments of this model"
+        )
+    vars(options).update({name: value for name, value in OF_DENSE.items() if name not in given})
+    positive = (
         "steps",
         "batch_size",
         "microbatches",
         "seq_len",
-        "d_model",
-        "num_layers",
-        "num_experts",
-        "top_k",
-    ):
+        *(n for n in OF_DENSE if n != "balance_weight"),
+    )
+    for name in positive:
         if getattr(options, name) < 1:
             flag = "--" + name.replace("_", "-")
             parser.error(f"{flag} must be at least 1, but is {getattr(options, name)}")
@@ -98,8 +116,8 @@ def parse(arguments=None):
     return options
 
 
-def make_training(options):
-    """Megatron's process groups, the model with experts in the place of its MLPs, and its optimizer."""
+def make_training(options, megatrons=False):
+    """Megatron's process groups, the model with experts, and its optimizer; with Megatron's own layers if asked to."""
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=options.tp,
         pipeline_model_parallel_size=options.pp,
@@ -109,22 +127,12 @@ def make_training(options):
     if options.device == "cuda":
         tensor_parallel.model_parallel_cuda_manual_seed(options.seed)
     torch.manual_seed(options.seed)
-    config = make_config(
-        options.device,
-        getattr(torch, options.dtype),
-        num_layers=options.num_layers,
-        hidden_size=options.d_model,
-        ffn_hidden_size=4 * options.d_model,
-        num_attention_heads=4,
-        tensor_model_parallel_size=options.tp,
-        pipeline_model_parallel_size=options.pp,
-        moe_aux_loss_coeff=options.balance_weight,
-        finalize_model_grads_func=finalize_model_grads,
-    )
-    model = make_chunks(config, 256, options.seq_len, options.device)
-    model = fmoefy(model, num_experts=options.num_experts // options.ep, top_k=options.top_k)
-    if dist.get_rank() == 0:
-        print(model[0].fmoe_report)
+    model = make_dense(options) if options.model == "dense" else make_model(options)
+    if megatrons:
+        (ours,), (model,) = model, [make_model(options, with_experts=lambda spec: spec)[0]]
+        model.load_state_dict(to_megatron_core(ours.state_dict()))
+        model = [model]
+    config = model[0].config
     chunks = [DistributedDataParallel(config, DistributedDataParallelConfig(), chunk) for chunk in model]
     optimizer = get_megatron_optimizer(
         OptimizerConfig(optimizer="adam", lr=options.lr, clip_grad=1.0, weight_decay=0.01), chunks
@@ -132,18 +140,59 @@ def make_training(options):
     return chunks, optimizer
 
 
-def train(options):
-    """The loss of every step, over the whole batch; written to metrics-<processes>.jsonl by the first process."""
+def config_of(options, **fields):
+    return make_config(
+        options.device,
+        getattr(torch, options.dtype),
+        tensor_model_parallel_size=options.tp,
+        pipeline_model_parallel_size=options.pp,
+        finalize_model_grads_func=finalize_model_grads,
+        **fields,
+    )
+
+
+def make_model(options, with_experts=with_experts):
+    """The model that a file of Megatron's arguments describes: its own specification, with our experts."""
+    fields, model_options = by_arguments.fields_of(by_arguments.read(options.model))
+    config = config_of(
+        options, expert_model_parallel_size=options.ep, expert_tensor_parallel_size=1, **fields
+    )
+    return make_chunks(
+        config, 256, options.seq_len, options.device, with_experts=with_experts, **model_options
+    )
+
+
+def make_dense(options):
+    """A dense GPT with experts in the place of its MLPs."""
+    config = config_of(
+        options,
+        num_layers=options.num_layers,
+        hidden_size=options.d_model,
+        ffn_hidden_size=4 * options.d_model,
+        num_attention_heads=4,
+        moe_aux_loss_coeff=options.balance_weight,
+    )
+    model = make_chunks(config, 256, options.seq_len, options.device)
+    model = fmoefy(model, num_experts=options.num_experts // options.ep, top_k=options.top_k)
+    if dist.get_rank() == 0:
+        print(model[0].fmoe_report)
+    return model
+
+
+def train(options, megatrons=False):
+    """The loss of every step, over the whole batch; written to metrics-<run>.jsonl by the first process."""
     corpus = load_corpus(options.data, options.seq_len)
-    chunks, optimizer = make_training(options)
+    chunks, optimizer = make_training(options, megatrons)
     data_group = parallel_state.get_data_parallel_group()
     is_first = dist.get_rank() == 0
     out = Path(options.out)
     out.mkdir(parents=True, exist_ok=True)
-    metrics = (out / f"metrics-{dist.get_world_size()}.jsonl").open("w") if is_first else None
+    run = "megatron" if megatrons else dist.get_world_size()
+    metrics = (out / f"metrics-{run}.jsonl").open("w") if is_first else None
     losses = []
     with metrics or contextlib.nullcontext():
-        bar = tqdm(range(1, options.steps + 1), f"{dist.get_world_size()} process(es)", disable=not is_first)
+        title = MEGATRONS if megatrons else f"{run} process(es)"
+        bar = tqdm(range(1, options.steps + 1), title, disable=not is_first)
         for step in bar:
             batch = corpus.batch(step, options.batch_size, options.seq_len, options.seed)
             parts = zip(*(part.chunk(options.microbatches) for part in batch), strict=True)
@@ -171,32 +220,38 @@ def mean_loss(losses, device):
     return (total[0] / total[1]).item()
 
 
-def run_process(rank, num_processes, options, folder):
+def run_process(rank, num_processes, options, folder, megatrons=False):
     """One of the processes that main() starts on this machine: leaves its losses in the folder."""
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // num_processes))
-    store = f"file://{folder}/store-{num_processes}"
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=num_processes)
+    run = "megatron" if megatrons else str(num_processes)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/store-{run}", rank=rank, world_size=num_processes
+    )
     options.ep = num_processes
     with megatron_on_cpu():
-        losses = train(options)
+        losses = train(options, megatrons)
     if rank == 0:
-        Path(folder, f"losses-{num_processes}.json").write_text(json.dumps(losses))
+        Path(folder, f"losses-{run}.json").write_text(json.dumps(losses))
     dist.barrier()
     dist.destroy_process_group()
 
 
-def compare(alone, spread, dtype):
-    print(f"{'step':>4}  {'1 process':>12}  {'2 processes':>12}  difference")
-    for step, (a, b) in enumerate(zip(alone, spread, strict=True), 1):
-        if step == 1 or step % 5 == 0 or step == len(alone):
-            print(f"{step:4}  {a:12.6f}  {b:12.6f}  {abs(a - b):.1e}")
-    largest = max(abs(a - b) for a, b in zip(alone, spread, strict=True))
-    if largest > TOLERANCE[dtype]:
-        raise SystemExit(f"the losses differ by {largest:.1e}, more than {TOLERANCE[dtype]:g}")
-    print(
-        f"the losses are equal: the largest difference in {len(alone)} steps is {largest:.1e} ({dtype})\n"
-        f"loss {alone[0]:.4f} -> {alone[-1]:.4f}"
-    )
+def compare(runs, dtype):
+    """Print the losses of all runs beside each other; ends with an error where they differ."""
+    names, rows = list(runs), list(zip(*runs.values(), strict=True))
+    print("step  " + "  ".join(f"{name:>14}" for name in names))
+    for step, losses in enumerate(rows, 1):
+        if step == 1 or step % 5 == 0 or step == len(rows):
+            print(f"{step:4}  " + "  ".join(f"{loss:14.6f}" for loss in losses))
+    for one, other in itertools.pairwise(names):
+        largest = max(abs(a - b) for a, b in zip(runs[one], runs[other], strict=True))
+        tolerance = TOLERANCE_OF_MEGATRONS if one == MEGATRONS else TOLERANCE
+        if largest > tolerance[dtype]:
+            raise SystemExit(
+                f"the losses of {one} and {other} differ by {largest:.1e}, more than {tolerance[dtype]:g}"
+            )
+        print(f"{one} and {other}: the losses are equal, the largest difference is {largest:.1e} ({dtype})")
+    print(f"loss {rows[0][-1]:.4f} -> {rows[-1][-1]:.4f}")
 
 
 def main():
@@ -211,11 +266,17 @@ def main():
             print(f"loss {losses[0]:.4f} -> {losses[-1]:.4f}")
         dist.destroy_process_group()
         return
+    runs = {"1 process": "1", "2 processes": "2"}
     with tempfile.TemporaryDirectory() as folder:
+        if options.model != "dense":
+            runs = {MEGATRONS: "megatron"} | runs
+            run_process(0, 1, options, folder, megatrons=True)
         run_process(0, 1, options, folder)
         torch.multiprocessing.spawn(run_process, (2, options, folder), nprocs=2)
-        losses = [json.loads(Path(folder, f"losses-{n}.json").read_text()) for n in (1, 2)]
-    compare(*losses, options.dtype)
+        losses = {
+            name: json.loads(Path(folder, f"losses-{run}.json").read_text()) for name, run in runs.items()
+        }
+    compare(losses, options.dtype)
 
 
 if __name__ == "__main__":

@@ -58,8 +58,7 @@ def from_megatron_core(state_dict: Mapping[str, Any]) -> dict[str, Any]:
     Values are tensors or StoredTensors; extra states, which are no weights, are left out. Raises CheckpointError where
     experts are missing or do not fit the router.
     """
-    weights = {key: value for key, value in state_dict.items() if not key.endswith("_extra_state")}
-    tensors, lazy = as_stored(weights)
+    tensors, lazy = as_stored(_weights(state_dict))
     out: dict[str, StoredTensor] = {}
     used: set[str] = set()
     for key in tensors:
@@ -79,12 +78,14 @@ def from_megatron_core(state_dict: Mapping[str, Any]) -> dict[str, Any]:
 def to_megatron_core(state_dict: Mapping[str, Any], layout: str = "modules") -> dict[str, Any]:
     """A state dict with MoE layers of ours -> the same under Megatron-core's names, one of LAYOUTS.
 
-    A layer that stands in for Megatron's MLP, mlp.moe.*, becomes mlp.*. Raises CheckpointError for "grouped" with
-    biases, which GroupedMLP has not, and for gates with more than a linear map and a bias for the selection.
+    A layer that stands in for Megatron's MLP, mlp.moe.*, becomes mlp.*. Extra states are left out.
+
+    Raises CheckpointError for "grouped" with biases, which GroupedMLP has not, and for gates with more than a linear
+    map and a bias for the selection.
     """
     if layout not in LAYOUTS:
         raise CheckpointError(f"layout must be one of {', '.join(LAYOUTS)}, but got {layout!r}")
-    tensors, lazy = as_stored(state_dict)
+    tensors, lazy = as_stored(_weights(state_dict))
     prefixes = {m["layer"] for key in tensors if (m := LAYER.fullmatch(key))}
     if not prefixes:
         raise CheckpointError("there is no FMoETransformerMLP (experts.htoh4.weight) to convert")
@@ -102,6 +103,10 @@ def to_megatron_core(state_dict: Mapping[str, Any], layout: str = "modules") -> 
             )
             out |= {to + name: value for name, value in converted.items()}
     return out if lazy else {key: tensor.read().clone() for key, tensor in out.items()}
+
+
+def _weights(state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in state_dict.items() if not key.endswith("_extra_state")}
 
 
 def _layer_of_ours(

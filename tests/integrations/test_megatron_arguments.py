@@ -12,11 +12,16 @@ import torch
 import typing_extensions
 
 pytest.importorskip("megatron.core", reason="pip install megatron-core")
+import arguments as by_arguments
 import megatron_layouts as layouts
 from megatron_models import assert_equal_models, block_spec_of, model_of, on_cpu
 
 pytestmark = pytest.mark.usefixtures("one_megatron_rank")
 
+MINIMAL = f"""
+    --seq-length {layouts.SEQ_LEN} --max-position-embeddings {layouts.SEQ_LEN} --vocab-size {layouts.VOCAB - 1}
+    --micro-batch-size 4 --train-iters 1 --lr 1e-3 --tokenizer-type NullTokenizer --transformer-impl local
+    --no-rope-fusion"""
 COMMON = f"""
     --num-layers 3 --hidden-size {layouts.D} --num-attention-heads 2 --ffn-hidden-size 40 --disable-bias-linear
     --seq-length {layouts.SEQ_LEN} --max-position-embeddings {layouts.SEQ_LEN} --vocab-size {layouts.VOCAB - 1}
@@ -55,14 +60,34 @@ def arguments():
     )
 
 
-def parse(arguments, monkeypatch, options):
-    monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py", *COMMON.split(), *options.split()])
+def validated(arguments, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "1")
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
-    args = arguments.validate_args(arguments.parse_args())
+    return arguments.validate_args(arguments.parse_args())
+
+
+def parse(arguments, monkeypatch, options):
+    monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py", *COMMON.split(), *options.split()])
+    args = validated(arguments, monkeypatch)
     args.params_dtype = torch.float64  # for the comparison; there is no option for it
     return args
+
+
+@pytest.mark.parametrize("name", by_arguments.names())
+def test_example_reads_models_as_megatron_does(arguments, monkeypatch, name):
+    """The fields that examples/megatron sets from models/*.txt are those of Megatron's own arguments.py."""
+    given = by_arguments.read(name)
+    monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py", *MINIMAL.split(), *given])
+    args = validated(arguments, monkeypatch)
+    config = arguments.core_transformer_config_from_args(args)
+    fields, model = by_arguments.fields_of(given)
+    assert len(fields) > 15
+    for field, value in fields.items():
+        assert getattr(config, field) == value, field
+    untied = args.untie_embeddings_and_output_weights
+    assert model.pop("share_embeddings_and_output_weights") == (not untied)
+    assert model == {option: getattr(args, option) for option in model}
 
 
 def provide(arguments, args):
