@@ -64,20 +64,25 @@ def sequence_balance_loss(
     ranks: Ranks = ONE_RANK,
     *,
     sequences: torch.Tensor | None = None,
+    parts: Ranks = ONE_RANK,
 ) -> torch.Tensor:
     """The mean over sequences of each sequence's own balance_loss (DeepSeek-V2 and V3, with weight 1).
 
     scores [T, E], topk_idx [T, K], T = sequences * seq_len, one sequence after the other -> scalar. Where lengths
     differ: sequences [T] int64, the number of each token's sequence, in the place of seq_len; a number without tokens
-    counts for nothing.
+    counts for nothing. parts: the ranks that have parts of the same sequences, in one order; seq_len is then the length
+    of a part.
     Raises ValueError if seq_len does not divide T.
     Equivalent to: mean of balance_loss(s, i) for s, i in zip(scores.split(seq_len), topk_idx.split(seq_len)).
     """
     num_tokens, num_experts = scores.shape
     if sequences is not None:
-        return _of_sequences(scores, topk_idx, sequences, ranks)
+        return _of_sequences(scores, topk_idx, sequences, ranks, parts)
     if seq_len is None or seq_len < 1 or num_tokens % seq_len != 0:
         raise ValueError(f"seq_len must divide the {num_tokens} tokens of the batch, but is {seq_len}")
+    if type(parts) is not OneRank:
+        sequences = torch.arange(num_tokens, device=scores.device) // seq_len
+        return _of_sequences(scores, topk_idx, sequences, ranks, parts)
     chosen = torch.zeros_like(scores).scatter_add(
         1, topk_idx.clamp(min=0).long(), (topk_idx >= 0).to(scores.dtype)
     )
@@ -88,7 +93,7 @@ def sequence_balance_loss(
 
 
 def _of_sequences(
-    scores: torch.Tensor, topk_idx: torch.Tensor, sequences: torch.Tensor, ranks: Ranks
+    scores: torch.Tensor, topk_idx: torch.Tensor, sequences: torch.Tensor, ranks: Ranks, parts: Ranks
 ) -> torch.Tensor:
     num_tokens, num_experts = scores.shape
     if len(sequences) != num_tokens:
@@ -97,14 +102,22 @@ def _of_sequences(
             'needs whole sequences on every rank, which slice_group cuts; take balance_loss="global" there'
         )
     num_sequences = int(sequences.max()) + 1 if len(sequences) else 0
+    if type(parts) is not OneRank:  # a part may have no real token of the last sequences
+        mine = torch.tensor([num_sequences], device=scores.device)
+        num_sequences = max(int(count) for count in parts.gather(mine))
     weights = scores.new_zeros(num_sequences, num_experts)
     chosen = torch.zeros_like(scores).scatter_add(
         1, topk_idx.clamp(min=0).long(), (topk_idx >= 0).to(scores.dtype)
     )
     num_choices = weights.index_add(0, sequences, chosen)  # [B, E]
+    score_sum = weights.index_add(0, sequences, scores)  # [B, E]
     lengths = torch.bincount(sequences, minlength=num_sequences)  # [B]
+    if type(parts) is not OneRank:
+        sums = parts.sum(torch.cat((num_choices, score_sum, lengths.to(scores.dtype)[:, None]), 1))
+        num_choices, score_sum, of_all = sums.split((num_experts, num_experts, 1), 1)
+        num_choices, lengths = num_choices.detach(), of_all.detach()[:, 0]
     share = num_choices / num_choices.sum(1, keepdim=True).clamp(min=1)
-    mean_score = weights.index_add(0, sequences, scores) / lengths.clamp(min=1)[:, None]
+    mean_score = score_sum / lengths.clamp(min=1)[:, None]
     return mean_over_ranks(num_experts * (share * mean_score).sum(), (lengths > 0).sum(), ranks)
 
 

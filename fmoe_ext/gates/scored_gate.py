@@ -123,6 +123,7 @@ class ScoredGate(NaiveGate):
         self.capacity_factor = capacity_factor
         self.drop_policy = drop_policy
         self.ranks: Ranks = OneRank() if ranks is None else ranks
+        self.sequence_ranks: Ranks = OneRank()  # those that have parts of the same sequences
         if "running" in self.balance_losses:
             self.register_buffer(
                 "running_load", torch.zeros(self.tot_expert, dtype=torch.int64), persistent=False
@@ -254,7 +255,9 @@ class ScoredGate(NaiveGate):
             num_choices = self._with_earlier(num_choices.detach())
             return balance_of_sums(num_choices, score_sum, num_tokens)
         sequences = current_batch().sequences_of(self.seq_len)
-        return sequence_balance_loss(probabilities, choices, self.seq_len, self.ranks, sequences=sequences)
+        return sequence_balance_loss(
+            probabilities, choices, self.seq_len, self.ranks, sequences=sequences, parts=self.sequence_ranks
+        )
 
     def _with_earlier(self, num_choices: torch.Tensor) -> torch.Tensor:
         """num_choices [E] and those of earlier forwards of this step; a repeated forward has what its first one had."""

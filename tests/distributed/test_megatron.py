@@ -23,7 +23,9 @@ def build_moe(config, **moe_kwargs):
     from fmoe_ext.megatron import moe_layer_spec
 
     config.moe_aux_loss_coeff = 0.05
-    mlp = moe_layer_spec(layouts.EXPERTS, d_hidden=24, top_k=2, gate=SoftmaxGate, **moe_kwargs)
+    mlp = moe_layer_spec(
+        **{"num_experts": layouts.EXPERTS, "d_hidden": 24, "top_k": 2, "gate": SoftmaxGate} | moe_kwargs
+    )
     norm = layouts.SequenceParallelNorm if config.sequence_parallel else None
     return make_chunks(config, layouts.VOCAB, layouts.SEQ_LEN, mlp=mlp, norm=norm)
 
@@ -100,6 +102,19 @@ def test_latent_experts(pool):
     assert "decoder.layers.mlp.moe.latent.narrow.weight [0]" in one_process[2]
     for layout in ("tp2", "ep2", "tp2 ep2 sequence parallel", "etp2 ep2 sequence parallel"):
         assert_equal_training(pool, one_process, *LAYOUTS[layout], latent_size=4)
+
+
+def test_balance_loss_of_each_sequence(pool):
+    """Also of sequences that sequence parallelism cuts, whose parts lie on several ranks."""
+    fields = {"moe_router_load_balancing_type": "seq_aux_loss"}
+    run = functools.partial(train, gate=None)
+    one_process = pool.run(run, fields, None, world_size=1, timeout=TIMEOUT)[0]
+    plain = pool.run(run, {}, None, world_size=1, timeout=TIMEOUT)[0]
+    gate = next(name for name in plain[2] if "gate.gate.weight" in name)
+    assert (one_process[2][gate] - plain[2][gate]).abs().max() > 1e-9  # it is another loss
+    for layout in ("ep2", "tp2", "tp2 ep2 sequence parallel", "etp2 ep2 sequence parallel"):
+        num_ranks, sizes = LAYOUTS[layout]
+        assert_equal_training(pool, one_process, num_ranks, sizes | fields, gate=None)
 
 
 def compare_with_megatrons_layer(layout, fields):

@@ -9,7 +9,7 @@ from fmoe_ext.experts import ClampedSwiGLU, GatedActivation
 from fmoe_ext.integrations.recognize import GATED, simplify
 
 QUICK_GELU = 1.702  # quick_gelu(x) = x * sigmoid(1.702 * x)
-GROUPS = ("tp", "cp", "ep", "expt_tp", "expt_dp", "dp_cp", "tp_dp_cp")
+GROUPS = ("tp", "cp", "ep", "expt_tp", "expt_dp", "dp_cp", "tp_cp", "tp_dp_cp")
 
 
 def process_groups(pg_collection: Any = None) -> Any:

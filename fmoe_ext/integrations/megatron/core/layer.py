@@ -62,7 +62,6 @@ class MegatronCoreMLP(nn.Module):
             config.num_moe_experts = moe.num_experts
         self._mark_parameters()
         self._share_gate()
-        self._check_sequences()
         self._warn_of_unused_loss()
 
     def set_layer_number(self, layer_number: int) -> None:
@@ -86,6 +85,9 @@ class MegatronCoreMLP(nn.Module):
         if groups.tp_dp_cp.size() > 1 and isinstance(getattr(gate, "ranks", None), (OneRank, GroupRanks)):
             # A loss is summed over the tp and cp ranks of a replica and averaged over replicas.
             gate.ranks = GroupRanks(groups.tp_dp_cp, num_copies=groups.tp.size() * groups.cp.size())
+        sequence_group = groups.tp_cp if self.config.sequence_parallel else groups.cp
+        if self._balances_sequences and sequence_group.size() > 1:
+            gate.sequence_ranks = GroupRanks(sequence_group)
         if self.moe.slice_size > 1:
             latent = () if self.moe.latent is None else self.moe.latent.parameters()
             for p in (*gate.parameters(), *latent):
@@ -94,17 +96,6 @@ class MegatronCoreMLP(nn.Module):
     @property
     def _balances_sequences(self) -> bool:
         return "sequence" in getattr(self.moe.gate, "balance_losses", ())
-
-    def _check_sequences(self) -> None:
-        parts = self._groups.cp.size()
-        if self.config.sequence_parallel:
-            parts *= self._groups.tp.size()
-        if self._balances_sequences and parts > 1:
-            raise ValueError(
-                'balance_loss="sequence" (moe_router_load_balancing_type="seq_aux_loss") needs whole sequences on a '
-                f"rank, but sequence and context parallelism cut them into {parts} parts: use the balance loss of all "
-                'tokens, "global" ("aux_loss")'
-            )
 
     def _warn_of_unused_loss(self) -> None:
         gate = self.moe.gate

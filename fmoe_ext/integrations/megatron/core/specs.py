@@ -36,10 +36,11 @@ class MegatronCoreMoE(MegatronCoreMLP):
         is_mtp_layer: bool = False,
         **_: Any,
     ):
-        check_options(config, own_gate=moe_kwargs.get("gate") is not None)
+        moe_kwargs = {name: v for name, v in moe_kwargs.items() if name != "gate" or v is not None}
+        check_options(config, own_gate="gate" in moe_kwargs)
         groups = process_groups(pg_collection)
         check_width_group(groups)
-        arguments = gate_arguments(config) if moe_kwargs.get("gate") is None else {}
+        arguments = {} if "gate" in moe_kwargs else gate_arguments(config)
         arguments |= layer_arguments(config, groups, num_experts) | moe_kwargs
         if "num_expert" not in arguments:
             raise ValueError("pass num_experts to moe_layer_spec, or set num_moe_experts in the config")

@@ -204,7 +204,8 @@ _ROUTER = (
         "moe_router_load_balancing_type",
         "aux_loss",
         '"aux_loss": the balance loss of all tokens of a microbatch, on all ranks (Megatron: on each data-parallel '
-        'rank); "seq_aux_loss": of each sequence, whole on its rank; "global_aux_loss": `balance_loss="running"` '
+        'rank); "seq_aux_loss": of each sequence, whatever ranks have parts of it; "global_aux_loss": '
+        '`balance_loss="running"` '
         "(Megatron: each data-parallel rank's part of it, averaged, which is the loss divided by their number); "
         '"sinkhorn": `SinkhornGate`, over the tokens of all ranks (Megatron: of each rank); "none"; several losses',
         '"sinkhorn" in a list of several',
