@@ -18,9 +18,10 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 import typing_extensions
-from megatron.core import parallel_state
+from megatron.core import parallel_state, utils
 from megatron.core.transformer.moe import moe_layer, router
 from on_cpu import megatron_on_cpu
+from packaging.version import Version
 from torch import nn
 
 from fmoe_ext.dispatch import combine, dispatch
@@ -221,9 +222,17 @@ def pytest_configure(config):
             "gloo", timeout=PATIENCE, **k
         ),
     }
-    destroy = dist.destroy_process_group
-    patches["torch.distributed.new_group"] = with_groups_kept(dist.new_group, {})
-    patches["torch.distributed.destroy_process_group"] = lambda group=None: None if group else destroy()
+    if utils.get_te_version() is None:  # 0.16 compares it without Transformer Engine
+        patches["megatron.core.utils.get_te_version"] = lambda: Version("0")
+    make, destroy, made = dist.new_group, dist.destroy_process_group, {}
+
+    def destroy_all(group=None):
+        if group is None:
+            made.clear()
+            destroy()
+
+    patches["torch.distributed.new_group"] = with_groups_kept(make, made)
+    patches["torch.distributed.destroy_process_group"] = destroy_all
     for name, value in patches.items():
         mock.patch(name, value).start()
     config.on_cpu = megatron_on_cpu()  # kept: a generator that nobody holds ends
