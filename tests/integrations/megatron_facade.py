@@ -1,11 +1,8 @@
 """Our layer behind the names of Megatron-core's MoELayer, TopKRouter and token dispatcher, for Megatron's own tests.
 
-A pytest plugin, for a checkout of Megatron-LM, in whose folder it runs:
+A pytest plugin for a checkout of Megatron-LM; docs/megatron.md has the command, and the table of what passes.
 
-    PYTHONPATH=<checkout>:<here>/tests/integrations:<here>/examples/megatron \\
-        torchrun --nproc-per-node 2 -m pytest -p megatron_facade tests/unit_tests/transformer/moe/test_routers.py
-
-Everything "on CUDA" is on the CPU, and NCCL is gloo. docs/megatron.md has the table of what passes.
+Everything "on CUDA" is on the CPU, and NCCL is gloo.
 """
 
 import dataclasses
