@@ -26,6 +26,7 @@ from fmoe_ext.gates.scored_gate import ScoredGate
 from fmoe_ext.gates.sigmoid_gate import SigmoidGate, update_biases
 from fmoe_ext.gates.sinkhorn_gate import SinkhornGate
 from fmoe_ext.gates.softmax_gate import SoftmaxGate
+from fmoe_ext.gates.sqrt_softplus_gate import SqrtSoftplusGate
 from fmoe_ext.gates.swipe_gate import SwipeGate
 from fmoe_ext.gates.switch_gate import SwitchGate
 from fmoe_ext.gates.uniform_gate import UniformGate
@@ -45,6 +46,7 @@ GATES: Mapping[str, Callable[..., nn.Module]] = MappingProxyType(
         "softmax": SoftmaxGate,
         "sigmoid": SigmoidGate,
         "biased_softmax": BiasedSoftmaxGate,
+        "sqrtsoftplus": SqrtSoftplusGate,
         "expert_choice": ExpertChoiceGate,
         "sinkhorn": SinkhornGate,
         "uniform": UniformGate,
@@ -76,6 +78,7 @@ __all__ = [
     "SigmoidGate",
     "SinkhornGate",
     "SoftmaxGate",
+    "SqrtSoftplusGate",
     "SwipeGate",
     "SwitchGate",
     "UniformGate",

@@ -1,4 +1,5 @@
 from collections.abc import Callable
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import torch
@@ -207,9 +208,8 @@ def weights_of(
     dropped = topk_idx < 0
     chosen = topk_idx.clamp(min=0).long()
     if not normalize:
-        scores = logits.softmax(-1) if score == "softmax" else ops.sigmoid(logits)
-        return (scores.gather(1, chosen) * scale).masked_fill(dropped, 0)
-    log_scores = logits.log_softmax(-1) if score == "softmax" else _log_sigmoid(logits)
+        return (scores_of(logits, score).gather(1, chosen) * scale).masked_fill(dropped, 0)
+    log_scores = _LOG_SCORES[score](logits)
     log_chosen = log_scores.gather(1, chosen)
     log_chosen = log_chosen.masked_fill(dropped, torch.finfo(log_chosen.dtype).min)
     return (log_chosen.softmax(-1) * scale).masked_fill(dropped, 0)
@@ -219,3 +219,26 @@ def _log_sigmoid(logits: torch.Tensor) -> torch.Tensor:
     if not ops.is_batch_invariant():
         return F.logsigmoid(logits)
     return torch.stack((logits, torch.zeros_like(logits)), -1).log_softmax(-1)[..., 0]
+
+
+def scores_of(logits: torch.Tensor, score: str) -> torch.Tensor:
+    """The scores [T, E] of logits [T, E]: "softmax", "sigmoid" or "sqrtsoftplus"."""
+    if score == "softmax":
+        return logits.softmax(-1)
+    return ops.sigmoid(logits) if score == "sigmoid" else log_sqrt_softplus(logits).exp()
+
+
+def log_sqrt_softplus(logits: torch.Tensor) -> torch.Tensor:
+    """log(sqrt(softplus(logits))), finite with its gradient where softplus is too small for the dtype."""
+    low = -20.0  # softplus(x) = exp(x) * (1 - exp(x) / 2 + ...)
+    exact = F.softplus(logits.clamp(min=low)).log()
+    return 0.5 * torch.where(logits < low, logits, exact)
+
+
+_LOG_SCORES = MappingProxyType(
+    {
+        "softmax": lambda logits: logits.log_softmax(-1),
+        "sigmoid": _log_sigmoid,
+        "sqrtsoftplus": log_sqrt_softplus,
+    }
+)

@@ -5,6 +5,7 @@ from typing import NamedTuple
 import torch
 
 from fmoe_ext import ops
+from fmoe_ext.gates.base_gate import scores_of
 
 
 class Groups(NamedTuple):
@@ -25,7 +26,9 @@ class Groups(NamedTuple):
     group_best: int
 
     def fit_topk_gate(self, score: str, biased: bool) -> bool:
-        """True if ops.topk_gate ranks groups like this: by two scores with sigmoid or a bias, otherwise by one."""
+        """True if ops.topk_gate has the score and ranks groups like this: by two with sigmoid or a bias, else one."""
+        if score == "sqrtsoftplus":
+            return False
         ranks_by = 2 if biased or score == "sigmoid" else 1
         return self.topk_groups == self.num_groups or self.group_best == ranks_by
 
@@ -34,10 +37,8 @@ class Groups(NamedTuple):
     ) -> torch.Tensor:
         """logits [T, E], bias [E] or None -> topk_idx [T, top_k] int64, best first; of equals the lower index."""
         scores = logits
-        if score == "sigmoid":
-            scores = ops.sigmoid(logits)
-        elif bias is not None or not normalize:
-            scores = logits.softmax(-1)
+        if score != "softmax" or bias is not None or not normalize:
+            scores = scores_of(logits, score)
         if bias is not None:
             scores = scores + bias
         kept = self._kept(scores).repeat_interleave(logits.shape[1] // self.num_groups, dim=1)

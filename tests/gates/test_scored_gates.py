@@ -8,10 +8,12 @@ from fmoe_ext.gates import (
     GShardGate,
     SigmoidGate,
     SoftmaxGate,
+    SqrtSoftplusGate,
     SwitchGate,
     UniformGate,
     update_biases,
 )
+from fmoe_ext.gates.base_gate import scores_of
 
 D, E = 6, 8
 
@@ -92,6 +94,41 @@ def test_biased_softmax_gate_is_ernie_4_5():
     weights = probabilities.gather(1, chosen)
     torch.testing.assert_close(topk_weights, weights / weights.sum(1, keepdim=True))
     assert gate.get_loss().item() == 0
+
+
+@pytest.mark.parametrize("normalize", [True, False])
+def test_sqrt_softplus_gate_is_deepseek_v4(normalize):
+    gate = make(SqrtSoftplusGate, top_k=3, scale=1.5, normalize=normalize)
+    gate.expert_bias.copy_(torch.linspace(-0.1, 0.1, E))
+    x = tokens(100)
+    topk_idx, topk_weights = gate(x)
+    scores = torch.nn.functional.softplus(logits_of(gate, x)).sqrt()
+    chosen = (scores + gate.expert_bias).topk(3).indices
+    assert torch.equal(topk_idx, chosen) and not torch.equal(chosen, scores.topk(3).indices)
+    weights = scores.gather(1, chosen)
+    expected = weights / weights.sum(1, keepdim=True) if normalize else weights
+    torch.testing.assert_close(topk_weights, 1.5 * expected)
+    grads = [
+        torch.autograd.grad((w * torch.tensor([1.0, 2.0, 4.0])).sum(), gate.gate.weight)[0]
+        for w in (topk_weights, 1.5 * expected)
+    ]
+    torch.testing.assert_close(*grads)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_scores_far_below_zero_keep_their_gradient(dtype):
+    """softplus(-160) is zero in float32, and the gradient of its root would be no number."""
+    logits = torch.tensor([[-160.0, -20.5, -19.5, 0.0, 30.0]], dtype=dtype, requires_grad=True)
+    scores = scores_of(logits, "sqrtsoftplus")
+    wide = logits.detach().double()
+    expected = torch.where(
+        wide < -20, (wide / 2).exp(), torch.nn.functional.softplus(wide, threshold=50).sqrt()
+    )
+    torch.testing.assert_close(
+        scores.double(), expected, rtol=1e-5 if dtype == torch.float32 else 1e-8, atol=0
+    )
+    (grad,) = torch.autograd.grad(scores.sum(), logits)
+    assert grad.isfinite().all() and (grad[0, 1:] > 0).all()
 
 
 def test_bias_has_no_gradient_and_no_weight_in_the_loss():

@@ -7,7 +7,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from fmoe_ext import RoutingReplay, balance, valid_tokens
-from fmoe_ext.gates import load_routed_experts, routed_experts
+from fmoe_ext.gates import SqrtSoftplusGate, load_routed_experts, routed_experts
 from tests.integrations.huggingface_models import make_ids, make_model, step
 
 NAMES = (
@@ -171,3 +171,25 @@ def test_copy_of_a_watched_model_chooses_for_itself():
     expected = make("MixtralForCausalLM")
     expected.load_state_dict(other.state_dict())
     assert torch.equal(other(input_ids=ids).logits, expected(input_ids=ids).logits)
+
+
+def test_sqrt_softplus_gate_is_the_router_of_deepseek_v4():
+    modeling = pytest.importorskip(
+        "transformers.models.deepseek_v4.modeling_deepseek_v4", reason="this Transformers has no DeepSeek-V4"
+    )
+    config = modeling.DeepseekV4Config(hidden_size=32, num_local_experts=8, num_experts_per_tok=3)
+    router = modeling.DeepseekV4TopKRouter(config).double()
+    torch.manual_seed(0)
+    torch.nn.init.normal_(router.weight)
+    router.e_score_correction_bias.copy_(torch.linspace(-0.3, 0.3, 8))
+    gate = SqrtSoftplusGate(32, 8, 1, 3, gate_bias=False, scale=config.routed_scaling_factor).double()
+    gate.load_state_dict(
+        {"gate.weight": router.weight.detach(), "expert_bias": router.e_score_correction_bias}, strict=False
+    )
+    x = torch.randn(200, 32, dtype=torch.float64)
+    _, weights, topk_idx = router(x)
+    ours, our_weights = gate(x)
+    expected, order = topk_idx.sort(1)
+    got, own_order = ours.sort(1)
+    assert torch.equal(got, expected)
+    torch.testing.assert_close(our_weights.gather(1, own_order), weights.gather(1, order), rtol=1e-12, atol=0)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fmoe_ext import ops
-from fmoe_ext.gates import ScoredGate, SigmoidGate, SinkhornGate, SoftmaxGate
+from fmoe_ext.gates import ScoredGate, SigmoidGate, SinkhornGate, SoftmaxGate, SqrtSoftplusGate
 from fmoe_ext.recompute import Repeat
 from fmoe_ext.tokens import current_batch
 
@@ -108,13 +108,21 @@ class MegatronSoftmaxGate(FromConfig, SoftmaxGate):
         return ops.topk_gate(logits.detach(), self.top_k)[0]
 
 
-class MegatronSigmoidGate(FromConfig, SigmoidGate):
-    """SigmoidGate by the options of a TransformerConfig; finalize_model_grads moves expert_bias, as in TopKRouter."""
+class WithBias(FromConfig, SigmoidGate):
+    """A gate with a bias by the options of a TransformerConfig; finalize_model_grads moves it, as in TopKRouter."""
 
     def select(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         if self.expert_bias.dtype != torch.float32:  # Float16Module casts every buffer
             self.expert_bias = self.expert_bias.to(torch.float32)
         return super().select(logits)
+
+
+class MegatronSigmoidGate(WithBias):
+    """SigmoidGate by the options of a TransformerConfig."""
+
+
+class MegatronSqrtSoftplusGate(WithBias, SqrtSoftplusGate):
+    """SqrtSoftplusGate by the options of a TransformerConfig."""
 
 
 def gate_arguments(config: Any) -> dict[str, Any]:
@@ -148,13 +156,13 @@ def gate_arguments(config: Any) -> dict[str, Any]:
             "topk_groups": config.moe_router_group_topk or 1,
             "group_best": top_k // config.moe_router_group_topk if config.moe_router_group_topk else 1,
         }
-        if config.moe_router_score_function == "softmax":
+        score = config.moe_router_score_function
+        if score == "softmax":
             made: FromConfig = MegatronSoftmaxGate(*size, **options)
         else:
             speed = config.moe_router_bias_update_rate if config.moe_router_enable_expert_bias else 0.0
-            made = MegatronSigmoidGate(
-                *size, **options | {"normalize": top_k > 1, "bias_update_speed": speed}
-            )
+            biased = MegatronSigmoidGate if score == "sigmoid" else MegatronSqrtSoftplusGate
+            made = biased(*size, **options | {"normalize": top_k > 1, "bias_update_speed": speed})
         if getattr(config, "moe_enable_routing_replay", False):
             from megatron.core.transformer.moe.router_replay import RouterReplay
 

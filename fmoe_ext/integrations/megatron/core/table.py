@@ -160,8 +160,8 @@ _ROUTER = (
     _not_with_sinkhorn(
         "moe_router_score_function",
         "softmax",
-        "`SoftmaxGate` or `SigmoidGate`",
-        values=("softmax", "sigmoid"),
+        "`SoftmaxGate`, `SigmoidGate` or `SqrtSoftplusGate`",
+        values=("softmax", "sigmoid", "sqrtsoftplus"),
     ),
     _not_with_sinkhorn(
         "moe_router_pre_softmax", False, "`normalize=False` of `SoftmaxGate`; no effect on sigmoid scores"
