@@ -347,15 +347,6 @@ def test_unknown_names_are_refused(name):
         check_options(config)
 
 
-def test_sqrtsoftplus_is_refused():
-    config = config_of()
-    config.moe_router_score_function = "sqrtsoftplus"
-    with pytest.raises(
-        ValueError, match=r"^moe_router_score_function='sqrtsoftplus' is .* 'softmax', 'sigmoid'"
-    ):
-        ours_of(config)
-
-
 def test_weight_shards_of_the_tensor_parallel_size_are_accepted():
     """Megatron 0.19 and newer set them to expert_tensor_parallel_size in their arguments.py."""
     config = config_of()
