@@ -130,16 +130,17 @@ class DeclaredExperts:
 
     def __init__(self, discovery: Discovery, copies: WarmCopies | None = None):
         self.discovery, self.copies = discovery, copies
-        self._tasks: list[asyncio.Task[None]] = []
+        self._renewing: asyncio.Task[None] | None = None
+        self._copying: asyncio.Task[None] | None = None
         self._server: Server | None = None
 
     async def start(self, server: Server) -> None:
         """Claims the server's experts in discovery."""
         self._server = server
         await server.add_experts(await self._claim(server))
-        self._tasks.append(asyncio.create_task(self._renew(server)))
+        self._renewing = asyncio.create_task(self._renew(server))
         if self.copies is not None:
-            self._tasks.append(asyncio.create_task(self.copies.run(server)))
+            self._copying = asyncio.create_task(self.copies.run(server))
 
     def describe(self, uid: str) -> dict[str, str]:
         """Nothing: an expert that is declared has one server."""
@@ -206,11 +207,12 @@ class DeclaredExperts:
             await server.save_now()
 
     async def stop(self) -> None:
-        """Withdraws them."""
-        for task in self._tasks:
-            task.cancel()
+        """Withdraws them; they stay declared until the copies elsewhere are complete."""
+        await _end(self._copying)
         if self._server is not None:
             await self._hand_over(self._server)
+        await _end(self._renewing)
+        if self._server is not None:
             try:
                 await self.discovery.withdraw(list(self._server.host.experts), self._server.endpoint)
             except DiscoveryError as error:
@@ -230,3 +232,9 @@ class DeclaredExperts:
             if not any(copies.is_awaited(uid, expert.version) for uid, expert in list(experts.items())):
                 break
             await asyncio.sleep(LOOK_SECONDS)
+
+
+async def _end(task: asyncio.Task[None] | None) -> None:
+    if task is not None:
+        task.cancel()
+        await asyncio.wait([task])

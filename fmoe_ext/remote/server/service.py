@@ -91,6 +91,7 @@ class ComputeThread:
 
 
 LONGEST_LOOK = 4.0  # seconds; who claims to look more rarely is not waited for
+LATE_LOOK = 3.0  # seconds that a look may be late on a busy machine, beside one that is left out
 
 
 @dataclass
@@ -111,7 +112,7 @@ class CopiesElsewhere:
     def note_look(self, request: Message, uid: str) -> None:
         every = _seconds(request)
         if every is not None:
-            self._copies.setdefault(uid, _Copy()).due = time.monotonic() + 2 * every + 1.0
+            self._copies.setdefault(uid, _Copy()).due = time.monotonic() + 2 * every + LATE_LOOK
 
     def note_copy(self, request: Message, uid: str, version: int) -> None:
         if _seconds(request) is not None and uid in self._copies:
