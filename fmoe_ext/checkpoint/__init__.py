@@ -8,6 +8,7 @@
 `python -m fmoe_ext.checkpoint inspect|merge|convert PATH` works on the files.
 """
 
+from fmoe_ext.checkpoint.deepspeed import from_deepspeed
 from fmoe_ext.checkpoint.errors import CheckpointError
 from fmoe_ext.checkpoint.fastmoe import merge_fastmoe, read_fastmoe, write_fastmoe
 from fmoe_ext.checkpoint.huggingface import from_huggingface, to_huggingface
@@ -17,6 +18,7 @@ from fmoe_ext.checkpoint.saving import export_safetensors, load, save
 __all__ = [
     "CheckpointError",
     "export_safetensors",
+    "from_deepspeed",
     "from_huggingface",
     "from_megatron_core",
     "load",

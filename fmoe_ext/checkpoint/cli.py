@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from fmoe_ext.checkpoint import convert, fastmoe
+from fmoe_ext.checkpoint import convert, deepspeed, fastmoe
 from fmoe_ext.checkpoint.errors import CheckpointError
 from fmoe_ext.checkpoint.model_state import EXPERT_NAME, describe_layers
 from fmoe_ext.checkpoint.routing import needed_config
@@ -34,8 +34,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def _check_options(options: argparse.Namespace) -> None:
     """CheckpointError for an option that the formats at hand would ignore."""
-    if options.mp_rank is not None and not fastmoe.is_fastmoe(Path(options.path[0])):
-        raise CheckpointError(f"--mp-rank is for folders of FastMoE, which {options.path[0]} is not")
+    path = Path(options.path[0])
+    if options.mp_rank is not None and not (fastmoe.is_fastmoe(path) or deepspeed.is_deepspeed(path)):
+        raise CheckpointError(f"--mp-rank is for folders of FastMoE and DeepSpeed, which {path} is not")
     if options.command == "convert" and options.ranks != 1 and options.to != "fastmoe":
         raise CheckpointError(f"--ranks {options.ranks} is for --to fastmoe: {options.to} has no ranks")
 
@@ -74,7 +75,9 @@ def _convert(checkpoint: convert.Checkpoint, options: argparse.Namespace) -> Non
         print(f"config.json must say {json.dumps(config)[1:-1]}")
     if checkpoint.left_out:
         print(f"left out, no tensors of the model: {len(checkpoint.left_out)}, as {checkpoint.left_out[0]}")
-    if checkpoint.format == "fastmoe" or (checkpoint.manifest and checkpoint.manifest.optimizer):
+    if checkpoint.format in ("fastmoe", "deepspeed") or (
+        checkpoint.manifest and checkpoint.manifest.optimizer
+    ):
         print("the state of the optimizer, if any, is not converted")
 
 
@@ -127,7 +130,7 @@ def _parser() -> argparse.ArgumentParser:
     source.add_argument(
         "path", nargs="+", help="a checkpoint; or the .pt files of FastMoE's ranks, rank 0 first"
     )
-    source.add_argument("--mp-rank", help="FastMoE: the model-parallel part, as mp_rank_00")
+    source.add_argument("--mp-rank", help="FastMoE and DeepSpeed: the model-parallel part, as mp_rank_00")
     source.add_argument("--trust", action="store_true", help="run the code in pickled files of others")
     source.add_argument(
         "--no-verify", dest="verify", action="store_false", help="do not check the checksums first"

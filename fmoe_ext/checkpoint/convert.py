@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from fmoe_ext.checkpoint import fastmoe, huggingface, megatron_core, store
+from fmoe_ext.checkpoint import deepspeed, fastmoe, huggingface, megatron_core, store
 from fmoe_ext.checkpoint.errors import CheckpointError
 from fmoe_ext.checkpoint.families import LAYOUTS
 from fmoe_ext.checkpoint.files import made_folder
@@ -52,7 +52,7 @@ class Checkpoint:
 
 
 def read(*paths: str | Path, mp_rank: str | None = None, trust: bool = False) -> Checkpoint:
-    """The checkpoint at a path: a folder of ours, FastMoE, Hugging Face or Megatron-core, or a safetensors file.
+    """A folder of ours or of FastMoE, DeepSpeed, Hugging Face or Megatron-core, or a safetensors file, as a Checkpoint.
 
     Several paths: the files (torch.save) of FastMoE's ranks, rank 0 first; one such file is a job of one rank.
     mp_rank, trust: fastmoe.read_fastmoe. Raises CheckpointError for anything else, and for what is damaged.
@@ -66,6 +66,8 @@ def read(*paths: str | Path, mp_rank: str | None = None, trust: bool = False) ->
         raise CheckpointError(f"several paths are the files of FastMoE's ranks, but {folders[0]} is a folder")
     if len(paths) > 1 or (path.suffix in (".pt", ".pth") and path.is_file()):
         return Checkpoint("fastmoe", *fastmoe.read_files(all_paths, trust))
+    if deepspeed.is_deepspeed(path):
+        return Checkpoint("deepspeed", *deepspeed.read_deepspeed(path, mp_rank, trust))
     ours = store.has_checkpoint(path)
     if not ours and (files := huggingface.model_files(path)):
         tensors, converted = huggingface.read_model(files)

@@ -73,7 +73,7 @@ def read_files(files: Sequence[Path], trust: bool = False) -> tuple[dict[str, St
 
     Each is a dict with "model", or a state dict, of everything or, from rank 1 on, of experts only.
     """
-    contents = [_load_file(file, trust) for file in files]
+    contents = [load_file(file, trust) for file in files]
     models = []
     for file, content in zip(files, contents, strict=True):
         model = content.get("model", content)
@@ -174,7 +174,8 @@ def _write_rank(
         torch.save(content, file)
 
 
-def _load_file(path: Path, trust: bool) -> dict[Any, Any]:
+def load_file(path: Path, trust: bool) -> dict[Any, Any]:
+    """A dict that torch.save wrote; without trust, code in the file does not run."""
     try:
         mmap = zipfile.is_zipfile(path)
         with torch.serialization.safe_globals(_plain_data()):

@@ -358,7 +358,7 @@ def test_run_is_not_given_a_checkpoint_without_its_optimizer(saved):
         ),
         (
             ("inspect", "ours", "--mp-rank", "mp_rank_00"),
-            "--mp-rank is for folders of FastMoE, which ours is not",
+            "--mp-rank is for folders of FastMoE and DeepSpeed, which ours is not",
         ),
         (("inspect", "ours", "ours"), "the files of FastMoE's ranks, but ours is a folder"),
     ],

@@ -1,0 +1,158 @@
+"""DeepSpeed-MoE's checkpoints, of the layers that deepspeed.moe.layer.MoE builds: a file for each expert of each layer.
+
+    latest                                                         name of the newest folder
+    global_step10/mp_rank_00_model_states.pt                       "module": everything but experts
+    global_step10/layer_0_expert_3_mp_rank_00_model_states.pt      expert 3 of the first MoE layer
+
+    theirs   deepspeed_moe.gate.wg.weight [E, D], deepspeed_moe.experts.deepspeed_experts.<e>.*
+    ours     gate.gate.weight [E, D], experts.htoh4.*, experts.h4toh.* [E, *]; experts.<e>.* for other experts than MLPs
+
+State of optimizers is not read: ZeRO flattens it over ranks.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from fmoe_ext.checkpoint.errors import CheckpointError
+from fmoe_ext.checkpoint.fastmoe import load_file
+from fmoe_ext.checkpoint.files import inside, read_text
+from fmoe_ext.checkpoint.layouts import B1, B2, W1, W2, joined
+from fmoe_ext.checkpoint.safetensors_file import StoredTensor, as_stored
+
+LATEST = "latest"
+MODEL_FILE = re.compile(r"(?P<mp>mp_rank_\d{2})_model_states\.pt")
+EXPERT_FILE = re.compile(
+    r"(?:layer_(?P<layer>\d{1,6})_)?expert_(?P<expert>\d{1,6})_(?P<mp>mp_rank_\d{2})_model_states\.pt"
+)
+GATE = re.compile(r"(?P<layer>(?:.*\.)?)deepspeed_moe\.gate\.wg\.weight")
+EXPERTS = "deepspeed_moe.experts.deepspeed_experts."
+GATED = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))  # of SwiGLU, as Transformers names them
+
+
+def is_deepspeed(path: Path) -> bool:
+    """True for a folder with checkpoints of a DeepSpeed engine, and for the folder of one."""
+    try:
+        folder = _newest(Path(path))
+    except CheckpointError:  # a folder of ours has a file of that name too, which store.py judges
+        return False
+    return folder.is_dir() and any(MODEL_FILE.fullmatch(file.name) for file in folder.glob("mp_rank_*.pt"))
+
+
+def read_deepspeed(
+    path: Path, mp_rank: str | None = None, trust: bool = False
+) -> tuple[dict[str, StoredTensor], list[Path], int]:
+    """The model of a DeepSpeed checkpoint -> ({name: StoredTensor} in our layout, files, step).
+
+    path: the folder of one step, or the one above, whose file "latest" names it. mp_rank: which part of a
+    tensor-parallel model, as "mp_rank_00"; needed where there are several, which are not merged. trust: run the code in
+    files with pickled objects (client_state).
+    Raises CheckpointError for missing experts, and for files that need trust.
+    """
+    folder = _newest(Path(path))
+    models = {
+        match["mp"]: file for file in sorted(folder.iterdir()) if (match := MODEL_FILE.fullmatch(file.name))
+    }
+    if mp_rank is None and len(models) > 1:
+        raise CheckpointError(f"{folder} has several model-parallel parts, name one: {', '.join(models)}")
+    part = mp_rank or next(iter(models))
+    if part not in models:
+        raise CheckpointError(f"{folder} has no {part}, only {', '.join(models)}")
+    content = load_file(models[part], trust)
+    if content.get("ds_autoep_layers"):
+        raise CheckpointError(
+            f"{models[part]} is of AutoEP, whose experts are parts of a Transformers model: save that with "
+            "engine.save_16bit_model() and read the folder it makes"
+        )
+    module = content.get("module")
+    if not isinstance(module, dict):
+        raise CheckpointError(f'{models[part]} has no "module", so it is no checkpoint of a DeepSpeed engine')
+    files, tensors = [models[part]], dict(module)
+    for file in sorted(folder.iterdir()):
+        if (match := EXPERT_FILE.fullmatch(file.name)) and match["mp"] == part:
+            files.append(file)
+            tensors |= load_file(file, trust)
+    step = content.get("global_steps", 0)
+    stored = {name: StoredTensor.of(t) for name, t in tensors.items() if hasattr(t, "shape")}
+    return from_deepspeed(stored), files, step if isinstance(step, int) else 0
+
+
+def _newest(path: Path) -> Path:
+    if not (path / LATEST).is_file():
+        return path
+    tag = read_text(inside(path, LATEST)).strip()
+    folder = inside(path, tag) if tag else path
+    return folder if folder.is_dir() else path
+
+
+def from_deepspeed(state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """A state dict with layers of deepspeed.moe.layer.MoE -> the same under the names of our layers.
+
+    Values are tensors or StoredTensors, experts numbered over all ranks. Experts of two matrices (nn.Linear), or of
+    SwiGLU's three under Transformers' names, become those of FMoETransformerMLP; others keep their parameters' names,
+    as FMoE(expert=...) has them. `mlp` and `coefficient` of use_residual=True keep their names: our layers have no such
+    part. Raises CheckpointError where experts are missing or differ.
+    """
+    tensors, lazy = as_stored(state_dict)
+    out: dict[str, StoredTensor] = {}
+    prefixes = {match["layer"]: t.shape[0] for key, t in tensors.items() if (match := GATE.fullmatch(key))}
+    for key, tensor in tensors.items():
+        match = GATE.fullmatch(key)
+        if match is not None:
+            prefix = match["layer"]
+            out[prefix + "gate.gate.weight"] = tensor
+            out |= _experts(prefix, tensors, prefixes[prefix])
+        elif EXPERTS not in key:
+            out[key] = tensor
+        elif key.partition(EXPERTS)[0] not in prefixes:
+            raise CheckpointError(
+                f"{key} is of an expert, but there is no {key.partition(EXPERTS)[0]}deepspeed_moe.gate"
+            )
+    return out if lazy else {key: tensor.read().clone() for key, tensor in out.items()}
+
+
+def _experts(prefix: str, tensors: Mapping[str, StoredTensor], num_experts: int) -> dict[str, StoredTensor]:
+    found: dict[int, dict[str, StoredTensor]] = {}
+    for key, tensor in tensors.items():
+        number, _, rest = key.removeprefix(prefix + EXPERTS).partition(".")
+        if key.startswith(prefix + EXPERTS) and number.isdecimal():
+            found.setdefault(int(number), {})[rest] = tensor
+    if sorted(found) != list(range(num_experts)):
+        absent = sorted(set(range(num_experts)) - found.keys())
+        raise CheckpointError(
+            f"{prefix}deepspeed_moe.gate is for {num_experts} experts, but "
+            f"{f'there is none of {absent[:8]}' if absent else f'there are {len(found)}'}"
+        )
+    experts = [found[e] for e in range(num_experts)]
+    if any(expert.keys() != experts[0].keys() for expert in experts):
+        raise CheckpointError(f"the experts of {prefix}deepspeed_moe do not have the same parameters")
+    columns = {rest: [expert[rest] for expert in experts] for rest in experts[0]}
+    fused = _fused(f"{prefix}deepspeed_moe", columns)
+    if fused is not None:
+        return {prefix + name: tensor for name, tensor in fused.items()}
+    return {
+        f"{prefix}experts.{e}.{rest}": t for rest, column in columns.items() for e, t in enumerate(column)
+    }
+
+
+def _fused(layer: str, columns: Mapping[str, list[StoredTensor]]) -> dict[str, StoredTensor] | None:
+    """htoh4 and h4toh of all experts, {parameter of one: those of all}; None if the experts are no such MLPs."""
+    weights = [name for name, column in columns.items() if len(column[0].shape) == 2]
+    stems = [name.removesuffix("weight").removesuffix(".") for name in weights]
+    for gate, up, down in GATED:
+        if {stem.rpartition(".")[2] for stem in stems} == {gate, up, down} and len(columns) == 3:
+            of = {stem.rpartition(".")[2]: columns[name] for stem, name in zip(stems, weights, strict=True)}
+            return {W1: joined(layer, of[gate], of[up]), W2: joined(layer, of[down])}
+    if len(weights) != 2 or not _is_mlp([columns[name][0].shape for name in weights]):
+        return None
+    biases = [f"{stem}.bias" for stem in stems]
+    if columns.keys() not in ({*weights}, {*weights, *biases}):
+        return None
+    names = [*zip((W1, W2), weights, strict=True), *zip((B1, B2), biases, strict=True)]
+    return {ours: joined(layer, columns[theirs]) for ours, theirs in names if theirs in columns}
+
+
+def _is_mlp(shapes: Sequence[tuple[int, ...]]) -> bool:
+    """[H, D] and [D, H]."""
+    return shapes[0] == shapes[1][::-1]
