@@ -82,8 +82,9 @@ def _newest(path: Path) -> Path:
     if not (path / LATEST).is_file():
         return path
     tag = read_text(inside(path, LATEST)).strip()
-    folder = inside(path, tag) if tag else path
-    return folder if folder.is_dir() else path
+    if not re.fullmatch(r"[\w.-]{1,200}", tag):
+        raise CheckpointError(f"{path / LATEST} must hold the name of a folder beside it, but holds {tag[:80]!r}")
+    return inside(path, tag)
 
 
 def from_deepspeed(state_dict: Mapping[str, Any]) -> dict[str, Any]:
