@@ -12,6 +12,7 @@ from fmoe_ext.gates import (
     ExpertChoiceGate,
     FasterGate,
     GShardGate,
+    HashGate,
     NaiveGate,
     NoisyGate,
     RoutingReplay,
@@ -28,7 +29,7 @@ from fmoe_ext.integrations.fmoefy import fmoefy
 from fmoe_ext.layers import FMoE
 from fmoe_ext.linear import FMoELinear
 from fmoe_ext.ops import batch_invariant, use_batch_invariant
-from fmoe_ext.tokens import packed_sequences, valid_tokens
+from fmoe_ext.tokens import packed_sequences, token_ids, valid_tokens
 from fmoe_ext.transformer import FMoETransformerMLP
 
 if TYPE_CHECKING:
@@ -47,6 +48,7 @@ __all__ = [
     "FMoETransformerMLP",
     "FasterGate",
     "GShardGate",
+    "HashGate",
     "NaiveGate",
     "NoisyGate",
     "RoutingReplay",
@@ -69,6 +71,7 @@ __all__ = [
     "import_model",
     "ops",
     "packed_sequences",
+    "token_ids",
     "use_batch_invariant",
     "valid_tokens",
 ]

@@ -1,6 +1,6 @@
 """Real tokens of a batch and their sequences, for layers that an argument cannot reach.
 
-with valid_tokens(attention_mask), packed_sequences(cu_seqlens):
+with valid_tokens(attention_mask), packed_sequences(cu_seqlens), token_ids(input_ids):
     loss = model(batch)
 """
 
@@ -22,19 +22,21 @@ class Batch:
     """Facts about the tokens that reach a layer.
 
     num_tokens: T, None where nobody said. rows [V] int64: the real ones, ascending, None for all. sequences [T] int64:
-    the number of each token's sequence, None where nobody said.
+    the number of each token's sequence, ids [T] int64: its number in the vocabulary; None where nobody said.
     """
 
     num_tokens: int | None = None
     rows: torch.Tensor | None = None
     sequences: torch.Tensor | None = None
+    ids: torch.Tensor | None = None
 
     def check(self, num_tokens: int) -> None:
         """ValueError for another number of tokens."""
         if self.num_tokens not in (None, num_tokens):
             raise ValueError(
-                f"valid or the packed sequences have {self.num_tokens} entries but the input has {num_tokens} tokens. "
-                "Call a layer whose tokens differ from the model's outside of valid_tokens(), with its own valid="
+                f"valid, token_ids or the packed sequences have {self.num_tokens} entries but the input has "
+                f"{num_tokens} tokens. Call a layer whose tokens differ from the model's outside of these blocks, with "
+                "its own valid="
             )
 
     def take(self, x: Nest) -> Nest:
@@ -180,4 +182,27 @@ def packed_sequences(cu_seqlens: torch.Tensor) -> Iterator[None]:
     batch = current_batch()
     batch.check(len(sequences))
     with batch_is(replace(batch, num_tokens=len(sequences), sequences=sequences)):
+        yield
+
+
+@contextmanager
+def token_ids(ids: torch.Tensor) -> Iterator[None]:
+    """HashGates in the block choose by these numbers of the tokens.
+
+    ids: integers, one entry a token in the order in which the layers get them, [T] or [B, S]. A forward that activation
+    checkpointing repeats later has the numbers of the first one. Raises TypeError for other dtypes.
+
+    Example:
+
+        >>> gate = partial(fmoe_ext.HashGate, vocab_size=100)
+        >>> layer = fmoe_ext.FMoETransformerMLP(num_expert=4, d_model=8, d_hidden=16, gate=gate)
+        >>> with token_ids(torch.tensor([[5, 7, 5]])):
+        ...     layer(torch.randn(1, 3, 8)).shape
+        torch.Size([1, 3, 8])
+    """
+    if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
+        raise TypeError(f"ids must be integers, but got {ids.dtype}")
+    batch = current_batch()
+    batch.check(ids.numel())
+    with batch_is(replace(batch, num_tokens=ids.numel(), ids=ids.detach().flatten())):
         yield

@@ -83,7 +83,9 @@ def _newest(path: Path) -> Path:
         return path
     tag = read_text(inside(path, LATEST)).strip()
     if not re.fullmatch(r"[\w.-]{1,200}", tag):
-        raise CheckpointError(f"{path / LATEST} must hold the name of a folder beside it, but holds {tag[:80]!r}")
+        raise CheckpointError(
+            f"{path / LATEST} must hold the name of a folder beside it, but holds {tag[:80]!r}"
+        )
     return inside(path, tag)
 
 

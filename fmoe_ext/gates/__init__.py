@@ -12,6 +12,7 @@ from fmoe_ext.gates.dc_gate import DCGate
 from fmoe_ext.gates.expert_choice_gate import ExpertChoiceGate
 from fmoe_ext.gates.faster_gate import FasterGate, gen_faster_gate
 from fmoe_ext.gates.gshard_gate import GShardGate
+from fmoe_ext.gates.hash_gate import HashGate
 from fmoe_ext.gates.losses import balance_loss, sequence_balance_loss, total_loss, z_loss
 from fmoe_ext.gates.naive_gate import NaiveGate
 from fmoe_ext.gates.noisy_gate import NoisyGate
@@ -70,6 +71,7 @@ __all__ = [
     "ExpertChoiceGate",
     "FasterGate",
     "GShardGate",
+    "HashGate",
     "NaiveGate",
     "NoisyGate",
     "OneRank",

@@ -123,7 +123,7 @@ class _MaskReader:
             valid = valid.repeat(1, 1 + config.ngram)
         elif name in ("FSMTEncoder", "FSMTDecoder"):  # their layers get [S, B, D]
             valid = valid.t()
-        return with_valid(_BatchOfModel(outer.num_tokens, None, outer.sequences, name), valid)
+        return with_valid(_BatchOfModel(outer.num_tokens, None, outer.sequences, outer.ids, name), valid)
 
 
 class _MaskOfLayerReader(_MaskReader):
