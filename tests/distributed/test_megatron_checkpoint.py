@@ -13,19 +13,31 @@ pytest.importorskip("megatron.core", reason="pip install megatron-core")
 from test_megatron import ETP2_EP2, TIMEOUT, build_moe
 
 
-def train_and_save(path, layout, **moe_kwargs):
-    """Two steps with the experts on ranks, a checkpoint, two more steps -> parameters at the checkpoint, losses."""
+def train_and_save(path, layout, in_background=False, **moe_kwargs):
+    """Two steps with the experts on ranks, a checkpoint, two more steps -> parameters at the checkpoint, losses.
+
+    in_background: Megatron's --async-save, which writes while the two steps go on.
+    """
     from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
 
     # Megatron's writer starts processes, which those of the pool may not.
     multiprocessing.current_process()._config["daemon"] = False
     with megatron_on_cpu():
         training = with_adam(layout, **moe_kwargs)
         training.run(range(2))
-        dist_checkpointing.save(whole_state(training, is_loading=False), path)
         parameters = layouts.shards(training.modules)
         parameters = {name: (p.detach().clone(), *place) for name, (p, *place) in parameters.items()}
-        return parameters, training.run(range(2, 4))
+        request = dist_checkpointing.save(
+            whole_state(training, is_loading=False), path, async_sharded_save=in_background
+        )
+        queue = AsyncCallsQueue()
+        if in_background:
+            queue.schedule_async_request(request)
+        losses = training.run(range(2, 4))
+        queue.maybe_finalize_async_calls(blocking=True)
+        queue.close()
+        return parameters, losses
 
 
 def with_adam(layout, **moe_kwargs):
@@ -52,6 +64,7 @@ def load_and_train(path, layout, expected, **moe_kwargs):
 
 MOVES = {
     "ep": (4, {"ep": 4}, ((4, {"ep": 2}), (2, {"ep": 2}), (1, {})), {}),
+    "async": (2, {"ep": 2}, ((1, {}),), {}),
     "etp": (4, ETP2_EP2, ((1, {}), (2, {"tp": 2, "etp": 2}), (2, {"ep": 2})), {"activation": "swiglu"}),
 }
 
@@ -61,6 +74,7 @@ MOVES = {
 def test_checkpoint_moves_to_another_layout(pool, tmp_path, move):
     num_ranks, layout, others, options = MOVES[move]
     save, load = (functools.partial(f, **options) for f in (train_and_save, load_and_train))
+    save = functools.partial(save, in_background=move == "async")
     saved = pool.run(save, str(tmp_path), layout, world_size=num_ranks, timeout=TIMEOUT)
     losses, expected = saved[0][1], {}
     for parameters, _ in saved:
