@@ -1,5 +1,6 @@
 """The C++ headers train as Python does, to the bit; they are built once by CMake into build/cpp."""
 
+import fcntl
 import functools
 import json
 import os
@@ -60,8 +61,11 @@ def built(tmp_path_factory):
     if shutil.which(os.environ.get("CXX") or "c++") is None:
         pytest.skip("no C++ compiler is installed")
     prefix = f"-DCMAKE_PREFIX_PATH={torch.utils.cmake_prefix_path}"
-    run("cmake", "-S", ROOT, "-B", BUILD, "-DFMOE_TESTS=ON", prefix)
-    run("cmake", "--build", BUILD, "-j2", "--target", "run_parity")
+    BUILD.mkdir(parents=True, exist_ok=True)
+    with open(BUILD / "tests.lock", "w") as lock:  # every worker of pytest-xdist comes here
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        run("cmake", "-S", ROOT, "-B", BUILD, "-DFMOE_TESTS=ON", prefix)
+        run("cmake", "--build", BUILD, "-j2", "--target", "run_parity")
     return BUILD
 
 

@@ -55,9 +55,9 @@ inline Step begin(const Tensor& moe_inp, const Tensor& valid) {
       "valid must be True (1) for real tokens and False (0) for padding, but has other values: an "
       "additive attention mask is valid = mask == 0");
   TORCH_CHECK_VALUE(
-      valid.numel() == num_tokens, "valid or the packed sequences have ", valid.numel(),
+      valid.numel() == num_tokens, "valid, token_ids or the packed sequences have ", valid.numel(),
       " entries but the input has ", num_tokens, " tokens. ",
-      "Call a layer whose tokens differ from the model's outside of valid_tokens(), with its own valid=");
+      "Call a layer whose tokens differ from the model's outside of these blocks, with its own valid=");
   const Tensor rows = valid.detach().flatten().nonzero().squeeze(1);
   if (rows.size(0) == num_tokens) return {moe_inp, {}, num_tokens};
   return {moe_inp.index_select(0, rows), rows, num_tokens};
