@@ -5,7 +5,7 @@
 
 namespace fmoe_ext {
 
-enum class CurveKind { gelu, gelu_tanh, relu, silu };
+enum class CurveKind { gelu, gelu_tanh, relu, silu, relu2 };
 
 // a = curve(h), or curve(gate) * up where h is [gate; up].
 struct Activation {
@@ -18,7 +18,7 @@ struct Activation {
 constexpr Activation kActivations[] = {
     {CurveKind::gelu, false},     {CurveKind::gelu_tanh, false}, {CurveKind::relu, false},
     {CurveKind::silu, false},     {CurveKind::silu, true},       {CurveKind::gelu, true},
-    {CurveKind::gelu_tanh, true},
+    {CurveKind::gelu_tanh, true}, {CurveKind::relu2, false},
 };
 constexpr int64_t kNumActivations = sizeof(kActivations) / sizeof(kActivations[0]);
 

@@ -29,11 +29,17 @@ __device__ __forceinline__ ValueAndSlope<A> silu(A x) {
   const A s = 1 / (1 + std::exp(-x));
   return {x * s, s * (1 + x * (1 - s))};
 }
+template <typename A>
+__device__ __forceinline__ ValueAndSlope<A> relu2(A x) {
+  const A r = x > 0 ? x : x != x ? x : A(0);
+  return {r * r, r + r};
+}
 template <CurveKind kActivation, typename A>
 __device__ __forceinline__ ValueAndSlope<A> activate(A x) {
   if constexpr (kActivation == CurveKind::gelu) return gelu(x);
   if constexpr (kActivation == CurveKind::gelu_tanh) return gelu_tanh(x);
   if constexpr (kActivation == CurveKind::silu) return silu(x);
+  if constexpr (kActivation == CurveKind::relu2) return relu2(x);
   return x > 0 ? ValueAndSlope<A>{x, 1} : ValueAndSlope<A>{x != x ? x : A(0), 0};  // relu
 }
 
@@ -71,6 +77,8 @@ void dispatch_activation(CurveKind activation, const Body& body) {
       return body(std::integral_constant<CurveKind, CurveKind::relu>{});
     case CurveKind::silu:
       return body(std::integral_constant<CurveKind, CurveKind::silu>{});
+    case CurveKind::relu2:
+      return body(std::integral_constant<CurveKind, CurveKind::relu2>{});
   }
 }
 

@@ -23,7 +23,8 @@ GATED_ACTIVATIONS = ("swiglu", "geglu", "geglu_tanh")
 def activation_name(activation: str | Callable[..., Any]) -> str | None:
     """The name under which ops.expert_mlp computes an activation; None for a callable that it does not know.
 
-    activation: a name of ops.ACTIVATIONS, nn.GELU / nn.ReLU / nn.SiLU, F.gelu / F.relu / F.silu, or any callable.
+    activation: a name of ops.ACTIVATIONS, nn.GELU / nn.ReLU / nn.SiLU, SquaredReLU, F.gelu / F.relu / F.silu, or any
+        callable.
     Raises ValueError for another name, TypeError for what is neither a string nor callable.
     """
     if isinstance(activation, str):
@@ -42,7 +43,7 @@ def activation_name(activation: str | Callable[..., Any]) -> str | None:
         return "relu"
     if type(activation) is nn.SiLU or activation is F.silu:
         return "silu"
-    return None
+    return "relu2" if type(activation) is SquaredReLU else None
 
 
 def is_gated(activation: Any) -> bool:
@@ -52,6 +53,16 @@ def is_gated(activation: Any) -> bool:
         if isinstance(activation, str)
         else getattr(activation, "is_gated", False)
     )
+
+
+class SquaredReLU(nn.Module):
+    """ReLU^2 (So et al. 2021; Nemotron, nanochat), which the operators compute as "relu2". Shapes as nn.ReLU.
+
+    Equivalent to: F.relu(x).square().
+    """
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.relu(x).square()
 
 
 class ClampedSwiGLU(nn.Module):

@@ -13,6 +13,7 @@ ACTIVATIONS = {
     "swiglu": lambda h: F.silu(h[: len(h) // 2]) * h[len(h) // 2 :],
     "geglu": lambda h: F.gelu(h[: len(h) // 2]) * h[len(h) // 2 :],
     "geglu_tanh": lambda h: F.gelu(h[: len(h) // 2], approximate="tanh") * h[len(h) // 2 :],
+    "relu2": lambda h: F.relu(h) ** 2,
 }
 
 

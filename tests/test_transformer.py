@@ -12,7 +12,7 @@ from oracle import ACTIVATIONS, expert_functions, mix, run_layer, run_oracle
 from torch import nn
 
 from fmoe_ext import FMoE, FMoETransformerMLP, GShardGate, NaiveGate, SwitchGate
-from fmoe_ext.experts import FusedExperts, activation_name, to_per_expert_layout
+from fmoe_ext.experts import FusedExperts, SquaredReLU, activation_name, to_per_expert_layout
 from fmoe_ext.testing import assert_close
 
 T, D, H, E = 13, 6, 10, 5
@@ -91,6 +91,7 @@ def test_experts_without_rows_have_zero_gradients():
         (nn.GELU("tanh"), "gelu_tanh"),
         (nn.ReLU(), "relu"),
         (nn.SiLU(), "silu"),
+        (SquaredReLU(), "relu2"),
         (F.gelu, "gelu"),
         (F.relu, "relu"),
         (torch.relu, "relu"),

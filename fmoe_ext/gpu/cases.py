@@ -40,6 +40,7 @@ CASES = (
     Case(300, 2, 3, 2048, 64, "silu", bias=False),  # many steps of k
     Case(130, 1, 5, 8, 8, "geglu_tanh"),  # less than a tile wide
     Case(520, 2, 6, 136, 264, "relu", spread="one"),
+    Case(260, 2, 4, 136, 136, "relu2"),
     Case(33, 4, 64, 64, 128, bias=False, spread="even"),  # two rows an expert
     Case(9, 2, 4, 64, 64, spread="none"),
     Case(0, 2, 4, 64, 64),

@@ -211,6 +211,8 @@ def _activation_name(act_fn: Any) -> str | None:
         return "gelu"
     if isinstance(act_fn, (activations.GELUTanh, activations.NewGELUActivation)):
         return "gelu_tanh"
+    if isinstance(act_fn, activations.ReLUSquaredActivation):
+        return "relu2"
     return activation_name(act_fn) if callable(act_fn) else None
 
 

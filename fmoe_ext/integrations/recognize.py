@@ -18,12 +18,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fmoe_ext import ops
-from fmoe_ext.experts import GatedActivation, activation_name
+from fmoe_ext.experts import GatedActivation, SquaredReLU, activation_name
 from fmoe_ext.integrations.target import DenseMLP
 from fmoe_ext.linear import DTYPES
 
-PLAIN = ("gelu", "gelu_tanh", "relu", "silu")
+PLAIN = ("gelu", "gelu_tanh", "relu", "silu", "relu2")
 GATED = MappingProxyType({"silu": "swiglu", "gelu": "geglu", "gelu_tanh": "geglu_tanh"})
+UNFUSED_GATES = MappingProxyType({"relu": nn.ReLU, "relu2": SquaredReLU})  # of PLAIN, those not in GATED
 DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 
 
@@ -330,7 +331,8 @@ def _find_activation(
         return activation, True
     if isinstance(activation, str) and activation in GATED:
         return GATED[activation], gate_first
-    return GatedActivation(nn.ReLU() if isinstance(activation, str) else activation), gate_first
+    gate = UNFUSED_GATES[activation]() if isinstance(activation, str) else activation
+    return GatedActivation(gate), gate_first
 
 
 def _ungated(activation: str | Callable) -> str | Callable:

@@ -31,6 +31,7 @@ ACTIVATIONS = MappingProxyType(
         "swiglu": lambda h: F.silu(h.chunk(2, -1)[0]) * h.chunk(2, -1)[1],
         "geglu": lambda h: F.gelu(h.chunk(2, -1)[0]) * h.chunk(2, -1)[1],
         "geglu_tanh": lambda h: F.gelu(h.chunk(2, -1)[0], approximate="tanh") * h.chunk(2, -1)[1],
+        "relu2": lambda h: F.relu(h).square(),
     }
 )
 # Numbered as in csrc/activation.h. A tuple: torch.compile breaks the graph at a mapping proxy.
@@ -63,7 +64,7 @@ def expert_mlp(
     x [T, D]; row_idx [T*K], inverse [T, K], offs [E] int32 as sort_tokens returns them; w1 [E, H, D] (gated:
     [E, 2H, D], gate rows before up rows), b1 [E, H or 2H], w2 [E, D, H], b2 [E, D] of the dtype of x;
     topk_weights [T, K] of the dtype of x or float32.
-    activation: gelu, gelu_tanh, relu, silu, swiglu, geglu or geglu_tanh.
+    activation: gelu, gelu_tanh, relu, silu, swiglu, geglu, geglu_tanh or relu2 (ReLU^2, So et al. 2021: relu(h) ** 2).
     Returns the weighted sum over each token's choices [T, D]; with combine=False the (weighted) rows [T*K, D]
     in expert-major order, zero from offs[-1] on. Keeps x, the pre-activation and the indices for backward.
     main_grads: where backward adds the gradients of w1 and w2, instead of returning them; torch.compile then breaks

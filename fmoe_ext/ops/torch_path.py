@@ -238,11 +238,13 @@ PLAIN: tuple[tuple[Callable[..., Tensor], Callable[..., Tensor]], ...] = (
     (F.relu, lambda grad, h: aten.threshold_backward(grad, h, 0)),
     (F.silu, aten.silu_backward),
 )
+RELU2 = (lambda h: F.relu(h).square(), lambda grad, h: grad * (2 * F.relu(h)))
 GATED = (PLAIN[3], PLAIN[0], PLAIN[1])
-# in the order of ops.ACTIVATIONS: gelu, gelu_tanh, relu, silu, swiglu, geglu, geglu_tanh
+# in the order of ops.ACTIVATIONS: gelu, gelu_tanh, relu, silu, swiglu, geglu, geglu_tanh, relu2
 ACTIVATIONS = (
     *(Activation(forward, backward, False) for forward, backward in PLAIN),
     *(Activation(forward, backward, True) for forward, backward in GATED),
+    Activation(*RELU2, False),
 )
 
 

@@ -103,6 +103,8 @@ inline CurvePoint activate(CurveKind curve, double x) {
     }
     case CurveKind::relu:
       return {x > 0 ? x : 0, x > 0 ? 1. : 0.};
+    case CurveKind::relu2:
+      return {x > 0 ? x * x : 0, x > 0 ? 2 * x : 0};
     case CurveKind::silu: {
       const double s = 1 / (1 + std::exp(-x));
       return {x * s, s * (1 + x * (1 - s))};

@@ -4,7 +4,7 @@ import pytest
 import torch
 from gemm_cases import NAMES, check_grouped_gemm, check_mlp, mlp_inputs, run_mlp, wgmmas_of
 
-from fmoe_ext.ops.expert_mlp import activation_number
+from fmoe_ext.ops.expert_mlp import ACTIVATIONS, activation_number
 
 # (dtype, capability of the device that the emulator claims to be): on 9.0, 16-bit types take the Hopper kernels
 PLACES = [(dtype, 80) for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16)]
@@ -123,7 +123,7 @@ def test_expert_mlp_backward_in_halves(emulated, combine, dtype, sm):
 
 
 @pytest.mark.parametrize(("dtype", "sm"), PLACES)
-@pytest.mark.parametrize("activation", ["gelu", "gelu_tanh", "relu", "silu", "swiglu", "geglu", "geglu_tanh"])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_expert_mlp_activations(emulated, activation, dtype, sm):
     gated = activation in ("swiglu", "geglu", "geglu_tanh")
     routing, tensors = mlp_inputs(19, 2, 4, 24, 40, dtype, gated, True, dtype)
@@ -194,6 +194,7 @@ def test_rejects_with_the_values(emulated):
     x, weight, offs = torch.zeros(4, 8), torch.zeros(2, 3, 7), torch.zeros(2, dtype=torch.int32)
     with pytest.raises(RuntimeError, match=r"weight must have shape \[E, N, D\].*got shape \[2, 3, 7\]"):
         emulated.grouped_gemm(x, weight, offs, None)
-    with pytest.raises(RuntimeError, match=r"activation must be in \[0, 7\), .* but got 7"):
+    number = len(ACTIVATIONS)
+    with pytest.raises(RuntimeError, match=rf"activation must be in \[0, {number}\), .* but got {number}"):
         index = (torch.zeros(4, dtype=torch.int32), torch.zeros(4, 1, dtype=torch.int32), offs)
-        emulated.expert_mlp(x, *index, weight, None, weight, None, None, 7, True, False)
+        emulated.expert_mlp(x, *index, weight, None, weight, None, None, number, True, False)

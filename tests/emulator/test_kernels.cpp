@@ -224,6 +224,8 @@ double curve(CurveKind kind, double x) {
       return x * (1 + std::tanh(std::sqrt(2 / std::acos(-1.0)) * (x + 0.044715 * x * x * x))) / 2;
     case CurveKind::silu:
       return x / (1 + std::exp(-x));
+    case CurveKind::relu2:
+      return x > 0 ? x * x : 0;
     default:
       return x > 0 ? x : 0;
   }
@@ -308,6 +310,8 @@ int main(int argc, char** argv) {
     test_activation<float>(Dtype::f32, CurveKind::gelu_tanh, true, 40);
     test_activation<__half>(Dtype::f16, CurveKind::relu, false, 33);
     test_activation<__nv_bfloat16>(Dtype::bf16, CurveKind::silu, true, 24);
+    test_activation<float>(Dtype::f32, CurveKind::relu2, false, 33);
+    test_activation<__nv_bfloat16>(Dtype::bf16, CurveKind::relu2, true, 24);
     test_heaviest_first({}, 4);
     test_heaviest_first({3, 3, 8, 11, 16}, 20);
     test_heaviest_first({90, -5, 1 << 30, 7, 7, 31}, 40);

@@ -4,7 +4,7 @@ import pytest
 import torch
 from gemm_cases import check_grouped_gemm, check_mlp, chosen, mlp_inputs, wgmmas_of
 
-from fmoe_ext.ops.expert_mlp import activation_number
+from fmoe_ext.ops.expert_mlp import ACTIVATIONS, activation_number
 
 
 @pytest.fixture(autouse=True)
@@ -104,7 +104,7 @@ def test_switches(emulated):
 
 
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("activation", ["gelu", "gelu_tanh", "relu", "silu", "swiglu", "geglu", "geglu_tanh"])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_selection_of_expert_mlp(emulated, activation, bias):
     """Every product on Hopper kernels, whatever the activation, with biases and without: two in forward, four in
     backward; h or no h makes no difference to the result."""

@@ -232,7 +232,8 @@ int main(int argc, char** argv) {
       run_weight<bf16, bf16>(c, Gathered::a, false);
       run_weight<bf16, float>(c, Gathered::b, true);
     }
-    for (const CurveKind curve : {CurveKind::gelu, CurveKind::gelu_tanh, CurveKind::relu, CurveKind::silu}) {
+    for (const CurveKind curve :
+         {CurveKind::gelu, CurveKind::gelu_tanh, CurveKind::relu, CurveKind::silu, CurveKind::relu2}) {
       run_hidden<bf16>({{9, 0, 17}, 1, 16, 72, 2}, {curve, false, true, false, true});
       run_hidden<__half>({{70, 3}, 1, 24, 40, 2}, {curve, true, false, true, true});
     }

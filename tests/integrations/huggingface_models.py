@@ -69,8 +69,7 @@ ARCHITECTURES = {
             **{"n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
             **{"intermediate_size": 40, "moe_shared_expert_intermediate_size": 24},
             **{"layers_block_type": ["full_attention", "moe"]},
-        },
-        fused=False,
+        }
     ),
     "MuseSparkTextModel": Architecture(
         {**LOCAL, "head_dim": 8, "moe_intermediate_size": 24, "moe_hidden_size": 16}

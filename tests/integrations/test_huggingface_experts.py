@@ -219,7 +219,7 @@ def run_experts(experts, implementation, top_k_index):
         *((True, name, "geglu_tanh") for name in ("gelu_pytorch_tanh", "gelu_new")),
         *((True, name, None) for name in ("relu", "mish", "quick_gelu")),
         *((False, name, name) for name in ("relu", "silu", "gelu")),
-        *((False, "swish", "silu"), (False, "gelu_new", "gelu_tanh"), (False, "relu2", None)),
+        *((False, "swish", "silu"), (False, "gelu_new", "gelu_tanh"), (False, "relu2", "relu2")),
     ],
 )
 def test_every_layout(is_transposed, has_bias, has_post_expert_norm, has_gate, hidden_act, fused):

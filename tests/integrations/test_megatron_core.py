@@ -36,7 +36,8 @@ def logits(model):
 ACTIVATIONS = {
     "gelu": {},
     "silu": {"activation_func": F.silu},
-    "callable": {"activation_func": lambda x: F.relu(x).square()},
+    "relu2": {"activation_func": lambda x: F.relu(x).square()},
+    "callable": {"activation_func": torch.tanh},
     "swiglu": {"activation_func": F.silu, "gated_linear_unit": True},
     "geglu": {"gated_linear_unit": True, "add_bias_linear": False},
 }

@@ -253,7 +253,7 @@ def expert_mlp_backward(d):
         arguments,
         sizes={**MLP_SIZES, "grad_y": (0, 1), "h": (0, 1)},
         indices=mlp_indices(d),
-        values={"activation": (-1, 7, 2**40), "needs": ([True] * 5,)},
+        values={"activation": (-1, len(ops.ACTIVATIONS), 2**40), "needs": ([True] * 5,)},
     )
 
 

@@ -27,9 +27,9 @@ using torch::autograd::AutogradContext;
 using torch::autograd::Function;
 using torch::autograd::variable_list;
 
-// Names of activations, at the places that operators know; the last three are gated.
-inline constexpr std::array<const char*, 7> kActivations = {"gelu",   "gelu_tanh", "relu",      "silu",
-                                                            "swiglu", "geglu",     "geglu_tanh"};
+// Names of activations, at the places that operators know.
+inline constexpr std::array<const char*, 8> kActivations = {"gelu",   "gelu_tanh", "relu",       "silu",
+                                                            "swiglu", "geglu",     "geglu_tanh", "relu2"};
 // Names of scores, at the places that topk_gate knows.
 inline constexpr std::array<const char*, 2> kScores = {"softmax", "sigmoid"};
 
