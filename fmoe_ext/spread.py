@@ -129,6 +129,23 @@ class SpreadLayer(nn.Module):
             self._mark_parameters(self._expert_dp_comm)
 
 
+def tag_adapters(module: Any) -> None:
+    """Tags the adapters that PEFT put around a Transformers model's experts as these experts, if they are spread.
+
+    ValueError for those that lora.fuse has not seen: save_pretrained() would write the adapters of one rank.
+    """
+    experts = module.get_base_layer() if hasattr(module, "get_base_layer") else None
+    if experts is None or getattr(experts, "expert_parallel", None) is None:
+        return
+    if not hasattr(type(module), "fused_adapter"):
+        raise ValueError(
+            f"{type(module).__name__} has adapters of experts that are spread over ranks, and save_pretrained() would "
+            "write those of one rank: call fmoe_ext.lora.fuse(model) before wrapping it"
+        )
+    comm = next((p.dp_comm for p in experts.parameters() if hasattr(p, "dp_comm")), "none")
+    mark_module_parallel_comm(module, comm, only_untagged=True)
+
+
 def keep_experts(experts: nn.Module, first: int, end: int) -> None:
     """Leaves the experts [first, end) of a list of them, or of modules whose parameters hold one in each row."""
     if isinstance(experts, nn.ModuleList):

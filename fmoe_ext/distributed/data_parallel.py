@@ -17,6 +17,7 @@ from fmoe_ext.ep.exchange import check_same
 from fmoe_ext.layers import FMoE
 from fmoe_ext.linear import FMoELinear
 from fmoe_ext.optimizer_steps import follow_optimizers, has_a_parameter_of
+from fmoe_ext.spread import tag_adapters
 
 
 class _Handle(Protocol):
@@ -65,6 +66,7 @@ class DistributedGroupedDataParallel(nn.Module):
         for name, child in module.named_modules():
             if isinstance(child, FMoE):
                 child.tag_new_parameters()
+            tag_adapters(child)
             if isinstance(child, FMoELinear) and child.gradient_accumulation_fusion:
                 raise ValueError(
                     f"{name} has gradient_accumulation_fusion=True, but DistributedGroupedDataParallel reduces "

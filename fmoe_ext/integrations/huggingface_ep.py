@@ -11,13 +11,14 @@ import torch.distributed as dist
 from fmoe_ext.ep.exchange import Group, find_group, register_group
 from fmoe_ext.ep.expert_parallel import ExpertParallel
 from fmoe_ext.integrations.huggingface_saving import replace_save_pretrained, save_spread, stacks
+from fmoe_ext.integrations.peft_spread import adapters_around, is_peft_model, keep_own_adapters, save_adapters
 from fmoe_ext.linear import check_plain
 from fmoe_ext.spread import keep_rows
 
 
 def spread_experts(model: Any, group: Group = None, expert_dp_comm: str = "none") -> None:
     """Spread a Transformers model with experts_implementation="fmoe", for huggingface.expert_parallel()."""
-    modules = [m for m in model.modules() if hasattr(m, "is_transposed")]
+    modules = [m for m in model.modules() if hasattr(m, "is_transposed") and not hasattr(m, "get_base_layer")]
     if not modules:
         raise ValueError(
             f"{type(model).__name__} has no experts module that Transformers lets others compute, so none whose "
@@ -28,6 +29,13 @@ def spread_experts(model: Any, group: Group = None, expert_dp_comm: str = "none"
         _check(experts, size)
     for experts in modules:
         _keep_own(experts, group, size, expert_dp_comm)
+        for _, adapter in adapters_around(model, experts):
+            parallel = experts.expert_parallel
+            first = parallel.rank * parallel.num_local_experts
+            keep_own_adapters(adapter, first, first + parallel.num_local_experts, expert_dp_comm)
+    if is_peft_model(model):
+        replace_save_pretrained(model, save_adapters)
+        model = model.get_base_model()
     model.generate = functools.partial(_generate, model)
     replace_save_pretrained(model, save_spread)
 

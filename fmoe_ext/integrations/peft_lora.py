@@ -9,6 +9,8 @@ from torch import nn
 
 from fmoe_ext import ops
 from fmoe_ext.adapters import given
+from fmoe_ext.integrations.huggingface_saving import replace_save_pretrained
+from fmoe_ext.integrations.peft_spread import adapters_around, is_peft_model, save_adapters
 from fmoe_ext.linear import FMoELinear, NotesHooks
 
 OLDEST = (0, 19)  # before, A and B of a weight [E, out, in] had each other's sizes
@@ -72,6 +74,8 @@ def fuse_adapters(model: nn.Module) -> None:
         )
     for wrapper in wrappers:
         wrapper.__class__ = FusedParamWrapper
+    if is_peft_model(model) and any(adapters_around(model)):
+        replace_save_pretrained(model, save_adapters)
 
 
 def takes_adapters(wrapper: ParamWrapper) -> bool:
