@@ -87,6 +87,22 @@ def table(header: list, rows: list) -> str:
     return "\n".join(lines)
 
 
+def merged(path: Path, rows: list, key: tuple) -> list:
+    """rows, after those that the file of results has of other cases: rows with other values at the names of key."""
+    if not path.exists():
+        return rows
+    content = json.loads(path.read_text())
+    here = machine()
+    if content["machine"] != here:
+        raise SystemExit(
+            f"{path} has figures of another machine ({content['machine']}): move it away, this is {here}"
+        )
+    measured = {tuple(row[name] for name in key) for row in rows}
+    return [
+        row for row in content["results"]["rows"] if tuple(row[name] for name in key) not in measured
+    ] + rows
+
+
 def write(path: Path, command: str, results: list, text: str):
     """The results as JSON with machine, commit and command, and the table beside it as markdown."""
     path.parent.mkdir(parents=True, exist_ok=True)
