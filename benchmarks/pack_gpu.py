@@ -62,7 +62,7 @@ def pack_dsl(wheels, archive):
         for library in Path(unpacked).rglob("*.so*"):
             if strip and library.is_file():
                 subprocess.run([strip, "--strip-debug", str(library)], check=False, capture_output=True)
-        with lzma.open(archive, "wb", preset=6) as stream, tarfile.open(fileobj=stream, mode="w") as tar:
+        with lzma.open(archive, "wb", preset=2) as stream, tarfile.open(fileobj=stream, mode="w") as tar:
             tar.add(unpacked, arcname=".")
 
 

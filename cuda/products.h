@@ -80,7 +80,7 @@ class Products {
                                  data(scaled_a), data(dweights), stream_);
       return;
     }
-    const int64_t num_dots = num_hidden_dots_sm90(narrow(H));
+    const int64_t num_dots = num_hidden_dots_sm90(narrow(H), grid(entry));
     std::optional<Tensor> dots;
     if (dweights) dots = torch::stable::new_empty(like_, {num_rows_, num_dots}, ScalarType::Float);
     launch_grad_hidden_sm90(dtype(), curve, gated, dy.data, rows, data(w2), narrow(D), narrow(H), data(dh),
