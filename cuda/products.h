@@ -71,7 +71,7 @@ class Products {
                    const Tensor& w2, const std::optional<Tensor>& b2, const Tensor& dh,
                    const Tensor& scaled_a, const std::optional<Tensor>& dweights) const {
     const int64_t D = w2.size(1), H = w2.size(2);
-    const Entry* entry = select(Product::grad_hidden);
+    const Entry* entry = select(Product::grad_hidden, H, D);
     if (!is_hopper(entry)) {
       const Tensor da = torch::stable::new_empty(like_, {num_rows_, H});
       launch_rows_by_weight(dtype(), is_tf32(entry), dy, grouped_weight(w2, true), offs_, num_rows_, nullptr,
