@@ -103,7 +103,9 @@ def merged(path: Path, rows: list, key: tuple) -> list:
         print(f"{path} has results of {theirs}, these are of {ours}: they are not merged")
         return rows
     measured = {tuple(row[name] for name in key) for row in rows}
-    return [row for row in content["results"]["rows"] if tuple(row[name] for name in key) not in measured] + rows
+    return [
+        row for row in content["results"]["rows"] if tuple(row[name] for name in key) not in measured
+    ] + rows
 
 
 def write(path: Path, command: str, results: list, text: str):

@@ -22,7 +22,13 @@ ROOT = Path(__file__).parents[1]
 LIMIT = 64 * 2**20
 PYTHON = "3.12"  # of the machine with the GPU
 PLATFORMS = [f"manylinux_2_{n}_x86_64" for n in (39, 35, 34, 31, 28, 27, 24, 17)] + ["manylinux2014_x86_64"]
-WHEELS = ("liger-kernel", "sonic-moe==0.1.2.post1", "quack-kernels==0.3.11", "apache-tvm-ffi", "torch-c-dlpack-ext")
+WHEELS = (
+    "liger-kernel",
+    "sonic-moe==0.1.2.post1",
+    "quack-kernels==0.3.11",
+    "apache-tvm-ffi",
+    "torch-c-dlpack-ext",
+)
 DSL = ("nvidia-cutlass-dsl==4.4.2", "nvidia-cutlass-dsl-libs-base==4.4.2")
 MODULES = ("_C.abi3.so", "_C_cuda.abi3.so")
 

@@ -43,8 +43,8 @@ __device__ __forceinline__ ValueAndSlope<A> activate(A x) {
   return x > 0 ? ValueAndSlope<A>{x, 1} : ValueAndSlope<A>{x != x ? x : A(0), 0};  // relu
 }
 
-// activate() in float32, for results of 16 bits: an exponential and a reciprocal of one instruction each, which
-// flush what is below 2^-126 to zero. Factors that do not depend on x are multiplied into one another.
+// activate() in float32, for results of 16 bits: an exponential and a reciprocal of one instruction each,
+// which flush what is below 2^-126 to zero. Factors that do not depend on x are multiplied into one another.
 template <CurveKind kCurve>
 __device__ __forceinline__ ValueAndSlope<float> activate_fast(float x) {
   constexpr float kLog2e = 1.4426950408889634f;

@@ -41,7 +41,10 @@ class Products {
   void up(CurveKind curve, bool gated, const GroupedRows& x, const Tensor& w1,
           const std::optional<Tensor>& b1, const std::optional<Tensor>& h, const Tensor& a) const {
     const int64_t H = a.size(1);
-    const Entry* entry = select(Product::up);
+    Task task = task_of(Product::up);
+    task.gated = gated;
+    task.costly = !gated && curve != CurveKind::relu && curve != CurveKind::relu2;
+    const Entry* entry = fmoe_ext::select(task);
     if (is_hopper(entry)) {
       launch_up_sm90(dtype(), curve, gated, x, offs_, data(w1), data(b1), num_rows_, num_experts_, narrow(H),
                      data(h), data(a), grid(entry), stream_);

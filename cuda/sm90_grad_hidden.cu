@@ -1,6 +1,6 @@
-// B1: the gradient of h on Hopper. dA = dy_rows w2: a producer warpgroup gathers the rows of dy and loads w2 by
-// TMA. dA stays in registers: the epilogue reads h, computes the activation again, and writes dh, the scaled
-// activation (for the gradient of w2) and <dA, act(h)> by row.
+// B1: the gradient of h on Hopper. dA = dy_rows w2: a producer warpgroup gathers the rows of dy and loads w2
+// by TMA. dA stays in registers: the epilogue reads h, computes the activation again, and writes dh, the
+// scaled activation (for the gradient of w2) and <dA, act(h)> by row.
 //
 // Each consumer warp works through its part of a tile alone, in units of 16 rows x 64 columns. Two units of h
 // are on their way (TMA) while the tile is multiplied; the gradients take their place in shared memory. Tiles
@@ -270,7 +270,9 @@ __global__ void __launch_bounds__(kSumThreads)
 
 }  // namespace
 
-int64_t num_hidden_dots_sm90(int H, const Grid& grid) { return ceil_div(H, grid.tile_columns == 256 ? 256 : 128); }
+int64_t num_hidden_dots_sm90(int H, const Grid& grid) {
+  return ceil_div(H, grid.tile_columns == 256 ? 256 : 128);
+}
 
 void launch_grad_hidden_sm90(Dtype dtype, CurveKind activation, bool gated, const void* dy,
                              const ActivationRows& rows, const void* w2, int D, int H, void* dh,
