@@ -25,7 +25,12 @@ ROOT = Path(__file__).parents[1]
 SHAPES = ("Qwen3-30B-A3B", "FastMoE E64", "Mixtral-8x7B")
 SOURCES = ("benchmarks/ablations.cu", "cuda/sm90_grad_hidden.cu", "cuda/sm90_grad_weight.cu")
 TOKENS, CALLS = 16384, 20
-WITHOUT = {"nothing": 0, "epilogue": 1, "activation": 2, "index": 4}  # bits of FMOE_WITHOUT in cuda/common.cuh
+WITHOUT = {
+    "nothing": 0,
+    "epilogue": 1,
+    "activation": 2,
+    "index": 4,
+}  # bits of FMOE_WITHOUT in cuda/common.cuh
 KERNELS = {  # name: (tile columns of B1 or blocks a cluster of B2, parts that it has)
     "B1 128x128": (128, ("nothing", "epilogue", "activation", "index")),
     "B1 128x256": (256, ("nothing", "epilogue", "activation", "index")),
@@ -36,7 +41,16 @@ KERNELS = {  # name: (tile columns of B1 or blocks a cluster of B2, parts that i
 
 def command(part, out):
     return [
-        *("nvcc", "-std=c++20", "-O3", "-shared", "-Xcompiler", "-fPIC", f"-I{ROOT / 'csrc'}", f"-I{ROOT / 'cuda'}"),
+        *(
+            "nvcc",
+            "-std=c++20",
+            "-O3",
+            "-shared",
+            "-Xcompiler",
+            "-fPIC",
+            f"-I{ROOT / 'csrc'}",
+            f"-I{ROOT / 'cuda'}",
+        ),
         *(f"-DFMOE_WITHOUT={WITHOUT[part]}", "-gencode=arch=compute_90a,code=sm_90a"),
         *(str(ROOT / source) for source in SOURCES),
         *("-o", str(out)),
@@ -61,7 +75,9 @@ def compiled(folder):
 
 def problem(device, shape, T):
     """(arguments of grad_hidden, of grad_weight), without grid and stream."""
-    ((x, topk_idx, topk_weights), *_), _, w2 = bench_gpu_layer.make_inputs(device, shape, T, torch.bfloat16, T)
+    ((x, topk_idx, topk_weights), *_), _, w2 = bench_gpu_layer.make_inputs(
+        device, shape, T, torch.bfloat16, T
+    )
     _, offs, row_idx, _ = ops.sort_tokens(topk_idx, shape.E)
     R = row_idx.numel()
     new = lambda *size, dtype=torch.bfloat16: torch.empty(size, dtype=dtype, device=device.name)  # noqa: E731
@@ -140,7 +156,9 @@ def main(argv=None):
                 torch.cuda.empty_cache()
     text = report(rows)
     print(text)
-    written = " ".join(["python -m benchmarks.bench_gpu_ablations", *(sys.argv[1:] if argv is None else argv)])
+    written = " ".join(
+        ["python -m benchmarks.bench_gpu_ablations", *(sys.argv[1:] if argv is None else argv)]
+    )
     common.write(args.out, written, {"rows": rows}, text)
 
 

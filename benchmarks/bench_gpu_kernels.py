@@ -35,7 +35,9 @@ def parse(argv):
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--shapes", default=SHAPES, help=f"name:tokens, comma-separated (default: {SHAPES})")
     parser.add_argument("--out", type=Path, default=common.RESULTS / "gpu_kernels.json")
-    parser.add_argument("--once", action="store_true", help="one step of each shape, no times: for a profiler")
+    parser.add_argument(
+        "--once", action="store_true", help="one step of each shape, no times: for a profiler"
+    )
     parser.add_argument("--dry-run", action="store_true", help="a tiny shape on the CPU")
     args = parser.parse_args(argv)
     if not args.dry_run and not torch.cuda.is_available():
