@@ -1,9 +1,9 @@
 """Parts of B1 and B2 left out one at a time on a GPU: what the epilogue, the activation and the index cost.
 
-    python -m benchmarks.bench_gpu_ablations              compiles the variants (nvcc, a minute on 8 cores) and times them
+    python -m benchmarks.bench_gpu_ablations              compiles (nvcc, a minute on 8 cores) and times
     python -m benchmarks.bench_gpu_ablations --dry-run    inputs and tables on the CPU; compiles and launches nothing
 
-A part costs what its absence saves, beside the whole kernel in the same run. Results without a part are wrong by design.
+A part costs what its absence saves, beside the whole kernel in the same run. Without a part the results are wrong.
 """
 
 import argparse
