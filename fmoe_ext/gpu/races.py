@@ -4,6 +4,7 @@ import math
 import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
 import torch.distributed.pipelining  # with it ops compute the gradients of inputs without those of weights
@@ -42,12 +43,14 @@ class Lost:
 
 
 Event = Start | Lost | Race | TorchWin
-TIMED_BY = {  # an operator that torch may take, and the operations that time it
-    "grouped_gemm": OPERATIONS[:1],
-    "grouped_gemm_backward": OPERATIONS[1:3],
-    "expert_mlp": OPERATIONS[4:5],
-    "expert_mlp_backward": OPERATIONS[5:],
-}
+TIMED_BY = MappingProxyType(
+    {  # an operator that torch may take, and the operations that time it
+        "grouped_gemm": OPERATIONS[:1],
+        "grouped_gemm_backward": OPERATIONS[1:3],
+        "expert_mlp": OPERATIONS[4:5],
+        "expert_mlp_backward": OPERATIONS[5:],
+    }
+)
 
 
 def operations(case: Case, inputs: Inputs) -> dict[str, Callable[[], object]]:

@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -39,15 +40,17 @@ def install(dispatch_key: str) -> torch.library.Library:
     return library
 
 
-TORCH_OPERATORS = {  # what torch may win, and the operators that this stands for
-    "grouped_gemm": ("grouped_gemm",),
-    "grouped_gemm_backward": ("grouped_gemm_backward", "grouped_gemm_backward_accumulate"),
-    "expert_mlp": ("expert_mlp",),
-    "expert_mlp_backward": (
-        *("expert_mlp_backward", "expert_mlp_backward_accumulate"),
-        *("expert_mlp_backward_inputs", "expert_mlp_backward_weights"),
-    ),
-}
+TORCH_OPERATORS = MappingProxyType(
+    {  # what torch may win, and the operators that this stands for
+        "grouped_gemm": ("grouped_gemm",),
+        "grouped_gemm_backward": ("grouped_gemm_backward", "grouped_gemm_backward_accumulate"),
+        "expert_mlp": ("expert_mlp",),
+        "expert_mlp_backward": (
+            *("expert_mlp_backward", "expert_mlp_backward_accumulate"),
+            *("expert_mlp_backward_inputs", "expert_mlp_backward_weights"),
+        ),
+    }
+)
 
 
 def install_where(
