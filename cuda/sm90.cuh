@@ -204,6 +204,15 @@ __device__ __forceinline__ void multiply(R& ring, float (&acc)[kHalves][R::kN / 
   if (releases) ring.release(count - 1);
 }
 
+// In place of an epilogue that is left out: accumulators that nobody reads would not be multiplied.
+template <int kCount>
+__device__ __forceinline__ void pretend_to_store(const float (&acc)[kCount], void* out) {
+  float sum = 0;
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) sum += acc[i];
+  if (sum == 0x1.23456p99f) *static_cast<float*>(out) = sum;
+}
+
 // ---- results: each warp stages its 16 rows of a tile [64, kColumns] in shared memory, and after a
 // __syncwarp stores them in whole lines value(piece, lower) packs what this thread holds of columns 8 piece
 // .. 8 piece + 7: two elements of row lane / 4, or, when lower, of the row 8 below.
