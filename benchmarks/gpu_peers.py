@@ -195,9 +195,35 @@ def scattermoe(w1, w2):
     return Layer(run, (up_first, down), lambda dw1, dw2: (swap(dw1), dw2))
 
 
+QUACK_TILES = (
+    (128, 192, True),
+    (128, 128, True),
+    (128, 256, False),
+    (256, 128, False),
+)  # rows, columns, ping-pong
+
+
+def restrict_quack():
+    """Leaves four tiles to the tuner of QuACK, which else compiles dozens a shape; its default is among them."""
+    for tuner in vars(importlib.import_module("quack.gemm_interface")).values():
+        kept = []
+        for candidate in getattr(tuner, "configs", ()):
+            config = candidate.kwargs["config"]
+            tile = (config.tile_m, config.tile_n, config.pingpong)
+            if tile in QUACK_TILES and (config.cluster_m, config.swap_ab, config.device_capacity) == (
+                2,
+                False,
+                9,
+            ):
+                kept.append(candidate)
+        if kept:
+            tuner.configs = kept
+
+
 def sonicmoe(w1, w2):
     """By its path for a fixed number of choices a token, which its own layer takes after its router."""
     functional = importlib.import_module("sonicmoe.functional")
+    restrict_quack()
     activation = importlib.import_module("sonicmoe.enums").ActivationType.SWIGLU
     up, down, metadata = (
         functional._UpProjection,

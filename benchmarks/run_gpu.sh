@@ -7,11 +7,11 @@
 #   benchmarks/run_gpu.sh --dry-run                 the same steps where there is no GPU, in less than three minutes:
 #                                                   their arguments, and the benchmarks on the CPU with tiny shapes
 #
-#   1  build or unpack, prove, tests on the GPU, times of kernels, layers at 16,384 tokens beside the peer of record
-#   2  unpack the peers' packages, layers beside Liger and the peers that compile themselves
-#   3  SonicMoE and its twelve shapes; skewed choices
-#   4  counters of B1, B2 and F1 by ncu, and their ablations
-#   5  host time, E64 and E96, fewer tokens, compute-sanitizer
+#   1  build or unpack, prove, times of kernels, layers at 16,384 tokens beside the peer of record
+#   2  unpack the peers' packages, layers beside Liger and SonicMoE; 32,768 tokens
+#   3  SonicMoE's twelve shapes; skewed choices
+#   4  ablations of B1 and B2; counters of B1, B2 and F1 by ncu
+#   5  host time, tests of operators and layers, 4,096 tokens, compute-sanitizer
 #
 # `python -m benchmarks.pack_gpu` makes build/gpu, which a machine without a network needs: our modules, peers' wheels.
 # PYTHON names the interpreter (default: .venv/bin/python, else python3); it needs torch and pytest.
@@ -90,35 +90,32 @@ assert not cuda or ops.cuda_module_missing is None, ops.cuda_module_missing'
 
 part_1() {
   step info 40 "$python" -m fmoe_ext.info
-  local pytest=("$python" -m pytest -q -p no:cacheprovider) parallel=()
-  local on_gpu=(tests/ops tests/gates tests/test_layers.py tests/test_linear.py tests/test_transformer.py tests/test_balance.py)
-  has xdist && parallel=(-n "$(($(nproc) < 12 ? $(nproc) : 12))" --dist worksteal)
+  local pytest=("$python" -m pytest -q -p no:cacheprovider)
   if ((dry_run)); then
     step prove 40 "$python" -m fmoe_ext.gpu prove --help
     step device 40 "${pytest[@]}" tests/cuda/test_on_gpu.py
-    step tests 60 "${pytest[@]}" --device cuda --collect-only tests/ops
     step kernels 40 "$python" -m benchmarks.bench_gpu_kernels --dry-run --out "$out/gpu_kernels.json"
   else
     # Kernels that fail or lose here are off in all that follows; a proof that is there already is made again.
-    step prove 220 "$python" -m fmoe_ext.gpu prove --limit 30 --budget 200
+    step prove 260 "$python" -m fmoe_ext.gpu prove --limit 40 --budget 240
     mkdir -p "$out/proof" && cp "${XDG_CACHE_HOME:-$HOME/.cache}"/fmoe_ext/gpu/*.json "$out/proof/"
     step device 40 "${pytest[@]}" tests/cuda/test_on_gpu.py
-    step tests 110 "${pytest[@]}" --device cuda "${parallel[@]}" "${on_gpu[@]}"
     step kernels 45 "$python" -m benchmarks.bench_gpu_kernels --out "$out/gpu_kernels.json"
   fi
-  layer layer_16384 150 --tokens 16384 --shapes "Mixtral,Qwen,OLMoE,GPT-OSS,DeepSeek,E64,E96"
+  layer layer_16384 160 --tokens 16384 --shapes "Mixtral,Qwen,OLMoE,GPT-OSS,DeepSeek,E64,E96"
 }
 
 part_2() {
   mkdir -p "$site"
   if compgen -G "build/gpu/base/*.whl" >/dev/null && ! ((dry_run)); then
-    step wheels 60 "$python" -m pip install -q --no-index --no-deps --no-compile --upgrade --target "$site" build/gpu/base/*.whl
+    step wheels 40 "$python" -m pip install -q --no-index --no-deps --no-compile --upgrade --target "$site" build/gpu/base/*.whl
   fi
-  [[ -f build/gpu/dsl/dsl.tar.xz ]] && ! ((dry_run)) && step dsl 120 tar -xJf build/gpu/dsl/dsl.tar.xz -C "$site"
+  [[ -f build/gpu/dsl/dsl.tar.xz ]] && ! ((dry_run)) && step dsl 90 tar -xJf build/gpu/dsl/dsl.tar.xz -C "$site"
   [[ -f $site/nvidia_cutlass_dsl.pth ]] &&
     export PYTHONPATH=$PYTHONPATH:$site/$(grep -v import "$site/nvidia_cutlass_dsl.pth" | head -n 1)
   has sonicmoe && step sonicmoe 60 "$python" -c "import sonicmoe.functional; print(sonicmoe.functional.__file__)"
   layer peers 240 --tokens 16384 --shapes "Qwen,OLMoE" --tuning --rounds 5
+  layer layer_32768 120 --tokens 32768 --shapes "Mixtral,Qwen,OLMoE,GPT-OSS,DeepSeek,E64,E96"
 }
 
 part_3() {
@@ -149,8 +146,13 @@ part_4() {
 part_5() {
   if ((dry_run)); then
     step host 60 "$python" -m benchmarks.bench_gpu_host --dry-run --out "$out/gpu_host.json"
+    step tests 60 "$python" -m pytest -q -p no:cacheprovider --device cuda --collect-only tests/ops
   else
+    local parallel=()
+    local on_gpu=(tests/ops tests/gates tests/test_layers.py tests/test_linear.py tests/test_transformer.py tests/test_balance.py)
+    has xdist && parallel=(-n "$(($(nproc) < 12 ? $(nproc) : 12))" --dist worksteal)
     step host 120 "$python" -m benchmarks.bench_gpu_host --out "$out/gpu_host.json"
+    step tests 120 "$python" -m pytest -q -p no:cacheprovider --device cuda "${parallel[@]}" "${on_gpu[@]}"
   fi
   layer layer_4096 160 --tokens 4096 --shapes "E64,E96,Qwen,OLMoE,GPT-OSS"
   local small=(tests/ops/test_expert_mlp.py tests/ops/test_grouped_gemm.py tests/ops/test_topk_gate.py)
@@ -160,7 +162,6 @@ part_5() {
   else
     echo "== memory: left out, compute-sanitizer was not found"
   fi
-  layer layer_32768 150 --tokens 32768
 }
 
 build

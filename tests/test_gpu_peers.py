@@ -116,6 +116,7 @@ MODULES = {
         "TC_topk_router_metadata_triton": metadata,
     },
     "sonicmoe.enums": {"ActivationType": types.SimpleNamespace(SWIGLU="swiglu")},
+    "quack.gemm_interface": {"gemm_tuned": types.SimpleNamespace(configs=[])},
     "transformer_engine.pytorch": {"GroupedLinear": GroupedLinear},
     "deep_gemm": {},
 }
@@ -145,6 +146,24 @@ def test_every_peer_computes_the_layer_and_its_gradients(installed, routing):
         theirs = bench_gpu_layer.results_of(layer, inputs, grad)
         assert [t.shape for t in theirs] == [t.shape for t in ours], name
         assert bench_gpu_layer.largest_difference(ours, theirs) < 0.03, name
+
+
+def test_quack_keeps_four_tiles(installed, monkeypatch):
+    tiles = [(m, n, turn) for m in (128, 256) for n in (128, 192, 256) for turn in (False, True)]
+    configs = [
+        types.SimpleNamespace(kwargs={"config": types.SimpleNamespace(
+            tile_m=m, tile_n=n, pingpong=turn, cluster_m=cluster, swap_ab=swap, device_capacity=9
+        )})
+        for m, n, turn in tiles
+        for cluster in (1, 2)
+        for swap in (False, True)
+    ]  # fmt: skip
+    tuner = types.SimpleNamespace(configs=configs)
+    monkeypatch.setattr(sys.modules["quack.gemm_interface"], "gemm_tuned", tuner)
+    gpu_peers.restrict_quack()
+    kept = [config.kwargs["config"] for config in tuner.configs]
+    assert {(c.tile_m, c.tile_n, c.pingpong) for c in kept} == set(gpu_peers.QUACK_TILES) and len(kept) == 4
+    assert all(c.cluster_m == 2 and not c.swap_ab for c in kept)
 
 
 def test_peer_with_another_signature_is_left_out(installed, monkeypatch):
