@@ -138,9 +138,12 @@ def convert(app, what, name, obj, options, lines):
             result += code_block(paragraph)
             continue
         for item in items(paragraph):
+            item, others = re.fullmatch(r"(.*?)(?: (Other arguments: .*))?", item, re.DOTALL).groups()
             described = arguments(item, types)
             for line in [markup(item)] if described is None else as_list(described, types):
                 result += [line, ""]
+            if others:
+                result += [markup(others), ""]
     lines[:] = result
 
 
