@@ -122,6 +122,9 @@ def experts_forward(
     Raises TypeError for quantised weights.
     Equivalent to: experts.forward(hidden_states, top_k_index, top_k_weights) with experts_implementation="eager".
     """
+    streamed = getattr(experts, "streamed", None)
+    if streamed is not None:
+        return streamed.forward(experts, hidden_states, top_k_index, top_k_weights)  # type: ignore[no-any-return]
     has_bias = experts.has_bias
     up = "gate_up_proj" if experts.has_gate else "up_proj"
     taken = take(experts)
@@ -143,12 +146,12 @@ def experts_forward(
     for chunk in dispatched.chunks:
         tokens = chunk.receive()
         weights = (w1, b1, w2, b2)
-        chunk.give_back(_compute(experts, weights, tokens.x, tokens.topk_idx, tokens.topk_weights, adapters))
+        chunk.give_back(compute(experts, weights, tokens.x, tokens.topk_idx, tokens.topk_weights, adapters))
     out: Tensor = combine(dispatched)
     return out.to(hidden_states.dtype)
 
 
-def _compute(
+def compute(
     experts: Any,
     weights: Any,
     x: Tensor,

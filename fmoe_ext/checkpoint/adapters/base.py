@@ -52,6 +52,9 @@ class Base:
                 raise CheckpointError(f"{file} has tensors that another file of the folder has too")
             self.files[file] = list(found)
             self.tensors |= found
+
+    def check_plain(self) -> None:
+        """CheckpointError if the weights are quantised."""
         quantization = self.config.get("quantization_config")
         odd = [
             name for name, t in self.tensors.items() if t.dtype.is_floating_point and t.dtype not in FLOATS
@@ -59,7 +62,7 @@ class Base:
         if quantization or odd:
             kind = quantization.get("quant_method") if isinstance(quantization, dict) else odd[:1]
             raise CheckpointError(
-                f"{folder} is quantised ({kind}): rounding to such values loses most of a small delta. Dequantise the "
+                f"{self.folder} is quantised ({kind}): rounding to such values loses most of a small delta. Dequantise the "
                 "model to bfloat16 first"
             )
 

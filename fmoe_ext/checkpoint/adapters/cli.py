@@ -32,6 +32,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run(options: argparse.Namespace) -> int:
     adapter = read_adapter(Path(options.path), options.packing, options.orientation)
     base = Base(Path(options.base)) if options.base else None
+    if base is not None:
+        base.check_plain()
     if options.command == "convert":
         convert(adapter, options.to, Path(options.out), base)
         print(f"{options.out}: {len(adapter.layers)} layers of experts as {options.to}")
