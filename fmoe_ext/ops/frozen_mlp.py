@@ -18,6 +18,7 @@ from fmoe_ext.ops.arguments import FrozenMlp, FrozenMlpBackward
 from fmoe_ext.ops.expert_mlp import ACTIVATIONS, activation_number, expert_mlp_ref
 from fmoe_ext.ops.grouped_gemm import grouped_gemm
 from fmoe_ext.ops.permute import permute, unpermute
+from fmoe_ext.ops.quantized import Quantized, gates_first
 
 
 class Lora(NamedTuple):
@@ -33,9 +34,9 @@ def frozen_mlp(
     row_idx: torch.Tensor,
     inverse: torch.Tensor,
     offs: torch.Tensor,
-    w1: torch.Tensor,
+    w1: torch.Tensor | Quantized,
     b1: torch.Tensor | None,
-    w2: torch.Tensor,
+    w2: torch.Tensor | Quantized,
     b2: torch.Tensor | None,
     topk_weights: torch.Tensor | None = None,
     activation: str = "gelu",
@@ -45,6 +46,7 @@ def frozen_mlp(
 ) -> torch.Tensor:
     """expert_mlp with frozen weights and an adapter (LoRA) on one or both of them; see expert_mlp for the rest.
 
+    w1, w2: float, or Quantized; b1 and lora1.b have the order of the rows of w1.
     lora1: of w1, a [E, rank, D], b [E, H or 2H, rank]; lora2: of w2, a [E, rank, H], b [E, D, rank]; both of the dtype
     of x. Differentiable in x, topk_weights and the adapters. Keeps x, the pre-activation, the indices and the rank rows
     of each adapter for backward; no copy of a weight and no gradient of its size is made.
@@ -54,6 +56,8 @@ def frozen_mlp(
     """
     number = activation_number(activation)
     gpu_kernels.before(x)
+    w1, b1, lora1 = _dense(w1, b1, lora1, x.dtype)
+    w2, b2, lora2 = _dense(w2, b2, lora2, x.dtype)
     _check_frozen(w1=w1, b1=b1, w2=w2, b2=b2)
     (a1, lb1, scale1), (a2, lb2, scale2) = lora1 or (None, None, 1.0), lora2 or (None, None, 1.0)
     learned = (x, topk_weights, a1, lb1, a2, lb2)
@@ -65,6 +69,18 @@ def frozen_mlp(
         y: torch.Tensor = call_functional("fmoe_ext::frozen_mlp", *cast, *options, True)[0]
         return y
     return torch.ops.fmoe_ext.frozen_mlp(*arguments, *options, save)[0]
+
+
+def _dense(
+    weight: torch.Tensor | Quantized, bias: torch.Tensor | None, lora: Lora | None, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor | None, Lora | None]:
+    """The decoded weight, its bias and its adapter, gates before ups."""
+    if not isinstance(weight, Quantized):
+        return weight, bias, lora
+    if weight.interleaved:
+        bias = None if bias is None else gates_first(bias)
+        lora = None if lora is None else lora._replace(b=gates_first(lora.b))
+    return weight.dequantize(dtype), bias, lora
 
 
 def _check_frozen(**weights: torch.Tensor | None) -> None:
@@ -81,9 +97,9 @@ def frozen_mlp_ref(
     row_idx: torch.Tensor,
     inverse: torch.Tensor,
     offs: torch.Tensor,
-    w1: torch.Tensor,
+    w1: torch.Tensor | Quantized,
     b1: torch.Tensor | None,
-    w2: torch.Tensor,
+    w2: torch.Tensor | Quantized,
     b2: torch.Tensor | None,
     topk_weights: torch.Tensor | None = None,
     activation: str = "gelu",
@@ -91,7 +107,9 @@ def frozen_mlp_ref(
     lora1: Lora | None = None,
     lora2: Lora | None = None,
 ) -> torch.Tensor:
-    """The oracle of frozen_mlp: expert_mlp_ref with the adapters added to the weights."""
+    """The oracle of frozen_mlp: expert_mlp_ref with the adapters added to the decoded weights."""
+    w1, b1, lora1 = _dense(w1, b1, lora1, x.dtype)
+    w2, b2, lora2 = _dense(w2, b2, lora2, x.dtype)
     if lora1 is not None:
         w1 = w1 + lora1.scale * lora1.b @ lora1.a
     if lora2 is not None:
