@@ -44,7 +44,7 @@ class Streamed:
         x = hidden_states.to(self.dtype)
         topk_weights = widen(top_k_weights, x.dtype)
         topk_idx = top_k_index.masked_fill(top_k_index >= num_experts, -1)
-        few = self._chosen(topk_idx)
+        few = None if experts.training else self._chosen(topk_idx)
         if few is not None:
             (w1, w2), topk_idx, order = few
             adapters = _of_slots(adapters[0], order), _of_slots(adapters[1], order)

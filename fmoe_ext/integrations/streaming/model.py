@@ -18,7 +18,8 @@ from fmoe_ext.checkpoint.safetensors_file import StoredTensor
 from fmoe_ext.integrations import huggingface
 from fmoe_ext.integrations.huggingface_saving import replace_save_pretrained
 from fmoe_ext.integrations.streaming.experts import Streamed
-from fmoe_ext.integrations.streaming.layer import Layer, find_layer
+from fmoe_ext.checkpoint.expert_files import Layer, plain_layer
+from fmoe_ext.checkpoint.packed import mxfp4_layer
 from fmoe_ext.integrations.streaming.placeholder import StreamedWeight
 from fmoe_ext.integrations.streaming.pool import Pool, Statistics
 
@@ -152,12 +153,14 @@ def _plan(base: Base, config: Any, dtype: torch.dtype) -> tuple[Any, list[Layer]
     for path, module in skeleton.named_modules():
         if not hasattr(module, "is_transposed"):
             continue
-        found = find_layer(base, path)
+        found = mxfp4_layer(base, path) or plain_layer(base, path)
         if found is None:
-            raise CheckpointError(f"{base.folder} has no experts for {path}")
+            raise CheckpointError(f"{base.folder} has no experts for {path} in a format that is known")
         layer, names = found
         for name, shape in zip(_names_of(module), layer.shapes, strict=True):
             expected = tuple(getattr(module, name).shape)
+            if layer.is_packed and module.is_transposed:
+                shape = (shape[0], shape[2], shape[1])
             if shape != expected:
                 raise CheckpointError(
                     f"{base.folder}: {path}.{name} is {list(shape)} in the files, but {list(expected)} by config.json"
@@ -205,7 +208,7 @@ def _load(folder: Path, model_class: Any, config: Any, state: dict[str, Any], dt
     if missing := sorted(found["missing_keys"]):
         more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
         raise CheckpointError(f"{folder} lacks {', '.join(missing[:3])}{more}")
-    model.config.name_or_path = str(folder)  # PEFT notes it in adapter_config.json
+    model.name_or_path = model.config.name_or_path = str(folder)  # PEFT notes it in adapter_config.json
     if (folder / "generation_config.json").exists():
         model.generation_config = transformers.GenerationConfig.from_pretrained(folder)
     return model

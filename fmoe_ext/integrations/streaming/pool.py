@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from fmoe_ext.integrations.streaming.layer import Layer, Weights
+from fmoe_ext.checkpoint.expert_files import ALIGNED, Layer, Weights
 from fmoe_ext.integrations.streaming.reader import BLOCK, Reader
 
 
@@ -135,9 +135,12 @@ class Pool:
 
     def _lease(self, index: int, is_backward: bool, is_training: bool) -> "np.ndarray[Any, Any]":
         """The buffer of a layer once it is read."""
+        next_use: dict[int, int] = {}
+        for distance, layer in enumerate(upcoming(index, len(self.layers), is_backward, is_training)):
+            next_use.setdefault(layer, distance)
         with self._lock:
             self._use_slots()
-            slot = self._find(index) or self._begin_read(index, self._victim(index, {}))
+            slot = self._find(index) or self._begin_read(index, self._victim(next_use))
             lease = object()
             slot.leases.add(lease)
             done = slot.done
@@ -152,7 +155,7 @@ class Pool:
         with self._lock:
             self._note_buffers(len(self._slots) * self._slot_bytes)
             self.statistics.waited_seconds += time.perf_counter() - begun
-            self._read_ahead(index, is_backward, is_training)
+            self._read_ahead(index, next_use)
         buffer = self._bytes[slot.begin : slot.begin + self._slot_bytes]
         weakref.finalize(buffer, slot.leases.discard, lease)
         return buffer
@@ -219,14 +222,14 @@ class Pool:
         if not self._caches:
             if any(slot.leases for slot in self._slots):
                 return False
-            region = self._num_bytes // len(self.layers)
+            region = self._num_bytes // len(self.layers) // ALIGNED * ALIGNED
             counts = [_fitting(layer, region) for layer in self.layers]
             if min(counts) < needed:
                 return False
             self._settle()
             self._slots = []
             self._slots_a_layer = min(counts)
-            self._caches = [_Cache(i * region // BLOCK * BLOCK) for i in range(len(self.layers))]
+            self._caches = [_Cache(i * region) for i in range(len(self.layers))]
         return needed <= self._slots_a_layer
 
     def _settle(self) -> None:
@@ -238,7 +241,7 @@ class Pool:
     def _find(self, index: int) -> _Slot | None:
         return next((slot for slot in self._slots if slot.layer == index), None)
 
-    def _victim(self, index: int, next_use: dict[int, int]) -> _Slot:
+    def _victim(self, next_use: dict[int, int]) -> _Slot:
         """The buffer to read a layer into: an empty one, or the one used last."""
         for _ in range(2):
             free = [s for s in self._slots if not s.leases and (s.done is None or s.done.done())]
@@ -269,11 +272,8 @@ class Pool:
         self._count(num_bytes, len(experts), begun)
         self.statistics.layers_read += 1
 
-    def _read_ahead(self, index: int, is_backward: bool, is_training: bool) -> None:
+    def _read_ahead(self, index: int, next_use: dict[int, int]) -> None:
         """Begins to read the next layers that are not there, unless they would take the place of an earlier one."""
-        next_use: dict[int, int] = {}
-        for distance, layer in enumerate(upcoming(index, len(self.layers), is_backward, is_training)):
-            next_use.setdefault(layer, distance)
         for layer in sorted(next_use, key=next_use.__getitem__)[: len(self._slots)]:
             if layer == index or self._find(layer) is not None:
                 continue
@@ -309,8 +309,8 @@ def _when(slot: _Slot, next_use: dict[int, int]) -> float:
 
 def _fitting(layer: Layer, num_bytes: int) -> int:
     """Experts that fit into a buffer."""
-    count = min(layer.num_experts, num_bytes // max(1, layer.num_bytes(1) - 1))
-    while count and layer.num_bytes(count) + BLOCK > num_bytes:
+    count = layer.num_experts
+    while count and layer.num_bytes(count) > num_bytes:
         count -= 1
     return count
 

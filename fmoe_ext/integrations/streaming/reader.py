@@ -15,24 +15,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fmoe_ext.checkpoint.errors import CheckpointError
+from fmoe_ext.checkpoint.expert_files import Span
 
 BLOCK = 4096  # bytes to which O_DIRECT aligns offsets, lengths and addresses
 CHUNK = 4 * 2**20  # bytes of one read
 MAX_GAP = 16 * 2**10  # bytes between two spans that are read rather than skipped
 THREADS = 2
-
-
-class Span(NamedTuple):
-    """num_bytes from begin of a file, for the place `at` of a buffer."""
-
-    path: Path
-    begin: int
-    num_bytes: int
-    at: int
-
-    def moved(self, num_bytes: int) -> "Span":
-        """The same bytes of the file, for a place num_bytes later in the buffer."""
-        return self._replace(at=self.at + num_bytes)
 
 
 class _Chunk(NamedTuple):

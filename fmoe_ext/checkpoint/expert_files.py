@@ -3,18 +3,31 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, TypeAlias
+from pathlib import Path
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
 
-from fmoe_ext.checkpoint.adapters.base import Base, Experts
+from fmoe_ext.checkpoint.adapters.base import Base
 from fmoe_ext.checkpoint.errors import CheckpointError
 from fmoe_ext.checkpoint.safetensors_file import StoredTensor
-from fmoe_ext.integrations.streaming.reader import Span
 
 ALIGNED = 64  # bytes, a cache line
 Weights: TypeAlias = tuple[Any, Any]  # w1 and w2: tensors [E, *, *]
+
+
+class Span(NamedTuple):
+    """num_bytes from begin of a file, for the place `at` of a buffer."""
+
+    path: Path
+    begin: int
+    num_bytes: int
+    at: int
+
+    def moved(self, num_bytes: int) -> "Span":
+        """The same bytes of the file, for a place num_bytes later in the buffer."""
+        return self._replace(at=self.at + num_bytes)
 
 
 @dataclass(frozen=True)
@@ -39,6 +52,11 @@ class Layer:
     shapes: tuple[tuple[int, ...], tuple[int, ...]]  # of w1 and w2, [E, *, *]
     parts: Mapping[str, Part]
     build: Callable[[Mapping[str, torch.Tensor]], Weights]
+
+    @property
+    def is_packed(self) -> bool:
+        """True for weights that are quantised, whose shapes are [E, out, in] whatever the module's are."""
+        return "w1" not in self.parts
 
     @cached_property
     def num_experts(self) -> int:
@@ -77,17 +95,14 @@ def _aligned(num_bytes: int) -> int:
     return -(-num_bytes // ALIGNED) * ALIGNED
 
 
-def find_layer(base: Base, path: str) -> tuple[Layer, set[str]] | None:
-    """(the layer at the path of an experts module, names of its tensors); None if the folder has no experts there.
+def plain_layer(base: Base, path: str) -> tuple[Layer, set[str]] | None:
+    """(the layer of experts in a floating dtype, names of its tensors); None if the folder has none at the path.
 
-    Raises CheckpointError for tensors that are missing or do not fit.
+    path: of an experts module. Raises CheckpointError for tensors that are missing or do not fit.
     """
     experts = base.experts(path)
-    return None if experts is None else plain_layer(base, path, experts)
-
-
-def plain_layer(base: Base, path: str, experts: Experts) -> tuple[Layer, set[str]]:
-    """The layer of weights in a floating dtype."""
+    if experts is None:
+        return None
     E, D, H = experts.num_experts, experts.d_model, experts.d_hidden
     w1, w2 = ((D, 2 * H), (H, D)) if experts.turned else ((2 * H, D), (D, H))
     if "gate_up" in experts.names:
@@ -107,7 +122,7 @@ def part_of(base: Base, shape: tuple[int, ...], names: Sequence[Sequence[str]]) 
     stored = [[base.tensors[name] for name in of_expert] for of_expert in names]
     dtype = stored[0][0].dtype
     num_experts = len(stored)
-    is_stacked = num_experts > 1 and len(set(map(tuple, names))) == 1
+    is_stacked = len(stored[0][0].shape) == len(shape) + 1
     spans = []
     for e, tensors in enumerate(stored):
         at, of_expert = 0, []
