@@ -34,13 +34,29 @@ __device__ __forceinline__ ValueAndSlope<A> relu2(A x) {
   const A r = x > 0 ? x : x != x ? x : A(0);
   return {r * r, r + r};
 }
+template <typename A>
+__device__ __forceinline__ ValueAndSlope<A> clamped_silu(A x) {
+  const A alpha = sizeof(A) == 8 ? A(1.702) : A(kClampedAlpha), limit = kClampedLimit;
+  const A v = x > limit ? limit : x, s = 1 / (1 + std::exp(-alpha * v));
+  return {v * s, x > limit ? A(0) : s * (1 + alpha * v * (1 - s))};
+}
 template <CurveKind kActivation, typename A>
 __device__ __forceinline__ ValueAndSlope<A> activate(A x) {
   if constexpr (kActivation == CurveKind::gelu) return gelu(x);
   if constexpr (kActivation == CurveKind::gelu_tanh) return gelu_tanh(x);
   if constexpr (kActivation == CurveKind::silu) return silu(x);
   if constexpr (kActivation == CurveKind::relu2) return relu2(x);
+  if constexpr (kActivation == CurveKind::clamped_silu) return clamped_silu(x);
   return x > 0 ? ValueAndSlope<A>{x, 1} : ValueAndSlope<A>{x != x ? x : A(0), 0};  // relu
+}
+
+// What the gate is multiplied by, of up, and its slope.
+template <CurveKind kActivation, typename A>
+__device__ __forceinline__ ValueAndSlope<A> factor_of(A up) {
+  if constexpr (kActivation != CurveKind::clamped_silu) return {up, 1};
+  const A limit = kClampedLimit;
+  const A inside = up > limit ? limit : up < -limit ? -limit : up;
+  return {inside + 1, inside == up ? A(1) : A(0)};
 }
 
 // activate() in float32 by the device's fast exponential and division, for results of 16 bits.
@@ -51,6 +67,9 @@ __device__ __forceinline__ ValueAndSlope<float> activate_fast(float x) {
   if constexpr (kCurve == CurveKind::silu) {
     const float s = sigmoid(x);
     return {x * s, s * (1 + x * (1 - s))};
+  } else if constexpr (kCurve == CurveKind::clamped_silu) {
+    const float v = x > kClampedLimit ? kClampedLimit : x, s = sigmoid(kClampedAlpha * v);
+    return {v * s, x > kClampedLimit ? 0.f : s * (1 + kClampedAlpha * v * (1 - s))};
   } else if constexpr (kCurve == CurveKind::gelu_tanh) {  // (1 + tanh(v)) / 2 = sigmoid(2 v)
     constexpr float kRoot = 1.5957691216057308f, kCubic = 0.044715f;
     const float s = sigmoid(kRoot * x * (1 + kCubic * x * x));
@@ -79,6 +98,8 @@ void dispatch_activation(CurveKind activation, const Body& body) {
       return body(std::integral_constant<CurveKind, CurveKind::silu>{});
     case CurveKind::relu2:
       return body(std::integral_constant<CurveKind, CurveKind::relu2>{});
+    case CurveKind::clamped_silu:
+      return body(std::integral_constant<CurveKind, CurveKind::clamped_silu>{});
   }
 }
 

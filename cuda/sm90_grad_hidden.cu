@@ -122,13 +122,17 @@ struct Epilogue {
         const int lower = q % 2, at = (slot * 8 + piece + q / 2) * 4 + lower * 2;
         const float one = kept[lower] ? 1.f : 0.f;
         const float2 g = unpack<T>(kept[lower] ? gate[q] : 0);
-        const float2 u = kGated ? unpack<T>(kept[lower] ? up[q] : 0) : float2{one, one};
+        const float2 linear = kGated ? unpack<T>(kept[lower] ? up[q] : 0) : float2{one, one};
+        using Up = ValueAndSlope<float>;
+        const Up ux = kGated ? factor_of<kCurve>(linear.x) : Up{linear.x, 1};
+        const Up uy = kGated ? factor_of<kCurve>(linear.y) : Up{linear.y, 1};
         const ValueAndSlope<float> x = activate_fast<kCurve>(g.x), y = activate_fast<kCurve>(g.y);
         const float dx = scale[lower] * acc[at], dy = scale[lower] * acc[at + 1];
-        dot[lower] += acc[at] * x.value * u.x + acc[at + 1] * y.value * u.y;
-        gate[q] = pack<T>(dx * x.slope * u.x, dy * y.slope * u.y);
-        up[q] = pack<T>(dx * x.value, dy * y.value);
-        scaled[q] = kept[lower] ? pack<T>(scale[lower] * x.value * u.x, scale[lower] * y.value * u.y) : 0;
+        dot[lower] += acc[at] * x.value * ux.value + acc[at + 1] * y.value * uy.value;
+        gate[q] = pack<T>(dx * x.slope * ux.value, dy * y.slope * uy.value);
+        up[q] = pack<T>(dx * x.value * ux.slope, dy * y.value * uy.slope);
+        scaled[q] =
+            kept[lower] ? pack<T>(scale[lower] * x.value * ux.value, scale[lower] * y.value * uy.value) : 0;
       }
       ptx::stmatrix_x4(part[0] + offset, gate[0], gate[1], gate[2], gate[3]);
       if (kGated) ptx::stmatrix_x4(part[1] + offset, up[0], up[1], up[2], up[3]);

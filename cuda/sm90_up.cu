@@ -88,7 +88,8 @@ struct Consumer {
       }
       store_columns(p.a, p.H, half, tile, [&](int i, bool lower) {
         const float2 g = unpack<T>(gate(i, lower));
-        const float2 u = kGated ? unpack<T>(up(i, lower)) : float2{1, 1};
+        float2 u = kGated ? unpack<T>(up(i, lower)) : float2{1, 1};
+        if (kGated) u = {factor_of<kCurve>(u.x).value, factor_of<kCurve>(u.y).value};
         return pack<T>(activate_fast<kCurve>(g.x).value * u.x, activate_fast<kCurve>(g.y).value * u.y);
       });
     }

@@ -80,6 +80,7 @@ from fmoe_ext.ops.frozen_mlp import Lora, frozen_mlp, frozen_mlp_ref  # noqa: E4
 from fmoe_ext.ops.grouped_gemm import grouped_gemm, grouped_gemm_ref  # noqa: E402
 from fmoe_ext.ops.main_grad import MainGrad  # noqa: E402
 from fmoe_ext.ops.permute import permute, permute_ref, unpermute, unpermute_ref  # noqa: E402
+from fmoe_ext.ops.quantized import FORMATS, Quantized  # noqa: E402
 from fmoe_ext.ops.sort_tokens import SortedTokens, sort_tokens, sort_tokens_ref  # noqa: E402
 from fmoe_ext.ops.topk_gate import topk_gate, topk_gate_again, topk_gate_ref  # noqa: E402
 
@@ -103,8 +104,10 @@ def release_memory() -> None:
 
 __all__ = [
     "ACTIVATIONS",
+    "FORMATS",
     "Lora",
     "MainGrad",
+    "Quantized",
     "SortedTokens",
     "apply_capacity",
     "apply_capacity_ref",

@@ -214,19 +214,27 @@ class Activation:
     forward: Callable[..., Tensor]
     backward: Callable[..., Tensor]
     gated: bool
+    clamped: bool = False  # up, to [-7, 7], and 1 added
+
+    def factor(self, up: Tensor) -> Tensor:
+        """The factor of the activated gate."""
+        return up.clamp(-7.0, 7.0) + 1 if self.clamped else up
 
     def __call__(self, h: Tensor) -> Tensor:
         if not self.gated:
             return self.forward(h)
         gate, up = h.chunk(2, -1)
-        return self.forward(gate) * up
+        return self.forward(gate) * self.factor(up)
 
     def gradient(self, grad: Tensor, h: Tensor) -> Tensor:
         """The gradient of h for one of the activated rows."""
         if not self.gated:
             return self.backward(grad, h)
         gate, up = (part.contiguous() for part in h.chunk(2, -1))
-        return torch.cat([self.backward(grad * up, gate), grad * self.forward(gate)], -1)
+        grad_up = grad * self.forward(gate)
+        if self.clamped:
+            grad_up = grad_up * (up.abs() <= 7.0)
+        return torch.cat([self.backward(grad * self.factor(up), gate), grad_up], -1)
 
 
 PLAIN: tuple[tuple[Callable[..., Tensor], Callable[..., Tensor]], ...] = (
@@ -239,12 +247,26 @@ PLAIN: tuple[tuple[Callable[..., Tensor], Callable[..., Tensor]], ...] = (
     (F.silu, aten.silu_backward),
 )
 RELU2 = (lambda h: F.relu(h).square(), lambda grad, h: grad * (2 * F.relu(h)))
+
+
+def _clamped_silu(gate: Tensor) -> Tensor:
+    gate = gate.clamp(max=7.0)
+    return gate * torch.sigmoid(1.702 * gate)
+
+
+def _clamped_silu_backward(grad: Tensor, gate: Tensor) -> Tensor:
+    clamped = gate.clamp(max=7.0)
+    s = torch.sigmoid(1.702 * clamped)
+    return grad * (s * (1 + 1.702 * clamped * (1 - s)) * (gate <= 7.0))
+
+
 GATED = (PLAIN[3], PLAIN[0], PLAIN[1])
-# in the order of ops.ACTIVATIONS: gelu, gelu_tanh, relu, silu, swiglu, geglu, geglu_tanh, relu2
+# in the order of ops.ACTIVATIONS: gelu, gelu_tanh, relu, silu, swiglu, geglu, geglu_tanh, relu2, clamped_swiglu
 ACTIVATIONS = (
     *(Activation(forward, backward, False) for forward, backward in PLAIN),
     *(Activation(forward, backward, True) for forward, backward in GATED),
     Activation(*RELU2, False),
+    Activation(_clamped_silu, _clamped_silu_backward, True, clamped=True),
 )
 
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 from gemm_cases import check_grouped_gemm, check_mlp, chosen, mlp_inputs, wgmmas_of
 
+from fmoe_ext.experts import GATED_ACTIVATIONS
 from fmoe_ext.ops.expert_mlp import ACTIVATIONS, activation_number
 
 
@@ -108,7 +109,7 @@ def test_switches(emulated):
 def test_selection_of_expert_mlp(emulated, activation, bias):
     """Every product on Hopper kernels, whatever the activation, with biases and without: two in forward, four in
     backward; h or no h makes no difference to the result."""
-    D, H, gated = 8, 136, activation in ("swiglu", "geglu", "geglu_tanh")  # so that F1 takes less than F2
+    D, H, gated = 8, 136, activation in GATED_ACTIVATIONS  # so that F1 takes less than F2
     routing, (x, w1, b1, w2, b2, _) = mlp_inputs(10, 1, 2, D, H, torch.bfloat16, gated, bias, None)
     index = (routing.row_idx, routing.inverse, routing.offs)
     down = wgmmas_of(emulated, emulated.grouped_gemm, torch.zeros(10, H).bfloat16(), w2, routing.offs, b2)

@@ -48,7 +48,8 @@ void run_case(const Case& c, const Form& form, float bias_scale = 1) {
     }
     for (size_t j = 0; j < H; ++j) {  // of h as stored
       const double value = activate(form.curve, h.at(r * F + j)).value;
-      check_value<T>("a", a.at(r * H + j), form.gated ? value * h.at(r * F + H + j) : value, r, j);
+      const double factor = form.gated ? factor_of(form.curve, h.at(r * F + H + j)).value : 1;
+      check_value<T>("a", a.at(r * H + j), value * factor, r, j);
     }
   }
 
@@ -178,6 +179,7 @@ int main(int argc, char** argv) {
   test_fast_curve<CurveKind::relu>();
   test_fast_curve<CurveKind::silu>();
   test_fast_curve<CurveKind::relu2>();
+  test_fast_curve<CurveKind::clamped_silu>();
   for_every_schedule(num_seeds, [&] {
     run_case<bf16>({{0, 130, 70}, 0, 128, 128, 1}, swiglu);  // several tiles a block
     // Tails of k and of columns, two tiles of columns, two of padding.
@@ -186,8 +188,8 @@ int main(int argc, char** argv) {
     run_case<__half>({{5, 0, 257, 1}, 2, 72, 192, 2}, swiglu);
     run_case<bf16>({{1}, 0, 8, 8, 16}, gelu);
     run_case<bf16>({{0, 0}, 3, 64, 64, 4}, gelu);
-    for (const CurveKind curve :
-         {CurveKind::gelu, CurveKind::gelu_tanh, CurveKind::relu, CurveKind::silu, CurveKind::relu2}) {
+    for (const CurveKind curve : {CurveKind::gelu, CurveKind::gelu_tanh, CurveKind::relu, CurveKind::silu,
+                                  CurveKind::relu2, CurveKind::clamped_silu}) {
       run_case<bf16>({{9, 0, 17}, 1, 16, 72, 2}, {curve, false, false, true});
       run_case<__half>({{70, 3}, 1, 24, 40, 2}, {curve, true, true, false});
       run_case<bf16>({{9}, 0, 16, 72, 2}, {curve, true, true, false}, 120);  // where exponentials overflow

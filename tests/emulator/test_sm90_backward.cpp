@@ -27,7 +27,7 @@ void run_hidden(const Case& c, const Form& form) {
     if (expert[r] >= 0) unique[r] = next < dscale.size() ? static_cast<int>(next++) : 1 << 30;
   dy.fill(random, 1);
   w2.fill(random, 0.3f);
-  h.fill(random, 2);
+  h.fill(random, form.curve == CurveKind::clamped_silu ? 12 : 2);
   b2.fill(random, 1);
   weights.fill(random, 1);
   for (size_t r = 0; r < R; ++r)
@@ -60,11 +60,14 @@ void run_hidden(const Case& c, const Form& form) {
         terms += std::abs(term);
       }
       const CurvePoint act = activate(form.curve, kept ? h.at(r * F + j) : 0);
-      const double up = kept && form.gated ? h.at(r * F + H + j) : kept;
+      const CurvePoint factor =
+          kept && form.gated ? factor_of(form.curve, h.at(r * F + H + j)) : CurvePoint{kept ? 1. : 0., 1};
+      const double up = factor.value;
       dot += grad * act.value * up;
       size += terms * std::abs(act.value * up);
       check_value<T>("dh", dh.at(r * F + j), scale * grad * act.slope * up, r, j);
-      if (form.gated) check_value<T>("dh of up", dh.at(r * F + H + j), scale * grad * act.value, r, j);
+      if (form.gated)
+        check_value<T>("dh of up", dh.at(r * F + H + j), scale * grad * act.value * factor.slope, r, j);
       check_value<T>("scaled_a", scaled_a.at(r * H + j), scale * act.value * up, r, j);
     }
     if (!kept) continue;
@@ -232,8 +235,8 @@ int main(int argc, char** argv) {
       run_weight<bf16, bf16>(c, Gathered::a, false);
       run_weight<bf16, float>(c, Gathered::b, true);
     }
-    for (const CurveKind curve :
-         {CurveKind::gelu, CurveKind::gelu_tanh, CurveKind::relu, CurveKind::silu, CurveKind::relu2}) {
+    for (const CurveKind curve : {CurveKind::gelu, CurveKind::gelu_tanh, CurveKind::relu, CurveKind::silu,
+                                  CurveKind::relu2, CurveKind::clamped_silu}) {
       run_hidden<bf16>({{9, 0, 17}, 1, 16, 72, 2}, {curve, false, true, false, true});
       run_hidden<__half>({{70, 3}, 1, 24, 40, 2}, {curve, true, false, true, true});
     }
