@@ -74,12 +74,12 @@ def kernel_seconds(device, step):
 
 def measure(device, shape, T, ceilings):
     """A row of results for each kernel."""
-    (inputs, *_) = bench_gpu_layer.make_inputs(device, shape, T, torch.bfloat16, seed=T)
+    (inputs, *_), w1, w2 = bench_gpu_layer.make_inputs(device, shape, T, torch.bfloat16, seed=T)
     grad = torch.empty_like(inputs[0]).normal_()
-    run = gpu_peers.fmoe_ext_layer("swiglu" if shape.gated else "gelu")
+    layer = gpu_peers.makers(shape.gated)["fmoe_ext"](w1, w2)
 
     def step():
-        return bench_gpu_layer.results_of(run, inputs, grad)
+        return bench_gpu_layer.step_of(layer, inputs, grad)
 
     step()
     seconds = {}
