@@ -60,7 +60,7 @@ class Exchange:
         self._x = x
         self._topk_weights = topk_weights
         self._topk_idx, self._shadow_idx = home.split_shadows(topk_idx)
-        self.num_tokens = topk_idx.shape[0]  # of this rank, as the other ranks hear of them
+        self.num_tokens = topk_idx.shape[0]  # of this rank, which the other ranks are sent
         self._shadowed: Nest = None
         self._given_back: list[torch.Tensor] = []
         self._kept: dict[int, torch.Tensor] = {}
