@@ -111,7 +111,9 @@ def in_process(checkout, library, repetitions):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--against", type=Path, nargs="*", default=[], help="other checkouts, built")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--repetitions", type=int, default=1000)
@@ -137,7 +139,8 @@ def main():
             for c in args.against
         ]
         others = "".join(
-            f", {c.name} {us:.1f} us ({ratio:.2f} of it)" for c, us, ratio in zip(args.against, least[1:], ratios, strict=True)
+            f", {c.name} {us:.1f} us ({ratio:.2f} of it)"
+            for c, us, ratio in zip(args.against, least[1:], ratios, strict=True)
         )
         print(f"{name}: {least[0]:.1f} us{others}")
 

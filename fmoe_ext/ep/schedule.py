@@ -181,7 +181,7 @@ class _Transit:
         self.chunks = chunks
         self.row_idx, self.inverse = row_idx, inverse
         self.num_rows = 0
-        # of each chunk: transfers, buffers that are filled, buffers that are read
+        # of each chunk: transfer, buffers that are filled, buffers that are read
         self.under_way: list[Any] = [None] * len(chunks)
         self.returned: list[torch.Tensor] | None = None  # results on the side of the tokens, [R, *] each
         self.returned_grads: list[torch.Tensor] | None = None  # gradients there
@@ -207,20 +207,17 @@ class _Transit:
         send_splits: list[int],
         recv_splits: list[int],
     ) -> None:
-        transfers = [
-            start_exchange(target, source, send_splits, recv_splits, self.group)
-            for target, source in zip(targets, sources, strict=True)
-        ]
-        self.under_way[number] = transfers, targets, sources
+        transfer = start_exchange(targets, sources, send_splits, recv_splits, self.group)
+        self.under_way[number] = transfer, targets, sources
 
     def finish(self, number: int) -> tuple[torch.Tensor, ...]:
-        transfers, targets, _ = self.under_way[number]
-        wait(transfers, self.group)
+        transfer, targets, _ = self.under_way[number]
+        wait([transfer], self.group)
         self.under_way[number] = None
         return tuple(targets)
 
     def finish_all(self) -> None:
-        wait([transfer for transfers, _, _ in self.under_way for transfer in transfers], self.group)
+        wait([transfer for transfer, _, _ in self.under_way], self.group)
         self.under_way = [None] * len(self.chunks)
 
     def new_returned(self, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:

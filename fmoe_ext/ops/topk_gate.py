@@ -176,9 +176,7 @@ class _TopkGate(torch.autograd.Function):
         return topk_idx, topk_weights
 
     @staticmethod
-    def backward(
-        ctx: Any, _: None, grad_weights: torch.Tensor | None
-    ) -> tuple[torch.Tensor | None, None]:
+    def backward(ctx: Any, _: None, grad_weights: torch.Tensor | None) -> tuple[torch.Tensor | None, None]:
         return None if grad_weights is None else _backward(ctx, None, grad_weights)[0], None
 
     @staticmethod
