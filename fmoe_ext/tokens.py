@@ -91,7 +91,8 @@ class _PutBack(torch.autograd.Function):
         return _put_rows(tangent, ctx.rows, ctx.num_tokens)
 
 
-_batch: ContextVar[Batch] = ContextVar("the tokens that the layers get", default=Batch())  # noqa: B039  # it is frozen
+NO_FACTS = Batch()
+_batch: ContextVar[Batch] = ContextVar("the tokens that the layers get", default=NO_FACTS)  # noqa: B039  # it is frozen
 
 
 class _Blocks:
@@ -110,7 +111,7 @@ def is_inside_a_block() -> bool:
 
 def current_batch() -> Batch:
     """Facts from valid_tokens() and packed_sequences() around this call."""
-    return _batch.get() if is_inside_a_block() else Batch()
+    return _batch.get() if is_inside_a_block() else NO_FACTS
 
 
 @contextmanager

@@ -217,6 +217,7 @@ MODULE_STATE = {
     "ep/exchange.py": {"_groups", "_nccl", "_layers", "_timeouts"},  # per process group, weak
     "distributed/groups.py": {"_of_reductions"},  # per process group, weak
     "remote/expert_classes.py": {"_REGISTRY"},  # the kinds of experts that a server may be asked for
+    "ep/home.py": {"_of_nodes"},  # per process group, weak
     "ep/wrappers.py": {"WATCH"},  # the handle of a hook on all modules, there to be removed
     "gates/losses.py": {"ONE_RANK"},
     "integrations/training.py": {"_added_to"},  # the loss that is added to a gate's model, weak
