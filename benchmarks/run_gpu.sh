@@ -138,7 +138,7 @@ part_4() {
     local shape
     for shape in Qwen:16384 E64:16384; do
       step "ncu_${shape%%:*}" 180 ncu --clock-control none --set full --target-processes all --launch-count 6 \
-        --kernel-name 'regex:up_kernel|grad_hidden|grad_weight' --csv --page details \
+        --kernel-name 'regex:up_kernel|up_turns|grad_hidden|grad_weight' --csv --page details \
         "$python" -m benchmarks.bench_gpu_kernels --shapes "$shape" --once
     done
   else

@@ -67,7 +67,7 @@ inline bool wide_tiles_pay_alone(const Task& task) { return wide_tiles_pay(task)
 
 // Tiles of B1, 128 x 256. Cycles as predicted of these, and as measured of tiles of 128 x 128.
 inline bool wide_hidden_pays(const Task& task) {
-  constexpr int64_t kWideStep = 1165, kWideEpilogue = 21000, kStep = 684, kEpilogue = 10900;
+  constexpr int64_t kWideStep = 1165, kWideEpilogue = 13000, kStep = 684, kEpilogue = 10900;
   const auto tiles = [&](int64_t columns) { return (task.N + columns - 1) / columns; };
   const int64_t steps = (task.K + 63) / 64;
   return rows_from<64>(task) &&

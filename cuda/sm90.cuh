@@ -93,7 +93,7 @@ struct PickedRows {
     next = row;
     if (row >= end)
       next = -1;
-    else if (rows.index)
+    else if (rows.index && !kWithoutIndex)
       next = rows.index[row];
   }
   // What was asked for is here.

@@ -86,7 +86,7 @@ struct Epilogue {
     if (kGated) ptx::tma_load(part(1), &h, bar, p.H + column, row);
   }
   __device__ __forceinline__ void before(const Tile& tile) {
-    if (lane() != 0 || rows_left(tile, 0) <= 0) return;
+    if (lane() != 0 || rows_left(tile, 0) <= 0 || kWithoutEpilogue) return;
     load(tile, 0, 0);
     if (has_unit(tile, 1)) load(tile, 0, 1);
   }
@@ -94,7 +94,7 @@ struct Epilogue {
   // A thread holds two rows of its warp's 16: lane / 4, and the one 8 below.
   template <int kHalf>
   __device__ __forceinline__ void store(const float (&acc)[kN / 2], const Tile& tile) {
-    if (rows_left(tile, kHalf) <= 0) return;
+    if (rows_left(tile, kHalf) <= 0 || kWithoutEpilogue) return;
     const int64_t first = tile.row + kHalf * 64 + warp() * kUnitRows;
     float scale[2], dot[2] = {0, 0};
     bool kept[2];
@@ -153,7 +153,8 @@ struct Epilogue {
         using Up = ValueAndSlope<float>;
         const Up ux = kGated ? factor_of<kCurve>(linear.x) : Up{linear.x, 1};
         const Up uy = kGated ? factor_of<kCurve>(linear.y) : Up{linear.y, 1};
-        const ValueAndSlope<float> x = activate_fast<kCurve>(g.x), y = activate_fast<kCurve>(g.y);
+        constexpr CurveKind kCost = kWithoutActivation ? CurveKind::relu : kCurve;
+        const ValueAndSlope<float> x = activate_fast<kCost>(g.x), y = activate_fast<kCost>(g.y);
         const float dx = scale[lower] * acc[at], dy = scale[lower] * acc[at + 1];
         dot[lower] += acc[at] * x.value * ux.value + acc[at + 1] * y.value * uy.value;
         gate[q] = pack<T>(dx * x.slope * ux.value, dy * y.slope * uy.value);

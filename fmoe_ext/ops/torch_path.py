@@ -80,7 +80,7 @@ def install_where(
 
 @dataclass(frozen=True)
 class Problem:
-    """What the choice between torch's product and the kernels depends on."""
+    """Facts of a call that decide between torch's product and the kernels."""
 
     x: Tensor
     num_rows: int

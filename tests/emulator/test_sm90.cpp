@@ -122,13 +122,13 @@ void test_selection() {
   }
   is(chosen(Product::up, 1024 * 8 - 1), "up.128x256");
   is(chosen(Product::up, 1024 * 8), "up.128x256.pairs");
-  // 3 columns of 256 against 6 of 128: from 64 rows an expert; 1 against 1: never; 6 against 11: from 12
+  // 3 columns of 256 against 6 of 128: from 64 rows an expert; 1 against 1: never; 2 against 3: up to 24
   // steps
   for (const int64_t rows : {64 * 8, 4096 * 8}) {
     is(chosen(Product::grad_hidden, rows, 0, 768, 64), "grad_hidden.128x256");
     is(chosen(Product::grad_hidden, rows, 0, 128, 4096), "grad_hidden.128x128");
-    is(chosen(Product::grad_hidden, rows, 0, 1408, 11 * 64), "grad_hidden.128x128");
-    is(chosen(Product::grad_hidden, rows, 0, 1408, 12 * 64), "grad_hidden.128x256");
+    is(chosen(Product::grad_hidden, rows, 0, 384, 24 * 64 + 8), "grad_hidden.128x128");
+    is(chosen(Product::grad_hidden, rows, 0, 384, 24 * 64), "grad_hidden.128x256");
   }
   is(chosen(Product::grad_hidden, 64 * 8 - 1, 0, 768, 64), "grad_hidden.128x128");
   Task up{.product = Product::up, .dtype = Dtype::bf16, .capability = 90, .sizes = {8}, .num_rows = 64 * 8};
