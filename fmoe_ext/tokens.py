@@ -91,7 +91,7 @@ class _PutBack(torch.autograd.Function):
         return _put_rows(tangent, ctx.rows, ctx.num_tokens)
 
 
-_batch: ContextVar[Batch] = ContextVar("the tokens that the layers get", default=Batch())  # it is frozen
+_batch: ContextVar[Batch] = ContextVar("the tokens that the layers get", default=Batch())  # noqa: B039  # frozen
 
 
 class _Blocks:
