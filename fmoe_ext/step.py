@@ -173,9 +173,9 @@ def _find_or_begin(
 
 def _check(leaves: list[Any]) -> int:
     """T, the number of tokens of all leaves; ValueError if they differ, TypeError for integer tokens."""
-    if len(leaves) == 1 and isinstance(leaves[0], torch.Tensor) and leaves[0].is_floating_point():
-        if leaves[0].dim() > 0:
-            return leaves[0].shape[0]
+    x = leaves[0] if len(leaves) == 1 else None
+    if isinstance(x, torch.Tensor) and x.is_floating_point() and x.dim() > 0:
+        return x.shape[0]
     sizes = [x.shape[0] if isinstance(x, torch.Tensor) and x.dim() > 0 else None for x in leaves]
     if not sizes or sizes[0] is None or any(size != sizes[0] for size in sizes):
         kinds = [list(x.shape) if isinstance(x, torch.Tensor) else type(x).__name__ for x in leaves]

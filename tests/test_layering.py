@@ -224,7 +224,11 @@ MODULE_STATE = {
     "optimizer_steps.py": {"FOLLOWERS", "HOOKS"},  # weak, and the handles of two hooks
     "integrations/fmoefy.py": {"KINDS"},  # compat.megatron adds the models of FastMoE's time
     "tokens.py": {"_blocks"},  # how many blocks are open, which torch.compile can read of a ContextVar
-    "ops/_autograd.py": {"_libraries", "_functional"},  # registrations, which live as long as these do
+    "ops/_autograd.py": {
+        "NODE",
+        "_libraries",
+        "_functional",
+    },  # of a thread; registrations, while they live
     "ops/batch_invariant.py": {"_switch"},  # of the process, as the native kernels have it
     "ops/gpu_kernels.py": {"SELECTION", "SM_MARGIN"},  # the kernels chosen for each device; who asks for SMs
     "ops/__init__.py": {"cuda_module_missing"},  # why there are no CUDA kernels, set once by loading

@@ -115,6 +115,11 @@ class ExpertParallel(Home):
         return "choice" if self.exchange == "auto" else self.exchange
 
     @property
+    def chosen_exchange(self) -> str:
+        """The exchange of the next forward, a name of EXCHANGES."""
+        return self._way.exchange
+
+    @property
     def chunk_ends(self) -> list[int]:
         """Ends of the chunks of a rank's experts in the next forward."""
         return self._way.chunk_ends
