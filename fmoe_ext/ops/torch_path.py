@@ -217,7 +217,7 @@ class Activation:
     clamped: bool = False  # up, to [-7, 7], and 1 added
 
     def factor(self, up: Tensor) -> Tensor:
-        """What the activated gate is multiplied by."""
+        """The factor of the activated gate."""
         return up.clamp(-7.0, 7.0) + 1 if self.clamped else up
 
     def __call__(self, h: Tensor) -> Tensor:
