@@ -4,6 +4,7 @@ A kernel of cuda/select.h is on or off, for the whole process. Until the first C
 """
 
 import importlib.util
+import itertools
 import threading
 import warnings
 import weakref
@@ -65,25 +66,38 @@ class SmMargin:
 
     def __init__(self) -> None:
         self._lock = threading.RLock()  # what is collected gives back, at any moment
-        self._asked: list[int] = []
+        self._asked: dict[int, tuple[int, Callable[[], bool]]] = {}
+        self._numbers = itertools.count()
 
-    def ask(self, owner: object, sms: int) -> Callable[[], object]:
-        """For kernels that are started from now on, as long as owner lives or until what is returned is called."""
+    def ask(self, owner: object, sms: int, is_done: Callable[[], bool]) -> Callable[[], object]:
+        """For kernels that are started from now on, as long as owner lives or until what is returned is called.
+
+        is_done: asked before each product; where it says True the SMs are given back earlier.
+        """
         with self._lock:
-            self._asked.append(sms)
+            number = next(self._numbers)
+            self._asked[number] = sms, is_done
             self._apply()
-        give_back = weakref.finalize(owner, self._give_back, sms)
+        give_back = weakref.finalize(owner, self._give_back, number)
         give_back.atexit = False
         return give_back
 
-    def _give_back(self, sms: int) -> None:
+    def give_back_done(self) -> None:
+        """Gives back the SMs of what is done."""
+        if self._asked:
+            with self._lock:
+                for number, (_, is_done) in [*self._asked.items()]:
+                    if is_done():
+                        self._give_back(number)
+
+    def _give_back(self, number: int) -> None:
         with self._lock:
-            self._asked.remove(sms)
-            self._apply()
+            if self._asked.pop(number, None) is not None:
+                self._apply()
 
     def _apply(self) -> None:
         if SELECTION.is_prepared:  # there are CUDA kernels
-            torch.ops.fmoe_ext._set_gpu_sm_margin(max(self._asked, default=0))
+            torch.ops.fmoe_ext._set_gpu_sm_margin(max((sms for sms, _ in self._asked.values()), default=0))
 
 
 SM_MARGIN = SmMargin()
@@ -210,6 +224,7 @@ SELECTION = Selection("cuda", key_of)
 
 
 def before(t: object) -> None:
-    """Chooses the kernels for a tensor's device, if that has not been done."""
+    """Chooses the kernels for a tensor's device, if that has not been done, and the SMs that a product may take."""
     if not torch.compiler.is_compiling() and isinstance(t, torch.Tensor):
         SELECTION.before(t)  # while compiling, the fake kernels do
+        SM_MARGIN.give_back_done()

@@ -3,11 +3,11 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 
-Shape = tuple[int, int, int]
+Shape: TypeAlias = tuple[int, int, int]
 
 
 class Format(NamedTuple):
@@ -63,6 +63,35 @@ class Quantized:
         """The weight of function(tensor) for each of its tensors: a slice of experts, or another device."""
         scale, zero = (None if t is None else function(t) for t in (self.scale, self.zero))
         return Quantized(self.format, function(self.data), scale, zero, self.interleaved)
+
+    def rows(self) -> torch.Tensor:
+        """The bytes of data, uint8 [E, out, bytes of a row], without a copy."""
+        return self.data.flatten(2).contiguous().view(torch.uint8)
+
+    def scale_and_zero(self) -> tuple[torch.Tensor | None, torch.Tensor | None, int]:
+        """scale and zero as the operators take them, and the number of the format."""
+        scale = self.scale
+        if scale is not None and scale.dtype == torch.float8_e8m0fnu:
+            scale = scale.view(torch.uint8)
+        return scale, self.zero, FORMATS[self.format].number
+
+    @staticmethod
+    def of_rows(
+        rows: torch.Tensor,
+        scale: torch.Tensor | None,
+        zero: torch.Tensor | None,
+        number: int,
+        interleaved: bool,
+    ) -> "Quantized":
+        """The weight of what rows() and scale_and_zero() returned."""
+        name = next(name for name, kind in FORMATS.items() if kind.number == number)
+        if name == "mxfp4":
+            rows = rows.unflatten(2, (-1, 16))
+        elif name == "fp8_block":
+            rows = rows.view(torch.float8_e4m3fn)
+        elif name == "int4":
+            rows = rows.view(torch.int32)
+        return Quantized(name, rows, scale, zero, interleaved)
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """The weight [E, out, in], decoded in float32 and rounded to dtype; gates before ups if interleaved."""

@@ -237,6 +237,7 @@ double factor(CurveKind kind, double up) {
 }
 double slope(CurveKind kind, double x) {
   if (kind == CurveKind::relu) return x > 0;
+  if (kind == CurveKind::clamped_silu && x == 7) x -= 1e-5;  // the limit still moves
   return (curve(kind, x + 1e-5) - curve(kind, x - 1e-5)) / 2e-5;
 }
 

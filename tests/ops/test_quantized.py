@@ -104,3 +104,44 @@ def test_interleaved_rows_have_their_bias_and_adapter_in_their_order():
         )
 
     assert torch.equal(call(in_turn, order), call(plain, slice(None)))
+
+
+def pre_activation(weight, x):
+    """x times the transposed weight of expert 1 of 2, by the operator."""
+    sorted_tokens = ops.sort_tokens(torch.ones(len(x), 1, dtype=torch.long), 2)
+    out = weight.shape[1]
+    w2 = torch.zeros(2, x.shape[1], out, dtype=x.dtype)
+    scale, zero, number = weight.scale_and_zero()
+    _, h, _, _ = torch.ops.fmoe_ext.frozen_mlp(
+        *(x, sorted_tokens.row_idx, sorted_tokens.inverse, sorted_tokens.offs, weight.rows(), None, w2, None),
+        *(None, None, 1.0, None, None, 1.0, None, 2, True, True, scale, zero, number),
+    )
+    return h
+
+
+def gradient_by_w2(weight, grad):
+    """grad times the weight of expert 1 of 2, by the operator: w1 is an identity and relu's slope 1."""
+    _, out, width = weight.shape
+    sorted_tokens = ops.sort_tokens(torch.ones(len(grad), 1, dtype=torch.long), 2)
+    w1 = torch.eye(width, out, dtype=grad.dtype).expand(2, width, out).contiguous()
+    x = torch.ones(len(grad), out, dtype=grad.dtype, requires_grad=True)
+    y = frozen_mlp(
+        *(x, sorted_tokens.row_idx, sorted_tokens.inverse, sorted_tokens.offs, w1, None, weight, None),
+        *(None, "relu"),
+    )
+    return torch.autograd.grad(y, x, grad)[0][:, :width]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", FORMATS)
+def test_kernels_decode_to_the_bits_of_dequantize(isa, name, dtype):
+    width, out = 256, 259
+    weight = packed(name, 2, out, width, seed=3)
+    expected = weight.dequantize(dtype)[1]
+    ones = torch.eye(width, dtype=dtype)
+    for rows in (width, 20, 5, 4, 3, 2, 1):  # panels; decoded into a buffer; in registers
+        assert torch.equal(pre_activation(weight, ones[-rows:]), expected.T[-rows:]), rows
+    for rows in (45, 7):
+        assert torch.equal(gradient_by_w2(weight, torch.eye(out, dtype=dtype)[-rows:]), expected[-rows:]), (
+            rows
+        )
