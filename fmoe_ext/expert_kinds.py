@@ -166,7 +166,7 @@ class Fused(ExpertKind):
 
 
 def _own_weights(end: int) -> tuple[Any, ...]:
-    """Those of FusedExperts themselves."""
+    """No argument: FusedExperts compute with their own weights."""
     return ()
 
 

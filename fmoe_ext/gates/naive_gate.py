@@ -64,7 +64,7 @@ class NaiveGate(BaseGate):
         return topk_idx, topk_weights
 
     def _linear_of_one_node(self, inp: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None] | None:
-        """Weight and bias, if nothing asks for logits, another computation of them, or tensors that a repetition keeps."""
+        """Weight and bias; None where logits are computed otherwise or a repetition keeps tensors."""
         step = current_step()  # None while compiling
         if (
             step is None

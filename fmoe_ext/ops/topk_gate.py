@@ -59,10 +59,10 @@ def topk_gate(
 def topk_gate_of_linear(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, top_k: int, normalize: bool = True
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """topk_gate of a linear layer's logits by softmax, as one node of autograd: the same bits in less of the host's time.
+    """topk_gate of a linear layer's logits by softmax, as one node of autograd: the same bits in less host time.
 
-    x [T, D] contiguous, weight [E, D], bias [E] or None, all float32 and plain tensors, outside of autocast and compiled
-    graphs -> topk_idx, topk_weights [T, K]. It keeps other tensors than the two steps, so that a forward
+    x [T, D] contiguous, weight [E, D], bias [E] or None, all float32 and plain tensors, outside of autocast and of
+    compiled graphs -> topk_idx, topk_weights [T, K]. It keeps other tensors than the two steps, so that a forward
     that activation checkpointing may repeat takes those.
     Equivalent to: topk_gate(F.linear(x, weight, bias), top_k, normalize=normalize).
     """
