@@ -14,7 +14,7 @@ from fmoe_ext import ops
 Nest: TypeAlias = Any
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True)
 class DispatchHandle:
     """Rows of all choices, as sort_tokens reports them, for reading rows and for summing them."""
 
