@@ -1,5 +1,5 @@
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -24,7 +24,14 @@ from fmoe_ext.ops.arguments import ExpertMlp, ExpertMlpBackward, ExpertMlpBackwa
 from fmoe_ext.ops.main_grad import NO_GRAPH, TRANSFORMED_MAIN_GRAD, MainGrad
 from fmoe_ext.ops.outside_graphs import outside_graphs
 
-ACTIVATIONS = MappingProxyType(
+
+def _clamped_swiglu(h: torch.Tensor) -> torch.Tensor:
+    gate, up = h.chunk(2, -1)
+    gate = gate.clamp(max=7.0)
+    return (up.clamp(-7.0, 7.0) + 1) * gate * torch.sigmoid(1.702 * gate)
+
+
+ACTIVATIONS: Mapping[str, Callable[..., Any]] = MappingProxyType(
     {
         "gelu": F.gelu,
         "gelu_tanh": lambda h: F.gelu(h, approximate="tanh"),
@@ -34,6 +41,7 @@ ACTIVATIONS = MappingProxyType(
         "geglu": lambda h: F.gelu(h.chunk(2, -1)[0]) * h.chunk(2, -1)[1],
         "geglu_tanh": lambda h: F.gelu(h.chunk(2, -1)[0], approximate="tanh") * h.chunk(2, -1)[1],
         "relu2": lambda h: F.relu(h).square(),
+        "clamped_swiglu": _clamped_swiglu,
     }
 )
 # Numbered as in csrc/activation.h. A tuple: torch.compile breaks the graph at a mapping proxy.
@@ -66,7 +74,8 @@ def expert_mlp(
     x [T, D]; row_idx [T*K], inverse [T, K], offs [E] int32 as sort_tokens returns them; w1 [E, H, D] (gated:
     [E, 2H, D], gate rows before up rows), b1 [E, H or 2H], w2 [E, D, H], b2 [E, D] of the dtype of x;
     topk_weights [T, K] of the dtype of x or float32.
-    activation: gelu, gelu_tanh, relu, silu, swiglu, geglu, geglu_tanh or relu2 (ReLU^2, So et al. 2021: relu(h) ** 2).
+    activation: gelu, gelu_tanh, relu, silu, swiglu, geglu, geglu_tanh, relu2 (ReLU^2, So et al. 2021: relu(h) ** 2) or
+    clamped_swiglu (GPT-OSS: experts.ClampedSwiGLU).
     Returns the weighted sum over each token's choices [T, D]; with combine=False the (weighted) rows [T*K, D]
     in expert-major order, zero from offs[-1] on. Keeps x, the pre-activation and the indices for backward.
     main_grads: where backward adds the gradients of w1 and w2, instead of returning them; torch.compile then breaks

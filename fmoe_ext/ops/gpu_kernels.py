@@ -109,6 +109,7 @@ class Choice:
 
     kernels: frozenset[str]
     torch: bool = False  # torch_path in the place of all our products
+    torch_wins: frozenset[tuple[str, str, str]] = frozenset()  # or of those that it computes faster
     warning: str | None = None
 
 
@@ -119,7 +120,8 @@ def command(device: int) -> str:
 def choose(mode: str, all_kernels: Iterable[str], proof: Proof | None, device: int = 0) -> Choice:
     """The kernels for a device with this proof, by FMOE_GPU_KERNELS:
 
-    auto      those that are proved; without a proof none, with a warning; torch's, if the portable ones failed
+    auto      those that are proved, and torch's where it was faster; without a proof none, with a warning; torch's
+              everywhere, if the portable ones failed
     proved    the same, but RuntimeError without a proof, or if the portable kernels failed
     all       all kernels, proved or not
     portable  the portable kernels
@@ -143,7 +145,8 @@ def choose(mode: str, all_kernels: Iterable[str], proof: Proof | None, device: i
         if mode == "proved":
             raise RuntimeError(f"{text}; FMOE_GPU_KERNELS=torch takes torch's grouped_mm")
         return Choice(frozenset(), torch=True, warning=f"{text}: torch's grouped_mm is used")
-    return Choice(frozenset(all_kernels) & proof.named("proved").keys())
+    used = {name for state in gpu_proof.USED for name in proof.named(state)}
+    return Choice(frozenset(all_kernels) & used, torch_wins=frozenset(win.where for win in proof.torch_wins))
 
 
 class Selection:
@@ -155,6 +158,10 @@ class Selection:
         self.is_prepared = False
         self._choices: dict[int, Choice] = {}
         self._torch: torch.library.Library | None = None
+        self._torch_wins: tuple[frozenset[tuple[str, str, str]], torch.library.Library | None] = (
+            frozenset(),
+            None,
+        )
         self._tf32: torch.library.Library | None = None
 
     def prepare(self) -> None:
@@ -184,9 +191,20 @@ class Selection:
         choices = self._choices.values()
         switch_on(name for name in names() if all(name in other.kernels for other in choices))
         if choice.torch and self._torch is None:
+            self._take_torch_where(frozenset())
             self._torch = torch_path.install(self.device_type.upper())
+        elif self._torch is None:
+            self._take_torch_where(frozenset.intersection(*(other.torch_wins for other in choices)))
         if choice.warning:
             warnings.warn(choice.warning, stacklevel=5)
+
+    def _take_torch_where(self, wins: frozenset[tuple[str, str, str]]) -> None:
+        """Torch's products for these problems, the kernels for all others."""
+        if wins == self._torch_wins[0]:
+            return
+        self._torch_wins = (frozenset(), None)  # what was installed is taken back with the library's end
+        if wins:
+            self._torch_wins = (wins, torch_path.install_where(self.device_type.upper(), wins, tf32_allowed))
 
 
 def cuda_module() -> Path | None:
