@@ -99,18 +99,12 @@ def draw(watch: Watch, before: float, after: float, in_files: int, memory: int, 
     """Loss over steps, and memory over time."""
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4), layout="constrained")
     left.plot(watch.steps, watch.losses, color="C0", label="training batch")
-    left.plot(
-        [0, watch.steps[-1]], [before, after], "o--", color="C1", label="held-out text, before and after"
-    )
+    left.plot([0, watch.steps[-1]], [before, after], "o--", color="C1", label="held-out text, before and after")
     left.set(xlabel="step", ylabel="loss (nats a token)", title="Adapters on streamed experts")
     left.legend()
     mega = 2**20
-    right.plot(
-        watch.seconds, [value / mega for value in watch.resident], color="C0", label="memory of the process"
-    )
-    right.plot(
-        watch.seconds, [value / mega for value in watch.buffers], color="C2", label="buffers for experts"
-    )
+    right.plot(watch.seconds, [value / mega for value in watch.resident], color="C0", label="memory of the process")
+    right.plot(watch.seconds, [value / mega for value in watch.buffers], color="C2", label="buffers for experts")
     right.axhline(in_files / mega, ls=":", color="C3", label="experts in the files")
     right.axhline(memory / mega, ls="--", color="0.5", label="memory= of stream()")
     right.set(xlabel="seconds", ylabel="MiB", title="Memory while training", yscale="log")
@@ -175,10 +169,7 @@ def _merged(out: Path, ids: torch.Tensor, expected: torch.Tensor) -> tuple[bool,
     merged = transformers.AutoModelForCausalLM.from_pretrained(out / "merged", dtype="auto").eval()
     error = ((logits_of(merged, ids) - expected).norm() / expected.norm()).item()
     lost = report["lost_share_median"]
-    return (
-        error < 0.03,
-        f"merged into bfloat16: logits differ by {error:.4f}, rounding took {lost:.3f} of a change",
-    )
+    return error < 0.03, f"merged into bfloat16: logits differ by {error:.4f}, rounding took {lost:.3f} of a change"
 
 
 def real_run(options: argparse.Namespace, out: Path) -> int:
@@ -200,17 +191,13 @@ def real_run(options: argparse.Namespace, out: Path) -> int:
     model.save_pretrained(out / "adapter")
     draw(watch, before, after, in_files, stream.memory, out / "finetune.png")
     found = stream.statistics
-    print(
-        f"loss of the held-out text {before:.3f} -> {after:.3f}; hidden share of reading {found.hidden_share:.2f}"
-    )
+    print(f"loss of the held-out text {before:.3f} -> {after:.3f}; hidden share of reading {found.hidden_share:.2f}")
     print(f"adapter: {out / 'adapter'}; picture: {out / 'finetune.png'}")
     return 0
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", help="folder of a model, else a small one is made")
     parser.add_argument("--memory", help='of stream(), like "8GiB"')
     parser.add_argument("--text", help="file to learn, with --model")

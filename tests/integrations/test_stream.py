@@ -174,9 +174,7 @@ def test_saved_adapter_is_loaded_again(tmp_path):
         expected = model(make_ids()).logits
     model.save_pretrained(tmp_path / "adapter")
     again = fmoe_ext.lora.fuse(
-        peft.PeftModel.from_pretrained(
-            streamed(folder, 2, 4 * bytes_of_adapters(plain)), tmp_path / "adapter"
-        )
+        peft.PeftModel.from_pretrained(streamed(folder, 2, 4 * bytes_of_adapters(plain)), tmp_path / "adapter")
     )
     with torch.no_grad():
         assert torch.equal(again(make_ids()).logits, expected)

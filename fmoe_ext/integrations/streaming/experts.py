@@ -26,9 +26,7 @@ class Streamed:
     def __deepcopy__(self, memo: dict[int, Any]) -> Streamed:
         return self
 
-    def forward(
-        self, experts: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
-    ) -> Tensor:
+    def forward(self, experts: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """experts_forward of integrations.huggingface; raises what Pool.whole() raises."""
         if getattr(experts, "expert_parallel", None) is not None:
             raise RuntimeError("streamed experts are not spread over ranks: call stream() in one process")

@@ -24,7 +24,6 @@ from fmoe_ext.integrations.streaming.placeholder import StreamedWeight
 UNITS = {"": 1, "B": 1, **{f"{p}iB": 1024**i for i, p in enumerate("KMGT", 1)}}
 UNITS |= {f"{p}B": 1000**i for i, p in enumerate("KMGT", 1)}
 
-
 def stream(folder: str | Path, memory: int | str = "8GiB", *, dtype: torch.dtype | None = None) -> Any:
     """A causal language model of Transformers in eval(), its experts read from the folder's files as they are needed.
 

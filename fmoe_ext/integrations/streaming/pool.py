@@ -63,9 +63,7 @@ class _Cache:
     """The slots of one layer's chosen experts."""
 
     begin: int
-    slots: OrderedDict[int, int] = field(
-        default_factory=OrderedDict
-    )  # {expert: slot}, least recently used first
+    slots: OrderedDict[int, int] = field(default_factory=OrderedDict)  # {expert: slot}, least recently used first
 
 
 class Pool:
@@ -78,9 +76,7 @@ class Pool:
         self.layers = tuple(layers)
         self.statistics = Statistics()
         self._slot_bytes = max(-(-layer.num_bytes(layer.num_experts) // BLOCK) * BLOCK for layer in layers)
-        self._memory = mmap.mmap(
-            -1, min(num_bytes, self._slot_bytes * len(layers)) // BLOCK * BLOCK, **_PRIVATE
-        )
+        self._memory = mmap.mmap(-1, min(num_bytes, self._slot_bytes * len(layers)) // BLOCK * BLOCK, **_PRIVATE)
         self._bytes = np.frombuffer(self._memory, dtype=np.uint8)
         self.address = int(self._bytes.ctypes.data)
         self._reader = Reader()
@@ -188,9 +184,7 @@ class Pool:
         self.statistics.misses += len(missing)
         if missing:
             begun = time.perf_counter()
-            self._count(
-                self._reader.read(layer.spans(missing, taken, num_slots), buffer), len(missing), begun
-            )
+            self._count(self._reader.read(layer.spans(missing, taken, num_slots), buffer), len(missing), begun)
             self.statistics.waited_seconds += time.perf_counter() - begun
             cache.slots.update(zip(missing, taken, strict=True))
         return layer.weights(buffer, num_slots), dict(cache.slots), num_slots
@@ -319,3 +313,4 @@ def _fitting(layer: Layer, num_bytes: int) -> int:
     while count and layer.num_bytes(count) > num_bytes:
         count -= 1
     return count
+
