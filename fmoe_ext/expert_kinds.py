@@ -104,7 +104,7 @@ class Fused(ExpertKind):
 
     def __init__(self, layer: HasExperts):
         super().__init__(layer)
-        self._weights: Callable[[int], tuple[Any, ...]] = lambda end: ()
+        self._weights: Callable[[int], tuple[Any, ...]] = _own_weights
 
     @staticmethod
     def fits(layer: HasExperts) -> bool:
@@ -163,6 +163,11 @@ class Fused(ExpertKind):
         other = copy.copy(self)
         other._weights = weights
         return other
+
+
+def _own_weights(end: int) -> tuple[Any, ...]:
+    """No argument: FusedExperts compute with their own weights."""
+    return ()
 
 
 class SeparateExperts(nn.ModuleList):

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from benchmarks import bench_gpu_host, bench_gpu_kernels, bench_gpu_layer, gpu_peers, roofline
+from benchmarks import bench_gpu_host, bench_gpu_kernels, bench_gpu_layer, bench_host, gpu_peers, roofline
 
 H200 = roofline.Ceilings(788e12, 4.3e12)
 SHAPES = {shape.name: shape for shape in roofline.MODELS}
@@ -80,6 +80,14 @@ def test_kernels_dry_run_and_report(tmp_path):
     )
     cells = [cell.strip() for cell in text.splitlines()[2].strip("|").split("|")]
     assert cells == ["S", "16", "F1 up", "2.000", "500", "1.23", "1.000", "0.25"]
+
+
+def test_host_time_with_kernels_that_compute_nothing(tmp_path):
+    """Every step runs over the stubs, in a process of its own: they take the place of the operators for good."""
+    library = bench_host.build(tmp_path)
+    found = bench_host.in_process(bench_host.ROOT, library, repetitions=3)
+    assert set(found) >= {"layer", "layer, of 8 in a row", "gate", "experts"}
+    assert all(1 < us < 1e6 for us in found.values())
 
 
 def test_peers_that_tune_themselves_are_named_when_left_out():

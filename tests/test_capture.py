@@ -1,4 +1,4 @@
-"""What a CUDA graph forbids, on the CPU: a step on "meta" tensors under a mode that refuses what a capture would.
+"""Rules of a CUDA graph, on the CPU: a step on "meta" tensors under a mode that refuses what a capture would.
 
 The rules are those of torch.cuda.graph: the host may not wait for the device, copy from or to it, or ask for sizes that
 depend on values. Operators have their fake kernels here; tests/cuda/test_graph.py captures the same steps on a GPU.
@@ -117,7 +117,7 @@ def test_step_of_a_model(wrap, options):
     assert all(p.grad is not None for p in model.parameters())
 
 
-def test_what_reads_values_is_not_captured():
+def test_layers_that_read_values_are_refused():
     """Separate experts have their numbers of rows on the host; SinkhornGate asks whether it has converged."""
     with torch.device("meta"):
         separate = FMoE(E, D, expert=lambda d: nn.Linear(d, d))

@@ -313,8 +313,8 @@ class _NcclExchange:
 class _NcclWork:
     """An exchange that has started. It keeps the tensors until the stream that they are of waits for its end.
 
-    So the allocator gives their memory to nobody earlier, and need not be told of the exchange's stream
-    (record_stream), after which it asks for events before it uses a block again.
+    So the allocator gives their memory to nobody earlier. With record_stream it would ask for an event before it uses
+    each block again.
     """
 
     def __init__(self, event, communicator, stream, tensors):

@@ -1,7 +1,10 @@
 import torch
+from torch import nn
 
 from fmoe_ext.gates.base_gate import BaseGate
-from fmoe_ext.gates.wide_linear import WideLinear
+from fmoe_ext.gates.wide_linear import WideLinear, is_plain
+from fmoe_ext.ops.topk_gate import topk_gate_of_linear
+from fmoe_ext.step import current_step
 
 
 class NaiveGate(BaseGate):
@@ -48,12 +51,42 @@ class NaiveGate(BaseGate):
         another shape.
         Equivalent to: weights, idx = F.linear(inp, weight, bias).topk(top_k); idx, weights.softmax(-1).
         """
+        linear = None if return_all_scores else self._linear_of_one_node(inp)
+        if linear is not None:
+            topk_idx, topk_weights = topk_gate_of_linear(inp, *linear, self.top_k, self.normalize)
+            self.set_loss(topk_weights.new_zeros(1), constant=True)
+            return self.choose(lambda: topk_idx), topk_weights
         logits = self.logits(inp)
         topk_idx, topk_weights = self.topk(logits, self.top_k, normalize=self.normalize)
         self.set_loss(logits.new_zeros(1), constant=True)
         if return_all_scores:
             return topk_idx, topk_weights, logits
         return topk_idx, topk_weights
+
+    def _linear_of_one_node(self, inp: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None] | None:
+        """Weight and bias; None where logits are computed otherwise or a repetition keeps tensors."""
+        step = current_step()  # None while compiling
+        if (
+            step is None
+            or step.forward is not None
+            or type(self) is not NaiveGate
+            or not torch.is_grad_enabled()
+        ):
+            return None
+        linear = self.gate
+        if type(linear) is not WideLinear or linear.must_be_called or not self.weighs_while_choosing:
+            return None
+        weight, bias = linear.weight, linear.bias
+        is_usual = (
+            type(inp) is torch.Tensor
+            and inp.dim() == 2
+            and inp.shape[1] == self.d_model
+            and inp.is_contiguous()
+            and type(weight) is nn.Parameter
+            and (weight.requires_grad or inp.requires_grad)
+            and is_plain(inp, weight, bias)
+        )
+        return (weight, bias) if is_usual else None
 
     def logits(self, inp: torch.Tensor) -> torch.Tensor:
         """Score of every expert: inp [T, d_model] -> [T, E], in float32 or wider."""

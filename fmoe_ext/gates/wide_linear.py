@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from fmoe_ext import ops
+from fmoe_ext.linear import NotesHooks
 
 
 def _without_autocast(device_type: str) -> contextlib.AbstractContextManager[Any]:
@@ -54,7 +55,7 @@ def wide_linear(inp: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | No
     Under fmoe_ext.batch_invariant() computed by our own kernels, with wide copies kept for backward.
     Equivalent to: F.linear(inp.float(), weight.float(), bias.float()).
     """
-    if _is_plain(inp, weight, bias):
+    if is_plain(inp, weight, bias):
         return F.linear(inp, weight, bias)
     dtype = torch.promote_types(torch.promote_types(inp.dtype, weight.dtype), torch.float32)
     with _without_autocast(inp.device.type):
@@ -67,7 +68,7 @@ def wide_linear(inp: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | No
         return _WideLinear.apply(inp, weight, bias, dtype)
 
 
-def _is_plain(*tensors: torch.Tensor | None) -> bool:
+def is_plain(*tensors: torch.Tensor | None) -> bool:
     """True if all are float32 and nothing asks for another computation than F.linear: the usual case, found fast."""
     for t in tensors:
         if t is not None and t.dtype != torch.float32:
@@ -84,7 +85,7 @@ def _dequantized(weight: torch.Tensor) -> torch.Tensor:
     return weight.dequantize() if is_quantized else weight
 
 
-class WideLinear(nn.Linear):
+class WideLinear(NotesHooks, nn.Linear):
     """nn.Linear computed by wide_linear: what a gate calls for its scores.
 
     inp [..., in_features] -> [..., out_features], float32 or wider. Being a module that is called, it takes hooks,

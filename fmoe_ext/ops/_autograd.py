@@ -26,7 +26,7 @@ def no_forward_mode(name: str) -> NotImplementedError:
 
 
 class _Node(threading.local):
-    """Whether this thread computes the forward of a node of our own, which refuses tangents itself."""
+    """runs: True while this thread computes the forward of a node of our own, which refuses tangents itself."""
 
     runs = False
 
@@ -87,7 +87,8 @@ def call(op_name: str, *args: Any) -> Any:
         if any(t.requires_grad for t in tensors) or is_transformed(*tensors):
             return call_functional(op_name, *args)
     name = op_name.removeprefix("fmoe_ext::")
-    refuse_tangents(name, args[0])  # the forward has refused those of the others
+    if unpack_dual(args[0]).tangent is not None:  # the forward has refused those of the others
+        refuse_tangents(name, args[0])
     return getattr(torch.ops.fmoe_ext, name)(*args)
 
 

@@ -1,3 +1,4 @@
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -99,7 +100,7 @@ def expert_mlp(
     if save_h and weights_learn and any(main_grads):
         return _into_main_grads(_ExpertMlp(number, combine, main_grads), inputs, weights)
     if weights_learn and worthwhile(inputs, weights):
-        return _differentiate(_ExpertMlp(number, combine), inputs, weights)
+        return _differentiate(_product(number, combine), inputs, weights)
     return torch.ops.fmoe_ext.expert_mlp(
         x, row_idx, inverse, offs, w1, b1, w2, b2, topk_weights, number, combine, save_h
     )[0]
@@ -238,7 +239,7 @@ class _ExpertMlp:
     main_grads: tuple[MainGrad | None, MainGrad | None] = (None, None)
     name = "expert_mlp"
 
-    @property
+    @functools.cached_property
     def once_differentiable(self) -> bool:
         return any(self.main_grads)
 
@@ -250,7 +251,7 @@ class _ExpertMlp:
     def forward(self, inputs: Tensors, weights: Tensors) -> tuple[torch.Tensor, Tensors]:
         x, topk_weights, *indices = inputs
         w1, b1, w2, b2 = weights
-        if any(self.main_grads):  # here, so that the gradient is that of the parameter itself
+        if self.once_differentiable:  # here, so that the gradient is that of the parameter itself
             w1, w2 = cast_for_autocast(w1, w2)
         arguments = (x, *indices, w1, b1, w2, b2, topk_weights, self.activation, self.combine, True)
         y, h = below(torch.ops.fmoe_ext.expert_mlp, *arguments)
@@ -259,7 +260,7 @@ class _ExpertMlp:
     def backward(self, saved: Tensors, grad_y: torch.Tensor, needs: Needs) -> tuple[Tensors, Tensors]:
         wanted = _all_needs(needs)
         arguments = (grad_y, *saved, self.activation, self.combine, wanted)
-        if any(self.main_grads):
+        if self.once_differentiable:
             mains = self._found(wanted)
             computed = torch.ops.fmoe_ext.expert_mlp_backward_accumulate(*arguments, *mains)
         else:
@@ -294,12 +295,18 @@ class _ExpertMlp:
         grads: list[torch.Tensor | None] = [
             t if wanted else None for t, wanted in zip(computed, needs, strict=True)
         ]
-        if not any(self.main_grads):
+        if not self.once_differentiable:
             return tuple(grads)
         for i, main in zip((0, 2), self.main_grads, strict=True):
             if main and needs[i]:
                 grads[i] = main.added()
         return tuple(grads)
+
+
+@functools.cache
+def _product(activation: int, combine: bool) -> _ExpertMlp:
+    """The product without main gradients; there are two for each activation."""
+    return _ExpertMlp(activation, combine)
 
 
 def _all_needs(needs: Needs) -> list[bool]:

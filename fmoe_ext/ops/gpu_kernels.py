@@ -225,6 +225,6 @@ SELECTION = Selection("cuda", key_of)
 
 def before(t: object) -> None:
     """Chooses the kernels for a tensor's device, if that has not been done, and the SMs that a product may take."""
-    if not torch.compiler.is_compiling() and isinstance(t, torch.Tensor):
+    if SELECTION.is_prepared and not torch.compiler.is_compiling() and isinstance(t, torch.Tensor):
         SELECTION.before(t)  # while compiling, the fake kernels do
         SM_MARGIN.give_back_done()

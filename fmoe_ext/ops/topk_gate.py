@@ -56,6 +56,22 @@ def topk_gate(
     return _TopkGate.apply(logits, args[1:])
 
 
+def topk_gate_of_linear(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, top_k: int, normalize: bool = True
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """topk_gate of a linear layer's logits by softmax, as one node of autograd: the same bits in less host time.
+
+    x [T, D] contiguous, weight [E, D], bias [E] or None, all float32 and plain tensors, outside of autocast and of
+    compiled graphs -> topk_idx, topk_weights [T, K]. It keeps other tensors than the two steps, so that a forward
+    that activation checkpointing may repeat takes those.
+    Equivalent to: topk_gate(F.linear(x, weight, bias), top_k, normalize=normalize).
+    """
+    if is_transformed(x, weight, bias):
+        return topk_gate(F.linear(x, weight, bias), top_k, normalize=normalize)
+    topk_idx, topk_weights = _TopkGateOfLinear.apply(x, weight, bias, top_k, normalize)
+    return topk_idx, topk_weights
+
+
 def topk_gate_again(
     logits: torch.Tensor,
     topk_idx: torch.Tensor,
@@ -178,6 +194,47 @@ class _TopkGate(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, _: None, grad_weights: torch.Tensor | None) -> tuple[torch.Tensor | None, None]:
         return None if grad_weights is None else _backward(ctx, None, grad_weights)[0], None
+
+    @staticmethod
+    def jvp(ctx: Any, *_: Any) -> None:
+        raise no_forward_mode("topk_gate")
+
+
+class _TopkGateOfLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        top_k: int,
+        normalize: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        logits = F.linear(x, weight, bias)
+        topk_idx, topk_weights = below(torch.ops.fmoe_ext.topk_gate, logits, top_k, 0, normalize)
+        ctx.mark_non_differentiable(topk_idx)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(x, weight, bias, logits, topk_idx, topk_weights)
+        ctx.normalize = normalize
+        return topk_idx, topk_weights
+
+    @staticmethod
+    def backward(ctx: Any, _: None, grad_weights: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        if grad_weights is None:
+            return None, None, None, None, None
+        x, weight, bias, logits, topk_idx, topk_weights = ctx.saved_tensors
+        if torch.is_grad_enabled():  # the graph of the gradients goes through the logits
+            logits = F.linear(x, weight, bias)
+        options = (0, ctx.normalize, 1.0)
+        grad = call("fmoe_ext::topk_gate_backward", grad_weights, logits, topk_idx, topk_weights, *options)
+        of_x, of_weight, of_bias, _, _ = ctx.needs_input_grad
+        return (
+            grad.mm(weight) if of_x else None,
+            grad.t().mm(x) if of_weight else None,
+            grad.sum(0) if of_bias else None,
+            None,
+            None,
+        )
 
     @staticmethod
     def jvp(ctx: Any, *_: Any) -> None:

@@ -1,0 +1,152 @@
+"""NaiveGate's linear layer and choice as one node of autograd: the bits of the two steps, and where these are taken."""
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from fmoe_ext import FMoETransformerMLP, batch_invariant
+from fmoe_ext.gates import NaiveGate
+
+T, D, H, E, K = 37, 24, 20, 12, 3
+
+
+def make(**options):
+    torch.manual_seed(0)
+    return FMoETransformerMLP(E, D, H, "swiglu", top_k=K, **options)
+
+
+def results(layer, x, wrap=lambda f, x: f(x)):
+    layer.zero_grad()
+    x = x.detach().clone().requires_grad_(x.requires_grad)
+    out = wrap(layer, x)
+    out.square().sum().backward()
+    return [out.detach(), x.grad, *(p.grad for p in layer.parameters())]
+
+
+def assert_same_bits(ours, theirs):
+    for a, b in zip(ours, theirs, strict=True):
+        assert (a is None and b is None) or torch.equal(a, b)
+
+
+def nodes_of(layer, x):
+    """Names of the nodes between the output of the gate and x."""
+    found = []
+    layer.gate.register_forward_hook(lambda module, inputs, output: found.append(output[1].grad_fn))
+    layer(x)
+    names, nodes = set(), [found[0]]
+    while nodes:
+        node = nodes.pop()
+        if node is not None:
+            names.add(node.name())
+            nodes += [source for source, _ in node.next_functions]
+    return names
+
+
+def tokens(num_tokens=T, requires_grad=True):
+    x = torch.randn(num_tokens, D, generator=torch.Generator().manual_seed(num_tokens))
+    return x.requires_grad_(requires_grad)
+
+
+@pytest.mark.parametrize("num_tokens", [T, 1, 0])
+@pytest.mark.parametrize("requires_grad", [True, False])
+@pytest.mark.parametrize("gate_bias", [True, False])
+def test_one_node_has_the_bits_of_two(num_tokens, requires_grad, gate_bias):
+    ours, theirs = (make(gate_bias=gate_bias) for _ in range(2))
+    theirs.gate.gate.register_forward_hook(lambda *_: None)  # has to be called
+    x = tokens(num_tokens, requires_grad)
+    assert any("TopkGateOfLinear" in name for name in nodes_of(make(gate_bias=gate_bias), x))
+    assert_same_bits(results(ours, x), results(theirs, x))
+    assert (ours.gate.get_loss() == theirs.gate.get_loss()).all()
+
+
+def test_frozen_gate_and_frozen_tokens():
+    for frozen in ("weight", "bias"):
+        ours, theirs = make(), make()
+        theirs.gate.gate.register_forward_hook(lambda *_: None)
+        for layer in (ours, theirs):
+            getattr(layer.gate.gate, frozen).requires_grad_(False)
+        assert_same_bits(results(ours, tokens()), results(theirs, tokens()))
+
+
+def second_derivatives(layer, x):
+    x = x.detach().requires_grad_()
+    params, found = [x, *layer.gate.parameters()], []
+    layer.gate.register_forward_hook(lambda module, inputs, output: found.append(output[1]))
+    layer(x)
+    loss = (found[0] * torch.arange(1.0, K + 1)).square().sum()
+    grads = torch.autograd.grad(loss, params, create_graph=True)
+    return torch.autograd.grad(sum(g.square().sum() for g in grads), params)
+
+
+def test_second_derivative_goes_through_the_logits():
+    ours, theirs = make(), make()
+    theirs.gate.gate.register_forward_hook(lambda *_: None)
+    for a, b in zip(second_derivatives(ours, tokens()), second_derivatives(theirs, tokens()), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+        assert a.abs().sum() > 0
+
+
+class OtherGate(NaiveGate):
+    def logits(self, inp):
+        return 2 * super().logits(inp)
+
+
+def with_hook(layer):
+    layer.gate.gate.register_forward_pre_hook(lambda module, inputs: None)
+
+
+def with_own_forward(layer):
+    plain = layer.gate.gate.forward
+    layer.gate.gate.forward = lambda inp: plain(inp)
+
+
+def with_adapter(layer):
+    layer.gate.gate = nn.Sequential(layer.gate.gate)
+
+
+@pytest.mark.parametrize("change", [with_hook, with_own_forward, with_adapter])
+def test_changed_linear_layer_is_called(change):
+    layer = make()
+    change(layer)
+    assert not any("OfLinear" in name for name in nodes_of(layer, tokens()))
+
+
+def test_other_computations_are_two_nodes():
+    others = [
+        (make(gate=OtherGate), tokens()),
+        (make().double(), tokens().double()),
+        (make(dtype=torch.bfloat16), tokens().bfloat16()),
+        (make(), torch.randn(D, T).t().requires_grad_()),
+    ]
+    for layer, x in others:
+        assert not any("OfLinear" in name for name in nodes_of(layer, x))
+    with batch_invariant():
+        assert not any("OfLinear" in name for name in nodes_of(make(), tokens()))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert not any("OfLinear" in name for name in nodes_of(make(), tokens()))
+    names = []
+    layer = make()
+    layer.gate.register_forward_hook(lambda module, inputs, output: names.append(output[1].grad_fn.name()))
+    x = tokens()
+    expected = results(make(), x)
+    assert_same_bits(results(layer, x, lambda f, x: checkpoint(f, x, use_reentrant=False)), expected)
+    assert names and not any("OfLinear" in name for name in names)
+
+
+def test_torch_func_and_forward_mode():
+    layer, x = make(), tokens()
+    names = list(dict(layer.named_parameters()))
+    params = {n: p.detach() for n, p in layer.named_parameters()}
+
+    def loss(params):
+        return torch.func.functional_call(layer, params, (x.detach(),)).square().sum()
+
+    grads = torch.func.grad(loss)(params)
+    _, _, *expected = results(layer, x.detach())
+    for name, b in zip(names, expected, strict=True):
+        torch.testing.assert_close(grads[name], b, rtol=1e-5, atol=1e-6)
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(x, torch.ones_like(x))
+        with pytest.raises(NotImplementedError, match="no forward-mode derivative"):
+            layer(dual)
