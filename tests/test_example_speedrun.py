@@ -293,3 +293,12 @@ def test_models_of_the_gpu_run_on_the_cpu():
 def test_options_that_cannot_be():
     refused = command("--slice", 0, check=False)
     assert refused.returncode == 2 and "--slice must be positive, but is 0.0" in refused.stderr
+
+
+def test_seconds_of_the_parts_of_a_step():
+    program = [sys.executable, str(EXAMPLE / "parts.py"), "--size", "test", "--steps", "2"]
+    out = subprocess.run(program, capture_output=True, text=True, check=True, cwd=ROOT).stdout.splitlines()
+    assert out[0].split()[1:6] == ["forward", "backward", "Muon", "AdamW", "step"] and len(out) == 5
+    for line in out[1:]:
+        *parts, step, ratio = map(float, line.split()[-6:])
+        assert step > 0 and abs(sum(parts) - step) <= 0.05 * step + 3 and ratio > 0

@@ -16,7 +16,7 @@ from sources import Corpus
 from torch import Tensor
 
 WARM_UP, COOL_DOWN = 0.02, 0.5  # shares of a run's seconds: the rate rises, and falls to nothing
-CHECKS = 20  # validations of a run
+CHECKS = 16  # validations of a run
 
 
 @dataclass
