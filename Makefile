@@ -19,7 +19,7 @@ $(shell rm -f $(VENV)/.built)
 endif
 endif
 
-.PHONY: help train speedrun train-cpp train-ep train-megatron train-pipeline train-pipe train-remote test test-all build lint tidy format docs bench bench-compare wheel asan test-aarch64 cuda clean
+.PHONY: help finetune train speedrun train-cpp train-ep train-megatron train-pipeline train-pipe train-remote test test-all build lint tidy format docs bench bench-compare wheel asan test-aarch64 cuda clean
 help:
 	@sed -n 's/^## //p' Makefile
 
@@ -54,6 +54,10 @@ train-pipeline: build
 ## make train-pipe  an image classifier under Pipe, and unsharded: the same losses and accuracy; out/pipe_images
 train-pipe: build
 	$(PY) examples/pipe_images/train.py $(ARGS)
+
+## make finetune adapters for a model whose experts stay in their files, every step checked; out/finetune (ARGS="--model FOLDER --memory 8GiB --text FILE")
+finetune: build
+	$(PY) -W ignore examples/finetune/finetune.py $(ARGS)
 
 ## make test     the test suite, and what took longest of it                                (ARGS="-k sort -x")
 test: build

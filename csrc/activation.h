@@ -5,7 +5,11 @@
 
 namespace fmoe_ext {
 
-enum class CurveKind { gelu, gelu_tanh, relu, silu, relu2 };
+enum class CurveKind { gelu, gelu_tanh, relu, silu, relu2, clamped_silu };
+
+// Of GPT-OSS: clamped_silu(x) = v sigmoid(kClampedAlpha v) of v = min(x, kClampedLimit). Its up is clamped to
+// +-kClampedLimit, and 1 is added.
+constexpr float kClampedAlpha = 1.702f, kClampedLimit = 7.f;
 
 // a = curve(h), or curve(gate) * up where h is [gate; up].
 struct Activation {
@@ -18,7 +22,7 @@ struct Activation {
 constexpr Activation kActivations[] = {
     {CurveKind::gelu, false},     {CurveKind::gelu_tanh, false}, {CurveKind::relu, false},
     {CurveKind::silu, false},     {CurveKind::silu, true},       {CurveKind::gelu, true},
-    {CurveKind::gelu_tanh, true}, {CurveKind::relu2, false},
+    {CurveKind::gelu_tanh, true}, {CurveKind::relu2, false},     {CurveKind::clamped_silu, true},
 };
 constexpr int64_t kNumActivations = sizeof(kActivations) / sizeof(kActivations[0]);
 

@@ -29,11 +29,13 @@ inline void check_cpu(const Tensor& t, const char* name) {
                   " must be on the CPU like the other arguments, but it is on another device");
 }
 
-inline void check_dim(const Tensor& t, int64_t dim, const char* name, const char* shape) {
+template <class T>  // a Tensor, or a FrozenWeight
+void check_dim(const T& t, int64_t dim, const char* name, const char* shape) {
   STD_TORCH_CHECK(t.dim() == dim, name, " must have shape ", shape, ", but got shape ", shape_text(t));
 }
 
-inline void check_size(const Tensor& t, int64_t d, int64_t expected, const char* name, const char* shape) {
+template <class T>
+void check_size(const T& t, int64_t d, int64_t expected, const char* name, const char* shape) {
   STD_TORCH_CHECK(t.size(d) == expected, name, " must have shape ", shape, " with size ", expected,
                   " in dimension ", d, ", but got shape ", shape_text(t));
 }
@@ -93,7 +95,8 @@ inline int64_t checked_sum(int64_t a, int64_t b) {
 
 // Of sizes that are not rows: what every device can count in. With it, no product of two of them overflows,
 // nor the bytes of a row of all operands together.
-inline void check_width(const Tensor& t, int64_t d, const char* name, const char* shape) {
+template <class T>
+void check_width(const T& t, int64_t d, const char* name, const char* shape) {
   STD_TORCH_CHECK(t.size(d) <= INT32_MAX, name, " must have shape ", shape,
                   " with fewer than 2^31 in dimension ", d, ", but got shape ", shape_text(t));
 }

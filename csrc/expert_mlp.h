@@ -15,10 +15,11 @@ inline Activation checked_activation(int64_t number) {
 }
 
 // What every device checks; the values of offs and of the indices are checked where they can be read.
-inline void check_expert_mlp(const Tensor& x, const Tensor& row_idx, const Tensor& inverse,
-                             const Tensor& offs, const Tensor& w1, const std::optional<Tensor>& b1,
-                             const Tensor& w2, const std::optional<Tensor>& b2,
-                             const std::optional<Tensor>& topk_weights, const Activation& activation) {
+template <class Weight>  // a Tensor, or a FrozenWeight
+void check_expert_mlp(const Tensor& x, const Tensor& row_idx, const Tensor& inverse, const Tensor& offs,
+                      const Weight& w1, const std::optional<Tensor>& b1, const Weight& w2,
+                      const std::optional<Tensor>& b2, const std::optional<Tensor>& topk_weights,
+                      const Activation& activation) {
   check_float(x, "x");
   check_dim(x, 2, "x", "[T, D]");
   check_int32(inverse, "inverse");

@@ -7,6 +7,7 @@
 
 #include "expert_mlp.h"
 #include "float_types.h"
+#include "frozen_weight.h"
 #include "gemm/grouped.h"
 
 namespace fmoe_ext::gemm {
@@ -43,7 +44,8 @@ struct StoredRows {
 };
 
 struct ExpertRows {
-  Tensor x, w1, w2;
+  Tensor x;
+  Tensor w1, w2;  // undefined for a FrozenWeight
   std::optional<Tensor> b1, b2, topk_weights;
   Activation activation;
   const Kernels& kernels;
@@ -53,23 +55,25 @@ struct ExpertRows {
   const int32_t* inverse;           // [T, K]
   std::optional<RowScales> scales;  // topk_weights of each row
 
+  template <class Weight>  // a Tensor, or a FrozenWeight
   ExpertRows(const Tensor& x_, const Tensor& row_idx_, const Tensor& inverse_, const Tensor& offs,
-             const Tensor& w1_, const std::optional<Tensor>& b1_, const Tensor& w2_,
+             const Weight& w1_, const std::optional<Tensor>& b1_, const Weight& w2_,
              const std::optional<Tensor>& b2_, const std::optional<Tensor>& topk_weights_,
              int64_t activation_number)
-      : x(x_), w1(w1_), w2(w2_), activation(checked_activation(activation_number)), kernels(kernels_of(x_)) {
+      : x(x_), activation(checked_activation(activation_number)), kernels(kernels_of(x_)) {
     check_cpu(row_idx_, "row_idx");
     check_cpu(inverse_, "inverse");
     check_cpu(offs, "offs");
     check_cpu(w1_, "w1");
     check_cpu(w2_, "w2");
     check_expert_mlp(x_, row_idx_, inverse_, offs, w1_, b1_, w2_, b2_, topk_weights_, activation);
-    x = as_contiguous(x_), w1 = as_contiguous(w1_), w2 = as_contiguous(w2_);
+    x = as_contiguous(x_);
+    if constexpr (std::is_same_v<Weight, Tensor>) w1 = as_contiguous(w1_), w2 = as_contiguous(w2_);
     if (b1_) b1 = as_contiguous(*b1_);
     if (b2_) b2 = as_contiguous(*b2_);
     if (topk_weights_) topk_weights = as_contiguous(*topk_weights_);
     T = inverse_.size(0), K = inverse_.size(1), R = T * K, D = x.size(1);
-    E = w1.size(0), F = w1.size(1), H = w2.size(2);
+    E = w1_.size(0), F = w1_.size(1), H = w2_.size(2);
     bounds = read_offs(as_contiguous(offs), R);
     row_idx_owner_ = as_contiguous(row_idx_), inverse_owner_ = as_contiguous(inverse_);
     row_idx = static_cast<const int32_t*>(row_idx_owner_.const_data_ptr());

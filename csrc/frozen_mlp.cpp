@@ -12,11 +12,11 @@ constexpr int64_t kWorkspace = 16 << 20;  // bytes, about, of the rows of one ch
 struct Adapters {
   std::optional<Adapter> first, second;
 
-  Adapters(const Tensor& w1, const Tensor& w2, const std::optional<Tensor>& a1,
+  Adapters(const Tensor& x, const FrozenWeight& w1, const FrozenWeight& w2, const std::optional<Tensor>& a1,
            const std::optional<Tensor>& b1, double scale1, const std::optional<Tensor>& a2,
            const std::optional<Tensor>& b2, double scale2)
-      : first(Adapter::of(a1, b1, scale1, w1, "lora_a1", "lora_b1")),
-        second(Adapter::of(a2, b2, scale2, w2, "lora_a2", "lora_b2")) {}
+      : first(Adapter::of(a1, b1, scale1, w1, x, "lora_a1", "lora_b1")),
+        second(Adapter::of(a2, b2, scale2, w2, x, "lora_a2", "lora_b2")) {}
 };
 
 const Adapter* pointer_to(const std::optional<Adapter>& adapter) { return adapter ? &*adapter : nullptr; }
@@ -69,10 +69,20 @@ void pad_depth(const Kernels& kernels, const RowMajor& rows, int64_t num_rows, i
     for (int64_t r = 0; r < num_rows; ++r) std::fill_n(rows.at(r, depth), kernels.operand_bytes, 0);
 }
 
+// Both weights of the experts, contiguous.
+struct Weights {
+  FrozenWeight w1, w2;
+};
+
+Weights described(const Tensor& w1, const Packing& packing1, const Tensor& w2, const Packing& packing2) {
+  return {FrozenWeight(w1, packing1, "w1"), FrozenWeight(w2, packing2, "w2")};
+}
+
 class Forward {
  public:
-  Forward(const ExpertRows& args, const Adapters& adapters, bool save)
+  Forward(const ExpertRows& args, const Weights& weights, const Adapters& adapters, bool save)
       : args_(args),
+        weights_(weights),
         kernels_(args.kernels),
         adapters_(adapters),
         products_(args),
@@ -122,7 +132,7 @@ class Forward {
     const bool gated = args_.activation.gated;
     const int64_t H = args_.H, F = args_.F, width = gated ? kernels_.nr / 2 : kernels_.nr;
     products_.by_weight(
-        tasks, chunk, x_rows, args_.w1, gated, pointer_to(adapters_.first), thin,
+        tasks, chunk, x_rows, weights_.w1, gated, pointer_to(adapters_.first), thin,
         [=, this, &chunk](const Segment& segment, const void* tile, int64_t row, int64_t m, int64_t column) {
           const int64_t r = segment.begin + row;
           kernels_.act_forward({
@@ -144,7 +154,7 @@ class Forward {
   void multiply_w2(Tasks& tasks, const Chunk& chunk, const RowMajor& a_rows, const RowMajor& thin) {
     const int64_t D = args_.D;
     products_.by_weight(
-        tasks, chunk, a_rows, args_.w2, false, pointer_to(adapters_.second), thin,
+        tasks, chunk, a_rows, weights_.w2, false, pointer_to(adapters_.second), thin,
         [=, this](const Segment& segment, const void* tile, int64_t row, int64_t m, int64_t column) {
           const int64_t r = segment.begin + row;
           kernels_.store(tile, m, std::min(kernels_.nr, D - column), bias(args_.b2, segment.expert, column),
@@ -153,6 +163,7 @@ class Forward {
   }
 
   const ExpertRows& args_;
+  const Weights& weights_;
   const Kernels& kernels_;
   const Adapters& adapters_;
   const FrozenProducts products_;
@@ -187,9 +198,10 @@ struct Needs {
 // over the rows of an expert dB2 = grad_y^T (scale u2), dA2 = t2^T (scale a), dB1 = dh^T u1, dA1 = t1^T x.
 class Backward {
  public:
-  Backward(const ExpertRows& args, const Adapters& adapters, const Tensor& grad_y, const Tensor& h,
-           const Tensor& u1, const Tensor& u2, bool combine, const Needs& needs)
+  Backward(const ExpertRows& args, const Weights& weights, const Adapters& adapters, const Tensor& grad_y,
+           const Tensor& h, const Tensor& u1, const Tensor& u2, bool combine, const Needs& needs)
       : args_(args),
+        weights_(weights),
         kernels_(args.kernels),
         adapters_(adapters),
         products_(args),
@@ -283,7 +295,7 @@ class Backward {
     RowScales partial(kernels_, needs_scale ? divide_up(H, nr) * chunk.rows() : 0);
     Tasks tasks;
     products_.by_weight_transposed(
-        tasks, chunk, rows.dout, args_.w2, pointer_to(adapters_.second), rows.t2,
+        tasks, chunk, rows.dout, weights_.w2, pointer_to(adapters_.second), rows.t2,
         [&](const Segment& segment, const void* tile, int64_t row, int64_t m, int64_t column) {
           const int64_t r = segment.begin + row, in_chunk = r - chunk.begin;
           kernels_.act_backward({
@@ -325,7 +337,7 @@ class Backward {
   void multiply_w1(Tasks& tasks, const Chunk& chunk, const Rows& rows) {
     const int64_t D = args_.D;
     products_.by_weight_transposed(
-        tasks, chunk, rows.dh, args_.w1, pointer_to(adapters_.first), rows.t1,
+        tasks, chunk, rows.dh, weights_.w1, pointer_to(adapters_.first), rows.t1,
         [=, this](const Segment& segment, const void* tile, int64_t row, int64_t m, int64_t column) {
           kernels_.store(
               tile, m, std::min(kernels_.nr, D - column), nullptr, nullptr,
@@ -375,6 +387,7 @@ class Backward {
   }
 
   const ExpertRows& args_;
+  const Weights& weights_;
   const Kernels& kernels_;
   const Adapters& adapters_;
   const FrozenProducts products_;
@@ -407,15 +420,16 @@ Tensor weighted(const ExpertRows& args, const Tensor& u2) {
 
 using Optional = std::optional<Tensor>;
 
-std::tuple<Tensor, Tensor, Tensor, Tensor> frozen_mlp_cpu(Tensor x, Tensor row_idx, Tensor inverse,
-                                                          Tensor offs, Tensor w1, Optional b1, Tensor w2,
-                                                          Optional b2, Optional lora_a1, Optional lora_b1,
-                                                          double scale1, Optional lora_a2, Optional lora_b2,
-                                                          double scale2, Optional topk_weights,
-                                                          int64_t activation, bool combine, bool save) {
-  const ExpertRows args(x, row_idx, inverse, offs, w1, b1, w2, b2, topk_weights, activation);
-  const Adapters adapters(w1, w2, lora_a1, lora_b1, scale1, lora_a2, lora_b2, scale2);
-  const Forward forward(args, adapters, save);
+std::tuple<Tensor, Tensor, Tensor, Tensor> frozen_mlp_cpu(
+    Tensor x, Tensor row_idx, Tensor inverse, Tensor offs, Tensor w1, Optional b1, Tensor w2, Optional b2,
+    Optional lora_a1, Optional lora_b1, double scale1, Optional lora_a2, Optional lora_b2, double scale2,
+    Optional topk_weights, int64_t activation, bool combine, bool save, Optional w1_scale, Optional w1_zero,
+    int64_t w1_format, bool w1_interleaved, Optional w2_scale, Optional w2_zero, int64_t w2_format) {
+  const Weights weights = described(w1, {w1_scale, w1_zero, w1_format, w1_interleaved}, w2,
+                                    {w2_scale, w2_zero, w2_format, false});
+  const ExpertRows args(x, row_idx, inverse, offs, weights.w1, b1, weights.w2, b2, topk_weights, activation);
+  const Adapters adapters(x, weights.w1, weights.w2, lora_a1, lora_b1, scale1, lora_a2, lora_b2, scale2);
+  const Forward forward(args, weights, adapters, save);
   return {combine ? args.sum_choices(forward.y) : forward.y, forward.h, forward.u1, forward.u2};
 }
 
@@ -423,9 +437,13 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> frozen_mlp_backward_c
     Tensor grad_y, Tensor x, Tensor row_idx, Tensor inverse, Tensor offs, Tensor w1, Tensor w2, Optional b2,
     Optional lora_a1, Optional lora_b1, double scale1, Optional lora_a2, Optional lora_b2, double scale2,
     Optional topk_weights, Tensor h, Tensor u1, Tensor u2, int64_t activation, bool combine,
-    std::vector<bool> needs) {
-  const ExpertRows args(x, row_idx, inverse, offs, w1, std::nullopt, w2, b2, topk_weights, activation);
-  const Adapters adapters(w1, w2, lora_a1, lora_b1, scale1, lora_a2, lora_b2, scale2);
+    std::vector<bool> needs, Optional w1_scale, Optional w1_zero, int64_t w1_format, bool w1_interleaved,
+    Optional w2_scale, Optional w2_zero, int64_t w2_format) {
+  const Weights weights = described(w1, {w1_scale, w1_zero, w1_format, w1_interleaved}, w2,
+                                    {w2_scale, w2_zero, w2_format, false});
+  const ExpertRows args(x, row_idx, inverse, offs, weights.w1, std::nullopt, weights.w2, b2, topk_weights,
+                        activation);
+  const Adapters adapters(x, weights.w1, weights.w2, lora_a1, lora_b1, scale1, lora_a2, lora_b2, scale2);
   check_cpu(grad_y, "grad_y");
   check_expert_mlp_grad(grad_y, x, inverse, combine);
   check_cpu(h, "h");
@@ -436,7 +454,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> frozen_mlp_backward_c
   check_hidden_rows(u2, x, inverse, rank_of(adapters.second), "u2", "[R, rank]");
   const Tensor grad = as_contiguous(grad_y), rows = as_contiguous(h), thin1 = as_contiguous(u1);
   const Tensor thin2 = weighted(args, as_contiguous(u2));
-  const Backward backward(args, adapters, grad, rows, thin1, thin2, combine,
+  const Backward backward(args, weights, adapters, grad, rows, thin1, thin2, combine,
                           Needs(needs, adapters, topk_weights));
   const auto& g = backward.grads;
   return {backward.dx(), g[0], g[1], g[2], g[3], backward.dtopk_weights()};

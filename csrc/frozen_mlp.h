@@ -17,15 +17,15 @@ struct Adapter {
   int64_t rank, in, out;
 
   static std::optional<Adapter> of(const std::optional<Tensor>& a, const std::optional<Tensor>& b,
-                                   double scale, const Tensor& weight, const char* a_name,
-                                   const char* b_name) {
+                                   double scale, const FrozenWeight& weight, const Tensor& x,
+                                   const char* a_name, const char* b_name) {
     STD_TORCH_CHECK(a.has_value() == b.has_value(), a_name, " and ", b_name,
                     " must be given together, or neither of them");
     if (!a) return std::nullopt;
     check_cpu(*a, a_name);
     check_cpu(*b, b_name);
-    check_same_dtype(*a, weight, a_name, "x");
-    check_same_dtype(*b, weight, b_name, "x");
+    check_same_dtype(*a, x, a_name, "x");
+    check_same_dtype(*b, x, b_name, "x");
     check_dim(*a, 3, a_name, "[E, rank, in]");
     check_dim(*b, 3, b_name, "[E, out, rank]");
     check_size(*a, 0, weight.size(0), a_name, "[E, rank, in]");
@@ -69,8 +69,8 @@ class FrozenProducts {
 
   // rows [.., in] times weight[e]^T, weight [E, out, in]. gated: a panel has nr / 2 gate columns, then the up
   // columns that belong to them.
-  template <class Epilogue>
-  void by_weight(Tasks& tasks, const Chunk& chunk, const RowMajor& rows, const Tensor& weight, bool gated,
+  template <class Weight, class Epilogue>  // a Tensor, or a FrozenWeight
+  void by_weight(Tasks& tasks, const Chunk& chunk, const RowMajor& rows, const Weight& weight, bool gated,
                  const Adapter* adapter, const RowMajor& thin, const Epilogue& epilogue) const {
     const int64_t out = weight.size(1), in = weight.size(2);
     const int64_t width = gated ? kernels_.nr / 2 : kernels_.nr, count = gated ? out / 2 : out;
@@ -87,25 +87,38 @@ class FrozenProducts {
             weight_columns(kernels_, rows_of_expert, count, depth, column, pointers);
         };
         Added added(kernels_, adapter);
+        const auto pack_factor = [&](int64_t p) {
+          if (!adapter) return;
+          const void* factor[kMaxPanelLanes];
+          columns(adapter->b, adapter->rank, p * width, factor);
+          kernels_.pack_columns(factor, adapter->rank, added.panel(0));
+        };
+        const auto take = [&](int64_t p, const void* tile, int64_t row, int64_t m) {
+          if (adapter) tile = added.to(tile, 0, thin.from(first + row), m);
+          epilogue(segment, tile, row, m, p * width);
+        };
+        if constexpr (std::is_same_v<Weight, FrozenWeight>)
+          if (weight.is_packed())
+            return rows_by_packed(
+                kernels_, job, rows.from(first), in,
+                [&](int64_t p, PackedRow* packed) {
+                  packed_columns(weight, segment.expert, gated, count, p * width, packed);
+                  pack_factor(p);
+                },
+                take);
         rows_by_weight(
             kernels_, job, rows.from(first), in,
             [&](int64_t p, const void** pointers) {
-              columns(weight, in, p * width, pointers);
-              if (!adapter) return;
-              const void* factor[kMaxPanelLanes];
-              columns(adapter->b, adapter->rank, p * width, factor);
-              kernels_.pack_columns(factor, adapter->rank, added.panel(0));
+              columns(tensor_of(weight), in, p * width, pointers);
+              pack_factor(p);
             },
-            [&](int64_t p, const void* tile, int64_t row, int64_t m) {
-              if (adapter) tile = added.to(tile, 0, thin.from(first + row), m);
-              epilogue(segment, tile, row, m, p * width);
-            });
+            take);
       });
   }
 
   // rows [.., out] times weight[e], weight [E, out, in].
-  template <class Epilogue>
-  void by_weight_transposed(Tasks& tasks, const Chunk& chunk, const RowMajor& rows, const Tensor& weight,
+  template <class Weight, class Epilogue>
+  void by_weight_transposed(Tasks& tasks, const Chunk& chunk, const RowMajor& rows, const Weight& weight,
                             const Adapter* adapter, const RowMajor& thin, const Epilogue& epilogue) const {
     const int64_t out = weight.size(1), in = weight.size(2);
     const int64_t chunk_begin = chunk.begin;
@@ -117,17 +130,22 @@ class FrozenProducts {
         if (adapter && job.begin < job.end)
           pack_weight_rows(kernels_, args_.row_of(adapter->a, segment.expert * adapter->rank, in), in,
                            adapter->rank, job.begin, job.end - job.begin, added.panels());
-        rows_by_weight_transposed(
-            kernels_, job, rows.from(first), out, args_.row_of(weight, segment.expert * out, in), in,
-            [&](int64_t p, const void* tile, int64_t row, int64_t m) {
-              // With few rows a tile has all of them, more than the adapter's product takes.
-              for (int64_t r = 0; r < m; r += kernels_.mr) {
-                const int64_t n = std::min(kernels_.mr, m - r);
-                const void* part = static_cast<const char*>(tile) + r * kernels_.nr * kernels_.acc_bytes;
-                if (adapter) part = added.to(part, p - job.begin, thin.from(first + row + r), n);
-                epilogue(segment, part, row + r, n, p * kernels_.nr);
-              }
-            });
+        const auto take = [&](int64_t p, const void* tile, int64_t row, int64_t m) {
+          // With few rows a tile has all of them, more than the adapter's product takes.
+          for (int64_t r = 0; r < m; r += kernels_.mr) {
+            const int64_t n = std::min(kernels_.mr, m - r);
+            const void* part = static_cast<const char*>(tile) + r * kernels_.nr * kernels_.acc_bytes;
+            if (adapter) part = added.to(part, p - job.begin, thin.from(first + row + r), n);
+            epilogue(segment, part, row + r, n, p * kernels_.nr);
+          }
+        };
+        if constexpr (std::is_same_v<Weight, FrozenWeight>)
+          if (weight.is_packed())
+            return rows_by_packed_transposed(
+                kernels_, job, rows.from(first), out,
+                [&](int64_t row) { return weight.row(segment.expert, row); }, in, take);
+        rows_by_weight_transposed(kernels_, job, rows.from(first), out,
+                                  args_.row_of(tensor_of(weight), segment.expert * out, in), in, take);
       });
   }
 
@@ -187,6 +205,20 @@ class FrozenProducts {
     const int64_t rank_;
     std::vector<char> memory_;
   };
+
+  static const Tensor& tensor_of(const Tensor& weight) { return weight; }
+  static const Tensor& tensor_of(const FrozenWeight& weight) { return weight.tensor(); }
+
+  // The packed rows of a panel, as gated_columns() and weight_columns() order them.
+  void packed_columns(const FrozenWeight& weight, int64_t expert, bool gated, int64_t count, int64_t column,
+                      PackedRow* packed) const {
+    const int64_t half = gated ? kernels_.nr / 2 : kernels_.nr;
+    for (int64_t j = 0; j < kernels_.nr; ++j) {
+      const int64_t place = column + j % half;
+      packed[j] = weight.row(expert, std::min(place, count - 1) + j / half * count);
+      if (place >= count) packed[j].data = nullptr;
+    }
+  }
 
   void gated_columns(const char* w1, int64_t half_out, int64_t depth, int64_t column,
                      const void** pointers) const {

@@ -61,10 +61,11 @@ STABLE_TORCH_LIBRARY(fmoe_ext, m) {
   m.def("expert_mlp_backward_weights(Tensor grad_y, Tensor x, Tensor row_idx, Tensor inverse, Tensor offs, Tensor w1, Tensor w2, Tensor? topk_weights, Tensor dh, Tensor scaled_a, int activation, bool combine, bool[] needs, Tensor(a!)? main_dw1, Tensor(b!)? main_dw2) -> (Tensor, Tensor, Tensor, Tensor)");
 
   // expert_mlp with frozen weights and, of one or both of them, an adapter: w + scale * lora_b lora_a.
+  // A packed weight is uint8 [E, out, bytes of a row], with the scales and zero points of its format (packed.h).
   // -> y; h, u1 = scale1 x lora_a1^T and u2 = scale2 a lora_a2^T [R, rank], for the backward.
-  m.def("frozen_mlp(Tensor x, Tensor row_idx, Tensor inverse, Tensor offs, Tensor w1, Tensor? b1, Tensor w2, Tensor? b2, Tensor? lora_a1, Tensor? lora_b1, float scale1, Tensor? lora_a2, Tensor? lora_b2, float scale2, Tensor? topk_weights, int activation, bool combine, bool save) -> (Tensor, Tensor, Tensor, Tensor)");
+  m.def("frozen_mlp(Tensor x, Tensor row_idx, Tensor inverse, Tensor offs, Tensor w1, Tensor? b1, Tensor w2, Tensor? b2, Tensor? lora_a1, Tensor? lora_b1, float scale1, Tensor? lora_a2, Tensor? lora_b2, float scale2, Tensor? topk_weights, int activation, bool combine, bool save, Tensor? w1_scale=None, Tensor? w1_zero=None, int w1_format=0, bool w1_interleaved=False, Tensor? w2_scale=None, Tensor? w2_zero=None, int w2_format=0) -> (Tensor, Tensor, Tensor, Tensor)");
   // needs: dx, dlora_a1, dlora_b1, dlora_a2, dlora_b2, dtopk_weights, in the order of the results.
-  m.def("frozen_mlp_backward(Tensor grad_y, Tensor x, Tensor row_idx, Tensor inverse, Tensor offs, Tensor w1, Tensor w2, Tensor? b2, Tensor? lora_a1, Tensor? lora_b1, float scale1, Tensor? lora_a2, Tensor? lora_b2, float scale2, Tensor? topk_weights, Tensor h, Tensor u1, Tensor u2, int activation, bool combine, bool[] needs) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
+  m.def("frozen_mlp_backward(Tensor grad_y, Tensor x, Tensor row_idx, Tensor inverse, Tensor offs, Tensor w1, Tensor w2, Tensor? b2, Tensor? lora_a1, Tensor? lora_b1, float scale1, Tensor? lora_a2, Tensor? lora_b2, float scale2, Tensor? topk_weights, Tensor h, Tensor u1, Tensor u2, int activation, bool combine, bool[] needs, Tensor? w1_scale=None, Tensor? w1_zero=None, int w1_format=0, bool w1_interleaved=False, Tensor? w2_scale=None, Tensor? w2_zero=None, int w2_format=0) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
 
   // The checks of the operators above, and nothing else: they raise or return.
   m.def("_check_grouped_gemm(Tensor x, Tensor weight, Tensor offs, Tensor? bias) -> ()");

@@ -20,7 +20,8 @@ __global__ void __launch_bounds__(kThreads, 4)
     for (int64_t j = threadIdx.x % 32; j < H; j += 32) {
       acc_t<T> value = 0;
       if (r < used)
-        value = activate<kActivation>(to_acc(row[j])).value * (gated ? to_acc(row[H + j]) : acc_t<T>(1));
+        value = activate<kActivation>(to_acc(row[j])).value *
+                (gated ? factor_of<kActivation>(to_acc(row[H + j])).value : acc_t<T>(1));
       a[r * H + j] = round_to<T>(value);
     }
   }
@@ -47,17 +48,17 @@ __global__ void __launch_bounds__(kThreads, 4)
     T* out = dh + r * (gated ? 2 * H : H);
     A dot = 0;
     for (int64_t j = lane; j < H; j += 32) {
-      ValueAndSlope<A> act{0, 0};
-      A up = 1, g = 0;
+      ValueAndSlope<A> act{0, 0}, up{1, 1};
+      A g = 0;
       if (kept) {
         act = activate<kActivation>(to_acc(row[j]));
-        if (gated) up = to_acc(row[H + j]);
+        if (gated) up = factor_of<kActivation>(to_acc(row[H + j]));
         g = to_acc(grad[r * H + j]);
       }
-      dot += g * act.value * up;
-      out[j] = round_to<T>(scale * g * act.slope * up);
-      if (gated) out[H + j] = round_to<T>(scale * g * act.value);
-      scaled_a[r * H + j] = round_to<T>(scale * act.value * up);
+      dot += g * act.value * up.value;
+      out[j] = round_to<T>(scale * g * act.slope * up.value);
+      if (gated) out[H + j] = round_to<T>(scale * g * act.value * up.slope);
+      scaled_a[r * H + j] = round_to<T>(scale * act.value * up.value);
     }
     if (!dscale) continue;
     const int64_t dy_row = rows.dy_by_token ? choice / rows.top_k : r;

@@ -36,6 +36,7 @@ from fmoe_ext.transformer import FMoETransformerMLP
 if TYPE_CHECKING:
     from fmoe_ext import audit, checkpoint
     from fmoe_ext.integrations.formats import export, import_model
+    from fmoe_ext.integrations.streaming import stream
 
 __version__ = "0.1.0"
 __all__ = [
@@ -73,6 +74,7 @@ __all__ = [
     "import_model",
     "ops",
     "packed_sequences",
+    "stream",
     "token_ids",
     "use_batch_invariant",
     "valid_tokens",
@@ -88,6 +90,8 @@ _ROOMS = (
 def __getattr__(name: str) -> Any:
     if name in ("export", "import_model"):
         return getattr(importlib.import_module("fmoe_ext.integrations.formats"), name)
+    if name == "stream":
+        return importlib.import_module("fmoe_ext.integrations.streaming").stream
     if name in _ROOMS:
         return importlib.import_module(f"fmoe_ext.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -17,14 +17,14 @@ from fmoe_ext.routing import DispatchHandle, unpermute_rows, widen
 # w1, b1 or None, w2, b2 or None
 Weights: TypeAlias = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor | None]
 MainGrads: TypeAlias = tuple[ops.MainGrad | None, ops.MainGrad | None]
-GATED_ACTIVATIONS = ("swiglu", "geglu", "geglu_tanh")
+GATED_ACTIVATIONS = ("swiglu", "geglu", "geglu_tanh", "clamped_swiglu")
 
 
 def activation_name(activation: str | Callable[..., Any]) -> str | None:
     """The name under which ops.expert_mlp computes an activation; None for a callable that it does not know.
 
-    activation: a name of ops.ACTIVATIONS, nn.GELU / nn.ReLU / nn.SiLU, SquaredReLU, F.gelu / F.relu / F.silu, or any
-        callable.
+    activation: a name of ops.ACTIVATIONS, nn.GELU / nn.ReLU / nn.SiLU, SquaredReLU, ClampedSwiGLU, F.gelu / F.relu /
+        F.silu, or any callable.
     Raises ValueError for another name, TypeError for what is neither a string nor callable.
     """
     if isinstance(activation, str):
@@ -43,6 +43,8 @@ def activation_name(activation: str | Callable[..., Any]) -> str | None:
         return "relu"
     if type(activation) is nn.SiLU or activation is F.silu:
         return "silu"
+    if type(activation) is ClampedSwiGLU and (activation.alpha, activation.limit) == (1.702, 7.0):
+        return "clamped_swiglu"
     return "relu2" if type(activation) is SquaredReLU else None
 
 
@@ -68,6 +70,7 @@ class SquaredReLU(nn.Module):
 class ClampedSwiGLU(nn.Module):
     """The gated activation of GPT-OSS: x [..., 2H], gate before up -> [..., H].
 
+    The operators compute it as "clamped_swiglu" if alpha is 1.702 and limit 7.
     Equivalent to: gate, up = x.chunk(2, -1); gate = gate.clamp(max=limit); (up.clamp(-limit, limit) + 1) * gate *
     sigmoid(alpha * gate).
     """
@@ -120,8 +123,8 @@ class FusedExperts(nn.Module):
     """E experts y = act(x @ w1[e]^T + b1[e]) @ w2[e]^T + b2[e], computed together.
 
     Parameters: htoh4.weight [E, H, D], htoh4.bias [E, H], h4toh.weight [E, D, H], h4toh.bias [E, D], without
-    the biases if bias=False. A gated activation ("swiglu", "geglu", "geglu_tanh", or a callable with is_gated=True, as
-    ClampedSwiGLU) has 2H rows in htoh4: gate, then up. An activation that activation_name() maps runs inside one
+    the biases if bias=False. A gated activation (GATED_ACTIVATIONS, or a callable with is_gated=True, as
+    GatedActivation) has 2H rows in htoh4: gate, then up. An activation that activation_name() maps runs inside one
     operator; any other callable runs between two grouped GEMMs, which is slower and keeps more for the backward.
     gradient_accumulation_fusion: backward adds the gradients of both weights, not rounded, to their main_grad
     (ops.MainGrad) and leaves grad alone; biases get grad as ever. As in Megatron-LM, whose

@@ -16,7 +16,8 @@ class FMoETransformerMLP(FMoE):
     """FMoE whose experts are two-layer MLPs d_model -> d_hidden -> d_model, computed by one operator.
 
     activation: "gelu", "gelu_tanh", "relu", "silu", "relu2" (relu(h) ** 2), the gated "swiglu", "geglu", "geglu_tanh",
-    the modules and functions of PyTorch for the first four, or any callable (slower, see FusedExperts).
+    "clamped_swiglu" (ClampedSwiGLU), the modules and functions of PyTorch for the first four, or any callable (slower,
+    see FusedExperts).
     expert_dp_comm: tag of the experts' parameters (FMoE.mark_parallel_comm). expert_rank is accepted and ignored.
     gradient_accumulation_fusion: the experts' weights have main gradients (FusedExperts).
     shared_expert_hidden: hidden units of an MLP that every token passes besides, with the same activation and bias,

@@ -5,6 +5,13 @@ import copy
 import torch
 import torch.nn.functional as F
 
+
+def clamped(gate, up):
+    """GPT-OSS's activation."""
+    gate = gate.clamp(max=7)
+    return gate * torch.sigmoid(1.702 * gate) * (up.clamp(-7, 7) + 1)
+
+
 ACTIVATIONS = {
     "gelu": F.gelu,
     "gelu_tanh": lambda h: F.gelu(h, approximate="tanh"),
@@ -14,6 +21,7 @@ ACTIVATIONS = {
     "geglu": lambda h: F.gelu(h[: len(h) // 2]) * h[len(h) // 2 :],
     "geglu_tanh": lambda h: F.gelu(h[: len(h) // 2], approximate="tanh") * h[len(h) // 2 :],
     "relu2": lambda h: F.relu(h) ** 2,
+    "clamped_swiglu": lambda h: clamped(h[: len(h) // 2], h[len(h) // 2 :]),
 }
 
 

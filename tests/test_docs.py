@@ -205,10 +205,10 @@ def test_commands_exist(path):
         assert ROOT.joinpath(program).exists(), f"{name_of(path)} runs {program}"
 
 
-def test_plan_in_readme_runs(capsys):
+def test_plan_in_page_of_pipelines_runs(capsys):
     """Its required arguments were left out."""
-    readme = (ROOT / "README.md").read_text()
-    pipeline.main(shlex.split(re.search(r"^fmoe pipeline (plan .*)$", readme, re.MULTILINE)[1]))
+    page = (ROOT / "docs/pipeline.md").read_text()
+    pipeline.main(shlex.split(re.search(r"^fmoe pipeline (plan .*)$", page, re.MULTILINE)[1]))
     assert "pipeline" in capsys.readouterr().out.splitlines()[-1].lower()
 
 

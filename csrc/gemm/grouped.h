@@ -170,6 +170,43 @@ void rows_by_weight(const Kernels& kernels, const Job& job, const RowMajor& a, i
   }
 }
 
+// The same with packed rows: columns(panel, rows) names them. They are decoded into registers, or for more
+// rows of `a` into a panel, once for all of them.
+template <class Columns, class Epilogue>
+void rows_by_packed(const Kernels& kernels, const Job& job, const RowMajor& a, int64_t depth,
+                    const Columns& columns, const Epilogue& epilogue) {
+  alignas(64) char tile[kTileBytes];
+  PackedRow packed[kMaxPanelLanes];
+  const void* pointers[kMaxPanelLanes];
+  const int64_t rows = job.segment->rows();
+  const bool few = is_few(kernels, rows), in_registers = few && rows <= kernels.packed_rows;
+  const int64_t row_bytes = RowMajor::odd_lines(depth, kernels.storage_bytes) * kernels.storage_bytes;
+  const ThreadBuffer buffer(
+      in_registers ? 0 : kernels.nr * row_bytes + (few ? 0 : panel_bytes(kernels, depth, kernels.nr)));
+  char *decoded = buffer.data(), *panel = decoded + kernels.nr * row_bytes;
+  for (int64_t p = job.begin; p < job.end; ++p) {
+    columns(p, packed);
+    if (in_registers) {
+      kernels.multiply_packed(rows, depth, a.data, a.stride, packed, tile);
+      epilogue(p, tile, 0, rows);
+      continue;
+    }
+    for (int64_t j = 0; j < kernels.nr; ++j) {
+      pointers[j] = packed[j].data ? decoded + j * row_bytes : nullptr;
+      if (packed[j].data) kernels.decode(packed[j], 0, depth, decoded + j * row_bytes);
+    }
+    if (!few) kernels.pack_columns(pointers, depth, panel);
+    for (int64_t row = 0; row < rows; row += kernels.mr) {
+      const int64_t m = std::min(kernels.mr, rows - row);
+      if (few)
+        kernels.multiply_columns(m, depth, a.at(row), a.stride, pointers, tile);
+      else
+        kernels.multiply_row_major(m, depth, a.at(row), a.stride, panel, tile);
+      epilogue(p, tile, row, m);
+    }
+  }
+}
+
 // The same for the product with weight [depth, num_columns] itself, contiguous.
 template <class Epilogue>
 void rows_by_weight_transposed(const Kernels& kernels, const Job& job, const RowMajor& a, int64_t depth,
@@ -179,7 +216,7 @@ void rows_by_weight_transposed(const Kernels& kernels, const Job& job, const Row
     const int64_t column = job.begin * nr, tile_bytes = rows * nr * kernels.acc_bytes;
     const ThreadBuffer buffer((job.end - job.begin) * tile_bytes);
     char* tiles = buffer.data();
-    kernels.multiply_rows_of(rows, depth, a.data, a.stride, weight + column * kernels.storage_bytes,
+    kernels.multiply_rows_of(rows, 0, depth, depth, a.data, a.stride, weight + column * kernels.storage_bytes,
                              num_columns, std::min(job.end * nr, num_columns) - column, tiles);
     for (int64_t p = job.begin; p < job.end; ++p) epilogue(p, tiles + (p - job.begin) * tile_bytes, 0, rows);
     return;
@@ -198,6 +235,51 @@ void rows_by_weight_transposed(const Kernels& kernels, const Job& job, const Row
         kernels.multiply_row_major(m, depth, a.at(row), a.stride, panels.panel(p), tile);
         epilogue(first + p, tile, row, m);
       }
+  }
+}
+
+// The same with packed rows, `row(k)` each: a few of them are decoded at a time, of them the columns of the
+// job.
+template <class Row, class Epilogue>
+void rows_by_packed_transposed(const Kernels& kernels, const Job& job, const RowMajor& a, int64_t depth,
+                               const Row& row, int64_t num_columns, const Epilogue& epilogue) {
+  const int64_t rows = job.segment->rows(), nr = kernels.nr;
+  const bool few = is_few(kernels, rows);
+  constexpr int64_t kStep = 64;  // rows of the weight at a time
+  const int64_t group = few ? job.end - job.begin : std::min<int64_t>(4, job.end - job.begin);
+  if (group <= 0) return;
+  const int64_t row_bytes = RowMajor::odd_lines(group * nr, kernels.storage_bytes) * kernels.storage_bytes;
+  const int64_t tile_bytes = rows * nr * kernels.acc_bytes;
+  const ThreadBuffer buffer(kStep * row_bytes + group * (few ? tile_bytes : panel_bytes(kernels, depth, nr)));
+  char *decoded = buffer.data(), *rest = decoded + kStep * row_bytes;
+  const Panels panels{rest, Panels::stride_for(kernels, depth, nr), kernels.operand_bytes};
+  const void* pointers[kStep];
+  for (int64_t i = 0; i < kStep; ++i) pointers[i] = decoded + i * row_bytes;
+  alignas(64) char tile[kTileBytes];
+  for (int64_t first = job.begin; first < job.end; first += group) {
+    const int64_t count = std::min(group, job.end - first), column = first * nr;
+    const int64_t width = std::min(count * nr, num_columns - column);
+    for (int64_t k = 0; k == 0 || k < depth; k += kStep) {
+      const int64_t n = std::min(kStep, depth - k);
+      for (int64_t i = 0; i < n; ++i) kernels.decode(row(k + i), column, width, decoded + i * row_bytes);
+      if (few)
+        kernels.multiply_rows_of(rows, k, k + n, depth, a.data, a.stride, decoded,
+                                 row_bytes / kernels.storage_bytes, width, rest);
+      else
+        kernels.pack_rows(pointers, n, 0, width, nr, panels.data + k * nr * kernels.operand_bytes,
+                          panels.stride);
+    }
+    for (int64_t p = 0; p < count; ++p) {
+      if (few) {
+        epilogue(first + p, rest + p * tile_bytes, 0, rows);
+        continue;
+      }
+      for (int64_t r = 0; r < rows; r += kernels.mr) {
+        const int64_t m = std::min(kernels.mr, rows - r);
+        kernels.multiply_row_major(m, depth, a.at(r), a.stride, panels.panel(p), tile);
+        epilogue(first + p, tile, r, m);
+      }
+    }
   }
 }
 
@@ -292,7 +374,7 @@ class ExpertGradient {
       out_ = mutable_bytes_of(out);
       return out;
     }
-    const Tensor out = new_large(like, {num_experts, rows_, columns_}, like.scalar_type());
+    const Tensor out = new_reused(like, {num_experts, rows_, columns_});
     out_ = mutable_bytes_of(out);
     const int64_t bytes = rows_ * columns_ * kernels_.storage_bytes;
     for_each_job(num_experts, [&](int64_t e) {

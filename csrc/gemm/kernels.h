@@ -15,6 +15,7 @@
 #include <cstdint>
 
 #include "activation.h"
+#include "packed.h"
 
 namespace fmoe_ext::gemm {
 
@@ -53,7 +54,8 @@ struct ActBackward {
 
 struct Kernels {
   int64_t mr, nr, k_step;
-  int64_t few_rows;  // up to so many rows of A, B is better not packed
+  int64_t few_rows;     // up to so many rows of A, B is better not packed
+  int64_t packed_rows;  // up to so many, a packed weight is better decoded in registers; none in double
   int64_t storage_bytes, operand_bytes, acc_bytes;
 
   // Operand rows in row-major order; k is padded with zeros to a multiple of k_step.
@@ -78,9 +80,17 @@ struct Kernels {
   // is column j, null is zero.
   void (*multiply_columns)(int64_t m, int64_t k, const void* a, int64_t stride, const void* const* columns,
                            void* tile);
-  // Rows of B, ld elements apart, that are contiguous along n: tiles [n / nr, rounded up][m, nr].
-  void (*multiply_rows_of)(int64_t m, int64_t k, const void* a, int64_t stride, const void* b, int64_t ld,
-                           int64_t n, void* tiles);
+  // Positions [begin, end) of k; rows of B, from `begin` on and ld elements apart, that are contiguous along
+  // n: tiles [n / nr, rounded up][m, nr], added to unless begin is 0. A part that is not the last has a
+  // multiple of 16 positions.
+  void (*multiply_rows_of)(int64_t m, int64_t begin, int64_t end, int64_t k, const void* a, int64_t stride,
+                           const void* b, int64_t ld, int64_t n, void* tiles);
+
+  // Columns [begin, begin + n) of a packed row, in storage.
+  void (*decode)(const PackedRow& row, int64_t begin, int64_t n, void* dst);
+  // multiply_columns with packed columns, decoded in registers.
+  void (*multiply_packed)(int64_t m, int64_t k, const void* a, int64_t stride, const PackedRow* columns,
+                          void* tile);
 
   // dst [m, n] = (tile + bias) * scale[row]; bias storage [n] or null, scale acc [m] or null.
   void (*store)(const void* tile, int64_t m, int64_t n, const void* bias, const void* scale, void* dst,

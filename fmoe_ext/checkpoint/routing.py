@@ -12,9 +12,9 @@ from torch import nn
 
 from fmoe_ext.checkpoint.errors import CheckpointError
 from fmoe_ext.checkpoint.families import FAMILIES
-from fmoe_ext.checkpoint.families.family import CLAMPED, SOFTMAX, Family, Numbers
+from fmoe_ext.checkpoint.families.family import CLAMPED, SOFTMAX, UNCLAMPED, Family, Numbers
 from fmoe_ext.checkpoint.model_state import ModelState
-from fmoe_ext.experts import GATED_ACTIVATIONS, ClampedSwiGLU, FusedExperts, SharedExperts, activation_name
+from fmoe_ext.experts import ClampedSwiGLU, FusedExperts, SharedExperts, activation_name
 from fmoe_ext.layers import FMoE
 from fmoe_ext.transformer import FMoETransformerMLP
 
@@ -47,6 +47,8 @@ def routing_of(layer: FMoE) -> dict[str, Any]:
 
 def _activation_of(layer: FMoE) -> dict[str, Any]:
     activation = getattr(layer.experts, "activation", None)
+    if activation == CLAMPED:
+        activation = ClampedSwiGLU()
     if isinstance(activation, ClampedSwiGLU):
         return {"activation": CLAMPED, "swiglu_alpha": activation.alpha, "swiglu_limit": activation.limit}
     if activation is None:
@@ -131,7 +133,7 @@ def check_writable(routing: Mapping[str, Mapping[str, Any]], prefix: str, layout
             "compute other numbers from the same tensors"
         )
     activation = options.get("activation")
-    activations = family.activations if family else GATED_ACTIVATIONS
+    activations = family.activations if family else UNCLAMPED
     if activation is not None and activation not in activations:
         raise CheckpointError(
             f"the experts of {prefix.removesuffix('.') or '(root)'} have the activation {activation}, but those of "

@@ -43,6 +43,7 @@ class StoredTensor:
     """A tensor somewhere else: its shape and dtype are known, read() fetches it, rows(first, end) a part of it.
 
     parts() yields it in pieces, first rows first: the whole by default, less where memory matters.
+    place: (file, offset) of its bytes, if they are in a file as they are.
     """
 
     def __init__(
@@ -52,12 +53,14 @@ class StoredTensor:
         read: Callable[[], torch.Tensor],
         rows: Callable[[int, int], torch.Tensor] | None = None,
         parts: Callable[[], Iterator[torch.Tensor]] | None = None,
+        place: tuple[Path, int] | None = None,
     ):
         self.shape = tuple(shape)
         self.dtype = dtype
         self.read = read
         self.rows = rows or (lambda first, end: read()[first:end])
         self.parts = parts or (lambda: iter((read(),)))
+        self.place = place
 
     @classmethod
     def of(cls, tensor: "torch.Tensor | StoredTensor") -> "StoredTensor":
@@ -192,7 +195,7 @@ def _at(path: Path, begin: int, shape: tuple[int, ...], dtype: torch.dtype) -> S
             return torch.empty(wanted, dtype=dtype)
         return torch.frombuffer(data, dtype=torch.uint8).view(dtype).reshape(wanted)
 
-    return StoredTensor(shape, dtype, lambda: read(begin, shape), rows)
+    return StoredTensor(shape, dtype, lambda: read(begin, shape), rows, place=(path, begin))
 
 
 def _opened(path: Path) -> Any:

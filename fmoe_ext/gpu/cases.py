@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fmoe_ext import ops
+from fmoe_ext.experts import GATED_ACTIVATIONS
 from fmoe_ext.gpu.tf32 import rounded
 
 Results: TypeAlias = "dict[str, Tensor]"
@@ -41,6 +42,7 @@ CASES = (
     Case(130, 1, 5, 8, 8, "geglu_tanh"),  # less than a tile wide
     Case(520, 2, 6, 136, 264, "relu", spread="one"),
     Case(260, 2, 4, 136, 136, "relu2"),
+    Case(260, 2, 4, 136, 136, "clamped_swiglu"),
     Case(33, 4, 64, 64, 128, bias=False, spread="even"),  # two rows an expert
     Case(9, 2, 4, 64, 64, spread="none"),
     Case(0, 2, 4, 64, 64),
@@ -49,6 +51,7 @@ RACES = (  # with the regimes of docs/kernels.md: thousands of rows an expert, h
     Case(16384, 2, 8, 2048, 1408, bias=False, spread="even"),
     Case(4096, 8, 64, 2048, 768, bias=False, spread="even"),
     Case(256, 4, 64, 2048, 768, bias=False, spread="even"),
+    Case(16384, 2, 64, 1024, 4096, "gelu", bias=False, spread="even"),  # no gate, long k of the second product
 )
 
 
@@ -86,7 +89,7 @@ class Inputs:
     def of(cls, case: Case, dtype: torch.dtype, device: torch.device, seed: int = 0) -> "Inputs":
         generator = torch.Generator().manual_seed(seed)
         T, K, E, D, H = case.T, case.K, case.E, case.D, case.H
-        F = 2 * H if case.activation in ("swiglu", "geglu", "geglu_tanh") else H
+        F = 2 * H if case.activation in GATED_ACTIVATIONS else H
         index = ops.sort_tokens_ref(choices(case, generator), E)
 
         def random(*shape: int, scale: float = 1.0) -> Tensor:

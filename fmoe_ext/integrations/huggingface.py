@@ -8,6 +8,7 @@ here reads them, runs the usual MLPs as one operator, and any other between two 
 from __future__ import annotations
 
 import warnings
+from dataclasses import replace
 from typing import Any, NoReturn
 
 import torch
@@ -122,6 +123,9 @@ def experts_forward(
     Raises TypeError for quantised weights.
     Equivalent to: experts.forward(hidden_states, top_k_index, top_k_weights) with experts_implementation="eager".
     """
+    streamed = getattr(experts, "streamed", None)
+    if streamed is not None:
+        return streamed.forward(experts, hidden_states, top_k_index, top_k_weights)  # type: ignore[no-any-return]
     has_bias = experts.has_bias
     up = "gate_up_proj" if experts.has_gate else "up_proj"
     taken = take(experts)
@@ -143,12 +147,12 @@ def experts_forward(
     for chunk in dispatched.chunks:
         tokens = chunk.receive()
         weights = (w1, b1, w2, b2)
-        chunk.give_back(_compute(experts, weights, tokens.x, tokens.topk_idx, tokens.topk_weights, adapters))
+        chunk.give_back(compute(experts, weights, tokens.x, tokens.topk_idx, tokens.topk_weights, adapters))
     out: Tensor = combine(dispatched)
     return out.to(hidden_states.dtype)
 
 
-def _compute(
+def compute(
     experts: Any,
     weights: Any,
     x: Tensor,
@@ -162,20 +166,23 @@ def _compute(
     """
     w1, b1, w2, b2 = weights
     _, offs, row_idx, inverse = ops.sort_tokens(topk_idx, w1.shape[0])
-    activation = fused_activation(experts)
+    is_packed = isinstance(w1, ops.Quantized)
+    activation = _packed_activation(experts) if is_packed else fused_activation(experts)
     has_norm = getattr(experts, "has_post_expert_norm", False)
     if w2 is None:
         activation = None
     if activation is not None:
         mlp = (x, row_idx, inverse, offs, w1, b1, w2, b2, None if has_norm else topk_weights, activation)
-        if any(adapters):
+        if any(adapters) or is_packed:
             rows = ops.frozen_mlp(*mlp, not has_norm, *adapters)
         else:
             rows = ops.expert_mlp(*mlp, combine=not has_norm)
         if not has_norm:
             return rows
     else:
-        transposed = experts.is_transposed
+        transposed = experts.is_transposed and not is_packed
+        if is_packed:
+            w1, w2 = (replace(w, interleaved=False).dequantize(x.dtype) for w in (w1, w2))
         x_rows = ops.permute(x, row_idx, inverse)
         h = adapted_gemm(x_rows, w1, offs, b1, adapters[0], transposed=transposed)
         a = experts._apply_gate(h) if experts.has_gate else experts.act_fn(h)
@@ -200,6 +207,14 @@ def fused_activation(experts: Any) -> str | None:
     if not is_usual_gate or not getattr(experts, "is_concatenated", True):
         return None
     return None if name is None else dict(GATED).get(name)
+
+
+def _packed_activation(experts: Any) -> str | None:
+    """The activation under which ops.frozen_mlp is the MLP of packed experts, whose gates and ups it puts in order."""
+    if (getattr(experts, "alpha", None), getattr(experts, "limit", None)) == (1.702, 7.0):
+        is_gpt_oss = experts._apply_gate.__module__ == "transformers.models.gpt_oss.modeling_gpt_oss"
+        return "clamped_swiglu" if is_gpt_oss else None
+    return fused_activation(experts)
 
 
 def _activation_name(act_fn: Any) -> str | None:

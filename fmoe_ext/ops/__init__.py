@@ -80,6 +80,7 @@ from fmoe_ext.ops.frozen_mlp import Lora, frozen_mlp, frozen_mlp_ref  # noqa: E4
 from fmoe_ext.ops.grouped_gemm import grouped_gemm, grouped_gemm_ref  # noqa: E402
 from fmoe_ext.ops.main_grad import MainGrad  # noqa: E402
 from fmoe_ext.ops.permute import permute, permute_ref, unpermute, unpermute_ref  # noqa: E402
+from fmoe_ext.ops.quantized import FORMATS, Quantized  # noqa: E402
 from fmoe_ext.ops.sort_tokens import SortedTokens, sort_tokens, sort_tokens_ref  # noqa: E402
 from fmoe_ext.ops.topk_gate import topk_gate, topk_gate_again, topk_gate_ref  # noqa: E402
 
@@ -92,10 +93,21 @@ def build_info() -> dict[str, str]:
     return dict(fact.split("=", 1) for fact in torch.ops.fmoe_ext.build_info().split(","))
 
 
+def release_memory() -> None:
+    """Returns the memory to the system that the CPU operators keep of freed gradients and workspaces.
+
+    They keep blocks of 4 MiB and more for the next step. The system takes the pages where it needs memory; until then
+    they count as resident. Useful before a program measures its memory.
+    """
+    torch.ops.fmoe_ext._release_memory()
+
+
 __all__ = [
     "ACTIVATIONS",
+    "FORMATS",
     "Lora",
     "MainGrad",
+    "Quantized",
     "SortedTokens",
     "apply_capacity",
     "apply_capacity_ref",
@@ -116,6 +128,7 @@ __all__ = [
     "kernels_depend_on_batch",
     "permute",
     "permute_ref",
+    "release_memory",
     "sigmoid",
     "sort_tokens",
     "sort_tokens_ref",

@@ -83,6 +83,13 @@ class FrozenMlp(NamedTuple):
     activation: int
     combine: bool
     save: bool
+    w1_scale: Tensor | None = None
+    w1_zero: Tensor | None = None
+    w1_format: int = 0
+    w1_interleaved: bool = False
+    w2_scale: Tensor | None = None
+    w2_zero: Tensor | None = None
+    w2_format: int = 0
 
 
 class FrozenMlpBackward(NamedTuple):
@@ -109,3 +116,10 @@ class FrozenMlpBackward(NamedTuple):
     activation: int
     combine: bool
     needs: list[bool]
+    w1_scale: Tensor | None = None
+    w1_zero: Tensor | None = None
+    w1_format: int = 0
+    w1_interleaved: bool = False
+    w2_scale: Tensor | None = None
+    w2_zero: Tensor | None = None
+    w2_format: int = 0

@@ -1,4 +1,4 @@
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -8,6 +8,7 @@ import torch.nn.functional as F
 
 from fmoe_ext.ops import debug, gpu_kernels
 from fmoe_ext.ops._autograd import (
+    below,
     call,
     call_functional,
     cast_for_autocast,
@@ -17,12 +18,19 @@ from fmoe_ext.ops._autograd import (
     register_fake,
     register_not_differentiable_twice,
 )
-from fmoe_ext.ops._split import Needs, Tensors, differentiate, needed, worthwhile
+from fmoe_ext.ops._split import Needs, Tensors, differentiate, learns, worthwhile
 from fmoe_ext.ops.arguments import ExpertMlp, ExpertMlpBackward, ExpertMlpBackwardWeights
 from fmoe_ext.ops.main_grad import NO_GRAPH, TRANSFORMED_MAIN_GRAD, MainGrad
 from fmoe_ext.ops.outside_graphs import outside_graphs
 
-ACTIVATIONS = MappingProxyType(
+
+def _clamped_swiglu(h: torch.Tensor) -> torch.Tensor:
+    gate, up = h.chunk(2, -1)
+    gate = gate.clamp(max=7.0)
+    return (up.clamp(-7.0, 7.0) + 1) * gate * torch.sigmoid(1.702 * gate)
+
+
+ACTIVATIONS: Mapping[str, Callable[..., Any]] = MappingProxyType(
     {
         "gelu": F.gelu,
         "gelu_tanh": lambda h: F.gelu(h, approximate="tanh"),
@@ -32,6 +40,7 @@ ACTIVATIONS = MappingProxyType(
         "geglu": lambda h: F.gelu(h.chunk(2, -1)[0]) * h.chunk(2, -1)[1],
         "geglu_tanh": lambda h: F.gelu(h.chunk(2, -1)[0], approximate="tanh") * h.chunk(2, -1)[1],
         "relu2": lambda h: F.relu(h).square(),
+        "clamped_swiglu": _clamped_swiglu,
     }
 )
 # Numbered as in csrc/activation.h. A tuple: torch.compile breaks the graph at a mapping proxy.
@@ -64,7 +73,8 @@ def expert_mlp(
     x [T, D]; row_idx [T*K], inverse [T, K], offs [E] int32 as sort_tokens returns them; w1 [E, H, D] (gated:
     [E, 2H, D], gate rows before up rows), b1 [E, H or 2H], w2 [E, D, H], b2 [E, D] of the dtype of x;
     topk_weights [T, K] of the dtype of x or float32.
-    activation: gelu, gelu_tanh, relu, silu, swiglu, geglu, geglu_tanh or relu2 (ReLU^2, So et al. 2021: relu(h) ** 2).
+    activation: gelu, gelu_tanh, relu, silu, swiglu, geglu, geglu_tanh, relu2 (ReLU^2, So et al. 2021: relu(h) ** 2) or
+    clamped_swiglu (GPT-OSS: experts.ClampedSwiGLU).
     Returns the weighted sum over each token's choices [T, D]; with combine=False the (weighted) rows [T*K, D]
     in expert-major order, zero from offs[-1] on. Keeps x, the pre-activation and the indices for backward.
     main_grads: where backward adds the gradients of w1 and w2, instead of returning them; torch.compile then breaks
@@ -82,8 +92,8 @@ def expert_mlp(
             cut=(x, w1, w2),
         )
     inputs, weights = (x, topk_weights, row_idx, inverse, offs), (w1, b1, w2, b2)
-    weights_learn = any(needed(weights))
-    save_h = torch.is_grad_enabled() and (weights_learn or any(needed(inputs)))
+    weights_learn = learns(weights)
+    save_h = torch.is_grad_enabled() and (weights_learn or learns(inputs))
     if save_h and is_transformed(*inputs[:2], *weights):
         return _transformed(inputs, weights, number, combine, main_grads)
     if save_h and weights_learn and any(main_grads):
@@ -242,9 +252,8 @@ class _ExpertMlp:
         w1, b1, w2, b2 = weights
         if any(self.main_grads):  # here, so that the gradient is that of the parameter itself
             w1, w2 = cast_for_autocast(w1, w2)
-        y, h = torch.ops.fmoe_ext.expert_mlp(
-            x, *indices, w1, b1, w2, b2, topk_weights, self.activation, self.combine, True
-        )
+        arguments = (x, *indices, w1, b1, w2, b2, topk_weights, self.activation, self.combine, True)
+        y, h = below(torch.ops.fmoe_ext.expert_mlp, *arguments)
         return y, (x, *indices, w1, w2, b2, topk_weights, h)
 
     def backward(self, saved: Tensors, grad_y: torch.Tensor, needs: Needs) -> tuple[Tensors, Tensors]:
@@ -285,6 +294,8 @@ class _ExpertMlp:
         grads: list[torch.Tensor | None] = [
             t if wanted else None for t, wanted in zip(computed, needs, strict=True)
         ]
+        if not any(self.main_grads):
+            return tuple(grads)
         for i, main in zip((0, 2), self.main_grads, strict=True):
             if main and needs[i]:
                 grads[i] = main.added()

@@ -18,6 +18,7 @@ from fmoe_ext.ops.arguments import FrozenMlp, FrozenMlpBackward
 from fmoe_ext.ops.expert_mlp import ACTIVATIONS, activation_number, expert_mlp_ref
 from fmoe_ext.ops.grouped_gemm import grouped_gemm
 from fmoe_ext.ops.permute import permute, unpermute
+from fmoe_ext.ops.quantized import Quantized, gates_first
 
 
 class Lora(NamedTuple):
@@ -33,9 +34,9 @@ def frozen_mlp(
     row_idx: torch.Tensor,
     inverse: torch.Tensor,
     offs: torch.Tensor,
-    w1: torch.Tensor,
+    w1: torch.Tensor | Quantized,
     b1: torch.Tensor | None,
-    w2: torch.Tensor,
+    w2: torch.Tensor | Quantized,
     b2: torch.Tensor | None,
     topk_weights: torch.Tensor | None = None,
     activation: str = "gelu",
@@ -45,6 +46,7 @@ def frozen_mlp(
 ) -> torch.Tensor:
     """expert_mlp with frozen weights and an adapter (LoRA) on one or both of them; see expert_mlp for the rest.
 
+    w1, w2: float, or Quantized; b1 and lora1.b have the order of the rows of w1.
     lora1: of w1, a [E, rank, D], b [E, H or 2H, rank]; lora2: of w2, a [E, rank, H], b [E, D, rank]; both of the dtype
     of x. Differentiable in x, topk_weights and the adapters. Keeps x, the pre-activation, the indices and the rank rows
     of each adapter for backward; no copy of a weight and no gradient of its size is made.
@@ -54,17 +56,39 @@ def frozen_mlp(
     """
     number = activation_number(activation)
     gpu_kernels.before(x)
+    w1, b1, lora1, packing1 = _parts(w1, b1, lora1)
+    w2, b2, lora2, packing2 = _parts(w2, b2, lora2)
+    if packing2[-1]:
+        raise RuntimeError("w2 must not have interleaved rows: only gates and ups of w1 alternate")
     _check_frozen(w1=w1, b1=b1, w2=w2, b2=b2)
     (a1, lb1, scale1), (a2, lb2, scale2) = lora1 or (None, None, 1.0), lora2 or (None, None, 1.0)
     learned = (x, topk_weights, a1, lb1, a2, lb2)
     save = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in learned)
     arguments = (x, row_idx, inverse, offs, w1, b1, w2, b2, a1, lb1, scale1, a2, lb2, scale2)
-    options = (topk_weights, number, combine)
+    options, packing = (topk_weights, number, combine), (*packing1, *packing2[:-1])
     if torch.is_grad_enabled() and is_transformed(*learned):
-        cast = (t if isinstance(t, float) else cast_for_autocast(x, t)[1] for t in arguments)
-        y: torch.Tensor = call_functional("fmoe_ext::frozen_mlp", *cast, *options, True)[0]
+        cast = (t if isinstance(t, float) or is_packed(t) else cast_for_autocast(x, t)[1] for t in arguments)
+        y: torch.Tensor = call_functional("fmoe_ext::frozen_mlp", *cast, *options, True, *packing)[0]
         return y
-    return torch.ops.fmoe_ext.frozen_mlp(*arguments, *options, save)[0]
+    return torch.ops.fmoe_ext.frozen_mlp(*arguments, *options, save, *packing)[0]
+
+
+def is_packed(weight: torch.Tensor | None) -> bool:
+    """True for the bytes of a Quantized."""
+    return weight is not None and weight.dtype == torch.uint8
+
+
+def _parts(
+    weight: torch.Tensor | Quantized, bias: torch.Tensor | None, lora: Lora | None
+) -> tuple[torch.Tensor, torch.Tensor | None, Lora | None, tuple[Any, ...]]:
+    """(weight or its bytes, bias and adapter with gates before ups, what the operator needs to decode it)."""
+    if not isinstance(weight, Quantized):
+        return weight, bias, lora, (None, None, 0, False)
+    if weight.interleaved:
+        bias = None if bias is None else gates_first(bias)
+        lora = None if lora is None else lora._replace(b=gates_first(lora.b))
+    scale, zero, number = weight.scale_and_zero()
+    return weight.rows(), bias, lora, (scale, zero, number, weight.interleaved)
 
 
 def _check_frozen(**weights: torch.Tensor | None) -> None:
@@ -81,9 +105,9 @@ def frozen_mlp_ref(
     row_idx: torch.Tensor,
     inverse: torch.Tensor,
     offs: torch.Tensor,
-    w1: torch.Tensor,
+    w1: torch.Tensor | Quantized,
     b1: torch.Tensor | None,
-    w2: torch.Tensor,
+    w2: torch.Tensor | Quantized,
     b2: torch.Tensor | None,
     topk_weights: torch.Tensor | None = None,
     activation: str = "gelu",
@@ -91,7 +115,12 @@ def frozen_mlp_ref(
     lora1: Lora | None = None,
     lora2: Lora | None = None,
 ) -> torch.Tensor:
-    """The oracle of frozen_mlp: expert_mlp_ref with the adapters added to the weights."""
+    """The oracle of frozen_mlp: expert_mlp_ref with the adapters added to the decoded weights."""
+    if isinstance(w1, Quantized):
+        _, b1, lora1, _ = _parts(w1, b1, lora1)
+        w1 = w1.dequantize(x.dtype)
+    if isinstance(w2, Quantized):
+        w2 = w2.dequantize(x.dtype)
     if lora1 is not None:
         w1 = w1 + lora1.scale * lora1.b @ lora1.a
     if lora2 is not None:
@@ -113,6 +142,7 @@ _RANKS = MappingProxyType(
             "u2": 2,
         },
         **{"w1": 3, "b1": 2, "w2": 3, "b2": 2, "lora_a1": 3, "lora_b1": 3, "lora_a2": 3, "lora_b2": 3},
+        **{"w1_scale": 3, "w1_zero": 3, "w2_scale": 3, "w2_zero": 3},
     }
 )
 
@@ -144,9 +174,10 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor
     ctx.mark_non_differentiable(*output[1:])
     ctx.set_materialize_grads(False)
     lora = (a.lora_a1, a.lora_b1, a.lora_a2, a.lora_b2)
-    ctx.save_for_backward(
-        a.x, a.row_idx, a.inverse, a.offs, a.w1, a.w2, a.b2, *lora, a.topk_weights, *output[1:]
-    )
+    scales = (a.w1_scale, a.w1_zero, a.w2_scale, a.w2_zero)
+    kept = (a.x, a.row_idx, a.inverse, a.offs, a.w1, a.w2, a.b2, *lora, a.topk_weights, *output[1:], *scales)
+    ctx.save_for_backward(*kept)
+    ctx.formats = (a.w1_format, a.w1_interleaved, a.w2_format)
     ctx.scales, ctx.activation, ctx.combine, ctx.save = (a.scale1, a.scale2), a.activation, a.combine, a.save
 
 
@@ -158,12 +189,14 @@ def _backward(ctx: Any, grad_y: torch.Tensor | None, *_: None) -> tuple[torch.Te
         raise RuntimeError(
             "frozen_mlp was called with save=False, so there is nothing to compute gradients from"
         )
-    *first, a1, lb1, a2, lb2, topk_weights, h, u1, u2 = ctx.saved_tensors
+    *first, a1, lb1, a2, lb2, topk_weights, h, u1, u2, s1, z1, s2, z2 = ctx.saved_tensors
+    format1, interleaved, format2 = ctx.formats
     needs = [ctx.needs_input_grad[place] for place in PLACES]
     lora = (a1, lb1, ctx.scales[0], a2, lb2, ctx.scales[1])
     computed = call(
         "fmoe_ext::frozen_mlp_backward",
         *(grad_y, *first, *lora, topk_weights, h, u1, u2, ctx.activation, ctx.combine, needs),
+        *(s1, z1, format1, interleaved, s2, z2, format2),
     )
     for place, wanted, grad in zip(PLACES, needs, computed, strict=True):
         grads[place] = grad if wanted else None
@@ -177,12 +210,30 @@ _library = torch.library.Library("fmoe_ext", "IMPL")  # its registrations live a
 register_autocast(_library, torch.ops.fmoe_ext.frozen_mlp.default, cast=(0, 4, 5, 6, 7, 8, 9, 11, 12))
 
 
+class Decoded:
+    """w1 or w2 of a call; packed, it is decoded for each product and freed after it."""
+
+    def __init__(self, arguments: FrozenMlp | FrozenMlpBackward, which: int) -> None:
+        a = arguments._asdict()
+        self.weight, self.dtype = a[f"w{which}"], arguments.x.dtype
+        self.scale, self.zero = a[f"w{which}_scale"], a[f"w{which}_zero"]
+        self.format = a[f"w{which}_format"]
+        self.interleaved = arguments.w1_interleaved and which == 1
+
+    def tensor(self) -> torch.Tensor:
+        """The weight [E, out, in], gates before ups."""
+        if self.format == 0:
+            return self.weight
+        packed = Quantized.of_rows(self.weight, self.scale, self.zero, self.format, self.interleaved)
+        return packed.dequantize(self.dtype)
+
+
 def _product(
-    rows: torch.Tensor, weight: torch.Tensor, offs: torch.Tensor, bias: torch.Tensor | None, low: Any
+    rows: torch.Tensor, weight: Decoded, offs: torch.Tensor, bias: torch.Tensor | None, low: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """rows @ weight[e].T + bias[e] with the adapter's part, and the adapter's rank rows. low: (a, b, scale)."""
     a, b, scale = low
-    out = grouped_gemm(rows, weight, offs, bias)
+    out = grouped_gemm(rows, weight.tensor(), offs, bias)
     if a is None:
         return out, rows.new_empty((rows.shape[0], 0))
     thin = grouped_gemm(rows, a, offs).mul_(scale)
@@ -192,10 +243,11 @@ def _product(
 def composed(*arguments: Any) -> tuple[torch.Tensor, ...]:
     """frozen_mlp by grouped_gemm, one product after another, for devices without a kernel of its own."""
     a = FrozenMlp(*arguments)
+    w1, w2 = Decoded(a, 1), Decoded(a, 2)
     x_rows = permute(a.x, a.row_idx, a.inverse)
-    h, u1 = _product(x_rows, a.w1, a.offs, a.b1, (a.lora_a1, a.lora_b1, a.scale1))
+    h, u1 = _product(x_rows, w1, a.offs, a.b1, (a.lora_a1, a.lora_b1, a.scale1))
     hidden = list(ACTIVATIONS.values())[a.activation](h)
-    rows, u2 = _product(hidden, a.w2, a.offs, a.b2, (a.lora_a2, a.lora_b2, a.scale2))
+    rows, u2 = _product(hidden, w2, a.offs, a.b2, (a.lora_a2, a.lora_b2, a.scale2))
     if a.combine:
         y = unpermute(rows, a.row_idx, a.inverse, a.topk_weights)
     else:
@@ -213,10 +265,11 @@ def _weights_of_rows(a: FrozenMlp | FrozenMlpBackward) -> torch.Tensor:
 def composed_backward(*arguments: Any) -> tuple[torch.Tensor, ...]:
     """frozen_mlp_backward by grouped_gemm, one product after another."""
     a = FrozenMlpBackward(*arguments)
+    w1, w2 = Decoded(a, 1), Decoded(a, 2)
     needs_x, needs_a1, needs_b1, needs_a2, needs_b2, needs_weights = a.needs
     low1, low2 = (a.lora_a1, a.lora_b1, a.scale1), (a.lora_a2, a.lora_b2, a.scale2)
     dout = permute(a.grad_y, a.row_idx, a.inverse) if a.combine else a.grad_y
-    dhidden, t2 = _product_transposed(dout, a.w2, a.offs, low2)
+    dhidden, t2 = _product_transposed(dout, w2, a.offs, low2)
     with torch.enable_grad():
         h = a.h.detach().requires_grad_()
         hidden = list(ACTIVATIONS.values())[a.activation](h)
@@ -230,7 +283,7 @@ def composed_backward(*arguments: Any) -> tuple[torch.Tensor, ...]:
     (dh,) = torch.autograd.grad(hidden, h, dhidden)
     da2 = _outer(t2, scaled, a.lora_a2, a.offs) if needs_a2 else none
     db2 = _outer(dout, u2, a.lora_b2, a.offs) if needs_b2 else none
-    dx_rows, t1 = _product_transposed(dh, a.w1, a.offs, low1)
+    dx_rows, t1 = _product_transposed(dh, w1, a.offs, low1)
     da1 = _outer(t1, permute(a.x, a.row_idx, a.inverse), a.lora_a1, a.offs) if needs_a1 else none
     db1 = _outer(dh, a.u1, a.lora_b1, a.offs) if needs_b1 else none
     dx = unpermute(dx_rows, a.row_idx, a.inverse, None) if needs_x else none
@@ -238,11 +291,11 @@ def composed_backward(*arguments: Any) -> tuple[torch.Tensor, ...]:
 
 
 def _product_transposed(
-    rows: torch.Tensor, weight: torch.Tensor, offs: torch.Tensor, low: Any
+    rows: torch.Tensor, weight: Decoded, offs: torch.Tensor, low: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """rows @ weight[e] with the adapter's part, and scale * rows @ b[e]. low: (a, b, scale)."""
     a, b, scale = low
-    out = grouped_gemm(rows, weight, offs, transposed=True)
+    out = grouped_gemm(rows, weight.tensor(), offs, transposed=True)
     if a is None:
         return out, rows.new_empty((rows.shape[0], 0))
     thin = grouped_gemm(rows, b, offs, transposed=True).mul_(scale)
@@ -256,7 +309,7 @@ def _grad_of_weights(
     assert a.topk_weights is not None
     grad = (dhidden * hidden).sum(-1, dtype=torch.promote_types(hidden.dtype, torch.float32))
     if a.b2 is not None:
-        no_columns = hidden.new_empty((hidden.shape[0], 0)), a.w2.new_empty((*a.b2.shape, 0))
+        no_columns = hidden.new_empty((hidden.shape[0], 0)), hidden.new_empty((*a.b2.shape, 0))
         grad += (grouped_gemm(*no_columns, a.offs, a.b2) * dout).sum(-1, dtype=grad.dtype)
     inverse = a.inverse.clamp(min=0).long()
     return grad[inverse].masked_fill(a.inverse < 0, 0).to(a.topk_weights.dtype)

@@ -290,7 +290,7 @@ def test_base_of_another_shape_and_quantised_bases_are_named(made, tmp_path):
         json.dumps(config | {"quantization_config": {"quant_method": "fp8"}})
     )
     with pytest.raises(CheckpointError, match=r"is quantised \(fp8\)"):
-        Base(tmp_path / "other")
+        Base(tmp_path / "other").check_plain()
 
 
 @pytest.mark.parametrize("made", ["mixtral"], indirect=True)

@@ -105,12 +105,22 @@ inline CurvePoint activate(CurveKind curve, double x) {
       return {x > 0 ? x : 0, x > 0 ? 1. : 0.};
     case CurveKind::relu2:
       return {x > 0 ? x * x : 0, x > 0 ? 2 * x : 0};
+    case CurveKind::clamped_silu: {
+      const double v = std::min(x, 7.), s = 1 / (1 + std::exp(-1.702 * v));
+      return {v * s, x > 7 ? 0 : s * (1 + 1.702 * v * (1 - s))};
+    }
     case CurveKind::silu: {
       const double s = 1 / (1 + std::exp(-x));
       return {x * s, s * (1 + x * (1 - s))};
     }
   }
   return {};
+}
+
+// What the gate is multiplied by, of up.
+inline CurvePoint factor_of(CurveKind curve, double up) {
+  if (curve != CurveKind::clamped_silu) return {up, 1};
+  return {std::clamp(up, -7., 7.) + 1, std::abs(up) <= 7 ? 1. : 0.};
 }
 
 // `size` is what the terms of a sum add up to without their signs; the sum itself when not given.

@@ -4,6 +4,7 @@ import pytest
 import torch
 from gemm_cases import NAMES, check_grouped_gemm, check_mlp, mlp_inputs, run_mlp, wgmmas_of
 
+from fmoe_ext.experts import GATED_ACTIVATIONS
 from fmoe_ext.ops.expert_mlp import ACTIVATIONS, activation_number
 
 # (dtype, capability of the device that the emulator claims to be): on 9.0, 16-bit types take the Hopper kernels
@@ -125,7 +126,7 @@ def test_expert_mlp_backward_in_halves(emulated, combine, dtype, sm):
 @pytest.mark.parametrize(("dtype", "sm"), PLACES)
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_expert_mlp_activations(emulated, activation, dtype, sm):
-    gated = activation in ("swiglu", "geglu", "geglu_tanh")
+    gated = activation in GATED_ACTIVATIONS
     routing, tensors = mlp_inputs(19, 2, 4, 24, 40, dtype, gated, True, dtype)
     check_mlp(emulated, routing, tensors, activation, True)
 

@@ -226,12 +226,18 @@ double curve(CurveKind kind, double x) {
       return x / (1 + std::exp(-x));
     case CurveKind::relu2:
       return x > 0 ? x * x : 0;
+    case CurveKind::clamped_silu:
+      return std::min(x, 7.) / (1 + std::exp(-1.702 * std::min(x, 7.)));
     default:
       return x > 0 ? x : 0;
   }
 }
+double factor(CurveKind kind, double up) {
+  return kind == CurveKind::clamped_silu ? std::clamp(up, -7., 7.) + 1 : up;
+}
 double slope(CurveKind kind, double x) {
   if (kind == CurveKind::relu) return x > 0;
+  if (kind == CurveKind::clamped_silu && x == 7) x -= 1e-5;  // the limit still moves
   return (curve(kind, x + 1e-5) - curve(kind, x - 1e-5)) / 2e-5;
 }
 
@@ -241,8 +247,11 @@ void test_activation(Dtype dtype, CurveKind kind, bool gated, int64_t H) {
   const int E = 2, K = 2, tokens = 4, R = tokens * K;
   const int64_t D = 5, F = gated ? 2 * H : H;
   const std::vector<int> offs = {4, 6}, row_idx = {5, 0, 1 << 30, 2, 7, 3, -1, -1};
-  const auto h = random_values<T>(R * F), grad = random_values<T>(R * H), b2 = random_values<T>(E * D),
-             dy = random_values<T>(tokens * D);
+  auto h = random_values<T>(R * F);
+  for (size_t i = 0; kind == CurveKind::clamped_silu && i < h.size();
+       ++i)  // below, inside and above the limits
+    h[i] = round_to<T>(to_acc(h[i]) * 20);
+  const auto grad = random_values<T>(R * H), b2 = random_values<T>(E * D), dy = random_values<T>(tokens * D);
   const auto weights = random_values<acc_t<T>>(R);
   std::vector<T> a(R * H), dh(R * F), scaled(R * H);
   std::vector<acc_t<T>> dscale(R, 0);
@@ -256,11 +265,13 @@ void test_activation(Dtype dtype, CurveKind kind, bool gated, int64_t H) {
     const int choice = row_idx[r], expert = r < 4 ? 0 : 1;
     const bool kept = choice >= 0 && choice < R;
     for (int64_t j = 0; j < H; ++j) {
-      const double x = at(h, r * F + j), up = gated ? at(h, r * F + H + j) : 1, g = at(grad, r * H + j);
+      const double x = at(h, r * F + j), linear = gated ? at(h, r * F + H + j) : 1, g = at(grad, r * H + j);
+      const double up = gated ? factor(kind, linear) : 1;
+      const bool moves = kind != CurveKind::clamped_silu || std::abs(linear) <= 7;
       const double w = kept ? weights[choice] : 0;
       check_near("a", a[r * H + j], r < 6 ? curve(kind, x) * up : 0);
       check_near("dh", dh[r * F + j], w * g * slope(kind, x) * up);
-      if (gated) check_near("dh of up", dh[r * F + H + j], w * g * curve(kind, x));
+      if (gated) check_near("dh of up", dh[r * F + H + j], moves ? w * g * curve(kind, x) : 0);
       check_near("scaled a", scaled[r * H + j], w * curve(kind, x) * up);
       if (kept) dots[choice] += g * curve(kind, x) * up;
     }
@@ -312,6 +323,9 @@ int main(int argc, char** argv) {
     test_activation<__nv_bfloat16>(Dtype::bf16, CurveKind::silu, true, 24);
     test_activation<float>(Dtype::f32, CurveKind::relu2, false, 33);
     test_activation<__nv_bfloat16>(Dtype::bf16, CurveKind::relu2, true, 24);
+    test_activation<float>(Dtype::f32, CurveKind::clamped_silu, true, 33);
+    test_activation<double>(Dtype::f64, CurveKind::clamped_silu, true, 24);
+    test_activation<__half>(Dtype::f16, CurveKind::clamped_silu, true, 24);
     test_heaviest_first({}, 4);
     test_heaviest_first({3, 3, 8, 11, 16}, 20);
     test_heaviest_first({90, -5, 1 << 30, 7, 7, 31}, 40);

@@ -17,7 +17,7 @@ void run_hidden(const Case& c, const Form& form) {
   const Routing routing(c, random);
   const auto& [E, offs, row_idx, expert] = routing;
   const size_t R = routing.num_rows(), D = c.D, H = c.H, F = form.gated ? 2 * H : H;
-  const size_t num_dots = num_hidden_dots_sm90(c.H);
+  const size_t num_dots = num_hidden_dots_sm90(c.H, c.grid());
   Buffer<T> dy((form.by_token ? routing.kTokens : R) * D), w2(E * D * H), h(R * F), b2(E * D), dh(R * F),
       scaled_a(R * H);
   Buffer<float> weights(routing.kNumChoices), dots(R * num_dots);
@@ -27,7 +27,7 @@ void run_hidden(const Case& c, const Form& form) {
     if (expert[r] >= 0) unique[r] = next < dscale.size() ? static_cast<int>(next++) : 1 << 30;
   dy.fill(random, 1);
   w2.fill(random, 0.3f);
-  h.fill(random, 2);
+  h.fill(random, form.curve == CurveKind::clamped_silu ? 12 : 2);
   b2.fill(random, 1);
   weights.fill(random, 1);
   for (size_t r = 0; r < R; ++r)
@@ -60,11 +60,14 @@ void run_hidden(const Case& c, const Form& form) {
         terms += std::abs(term);
       }
       const CurvePoint act = activate(form.curve, kept ? h.at(r * F + j) : 0);
-      const double up = kept && form.gated ? h.at(r * F + H + j) : kept;
+      const CurvePoint factor =
+          kept && form.gated ? factor_of(form.curve, h.at(r * F + H + j)) : CurvePoint{kept ? 1. : 0., 1};
+      const double up = factor.value;
       dot += grad * act.value * up;
       size += terms * std::abs(act.value * up);
       check_value<T>("dh", dh.at(r * F + j), scale * grad * act.slope * up, r, j);
-      if (form.gated) check_value<T>("dh of up", dh.at(r * F + H + j), scale * grad * act.value, r, j);
+      if (form.gated)
+        check_value<T>("dh of up", dh.at(r * F + H + j), scale * grad * act.value * factor.slope, r, j);
       check_value<T>("scaled_a", scaled_a.at(r * H + j), scale * act.value * up, r, j);
     }
     if (!kept) continue;
@@ -232,8 +235,8 @@ int main(int argc, char** argv) {
       run_weight<bf16, bf16>(c, Gathered::a, false);
       run_weight<bf16, float>(c, Gathered::b, true);
     }
-    for (const CurveKind curve :
-         {CurveKind::gelu, CurveKind::gelu_tanh, CurveKind::relu, CurveKind::silu, CurveKind::relu2}) {
+    for (const CurveKind curve : {CurveKind::gelu, CurveKind::gelu_tanh, CurveKind::relu, CurveKind::silu,
+                                  CurveKind::relu2, CurveKind::clamped_silu}) {
       run_hidden<bf16>({{9, 0, 17}, 1, 16, 72, 2}, {curve, false, true, false, true});
       run_hidden<__half>({{70, 3}, 1, 24, 40, 2}, {curve, true, false, true, true});
     }
@@ -255,7 +258,13 @@ int main(int argc, char** argv) {
     run_weight<__half, float>(cases_of_pairs[1], Gathered::none, true);
     run_input<__half>({{2100}, 0, 200, 8, 6, 2});  // more pairs of row tiles than go through together
     for (const Case& c : cases_of_64_rows) run_input<bf16>(c);
-    for (const Case& c : cases_of_256_columns) run_input<bf16>(c);
+    for (const Case& c : cases_of_256_columns) {
+      run_input<bf16>(c);
+      run_hidden<bf16>(c, {CurveKind::silu, true, true, true, false});
+    }
+    // Two tiles of columns, of which the second has two of four units; a block takes several tiles.
+    run_hidden<bf16>({{0, 130, 70}, 0, 136, 328, 1, 1, 128, 256}, {CurveKind::silu, true, true, true, true});
+    run_hidden<__half>({{70, 3}, 1, 24, 584, 2, 1, 128, 256}, {CurveKind::gelu, false, false, true, true});
     run_input<__half>(cases_of_64_rows[1]);
     const Case& c = cases[1];
     run_input<__half>(c);

@@ -5,6 +5,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from fmoe_ext.experts import GATED_ACTIVATIONS
 from fmoe_ext.ops import expert_mlp, expert_mlp_ref
 from fmoe_ext.ops.arguments import ExpertMlp, ExpertMlpBackward, ExpertMlpBackwardWeights
 from fmoe_ext.ops.expert_mlp import ACTIVATIONS, activation_number
@@ -54,7 +55,7 @@ class Problem:
         if topk_idx is None:
             topk_idx = torch.randint(-1, E, (T, K), generator=generator)
         self.row_idx, self.inverse, self.offs = sort_choices(topk_idx, E)
-        width = 2 * H if activation in ("swiglu", "geglu", "geglu_tanh") else H
+        width = 2 * H if activation in GATED_ACTIVATIONS else H
         self.tensors = {
             "x": random(T, D),
             "w1": random(E, width, D, scale=D**-0.5),

@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fmoe_ext import ops
+from fmoe_ext.experts import GATED_ACTIVATIONS
 from tests.ops import instruction_sets
 from tests.ops.fuzz import EXAMPLES, FLOATS, choices, generator, layouts, restride, seeds
 
@@ -98,7 +99,7 @@ def test_expert_mlp(size, width, seed, dtype, layout, activation, options, isa):
     def draw(*shape, fan_in=1):
         return (torch.randn(shape, generator=random) / max(fan_in, 1) ** 0.5).to(dtype)
 
-    F = 2 * H if activation in ("swiglu", "geglu", "geglu_tanh") else H
+    F = 2 * H if activation in GATED_ACTIVATIONS else H
     inputs = (
         restride(draw(T, D), layout),
         draw(E, F, D, fan_in=D),

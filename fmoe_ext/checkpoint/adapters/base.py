@@ -34,10 +34,14 @@ class Experts:
 
 
 class Base:
-    """A model's folder: files {file: names in it}, tensors {name: StoredTensor}, config."""
+    """A model's folder: files {file: names in it}, tensors {name: StoredTensor}, config.
+
+    packed: the format that its experts had before checkpoint.packed.decode(); "" for plain ones.
+    """
 
     def __init__(self, folder: Path):
         self.folder = Path(folder)
+        self.packed = ""
         files = model_files(self.folder)
         if not files:
             raise CheckpointError(
@@ -52,6 +56,9 @@ class Base:
                 raise CheckpointError(f"{file} has tensors that another file of the folder has too")
             self.files[file] = list(found)
             self.tensors |= found
+
+    def check_plain(self) -> None:
+        """CheckpointError if the weights are quantised."""
         quantization = self.config.get("quantization_config")
         odd = [
             name for name, t in self.tensors.items() if t.dtype.is_floating_point and t.dtype not in FLOATS
@@ -59,8 +66,8 @@ class Base:
         if quantization or odd:
             kind = quantization.get("quant_method") if isinstance(quantization, dict) else odd[:1]
             raise CheckpointError(
-                f"{folder} is quantised ({kind}): rounding to such values loses most of a small delta. Dequantise the "
-                "model to bfloat16 first"
+                f"{self.folder} is quantised ({kind}), in a format that is not decoded here: dequantise the model to bfloat16 "
+                "first"
             )
 
     def experts(self, layer: str) -> Experts | None:

@@ -18,6 +18,7 @@ from fmoe_ext.checkpoint.adapters.packing import EXPERT_MAJOR, RANK_MAJOR
 from fmoe_ext.checkpoint.adapters.reading import read_adapter
 from fmoe_ext.checkpoint.cli import progress_bar, table
 from fmoe_ext.checkpoint.errors import CheckpointError
+from fmoe_ext.checkpoint.packed import decode
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -32,6 +33,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run(options: argparse.Namespace) -> int:
     adapter = read_adapter(Path(options.path), options.packing, options.orientation)
     base = Base(Path(options.base)) if options.base else None
+    if base is not None:
+        decode(base)
+        base.check_plain()
     if options.command == "convert":
         convert(adapter, options.to, Path(options.out), base)
         print(f"{options.out}: {len(adapter.layers)} layers of experts as {options.to}")

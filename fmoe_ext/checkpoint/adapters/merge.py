@@ -29,6 +29,7 @@ class Merge:
     """One merge: which tensors change and how."""
 
     def __init__(self, adapter: Adapter, base: Base, dtype: torch.dtype | None):
+        base.check_plain()
         if wrong := compare(adapter, base):
             raise CheckpointError(f"{adapter.folder} does not fit {base.folder}: {'; '.join(wrong[:3])}")
         if adapter.undecided:
@@ -202,6 +203,7 @@ def _report(plan: Merge, losses: Losses) -> dict[str, Any]:
         "adapter": str(plan.adapter.folder),
         "base": str(plan.base.folder),
         "dtype": str(plan.dtype).removeprefix("torch."),
+        "decoded_from": plan.base.packed or None,
         "changed": len(plan.changes),
         "lost_share_median": values[len(values) // 2] if values else 0.0,
         "lost_share_worst": values[-1] if values else 0.0,
@@ -222,7 +224,7 @@ def _write_rest(plan: Merge, work: Path, report: dict[str, Any]) -> None:
     if len(plan.base.files) > 1:
         metadata = {"total_parameters": parameters, "total_size": size}
         texts[INDEX] = {"metadata": metadata, "weight_map": dict(sorted(where.items()))}
-    if plan.base.config and plan.dtype != plan.usual:
+    if plan.base.config and (plan.dtype != plan.usual or plan.base.packed):
         key = "torch_dtype" if "torch_dtype" in plan.base.config else "dtype"
         texts["config.json"] = plan.base.config | {key: str(plan.dtype).removeprefix("torch.")}
     for name, text in texts.items():

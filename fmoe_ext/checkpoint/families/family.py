@@ -13,6 +13,7 @@ PROJECTIONS = ("gate_proj.weight", "up_proj.weight", "down_proj.weight")
 W1_W3_W2 = ("w1.weight", "w3.weight", "w2.weight")
 SOFTMAX = ("NaiveGate", "SoftmaxGate")
 CLAMPED = "clamped_swiglu"
+UNCLAMPED = tuple(name for name in GATED_ACTIVATIONS if name != CLAMPED)
 
 
 @dataclass(frozen=True)
@@ -102,7 +103,7 @@ class Family:
     modules: Layout | None = None
     gates: tuple[str, ...] = SOFTMAX
     gate_bias: bool = False
-    activations: tuple[str, ...] = GATED_ACTIVATIONS
+    activations: tuple[str, ...] = UNCLAMPED
     fixed: Values = field(default_factory=dict)
     defaults: Values = field(default_factory=dict)
     unsupported: Values = field(default_factory=dict)

@@ -17,7 +17,8 @@ namespace fmoe {
 namespace detail {
 
 inline bool is_gated(const std::string& activation) {
-  return activation == "swiglu" || activation == "geglu" || activation == "geglu_tanh";
+  return activation == "swiglu" || activation == "geglu" || activation == "geglu_tanh" ||
+         activation == "clamped_swiglu";
 }
 
 // Fills params, each [E, *], uniformly from [-bound, bound]. What expert e gets depends on seed and on

@@ -28,8 +28,8 @@ using torch::autograd::Function;
 using torch::autograd::variable_list;
 
 // Names of activations, at the places that operators know.
-inline constexpr std::array<const char*, 8> kActivations = {"gelu",   "gelu_tanh", "relu",       "silu",
-                                                            "swiglu", "geglu",     "geglu_tanh", "relu2"};
+inline constexpr std::array<const char*, 9> kActivations = {
+    "gelu", "gelu_tanh", "relu", "silu", "swiglu", "geglu", "geglu_tanh", "relu2", "clamped_swiglu"};
 // Names of scores, at the places that topk_gate knows.
 inline constexpr std::array<const char*, 2> kScores = {"softmax", "sigmoid"};
 

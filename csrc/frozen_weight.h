@@ -1,0 +1,191 @@
+// A weight of the frozen products, [E, out, in]: a tensor of the dtype of x, or packed as its file has it.
+#pragma once
+
+#include <optional>
+
+#include "checks.h"
+#include "gemm/packed.h"
+
+namespace fmoe_ext {
+
+// What a caller says of a packed weight beside its bytes.
+struct Packing {
+  std::optional<Tensor> scale, zero;
+  int64_t format;
+  bool interleaved;
+};
+
+class FrozenWeight {
+ public:
+  // data: the weight, or bytes [E, out, bytes of a row]; name: of the argument.
+  FrozenWeight(const Tensor& data, const Packing& packing, const char* name)
+      : data_(data), packing_(packing), name_(name) {
+    check_cpu(data, name);
+    STD_TORCH_CHECK(packing.format >= 0 && packing.format < gemm::kNumPackedFormats, name,
+                    "_format must be in [0, ", gemm::kNumPackedFormats,
+                    "), a number in ops.FORMATS, but got ", packing.format);
+    format_ = static_cast<gemm::PackedFormat>(packing.format);
+    if (!is_packed()) {
+      data_ = as_contiguous(data);
+      STD_TORCH_CHECK(!packing.scale && !packing.zero && !packing.interleaved, name, " of ", dtype_text(data),
+                      " is not packed, so it has no scale, no zero and no interleaved rows");
+      return;
+    }
+    check_dim(data, 3, name, "[E, out, bytes of a row]");
+    for (int d = 0; d < 3; ++d) sizes_[d] = data.size(d);
+    STD_TORCH_CHECK(data.scalar_type() == ScalarType::Byte, name,
+                    " must be uint8 when it is packed, but got ", dtype_text(data));
+    STD_TORCH_CHECK(!packing.interleaved || sizes_[1] % 2 == 0, name,
+                    " has interleaved rows, so their number must be even, but got shape ", shape_text(data));
+    data_ = as_contiguous(data);
+    if (packing.scale) packing_.scale = as_contiguous(*packing.scale);
+    if (packing.zero) packing_.zero = as_contiguous(*packing.zero);
+    check_packed();
+  }
+
+  bool is_packed() const { return format_ != gemm::PackedFormat::none; }
+  const Tensor& tensor() const { return data_; }
+  int64_t dim() const { return data_.dim(); }
+  int64_t size(int64_t d) const { return is_packed() ? sizes_[d] : data_.size(d); }
+
+  // Row `row` of an expert, counted with gates before ups.
+  gemm::PackedRow row(int64_t expert, int64_t row) const {
+    const int64_t E_row = expert * sizes_[1] + stored(row), bytes = data_.size(2);
+    gemm::PackedRow out{format_, scale_type_, data() + E_row * bytes, sizes_[2], nullptr, group_, nullptr, 0};
+    if (packing_.scale) {
+      const Tensor& scale = *packing_.scale;
+      const int64_t width = scale.size(2) * scale.element_size();
+      const int64_t line =
+          format_ == gemm::PackedFormat::fp8_block ? expert * scale.size(1) + block_row(stored(row)) : E_row;
+      out.scale = static_cast<const char*>(scale.const_data_ptr()) + line * width;
+    }
+    if (packing_.zero) {
+      const Tensor& zero = *packing_.zero;
+      out.zero = static_cast<const int32_t*>(zero.const_data_ptr()) +
+                 (expert * zero.size(1) + stored(row) / 8) * zero.size(2);
+      out.zero_shift = static_cast<int>(stored(row) % 8 * 4);
+    }
+    return out;
+  }
+
+ private:
+  static constexpr int64_t kBlock = 128;  // rows and columns of a scale of FP8
+  static int64_t blocks(int64_t size) { return (size + kBlock - 1) / kBlock; }
+  const uint8_t* data() const { return static_cast<const uint8_t*>(data_.const_data_ptr()); }
+
+  int64_t stored(int64_t row) const {
+    const int64_t half = sizes_[1] / 2;
+    return !packing_.interleaved ? row : row < half ? 2 * row : 2 * (row - half) + 1;
+  }
+  // Gate and up that were joined have whole blocks each, the last one of each may be partial.
+  int64_t block_row(int64_t row) const {
+    if (packing_.scale->size(1) == blocks(sizes_[1])) return row / kBlock;
+    const int64_t half = sizes_[1] / 2;
+    return row < half ? row / kBlock : blocks(half) + (row - half) / kBlock;
+  }
+
+  const Tensor& scale(std::initializer_list<ScalarType> dtypes) {
+    STD_TORCH_CHECK(packing_.scale, name_, "_scale is missing: format ", packing_.format, " has scales");
+    const Tensor& t = *packing_.scale;
+    check_cpu(t, name_);
+    bool known = false;
+    for (const ScalarType dtype : dtypes) known |= t.scalar_type() == dtype;
+    STD_TORCH_CHECK(known, name_, "_scale has the wrong dtype for format ", packing_.format, ": ",
+                    dtype_text(t));
+    STD_TORCH_CHECK(t.dim() == 3 && t.size(0) == sizes_[0], name_, "_scale must have shape [", sizes_[0],
+                    ", rows, groups], but got shape ", shape_text(t));
+    using gemm::ScaleType;
+    scale_type_ = t.scalar_type() == ScalarType::Float      ? ScaleType::float32
+                  : t.scalar_type() == ScalarType::BFloat16 ? ScaleType::bfloat16
+                  : t.scalar_type() == ScalarType::Half     ? ScaleType::float16
+                                                            : ScaleType::e8m0;
+    return t;
+  }
+  void check_scale_shape(int64_t rows, int64_t columns) const {
+    const Tensor& t = *packing_.scale;
+    STD_TORCH_CHECK(t.size(1) == rows && t.size(2) == columns, name_, "_scale must have shape [", sizes_[0],
+                    ", ", rows, ", ", columns, "] for ", name_, " ", shape_text(data_), ", but got shape ",
+                    shape_text(t));
+  }
+  // Rows of two values a byte whose scales are for `group` columns each, a multiple of 32.
+  void check_groups(const Tensor& t) {
+    sizes_[2] = 2 * data_.size(2);
+    const int64_t groups = t.size(2);
+    check_scale_shape(sizes_[1], groups);
+    STD_TORCH_CHECK(groups > 0 && sizes_[2] % groups == 0 && sizes_[2] / groups % 32 == 0, name_,
+                    "_scale must be for groups of a multiple of 32 columns, but ", name_, " has ", sizes_[2],
+                    " columns and ", groups, " groups");
+    group_ = sizes_[2] / groups;
+  }
+  void check_whole_blocks(int64_t bytes, int64_t columns) {
+    STD_TORCH_CHECK(!packing_.scale, name_, " has its scales inside, but got ", name_, "_scale");
+    STD_TORCH_CHECK(data_.size(2) % bytes == 0, name_, " must have rows of whole blocks of ", bytes,
+                    " bytes, but got shape ", shape_text(data_));
+    sizes_[2] = data_.size(2) / bytes * columns;
+  }
+
+  void check_packed() {
+    using gemm::PackedFormat;
+    STD_TORCH_CHECK(!packing_.zero || format_ == PackedFormat::int4, name_, "_zero is for int4 only");
+    switch (format_) {
+      case PackedFormat::mxfp4:
+        scale({ScalarType::Byte});
+        sizes_[2] = 2 * data_.size(2);
+        STD_TORCH_CHECK(sizes_[2] % 32 == 0, name_,
+                        " must have rows of whole blocks of 16 bytes, but got shape ", shape_text(data_));
+        check_scale_shape(sizes_[1], sizes_[2] / 32);
+        group_ = 32;
+        break;
+      case PackedFormat::fp8_block: {
+        const Tensor& t = scale({ScalarType::Float, ScalarType::BFloat16});
+        const bool two_parts = sizes_[1] % 2 == 0 && t.size(1) == 2 * blocks(sizes_[1] / 2);
+        check_scale_shape(two_parts ? t.size(1) : blocks(sizes_[1]), blocks(sizes_[2]));
+        group_ = kBlock;
+        break;
+      }
+      case PackedFormat::int4:
+        check_groups(scale({ScalarType::Float, ScalarType::BFloat16, ScalarType::Half}));
+        if (packing_.zero) check_zero(*packing_.zero);
+        break;
+      case PackedFormat::nf4:
+        check_groups(scale({ScalarType::Float}));
+        break;
+      case PackedFormat::q8_0:
+        return check_whole_blocks(34, 32);
+      case PackedFormat::q4_k:
+        return check_whole_blocks(144, 256);
+      case PackedFormat::q6_k:
+        return check_whole_blocks(210, 256);
+      case PackedFormat::none:
+        break;
+    }
+  }
+  void check_zero(const Tensor& zero) const {
+    check_cpu(zero, name_);
+    const int64_t words = (sizes_[1] + 7) / 8, groups = packing_.scale->size(2);
+    STD_TORCH_CHECK(zero.scalar_type() == ScalarType::Int && zero.dim() == 3 && zero.size(0) == sizes_[0] &&
+                        zero.size(1) == words && zero.size(2) == groups,
+                    name_, "_zero must be int32 [", sizes_[0], ", ", words, ", ", groups, "], but got ",
+                    dtype_text(zero), " ", shape_text(zero));
+  }
+
+  Tensor data_;
+  Packing packing_;
+  const char* name_;
+  gemm::PackedFormat format_ = gemm::PackedFormat::none;
+  gemm::ScaleType scale_type_ = gemm::ScaleType::none;
+  int64_t sizes_[3] = {}, group_ = 0;
+};
+
+inline std::string shape_text(const FrozenWeight& w) {
+  if (!w.is_packed()) return shape_text(w.tensor());
+  return "[" + std::to_string(w.size(0)) + ", " + std::to_string(w.size(1)) + ", " +
+         std::to_string(w.size(2)) + "]";
+}
+inline void check_cpu(const FrozenWeight&, const char*) {}  // its constructor did
+inline void check_same_dtype(const FrozenWeight& w, const Tensor& other, const char* name,
+                             const char* other_name) {
+  if (!w.is_packed()) check_same_dtype(w.tensor(), other, name, other_name);
+}
+
+}  // namespace fmoe_ext

@@ -1,0 +1,151 @@
+"""Where the weights of a layer's experts are in the files, and the tensors that their bytes become."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+import torch
+
+from fmoe_ext.checkpoint.adapters.base import Base
+from fmoe_ext.checkpoint.errors import CheckpointError
+from fmoe_ext.checkpoint.safetensors_file import StoredTensor
+
+ALIGNED = 64  # bytes, a cache line
+Weights: TypeAlias = tuple[Any, Any]  # w1 and w2: tensors [E, *, *]
+
+
+class Span(NamedTuple):
+    """num_bytes from begin of a file, for the place `at` of a buffer."""
+
+    path: Path
+    begin: int
+    num_bytes: int
+    at: int
+
+    def moved(self, num_bytes: int) -> "Span":
+        """The same bytes of the file, for a place num_bytes later in the buffer."""
+        return self._replace(at=self.at + num_bytes)
+
+
+@dataclass(frozen=True)
+class Part:
+    """One tensor of a layer's experts. shape: of one expert. spans: of each expert, their places counted from its begin."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    spans: tuple[tuple[Span, ...], ...]
+
+    @cached_property
+    def num_bytes(self) -> int:
+        """Bytes of one expert."""
+        return sum(span.num_bytes for span in self.spans[0])
+
+
+@dataclass(frozen=True)
+class Layer:
+    """The experts of one layer in the files. build: makes (w1, w2) of the tensors of its parts, [n, *part.shape] each."""
+
+    path: str
+    shapes: tuple[tuple[int, ...], tuple[int, ...]]  # of w1 and w2, [E, *, *]
+    parts: Mapping[str, Part]
+    build: Callable[[Mapping[str, torch.Tensor]], Weights]
+
+    @property
+    def is_packed(self) -> bool:
+        """True for weights that are quantised, whose shapes are [E, out, in] whatever the module's are."""
+        return "w1" not in self.parts
+
+    @cached_property
+    def num_experts(self) -> int:
+        return len(next(iter(self.parts.values())).spans)
+
+    def num_bytes(self, num_experts: int) -> int:
+        """Bytes of a buffer for some number of experts."""
+        return sum(_aligned(part.num_bytes * num_experts) for part in self.parts.values())
+
+    def _begins(self, num_experts: int) -> Iterator[tuple[str, Part, int]]:
+        begin = 0
+        for name, part in self.parts.items():
+            yield name, part, begin
+            begin += _aligned(part.num_bytes * num_experts)
+
+    def spans(self, experts: Sequence[int], slots: Sequence[int], num_slots: int) -> list[Span]:
+        """Reads that bring experts to slots of a buffer for num_slots experts."""
+        return [
+            span.moved(begin + slot * part.num_bytes)
+            for _, part, begin in self._begins(num_slots)
+            for expert, slot in zip(experts, slots, strict=True)
+            for span in part.spans[expert]
+        ]
+
+    def weights(self, buffer: "np.ndarray[Any, Any]", num_slots: int) -> Weights:
+        """w1 and w2 of the experts in the slots of a buffer, which lives as long as they do."""
+        flat = torch.from_numpy(buffer)
+        tensors = {}
+        for name, part, begin in self._begins(num_slots):
+            data = flat[begin : begin + part.num_bytes * num_slots]
+            tensors[name] = data.view(part.dtype).view(num_slots, *part.shape)
+        return self.build(tensors)
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // ALIGNED) * ALIGNED
+
+
+def plain_layer(base: Base, path: str) -> tuple[Layer, set[str]] | None:
+    """(the layer of experts in a floating dtype, names of its tensors); None if the folder has none at the path.
+
+    path: of an experts module. Raises CheckpointError for tensors that are missing or do not fit.
+    """
+    experts = base.experts(path)
+    if experts is None:
+        return None
+    E, D, H = experts.num_experts, experts.d_model, experts.d_hidden
+    w1, w2 = ((D, 2 * H), (H, D)) if experts.turned else ((2 * H, D), (D, H))
+    if "gate_up" in experts.names:
+        columns = (("gate_up",), ("down",))
+    else:
+        columns = (("gate", "up"), ("down",))
+    parts, used = {}, set()
+    for name, shape, roles in zip(("w1", "w2"), (w1, w2), columns, strict=True):
+        names = [[experts.names[role].format(e=e) for role in roles] for e in range(E)]
+        parts[name] = part_of(base, shape, names)
+        used |= {name for of_expert in names for name in of_expert}
+    return Layer(path, ((E, *w1), (E, *w2)), parts, lambda t: (t["w1"], t["w2"])), used
+
+
+def part_of(base: Base, shape: tuple[int, ...], names: Sequence[Sequence[str]]) -> Part:
+    """The part [E, *shape] made of tensors: for each expert one after the other, or its slices of stacks [E, *]."""
+    stored = [[base.tensors[name] for name in of_expert] for of_expert in names]
+    dtype = stored[0][0].dtype
+    num_experts = len(stored)
+    is_stacked = len(stored[0][0].shape) == len(shape) + 1
+    spans = []
+    for e, tensors in enumerate(stored):
+        at, of_expert = 0, []
+        for name, tensor in zip(names[e], tensors, strict=True):
+            if tensor.dtype != dtype or tensor.shape != stored[0][len(of_expert)].shape:
+                raise CheckpointError(
+                    f"{base.folder}: {name} is {tensor.dtype} {list(tensor.shape)}, unlike the first expert's"
+                )
+            size = tensor.num_bytes // (num_experts if is_stacked else 1)
+            path, begin = place_of(base, name, tensor)
+            of_expert.append(Span(path, begin + (e * size if is_stacked else 0), size, at))
+            at += size
+        expected = dtype.itemsize * int(np.prod(shape))
+        if at != expected:
+            raise CheckpointError(
+                f"{base.folder}: {names[e][0]} has {at} bytes of an expert, expected {expected}"
+            )
+        spans.append(tuple(of_expert))
+    return Part(shape, dtype, tuple(spans))
+
+
+def place_of(base: Base, name: str, tensor: StoredTensor) -> Any:
+    """(file, offset) of a tensor."""
+    if tensor.place is None:
+        raise CheckpointError(f"{base.folder}: {name} is in no file")
+    return tensor.place

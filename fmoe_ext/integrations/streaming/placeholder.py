@@ -1,0 +1,83 @@
+"""The parameter that stands for weights which stay in files."""
+
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+
+# Questions about a tensor that need no values.
+QUESTIONS = frozenset(
+    {
+        *("size", "dim", "ndimension", "numel", "nelement", "element_size", "stride", "storage_offset"),
+        *("is_floating_point", "is_complex", "is_contiguous", "is_signed", "data_ptr", "untyped_storage"),
+        *("get_device", "__hash__", "__len__", "has_names", "is_shared", "is_pinned"),
+        "_has_compatible_shallow_copy_type",
+    }
+)
+# Attributes that are other tensors of the same values.
+VALUES = frozenset({"T", "mT", "H", "mH", "real", "imag"})
+# Methods that return the tensor itself if nothing changes.
+SAME = frozenset(
+    {
+        *("detach", "detach_", "contiguous", "requires_grad_", "to", "cpu", "type", "alias", "pin_memory"),
+        *("float", "half", "double", "bfloat16", "__getitem__"),
+    }
+)
+
+
+class StreamedWeight(nn.Parameter):
+    """Stands for the weight of a layer's experts that lies in files: its shape and dtype, and no values.
+
+    Whatever would read values raises RuntimeError, and so does a change of dtype or device. It requires no gradient.
+    """
+
+    def __new__(cls, shape: tuple[int, ...], dtype: torch.dtype) -> "StreamedWeight":
+        nothing = torch.full((1,), float("nan"), dtype=dtype).expand(shape)
+        return super().__new__(cls, nothing, requires_grad=False)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", str(func))
+        owner = getattr(getattr(func, "__self__", None), "__name__", "")
+        if name == "__set__":
+            if args[1] is args[0] or args[1] is None or (owner == "requires_grad" and not args[1]):
+                return None
+            _refuse(f"setting {owner}")
+        if name == "__get__" and owner == "data":
+            return args[0]
+        if (name == "__get__" and owner not in VALUES) or name in QUESTIONS:
+            return super().__torch_function__(func, types, args, kwargs)
+        if name in SAME and _keeps(args[0], name, args[1:], kwargs):
+            return args[0]
+        _refuse(owner if name == "__get__" else name)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "StreamedWeight":
+        return self
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        _refuse("pickling")
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        return f"StreamedWeight({list(self.shape)}, {self.dtype})"
+
+
+def _keeps(weight: torch.Tensor, name: str, args: Any, kwargs: Any) -> bool:
+    """True if a method would return the same tensor."""
+    if name == "requires_grad_":
+        return not (*args, *kwargs.values(), True)[0]
+    if name == "__getitem__":
+        return args[0] is Ellipsis
+    return getattr(torch.empty(0, dtype=weight.dtype), name)(*args, **kwargs).dtype == weight.dtype and all(
+        torch.device(value).type == "cpu"
+        for value in (*args, kwargs.get("device"))
+        if isinstance(value, (str, torch.device))
+    )
+
+
+def _refuse(what: str) -> NoReturn:
+    raise RuntimeError(
+        f"{what}: the weights of these experts stay in the files that fmoe_ext.stream() reads, and are frozen. Compute "
+        'with experts_implementation "fmoe", train adapters of PEFT with fmoe_ext.lora.fuse(model), and merge them with '
+        "`fmoe adapter merge`"
+    )

@@ -1,0 +1,316 @@
+"""Buffers of a fixed size in all, for the experts of some layers: whole layers for many tokens, chosen experts for few.
+
+Whole layers are kept by Belady's rule: the order of the layers in a forward and a backward is known, so the layer that
+is used last gives its buffer up, and the next one is read while this one computes. Chosen experts are kept in a part of
+the memory for each layer, the least recently used gives its slot up.
+"""
+
+import gc
+import mmap
+import time
+import weakref
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from threading import Lock
+from typing import Any
+
+import numpy as np
+import torch
+
+from fmoe_ext.checkpoint.expert_files import ALIGNED, Layer, Weights
+from fmoe_ext.integrations.streaming.reader import BLOCK, Reader
+
+
+@dataclass
+class Statistics:
+    """Counts since the last reset(). Layers and experts that were read, bytes, and seconds."""
+
+    layers_read: int = 0
+    experts_read: int = 0
+    bytes_read: int = 0
+    hits: int = 0  # of experts that few tokens chose
+    misses: int = 0
+    tokens: int = 0  # of the calls that read chosen experts
+    read_seconds: float = 0.0
+    waited_seconds: float = 0.0  # in which the computation had to wait for reads
+    buffer_bytes: int = 0  # most memory that buffers had
+
+    @property
+    def hidden_share(self) -> float:
+        """Share of the time of reading in which something else was computed; 1 if nothing was read."""
+        return 1.0 - min(1.0, self.waited_seconds / self.read_seconds) if self.read_seconds else 1.0
+
+    @property
+    def bytes_per_token(self) -> float:
+        """Bytes read for each token of the calls that read chosen experts."""
+        return self.bytes_read / self.tokens if self.tokens else 0.0
+
+
+@dataclass(eq=False)
+class _Slot:
+    """A buffer for one layer."""
+
+    begin: int
+    layer: int | None = None
+    done: Future[None] | None = None
+    leases: set[object] = field(default_factory=set)  # one for each use that has not ended
+
+
+@dataclass(eq=False)
+class _Cache:
+    """The slots of one layer's chosen experts."""
+
+    begin: int
+    slots: OrderedDict[int, int] = field(default_factory=OrderedDict)  # {expert: slot}, least recently used first
+
+
+class Pool:
+    """Memory for experts of layers. num_bytes: of all buffers together.
+
+    Raises ValueError if it does not hold the largest layer.
+    """
+
+    def __init__(self, layers: Sequence[Layer], num_bytes: int) -> None:
+        self.layers = tuple(layers)
+        self.statistics = Statistics()
+        self._slot_bytes = max(-(-layer.num_bytes(layer.num_experts) // BLOCK) * BLOCK for layer in layers)
+        self._memory = mmap.mmap(-1, min(num_bytes, self._slot_bytes * len(layers)) // BLOCK * BLOCK, **_PRIVATE)
+        self._bytes = np.frombuffer(self._memory, dtype=np.uint8)
+        self.address = int(self._bytes.ctypes.data)
+        self._reader = Reader()
+        self._ahead = ThreadPoolExecutor(1, "fmoe_ext read ahead")
+        self._lock = Lock()
+        self._slots: list[_Slot] = []
+        self._caches: list[_Cache] = []
+        self._slots_a_layer = 0  # of caches
+        self.resize(num_bytes)
+        weakref.finalize(self, self._ahead.shutdown, wait=False)
+
+    @property
+    def layer_bytes(self) -> int:
+        """Bytes of the buffer of one layer."""
+        return self._slot_bytes
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that the buffers may take."""
+        return self._num_bytes
+
+    @property
+    def holds_all(self) -> bool:
+        """True if every layer has a buffer of its own."""
+        return self._num_bytes >= self._slot_bytes * len(self.layers)
+
+    def resize(self, num_bytes: int) -> None:
+        """Makes the buffers smaller, or as large as they were; all of them are read again."""
+        num_bytes = min(num_bytes, self._bytes.size)
+        if num_bytes < self._slot_bytes:
+            raise ValueError(f"{num_bytes:,} bytes do not hold a layer of {self._slot_bytes:,}")
+        with self._lock:
+            self._settle()
+            if any(slot.leases for slot in self._slots):
+                raise RuntimeError("buffers of experts cannot shrink between a forward and its backward")
+            self._num_bytes = num_bytes
+            self._slots, self._caches = [], []
+            if _DONTNEED is not None:
+                self._memory.madvise(_DONTNEED)
+
+    def whole(self, index: int, *, is_backward: bool, is_training: bool) -> Weights:
+        """The weights of a layer; its buffer is free again when the last tensor of them is gone.
+
+        Raises RuntimeError if tensors that autograd keeps have all buffers.
+        """
+        layer = self.layers[index]
+        return layer.weights(self._lease(index, is_backward, is_training), layer.num_experts)
+
+    def again(
+        self, index: int, offset: int, dtype: torch.dtype, shape: tuple[int, ...], stride: tuple[int, ...]
+    ) -> torch.Tensor:
+        """A tensor of the weights of a layer in a backward, by its place in the buffer."""
+        buffer = torch.from_numpy(self._lease(index, True, True))
+        values = buffer[: buffer.numel() // dtype.itemsize * dtype.itemsize].view(dtype)
+        return values.as_strided(shape, stride, offset // dtype.itemsize)
+
+    def _lease(self, index: int, is_backward: bool, is_training: bool) -> "np.ndarray[Any, Any]":
+        """The buffer of a layer once it is read."""
+        next_use: dict[int, int] = {}
+        for distance, layer in enumerate(upcoming(index, len(self.layers), is_backward, is_training)):
+            next_use.setdefault(layer, distance)
+        with self._lock:
+            self._use_slots()
+            slot = self._find(index) or self._begin_read(index, self._victim(next_use))
+            lease = object()
+            slot.leases.add(lease)
+            done = slot.done
+        assert done is not None
+        begun = time.perf_counter()
+        try:
+            done.result()
+        except BaseException:
+            slot.leases.discard(lease)
+            slot.layer = slot.done = None
+            raise
+        with self._lock:
+            self._note_buffers(len(self._slots) * self._slot_bytes)
+            self.statistics.waited_seconds += time.perf_counter() - begun
+            self._read_ahead(index, next_use)
+        buffer = self._bytes[slot.begin : slot.begin + self._slot_bytes]
+        weakref.finalize(buffer, slot.leases.discard, lease)
+        return buffer
+
+    def chosen(self, index: int, experts: Sequence[int]) -> tuple[Weights, dict[int, int], int] | None:
+        """(weights of all slots of a layer, {expert: slot}, number of slots) once the experts are there.
+
+        The tensors are right until the next call. None if the slots of a layer are too few, or buffers are in use.
+        """
+        layer = self.layers[index]
+        with self._lock:
+            if not self._use_caches(len(experts)):
+                return None
+            cache, num_slots = self._caches[index], min(self._slots_a_layer, layer.num_experts)
+            missing = [e for e in experts if e not in cache.slots]
+            for e in experts:
+                if e in cache.slots:
+                    cache.slots.move_to_end(e)
+            free = [s for s in range(num_slots) if s not in set(cache.slots.values())]
+            while len(free) < len(missing):
+                free.append(cache.slots.popitem(last=False)[1])
+            taken = free[: len(missing)]
+        buffer = self._bytes[cache.begin : cache.begin + layer.num_bytes(num_slots)]
+        self._note_buffers(self._caches[-1].begin + self.layers[-1].num_bytes(num_slots))
+        self.statistics.hits += len(experts) - len(missing)
+        self.statistics.misses += len(missing)
+        if missing:
+            begun = time.perf_counter()
+            self._count(self._reader.read(layer.spans(missing, taken, num_slots), buffer), len(missing), begun)
+            self.statistics.waited_seconds += time.perf_counter() - begun
+            cache.slots.update(zip(missing, taken, strict=True))
+        return layer.weights(buffer, num_slots), dict(cache.slots), num_slots
+
+    def resident_layers(self) -> list[int]:
+        """Layers that have a buffer, or are being read into one."""
+        return [slot.layer for slot in self._slots if slot.layer is not None]
+
+    def contains(self, address: int) -> bool:
+        """True for an address in the buffers."""
+        return self.address <= address < self.address + self._bytes.size
+
+    def layer_at(self, address: int) -> tuple[int, int]:
+        """(layer, offset in its buffer) of an address in the buffer of a whole layer."""
+        offset = address - self.address
+        slot = self._slots[offset // self._slot_bytes]
+        assert slot.layer is not None
+        return slot.layer, offset - slot.begin
+
+    def _count(self, num_bytes: int, num_experts: int, begun: float) -> None:
+        self.statistics.bytes_read += num_bytes
+        self.statistics.experts_read += num_experts
+        self.statistics.read_seconds += time.perf_counter() - begun
+
+    def _note_buffers(self, num_bytes: int) -> None:
+        self.statistics.buffer_bytes = max(self.statistics.buffer_bytes, num_bytes)
+
+    def _use_slots(self) -> None:
+        if not self._slots:
+            self._caches = []
+            count = min(self._num_bytes // self._slot_bytes, len(self.layers))
+            self._slots = [_Slot(i * self._slot_bytes) for i in range(count)]
+
+    def _use_caches(self, needed: int) -> bool:
+        if not self._caches:
+            if any(slot.leases for slot in self._slots):
+                return False
+            region = self._num_bytes // len(self.layers) // ALIGNED * ALIGNED
+            counts = [_fitting(layer, region) for layer in self.layers]
+            if min(counts) < needed:
+                return False
+            self._settle()
+            self._slots = []
+            self._slots_a_layer = min(counts)
+            self._caches = [_Cache(i * region) for i in range(len(self.layers))]
+        return needed <= self._slots_a_layer
+
+    def _settle(self) -> None:
+        """Waits for reads that are under way."""
+        for slot in self._slots:
+            if slot.done is not None:
+                slot.done.exception()
+
+    def _find(self, index: int) -> _Slot | None:
+        return next((slot for slot in self._slots if slot.layer == index), None)
+
+    def _victim(self, next_use: dict[int, int]) -> _Slot:
+        """The buffer to read a layer into: an empty one, or the one used last."""
+        for _ in range(2):
+            free = [s for s in self._slots if not s.leases and (s.done is None or s.done.done())]
+            if free:
+                return max(free, key=lambda s: _when(s, next_use))
+            busy = [s for s in self._slots if not s.leases and s.done is not None]
+            if busy:
+                busy[0].done.exception()  # type: ignore[union-attr]
+                continue
+            gc.collect()
+        raise RuntimeError(
+            f"all {len(self._slots)} buffers for layers of experts are in use, because autograd keeps their weights. Call "
+            'model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False}) for training, '
+            "and leave other hooks for saved tensors out"
+        )
+
+    def _begin_read(self, index: int, slot: _Slot) -> _Slot:
+        slot.layer = index
+        slot.done = self._ahead.submit(self._read_layer, index, slot.begin)
+        return slot
+
+    def _read_layer(self, index: int, begin: int) -> None:
+        begun = time.perf_counter()
+        layer = self.layers[index]
+        experts = range(layer.num_experts)
+        buffer = self._bytes[begin : begin + self._slot_bytes]
+        num_bytes = self._reader.read(layer.spans(experts, experts, len(experts)), buffer)
+        self._count(num_bytes, len(experts), begun)
+        self.statistics.layers_read += 1
+
+    def _read_ahead(self, index: int, next_use: dict[int, int]) -> None:
+        """Begins to read the next layers that are not there, unless they would take the place of an earlier one."""
+        for layer in sorted(next_use, key=next_use.__getitem__)[: len(self._slots)]:
+            if layer == index or self._find(layer) is not None:
+                continue
+            free = [s for s in self._slots if not s.leases and (s.done is None or s.done.done())]
+            victim = max(free, key=lambda s: _when(s, next_use), default=None)
+            if victim is None or _when(victim, next_use) <= next_use[layer]:
+                return
+            self._begin_read(layer, victim)
+
+
+_PRIVATE: dict[str, Any] = {}
+if hasattr(mmap, "MAP_PRIVATE"):
+    _PRIVATE["flags"] = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+_DONTNEED = getattr(mmap, "MADV_DONTNEED", None)
+
+
+def upcoming(index: int, num_layers: int, is_backward: bool, is_training: bool) -> Iterator[int]:
+    """Layers in the order of their next uses, after layer `index`."""
+    last = num_layers - 1
+    if is_backward:
+        yield from range(index - 1, -1, -1)
+        yield from range(num_layers)
+        return
+    yield from range(index + 1, num_layers)
+    yield from range(last, -1, -1) if is_training else range(num_layers)
+
+
+def _when(slot: _Slot, next_use: dict[int, int]) -> float:
+    if slot.layer is None:
+        return float("inf")
+    return next_use.get(slot.layer, 1e9)
+
+
+def _fitting(layer: Layer, num_bytes: int) -> int:
+    """Experts that fit into a buffer."""
+    count = layer.num_experts
+    while count and layer.num_bytes(count) > num_bytes:
+        count -= 1
+    return count
+

@@ -1,0 +1,133 @@
+"""Reads spans of files into memory, past the page cache where the file system allows it.
+
+A memory cgroup charges the pages that the system caches for a process. O_DIRECT avoids them. File systems without it
+are read through the cache, and each range is dropped from there after it was copied.
+"""
+
+import os
+import weakref
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from mmap import mmap
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from fmoe_ext.checkpoint.errors import CheckpointError
+from fmoe_ext.checkpoint.expert_files import Span
+
+BLOCK = 4096  # bytes to which O_DIRECT aligns offsets, lengths and addresses
+CHUNK = 4 * 2**20  # bytes of one read
+MAX_GAP = 16 * 2**10  # bytes between two spans that are read rather than skipped
+THREADS = 2
+
+
+class _Chunk(NamedTuple):
+    """Spans of one file that one read fetches."""
+
+    path: Path
+    begin: int
+    end: int
+    spans: list[Span]
+
+
+class Reader:
+    """Open files of a model, and threads that read them."""
+
+    def __init__(self) -> None:
+        self._handles: dict[Path, tuple[int, bool]] = {}
+        self._threads = ThreadPoolExecutor(THREADS, "fmoe_ext read")
+        weakref.finalize(self, _close, self._handles, self._threads)
+
+    def read(self, spans: Sequence[Span], into: "np.ndarray[Any, Any]") -> int:
+        """Fills the places of spans in `into` [num_bytes] uint8 -> bytes that were read.
+
+        Raises CheckpointError if a file ends too early or cannot be read.
+        """
+        chunks = list(_chunks(spans))
+        for path in {chunk.path for chunk in chunks}:
+            self._open(path)
+        for _ in self._threads.map(lambda part: self._read(part, into), _shares(chunks)):
+            pass
+        return sum(chunk.end - chunk.begin for chunk in chunks)
+
+    def _open(self, path: Path) -> tuple[int, bool]:
+        """(file descriptor, whether it bypasses the page cache)."""
+        if path not in self._handles:
+            direct = getattr(os, "O_DIRECT", 0)
+            try:
+                handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | direct)
+            except OSError:
+                direct = 0
+                try:
+                    handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+                except OSError as error:
+                    raise CheckpointError(f"{path} cannot be read: {error}") from error
+            self._handles[path] = handle, bool(direct)
+        return self._handles[path]
+
+    def _read(self, chunks: Sequence[_Chunk], into: "np.ndarray[Any, Any]") -> None:
+        memory = mmap(-1, CHUNK + 2 * BLOCK)
+        bounce = np.frombuffer(memory, dtype=np.uint8)
+        for chunk in chunks:
+            handle, is_direct = self._handles[chunk.path]
+            missing = chunk.end - os.fstat(handle).st_size
+            if missing > 0:
+                raise CheckpointError(f"{chunk.path} is damaged: it ends {missing} bytes too early")
+            begin = chunk.begin // BLOCK * BLOCK if is_direct else chunk.begin
+            size = chunk.end - begin
+            wanted = -(-size // BLOCK) * BLOCK if is_direct else size
+            _fill(handle, chunk, bounce[:wanted], begin, size)
+            for span in chunk.spans:
+                first = span.begin - begin
+                into[span.at : span.at + span.num_bytes] = bounce[first : first + span.num_bytes]
+            if not is_direct:
+                os.posix_fadvise(handle, begin, size, os.POSIX_FADV_DONTNEED)
+
+
+def _fill(handle: int, chunk: _Chunk, bounce: "np.ndarray[Any, Any]", begin: int, size: int) -> None:
+    done = 0
+    while done < size:
+        try:
+            count = os.preadv(handle, [bounce[done:].data], begin + done)
+        except OSError as error:
+            raise CheckpointError(f"{chunk.path} cannot be read: {error}") from error
+        if count == 0:
+            raise CheckpointError(f"{chunk.path} is damaged: it ends {size - done} bytes too early")
+        done += count
+
+
+def _chunks(spans: Sequence[Span]) -> Iterator[_Chunk]:
+    """Spans in the order of the files, joined to reads of at most CHUNK bytes."""
+    current: _Chunk | None = None
+    for span in sorted(spans):
+        begin, left, at = span.begin, span.num_bytes, span.at
+        while left:
+            if current is not None and (
+                current.path != span.path
+                or begin - current.end > MAX_GAP
+                or max(begin, current.end) - current.begin >= CHUNK
+            ):
+                yield current
+                current = None
+            if current is None:
+                current = _Chunk(span.path, begin, begin, [])
+            size = min(left, current.begin + CHUNK - begin)
+            current.spans.append(Span(span.path, begin, size, at))
+            current = current._replace(end=max(current.end, begin + size))
+            begin, left, at = begin + size, left - size, at + size
+    if current is not None:
+        yield current
+
+
+def _shares(chunks: Sequence[_Chunk]) -> list[Sequence[_Chunk]]:
+    """Chunks for each thread, neighbours to different ones."""
+    return [chunks[first::THREADS] for first in range(min(THREADS, len(chunks)))]
+
+
+def _close(handles: dict[Path, tuple[int, bool]], threads: ThreadPoolExecutor) -> None:
+    threads.shutdown(wait=False)
+    for handle, _ in handles.values():
+        os.close(handle)
+    handles.clear()

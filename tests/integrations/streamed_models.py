@@ -1,0 +1,114 @@
+"""Small models in folders, streamed and resident, with the same adapters of PEFT on their experts."""
+
+import json
+
+import torch
+from safetensors.torch import load_file, save_file
+
+import fmoe_ext
+from fmoe_ext import ops
+from fmoe_ext.integrations import huggingface
+from fmoe_ext.integrations.streaming import pool
+from tests.integrations.huggingface_models import make_model
+
+EXPERTS = ["experts.gate_up_proj", "experts.down_proj"]
+CHANGES = {"num_hidden_layers": 5}
+
+
+def save(folder, architecture="Qwen3MoeForCausalLM", dtype=torch.float64, **changes):
+    """Writes a random model to a folder -> the folder."""
+    make_model(architecture, dtype=dtype, **CHANGES | changes).save_pretrained(folder)
+    return folder
+
+
+def resident(folder):
+    """The model of a folder in memory, computed by fmoe_ext."""
+    import transformers
+
+    return huggingface.use(transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="auto")).eval()
+
+
+def streamed(folder, num_layers=2, adapters=0, **options):
+    """The streamed model of a folder, with buffers for some layers. adapters: bytes of adapters that will come, with gradients and moments."""
+    model = fmoe_ext.stream(folder, 2**40, **options)
+    stream = model.expert_stream
+    fixed = sum(p.numel() * p.element_size() for p in stream.resident_tensors()) + adapters
+    memory = fixed + num_layers * (stream.pool.layer_bytes + pool.BLOCK)
+    return fmoe_ext.stream(folder, memory * 4 // 3 + 4, **options)
+
+
+def with_adapters(model, rank=2, fuse=True, **options):
+    """Adapters of PEFT on the experts, the same for every model of one architecture."""
+    import peft
+
+    config = {"r": rank, "target_parameters": EXPERTS, "init_lora_weights": False} | options
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        adapted = peft.get_peft_model(model, peft.LoraConfig(**config))
+        for name, parameter in adapted.named_parameters():
+            if "lora_" in name:
+                torch.nn.init.normal_(parameter, std=0.1)
+    return fmoe_ext.lora.fuse(adapted) if fuse else adapted
+
+
+def bytes_of_adapters(model):
+    """Bytes of the weights that are trained."""
+    return sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
+
+
+def checkpoint_layers(model):
+    """Activation checkpointing of every layer, as TrainingArguments(gradient_checkpointing=True) has it."""
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    model.enable_input_require_grads()
+
+
+def pack(folder, seed=0):
+    """Puts random MXFP4 blocks and scales in the place of a folder's experts -> the folder.
+
+    The tensors have the names of GPT-OSS's files, whatever the model type.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    (file,) = folder.glob("*.safetensors")
+    config = json.loads((folder / "config.json").read_text())
+    tensors = {}
+    for name, value in load_file(file).items():
+        if ".experts." not in name or name.endswith("bias"):
+            tensors[name] = value
+    for i in range(config["num_hidden_layers"]):
+        E = config.get("num_local_experts") or config["num_experts"]
+        D, H = config["hidden_size"], config.get("moe_intermediate_size") or config["intermediate_size"]
+        for name, out, width in (("gate_up_proj", 2 * H, D), ("down_proj", D, H)):
+            prefix = f"model.layers.{i}.mlp.experts.{name}"
+            shape = E, out, width // 32
+            tensors[f"{prefix}_blocks"] = torch.randint(
+                0, 256, (*shape, 16), dtype=torch.uint8, generator=generator
+            )
+            tensors[f"{prefix}_scales"] = torch.randint(
+                122, 125, shape, dtype=torch.uint8, generator=generator
+            )
+    save_file(tensors, file, {"format": "pt"})
+    config["quantization_config"] = {"quant_method": "mxfp4"}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def decoded(folder, dtype=torch.float32):
+    """The model of a packed folder in memory, its experts decoded."""
+    import transformers
+
+    config = json.loads((folder / "config.json").read_text())
+    del config["quantization_config"]
+    (file,) = folder.glob("*.safetensors")
+    tensors = load_file(file)
+    state = {}
+    for name, value in tensors.items():
+        if name.endswith("_blocks"):
+            stem = name.removesuffix("_blocks")
+            weight = ops.Quantized("mxfp4", value, tensors[f"{stem}_scales"]).dequantize(dtype)
+            state[stem] = weight.mT.contiguous() if config["model_type"] == "gpt_oss" else weight
+        elif not name.endswith("_scales"):
+            state[name] = value
+    config = transformers.CONFIG_MAPPING[config["model_type"]].from_dict(config)
+    model_class = getattr(transformers, config.architectures[0])
+    model = model_class.from_pretrained(None, config=config, state_dict=state, dtype=dtype)
+    return huggingface.use(model).eval()
