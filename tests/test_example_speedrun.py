@@ -203,7 +203,7 @@ def test_slices_go_on_bit_for_bit(example, clock, corpus, tmp_path, name):
     while not (part := new_run("parts")).record.is_done:
         part.train(corpus, 0.3)
     assert whole.record.steps == part.record.steps == 16 and part.record.slices == 4
-    assert [*map(tuple, part.record.curve)] == whole.record.curve and len(whole.record.curve) == 16
+    assert [*map(tuple, part.record.curve)] == whole.record.curve and len(whole.record.curve) == 4
     assert whole.record.bits < 7
     states = [run.build()[0].state_dict() for run in (whole, new_run("parts"))]
     assert all(torch.equal(states[0][key], states[1][key]) for key in states[0])
@@ -214,7 +214,9 @@ def test_rate_that_is_too_high_ends_its_run(example, clock, corpus, tmp_path):
     size = example.models.SIZES["test"]
     run = example.contest.Run(tmp_path, size, torch.device("cpu"), "dense", 0, 1e30, 1.0)
     run.train(corpus, 1.0)
-    assert run.record.is_done and run.record.bits == math.inf and run.record.steps < 16
+    assert (
+        run.record.diverged and run.record.is_done and run.record.bits == math.inf and run.record.steps < 16
+    )
 
 
 def fake_run(example, name, factor, bits):
@@ -244,10 +246,10 @@ def test_figures_of_the_summary(example):
     records = []
     for seed in (0, 1):
         records += [
-            record("dense", seed, 1.0, 10.0, 10.0, 100, 5, [(5.0, 3.0), (10.0, 2.0)]),
-            record("ours", seed, 2.0, 10.0, 10.0, 90, 5, [(5.0, 2.5), (7.0, 1.5 + seed), (10.0, 1.5)]),
+            record("dense", seed, 1.0, 10.0, 10.0, 100, 5, False, [(5.0, 3.0), (10.0, 2.0)]),
+            record("ours", seed, 2.0, 10.0, 10.0, 90, 5, False, [(5.0, 2.5), (7.0, 1.5 + seed), (10.0, 1.5)]),
         ]
-    records.append(record("fine", 0, 1.0, 10.0, 5.0, 90, 5, [(5.0, 2.5)]))  # not done
+    records.append(record("fine", 0, 1.0, 10.0, 5.0, 90, 5, False, [(5.0, 2.5)]))  # not done
     summary = example.results.summarize(records, size)
     assert summary.keys() == {"dense", "ours"}
     assert summary["dense"]["of_dense_seconds_to_its_loss"] == 1.0
@@ -293,3 +295,12 @@ def test_models_of_the_gpu_run_on_the_cpu():
 def test_options_that_cannot_be():
     refused = command("--slice", 0, check=False)
     assert refused.returncode == 2 and "--slice must be positive, but is 0.0" in refused.stderr
+
+
+def test_seconds_of_the_parts_of_a_step():
+    program = [sys.executable, str(EXAMPLE / "parts.py"), "--size", "test", "--steps", "2"]
+    out = subprocess.run(program, capture_output=True, text=True, check=True, cwd=ROOT).stdout.splitlines()
+    assert out[0].split()[1:6] == ["forward", "backward", "Muon", "AdamW", "step"] and len(out) == 5
+    for line in out[1:]:
+        *parts, step, ratio = map(float, line.split()[-6:])
+        assert step > 0 and abs(sum(parts) - step) <= 0.05 * step + 3 and ratio > 0

@@ -16,7 +16,7 @@ from sources import Corpus
 from torch import Tensor
 
 WARM_UP, COOL_DOWN = 0.02, 0.5  # shares of a run's seconds: the rate rises, and falls to nothing
-CHECKS = 20  # validations of a run
+LEAST_CHECKS, MOST_CHECKS, SECONDS_OF_CHECK = 4, 16, 15  # validations of a run: one in so many seconds
 
 
 @dataclass
@@ -30,16 +30,23 @@ class Record:
     seconds: float = 0.0
     steps: int = 0
     slices: int = 0
+    diverged: bool = False
     curve: list[tuple[float, float]] = field(default_factory=list)
 
     @property
+    def checks_due(self) -> int:
+        """Validations that there should be by now."""
+        number = max(LEAST_CHECKS, min(MOST_CHECKS, int(self.budget / SECONDS_OF_CHECK)))
+        return int(number * min(1.0, self.seconds / self.budget))
+
+    @property
     def is_done(self) -> bool:
-        return self.seconds >= self.budget
+        return self.diverged or self.seconds >= self.budget
 
     @property
     def bits(self) -> float:
-        """The last validation loss; infinite before the first one and where it is not a number."""
-        return self.curve[-1][1] if self.curve and math.isfinite(self.curve[-1][1]) else math.inf
+        """The last validation loss; infinite before the first one and where the learning rate was too high."""
+        return self.curve[-1][1] if self.curve and not self.diverged else math.inf
 
 
 class Run:
@@ -94,11 +101,14 @@ class Run:
             record.seconds += took
             record.steps += 1
             on_step(took)
-            if len(record.curve) < min(1.0, record.seconds / record.budget) * CHECKS // 1:
-                record.curve.append((record.seconds, self.validate(model, corpus)))
-            if not math.isfinite(self.loss) or (record.curve and math.isinf(record.bits)):
-                record.curve.append((record.seconds, math.nan))
-                record.seconds = record.budget  # the learning rate was too high
+            if len(record.curve) < record.checks_due:
+                bits = self.validate(model, corpus)
+                record.diverged = not math.isfinite(bits)
+                if not record.diverged:
+                    record.curve.append((record.seconds, bits))
+            record.diverged |= not math.isfinite(self.loss)
+            if record.diverged:
+                break
         record.slices += 1
         self._save(model, optimizers)
         if before != self._state_file:

@@ -28,7 +28,7 @@ def seconds_to(curve: list[tuple[float, float]], bits: float) -> float | None:
 
 def summarize(records: list[Record], size: Size) -> dict[str, dict[str, Any]]:
     """{name: figures} of the runs that are done; ratios are to the dense run of the same seed."""
-    done = {(r.name, r.seed): r for r in records if r.is_done and r.curve}
+    done = {(r.name, r.seed): r for r in records if r.is_done and r.curve and not r.diverged}
     tokens = size.windows * size.context
     found: dict[str, dict[str, Any]] = {}
     for name in MLPS:

@@ -12,7 +12,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "lm"))
 from data import SEPARATOR, Corpus, DataError, place_of_name
 
 VALIDATION_SHARE = 0.08  # of the packages
-MOST_OF_PACKAGE = {"train": 4 << 20, "valid": 256 << 10}  # bytes, so that no package decides the loss
+LARGEST_SHARE = 1 / 12  # of a text that one package may have, so that none decides the loss
 LARGEST_FILE = 200 << 10  # larger ones are tables
 LEAST_RUN = 8  # lines that are not empty: a run of so many is not by chance in two packages
 
@@ -42,8 +42,8 @@ def load_text(packages: Packages, most_bytes: int) -> Corpus:
     is_valid = {name for name in names if place_of_name(name) < VALIDATION_SHARE} or set(names[:1])
     seen: set[bytes] = set()
     # Training first: a copy of its files is then not in the validation text.
-    train = _take(packages, [name for name in names if name not in is_valid], "train", most_bytes, seen)
-    valid = _take(packages, [name for name in names if name in is_valid], "valid", most_bytes // 8, seen)
+    train = _take(packages, [name for name in names if name not in is_valid], most_bytes, seen)
+    valid = _take(packages, [name for name in names if name in is_valid], most_bytes // 16, seen)
     pieces = list(without_shared_runs(valid, train))
     if not train or not pieces:
         raise DataError(
@@ -53,7 +53,7 @@ def load_text(packages: Packages, most_bytes: int) -> Corpus:
     return Corpus(*(as_tensor(SEPARATOR.join(texts)) for texts in (train, pieces)), source)
 
 
-def _take(packages: Packages, names: list[str], part: str, most_bytes: int, seen: set[bytes]) -> list[bytes]:
+def _take(packages: Packages, names: list[str], most_bytes: int, seen: set[bytes]) -> list[bytes]:
     """Texts of the packages, those of each in an order that depends on their names only."""
     texts: list[bytes] = []
     total = 0
@@ -68,7 +68,7 @@ def _take(packages: Packages, names: list[str], part: str, most_bytes: int, seen
             texts.append(text)
             of_package += len(text)
             total += len(text)
-            if of_package >= MOST_OF_PACKAGE[part] or total >= most_bytes:
+            if of_package >= LARGEST_SHARE * most_bytes or total >= most_bytes:
                 break
         if total >= most_bytes:
             break

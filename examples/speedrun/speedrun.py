@@ -138,7 +138,8 @@ class Speedrun:
     def left(self) -> float:
         """Seconds of training that are left, as far as it is known which trials there will be."""
         trials = [] if self.options.factor else [r for of in self.sweep.runs.values() for r in of.values()]
-        left = sum(max(0.0, run.record.budget - run.record.seconds) for run in (*trials, *self.runs))
+        unfinished = [run.record for run in (*trials, *self.runs) if not run.record.is_done]
+        left = sum(record.budget - record.seconds for record in unfinished)
         return left + (len(MLPS) * self.options.seeds - len(self.runs)) * self.size.seconds
 
     def write(self) -> dict[str, dict[str, Any]]:
@@ -166,7 +167,8 @@ class Speedrun:
         limit = self.options.seconds or float("inf")
         warm_up(self.size, self.device)
         bar_format = "{l_bar}{bar}| {n:.0f}/{total:.0f} s {postfix}"
-        with tqdm(total=self.left(), bar_format=bar_format, mininterval=1, disable=None) as bar:
+        interval = 0.5 if sys.stderr.isatty() else 30  # few lines where the output goes to a file
+        with tqdm(total=self.left(), bar_format=bar_format, mininterval=interval) as bar:
             while (run := self.next_run()) and time.monotonic() - start < limit:
                 record, is_trial = run.record, run not in self.runs
                 what = "trial" if is_trial else f"seed {record.seed}"
@@ -186,8 +188,7 @@ class Speedrun:
 
 
 def first_steps(size: Size, device: torch.device) -> Iterator[tuple[str, GPT, float, float]]:
-    """One step of each model with one window -> its name, itself, loss and seconds."""
-    size = replace(size, windows=1)
+    """One step of each model -> its name, itself, loss and seconds."""
     corpus = Corpus(*[as_tensor(b"def main():\n" * (2 * size.context)) for _ in range(2)], "a line")
     for name in MLPS:
         run = Run(Path("none"), size, device, name, 0, 1.0, size.seconds)
@@ -203,7 +204,8 @@ def warm_up(size: Size, device: torch.device) -> None:
 
 
 def dry_run(size: Size, device: torch.device) -> None:
-    for name, model, loss, seconds in first_steps(size, device):
+    """One step of each model with one window."""
+    for name, model, loss, seconds in first_steps(replace(size, windows=1), device):
         total, active = (count / 1e6 for count in model.num_parameters())
         print(
             f"{DESCRIPTIONS[name]}: {total:.1f} M parameters, {active:.1f} M active, loss {loss:.3f}, {seconds:.1f} s"
