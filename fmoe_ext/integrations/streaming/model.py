@@ -13,13 +13,13 @@ from torch import Tensor, nn
 
 from fmoe_ext.checkpoint.adapters.base import Base
 from fmoe_ext.checkpoint.errors import CheckpointError
+from fmoe_ext.checkpoint.expert_files import Layer, plain_layer
 from fmoe_ext.checkpoint.huggingface import check_folder
+from fmoe_ext.checkpoint.packed_projections import packed_layer
 from fmoe_ext.checkpoint.safetensors_file import StoredTensor
 from fmoe_ext.integrations import huggingface
 from fmoe_ext.integrations.huggingface_saving import replace_save_pretrained
 from fmoe_ext.integrations.streaming.experts import Streamed
-from fmoe_ext.checkpoint.expert_files import Layer, plain_layer
-from fmoe_ext.checkpoint.packed import mxfp4_layer
 from fmoe_ext.integrations.streaming.placeholder import StreamedWeight
 from fmoe_ext.integrations.streaming.pool import Pool, Statistics
 
@@ -153,7 +153,7 @@ def _plan(base: Base, config: Any, dtype: torch.dtype) -> tuple[Any, list[Layer]
     for path, module in skeleton.named_modules():
         if not hasattr(module, "is_transposed"):
             continue
-        found = mxfp4_layer(base, path) or plain_layer(base, path)
+        found = packed_layer(base, path) or plain_layer(base, path)
         if found is None:
             raise CheckpointError(f"{base.folder} has no experts for {path} in a format that is known")
         layer, names = found
