@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,11 +12,9 @@ from torch import Tensor
 from fmoe_ext import ops
 from fmoe_ext.adapters import take
 from fmoe_ext.integrations.huggingface import compute
+from fmoe_ext.integrations.streaming.budget import ExpertStream
 from fmoe_ext.recompute import can_be_repeated, is_repeated
 from fmoe_ext.routing import widen
-
-if TYPE_CHECKING:
-    from fmoe_ext.integrations.streaming.model import ExpertStream
 
 
 class Streamed:

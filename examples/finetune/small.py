@@ -1,0 +1,88 @@
+"""A small MoE model that has learned some text, in a folder whose experts are MXFP4."""
+
+import json
+import sysconfig
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from tqdm import tqdm
+
+from fmoe_ext.integrations import huggingface
+
+E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])  # values of 4 bits, without the sign
+SIZES = {
+    **{"vocab_size": 256, "hidden_size": 128, "num_hidden_layers": 5, "max_position_embeddings": 512},
+    **{"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "intermediate_size": 256},
+    **{"num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 128, "norm_topk_prob": True},
+    **{"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None},
+}
+
+
+def texts() -> tuple[bytes, bytes]:
+    """(sources of Python's standard library, the same in upper case): learned first, and by the adapters."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    code = b"\n".join(path.read_bytes() for path in sorted(root.glob("*.py")))
+    return code, code.upper()
+
+
+def windows(text: bytes, count: int, length: int, seed: int) -> torch.Tensor:
+    """Random places of a text -> [count, length] of its bytes."""
+    data = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    generator = torch.Generator().manual_seed(seed)
+    start = torch.randint(len(data) - length, (count, 1), generator=generator)
+    return data[start + torch.arange(length)].long()
+
+
+def make(folder: Path, text: bytes, steps: int) -> None:
+    """Trains a Qwen3-MoE from nothing on a text, and saves it in bfloat16."""
+    import transformers
+
+    torch.manual_seed(0)
+    config = transformers.Qwen3MoeConfig(**SIZES)
+    model = huggingface.use(transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32))
+    optimizer = torch.optim.AdamW(model.parameters(), 2e-3)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 2e-3, total_steps=steps)
+    with tqdm(range(steps), "making a small model") as progress:
+        for step in progress:
+            ids = windows(text, 8, 128, seed=step)
+            loss = model(input_ids=ids, labels=ids).loss
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+            progress.set_postfix(loss=f"{loss.item():.3f}")
+    model.to(torch.bfloat16).save_pretrained(folder)
+
+
+def pack(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """[E, out, in] -> MXFP4 blocks [E, out, in / 32, 16] and scales [E, out, in / 32] (OCP MX 1.0: 2^(scale - 127))."""
+    groups = weight.float().unflatten(-1, (-1, 32))
+    largest = groups.abs().amax(-1).clamp(min=2.0**-120)
+    exponent = largest.log2().floor() - 2  # the largest of 4 bits is 6, of exponent 2
+    scaled = groups / exponent.exp2()[..., None]
+    middles = (E2M1[1:] + E2M1[:-1]) / 2
+    codes = torch.bucketize(scaled.abs(), middles) + 8 * (scaled < 0)
+    blocks = codes[..., ::2] + 16 * codes[..., 1::2]
+    return blocks.to(torch.uint8), (exponent + 127).to(torch.uint8)
+
+
+def quantise(source: Path, target: Path) -> None:
+    """Writes a model's folder again, its experts in MXFP4 under the names of GPT-OSS's files."""
+    target.mkdir(parents=True)
+    tensors = load_file(source / "model.safetensors")
+    out = {name: value for name, value in tensors.items() if ".experts." not in name}
+    for layer in range(SIZES["num_hidden_layers"]):
+        prefix = f"model.layers.{layer}.mlp.experts"
+        experts = [f"{prefix}.{e}" for e in range(SIZES["num_experts"])]
+        gate, up, down = (
+            torch.stack([tensors[f"{expert}.{name}.weight"] for expert in experts])
+            for name in ("gate_proj", "up_proj", "down_proj")
+        )
+        for name, weight in (("gate_up_proj", torch.cat([gate, up], 1)), ("down_proj", down)):
+            out[f"{prefix}.{name}_blocks"], out[f"{prefix}.{name}_scales"] = pack(weight)
+    save_file(out, target / "model.safetensors", {"format": "pt"})
+    config = json.loads((source / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "mxfp4"}
+    (target / "config.json").write_text(json.dumps(config, indent=2))
