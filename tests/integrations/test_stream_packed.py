@@ -48,5 +48,7 @@ def test_mxfp4_equals_the_decoded_model(tmp_path, name):
     ours.eval(), plain.eval()
     with torch.no_grad():
         options = {"max_new_tokens": 6, "do_sample": False}
-        assert torch.equal(ours.generate(make_ids(1, 3), **options), plain.generate(make_ids(1, 3), **options))
+        assert torch.equal(
+            ours.generate(make_ids(1, 3), **options), plain.generate(make_ids(1, 3), **options)
+        )
     assert ours.expert_stream.statistics.hits > 0
