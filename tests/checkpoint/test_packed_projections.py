@@ -42,7 +42,7 @@ def projections():
 
 
 def tensors_of(name):
-    """What a published folder has of the experts, and the decoded projections."""
+    """The tensors of a published folder, and the decoded projections."""
     tensors, decoded = {}, {}
     for (e, projection), weight in projections().items():
         packed = quantize(weight[None], name)
@@ -167,7 +167,7 @@ def test_gguf_experts_are_read_as_they_are(tmp_path):
 def test_gguf_files_that_are_broken(tmp_path):
     path = tmp_path / "model.gguf"
     write_gguf(path, leave_out="up")
-    with pytest.raises(CheckpointError, match="lacks blk.0.ffn_up_exps.weight"):
+    with pytest.raises(CheckpointError, match=r"lacks blk\.0\.ffn_up_exps\.weight"):
         gguf_layers(path)
     write_gguf(path, kinds=("q4_k", "q8_0", "q6_k"))
     with pytest.raises(CheckpointError, match="gate and up of layer 0 have other types"):

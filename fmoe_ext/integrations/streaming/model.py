@@ -24,12 +24,13 @@ from fmoe_ext.integrations.streaming.placeholder import StreamedWeight
 UNITS = {"": 1, "B": 1, **{f"{p}iB": 1024**i for i, p in enumerate("KMGT", 1)}}
 UNITS |= {f"{p}B": 1000**i for i, p in enumerate("KMGT", 1)}
 
+
 def stream(folder: str | Path, memory: int | str = "8GiB", *, dtype: torch.dtype | None = None) -> Any:
     """A causal language model of Transformers in eval(), its experts read from the folder's files as they are needed.
 
-    folder: with config.json and safetensors files; memory: bytes, or a text like "8GiB", for the model, the adapters
-    with their gradients and moments, buffers for experts, and a quarter of it for activations and the program. dtype: of
-    the weights outside of the experts, of config.json by default. The experts are frozen: train adapters by PEFT's
+    folder: with config.json and safetensors files; memory: bytes, or a text like "8GiB", for the model, adapters with
+    gradients and moments, buffers for experts, and a quarter of it for activations and the program. dtype: of the
+    weights outside of the experts, by default that of config.json. The experts are frozen: train adapters by PEFT's
     target_parameters and fmoe_ext.lora.fuse(model). model.expert_stream has the counts of reads.
     Raises ValueError if memory is too little, CheckpointError for a folder that is damaged, reaches outside of itself
     or does not fit its config.json.
@@ -80,7 +81,9 @@ def _plan(base: Base, config: Any, dtype: torch.dtype) -> tuple[Any, list[Layer]
 
     with torch.device("meta"):
         skeleton = transformers.AutoModelForCausalLM.from_config(config)
-    layers, state, used = [], {}, set()
+    layers: list[Layer] = []
+    state: dict[str, Any] = {}
+    used: set[str] = set()
     for path, module in skeleton.named_modules():
         if not hasattr(module, "is_transposed"):
             continue
