@@ -19,7 +19,12 @@ from benchmarks.common import commit, machine
 
 SHAPE = {
     **{"vocab_size": 151936, "hidden_size": 2048, "num_hidden_layers": 48, "num_attention_heads": 32},
-    **{"num_key_value_heads": 4, "head_dim": 128, "intermediate_size": 6144, "max_position_embeddings": 40960},
+    **{
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "intermediate_size": 6144,
+        "max_position_embeddings": 40960,
+    },
     **{"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": True},
 }
 EXPERTS = ["experts.gate_up_proj", "experts.down_proj"]
@@ -167,7 +172,11 @@ def train(model, tokens: int, steps: int) -> dict:
         losses.append(loss.item())
         found = stream.statistics
         rows.append((found.layers_read, found.bytes_read, found.read_seconds, found.hidden_share))
-        print(f"step {number}: {seconds[-1]:.1f} s, {rows[-1]}, loss {losses[-1]:.3f}", file=sys.stderr, flush=True)
+        print(
+            f"step {number}: {seconds[-1]:.1f} s, {rows[-1]}, loss {losses[-1]:.3f}",
+            file=sys.stderr,
+            flush=True,
+        )
     assert all(map(math.isfinite, losses))
     best = sorted(range(1, steps + 1), key=seconds.__getitem__)[steps // 2]
     return {
@@ -185,7 +194,9 @@ def train(model, tokens: int, steps: int) -> dict:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("folder", type=Path)
     parser.add_argument("--write", action="store_true", help="write the model's folder, nothing else")
     parser.add_argument("--layers", type=int, default=48, help="with --write")
@@ -203,13 +214,27 @@ def main() -> None:
         return
     memory = options.memory or options.limit
     if options.inside:
-        print(json.dumps(measure(options.folder, memory, options.rank, options.tokens, options.steps, options.new_tokens)))
+        print(
+            json.dumps(
+                measure(
+                    options.folder, memory, options.rank, options.tokens, options.steps, options.new_tokens
+                )
+            )
+        )
         return
     from fmoe_ext.integrations.streaming.model import bytes_of_text
 
     limit = Limit(bytes_of_text(options.limit))
     try:
-        command = [sys.executable, "-m", "benchmarks.bench_stream", "--inside", *sys.argv[1:], "--memory", memory]
+        command = [
+            sys.executable,
+            "-m",
+            "benchmarks.bench_stream",
+            "--inside",
+            *sys.argv[1:],
+            "--memory",
+            memory,
+        ]
         done = subprocess.run(command, stdout=subprocess.PIPE, text=True, preexec_fn=limit.enter)
         peak = limit.peak
     finally:
@@ -217,7 +242,13 @@ def main() -> None:
     if done.returncode:
         sys.exit(f"error: the child ended with {done.returncode} under {options.limit}; peak {peak:,} bytes")
     result = json.loads(done.stdout.splitlines()[-1])
-    result |= {"limit": options.limit, "memory": memory, "peak": peak, "commit": commit(), "machine": machine()}
+    result |= {
+        "limit": options.limit,
+        "memory": memory,
+        "peak": peak,
+        "commit": commit(),
+        "machine": machine(),
+    }
     text = json.dumps(result, indent=2)
     print(text)
     if options.json:

@@ -27,8 +27,8 @@ class FrozenWeight {
     format_ = static_cast<gemm::PackedFormat>(packing.format);
     if (!is_packed()) {
       data_ = as_contiguous(data);
-      STD_TORCH_CHECK(!packing.scale && !packing.zero && !packing.interleaved, name, " of ", dtype_text(data),
-                      " is not packed, so it has no scale, no zero and no interleaved rows");
+      STD_TORCH_CHECK(!packing.scale && !packing.zero && !packing.interleaved, name,
+                      "_scale, zero and interleaved must be left out: ", name, " is not packed");
       return;
     }
     check_dim(data, 3, name, "[E, out, bytes of a row]");
@@ -36,11 +36,13 @@ class FrozenWeight {
     STD_TORCH_CHECK(data.scalar_type() == ScalarType::Byte, name,
                     " must be uint8 when it is packed, but got ", dtype_text(data));
     STD_TORCH_CHECK(!packing.interleaved || sizes_[1] % 2 == 0, name,
-                    " has interleaved rows, so their number must be even, but got shape ", shape_text(data));
+                    " must have an even number of rows when they are interleaved, but got shape ",
+                    shape_text(data));
     data_ = as_contiguous(data);
     if (packing.scale) packing_.scale = as_contiguous(*packing.scale);
     if (packing.zero) packing_.zero = as_contiguous(*packing.zero);
     check_packed();
+    find_rows();
   }
 
   bool is_packed() const { return format_ != gemm::PackedFormat::none; }
@@ -50,20 +52,16 @@ class FrozenWeight {
 
   // Row `row` of an expert, counted with gates before ups.
   gemm::PackedRow row(int64_t expert, int64_t row) const {
-    const int64_t E_row = expert * sizes_[1] + stored(row), bytes = data_.size(2);
-    gemm::PackedRow out{format_, scale_type_, data() + E_row * bytes, sizes_[2], nullptr, group_, nullptr, 0};
-    if (packing_.scale) {
-      const Tensor& scale = *packing_.scale;
-      const int64_t width = scale.size(2) * scale.element_size();
-      const int64_t line =
-          format_ == gemm::PackedFormat::fp8_block ? expert * scale.size(1) + block_row(stored(row)) : E_row;
-      out.scale = static_cast<const char*>(scale.const_data_ptr()) + line * width;
+    const int64_t at = stored(row), line = expert * sizes_[1] + at;
+    gemm::PackedRow out{format_, scale_type_, bytes_ + line * row_bytes_, sizes_[2], nullptr, group_, nullptr,
+                        0};
+    if (scale_bytes_) {
+      const bool is_block = format_ == gemm::PackedFormat::fp8_block;
+      out.scale = scale_bytes_ + (is_block ? expert * scale_rows_ + block_row(at) : line) * scale_row_bytes_;
     }
-    if (packing_.zero) {
-      const Tensor& zero = *packing_.zero;
-      out.zero = static_cast<const int32_t*>(zero.const_data_ptr()) +
-                 (expert * zero.size(1) + stored(row) / 8) * zero.size(2);
-      out.zero_shift = static_cast<int>(stored(row) % 8 * 4);
+    if (zero_words_) {
+      out.zero = zero_words_ + (expert * ((sizes_[1] + 7) / 8) + at / 8) * (sizes_[2] / group_);
+      out.zero_shift = static_cast<int>(at % 8 * 4);
     }
     return out;
   }
@@ -71,26 +69,24 @@ class FrozenWeight {
  private:
   static constexpr int64_t kBlock = 128;  // rows and columns of a scale of FP8
   static int64_t blocks(int64_t size) { return (size + kBlock - 1) / kBlock; }
-  const uint8_t* data() const { return static_cast<const uint8_t*>(data_.const_data_ptr()); }
-
   int64_t stored(int64_t row) const {
     const int64_t half = sizes_[1] / 2;
     return !packing_.interleaved ? row : row < half ? 2 * row : 2 * (row - half) + 1;
   }
   // Gate and up that were joined have whole blocks each, the last one of each may be partial.
   int64_t block_row(int64_t row) const {
-    if (packing_.scale->size(1) == blocks(sizes_[1])) return row / kBlock;
+    if (scale_rows_ == blocks(sizes_[1])) return row / kBlock;
     const int64_t half = sizes_[1] / 2;
     return row < half ? row / kBlock : blocks(half) + (row - half) / kBlock;
   }
 
   const Tensor& scale(std::initializer_list<ScalarType> dtypes) {
-    STD_TORCH_CHECK(packing_.scale, name_, "_scale is missing: format ", packing_.format, " has scales");
+    STD_TORCH_CHECK(packing_.scale, name_, "_scale must be given: format ", packing_.format, " has scales");
     const Tensor& t = *packing_.scale;
     check_cpu(t, name_);
     bool known = false;
     for (const ScalarType dtype : dtypes) known |= t.scalar_type() == dtype;
-    STD_TORCH_CHECK(known, name_, "_scale has the wrong dtype for format ", packing_.format, ": ",
+    STD_TORCH_CHECK(known, name_, "_scale must have a dtype of format ", packing_.format, ", but got ",
                     dtype_text(t));
     STD_TORCH_CHECK(t.dim() == 3 && t.size(0) == sizes_[0], name_, "_scale must have shape [", sizes_[0],
                     ", rows, groups], but got shape ", shape_text(t));
@@ -118,7 +114,8 @@ class FrozenWeight {
     group_ = sizes_[2] / groups;
   }
   void check_whole_blocks(int64_t bytes, int64_t columns) {
-    STD_TORCH_CHECK(!packing_.scale, name_, " has its scales inside, but got ", name_, "_scale");
+    STD_TORCH_CHECK(!packing_.scale, name_, "_scale must be None: format ", packing_.format,
+                    " has its scales inside");
     STD_TORCH_CHECK(data_.size(2) % bytes == 0, name_, " must have rows of whole blocks of ", bytes,
                     " bytes, but got shape ", shape_text(data_));
     sizes_[2] = data_.size(2) / bytes * columns;
@@ -126,7 +123,8 @@ class FrozenWeight {
 
   void check_packed() {
     using gemm::PackedFormat;
-    STD_TORCH_CHECK(!packing_.zero || format_ == PackedFormat::int4, name_, "_zero is for int4 only");
+    STD_TORCH_CHECK(!packing_.zero || format_ == PackedFormat::int4, name_, "_zero must be None for format ",
+                    packing_.format);
     switch (format_) {
       case PackedFormat::mxfp4:
         scale({ScalarType::Byte});
@@ -160,6 +158,17 @@ class FrozenWeight {
         break;
     }
   }
+  // Asking a tensor for its address costs as much as a short row.
+  void find_rows() {
+    bytes_ = static_cast<const uint8_t*>(data_.const_data_ptr());
+    row_bytes_ = data_.size(2);
+    if (packing_.scale) {
+      scale_bytes_ = static_cast<const char*>(packing_.scale->const_data_ptr());
+      scale_rows_ = packing_.scale->size(1);
+      scale_row_bytes_ = packing_.scale->size(2) * packing_.scale->element_size();
+    }
+    if (packing_.zero) zero_words_ = static_cast<const int32_t*>(packing_.zero->const_data_ptr());
+  }
   void check_zero(const Tensor& zero) const {
     check_cpu(zero, name_);
     const int64_t words = (sizes_[1] + 7) / 8, groups = packing_.scale->size(2);
@@ -175,6 +184,10 @@ class FrozenWeight {
   gemm::PackedFormat format_ = gemm::PackedFormat::none;
   gemm::ScaleType scale_type_ = gemm::ScaleType::none;
   int64_t sizes_[3] = {}, group_ = 0;
+  const uint8_t* bytes_ = nullptr;
+  const char* scale_bytes_ = nullptr;
+  const int32_t* zero_words_ = nullptr;
+  int64_t row_bytes_ = 0, scale_rows_ = 0, scale_row_bytes_ = 0;
 };
 
 inline std::string shape_text(const FrozenWeight& w) {

@@ -29,21 +29,30 @@ EXPERTS = ["experts.gate_up_proj", "experts.down_proj"]
 
 
 class Watch(transformers.TrainerCallback):
-    """The loss, the memory of the process, and that of the buffers, at every step."""
+    """The loss and the memory at every step: of weights, of adapters with their state, of buffers, of the process."""
 
     def __init__(self, stream):
         self.stream, self.begun = stream, time.monotonic()
-        self.steps, self.losses, self.seconds, self.resident, self.buffers = [], [], [], [], []
+        self.steps, self.losses, self.seconds, self.resident, self.parts = [], [], [], [], []
 
     def on_log(self, args, state, control, logs=None, **_):
         if "loss" in logs:
             self.steps.append(state.global_step)
             self.losses.append(float(logs["loss"]))
 
-    def on_step_end(self, args, state, control, **_):
+    def on_optimizer_step(self, args, state, control, model=None, optimizer=None, **_):
+        adapters = [p for p in model.parameters() if p.requires_grad]
+        frozen = sum(map(num_bytes, self.stream.resident_tensors())) - sum(map(num_bytes, adapters))
+        moments = [t for state in optimizer.state.values() for t in state.values() if torch.is_tensor(t)]
+        grads = [p.grad for p in adapters if p.grad is not None]
+        trained = sum(map(num_bytes, adapters + grads + moments))
         self.seconds.append(time.monotonic() - self.begun)
         self.resident.append(resident_bytes())
-        self.buffers.append(self.stream.statistics.buffer_bytes)
+        self.parts.append((frozen, trained, self.stream.statistics.buffer_bytes))
+
+
+def num_bytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
 
 
 def resident_bytes() -> int:
@@ -96,19 +105,24 @@ def logits_of(model, ids: torch.Tensor) -> torch.Tensor:
 
 
 def draw(watch: Watch, before: float, after: float, in_files: int, memory: int, file: Path) -> None:
-    """Loss over steps, and memory over time."""
+    """Loss over steps, and memory over time; that of the process where a model is larger than the program."""
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4), layout="constrained")
-    left.plot(watch.steps, watch.losses, color="C0", label="training batch")
-    left.plot([0, watch.steps[-1]], [before, after], "o--", color="C1", label="held-out text, before and after")
+    left.plot(watch.steps, watch.losses, color="C0", alpha=0.6, label="training batch")
+    left.plot(
+        [0, watch.steps[-1]], [before, after], "o--", color="C1", label="held-out text, before and after"
+    )
     left.set(xlabel="step", ylabel="loss (nats a token)", title="Adapters on streamed experts")
     left.legend()
     mega = 2**20
-    right.plot(watch.seconds, [value / mega for value in watch.resident], color="C0", label="memory of the process")
-    right.plot(watch.seconds, [value / mega for value in watch.buffers], color="C2", label="buffers for experts")
+    parts = [[value / mega for value in row] for row in zip(*watch.parts, strict=True)]
+    labels = ("weights outside of the experts", "adapters, gradients, moments", "buffers for experts")
+    right.stackplot(watch.seconds, parts, labels=labels, colors=("#9ecae1", "#fdd0a2", "#a1d99b"))
     right.axhline(in_files / mega, ls=":", color="C3", label="experts in the files")
-    right.axhline(memory / mega, ls="--", color="0.5", label="memory= of stream()")
-    right.set(xlabel="seconds", ylabel="MiB", title="Memory while training", yscale="log")
-    right.legend(loc="center right")
+    right.axhline(memory / mega, ls="--", color="0.4", label="memory= of stream()")
+    if memory > 2**30:
+        right.plot(watch.seconds, [value / mega for value in watch.resident], color="k", label="the process")
+    right.set(xlabel="seconds", ylabel="MiB", title="Memory while training", ylim=(0, None))
+    right.legend(loc="center right", fontsize=8)
     figure.savefig(file, dpi=120)
 
 
@@ -169,7 +183,10 @@ def _merged(out: Path, ids: torch.Tensor, expected: torch.Tensor) -> tuple[bool,
     merged = transformers.AutoModelForCausalLM.from_pretrained(out / "merged", dtype="auto").eval()
     error = ((logits_of(merged, ids) - expected).norm() / expected.norm()).item()
     lost = report["lost_share_median"]
-    return error < 0.03, f"merged into bfloat16: logits differ by {error:.4f}, rounding took {lost:.3f} of a change"
+    return (
+        error < 0.03,
+        f"merged into bfloat16: logits differ by {error:.4f}, rounding took {lost:.3f} of a change",
+    )
 
 
 def real_run(options: argparse.Namespace, out: Path) -> int:
@@ -191,23 +208,27 @@ def real_run(options: argparse.Namespace, out: Path) -> int:
     model.save_pretrained(out / "adapter")
     draw(watch, before, after, in_files, stream.memory, out / "finetune.png")
     found = stream.statistics
-    print(f"loss of the held-out text {before:.3f} -> {after:.3f}; hidden share of reading {found.hidden_share:.2f}")
+    print(
+        f"loss of the held-out text {before:.3f} -> {after:.3f}; hidden share of reading {found.hidden_share:.2f}"
+    )
     print(f"adapter: {out / 'adapter'}; picture: {out / 'finetune.png'}")
     return 0
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", help="folder of a model, else a small one is made")
     parser.add_argument("--memory", help='of stream(), like "8GiB"')
     parser.add_argument("--text", help="file to learn, with --model")
     parser.add_argument("--out", default="out/finetune", help="folder to write; what is in it is removed")
     parser.add_argument("--rank", type=int, default=4)
-    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--batch", type=int, default=8, help="sequences of a step")
     parser.add_argument("--length", type=int, default=256, help="tokens of a sequence, with --model")
     parser.add_argument("--lr", type=float, default=5e-3)
-    parser.add_argument("--making-steps", type=int, default=100, help="to make the small model")
+    parser.add_argument("--making-steps", type=int, default=200, help="to make the small model")
     options = parser.parse_args()
     if options.model and not options.text:
         parser.error("--model needs --text FILE")

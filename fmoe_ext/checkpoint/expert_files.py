@@ -1,4 +1,4 @@
-"""Where the weights of a layer's experts are in the files, and the tensors that their bytes become."""
+"""Places of the experts' weights in the files of a model, and the tensors that their bytes become."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -32,7 +32,7 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class Part:
-    """One tensor of a layer's experts. shape: of one expert. spans: of each expert, their places counted from its begin."""
+    """One tensor of a layer's experts. shape: of one expert. spans: of each expert, places counted from its begin."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -46,7 +46,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Layer:
-    """The experts of one layer in the files. build: makes (w1, w2) of the tensors of its parts, [n, *part.shape] each."""
+    """The experts of one layer in the files. build: makes (w1, w2) of the tensors of its parts, [n, *part.shape]."""
 
     path: str
     shapes: tuple[tuple[int, ...], tuple[int, ...]]  # of w1 and w2, [E, *, *]
@@ -105,10 +105,8 @@ def plain_layer(base: Base, path: str) -> tuple[Layer, set[str]] | None:
         return None
     E, D, H = experts.num_experts, experts.d_model, experts.d_hidden
     w1, w2 = ((D, 2 * H), (H, D)) if experts.turned else ((2 * H, D), (D, H))
-    if "gate_up" in experts.names:
-        columns = (("gate_up",), ("down",))
-    else:
-        columns = (("gate", "up"), ("down",))
+    first = ("gate_up",) if "gate_up" in experts.names else ("gate", "up")
+    columns: tuple[tuple[str, ...], ...] = (first, ("down",))
     parts, used = {}, set()
     for name, shape, roles in zip(("w1", "w2"), (w1, w2), columns, strict=True):
         names = [[experts.names[role].format(e=e) for role in roles] for e in range(E)]
@@ -125,7 +123,8 @@ def part_of(base: Base, shape: tuple[int, ...], names: Sequence[Sequence[str]]) 
     is_stacked = len(stored[0][0].shape) == len(shape) + 1
     spans = []
     for e, tensors in enumerate(stored):
-        at, of_expert = 0, []
+        at = 0
+        of_expert: list[Span] = []
         for name, tensor in zip(names[e], tensors, strict=True):
             if tensor.dtype != dtype or tensor.shape != stored[0][len(of_expert)].shape:
                 raise CheckpointError(

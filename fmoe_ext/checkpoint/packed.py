@@ -72,7 +72,7 @@ def decode(base: Base) -> None:
         if scale is None:
             raise CheckpointError(f"{base.folder} lacks {stem}_scales")
         base.tensors[stem] = _decoded(data, scale, turned)
-        for file, names in base.files.items():
+        for names in base.files.values():
             if f"{stem}_scales" in names:
                 names.remove(f"{stem}_scales")
             if name in names:

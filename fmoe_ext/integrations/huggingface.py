@@ -125,7 +125,8 @@ def experts_forward(
     """
     streamed = getattr(experts, "streamed", None)
     if streamed is not None:
-        return streamed.forward(experts, hidden_states, top_k_index, top_k_weights)  # type: ignore[no-any-return]
+        result: Tensor = streamed.forward(experts, hidden_states, top_k_index, top_k_weights)
+        return result
     has_bias = experts.has_bias
     up = "gate_up_proj" if experts.has_gate else "up_proj"
     taken = take(experts)

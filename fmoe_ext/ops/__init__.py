@@ -80,6 +80,7 @@ from fmoe_ext.ops.frozen_mlp import Lora, frozen_mlp, frozen_mlp_ref  # noqa: E4
 from fmoe_ext.ops.grouped_gemm import grouped_gemm, grouped_gemm_ref  # noqa: E402
 from fmoe_ext.ops.main_grad import MainGrad  # noqa: E402
 from fmoe_ext.ops.permute import permute, permute_ref, unpermute, unpermute_ref  # noqa: E402
+from fmoe_ext.ops.quantize import nf4_scales, quantize  # noqa: E402
 from fmoe_ext.ops.quantized import FORMATS, Quantized  # noqa: E402
 from fmoe_ext.ops.sort_tokens import SortedTokens, sort_tokens, sort_tokens_ref  # noqa: E402
 from fmoe_ext.ops.topk_gate import topk_gate, topk_gate_again, topk_gate_ref  # noqa: E402
@@ -126,8 +127,10 @@ __all__ = [
     "grouped_gemm_ref",
     "is_batch_invariant",
     "kernels_depend_on_batch",
+    "nf4_scales",
     "permute",
     "permute_ref",
+    "quantize",
     "release_memory",
     "sigmoid",
     "sort_tokens",

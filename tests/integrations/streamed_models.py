@@ -29,7 +29,7 @@ def resident(folder):
 
 
 def streamed(folder, num_layers=2, adapters=0, **options):
-    """The streamed model of a folder, with buffers for some layers. adapters: bytes of adapters that will come, with gradients and moments."""
+    """The streamed model of a folder, with buffers for some layers. adapters: bytes for them and their state."""
     model = fmoe_ext.stream(folder, 2**40, **options)
     stream = model.expert_stream
     fixed = sum(p.numel() * p.element_size() for p in stream.resident_tensors()) + adapters

@@ -174,7 +174,9 @@ def test_saved_adapter_is_loaded_again(tmp_path):
         expected = model(make_ids()).logits
     model.save_pretrained(tmp_path / "adapter")
     again = fmoe_ext.lora.fuse(
-        peft.PeftModel.from_pretrained(streamed(folder, 2, 4 * bytes_of_adapters(plain)), tmp_path / "adapter")
+        peft.PeftModel.from_pretrained(
+            streamed(folder, 2, 4 * bytes_of_adapters(plain)), tmp_path / "adapter"
+        )
     )
     with torch.no_grad():
         assert torch.equal(again(make_ids()).logits, expected)
@@ -193,12 +195,10 @@ def test_budget_is_refused_with_its_arithmetic(tmp_path):
 
 
 def test_graph_that_keeps_all_buffers_is_refused(tmp_path):
-    plain, model = both(save(tmp_path), 2)
+    _, model = both(save(tmp_path), 2)
     model.train()
     with torch.autograd.graph.save_on_cpu(), pytest.raises(RuntimeError, match="gradient_checkpointing"):
         step(model, make_ids())
-    model.zero_grad()
-    assert torch.equal(step(model, make_ids())[1], step(plain.train(), make_ids())[1])
 
 
 def test_adapters_that_are_not_fused_are_refused(tmp_path):

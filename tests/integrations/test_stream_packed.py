@@ -1,7 +1,11 @@
 """Streams of experts in packed formats."""
 
+import json
+
 import pytest
 import torch
+
+from fmoe_ext.checkpoint.adapters import cli
 
 from tests.integrations.huggingface_models import make_ids, step
 from tests.integrations.streamed_models import (
@@ -9,6 +13,7 @@ from tests.integrations.streamed_models import (
     checkpoint_layers,
     decoded,
     pack,
+    resident,
     save,
     streamed,
     with_adapters,
@@ -48,5 +53,40 @@ def test_mxfp4_equals_the_decoded_model(tmp_path, name):
     ours.eval(), plain.eval()
     with torch.no_grad():
         options = {"max_new_tokens": 6, "do_sample": False}
-        assert torch.equal(ours.generate(make_ids(1, 3), **options), plain.generate(make_ids(1, 3), **options))
+        assert torch.equal(
+            ours.generate(make_ids(1, 3), **options), plain.generate(make_ids(1, 3), **options)
+        )
     assert ours.expert_stream.statistics.hits > 0
+
+
+@pytest.mark.parametrize("name", ["Qwen3Moe", "GptOss"])
+def test_merge_into_bfloat16(tmp_path, name, capsys):
+    architecture, changes = MODELS[name]
+    folder = pack(save(tmp_path / "model", architecture, torch.bfloat16, **changes))
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    model = with_adapters(streamed(folder, 5, 10**6, dtype=torch.float32))
+    model.save_pretrained(tmp_path / "adapter")
+    arguments = [str(tmp_path / "adapter"), "--base", str(folder), "-o", str(tmp_path / "merged")]
+    cli.main(["merge", *arguments, "--packing", "rank_major"])
+    assert "rounding took a share" in capsys.readouterr().out
+    report = json.loads((tmp_path / "merged/merge_report.json").read_text())
+    assert report["decoded_from"] == "mxfp4" and report["dtype"] == "bfloat16"
+    assert 0 < report["lost_share_median"] < 0.1
+    assert "quantization_config" not in json.loads((tmp_path / "merged/config.json").read_text())
+    assert before == {path.name: path.read_bytes() for path in folder.iterdir()}
+    merged = resident(tmp_path / "merged").float()
+    with torch.no_grad():
+        expected, base = model(make_ids()).logits, decoded(folder)(make_ids()).logits
+        assert error(merged(make_ids()).logits, expected) < 0.02 < 0.2 < error(base, expected)
+
+
+def test_packed_base_of_another_format_is_not_merged(tmp_path):
+    folder = save(tmp_path / "model", dtype=torch.bfloat16)
+    with_adapters(streamed(folder, 5, 10**6)).save_pretrained(tmp_path / "adapter")
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "awq"}
+    (folder / "config.json").write_text(json.dumps(config))
+    arguments = [str(tmp_path / "adapter"), "--base", str(folder), "-o", str(tmp_path / "merged")]
+    with pytest.raises(SystemExit, match=r"quantised \(awq\)"):
+        cli.main(["merge", *arguments, "--packing", "rank_major"])
+    assert not (tmp_path / "merged").exists()

@@ -66,7 +66,7 @@ class Base:
         if quantization or odd:
             kind = quantization.get("quant_method") if isinstance(quantization, dict) else odd[:1]
             raise CheckpointError(
-                f"{self.folder} is quantised ({kind}), in a format that is not decoded here: dequantise the model to bfloat16 "
+                f"{self.folder} is quantised ({kind}), which is not decoded here: dequantise the model to bfloat16 "
                 "first"
             )
 

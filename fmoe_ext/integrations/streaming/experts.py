@@ -26,7 +26,9 @@ class Streamed:
     def __deepcopy__(self, memo: dict[int, Any]) -> Streamed:
         return self
 
-    def forward(self, experts: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    def forward(
+        self, experts: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+    ) -> Tensor:
         """experts_forward of integrations.huggingface; raises what Pool.whole() raises."""
         if getattr(experts, "expert_parallel", None) is not None:
             raise RuntimeError("streamed experts are not spread over ranks: call stream() in one process")
@@ -99,7 +101,7 @@ class _Kept:
 
 def _unpack(streamed: Streamed, kept: Any) -> Tensor:
     if not isinstance(kept, _Kept):
-        return kept  # type: ignore[no-any-return]
+        return kept
     return streamed.stream.pool.again(streamed.index, *kept.values)
 
 

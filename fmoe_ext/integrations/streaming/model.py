@@ -11,25 +11,26 @@ from torch import Tensor
 
 from fmoe_ext.checkpoint.adapters.base import Base
 from fmoe_ext.checkpoint.errors import CheckpointError
+from fmoe_ext.checkpoint.expert_files import Layer, plain_layer
 from fmoe_ext.checkpoint.huggingface import check_folder
+from fmoe_ext.checkpoint.packed_projections import packed_layer
 from fmoe_ext.checkpoint.safetensors_file import StoredTensor
 from fmoe_ext.integrations import huggingface
 from fmoe_ext.integrations.huggingface_saving import replace_save_pretrained
 from fmoe_ext.integrations.streaming.budget import ExpertStream
 from fmoe_ext.integrations.streaming.experts import Streamed
-from fmoe_ext.checkpoint.expert_files import Layer, plain_layer
-from fmoe_ext.checkpoint.packed import mxfp4_layer
 from fmoe_ext.integrations.streaming.placeholder import StreamedWeight
 
 UNITS = {"": 1, "B": 1, **{f"{p}iB": 1024**i for i, p in enumerate("KMGT", 1)}}
 UNITS |= {f"{p}B": 1000**i for i, p in enumerate("KMGT", 1)}
 
+
 def stream(folder: str | Path, memory: int | str = "8GiB", *, dtype: torch.dtype | None = None) -> Any:
     """A causal language model of Transformers in eval(), its experts read from the folder's files as they are needed.
 
-    folder: with config.json and safetensors files; memory: bytes, or a text like "8GiB", for the model, the adapters
-    with their gradients and moments, buffers for experts, and a quarter of it for activations and the program. dtype: of
-    the weights outside of the experts, of config.json by default. The experts are frozen: train adapters by PEFT's
+    folder: with config.json and safetensors files; memory: bytes, or a text like "8GiB", for the model, adapters with
+    gradients and moments, buffers for experts, and a quarter of it for activations and the program. dtype: of the
+    weights outside of the experts, by default that of config.json. The experts are frozen: train adapters by PEFT's
     target_parameters and fmoe_ext.lora.fuse(model). model.expert_stream has the counts of reads.
     Raises ValueError if memory is too little, CheckpointError for a folder that is damaged, reaches outside of itself
     or does not fit its config.json.
@@ -80,11 +81,13 @@ def _plan(base: Base, config: Any, dtype: torch.dtype) -> tuple[Any, list[Layer]
 
     with torch.device("meta"):
         skeleton = transformers.AutoModelForCausalLM.from_config(config)
-    layers, state, used = [], {}, set()
+    layers: list[Layer] = []
+    state: dict[str, Any] = {}
+    used: set[str] = set()
     for path, module in skeleton.named_modules():
         if not hasattr(module, "is_transposed"):
             continue
-        found = mxfp4_layer(base, path) or plain_layer(base, path)
+        found = packed_layer(base, path) or plain_layer(base, path)
         if found is None:
             raise CheckpointError(f"{base.folder} has no experts for {path} in a format that is known")
         layer, names = found

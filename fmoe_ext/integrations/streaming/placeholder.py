@@ -58,7 +58,7 @@ class StreamedWeight(nn.Parameter):
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         _refuse("pickling")
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"StreamedWeight({list(self.shape)}, {self.dtype})"
 
 
@@ -77,7 +77,7 @@ def _keeps(weight: torch.Tensor, name: str, args: Any, kwargs: Any) -> bool:
 
 def _refuse(what: str) -> NoReturn:
     raise RuntimeError(
-        f"{what}: the weights of these experts stay in the files that fmoe_ext.stream() reads, and are frozen. Compute "
-        'with experts_implementation "fmoe", train adapters of PEFT with fmoe_ext.lora.fuse(model), and merge them with '
-        "`fmoe adapter merge`"
+        f"{what}: the weights of these experts stay in the files that fmoe_ext.stream() reads, and are frozen. "
+        'Compute with experts_implementation "fmoe", train adapters of PEFT with fmoe_ext.lora.fuse(model), and merge '
+        "them with `fmoe adapter merge`"
     )

@@ -63,7 +63,9 @@ class _Cache:
     """The slots of one layer's chosen experts."""
 
     begin: int
-    slots: OrderedDict[int, int] = field(default_factory=OrderedDict)  # {expert: slot}, least recently used first
+    slots: OrderedDict[int, int] = field(
+        default_factory=OrderedDict
+    )  # {expert: slot}, least recently used first
 
 
 class Pool:
@@ -76,7 +78,9 @@ class Pool:
         self.layers = tuple(layers)
         self.statistics = Statistics()
         self._slot_bytes = max(-(-layer.num_bytes(layer.num_experts) // BLOCK) * BLOCK for layer in layers)
-        self._memory = mmap.mmap(-1, min(num_bytes, self._slot_bytes * len(layers)) // BLOCK * BLOCK, **_PRIVATE)
+        self._memory = mmap.mmap(
+            -1, min(num_bytes, self._slot_bytes * len(layers)) // BLOCK * BLOCK, **_PRIVATE
+        )
         self._bytes = np.frombuffer(self._memory, dtype=np.uint8)
         self.address = int(self._bytes.ctypes.data)
         self._reader = Reader()
@@ -184,7 +188,9 @@ class Pool:
         self.statistics.misses += len(missing)
         if missing:
             begun = time.perf_counter()
-            self._count(self._reader.read(layer.spans(missing, taken, num_slots), buffer), len(missing), begun)
+            self._count(
+                self._reader.read(layer.spans(missing, taken, num_slots), buffer), len(missing), begun
+            )
             self.statistics.waited_seconds += time.perf_counter() - begun
             cache.slots.update(zip(missing, taken, strict=True))
         return layer.weights(buffer, num_slots), dict(cache.slots), num_slots
@@ -243,7 +249,7 @@ class Pool:
 
     def _victim(self, next_use: dict[int, int]) -> _Slot:
         """The buffer to read a layer into: an empty one, or the one used last."""
-        for _ in range(2):
+        for _ in range(3):
             free = [s for s in self._slots if not s.leases and (s.done is None or s.done.done())]
             if free:
                 return max(free, key=lambda s: _when(s, next_use))
@@ -253,9 +259,9 @@ class Pool:
                 continue
             gc.collect()
         raise RuntimeError(
-            f"all {len(self._slots)} buffers for layers of experts are in use, because autograd keeps their weights. Call "
-            'model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False}) for training, '
-            "and leave other hooks for saved tensors out"
+            f"all {len(self._slots)} buffers for layers of experts are in use, because autograd keeps their weights. "
+            'Call model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False}) for '
+            "training, and leave other hooks for saved tensors out"
         )
 
     def _begin_read(self, index: int, slot: _Slot) -> _Slot:
@@ -313,4 +319,3 @@ def _fitting(layer: Layer, num_bytes: int) -> int:
     while count and layer.num_bytes(count) > num_bytes:
         count -= 1
     return count
-

@@ -1,0 +1,170 @@
+"""Folders that are damaged, lie or reach outside of themselves: stream() says so in one error, and changes no file."""
+
+import json
+import os
+import random
+import struct
+
+import pytest
+import torch
+
+import fmoe_ext
+from fmoe_ext.checkpoint import CheckpointError
+from tests.integrations.huggingface_models import make_ids
+from tests.integrations.streamed_models import pack, save, streamed
+
+pytest.importorskip("transformers")
+BIG = 2**30
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return save(tmp_path / "model", dtype=torch.float32)
+
+
+def edit(path, change):
+    """Changes the JSON of a file by change(values)."""
+    values = json.loads(path.read_text())
+    change(values)
+    path.write_text(json.dumps(values))
+
+
+def header_of(path):
+    data = path.read_bytes()
+    (size,) = struct.unpack("<Q", data[:8])
+    return json.loads(data[8 : 8 + size]), data[8 + size :]
+
+
+def write_header(path, header, rest):
+    text = json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text + rest)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.00001, 0.01, 0.5, 0.999])
+def test_truncated_file(folder, share):
+    file = folder / "model.safetensors"
+    data = file.read_bytes()[: int(share * file.stat().st_size)]
+    file.write_bytes(data)
+    with pytest.raises(CheckpointError, match="truncated, or damaged"):
+        fmoe_ext.stream(folder, BIG)
+    assert file.read_bytes() == data
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_header_with_random_bytes(folder, seed):
+    file = folder / "model.safetensors"
+    data = bytearray(file.read_bytes())
+    (size,) = struct.unpack("<Q", data[:8])
+    draw = random.Random(seed)
+    for _ in range(draw.choice([1, 2, 8])):
+        data[draw.randrange(8 + size)] = draw.randrange(256)
+    file.write_bytes(data)
+    try:
+        model = fmoe_ext.stream(folder, BIG)
+    except (CheckpointError, ValueError) as error:
+        assert len(str(error)) < 5000
+    else:  # a name in the metadata, or a space
+        assert model(make_ids()).logits.shape == (2, 12, 61)
+    assert file.read_bytes() == bytes(data)
+
+
+LIES = {
+    "shape of an expert": lambda t: t.update(shape=t["shape"][::-1]),
+    "dtype of an expert": lambda t: t.update(dtype="F16", shape=[t["shape"][0], t["shape"][1] * 2]),
+    "offset behind the end": lambda t: t.update(data_offsets=[t["data_offsets"][0] + 10**9] * 2),
+    "negative offset": lambda t: t.update(data_offsets=[-8, 8]),
+    "huge shape": lambda t: t.update(shape=[2**62, 2**62]),
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_lying_header(folder, lie):
+    file = folder / "model.safetensors"
+    header, rest = header_of(file)
+    LIES[lie](header["model.layers.1.mlp.experts.3.down_proj.weight"])
+    write_header(file, header, rest)
+    with pytest.raises(CheckpointError, match=r"damaged|expected|unlike"):
+        fmoe_ext.stream(folder, BIG)
+
+
+def test_file_truncated_after_it_was_opened(folder):
+    model = streamed(folder, 1)
+    file = folder / "model.safetensors"
+    os.truncate(file, file.stat().st_size // 3)
+    with torch.no_grad(), pytest.raises(CheckpointError, match=r"ends .* bytes too early"):
+        model(make_ids())
+
+
+CONFIGS = {
+    "other num_experts": {"num_experts": 5, "num_local_experts": 5},
+    "more num_experts": {"num_experts": 7, "num_local_experts": 7},
+    "other width": {"moe_intermediate_size": 25},
+    "more layers": {"num_hidden_layers": 6},
+    "other vocabulary": {"vocab_size": 60},
+}
+
+
+@pytest.mark.parametrize("change", CONFIGS)
+def test_config_that_does_not_fit(folder, change):
+    edit(folder / "config.json", lambda values: values.update(CONFIGS[change]))
+    with pytest.raises(CheckpointError):
+        fmoe_ext.stream(folder, BIG)
+
+
+def test_expert_that_is_missing(folder):
+    file = folder / "model.safetensors"
+    header, rest = header_of(file)
+    header["left.over"] = header.pop("model.layers.1.mlp.experts.3.down_proj.weight")
+    write_header(file, header, rest)
+    with pytest.raises(CheckpointError, match=r"experts\.3\.down_proj"):
+        fmoe_ext.stream(folder, BIG)
+
+
+def test_weight_outside_of_the_experts_that_is_missing(folder):
+    file = folder / "model.safetensors"
+    header, rest = header_of(file)
+    header["left.over"] = header.pop("model.layers.1.self_attn.q_proj.weight")
+    write_header(file, header, rest)
+    with pytest.raises(CheckpointError, match=r"lacks model\.layers\.1\.self_attn\.q_proj"):
+        fmoe_ext.stream(folder, BIG)
+
+
+def test_missing_scales_and_unknown_formats(tmp_path):
+    folder = pack(save(tmp_path / "m", dtype=torch.bfloat16, intermediate_size=32, moe_intermediate_size=32))
+    file = folder / "model.safetensors"
+    whole, rest = header_of(file)
+    name = "model.layers.1.mlp.experts.gate_up_proj_scales"
+    header = dict(whole)
+    header["left.over"] = header.pop(name)
+    write_header(file, header, rest)
+    with pytest.raises(CheckpointError, match=f"lacks {name}"):
+        fmoe_ext.stream(folder, BIG)
+    header = {key.replace("_blocks", "_qweight"): value for key, value in whole.items()}
+    write_header(file, header, rest)
+    with pytest.raises(CheckpointError, match=r"no experts for .* in a format that is known"):
+        fmoe_ext.stream(folder, BIG)
+
+
+def test_index_that_leaves_the_folder(folder, tmp_path):
+    file = folder / "model.safetensors"
+    outside = tmp_path / "outside.safetensors"
+    file.rename(outside)
+    header, _ = header_of(outside)
+    for name in ("../outside.safetensors", str(outside)):
+        index = {"weight_map": {key: name for key in header if key != "__metadata__"}}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+        with pytest.raises(CheckpointError, match="no name of a file in this folder"):
+            fmoe_ext.stream(folder, BIG)
+    (folder / "model.safetensors.index.json").unlink()
+    file.symlink_to(outside)
+    with pytest.raises(CheckpointError, match="outside the folder"):
+        fmoe_ext.stream(folder, BIG)
+
+
+def test_pickles_and_empty_folders(folder, tmp_path):
+    (folder / "model.safetensors").unlink()
+    torch.save({}, folder / "pytorch_model.bin")
+    with pytest.raises(CheckpointError, match=r"no model\.safetensors"):
+        fmoe_ext.stream(folder, BIG)
+    with pytest.raises(CheckpointError, match="no folder"):
+        fmoe_ext.stream(tmp_path / "absent", BIG)
