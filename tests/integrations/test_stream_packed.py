@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from fmoe_ext.checkpoint.adapters import cli
-
 from tests.integrations.huggingface_models import make_ids, step
 from tests.integrations.streamed_models import (
     bytes_of_adapters,
