@@ -19,13 +19,17 @@ $(shell rm -f $(VENV)/.built)
 endif
 endif
 
-.PHONY: help finetune train train-cpp train-ep train-megatron train-pipeline train-pipe train-remote test test-all build lint tidy format docs bench bench-compare wheel asan test-aarch64 cuda clean
+.PHONY: help finetune train speedrun train-cpp train-ep train-megatron train-pipeline train-pipe train-remote test test-all build lint tidy format docs bench bench-compare wheel asan test-aarch64 cuda clean
 help:
 	@sed -n 's/^## //p' Makefile
 
 ## make train    train the MoE language model on real text; pictures and metrics in out/lm  (ARGS="--compare")
 train: build
 	$(PY) examples/lm/train.py $(ARGS)
+
+## make speedrun experts against dense at equal seconds, 4 models and 3 seeds, 2 hours; goes on where it stopped (ARGS="--seconds 600")
+speedrun: build
+	$(PY) examples/speedrun/speedrun.py $(ARGS)
 
 ## make train-cpp  a smaller such model in C++, without Python; Python repeats it to the bit (ARGS="--steps 100")
 train-cpp: build

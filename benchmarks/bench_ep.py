@@ -37,24 +37,26 @@ from fmoe_ext.testing import DistributedPool
 
 
 class Wire:
-    """Counts what all_to_all_single sends to other ranks, and lets it take the time of a network."""
+    """Counts what all_to_all_single sends to other ranks and nodes, and lets the latter take the time of a network."""
 
-    def __init__(self, gbps):
+    def __init__(self, gbps, ranks_per_node=1):
         self.seconds_per_byte = 8e-9 / gbps if gbps else 0.0
-        self.bytes_sent = 0
+        self.ranks_per_node = ranks_per_node
+        self.bytes_sent = self.bytes_between_nodes = 0
         self.free_at = 0.0
         self.plain = dist.all_to_all_single
 
     def __call__(
         self, output, input, output_split_sizes=None, input_split_sizes=None, group=None, async_op=False
     ):
-        rank, size = dist.get_rank(group), dist.get_world_size(group)
-        away = input.shape[0] - (
-            input.shape[0] // size if input_split_sizes is None else input_split_sizes[rank]
-        )
-        num_bytes = away * input[:1].numel() * input.element_size() if input.shape[0] else 0
-        self.bytes_sent += num_bytes
-        self.free_at = max(self.free_at, time.perf_counter()) + num_bytes * self.seconds_per_byte
+        ranks, own = dist.get_process_group_ranks(group), dist.get_rank()
+        each = input_split_sizes or [input.shape[0] // len(ranks)] * len(ranks)
+        row_bytes = input[:1].numel() * input.element_size() if input.shape[0] else 0
+        sent = {rank: rows * row_bytes for rank, rows in zip(ranks, each, strict=True)}
+        between = [n for rank, n in sent.items() if rank // self.ranks_per_node != own // self.ranks_per_node]
+        self.bytes_sent += sum(sent.values()) - sent[own]
+        self.bytes_between_nodes += sum(between)
+        self.free_at = max(self.free_at, time.perf_counter()) + sum(between) * self.seconds_per_byte
         work = Transfer(
             self.plain(output, input, output_split_sizes, input_split_sizes, group, async_op=True),
             self.free_at,

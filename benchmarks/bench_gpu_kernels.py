@@ -23,6 +23,7 @@ SHAPES = (
 CALLS, ROUNDS = 4, 3
 WORKS = {  # part of a kernel's name: the works of benchmarks/roofline.py that it does, in the order of its launches
     "up_kernel": ("F1 up",),
+    "up_turns": ("F1 up",),
     "rows_by_weight": ("F2 rows_by_weight", "B3 grad_input"),
     "grad_hidden": ("B1 grad_hidden",),
     "grad_weight": ("B2 grad_weight of w2", "B5 grad_weight of w1"),
@@ -34,6 +35,9 @@ def parse(argv):
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--shapes", default=SHAPES, help=f"name:tokens, comma-separated (default: {SHAPES})")
     parser.add_argument("--out", type=Path, default=common.RESULTS / "gpu_kernels.json")
+    parser.add_argument(
+        "--once", action="store_true", help="one step of each shape, no times: for a profiler"
+    )
     parser.add_argument("--dry-run", action="store_true", help="a tiny shape on the CPU")
     args = parser.parse_args(argv)
     if not args.dry_run and not torch.cuda.is_available():
@@ -72,16 +76,19 @@ def kernel_seconds(device, step):
     return seconds | {"routing and the rest": [rest / CALLS]}
 
 
-def measure(device, shape, T, ceilings):
-    """A row of results for each kernel."""
-    (inputs, *_) = bench_gpu_layer.make_inputs(device, shape, T, torch.bfloat16, seed=T)
+def measure(device, shape, T, ceilings, once=False):
+    """A row of results for each kernel; with once, one step and no rows."""
+    (inputs, *_), w1, w2 = bench_gpu_layer.make_inputs(device, shape, T, torch.bfloat16, seed=T)
     grad = torch.empty_like(inputs[0]).normal_()
-    run = gpu_peers.fmoe_ext_layer("swiglu" if shape.gated else "gelu")
+    layer = gpu_peers.makers(shape.gated)["fmoe_ext"](w1, w2)
 
     def step():
-        return bench_gpu_layer.results_of(run, inputs, grad)
+        return bench_gpu_layer.step_of(layer, inputs, grad)
 
     step()
+    if once:
+        device.synchronize()
+        return []
     seconds = {}
     for _ in range(ROUNDS):
         for work, times in kernel_seconds(device, step).items():
@@ -122,9 +129,11 @@ def main(argv=None):
         chosen = [(replace(chosen[0][0], D=32, H=16, E=4, K=2), 24)]
     rows = []
     for shape, T in chosen:
-        rows += measure(device, shape, T, ceilings)
+        rows += measure(device, shape, T, ceilings, args.once)
         if device.is_cuda:
             torch.cuda.empty_cache()
+    if args.once:
+        return
     text = report(rows)
     print(text)
     command = " ".join(["python -m benchmarks.bench_gpu_kernels", *(sys.argv[1:] if argv is None else argv)])

@@ -1,11 +1,12 @@
 """The expert layer on a GPU: time, memory, launches and host time, against the roofline and against its peers.
 
     python -m benchmarks.bench_gpu_layer                       every shape; results in benchmarks/results/gpu.json
-    python -m benchmarks.bench_gpu_layer --shapes Qwen,OLMoE --tokens 16384
+    python -m benchmarks.bench_gpu_layer --shapes Qwen,OLMoE --tokens 16384 --routing random,zipf
     python -m benchmarks.bench_gpu_layer --dry-run             the same steps on the CPU with tiny shapes
 
 Ceilings (a large product, a copy) are measured first, in the same run. Each implementation's result is compared with
-fmoe_ext's before it is timed. Shapes that --budget leaves no time for are named, not dropped silently.
+fmoe_ext's before it is timed. Shapes that --budget leaves no time for are named, not dropped silently. --merge keeps
+the rows of other shapes that the file of results has. Host time is measured by bench_gpu_host, in a process of its own.
 """
 
 import argparse
@@ -22,10 +23,25 @@ from benchmarks.bench_layer import saved_bytes
 
 NUM_INPUTS = 3  # sets in rotation, so that none stays in the cache
 REPEATS_EQUAL = 5
+PARTS = (
+    ("forward", 1, (0,)),
+    ("backward", 2, (1,)),
+    ("both", 3, (0, 1)),
+)  # name, times the forward's FLOPs, which times
+ROUTINGS = ("random", "zipf")
+CASE = ("shape", "T", "routing", "dtype", "implementation")  # what tells a row of results from others
 
 
-def make_inputs(device, shape, T, dtype, seed):
-    """[(x, topk_idx, topk_weights, w1, w2), ...]: sets of tokens that share the weights, all of them leaves."""
+def choice_logits(T, E, routing, generator, device):
+    """Logits [T, E] whose largest are the choices: alike for all experts, or with Zipf's law, the first most likely."""
+    noise = torch.empty(T, E, device=device).exponential_(generator=generator).log_().neg_()  # Gumbel
+    if routing == "zipf":
+        noise -= torch.arange(1, E + 1, device=device).log()
+    return noise
+
+
+def make_inputs(device, shape, T, dtype, seed, routing="random"):
+    """([(x, topk_idx, topk_weights), ...], w1, w2): sets of tokens, and the weights; all floats are leaves."""
     generator = torch.Generator(device=device.name).manual_seed(seed)
 
     def random(*size, scale=1.0):
@@ -36,30 +52,37 @@ def make_inputs(device, shape, T, dtype, seed):
     w2 = torch.nn.Parameter(random(shape.E, shape.D, shape.H, scale=shape.H**-0.5))
     sets = []
     for _ in range(NUM_INPUTS):
-        logits = torch.empty(T, shape.E, device=device.name).normal_(generator=generator)
+        logits = choice_logits(T, shape.E, routing, generator, device.name)
         topk_weights, topk_idx = logits.topk(shape.K, dim=1)
         x = random(T, shape.D).requires_grad_()
-        sets.append((x, topk_idx, topk_weights.softmax(1).requires_grad_(), w1, w2))
-    return sets
+        sets.append((x, topk_idx, topk_weights.softmax(1).requires_grad_()))
+    return sets, w1, w2
 
 
-def steps_of(run, sets, grad):
+def steps_of(layer, sets, grad):
     """[(forward, backward)] of each input set."""
 
     def forward_of(inputs):
-        return lambda: run(*inputs)
+        return lambda: layer.run(*inputs)
 
     def backward_of(inputs):
-        leaves = [t for t in inputs if t.requires_grad]
+        leaves = [t for t in (*inputs, *layer.weights) if t.requires_grad]
         return lambda out: torch.autograd.grad(out, leaves, grad)
 
     return [(forward_of(inputs), backward_of(inputs)) for inputs in sets]
 
 
-def results_of(run, inputs, grad):
-    (forward, backward), *_ = steps_of(run, [inputs], grad)
+def step_of(layer, inputs, grad):
+    """A forward and backward as training has it -> [out, gradients of x, topk_weights and the layer's weights]."""
+    (forward, backward), *_ = steps_of(layer, [inputs], grad)
     out = forward()
     return [out.detach(), *backward(out)]
+
+
+def results_of(layer, inputs, grad):
+    """The same with the gradients in the layout of w1 and w2."""
+    out, dx, dweights, *grads = step_of(layer, inputs, grad)
+    return [out, dx, dweights, *layer.gradients(*grads)]
 
 
 def largest_difference(ours, theirs):
@@ -70,20 +93,20 @@ def largest_difference(ours, theirs):
     )
 
 
-def is_deterministic(run, inputs, grad, first):
+def is_deterministic(layer, inputs, grad, first):
     """True if repetitions give the same bits."""
     for _ in range(REPEATS_EQUAL - 1):
-        if not all(torch.equal(a, b) for a, b in zip(first, results_of(run, inputs, grad), strict=True)):
+        if not all(torch.equal(a, b) for a, b in zip(first, results_of(layer, inputs, grad), strict=True)):
             return False
     return True
 
 
-def runs_without_synchronising(device, run, inputs, grad):
+def runs_without_synchronising(device, layer, inputs, grad):
     if not device.is_cuda:
         return None
     torch.cuda.set_sync_debug_mode("error")
     try:
-        results_of(run, inputs, grad)
+        step_of(layer, inputs, grad)
     except RuntimeError:
         return False
     finally:
@@ -91,17 +114,17 @@ def runs_without_synchronising(device, run, inputs, grad):
     return True
 
 
-def usable(device, runs, inputs, grad):
+def usable(device, layers, inputs, grad):
     """({name: facts} of what agrees with fmoe_ext, {name: why not})."""
-    ours = results_of(runs["fmoe_ext"], inputs, grad)
+    ours = results_of(layers["fmoe_ext"], inputs, grad)
     facts, left_out = {"fmoe_ext": {}}, {}
-    facts["fmoe_ext"]["bitwise_equal"] = is_deterministic(runs["fmoe_ext"], inputs, grad, ours)
-    facts["fmoe_ext"]["no_sync"] = runs_without_synchronising(device, runs["fmoe_ext"], inputs, grad)
-    for name, run in runs.items():
+    facts["fmoe_ext"]["bitwise_equal"] = is_deterministic(layers["fmoe_ext"], inputs, grad, ours)
+    facts["fmoe_ext"]["no_sync"] = runs_without_synchronising(device, layers["fmoe_ext"], inputs, grad)
+    for name, layer in layers.items():
         if name == "fmoe_ext":
             continue
         try:
-            difference = largest_difference(ours, results_of(run, inputs, grad))
+            difference = largest_difference(ours, results_of(layer, inputs, grad))
         except Exception as error:  # whatever another project raises, it is left out with its words
             left_out[name] = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
             continue
@@ -112,37 +135,41 @@ def usable(device, runs, inputs, grad):
     return facts, left_out
 
 
-def measure(device, shape, T, dtype, ceilings, args):
+def measure(device, shape, T, routing, ceilings, args):
     """(rows of results, {peer: why it was left out}) of one shape."""
-    sets = make_inputs(device, shape, T, dtype, seed=T)
+    dtype = getattr(torch, args.dtype)
+    sets, w1, w2 = make_inputs(device, shape, T, dtype, T, routing)
     grad = torch.empty_like(sets[0][0]).normal_()
-    runs, left_out = gpu_peers.implementations(shape.gated, args.tuning)
-    facts, disagreeing = usable(device, runs, sets[0], grad)
+    layers, left_out = gpu_peers.implementations(shape.gated, w1, w2, args.tuning, not args.dry_run)
+    if args.only:
+        layers = {name: layer for name, layer in layers.items() if name in ("fmoe_ext", *args.only)}
+    facts, disagreeing = usable(device, layers, sets[0], grad)
     left_out |= disagreeing
-    runs = {name: run for name, run in runs.items() if name in facts}
-    steps = {name: steps_of(run, sets, grad) for name, run in runs.items()}
+    layers = {name: layer for name, layer in layers.items() if name in facts}
+    steps = {name: steps_of(layer, sets, grad) for name, layer in layers.items()}
     times = gpu_timing.time_interleaved(device, steps, args.seconds_a_round, args.rounds)
     at_best = roofline.roofline_seconds(shape, T, ceilings)
     rows = []
-    for name, run in runs.items():
+    for name, layer in layers.items():
 
-        def step(run=run):
-            return results_of(run, sets[0], grad)
+        def step(layer=layer):
+            return step_of(layer, sets[0], grad)
 
         row = {"shape": shape.name, "T": T, "D": shape.D, "H": shape.H, "E": shape.E, "K": shape.K}
-        row |= {"gated": shape.gated, "dtype": str(dtype).removeprefix("torch."), "implementation": name}
-        for i, (part, factor) in enumerate((("forward", 1), ("backward", 2))):
-            seconds = common.summary([measured[i] for measured in times[name]])
+        row |= {"routing": routing, "gated": shape.gated, "dtype": args.dtype, "implementation": name}
+        for part, factor, of in PARTS:
+            seconds = common.summary([sum(measured[i] for i in of) for measured in times[name]])
             row[part] = seconds | {
                 "tflops": factor * roofline.flops(shape, T) / seconds["median"] / 1e12,
-                "of_roofline": at_best[i] / seconds["median"],
+                "of_roofline": sum(at_best[i] for i in of) / seconds["median"],
             }
         row |= facts[name]
-        row["saved_bytes"] = saved_bytes(run, sets[0])
+        row["saved_bytes"] = saved_bytes(
+            lambda *inputs, layer=layer: layer.run(*inputs[:3]), (*sets[0], *layer.weights)
+        )
         row["least_saved_bytes"] = roofline.saved_bytes(shape, T)
         row["peak_bytes"] = device.peak_bytes(step)
         row["launches"] = device.launches(step)
-        row["host_seconds"] = gpu_timing.host_seconds(device, step, args.rounds)
         rows.append(row)
     return rows, left_out
 
@@ -172,28 +199,34 @@ def mib(count):
 
 
 def report(rows):
-    """Markdown table: fmoe_ext's figures, and the best peer's beside them."""
+    """Markdown table: fmoe_ext's forward and backward together, and how many times as fast it is as its peers."""
     groups = {}
     for row in rows:
-        groups.setdefault((row["shape"], row["T"]), {})[row["implementation"]] = row
+        groups.setdefault((row["shape"], row["T"], row["routing"]), {})[row["implementation"]] = row
     lines = []
-    for (name, T), group in groups.items():
+    for (name, T, routing), group in groups.items():
         ours = group.pop("fmoe_ext")
-        line = [name, T]
-        for part in ("forward", "backward"):
-            line += [f"{ours[part]['median'] * 1e3:.3f}", f"{ours[part]['tflops']:.0f}"]
-            line.append(f"{ours[part]['of_roofline']:.2f}")
-            fastest = min(group.values(), key=lambda row: row[part]["median"], default=None)
-            ratio = fastest and fastest[part]["median"] / ours[part]["median"]
-            line.append(f"{ratio:.2f} ({fastest['implementation']})" if fastest else "")
+        line = [name, T, routing]
+        line += [f"{ours[part]['median'] * 1e3:.3f}" for part in ("forward", "backward", "both")]
+        line += [f"{ours['both']['tflops']:.0f}", f"{ours['both']['of_roofline']:.2f}"]
+        record = group.get(gpu_peers.RECORD)
+        ratios = [
+            f"{record[part]['median'] / ours[part]['median']:.2f}" if record else "" for part, _, _ in PARTS
+        ]
+        line += [ratios[2], " / ".join(ratios[:2]) if record else ""]
+        fastest = min(group.values(), key=lambda row: row["both"]["median"], default=None)
+        ratio = fastest and fastest["both"]["median"] / ours["both"]["median"]
+        line.append(f"{ratio:.2f} ({fastest['implementation']})" if fastest else "")
         least = min((row["saved_bytes"] for row in group.values()), default=None)
-        line += [f"{mib(ours['saved_bytes'])} / {mib(least)}", mib(ours["peak_bytes"])]
-        line += [ours["launches"] or "", f"{ours['host_seconds'] * 1e6:.0f}"]
+        line += [
+            f"{mib(ours['saved_bytes'])} / {mib(least)}",
+            mib(ours["peak_bytes"]),
+            ours["launches"] or "",
+        ]
         lines.append(line)
-    header = ["shape", "T"]
-    for part in ("fwd", "bwd"):
-        header += [f"{part} ms", "TFLOP/s", "of roofline", "x best peer"]
-    header += ["saved MiB: ours / least peer", "peak MiB", "launches", "host us"]
+    header = ["shape", "T", "routing", "fwd ms", "bwd ms", "fwd + bwd ms", "TFLOP/s", "of roofline"]
+    header += ["x " + gpu_peers.RECORD, "its fwd / bwd", "x best peer"]
+    header += ["saved MiB: ours / least peer", "peak MiB", "launches"]
     return common.table(header, lines)
 
 
@@ -215,6 +248,7 @@ def plot(rows, path):
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
+    rows = [row for row in rows if row["routing"] == rows[0]["routing"]]
     labels = list(dict.fromkeys((row["shape"], row["T"]) for row in rows))
     names = list(dict.fromkeys(row["implementation"] for row in rows))
     one_size = len({T for _, T in labels}) == 1
@@ -260,11 +294,23 @@ def parse(argv):
     parser.add_argument(
         "--tuning", action="store_true", help="peers too that tune themselves for a minute a shape"
     )
+    parser.add_argument(
+        "--only", type=lambda text: text.split(","), help="peers to measure beside fmoe_ext, by name"
+    )
+    parser.add_argument(
+        "--routing",
+        type=lambda text: text.split(","),
+        default=["random"],
+        help=f"how tokens choose their experts: {', '.join(ROUTINGS)}",
+    )
     parser.add_argument("--out", type=Path, default=common.RESULTS / "gpu.json")
+    parser.add_argument("--merge", action="store_true", help="keep the rows of other cases that --out has")
     parser.add_argument(
         "--dry-run", action="store_true", help="tiny shapes on the CPU; the figures mean nothing"
     )
     args = parser.parse_args(argv)
+    if unknown := set(args.routing) - set(ROUTINGS):
+        parser.error(f"--routing knows {', '.join(ROUTINGS)}, not {', '.join(sorted(unknown))}")
     if args.dry_run:
         args.rounds, args.seconds_a_round = 1, 0.0
     elif not torch.cuda.is_available():
@@ -280,19 +326,21 @@ def main(argv=None):
     ceilings = gpu_timing.measure_ceilings(device, size, repeats)
     print(f"ceilings: {ceilings.flops / 1e12:.1f} TFLOP/s, {ceilings.bandwidth / 1e12:.3f} TB/s", flush=True)
     rows, left_out, no_time = [], {}, []
-    for shape, T in cases(args):
+    for shape, T, routing in [(*case, routing) for routing in args.routing for case in cases(args)]:
         if time.monotonic() - start > args.budget:
-            no_time.append(f"{shape.name} {T}")
+            no_time.append(f"{shape.name} {T} {routing}")
             continue
-        new_rows, new_left_out = measure(device, shape, T, getattr(torch, args.dtype), ceilings, args)
+        new_rows, new_left_out = measure(device, shape, T, routing, ceilings, args)
         rows += new_rows
-        left_out |= {f"{shape.name} {T}, {name}": why for name, why in new_left_out.items()}
+        left_out |= {f"{shape.name} {T} {routing}, {name}": why for name, why in new_left_out.items()}
         gc.collect()
         if device.is_cuda:
             torch.cuda.empty_cache()
         print(report(new_rows).splitlines()[2], flush=True)
     if not rows:
         sys.exit("no shape was measured: see --shapes, --tokens and --budget")
+    if args.merge:
+        rows = common.merged(args.out, rows, CASE)
     text = report(rows) + left_out_text(left_out)
     text += f"\n\nno time was left for: {', '.join(no_time)}" if no_time else ""
     print(text)

@@ -1,25 +1,24 @@
 """The expert layer against its peers and the dense ceiling: time, memory, bytes saved for backward.
 
-    python -m benchmarks.bench_layer                    all shapes, both dtypes, both allocator settings
+    python -m benchmarks.bench_layer                    all shapes, both dtypes
     python -m benchmarks.bench_layer --shapes A,D --dtypes float32 --quick
 
-Each implementation is timed in turn within one process; the whole is repeated in a second process whose heap is never
-returned to the system, because page faults on large temporaries cost some peers as much as the arithmetic. A peer is
-quoted with the better of its two figures.
+Implementations are timed in turn within one process, with the memory settings that a process begins with. For a
+processor with AVX2 alone: FMOE_CPU_ISA=avx2 ATEN_CPU_CAPABILITY=avx2 MKL_ENABLE_INSTRUCTIONS=AVX2
+ONEDNN_MAX_CPU_ISA=AVX2 python -m benchmarks.bench_layer --out benchmarks/results/layer_avx2.json
 """
 
 import argparse
 import ctypes
 import gc
-import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import torch
 
 from benchmarks import common, peers
+from fmoe_ext import ops
 
 SHAPES = {  # T, D, H, E, K
     "A": (4096, 512, 2048, 8, 2),
@@ -28,7 +27,6 @@ SHAPES = {  # T, D, H, E, K
     "D": (64, 1024, 512, 64, 8),
     "E": (1, 1024, 512, 64, 8),
 }
-KEPT_HEAP = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 40), "MALLOC_TOP_PAD_": str(1 << 28)}
 
 
 def make_inputs(shape, dtype, requires_grad):
@@ -88,6 +86,7 @@ def peak_bytes(step):
         return int(line.split()[1]) * 1024
 
     gc.collect()
+    ops.release_memory()
     ctypes.CDLL(None).malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")
     before = field("VmRSS")
@@ -96,7 +95,7 @@ def peak_bytes(step):
 
 
 def measure(shapes, dtypes, rounds, skip):
-    """Rows {shape, dtype, pass, implementation, median, min, max, gflops, ...} of this process's allocator setting."""
+    """Rows {shape, dtype, pass, implementation, median, min, max, gflops, ...}."""
     rows = []
     for name in shapes:
         T, D, H, E, K = SHAPES[name]
@@ -121,52 +120,25 @@ def measure(shapes, dtypes, rounds, skip):
     return rows
 
 
-def best_of(rows_by_heap):
-    """One row an implementation: the better allocator setting by median time; memory from the default setting."""
-    best = {}
-    for heap, rows in rows_by_heap.items():
-        for row in rows:
-            key = (row["shape"], row["dtype"], row["pass"], row["implementation"])
-            if key not in best or row["median"] < best[key]["median"]:
-                memory = {
-                    k: best[key][k] for k in ("saved_bytes", "peak_bytes") if key in best and k in best[key]
-                }
-                best[key] = {**row, "heap": heap, **memory}
-    return best
-
-
-def report(rows_by_heap):
-    """Markdown table: ours as share of the ceiling and against the best peer; ours with the default allocator."""
-    best = best_of(rows_by_heap)
-    ours = {
-        (r["shape"], r["dtype"], r["pass"]): r
-        for r in rows_by_heap["default"]
-        if r["implementation"] == "fmoe_ext"
-    }
+def report(rows):
+    """Markdown table: ours as share of the dense ceiling, and against the fastest peer."""
+    by_case = {}
+    for row in rows:
+        case = (row["shape"], row["dtype"], row["pass"])
+        by_case.setdefault(case, {})[row["implementation"]] = row
     lines = []
-    for case, mine in ours.items():
-        others = {key[3]: row for key, row in best.items() if key[:3] == case}
-        ceiling = others.pop("dense ceiling")
-        others.pop("fmoe_ext")
+    for case, others in by_case.items():
+        mine, ceiling = others.pop("fmoe_ext"), others.pop("dense ceiling")
         name, fastest = min(others.items(), key=lambda item: item[1]["median"])
-        line = [
-            case[0],
-            case[1],
-            case[2],
-            f"{mine['median'] * 1e3:.2f}",
-            f"{mine['min'] * 1e3:.2f}-{mine['max'] * 1e3:.2f}",
-        ]
+        line = [*case, f"{mine['median'] * 1e3:.2f}", f"{mine['min'] * 1e3:.2f}-{mine['max'] * 1e3:.2f}"]
         line += [f"{mine['gflops']:.0f}", f"{ceiling['median'] / mine['median']:.2f}"]
-        line += [f"{fastest['median'] / mine['median']:.2f}", f"{name} ({fastest['heap']} heap)"]
-        if "saved_bytes" in mine:
-            line.append(
-                f"{mine['saved_bytes'] / 2**20:.0f} / {min(r['saved_bytes'] for r in others.values()) / 2**20:.0f}"
-            )
-            line.append(
-                f"{mine['peak_bytes'] / 2**20:.0f} / {min(r['peak_bytes'] for r in others.values()) / 2**20:.0f}"
-            )
-        else:
-            line += ["", ""]
+        line += [f"{fastest['median'] / mine['median']:.2f}", name]
+        for field in ("saved_bytes", "peak_bytes"):
+            if field not in mine:
+                line.append("")
+                continue
+            least = min(row[field] for row in others.values())
+            line.append(f"{mine[field] / 2**20:.0f} / {least / 2**20:.0f}")
         lines.append(line)
     header = [
         "shape",
@@ -190,30 +162,17 @@ def main():
     parser.add_argument("--skip", default="", help="implementations to leave out, comma-separated")
     parser.add_argument("--threads", type=int, default=min(2, os.cpu_count()))
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument(
-        "--quick", action="store_true", help="default allocator only, three rounds, nothing written"
-    )
+    parser.add_argument("--quick", action="store_true", help="three rounds, nothing written")
     parser.add_argument("--out", type=Path, default=common.RESULTS / "layer.json")
-    parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     shapes, dtypes = args.shapes.split(","), args.dtypes.split(",")
     rows = measure(shapes, dtypes, 3 if args.quick else args.rounds, args.skip.split(","))
-    if args.child:
-        print(json.dumps(rows))
-        return
-    rows_by_heap = {"default": rows}
-    if not args.quick:
-        command = [sys.executable, "-m", "benchmarks.bench_layer", *sys.argv[1:], "--child"]
-        child = subprocess.run(
-            command, env={**os.environ, **KEPT_HEAP}, stdout=subprocess.PIPE, text=True, check=True
-        )
-        rows_by_heap["kept"] = json.loads(child.stdout.splitlines()[-1])
-    text = report(rows_by_heap)
+    text = report(rows)
     print(text)
     if not args.quick:
-        results = [{**row, "heap": heap} for heap, rows in rows_by_heap.items() for row in rows]
-        common.write(args.out, " ".join(["python -m benchmarks.bench_layer", *sys.argv[1:]]), results, text)
+        command = " ".join(["python -m benchmarks.bench_layer", *sys.argv[1:]])
+        common.write(args.out, command, rows, text)
 
 
 if __name__ == "__main__":

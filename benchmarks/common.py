@@ -87,6 +87,27 @@ def table(header: list, rows: list) -> str:
     return "\n".join(lines)
 
 
+def merged(path: Path, rows: list, key: tuple) -> list:
+    """rows, after those of other cases that the file of results has of this commit, GPU and torch.
+
+    key: the names whose values tell cases apart. Other results in the file are left out, and that is printed.
+    """
+    if not path.exists():
+        return rows
+    content = json.loads(path.read_text())
+    ours, theirs = (
+        (facts["gpu"], facts["torch"], version.removesuffix("-dirty"))
+        for facts, version in ((machine(), commit()), (content["machine"], content["commit"]))
+    )
+    if ours != theirs:
+        print(f"{path} has results of {theirs}, these are of {ours}: they are not merged")
+        return rows
+    measured = {tuple(row[name] for name in key) for row in rows}
+    return [
+        row for row in content["results"]["rows"] if tuple(row[name] for name in key) not in measured
+    ] + rows
+
+
 def write(path: Path, command: str, results: list, text: str):
     """The results as JSON with machine, commit and command, and the table beside it as markdown."""
     path.parent.mkdir(parents=True, exist_ok=True)

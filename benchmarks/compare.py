@@ -4,9 +4,8 @@
     python -m benchmarks.compare main~5 --shapes A,D --dtypes float32 --rounds 5
 
 The commit is checked out and built in a temporary folder, which goes afterwards. Each side runs in a process of its
-own with its own bench_layer, one at a time, and is measured in processor time and with a heap that is kept: then other
-programs and the allocator's moods change little. A ratio is the median of the rounds' ratios, above 1 where the work
-tree is faster; under 3 % it is noise.
+own with its own bench_layer, one at a time, and is measured in processor time, which other programs change little. A
+ratio is the median of the rounds' ratios, above 1 where the work tree is faster; under 3 % it is noise.
 """
 
 import argparse
@@ -59,7 +58,7 @@ class Side:
     """A process that measures the package of one tree, a turn at a time."""
 
     def __init__(self, root: Path, threads: int):
-        env = {**os.environ, **bench_layer.KEPT_HEAP, "PYTHONPATH": str(root)}
+        env = {**os.environ, "PYTHONPATH": str(root)}
         command = [sys.executable, __file__, "--child", str(root), str(threads)]
         self.process = subprocess.Popen(
             command, env=env, cwd=root, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True

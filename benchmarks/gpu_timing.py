@@ -53,18 +53,6 @@ class Device:
         return sum(event.device_type == torch.autograd.DeviceType.CUDA for event in profile.events())
 
 
-def host_seconds(device, step, repeats):
-    """Median time until step's call returns while the device is still at work."""
-    seconds = []
-    for _ in range(repeats):
-        device.synchronize()
-        start = time.perf_counter()
-        step()
-        seconds.append(time.perf_counter() - start)
-    device.synchronize()
-    return statistics.median(seconds)
-
-
 def time_round(device, steps, calls):
     """Seconds of (forward, backward) a call, over `calls` calls that take the input sets in turn."""
     marks = []

@@ -45,7 +45,9 @@ def transformers_experts(implementation):
     from transformers import Qwen3MoeConfig
     from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
-    def run(x, topk_idx, topk_weights, w1, w2):
+    built = {}  # the module of the weights that the last call had: it is no part of a step
+
+    def build(w1, w2):
         config = Qwen3MoeConfig(
             num_experts=w1.size(0),
             hidden_size=w1.size(2),
@@ -57,7 +59,12 @@ def transformers_experts(implementation):
             experts = Qwen3MoeExperts(config)
         del experts.gate_up_proj, experts.down_proj
         experts.gate_up_proj, experts.down_proj = w1, w2
-        return experts(x, topk_idx, topk_weights.to(x.dtype))
+        return experts
+
+    def run(x, topk_idx, topk_weights, w1, w2):
+        if built.get("weights") != (id(w1), id(w2)):
+            built.update(weights=(id(w1), id(w2)), experts=build(w1, w2))
+        return built["experts"](x, topk_idx, topk_weights.to(x.dtype))
 
     return run
 

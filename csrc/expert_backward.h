@@ -69,7 +69,7 @@ class ExpertBackward {
       if (main_grad) sums.accumulate_into(*main_grad);
       return needed && !main_grad ? sums.make_output(args.x) : output(false, {});
     };
-    dx_rows_ = output(needs_.dx, {args.R, args.D});
+    dx_rows_ = needs_.dx ? new_reused(args.x, {args.R, args.D}) : output(false, {});
     dw1 = weight_output(needs_.dw1, dw1_sums_, main_dw1);
     db1 = output(needs_.db1, {args.E, args.F});
     dw2 = weight_output(needs_.dw2, dw2_sums_, main_dw2);

@@ -24,16 +24,16 @@ void gated_columns(const Kernels& kernels, const char* w1, int64_t H, int64_t D,
 
 class Forward {
  public:
-  Forward(const ExpertRows& args, bool save_h)
+  Forward(const ExpertRows& args, bool combine, bool save_h)
       : args_(args),
         kernels_(args.kernels),
         gated_(args.activation.gated),
         save_h_(save_h),
         x_stride_(RowMajor::stride_for(kernels_, args.D)),
         a_stride_(RowMajor::stride_for(kernels_, args.H)),
-        y(new_large(args.x, {args.R, args.D}, args.x.scalar_type())),
-        h(save_h ? new_large(args.x, {args.R, args.F}, args.x.scalar_type())
-                 : torch::stable::new_empty(args.x, {0})) {
+        y(combine ? new_reused(args.x, {args.R, args.D})
+                  : new_large(args.x, {args.R, args.D}, args.x.scalar_type())),
+        h(save_h ? new_reused(args.x, {args.R, args.F}) : torch::stable::new_empty(args.x, {0})) {
     zero_rows_from(y, args.num_rows());
     if (save_h) zero_rows_from(h, args.num_rows());
     const int64_t row_bytes = (x_stride_ + a_stride_) * kernels_.operand_bytes;
@@ -155,7 +155,7 @@ std::tuple<Tensor, Tensor> expert_mlp_cpu(Tensor x, Tensor row_idx, Tensor inver
                                           std::optional<Tensor> topk_weights, int64_t activation,
                                           bool combine, bool save_h) {
   const ExpertRows args(x, row_idx, inverse, offs, w1, b1, w2, b2, topk_weights, activation);
-  const Forward forward(args, save_h);
+  const Forward forward(args, combine, save_h);
   return {combine ? args.sum_choices(forward.y) : forward.y, forward.h};
 }
 

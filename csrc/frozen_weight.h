@@ -41,6 +41,7 @@ class FrozenWeight {
     if (packing.scale) packing_.scale = as_contiguous(*packing.scale);
     if (packing.zero) packing_.zero = as_contiguous(*packing.zero);
     check_packed();
+    find_rows();
   }
 
   bool is_packed() const { return format_ != gemm::PackedFormat::none; }
@@ -50,20 +51,16 @@ class FrozenWeight {
 
   // Row `row` of an expert, counted with gates before ups.
   gemm::PackedRow row(int64_t expert, int64_t row) const {
-    const int64_t E_row = expert * sizes_[1] + stored(row), bytes = data_.size(2);
-    gemm::PackedRow out{format_, scale_type_, data() + E_row * bytes, sizes_[2], nullptr, group_, nullptr, 0};
-    if (packing_.scale) {
-      const Tensor& scale = *packing_.scale;
-      const int64_t width = scale.size(2) * scale.element_size();
-      const int64_t line =
-          format_ == gemm::PackedFormat::fp8_block ? expert * scale.size(1) + block_row(stored(row)) : E_row;
-      out.scale = static_cast<const char*>(scale.const_data_ptr()) + line * width;
+    const int64_t at = stored(row), line = expert * sizes_[1] + at;
+    gemm::PackedRow out{format_, scale_type_, bytes_ + line * row_bytes_, sizes_[2], nullptr, group_, nullptr,
+                        0};
+    if (scale_bytes_) {
+      const bool is_block = format_ == gemm::PackedFormat::fp8_block;
+      out.scale = scale_bytes_ + (is_block ? expert * scale_rows_ + block_row(at) : line) * scale_row_bytes_;
     }
-    if (packing_.zero) {
-      const Tensor& zero = *packing_.zero;
-      out.zero = static_cast<const int32_t*>(zero.const_data_ptr()) +
-                 (expert * zero.size(1) + stored(row) / 8) * zero.size(2);
-      out.zero_shift = static_cast<int>(stored(row) % 8 * 4);
+    if (zero_words_) {
+      out.zero = zero_words_ + (expert * ((sizes_[1] + 7) / 8) + at / 8) * (sizes_[2] / group_);
+      out.zero_shift = static_cast<int>(at % 8 * 4);
     }
     return out;
   }
@@ -71,15 +68,13 @@ class FrozenWeight {
  private:
   static constexpr int64_t kBlock = 128;  // rows and columns of a scale of FP8
   static int64_t blocks(int64_t size) { return (size + kBlock - 1) / kBlock; }
-  const uint8_t* data() const { return static_cast<const uint8_t*>(data_.const_data_ptr()); }
-
   int64_t stored(int64_t row) const {
     const int64_t half = sizes_[1] / 2;
     return !packing_.interleaved ? row : row < half ? 2 * row : 2 * (row - half) + 1;
   }
   // Gate and up that were joined have whole blocks each, the last one of each may be partial.
   int64_t block_row(int64_t row) const {
-    if (packing_.scale->size(1) == blocks(sizes_[1])) return row / kBlock;
+    if (scale_rows_ == blocks(sizes_[1])) return row / kBlock;
     const int64_t half = sizes_[1] / 2;
     return row < half ? row / kBlock : blocks(half) + (row - half) / kBlock;
   }
@@ -160,6 +155,17 @@ class FrozenWeight {
         break;
     }
   }
+  // Asking a tensor for its address costs as much as a short row.
+  void find_rows() {
+    bytes_ = static_cast<const uint8_t*>(data_.const_data_ptr());
+    row_bytes_ = data_.size(2);
+    if (packing_.scale) {
+      scale_bytes_ = static_cast<const char*>(packing_.scale->const_data_ptr());
+      scale_rows_ = packing_.scale->size(1);
+      scale_row_bytes_ = packing_.scale->size(2) * packing_.scale->element_size();
+    }
+    if (packing_.zero) zero_words_ = static_cast<const int32_t*>(packing_.zero->const_data_ptr());
+  }
   void check_zero(const Tensor& zero) const {
     check_cpu(zero, name_);
     const int64_t words = (sizes_[1] + 7) / 8, groups = packing_.scale->size(2);
@@ -175,6 +181,10 @@ class FrozenWeight {
   gemm::PackedFormat format_ = gemm::PackedFormat::none;
   gemm::ScaleType scale_type_ = gemm::ScaleType::none;
   int64_t sizes_[3] = {}, group_ = 0;
+  const uint8_t* bytes_ = nullptr;
+  const char* scale_bytes_ = nullptr;
+  const int32_t* zero_words_ = nullptr;
+  int64_t row_bytes_ = 0, scale_rows_ = 0, scale_row_bytes_ = 0;
 };
 
 inline std::string shape_text(const FrozenWeight& w) {

@@ -9,6 +9,7 @@
 #include <sys/mman.h>
 #endif
 
+#include "block_pool.h"
 #include "checks.h"
 
 namespace fmoe_ext {
@@ -26,31 +27,47 @@ inline void advise_huge_pages(void* data, int64_t bytes) {
 #endif
 }
 
-// An uninitialised tensor on the device of `like`.
+inline torch::stable::Device cpu_device() {
+  return torch::stable::Device(torch::headeronly::DeviceType::CPU);
+}
+
+inline std::vector<int64_t> contiguous_strides(std::initializer_list<int64_t> shape) {
+  std::vector<int64_t> strides(shape.size(), 1);
+  for (size_t d = shape.size(); d-- > 1;) strides[d - 1] = strides[d] * shape.begin()[d];
+  return strides;
+}
+
+// An uninitialised tensor on the device of `like`, for results.
 inline Tensor new_large(const Tensor& like, std::initializer_list<int64_t> shape, ScalarType dtype) {
   Tensor t = torch::stable::new_empty(like, shape, dtype);
   advise_huge_pages(t.mutable_data_ptr(), t.numel() * t.element_size());
   return t;
 }
 
+// The same, of the dtype of `like`, for what a step frees and the next one needs again. Its storage cannot be
+// resized.
+inline Tensor new_reused(const Tensor& like, std::initializer_list<int64_t> shape) {
+  int64_t bytes = like.element_size();
+  for (const int64_t size : shape) bytes = checked_product({bytes, size});
+  const BlockPool::Block block = bytes < BlockPool::kSmallest ? BlockPool::Block{} : BlockPool::take(bytes);
+  if (!block.data) return new_large(like, shape, like.scalar_type());
+  return torch::stable::from_blob(block.data, shape, contiguous_strides(shape), cpu_device(),
+                                  like.scalar_type(), [block](void*) { BlockPool::give(block); });
+}
+
 // A tensor of zeros whose memory is not touched: pages come from the system, zero, when they are first
 // written. For results of which most will stay zero.
 inline Tensor new_untouched_zeros(const Tensor& like, std::initializer_list<int64_t> shape) {
 #if defined(__linux__)
-  std::vector<int64_t> strides(shape.size());
   int64_t numel = 1;
-  for (size_t d = shape.size(); d-- > 0;) {
-    strides[d] = numel;
-    numel = checked_product({numel, shape.begin()[d]});
-  }
+  for (const int64_t size : shape) numel = checked_product({numel, size});
   const size_t bytes = checked_product({numel, static_cast<int64_t>(like.element_size())});
   void* data = bytes == 0 ? MAP_FAILED
                           : mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (data != MAP_FAILED) {
     advise_huge_pages(data, bytes);
-    return torch::stable::from_blob(data, shape, strides,
-                                    torch::stable::Device(torch::headeronly::DeviceType::CPU),
-                                    like.scalar_type(), [bytes](void* memory) { munmap(memory, bytes); });
+    return torch::stable::from_blob(data, shape, contiguous_strides(shape), cpu_device(), like.scalar_type(),
+                                    [bytes](void* memory) { munmap(memory, bytes); });
   }
 #endif
   return torch::stable::new_zeros(like, shape);

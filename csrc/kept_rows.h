@@ -12,7 +12,7 @@ class KeptRows {
   // where operands are what is stored (fmoe_ext/ops/expert_mlp.py says the same of the shape).
   static Tensor make(const Tensor& like, int64_t num_rows, int64_t num_used, int64_t columns) {
     const int64_t stride = RowMajor::odd_lines(columns, like.element_size());
-    Tensor memory = new_large(like, {num_rows, stride}, like.scalar_type());
+    Tensor memory = new_reused(like, {num_rows, stride});
     zero_rows_from(memory, num_used);
     return torch::stable::narrow(memory, 1, 0, columns);
   }

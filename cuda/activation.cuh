@@ -59,23 +59,25 @@ __device__ __forceinline__ ValueAndSlope<A> factor_of(A up) {
   return {inside + 1, inside == up ? A(1) : A(0)};
 }
 
-// activate() in float32 by the device's fast exponential and division, for results of 16 bits.
+// activate() in float32, for results of 16 bits: an exponential and a reciprocal of one instruction each,
+// which flush what is below 2^-126 to zero. Factors that do not depend on x are multiplied into one another.
 template <CurveKind kCurve>
 __device__ __forceinline__ ValueAndSlope<float> activate_fast(float x) {
-  const auto reciprocal = [](float v) { return __fdividef(1.f, v); };
-  const auto sigmoid = [&](float v) { return reciprocal(1.f + __expf(-v)); };
+  constexpr float kLog2e = 1.4426950408889634f;
+  const auto sigmoid_exp2 = [](float v) { return ptx::rcp_ftz(1.f + ptx::ex2_ftz(v)); };  // of -v ln 2
   if constexpr (kCurve == CurveKind::silu) {
-    const float s = sigmoid(x);
-    return {x * s, s * (1 + x * (1 - s))};
+    const float s = sigmoid_exp2(-kLog2e * x), v = x * s;
+    return {v, s + v * (1 - s)};
   } else if constexpr (kCurve == CurveKind::clamped_silu) {
-    const float v = x > kClampedLimit ? kClampedLimit : x, s = sigmoid(kClampedAlpha * v);
-    return {v * s, x > kClampedLimit ? 0.f : s * (1 + kClampedAlpha * v * (1 - s))};
+    constexpr float kAlpha = kClampedAlpha, kLimit = kClampedLimit;
+    const float inside = x > kLimit ? kLimit : x, s = sigmoid_exp2(-kLog2e * kAlpha * inside), v = inside * s;
+    return {v, x > kLimit ? 0.f : s + kAlpha * v * (1 - s)};
   } else if constexpr (kCurve == CurveKind::gelu_tanh) {  // (1 + tanh(v)) / 2 = sigmoid(2 v)
     constexpr float kRoot = 1.5957691216057308f, kCubic = 0.044715f;
-    const float s = sigmoid(kRoot * x * (1 + kCubic * x * x));
-    return {x * s, s * (1 + x * (1 - s) * kRoot * (1 + 3 * kCubic * x * x))};
+    const float x2 = x * x, s = sigmoid_exp2(x * (-kLog2e * kRoot - kLog2e * kRoot * kCubic * x2)), v = x * s;
+    return {v, s + v * (1 - s) * (kRoot + 3 * kRoot * kCubic * x2)};
   } else if constexpr (kCurve == CurveKind::gelu) {  // erf: Abramowitz and Stegun, 7.1.26, to 1.5e-7
-    const float gaussian = __expf(-0.5f * x * x), t = reciprocal(1 + 0.23164189f * fabsf(x));
+    const float gaussian = ptx::ex2_ftz(-0.5f * kLog2e * x * x), t = ptx::rcp_ftz(1 + 0.23164189f * fabsf(x));
     const float tail =
         gaussian * t *
         (0.12741480f + t * (-0.14224837f + t * (0.71070687f + t * (-0.72657601f + t * 0.53070271f))));

@@ -56,6 +56,14 @@ void launch(void (*kernel)(Params...), dim3 grid, dim3 block, size_t shared_byte
 using Stream = cudaStream_t;
 
 constexpr unsigned kFullMask = 0xffffffffu;
+
+// Parts of B1 and B2 that benchmarks/bench_gpu_ablations.py leaves out to see what they cost; results are
+// wrong then.
+#ifndef FMOE_WITHOUT
+#define FMOE_WITHOUT 0
+#endif
+constexpr bool kWithoutEpilogue = FMOE_WITHOUT & 1, kWithoutActivation = FMOE_WITHOUT & 2,
+               kWithoutIndex = FMOE_WITHOUT & 4;
 constexpr int kMaxGrid = 1 << 16;  // kernels loop over what a larger grid would cover
 
 template <typename A, typename B>

@@ -131,7 +131,8 @@ constexpr int64_t kMaxHopperRows = INT32_MAX - 256;  // tiles are counted in 32 
 struct Grid {
   int num_blocks;   // the number of SMs; any positive number is right
   int cluster = 1;  // 2: pairs of blocks share an operand's tile
-  // of a tile of rows_by_weight and grad_input: 128 x 192, 64 x 192 or 128 x 256; other kernels have one size
+  // of a tile of rows_by_weight and grad_input: 128 x 192, 64 x 192 or 128 x 256; of grad_hidden 128 x 256,
+  // else 128 x 128; of up without a gate 128 x 160, else 128 x 256; grad_weight has one size
   int tile_rows = 128, tile_columns = 192;
 };
 
@@ -146,9 +147,9 @@ void launch_rows_by_weight_sm90(Dtype, const void* rows, const int* offs, const 
                                 int64_t num_rows, int num_experts, int N, int K, const void* bias,
                                 const RowScale& scale, void* out, const Grid&, LaunchStream stream);
 // sm90_grad_hidden.cu: dA = dy_rows w2 is never stored. dh and scaled_a as launch_activation_backward writes
-// them; dots [R, num_hidden_dots_sm90(H)] holds <dA, act(h)> by tile of columns, for launch_sum_dots. Rows of
-// dots in the padding are not written; dots may be null.
-int64_t num_hidden_dots_sm90(int H);
+// them; dots [R, num_hidden_dots_sm90(H, grid)] holds <dA, act(h)> by tile of columns, for launch_sum_dots.
+// Rows of dots in the padding are not written; dots may be null.
+int64_t num_hidden_dots_sm90(int H, const Grid&);
 void launch_grad_hidden_sm90(Dtype, CurveKind, bool gated, const void* dy, const ActivationRows&,
                              const void* w2, int D, int H, void* dh, void* scaled_a, float* dots, const Grid&,
                              LaunchStream);

@@ -41,7 +41,10 @@ class Products {
   void up(CurveKind curve, bool gated, const GroupedRows& x, const Tensor& w1,
           const std::optional<Tensor>& b1, const std::optional<Tensor>& h, const Tensor& a) const {
     const int64_t H = a.size(1);
-    const Entry* entry = select(Product::up);
+    Task task = task_of(Product::up);
+    task.gated = gated;
+    task.costly = !gated && curve != CurveKind::relu && curve != CurveKind::relu2;
+    const Entry* entry = fmoe_ext::select(task);
     if (is_hopper(entry)) {
       launch_up_sm90(dtype(), curve, gated, x, offs_, data(w1), data(b1), num_rows_, num_experts_, narrow(H),
                      data(h), data(a), grid(entry), stream_);
@@ -71,7 +74,7 @@ class Products {
                    const Tensor& w2, const std::optional<Tensor>& b2, const Tensor& dh,
                    const Tensor& scaled_a, const std::optional<Tensor>& dweights) const {
     const int64_t D = w2.size(1), H = w2.size(2);
-    const Entry* entry = select(Product::grad_hidden);
+    const Entry* entry = select(Product::grad_hidden, H, D);
     if (!is_hopper(entry)) {
       const Tensor da = torch::stable::new_empty(like_, {num_rows_, H});
       launch_rows_by_weight(dtype(), is_tf32(entry), dy, grouped_weight(w2, true), offs_, num_rows_, nullptr,
@@ -80,7 +83,7 @@ class Products {
                                  data(scaled_a), data(dweights), stream_);
       return;
     }
-    const int64_t num_dots = num_hidden_dots_sm90(narrow(H));
+    const int64_t num_dots = num_hidden_dots_sm90(narrow(H), grid(entry));
     std::optional<Tensor> dots;
     if (dweights) dots = torch::stable::new_empty(like_, {num_rows_, num_dots}, ScalarType::Float);
     launch_grad_hidden_sm90(dtype(), curve, gated, dy.data, rows, data(w2), narrow(D), narrow(H), data(dh),

@@ -70,6 +70,17 @@ PTX_FN uint32_t round_to_tf32(uint32_t bits) {
   asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(rounded) : "r"(bits));
   return rounded;
 }
+// ---- 2^v and 1 / v within 2 units in the last place; what is below 2^-126, v or the result, is zero
+PTX_FN float ex2_ftz(float v) {
+  float r;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(v));
+  return r;
+}
+PTX_FN float rcp_ftz(float v) {
+  float r;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(v));
+  return r;
+}
 // ---- shared memory by its own address: through a pointer whose origin the compiler has lost it is a generic
 // load
 PTX_FN uint4 ld_shared16(uint32_t p) {

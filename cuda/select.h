@@ -32,7 +32,8 @@ struct Task {
   int64_t num_rows;
   int num_experts;
   int64_t shared_tiles = 0;  // of a weight gradient: tiles along the operand that pairs do not share
-  int64_t N = 0, K = 0;      // of rows_by_weight and grad_input: columns of the result, and terms of each sum
+  bool gated = false, costly = false;  // of up: its activation has a gate; an exponential for each column
+  int64_t N = 0, K = 0;  // of rows_by_weight, grad_input and grad_hidden: columns of the result, and terms
 };
 
 // Beyond what an entry needs, when it is the best of those that could; measured on an H100 (docs/kernels.md,
@@ -60,6 +61,23 @@ inline bool wide_tiles_pay(const Task& task) {
   return rows_from<512>(task) && 100 * wide < 97 * narrow;
 }
 
+// Tiles of 128 x 256 where pairs of row tiles would pad more: an expert of 512 rows on average needs 1.25 of
+// its rows in pairs, 1.125 in single tiles.
+inline bool wide_tiles_pay_alone(const Task& task) { return wide_tiles_pay(task) && !rows_from<1024>(task); }
+
+// Tiles of B1, 128 x 256. Cycles as predicted of these, and as measured of tiles of 128 x 128.
+inline bool wide_hidden_pays(const Task& task) {
+  constexpr int64_t kWideStep = 1165, kWideEpilogue = 13000, kStep = 684, kEpilogue = 10900;
+  const auto tiles = [&](int64_t columns) { return (task.N + columns - 1) / columns; };
+  const int64_t steps = (task.K + 63) / 64;
+  return rows_from<64>(task) &&
+         tiles(256) * (steps * kWideStep + kWideEpilogue) < tiles(128) * (steps * kStep + kEpilogue);
+}
+
+// Tiles of F1 that two warpgroups take in turn load a fifth more than those of 128 x 256, and hide the
+// activation.
+inline bool turns_pay(const Task& task) { return task.costly && rows_from<64>(task); }
+
 enum class Numbers { sixteen_bit, tf32 };  // what is multiplied
 
 struct Entry {
@@ -75,13 +93,17 @@ struct Entry {
 inline constexpr Numbers k16 = Numbers::sixteen_bit, kTf32 = Numbers::tf32;
 inline constexpr Entry kEntries[] = {
     // name, product, sm, numbers, sizes, bytes, cluster, rows and columns of a tile, best for
+    {"up.128x160", Product::up, 90, k16, 8, 16, 1, 128, 160, turns_pay},
     {"up.128x256.pairs", Product::up, 90, k16, 8, 16, 2, 128, 256, rows_from<1024>},
     {"up.128x256", Product::up, 90, k16, 8, 16, 1, 128, 256, always},
+    {"rows_by_weight.128x256", Product::rows_by_weight, 90, k16, 8, 16, 1, 128, 256, wide_tiles_pay_alone},
     {"rows_by_weight.128x256.pairs", Product::rows_by_weight, 90, k16, 8, 16, 2, 128, 256, wide_tiles_pay},
     {"rows_by_weight.128x192.pairs", Product::rows_by_weight, 90, k16, 8, 16, 2, 128, 192, rows_from<1024>},
     {"rows_by_weight.128x192", Product::rows_by_weight, 90, k16, 8, 16, 1, 128, 192, rows_from<48>},
     {"rows_by_weight.64x192", Product::rows_by_weight, 90, k16, 8, 16, 1, 64, 192, always},
+    {"grad_hidden.128x256", Product::grad_hidden, 90, k16, 8, 16, 1, 128, 256, wide_hidden_pays},
     {"grad_hidden.128x128", Product::grad_hidden, 90, k16, 8, 16, 1, 128, 128, always},
+    {"grad_input.128x256", Product::grad_input, 90, k16, 8, 16, 1, 128, 256, wide_tiles_pay_alone},
     {"grad_input.128x256.pairs", Product::grad_input, 90, k16, 8, 16, 2, 128, 256, wide_tiles_pay},
     {"grad_input.128x192.pairs", Product::grad_input, 90, k16, 8, 16, 2, 128, 192, rows_from<1024>},
     {"grad_input.128x192", Product::grad_input, 90, k16, 8, 16, 1, 128, 192, rows_from<48>},
@@ -132,8 +154,9 @@ inline bool fits(const Entry& entry, const Task& task) {
   const auto is_aligned = [&](const void* p) {
     return reinterpret_cast<uintptr_t>(p) % entry.alignment == 0;
   };
-  return entry.product == task.product && runs_on(entry, task) && task.num_rows > 0 && task.num_experts > 0 &&
-         std::all_of(task.sizes.begin(), task.sizes.end(), divides) &&
+  const bool has_form = !(task.gated && entry.product == Product::up && entry.tile_columns == 160);
+  return entry.product == task.product && has_form && runs_on(entry, task) && task.num_rows > 0 &&
+         task.num_experts > 0 && std::all_of(task.sizes.begin(), task.sizes.end(), divides) &&
          std::all_of(task.matrices.begin(), task.matrices.end(), is_aligned);
 }
 

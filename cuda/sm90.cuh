@@ -93,7 +93,7 @@ struct PickedRows {
     next = row;
     if (row >= end)
       next = -1;
-    else if (rows.index)
+    else if (rows.index && !kWithoutIndex)
       next = rows.index[row];
   }
   // What was asked for is here.
@@ -181,7 +181,9 @@ __device__ __forceinline__ void multiply(R& ring, float (&acc)[kHalves][R::kN / 
   for (int k = 0; k < steps; ++k, ++count) {
     ring.wait_full(count);
     if (kGathered) ptx::fence_proxy_async();  // cp.async writes through the generic proxy
-    const int stage = ring.stage_of(count);
+    // Of a ring whose stages are no power of two the compiler does not know that the descriptors are uniform.
+    const int stage =
+        R::kStages == 4 ? ring.stage_of(count) : __shfl_sync(kFullMask, ring.stage_of(count), 0);
     const uint64_t da = descriptor<kAlongM>(ptx::shared_address(ring.a[stage])) +
                         group * (kHalves * kDescriptor64),
                    db = descriptor<kAlongN>(ptx::shared_address(ring.b[stage]));
@@ -222,14 +224,15 @@ __device__ __forceinline__ uint32_t packed_accumulators(const float (&acc)[kCoun
 // whole lines and ahead of the product; a shuffle brings each lane those of the columns that it holds.
 template <class T, int kN>
 struct TileBias {
-  uint32_t pairs[kN / 64];
+  static constexpr int kWords = (kN + 63) / 64;  // of a lane
+  uint32_t pairs[kWords];
 
   // elements_of(piece) is where the 8 elements of a piece lie, or null: zeros.
   template <class ElementsOf>
   __device__ __forceinline__ void load(const ElementsOf& elements_of) {
     const int lane = threadIdx.x % 32;
 #pragma unroll
-    for (int i = 0; i < kN / 64; ++i) {
+    for (int i = 0; i < kWords; ++i) {
       const T* elements = elements_of(i * 8 + lane / 4);
       pairs[i] = elements ? *reinterpret_cast<const uint32_t*>(elements + lane % 4 * 2) : 0;
     }

@@ -1,9 +1,11 @@
-// B1: the gradient of h on Hopper. dA = dy_rows w2 by tiles of 128 x 128, ping-pong: a producer warpgroup
-// gathers the rows of dy and loads w2 by TMA. dA stays in registers: the epilogue reads h, computes the
-// activation again, and writes dh, the scaled activation (for the gradient of w2) and <dA, act(h)> by row.
+// B1: the gradient of h on Hopper. dA = dy_rows w2: a producer warpgroup gathers the rows of dy and loads w2
+// by TMA. dA stays in registers: the epilogue reads h, computes the activation again, and writes dh, the
+// scaled activation (for the gradient of w2) and <dA, act(h)> by row.
 //
-// Each consumer warp works through its part of a tile alone, in units of 16 rows x 64 columns: two units of h
-// are on their way (TMA) while the tile is multiplied; the gradients take their place in shared memory.
+// Each consumer warp works through its part of a tile alone, in units of 16 rows x 64 columns. Two units of h
+// are on their way (TMA) while the tile is multiplied; the gradients take their place in shared memory. Tiles
+// are 128 x 128, taken in turn (ping-pong: an epilogue runs beside the other warpgroup's product), or
+// 128 x 256, 64 rows a warpgroup: a quarter less is loaded from L2, and the epilogue is not hidden.
 #include "activation.cuh"
 #include "sm90_host.cuh"
 #include "sm90_ping_pong.cuh"
@@ -11,17 +13,31 @@
 namespace fmoe_ext {
 namespace {
 
-constexpr int kM = 128, kN = 128;
+constexpr int kM = 128;
 constexpr int kUnitRows = 16;
-
 template <class T>
-struct alignas(1024) Shared : ping_pong::Shared<T, kM, kN> {
-  alignas(1024) T unit[2][2][3][64 * kBlockColumns];  // by group and slot: gate, up, scaled activation
-  uint64_t loaded[2][2][4];                           // by group, slot, warp
+using Unit = T[64 * kBlockColumns];  // of the four warps of a group
+
+template <class T, int kColumns>
+struct Shared;
+template <class T>
+struct alignas(1024) Shared<T, 128> : ping_pong::Shared<T, kM, 128> {
+  alignas(1024) Unit<T> unit[2][2][3];  // by group and slot: gate, up, scaled activation
+  uint64_t loaded[2][2][4];             // by group, slot, warp
+  __device__ T* scaled(int group, int slot) { return unit[group][slot][2]; }
 };
 template <class T>
-constexpr size_t kSharedBytes = sizeof(Shared<T>) + kSharedAlignment;
-static_assert(kSharedBytes<__half> <= kMaxSharedBytes);
+struct alignas(1024) Shared<T, 256> {
+  static constexpr int kN = 256;
+  Ring<T, kM, kN, 3> ring;
+  alignas(1024) Unit<T> unit[2][2][2];  // gate, up
+  alignas(1024) Unit<T> scaled_a[2];    // by group: room for one only
+  uint64_t loaded[2][2][4];
+  __device__ T* scaled(int group, int) { return scaled_a[group]; }
+};
+template <class T, int kColumns>
+constexpr size_t kSharedBytes = sizeof(Shared<T, kColumns>) + kSharedAlignment;
+static_assert(kSharedBytes<__half, 128> <= kMaxSharedBytes && kSharedBytes<__half, 256> <= kMaxSharedBytes);
 
 template <class T>
 struct GradHidden {
@@ -35,13 +51,15 @@ struct GradHidden {
   int D, H;
 };
 
-template <class T, CurveKind kCurve, bool kGated>
+template <class T, CurveKind kCurve, bool kGated, int kN>
 struct Epilogue {
-  Shared<T>& s;
+  static constexpr int kUnits = kN / kBlockColumns;
+
+  Shared<T, kN>& s;
   const CUtensorMap& h;
   const GradHidden<T>& p;
   int group;
-  uint32_t uses = 0;  // of each slot by this warp
+  uint32_t phases = 0;  // bit i: parity of slot i
 
   __device__ static int warp() { return threadIdx.x % 128 / 32; }
   __device__ static int lane() { return threadIdx.x % 32; }
@@ -51,10 +69,14 @@ struct Epilogue {
   __device__ static int rows_left(const Tile& tile, int half) {
     return tile.num_rows - half * 64 - warp() * kUnitRows;
   }
+  __device__ bool has_unit(const Tile& tile, int unit) const {
+    return kUnits == 2 || tile.n * kN + unit * kBlockColumns < p.H;
+  }
 
   // By one lane: h of a unit into its slot.
-  __device__ void load(const Tile& tile, int half, int slot) {
-    const int row = tile.row + half * 64 + warp() * kUnitRows, column = tile.n * kN + slot * kBlockColumns;
+  __device__ void load(const Tile& tile, int half, int unit) {
+    const int row = tile.row + half * 64 + warp() * kUnitRows, column = tile.n * kN + unit * kBlockColumns;
+    const int slot = unit % 2;
     const uint32_t bar = loaded(slot);
     const auto part = [&](int i) {
       return ptx::shared_address(s.unit[group][slot][i] + warp() * kUnitRows * kBlockColumns);
@@ -64,15 +86,15 @@ struct Epilogue {
     if (kGated) ptx::tma_load(part(1), &h, bar, p.H + column, row);
   }
   __device__ __forceinline__ void before(const Tile& tile) {
-    if (lane() != 0 || rows_left(tile, 0) <= 0) return;
+    if (lane() != 0 || rows_left(tile, 0) <= 0 || kWithoutEpilogue) return;
     load(tile, 0, 0);
-    load(tile, 0, 1);
+    if (has_unit(tile, 1)) load(tile, 0, 1);
   }
 
   // A thread holds two rows of its warp's 16: lane / 4, and the one 8 below.
   template <int kHalf>
   __device__ __forceinline__ void store(const float (&acc)[kN / 2], const Tile& tile) {
-    if (rows_left(tile, kHalf) <= 0) return;
+    if (rows_left(tile, kHalf) <= 0 || kWithoutEpilogue) return;
     const int64_t first = tile.row + kHalf * 64 + warp() * kUnitRows;
     float scale[2], dot[2] = {0, 0};
     bool kept[2];
@@ -81,19 +103,22 @@ struct Epilogue {
       const int r = lane() / 4 + 8 * lower;
       const int choice = r < rows_left(tile, kHalf) ? p.row_idx[first + r] : -1;
       kept[lower] = choice >= 0 && choice < p.num_choices;
-      scale[lower] = kept[lower] && p.weights ? p.weights[choice] : 1;
+      scale[lower] = !kept[lower] ? 0 : p.weights ? p.weights[choice] : 1;
     }
 #pragma unroll
-    for (int slot = 0; slot < 2; ++slot) {
-      ptx::mbar_wait(loaded(slot), uses & 1);
-      differentiate(acc, slot, scale, kept, dot);
+    for (int unit = 0; unit < kUnits; ++unit) {
+      if (!has_unit(tile, unit)) continue;
+      const int slot = unit % 2;
+      ptx::mbar_wait(loaded(slot), phases >> slot & 1);
+      phases ^= 1 << slot;
+      differentiate(acc, unit, scale, kept, dot);
       __syncwarp();
-      store_unit(tile, kHalf, slot);
+      store_unit(tile, kHalf, unit);
       ptx::fence_proxy_async();  // before TMA writes here again
       __syncwarp();
-      if (kHalf == 0 && lane() == 0 && rows_left(tile, 1) > 0) load(tile, 1, slot);
+      if (kUnits == 2 && kHalf == 0 && lane() == 0 && rows_left(tile, 1) > 0) load(tile, 1, unit);
+      if (unit + 2 < kUnits && lane() == 0 && has_unit(tile, unit + 2)) load(tile, 0, unit + 2);
     }
-    ++uses;
     if (!p.dots) return;
 #pragma unroll
     for (int lower = 0; lower < 2; ++lower) {
@@ -105,12 +130,14 @@ struct Epilogue {
     }
   }
 
-  // Turns h of a slot into its gradient, in place, and adds to the dot products of the two rows.
-  __device__ __forceinline__ void differentiate(const float (&acc)[kN / 2], int slot, const float (&scale)[2],
+  // Turns h of a unit into its gradient, in place, and adds to the dot products of the two rows.
+  __device__ __forceinline__ void differentiate(const float (&acc)[kN / 2], int unit, const float (&scale)[2],
                                                 const bool (&kept)[2], float (&dot)[2]) {
     const int row = warp() * kUnitRows + lane() % 16;
-    uint32_t part[3];
-    for (int i = 0; i < 3; ++i) part[i] = ptx::shared_address(s.unit[group][slot][i]);
+    const int slot = unit % 2;
+    const uint32_t part[3] = {ptx::shared_address(s.unit[group][slot][0]),
+                              ptx::shared_address(s.unit[group][slot][1]),
+                              ptx::shared_address(s.scaled(group, slot))};
 #pragma unroll
     for (int piece = 0; piece < kBlockColumns / 8; piece += 2) {
       const uint32_t offset = tile_offset<64>(row, piece + lane() / 16);
@@ -119,14 +146,15 @@ struct Epilogue {
       if (kGated) ptx::ldmatrix_x4<false>(up, part[1] + offset);
 #pragma unroll
       for (int q = 0; q < 4; ++q) {
-        const int lower = q % 2, at = (slot * 8 + piece + q / 2) * 4 + lower * 2;
+        const int lower = q % 2, at = (unit * 8 + piece + q / 2) * 4 + lower * 2;
         const float one = kept[lower] ? 1.f : 0.f;
         const float2 g = unpack<T>(kept[lower] ? gate[q] : 0);
         const float2 linear = kGated ? unpack<T>(kept[lower] ? up[q] : 0) : float2{one, one};
         using Up = ValueAndSlope<float>;
         const Up ux = kGated ? factor_of<kCurve>(linear.x) : Up{linear.x, 1};
         const Up uy = kGated ? factor_of<kCurve>(linear.y) : Up{linear.y, 1};
-        const ValueAndSlope<float> x = activate_fast<kCurve>(g.x), y = activate_fast<kCurve>(g.y);
+        constexpr CurveKind kCost = kWithoutActivation ? CurveKind::relu : kCurve;
+        const ValueAndSlope<float> x = activate_fast<kCost>(g.x), y = activate_fast<kCost>(g.y);
         const float dx = scale[lower] * acc[at], dy = scale[lower] * acc[at + 1];
         dot[lower] += acc[at] * x.value * ux.value + acc[at + 1] * y.value * uy.value;
         gate[q] = pack<T>(dx * x.slope * ux.value, dy * y.slope * uy.value);
@@ -140,15 +168,15 @@ struct Epilogue {
     }
   }
 
-  __device__ __forceinline__ void store_unit(const Tile& tile, int half, int slot) {
+  __device__ __forceinline__ void store_unit(const Tile& tile, int half, int unit) {
     const int64_t row = tile.row + half * 64;
-    const int column = tile.n * kN + slot * kBlockColumns, rows = tile.num_rows - half * 64,
+    const int slot = unit % 2, column = tile.n * kN + unit * kBlockColumns, rows = tile.num_rows - half * 64,
               columns = p.H - column;
-    const auto& unit = s.unit[group][slot];
+    const auto& parts = s.unit[group][slot];
     T* dh = p.dh + row * width() + column;
-    store_rows<T, kBlockColumns>(unit[0], dh, width(), rows, columns);
-    if (kGated) store_rows<T, kBlockColumns>(unit[1], dh + p.H, width(), rows, columns);
-    store_rows<T, kBlockColumns>(unit[2], p.scaled_a + row * p.H + column, p.H, rows, columns);
+    store_rows<T, kBlockColumns>(parts[0], dh, width(), rows, columns);
+    if (kGated) store_rows<T, kBlockColumns>(parts[1], dh + p.H, width(), rows, columns);
+    store_rows<T, kBlockColumns>(s.scaled(group, slot), p.scaled_a + row * p.H + column, p.H, rows, columns);
   }
 
   __device__ __forceinline__ void store_zeros(const Tile& tile) {
@@ -161,17 +189,43 @@ struct Epilogue {
   }
 };
 
-template <class T, CurveKind kCurve, bool kGated>
+// Both warpgroups on each tile of this block, 64 rows each.
+template <class T, class E>
+__device__ __forceinline__ void multiply_together(E& epilogue, const RowTiles<kM>& tiles, int steps) {
+  const Cluster cluster = tiles.cluster;
+  const int group = epilogue.group;
+  TileWalk walk(tiles);
+  uint32_t count = 0;
+  for (int index = cluster.first_index();; index += cluster.index_step()) {
+    Tile tile = walk.at(index);
+    if (tile.expert < 0) break;
+    tile.row += 64 * group;
+    tile.num_rows = min(tile.num_rows - 64 * group, 64);
+    if (tile.expert == tiles.num_experts) {
+      epilogue.store_zeros(tile);
+      continue;
+    }
+    epilogue.before(tile);
+    float acc[1][E::kUnits * kBlockColumns / 2];
+    multiply<T, false, true, true>(epilogue.s.ring, acc, group, tile.num_rows > 0, steps, cluster, count);
+    epilogue.template store<0>(acc[0], tile);
+  }
+}
+
+template <class T, CurveKind kCurve, bool kGated, int kN>
 __global__ void __launch_bounds__(kSm90Threads, 1)
     grad_hidden_kernel(const __grid_constant__ CUtensorMap w2, const __grid_constant__ CUtensorMap h,
                        const __grid_constant__ GradHidden<T> p) {
 #ifdef FMOE_SM90A
   FMOE_DYNAMIC_SHARED(raw);
-  Shared<T>& s = *reinterpret_cast<Shared<T>*>(align_shared(raw));
+  auto& s = *reinterpret_cast<Shared<T, kN>*>(align_shared(raw));
   const int group = __shfl_sync(kFullMask, threadIdx.x / 128, 0);
   const Cluster cluster = p.tiles.cluster;
   if (threadIdx.x == 0) {
-    s.init(kGatherArrivals, cluster);
+    if constexpr (kN == 128)
+      s.init(kGatherArrivals, cluster);
+    else
+      s.ring.init(kGatherArrivals, 2, cluster);
     for (int i = 0; i < 16; ++i) ptx::mbar_init(ptx::shared_address(&s.loaded[0][0][0] + i), 1);
     ptx::fence_mbar_init();
   }
@@ -186,8 +240,11 @@ __global__ void __launch_bounds__(kSm90Threads, 1)
   } else {
     ptx::setmaxnreg_inc<224>();
     const int steps = static_cast<int>(ceil_div(p.D, kBlockColumns));
-    Epilogue<T, kCurve, kGated> epilogue{s, h, p, group};
-    ping_pong::consume<T, true, true>(s, p.tiles, group, steps, epilogue);
+    Epilogue<T, kCurve, kGated, kN> epilogue{s, h, p, group};
+    if constexpr (kN == 128)
+      ping_pong::consume<T, true, true>(s, p.tiles, group, steps, epilogue);
+    else
+      multiply_together<T>(epilogue, p.tiles, steps);
   }
   cluster.sync();
 #endif
@@ -218,7 +275,9 @@ __global__ void __launch_bounds__(kSumThreads)
 
 }  // namespace
 
-int64_t num_hidden_dots_sm90(int H) { return ceil_div(H, kN); }
+int64_t num_hidden_dots_sm90(int H, const Grid& grid) {
+  return ceil_div(H, grid.tile_columns == 256 ? 256 : 128);
+}
 
 void launch_grad_hidden_sm90(Dtype dtype, CurveKind activation, bool gated, const void* dy,
                              const ActivationRows& rows, const void* w2, int D, int H, void* dh,
@@ -236,7 +295,7 @@ void launch_grad_hidden_sm90(Dtype dtype, CurveKind activation, bool gated, cons
     const GradHidden<T> params{{rows.offs,
                                 rows.num_rows,
                                 rows.num_experts,
-                                static_cast<int>(num_hidden_dots_sm90(H)),
+                                static_cast<int>(num_hidden_dots_sm90(H, grid)),
                                 {grid.cluster - 1}},
                                rows_from<T>({dy, D, index, rows.top_k, rows.num_choices}, rows.num_rows),
                                rows.row_idx,
@@ -248,13 +307,20 @@ void launch_grad_hidden_sm90(Dtype dtype, CurveKind activation, bool gated, cons
                                D,
                                H};
     dispatch_activation(activation, [&](auto kind) {
-      const auto start = [&](auto kernel) {
-        launch_sm90(kernel, grid, kSharedBytes<T>, stream, w2_map, h_map, params);
+      const auto start = [&](auto kernel, size_t shared_bytes) {
+        launch_sm90(kernel, grid, shared_bytes, stream, w2_map, h_map, params);
       };
-      if (gated)
-        start(grad_hidden_kernel<T, kind.value, true>);
+      const auto start_columns = [&](auto columns) {
+        constexpr int kN = decltype(columns)::value;
+        if (gated)
+          start(grad_hidden_kernel<T, kind.value, true, kN>, kSharedBytes<T, kN>);
+        else
+          start(grad_hidden_kernel<T, kind.value, false, kN>, kSharedBytes<T, kN>);
+      };
+      if (grid.tile_columns == 256)
+        start_columns(std::integral_constant<int, 256>{});
       else
-        start(grad_hidden_kernel<T, kind.value, false>);
+        start_columns(std::integral_constant<int, 128>{});
     });
   });
 }

@@ -168,7 +168,7 @@ __device__ __forceinline__ void consume(Shared<T, kGatherA>& s, Out* out, const 
     }
     float acc[kHalves][kN / 2];
     multiply<T, true, true, true>(s.ring, acc, group, inside, steps, cluster, count);
-    if (!inside) continue;
+    if (!inside || kWithoutEpilogue) continue;
 #pragma unroll
     for (int half = 0; half < kHalves; ++half)
       store(s.c[group], acc[half], place + half * 64 * static_cast<int64_t>(p.N), p.N, rows - half * 64,

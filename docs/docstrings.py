@@ -1,10 +1,12 @@
 """Our docstrings are plain text; this makes them reStructuredText without asking authors to write it.
 
 A blank line ends a paragraph. Indented paragraphs are code. A line that begins with "name: ", "->", "Raises",
-"Returns", "Equivalent to" or "*" begins a paragraph of its own; further lines belong to it.
+"Returns", "Equivalent to" or "*" begins a paragraph of its own; further lines belong to it. Arguments become a list
+with the types of the signature.
 """
 
 import ast
+import inspect
 import re
 import textwrap
 
@@ -75,6 +77,47 @@ def as_code(names):
     return re.sub(r"\w+", lambda word: word[0] if word[0] == "and" else f"``{word[0]}``", names)
 
 
+def types_of(obj):
+    """{argument: its type as text} of a function or class; empty for what has no signature."""
+    try:
+        parameters = inspect.signature(obj).parameters
+    except (TypeError, ValueError):
+        return {}
+    types = {}
+    for name, parameter in parameters.items():
+        annotation = parameter.annotation
+        if annotation is inspect.Parameter.empty:
+            types[name] = ""
+        else:
+            text = annotation if isinstance(annotation, str) else inspect.formatannotation(annotation)
+            types[name] = re.sub(r"\b(?:[a-z_]\w*\.)+(?=[A-Za-z])", "", text)
+    return types
+
+
+def arguments(item, types):
+    """[(names, text)] of an item that describes arguments, one for each "name: "; None for other items."""
+    first = NAMES.match(item)
+    starts = [first] if first else []
+    starts += [match for match in FURTHER.finditer(item) if first]
+    starts = [match for match in starts if all(name in types for name in names_in(match[1]))]
+    if not starts or starts[0].start() != 0:
+        return None
+    ends = [match.start() for match in starts[1:]] + [len(item)]
+    return [(m[1], m[2].rstrip(), item[m.end() : end].strip()) for m, end in zip(starts, ends, strict=True)]
+
+
+def names_in(names):
+    return [name for name in re.findall(r"\w+", names) if name != "and"]
+
+
+def as_list(described, types):
+    """Bullets: ``name`` (type): text."""
+    for names, mark, text in described:
+        typed = [f"``{name}``" + (f" (``{types[name]}``)" if types[name] else "") for name in names_in(names)]
+        mark = mark if mark == ":" else f" {mark}"
+        yield f"* {', '.join(typed)}{escape(mark)} {escape(text)}"
+
+
 def code_block(paragraph):
     text = textwrap.dedent("\n".join(paragraph))
     if text.startswith(">>>"):
@@ -89,13 +132,18 @@ def code_block(paragraph):
 
 def convert(app, what, name, obj, options, lines):
     """Sphinx's event autodoc-process-docstring: changes lines in place."""
-    result = []
+    result, types = [], types_of(obj)
     for paragraph in paragraphs(lines):
         if paragraph[0].startswith("    "):
             result += code_block(paragraph)
-        else:
-            for item in items(paragraph):
-                result += [markup(item), ""]
+            continue
+        for item in items(paragraph):
+            item, others = re.fullmatch(r"(.*?)(?: (Other arguments: .*))?", item, re.DOTALL).groups()
+            described = arguments(item, types)
+            for line in [markup(item)] if described is None else as_list(described, types):
+                result += [line, ""]
+            if others:
+                result += [markup(others), ""]
     lines[:] = result
 
 

@@ -52,6 +52,12 @@ VARIABLES = (
     Variable(
         "XDG_CACHE_HOME", str, None, "run: where fmoe_ext/gpu/ has what was proved; ~/.cache when unset"
     ),
+    Variable(
+        "FMOE_RANKS_PER_NODE",
+        int,
+        None,
+        'run: neighbouring ranks of a group that exchange="node" takes for one node; those of one host name when unset',
+    ),
     Variable("FMOE_TOPO_GPUS_PER_NODE", int, 8, "run: FasterGate's default gpus_per_node"),
     Variable("FMOE_TOPO_OUTGOING_FRACTION", float, 0.14, "run: FasterGate's default outgoing_fraction"),
     Variable(

@@ -5,6 +5,8 @@ import sys
 from collections.abc import Mapping
 from types import MappingProxyType
 
+from fmoe_ext import ops
+
 MAX_BOUND = 2**31 - 1  # what mallopt() takes
 
 # <malloc.h> of glibc: the parameters of mallopt(), and the values that the process begins with
@@ -41,10 +43,12 @@ def keep_memory(max_bytes: int | None = MAX_BOUND) -> None:
 def give_memory_back() -> None:
     """Undoes keep_memory(): the settings that glibc begins with, and all free pages to the system at once.
 
-    glibc no longer moves its threshold for large blocks (128 KiB) up by itself afterwards, as a process does in which
-    nobody has called mallopt(). Raises NotImplementedError where the C library is not glibc.
+    These include the memory that the operators keep (ops.release_memory). glibc no longer moves its threshold for large
+    blocks (128 KiB) up by itself afterwards, as a process does in which nobody has called mallopt().
+    Raises NotImplementedError where the C library is not glibc.
     """
     _set_malloc(_BEGINNING).malloc_trim(ctypes.c_size_t(0))
+    ops.release_memory()
 
 
 def can_keep_memory() -> bool:

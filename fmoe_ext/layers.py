@@ -47,7 +47,8 @@ class FMoE(SpreadLayer):
       the first forwards.
     exchange: "choice" sends a token to the rank of each expert that it chose, "token" once to a rank that has
       several of them, where their results are summed: fewer bytes (DeepEP's deduplicated dispatch), equal but for
-      rounding. "auto" chooses it from the times of the first forwards.
+      rounding. "node" sends it once to a node, and from there to its ranks; nodes are host names, or so many ranks as
+      FMOE_RANKS_PER_NODE says. "auto" chooses it from the times of the first forwards.
     max_rows_per_rank: each rank sends each other one so many rows, padding included, so that nothing waits for
       sizes and a CUDA graph can hold the layer; tokens * top_k, or tokens with exchange="token", is always enough.
       If a rank has more, every rank gets a RuntimeError: on the CPU at once; on CUDA results are NaN and

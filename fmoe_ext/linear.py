@@ -36,6 +36,7 @@ def check_sizes(**sizes: int) -> None:
 
 # The dtypes of weights that experts compute with.
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+_PLAIN = (torch.Tensor, nn.Parameter)
 
 
 def check_plain(weight: torch.Tensor) -> None:
@@ -45,7 +46,7 @@ def check_plain(weight: torch.Tensor) -> None:
             f"an expert's weight is {weight.dtype}, and experts compute with float64, float32, bfloat16 or float16: "
             "put weight.to(torch.bfloat16), times its scale if it has one, in its place"
         )
-    if hasattr(weight, "__tensor_flatten__"):
+    if type(weight) not in _PLAIN and hasattr(weight, "__tensor_flatten__"):
         raise TypeError(
             f"an expert's weight is a {type(weight).__name__}, and experts compute with plain tensors: leave "
             "FMoELinear out of the quantization (quantize_(model, config, filter_fn=...)) or of the sharding, or put "
@@ -67,7 +68,7 @@ def cast_to_weight(inp: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
             f"tokens are torch.float64, but the weights of their experts {weight.dtype}: give them "
             f"layer.double(), or tokens x.to({weight.dtype})"
         )
-    return inp.to(weight.dtype)
+    return inp if inp.dtype == weight.dtype else inp.to(weight.dtype)
 
 
 @torch.no_grad()

@@ -63,8 +63,8 @@ class Forward:
     the smallest dtype that holds them. is_fused: whether the gate chose and weighed in one operator, whose backward
     keeps other tensors than the two steps. microbatch: its number where losses span several (gates.accumulation). way:
     how its tokens travelled between ranks. messages: results of the exchanges between ranks, in order; num_replayed:
-    how many of them the repetition has used. has_empty_rank: one of the ranks that exchanged tokens had none, and so
-    cannot match its forwards.
+    how many of them the repetition has used. groups_with_empty_rank: names of groups of ranks that exchanged tokens, of
+    which one had none, and so cannot match its forwards.
     """
 
     num_tokens: int
@@ -80,7 +80,7 @@ class Forward:
     is_done: bool = False
     messages: list[torch.Tensor] = field(default_factory=list)
     num_replayed: int = 0
-    has_empty_rank: bool = False
+    groups_with_empty_rank: set[str] = field(default_factory=set)
 
     def run_or_replay(self, exchange: Callable[[], torch.Tensor]) -> torch.Tensor:
         """exchange(), or, in a repetition, a copy of what it returned in the original."""

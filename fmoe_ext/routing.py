@@ -120,7 +120,9 @@ def widen(topk_weights: torch.Tensor, dtype: torch.dtype) -> torch.Tensor: ...
 def widen(topk_weights: None, dtype: torch.dtype) -> None: ...
 def widen(topk_weights: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
     """topk_weights in the dtype in which rows of dtype are summed: float32, or float64 for float64."""
-    return None if topk_weights is None else topk_weights.to(torch.promote_types(dtype, torch.float32))
+    if topk_weights is None or (topk_weights.dtype == torch.float32 and dtype != torch.float64):
+        return topk_weights
+    return topk_weights.to(torch.promote_types(dtype, torch.float32))
 
 
 def per_row(op: Callable[..., torch.Tensor], x: torch.Tensor, *args: Any) -> torch.Tensor:

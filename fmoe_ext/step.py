@@ -96,16 +96,19 @@ class Step:
         """exchange(), which needs other ranks; a repeated forward returns what its original got, without them."""
         return exchange() if self.forward is None else self.forward.run_or_replay(exchange)
 
-    def exchange_counts(self, exchange: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """run_or_replay() of the counts of rows; again on all ranks if one without tokens cannot know its original."""
+    def exchange_counts(self, exchange: Callable[[], torch.Tensor], group: str) -> torch.Tensor:
+        """run_or_replay() of the counts of rows; again on all ranks if one without tokens cannot know its original.
+
+        group: the name of the ranks that exchange them.
+        """
         counts = self.run_or_replay(exchange)
-        lost = self.forward is not None and self.is_repeated and self.forward.has_empty_rank
+        lost = self.forward is not None and self.is_repeated and group in self.forward.groups_with_empty_rank
         return exchange() if lost else counts
 
-    def note_empty_rank(self, has_empty_rank: bool) -> None:
-        """Remembers for the repetition whether one of the ranks has no tokens."""
-        if self.forward is not None and not self.is_repeated:
-            self.forward.has_empty_rank = has_empty_rank
+    def note_empty_rank(self, has_empty_rank: bool, group: str) -> None:
+        """Remembers for the repetition whether one of the ranks of a group has no tokens."""
+        if has_empty_rank and self.forward is not None and not self.is_repeated:
+            self.forward.groups_with_empty_rank.add(group)
 
     def count(self, topk_idx: torch.Tensor, num_experts: int) -> torch.Tensor:
         """Choices of each expert [E]; the same tensor of choices is counted once. Not to be changed."""
@@ -170,6 +173,9 @@ def _find_or_begin(
 
 def _check(leaves: list[Any]) -> int:
     """T, the number of tokens of all leaves; ValueError if they differ, TypeError for integer tokens."""
+    x = leaves[0] if len(leaves) == 1 else None
+    if isinstance(x, torch.Tensor) and x.is_floating_point() and x.dim() > 0:
+        return x.shape[0]
     sizes = [x.shape[0] if isinstance(x, torch.Tensor) and x.dim() > 0 else None for x in leaves]
     if not sizes or sizes[0] is None or any(size != sizes[0] for size in sizes):
         kinds = [list(x.shape) if isinstance(x, torch.Tensor) else type(x).__name__ for x in leaves]

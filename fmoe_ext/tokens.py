@@ -91,7 +91,7 @@ class _PutBack(torch.autograd.Function):
         return _put_rows(tangent, ctx.rows, ctx.num_tokens)
 
 
-_batch: ContextVar[Batch] = ContextVar("the tokens that the layers get", default=Batch())  # noqa: B039  # it is frozen
+_batch: ContextVar[Batch] = ContextVar("the tokens that the layers get", default=Batch())  # noqa: B039  # frozen
 
 
 class _Blocks:
@@ -110,7 +110,9 @@ def is_inside_a_block() -> bool:
 
 def current_batch() -> Batch:
     """Facts from valid_tokens() and packed_sequences() around this call."""
-    return _batch.get() if is_inside_a_block() else Batch()
+    if torch.compiler.is_compiling() and not is_inside_a_block():
+        return Batch()
+    return _batch.get()
 
 
 @contextmanager

@@ -3,8 +3,9 @@
 import json
 
 import pytest
+import torch
 
-from benchmarks import bench_gpu_kernels, bench_gpu_layer, gpu_peers, roofline
+from benchmarks import bench_gpu_host, bench_gpu_kernels, bench_gpu_layer, gpu_peers, roofline
 
 H200 = roofline.Ceilings(788e12, 4.3e12)
 SHAPES = {shape.name: shape for shape in roofline.MODELS}
@@ -43,6 +44,8 @@ def test_dry_run(tmp_path, capsys):
     for row in ours:
         assert row["bitwise_equal"]
         assert row["forward"]["median"] > 0 and row["backward"]["median"] > 0
+        # one round here: the sum of its two parts
+        assert row["both"]["median"] == pytest.approx(row["forward"]["median"] + row["backward"]["median"])
         # x and h, besides the indices and the weights of the choices
         small = 24 * row["K"] * (8 + 4 + 4 + 4) + 4 * row["E"]
         assert 0 <= row["saved_bytes"] - row["least_saved_bytes"] <= small
@@ -51,6 +54,18 @@ def test_dry_run(tmp_path, capsys):
     assert all(row["difference"] < 0.05 for row in others)
     assert "FastMoE E64" in capsys.readouterr().out
     assert out.with_suffix(".md").exists()
+    bench_gpu_layer.main(["--dry-run", "--shapes", "Qwen", "--routing", "zipf", "--merge", "--out", str(out)])
+    merged = json.loads(out.read_text())["results"]["rows"]
+    assert merged[: len(rows)] == rows
+    assert {(row["shape"], row["routing"]) for row in merged[len(rows) :]} == {("Qwen3-30B-A3B", "zipf")}
+
+
+def test_host_dry_run(tmp_path):
+    out = tmp_path / "host.json"
+    bench_gpu_host.main(["--dry-run", "--out", str(out)])
+    rows = json.loads(out.read_text())["results"]["rows"]
+    assert {row["step"] for row in rows} >= {"empty launch", "gate, forward", "FMoE, forward and backward"}
+    assert all(row["T"] == 64 and row["seconds"]["runs"] == 3 and row["seconds"]["min"] > 0 for row in rows)
 
 
 def test_kernels_dry_run_and_report(tmp_path):
@@ -68,7 +83,7 @@ def test_kernels_dry_run_and_report(tmp_path):
 
 
 def test_peers_that_tune_themselves_are_named_when_left_out():
-    _, missing = gpu_peers.implementations(gated=True)
+    _, missing = gpu_peers.implementations(True, torch.zeros(2, 16, 8), torch.zeros(2, 8, 8), compiled=False)
     assert {name: missing[name] for name in gpu_peers.TUNING} == dict.fromkeys(
         gpu_peers.TUNING, "compiles for a minute and more a shape: --tuning"
     )

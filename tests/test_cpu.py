@@ -10,7 +10,7 @@ from fmoe_ext import cpu
 
 PROGRAM = """
 import json, resource, torch
-from fmoe_ext import cpu
+from fmoe_ext import cpu, ops
 
 LARGE = 64 << 20  # bytes; glibc never moves its threshold for blocks of the system's above 32 MiB
 
@@ -41,6 +41,22 @@ found["unbounded"] = faults(before=32)
 cpu.give_memory_back()
 found["given back bytes"] = resident() - beginning
 found["given back"] = faults(3 * LARGE)  # more than any gap in the heap
+
+rows, experts = 64, 4
+x, weight = torch.randn(rows, 1024), torch.randn(experts, 4096, 1024, requires_grad=True)
+offs = torch.full((experts,), rows // experts).cumsum(0).int()
+
+def gradient():
+    torch.autograd.grad(ops.grouped_gemm(x, weight, offs).sum(), weight)
+
+gradient()
+beginning = resident()
+counted = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+for _ in range(4):
+    gradient()
+found["gradients"] = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - counted
+ops.release_memory()
+found["released bytes"] = beginning - resident()
 print(json.dumps(found))
 """
 LARGE = 64 << 20
@@ -48,15 +64,25 @@ LARGE = 64 << 20
 needs_glibc = pytest.mark.skipif(not cpu.can_keep_memory(), reason="the C library is not glibc")
 
 
+@pytest.fixture(scope="module")
+def found():
+    return json.loads(subprocess.check_output([sys.executable, "-c", PROGRAM], text=True))
+
+
 @needs_glibc
-def test_large_tensors_cost_page_faults_until_memory_is_kept():
-    found = json.loads(subprocess.check_output([sys.executable, "-c", PROGRAM], text=True))
+def test_large_tensors_cost_page_faults_until_memory_is_kept(found):
     a_step = LARGE >> 21  # pages of 2 MiB, if the system has such
     assert found["default"] >= 4 * a_step and found["given back"] >= 12 * a_step
     assert found["kept"] < a_step / 2 and found["unbounded"] < a_step / 2
     assert found["kept bytes"] >= 0.9 * LARGE
     assert found["bounded bytes"] < 0.75 * LARGE
     assert found["given back bytes"] < LARGE / 4
+
+
+@needs_glibc
+def test_gradient_of_last_step_gives_its_memory_to_the_next(found):
+    assert found["gradients"] < LARGE >> 21
+    assert found["released bytes"] > 0.9 * LARGE
 
 
 @pytest.mark.parametrize("max_bytes", [-1, 2**31])

@@ -1,6 +1,7 @@
 """The simulator: what it prints follows from the cost model on loads that can be worked out by hand."""
 
 import json
+from math import comb
 
 import pytest
 import torch
@@ -53,6 +54,44 @@ def test_gated_experts_take_three_matrices(tmp_path, capsys):
     gated = Layer(2048, 4096, num_matrices=3, bytes_per_element=2)
     expected = step_time([5, 3, 1, 1], 2, gated, Hardware(0.8 * 450e9, 400e12)).total
     assert f"{expected * 1e3:10.3f}" in capsys.readouterr().out.splitlines()[1]
+
+
+QWEN3 = "--tokens 8192 --d-model 2048 --d-hidden 768 --gated --top-k 8 --skew 0 --network nvlink --latency 20"
+FOUR_NODES = "--ranks 32 --experts-per-rank 4 --ranks-per-node 8 --node-network ib-ndr --node-latency 40"
+
+
+def of_groups(size):
+    """Share of tokens that choose one of so many of 128 experts, 8 without repetition."""
+    return 1 - comb(128 - size, 8) / comb(128, 8)
+
+
+# Milliseconds by hand, for docs/several_processes.md: rows x 4096 bytes x 4 ways / bytes a second, latencies, and
+# 65,536 rows of 28.3 MFLOP in 400 TFLOP/s.
+COMPUTE = 65536 * 18 * 2048 * 768 / 400e12
+NVLINK, NDR = 8192 * 4096 * 4 / 360e9, 8192 * 4096 * 4 / 40e9
+BY_HAND = {
+    "--ranks 8 --experts-per-rank 16": COMPUTE + 7 * NVLINK + 80e-6,
+    f"{FOUR_NODES} --exchange choice": COMPUTE + 6 * NDR + 160e-6,
+    f"{FOUR_NODES} --exchange token": COMPUTE + 24 * of_groups(4) * NDR + 160e-6,
+    f"{FOUR_NODES} --exchange node": COMPUTE + 3 * of_groups(32) * NDR + 28 * of_groups(4) * NVLINK + 240e-6,
+    f"{FOUR_NODES} --exchange node --cards-per-node 1": COMPUTE
+    + 24 * of_groups(32) * NDR
+    + 28 * of_groups(4) * NVLINK
+    + 240e-6,
+}
+
+
+@pytest.mark.parametrize("where", list(BY_HAND))
+def test_prediction_is_near_a_calculation_by_hand(where, capsys):
+    main(f"{where} {QWEN3}".split())
+    predicted = float(capsys.readouterr().out.splitlines()[1].split()[1])
+    assert 0.8 < predicted / (BY_HAND[where] * 1e3) < 1.25
+
+
+def test_half_a_node_is_refused(capsys):
+    with pytest.raises(SystemExit):
+        main(["--ranks", "12", "--ranks-per-node", "8"])
+    assert "12 ranks are not whole nodes of 8" in capsys.readouterr().err
 
 
 def test_recorded_loads(tmp_path, capsys):

@@ -217,13 +217,18 @@ MODULE_STATE = {
     "ep/exchange.py": {"_groups", "_nccl", "_layers", "_timeouts"},  # per process group, weak
     "distributed/groups.py": {"_of_reductions"},  # per process group, weak
     "remote/expert_classes.py": {"_REGISTRY"},  # the kinds of experts that a server may be asked for
+    "ep/home.py": {"_of_nodes"},  # per process group, weak
     "ep/wrappers.py": {"WATCH"},  # the handle of a hook on all modules, there to be removed
     "gates/losses.py": {"ONE_RANK"},
     "integrations/training.py": {"_added_to"},  # the loss that is added to a gate's model, weak
     "optimizer_steps.py": {"FOLLOWERS", "HOOKS"},  # weak, and the handles of two hooks
     "integrations/fmoefy.py": {"KINDS"},  # compat.megatron adds the models of FastMoE's time
     "tokens.py": {"_blocks"},  # how many blocks are open, which torch.compile can read of a ContextVar
-    "ops/_autograd.py": {"_libraries", "_functional"},  # registrations, which live as long as these do
+    "ops/_autograd.py": {
+        "NODE",
+        "_libraries",
+        "_functional",
+    },  # of a thread; registrations, while they live
     "ops/batch_invariant.py": {"_switch"},  # of the process, as the native kernels have it
     "ops/gpu_kernels.py": {"SELECTION", "SM_MARGIN"},  # the kernels chosen for each device; who asks for SMs
     "ops/__init__.py": {"cuda_module_missing"},  # why there are no CUDA kernels, set once by loading

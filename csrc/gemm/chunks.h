@@ -109,7 +109,7 @@ inline ChunkLimits limits_within(int64_t workspace, int64_t row_bytes, int64_t e
 class Workspace {
  public:
   Workspace(const Tensor& like, int64_t bytes)
-      : bytes_(new_large(like, {checked_sum(bytes, kAlign)}, ScalarType::Byte)),
+      : bytes_(new_reused(like, {divide_up(checked_sum(bytes, kAlign), like.element_size())})),
         data_(reinterpret_cast<char*>((reinterpret_cast<uintptr_t>(bytes_.mutable_data_ptr()) + kAlign - 1) /
                                       kAlign * kAlign)) {}
   char* data() const { return data_; }

@@ -374,7 +374,7 @@ class ExpertGradient {
       out_ = mutable_bytes_of(out);
       return out;
     }
-    const Tensor out = new_large(like, {num_experts, rows_, columns_}, like.scalar_type());
+    const Tensor out = new_reused(like, {num_experts, rows_, columns_});
     out_ = mutable_bytes_of(out);
     const int64_t bytes = rows_ * columns_ * kernels_.storage_bytes;
     for_each_job(num_experts, [&](int64_t e) {

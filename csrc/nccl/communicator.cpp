@@ -29,6 +29,10 @@ namespace {
 namespace py = pybind11;
 using Clock = std::chrono::steady_clock;
 
+// A call that goes on in NCCL's own thread ends within microseconds as a rule: so long it is asked without a
+// sleep.
+constexpr std::chrono::milliseconds kSpin(1);
+
 class Communicator {
  public:
   // max_blocks: thread blocks that an exchange takes at most
@@ -73,28 +77,37 @@ class Communicator {
     }
   }
 
-  // Bytes from and to each rank, blocks one after the other in the order of ranks; one message a peer.
-  void all_to_all(uintptr_t send, const std::vector<size_t>& send_bytes, uintptr_t recv,
-                  const std::vector<size_t>& recv_bytes, uintptr_t stream) {
+  // Rows from and to each rank of several buffers, blocks one after the other in the order of ranks: one
+  // group of calls, a message a peer and buffer. row_bytes: of each buffer.
+  void all_to_all(std::vector<uintptr_t> send, const std::vector<size_t>& send_rows,
+                  std::vector<uintptr_t> recv, const std::vector<size_t>& recv_rows,
+                  const std::vector<size_t>& row_bytes, uintptr_t stream) {
     check();
     std::unique_lock lock(mutex_);
     check_open();
-    if (send_bytes.size() != static_cast<size_t>(num_ranks_) || recv_bytes.size() != send_bytes.size())
-      throw std::invalid_argument("send_bytes and recv_bytes must have " + std::to_string(num_ranks_) +
-                                  " numbers, but have " + std::to_string(send_bytes.size()) + " and " +
-                                  std::to_string(recv_bytes.size()));
+    if (send_rows.size() != static_cast<size_t>(num_ranks_) || recv_rows.size() != send_rows.size())
+      throw std::invalid_argument("send_rows and recv_rows must have " + std::to_string(num_ranks_) +
+                                  " numbers, but have " + std::to_string(send_rows.size()) + " and " +
+                                  std::to_string(recv_rows.size()));
+    if (recv.size() != send.size() || row_bytes.size() != send.size())
+      throw std::invalid_argument("send, recv and row_bytes must have one number for each buffer, but have " +
+                                  std::to_string(send.size()) + ", " + std::to_string(recv.size()) + " and " +
+                                  std::to_string(row_bytes.size()));
     auto cuda_stream = reinterpret_cast<cudaStream_t>(stream);
     finish(ncclGroupStart(), "ncclGroupStart");
     ncclResult_t queued = ncclSuccess;
     for (int peer = 0; peer < num_ranks_; ++peer) {
-      if (send_bytes[peer] > 0)
-        keep_error(queued, ncclSend(reinterpret_cast<const void*>(send), send_bytes[peer], ncclUint8, peer,
-                                    comm_, cuda_stream));
-      if (recv_bytes[peer] > 0)
-        keep_error(queued, ncclRecv(reinterpret_cast<void*>(recv), recv_bytes[peer], ncclUint8, peer, comm_,
-                                    cuda_stream));
-      send += send_bytes[peer];
-      recv += recv_bytes[peer];
+      for (size_t i = 0; i < send.size(); ++i) {
+        const size_t sent = send_rows[peer] * row_bytes[i], received = recv_rows[peer] * row_bytes[i];
+        if (sent > 0)
+          keep_error(queued, ncclSend(reinterpret_cast<const void*>(send[i]), sent, ncclUint8, peer, comm_,
+                                      cuda_stream));
+        if (received > 0)
+          keep_error(queued, ncclRecv(reinterpret_cast<void*>(recv[i]), received, ncclUint8, peer, comm_,
+                                      cuda_stream));
+        send[i] += sent;
+        recv[i] += received;
+      }
     }
     const ncclResult_t ended = ncclGroupEnd();
     finish(queued == ncclSuccess ? ended : queued, "the exchange (ncclSend, ncclRecv)");
@@ -168,18 +181,23 @@ class Communicator {
   }
 
   void finish(ncclResult_t result, const char* call) {  // with the mutex held
-    const auto deadline = Clock::now() + std::chrono::duration<double>(timeout_);
+    const auto start = Clock::now(), deadline = start + std::chrono::duration_cast<Clock::duration>(
+                                                            std::chrono::duration<double>(timeout_));
     while (result == ncclInProgress && comm_ != nullptr) {
       ncclResult_t state = ncclSuccess;
       const ncclResult_t asked = ncclCommGetAsyncError(comm_, &state);
       result = asked == ncclSuccess ? state : asked;
       if (result != ncclInProgress) break;
-      if (Clock::now() > deadline) {
+      const auto now = Clock::now();
+      if (now > deadline) {
         abort_locked();
         throw std::runtime_error(on_rank(call) + " took more than " + std::to_string(timeout_) +
                                  " s: a rank has ended or did not reach this call");
       }
-      std::this_thread::sleep_for(std::chrono::microseconds(50));
+      if (now < start + kSpin)
+        std::this_thread::yield();
+      else
+        std::this_thread::sleep_for(std::chrono::microseconds(50));
     }
     if (result == ncclSuccess) return;
     const std::string text = text_of(result);
@@ -220,8 +238,8 @@ PYBIND11_MODULE(_C_nccl, m) {
   py::class_<Communicator>(m, "Communicator")
       .def(py::init<const std::string&, int, int, double, int>(), py::arg("id"), py::arg("num_ranks"),
            py::arg("rank"), py::arg("timeout"), py::arg("max_blocks"), unlocked)
-      .def("all_to_all", &Communicator::all_to_all, py::arg("send"), py::arg("send_bytes"), py::arg("recv"),
-           py::arg("recv_bytes"), py::arg("stream"), unlocked)
+      .def("all_to_all", &Communicator::all_to_all, py::arg("send"), py::arg("send_rows"), py::arg("recv"),
+           py::arg("recv_rows"), py::arg("row_bytes"), py::arg("stream"), unlocked)
       .def("check", &Communicator::check)
       .def("async_error", &Communicator::async_error, unlocked)
       .def("abort", &Communicator::abort, unlocked)

@@ -1,7 +1,7 @@
 """MoE layers under Megatron-core's own names, and the same in ours.
 
     ours        gate.gate.weight [E, D], experts.htoh4.weight [E, H1, D], experts.h4toh.weight [E, D, H], biases
-    Megatron    router.weight [E, D], .bias, .expert_bias, shared_experts.linear_fc{1,2}.*, .gate_weight,
+    Megatron    router.weight [E, D], .bias, .expert_bias, .qb_beta, shared_experts.linear_fc{1,2}.*, .gate_weight,
                 fc1_latent_proj.*, fc2_latent_proj.*, and one of
     "modules"   experts.local_experts.<e>.linear_fc{1,2}.{weight,bias}: SequentialMLP
     "te"        experts.linear_fc{1,2}.{weight,bias}<e>: TEGroupedMLP
@@ -41,6 +41,7 @@ AS_THEY_ARE = MappingProxyType(
         "router.weight": "gate.gate.weight",
         "router.bias": "gate.gate.bias",
         "router.expert_bias": EXPERT_BIAS,
+        "router.qb_beta": "gate.quantile_bias",
         "shared_experts.gate_weight": SHARED_GATE,
         "fc1_latent_proj.weight": "latent.narrow.weight",
         "fc1_latent_proj.bias": "latent.narrow.bias",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -9,65 +11,20 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from fmoe_ext import _env
-
-
-@dataclass(frozen=True)
-class Hardware:
-    """One rank of a cluster.
-
-    bandwidth: bytes a second that it sends while all ranks do. throughput: FLOP a second of its experts.
-    memory: bytes; infinite where memory does not matter.
-    """
-
-    bandwidth: float
-    throughput: float
-    memory: float = float("inf")
-
-    @staticmethod
-    def measure(
-        group: dist.ProcessGroup | None = None, num_bytes: int = 1 << 22, size: int = 512
-    ) -> Hardware:
-        """Measures both on all ranks of a group, and returns the mean, the same on every rank.
-
-        FMOE_FASTER_GLBPLC_NETBW and FMOE_FASTER_GLBPLC_GPUTP, FastMoE's numbers, go before what is measured.
-        """
-        world_size = dist.get_world_size(group)
-        device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
-        x = torch.ones(world_size, num_bytes // world_size // 4, device=device)
-        a = torch.ones(size, size, device=device)
-
-        def seconds(step: Callable[[], object]) -> float:
-            step()
-            step()
-            if device == "cuda":
-                torch.cuda.synchronize()
-            start = time.perf_counter()
-            for _ in range(3):
-                step()
-            if device == "cuda":
-                torch.cuda.synchronize()
-            return (time.perf_counter() - start) / 3
-
-        out = torch.empty_like(x)
-        exchange = seconds(lambda: dist.all_to_all_single(out, x, group=group))
-        matmul = seconds(lambda: a @ a)
-        away = x.numel() * 4 * max(world_size - 1, 1) / world_size
-        bandwidth = _env.get("FMOE_FASTER_GLBPLC_NETBW") or away / exchange
-        throughput = _env.get("FMOE_FASTER_GLBPLC_GPUTP") or 2 * size**3 / matmul
-        found = torch.tensor([bandwidth, throughput], dtype=torch.float64, device=device)
-        dist.all_reduce(found, group=group)
-        return Hardware(*(found / world_size).tolist())
+from fmoe_ext import _env, ops
+from fmoe_ext.ep.home import find_nodes
 
 
 @dataclass(frozen=True)
 class Layer:
-    """The sizes of one layer. num_matrices: 2, or 3 for gated experts."""
+    """The sizes of one layer. num_matrices: 2, or 3 for gated experts. exchange: as in FMoE, but for "auto"."""
 
     d_model: int
     d_hidden: int
     num_matrices: int = 2
     bytes_per_element: int = 4
+    top_k: int = 1
+    exchange: str = "choice"
 
     @property
     def row_bytes(self) -> int:
@@ -83,6 +40,127 @@ class Layer:
     def row_flop(self) -> int:
         """Forward and backward of one row."""
         return 3 * 2 * self.num_matrices * self.d_model * self.d_hidden
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """One rank of a cluster.
+
+    bandwidth: bytes a second that it sends to ranks of its node while all ranks do. throughput: FLOP a second of its
+    experts. memory: bytes; infinite where memory does not matter. latency: seconds of an exchange of no size.
+    ranks_per_node: None if all ranks are on one node. node_bandwidth, node_latency: the same to other nodes; a rank
+    has a network card of its own, or its share of the node's.
+    """
+
+    bandwidth: float
+    throughput: float
+    memory: float = float("inf")
+    latency: float = 0.0
+    ranks_per_node: int | None = None
+    node_bandwidth: float = float("inf")
+    node_latency: float = 0.0
+
+    @staticmethod
+    def measure(
+        group: dist.ProcessGroup | None = None,
+        layer: Layer = Layer(512, 512),
+        rows: int = 1024,
+        num_experts: int = 1,
+    ) -> Hardware:
+        """Measures the ranks of a group with the shapes of a layer, and returns the mean, the same on every rank.
+
+        layer: its experts are computed in 16 bits if its elements have 2 bytes. rows: of each rank, which go to the
+        other ranks and to its num_experts experts. FMOE_FASTER_GLBPLC_NETBW and FMOE_FASTER_GLBPLC_GPUTP, FastMoE's
+        numbers, go before what is measured.
+        """
+        group = group or dist.group.WORLD
+        assert group is not None  # there is a default group
+        device = torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")
+        nodes = find_nodes(group)
+        own = next(node for node in nodes if dist.get_rank(group) in node)
+        away = [rank for node in nodes if node is not own for rank in node]
+        given = _env.get("FMOE_FASTER_GLBPLC_NETBW")
+        links = [_measure_link(group, peers, rows, layer, device) for peers in (own, away)]
+        throughput = _env.get("FMOE_FASTER_GLBPLC_GPUTP") or _measure_experts(
+            layer, rows, num_experts, device
+        )
+        found = torch.tensor([throughput, *links[0], *links[1]], dtype=torch.float64, device=device)
+        dist.all_reduce(found, group=group)
+        throughput, latency, bandwidth, node_latency, node_bandwidth = (
+            found / dist.get_world_size(group)
+        ).tolist()
+        # a rank alone on its node has no other link
+        alone = len(own) == 1 and len(nodes) > 1
+        return Hardware(
+            given or (node_bandwidth if alone else bandwidth),
+            throughput,
+            latency=node_latency if alone else latency,
+            ranks_per_node=len(own) if len(nodes) > 1 else None,
+            node_bandwidth=given or (node_bandwidth if len(nodes) > 1 else float("inf")),
+            node_latency=node_latency,
+        )
+
+
+def _measure_link(
+    group: dist.ProcessGroup, peers: Sequence[int], rows: int, layer: Layer, device: torch.device
+) -> tuple[float, float]:
+    """Seconds of an empty exchange, and bytes a second to these ranks of a group while all send; a collective call."""
+    size, rank = dist.get_world_size(group), dist.get_rank(group)
+
+    def seconds(each: int) -> float:
+        splits = [each * (peer in peers) for peer in range(size)]
+        x = torch.ones(sum(splits), layer.d_model, dtype=_dtype(layer), device=device)
+        out = torch.empty_like(x)
+        return _seconds(lambda: dist.all_to_all_single(out, x, splits, splits, group=group), device, group)
+
+    num_away = len([peer for peer in peers if peer != rank]) or 1
+    each = max(rows // size, 8)
+    small, large = seconds(1), seconds(each)
+    sent = (each - 1) * num_away * layer.row_bytes
+    bandwidth = sent / max(large - small, 1e-9)
+    return max(small - num_away * layer.row_bytes / bandwidth, 0.0), bandwidth
+
+
+def _measure_experts(layer: Layer, rows: int, num_experts: int, device: torch.device) -> float:
+    """FLOP a second of ops.expert_mlp's forward on this rank."""
+    gated = layer.num_matrices == 3
+    make = functools.partial(torch.ones, dtype=_dtype(layer), device=device)
+    x = make(rows, layer.d_model)
+    w1 = make(num_experts, (1 + gated) * layer.d_hidden, layer.d_model)
+    w2 = make(num_experts, layer.d_model, layer.d_hidden)
+    topk_idx = (torch.arange(rows, device=device) * num_experts // rows).unsqueeze(1)
+    handle = ops.sort_tokens(topk_idx, num_experts)
+    arguments = (x, handle.row_idx, handle.inverse, handle.offs, w1, None, w2, None, None)
+    activation = "swiglu" if gated else "gelu"
+    with torch.no_grad():
+        seconds = _seconds(lambda: ops.expert_mlp(*arguments, activation), device)
+    return rows * layer.row_flop / 3 / seconds
+
+
+def _dtype(layer: Layer) -> torch.dtype:
+    return {2: torch.bfloat16, 8: torch.float64}.get(layer.bytes_per_element, torch.float32)
+
+
+def _seconds(
+    step: Callable[[], object], device: torch.device, group: dist.ProcessGroup | None = None
+) -> float:
+    """Seconds of a step in a row of as many as take 20 ms, 3 to 100; all ranks of a group do one number of them."""
+
+    def run(times: int) -> float:
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(times):
+            step()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        return (time.perf_counter() - start) / times
+
+    run(2)
+    once = torch.tensor([run(2)], dtype=torch.float64, device=device)
+    if group is not None:
+        dist.all_reduce(once, dist.ReduceOp.MAX, group=group)
+    return run(min(max(math.ceil(0.02 / float(once)), 3), 100))
 
 
 @dataclass(frozen=True)
@@ -133,13 +211,48 @@ def step_time(
         sum(load[s] for s in range(r * num_local, (r + 1) * num_local) if s not in shadowed)
         for r in range(num_ranks)
     ]
-    # A rank's link carries what its experts receive and send back, and what its own tokens send away: the larger.
-    away = (num_ranks - 1) / num_ranks
-    busiest = max(*rows, sum(rows) / num_ranks) * away
     # broadcast of the parameters in the forward, reduction of their gradients in the backward
     moved = 2 * len(shadows) * layer.expert_bytes
+    slowest = hardware.bandwidth if _is_one_node(num_ranks, hardware) else hardware.node_bandwidth
     return StepTime(
-        exchange=4 * busiest * layer.row_bytes / hardware.bandwidth,
+        exchange=4 * _exchange_time(rows, layer, hardware),
         compute=(max(rows) + local) * layer.row_flop / hardware.throughput,
-        shadowing=moved / hardware.bandwidth,
+        shadowing=moved / slowest,
     )
+
+
+def _is_one_node(num_ranks: int, hardware: Hardware) -> bool:
+    return hardware.ranks_per_node is None or num_ranks <= hardware.ranks_per_node
+
+
+def _exchange_time(rows: Sequence[float], layer: Layer, hardware: Hardware) -> float:
+    """Seconds of one way of the tokens. rows: choices of the experts of each rank.
+
+    A rank's link carries what its experts receive and send back, and what its own tokens send away: the larger. Links
+    inside a node and between nodes work at once.
+    """
+    num_ranks, size = len(rows), hardware.ranks_per_node or len(rows)
+    travelling = rows if layer.exchange == "choice" else _distinct(rows, layer.top_k)
+    busiest = max(*travelling, sum(travelling) / num_ranks) if num_ranks > 1 else travelling[0]
+
+    def inside(share: float) -> float:
+        return share * busiest * layer.row_bytes / hardware.bandwidth + hardware.latency
+
+    if _is_one_node(num_ranks, hardware):
+        return inside((num_ranks - 1) / num_ranks)
+    away = (num_ranks - size) / num_ranks
+    if layer.exchange != "node":
+        between = away * busiest * layer.row_bytes / hardware.node_bandwidth + hardware.node_latency
+        return max(inside((size - 1) / num_ranks), between)
+    nodes = _distinct([sum(rows[first : first + size]) for first in range(0, num_ranks, size)], layer.top_k)
+    of_rank = max(*nodes, sum(nodes) / len(nodes)) / size
+    between = away * of_rank * layer.row_bytes / hardware.node_bandwidth + hardware.node_latency
+    return between + inside((size - 1) / size)
+
+
+def _distinct(rows: Sequence[float], top_k: int) -> list[float]:
+    """Tokens with at least one choice of each part, if choices are drawn independently. rows: choices of each part."""
+    total = sum(rows)
+    if total == 0:
+        return [0.0] * len(rows)
+    return [total / top_k * (1 - (1 - part / total) ** top_k) for part in rows]

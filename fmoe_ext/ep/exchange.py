@@ -134,49 +134,70 @@ def gather_values(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
 
 
 def start_exchange(
-    out: torch.Tensor,
-    x: torch.Tensor,
+    outs: Sequence[torch.Tensor],
+    xs: Sequence[torch.Tensor],
     send_splits: Sequence[int],
     recv_splits: Sequence[int],
     group_name: str,
 ) -> "Transfer":
-    """Starts the exchange of rows of x [sum(send_splits), *] into out [sum(recv_splits), *] -> what to wait() for.
+    """Starts the exchange of rows of each x [sum(send_splits), *] into its out [sum(recv_splits), *] -> for wait().
 
-    Rows for rank p follow those for rank p - 1; one message a peer. Both contiguous. Nothing here is differentiable.
+    Rows for rank p follow those for rank p - 1. Over a communicator of our own all tensors travel in one group of
+    calls. All are contiguous and on one device; nothing here is differentiable.
     """
     group = find_group(group_name)
-    if not x.is_cuda:
-        return Transfer(_start_over_group(out, x, send_splits, recv_splits, group))
-    work = _start_over_nccl(out, x, send_splits, recv_splits, group)
+    if not xs[0].is_cuda:
+        return Transfer(_start_over_group(outs, xs, send_splits, recv_splits, group))
+    work = _start_over_nccl(outs, xs, send_splits, recv_splits, group)
     return Transfer(_BesideProducts(work) if dist.get_backend(group) == "nccl" else work)
 
 
 class _BesideProducts:
-    """A work of NCCL. Products that are started before it is waited for leave it some SMs."""
+    """A work of NCCL. Products that are started before it ends, or is waited for, leave it some SMs."""
 
     def __init__(self, work: Any):
         self._work = work
-        self._ended = SM_MARGIN.ask(self, _NCCL_SMS)
+        self._ended = SM_MARGIN.ask(self, _NCCL_SMS, work.is_completed)
 
     def wait(self) -> None:
         self._ended()
         self._work.wait()
 
 
-def _start_over_group(out, x, send_splits, recv_splits, group):
-    if x.dtype not in _DTYPES_OF_BACKENDS:
-        out, x = _as_bytes(out), _as_bytes(x)
-    return dist.all_to_all_single(out, x, list(recv_splits), list(send_splits), group=group, async_op=True)
+class _Works:
+    """Works of one process group, a tensor each."""
+
+    def __init__(self, works: list[Any]):
+        self._works = works
+
+    def wait(self) -> None:
+        for work in self._works:
+            work.wait()
+
+    def is_completed(self) -> bool:
+        if torch.cuda.is_current_stream_capturing():
+            return False
+        return all(work.is_completed() for work in self._works)
 
 
-def _start_over_nccl(out, x, send_splits, recv_splits, group):
+def _start_over_group(outs, xs, send_splits, recv_splits, group):
+    works = []
+    for out, x in zip(outs, xs, strict=True):
+        if x.dtype not in _DTYPES_OF_BACKENDS:
+            out, x = _as_bytes(out), _as_bytes(x)
+        splits = list(recv_splits), list(send_splits)
+        works.append(dist.all_to_all_single(out, x, *splits, group=group, async_op=True))
+    return _Works(works)
+
+
+def _start_over_nccl(outs, xs, send_splits, recv_splits, group):
     """Over a communicator of our own, where this build has it and the group is one of NCCL."""
     if _C_nccl is None or dist.get_backend(group) != "nccl":
-        return _start_over_group(out, x, send_splits, recv_splits, group)
-    by_device = _nccl.setdefault(group, {})
-    if x.device not in by_device:
-        by_device[x.device] = _NcclExchange(group, x.device)
-    return by_device[x.device].start(out, x, send_splits, recv_splits)
+        return _start_over_group(outs, xs, send_splits, recv_splits, group)
+    by_device, device = _nccl.setdefault(group, {}), xs[0].device
+    if device not in by_device:
+        by_device[device] = _NcclExchange(group, device)
+    return by_device[device].start(outs, xs, send_splits, recv_splits)
 
 
 def _as_bytes(x):
@@ -274,29 +295,47 @@ class _NcclExchange:
             )
         self.stream = torch.cuda.Stream(device)
 
-    def start(self, out, x, send_splits, recv_splits):
-        row_bytes = x.element_size() * math.prod(x.shape[1:])
-        with torch.cuda.device(x.device):
-            self.stream.wait_stream(torch.cuda.current_stream())
+    def start(self, outs, xs, send_splits, recv_splits):
+        with torch.cuda.device(xs[0].device):
+            stream = torch.cuda.current_stream()
+            self.stream.wait_stream(stream)
             self.communicator.all_to_all(
-                x.data_ptr(),
-                [rows * row_bytes for rows in send_splits],
-                out.data_ptr(),
-                [rows * row_bytes for rows in recv_splits],
+                [x.data_ptr() for x in xs],
+                list(send_splits),
+                [out.data_ptr() for out in outs],
+                list(recv_splits),
+                [x.element_size() * math.prod(x.shape[1:]) for x in xs],
                 self.stream.cuda_stream,
             )
-            for tensor in (x, out):
-                tensor.record_stream(self.stream)
-            return _NcclWork(self.stream.record_event(), self.communicator)
+            return _NcclWork(self.stream.record_event(), self.communicator, stream, (*outs, *xs))
 
 
 class _NcclWork:
-    def __init__(self, event, communicator):
+    """An exchange that has started. It keeps the tensors until the stream that they are of waits for its end.
+
+    So the allocator gives their memory to nobody earlier, and need not be told of the exchange's stream
+    (record_stream), after which it asks for events before it uses a block again.
+    """
+
+    def __init__(self, event, communicator, stream, tensors):
         self.event, self.communicator = event, communicator
+        self._release = weakref.finalize(self, _release, stream, event, [*tensors])
+        self._release.atexit = False
 
     def wait(self):
         torch.cuda.current_stream().wait_event(self.event)
+        self._release()
         self.communicator.check()  # the host does not wait here: what fails later is said by the next call
+
+    def is_completed(self):
+        """True if it has ended; False while a graph is captured, where nobody can ask."""
+        return not torch.cuda.is_current_stream_capturing() and self.event.query()
+
+
+def _release(stream, event, tensors):
+    """Drops the tensors of an exchange, whose memory the stream then uses after the event."""
+    stream.wait_event(event)
+    tensors.clear()
 
 
 @torch.library.custom_op("fmoe_ext::exchange_counts", mutates_args=())
@@ -323,7 +362,7 @@ def _exchange_counts(start, counts, group):
     )
     out = torch.empty_like(counts, memory_format=torch.contiguous_format)
     each = [1] * world_size
-    work = start(out, counts.contiguous(), each, each, find_group(group))
+    work = start([out], [counts.contiguous()], each, each, find_group(group))
     # Nobody else gets the turn meanwhile: the rows come next, with nothing to compute before them.
     with _explained(find_group(group)):
         work.wait()
@@ -366,7 +405,7 @@ def _global_exchange(start, x, send_splits, recv_splits, group):
     )
     out = x.new_empty((sum(recv_splits), *x.shape[1:]))
     x = x.resolve_conj().resolve_neg().contiguous()
-    wait([Transfer(start(out, x, send_splits, recv_splits, find_group(group)))], group)
+    wait([Transfer(start([out], [x], send_splits, recv_splits, find_group(group)))], group)
     return out
 
 

@@ -8,8 +8,9 @@ import torch
 import torch.distributed as dist
 
 from fmoe_ext.ep.exchange import NO_GRAPH, Group, check_same, find_group
-from fmoe_ext.ep.home import Home
+from fmoe_ext.ep.home import Home, Nodes, find_nodes
 from fmoe_ext.ep.load import LoadCounter
+from fmoe_ext.ep.node_exchange import NodeExchange
 from fmoe_ext.ep.schedule import Exchange
 from fmoe_ext.ep.token_exchange import TokenExchange
 from fmoe_ext.ep.tuning import Tuner, timed
@@ -18,7 +19,9 @@ from fmoe_ext.routing import Nest
 from fmoe_ext.step import Step, is_counted
 from fmoe_ext.tokens import Batch
 
-EXCHANGES: Mapping[str, type[Exchange]] = MappingProxyType({"choice": Exchange, "token": TokenExchange})
+EXCHANGES: Mapping[str, type[Exchange]] = MappingProxyType(
+    {"choice": Exchange, "token": TokenExchange, "node": NodeExchange}
+)
 
 
 @dataclass(frozen=True)
@@ -42,7 +45,7 @@ class ExpertParallel(Home):
     """Placement of one layer's experts, and the routes of tokens to them.
 
     overlap_degree: number of chunks, at most e; "auto" measures the first forwards and then chooses.
-    exchange: what has a row that travels, a "choice" or a "token"; "auto" measures both.
+    exchange: what has a row that travels: a "choice", a "token" for each rank or for each "node"; "auto" measures them.
     max_rows_per_rank: static mode, every rank sends every other this many rows, padding included.
     """
 
@@ -60,14 +63,21 @@ class ExpertParallel(Home):
                 "max_rows_per_rank must be at least 1 and needs overlap_degree=1, but got "
                 f"max_rows_per_rank={max_rows_per_rank}, overlap_degree={overlap_degree!r}"
             )
+        if max_rows_per_rank is not None and exchange == "node":
+            raise ValueError(
+                'max_rows_per_rank is a number of rows for a rank, and exchange="node" sends them to nodes: use '
+                'exchange="token" or "choice" with it'
+            )
         super().__init__(group, num_local_experts, max_rows_per_rank)
         self.load = LoadCounter(self.num_experts)
         self.overlap_degree = overlap_degree
         self.exchange = exchange
         self._way = Way(self._first_exchange(), self._first_chunks())
+        if exchange == "node":
+            self.nodes = Nodes(self.group, num_local_experts)
         self.tuner: Tuner | None = None  # what may choose another way
         if "auto" in (overlap_degree, exchange):
-            exchanges = [*EXCHANGES] if exchange == "auto" else [exchange]
+            exchanges = self._candidates() if exchange == "auto" else [exchange]
             self.tuner = Tuner(self.group, self.layer_index, exchanges, overlap_degree == "auto")
         self._is_checked = False
 
@@ -93,8 +103,21 @@ class ExpertParallel(Home):
         assert isinstance(degree, int)
         return _even_ends(self.num_local_experts, min(degree, self.num_local_experts))
 
+    def _candidates(self) -> list[str]:
+        """The exchanges that "auto" measures; one over nodes where there are several, with several ranks each."""
+        names = [name for name in EXCHANGES if name != "node"]
+        if self.row_limit is not None or not _spans_nodes(self.group):
+            return names
+        self.nodes = Nodes(self.group, self.num_local_experts)
+        return [*names, "node"]
+
     def _first_exchange(self) -> str:
         return "choice" if self.exchange == "auto" else self.exchange
+
+    @property
+    def chosen_exchange(self) -> str:
+        """The exchange of the next forward, a name of EXCHANGES."""
+        return self._way.exchange
 
     @property
     def chunk_ends(self) -> list[int]:
@@ -163,6 +186,12 @@ class ExpertParallel(Home):
             find_group(self.group),
         )
         self._is_checked = True
+
+
+def _spans_nodes(group_name: str) -> bool:
+    """True if a token can save bytes by going once to a node; a collective call."""
+    sizes = [len(ranks) for ranks in find_nodes(find_group(group_name))]
+    return len(sizes) > 1 and set(sizes) == {sizes[0]} != {1}
 
 
 def _even_ends(total: int, parts: int) -> list[int]:

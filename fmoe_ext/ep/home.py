@@ -1,13 +1,26 @@
-"""Placement of a layer's experts on the ranks of a group."""
+"""Placement of a layer's experts on the ranks of a group, and on its nodes."""
 
+from __future__ import annotations
+
+import socket
+import weakref
 from bisect import bisect
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
+from fmoe_ext import _env
 from fmoe_ext.ep.constants import constant, lookup
-from fmoe_ext.ep.exchange import Group, find_group, next_layer_index, register_group
+from fmoe_ext.ep.exchange import (
+    Group,
+    find_group,
+    gather_values,
+    next_layer_index,
+    register_group,
+    timeout_of,
+)
 from fmoe_ext.ep.plan import ExactPlan, Plan, StaticPlan, make_header
 from fmoe_ext.ep.static import RowLimit
 from fmoe_ext.routing import DispatchHandle
@@ -31,6 +44,7 @@ class Home:
         self.shadows: tuple[int, ...] = ()  # experts that are computed where their tokens are
         # where fully_shard_experts() has cut the experts again: the ranks that share those of each rank of the group
         self.sharing_ranks: list[list[int]] | None = None
+        self.nodes: Nodes | None = None  # for exchange="node"
         self.row_limit: RowLimit | None = None
         if max_rows_per_rank is not None:
             ranks = dist.get_process_group_ranks(find_group(self.group))
@@ -42,14 +56,15 @@ class Home:
         counts: torch.Tensor,
         ends: Sequence[int],
         leaves: Sequence[torch.Tensor],
+        num_tokens: int,
         step: Step,
     ) -> Plan:
         """Exchanges with the other ranks how many rows come.
 
         handle: of rows in the order of sending. counts [ranks, n]: how many for each rank, of n kinds; ends: where
-        chunks end among them. leaves: tensors of tokens. step: of the forward.
+        chunks end among them. leaves: tensors of tokens. num_tokens: of this rank's own. step: of the forward.
         """
-        header = make_header(self.layer_index, leaves, counts.device)
+        header = make_header(self.layer_index, leaves, num_tokens, counts.device)
         if self.row_limit is None:
             return ExactPlan(handle, counts, header, self.group, ends, step)
         return StaticPlan(handle, counts, header, self.group, self.row_limit, step)
@@ -89,3 +104,80 @@ class Home:
     def places_of_shadows(self) -> tuple[int, ...]:
         """The places of the experts that every rank has a copy of."""
         return tuple(self.experts_in_place.index(expert) for expert in self.shadows)
+
+
+class Nodes:
+    """Homes of the experts of an ExpertParallel: a node has those of its ranks.
+
+    across: the experts of each node, for the group of the ranks that have this one's place on their nodes. inside: the
+    experts of each rank of this node. Plain data, as Home.
+    """
+
+    def __init__(self, group_name: str, num_local_experts: int):
+        groups = _groups(find_group(group_name))
+        self._places = [
+            rank * num_local_experts + local
+            for node in groups.nodes
+            for rank in node
+            for local in range(num_local_experts)
+        ]
+        self.across = Home(groups.across, len(groups.nodes[0]) * num_local_experts)
+        self.inside = Home(groups.inside, num_local_experts)
+
+    def place(self, experts_in_place: Sequence[int]) -> None:
+        """experts_in_place: expert of each place on the ranks of the whole group."""
+        self.across.experts_in_place = [experts_in_place[place] for place in self._places]
+
+
+@dataclass(frozen=True)
+class _Groups:
+    """Groups of this rank. across: one rank of each node; inside: those of its node. nodes: ranks of each node."""
+
+    across: dist.ProcessGroup
+    inside: dist.ProcessGroup
+    nodes: list[list[int]]
+
+
+# {group: those of its nodes}; all end with the job or destroy_process_group()
+_of_nodes: weakref.WeakKeyDictionary[dist.ProcessGroup, _Groups] = weakref.WeakKeyDictionary()
+
+
+def find_nodes(group: dist.ProcessGroup) -> list[list[int]]:
+    """The ranks of each node, counted in the group, in the order of their first; a collective call.
+
+    A node is a host name, or so many neighbours as FMOE_RANKS_PER_NODE says.
+    """
+    nodes: dict[object, list[int]] = {}
+    mine = (_env.get("FMOE_RANKS_PER_NODE"), socket.gethostname())
+    for rank, (ranks_per_node, host) in enumerate(gather_values(mine, group)):
+        nodes.setdefault(rank // ranks_per_node if ranks_per_node else host, []).append(rank)
+    return list(nodes.values())
+
+
+def _groups(group: dist.ProcessGroup) -> _Groups:
+    """Makes the groups of a group's nodes at the first call, which is collective."""
+    if group not in _of_nodes:
+        nodes = find_nodes(group)
+        sizes = [len(node) for node in nodes]
+        if len(set(sizes)) > 1:
+            raise ValueError(
+                f'exchange="node" needs as many ranks of the group on every node, but they have {sizes}: use '
+                'exchange="token"'
+            )
+        rank, ranks = dist.get_rank(group), dist.get_process_group_ranks(group)
+        mine = next(node for node in nodes if rank in node)
+        nodes.sort(key=lambda node: node[mine.index(rank)])  # new_group() sorts its ranks
+
+        def make(members: list[int]) -> dist.ProcessGroup:
+            made = dist.new_group(
+                [ranks[member] for member in members],
+                timeout=timeout_of(group),
+                backend=str(dist.get_backend_config(group)),
+                use_local_synchronization=True,
+            )
+            register_group(made, timeout_of(group))
+            return made
+
+        across = make([node[mine.index(rank)] for node in nodes])
+        _of_nodes[group] = _Groups(across, make(mine), nodes)
+    return _of_nodes[group]

@@ -25,13 +25,15 @@ LENGTH = len(HEADER) + 1  # the last: 1 for a rank that has tokens, 0 for one th
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
-def make_header(layer_index: int, leaves: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
+def make_header(
+    layer_index: int, leaves: Sequence[torch.Tensor], num_tokens: int, device: torch.device
+) -> torch.Tensor:
     """[LENGTH] int64 for tokens of these leaves [T, *]; TypeError for a dtype that no expert computes in."""
     dtype = leaves[0].dtype
     if dtype not in _DTYPES:
         raise TypeError(f"tokens must be float64, float32, bfloat16 or float16, but got {dtype}")
     width = sum(math.prod(leaf.shape[1:]) for leaf in leaves)
-    return constant((layer_index, _DTYPES.index(dtype), width, int(len(leaves[0]) > 0)), device)
+    return constant((layer_index, _DTYPES.index(dtype), width, int(num_tokens > 0)), device)
 
 
 def check_headers(headers: list[list[int]], group_name: str) -> None:
@@ -97,14 +99,14 @@ class ExactPlan:
         self._group, self._device = group, counts.device
         self._columns = [slice(first, end) for first, end in pairwise((0, *ends))]
         sent = torch.cat((header.expand(len(counts), -1), counts), 1)
-        received = step.exchange_counts(lambda: exchange_counts(sent, group))
+        received = step.exchange_counts(lambda: exchange_counts(sent, group), group)
         self._sizes = _HostCopy(torch.stack((sent, received)))
 
     def chunks(self) -> list[ChunkRows]:
         sent, received = self._sizes.get()
         check(self._group)
         headers = received[:, :LENGTH].tolist()
-        self._step.note_empty_rank(not all(header[-1] for header in headers))
+        self._step.note_empty_rank(not all(header[-1] for header in headers), self._group)
         check_headers(headers, self._group)
         sent, self._received = sent[:, LENGTH:], received[:, LENGTH:]
         chunks: list[ChunkRows] = []
@@ -141,13 +143,13 @@ class StaticPlan:
         self.row_idx, self.inverse, needed = pad_routing(handle, len(counts), limit.max_rows)
         most = needed.max().expand(len(counts), 1)
         sent = torch.cat((header.expand(len(counts), -1), most, counts), 1)
-        received = step.exchange_counts(lambda: exchange_counts(sent, group))
+        received = step.exchange_counts(lambda: exchange_counts(sent, group), group)
         headers, most, self._received = received.split([LENGTH, 1, counts.shape[1]], 1)
         self._lost: torch.Tensor | None = None
         if limit.is_read_now(received):
             rows = headers.tolist()
             check(group)
-            step.note_empty_rank(not all(header[-1] for header in rows))
+            step.note_empty_rank(not all(header[-1] for header in rows), group)
             check_headers(rows, group)
             limit.raise_for(most.flatten().tolist())
         else:

@@ -60,8 +60,10 @@ class Exchange:
         self._x = x
         self._topk_weights = topk_weights
         self._topk_idx, self._shadow_idx = home.split_shadows(topk_idx)
+        self.num_tokens = topk_idx.shape[0]  # of this rank, which the other ranks are sent
         self._shadowed: Nest = None
         self._given_back: list[torch.Tensor] = []
+        self._kept: dict[int, torch.Tensor] = {}
 
     def plan(self) -> None:
         self._plan = self._exchange_counts(self._sort())
@@ -95,8 +97,13 @@ class Exchange:
     def give_back(self, number: int, results: Nest) -> None:
         self._structure = map_structure(lambda _: None, results)
         leaves = leaves_of(results)
-        computed = _Computed.apply(self._tickets[number], *leaves)
-        self._given_back.append(_Return.apply(self._transit, number, computed, *leaves))
+        if number not in self._kept:
+            self.keep_for_backward(number, leaves)
+        self._given_back.append(_Return.apply(self._transit, number, self._kept.pop(number), *leaves))
+
+    def keep_for_backward(self, number: int, results: list[torch.Tensor]) -> None:
+        """Marks where a checkpoint repeats the forward: before a chunk's gradients, while those of results travel."""
+        self._kept[number] = _Computed.apply(self._tickets[number], *results)
 
     def give_back_shadowed(self, results: Nest) -> None:
         self._shadowed = results
@@ -118,7 +125,7 @@ class Exchange:
         slots = home.slots(self._chunk_ends)
         place_to_slot = constant(tuple(slots[expert] for expert in home.experts_in_place), counts.device)
         counts = counts[place_to_slot].view(home.size, -1)
-        return home.plan(handle, counts, self._chunk_ends, leaves_of(self._x), self._step)
+        return home.plan(handle, counts, self._chunk_ends, leaves_of(self._x), self.num_tokens, self._step)
 
     def _pack(self) -> tuple[list[torch.Tensor], list[ChunkRows]]:
         """Tensors to send: the rows of each tensor of x, last their weights, and their pieces."""
@@ -174,7 +181,7 @@ class _Transit:
         self.chunks = chunks
         self.row_idx, self.inverse = row_idx, inverse
         self.num_rows = 0
-        # of each chunk: transfers, buffers that are filled, buffers that are read
+        # of each chunk: transfer, buffers that are filled, buffers that are read
         self.under_way: list[Any] = [None] * len(chunks)
         self.returned: list[torch.Tensor] | None = None  # results on the side of the tokens, [R, *] each
         self.returned_grads: list[torch.Tensor] | None = None  # gradients there
@@ -200,20 +207,17 @@ class _Transit:
         send_splits: list[int],
         recv_splits: list[int],
     ) -> None:
-        transfers = [
-            start_exchange(target, source, send_splits, recv_splits, self.group)
-            for target, source in zip(targets, sources, strict=True)
-        ]
-        self.under_way[number] = transfers, targets, sources
+        transfer = start_exchange(targets, sources, send_splits, recv_splits, self.group)
+        self.under_way[number] = transfer, targets, sources
 
     def finish(self, number: int) -> tuple[torch.Tensor, ...]:
-        transfers, targets, _ = self.under_way[number]
-        wait(transfers, self.group)
+        transfer, targets, _ = self.under_way[number]
+        wait([transfer], self.group)
         self.under_way[number] = None
         return tuple(targets)
 
     def finish_all(self) -> None:
-        wait([transfer for transfers, _, _ in self.under_way for transfer in transfers], self.group)
+        wait([transfer for transfer, _, _ in self.under_way], self.group)
         self.under_way = [None] * len(self.chunks)
 
     def new_returned(self, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:

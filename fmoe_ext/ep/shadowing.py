@@ -15,6 +15,8 @@ from fmoe_ext.ep.cost import Hardware, Layer, step_time
 from fmoe_ext.ep.exchange import find_group
 from fmoe_ext.ep.layers import expert_parallel_layers
 
+MEASURED_ROWS = 8192  # of a rank at most, when its hardware is measured
+
 
 def choose_shadows(
     load: Sequence[int],
@@ -45,7 +47,8 @@ def update_shadows(
 ) -> dict[str, tuple[int, ...]]:
     """Chooses the shadowed experts of every expert-parallel layer of a module from its load since the last call.
 
-    All ranks call it, between steps; it is a collective call. hardware: ep.cost.Hardware, measured if None.
+    All ranks call it, between steps; it is a collective call. hardware: ep.cost.Hardware, measured with
+    the shapes of the first layer if None.
     Returns {name of the layer: experts}. Experts other than FusedExperts are never shadowed.
     """
     chosen: dict[str, tuple[int, ...]] = {}
@@ -54,7 +57,6 @@ def update_shadows(
         if not getattr(getattr(layer, "expert_kind", None), "can_be_shadowed", False):
             continue
         weights = layer.experts.weights
-        hardware = hardware or Hardware.measure(find_group(parallel.group))
         load = parallel.pop_load()
         order = parallel.experts_in_place
         sizes = Layer(
@@ -62,7 +64,14 @@ def update_shadows(
             weights[2].shape[2],
             2 + (weights[0].shape[1] > weights[2].shape[2]),
             weights[0].element_size(),
+            layer.top_k,
+            parallel.chosen_exchange,
         )
+        if hardware is None:
+            rows = min(max(sum(load) // parallel.size, 1), MEASURED_ROWS)
+            hardware = Hardware.measure(
+                find_group(parallel.group), sizes, rows, min(rows, parallel.num_local_experts)
+            )
         places = choose_shadows([load[e] for e in order], parallel.size, sizes, hardware, max_shadows)
         parallel.shadows = chosen[name] = tuple(order[place] for place in places)
     return chosen

@@ -6,7 +6,8 @@
 Replays loads (what balance.write recorded, or a JSON list of steps, each a list of rows for each expert; without a
 file: drawn, skewed and drifting) through the policies of this package and prints the expected time of a layer's forward
 and backward under each.
-Policies see the load of the step before, as in training. Model: ep/cost.py; links are taken as never shared.
+Policies see the load of the step before, as in training. Model: ep/cost.py. With --ranks-per-node a rank has --network
+to the others of its node and to other nodes its share of the node's cards, each a --node-network.
 """
 
 import argparse
@@ -143,7 +144,13 @@ def build_parser() -> argparse.ArgumentParser:
     add("--d-hidden", type=positive_int, default=4096)
     add("--gated", action="store_true", help="experts with a gate, of three matrices (SwiGLU)")
     add("--top-k", type=positive_int, default=2)
+    add("--exchange", choices=("choice", "token", "node"), default="choice")
     add("--network", choices=sorted(NETWORKS), nargs="+", default=list(NETWORKS))
+    add("--ranks-per-node", type=positive_int, help="all ranks are on one node if not given")
+    add("--node-network", choices=sorted(NETWORKS), default="ib-ndr", help="of a network card")
+    add("--cards-per-node", type=positive_int, help="one for each rank if not given")
+    add("--latency", type=float, default=0.0, help="microseconds of an exchange inside a node")
+    add("--node-latency", type=float, default=0.0, help="microseconds of an exchange between nodes")
     add("--device", choices=sorted(DEVICES), default="h100")
     add("--skew", type=float, default=0.6, help="of drawn loads; 0 is even")
     add("--steps", type=positive_int, default=40)
@@ -161,17 +168,37 @@ def main(argv: Sequence[str] | None = None) -> None:
             loads = read_loads(options.loads, options.layer)
         except (OSError, ValueError) as error:
             parser.error(f"--loads: {error}")
-    layer = Layer(options.d_model, options.d_hidden, 3 if options.gated else 2, bytes_per_element=2)
+    num_matrices = 3 if options.gated else 2
+    layer = Layer(options.d_model, options.d_hidden, num_matrices, 2, options.top_k, options.exchange)
     for num_ranks in options.ranks:
         num_experts = len(loads[0]) if loads else num_ranks * options.experts_per_rank
+        if (
+            options.ranks_per_node
+            and num_ranks > options.ranks_per_node
+            and num_ranks % options.ranks_per_node
+        ):
+            parser.error(f"{num_ranks} ranks are not whole nodes of {options.ranks_per_node}")
         if num_experts % num_ranks:
             parser.error(f"{num_experts} experts cannot be spread evenly over {num_ranks} ranks")
         rows = num_ranks * options.tokens * options.top_k
         drawn = loads or draw_loads(options.steps, num_experts, rows, options.skew)
         for network in options.network:
-            hardware = Hardware(NETWORKS[network], DEVICES[options.device])
+            hardware = _hardware(options, network)
             times = simulate(drawn, num_ranks, layer, hardware, options.chunks, options.every)
             show(f"{num_ranks} ranks, {network}", times)
+
+
+def _hardware(options: argparse.Namespace, network: str) -> Hardware:
+    size = options.ranks_per_node
+    share = 1.0 if size is None else (options.cards_per_node or size) / size
+    return Hardware(
+        NETWORKS[network],
+        DEVICES[options.device],
+        latency=options.latency * 1e-6,
+        ranks_per_node=size,
+        node_bandwidth=share * NETWORKS[options.node_network],
+        node_latency=options.node_latency * 1e-6,
+    )
 
 
 def show(title: str, times: dict[str, float]) -> None:

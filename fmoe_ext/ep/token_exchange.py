@@ -34,7 +34,8 @@ class TokenExchange(Exchange):
     def _exchange_counts(self, handle: DispatchHandle) -> Plan:
         num_chunks = len(self._chunk_ends)
         counts = handle.tokens_per_expert.view(num_chunks, self._home.size).T.contiguous()
-        return self._home.plan(handle, counts, range(1, num_chunks + 1), leaves_of(self._x), self._step)
+        ends, leaves = range(1, num_chunks + 1), leaves_of(self._x)
+        return self._home.plan(handle, counts, ends, leaves, self.num_tokens, self._step)
 
     def _pack_choices(self, weights: torch.Tensor) -> list[torch.Tensor]:
         """The local number of each choice's expert [R, K], -1 where it goes another way, and all weights [R, K]."""

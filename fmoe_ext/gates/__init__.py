@@ -16,6 +16,7 @@ from fmoe_ext.gates.hash_gate import HashGate
 from fmoe_ext.gates.losses import balance_loss, sequence_balance_loss, total_loss, z_loss
 from fmoe_ext.gates.naive_gate import NaiveGate
 from fmoe_ext.gates.noisy_gate import NoisyGate
+from fmoe_ext.gates.quantile_gate import QuantileGate
 from fmoe_ext.gates.replay import Choices, RoutingReplay
 from fmoe_ext.gates.routed_experts import (
     decode_routed_experts,
@@ -50,6 +51,7 @@ GATES: Mapping[str, Callable[..., nn.Module]] = MappingProxyType(
         "sqrtsoftplus": SqrtSoftplusGate,
         "expert_choice": ExpertChoiceGate,
         "sinkhorn": SinkhornGate,
+        "quantile": QuantileGate,
         "uniform": UniformGate,
     }
 )
@@ -75,6 +77,7 @@ __all__ = [
     "NaiveGate",
     "NoisyGate",
     "OneRank",
+    "QuantileGate",
     "RoutingReplay",
     "ScoredGate",
     "SigmoidGate",

@@ -69,7 +69,10 @@ def wide_linear(inp: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | No
 
 def _is_plain(*tensors: torch.Tensor | None) -> bool:
     """True if all are float32 and nothing asks for another computation than F.linear: the usual case, found fast."""
-    if any(t is not None and t.dtype != torch.float32 for t in tensors) or ops.is_batch_invariant():
+    for t in tensors:
+        if t is not None and t.dtype != torch.float32:
+            return False
+    if ops.is_batch_invariant():
         return False
     device = tensors[0].device.type if tensors[0] is not None else "meta"
     return device != "meta" and not torch.is_autocast_enabled(device)

@@ -12,7 +12,7 @@ from fmoe_ext.gpu.checks import Checker
 from fmoe_ext.gpu.races import Lost, Races, Start
 from fmoe_ext.gpu.target import Target, Unavailable
 from fmoe_ext.ops import gpu_kernels
-from fmoe_ext.ops.gpu_proof import PORTABLE, Key, Race, Verdict
+from fmoe_ext.ops.gpu_proof import PORTABLE, Key, Race, TorchWin, Verdict
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Finished:
     done: bool = True
 
 
-Message = Ready | NotAvailable | Start | Judged | Race | Finished
+Message = Ready | NotAvailable | Start | Judged | Race | TorchWin | Finished
 
 
 def serve(connection: Connection, target: Target, judged: dict[str, Verdict], race: bool) -> None:

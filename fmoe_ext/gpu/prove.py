@@ -13,7 +13,7 @@ from multiprocessing.context import SpawnProcess
 from fmoe_ext.gpu.child import Finished, Judged, Message, NotAvailable, Ready, serve
 from fmoe_ext.gpu.races import Start
 from fmoe_ext.gpu.target import Target, Unavailable
-from fmoe_ext.ops.gpu_proof import PORTABLE, Key, Proof, Race, Verdict
+from fmoe_ext.ops.gpu_proof import PORTABLE, Key, Proof, Race, TorchWin, Verdict
 
 START_LIMIT = 120.0  # seconds to import torch and start CUDA
 END_LIMIT = 10.0  # seconds that a killed process may take to end
@@ -66,6 +66,7 @@ class _Prover:
     kernels: tuple[str, ...] = ()
     judged: dict[str, Verdict] = field(default_factory=dict)
     races: list[Race] = field(default_factory=list)
+    torch_wins: list[TorchWin] = field(default_factory=list)
     racing: bool = True
 
     def run(self) -> Proof:
@@ -78,11 +79,12 @@ class _Prover:
         spent = Verdict("untested", "there was no time left")
         verdicts = {name: self.judged.get(name, spent) for name in order}
         date = datetime.now(timezone.utc).isoformat(timespec="seconds")
-        return Proof(self.key, date, verdicts, tuple(self.races))
+        return Proof(self.key, date, verdicts, tuple(self.races), tuple(self.torch_wins))
 
     def _session(self) -> bool:
         """Run the checks of one child process -> True if all are done."""
         self.races.clear()
+        self.torch_wins.clear()
         child = self._start()
         under_way: Start | None = None
         try:
@@ -129,6 +131,8 @@ class _Prover:
             self._judge(message.kernel, message.verdict)
         elif isinstance(message, Race):
             self.races.append(message)
+        elif isinstance(message, TorchWin):
+            self.torch_wins.append(message)
         return under_way
 
     def _judge(self, kernel: str, verdict: Verdict) -> None:

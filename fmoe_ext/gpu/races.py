@@ -1,4 +1,4 @@
-"""Race each kernel against what would compute its product without it, and show torch's time beside it."""
+"""Race each kernel against what would compute its product without it, and our operators against torch's."""
 
 import math
 import statistics
@@ -13,9 +13,10 @@ from fmoe_ext.gpu.cases import MLP_LEAVES, Case, Inputs, mlp
 from fmoe_ext.gpu.target import Target
 from fmoe_ext.gpu.tf32 import tf32
 from fmoe_ext.ops import gpu_kernels, torch_path
-from fmoe_ext.ops.gpu_proof import PORTABLE, Race, Verdict
+from fmoe_ext.ops.gpu_proof import PORTABLE, Race, TorchWin, Verdict, rows_class
 
 MARGIN = 1.03  # a kernel is slow if it takes this much longer than what there is without it
+TORCH_MARGIN = 1.05  # torch takes an operator if ours takes this much longer than its own
 OPERATIONS = (  # what is timed; all but the last two are one product each
     "grouped_gemm",
     "grouped_gemm, gradient of the rows",
@@ -40,7 +41,13 @@ class Lost:
     verdict: Verdict
 
 
-Event = Start | Lost | Race
+Event = Start | Lost | Race | TorchWin
+TIMED_BY = {  # an operator that torch may take, and the operations that time it
+    "grouped_gemm": OPERATIONS[:1],
+    "grouped_gemm_backward": OPERATIONS[1:3],
+    "expert_mlp": OPERATIONS[4:5],
+    "expert_mlp_backward": OPERATIONS[5:],
+}
 
 
 def operations(case: Case, inputs: Inputs) -> dict[str, Callable[[], object]]:
@@ -81,24 +88,61 @@ class Course:
     dtype: torch.dtype
 
     @property
+    def rows(self) -> str:
+        return rows_class(self.case.T * self.case.K, self.case.E)
+
+    @property
+    def numbers(self) -> str:
+        return "tf32" if self.dtype == torch.float32 else "16 bits"
+
+    @property
     def shape(self) -> str:
         return f"{self.case}, float32 as TF32" if self.dtype == torch.float32 else str(self.case)
 
 
 class Races:
     """The races of the kernels that are proved. One that takes longer over all of its races than what there is without
-    it is left out, and what it had computed is raced again."""
+    it is left out, and what it had computed is raced again. Then torch takes the operators that it computes faster."""
 
     def __init__(self, target: Target, kernels: list[str]) -> None:
         self.target = target
         self.kernels = kernels
         self.races: dict[tuple[str, Course], Race] = {}  # by kernel
+        self.times: dict[Course, tuple[float, float]] = {}  # with the kernels that are left, and by torch
 
     def run(self) -> Iterator[Event]:
         yield from self._run_until_none_is_slow(self.target.dtypes[0])
+        yield from self._compare_with_torch()
         if any(map(gpu_kernels.is_tf32, self.kernels)):
             with tf32(True):
                 yield from self._run_until_none_is_slow(torch.float32)
+            yield from self._compare_with_torch()
+
+    def _compare_with_torch(self) -> Iterator[Event]:
+        """The operators that torch wins; a kernel that computes none but these is beaten."""
+        won: dict[Course, TorchWin] = {}
+        for (case, dtype), operator in (
+            (problem, operator)
+            for problem in dict.fromkeys((course.case, course.dtype) for course in self.times)
+            for operator in TIMED_BY
+        ):
+            courses = [Course(case, operation, dtype) for operation in TIMED_BY[operator]]
+            if any(course not in self.times for course in courses):
+                continue
+            ms, torch_ms = (sum(times) for times in zip(*map(self.times.__getitem__, courses), strict=True))
+            if ms > TORCH_MARGIN * torch_ms:
+                win = TorchWin(operator, courses[0].numbers, courses[0].rows, ms, torch_ms)
+                won |= dict.fromkeys(courses, win)
+                yield win
+        timed = {operation for operations in TIMED_BY.values() for operation in operations}
+        for kernel in self.kernels:
+            mine = [course for name, course in self.races if name == kernel and course.operation in timed]
+            if mine and all(course in won for course in mine):
+                worst = max((won[course] for course in mine), key=lambda win: win.ms / win.torch_ms)
+                reason = f"torch is faster in all of its races: {worst.operator} ({worst.numbers}, {worst.rows}) takes "
+                verdict = Verdict("beaten", f"{reason}{worst.ms:.3f} ms, {worst.torch_ms:.3f} ms by torch")
+                yield Lost(kernel, verdict)
+        self.times.clear()
 
     def _run_until_none_is_slow(self, dtype: torch.dtype) -> Iterator[Event]:
         courses = [Course(case, name, dtype) for case in self.target.races for name in OPERATIONS]
@@ -149,6 +193,7 @@ class Races:
         ms, *without = self._in_turn(
             function, [self.kernels, *([k for k in self.kernels if k != kernel] for kernel in computed_by)]
         )
+        self.times[course] = (ms, torch_ms)
         for kernel, without_ms in zip(computed_by, without, strict=True):
             race = self.races[kernel, course] = Race(name, shape, kernel, ms, without_ms, torch_ms)
             yield race

@@ -1,6 +1,6 @@
 """A proof as text."""
 
-from fmoe_ext.ops.gpu_proof import PORTABLE, STATES, Proof, Race
+from fmoe_ext.ops.gpu_proof import PORTABLE, STATES, USED, Proof, Race, TorchWin
 
 
 def report(proof: Proof) -> str:
@@ -13,6 +13,7 @@ def report(proof: Proof) -> str:
     if proof.races:
         lines += table([("operation", "computed by", "ms", "without", "torch"), *map(_row, proof.races)])
         lines.append("")
+    lines += [_torch_win(win) for win in proof.torch_wins] + [""] * bool(proof.torch_wins)
     counts = [(state, len(proof.named(state))) for state in STATES]
     lines.append(", ".join(f"{count} {state}" for state, count in counts if count))
     return "\n".join(lines)
@@ -22,9 +23,17 @@ def summary(proof: Proof) -> list[str]:
     """A line of what is used, one of what is not for each reason."""
     used = [name for name in proof.named("proved") if name != PORTABLE]
     lines = [f"proved {proof.date}: {', '.join(used) or 'the portable kernels alone'}"]
+    lines += [_torch_win(win) for win in proof.torch_wins]
     for state in STATES[1:]:
-        lines += [f"off, {state}: {name} ({reason})" for name, reason in proof.named(state).items()]
+        word = state if state in USED else f"off, {state}"
+        lines += [f"{word}: {name} ({reason})" for name, reason in proof.named(state).items()]
     return lines
+
+
+def _torch_win(win: TorchWin) -> str:
+    rows = f"{win.rows} of rows" if win.rows != "few" else "few rows"
+    where = f"{win.operator}, {win.numbers}, {rows} an expert"
+    return f"torch's product for {where}: {win.torch_ms:.3f} ms, ours {win.ms:.3f}"
 
 
 def _row(race: Race) -> tuple[str, ...]:

@@ -80,6 +80,7 @@ from fmoe_ext.ops.frozen_mlp import Lora, frozen_mlp, frozen_mlp_ref  # noqa: E4
 from fmoe_ext.ops.grouped_gemm import grouped_gemm, grouped_gemm_ref  # noqa: E402
 from fmoe_ext.ops.main_grad import MainGrad  # noqa: E402
 from fmoe_ext.ops.permute import permute, permute_ref, unpermute, unpermute_ref  # noqa: E402
+from fmoe_ext.ops.quantize import nf4_scales, quantize  # noqa: E402
 from fmoe_ext.ops.quantized import FORMATS, Quantized  # noqa: E402
 from fmoe_ext.ops.sort_tokens import SortedTokens, sort_tokens, sort_tokens_ref  # noqa: E402
 from fmoe_ext.ops.topk_gate import topk_gate, topk_gate_again, topk_gate_ref  # noqa: E402
@@ -91,6 +92,15 @@ if cuda_module_missing is None:
 def build_info() -> dict[str, str]:
     """Build settings of the native module: torch, compiler, CUDA architectures, NCCL."""
     return dict(fact.split("=", 1) for fact in torch.ops.fmoe_ext.build_info().split(","))
+
+
+def release_memory() -> None:
+    """Returns the memory to the system that the CPU operators keep of freed gradients and workspaces.
+
+    They keep blocks of 4 MiB and more for the next step. The system takes the pages where it needs memory; until then
+    they count as resident. Useful before a program measures its memory.
+    """
+    torch.ops.fmoe_ext._release_memory()
 
 
 __all__ = [
@@ -117,8 +127,11 @@ __all__ = [
     "grouped_gemm_ref",
     "is_batch_invariant",
     "kernels_depend_on_batch",
+    "nf4_scales",
     "permute",
     "permute_ref",
+    "quantize",
+    "release_memory",
     "sigmoid",
     "sort_tokens",
     "sort_tokens_ref",

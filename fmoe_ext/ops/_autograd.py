@@ -1,6 +1,7 @@
 """Registrations that more than one operator needs and that torch.library does not offer."""
 
 import inspect
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any, Final, TypeVar
 
@@ -24,6 +25,15 @@ def no_forward_mode(name: str) -> NotImplementedError:
     )
 
 
+class _Node(threading.local):
+    """Whether this thread computes the forward of a node of our own, which refuses tangents itself."""
+
+    runs = False
+
+
+NODE: Final = _Node()
+
+
 class _ReverseModeOnly(Library):
     """Puts a check for forward-mode tangents in front of the kernels that it is given."""
 
@@ -35,10 +45,11 @@ class _ReverseModeOnly(Library):
         places = self._places
 
         def checked(keyset: Any, *args: Any) -> Any:
-            for place in places:
-                t = args[place] if place < len(args) else None  # defaults at the end are left out
-                if t is not None and unpack_dual(t).tangent is not None:
-                    refuse_tangents(op_name, t)
+            if not NODE.runs:
+                for place in places:
+                    t = args[place] if place < len(args) else None  # defaults at the end are left out
+                    if t is not None and unpack_dual(t).tangent is not None:
+                        refuse_tangents(op_name, t)
             return fn(keyset, *args)
 
         super().impl(op_name, checked, dispatch_key, **options)
@@ -78,6 +89,15 @@ def call(op_name: str, *args: Any) -> Any:
     name = op_name.removeprefix("fmoe_ext::")
     refuse_tangents(name, args[0])  # the forward has refused those of the others
     return getattr(torch.ops.fmoe_ext, name)(*args)
+
+
+def below(op: Callable[..., Any], *args: Any) -> Any:
+    """op(*args) in the forward of a node of our own, whose jvp refuses tangents."""
+    NODE.runs = True
+    try:
+        return op(*args)
+    finally:
+        NODE.runs = False
 
 
 def _make_functional(
@@ -178,7 +198,8 @@ def register_autocast(library: torch.library.Library, op: Any, cast: tuple[int, 
 
 def cast_for_autocast(*tensors: torch.Tensor | None) -> tuple[Any, ...]:
     """The tensors as an operator's autocast rule would make them; None stays None."""
-    device = next(t for t in tensors if t is not None).device.type
+    first = tensors[0]
+    device = (first if first is not None else next(t for t in tensors if t is not None)).device.type
     if device == "meta" or not torch.is_autocast_enabled(device):  # which raises for "meta"
         return tensors
     dtype = torch.get_autocast_dtype(device)

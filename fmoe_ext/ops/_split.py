@@ -65,9 +65,7 @@ def differentiate(product: Product, inputs: Tensors, weights: Tensors) -> torch.
             f"torch.jit.trace (and torch.onnx.export with dynamo=False) cannot record the backward of {product.name}: "
             "trace under torch.no_grad(), or use torch.export or torch.compile"
         )
-    may_be_split = (
-        "torch.distributed.pipelining" in sys.modules and any(needed(inputs)) and any(needed(weights))
-    )
+    may_be_split = "torch.distributed.pipelining" in sys.modules and learns(inputs) and learns(weights)
     if may_be_split or product.once_differentiable:
         return _in_two(product, inputs, weights)
     return _Whole.apply(product, len(inputs), *inputs, *weights)
@@ -77,7 +75,7 @@ def worthwhile(inputs: Tensors, weights: Tensors) -> bool:
     """True if inputs and weights need gradients, and autograd is not being compiled, which traces that of operators."""
     if torch.compiler.is_compiling() or not torch.is_grad_enabled():
         return False
-    return any(needed(inputs)) and any(needed(weights))
+    return learns(inputs) and learns(weights)
 
 
 def _in_two(product: Product, inputs: Tensors, weights: Tensors) -> torch.Tensor:
@@ -90,6 +88,14 @@ def _in_two(product: Product, inputs: Tensors, weights: Tensors) -> torch.Tensor
 
 def needed(tensors: Tensors) -> list[bool]:
     return [t is not None and t.requires_grad for t in tensors]
+
+
+def learns(tensors: Tensors) -> bool:
+    """True if one of them needs its gradient."""
+    for t in tensors:  # noqa: SIM110  # any() of a generator takes several times as long
+        if t is not None and t.requires_grad:
+            return True
+    return False
 
 
 class _Link:

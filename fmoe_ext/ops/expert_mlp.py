@@ -8,6 +8,7 @@ import torch.nn.functional as F
 
 from fmoe_ext.ops import debug, gpu_kernels
 from fmoe_ext.ops._autograd import (
+    below,
     call,
     call_functional,
     cast_for_autocast,
@@ -17,7 +18,7 @@ from fmoe_ext.ops._autograd import (
     register_fake,
     register_not_differentiable_twice,
 )
-from fmoe_ext.ops._split import Needs, Tensors, differentiate, needed, worthwhile
+from fmoe_ext.ops._split import Needs, Tensors, differentiate, learns, worthwhile
 from fmoe_ext.ops.arguments import ExpertMlp, ExpertMlpBackward, ExpertMlpBackwardWeights
 from fmoe_ext.ops.main_grad import NO_GRAPH, TRANSFORMED_MAIN_GRAD, MainGrad
 from fmoe_ext.ops.outside_graphs import outside_graphs
@@ -91,8 +92,8 @@ def expert_mlp(
             cut=(x, w1, w2),
         )
     inputs, weights = (x, topk_weights, row_idx, inverse, offs), (w1, b1, w2, b2)
-    weights_learn = any(needed(weights))
-    save_h = torch.is_grad_enabled() and (weights_learn or any(needed(inputs)))
+    weights_learn = learns(weights)
+    save_h = torch.is_grad_enabled() and (weights_learn or learns(inputs))
     if save_h and is_transformed(*inputs[:2], *weights):
         return _transformed(inputs, weights, number, combine, main_grads)
     if save_h and weights_learn and any(main_grads):
@@ -251,9 +252,8 @@ class _ExpertMlp:
         w1, b1, w2, b2 = weights
         if any(self.main_grads):  # here, so that the gradient is that of the parameter itself
             w1, w2 = cast_for_autocast(w1, w2)
-        y, h = torch.ops.fmoe_ext.expert_mlp(
-            x, *indices, w1, b1, w2, b2, topk_weights, self.activation, self.combine, True
-        )
+        arguments = (x, *indices, w1, b1, w2, b2, topk_weights, self.activation, self.combine, True)
+        y, h = below(torch.ops.fmoe_ext.expert_mlp, *arguments)
         return y, (x, *indices, w1, w2, b2, topk_weights, h)
 
     def backward(self, saved: Tensors, grad_y: torch.Tensor, needs: Needs) -> tuple[Tensors, Tensors]:
@@ -294,6 +294,8 @@ class _ExpertMlp:
         grads: list[torch.Tensor | None] = [
             t if wanted else None for t, wanted in zip(computed, needs, strict=True)
         ]
+        if not any(self.main_grads):
+            return tuple(grads)
         for i, main in zip((0, 2), self.main_grads, strict=True):
             if main and needs[i]:
                 grads[i] = main.added()

@@ -4,6 +4,7 @@ A kernel of cuda/select.h is on or off, for the whole process. Until the first C
 """
 
 import importlib.util
+import itertools
 import threading
 import warnings
 import weakref
@@ -65,25 +66,38 @@ class SmMargin:
 
     def __init__(self) -> None:
         self._lock = threading.RLock()  # what is collected gives back, at any moment
-        self._asked: list[int] = []
+        self._asked: dict[int, tuple[int, Callable[[], bool]]] = {}
+        self._numbers = itertools.count()
 
-    def ask(self, owner: object, sms: int) -> Callable[[], object]:
-        """For kernels that are started from now on, as long as owner lives or until what is returned is called."""
+    def ask(self, owner: object, sms: int, is_done: Callable[[], bool]) -> Callable[[], object]:
+        """For kernels that are started from now on, as long as owner lives or until what is returned is called.
+
+        is_done: asked before each product; where it says True the SMs are given back earlier.
+        """
         with self._lock:
-            self._asked.append(sms)
+            number = next(self._numbers)
+            self._asked[number] = sms, is_done
             self._apply()
-        give_back = weakref.finalize(owner, self._give_back, sms)
+        give_back = weakref.finalize(owner, self._give_back, number)
         give_back.atexit = False
         return give_back
 
-    def _give_back(self, sms: int) -> None:
+    def give_back_done(self) -> None:
+        """Gives back the SMs of what is done."""
+        if self._asked:
+            with self._lock:
+                for number, (_, is_done) in [*self._asked.items()]:
+                    if is_done():
+                        self._give_back(number)
+
+    def _give_back(self, number: int) -> None:
         with self._lock:
-            self._asked.remove(sms)
-            self._apply()
+            if self._asked.pop(number, None) is not None:
+                self._apply()
 
     def _apply(self) -> None:
         if SELECTION.is_prepared:  # there are CUDA kernels
-            torch.ops.fmoe_ext._set_gpu_sm_margin(max(self._asked, default=0))
+            torch.ops.fmoe_ext._set_gpu_sm_margin(max((sms for sms, _ in self._asked.values()), default=0))
 
 
 SM_MARGIN = SmMargin()
@@ -95,6 +109,7 @@ class Choice:
 
     kernels: frozenset[str]
     torch: bool = False  # torch_path in the place of all our products
+    torch_wins: frozenset[tuple[str, str, str]] = frozenset()  # or of those that it computes faster
     warning: str | None = None
 
 
@@ -105,7 +120,8 @@ def command(device: int) -> str:
 def choose(mode: str, all_kernels: Iterable[str], proof: Proof | None, device: int = 0) -> Choice:
     """The kernels for a device with this proof, by FMOE_GPU_KERNELS:
 
-    auto      those that are proved; without a proof none, with a warning; torch's, if the portable ones failed
+    auto      those that are proved, and torch's where it was faster; without a proof none, with a warning; torch's
+              everywhere, if the portable ones failed
     proved    the same, but RuntimeError without a proof, or if the portable kernels failed
     all       all kernels, proved or not
     portable  the portable kernels
@@ -129,7 +145,8 @@ def choose(mode: str, all_kernels: Iterable[str], proof: Proof | None, device: i
         if mode == "proved":
             raise RuntimeError(f"{text}; FMOE_GPU_KERNELS=torch takes torch's grouped_mm")
         return Choice(frozenset(), torch=True, warning=f"{text}: torch's grouped_mm is used")
-    return Choice(frozenset(all_kernels) & proof.named("proved").keys())
+    used = {name for state in gpu_proof.USED for name in proof.named(state)}
+    return Choice(frozenset(all_kernels) & used, torch_wins=frozenset(win.where for win in proof.torch_wins))
 
 
 class Selection:
@@ -141,6 +158,10 @@ class Selection:
         self.is_prepared = False
         self._choices: dict[int, Choice] = {}
         self._torch: torch.library.Library | None = None
+        self._torch_wins: tuple[frozenset[tuple[str, str, str]], torch.library.Library | None] = (
+            frozenset(),
+            None,
+        )
         self._tf32: torch.library.Library | None = None
 
     def prepare(self) -> None:
@@ -170,9 +191,20 @@ class Selection:
         choices = self._choices.values()
         switch_on(name for name in names() if all(name in other.kernels for other in choices))
         if choice.torch and self._torch is None:
+            self._take_torch_where(frozenset())
             self._torch = torch_path.install(self.device_type.upper())
+        elif self._torch is None:
+            self._take_torch_where(frozenset.intersection(*(other.torch_wins for other in choices)))
         if choice.warning:
             warnings.warn(choice.warning, stacklevel=5)
+
+    def _take_torch_where(self, wins: frozenset[tuple[str, str, str]]) -> None:
+        """Torch's products for these problems, the kernels for all others."""
+        if wins == self._torch_wins[0]:
+            return
+        self._torch_wins = (frozenset(), None)  # what was installed is taken back with the library's end
+        if wins:
+            self._torch_wins = (wins, torch_path.install_where(self.device_type.upper(), wins, tf32_allowed))
 
 
 def cuda_module() -> Path | None:
@@ -192,6 +224,7 @@ SELECTION = Selection("cuda", key_of)
 
 
 def before(t: object) -> None:
-    """Chooses the kernels for a tensor's device, if that has not been done."""
+    """Chooses the kernels for a tensor's device, if that has not been done, and the SMs that a product may take."""
     if not torch.compiler.is_compiling() and isinstance(t, torch.Tensor):
         SELECTION.before(t)  # while compiling, the fake kernels do
+        SM_MARGIN.give_back_done()

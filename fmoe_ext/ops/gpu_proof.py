@@ -19,9 +19,15 @@ import torch
 
 from fmoe_ext import _env
 
-FORMAT = 1
+FORMAT = 2
 PORTABLE = "portable"  # the name of the portable kernels among those of a proof
-STATES = ("proved", "failed", "slow", "untested")  # only proved ones are used
+STATES = ("proved", "beaten", "failed", "slow", "untested")
+USED = ("proved", "beaten")  # beaten: right, but torch is faster; used where torch's product cannot be
+ROWS = (
+    ("thousands", 1024),
+    ("hundreds", 64),
+    ("few", 0),
+)  # classes of rows an expert, on average, and where they begin
 
 
 @dataclass(frozen=True)
@@ -61,11 +67,32 @@ class Race:
 
 
 @dataclass(frozen=True)
+class TorchWin:
+    """Torch's grouped_mm is faster than our kernels in a class of problems."""
+
+    operator: str  # of TORCH_OPERATORS in torch_path
+    numbers: str  # "16 bits" or "tf32"
+    rows: str  # of ROWS
+    ms: float
+    torch_ms: float
+
+    @property
+    def where(self) -> tuple[str, str, str]:
+        return self.operator, self.numbers, self.rows
+
+
+def rows_class(num_rows: int, num_experts: int) -> str:
+    """Class of ROWS; what the host knows without reading a device value."""
+    return next(name for name, first in ROWS if num_rows >= first * num_experts)
+
+
+@dataclass(frozen=True)
 class Proof:
     key: Key
     date: str  # ISO 8601, UTC
     verdicts: Mapping[str, Verdict]  # by kernel, the portable ones among them
     races: tuple[Race, ...] = field(default=())
+    torch_wins: tuple[TorchWin, ...] = field(default=())
 
     def named(self, state: str) -> dict[str, str]:
         """{kernel: reason} of one state, in the order of cuda/select.h."""
@@ -113,7 +140,11 @@ def parse(content: Any, key: Key) -> Proof:
     verdicts = {str(name): Verdict(**verdict) for name, verdict in content["verdicts"].items()}
     if unknown := {v.state for v in verdicts.values()} - set(STATES):
         raise ValueError(f"states {sorted(unknown)} are none of {STATES}")
-    return Proof(key, content["date"], verdicts, tuple(Race(**race) for race in content["races"]))
+    races, wins = (
+        (Race(**race) for race in content["races"]),
+        (TorchWin(**win) for win in content["torch_wins"]),
+    )
+    return Proof(key, content["date"], verdicts, tuple(races), tuple(wins))
 
 
 def cache_folder() -> Path:

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fmoe_ext.ops.arguments import ExpertMlp, ExpertMlpBackward, ExpertMlpBackwardWeights
+from fmoe_ext.ops.gpu_proof import rows_class
 
 aten = torch.ops.aten
 native = torch.ops.fmoe_ext
@@ -36,6 +37,97 @@ def install(dispatch_key: str) -> torch.library.Library:
             )  # that it takes a kernel's place
             library.impl(kernel.__name__, kernel, dispatch_key)
     return library
+
+
+TORCH_OPERATORS = {  # what torch may win, and the operators that this stands for
+    "grouped_gemm": ("grouped_gemm",),
+    "grouped_gemm_backward": ("grouped_gemm_backward", "grouped_gemm_backward_accumulate"),
+    "expert_mlp": ("expert_mlp",),
+    "expert_mlp_backward": (
+        *("expert_mlp_backward", "expert_mlp_backward_accumulate"),
+        *("expert_mlp_backward_inputs", "expert_mlp_backward_weights"),
+    ),
+}
+
+
+def install_where(
+    dispatch_key: str, wins: frozenset[tuple[str, str, str]], tf32_allowed: Callable[[], bool]
+) -> torch.library.Library:
+    """Puts these functions in the place of the kernels for the problems of wins, (operator, numbers, rows) each.
+
+    Biases and widths that torch's product would copy, and float32 during the capture of a graph, stay with the kernels.
+    """
+    library = torch.library.Library("fmoe_ext", "IMPL")
+    for operator, names in TORCH_OPERATORS.items():
+        if not any(won == operator for won, _, _ in wins):
+            continue
+        for name in names:
+            kernel = torch.library.get_kernel(f"fmoe_ext::{name}", dispatch_key)
+
+            def call(
+                keyset: Any, *given: Any, name: str = name, operator: str = operator, kernel: Any = kernel
+            ) -> Any:
+                problem = Problem.of(name, given)
+                if problem.suits_torch and (operator, problem.numbers(tf32_allowed), problem.rows) in wins:
+                    return globals()[name](*given)
+                return kernel.call_boxed(keyset, *given)
+
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "Warning only once for all operators")
+                library.impl(name, call, dispatch_key, with_keyset=True)
+    return library
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Facts of a call that decide between torch's product and the kernels."""
+
+    x: Tensor
+    num_rows: int
+    num_experts: int
+    weights: tuple[Tensor, ...]
+    is_biased: bool
+
+    @classmethod
+    def of(cls, name: str, given: tuple[Any, ...]) -> "Problem":
+        """The problem of a call of an operator."""
+        if name == "grouped_gemm":
+            x, weight, offs, bias = (*given, None)[:4]
+            return cls(x, x.shape[0], offs.numel(), (weight,), bias is not None)
+        if name.startswith("grouped_gemm"):
+            _, x, weight, offs, needs, *_ = given
+            return cls(x, x.shape[0], offs.numel(), (weight,), needs[2])
+        a: Any
+        if name == "expert_mlp":
+            a = ExpertMlp(*given)
+            is_biased = a.b1 is not None or a.b2 is not None
+        elif name.endswith("weights"):
+            a = ExpertMlpBackwardWeights(*given)
+            is_biased = a.needs[2] or a.needs[4]
+        else:
+            a = ExpertMlpBackward(*given)
+            is_biased = a.b2 is not None or a.needs[2] or a.needs[4]
+        return cls(a.x, a.row_idx.shape[0], a.offs.numel(), (a.w1, a.w2), is_biased)
+
+    @property
+    def suits_torch(self) -> bool:
+        """True if torch's product copies nothing and reads nothing that a captured graph could not."""
+        if self.is_biased or not self.num_rows or not self.num_experts:
+            return False
+        unit = 16 // self.x.element_size()
+        if any(size % unit for weight in self.weights for size in weight.shape[1:]):
+            return False
+        is_wide = self.x.dtype == torch.float32
+        return not (is_wide and self.x.is_cuda and torch.cuda.is_current_stream_capturing())
+
+    def numbers(self, tf32_allowed: Callable[[], bool]) -> str:
+        if self.x.dtype in (torch.bfloat16, torch.float16):
+            return "16 bits"
+        return "tf32" if self.x.dtype == torch.float32 and tf32_allowed() else "whole"
+
+    @property
+    def rows(self) -> str:
+        return rows_class(self.num_rows, self.num_experts)
 
 
 def compute_dtype(t: Tensor) -> torch.dtype:

@@ -1,11 +1,13 @@
 """MoE layers of Megatron-core with our weights and ours with its: equal outputs; every layout there and back."""
 
+import re
+
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from fmoe_ext import FMoETransformerMLP, SigmoidGate, SoftmaxGate
-from fmoe_ext.checkpoint import CheckpointError, from_megatron_core, to_megatron_core
+from fmoe_ext import FMoETransformerMLP, QuantileGate, SigmoidGate, SoftmaxGate
+from fmoe_ext.checkpoint import CheckpointError, from_megatron_core, to_huggingface, to_megatron_core
 from fmoe_ext.checkpoint.cli import main
 
 E, D, H = 4, 6, 5
@@ -44,6 +46,76 @@ def by_hand(state, layout, prefix):
 
 def assert_same(a, b):
     assert a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a)
+
+
+def test_quantile_bias_both_ways():
+    state = layer(gate=QuantileGate).state_dict()
+    state["gate.quantile_bias"] += torch.arange(E)
+    expected = by_hand(state, "te", "mlp.") | {"mlp.router.qb_beta": state["gate.quantile_bias"]}
+    whole = {f"mlp.{key}": value for key, value in state.items()}
+    whole["decoder.final_layernorm.weight"] = torch.ones(D)
+    assert_same(to_megatron_core(whole, "te"), expected)
+    assert_same(from_megatron_core(expected), whole)
+
+
+# The pairs of megatron-bridge 0.6.2 for an MoE layer, of its qwen3_moe_bridge and deepseek/common: one tensor of
+# Megatron's, and the same or its two halves in Transformers' files. The first * is the layer, the second the expert.
+BRIDGE_EXPERTS = {
+    "decoder.layers.*.mlp.router.weight": ("model.layers.*.mlp.gate.weight",),
+    "decoder.layers.*.mlp.experts.linear_fc1.weight*": (
+        "model.layers.*.mlp.experts.*.gate_proj.weight",
+        "model.layers.*.mlp.experts.*.up_proj.weight",
+    ),
+    "decoder.layers.*.mlp.experts.linear_fc2.weight*": ("model.layers.*.mlp.experts.*.down_proj.weight",),
+    "decoder.layers.*.mlp.experts.local_experts.*.linear_fc1.weight": (
+        "model.layers.*.mlp.experts.*.gate_proj.weight",
+        "model.layers.*.mlp.experts.*.up_proj.weight",
+    ),
+    "decoder.layers.*.mlp.experts.local_experts.*.linear_fc2.weight": (
+        "model.layers.*.mlp.experts.*.down_proj.weight",
+    ),
+}
+BRIDGE_DEEPSEEK = BRIDGE_EXPERTS | {
+    "decoder.layers.*.mlp.router.expert_bias": ("model.layers.*.mlp.gate.e_score_correction_bias",),
+    "decoder.layers.*.mlp.shared_experts.linear_fc1.weight": (
+        "model.layers.*.mlp.shared_experts.gate_proj.weight",
+        "model.layers.*.mlp.shared_experts.up_proj.weight",
+    ),
+    "decoder.layers.*.mlp.shared_experts.linear_fc2.weight": (
+        "model.layers.*.mlp.shared_experts.down_proj.weight",
+    ),
+}
+
+
+def by_bridge(state, pairs):
+    """Convert Megatron's names to Transformers' by the pairs, each tensor by exactly one of them."""
+    out = {}
+    for key, tensor in state.items():
+        matches = [
+            (names, match.groups())
+            for pattern, names in pairs.items()
+            if (match := re.fullmatch(re.escape(pattern).replace(r"\*", r"(\d+)"), key))
+        ]
+        assert len(matches) == 1, key
+        ((names, numbers),) = matches
+        for name, part in zip(names, tensor.chunk(len(names)), strict=True):
+            for number in numbers:
+                name = name.replace("*", number, 1)
+            out[name] = part
+    return out
+
+
+@pytest.mark.parametrize("layout", ["modules", "te"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
+def test_megatron_bridge_makes_the_files_of_our_export(family, layout):
+    """Of a layer in the place of Megatron's MLP, as to_megatron_core writes it."""
+    is_deepseek = family == "deepseek_v3"
+    shared = {"gate": SigmoidGate, "shared_expert_hidden": 2 * H} if is_deepseek else {}
+    states = [layer(**shared).state_dict() for _ in range(2)]
+    whole = {f"decoder.layers.{i}.mlp.moe.{k}": v + i for i, s in enumerate(states) for k, v in s.items()}
+    converted = by_bridge(to_megatron_core(whole, layout), BRIDGE_DEEPSEEK if is_deepseek else BRIDGE_EXPERTS)
+    ours = {f"model.layers.{i}.mlp.{k}": v + i for i, s in enumerate(states) for k, v in s.items()}
+    assert_same(converted, to_huggingface(ours, family))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -7,6 +7,7 @@ from torch import nn
 from fmoe_ext import FMoETransformerMLP
 from fmoe_ext.audit import Recipe
 from fmoe_ext.gates import OneRank, SoftmaxGate
+from tests.distributed.layouts import ranks_per_node
 
 D, H, E, VOCAB, SAMPLES, SEQ_LEN = 6, 5, 4, 11, 12, 4
 
@@ -25,8 +26,12 @@ class Model(nn.Module):
     def __init__(self, layout):
         super().__init__()
         self.embedding = nn.Embedding(VOCAB, D)
-        self.blocks = nn.ModuleList(Block(layout.expert_arguments(E)) for _ in range(2))
+        self.blocks = nn.ModuleList(Block(self.expert_arguments(layout)) for _ in range(2))
         self.head = nn.Linear(D, VOCAB)
+
+    @staticmethod
+    def expert_arguments(layout):
+        return layout.expert_arguments(E)
 
     def forward(self, tokens):
         x = self.embedding(tokens)
@@ -128,6 +133,22 @@ class MaskedModel(Model):
         return self.head(x)
 
     sees_padding = False
+
+
+class NodeModel(MaskedModel):
+    """A MaskedModel whose tokens go once to each of two simulated nodes."""
+
+    def __init__(self, layout):
+        if layout.ep == 1:
+            super().__init__(layout)
+            return
+        with ranks_per_node(layout.ep // 2):
+            super().__init__(layout)
+
+    @staticmethod
+    def expert_arguments(layout):
+        ways = {"exchange": "node", "overlap_degree": 2} if layout.ep > 1 else {}
+        return {**layout.expert_arguments(E), **ways}
 
 
 class PaddingModel(MaskedModel):

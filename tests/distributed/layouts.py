@@ -1,5 +1,8 @@
 """One model in any parallel layout, and the same model in one process on the whole batch."""
 
+import contextlib
+import os
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -37,6 +40,16 @@ class Model(nn.Module):
     def gate_loss(self):
         losses = [layer.gate.get_loss() for layer in self.moe]
         return sum(loss for loss in losses if loss is not None)
+
+
+@contextlib.contextmanager
+def ranks_per_node(number):
+    """Groups that are first asked for their nodes in the block have nodes of so many ranks."""
+    os.environ["FMOE_RANKS_PER_NODE"] = str(number)
+    try:
+        yield
+    finally:
+        del os.environ["FMOE_RANKS_PER_NODE"]
 
 
 def fill(module, dtype, seed=0):

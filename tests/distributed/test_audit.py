@@ -108,6 +108,15 @@ def test_audit_module_is_spread_over_ranks(pool):
     assert len(report.results) == 4
 
 
+def test_audit_of_an_exchange_over_nodes(pool):
+    """Two nodes of two ranks and two of one: recomputed and padded."""
+    recipe = replace(models.RECIPE, build=models.NodeModel, loss=models.masked_loss)
+    settings = {"padding": ["none", "left"], "recomputation": ["none", "non-reentrant"]}
+    report = audited(pool, recipe, layouts=["1", "ep4", "dp2xep2"], **settings)
+    assert report.ok, str(report)
+    assert all(worst <= 1e-12 for r in report.results for worst in r.worst.values())
+
+
 def test_audit_names_what_is_left_out(pool):
     recipe = replace(models.RECIPE, leave_out={"ep": "no group", "uneven": "not offered"})
     report = audited(pool, recipe, layouts=["dp2", "ep2"], accumulation=["1", "uneven"])

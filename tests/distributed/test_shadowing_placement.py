@@ -3,6 +3,7 @@
 import functools
 import itertools
 import os
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from fmoe_ext import FMoETransformerMLP
 from fmoe_ext.ep.cost import Hardware, Layer, step_time
 from fmoe_ext.ep.placement import imbalance, move_experts, plan, rebalance
 from fmoe_ext.ep.shadowing import choose_shadows, update_shadows
-from tests.distributed.layouts import D, assert_equal_training
+from tests.distributed.layouts import D, assert_equal_training, ranks_per_node
 from tests.distributed.test_layouts import OneExpert
 
 
@@ -93,9 +94,10 @@ def checkpoint_with_moved_experts():
 def numbers_of_fastmoe():
     os.environ.update(FMOE_FASTER_GLBPLC_NETBW="6.25e9", FMOE_FASTER_GLBPLC_GPUTP="11.5e12")
     try:
-        assert Hardware.measure(num_bytes=4096, size=8) == Hardware(6.25e9, 11.5e12)
+        measured = Hardware.measure(None, Layer(8, 8), rows=64)
+        assert (measured.bandwidth, measured.throughput) == (6.25e9, 11.5e12)
         del os.environ["FMOE_FASTER_GLBPLC_GPUTP"]
-        measured = Hardware.measure(num_bytes=4096, size=8)
+        measured = Hardware.measure(None, Layer(8, 8), rows=64)
         assert measured.bandwidth == 6.25e9 and 0 < measured.throughput != 11.5e12
     finally:
         os.environ.pop("FMOE_FASTER_GLBPLC_NETBW")
@@ -132,6 +134,48 @@ def test_step_time_by_hand():
     assert time.shadowing == pytest.approx(2 * 48 / 10)
     assert time.overlapped(1) == time.total
     assert time.overlapped(2) == pytest.approx(time.total - min(time.exchange, time.compute) / 2)
+
+
+def test_step_time_of_nodes_by_hand():
+    """Four ranks with 12 tokens in all, of two choices each, on two nodes."""
+    rows, layer = [8, 8, 4, 4], Layer(d_model=2, d_hidden=3, top_k=2)
+    speeds = {"latency": 0.5, "ranks_per_node": 2, "node_bandwidth": 2.0, "node_latency": 0.25}
+    hardware = Hardware(10.0, 100.0, **speeds)
+
+    def exchange(kind, **changes):
+        return step_time(rows, 4, replace(layer, exchange=kind), replace(hardware, **changes)).exchange
+
+    # half of the 8 rows of 8 bytes come from the other node
+    assert exchange("choice") == pytest.approx(4 * (4 * 8 / 2 + 0.25))
+    # a quarter comes from the rank beside it
+    assert exchange("choice", node_bandwidth=1e9) == pytest.approx(4 * (2 * 8 / 10 + 0.5))
+    assert exchange("choice", ranks_per_node=4) == exchange("choice", ranks_per_node=None)
+    on_busiest = 12 * (1 - (2 / 3) ** 2)  # tokens with a choice on a rank that a third of them chose
+    assert exchange("token") == pytest.approx(4 * (on_busiest / 2 * 8 / 2 + 0.25))
+    on_node = 12 * (1 - (1 / 3) ** 2) / 2  # for each of its ranks
+    inside = on_busiest / 2 * 8 / 10 + 0.5
+    assert exchange("node") == pytest.approx(4 * (on_node / 2 * 8 / 2 + 0.25 + inside))
+    moved = step_time(rows, 4, layer, hardware, shadows=(0,)).shadowing
+    assert moved == pytest.approx(2 * layer.expert_bytes / 2.0)
+    assert step_time([0, 0, 0, 0], 4, replace(layer, exchange="node"), hardware).compute == 0
+
+
+def measures_nodes():
+    layer = Layer(16, 8, num_matrices=3, bytes_per_element=2)
+    flat = Hardware.measure(None, layer, rows=64, num_experts=2)
+    assert flat.ranks_per_node is None and flat.node_bandwidth == float("inf") and flat.latency >= 0
+    for size in (2, 1):
+        with ranks_per_node(size):
+            measured = Hardware.measure(None, layer, rows=64, num_experts=2)
+        everyone = [None] * 4
+        dist.all_gather_object(everyone, measured)
+        assert everyone == [measured] * 4 and measured.ranks_per_node == size
+        assert 0 < measured.node_bandwidth < float("inf") and 0 < measured.throughput < 1e15
+        assert (measured.bandwidth == measured.node_bandwidth) == (size == 1)
+
+
+def test_measures_links_inside_and_between_nodes(pool):
+    pool.run(measures_nodes, world_size=4)
 
 
 def test_choose_shadows():

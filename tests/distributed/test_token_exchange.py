@@ -181,7 +181,9 @@ def test_bytes(pool, world_size, top_k):
 
 
 def rejects():
-    with pytest.raises(ValueError, match='exchange must be "choice", "token" or "auto", but got \'tokens\''):
+    with pytest.raises(
+        ValueError, match='exchange must be "choice", "token", "node" or "auto", but got \'tokens\''
+    ):
         make(exchange="tokens")
     with pytest.raises(ValueError, match=r"max_rows_per_rank, exchange\) must be the same on ranks \[0, 1\]"):
         make(exchange=["token", "choice"][dist.get_rank()])(inputs())

@@ -21,6 +21,12 @@ void cp_async_wait() {
 }
 inline void cp_async_wait_all() { emu::cp_async_wait(-1); }
 
+namespace detail {
+inline float flushed(float v) { return std::fabs(v) < 0x1p-126f ? v * 0.f : v; }
+}  // namespace detail
+inline float ex2_ftz(float v) { return detail::flushed(std::exp2(detail::flushed(v))); }
+inline float rcp_ftz(float v) { return detail::flushed(1.f / detail::flushed(v)); }
+
 inline uint4 ld_shared16(uint32_t p) { return emu::ld_shared16(p); }
 inline void st_global16(void* p, const uint4& v) { *static_cast<uint4*>(p) = v; }
 

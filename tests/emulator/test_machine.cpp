@@ -150,6 +150,9 @@ void test_context() {
 }
 void test_fast_math() {
   CHECK(__fdividef(1, 0x1p127f) == 0 && __fdividef(3, 2) == 1.5f, "a quotient by more than 2^126");
+  CHECK(ptx::ex2_ftz(-126.5f) == 0 && ptx::ex2_ftz(128) > 3e38f && ptx::ex2_ftz(3) == 8, "powers of two");
+  CHECK(ptx::rcp_ftz(0x1p127f) == 0 && ptx::rcp_ftz(0x1p-127f) > 3e38f && ptx::rcp_ftz(4) == 0.25f,
+        "reciprocals");
   CHECK(__expf(-90) == 0 && __expf(100) > 1e38f && __expf(1) > 2.718f, "exponentials");
 }
 

@@ -17,7 +17,7 @@ void run_hidden(const Case& c, const Form& form) {
   const Routing routing(c, random);
   const auto& [E, offs, row_idx, expert] = routing;
   const size_t R = routing.num_rows(), D = c.D, H = c.H, F = form.gated ? 2 * H : H;
-  const size_t num_dots = num_hidden_dots_sm90(c.H);
+  const size_t num_dots = num_hidden_dots_sm90(c.H, c.grid());
   Buffer<T> dy((form.by_token ? routing.kTokens : R) * D), w2(E * D * H), h(R * F), b2(E * D), dh(R * F),
       scaled_a(R * H);
   Buffer<float> weights(routing.kNumChoices), dots(R * num_dots);
@@ -258,7 +258,13 @@ int main(int argc, char** argv) {
     run_weight<__half, float>(cases_of_pairs[1], Gathered::none, true);
     run_input<__half>({{2100}, 0, 200, 8, 6, 2});  // more pairs of row tiles than go through together
     for (const Case& c : cases_of_64_rows) run_input<bf16>(c);
-    for (const Case& c : cases_of_256_columns) run_input<bf16>(c);
+    for (const Case& c : cases_of_256_columns) {
+      run_input<bf16>(c);
+      run_hidden<bf16>(c, {CurveKind::silu, true, true, true, false});
+    }
+    // Two tiles of columns, of which the second has two of four units; a block takes several tiles.
+    run_hidden<bf16>({{0, 130, 70}, 0, 136, 328, 1, 1, 128, 256}, {CurveKind::silu, true, true, true, true});
+    run_hidden<__half>({{70, 3}, 1, 24, 584, 2, 1, 128, 256}, {CurveKind::gelu, false, false, true, true});
     run_input<__half>(cases_of_64_rows[1]);
     const Case& c = cases[1];
     run_input<__half>(c);

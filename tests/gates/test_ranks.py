@@ -14,6 +14,7 @@ from fmoe_ext.gates import (
     FasterGate,
     GShardGate,
     NoisyGate,
+    QuantileGate,
     SigmoidGate,
     SinkhornGate,
     SoftmaxGate,
@@ -97,6 +98,7 @@ CASES = {
     "sigmoid": functools.partial(SigmoidGate, balance_loss="global"),
     "expert choice": ExpertChoiceGate,
     "sinkhorn": functools.partial(SinkhornGate, capacity_factor=0.7),
+    "quantile": functools.partial(QuantileGate, z_weight=0.1, balance_loss="global"),
     "uniform": functools.partial(UniformGate, capacity_factor=0.7),
 }
 

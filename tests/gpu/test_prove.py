@@ -9,7 +9,8 @@ import torch
 from fmoe_ext.gpu.child import Work
 from fmoe_ext.gpu.cli import main, run
 from fmoe_ext.gpu.prove import prove
-from fmoe_ext.gpu.races import OPERATIONS, Course, Race, Races, Start
+from fmoe_ext.gpu.races import OPERATIONS, TIMED_BY, Course, Race, Races, Start
+from fmoe_ext.gpu.report import summary
 from fmoe_ext.gpu.target import Unavailable
 from fmoe_ext.ops import gpu_kernels, gpu_proof
 from tests.gpu.targets import KERNELS, PORTABLE_MS, TORCH_MS, Emulated, Pretend
@@ -47,6 +48,36 @@ def test_prove_sound_gpu_proves_all():
     assert first.torch_ms == TORCH_MS
     assert {race.kernel for race in proof.races} == {*OTHERS, "rows_by_weight.pairs", "portable"}
     assert "checking portable" in lines and "checking up.a" in lines
+
+
+def test_torch_takes_what_it_computes_faster():
+    """At 7 ms torch wins both operators of expert_mlp but none of grouped_gemm's but what no kernel computes."""
+    proof, lines = prove_quietly(Pretend(torch_ms=7.0))
+    wins = {win.operator: win for win in proof.torch_wins}
+    assert list(wins) == ["expert_mlp"]  # 5 + 3 ms; the others 3, 6 + 6 and 6
+    win = wins["expert_mlp"]
+    assert win == gpu_proof.TorchWin("expert_mlp", "16 bits", "few", 8.0, 7.0)
+    assert states(proof)["up.a"] == "beaten" and states(proof)["rows_by_weight.a"] == "proved"
+    reason = (
+        "torch is faster in all of its races: expert_mlp (16 bits, few) takes 8.000 ms, 7.000 ms by torch"
+    )
+    assert proof.verdicts["up.a"].reason == reason
+    text = summary(proof)
+    assert "torch's product for expert_mlp, 16 bits, few rows an expert: 7.000 ms, ours 8.000" in text
+    assert f"beaten: up.a ({reason})" in text
+    choice = gpu_kernels.choose("auto", list(KERNELS), proof)
+    assert choice.torch_wins == {("expert_mlp", "16 bits", "few")} and "up.a" in choice.kernels
+
+
+def test_torch_needs_five_per_cent():
+    assert prove_quietly(Pretend(torch_ms=7.7))[0].torch_wins == ()  # 8 ms of ours are 4 % more
+
+
+def test_torch_takes_all_where_only_portable_kernels_are_there():
+    """As on a GPU without kernels of ours: 10 ms a product."""
+    proof, _ = prove_quietly(Pretend({name: "wrong" for name in KERNELS}, torch_ms=7.0))
+    assert {win.operator for win in proof.torch_wins} == set(TIMED_BY)
+    assert states(proof)["portable"] == "proved"
 
 
 # ---- faults that end the process

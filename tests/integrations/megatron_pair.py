@@ -87,6 +87,9 @@ def fill(ours, theirs):
     if theirs.router.expert_bias is not None:
         theirs.router.expert_bias.copy_(torch.linspace(-0.2, 0.2, E))
         ours.moe.gate.expert_bias.copy_(theirs.router.expert_bias)
+    if getattr(theirs.router, "qb_beta", None) is not None:
+        for beta in (theirs.router.qb_beta, ours.moe.gate.quantile_bias):
+            beta.copy_(torch.linspace(-0.5, 0.5, E).roll(3))
     for e, expert in enumerate(theirs.experts.local_experts):
         for linear, fused in ((expert.linear_fc1, "htoh4"), (expert.linear_fc2, "h4toh")):
             getattr(ours.moe.experts, fused).weight[e].copy_(linear.weight)
@@ -154,6 +157,10 @@ def tracked(name):
 
 SIGMOID = {"moe_router_score_function": "sigmoid"}
 SINKHORN = {"moe_router_load_balancing_type": "sinkhorn"}
+QUANTILES = {
+    "moe_router_load_balancing_type": "quantile_balancing",
+    "moe_router_quantile_balancing_ema": 0.25,
+}
 FORCED = {"moe_router_force_load_balancing": True}
 HONOURED = {
     "default": {},
@@ -214,6 +221,13 @@ HONOURED = {
     "sinkhorn": SINKHORN,
     "sinkhorn top-1": SINKHORN | {"moe_router_topk": 1},
     "sinkhorn with z-loss": SINKHORN | {"moe_router_topk": 3, "moe_z_loss_coeff": 0.1},
+    "quantiles": QUANTILES,
+    "quantiles, sigmoid": QUANTILES | SIGMOID,
+    "quantiles, top-4 sqrtsoftplus, scaled": QUANTILES
+    | {"moe_router_topk": 4, "moe_router_topk_scaling_factor": 2.5}
+    | {"moe_router_score_function": "sqrtsoftplus"},
+    "quantiles, pre-softmax and z-loss": QUANTILES
+    | {"moe_router_pre_softmax": True, "moe_z_loss_coeff": 0.1},
     "force balancing": FORCED,
     "force balancing with losses": FORCED | {"moe_aux_loss_coeff": 0.3, "moe_z_loss_coeff": 0.1},
     "force balancing, sigmoid": FORCED | SIGMOID | {"moe_router_topk": 3},

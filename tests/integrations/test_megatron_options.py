@@ -20,6 +20,7 @@ import megatron_layouts as layouts
 from gpt import make_chunks
 from megatron_pair import (
     HONOURED,
+    QUANTILES,
     SIGMOID,
     SINKHORN,
     B,
@@ -66,6 +67,29 @@ def test_biases():
         torch.testing.assert_close(ours(x)[0], theirs(x)[0], rtol=1e-12, atol=1e-14)
 
 
+def test_quantile_bias_moves_as_megatrons():
+    """By Megatron's finalize_model_grads, over two microbatches a step, for three steps; then nothing is left."""
+    finalize = pytest.importorskip("megatron.core.distributed.finalize_model_grads")
+    config = known_config_of(**QUANTILES)
+    ours, theirs = ours_of(config), theirs_of(config)
+    fill(ours, theirs)
+    gate, router = ours.moe.gate, theirs.router
+    optimizer = torch.optim.SGD(ours.parameters(), lr=0.0)
+    for number in range(3):
+        for seed in (2 * number, 2 * number + 1):
+            step(ours, seed=seed), step(theirs, seed=seed)
+        assert gate.num_quantiles == router.qb_beta_count == 2
+        torch.testing.assert_close(gate.quantile_sum, router.qb_beta_accum, rtol=1e-6, atol=1e-7)
+        before = gate.quantile_bias.clone()
+        finalize._update_router_qb_beta([torch.nn.ModuleList([ours, theirs])], config)
+        finalize.reset_model_temporary_tensors(config, [torch.nn.ModuleList([ours, theirs])])
+        torch.testing.assert_close(gate.quantile_bias, router.qb_beta, rtol=1e-6, atol=1e-7)
+        assert (gate.quantile_bias - before).abs().max() > 0.01
+        moved = gate.quantile_bias.clone()
+        optimizer.step()
+        assert torch.equal(gate.quantile_bias, moved)
+
+
 WITHOUT_NUMBERS = ("default", "router dtype", "no balancing")
 
 
@@ -86,6 +110,8 @@ def fill_same(layer):
     generator = torch.Generator().manual_seed(6)
     for p in (*layer.moe.gate.parameters(), *layer.moe.experts.parameters()):
         p.copy_(torch.randn(p.numel(), generator=generator, dtype=p.dtype).view(p.shape) / 3)
+    if hasattr(layer.moe.gate, "quantile_bias"):
+        layer.moe.gate.quantile_bias.copy_(torch.linspace(-0.5, 0.5, E))
 
 
 LOGGED_AS = {
@@ -129,9 +155,12 @@ def test_latent_experts_are_between_projections():
 
 
 def test_sequence_loss_per_token_is_that_of_all_tokens():
-    """Megatron multiplies it by the tokens of one sequence instead: B times less (Megatron-LM#3768)."""
+    """Megatron before 0.19.2 multiplies it by the tokens of one sequence: B times less (Megatron-LM#3768)."""
+    import megatron.core
+
+    is_mended = tuple(map(int, re.findall(r"\d+", megatron.core.__version__)[:3])) >= (0, 19, 2)
     kind = {"moe_router_load_balancing_type": "seq_aux_loss", "calculate_per_token_loss": True}
-    ours = ours_of(config_of(moe_aux_loss_coeff=0.3 / B, **kind))
+    ours = ours_of(config_of(moe_aux_loss_coeff=0.3 / (1 if is_mended else B), **kind))
     theirs = theirs_of(config_of(moe_aux_loss_coeff=0.3, **kind))
     fill(ours, theirs)
     assert B > 1

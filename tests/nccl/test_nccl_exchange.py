@@ -1,5 +1,7 @@
 """The exchange over NCCL as its callers see it, with a communicator that only says whether it has failed."""
 
+import contextlib
+import weakref
 from datetime import timedelta
 from types import SimpleNamespace
 
@@ -83,9 +85,9 @@ def start(monkeypatch, backend):
     works = []
     monkeypatch.setattr(exchange, "find_group", lambda name: name)
     monkeypatch.setattr(exchange.dist, "get_backend", lambda group: backend)
-    work = SimpleNamespace(wait=lambda: works.append("waited"))
+    work = SimpleNamespace(wait=lambda: works.append("waited"), is_completed=lambda: "ended" in works)
     monkeypatch.setattr(exchange, "_start_over_nccl", lambda *_: work)
-    transfer = exchange.start_exchange(None, SimpleNamespace(is_cuda=True), [], [], "group")
+    transfer = exchange.start_exchange([None], [SimpleNamespace(is_cuda=True)], [], [], "group")
     return transfer, works
 
 
@@ -100,6 +102,73 @@ def test_products_leave_sms_to_exchanges_that_are_under_way(margins, monkeypatch
     abandoned, _ = start(monkeypatch, "nccl")  # by an error, say
     del abandoned
     assert margins[-2:] == [16, 0]
+
+
+def test_sms_are_given_back_before_the_first_product_after_the_end(margins, monkeypatch):
+    transfer, works = start(monkeypatch, "nccl")
+    gpu_kernels.before(torch.zeros(1))
+    assert margins == [16]
+    works.append("ended")
+    gpu_kernels.before(torch.zeros(1))
+    assert margins == [16, 0]
+    exchange.wait([transfer], "group")
+    assert margins == [16, 0]  # once
+
+
+class Stream:
+    """A CUDA stream that keeps the calls it gets."""
+
+    cuda_stream = 7
+
+    def __init__(self):
+        self.calls = []
+
+    def wait_stream(self, other):
+        self.calls.append(("stream", other))
+
+    def wait_event(self, event):
+        self.calls.append(("event", event))
+
+    def record_event(self):
+        return SimpleNamespace(query=lambda: True)
+
+
+def on_fake_cuda(monkeypatch):
+    """An exchange over NCCL whose communicator keeps its arguments -> it, and the current stream."""
+    current, calls = Stream(), []
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: current)
+    made = exchange._NcclExchange.__new__(exchange._NcclExchange)
+    made.stream = Stream()
+    made.communicator = SimpleNamespace(all_to_all=lambda *args: calls.append(args), check=lambda: None)
+    return made, current, calls
+
+
+def test_all_tensors_of_an_exchange_are_one_group_of_calls(monkeypatch):
+    made, _, calls = on_fake_cuda(monkeypatch)
+    xs = [torch.zeros(5, 3), torch.zeros(5, 2, dtype=torch.int16), torch.zeros(5, dtype=torch.float64)]
+    outs = [x.new_zeros(4, *x.shape[1:]) for x in xs]
+    made.start(outs, xs, [2, 3], [4, 0])
+    pointers = [x.data_ptr() for x in xs], [2, 3], [out.data_ptr() for out in outs], [4, 0]
+    assert calls == [(*pointers, [12, 4, 8], 7)]
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_memory_of_an_exchange_is_used_again_after_its_end(monkeypatch, waits):
+    """Without record_stream: the stream of the tensors waits for the event before they are dropped."""
+    made, current, _ = on_fake_cuda(monkeypatch)
+    xs, outs = [torch.zeros(4, 3)], [torch.zeros(4, 3)]
+    alive = [weakref.ref(t) for t in (*xs, *outs)]
+    work = made.start(outs, xs, [2, 2], [2, 2])
+    event = work.event
+    del xs, outs
+    assert all(ref() is not None for ref in alive)
+    if waits:
+        work.wait()
+    else:
+        del work  # by an error, say
+    assert all(ref() is None for ref in alive)
+    assert current.calls and all(call == ("event", event) for call in current.calls)
 
 
 def test_products_leave_nothing_to_other_backends(margins, monkeypatch):

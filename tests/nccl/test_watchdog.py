@@ -25,7 +25,7 @@ def until(condition):
         time.sleep(0.005)
 
 def exchange(communicator):
-    communicator.all_to_all(0, [8, 8], 0, [8, 8], 0)
+    communicator.all_to_all([0], [1, 1], [0], [1, 1], [8], 0)
 
 def error_of(call):
     try:
@@ -118,6 +118,42 @@ communicator.destroy()
 
 def test_takes_no_more_blocks_than_it_is_given(folder):
     assert run(folder, "c = new(10.0)\nprint(fake.fake_max_blocks())") == ["16"]
+
+
+def test_several_tensors_are_one_group_of_calls(folder):
+    said = run(
+        folder,
+        """
+c = new(10.0)
+c.all_to_all([0, 64], [3, 0], [0, 128], [1, 2], [8, 4], 0)
+print(fake.fake_groups(), fake.fake_messages())
+for rows, recv, sizes in (([3], [0, 128], [8, 4]), ([3, 0], [0], [8, 4]), ([3, 0], [0, 128], [8])):
+    try:
+        c.all_to_all([0, 64], rows, recv, [1, 2], sizes, 0)
+    except ValueError as error:
+        print(error)
+""",
+    )
+    assert said[0] == "1 2"  # two tensors for one peer
+    assert "send_rows and recv_rows must have 2 numbers, but have 1 and 2" in said[1]
+    assert "one number for each buffer, but have 2, 1 and 2" in said[2] and "2, 2 and 1" in said[3]
+
+
+def test_spins_before_it_sleeps(folder):
+    """20 polls take less than as many sleeps would."""
+    said = run(
+        folder,
+        """
+c = new(10.0)
+fake.fake_in_progress(20)
+def seconds():
+    begin = time.perf_counter()
+    exchange(c)
+    return time.perf_counter() - begin
+print(min(seconds() for _ in range(50)))
+""",
+    )
+    assert float(said[0]) < 20 * 50e-6
 
 
 def test_deleted_communicator_is_aborted(folder):

@@ -1,5 +1,6 @@
 """FMOE_GPU_KERNELS: what is chosen, when, with which words; the file that a proof is kept in."""
 
+import dataclasses
 import json
 import os
 import re
@@ -9,7 +10,8 @@ import pytest
 import torch
 
 from fmoe_ext import info, ops
-from fmoe_ext.ops import expert_mlp, gpu_kernels, gpu_proof, grouped_gemm
+from fmoe_ext.gpu.tf32 import tf32
+from fmoe_ext.ops import expert_mlp, gpu_kernels, gpu_proof, grouped_gemm, torch_path
 from fmoe_ext.ops.gpu_proof import Key, Proof, Race, Verdict
 from tests.gpu.targets import define_switches
 from tests.ops.test_expert_mlp import Problem
@@ -42,6 +44,11 @@ def test_only_proved_kernels_are_used():
         assert choice == gpu_kernels.Choice(frozenset({"up.128x256"}))
     gone = proof(**FOUND, **{"old.kernel": "proved"})  # a name that this build lacks
     assert gpu_kernels.choose("auto", KERNELS, gone).kernels == {"up.128x256"}
+
+
+def test_beaten_kernels_stay_for_what_torch_cannot_take():
+    found = proof(**{**FOUND, "rows_by_weight.64x192": "beaten"})
+    assert gpu_kernels.choose("proved", KERNELS, found).kernels == {"up.128x256", "rows_by_weight.64x192"}
 
 
 @pytest.mark.parametrize("found", [None, proof(**FOUND), proof(portable="failed")])
@@ -115,6 +122,82 @@ def test_warns_once_and_takes_the_portable_kernels(switches, monkeypatch):
         call()
         Problem(5, 2, 3, 8, 8, torch.float32).call(expert_mlp, Problem(5, 2, 3, 8, 8, torch.float32).tensors)
     assert switches.on == []
+
+
+@pytest.fixture
+def by_torch(monkeypatch):
+    """Calls that torch_path computed, by operator."""
+    seen, depth = [], []
+
+    def spied(name, function):
+        def call(*given):
+            seen.extend([name] * (not depth))  # these functions call each other
+            depth.append(name)
+            try:
+                return function(*given)
+            finally:
+                depth.pop()
+
+        return call
+
+    for names in torch_path.TORCH_OPERATORS.values():
+        for name in names:
+            monkeypatch.setattr(torch_path, name, spied(name, getattr(torch_path, name)))
+    return seen
+
+
+def gradients(function, *tensors):
+    leaves = [t.detach().requires_grad_() for t in tensors]
+    y = function(*leaves)
+    return [y.detach(), *torch.autograd.grad(y, leaves, torch.ones_like(y))]
+
+
+def test_torch_computes_what_it_won(switches, monkeypatch, by_torch):
+    """By operator, dtype and rows an expert; with a bias, or widths that torch would copy, the kernels compute."""
+    x, weight, offs, bias, _ = make_inputs(9, 16, 24, [4, 9], torch.bfloat16)
+    many = make_inputs(128, 16, 24, [64, 128], torch.bfloat16)
+    expected = gradients(lambda *t: grouped_gemm(*t, offs), x, weight)
+    win = gpu_proof.TorchWin("grouped_gemm_backward", "16 bits", "few", 2.0, 1.0)
+    dataclasses.replace(proof(**FOUND), torch_wins=(win,)).save()
+    chosen = selection(monkeypatch)
+    chosen.prepare()
+    found = gradients(lambda *t: grouped_gemm(*t, offs), x, weight)
+    assert by_torch == ["grouped_gemm_backward"]
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs)
+    gradients(lambda *t: grouped_gemm(*t, many[2]), many[0], many[1])  # 64 rows an expert
+    gradients(lambda x, w, b: grouped_gemm(x, w, offs, b), x, weight, bias)
+    gradients(lambda *t: grouped_gemm(*t, offs), x.float(), weight.float())
+    narrow = make_inputs(9, 12, 24, [4, 9], torch.bfloat16)
+    gradients(lambda *t: grouped_gemm(*t, narrow[2]), narrow[0], narrow[1])
+    assert by_torch == ["grouped_gemm_backward"]
+    chosen._take_torch_where(frozenset())
+    gradients(lambda *t: grouped_gemm(*t, offs), x, weight)
+    assert by_torch == ["grouped_gemm_backward"]
+
+
+def test_torch_computes_expert_mlp_where_it_won(switches, monkeypatch, by_torch):
+    wins = [
+        gpu_proof.TorchWin(operator, "tf32", "few", 2.0, 1.0)
+        for operator in ("expert_mlp", "expert_mlp_backward")
+    ]
+    dataclasses.replace(proof(**FOUND), torch_wins=tuple(wins)).save()
+    problem = Problem(5, 2, 3, 8, 8, torch.float32, bias=False)
+    leaves = [problem.tensors[name] for name in ("x", "w1", "w2")]
+
+    def mlp(x, w1, w2):
+        return problem.call(expert_mlp, {**problem.tensors, "x": x, "w1": w1, "w2": w2})
+
+    expected = gradients(mlp, *leaves)
+    chosen = selection(monkeypatch)
+    chosen.prepare()
+    gradients(mlp, *leaves)
+    assert by_torch == []  # torch does not allow TF32
+    with tf32(True):
+        found = gradients(mlp, *leaves)
+    assert by_torch == ["expert_mlp", "expert_mlp_backward"]
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs)
 
 
 def test_first_call_uses_proved_kernels(switches, monkeypatch):

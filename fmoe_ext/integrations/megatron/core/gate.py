@@ -9,11 +9,18 @@ import torch
 from torch import Tensor
 
 from fmoe_ext import ops
-from fmoe_ext.gates import ScoredGate, SigmoidGate, SinkhornGate, SoftmaxGate, SqrtSoftplusGate
+from fmoe_ext.gates import (
+    QuantileGate,
+    ScoredGate,
+    SigmoidGate,
+    SinkhornGate,
+    SoftmaxGate,
+    SqrtSoftplusGate,
+)
 from fmoe_ext.recompute import Repeat
 from fmoe_ext.tokens import current_batch
 
-# balance_loss of the gate for moe_router_load_balancing_type; "sinkhorn" and "none" have none
+# balance_loss of the gate for moe_router_load_balancing_type; the others have none
 BALANCE_LOSSES = MappingProxyType(
     {"aux_loss": "global", "seq_aux_loss": "sequence", "global_aux_loss": "running"}
 )
@@ -96,6 +103,28 @@ class MegatronSinkhornGate(FromConfig, SinkhornGate):
     """SinkhornGate by the options of a TransformerConfig."""
 
 
+class MegatronQuantileGate(FromConfig, QuantileGate):
+    """QuantileGate by the options of a TransformerConfig.
+
+    finalize_model_grads moves the bias by the names in TopKRouter; nothing is then left to do at the optimizer's step.
+    """
+
+    @property
+    def qb_beta(self) -> Tensor:
+        """quantile_bias, which Megatron writes."""
+        return self.quantile_bias
+
+    @property
+    def qb_beta_accum(self) -> Tensor:
+        """quantile_sum, which Megatron averages and empties."""
+        return self.quantile_sum
+
+    @property
+    def qb_beta_count(self) -> Tensor:
+        """num_quantiles, which Megatron empties."""
+        return self.num_quantiles
+
+
 class MegatronSoftmaxGate(FromConfig, SoftmaxGate):
     """SoftmaxGate by the options of a TransformerConfig.
 
@@ -149,20 +178,25 @@ def gate_arguments(config: Any) -> dict[str, Any]:
         }
         if is_sinkhorn(config):
             return MegatronSinkhornGate(*size, **options)
+        score = config.moe_router_score_function
         options |= {
-            "normalize": not config.moe_router_pre_softmax,
+            "normalize": top_k > 1 if score != "softmax" else not config.moe_router_pre_softmax,
             "scale": config.moe_router_topk_scaling_factor or 1.0,
+        }
+        if is_quantile(config):
+            ema = config.moe_router_quantile_balancing_ema
+            return MegatronQuantileGate(*size, **options, score=score, ema=ema)
+        options |= {
             "num_groups": config.moe_router_num_groups if config.moe_router_group_topk else 1,
             "topk_groups": config.moe_router_group_topk or 1,
             "group_best": top_k // config.moe_router_group_topk if config.moe_router_group_topk else 1,
         }
-        score = config.moe_router_score_function
         if score == "softmax":
             made: FromConfig = MegatronSoftmaxGate(*size, **options)
         else:
             speed = config.moe_router_bias_update_rate if config.moe_router_enable_expert_bias else 0.0
             biased = MegatronSigmoidGate if score == "sigmoid" else MegatronSqrtSoftplusGate
-            made = biased(*size, **options | {"normalize": top_k > 1, "bias_update_speed": speed})
+            made = biased(*size, **options, bias_update_speed=speed)
         if getattr(config, "moe_enable_routing_replay", False):
             from megatron.core.transformer.moe.router_replay import RouterReplay
 
@@ -192,6 +226,10 @@ def balance_of(config: Any) -> str | dict[str, float] | None:
 
 def is_sinkhorn(config: Any) -> bool:
     return only(config.moe_router_load_balancing_type) == "sinkhorn"
+
+
+def is_quantile(config: Any) -> bool:
+    return bool(config.moe_router_load_balancing_type == "quantile_balancing")
 
 
 def loss_weights(config: Any) -> tuple[float, float, float]:

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch.nn.functional as F
 
-from fmoe_ext.integrations.megatron.core.gate import BALANCE_LOSSES, is_sinkhorn, only
+from fmoe_ext.integrations.megatron.core.gate import BALANCE_LOSSES, is_quantile, is_sinkhorn, only
 from fmoe_ext.integrations.megatron.core.options import (
     Option,
     check,
@@ -21,13 +21,20 @@ def _router(name: str, default: Any, honoured: str = "", refused: str = "", **ru
     return Option(name, default, honoured, refused, describes_router=True, **rules)
 
 
-def _not_with_sinkhorn(name: str, default: Any, honoured: str, **rules: Any) -> Option:
-    """An option of the router; Megatron's router ignores it for the type "sinkhorn", so it is refused there."""
+def _not_with_sinkhorn(
+    name: str, default: Any, honoured: str, nor_quantiles: bool = False, **rules: Any
+) -> Option:
+    """An option of the router; Megatron's router ignores it for the type "sinkhorn", so it is refused there.
+
+    nor_quantiles: and refuses or ignores it for the type "quantile_balancing".
+    """
 
     def refuses(config: Any) -> bool:
-        return is_sinkhorn(config) and not is_default(getattr(config, name, default), default)
+        is_ignored = is_sinkhorn(config) or (nor_quantiles and is_quantile(config))
+        return is_ignored and not is_default(getattr(config, name, default), default)
 
-    return _router(name, default, honoured, _SINKHORN, refuses=refuses, **rules)
+    reason = _QUANTILES if nor_quantiles else _SINKHORN
+    return _router(name, default, honoured, reason, refuses=refuses, **rules)
 
 
 def _no_effect(reason: str, names: str, *values: str) -> tuple[Option, ...]:
@@ -53,14 +60,19 @@ def _ranks_groups_by_nothing(config: Any) -> bool:
     return bool(kept and groups and kept < groups) and config.moe_router_topk < kept
 
 
-def _is_list_with_sinkhorn(config: Any) -> bool:
-    kinds = only(config.moe_router_load_balancing_type)
-    return isinstance(kinds, (list, tuple)) and "sinkhorn" in kinds
+def _refuses_balancing(config: Any) -> bool:
+    kinds = config.moe_router_load_balancing_type
+    if is_quantile(config):  # a Megatron without it takes the name and balances nothing
+        return not hasattr(config, "moe_router_quantile_balancing_ema")
+    if not isinstance(kinds, (list, tuple)):
+        return False
+    return "quantile_balancing" in kinds or ("sinkhorn" in kinds and len(kinds) > 1)
 
 
 def _replays_in_parts(config: Any) -> bool:
     in_parts = config.tensor_model_parallel_size > 1 and not config.sequence_parallel
-    return bool(getattr(config, "moe_enable_routing_replay", False)) and (in_parts or is_sinkhorn(config))
+    replays = bool(getattr(config, "moe_enable_routing_replay", False))
+    return replays and (in_parts or is_sinkhorn(config) or is_quantile(config))
 
 
 def _changes_signs(config: Any) -> bool:
@@ -68,7 +80,7 @@ def _changes_signs(config: Any) -> bool:
 
 
 def _has_no_loss(config: Any) -> bool:
-    return is_sinkhorn(config) and only(config.moe_aux_loss_coeff) != 0
+    return (is_sinkhorn(config) or is_quantile(config)) and only(config.moe_aux_loss_coeff) != 0
 
 
 def _offloads_experts(config: Any) -> bool:
@@ -103,6 +115,7 @@ def _captures(name: str, default: Any, *values: str) -> Option:
 
 
 _SINKHORN = 'beside moe_router_load_balancing_type="sinkhorn", whose scores do not depend on it'
+_QUANTILES = 'beside moe_router_load_balancing_type="sinkhorn" and "quantile_balancing", which do without it'
 _FLEX = (
     "DeepEP, HybridEP and their like exchange the rows of Megatron's own experts, and ours go by all-to-all: set "
     'moe_token_dispatcher_type="alltoall"; with moe_layer_spec(exchange="token") a token goes once to a rank, as with '
@@ -111,7 +124,7 @@ _FLEX = (
 _DTYPE = "experts compute in the dtype of their parameters"
 _WITHOUT_FP8 = "describes `fp8`, `fp4` or `quant_recipe`, which are refused"
 _WHOLE = "experts are whole on one rank"
-_BALANCING = (*BALANCE_LOSSES, "sinkhorn", "none")
+_BALANCING = (*BALANCE_LOSSES, "sinkhorn", "quantile_balancing", "none")
 _CAPTURED = ("attn", "mlp", "moe", "moe_router", "moe_preprocess", "mamba", "full", "full_iteration")
 
 _LAYOUT = (
@@ -168,7 +181,10 @@ _ROUTER = (
     ),
     _not_with_sinkhorn("moe_router_topk_scaling_factor", None, "`scale` of the gate"),
     _not_with_sinkhorn(
-        "moe_router_num_groups", None, "`num_groups` of the gate, with `moe_router_group_topk`"
+        "moe_router_num_groups",
+        None,
+        "`num_groups` of the gate, with `moe_router_group_topk`",
+        nor_quantiles=True,
     ),
     _router(
         "moe_router_group_topk",
@@ -191,6 +207,7 @@ _ROUTER = (
         "moe_router_enable_expert_bias",
         False,
         "`expert_bias` of `SigmoidGate`, moved by `finalize_model_grads`",
+        nor_quantiles=True,
     ),
     _router(
         "moe_router_bias_update_rate", 1e-3, "`finalize_model_grads`, with `moe_router_enable_expert_bias`"
@@ -207,16 +224,18 @@ _ROUTER = (
         'rank); "seq_aux_loss": of each sequence, whatever ranks have parts of it; "global_aux_loss": '
         '`balance_loss="running"` '
         "(Megatron: each data-parallel rank's part of it, averaged, which is the loss divided by their number); "
-        '"sinkhorn": `SinkhornGate`, over the tokens of all ranks (Megatron: of each rank); "none"; several losses',
-        '"sinkhorn" in a list of several',
-        refuses=_is_list_with_sinkhorn,
+        '"sinkhorn": `SinkhornGate`, over the tokens of all ranks (Megatron: of each rank); "quantile_balancing": '
+        "`QuantileGate`, over the tokens of all ranks (Megatron: the mean over data-parallel ranks), moved by "
+        '`finalize_model_grads`; "none"; several losses',
+        '"sinkhorn" in a list of several, "quantile_balancing" in any list and in a Megatron without it (before 0.19)',
+        refuses=_refuses_balancing,
         values=_BALANCING,
     ),
     Option(
         "moe_aux_loss_coeff",
         0.0,
         "factor of the gate's loss, or of each of several, through `MoEAuxLossAutoScaler`",
-        'any beside moe_router_load_balancing_type="sinkhorn", which has no loss',
+        'any beside moe_router_load_balancing_type="sinkhorn" and "quantile_balancing", which have no loss',
         _has_no_loss,
     ),
     Option(
@@ -224,7 +243,7 @@ _ROUTER = (
         None,
         "Megatron's schedules give its value to `MoEAuxLossAutoScaler`, through which the gate's loss passes",
     ),
-    _router("moe_router_quantile_balancing_ema", 0.0, 'of the type "quantile_balancing", which is refused'),
+    _router("moe_router_quantile_balancing_ema", 0.0, "`ema` of `QuantileGate`"),
     _router(
         "moe_router_force_biased",
         None,
@@ -266,8 +285,8 @@ _ROUTER = (
         "moe_enable_routing_replay",
         False,
         "Megatron's `RouterReplay` records and gives the choices, in its order of tokens",
-        "beside sinkhorn, and with tensor parallelism without sequence parallelism, where a rank chooses for a part "
-        "of its tokens",
+        "beside sinkhorn and quantile_balancing, and with tensor parallelism without sequence parallelism, where a "
+        "rank chooses for a part of its tokens",
         refuses=_replays_in_parts,
     ),
 )

@@ -1,0 +1,72 @@
+"""exchange="node": a token is sent once to a node that has some of its experts, and from there to their ranks.
+
+It arrives on the rank that has its own rank's place on the other node, so that each network card carries the tokens of
+one rank; inside the node it goes on as with exchange="token". Results are summed on the experts' ranks, then on that
+rank, then at home. Both steps are TokenExchanges: the first takes a node for a rank with all experts of its ranks. The
+step over nodes is not cut into chunks, which would send a token once for each chunk.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from fmoe_ext.ep.exchange import NO_GRAPH
+from fmoe_ext.ep.plan import Plan
+from fmoe_ext.ep.schedule import Exchange
+from fmoe_ext.ep.token_exchange import TokenExchange
+from fmoe_ext.ops.outside_graphs import outside_graphs
+from fmoe_ext.routing import DispatchHandle, ExpertInput, Nest, leaves_of
+
+
+class NodeExchange(Exchange):
+    """An Exchange of two TokenExchanges, one across nodes and one inside."""
+
+    def __init__(self, *args: Any):
+        super().__init__(*args)
+        nodes = self._home.nodes
+        assert nodes is not None
+        nodes.place(self._home.experts_in_place)
+        self._inside_home, ends = nodes.inside, [nodes.across.num_local_experts]
+        self._across = TokenExchange(
+            nodes.across, ends, self._x, self._topk_idx, self._topk_weights, self._step
+        )
+
+    def send(self) -> None:
+        self._across.send()
+
+    @outside_graphs(NO_GRAPH)
+    def receive(self, number: int) -> ExpertInput:
+        if number == 0:
+            self._inside = self._enter(self._across.receive(0))
+        return self._inside.receive(number)
+
+    @outside_graphs(NO_GRAPH)
+    def give_back(self, number: int, results: Nest) -> None:
+        if number == len(self._chunk_ends) - 1:
+            self._across.keep_for_backward(0, leaves_of(results))
+        self._inside.give_back(number, results)
+
+    def _enter(self, tokens: ExpertInput) -> TokenExchange:
+        """Sends the tokens that have come to this node on to the ranks of their experts."""
+        inside = TokenExchange(
+            *(self._inside_home, self._chunk_ends, tokens.x, tokens.topk_idx, tokens.topk_weights, self._step)
+        )
+        inside.num_tokens = self.num_tokens
+        inside.plan()
+        inside.send()
+        return inside
+
+    def _sort(self) -> DispatchHandle:
+        return self._across._sort()
+
+    def _exchange_counts(self, handle: DispatchHandle) -> Plan:
+        self._across._plan = self._across._exchange_counts(handle)
+        return self._across._plan
+
+    def _collect(self) -> tuple[torch.Tensor, ...]:
+        summed = self._inside.combine()
+        self._structure = self._inside._structure
+        self._across.give_back(0, summed)
+        return tuple(leaves_of(self._across.combine()))

@@ -1,0 +1,178 @@
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from fmoe_ext import ops
+from fmoe_ext.gates.base_gate import OneRank, Ranks, scores_of, weights_of
+from fmoe_ext.gates.scored_gate import ScoredGate
+from fmoe_ext.step import is_counted
+
+SCORES = ("softmax", "sigmoid", "sqrtsoftplus")
+DIGIT = 8  # bits of a value that one sum over the ranks decides
+
+
+class QuantileGate(ScoredGate):
+    """Balanced by a bias that one step moves where every expert has its even share: Megatron's "quantile_balancing".
+
+    Each token takes the top_k of logits - quantile_bias; the weights are the scores of the chosen logits, by score
+    "softmax", "sigmoid" or "sqrtsoftplus", which normalize and scale treat as in SoftmaxGate and SigmoidGate.
+
+    A token's lead for an expert is its logit less the best logit - bias that the token does not choose. A forward in
+    training finds the lead of each expert that T * top_k / E tokens exceed: the exact quantile of the tokens of all
+    ranks (Megatron: the mean of each data-parallel rank's). At a step of a torch.optim optimizer with a parameter of
+    the gate, the bias becomes ema * bias + (1 - ema) * quantile, less its mean. After several forwards the quantile is
+    the mean of theirs. Where no such optimizer steps, call update_bias() after each step.
+
+    balance_loss is None unless given. Other arguments: ScoredGate without groups.
+
+    Example:
+
+        >>> gate = QuantileGate(d_model=2, num_expert=2, world_size=1, top_k=1, gate_bias=False)
+        >>> gate.gate.weight.data.copy_(torch.eye(2)).shape
+        torch.Size([2, 2])
+        >>> x = torch.tensor([[3.0, 0.0], [2.0, 0.0]])
+        >>> gate(x)[0].flatten().tolist()  # the first expert is better for both tokens
+        [0, 0]
+        >>> gate.update_bias()
+        >>> gate(x)[0].flatten().tolist()
+        [0, 1]
+    """
+
+    quantile_bias: torch.Tensor
+    quantile_sum: torch.Tensor
+    num_quantiles: torch.Tensor
+
+    def __init__(
+        self,
+        d_model: int,
+        num_expert: int,
+        world_size: int,
+        top_k: int = 2,
+        gate_bias: bool = True,
+        *,
+        score: str = "softmax",
+        ema: float = 0.0,
+        balance_loss: str | Mapping[str, float] | None = None,
+        **options: Any,
+    ) -> None:
+        for name in ("num_groups", "topk_groups", "group_best"):
+            if name in options:
+                raise ValueError(f"QuantileGate has no {name}, but got {name}={options[name]!r}")
+        if score not in SCORES:
+            raise ValueError(f"score must be one of {SCORES}, but got {score!r}")
+        if not 0 <= ema < 1:
+            raise ValueError(f"ema must be in [0, 1), but got {ema}")
+        super().__init__(
+            d_model, num_expert, world_size, top_k, gate_bias, balance_loss=balance_loss, **options
+        )
+        self.score = score
+        self.ema = ema
+        self.register_buffer("quantile_bias", torch.zeros(self.tot_expert))
+        self.register_buffer("quantile_sum", torch.zeros(self.tot_expert), persistent=False)
+        self.register_buffer("num_quantiles", torch.zeros((), dtype=torch.int64), persistent=False)
+        if "running" not in self.balance_losses:
+            self._follow_optimizers()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        if "running" not in self.balance_losses:
+            self._follow_optimizers()
+
+    def reset_parameters(self) -> None:
+        """Begins without a bias; after .to_empty() of a gate made on the meta device."""
+        super().reset_parameters()
+        for buffer in (self.quantile_bias, self.quantile_sum, self.num_quantiles):
+            buffer.zero_()
+
+    def after_optimizer_step(self) -> None:
+        """update_bias(), called by itself at the optimizer's step."""
+        super().after_optimizer_step()
+        self.update_bias()
+
+    @torch.no_grad()
+    def update_bias(self) -> None:
+        """Move the bias to the quantiles of the forwards since the last update; without any it stays."""
+        self._keep_float32()
+        quantile = self.quantile_sum / self.num_quantiles.clamp(min=1)
+        bias = self.ema * self.quantile_bias + (1.0 - self.ema) * quantile
+        bias = bias - bias.mean()
+        self.quantile_bias.copy_(torch.where(self.num_quantiles > 0, bias, self.quantile_bias))
+        self.quantile_sum.zero_()
+        self.num_quantiles.zero_()
+
+    def select(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        self._keep_float32()
+        scores = logits.detach()
+        biased = scores - self.quantile_bias
+        counts = self.training and is_counted() and self.top_k < self.tot_expert
+        ranked = ops.topk_gate(biased, self.top_k + counts)[0]
+        if counts:
+            next_best = biased.gather(1, ranked[:, self.top_k :])
+            self._count(scores - next_best)
+        topk_idx = self.choose(lambda: ranked[:, : self.top_k].contiguous())
+        return topk_idx, weights_of(logits, topk_idx, self.score, self.normalize, self.scale)
+
+    def probabilities(self, logits: torch.Tensor) -> torch.Tensor:
+        scores = scores_of(logits, self.score)
+        return scores / scores.sum(-1, keepdim=True)
+
+    def _count(self, lead: torch.Tensor) -> None:
+        """Add the quantiles of lead [T, E]."""
+        found = even_quantile(lead, self.top_k, self.ranks)
+        if found is not None:
+            self.quantile_sum.add_(found)
+            self.num_quantiles.add_(1)
+
+    def _keep_float32(self) -> None:
+        if self.quantile_bias.dtype != torch.float32:  # where .half() or .bfloat16() had cast it
+            self.quantile_bias = self.quantile_bias.to(torch.float32)
+            self.quantile_sum = self.quantile_sum.to(torch.float32)
+
+
+def even_quantile(values: torch.Tensor, top_k: int, ranks: Ranks) -> torch.Tensor | None:
+    """The value of each column of values [T, E] that T * top_k // E of its entries exceed, T the tokens of all ranks.
+
+    None without tokens. The same bits on every rank, and for any division of the tokens over ranks; NaN counts as the
+    least. On several ranks the value is found digit by digit, from counts: no rank sees the others' values.
+    """
+    values = values.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
+    num_experts = values.shape[1]
+    if isinstance(ranks, OneRank):
+        place = values.shape[0] * top_k // num_experts
+        return values.topk(place + 1, dim=0).values[-1] if values.shape[0] else None
+    num_tokens = torch.cat(ranks.gather(torch.tensor([values.shape[0]], device=values.device))).sum()
+    if num_tokens == 0:
+        return None
+    num_above = (num_tokens * top_k // num_experts).expand(
+        num_experts
+    )  # within the values with the same digits
+    keys = _ordered_bits(values)
+    fits = torch.ones_like(keys, dtype=torch.bool)
+    found = torch.zeros(num_experts, dtype=keys.dtype, device=keys.device)
+    first = torch.arange(num_experts, device=keys.device) << DIGIT
+    bits = 8 * values.element_size()
+    for shift in range(bits - DIGIT, -1, -DIGIT):
+        digits = (keys >> shift) & (2**DIGIT - 1)
+        if shift == bits - DIGIT:
+            digits ^= 2 ** (DIGIT - 1)  # the sign: negative keys come first
+        counts = torch.zeros(num_experts << DIGIT, dtype=torch.int64, device=keys.device)
+        counts.scatter_add_(0, (first + digits).flatten(), fits.flatten().long())
+        counts = torch.stack(ranks.gather(counts)).sum(0).view(num_experts, -1)
+        above = counts.sum(1, keepdim=True) - counts.cumsum(1)  # [E, 2**DIGIT], with a larger digit
+        digit = (above > num_above[:, None]).sum(1)
+        num_above = num_above - above.gather(1, digit[:, None])[:, 0]
+        fits &= digits == digit
+        top = shift == bits - DIGIT
+        found |= ((digit ^ 2 ** (DIGIT - 1)) if top else digit).to(keys.dtype) << shift
+    return _of_ordered_bits(found, values.dtype)
+
+
+def _ordered_bits(values: torch.Tensor) -> torch.Tensor:
+    """Integers of the same size that are ordered as the values are."""
+    bits = (values + 0.0).view(torch.int64 if values.dtype == torch.float64 else torch.int32)  # + 0: no -0
+    return torch.where(bits < 0, bits ^ torch.iinfo(bits.dtype).max, bits)
+
+
+def _of_ordered_bits(keys: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return torch.where(keys < 0, keys ^ torch.iinfo(keys.dtype).max, keys).view(dtype)

@@ -1,0 +1,181 @@
+"""Layers of packed experts in published files: which bytes they are, and that joined they are the weights."""
+
+import json
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from fmoe_ext.checkpoint.adapters.base import Base
+from fmoe_ext.checkpoint.errors import CheckpointError
+from fmoe_ext.checkpoint.packed_projections import gguf_layers, packed_layer
+from fmoe_ext.ops import quantize
+
+E, D, H = 3, 256, 256
+PATH = "model.layers.0.mlp.experts"
+CONFIGS = {
+    "fp8_block": {"quant_method": "fp8", "weight_block_size": [128, 128]},
+    "int4": {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "config_groups": {"group_0": {"weights": {"num_bits": 4, "strategy": "group", "group_size": 32}}},
+    },
+    "nf4": {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
+}
+SUFFIXES = {
+    "fp8_block": (".weight", ".weight_scale_inv"),
+    "int4": (".weight_packed", ".weight_scale"),
+    "nf4": (".weight", ".weight.absmax"),
+}
+
+
+def projections():
+    generator = torch.Generator().manual_seed(0)
+    shapes = {"gate_proj": (H, D), "up_proj": (H, D), "down_proj": (D, H)}
+    return {
+        (e, name): torch.randn(shape, generator=generator) / 16
+        for e in range(E)
+        for name, shape in shapes.items()
+    }
+
+
+def tensors_of(name):
+    """The tensors of a published folder, and the decoded projections."""
+    tensors, decoded = {}, {}
+    for (e, projection), weight in projections().items():
+        packed = quantize(weight[None], name)
+        stem = f"{PATH}.{e}.{projection}"
+        data, scale = packed.data[0], packed.scale[0]
+        if name == "nf4":  # as bitsandbytes: flat
+            data, scale = data.reshape(-1, 1), scale.flatten()
+            state = json.dumps({"shape": list(weight.shape), "blocksize": 64, "quant_type": "nf4"}).encode()
+            tensors[f"{stem}.weight.quant_state.bitsandbytes__nf4"] = torch.frombuffer(
+                bytearray(state), dtype=torch.uint8
+            )
+        tensors |= {stem + SUFFIXES[name][0]: data.contiguous(), stem + SUFFIXES[name][1]: scale.contiguous()}
+        decoded[e, projection] = packed.dequantize()[0]
+    return tensors, decoded
+
+
+def save(folder, tensors, config):
+    folder.mkdir(exist_ok=True)
+    save_file(tensors, folder / "model.safetensors")
+    folder.joinpath("config.json").write_text(
+        json.dumps({"model_type": "qwen3_moe", "quantization_config": config})
+    )
+    return Base(folder)
+
+
+def read(layer, experts):
+    """The weights of some experts, their bytes read as a stream reads them."""
+    buffer = np.zeros(layer.num_bytes(len(experts)), dtype=np.uint8)
+    for span in layer.spans(experts, range(len(experts)), len(experts)):
+        with open(span.path, "rb") as file:
+            file.seek(span.begin)
+            buffer[span.at : span.at + span.num_bytes] = np.frombuffer(file.read(span.num_bytes), np.uint8)
+    return layer.weights(buffer, len(experts))
+
+
+def check(layer, decoded):
+    assert layer.shapes == ((E, 2 * H, D), (E, D, H)) and layer.is_packed
+    w1, w2 = read(layer, [2, 0])
+    for slot, e in enumerate((2, 0)):
+        joined = torch.cat((decoded[e, "gate_proj"], decoded[e, "up_proj"]))
+        assert torch.equal(w1.dequantize()[slot], joined)
+        assert torch.equal(w2.dequantize()[slot], decoded[e, "down_proj"])
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_projections_are_joined(tmp_path, name):
+    tensors, decoded = tensors_of(name)
+    layer, used = packed_layer(save(tmp_path, tensors, CONFIGS[name]), PATH)
+    assert used == tensors.keys()
+    check(layer, decoded)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_missing_and_odd_tensors_are_named(tmp_path, name):
+    tensors, _ = tensors_of(name)
+    missing = f"{PATH}.1.up_proj{SUFFIXES[name][1]}"
+    kept = tensors.pop(missing)
+    with pytest.raises(CheckpointError, match=f"lacks {missing}"):
+        packed_layer(save(tmp_path, tensors, CONFIGS[name]), PATH)
+    tensors[missing] = kept[:-1].contiguous()
+    with pytest.raises(CheckpointError, match=missing):
+        packed_layer(save(tmp_path, tensors, CONFIGS[name]), PATH)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        ("fp8_block", {"weight_block_size": [64, 64]}, r"weight_block_size \[64, 64\]"),
+        ("fp8_block", {"weight_block_size": None}, "weight_block_size None"),
+        ("int4", {"format": "marlin-24"}, "format 'marlin-24'"),
+        (
+            "int4",
+            {"config_groups": {"group_0": {"weights": {"num_bits": 8, "strategy": "channel"}}}},
+            "group_0 with 8 bits by channel",
+        ),
+        (
+            "int4",
+            {"config_groups": {"g": {"weights": {"num_bits": 4, "strategy": "group", "actorder": "group"}}}},
+            "actorder 'group'",
+        ),
+        ("nf4", {"bnb_4bit_quant_type": "fp4"}, "type 'fp4'"),
+        ("nf4", {"bnb_4bit_use_double_quant": True}, "bnb_4bit_use_double_quant"),
+    ],
+)
+def test_settings_that_are_not_computed_are_refused(tmp_path, name, changes, message):
+    base = save(tmp_path, tensors_of(name)[0], {**CONFIGS[name], **changes})
+    with pytest.raises(CheckpointError, match=message):
+        packed_layer(base, PATH)
+
+
+def test_other_methods_are_left_to_others(tmp_path):
+    assert packed_layer(save(tmp_path, tensors_of("int4")[0], {"quant_method": "awq"}), PATH) is None
+
+
+def write_gguf(path, kinds=("q4_k", "q4_k", "q6_k"), leave_out=""):
+    decoded = {}
+    writer = gguf.GGUFWriter(path, "qwen3moe")
+    for role, kind in zip(("gate", "up", "down"), kinds, strict=True):
+        weight = torch.stack([projections()[e, f"{role}_proj"] for e in range(E)])
+        packed = quantize(weight, kind)
+        for e in range(E):
+            decoded[e, f"{role}_proj"] = packed.dequantize()[e]
+        if role != leave_out:
+            raw = gguf.GGMLQuantizationType[kind.upper()]
+            writer.add_tensor(f"blk.0.ffn_{role}_exps.weight", packed.data.numpy(), raw_dtype=raw)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return decoded
+
+
+def test_gguf_experts_are_read_as_they_are(tmp_path):
+    decoded = write_gguf(tmp_path / "model.gguf")
+    layers = gguf_layers(tmp_path / "model.gguf")
+    assert list(layers) == [0]
+    check(layers[0], decoded)
+    w1, w2 = read(layers[0], [0])
+    assert (w1.format, w2.format) == ("q4_k", "q6_k")
+
+
+def test_gguf_files_that_are_broken(tmp_path):
+    path = tmp_path / "model.gguf"
+    write_gguf(path, leave_out="up")
+    with pytest.raises(CheckpointError, match=r"lacks blk\.0\.ffn_up_exps\.weight"):
+        gguf_layers(path)
+    write_gguf(path, kinds=("q4_k", "q8_0", "q6_k"))
+    with pytest.raises(CheckpointError, match="gate and up of layer 0 have other types"):
+        gguf_layers(path)
+    write_gguf(path)
+    path.write_bytes(path.read_bytes()[:-4096])
+    with pytest.raises(CheckpointError, match="truncated"):
+        gguf_layers(path)
+    path.write_bytes(b"no model")
+    with pytest.raises(CheckpointError, match="no GGUF file"):
+        gguf_layers(path)

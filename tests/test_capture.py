@@ -1,0 +1,145 @@
+"""What a CUDA graph forbids, on the CPU: a step on "meta" tensors under a mode that refuses what a capture would.
+
+The rules are those of torch.cuda.graph: the host may not wait for the device, copy from or to it, or ask for sizes that
+depend on values. Operators have their fake kernels here; tests/cuda/test_graph.py captures the same steps on a GPU.
+"""
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
+
+from fmoe_ext import FMoE, FMoETransformerMLP, gates
+from fmoe_ext.gates import GATES
+
+D, H, E, K, T = 8, 12, 4, 2, 6
+
+# Operators that wait for the device, because a size or a number of the host depends on values.
+SYNCHRONISE = {
+    *("_local_scalar_dense", "is_nonzero", "equal", "nonzero", "masked_select", "_unique2", "unique_dim"),
+    *("unique_consecutive", "bincount", "_pin_memory", "is_pinned"),
+}
+
+
+class RefusedInCapture(RuntimeError):
+    pass
+
+
+class Capture(TorchDispatchMode):
+    """Refuses what a stream that is captured refuses; num_ops: operators that ran."""
+
+    def __init__(self):
+        super().__init__()
+        self.num_ops = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        name = func.name().split("::")[1].split(".")[0]
+        if name in SYNCHRONISE or (name == "repeat_interleave" and kwargs.get("output_size") is None):
+            raise RefusedInCapture(f"{func.name()} waits for the device")
+        if name in ("index", "index_put", "index_put_", "_index_put_impl_") and any(
+            index is not None and index.dtype == torch.bool for index in args[1]
+        ):
+            raise RefusedInCapture(f"{func.name()} with a mask waits for the device")
+        out = func(*args, **kwargs)
+        tensors = [t for t in tree_leaves((args, kwargs, out)) if isinstance(t, torch.Tensor)]
+        on_host = [t for t in tensors if t.device.type == "cpu" and t.dim() > 0]
+        if on_host and any(t.device.type == "meta" for t in tensors):
+            raise RefusedInCapture(f"{func.name()} copies between host and device")
+        if on_host and any(t.is_pinned() for t in on_host):
+            raise RefusedInCapture(f"{func.name()} takes pinned memory")
+        self.num_ops += 1
+        return out
+
+
+class Model(nn.Module):
+    """Dense layer, two expert layers, dense layer; a loss with the balance loss."""
+
+    def __init__(self, gate="naive", **options):
+        super().__init__()
+        self.before, self.after = nn.Linear(D, D), nn.Linear(D, 3)
+        layers = [FMoETransformerMLP(E, D, H, "swiglu", top_k=K, gate=gate, **options) for _ in range(2)]
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, x, wrap=lambda f, x: f(x)):
+        x = self.before(x)
+        for layer in self.layers:
+            x = x + wrap(layer, x)
+        loss = self.after(x).square().mean()
+        found = gates.total_loss(self)
+        return loss if found is None else loss + 0.1 * found
+
+
+def recomputed(layer, x):
+    return checkpoint(layer, x, use_reentrant=False, preserve_rng_state=False)
+
+
+def captured(model, step):
+    """The operators of a captured step; the one before it may do anything, as warm-up steps of a graph may."""
+    step(model)
+    with Capture() as capture:
+        step(model)
+    return capture.num_ops
+
+
+def train(model):
+    x = torch.empty(T, D, device="meta", requires_grad=True)
+    model(x).sum().backward()
+    assert x.grad.shape == x.shape
+
+
+@pytest.mark.parametrize("gate", sorted(set(GATES) - {"sinkhorn"}))
+@pytest.mark.parametrize("bias", [True, False])
+def test_step_of_a_layer(gate, bias):
+    with torch.device("meta"):
+        layer = FMoETransformerMLP(E, D, H, top_k=1 if gate == "switch" else K, gate=gate, bias=bias)
+    assert captured(layer, train) > 10
+
+
+@pytest.mark.parametrize("wrap", [lambda f, x: f(x), recomputed], ids=["plain", "recomputed"])
+@pytest.mark.parametrize(
+    "options", [{}, {"shared_expert_hidden": 3, "latent_size": 4}, {"renormalize": True}], ids=str
+)
+def test_step_of_a_model(wrap, options):
+    """Forward, loss with the balance loss, backward and optimizer."""
+    with torch.device("meta"):
+        model = Model("softmax", **options)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+    def step(model):
+        optimizer.zero_grad()
+        model(torch.empty(T, D, device="meta"), wrap).backward()
+        optimizer.step()
+
+    assert captured(model, step) > 100
+    assert all(p.grad is not None for p in model.parameters())
+
+
+def test_what_reads_values_is_not_captured():
+    """Separate experts have their numbers of rows on the host; SinkhornGate asks whether it has converged."""
+    with torch.device("meta"):
+        separate = FMoE(E, D, expert=lambda d: nn.Linear(d, d))
+        sinkhorn = FMoETransformerMLP(E, D, H, gate="sinkhorn")
+    for layer in (separate, sinkhorn):
+        with pytest.raises(RuntimeError, match=r"waits for the device|meta tensor"):
+            captured(layer, train)
+
+
+def test_mode_refuses_what_a_capture_does():
+    x, host = torch.empty(4, device="meta"), torch.ones(4)
+    refused = [
+        (lambda: torch.equal(x, x), "waits for the device"),
+        (lambda: (x > 0).nonzero(), "waits for the device"),
+        (lambda: x[x > 0], "with a mask"),
+        (lambda: x.repeat_interleave(x.long()), "waits for the device"),
+        (lambda: host.to("meta"), "copies between host and device"),
+        (lambda: x.copy_(host), "copies between host and device"),
+    ]
+    with Capture() as capture:
+        for call, text in refused:
+            with pytest.raises(RefusedInCapture, match=text):
+                call()
+        assert capture.num_ops == 3  # two comparisons and a cast
+        assert (x * 2).repeat_interleave(x.long(), output_size=4).shape == (4,)
