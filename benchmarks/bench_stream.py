@@ -31,11 +31,13 @@ EXPERTS = ["experts.gate_up_proj", "experts.down_proj"]
 CGROUPS = Path("/sys/fs/cgroup")
 
 
-def write(folder: Path, layers: int) -> None:
+def write(folder: Path, layers: int, vocab: int) -> None:
     """Random weights: scales of MXFP4 that give values of about 0.02, one shard a layer."""
     import transformers
 
-    config = transformers.Qwen3MoeConfig(**SHAPE | {"num_hidden_layers": layers}, dtype="bfloat16")
+    config = transformers.Qwen3MoeConfig(
+        **SHAPE | {"num_hidden_layers": layers, "vocab_size": vocab}, dtype="bfloat16"
+    )
     config.architectures = ["Qwen3MoeForCausalLM"]
     config.quantization_config = {"quant_method": "mxfp4"}
     folder.mkdir(parents=True)
@@ -155,13 +157,13 @@ def generate(model, new_tokens: int) -> dict:
 
 
 def train(model, tokens: int, steps: int) -> dict:
-    stream = model.expert_stream
+    stream, vocab = model.expert_stream, model.config.vocab_size
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, 1e-4)
     model.train()
     seconds, losses, rows = [], [], []
     for number in range(steps + 1):
-        ids = torch.randint(0, 151936, (4, tokens // 4), generator=torch.Generator().manual_seed(number))
+        ids = torch.randint(0, vocab, (4, tokens // 4), generator=torch.Generator().manual_seed(number))
         stream.reset_statistics()
         begun = time.perf_counter()
         loss = model(input_ids=ids, labels=ids).loss
@@ -200,6 +202,7 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--write", action="store_true", help="write the model's folder, nothing else")
     parser.add_argument("--layers", type=int, default=48, help="with --write")
+    parser.add_argument("--vocab", type=int, default=151936, help="with --write")
     parser.add_argument("--limit", default="8GiB", help="of the cgroup")
     parser.add_argument("--memory", help="of stream(); the limit by default")
     parser.add_argument("--rank", type=int, default=4)
@@ -210,7 +213,7 @@ def main() -> None:
     parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.write:
-        write(options.folder, options.layers)
+        write(options.folder, options.layers, options.vocab)
         return
     memory = options.memory or options.limit
     if options.inside:

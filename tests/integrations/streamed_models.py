@@ -112,3 +112,92 @@ def decoded(folder, dtype=torch.float32):
     model_class = getattr(transformers, config.architectures[0])
     model = model_class.from_pretrained(None, config=config, state_dict=state, dtype=dtype)
     return huggingface.use(model).eval()
+
+
+WIDE = {"hidden_size": 256, "moe_intermediate_size": 256, "intermediate_size": 256, "head_dim": 64}
+QUANTIZATION = {
+    "fp8_block": {"quant_method": "fp8", "weight_block_size": [128, 128]},
+    "int4": {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "config_groups": {"group_0": {"weights": {"num_bits": 4, "strategy": "group", "group_size": 32}}},
+    },
+}
+SUFFIXES = {"fp8_block": ("", "_scale_inv"), "int4": ("_packed", "_scale")}
+
+
+def pack_linear(folder, name):
+    """Packs every linear layer of a folder, experts or not, as published FP8 and int4 folders do -> their values."""
+    (file,) = folder.glob("*.safetensors")
+    tensors, values = {}, {}
+    for key, value in load_file(file).items():
+        values[key] = value.float()
+        if not key.endswith("_proj.weight"):
+            tensors[key] = value
+            continue
+        packed = ops.quantize(value[None].float(), name)
+        data, scale = SUFFIXES[name]
+        tensors[key + data], tensors[key + scale] = packed.data[0].contiguous(), packed.scale[0].contiguous()
+        values[key] = packed.dequantize()[0]
+    save_file(tensors, file, {"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": QUANTIZATION[name]}))
+    return values
+
+
+def write_gguf(folder, kind):
+    """A GGUF file in place of the safetensors of a Qwen3-MoE, experts of a type in it -> (file, values)."""
+    import gguf
+
+    (file,) = folder.glob("*.safetensors")
+    tensors = {key: value.float() for key, value in load_file(file).items()}
+    values = dict(tensors)
+    config = json.loads((folder / "config.json").read_text())
+    writer = gguf.GGUFWriter(folder / "model.gguf", "qwen3moe")
+    type_of = gguf.GGMLQuantizationType[kind.upper()]
+    for layer in range(config["num_hidden_layers"]):
+        prefix = f"model.layers.{layer}.mlp.experts"
+        for ours, theirs in (("gate_proj", "gate"), ("up_proj", "up"), ("down_proj", "down")):
+            names = [f"{prefix}.{e}.{ours}.weight" for e in range(6)]
+            packed = ops.quantize(torch.stack([tensors.pop(name) for name in names]), kind)
+            values |= dict(zip(names, packed.dequantize(), strict=True))
+            writer.add_tensor(f"blk.{layer}.ffn_{theirs}_exps.weight", packed.data.numpy(), raw_dtype=type_of)
+    inside = {"q": "attn_q", "k": "attn_k", "v": "attn_v", "o": "attn_output"}
+    renamed = {
+        **{f"self_attn.{k}_proj": v for k, v in inside.items()},
+        **{"self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm", "mlp.gate": "ffn_gate_inp"},
+        **{"input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm"},
+    }
+    outside = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
+    for key, value in tensors.items():
+        stem = key.removesuffix(".weight")
+        _, _, rest = stem.removeprefix("model.layers.").partition(".")
+        name = outside.get(stem) or f"blk.{stem.split('.')[2]}.{renamed[rest]}"
+        writer.add_tensor(f"{name}.weight", value.numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    file.unlink()
+    return folder / "model.gguf", values
+
+
+def of_values(folder, values):
+    """The model with these values in memory, in float32."""
+    import transformers
+
+    config = json.loads((folder / "config.json").read_text())
+    config.pop("quantization_config", None)
+    stacked = {key: value for key, value in values.items() if ".experts." not in key}
+    for layer in range(config["num_hidden_layers"]):
+        prefix = f"model.layers.{layer}.mlp.experts"
+        gate, up, down = (
+            torch.stack([values[f"{prefix}.{e}.{name}_proj.weight"] for e in range(6)])
+            for name in ("gate", "up", "down")
+        )
+        stacked[f"{prefix}.gate_up_proj"] = torch.cat([gate, up], 1)
+        stacked[f"{prefix}.down_proj"] = down
+    config = transformers.CONFIG_MAPPING[config["model_type"]].from_dict(config)
+    model_class = getattr(transformers, config.architectures[0])
+    model = model_class.from_pretrained(None, config=config, state_dict=stacked, dtype=torch.float32)
+    return huggingface.use(model).eval()

@@ -4,19 +4,25 @@ import json
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
+from fmoe_ext.checkpoint import CheckpointError
 from fmoe_ext.checkpoint.adapters import cli
-
 from tests.integrations.huggingface_models import make_ids, step
 from tests.integrations.streamed_models import (
+    QUANTIZATION,
+    WIDE,
     bytes_of_adapters,
     checkpoint_layers,
     decoded,
+    of_values,
     pack,
+    pack_linear,
     resident,
     save,
     streamed,
     with_adapters,
+    write_gguf,
 )
 
 pytest.importorskip("transformers")
@@ -90,3 +96,56 @@ def test_packed_base_of_another_format_is_not_merged(tmp_path):
     with pytest.raises(SystemExit, match=r"quantised \(awq\)"):
         cli.main(["merge", *arguments, "--packing", "rank_major"])
     assert not (tmp_path / "merged").exists()
+
+
+def assert_same_training(plain, ours):
+    """The same loss, gradients and text, to rounding."""
+    checkpoint_layers(ours)
+    expected, found = step(plain.train(), make_ids()), step(ours.train(), make_ids())
+    assert error(found[0], expected[0]) < 1e-4
+    for parameter, gradient in found[2].items():
+        assert error(gradient, expected[2][parameter]) < 1e-3, parameter
+    options = {"max_new_tokens": 4, "do_sample": False}
+    with torch.no_grad():
+        found, expected = (model.eval().generate(make_ids(1, 3), **options) for model in (ours, plain))
+    assert torch.equal(found, expected)
+    assert ours.expert_stream.statistics.hits > 0
+
+
+@pytest.mark.parametrize("name", QUANTIZATION)
+def test_published_folder_equals_its_values(tmp_path, name):
+    folder = save(tmp_path, dtype=torch.bfloat16, num_hidden_layers=3, **WIDE)
+    values = pack_linear(folder, name)
+    plain = with_adapters(of_values(folder, values))
+    ours = streamed(folder, 2, 4 * bytes_of_adapters(plain), dtype=torch.float32)
+    assert_same_training(plain, with_adapters(ours))
+
+
+@pytest.mark.parametrize("kind", ["q8_0", "q4_k"])
+def test_gguf_file_equals_its_values(tmp_path, kind):
+    folder = save(tmp_path, dtype=torch.bfloat16, num_hidden_layers=3, **WIDE)
+    file, values = write_gguf(folder, kind)
+    plain = with_adapters(of_values(folder, values))
+    ours = streamed(file, 2, 4 * bytes_of_adapters(plain), dtype=torch.float32)
+    assert_same_training(plain, with_adapters(ours))
+
+
+def test_truncated_gguf_file(tmp_path):
+    folder = save(tmp_path, dtype=torch.bfloat16, num_hidden_layers=2, **WIDE)
+    file, _ = write_gguf(folder, "q8_0")
+    whole = file.read_bytes()
+    for share in (0.0, 0.0001, 0.3, 0.99):
+        file.write_bytes(whole[: int(share * len(whole))])
+        with pytest.raises(CheckpointError):
+            streamed(file)
+
+
+def test_unknown_packed_weight_outside_of_experts(tmp_path):
+    folder = save(tmp_path, dtype=torch.bfloat16, num_hidden_layers=2)
+    (file,) = folder.glob("*.safetensors")
+    tensors = load_file(file)
+    name = "model.layers.0.self_attn.q_proj.weight"
+    tensors[name] = tensors[name].to(torch.float8_e4m3fn)
+    save_file(tensors, file, {"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"q_proj\.weight is .*float8_e4m3fn, packed in a format"):
+        streamed(folder)

@@ -67,17 +67,12 @@ class Streamed:
         num_experts = pool.layers[self.index].num_experts
         if topk_idx.numel() >= num_experts:
             return None
-        found = pool.chosen(self.index, topk_idx[topk_idx >= 0].unique().tolist())
-        if found is None:
+        cache = pool.chosen(self.index, topk_idx[topk_idx >= 0].unique().tolist())
+        if cache is None:
             return None
-        weights, slots, num_slots = found
         if self.index == 0:
             pool.statistics.tokens += topk_idx.shape[0]
-        place = torch.full((num_experts + 1,), -1, dtype=topk_idx.dtype)
-        order = torch.zeros(num_slots, dtype=torch.int64)
-        for expert, slot in slots.items():
-            place[expert], order[slot] = slot, expert
-        return weights, place[topk_idx], order
+        return cache.weights, cache.place[topk_idx], cache.order
 
     def _hooks(self, is_training: bool) -> AbstractContextManager[Any]:
         """Lets autograd keep the numbers of layers instead of weights, unless a checkpoint drops all it keeps."""

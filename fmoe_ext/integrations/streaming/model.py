@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fmoe_ext.checkpoint.adapters.base import Base
 from fmoe_ext.checkpoint.errors import CheckpointError
 from fmoe_ext.checkpoint.expert_files import Layer, plain_layer
+from fmoe_ext.checkpoint.files import inside
 from fmoe_ext.checkpoint.huggingface import check_folder
-from fmoe_ext.checkpoint.packed_projections import packed_layer
+from fmoe_ext.checkpoint.packed_dense import outside_experts
+from fmoe_ext.checkpoint.packed_projections import gguf_layers, packed_layer
 from fmoe_ext.checkpoint.safetensors_file import StoredTensor
 from fmoe_ext.integrations import huggingface
 from fmoe_ext.integrations.huggingface_saving import replace_save_pretrained
+from fmoe_ext.integrations.streaming import gguf
 from fmoe_ext.integrations.streaming.budget import ExpertStream
 from fmoe_ext.integrations.streaming.experts import Streamed
 from fmoe_ext.integrations.streaming.placeholder import StreamedWeight
@@ -28,30 +32,24 @@ UNITS |= {f"{p}B": 1000**i for i, p in enumerate("KMGT", 1)}
 def stream(folder: str | Path, memory: int | str = "8GiB", *, dtype: torch.dtype | None = None) -> Any:
     """A causal language model of Transformers in eval(), its experts read from the folder's files as they are needed.
 
-    folder: with config.json and safetensors files; memory: bytes, or a text like "8GiB", for the model, adapters with
-    gradients and moments, buffers for experts, and a quarter of it for activations and the program. dtype: of the
-    weights outside of the experts, by default that of config.json. The experts are frozen: train adapters by PEFT's
-    target_parameters and fmoe_ext.lora.fuse(model). model.expert_stream has the counts of reads.
+    folder: with config.json and safetensors files, or a GGUF file; memory: bytes, or a text like "8GiB", for the model,
+    adapters with gradients and moments, buffers for experts, and a quarter of it for activations and the program.
+    dtype: of the weights outside of the experts, by default that of config.json. The experts are frozen: train adapters
+    by PEFT's target_parameters and fmoe_ext.lora.fuse(model). model.expert_stream has the counts of reads.
     Raises ValueError if memory is too little, CheckpointError for a folder that is damaged, reaches outside of itself
     or does not fit its config.json.
     Equivalent to: AutoModelForCausalLM.from_pretrained(folder, experts_implementation="fmoe"), with frozen experts.
     """
     import transformers
 
-    folder = Path(folder)
     num_bytes = bytes_of_text(memory)
-    if not folder.is_dir():
-        raise CheckpointError(f"{folder} is no folder: stream() reads local files")
-    check_folder(folder)
-    base = Base(folder)
-    if not base.config:
-        raise CheckpointError(f"{folder} has no config.json")
-    config: Any = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
-    if hasattr(config, "quantization_config"):
-        del config.quantization_config
+    source = _source(Path(folder))
+    config = source.config
     dtype = dtype or _dtype_of(config)
-    model_class, layers, state = _plan(base, config, dtype)
-    model = _load(folder, model_class, config, state, dtype)
+    with torch.device("meta"):
+        skeleton = transformers.AutoModelForCausalLM.from_config(config)
+    layers, state = _plan(source, skeleton, dtype)
+    model = _load(Path(folder), type(skeleton), config, state, dtype)
     expert_stream = ExpertStream(model, layers, num_bytes)
     model.expert_stream = expert_stream
     for index, layer in enumerate(layers):
@@ -75,39 +73,87 @@ def _dtype_of(config: Any) -> torch.dtype:
     return getattr(torch, value) if isinstance(value, str) else value
 
 
-def _plan(base: Base, config: Any, dtype: torch.dtype) -> tuple[Any, list[Layer], dict[str, Any]]:
-    """(class of the model, layers of experts, the state dict with placeholders for them)."""
-    import transformers
+class _Folder:
+    """A folder with config.json and safetensors files."""
 
-    with torch.device("meta"):
-        skeleton = transformers.AutoModelForCausalLM.from_config(config)
+    def __init__(self, folder: Path) -> None:
+        import transformers
+
+        self.path = folder
+        self.base = Base(folder)
+        if not self.base.config:
+            raise CheckpointError(f"{folder} has no config.json")
+        self.config: Any = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
+        if hasattr(self.config, "quantization_config"):
+            del self.config.quantization_config
+        self._used: set[str] = set()
+
+    def layer(self, path: str) -> Layer | None:
+        found = packed_layer(self.base, path) or plain_layer(self.base, path)
+        if found is None:
+            return None
+        self._used |= found[1]
+        return found[0]
+
+    def others(self, dtype: torch.dtype) -> dict[str, StoredTensor]:
+        return dict(outside_experts(self.base, self._used, dtype))
+
+
+class _GgufFile:
+    """A GGUF file, with or without config.json beside it."""
+
+    def __init__(self, file: Path) -> None:
+        self.path = file
+        self._layers = gguf_layers(file)
+        self.config = gguf.read_config(file)
+
+    def layer(self, path: str) -> Layer | None:
+        number = re.search(r"\.layers\.(\d+)\.", f".{path}.")
+        layer = self._layers.get(int(number[1])) if number else None
+        return None if layer is None else replace(layer, path=path)
+
+    def others(self, dtype: torch.dtype) -> dict[str, StoredTensor]:
+        return gguf.outside_experts(self.path, self.config, dtype)
+
+
+def _source(path: Path) -> _Folder | _GgufFile:
+    """The files of a model; CheckpointError for what is neither."""
+    if path.suffix == ".gguf" and path.is_file():
+        return _GgufFile(inside(path.parent, path.name))
+    if not path.is_dir():
+        raise CheckpointError(f"{path} is no folder and no GGUF file: stream() reads local files")
+    check_folder(path)
+    return _Folder(path)
+
+
+def _plan(
+    source: _Folder | _GgufFile, skeleton: nn.Module, dtype: torch.dtype
+) -> tuple[list[Layer], dict[str, Any]]:
+    """(layers of experts, the state dict with placeholders for them)."""
     layers: list[Layer] = []
     state: dict[str, Any] = {}
-    used: set[str] = set()
     for path, module in skeleton.named_modules():
         if not hasattr(module, "is_transposed"):
             continue
-        found = packed_layer(base, path) or plain_layer(base, path)
-        if found is None:
-            raise CheckpointError(f"{base.folder} has no experts for {path} in a format that is known")
-        layer, names = found
+        layer = source.layer(path)
+        if layer is None:
+            raise CheckpointError(f"{source.path} has no experts for {path} in a format that is known")
         for name, shape in zip(_names_of(module), layer.shapes, strict=True):
             expected = tuple(getattr(module, name).shape)
             if layer.is_packed and module.is_transposed:
                 shape = (shape[0], shape[2], shape[1])
             if shape != expected:
                 raise CheckpointError(
-                    f"{base.folder}: {path}.{name} is {list(shape)} in the files, but {list(expected)} by config.json"
+                    f"{source.path}: {path}.{name} is {list(shape)} in the files, but {list(expected)} by config.json"
                 )
             state[f"{path}.{name}"] = StreamedWeight(shape, dtype)
         layers.append(layer)
-        used |= names
     if not layers:
         raise CheckpointError(
-            f"{base.folder}: {config.model_type} has no experts that Transformers lets others compute"
+            f"{source.path}: {type(skeleton).__name__} has no experts that Transformers lets others compute"
         )
-    state |= {name: Stored(t) for name, t in base.tensors.items() if name not in used}
-    return type(skeleton), layers, state
+    state |= {name: Stored(t) for name, t in source.others(dtype).items()}
+    return layers, state
 
 
 def _names_of(experts: Any) -> tuple[str, str]:
@@ -143,7 +189,7 @@ def _load(folder: Path, model_class: Any, config: Any, state: dict[str, Any], dt
         more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
         raise CheckpointError(f"{folder} lacks {', '.join(missing[:3])}{more}")
     model.name_or_path = model.config.name_or_path = str(folder)  # PEFT notes it in adapter_config.json
-    if (folder / "generation_config.json").exists():
+    if folder.is_dir() and (folder / "generation_config.json").exists():
         model.generation_config = transformers.GenerationConfig.from_pretrained(folder)
     return model
 

@@ -58,14 +58,41 @@ class _Slot:
     leases: set[object] = field(default_factory=set)  # one for each use that has not ended
 
 
-@dataclass(eq=False)
-class _Cache:
-    """The slots of one layer's chosen experts."""
+class Cache:
+    """The slots of one layer's chosen experts, the weights in them, and which expert is where.
 
-    begin: int
-    slots: OrderedDict[int, int] = field(
-        default_factory=OrderedDict
-    )  # {expert: slot}, least recently used first
+    place [E + 1] int64: the slot of each expert, -1 for those that are not there, and at the end; order: the expert in
+    each slot, 0 for empty ones.
+    """
+
+    def __init__(self, layer: Layer, buffer: "np.ndarray[Any, Any]", num_slots: int) -> None:
+        self.buffer, self.num_slots = buffer, num_slots
+        self.weights = layer.weights(buffer, num_slots)
+        self.place = torch.full((layer.num_experts + 1,), -1)
+        self.order = torch.zeros(num_slots, dtype=torch.int64)
+        self._slots: OrderedDict[int, int] = OrderedDict()  # {expert: slot}, least recently used first
+
+    def make_room(self, experts: Sequence[int]) -> tuple[list[int], list[int]]:
+        """(experts that have to be read, slots for them); marks all as used."""
+        missing = [e for e in experts if e not in self._slots]
+        for e in experts:
+            if e in self._slots:
+                self._slots.move_to_end(e)
+        slots: list[int] = []
+        for _ in missing:
+            if len(self._slots) + len(slots) < self.num_slots:
+                slots.append(len(self._slots) + len(slots))
+            else:
+                expert, slot = self._slots.popitem(last=False)
+                self.place[expert] = -1
+                slots.append(slot)
+        return missing, slots
+
+    def put(self, experts: Sequence[int], slots: Sequence[int]) -> None:
+        """Notes experts that were read into slots."""
+        for expert, slot in zip(experts, slots, strict=True):
+            self._slots[expert] = slot
+            self.place[expert], self.order[slot] = slot, expert
 
 
 class Pool:
@@ -87,8 +114,7 @@ class Pool:
         self._ahead = ThreadPoolExecutor(1, "fmoe_ext read ahead")
         self._lock = Lock()
         self._slots: list[_Slot] = []
-        self._caches: list[_Cache] = []
-        self._slots_a_layer = 0  # of caches
+        self._caches: list[Cache] = []
         self.resize(num_bytes)
         weakref.finalize(self, self._ahead.shutdown, wait=False)
 
@@ -164,36 +190,26 @@ class Pool:
         weakref.finalize(buffer, slot.leases.discard, lease)
         return buffer
 
-    def chosen(self, index: int, experts: Sequence[int]) -> tuple[Weights, dict[int, int], int] | None:
-        """(weights of all slots of a layer, {expert: slot}, number of slots) once the experts are there.
+    def chosen(self, index: int, experts: Sequence[int]) -> Cache | None:
+        """The cache of a layer once the experts are in it, right until the next call.
 
-        The tensors are right until the next call. None if the slots of a layer are too few, or buffers are in use.
+        None if its slots are too few, or buffers of whole layers are in use. Raises CheckpointError.
         """
         layer = self.layers[index]
         with self._lock:
             if not self._use_caches(len(experts)):
                 return None
-            cache, num_slots = self._caches[index], min(self._slots_a_layer, layer.num_experts)
-            missing = [e for e in experts if e not in cache.slots]
-            for e in experts:
-                if e in cache.slots:
-                    cache.slots.move_to_end(e)
-            free = [s for s in range(num_slots) if s not in set(cache.slots.values())]
-            while len(free) < len(missing):
-                free.append(cache.slots.popitem(last=False)[1])
-            taken = free[: len(missing)]
-        buffer = self._bytes[cache.begin : cache.begin + layer.num_bytes(num_slots)]
-        self._note_buffers(self._caches[-1].begin + self.layers[-1].num_bytes(num_slots))
+        cache = self._caches[index]
+        missing, slots = cache.make_room(experts)
         self.statistics.hits += len(experts) - len(missing)
         self.statistics.misses += len(missing)
         if missing:
             begun = time.perf_counter()
-            self._count(
-                self._reader.read(layer.spans(missing, taken, num_slots), buffer), len(missing), begun
-            )
+            num_bytes = self._reader.read(layer.spans(missing, slots, cache.num_slots), cache.buffer)
+            self._count(num_bytes, len(missing), begun)
             self.statistics.waited_seconds += time.perf_counter() - begun
-            cache.slots.update(zip(missing, taken, strict=True))
-        return layer.weights(buffer, num_slots), dict(cache.slots), num_slots
+            cache.put(missing, slots)
+        return cache
 
     def resident_layers(self) -> list[int]:
         """Layers that have a buffer, or are being read into one."""
@@ -234,9 +250,13 @@ class Pool:
                 return False
             self._settle()
             self._slots = []
-            self._slots_a_layer = min(counts)
-            self._caches = [_Cache(i * region) for i in range(len(self.layers))]
-        return needed <= self._slots_a_layer
+            begins = range(0, region * len(self.layers), region)
+            self._caches = [
+                Cache(layer, self._bytes[begin : begin + layer.num_bytes(min(counts))], min(counts))
+                for begin, layer in zip(begins, self.layers, strict=True)
+            ]
+            self._note_buffers(begins[-1] + self._caches[-1].buffer.size)
+        return needed <= min(cache.num_slots for cache in self._caches)
 
     def _settle(self) -> None:
         """Waits for reads that are under way."""

@@ -1,0 +1,44 @@
+"""make finetune, from an empty folder."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("transformers")
+pytest.importorskip("peft")
+pytest.importorskip("matplotlib")
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def run(folder, *arguments):
+    return subprocess.run(
+        [sys.executable, "-W", "ignore", str(ROOT / "examples/finetune/finetune.py"), *arguments],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=900,
+    )
+
+
+@pytest.mark.long
+def test_small_model_passes_every_check(tmp_path):
+    result = run(tmp_path)
+    assert result.returncode == 0, result.stdout + result.stderr
+    lines = result.stdout.splitlines()
+    assert sum(line.startswith("ok ") for line in lines) == 6 and "FAILED" not in result.stdout
+    assert (tmp_path / "out/finetune/finetune.png").stat().st_size > 10_000
+
+
+@pytest.mark.long
+def test_comparison_that_fails_is_the_exit_status(tmp_path):
+    result = run(tmp_path, "--steps", "2", "--making-steps", "2", "--lr", "0")
+    assert result.returncode == 1 and "FAILED loss of the held-out text" in result.stdout
+
+
+def test_model_needs_a_text(tmp_path):
+    result = run(tmp_path, "--model", "folder")
+    assert result.returncode == 2 and "--model needs --text FILE" in result.stderr
