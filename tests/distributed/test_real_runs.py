@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from fmoe_ext import valid_tokens
 from fmoe_ext.ep import plan
 from fmoe_ext.ep.ranks import GroupRanks
-from fmoe_ext.gates import GATES, NoisyGate, SigmoidGate, SinkhornGate, SoftmaxGate, WholeBatch
+from fmoe_ext.gates import GATES, NoisyGate, QuantileGate, SigmoidGate, SinkhornGate, SoftmaxGate, WholeBatch
 from tests.distributed import layouts
 from tests.distributed.layouts import assert_equal_histories, in_layout, one_process
 
@@ -147,6 +147,7 @@ REPEATED = {
     "overlap": {"overlap_degree": 2},
     "sinkhorn": {"gate": SINKHORN},
     "running loss": {"gate": RUNNING},
+    "quantiles": {"gate": functools.partial(QuantileGate, z_weight=0.1, balance_loss="global")},
 }
 
 
@@ -158,6 +159,29 @@ def test_recomputation_sends_no_message(pool, options):
 @pytest.mark.parametrize("gate", [SoftmaxGate, NoisyGate, SigmoidGate])
 def test_ranks_agree_about_rows_though_inputs_drift(pool, gate):
     pool.run(drifting, gate, world_size=2)
+
+
+def quantile_bias():
+    """The bias after three steps of two ranks, of which one has no tokens in the second, and of one process."""
+    rank, steps = dist.get_rank(), ((4, 6), (0, 7), (5, 3))
+    models = [
+        layouts.fill(layouts.Model(layouts.E, gate=QuantileGate, **options), torch.float64)
+        for options in ({"gate_group": dist.group.WORLD}, {})
+    ]
+    gates = [next(m for m in model.modules() if isinstance(m, QuantileGate)) for model in models]
+    for step, sizes in enumerate(steps):
+        parts = [layouts.batch(2 * step + i, 0, n, torch.float64)[0] for i, n in enumerate(sizes)]
+        models[0](parts[rank])
+        models[1](torch.cat(parts))
+        for gate in gates:
+            assert gate.num_quantiles == 1
+            gate.update_bias()
+        assert torch.equal(gates[0].quantile_bias, gates[1].quantile_bias)
+        assert gates[0].quantile_bias.abs().max() > 0
+
+
+def test_quantile_bias_of_ranks_is_that_of_one_process(pool):
+    pool.run(quantile_bias, world_size=2)
 
 
 def whole_batch(gate):
