@@ -27,8 +27,8 @@ class FrozenWeight {
     format_ = static_cast<gemm::PackedFormat>(packing.format);
     if (!is_packed()) {
       data_ = as_contiguous(data);
-      STD_TORCH_CHECK(!packing.scale && !packing.zero && !packing.interleaved, name, " of ", dtype_text(data),
-                      " is not packed, so it has no scale, no zero and no interleaved rows");
+      STD_TORCH_CHECK(!packing.scale && !packing.zero && !packing.interleaved, name,
+                      "_scale, zero and interleaved must be left out: ", name, " is not packed");
       return;
     }
     check_dim(data, 3, name, "[E, out, bytes of a row]");
@@ -36,7 +36,8 @@ class FrozenWeight {
     STD_TORCH_CHECK(data.scalar_type() == ScalarType::Byte, name,
                     " must be uint8 when it is packed, but got ", dtype_text(data));
     STD_TORCH_CHECK(!packing.interleaved || sizes_[1] % 2 == 0, name,
-                    " has interleaved rows, so their number must be even, but got shape ", shape_text(data));
+                    " must have an even number of rows when they are interleaved, but got shape ",
+                    shape_text(data));
     data_ = as_contiguous(data);
     if (packing.scale) packing_.scale = as_contiguous(*packing.scale);
     if (packing.zero) packing_.zero = as_contiguous(*packing.zero);
@@ -80,12 +81,12 @@ class FrozenWeight {
   }
 
   const Tensor& scale(std::initializer_list<ScalarType> dtypes) {
-    STD_TORCH_CHECK(packing_.scale, name_, "_scale is missing: format ", packing_.format, " has scales");
+    STD_TORCH_CHECK(packing_.scale, name_, "_scale must be given: format ", packing_.format, " has scales");
     const Tensor& t = *packing_.scale;
     check_cpu(t, name_);
     bool known = false;
     for (const ScalarType dtype : dtypes) known |= t.scalar_type() == dtype;
-    STD_TORCH_CHECK(known, name_, "_scale has the wrong dtype for format ", packing_.format, ": ",
+    STD_TORCH_CHECK(known, name_, "_scale must have a dtype of format ", packing_.format, ", but got ",
                     dtype_text(t));
     STD_TORCH_CHECK(t.dim() == 3 && t.size(0) == sizes_[0], name_, "_scale must have shape [", sizes_[0],
                     ", rows, groups], but got shape ", shape_text(t));
@@ -113,7 +114,8 @@ class FrozenWeight {
     group_ = sizes_[2] / groups;
   }
   void check_whole_blocks(int64_t bytes, int64_t columns) {
-    STD_TORCH_CHECK(!packing_.scale, name_, " has its scales inside, but got ", name_, "_scale");
+    STD_TORCH_CHECK(!packing_.scale, name_, "_scale must be None: format ", packing_.format,
+                    " has its scales inside");
     STD_TORCH_CHECK(data_.size(2) % bytes == 0, name_, " must have rows of whole blocks of ", bytes,
                     " bytes, but got shape ", shape_text(data_));
     sizes_[2] = data_.size(2) / bytes * columns;
@@ -121,7 +123,8 @@ class FrozenWeight {
 
   void check_packed() {
     using gemm::PackedFormat;
-    STD_TORCH_CHECK(!packing_.zero || format_ == PackedFormat::int4, name_, "_zero is for int4 only");
+    STD_TORCH_CHECK(!packing_.zero || format_ == PackedFormat::int4, name_, "_zero must be None for format ",
+                    packing_.format);
     switch (format_) {
       case PackedFormat::mxfp4:
         scale({ScalarType::Byte});

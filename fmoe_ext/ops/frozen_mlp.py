@@ -273,20 +273,23 @@ def composed_backward(*arguments: Any) -> tuple[torch.Tensor, ...]:
     with torch.enable_grad():
         h = a.h.detach().requires_grad_()
         hidden = list(ACTIVATIONS.values())[a.activation](h)
-    none = a.x.new_empty(0)
-    dtopk_weights = _grad_of_weights(a, dhidden, hidden.detach(), dout) if needs_weights else none
+
+    def none() -> torch.Tensor:
+        return a.x.new_empty(0)
+
+    dtopk_weights = _grad_of_weights(a, dhidden, hidden.detach(), dout) if needs_weights else none()
 
     u2, scaled = a.u2, hidden.detach()
     if a.topk_weights is not None:
         weights = _weights_of_rows(a)
         dhidden, scaled, u2 = ((t * weights).to(t.dtype) for t in (dhidden, scaled, u2))
     (dh,) = torch.autograd.grad(hidden, h, dhidden)
-    da2 = _outer(t2, scaled, a.lora_a2, a.offs) if needs_a2 else none
-    db2 = _outer(dout, u2, a.lora_b2, a.offs) if needs_b2 else none
+    da2 = _outer(t2, scaled, a.lora_a2, a.offs) if needs_a2 else none()
+    db2 = _outer(dout, u2, a.lora_b2, a.offs) if needs_b2 else none()
     dx_rows, t1 = _product_transposed(dh, w1, a.offs, low1)
-    da1 = _outer(t1, permute(a.x, a.row_idx, a.inverse), a.lora_a1, a.offs) if needs_a1 else none
-    db1 = _outer(dh, a.u1, a.lora_b1, a.offs) if needs_b1 else none
-    dx = unpermute(dx_rows, a.row_idx, a.inverse, None) if needs_x else none
+    da1 = _outer(t1, permute(a.x, a.row_idx, a.inverse), a.lora_a1, a.offs) if needs_a1 else none()
+    db1 = _outer(dh, a.u1, a.lora_b1, a.offs) if needs_b1 else none()
+    dx = unpermute(dx_rows, a.row_idx, a.inverse, None) if needs_x else none()
     return dx, da1, db1, da2, db2, dtopk_weights
 
 

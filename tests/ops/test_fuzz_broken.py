@@ -269,6 +269,23 @@ def expert_mlp_backward_accumulate(d):
     )
 
 
+def frozen_mlp_packed(d):
+    arguments = {"x": d.floats(d.T, 32), **d.routing, "offs": d.sort.offs}
+    arguments |= {"w1": torch.zeros(d.E, d.H, 16, dtype=torch.uint8), "b1": d.floats(d.E, d.H)}
+    arguments |= {"w2": d.floats(d.E, 32, d.H), "b2": d.floats(d.E, 32)}
+    arguments |= {"lora_a1": None, "lora_b1": None, "scale1": 1.0, "lora_a2": None, "lora_b2": None}
+    arguments |= {"scale2": 1.0, "topk_weights": d.floats(d.T, d.K), "activation": 0, "combine": True}
+    arguments |= {"save": True, "w1_scale": torch.zeros(d.E, d.H, 1, dtype=torch.uint8), "w1_zero": None}
+    arguments |= {"w1_format": 1}
+    return Call(
+        native.frozen_mlp,
+        arguments,
+        sizes={**MLP_SIZES, "b1": (0, 1), "w1_scale": (0, 1, 2)},
+        indices=mlp_indices(d),
+        values={"w1_format": (-1, len(ops.FORMATS) + 1, 2**40)},
+    )
+
+
 OPERATORS = (
     count_tokens,
     sort_tokens,
@@ -284,6 +301,7 @@ OPERATORS = (
     expert_mlp,
     expert_mlp_backward,
     expert_mlp_backward_accumulate,
+    frozen_mlp_packed,
 )
 
 

@@ -8,6 +8,7 @@ from gguf.quants import dequantize
 
 from fmoe_ext import ops
 from fmoe_ext.ops import FORMATS, Lora, Quantized, frozen_mlp, frozen_mlp_ref
+from fmoe_ext.ops.frozen_mlp import composed, composed_backward
 from fmoe_ext.testing import assert_close
 from tests.ops.test_expert_mlp import Problem
 
@@ -145,3 +146,190 @@ def test_kernels_decode_to_the_bits_of_dequantize(isa, name, dtype):
         assert torch.equal(gradient_by_w2(weight, torch.eye(out, dtype=dtype)[-rows:]), expected[-rows:]), (
             rows
         )
+
+
+def frozen_arguments(name, dtype=torch.float64, T=9):
+    E, D, H = 2, 256, 256
+    problem = Problem(T, 2, E, D, H, dtype, "swiglu", bias=True)
+    t = {n: v if v is None else v.detach() for n, v in problem.tensors.items()}
+    w1, w2 = packed(name, E, 2 * H, D), packed(name, E, D, H, seed=1)
+    packing = (*w1.scale_and_zero(), False, *w2.scale_and_zero())
+    arguments = (
+        t["x"],
+        problem.row_idx,
+        problem.inverse,
+        problem.offs,
+        w1.rows(),
+        t["b1"],
+        w2.rows(),
+        t["b2"],
+    )
+    options = (None, None, 1.0, None, None, 1.0, t["topk_weights"], 4, True, True)
+    return arguments + options + packing, problem, (w1, w2)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_opcheck(name):
+    arguments, problem, _ = frozen_arguments(name)
+    torch.library.opcheck(torch.ops.fmoe_ext.frozen_mlp, arguments)
+    x, row_idx, inverse, offs, w1, _, w2, b2, *lora = arguments[:14]
+    kept = torch.ops.fmoe_ext.frozen_mlp(*arguments)[1:]
+    needs = [True, False, False, False, False, True]
+    backward = (problem.grad, x, row_idx, inverse, offs, w1, w2, b2, *lora, arguments[14], *kept)
+    torch.library.opcheck(
+        torch.ops.fmoe_ext.frozen_mlp_backward, (*backward, 4, True, needs, *arguments[18:])
+    )
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_composition_for_cuda_equals_the_kernel(name):
+    arguments, problem, _ = frozen_arguments(name)
+    kernel, by_products = torch.ops.fmoe_ext.frozen_mlp(*arguments), composed(*arguments)
+    for got, expected in zip(by_products, kernel, strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-10)
+    x, row_idx, inverse, offs, w1, _, w2, b2, *lora = arguments[:14]
+    needs = [True, False, False, False, False, True]
+    backward = (problem.grad, x, row_idx, inverse, offs, w1, w2, b2, *lora, arguments[14], *kernel[1:])
+    backward = (*backward, 4, True, needs, *arguments[18:])
+    expected = torch.ops.fmoe_ext.frozen_mlp_backward(*backward)
+    for got, wanted in zip(composed_backward(*backward), expected, strict=True):
+        torch.testing.assert_close(got, wanted, rtol=1e-10, atol=1e-10)
+
+
+def public(arguments, weights):
+    x, row_idx, inverse, offs, _, b1, _, b2 = arguments[:8]
+    return lambda x: frozen_mlp(x, row_idx, inverse, offs, weights[0], b1, weights[1], b2, None, "swiglu"), x
+
+
+def test_autocast_and_torch_func():
+    arguments, _, weights = frozen_arguments("mxfp4", torch.float32)
+    function, x = public(arguments, weights)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = function(x)
+    assert y.dtype == torch.bfloat16
+    assert (y.float() - function(x)).norm() <= 0.02 * function(x).norm()
+    gradient = torch.func.grad(lambda x: function(x).square().sum())(x)
+    leaf = x.clone().requires_grad_()
+    (expected,) = torch.autograd.grad(function(leaf).square().sum(), leaf)
+    assert torch.equal(gradient, expected)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_results_do_not_depend_on_threads_nor_on_the_batch(name):
+    arguments, _, weights = frozen_arguments(name, torch.float32, T=80)
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        expected = torch.ops.fmoe_ext.frozen_mlp(*arguments)[0]
+        torch.set_num_threads(3)
+        assert torch.equal(torch.ops.fmoe_ext.frozen_mlp(*arguments)[0], expected)
+        with ops.batch_invariant():
+            all_rows = rows_of_tokens(arguments, weights, 80)
+            assert torch.equal(rows_of_tokens(arguments, weights, 1), all_rows[:1])
+            assert torch.equal(rows_of_tokens(arguments, weights, 33), all_rows[:33])
+    finally:
+        torch.set_num_threads(before)
+
+
+def rows_of_tokens(arguments, weights, T):
+    """The result for the first T tokens, which all choose both experts."""
+    s = ops.sort_tokens(torch.tensor([[0, 1]]).expand(T, 2).contiguous(), 2)
+    index = (s.row_idx, s.inverse, s.offs)
+    return frozen_mlp(
+        arguments[0][:T], *index, weights[0], arguments[5], weights[1], arguments[7], None, "swiglu"
+    )
+
+
+def test_nan_scale_of_mxfp4_reaches_its_block_only():
+    weight = packed("mxfp4", 2, 3, 64)
+    weight.scale[1, 2, 1] = 255
+    decoded = weight.dequantize()
+    assert decoded[1, 2, 32:].isnan().all() and decoded.isnan().sum() == 32
+    h = pre_activation(Quantized("mxfp4", weight.data, weight.scale), torch.eye(64))
+    assert h[32:, 2].isnan().all() and not h[:, :2].isnan().any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_fp8_of_odd_shapes_and_joined_parts(isa, dtype):
+    generator = torch.Generator().manual_seed(2)
+    for out, width, rows in ((130, 96, 2), (2 * 96, 200, 2), (2 * 192, 160, 4)):
+        data = torch.randn(2, out, width, generator=generator).to(torch.float8_e4m3fn)
+        scale = torch.rand(2, rows, -(-width // 128), generator=generator) + 0.5
+        weight = Quantized("fp8_block", data, scale)
+        expected = weight.dequantize(dtype)[1]
+        for count in (width, 9, 3):
+            got = pre_activation(weight, torch.eye(width, dtype=dtype)[-count:])
+            assert torch.equal(got, expected.T[-count:])
+
+
+@pytest.mark.parametrize("scale_dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("group", [32, 96, 128])
+def test_int4_with_zero_points(isa, group, scale_dtype):
+    width, out = 384, 21
+    words = random_bytes(2, out, width // 2).view(torch.int32)
+    scale = (torch.rand(2, out, width // group, generator=torch.Generator().manual_seed(3)) / 50).to(
+        scale_dtype
+    )
+    zero = random_bytes(2, 3, width // group * 4, seed=4).view(torch.int32)
+    weight = Quantized("int4", words, scale, zero)
+    expected = weight.dequantize()[1]
+    assert (expected != Quantized("int4", words, scale).dequantize()[1]).any()
+    for count in (width, 9, 4, 1):
+        assert torch.equal(pre_activation(weight, torch.eye(width)[-count:]), expected.T[-count:])
+
+
+BYTES = torch.zeros(2, 4, 32, dtype=torch.uint8)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("q3_k", BYTES), 'unknown format "q3_k": known are mxfp4, fp8_block, '),
+        (("mxfp4", BYTES.view(2, 4, 2, 16)), "mxfp4 needs scale"),
+        (("mxfp4", BYTES), "data of mxfp4 must be uint8 with 4 dimensions"),
+        (("mxfp4", BYTES.view(2, 4, 2, 16), BYTES[:, :, :1]), r"scale must have shape \[2, 4, 2\]"),
+        (("fp8_block", BYTES, torch.ones(2, 1, 1)), "data of fp8_block must be float8_e4m3fn"),
+        (("fp8_block", BYTES.view(torch.float8_e4m3fn), torch.ones(2, 3, 1)), r"scale must have shape"),
+        (
+            ("int4", BYTES.view(torch.int32), torch.ones(2, 4, 3)),
+            "groups of int4 must be whole multiples of 32",
+        ),
+        (("q8_0", BYTES), "a row of q8_0 must be whole blocks of 34 bytes, but got 32 bytes"),
+        (("q4_k", BYTES[..., :0], BYTES), "q4_k has no scale"),
+        (("nf4", BYTES, torch.ones(2, 3, 1)), r"scale must have shape \[2, 4, 1\]"),
+        (("nf4", BYTES, torch.ones(3, 4, 1)), "scale must be of 2 experts"),
+        (("q8_0", torch.zeros(2, 3, 34, dtype=torch.uint8), None, None, True), "must be an even number"),
+    ],
+)
+def test_constructor_refuses(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        Quantized(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({24: 99}, r"w2_format must be in \[0, 8\), a number in ops.FORMATS, but got 99"),
+        ({18: None}, "w1_scale must be given: format 1 has scales"),
+        ({18: torch.ones(2, 512, 8)}, "w1_scale must have a dtype of format 1, but got"),
+        ({18: torch.ones(2, 512, 7, dtype=torch.uint8)}, r"w1_scale must have shape \[2, 512, 8\]"),
+        ({20: 4}, "w1_scale must be None: format 4 has its scales inside"),
+        ({20: 0, 18: None}, "w1 must have the dtype of x"),
+        ({23: torch.zeros(1, 1, 1, dtype=torch.int32)}, "w2_zero must be None for format 1"),
+        ({4: torch.zeros(2, 512, 24, dtype=torch.uint8)}, "w1_scale must have shape|w1 must have"),
+    ],
+)
+def test_operator_refuses(changes, message):
+    arguments = list(frozen_arguments("mxfp4")[0])
+    for place, value in changes.items():
+        arguments[place] = value
+    with pytest.raises(RuntimeError, match=message):
+        torch.ops.fmoe_ext.frozen_mlp(*arguments)
+
+
+def test_interleaved_rows_of_w2_are_refused():
+    arguments, _, weights = frozen_arguments("mxfp4")
+    weights = weights[0], Quantized("mxfp4", weights[1].data, weights[1].scale, interleaved=True)
+    function, x = public(arguments, weights)
+    with pytest.raises(RuntimeError, match="w2 must not have interleaved rows"):
+        function(x)
