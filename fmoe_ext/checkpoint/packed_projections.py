@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
@@ -19,7 +19,7 @@ from fmoe_ext.checkpoint.expert_files import Layer, Part, Span, part_of
 from fmoe_ext.checkpoint.layouts import PER_EXPERT
 from fmoe_ext.checkpoint.packed import mxfp4_layer, prefixes
 
-Tensors = Mapping[str, torch.Tensor]
+Tensors: TypeAlias = Mapping[str, torch.Tensor]
 
 
 class Kind(NamedTuple):

@@ -106,6 +106,7 @@ def _chunks(spans: Sequence[Span]) -> Iterator[_Chunk]:
         while left:
             if current is not None and (
                 current.path != span.path
+                or begin < current.begin
                 or begin - current.end > MAX_GAP
                 or max(begin, current.end) - current.begin >= CHUNK
             ):
