@@ -122,7 +122,7 @@ def draw(watch: Watch, before: float, after: float, in_files: int, memory: int, 
     if memory > 2**30:
         right.plot(watch.seconds, [value / mega for value in watch.resident], color="k", label="the process")
     right.set(xlabel="seconds", ylabel="MiB", title="Memory while training", ylim=(0, None))
-    right.legend(loc="center right", fontsize=8)
+    right.legend(loc="upper center", bbox_to_anchor=(0.5, -0.15), ncols=2, fontsize=8)
     figure.savefig(file, dpi=120)
 
 
@@ -154,7 +154,7 @@ def small_run(options: argparse.Namespace, out: Path) -> int:
     found = stream.statistics
     hidden = found.hidden_share
     after = loss_of(model, held_out)
-    check(after < before - 0.3, f"loss of the held-out text {before:.3f} -> {after:.3f}")
+    check(after < before - 0.15, f"loss of the held-out text {before:.3f} -> {after:.3f}")
     num_layers = len(stream.pool.layers)
     reads = found.layers_read / options.steps
     check(reads <= 2 * num_layers, f"{reads:.1f} reads of a layer a step, at most {2 * num_layers}")

@@ -86,6 +86,31 @@ def test_merge_into_bfloat16(tmp_path, name, capsys):
         assert error(merged(make_ids()).logits, expected) < 0.02 < 0.2 < error(base, expected)
 
 
+@pytest.mark.parametrize("name", QUANTIZATION)
+def test_merge_of_a_published_folder_into_bfloat16(tmp_path, name):
+    folder = save(tmp_path / "model", dtype=torch.bfloat16, num_hidden_layers=3, **WIDE)
+    values = pack_linear(folder, name)
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    model = with_adapters(streamed(folder, 3, 10**8, dtype=torch.float32))
+    model.save_pretrained(tmp_path / "adapter")
+    arguments = [str(tmp_path / "adapter"), "--base", str(folder), "-o", str(tmp_path / "merged")]
+    cli.main(["merge", *arguments, "--packing", "rank_major"])
+    report = json.loads((tmp_path / "merged/merge_report.json").read_text())
+    assert report["decoded_from"] == QUANTIZATION[name]["quant_method"]
+    assert before == {path.name: path.read_bytes() for path in folder.iterdir()}
+    merged = load_file(tmp_path / "merged/model.safetensors")
+    query = "model.layers.1.self_attn.q_proj.weight"
+    assert torch.equal(merged[query], values[query].bfloat16()) and merged.keys() == values.keys()
+    wrappers = [m for m in model.modules() if getattr(m, "parameter_name", "") == "down_proj"]
+    for layer, wrapper in enumerate(wrappers):
+        delta = wrapper.get_delta_weight("default")
+        for e in range(6):
+            expert = f"model.layers.{layer}.mlp.experts.{e}.down_proj.weight"
+            expected = values[expert] + delta[e].detach()
+            assert error(merged[expert], expected) < 0.003 < 0.03 < error(values[expert], expected)
+    assert len(wrappers) == 3
+
+
 def test_packed_base_of_another_format_is_not_merged(tmp_path):
     folder = save(tmp_path / "model", dtype=torch.bfloat16)
     with_adapters(streamed(folder, 5, 10**6)).save_pretrained(tmp_path / "adapter")
