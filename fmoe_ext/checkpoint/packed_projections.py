@@ -5,10 +5,11 @@ Gate and up of an expert are joined where they are read: their bytes follow each
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
@@ -18,8 +19,9 @@ from fmoe_ext.checkpoint.errors import CheckpointError
 from fmoe_ext.checkpoint.expert_files import Layer, Part, Span, part_of
 from fmoe_ext.checkpoint.layouts import PER_EXPERT
 from fmoe_ext.checkpoint.packed import mxfp4_layer, prefixes
+from fmoe_ext.checkpoint.safetensors_file import StoredTensor
 
-Tensors = Mapping[str, torch.Tensor]
+Tensors: TypeAlias = Mapping[str, torch.Tensor]
 
 
 class Kind(NamedTuple):
@@ -192,6 +194,38 @@ KINDS = MappingProxyType(
         "bitsandbytes": Kind("nf4", ".weight", ".weight.absmax", "", 2, _check_bitsandbytes),
     }
 )
+
+
+def tensors_outside(base: Base, used: set[str]) -> dict[str, StoredTensor]:
+    """Tensors of a folder that are not in used, packed ones decoded to bfloat16 when they are read.
+
+    Raises CheckpointError for FP8 tensors without scales.
+    """
+    tensors = {name: t for name, t in base.tensors.items() if name not in used}
+    kind = KINDS.get((base.config.get("quantization_config") or {}).get("quant_method", ""))
+    if kind is not None:
+        for name in [name for name in tensors if name.endswith(kind.scale)]:
+            stem = name.removesuffix(kind.scale)
+            _require(base, [[stem + kind.data]])
+            rows, columns = _matrix(base, stem, kind)
+            suffixes = (("data", kind.data), ("scale", kind.scale), ("zero", kind.zero))
+            parts = {part: tensors[stem + s] for part, s in suffixes if s and stem + s in tensors}
+            for other in [n for n in tensors if n.startswith(f"{stem}.") and n != f"{stem}.bias"]:
+                del tensors[other]
+            read = functools.partial(_decode, kind, parts, rows)
+            tensors[f"{stem}.weight"] = StoredTensor((rows, columns), torch.bfloat16, read)
+    for name, tensor in tensors.items():
+        if tensor.dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
+            raise CheckpointError(f"{base.folder}: {name} is {tensor.dtype} without scales that are known")
+    return tensors
+
+
+def _decode(kind: Kind, parts: Mapping[str, StoredTensor], rows: int) -> torch.Tensor:
+    t = {part: stored.read() for part, stored in parts.items()}
+    if kind.format == "nf4":  # flat in files
+        t = {part: value.reshape(rows, -1) for part, value in t.items()}
+    packed = ops.Quantized(kind.format, *(t[p][None] if p in t else None for p in ("data", "scale", "zero")))  # type: ignore[arg-type]
+    return packed.dequantize(torch.bfloat16)[0]
 
 
 def gguf_layers(file: str | Path) -> dict[int, Layer]:

@@ -4,9 +4,11 @@ import json
 
 import pytest
 import torch
+import transformers
+from safetensors.torch import load_file, save_file
 
+from fmoe_ext import ops
 from fmoe_ext.checkpoint.adapters import cli
-
 from tests.integrations.huggingface_models import make_ids, step
 from tests.integrations.streamed_models import (
     bytes_of_adapters,
@@ -90,3 +92,33 @@ def test_packed_base_of_another_format_is_not_merged(tmp_path):
     with pytest.raises(SystemExit, match=r"quantised \(awq\)"):
         cli.main(["merge", *arguments, "--packing", "rank_major"])
     assert not (tmp_path / "merged").exists()
+
+
+def pack_projections(folder):
+    """Every matrix of a folder as FP8 with scales, an expert and a projection each -> (folder, {name: decoded})."""
+    (file,) = folder.glob("*.safetensors")
+    tensors, decoded_tensors = {}, {}
+    for name, value in load_file(file).items():
+        if value.dim() != 2 or "embed" in name or "lm_head" in name or name.endswith("gate.weight"):
+            tensors[name] = decoded_tensors[name] = value
+            continue
+        packed = ops.quantize(value.float()[None], "fp8_block")
+        tensors |= {name: packed.data[0], f"{name}_scale_inv": packed.scale[0]}
+        # Experts are decoded in the operators, in the dtype of their tokens.
+        dtype = torch.float32 if ".experts." in name else torch.bfloat16
+        decoded_tensors[name] = packed.dequantize(dtype)[0]
+    config = json.loads((folder / "config.json").read_text())
+    save_file(decoded_tensors, file, {"format": "pt"})
+    plain = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    save_file(tensors, file, {"format": "pt"})
+    config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder, plain
+
+
+def test_fp8_projections_equal_the_decoded_model(tmp_path):
+    folder, plain = pack_projections(save(tmp_path, "Qwen3MoeForCausalLM", torch.bfloat16, **SIZES))
+    ours = streamed(folder, 2, dtype=torch.float32)
+    assert any("weight_scale_inv" in name for name in load_file(next(folder.glob("*.safetensors"))))
+    with torch.no_grad():
+        assert error(ours(make_ids()).logits, plain(make_ids()).logits) < 1e-5

@@ -13,7 +13,7 @@ from fmoe_ext.checkpoint.adapters.base import Base
 from fmoe_ext.checkpoint.errors import CheckpointError
 from fmoe_ext.checkpoint.expert_files import Layer, plain_layer
 from fmoe_ext.checkpoint.huggingface import check_folder
-from fmoe_ext.checkpoint.packed_projections import packed_layer
+from fmoe_ext.checkpoint.packed_projections import packed_layer, tensors_outside
 from fmoe_ext.checkpoint.safetensors_file import StoredTensor
 from fmoe_ext.integrations import huggingface
 from fmoe_ext.integrations.huggingface_saving import replace_save_pretrained
@@ -106,7 +106,7 @@ def _plan(base: Base, config: Any, dtype: torch.dtype) -> tuple[Any, list[Layer]
         raise CheckpointError(
             f"{base.folder}: {config.model_type} has no experts that Transformers lets others compute"
         )
-    state |= {name: Stored(t) for name, t in base.tensors.items() if name not in used}
+    state |= {name: Stored(t) for name, t in tensors_outside(base, used).items()}
     return type(skeleton), layers, state
 
 
