@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NoReturn
 
 import torch
@@ -25,8 +26,13 @@ from fmoe_ext.integrations.streaming.budget import ExpertStream
 from fmoe_ext.integrations.streaming.experts import Streamed
 from fmoe_ext.integrations.streaming.placeholder import StreamedWeight
 
-UNITS = {"": 1, "B": 1, **{f"{p}iB": 1024**i for i, p in enumerate("KMGT", 1)}}
-UNITS |= {f"{p}B": 1000**i for i, p in enumerate("KMGT", 1)}
+UNITS = MappingProxyType(
+    {
+        **{"": 1, "B": 1},
+        **{f"{p}iB": 1024**i for i, p in enumerate("KMGT", 1)},
+        **{f"{p}B": 1000**i for i, p in enumerate("KMGT", 1)},
+    }
+)
 
 
 def stream(folder: str | Path, memory: int | str = "8GiB", *, dtype: torch.dtype | None = None) -> Any:

@@ -10,10 +10,11 @@ import mmap
 import time
 import weakref
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from threading import Lock
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -144,8 +145,8 @@ class Pool:
                 raise RuntimeError("buffers of experts cannot shrink between a forward and its backward")
             self._num_bytes = num_bytes
             self._slots, self._caches = [], []
-            if _DONTNEED is not None:
-                self._memory.madvise(_DONTNEED)
+            if hasattr(mmap, "MADV_DONTNEED"):
+                self._memory.madvise(mmap.MADV_DONTNEED)
 
     def whole(self, index: int, *, is_backward: bool, is_training: bool) -> Weights:
         """The weights of a layer; its buffer is free again when the last tensor of them is gone.
@@ -310,10 +311,9 @@ class Pool:
             self._begin_read(layer, victim)
 
 
-_PRIVATE: dict[str, Any] = {}
-if hasattr(mmap, "MAP_PRIVATE"):
-    _PRIVATE["flags"] = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-_DONTNEED = getattr(mmap, "MADV_DONTNEED", None)
+_PRIVATE: Mapping[str, Any] = MappingProxyType(
+    {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
+)
 
 
 def upcoming(index: int, num_layers: int, is_backward: bool, is_training: bool) -> Iterator[int]:
