@@ -155,8 +155,8 @@ def test_figures_in_short_are_those_of_the_tables():
         rows = tables.partition(head)[2].partition("\n\n")[0].splitlines()[2:]
         return [float(row.split("|")[number].replace(",", "")) for row in rows]
 
-    layer = column("| (T, d, n, E, K) | dtype |", 7)
-    assert f"{min(layer):.2f} to {max(layer):.2f} times the speed of the fastest of four" in short
+    layer = column("| (T, d, n, E, K) | dtype |", 5)
+    assert f"at least {min(layer):.2f} times the speed of the fastest of four" in short
     ours, theirs = (column("| case | p50 ms, ours |", number) for number in (2, 3))
     shares = [a / b for a, b in zip(ours[:4], theirs[:4], strict=True)]
     assert f"takes {min(shares):.2f} to {max(shares):.2f} of the time that hivemind" in short
