@@ -141,7 +141,7 @@ def test_missing_scales_and_unknown_formats(tmp_path):
         fmoe_ext.stream(folder, BIG)
     header = {key.replace("_blocks", "_qweight"): value for key, value in whole.items()}
     write_header(file, header, rest)
-    with pytest.raises(CheckpointError, match=r"no experts for .* in a format that is known"):
+    with pytest.raises(CheckpointError, match=r"no experts for .* in a format that is read"):
         fmoe_ext.stream(folder, BIG)
 
 
@@ -168,3 +168,15 @@ def test_pickles_and_empty_folders(folder, tmp_path):
         fmoe_ext.stream(folder, BIG)
     with pytest.raises(CheckpointError, match="no folder"):
         fmoe_ext.stream(tmp_path / "absent", BIG)
+
+
+@pytest.mark.parametrize("method", ["awq", "gptq"])
+def test_format_that_is_not_read_is_named(folder, method):
+    """Both keep a matrix of an expert as qweight, qzeros and scales."""
+    file = folder / "model.safetensors"
+    header, rest = header_of(file)
+    packed = {name.replace("_proj.weight", "_proj.qweight"): facts for name, facts in header.items()}
+    write_header(file, packed, rest)
+    edit(folder / "config.json", lambda c: c.update(quantization_config={"quant_method": method, "bits": 4}))
+    with pytest.raises(CheckpointError, match=rf"packed by {method}\): docs/finetune.md lists the formats"):
+        fmoe_ext.stream(folder, BIG)

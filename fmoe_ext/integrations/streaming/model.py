@@ -93,6 +93,8 @@ class _Folder:
         if hasattr(self.config, "quantization_config"):
             del self.config.quantization_config
         self._used: set[str] = set()
+        method = (self.base.config.get("quantization_config") or {}).get("quant_method")
+        self.packed_as = f" (they are packed by {method})" if method else ""
 
     def layer(self, path: str) -> Layer | None:
         found = packed_layer(self.base, path) or plain_layer(self.base, path)
@@ -107,6 +109,8 @@ class _Folder:
 
 class _GgufFile:
     """A GGUF file, with or without config.json beside it."""
+
+    packed_as = ""
 
     def __init__(self, file: Path) -> None:
         self.path = file
@@ -143,7 +147,10 @@ def _plan(
             continue
         layer = source.layer(path)
         if layer is None:
-            raise CheckpointError(f"{source.path} has no experts for {path} in a format that is known")
+            raise CheckpointError(
+                f"{source.path} has no experts for {path} in a format that is read{source.packed_as}: "
+                "docs/finetune.md lists the formats"
+            )
         for name, shape in zip(_names_of(module), layer.shapes, strict=True):
             expected = tuple(getattr(module, name).shape)
             if layer.is_packed and module.is_transposed:
