@@ -2,6 +2,8 @@
 
 #include <torch/csrc/stable/library.h>
 
+#include <algorithm>
+#include <atomic>
 #include <mutex>
 #include <vector>
 
@@ -10,23 +12,13 @@
 namespace fmoe_ext {
 namespace {
 
-// Blocks that are kept, the one that was freed last at the end. Never destroyed: tensors may outlive it at
-// exit.
-struct Kept {
-  std::mutex mutex;
-  std::vector<BlockPool::Block> blocks;
-};
-
-Kept& kept() {
-  static Kept* const instance = new Kept;
-  return *instance;
-}
-
 #if defined(__linux__) && defined(MADV_FREE) && !defined(__SANITIZE_ADDRESS__)
-constexpr size_t kMostBlocks = 256;
 constexpr uintptr_t kHugePage = 2 << 20;
 
-void unmap(const BlockPool::Block& block) { munmap(block.data, block.bytes); }
+int64_t unmap(const BlockPool::Block& block) {
+  munmap(block.data, block.bytes);
+  return block.bytes;
+}
 
 // A block that begins at a huge page.
 BlockPool::Block map(int64_t bytes) {
@@ -37,9 +29,62 @@ BlockPool::Block map(int64_t bytes) {
   char* const aligned =
       reinterpret_cast<char*>((reinterpret_cast<uintptr_t>(begin) + kHugePage - 1) / kHugePage * kHugePage);
   if (aligned != begin) munmap(begin, aligned - begin);
-  munmap(aligned + bytes, begin + kHugePage - aligned);
+  if (begin + kHugePage != aligned) munmap(aligned + bytes, begin + kHugePage - aligned);
   advise_huge_pages(aligned, bytes);
   return {aligned, bytes};
+}
+
+class Kept {
+ public:
+  std::mutex mutex;  // of all but used
+
+  // A block that is large enough, and not much larger.
+  BlockPool::Block find(int64_t bytes) {
+    size_t best = blocks_.size();
+    for (size_t i = 0; i < blocks_.size(); ++i)
+      if (blocks_[i].bytes >= bytes && blocks_[i].bytes <= bytes + bytes / 4 &&
+          (best == blocks_.size() || blocks_[i].bytes <= blocks_[best].bytes))
+        best = i;
+    if (best == blocks_.size()) return {};
+    const BlockPool::Block block = blocks_[best];
+    blocks_.erase(blocks_.begin() + best);
+    bytes_ -= block.bytes;
+    return block;
+  }
+
+  void add(const BlockPool::Block& block) {
+    blocks_.push_back(block);
+    bytes_ += block.bytes;
+  }
+
+  // Unmaps those that were freed first, until all and `more` bytes that are about to be used fit.
+  void trim(int64_t more) {
+    const int64_t now = used.load() + more;
+    most_ = std::max(most_, now);
+    size_t count = 0;
+    while (count < blocks_.size() && now + bytes_ > most_) bytes_ -= unmap(blocks_[count++]);
+    blocks_.erase(blocks_.begin(), blocks_.begin() + count);
+  }
+
+  void release() {
+    for (const BlockPool::Block& block : blocks_) unmap(block);
+    blocks_.clear();
+    bytes_ = 0;
+    most_ = used.load();
+  }
+
+  std::atomic<int64_t> used{0};  // bytes of blocks in use
+
+ private:
+  std::vector<BlockPool::Block> blocks_;  // the one that was freed last at the end
+  int64_t bytes_ = 0;                     // of blocks_
+  int64_t most_ = 0;                      // bytes that were in use at once
+};
+
+// Never destroyed: tensors may outlive it at exit.
+Kept& kept() {
+  static Kept* const instance = new Kept;
+  return *instance;
 }
 #endif
 
@@ -51,37 +96,30 @@ BlockPool::Block map(int64_t bytes) {
 BlockPool::Block BlockPool::take(int64_t bytes) {
   constexpr int64_t kPage = 4096;
   bytes = (bytes + kPage - 1) / kPage * kPage;
+  Block block;
   if (const std::unique_lock lock(kept().mutex, std::try_to_lock); lock) {
-    std::vector<Block>& blocks = kept().blocks;
-    size_t best = blocks.size();
-    for (size_t i = 0; i < blocks.size(); ++i)
-      if (blocks[i].bytes >= bytes && blocks[i].bytes <= bytes + bytes / 4 &&
-          (best == blocks.size() || blocks[i].bytes <= blocks[best].bytes))
-        best = i;
-    if (best < blocks.size()) {
-      const Block block = blocks[best];
-      blocks.erase(blocks.begin() + best);
-      return block;
-    }
+    block = kept().find(bytes);
+    kept().trim(block.data ? block.bytes : bytes);
   }
-  return map(bytes);
+  if (!block.data) block = map(bytes);
+  kept().used += block.bytes;
+  return block;
 }
 
 void BlockPool::give(Block block) {
+  kept().used -= block.bytes;
   const std::unique_lock lock(kept().mutex, std::try_to_lock);
-  if (!lock || madvise(block.data, block.bytes, MADV_FREE) != 0) return unmap(block);
-  std::vector<Block>& blocks = kept().blocks;
-  if (blocks.size() == kMostBlocks) {
-    unmap(blocks.front());
-    blocks.erase(blocks.begin());
+  if (!lock || madvise(block.data, block.bytes, MADV_FREE) != 0) {
+    unmap(block);
+    return;
   }
-  blocks.push_back(block);
+  kept().add(block);
+  kept().trim(0);
 }
 
 void BlockPool::release() {
   const std::lock_guard lock(kept().mutex);
-  for (const Block& block : kept().blocks) unmap(block);
-  kept().blocks.clear();
+  kept().release();
 }
 
 #else

@@ -8,7 +8,8 @@
 namespace fmoe_ext {
 
 // Keeps freed blocks for tensors of about their size. Their pages are marked as free (MADV_FREE): the system
-// takes them where it needs memory, from kept blocks before anything is swapped.
+// takes them where it needs memory, from kept blocks before anything is swapped. Blocks in use and kept ones
+// together are never more than the blocks in use once were.
 class BlockPool {
  public:
   static constexpr int64_t kSmallest = 4 << 20;  // bytes; smaller blocks come from the C library
