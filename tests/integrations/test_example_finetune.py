@@ -17,7 +17,8 @@ def run(folder, *arguments):
     return subprocess.run(
         [sys.executable, "-W", "ignore", str(ROOT / "examples/finetune/finetune.py"), *arguments],
         cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        # one thread: beside another test, two that wait for each other take ten times as long
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         timeout=900,
