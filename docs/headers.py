@@ -101,7 +101,11 @@ def members(text, comment):
     """`Tensor x, rows;` as one entry with two names."""
     text = re.sub(r"^(?:(?:inline|static|constexpr) )+", "", text)
     listed = re.match(r"(.+?) (\w+(?: = [^,;]+)?(?:, \w+(?: = [^,;]+)?)*);$", text)
-    entries = [f"{listed[1]} {name}" for name in listed[2].split(", ")] if listed else [text[:-1]]
+    entries = (
+        [f"{listed[1]} {name}" for name in listed[2].split(", ")]
+        if listed
+        else [re.sub(r"( =)? ?[{;]$", "", text)]
+    )
     return [f".. cpp:var:: {entries[0]}", *(f"   {entry}" for entry in entries[1:]), *described(comment)]
 
 
