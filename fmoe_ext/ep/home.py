@@ -107,7 +107,7 @@ class Home:
 
 
 class Nodes:
-    """Homes of the experts of an ExpertParallel: a node has those of its ranks.
+    """Placement of an ExpertParallel's experts on nodes: a node holds the experts of its ranks.
 
     across: the experts of each node, for the group of the ranks that have this one's place on their nodes. inside: the
     experts of each rank of this node. Plain data, as Home.
@@ -131,14 +131,14 @@ class Nodes:
 
 @dataclass(frozen=True)
 class _Groups:
-    """Groups of this rank. across: one rank of each node; inside: those of its node. nodes: ranks of each node."""
+    """Process groups of this rank. across: one rank of each node; inside: the ranks of this node. nodes: all ranks."""
 
     across: dist.ProcessGroup
     inside: dist.ProcessGroup
     nodes: list[list[int]]
 
 
-# {group: those of its nodes}; all end with the job or destroy_process_group()
+# {group: the process groups of its nodes}, until destroy_process_group() or the end of the job
 _of_nodes: weakref.WeakKeyDictionary[dist.ProcessGroup, _Groups] = weakref.WeakKeyDictionary()
 
 

@@ -1,4 +1,4 @@
-"""PEFT's adapters on experts that are spread over ranks: a rank has those of its experts, a file those of all."""
+"""PEFT's adapters on experts that are spread over ranks: a rank holds its experts' adapters, a saved file all of them."""
 
 from __future__ import annotations
 
