@@ -1,4 +1,4 @@
-"""PEFT's adapters on experts that are spread over ranks: a rank holds its experts' adapters, a saved file all of them."""
+"""PEFT's adapters on experts that are spread over ranks: a rank holds its experts' adapters, a file all of them."""
 
 from __future__ import annotations
 

@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import re
 import struct
 
 import pytest
@@ -111,21 +112,13 @@ def test_config_that_does_not_fit(folder, change):
         fmoe_ext.stream(folder, BIG)
 
 
-def test_expert_that_is_missing(folder):
+@pytest.mark.parametrize("name", ["mlp.experts.3.down_proj", "self_attn.q_proj"])
+def test_weight_that_is_missing(folder, name):
     file = folder / "model.safetensors"
     header, rest = header_of(file)
-    header["left.over"] = header.pop("model.layers.1.mlp.experts.3.down_proj.weight")
+    header["left.over"] = header.pop(f"model.layers.1.{name}.weight")
     write_header(file, header, rest)
-    with pytest.raises(CheckpointError, match=r"experts\.3\.down_proj"):
-        fmoe_ext.stream(folder, BIG)
-
-
-def test_weight_outside_of_the_experts_that_is_missing(folder):
-    file = folder / "model.safetensors"
-    header, rest = header_of(file)
-    header["left.over"] = header.pop("model.layers.1.self_attn.q_proj.weight")
-    write_header(file, header, rest)
-    with pytest.raises(CheckpointError, match=r"lacks model\.layers\.1\.self_attn\.q_proj"):
+    with pytest.raises(CheckpointError, match=re.escape(name)):
         fmoe_ext.stream(folder, BIG)
 
 
