@@ -173,3 +173,13 @@ def test_format_that_is_not_read_is_named(folder, method):
     edit(folder / "config.json", lambda c: c.update(quantization_config={"quant_method": method, "bits": 4}))
     with pytest.raises(CheckpointError, match=rf"packed by {method}\): docs/finetune.md lists the formats"):
         fmoe_ext.stream(folder, BIG)
+
+
+@pytest.mark.parametrize("memory", ["lots", "8 GB of it", -5, "-1GiB", True, None])
+def test_memory_that_is_no_size(folder, memory):
+    with pytest.raises(ValueError, match="memory must be bytes or a text like"):
+        fmoe_ext.stream(folder, memory)
+
+
+def test_memory_as_a_float(folder):
+    assert fmoe_ext.stream(folder, 2.0**30).expert_stream.memory == 2**30

@@ -65,10 +65,8 @@ def stream(folder: str | Path, memory: int | str = "8GiB", *, dtype: torch.dtype
 
 
 def bytes_of_text(memory: int | str) -> int:
-    """Bytes of "8GiB", "500 MB", "1073741824" or a number; ValueError for anything else."""
-    if isinstance(memory, int):
-        return memory
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]i?B|B|)\s*", memory)
+    """Bytes of "8GiB", "500 MB", "1073741824" or a positive number; ValueError for anything else."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]i?B|B|)\s*", str(memory))
     if match is None:
         raise ValueError(f'memory must be bytes or a text like "8GiB", but got {memory!r}')
     return int(float(match[1]) * UNITS[match[2]])
