@@ -19,6 +19,7 @@ from torch import nn
 
 from benchmarks import common, gpu_timing
 from fmoe_ext import FMoETransformerMLP, ops
+from fmoe_ext.gpu.target import captured
 
 TOKENS = (64, 1024, 4096)
 E, K, D, H = 64, 8, 2048, 1024  # OLMoE-1B-7B
@@ -63,22 +64,8 @@ def steps_of(device, T, sizes):
         "FMoE, forward and backward": both(lambda: layer(x), x, *layer.experts.parameters()),
     }
     if device.is_cuda:
-        steps["FMoE, forward and backward, CUDA graph"] = replay_of(steps["FMoE, forward and backward"])
+        steps["FMoE, forward and backward, CUDA graph"] = captured(steps["FMoE, forward and backward"])
     return steps
-
-
-def replay_of(step):
-    """The replay of a captured step."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(3):
-            step()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
-    return graph.replay
 
 
 def host_seconds(device, step, repeats):

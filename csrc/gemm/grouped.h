@@ -144,29 +144,37 @@ inline bool is_few(const Kernels& kernels, int64_t rows) {
   return rows <= kernels.few_rows && !is_batch_invariant();
 }
 
+// Tiles of all rows of `a` times the weight rows of one panel, which is packed first unless it is null:
+// epilogue(tile, row, m) takes each.
+template <class Epilogue>
+void rows_by_panel(const Kernels& kernels, int64_t rows, const RowMajor& a, int64_t depth,
+                   const void* const* pointers, char* panel, const Epilogue& epilogue) {
+  alignas(64) char tile[kTileBytes];
+  if (panel) kernels.pack_columns(pointers, depth, panel);
+  for (int64_t row = 0; row < rows; row += kernels.mr) {
+    const int64_t m = std::min(kernels.mr, rows - row);
+    if (panel)
+      kernels.multiply_row_major(m, depth, a.at(row), a.stride, panel, tile);
+    else
+      kernels.multiply_columns(m, depth, a.at(row), a.stride, pointers, tile);
+    epilogue(tile, row, m);
+  }
+}
+
 // Tiles of (the rows of one operand) times weight^T, column by column: columns(panel, pointers) names the nr
 // weight rows of a panel (null is zero), epilogue(panel, tile, row, m) takes each tile. `a` starts at the
 // segment's first row; row counts from there.
 template <class Columns, class Epilogue>
 void rows_by_weight(const Kernels& kernels, const Job& job, const RowMajor& a, int64_t depth,
                     const Columns& columns, const Epilogue& epilogue) {
-  alignas(64) char tile[kTileBytes];
   const void* pointers[kMaxPanelLanes];
   const int64_t rows = job.segment->rows();
   const bool few = is_few(kernels, rows);
   const ThreadBuffer buffer(few ? 0 : panel_bytes(kernels, depth, kernels.nr));
-  char* panel = buffer.data();
   for (int64_t p = job.begin; p < job.end; ++p) {
     columns(p, pointers);
-    if (!few) kernels.pack_columns(pointers, depth, panel);
-    for (int64_t row = 0; row < rows; row += kernels.mr) {
-      const int64_t m = std::min(kernels.mr, rows - row);
-      if (few)
-        kernels.multiply_columns(m, depth, a.at(row), a.stride, pointers, tile);
-      else
-        kernels.multiply_row_major(m, depth, a.at(row), a.stride, panel, tile);
-      epilogue(p, tile, row, m);
-    }
+    rows_by_panel(kernels, rows, a, depth, pointers, few ? nullptr : buffer.data(),
+                  [&](const void* tile, int64_t row, int64_t m) { epilogue(p, tile, row, m); });
   }
 }
 
@@ -183,7 +191,7 @@ void rows_by_packed(const Kernels& kernels, const Job& job, const RowMajor& a, i
   const int64_t row_bytes = RowMajor::odd_lines(depth, kernels.storage_bytes) * kernels.storage_bytes;
   const ThreadBuffer buffer(
       in_registers ? 0 : kernels.nr * row_bytes + (few ? 0 : panel_bytes(kernels, depth, kernels.nr)));
-  char *decoded = buffer.data(), *panel = decoded + kernels.nr * row_bytes;
+  char *decoded = buffer.data(), *panel = few ? nullptr : decoded + kernels.nr * row_bytes;
   for (int64_t p = job.begin; p < job.end; ++p) {
     columns(p, packed);
     if (in_registers) {
@@ -195,15 +203,8 @@ void rows_by_packed(const Kernels& kernels, const Job& job, const RowMajor& a, i
       pointers[j] = packed[j].data ? decoded + j * row_bytes : nullptr;
       if (packed[j].data) kernels.decode(packed[j], 0, depth, decoded + j * row_bytes);
     }
-    if (!few) kernels.pack_columns(pointers, depth, panel);
-    for (int64_t row = 0; row < rows; row += kernels.mr) {
-      const int64_t m = std::min(kernels.mr, rows - row);
-      if (few)
-        kernels.multiply_columns(m, depth, a.at(row), a.stride, pointers, tile);
-      else
-        kernels.multiply_row_major(m, depth, a.at(row), a.stride, panel, tile);
-      epilogue(p, tile, row, m);
-    }
+    rows_by_panel(kernels, rows, a, depth, pointers, panel,
+                  [&](const void* found, int64_t row, int64_t m) { epilogue(p, found, row, m); });
   }
 }
 

@@ -21,6 +21,25 @@ class Unavailable(RuntimeError):
     """There is no such GPU, or it cannot be used; the text says why."""
 
 
+def captured(function: Callable[[], Results]) -> Callable[[], Results]:
+    """function as a CUDA graph: a call replays it on what its inputs hold then."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(2):
+            function()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = function()
+
+    def replay() -> Results:
+        graph.replay()
+        return found
+
+    return replay
+
+
 class Target:
     """CUDA device `index`; made anywhere, used only after connect()."""
 
@@ -79,22 +98,8 @@ class Target:
             torch.mm(a, a, out=out)
 
     def captured(self, function: Callable[[], Results]) -> Callable[[], Results]:
-        """function as a CUDA graph: a call replays it on what its inputs hold then."""
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            for _ in range(2):
-                function()
-        torch.cuda.current_stream().wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            found = function()
-
-        def replay() -> Results:
-            graph.replay()
-            return found
-
-        return replay
+        """captured(function)."""
+        return captured(function)
 
     def side_by_side(self, functions: Sequence[Callable[[], Results]]) -> list[Results]:
         """The results of functions that run at the same time, each on a stream of its own."""
