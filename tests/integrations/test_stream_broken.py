@@ -5,6 +5,7 @@ import os
 import random
 import re
 import struct
+import sys
 
 import pytest
 import torch
@@ -183,3 +184,9 @@ def test_memory_that_is_no_size(folder, memory):
 
 def test_memory_as_a_float(folder):
     assert fmoe_ext.stream(folder, 2.0**30).expert_stream.memory == 2**30
+
+
+def test_missing_transformers(folder, monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(ImportError, match="pip install 'transformers"):
+        fmoe_ext.stream(folder, BIG)

@@ -43,9 +43,10 @@ def stream(folder: str | Path, memory: int | str = "8GiB", *, dtype: torch.dtype
     dtype: of the weights outside of the experts, by default that of config.json. The experts are frozen: train adapters
     by PEFT's target_parameters and fmoe_ext.lora.fuse(model). model.expert_stream has the counts of reads.
     Raises ValueError if memory is too little, CheckpointError for a folder that is damaged, reaches outside of itself
-    or does not fit its config.json.
+    or does not fit its config.json, ImportError if Transformers is missing or older than 5.7.
     Equivalent to: AutoModelForCausalLM.from_pretrained(folder, experts_implementation="fmoe"), with frozen experts.
     """
+    huggingface.register()
     import transformers
 
     num_bytes = bytes_of_text(memory)
