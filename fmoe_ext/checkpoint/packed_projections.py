@@ -5,6 +5,7 @@ Gate and up of an expert are joined where they are read: their bytes follow each
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -139,8 +140,6 @@ NF4_STATE = ".weight.quant_state.bitsandbytes__nf4"
 
 
 def _nf4_shape(base: Base, stem: str, state: bytes) -> tuple[int, int]:
-    import json
-
     if not state:
         raise CheckpointError(f"{base.folder} lacks {stem}{NF4_STATE}")
     try:

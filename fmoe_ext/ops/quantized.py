@@ -11,7 +11,7 @@ Shape: TypeAlias = tuple[int, int, int]
 
 
 class Format(NamedTuple):
-    """A format of packed weights. Numbered as in csrc/quantized.h."""
+    """A format of packed weights. Numbered as in csrc/gemm/packed.h."""
 
     number: int
     tensors: str  # shapes of data, scale and zero
