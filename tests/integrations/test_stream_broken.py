@@ -164,9 +164,8 @@ def test_pickles_and_empty_folders(folder, tmp_path):
         fmoe_ext.stream(tmp_path / "absent", BIG)
 
 
-@pytest.mark.parametrize("method", ["awq", "gptq"])
+@pytest.mark.parametrize("method", ["hqq", "auto-round"])
 def test_format_that_is_not_read_is_named(folder, method):
-    """Both keep a matrix of an expert as qweight, qzeros and scales."""
     file = folder / "model.safetensors"
     header, rest = header_of(file)
     packed = {name.replace("_proj.weight", "_proj.qweight"): facts for name, facts in header.items()}

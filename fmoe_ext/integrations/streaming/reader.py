@@ -70,8 +70,7 @@ class Reader:
         return self._handles[path]
 
     def _read(self, chunks: Sequence[_Chunk], into: "np.ndarray[Any, Any]") -> None:
-        memory = mmap(-1, CHUNK + 2 * BLOCK)
-        bounce = np.frombuffer(memory, dtype=np.uint8)
+        bounce = aligned_memory(CHUNK + 2 * BLOCK)
         for chunk in chunks:
             handle, is_direct = self._handles[chunk.path]
             missing = chunk.end - os.fstat(handle).st_size
@@ -86,6 +85,11 @@ class Reader:
                 into[span.at : span.at + span.num_bytes] = bounce[first : first + span.num_bytes]
             if not is_direct:
                 os.posix_fadvise(handle, begin, size, os.POSIX_FADV_DONTNEED)
+
+
+def aligned_memory(num_bytes: int) -> "np.ndarray[Any, Any]":
+    """uint8 [num_bytes] at the begin of a page, as O_DIRECT wants it."""
+    return np.frombuffer(mmap(-1, num_bytes), dtype=np.uint8)
 
 
 def _fill(handle: int, chunk: _Chunk, bounce: "np.ndarray[Any, Any]", begin: int, size: int) -> None:
