@@ -62,7 +62,11 @@ def _with_zero_points(weight, name):
     values = ((codes - zero[..., None]).float() * scale.float()[..., None]).flatten(1)
     q, z, scales = codes.flatten(1).T, zero.T, scale.T.contiguous()  # [in, out], [groups, out] from here on
     if name == "awq":
-        return {"qweight": _words(q, 1, AWQ_ORDER), "qzeros": _words(z, 1, AWQ_ORDER), "scales": scales}, values
+        return {
+            "qweight": _words(q, 1, AWQ_ORDER),
+            "qzeros": _words(z, 1, AWQ_ORDER),
+            "scales": scales,
+        }, values
     stored = z - 1 if name == "gptq" else z
     order = torch.arange(len(q), dtype=torch.int32) // GROUP
     tensors = {"qweight": _words(q, 0), "qzeros": _words(stored, 1), "scales": scales, "g_idx": order}

@@ -20,7 +20,7 @@ Weights: TypeAlias = tuple[Any, Any]  # w1 and w2: tensors [E, *, *]
 class Span(NamedTuple):
     """num_bytes from begin of a file, for the place `at` of a buffer.
 
-    turn: makes of these bytes, once they are read, those that the buffer has from `at` on; None where they are the same.
+    turn: makes of these bytes those that the buffer has from `at` on; None where they are the same.
     """
 
     path: Path

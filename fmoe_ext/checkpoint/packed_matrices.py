@@ -47,7 +47,8 @@ class Matrix(NamedTuple):
         parts = {part: _read(tensors[piece.name], piece)[None] for part, piece in self.pieces.items()}
         if self.format == "nf4":  # blocks may cross rows
             parts = {part: value.reshape(1, 1, -1) for part, value in parts.items()}
-        return ops.Quantized(self.format, **parts).dequantize(dtype).view(self.shape)
+        packed = ops.Quantized(self.format, parts["data"], parts["scale"], parts.get("zero"))
+        return packed.dequantize(dtype).view(self.shape)
 
 
 Config: TypeAlias = Mapping[str, Any]

@@ -75,7 +75,9 @@ def _layer(base: Base, path: str, prefix: str, stems: Sequence[str], kind: Kind)
     used = {name for name in base.tensors if name.startswith(f"{prefix}experts.")}
     for name in sorted(used):  # GPTQ writes biases of zeros
         if name.endswith(".bias") and base.tensors[name].read().any():
-            raise CheckpointError(f"{base.folder}: {name} is a bias, which packed experts of this kind have not")
+            raise CheckpointError(
+                f"{base.folder}: {name} is a bias, which packed experts of this kind have not"
+            )
     return Layer(path, (shapes[0], shapes[1]), parts, build), used
 
 
@@ -97,7 +99,9 @@ def _part(base: Base, part: str, matrices: Sequence[Sequence[Matrix]]) -> Part:
             if piece is None or (piece.shape, piece.dtype) != (first.shape, first.dtype):
                 wrong = "missing" if piece is None else f"{piece.dtype} {list(piece.shape)}"
                 name = matrix.pieces["data"].name if piece is None else piece.name
-                raise CheckpointError(f"{base.folder}: {part} of {name} is {wrong}, unlike the first expert's")
+                raise CheckpointError(
+                    f"{base.folder}: {part} of {name} is {wrong}, unlike the first expert's"
+                )
             file, begin = place_of(base, piece.name, base.tensors[piece.name])
             of_one.append(Span(file, begin, base.tensors[piece.name].num_bytes, i * num_bytes, piece.turn))
         spans.append(tuple(of_one))

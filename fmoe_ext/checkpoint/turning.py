@@ -5,19 +5,21 @@ bits first. GPTQ has the words of the transposed weight. AWQ has words along the
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeAlias
+from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 
 from fmoe_ext import ops
 
-Array: TypeAlias = "np.ndarray[Any, Any]"
+Array: TypeAlias = np.ndarray[Any, Any]
 AWQ_ROWS = (0, 2, 4, 6, 1, 3, 5, 7)  # row of each four bits of a word, the lowest first
-ONES = np.uint32(0x11111111)
+ONES = 0x11111111
 
 
-class Turn(NamedTuple):
+@dataclass(frozen=True)
+class Turn:
     """How to turn the bytes of a tensor: a function of the array, its shape and its NumPy dtype in the file."""
 
     function: Callable[[Array], Array]
@@ -39,7 +41,7 @@ def gptq_zeros(is_first: bool) -> Callable[[Array], Array]:
 
     The 1 is added to whole words, as GPTQModel subtracted it.
     """
-    return (lambda words: transposed(words) + ONES) if is_first else transposed
+    return (lambda words: transposed(words) + np.uint32(ONES)) if is_first else transposed
 
 
 def awq_words(words: Array) -> Array:

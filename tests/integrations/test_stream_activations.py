@@ -5,6 +5,7 @@ import resource
 
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from fmoe_ext.integrations.streaming.activations import ActivationFile
 from tests.integrations.huggingface_models import make_ids, step
@@ -44,6 +45,22 @@ def test_same_bits_and_nothing_left(tmp_path, dtype):
     assert file.num_bytes == size_of(file) == 0 and not list(scratch.iterdir())
 
 
+def test_inputs_are_not_in_memory(tmp_path):
+    """But that of the first layer: autograd keeps a leaf of a graph."""
+    folder, alive = save(tmp_path / "model", dtype=torch.float32), {}
+    for where in (None, tmp_path):
+        inputs = []
+        ours = trained(folder, activations=where)
+        for layer in ours.base_model.model.model.layers:
+            layer.register_forward_pre_hook(
+                lambda _, a, to=inputs: to.append(StorageWeakRef(a[0].untyped_storage()))
+            )
+        loss = ours(make_ids(), labels=make_ids()).loss
+        alive[where] = [not storage.expired() for storage in inputs]
+        loss.backward()
+    assert alive == {None: [True] * 5, tmp_path: [True] + [False] * 4}
+
+
 def test_full_disk(tmp_path):
     folder, scratch = save(tmp_path / "model", dtype=torch.float32), tmp_path / "scratch"
     scratch.mkdir()
@@ -53,7 +70,9 @@ def test_full_disk(tmp_path):
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (8192, before[1]))
     try:
-        with pytest.raises(OSError, match=r"scratch has no room for the inputs of layers: .* bytes are needed"):
+        with pytest.raises(
+            OSError, match=r"scratch has no room for the inputs of layers: .* bytes are needed"
+        ):
             ours(make_ids(), labels=make_ids())
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)

@@ -187,5 +187,15 @@ def test_memory_as_a_float(folder):
 
 def test_missing_transformers(folder, monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(ImportError, match="pip install 'transformers"):
+    with pytest.raises(ImportError, match=r"pip install 'transformers>=5\.7'"):
         fmoe_ext.stream(folder, BIG)
+    with pytest.raises(
+        ImportError, match=r"import_model\(\) needs transformers .*: pip install 'transformers'"
+    ):
+        fmoe_ext.import_model(folder)
+
+
+def test_missing_peft(monkeypatch):
+    monkeypatch.setitem(sys.modules, "peft", None)
+    with pytest.raises(ImportError, match=r"lora\.fuse\(\) needs peft .*: pip install 'peft'"):
+        fmoe_ext.lora.fuse(torch.nn.Linear(2, 2))

@@ -68,7 +68,11 @@ class ActivationFile:
             wanted = -(-part.size // BLOCK) * BLOCK
             done = 0
             while done < part.size:
-                done += (count := os.preadv(self._file, [self._bounce[done:wanted].data], stored.offset + begin + done))
+                done += (
+                    count := os.preadv(
+                        self._file, [self._bounce[done:wanted].data], stored.offset + begin + done
+                    )
+                )
                 if count == 0:
                     raise OSError(f"the file for activations in {self.folder} ends too early")
             part[:] = self._bounce[: part.size]
