@@ -32,12 +32,12 @@ SCALE["nf4 nested"] = SCALE["nf4"]
 
 
 def data_of(name):
-    """What the data of a layer is called, behind the layer's name."""
+    """Name of the data of a layer, behind the layer's name."""
     return DATA.get(name, "qweight")
 
 
 def scale_of(name):
-    """What its scales are called."""
+    """Name of its scales, behind the layer's."""
     return SCALE.get(name, "scales")
 
 

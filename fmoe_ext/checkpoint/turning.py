@@ -20,7 +20,7 @@ ONES = 0x11111111
 
 @dataclass(frozen=True)
 class Turn:
-    """How to turn the bytes of a tensor: a function of the array, its shape and its NumPy dtype in the file."""
+    """Turns the bytes of a tensor by a function of the array. shape, dtype: of it in the file, as NumPy has them."""
 
     function: Callable[[Array], Array]
     shape: tuple[int, ...]
