@@ -16,8 +16,6 @@ from torch import Tensor, nn
 from fmoe_ext.integrations.streaming.budget import ExpertStream
 from fmoe_ext.integrations.streaming.reader import BLOCK, CHUNK, aligned_memory
 
-DIRECT = getattr(os, "O_DIRECT", 0)
-
 
 class ActivationFile:
     """Space in one file without a name, whose bytes the system frees with the process. folder: where it is.
@@ -32,8 +30,9 @@ class ActivationFile:
         self._free: defaultdict[int, list[int]] = defaultdict(list)  # {size: offsets}
         self._bounce = aligned_memory(CHUNK)
         with tempfile.TemporaryFile(dir=folder) as file:
+            direct = getattr(os, "O_DIRECT", 0)
             try:  # the same file again, past the page cache
-                self._file = os.open(f"/proc/self/fd/{file.fileno()}", os.O_RDWR | os.O_CLOEXEC | DIRECT)
+                self._file = os.open(f"/proc/self/fd/{file.fileno()}", os.O_RDWR | os.O_CLOEXEC | direct)
             except OSError:
                 self._file = os.dup(file.fileno())
         weakref.finalize(self, os.close, self._file)
