@@ -19,6 +19,9 @@ def fuse(model: Model) -> Model:
     fmoe_ext computes.
     Equivalent to: model, to rounding.
     """
+    from fmoe_ext.integrations.requirements import require
+
+    require("peft", "lora.fuse()")
     from fmoe_ext.integrations.peft_lora import fuse_adapters
 
     fuse_adapters(model)

@@ -18,12 +18,16 @@ Weights: TypeAlias = tuple[Any, Any]  # w1 and w2: tensors [E, *, *]
 
 
 class Span(NamedTuple):
-    """num_bytes from begin of a file, for the place `at` of a buffer."""
+    """num_bytes from begin of a file, for the place `at` of a buffer.
+
+    turn: makes of these bytes those that the buffer has from `at` on; None where they are the same.
+    """
 
     path: Path
     begin: int
     num_bytes: int
     at: int
+    turn: Callable[["np.ndarray[Any, Any]"], "np.ndarray[Any, Any]"] | None = None
 
     def moved(self, num_bytes: int) -> "Span":
         """The same bytes of the file, for a place num_bytes later in the buffer."""
@@ -40,8 +44,8 @@ class Part:
 
     @cached_property
     def num_bytes(self) -> int:
-        """Bytes of one expert."""
-        return sum(span.num_bytes for span in self.spans[0])
+        """Bytes of one expert in a buffer."""
+        return self.dtype.itemsize * int(np.prod(self.shape))
 
 
 @dataclass(frozen=True)

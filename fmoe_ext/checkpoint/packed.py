@@ -10,10 +10,10 @@ from fmoe_ext.checkpoint.errors import CheckpointError
 from fmoe_ext.checkpoint.expert_files import Layer, Part, part_of
 from fmoe_ext.checkpoint.families import FAMILIES
 from fmoe_ext.checkpoint.layouts import BLOCKS
-from fmoe_ext.checkpoint.packed_dense import outside_experts
+from fmoe_ext.checkpoint.packed_dense import outside_experts, plain_name
+from fmoe_ext.checkpoint.packed_matrices import kind_of
 from fmoe_ext.checkpoint.safetensors_file import StoredTensor
 
-LINEAR = ("fp8", "compressed-tensors")  # whose folders have each projection as a tensor
 STACKED = ("experts.gate_up_proj", "experts.down_proj")
 
 
@@ -80,14 +80,14 @@ def decode(base: Base) -> None:
             if name in names:
                 names[names.index(name)] = stem
         base.packed = "mxfp4"
-    method = (base.config.get("quantization_config") or {}).get("quant_method", "")
-    if method in LINEAR:
+    kind = kind_of(base)
+    if kind is not None:
         left = dict(outside_experts(base, (), torch.bfloat16))
         for names in base.files.values():
             # the scales of a weight may be in another file than the weight itself
-            names[:] = [n for n in (name.removesuffix("_packed") for name in names) if n in left]
+            names[:] = [n for n in (plain_name(name, kind) for name in names) if n in left]
         base.tensors = left
-        base.packed = method
+        base.packed = base.config["quantization_config"]["quant_method"]
     if base.packed:
         base.config = {key: value for key, value in base.config.items() if key != "quantization_config"}
 

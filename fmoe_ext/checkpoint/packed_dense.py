@@ -1,20 +1,14 @@
 """Linear layers outside of the experts in packed formats: decoded when they are read."""
 
-import re
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Container, Iterator
 
 import torch
 
-from fmoe_ext import ops
 from fmoe_ext.checkpoint.adapters.base import FLOATS, Base
 from fmoe_ext.checkpoint.errors import CheckpointError
+from fmoe_ext.checkpoint.packed_matrices import Kind, Matrix, kind_of
 from fmoe_ext.checkpoint.safetensors_file import StoredTensor
 
-# tensors that quantised folders have beside the weights, and that these do not need
-BESIDE = re.compile(
-    r".*\.(weight_scale_inv|weight_shape|weight_scale|weight_zero_point|[kv]_scale|input_scale)"
-)
-FP8_BLOCK = 128
 INTEGERS = (torch.int64, torch.int32, torch.bool)  # of buffers
 
 
@@ -23,18 +17,16 @@ def outside_experts(
 ) -> Iterator[tuple[str, StoredTensor]]:
     """(name, tensor) of what is left of a folder beside `used`; packed weights decoded to dtype.
 
-    FP8 with blocks of 128 x 128 (weight_scale_inv) and compressed-tensors' int4 (weight_packed) are decoded.
-    Raises CheckpointError for others.
+    Formats in packed_matrices.KINDS are decoded. Raises CheckpointError for others.
     """
+    kind = kind_of(base)
     for name, tensor in base.tensors.items():
         if name in used:
             continue
-        if tensor.dtype == torch.float8_e4m3fn and f"{name}_scale_inv" in base.tensors:
-            yield name, _fp8(base, name, tensor, dtype)
-        elif name.endswith(".weight_packed"):
-            stem = name.removesuffix("_packed")
-            yield stem, _int4(base, stem, tensor, dtype)
-        elif BESIDE.fullmatch(name):
+        if kind is not None and name.endswith(kind.data) and kind.has(base, name.removesuffix(kind.data)):
+            matrix = kind.matrix(base, name.removesuffix(kind.data))
+            yield plain_name(name, kind), _decoded(base, matrix, dtype)
+        elif kind is not None and kind.is_beside(name):
             continue
         elif tensor.dtype in FLOATS or (tensor.dtype in INTEGERS and ".weight" not in name):
             yield name, tensor
@@ -45,34 +37,11 @@ def outside_experts(
             )
 
 
-def _fp8(base: Base, name: str, tensor: StoredTensor, dtype: torch.dtype) -> StoredTensor:
-    scale = base.tensors[f"{name}_scale_inv"]
-    blocks = tuple(-(-size // FP8_BLOCK) for size in tensor.shape)
-    if len(tensor.shape) != 2 or scale.shape != blocks:
-        raise CheckpointError(
-            f"{base.folder}: {name}_scale_inv {list(scale.shape)} does not fit {list(tensor.shape)}: expected "
-            f"{list(blocks)}, blocks of {FP8_BLOCK} x {FP8_BLOCK}"
-        )
-    return _decoded(tensor.shape, dtype, {"format": "fp8_block", "data": tensor, "scale": scale})
+def plain_name(name: str, kind: Kind) -> str:
+    """The name that packed data has in a plain model."""
+    return f"{name.removesuffix(kind.data)}.weight" if name.endswith(kind.data) else name
 
 
-def _int4(base: Base, stem: str, packed: StoredTensor, dtype: torch.dtype) -> StoredTensor:
-    scale = base.tensors.get(f"{stem}_scale")
-    if scale is None:
-        raise CheckpointError(f"{base.folder} lacks {stem}_scale")
-    if len(packed.shape) != 2 or packed.dtype != torch.int32:
-        raise CheckpointError(f"{base.folder}: {stem}_packed is {packed.dtype} {list(packed.shape)}")
-    parts: dict[str, StoredTensor | str] = {"format": "int4", "data": packed, "scale": scale}
-    if f"{stem}_zero_point" in base.tensors:
-        parts["zero"] = base.tensors[f"{stem}_zero_point"]
-    return _decoded((packed.shape[0], packed.shape[1] * 8), dtype, parts)
-
-
-def _decoded(
-    shape: tuple[int, ...], dtype: torch.dtype, parts: Mapping[str, StoredTensor | str]
-) -> StoredTensor:
-    def read() -> torch.Tensor:
-        values = {k: v if isinstance(v, str) else v.read()[None] for k, v in parts.items()}
-        return ops.Quantized(**values).dequantize(dtype)[0]  # type: ignore[arg-type]
-
-    return StoredTensor(shape, dtype, read)
+def _decoded(base: Base, matrix: Matrix, dtype: torch.dtype) -> StoredTensor:
+    tensors = base.tensors  # of now: checkpoint.packed.decode() gives the base others
+    return StoredTensor(matrix.shape, dtype, lambda: matrix.decode(tensors, dtype))

@@ -22,6 +22,7 @@ from fmoe_ext.ep.exchange import Group
 from fmoe_ext.ep.wrappers import check_wrappers
 from fmoe_ext.experts import activation_name
 from fmoe_ext.integrations.huggingface_saved import from_pretrained
+from fmoe_ext.integrations.requirements import require
 from fmoe_ext.integrations.training import add_balance_loss
 from fmoe_ext.linear import DTYPES
 from fmoe_ext.routing import widen
@@ -48,13 +49,9 @@ def register() -> None:
     the experts of every architecture that uses Transformers' experts interface on fmoe_ext.
     Raises ImportError if Transformers is missing or older than 5.7.
     """
-    try:
-        import transformers
-    except ImportError as error:
-        raise ImportError(
-            f"fmoe_ext.integrations.huggingface needs Transformers {OLDEST_TRANSFORMERS} or newer ({error}): "
-            f"pip install 'transformers>={OLDEST_TRANSFORMERS}'"
-        ) from error
+    transformers = require(
+        "transformers", f'experts_implementation="{NAME}"', f"transformers>={OLDEST_TRANSFORMERS}"
+    )
     oldest = tuple(map(int, OLDEST_TRANSFORMERS.split(".")))
     if tuple(map(int, transformers.__version__.split(".")[:2])) < oldest:
         raise ImportError(

@@ -15,6 +15,7 @@ from fmoe_ext.checkpoint.huggingface import model_config, model_files
 from fmoe_ext.gates import find_gate
 from fmoe_ext.integrations.fmoefy import find_targets, replace
 from fmoe_ext.integrations.huggingface_record import KEY, VERSION, take_record
+from fmoe_ext.integrations.requirements import require
 from fmoe_ext.integrations.target import Options
 
 
@@ -35,8 +36,7 @@ def from_pretrained(
     damaged JSON, and for files and links outside the folder.
     Equivalent to: AutoModel....from_pretrained(folder), were the model a dense one.
     """
-    import transformers
-
+    transformers = require("transformers", "from_pretrained()")
     parallel = moe_kwargs.keys() & {"moe_group", "world_size"}
     if parallel:
         raise ValueError(

@@ -7,10 +7,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from transformers import Trainer, TrainerCallback
 
 from fmoe_ext import balance
 from fmoe_ext.integrations.training import BalanceLoss, add_balance_loss, check_weight
+
+try:
+    from transformers import Trainer, TrainerCallback
+except ImportError as error:
+    raise ImportError(f"BalanceCallback needs transformers ({error}): pip install transformers") from error
 
 PREFIX = "moe/"
 LOGGED = ("max_over_mean", "dropped_share", "dead_experts")

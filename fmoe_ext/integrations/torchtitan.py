@@ -9,14 +9,20 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torchtitan.config import derive, override
-from torchtitan.models.common.moe import GroupedExperts, RoutedExperts
-from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher, LocalTokenDispatcher
 
 from fmoe_ext import ops
 from fmoe_ext.dispatch import combine, dispatch
 from fmoe_ext.ep.expert_parallel import ExpertParallel
 from fmoe_ext.routing import ExpertInput, permute_rows, unpermute_rows, widen
+
+try:
+    from torchtitan.config import derive, override
+    from torchtitan.models.common.moe import GroupedExperts, RoutedExperts
+    from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher, LocalTokenDispatcher
+except ImportError as error:
+    raise ImportError(
+        f"fmoe_ext.integrations.torchtitan needs torchtitan ({error}): pip install torchtitan"
+    ) from error
 
 
 class FMoERoutedExperts(RoutedExperts):

@@ -11,24 +11,12 @@ from safetensors.torch import save_file
 from fmoe_ext.checkpoint.adapters.base import Base
 from fmoe_ext.checkpoint.errors import CheckpointError
 from fmoe_ext.checkpoint.packed_projections import gguf_layers, packed_layer
+from fmoe_ext.integrations.streaming.reader import Reader
 from fmoe_ext.ops import quantize
+from tests.packed_layouts import CONFIGS, pack, scale_of
 
 E, D, H = 3, 256, 256
 PATH = "model.layers.0.mlp.experts"
-CONFIGS = {
-    "fp8_block": {"quant_method": "fp8", "weight_block_size": [128, 128]},
-    "int4": {
-        "quant_method": "compressed-tensors",
-        "format": "pack-quantized",
-        "config_groups": {"group_0": {"weights": {"num_bits": 4, "strategy": "group", "group_size": 32}}},
-    },
-    "nf4": {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
-}
-SUFFIXES = {
-    "fp8_block": (".weight", ".weight_scale_inv"),
-    "int4": (".weight_packed", ".weight_scale"),
-    "nf4": (".weight", ".weight.absmax"),
-}
 
 
 def projections():
@@ -45,17 +33,8 @@ def tensors_of(name):
     """The tensors of a published folder, and the decoded projections."""
     tensors, decoded = {}, {}
     for (e, projection), weight in projections().items():
-        packed = quantize(weight[None], name)
-        stem = f"{PATH}.{e}.{projection}"
-        data, scale = packed.data[0], packed.scale[0]
-        if name == "nf4":  # as bitsandbytes: flat
-            data, scale = data.reshape(-1, 1), scale.flatten()
-            state = json.dumps({"shape": list(weight.shape), "blocksize": 64, "quant_type": "nf4"}).encode()
-            tensors[f"{stem}.weight.quant_state.bitsandbytes__nf4"] = torch.frombuffer(
-                bytearray(state), dtype=torch.uint8
-            )
-        tensors |= {stem + SUFFIXES[name][0]: data.contiguous(), stem + SUFFIXES[name][1]: scale.contiguous()}
-        decoded[e, projection] = packed.dequantize()[0]
+        packed, decoded[e, projection] = pack(weight, name)
+        tensors |= {f"{PATH}.{e}.{projection}.{key}": value for key, value in packed.items()}
     return tensors, decoded
 
 
@@ -71,10 +50,7 @@ def save(folder, tensors, config):
 def read(layer, experts):
     """The weights of some experts, their bytes read as a stream reads them."""
     buffer = np.zeros(layer.num_bytes(len(experts)), dtype=np.uint8)
-    for span in layer.spans(experts, range(len(experts)), len(experts)):
-        with open(span.path, "rb") as file:
-            file.seek(span.begin)
-            buffer[span.at : span.at + span.num_bytes] = np.frombuffer(file.read(span.num_bytes), np.uint8)
+    Reader().read(layer.spans(experts, range(len(experts)), len(experts)), buffer)
     return layer.weights(buffer, len(experts))
 
 
@@ -98,7 +74,7 @@ def test_projections_are_joined(tmp_path, name):
 @pytest.mark.parametrize("name", CONFIGS)
 def test_missing_and_odd_tensors_are_named(tmp_path, name):
     tensors, _ = tensors_of(name)
-    missing = f"{PATH}.1.up_proj{SUFFIXES[name][1]}"
+    missing = f"{PATH}.1.up_proj.{scale_of(name)}"
     kept = tensors.pop(missing)
     with pytest.raises(CheckpointError, match=f"lacks {missing}"):
         packed_layer(save(tmp_path, tensors, CONFIGS[name]), PATH)
@@ -124,7 +100,14 @@ def test_missing_and_odd_tensors_are_named(tmp_path, name):
             "actorder 'group'",
         ),
         ("nf4", {"bnb_4bit_quant_type": "fp4"}, "type 'fp4'"),
-        ("nf4", {"bnb_4bit_use_double_quant": True}, "bnb_4bit_use_double_quant"),
+        ("nf4", {"load_in_4bit": False}, "8 bits instead of 4"),
+        ("nf4", {"bnb_4bit_quant_storage": "bfloat16"}, "bnb_4bit_quant_storage 'bfloat16'"),
+        ("gptq", {"bits": 3}, "GPTQ with 3 bits instead of 4"),
+        ("gptq", {"bits": 8}, "GPTQ with 8 bits instead of 4"),
+        ("gptq", {"checkpoint_format": "marlin"}, "checkpoint_format 'marlin'"),
+        ("gptq", {"dynamic": {"+:.*down.*": {"bits": 8}}}, "8 bits for .*down"),
+        ("awq", {"bits": 3}, "AWQ with 3 bits instead of 4"),
+        ("awq", {"version": "GEMV"}, "version 'gemv' instead of 'gemm'"),
     ],
 )
 def test_settings_that_are_not_computed_are_refused(tmp_path, name, changes, message):
@@ -134,7 +117,38 @@ def test_settings_that_are_not_computed_are_refused(tmp_path, name, changes, mes
 
 
 def test_other_methods_are_left_to_others(tmp_path):
-    assert packed_layer(save(tmp_path, tensors_of("int4")[0], {"quant_method": "awq"}), PATH) is None
+    assert packed_layer(save(tmp_path, tensors_of("int4")[0], {"quant_method": "hqq"}), PATH) is None
+
+
+def test_act_order_is_refused(tmp_path):
+    tensors, _ = tensors_of("gptq")
+    name = f"{PATH}.2.down_proj.g_idx"
+    tensors[name] = tensors[name].flip(0)
+    with pytest.raises(CheckpointError, match=f"GPTQ with act-order \\({name}"):
+        packed_layer(save(tmp_path, tensors, CONFIGS["gptq"]), PATH)
+    without = {key: value for key, value in tensors.items() if not key.endswith("g_idx")}
+    with pytest.raises(CheckpointError, match="act-order"):
+        packed_layer(save(tmp_path, without, CONFIGS["gptq"] | {"desc_act": True}), PATH)
+    layer, _ = packed_layer(save(tmp_path, without, CONFIGS["gptq"]), PATH)
+    check(layer, tensors_of("gptq")[1])
+
+
+def test_biases_of_zeros_alone_are_left_out(tmp_path):
+    tensors, decoded = tensors_of("gptq")
+    name = f"{PATH}.0.up_proj.bias"
+    tensors[name] = torch.zeros(H, dtype=torch.float16)
+    check(packed_layer(save(tmp_path, tensors, CONFIGS["gptq"]), PATH)[0], decoded)
+    tensors[name][3] = 1
+    with pytest.raises(CheckpointError, match=f"{name} is a bias"):
+        packed_layer(save(tmp_path, tensors, CONFIGS["gptq"]), PATH)
+
+
+def test_nested_scales_in_other_blocks_are_refused(tmp_path):
+    tensors, _ = tensors_of("nf4 nested")
+    name = f"{PATH}.1.gate_proj.weight.nested_absmax"
+    tensors[name] = torch.cat((tensors[name], tensors[name]))
+    with pytest.raises(CheckpointError, match=name):
+        packed_layer(save(tmp_path, tensors, CONFIGS["nf4 nested"]), PATH)
 
 
 def write_gguf(path, kinds=("q4_k", "q4_k", "q6_k"), leave_out=""):

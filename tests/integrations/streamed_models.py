@@ -9,6 +9,7 @@ import fmoe_ext
 from fmoe_ext import ops
 from fmoe_ext.integrations import huggingface
 from fmoe_ext.integrations.streaming import pool
+from tests import packed_layouts
 from tests.integrations.huggingface_models import make_model
 
 EXPERTS = ["experts.gate_up_proj", "experts.down_proj"]
@@ -115,19 +116,10 @@ def decoded(folder, dtype=torch.float32):
 
 
 WIDE = {"hidden_size": 256, "moe_intermediate_size": 256, "intermediate_size": 256, "head_dim": 64}
-QUANTIZATION = {
-    "fp8_block": {"quant_method": "fp8", "weight_block_size": [128, 128]},
-    "int4": {
-        "quant_method": "compressed-tensors",
-        "format": "pack-quantized",
-        "config_groups": {"group_0": {"weights": {"num_bits": 4, "strategy": "group", "group_size": 32}}},
-    },
-}
-SUFFIXES = {"fp8_block": ("", "_scale_inv"), "int4": ("_packed", "_scale")}
 
 
 def pack_linear(folder, name):
-    """Packs every linear layer of a folder, experts or not, as published FP8 and int4 folders do -> their values."""
+    """Packs every linear layer of a folder, experts or not, as published folders do -> their values."""
     (file,) = folder.glob("*.safetensors")
     tensors, values = {}, {}
     for key, value in load_file(file).items():
@@ -135,13 +127,12 @@ def pack_linear(folder, name):
         if not key.endswith("_proj.weight"):
             tensors[key] = value
             continue
-        packed = ops.quantize(value[None].float(), name)
-        data, scale = SUFFIXES[name]
-        tensors[key + data], tensors[key + scale] = packed.data[0].contiguous(), packed.scale[0].contiguous()
-        values[key] = packed.dequantize()[0]
+        packed, values[key] = packed_layouts.pack(value, name)
+        tensors |= {f"{key.removesuffix('weight')}{part}": tensor for part, tensor in packed.items()}
     save_file(tensors, file, {"format": "pt"})
     config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": QUANTIZATION[name]}))
+    config["quantization_config"] = packed_layouts.CONFIGS[name]
+    (folder / "config.json").write_text(json.dumps(config))
     return values
 
 

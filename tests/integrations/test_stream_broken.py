@@ -164,9 +164,8 @@ def test_pickles_and_empty_folders(folder, tmp_path):
         fmoe_ext.stream(tmp_path / "absent", BIG)
 
 
-@pytest.mark.parametrize("method", ["awq", "gptq"])
+@pytest.mark.parametrize("method", ["hqq", "auto-round"])
 def test_format_that_is_not_read_is_named(folder, method):
-    """Both keep a matrix of an expert as qweight, qzeros and scales."""
     file = folder / "model.safetensors"
     header, rest = header_of(file)
     packed = {name.replace("_proj.weight", "_proj.qweight"): facts for name, facts in header.items()}
@@ -188,5 +187,15 @@ def test_memory_as_a_float(folder):
 
 def test_missing_transformers(folder, monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(ImportError, match="pip install 'transformers"):
+    with pytest.raises(ImportError, match=r"pip install 'transformers>=5\.7'"):
         fmoe_ext.stream(folder, BIG)
+    with pytest.raises(
+        ImportError, match=r"import_model\(\) needs transformers .*: pip install 'transformers'"
+    ):
+        fmoe_ext.import_model(folder)
+
+
+def test_missing_peft(monkeypatch):
+    monkeypatch.setitem(sys.modules, "peft", None)
+    with pytest.raises(ImportError, match=r"lora\.fuse\(\) needs peft .*: pip install 'peft'"):
+        fmoe_ext.lora.fuse(torch.nn.Linear(2, 2))

@@ -10,7 +10,6 @@ from fmoe_ext.checkpoint import CheckpointError
 from fmoe_ext.checkpoint.adapters import cli
 from tests.integrations.huggingface_models import make_ids, step
 from tests.integrations.streamed_models import (
-    QUANTIZATION,
     WIDE,
     bytes_of_adapters,
     checkpoint_layers,
@@ -24,6 +23,7 @@ from tests.integrations.streamed_models import (
     with_adapters,
     write_gguf,
 )
+from tests.packed_layouts import CONFIGS
 
 pytest.importorskip("transformers")
 pytest.importorskip("peft")
@@ -86,7 +86,7 @@ def test_merge_into_bfloat16(tmp_path, name, capsys):
         assert error(merged(make_ids()).logits, expected) < 0.02 < 0.2 < error(base, expected)
 
 
-@pytest.mark.parametrize("name", QUANTIZATION)
+@pytest.mark.parametrize("name", CONFIGS)
 def test_merge_of_a_published_folder_into_bfloat16(tmp_path, name):
     folder = save(tmp_path / "model", dtype=torch.bfloat16, num_hidden_layers=3, **WIDE)
     values = pack_linear(folder, name)
@@ -96,7 +96,7 @@ def test_merge_of_a_published_folder_into_bfloat16(tmp_path, name):
     arguments = [str(tmp_path / "adapter"), "--base", str(folder), "-o", str(tmp_path / "merged")]
     cli.main(["merge", *arguments, "--packing", "rank_major"])
     report = json.loads((tmp_path / "merged/merge_report.json").read_text())
-    assert report["decoded_from"] == QUANTIZATION[name]["quant_method"]
+    assert report["decoded_from"] == CONFIGS[name]["quant_method"]
     assert before == {path.name: path.read_bytes() for path in folder.iterdir()}
     merged = load_file(tmp_path / "merged/model.safetensors")
     query = "model.layers.1.self_attn.q_proj.weight"
@@ -115,10 +115,10 @@ def test_packed_base_of_another_format_is_not_merged(tmp_path):
     folder = save(tmp_path / "model", dtype=torch.bfloat16)
     with_adapters(streamed(folder, 5, 10**6)).save_pretrained(tmp_path / "adapter")
     config = json.loads((folder / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "awq"}
+    config["quantization_config"] = {"quant_method": "hqq"}
     (folder / "config.json").write_text(json.dumps(config))
     arguments = [str(tmp_path / "adapter"), "--base", str(folder), "-o", str(tmp_path / "merged")]
-    with pytest.raises(SystemExit, match=r"quantised \(awq\)"):
+    with pytest.raises(SystemExit, match=r"quantised \(hqq\)"):
         cli.main(["merge", *arguments, "--packing", "rank_major"])
     assert not (tmp_path / "merged").exists()
 
@@ -137,7 +137,7 @@ def assert_same_training(plain, ours):
     assert ours.expert_stream.statistics.hits > 0
 
 
-@pytest.mark.parametrize("name", QUANTIZATION)
+@pytest.mark.parametrize("name", CONFIGS)
 def test_published_folder_equals_its_values(tmp_path, name):
     folder = save(tmp_path, dtype=torch.bfloat16, num_hidden_layers=3, **WIDE)
     values = pack_linear(folder, name)

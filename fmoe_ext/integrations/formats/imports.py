@@ -22,11 +22,12 @@ from fmoe_ext.checkpoint.safetensors_file import StoredTensor
 from fmoe_ext.experts import ClampedSwiGLU
 from fmoe_ext.integrations.huggingface_saving import replace_save_pretrained, save_imported
 from fmoe_ext.integrations.padding import heed_attention_masks
+from fmoe_ext.integrations.requirements import require
 from fmoe_ext.transformer import FMoETransformerMLP
 
 
 def _read(source: Any, options: dict[str, Any]) -> Any:
-    import transformers
+    transformers = require("transformers", "import_model()")
     from safetensors import SafetensorError
 
     if Path(source).is_dir():

@@ -22,6 +22,7 @@ class ExpertStream:
 
     def __init__(self, model: nn.Module, layers: Sequence[Layer], memory: int) -> None:
         self.memory = memory
+        self.activations: Any = None  # an ActivationFile, if stream() was given a folder for it
         self._model = weakref.ref(model)
         self._dense = sum(map(_bytes_of, self.resident_tensors()))
         self._added = 0

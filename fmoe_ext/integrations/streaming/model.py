@@ -22,6 +22,7 @@ from fmoe_ext.checkpoint.safetensors_file import StoredTensor
 from fmoe_ext.integrations import huggingface
 from fmoe_ext.integrations.huggingface_saving import replace_save_pretrained
 from fmoe_ext.integrations.streaming import gguf
+from fmoe_ext.integrations.streaming.activations import ActivationFile, SavedOnDisk
 from fmoe_ext.integrations.streaming.budget import ExpertStream
 from fmoe_ext.integrations.streaming.experts import Streamed
 from fmoe_ext.integrations.streaming.placeholder import StreamedWeight
@@ -35,13 +36,20 @@ UNITS = MappingProxyType(
 )
 
 
-def stream(folder: str | Path, memory: int | str = "8GiB", *, dtype: torch.dtype | None = None) -> Any:
+def stream(
+    folder: str | Path,
+    memory: int | str = "8GiB",
+    *,
+    dtype: torch.dtype | None = None,
+    activations: str | Path | None = None,
+) -> Any:
     """A causal language model of Transformers in eval(), its experts read from the folder's files as they are needed.
 
     folder: with config.json and safetensors files, or a GGUF file; memory: bytes, or a text like "8GiB", for the model,
     adapters with gradients and moments, buffers for experts, and a quarter of it for activations and the program.
     dtype: of the weights outside of the experts, by default that of config.json. The experts are frozen: train adapters
     by PEFT's target_parameters and fmoe_ext.lora.fuse(model). model.expert_stream has the counts of reads.
+    activations: folder of a file without a name for the inputs of checkpointed layers, which are in memory by default.
     Raises ValueError if memory is too little, CheckpointError for a folder that is damaged, reaches outside of itself
     or does not fit its config.json, ImportError if Transformers is missing or older than 5.7.
     Equivalent to: AutoModelForCausalLM.from_pretrained(folder, experts_implementation="fmoe"), with frozen experts.
@@ -61,6 +69,9 @@ def stream(folder: str | Path, memory: int | str = "8GiB", *, dtype: torch.dtype
     model.expert_stream = expert_stream
     for index, layer in enumerate(layers):
         model.get_submodule(layer.path).streamed = Streamed(expert_stream, index, dtype)
+    if activations is not None:
+        expert_stream.activations = ActivationFile(activations)
+        SavedOnDisk(model.base_model, expert_stream, expert_stream.activations)
     replace_save_pretrained(model, _refuse_to_save)
     return huggingface.use(model).eval()
 

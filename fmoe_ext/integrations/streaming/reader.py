@@ -41,7 +41,7 @@ class Reader:
         weakref.finalize(self, _close, self._handles, self._threads)
 
     def read(self, spans: Sequence[Span], into: "np.ndarray[Any, Any]") -> int:
-        """Fills the places of spans in `into` [num_bytes] uint8 -> bytes that were read.
+        """Fills the places of spans in `into` [num_bytes] uint8, and turns them -> bytes that were read.
 
         Raises CheckpointError if a file ends too early or cannot be read.
         """
@@ -49,6 +49,8 @@ class Reader:
         for path in {chunk.path for chunk in chunks}:
             self._open(path)
         for _ in self._threads.map(lambda part: self._read(part, into), _shares(chunks)):
+            pass
+        for _ in self._threads.map(lambda span: _turn(span, into), [s for s in spans if s.turn]):
             pass
         return sum(chunk.end - chunk.begin for chunk in chunks)
 
@@ -68,8 +70,7 @@ class Reader:
         return self._handles[path]
 
     def _read(self, chunks: Sequence[_Chunk], into: "np.ndarray[Any, Any]") -> None:
-        memory = mmap(-1, CHUNK + 2 * BLOCK)
-        bounce = np.frombuffer(memory, dtype=np.uint8)
+        bounce = aligned_memory(CHUNK + 2 * BLOCK)
         for chunk in chunks:
             handle, is_direct = self._handles[chunk.path]
             missing = chunk.end - os.fstat(handle).st_size
@@ -86,6 +87,11 @@ class Reader:
                 os.posix_fadvise(handle, begin, size, os.POSIX_FADV_DONTNEED)
 
 
+def aligned_memory(num_bytes: int) -> "np.ndarray[Any, Any]":
+    """uint8 [num_bytes] at the begin of a page, as O_DIRECT wants it."""
+    return np.frombuffer(mmap(-1, num_bytes), dtype=np.uint8)
+
+
 def _fill(handle: int, chunk: _Chunk, bounce: "np.ndarray[Any, Any]", begin: int, size: int) -> None:
     done = 0
     while done < size:
@@ -96,6 +102,12 @@ def _fill(handle: int, chunk: _Chunk, bounce: "np.ndarray[Any, Any]", begin: int
         if count == 0:
             raise CheckpointError(f"{chunk.path} is damaged: it ends {size - done} bytes too early")
         done += count
+
+
+def _turn(span: Span, into: "np.ndarray[Any, Any]") -> None:
+    assert span.turn is not None
+    turned = span.turn(into[span.at : span.at + span.num_bytes]).reshape(-1).view(np.uint8)
+    into[span.at : span.at + turned.size] = turned
 
 
 def _chunks(spans: Sequence[Span]) -> Iterator[_Chunk]:
