@@ -143,7 +143,12 @@ class FrozenProducts {
           if (weight.is_packed())
             return rows_by_packed_transposed(
                 kernels_, job, rows.from(first), out,
-                [&](int64_t row) { return weight.row(segment.expert, row); }, in, take);
+                [&](int64_t row) {
+                  PackedRow packed;
+                  weight.row(segment.expert, row, packed);
+                  return packed;
+                },
+                in, take);
         rows_by_weight_transposed(kernels_, job, rows.from(first), out,
                                   args_.row_of(tensor_of(weight), segment.expert * out, in), in, take);
       });
@@ -213,11 +218,11 @@ class FrozenProducts {
   void packed_columns(const FrozenWeight& weight, int64_t expert, bool gated, int64_t count, int64_t column,
                       PackedRow* packed) const {
     const int64_t half = gated ? kernels_.nr / 2 : kernels_.nr;
-    for (int64_t j = 0; j < kernels_.nr; ++j) {
-      const int64_t place = column + j % half;
-      packed[j] = weight.row(expert, std::min(place, count - 1) + j / half * count);
-      if (place >= count) packed[j].data = nullptr;
-    }
+    for (int64_t part = 0; part * half < kernels_.nr; ++part)
+      for (int64_t j = 0; j < half; ++j, ++packed) {
+        weight.row(expert, std::min(column + j, count - 1) + part * count, *packed);
+        if (column + j >= count) packed->data = nullptr;
+      }
   }
 
   void gated_columns(const char* w1, int64_t half_out, int64_t depth, int64_t column,

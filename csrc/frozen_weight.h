@@ -51,10 +51,11 @@ class FrozenWeight {
   int64_t size(int64_t d) const { return is_packed() ? sizes_[d] : data_.size(d); }
 
   // Row `row` of an expert, counted with gates before ups.
-  gemm::PackedRow row(int64_t expert, int64_t row) const {
+  void row(int64_t expert, int64_t row, gemm::PackedRow& out) const {
     const int64_t at = stored(row), line = expert * sizes_[1] + at;
-    gemm::PackedRow out{format_, scale_type_, bytes_ + line * row_bytes_, sizes_[2], nullptr, group_, nullptr,
-                        0};
+    out.format = format_, out.scale_type = scale_type_;
+    out.data = bytes_ + line * row_bytes_, out.columns = sizes_[2], out.group = group_;
+    out.scale = nullptr, out.zero = nullptr, out.zero_shift = 0;
     if (scale_bytes_) {
       const bool is_block = format_ == gemm::PackedFormat::fp8_block;
       out.scale = scale_bytes_ + (is_block ? expert * scale_rows_ + block_row(at) : line) * scale_row_bytes_;
@@ -63,7 +64,6 @@ class FrozenWeight {
       out.zero = zero_words_ + (expert * ((sizes_[1] + 7) / 8) + at / 8) * (sizes_[2] / group_);
       out.zero_shift = static_cast<int>(at % 8 * 4);
     }
-    return out;
   }
 
  private:
