@@ -305,9 +305,10 @@ def _find(model: nn.Module, options: Options) -> tuple[str, list[Target], list[s
     if options.match is not None:
         raise ValueError(f"match={options.match!r} points at no module of {type(model).__name__}")
     looked_for = "\n".join(f"* {kind.KIND}: {kind.LOOKED_FOR}" for kind in kinds)
-    legacy = "for a model of Megatron-LM v2.2 to v3.0.2 import fmoe_ext.megatron first"
     raise ValueError(
-        f"{type(model).__name__} has no MLP that fmoefy knows; {legacy}. It looked for\n{looked_for}"
+        f"{type(model).__name__} has no MLP that fmoefy knows. Say where those of a model of your own are, for example "
+        'match="*.mlp"; for one of Megatron-LM v2.2 to v3.0.2 import fmoe_ext.megatron first. It looked for\n'
+        f"{looked_for}"
     )
 
 
