@@ -28,6 +28,7 @@ RESULTS = emu_build.HERE / "mutation_results.md"
 SEEDS = "3"
 CPU_SECONDS = 60  # the programs need about ten
 FLAGS = ["-O0", "-std=c++20", "-fno-strict-aliasing", "-w", "-DFMOE_EMULATOR"]
+FLAGS += ["-fsanitize=alignment", "-fsanitize-undefined-trap-on-error"]  # a CPU allows what a GPU does not
 # Compiled once; no kernel changes them.
 PREFIX = """#include <cuda.h>
 #include <cuda_bf16.h>
