@@ -93,13 +93,13 @@ part_1() {
   local pytest=("$python" -m pytest -q -p no:cacheprovider)
   if ((dry_run)); then
     step prove 40 "$python" -m fmoe_ext.gpu prove --help
-    step device 40 "${pytest[@]}" tests/cuda/test_on_gpu.py
+    step device 40 "${pytest[@]}" tests/cuda/test_on_gpu.py tests/cuda/test_graph.py
     step kernels 40 "$python" -m benchmarks.bench_gpu_kernels --dry-run --out "$out/gpu_kernels.json"
   else
     # Kernels that fail or lose here are off in all that follows; a proof that is there already is made again.
     step prove 260 "$python" -m fmoe_ext.gpu prove --limit 40 --budget 240
     mkdir -p "$out/proof" && cp "${XDG_CACHE_HOME:-$HOME/.cache}"/fmoe_ext/gpu/*.json "$out/proof/"
-    step device 40 "${pytest[@]}" tests/cuda/test_on_gpu.py
+    step device 60 "${pytest[@]}" tests/cuda/test_on_gpu.py tests/cuda/test_graph.py
     step kernels 45 "$python" -m benchmarks.bench_gpu_kernels --out "$out/gpu_kernels.json"
   fi
   layer layer_16384 160 --tokens 16384 --shapes "Mixtral,Qwen,OLMoE,GPT-OSS,DeepSeek,E64,E96"

@@ -100,19 +100,22 @@ struct PickedRows {
   __device__ __forceinline__ void take(const Rows<T>& rows) {
     held = rows.exists(next) ? rows.divisor.divide(next) : -1;
   }
-  // Of what is here the rows from 16 * group on.
-  __device__ __forceinline__ void pick(const Rows<T>& rows, int group) {
+  // Of what is here the rows from 16 * group on, each from a column on.
+  __device__ __forceinline__ void pick(const Rows<T>& rows, int group, int column) {
+    const char* const base = reinterpret_cast<const char*>(rows.base + column);
+    const uint32_t stride = static_cast<uint32_t>(rows.stride * sizeof(T));  // an address is one multiply-add
     exist = 0;
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
       const int row = __shfl_sync(kFullMask, held, (group + i) * 4 + threadIdx.x % 32 / 8);
-      source[i] = rows.base + max(row, 0) * rows.stride;
+      const uint32_t there = max(row, 0);
+      source[i] = reinterpret_cast<const T*>(base + static_cast<uint64_t>(there) * stride);
       exist |= static_cast<uint32_t>(row >= 0) << i;
     }
   }
-  // 16 bytes of row i from a column on, zeros where there are none.
-  __device__ __forceinline__ void copy(int i, uint32_t dst, int column, int width) const {
-    ptx::cp_async16(dst, source[i] + column, exist >> i & 1 && column < width ? 16 : 0);
+  // 16 bytes of row i, `further` columns on; zeros where there is no row, or no such column.
+  __device__ __forceinline__ void copy(int i, uint32_t dst, int further, bool inside) const {
+    ptx::cp_async16(dst, source[i] + further, exist >> i & 1 && inside ? 16 : 0);
   }
 };
 
@@ -120,10 +123,10 @@ struct PickedRows {
 template <class T>
 struct RowGather : PickedRows<T, 8> {
   __device__ __forceinline__ void copy(T* operand, int first_column, int width) const {
-    const int piece = threadIdx.x % 8;
+    const int piece = threadIdx.x % 8, column = first_column + piece * 8;
     const uint32_t dst = ptx::shared_address(operand) + tile_offset<128>(this->first_row(), piece);
 #pragma unroll
-    for (int i = 0; i < 8; ++i) PickedRows<T, 8>::copy(i, dst + i * 2048, first_column + piece * 8, width);
+    for (int i = 0; i < 8; ++i) PickedRows<T, 8>::copy(i, dst + i * 2048, column, column < width);
   }
 };
 
@@ -144,7 +147,7 @@ __device__ __forceinline__ void gather_rows(R& ring, const RowTiles<R::kM>& tile
   };
   for (Tile tile = find(), next; tile.expert >= 0 && tile.expert < tiles.num_experts; tile = next) {
     gather.take(rows);
-    gather.pick(rows, 0);
+    gather.pick(rows, 0, 0);
 #pragma unroll 1
     for (int k = 0; k < steps; ++k, ++count) {
       const int stage = ring.stage_of(count);

@@ -51,18 +51,21 @@ struct GradWeight {
   }
 };
 
-// As an operand [64 k, kColumns].
+// As an operand [64 k, kColumns] of the columns from `first` on.
 template <class T, int kColumns>
 struct ColumnGather : PickedRows<T, 4> {
-  __device__ __forceinline__ void copy(T* operand, int first_column, int width) const {
-    const int piece = threadIdx.x % 8;
-    const uint32_t dst = ptx::shared_address(operand) + tile_offset<64>(this->first_row(), piece);
+  __device__ __forceinline__ static int column(int first) { return first + threadIdx.x % 8 * 8; }
+  __device__ __forceinline__ void pick(const Rows<T>& rows, int group, int first) {
+    PickedRows<T, 4>::pick(rows, group, column(first));
+  }
+  __device__ __forceinline__ void copy(T* operand, int first, int width) const {
+    const uint32_t dst = ptx::shared_address(operand) + tile_offset<64>(this->first_row(), threadIdx.x % 8);
 #pragma unroll
     for (int block = 0; block < kColumns / kBlockColumns; ++block)
 #pragma unroll
       for (int i = 0; i < 4; ++i)
-        PickedRows<T, 4>::copy(i, dst + block * 8192 + i * 2048,
-                               first_column + block * kBlockColumns + piece * 8, width);
+        PickedRows<T, 4>::copy(i, dst + block * 8192 + i * 2048, block * kBlockColumns,
+                               column(first) + block * kBlockColumns < width);
   }
 };
 
@@ -71,6 +74,9 @@ __device__ __forceinline__ void produce(Shared<T, kGatherA>& s, const CUtensorMa
                                         const GradWeight<T>& p) {
   const Cluster cluster = p.cluster;
   const Rows<T>&gathered = kGatherA ? p.a : p.b, &plain = kGatherA ? p.b : p.a;
+  static_assert(kPlain == 4 * kBlockColumns);
+  const int part = cluster.part(kBlockColumns);
+  const int warp_block = __shfl_sync(kFullMask, threadIdx.x % 128 / 32, 0) * kBlockColumns;
   ColumnGather<T, kGathered> gather;
   uint32_t count = 0;
   for (int index = cluster.first_index(); index < p.num_tiles(); index += cluster.index_step()) {
@@ -89,24 +95,25 @@ __device__ __forceinline__ void produce(Shared<T, kGatherA>& s, const CUtensorMa
         gather.take(gathered);
         gather.ask(gathered, row + 2 * kBlockColumns, end);
       }
-      gather.pick(gathered, half * 4);
+      gather.pick(gathered, half * 4, gathered_column);
       s.ring.wait_empty(count);
-      if (threadIdx.x % 128 == 0) {
-        if (whole)
-          ptx::mbar_arrive_expect_tx(full, kPlain * kBlockColumns * sizeof(T));
-        else  // for one another: neither block goes on before both have found the stage empty
-          ptx::mbar_arrive_at(full, cluster.peer());
-        const int part = cluster.part(kBlockColumns);
-        for (int c = 0; whole && c < kPlain; c += kBlockColumns)
-          cluster.load(ptx::shared_address(plain_operand) + (c + part) * 128, plain_map, full,
-                       plain_column + c, row + part);
+      if (threadIdx.x % 32 == 0) {
+        if (warp_block == 0) {
+          if (whole)
+            ptx::mbar_arrive_expect_tx(full, kPlain * kBlockColumns * sizeof(T));
+          else  // for one another: neither block goes on before both have found the stage empty
+            ptx::mbar_arrive_at(full, cluster.peer());
+        }
+        if (whole)  // a block of columns a warp, so that no warp gathers late
+          cluster.load(ptx::shared_address(plain_operand) + (warp_block + part) * 128, plain_map, full,
+                       plain_column + warp_block, row + part);
       }
       gather.copy(gathered_operand, gathered_column, static_cast<int>(gathered.width));
       if (!whole) {
         ColumnGather<T, kPlain> rest;
         rest.ask(plain, row, end);
         rest.take(plain);
-        rest.pick(plain, 0);
+        rest.pick(plain, 0, plain_column);
         rest.copy(plain_operand, plain_column, static_cast<int>(plain.width));
       }
       ptx::cp_async_mbar_arrive_noinc(full);

@@ -23,7 +23,7 @@ struct Case {
 };
 
 // Memory that begins at 128 bytes as a tensor does; filled with a NaN that no result can be. What follows it
-// must stay as it is; AddressSanitizer guards it itself.
+// must stay as it is; AddressSanitizer guards it itself. `exact`: nor may it be read.
 template <class T>
 struct Buffer {
 #if defined(__SANITIZE_ADDRESS__)
@@ -31,14 +31,22 @@ struct Buffer {
 #else
   static constexpr size_t kGuardBytes = 4096;
 #endif
-  explicit Buffer(size_t count)
+  explicit Buffer(size_t count, bool exact = false)
       : size(count),
-        data(static_cast<T*>(aligned_alloc(128, (count * sizeof(T) + kGuardBytes + 127) / 128 * 128))) {
-    std::memset(static_cast<void*>(data), 0xff, count * sizeof(T) + kGuardBytes);
+        guard_bytes(exact ? 0 : kGuardBytes),
+        before_page(exact && kGuardBytes),
+        data(before_page
+                 ? BeforeGuardPage<T>().allocate(count)
+                 : static_cast<T*>(aligned_alloc(128, (count * sizeof(T) + guard_bytes + 127) / 128 * 128))) {
+    std::memset(static_cast<void*>(data), 0xff, count * sizeof(T) + guard_bytes);
   }
   ~Buffer() {
+    if (before_page) {
+      BeforeGuardPage<T>().deallocate(data, size);
+      return;
+    }
     const auto* guard = reinterpret_cast<const unsigned char*>(data + size);
-    for (size_t i = 0; i < kGuardBytes; ++i)
+    for (size_t i = 0; i < guard_bytes; ++i)
       if (guard[i] != 0xff) {
         CHECK(false, "byte %zu past the end of a buffer was written", i);
         break;
@@ -55,7 +63,8 @@ struct Buffer {
   void spoil(size_t first, size_t count) {
     std::memset(static_cast<void*>(data + first), 0xff, count * sizeof(T));
   }
-  size_t size;
+  size_t size, guard_bytes;
+  bool before_page;
   T* data;
 };
 

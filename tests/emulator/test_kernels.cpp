@@ -177,7 +177,8 @@ void test_products(Dtype dtype, std::vector<int> counts, int64_t D, int64_t N, b
   launch_rows_by_weight(dtype, tf32, dy_rows, {w.data(), E, N, D, true}, offs.data(), R, nullptr, {},
                         dx.data(), nullptr);
   launch_rows_by_rows(dtype, tf32, dy_rows, x_rows, offs.data(), E, R, {dw.data(), false, false}, nullptr);
-  auto main_dw = random_values<acc_t<T>>(E * N * D);
+  const auto main_values = random_values<acc_t<T>>(E * N * D);
+  std::vector<acc_t<T>, BeforeGuardPage<acc_t<T>>> main_dw(main_values.begin(), main_values.end());
   for (int e = 0; e < E; ++e)  // -0 + 0 would be 0: without rows there is no addition
     if (counts[e] == 0) std::fill_n(&main_dw[e * N * D], N * D, -acc_t<T>(0));
   const auto main_before = main_dw;

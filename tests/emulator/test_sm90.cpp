@@ -19,8 +19,8 @@ void run_case(const Case& c, const Form& form, float bias_scale = 1) {
   const Routing routing(c, random);
   const auto& [E, offs, row_idx, expert] = routing;
   const size_t R = routing.num_rows(), D = c.D, H = c.H, F = form.gated ? 2 * H : H;
-  Buffer<T> x(routing.kTokens * D + 64), w1(E * F * D), b1(E * F), w2(E * D * H), b2(E * D), h(R * F),
-      a(R * H), y(R * D), a_without_h(R * H);
+  Buffer<T> x(routing.kTokens * D + 64), w1(E * F * D), b1(E * F, true), w2(E * D * H), b2(E * D, true),
+      h(R * F), a(R * H), y(R * D), a_without_h(R * H);
   Buffer<float> weights(routing.kNumChoices);
   x.fill(random, 1, 64);  // NaN follows the last row
   w1.fill(random, 0.3f);

@@ -89,7 +89,7 @@ void run_weight(const Case& c, Gathered gathered, bool accumulate) {
   const auto& [E, offs, row_idx, expert] = routing;
   const size_t R = routing.num_rows(), M = c.D, N = c.H;
   const bool index_a = gathered == Gathered::a, index_b = gathered == Gathered::b;
-  Buffer<T> a((index_a ? routing.kTokens : R) * M), b((index_b ? routing.kTokens : R) * N);
+  Buffer<T> a((index_a ? routing.kTokens : R) * M, true), b((index_b ? routing.kTokens : R) * N, true);
   Buffer<Out> out(E * M * N);
   a.fill(random, 1);
   b.fill(random, 1);
