@@ -2,8 +2,8 @@
 
     pip install deepspeed==0.19.8 && python -m benchmarks.bench_deepspeed
 
-One process on the CPU, two nn.Linear and GELU an expert, gate included. DeepSpeed runs as it comes (a capacity of T K / E
-choices an expert, others are dropped) and with drop_tokens=False, which computes what our layer computes.
+One process on the CPU, two nn.Linear and GELU an expert, gate included. DeepSpeed runs as it comes (a capacity of
+T K / E choices an expert, others are dropped) and with drop_tokens=False, which computes what our layer computes.
 """
 
 import argparse

@@ -21,7 +21,7 @@ try:
     from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher, LocalTokenDispatcher
 except ImportError as error:
     raise ImportError(
-        f"fmoe_ext.integrations.torchtitan needs torchtitan ({error}): pip install torchtitan"
+        f"fmoe_ext's experts for torchtitan need torchtitan ({error}): pip install torchtitan"
     ) from error
 
 
