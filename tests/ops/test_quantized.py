@@ -278,6 +278,32 @@ def test_int4_with_zero_points(isa, group, scale_dtype):
         assert torch.equal(pre_activation(weight, torch.eye(width)[-count:]), expected.T[-count:])
 
 
+def with_zero_points(out, width, group):
+    generator = torch.Generator().manual_seed(6)
+    scale = (torch.rand(2, out, width // group, generator=generator) + 0.5) / 8 * width**-0.5
+    zero = random_bytes(2, -(-out // 8), width // group * 4, seed=4).view(torch.int32)
+    return Quantized("int4", random_bytes(2, out, width // 2).view(torch.int32), scale, zero)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", [*FORMATS, "int4, zero points of 32", "int4, zero points of 96"])
+def test_few_long_rows_err_by_rounding_alone(isa, name, dtype):
+    """Rows longer than what a kernel puts in order at once, with an odd number of blocks where the format allows it."""
+    out = 37
+    if "zero" in name:
+        group = int(name.split()[-1])
+        weight = with_zero_points(out, 129 * group if group == 32 else 45 * group, group)
+    else:
+        width = {"q4_k": 17 * 256, "q6_k": 17 * 256, "nf4": 65 * 64, "fp8_block": 4147}.get(name, 129 * 32)
+        weight = packed(name, 2, out, width, seed=5)
+    values = weight.dequantize()[1].double()
+    x = torch.randn(4, values.shape[1], generator=torch.Generator().manual_seed(7)).to(dtype)
+    expected, size = x.double() @ values.T, x.double().abs() @ values.abs().T
+    for rows in range(1, 5):
+        off = (pre_activation(weight, x[:rows]).double() - expected[:rows]).abs()
+        assert (off <= torch.finfo(dtype).eps / 2 * expected[:rows].abs() + 4e-6 * size[:rows]).all(), rows
+
+
 BYTES = torch.zeros(2, 4, 32, dtype=torch.uint8)
 
 
