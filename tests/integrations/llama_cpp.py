@@ -2,11 +2,12 @@
 
 import contextlib
 import ctypes
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from ctypes import c_byte, c_char_p, c_float, c_int8, c_int32, c_uint32, c_void_p
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import xllamacpp
 from torch import Tensor
@@ -83,6 +84,34 @@ def logits(path: Path, tokens: Sequence[int], cache: int = F32) -> Tensor:
             library.llama_batch_free(batch)
 
 
+@contextlib.contextmanager
+def decoder(path: Path, prompt: Sequence[int], threads: int, n_ctx: int = 512) -> Iterator[Callable[[], int]]:
+    """A function that decodes the most likely next token and returns it, on so many threads."""
+    library = _library()
+    with _context(library, path, n_ctx, F16, threads) as (model, context):
+        batch = library.llama_batch_init(len(prompt), 0, 1)
+        count = library.llama_vocab_n_tokens(library.llama_model_get_vocab(model))
+        place = 0
+
+        def decode(tokens: Sequence[int]) -> None:
+            nonlocal place
+            _fill(batch, tokens, place)
+            assert library.llama_decode(context, batch) == 0
+            place += len(tokens)
+
+        def step() -> int:
+            row = np.ctypeslib.as_array(library.llama_get_logits_ith(context, batch.n_tokens - 1), (count,))
+            token = int(row.argmax())
+            decode([token])
+            return token
+
+        try:
+            decode(prompt)
+            yield step
+        finally:
+            library.llama_batch_free(batch)
+
+
 def _library() -> Any:
     library = ctypes.CDLL(xllamacpp.xllamacpp.__file__)
     for name, (result, arguments) in SIGNATURES.items():
@@ -92,7 +121,7 @@ def _library() -> Any:
 
 
 @contextlib.contextmanager
-def _context(library: Any, path: Path, n_ctx: int, cache: int) -> Iterator[tuple[int, int]]:
+def _context(library: Any, path: Path, n_ctx: int, cache: int, threads: int = 1) -> Iterator[tuple[int, int]]:
     said: list[str] = []
     log = LOG(lambda level, text, data: said.append(text.decode(errors="replace")))
     library.llama_log_set(log, None)
@@ -100,7 +129,7 @@ def _context(library: Any, path: Path, n_ctx: int, cache: int) -> Iterator[tuple
     try:
         model = library.llama_model_load_from_file(str(path).encode(), library.llama_model_default_params())
         assert model, f"llama.cpp refuses {path}: {''.join(said[-3:])}"
-        context = library.llama_init_from_model(model, _parameters(library, n_ctx, cache))
+        context = library.llama_init_from_model(model, _parameters(library, n_ctx, cache, threads))
         assert context, f"llama.cpp makes no context: {''.join(said[-3:])}"
         yield model, context
     finally:
@@ -111,20 +140,20 @@ def _context(library: Any, path: Path, n_ctx: int, cache: int) -> Iterator[tuple
         library.llama_log_set(None, None)
 
 
-def _parameters(library: Any, n_ctx: int, cache: int) -> ContextParams:
+def _parameters(library: Any, n_ctx: int, cache: int, threads: int) -> ContextParams:
     params: ContextParams = library.llama_context_default_params()
     known = params.n_ctx, params.n_batch, params.yarn_beta_fast, params.type_k, params.type_v
     assert known == (512, 2048, -1, F16, F16), (
         f"{known}: write ContextParams as this version's llama.h has it"
     )
-    params.n_ctx, params.n_threads, params.n_threads_batch = n_ctx, 1, 1
+    params.n_ctx, params.n_threads, params.n_threads_batch = n_ctx, threads, threads
     params.type_k = params.type_v = cache
     params.flash_attn_type = 0  # which multiplies in 16 bits whatever the cache is
     return params
 
 
-def _fill(batch: Batch, tokens: Sequence[int]) -> None:
+def _fill(batch: Batch, tokens: Sequence[int], place: int = 0) -> None:
     batch.n_tokens = len(tokens)
     for i, token in enumerate(tokens):
-        batch.token[i], batch.pos[i], batch.logits[i] = token, i, 1
+        batch.token[i], batch.pos[i], batch.logits[i] = token, place + i, 1
         batch.n_seq_id[i], batch.seq_id[i][0] = 1, 0

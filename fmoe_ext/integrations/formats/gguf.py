@@ -87,7 +87,7 @@ def write_gguf(path: Path, tensors: Mapping[str, StoredTensor], family: Family, 
     types = {name: _type_of(name, tensor) for name, tensor in named.items()}
     try:
         with explained(path, sum(tensor.num_bytes for tensor in named.values())):
-            _write_facts(writer, config, family)
+            write_facts(writer, config, family)
             for name, tensor in named.items():
                 dtype = types[name]
                 num_bytes = tensor.num_bytes // tensor.dtype.itemsize * dtype.itemsize
@@ -163,7 +163,8 @@ def _mapped(tensor: StoredTensor, shape: tuple[int, ...], function: Any) -> Stor
     return StoredTensor(shape, tensor.dtype, lambda: function(tensor.read()))
 
 
-def _write_facts(writer: Any, config: Any, family: Family) -> None:
+def write_facts(writer: Any, config: Any, family: Family) -> None:
+    """Adds to a GGUFWriter what llama.cpp needs to know of a model beside its tensors."""
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     writer.add_name(config.architectures[0])
     writer.add_vocab_size(config.vocab_size)
