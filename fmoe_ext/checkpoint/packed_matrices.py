@@ -85,9 +85,12 @@ class Kind(NamedTuple):
 def kind_of(base: Base) -> Kind | None:
     """The kind that quantization_config names, None for others; CheckpointError for settings that are not computed."""
     config = base.config.get("quantization_config") or {}
-    kind = KINDS.get(config.get("quant_method", ""))
-    if kind is not None:
-        kind.check(str(base.folder), config)
+    try:
+        kind = KINDS.get(config.get("quant_method", ""))
+        if kind is not None:
+            kind.check(str(base.folder), config)
+    except (AttributeError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{base.folder}: quantization_config is damaged: {error}") from error
     return kind
 
 

@@ -120,6 +120,13 @@ def test_other_methods_are_left_to_others(tmp_path):
     assert packed_layer(save(tmp_path, tensors_of("int4")[0], {"quant_method": "hqq"}), PATH) is None
 
 
+@pytest.mark.parametrize("damage", [{"dynamic": [1]}, {"quant_method": ["gptq"]}, {"dynamic": {"a": 3}}])
+def test_damaged_quantization_config(tmp_path, damage):
+    tensors, _ = tensors_of("gptq")
+    with pytest.raises(CheckpointError, match="quantization_config is damaged"):
+        packed_layer(save(tmp_path, tensors, CONFIGS["gptq"] | damage), PATH)
+
+
 def test_act_order_is_refused(tmp_path):
     tensors, _ = tensors_of("gptq")
     name = f"{PATH}.2.down_proj.g_idx"
