@@ -219,10 +219,7 @@ class FrozenProducts {
                       PackedRow* packed) const {
     const int64_t half = gated ? kernels_.nr / 2 : kernels_.nr;
     for (int64_t part = 0; part * half < kernels_.nr; ++part)
-      for (int64_t j = 0; j < half; ++j, ++packed) {
-        weight.row(expert, std::min(column + j, count - 1) + part * count, *packed);
-        if (column + j >= count) packed->data = nullptr;
-      }
+      fmoe_ext::packed_columns(weight, expert, part * count, count, column, half, packed + part * half);
   }
 
   void gated_columns(const char* w1, int64_t half_out, int64_t depth, int64_t column,

@@ -1,6 +1,7 @@
 // A weight of the frozen products, [E, out, in]: a tensor of the dtype of x, or packed as its file has it.
 #pragma once
 
+#include <algorithm>
 #include <optional>
 
 #include "checks.h"
@@ -189,6 +190,15 @@ class FrozenWeight {
   const int32_t* zero_words_ = nullptr;
   int64_t row_bytes_ = 0, scale_rows_ = 0, scale_row_bytes_ = 0;
 };
+
+// Rows [first + column, first + column + n) of an expert, for a panel; those from first + count on are zero.
+inline void packed_columns(const FrozenWeight& weight, int64_t expert, int64_t first, int64_t count,
+                           int64_t column, int64_t n, gemm::PackedRow* packed) {
+  for (int64_t j = 0; j < n; ++j) {
+    weight.row(expert, first + std::min(column + j, count - 1), packed[j]);
+    if (column + j >= count) packed[j].data = nullptr;
+  }
+}
 
 inline std::string shape_text(const FrozenWeight& w) {
   if (!w.is_packed()) return shape_text(w.tensor());

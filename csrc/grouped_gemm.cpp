@@ -2,6 +2,7 @@
 
 #include <torch/csrc/stable/library.h>
 
+#include "frozen_weight.h"
 #include "gemm/grouped.h"
 
 namespace fmoe_ext {
@@ -21,18 +22,12 @@ void copy_chunk(const Kernels& kernels, const char* t, int64_t columns, const Ch
   });
 }
 
-Tensor grouped_gemm_cpu(Tensor x_, Tensor weight_, Tensor offs_, std::optional<Tensor> bias_) {
-  check_cpu(x_, "x");
-  check_cpu(weight_, "weight");
-  check_cpu(offs_, "offs");
-  check_grouped_gemm(x_, weight_, offs_, bias_);
-  const Tensor x = as_contiguous(x_), weight = as_contiguous(weight_), offs = as_contiguous(offs_);
-  std::optional<Tensor> bias;
-  if (bias_) bias = as_contiguous(*bias_);
+// weight: a contiguous Tensor, or a FrozenWeight that is packed.
+template <class Weight>
+Tensor multiply(const Tensor& x, const Weight& weight, const std::vector<int64_t>& bounds,
+                const std::optional<Tensor>& bias) {
   const int64_t R = x.size(0), D = x.size(1), N = weight.size(1);
-
   const Kernels& kernels = kernels_for(x.scalar_type());
-  const auto bounds = read_offs(offs, R);
   Tensor y = new_large(x, {R, N}, x.scalar_type());
   zero_rows_from(y, bounds.back());
 
@@ -46,36 +41,56 @@ Tensor grouped_gemm_cpu(Tensor x_, Tensor weight_, Tensor offs_, std::optional<T
     for_each_job(jobs.size(), [&](int64_t job) {
       const Segment& segment = *jobs[job].segment;
       const RowMajor a{block.at(segment.begin - chunk.begin), stride, block.bytes};
-      const char* w = bytes_of(weight) + segment.expert * N * D * kernels.storage_bytes;
-      rows_by_weight(
-          kernels, jobs[job], a, D,
-          [&](int64_t p, const void** pointers) {
-            weight_columns(kernels, w, N, D, p * kernels.nr, pointers);
-          },
-          [&](int64_t p, const void* tile, int64_t row, int64_t m) {
-            const int64_t column = p * kernels.nr;
-            const char* b =
-                bias ? bytes_of(*bias) + (segment.expert * N + column) * kernels.storage_bytes : nullptr;
-            kernels.store(tile, m, std::min(kernels.nr, N - column), b, nullptr,
-                          mutable_bytes_of(y) + ((segment.begin + row) * N + column) * kernels.storage_bytes,
-                          N);
-          });
+      const auto store = [&](int64_t p, const void* tile, int64_t row, int64_t m) {
+        const int64_t column = p * kernels.nr;
+        const char* b =
+            bias ? bytes_of(*bias) + (segment.expert * N + column) * kernels.storage_bytes : nullptr;
+        kernels.store(tile, m, std::min(kernels.nr, N - column), b, nullptr,
+                      mutable_bytes_of(y) + ((segment.begin + row) * N + column) * kernels.storage_bytes, N);
+      };
+      if constexpr (std::is_same_v<Weight, FrozenWeight>) {
+        rows_by_packed(
+            kernels, jobs[job], a, D,
+            [&](int64_t p, PackedRow* rows) {
+              packed_columns(weight, segment.expert, 0, N, p * kernels.nr, kernels.nr, rows);
+            },
+            store);
+      } else {
+        const char* w = bytes_of(weight) + segment.expert * N * D * kernels.storage_bytes;
+        rows_by_weight(
+            kernels, jobs[job], a, D,
+            [&](int64_t p, const void** pointers) {
+              weight_columns(kernels, w, N, D, p * kernels.nr, pointers);
+            },
+            store);
+      }
     });
   });
   return y;
 }
 
+Tensor grouped_gemm_cpu(Tensor x, Tensor weight, Tensor offs, std::optional<Tensor> bias) {
+  check_cpu(x, "x");
+  check_cpu(weight, "weight");
+  check_cpu(offs, "offs");
+  check_grouped_gemm(x, weight, offs, bias);
+  if (bias) bias = as_contiguous(*bias);
+  return multiply(as_contiguous(x), as_contiguous(weight), read_offs(as_contiguous(offs), x.size(0)), bias);
+}
+
 // Chunk by chunk: the rows of grad_y as operands, and from them every product that is needed.
+// x is read for dweight alone. weight: as multiply() has it, read for dx alone.
+template <class Weight>
 class Backward {
  public:
-  Backward(const Tensor& grad_y, const Tensor& x, const Tensor& weight, const std::vector<int64_t>& bounds,
+  Backward(const Tensor& grad_y, const Tensor& x, const Weight& weight, const std::vector<int64_t>& bounds,
            const GroupedGemmNeeds& needs, const std::optional<Tensor>& main_dweight)
       : needs_(needs),
-        kernels_(kernels_for(x.scalar_type())),
+        kernels_(kernels_for(grad_y.scalar_type())),
         dy_(grad_y),
         x_(x),
         weight_(weight),
-        D(x.size(1)),
+        D(weight.size(2)),
         N(weight.size(1)),
         dy_stride_(RowMajor::stride_for(kernels_, N)),
         // The same chunks whatever is needed, so that a gradient does not depend on what else is.
@@ -84,18 +99,18 @@ class Backward {
         dweight_sums_(kernels_, bounds, N, D),
         dbias_sums_(kernels_, needs.dbias ? weight.size(0) : 0, N) {
     const auto output = [&](bool needed, std::initializer_list<int64_t> shape) {
-      return needed ? new_large(x, shape, x.scalar_type()) : torch::stable::new_empty(x, {0});
+      return needed ? new_large(dy_, shape, dy_.scalar_type()) : torch::stable::new_empty(dy_, {0});
     };
-    dx = output(needs.dx, {x.size(0), D});
+    dx = output(needs.dx, {dy_.size(0), D});
     if (needs.dx) zero_rows_from(dx, bounds.back());
     if (main_dweight) dweight_sums_.accumulate_into(*main_dweight);
-    dweight = needs.dweight && !main_dweight ? dweight_sums_.make_output(x) : output(false, {});
+    dweight = needs.dweight && !main_dweight ? dweight_sums_.make_output(dy_) : output(false, {});
     dbias = output(needs.dbias, {weight.size(0), N});
   }
 
   void run() {
     const auto bytes = [&](const Chunk& chunk) { return bytes_of_chunk(chunk); };
-    for_each_chunk(chunks_, x_, bytes, [&](const Chunk& chunk, char* memory) {
+    for_each_chunk(chunks_, dy_, bytes, [&](const Chunk& chunk, char* memory) {
       dy_rows_ = {memory, dy_stride_, kernels_.operand_bytes};
       copy_chunk(kernels_, bytes_of(dy_), N, chunk, dy_rows_);
       if (needs_.dweight) pack_x(chunk);
@@ -145,14 +160,23 @@ class Backward {
 
   void input_job(const Chunk& chunk, const Job& job) {  // dX = dY W
     const Segment& segment = *job.segment;
-    const char* w = bytes_of(weight_) + segment.expert * N * D * kernels_.storage_bytes;
-    rows_by_weight_transposed(kernels_, job, rows_of(chunk, segment), N, w, D,
-                              [&](int64_t p, const void* tile, int64_t row, int64_t m) {
-                                const int64_t column = p * kernels_.nr,
-                                              corner = (segment.begin + row) * D + column;
-                                kernels_.store(tile, m, std::min(kernels_.nr, D - column), nullptr, nullptr,
-                                               mutable_bytes_of(dx) + corner * kernels_.storage_bytes, D);
-                              });
+    const auto store = [&](int64_t p, const void* tile, int64_t first, int64_t m) {
+      const int64_t column = p * kernels_.nr, n = std::min(kernels_.nr, D - column);
+      char* corner =
+          mutable_bytes_of(dx) + ((segment.begin + first) * D + column) * kernels_.storage_bytes;
+      kernels_.store(tile, m, n, nullptr, nullptr, corner, D);
+    };
+    if constexpr (std::is_same_v<Weight, FrozenWeight>) {
+      const auto row = [&](int64_t i) {
+        PackedRow packed;
+        weight_.row(segment.expert, i, packed);
+        return packed;
+      };
+      rows_by_packed_transposed(kernels_, job, rows_of(chunk, segment), N, row, D, store);
+    } else {
+      const char* w = bytes_of(weight_) + segment.expert * N * D * kernels_.storage_bytes;
+      rows_by_weight_transposed(kernels_, job, rows_of(chunk, segment), N, w, D, store);
+    }
   }
 
   void weight_job(const Chunk& chunk, const Job& job) {  // dW = dY^T X
@@ -172,7 +196,8 @@ class Backward {
 
   const GroupedGemmNeeds needs_;
   const Kernels& kernels_;
-  const Tensor &dy_, &x_, &weight_;
+  const Tensor &dy_, &x_;
+  const Weight& weight_;
   const int64_t D, N, dy_stride_;
   const Chunks chunks_;
   RowMajor dy_rows_;
@@ -211,9 +236,56 @@ std::tuple<Tensor, Tensor, Tensor> grouped_gemm_backward_accumulate_cpu(Tensor g
   return backward(grad_y, x, weight, offs, needs, main_dweight);
 }
 
+FrozenWeight packed_weight(const Tensor& weight, const std::optional<Tensor>& scale,
+                           const std::optional<Tensor>& zero, int64_t format, bool interleaved) {
+  const FrozenWeight packed(weight, {scale, zero, format, interleaved}, "weight");
+  STD_TORCH_CHECK(packed.is_packed(), "weight_format must be of a packed format, not 0: grouped_gemm "
+                                      "multiplies with weights that are not packed");
+  return packed;
+}
+
+// Without offs a single expert has all rows.
+std::vector<int64_t> bounds_of(const std::optional<Tensor>& offs, int64_t num_rows) {
+  if (offs) return read_offs(as_contiguous(*offs), num_rows);
+  return {0, num_rows};
+}
+
+Tensor frozen_gemm_cpu(Tensor x, Tensor weight_, std::optional<Tensor> offs, std::optional<Tensor> bias,
+                       std::optional<Tensor> weight_scale, std::optional<Tensor> weight_zero,
+                       int64_t weight_format, bool weight_interleaved) {
+  const FrozenWeight weight = packed_weight(weight_, weight_scale, weight_zero, weight_format,
+                                            weight_interleaved);
+  check_cpu(x, "x");
+  if (offs) check_cpu(*offs, "offs");
+  if (bias) check_cpu(*bias, "bias");
+  check_grouped_gemm(x, weight, offs, bias);
+  if (bias) bias = as_contiguous(*bias);
+  return multiply(as_contiguous(x), weight, bounds_of(offs, x.size(0)), bias);
+}
+
+Tensor frozen_gemm_backward_cpu(Tensor grad_y, Tensor weight_, std::optional<Tensor> offs,
+                                std::optional<Tensor> weight_scale, std::optional<Tensor> weight_zero,
+                                int64_t weight_format, bool weight_interleaved) {
+  const FrozenWeight weight = packed_weight(weight_, weight_scale, weight_zero, weight_format,
+                                            weight_interleaved);
+  check_cpu(grad_y, "grad_y");
+  if (offs) check_cpu(*offs, "offs");
+  check_float(grad_y, "grad_y");
+  check_dim(grad_y, 2, "grad_y", "[R, N]");
+  check_size(grad_y, 1, weight.size(1), "grad_y", "[R, N]");
+  check_offs(offs, grad_y, weight, "grad_y");
+  const Tensor dy = as_contiguous(grad_y);
+  const auto bounds = bounds_of(offs, dy.size(0));
+  Backward backward(dy, dy, weight, bounds, GroupedGemmNeeds({true, false, false}), std::nullopt);
+  backward.run();
+  return backward.dx;
+}
+
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(fmoe_ext, CPU, m) {
+  m.impl("frozen_gemm", TORCH_BOX(&frozen_gemm_cpu));
+  m.impl("frozen_gemm_backward", TORCH_BOX(&frozen_gemm_backward_cpu));
   m.impl("grouped_gemm", TORCH_BOX(&grouped_gemm_cpu));
   m.impl("grouped_gemm_backward", TORCH_BOX(&grouped_gemm_backward_cpu));
   m.impl("grouped_gemm_backward_accumulate", TORCH_BOX(&grouped_gemm_backward_accumulate_cpu));

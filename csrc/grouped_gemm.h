@@ -7,9 +7,22 @@
 
 namespace fmoe_ext {
 
+// offs may be left out where all of the rows belong to one expert.
+template <class Weight>
+void check_offs(const std::optional<Tensor>& offs, const Tensor& rows, const Weight& weight, const char* name) {
+  STD_TORCH_CHECK(rows.size(0) <= INT32_MAX, name,
+                  " must have fewer than 2^31 rows (offsets are int32), but got shape ", shape_text(rows));
+  STD_TORCH_CHECK(offs || weight.size(0) == 1, "offs must be given: weight is of ", weight.size(0), " experts");
+  if (!offs) return;
+  check_int32(*offs, "offs");
+  check_dim(*offs, 1, "offs", "[E]");
+  check_size(*offs, 0, weight.size(0), "offs", "[E]");
+}
+
 // What every device checks; the values of offs are checked where they can be read.
-inline void check_grouped_gemm(const Tensor& x, const Tensor& weight, const Tensor& offs,
-                               const std::optional<Tensor>& bias) {
+template <class Weight>  // a Tensor, or a FrozenWeight
+void check_grouped_gemm(const Tensor& x, const Weight& weight, const std::optional<Tensor>& offs,
+                        const std::optional<Tensor>& bias) {
   check_float(x, "x");
   check_dim(x, 2, "x", "[R, D]");
   check_same_dtype(weight, x, "weight", "x");
@@ -18,11 +31,7 @@ inline void check_grouped_gemm(const Tensor& x, const Tensor& weight, const Tens
   check_width(x, 1, "x", "[R, D]");
   check_width(weight, 0, "weight", "[E, N, D]");
   check_width(weight, 1, "weight", "[E, N, D]");
-  check_int32(offs, "offs");
-  check_dim(offs, 1, "offs", "[E]");
-  check_size(offs, 0, weight.size(0), "offs", "[E]");
-  STD_TORCH_CHECK(x.size(0) <= INT32_MAX,
-                  "x must have fewer than 2^31 rows (offsets are int32), but got shape ", shape_text(x));
+  check_offs(offs, x, weight, "x");
   if (!bias) return;
   check_same_dtype(*bias, x, "bias", "x");
   check_dim(*bias, 2, "bias", "[E, N]");

@@ -47,6 +47,11 @@ STABLE_TORCH_LIBRARY(fmoe_ext, m) {
   // The same, but a dweight that is needed is added to main_dweight (float32, or float64) and is empty itself.
   m.def("grouped_gemm_backward_accumulate(Tensor grad_y, Tensor x, Tensor weight, Tensor offs, bool[] needs, Tensor(a!) main_dweight) -> (Tensor, Tensor, Tensor)");
 
+  // grouped_gemm with a frozen weight, packed as in frozen_mlp; without offs its one expert has all rows.
+  m.def("frozen_gemm(Tensor x, Tensor weight, Tensor? offs, Tensor? bias, Tensor? weight_scale, Tensor? weight_zero, int weight_format, bool weight_interleaved=False) -> Tensor");
+  // -> dx
+  m.def("frozen_gemm_backward(Tensor grad_y, Tensor weight, Tensor? offs, Tensor? weight_scale, Tensor? weight_zero, int weight_format, bool weight_interleaved=False) -> Tensor");
+
   // activation: a place in kActivations (activation.h), which is one in ops.ACTIVATIONS.
   // -> y [R, D], or [T, D] when combine; h [R, H or 2H] when save_h, else empty.
   m.def("expert_mlp(Tensor x, Tensor row_idx, Tensor inverse, Tensor offs, Tensor w1, Tensor? b1, Tensor w2, Tensor? b2, Tensor? topk_weights, int activation, bool combine, bool save_h) -> (Tensor, Tensor)");

@@ -76,6 +76,7 @@ from fmoe_ext.ops.batch_invariant import (  # noqa: E402
 )
 from fmoe_ext.ops.count_tokens import count_tokens, count_tokens_ref  # noqa: E402
 from fmoe_ext.ops.expert_mlp import ACTIVATIONS, expert_mlp, expert_mlp_ref  # noqa: E402
+from fmoe_ext.ops.frozen_gemm import frozen_gemm, frozen_gemm_ref  # noqa: E402
 from fmoe_ext.ops.frozen_mlp import Lora, frozen_mlp, frozen_mlp_ref  # noqa: E402
 from fmoe_ext.ops.grouped_gemm import grouped_gemm, grouped_gemm_ref  # noqa: E402
 from fmoe_ext.ops.main_grad import MainGrad  # noqa: E402
@@ -119,6 +120,8 @@ __all__ = [
     "cuda_module_missing",
     "expert_mlp",
     "expert_mlp_ref",
+    "frozen_gemm",
+    "frozen_gemm_ref",
     "frozen_mlp",
     "frozen_mlp_ref",
     "gpu_kernels",

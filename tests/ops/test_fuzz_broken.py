@@ -286,6 +286,21 @@ def frozen_mlp_packed(d):
     )
 
 
+def frozen_gemm(d):
+    d = Draw((d.T, d.K, d.E + 1, d.D, d.H), 0)  # a single expert needs no offs
+    arguments = {"x": d.floats(d.T * d.K, 32), "weight": torch.zeros(d.E, d.H, 16, dtype=torch.uint8)}
+    arguments |= {"offs": d.sort.offs, "bias": d.floats(d.E, d.H)}
+    arguments |= {"weight_scale": torch.zeros(d.E, d.H, 1, dtype=torch.uint8), "weight_zero": None}
+    arguments |= {"weight_format": 1}
+    return Call(
+        native.frozen_gemm,
+        arguments,
+        sizes={"x": (1,), "weight": (0, 1, 2), "offs": (0,), "bias": (0, 1), "weight_scale": (0, 1, 2)},
+        indices={"offs": (0, d.T * d.K + 1)},
+        values={"weight_format": (-1, len(ops.FORMATS) + 1, 2**40), **decreasing_offs(d)},
+    )
+
+
 OPERATORS = (
     count_tokens,
     sort_tokens,
@@ -302,6 +317,7 @@ OPERATORS = (
     expert_mlp_backward,
     expert_mlp_backward_accumulate,
     frozen_mlp_packed,
+    frozen_gemm,
 )
 
 

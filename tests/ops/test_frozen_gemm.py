@@ -1,0 +1,179 @@
+"""frozen_gemm: grouped_gemm with packed weights."""
+
+import pytest
+import torch
+
+from fmoe_ext import ops
+from fmoe_ext.ops import FORMATS, Quantized, frozen_gemm, frozen_gemm_ref
+from fmoe_ext.ops.frozen_gemm import composed, composed_backward
+from fmoe_ext.testing import assert_close
+from tests.ops.test_quantized import packed
+
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+
+
+def problem(name, counts, dtype, out=37, width=256, spare=0, seed=0):
+    """(x, weight, offs, bias, gradient of y) of experts with these numbers of rows."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = sum(counts) + spare
+    x = torch.randn(rows, width, generator=generator).to(dtype)
+    bias = torch.randn(len(counts), out, generator=generator).to(dtype)
+    grad = torch.randn(rows, out, generator=generator).to(dtype)
+    offs = torch.tensor(counts).cumsum(0, dtype=torch.int32)
+    return x, packed(name, len(counts), out, width, seed), offs, bias, grad
+
+
+def results(function, x, weight, offs, bias, grad, dtype=None):
+    """y and the gradients of x and bias, computed in a dtype."""
+    x, bias, grad = (t.detach().to(dtype or t.dtype) for t in (x, bias, grad))
+    x.requires_grad_(), bias.requires_grad_()
+    y = function(x, weight, offs, bias)
+    return y.detach(), *torch.autograd.grad(y, (x, bias), grad)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", FORMATS)
+def test_values_and_gradients(isa, name, dtype):
+    """Experts with no row, with few, which are decoded in registers or in rows, and with many, decoded in panels."""
+    given = problem(name, (1, 0, 3, 9, 40), dtype, spare=2)
+    truth, plain = results(frozen_gemm_ref, *given, torch.float64), results(frozen_gemm_ref, *given)
+    for got, expected, reference in zip(results(frozen_gemm, *given), truth, plain, strict=True):
+        if dtype == torch.float64:
+            torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
+        else:
+            assert_close(got, expected, reference)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_identity_gives_the_decoded_weight(isa, name):
+    out, width = 261, 256
+    weight = packed(name, 1, out, width, seed=3)
+    values = weight.dequantize()[0]
+    for rows in (width, 20, 5, 4, 1):
+        assert torch.equal(frozen_gemm(torch.eye(width)[-rows:], weight), values.T[-rows:]), rows
+    for rows in (out, 7):
+        x = torch.zeros(rows, width, requires_grad=True)
+        (gradient,) = torch.autograd.grad(frozen_gemm(x, weight), x, torch.eye(out)[-rows:])
+        assert torch.equal(gradient, values[-rows:]), rows
+
+
+@pytest.mark.parametrize("rows", [0, 1, 33])
+def test_without_offs_one_expert_has_all_rows(rows):
+    x, weight, offs, bias, grad = problem("q8_0", (rows,), torch.float32)
+    expected = results(frozen_gemm, x, weight, offs, bias, grad)
+    for got, wanted in zip(results(frozen_gemm, x, weight, None, bias, grad), expected, strict=True):
+        assert torch.equal(got, wanted)
+    assert torch.equal(frozen_gemm_ref(x, weight), frozen_gemm_ref(x, weight, offs))
+
+
+def test_interleaved_rows_have_their_bias_in_their_order():
+    x, plain, offs, bias, grad = problem("mxfp4", (3, 20), torch.float64, out=38)
+    order = torch.arange(38).view(2, 19).T.flatten()  # gate 0, up 0, gate 1, ...
+    in_turn = Quantized("mxfp4", plain.data[:, order], plain.scale[:, order], interleaved=True)
+    expected = results(frozen_gemm, x, plain, offs, bias, grad)
+    found = results(frozen_gemm, x, in_turn, offs, bias[:, order], grad)
+    assert torch.equal(found[0], expected[0]) and torch.equal(found[1], expected[1])
+    assert torch.equal(found[2], expected[2][:, order])
+
+
+def test_backward_keeps_packed_bytes_and_no_input():
+    x, weight, offs, bias, _ = problem("q4_k", (9, 3), torch.float32)
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        frozen_gemm(x.requires_grad_(), weight, offs, bias)
+    assert {t.data_ptr() for t in kept} == {weight.data.data_ptr(), offs.data_ptr()}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_opcheck(name):
+    x, weight, offs, bias, grad = problem(name, (2, 9), torch.float64, out=22)
+    packing = (*weight.scale_and_zero(), False)
+    x.requires_grad_(), bias.requires_grad_()
+    torch.library.opcheck(torch.ops.fmoe_ext.frozen_gemm, (x, weight.rows(), offs, bias, *packing))
+    torch.library.opcheck(
+        torch.ops.fmoe_ext.frozen_gemm_backward, (grad, weight.rows(), offs, *packing)
+    )
+
+
+def test_gradcheck():
+    x, weight, offs, bias, _ = problem("q8_0", (2, 5), torch.float64, out=5, width=32)
+    x.requires_grad_(), bias.requires_grad_()
+    assert torch.autograd.gradcheck(lambda x, bias: frozen_gemm(x, weight, offs, bias), (x, bias))
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_composition_for_other_devices_equals_the_kernel(name):
+    x, weight, offs, bias, grad = problem(name, (2, 0, 9), torch.float64)
+    packing = (*weight.scale_and_zero(), False)
+    y, dx, _ = results(frozen_gemm, x, weight, offs, bias, grad)
+    torch.testing.assert_close(composed(x, weight.rows(), offs, bias, *packing), y)
+    torch.testing.assert_close(composed_backward(grad, weight.rows(), offs, *packing), dx)
+
+
+def test_autocast_and_torch_func():
+    x, weight, _, bias, grad = problem("mxfp4", (9,), torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = frozen_gemm(x, weight, None, bias)
+    assert y.dtype == torch.bfloat16
+    assert torch.equal(y, frozen_gemm(x.bfloat16(), weight, None, bias.bfloat16()))
+    found = torch.func.grad(lambda x: (frozen_gemm(x, weight, None, bias) * grad).sum())(x)
+    assert torch.equal(found, results(frozen_gemm, x, weight, None, bias, grad)[1])
+    with pytest.raises(NotImplementedError, match="frozen_gemm has no forward-mode derivative"):
+        torch.func.jvp(lambda x: frozen_gemm(x, weight), (x,), (x,))
+    with pytest.raises(RuntimeError, match="frozen_gemm_backward cannot be differentiated"):
+        leaf = x.clone().requires_grad_()
+        y = frozen_gemm(leaf, weight).square().sum()
+        torch.autograd.grad(torch.autograd.grad(y, leaf, create_graph=True)[0].sum(), leaf)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_results_do_not_depend_on_threads_nor_on_the_batch(name):
+    given = problem(name, (80,), torch.float32, out=300)
+    x, weight, _, bias, _ = given
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        expected = results(frozen_gemm, *given)
+        torch.set_num_threads(3)
+        for got, wanted in zip(results(frozen_gemm, *given), expected, strict=True):
+            assert torch.equal(got, wanted)
+        with ops.batch_invariant():
+            whole = frozen_gemm(x, weight, None, bias)
+            for rows in (1, 33):
+                assert torch.equal(frozen_gemm(x[:rows], weight, None, bias), whole[:rows])
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({0: torch.zeros(5, 128, dtype=torch.float64)}, r"weight must have shape \[E, N, D\] with size 128"),
+        ({0: torch.zeros(5, 256, dtype=torch.int64)}, "x must be float64, float32, bfloat16 or float16"),
+        ({1: torch.zeros(2, 37, 16)}, "weight must be uint8 when it is packed"),
+        ({2: None}, "offs must be given: weight is of 2 experts"),
+        ({2: torch.tensor([5, 3], dtype=torch.int32)}, r"offs must not decrease .* offs\[1\] is 3 after 5"),
+        ({2: torch.tensor([2, 6], dtype=torch.int32)}, "offs must not exceed the number of rows 5"),
+        ({3: torch.zeros(2, 36, dtype=torch.float64)}, r"bias must have shape \[E, N\] with size 37"),
+        ({3: torch.zeros(2, 37)}, "bias must have the dtype of x"),
+        ({4: None}, "weight_scale must be given"),
+        ({4: None, 6: 0}, "weight_format must be of a packed format, not 0: grouped_gemm"),
+        ({6: 9}, r"weight_format must be in \[0, 8\), a number in ops.FORMATS, but got 9"),
+    ],
+)
+def test_operator_refuses(changes, message):
+    x, weight, offs, bias, _ = problem("mxfp4", (2, 3), torch.float64)
+    arguments = [x, weight.rows(), offs, bias, *weight.scale_and_zero(), False]
+    for place, value in changes.items():
+        arguments[place] = value
+    with pytest.raises(RuntimeError, match=message):
+        torch.ops.fmoe_ext.frozen_gemm(*arguments)
+
+
+def test_backward_refuses():
+    _, weight, offs, _, grad = problem("mxfp4", (2, 3), torch.float64)
+    packing = (*weight.scale_and_zero(), False)
+    with pytest.raises(RuntimeError, match=r"grad_y must have shape \[R, N\] with size 37"):
+        torch.ops.fmoe_ext.frozen_gemm_backward(grad[:, 1:], weight.rows(), offs, *packing)
+    with pytest.raises(RuntimeError, match="offs must not exceed the number of rows 4"):
+        torch.ops.fmoe_ext.frozen_gemm_backward(grad[1:], weight.rows(), offs, *packing)
