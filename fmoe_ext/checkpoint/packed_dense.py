@@ -1,4 +1,4 @@
-"""Linear layers outside of the experts in packed formats: decoded when they are read."""
+"""Linear layers outside of the experts in packed formats: read as they are, or decoded."""
 
 from collections.abc import Container, Iterator
 
@@ -6,7 +6,7 @@ import torch
 
 from fmoe_ext.checkpoint.adapters.base import FLOATS, Base
 from fmoe_ext.checkpoint.errors import CheckpointError
-from fmoe_ext.checkpoint.packed_matrices import Kind, Matrix, kind_of
+from fmoe_ext.checkpoint.packed_matrices import Kind, Matrix, PackedTensor, kind_of
 from fmoe_ext.checkpoint.safetensors_file import StoredTensor
 
 INTEGERS = (torch.int64, torch.int32, torch.bool)  # of buffers
@@ -15,9 +15,10 @@ INTEGERS = (torch.int64, torch.int32, torch.bool)  # of buffers
 def outside_experts(
     base: Base, used: Container[str], dtype: torch.dtype
 ) -> Iterator[tuple[str, StoredTensor]]:
-    """(name, tensor) of what is left of a folder beside `used`; packed weights decoded to dtype.
+    """(name, tensor) of what is left of a folder beside `used`; packed weights are read decoded to dtype.
 
-    Formats in packed_matrices.KINDS are decoded. Raises CheckpointError for others.
+    Those of packed_matrices.KINDS whose rows are packed one by one are a PackedTensor. Raises CheckpointError for
+    formats that are not decoded.
     """
     kind = kind_of(base)
     for name, tensor in base.tensors.items():
@@ -44,4 +45,6 @@ def plain_name(name: str, kind: Kind) -> str:
 
 def _decoded(base: Base, matrix: Matrix, dtype: torch.dtype) -> StoredTensor:
     tensors = base.tensors  # of now: checkpoint.packed.decode() gives the base others
+    if matrix.has_rows:
+        return PackedTensor(matrix.shape, dtype, lambda: matrix.packed(tensors))
     return StoredTensor(matrix.shape, dtype, lambda: matrix.decode(tensors, dtype))

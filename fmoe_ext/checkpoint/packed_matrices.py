@@ -42,13 +42,34 @@ class Matrix(NamedTuple):
     shape: tuple[int, int]
     pieces: dict[str, Piece]
 
+    def packed(self, tensors: Mapping[str, StoredTensor]) -> ops.Quantized:
+        """Its bytes, read now from the tensors of a folder, as a weight of one expert."""
+        parts = {part: _read(tensors[piece.name], piece)[None] for part, piece in self.pieces.items()}
+        if not self.has_rows:
+            parts = {part: value.reshape(1, 1, -1) for part, value in parts.items()}
+        return ops.Quantized(self.format, parts["data"], parts["scale"], parts.get("zero"))
+
+    @property
+    def has_rows(self) -> bool:
+        """False if blocks cross rows, as those of nf4 may: then it is packed as a single row."""
+        return self.pieces["data"].shape[0] == self.shape[0]
+
     def decode(self, tensors: Mapping[str, StoredTensor], dtype: torch.dtype) -> torch.Tensor:
         """Its values, read now from the tensors of a folder."""
-        parts = {part: _read(tensors[piece.name], piece)[None] for part, piece in self.pieces.items()}
-        if self.format == "nf4":  # blocks may cross rows
-            parts = {part: value.reshape(1, 1, -1) for part, value in parts.items()}
-        packed = ops.Quantized(self.format, parts["data"], parts["scale"], parts.get("zero"))
-        return packed.dequantize(dtype).view(self.shape)
+        return self.packed(tensors).dequantize(dtype).view(self.shape)
+
+
+class PackedTensor(StoredTensor):
+    """A packed matrix: read() decodes it, packed() returns its bytes as a weight of one expert."""
+
+    def __init__(
+        self,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        packed: Callable[[], ops.Quantized],
+    ) -> None:
+        super().__init__(shape, dtype, lambda: packed().dequantize(dtype)[0])
+        self.packed = packed
 
 
 Config: TypeAlias = Mapping[str, Any]

@@ -6,8 +6,10 @@ from typing import Any
 
 import torch
 
+from fmoe_ext import ops
 from fmoe_ext.checkpoint.errors import CheckpointError
 from fmoe_ext.checkpoint.families import FAMILIES
+from fmoe_ext.checkpoint.packed_matrices import PackedTensor
 from fmoe_ext.checkpoint.safetensors_file import StoredTensor
 from fmoe_ext.integrations.formats.gguf import INSIDE, OUTSIDE
 
@@ -29,7 +31,7 @@ def read_config(file: Path) -> Any:
 
 
 def outside_experts(file: Path, config: Any, dtype: torch.dtype) -> dict[str, StoredTensor]:
-    """{name in Transformers: tensor, decoded when it is read} of what is no expert.
+    """{name in Transformers: tensor, a PackedTensor where ops.FORMATS has its format} of what is no expert.
 
     Raises CheckpointError for a file that is damaged, and for names that are not known.
     """
@@ -70,6 +72,14 @@ def _stored(file: Path, tensor: Any, heads: int | None, dtype: torch.dtype) -> S
     from gguf.quants import dequantize
 
     shape = tuple(int(n) for n in reversed(tensor.shape))
+    name = tensor.tensor_type.name.lower()
+    if name in ops.FORMATS and len(shape) == 2:
+
+        def packed() -> ops.Quantized:
+            rows = _halves(torch.from_numpy(tensor.data.copy()), heads)  # in memory, whatever becomes of the file
+            return ops.Quantized(name, rows[None])
+
+        return PackedTensor(shape, dtype, packed)
     if tensor.name.endswith(SHARED_GATE):
         shape = (1, *shape)
 
@@ -78,9 +88,11 @@ def _stored(file: Path, tensor: Any, heads: int | None, dtype: torch.dtype) -> S
             values = dequantize(tensor.data, tensor.tensor_type)
         except (NotImplementedError, ValueError) as error:
             raise CheckpointError(f"{file}: {tensor.name} cannot be decoded: {error}") from error
-        weight = torch.from_numpy(values.copy()).to(dtype).reshape(shape)
-        if heads is not None:  # llama.cpp rotates neighbours, Transformers halves
-            weight = weight.unflatten(0, (heads, -1, 2)).transpose(1, 2).flatten(0, 2)
-        return weight
+        return _halves(torch.from_numpy(values.copy()).to(dtype).reshape(shape), heads)
 
     return StoredTensor(shape, dtype, read)
+
+
+def _halves(rows: torch.Tensor, heads: int | None) -> torch.Tensor:
+    """Rows of a head with neighbours rotated, as llama.cpp has them, in Transformers' order: halves rotated."""
+    return rows if heads is None else rows.unflatten(0, (heads, -1, 2)).transpose(1, 2).flatten(0, 2)

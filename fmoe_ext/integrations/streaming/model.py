@@ -17,6 +17,7 @@ from fmoe_ext.checkpoint.expert_files import Layer, plain_layer
 from fmoe_ext.checkpoint.files import inside
 from fmoe_ext.checkpoint.huggingface import check_folder
 from fmoe_ext.checkpoint.packed_dense import outside_experts
+from fmoe_ext.checkpoint.packed_matrices import PackedTensor
 from fmoe_ext.checkpoint.packed_projections import gguf_layers, packed_layer
 from fmoe_ext.checkpoint.safetensors_file import StoredTensor
 from fmoe_ext.integrations import huggingface
@@ -25,7 +26,8 @@ from fmoe_ext.integrations.streaming import gguf
 from fmoe_ext.integrations.streaming.activations import ActivationFile, SavedOnDisk
 from fmoe_ext.integrations.streaming.budget import ExpertStream
 from fmoe_ext.integrations.streaming.experts import Streamed
-from fmoe_ext.integrations.streaming.placeholder import StreamedWeight
+from fmoe_ext.integrations.streaming.packed_linear import keep_packed, packable
+from fmoe_ext.integrations.streaming.placeholder import PackedWeight, StreamedWeight
 
 UNITS = MappingProxyType(
     {
@@ -64,7 +66,9 @@ def stream(
     with torch.device("meta"):
         skeleton = transformers.AutoModelForCausalLM.from_config(config)
     layers, state = _plan(source, skeleton, dtype)
+    packed = _take_packed(source, skeleton, state, dtype)
     model = _load(Path(folder), type(skeleton), config, state, dtype)
+    keep_packed(model, packed)
     expert_stream = ExpertStream(model, layers, num_bytes)
     model.expert_stream = expert_stream
     for index, layer in enumerate(layers):
@@ -149,7 +153,7 @@ def _source(path: Path) -> _Folder | _GgufFile:
 def _plan(
     source: _Folder | _GgufFile, skeleton: nn.Module, dtype: torch.dtype
 ) -> tuple[list[Layer], dict[str, Any]]:
-    """(layers of experts, the state dict with placeholders for them)."""
+    """(layers of experts, placeholders for them by name)."""
     layers: list[Layer] = []
     state: dict[str, Any] = {}
     for path, module in skeleton.named_modules():
@@ -175,8 +179,23 @@ def _plan(
         raise CheckpointError(
             f"{source.path}: {type(skeleton).__name__} has no experts that Transformers lets others compute"
         )
-    state |= {name: Stored(t) for name, t in source.others(dtype).items()}
     return layers, state
+
+
+def _take_packed(
+    source: _Folder | _GgufFile, skeleton: nn.Module, state: dict[str, Any], dtype: torch.dtype
+) -> dict[str, PackedTensor]:
+    """Adds what is outside of the experts to a state dict -> what stays packed, for which it has placeholders."""
+    packed = {}
+    linear = packable(skeleton)
+    for name, tensor in source.others(dtype).items():
+        layer = linear.get(name)
+        if layer is not None and isinstance(tensor, PackedTensor) and tensor.shape == layer.weight.shape:
+            packed[name] = tensor
+            state[name] = PackedWeight(tensor.shape, dtype)
+        else:
+            state[name] = Stored(tensor)
+    return packed
 
 
 def _names_of(experts: Any) -> tuple[str, str]:

@@ -1,4 +1,4 @@
-"""The parameter that stands for weights which stay in files."""
+"""The parameters that stand for weights which stay in files, or packed in memory."""
 
 from typing import Any, NoReturn
 
@@ -31,6 +31,12 @@ class StreamedWeight(nn.Parameter):
     Whatever would read values raises RuntimeError, and so does a change of dtype or device. It requires no gradient.
     """
 
+    reason = (
+        "the weights of these experts stay in the files that fmoe_ext.stream() reads, and are frozen. Compute with "
+        'experts_implementation "fmoe", train adapters of PEFT with fmoe_ext.lora.fuse(model), and merge them with '
+        "`fmoe adapter merge`"
+    )
+
     def __new__(cls, shape: tuple[int, ...], dtype: torch.dtype) -> "StreamedWeight":
         nothing = torch.full((1,), float("nan"), dtype=dtype).expand(shape)
         return super().__new__(cls, nothing, requires_grad=False)
@@ -43,23 +49,36 @@ class StreamedWeight(nn.Parameter):
         if name == "__set__":
             if args[1] is args[0] or args[1] is None or (owner == "requires_grad" and not args[1]):
                 return None
-            _refuse(f"setting {owner}")
+            cls._refuse(f"setting {owner}")
         if name == "__get__" and owner == "data":
             return args[0]
         if (name == "__get__" and owner not in VALUES) or name in QUESTIONS:
             return super().__torch_function__(func, types, args, kwargs)
         if name in SAME and _keeps(args[0], name, args[1:], kwargs):
             return args[0]
-        _refuse(owner if name == "__get__" else name)
+        cls._refuse(owner if name == "__get__" else name)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "StreamedWeight":
         return self
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        _refuse("pickling")
+        self._refuse("pickling")
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
-        return f"StreamedWeight({list(self.shape)}, {self.dtype})"
+        return f"{type(self).__name__}({list(self.shape)}, {self.dtype})"
+
+    @classmethod
+    def _refuse(cls, what: str) -> NoReturn:
+        raise RuntimeError(f"{what}: {cls.reason}")
+
+
+class PackedWeight(StreamedWeight):
+    """The same for the weight of a PackedLinear, which has its bytes."""
+
+    reason = (
+        "this weight is packed as its file has it, and is frozen. Call its layer, train adapters of PEFT on it "
+        "without DoRA and without initial values that are computed from weights, and keep them unmerged"
+    )
 
 
 def _keeps(weight: torch.Tensor, name: str, args: Any, kwargs: Any) -> bool:
@@ -72,12 +91,4 @@ def _keeps(weight: torch.Tensor, name: str, args: Any, kwargs: Any) -> bool:
         torch.device(value).type == "cpu"
         for value in (*args, kwargs.get("device"))
         if isinstance(value, (str, torch.device))
-    )
-
-
-def _refuse(what: str) -> NoReturn:
-    raise RuntimeError(
-        f"{what}: the weights of these experts stay in the files that fmoe_ext.stream() reads, and are frozen. "
-        'Compute with experts_implementation "fmoe", train adapters of PEFT with fmoe_ext.lora.fuse(model), and merge '
-        "them with `fmoe adapter merge`"
     )
