@@ -86,15 +86,15 @@ class FrozenProducts {
           else
             weight_columns(kernels_, rows_of_expert, count, depth, column, pointers);
         };
-        Added added(kernels_, adapter);
+        Added added(kernels_, adapter, kPackedPanels);
         const auto pack_factor = [&](int64_t p) {
           if (!adapter) return;
           const void* factor[kMaxPanelLanes];
           columns(adapter->b, adapter->rank, p * width, factor);
-          kernels_.pack_columns(factor, adapter->rank, added.panel(0));
+          kernels_.pack_columns(factor, adapter->rank, added.panel(p % kPackedPanels));
         };
         const auto take = [&](int64_t p, const void* tile, int64_t row, int64_t m) {
-          if (adapter) tile = added.to(tile, 0, thin.from(first + row), m);
+          if (adapter) tile = added.to(tile, p % kPackedPanels, thin.from(first + row), m);
           epilogue(segment, tile, row, m, p * width);
         };
         if constexpr (std::is_same_v<Weight, FrozenWeight>)
@@ -186,7 +186,7 @@ class FrozenProducts {
   // The adapter's part of tiles: its packed panels, and room for a sum.
   class Added {
    public:
-    Added(const Kernels& kernels, const Adapter* adapter, int64_t num_panels = 1)
+    Added(const Kernels& kernels, const Adapter* adapter, int64_t num_panels)
         : kernels_(kernels), rank_(adapter ? adapter->rank : 0) {
       if (adapter) memory_.resize(num_panels * panel_bytes(kernels, rank_, kernels.nr) + kTileBytes + 2 * 64);
     }

@@ -178,27 +178,35 @@ void rows_by_weight(const Kernels& kernels, const Job& job, const RowMajor& a, i
   }
 }
 
-// The same with packed rows: columns(panel, rows) names them. They are decoded into registers, or for more
-// rows of `a` into a panel, once for all of them.
+constexpr int64_t kPackedPanels = 4;  // for which the rows of `a` are put in the order of a format once
+
+// The same with packed rows: columns(panel, rows) names them, of up to kPackedPanels panels before the first of
+// these tiles is taken. They are decoded into registers, or for more rows of `a` into a panel, once for all of
+// them.
 template <class Columns, class Epilogue>
 void rows_by_packed(const Kernels& kernels, const Job& job, const RowMajor& a, int64_t depth,
                     const Columns& columns, const Epilogue& epilogue) {
   alignas(64) char tile[kTileBytes];
-  PackedRow packed[kMaxPanelLanes];
+  PackedRow packed[kPackedPanels * kMaxPanelLanes];
   const void* pointers[kMaxPanelLanes];
   const int64_t rows = job.segment->rows();
-  const bool few = is_few(kernels, rows), in_registers = few && rows <= kernels.packed_rows;
+  const bool few = is_few(kernels, rows);
+  if (few && rows <= kernels.packed_rows) {
+    const int64_t tile_bytes = rows * kernels.nr * kernels.acc_bytes;
+    const int64_t most = std::min(kPackedPanels, kTileBytes / tile_bytes);
+    for (int64_t first = job.begin, count; first < job.end; first += count) {
+      count = std::min(most, job.end - first);
+      for (int64_t p = 0; p < count; ++p) columns(first + p, packed + p * kernels.nr);
+      kernels.multiply_packed(rows, depth, a.data, a.stride, packed, count, tile);
+      for (int64_t p = 0; p < count; ++p) epilogue(first + p, tile + p * tile_bytes, 0, rows);
+    }
+    return;
+  }
   const int64_t row_bytes = RowMajor::odd_lines(depth, kernels.storage_bytes) * kernels.storage_bytes;
-  const ThreadBuffer buffer(
-      in_registers ? 0 : kernels.nr * row_bytes + (few ? 0 : panel_bytes(kernels, depth, kernels.nr)));
+  const ThreadBuffer buffer(kernels.nr * row_bytes + (few ? 0 : panel_bytes(kernels, depth, kernels.nr)));
   char *decoded = buffer.data(), *panel = few ? nullptr : decoded + kernels.nr * row_bytes;
   for (int64_t p = job.begin; p < job.end; ++p) {
     columns(p, packed);
-    if (in_registers) {
-      kernels.multiply_packed(rows, depth, a.data, a.stride, packed, tile);
-      epilogue(p, tile, 0, rows);
-      continue;
-    }
     for (int64_t j = 0; j < kernels.nr; ++j) {
       pointers[j] = packed[j].data ? decoded + j * row_bytes : nullptr;
       if (packed[j].data) kernels.decode(packed[j], 0, depth, decoded + j * row_bytes);

@@ -88,9 +88,9 @@ struct Kernels {
 
   // Columns [begin, begin + n) of a packed row, in storage.
   void (*decode)(const PackedRow& row, int64_t begin, int64_t n, void* dst);
-  // multiply_columns with packed columns, decoded in registers.
+  // multiply_columns with packed columns, decoded in registers: nr columns of each panel, a tile for each.
   void (*multiply_packed)(int64_t m, int64_t k, const void* a, int64_t stride, const PackedRow* columns,
-                          void* tile);
+                          int64_t num_panels, void* tiles);
 
   // dst [m, n] = (tile + bias) * scale[row]; bias storage [n] or null, scale acc [m] or null.
   void (*store)(const void* tile, int64_t m, int64_t n, const void* bias, const void* scale, void* dst,
