@@ -162,8 +162,7 @@ class Backward {
     const Segment& segment = *job.segment;
     const auto store = [&](int64_t p, const void* tile, int64_t first, int64_t m) {
       const int64_t column = p * kernels_.nr, n = std::min(kernels_.nr, D - column);
-      char* corner =
-          mutable_bytes_of(dx) + ((segment.begin + first) * D + column) * kernels_.storage_bytes;
+      char* corner = mutable_bytes_of(dx) + ((segment.begin + first) * D + column) * kernels_.storage_bytes;
       kernels_.store(tile, m, n, nullptr, nullptr, corner, D);
     };
     if constexpr (std::is_same_v<Weight, FrozenWeight>) {
@@ -239,8 +238,9 @@ std::tuple<Tensor, Tensor, Tensor> grouped_gemm_backward_accumulate_cpu(Tensor g
 FrozenWeight packed_weight(const Tensor& weight, const std::optional<Tensor>& scale,
                            const std::optional<Tensor>& zero, int64_t format, bool interleaved) {
   const FrozenWeight packed(weight, {scale, zero, format, interleaved}, "weight");
-  STD_TORCH_CHECK(packed.is_packed(), "weight_format must be of a packed format, not 0: grouped_gemm "
-                                      "multiplies with weights that are not packed");
+  STD_TORCH_CHECK(packed.is_packed(),
+                  "weight_format must be of a packed format, not 0: grouped_gemm "
+                  "multiplies with weights that are not packed");
   return packed;
 }
 
@@ -253,8 +253,8 @@ std::vector<int64_t> bounds_of(const std::optional<Tensor>& offs, int64_t num_ro
 Tensor frozen_gemm_cpu(Tensor x, Tensor weight_, std::optional<Tensor> offs, std::optional<Tensor> bias,
                        std::optional<Tensor> weight_scale, std::optional<Tensor> weight_zero,
                        int64_t weight_format, bool weight_interleaved) {
-  const FrozenWeight weight = packed_weight(weight_, weight_scale, weight_zero, weight_format,
-                                            weight_interleaved);
+  const FrozenWeight weight =
+      packed_weight(weight_, weight_scale, weight_zero, weight_format, weight_interleaved);
   check_cpu(x, "x");
   if (offs) check_cpu(*offs, "offs");
   if (bias) check_cpu(*bias, "bias");
@@ -266,8 +266,8 @@ Tensor frozen_gemm_cpu(Tensor x, Tensor weight_, std::optional<Tensor> offs, std
 Tensor frozen_gemm_backward_cpu(Tensor grad_y, Tensor weight_, std::optional<Tensor> offs,
                                 std::optional<Tensor> weight_scale, std::optional<Tensor> weight_zero,
                                 int64_t weight_format, bool weight_interleaved) {
-  const FrozenWeight weight = packed_weight(weight_, weight_scale, weight_zero, weight_format,
-                                            weight_interleaved);
+  const FrozenWeight weight =
+      packed_weight(weight_, weight_scale, weight_zero, weight_format, weight_interleaved);
   check_cpu(grad_y, "grad_y");
   if (offs) check_cpu(*offs, "offs");
   check_float(grad_y, "grad_y");

@@ -9,10 +9,12 @@ namespace fmoe_ext {
 
 // offs may be left out where all of the rows belong to one expert.
 template <class Weight>
-void check_offs(const std::optional<Tensor>& offs, const Tensor& rows, const Weight& weight, const char* name) {
+void check_offs(const std::optional<Tensor>& offs, const Tensor& rows, const Weight& weight,
+                const char* name) {
   STD_TORCH_CHECK(rows.size(0) <= INT32_MAX, name,
                   " must have fewer than 2^31 rows (offsets are int32), but got shape ", shape_text(rows));
-  STD_TORCH_CHECK(offs || weight.size(0) == 1, "offs must be given: weight is of ", weight.size(0), " experts");
+  STD_TORCH_CHECK(offs || weight.size(0) == 1, "offs must be given: weight is of ", weight.size(0),
+                  " experts");
   if (!offs) return;
   check_int32(*offs, "offs");
   check_dim(*offs, 1, "offs", "[E]");

@@ -46,7 +46,7 @@ def pack(weight, name):
     if name in ("fp8_block", "int4"):
         packed = ops.quantize(weight[None].float(), name)
         tensors = {data_of(name): packed.data[0].contiguous(), scale_of(name): packed.scale[0].contiguous()}
-        return tensors, packed.dequantize()[0]
+        return tensors, packed.dequantize().view(weight.shape)
     return (_nf4 if name.startswith("nf4") else _with_zero_points)(weight.float(), name)
 
 
@@ -81,8 +81,8 @@ def _words(codes, dim, order=range(8)):
 
 
 def _nf4(weight, name):
-    """bitsandbytes: all flat; nested scales are 8-bit codes in blocks of 256, less their mean."""
-    packed = ops.quantize(weight[None], "nf4")
+    """bitsandbytes: all flat, so that blocks may cross rows; nested scales are 8-bit codes in blocks of 256, less their mean."""
+    packed = ops.quantize(weight.reshape(1, 1, -1), "nf4")
     scale = packed.scale.flatten()
     state = {"quant_type": "nf4", "blocksize": 64, "dtype": "bfloat16", "shape": list(weight.shape)}
     tensors = {"weight": packed.data.reshape(-1, 1), "weight.quant_map": torch.tensor(ops.quantized.NF4_CODE)}
@@ -105,4 +105,4 @@ def _nf4(weight, name):
         tensors["weight.absmax"] = scale
     text = bytearray(json.dumps(state).encode())
     tensors["weight.quant_state.bitsandbytes__nf4"] = torch.frombuffer(text, dtype=torch.uint8).clone()
-    return tensors, packed.dequantize()[0]
+    return tensors, packed.dequantize().view(weight.shape)

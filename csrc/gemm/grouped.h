@@ -180,9 +180,9 @@ void rows_by_weight(const Kernels& kernels, const Job& job, const RowMajor& a, i
 
 constexpr int64_t kPackedPanels = 4;  // for which the rows of `a` are put in the order of a format once
 
-// The same with packed rows: columns(panel, rows) names them, of up to kPackedPanels panels before the first of
-// these tiles is taken. They are decoded into registers, or for more rows of `a` into a panel, once for all of
-// them.
+// The same with packed rows: columns(panel, rows) names them, of up to kPackedPanels panels before the first
+// of these tiles is taken. They are decoded into registers, or for more rows of `a` into a panel, once for
+// all of them.
 template <class Columns, class Epilogue>
 void rows_by_packed(const Kernels& kernels, const Job& job, const RowMajor& a, int64_t depth,
                     const Columns& columns, const Epilogue& epilogue) {

@@ -111,9 +111,7 @@ def _backward(ctx: Any, grad_y: torch.Tensor) -> tuple[torch.Tensor | None, ...]
     if ctx.needs_input_grad[3]:
         no_columns = grad_y.new_empty((grad_y.shape[0], 0)), grad_y.new_empty((*weight.shape[:2], 0))
         needs = [False, False, True]
-        found = call(
-            "fmoe_ext::grouped_gemm_backward", grad_y, *no_columns, _offs_of(offs, grad_y), needs
-        )
+        found = call("fmoe_ext::grouped_gemm_backward", grad_y, *no_columns, _offs_of(offs, grad_y), needs)
         grads[3] = found[2]
     return tuple(grads)
 

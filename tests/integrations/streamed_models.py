@@ -136,8 +136,11 @@ def pack_linear(folder, name):
     return values
 
 
-def write_gguf(folder, kind):
-    """A GGUF file in place of the safetensors of a Qwen3-MoE, experts of a type in it -> (file, values)."""
+def write_gguf(folder, kind, others=None):
+    """A GGUF file in place of the safetensors of a Qwen3-MoE -> (file, values).
+
+    kind: the type of experts in it; others: of the other linear layers and the embedding, float32 by default.
+    """
     import gguf
 
     (file,) = folder.glob("*.safetensors")
@@ -164,7 +167,13 @@ def write_gguf(folder, kind):
         stem = key.removesuffix(".weight")
         _, _, rest = stem.removeprefix("model.layers.").partition(".")
         name = outside.get(stem) or f"blk.{stem.split('.')[2]}.{renamed[rest]}"
-        writer.add_tensor(f"{name}.weight", value.numpy())
+        if others is None or "norm" in key or "mlp.gate" in key:
+            writer.add_tensor(f"{name}.weight", value.numpy())
+            continue
+        packed = ops.quantize(value[None], others)
+        values[key] = packed.dequantize()[0]
+        other_type = gguf.GGMLQuantizationType[others.upper()]
+        writer.add_tensor(f"{name}.weight", packed.data[0].numpy(), raw_dtype=other_type)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -90,9 +90,7 @@ def test_opcheck(name):
     packing = (*weight.scale_and_zero(), False)
     x.requires_grad_(), bias.requires_grad_()
     torch.library.opcheck(torch.ops.fmoe_ext.frozen_gemm, (x, weight.rows(), offs, bias, *packing))
-    torch.library.opcheck(
-        torch.ops.fmoe_ext.frozen_gemm_backward, (grad, weight.rows(), offs, *packing)
-    )
+    torch.library.opcheck(torch.ops.fmoe_ext.frozen_gemm_backward, (grad, weight.rows(), offs, *packing))
 
 
 def test_gradcheck():
