@@ -154,7 +154,7 @@ def test_values_of_packed_weights_are_refused(tmp_path):
         lambda: with_lora(model, use_dora=True),
     ):
         with pytest.raises(
-            RuntimeError, match="this weight is packed as its file has it|experts stay in the files"
+            RuntimeError, match=r"this weight is packed as its file has it|experts stay in the files"
         ):
             broken()
     with pytest.raises(RuntimeError, match="no weights of experts to save"):

@@ -32,7 +32,9 @@ class Streamed:
         """experts_forward of integrations.huggingface; raises what Pool.whole() raises."""
         if getattr(experts, "expert_parallel", None) is not None:
             raise RuntimeError("streamed experts are not spread over ranks: call stream() in one process")
-        if self.index == 0:
+        num_experts = self.stream.pool.layers[self.index].num_experts
+        is_few = not torch.is_grad_enabled() and top_k_index.numel() < num_experts
+        if self.index == 0 and not is_few:  # counting takes longer than a token; the prompt was counted
             self.stream.before_step()
         taken = take(experts)
         up = "gate_up_proj" if experts.has_gate else "up_proj"
@@ -40,7 +42,6 @@ class Streamed:
         biases = (None, None)
         if experts.has_bias:
             biases = getattr(experts, up + "_bias"), experts.down_proj_bias
-        num_experts = self.stream.pool.layers[self.index].num_experts
         x = hidden_states.to(self.dtype)
         topk_weights = widen(top_k_weights, x.dtype)
         topk_idx = top_k_index.masked_fill(top_k_index >= num_experts, -1)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from fmoe_ext import ops
@@ -18,9 +17,9 @@ GATES = ("gate", "router")  # ends of names: their few columns decide which expe
 class PackedLinear(nn.Linear):
     """A linear layer with a packed weight, which is frozen: the product decodes it.
 
-    packed: Quantized of one expert, in the buffers `packed`, `scale` and `zero`, which a state_dict does not have; like:
-    the layer whose place it takes, with a bias that stays. Copies share the buffers. `weight` has a shape and a dtype and
-    no values.
+    packed: Quantized of one expert, in the buffers `packed`, `scale` and `zero`, which a state_dict does not have.
+    like: the layer whose place it takes, with a bias that stays. Copies share the buffers. `weight` has a shape and a
+    dtype and no values.
     """
 
     def __init__(self, packed: ops.Quantized, like: nn.Linear) -> None:
@@ -32,12 +31,12 @@ class PackedLinear(nn.Linear):
             self.register_buffer(name, tensor, persistent=False)
         self.training = like.training
 
-    def forward(self, x: Tensor) -> Tensor:  # noqa: D102
+    def forward(self, x: Tensor) -> Tensor:
         bias = None if self.bias is None else self.bias[None].to(x.dtype)
         y = ops.frozen_gemm(x.reshape(-1, self.in_features), self._packed, None, bias)
         return y.view(*x.shape[:-1], self.out_features)
 
-    def extra_repr(self) -> str:  # noqa: D102
+    def extra_repr(self) -> str:
         return f"{super().extra_repr()}, {self._packed.format}"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PackedLinear:
@@ -48,12 +47,13 @@ class PackedLinear(nn.Linear):
         return copied
 
 
-def packable(skeleton: nn.Module) -> dict[str, nn.Linear]:
+def packable(skeleton: Any) -> dict[str, nn.Linear]:
     """{name of the weight: layer} of the linear layers that may stay packed: all but gates and tied ones."""
     names: dict[int, list[str]] = {}
     for name, parameter in skeleton.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
-    head = skeleton.get_output_embeddings() if skeleton.config.tie_word_embeddings else None
+    is_tied = getattr(skeleton.config.get_text_config(), "tie_word_embeddings", False)
+    head = skeleton.get_output_embeddings() if is_tied else None
     return {
         f"{path}.weight": layer
         for path, layer in skeleton.named_modules()

@@ -12,6 +12,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from threading import Lock
 from types import MappingProxyType
@@ -109,6 +110,9 @@ class Pool:
         self._memory = mmap.mmap(
             -1, min(num_bytes, self._slot_bytes * len(layers)) // BLOCK * BLOCK, **_PRIVATE
         )
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            with suppress(OSError):  # a hint
+                self._memory.madvise(mmap.MADV_HUGEPAGE)
         self._bytes = np.frombuffer(self._memory, dtype=np.uint8)
         self.address = int(self._bytes.ctypes.data)
         self._reader = Reader()
@@ -116,6 +120,7 @@ class Pool:
         self._lock = Lock()
         self._slots: list[_Slot] = []
         self._caches: list[Cache] = []
+        self._described: dict[int, Weights] = {}  # of layers that were read, while all have a buffer
         self.resize(num_bytes)
         weakref.finalize(self, self._ahead.shutdown, wait=False)
 
@@ -144,7 +149,7 @@ class Pool:
             if any(slot.leases for slot in self._slots):
                 raise RuntimeError("buffers of experts cannot shrink between a forward and its backward")
             self._num_bytes = num_bytes
-            self._slots, self._caches = [], []
+            self._slots, self._caches, self._described = [], [], {}
             if hasattr(mmap, "MADV_DONTNEED"):
                 self._memory.madvise(mmap.MADV_DONTNEED)
 
@@ -154,7 +159,14 @@ class Pool:
         Raises RuntimeError if tensors that autograd keeps have all buffers.
         """
         layer = self.layers[index]
-        return layer.weights(self._lease(index, is_backward, is_training), layer.num_experts)
+        is_short = self.holds_all and not torch.is_grad_enabled()  # nothing outlives the call, nothing gives way
+        if is_short and index in self._described:
+            return self._described[index]
+        weights = layer.weights(self._lease(index, is_backward, is_training), layer.num_experts)
+        if is_short and (slot := self._find(index)) is not None:
+            buffer = self._bytes[slot.begin : slot.begin + self._slot_bytes]
+            self._described[index] = layer.weights(buffer, layer.num_experts)
+        return weights
 
     def again(
         self, index: int, offset: int, dtype: torch.dtype, shape: tuple[int, ...], stride: tuple[int, ...]
