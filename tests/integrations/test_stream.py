@@ -4,6 +4,8 @@ import pytest
 import torch
 
 import fmoe_ext
+from fmoe_ext.integrations.streaming import attention
+from fmoe_ext.testing import assert_close
 from tests.integrations.huggingface_models import make_ids, step
 from tests.integrations.streamed_models import (
     bytes_of_adapters,
@@ -16,6 +18,7 @@ from tests.integrations.streamed_models import (
 
 pytest.importorskip("transformers")
 pytest.importorskip("peft")
+from transformers.integrations.sdpa_attention import sdpa_attention_forward  # noqa: E402
 
 ARCHITECTURES = {
     "Qwen3MoeForCausalLM": {},
@@ -228,6 +231,29 @@ def test_values_of_streamed_weights_are_refused(tmp_path):
     model.set_experts_implementation("eager")
     with pytest.raises(RuntimeError, match="experts_implementation"):
         model(make_ids())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_attention_of_a_new_token_is_as_exact_as_sdpa(tmp_path, dtype):
+    """Of a batch with padding, whose keys have fewer heads than its queries."""
+    model = streamed(save(tmp_path, dtype=torch.float32), dtype=dtype)
+    assert model.config._attn_implementation == attention.NAME
+    attend = model.model.layers[0].self_attn
+    generator = torch.Generator().manual_seed(0)
+    query = torch.randn(2, 4, 1, 8, generator=generator)
+    key, value = torch.randn(2, 2, 2, 40, 8, generator=generator)
+    mask = (torch.arange(40) >= torch.tensor([0, 17])[:, None])[:, None, None]
+    options = {"scaling": 0.3, "dropout": 0.0}
+    rows = query.to(dtype), key.to(dtype), value.to(dtype)
+    keys, values = (t.double().repeat_interleave(2, 1) for t in rows[1:])
+    scores = (rows[0].double() @ keys.mT * 0.3).masked_fill(~mask, -torch.inf)
+    truth = (scores.softmax(-1) @ values).transpose(1, 2)
+    for given in (mask, torch.zeros(mask.shape, dtype=dtype).masked_fill(~mask, -torch.inf)):
+        plain = sdpa_attention_forward(attend, *rows, given, **options)[0]
+        with torch.no_grad():
+            found = attention.attention(attend, *rows, given, **options)[0]
+        assert_close(found, truth, plain)
+        assert torch.equal(attention.attention(attend, *rows, given, **options)[0], plain)
 
 
 @pytest.mark.parametrize(
