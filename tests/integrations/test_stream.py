@@ -18,7 +18,7 @@ from tests.integrations.streamed_models import (
 
 pytest.importorskip("transformers")
 pytest.importorskip("peft")
-from transformers.integrations.sdpa_attention import sdpa_attention_forward  # noqa: E402
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 ARCHITECTURES = {
     "Qwen3MoeForCausalLM": {},

@@ -159,7 +159,9 @@ class Pool:
         Raises RuntimeError if tensors that autograd keeps have all buffers.
         """
         layer = self.layers[index]
-        is_short = self.holds_all and not torch.is_grad_enabled()  # nothing outlives the call, nothing gives way
+        is_short = (
+            self.holds_all and not torch.is_grad_enabled()
+        )  # nothing outlives the call, nothing gives way
         if is_short and index in self._described:
             return self._described[index]
         weights = layer.weights(self._lease(index, is_backward, is_training), layer.num_experts)
