@@ -81,7 +81,7 @@ def _words(codes, dim, order=range(8)):
 
 
 def _nf4(weight, name):
-    """bitsandbytes: all flat, blocks may cross rows; nested scales are 8-bit codes in blocks of 256, less their mean."""
+    """bitsandbytes: flat, blocks may cross rows; nested scales are 8-bit codes in blocks of 256, less their mean."""
     packed = ops.quantize(weight.reshape(1, 1, -1), "nf4")
     scale = packed.scale.flatten()
     state = {"quant_type": "nf4", "blocksize": 64, "dtype": "bfloat16", "shape": list(weight.shape)}
