@@ -28,6 +28,7 @@ MODEL = """--d-model 64 --num-layers 3 --num-heads 4 --moe-every 1 --num-experts
 LAYOUTS = {  # name: (ranks, options)
     "one process": (1, ""),
     "another seed": (1, "--seed 1"),
+    "4 microbatches accumulated": (1, "--accumulate 4"),
     "ep 2": (2, "--expert-parallel 2"),
     "ep 4": (4, "--expert-parallel 4"),
     "pp 2, 4 microbatches": (2, "--pp 2 --chunks 4"),

@@ -304,3 +304,15 @@ def test_seconds_of_the_parts_of_a_step():
     for line in out[1:]:
         *parts, step, ratio = map(float, line.split()[-6:])
         assert step > 0 and abs(sum(parts) - step) <= 0.05 * step + 3 and ratio > 0
+
+
+def test_map_of_seconds_has_a_ratio_of_every_width_and_step(tmp_path):
+    picture = tmp_path / "map.png"
+    program = [sys.executable, str(EXAMPLE / "parts.py"), "--map", str(picture), "--steps", "1"]
+    subprocess.run([*program, "--widths", "64", "--windows", "1"], check=True, stdout=subprocess.DEVNULL)
+    found = json.loads(picture.with_suffix(".json").read_text())
+    assert found["widths"] == [64] and found["tokens"] == [512]
+    assert set(found["ratios"]) == {"grouped_mm", "ours", "fine"}
+    assert all(0 < ratio < 100 for (row,) in found["ratios"].values() for ratio in row)
+    assert all(len(row) == 1 for (row,) in found["ratios"].values())
+    assert picture.read_bytes().startswith(b"\x89PNG")

@@ -16,7 +16,7 @@ from fmoe_ext.gates import GATES, find_gate
 # What a resumed run may change: where and how it runs and what it writes, and how long the schedule is.
 FREE_TO_CHANGE = {
     *("threads", "steps", "save_every", "sample_bytes", "prompt"),
-    *("expert_parallel", "data_parallel", "overlap_degree", "pp", "chunks"),
+    *("expert_parallel", "data_parallel", "overlap_degree", "pp", "chunks", "accumulate"),
     *("tensorboard", "profile", "peak_flops"),
 }
 
@@ -179,6 +179,13 @@ def build_parser() -> ArgumentParser:
     )
     add("--stop-after", type=positive_int, help="save and exit after this step, as if interrupted there")
     add("--batch-size", type=positive_int, default=16, help="windows in a batch")
+    add(
+        "--accumulate",
+        type=positive_int,
+        default=1,
+        metavar="N",
+        help="microbatches of a batch, one after another: less memory, one more forward",
+    )
     add("--seq-len", type=positive_int, default=128, help="bytes in a window")
     add(
         "--data-order",
@@ -295,10 +302,9 @@ def check(parser: ArgumentParser, options: Namespace, job: Job) -> None:
         gate = find_gate(options.gate)(
             options.d_model, options.num_experts // ep_size, ep_size, options.top_k
         )
-        if options.pp > 1 and gate.depends_on_batch:
-            raise ValueError(
-                f"in a pipeline (--pp) a token's choices must be its own, but {gate.depends_on_batch}"
-            )
+        in_parts = "in a pipeline (--pp)" if options.pp > 1 else "with --accumulate"
+        if (options.pp > 1 or options.accumulate > 1) and gate.depends_on_batch:
+            raise ValueError(f"{in_parts} a token's choices must be its own, but {gate.depends_on_batch}")
     except ValueError as error:
         parser.error(f"--gate {options.gate} --top-k {options.top_k}: {error}")
     if not options.prompt:
@@ -334,6 +340,7 @@ def check_pipeline(parser: ArgumentParser, options: Namespace, job: Job) -> None
         )
     refused = {
         "--data-parallel fsdp2 does not go with --pp": options.data_parallel == "fsdp2",
+        "--accumulate does not go with --pp, which has --chunks": options.accumulate > 1,
         "--profile sees one stage only: leave out --pp": options.profile,
         "--balance-weight 0 with --pp: the pipeline cannot say what the balance loss is": options.balance_weight
         == 0,

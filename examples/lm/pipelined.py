@@ -8,10 +8,10 @@ import torch.nn.functional as F
 from job import Job
 from model import LanguageModel, ModelConfig, sum_of_losses
 from precision import Precision
-from spread import grouped_parameters, part_of
+from spread import grouped_parameters, part_of, summing_gates
 from torch import Tensor, nn
 
-from fmoe_ext.gates import BaseGate, WholeBatch
+from fmoe_ext.gates import WholeBatch
 from fmoe_ext.pipeline import Pipeline, split
 
 
@@ -102,11 +102,6 @@ class PipelinedModel:
     def param_groups(self, weight_decay: float) -> list[dict]:
         """Parameters of this rank for an optimizer."""
         return grouped_parameters(self.module, weight_decay)
-
-
-def summing_gates(module: nn.Module) -> list[BaseGate]:
-    """The gates whose loss is a function of sums over all tokens."""
-    return [m for m in module.modules() if isinstance(m, BaseGate) and hasattr(m, "ranks")]
 
 
 def cut(model: LanguageModel, num_stages: int, seq_len: int) -> list[nn.Module]:

@@ -111,7 +111,7 @@ def build_model(
     common = options.balance_weight, options.overlap_degree
     if job.num_stages > 1:
         return PipelinedModel(config, job, precision, options.seq_len, options.chunks, *common)
-    return SpreadModel(config, job, precision, options.data_parallel, *common)
+    return SpreadModel(config, job, precision, options.data_parallel, *common, options.accumulate)
 
 
 def learning_rate(options: Namespace, step: int) -> float:

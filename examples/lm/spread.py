@@ -1,5 +1,6 @@
 """A language model over the ranks of a job: its experts spread, the rest copied (ddp) or sharded (fsdp2)."""
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -13,13 +14,15 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from fmoe_ext.distributed import DistributedGroupedDataParallel, clip_grad_norm_
+from fmoe_ext.gates import BaseGate, WholeBatch
 
 
 class SpreadModel:
     """One model on all ranks of a job, each of which computes its own windows of a batch.
 
     module: what this rank has of the model; saved: what a checkpoint is made of; whole: a LanguageModel for its counts.
-    The weights do not depend on the layout: they are those of one process, cut.
+    The weights do not depend on the layout: they are those of one process, cut. accumulate: microbatches of a batch,
+    computed one after another; the gates' losses stay those of the whole batch (gates.WholeBatch, one more forward).
     """
 
     def __init__(
@@ -30,8 +33,10 @@ class SpreadModel:
         data_parallel: str,
         balance_weight: float,
         overlap_degree: int,
+        accumulate: int,
     ) -> None:
         self.job, self.precision, self.balance_weight = job, precision, balance_weight
+        self.accumulate = accumulate
         self.module = LanguageModel(config).to(job.device, precision.of_weights)
         self.saved: nn.Module = self.module
         if job.groups is not None:
@@ -44,18 +49,40 @@ class SpreadModel:
                 self.module, auto_allreduce=True, **job.groups.data_parallel_kwargs()
             )
         self.whole = self.module
+        counts_first = accumulate > 1 and summing_gates(self.module)
+        self._whole_batch = WholeBatch(self.module) if counts_first else None
 
     def train_step(self, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Forward and backward of the windows [B, S] of the whole batch -> loss, balance loss: the job's on average."""
-        mine, expected = (self.job.share(x).to(self.job.device) for x in (inputs, targets))
+        shares = (self.job.share(x).to(self.job.device) for x in (inputs, targets))
+        microbatches = list(zip(*(share.tensor_split(self.accumulate) for share in shares), strict=True))
+        whole = self._whole_batch
+        if whole is not None:
+            with whole.first_pass(), self.precision.autocast():
+                for mine, _ in microbatches:
+                    self.module(mine)
+        # The job's loss is the mean of its ranks' losses, so each divides by a rank's mean number of tokens.
+        tokens_per_rank = targets.numel() / self.job.size
+        losses = []
+        with whole.second_pass() if whole else nullcontext():
+            for number, microbatch in enumerate(microbatches, 1):
+                with nullcontext() if number == self.accumulate else self._no_sync():
+                    losses.append(self._backward(*microbatch, tokens_per_rank))
+        loss, balance_loss = (torch.stack(parts) for parts in zip(*losses, strict=True))
+        return loss.sum(), balance_loss.mean()
+
+    def _backward(self, mine: Tensor, expected: Tensor, tokens_per_rank: float) -> tuple[Tensor, Tensor]:
+        """Forward and backward of one microbatch -> its part of the loss, balance loss."""
         with self.precision.autocast():
             logits = self.saved(mine)
             balance_loss = self.module.pop_balance_loss()
-        # The job's loss is the mean of its ranks' losses, so each divides by a rank's mean number of tokens.
-        tokens_per_rank = targets.numel() / self.job.size
         loss = sum_of_losses(logits, expected) / tokens_per_rank
-        (loss + self.balance_weight * balance_loss).backward()
+        (loss + self.balance_weight / self.accumulate * balance_loss).backward()
         return loss.detach(), balance_loss.detach()
+
+    def _no_sync(self) -> AbstractContextManager[None]:
+        is_spread = isinstance(self.saved, DistributedGroupedDataParallel)
+        return self.saved.no_sync() if is_spread else nullcontext()
 
     @torch.no_grad()
     def evaluate(self, inputs: Tensor, targets: Tensor) -> Tensor:
@@ -81,6 +108,11 @@ class SpreadModel:
     def param_groups(self, weight_decay: float) -> list[dict[str, Any]]:
         """Parameters of this rank for an optimizer."""
         return grouped_parameters(self.module, weight_decay)
+
+
+def summing_gates(module: nn.Module) -> list[BaseGate]:
+    """The gates whose loss is a function of sums over all tokens."""
+    return [m for m in module.modules() if isinstance(m, BaseGate) and hasattr(m, "ranks")]
 
 
 def grouped_parameters(module: nn.Module, weight_decay: float) -> list[dict[str, Any]]:

@@ -1,26 +1,31 @@
 """The seconds of each part of a training step, for the four models in turn: `python examples/speedrun/parts.py`.
 
 They are seconds of the processor, not of the clock, so that other work on the machine counts less.
+--map PICTURE: a step's seconds beside the dense model's, over width and tokens of a step.
 """
 
 import argparse
 import itertools
+import json
 import statistics
 import time
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
 
 import torch
 from contest import cross_entropy
-from models import DESCRIPTIONS, GPT, MLPS, SIZES
+from models import DESCRIPTIONS, GPT, MLPS, SIZES, Size
 from sources import Corpus, as_tensor
 
 from fmoe_ext import cpu
 
 PARTS = ("forward", "backward", "Muon", "AdamW", "step")
+WIDTHS, WINDOWS, MAP_DEPTH = (128, 256, 384, 512, 768), (2, 8, 32), 2  # of the map
 
 
-def measure(size_name: str, steps: int) -> dict[str, dict[str, float]]:
+def measure(size: Size, steps: int) -> dict[str, dict[str, float]]:
     """{model: {part: seconds, the median of the steps}}, the models in turn; the first step is not counted."""
-    size = SIZES[size_name]
     text = torch.randint(256, (steps + 2, size.windows * (size.context + 1))).flatten()
     corpus = Corpus(text.to(torch.uint8), as_tensor(b"-"), "random bytes")
     models = {}
@@ -51,6 +56,53 @@ def measure(size_name: str, steps: int) -> dict[str, dict[str, float]]:
     }
 
 
+def measure_map(picture: Path, steps: int, widths: tuple[int, ...], windows: tuple[int, ...]) -> None:
+    """A step's seconds over the dense model's, for each width and number of windows: a picture, and JSON beside it."""
+    ratios: dict[str, list[list[float]]] = {name: [] for name in MLPS if name != "dense"}
+    for number in windows:
+        for name in ratios:
+            ratios[name].append([])
+        for width in widths:
+            size = replace(SIZES["cpu"], width=width, depth=MAP_DEPTH, windows=number)
+            found = measure(size, steps)
+            for name, rows in ratios.items():
+                rows[-1].append(found[name]["step"] / found["dense"]["step"])
+            row = "".join(f"{name:>14} {rows[-1][-1]:.2f}" for name, rows in ratios.items())
+            print(f"width {width:4}, {number * size.context:6} tokens a step, of dense: {row}", flush=True)
+    picture.parent.mkdir(parents=True, exist_ok=True)
+    tokens = [number * SIZES["cpu"].context for number in windows]
+    content = {"widths": widths, "tokens": tokens, "ratios": ratios}
+    picture.with_suffix(".json").write_text(json.dumps(content, indent=1))
+    draw_map(picture, ratios, widths, tokens)
+
+
+def draw_map(
+    picture: Path, ratios: Mapping[str, list[list[float]]], widths: tuple[int, ...], tokens: list[int]
+) -> None:
+    """A panel a model: green where a step takes less time than the dense model's, brown where it takes more."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+    from matplotlib.colors import TwoSlopeNorm
+
+    figure, panels = pyplot.subplots(1, len(ratios), figsize=(12, 3.4), constrained_layout=True, sharey=True)
+    norm = TwoSlopeNorm(1.0, 0.6, 1.6)
+    for axes, (name, rows) in zip(panels, ratios.items(), strict=True):
+        image = axes.imshow(rows, cmap="BrBG_r", norm=norm, aspect="auto", origin="lower")
+        for (y, row), x in itertools.product(enumerate(rows), range(len(widths))):
+            color = "black" if 0.75 < row[x] < 1.4 else "white"
+            axes.text(x, y, f"{row[x]:.2f}", ha="center", va="center", color=color)
+        axes.set_xticks(range(len(widths)), widths)
+        axes.set_yticks(range(len(tokens)), [f"{number:,}" for number in tokens])
+        axes.set(xlabel="width", title=DESCRIPTIONS[name])
+        axes.title.set_fontsize(9)
+    panels[0].set_ylabel("tokens of a step")
+    figure.colorbar(image, ax=panels, label="seconds of a step, of dense")
+    figure.savefig(picture, dpi=120)
+    pyplot.close(figure)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -60,11 +112,18 @@ def main() -> None:
     parser.add_argument(
         "--threads", type=int, default=1, help="1: threads that wait for each other count too"
     )
+    parser.add_argument(
+        "--map", type=Path, help="measure all widths and steps instead, and draw this picture"
+    )
+    parser.add_argument("--widths", type=int, nargs="+", default=WIDTHS, help="of the map")
+    parser.add_argument("--windows", type=int, nargs="+", default=WINDOWS, help="of a step, for the map")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     if cpu.can_keep_memory():
         cpu.keep_memory()
-    found = measure(options.size, options.steps)
+    if options.map:
+        return measure_map(options.map, options.steps, tuple(options.widths), tuple(options.windows))
+    found = measure(SIZES[options.size], options.steps)
     print(f"{'milliseconds':48}" + "".join(f"{part:>10}" for part in PARTS) + f"{'of dense':>10}")
     for name, parts in found.items():
         row = "".join(f"{1e3 * parts[part]:10.0f}" for part in PARTS)

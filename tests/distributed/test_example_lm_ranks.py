@@ -44,6 +44,9 @@ def pool():
 
 
 LAYOUTS = {
+    "accumulated": (1, "--accumulate 3"),
+    "accumulated, experts over ranks, a rank without windows": (4, "--accumulate 2 --expert-parallel 2"),
+    "accumulated, fsdp2": (2, "--accumulate 2 --expert-parallel 2 --data-parallel fsdp2"),
     "data parallel": (2, "--expert-parallel 1"),
     "experts over ranks, overlapped": (2, "--expert-parallel 2 --overlap-degree 2"),
     "experts over ranks, a rank with fewer windows": (4, "--expert-parallel auto"),
@@ -77,6 +80,7 @@ def test_every_layout_is_as_one_process(pool, alone, text, tmp_path, name):
             "--data-parallel=ddp",
             "--expert-parallel=1",
             "--pp=1",
+            "--accumulate=1",
         )
         == 0
     )
@@ -108,8 +112,16 @@ def test_resume_on_as_many_ranks_is_bitwise(pool, text, tmp_path):
 
 
 def test_ranks_refuse_together(pool, text, tmp_path):
-    refused = ["--expert-parallel 3", "--expert-parallel 4", "--resume", "--pp 3", "--pp 4"]
+    refused = [
+        "--expert-parallel 3",
+        "--expert-parallel 4",
+        "--accumulate 2 --gate gshard",
+        "--resume",
+        "--pp 3",
+        "--pp 4",
+    ]
     in_pipeline = ["--chunks 1", "--gate gshard", "--data-parallel fsdp2", "--profile", "--balance-weight 0"]
+    in_pipeline.append("--accumulate 2")
     for arguments in refused + [f"--pp 2 --chunks 3 {argument}" for argument in in_pipeline]:
         command = text, tmp_path / "out", *arguments.split()
         assert pool.run(exit_status, *command, world_size=2) == [2] * 2, arguments

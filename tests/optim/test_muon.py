@@ -3,7 +3,7 @@ import torch
 from torch import nn
 
 from fmoe_ext import FMoETransformerMLP
-from fmoe_ext.optim import Muon, orthogonalize
+from fmoe_ext.optim import Muon, muon, orthogonalize
 
 OPTIONS = [
     {},
@@ -52,6 +52,35 @@ def test_singular_values_come_near_one():
     torch.manual_seed(0)
     values = torch.linalg.svdvals(orthogonalize(torch.randn(5, 32, 16)).float())
     assert values.min() > 0.6 and values.max() < 1.3
+
+
+def test_products_without_bfloat16_instructions_round_alike(monkeypatch):
+    torch.manual_seed(0)
+    stack = torch.randn(3, 24, 16)
+    found = []
+    for dtype in (torch.bfloat16, torch.float32):
+        monkeypatch.setattr(muon, "_dtype_of_products", lambda _, dtype=dtype: dtype)
+        found.append(orthogonalize(stack))
+    assert found[0].dtype == found[1].dtype == torch.bfloat16
+    torch.testing.assert_close(*found, rtol=0, atol=0.01)  # a bit of bfloat16 near 1
+
+
+@pytest.mark.parametrize(
+    ("capabilities", "aten", "expected"),
+    [
+        ({"architecture": "x86_64", "avx512_bf16": True}, "AVX512", torch.bfloat16),
+        ({"architecture": "x86_64", "amx_bf16": True}, "AVX512", torch.bfloat16),
+        ({"architecture": "x86_64", "avx512_bf16": True}, "AVX2", torch.float32),
+        ({"architecture": "x86_64", "avx2": True}, "AVX2", torch.float32),
+        ({"architecture": "aarch64", "bf16": True}, "DEFAULT", torch.bfloat16),
+        ({}, "DEFAULT", torch.float32),
+    ],
+)
+def test_dtype_of_products_follows_the_processor(monkeypatch, capabilities, aten, expected):
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities)
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: aten)
+    found = muon._dtype_of_products.__wrapped__(torch.device("cpu"))
+    assert found == expected
 
 
 def test_muon_layer_learns_and_state_reloads():
