@@ -12,6 +12,7 @@ import torch
 
 import fmoe_ext
 from fmoe_ext.checkpoint import CheckpointError
+from fmoe_ext.integrations.huggingface import register
 from tests.integrations.huggingface_models import make_ids
 from tests.integrations.streamed_models import pack, save, streamed
 
@@ -187,12 +188,20 @@ def test_memory_as_a_float(folder):
 
 def test_missing_transformers(folder, monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(ImportError, match=r"pip install 'transformers>=5\.7'"):
+    with pytest.raises(ImportError, match=r"fmoe_ext\.stream\(\) needs .*: pip install 'transformers>=5\.7'"):
         fmoe_ext.stream(folder, BIG)
     with pytest.raises(
         ImportError, match=r"import_model\(\) needs transformers .*: pip install 'transformers'"
     ):
         fmoe_ext.import_model(folder)
+
+
+def test_transformers_that_is_too_old(folder, monkeypatch):
+    monkeypatch.setattr(sys.modules["transformers"], "__version__", "5.6.1")
+    with pytest.raises(ImportError, match=r"fmoe_ext\.stream\(\) needs Transformers 5\.7 .* this is 5\.6\.1"):
+        fmoe_ext.stream(folder, BIG)
+    with pytest.raises(ImportError, match=r'experts_implementation="fmoe" needs Transformers 5\.7'):
+        register()
 
 
 def test_missing_peft(monkeypatch):

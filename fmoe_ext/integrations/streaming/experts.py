@@ -33,7 +33,7 @@ class Streamed:
         if getattr(experts, "expert_parallel", None) is not None:
             raise RuntimeError("streamed experts are not spread over ranks: call stream() in one process")
         if self.index == 0:
-            self.stream.before_step()
+            self.stream.before_step(experts.training)
         taken = take(experts)
         up = "gate_up_proj" if experts.has_gate else "up_proj"
         adapters = taken.get(up), taken.get("down_proj")

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, NoReturn
 
 import torch
@@ -25,39 +25,42 @@ from fmoe_ext.integrations.streaming import gguf
 from fmoe_ext.integrations.streaming.activations import ActivationFile, SavedOnDisk
 from fmoe_ext.integrations.streaming.budget import ExpertStream
 from fmoe_ext.integrations.streaming.experts import Streamed
+from fmoe_ext.integrations.streaming.memory import memory_of
 from fmoe_ext.integrations.streaming.placeholder import StreamedWeight
-
-UNITS = MappingProxyType(
-    {
-        **{"": 1, "B": 1},
-        **{f"{p}iB": 1024**i for i, p in enumerate("KMGT", 1)},
-        **{f"{p}B": 1000**i for i, p in enumerate("KMGT", 1)},
-    }
-)
 
 
 def stream(
     folder: str | Path,
-    memory: int | str = "8GiB",
+    memory: int | str = "auto",
     *,
     dtype: torch.dtype | None = None,
+    optimizer_bytes: float | None = None,
     activations: str | Path | None = None,
 ) -> Any:
     """A causal language model of Transformers in eval(), its experts read from the folder's files as they are needed.
 
     folder: with config.json and safetensors files, or a GGUF file; memory: bytes, or a text like "8GiB", for the model,
-    adapters with gradients and moments, buffers for experts, and a quarter of it for activations and the program.
+    adapters, gradients, the optimizer's state, buffers for experts, and a quarter of it for activations and the
+    program; "auto" is what the machine and the memory cgroups of this process have free.
     dtype: of the weights outside of the experts, by default that of config.json. The experts are frozen: train adapters
     by PEFT's target_parameters and fmoe_ext.lora.fuse(model). model.expert_stream has the counts of reads.
+    optimizer_bytes: of state for each trained number before the first step, by default two moments of Adam; 2.1 for
+    8-bit moments, 0 for SGD. After the first step the real state counts.
     activations: folder of a file without a name for the inputs of checkpointed layers, which are in memory by default.
-    Raises ValueError if memory is too little, CheckpointError for a folder that is damaged, reaches outside of itself
-    or does not fit its config.json, ImportError if Transformers is missing or older than 5.7.
+    Warns if the model would hold more memory than this process may use. Raises ValueError if memory is too little,
+    CheckpointError for a folder that is damaged, reaches outside of itself or does not fit its config.json,
+    ImportError if Transformers is missing or older than 5.7.
     Equivalent to: AutoModelForCausalLM.from_pretrained(folder, experts_implementation="fmoe"), with frozen experts.
     """
+    huggingface.require_transformers("fmoe_ext.stream()")
     huggingface.register()
     import transformers
 
-    num_bytes = bytes_of_text(memory)
+    found = memory_of(memory)
+    if optimizer_bytes is not None and not 0 <= optimizer_bytes < math.inf:
+        raise ValueError(
+            f"optimizer_bytes must be 0 or more for each trained number, but got {optimizer_bytes!r}"
+        )
     source = _source(Path(folder))
     config = source.config
     dtype = dtype or _dtype_of(config)
@@ -65,7 +68,7 @@ def stream(
         skeleton = transformers.AutoModelForCausalLM.from_config(config)
     layers, state = _plan(source, skeleton, dtype)
     model = _load(Path(folder), type(skeleton), config, state, dtype)
-    expert_stream = ExpertStream(model, layers, num_bytes)
+    expert_stream = ExpertStream(model, layers, found, optimizer_bytes)
     model.expert_stream = expert_stream
     for index, layer in enumerate(layers):
         model.get_submodule(layer.path).streamed = Streamed(expert_stream, index, dtype)
@@ -74,14 +77,6 @@ def stream(
         SavedOnDisk(model.base_model, expert_stream, expert_stream.activations)
     replace_save_pretrained(model, _refuse_to_save)
     return huggingface.use(model).eval()
-
-
-def bytes_of_text(memory: int | str) -> int:
-    """Bytes of "8GiB", "500 MB", "1073741824" or a positive number; ValueError for anything else."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]i?B|B|)\s*", str(memory))
-    if match is None:
-        raise ValueError(f'memory must be bytes or a text like "8GiB", but got {memory!r}')
-    return int(float(match[1]) * UNITS[match[2]])
 
 
 def _dtype_of(config: Any) -> torch.dtype:

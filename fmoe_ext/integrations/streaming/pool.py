@@ -134,6 +134,12 @@ class Pool:
         """True if every layer has a buffer of its own."""
         return self._num_bytes >= self._slot_bytes * len(self.layers)
 
+    def would_grow(self, num_bytes: int) -> bool:
+        """True if resize(num_bytes) may be called now and adds a buffer for a layer."""
+        num_bytes = min(num_bytes, self._bytes.size)
+        is_more = num_bytes // self._slot_bytes > self._num_bytes // self._slot_bytes
+        return is_more and not any(slot.leases for slot in self._slots)
+
     def resize(self, num_bytes: int) -> None:
         """Makes the buffers smaller, or as large as they were; all of them are read again."""
         num_bytes = min(num_bytes, self._bytes.size)
