@@ -1,5 +1,6 @@
 """The parameter that stands for weights which stay in files."""
 
+from types import MappingProxyType
 from typing import Any, NoReturn
 
 import torch
@@ -21,6 +22,16 @@ SAME = frozenset(
     {
         *("detach", "detach_", "contiguous", "requires_grad_", "to", "cpu", "type", "alias", "pin_memory"),
         *("float", "half", "double", "bfloat16", "__getitem__"),
+    }
+)
+# More to say for some of them.
+HINTS = MappingProxyType(
+    {
+        "_is_view": "torch.compile does not compile this model: leave torch_compile=True or torch.compile out. ",
+        **dict.fromkeys(
+            ("to", "float", "half", "double", "bfloat16", "type"),
+            "Choose a dtype by stream(..., dtype=...), and leave bf16_full_eval and fp16_full_eval out. ",
+        ),
     }
 )
 
@@ -78,6 +89,7 @@ def _keeps(weight: torch.Tensor, name: str, args: Any, kwargs: Any) -> bool:
 def _refuse(what: str) -> NoReturn:
     raise RuntimeError(
         f"{what}: the weights of these experts stay in the files that fmoe_ext.stream() reads, and are frozen. "
+        f"{HINTS.get(what, '')}"
         'Compute with experts_implementation "fmoe", train adapters of PEFT with fmoe_ext.lora.fuse(model), and merge '
         "them with `fmoe adapter merge`"
     )
