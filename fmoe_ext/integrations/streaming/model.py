@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
@@ -63,8 +65,8 @@ def stream(
         )
     source = _source(Path(folder))
     config = source.config
-    dtype = dtype or _dtype_of(config)
-    with torch.device("meta"):
+    with _errors_of_config(source.path), torch.device("meta"):
+        dtype = dtype or _dtype_of(config)
         skeleton = transformers.AutoModelForCausalLM.from_config(config)
     layers, state = _plan(source, skeleton, dtype)
     model = _load(Path(folder), type(skeleton), config, state, dtype)
@@ -84,6 +86,18 @@ def _dtype_of(config: Any) -> torch.dtype:
     return getattr(torch, value) if isinstance(value, str) else value
 
 
+@contextmanager
+def _errors_of_config(path: Path, name: str = "config.json") -> Iterator[None]:
+    """CheckpointError for the errors of Transformers in a configuration, which have no common class."""
+    try:
+        yield
+    except ImportError:
+        raise
+    except Exception as error:
+        kind = type(error).__name__
+        raise CheckpointError(f"{path} has a {name} that Transformers refuses: {kind}: {error}") from error
+
+
 class _Folder:
     """A folder with config.json and safetensors files."""
 
@@ -94,7 +108,8 @@ class _Folder:
         self.base = Base(folder)
         if not self.base.config:
             raise CheckpointError(f"{folder} has no config.json")
-        self.config: Any = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
+        with _errors_of_config(folder):
+            self.config: Any = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
         if hasattr(self.config, "quantization_config"):
             del self.config.quantization_config
         self._used: set[str] = set()
@@ -208,7 +223,8 @@ def _load(folder: Path, model_class: Any, config: Any, state: dict[str, Any], dt
         raise CheckpointError(f"{folder} lacks {', '.join(missing[:3])}{more}")
     model.name_or_path = model.config.name_or_path = str(folder)  # PEFT notes it in adapter_config.json
     if folder.is_dir() and (folder / "generation_config.json").exists():
-        model.generation_config = transformers.GenerationConfig.from_pretrained(folder)
+        with _errors_of_config(folder, "generation_config.json"):
+            model.generation_config = transformers.GenerationConfig.from_pretrained(folder)
     return model
 
 

@@ -111,7 +111,9 @@ class Pool:
         )
         self._bytes = np.frombuffer(self._memory, dtype=np.uint8)
         self.address = int(self._bytes.ctypes.data)
-        self._reader = Reader()
+        experts = [range(layer.num_experts) for layer in layers]
+        spans = (layer.spans(e, e, len(e)) for layer, e in zip(layers, experts, strict=True))
+        self._reader = Reader({span.path for of_layer in spans for span in of_layer})
         self._ahead = ThreadPoolExecutor(1, "fmoe_ext read ahead")
         self._lock = Lock()
         self._slots: list[_Slot] = []
