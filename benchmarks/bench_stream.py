@@ -204,7 +204,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=48, help="with --write")
     parser.add_argument("--vocab", type=int, default=151936, help="with --write")
     parser.add_argument("--limit", default="8GiB", help="of the cgroup")
-    parser.add_argument("--memory", help="of stream(); the limit by default")
+    parser.add_argument("--memory", help="of stream(); auto by default")
     parser.add_argument("--rank", type=int, default=4)
     parser.add_argument("--tokens", type=int, default=1024, help="of a training step")
     parser.add_argument("--steps", type=int, default=3, help="that are timed, after one that is not")
@@ -215,7 +215,7 @@ def main() -> None:
     if options.write:
         write(options.folder, options.layers, options.vocab)
         return
-    memory = options.memory or options.limit
+    memory = options.memory or "auto"
     if options.inside:
         print(
             json.dumps(
@@ -225,7 +225,7 @@ def main() -> None:
             )
         )
         return
-    from fmoe_ext.integrations.streaming.model import bytes_of_text
+    from fmoe_ext.integrations.streaming.memory import bytes_of_text
 
     limit = Limit(bytes_of_text(options.limit))
     try:

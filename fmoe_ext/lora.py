@@ -15,8 +15,8 @@ def fuse(model: Model) -> Model:
     Losses, gradients, names, files and PEFT's own functions (disable_adapter, merge_and_unload, save_pretrained) stay.
     PEFT alone adds scale * B @ A of all experts to the weight at every forward, and keeps the gradient of the sum.
     Calling it again changes nothing; call it again after an adapter was added.
-    Raises ImportError without PEFT 0.19 or newer, ValueError if PEFT has no adapter on experts that
-    fmoe_ext computes.
+    Raises ImportError without PEFT 0.19 or newer, ValueError if PEFT has no adapter on experts that fmoe_ext computes,
+    or if adapters that are trained have an option of LoraConfig that PEFT leaves out for target_parameters.
     Equivalent to: model, to rounding.
     """
     from fmoe_ext.integrations.requirements import require

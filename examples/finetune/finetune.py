@@ -220,7 +220,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model", help="folder of a model, else a small one is made")
-    parser.add_argument("--memory", help='of stream(), like "8GiB"')
+    parser.add_argument("--memory", help='of stream(), like "8GiB"; "auto" with --model')
     parser.add_argument("--text", help="file to learn, with --model")
     parser.add_argument("--out", default="out/finetune", help="folder to write; what is in it is removed")
     parser.add_argument("--rank", type=int, default=4)
@@ -232,7 +232,7 @@ def main() -> int:
     options = parser.parse_args()
     if options.model and not options.text:
         parser.error("--model needs --text FILE")
-    options.memory = options.memory or ("8GiB" if options.model else "6.5MB")
+    options.memory = options.memory or ("auto" if options.model else "6.5MB")
     out = Path(options.out)
     shutil.rmtree(out, ignore_errors=True)
     out.mkdir(parents=True)

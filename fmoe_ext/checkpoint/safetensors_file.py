@@ -207,6 +207,8 @@ def _opened(path: Path) -> Any:
         ) from error
     if path.is_dir():
         raise CheckpointError(f"{path} is a folder")
+    if not path.exists():
+        raise CheckpointError(f"{path} does not exist")
     try:
         return safe_open(path, "pt")
     except (SafetensorError, OSError, ValueError) as error:

@@ -49,20 +49,23 @@ def register() -> None:
     the experts of every architecture that uses Transformers' experts interface on fmoe_ext.
     Raises ImportError if Transformers is missing or older than 5.7.
     """
-    transformers = require(
-        "transformers", f'experts_implementation="{NAME}"', f"transformers>={OLDEST_TRANSFORMERS}"
-    )
-    oldest = tuple(map(int, OLDEST_TRANSFORMERS.split(".")))
-    if tuple(map(int, transformers.__version__.split(".")[:2])) < oldest:
-        raise ImportError(
-            f'experts_implementation="{NAME}" needs Transformers {OLDEST_TRANSFORMERS} or newer, but this is '
-            f"{transformers.__version__}: pip install -U 'transformers>={OLDEST_TRANSFORMERS}'"
-        )
+    require_transformers(f'experts_implementation="{NAME}"')
     from transformers.integrations.finegrained_fp8 import ALL_FP8_EXPERTS_FUNCTIONS
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
     ALL_EXPERTS_FUNCTIONS.register(NAME, experts_forward)
     ALL_FP8_EXPERTS_FUNCTIONS.register(NAME, _refuse_fp8)
+
+
+def require_transformers(needed_by: str) -> None:
+    """Raises ImportError, with the name of what needs it, if Transformers is missing or too old."""
+    transformers = require("transformers", needed_by, f"transformers>={OLDEST_TRANSFORMERS}")
+    oldest = tuple(map(int, OLDEST_TRANSFORMERS.split(".")))
+    if tuple(map(int, transformers.__version__.split(".")[:2])) < oldest:
+        raise ImportError(
+            f"{needed_by} needs Transformers {OLDEST_TRANSFORMERS} or newer, but this is "
+            f"{transformers.__version__}: pip install -U 'transformers>={OLDEST_TRANSFORMERS}'"
+        )
 
 
 def use(model: Any) -> Any:

@@ -1,5 +1,6 @@
 """PEFT's adapters on the weights of experts (target_parameters), for operators that take them beside the weight."""
 
+import re
 from typing import Any, cast
 
 import peft
@@ -65,17 +66,47 @@ def fuse_adapters(model: nn.Module) -> None:
         raise ImportError(
             f"lora.fuse needs PEFT 0.19 or newer, but this is {peft.__version__}: pip install -U peft"
         )
-    wrappers = [m for m in model.modules() if isinstance(m, ParamWrapper) and takes_adapters(m)]
+    wrappers = {n: m for n, m in model.named_modules() if isinstance(m, ParamWrapper) and takes_adapters(m)}
     if not wrappers:
         raise ValueError(
             f"{type(model).__name__} has no adapter of PEFT on experts that fmoe_ext computes: use "
             "LoraConfig(target_parameters=[...]) with the names of the experts' weights, and for a model of "
             "Transformers fmoe_ext.integrations.huggingface.use(model)"
         )
-    for wrapper in wrappers:
+    for name, config in getattr(model, "peft_config", {}).items():
+        for path, wrapper in wrappers.items():
+            if name in wrapper.lora_A and wrapper.lora_A[name].weight.requires_grad:
+                _refuse_ignored_options(
+                    config, path.removeprefix("base_model.model.").removesuffix(".base_layer")
+                )
+    for wrapper in wrappers.values():
         wrapper.__class__ = FusedParamWrapper
     if is_peft_model(model) and any(adapters_around(model)):
         replace_save_pretrained(model, save_adapters)
+
+
+def _refuse_ignored_options(config: Any, path: str) -> None:
+    """ValueError for options of LoraConfig that PEFT takes and leaves out for target_parameters. path: of experts."""
+    number = re.search(r"\.(\d+)\.", path)
+    layers, excluded = config.layers_to_transform, config.exclude_modules or ()
+    layers = [layers] if isinstance(layers, int) else layers
+    is_excluded = (
+        re.fullmatch(excluded, path)
+        if isinstance(excluded, str)
+        else any(f".{path}".endswith(f".{e}") for e in excluded)
+    )
+    ignored = {
+        "layers_to_transform": layers is not None and number is not None and int(number[1]) not in layers,
+        "exclude_modules": bool(is_excluded),
+        'init_lora_weights="eva"': config.init_lora_weights == "eva",
+        "use_qalora": getattr(config, "use_qalora", False),
+    }
+    for option in (option for option, is_ignored in ignored.items() if is_ignored):
+        more = "; to adapt some layers, name them: target_parameters=['layers.1.mlp.experts.down_proj', ...]"
+        raise ValueError(
+            f"PEFT leaves {option} out for target_parameters, and adapts {path} without it: take it out of LoraConfig"
+            + (more if option in ("layers_to_transform", "exclude_modules") else "")
+        )
 
 
 def takes_adapters(wrapper: ParamWrapper) -> bool:

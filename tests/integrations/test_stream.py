@@ -193,7 +193,7 @@ def test_budget_is_refused_with_its_arithmetic(tmp_path):
         fmoe_ext.stream(folder, 200_000)
     model = with_adapters(streamed(folder, 1))
     model.train()
-    with pytest.raises(ValueError, match=r"trained weights, with gradients and two moments.*smaller rank"):
+    with pytest.raises(ValueError, match=r"65,280 \(adapters\).*two moments of Adam.*smaller rank"):
         step(model, make_ids())
 
 
@@ -257,10 +257,29 @@ def test_attention_of_a_new_token_is_as_exact_as_sdpa(tmp_path, dtype):
 
 
 @pytest.mark.parametrize(
+    "option, message",
+    [
+        ("torch_compile", "torch.compile does not compile this model"),
+        ("bf16_full_eval", r"stream\(\.\.\., dtype="),
+    ],
+)
+def test_options_of_the_trainer_that_change_weights_are_refused(tmp_path, option, message):
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("accelerate")
+    model = with_adapters(
+        streamed(save(tmp_path / "model", dtype=torch.float32, num_hidden_layers=2), 2, 10**6)
+    )
+    arguments = transformers.TrainingArguments(tmp_path / "out", use_cpu=True, report_to=[], **{option: True})
+    data = [{"input_ids": row, "labels": row} for row in make_ids(8, 10)]
+    with pytest.raises(RuntimeError, match=message):
+        transformers.Trainer(model, arguments, eval_dataset=data).evaluate()
+
+
+@pytest.mark.parametrize(
     "text, expected", [("8GiB", 2**33), ("1.5 MB", 1_500_000), (77, 77), ("12", 12), ("2 KiB", 2048)]
 )
 def test_memory_texts(text, expected):
-    from fmoe_ext.integrations.streaming.model import bytes_of_text
+    from fmoe_ext.integrations.streaming.memory import bytes_of_text
 
     assert bytes_of_text(text) == expected
 

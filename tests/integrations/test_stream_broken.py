@@ -9,9 +9,13 @@ import sys
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
 
 import fmoe_ext
 from fmoe_ext.checkpoint import CheckpointError
+from fmoe_ext.integrations.huggingface import register
 from tests.integrations.huggingface_models import make_ids
 from tests.integrations.streamed_models import pack, save, streamed
 
@@ -93,11 +97,43 @@ def test_file_truncated_after_it_was_opened(folder):
     model = streamed(folder, 1)
     file = folder / "model.safetensors"
     os.truncate(file, file.stat().st_size // 3)
-    with torch.no_grad(), pytest.raises(CheckpointError, match=r"ends .* bytes too early"):
+    with torch.no_grad(), pytest.raises(CheckpointError, match=r"ends .* bytes too early|was changed"):
         model(make_ids())
 
 
+@pytest.mark.parametrize("when", ["before a read", "between reads"])
+def test_file_changed_while_it_is_streamed(folder, when):
+    model = streamed(folder, 1)
+    file = folder / "model.safetensors"
+    if when == "between reads":
+        with torch.no_grad():
+            model(make_ids())
+    with file.open("r+b") as changed:
+        changed.seek(-1, os.SEEK_END)
+        changed.write(b"?")
+    with (
+        torch.no_grad(),
+        pytest.raises(CheckpointError, match=r"safetensors was changed while it is streamed"),
+    ):
+        model(make_ids())
+
+
+def test_file_replaced_while_it_is_streamed(folder, tmp_path):
+    """The open file is read on, as a download that renames its result replaces it."""
+    model = streamed(folder, 1)
+    file = folder / "model.safetensors"
+    with torch.no_grad():
+        expected = fmoe_ext.stream(folder, BIG)(make_ids()).logits
+        save_file(
+            {name: value * 2 for name, value in load_file(file).items()}, tmp_path / "new", {"format": "pt"}
+        )
+        os.replace(tmp_path / "new", file)
+        assert torch.equal(model(make_ids()).logits, expected)
+        assert not torch.equal(fmoe_ext.stream(folder, BIG)(make_ids()).logits, expected)
+
+
 CONFIGS = {
+    "other hidden_size": {"hidden_size": 64},
     "other num_experts": {"num_experts": 5, "num_local_experts": 5},
     "more num_experts": {"num_experts": 7, "num_local_experts": 7},
     "other width": {"moe_intermediate_size": 25},
@@ -111,6 +147,64 @@ def test_config_that_does_not_fit(folder, change):
     edit(folder / "config.json", lambda values: values.update(CONFIGS[change]))
     with pytest.raises(CheckpointError):
         fmoe_ext.stream(folder, BIG)
+
+
+REFUSED_BY_TRANSFORMERS = {
+    "text for a number": {"hidden_size": "32"},
+    "no heads": {"num_attention_heads": 0},
+    "list for a type": {"model_type": ["qwen3_moe"]},
+    "no object": {"quantization_config": [1, 2]},
+    "unknown type": {"model_type": "qwen33_moe"},
+    "dtype": {"dtype": {"a": 1}},
+}
+
+
+@pytest.mark.parametrize("change", REFUSED_BY_TRANSFORMERS)
+def test_config_that_transformers_refuses(folder, change):
+    edit(folder / "config.json", lambda values: values.update(REFUSED_BY_TRANSFORMERS[change]))
+    with pytest.raises(CheckpointError, match=r"model has a config\.json that Transformers refuses: \w+: "):
+        fmoe_ext.stream(folder, BIG)
+
+
+@pytest.mark.parametrize("text", [b"", b"[]", b"null", b"{", b"\xff\xfe", b"3"])
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json", "model.safetensors.index.json"])
+def test_json_that_is_garbage(folder, name, text):
+    (folder / name).write_bytes(text)
+    with pytest.raises(CheckpointError, match=r"model( |/)"):
+        fmoe_ext.stream(folder, BIG)
+
+
+ANYTHING = st.sampled_from(
+    [None, True, -1, 0, 1, 2**31, 2**64, 1e300, "", "F32", [], [1], [-1, 5], [5, 1], [0, 2**62], [[1]], {}]
+)
+
+
+@given(st.data())
+@settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+def test_header_with_any_facts(folder, data):
+    """Every change of an entry is refused in one error, or leaves the values as they are."""
+    file = folder / "model.safetensors"
+    whole = file.read_bytes()
+    header, rest = header_of(file)
+    names = sorted(name for name in header if name != "__metadata__")
+    for name in data.draw(st.lists(st.sampled_from(names), min_size=1, max_size=2, unique=True)):
+        key = data.draw(st.sampled_from(["dtype", "shape", "data_offsets", "all", "other entry"]))
+        if key == "other entry":
+            other = data.draw(st.sampled_from(names))
+            header[name], header[other] = header[other], header[name]
+        elif key == "all":
+            header[name] = data.draw(ANYTHING)
+        elif isinstance(header[name], dict):
+            header[name][key] = data.draw(ANYTHING)
+    write_header(file, header, rest)
+    try:
+        model = fmoe_ext.stream(folder, BIG)
+        with torch.no_grad():
+            assert model(make_ids()).logits.isfinite().all()
+    except CheckpointError as error:
+        assert str(folder) in str(error) and len(str(error)) < 5000
+    finally:
+        file.write_bytes(whole)
 
 
 @pytest.mark.parametrize("name", ["mlp.experts.3.down_proj", "self_attn.q_proj"])
@@ -149,6 +243,10 @@ def test_index_that_leaves_the_folder(folder, tmp_path):
         (folder / "model.safetensors.index.json").write_text(json.dumps(index))
         with pytest.raises(CheckpointError, match="no name of a file in this folder"):
             fmoe_ext.stream(folder, BIG)
+    index = {"weight_map": {"model.norm.weight": "absent.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(CheckpointError, match=r"absent\.safetensors does not exist"):
+        fmoe_ext.stream(folder, BIG)
     (folder / "model.safetensors.index.json").unlink()
     file.symlink_to(outside)
     with pytest.raises(CheckpointError, match="outside the folder"):
@@ -187,12 +285,20 @@ def test_memory_as_a_float(folder):
 
 def test_missing_transformers(folder, monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(ImportError, match=r"pip install 'transformers>=5\.7'"):
+    with pytest.raises(ImportError, match=r"fmoe_ext\.stream\(\) needs .*: pip install 'transformers>=5\.7'"):
         fmoe_ext.stream(folder, BIG)
     with pytest.raises(
         ImportError, match=r"import_model\(\) needs transformers .*: pip install 'transformers'"
     ):
         fmoe_ext.import_model(folder)
+
+
+def test_transformers_that_is_too_old(folder, monkeypatch):
+    monkeypatch.setattr(sys.modules["transformers"], "__version__", "5.6.1")
+    with pytest.raises(ImportError, match=r"fmoe_ext\.stream\(\) needs Transformers 5\.7 .* this is 5\.6\.1"):
+        fmoe_ext.stream(folder, BIG)
+    with pytest.raises(ImportError, match=r'experts_implementation="fmoe" needs Transformers 5\.7'):
+        register()
 
 
 def test_missing_peft(monkeypatch):

@@ -103,7 +103,10 @@ class Base:
         count = 0
         while names["gate"].format(e=count) in self.tensors:
             count += 1
-        d_hidden, d_model = self.tensors[names["gate"].format(e=0)].shape
+        shape = self.tensors[names["gate"].format(e=0)].shape
+        if len(shape) != 2:
+            raise CheckpointError(f"{self.folder}: {names['gate'].format(e=0)} is {list(shape)}, no matrix")
+        d_hidden, d_model = shape
         for role, name in names.items():
             expected = (d_model, d_hidden) if role == "down" else (d_hidden, d_model)
             for e in range(count):

@@ -35,7 +35,7 @@ class Streamed:
         num_experts = self.stream.pool.layers[self.index].num_experts
         is_few = not torch.is_grad_enabled() and top_k_index.numel() < num_experts
         if self.index == 0 and not is_few:  # counting takes longer than a token; the prompt was counted
-            self.stream.before_step()
+            self.stream.before_step(experts.training)
         taken = take(experts)
         up = "gate_up_proj" if experts.has_gate else "up_proj"
         adapters = taken.get(up), taken.get("down_proj")

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, NoReturn
 
 import torch
@@ -26,50 +28,53 @@ from fmoe_ext.integrations.streaming import attention, gguf
 from fmoe_ext.integrations.streaming.activations import ActivationFile, SavedOnDisk
 from fmoe_ext.integrations.streaming.budget import ExpertStream
 from fmoe_ext.integrations.streaming.experts import Streamed
+from fmoe_ext.integrations.streaming.memory import memory_of
 from fmoe_ext.integrations.streaming.packed_linear import keep_packed, packable
 from fmoe_ext.integrations.streaming.placeholder import PackedWeight, StreamedWeight
-
-UNITS = MappingProxyType(
-    {
-        **{"": 1, "B": 1},
-        **{f"{p}iB": 1024**i for i, p in enumerate("KMGT", 1)},
-        **{f"{p}B": 1000**i for i, p in enumerate("KMGT", 1)},
-    }
-)
 
 
 def stream(
     folder: str | Path,
-    memory: int | str = "8GiB",
+    memory: int | str = "auto",
     *,
     dtype: torch.dtype | None = None,
+    optimizer_bytes: float | None = None,
     activations: str | Path | None = None,
 ) -> Any:
     """A causal language model of Transformers in eval(), its experts read from the folder's files as they are needed.
 
     folder: with config.json and safetensors files, or a GGUF file; memory: bytes, or a text like "8GiB", for the model,
-    adapters with gradients and moments, buffers for experts, and a quarter of it for activations and the program.
+    adapters, gradients, the optimizer's state, buffers for experts, and a quarter of it for activations and the
+    program; "auto" is what the machine and the memory cgroups of this process have free.
     dtype: of the weights outside of the experts, by default that of config.json. The experts are frozen: train adapters
     by PEFT's target_parameters and fmoe_ext.lora.fuse(model). model.expert_stream has the counts of reads.
+    optimizer_bytes: of state for each trained number before the first step, by default two moments of Adam; 2.1 for
+    8-bit moments, 0 for SGD. After the first step the real state counts.
     activations: folder of a file without a name for the inputs of checkpointed layers, which are in memory by default.
-    Raises ValueError if memory is too little, CheckpointError for a folder that is damaged, reaches outside of itself
-    or does not fit its config.json, ImportError if Transformers is missing or older than 5.7.
+    Warns if the model would hold more memory than this process may use. Raises ValueError if memory is too little,
+    CheckpointError for a folder that is damaged, reaches outside of itself or does not fit its config.json,
+    ImportError if Transformers is missing or older than 5.7.
     Equivalent to: AutoModelForCausalLM.from_pretrained(folder, experts_implementation="fmoe"), with frozen experts.
     """
+    huggingface.require_transformers("fmoe_ext.stream()")
     huggingface.register()
     import transformers
 
-    num_bytes = bytes_of_text(memory)
+    found = memory_of(memory)
+    if optimizer_bytes is not None and not 0 <= optimizer_bytes < math.inf:
+        raise ValueError(
+            f"optimizer_bytes must be 0 or more for each trained number, but got {optimizer_bytes!r}"
+        )
     source = _source(Path(folder))
     config = source.config
-    dtype = dtype or _dtype_of(config)
-    with torch.device("meta"):
+    with _errors_of_config(source.path), torch.device("meta"):
+        dtype = dtype or _dtype_of(config)
         skeleton = transformers.AutoModelForCausalLM.from_config(config)
     layers, state = _plan(source, skeleton, dtype)
     packed = _take_packed(source, skeleton, state, dtype)
     model = _load(Path(folder), type(skeleton), config, state, dtype)
     keep_packed(model, packed)
-    expert_stream = ExpertStream(model, layers, num_bytes)
+    expert_stream = ExpertStream(model, layers, found, optimizer_bytes)
     model.expert_stream = expert_stream
     for index, layer in enumerate(layers):
         model.get_submodule(layer.path).streamed = Streamed(expert_stream, index, dtype)
@@ -81,17 +86,21 @@ def stream(
     return huggingface.use(model).eval()
 
 
-def bytes_of_text(memory: int | str) -> int:
-    """Bytes of "8GiB", "500 MB", "1073741824" or a positive number; ValueError for anything else."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]i?B|B|)\s*", str(memory))
-    if match is None:
-        raise ValueError(f'memory must be bytes or a text like "8GiB", but got {memory!r}')
-    return int(float(match[1]) * UNITS[match[2]])
-
-
 def _dtype_of(config: Any) -> torch.dtype:
     value = getattr(config, "dtype", None) or torch.bfloat16
     return getattr(torch, value) if isinstance(value, str) else value
+
+
+@contextmanager
+def _errors_of_config(path: Path, name: str = "config.json") -> Iterator[None]:
+    """CheckpointError for the errors of Transformers in a configuration, which have no common class."""
+    try:
+        yield
+    except ImportError:
+        raise
+    except Exception as error:
+        kind = type(error).__name__
+        raise CheckpointError(f"{path} has a {name} that Transformers refuses: {kind}: {error}") from error
 
 
 class _Folder:
@@ -104,7 +113,8 @@ class _Folder:
         self.base = Base(folder)
         if not self.base.config:
             raise CheckpointError(f"{folder} has no config.json")
-        self.config: Any = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
+        with _errors_of_config(folder):
+            self.config: Any = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
         if hasattr(self.config, "quantization_config"):
             del self.config.quantization_config
         self._used: set[str] = set()
@@ -233,7 +243,8 @@ def _load(folder: Path, model_class: Any, config: Any, state: dict[str, Any], dt
         raise CheckpointError(f"{folder} lacks {', '.join(missing[:3])}{more}")
     model.name_or_path = model.config.name_or_path = str(folder)  # PEFT notes it in adapter_config.json
     if folder.is_dir() and (folder / "generation_config.json").exists():
-        model.generation_config = transformers.GenerationConfig.from_pretrained(folder)
+        with _errors_of_config(folder, "generation_config.json"):
+            model.generation_config = transformers.GenerationConfig.from_pretrained(folder)
     return model
 
 

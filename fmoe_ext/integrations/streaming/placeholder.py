@@ -1,5 +1,6 @@
 """The parameters that stand for weights which stay in files, or packed in memory."""
 
+from types import MappingProxyType
 from typing import Any, NoReturn
 
 import torch
@@ -21,6 +22,16 @@ SAME = frozenset(
     {
         *("detach", "detach_", "contiguous", "requires_grad_", "to", "cpu", "type", "alias", "pin_memory"),
         *("float", "half", "double", "bfloat16", "__getitem__"),
+    }
+)
+# More to say for some of them.
+HINTS = MappingProxyType(
+    {
+        "_is_view": "torch.compile does not compile this model: leave torch_compile=True or torch.compile out. ",
+        **dict.fromkeys(
+            ("to", "float", "half", "double", "bfloat16", "type"),
+            "Choose a dtype by stream(..., dtype=...), and leave bf16_full_eval and fp16_full_eval out. ",
+        ),
     }
 )
 
@@ -69,7 +80,7 @@ class StreamedWeight(nn.Parameter):
 
     @classmethod
     def _refuse(cls, what: str) -> NoReturn:
-        raise RuntimeError(f"{what}: {cls.reason}")
+        raise RuntimeError(f"{what}: {HINTS.get(what, '')}{cls.reason}")
 
 
 class PackedWeight(StreamedWeight):

@@ -115,7 +115,9 @@ class Pool:
                 self._memory.madvise(mmap.MADV_HUGEPAGE)
         self._bytes = np.frombuffer(self._memory, dtype=np.uint8)
         self.address = int(self._bytes.ctypes.data)
-        self._reader = Reader()
+        experts = [range(layer.num_experts) for layer in layers]
+        spans = (layer.spans(e, e, len(e)) for layer, e in zip(layers, experts, strict=True))
+        self._reader = Reader({span.path for of_layer in spans for span in of_layer})
         self._ahead = ThreadPoolExecutor(1, "fmoe_ext read ahead")
         self._lock = Lock()
         self._slots: list[_Slot] = []
@@ -138,6 +140,12 @@ class Pool:
     def holds_all(self) -> bool:
         """True if every layer has a buffer of its own."""
         return self._num_bytes >= self._slot_bytes * len(self.layers)
+
+    def would_grow(self, num_bytes: int) -> bool:
+        """True if resize(num_bytes) may be called now and adds a buffer for a layer."""
+        num_bytes = min(num_bytes, self._bytes.size)
+        is_more = num_bytes // self._slot_bytes > self._num_bytes // self._slot_bytes
+        return is_more and not any(slot.leases for slot in self._slots)
 
     def resize(self, num_bytes: int) -> None:
         """Makes the buffers smaller, or as large as they were; all of them are read again."""

@@ -6,7 +6,7 @@ are read through the cache, and each range is dropped from there after it was co
 
 import os
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from mmap import mmap
 from pathlib import Path
@@ -32,13 +32,26 @@ class _Chunk(NamedTuple):
     spans: list[Span]
 
 
-class Reader:
-    """Open files of a model, and threads that read them."""
+class _Open(NamedTuple):
+    """An open file; is_direct: past the page cache; changed: time of the last change, in nanoseconds."""
 
-    def __init__(self) -> None:
-        self._handles: dict[Path, tuple[int, bool]] = {}
+    handle: int
+    is_direct: bool
+    changed: int
+
+
+class Reader:
+    """Open files of a model, and threads that read them. paths: files to open now, so that others cannot replace them.
+
+    Raises CheckpointError if a file cannot be read.
+    """
+
+    def __init__(self, paths: Iterable[Path] = ()) -> None:
+        self._handles: dict[Path, _Open] = {}
         self._threads = ThreadPoolExecutor(THREADS, "fmoe_ext read")
         weakref.finalize(self, _close, self._handles, self._threads)
+        for path in paths:
+            self._open(path)
 
     def read(self, spans: Sequence[Span], into: "np.ndarray[Any, Any]") -> int:
         """Fills the places of spans in `into` [num_bytes] uint8, and turns them -> bytes that were read.
@@ -54,8 +67,7 @@ class Reader:
             pass
         return sum(chunk.end - chunk.begin for chunk in chunks)
 
-    def _open(self, path: Path) -> tuple[int, bool]:
-        """(file descriptor, whether it bypasses the page cache)."""
+    def _open(self, path: Path) -> None:
         if path not in self._handles:
             direct = getattr(os, "O_DIRECT", 0)
             try:
@@ -66,16 +78,17 @@ class Reader:
                     handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
                 except OSError as error:
                     raise CheckpointError(f"{path} cannot be read: {error}") from error
-            self._handles[path] = handle, bool(direct)
-        return self._handles[path]
+            self._handles[path] = _Open(handle, bool(direct), os.fstat(handle).st_mtime_ns)
 
     def _read(self, chunks: Sequence[_Chunk], into: "np.ndarray[Any, Any]") -> None:
         bounce = aligned_memory(CHUNK + 2 * BLOCK)
         for chunk in chunks:
-            handle, is_direct = self._handles[chunk.path]
-            missing = chunk.end - os.fstat(handle).st_size
-            if missing > 0:
+            handle, is_direct, changed = self._handles[chunk.path]
+            now = os.fstat(handle)
+            if (missing := chunk.end - now.st_size) > 0:
                 raise CheckpointError(f"{chunk.path} is damaged: it ends {missing} bytes too early")
+            if now.st_mtime_ns != changed:
+                raise CheckpointError(f"{chunk.path} was changed while it is streamed: call stream() again")
             begin = chunk.begin // BLOCK * BLOCK if is_direct else chunk.begin
             size = chunk.end - begin
             wanted = -(-size // BLOCK) * BLOCK if is_direct else size
@@ -139,8 +152,8 @@ def _shares(chunks: Sequence[_Chunk]) -> list[Sequence[_Chunk]]:
     return [chunks[first::THREADS] for first in range(min(THREADS, len(chunks)))]
 
 
-def _close(handles: dict[Path, tuple[int, bool]], threads: ThreadPoolExecutor) -> None:
+def _close(handles: dict[Path, _Open], threads: ThreadPoolExecutor) -> None:
     threads.shutdown(wait=False)
-    for handle, _ in handles.values():
-        os.close(handle)
+    for file in handles.values():
+        os.close(file.handle)
     handles.clear()

@@ -1,0 +1,138 @@
+"""The argument memory= of stream(): a number of bytes, or what the machine and the memory cgroups leave."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
+from types import MappingProxyType
+from typing import NamedTuple
+
+UNITS = MappingProxyType(
+    {
+        **{"": 1, "B": 1},
+        **{f"{p}iB": 1024**i for i, p in enumerate("KMGT", 1)},
+        **{f"{p}B": 1000**i for i, p in enumerate("KMGT", 1)},
+    }
+)
+# {type of file system: (files with a limit, the file with the use, lines of memory.stat that the kernel takes back)}
+GROUPS = MappingProxyType(
+    {
+        "cgroup": (
+            ("memory.limit_in_bytes",),
+            "memory.usage_in_bytes",
+            ("total_inactive_file", "total_active_file"),
+        ),
+        "cgroup2": (("memory.max", "memory.high"), "memory.current", ("inactive_file", "active_file")),
+    }
+)
+
+
+class Limit(NamedTuple):
+    """Bytes that the processes of a group, or of the machine, may use together. path: the file that says so."""
+
+    path: Path
+    num_bytes: int
+    used: int
+
+    @property
+    def free(self) -> int:
+        return max(0, self.num_bytes - self.used)
+
+    def __str__(self) -> str:
+        return f"{self.num_bytes:,} bytes in {self.path}, of which {self.used:,} are used"
+
+
+class Memory(NamedTuple):
+    """Bytes for a model. source: where "auto" found them, else empty; limit: the smallest one of this process."""
+
+    num_bytes: int
+    source: str
+    limit: Limit | None
+
+
+def memory_of(memory: int | str, proc: str | Path = "/proc") -> Memory:
+    """Bytes of "auto", "8GiB", "500 MB", "1073741824" or a positive number; ValueError for anything else.
+
+    "auto": what is free under the limits of the memory cgroups and of the machine.
+    """
+    found = limits(proc)
+    smallest = min(found, key=lambda limit: limit.num_bytes, default=None)
+    if memory != "auto":
+        return Memory(bytes_of_text(memory), "", smallest)
+    if not found:
+        raise ValueError('memory="auto" needs /proc/meminfo, as on Linux: give a size like memory="8GiB"')
+    limit = min(found, key=lambda limit: limit.free)
+    return Memory(limit.free, f' from memory="auto" ({limit})', smallest)
+
+
+def bytes_of_text(memory: int | str) -> int:
+    """Bytes of "8GiB", "500 MB", "1073741824" or a positive number; ValueError for anything else."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]i?B|B|)\s*", str(memory))
+    if match is None:
+        raise ValueError(f'memory must be bytes or a text like "8GiB", or "auto", but got {memory!r}')
+    return int(float(match[1]) * UNITS[match[2]])
+
+
+def limits(proc: str | Path = "/proc") -> list[Limit]:
+    """The memory of the machine, and the limits of the memory cgroups of this process; empty without /proc."""
+    proc = Path(proc)
+    try:
+        text = (proc / "meminfo").read_text()
+    except OSError:
+        return []
+    sizes = {name: int(size) * 1024 for name, size in re.findall(r"^(\w+): +(\d+) kB", text, re.MULTILINE)}
+    total = sizes["MemTotal"]
+    available = sizes.get("MemAvailable", sizes["MemFree"])
+    found = [Limit(proc / "meminfo", total, total - available)]
+    for kind, folder in _groups(proc):
+        names, usage, reclaimable = GROUPS[kind]
+        for name in names:
+            limit, used = _number(folder / name), _number(folder / usage)
+            if limit is not None and used is not None and limit < total:
+                found.append(Limit(folder / name, limit, max(0, used - _of_files(folder, reclaimable))))
+    return found
+
+
+def _groups(proc: Path) -> Iterator[tuple[str, Path]]:
+    """(type of file system, folder) of this process's memory cgroups, and of those above them."""
+    try:
+        groups, mounts = (proc / "self/cgroup").read_text(), (proc / "self/mountinfo").read_text()
+    except OSError:
+        return
+    own: dict[str, PurePosixPath] = {}
+    for line in groups.splitlines():
+        number, controllers, own_path = line.split(":", 2)
+        if number == "0" or "memory" in controllers.split(","):
+            own["cgroup2" if number == "0" else "cgroup"] = PurePosixPath(own_path)
+    for line in mounts.splitlines():
+        left, _, right = line.partition(" - ")
+        root, mount = left.split(" ")[3:5]
+        kind, _, options = right.split(" ")[:3]
+        if kind not in own or (kind == "cgroup" and "memory" not in options.split(",")):
+            continue
+        path, top = own[kind], Path(mount)
+        # a container may see its own group as the root of the mount
+        folder = top / path.relative_to(root) if path.is_relative_to(root) and ".." not in path.parts else top
+        yield kind, folder
+        while folder != top:
+            folder = folder.parent
+            yield kind, folder
+
+
+def _number(path: Path) -> int | None:
+    """The number in a file; None for "max" and for a file that is not there."""
+    try:
+        text = path.read_text().strip()
+    except OSError:
+        return None
+    return int(text) if text.isdigit() else None
+
+
+def _of_files(folder: Path, names: tuple[str, ...]) -> int:
+    """Bytes of pages of files, which the kernel takes back when memory is short."""
+    try:
+        lines = (folder / "memory.stat").read_text().splitlines()
+    except OSError:
+        return 0
+    return sum(int(line.split()[1]) for line in lines if line.split()[0] in names)
