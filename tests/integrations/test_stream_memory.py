@@ -209,6 +209,12 @@ def test_trainer_with_small_moments(large, tmp_path, optim):
     assert 0 <= left - stream.pool.num_bytes < stream.pool.layer_bytes
 
 
+def test_adapters_count_before_a_single_token(large):
+    model = with_adapters(streamed(large, 1, 0), rank=64)
+    with torch.no_grad(), pytest.raises(ValueError, match=r"\(adapters\)"):
+        model(torch.tensor([[1]]))
+
+
 def test_moments_that_do_not_fit_are_refused_before_they_are_made(large):
     adapters = bytes_of_adapters(with_adapters(resident(large), rank=64))
     room = round(adapters * (2 + 2.2 / 4))

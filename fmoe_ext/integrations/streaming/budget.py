@@ -18,9 +18,8 @@ from fmoe_ext.integrations.streaming.pool import Pool, Statistics
 from fmoe_ext.optimizer_steps import follow_optimizers, has_a_parameter_of
 
 FREE_SHARE = 4  # a quarter of the memory is left to activations and the program
-MOMENTS = (
-    2  # of Adam, each in the dtype of the weight: what an optimizer is taken to keep before its first step
-)
+# Of Adam, each in the dtype of the weight: what an optimizer is taken to keep before its first step.
+MOMENTS = 2
 
 
 class ExpertStream:
@@ -41,9 +40,8 @@ class ExpertStream:
         self._source = memory.source
         self._model = weakref.ref(model)
         self._optimizer_bytes = optimizer_bytes
-        self._optimizers: weakref.WeakSet[Optimizer] = (
-            weakref.WeakSet()
-        )  # that have stepped weights of the model
+        self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # of weights of the model
+        self.is_counted = False  # adapters, gradients and states, since the last optimizer's step
         self._has_stepped = False  # since the last forward
         self._dense = sum(map(_bytes_of, self.resident_tensors()))
         self._gradients = self._state = 0  # bytes in training, as far as they are known
@@ -80,6 +78,7 @@ class ExpertStream:
         if has_a_parameter_of(optimizer, self._trained()):
             self._optimizers.add(optimizer)
             self._has_stepped = True
+            self.is_counted = False
 
     def before_step(self, is_training: bool) -> None:
         """Makes room for adapters, gradients and the optimizer; ValueError, with the arithmetic, if there is none."""
@@ -88,6 +87,7 @@ class ExpertStream:
             self._gradients = sum(map(_bytes_of, trained))
             self._state = bytes_of_state(self._optimizers) if self._optimizers else self._expected(trained)
             self._has_stepped = False
+        self.is_counted = True
         adapters = sum(map(_bytes_of, self.resident_tensors())) - self._dense
         left = self._left(adapters)
         if left < self.pool.layer_bytes:

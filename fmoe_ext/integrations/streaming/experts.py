@@ -34,7 +34,7 @@ class Streamed:
             raise RuntimeError("streamed experts are not spread over ranks: call stream() in one process")
         num_experts = self.stream.pool.layers[self.index].num_experts
         is_few = not torch.is_grad_enabled() and top_k_index.numel() < num_experts
-        if self.index == 0 and not is_few:  # counting takes longer than a token; the prompt was counted
+        if self.index == 0 and not (is_few and self.stream.is_counted):  # counting takes longer than a token
             self.stream.before_step(experts.training)
         taken = take(experts)
         up = "gate_up_proj" if experts.has_gate else "up_proj"

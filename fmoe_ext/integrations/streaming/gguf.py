@@ -76,9 +76,8 @@ def _stored(file: Path, tensor: Any, heads: int | None, dtype: torch.dtype) -> S
     if name in ops.FORMATS and len(shape) == 2:
 
         def packed() -> ops.Quantized:
-            rows = _halves(
-                torch.from_numpy(tensor.data.copy()), heads
-            )  # in memory, whatever becomes of the file
+            # a copy in memory, whatever becomes of the file
+            rows = _halves(torch.from_numpy(tensor.data.copy()), heads)
             return ops.Quantized(name, rows[None])
 
         return PackedTensor(shape, dtype, packed)
