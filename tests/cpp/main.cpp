@@ -1,4 +1,4 @@
-// run_parity FOLDER CASE...: runs the cases of parity.cpp without Python. run_parity: the first program of the page.
+// run_parity FOLDER CASE...: runs the cases of parity.cpp. Without arguments: the page's program.
 #include <cstdio>
 #include <exception>
 #include <string>
