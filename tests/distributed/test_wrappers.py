@@ -10,6 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fmoe_ext import FMoE, FMoETransformerMLP
 from fmoe_ext.distributed import init_groups
+from tests import fake_deepspeed
 
 D = 4
 
@@ -134,6 +135,24 @@ def copy_of_replica_zero(model, group):
     twin = make_model(world_size=2, moe_group=model[1].moe_group)
     twin.load_state_dict(model.state_dict())
     return twin
+
+
+def under_deepspeed():
+    """Seen at the next forward, also of a model that has run before. The same experts on both ranks are allowed."""
+    x = torch.randn(5, D)
+    with fake_deepspeed.installed() as Engine:
+        for separate in (False, True):
+            model = make_model(separate)
+            model(x)
+            engine = Engine(model)
+            with names_the_layer("DeepSpeed has overwritten them"):
+                engine(x)
+        for model, group in ((make_model(world_size=1), None), (make_model(), dist.new_group([0]))):
+            assert torch.equal(Engine(model, group=group)(x), model(x))
+
+
+def test_deepspeed(pool):
+    pool.run(under_deepspeed, world_size=2)
 
 
 def test_distributed_data_parallel(pool):

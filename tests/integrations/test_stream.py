@@ -5,7 +5,9 @@ import torch
 
 import fmoe_ext
 from fmoe_ext.integrations.streaming import attention
+from fmoe_ext.integrations.streaming.placeholder import PackedWeight
 from fmoe_ext.testing import assert_close
+from tests import fake_deepspeed
 from tests.integrations.huggingface_models import make_ids, step
 from tests.integrations.streamed_models import (
     bytes_of_adapters,
@@ -273,6 +275,19 @@ def test_options_of_the_trainer_that_change_weights_are_refused(tmp_path, option
     data = [{"input_ids": row, "labels": row} for row in make_ids(8, 10)]
     with pytest.raises(RuntimeError, match=message):
         transformers.Trainer(model, arguments, eval_dataset=data).evaluate()
+
+
+@pytest.mark.parametrize("dtype", [None, torch.float16])
+def test_deepspeed_is_refused_by_name(tmp_path, dtype):
+    model = streamed(save(tmp_path, dtype=torch.float32))
+    packed = torch.nn.Module()
+    packed.weight = PackedWeight((4, 4), torch.float32)
+    one_process = "DeepSpeed: it copies every weight: leave deepspeed= out of .* train in one process"
+    with fake_deepspeed.installed() as engine:
+        for module in (model, packed):
+            with pytest.raises(RuntimeError, match=one_process):
+                engine(module, dtype)
+        assert model.model.layers[0].mlp.experts.down_proj.data is not None  # without its engine
 
 
 @pytest.mark.parametrize(
