@@ -35,8 +35,7 @@ def frozen_gemm(
     gpu_kernels.before(x)
     if bias is not None and weight.interleaved:
         bias = gates_first(bias)
-    scale, zero, number = weight.scale_and_zero()
-    packing = scale, zero, number, weight.interleaved
+    packing = weight.packing()
     if torch.is_grad_enabled() and is_transformed(x, bias):
         x, bias = cast_for_autocast(x, bias)
         y: torch.Tensor = call_functional("fmoe_ext::frozen_gemm", x, weight.rows(), offs, bias, *packing)
@@ -131,25 +130,16 @@ def composed(
     *packing: Any,
 ) -> torch.Tensor:
     """frozen_gemm by decoding and grouped_gemm, for devices without a kernel of its own."""
-    return grouped_gemm(x, _decoded(weight, *packing).to(x.dtype), _offs_of(offs, x), bias)
+    decoded = Quantized.of_rows(weight, *packing).dequantize(x.dtype)
+    return grouped_gemm(x, decoded, _offs_of(offs, x), bias)
 
 
 def composed_backward(
     grad_y: torch.Tensor, weight: torch.Tensor, offs: torch.Tensor | None, *packing: Any
 ) -> torch.Tensor:
     """frozen_gemm_backward by decoding and grouped_gemm."""
-    decoded = _decoded(weight, *packing).to(grad_y.dtype)
+    decoded = Quantized.of_rows(weight, *packing).dequantize(grad_y.dtype)
     return grouped_gemm(grad_y, decoded, _offs_of(offs, grad_y), transposed=True)
-
-
-def _decoded(
-    weight: torch.Tensor,
-    scale: torch.Tensor | None,
-    zero: torch.Tensor | None,
-    number: int,
-    interleaved: bool = False,
-) -> torch.Tensor:
-    return Quantized.of_rows(weight, scale, zero, number, interleaved).dequantize()
 
 
 _library.impl("frozen_gemm", composed, "CUDA")

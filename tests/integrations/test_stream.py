@@ -15,6 +15,7 @@ from tests.integrations.streamed_models import (
     resident,
     save,
     streamed,
+    train,
     with_adapters,
 )
 
@@ -141,28 +142,11 @@ def test_generation_reads_chosen_experts_only(tmp_path):
 
 
 def test_trainer_trains_the_adapters_alone(tmp_path):
-    transformers = pytest.importorskip("transformers")
     pytest.importorskip("accelerate")
     folder = save(tmp_path / "model", dtype=torch.bfloat16)
-    ids = make_ids(8, 10)
-    data = [{"input_ids": row, "labels": row} for row in ids]
     losses, states = [], []
     for model in both(folder):
-        arguments = transformers.TrainingArguments(
-            output_dir=tmp_path / "out",
-            max_steps=3,
-            per_device_train_batch_size=8,
-            gradient_checkpointing=True,
-            gradient_checkpointing_kwargs={"use_reentrant": False},
-            learning_rate=1e-2,
-            logging_steps=1,
-            report_to=[],
-            use_cpu=True,
-            save_strategy="no",
-        )
-        trainer = transformers.Trainer(model, arguments, train_dataset=data)
-        trainer.train()
-        losses.append([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
+        losses.append(train(model, tmp_path / "out", max_steps=3)[0])
         model.save_pretrained(tmp_path / "adapter")
         states.append({name: p.detach() for name, p in model.named_parameters() if p.requires_grad})
     assert losses[0] == losses[1] and losses[0][2] < losses[0][0]
