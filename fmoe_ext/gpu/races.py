@@ -254,7 +254,7 @@ class Races:
 
 
 def _rival_ms(race: Race) -> float:
-    """What there is without the kernel: for a decoded weight, the faster one of our products and torch's."""
+    """Milliseconds without the kernel; where a weight is decoded instead, by our product or torch's, the faster one."""
     assert race.without_ms is not None
     if race.operation not in FROZEN_OPERATIONS or race.torch_ms is None:
         return race.without_ms

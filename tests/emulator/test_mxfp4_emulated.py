@@ -127,7 +127,7 @@ def test_nan_scale_stays_in_its_expert_row_and_column(emulated):
 
 
 @pytest.mark.parametrize("transposed", [False, True])
-def test_nothing_is_read_past_the_columns(emulated, transposed):
+def test_products_read_rows_of_their_expert_only(emulated, transposed):
     """Rows of NaN of the next expert, in x and in the weight, do not reach a result."""
     weight = packed("mxfp4", 2, 40, 32)
     weight.scale[1] = 255
@@ -149,7 +149,7 @@ def test_result_does_not_depend_on_the_batch(emulated):
         assert torch.equal(times(x[first : first + size]), whole[first : first + size])
 
 
-def test_what_no_kernel_computes(emulated, tile):
+def test_product_without_a_kernel_is_empty(emulated, tile):
     """An empty tensor says so: other dtypes and devices, kernels that are off, data between 16 bytes."""
     weight, offs = packed("mxfp4", 1, 64, 64), torch.tensor([2], dtype=torch.int32)
     x = torch.zeros(2, 64).bfloat16()
@@ -185,12 +185,11 @@ def test_rejects_with_the_values(emulated):
 @pytest.fixture
 def by_the_operator(emulated):
     library = torch.library.Library("fmoe_ext", "IMPL")
-    library.impl("_mxfp4_gemm", emulated._mxfp4_gemm.default, "CPU", allow_override=True)
+    library.impl("_mxfp4_gemm", emulated._mxfp4_gemm.default, "CPU")
     yield
     del library  # its registrations live as long as it does
 
 
-@pytest.mark.filterwarnings("ignore:Warning only once for all operators")
 @pytest.mark.parametrize("lora", [False, True])
 def test_frozen_mlp_by_packed_weights(emulated, tile, by_the_operator, lora):
     """frozen_mlp as on CUDA, GPT-OSS's form: all four products by the kernels, adapters beside them."""

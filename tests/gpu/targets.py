@@ -172,7 +172,7 @@ class Emulated(OnCpu):
         emulated.set_device(90, 2)
         library = torch.library.Library("fmoe_ext", "IMPL")
         for name in emu_build.OPERATORS:
-            library.impl(name, getattr(emulated, name).default, "CPU", allow_override=True)
+            library.impl(name, getattr(emulated, name).default, "CPU")
         for name, function in (("frozen_mlp", composed), ("frozen_mlp_backward", composed_backward)):
             library.impl(name, function, "CPU")  # as on CUDA
         every = emulated._gpu_kernels()
