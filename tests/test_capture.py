@@ -11,8 +11,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
-from fmoe_ext import FMoE, FMoETransformerMLP, gates
+from fmoe_ext import FMoE, FMoETransformerMLP, gates, ops
 from fmoe_ext.gates import GATES
+from fmoe_ext.ops.frozen_mlp import composed, composed_backward
 
 D, H, E, K, T = 8, 12, 4, 2, 6
 
@@ -143,3 +144,47 @@ def test_mode_refuses_what_a_capture_does():
                 call()
         assert capture.num_ops == 3  # two comparisons and a cast
         assert (x * 2).repeat_interleave(x.long(), output_size=4).shape == (4,)
+
+
+@pytest.mark.parametrize("combine", [False, True])
+def test_frozen_mlp_of_decoded_mxfp4_is_capturable(combine, monkeypatch):
+    """As composed on CUDA where no kernel takes packed weights; fmoe_ext.gpu.prove captures both."""
+
+    def refuse(*_, **__):
+        raise RefusedInCapture("torch.tensor copies from the host, which no mode sees")
+
+    monkeypatch.setattr(torch, "tensor", refuse)
+    D, H, R = 32, 64, T * K
+
+    def packed(out, width):
+        blocks = torch.empty(E, out, width // 32, 16, dtype=torch.uint8, device="meta")
+        return ops.Quantized("mxfp4", blocks, blocks[..., 0])
+
+    def floats(*shape):
+        return torch.empty(shape, dtype=torch.bfloat16, device="meta")
+
+    def integers(*shape):
+        return torch.empty(shape, dtype=torch.int32, device="meta")
+
+    w1, w2 = packed(2 * H, D), packed(D, H)
+    index, biases = (integers(R), integers(T, K), integers(E)), (floats(E, 2 * H), floats(E, D))
+    no_lora, options = (None, None, 1.0) * 2, (floats(T, K), 4, combine)
+    packing = (*w1.scale_and_zero(), True, *w2.scale_and_zero())
+    x, frozen = floats(T, D), (w1.rows(), biases[0], w2.rows(), biases[1])
+    with Capture() as capture:
+        y, *kept = composed(x, *index, *frozen, *no_lora, *options, True, *packing)
+        backward = (
+            torch.empty_like(y),
+            x,
+            *index,
+            w1.rows(),
+            w2.rows(),
+            biases[1],
+            *no_lora,
+            options[0],
+            *kept,
+        )
+        needs = [True, False, False, False, False, True]
+        dx, *_, dweights = composed_backward(*backward, 4, combine, needs, *packing)
+    assert y.shape == ((T if combine else R), D) and dx.shape == x.shape and dweights.shape == (T, K)
+    assert capture.num_ops > 20

@@ -17,8 +17,9 @@ from fmoe_ext.ops._autograd import (
 from fmoe_ext.ops.arguments import FrozenMlp, FrozenMlpBackward
 from fmoe_ext.ops.expert_mlp import ACTIVATIONS, activation_number, expert_mlp_ref
 from fmoe_ext.ops.grouped_gemm import grouped_gemm
+from fmoe_ext.ops.mxfp4_gemm import mxfp4_gemm
 from fmoe_ext.ops.permute import permute, unpermute
-from fmoe_ext.ops.quantized import Quantized, gates_first
+from fmoe_ext.ops.quantized import FORMATS, Quantized, gates_first
 
 
 class Lora(NamedTuple):
@@ -211,7 +212,7 @@ register_autocast(_library, torch.ops.fmoe_ext.frozen_mlp.default, cast=(0, 4, 5
 
 
 class Decoded:
-    """w1 or w2 of a call; packed, it is decoded for each product and freed after it."""
+    """w1 or w2 of a call; packed, it is decoded by the kernel, or for each product and freed after it."""
 
     def __init__(self, arguments: FrozenMlp | FrozenMlpBackward, which: int) -> None:
         a = arguments._asdict()
@@ -227,13 +228,27 @@ class Decoded:
         packed = Quantized.of_rows(self.weight, self.scale, self.zero, self.format, self.interleaved)
         return packed.dequantize(self.dtype)
 
+    def product(
+        self,
+        rows: torch.Tensor,
+        offs: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        transposed: bool = False,
+    ) -> torch.Tensor:
+        """rows @ weight[e].T + bias[e], or rows @ weight[e] if transposed."""
+        if self.format == FORMATS["mxfp4"].number:
+            packed = (self.weight, self.scale, offs, bias, transposed, self.interleaved)
+            if (y := mxfp4_gemm(rows, *packed)) is not None:
+                return y
+        return grouped_gemm(rows, self.tensor(), offs, bias, transposed)
+
 
 def _product(
     rows: torch.Tensor, weight: Decoded, offs: torch.Tensor, bias: torch.Tensor | None, low: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """rows @ weight[e].T + bias[e] with the adapter's part, and the adapter's rank rows. low: (a, b, scale)."""
     a, b, scale = low
-    out = grouped_gemm(rows, weight.tensor(), offs, bias)
+    out = weight.product(rows, offs, bias)
     if a is None:
         return out, rows.new_empty((rows.shape[0], 0))
     thin = grouped_gemm(rows, a, offs).mul_(scale)
@@ -298,7 +313,7 @@ def _product_transposed(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """rows @ weight[e] with the adapter's part, and scale * rows @ b[e]. low: (a, b, scale)."""
     a, b, scale = low
-    out = grouped_gemm(rows, weight.tensor(), offs, transposed=True)
+    out = weight.product(rows, offs, transposed=True)
     if a is None:
         return out, rows.new_empty((rows.shape[0], 0))
     thin = grouped_gemm(rows, b, offs, transposed=True).mul_(scale)
