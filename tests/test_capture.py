@@ -13,7 +13,12 @@ from torch.utils.checkpoint import checkpoint
 
 from fmoe_ext import FMoE, FMoETransformerMLP, gates, ops
 from fmoe_ext.gates import GATES
-from fmoe_ext.ops.frozen_mlp import composed, composed_backward
+from fmoe_ext.ops import FORMATS
+from fmoe_ext.ops.frozen_gemm import composed as frozen_gemm
+from fmoe_ext.ops.frozen_gemm import composed_backward as frozen_gemm_backward
+from fmoe_ext.ops.frozen_mlp import composed as frozen_mlp
+from fmoe_ext.ops.frozen_mlp import composed_backward as frozen_mlp_backward
+from tests.ops.test_quantized import packed as packed_weight
 
 D, H, E, K, T = 8, 12, 4, 2, 6
 
@@ -146,14 +151,31 @@ def test_mode_refuses_what_a_capture_does():
         assert (x * 2).repeat_interleave(x.long(), output_size=4).shape == (4,)
 
 
-@pytest.mark.parametrize("combine", [False, True])
-def test_frozen_mlp_of_decoded_mxfp4_is_capturable(combine, monkeypatch):
-    """As composed on CUDA where no kernel takes packed weights; fmoe_ext.gpu.prove captures both."""
-
+@pytest.fixture
+def no_values_of_the_host(monkeypatch):
     def refuse(*_, **__):
         raise RefusedInCapture("torch.tensor copies from the host, which no mode sees")
 
     monkeypatch.setattr(torch, "tensor", refuse)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_frozen_gemm_of_a_decoded_weight_is_capturable(name, no_values_of_the_host):
+    """As on CUDA where no kernel takes packed weights, the forward and the gradient of x."""
+    out, width = 40, 256
+    weight = packed_weight(name, 1, out, width).map(lambda t: t.to("meta"))
+    packing = (*weight.scale_and_zero(), name == "mxfp4")
+    x, bias = (torch.empty(shape, dtype=torch.bfloat16, device="meta") for shape in ((T, width), (1, out)))
+    with Capture() as capture:
+        y = frozen_gemm(x, weight.rows(), None, bias, *packing)
+        dx = frozen_gemm_backward(y, weight.rows(), None, *packing)
+    assert y.shape == (T, out) and dx.shape == x.shape and y.dtype == dx.dtype == x.dtype
+    assert capture.num_ops > 10
+
+
+@pytest.mark.parametrize("combine", [False, True])
+def test_frozen_mlp_of_decoded_mxfp4_is_capturable(combine, no_values_of_the_host):
+    """As composed on CUDA where no kernel takes packed weights; fmoe_ext.gpu.prove captures both."""
     D, H, R = 32, 64, T * K
 
     def packed(out, width):
@@ -172,7 +194,7 @@ def test_frozen_mlp_of_decoded_mxfp4_is_capturable(combine, monkeypatch):
     packing = (*w1.scale_and_zero(), True, *w2.scale_and_zero())
     x, frozen = floats(T, D), (w1.rows(), biases[0], w2.rows(), biases[1])
     with Capture() as capture:
-        y, *kept = composed(x, *index, *frozen, *no_lora, *options, True, *packing)
+        y, *kept = frozen_mlp(x, *index, *frozen, *no_lora, *options, True, *packing)
         backward = (
             torch.empty_like(y),
             x,
@@ -185,6 +207,6 @@ def test_frozen_mlp_of_decoded_mxfp4_is_capturable(combine, monkeypatch):
             *kept,
         )
         needs = [True, False, False, False, False, True]
-        dx, *_, dweights = composed_backward(*backward, 4, combine, needs, *packing)
+        dx, *_, dweights = frozen_mlp_backward(*backward, 4, combine, needs, *packing)
     assert y.shape == ((T if combine else R), D) and dx.shape == x.shape and dweights.shape == (T, K)
     assert capture.num_ops > 20

@@ -189,14 +189,29 @@ def frozen(
     return frozen_mlp(leaves["x"], *index, *arguments, case.activation, case.combine)
 
 
+def linear(
+    case: Case,
+    inputs: Inputs,
+    leaves: dict[str, Tensor],
+    frozen_gemm: Callable[..., Tensor] = ops.frozen_gemm,
+) -> Tensor | None:
+    """frozen_gemm of all rows with the last expert's w1 in MXFP4, as a linear layer; None without such weights."""
+    weights = inputs.frozen_weights(case.activation in GATED_ACTIVATIONS)
+    if weights is None:
+        return None
+    bias = None if inputs.b1 is None else inputs.b1[-1:]
+    return frozen_gemm(leaves["rows"], weights[0].map(lambda t: t[-1:]), None, bias)
+
+
 def results(
     case: Case,
     inputs: Inputs,
     expert_mlp: Callable[..., torch.Tensor] = ops.expert_mlp,
     grouped_gemm: Callable[..., torch.Tensor] = ops.grouped_gemm,
     frozen_mlp: Callable[..., torch.Tensor] = ops.frozen_mlp,
+    frozen_gemm: Callable[..., torch.Tensor] = ops.frozen_gemm,
 ) -> Results:
-    """Every result and gradient of expert_mlp, of grouped_gemm and of frozen_mlp, by name."""
+    """Every result and gradient of expert_mlp, grouped_gemm, frozen_mlp and frozen_gemm, by name."""
     leaves = inputs.leaves(*MLP_LEAVES)
     y = mlp(case, inputs, leaves, expert_mlp)
     grads = torch.autograd.grad(y, list(leaves.values()), inputs.grad)
@@ -211,6 +226,11 @@ def results(
     if packed is not None:
         (grad,) = torch.autograd.grad(packed, leaves["x"], inputs.grad)
         found |= {"frozen_mlp": packed.detach(), "frozen_mlp dx": grad}
+    leaves = inputs.leaves("rows")
+    packed = linear(case, inputs, leaves, frozen_gemm)
+    if packed is not None:
+        (grad,) = torch.autograd.grad(packed, leaves["rows"], inputs.grad_rows)
+        found |= {"frozen_gemm": packed.detach(), "frozen_gemm dx": grad}
     return found
 
 

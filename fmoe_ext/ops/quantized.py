@@ -159,10 +159,6 @@ def _nibbles(data: torch.Tensor, high_first: bool = False) -> torch.Tensor:
     return torch.stack(halves, -1).flatten(-2)
 
 
-def _look_up(table: tuple[float, ...], index: torch.Tensor) -> torch.Tensor:
-    return torch.tensor(table, device=index.device)[index.int()]
-
-
 def _check_mxfp4(q: Quantized) -> Shape:
     blocks, scale = (
         _require(q, "data", (torch.uint8,), 4),
@@ -318,7 +314,9 @@ def _check_nf4(q: Quantized) -> Shape:
 
 def _decode_nf4(q: Quantized) -> torch.Tensor:
     assert q.scale is not None
-    values = _look_up(NF4_CODE, _nibbles(q.data, high_first=True))
+    # Filled on the device: torch.tensor would copy from the host, which CUDA graphs refuse.
+    table = torch.stack([torch.full((), code, dtype=torch.float32, device=q.device) for code in NF4_CODE])
+    values = table[_nibbles(q.data, high_first=True).int()]
     return (values.unflatten(-1, (q.scale.shape[2], -1)) * q.scale[..., None]).flatten(-2)
 
 

@@ -7,6 +7,8 @@ from gemm_cases import check, chosen
 from fmoe_ext import ops
 from fmoe_ext.ops import Lora, Quantized
 from fmoe_ext.ops.expert_mlp import activation_number
+from fmoe_ext.ops.frozen_gemm import composed as frozen_gemm
+from fmoe_ext.ops.frozen_gemm import composed_backward as frozen_gemm_backward
 from fmoe_ext.ops.frozen_mlp import composed, composed_backward
 from fmoe_ext.ops.quantized import gates_first
 from tests.ops.test_quantized import packed
@@ -247,3 +249,59 @@ def test_frozen_mlp_by_packed_weights(emulated, tile, by_the_operator, lora):
         ("y", "dx", "da1", "db1", "da2", "db2"), ours, results_in_float64(), results(), strict=False
     ):
         check(one, true, decoded, name)
+
+
+@pytest.mark.parametrize("rows", [1, 37, 130])
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_frozen_gemm_by_a_packed_weight(emulated, tile, by_the_operator, rows, interleaved):
+    """frozen_gemm as on CUDA, of a linear layer: one group with all rows, both products by the kernels."""
+    out, width = 136, 96
+    weight = packed("mxfp4", 1, out, width)
+    weight = Quantized("mxfp4", weight.data, weight.scale, interleaved=interleaved)
+    generator = torch.Generator().manual_seed(6)
+    x, bias, grad = (
+        torch.randn(shape, generator=generator).bfloat16() for shape in ((rows, width), (1, out), (rows, out))
+    )
+    packing = (*weight.scale_and_zero(), interleaved)
+    shift = gates_first(bias) if interleaved else bias
+
+    def results():
+        y = frozen_gemm(x, weight.rows(), None, shift, *packing)
+        return y, frozen_gemm_backward(grad, weight.rows(), None, *packing)
+
+    def expected(dtype):
+        leaf = x.to(dtype).requires_grad_()
+        y = ops.frozen_gemm_ref(leaf, weight, None, bias.to(dtype))
+        return y.detach(), *torch.autograd.grad(y, leaf, grad.to(dtype))
+
+    assert chosen(emulated, results) == names(tile)
+    for name, one, true, plain in zip(
+        ("y", "dx"), results(), expected(torch.float64), expected(torch.bfloat16), strict=True
+    ):
+        check(one, true, plain, name)
+
+
+def test_frozen_gemm_decodes_where_no_kernel_fits(emulated, by_the_operator):
+    """Other dtypes, kernels that are off, no rows, other formats: the result of the CPU's operator."""
+
+    def check_decoded(x, weight):
+        packing = (*weight.scale_and_zero(), False)
+        grad = torch.ones(len(x), weight.shape[1], dtype=x.dtype)
+
+        def results():
+            y = frozen_gemm(x, weight.rows(), None, None, *packing)
+            return y, frozen_gemm_backward(grad, weight.rows(), None, *packing)
+
+        assert chosen(emulated, results) == []
+        leaf = x.clone().requires_grad_()
+        y = ops.frozen_gemm(leaf, weight)
+        for one, other in zip(results(), (y.detach(), *torch.autograd.grad(y, leaf, grad)), strict=True):
+            torch.testing.assert_close(one, other)
+
+    x = torch.randn(5, 64, generator=torch.Generator().manual_seed(7))
+    for dtype in (torch.float64, torch.float32, torch.float16):
+        check_decoded(x.to(dtype), packed("mxfp4", 1, 24, 64))
+    check_decoded(x[:0].bfloat16(), packed("mxfp4", 1, 24, 64))
+    check_decoded(x.bfloat16(), packed("nf4", 1, 24, 64))
+    emulated._set_gpu_kernels([])
+    check_decoded(x.bfloat16(), packed("mxfp4", 1, 24, 64))
