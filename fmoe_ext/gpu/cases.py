@@ -33,6 +33,11 @@ class Case:
     combine: bool = True
     spread: str = "ragged"
 
+    @property
+    def rows_of_one(self) -> int:
+        """Rows of an expert on average."""
+        return self.T * self.K // self.E
+
     def __str__(self) -> str:
         return f"T {self.T}, K {self.K}, E {self.E}, D {self.D}, H {self.H}, {self.activation}, {self.spread}"
 
@@ -189,18 +194,19 @@ def frozen(
     return frozen_mlp(leaves["x"], *index, *arguments, case.activation, case.combine)
 
 
-def linear(
+def frozen_linear(
     case: Case,
     inputs: Inputs,
-    leaves: dict[str, Tensor],
+    rows: Tensor,
     frozen_gemm: Callable[..., Tensor] = ops.frozen_gemm,
 ) -> Tensor | None:
-    """frozen_gemm of all rows with the last expert's w1 in MXFP4, as a linear layer; None without such weights."""
+    """frozen_gemm of rows with the last expert's w1 in MXFP4, as a linear layer; None without such weights."""
     weights = inputs.frozen_weights(case.activation in GATED_ACTIVATIONS)
     if weights is None:
         return None
     bias = None if inputs.b1 is None else inputs.b1[-1:]
-    return frozen_gemm(leaves["rows"], weights[0].map(lambda t: t[-1:]), None, bias)
+    weight = weights[0].map(lambda t: t[-1:])
+    return frozen_gemm(rows, weight, None, bias)
 
 
 def results(
@@ -226,10 +232,10 @@ def results(
     if packed is not None:
         (grad,) = torch.autograd.grad(packed, leaves["x"], inputs.grad)
         found |= {"frozen_mlp": packed.detach(), "frozen_mlp dx": grad}
-    leaves = inputs.leaves("rows")
-    packed = linear(case, inputs, leaves, frozen_gemm)
+    rows = inputs.rows[: case.rows_of_one].detach().requires_grad_()
+    packed = frozen_linear(case, inputs, rows, frozen_gemm)
     if packed is not None:
-        (grad,) = torch.autograd.grad(packed, leaves["rows"], inputs.grad_rows)
+        (grad,) = torch.autograd.grad(packed, rows, inputs.grad_rows[: case.rows_of_one])
         found |= {"frozen_gemm": packed.detach(), "frozen_gemm dx": grad}
     return found
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed.pipelining  # with it ops compute the gradients of inputs without those of weights
 
 from fmoe_ext import ops
-from fmoe_ext.gpu.cases import MLP_LEAVES, Case, Inputs, frozen, mlp
+from fmoe_ext.gpu.cases import MLP_LEAVES, Case, Inputs, frozen, frozen_linear, mlp
 from fmoe_ext.gpu.target import Target
 from fmoe_ext.gpu.tf32 import tf32
 from fmoe_ext.ops import gpu_kernels, torch_path
@@ -29,6 +29,8 @@ OPERATIONS = (  # what is timed; all but the last two are one product each
 FROZEN_OPERATIONS = (  # of weights in MXFP4; without their kernels the weights are decoded in memory
     "frozen_mlp, MXFP4",
     "frozen_mlp, MXFP4, gradient of the tokens",
+    "frozen_gemm, MXFP4, one group",
+    "frozen_gemm, MXFP4, one group, gradient of the rows",
 )
 
 
@@ -89,18 +91,26 @@ def operations(case: Case, inputs: Inputs) -> dict[str, Callable[[], object]]:
 
 def _frozen_operations(case: Case, inputs: Inputs) -> dict[str, Callable[[], object]]:
     leaves = inputs.leaves("x")
-    y = frozen(case, inputs, leaves)
-    if y is None:
+    rows = inputs.rows[: case.rows_of_one].detach().requires_grad_()
+    y, product = frozen(case, inputs, leaves), frozen_linear(case, inputs, rows)
+    if y is None or product is None:
         return {}
 
     @torch.no_grad()
     def forward() -> object:
         return frozen(case, inputs, leaves)
 
+    @torch.no_grad()
+    def multiply() -> object:
+        return frozen_linear(case, inputs, rows)
+
     def gradient() -> object:
         return torch.autograd.grad(y, leaves["x"], inputs.grad, retain_graph=True)
 
-    return dict(zip(FROZEN_OPERATIONS, (forward, gradient), strict=True))
+    def gradient_of_rows() -> object:
+        return torch.autograd.grad(product, rows, inputs.grad_rows[: case.rows_of_one], retain_graph=True)
+
+    return dict(zip(FROZEN_OPERATIONS, (forward, gradient, multiply, gradient_of_rows), strict=True))
 
 
 @dataclass(frozen=True)
