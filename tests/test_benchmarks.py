@@ -71,9 +71,8 @@ def test_host_dry_run(tmp_path):
 def test_kernels_dry_run_and_report(tmp_path):
     out = tmp_path / "kernels.json"
     bench_gpu_kernels.main(["--dry-run", "--shapes", "Qwen:16384", "--out", str(out)])
-    rows = json.loads(out.read_text())["results"][
-        "rows"
-    ]  # a CPU has no kernels to profile, and none that decode
+    rows = json.loads(out.read_text())["results"]["rows"]
+    # A CPU has no kernels to profile, and none that decode.
     assert [row["kernel"] for row in rows] == [
         f"MXFP4 w1, {product}, decoded, {by}"
         for product in ("y", "dx")

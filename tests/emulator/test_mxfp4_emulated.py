@@ -9,14 +9,13 @@ from fmoe_ext.ops import Lora, Quantized
 from fmoe_ext.ops.expert_mlp import activation_number
 from fmoe_ext.ops.frozen_gemm import composed as frozen_gemm
 from fmoe_ext.ops.frozen_gemm import composed_backward as frozen_gemm_backward
-from fmoe_ext.ops.frozen_mlp import composed, composed_backward
+from fmoe_ext.ops.frozen_mlp import composed as frozen_mlp
+from fmoe_ext.ops.frozen_mlp import composed_backward as frozen_mlp_backward
 from fmoe_ext.ops.quantized import gates_first
 from tests.ops.test_quantized import packed
 
-TILES = {
-    "128x128": 80,
-    "128x256": 90,
-}  # of the kernels, and the capability of the device that the emulator claims to be
+# Tiles of the kernels, and the capability of the device that the emulator claims to be.
+TILES = {"128x128": 80, "128x256": 90}
 
 
 def names(tile):
@@ -236,10 +235,10 @@ def test_frozen_mlp_by_packed_weights(emulated, tile, by_the_operator, lora):
 
     def results():
         forward = (x, *index, w1.rows(), b1_, w2.rows(), b2, *flat[0], *flat[1], weights, number, True, True)
-        y, *kept = composed(*forward, *packing)
+        y, *kept = frozen_mlp(*forward, *packing)
         frozen = (w1.rows(), w2.rows(), b2, *flat[0], *flat[1], weights)
         backward = (grad, x, *index, *frozen, *kept, number, True, needs, *packing)
-        return [y, *composed_backward(*backward)[: 5 if lora else 1]]
+        return [y, *frozen_mlp_backward(*backward)[: 5 if lora else 1]]
 
     assert chosen(emulated, results) == names(tile)
     ours = results()
