@@ -139,9 +139,9 @@ def packed_product(
 
     A kernel of mxfp4_gemm decodes the weight if it can. Otherwise the weight is decoded in memory for this product.
     """
-    if number == FORMATS["mxfp4"].number:
-        assert scale is not None
-        if (y := mxfp4_gemm(rows, weight, scale, offs, bias, transposed, interleaved)) is not None:
+    if number == FORMATS["mxfp4"].number and scale is not None:
+        y = mxfp4_gemm(rows, weight, scale, offs, bias, transposed, interleaved)
+        if y is not None:
             return y
     packed = Quantized.of_rows(weight, scale, zero, number, interleaved)
     return grouped_gemm(rows, packed.dequantize(rows.dtype), offs, bias, transposed)
