@@ -2,12 +2,8 @@
 
 import torch
 
-_ARGUMENTS = (
-    "Tensor x, Tensor data, Tensor scale, Tensor offs, Tensor? bias, bool transposed, bool interleaved"
-)
-_library = torch.library.Library("fmoe_ext", "FRAGMENT")  # its registrations live as long as it does
-_library.define(f"_mxfp4_gemm({_ARGUMENTS}) -> Tensor")
-# The kernels of cuda/ return the same where none of them is on and fits.
+_library = torch.library.Library("fmoe_ext", "IMPL")  # its registrations live as long as it does
+# For devices without such kernels; those of cuda/ return the same where none of them is on and fits.
 _library.impl("_mxfp4_gemm", lambda x, *_: x.new_empty(0), "CompositeExplicitAutograd")
 
 
