@@ -172,7 +172,7 @@ def train_rank(folder, names, library):
     spread = {"world_size": size, "num_expert": SIZES["num_expert"] // size}
     for name in names:
         mine = f"{name}.{rank}"
-        given = make_inputs(name, rank, STEPS if name == names[0] else FEW_STEPS)
+        given = make_inputs(name, rank, STEPS if name == "shared" else FEW_STEPS)
         save_file(given, f"{folder}/{mine}.in.safetensors")
         torch.ops.fmoe_parity.run_case(folder, mine, dist.group.WORLD.group_name)
         check_same(load_file(f"{folder}/{mine}.out.safetensors"), train(name, given, **spread))
@@ -183,7 +183,7 @@ def train_rank(folder, names, library):
     [(2, ("shared", "softmax", "sigmoid", "noisy", "bfloat16")), (4, ("valid", "gshard", "switch"))],
 )
 def test_same_bits_on_ranks(built, tmp_path, size, names):
-    """Ranks with different numbers of tokens share experts; the first case has 100 steps."""
+    """Ranks with different numbers of tokens share experts; one case has 100 steps."""
     run_distributed(train_rank, size, str(tmp_path), names, str(built / "libparity.so"))
 
 
