@@ -1,4 +1,4 @@
-"""Host time of a layer in C++ and Python, in turn: python -m benchmarks.bench_cpp LIBPARITY (of build/cpp)."""
+"""Host time of a layer in C++ and Python, in turn: python -m benchmarks.bench_cpp LIBPARITY (of build/cpp_tests)."""
 
 import statistics
 import sys

@@ -1,4 +1,4 @@
-"""Tests for classes of PyTorch's sharding that do not import its modules, which takes a second."""
+"""Tests for classes of PyTorch's and DeepSpeed's sharding that do not import their modules, which takes a second."""
 
 import sys
 from typing import TYPE_CHECKING, Any, TypeGuard
@@ -13,6 +13,10 @@ def is_dtensor(x: object) -> "TypeGuard[DTensor]":
 
 def is_fsdp_module(x: object) -> TypeGuard[Any]:
     return _is("torch.distributed.fsdp", "FSDPModule", x)
+
+
+def is_deepspeed_engine(x: object) -> TypeGuard[Any]:
+    return _is("deepspeed.runtime.engine", "DeepSpeedEngine", x)
 
 
 def _is(module: str, name: str, x: object) -> bool:

@@ -170,7 +170,7 @@ def test_frozen_gemm_of_a_decoded_weight_is_capturable(name):
     """As on CUDA where no kernel takes packed weights, the forward and the gradient of x."""
     out, width = 40, 256
     weight = ops.quantize(torch.ones(1, out, width), name).map(lambda t: t.to("meta"))
-    packing = (*weight.scale_and_zero(), name == "mxfp4")
+    packing = (*weight.packing()[:-1], name == "mxfp4")
     x, bias = (torch.empty(shape, dtype=torch.bfloat16, device="meta") for shape in ((T, width), (1, out)))
     with Capture() as capture:
         y = frozen_gemm(x, weight.rows(), None, bias, *packing)
@@ -197,7 +197,7 @@ def test_frozen_mlp_of_decoded_mxfp4_is_capturable(combine):
     w1, w2 = packed(2 * H, D), packed(D, H)
     index, biases = (integers(R), integers(T, K), integers(E)), (floats(E, 2 * H), floats(E, D))
     no_lora, options = (None, None, 1.0) * 2, (floats(T, K), 4, combine)
-    packing = (*w1.scale_and_zero(), True, *w2.scale_and_zero())
+    packing = (*w1.packing()[:-1], True, *w2.packing()[:-1])
     x, frozen = floats(T, D), (w1.rows(), biases[0], w2.rows(), biases[1])
     with Capture() as capture:
         y, *kept = frozen_mlp(x, *index, *frozen, *no_lora, *options, True, *packing)

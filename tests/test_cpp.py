@@ -1,4 +1,4 @@
-"""The C++ headers train as Python does, to the bit; they are built once by CMake into build/cpp."""
+"""The C++ headers train as Python does, to the bit; they are built once by CMake into build/cpp_tests."""
 
 import fcntl
 import functools
@@ -16,11 +16,11 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
 import fmoe_ext
-from fmoe_ext import checkpoint, gates
-from fmoe_ext.testing import DistributedPool
+from fmoe_ext import checkpoint, gates, info
+from fmoe_ext.testing import run_distributed
 
 ROOT = Path(__file__).resolve().parent.parent
-BUILD = ROOT / "build" / "cpp"
+BUILD = ROOT / "build" / "cpp_tests"
 STEPS, FEW_STEPS, TOKENS = 100, 10, 24
 SIZES = {"num_expert": 4, "d_model": 8, "d_hidden": 16}
 SOFTMAX_SHARED = {
@@ -54,19 +54,22 @@ CASES = {
 
 
 @pytest.fixture(scope="module")
-def built(tmp_path_factory):
-    """The folder of the build, up to date."""
+def built():
+    """The folder of the build, up to date; its operators are those of Python's package."""
     if shutil.which("cmake") is None:
         pytest.skip("cmake is not installed")
     if shutil.which(os.environ.get("CXX") or "c++") is None:
         pytest.skip("no C++ compiler is installed")
-    prefix = f"-DCMAKE_PREFIX_PATH={torch.utils.cmake_prefix_path}"
     BUILD.mkdir(parents=True, exist_ok=True)
     with open(BUILD / "tests.lock", "w") as lock:  # every worker of pytest-xdist comes here
         fcntl.flock(lock, fcntl.LOCK_EX)
-        run("cmake", "-S", ROOT, "-B", BUILD, "-DFMOE_TESTS=ON", prefix)
-        run("cmake", "--build", BUILD, "-j2", "--target", "run_parity")
+        build(ROOT / "tests" / "cpp", BUILD, info.cmake_prefix_path())
     return BUILD
+
+
+def build(source, folder, prefix, *options):
+    run("cmake", "-S", source, "-B", folder, f"-DCMAKE_PREFIX_PATH={prefix}", *options)
+    run("cmake", "--build", folder, "-j2", "--target", "run_parity")
 
 
 def run(*command, **options):
@@ -75,18 +78,30 @@ def run(*command, **options):
     return done.stdout
 
 
+def train_with_operators_of_this_checkout(name, folder, *options, **env):
+    """Builds libfmoe.so too, into build/`name`, and trains every case for some steps -> {case: tensors}."""
+    where = ROOT / "build" / name
+    build(ROOT, where, torch.utils.cmake_prefix_path, "-DFMOE_TESTS=ON", *options)
+    for case in CASES:
+        save_file(make_inputs(case, steps=FEW_STEPS), folder / f"{case}.in.safetensors")
+    run(where / "tests/cpp/run_parity", folder, *CASES, env={**os.environ, **env})
+    return {case: load_file(folder / f"{case}.out.safetensors") for case in CASES}
+
+
 @pytest.mark.slow
 def test_sanitizers_find_nothing(tmp_path):
-    """Every case for some steps, headers and operators built with AddressSanitizer and UBSan."""
-    prefix, folder = f"-DCMAKE_PREFIX_PATH={torch.utils.cmake_prefix_path}", ROOT / "build" / "cpp_sanitized"
-    run("cmake", "-S", ROOT, "-B", folder, "-DFMOE_TESTS=ON", "-DFMOE_SANITIZE=ON", prefix)
-    run("cmake", "--build", folder, "-j2", "--target", "run_parity")
-    for name in CASES:
-        save_file(make_inputs(name, steps=FEW_STEPS), tmp_path / f"{name}.in.safetensors")
-    options = {"ASAN_OPTIONS": "detect_leaks=0"}  # LibTorch keeps its registries
-    run(folder / "tests/cpp/run_parity", tmp_path, *CASES, env={**os.environ, **options})
-    for name in CASES:
-        assert len(load_file(tmp_path / f"{name}.out.safetensors")["loss"]) == FEW_STEPS
+    """Headers and operators built with AddressSanitizer and UBSan."""
+    no_leaks = {"ASAN_OPTIONS": "detect_leaks=0"}  # LibTorch keeps its registries
+    found = train_with_operators_of_this_checkout("cpp_sanitized", tmp_path, "-DFMOE_SANITIZE=ON", **no_leaks)
+    assert all(len(results["loss"]) == FEW_STEPS for results in found.values())
+
+
+@pytest.mark.long
+@pytest.mark.filterwarnings("ignore:.*has no balance loss")
+def test_libfmoe_same_bits_as_python(tmp_path):
+    threads = {"OMP_NUM_THREADS": str(torch.get_num_threads())}
+    for name, found in train_with_operators_of_this_checkout("cpp", tmp_path, **threads).items():
+        check_same(found, train(name, make_inputs(name, steps=FEW_STEPS)))
 
 
 def make_inputs(name, rank=0, steps=STEPS):
@@ -137,7 +152,7 @@ def trained(built, tmp_path_factory):
     for name in CASES:
         save_file(make_inputs(name), folder / f"{name}.in.safetensors")
     env = {**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads())}
-    run(built / "tests/cpp/run_parity", folder, *CASES, env=env)
+    run(built / "run_parity", folder, *CASES, env=env)
     return folder
 
 
@@ -150,21 +165,17 @@ def test_same_bits_as_python(trained, name):
     assert expected["loss"].isfinite().all() and len(expected["loss"]) == STEPS
 
 
-def train_rank(rank, size, folder, names, library):
+def train_rank(folder, names, library):
     """One rank of a gloo group: trains by the C++ layer and by Python's on one group, one after the other."""
-    torch.set_num_threads(1)
-    store = dist.FileStore(f"{folder}/store", size)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
+    rank, size = dist.get_rank(), dist.get_world_size()
     torch.ops.load_library(library)
     spread = {"world_size": size, "num_expert": SIZES["num_expert"] // size}
     for name in names:
         mine = f"{name}.{rank}"
-        given = make_inputs(name, rank, STEPS if name == names[0] else FEW_STEPS)
+        given = make_inputs(name, rank, STEPS if name == "shared" else FEW_STEPS)
         save_file(given, f"{folder}/{mine}.in.safetensors")
         torch.ops.fmoe_parity.run_case(folder, mine, dist.group.WORLD.group_name)
         check_same(load_file(f"{folder}/{mine}.out.safetensors"), train(name, given, **spread))
-    dist.barrier()
-    dist.destroy_process_group()
 
 
 @pytest.mark.parametrize(
@@ -172,9 +183,8 @@ def train_rank(rank, size, folder, names, library):
     [(2, ("shared", "softmax", "sigmoid", "noisy", "bfloat16")), (4, ("valid", "gshard", "switch"))],
 )
 def test_same_bits_on_ranks(built, tmp_path, size, names):
-    """Ranks with different numbers of tokens share experts; the first case has 100 steps."""
-    arguments = (size, str(tmp_path), names, str(built / "tests/cpp/libparity.so"))
-    torch.multiprocessing.spawn(train_rank, arguments, nprocs=size)
+    """Ranks with different numbers of tokens share experts; one case has 100 steps."""
+    run_distributed(train_rank, size, str(tmp_path), names, str(built / "libparity.so"))
 
 
 def write_if_new(path, text):
@@ -184,22 +194,32 @@ def write_if_new(path, text):
         path.write_text(text)
 
 
-def test_first_program_of_the_page(built):
-    """A stranger's program of at most 30 lines, built by the commands of docs/cpp.md, trains; Python loads it."""
-    page = (ROOT / "docs" / "cpp.md").read_text()
-    code = dict(re.findall(r"^```(cmake|cpp|sh)\n(.*?)^```$", page, re.MULTILINE | re.DOTALL))
-    assert len(code["cpp"].splitlines()) <= 30
-    folder = built / "page"
-    write_if_new(folder / "CMakeLists.txt", code["cmake"])
-    write_if_new(folder / "main.cpp", code["cpp"])
-    shutil.rmtree(folder / "out", ignore_errors=True)
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    printed = run("bash", "-euc", code["sh"], cwd=folder, env={**os.environ, "PATH": path})
+def check_first_program(printed, folder):
+    """The program trained, and Python loads what it saved."""
     losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", printed)]
     assert len(losses) == 4 and losses[-1] < 0.7 * losses[0]
     layer = fmoe_ext.FMoETransformerMLP(8, 16, 32, "swiglu", gate="softmax")
     checkpoint.load(folder / "out", layer)
     assert layer.gate.gate.weight.isfinite().all()
+
+
+def test_first_program_of_the_page(built, tmp_path):
+    """tests/cpp takes it from docs/cpp.md."""
+    check_first_program(run(built / "run_parity", cwd=tmp_path), tmp_path)
+
+
+@pytest.mark.long
+def test_first_program_by_the_commands_of_the_page():
+    """A stranger's program of at most 30 lines, built by the commands of docs/cpp.md."""
+    page = (ROOT / "docs" / "cpp.md").read_text()
+    code = dict(re.findall(r"^```(cmake|cpp|sh)\n(.*?)^```$", page, re.MULTILINE | re.DOTALL))
+    assert len(code["cpp"].splitlines()) <= 30
+    folder = ROOT / "build" / "cpp_page"
+    write_if_new(folder / "CMakeLists.txt", code["cmake"])
+    write_if_new(folder / "main.cpp", code["cpp"])
+    shutil.rmtree(folder / "out", ignore_errors=True)
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    check_first_program(run("bash", "-euc", code["sh"], cwd=folder, env={**os.environ, "PATH": path}), folder)
 
 
 HEADER = b'{"a":{"dtype":"F32","shape":[2],"data_offsets":[0,8]}}'
@@ -230,7 +250,7 @@ def test_broken_files_are_refused_by_name(built, tmp_path, what):
         content = len(content).to_bytes(8, "little") + content + b"x" * 8
     path = tmp_path / "naive.in.safetensors"
     path.write_bytes(content)
-    done = subprocess.run([built / "tests/cpp/run_parity", tmp_path, "naive"], capture_output=True, text=True)
+    done = subprocess.run([built / "run_parity", tmp_path, "naive"], capture_output=True, text=True)
     assert done.returncode == 1 and error in done.stderr and str(path) in done.stderr, done.stderr[:500]
 
 
@@ -251,14 +271,14 @@ def errors_of(call, *arguments):
     ],
 )
 def test_errors_have_the_texts_of_python(built, x, valid):
-    torch.ops.load_library(built / "tests/cpp/libparity.so")
+    torch.ops.load_library(built / "libparity.so")
     layer = fmoe_ext.FMoETransformerMLP(**SIZES)
     assert errors_of(torch.ops.fmoe_parity.forward, x, valid) == errors_of(layer, x, valid)
 
 
 def test_huggingface_folder(built, tmp_path):
     """Qwen's names and Mixtral's for each expert, in two files with an index."""
-    torch.ops.load_library(built / "tests/cpp/libparity.so")
+    torch.ops.load_library(built / "libparity.so")
     layer = fmoe_ext.FMoETransformerMLP(4, 8, 16, "swiglu", gate="softmax", bias=False, gate_bias=False)
     whole = torch.nn.ModuleDict({"mlp": layer})
     x = torch.randn(5, 8)
@@ -288,11 +308,10 @@ def save_spread(folder):
 
 def test_folder_of_checkpoint_save(built, tmp_path):
     """Reads the newest step that two ranks saved, and a step by its own name; refuses damaged files by name."""
-    torch.ops.load_library(built / "tests/cpp/libparity.so")
+    torch.ops.load_library(built / "libparity.so")
     read = torch.ops.fmoe_parity.forward_of_folder
     x, layer = torch.randn(5, 8), layer_of_parity()
-    with DistributedPool(2) as pool:
-        pool.run(save_spread, tmp_path / "saved", world_size=2)
+    run_distributed(save_spread, 2, tmp_path / "saved")
     (step,) = (tmp_path / "saved").glob("step-*")
     parts = sorted(step.glob("*.distcp"))
     assert len(parts) == 2

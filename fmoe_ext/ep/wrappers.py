@@ -1,17 +1,18 @@
 """Wrappers of data parallelism that would take different experts for copies of each other: refused.
 
-Experts differ between the ranks of their layer's moe_group. DistributedDataParallel overwrites them with those of its
-first rank and averages their gradients, fully_shard makes one parameter out of pieces of them, both without a word,
-unless their ranks hold the same experts. The former is seen when it takes the model in, before it changes anything,
-the latter at the next forward.
+Experts differ between the ranks of their layer's moe_group. DistributedDataParallel and DeepSpeed overwrite them with
+those of their first rank and average their gradients, fully_shard makes one parameter out of pieces of them, all
+without a word, unless their ranks hold the same experts. The first is seen when it takes the model in, before it
+changes anything, the others at the next forward.
 """
 
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Iterator
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -19,7 +20,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from fmoe_ext._sharded import is_dtensor, is_fsdp_module
+from fmoe_ext._sharded import is_deepspeed_engine, is_dtensor, is_fsdp_module
 from fmoe_ext.ep.exchange import find_group
 
 if TYPE_CHECKING:
@@ -27,13 +28,17 @@ if TYPE_CHECKING:
 
 
 def check_wrappers(layer: nn.Module) -> None:
-    """Raises ValueError if fully_shard joins experts of different ranks; cheap where they are as at the last call.
+    """Raises ValueError if fully_shard or DeepSpeed joins experts of different ranks; cheap if they are as before.
 
     layer: an FMoE, or a module of experts that has an expert_parallel.
     """
     experts = _experts_of(layer)
     if torch.compiler.is_compiling() or _parallel_of(layer) is None or experts is None:
         return
+    if engine := running_deepspeed():
+        # the ranks to which it copies; None is all
+        ranks = dist.get_process_group_ranks(getattr(engine, "seq_data_parallel_group", None))
+        _refuse_shared(_name_in(engine.module, layer), layer, ranks, _BY_DEEPSPEED)
     if all(hasattr(p, "fmoe_checked") for p in experts.parameters()):
         return
     running = [module for module in _running_modules() if is_fsdp_module(module)]
@@ -71,6 +76,10 @@ _AVERAGED = (
     "DistributedDataParallel would overwrite and average them",
     "wrap the model in fmoe_ext.distributed.DistributedGroupedDataParallel instead",
 )
+_BY_DEEPSPEED = (
+    "DeepSpeed has overwritten them with those of its first rank and would average them",
+    "wrap the model in fmoe_ext.distributed.DistributedGroupedDataParallel instead",
+)
 
 
 def _refuse_shared(name: str, layer: nn.Module, ranks: list[int], texts: tuple[str, str]) -> None:
@@ -84,6 +93,13 @@ def _refuse_shared(name: str, layer: nn.Module, ranks: list[int], texts: tuple[s
             f"{sorted(ranks)}). Either {way}; or let every rank have all experts and wrap as you do: world_size=1 and "
             "no moe_group for the layer, distributed_experts=False for fmoefy"
         )
+
+
+def running_deepspeed() -> Any:
+    """The DeepSpeedEngine that is being built or is running, or None."""
+    if "deepspeed.runtime.engine" not in sys.modules:
+        return None
+    return next(filter(is_deepspeed_engine, _running_modules()), None)
 
 
 def _running_modules() -> Iterator[nn.Module]:

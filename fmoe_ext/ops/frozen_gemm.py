@@ -36,8 +36,7 @@ def frozen_gemm(
     gpu_kernels.before(x)
     if bias is not None and weight.interleaved:
         bias = gates_first(bias)
-    scale, zero, number = weight.scale_and_zero()
-    packing = scale, zero, number, weight.interleaved
+    packing = weight.packing()
     if torch.is_grad_enabled() and is_transformed(x, bias):
         x, bias = cast_for_autocast(x, bias)
         y: torch.Tensor = call_functional("fmoe_ext::frozen_gemm", x, weight.rows(), offs, bias, *packing)

@@ -88,8 +88,7 @@ def _parts(
     if weight.interleaved:
         bias = None if bias is None else gates_first(bias)
         lora = None if lora is None else lora._replace(b=gates_first(lora.b))
-    scale, zero, number = weight.scale_and_zero()
-    return weight.rows(), bias, lora, (scale, zero, number, weight.interleaved)
+    return weight.rows(), bias, lora, weight.packing()
 
 
 def _check_frozen(**weights: torch.Tensor | None) -> None:

@@ -73,12 +73,12 @@ class Quantized:
     def _rows(self) -> torch.Tensor:
         return _rows_of(self.data)  # views cost as much time as a short product
 
-    def scale_and_zero(self) -> tuple[torch.Tensor | None, torch.Tensor | None, int]:
-        """scale and zero as the operators take them, and the number of the format."""
+    def packing(self) -> tuple[torch.Tensor | None, torch.Tensor | None, int, bool]:
+        """scale, zero, number of the format, interleaved: what operators take beside rows()."""
         scale = self.scale
         if scale is not None and scale.dtype == torch.float8_e8m0fnu:
             scale = scale.view(torch.uint8)
-        return scale, self.zero, FORMATS[self.format].number
+        return scale, self.zero, FORMATS[self.format].number, self.interleaved
 
     @staticmethod
     def of_rows(
@@ -86,9 +86,9 @@ class Quantized:
         scale: torch.Tensor | None,
         zero: torch.Tensor | None,
         number: int,
-        interleaved: bool,
+        interleaved: bool = False,
     ) -> "Quantized":
-        """The weight of what rows() and scale_and_zero() returned."""
+        """The weight of what rows() and packing() returned."""
         name = next(name for name, kind in FORMATS.items() if kind.number == number)
         if name == "mxfp4":
             rows = rows.unflatten(2, (-1, 16))

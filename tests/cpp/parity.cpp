@@ -12,6 +12,8 @@
 
 #include <fmoe/fmoe.h>
 
+#include "first_program.inc"  // first_program(), the main() of docs/cpp.md
+
 namespace {
 
 using torch::Tensor;

@@ -1,8 +1,5 @@
 """Wrappers that would average different experts are refused; those that keep them apart go on working."""
 
-import contextlib
-import os
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -13,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fmoe_ext import FMoE, FMoETransformerMLP
 from fmoe_ext.distributed import init_groups
-from fmoe_ext.testing import run_distributed
+from tests import fake_deepspeed
 
 D = 4
 
@@ -140,28 +137,22 @@ def copy_of_replica_zero(model, group):
     return twin
 
 
-def trainer(folder):
-    """The Trainer of Transformers, which wraps by itself under torchrun."""
-    ranks = {"LOCAL_RANK": dist.get_rank(), "RANK": dist.get_rank(), "WORLD_SIZE": dist.get_world_size()}
-    os.environ.update(
-        {name: str(value) for name, value in ranks.items()}, MASTER_ADDR="127.0.0.1", MASTER_PORT="0"
-    )
-    from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+def under_deepspeed():
+    """Seen at the next forward, also of a model that has run before. The same experts on both ranks are allowed."""
+    x = torch.randn(5, D)
+    with fake_deepspeed.installed() as Engine:
+        for separate in (False, True):
+            model = make_model(separate)
+            model(x)
+            engine = Engine(model)
+            with names_the_layer("DeepSpeed has overwritten them"):
+                engine(x)
+        for model, group in ((make_model(world_size=1), None), (make_model(), dist.new_group([0]))):
+            assert torch.equal(Engine(model, group=group)(x), model(x))
 
-    from fmoe_ext import fmoefy
 
-    config = LlamaConfig(
-        vocab_size=16, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2
-    )
-    rows = [{"input_ids": torch.arange(4), "labels": torch.arange(4)} for _ in range(4)]
-    for distributed_experts in (True, False):
-        arguments = TrainingArguments(folder, max_steps=1, use_cpu=True, report_to=[], save_strategy="no")
-        model = fmoefy(
-            LlamaForCausalLM(config), num_experts=2, distributed_experts=distributed_experts, gate="softmax"
-        )
-        raises = pytest.raises(ValueError, match=r"experts of layer 'model\.layers\.0\.mlp' differ between")
-        with raises if distributed_experts else contextlib.nullcontext():
-            Trainer(model, arguments, train_dataset=rows).train()
+def test_deepspeed(pool):
+    pool.run(under_deepspeed, world_size=2)
 
 
 def test_distributed_data_parallel(pool):
@@ -179,8 +170,3 @@ def test_fully_shard(pool):
 def test_experts_kept_apart(pool):
     pool.run(what_keeps_experts_apart, world_size=2)
     pool.run(same_experts_groups, world_size=4)
-
-
-def test_trainer(tmp_path):
-    pytest.importorskip("accelerate", reason="the Trainer needs accelerate")
-    run_distributed(trainer, 2, str(tmp_path))  # processes of its own: accelerate keeps what it finds

@@ -230,7 +230,7 @@ def test_frozen_mlp_by_packed_weights(emulated, tile, by_the_operator, lora):
     b1_, lora1 = gates_first(b1), loras[0] and loras[0]._replace(b=gates_first(loras[0].b))
     flat = [(None, None, 1.0) if a is None else tuple(a) for a in (lora1, loras[1])]
     number = activation_number("clamped_swiglu")
-    packing = (*w1.scale_and_zero(), True, *w2.scale_and_zero())
+    packing = (*w1.packing()[:-1], True, *w2.packing()[:-1])
     needs = [True, lora, lora, lora, lora, True]
 
     def results():
@@ -261,7 +261,7 @@ def test_frozen_gemm_by_a_packed_weight(emulated, tile, by_the_operator, rows, i
     x, bias, grad = (
         torch.randn(shape, generator=generator).bfloat16() for shape in ((rows, width), (1, out), (rows, out))
     )
-    packing = (*weight.scale_and_zero(), interleaved)
+    packing = weight.packing()
     shift = gates_first(bias) if interleaved else bias
 
     def results():
@@ -284,7 +284,7 @@ def test_frozen_gemm_decodes_where_no_kernel_fits(emulated, by_the_operator):
     """Other dtypes, kernels that are off, no rows, other formats: the result of the CPU's operator."""
 
     def check_decoded(x, weight):
-        packing = (*weight.scale_and_zero(), False)
+        packing = weight.packing()
         grad = torch.ones(len(x), weight.shape[1], dtype=x.dtype)
 
         def results():

@@ -10,7 +10,7 @@ from fmoe_ext import ops
 from fmoe_ext.integrations import huggingface
 from fmoe_ext.integrations.streaming import pool
 from tests import packed_layouts
-from tests.integrations.huggingface_models import make_model
+from tests.integrations.huggingface_models import make_ids, make_model
 
 EXPERTS = ["experts.gate_up_proj", "experts.down_proj"]
 CHANGES = {"num_hidden_layers": 5}
@@ -50,6 +50,33 @@ def with_adapters(model, rank=2, fuse=True, **options):
             if "lora_" in name:
                 torch.nn.init.normal_(parameter, std=0.1)
     return fmoe_ext.lora.fuse(adapted) if fuse else adapted
+
+
+def train(model, folder, **options):
+    """Trains by Transformers' Trainer -> (losses, the optimizer)."""
+    import transformers
+
+    data = [{"input_ids": row, "labels": row} for row in make_ids(8, 10)]
+    arguments = transformers.TrainingArguments(
+        output_dir=folder,
+        per_device_train_batch_size=8,
+        gradient_checkpointing=True,
+        gradient_checkpointing_kwargs={"use_reentrant": False},
+        learning_rate=1e-2,
+        logging_steps=1,
+        report_to=[],
+        use_cpu=True,
+        save_strategy="no",
+        **options,
+    )
+    trainer = transformers.Trainer(model, arguments, train_dataset=data)
+    torch.compiler.set_stance("force_eager")  # torchao would compile its step, for half a minute
+    try:
+        trainer.train()
+    finally:
+        torch.compiler.set_stance("default")
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    return losses, trainer.optimizer.optimizer
 
 
 def bytes_of_adapters(model):

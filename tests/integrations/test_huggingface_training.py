@@ -1,11 +1,13 @@
 """experts_implementation="fmoe" under Trainer, accelerate and Transformers' expert parallelism."""
 
+import contextlib
 import os
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from fmoe_ext import fmoefy
 from fmoe_ext.integrations import huggingface
 from fmoe_ext.testing import DistributedPool
 from tests.integrations.huggingface_models import make_ids, make_model, step
@@ -109,3 +111,32 @@ def test_expert_parallel_loading(architecture, ep_plan, pool, tmp_path):
         assert got_gradients.keys() == gradients.keys()
         for name, expected in gradients.items():
             assert (got_gradients[name] - expected).norm() <= 1e-12 * expected.norm(), name
+
+
+def train_wrapped(folder):
+    """The Trainer wraps by itself under torchrun: in DistributedDataParallel, which would average different experts."""
+    os.environ.update(
+        {name: str(value) for name, value in (("LOCAL_RANK", dist.get_rank()), ("RANK", dist.get_rank()))},
+        WORLD_SIZE=str(dist.get_world_size()),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT="0",
+    )
+    config = transformers.LlamaConfig(
+        vocab_size=16, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2
+    )
+    rows = [{"input_ids": torch.arange(4), "labels": torch.arange(4)} for _ in range(4)]
+    for spread in (True, False):
+        arguments = transformers.TrainingArguments(
+            folder, max_steps=1, use_cpu=True, report_to=[], save_strategy="no"
+        )
+        model = transformers.LlamaForCausalLM(config)
+        model = fmoefy(model, num_experts=2, distributed_experts=spread, gate="softmax")
+        raises = pytest.raises(ValueError, match=r"experts of layer 'model\.layers\.0\.mlp' differ between")
+        with raises if spread else contextlib.nullcontext():
+            transformers.Trainer(model, arguments, train_dataset=rows).train()
+
+
+def test_trainer_of_spread_experts(pool, tmp_path):
+    """The last test of the pool, because accelerate keeps the ranks that it finds."""
+    pytest.importorskip("accelerate", reason="the Trainer needs accelerate")
+    pool.run(train_wrapped, str(tmp_path), world_size=2)

@@ -5,7 +5,9 @@ import torch
 
 import fmoe_ext
 from fmoe_ext.integrations.streaming import attention
+from fmoe_ext.integrations.streaming.placeholder import PackedWeight
 from fmoe_ext.testing import assert_close
+from tests import fake_deepspeed
 from tests.integrations.huggingface_models import make_ids, step
 from tests.integrations.streamed_models import (
     bytes_of_adapters,
@@ -13,6 +15,7 @@ from tests.integrations.streamed_models import (
     resident,
     save,
     streamed,
+    train,
     with_adapters,
 )
 
@@ -139,28 +142,11 @@ def test_generation_reads_chosen_experts_only(tmp_path):
 
 
 def test_trainer_trains_the_adapters_alone(tmp_path):
-    transformers = pytest.importorskip("transformers")
     pytest.importorskip("accelerate")
     folder = save(tmp_path / "model", dtype=torch.bfloat16)
-    ids = make_ids(8, 10)
-    data = [{"input_ids": row, "labels": row} for row in ids]
     losses, states = [], []
     for model in both(folder):
-        arguments = transformers.TrainingArguments(
-            output_dir=tmp_path / "out",
-            max_steps=3,
-            per_device_train_batch_size=8,
-            gradient_checkpointing=True,
-            gradient_checkpointing_kwargs={"use_reentrant": False},
-            learning_rate=1e-2,
-            logging_steps=1,
-            report_to=[],
-            use_cpu=True,
-            save_strategy="no",
-        )
-        trainer = transformers.Trainer(model, arguments, train_dataset=data)
-        trainer.train()
-        losses.append([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
+        losses.append(train(model, tmp_path / "out", max_steps=3)[0])
         model.save_pretrained(tmp_path / "adapter")
         states.append({name: p.detach() for name, p in model.named_parameters() if p.requires_grad})
     assert losses[0] == losses[1] and losses[0][2] < losses[0][0]
@@ -273,6 +259,19 @@ def test_options_of_the_trainer_that_change_weights_are_refused(tmp_path, option
     data = [{"input_ids": row, "labels": row} for row in make_ids(8, 10)]
     with pytest.raises(RuntimeError, match=message):
         transformers.Trainer(model, arguments, eval_dataset=data).evaluate()
+
+
+@pytest.mark.parametrize("dtype", [None, torch.float16])
+def test_deepspeed_is_refused_by_name(tmp_path, dtype):
+    model = streamed(save(tmp_path, dtype=torch.float32))
+    packed = torch.nn.Module()
+    packed.weight = PackedWeight((4, 4), torch.float32)
+    one_process = "DeepSpeed: it copies every weight: leave deepspeed= out of .* train in one process"
+    with fake_deepspeed.installed() as engine:
+        for module in (model, packed):
+            with pytest.raises(RuntimeError, match=one_process):
+                engine(module, dtype)
+        assert model.model.layers[0].mlp.experts.down_proj.data is not None  # without its engine
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,14 @@ import fmoe_ext
 from fmoe_ext.integrations.streaming.budget import bytes_of_state
 from fmoe_ext.integrations.streaming.memory import limits, memory_of
 from tests.integrations.huggingface_models import make_ids, step
-from tests.integrations.streamed_models import bytes_of_adapters, resident, save, streamed, with_adapters
+from tests.integrations.streamed_models import (
+    bytes_of_adapters,
+    resident,
+    save,
+    streamed,
+    train,
+    with_adapters,
+)
 
 pytest.importorskip("transformers")
 pytest.importorskip("peft")
@@ -154,45 +161,17 @@ def large(tmp_path_factory):
     return save(tmp_path_factory.mktemp("large") / "model", dtype=torch.float32, num_hidden_layers=3)
 
 
-def train(model, optim, tmp_path, max_steps=6):
-    """Trains by Transformers' Trainer -> (losses, the optimizer)."""
-    import transformers
-
-    data = [{"input_ids": row, "labels": row} for row in make_ids(8, 10)]
-    arguments = transformers.TrainingArguments(
-        output_dir=tmp_path / "out",
-        max_steps=max_steps,
-        per_device_train_batch_size=8,
-        gradient_checkpointing=True,
-        gradient_checkpointing_kwargs={"use_reentrant": False},
-        learning_rate=1e-2,
-        logging_steps=1,
-        report_to=[],
-        use_cpu=True,
-        save_strategy="no",
-        optim=optim,
-    )
-    trainer = transformers.Trainer(model, arguments, train_dataset=data)
-    torch.compiler.set_stance("force_eager")  # torchao would compile its step, for half a minute
-    try:
-        trainer.train()
-    finally:
-        torch.compiler.set_stance("default")
-    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    return losses, trainer.optimizer.optimizer
-
-
 @pytest.mark.parametrize("optim", OPTIMIZERS)
 def test_trainer_with_small_moments(large, tmp_path, optim):
     pytest.importorskip("bitsandbytes" if "bnb" in optim or "paged" in optim else "torchao")
     state, share = OPTIMIZERS[optim]
-    expected, _ = train(with_adapters(resident(large), rank=64), "adamw_torch", tmp_path)
+    expected, _ = train(with_adapters(resident(large), rank=64), tmp_path, max_steps=6, optim="adamw_torch")
     plain = with_adapters(resident(large), rank=64)
     adapters = bytes_of_adapters(plain)
     model = with_adapters(
         streamed(large, 1, round(adapters * (2 + state / 4)), optimizer_bytes=state), rank=64
     )
-    losses, optimizer = train(model, optim, tmp_path)
+    losses, optimizer = train(model, tmp_path, max_steps=6, optim=optim)
     assert losses[0] == expected[0] and losses[-1] < losses[0]
     if share is not None:
         assert losses == pytest.approx(expected, rel=share, abs=0)

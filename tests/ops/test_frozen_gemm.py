@@ -87,7 +87,7 @@ def test_backward_keeps_packed_bytes_and_no_input():
 @pytest.mark.parametrize("name", FORMATS)
 def test_opcheck(name):
     x, weight, offs, bias, grad = problem(name, (2, 9), torch.float64, out=22)
-    packing = (*weight.scale_and_zero(), False)
+    packing = weight.packing()
     x.requires_grad_(), bias.requires_grad_()
     torch.library.opcheck(torch.ops.fmoe_ext.frozen_gemm, (x, weight.rows(), offs, bias, *packing))
     torch.library.opcheck(torch.ops.fmoe_ext.frozen_gemm_backward, (grad, weight.rows(), offs, *packing))
@@ -102,7 +102,7 @@ def test_gradcheck():
 @pytest.mark.parametrize("name", FORMATS)
 def test_composition_for_other_devices_equals_the_kernel(name):
     x, weight, offs, bias, grad = problem(name, (2, 0, 9), torch.float64)
-    packing = (*weight.scale_and_zero(), False)
+    packing = weight.packing()
     y, dx, _ = results(frozen_gemm, x, weight, offs, bias, grad)
     torch.testing.assert_close(composed(x, weight.rows(), offs, bias, *packing), y)
     torch.testing.assert_close(composed_backward(grad, weight.rows(), offs, *packing), dx)
@@ -167,7 +167,7 @@ def test_results_do_not_depend_on_threads_nor_on_the_batch(name):
 )
 def test_operator_refuses(changes, message):
     x, weight, offs, bias, _ = problem("mxfp4", (2, 3), torch.float64)
-    arguments = [x, weight.rows(), offs, bias, *weight.scale_and_zero(), False]
+    arguments = [x, weight.rows(), offs, bias, *weight.packing()]
     for place, value in changes.items():
         arguments[place] = value
     with pytest.raises(RuntimeError, match=message):
@@ -176,7 +176,7 @@ def test_operator_refuses(changes, message):
 
 def test_backward_refuses():
     _, weight, offs, _, grad = problem("mxfp4", (2, 3), torch.float64)
-    packing = (*weight.scale_and_zero(), False)
+    packing = weight.packing()
     with pytest.raises(RuntimeError, match=r"grad_y must have shape \[R, N\] with size 37"):
         torch.ops.fmoe_ext.frozen_gemm_backward(grad[:, 1:], weight.rows(), offs, *packing)
     with pytest.raises(RuntimeError, match="offs must not exceed the number of rows 4"):

@@ -112,7 +112,7 @@ def pre_activation(weight, x):
     sorted_tokens = ops.sort_tokens(torch.ones(len(x), 1, dtype=torch.long), 2)
     out = weight.shape[1]
     w2 = torch.zeros(2, x.shape[1], out, dtype=x.dtype)
-    scale, zero, number = weight.scale_and_zero()
+    scale, zero, number, _ = weight.packing()
     _, h, _, _ = torch.ops.fmoe_ext.frozen_mlp(
         *(x, sorted_tokens.row_idx, sorted_tokens.inverse, sorted_tokens.offs, weight.rows(), None, w2, None),
         *(None, None, 1.0, None, None, 1.0, None, 2, True, True, scale, zero, number),
@@ -153,7 +153,7 @@ def frozen_arguments(name, dtype=torch.float64, T=9):
     problem = Problem(T, 2, E, D, H, dtype, "swiglu", bias=True)
     t = {n: v if v is None else v.detach() for n, v in problem.tensors.items()}
     w1, w2 = packed(name, E, 2 * H, D), packed(name, E, D, H, seed=1)
-    packing = (*w1.scale_and_zero(), False, *w2.scale_and_zero())
+    packing = (*w1.packing(), *w2.packing()[:-1])
     arguments = (
         t["x"],
         problem.row_idx,

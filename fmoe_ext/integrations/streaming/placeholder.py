@@ -6,6 +6,8 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
+from fmoe_ext.ep.wrappers import running_deepspeed
+
 # Questions about a tensor that need no values.
 QUESTIONS = frozenset(
     {
@@ -24,9 +26,11 @@ SAME = frozenset(
         *("float", "half", "double", "bfloat16", "__getitem__"),
     }
 )
+DEEPSPEED = "DeepSpeed"
 # More to say for some of them.
 HINTS = MappingProxyType(
     {
+        DEEPSPEED: "it copies every weight: leave deepspeed= out of TrainingArguments, and train in one process. ",
         "_is_view": "torch.compile does not compile this model: leave torch_compile=True or torch.compile out. ",
         **dict.fromkeys(
             ("to", "float", "half", "double", "bfloat16", "type"),
@@ -62,6 +66,8 @@ class StreamedWeight(nn.Parameter):
                 return None
             cls._refuse(f"setting {owner}")
         if name == "__get__" and owner == "data":
+            if running_deepspeed():
+                cls._refuse(owner)
             return args[0]
         if (name == "__get__" and owner not in VALUES) or name in QUESTIONS:
             return super().__torch_function__(func, types, args, kwargs)
@@ -80,6 +86,7 @@ class StreamedWeight(nn.Parameter):
 
     @classmethod
     def _refuse(cls, what: str) -> NoReturn:
+        what = DEEPSPEED if running_deepspeed() else what
         raise RuntimeError(f"{what}: {HINTS.get(what, '')}{cls.reason}")
 
 

@@ -23,7 +23,10 @@ def quiet():
     logging.disable(logging.NOTSET)
 
 
-@pytest.mark.parametrize("first", range(0, 300, CHUNK))
+@pytest.mark.parametrize(
+    "first",
+    [*range(0, 100, CHUNK), *(pytest.param(n, marks=pytest.mark.long) for n in range(100, 300, CHUNK))],
+)
 def test_random_faults_lose_nothing_and_end(first):
     worlds = [World(seed) for seed in range(first, first + CHUNK)]
     acknowledged = sum(len(world.run().acknowledged) for world in worlds)
