@@ -3,7 +3,7 @@ from typing import Any
 
 import torch
 
-from fmoe_ext.ops import gpu_kernels
+from fmoe_ext.ops import decode, gpu_kernels
 from fmoe_ext.ops._autograd import (
     call,
     call_functional,
@@ -35,6 +35,8 @@ def frozen_gemm(
     gpu_kernels.before(x)
     if bias is not None and weight.interleaved:
         bias = gates_first(bias)
+    if decode.is_wanted(x):
+        return decode.gemm(x, weight, offs, bias)
     scale, zero, number = weight.scale_and_zero()
     packing = scale, zero, number, weight.interleaved
     if torch.is_grad_enabled() and is_transformed(x, bias):

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import fmoe_ext
-from fmoe_ext.integrations.streaming import attention
+from fmoe_ext.integrations.streaming import decoding
 from fmoe_ext.testing import assert_close
 from tests.integrations.huggingface_models import make_ids, step
 from tests.integrations.streamed_models import (
@@ -237,7 +237,7 @@ def test_values_of_streamed_weights_are_refused(tmp_path):
 def test_attention_of_a_new_token_is_as_exact_as_sdpa(tmp_path, dtype):
     """Of a batch with padding, whose keys have fewer heads than its queries."""
     model = streamed(save(tmp_path, dtype=torch.float32), dtype=dtype)
-    assert model.config._attn_implementation == attention.NAME
+    assert model.config._attn_implementation == decoding.NAME
     attend = model.model.layers[0].self_attn
     generator = torch.Generator().manual_seed(0)
     query = torch.randn(2, 4, 1, 8, generator=generator)
@@ -251,9 +251,9 @@ def test_attention_of_a_new_token_is_as_exact_as_sdpa(tmp_path, dtype):
     for given in (mask, torch.zeros(mask.shape, dtype=dtype).masked_fill(~mask, -torch.inf)):
         plain = sdpa_attention_forward(attend, *rows, given, **options)[0]
         with torch.no_grad():
-            found = attention.attention(attend, *rows, given, **options)[0]
+            found = decoding.attention(attend, *rows, given, **options)[0]
         assert_close(found, truth, plain)
-        assert torch.equal(attention.attention(attend, *rows, given, **options)[0], plain)
+        assert torch.equal(decoding.attention(attend, *rows, given, **options)[0], plain)
 
 
 @pytest.mark.parametrize(
