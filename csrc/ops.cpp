@@ -80,6 +80,10 @@ STABLE_TORCH_LIBRARY(fmoe_ext, m) {
   m.def("_few_rows_linear(Tensor x, Tensor weight) -> Tensor");
   // weight * (x / sqrt(mean(x^2) + eps)) over the last dimension, rounded before the weight multiplies.
   m.def("_rms_norm(Tensor x, Tensor weight, float eps) -> Tensor");
+  // x [B, H, 1, D], cos and sin [B, 1, D]: rotary positions.
+  m.def("_rotate(Tensor x, Tensor cos, Tensor sin) -> Tensor");
+  // q [B, H, 1, D], k [B, G, S, D], v [B, G, S, V], mask [B, S] that is added, float32 -> [B, 1, H, V]
+  m.def("_attend(Tensor q, Tensor k, Tensor v, Tensor? mask, float scale) -> Tensor");
 
   // The checks of the operators above, and nothing else: they raise or return.
   m.def("_check_grouped_gemm(Tensor x, Tensor weight, Tensor offs, Tensor? bias) -> ()");

@@ -2,7 +2,7 @@
 
 A call of an operator whose gradient is registered from Python takes twice the time of one without. These operators have
 no gradient and no fake kernel: is_wanted() says where they may be called, and all of them give the bits of what they
-stand for, but for the order of sums in linear() and rms_norm().
+stand for, but for the order of sums in linear(), rms_norm() and attend().
 """
 
 import torch
@@ -14,7 +14,7 @@ from fmoe_ext.ops.quantized import Quantized, gates_first
 
 
 def is_wanted(x: torch.Tensor) -> bool:
-    """True for a plain tensor on the CPU outside of gradients, tangents, autocast, torch.compile and batch_invariant()."""
+    """True for a plain tensor on the CPU outside of gradients, tangents, autocast, torch.compile, batch_invariant()."""
     return (
         type(x) is torch.Tensor
         and x.device.type == "cpu"
@@ -68,4 +68,25 @@ def linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """weight * (x / sqrt(mean(x^2) + eps)) over the last dimension, in float32 and rounded before weight multiplies."""
     y: torch.Tensor = torch.ops.fmoe_ext._rms_norm(x, weight, eps)
+    return y
+
+
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotary positions: x [B, H, 1, D] times cos [B, 1, D], plus its halves turned, (-x2, x1), times sin."""
+    y: torch.Tensor = torch.ops.fmoe_ext._rotate(x, cos, sin)
+    return y
+
+
+def attend(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scale: float
+) -> torch.Tensor:
+    """Softmax attention of one query a head, in float32.
+
+    q [B, H, 1, D], k [B, G, S, D], v [B, G, S, V], not float64 -> [B, 1, H, V].
+    Heads share keys and values in groups of H / G. mask [B, S]: False for keys to leave out, or floats that are added.
+    """
+    if mask is not None and mask.dtype == torch.bool:
+        mask = torch.zeros(mask.shape).masked_fill_(~mask, -torch.inf)
+    given = None if mask is None else mask.float().contiguous()
+    y: torch.Tensor = torch.ops.fmoe_ext._attend(q, k, v, given, scale)
     return y

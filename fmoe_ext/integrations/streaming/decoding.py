@@ -1,7 +1,7 @@
-"""A new token on a CPU: attention in float32, norms in one pass, and gates by our product.
+"""A new token on a CPU, with fewer operators: attention, rotary positions, norms and gates.
 
 torch's attention for 16 bits takes ten times as long there for one query, its product of 16 bits with one row calls
-code for all processors, and an RMSNorm of Transformers is seven operators.
+code for all processors, and Transformers' rotary positions and norms are sixteen and seven operators.
 """
 
 from __future__ import annotations
@@ -17,13 +17,15 @@ from fmoe_ext.integrations.streaming.packed_linear import GATES
 from fmoe_ext.ops import decode
 
 NAME = "fmoe_sdpa"
+SIXTEEN_BITS = (torch.bfloat16, torch.float16)
 MOST = 1 << 16  # elements of new tokens whose norms one thread computes
 
 
 def use(model: Any) -> None:
-    """Has a model compute new tokens so: its attention if it is Transformers' "sdpa", its RMSNorms and its gates.
+    """Has a model compute new tokens so: attention that is Transformers' "sdpa", rotary positions, norms and gates.
 
-    A norm or a gate gets a class that is derived from its own. Everything else, and every other call, stays as it was.
+    A norm, an attention or a gate gets a class that is derived from its own, if that calls what is known here by its
+    code. Everything else, and every other call, stays as it was.
     """
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import sdpa_mask
@@ -33,78 +35,90 @@ def use(model: Any) -> None:
         AttentionMaskInterface.register(NAME, sdpa_mask)
         model.set_attn_implementation(NAME)
     for path, module in model.named_modules():
-        weight = getattr(module, "weight", None)
-        if not isinstance(weight, nn.Parameter):
-            continue
-        if _is_rms_norm(type(module)):
-            module.__class__ = _derived(OneNorm, type(module))
-        elif path.endswith(GATES) and weight.dim() == 2 and _with_our_linear(type(module)):
-            module.__class__ = _derived(OneGate, type(module))
+        derived = _derived(type(module), is_gate=path.endswith(GATES))
+        if derived is not None:
+            module.__class__ = derived
 
 
-class OneNorm(nn.Module):
-    """Before the class of an RMSNorm: a new token is normed by one operator."""
+@functools.cache
+def _derived(cls: Any, is_gate: bool) -> type | None:
+    """A class with another forward and the same name; None if its forward has nothing that is known here."""
+    from transformers.models.llama import modeling_llama as llama
 
-    weight: Tensor
-    variance_epsilon: float
+    if _is_same(cls.forward, llama.LlamaRMSNorm.forward):
+        forward: Any = _norm(cls.forward)
+    elif _is_same(
+        getattr(cls.forward, "__globals__", {}).get("apply_rotary_pos_emb"), llama.apply_rotary_pos_emb
+    ):
+        forward = _with_global(cls.forward, "apply_rotary_pos_emb", _rotary(llama.apply_rotary_pos_emb))
+    elif is_gate and getattr(cls.forward, "__globals__", {}).get("F") is nn.functional:
+        forward = _with_global(cls.forward, "F", _Functional())
+    else:
+        return None
+    body = {"forward": forward, "__module__": cls.__module__, "__doc__": cls.__doc__}
+    return None if forward is None else type(cls.__name__, (cls,), body)
 
-    def forward(self, x: Tensor) -> Tensor:
-        weight = self.weight
+
+def _is_same(one: Any, other: Any) -> bool:
+    """True for functions of the same code, as copies in other files of Transformers are."""
+    codes = (getattr(f, "__code__", None) for f in (one, other))
+    return len({(c.co_code, c.co_names, _constants(c)) if c else None for c in codes}) == 1
+
+
+def _constants(code: types.CodeType) -> tuple[Any, ...]:
+    """Those of a function, without the text that explains it."""
+    return tuple(c for c in code.co_consts if not isinstance(c, str))
+
+
+def _with_global(forward: Any, name: str, value: Any) -> Any:
+    """A function that finds something else under a global name; None if it does not use the name."""
+    code = forward.__code__
+    if code.co_freevars or name not in code.co_names:
+        return None
+    replaced = types.FunctionType(code, {**forward.__globals__, name: value}, "forward", forward.__defaults__)
+    replaced.__kwdefaults__ = forward.__kwdefaults__
+    return replaced
+
+
+def _norm(theirs: Any) -> Any:
+    def forward(self: Any, hidden_states: Tensor) -> Tensor:
+        x, weight = hidden_states, self.weight
         is_token = x.dim() > 2 and x.shape[1] == 1 and x.numel() <= MOST  # [B, 1, D] or [B, 1, heads, D]
-        if is_token and x.dtype == weight.dtype and decode.is_wanted(x):
+        if is_token and x.dtype == weight.dtype != torch.float16 and decode.is_wanted(x):
             return decode.rms_norm(x, weight, self.variance_epsilon)
-        y: Tensor = super().forward(x)
+        y: Tensor = theirs(self, x)
         return y
 
+    return forward
 
-class OneGate(nn.Module):
-    """Before the class of a gate: its forward, but torch.nn.functional.linear of one row is our product."""
 
-    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        if x.numel() == x.shape[-1] and decode.is_wanted(x):
-            return _with_our_linear(type(self).__mro__[2])(self, x, *args, **kwargs)
-        return super().forward(x, *args, **kwargs)
+def _rotary(theirs: Any) -> Any:
+    def apply_rotary_pos_emb(
+        q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1
+    ) -> tuple[Tensor, Tensor]:
+        is_token = unsqueeze_dim == 1 and cos.dim() == 3 and q.shape[2] == 1 and q.shape[0] == cos.shape[0]
+        is_whole = q.shape[3] == k.shape[3] == cos.shape[2] and q.dtype == k.dtype == cos.dtype
+        if is_token and is_whole and q.dtype != torch.float16 and decode.is_wanted(q):
+            return decode.rotate(q, cos, sin), decode.rotate(k, cos, sin)
+        turned: tuple[Tensor, Tensor] = theirs(q, k, cos, sin, unsqueeze_dim)
+        return turned
+
+    return apply_rotary_pos_emb
 
 
 class _Functional:
-    """torch.nn.functional with another linear()."""
+    """torch.nn.functional, but linear() of one row is our product."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(nn.functional, name)
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        if bias is None and x.dtype == weight.dtype:
-            return decode.linear(x, weight)
-        return nn.functional.linear(x, weight, bias)
-
-
-@functools.cache
-def _with_our_linear(cls: Any) -> Any:
-    """The forward of a class with our linear product; None if it does not call F.linear by this name."""
-    forward = cls.forward
-    code = getattr(forward, "__code__", None)
-    if code is None or code.co_freevars or forward.__globals__.get("F") is not nn.functional:
-        return None
-    if not {"F", "linear"} <= set(code.co_names):
-        return None
-    return types.FunctionType(
-        code, {**forward.__globals__, "F": _Functional()}, "forward", forward.__defaults__
-    )
-
-
-@functools.cache
-def _derived(mixin: type, cls: type) -> type:
-    """A class that is `mixin` before `cls`, with the name of cls."""
-    return type(cls.__name__, (mixin, cls), {"__module__": cls.__module__, "__doc__": cls.__doc__})
-
-
-@functools.cache
-def _is_rms_norm(cls: Any) -> bool:
-    """True if a class has the forward of LlamaRMSNorm, as most norms of Transformers do, byte for byte."""
-    from transformers.models.llama.modeling_llama import LlamaRMSNorm
-
-    theirs, ours = (getattr(c.forward, "__code__", None) for c in (cls, LlamaRMSNorm))
-    return all(getattr(theirs, n, None) == getattr(ours, n) for n in ("co_code", "co_names", "co_consts"))
+        is_row = bias is None and x.numel() == x.shape[-1] and x.dtype == weight.dtype
+        return (
+            decode.linear(x, weight)
+            if is_row and decode.is_wanted(x)
+            else nn.functional.linear(x, weight, bias)
+        )
 
 
 def attention(
@@ -113,11 +127,13 @@ def attention(
     """Transformers' sdpa_attention_forward; one query in bfloat16 or float16 is computed in float32 and rounded."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-    is_token = query.shape[2] == 1 and query.device.type == "cpu" and not torch.is_grad_enabled()
-    dtype = query.dtype
-    if is_token and dtype in (torch.bfloat16, torch.float16):
-        query, key, value = query.float(), key.float(), value.float()
-        if attention_mask is not None and attention_mask.is_floating_point():
-            attention_mask = attention_mask.float()
+    if query.shape[2] == 1 and query.dtype in SIXTEEN_BITS and decode.is_wanted(query):
+        mask = attention_mask
+        is_known = options.keys().isdisjoint(("position_bias", "cache")) and not options.get("dropout")
+        is_plain = mask is None or tuple(mask.shape) == (query.shape[0], 1, 1, key.shape[2])
+        if is_known and is_plain and key.stride(3) == value.stride(3) == 1 and key.dtype == query.dtype:
+            scale = options.get("scaling") or query.shape[3] ** -0.5
+            rows = None if mask is None else mask[:, 0, 0]
+            return decode.attend(query, key, value, rows, scale), None
     out, _ = sdpa_attention_forward(module, query, key, value, attention_mask, **options)
-    return out.to(dtype), None
+    return out, None
