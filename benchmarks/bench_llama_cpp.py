@@ -115,7 +115,8 @@ def main() -> None:
     parser.add_argument("--vocab", type=int, default=8192)
     parser.add_argument("--others", choices=OUTSIDE, default="q4_k")
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--tokens", type=int, default=60)
+    parser.add_argument("--tokens", type=int, default=120)
+    parser.add_argument("--turn", type=int, default=10, help="tokens of one, then as many of the other")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     clock = time.process_time if args.threads == 1 else time.perf_counter
@@ -125,12 +126,13 @@ def main() -> None:
         ours = Ours(path, prompt)
         seconds: dict[str, list[float]] = {"fmoe_ext": [], "llama.cpp": []}
         with llama_cpp.decoder(path, prompt, args.threads) as theirs:
-            for turn in range(args.tokens):
+            for done in range(0, args.tokens, args.turn):
                 for name, step in (("fmoe_ext", ours), ("llama.cpp", theirs)):
-                    begun = clock()
-                    step()
-                    if turn >= args.tokens // 3:  # before, experts are read for the first time
-                        seconds[name].append(clock() - begun)
+                    for _ in range(args.turn):
+                        begun = clock()
+                        step()
+                        if done >= args.tokens // 3:  # before, experts are read for the first time
+                            seconds[name].append(clock() - begun)
     medians = {name: float(np.median(values)) for name, values in seconds.items()}
     print(common.machine(), common.commit())
     rows = [[name, f"{m * 1e3:.2f}", f"{medians['llama.cpp'] / m:.2f}"] for name, m in medians.items()]
