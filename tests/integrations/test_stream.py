@@ -1,7 +1,11 @@
 """fmoe_ext.stream(): a model whose experts stay in files computes as the one in memory."""
 
+import collections
+import copy
+
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import fmoe_ext
 from fmoe_ext.integrations.streaming import decoding
@@ -254,6 +258,40 @@ def test_attention_of_a_new_token_is_as_exact_as_sdpa(tmp_path, dtype):
             found = decoding.attention(attend, *rows, given, **options)[0]
         assert_close(found, truth, plain)
         assert torch.equal(decoding.attention(attend, *rows, given, **options)[0], plain)
+
+
+class Calls(TorchDispatchMode):
+    """Counts calls of operators of fmoe_ext."""
+
+    def __init__(self):
+        super().__init__()
+        self.counts = collections.Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "fmoe_ext":
+            self.counts[func.__name__.removesuffix(".default")] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_new_token_takes_few_operators_and_is_as_exact(tmp_path):
+    folder = save(tmp_path, dtype=torch.bfloat16)
+    plain, model = resident(folder), streamed(folder)
+    truth = copy.deepcopy(plain).double()
+    layers = plain.config.num_hidden_layers
+    assert [type(m).__name__ for m in model.modules()] == [type(m).__name__ for m in plain.modules()]
+    prompt, token = make_ids(1, 5), make_ids(1, 1)
+    logits = []
+    with torch.no_grad():
+        for each in (truth, plain, copy.deepcopy(model)):
+            past = each(prompt, use_cache=True).past_key_values
+            with Calls() as calls:
+                logits.append(each(token, past_key_values=past, use_cache=True).logits.double())
+        assert torch.equal(model(prompt).logits, plain(prompt).logits)
+    assert calls.counts == {
+        **{"_rms_norm": 4 * layers + 1, "_rotate": 2 * layers, "_attend": layers, "_few_rows_linear": layers},
+        **{"sort_tokens": layers, "expert_mlp": layers},
+    }
+    assert (logits[2] - logits[0]).norm() < 2 * (logits[1] - logits[0]).norm()
 
 
 @pytest.mark.parametrize(

@@ -45,16 +45,15 @@ def _derived(cls: Any, is_gate: bool) -> type | None:
     """A class with another forward and the same name; None if its forward has nothing that is known here."""
     from transformers.models.llama import modeling_llama as llama
 
+    used = _globals_of(cls.forward)
+    forward: Any = None
     if _is_same(cls.forward, llama.LlamaRMSNorm.forward):
-        forward: Any = _norm(cls.forward)
-    elif _is_same(
-        getattr(cls.forward, "__globals__", {}).get("apply_rotary_pos_emb"), llama.apply_rotary_pos_emb
-    ):
-        forward = _with_global(cls.forward, "apply_rotary_pos_emb", _rotary(llama.apply_rotary_pos_emb))
-    elif is_gate and getattr(cls.forward, "__globals__", {}).get("F") is nn.functional:
+        forward = _norm(cls.forward)
+    elif _is_same(used.get("apply_rotary_pos_emb"), llama.apply_rotary_pos_emb):
+        ours = _rotary(llama.apply_rotary_pos_emb)
+        forward = _with_global(cls.forward, "apply_rotary_pos_emb", ours)
+    elif is_gate and used.get("F") is nn.functional:
         forward = _with_global(cls.forward, "F", _Functional())
-    else:
-        return None
     body = {"forward": forward, "__module__": cls.__module__, "__doc__": cls.__doc__}
     return None if forward is None else type(cls.__name__, (cls,), body)
 
@@ -70,14 +69,21 @@ def _constants(code: types.CodeType) -> tuple[Any, ...]:
     return tuple(c for c in code.co_consts if not isinstance(c, str))
 
 
+def _globals_of(forward: Any) -> dict[str, Any]:
+    """What a function finds under global names; empty for what is no plain function."""
+    code = getattr(forward, "__code__", None)
+    if code is None or code.co_freevars:
+        return {}
+    return {name: forward.__globals__[name] for name in code.co_names if name in forward.__globals__}
+
+
 def _with_global(forward: Any, name: str, value: Any) -> Any:
-    """A function that finds something else under a global name; None if it does not use the name."""
-    code = forward.__code__
-    if code.co_freevars or name not in code.co_names:
-        return None
-    replaced = types.FunctionType(code, {**forward.__globals__, name: value}, "forward", forward.__defaults__)
-    replaced.__kwdefaults__ = forward.__kwdefaults__
-    return replaced
+    """A function that finds something else under a global name."""
+    ours = types.FunctionType(
+        forward.__code__, {**forward.__globals__, name: value}, "forward", forward.__defaults__
+    )
+    ours.__kwdefaults__ = forward.__kwdefaults__
+    return ours
 
 
 def _norm(theirs: Any) -> Any:
