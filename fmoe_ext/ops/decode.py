@@ -1,4 +1,4 @@
-"""What one step of generation computes on the CPU without gradients, with fewer calls than the public operators.
+"""Operators of one step of generation on the CPU without gradients, in fewer calls than the public ones.
 
 A call of an operator whose gradient is registered from Python takes twice the time of one without. These operators have
 no gradient and no fake kernel: is_wanted() says where they may be called, and all of them give the bits of what they

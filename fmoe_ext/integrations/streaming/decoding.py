@@ -35,7 +35,8 @@ def use(model: Any) -> None:
         AttentionMaskInterface.register(NAME, sdpa_mask)
         model.set_attn_implementation(NAME)
     for path, module in model.named_modules():
-        derived = _derived(type(module), is_gate=path.endswith(GATES))
+        cls: Any = type(module)
+        derived = _derived(cls, is_gate=path.endswith(GATES))
         if derived is not None:
             module.__class__ = derived
 
@@ -65,12 +66,12 @@ def _is_same(one: Any, other: Any) -> bool:
 
 
 def _constants(code: types.CodeType) -> tuple[Any, ...]:
-    """Those of a function, without the text that explains it."""
+    """Constants of a function, without the text that explains it."""
     return tuple(c for c in code.co_consts if not isinstance(c, str))
 
 
 def _globals_of(forward: Any) -> dict[str, Any]:
-    """What a function finds under global names; empty for what is no plain function."""
+    """Values that a function finds under global names; empty for what is no plain function."""
     code = getattr(forward, "__code__", None)
     if code is None or code.co_freevars:
         return {}

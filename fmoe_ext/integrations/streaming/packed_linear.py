@@ -84,7 +84,7 @@ class _HugePages:
     BLOCK = 32 << 20  # bytes that are asked for at once; a page of them is 2 MiB
 
     def __init__(self) -> None:
-        self._free = np.empty(0, np.uint8)
+        self._free: np.ndarray[Any, Any] = np.empty(0, np.uint8)
 
     def copy(self, tensor: Tensor) -> Tensor:
         """A copy that lies beside the last one."""
