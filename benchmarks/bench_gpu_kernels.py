@@ -5,6 +5,8 @@
     python -m benchmarks.bench_gpu_kernels --dry-run           the same steps on the CPU, tiny, without times
 
 Times are those of torch's profiler, medians over the calls of all rounds; results in results/gpu_kernels.json.
+Products with frozen weights in MXFP4 (--frozen) are timed by events: by the kernels that decode, and by decoding in
+memory and grouped_gemm or torch's grouped_mm; interleaved.
 """
 
 import argparse
@@ -16,10 +18,13 @@ from pathlib import Path
 import torch
 
 from benchmarks import bench_gpu_layer, common, gpu_peers, gpu_timing, roofline
+from fmoe_ext import ops
+from fmoe_ext.ops.mxfp4_gemm import mxfp4_gemm
 
 SHAPES = (
     "Qwen:16384,OLMoE:16384,GPT-OSS:16384,DeepSeek:16384,Mixtral:4096,E64:16384,Qwen:4096,OLMoE:4096,Qwen:256"
 )
+FROZEN = "GPT-OSS:16384,GPT-OSS:256,Qwen:4096"
 CALLS, ROUNDS = 4, 3
 WORKS = {  # part of a kernel's name: the works of benchmarks/roofline.py that it does, in the order of its launches
     "up_kernel": ("F1 up",),
@@ -34,6 +39,9 @@ WORKS = {  # part of a kernel's name: the works of benchmarks/roofline.py that i
 def parse(argv):
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--shapes", default=SHAPES, help=f"name:tokens, comma-separated (default: {SHAPES})")
+    parser.add_argument(
+        "--frozen", default=FROZEN, help=f"the same for frozen weights in MXFP4 (default: {FROZEN})"
+    )
     parser.add_argument("--out", type=Path, default=common.RESULTS / "gpu_kernels.json")
     parser.add_argument(
         "--once", action="store_true", help="one step of each shape, no times: for a profiler"
@@ -105,6 +113,59 @@ def measure(device, shape, T, ceilings, once=False):
     return rows
 
 
+def frozen_products(x, weight, offs, grad):
+    """{implementation: (y of rows x, dx of rows grad)}, functions; "packed" is left out if no kernel is on."""
+    packed = weight.rows(), weight.scale, offs
+
+    def decoded():
+        return weight.dequantize(x.dtype)
+
+    found = {
+        "packed": (
+            lambda: mxfp4_gemm(x, *packed, None, False, False),
+            lambda _: mxfp4_gemm(grad, *packed, None, True, False),
+        ),
+        "decoded, grouped_gemm": (
+            lambda: ops.grouped_gemm(x, decoded(), offs),
+            lambda _: ops.grouped_gemm(grad, decoded(), offs, transposed=True),
+        ),
+        "decoded, grouped_mm": (
+            lambda: torch.nn.functional.grouped_mm(x, decoded().mT, offs=offs),
+            lambda _: torch.nn.functional.grouped_mm(grad, decoded(), offs=offs),
+        ),
+    }
+    y, dx = found["packed"]
+    if y() is None or dx(None) is None:
+        del found["packed"]
+    return found
+
+
+def measure_frozen(device, shape, T, ceilings):
+    """Rows of results: w1 of a model in MXFP4, forward and gradient of the rows, by each implementation."""
+    generator = torch.Generator(device.name).manual_seed(T)
+    E, R = shape.E, T * shape.K
+    size = (E, shape.F, shape.D // 32)
+    options = {"device": device.name, "dtype": torch.uint8, "generator": generator}
+    data = torch.randint(0, 256, (*size, 16), **options)
+    weight = ops.Quantized("mxfp4", data, torch.randint(118, 122, size, **options))
+    x, grad = (torch.randn(R, n, device=device.name).bfloat16() for n in (shape.D, shape.F))
+    offs = (torch.arange(1, E + 1, device=device.name) * R // E).int()
+    steps = {name: [pair] for name, pair in frozen_products(x, weight, offs, grad).items()}
+    with torch.no_grad():
+        times = gpu_timing.time_interleaved(device, steps, 0.1 if device.is_cuda else 0.0, ROUNDS)
+    work = roofline.Work("frozen", 2 * R * shape.F * shape.D, weight.nbytes + x.nbytes + grad.nbytes)
+    rows = []
+    for direction, product in enumerate(("y", "dx")):
+        for name in times:
+            seconds = [pair[direction] for pair in times[name]]
+            row = {"shape": shape.name, "T": T, "kernel": f"MXFP4 w1, {product}, {name}"}
+            median = statistics.median(seconds)
+            row |= {"seconds": common.summary(seconds), "tflops": work.flops / median / 1e12}
+            row |= {"tb_a_second": work.bytes / median / 1e12, "roofline": work.seconds(ceilings)}
+            rows.append(row)
+    return rows
+
+
 def report(rows):
     lines = []
     for row in rows:
@@ -112,7 +173,8 @@ def report(rows):
         line = [row["shape"], row["T"], row["kernel"], f"{median * 1e3:.3f}"]
         if "tflops" in row:
             line += [f"{row['tflops']:.0f}" if row["tflops"] else "", f"{row['tb_a_second']:.2f}"]
-            line += [f"{row['expected'] * 1e3:.3f}", f"{row['roofline'] / median:.2f}"]
+            expected = f"{row['expected'] * 1e3:.3f}" if "expected" in row else ""
+            line += [expected, f"{row['roofline'] / median:.2f}"]
         lines.append(line + [""] * (8 - len(line)))
     return common.table(
         ["shape", "T", "kernel", "ms", "TFLOP/s", "TB/s", "expected ms", "of roofline"], lines
@@ -134,6 +196,10 @@ def main(argv=None):
             torch.cuda.empty_cache()
     if args.once:
         return
+    for shape, T in [(chosen[0][0], 24)] if args.dry_run else map(shape_of, args.frozen.split(",")):
+        rows += measure_frozen(device, shape, T, ceilings)
+        if device.is_cuda:
+            torch.cuda.empty_cache()
     text = report(rows)
     print(text)
     command = " ".join(["python -m benchmarks.bench_gpu_kernels", *(sys.argv[1:] if argv is None else argv)])

@@ -7,7 +7,7 @@
 #   benchmarks/run_gpu.sh --dry-run                 the same steps where there is no GPU, in less than three minutes:
 #                                                   their arguments, and the benchmarks on the CPU with tiny shapes
 #
-#   1  build or unpack, prove, times of kernels, layers at 16,384 tokens beside the peer of record
+#   1  build or unpack, prove, times of kernels (frozen MXFP4 weights too), layers at 16,384 tokens beside the peer of record
 #   2  unpack the peers' packages, layers beside Liger and SonicMoE; 32,768 tokens
 #   3  SonicMoE's twelve shapes; skewed choices
 #   4  ablations of B1 and B2; counters of B1, B2 and F1 by ncu
@@ -100,7 +100,7 @@ part_1() {
     step prove 260 "$python" -m fmoe_ext.gpu prove --limit 40 --budget 240
     mkdir -p "$out/proof" && cp "${XDG_CACHE_HOME:-$HOME/.cache}"/fmoe_ext/gpu/*.json "$out/proof/"
     step device 60 "${pytest[@]}" tests/cuda/test_on_gpu.py tests/cuda/test_graph.py
-    step kernels 45 "$python" -m benchmarks.bench_gpu_kernels --out "$out/gpu_kernels.json"
+    step kernels 65 "$python" -m benchmarks.bench_gpu_kernels --out "$out/gpu_kernels.json"
   fi
   layer layer_16384 160 --tokens 16384 --shapes "Mixtral,Qwen,OLMoE,GPT-OSS,DeepSeek,E64,E96"
 }

@@ -51,6 +51,9 @@ STABLE_TORCH_LIBRARY(fmoe_ext, m) {
   m.def("frozen_gemm(Tensor x, Tensor weight, Tensor? offs, Tensor? bias, Tensor? weight_scale, Tensor? weight_zero, int weight_format, bool weight_interleaved=False) -> Tensor");
   // -> dx
   m.def("frozen_gemm_backward(Tensor grad_y, Tensor weight, Tensor? offs, Tensor? weight_scale, Tensor? weight_zero, int weight_format, bool weight_interleaved=False) -> Tensor");
+  // grouped_gemm with a weight in MXFP4, data [E, out, in / 2], scale [E, out, in / 32]; or x weight if transposed.
+  // -> y; [0] where no kernel that decodes is on and fits, so on the CPU
+  m.def("_mxfp4_gemm(Tensor x, Tensor data, Tensor scale, Tensor offs, Tensor? bias, bool transposed, bool interleaved) -> Tensor");
 
   // activation: a place in kActivations (activation.h), which is one in ops.ACTIVATIONS.
   // -> y [R, D], or [T, D] when combine; h [R, H or 2H] when save_h, else empty.

@@ -97,6 +97,19 @@ struct WeightGrad {
   bool is_float;    // float32 whatever the dtype, as main gradients are kept; double for f64
   bool accumulate;  // adds to what is there; needs is_float
 };
+// A weight [num_experts, rows, columns] in MXFP4: data uint8 [num_experts, rows, columns / 2] begins at a
+// multiple of 16 bytes, scale uint8 [num_experts, rows, columns / 32]; columns is a multiple of 32, rows *
+// columns / 32 < 2^32. along_n as above. interleaved: rows lie as gate, up, gate, up, .. but are counted with
+// gates first.
+struct PackedWeight {
+  const void *data, *scale;
+  int num_experts;
+  int64_t rows, columns;
+  bool along_n, interleaved;
+};
+// out [num_rows, N] = rows weight^T + bias, or rows weight when along_n, of bfloat16; bias [E, N] may be null
+void launch_rows_by_mxfp4(const GroupedRows& x, const PackedWeight&, const int* offs, int64_t num_rows,
+                          const void* bias, void* out, LaunchStream);
 void launch_rows_by_rows(Dtype, bool tf32, const GroupedRows& a, const GroupedRows& b, const int* offs,
                          int num_experts, int64_t num_rows, const WeightGrad& out, LaunchStream);
 void launch_sum_rows(Dtype, const GroupedRows&, const int* offs, int num_experts, int64_t num_rows,
@@ -165,5 +178,9 @@ void launch_grad_weight_sm90(Dtype, const GroupedRows& a, const GroupedRows& b, 
 // sm90_grad_input.cu: dx_rows [R, D] = dh w1, with w1 [E, F, D] (F = 2 H when gated); padding rows are zero.
 void launch_grad_input_sm90(Dtype, const void* dh, const int* offs, const void* w1, int64_t num_rows,
                             int num_experts, int D, int F, void* dx_rows, const Grid&, LaunchStream);
+// sm90_mxfp4.cu: what launch_rows_by_mxfp4 writes, in tiles of 128 x 256 without clusters; rows and columns
+// of the weight are multiples of 8, rows without an index
+void launch_rows_by_mxfp4_sm90(const void* rows, const PackedWeight&, const int* offs, int64_t num_rows,
+                               const void* bias, void* out, const Grid&, LaunchStream);
 
 }  // namespace fmoe_ext

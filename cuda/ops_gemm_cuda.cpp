@@ -57,6 +57,47 @@ std::tuple<Tensor, Tensor, Tensor> grouped_gemm_backward_accumulate_cuda(Tensor 
   return backward(grad_y, x, weight, offs, needs, main_dweight);
 }
 
+// x weight^T + bias, or x weight when transposed, of a weight in MXFP4 as Quantized has it; an empty tensor
+// [0] where no kernel is on and fits.
+Tensor mxfp4_gemm_cuda(Tensor x, Tensor data_, Tensor scale, Tensor offs, std::optional<Tensor> bias,
+                       bool transposed, bool interleaved) {
+  check_same_device({{x, "x"}, {data_, "data"}, {scale, "scale"}, {offs, "offs"}, {bias, "bias"}});
+  check_float(x, "x");
+  check_dim(x, 2, "x", "[R, D]");
+  check_dim(data_, 3, "data", "[E, out, in / 2]");
+  check_dim(scale, 3, "scale", "[E, out, in / 32]");
+  STD_TORCH_CHECK(data_.scalar_type() == ScalarType::Byte && scale.scalar_type() == ScalarType::Byte,
+                  "data and scale must be uint8, but got ", dtype_text(data_), " and ", dtype_text(scale));
+  const int64_t R = x.size(0), E = data_.size(0), rows = data_.size(1), columns = 2 * data_.size(2);
+  STD_TORCH_CHECK(
+      columns % 32 == 0 && scale.size(0) == E && scale.size(1) == rows && scale.size(2) == columns / 32,
+      "scale must have shape [E, out, in / 32] for data [E, out, in / 2] of whole blocks, but got ",
+      shape_text(scale), " for ", shape_text(data_));
+  STD_TORCH_CHECK(!interleaved || rows % 2 == 0, "interleaved rows must be an even number, but got ", rows);
+  const int64_t N = transposed ? columns : rows;
+  check_size(x, 1, transposed ? rows : columns, "x", "[R, D]");
+  check_int32(offs, "offs");
+  check_dim(offs, 1, "offs", "[E]");
+  check_size(offs, 0, E, "offs", "[E]");
+  if (bias) {
+    check_same_dtype(*bias, x, "bias", "x");
+    check_dim(*bias, 2, "bias", "[E, N]");
+    check_size(*bias, 0, E, "bias", "[E, N]");
+    check_size(*bias, 1, N, "bias", "[E, N]");
+  }
+  const OnDeviceOf device(x);
+  const Tensor packed = as_contiguous(data_), scales = as_contiguous(scale), ends = as_contiguous(offs),
+               input = as_contiguous(x);
+  const std::optional<Tensor> shift = bias ? std::optional(as_contiguous(*bias)) : std::nullopt;
+  const Tensor none = torch::stable::new_empty(input, {0});
+  if (rows > INT32_MAX || columns > INT32_MAX || rows * (columns / 32) > INT32_MAX) return none;
+  const Tensor y = torch::stable::new_empty(input, {R, N});
+  const PackedWeight weight{data(packed), data(scales), static_cast<int>(E), rows,
+                            columns,      transposed,   interleaved};
+  const Products products(ends, R, {input, shift}, device);
+  return products.by_mxfp4(input, weight, shift, y) ? y : none;
+}
+
 // The arguments that forward and backward of expert_mlp share, contiguous.
 struct ExpertMlp {
   ExpertMlp(const Tensor& x_, const Tensor& row_idx_, const Tensor& inverse_, const Tensor& offs_,
@@ -266,6 +307,7 @@ FMOE_CUDA_LIBRARY(m) {
   m.impl("grouped_gemm", TORCH_BOX(&grouped_gemm_cuda));
   m.impl("grouped_gemm_backward", TORCH_BOX(&grouped_gemm_backward_cuda));
   m.impl("grouped_gemm_backward_accumulate", TORCH_BOX(&grouped_gemm_backward_accumulate_cuda));
+  m.impl("_mxfp4_gemm", TORCH_BOX(&mxfp4_gemm_cuda));
   m.impl("expert_mlp", TORCH_BOX(&expert_mlp_cuda));
   m.impl("expert_mlp_backward", TORCH_BOX(&expert_mlp_backward_cuda));
   m.impl("expert_mlp_backward_accumulate", TORCH_BOX(&expert_mlp_backward_accumulate_cuda));

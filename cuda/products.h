@@ -120,6 +120,23 @@ class Products {
                             nullptr, RowScale{}, data(out), stream_);
   }
 
+  // out = rows weight^T + bias, or rows weight when along_n, of a weight in MXFP4; false where no kernel is
+  // on and fits.
+  bool by_mxfp4(const Tensor& rows, const PackedWeight& weight, const std::optional<Tensor>& bias,
+                const Tensor& out) const {
+    Task task = task_of(weight.along_n ? Product::grad_by_mxfp4 : Product::rows_by_mxfp4);
+    task.sizes = {weight.rows, weight.columns};
+    task.matrices.push_back(weight.data);
+    const Entry* entry = fmoe_ext::select(task);
+    if (!entry) return false;
+    if (is_hopper(entry))
+      launch_rows_by_mxfp4_sm90(data(rows), weight, offs_, num_rows_, data(bias), data(out), grid(entry),
+                                stream_);
+    else
+      launch_rows_by_mxfp4(plain_rows(rows), weight, offs_, num_rows_, data(bias), data(out), stream_);
+    return true;
+  }
+
   // out[e] = the sum of the rows of expert e, times their factors
   void grad_bias(const GroupedRows& rows, const RowScale& scale, const Tensor& out) const {
     launch_sum_rows(dtype(), rows, offs_, num_experts_, num_rows_, scale, data(out), stream_);

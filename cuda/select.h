@@ -18,8 +18,13 @@ enum class Product {
   rows_by_weight,  // scale (rows w^T + bias)
   grad_hidden,     // dh and a of dA = dy_rows w2
   grad_input,      // rows w
-  grad_weight      // a^T b, expert by expert
+  grad_weight,     // a^T b, expert by expert
+  rows_by_mxfp4,   // rows w^T + bias, w in MXFP4
+  grad_by_mxfp4    // rows w, w in MXFP4
 };
+inline bool is_of_mxfp4(Product product) {
+  return product == Product::rows_by_mxfp4 || product == Product::grad_by_mxfp4;
+}
 
 // What the host knows of one product.
 struct Task {
@@ -78,19 +83,21 @@ inline bool wide_hidden_pays(const Task& task) {
 // activation.
 inline bool turns_pay(const Task& task) { return task.costly && rows_from<64>(task); }
 
-enum class Numbers { sixteen_bit, tf32 };  // what is multiplied
+// What is multiplied, by which kernels: 16 bits by those for Hopper, a weight in MXFP4 by them or by the
+// portable one.
+enum class Numbers { sixteen_bit, tf32, mxfp4 };
 
 struct Entry {
   const char* name;  // stable: what a GPU has proved is kept by it
   Product product;
-  int capability;  // of the device: for 16 bits exactly, code for sm_90a runs nowhere else; for TF32 at least
+  int capability;  // of the device: for 16 bits exactly, code for sm_90a runs nowhere else; else at least
   Numbers numbers;
   int divisor;    // of every size
   int alignment;  // of every matrix, in bytes
   int cluster, tile_rows, tile_columns;
   Preference prefers;
 };
-inline constexpr Numbers k16 = Numbers::sixteen_bit, kTf32 = Numbers::tf32;
+inline constexpr Numbers k16 = Numbers::sixteen_bit, kTf32 = Numbers::tf32, kMx = Numbers::mxfp4;
 inline constexpr Entry kEntries[] = {
     // name, product, sm, numbers, sizes, bytes, cluster, rows and columns of a tile, best for
     {"up.128x160", Product::up, 90, k16, 8, 16, 1, 128, 160, turns_pay},
@@ -116,13 +123,19 @@ inline constexpr Entry kEntries[] = {
     {"grad_hidden.tf32", Product::grad_hidden, 80, kTf32, 1, 1, 1, 128, 128, always},
     {"grad_input.tf32", Product::grad_input, 80, kTf32, 1, 1, 1, 128, 128, always},
     {"grad_weight.tf32", Product::grad_weight, 80, kTf32, 1, 1, 1, 128, 128, always},
+    // of frozen weights; where none is on, the weight is decoded in memory
+    {"rows_by_mxfp4.128x256", Product::rows_by_mxfp4, 90, k16, 8, 16, 1, 128, 256, always},
+    {"grad_by_mxfp4.128x256", Product::grad_by_mxfp4, 90, k16, 8, 16, 1, 128, 256, always},
+    {"rows_by_mxfp4.128x128", Product::rows_by_mxfp4, 80, kMx, 1, 16, 1, 128, 128, always},
+    {"grad_by_mxfp4.128x128", Product::grad_by_mxfp4, 80, kMx, 1, 16, 1, 128, 128, always},
 };
 inline constexpr int kNumEntries = static_cast<int>(sizeof kEntries / sizeof *kEntries);
 static_assert(kNumEntries <= 64);
 
-// What an entry stands for; null: the portable kernels.
+// What an entry stands for; null: the portable kernels, of a weight in MXFP4 none.
 inline bool is_hopper(const Entry* entry) { return entry && entry->numbers == Numbers::sixteen_bit; }
 inline bool is_tf32(const Entry* entry) { return entry && entry->numbers == Numbers::tf32; }
+inline bool is_portable_mxfp4(const Entry* entry) { return entry && entry->numbers == Numbers::mxfp4; }
 
 // ---- run time: bit i stands for entry i
 inline std::atomic<uint64_t> entries_on{~0ull};
@@ -144,7 +157,9 @@ inline constexpr bool kHasHopperCode = false;
 
 inline bool runs_on(const Entry& entry, const Task& task) {
   if (is_tf32(&entry)) return task.tf32_allowed && task.capability >= entry.capability;
-  const bool is_16_bit = task.dtype == Dtype::bf16 || task.dtype == Dtype::f16;
+  if (is_portable_mxfp4(&entry)) return task.dtype == Dtype::bf16 && task.capability >= entry.capability;
+  const bool is_16_bit =
+      task.dtype == Dtype::bf16 || (task.dtype == Dtype::f16 && !is_of_mxfp4(task.product));
   return is_16_bit && kHasHopperCode && task.capability == entry.capability && task.num_rows < kMaxHopperRows;
 }
 inline bool fits(const Entry& entry, const Task& task) {

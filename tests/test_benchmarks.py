@@ -71,7 +71,14 @@ def test_host_dry_run(tmp_path):
 def test_kernels_dry_run_and_report(tmp_path):
     out = tmp_path / "kernels.json"
     bench_gpu_kernels.main(["--dry-run", "--shapes", "Qwen:16384", "--out", str(out)])
-    assert json.loads(out.read_text())["results"]["rows"] == []
+    rows = json.loads(out.read_text())["results"]["rows"]
+    # A CPU has no kernels to profile, and none that decode.
+    assert [row["kernel"] for row in rows] == [
+        f"MXFP4 w1, {product}, decoded, {by}"
+        for product in ("y", "dx")
+        for by in ("grouped_gemm", "grouped_mm")
+    ]
+    assert all(row["seconds"]["runs"] == 3 and row["tflops"] > 0 and row["roofline"] > 0 for row in rows)
     with pytest.raises(SystemExit, match="Llama is not a part of the name of one shape: Mixtral-8x7B"):
         bench_gpu_kernels.shape_of("Llama:16")
     row = {"shape": "S", "T": 16, "kernel": "F1 up", "seconds": {"median": 2e-3}}

@@ -11,8 +11,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
-from fmoe_ext import FMoE, FMoETransformerMLP, gates
+from fmoe_ext import FMoE, FMoETransformerMLP, gates, ops
 from fmoe_ext.gates import GATES
+from fmoe_ext.ops import FORMATS
+from fmoe_ext.ops.frozen_gemm import composed as frozen_gemm
+from fmoe_ext.ops.frozen_gemm import composed_backward as frozen_gemm_backward
+from fmoe_ext.ops.frozen_mlp import composed as frozen_mlp
+from fmoe_ext.ops.frozen_mlp import composed_backward as frozen_mlp_backward
 
 D, H, E, K, T = 8, 12, 4, 2, 6
 
@@ -33,6 +38,20 @@ class Capture(TorchDispatchMode):
     def __init__(self):
         super().__init__()
         self.num_ops = 0
+        self.tensor = torch.tensor
+
+    def __enter__(self):
+        torch.tensor = self._tensor  # no operator shows that it copies
+        return super().__enter__()
+
+    def __exit__(self, *error):
+        torch.tensor = self.tensor
+        return super().__exit__(*error)
+
+    def _tensor(self, *args, device=None, **kwargs):
+        if device is not None and torch.device(device).type == "meta":
+            raise RefusedInCapture("torch.tensor copies from the host")
+        return self.tensor(*args, device=device, **kwargs)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -136,6 +155,7 @@ def test_mode_refuses_what_a_capture_does():
         (lambda: x.repeat_interleave(x.long()), "waits for the device"),
         (lambda: host.to("meta"), "copies between host and device"),
         (lambda: x.copy_(host), "copies between host and device"),
+        (lambda: torch.tensor([1.0], device=x.device), "copies from the host"),
     ]
     with Capture() as capture:
         for call, text in refused:
@@ -143,3 +163,56 @@ def test_mode_refuses_what_a_capture_does():
                 call()
         assert capture.num_ops == 3  # two comparisons and a cast
         assert (x * 2).repeat_interleave(x.long(), output_size=4).shape == (4,)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_frozen_gemm_of_a_decoded_weight_is_capturable(name):
+    """As on CUDA where no kernel takes packed weights, the forward and the gradient of x."""
+    out, width = 40, 256
+    weight = ops.quantize(torch.ones(1, out, width), name).map(lambda t: t.to("meta"))
+    packing = (*weight.scale_and_zero(), name == "mxfp4")
+    x, bias = (torch.empty(shape, dtype=torch.bfloat16, device="meta") for shape in ((T, width), (1, out)))
+    with Capture() as capture:
+        y = frozen_gemm(x, weight.rows(), None, bias, *packing)
+        dx = frozen_gemm_backward(y, weight.rows(), None, *packing)
+    assert y.shape == (T, out) and dx.shape == x.shape and y.dtype == dx.dtype == x.dtype
+    assert capture.num_ops > 10
+
+
+@pytest.mark.parametrize("combine", [False, True])
+def test_frozen_mlp_of_decoded_mxfp4_is_capturable(combine):
+    """As composed on CUDA where no kernel takes packed weights; fmoe_ext.gpu.prove captures both."""
+    D, H, R = 32, 64, T * K
+
+    def packed(out, width):
+        blocks = torch.empty(E, out, width // 32, 16, dtype=torch.uint8, device="meta")
+        return ops.Quantized("mxfp4", blocks, blocks[..., 0])
+
+    def floats(*shape):
+        return torch.empty(shape, dtype=torch.bfloat16, device="meta")
+
+    def integers(*shape):
+        return torch.empty(shape, dtype=torch.int32, device="meta")
+
+    w1, w2 = packed(2 * H, D), packed(D, H)
+    index, biases = (integers(R), integers(T, K), integers(E)), (floats(E, 2 * H), floats(E, D))
+    no_lora, options = (None, None, 1.0) * 2, (floats(T, K), 4, combine)
+    packing = (*w1.scale_and_zero(), True, *w2.scale_and_zero())
+    x, frozen = floats(T, D), (w1.rows(), biases[0], w2.rows(), biases[1])
+    with Capture() as capture:
+        y, *kept = frozen_mlp(x, *index, *frozen, *no_lora, *options, True, *packing)
+        backward = (
+            torch.empty_like(y),
+            x,
+            *index,
+            w1.rows(),
+            w2.rows(),
+            biases[1],
+            *no_lora,
+            options[0],
+            *kept,
+        )
+        needs = [True, False, False, False, False, True]
+        dx, *_, dweights = frozen_mlp_backward(*backward, 4, combine, needs, *packing)
+    assert y.shape == ((T if combine else R), D) and dx.shape == x.shape and dweights.shape == (T, K)
+    assert capture.num_ops > 20

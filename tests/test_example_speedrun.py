@@ -158,6 +158,8 @@ def test_model(example, name):
     torch.manual_seed(0)
     model, text = models.GPT(name, size), torch.randint(256, (2, 25))
     optimizers = model.optimizers(0.5)
+    trained = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
+    assert sorted(map(id, trained)) == sorted(map(id, model.parameters()))
     for _ in range(30):
         loss = example.contest.cross_entropy(model(text[:, :-1]), text[:, 1:])
         loss.backward()
@@ -176,6 +178,21 @@ def test_active_parameters_are_equal(example):
         for name in ("grouped_mm", "ours", "fine"):
             total, active = counts[name]
             assert total > 1.8 * dense and 0.97 * dense < active < 1.02 * dense
+
+
+@pytest.mark.parametrize("name", ["grouped_mm", "ours", "fine"])
+def test_every_expert_has_tokens_at_the_highest_rate(example, corpus, name):
+    run = example.contest.Run(
+        Path("none"), example.models.SIZES["test"], torch.device("cpu"), name, 0, 2.0, 1e9
+    )
+    model, optimizers = run.build()
+    run.record.seconds = 1e8  # past the warm-up
+    loads = []
+    for _ in range(25):
+        run.step(model, optimizers, corpus)
+        run.record.steps += 1
+        loads.append(run.busiest)
+    assert max(loads[-5:]) < {"grouped_mm": 4, "ours": 4, "fine": 8}[name] * 0.6  # of the load of a collapse
 
 
 @pytest.fixture
@@ -246,10 +263,21 @@ def test_figures_of_the_summary(example):
     records = []
     for seed in (0, 1):
         records += [
-            record("dense", seed, 1.0, 10.0, 10.0, 100, 5, False, [(5.0, 3.0), (10.0, 2.0)]),
-            record("ours", seed, 2.0, 10.0, 10.0, 90, 5, False, [(5.0, 2.5), (7.0, 1.5 + seed), (10.0, 1.5)]),
+            record("dense", seed, 1.0, 10.0, 10.0, 100, 5, False, [(5.0, 3.0), (10.0, 2.0)], [1.0, 1.0]),
+            record(
+                "ours",
+                seed,
+                2.0,
+                10.0,
+                10.0,
+                90,
+                5,
+                False,
+                [(5.0, 2.5), (7.0, 1.5 + seed), (10.0, 1.5)],
+                [2.0, 3.0, 1.0 + seed],
+            ),
         ]
-    records.append(record("fine", 0, 1.0, 10.0, 5.0, 90, 5, False, [(5.0, 2.5)]))  # not done
+    records.append(record("fine", 0, 1.0, 10.0, 5.0, 90, 5, False, [(5.0, 2.5)], [1.5]))  # not done
     summary = example.results.summarize(records, size)
     assert summary.keys() == {"dense", "ours"}
     assert summary["dense"]["of_dense_seconds_to_its_loss"] == 1.0
@@ -261,7 +289,7 @@ def test_figures_of_the_summary(example):
     assert ours["bits_per_byte"] == 1.5 and ours["deviation"] == 0.0
     assert example.results.seconds_to([(1.0, 3.0)], 2.0) is None
     table = example.results.table(summary, example.results.parameters(size))
-    assert [line.split()[-1] for line in table.splitlines()[1:]] == ["1.00", "0.72"]
+    assert [line.split()[-2:] for line in table.splitlines()[1:]] == [["1.00", "1.00"], ["0.72", "2.17"]]
 
 
 def command(*options, check=True):

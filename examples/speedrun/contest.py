@@ -21,7 +21,11 @@ LEAST_CHECKS, MOST_CHECKS, SECONDS_OF_CHECK = 4, 16, 15  # validations of a run:
 
 @dataclass
 class Record:
-    """Progress of a run. curve: (seconds of training, validation loss in bits per byte)."""
+    """Progress of a run.
+
+    curve: (seconds of training, validation loss in bits per byte). busiest: load of the busiest expert, of the mean
+    one's, at each of these.
+    """
 
     name: str
     seed: int
@@ -32,6 +36,7 @@ class Record:
     slices: int = 0
     diverged: bool = False
     curve: list[tuple[float, float]] = field(default_factory=list)
+    busiest: list[float] = field(default_factory=list)
 
     @property
     def checks_due(self) -> int:
@@ -63,7 +68,7 @@ class Run:
         budget: float,
     ) -> None:
         self.size, self.device = size, device
-        self.loss = math.inf  # of the last step
+        self.loss, self.busiest = math.inf, 1.0  # of the last step
         self.folder = folder / f"{name}-seed{seed}-x{factor:g}-{budget:g}s"
         self.record = Record(name, seed, factor, budget)
         if (saved := self.folder / "record.json").exists():
@@ -106,6 +111,7 @@ class Run:
                 record.diverged = not math.isfinite(bits)
                 if not record.diverged:
                     record.curve.append((record.seconds, bits))
+                    record.busiest.append(self.busiest)
             record.diverged |= not math.isfinite(self.loss)
             if record.diverged:
                 break
@@ -124,6 +130,7 @@ class Run:
         inputs, targets = (part.to(self.device) for part in batch)
         loss = cross_entropy(self.logits(model, inputs), targets)
         loss.backward()
+        self.busiest = model.busiest()
         for optimizer in optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = group["full_lr"] * rate

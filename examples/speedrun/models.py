@@ -12,7 +12,8 @@ from fmoe_ext.optim import Muon
 
 VOCAB = 256
 SOFT_CAP = 15.0
-BIAS_SPEED = 1e-3
+# A run has some hundred steps. DeepSeek-V3's speed of 1e-3 balances within some thousand.
+BIAS_SPEED = 1e-2
 
 
 @dataclass(frozen=True)
@@ -196,27 +197,47 @@ class GPT(nn.Module):
         logits = self.head(norm(x)).float()
         return SOFT_CAP * torch.tanh(logits / SOFT_CAP)
 
+    def busiest(self) -> float:
+        """Load of the busiest expert in training, of the mean one's, in the worst layer; call it before a step."""
+        loads = [m.load for m in self.modules() if isinstance(m, GroupedMLP)]
+        loads += [m.pending_load.float() for m in self.modules() if isinstance(m, SigmoidGate)]
+        return max((load.max() / load.mean()).item() for load in loads) if loads else 1.0
+
     def num_parameters(self) -> tuple[int, int]:
         """(all, those that one token meets)."""
         total = sum(p.numel() for p in self.parameters())
-        idle = 0.0
-        for module in self.modules():
-            if isinstance(module, (GroupedMLP, FMoETransformerMLP)):
-                stacks = [p for n, p in module.named_parameters() if p.dim() == 3 and "shared" not in n]
-                idle += sum(p.numel() * (1 - module.top_k / len(p)) for p in stacks)
-        return total, total - round(idle)
+        stacks, share = self._experts()
+        return total, total - round(sum(p.numel() for p in stacks) * (1 - share))
 
     def optimizers(self, factor: float) -> list[torch.optim.Optimizer]:
         """Muon for the matrices of the blocks and the experts, AdamW for the rest; factor multiplies all rates."""
         gates = [p for n, p in self.blocks.named_parameters() if ".gate." in n]
-        matrices = [p for p in self.blocks.parameters() if not any(p is gate for gate in gates)]
+        experts, share = self._experts()
+        apart = {*map(id, gates), *map(id, experts)}
+        mlps = [p for n, p in self.blocks.named_parameters() if ".mlp." in n and id(p) not in apart]
+        attention = [p for n, p in self.blocks.named_parameters() if ".attention." in n]
+        groups = [
+            {"params": attention, "lr": 0.02 * factor},
+            {"params": mlps, "lr": 0.01 * factor},
+            # Muon moves an expert as far as a dense matrix, however few tokens it has met.
+            {"params": experts, "lr": 0.01 * factor * math.sqrt(share)},
+        ]
+        muon = Muon(groups, weight_decay=0.0)
         scale = (self.size.width / 768) ** -0.5
         groups = [
             {"params": [self.embedding.weight], "lr": 0.2 * scale * factor},
-            {"params": [self.head.weight, *gates], "lr": 0.004 * scale * factor},
+            {"params": [self.head.weight], "lr": 0.004 * scale * factor},
+            # At the head's rate the scores are 0 or 1 after ten steps, and two experts have all tokens.
+            {"params": gates, "lr": 0.0004 * scale * factor},
         ]
-        adam = torch.optim.AdamW(groups, betas=(0.8, 0.95), eps=1e-10, weight_decay=0.0, fused=True)
-        return [Muon(matrices, lr=0.02 * factor, weight_decay=0.0), adam]
+        return [muon, torch.optim.AdamW(groups, betas=(0.8, 0.95), eps=1e-10, weight_decay=0.0, fused=True)]
+
+    def _experts(self) -> tuple[list[nn.Parameter], float]:
+        """Stacks of experts, and the share of the tokens that each expert meets."""
+        layers = [m for m in self.modules() if isinstance(m, (GroupedMLP, FMoETransformerMLP))]
+        named = [pair for layer in layers for pair in layer.named_parameters()]
+        stacks = [p for name, p in named if p.dim() == 3 and "shared" not in name]
+        return stacks, layers[0].top_k / len(stacks[0]) if layers else 1.0
 
     def after_step(self) -> None:
         """Move the biases that no optimizer's step moves."""

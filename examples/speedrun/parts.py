@@ -24,7 +24,7 @@ PARTS = ("forward", "backward", "Muon", "AdamW", "step")
 WIDTHS, WINDOWS, MAP_DEPTH = (128, 256, 384, 512, 768), (2, 8, 32), 2  # of the map
 
 
-def measure(size: Size, steps: int) -> dict[str, dict[str, float]]:
+def measure(size: Size, steps: int, bfloat16: bool = False) -> dict[str, dict[str, float]]:
     """{model: {part: seconds, the median of the steps}}, the models in turn; the first step is not counted."""
     text = torch.randint(256, (steps + 2, size.windows * (size.context + 1))).flatten()
     corpus = Corpus(text.to(torch.uint8), as_tensor(b"-"), "random bytes")
@@ -37,7 +37,9 @@ def measure(size: Size, steps: int) -> dict[str, dict[str, float]]:
         inputs, targets = corpus.batch(step + 1, size.windows, size.context, 0)
         for name, (model, (muon, adam)) in models.items():
             marks = [time.process_time()]
-            loss = cross_entropy(model(inputs), targets)
+            with torch.autocast("cpu", torch.bfloat16, enabled=bfloat16):
+                logits = model(inputs)
+            loss = cross_entropy(logits, targets)
             marks.append(time.process_time())
             loss.backward()
             marks.append(time.process_time())
@@ -56,7 +58,9 @@ def measure(size: Size, steps: int) -> dict[str, dict[str, float]]:
     }
 
 
-def measure_map(picture: Path, steps: int, widths: tuple[int, ...], windows: tuple[int, ...]) -> None:
+def measure_map(
+    picture: Path, steps: int, widths: tuple[int, ...], windows: tuple[int, ...], bfloat16: bool
+) -> None:
     """A step's seconds over the dense model's, for each width and number of windows: a picture, and JSON beside it."""
     ratios: dict[str, list[list[float]]] = {name: [] for name in MLPS if name != "dense"}
     for number in windows:
@@ -64,7 +68,7 @@ def measure_map(picture: Path, steps: int, widths: tuple[int, ...], windows: tup
             ratios[name].append([])
         for width in widths:
             size = replace(SIZES["cpu"], width=width, depth=MAP_DEPTH, windows=number)
-            found = measure(size, steps)
+            found = measure(size, steps, bfloat16)
             for name, rows in ratios.items():
                 rows[-1].append(found[name]["step"] / found["dense"]["step"])
             row = "".join(f"{name:>14} {rows[-1][-1]:.2f}" for name, rows in ratios.items())
@@ -117,13 +121,15 @@ def main() -> None:
     )
     parser.add_argument("--widths", type=int, nargs="+", default=WIDTHS, help="of the map")
     parser.add_argument("--windows", type=int, nargs="+", default=WINDOWS, help="of a step, for the map")
+    parser.add_argument("--bfloat16", action="store_true", help="products in bfloat16, by autocast")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     if cpu.can_keep_memory():
         cpu.keep_memory()
     if options.map:
-        return measure_map(options.map, options.steps, tuple(options.widths), tuple(options.windows))
-    found = measure(SIZES[options.size], options.steps)
+        widths, windows = tuple(options.widths), tuple(options.windows)
+        return measure_map(options.map, options.steps, widths, windows, options.bfloat16)
+    found = measure(SIZES[options.size], options.steps, options.bfloat16)
     print(f"{'milliseconds':48}" + "".join(f"{part:>10}" for part in PARTS) + f"{'of dense':>10}")
     for name, parts in found.items():
         row = "".join(f"{1e3 * parts[part]:10.0f}" for part in PARTS)

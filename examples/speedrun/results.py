@@ -50,6 +50,7 @@ def summarize(records: list[Record], size: Size) -> dict[str, dict[str, Any]]:
             else None,
             "of_dense_seconds_to_its_loss": mean(reached) if pairs and len(reached) == len(pairs) else None,
             "seeds_that_reach_it": len(reached),
+            "busiest_expert": mean(load for r in own for load in r.busiest),
             "rate_factor": own[0].factor,
         }
     return found
@@ -86,7 +87,8 @@ def table(summary: Mapping[str, Mapping[str, Any]], counts: Mapping[str, tuple[i
         return "-" if value is None else f"{value:.2f}"
 
     rows = [
-        f"{'':48} {'M (active)':>13} {'tokens/s':>9} {'of dense':>8} {'bits/byte':>15} {'time to dense':>13}"
+        f"{'':48} {'M (active)':>13} {'tokens/s':>9} {'of dense':>8} {'bits/byte':>15} {'time to dense':>13} "
+        f"{'busiest expert':>14}"
     ]
     for name, f in summary.items():
         total, active = (count / 1e6 for count in counts[name])
@@ -94,7 +96,7 @@ def table(summary: Mapping[str, Mapping[str, Any]], counts: Mapping[str, tuple[i
         rows.append(
             f"{DESCRIPTIONS[name]:48} {f'{total:.1f} ({active:.1f})':>13} {f['tokens_per_second']:9.0f} "
             f"{ratio(f['of_dense_tokens_per_second']):>8} {f['bits_per_byte']:.4f}{spread:9} "
-            f"{ratio(f['of_dense_seconds_to_its_loss']):>13}"
+            f"{ratio(f['of_dense_seconds_to_its_loss']):>13} {f['busiest_expert']:14.2f}"
         )
     return "\n".join(rows)
 

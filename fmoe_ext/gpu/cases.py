@@ -1,6 +1,7 @@
 """Problems that kernels are proved and timed with, and what they give by any implementation of the operators."""
 
 import functools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from typing import TypeAlias
@@ -13,6 +14,7 @@ from fmoe_ext.experts import GATED_ACTIVATIONS
 from fmoe_ext.gpu.tf32 import rounded
 
 Results: TypeAlias = "dict[str, Tensor]"
+MX_BLOCK = 32  # columns of MXFP4 that share a scale
 WEIGHTS = ("w1", "w2")
 MATRICES = ("x", *WEIGHTS, "rows", "grad", "grad_rows")  # of Inputs, what products read
 
@@ -30,6 +32,11 @@ class Case:
     bias: bool = True
     combine: bool = True
     spread: str = "ragged"
+
+    @property
+    def rows_of_one(self) -> int:
+        """Rows of an expert on average."""
+        return self.T * self.K // self.E
 
     def __str__(self) -> str:
         return f"T {self.T}, K {self.K}, E {self.E}, D {self.D}, H {self.H}, {self.activation}, {self.spread}"
@@ -72,7 +79,10 @@ def choices(case: Case, generator: torch.Generator) -> Tensor:
 
 @dataclass(frozen=True)
 class Inputs:
-    """Arguments of expert_mlp, and of grouped_gemm with the rows and w1; the gradients of their results."""
+    """Arguments of expert_mlp, and of grouped_gemm with the rows and w1; the gradients of their results.
+
+    w1_data to w2_scale: other weights in MXFP4, for frozen_mlp; None if the rows of one are no whole blocks.
+    """
 
     x: Tensor
     w1: Tensor
@@ -86,6 +96,10 @@ class Inputs:
     row_idx: Tensor
     inverse: Tensor
     offs: Tensor
+    w1_data: Tensor | None = None
+    w1_scale: Tensor | None = None
+    w2_data: Tensor | None = None
+    w2_scale: Tensor | None = None
 
     @classmethod
     def of(cls, case: Case, dtype: torch.dtype, device: torch.device, seed: int = 0) -> "Inputs":
@@ -97,6 +111,15 @@ class Inputs:
         def random(*shape: int, scale: float = 1.0) -> Tensor:
             return (torch.randn(shape, generator=generator) * scale).to(device, dtype)
 
+        def packed(name: str, out: int, width: int) -> dict[str, Tensor]:
+            """Values whose square is 1 / width in the mean: 8.6 times the square of the scale."""
+            exponent = 127 - round(math.log2(width * 8.6) / 2)
+            of = {"dtype": torch.uint8, "generator": generator}
+            data = torch.randint(0, 256, (E, out, width // 2), **of)  # type: ignore[call-overload]
+            scale = torch.randint(exponent - 1, exponent + 2, (E, out, width // 32), **of)  # type: ignore[call-overload]
+            return {f"{name}_data": data.to(device), f"{name}_scale": scale.to(device)}
+
+        is_whole = D % MX_BLOCK == 0 and H % MX_BLOCK == 0
         return cls(
             x=random(T, D),
             w1=random(E, F, D, scale=D**-0.5),
@@ -110,6 +133,17 @@ class Inputs:
             row_idx=index.row_idx.to(device),
             inverse=index.inverse.to(device),
             offs=index.offs.to(device),
+            **(packed("w1", F, D) | packed("w2", D, H) if is_whole else {}),
+        )
+
+    def frozen_weights(self, interleaved: bool) -> tuple[ops.Quantized, ops.Quantized] | None:
+        """w1 and w2 in MXFP4; interleaved: the rows of w1."""
+        if self.w1_data is None or self.w2_data is None:
+            return None
+        blocks1, blocks2 = (data.unflatten(2, (-1, MX_BLOCK // 2)) for data in (self.w1_data, self.w2_data))
+        return (
+            ops.Quantized("mxfp4", blocks1, self.w1_scale, interleaved=interleaved),
+            ops.Quantized("mxfp4", blocks2, self.w2_scale),
         )
 
     def tensors(self) -> list[Tensor]:
@@ -145,13 +179,45 @@ def mlp(case: Case, inputs: Inputs, leaves: dict[str, Tensor], function: Callabl
     return function(leaves["x"], *index, *weights, case.activation, case.combine)
 
 
+def frozen(
+    case: Case,
+    inputs: Inputs,
+    leaves: dict[str, Tensor],
+    frozen_mlp: Callable[..., Tensor] = ops.frozen_mlp,
+) -> Tensor | None:
+    """frozen_mlp with weights in MXFP4, those of a gated activation interleaved; None without such weights."""
+    weights = inputs.frozen_weights(case.activation in GATED_ACTIVATIONS)
+    if weights is None:
+        return None
+    index = (inputs.row_idx, inputs.inverse, inputs.offs)
+    arguments = (weights[0], inputs.b1, weights[1], inputs.b2, inputs.topk_weights)
+    return frozen_mlp(leaves["x"], *index, *arguments, case.activation, case.combine)
+
+
+def frozen_linear(
+    case: Case,
+    inputs: Inputs,
+    rows: Tensor,
+    frozen_gemm: Callable[..., Tensor] = ops.frozen_gemm,
+) -> Tensor | None:
+    """frozen_gemm of rows with the last expert's w1 in MXFP4, as a linear layer; None without such weights."""
+    weights = inputs.frozen_weights(case.activation in GATED_ACTIVATIONS)
+    if weights is None:
+        return None
+    bias = None if inputs.b1 is None else inputs.b1[-1:]
+    weight = weights[0].map(lambda t: t[-1:])
+    return frozen_gemm(rows, weight, None, bias)
+
+
 def results(
     case: Case,
     inputs: Inputs,
     expert_mlp: Callable[..., torch.Tensor] = ops.expert_mlp,
     grouped_gemm: Callable[..., torch.Tensor] = ops.grouped_gemm,
+    frozen_mlp: Callable[..., torch.Tensor] = ops.frozen_mlp,
+    frozen_gemm: Callable[..., torch.Tensor] = ops.frozen_gemm,
 ) -> Results:
-    """Every result and gradient of expert_mlp and of grouped_gemm, by name."""
+    """Every result and gradient of expert_mlp, grouped_gemm, frozen_mlp and frozen_gemm, by name."""
     leaves = inputs.leaves(*MLP_LEAVES)
     y = mlp(case, inputs, leaves, expert_mlp)
     grads = torch.autograd.grad(y, list(leaves.values()), inputs.grad)
@@ -160,7 +226,18 @@ def results(
     y = grouped_gemm(leaves["rows"], leaves["w1"], inputs.offs, leaves.get("b1"))
     grads = torch.autograd.grad(y, list(leaves.values()), inputs.grad_rows)
     found["grouped_gemm"] = y.detach()
-    return found | {f"grouped_gemm d{n}": g for n, g in zip(leaves, grads, strict=True)}
+    found |= {f"grouped_gemm d{n}": g for n, g in zip(leaves, grads, strict=True)}
+    leaves = inputs.leaves("x")
+    packed = frozen(case, inputs, leaves, frozen_mlp)
+    if packed is not None:
+        (grad,) = torch.autograd.grad(packed, leaves["x"], inputs.grad)
+        found |= {"frozen_mlp": packed.detach(), "frozen_mlp dx": grad}
+    rows = inputs.rows[: case.rows_of_one].detach().requires_grad_()
+    packed = frozen_linear(case, inputs, rows, frozen_gemm)
+    if packed is not None:
+        (grad,) = torch.autograd.grad(packed, rows, inputs.grad_rows[: case.rows_of_one])
+        found |= {"frozen_gemm": packed.detach(), "frozen_gemm dx": grad}
+    return found
 
 
 def main_gradients(case: Case, inputs: Inputs) -> Results:

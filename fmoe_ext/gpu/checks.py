@@ -13,7 +13,7 @@ from fmoe_ext.ops import gpu_kernels
 from fmoe_ext.ops.gpu_proof import PORTABLE, Verdict
 from fmoe_ext.testing import assert_close
 
-REFERENCES = (ops.expert_mlp_ref, ops.grouped_gemm_ref)
+REFERENCES = (ops.expert_mlp_ref, ops.grouped_gemm_ref, ops.frozen_mlp_ref, ops.frozen_gemm_ref)
 
 
 class Checker:

@@ -10,7 +10,7 @@ import torch
 import torch.distributed.pipelining  # with it ops compute the gradients of inputs without those of weights
 
 from fmoe_ext import ops
-from fmoe_ext.gpu.cases import MLP_LEAVES, Case, Inputs, mlp
+from fmoe_ext.gpu.cases import MLP_LEAVES, Case, Inputs, frozen, frozen_linear, mlp
 from fmoe_ext.gpu.target import Target
 from fmoe_ext.gpu.tf32 import tf32
 from fmoe_ext.ops import gpu_kernels, torch_path
@@ -25,6 +25,12 @@ OPERATIONS = (  # what is timed; all but the last two are one product each
     "expert_mlp, gradient of the hidden rows",
     "expert_mlp",
     "expert_mlp, all gradients",
+)
+FROZEN_OPERATIONS = (  # of weights in MXFP4; without their kernels the weights are decoded in memory
+    "frozen_mlp, MXFP4",
+    "frozen_mlp, MXFP4, gradient of the tokens",
+    "frozen_gemm, MXFP4, one group",
+    "frozen_gemm, MXFP4, one group, gradient of the rows",
 )
 
 
@@ -54,7 +60,7 @@ TIMED_BY = MappingProxyType(
 
 
 def operations(case: Case, inputs: Inputs) -> dict[str, Callable[[], object]]:
-    """{each of OPERATIONS: a call of it}"""
+    """{each of OPERATIONS, and of FROZEN_OPERATIONS if the case has such weights: a call of it}"""
     leaves = inputs.leaves(*MLP_LEAVES)
     held = inputs.leaves("rows", "w1")
     y = mlp(case, inputs, leaves, ops.expert_mlp)
@@ -79,7 +85,32 @@ def operations(case: Case, inputs: Inputs) -> dict[str, Callable[[], object]]:
         forward,
         gradient(y, inputs.grad, *leaves.values()),
     )
-    return dict(zip(OPERATIONS, calls, strict=True))
+    found = dict(zip(OPERATIONS, calls, strict=True))
+    return found | _frozen_operations(case, inputs)
+
+
+def _frozen_operations(case: Case, inputs: Inputs) -> dict[str, Callable[[], object]]:
+    leaves = inputs.leaves("x")
+    rows = inputs.rows[: case.rows_of_one].detach().requires_grad_()
+    y, product = frozen(case, inputs, leaves), frozen_linear(case, inputs, rows)
+    if y is None or product is None:
+        return {}
+
+    @torch.no_grad()
+    def forward() -> object:
+        return frozen(case, inputs, leaves)
+
+    @torch.no_grad()
+    def multiply() -> object:
+        return frozen_linear(case, inputs, rows)
+
+    def gradient() -> object:
+        return torch.autograd.grad(y, leaves["x"], inputs.grad, retain_graph=True)
+
+    def gradient_of_rows() -> object:
+        return torch.autograd.grad(product, rows, inputs.grad_rows[: case.rows_of_one], retain_graph=True)
+
+    return dict(zip(FROZEN_OPERATIONS, (forward, gradient, multiply, gradient_of_rows), strict=True))
 
 
 @dataclass(frozen=True)
@@ -148,7 +179,9 @@ class Races:
         self.times.clear()
 
     def _run_until_none_is_slow(self, dtype: torch.dtype) -> Iterator[Event]:
-        courses = [Course(case, name, dtype) for case in self.target.races for name in OPERATIONS]
+        packed = dtype == torch.bfloat16 and any(map(gpu_kernels.is_mxfp4, self.kernels))
+        names = [*OPERATIONS, *(FROZEN_OPERATIONS if packed else ())]
+        courses = [Course(case, name, dtype) for case in self.target.races for name in names]
         while courses:
             yield from self._run_all(courses)
             courses = []
@@ -165,7 +198,8 @@ class Races:
             try:
                 functions = operations(case, Inputs.of(case, mine[0].dtype, self.target.device))
                 for course in mine:
-                    yield from self._race(course, functions[course.operation])
+                    if course.operation in functions:
+                        yield from self._race(course, functions[course.operation])
             except torch.OutOfMemoryError:
                 yield Start(f"out of memory: no more races of {mine[0].shape}", ())
 
@@ -173,8 +207,7 @@ class Races:
         """The kernel that loses most, by the geometric mean of its races, if one loses."""
         logs: dict[str, dict[Course, float]] = {}
         for (kernel, course), race in self.races.items():
-            assert race.without_ms is not None
-            logs.setdefault(kernel, {})[course] = math.log(race.ms / race.without_ms)
+            logs.setdefault(kernel, {})[course] = math.log(race.ms / _rival_ms(race))
         means = {kernel: sum(mine.values()) / len(mine) for kernel, mine in logs.items()}
         slowest = max(means, key=means.__getitem__, default=None)
         if slowest is None or means[slowest] <= math.log(MARGIN):
@@ -184,7 +217,7 @@ class Races:
         return slowest, Verdict(
             "slow",
             f"{math.exp(means[slowest]):.2f} times as long as without it in the mean of {len(mine)} races; "
-            f"{race.operation} ({race.shape}) takes {race.ms:.3f} ms, {race.without_ms:.3f} ms without it",
+            f"{race.operation} ({race.shape}) takes {race.ms:.3f} ms, {_rival_ms(race):.3f} ms without it",
         )
 
     def _race(self, course: Course, function: Callable[[], object]) -> Iterator[Event]:
@@ -216,6 +249,7 @@ class Races:
 
     def _torch_milliseconds(self, function: Callable[[], object]) -> float:
         library = torch_path.install(self.target.device.type.upper())
+        gpu_kernels.switch_on(())  # none for what torch has no product for: weights in MXFP4 are decoded
         try:
             return self.target.milliseconds(function)
         finally:
@@ -227,3 +261,11 @@ class Races:
         function()
         self.target.synchronize()
         return [name for name, count in gpu_kernels.runs().items() if count > before[name]]
+
+
+def _rival_ms(race: Race) -> float:
+    """Milliseconds without the kernel; where a weight is decoded instead, by our product or torch's, the faster one."""
+    assert race.without_ms is not None
+    if race.operation not in FROZEN_OPERATIONS or race.torch_ms is None:
+        return race.without_ms
+    return min(race.without_ms, race.torch_ms)

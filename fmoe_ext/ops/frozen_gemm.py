@@ -15,7 +15,8 @@ from fmoe_ext.ops._autograd import (
     register_not_differentiable_twice,
 )
 from fmoe_ext.ops.grouped_gemm import grouped_gemm, grouped_gemm_ref
-from fmoe_ext.ops.quantized import Quantized, gates_first
+from fmoe_ext.ops.mxfp4_gemm import mxfp4_gemm
+from fmoe_ext.ops.quantized import FORMATS, Quantized, gates_first
 
 
 def frozen_gemm(
@@ -125,6 +126,29 @@ _library = torch.library.Library("fmoe_ext", "IMPL")  # its registrations live a
 register_autocast(_library, torch.ops.fmoe_ext.frozen_gemm.default, cast=(0, 3))
 
 
+def packed_product(
+    rows: torch.Tensor,
+    weight: torch.Tensor,
+    offs: torch.Tensor,
+    bias: torch.Tensor | None,
+    transposed: bool,
+    scale: torch.Tensor | None,
+    zero: torch.Tensor | None,
+    number: int,
+    interleaved: bool = False,
+) -> torch.Tensor:
+    """rows @ weight[e].T + bias[e], or rows @ weight[e] if transposed, for devices without a kernel of frozen_gemm.
+
+    A kernel of mxfp4_gemm decodes the weight if it can. Otherwise the weight is decoded in memory for this product.
+    """
+    if number == FORMATS["mxfp4"].number and scale is not None:
+        y = mxfp4_gemm(rows, weight, scale, offs, bias, transposed, interleaved)
+        if y is not None:
+            return y
+    packed = Quantized.of_rows(weight, scale, zero, number, interleaved)
+    return grouped_gemm(rows, packed.dequantize(rows.dtype), offs, bias, transposed)
+
+
 def composed(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -132,26 +156,15 @@ def composed(
     bias: torch.Tensor | None,
     *packing: Any,
 ) -> torch.Tensor:
-    """frozen_gemm by decoding and grouped_gemm, for devices without a kernel of its own."""
-    return grouped_gemm(x, _decoded(weight, *packing).to(x.dtype), _offs_of(offs, x), bias)
+    """frozen_gemm on CUDA."""
+    return packed_product(x, weight, _offs_of(offs, x), bias, False, *packing)
 
 
 def composed_backward(
     grad_y: torch.Tensor, weight: torch.Tensor, offs: torch.Tensor | None, *packing: Any
 ) -> torch.Tensor:
-    """frozen_gemm_backward by decoding and grouped_gemm."""
-    decoded = _decoded(weight, *packing).to(grad_y.dtype)
-    return grouped_gemm(grad_y, decoded, _offs_of(offs, grad_y), transposed=True)
-
-
-def _decoded(
-    weight: torch.Tensor,
-    scale: torch.Tensor | None,
-    zero: torch.Tensor | None,
-    number: int,
-    interleaved: bool = False,
-) -> torch.Tensor:
-    return Quantized.of_rows(weight, scale, zero, number, interleaved).dequantize()
+    """frozen_gemm_backward on CUDA."""
+    return packed_product(grad_y, weight, _offs_of(offs, grad_y), None, True, *packing)
 
 
 _library.impl("frozen_gemm", composed, "CUDA")

@@ -16,6 +16,7 @@ from fmoe_ext.ops._autograd import (
 )
 from fmoe_ext.ops.arguments import FrozenMlp, FrozenMlpBackward
 from fmoe_ext.ops.expert_mlp import ACTIVATIONS, activation_number, expert_mlp_ref
+from fmoe_ext.ops.frozen_gemm import packed_product
 from fmoe_ext.ops.grouped_gemm import grouped_gemm
 from fmoe_ext.ops.permute import permute, unpermute
 from fmoe_ext.ops.quantized import Quantized, gates_first
@@ -210,30 +211,34 @@ _library = torch.library.Library("fmoe_ext", "IMPL")  # its registrations live a
 register_autocast(_library, torch.ops.fmoe_ext.frozen_mlp.default, cast=(0, 4, 5, 6, 7, 8, 9, 11, 12))
 
 
-class Decoded:
-    """w1 or w2 of a call; packed, it is decoded for each product and freed after it."""
+class FrozenWeight:
+    """w1 or w2 of a call, packed or not; its products have gates before ups."""
 
     def __init__(self, arguments: FrozenMlp | FrozenMlpBackward, which: int) -> None:
         a = arguments._asdict()
-        self.weight, self.dtype = a[f"w{which}"], arguments.x.dtype
-        self.scale, self.zero = a[f"w{which}_scale"], a[f"w{which}_zero"]
-        self.format = a[f"w{which}_format"]
-        self.interleaved = arguments.w1_interleaved and which == 1
+        self.weight, self.format = a[f"w{which}"], a[f"w{which}_format"]
+        interleaved = arguments.w1_interleaved and which == 1
+        self.packing = a[f"w{which}_scale"], a[f"w{which}_zero"], self.format, interleaved
 
-    def tensor(self) -> torch.Tensor:
-        """The weight [E, out, in], gates before ups."""
+    def product(
+        self,
+        rows: torch.Tensor,
+        offs: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        transposed: bool = False,
+    ) -> torch.Tensor:
+        """rows @ weight[e].T + bias[e], or rows @ weight[e] if transposed."""
         if self.format == 0:
-            return self.weight
-        packed = Quantized.of_rows(self.weight, self.scale, self.zero, self.format, self.interleaved)
-        return packed.dequantize(self.dtype)
+            return grouped_gemm(rows, self.weight, offs, bias, transposed)
+        return packed_product(rows, self.weight, offs, bias, transposed, *self.packing)
 
 
 def _product(
-    rows: torch.Tensor, weight: Decoded, offs: torch.Tensor, bias: torch.Tensor | None, low: Any
+    rows: torch.Tensor, weight: FrozenWeight, offs: torch.Tensor, bias: torch.Tensor | None, low: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """rows @ weight[e].T + bias[e] with the adapter's part, and the adapter's rank rows. low: (a, b, scale)."""
     a, b, scale = low
-    out = grouped_gemm(rows, weight.tensor(), offs, bias)
+    out = weight.product(rows, offs, bias)
     if a is None:
         return out, rows.new_empty((rows.shape[0], 0))
     thin = grouped_gemm(rows, a, offs).mul_(scale)
@@ -243,7 +248,7 @@ def _product(
 def composed(*arguments: Any) -> tuple[torch.Tensor, ...]:
     """frozen_mlp by grouped_gemm, one product after another, for devices without a kernel of its own."""
     a = FrozenMlp(*arguments)
-    w1, w2 = Decoded(a, 1), Decoded(a, 2)
+    w1, w2 = FrozenWeight(a, 1), FrozenWeight(a, 2)
     x_rows = permute(a.x, a.row_idx, a.inverse)
     h, u1 = _product(x_rows, w1, a.offs, a.b1, (a.lora_a1, a.lora_b1, a.scale1))
     hidden = list(ACTIVATIONS.values())[a.activation](h)
@@ -265,7 +270,7 @@ def _weights_of_rows(a: FrozenMlp | FrozenMlpBackward) -> torch.Tensor:
 def composed_backward(*arguments: Any) -> tuple[torch.Tensor, ...]:
     """frozen_mlp_backward by grouped_gemm, one product after another."""
     a = FrozenMlpBackward(*arguments)
-    w1, w2 = Decoded(a, 1), Decoded(a, 2)
+    w1, w2 = FrozenWeight(a, 1), FrozenWeight(a, 2)
     needs_x, needs_a1, needs_b1, needs_a2, needs_b2, needs_weights = a.needs
     low1, low2 = (a.lora_a1, a.lora_b1, a.scale1), (a.lora_a2, a.lora_b2, a.scale2)
     dout = permute(a.grad_y, a.row_idx, a.inverse) if a.combine else a.grad_y
@@ -294,11 +299,11 @@ def composed_backward(*arguments: Any) -> tuple[torch.Tensor, ...]:
 
 
 def _product_transposed(
-    rows: torch.Tensor, weight: Decoded, offs: torch.Tensor, low: Any
+    rows: torch.Tensor, weight: FrozenWeight, offs: torch.Tensor, low: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """rows @ weight[e] with the adapter's part, and scale * rows @ b[e]. low: (a, b, scale)."""
     a, b, scale = low
-    out = grouped_gemm(rows, weight.tensor(), offs, transposed=True)
+    out = weight.product(rows, offs, transposed=True)
     if a is None:
         return out, rows.new_empty((rows.shape[0], 0))
     thin = grouped_gemm(rows, b, offs, transposed=True).mul_(scale)

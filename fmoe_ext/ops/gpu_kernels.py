@@ -41,6 +41,11 @@ def is_tf32(kernel: str) -> bool:
     return kernel.endswith(".tf32")
 
 
+def is_mxfp4(kernel: str) -> bool:
+    """True if a kernel multiplies by frozen weights in MXFP4."""
+    return "_by_mxfp4." in kernel
+
+
 def tf32_allowed() -> bool:
     """True if torch allows TF32 in products of float32 on CUDA, at this moment."""
     return bool(torch.backends.cuda.matmul.fp32_precision == "tf32")

@@ -144,7 +144,6 @@ def _same_shape(q: Quantized, name: str, got: torch.Tensor, *expected: tuple[int
 
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 # Quantiles of the normal distribution (Dettmers et al. 2023), as bitsandbytes stores them.
 NF4_CODE = (
     *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453),
@@ -160,10 +159,6 @@ def _nibbles(data: torch.Tensor, high_first: bool = False) -> torch.Tensor:
     return torch.stack(halves, -1).flatten(-2)
 
 
-def _look_up(table: tuple[float, ...], index: torch.Tensor) -> torch.Tensor:
-    return torch.tensor(table, device=index.device)[index.int()]
-
-
 def _check_mxfp4(q: Quantized) -> Shape:
     blocks, scale = (
         _require(q, "data", (torch.uint8,), 4),
@@ -176,9 +171,18 @@ def _check_mxfp4(q: Quantized) -> Shape:
     return E, out, num_blocks * 2 * width
 
 
+def _e2m1(device: torch.device) -> torch.Tensor:
+    """The value of each code. Computed on the device: a table of the host would be copied, which CUDA graphs refuse."""
+    code = torch.arange(16, dtype=torch.int32, device=device)
+    magnitude = code & 7
+    normal = ((magnitude << 22) + (126 << 23)).view(torch.float32)
+    value = torch.where(magnitude < 2, magnitude * 0.5, normal)
+    return torch.where(code < 8, value, -value)
+
+
 def _decode_mxfp4(q: Quantized) -> torch.Tensor:
     assert q.scale is not None
-    values = _look_up((*_E2M1, *(-v for v in _E2M1)), _nibbles(q.data))
+    values = _e2m1(q.device)[_nibbles(q.data).int()]
     exponent = q.scale.view(torch.uint8).int()
     # The bits of 2^(e - 127); 2^-127 is subnormal, and 255 is NaN.
     bits = torch.where(exponent == 0, 0x400000, exponent << 23)
@@ -310,7 +314,9 @@ def _check_nf4(q: Quantized) -> Shape:
 
 def _decode_nf4(q: Quantized) -> torch.Tensor:
     assert q.scale is not None
-    values = _look_up(NF4_CODE, _nibbles(q.data, high_first=True))
+    # Filled on the device: torch.tensor would copy from the host, which CUDA graphs refuse.
+    table = torch.stack([torch.full((), code, dtype=torch.float32, device=q.device) for code in NF4_CODE])
+    values = table[_nibbles(q.data, high_first=True).int()]
     return (values.unflatten(-1, (q.scale.shape[2], -1)) * q.scale[..., None]).flatten(-2)
 
 

@@ -52,25 +52,46 @@ def spoil_free_memory():
     del blocks
 
 
-@each_case
-def test_cuda_graph(dtype, activation):
-    """Forward and backward captured once and replayed on other tokens, with another choice of experts."""
-    layer, x = make_layer(dtype, activation), make_x(dtype, 0)
+def check_graph(step, x, others):
+    """step(x) captured once and replayed on other values gives the bits of plain calls."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         for _ in range(3):
-            step(layer, x)
+            step(x)
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        captured = step(layer, x)
-    for seed in (1, 2):
-        other = make_x(dtype, seed)
+        captured = step(x)
+    for other in others:
         with torch.no_grad():
             x.copy_(other)
         graph.replay()
-        assert_same_bits(captured, step(layer, other))
+        assert_same_bits(captured, step(other))
+
+
+@each_case
+def test_cuda_graph(dtype, activation):
+    """Forward and backward, replayed on other tokens, with another choice of experts."""
+    layer, (x, *others) = make_layer(dtype, activation), (make_x(dtype, seed) for seed in range(3))
+    check_graph(lambda x: step(layer, x), x, others)
+
+
+@pytest.mark.parametrize("name", ops.FORMATS)
+def test_cuda_graph_of_a_packed_weight(name):
+    """frozen_gemm and its gradient of x, by the kernels that are on or by decoding in memory."""
+    weight = torch.randn(1, 72, 256, generator=torch.Generator().manual_seed(1))
+    packed = ops.quantize(weight, name).map(lambda t: t.cuda())
+
+    def multiply(x):
+        y = ops.frozen_gemm(x, packed)
+        return [y.detach(), *torch.autograd.grad(y.float().square().sum(), x)]
+
+    x, *others = (
+        torch.randn(T, 256, generator=torch.Generator().manual_seed(seed)).cuda().bfloat16().requires_grad_()
+        for seed in range(3)
+    )
+    check_graph(multiply, x, others)
 
 
 @each_case

@@ -61,6 +61,7 @@ char* dynamic_shared();
 void* static_shared(const void* tag, size_t bytes, size_t align);
 uint32_t shared_address(const void* p);
 uint4 ld_shared16(uint32_t address);
+void st_shared16(uint32_t address, const uint4& v);
 void label_shared(const void* p, const char* label);  // a name for reports
 
 // ---- threads, warps, clusters

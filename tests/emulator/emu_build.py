@@ -41,6 +41,7 @@ OPERATORS = (
     "grouped_gemm",
     "grouped_gemm_backward",
     "grouped_gemm_backward_accumulate",
+    "_mxfp4_gemm",
     "expert_mlp",
     "expert_mlp_backward",
     "expert_mlp_backward_accumulate",

@@ -28,6 +28,7 @@ inline float ex2_ftz(float v) { return detail::flushed(std::exp2(detail::flushed
 inline float rcp_ftz(float v) { return detail::flushed(1.f / detail::flushed(v)); }
 
 inline uint4 ld_shared16(uint32_t p) { return emu::ld_shared16(p); }
+inline void st_shared16(uint32_t p, const uint4& v) { emu::st_shared16(p, v); }
 inline void st_global16(void* p, const uint4& v) { *static_cast<uint4*>(p) = v; }
 
 namespace detail {

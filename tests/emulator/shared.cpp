@@ -45,6 +45,19 @@ uint4 ld_shared16(uint32_t address) {
   return v;
 }
 
+void st_shared16(uint32_t address, const uint4& v) {
+  Inside inside;
+  maybe_preempt();
+  Location l = locate(address, 16, 16);
+  if (copy_in_flight(l.cta, l.offset, 16))
+    fail("st.shared writes %s during an asynchronous copy", place(l.cta, l.offset).c_str());
+  check_async_destination(l.cta, l.offset, 16, "st.shared");
+  check_lane_order(l, true, self(), "st.shared");
+  note_write(self(), l.pointer(), 16);
+  note_generic_write(l.cta, l.offset, 16, self());
+  copy_bytes(l.pointer(), &v, 16);
+}
+
 void label_shared(const void* p, const char* label) {
   Inside inside;
   self()->cta->labels[shared_address(p)] = label;

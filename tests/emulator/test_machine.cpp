@@ -100,7 +100,7 @@ void test_diagnostics() {
 
 // ---- a TMA load into memory that was used through the generic proxy
 CUtensorMap make_map(void* p, uint64_t columns, uint64_t rows, uint32_t box_columns, uint32_t box_rows);
-enum class Used { fenced, written, read };
+enum class Used { fenced, written, stored, read };
 void reuse_kernel(const CUtensorMap map, Used used) {
   FMOE_DYNAMIC_SHARED(raw);
   char* base = reinterpret_cast<char*>((reinterpret_cast<uintptr_t>(raw) + 1023) & ~uintptr_t{1023});
@@ -113,6 +113,8 @@ void reuse_kernel(const CUtensorMap map, Used used) {
   const uint32_t row = tile + threadIdx.x * 16;
   if (used == Used::read)
     ptx::ld_shared16(row);
+  else if (used == Used::stored)
+    ptx::st_shared16(row, {1, 2, 3, 4});
   else
     ptx::stmatrix_x4(row, 1, 2, 3, 4);
   if (used == Used::fenced) ptx::fence_proxy_async();
@@ -129,7 +131,7 @@ void test_proxies() {
     launch(reuse_kernel, 1, 32, 16384, nullptr, make_map(global, 64, 64, 64, 64), used);
   };
   run(Used::fenced);
-  for (const Used used : {Used::written, Used::read})
+  for (const Used used : {Used::written, Used::stored, Used::read})
     check_stops("used through the generic proxy, without fence.proxy.async", [&] { run(used); });
 }
 // ---- an OS thread that has used no CUDA

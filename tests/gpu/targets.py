@@ -12,10 +12,24 @@ import torch
 from fmoe_ext.gpu.cases import Case
 from fmoe_ext.gpu.target import Target, Unavailable
 from fmoe_ext.ops import gpu_kernels, gpu_proof, torch_path
+from fmoe_ext.ops.frozen_gemm import composed as frozen_gemm
+from fmoe_ext.ops.frozen_gemm import composed_backward as frozen_gemm_backward
+from fmoe_ext.ops.frozen_mlp import composed as frozen_mlp
+from fmoe_ext.ops.frozen_mlp import composed_backward as frozen_mlp_backward
 
 SMALL = (Case(20, 2, 4, 24, 40), Case(0, 1, 2, 8, 8))
 EVEN = (Case(16, 2, 4, 16, 8, bias=False, spread="even"),)
 PORTABLE_MS, TORCH_MS = 10.0, 9.6
+
+
+AS_ON_CUDA = MappingProxyType(
+    {
+        "frozen_mlp": frozen_mlp,
+        "frozen_mlp_backward": frozen_mlp_backward,
+        "frozen_gemm": frozen_gemm,
+        "frozen_gemm_backward": frozen_gemm_backward,
+    }
+)
 
 
 class OnCpu(Target):
@@ -158,6 +172,9 @@ class Pretend(OnCpu):
 class Emulated(OnCpu):
     """Kernels of cuda/ themselves, on the emulator, as on a device of compute capability 9.0."""
 
+    cases = (*SMALL, Case(20, 2, 3, 32, 64))
+    races = (*EVEN, Case(12, 2, 3, 32, 32, bias=False, spread="even"))
+
     def __init__(self, kernels):
         super().__init__()
         self.kernels = kernels
@@ -169,6 +186,8 @@ class Emulated(OnCpu):
         library = torch.library.Library("fmoe_ext", "IMPL")
         for name in emu_build.OPERATORS:
             library.impl(name, getattr(emulated, name).default, "CPU")
+        for name, function in AS_ON_CUDA.items():
+            library.impl(name, function, "CPU")
         every = emulated._gpu_kernels()
         self.libraries = [
             library,

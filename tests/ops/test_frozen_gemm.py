@@ -108,6 +108,12 @@ def test_composition_for_other_devices_equals_the_kernel(name):
     torch.testing.assert_close(composed_backward(grad, weight.rows(), offs, *packing), dx)
 
 
+def test_composition_names_a_missing_scale():
+    x, weight, offs, bias, _ = problem("mxfp4", (2, 9), torch.bfloat16)
+    with pytest.raises(ValueError, match="mxfp4 needs scale: data uint8"):
+        composed(x, weight.rows(), offs, bias, None, None, FORMATS["mxfp4"].number)
+
+
 def test_autocast_and_torch_func():
     x, weight, _, bias, grad = problem("mxfp4", (9,), torch.float32)
     with torch.autocast("cpu", torch.bfloat16):
