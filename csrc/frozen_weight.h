@@ -51,7 +51,22 @@ class FrozenWeight {
   int64_t dim() const { return data_.dim(); }
   int64_t size(int64_t d) const { return is_packed() ? sizes_[d] : data_.size(d); }
 
-  // Row `row` of an expert, counted with gates before ups.
+  // Rows [first, first + n) of an expert, counted with gates before ups; n > 0.
+  void rows(int64_t expert, int64_t first, int64_t n, gemm::PackedRow* out) const {
+    row(expert, first, out[0]);
+    const bool in_step = !packing_.interleaved && !zero_words_ && format_ != gemm::PackedFormat::fp8_block;
+    const uint8_t* data = out[0].data;
+    const char* scale = out[0].scale;
+    for (int64_t j = 1; j < n; ++j) {
+      if (in_step)
+        out[j] = {
+            format_, scale_type_, data += row_bytes_, sizes_[2], scale += scale_row_bytes_, group_, nullptr,
+            0};
+      else
+        row(expert, first + j, out[j]);
+    }
+  }
+  // Row `row` of an expert.
   void row(int64_t expert, int64_t row, gemm::PackedRow& out) const {
     const int64_t at = stored(row), line = expert * sizes_[1] + at;
     out.format = format_, out.scale_type = scale_type_;
@@ -194,8 +209,10 @@ class FrozenWeight {
 // Rows [first + column, first + column + n) of an expert, for a panel; those from first + count on are zero.
 inline void packed_columns(const FrozenWeight& weight, int64_t expert, int64_t first, int64_t count,
                            int64_t column, int64_t n, gemm::PackedRow* packed) {
+  const int64_t there = std::clamp<int64_t>(count - column, 1, n);
+  weight.rows(expert, first + std::min(column, count - 1), there, packed);
   for (int64_t j = 0; j < n; ++j) {
-    weight.row(expert, first + std::min(column + j, count - 1), packed[j]);
+    if (j >= there) packed[j] = packed[0];
     if (column + j >= count) packed[j].data = nullptr;
   }
 }

@@ -281,10 +281,24 @@ Tensor frozen_gemm_backward_cpu(Tensor grad_y, Tensor weight_, std::optional<Ten
   return backward.dx;
 }
 
+Tensor few_rows_linear_cpu(Tensor x, Tensor weight) {
+  check_cpu(x, "x");
+  check_cpu(weight, "weight");
+  check_float(x, "x");
+  check_dim(x, 2, "x", "[R, D]");
+  check_dim(weight, 2, "weight", "[N, D]");
+  check_same_dtype(weight, x, "weight", "x");
+  check_size(weight, 1, x.size(1), "weight", "[N, D]");
+  return multiply(as_contiguous(x), torch::stable::unsqueeze(as_contiguous(weight), 0), {0, x.size(0)},
+                  std::nullopt);
+}
+
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(fmoe_ext, CPU, m) {
   m.impl("frozen_gemm", TORCH_BOX(&frozen_gemm_cpu));
+  m.impl("_frozen_gemm", TORCH_BOX(&frozen_gemm_cpu));
+  m.impl("_few_rows_linear", TORCH_BOX(&few_rows_linear_cpu));
   m.impl("frozen_gemm_backward", TORCH_BOX(&frozen_gemm_backward_cpu));
   m.impl("grouped_gemm", TORCH_BOX(&grouped_gemm_cpu));
   m.impl("grouped_gemm_backward", TORCH_BOX(&grouped_gemm_backward_cpu));

@@ -186,14 +186,14 @@ constexpr int64_t kPackedPanels = 4;  // for which the rows of `a` are put in th
 template <class Columns, class Epilogue>
 void rows_by_packed(const Kernels& kernels, const Job& job, const RowMajor& a, int64_t depth,
                     const Columns& columns, const Epilogue& epilogue) {
-  alignas(64) char tile[kTileBytes];
+  alignas(64) char tile[2 * kTileBytes];
   PackedRow packed[kPackedPanels * kMaxPanelLanes];
   const void* pointers[kMaxPanelLanes];
   const int64_t rows = job.segment->rows();
   const bool few = is_few(kernels, rows);
   if (few && rows <= kernels.packed_rows) {
     const int64_t tile_bytes = rows * kernels.nr * kernels.acc_bytes;
-    const int64_t most = std::min(kPackedPanels, kTileBytes / tile_bytes);
+    const int64_t most = std::min<int64_t>(kPackedPanels, sizeof tile / tile_bytes);
     for (int64_t first = job.begin, count; first < job.end; first += count) {
       count = std::min(most, job.end - first);
       for (int64_t p = 0; p < count; ++p) columns(first + p, packed + p * kernels.nr);

@@ -25,6 +25,7 @@ from fmoe_ext.integrations.huggingface_saved import from_pretrained
 from fmoe_ext.integrations.requirements import require
 from fmoe_ext.integrations.training import add_balance_loss
 from fmoe_ext.linear import DTYPES
+from fmoe_ext.ops import decode
 from fmoe_ext.routing import widen
 
 __all__ = [
@@ -194,6 +195,24 @@ def compute(
     if has_norm:
         rows = experts.post_expert_norm(rows)
     return ops.unpermute(rows, row_idx, inverse, topk_weights)
+
+
+def compute_few(
+    experts: Any, weights: Any, x: Tensor, topk_idx: Tensor, topk_weights: Tensor
+) -> Tensor | None:
+    """compute() for a step of generation, in one call of an operator; None where that cannot be.
+
+    topk_idx, topk_weights: as the router gave them; an index outside of [0, E) stands for no expert.
+    """
+    w1, b1, w2, b2 = weights
+    if not isinstance(w1, ops.Quantized) or getattr(experts, "has_post_expert_norm", False):
+        return None
+    activation = _packed_activation(experts)
+    if activation is None or not decode.is_wanted(x) or topk_idx.dtype != torch.int64:
+        return None
+    if topk_weights.dtype != x.dtype:
+        topk_weights = widen(topk_weights, x.dtype)
+    return decode.experts(x, topk_idx, topk_weights, w1, b1, w2, b2, activation)
 
 
 def fused_activation(experts: Any) -> str | None:

@@ -3,7 +3,7 @@ from typing import Any
 
 import torch
 
-from fmoe_ext.ops import gpu_kernels
+from fmoe_ext.ops import decode, gpu_kernels
 from fmoe_ext.ops._autograd import (
     call,
     call_functional,
@@ -36,6 +36,8 @@ def frozen_gemm(
     gpu_kernels.before(x)
     if bias is not None and weight.interleaved:
         bias = gates_first(bias)
+    if decode.is_wanted(x):
+        return decode.gemm(x, weight, offs, bias)
     packing = weight.packing()
     if torch.is_grad_enabled() and is_transformed(x, bias):
         x, bias = cast_for_autocast(x, bias)

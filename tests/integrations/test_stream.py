@@ -1,10 +1,14 @@
 """fmoe_ext.stream(): a model whose experts stay in files computes as the one in memory."""
 
+import collections
+import copy
+
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import fmoe_ext
-from fmoe_ext.integrations.streaming import attention
+from fmoe_ext.integrations.streaming import decoding
 from fmoe_ext.integrations.streaming.placeholder import PackedWeight
 from fmoe_ext.testing import assert_close
 from tests import fake_deepspeed
@@ -223,7 +227,7 @@ def test_values_of_streamed_weights_are_refused(tmp_path):
 def test_attention_of_a_new_token_is_as_exact_as_sdpa(tmp_path, dtype):
     """Of a batch with padding, whose keys have fewer heads than its queries."""
     model = streamed(save(tmp_path, dtype=torch.float32), dtype=dtype)
-    assert model.config._attn_implementation == attention.NAME
+    assert model.config._attn_implementation == decoding.NAME
     attend = model.model.layers[0].self_attn
     generator = torch.Generator().manual_seed(0)
     query = torch.randn(2, 4, 1, 8, generator=generator)
@@ -237,9 +241,43 @@ def test_attention_of_a_new_token_is_as_exact_as_sdpa(tmp_path, dtype):
     for given in (mask, torch.zeros(mask.shape, dtype=dtype).masked_fill(~mask, -torch.inf)):
         plain = sdpa_attention_forward(attend, *rows, given, **options)[0]
         with torch.no_grad():
-            found = attention.attention(attend, *rows, given, **options)[0]
+            found = decoding.attention(attend, *rows, given, **options)[0]
         assert_close(found, truth, plain)
-        assert torch.equal(attention.attention(attend, *rows, given, **options)[0], plain)
+        assert torch.equal(decoding.attention(attend, *rows, given, **options)[0], plain)
+
+
+class Calls(TorchDispatchMode):
+    """Counts calls of operators of fmoe_ext."""
+
+    def __init__(self):
+        super().__init__()
+        self.counts = collections.Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "fmoe_ext":
+            self.counts[func.__name__.removesuffix(".default")] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_new_token_takes_few_operators_and_is_as_exact(tmp_path):
+    folder = save(tmp_path, dtype=torch.bfloat16)
+    plain, model = resident(folder), streamed(folder)
+    truth = copy.deepcopy(plain).double()
+    layers = plain.config.num_hidden_layers
+    assert [type(m).__name__ for m in model.modules()] == [type(m).__name__ for m in plain.modules()]
+    prompt, token = make_ids(1, 5), make_ids(1, 1)
+    logits = []
+    with torch.no_grad():
+        for each in (truth, plain, copy.deepcopy(model)):
+            past = each(prompt, use_cache=True).past_key_values
+            with Calls() as calls:
+                logits.append(each(token, past_key_values=past, use_cache=True).logits.double())
+        assert torch.equal(model(prompt).logits, plain(prompt).logits)
+    assert calls.counts == {
+        **{"_rms_norm": 4 * layers + 1, "_rotate": 2 * layers, "_attend": layers, "_few_rows_linear": layers},
+        **{"sort_tokens": layers, "expert_mlp": layers},
+    }
+    assert (logits[2] - logits[0]).norm() < 2 * (logits[1] - logits[0]).norm()
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fmoe_ext import ops
 from fmoe_ext.adapters import take
-from fmoe_ext.integrations.huggingface import compute
+from fmoe_ext.integrations.huggingface import compute, compute_few
 from fmoe_ext.integrations.streaming.budget import ExpertStream
 from fmoe_ext.recompute import can_be_repeated, is_repeated
 from fmoe_ext.routing import widen
@@ -43,6 +43,12 @@ class Streamed:
         if experts.has_bias:
             biases = getattr(experts, up + "_bias"), experts.down_proj_bias
         x = hidden_states.to(self.dtype)
+        if is_few and self.stream.pool.holds_all and not any(adapters):
+            w1, w2 = self._whole(is_backward=False, is_training=experts.training)
+            weights = w1, biases[0], w2, biases[1]
+            out = compute_few(experts, weights, x, top_k_index, top_k_weights)
+            if out is not None:
+                return out.to(hidden_states.dtype)
         topk_weights = widen(top_k_weights, x.dtype)
         topk_idx = top_k_index.masked_fill(top_k_index >= num_experts, -1)
         few = None if experts.training else self._chosen(topk_idx)
@@ -50,7 +56,9 @@ class Streamed:
             (w1, w2), topk_idx, order = few
             adapters = _of_slots(adapters[0], order), _of_slots(adapters[1], order)
             b1, b2 = (None if b is None else b[order] for b in biases)
-            out = compute(experts, (w1, b1, w2, b2), x, topk_idx, topk_weights, adapters)
+            given = experts, (w1, b1, w2, b2), x, topk_idx, topk_weights
+            found = None if any(adapters) else compute_few(*given)
+            out = compute(*given, adapters) if found is None else found
             return out.to(hidden_states.dtype)
         w1, w2 = self._whole(is_backward=is_repeated(), is_training=experts.training)
         with self._hooks(experts.training):

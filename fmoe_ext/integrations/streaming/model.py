@@ -24,7 +24,7 @@ from fmoe_ext.checkpoint.packed_projections import gguf_layers, packed_layer
 from fmoe_ext.checkpoint.safetensors_file import StoredTensor
 from fmoe_ext.integrations import huggingface
 from fmoe_ext.integrations.huggingface_saving import replace_save_pretrained
-from fmoe_ext.integrations.streaming import attention, gguf
+from fmoe_ext.integrations.streaming import decoding, gguf
 from fmoe_ext.integrations.streaming.activations import ActivationFile, SavedOnDisk
 from fmoe_ext.integrations.streaming.budget import ExpertStream
 from fmoe_ext.integrations.streaming.experts import Streamed
@@ -82,7 +82,7 @@ def stream(
         expert_stream.activations = ActivationFile(activations)
         SavedOnDisk(model.base_model, expert_stream, expert_stream.activations)
     replace_save_pretrained(model, _refuse_to_save)
-    attention.use(model)
+    decoding.use(model)
     return huggingface.use(model).eval()
 
 

@@ -5,11 +5,15 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import numpy as np
+import torch
 from torch import Tensor, nn
 
 from fmoe_ext import ops
+from fmoe_ext.checkpoint.expert_files import ALIGNED
 from fmoe_ext.checkpoint.packed_matrices import PackedTensor
 from fmoe_ext.integrations.streaming.placeholder import PackedWeight
+from fmoe_ext.integrations.streaming.pool import in_huge_pages
 
 GATES = ("gate", "router")  # ends of names: their few columns decide which experts are chosen
 
@@ -66,8 +70,27 @@ def packable(skeleton: Any) -> dict[str, nn.Linear]:
 
 def keep_packed(model: nn.Module, stored: dict[str, PackedTensor]) -> None:
     """Puts a PackedLinear in the place of each linear layer whose weight is a PackedWeight. stored: by its name."""
+    memory = _HugePages()
     for path, layer in list(model.named_modules()):
         if type(layer) is nn.Linear and isinstance(layer.weight, PackedWeight):
             parent, _, name = path.rpartition(".")
-            packed = PackedLinear(stored[f"{path}.weight"].packed(), layer)
-            setattr(model.get_submodule(parent), name, packed)
+            packed = stored[f"{path}.weight"].packed().map(memory.copy)
+            setattr(model.get_submodule(parent), name, PackedLinear(packed, layer))
+
+
+class _HugePages:
+    """Copies of tensors side by side in huge pages."""
+
+    BLOCK = 32 << 20  # bytes that are asked for at once; a page of them is 2 MiB
+
+    def __init__(self) -> None:
+        self._free: np.ndarray[Any, Any] = np.empty(0, np.uint8)
+
+    def copy(self, tensor: Tensor) -> Tensor:
+        """A copy that lies beside the last one."""
+        num_bytes = tensor.numel() * tensor.element_size()
+        if num_bytes > self._free.size:
+            self._free = np.frombuffer(in_huge_pages(max(num_bytes, self.BLOCK)), dtype=np.uint8)
+        mine, self._free = self._free[:num_bytes], self._free[-(-num_bytes // ALIGNED) * ALIGNED :]
+        copied = torch.from_numpy(mine).view(tensor.dtype).view(tensor.shape)
+        return copied.copy_(tensor)

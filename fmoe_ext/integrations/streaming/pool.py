@@ -107,12 +107,7 @@ class Pool:
         self.layers = tuple(layers)
         self.statistics = Statistics()
         self._slot_bytes = max(-(-layer.num_bytes(layer.num_experts) // BLOCK) * BLOCK for layer in layers)
-        self._memory = mmap.mmap(
-            -1, min(num_bytes, self._slot_bytes * len(layers)) // BLOCK * BLOCK, **_PRIVATE
-        )
-        if hasattr(mmap, "MADV_HUGEPAGE"):
-            with suppress(OSError):  # a hint
-                self._memory.madvise(mmap.MADV_HUGEPAGE)
+        self._memory = in_huge_pages(min(num_bytes, self._slot_bytes * len(layers)) // BLOCK * BLOCK)
         self._bytes = np.frombuffer(self._memory, dtype=np.uint8)
         self.address = int(self._bytes.ctypes.data)
         experts = [range(layer.num_experts) for layer in layers]
@@ -331,6 +326,15 @@ class Pool:
             if victim is None or _when(victim, next_use) <= next_use[layer]:
                 return
             self._begin_read(layer, victim)
+
+
+def in_huge_pages(num_bytes: int) -> mmap.mmap:
+    """Memory of this process in pages of 2 MiB, where the system has them: with small ones a token takes longer."""
+    memory = mmap.mmap(-1, num_bytes, **_PRIVATE)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with suppress(OSError):  # a hint
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    return memory
 
 
 _PRIVATE: Mapping[str, Any] = MappingProxyType(

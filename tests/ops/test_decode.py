@@ -1,0 +1,191 @@
+"""The operators of one step of generation: the bits, or the exactness, of what they stand for."""
+
+import pytest
+import torch
+from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
+
+from fmoe_ext import ops
+from fmoe_ext.ops import FORMATS, decode
+from fmoe_ext.testing import assert_close
+from tests.ops.test_quantized import packed
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+@pytest.fixture(autouse=True)
+def _without_gradients():
+    with torch.no_grad():
+        yield
+
+
+def normal(*shape, dtype=torch.float32, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def test_is_wanted_where_nothing_but_values_is_asked_for():
+    x = torch.ones(1, 4)
+    assert decode.is_wanted(x)
+    assert not decode.is_wanted(torch.nn.Parameter(x)) and not decode.is_wanted(x.to("meta"))
+    with torch.enable_grad():
+        assert not decode.is_wanted(x)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert not decode.is_wanted(x)
+    with ops.batch_invariant():
+        assert not decode.is_wanted(x)
+    with torch.autograd.forward_ad.dual_level():
+        assert not decode.is_wanted(torch.autograd.forward_ad.make_dual(x, x))
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gemm_has_the_bits_of_the_public_operator(name, dtype):
+    weight, bias = packed(name, 1, 37, 256), normal(1, 37, dtype=dtype)
+    for rows in (1, 5, 9, 14, 20):
+        x = normal(rows, 256, dtype=dtype)
+        with torch.enable_grad():
+            expected = ops.frozen_gemm(x, weight, None, bias)
+        assert torch.equal(decode.gemm(x, weight, None, bias), expected)
+        assert torch.equal(ops.frozen_gemm(x, weight, None, bias), expected)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_experts_have_the_bits_of_sort_tokens_and_frozen_mlp(isa, name, interleaved):
+    E, D, H = 4, 256, 256
+    w1, w2 = packed(name, E, 2 * H, D), packed(name, E, D, H, seed=1)
+    w1 = ops.Quantized(name, w1.data, w1.scale, interleaved=interleaved and name != "fp8_block")
+    b1, b2 = normal(E, 2 * H, dtype=torch.bfloat16), normal(E, D, dtype=torch.bfloat16, seed=1)
+    for T in (1, 3):
+        x, weights = normal(T, D, dtype=torch.bfloat16), normal(T, 3).abs()
+        chosen = torch.tensor([[2, 0, 3], [1, 2, 0], [3, 3, 1]])[:T]
+        s = ops.sort_tokens(chosen, E)
+        index = (s.row_idx, s.inverse, s.offs)
+        with torch.enable_grad():
+            expected = ops.frozen_mlp(x, *index, w1, b1, w2, b2, weights, "swiglu")
+        found = decode.experts(x, chosen, weights, w1, b1, w2, b2, "swiglu")
+        assert torch.equal(found, expected)
+
+
+def test_experts_drop_choices_of_no_expert():
+    w1, w2 = packed("mxfp4", 2, 64, 64), packed("mxfp4", 2, 64, 32, seed=1)
+    x, weights = normal(2, 64), torch.ones(2, 2)
+    given = weights, w1, None, w2, None, "swiglu"
+    found = decode.experts(x, torch.tensor([[1, 2], [-1, 7]]), *given)
+    alone = decode.experts(x, torch.tensor([[1, -1], [-1, -1]]), *given)
+    assert torch.equal(found, alone) and found[0].abs().max() > 0 and (found[1] == 0).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_linear_is_as_exact_as_torch(isa, dtype):
+    x, weight = normal(1, 1, 130, dtype=dtype), normal(37, 130, dtype=dtype, seed=1)
+    truth = torch.nn.functional.linear(x.double(), weight.double())
+    assert_close(decode.linear(x, weight), truth, torch.nn.functional.linear(x, weight))
+
+
+@pytest.mark.parametrize("shape", [(2, 1, 130), (1, 1, 3, 48)])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rms_norm_is_as_exact_as_transformers(dtype, shape):
+    norm = LlamaRMSNorm(shape[-1], eps=1e-3).to(dtype)
+    norm.weight.copy_(normal(shape[-1], seed=1))
+    x = normal(*shape, dtype=dtype)
+    wide = x.double() * (x.double().square().mean(-1, keepdim=True) + 1e-3).rsqrt()
+    assert_close(decode.rms_norm(x, norm.weight, 1e-3), norm.weight.double() * wide, norm(x))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rotate_has_the_bits_of_transformers(dtype):
+    cos, sin = normal(2, 1, 48, dtype=dtype, seed=1), normal(2, 1, 48, dtype=dtype, seed=2)
+    q, k = normal(2, 1, 6, 48, dtype=dtype).transpose(1, 2), normal(2, 3, 1, 48, dtype=dtype, seed=3)
+    expected = apply_rotary_pos_emb(q, k, cos, sin)
+    assert torch.equal(decode.rotate(q, cos, sin), expected[0])
+    assert torch.equal(decode.rotate(k, cos, sin), expected[1])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("keys", [1, 2, 33, 200])
+@pytest.mark.parametrize("mask", ["none", "bool", "float"])
+def test_attend_is_as_exact_as_float32(isa, dtype, keys, mask):
+    """Keys and values in a longer cache, values of another width than keys, six heads for two of them."""
+    q = normal(2, 6, 1, 20, dtype=dtype)
+    k, v = (
+        normal(2, 2, keys + 5, 20, dtype=dtype, seed=1)[:, :, :keys],
+        normal(2, 2, keys, 37, dtype=dtype, seed=2),
+    )
+    there = torch.rand(2, keys, generator=torch.Generator().manual_seed(3)) < 0.7
+    there[:, -1] = True
+    given = {"none": None, "bool": there, "float": torch.zeros(2, keys).masked_fill(~there, -torch.inf)}[mask]
+    if mask == "none":
+        there = torch.ones(2, keys, dtype=torch.bool)
+
+    def reference(wide):
+        rows = [t.to(wide).repeat_interleave(3, 1) for t in (k, v)]
+        scores = (q.to(wide) @ rows[0].mT * 0.3).masked_fill(~there[:, None, None], -torch.inf)
+        return (scores.softmax(-1) @ rows[1]).transpose(1, 2)
+
+    found = decode.attend(q, k, v, given, 0.3)
+    assert found.shape == (2, 1, 6, 37) and found.dtype == dtype
+    assert_close(found, reference(torch.float64), reference(torch.float32).to(dtype))
+
+
+def test_attend_does_not_depend_on_threads_nor_on_the_batch():
+    q, k, v = (
+        normal(*shape, dtype=torch.bfloat16) for shape in ((3, 4, 1, 32), (3, 2, 70, 32), (3, 2, 70, 32))
+    )
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        expected = decode.attend(q, k, v, None, 0.2)
+        torch.set_num_threads(3)
+        assert torch.equal(decode.attend(q, k, v, None, 0.2), expected)
+        assert torch.equal(decode.attend(q[1:2], k[1:2], v[1:2], None, 0.2), expected[1:2])
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: decode.linear(torch.ones(1, 4), torch.ones(3, 5)), r"weight must have shape \[N, D\]"),
+        (lambda: decode.rms_norm(torch.ones(1, 4), torch.ones(3), 1e-6), "weight must have as many elements"),
+        (
+            lambda: decode.rotate(torch.ones(1, 2, 2, 4), *torch.ones(2, 1, 1, 4)),
+            r"x must have shape \[B, H, 1, D\]",
+        ),
+        (
+            lambda: decode.rotate(torch.ones(1, 2, 1, 4), *torch.ones(2, 1, 1, 6)),
+            r"cos must have shape \[B, 1, D\]",
+        ),
+        (
+            lambda: decode.rotate(torch.ones(1, 2, 1, 3), *torch.ones(2, 1, 1, 3)),
+            "x must have an even last dimension",
+        ),
+        (lambda: attend((1, 3, 1, 4), (1, 2, 5, 4)), "q must have a multiple of the heads of k"),
+        (lambda: attend((1, 2, 1, 4), (1, 2, 0, 4)), "q must have a multiple of the heads of k"),
+        (lambda: attend((1, 2, 2, 4), (1, 2, 5, 4)), r"q must have shape \[B, H, 1, D\]"),
+        (lambda: attend((1, 2, 1, 4), (2, 2, 5, 4)), r"k must have shape \[B, G, S, \*\]"),
+        (lambda: attend((1, 2, 1, 4), (1, 2, 5, 4), torch.ones(1, 4)), r"mask must have shape \[B, S\]"),
+    ],
+)
+def test_refuses(call, message):
+    with pytest.raises(RuntimeError, match=message):
+        call()
+
+
+def attend(q, k, mask=None):
+    return decode.attend(torch.ones(q), torch.ones(k), torch.ones(k), mask, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "message"),
+    [
+        (1, torch.zeros(1, 2, dtype=torch.int32), "topk_idx must be int64"),
+        (1, torch.zeros(2, dtype=torch.int64), r"topk_idx must have shape \[T, K\]"),
+        (2, torch.ones(1, 3), r"topk_weights must have shape \[T, K\]"),
+    ],
+)
+def test_experts_refuse(place, value, message):
+    w1, w2 = packed("mxfp4", 2, 64, 64), packed("mxfp4", 2, 64, 32)
+    given = [normal(1, 64), torch.tensor([[0, 1]]), torch.ones(1, 2), w1, None, w2, None, "swiglu"]
+    given[place] = value
+    with pytest.raises(RuntimeError, match=message):
+        decode.experts(*given)
