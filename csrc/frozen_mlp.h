@@ -236,4 +236,78 @@ class FrozenProducts {
   const Kernels& kernels_;
 };
 
+constexpr int64_t kFrozenWorkspace = 16 << 20;  // bytes, about, of the rows of one chunk
+
+struct Adapters {
+  std::optional<Adapter> first, second;
+
+  Adapters(const Tensor& x, const FrozenWeight& w1, const FrozenWeight& w2, const std::optional<Tensor>& a1,
+           const std::optional<Tensor>& b1, double scale1, const std::optional<Tensor>& a2,
+           const std::optional<Tensor>& b2, double scale2)
+      : first(Adapter::of(a1, b1, scale1, w1, x, "lora_a1", "lora_b1")),
+        second(Adapter::of(a2, b2, scale2, w2, x, "lora_a2", "lora_b2")) {}
+};
+
+inline const Adapter* pointer_to(const std::optional<Adapter>& adapter) {
+  return adapter ? &*adapter : nullptr;
+}
+
+inline int64_t rank_of(const std::optional<Adapter>& adapter) { return adapter ? adapter->rank : 0; }
+
+// Rows of one chunk, one block after another.
+class Blocks {
+ public:
+  Blocks(const Kernels& kernels, char* memory, int64_t num_rows)
+      : kernels_(kernels), memory_(memory), num_rows_(num_rows) {}
+  RowMajor next(int64_t columns) {
+    if (columns == 0) return {};
+    const RowMajor block{memory_, RowMajor::stride_for(kernels_, columns), kernels_.operand_bytes};
+    memory_ = block.at(num_rows_);
+    return block;
+  }
+  char* rest() const { return memory_; }
+
+ private:
+  const Kernels& kernels_;
+  char* memory_;
+  const int64_t num_rows_;
+};
+
+inline int64_t bytes_of_rows(const Kernels& kernels, std::initializer_list<int64_t> columns) {
+  int64_t bytes = 0;
+  for (const int64_t n : columns)
+    if (n > 0) bytes += RowMajor::stride_for(kernels, n) * kernels.operand_bytes;
+  return bytes;
+}
+
+// Operands [.., columns] of the chunk's rows; row(r) is the address of row r.
+template <class Row>
+void gather(Tasks& tasks, const Kernels& kernels, const Chunk& chunk, int64_t columns, const RowMajor& block,
+            const Row& row) {
+  constexpr int64_t kSlice = 64;
+  for (int64_t begin = chunk.begin; begin < chunk.end; begin += kSlice)
+    tasks.push_back([=, &kernels, &chunk] {
+      const int64_t end = std::min(begin + kSlice, chunk.end);
+      const void* rows[kSlice];
+      for (int64_t r = begin; r < end; ++r) rows[r - begin] = row(r);
+      kernels.copy_rows(rows, end - begin, columns, block.at(begin - chunk.begin), block.stride);
+    });
+}
+
+// A depth that is not a multiple of k_step is padded with zeros.
+inline void pad_depth(const Kernels& kernels, const RowMajor& rows, int64_t num_rows, int64_t depth) {
+  if (depth % kernels.k_step)
+    for (int64_t r = 0; r < num_rows; ++r) std::fill_n(rows.at(r, depth), kernels.operand_bytes, 0);
+}
+
+// Both weights of the experts, contiguous.
+struct Weights {
+  FrozenWeight w1, w2;
+};
+
+inline Weights described(const Tensor& w1, const Packing& packing1, const Tensor& w2,
+                         const Packing& packing2) {
+  return {FrozenWeight(w1, packing1, "w1"), FrozenWeight(w2, packing2, "w2")};
+}
+
 }  // namespace fmoe_ext::gemm
