@@ -297,7 +297,8 @@ def test_frozen_gemm_decodes_where_no_kernel_fits(emulated, by_the_operator):
         for one, other in zip(results(), (y.detach(), *torch.autograd.grad(y, leaf, grad)), strict=True):
             torch.testing.assert_close(one, other)
 
-    x = torch.randn(17, 64, generator=torch.Generator().manual_seed(7))  # fewer are multiplied as codes on the CPU
+    # The CPU multiplies fewer rows as codes.
+    x = torch.randn(17, 64, generator=torch.Generator().manual_seed(7))
     for dtype in (torch.float64, torch.float32, torch.float16):
         check_decoded(x.to(dtype), packed("mxfp4", 1, 24, 64))
     check_decoded(x[:0].bfloat16(), packed("mxfp4", 1, 24, 64))
