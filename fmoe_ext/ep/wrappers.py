@@ -77,7 +77,7 @@ _AVERAGED = (
     "wrap the model in fmoe_ext.distributed.DistributedGroupedDataParallel instead",
 )
 _BY_DEEPSPEED = (
-    "DeepSpeed has overwritten them with those of its first rank and would average them",
+    "DeepSpeed copied the experts of its first rank over those of the others",
     "wrap the model in fmoe_ext.distributed.DistributedGroupedDataParallel instead",
 )
 

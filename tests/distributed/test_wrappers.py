@@ -145,7 +145,7 @@ def under_deepspeed():
             model = make_model(separate)
             model(x)
             engine = Engine(model)
-            with names_the_layer("DeepSpeed has overwritten them"):
+            with names_the_layer("DeepSpeed copied the experts of its first rank"):
                 engine(x)
         for model, group in ((make_model(world_size=1), None), (make_model(), dist.new_group([0]))):
             assert torch.equal(Engine(model, group=group)(x), model(x))
