@@ -49,10 +49,9 @@ class ExpertBackward {
         kept_(kept),
         keeps_operands_(half != BackwardHalf::both && kernels_.operand_bytes == kernels_.storage_bytes),
         needs_a_(all_needs.dw2),
-        grad_rows_(args.rows_of(grad_y)),
+        grad_rows_(args, grad_y, combine),
         h_rows_(half == BackwardHalf::weights ? StoredRows{} : args.rows_of(h)),
-        combine_(combine),
-        scales_grad_(kernels_, needs_.dtopk_weights ? args.R : 0),
+        scale_grads_(args, grad_rows_, needs_.dtopk_weights),
         do_stride_(RowMajor::stride_for(kernels_, args.D)),
         a_stride_(RowMajor::stride_for(kernels_, args.H)),
         dh_stride_(RowMajor::stride_for(kernels_, args.F)),
@@ -95,16 +94,7 @@ class ExpertBackward {
 
   Tensor dx() const { return needs_.dx ? args_.sum_choices(dx_rows_) : dx_rows_; }
 
-  // [T, K] of the dtype of topk_weights; dropped choices get zero.
-  Tensor dtopk_weights() const {
-    if (!needs_.dtopk_weights) return torch::stable::new_empty(args_.x, {0});
-    Tensor grad = torch::stable::new_zeros(*args_.topk_weights, {args_.T, args_.K});
-    dispatch_float(grad.scalar_type(), [&](auto tag) {
-      auto* out = static_cast<decltype(tag)*>(grad.mutable_data_ptr());
-      for (int64_t r = 0; r < args_.num_rows(); ++r) out[args_.row_idx[r]] = scales_grad_.get(r);
-    });
-    return grad;
-  }
+  Tensor dtopk_weights() const { return scale_grads_.output(); }
 
   Tensor dw1, db1, dw2, db2;
 
@@ -144,12 +134,10 @@ class ExpertBackward {
     return work;
   }
 
-  const char* grad_row(int64_t row) const { return grad_rows_.at(combine_ ? args_.token(row) : row); }
-
   void gather_grad(const Work& work) {
     for_each_row_slice(work.chunk.begin, work.chunk.end, [&](int64_t begin, int64_t end) {
       std::vector<const void*> rows;
-      for (int64_t r = begin; r < end; ++r) rows.push_back(grad_row(r));
+      for (int64_t r = begin; r < end; ++r) rows.push_back(grad_rows_.at(r));
       kernels_.copy_rows(rows.data(), end - begin, args_.D, work.do_rows.at(begin - work.chunk.begin),
                          do_stride_);
     });
@@ -189,7 +177,7 @@ class ExpertBackward {
     for_each_job(num_products + num_do + num_x, [&](int64_t job) {
       if (job < num_products) return activation_job(work, products[job], partial);
       if (job < num_products + num_do)
-        return work.do_panels.pack(do_packs[job - num_products], [&](int64_t r) { return grad_row(r); });
+        return work.do_panels.pack(do_packs[job - num_products], [&](int64_t r) { return grad_rows_.at(r); });
       work.x_panels.pack(x_packs[job - num_products - num_do],
                          [&](int64_t r) { return x.at(args_.token(r)); });
     });
@@ -198,7 +186,7 @@ class ExpertBackward {
     if (half_ != BackwardHalf::weights && args_.F % kernels_.k_step)
       for (int64_t r = 0; r < chunk.rows(); ++r)
         std::fill_n(work.dh_rows.at(r, args_.F), kernels_.operand_bytes, 0);
-    if (needs_.dtopk_weights) sum_scale_grads(chunk, partial, groups);
+    if (needs_.dtopk_weights) scale_grads_.sum(chunk, partial, groups);
   }
 
   void activation_job(const Work& work, const Job& job, RowScales& partial) {
@@ -227,21 +215,6 @@ class ExpertBackward {
               .dscale = needs_.dtopk_weights ? partial.at(job.group * chunk.rows() + row_of_chunk) : nullptr,
           });
         });
-  }
-
-  void sum_scale_grads(const Chunk& chunk, const RowScales& partial, int64_t groups) {
-    for (const Segment& segment : chunk.segments)
-      for (int64_t r = segment.begin; r < segment.end; ++r) {
-        double sum = 0;
-        for (int64_t group = 0; group < groups; ++group)
-          sum += partial.get(group * chunk.rows() + r - chunk.begin);
-        if (args_.b2) {
-          RowScales product(kernels_, 1);
-          kernels_.dot(grad_row(r), args_.row_of(*args_.b2, segment.expert, args_.D), args_.D, product.at(0));
-          sum += product.get(0);
-        }
-        scales_grad_.set(r, sum);
-      }
   }
 
   void second_phase(const Work& work) {
@@ -343,10 +316,10 @@ class ExpertBackward {
   const Kept kept_;
   const bool keeps_operands_;  // where they are computed, without a copy
   const bool needs_a_;
-  const StoredRows grad_rows_, h_rows_;
-  const bool combine_;
-  Tensor dx_rows_;         // [R, D]
-  RowScales scales_grad_;  // <dO, y> of each row, y not weighted
+  const GradRows grad_rows_;
+  const StoredRows h_rows_;
+  Tensor dx_rows_;  // [R, D]
+  ScaleGrads scale_grads_;
   const int64_t do_stride_, a_stride_, dh_stride_;
   ExpertGradient dw1_sums_, dw2_sums_;
   BiasGradient db1_sums_, db2_sums_;

@@ -137,4 +137,58 @@ struct ExpertRows {
   Tensor row_idx_owner_, inverse_owner_;
 };
 
+// The rows of grad_y, which has one for each token where the choices are combined, else one for each row.
+class GradRows {
+ public:
+  GradRows(const ExpertRows& args, const Tensor& grad_y, bool combine)
+      : args_(args), rows_(args.rows_of(grad_y)), combine_(combine) {}
+  const char* at(int64_t row) const { return rows_.at(combine_ ? args_.token(row) : row); }
+
+ private:
+  const ExpertRows& args_;
+  const StoredRows rows_;
+  const bool combine_;
+};
+
+// The gradient of topk_weights: <dO, y> of each row, y not weighted.
+class ScaleGrads {
+ public:
+  ScaleGrads(const ExpertRows& args, const GradRows& grad_rows, bool needed)
+      : args_(args), grad_rows_(grad_rows), needed_(needed), sums_(args.kernels, needed ? args.R : 0) {}
+
+  // partial: for each group of columns of the activated rows, one number for each row of the chunk.
+  void sum(const Chunk& chunk, const RowScales& partial, int64_t groups) {
+    for (const Segment& segment : chunk.segments)
+      for (int64_t r = segment.begin; r < segment.end; ++r) {
+        double sum = 0;
+        for (int64_t group = 0; group < groups; ++group)
+          sum += partial.get(group * chunk.rows() + r - chunk.begin);
+        if (args_.b2) {
+          RowScales product(args_.kernels, 1);
+          args_.kernels.dot(grad_rows_.at(r), args_.row_of(*args_.b2, segment.expert, args_.D), args_.D,
+                            product.at(0));
+          sum += product.get(0);
+        }
+        sums_.set(r, sum);
+      }
+  }
+
+  // [T, K] of the dtype of topk_weights; dropped choices get zero. Empty where it is not needed.
+  Tensor output() const {
+    if (!needed_) return torch::stable::new_empty(args_.x, {0});
+    Tensor grad = torch::stable::new_zeros(*args_.topk_weights, {args_.T, args_.K});
+    dispatch_float(grad.scalar_type(), [&](auto tag) {
+      auto* out = static_cast<decltype(tag)*>(grad.mutable_data_ptr());
+      for (int64_t r = 0; r < args_.num_rows(); ++r) out[args_.row_idx[r]] = sums_.get(r);
+    });
+    return grad;
+  }
+
+ private:
+  const ExpertRows& args_;
+  const GradRows& grad_rows_;
+  const bool needed_;
+  RowScales sums_;
+};
+
 }  // namespace fmoe_ext::gemm

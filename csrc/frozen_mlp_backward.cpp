@@ -38,14 +38,13 @@ class Backward {
         adapters_(adapters),
         products_(args),
         needs_(needs),
-        combine_(combine),
-        grad_rows_(args.rows_of(grad_y)),
+        grad_rows_(args, grad_y, combine),
         h_rows_(args.rows_of(h)),
         u1_rows_(args.rows_of(u1)),
         u2_rows_(args.rows_of(u2)),
         t1_(ThinRows::make(args, adapters.first)),
         t2_(ThinRows::make(args, adapters.second)),
-        scales_grad_(kernels_, needs.dtopk_weights ? args.R : 0),
+        scale_grads_(args, grad_rows_, needs.dtopk_weights),
         da1_(kernels_, args.bounds, rank_of(adapters.first), args.D),
         db1_(kernels_, args.bounds, args.F, rank_of(adapters.first)),
         da2_(kernels_, args.bounds, rank_of(adapters.second), args.H),
@@ -64,16 +63,7 @@ class Backward {
 
   Tensor dx() const { return needs_.dx ? args_.sum_choices(dx_rows_) : dx_rows_; }
 
-  // [T, K] of the dtype of topk_weights; dropped choices get zero.
-  Tensor dtopk_weights() const {
-    if (!needs_.dtopk_weights) return torch::stable::new_empty(args_.x, {0});
-    Tensor grad = torch::stable::new_zeros(*args_.topk_weights, {args_.T, args_.K});
-    dispatch_float(grad.scalar_type(), [&](auto tag) {
-      auto* out = static_cast<decltype(tag)*>(grad.mutable_data_ptr());
-      for (int64_t r = 0; r < args_.num_rows(); ++r) out[args_.row_idx[r]] = scales_grad_.get(r);
-    });
-    return grad;
-  }
+  Tensor dtopk_weights() const { return scale_grads_.output(); }
 
   std::vector<Tensor> grads;  // of lora_a1, lora_b1, lora_a2, lora_b2
 
@@ -113,13 +103,11 @@ class Backward {
       if (needed) gather(tasks, kernels_, chunk, columns, block, row);
     };
     const StoredRows x = args_.rows_of(args_.x);
-    add(true, args_.D, rows.dout, [this](int64_t r) { return grad_row(r); });
+    add(true, args_.D, rows.dout, [this](int64_t r) { return grad_rows_.at(r); });
     add(needs_.da1, args_.D, rows.x, [this, x](int64_t r) { return x.at(args_.token(r)); });
     add(needs_.db1, rank_of(adapters_.first), rows.u1, [this](int64_t r) { return u1_rows_.at(r); });
     add(needs_.db2, rank_of(adapters_.second), rows.u2, [this](int64_t r) { return u2_rows_.at(r); });
   }
-
-  const char* grad_row(int64_t row) const { return grad_rows_.at(combine_ ? args_.token(row) : row); }
 
   void activate(const Chunk& chunk, const Rows& rows) {
     const int64_t H = args_.H, nr = kernels_.nr;
@@ -148,22 +136,7 @@ class Backward {
           });
         });
     run(tasks);
-    if (needs_scale) sum_scale_grads(chunk, partial, divide_up(H, nr));
-  }
-
-  void sum_scale_grads(const Chunk& chunk, const RowScales& partial, int64_t groups) {
-    for (const Segment& segment : chunk.segments)
-      for (int64_t r = segment.begin; r < segment.end; ++r) {
-        double sum = 0;
-        for (int64_t group = 0; group < groups; ++group)
-          sum += partial.get(group * chunk.rows() + r - chunk.begin);
-        if (args_.b2) {
-          RowScales product(kernels_, 1);
-          kernels_.dot(grad_row(r), args_.row_of(*args_.b2, segment.expert, args_.D), args_.D, product.at(0));
-          sum += product.get(0);
-        }
-        scales_grad_.set(r, sum);
-      }
+    if (needs_scale) scale_grads_.sum(chunk, partial, divide_up(H, nr));
   }
 
   void multiply_w1(Tasks& tasks, const Chunk& chunk, const Rows& rows) {
@@ -224,12 +197,11 @@ class Backward {
   const Adapters& adapters_;
   const FrozenProducts products_;
   const Needs needs_;
-  const bool combine_;
-  const StoredRows grad_rows_, h_rows_;
-  const StoredRows u1_rows_, u2_rows_;  // those of u2 weighted
-  const Tensor t1_, t2_;                // [R, rank]
-  Tensor dx_rows_;                      // [R, D]
-  RowScales scales_grad_;               // <dO, y> of each row, y not weighted
+  const GradRows grad_rows_;
+  const StoredRows h_rows_, u1_rows_, u2_rows_;  // those of u2 weighted
+  const Tensor t1_, t2_;                         // [R, rank]
+  Tensor dx_rows_;                               // [R, D]
+  ScaleGrads scale_grads_;
   ExpertGradient da1_, db1_, da2_, db2_;
 };
 
