@@ -11,6 +11,7 @@ from fmoe_ext import FMoETransformerMLP, SigmoidGate
 from fmoe_ext.optim import Muon
 
 VOCAB = 256
+RECENT = 4  # bytes that each position sees before any attention: itself and those before it
 SOFT_CAP = 15.0
 # A run has some hundred steps. DeepSeek-V3's speed of 1e-3 balances within some thousand.
 BIAS_SPEED = 1e-2
@@ -140,6 +141,20 @@ DESCRIPTIONS = {
 }
 
 
+class RecentBytes(nn.Embedding):
+    """tokens [B, S] -> [B, S, width]: the sum of a vector for each of the last RECENT bytes, of a table for each place.
+
+    A model of bytes without it spends its first hundreds of steps on finding the bytes before.
+    """
+
+    def __init__(self, width: int) -> None:
+        super().__init__(RECENT * VOCAB, width)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        recent = F.pad(tokens, (RECENT - 1, 0)).unfold(1, RECENT, 1)
+        return super().forward(recent + VOCAB * torch.arange(RECENT, device=tokens.device)).sum(2)
+
+
 class Attention(nn.Module):
     """Causal attention with rotary positions and normalised queries and keys."""
 
@@ -173,7 +188,7 @@ class GPT(nn.Module):
     def __init__(self, name: str, size: Size) -> None:
         super().__init__()
         self.size = size
-        self.embedding = nn.Embedding(VOCAB, size.width)
+        self.embedding = RecentBytes(size.width)
         self.blocks = nn.ModuleList(Block(name, size) for _ in range(size.depth))
         self.head = Matrix(size.width, VOCAB)
         self._initialize()
