@@ -300,17 +300,17 @@ def command(*options, check=True):
 
 def test_program_from_start_to_samples_in_two_pieces(tmp_path):
     options = ("--size", "test", "--train-seconds", 0.2, "--seeds", 1, "--factor", 1, "--slice", 0.1)
-    options += ("--threads", 1, "--out", tmp_path)
+    options += ("--threads", 1, "--out", tmp_path, "--models", "fine", "ours")
     first = command(*options, "--seconds", 0.01)
     assert "the same command goes on" in first.stdout and not (tmp_path / "samples.txt").exists()
     assert "picture.png, results.json, samples.txt" in command(*options).stdout
     results = json.loads((tmp_path / "results.json").read_text())
-    assert results["summary"].keys() == {"dense", "grouped_mm", "ours", "fine"}
+    assert results["summary"].keys() == {"dense", "ours", "fine"}
     for run in results["runs"]:
         assert run["seconds"] >= 0.2 and run["steps"] > 0 and run["curve"][-1][1] > 0
     assert results["machine"]["threads"] == 1 and results["settings"]["size"]["width"] == 64
     assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
-    assert (tmp_path / "samples.txt").read_text(errors="replace").count("--- ") == 4
+    assert (tmp_path / "samples.txt").read_text(errors="replace").count("--- ") == 3
     refused = command(*options, "--seeds", 2, check=False)
     assert refused.returncode == 1 and "runs with other settings" in refused.stderr
 

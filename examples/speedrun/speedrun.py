@@ -10,7 +10,7 @@ import platform
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--size", choices=SIZES, help="default: cpu, or gpu with --device cuda")
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    parser.add_argument(
+        "--models", nargs="+", choices=MLPS, default=list(MLPS), help="these and the dense one (all)"
+    )
     parser.add_argument("--out", type=Path, help="default: out/speedrun/<size>")
     parser.add_argument("--seconds", type=float, help="stop after so many seconds; the same command goes on")
     parser.add_argument("--train-seconds", type=float, help="seconds of training of each run (of the size)")
@@ -52,6 +55,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         help="one step of each model with one window, on any device; no files",
     )
     options = parser.parse_args(argv)
+    options.models = [name for name in MLPS if name == "dense" or name in options.models]
     options.size = options.size or ("gpu" if options.device == "cuda" else "cpu")
     options.out = options.out or Path("out/speedrun") / options.size
     if options.device == "cuda" and not torch.cuda.is_available():
@@ -96,10 +100,13 @@ class Speedrun:
         self.device = torch.device(options.device)
         self.out: Path = options.out
         self.settings = {"size": asdict(self.size), "seeds": options.seeds, "factor": options.factor}
+        self.settings["models"] = self.names = options.models
         self._check_settings()
         self.corpus = self._text()
         self.counts = results.parameters(self.size)
-        self.sweep = Sweep(lambda name, factor: self._run(name, 0, factor, self.size.trial_seconds), MLPS)
+        self.sweep = Sweep(
+            lambda name, factor: self._run(name, 0, factor, self.size.trial_seconds), self.names
+        )
         self.runs: list[Run] = []
         self.drawn = 0.0
 
@@ -128,8 +135,8 @@ class Speedrun:
         for seed in range(self.options.seeds):
             own = [run for run in self.runs if run.record.seed == seed]
             if not own:
-                factors = {name: self.options.factor or self.sweep.best(name) for name in MLPS}
-                own = [self._run(name, seed, factors[name], self.size.seconds) for name in MLPS]
+                factors = {name: self.options.factor or self.sweep.best(name) for name in self.names}
+                own = [self._run(name, seed, factors[name], self.size.seconds) for name in self.names]
                 self.runs += own
             if run := next_run(own):
                 return run
@@ -140,7 +147,7 @@ class Speedrun:
         trials = [] if self.options.factor else [r for of in self.sweep.runs.values() for r in of.values()]
         unfinished = [run.record for run in (*trials, *self.runs) if not run.record.is_done]
         left = sum(record.budget - record.seconds for record in unfinished)
-        return left + (len(MLPS) * self.options.seeds - len(self.runs)) * self.size.seconds
+        return left + (len(self.names) * self.options.seeds - len(self.runs)) * self.size.seconds
 
     def write(self) -> dict[str, dict[str, Any]]:
         records = [run.record for run in self.runs]
@@ -165,7 +172,7 @@ class Speedrun:
         """Train in turns until all is done or the time is over -> True if all is done."""
         start = time.monotonic()
         limit = self.options.seconds or float("inf")
-        warm_up(self.size, self.device)
+        warm_up(self.size, self.device, self.names)
         bar_format = "{l_bar}{bar}| {n:.0f}/{total:.0f} s {postfix}"
         interval = 0.5 if sys.stderr.isatty() else 30  # few lines where the output goes to a file
         with tqdm(total=self.left(), bar_format=bar_format, mininterval=interval) as bar:
@@ -187,25 +194,27 @@ class Speedrun:
         return run is None
 
 
-def first_steps(size: Size, device: torch.device) -> Iterator[tuple[str, GPT, float, float]]:
+def first_steps(
+    size: Size, device: torch.device, names: Iterable[str]
+) -> Iterator[tuple[str, GPT, float, float]]:
     """One step of each model -> its name, itself, loss and seconds."""
     corpus = Corpus(*[as_tensor(b"def main():\n" * (2 * size.context)) for _ in range(2)], "a line")
-    for name in MLPS:
+    for name in names:
         run = Run(Path("none"), size, device, name, 0, 1.0, size.seconds)
         model, optimizers = run.build()
         seconds = run.step(model, optimizers, corpus)
         yield name, model, run.loss, seconds
 
 
-def warm_up(size: Size, device: torch.device) -> None:
+def warm_up(size: Size, device: torch.device, names: Iterable[str]) -> None:
     """Take the first step of a process, which is slower, outside of all runs."""
-    for _ in first_steps(size, device):
+    for _ in first_steps(size, device, names):
         pass
 
 
-def dry_run(size: Size, device: torch.device) -> None:
+def dry_run(size: Size, device: torch.device, names: Iterable[str]) -> None:
     """One step of each model with one window."""
-    for name, model, loss, seconds in first_steps(replace(size, windows=1), device):
+    for name, model, loss, seconds in first_steps(replace(size, windows=1), device, names):
         total, active = (count / 1e6 for count in model.num_parameters())
         print(
             f"{DESCRIPTIONS[name]}: {total:.1f} M parameters, {active:.1f} M active, loss {loss:.3f}, {seconds:.1f} s"
@@ -217,7 +226,7 @@ def main(argv: list[str] | None = None) -> int:
     if options.threads:
         torch.set_num_threads(options.threads)
     if options.dry_run:
-        dry_run(size_of(options), torch.device(options.device))
+        dry_run(size_of(options), torch.device(options.device), options.models)
         return 0
     if options.device == "cpu" and cpu.can_keep_memory():
         cpu.keep_memory()
