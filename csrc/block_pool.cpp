@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <bit>
 #include <mutex>
 #include <vector>
 
@@ -38,11 +39,13 @@ class Kept {
  public:
   std::mutex mutex;  // of all but used
 
-  // A block that is large enough, and not much larger.
+  // The smallest block that is large enough: not much larger, or of any size if a new one would unmap others.
   BlockPool::Block find(int64_t bytes) {
+    const int64_t room = most_ - used.load();
+    const int64_t largest = bytes + bytes_ > room ? std::max(room, bytes + bytes / 4) : bytes + bytes / 4;
     size_t best = blocks_.size();
     for (size_t i = 0; i < blocks_.size(); ++i)
-      if (blocks_[i].bytes >= bytes && blocks_[i].bytes <= bytes + bytes / 4 &&
+      if (blocks_[i].bytes >= bytes && blocks_[i].bytes <= largest &&
           (best == blocks_.size() || blocks_[i].bytes <= blocks_[best].bytes))
         best = i;
     if (best == blocks_.size()) return {};
@@ -94,8 +97,9 @@ Kept& kept() {
 
 // A thread never waits here: a fork may have copied a mutex that another thread held.
 BlockPool::Block BlockPool::take(int64_t bytes) {
-  constexpr int64_t kPage = 4096;
-  bytes = (bytes + kPage - 1) / kPage * kPage;
+  // To an eighth of a power of two: workspaces differ a little from step to step, by the load of the experts.
+  const int64_t unit = std::bit_floor(static_cast<uint64_t>(std::max(bytes, kSmallest))) / 8;
+  bytes = (bytes + unit - 1) / unit * unit;
   Block block;
   if (const std::unique_lock lock(kept().mutex, std::try_to_lock); lock) {
     block = kept().find(bytes);
