@@ -2,6 +2,7 @@
 #pragma once
 
 #include "expert_rows.h"
+#include "gemm/gradients.h"
 #include "kept_rows.h"
 
 namespace fmoe_ext::gemm {

@@ -2,6 +2,8 @@
 
 #include <torch/csrc/stable/library.h>
 
+#include "gemm/gradients.h"
+
 namespace fmoe_ext {
 namespace {
 

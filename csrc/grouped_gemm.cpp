@@ -3,7 +3,7 @@
 #include <torch/csrc/stable/library.h>
 
 #include "frozen_weight.h"
-#include "gemm/grouped.h"
+#include "gemm/gradients.h"
 
 namespace fmoe_ext {
 namespace {
