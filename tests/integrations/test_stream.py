@@ -213,6 +213,7 @@ def test_values_of_streamed_weights_are_refused(tmp_path):
         lambda: model.float(),
         lambda: weight.requires_grad_(),
         lambda: torch.save(weight, tmp_path / "weight"),
+        lambda: torch.save(model, tmp_path / "model"),
         lambda: model.save_pretrained(tmp_path / "again"),
     ):
         with pytest.raises(RuntimeError, match=r"fmoe adapter merge"):

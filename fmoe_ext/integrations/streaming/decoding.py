@@ -55,8 +55,22 @@ def _derived(cls: Any, is_gate: bool) -> type | None:
         forward = _with_global(cls.forward, "apply_rotary_pos_emb", ours)
     elif is_gate and used.get("F") is nn.functional:
         forward = _with_global(cls.forward, "F", _Functional())
-    body = {"forward": forward, "__module__": cls.__module__, "__doc__": cls.__doc__}
-    return None if forward is None else type(cls.__name__, (cls,), body)
+    if forward is None:
+        return None
+
+    def reduce(self: Any, protocol: Any) -> tuple[Any, ...]:
+        # the class has the name of its own, by which pickle would find that
+        _, _, *state = super(derived, self).__reduce_ex__(max(2, protocol))
+        return (_new, (cls, is_gate), *state)
+
+    body = {"forward": forward, "__reduce_ex__": reduce}
+    derived: Any = type(cls.__name__, (cls,), body | {"__module__": cls.__module__, "__doc__": cls.__doc__})
+    return derived
+
+
+def _new(cls: Any, is_gate: bool) -> Any:
+    derived = _derived(cls, is_gate) or cls
+    return derived.__new__(derived)
 
 
 def _is_same(one: Any, other: Any) -> bool:
