@@ -95,7 +95,8 @@ class Muon(Optimizer):
         stack = orthogonalize(stack, group["ns_coefficients"], group["ns_steps"], group["eps"])
         ratio = _lr_ratio(group["adjust_lr_fn"], *stack.shape[1:])
         lr = float(group["lr"])
-        weight.mul_(1 - lr * group["weight_decay"])
+        if group["weight_decay"]:
+            weight.mul_(1 - lr * group["weight_decay"])
         weight.add_(stack.reshape(weight.shape), alpha=-lr * ratio)
 
 
