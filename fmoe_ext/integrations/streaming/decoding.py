@@ -69,7 +69,7 @@ def _derived(cls: Any, is_gate: bool) -> type | None:
 
 
 def _new(cls: Any, is_gate: bool) -> Any:
-    derived = _derived(cls, is_gate) or cls
+    derived: Any = _derived(cls, is_gate) or cls
     return derived.__new__(derived)
 
 
