@@ -127,7 +127,7 @@ def assert_survives(pool, text, tmp_path, kills, steps):
 @pytest.mark.parametrize(
     "kills",
     [
-        pytest.param([(0, 4, 0.0)], id="in training"),
+        pytest.param([(0, 4, 0.0)], id="in training", marks=pytest.mark.long),
         pytest.param([(0, 4, 0.0), (1, 0, 0.5)], id="and while the ranks start", marks=pytest.mark.slow),
     ],
 )

@@ -75,7 +75,10 @@ def train(first, second, steps, optimizers=()):
     return losses, longest
 
 
-@pytest.mark.parametrize(("steps", "kills"), [(15, 1), pytest.param(150, 4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("steps", "kills"),
+    [pytest.param(15, 1, marks=pytest.mark.long), pytest.param(150, 4, marks=pytest.mark.slow)],
+)
 def test_bad_network_and_dying_servers(etcd, steps, kills):
     """50 ms latency with jitter, 2 % loss, cut connections; a third of the servers killed and replaced, kills times."""
     network = BadNetwork(cut=0.001)
