@@ -18,7 +18,7 @@ namespace detail {
 extern std::atomic<CpuIsa> isa_in_use;
 }
 
-// The most capable set in use: that of the processor, unless _set_cpu_isa named a lesser one.
+// The most capable set in use: the fastest of the processor, unless _set_cpu_isa named another one.
 inline CpuIsa cpu_isa() { return detail::isa_in_use.load(std::memory_order_relaxed); }
 inline bool use_avx512() { return cpu_isa() == CpuIsa::avx512 || cpu_isa() == CpuIsa::avx512_bf16; }
 

@@ -39,7 +39,7 @@ VARIABLES = (
         "FMOE_CPU_ISA",
         str,
         None,
-        "run: most capable instruction set that the CPU kernels may use; the processor's best when unset",
+        "run: most capable instruction set that the CPU kernels may use; the processor's fastest when unset",
         ("portable", "avx2", "avx512", "avx512_bf16", "neon", "neon_bf16"),
     ),
     Variable(

@@ -62,6 +62,7 @@ def report() -> str:
             "CPU",
             f"{platform.machine()}, {torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads",
         ),
+        ("CPU kernels", ops.cpu_isa()),
         *_devices(),
         *((f"built with {key}", value) for key, value in ops.build_info().items()),
         *_native_modules(),

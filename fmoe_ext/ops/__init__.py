@@ -95,6 +95,11 @@ def build_info() -> dict[str, str]:
     return dict(fact.split("=", 1) for fact in torch.ops.fmoe_ext.build_info().split(","))
 
 
+def cpu_isa() -> str:
+    """Instruction set that the CPU kernels use: the processor's fastest, or the one that FMOE_CPU_ISA names."""
+    return torch.ops.fmoe_ext._cpu_isa()
+
+
 def release_memory() -> None:
     """Returns the memory to the system that the CPU operators keep of freed gradients and workspaces.
 
@@ -117,6 +122,7 @@ __all__ = [
     "build_info",
     "count_tokens",
     "count_tokens_ref",
+    "cpu_isa",
     "cuda_module_missing",
     "expert_mlp",
     "expert_mlp_ref",

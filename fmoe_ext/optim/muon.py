@@ -10,6 +10,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 from torch.optim.optimizer import Optimizer, ParamsT
 
+from fmoe_ext import cpu
+
 ADJUSTMENTS = (None, "original", "match_rms_adamw")
 
 
@@ -131,17 +133,8 @@ def orthogonalize(
 
 @functools.cache
 def _dtype_of_products(device: torch.device) -> torch.dtype:
-    """bfloat16, or float32 on a processor without instructions for it, where torch takes 5 to 40 times as long."""
-    if device.type != "cpu":
-        return torch.bfloat16
-    has = torch.cpu.get_capabilities()
-    if has.get("architecture") == "x86_64":
-        # get_cpu_capability() is less than the processor's if ATEN_CPU_CAPABILITY says so
-        is_fast = "AVX512" in torch.backends.cpu.get_cpu_capability()
-        is_fast = is_fast and (has.get("avx512_bf16", False) or has.get("amx_bf16", False))
-    else:
-        is_fast = has.get("bf16", False)
-    return torch.bfloat16 if is_fast else torch.float32
+    """bfloat16, or float32 on a processor that multiplies it faster; the results are rounded alike."""
+    return torch.bfloat16 if device.type != "cpu" or cpu.fast_bfloat16() else torch.float32
 
 
 def _lr_ratio(adjust_lr_fn: str | None, rows: int, columns: int) -> float:

@@ -65,22 +65,11 @@ def test_products_without_bfloat16_instructions_round_alike(monkeypatch):
     torch.testing.assert_close(*found, rtol=0, atol=0.01)  # a bit of bfloat16 near 1
 
 
-@pytest.mark.parametrize(
-    ("capabilities", "aten", "expected"),
-    [
-        ({"architecture": "x86_64", "avx512_bf16": True}, "AVX512", torch.bfloat16),
-        ({"architecture": "x86_64", "amx_bf16": True}, "AVX512", torch.bfloat16),
-        ({"architecture": "x86_64", "avx512_bf16": True}, "AVX2", torch.float32),
-        ({"architecture": "x86_64", "avx2": True}, "AVX2", torch.float32),
-        ({"architecture": "aarch64", "bf16": True}, "DEFAULT", torch.bfloat16),
-        ({}, "DEFAULT", torch.float32),
-    ],
-)
-def test_dtype_of_products_follows_the_processor(monkeypatch, capabilities, aten, expected):
-    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities)
-    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: aten)
-    found = muon._dtype_of_products.__wrapped__(torch.device("cpu"))
-    assert found == expected
+def test_products_on_a_cpu_have_the_dtype_that_it_multiplies_fast(monkeypatch):
+    for fast, expected in ((True, torch.bfloat16), (False, torch.float32)):
+        monkeypatch.setattr(muon.cpu, "fast_bfloat16", lambda fast=fast: fast)
+        assert muon._dtype_of_products.__wrapped__(torch.device("cpu")) == expected
+        assert muon._dtype_of_products.__wrapped__(torch.device("cuda")) == torch.bfloat16
 
 
 def test_muon_layer_learns_and_state_reloads():
