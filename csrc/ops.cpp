@@ -47,6 +47,9 @@ STABLE_TORCH_LIBRARY(fmoe_ext, m) {
   // The same, but a dweight that is needed is added to main_dweight (float32, or float64) and is empty itself.
   m.def("grouped_gemm_backward_accumulate(Tensor grad_y, Tensor x, Tensor weight, Tensor offs, bool[] needs, Tensor(a!) main_dweight) -> (Tensor, Tensor, Tensor)");
 
+  // For each matrix of x [E, M, N], steps times: G = x x^T, x = a x + (b G + c G G) x.
+  m.def("newton_schulz(Tensor x, float a, float b, float c, int steps) -> Tensor");
+
   // grouped_gemm with a frozen weight, packed as in frozen_mlp; without offs its one expert has all rows.
   m.def("frozen_gemm(Tensor x, Tensor weight, Tensor? offs, Tensor? bias, Tensor? weight_scale, Tensor? weight_zero, int weight_format, bool weight_interleaved=False) -> Tensor");
   // -> dx

@@ -95,6 +95,9 @@ struct Kernels {
   // dst [m, n] = (tile + bias) * scale[row]; bias storage [n] or null, scale acc [m] or null.
   void (*store)(const void* tile, int64_t m, int64_t n, const void* bias, const void* scale, void* dst,
                 int64_t stride);
+  // dst [m, n] = alpha * tile + beta * src; src has the stride of dst, and may be dst.
+  void (*add)(const void* tile, int64_t m, int64_t n, double alpha, const void* src, double beta, void* dst,
+              int64_t stride);
   // dst [m, n] = tile, past the caches: for results too large to be read from them. After the last tile of a
   // job, end_stream.
   void (*stream)(const void* tile, int64_t m, int64_t n, void* dst, int64_t stride);

@@ -80,6 +80,7 @@ from fmoe_ext.ops.frozen_gemm import frozen_gemm, frozen_gemm_ref  # noqa: E402
 from fmoe_ext.ops.frozen_mlp import Lora, frozen_mlp, frozen_mlp_ref  # noqa: E402
 from fmoe_ext.ops.grouped_gemm import grouped_gemm, grouped_gemm_ref  # noqa: E402
 from fmoe_ext.ops.main_grad import MainGrad  # noqa: E402
+from fmoe_ext.ops.newton_schulz import newton_schulz, newton_schulz_ref  # noqa: E402
 from fmoe_ext.ops.permute import permute, permute_ref, unpermute, unpermute_ref  # noqa: E402
 from fmoe_ext.ops.quantize import nf4_scales, quantize  # noqa: E402
 from fmoe_ext.ops.quantized import FORMATS, Quantized  # noqa: E402
@@ -136,6 +137,8 @@ __all__ = [
     "grouped_gemm_ref",
     "is_batch_invariant",
     "kernels_depend_on_batch",
+    "newton_schulz",
+    "newton_schulz_ref",
     "nf4_scales",
     "permute",
     "permute_ref",

@@ -1,6 +1,5 @@
 """Muon for stacked experts: torch.optim.Muon, with every expert's matrix orthogonalised by itself, all at once."""
 
-import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -10,7 +9,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 from torch.optim.optimizer import Optimizer, ParamsT
 
-from fmoe_ext import cpu
+from fmoe_ext import ops
 
 ADJUSTMENTS = (None, "original", "match_rms_adamw")
 
@@ -112,29 +111,12 @@ def orthogonalize(
 
     Equivalent to: U @ V^T of each matrix's singular value decomposition, roughly.
     """
-    a, b, c = ns_coefficients
     x = stack.bfloat16()
     if is_tall := x.shape[1] > x.shape[2]:
         x = x.mT
     x = x / torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True).clamp(min=eps)
-    dtype = _dtype_of_products(x.device)
-
-    def rounded(product: Tensor) -> Tensor:
-        return product.bfloat16().to(dtype)
-
-    x = x.to(dtype)
-    for _ in range(ns_steps):
-        gram = rounded(x @ x.mT)
-        polynomial = rounded(torch.baddbmm(gram, gram, gram, beta=b, alpha=c))
-        x = rounded(torch.baddbmm(x, polynomial, x, beta=a))
-    x = x.bfloat16()
+    x = ops.newton_schulz(x, ns_coefficients, ns_steps)
     return x.mT if is_tall else x
-
-
-@functools.cache
-def _dtype_of_products(device: torch.device) -> torch.dtype:
-    """bfloat16, or float32 on a processor that multiplies it faster; the results are rounded alike."""
-    return torch.bfloat16 if device.type != "cpu" or cpu.fast_bfloat16() else torch.float32
 
 
 def _lr_ratio(adjust_lr_fn: str | None, rows: int, columns: int) -> float:

@@ -22,9 +22,9 @@ def use(name: str) -> None:
 
 @contextmanager
 def restored() -> Iterator[None]:
-    """Restores the most capable allowed instruction set afterwards."""
+    """Restores the instruction set afterwards."""
+    before = torch.ops.fmoe_ext._cpu_isa()
     try:
         yield
     finally:
-        for name in ALLOWED:
-            torch.ops.fmoe_ext._set_cpu_isa(name)
+        torch.ops.fmoe_ext._set_cpu_isa(before)

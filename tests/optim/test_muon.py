@@ -3,7 +3,7 @@ import torch
 from torch import nn
 
 from fmoe_ext import FMoETransformerMLP
-from fmoe_ext.optim import Muon, muon, orthogonalize
+from fmoe_ext.optim import Muon, orthogonalize
 
 OPTIONS = [
     {},
@@ -52,24 +52,6 @@ def test_singular_values_come_near_one():
     torch.manual_seed(0)
     values = torch.linalg.svdvals(orthogonalize(torch.randn(5, 32, 16)).float())
     assert values.min() > 0.6 and values.max() < 1.3
-
-
-def test_products_without_bfloat16_instructions_round_alike(monkeypatch):
-    torch.manual_seed(0)
-    stack = torch.randn(3, 24, 16)
-    found = []
-    for dtype in (torch.bfloat16, torch.float32):
-        monkeypatch.setattr(muon, "_dtype_of_products", lambda _, dtype=dtype: dtype)
-        found.append(orthogonalize(stack))
-    assert found[0].dtype == found[1].dtype == torch.bfloat16
-    torch.testing.assert_close(*found, rtol=0, atol=0.01)  # a bit of bfloat16 near 1
-
-
-def test_products_on_a_cpu_have_the_dtype_that_it_multiplies_fast(monkeypatch):
-    for fast, expected in ((True, torch.bfloat16), (False, torch.float32)):
-        monkeypatch.setattr(muon.cpu, "fast_bfloat16", lambda fast=fast: fast)
-        assert muon._dtype_of_products.__wrapped__(torch.device("cpu")) == expected
-        assert muon._dtype_of_products.__wrapped__(torch.device("cuda")) == torch.bfloat16
 
 
 def test_muon_layer_learns_and_state_reloads():

@@ -1,0 +1,166 @@
+// Newton-Schulz iterations for each matrix of a stack. Two of the three products are symmetric: their lower
+// half is computed and mirrored.
+#include <torch/csrc/stable/library.h>
+
+#include <cstring>
+
+#include "gemm/grouped.h"
+
+namespace fmoe_ext {
+namespace {
+
+using namespace gemm;
+
+struct Coefficients {
+  double a, b, c;
+};
+
+// One matrix X [M, N], which becomes a X + (b G + c G G) X with G = X X^T at every step. Each product is
+// rounded to storage.
+class Iteration {
+ public:
+  static int64_t bytes(const Kernels& kernels, int64_t M, int64_t N) {
+    const int64_t operand = M * RowMajor::stride_for(kernels, std::max(M, N)) * kernels.operand_bytes;
+    return operand + 2 * square_bytes(kernels, M);
+  }
+
+  // is_shared: the threads share the panels of this matrix; else they have a matrix each.
+  Iteration(const Kernels& kernels, char* x, int64_t M, int64_t N, char* memory, bool is_shared)
+      : kernels_(kernels),
+        M(M),
+        N(N),
+        is_shared_(is_shared),
+        x_{x, N, kernels.storage_bytes},
+        gram_{memory, M, kernels.storage_bytes},
+        polynomial_{memory + square_bytes(kernels, M), M, kernels.storage_bytes},
+        operand_(memory + 2 * square_bytes(kernels, M)) {}
+
+  void step(const Coefficients& by) {
+    const auto gram = [&](const void* tile, int64_t row, int64_t column, int64_t m, int64_t n) {
+      kernels_.store(tile, m, n, nullptr, nullptr, gram_.at(row, column), M);
+    };
+    symmetric(x_, N, gram);
+    mirror(gram_);
+    const auto polynomial = [&](const void* tile, int64_t row, int64_t column, int64_t m, int64_t n) {
+      kernels_.add(tile, m, n, by.c, gram_.at(row, column), by.b, polynomial_.at(row, column), M);
+    };
+    symmetric(gram_, M, polynomial);
+    mirror(polynomial_);
+    multiply_by_polynomial(by.a);
+  }
+
+ private:
+  static int64_t square_bytes(const Kernels& kernels, int64_t M) {
+    return divide_up(M * M * kernels.storage_bytes, 64) * 64;
+  }
+
+  template <class Body>
+  void for_each_panel(int64_t columns, const Body& body) const {
+    const int64_t panels = divide_up(columns, kernels_.nr);
+    if (is_shared_) return for_each_job(panels, body);
+    for (int64_t panel = 0; panel < panels; ++panel) body(panel);
+  }
+
+  // Rows [M, depth] as operands.
+  RowMajor operands(const RowMajor& rows, int64_t depth) const {
+    const RowMajor to{operand_, RowMajor::stride_for(kernels_, depth), kernels_.operand_bytes};
+    std::vector<const void*> pointers(M);
+    for (int64_t r = 0; r < M; ++r) pointers[r] = rows.at(r);
+    kernels_.copy_rows(pointers.data(), M, depth, to.data, to.stride);
+    return to;
+  }
+
+  // Tiles of rows rows^T, those that hold a place of the lower half: epilogue(tile, row, column, m, n).
+  template <class Epilogue>
+  void symmetric(const RowMajor& rows, int64_t depth, const Epilogue& epilogue) const {
+    const RowMajor left = operands(rows, depth);
+    for_each_panel(M, [&](int64_t panel) {
+      const int64_t column = panel * kernels_.nr, n = std::min(kernels_.nr, M - column);
+      const void* pointers[kMaxPanelLanes];
+      for (int64_t j = 0; j < kernels_.nr; ++j) pointers[j] = j < n ? rows.at(column + j) : nullptr;
+      const ThreadBuffer buffer(panel_bytes(kernels_, depth, kernels_.nr));
+      kernels_.pack_columns(pointers, depth, buffer.data());
+      multiply(left, column / kernels_.mr * kernels_.mr, depth, buffer.data(), column, n, epilogue);
+    });
+  }
+
+  void multiply_by_polynomial(double a) {
+    const RowMajor left = operands(polynomial_, M);
+    for_each_panel(N, [&](int64_t panel) {
+      const int64_t column = panel * kernels_.nr, n = std::min(kernels_.nr, N - column);
+      const ThreadBuffer buffer(panel_bytes(kernels_, M, kernels_.nr));
+      const Panels panels{buffer.data(), Panels::stride_for(kernels_, M, kernels_.nr),
+                          kernels_.operand_bytes};
+      pack_weight_rows(kernels_, x_.data, N, M, panel, 1, panels);
+      // In place: nobody else reads these columns.
+      multiply(left, 0, M, buffer.data(), column, n,
+               [&](const void* tile, int64_t row, int64_t at, int64_t m, int64_t width) {
+                 char* corner = x_.at(row, at);
+                 kernels_.add(tile, m, width, 1, corner, a, corner, N);
+               });
+    });
+  }
+
+  template <class Epilogue>
+  void multiply(const RowMajor& left, int64_t first, int64_t depth, const char* panel, int64_t column,
+                int64_t n, const Epilogue& epilogue) const {
+    alignas(64) char tile[kTileBytes];
+    for (int64_t row = first; row < M; row += kernels_.mr) {
+      const int64_t m = std::min(kernels_.mr, M - row);
+      kernels_.multiply_row_major(m, depth, left.at(row), left.stride, panel, tile);
+      epilogue(tile, row, column, m, n);
+    }
+  }
+
+  // The upper half from the lower one, in blocks that stay in the first-level cache.
+  void mirror(const RowMajor& square) const {
+    constexpr int64_t kBlock = 32;
+    const auto copy = [&](auto tag) {
+      auto* const p = reinterpret_cast<decltype(tag)*>(square.data);
+      for (int64_t i0 = 0; i0 < M; i0 += kBlock)
+        for (int64_t j0 = 0; j0 <= i0; j0 += kBlock)
+          for (int64_t j = j0; j < std::min(j0 + kBlock, M); ++j)
+            for (int64_t i = std::max(i0, j + 1); i < std::min(i0 + kBlock, M); ++i)
+              p[j * M + i] = p[i * M + j];
+    };
+    if (square.bytes == 2) return copy(uint16_t{});
+    if (square.bytes == 4) return copy(uint32_t{});
+    copy(uint64_t{});
+  }
+
+  const Kernels& kernels_;
+  const int64_t M, N;
+  const bool is_shared_;
+  const RowMajor x_, gram_, polynomial_;
+  char* const operand_;
+};
+
+Tensor newton_schulz_cpu(Tensor x, double a, double b, double c, int64_t steps) {
+  check_cpu(x, "x");
+  check_float(x, "x");
+  check_dim(x, 3, "x", "[E, M, N]");
+  STD_TORCH_CHECK(steps >= 0, "steps must be at least 0, but got ", steps);
+  const Tensor found = torch::stable::clone(as_contiguous(x));
+  const int64_t E = x.size(0), M = x.size(1), N = x.size(2);
+  if (found.numel() == 0) return found;
+  const Kernels& kernels = kernels_for(x.scalar_type());
+  const bool is_shared = E < num_threads();
+  const int64_t bytes = divide_up(Iteration::bytes(kernels, M, N), 64) * 64;
+  const Workspace workspace(x, bytes * (is_shared ? 1 : std::min(E, num_threads())));
+  const auto iterate = [&](int64_t e, int64_t worker) {
+    char* const matrix = mutable_bytes_of(found) + e * M * N * kernels.storage_bytes;
+    Iteration iteration(kernels, matrix, M, N, workspace.data() + worker * bytes, is_shared);
+    for (int64_t step = 0; step < steps; ++step) iteration.step({a, b, c});
+  };
+  if (is_shared)
+    for (int64_t e = 0; e < E; ++e) iterate(e, 0);
+  else
+    for_each_job(E, iterate);
+  return found;
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(fmoe_ext, CPU, m) { m.impl("newton_schulz", TORCH_BOX(&newton_schulz_cpu)); }
+
+}  // namespace fmoe_ext
