@@ -140,7 +140,7 @@ Tensor newton_schulz_cpu(Tensor x, double a, double b, double c, int64_t steps) 
   check_float(x, "x");
   check_dim(x, 3, "x", "[E, M, N]");
   STD_TORCH_CHECK(steps >= 0, "steps must be at least 0, but got ", steps);
-  const Tensor found = torch::stable::clone(as_contiguous(x));
+  const Tensor found = x.is_contiguous() ? torch::stable::clone(x) : as_contiguous(x);
   const int64_t E = x.size(0), M = x.size(1), N = x.size(2);
   if (found.numel() == 0) return found;
   const Kernels& kernels = kernels_for(x.scalar_type());

@@ -1,11 +1,9 @@
-"""Settings that make training on a CPU faster, and the types that the processor multiplies fast."""
+"""Settings of the process that make training on a CPU faster."""
 
 import ctypes
 import sys
 from collections.abc import Mapping
 from types import MappingProxyType
-
-import torch
 
 from fmoe_ext import ops
 
@@ -51,23 +49,6 @@ def give_memory_back() -> None:
     """
     _set_malloc(_BEGINNING).malloc_trim(ctypes.c_size_t(0))
     ops.release_memory()
-
-
-def fast_bfloat16() -> bool:
-    """True if torch multiplies bfloat16 matrices at least as fast as float32 ones on this processor.
-
-    It does with AMX, AVX512_BF16 of AMD, and bfdot of Arm. On Intel's processors since Sapphire Rapids AVX512_BF16
-    without AMX, which virtual machines may hide, takes twice the time of float32. Without any such instruction
-    bfloat16 takes 5 to 40 times as long.
-    """
-    has = torch.cpu.get_capabilities()
-    if has.get("architecture") != "x86_64":
-        return bool(has.get("bf16"))
-    # get_cpu_capability() is less than the processor's if ATEN_CPU_CAPABILITY says so
-    if "AVX512" not in torch.backends.cpu.get_cpu_capability():
-        return False
-    is_made_for_amx = has.get("avx512_fp16") and "Intel" in has.get("cpu_name", "")
-    return bool(has.get("amx_bf16") or (has.get("avx512_bf16") and not is_made_for_amx))
 
 
 def can_keep_memory() -> bool:

@@ -1,14 +1,12 @@
-"""fmoe_ext.cpu: what keep_memory() does to a process of its own, and which types the processor multiplies fast."""
+"""fmoe_ext.cpu.keep_memory(): what it does to page faults and to the memory of a process of its own."""
 
 import json
-import os
 import subprocess
 import sys
 
 import pytest
-import torch
 
-from fmoe_ext import cpu, ops
+from fmoe_ext import cpu
 
 PROGRAM = """
 import json, resource, torch
@@ -142,37 +140,3 @@ def test_another_c_library_is_an_error(monkeypatch, function):
     monkeypatch.setattr(cpu, "can_keep_memory", lambda: False)
     with pytest.raises(NotImplementedError, match="sets glibc's malloc"):
         function()
-
-
-X86 = {"architecture": "x86_64", "cpu_name": "AMD EPYC"}
-INTEL = {**X86, "cpu_name": "Intel Xeon", "avx512_bf16": True}
-
-
-@pytest.mark.parametrize(
-    ("capabilities", "aten", "expected"),
-    [
-        ({**X86, "avx512_bf16": True}, "AVX512", True),
-        ({**X86, "avx512_bf16": True, "avx512_fp16": True}, "AVX512", True),
-        ({**X86, "avx512_bf16": True}, "AVX2", False),
-        ({**X86, "avx2": True}, "AVX2", False),
-        (INTEL, "AVX512", True),
-        ({**INTEL, "avx512_fp16": True}, "AVX512", False),
-        ({**INTEL, "avx512_fp16": True, "amx_bf16": True}, "AVX512", True),
-        ({"architecture": "aarch64", "bf16": True}, "DEFAULT", True),
-        ({"architecture": "aarch64"}, "DEFAULT", False),
-        ({}, "DEFAULT", False),
-    ],
-)
-def test_fast_bfloat16_follows_the_processor(monkeypatch, capabilities, aten, expected):
-    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities)
-    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: aten)
-    assert cpu.fast_bfloat16() is expected
-
-
-@pytest.mark.skipif("FMOE_CPU_ISA" in os.environ, reason="FMOE_CPU_ISA names the instruction set")
-def test_kernels_use_dot_products_of_bfloat16_only_where_they_are_fast():
-    has = torch.cpu.get_capabilities()
-    if not (has.get("avx512_bf16") and has.get("avx512_bw")):
-        pytest.skip("this processor has no AVX512_BF16")
-    is_slow = has.get("avx512_fp16") and "Intel" in has["cpu_name"]
-    assert ops.cpu_isa() == ("avx512" if is_slow else "avx512_bf16")

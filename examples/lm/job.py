@@ -11,7 +11,7 @@ import torch.distributed as dist
 from rendezvous import meet
 
 import fmoe_ext
-from fmoe_ext import cpu, pipeline
+from fmoe_ext import ops, pipeline
 from fmoe_ext.distributed import ParallelGroups, init_groups
 
 
@@ -180,5 +180,5 @@ def choose_dtype(name: str, device: torch.device) -> torch.dtype:
     if device.type == "cuda":
         fast = torch.cuda.is_bf16_supported(including_emulation=False)
     else:
-        fast = cpu.fast_bfloat16()
+        fast = ops.fast_bfloat16()
     return torch.bfloat16 if fast else torch.float32

@@ -82,6 +82,7 @@ from fmoe_ext.ops.grouped_gemm import grouped_gemm, grouped_gemm_ref  # noqa: E4
 from fmoe_ext.ops.main_grad import MainGrad  # noqa: E402
 from fmoe_ext.ops.newton_schulz import newton_schulz, newton_schulz_ref  # noqa: E402
 from fmoe_ext.ops.permute import permute, permute_ref, unpermute, unpermute_ref  # noqa: E402
+from fmoe_ext.ops.processor import cpu_isa, fast_bfloat16  # noqa: E402
 from fmoe_ext.ops.quantize import nf4_scales, quantize  # noqa: E402
 from fmoe_ext.ops.quantized import FORMATS, Quantized  # noqa: E402
 from fmoe_ext.ops.sort_tokens import SortedTokens, sort_tokens, sort_tokens_ref  # noqa: E402
@@ -94,11 +95,6 @@ if cuda_module_missing is None:
 def build_info() -> dict[str, str]:
     """Build settings of the native module: torch, compiler, CUDA architectures, NCCL."""
     return dict(fact.split("=", 1) for fact in torch.ops.fmoe_ext.build_info().split(","))
-
-
-def cpu_isa() -> str:
-    """Instruction set that the CPU kernels use: the processor's fastest, or the one that FMOE_CPU_ISA names."""
-    return torch.ops.fmoe_ext._cpu_isa()
 
 
 def release_memory() -> None:
@@ -127,6 +123,7 @@ __all__ = [
     "cuda_module_missing",
     "expert_mlp",
     "expert_mlp_ref",
+    "fast_bfloat16",
     "frozen_gemm",
     "frozen_gemm_ref",
     "frozen_mlp",

@@ -1,8 +1,7 @@
-import functools
-
 import torch
 
 from fmoe_ext.ops._autograd import register_fake
+from fmoe_ext.ops.processor import fast_bfloat16
 
 
 def newton_schulz(x: torch.Tensor, coefficients: tuple[float, float, float], steps: int) -> torch.Tensor:
@@ -10,12 +9,13 @@ def newton_schulz(x: torch.Tensor, coefficients: tuple[float, float, float], ste
 
     x [E, M, N] of one floating dtype, M <= N is cheaper; coefficients (a, b, c) -> [E, M, N]. Every product is summed
     in float32 (double: float64) and rounded to the dtype of x. On the CPU one operator takes each matrix through all
-    steps and computes half of G and of the polynomial, which are symmetric. On a CPU with AMX, on CUDA and where x
-    needs a gradient, torch.bmm computes them. Raises RuntimeError for another shape or dtype.
+    steps and computes half of G and of the polynomial, which are symmetric. PyTorch computes them on CUDA, in bfloat16
+    where fast_bfloat16(), and where x needs a gradient. Raises RuntimeError for another shape or dtype.
     Equivalent to: newton_schulz_ref, which is three lines of PyTorch. Muon: Jordan et al. 2024.
     """
-    is_constant = not (torch.is_grad_enabled() and x.requires_grad)
-    if x.device.type == "cpu" and is_constant and not _has_amx():
+    needs_gradient = torch.is_grad_enabled() and x.requires_grad
+    is_fast = x.dtype == torch.bfloat16 and fast_bfloat16()
+    if x.device.type == "cpu" and not needs_gradient and not is_fast:
         found: torch.Tensor = torch.ops.fmoe_ext.newton_schulz(x, *coefficients, steps)
         return found
     return newton_schulz_ref(x, coefficients, steps)
@@ -28,12 +28,6 @@ def newton_schulz_ref(x: torch.Tensor, coefficients: tuple[float, float, float],
         gram = x @ x.mT
         x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return x
-
-
-@functools.cache
-def _has_amx() -> bool:
-    """True if torch's products of bfloat16 matrices take a fraction of the time of ours."""
-    return bool(torch.cpu.get_capabilities().get("amx_bf16"))
 
 
 @register_fake("fmoe_ext::newton_schulz", x=3)

@@ -1,0 +1,28 @@
+"""The processor: which kernels it gets, and which type it multiplies fast."""
+
+import functools
+
+import torch
+
+
+def cpu_isa() -> str:
+    """Instruction set that the CPU kernels use: the processor's fastest, or the one that FMOE_CPU_ISA names."""
+    return torch.ops.fmoe_ext._cpu_isa()
+
+
+@functools.cache
+def fast_bfloat16() -> bool:
+    """True if torch multiplies bfloat16 matrices at least as fast as float32 ones on this processor.
+
+    It does with AMX, AVX512_BF16 of AMD, and bfdot of Arm. On Intel's processors since Sapphire Rapids AVX512_BF16
+    without AMX, which virtual machines may hide, takes twice the time of float32. Without any such instruction
+    bfloat16 takes 5 to 40 times as long.
+    """
+    has = torch.cpu.get_capabilities()
+    if has.get("architecture") != "x86_64":
+        return bool(has.get("bf16"))
+    # get_cpu_capability() is less than the processor's if ATEN_CPU_CAPABILITY says so
+    if "AVX512" not in torch.backends.cpu.get_cpu_capability():
+        return False
+    is_made_for_amx = has.get("avx512_fp16") and "Intel" in has.get("cpu_name", "")
+    return bool(has.get("amx_bf16") or (has.get("avx512_bf16") and not is_made_for_amx))
