@@ -281,6 +281,7 @@ def needs_emulator():
     emu_build.build("plain", emu_build.OPS)
 
 
+@pytest.mark.long
 def test_prove_emulated_gpu(needs_emulator):
     kernels = ("up.128x256", "rows_by_weight.64x192", "grad_hidden.128x128", "grad_weight.128x256")
     kernels += ("up.tf32", "grad_weight.tf32", "rows_by_mxfp4.128x256", "grad_by_mxfp4.128x128")

@@ -35,6 +35,7 @@ def test_peft_experts(tmp_path):
     assert float(re.search(r"difference of logits (\S+)", out)[1]) < 1e-4
 
 
+@pytest.mark.long
 def test_help_trains_nothing(tmp_path):
     """`--help` was the name of the folder."""
     assert "usage: qwen3_moe_ep.py [-h] [folder]" in run("qwen3_moe_ep.py", tmp_path, "--help")
