@@ -2,8 +2,6 @@
 // half is computed and mirrored.
 #include <torch/csrc/stable/library.h>
 
-#include <cstring>
-
 #include "gemm/grouped.h"
 
 namespace fmoe_ext {

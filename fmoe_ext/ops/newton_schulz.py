@@ -13,12 +13,16 @@ def newton_schulz(x: torch.Tensor, coefficients: tuple[float, float, float], ste
     where fast_bfloat16(), and where x needs a gradient. Raises RuntimeError for another shape or dtype.
     Equivalent to: newton_schulz_ref, which is three lines of PyTorch. Muon: Jordan et al. 2024.
     """
+    if x.dim() != 3 or not x.is_floating_point() or steps < 0:
+        raise RuntimeError(
+            f"x must be a floating tensor [E, M, N] and steps at least 0, but got {x.dtype} {list(x.shape)} and {steps}"
+        )
     needs_gradient = torch.is_grad_enabled() and x.requires_grad
     is_fast = x.dtype == torch.bfloat16 and fast_bfloat16()
     if x.device.type == "cpu" and not needs_gradient and not is_fast:
         found: torch.Tensor = torch.ops.fmoe_ext.newton_schulz(x, *coefficients, steps)
         return found
-    return newton_schulz_ref(x, coefficients, steps)
+    return newton_schulz_ref(x, coefficients, steps) if steps else x.clone()
 
 
 def newton_schulz_ref(x: torch.Tensor, coefficients: tuple[float, float, float], steps: int) -> torch.Tensor:

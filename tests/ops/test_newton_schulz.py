@@ -64,8 +64,16 @@ def test_bits_depend_neither_on_threads_nor_on_the_other_matrices():
         torch.set_num_threads(threads)
 
 
-def test_no_steps_copy():
-    x = stack(2, 3, 4)
+def test_bfloat16_is_left_to_pytorch_where_it_is_fast(monkeypatch):
+    monkeypatch.setattr(sys.modules["fmoe_ext.ops.newton_schulz"], "fast_bfloat16", lambda: True)
+    monkeypatch.setattr(torch.ops.fmoe_ext, "newton_schulz", None)
+    x = stack(2, 20, 30, dtype=torch.bfloat16)
+    assert torch.equal(newton_schulz(x, MUON, 2), newton_schulz_ref(x, MUON, 2))
+
+
+@pytest.mark.parametrize("needs_gradient", [False, True])
+def test_no_steps_copy(needs_gradient):
+    x = stack(2, 3, 4).requires_grad_(needs_gradient)
     found = newton_schulz(x, MUON, 0)
     assert torch.equal(found, x) and found.data_ptr() != x.data_ptr()
 
@@ -86,14 +94,15 @@ def test_fake_kernel_has_the_shape_of_the_result():
     torch.library.opcheck(torch.ops.fmoe_ext.newton_schulz.default, (stack(2, 5, 7), *MUON, 2))
 
 
+@pytest.mark.parametrize("needs_gradient", [False, True])
 @pytest.mark.parametrize(
-    ("x", "steps", "message"),
-    [
-        (torch.zeros(3, 4), 1, r"x must have 3 dimensions|x must have shape \[E, M, N\]"),
-        (torch.zeros(1, 3, 4, dtype=torch.int32), 1, "x must be"),
-        (torch.zeros(1, 3, 4), -1, "steps must be at least 0, but got -1"),
-    ],
+    ("shape", "dtype", "steps"),
+    [((3, 4), torch.float32, 1), ((1, 3, 4), torch.int32, 1), ((1, 3, 4), torch.float32, -1)],
 )
-def test_refused(x, steps, message):
+def test_refused(shape, dtype, steps, needs_gradient):
+    x = torch.zeros(shape, dtype=dtype).requires_grad_(needs_gradient and dtype.is_floating_point)
+    message = rf"but got {dtype} \[{', '.join(map(str, shape))}\] and {steps}$"
     with pytest.raises(RuntimeError, match=message):
         newton_schulz(x, MUON, steps)
+    with pytest.raises(RuntimeError, match=r"x must|steps must"):
+        torch.ops.fmoe_ext.newton_schulz(x.detach(), *MUON, steps)
