@@ -69,6 +69,7 @@ struct Ring {
   __device__ void pass_by(int steps, uint32_t& count, const Cluster& cluster) {
     for (int k = 0; cluster.releases() && k < steps; ++k) {
       wait_full(count + k);
+      ptx::fence_proxy_async();  // what cp.async wrote here, before TMA of a pair's other block writes again
       release(count + k);
     }
     __syncwarp();
