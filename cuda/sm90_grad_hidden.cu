@@ -82,8 +82,8 @@ struct Epilogue {
       return ptx::shared_address(s.unit[group][slot][i] + warp() * kUnitRows * kBlockColumns);
     };
     ptx::mbar_arrive_expect_tx(bar, (kGated ? 2 : 1) * kUnitRows * kBlockColumns * sizeof(T));
-    ptx::tma_load(part(0), &h, bar, column, row);
-    if (kGated) ptx::tma_load(part(1), &h, bar, p.H + column, row);
+    ptx::tma_load(part(0), &h, bar, column, 0, row);
+    if (kGated) ptx::tma_load(part(1), &h, bar, column, 1, row);
   }
   __device__ __forceinline__ void before(const Tile& tile) {
     if (lane() != 0 || rows_left(tile, 0) <= 0 || kWithoutEpilogue) return;
@@ -286,12 +286,13 @@ void launch_grad_hidden_sm90(Dtype dtype, CurveKind activation, bool gated, cons
   if (rows.num_rows == 0) return;
   dispatch_16bit(dtype, [&](auto tag) {
     using T = decltype(tag);
-    const uint64_t d = D, n = H, r = rows.num_rows, experts = rows.num_experts, width = gated ? 2 * n : n;
+    const uint64_t d = D, n = H, r = rows.num_rows, experts = rows.num_experts, parts = gated ? 2 : 1;
     const uint32_t blocks = grid.cluster;
     CUtensorMap w2_map, h_map;
     encode_tensor_map<T>(&w2_map, w2,
                          {3, {n, d, experts}, {n, d * n}, {kBlockColumns, kBlockColumns / blocks, 1}});
-    encode_tensor_map<T>(&h_map, rows.h, {2, {width, r}, {width}, {kBlockColumns, kUnitRows}});
+    // Gate and up apart: beyond H either reads zeros, not the other's columns.
+    encode_tensor_map<T>(&h_map, rows.h, {3, {n, parts, r}, {n, parts * n}, {kBlockColumns, 1, kUnitRows}});
     const int* index = rows.dy_by_token ? rows.row_idx : nullptr;
     const GradHidden<T> params{{rows.offs,
                                 rows.num_rows,

@@ -205,6 +205,24 @@ def test_expert_mlp_in_pairs_with_an_odd_number_of_tiles_is_ordered(emulated, ga
     assert kernels.count("grad_weight.128x256.pairs") == 3
 
 
+@pytest.mark.parametrize("sm", [90])
+@pytest.mark.parametrize("H", [72, 136])
+def test_expert_mlp_backward_infinite_up_leaves_gate_columns_beyond_h_out(emulated, H, sm):
+    """The gate's last tile ends beyond H; up's first columns, infinite here, are no part of it."""
+    routing, tensors = mlp_inputs(40, 1, 1, 24, H, torch.bfloat16, True, True, torch.float32)
+    x, w1, b1, w2, b2, topk_weights = tensors
+    b1[:, H:] = -torch.inf
+    index = (routing.row_idx, routing.inverse, routing.offs)
+    options = (activation_number("clamped_swiglu"), True)
+    y, h = emulated.expert_mlp(x, *index, w1, b1, w2, b2, topk_weights, *options, True)
+    assert h[..., H:].isinf().any() and y.isfinite().all()
+    needs = [False, False, False, False, False, True]
+    grads = emulated.expert_mlp_backward(
+        torch.ones_like(x), x, *index, w1, w2, b2, topk_weights, h, *options, needs
+    )
+    assert grads[5].isfinite().all()
+
+
 def test_rejects_with_the_values(emulated):
     x, weight, offs = torch.zeros(4, 8), torch.zeros(2, 3, 7), torch.zeros(2, dtype=torch.int32)
     with pytest.raises(RuntimeError, match=r"weight must have shape \[E, N, D\].*got shape \[2, 3, 7\]"):
