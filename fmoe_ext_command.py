@@ -13,7 +13,7 @@ from types import MappingProxyType
 # command: (module with main(arguments), one line of help)
 COMMANDS = MappingProxyType(
     {
-        "adapter": ("fmoe_ext.checkpoint.adapters.cli", "check, convert and merge LoRA adapters of experts"),
+        "adapter": ("fmoe_ext.finetune.adapters.cli", "check, convert and merge LoRA adapters of experts"),
         "audit": ("fmoe_ext.audit.cli", "compare a training in every layout with one process"),
         "balance": ("fmoe_ext.balance.cli", "write an HTML page about which tokens chose which expert"),
         "checkpoint": ("fmoe_ext.checkpoint.cli", "inspect, merge and convert checkpoints"),
@@ -23,7 +23,7 @@ COMMANDS = MappingProxyType(
         "info": ("fmoe_ext.info", "print versions, native modules and settings for a bug report"),
         "pipeline": ("fmoe_ext.pipeline.cli", "estimate which parallel layout suits a model"),
         "serve": ("fmoe_ext.remote.server.main", "host experts for other machines (also fmoe-server)"),
-        "simulate": ("fmoe_ext.ep.simulate", "estimate step times of expert parallelism on many ranks"),
+        "simulate": ("fmoe_ext.planning.simulate", "estimate step times of expert parallelism on many ranks"),
     }
 )
 STATUS = "Exit status: 0 done; 1 done, and something is wrong; 2 could not be done."

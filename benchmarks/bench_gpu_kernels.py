@@ -18,8 +18,9 @@ from pathlib import Path
 import torch
 
 from benchmarks import bench_gpu_layer, common, gpu_peers, gpu_timing, roofline
+from fmoe_ext import frozen
 from fmoe_ext import ops
-from fmoe_ext.ops.mxfp4_gemm import mxfp4_gemm
+from fmoe_ext.frozen.mxfp4_gemm import mxfp4_gemm
 
 SHAPES = (
     "Qwen:16384,OLMoE:16384,GPT-OSS:16384,DeepSeek:16384,Mixtral:4096,E64:16384,Qwen:4096,OLMoE:4096,Qwen:256"
@@ -147,7 +148,7 @@ def measure_frozen(device, shape, T, ceilings):
     size = (E, shape.F, shape.D // 32)
     options = {"device": device.name, "dtype": torch.uint8, "generator": generator}
     data = torch.randint(0, 256, (*size, 16), **options)
-    weight = ops.Quantized("mxfp4", data, torch.randint(118, 122, size, **options))
+    weight = frozen.Quantized("mxfp4", data, torch.randint(118, 122, size, **options))
     x, grad = (torch.randn(R, n, device=device.name).bfloat16() for n in (shape.D, shape.F))
     offs = (torch.arange(1, E + 1, device=device.name) * R // E).int()
     steps = {name: [pair] for name, pair in frozen_products(x, weight, offs, grad).items()}

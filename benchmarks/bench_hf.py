@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from benchmarks import common
-from fmoe_ext.integrations import huggingface
+from fmoe_ext import huggingface
 
 IMPLEMENTATIONS = ("fmoe", "grouped_mm", "eager")
 SIZES = dict(vocab_size=2048, hidden_size=512, num_hidden_layers=2, num_attention_heads=8)

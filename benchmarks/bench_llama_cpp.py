@@ -17,12 +17,13 @@ import numpy as np
 import torch
 import transformers
 
+from fmoe_ext import frozen
 import fmoe_ext
 from benchmarks import common
 from benchmarks.bench_stream import SHAPE
 from fmoe_ext import ops
 from fmoe_ext.checkpoint.families import FAMILIES
-from fmoe_ext.integrations.formats.gguf import write_facts
+from fmoe_ext.formats.gguf import write_facts
 from tests.integrations import llama_cpp
 
 OUTSIDE = ("q4_k", "q8_0", "bf16")
@@ -44,7 +45,7 @@ def write(folder: Path, layers: int, experts: int, vocab: int, others: str) -> P
         if kind == "bf16":
             data = random(shape).bfloat16().view(torch.uint8).numpy()
         else:
-            whole = ops.quantize(random((1, *shape[-2:])), kind).data[0]  # one matrix for all experts
+            whole = frozen.quantize(random((1, *shape[-2:])), kind).data[0]  # one matrix for all experts
             data = whole.expand(*shape[:-2], *whole.shape).contiguous().numpy()
         writer.add_tensor(
             name, data.reshape(*shape[:-1], -1), raw_dtype=gguf.GGMLQuantizationType[kind.upper()]

@@ -16,7 +16,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBl
 
 from benchmarks import common
 from fmoe_ext import lora
-from fmoe_ext.integrations import huggingface
+from fmoe_ext import huggingface
 
 PARAMETERS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 CASES = {  # experts implementation, adapters, fused

@@ -15,15 +15,17 @@ from pathlib import Path
 import torch
 
 from benchmarks import common
+from fmoe_ext import frozen
 from fmoe_ext import ops
-from fmoe_ext.ops import FORMATS, Lora
+from fmoe_ext.adapters import Lora
+from fmoe_ext.frozen import FORMATS
 
 
 def layer(args, name, dtype):
     """(w1, w2) packed, and adapters of both."""
     generator = torch.Generator().manual_seed(0)
     w1, w2 = (
-        ops.quantize(torch.randn(shape, generator=generator) * shape[2] ** -0.5, name)
+        frozen.quantize(torch.randn(shape, generator=generator) * shape[2] ** -0.5, name)
         for shape in (
             (args.experts, 2 * args.hidden, args.width),
             (args.experts, args.width, args.hidden),
@@ -112,7 +114,7 @@ class Product:
         if self.way == "decoded":
             weights = [w.dequantize(x.dtype) for w in self.packed]
         index = (s.row_idx, s.inverse, s.offs)
-        return ops.frozen_mlp(
+        return frozen.frozen_mlp(
             x, *index, weights[0], None, weights[1], None, None, "swiglu", True, *self.adapters
         )
 

@@ -1,5 +1,5 @@
 // The checks that every device shares, as operators, for kernels that are not written in C++
-// (fmoe_ext/ops/torch_path.py).
+// (fmoe_ext/gpu/torch_path.py).
 #include <torch/csrc/stable/library.h>
 
 #include "expert_mlp.h"

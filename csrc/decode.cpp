@@ -1,4 +1,4 @@
-// What a new token needs beside its products: norms, rotary positions, attention; see ops/decode.py.
+// What a new token needs beside its products: norms, rotary positions, attention; see frozen/decode.py.
 #include <torch/csrc/stable/library.h>
 
 #include <cmath>

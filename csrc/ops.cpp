@@ -78,7 +78,7 @@ STABLE_TORCH_LIBRARY(fmoe_ext, m) {
   // needs: dx, dlora_a1, dlora_b1, dlora_a2, dlora_b2, dtopk_weights, in the order of the results.
   m.def("frozen_mlp_backward(Tensor grad_y, Tensor x, Tensor row_idx, Tensor inverse, Tensor offs, Tensor w1, Tensor w2, Tensor? b2, Tensor? lora_a1, Tensor? lora_b1, float scale1, Tensor? lora_a2, Tensor? lora_b2, float scale2, Tensor? topk_weights, Tensor h, Tensor u1, Tensor u2, int activation, bool combine, bool[] needs, Tensor? w1_scale=None, Tensor? w1_zero=None, int w1_format=0, bool w1_interleaved=False, Tensor? w2_scale=None, Tensor? w2_zero=None, int w2_format=0) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
 
-  // For one step of generation on the CPU, without gradients; see ops/decode.py. frozen_gemm and frozen_mlp without
+  // For one step of generation on the CPU, without gradients; see frozen/decode.py. frozen_gemm and frozen_mlp without
   // the layer for autograd, and of frozen_mlp with sort_tokens: choices outside of [0, E) are dropped.
   m.def("_frozen_gemm(Tensor x, Tensor weight, Tensor? offs, Tensor? bias, Tensor? weight_scale, Tensor? weight_zero, int weight_format, bool weight_interleaved=False) -> Tensor");
   m.def("_frozen_experts(Tensor x, Tensor topk_idx, Tensor topk_weights, Tensor w1, Tensor? b1, Tensor w2, Tensor? b2, int activation, Tensor? w1_scale, Tensor? w1_zero, int w1_format, bool w1_interleaved, Tensor? w2_scale, Tensor? w2_zero, int w2_format) -> Tensor");

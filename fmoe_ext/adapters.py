@@ -7,23 +7,24 @@ from typing import Any
 import torch
 from torch import nn
 
+from fmoe_ext.adapters import Lora
 from fmoe_ext import ops
 
 _KEY = "_fmoe_ext_adapters"  # adapters that wait for a module's call, in its __dict__
 
 
-def take(module: nn.Module) -> Mapping[str, ops.Lora]:
+def take(module: nn.Module) -> Mapping[str, Lora]:
     """Adapters that this call of a module must compute, by the parameter's name; the caller computes all of them."""
-    given: dict[str, ops.Lora] = module.__dict__.get(_KEY, {})
+    given: dict[str, Lora] = module.__dict__.get(_KEY, {})
     taken = dict(given)
     given.clear()
     return taken
 
 
 @contextmanager
-def given(module: nn.Module, name: str, adapter: ops.Lora) -> Iterator[None]:
+def given(module: nn.Module, name: str, adapter: Lora) -> Iterator[None]:
     """Gives a parameter of a module an adapter; RuntimeError if the call in the block does not take it."""
-    waiting: dict[str, ops.Lora] = module.__dict__.setdefault(_KEY, {})
+    waiting: dict[str, Lora] = module.__dict__.setdefault(_KEY, {})
     waiting[name] = adapter
     try:
         yield
@@ -41,7 +42,7 @@ def adapted_gemm(
     weight: torch.Tensor,
     offs: torch.Tensor,
     bias: torch.Tensor | None,
-    adapter: ops.Lora | None,
+    adapter: Lora | None,
     **options: Any,
 ) -> torch.Tensor:
     """ops.grouped_gemm with the adapter's part. An adapter of a transposed weight [E, in, out] is that of its .mT."""

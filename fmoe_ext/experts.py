@@ -8,6 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from fmoe_ext.adapters import Lora
+from fmoe_ext import frozen
 from fmoe_ext import ops
 from fmoe_ext.adapters import adapted_gemm
 from fmoe_ext.gates.wide_linear import WideLinear
@@ -198,7 +200,7 @@ class FusedExperts(nn.Module):
         weights: those of other experts of the same shape, or of a part of these, in the place of self.weights;
         main_grads: theirs, in the place of self.main_grads.
         """
-        adapters: tuple[ops.Lora | None, ops.Lora | None] = (None, None)
+        adapters: tuple[Lora | None, Lora | None] = (None, None)
         if weights is None:
             up, down = self.htoh4, self.h4toh  # once: a module's attributes take long to read
             if _must_be_called(up) or _must_be_called(down):
@@ -222,7 +224,7 @@ class FusedExperts(nn.Module):
         routing = _rows_as_tokens(inp, offs) if handle is None else (handle.row_idx, handle.inverse, offs)
         topk_weights = widen(topk_weights, inp.dtype)
         mlp = (inp, *routing, w1, b1, w2, b2, topk_weights, self.fused_activation, handle is not None)
-        return ops.frozen_mlp(*mlp, *adapters) if any(adapters) else ops.expert_mlp(*mlp, main_grads)
+        return frozen.frozen_mlp(*mlp, *adapters) if any(adapters) else ops.expert_mlp(*mlp, main_grads)
 
     def _activation(self, hidden: torch.Tensor) -> torch.Tensor:
         """The activation outside the operator."""
@@ -256,7 +258,7 @@ def _must_be_called(module: nn.Module) -> bool:
     return not isinstance(module, FMoELinear) or module.must_be_called
 
 
-def _adapters(*modules: nn.Module) -> tuple[ops.Lora | None, ops.Lora | None] | None:
+def _adapters(*modules: nn.Module) -> tuple[Lora | None, Lora | None] | None:
     """Adapters of w1 and w2 that one operator takes (lora.fuse); None if a module has to be called."""
     up, down = (getattr(module, "fused_adapter", None) for module in modules)
     for module, adapter in zip(modules, (up, down), strict=True):

@@ -12,8 +12,9 @@ import fmoe_ext
 from fmoe_ext import _env, ops
 from fmoe_ext._cli import run
 from fmoe_ext.gpu.report import summary
-from fmoe_ext.ops import gpu_kernels, gpu_proof
-from fmoe_ext.ops.gpu_proof import Key
+from fmoe_ext.gpu import kernels as gpu_kernels
+from fmoe_ext.gpu import proof as gpu_proof
+from fmoe_ext.gpu.proof import Key
 
 
 def _native_modules() -> list[tuple[str, str]]:

@@ -11,7 +11,7 @@ def fuse(model: Model) -> Model:
     """Computes the adapters that PEFT put on expert weights as two thin products beside the frozen ones -> the model.
 
     model: with LoRA adapters by LoraConfig(target_parameters=[...]) on the experts of a Transformers model under
-    experts_implementation="fmoe" (integrations.huggingface.use), or on an FMoE layer's htoh4.weight and h4toh.weight.
+    experts_implementation="fmoe" (huggingface.use), or on an FMoE layer's htoh4.weight and h4toh.weight.
     Losses, gradients, names, files and PEFT's own functions (disable_adapter, merge_and_unload, save_pretrained) stay.
     PEFT alone adds scale * B @ A of all experts to the weight at every forward, and keeps the gradient of the sum.
     Calling it again changes nothing; call it again after an adapter was added.
@@ -19,10 +19,10 @@ def fuse(model: Model) -> Model:
     or if adapters that are trained have an option of LoraConfig that PEFT leaves out for target_parameters.
     Equivalent to: model, to rounding.
     """
-    from fmoe_ext.integrations.requirements import require
+    from fmoe_ext._require import require
 
     require("peft", "lora.fuse()")
-    from fmoe_ext.integrations.peft_lora import fuse_adapters
+    from fmoe_ext.finetune.peft_lora import fuse_adapters
 
     fuse_adapters(model)
     return model

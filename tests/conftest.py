@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from fmoe_ext import ops
-from fmoe_ext.ops import torch_path
+from fmoe_ext.gpu import torch_path
 from tests.on_cuda import OnCuda
 from tests.ops import instruction_sets
 

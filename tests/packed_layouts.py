@@ -4,6 +4,7 @@ import json
 
 import torch
 
+from fmoe_ext import frozen
 from fmoe_ext import ops
 
 GROUP = 32
@@ -44,7 +45,7 @@ def scale_of(name):
 def pack(weight, name):
     """A weight [out, in] -> ({what follows the layer's name: tensor}, the values that a format keeps, float32)."""
     if name in ("fp8_block", "int4"):
-        packed = ops.quantize(weight[None].float(), name)
+        packed = frozen.quantize(weight[None].float(), name)
         tensors = {data_of(name): packed.data[0].contiguous(), scale_of(name): packed.scale[0].contiguous()}
         return tensors, packed.dequantize().view(weight.shape)
     return (_nf4 if name.startswith("nf4") else _with_zero_points)(weight.float(), name)
@@ -82,7 +83,7 @@ def _words(codes, dim, order=range(8)):
 
 def _nf4(weight, name):
     """bitsandbytes: flat, blocks may cross rows; nested scales are 8-bit codes in blocks of 256, less their mean."""
-    packed = ops.quantize(weight.reshape(1, 1, -1), "nf4")
+    packed = frozen.quantize(weight.reshape(1, 1, -1), "nf4")
     scale = packed.scale.flatten()
     state = {"quant_type": "nf4", "blocksize": 64, "dtype": "bfloat16", "shape": list(weight.shape)}
     tensors = {"weight": packed.data.reshape(-1, 1), "weight.quant_map": torch.tensor(ops.quantized.NF4_CODE)}
@@ -100,7 +101,7 @@ def _nf4(weight, name):
             "nested_offset": offset.item(),
         }
         scale = torch.stack([code[i] * largest[n // 256] + offset for n, i in enumerate(near)])
-        packed = ops.Quantized("nf4", packed.data, scale.view_as(packed.scale))
+        packed = frozen.Quantized("nf4", packed.data, scale.view_as(packed.scale))
     else:
         tensors["weight.absmax"] = scale
     text = bytearray(json.dumps(state).encode())

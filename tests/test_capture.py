@@ -11,13 +11,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
+from fmoe_ext import frozen
 from fmoe_ext import FMoE, FMoETransformerMLP, gates, ops
 from fmoe_ext.gates import GATES
-from fmoe_ext.ops import FORMATS
-from fmoe_ext.ops.frozen_gemm import composed as frozen_gemm
-from fmoe_ext.ops.frozen_gemm import composed_backward as frozen_gemm_backward
-from fmoe_ext.ops.frozen_mlp import composed as frozen_mlp
-from fmoe_ext.ops.frozen_mlp import composed_backward as frozen_mlp_backward
+from fmoe_ext.frozen import FORMATS
+from fmoe_ext.frozen.frozen_gemm import composed as frozen_gemm
+from fmoe_ext.frozen.frozen_gemm import composed_backward as frozen_gemm_backward
+from fmoe_ext.frozen.frozen_mlp import composed as frozen_mlp
+from fmoe_ext.frozen.frozen_mlp import composed_backward as frozen_mlp_backward
 
 D, H, E, K, T = 8, 12, 4, 2, 6
 
@@ -169,7 +170,7 @@ def test_mode_refuses_what_a_capture_does():
 def test_frozen_gemm_of_a_decoded_weight_is_capturable(name):
     """As on CUDA where no kernel takes packed weights, the forward and the gradient of x."""
     out, width = 40, 256
-    weight = ops.quantize(torch.ones(1, out, width), name).map(lambda t: t.to("meta"))
+    weight = frozen.quantize(torch.ones(1, out, width), name).map(lambda t: t.to("meta"))
     packing = (*weight.packing()[:-1], name == "mxfp4")
     x, bias = (torch.empty(shape, dtype=torch.bfloat16, device="meta") for shape in ((T, width), (1, out)))
     with Capture() as capture:
@@ -186,7 +187,7 @@ def test_frozen_mlp_of_decoded_mxfp4_is_capturable(combine):
 
     def packed(out, width):
         blocks = torch.empty(E, out, width // 32, 16, dtype=torch.uint8, device="meta")
-        return ops.Quantized("mxfp4", blocks, blocks[..., 0])
+        return frozen.Quantized("mxfp4", blocks, blocks[..., 0])
 
     def floats(*shape):
         return torch.empty(shape, dtype=torch.bfloat16, device="meta")

@@ -15,7 +15,7 @@ import fmoe_ext_command
 from fmoe_ext import info
 from fmoe_ext.audit.cases import AuditError, Layout, parse_layout
 from fmoe_ext.audit.cli import main as audit
-from fmoe_ext.ep.simulate import read_loads
+from fmoe_ext.planning.simulate import read_loads
 from fmoe_ext.gpu.cli import main as gpu
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -220,9 +220,9 @@ MODULE_STATE = {
     "ep/home.py": {"_of_nodes"},  # per process group, weak
     "ep/wrappers.py": {"WATCH"},  # the handle of a hook on all modules, there to be removed
     "gates/losses.py": {"ONE_RANK"},
-    "integrations/training.py": {"_added_to"},  # the loss that is added to a gate's model, weak
+    "huggingface/training.py": {"_added_to"},  # the loss that is added to a gate's model, weak
     "optimizer_steps.py": {"FOLLOWERS", "HOOKS"},  # weak, and the handles of two hooks
-    "integrations/fmoefy.py": {"KINDS"},  # compat.megatron adds the models of FastMoE's time
+    "models/fmoefy.py": {"KINDS"},  # compat.megatron adds the models of FastMoE's time
     "tokens.py": {"_blocks"},  # how many blocks are open, which torch.compile can read of a ContextVar
     "ops/_autograd.py": {
         "NODE",
@@ -230,7 +230,7 @@ MODULE_STATE = {
         "_functional",
     },  # of a thread; registrations, while they live
     "ops/batch_invariant.py": {"_switch"},  # of the process, as the native kernels have it
-    "ops/gpu_kernels.py": {"SELECTION", "SM_MARGIN"},  # the kernels chosen for each device; who asks for SMs
+    "gpu/kernels.py": {"SELECTION", "SM_MARGIN"},  # the kernels chosen for each device; who asks for SMs
     "ops/__init__.py": {"cuda_module_missing"},  # why there are no CUDA kernels, set once by loading
 }
 MAKES_IMMUTABLE = (
@@ -318,7 +318,7 @@ HISTORY = ("docs/kernel_resources.md", "CHANGELOG.md")  # name what there was
 OF_OTHERS = ("torch/", "megatron/", "pretrain_gpt.py", "file.py", "llama.cpp")  # how paths of others begin
 PATH = re.compile(r"(?<![\w./<*{}-])((?:[\w.*-]+/)*[\w.*-]*[\w*])\.(py|cpp|cu|h|cuh|inc|md|sh)\b(?![\w/])")
 NO_MODULES = ("fmoe_ext.forward",)  # a key in autograd's metadata
-NEEDS_OTHERS = ("fmoe_ext.integrations.torchtitan.routed_experts",)  # test_torchtitan.py has it by this name
+NEEDS_OTHERS = ("fmoe_ext.torchtitan.routed_experts",)  # test_torchtitan.py has it by this name
 NOT_YET = ()  # the list only gets shorter
 NAME = re.compile(r"(?<![\w.])fmoe_ext(?:\.[A-Za-z_]\w*)+")
 

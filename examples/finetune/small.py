@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from tqdm import tqdm
 
-from fmoe_ext.integrations import huggingface
+from fmoe_ext import huggingface
 
 E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])  # values of 4 bits, without the sign
 SIZES = {

@@ -13,7 +13,7 @@ import torch.multiprocessing as mp
 import transformers
 
 from fmoe_ext.distributed import DistributedGroupedDataParallel, clip_grad_norm_
-from fmoe_ext.integrations import huggingface
+from fmoe_ext import huggingface
 
 RANKS, VOCAB, STEPS, BATCH = 2, 64, 60, 16
 

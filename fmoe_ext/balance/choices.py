@@ -26,7 +26,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from fmoe_ext.gates.views import GateView, views_of
+from fmoe_ext.balance.views import GateView, views_of
 from fmoe_ext.step import is_counted
 
 MAGIC = b"fmoe choices 2\n"

@@ -20,7 +20,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from fmoe_ext.balance.counters import LayerCounters
-from fmoe_ext.gates.views import GateView, views_of
+from fmoe_ext.balance.views import GateView, views_of
 from fmoe_ext.step import is_counted
 
 # {"step": its number, "layers": {name of the gate: summarize(...)}}

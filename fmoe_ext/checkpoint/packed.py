@@ -4,8 +4,9 @@ from collections.abc import Iterator
 
 import torch
 
+from fmoe_ext import frozen
 from fmoe_ext import ops
-from fmoe_ext.checkpoint.adapters.base import Base
+from fmoe_ext.finetune.adapters.base import Base
 from fmoe_ext.checkpoint.errors import CheckpointError
 from fmoe_ext.checkpoint.expert_files import Layer, Part, part_of
 from fmoe_ext.checkpoint.families import FAMILIES
@@ -52,10 +53,10 @@ def mxfp4_layer(base: Base, path: str) -> tuple[Layer, set[str]] | None:
         shapes.append((shape[0], shape[1], shape[2] * 32))
     interleaved = f"{prefix}{STACKED[0]}_bias" in base.tensors
 
-    def build(tensors: dict[str, object]) -> tuple[ops.Quantized, ops.Quantized]:
+    def build(tensors: dict[str, object]) -> tuple[frozen.Quantized, frozen.Quantized]:
         return (
-            ops.Quantized("mxfp4", tensors["w1.data"], tensors["w1.scale"], None, interleaved),  # type: ignore[arg-type]
-            ops.Quantized("mxfp4", tensors["w2.data"], tensors["w2.scale"]),  # type: ignore[arg-type]
+            frozen.Quantized("mxfp4", tensors["w1.data"], tensors["w1.scale"], None, interleaved),  # type: ignore[arg-type]
+            frozen.Quantized("mxfp4", tensors["w2.data"], tensors["w2.scale"]),  # type: ignore[arg-type]
         )
 
     return Layer(path, (shapes[0], shapes[1]), parts, build), used  # type: ignore[arg-type]
@@ -97,7 +98,7 @@ def _decoded(data: StoredTensor, scale: StoredTensor, turned: bool) -> StoredTen
     shape = (E, blocks * 32, out) if turned else (E, out, blocks * 32)
 
     def rows(first: int, end: int) -> torch.Tensor:
-        packed = ops.Quantized("mxfp4", data.rows(first, end), scale.rows(first, end))
+        packed = frozen.Quantized("mxfp4", data.rows(first, end), scale.rows(first, end))
         weight = packed.dequantize(torch.bfloat16)
         return weight.mT.contiguous() if turned else weight
 

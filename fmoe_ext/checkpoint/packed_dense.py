@@ -4,7 +4,7 @@ from collections.abc import Container, Iterator
 
 import torch
 
-from fmoe_ext.checkpoint.adapters.base import FLOATS, Base
+from fmoe_ext.finetune.adapters.base import FLOATS, Base
 from fmoe_ext.checkpoint.errors import CheckpointError
 from fmoe_ext.checkpoint.packed_matrices import Kind, Matrix, PackedTensor, kind_of
 from fmoe_ext.checkpoint.safetensors_file import StoredTensor

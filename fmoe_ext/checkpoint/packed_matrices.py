@@ -14,8 +14,9 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 import torch
 
+from fmoe_ext import frozen
 from fmoe_ext import ops
-from fmoe_ext.checkpoint.adapters.base import FLOATS, Base
+from fmoe_ext.finetune.adapters.base import FLOATS, Base
 from fmoe_ext.checkpoint.errors import CheckpointError
 from fmoe_ext.checkpoint.safetensors_file import StoredTensor
 from fmoe_ext.checkpoint.turning import Turn, awq_words, awq_zeros, gptq_zeros, nested_scales, transposed
@@ -24,7 +25,7 @@ FP8_BLOCK = 128
 
 
 class Piece(NamedTuple):
-    """A tensor of a packed matrix: its name in the files, and what ops.Quantized takes of it.
+    """A tensor of a packed matrix: its name in the files, and what frozen.Quantized takes of it.
 
     turn: makes that of the tensor in the file; None where it is the same.
     """
@@ -42,12 +43,12 @@ class Matrix(NamedTuple):
     shape: tuple[int, int]
     pieces: dict[str, Piece]
 
-    def packed(self, tensors: Mapping[str, StoredTensor]) -> ops.Quantized:
+    def packed(self, tensors: Mapping[str, StoredTensor]) -> frozen.Quantized:
         """Its bytes, read now from the tensors of a folder, as a weight of one expert."""
         parts = {part: _read(tensors[piece.name], piece)[None] for part, piece in self.pieces.items()}
         if not self.has_rows:
             parts = {part: value.reshape(1, 1, -1) for part, value in parts.items()}
-        return ops.Quantized(self.format, parts["data"], parts["scale"], parts.get("zero"))
+        return frozen.Quantized(self.format, parts["data"], parts["scale"], parts.get("zero"))
 
     @property
     def has_rows(self) -> bool:
@@ -66,7 +67,7 @@ class PackedTensor(StoredTensor):
         self,
         shape: tuple[int, ...],
         dtype: torch.dtype,
-        packed: Callable[[], ops.Quantized],
+        packed: Callable[[], frozen.Quantized],
     ) -> None:
         super().__init__(shape, dtype, lambda: packed().dequantize(dtype)[0])
         self.packed = packed

@@ -11,8 +11,9 @@ from typing import Any, TypeAlias
 
 import torch
 
+from fmoe_ext import frozen
 from fmoe_ext import ops
-from fmoe_ext.checkpoint.adapters.base import Base
+from fmoe_ext.finetune.adapters.base import Base
 from fmoe_ext.checkpoint.errors import CheckpointError
 from fmoe_ext.checkpoint.expert_files import Layer, Part, Span, place_of
 from fmoe_ext.checkpoint.layouts import PER_EXPERT
@@ -65,9 +66,9 @@ def _layer(base: Base, path: str, prefix: str, stems: Sequence[str], kind: Kind)
     if shapes[1][1:] != (shapes[0][2], shapes[0][1] // 2):
         raise CheckpointError(f"{base.folder}: {prefix}experts have weights {shapes[0]} and {shapes[1]}")
 
-    def build(tensors: Tensors) -> tuple[ops.Quantized, ops.Quantized]:
+    def build(tensors: Tensors) -> tuple[frozen.Quantized, frozen.Quantized]:
         first, second = (
-            ops.Quantized(name, t["data"], t.get("scale"), t.get("zero"))
+            frozen.Quantized(name, t["data"], t.get("scale"), t.get("zero"))
             for name, t in zip(formats, (_of(tensors, "w1"), _of(tensors, "w2")), strict=True)
         )
         return first, second
@@ -109,7 +110,7 @@ def _part(base: Base, part: str, matrices: Sequence[Sequence[Matrix]]) -> Part:
 
 
 def gguf_layers(file: str | Path) -> dict[int, Layer]:
-    """{number of a layer: its experts} of a GGUF file; types in ops.FORMATS only.
+    """{number of a layer: its experts} of a GGUF file; types in frozen.FORMATS only.
 
     Raises CheckpointError for a file that is none or is truncated, other types, and shapes that do not fit.
     """
@@ -166,7 +167,7 @@ def _gguf_layer(path: Path, number: int, found: Mapping[str, Any]) -> Layer:
         formats.append(kind)
         shapes.append((num_experts, len(roles) * rows, columns))
 
-    def build(tensors: Tensors) -> tuple[ops.Quantized, ops.Quantized]:
-        return ops.Quantized(formats[0], tensors["w1.data"]), ops.Quantized(formats[1], tensors["w2.data"])
+    def build(tensors: Tensors) -> tuple[frozen.Quantized, frozen.Quantized]:
+        return frozen.Quantized(formats[0], tensors["w1.data"]), frozen.Quantized(formats[1], tensors["w2.data"])
 
     return Layer(f"blk.{number}", (shapes[0], shapes[1]), parts, build)

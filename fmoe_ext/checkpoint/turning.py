@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 
+from fmoe_ext import frozen
 from fmoe_ext import ops
 
 Array: TypeAlias = np.ndarray[Any, Any]
@@ -64,5 +65,5 @@ def awq_zeros(words: Array) -> Array:
 
 
 def nested_scales(absmax: torch.Tensor, code: torch.Tensor, offset: float) -> Callable[[Array], Array]:
-    """Turns scales of NF4 in 8 bits, uint8 [n], into float32 [n]; see ops.nf4_scales."""
-    return lambda scales: ops.nf4_scales(torch.from_numpy(scales), absmax, code, offset).numpy()
+    """Turns scales of NF4 in 8 bits, uint8 [n], into float32 [n]; see frozen.nf4_scales."""
+    return lambda scales: frozen.nf4_scales(torch.from_numpy(scales), absmax, code, offset).numpy()

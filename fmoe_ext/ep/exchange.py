@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from fmoe_ext.ops.gpu_kernels import SM_MARGIN
+from fmoe_ext.gpu.kernels import SM_MARGIN
 
 try:
     from fmoe_ext import _C_nccl  # only in builds with USE_NCCL=1

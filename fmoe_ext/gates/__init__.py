@@ -17,8 +17,8 @@ from fmoe_ext.gates.losses import balance_loss, sequence_balance_loss, total_los
 from fmoe_ext.gates.naive_gate import NaiveGate
 from fmoe_ext.gates.noisy_gate import NoisyGate
 from fmoe_ext.gates.quantile_gate import QuantileGate
-from fmoe_ext.gates.replay import Choices, RoutingReplay
-from fmoe_ext.gates.routed_experts import (
+from fmoe_ext.balance.replay import Choices, RoutingReplay
+from fmoe_ext.balance.routed_experts import (
     decode_routed_experts,
     encode_routed_experts,
     load_routed_experts,

@@ -1,6 +1,6 @@
 """A proof as text."""
 
-from fmoe_ext.ops.gpu_proof import PORTABLE, STATES, USED, Proof, Race, TorchWin
+from fmoe_ext.gpu.proof import PORTABLE, STATES, USED, Proof, Race, TorchWin
 
 
 def report(proof: Proof) -> str:

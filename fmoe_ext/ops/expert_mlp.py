@@ -7,7 +7,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from fmoe_ext.ops import debug, gpu_kernels
+from fmoe_ext.ops import debug
+from fmoe_ext.gpu import kernels as gpu_kernels
 from fmoe_ext.ops._autograd import (
     below,
     call,

@@ -5,7 +5,8 @@ from typing import Any
 
 import torch
 
-from fmoe_ext.ops import debug, gpu_kernels
+from fmoe_ext.ops import debug
+from fmoe_ext.gpu import kernels as gpu_kernels
 from fmoe_ext.ops._autograd import (
     call,
     call_functional,

@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from fmoe_ext.checkpoint.adapters.reading import read_adapter
+from fmoe_ext.finetune.adapters.reading import read_adapter
 from tests.checkpoint.adapter_models import by_expert, rewritten, trained
 
 BASES = ["qwen3_moe", "mixtral", "gpt_oss", "olmoe", "ernie4_5_moe"]

@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from fmoe_ext.checkpoint import CheckpointError
-from fmoe_ext.checkpoint.adapters import cli, merge
-from fmoe_ext.checkpoint.adapters.base import Base
-from fmoe_ext.checkpoint.adapters.check import check
-from fmoe_ext.checkpoint.adapters.convert import convert
-from fmoe_ext.checkpoint.adapters.reading import read_adapter
+from fmoe_ext.finetune.adapters import cli, merge
+from fmoe_ext.finetune.adapters.base import Base
+from fmoe_ext.finetune.adapters.check import check
+from fmoe_ext.finetune.adapters.convert import convert
+from fmoe_ext.finetune.adapters.reading import read_adapter
 from tests.checkpoint.adapter_models import (
     assert_same,
     base,
@@ -172,7 +172,7 @@ def test_merge_into_bfloat16_reports_what_rounding_takes(made, tmp_path):
 
 KILLED = """
 import sys, time
-from fmoe_ext.checkpoint.adapters import cli, merge
+from fmoe_ext.finetune.adapters import cli, merge
 write = merge.write_safetensors
 def slow(path, *rest, **named):
     print("shard", flush=True)

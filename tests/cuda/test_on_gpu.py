@@ -6,6 +6,7 @@ Values are the business of `pytest --device cuda` (operators, gates, layers); he
 import pytest
 import torch
 
+from fmoe_ext import frozen
 from fmoe_ext import FMoETransformerMLP, ops
 
 REASON = ops.cuda_module_missing or (None if torch.cuda.is_available() else "there is no CUDA device")
@@ -77,14 +78,14 @@ def test_cuda_graph(dtype, activation):
     check_graph(lambda x: step(layer, x), x, others)
 
 
-@pytest.mark.parametrize("name", ops.FORMATS)
+@pytest.mark.parametrize("name", frozen.FORMATS)
 def test_cuda_graph_of_a_packed_weight(name):
     """frozen_gemm and its gradient of x, by the kernels that are on or by decoding in memory."""
     weight = torch.randn(1, 72, 256, generator=torch.Generator().manual_seed(1))
-    packed = ops.quantize(weight, name).map(lambda t: t.cuda())
+    packed = frozen.quantize(weight, name).map(lambda t: t.cuda())
 
     def multiply(x):
-        y = ops.frozen_gemm(x, packed)
+        y = frozen.frozen_gemm(x, packed)
         return [y.detach(), *torch.autograd.grad(y.float().square().sum(), x)]
 
     x, *others = (

@@ -13,7 +13,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from fmoe_ext import FMoETransformerMLP, SigmoidGate, SoftmaxGate, checkpoint
 from fmoe_ext.distributed import DistributedGroupedDataParallel, init_groups
-from fmoe_ext.ep.placement import move_experts
+from fmoe_ext.planning.placement import move_experts
 from fmoe_ext.testing import DistributedError, DistributedPool
 from tests.distributed.layouts import D, E, H, Model, batch, fill, local_part, loss_of
 

@@ -14,7 +14,7 @@ from fmoe_ext.distributed import (
     fully_shard_experts,
     init_groups,
 )
-from fmoe_ext.ep.placement import move_experts
+from fmoe_ext.planning.placement import move_experts
 from tests.distributed.layouts import E, Model, fill, local_loss, local_model, local_part
 
 ROWS, STEPS = [5, 8, 2, 7], 2

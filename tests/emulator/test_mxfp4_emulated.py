@@ -4,14 +4,16 @@ import pytest
 import torch
 from gemm_cases import check, chosen
 
+from fmoe_ext import frozen
 from fmoe_ext import ops
-from fmoe_ext.ops import Lora, Quantized
+from fmoe_ext.adapters import Lora
+from fmoe_ext.frozen import Quantized
 from fmoe_ext.ops.expert_mlp import activation_number
-from fmoe_ext.ops.frozen_gemm import composed as frozen_gemm
-from fmoe_ext.ops.frozen_gemm import composed_backward as frozen_gemm_backward
-from fmoe_ext.ops.frozen_mlp import composed as frozen_mlp
-from fmoe_ext.ops.frozen_mlp import composed_backward as frozen_mlp_backward
-from fmoe_ext.ops.quantized import gates_first
+from fmoe_ext.frozen.frozen_gemm import composed as frozen_gemm
+from fmoe_ext.frozen.frozen_gemm import composed_backward as frozen_gemm_backward
+from fmoe_ext.frozen.frozen_mlp import composed as frozen_mlp
+from fmoe_ext.frozen.frozen_mlp import composed_backward as frozen_mlp_backward
+from fmoe_ext.frozen.quantized import gates_first
 from tests.ops.test_quantized import packed
 
 # Tiles of the kernels, and the capability of the device that the emulator claims to be.
@@ -221,7 +223,7 @@ def test_frozen_mlp_by_packed_weights(emulated, tile, by_the_operator, lora):
                 parts = [t.double().requires_grad_() for t in adapter[:2]]
                 learned, cast[i] = [*learned, *parts], Lora(*parts, adapter.scale)
         arguments = (w1, b1.double(), w2, b2.double(), weights.double(), "clamped_swiglu", True, *cast)
-        y = ops.frozen_mlp_ref(leaf, *index, *arguments)
+        y = frozen.frozen_mlp_ref(leaf, *index, *arguments)
         found = [y.detach(), *torch.autograd.grad(y, learned, grad.double())]
         if lora:
             found[3] = gates_first(found[3])
@@ -270,7 +272,7 @@ def test_frozen_gemm_by_a_packed_weight(emulated, tile, by_the_operator, rows, i
 
     def expected(dtype):
         leaf = x.to(dtype).requires_grad_()
-        y = ops.frozen_gemm_ref(leaf, weight, None, bias.to(dtype))
+        y = frozen.frozen_gemm_ref(leaf, weight, None, bias.to(dtype))
         return y.detach(), *torch.autograd.grad(y, leaf, grad.to(dtype))
 
     assert chosen(emulated, results) == names(tile)
@@ -293,7 +295,7 @@ def test_frozen_gemm_decodes_where_no_kernel_fits(emulated, by_the_operator):
 
         assert chosen(emulated, results) == []
         leaf = x.clone().requires_grad_()
-        y = ops.frozen_gemm(leaf, weight)
+        y = frozen.frozen_gemm(leaf, weight)
         for one, other in zip(results(), (y.detach(), *torch.autograd.grad(y, leaf, grad)), strict=True):
             torch.testing.assert_close(one, other)
 

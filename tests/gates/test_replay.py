@@ -5,17 +5,8 @@ import pytest
 import torch
 from torch import nn
 
-from fmoe_ext.gates import (
-    GATES,
-    Choices,
-    ExpertChoiceGate,
-    GShardGate,
-    NoisyGate,
-    RoutingReplay,
-    SigmoidGate,
-    SoftmaxGate,
-    SwitchGate,
-)
+from fmoe_ext.gates import GATES, ExpertChoiceGate, GShardGate, NoisyGate, SigmoidGate, SoftmaxGate, SwitchGate
+from fmoe_ext.balance import Choices, RoutingReplay
 
 D, E = 6, 4
 

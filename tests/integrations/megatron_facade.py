@@ -22,10 +22,10 @@ from packaging.version import Version
 from torch import nn
 
 from fmoe_ext.dispatch import combine, dispatch
-from fmoe_ext.integrations.megatron.core.gate import gate_arguments
-from fmoe_ext.integrations.megatron.core.options import MOE_FIELD
-from fmoe_ext.integrations.megatron.core.specs import MegatronCoreMoE
-from fmoe_ext.integrations.megatron.core.table import check_options
+from fmoe_ext.megatron.core.gate import gate_arguments
+from fmoe_ext.megatron.core.options import MOE_FIELD
+from fmoe_ext.megatron.core.specs import MegatronCoreMoE
+from fmoe_ext.megatron.core.table import check_options
 from fmoe_ext.routing import permute_rows, unpermute_rows
 from fmoe_ext.step import begin
 

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from megatron_pair import Float64Inside, assert_close, fill, paired_gradients
 from on_cpu import CausalAttention
 
-from fmoe_ext.integrations.megatron.core import MegatronCoreMLP
+from fmoe_ext.megatron.core import MegatronCoreMLP
 
 
 def block_spec_of(config):

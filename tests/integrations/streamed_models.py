@@ -5,10 +5,11 @@ import json
 import torch
 from safetensors.torch import load_file, save_file
 
+from fmoe_ext import frozen
 import fmoe_ext
 from fmoe_ext import ops
-from fmoe_ext.integrations import huggingface
-from fmoe_ext.integrations.streaming import pool
+from fmoe_ext import huggingface
+from fmoe_ext.finetune.streaming import pool
 from tests import packed_layouts
 from tests.integrations.huggingface_models import make_ids, make_model
 
@@ -132,7 +133,7 @@ def decoded(folder, dtype=torch.float32):
     for name, value in tensors.items():
         if name.endswith("_blocks"):
             stem = name.removesuffix("_blocks")
-            weight = ops.Quantized("mxfp4", value, tensors[f"{stem}_scales"]).dequantize(dtype)
+            weight = frozen.Quantized("mxfp4", value, tensors[f"{stem}_scales"]).dequantize(dtype)
             state[stem] = weight.mT.contiguous() if config["model_type"] == "gpt_oss" else weight
         elif not name.endswith("_scales"):
             state[name] = value
@@ -180,7 +181,7 @@ def write_gguf(folder, kind, others=None):
         prefix = f"model.layers.{layer}.mlp.experts"
         for ours, theirs in (("gate_proj", "gate"), ("up_proj", "up"), ("down_proj", "down")):
             names = [f"{prefix}.{e}.{ours}.weight" for e in range(6)]
-            packed = ops.quantize(torch.stack([tensors.pop(name) for name in names]), kind)
+            packed = frozen.quantize(torch.stack([tensors.pop(name) for name in names]), kind)
             values |= dict(zip(names, packed.dequantize(), strict=True))
             writer.add_tensor(f"blk.{layer}.ffn_{theirs}_exps.weight", packed.data.numpy(), raw_dtype=type_of)
     inside = {"q": "attn_q", "k": "attn_k", "v": "attn_v", "o": "attn_output"}
@@ -197,7 +198,7 @@ def write_gguf(folder, kind, others=None):
         if others is None or "norm" in key or "mlp.gate" in key:
             writer.add_tensor(f"{name}.weight", value.numpy())
             continue
-        packed = ops.quantize(value[None], others)
+        packed = frozen.quantize(value[None], others)
         values[key] = packed.dequantize()[0]
         other_type = gguf.GGMLQuantizationType[others.upper()]
         writer.add_tensor(f"{name}.weight", packed.data[0].numpy(), raw_dtype=other_type)

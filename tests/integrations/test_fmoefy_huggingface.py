@@ -33,7 +33,7 @@ from transformers import (
 
 from fmoe_ext import FMoETransformerMLP, fmoefy, gates
 from fmoe_ext.checkpoint import CheckpointError
-from fmoe_ext.integrations.huggingface import from_pretrained
+from fmoe_ext.huggingface import from_pretrained
 from fmoe_ext.testing import assert_close
 
 VOCAB = 40

@@ -291,7 +291,7 @@ def test_save_pretrained_over_an_older_save(tmp_path):
 
 def test_ways_out_are_known_before_training():
     """The report of fmoefy names the formats; check_export refuses as export would."""
-    from fmoe_ext.integrations.formats import check_export
+    from fmoe_ext.formats import check_export
 
     assert "export() can write it as mixtral or qwen2_moe" in repr(llama().fmoe_report)
     check_export(llama(), "mixtral")

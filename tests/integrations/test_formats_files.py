@@ -52,7 +52,7 @@ def test_no_room(format, tmp_path):
 
 KILLED = """
 import os, signal, sys
-from fmoe_ext.integrations.formats import writing
+from fmoe_ext.formats import writing
 from tests.integrations.test_formats import llama
 import fmoe_ext
 
@@ -233,7 +233,7 @@ def save_on_ranks(folder):
 
 def test_experts_over_ranks(pool, tmp_path):
     """save_pretrained and export from all ranks, loaded in one process and again on the ranks."""
-    from fmoe_ext.integrations.huggingface import from_pretrained
+    from fmoe_ext.huggingface import from_pretrained
 
     results = pool.run(save_on_ranks, str(tmp_path), timeout=300.0)
     whole = from_pretrained(tmp_path / "saved", dtype=torch.float64)

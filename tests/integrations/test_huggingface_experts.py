@@ -5,7 +5,7 @@ import sys
 import pytest
 import torch
 
-from fmoe_ext.integrations import huggingface
+from fmoe_ext import huggingface
 from fmoe_ext.testing import assert_close
 from tests.integrations.huggingface_models import ARCHITECTURES, experts_of, make_ids, make_model, step
 

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from fmoe_ext import fmoefy
-from fmoe_ext.integrations import huggingface
+from fmoe_ext import huggingface
 from fmoe_ext.testing import DistributedPool
 from tests.integrations.huggingface_models import make_ids, make_model, step
 

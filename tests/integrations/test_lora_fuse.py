@@ -25,7 +25,7 @@ peft = pytest.importorskip("peft")
 def counted(monkeypatch):
     """Number of calls of the fused operator."""
     calls = []
-    operator = fmoe_ext.ops.frozen_mlp
+    operator = fmoe_ext.frozen.frozen_mlp
 
     def count(*args):
         calls.append(args)
@@ -57,7 +57,7 @@ def test_layer_equals_peft(name, counted):
 
 
 def adapted_model(architecture, implementation):
-    from fmoe_ext.integrations import huggingface
+    from fmoe_ext import huggingface
 
     huggingface.register()
     model = make_model(architecture, implementation, torch.float64)

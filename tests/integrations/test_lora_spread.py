@@ -7,7 +7,7 @@ import torch.nn.functional as F
 
 from fmoe_ext import lora
 from fmoe_ext.distributed import DistributedGroupedDataParallel
-from fmoe_ext.integrations import huggingface
+from fmoe_ext import huggingface
 from tests.integrations.huggingface_models import make_ids, make_model
 
 peft = pytest.importorskip("peft")

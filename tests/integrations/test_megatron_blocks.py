@@ -20,8 +20,8 @@ from megatron_pair import (
     known_config_of,
 )
 
-from fmoe_ext.integrations.megatron.core import MegatronCoreMLP
-from fmoe_ext.integrations.megatron.core.options import layers_with_experts
+from fmoe_ext.megatron.core import MegatronCoreMLP
+from fmoe_ext.megatron.core.options import layers_with_experts
 
 pytestmark = pytest.mark.usefixtures("one_megatron_rank")
 

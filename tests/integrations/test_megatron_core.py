@@ -326,7 +326,7 @@ def test_refuses(monkeypatch):
 
 
 def test_layouts_that_cannot_be():
-    from fmoe_ext.integrations.megatron.core import layer_arguments
+    from fmoe_ext.megatron.core import layer_arguments
 
     groups = SimpleNamespace(tp=group_of(1), ep=group_of(3), expt_tp=group_of(1))
     with pytest.raises(

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from fmoe_ext import RoutingReplay, balance
-from fmoe_ext.gates import Choices, SigmoidGate, SoftmaxGate, UniformGate
+from fmoe_ext.gates import SigmoidGate, SoftmaxGate, UniformGate
+from fmoe_ext.balance import Choices
 from fmoe_ext.megatron import fmoefy
 
 pytest.importorskip("megatron.core", reason="pip install megatron-core")
@@ -37,9 +38,9 @@ from megatron_pair import (
     tracked,
 )
 
-from fmoe_ext.integrations.megatron.core import OPTIONS, check_options
-from fmoe_ext.integrations.megatron.core.options import MOE_FIELD
-from fmoe_ext.integrations.megatron.core.table import table
+from fmoe_ext.megatron.core import OPTIONS, check_options
+from fmoe_ext.megatron.core.options import MOE_FIELD
+from fmoe_ext.megatron.core.table import table
 from tests.test_latent import plain
 
 pytestmark = pytest.mark.usefixtures("one_megatron_rank")
@@ -424,7 +425,7 @@ def test_every_moe_field_is_in_the_table():
 def test_docs_show_the_table():
     text = (Path(__file__).resolve().parents[2] / "docs/megatron.md").read_text()
     assert table() in text, (
-        "docs/megatron.md: paste what fmoe_ext.integrations.megatron.core.table.table() returns"
+        "docs/megatron.md: paste what fmoe_ext.megatron.core.table.table() returns"
     )
 
 

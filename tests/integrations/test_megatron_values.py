@@ -22,8 +22,8 @@ from megatron_pair import (
     theirs_of,
 )
 
-from fmoe_ext.integrations.megatron.core import OPTIONS
-from fmoe_ext.integrations.megatron.core.options import is_default
+from fmoe_ext.megatron.core import OPTIONS
+from fmoe_ext.megatron.core.options import is_default
 
 pytestmark = pytest.mark.usefixtures("one_megatron_rank")
 

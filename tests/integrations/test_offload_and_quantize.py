@@ -113,7 +113,7 @@ def test_plain_weights_of_another_dtype_are_refused(dtype):
 def test_torchao_on_experts_of_transformers_is_refused(config, name, architecture):
     """Their tensors say that they are bfloat16."""
     pytest.importorskip("transformers")
-    from fmoe_ext.integrations import huggingface
+    from fmoe_ext import huggingface
 
     huggingface.register()
     model = make_model(architecture, "fmoe", torch.bfloat16)

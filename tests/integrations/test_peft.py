@@ -214,7 +214,7 @@ MOE_PARAMETERS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 def test_models_of_transformers(architecture):
     """target_parameters on Transformers' experts: on our operators as eager."""
     pytest.importorskip("transformers")
-    from fmoe_ext.integrations import huggingface
+    from fmoe_ext import huggingface
 
     results = {}
     for implementation in ("eager", "fmoe"):

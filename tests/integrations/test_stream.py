@@ -8,8 +8,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fmoe_ext
-from fmoe_ext.integrations.streaming import decoding
-from fmoe_ext.integrations.streaming.placeholder import PackedWeight
+from fmoe_ext.finetune.streaming import decoding
+from fmoe_ext.finetune.streaming.placeholder import PackedWeight
 from fmoe_ext.testing import assert_close
 from tests import fake_deepspeed
 from tests.integrations.huggingface_models import make_ids, step
@@ -317,7 +317,7 @@ def test_deepspeed_is_refused_by_name(tmp_path, dtype):
     "text, expected", [("8GiB", 2**33), ("1.5 MB", 1_500_000), (77, 77), ("12", 12), ("2 KiB", 2048)]
 )
 def test_memory_texts(text, expected):
-    from fmoe_ext.integrations.streaming.memory import bytes_of_text
+    from fmoe_ext.finetune.streaming.memory import bytes_of_text
 
     assert bytes_of_text(text) == expected
 

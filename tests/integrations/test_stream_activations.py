@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from fmoe_ext.integrations.streaming.activations import ActivationFile
+from fmoe_ext.finetune.streaming.activations import ActivationFile
 from tests.integrations.huggingface_models import make_ids, step
 from tests.integrations.streamed_models import checkpoint_layers, save, streamed, with_adapters
 

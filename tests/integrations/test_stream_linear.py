@@ -7,10 +7,11 @@ import pytest
 import torch
 from torch import nn
 
+from fmoe_ext import frozen
 from fmoe_ext import ops
 from fmoe_ext.checkpoint.packed_matrices import PackedTensor
-from fmoe_ext.integrations.streaming import gguf as streamed_gguf
-from fmoe_ext.integrations.streaming.packed_linear import PackedLinear
+from fmoe_ext.finetune.streaming import gguf as streamed_gguf
+from fmoe_ext.finetune.streaming.packed_linear import PackedLinear
 from tests.integrations.huggingface_models import make_ids, step
 from tests.integrations.streamed_models import (
     WIDE,
@@ -193,10 +194,10 @@ def test_turned_pairs_of_gguf(tmp_path, kind):
     plain = {}
     for letter, heads in (("q", 4), ("k", 2), ("v", 2)):
         weight = torch.randn(heads * 64, 256, generator=torch.Generator().manual_seed(heads))
-        plain[letter] = ops.quantize(weight[None], kind).dequantize()[0]
+        plain[letter] = frozen.quantize(weight[None], kind).dequantize()[0]
         if letter != "v":
             weight = weight.view(heads, 2, 32, 256).transpose(1, 2).reshape(weight.shape)
-        data = ops.quantize(weight[None], kind).data[0].numpy()
+        data = frozen.quantize(weight[None], kind).data[0].numpy()
         raw = gguf.GGMLQuantizationType[kind.upper()]
         writer.add_tensor(f"blk.0.attn_{letter}.weight", data, raw_dtype=raw)
     writer.write_header_to_file(), writer.write_kv_data_to_file(), writer.write_tensors_to_file()

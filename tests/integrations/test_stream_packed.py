@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from fmoe_ext.checkpoint import CheckpointError
-from fmoe_ext.checkpoint.adapters import cli
+from fmoe_ext.finetune.adapters import cli
 from tests.integrations.huggingface_models import make_ids, step
 from tests.integrations.streamed_models import (
     WIDE,

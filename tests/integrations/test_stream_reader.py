@@ -8,7 +8,7 @@ import pytest
 
 from fmoe_ext.checkpoint import CheckpointError
 from fmoe_ext.checkpoint.expert_files import Span
-from fmoe_ext.integrations.streaming import pool, reader
+from fmoe_ext.finetune.streaming import pool, reader
 
 SIZE = 3 * reader.CHUNK + 12345
 

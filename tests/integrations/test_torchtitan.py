@@ -34,7 +34,7 @@ from torchtitan.models.common.moe import GroupedExperts, MoE
 from torchtitan.models.common.moe_sharding import set_moe_sharding_config
 from torchtitan.models.gpt_oss.moe import GptOssGroupedExperts
 
-OURS = "fmoe_ext.integrations.torchtitan.routed_experts"
+OURS = "fmoe_ext.torchtitan.routed_experts"
 B, L, D, H, E, K = 4, 8, 16, 32, 8, 2
 DRAW = functools.partial(nn.init.normal_, std=0.2)
 EXPERTS = {"w1_EFD": spmd.S(1), "w2_EDF": spmd.S(2), "w3_EFD": spmd.S(1)}

@@ -7,7 +7,7 @@ import torch
 
 from fmoe_ext import fmoefy
 from fmoe_ext.gates import total_loss
-from fmoe_ext.integrations import huggingface
+from fmoe_ext import huggingface
 from tests.integrations.test_balance_callback import (
     VOCAB,
     WEIGHT,

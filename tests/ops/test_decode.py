@@ -4,8 +4,10 @@ import pytest
 import torch
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 
+from fmoe_ext import frozen
 from fmoe_ext import ops
-from fmoe_ext.ops import FORMATS, decode
+from fmoe_ext.frozen import FORMATS
+from fmoe_ext.frozen import decode
 from fmoe_ext.testing import assert_close
 from tests.ops.test_quantized import packed
 
@@ -43,9 +45,9 @@ def test_gemm_has_the_bits_of_the_public_operator(name, dtype):
     for rows in (1, 5, 9, 14, 20):
         x = normal(rows, 256, dtype=dtype)
         with torch.enable_grad():
-            expected = ops.frozen_gemm(x, weight, None, bias)
+            expected = frozen.frozen_gemm(x, weight, None, bias)
         assert torch.equal(decode.gemm(x, weight, None, bias), expected)
-        assert torch.equal(ops.frozen_gemm(x, weight, None, bias), expected)
+        assert torch.equal(frozen.frozen_gemm(x, weight, None, bias), expected)
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -53,7 +55,7 @@ def test_gemm_has_the_bits_of_the_public_operator(name, dtype):
 def test_experts_have_the_bits_of_sort_tokens_and_frozen_mlp(isa, name, interleaved):
     E, D, H = 4, 256, 256
     w1, w2 = packed(name, E, 2 * H, D), packed(name, E, D, H, seed=1)
-    w1 = ops.Quantized(name, w1.data, w1.scale, interleaved=interleaved and name != "fp8_block")
+    w1 = frozen.Quantized(name, w1.data, w1.scale, interleaved=interleaved and name != "fp8_block")
     b1, b2 = normal(E, 2 * H, dtype=torch.bfloat16), normal(E, D, dtype=torch.bfloat16, seed=1)
     for T in (1, 3):
         x, weights = normal(T, D, dtype=torch.bfloat16), normal(T, 3).abs()
@@ -61,7 +63,7 @@ def test_experts_have_the_bits_of_sort_tokens_and_frozen_mlp(isa, name, interlea
         s = ops.sort_tokens(chosen, E)
         index = (s.row_idx, s.inverse, s.offs)
         with torch.enable_grad():
-            expected = ops.frozen_mlp(x, *index, w1, b1, w2, b2, weights, "swiglu")
+            expected = frozen.frozen_mlp(x, *index, w1, b1, w2, b2, weights, "swiglu")
         found = decode.experts(x, chosen, weights, w1, b1, w2, b2, "swiglu")
         assert torch.equal(found, expected)
 

@@ -3,9 +3,11 @@
 import pytest
 import torch
 
+from fmoe_ext import frozen
 from fmoe_ext import ops
-from fmoe_ext.ops import FORMATS, Quantized, frozen_gemm, frozen_gemm_ref
-from fmoe_ext.ops.frozen_gemm import composed, composed_backward
+from fmoe_ext.frozen import FORMATS, Quantized, frozen_gemm_ref
+from fmoe_ext.frozen import frozen_gemm
+from fmoe_ext.frozen.frozen_gemm import composed, composed_backward
 from fmoe_ext.testing import assert_close
 from tests.ops.test_quantized import packed
 
@@ -162,7 +164,7 @@ def test_results_do_not_depend_on_threads_nor_on_the_batch(name):
         ({3: torch.zeros(2, 37)}, "bias must have the dtype of x"),
         ({4: None}, "weight_scale must be given"),
         ({4: None, 6: 0}, "weight_format must be of a packed format, not 0: grouped_gemm"),
-        ({6: 9}, r"weight_format must be in \[0, 8\), a number in ops.FORMATS, but got 9"),
+        ({6: 9}, r"weight_format must be in \[0, 8\), a number in frozen.FORMATS, but got 9"),
     ],
 )
 def test_operator_refuses(changes, message):

@@ -5,6 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fmoe_ext import frozen
 from fmoe_ext import ops
 from tests.ops.fuzz import EXAMPLES, assert_raises, choices, generator, seeds
 
@@ -282,7 +283,7 @@ def frozen_mlp_packed(d):
         arguments,
         sizes={**MLP_SIZES, "b1": (0, 1), "w1_scale": (0, 1, 2)},
         indices=mlp_indices(d),
-        values={"w1_format": (-1, len(ops.FORMATS) + 1, 2**40)},
+        values={"w1_format": (-1, len(frozen.FORMATS) + 1, 2**40)},
     )
 
 
@@ -297,7 +298,7 @@ def frozen_gemm(d):
         arguments,
         sizes={"x": (1,), "weight": (0, 1, 2), "offs": (0,), "bias": (0, 1), "weight_scale": (0, 1, 2)},
         indices={"offs": (0, d.T * d.K + 1)},
-        values={"weight_format": (-1, len(ops.FORMATS) + 1, 2**40), **decreasing_offs(d)},
+        values={"weight_format": (-1, len(frozen.FORMATS) + 1, 2**40), **decreasing_offs(d)},
     )
 
 

@@ -6,8 +6,10 @@ import torch
 from gguf import GGMLQuantizationType
 from gguf.quants import quantize as quantize_gguf
 
+from fmoe_ext import frozen
 from fmoe_ext import ops
-from fmoe_ext.ops import FORMATS, quantize
+from fmoe_ext.frozen import FORMATS
+from fmoe_ext.frozen import quantize
 
 # Relative error of normal weights, in the norm, at most; measured 0.115, 0.026, 0.094, 0.0055, 0.080, 0.020, 0.092.
 LOSS = {
@@ -68,5 +70,5 @@ def test_nested_scales_of_nf4():
     code = torch.linspace(-1, 1, 256)
     index = torch.arange(600).remainder(256).to(torch.uint8)
     nested = torch.tensor([2.0, 3.0, 5.0])
-    got = ops.nf4_scales(index, nested, code, 0.25)
+    got = frozen.nf4_scales(index, nested, code, 0.25)
     assert torch.equal(got[:256], code * 2 + 0.25) and torch.equal(got[512:], code[:88] * 5 + 0.25)

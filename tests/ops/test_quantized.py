@@ -6,9 +6,12 @@ import torch
 from gguf import GGMLQuantizationType
 from gguf.quants import dequantize
 
+from fmoe_ext import frozen
 from fmoe_ext import ops
-from fmoe_ext.ops import FORMATS, Lora, Quantized, frozen_mlp, frozen_mlp_ref
-from fmoe_ext.ops.frozen_mlp import composed, composed_backward
+from fmoe_ext.adapters import Lora
+from fmoe_ext.frozen import FORMATS, Quantized, frozen_mlp_ref
+from fmoe_ext.frozen import frozen_mlp
+from fmoe_ext.frozen.frozen_mlp import composed, composed_backward
 from fmoe_ext.testing import assert_close
 from tests.ops.test_expert_mlp import Problem
 
@@ -90,7 +93,7 @@ def test_interleaved_rows_have_their_bias_and_adapter_in_their_order():
     a, b = torch.randn(E, 3, D, dtype=torch.float64), torch.randn(E, 2 * H, 3, dtype=torch.float64)
 
     def call(w1, order):
-        return ops.frozen_mlp(
+        return frozen.frozen_mlp(
             *(
                 t["x"],
                 problem.row_idx,
@@ -345,7 +348,7 @@ def test_constructor_refuses(arguments, message):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({24: 99}, r"w2_format must be in \[0, 8\), a number in ops.FORMATS, but got 99"),
+        ({24: 99}, r"w2_format must be in \[0, 8\), a number in frozen.FORMATS, but got 99"),
         ({18: None}, "w1_scale must be given: format 1 has scales"),
         ({18: torch.ones(2, 512, 8)}, "w1_scale must have a dtype of format 1, but got"),
         ({18: torch.ones(2, 512, 7, dtype=torch.uint8)}, r"w1_scale must have shape \[2, 512, 8\]"),

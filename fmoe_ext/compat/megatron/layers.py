@@ -11,7 +11,7 @@ from fmoe_ext.compat import _gates
 from fmoe_ext.compat.megatron.mlp import MegatronMLP as _MegatronMLP
 from fmoe_ext.compat.megatron.mlp import megatron_init_method as _megatron_init_method
 from fmoe_ext.gates import find_gate
-from fmoe_ext.integrations.fmoefy import fmoefy as _fmoefy
+from fmoe_ext.models.fmoefy import fmoefy as _fmoefy
 
 
 class MegatronMLP(_MegatronMLP):

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from fmoe_ext.compat.megatron.runtime import get_args, get_mpu, stacks
-from fmoe_ext.integrations.fmoefy import fmoefy
+from fmoe_ext.models.fmoefy import fmoefy
 
 VERSIONS = ("v2.2", "v2.5", "v3.0.2")
 

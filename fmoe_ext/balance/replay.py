@@ -1,0 +1,150 @@
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from fmoe_ext import balance
+from fmoe_ext.balance.views import GateView, RouterView, Tape, views_of
+from fmoe_ext.tokens import current_batch
+
+CHOOSE_ANEW = -2  # in the place of a token's choices: it was not recorded, and chooses now
+
+
+class Choices(NamedTuple):
+    """Choices of one forward of a gate: before choices were dropped, and after (-1). Both [T, K].
+
+    A token whose choices are all CHOOSE_ANEW (-2) chooses for itself when the rest is played.
+    """
+
+    selected: torch.Tensor
+    kept: torch.Tensor
+
+
+class RoutingReplay:
+    """Records which experts the gates of a model choose, and makes them choose the same again.
+
+    For reinforcement learning, where the policy is evaluated with the experts that its rollout used ("routing replay"
+    of GSPO, 2025), for distillation, and to compare precisions or kernels without the noise of other choices:
+
+        replay = RoutingReplay(model)
+        with replay.record():
+            old = model(batch)
+        with replay.play():
+            new = model(batch)  # weights and gradients are those of the present logits
+
+    The gates are ours, or the routers of Transformers 5 and Megatron-core (docs/telemetry.md); of the latter remove()
+    takes the hooks away again. choices: {name of the gate: one Choices for each forward}, in order; play() goes through
+    them, and around. A forward that activation checkpointing repeats chooses what the first one chose. choices may be
+    saved and loaded; balance.load_routed_experts() puts there what an inference engine chose.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.views = views_of(model, "record")
+        self.gates = {name: view.module for name, view in self.views.items()}
+        self.choices: dict[str, list[Choices]] = {}
+
+    @contextmanager
+    def record(self) -> Iterator[RoutingReplay]:
+        """Forgets earlier choices and records those of every forward inside the block."""
+        self.choices = {name: [] for name in self.views}
+        with self._tapes(lambda name: _Recorder(self.choices[name])):
+            yield self
+
+    @contextmanager
+    def play(self) -> Iterator[RoutingReplay]:
+        """Gives the recorded choices to every forward inside the block."""
+        missing = [name for name in self.views if not self.choices.get(name)]
+        if missing:
+            raise RuntimeError(f"nothing was recorded for the gates {', '.join(map(repr, missing))}")
+        for name, view in self.views.items():
+            _check(name, view, self.choices[name])
+        with self._tapes(lambda name: _Player(self.choices[name])):
+            yield self
+
+    def remove(self) -> None:
+        """Takes the hooks of other libraries' routers away; backwards that repeat their forwards choose anew then."""
+        for view in self.views.values():
+            view.remove()
+
+    @contextmanager
+    def _tapes(self, make: Callable[[str], Tape]) -> Iterator[None]:
+        with ExitStack() as stack:
+            for name, view in self.views.items():
+                stack.enter_context(view.taped(make(name)))
+            yield
+
+
+def _check(name: str, view: GateView, choices: list[Choices]) -> None:
+    for selected, kept in choices:
+        if selected.shape != kept.shape:
+            raise ValueError(
+                f"{name}: selected {list(selected.shape)} and kept {list(kept.shape)} have different shapes"
+            )
+        outside = (selected >= view.num_experts) | (selected < CHOOSE_ANEW)
+        if bool(outside.any()):
+            raise ValueError(
+                f"{name}: the choices name expert {int(selected[outside][0])}, but there are {view.num_experts} experts"
+            )
+        if isinstance(view, RouterView) and bool((selected == -1).any()):
+            raise ValueError(f"{name}: {type(view.module).__name__} cannot drop choices, but some are -1")
+
+
+class _Recorder:
+    only_listens = True
+
+    def __init__(self, choices: list[Choices]) -> None:
+        self.choices = choices
+        self.selected: torch.Tensor | None = None
+
+    def choose(self, pick: Callable[[], torch.Tensor]) -> torch.Tensor:
+        self.selected = selected = pick()
+        return selected
+
+    def after_forward(self, view: GateView, output: Any) -> None:
+        kept = view.read(output)[0]
+        selected = kept if self.selected is None else self.selected
+        self.choices.append(Choices(selected.detach(), kept.detach()))
+        self.selected = None
+
+
+class _Player:
+    def __init__(self, choices: list[Choices]) -> None:
+        self.choices = choices
+        self.num_played = 0
+        self._are_whole = [not bool((selected == CHOOSE_ANEW).any()) for selected, _ in choices]
+
+    def choose(self, pick: Callable[[], torch.Tensor]) -> torch.Tensor:
+        selected = self._current.selected
+        return selected if self._is_whole else _filled(selected, pick())
+
+    def after_forward(self, view: GateView, output: Any) -> Any:
+        kept, own = self._current.kept, view.read(output)[0]
+        if kept.shape[0] != own.shape[0]:
+            raise ValueError(f"the choices are for {kept.shape[0]} tokens, but there are {own.shape[0]}")
+        kept = kept if self._is_whole else _filled(kept, own)
+        self.num_played += 1
+        return view.with_kept(output, kept)
+
+    @property
+    def _is_whole(self) -> bool:
+        return self._are_whole[self.num_played % len(self.choices)]
+
+    @property
+    def _current(self) -> Choices:
+        """The choices of this forward; of its real tokens, if they are for padding too."""
+        choices, batch = self.choices[self.num_played % len(self.choices)], current_batch()
+        if batch.rows is None or batch.num_tokens != choices.kept.shape[0]:
+            return choices
+        return Choices(*(batch.take(part.to(batch.rows.device)) for part in choices))
+
+
+def _filled(given: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
+    """given [T, K], own where a token has none; ValueError for other sizes."""
+    if given.shape != own.shape:
+        raise ValueError(f"the choices are {list(given.shape)}, but the gate chooses {list(own.shape)}")
+    given = given.to(own.device)
+    return torch.where(given == CHOOSE_ANEW, own, given)

@@ -1,0 +1,120 @@
+"""The choices of a model as inference engines return them: an array [tokens, layers, K] of expert numbers a sequence.
+
+vLLM: `routed_experts` (and `prompt_routed_experts` before it), integers. SGLang: the same as base64 of int32, without a
+row for the last token. Both number only layers that have experts, in order, and experts as the checkpoint does.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from fmoe_ext.balance.replay import CHOOSE_ANEW, Choices, RoutingReplay
+
+
+def routed_experts(
+    replay: RoutingReplay,
+    valid: torch.Tensor | None = None,
+    *,
+    sequence_first: bool = False,
+    forward: int = -1,
+) -> list[torch.Tensor]:
+    """Choices of a forward: an int16 tensor [tokens, layers, K] for each sequence.
+
+    valid [B, S]: bool or 0 / 1, 0 for padding, whose rows are left out; None for one sequence of all tokens. Recorded
+    may be all tokens or, as under valid_tokens(), the real ones. sequence_first: tokens came as [S, B], as Megatron has
+    them. forward: which of those that were recorded. Raises ValueError for gates or sizes that do not fit each other.
+    Equivalent to: torch.stack([choices[name][forward].kept for name in choices], 1)[rows of the sequence].
+    """
+    kept = [replay.choices[name][forward].kept for name in replay.views]
+    if any(part.shape != kept[0].shape for part in kept):
+        raise ValueError(f"the gates chose {[list(part.shape) for part in kept]}, not all [tokens, K] alike")
+    rows = torch.stack(kept, 1).to(torch.int16).cpu()
+    if valid is None:
+        return [rows]
+    mask = valid.bool().cpu()
+    places = _places(mask, sequence_first)
+    if rows.shape[0] == int(mask.sum()):
+        order = (mask.t() if sequence_first else mask).flatten().long().cumsum(0) - 1
+        places = [order[place] for place in places]
+    elif rows.shape[0] != mask.numel():
+        raise ValueError(
+            f"{rows.shape[0]} tokens were recorded, but valid has {mask.numel()}, {int(mask.sum())} of them real"
+        )
+    return [rows[place] for place in places]
+
+
+def load_routed_experts(
+    replay: RoutingReplay,
+    arrays: Sequence[Any],
+    valid: torch.Tensor | None = None,
+    *,
+    sequence_first: bool = False,
+) -> None:
+    """Makes replay.choices those of arrays, for one forward of a batch.
+
+    arrays: for each sequence what torch.as_tensor makes [tokens, layers, K] of (tensor, numpy array, lists), integers.
+    Tokens without a row, at a sequence's end, and those whose choices are all -1 choose anew when played. Other
+    arguments: routed_experts(). Raises ValueError for another number of sequences, tokens, layers or experts.
+    """
+    parts = [torch.as_tensor(array).long() for array in arrays]
+    if valid is None:
+        if len(parts) != 1:
+            raise ValueError(f"{len(parts)} sequences need valid [B, S], which says where each is")
+        valid = torch.ones(1, parts[0].shape[0], dtype=torch.bool)
+    mask = valid.bool().cpu()
+    places = _places(mask, sequence_first)
+    if len(parts) != len(places):
+        raise ValueError(f"there are {len(parts)} arrays, but valid has {len(places)} sequences")
+    views = replay.views
+    top_k = parts[0].shape[-1]
+    whole = torch.full((mask.numel(), len(views), top_k), CHOOSE_ANEW)
+    for number, (part, place) in enumerate(zip(parts, places, strict=True)):
+        if part.dim() != 3 or part.shape[1:] != whole.shape[1:] or part.shape[0] > len(place):
+            raise ValueError(
+                f"array {number} is {list(part.shape)}, but the sequence has {len(place)} tokens, the model "
+                f"{len(views)} layers with gates: [tokens, {len(views)}, {top_k}] is expected"
+            )
+        whole[place[: part.shape[0]]] = torch.where((part == -1).all(-1, keepdim=True), CHOOSE_ANEW, part)
+    for layer, (name, view) in enumerate(views.items()):
+        chosen = whole[:, layer].contiguous()
+        if view.top_k not in (None, top_k):
+            raise ValueError(f"the arrays have {top_k} choices a token, but {name} makes {view.top_k}")
+        if bool(((chosen < 0) & (chosen != CHOOSE_ANEW)).any()) or bool((chosen >= view.num_experts).any()):
+            raise ValueError(f"the arrays name experts of {name} that are not in [0, {view.num_experts})")
+        replay.choices[name] = [Choices(chosen, chosen)]
+
+
+def decode_routed_experts(text: str | bytes, num_layers: int, top_k: int) -> torch.Tensor:
+    """base64 of int32, as SGLang sends it -> [tokens, num_layers, top_k]; ValueError if it is none of that."""
+    try:
+        data = base64.b64decode(text, validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise ValueError(f"routed experts are no base64: {error}") from None
+    row = 4 * num_layers * top_k
+    if len(data) % row:
+        raise ValueError(
+            f"{len(data)} bytes of routed experts are no multiple of {row}, {num_layers} layers of {top_k} int32"
+        )
+    numbers = (
+        torch.frombuffer(bytearray(data), dtype=torch.int32) if data else torch.empty(0, dtype=torch.int32)
+    )
+    return numbers.reshape(-1, num_layers, top_k)
+
+
+def encode_routed_experts(array: torch.Tensor) -> str:
+    """The inverse of decode_routed_experts(): integers [tokens, layers, K] -> base64 of int32."""
+    return base64.b64encode(array.to(torch.int32).contiguous().numpy().tobytes()).decode()
+
+
+def _places(mask: torch.Tensor, sequence_first: bool) -> list[torch.Tensor]:
+    """Places of each sequence's real tokens among all B * S: mask [B, S]."""
+    if mask.dim() != 2:
+        raise ValueError(f"valid must be [B, S], but is {list(mask.shape)}")
+    number = torch.arange(mask.numel())
+    number = number.view(mask.shape[1], mask.shape[0]).t() if sequence_first else number.view(mask.shape)
+    return [row[real] for row, real in zip(number, mask, strict=True)]

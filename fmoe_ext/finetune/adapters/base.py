@@ -1,0 +1,221 @@
+"""The model that an adapter belongs to: a Hugging Face folder, read a tensor at a time, and where experts are in it."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import torch
+
+from fmoe_ext.finetune.adapters.reading import PREFIX, Adapter, Factors, Pair, scaling_of
+from fmoe_ext.checkpoint.errors import CheckpointError
+from fmoe_ext.checkpoint.families import FAMILIES
+from fmoe_ext.checkpoint.huggingface import model_config, model_files
+from fmoe_ext.checkpoint.layouts import BLOCKS, PER_EXPERT, STACKED
+from fmoe_ext.checkpoint.safetensors_file import StoredTensor, read_unmapped
+
+FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+Loaded: TypeAlias = Mapping[str, tuple[Factors, Pair]]
+
+
+@dataclass(frozen=True)
+class Experts:
+    """Experts of a layer in a base. names {role: name, with {e} where each expert has its own}; E, in and out widths.
+
+    turned: stored [E, in, out]; interleaved: gate and up in turn.
+    """
+
+    names: dict[str, str]
+    num_experts: int
+    d_model: int
+    d_hidden: int
+    turned: bool = False
+    interleaved: bool = False
+
+
+class Base:
+    """A model's folder: files {file: names in it}, tensors {name: StoredTensor}, config.
+
+    packed: the format that its experts had before checkpoint.packed.decode(); "" for plain ones.
+    """
+
+    def __init__(self, folder: Path):
+        self.folder = Path(folder)
+        self.packed = ""
+        files = model_files(self.folder)
+        if not files:
+            raise CheckpointError(
+                f"{folder} has no model.safetensors and no index of several: give a model's folder"
+            )
+        self.config: dict[str, Any] = model_config(self.folder)
+        self.files: dict[Path, list[str]] = {}
+        self.tensors: dict[str, StoredTensor] = {}
+        for file in files:
+            found, _ = read_unmapped(file)
+            if found.keys() & self.tensors.keys():
+                raise CheckpointError(f"{file} has tensors that another file of the folder has too")
+            self.files[file] = list(found)
+            self.tensors |= found
+
+    def check_plain(self) -> None:
+        """CheckpointError if the weights are quantised."""
+        quantization = self.config.get("quantization_config")
+        odd = [
+            name for name, t in self.tensors.items() if t.dtype.is_floating_point and t.dtype not in FLOATS
+        ]
+        if quantization or odd:
+            kind = quantization.get("quant_method") if isinstance(quantization, dict) else odd[:1]
+            raise CheckpointError(
+                f"{self.folder} is quantised ({kind}), which is not decoded here: dequantise the model to bfloat16 "
+                "first"
+            )
+
+    def experts(self, layer: str) -> Experts | None:
+        """Experts at a module of the adapter, as model.layers.0.mlp.experts; None if there are none."""
+        stem, _, block = layer.removesuffix(".experts").rpartition(".")
+        for name in dict.fromkeys((block, *BLOCKS)):
+            prefix = f"{stem}.{name}." if stem else f"{name}."
+            for gate_up, down in STACKED:
+                if {prefix + gate_up, prefix + down} <= self.tensors.keys():
+                    return self._stacked(prefix, gate_up, down)
+            for leaves in PER_EXPERT:
+                if f"{prefix}experts.0.{leaves[0]}" in self.tensors:
+                    return self._numbered(prefix, leaves)
+        return None
+
+    def _stacked(self, prefix: str, gate_up: str, down: str) -> Experts:
+        names = {"gate_up": prefix + gate_up, "down": prefix + down}
+        w1, w2 = (self.tensors[name].shape for name in names.values())
+        interleaved = f"{prefix}{gate_up}_bias" in self.tensors
+        if len(w1) == len(w2) == 3 and w1[0] == w2[0]:
+            if w1[1] == 2 * w2[2] and w1[2] == w2[1]:
+                return Experts(names, w1[0], w1[2], w2[2], interleaved=interleaved)
+            if w1[2] == 2 * w2[1] and w1[1] == w2[2]:
+                return Experts(names, w1[0], w1[1], w2[1], True, interleaved)
+        raise CheckpointError(
+            f"{self.folder}: {names['gate_up']} {list(w1)} and {names['down']} {list(w2)} do not fit"
+        )
+
+    def _numbered(self, prefix: str, leaves: tuple[str, str, str]) -> Experts:
+        names = {
+            r: prefix + "experts.{e}." + leaf for r, leaf in zip(("gate", "up", "down"), leaves, strict=True)
+        }
+        count = 0
+        while names["gate"].format(e=count) in self.tensors:
+            count += 1
+        shape = self.tensors[names["gate"].format(e=0)].shape
+        if len(shape) != 2:
+            raise CheckpointError(f"{self.folder}: {names['gate'].format(e=0)} is {list(shape)}, no matrix")
+        d_hidden, d_model = shape
+        for role, name in names.items():
+            expected = (d_model, d_hidden) if role == "down" else (d_hidden, d_model)
+            for e in range(count):
+                tensor = self.tensors.get(name.format(e=e))
+                if tensor is None or tensor.shape != expected:
+                    found = None if tensor is None else list(tensor.shape)
+                    raise CheckpointError(
+                        f"{self.folder}: {name.format(e=e)} is {found}, expected {list(expected)}"
+                    )
+        return Experts(names, count, d_model, d_hidden)
+
+    def linear(self, key: str) -> str | None:
+        """Name of the weight that a plain adapter, named by its lora_A, changes; None if the base lacks it."""
+        name = key.removeprefix(PREFIX).removesuffix("lora_A.weight") + "weight"
+        candidates = [name, *(name.replace(f".{a}.", f".{b}.") for a in BLOCKS for b in BLOCKS)]
+        return next((c for c in candidates if c in self.tensors), None)
+
+
+def interleaves(adapter: Adapter, base: Base | None) -> bool | None:
+    """True where the model has gate and up in turn; None if nothing says it."""
+    if base is not None:
+        found = [experts for layer in adapter.layers if (experts := base.experts(layer))]
+        return any(experts.interleaved for experts in found) if found else None
+    family = FAMILIES.get(model_type(adapter, base))
+    return None if family is None else family.files.interleaved
+
+
+def model_type(adapter: Adapter, base: Base | None) -> str:
+    """Model type in the base's config or, without a base, in the class that PEFT noted; "" if nothing says it."""
+    if base is not None:
+        return str(base.config.get("model_type", ""))
+    library = (adapter.config.get("auto_mapping") or {}).get("parent_library", "")
+    parts = str(library).split(".")
+    return parts[2] if len(parts) > 2 and parts[:2] == ["transformers", "models"] else ""
+
+
+def compare(adapter: Adapter, base: Base) -> list[str]:
+    """Sentences about what of an adapter does not fit a base."""
+    wrong = []
+    for layer, projections in adapter.layers.items():
+        experts = base.experts(layer)
+        if experts is None:
+            wrong.append(f"{layer}: the base has no experts there")
+            continue
+        d, h = experts.d_model, experts.d_hidden
+        expected = {"gate_up": (d, 2 * h), "gate": (d, h), "up": (d, h), "down": (h, d)}
+        for role, factors in projections.items():
+            if (factors.d_in, factors.d_out) == expected[role][::-1] != expected[role]:
+                wrong.append(f"{layer}: {role} is transposed")
+            elif (factors.d_in, factors.d_out) != expected[
+                role
+            ] or factors.num_experts != experts.num_experts:
+                wrong.append(
+                    f"{layer}: {role} has {factors.num_experts} experts {factors.d_in} -> {factors.d_out}, the base "
+                    f"{experts.num_experts} of {expected[role][0]} -> {expected[role][1]}"
+                )
+    return wrong + [
+        f"{key.removeprefix(PREFIX)}: the base has no such weight, or of another shape"
+        for key, (a, b, _) in plain_pairs(adapter).items()
+        if (name := base.linear(key)) is None or base.tensors[name].shape != (b.shape[0], a.shape[1])
+    ]
+
+
+def plain_pairs(adapter: Adapter) -> dict[str, tuple[StoredTensor, StoredTensor, float]]:
+    """{name of lora_A: (lora_A, lora_B, scaling)} of the adapters that are not of experts."""
+    pairs, used = {}, set()
+    for key, a in adapter.others.items():
+        if not key.endswith(".lora_A.weight"):
+            continue
+        other = key.removesuffix("lora_A.weight") + "lora_B.weight"
+        b = adapter.others.get(other)
+        if b is None or len(a.shape) != 2 or len(b.shape) != 2 or a.shape[0] != b.shape[1] or not a.shape[0]:
+            raise CheckpointError(f"{adapter.folder}: {key} has no lora_B that fits it")
+        module = key.removeprefix(PREFIX).removesuffix(".lora_A.weight")
+        pairs[key] = a, b, scaling_of(adapter.config, module, a.shape[0])
+        used |= {key, other}
+    if left := sorted(adapter.others.keys() - used):
+        raise CheckpointError(
+            f"{adapter.folder}: {left[0]} is no adapter of a linear layer: whole modules are not merged"
+        )
+    return pairs
+
+
+def delta(loaded: Loaded, experts: Experts, role: str, e: int) -> torch.Tensor | None:
+    """Change of one expert's weight, as the base stores it, at least in float32; None if it has none."""
+    found = [(name, *part) for name, part in loaded.items()]
+    total: torch.Tensor | None = None
+    for name, factors, (a, b) in found:
+        rows = _rows(name, role, experts)
+        if rows is None:
+            continue
+        wide = torch.promote_types(a.dtype, torch.float32)
+        take, put, num_rows = rows
+        product = b[e].to(wide)[take] @ a[e].to(wide) * factors.scaling
+        if total is None:
+            total = torch.zeros(num_rows, product.shape[1], dtype=wide)
+        total[put] += product
+    return total.T if total is not None and experts.turned else total
+
+
+def _rows(name: str, role: str, experts: Experts) -> tuple[slice, slice, int] | None:
+    """(rows of the adapter's b, rows of the base's weight that they change, rows of the weight)."""
+    h, whole = experts.d_hidden, slice(None)
+    halves = {"gate": slice(0, h), "up": slice(h, 2 * h)}
+    if name == role:
+        return whole, whole, {"gate_up": 2 * h, "gate": h, "up": h, "down": experts.d_model}[role]
+    if name == "gate_up" and role in halves:
+        return halves[role], whole, h
+    if role == "gate_up" and name in halves:
+        in_turn = {"gate": slice(0, None, 2), "up": slice(1, None, 2)}
+        return whole, (in_turn if experts.interleaved else halves)[name], 2 * h
+    return None

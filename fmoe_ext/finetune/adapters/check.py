@@ -1,0 +1,116 @@
+"""The report of `fmoe adapter check`: layout, ranks, what is zero, missing or does not fit, sizes of deltas."""
+
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+from fmoe_ext.finetune.adapters.base import Base, compare, delta
+from fmoe_ext.finetune.adapters.reading import Adapter
+from fmoe_ext.checkpoint.errors import CheckpointError
+
+WRITERS = MappingProxyType(
+    {
+        ("flat", "out_in", "rank_major"): "PEFT from 0.19, vLLM's stacked names",
+        ("flat", "in_out", "rank_major"): "PEFT before 0.19",
+        ("flat", "out_in", "expert_major"): "unsloth before its repair, on PEFT from 0.19",
+        ("flat", "in_out", "expert_major"): "unsloth before its repair, on PEFT before 0.19",
+        ("numbered", "", ""): "a module an expert: PEFT on nn.Linear experts, vLLM, SGLang",
+        ("stacked", "", ""): "3-d tensors: SGLang, Megatron-Bridge",
+    }
+)
+
+
+def check(adapter: Adapter, base: Base | None = None) -> dict[str, Any]:
+    """Report of an adapter, as JSON: layout, evidence, rows (one a projection of a layer), problems.
+
+    base: adds what does not fit and, for each expert, the norm of its delta over that of its weight.
+    """
+    key = (adapter.form, adapter.orientation, adapter.packing)
+    problems = [*adapter.problems]
+    for name in ("orientation", "packing"):
+        if getattr(adapter, name) == "undecidable":
+            problems.append(f"the file does not show its {name}: say it by --{name}")
+    if base is not None:
+        problems += compare(adapter, base)
+    rows = [_row(adapter, layer, role, problems) for layer, parts in adapter.layers.items() for role in parts]
+    evidence = adapter.evidence
+    report = {
+        "adapter": str(adapter.folder),
+        "base_model": adapter.config.get("base_model_name_or_path"),
+        "peft_version": adapter.config.get("peft_version"),
+        "form": adapter.form,
+        "orientation": adapter.orientation,
+        "packing": adapter.packing,
+        "packing_scores": evidence.standard_scores() if evidence else {},
+        "written_by": WRITERS.get(key, "undecidable" if adapter.undecided else "none"),
+        "other_tensors": len(adapter.others),
+        "rows": rows,
+        "problems": problems,
+    }
+    if base is not None and not adapter.undecided and not compare(adapter, base):
+        report["delta"] = sizes(adapter, base)
+    return report
+
+
+def _row(adapter: Adapter, layer: str, role: str, problems: list[str]) -> dict[str, Any]:
+    factors = adapter.layers[layer][role]
+    row = {"layer": layer, "projection": role, "experts": factors.num_experts, "rank": factors.rank}
+    row |= {"in": factors.d_in, "out": factors.d_out, "scaling": factors.scaling}
+    if adapter.undecided:
+        return row
+    a, b = factors.read()
+    if not (a.isfinite().all() and b.isfinite().all()):
+        problems.append(f"{layer}: {role} has values that are not finite")
+    idle = [e for e in range(factors.num_experts) if not (a[e].any() and b[e].any())]
+    if len(idle) == factors.num_experts:
+        problems.append(f"{layer}: {role} is all zero, it changes nothing")
+    return row | {"idle_experts": idle}
+
+
+def sizes(adapter: Adapter, base: Base) -> dict[str, dict[str, list[float]]]:
+    """{layer: {role in the base: [norm of the delta / norm of the weight, for each expert]}}."""
+    found: dict[str, dict[str, list[float]]] = {}
+    for layer, parts in adapter.layers.items():
+        experts = base.experts(layer)
+        if experts is None:
+            continue
+        loaded = {role: (factors, factors.read()) for role, factors in parts.items()}
+        for role, name in experts.names.items():
+            shares = []
+            for e in range(experts.num_experts):
+                tensor = base.tensors[name.format(e=e)]
+                weight = tensor.read() if "{e}" in name else tensor.rows(e, e + 1)[0]
+                change = delta(loaded, experts, role, e)
+                norm = weight.float().norm().item()
+                shares.append(0.0 if change is None or not norm else change.norm().item() / norm)
+            found.setdefault(layer, {})[role] = shares
+    return found
+
+
+def logits(adapter: Adapter, base: Base, merged: Path) -> dict[str, float]:
+    """Largest difference of the logits with and without, its share of the largest logit, and changed first choices."""
+    try:
+        from transformers import AutoModelForCausalLM
+    except ModuleNotFoundError as error:
+        raise CheckpointError("--model needs transformers: pip install transformers") from error
+    vocabulary = int(base.config.get("vocab_size", 0))
+    if vocabulary < 2:
+        raise CheckpointError(f"{base.folder}/config.json says no vocab_size")
+    ids = torch.randint(vocabulary, (1, 32), generator=torch.Generator().manual_seed(0))
+    found = []
+    for folder in (base.folder, merged):
+        model = AutoModelForCausalLM.from_pretrained(
+            folder, local_files_only=True, dtype=torch.float32
+        ).eval()
+        with torch.no_grad():
+            found.append(model(input_ids=ids).logits.float())
+        del model
+    without, adapted = found
+    difference = (adapted - without).abs().max().item()
+    return {
+        "largest_difference": difference,
+        "share_of_largest_logit": difference / without.abs().max().item(),
+        "changed_first_choices": (adapted.argmax(-1) != without.argmax(-1)).float().mean().item(),
+    }

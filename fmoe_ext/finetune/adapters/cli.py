@@ -1,0 +1,127 @@
+"""`fmoe adapter check|convert|merge FOLDER`: LoRA adapters of experts (docs/adapters.md)."""
+
+import argparse
+import json
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fmoe_ext.finetune.adapters.base import Base, model_type
+from fmoe_ext.finetune.adapters.check import check, logits
+from fmoe_ext.finetune.adapters.convert import LAYOUTS, PEFT_LEAVES_OUT, convert
+from fmoe_ext.finetune.adapters.merge import merge
+from fmoe_ext.finetune.adapters.packing import EXPERT_MAJOR, RANK_MAJOR
+from fmoe_ext.finetune.adapters.reading import read_adapter
+from fmoe_ext.checkpoint.cli import progress_bar, table
+from fmoe_ext.checkpoint.errors import CheckpointError
+from fmoe_ext.checkpoint.packed import decode
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = _parser().parse_args(arguments)
+    try:
+        return _run(options)
+    except (CheckpointError, OSError, MemoryError) as error:
+        text = str(error) or "there is not enough memory"
+        sys.exit(f"error: {' '.join(text.split())}")
+
+
+def _run(options: argparse.Namespace) -> int:
+    adapter = read_adapter(Path(options.path), options.packing, options.orientation)
+    base = Base(Path(options.base)) if options.base else None
+    if base is not None:
+        decode(base)
+        base.check_plain()
+    if options.command == "convert":
+        convert(adapter, options.to, Path(options.out), base)
+        print(f"{options.out}: {len(adapter.layers)} layers of experts as {options.to}")
+        kind = model_type(adapter, base)
+        if options.to == "per-expert" and kind in PEFT_LEAVES_OUT:
+            print(
+                f"note: PEFT leaves these tensors out of a {kind} model without an error; vLLM and SGLang read them"
+            )
+        return 0
+    if options.command == "merge":
+        dtype = getattr(torch, options.dtype) if options.dtype else None
+        total = sum(tensor.num_bytes for tensor in base.tensors.values()) if base else 0
+        with progress_bar("merging", total) as progress:
+            done = merge(adapter, base, Path(options.out), dtype, progress)  # type: ignore[arg-type]
+        print(
+            f"{options.out}: {done['changed']} tensors changed, {done['dtype']}; rounding took a share of "
+            f"{done['lost_share_median']:.2g} of a change (median), {done['lost_share_worst']:.2g} (worst)"
+        )
+        return 0
+    if options.model and base is None:
+        raise CheckpointError("--model needs --base FOLDER")
+    report = check(adapter, base)
+    if options.model and base is not None and not report["problems"]:
+        with tempfile.TemporaryDirectory(dir=options.scratch) as folder:
+            merge(adapter, base, Path(folder, "merged"), torch.float32)
+            report["logits"] = logits(adapter, base, Path(folder, "merged"))
+    print(json.dumps(report, indent=2) if options.json else as_text(report))
+    return 1 if report["problems"] else 0
+
+
+def as_text(report: dict[str, Any]) -> str:
+    """The report of check() as a table."""
+    scores = ", ".join(f"{name} {score:.1f}" for name, score in report["packing_scores"].items())
+    lines = [
+        f"layout       {report['form']}: {report['written_by']}",
+        f"orientation  {report['orientation'] or '-'}",
+        f"packing      {report['packing'] or '-'}{f' (standard scores: {scores})' if scores else ''}",
+        f"base         {report['base_model'] or 'not said'}",
+        "",
+    ]
+    head = ("layer", "projection", "experts", "rank", "in", "out", "scaling", "idle", "delta / weight")
+    rows = [_cells(row, report.get("delta", {}).get(row["layer"], {})) for row in report["rows"]]
+    lines += table(head, rows)
+    if "logits" in report:
+        lines += [
+            "",
+            *(f"logits: {name.replace('_', ' ')} {value:.3g}" for name, value in report["logits"].items()),
+        ]
+    return "\n".join([*lines, "", *(f"problem: {text}" for text in report["problems"] or ["none"])])
+
+
+def _cells(row: dict[str, Any], delta: dict[str, list[float]]) -> tuple[str, ...]:
+    shares = delta.get(row["projection"]) or [s for r, s in delta.items() if r in row["projection"]][:1]
+    flat = shares[0] if shares and isinstance(shares[0], list) else shares
+    size = f"{min(flat):.2g} to {max(flat):.2g}" if flat else ""
+    idle = str(len(row["idle_experts"])) if "idle_experts" in row else "?"
+    values = (row["experts"], row["rank"], row["in"], row["out"], f"{row['scaling']:g}", idle, size)
+    return row["layer"], row["projection"], *map(str, values)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="fmoe adapter")
+    commands = parser.add_subparsers(dest="command", required=True)
+    source = argparse.ArgumentParser(add_help=False)
+    source.add_argument("path", help="folder with adapter_config.json and adapter_model.safetensors")
+    source.add_argument(
+        "--packing", choices=(RANK_MAJOR, EXPERT_MAJOR), help="of lora_B, if the file does not show it"
+    )
+    source.add_argument(
+        "--orientation", choices=("out_in", "in_out"), help="of lora_A, if the file does not show it"
+    )
+    look = commands.add_parser("check", parents=[source], help="which layout, and what is wrong")
+    look.add_argument("--base", help="folder of the model: compares shapes, prints the size of the delta")
+    look.add_argument("--model", action="store_true", help="run the model with and without the adapter")
+    look.add_argument("--scratch", help="folder for the merged model of --model, the system's by default")
+    look.add_argument("--json", action="store_true", help="print everything, for each expert")
+    change = commands.add_parser("convert", parents=[source], help="the same adapter in another layout")
+    change.add_argument("--to", required=True, choices=LAYOUTS)
+    change.add_argument("--base", help="folder of the model, if the adapter does not say enough about it")
+    change.add_argument("-o", "--out", required=True, help="folder to write")
+    join = commands.add_parser(
+        "merge", parents=[source], help="add an adapter to its model, an expert at a time"
+    )
+    join.add_argument("--base", required=True, help="folder of the model, which stays as it is")
+    join.add_argument(
+        "--dtype", choices=("bfloat16", "float32"), help="of the weights, the model's by default"
+    )
+    join.add_argument("-o", "--out", required=True, help="folder to write")
+    return parser

@@ -1,0 +1,268 @@
+"""Write an adapter in another layout: the same delta of every expert, or an error that names the reason."""
+
+import json
+import math
+from collections.abc import Callable, Iterable
+from functools import partial
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import torch
+
+from fmoe_ext.finetune.adapters.base import Base, interleaves, model_type
+from fmoe_ext.finetune.adapters.packing import EXPERT_MAJOR, RANK_MAJOR, packed
+from fmoe_ext.finetune.adapters.reading import CONFIG, PREFIX, WEIGHTS, Adapter, Factors, Pair
+from fmoe_ext.checkpoint.errors import CheckpointError
+from fmoe_ext.checkpoint.families import FAMILIES
+from fmoe_ext.checkpoint.files import atomic_file
+from fmoe_ext.checkpoint.safetensors_file import OURS, StoredTensor, write_safetensors
+from fmoe_ext.checkpoint.shards import new_folder
+
+
+class Layout(NamedTuple):
+    form: str
+    in_out: bool = False
+    packing: str = RANK_MAJOR
+    needs_both: bool = False
+    one_rank: bool = False
+
+
+LAYOUTS = MappingProxyType(
+    {
+        "peft-0.19": Layout("flat"),
+        "peft-0.18": Layout("flat", in_out=True),
+        "unsloth": Layout("flat", packing=EXPERT_MAJOR),
+        "vllm": Layout("flat", needs_both=True, one_rank=True),
+        "per-expert": Layout("numbered"),
+        "sglang": Layout("stacked", one_rank=True),
+    }
+)
+VERSIONS = MappingProxyType({"peft-0.19": "0.19.1", "peft-0.18": "0.18.1"})
+PEFT_LEAVES_OUT = ("gpt_oss", "qwen2_moe")  # model types whose single experts PEFT 0.21 reads nothing of
+HALVES = ("gate", "up")
+
+
+def convert(adapter: Adapter, to: str, out: Path, base: Base | None = None) -> None:
+    """Write an adapter to a new folder in one of LAYOUTS; atomically.
+
+    base: the model, for what the adapter does not say about it. Raises CheckpointError for what the layout cannot hold.
+    """
+    layout = LAYOUTS[to]
+    if not adapter.layers:
+        raise CheckpointError(f"{adapter.folder} has no adapters of experts to convert")
+    if adapter.undecided:
+        next(iter(next(iter(adapter.layers.values())).values())).read()  # says what to do
+    in_turn = interleaves(adapter, base)
+    layers = {
+        layer: _fitted(adapter, layer, parts, layout, in_turn) for layer, parts in adapter.layers.items()
+    }
+    config = _config(adapter, layers, layout, to, base)
+    write = {"flat": _flat, "numbered": _numbered, "stacked": _stacked}[layout.form]
+    tensors = dict(adapter.others)
+    for layer, parts in layers.items():
+        tensors |= write(adapter, layer, parts, layout, base)
+    with new_folder(Path(out)) as folder:
+        note = {"packing": layout.packing} if layout.form == "flat" else {}
+        write_safetensors(folder / WEIGHTS, tensors, {OURS: json.dumps(note)})
+        with atomic_file(folder / CONFIG) as file:
+            file.write(json.dumps(config, indent=2).encode())
+
+
+def _fitted(
+    adapter: Adapter, layer: str, parts: dict[str, Factors], layout: Layout, in_turn: bool | None
+) -> dict[str, Factors]:
+    """Projections as a layout has them: gate and up joined for flat tensors, apart for others."""
+    joins = layout.form == "flat" and bool(parts.keys() & set(HALVES))
+    splits = layout.form != "flat" and "gate_up" in parts
+    if (joins or splits) and in_turn is None:
+        raise CheckpointError(
+            f"{adapter.folder} does not say whether gate and up are in turn (as in GPT-OSS): give --base"
+        )
+    if joins:
+        if not {*HALVES} <= parts.keys():
+            raise CheckpointError(
+                f"{layer}: gate and up are one parameter in this layout, but only one is adapted"
+            )
+        rest = {role: factors for role, factors in parts.items() if role not in HALVES}
+        return {"gate_up": _joined(adapter, layer, parts["gate"], parts["up"], bool(in_turn)), **rest}
+    if splits:
+        whole = parts["gate_up"]
+        halves = {r: _half(whole, i, bool(in_turn)) for i, r in enumerate(HALVES)}
+        return halves | {role: factors for role, factors in parts.items() if role != "gate_up"}
+    return parts
+
+
+def _half(whole: Factors, index: int, in_turn: bool) -> Factors:
+    h = whole.d_out // 2
+    rows = slice(index, None, 2) if in_turn else slice(index * h, (index + 1) * h)
+
+    def read() -> Pair:
+        a, b = whole.read()
+        return a, b[:, rows]
+
+    return whole.__class__(whole.num_experts, whole.rank, whole.d_in, h, whole.scaling, whole.dtype, read)
+
+
+def _joined(adapter: Adapter, layer: str, gate: Factors, up: Factors, in_turn: bool) -> Factors:
+    """gate and up as one: of the same rank if they share a, else of both ranks with blocks in b."""
+    if gate.scaling != up.scaling or gate.dtype != up.dtype or gate.d_out != up.d_out:
+        raise CheckpointError(
+            f"{layer}: gate and up differ in scaling, dtype or width, so that they cannot be joined"
+        )
+    shared = gate.rank == up.rank and torch.equal(gate.read()[0], up.read()[0])
+    if not shared and adapter.config.get("use_rslora"):
+        raise CheckpointError(
+            f"{layer}: joining gate and up changes the rank, which changes the scaling of rsLoRA"
+        )
+    rank = gate.rank if shared else gate.rank + up.rank
+
+    def read() -> Pair:
+        (a1, b1), (a2, b2) = gate.read(), up.read()
+        b = b1.new_zeros(gate.num_experts, 2 * gate.d_out, rank)
+        rows = (
+            (slice(0, None, 2), slice(1, None, 2))
+            if in_turn
+            else (slice(0, gate.d_out), slice(gate.d_out, None))
+        )
+        b[:, rows[0], : gate.rank] = b1
+        b[:, rows[1], rank - up.rank :] = b2
+        return (a1 if shared else torch.cat([a1, a2], 1)), b
+
+    return Factors(gate.num_experts, rank, gate.d_in, 2 * gate.d_out, gate.scaling, gate.dtype, read)
+
+
+def _lazy(
+    factors: Factors, which: int, shape: Iterable[int], change: Callable[[torch.Tensor], torch.Tensor]
+) -> StoredTensor:
+    return StoredTensor(shape, factors.dtype, lambda: change(factors.read()[which]).contiguous())
+
+
+def _flat(
+    adapter: Adapter, layer: str, parts: dict[str, Factors], layout: Layout, base: Base | None
+) -> dict[str, StoredTensor]:
+    if layout.needs_both and parts.keys() != {"gate_up", "down"}:
+        raise CheckpointError(
+            f"{layer}: vLLM's stacked names need gate_up and down, here is {', '.join(parts)}"
+        )
+    in_out = layout.in_out and not _turned(adapter, base)
+    tensors = {}
+    for role, factors in parts.items():
+        inner = ".base_layer" if role == "gate_up" and "down" in parts else ""
+        count = factors.num_experts * factors.rank
+        first, second = (1, 0) if in_out else (0, 1)
+        widths = (factors.d_out, factors.d_in) if in_out else (factors.d_in, factors.d_out)
+        rows = partial(_rows_of_a, turned=in_out)
+        columns = partial(_columns_of_b, turned=in_out, packing=layout.packing)
+        tensors[f"{PREFIX}{layer}{inner}.lora_A.weight"] = _lazy(factors, first, (count, widths[0]), rows)
+        tensors[f"{PREFIX}{layer}{inner}.lora_B.weight"] = _lazy(factors, second, (widths[1], count), columns)
+    return tensors
+
+
+def _rows_of_a(value: torch.Tensor, turned: bool) -> torch.Tensor:
+    return (value.transpose(1, 2) if turned else value).flatten(0, 1)
+
+
+def _columns_of_b(value: torch.Tensor, turned: bool, packing: str) -> torch.Tensor:
+    return packed(value.transpose(1, 2) if turned else value, packing)
+
+
+def _turned(adapter: Adapter, base: Base | None) -> bool:
+    """True where the model stores experts [E, in, out], which no version of PEFT turns around."""
+    if adapter.orientation == "in_out":
+        return False
+    if base is not None:
+        return any(e.turned for layer in adapter.layers if (e := base.experts(layer)))
+    family = FAMILIES.get(model_type(adapter, base))
+    if family is None:
+        raise CheckpointError("what PEFT before 0.19 expects depends on the model: give --base")
+    return family.files.interleaved
+
+
+def _numbered(
+    adapter: Adapter, layer: str, parts: dict[str, Factors], layout: Layout, base: Base | None
+) -> dict[str, StoredTensor]:
+    leaves = _leaves(adapter, base)
+    tensors = {}
+    for role, factors in parts.items():
+        for e in range(factors.num_experts):
+            name = f"{PREFIX}{layer}.{e}.{leaves[role]}"
+            take = partial(_expert, e=e)
+            tensors[f"{name}.lora_A.weight"] = _lazy(factors, 0, (factors.rank, factors.d_in), take)
+            tensors[f"{name}.lora_B.weight"] = _lazy(factors, 1, (factors.d_out, factors.rank), take)
+    return tensors
+
+
+def _expert(value: torch.Tensor, e: int) -> torch.Tensor:
+    return value[e]
+
+
+def _leaves(adapter: Adapter, base: Base | None) -> dict[str, str]:
+    family = FAMILIES.get(model_type(adapter, base))
+    names = (family.files.per_expert if family else None) or ("gate_proj", "up_proj", "down_proj")
+    return dict(zip(("gate", "up", "down"), (name.removesuffix(".weight") for name in names), strict=True))
+
+
+def _stacked(
+    adapter: Adapter, layer: str, parts: dict[str, Factors], layout: Layout, base: Base | None
+) -> dict[str, StoredTensor]:
+    tensors = {}
+    for role, f in parts.items():
+        name = f"{PREFIX}{layer}.{ {'gate': 'w1', 'up': 'w3', 'down': 'w2'}[role] }"
+        tensors[f"{name}.lora_A.weight"] = _lazy(f, 0, (f.num_experts, f.rank, f.d_in), lambda a: a)
+        tensors[f"{name}.lora_B.weight"] = _lazy(f, 1, (f.num_experts, f.d_out, f.rank), lambda b: b)
+    return tensors
+
+
+def _config(
+    adapter: Adapter, layers: dict[str, dict[str, Factors]], layout: Layout, to: str, base: Base | None
+) -> dict[str, Any]:
+    """adapter_config.json of the result: which modules or parameters, and rank and alpha of each."""
+    config = dict(adapter.config)
+    config["rank_pattern"] = dict(config.get("rank_pattern") or {})
+    config["alpha_pattern"] = dict(config.get("alpha_pattern") or {})
+    leaves = _leaves(adapter, base) if layout.form == "numbered" else {"gate": "w1", "up": "w3", "down": "w2"}
+    if layout.form == "flat":
+        leaves = {"gate_up": "gate_up_proj", "down": "down_proj"}
+    names = [f"{layer}.{leaves[role]}" for layer, parts in layers.items() for role in parts]
+    config["target_parameters"] = names if layout.form == "flat" else None
+    config["target_modules"] = _modules(
+        adapter, set() if layout.form == "flat" else {n.rpartition(".")[2] for n in names}
+    )
+    ranks: dict[str, set[tuple[int, float]]] = {}
+    for parts in layers.values():
+        for role, factors in parts.items():
+            ranks.setdefault(leaves[role], set()).add((factors.rank, _alpha(adapter, factors)))
+    if layout.one_rank and set().union(*ranks.values()) != {(config["r"], config["lora_alpha"])}:
+        raise CheckpointError(
+            f"{to} has one rank and one lora_alpha for all modules, but here they are {ranks}: use per-expert"
+        )
+    for leaf, found in ranks.items():
+        if len(found) > 1:
+            raise CheckpointError(f"the layers differ in rank or lora_alpha of {leaf}: {sorted(found)}")
+        ((rank, alpha),) = found
+        # PEFT takes the first pattern that matches, so these stand before the others.
+        if rank != config["r"] or config["rank_pattern"]:
+            config["rank_pattern"] = {rf".*\.experts\..*{leaf}": rank, **config["rank_pattern"]}
+        if alpha != config["lora_alpha"] or config["alpha_pattern"]:
+            config["alpha_pattern"] = {rf".*\.experts\..*{leaf}": alpha, **config["alpha_pattern"]}
+    if to in VERSIONS:
+        config["peft_version"] = VERSIONS[to]
+    return config
+
+
+def _alpha(adapter: Adapter, factors: Factors) -> float:
+    given = float(adapter.config["lora_alpha"])
+    alpha = factors.scaling * (factors.rank**0.5 if adapter.config.get("use_rslora") else factors.rank)
+    return given if math.isclose(alpha, given, rel_tol=1e-12) else alpha
+
+
+def _modules(adapter: Adapter, leaves: set[str]) -> list[str]:
+    """target_modules: what the other tensors adapt, and the leaves of experts."""
+    given = adapter.config.get("target_modules")
+    others = {k.removeprefix(PREFIX).rpartition(".lora_")[0] for k in adapter.others if ".lora_" in k}
+    if isinstance(given, list):
+        experts = {"w1", "w2", "w3", "gate_proj", "up_proj", "down_proj"}
+        kept = {n for n in given if n not in experts or any(o.endswith(f".{n}") for o in others)}
+        return sorted(kept | leaves)
+    return sorted(others | leaves)

@@ -1,0 +1,234 @@
+"""Add an adapter to its base, tensor by tensor: files of the base's names, with what rounding took from each expert.
+
+A shard is complete when its record (<shard>.json) is there. A killed merge goes on after the last complete one.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import torch
+
+from fmoe_ext.finetune.adapters.base import FLOATS, Base, Experts, compare, delta, plain_pairs
+from fmoe_ext.finetune.adapters.reading import CONFIG, WEIGHTS, Adapter, Factors, Pair
+from fmoe_ext.checkpoint.errors import CheckpointError
+from fmoe_ext.checkpoint.files import atomic_file, inside, locked, made_folder, read_json, sync_folder
+from fmoe_ext.checkpoint.safetensors_file import StoredTensor, write_safetensors
+
+COPIED = (".json", ".txt", ".model", ".jinja")  # of the tokenizer and the configuration
+INDEX, REPORT = "model.safetensors.index.json", "merge_report.json"
+Losses: TypeAlias = dict[str, float]
+
+
+class Merge:
+    """One merge: which tensors change and how."""
+
+    def __init__(self, adapter: Adapter, base: Base, dtype: torch.dtype | None):
+        base.check_plain()
+        if wrong := compare(adapter, base):
+            raise CheckpointError(f"{adapter.folder} does not fit {base.folder}: {'; '.join(wrong[:3])}")
+        if adapter.undecided:
+            next(iter(next(iter(adapter.layers.values())).values())).read()  # says what to do
+        self.adapter, self.base = adapter, base
+        counts = Counter({d: 0 for d in FLOATS})
+        for tensor in base.tensors.values():
+            counts[tensor.dtype] += tensor.num_bytes
+        self.usual = max(FLOATS, key=lambda d: counts[d])
+        self.dtype = dtype or self.usual
+        self.loaded: tuple[str, dict[str, tuple[Factors, Pair]]] = ("", {})
+        self.losses: Losses = {}
+        self.changes: dict[str, Callable[[StoredTensor, torch.dtype], StoredTensor]] = {}
+        for layer in adapter.layers:
+            self._plan_layer(layer)
+        for key, (a, b, scaling) in plain_pairs(adapter).items():
+            self.changes[str(base.linear(key))] = self._plain(str(base.linear(key)), a, b, scaling)
+
+    def tensor(self, name: str) -> StoredTensor:
+        """The merged tensor: read when it is written."""
+        stored = self.base.tensors[name]
+        dtype = self.dtype if stored.dtype == self.usual else stored.dtype
+        if name in self.changes:
+            return self.changes[name](stored, dtype)
+        if dtype == stored.dtype:
+            return stored
+        return StoredTensor(stored.shape, dtype, lambda: stored.read().to(dtype))
+
+    def _plan_layer(self, layer: str) -> None:
+        experts = self.base.experts(layer)
+        if experts is None:
+            raise CheckpointError(f"{self.base.folder} has no experts at {layer}")
+        for role, name in experts.names.items():
+            if "{e}" in name:
+                for e in range(experts.num_experts):
+                    self.changes[name.format(e=e)] = self._one(layer, experts, role, e)
+            else:
+                self.changes[name] = self._all(layer, experts, role)
+
+    def _of(self, layer: str) -> dict[str, tuple[Factors, Pair]]:
+        if self.loaded[0] != layer:
+            self.loaded = ("", {})  # frees one layer before the next is read
+            self.loaded = (layer, {r: (f, f.read()) for r, f in self.adapter.layers[layer].items()})
+        return self.loaded[1]
+
+    def _one(self, layer: str, experts: Experts, role: str, e: int) -> Any:
+        def change(stored: StoredTensor, dtype: torch.dtype) -> StoredTensor:
+            def read() -> torch.Tensor:
+                change = delta(self._of(layer), experts, role, e)
+                return self._added(f"{layer}.{e}.{role}", stored.read(), change, dtype)
+
+            return StoredTensor(stored.shape, dtype, read)
+
+        return change
+
+    def _all(self, layer: str, experts: Experts, role: str) -> Any:
+        def change(stored: StoredTensor, dtype: torch.dtype) -> StoredTensor:
+            def parts() -> Iterator[torch.Tensor]:
+                for e in range(experts.num_experts):
+                    change = delta(self._of(layer), experts, role, e)
+                    yield self._added(f"{layer}.{e}.{role}", stored.rows(e, e + 1)[0], change, dtype)[None]
+
+            return StoredTensor(stored.shape, dtype, lambda: torch.cat([*parts()]), parts=parts)
+
+        return change
+
+    def _plain(self, name: str, a: StoredTensor, b: StoredTensor, scaling: float) -> Any:
+        def change(stored: StoredTensor, dtype: torch.dtype) -> StoredTensor:
+            def read() -> torch.Tensor:
+                wide = torch.promote_types(a.dtype, torch.float32)
+                return self._added(
+                    name, stored.read(), b.read().to(wide) @ a.read().to(wide) * scaling, dtype
+                )
+
+            return StoredTensor(stored.shape, dtype, read)
+
+        return change
+
+    def _added(
+        self, name: str, weight: torch.Tensor, change: torch.Tensor | None, dtype: torch.dtype
+    ) -> torch.Tensor:
+        """weight + change in dtype; notes which share of the change rounding took."""
+        if change is None:
+            return weight.to(dtype)
+        wide = torch.promote_types(weight.dtype, change.dtype)
+        exact = weight.to(wide) + change.to(wide)
+        if not exact.isfinite().all():
+            raise CheckpointError(f"{name}: the merged weight is not finite")
+        rounded = exact.to(dtype)
+        norm = change.norm().item()
+        if norm:
+            self.losses[name] = (rounded.to(wide) - exact).norm().item() / norm
+        return rounded
+
+
+def merge(
+    adapter: Adapter,
+    base: Base,
+    out: Path,
+    dtype: torch.dtype | None = None,
+    progress: Callable[[int], Any] | None = None,
+) -> dict[str, Any]:
+    """Write base + adapter to a new folder -> its report: the share of each change that rounding took.
+
+    dtype: of the weights, those of the base by default. Raises CheckpointError where they do not fit, where `out` is
+    taken, and on a full disk; what is complete stays beside `out`, and the same call goes on with it.
+    """
+    out = Path(out).absolute()
+    if out.exists():
+        raise CheckpointError(f"{out} exists already: give a new folder, or remove it first")
+    plan = Merge(adapter, base, dtype)
+    work = out.with_name(f".{out.name}.merging")
+    with made_folder(out.parent), locked(out.with_name(f".{out.name}.lock"), f"merging into {out}"):
+        work.mkdir(exist_ok=True)
+        _check_same(work, plan)
+        _check_room(plan, work)
+        losses: Losses = {}
+        for file, names in base.files.items():
+            losses |= _write_shard(plan, work / file.name, names, progress)
+        report = _report(plan, losses)
+        _write_rest(plan, work, report)
+        os.rename(work, out)
+        sync_folder(out.parent)
+    return report
+
+
+def _check_same(work: Path, plan: Merge) -> None:
+    """Notes what is merged; CheckpointError where the folder holds parts of another merge."""
+    digest = hashlib.sha256((plan.adapter.folder / CONFIG).read_bytes())
+    files = [plan.adapter.folder / WEIGHTS, *plan.base.files]
+    times = [[str(f.absolute()), f.stat().st_size, f.stat().st_mtime_ns] for f in files]
+    choices = [str(plan.dtype), plan.adapter.packing, plan.adapter.orientation]
+    job = {"config": digest.hexdigest(), "files": times, "choices": choices}
+    note = work / REPORT
+    if note.exists():
+        if read_json(note) != job:
+            raise CheckpointError(f"{work} holds parts of another merge: remove it, or give another folder")
+        return
+    with atomic_file(note) as file:
+        file.write(json.dumps(job).encode())
+
+
+def _check_room(plan: Merge, work: Path) -> None:
+    done = {file for file in plan.base.files if (work / f"{file.name}.json").exists()}
+    needed = sum(
+        plan.tensor(n).num_bytes for f, names in plan.base.files.items() if f not in done for n in names
+    )
+    free = shutil.disk_usage(work).free
+    if needed > free:
+        raise CheckpointError(
+            f"{work}: {needed:,} bytes needed, {free:,} are free: make room and run the same command again"
+        )
+
+
+def _write_shard(plan: Merge, path: Path, names: list[str], progress: Callable[[int], Any] | None) -> Losses:
+    record = path.with_name(f"{path.name}.json")
+    if record.exists() and path.exists():
+        if progress is not None:
+            progress(sum(plan.tensor(name).num_bytes for name in names))
+        return dict(read_json(record))
+    plan.losses = {}
+    write_safetensors(path, {name: plan.tensor(name) for name in names}, progress=progress)
+    with atomic_file(record) as file:
+        file.write(json.dumps(plan.losses).encode())
+    return plan.losses
+
+
+def _report(plan: Merge, losses: Losses) -> dict[str, Any]:
+    values = sorted(losses.values())
+    return {
+        "adapter": str(plan.adapter.folder),
+        "base": str(plan.base.folder),
+        "dtype": str(plan.dtype).removeprefix("torch."),
+        "decoded_from": plan.base.packed or None,
+        "changed": len(plan.changes),
+        "lost_share_median": values[len(values) // 2] if values else 0.0,
+        "lost_share_worst": values[-1] if values else 0.0,
+        "lost_share": losses,
+    }
+
+
+def _write_rest(plan: Merge, work: Path, report: dict[str, Any]) -> None:
+    """Index, configuration, tokenizer, report; what only a merge that goes on needs is removed."""
+    stored = {name: plan.tensor(name) for name in plan.base.tensors}
+    parameters = sum(t.num_bytes // t.dtype.itemsize for t in stored.values())
+    size = sum(t.num_bytes for t in stored.values())
+    where = {name: file.name for file, names in plan.base.files.items() for name in names}
+    for entry in sorted(plan.base.folder.iterdir()):
+        if entry.suffix in COPIED and not entry.name.endswith("index.json") and entry.is_file():
+            shutil.copyfile(inside(plan.base.folder, entry.name), work / entry.name)
+    texts = {REPORT: report}
+    if len(plan.base.files) > 1:
+        metadata = {"total_parameters": parameters, "total_size": size}
+        texts[INDEX] = {"metadata": metadata, "weight_map": dict(sorted(where.items()))}
+    if plan.base.config and (plan.dtype != plan.usual or plan.base.packed):
+        key = "torch_dtype" if "torch_dtype" in plan.base.config else "dtype"
+        texts["config.json"] = plan.base.config | {key: str(plan.dtype).removeprefix("torch.")}
+    for name, text in texts.items():
+        with atomic_file(work / name) as written:
+            written.write(json.dumps(text, indent=2).encode())
+    for file in plan.base.files:
+        (work / f"{file.name}.json").unlink(missing_ok=True)

@@ -1,0 +1,395 @@
+"""Read the folder of an adapter: which layout its expert tensors have, and the two factors of each expert.
+
+Each expert's delta is scaling * b @ a, with a [r, in] and b [out, r], whatever the file looks like.
+"""
+
+import json
+import math
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import torch
+
+from fmoe_ext.finetune.adapters.packing import EXPERT_MAJOR, MAX_TENSORS, RANK_MAJOR, Evidence, unpacked
+from fmoe_ext.checkpoint.errors import CheckpointError
+from fmoe_ext.checkpoint.files import inside, read_json
+from fmoe_ext.checkpoint.safetensors_file import (
+    OURS,
+    StoredTensor,
+    read_unmapped,
+    verify_safetensors,
+)
+
+WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
+PREFIX = "base_model.model."
+LEAVES = r"w1|w2|w3|gate_proj|up_proj|down_proj"
+FLAT = re.compile(r"(?P<layer>.*\.experts)(?P<inner>(\.base_layer)*)\.lora_(?P<ab>[AB])\.weight")
+NUMBERED = re.compile(
+    rf"(?P<layer>.*\.experts)\.(?P<e>\d{{1,6}})\.(?P<leaf>{LEAVES})\.lora_(?P<ab>[AB])\.weight"
+)
+STACKED = re.compile(rf"(?P<layer>.*\.experts)\.(?P<leaf>{LEAVES}|gate_up_proj)\.lora_(?P<ab>[AB])\.weight")
+ROLE = {"w1": "gate", "w3": "up", "w2": "down", "gate_proj": "gate", "up_proj": "up"} | {
+    "down_proj": "down",
+    "gate_up_proj": "gate_up",
+}
+# Patterns of a config are evaluated; these characters cannot make a search explode.
+PATTERN = re.compile(r"(?:[\w^$|()-]|\\\.|\\d\+?|\.[*+]?)*")
+UNSUPPORTED = ("use_dora", "lora_bias", "fan_in_fan_out", "layer_replication", "alora_invocation_tokens")
+Pair: TypeAlias = tuple[torch.Tensor, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Factors:
+    """One projection of all experts of a layer; read() -> (a [E, r, in], b [E, out, r])."""
+
+    num_experts: int
+    rank: int
+    d_in: int
+    d_out: int
+    scaling: float
+    dtype: torch.dtype
+    read: Callable[[], Pair]
+
+
+@dataclass
+class Adapter:
+    """An adapter: layers {module of experts: {projection: Factors}}, others {name: tensor} under the names of the file.
+
+    form: flat (PEFT's target_parameters), numbered (a module an expert) or stacked (3-d tensors). orientation: "out_in"
+    (PEFT 0.19 and later) or "in_out" (earlier); packing: of the columns of lora_B. Both are "" where a form has none
+    and "undecidable" where the file does not say it.
+    """
+
+    folder: Path
+    config: dict[str, Any]
+    tensors: dict[str, StoredTensor]
+    form: str = "none"
+    orientation: str = ""
+    packing: str = ""
+    evidence: Evidence | None = None
+    layers: dict[str, dict[str, Factors]] = field(default_factory=dict)
+    others: dict[str, StoredTensor] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
+
+    @property
+    def undecided(self) -> bool:
+        return "undecidable" in (self.orientation, self.packing)
+
+
+def read_adapter(folder: Path, packing: str | None = None, orientation: str | None = None) -> Adapter:
+    """The adapter in a folder. packing, orientation: what the caller knows, instead of what the file shows.
+
+    Raises CheckpointError for what is no adapter, is damaged, or would be read wrongly: DoRA, biases, pickles.
+    """
+    folder = Path(folder)
+    if not (folder / WEIGHTS).exists():
+        raise CheckpointError(
+            f"{folder} has no {WEIGHTS}: give PEFT's folder; pickles (.bin, .pt) are not read, save them as safetensors"
+        )
+    config = read_json(inside(folder, CONFIG))
+    _check_config(folder, config)
+    tensors, metadata = read_unmapped(inside(folder, WEIGHTS))
+    verify_safetensors(inside(folder, WEIGHTS))
+    noted = _noted(folder, metadata)
+    adapter = Adapter(folder, config, tensors)
+    parts = _sorted_by_form(adapter)
+    if parts["flat"]:
+        _read_flat(adapter, parts["flat"], packing or noted, orientation)
+    elif packing or orientation:
+        raise CheckpointError(f"{folder}: --packing and --orientation are for flat tensors (experts.lora_A)")
+    for layer, found in parts["numbered"].items():
+        _read_numbered(adapter, layer, found)
+    for layer, found in parts["stacked"].items():
+        _read_stacked(adapter, layer, found)
+    _find_problems(adapter)
+    return adapter
+
+
+def _noted(folder: Path, metadata: Mapping[str, str]) -> str | None:
+    """Packing that convert() noted in its file, which its checksum covers."""
+    try:
+        note = json.loads(metadata.get(OURS, "{}"))
+        packing = note.get("packing")
+    except (ValueError, AttributeError, RecursionError) as error:
+        raise CheckpointError(
+            f"{folder}/{WEIGHTS} is damaged: its metadata {OURS!r} is no JSON object"
+        ) from error
+    return packing if packing in (RANK_MAJOR, EXPERT_MAJOR) else None
+
+
+def _check_config(folder: Path, config: Mapping[str, Any]) -> None:
+    if config.get("peft_type") != "LORA":
+        raise CheckpointError(
+            f"{folder}/{CONFIG} says peft_type={config.get('peft_type')!r}, expected 'LORA'"
+        )
+    for name in UNSUPPORTED:
+        if config.get(name):
+            raise CheckpointError(f"{folder}/{CONFIG} says {name}={config[name]!r}, which is not supported")
+    if config.get("bias", "none") != "none":
+        raise CheckpointError(
+            f"{folder}/{CONFIG} says bias={config['bias']!r}: adapters with biases are not supported"
+        )
+    rank, alpha = config.get("r"), config.get("lora_alpha")
+    if not _is_number(rank, int) or not _is_number(alpha, (int, float)):
+        raise CheckpointError(
+            f"{folder}/{CONFIG}: r={rank!r} and lora_alpha={alpha!r} must be positive numbers"
+        )
+    for name, kind in (("rank_pattern", int), ("alpha_pattern", (int, float))):
+        patterns = config.get(name) or {}
+        if not isinstance(patterns, dict) or not all(_is_number(value, kind) for value in patterns.values()):
+            raise CheckpointError(f"{folder}/{CONFIG}: {name} must map patterns to positive numbers")
+        for key in patterns:
+            if len(key) > 500 or not PATTERN.fullmatch(key) or key.count("*") + key.count("+") > 4:
+                raise CheckpointError(
+                    f"{folder}/{CONFIG}: {name} has a pattern that is not evaluated: {key[:80]!r}"
+                )
+
+
+def _is_number(value: object, kind: Any) -> bool:
+    return isinstance(value, kind) and not isinstance(value, bool) and 0 < value < math.inf
+
+
+def from_pattern(config: Mapping[str, Any], name: str, module: str) -> Any:
+    """Value of "rank" or "alpha" for a module, found in the patterns as PEFT finds it."""
+    default = config["r"] if name == "rank" else config["lora_alpha"]
+    for pattern, value in (config.get(f"{name}_pattern") or {}).items():
+        try:
+            if re.match(rf"(.*\.)?({pattern})$", module):
+                return value
+        except re.error as error:
+            raise CheckpointError(f"{CONFIG}: {pattern[:80]!r} is no pattern: {error}") from error
+    return default
+
+
+def scaling_of(config: Mapping[str, Any], module: str, rank: int) -> float:
+    alpha = from_pattern(config, "alpha", module)
+    return float(alpha / math.sqrt(rank) if config.get("use_rslora") else alpha / rank)
+
+
+def _sorted_by_form(adapter: Adapter) -> dict[str, dict[str, dict[Any, StoredTensor]]]:
+    """{form: {module of experts: {key in it: tensor}}}; the other tensors go to adapter.others."""
+    forms: dict[str, dict[str, dict[Any, StoredTensor]]] = {"flat": {}, "numbered": {}, "stacked": {}}
+    for key, tensor in adapter.tensors.items():
+        name = key.removeprefix(PREFIX)
+        if match := NUMBERED.fullmatch(name):
+            part = forms["numbered"].setdefault(match["layer"], {})
+            part[int(match["e"]), ROLE[match["leaf"]], match["ab"]] = tensor
+        elif (match := STACKED.fullmatch(name)) and len(tensor.shape) == 3:
+            forms["stacked"].setdefault(match["layer"], {})[ROLE[match["leaf"]], match["ab"]] = tensor
+        elif match := FLAT.fullmatch(name):
+            depth = len(match["inner"]) // len(".base_layer")
+            forms["flat"].setdefault(match["layer"], {})[depth, match["ab"]] = tensor
+        elif ".experts." in name or "lora_magnitude" in name or "lora_embedding" in name:
+            raise CheckpointError(f"{adapter.folder}: {key} is of no known layout")
+        else:
+            adapter.others[key] = tensor
+    used = [form for form, found in forms.items() if found]
+    if len(used) > 1:
+        raise CheckpointError(f"{adapter.folder}: the expert tensors have several layouts: {', '.join(used)}")
+    adapter.form = used[0] if used else "none"
+    return forms
+
+
+def _both(adapter: Adapter, where: str, found: Mapping[Any, StoredTensor], key: tuple[Any, ...]) -> Any:
+    """lora_A and lora_B of one place."""
+    a, b = found.get((*key, "A")), found.get((*key, "B"))
+    if a is None or b is None:
+        raise CheckpointError(f"{adapter.folder}: {where} lacks lora_{'A' if a is None else 'B'}")
+    if a.dtype != b.dtype or not a.dtype.is_floating_point or a.dtype.itemsize < 2:
+        raise CheckpointError(f"{adapter.folder}: {where} has the dtypes {a.dtype} and {b.dtype}")
+    return a, b
+
+
+def _read_flat(
+    adapter: Adapter,
+    layers: Mapping[str, Mapping[Any, StoredTensor]],
+    packing: str | None,
+    orientation: str | None,
+) -> None:
+    """Flat tensors: lora_A [E * r, *], lora_B [*, E * r], gate_up_proj inside (base_layer), down_proj outside."""
+    found = {layer: _flat_pairs(adapter, layer, parts) for layer, parts in layers.items()}
+    votes = {_orientation(adapter, layer, pairs) for layer, pairs in found.items()} - {"undecidable"}
+    if len(votes) > 1:
+        raise CheckpointError(
+            f"{adapter.folder}: some layers are as PEFT 0.19 writes them, others as earlier ones"
+        )
+    adapter.orientation = orientation or (votes.pop() if votes else "undecidable")
+    evidence = Evidence()
+    candidates = [(b, rank) for pairs in found.values() for _, b, rank in pairs.values()]
+    if packing is None:
+        for b, rank in candidates[:: -(-len(candidates) // MAX_TENSORS)]:
+            evidence.add(b, rank)
+    adapter.evidence, adapter.packing = evidence, packing or evidence.verdict()
+    swapped, by_expert = adapter.orientation == "in_out", adapter.packing == EXPERT_MAJOR
+    for layer, pairs in found.items():
+        adapter.layers[layer] = {
+            role: _flat_factors(adapter, layer, role, pair, swapped, by_expert)
+            for role, pair in pairs.items()
+        }
+
+
+def _flat_pairs(adapter: Adapter, layer: str, parts: Mapping[Any, StoredTensor]) -> dict[str, Any]:
+    """{projection: (lora_A, lora_B, rank)} of a layer."""
+    depths = {depth for depth, _ in parts}
+    names = [str(n).rpartition(".")[2] for n in adapter.config.get("target_parameters") or ()]
+    known = [n for n in ("gate_up_proj", "down_proj") if n in names]
+    if depths == {0, 1}:
+        roles = {1: "gate_up_proj", 0: "down_proj"}
+    elif depths == {0} and len(known) == 1:
+        roles = {0: known[0]}
+    else:
+        raise CheckpointError(
+            f"{adapter.folder}: {layer} has {len(depths)} adapted parameters and target_parameters are {names[:4]}: "
+            "expected gate_up_proj, down_proj or both"
+        )
+    pairs = {}
+    for depth, leaf in roles.items():
+        a, b = _both(adapter, f"{layer} ({leaf})", parts, (depth,))
+        rank = from_pattern(adapter.config, "rank", f"{layer}.{leaf}")
+        if (
+            len(a.shape) != 2
+            or len(b.shape) != 2
+            or a.shape[0] != b.shape[1]
+            or not a.shape[0]
+            or a.shape[0] % rank
+        ):
+            raise CheckpointError(
+                f"{adapter.folder}: {layer} ({leaf}) has lora_A {list(a.shape)} and lora_B {list(b.shape)}, expected "
+                f"[E * {rank}, *] and [*, E * {rank}]"
+            )
+        pairs[ROLE[leaf]] = a, b, rank
+    return pairs
+
+
+def _orientation(adapter: Adapter, layer: str, pairs: Mapping[str, Any]) -> str:
+    """out_in where lora_A reads the input of the projection, in_out where it is the other way round."""
+    widths = {role: (a.shape[1], b.shape[0]) for role, (a, b, _) in pairs.items()}
+    if len(widths) == 2:
+        (a1, b1), (a2, b2) = widths["gate_up"], widths["down"]
+        if a1 == b2 and b1 == 2 * a2:
+            return "out_in"
+        if b1 == a2 and a1 == 2 * b2:
+            return "in_out"
+        raise CheckpointError(
+            f"{adapter.folder}: {layer}: gate_up {a1, b1} and down {a2, b2} (lora_A, lora_B) do not fit"
+        )
+    version = str(adapter.config.get("peft_version") or "")
+    numbers = tuple(int(part) for part in re.findall(r"\d{1,4}", version)[:2])
+    d_model = _model_width(adapter, layer)
+    ((role, (a, b)),) = widths.items()
+    if d_model is not None and a != b and d_model in (a, b):
+        return "out_in" if (a == d_model) == (role == "gate_up") else "in_out"
+    # Earlier versions turn some models' parameters and not those of others, so that only a later one is proof.
+    return "out_in" if numbers >= (0, 19) else "undecidable"
+
+
+def _model_width(adapter: Adapter, layer: str) -> int | None:
+    block = layer.split(".mlp.")[0].split(".block_sparse_moe.")[0]
+    for name in ("q_proj", "k_proj", "v_proj"):
+        tensor = adapter.others.get(f"{PREFIX}{block}.self_attn.{name}.lora_A.weight")
+        if tensor is not None and len(tensor.shape) == 2:
+            return tensor.shape[1]
+    return None
+
+
+def _flat_factors(
+    adapter: Adapter, layer: str, role: str, pair: Any, swapped: bool, by_expert: bool
+) -> Factors:
+    a, b, rank = pair
+    num_experts = a.shape[0] // rank
+
+    def read() -> Pair:
+        if adapter.undecided:
+            raise CheckpointError(
+                f"{adapter.folder}: orientation {adapter.orientation}, packing {adapter.packing}: say which by "
+                "--orientation out_in or in_out and --packing rank_major (PEFT) or expert_major (early unsloth)"
+            )
+        first = a.read().reshape(num_experts, rank, -1)
+        second = unpacked(b.read(), num_experts, rank, EXPERT_MAJOR if by_expert else RANK_MAJOR)
+        return (second.transpose(1, 2), first.transpose(1, 2)) if swapped else (first, second)
+
+    d_in, d_out = (b.shape[0], a.shape[1]) if swapped else (a.shape[1], b.shape[0])
+    leaf = {"gate_up": "gate_up_proj", "down": "down_proj"}[role]
+    scaling = scaling_of(adapter.config, f"{layer}.{leaf}", rank)
+    return Factors(num_experts, rank, d_in, d_out, scaling, a.dtype, read)
+
+
+def _read_numbered(adapter: Adapter, layer: str, found: Mapping[Any, StoredTensor]) -> None:
+    num_experts = 1 + max(e for e, _, _ in found)
+    roles = {role for _, role, _ in found}
+    missing = [(e, r) for e in range(num_experts) for r in sorted(roles) if (e, r, "A") not in found]
+    if missing:
+        raise CheckpointError(
+            f"{adapter.folder}: {layer} lacks {len(missing)} of {num_experts * len(roles)} adapters, as that of "
+            f"{missing[0][1]} of expert {missing[0][0]}"
+        )
+    for role in sorted(roles):
+        pairs = [_both(adapter, f"{layer}.{e} ({role})", found, (e, role)) for e in range(num_experts)]
+        shapes = {(a.shape, b.shape, a.dtype) for a, b in pairs}
+        ((a_shape, b_shape, dtype), *differ) = shapes
+        if differ or len(a_shape) != 2 or len(b_shape) != 2 or a_shape[0] != b_shape[1]:
+            raise CheckpointError(
+                f"{adapter.folder}: the experts of {layer} ({role}) differ in rank or shape"
+            )
+        scaling = _one_scaling(adapter, layer, role, num_experts, a_shape[0])
+
+        def read(pairs: Any = pairs) -> Pair:
+            return torch.stack([a.read() for a, _ in pairs]), torch.stack([b.read() for _, b in pairs])
+
+        adapter.layers.setdefault(layer, {})[role] = Factors(
+            num_experts, a_shape[0], a_shape[1], b_shape[0], scaling, dtype, read
+        )
+
+
+def _one_scaling(adapter: Adapter, layer: str, role: str, num_experts: int, rank: int) -> float:
+    leaves = [leaf for leaf, its_role in ROLE.items() if its_role == role]
+    scalings = {
+        scaling_of(adapter.config, f"{layer}.{e}.{leaf}", rank)
+        for e in range(num_experts)
+        for leaf in leaves
+        if f"{PREFIX}{layer}.{e}.{leaf}.lora_A.weight" in adapter.tensors
+    }
+    if len(scalings) != 1:
+        raise CheckpointError(f"{adapter.folder}: the experts of {layer} ({role}) differ in lora_alpha")
+    return scalings.pop()
+
+
+def _read_stacked(adapter: Adapter, layer: str, found: Mapping[Any, StoredTensor]) -> None:
+    """a [E or 1, r, in] and b [E or 1, out, r]: 1 is one for all experts."""
+    num_experts = max(tensor.shape[0] for tensor in found.values())
+    for role in sorted({role for role, _ in found}):
+        a, b = _both(adapter, f"{layer} ({role})", found, (role,))
+        if a.shape[1] != b.shape[2] or not {a.shape[0], b.shape[0]} <= {1, num_experts}:
+            raise CheckpointError(
+                f"{adapter.folder}: {layer} ({role}) has lora_A {list(a.shape)} and lora_B {list(b.shape)}, expected "
+                f"[{num_experts}, r, in] and [{num_experts}, out, r]"
+            )
+
+        def read(a: StoredTensor = a, b: StoredTensor = b) -> Pair:
+            return a.read().expand(num_experts, -1, -1), b.read().expand(num_experts, -1, -1)
+
+        scaling = scaling_of(adapter.config, f"{layer}.{role}", a.shape[1])
+        adapter.layers.setdefault(layer, {})[role] = Factors(
+            num_experts, a.shape[1], a.shape[2], b.shape[1], scaling, a.dtype, read
+        )
+
+
+def _find_problems(adapter: Adapter) -> None:
+    if not adapter.layers:
+        adapter.problems.append("no adapter of an expert is in the file")
+        return
+    shapes = {
+        json.dumps({r: (f.num_experts, f.d_in, f.d_out) for r, f in sorted(p.items())})
+        for p in adapter.layers.values()
+    }
+    if len(shapes) > 1:
+        adapter.problems.append("layers differ in projections, experts or widths")
+    if len({f.rank for p in adapter.layers.values() for f in p.values()}) > 1:
+        adapter.problems.append("ranks differ between projections or layers")
+    numbers = sorted(int(m[1]) for layer in adapter.layers if (m := re.search(r"\.(\d{1,6})\.", layer)))
+    absent = sorted(set(range(numbers[0], numbers[-1])) - set(numbers)) if numbers else []
+    if absent:
+        adapter.problems.append(f"no experts are adapted in layers {absent[:8]}, between others that are")

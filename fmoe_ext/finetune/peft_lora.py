@@ -1,0 +1,122 @@
+"""PEFT's adapters on the weights of experts (target_parameters), for operators that take them beside the weight."""
+
+import re
+from typing import Any, cast
+
+import peft
+import torch
+from peft.tuners.lora.layer import ParamWrapper
+from torch import nn
+
+from fmoe_ext.adapters import Lora
+from fmoe_ext import ops
+from fmoe_ext.adapters import given
+from fmoe_ext.huggingface.saving import replace_save_pretrained
+from fmoe_ext.finetune.peft_spread import adapters_around, is_peft_model, save_adapters
+from fmoe_ext.linear import FMoELinear, NotesHooks
+
+OLDEST = (0, 19)  # before, A and B of a weight [E, out, in] had each other's sizes
+
+
+class FusedParamWrapper(NotesHooks, ParamWrapper):
+    """PEFT's wrapper of one weight of experts, which hands A and B to the experts instead of adding B @ A up."""
+
+    def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        adapter = self.adapter
+        if adapter is None or kwargs.get("adapter_names") is not None:
+            return super().forward(x, *args, **kwargs)
+        with given(self.get_base_layer(), self.parameter_name, adapter):
+            return self.base_layer(x, *args, **kwargs)
+
+    @property
+    def adapter(self) -> Lora | None:
+        """The sum of the active adapters; None where PEFT computes without any, or with merged weights."""
+        names = [name for name in self.active_adapters if name in self.lora_A]
+        if self.disable_adapters or self.merged or not names:
+            return None
+        dtype = self.get_param().dtype
+        factors = [(*self._factors(name), self.scaling[name]) for name in names]
+        if len(factors) == 1:
+            a, b, scale = factors[0]
+            return Lora(a.to(dtype), b.to(dtype), scale)
+        a = torch.cat([a for a, _, _ in factors], dim=1)
+        b = torch.cat([b * scale for _, b, scale in factors], dim=2)
+        return Lora(a.to(dtype), b.to(dtype), 1.0)
+
+    def _factors(self, name: str) -> tuple[torch.Tensor, torch.Tensor]:
+        """A [E, r, in] and B [E, out, r]; PEFT keeps the experts of B innermost."""
+        a, b = cast(torch.Tensor, self.lora_A[name].weight), cast(torch.Tensor, self.lora_B[name].weight)
+        num_experts = self.num_experts
+        return a.reshape(num_experts, -1, a.shape[1]), b.reshape(b.shape[0], -1, num_experts).permute(2, 0, 1)
+
+    @property
+    def fused_adapter(self) -> Lora | None:
+        """The adapter of an FMoELinear whose weight may be read without a call; else None."""
+        base = self.base_layer
+        may_be_read = isinstance(base, FMoELinear) and not base.must_be_called and not self.must_be_called
+        return self.adapter if may_be_read else None
+
+    @property
+    def main_grad(self) -> ops.MainGrad | None:
+        return None
+
+
+def fuse_adapters(model: nn.Module) -> None:
+    """Makes every wrapper of an expert weight a FusedParamWrapper; see lora.fuse."""
+    if tuple(int(part) for part in peft.__version__.split(".")[:2]) < OLDEST:
+        raise ImportError(
+            f"lora.fuse needs PEFT 0.19 or newer, but this is {peft.__version__}: pip install -U peft"
+        )
+    wrappers = {n: m for n, m in model.named_modules() if isinstance(m, ParamWrapper) and takes_adapters(m)}
+    if not wrappers:
+        raise ValueError(
+            f"{type(model).__name__} has no adapter of PEFT on experts that fmoe_ext computes: use "
+            "LoraConfig(target_parameters=[...]) with the names of the experts' weights, and for a model of "
+            "Transformers fmoe_ext.huggingface.use(model)"
+        )
+    for name, config in getattr(model, "peft_config", {}).items():
+        for path, wrapper in wrappers.items():
+            if name in wrapper.lora_A and wrapper.lora_A[name].weight.requires_grad:
+                _refuse_ignored_options(
+                    config, path.removeprefix("base_model.model.").removesuffix(".base_layer")
+                )
+    for wrapper in wrappers.values():
+        wrapper.__class__ = FusedParamWrapper
+    if is_peft_model(model) and any(adapters_around(model)):
+        replace_save_pretrained(model, save_adapters)
+
+
+def _refuse_ignored_options(config: Any, path: str) -> None:
+    """ValueError for options of LoraConfig that PEFT takes and leaves out for target_parameters. path: of experts."""
+    number = re.search(r"\.(\d+)\.", path)
+    layers, excluded = config.layers_to_transform, config.exclude_modules or ()
+    layers = [layers] if isinstance(layers, int) else layers
+    is_excluded = (
+        re.fullmatch(excluded, path)
+        if isinstance(excluded, str)
+        else any(f".{path}".endswith(f".{e}") for e in excluded)
+    )
+    ignored = {
+        "layers_to_transform": layers is not None and number is not None and int(number[1]) not in layers,
+        "exclude_modules": bool(is_excluded),
+        'init_lora_weights="eva"': config.init_lora_weights == "eva",
+        "use_qalora": getattr(config, "use_qalora", False),
+    }
+    for option in (option for option, is_ignored in ignored.items() if is_ignored):
+        more = "; to adapt some layers, name them: target_parameters=['layers.1.mlp.experts.down_proj', ...]"
+        raise ValueError(
+            f"PEFT leaves {option} out for target_parameters, and adapts {path} without it: take it out of LoraConfig"
+            + (more if option in ("layers_to_transform", "exclude_modules") else "")
+        )
+
+
+def takes_adapters(wrapper: ParamWrapper) -> bool:
+    """True for a weight of FMoELinear, or of experts that Transformers lets others compute."""
+    base = wrapper.get_base_layer()
+    if isinstance(base, FMoELinear):
+        return bool(wrapper.parameter_name == "weight")
+    return hasattr(base, "is_transposed") and wrapper.parameter_name in (
+        "gate_up_proj",
+        "up_proj",
+        "down_proj",
+    )

@@ -1,0 +1,145 @@
+"""A file for the inputs of checkpointed layers: written as the forward saves them, read when the backward asks."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import weakref
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from fmoe_ext.finetune.streaming.budget import ExpertStream
+from fmoe_ext.finetune.streaming.reader import BLOCK, CHUNK, aligned_memory
+
+
+class ActivationFile:
+    """Space in one file without a name, whose bytes the system frees with the process. folder: where it is.
+
+    num_bytes: in use; bytes_written: of all tensors so far. Raises OSError where the folder has no room.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+        self.num_bytes = self.bytes_written = 0
+        self._end = 0
+        self._free: defaultdict[int, list[int]] = defaultdict(list)  # {size: offsets}
+        self._bounce = aligned_memory(CHUNK)
+        with tempfile.TemporaryFile(dir=folder) as file:
+            direct = getattr(os, "O_DIRECT", 0)
+            try:  # the same file again, past the page cache
+                self._file = os.open(f"/proc/self/fd/{file.fileno()}", os.O_RDWR | os.O_CLOEXEC | direct)
+            except OSError:
+                self._file = os.dup(file.fileno())
+        weakref.finalize(self, os.close, self._file)
+
+    def put(self, tensor: Tensor) -> Stored:
+        """Writes the values of a tensor; its space is free again when the result is gone."""
+        values = tensor.detach().contiguous().view(-1).view(torch.uint8).numpy()
+        size = -(-values.size // BLOCK) * BLOCK
+        free = self._free[size]
+        offset = free.pop() if free else self._end
+        stored = Stored(offset, tensor.dtype, tensor.shape)
+        self.num_bytes += size
+        self._end = max(self._end, offset + size)
+        weakref.finalize(stored, self._release, offset, size)
+        try:
+            self._write(values, offset)
+        except OSError as error:
+            raise OSError(
+                error.errno,
+                f"{self.folder} has no room for the inputs of layers: {self.num_bytes:,} bytes are needed so far. Give "
+                f"stream() another folder for activations, or train with fewer tokens a step ({error.strerror})",
+            ) from error
+        self.bytes_written += values.size
+        return stored
+
+    def get(self, stored: Stored) -> Tensor:
+        """The tensor as it was."""
+        tensor = torch.empty(stored.shape, dtype=stored.dtype)
+        values = tensor.view(-1).view(torch.uint8).numpy()
+        for begin in range(0, values.size, CHUNK):
+            part = values[begin : begin + CHUNK]
+            wanted = -(-part.size // BLOCK) * BLOCK
+            done = 0
+            while done < part.size:
+                done += (
+                    count := os.preadv(
+                        self._file, [self._bounce[done:wanted].data], stored.offset + begin + done
+                    )
+                )
+                if count == 0:
+                    raise OSError(f"the file for activations in {self.folder} ends too early")
+            part[:] = self._bounce[: part.size]
+        return tensor
+
+    def _write(self, values: np.ndarray[Any, Any], offset: int) -> None:
+        for begin in range(0, values.size, CHUNK):
+            part = values[begin : begin + CHUNK]
+            wanted = -(-part.size // BLOCK) * BLOCK
+            self._bounce[: part.size] = part
+            done = 0
+            while done < wanted:
+                done += os.pwrite(self._file, self._bounce[done:wanted].data, offset + begin + done)
+
+    def _release(self, offset: int, size: int) -> None:
+        self.num_bytes -= size
+        self._free[size].append(offset)
+        if self.num_bytes == 0:
+            self._end = 0
+            self._free.clear()
+            os.ftruncate(self._file, 0)
+
+
+class Stored:
+    """A tensor in the file."""
+
+    def __init__(self, offset: int, dtype: torch.dtype, shape: torch.Size) -> None:
+        self.offset, self.dtype, self.shape = offset, dtype, shape
+
+
+class SavedOnDisk:
+    """Hooks of a decoder that put what its forward saves for the backward into a file.
+
+    A checkpointed layer saves its input alone. Weights are not put there.
+    """
+
+    def __init__(self, decoder: nn.Module, stream: ExpertStream, file: ActivationFile) -> None:
+        self.stream, self.file = stream, file
+        self._resident: frozenset[int] = frozenset()
+        self._hooks: list[Any] = []
+        decoder.register_forward_pre_hook(self._enter)
+        decoder.register_forward_hook(self._leave, always_call=True)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> SavedOnDisk:
+        return self
+
+    def _enter(self, *_: Any) -> None:
+        tensors = self.stream.resident_tensors()
+        self._resident = frozenset(t.untyped_storage().data_ptr() for t in tensors)
+        hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+        hooks.__enter__()
+        self._hooks.append(hooks)
+
+    def _leave(self, *_: Any) -> None:
+        if self._hooks:
+            self._hooks.pop().__exit__(None, None, None)
+
+    def _pack(self, tensor: Tensor) -> Tensor | Stored:
+        address = tensor.untyped_storage().data_ptr()
+        if (
+            not tensor.is_floating_point()
+            or tensor.dim() < 3  # [batch, tokens, width]; others are small
+            or tensor.device.type != "cpu"
+            or address in self._resident
+            or self.stream.pool.contains(address)
+        ):
+            return tensor
+        return self.file.put(tensor)
+
+    def _unpack(self, packed: Tensor | Stored) -> Tensor:
+        return self.file.get(packed) if isinstance(packed, Stored) else packed

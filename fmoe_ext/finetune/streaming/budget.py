@@ -1,0 +1,181 @@
+"""The memory of a streamed model: weights that stay, what is trained with its state, and buffers for experts."""
+
+from __future__ import annotations
+
+import math
+import warnings
+import weakref
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from fmoe_ext.checkpoint.expert_files import Layer
+from fmoe_ext.finetune.streaming.memory import Memory
+from fmoe_ext.finetune.streaming.placeholder import StreamedWeight
+from fmoe_ext.finetune.streaming.pool import Pool, Statistics
+from fmoe_ext.optimizer_steps import follow_optimizers, has_a_parameter_of
+
+FREE_SHARE = 4  # a quarter of the memory is left to activations and the program
+# Of Adam, each in the dtype of the weight: what an optimizer is taken to keep before its first step.
+MOMENTS = 2
+
+
+class ExpertStream:
+    """The experts of a model in their files, and the buffers for some of them: model.expert_stream.
+
+    optimizer_bytes: of state for each trained number, as the user expects; after a step the real state counts.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        layers: Sequence[Layer],
+        memory: Memory,
+        optimizer_bytes: float | None = None,
+    ) -> None:
+        self.memory = memory.num_bytes
+        self.activations: Any = None  # an ActivationFile, if stream() was given a folder for it
+        self._source = memory.source
+        self._model = weakref.ref(model)
+        self._optimizer_bytes = optimizer_bytes
+        self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # of weights of the model
+        self.is_counted = False  # adapters, gradients and states, since the last optimizer's step
+        self._has_stepped = False  # since the last forward
+        self._dense = sum(map(_bytes_of, self.resident_tensors()))
+        self._gradients = self._state = 0  # bytes in training, as far as they are known
+        for_experts = self._left(0)
+        needed = max(layer.num_bytes(layer.num_experts) for layer in layers)
+        if for_experts < needed:
+            raise ValueError(self._arithmetic(0, needed))
+        self.pool = Pool(layers, for_experts)
+        follow_optimizers(model, self)
+        self._warn_of(memory)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ExpertStream:
+        return self
+
+    @property
+    def statistics(self) -> Statistics:
+        """Counts of reads since the last reset_statistics()."""
+        return self.pool.statistics
+
+    def reset_statistics(self) -> None:
+        """Begins to count anew."""
+        self.pool.statistics = Statistics()
+
+    def resident_tensors(self) -> list[Tensor]:
+        """Parameters and buffers of the model that are in memory, tied ones once."""
+        model = self._model()
+        return [] if model is None else [t for t in _unique(model) if not isinstance(t, StreamedWeight)]
+
+    def before(self, optimizer: Optimizer) -> None:
+        """Does nothing: the state is counted after the step."""
+
+    def after(self, optimizer: Optimizer) -> None:
+        """Notes an optimizer that stepped weights of the model."""
+        if has_a_parameter_of(optimizer, self._trained()):
+            self._optimizers.add(optimizer)
+            self._has_stepped = True
+            self.is_counted = False
+
+    def before_step(self, is_training: bool) -> None:
+        """Makes room for adapters, gradients and the optimizer; ValueError, with the arithmetic, if there is none."""
+        if is_training or self._has_stepped:
+            trained = self._trained()
+            self._gradients = sum(map(_bytes_of, trained))
+            self._state = bytes_of_state(self._optimizers) if self._optimizers else self._expected(trained)
+            self._has_stepped = False
+        self.is_counted = True
+        adapters = sum(map(_bytes_of, self.resident_tensors())) - self._dense
+        left = self._left(adapters)
+        if left < self.pool.layer_bytes:
+            raise ValueError(self._arithmetic(adapters, self.pool.layer_bytes))
+        if left < self.pool.num_bytes or self.pool.would_grow(left):
+            self.pool.resize(left)
+
+    def _trained(self) -> list[nn.Parameter]:
+        return [t for t in self.resident_tensors() if isinstance(t, nn.Parameter) and t.requires_grad]
+
+    def _expected(self, trained: Sequence[nn.Parameter]) -> int:
+        """Bytes of state that an optimizer will have."""
+        if self._optimizer_bytes is None:
+            return MOMENTS * sum(map(_bytes_of, trained))
+        return math.ceil(self._optimizer_bytes * sum(t.numel() for t in trained))
+
+    def _left(self, adapters: int) -> int:
+        """Bytes for experts, beside weights that stay, adapters, gradients and the optimizer's state."""
+        others = self._dense + adapters + self._gradients + self._state
+        return self.memory - self.memory // FREE_SHARE - others
+
+    def _arithmetic(self, adapters: int, layer: int) -> str:
+        rows = [
+            ("weights outside of the experts", self._dense),
+            ("one layer of experts", layer),
+            ("activations and the program, a quarter of memory", self.memory // FREE_SHARE),
+        ]
+        more = ""
+        if adapters:
+            rows.append(("adapters", adapters))
+            more = "; take a smaller rank, or adapt fewer layers"
+        if self._gradients:
+            rows.append(("gradients of trained weights", self._gradients))
+            rows.append((self._name_of_state(), self._state))
+            more += (
+                ", or an optimizer with less state: docs/finetune.md lists some, "
+                "and stream(..., optimizer_bytes=2.1) plans for 8-bit moments"
+            )
+        text = " + ".join(f"{value:,} ({name})" for name, value in rows)
+        total = sum(value for _, value in rows)
+        return f"memory={self.memory:,} bytes{self._source} is too little: {text} = {total:,}{more}"
+
+    def _name_of_state(self) -> str:
+        if self._optimizers:
+            return "state of " + ", ".join(sorted({type(o).__name__ for o in self._optimizers}))
+        if self._optimizer_bytes is None:
+            return "two moments of Adam"
+        return f"state of the optimizer, optimizer_bytes={self._optimizer_bytes:g}"
+
+    def _warn_of(self, memory: Memory) -> None:
+        """Warns if the model would hold more than a limit of this process allows."""
+        limit = memory.limit
+        held = self._dense + min(self.pool.num_bytes, self.pool.layer_bytes * len(self.pool.layers))
+        if limit is None or held <= limit.num_bytes - limit.num_bytes // FREE_SHARE:
+            return
+        warnings.warn(
+            f"memory={memory.num_bytes:,} bytes lets the model hold {held:,}, but this process has a limit: {limit}. "
+            'The system ends a process that exceeds it. Give less, or memory="auto"',
+            stacklevel=4,
+        )
+
+
+def bytes_of_state(optimizers: Iterable[Optimizer]) -> int:
+    """Bytes of the tensors in the state of optimizers, shared ones once, packed ones as they are packed."""
+    found: dict[int, int] = {}
+    waiting: list[Any] = [optimizer.state for optimizer in optimizers]
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, Mapping):
+            waiting += value.values()
+        elif isinstance(value, (list, tuple)):
+            waiting += value
+        elif hasattr(value, "__tensor_flatten__"):
+            waiting += [getattr(value, name) for name in value.__tensor_flatten__()[0]]
+        elif isinstance(value, Tensor):
+            storage = value.untyped_storage()
+            found[storage.data_ptr()] = storage.nbytes()
+    return sum(found.values())
+
+
+def _unique(model: nn.Module) -> Iterator[Tensor]:
+    """Parameters and buffers, tied ones once."""
+    seen = set()
+    for tensor in (*model.parameters(), *model.buffers()):
+        if tensor.data_ptr() not in seen:
+            seen.add(tensor.data_ptr())
+            yield tensor
+
+
+def _bytes_of(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()

@@ -1,0 +1,160 @@
+"""A new token on a CPU, with fewer operators: attention, rotary positions, norms and gates.
+
+torch's attention for 16 bits takes ten times as long there for one query, its product of 16 bits with one row calls
+code for all processors, and Transformers' rotary positions and norms are sixteen and seven operators.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fmoe_ext.finetune.streaming.packed_linear import GATES
+from fmoe_ext.frozen import decode
+
+NAME = "fmoe_sdpa"
+SIXTEEN_BITS = (torch.bfloat16, torch.float16)
+MOST = 1 << 16  # elements of new tokens whose norms one thread computes
+
+
+def use(model: Any) -> None:
+    """Has a model compute new tokens so: attention that is Transformers' "sdpa", rotary positions, norms and gates.
+
+    A norm, an attention or a gate gets a class that is derived from its own, if that calls what is known here by its
+    code. Everything else, and every other call, stays as it was.
+    """
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.masking_utils import sdpa_mask
+
+    if model.config._attn_implementation == "sdpa":
+        AttentionInterface.register(NAME, attention)
+        AttentionMaskInterface.register(NAME, sdpa_mask)
+        model.set_attn_implementation(NAME)
+    for path, module in model.named_modules():
+        cls: Any = type(module)
+        derived = _derived(cls, is_gate=path.endswith(GATES))
+        if derived is not None:
+            module.__class__ = derived
+
+
+@functools.cache
+def _derived(cls: Any, is_gate: bool) -> type | None:
+    """A class with another forward and the same name; None if its forward has nothing that is known here."""
+    from transformers.models.llama import modeling_llama as llama
+
+    used = _globals_of(cls.forward)
+    forward: Any = None
+    if _is_same(cls.forward, llama.LlamaRMSNorm.forward):
+        forward = _norm(cls.forward)
+    elif _is_same(used.get("apply_rotary_pos_emb"), llama.apply_rotary_pos_emb):
+        ours = _rotary(llama.apply_rotary_pos_emb)
+        forward = _with_global(cls.forward, "apply_rotary_pos_emb", ours)
+    elif is_gate and used.get("F") is nn.functional:
+        forward = _with_global(cls.forward, "F", _Functional())
+    if forward is None:
+        return None
+
+    def reduce(self: Any, protocol: Any) -> tuple[Any, ...]:
+        # the class has the name of its own, by which pickle would find that
+        _, _, *state = super(derived, self).__reduce_ex__(max(2, protocol))
+        return (_new, (cls, is_gate), *state)
+
+    body = {"forward": forward, "__reduce_ex__": reduce}
+    derived: Any = type(cls.__name__, (cls,), body | {"__module__": cls.__module__, "__doc__": cls.__doc__})
+    return derived
+
+
+def _new(cls: Any, is_gate: bool) -> Any:
+    derived: Any = _derived(cls, is_gate) or cls
+    return derived.__new__(derived)
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    """True for functions of the same code, as copies in other files of Transformers are."""
+    codes = (getattr(f, "__code__", None) for f in (one, other))
+    return len({(c.co_code, c.co_names, _constants(c)) if c else None for c in codes}) == 1
+
+
+def _constants(code: types.CodeType) -> tuple[Any, ...]:
+    """Constants of a function, without the text that explains it."""
+    return tuple(c for c in code.co_consts if not isinstance(c, str))
+
+
+def _globals_of(forward: Any) -> dict[str, Any]:
+    """Values that a function finds under global names; empty for what is no plain function."""
+    code = getattr(forward, "__code__", None)
+    if code is None or code.co_freevars:
+        return {}
+    return {name: forward.__globals__[name] for name in code.co_names if name in forward.__globals__}
+
+
+def _with_global(forward: Any, name: str, value: Any) -> Any:
+    """A function that finds something else under a global name."""
+    ours = types.FunctionType(
+        forward.__code__, {**forward.__globals__, name: value}, "forward", forward.__defaults__
+    )
+    ours.__kwdefaults__ = forward.__kwdefaults__
+    return ours
+
+
+def _norm(theirs: Any) -> Any:
+    def forward(self: Any, hidden_states: Tensor) -> Tensor:
+        x, weight = hidden_states, self.weight
+        is_token = x.dim() > 2 and x.shape[1] == 1 and x.numel() <= MOST  # [B, 1, D] or [B, 1, heads, D]
+        if is_token and x.dtype == weight.dtype != torch.float16 and decode.is_wanted(x):
+            return decode.rms_norm(x, weight, self.variance_epsilon)
+        y: Tensor = theirs(self, x)
+        return y
+
+    return forward
+
+
+def _rotary(theirs: Any) -> Any:
+    def apply_rotary_pos_emb(
+        q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1
+    ) -> tuple[Tensor, Tensor]:
+        is_token = unsqueeze_dim == 1 and cos.dim() == 3 and q.shape[2] == 1 and q.shape[0] == cos.shape[0]
+        is_whole = q.shape[3] == k.shape[3] == cos.shape[2] and q.dtype == k.dtype == cos.dtype
+        if is_token and is_whole and q.dtype != torch.float16 and decode.is_wanted(q):
+            return decode.rotate(q, cos, sin), decode.rotate(k, cos, sin)
+        turned: tuple[Tensor, Tensor] = theirs(q, k, cos, sin, unsqueeze_dim)
+        return turned
+
+    return apply_rotary_pos_emb
+
+
+class _Functional:
+    """torch.nn.functional, but linear() of one row is our product."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(nn.functional, name)
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        is_row = bias is None and x.numel() == x.shape[-1] and x.dtype == weight.dtype
+        return (
+            decode.linear(x, weight)
+            if is_row and decode.is_wanted(x)
+            else nn.functional.linear(x, weight, bias)
+        )
+
+
+def attention(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
+) -> tuple[Tensor, None]:
+    """Transformers' sdpa_attention_forward; one query in bfloat16 or float16 is computed in float32 and rounded."""
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    if query.shape[2] == 1 and query.dtype in SIXTEEN_BITS and decode.is_wanted(query):
+        mask = attention_mask
+        is_known = options.keys().isdisjoint(("position_bias", "cache")) and not options.get("dropout")
+        is_plain = mask is None or tuple(mask.shape) == (query.shape[0], 1, 1, key.shape[2])
+        if is_known and is_plain and key.stride(3) == value.stride(3) == 1 and key.dtype == query.dtype:
+            scale = options.get("scaling") or query.shape[3] ** -0.5
+            rows = None if mask is None else mask[:, 0, 0]
+            return decode.attend(query, key, value, rows, scale), None
+    out, _ = sdpa_attention_forward(module, query, key, value, attention_mask, **options)
+    return out, None

@@ -1,0 +1,114 @@
+"""The forward of experts whose weights are in files: brings them into buffers and computes as with any others."""
+
+from __future__ import annotations
+
+import functools
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fmoe_ext.adapters import Lora
+from fmoe_ext import ops
+from fmoe_ext.adapters import take
+from fmoe_ext.huggingface.experts import compute, compute_few
+from fmoe_ext.finetune.streaming.budget import ExpertStream
+from fmoe_ext.recompute import can_be_repeated, is_repeated
+from fmoe_ext.routing import widen
+
+
+class Streamed:
+    """The experts of one layer of a stream. index: of the layer among those with experts."""
+
+    def __init__(self, stream: ExpertStream, index: int, dtype: torch.dtype) -> None:
+        self.stream, self.index, self.dtype = stream, index, dtype
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Streamed:
+        return self
+
+    def forward(
+        self, experts: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+    ) -> Tensor:
+        """experts_forward of huggingface; raises what Pool.whole() raises."""
+        if getattr(experts, "expert_parallel", None) is not None:
+            raise RuntimeError("streamed experts are not spread over ranks: call stream() in one process")
+        num_experts = self.stream.pool.layers[self.index].num_experts
+        is_few = not torch.is_grad_enabled() and top_k_index.numel() < num_experts
+        if self.index == 0 and not (is_few and self.stream.is_counted):  # counting takes longer than a token
+            self.stream.before_step(experts.training)
+        taken = take(experts)
+        up = "gate_up_proj" if experts.has_gate else "up_proj"
+        adapters = taken.get(up), taken.get("down_proj")
+        biases = (None, None)
+        if experts.has_bias:
+            biases = getattr(experts, up + "_bias"), experts.down_proj_bias
+        x = hidden_states.to(self.dtype)
+        if is_few and self.stream.pool.holds_all and not any(adapters):
+            w1, w2 = self._whole(is_backward=False, is_training=experts.training)
+            weights = w1, biases[0], w2, biases[1]
+            out = compute_few(experts, weights, x, top_k_index, top_k_weights)
+            if out is not None:
+                return out.to(hidden_states.dtype)
+        topk_weights = widen(top_k_weights, x.dtype)
+        topk_idx = top_k_index.masked_fill(top_k_index >= num_experts, -1)
+        few = None if experts.training else self._chosen(topk_idx)
+        if few is not None:
+            (w1, w2), topk_idx, order = few
+            adapters = _of_slots(adapters[0], order), _of_slots(adapters[1], order)
+            b1, b2 = (None if b is None else b[order] for b in biases)
+            given = experts, (w1, b1, w2, b2), x, topk_idx, topk_weights
+            found = None if any(adapters) else compute_few(*given)
+            out = compute(*given, adapters) if found is None else found
+            return out.to(hidden_states.dtype)
+        w1, w2 = self._whole(is_backward=is_repeated(), is_training=experts.training)
+        with self._hooks(experts.training):
+            out = compute(experts, (w1, biases[0], w2, biases[1]), x, topk_idx, topk_weights, adapters)
+        return out.to(hidden_states.dtype)
+
+    def _whole(self, is_backward: bool, is_training: bool) -> Any:
+        return self.stream.pool.whole(self.index, is_backward=is_backward, is_training=is_training)
+
+    def _chosen(self, topk_idx: Tensor) -> tuple[Any, Tensor, Tensor] | None:
+        """(weights of the slots, choices as slots, expert in each slot), if few experts can be chosen."""
+        pool = self.stream.pool
+        if torch.is_grad_enabled() or pool.holds_all:
+            return None
+        num_experts = pool.layers[self.index].num_experts
+        if topk_idx.numel() >= num_experts:
+            return None
+        cache = pool.chosen(self.index, topk_idx[topk_idx >= 0].unique().tolist())
+        if cache is None:
+            return None
+        if self.index == 0:
+            pool.statistics.tokens += topk_idx.shape[0]
+        return cache.weights, cache.place[topk_idx], cache.order
+
+    def _hooks(self, is_training: bool) -> AbstractContextManager[Any]:
+        """Lets autograd keep the numbers of layers instead of weights, unless a checkpoint drops all it keeps."""
+        if not torch.is_grad_enabled() or can_be_repeated(False):
+            return nullcontext()
+        return torch.autograd.graph.saved_tensors_hooks(self._pack, functools.partial(_unpack, self))
+
+    def _pack(self, tensor: Tensor) -> Any:
+        if tensor.numel() == 0 or not self.stream.pool.contains(tensor.data_ptr()):
+            return tensor
+        _, offset = self.stream.pool.layer_at(tensor.data_ptr())
+        return _Kept(offset, tensor.dtype, tuple(tensor.shape), tensor.stride())
+
+
+class _Kept:
+    """A tensor in the buffer of a layer: its offset in bytes, dtype, shape and strides."""
+
+    def __init__(self, *values: Any) -> None:
+        self.values = values
+
+
+def _unpack(streamed: Streamed, kept: Any) -> Tensor:
+    if not isinstance(kept, _Kept):
+        return kept
+    return streamed.stream.pool.again(streamed.index, *kept.values)
+
+
+def _of_slots(lora: Lora | None, order: Tensor) -> Lora | None:
+    return None if lora is None else Lora(lora.a[order], lora.b[order], lora.scale)

@@ -1,0 +1,100 @@
+"""A model in a GGUF file: weights outside of the experts by name, as Transformers has them."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fmoe_ext import frozen
+from fmoe_ext import ops
+from fmoe_ext.checkpoint.errors import CheckpointError
+from fmoe_ext.checkpoint.families import FAMILIES
+from fmoe_ext.checkpoint.packed_matrices import PackedTensor
+from fmoe_ext.checkpoint.safetensors_file import StoredTensor
+from fmoe_ext.formats.gguf import INSIDE, OUTSIDE
+
+IN_LAYER = re.compile(r"blk\.(\d+)\.(.+)")
+SHARED_GATE = "ffn_gate_inp_shexp.weight"  # [D] there, [1, D] in Transformers
+
+
+def read_config(file: Path) -> Any:
+    """The configuration that a GGUF file or the config.json beside it has."""
+    import transformers
+
+    read = transformers.AutoConfig.from_pretrained
+    if (file.parent / "config.json").exists():
+        return read(file.parent, local_files_only=True)
+    try:
+        return read(file.parent, gguf_file=file.name, local_files_only=True)
+    except (ValueError, OSError, KeyError) as error:
+        raise CheckpointError(f"{file} has no configuration that Transformers reads: {error}") from error
+
+
+def outside_experts(file: Path, config: Any, dtype: torch.dtype) -> dict[str, StoredTensor]:
+    """{name in Transformers: tensor, a PackedTensor where frozen.FORMATS has its format} of what is no expert.
+
+    Raises CheckpointError for a file that is damaged, and for names that are not known.
+    """
+    from gguf import GGUFReader
+
+    family = FAMILIES.get(config.model_type)
+    if family is None or family.gguf is None:
+        known = ", ".join(name for name, other in FAMILIES.items() if other.gguf)
+        raise CheckpointError(f"{file}: GGUF is read for {known}, but this model is {config.model_type}")
+    try:
+        tensors = GGUFReader(file).tensors
+    except (ValueError, OSError, IndexError, KeyError, OverflowError) as error:
+        raise CheckpointError(f"{file} is no GGUF file, or truncated, or damaged: {error}") from error
+    found = {}
+    for tensor in tensors:
+        if "_exps." in tensor.name or tensor.name == "rope_freqs.weight":
+            continue
+        heads = None
+        if family.gguf.turns_pairs and (match := re.fullmatch(r"blk\.\d+\.attn_([qk])\.weight", tensor.name)):
+            heads = config.num_attention_heads if match[1] == "q" else config.num_key_value_heads
+        found[_name(file, tensor.name)] = _stored(file, tensor, heads, dtype)
+    return found
+
+
+def _name(file: Path, name: str) -> str:
+    match = IN_LAYER.fullmatch(name)
+    if match and match[2] == SHARED_GATE:
+        return f"model.layers.{match[1]}.mlp.shared_expert_gate.weight"
+    rest, names = (match[2], INSIDE) if match else (name, OUTSIDE)
+    for theirs, ours in names.items():
+        if rest.startswith(ours):
+            full = theirs + rest.removeprefix(ours)
+            return f"model.layers.{match[1]}.{full}" if match else full
+    raise CheckpointError(f"{file}: {name} has no name in Transformers that is known here")
+
+
+def _stored(file: Path, tensor: Any, heads: int | None, dtype: torch.dtype) -> StoredTensor:
+    from gguf.quants import dequantize
+
+    shape = tuple(int(n) for n in reversed(tensor.shape))
+    name = tensor.tensor_type.name.lower()
+    if name in frozen.FORMATS and len(shape) == 2:
+
+        def packed() -> frozen.Quantized:
+            # a copy in memory, whatever becomes of the file
+            rows = _halves(torch.from_numpy(tensor.data.copy()), heads)
+            return frozen.Quantized(name, rows[None])
+
+        return PackedTensor(shape, dtype, packed)
+    if tensor.name.endswith(SHARED_GATE):
+        shape = (1, *shape)
+
+    def read() -> torch.Tensor:
+        try:
+            values = dequantize(tensor.data, tensor.tensor_type)
+        except (NotImplementedError, ValueError) as error:
+            raise CheckpointError(f"{file}: {tensor.name} cannot be decoded: {error}") from error
+        return _halves(torch.from_numpy(values.copy()).to(dtype).reshape(shape), heads)
+
+    return StoredTensor(shape, dtype, read)
+
+
+def _halves(rows: torch.Tensor, heads: int | None) -> torch.Tensor:
+    """Rows of a head with neighbours rotated, as llama.cpp has them, in Transformers' order: halves rotated."""
+    return rows if heads is None else rows.unflatten(0, (heads, -1, 2)).transpose(1, 2).flatten(0, 2)

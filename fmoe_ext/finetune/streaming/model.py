@@ -1,0 +1,255 @@
+"""stream(): a model of Transformers whose experts stay in the files of its folder."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+
+from fmoe_ext.finetune.adapters.base import Base
+from fmoe_ext.checkpoint.errors import CheckpointError
+from fmoe_ext.checkpoint.expert_files import Layer, plain_layer
+from fmoe_ext.checkpoint.files import inside
+from fmoe_ext.checkpoint.huggingface import check_folder
+from fmoe_ext.checkpoint.packed_dense import outside_experts
+from fmoe_ext.checkpoint.packed_matrices import PackedTensor
+from fmoe_ext.checkpoint.packed_projections import gguf_layers, packed_layer
+from fmoe_ext.checkpoint.safetensors_file import StoredTensor
+from fmoe_ext import huggingface
+from fmoe_ext.huggingface.saving import replace_save_pretrained
+from fmoe_ext.finetune.streaming import decoding, gguf
+from fmoe_ext.finetune.streaming.activations import ActivationFile, SavedOnDisk
+from fmoe_ext.finetune.streaming.budget import ExpertStream
+from fmoe_ext.finetune.streaming.experts import Streamed
+from fmoe_ext.finetune.streaming.memory import memory_of
+from fmoe_ext.finetune.streaming.packed_linear import keep_packed, packable
+from fmoe_ext.finetune.streaming.placeholder import PackedWeight, StreamedWeight
+
+
+def stream(
+    folder: str | Path,
+    memory: int | str = "auto",
+    *,
+    dtype: torch.dtype | None = None,
+    optimizer_bytes: float | None = None,
+    activations: str | Path | None = None,
+) -> Any:
+    """A causal language model of Transformers in eval(), its experts read from the folder's files as they are needed.
+
+    folder: with config.json and safetensors files, or a GGUF file; memory: bytes, or a text like "8GiB", for the model,
+    adapters, gradients, the optimizer's state, buffers for experts, and a quarter of it for activations and the
+    program; "auto" is what the machine and the memory cgroups of this process have free.
+    dtype: of the weights outside of the experts, by default that of config.json. The experts are frozen: train adapters
+    by PEFT's target_parameters and fmoe_ext.lora.fuse(model). model.expert_stream has the counts of reads.
+    optimizer_bytes: of state for each trained number before the first step, by default two moments of Adam; 2.1 for
+    8-bit moments, 0 for SGD. After the first step the real state counts.
+    activations: folder of a file without a name for the inputs of checkpointed layers, which are in memory by default.
+    Warns if the model would hold more memory than this process may use. Raises ValueError if memory is too little,
+    CheckpointError for a folder that is damaged, reaches outside of itself or does not fit its config.json,
+    ImportError if Transformers is missing or older than 5.7.
+    Equivalent to: AutoModelForCausalLM.from_pretrained(folder, experts_implementation="fmoe"), with frozen experts.
+    """
+    huggingface.require_transformers("fmoe_ext.stream()")
+    huggingface.register()
+    import transformers
+
+    found = memory_of(memory)
+    if optimizer_bytes is not None and not 0 <= optimizer_bytes < math.inf:
+        raise ValueError(
+            f"optimizer_bytes must be 0 or more for each trained number, but got {optimizer_bytes!r}"
+        )
+    source = _source(Path(folder))
+    config = source.config
+    with _errors_of_config(source.path), torch.device("meta"):
+        dtype = dtype or _dtype_of(config)
+        skeleton = transformers.AutoModelForCausalLM.from_config(config)
+    layers, state = _plan(source, skeleton, dtype)
+    packed = _take_packed(source, skeleton, state, dtype)
+    model = _load(Path(folder), type(skeleton), config, state, dtype)
+    keep_packed(model, packed)
+    expert_stream = ExpertStream(model, layers, found, optimizer_bytes)
+    model.expert_stream = expert_stream
+    for index, layer in enumerate(layers):
+        model.get_submodule(layer.path).streamed = Streamed(expert_stream, index, dtype)
+    if activations is not None:
+        expert_stream.activations = ActivationFile(activations)
+        SavedOnDisk(model.base_model, expert_stream, expert_stream.activations)
+    replace_save_pretrained(model, _refuse_to_save)
+    decoding.use(model)
+    return huggingface.use(model).eval()
+
+
+def _dtype_of(config: Any) -> torch.dtype:
+    value = getattr(config, "dtype", None) or torch.bfloat16
+    return getattr(torch, value) if isinstance(value, str) else value
+
+
+@contextmanager
+def _errors_of_config(path: Path, name: str = "config.json") -> Iterator[None]:
+    """CheckpointError for the errors of Transformers in a configuration, which have no common class."""
+    try:
+        yield
+    except ImportError:
+        raise
+    except Exception as error:
+        kind = type(error).__name__
+        raise CheckpointError(f"{path} has a {name} that Transformers refuses: {kind}: {error}") from error
+
+
+class _Folder:
+    """A folder with config.json and safetensors files."""
+
+    def __init__(self, folder: Path) -> None:
+        import transformers
+
+        self.path = folder
+        self.base = Base(folder)
+        if not self.base.config:
+            raise CheckpointError(f"{folder} has no config.json")
+        with _errors_of_config(folder):
+            self.config: Any = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
+        if hasattr(self.config, "quantization_config"):
+            del self.config.quantization_config
+        self._used: set[str] = set()
+        method = (self.base.config.get("quantization_config") or {}).get("quant_method")
+        self.packed_as = f" (they are packed by {method})" if method else ""
+
+    def layer(self, path: str) -> Layer | None:
+        found = packed_layer(self.base, path) or plain_layer(self.base, path)
+        if found is None:
+            return None
+        self._used |= found[1]
+        return found[0]
+
+    def others(self, dtype: torch.dtype) -> dict[str, StoredTensor]:
+        return dict(outside_experts(self.base, self._used, dtype))
+
+
+class _GgufFile:
+    """A GGUF file, with or without config.json beside it."""
+
+    packed_as = ""
+
+    def __init__(self, file: Path) -> None:
+        self.path = file
+        self._layers = gguf_layers(file)
+        self.config = gguf.read_config(file)
+
+    def layer(self, path: str) -> Layer | None:
+        number = re.search(r"\.layers\.(\d+)\.", f".{path}.")
+        layer = self._layers.get(int(number[1])) if number else None
+        return None if layer is None else replace(layer, path=path)
+
+    def others(self, dtype: torch.dtype) -> dict[str, StoredTensor]:
+        return gguf.outside_experts(self.path, self.config, dtype)
+
+
+def _source(path: Path) -> _Folder | _GgufFile:
+    """The files of a model; CheckpointError for what is neither."""
+    if path.suffix == ".gguf" and path.is_file():
+        return _GgufFile(inside(path.parent, path.name))
+    if not path.is_dir():
+        raise CheckpointError(f"{path} is no folder and no GGUF file: stream() reads local files")
+    check_folder(path)
+    return _Folder(path)
+
+
+def _plan(
+    source: _Folder | _GgufFile, skeleton: nn.Module, dtype: torch.dtype
+) -> tuple[list[Layer], dict[str, Any]]:
+    """(layers of experts, placeholders for them by name)."""
+    layers: list[Layer] = []
+    state: dict[str, Any] = {}
+    for path, module in skeleton.named_modules():
+        if not hasattr(module, "is_transposed"):
+            continue
+        layer = source.layer(path)
+        if layer is None:
+            raise CheckpointError(
+                f"{source.path} has no experts for {path} in a format that is read{source.packed_as}: "
+                "docs/finetune.md lists the formats"
+            )
+        for name, shape in zip(_names_of(module), layer.shapes, strict=True):
+            expected = tuple(getattr(module, name).shape)
+            if layer.is_packed and module.is_transposed:
+                shape = (shape[0], shape[2], shape[1])
+            if shape != expected:
+                raise CheckpointError(
+                    f"{source.path}: {path}.{name} is {list(shape)} in the files, but {list(expected)} by config.json"
+                )
+            state[f"{path}.{name}"] = StreamedWeight(shape, dtype)
+        layers.append(layer)
+    if not layers:
+        raise CheckpointError(
+            f"{source.path}: {type(skeleton).__name__} has no experts that Transformers lets others compute"
+        )
+    return layers, state
+
+
+def _take_packed(
+    source: _Folder | _GgufFile, skeleton: nn.Module, state: dict[str, Any], dtype: torch.dtype
+) -> dict[str, PackedTensor]:
+    """Adds what is outside of the experts to a state dict -> what stays packed, for which it has placeholders."""
+    packed = {}
+    linear = packable(skeleton)
+    for name, tensor in source.others(dtype).items():
+        layer = linear.get(name)
+        if layer is not None and isinstance(tensor, PackedTensor) and tensor.shape == layer.weight.shape:
+            packed[name] = tensor
+            state[name] = PackedWeight(tensor.shape, dtype)
+        else:
+            state[name] = Stored(tensor)
+    return packed
+
+
+def _names_of(experts: Any) -> tuple[str, str]:
+    return "gate_up_proj" if experts.has_gate else "up_proj", "down_proj"
+
+
+class Stored:
+    """A tensor in a file, as Transformers' loader reads it: by tensor[...]."""
+
+    def __init__(self, tensor: StoredTensor) -> None:
+        self._tensor = tensor
+        self.shape, self.dtype = tensor.shape, tensor.dtype
+
+    def __getitem__(self, index: Any) -> Tensor:
+        return self._tensor.read()[index]
+
+    def get_shape(self) -> list[int]:
+        return list(self.shape)
+
+    def is_floating_point(self) -> bool:
+        return self.dtype.is_floating_point
+
+
+def _load(folder: Path, model_class: Any, config: Any, state: dict[str, Any], dtype: torch.dtype) -> Any:
+    import transformers
+
+    read = model_class.from_pretrained
+    try:
+        model, found = read(None, config=config, state_dict=state, dtype=dtype, output_loading_info=True)
+    except RuntimeError as error:
+        raise CheckpointError(f"{folder} does not fit its config.json: {error}") from error
+    if missing := sorted(found["missing_keys"]):
+        more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
+        raise CheckpointError(f"{folder} lacks {', '.join(missing[:3])}{more}")
+    model.name_or_path = model.config.name_or_path = str(folder)  # PEFT notes it in adapter_config.json
+    if folder.is_dir() and (folder / "generation_config.json").exists():
+        with _errors_of_config(folder, "generation_config.json"):
+            model.generation_config = transformers.GenerationConfig.from_pretrained(folder)
+    return model
+
+
+def _refuse_to_save(model: Any, *_: Any, **__: Any) -> NoReturn:
+    raise RuntimeError(
+        "a streamed model has no weights of experts to save: copy its folder, or save its adapters by PEFT's "
+        "save_pretrained and merge them with `fmoe adapter merge`"
+    )

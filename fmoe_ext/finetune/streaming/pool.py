@@ -1,0 +1,367 @@
+"""Buffers of a fixed size in all, for the experts of some layers: whole layers for many tokens, chosen experts for few.
+
+Whole layers are kept by Belady's rule: the order of the layers in a forward and a backward is known, so the layer that
+is used last gives its buffer up, and the next one is read while this one computes. Chosen experts are kept in a part of
+the memory for each layer, the least recently used gives its slot up.
+"""
+
+import gc
+import mmap
+import time
+import weakref
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field
+from threading import Lock
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+import torch
+
+from fmoe_ext.checkpoint.expert_files import ALIGNED, Layer, Weights
+from fmoe_ext.finetune.streaming.reader import BLOCK, Reader
+
+
+@dataclass
+class Statistics:
+    """Counts since the last reset(). Layers and experts that were read, bytes, and seconds."""
+
+    layers_read: int = 0
+    experts_read: int = 0
+    bytes_read: int = 0
+    hits: int = 0  # of experts that few tokens chose
+    misses: int = 0
+    tokens: int = 0  # of the calls that read chosen experts
+    read_seconds: float = 0.0
+    waited_seconds: float = 0.0  # in which the computation had to wait for reads
+    buffer_bytes: int = 0  # most memory that buffers had
+
+    @property
+    def hidden_share(self) -> float:
+        """Share of the time of reading in which something else was computed; 1 if nothing was read."""
+        return 1.0 - min(1.0, self.waited_seconds / self.read_seconds) if self.read_seconds else 1.0
+
+    @property
+    def bytes_per_token(self) -> float:
+        """Bytes read for each token of the calls that read chosen experts."""
+        return self.bytes_read / self.tokens if self.tokens else 0.0
+
+
+@dataclass(eq=False)
+class _Slot:
+    """A buffer for one layer."""
+
+    begin: int
+    layer: int | None = None
+    done: Future[None] | None = None
+    leases: set[object] = field(default_factory=set)  # one for each use that has not ended
+
+
+class Cache:
+    """The slots of one layer's chosen experts, the weights in them, and which expert is where.
+
+    place [E + 1] int64: the slot of each expert, -1 for those that are not there, and at the end; order: the expert in
+    each slot, 0 for empty ones.
+    """
+
+    def __init__(self, layer: Layer, buffer: "np.ndarray[Any, Any]", num_slots: int) -> None:
+        self.buffer, self.num_slots = buffer, num_slots
+        self.weights = layer.weights(buffer, num_slots)
+        self.place = torch.full((layer.num_experts + 1,), -1)
+        self.order = torch.zeros(num_slots, dtype=torch.int64)
+        self._slots: OrderedDict[int, int] = OrderedDict()  # {expert: slot}, least recently used first
+
+    def make_room(self, experts: Sequence[int]) -> tuple[list[int], list[int]]:
+        """(experts that have to be read, slots for them); marks all as used."""
+        missing = [e for e in experts if e not in self._slots]
+        for e in experts:
+            if e in self._slots:
+                self._slots.move_to_end(e)
+        slots: list[int] = []
+        for _ in missing:
+            if len(self._slots) + len(slots) < self.num_slots:
+                slots.append(len(self._slots) + len(slots))
+            else:
+                expert, slot = self._slots.popitem(last=False)
+                self.place[expert] = -1
+                slots.append(slot)
+        return missing, slots
+
+    def put(self, experts: Sequence[int], slots: Sequence[int]) -> None:
+        """Notes experts that were read into slots."""
+        for expert, slot in zip(experts, slots, strict=True):
+            self._slots[expert] = slot
+            self.place[expert], self.order[slot] = slot, expert
+
+
+class Pool:
+    """Memory for experts of layers. num_bytes: of all buffers together.
+
+    Raises ValueError if it does not hold the largest layer.
+    """
+
+    def __init__(self, layers: Sequence[Layer], num_bytes: int) -> None:
+        self.layers = tuple(layers)
+        self.statistics = Statistics()
+        self._slot_bytes = max(-(-layer.num_bytes(layer.num_experts) // BLOCK) * BLOCK for layer in layers)
+        self._memory = in_huge_pages(min(num_bytes, self._slot_bytes * len(layers)) // BLOCK * BLOCK)
+        self._bytes = np.frombuffer(self._memory, dtype=np.uint8)
+        self.address = int(self._bytes.ctypes.data)
+        experts = [range(layer.num_experts) for layer in layers]
+        spans = (layer.spans(e, e, len(e)) for layer, e in zip(layers, experts, strict=True))
+        self._reader = Reader({span.path for of_layer in spans for span in of_layer})
+        self._ahead = ThreadPoolExecutor(1, "fmoe_ext read ahead")
+        self._lock = Lock()
+        self._slots: list[_Slot] = []
+        self._caches: list[Cache] = []
+        self._described: dict[int, Weights] = {}  # of layers that were read, while all have a buffer
+        self.resize(num_bytes)
+        weakref.finalize(self, self._ahead.shutdown, wait=False)
+
+    @property
+    def layer_bytes(self) -> int:
+        """Bytes of the buffer of one layer."""
+        return self._slot_bytes
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that the buffers may take."""
+        return self._num_bytes
+
+    @property
+    def holds_all(self) -> bool:
+        """True if every layer has a buffer of its own."""
+        return self._num_bytes >= self._slot_bytes * len(self.layers)
+
+    def would_grow(self, num_bytes: int) -> bool:
+        """True if resize(num_bytes) may be called now and adds a buffer for a layer."""
+        num_bytes = min(num_bytes, self._bytes.size)
+        is_more = num_bytes // self._slot_bytes > self._num_bytes // self._slot_bytes
+        return is_more and not any(slot.leases for slot in self._slots)
+
+    def resize(self, num_bytes: int) -> None:
+        """Makes the buffers smaller, or as large as they were; all of them are read again."""
+        num_bytes = min(num_bytes, self._bytes.size)
+        if num_bytes < self._slot_bytes:
+            raise ValueError(f"{num_bytes:,} bytes do not hold a layer of {self._slot_bytes:,}")
+        with self._lock:
+            self._settle()
+            if any(slot.leases for slot in self._slots):
+                raise RuntimeError("buffers of experts cannot shrink between a forward and its backward")
+            self._num_bytes = num_bytes
+            self._slots, self._caches, self._described = [], [], {}
+            if hasattr(mmap, "MADV_DONTNEED"):
+                self._memory.madvise(mmap.MADV_DONTNEED)
+
+    def whole(self, index: int, *, is_backward: bool, is_training: bool) -> Weights:
+        """The weights of a layer; its buffer is free again when the last tensor of them is gone.
+
+        Raises RuntimeError if tensors that autograd keeps have all buffers.
+        """
+        layer = self.layers[index]
+        is_short = (
+            self.holds_all and not torch.is_grad_enabled()
+        )  # nothing outlives the call, nothing gives way
+        if is_short and index in self._described:
+            return self._described[index]
+        weights = layer.weights(self._lease(index, is_backward, is_training), layer.num_experts)
+        if is_short and (slot := self._find(index)) is not None:
+            buffer = self._bytes[slot.begin : slot.begin + self._slot_bytes]
+            self._described[index] = layer.weights(buffer, layer.num_experts)
+        return weights
+
+    def again(
+        self, index: int, offset: int, dtype: torch.dtype, shape: tuple[int, ...], stride: tuple[int, ...]
+    ) -> torch.Tensor:
+        """A tensor of the weights of a layer in a backward, by its place in the buffer."""
+        buffer = torch.from_numpy(self._lease(index, True, True))
+        values = buffer[: buffer.numel() // dtype.itemsize * dtype.itemsize].view(dtype)
+        return values.as_strided(shape, stride, offset // dtype.itemsize)
+
+    def _lease(self, index: int, is_backward: bool, is_training: bool) -> "np.ndarray[Any, Any]":
+        """The buffer of a layer once it is read."""
+        next_use: dict[int, int] = {}
+        for distance, layer in enumerate(upcoming(index, len(self.layers), is_backward, is_training)):
+            next_use.setdefault(layer, distance)
+        with self._lock:
+            self._use_slots()
+            slot = self._find(index) or self._begin_read(index, self._victim(next_use))
+            lease = object()
+            slot.leases.add(lease)
+            done = slot.done
+        assert done is not None
+        begun = time.perf_counter()
+        try:
+            done.result()
+        except BaseException:
+            slot.leases.discard(lease)
+            slot.layer = slot.done = None
+            raise
+        with self._lock:
+            self._note_buffers(len(self._slots) * self._slot_bytes)
+            self.statistics.waited_seconds += time.perf_counter() - begun
+            self._read_ahead(index, next_use)
+        buffer = self._bytes[slot.begin : slot.begin + self._slot_bytes]
+        weakref.finalize(buffer, slot.leases.discard, lease)
+        return buffer
+
+    def chosen(self, index: int, experts: Sequence[int]) -> Cache | None:
+        """The cache of a layer once the experts are in it, right until the next call.
+
+        None if its slots are too few, or buffers of whole layers are in use. Raises CheckpointError.
+        """
+        layer = self.layers[index]
+        with self._lock:
+            if not self._use_caches(len(experts)):
+                return None
+        cache = self._caches[index]
+        missing, slots = cache.make_room(experts)
+        self.statistics.hits += len(experts) - len(missing)
+        self.statistics.misses += len(missing)
+        if missing:
+            begun = time.perf_counter()
+            num_bytes = self._reader.read(layer.spans(missing, slots, cache.num_slots), cache.buffer)
+            self._count(num_bytes, len(missing), begun)
+            self.statistics.waited_seconds += time.perf_counter() - begun
+            cache.put(missing, slots)
+        return cache
+
+    def resident_layers(self) -> list[int]:
+        """Layers that have a buffer, or are being read into one."""
+        return [slot.layer for slot in self._slots if slot.layer is not None]
+
+    def contains(self, address: int) -> bool:
+        """True for an address in the buffers."""
+        return self.address <= address < self.address + self._bytes.size
+
+    def layer_at(self, address: int) -> tuple[int, int]:
+        """(layer, offset in its buffer) of an address in the buffer of a whole layer."""
+        offset = address - self.address
+        slot = self._slots[offset // self._slot_bytes]
+        assert slot.layer is not None
+        return slot.layer, offset - slot.begin
+
+    def _count(self, num_bytes: int, num_experts: int, begun: float) -> None:
+        self.statistics.bytes_read += num_bytes
+        self.statistics.experts_read += num_experts
+        self.statistics.read_seconds += time.perf_counter() - begun
+
+    def _note_buffers(self, num_bytes: int) -> None:
+        self.statistics.buffer_bytes = max(self.statistics.buffer_bytes, num_bytes)
+
+    def _use_slots(self) -> None:
+        if not self._slots:
+            self._caches = []
+            count = min(self._num_bytes // self._slot_bytes, len(self.layers))
+            self._slots = [_Slot(i * self._slot_bytes) for i in range(count)]
+
+    def _use_caches(self, needed: int) -> bool:
+        if not self._caches:
+            if any(slot.leases for slot in self._slots):
+                return False
+            region = self._num_bytes // len(self.layers) // ALIGNED * ALIGNED
+            counts = [_fitting(layer, region) for layer in self.layers]
+            if min(counts) < needed:
+                return False
+            self._settle()
+            self._slots = []
+            begins = range(0, region * len(self.layers), region)
+            self._caches = [
+                Cache(layer, self._bytes[begin : begin + layer.num_bytes(min(counts))], min(counts))
+                for begin, layer in zip(begins, self.layers, strict=True)
+            ]
+            self._note_buffers(begins[-1] + self._caches[-1].buffer.size)
+        return needed <= min(cache.num_slots for cache in self._caches)
+
+    def _settle(self) -> None:
+        """Waits for reads that are under way."""
+        for slot in self._slots:
+            if slot.done is not None:
+                slot.done.exception()
+
+    def _find(self, index: int) -> _Slot | None:
+        return next((slot for slot in self._slots if slot.layer == index), None)
+
+    def _victim(self, next_use: dict[int, int]) -> _Slot:
+        """The buffer to read a layer into: an empty one, or the one used last."""
+        for _ in range(3):
+            free = [s for s in self._slots if not s.leases and (s.done is None or s.done.done())]
+            if free:
+                return max(free, key=lambda s: _when(s, next_use))
+            busy = [s for s in self._slots if not s.leases and s.done is not None]
+            if busy:
+                busy[0].done.exception()  # type: ignore[union-attr]
+                continue
+            gc.collect()
+        raise RuntimeError(
+            f"all {len(self._slots)} buffers for layers of experts are in use, because autograd keeps their weights. "
+            'Call model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False}) for '
+            "training, and leave other hooks for saved tensors out"
+        )
+
+    def _begin_read(self, index: int, slot: _Slot) -> _Slot:
+        slot.layer = index
+        slot.done = self._ahead.submit(self._read_layer, index, slot.begin)
+        return slot
+
+    def _read_layer(self, index: int, begin: int) -> None:
+        begun = time.perf_counter()
+        layer = self.layers[index]
+        experts = range(layer.num_experts)
+        buffer = self._bytes[begin : begin + self._slot_bytes]
+        num_bytes = self._reader.read(layer.spans(experts, experts, len(experts)), buffer)
+        self._count(num_bytes, len(experts), begun)
+        self.statistics.layers_read += 1
+
+    def _read_ahead(self, index: int, next_use: dict[int, int]) -> None:
+        """Begins to read the next layers that are not there, unless they would take the place of an earlier one."""
+        for layer in sorted(next_use, key=next_use.__getitem__)[: len(self._slots)]:
+            if layer == index or self._find(layer) is not None:
+                continue
+            free = [s for s in self._slots if not s.leases and (s.done is None or s.done.done())]
+            victim = max(free, key=lambda s: _when(s, next_use), default=None)
+            if victim is None or _when(victim, next_use) <= next_use[layer]:
+                return
+            self._begin_read(layer, victim)
+
+
+def in_huge_pages(num_bytes: int) -> mmap.mmap:
+    """Memory of this process in pages of 2 MiB, where the system has them: with small ones a token takes longer."""
+    memory = mmap.mmap(-1, num_bytes, **_PRIVATE)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with suppress(OSError):  # a hint
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    return memory
+
+
+_PRIVATE: Mapping[str, Any] = MappingProxyType(
+    {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
+)
+
+
+def upcoming(index: int, num_layers: int, is_backward: bool, is_training: bool) -> Iterator[int]:
+    """Layers in the order of their next uses, after layer `index`."""
+    last = num_layers - 1
+    if is_backward:
+        yield from range(index - 1, -1, -1)
+        yield from range(num_layers)
+        return
+    yield from range(index + 1, num_layers)
+    yield from range(last, -1, -1) if is_training else range(num_layers)
+
+
+def _when(slot: _Slot, next_use: dict[int, int]) -> float:
+    if slot.layer is None:
+        return float("inf")
+    return next_use.get(slot.layer, 1e9)
+
+
+def _fitting(layer: Layer, num_bytes: int) -> int:
+    """Experts that fit into a buffer."""
+    count = layer.num_experts
+    while count and layer.num_bytes(count) > num_bytes:
+        count -= 1
+    return count

@@ -1,0 +1,187 @@
+"""import_model(): a Transformers MoE model, its MoE layers being ours."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fmoe_ext import gates
+from fmoe_ext.checkpoint import CheckpointError
+from fmoe_ext.checkpoint.families import FAMILIES
+from fmoe_ext.checkpoint.families.family import CLAMPED, Family
+from fmoe_ext.checkpoint.files import inside
+from fmoe_ext.checkpoint.huggingface import check_folder, from_huggingface, is_huggingface
+from fmoe_ext.checkpoint.layouts import B1, SHARED, SHARED_GATE, W1, find_layer
+from fmoe_ext.checkpoint.routing import HIDDEN_ACT, OPTIONS, activation_of_config
+from fmoe_ext.checkpoint.safetensors_file import StoredTensor
+from fmoe_ext.experts import ClampedSwiGLU
+from fmoe_ext.huggingface.saving import replace_save_pretrained, save_imported
+from fmoe_ext.models.padding import heed_attention_masks
+from fmoe_ext._require import require
+from fmoe_ext.transformer import FMoETransformerMLP
+
+
+def _read(source: Any, options: dict[str, Any]) -> Any:
+    transformers = require("transformers", "import_model()")
+    from safetensors import SafetensorError
+
+    if Path(source).is_dir():
+        _check_folder(Path(source), options)
+    try:
+        read: Any = transformers.AutoModelForCausalLM.from_pretrained
+        model, found = read(source, **options, output_loading_info=True)
+    except SafetensorError as error:
+        raise CheckpointError(f"{source}: a safetensors file is truncated or damaged: {error}") from error
+    if missing := sorted(found["missing_keys"]):
+        more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
+        raise CheckpointError(
+            f"{source} lacks {', '.join(missing[:3])}{more}, which Transformers would draw at random"
+        )
+    return model
+
+
+def _check_folder(folder: Path, options: dict[str, Any]) -> None:
+    """CheckpointError for a folder of a model that would have Transformers read files outside of it."""
+    for part in Path(options.get("subfolder") or "").parts:
+        folder = inside(folder, part)
+    if options.get("gguf_file") is not None:
+        inside(folder, options["gguf_file"])
+    check_folder(folder)
+
+
+def import_model(source: Any, **options: Any) -> Any:
+    """A Transformers MoE model whose MoE layers become FMoETransformerMLPs with the same weights -> the model.
+
+    source: a folder or a name for AutoModelForCausalLM.from_pretrained(source, **options), or a model, which is changed
+    in place. Model types: those of checkpoint/families, which docs/formats.md lists. The parameters stay the
+    model's own tensors (but for GPT-OSS, whose layout is another: a layer at a time is copied). norm_topk_prob, scaling
+    factors, groups and biases are honoured. Gates compute in float32 or wider, where some of Transformers' round.
+
+    model.save_pretrained() writes the format that the model came from, as export() does. The gates have the balance
+    loss: add weight * fmoe_ext.gates.total_loss(model); router logits are no output any more.
+    Raises CheckpointError for other models, for files that are truncated, damaged or outside of the folder, for
+    tensors that are missing and for a folder of a PEFT adapter.
+    Equivalent to: AutoModelForCausalLM.from_pretrained(source, **options), to the rounding of its gates.
+    """
+    model: Any = source
+    if not isinstance(source, nn.Module):
+        model = _read(source, options)
+    elif options:
+        raise TypeError(f"{', '.join(options)}: options are for a folder or a name, but got a model")
+    values = model.config.to_dict()
+    family = _family_of(values)
+    facts = family.facts_of(values)
+    activation = _activation(family, values, facts)
+    blocks = [
+        (name, module)
+        for name, module in model.named_modules()
+        if hasattr(getattr(module, "experts", None), "gate_up_proj")
+    ]
+    if not blocks:
+        raise CheckpointError(f"{type(model).__name__} has no MoE layer that is not ours already")
+    for name, block in blocks:
+        parent, _, attribute = name.rpartition(".")
+        setattr(model.get_submodule(parent), attribute, _converted(name, block, family, facts, activation))
+    heed_attention_masks(model)
+    _turn_off_router_logits(model.config)
+    model.register_load_state_dict_pre_hook(_take_format)
+    replace_save_pretrained(model, save_imported)
+    return model
+
+
+def _family_of(config: dict[str, Any]) -> Family:
+    """The family of a model; CheckpointError for one that is not known, or computes what our layers do not."""
+    family = FAMILIES.get(config["model_type"])
+    if family is None:
+        raise CheckpointError(
+            f"import_model() knows {', '.join(FAMILIES)}, but this model is {config['model_type']}"
+        )
+    for key, value in family.unsupported.items():
+        if config.get(key, value) != value:
+            raise CheckpointError(
+                f"config.{key}={config[key]} is what our layers do not compute: set it to {value}"
+            )
+    return family
+
+
+def _turn_off_router_logits(config: Any) -> None:
+    if getattr(config, "output_router_logits", False):
+        warnings.warn(
+            f"output_router_logits is off now: add {config.router_aux_loss_coef} * fmoe_ext.gates.total_loss(model) to "
+            "the loss in its place",
+            stacklevel=3,
+        )
+        config.output_router_logits = False
+
+
+def _take_format(model: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Lets load_state_dict take what save_pretrained wrote, as a Trainer does that resumes."""
+    if prefix == "" and is_huggingface(state_dict):
+        converted = from_huggingface(state_dict, model.state_dict().keys())
+        state_dict.clear()
+        state_dict |= converted
+
+
+def _converted(
+    name: str, block: nn.Module, family: Family, facts: dict[str, Any], activation: Any
+) -> nn.Module:
+    """The layer of ours with the tensors of a block, on its device and in its mode."""
+    values = {key: value for key, value in block.state_dict(keep_vars=True).items()}
+    gate = family.in_modules.gate
+    found = find_layer({key: StoredTensor.of(value) for key, value in values.items()}, "", gate)
+    if found is None or found[1] != values.keys():
+        left = values.keys() - (set() if found is None else found[1])
+        raise CheckpointError(
+            f"{name} ({type(block).__name__}) has tensors that are not known: {sorted(left)}"
+        )
+    tensors = found[0]
+    num_experts, two_h, d_model = tensors[W1].shape
+    options = {key: facts[key] for key in OPTIONS if key in facts and key != "top_k"}
+    with torch.device("meta"):
+        layer = FMoETransformerMLP(
+            num_experts,
+            d_model,
+            two_h // 2,
+            activation=activation,
+            bias=B1 in tensors,
+            gate=functools.partial(getattr(gates, family.gates[-1]), gate_bias=family.gate_bias, **options),
+            top_k=facts["top_k"],
+            shared_expert_hidden=tensors[f"{SHARED}h4toh.weight"].shape[2]
+            if f"{SHARED}h4toh.weight" in tensors
+            else None,
+            shared_expert_gate=SHARED_GATE in tensors,
+        )
+    _assign(layer, {key: tensor.read() for key, tensor in tensors.items()}, values[f"{gate}.weight"])
+    layer.mark_parallel_comm("dp")
+    if family.returns_scores:
+        layer.register_forward_hook(_with_scores)
+    return layer.train(block.training)
+
+
+def _with_scores(layer: nn.Module, args: Any, out: Tensor) -> tuple[Tensor, None]:
+    """The pair that the decoder layer expects of its MLP: it drops the router's scores."""
+    return out, None
+
+
+def _activation(family: Family, config: dict[str, Any], facts: dict[str, Any]) -> Any:
+    name = activation_of_config(family, config)
+    if name == CLAMPED:
+        return ClampedSwiGLU(facts["swiglu_alpha"], facts["swiglu_limit"])
+    if name not in HIDDEN_ACT:
+        raise CheckpointError(f"config.hidden_act={name!r}, expected one of {', '.join(HIDDEN_ACT.values())}")
+    return name
+
+
+def _assign(layer: nn.Module, tensors: dict[str, Tensor], like: Tensor) -> None:
+    """Gives a layer on the meta device these tensors as its parameters and buffers."""
+    for name, value in tensors.items():
+        path, _, attribute = name.rpartition(".")
+        module = layer.get_submodule(path)
+        if attribute in module._parameters:
+            value = nn.Parameter(value, requires_grad=like.requires_grad)
+        setattr(module, attribute, value.to(like.device))

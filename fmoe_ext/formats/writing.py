@@ -1,0 +1,260 @@
+"""export(): a model with our MoE layers as a folder that plain Transformers loads."""
+
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fmoe_ext.checkpoint import CheckpointError, to_huggingface
+from fmoe_ext.checkpoint.errors import together
+from fmoe_ext.checkpoint.families import FAMILIES, formats_for
+from fmoe_ext.checkpoint.families.family import Family, Numbers
+from fmoe_ext.checkpoint.model_state import ModelState
+from fmoe_ext.checkpoint.routing import HIDDEN_ACT, facts_of_layers
+from fmoe_ext.checkpoint.safetensors_file import StoredTensor
+from fmoe_ext.checkpoint.saving import Whole, gathered
+from fmoe_ext.checkpoint.shards import MAX_SHARD_BYTES, check_is_free, new_folder, write_model_files
+from fmoe_ext.formats.gguf import check_writable, write_gguf
+from fmoe_ext.huggingface.record import take_record
+
+GGUF = "gguf"
+TOKENIZER_FILES = (
+    "token*",
+    "vocab*",
+    "merges.txt",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template*",
+)
+NOT_COPIED = ("architectures", "model_type", "transformers_version", "_name_or_path", "quantization_config")
+
+
+@torch.no_grad()
+def export(
+    model: nn.Module,
+    folder: str | Path,
+    format: str,
+    *,
+    tokenizer: Any = None,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    process_group: dist.ProcessGroup | None = None,
+) -> Path:
+    """Writes a Transformers model with FMoETransformerMLPs as a model of Transformers' own -> the folder.
+
+    model: what fmoefy or import_model() made. folder: a new or empty one; it gets config.json, generation_config.json,
+    the tokenizer's files, safetensors of at most max_shard_bytes (a layer stays in one), in the dtypes of the model.
+    format: a model type of Transformers, as "mixtral" or "qwen3_moe"; docs/formats.md lists them and says which models
+    each can hold. "gguf": folder/model.gguf for llama.cpp, without a vocabulary.
+    tokenizer: one of Transformers, or a folder that has its files.
+
+    All ranks that share the experts call it; the first one writes. What is for training alone (losses, jitter, the
+    speed of the bias, parallel layouts) is not in the files. Raises CheckpointError, on every rank and before anything
+    is written, for what the format cannot say: another model, gate, activation, bias, scale, capacity.
+    Equivalent to: AutoModelForCausalLM.from_pretrained(folder) has the logits of model.
+    """
+    folder = Path(folder)
+    with together(f"export to {folder}", process_group):
+        check_is_free(folder)
+        _check_tokenizer(tokenizer, format)
+        plan = plan_export(model, _type_for_gguf(model) if format == GGUF else format)
+        if format == GGUF:
+            check_writable(plan.family, plan.config)
+    with gathered(folder, model, process_group) as whole:
+        if whole is not None:
+            with new_folder(folder) as unfinished:
+                if format == GGUF:
+                    write_gguf(unfinished / "model.gguf", plan.in_memory(whole), plan.family, plan.config)
+                else:
+                    write_files(plan, whole, unfinished, max_shard_bytes)
+                _write_tokenizer(tokenizer, unfinished)
+    return folder
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Files to write; nothing of them is read yet. left_out: names of tied tensors."""
+
+    model: Any
+    family: Family
+    config: Any
+    left_out: frozenset[str]
+
+    def convert(self, whole: Whole) -> dict[str, StoredTensor]:
+        """The tensors of Hugging Face's files."""
+        tensors = {name: t for name, t in whole.tensors.items() if name not in self.left_out}
+        return to_huggingface(tensors, self.family.name, whole.routing)
+
+    def in_memory(self, whole: Whole) -> dict[str, StoredTensor]:
+        """All tensors under the names that they have in Transformers' modules."""
+        return to_huggingface(whole.tensors, self.family.in_modules)
+
+
+def write_files(plan: Plan, whole: Whole, folder: Path, max_shard_bytes: int) -> None:
+    """Writes the tensors and the configurations into a folder that is there."""
+    write_model_files(folder, plan.convert(whole), max_shard_bytes)
+    plan.config.save_pretrained(folder)
+    generation = getattr(plan.model, "generation_config", None)
+    if generation is not None:
+        generation.save_pretrained(folder)
+
+
+def _type_for_gguf(model: nn.Module) -> str:
+    """The model type by which a model goes into a GGUF file."""
+    source = values_of(ModelState(model).model)["model_type"]
+    return next((name for name in formats_for(source) if FAMILIES[name].gguf), source)
+
+
+def check_export(model: nn.Module, format: str) -> None:
+    """CheckpointError, before the model is trained, where export(model, folder, format) would raise it.
+
+    Gates, activations and biases decide it, not the values of weights; biases must be zero to be left out.
+    """
+    plan_export(model, format)
+
+
+def plan_export(model: nn.Module, format: str) -> Plan:
+    """The Plan of an export; CheckpointError for what the format cannot say."""
+    if format not in FAMILIES:
+        raise CheckpointError(f"format must be one of {', '.join(FAMILIES)} or gguf, but got {format!r}")
+    family, state = FAMILIES[format], ModelState(model)
+    values = values_of(state.model)
+    facts, moe = facts_of_layers(state, family)
+    config = _make_config(family, values, facts, moe)
+    shapes = {
+        name: StoredTensor(state.global_shape(name), value.dtype, value.detach)
+        for name, value in state.tensors.items()
+    }
+    tied = _tied(state, config)
+    _check_names(to_huggingface(shapes, family.in_modules), config, state.model, tied)
+    return Plan(state.model, family, config, tied)
+
+
+def values_of(model: Any) -> dict[str, Any]:
+    """The values of a Transformers model's configuration, those of the dense model if it was fmoefied."""
+    if not hasattr(getattr(model, "config", None), "to_dict"):
+        raise CheckpointError(
+            f"{type(model).__name__} is no model of Transformers, which these formats are for: "
+            "fmoe_ext.checkpoint.export_safetensors writes any model"
+        )
+    values: dict[str, Any] = model.config.to_dict()
+    take_record(values)
+    return values
+
+
+def _make_config(family: Family, values: dict[str, Any], facts: dict[str, Any], moe_layers: Numbers) -> Any:
+    """The configuration of a format for a model; values: those of the model's own, as its config.json has them.
+
+    CheckpointError for models whose other parts the format does not compute.
+    """
+    from transformers import AutoConfig
+
+    source = values["model_type"]
+    if source not in family.holds:
+        way_out = ", ".join(formats_for(source)) or (
+            "none of the formats: its save_pretrained writes a folder for "
+            "fmoe_ext.huggingface.from_pretrained"
+        )
+        raise CheckpointError(
+            f"{family.name} holds models of {', '.join(family.holds)}, but this one is {source}: its attention, norms "
+            f"or embeddings are others. For {source} there is {way_out}"
+        )
+    if "num_shared" in family.config:
+        facts = facts | {"num_shared": _num_shared(family, facts)}
+    known = (
+        values if source == family.name else {**AutoConfig.for_model(family.name).to_dict(), "head_dim": None}
+    )
+    copied = {k: v for k, v in values.items() if k in known and k not in NOT_COPIED}
+    moe = {key: facts[fact] for fact, key in family.config.items() if fact in facts}
+    dense = tuple(i for i in range(values["num_hidden_layers"]) if i not in moe_layers)
+    moe |= {**family.layers(family.name, moe_layers, dense), **family.extra(values, facts)}
+    if facts.get("activation") in HIDDEN_ACT:
+        moe["hidden_act"] = HIDDEN_ACT[facts["activation"]]
+        if dense and values.get("hidden_act") != moe["hidden_act"]:
+            raise CheckpointError(
+                f"the dense MLPs of layers {dense} have hidden_act={values.get('hidden_act')!r} and the experts "
+                f"{moe['hidden_act']!r}, but config.json says one for both"
+            )
+    return AutoConfig.for_model(family.name, **copied | moe)
+
+
+def _num_shared(family: Family, facts: Mapping[str, Any]) -> int:
+    """The number of shared experts of an expert's width."""
+    number, rest = divmod(facts["shared"], facts["d_hidden"])
+    if rest or number < family.fewest_shared:
+        raise CheckpointError(
+            f"{family.name} has shared experts, in all a multiple of an expert's width, {facts['d_hidden']}, but here "
+            f"shared_expert_hidden is {facts['shared'] or None}"
+        )
+    return number
+
+
+def _tied(state: ModelState, config: Any) -> frozenset[str]:
+    """Names of tensors that are others too, if the configuration says so."""
+    if not getattr(config, "tie_word_embeddings", False):
+        return frozenset()
+    return frozenset(name for name, value in state.tensors.items() if state.name_of(value) != name)
+
+
+def _check_names(tensors: Mapping[str, StoredTensor], config: Any, model: Any, tied: frozenset[str]) -> None:
+    """CheckpointError unless a model of this configuration has tensors of just these names and shapes."""
+    config.architectures = [_class_of(config, model).__name__]
+    with torch.device("meta"):
+        target = _class_of(config, model)(config)
+    expected = {name: tuple(value.shape) for name, value in target.state_dict().items() if name not in tied}
+    found = {name: tensor.shape for name, tensor in tensors.items() if name not in tied}
+    problems = [f"it has no {name}" for name in expected.keys() - found.keys()]
+    problems += [f"{name} has no place" for name in found.keys() - expected.keys()]
+    problems += [
+        f"{name} is {list(shape)}, expected {list(expected[name])}"
+        for name, shape in found.items()
+        if name in expected and shape != expected[name]
+    ]
+    if problems:
+        raise CheckpointError(
+            f"{config.architectures[0]} cannot hold this {type(model).__name__}: {'; '.join(sorted(problems)[:5])}"
+            f"{f'; {len(problems) - 5} more' if len(problems) > 5 else ''}"
+        )
+
+
+def _class_of(config: Any, model: Any) -> Any:
+    """The class of a format for what the model is: LlamaForCausalLM -> MixtralForCausalLM."""
+    import transformers
+
+    before, after = (type(c).__name__.removesuffix("Config") for c in (model.config, config))
+    name = type(model).__name__
+    wanted = after + name.removeprefix(before)
+    found = getattr(transformers, wanted, None) if name.startswith(before) else None
+    if found is None:
+        raise CheckpointError(f"Transformers has no {wanted}, which a {name} would become")
+    return found
+
+
+def _check_tokenizer(tokenizer: Any, format: str) -> None:
+    if tokenizer is not None and format == GGUF:
+        raise CheckpointError(
+            "the file of format='gguf' has no vocabulary, so tokenizer= would be lost: export to a model type with it, "
+            "then run llama.cpp's convert_hf_to_gguf.py on the folder"
+        )
+    if tokenizer is None or hasattr(tokenizer, "save_pretrained"):
+        return
+    if not _tokenizer_files(Path(tokenizer)):
+        raise CheckpointError(f"{tokenizer} has no files of a tokenizer ({', '.join(TOKENIZER_FILES)})")
+
+
+def _write_tokenizer(tokenizer: Any, folder: Path) -> None:
+    if tokenizer is None:
+        return
+    if hasattr(tokenizer, "save_pretrained"):
+        tokenizer.save_pretrained(folder)
+        return
+    for file in _tokenizer_files(Path(tokenizer)):
+        shutil.copy(file, folder / file.name)
+
+
+def _tokenizer_files(folder: Path) -> list[Path]:
+    return sorted({file for pattern in TOKENIZER_FILES for file in folder.glob(pattern) if file.is_file()})

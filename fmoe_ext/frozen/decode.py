@@ -1,0 +1,90 @@
+"""Operators of one step of generation on the CPU without gradients, in fewer calls than the public ones.
+
+A call of an operator whose gradient is registered from Python takes twice the time of one without. These operators have
+no gradient and no fake kernel: is_wanted() says where they may be called, and all of them give the bits of what they
+stand for, but for the order of sums in linear(), rms_norm() and attend().
+"""
+
+import torch
+from torch.autograd.forward_ad import unpack_dual
+
+from fmoe_ext.ops.batch_invariant import is_batch_invariant
+from fmoe_ext.ops.expert_mlp import activation_number
+from fmoe_ext.frozen.quantized import Quantized, gates_first
+
+
+def is_wanted(x: torch.Tensor) -> bool:
+    """True for a plain tensor on the CPU outside of gradients, tangents, autocast, torch.compile, batch_invariant()."""
+    return (
+        type(x) is torch.Tensor
+        and x.device.type == "cpu"
+        and not torch.is_grad_enabled()
+        and not torch.is_autocast_enabled("cpu")
+        and not torch.compiler.is_compiling()
+        and not is_batch_invariant()
+        and unpack_dual(x).tangent is None
+    )
+
+
+def gemm(
+    x: torch.Tensor, weight: Quantized, offs: torch.Tensor | None, bias: torch.Tensor | None
+) -> torch.Tensor:
+    """frozen_gemm, its bias with gates before ups."""
+    y: torch.Tensor = torch.ops.fmoe_ext._frozen_gemm(x, weight.rows(), offs, bias, *weight.packing())
+    return y
+
+
+def experts(
+    x: torch.Tensor,
+    topk_idx: torch.Tensor,
+    topk_weights: torch.Tensor,
+    w1: Quantized,
+    b1: torch.Tensor | None,
+    w2: Quantized,
+    b2: torch.Tensor | None,
+    activation: str,
+) -> torch.Tensor:
+    """sort_tokens and frozen_mlp without adapters; choices outside of [0, E) are dropped.
+
+    x [T, D], topk_idx [T, K] int64, topk_weights [T, K] -> [T, D].
+    """
+    if b1 is not None and w1.interleaved:
+        b1 = gates_first(b1)
+    packing = (*w1.packing(), *w2.packing()[:3])
+    y: torch.Tensor = torch.ops.fmoe_ext._frozen_experts(
+        x, topk_idx, topk_weights, w1.rows(), b1, w2.rows(), b2, activation_number(activation), *packing
+    )
+    return y
+
+
+def linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """torch.nn.functional.linear of x [..., D] and weight [N, D] of one dtype."""
+    y: torch.Tensor = torch.ops.fmoe_ext._few_rows_linear(x.reshape(-1, x.shape[-1]), weight)
+    return y.view(*x.shape[:-1], weight.shape[0])
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """weight * (x / sqrt(mean(x^2) + eps)) over the last dimension, in float32 and rounded before weight multiplies."""
+    y: torch.Tensor = torch.ops.fmoe_ext._rms_norm(x, weight, eps)
+    return y
+
+
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotary positions: x [B, H, 1, D] times cos [B, 1, D], plus its halves turned, (-x2, x1), times sin."""
+    y: torch.Tensor = torch.ops.fmoe_ext._rotate(x, cos, sin)
+    return y
+
+
+def attend(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scale: float
+) -> torch.Tensor:
+    """Softmax attention of one query a head, in float32.
+
+    q [B, H, 1, D], k [B, G, S, D], v [B, G, S, V], not float64 -> [B, 1, H, V].
+    Heads share keys and values in groups of H / G. mask [B, S]: False for keys to leave out, or floats that are added.
+    """
+    if mask is not None and mask.dtype == torch.bool:
+        mask = torch.zeros(mask.shape).masked_fill_(~mask, -torch.inf)
+    given = None if mask is None else mask.float().contiguous()
+    y: torch.Tensor = torch.ops.fmoe_ext._attend(q, k, v, given, scale)
+    return y

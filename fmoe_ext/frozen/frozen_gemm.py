@@ -1,0 +1,171 @@
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+from fmoe_ext.frozen import decode
+from fmoe_ext.gpu import kernels as gpu_kernels
+from fmoe_ext.ops._autograd import (
+    call,
+    call_functional,
+    cast_for_autocast,
+    is_transformed,
+    register_autocast,
+    register_autograd,
+    register_fake,
+    register_not_differentiable_twice,
+)
+from fmoe_ext.ops.grouped_gemm import grouped_gemm, grouped_gemm_ref
+from fmoe_ext.frozen.mxfp4_gemm import mxfp4_gemm
+from fmoe_ext.frozen.quantized import FORMATS, Quantized, gates_first
+
+
+def frozen_gemm(
+    x: torch.Tensor,
+    weight: Quantized,
+    offs: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """grouped_gemm with a packed weight, which is frozen: y = x @ weight[e].T + bias[e] on offs[e-1]:offs[e].
+
+    x [R, in], weight Quantized [E, out, in], offs [E] int32, bias [E, out] of the dtype of x -> y [R, out]. Without
+    offs the weight is of one expert, which has all rows. Differentiable in x and bias; keeps the packed weight for
+    backward, and neither x nor a decoded copy. Interleaved rows: bias has their order, y has gates before ups.
+    Raises RuntimeError for other shapes or dtypes, and on the CPU for offs that decrease or exceed R.
+    Equivalent to: grouped_gemm(x, weight.dequantize(x.dtype), offs, bias).
+    """
+    gpu_kernels.before(x)
+    if bias is not None and weight.interleaved:
+        bias = gates_first(bias)
+    if decode.is_wanted(x):
+        return decode.gemm(x, weight, offs, bias)
+    packing = weight.packing()
+    if torch.is_grad_enabled() and is_transformed(x, bias):
+        x, bias = cast_for_autocast(x, bias)
+        y: torch.Tensor = call_functional("fmoe_ext::frozen_gemm", x, weight.rows(), offs, bias, *packing)
+        return y
+    return torch.ops.fmoe_ext.frozen_gemm(x, weight.rows(), offs, bias, *packing)
+
+
+def frozen_gemm_ref(
+    x: torch.Tensor,
+    weight: Quantized,
+    offs: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The oracle of frozen_gemm: grouped_gemm_ref with the decoded weight."""
+    if bias is not None and weight.interleaved:
+        bias = gates_first(bias)
+    return grouped_gemm_ref(x, weight.dequantize(x.dtype), _offs_of(offs, x), bias)
+
+
+def _offs_of(offs: torch.Tensor | None, rows: torch.Tensor) -> torch.Tensor:
+    """offs, or those of one expert with all rows."""
+    return torch.full((1,), rows.shape[0], dtype=torch.int32, device=rows.device) if offs is None else offs
+
+
+_RANKS = MappingProxyType(
+    {
+        **{"x": 2, "grad_y": 2, "weight": 3, "offs": 1, "bias": 2},
+        **{"weight_scale": 3, "weight_zero": 3},
+    }
+)
+
+
+@register_fake("fmoe_ext::frozen_gemm", **_RANKS)
+def _(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    offs: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    weight_scale: torch.Tensor | None,
+    weight_zero: torch.Tensor | None,
+    weight_format: int,
+    weight_interleaved: bool = False,
+) -> torch.Tensor:
+    return x.new_empty((x.shape[0], weight.shape[1]))
+
+
+@register_fake("fmoe_ext::frozen_gemm_backward", **_RANKS)
+def _(
+    grad_y: torch.Tensor,
+    weight: torch.Tensor,
+    offs: torch.Tensor | None,
+    weight_scale: torch.Tensor | None,
+    weight_zero: torch.Tensor | None,
+    weight_format: int,
+    weight_interleaved: bool = False,
+) -> torch.Tensor:
+    packed = Quantized.of_rows(weight, weight_scale, weight_zero, weight_format, weight_interleaved)
+    return grad_y.new_empty((grad_y.shape[0], packed.shape[2]))
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    _, weight, offs, _, scale, zero, *ctx.packing = inputs
+    ctx.save_for_backward(weight, offs, scale, zero)
+
+
+def _backward(ctx: Any, grad_y: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    weight, offs, scale, zero = ctx.saved_tensors
+    grads: list[torch.Tensor | None] = [None] * len(ctx.needs_input_grad)
+    if ctx.needs_input_grad[0]:
+        packing = scale, zero, *ctx.packing
+        grads[0] = call("fmoe_ext::frozen_gemm_backward", grad_y, weight, offs, *packing)
+    if ctx.needs_input_grad[3]:
+        no_columns = grad_y.new_empty((grad_y.shape[0], 0)), grad_y.new_empty((*weight.shape[:2], 0))
+        needs = [False, False, True]
+        found = call("fmoe_ext::grouped_gemm_backward", grad_y, *no_columns, _offs_of(offs, grad_y), needs)
+        grads[3] = found[2]
+    return tuple(grads)
+
+
+register_autograd("fmoe_ext::frozen_gemm", _backward, _setup_context, places=(0, 3))
+register_not_differentiable_twice("fmoe_ext::frozen_gemm_backward")
+
+_library = torch.library.Library("fmoe_ext", "IMPL")  # its registrations live as long as it does
+register_autocast(_library, torch.ops.fmoe_ext.frozen_gemm.default, cast=(0, 3))
+
+
+def packed_product(
+    rows: torch.Tensor,
+    weight: torch.Tensor,
+    offs: torch.Tensor,
+    bias: torch.Tensor | None,
+    transposed: bool,
+    scale: torch.Tensor | None,
+    zero: torch.Tensor | None,
+    number: int,
+    interleaved: bool = False,
+) -> torch.Tensor:
+    """rows @ weight[e].T + bias[e], or rows @ weight[e] if transposed, for devices without a kernel of frozen_gemm.
+
+    A kernel of mxfp4_gemm decodes the weight if it can. Otherwise the weight is decoded in memory for this product.
+    """
+    if number == FORMATS["mxfp4"].number and scale is not None:
+        y = mxfp4_gemm(rows, weight, scale, offs, bias, transposed, interleaved)
+        if y is not None:
+            return y
+    packed = Quantized.of_rows(weight, scale, zero, number, interleaved)
+    return grouped_gemm(rows, packed.dequantize(rows.dtype), offs, bias, transposed)
+
+
+def composed(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    offs: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    *packing: Any,
+) -> torch.Tensor:
+    """frozen_gemm on CUDA."""
+    return packed_product(x, weight, _offs_of(offs, x), bias, False, *packing)
+
+
+def composed_backward(
+    grad_y: torch.Tensor, weight: torch.Tensor, offs: torch.Tensor | None, *packing: Any
+) -> torch.Tensor:
+    """frozen_gemm_backward on CUDA."""
+    return packed_product(grad_y, weight, _offs_of(offs, grad_y), None, True, *packing)
+
+
+_library.impl("frozen_gemm", composed, "CUDA")
+_library.impl("frozen_gemm_backward", composed_backward, "CUDA")

@@ -1,0 +1,334 @@
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import torch
+
+from fmoe_ext.gpu import kernels as gpu_kernels
+from fmoe_ext.ops._autograd import (
+    call,
+    call_functional,
+    cast_for_autocast,
+    is_transformed,
+    register_autocast,
+    register_autograd,
+    register_fake,
+    register_not_differentiable_twice,
+)
+from fmoe_ext.ops.arguments import FrozenMlp, FrozenMlpBackward
+from fmoe_ext.ops.expert_mlp import ACTIVATIONS, activation_number, expert_mlp_ref
+from fmoe_ext.frozen.frozen_gemm import packed_product
+from fmoe_ext.ops.grouped_gemm import grouped_gemm
+from fmoe_ext.ops.permute import permute, unpermute
+from fmoe_ext.frozen.quantized import Quantized, gates_first
+
+
+class Lora(NamedTuple):
+    """The adapter of a weight [E, out, in]: weight + scale * b @ a, with a [E, rank, in] and b [E, out, rank]."""
+
+    a: torch.Tensor
+    b: torch.Tensor
+    scale: float = 1.0
+
+
+def frozen_mlp(
+    x: torch.Tensor,
+    row_idx: torch.Tensor,
+    inverse: torch.Tensor,
+    offs: torch.Tensor,
+    w1: torch.Tensor | Quantized,
+    b1: torch.Tensor | None,
+    w2: torch.Tensor | Quantized,
+    b2: torch.Tensor | None,
+    topk_weights: torch.Tensor | None = None,
+    activation: str = "gelu",
+    combine: bool = True,
+    lora1: Lora | None = None,
+    lora2: Lora | None = None,
+) -> torch.Tensor:
+    """expert_mlp with frozen weights and an adapter (LoRA) on one or both of them; see expert_mlp for the rest.
+
+    w1, w2: float, or Quantized; b1 and lora1.b have the order of the rows of w1.
+    lora1: of w1, a [E, rank, D], b [E, H or 2H, rank]; lora2: of w2, a [E, rank, H], b [E, D, rank]; both of the dtype
+    of x. Differentiable in x, topk_weights and the adapters. Keeps x, the pre-activation, the indices and the rank rows
+    of each adapter for backward; no copy of a weight and no gradient of its size is made.
+    Raises RuntimeError for weights or biases that require a gradient, an unknown activation, other shapes or dtypes.
+    Equivalent to: expert_mlp(..., w1 + lora1.scale * lora1.b @ lora1.a, b1, w2 + lora2.scale * lora2.b @ lora2.a, b2).
+    LoRA: Hu et al., 2021, https://arxiv.org/abs/2106.09685
+    """
+    number = activation_number(activation)
+    gpu_kernels.before(x)
+    w1, b1, lora1, packing1 = _parts(w1, b1, lora1)
+    w2, b2, lora2, packing2 = _parts(w2, b2, lora2)
+    if packing2[-1]:
+        raise RuntimeError("w2 must not have interleaved rows: only gates and ups of w1 alternate")
+    _check_frozen(w1=w1, b1=b1, w2=w2, b2=b2)
+    (a1, lb1, scale1), (a2, lb2, scale2) = lora1 or (None, None, 1.0), lora2 or (None, None, 1.0)
+    learned = (x, topk_weights, a1, lb1, a2, lb2)
+    save = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in learned)
+    arguments = (x, row_idx, inverse, offs, w1, b1, w2, b2, a1, lb1, scale1, a2, lb2, scale2)
+    options, packing = (topk_weights, number, combine), (*packing1, *packing2[:-1])
+    if torch.is_grad_enabled() and is_transformed(*learned):
+        cast = (t if isinstance(t, float) or is_packed(t) else cast_for_autocast(x, t)[1] for t in arguments)
+        y: torch.Tensor = call_functional("fmoe_ext::frozen_mlp", *cast, *options, True, *packing)[0]
+        return y
+    return torch.ops.fmoe_ext.frozen_mlp(*arguments, *options, save, *packing)[0]
+
+
+def is_packed(weight: torch.Tensor | None) -> bool:
+    """True for the bytes of a Quantized."""
+    return weight is not None and weight.dtype == torch.uint8
+
+
+def _parts(
+    weight: torch.Tensor | Quantized, bias: torch.Tensor | None, lora: Lora | None
+) -> tuple[torch.Tensor, torch.Tensor | None, Lora | None, tuple[Any, ...]]:
+    """(weight or its bytes, bias and adapter with gates before ups, what the operator needs to decode it)."""
+    if not isinstance(weight, Quantized):
+        return weight, bias, lora, (None, None, 0, False)
+    if weight.interleaved:
+        bias = None if bias is None else gates_first(bias)
+        lora = None if lora is None else lora._replace(b=gates_first(lora.b))
+    return weight.rows(), bias, lora, weight.packing()
+
+
+def _check_frozen(**weights: torch.Tensor | None) -> None:
+    for name, weight in weights.items():
+        if weight is not None and weight.requires_grad and torch.is_grad_enabled():
+            raise RuntimeError(
+                f"{name} requires a gradient, which frozen_mlp does not compute: freeze it with "
+                f"{name}.requires_grad_(False), or train it with expert_mlp"
+            )
+
+
+def frozen_mlp_ref(
+    x: torch.Tensor,
+    row_idx: torch.Tensor,
+    inverse: torch.Tensor,
+    offs: torch.Tensor,
+    w1: torch.Tensor | Quantized,
+    b1: torch.Tensor | None,
+    w2: torch.Tensor | Quantized,
+    b2: torch.Tensor | None,
+    topk_weights: torch.Tensor | None = None,
+    activation: str = "gelu",
+    combine: bool = True,
+    lora1: Lora | None = None,
+    lora2: Lora | None = None,
+) -> torch.Tensor:
+    """The oracle of frozen_mlp: expert_mlp_ref with the adapters added to the decoded weights."""
+    if isinstance(w1, Quantized):
+        _, b1, lora1, _ = _parts(w1, b1, lora1)
+        w1 = w1.dequantize(x.dtype)
+    if isinstance(w2, Quantized):
+        w2 = w2.dequantize(x.dtype)
+    if lora1 is not None:
+        w1 = w1 + lora1.scale * lora1.b @ lora1.a
+    if lora2 is not None:
+        w2 = w2 + lora2.scale * lora2.b @ lora2.a
+    return expert_mlp_ref(x, row_idx, inverse, offs, w1, b1, w2, b2, topk_weights, activation, combine)
+
+
+_RANKS = MappingProxyType(
+    {
+        **{
+            "grad_y": 2,
+            "x": 2,
+            "row_idx": 1,
+            "inverse": 2,
+            "offs": 1,
+            "topk_weights": 2,
+            "h": 2,
+            "u1": 2,
+            "u2": 2,
+        },
+        **{"w1": 3, "b1": 2, "w2": 3, "b2": 2, "lora_a1": 3, "lora_b1": 3, "lora_a2": 3, "lora_b2": 3},
+        **{"w1_scale": 3, "w1_zero": 3, "w2_scale": 3, "w2_zero": 3},
+    }
+)
+
+
+@register_fake("fmoe_ext::frozen_mlp", FrozenMlp, **_RANKS)
+def _(a: FrozenMlp) -> tuple[torch.Tensor, ...]:
+    R, D = a.row_idx.shape[0], a.x.shape[1]
+    y = a.x.new_empty((a.x.shape[0] if a.combine else R, D))
+    h = a.x.new_empty((R, a.w1.shape[1]) if a.save else (0,))
+    return y, h, *(a.x.new_empty((R, 0 if t is None else t.shape[1])) for t in (a.lora_a1, a.lora_a2))
+
+
+@register_fake("fmoe_ext::frozen_mlp_backward", FrozenMlpBackward, **_RANKS)
+def _(a: FrozenMlpBackward) -> tuple[torch.Tensor, ...]:
+    like = (a.x, a.lora_a1, a.lora_b1, a.lora_a2, a.lora_b2, a.topk_weights)
+    shapes = (a.x.shape, *(None if t is None else t.shape for t in like[1:5]), a.inverse.shape)
+    return tuple(
+        (a.x if t is None else t).new_empty(shape if wanted and shape is not None else (0,))
+        for t, shape, wanted in zip(like, shapes, a.needs, strict=True)
+    )
+
+
+# x, lora_a1, lora_b1, lora_a2, lora_b2, topk_weights among the arguments
+PLACES = (0, 8, 9, 11, 12, 14)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+    a = FrozenMlp(*inputs)
+    ctx.mark_non_differentiable(*output[1:])
+    ctx.set_materialize_grads(False)
+    lora = (a.lora_a1, a.lora_b1, a.lora_a2, a.lora_b2)
+    scales = (a.w1_scale, a.w1_zero, a.w2_scale, a.w2_zero)
+    kept = (a.x, a.row_idx, a.inverse, a.offs, a.w1, a.w2, a.b2, *lora, a.topk_weights, *output[1:], *scales)
+    ctx.save_for_backward(*kept)
+    ctx.formats = (a.w1_format, a.w1_interleaved, a.w2_format)
+    ctx.scales, ctx.activation, ctx.combine, ctx.save = (a.scale1, a.scale2), a.activation, a.combine, a.save
+
+
+def _backward(ctx: Any, grad_y: torch.Tensor | None, *_: None) -> tuple[torch.Tensor | None, ...]:
+    grads: list[torch.Tensor | None] = [None] * len(FrozenMlp._fields)
+    if grad_y is None:
+        return tuple(grads)
+    if not ctx.save:
+        raise RuntimeError(
+            "frozen_mlp was called with save=False, so there is nothing to compute gradients from"
+        )
+    *first, a1, lb1, a2, lb2, topk_weights, h, u1, u2, s1, z1, s2, z2 = ctx.saved_tensors
+    format1, interleaved, format2 = ctx.formats
+    needs = [ctx.needs_input_grad[place] for place in PLACES]
+    lora = (a1, lb1, ctx.scales[0], a2, lb2, ctx.scales[1])
+    computed = call(
+        "fmoe_ext::frozen_mlp_backward",
+        *(grad_y, *first, *lora, topk_weights, h, u1, u2, ctx.activation, ctx.combine, needs),
+        *(s1, z1, format1, interleaved, s2, z2, format2),
+    )
+    for place, wanted, grad in zip(PLACES, needs, computed, strict=True):
+        grads[place] = grad if wanted else None
+    return tuple(grads)
+
+
+register_autograd("fmoe_ext::frozen_mlp", _backward, _setup_context, places=PLACES)
+register_not_differentiable_twice("fmoe_ext::frozen_mlp_backward")
+
+_library = torch.library.Library("fmoe_ext", "IMPL")  # its registrations live as long as it does
+register_autocast(_library, torch.ops.fmoe_ext.frozen_mlp.default, cast=(0, 4, 5, 6, 7, 8, 9, 11, 12))
+
+
+class FrozenWeight:
+    """w1 or w2 of a call, packed or not; its products have gates before ups."""
+
+    def __init__(self, arguments: FrozenMlp | FrozenMlpBackward, which: int) -> None:
+        a = arguments._asdict()
+        self.weight, self.format = a[f"w{which}"], a[f"w{which}_format"]
+        interleaved = arguments.w1_interleaved and which == 1
+        self.packing = a[f"w{which}_scale"], a[f"w{which}_zero"], self.format, interleaved
+
+    def product(
+        self,
+        rows: torch.Tensor,
+        offs: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        transposed: bool = False,
+    ) -> torch.Tensor:
+        """rows @ weight[e].T + bias[e], or rows @ weight[e] if transposed."""
+        if self.format == 0:
+            return grouped_gemm(rows, self.weight, offs, bias, transposed)
+        return packed_product(rows, self.weight, offs, bias, transposed, *self.packing)
+
+
+def _product(
+    rows: torch.Tensor, weight: FrozenWeight, offs: torch.Tensor, bias: torch.Tensor | None, low: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """rows @ weight[e].T + bias[e] with the adapter's part, and the adapter's rank rows. low: (a, b, scale)."""
+    a, b, scale = low
+    out = weight.product(rows, offs, bias)
+    if a is None:
+        return out, rows.new_empty((rows.shape[0], 0))
+    thin = grouped_gemm(rows, a, offs).mul_(scale)
+    return out.add_(grouped_gemm(thin, b, offs)), thin
+
+
+def composed(*arguments: Any) -> tuple[torch.Tensor, ...]:
+    """frozen_mlp by grouped_gemm, one product after another, for devices without a kernel of its own."""
+    a = FrozenMlp(*arguments)
+    w1, w2 = FrozenWeight(a, 1), FrozenWeight(a, 2)
+    x_rows = permute(a.x, a.row_idx, a.inverse)
+    h, u1 = _product(x_rows, w1, a.offs, a.b1, (a.lora_a1, a.lora_b1, a.scale1))
+    hidden = list(ACTIVATIONS.values())[a.activation](h)
+    rows, u2 = _product(hidden, w2, a.offs, a.b2, (a.lora_a2, a.lora_b2, a.scale2))
+    if a.combine:
+        y = unpermute(rows, a.row_idx, a.inverse, a.topk_weights)
+    else:
+        y = rows if a.topk_weights is None else (rows * _weights_of_rows(a)).to(rows.dtype)
+    return y, h if a.save else h.new_empty(0), u1, u2
+
+
+def _weights_of_rows(a: FrozenMlp | FrozenMlpBackward) -> torch.Tensor:
+    """topk_weights [R, 1] in expert-major order; zero for rows of no choice."""
+    assert a.topk_weights is not None
+    found = a.topk_weights.reshape(-1)[a.row_idx.clamp(min=0).long()]
+    return found.masked_fill(a.row_idx < 0, 0)[:, None]
+
+
+def composed_backward(*arguments: Any) -> tuple[torch.Tensor, ...]:
+    """frozen_mlp_backward by grouped_gemm, one product after another."""
+    a = FrozenMlpBackward(*arguments)
+    w1, w2 = FrozenWeight(a, 1), FrozenWeight(a, 2)
+    needs_x, needs_a1, needs_b1, needs_a2, needs_b2, needs_weights = a.needs
+    low1, low2 = (a.lora_a1, a.lora_b1, a.scale1), (a.lora_a2, a.lora_b2, a.scale2)
+    dout = permute(a.grad_y, a.row_idx, a.inverse) if a.combine else a.grad_y
+    dhidden, t2 = _product_transposed(dout, w2, a.offs, low2)
+    with torch.enable_grad():
+        h = a.h.detach().requires_grad_()
+        hidden = list(ACTIVATIONS.values())[a.activation](h)
+
+    def none() -> torch.Tensor:
+        return a.x.new_empty(0)
+
+    dtopk_weights = _grad_of_weights(a, dhidden, hidden.detach(), dout) if needs_weights else none()
+
+    u2, scaled = a.u2, hidden.detach()
+    if a.topk_weights is not None:
+        weights = _weights_of_rows(a)
+        dhidden, scaled, u2 = ((t * weights).to(t.dtype) for t in (dhidden, scaled, u2))
+    (dh,) = torch.autograd.grad(hidden, h, dhidden)
+    da2 = _outer(t2, scaled, a.lora_a2, a.offs) if needs_a2 else none()
+    db2 = _outer(dout, u2, a.lora_b2, a.offs) if needs_b2 else none()
+    dx_rows, t1 = _product_transposed(dh, w1, a.offs, low1)
+    da1 = _outer(t1, permute(a.x, a.row_idx, a.inverse), a.lora_a1, a.offs) if needs_a1 else none()
+    db1 = _outer(dh, a.u1, a.lora_b1, a.offs) if needs_b1 else none()
+    dx = unpermute(dx_rows, a.row_idx, a.inverse, None) if needs_x else none()
+    return dx, da1, db1, da2, db2, dtopk_weights
+
+
+def _product_transposed(
+    rows: torch.Tensor, weight: FrozenWeight, offs: torch.Tensor, low: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """rows @ weight[e] with the adapter's part, and scale * rows @ b[e]. low: (a, b, scale)."""
+    a, b, scale = low
+    out = weight.product(rows, offs, transposed=True)
+    if a is None:
+        return out, rows.new_empty((rows.shape[0], 0))
+    thin = grouped_gemm(rows, b, offs, transposed=True).mul_(scale)
+    return out.add_(grouped_gemm(thin, a, offs, transposed=True)), thin
+
+
+def _grad_of_weights(
+    a: FrozenMlpBackward, dhidden: torch.Tensor, hidden: torch.Tensor, dout: torch.Tensor
+) -> torch.Tensor:
+    """The gradient of topk_weights [T, K]: <grad_y, y> of each row, y without its weight."""
+    assert a.topk_weights is not None
+    grad = (dhidden * hidden).sum(-1, dtype=torch.promote_types(hidden.dtype, torch.float32))
+    if a.b2 is not None:
+        no_columns = hidden.new_empty((hidden.shape[0], 0)), hidden.new_empty((*a.b2.shape, 0))
+        grad += (grouped_gemm(*no_columns, a.offs, a.b2) * dout).sum(-1, dtype=grad.dtype)
+    inverse = a.inverse.clamp(min=0).long()
+    return grad[inverse].masked_fill(a.inverse < 0, 0).to(a.topk_weights.dtype)
+
+
+def _outer(
+    left: torch.Tensor, right: torch.Tensor, like: torch.Tensor | None, offs: torch.Tensor
+) -> torch.Tensor:
+    """Sum over each expert's rows of left[r].T @ right[r] -> [E, M, N], the shape of like."""
+    wanted = [False, True, False]
+    return torch.ops.fmoe_ext.grouped_gemm_backward(left, right, like, offs, wanted)[1]
+
+
+_library.impl("frozen_mlp", composed, "CUDA")
+_library.impl("frozen_mlp_backward", composed_backward, "CUDA")

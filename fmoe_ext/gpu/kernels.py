@@ -1,0 +1,236 @@
+"""Choose the kernels of CUDA tensors by FMOE_GPU_KERNELS and the findings of `python -m fmoe_ext.gpu prove`.
+
+A kernel of cuda/select.h is on or off, for the whole process. Until the first CUDA call on a device all are off.
+"""
+
+import importlib.util
+import itertools
+import threading
+import warnings
+import weakref
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from fmoe_ext import _env
+from fmoe_ext.gpu import proof as gpu_proof
+from fmoe_ext.gpu import torch_path
+from fmoe_ext.gpu.proof import PORTABLE, Proof
+
+NEED_PROOF = ("auto", "proved")  # values of FMOE_GPU_KERNELS
+
+
+def names() -> tuple[str, ...]:
+    """The kernels of cuda/select.h, in its order; the portable ones, that are always there, are not among them."""
+    return tuple(torch.ops.fmoe_ext._gpu_kernels())
+
+
+def switch_on(kernels: Iterable[str]) -> None:
+    """These kernels on, all others off; RuntimeError for a name that does not exist."""
+    torch.ops.fmoe_ext._set_gpu_kernels(list(kernels))
+
+
+def runs() -> dict[str, int]:
+    """Times that this process has chosen each kernel."""
+    return dict(zip(names(), torch.ops.fmoe_ext._gpu_kernel_runs(), strict=True))
+
+
+def is_tf32(kernel: str) -> bool:
+    """True if a kernel rounds float32 to TF32: it is used only while torch allows that."""
+    return kernel.endswith(".tf32")
+
+
+def is_mxfp4(kernel: str) -> bool:
+    """True if a kernel multiplies by frozen weights in MXFP4."""
+    return "_by_mxfp4." in kernel
+
+
+def tf32_allowed() -> bool:
+    """True if torch allows TF32 in products of float32 on CUDA, at this moment."""
+    return bool(torch.backends.cuda.matmul.fp32_precision == "tf32")
+
+
+def ask_torch_about_tf32(namespace: str = "fmoe_ext") -> torch.library.Library:
+    """Has products of float32 ask torch each time, as long as the result lives; else they are computed in full."""
+    library = torch.library.Library(namespace, "IMPL")
+    with warnings.catch_warnings():
+        warnings.filterwarnings(
+            "ignore", "Warning only once for all operators"
+        )  # it takes an operator's place
+        library.impl("_tf32_allowed", tf32_allowed, "CompositeExplicitAutograd")
+    return library
+
+
+class SmMargin:
+    """SMs that persistent kernels leave free in this process: the largest number that was reserved.
+
+    A thread block of theirs takes an SM for itself, so that a kernel of NCCL finds no room beside it; and a block of
+    theirs that has to wait for an SM begins its whole share late.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()  # what is collected gives back, at any moment
+        self._asked: dict[int, tuple[int, Callable[[], bool]]] = {}
+        self._numbers = itertools.count()
+
+    def ask(self, owner: object, sms: int, is_done: Callable[[], bool]) -> Callable[[], object]:
+        """For kernels that are started from now on, as long as owner lives or until what is returned is called.
+
+        is_done: asked before each product; where it says True the SMs are given back earlier.
+        """
+        with self._lock:
+            number = next(self._numbers)
+            self._asked[number] = sms, is_done
+            self._apply()
+        give_back = weakref.finalize(owner, self._give_back, number)
+        give_back.atexit = False
+        return give_back
+
+    def give_back_done(self) -> None:
+        """Gives back the SMs of what is done."""
+        if self._asked:
+            with self._lock:
+                for number, (_, is_done) in [*self._asked.items()]:
+                    if is_done():
+                        self._give_back(number)
+
+    def _give_back(self, number: int) -> None:
+        with self._lock:
+            if self._asked.pop(number, None) is not None:
+                self._apply()
+
+    def _apply(self) -> None:
+        if SELECTION.is_prepared:  # there are CUDA kernels
+            torch.ops.fmoe_ext._set_gpu_sm_margin(max((sms for sms, _ in self._asked.values()), default=0))
+
+
+SM_MARGIN = SmMargin()
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Kernels that one device uses."""
+
+    kernels: frozenset[str]
+    torch: bool = False  # torch_path in the place of all our products
+    torch_wins: frozenset[tuple[str, str, str]] = frozenset()  # or of those that it computes faster
+    warning: str | None = None
+
+
+def command(device: int) -> str:
+    return "python -m fmoe_ext.gpu prove" + (f" --device {device}" if device else "")
+
+
+def choose(mode: str, all_kernels: Iterable[str], proof: Proof | None, device: int = 0) -> Choice:
+    """The kernels for a device with this proof, by FMOE_GPU_KERNELS:
+
+    auto      those that are proved, and torch's where it was faster; without a proof none, with a warning; torch's
+              everywhere, if the portable ones failed
+    proved    the same, but RuntimeError without a proof, or if the portable kernels failed
+    all       all kernels, proved or not
+    portable  the portable kernels
+    torch     torch.nn.functional.grouped_mm
+    """
+    if mode == "all":
+        return Choice(frozenset(all_kernels))
+    if mode in ("portable", "torch"):
+        return Choice(frozenset(), torch=mode == "torch")
+    if proof is None:
+        text = (
+            f"no kernel of fmoe_ext has been proved on CUDA device {device} with this driver, torch and build: run "
+            f"`{command(device)}` once (a few minutes)"
+        )
+        if mode == "proved":
+            raise RuntimeError(f"{text}, or unset FMOE_GPU_KERNELS=proved")
+        return Choice(frozenset(), warning=f"{text}; until then the slower portable kernels are used")
+    portable = proof.verdicts.get(PORTABLE)
+    if portable is not None and portable.state == "failed":
+        text = f"the portable kernels of fmoe_ext failed on CUDA device {device} ({portable.reason})"
+        if mode == "proved":
+            raise RuntimeError(f"{text}; FMOE_GPU_KERNELS=torch takes torch's grouped_mm")
+        return Choice(frozenset(), torch=True, warning=f"{text}: torch's grouped_mm is used")
+    used = {name for state in gpu_proof.USED for name in proof.named(state)}
+    return Choice(frozenset(all_kernels) & used, torch_wins=frozenset(win.where for win in proof.torch_wins))
+
+
+class Selection:
+    """Makes the choice for each device at its first use: what several devices use is what all of them have proved."""
+
+    def __init__(self, device_type: str, key_of: Callable[[int], gpu_proof.Key]) -> None:
+        self.device_type = device_type
+        self.key_of = key_of
+        self.is_prepared = False
+        self._choices: dict[int, Choice] = {}
+        self._torch: torch.library.Library | None = None
+        self._torch_wins: tuple[frozenset[tuple[str, str, str]], torch.library.Library | None] = (
+            frozenset(),
+            None,
+        )
+        self._tf32: torch.library.Library | None = None
+
+    def prepare(self) -> None:
+        """Turn unproved kernels off as soon as the CUDA module is loaded, before any operator is called."""
+        self.is_prepared = True
+        self._tf32 = ask_torch_about_tf32()
+        if _env.get("FMOE_GPU_KERNELS") in NEED_PROOF:
+            switch_on(())
+        else:
+            self._use(0)
+
+    def before(self, t: torch.Tensor) -> None:
+        """To be called before a product of t, and while one is compiled."""
+        if not self.is_prepared or t.device.type != self.device_type:
+            return
+        if (
+            self.device_type != "cuda" or torch.cuda.is_initialized()
+        ):  # it is not, where a fake tensor is exported
+            self._use(max(t.get_device(), 0))
+
+    def _use(self, device: int) -> None:
+        if device in self._choices:
+            return
+        mode = _env.get("FMOE_GPU_KERNELS")
+        proof = gpu_proof.load(self.key_of(device)) if mode in NEED_PROOF else None
+        choice = self._choices[device] = choose(mode, names(), proof, device)
+        choices = self._choices.values()
+        switch_on(name for name in names() if all(name in other.kernels for other in choices))
+        if choice.torch and self._torch is None:
+            self._take_torch_where(frozenset())
+            self._torch = torch_path.install(self.device_type.upper())
+        elif self._torch is None:
+            self._take_torch_where(frozenset.intersection(*(other.torch_wins for other in choices)))
+        if choice.warning:
+            warnings.warn(choice.warning, stacklevel=5)
+
+    def _take_torch_where(self, wins: frozenset[tuple[str, str, str]]) -> None:
+        """Torch's products for these problems, the kernels for all others."""
+        if wins == self._torch_wins[0]:
+            return
+        self._torch_wins = (frozenset(), None)  # what was installed is taken back with the library's end
+        if wins:
+            self._torch_wins = (wins, torch_path.install_where(self.device_type.upper(), wins, tf32_allowed))
+
+
+def cuda_module() -> Path | None:
+    """The file of the CUDA kernels, None where they were not built."""
+    found = importlib.util.find_spec("fmoe_ext._C_cuda")
+    return Path(found.origin) if found and found.origin else None
+
+
+def key_of(device: int) -> gpu_proof.Key:
+    """Key of a proof for a CUDA device."""
+    module = cuda_module()
+    assert module is not None, "there are no CUDA kernels to prove"
+    return gpu_proof.key_of(device, module)
+
+
+SELECTION = Selection("cuda", key_of)
+
+
+def before(t: object) -> None:
+    """Chooses the kernels for a tensor's device, if that has not been done, and the SMs that a product may take."""
+    if SELECTION.is_prepared and not torch.compiler.is_compiling() and isinstance(t, torch.Tensor):
+        SELECTION.before(t)  # while compiling, the fake kernels do
+        SM_MARGIN.give_back_done()

@@ -1,0 +1,442 @@
+"""grouped_gemm and expert_mlp by torch.nn.functional.grouped_mm and aten alone: kernels that others have proved.
+
+The signatures are those of the operators (csrc/ops.cpp). FMOE_GPU_KERNELS=torch puts them in the place of the CUDA
+kernels; on the CPU only tests do. Slower than those: intermediate results go through memory, and weights with a bias
+or with widths that are no multiple of 16 bytes are copied. No host reads a value, but where torch does: for float32 on
+CUDA and float64.
+"""
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from types import MappingProxyType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fmoe_ext.ops.arguments import ExpertMlp, ExpertMlpBackward, ExpertMlpBackwardWeights
+from fmoe_ext.gpu.proof import rows_class
+
+aten = torch.ops.aten
+native = torch.ops.fmoe_ext
+
+
+def install(dispatch_key: str) -> torch.library.Library:
+    """Makes these functions the kernels of "CUDA" or "CPU" tensors, for as long as the result lives."""
+    library = torch.library.Library("fmoe_ext", "IMPL")
+    for kernel in (
+        *(grouped_gemm, grouped_gemm_backward, grouped_gemm_backward_accumulate),
+        *(expert_mlp, expert_mlp_backward, expert_mlp_backward_accumulate),
+        *(expert_mlp_backward_inputs, expert_mlp_backward_weights),
+    ):
+        with warnings.catch_warnings():
+            warnings.filterwarnings(
+                "ignore", "Warning only once for all operators"
+            )  # that it takes a kernel's place
+            library.impl(kernel.__name__, kernel, dispatch_key)
+    return library
+
+
+TORCH_OPERATORS = MappingProxyType(
+    {  # what torch may win, and the operators that this stands for
+        "grouped_gemm": ("grouped_gemm",),
+        "grouped_gemm_backward": ("grouped_gemm_backward", "grouped_gemm_backward_accumulate"),
+        "expert_mlp": ("expert_mlp",),
+        "expert_mlp_backward": (
+            *("expert_mlp_backward", "expert_mlp_backward_accumulate"),
+            *("expert_mlp_backward_inputs", "expert_mlp_backward_weights"),
+        ),
+    }
+)
+
+
+def install_where(
+    dispatch_key: str, wins: frozenset[tuple[str, str, str]], tf32_allowed: Callable[[], bool]
+) -> torch.library.Library:
+    """Puts these functions in the place of the kernels for the problems of wins, (operator, numbers, rows) each.
+
+    Biases and widths that torch's product would copy, and float32 during the capture of a graph, stay with the kernels.
+    """
+    library = torch.library.Library("fmoe_ext", "IMPL")
+    for operator, names in TORCH_OPERATORS.items():
+        if not any(won == operator for won, _, _ in wins):
+            continue
+        for name in names:
+            kernel = torch.library.get_kernel(f"fmoe_ext::{name}", dispatch_key)
+
+            def call(
+                keyset: Any, *given: Any, name: str = name, operator: str = operator, kernel: Any = kernel
+            ) -> Any:
+                problem = Problem.of(name, given)
+                if problem.suits_torch and (operator, problem.numbers(tf32_allowed), problem.rows) in wins:
+                    return globals()[name](*given)
+                return kernel.call_boxed(keyset, *given)
+
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "Warning only once for all operators")
+                library.impl(name, call, dispatch_key, with_keyset=True)
+    return library
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Facts of a call that decide between torch's product and the kernels."""
+
+    x: Tensor
+    num_rows: int
+    num_experts: int
+    weights: tuple[Tensor, ...]
+    is_biased: bool
+
+    @classmethod
+    def of(cls, name: str, given: tuple[Any, ...]) -> "Problem":
+        """The problem of a call of an operator."""
+        if name == "grouped_gemm":
+            x, weight, offs, bias = (*given, None)[:4]
+            return cls(x, x.shape[0], offs.numel(), (weight,), bias is not None)
+        if name.startswith("grouped_gemm"):
+            _, x, weight, offs, needs, *_ = given
+            return cls(x, x.shape[0], offs.numel(), (weight,), needs[2])
+        a: Any
+        if name == "expert_mlp":
+            a = ExpertMlp(*given)
+            is_biased = a.b1 is not None or a.b2 is not None
+        elif name.endswith("weights"):
+            a = ExpertMlpBackwardWeights(*given)
+            is_biased = a.needs[2] or a.needs[4]
+        else:
+            a = ExpertMlpBackward(*given)
+            is_biased = a.b2 is not None or a.needs[2] or a.needs[4]
+        return cls(a.x, a.row_idx.shape[0], a.offs.numel(), (a.w1, a.w2), is_biased)
+
+    @property
+    def suits_torch(self) -> bool:
+        """True if torch's product copies nothing and reads nothing that a captured graph could not."""
+        if self.is_biased or not self.num_rows or not self.num_experts:
+            return False
+        unit = 16 // self.x.element_size()
+        if any(size % unit for weight in self.weights for size in weight.shape[1:]):
+            return False
+        is_wide = self.x.dtype == torch.float32
+        return not (is_wide and self.x.is_cuda and torch.cuda.is_current_stream_capturing())
+
+    def numbers(self, tf32_allowed: Callable[[], bool]) -> str:
+        if self.x.dtype in (torch.bfloat16, torch.float16):
+            return "16 bits"
+        return "tf32" if self.x.dtype == torch.float32 and tf32_allowed() else "whole"
+
+    @property
+    def rows(self) -> str:
+        return rows_class(self.num_rows, self.num_experts)
+
+
+def compute_dtype(t: Tensor) -> torch.dtype:
+    """Dtype of sums and activations of t."""
+    return torch.float64 if t.dtype == torch.float64 else torch.float32
+
+
+def padded(t: Tensor, dims: int) -> Tensor:
+    """t with its last dims dimensions filled up with zeros to what grouped_mm takes: multiples of 16 bytes."""
+    unit = 16 // t.element_size()
+    missing = [-size % unit for size in reversed(t.shape[t.dim() - dims :])]
+    if any(missing):
+        return F.pad(t, [n for size in missing for n in (0, size)])
+    t = t.contiguous()
+    return t.clone() if t.data_ptr() % 16 else t
+
+
+@dataclass(frozen=True)
+class Groups:
+    """The rows of each expert: those of expert e are [offs[e - 1], offs[e])."""
+
+    given: Tensor  # [E] int32
+    num_rows: int
+
+    @cached_property
+    def offs(self) -> Tensor:
+        """Whatever was given, ranges inside the rows."""
+        if self.given.numel() == 0:
+            return self.given
+        return self.given.clamp(0, self.num_rows).cummax(0).values.int()
+
+    @cached_property
+    def is_padding(self) -> Tensor:
+        """[R, 1]: rows of no expert."""
+        rows = torch.arange(self.num_rows, device=self.given.device)[:, None]
+        return rows >= self.offs[-1] if self.given.numel() else rows >= 0
+
+    def owners(self) -> Tensor:
+        """[R] the expert of each row; of padding, the last."""
+        rows = torch.arange(self.num_rows, device=self.given.device, dtype=torch.int32)
+        return torch.searchsorted(self.offs, rows, right=True).clamp(max=self.given.numel() - 1)
+
+    def ranges(self) -> list[tuple[int, int]]:
+        ends = self.offs.tolist()
+        return list(zip([0, *ends[:-1]], ends, strict=True))
+
+    def rows_by_weight(self, x: Tensor, weight: Tensor, transposed: bool = False) -> Tensor:
+        """x [R, K] weight[e]^T, weight [E, N, K], or x weight[e], weight [E, K, N] -> [R, N], zero in padding."""
+        N = weight.shape[2 if transposed else 1]
+        if 0 in (*x.shape, *weight.shape):
+            return x.new_zeros(self.num_rows, N)
+        if x.dtype == torch.float64:
+            y = x.new_zeros(self.num_rows, N)
+            for matrix, (begin, end) in zip(weight, self.ranges(), strict=True):
+                y[begin:end] = x[begin:end] @ (matrix if transposed else matrix.mT)
+            return y
+        matrices = padded(weight, 2)
+        y = F.grouped_mm(padded(x, 1), matrices if transposed else matrices.mT, offs=self.offs)
+        return y[:, :N].masked_fill(self.is_padding, 0)
+
+    def rows_by_rows(self, a: Tensor, b: Tensor) -> Tensor:
+        """a^T b over the rows of each expert, a [R, M], b [R, N] -> [E, M, N], zero for an expert without rows."""
+        E, M, N = self.given.numel(), a.shape[1], b.shape[1]
+        if 0 in (E, M, N, self.num_rows):
+            return a.new_zeros(E, M, N)
+        if a.dtype == torch.float64:
+            return torch.stack([a[begin:end].mT @ b[begin:end] for begin, end in self.ranges()])
+        out = F.grouped_mm(padded(a, 1).mT, padded(b, 1), offs=self.offs)[:, :M, :N]
+        counts = self.offs.diff(prepend=self.offs.new_zeros(1))
+        return out.masked_fill((counts == 0)[:, None, None], 0)
+
+    def sums(self, rows: Tensor, factors: Tensor | None = None) -> Tensor:
+        """The sum of each expert's rows [R, N], times factors [R] if there are any -> [E, N]."""
+        ones = rows.new_ones(self.num_rows) if factors is None else factors.to(rows.dtype)
+        return self.rows_by_rows(ones[:, None], rows)[:, 0].contiguous()
+
+    def dots(self, rows: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+        """<row, bias of its expert> of each row, zero without a bias -> [R]"""
+        if bias is None or 0 in bias.shape:
+            return rows.new_zeros(self.num_rows, dtype=dtype)
+        return (rows.to(dtype) * bias[self.owners()].to(dtype)).sum(1)
+
+    def weight_gradient(self, a: Tensor, b: Tensor, main_grad: Tensor | None) -> Tensor:
+        """rows_by_rows; or, where there is a main gradient, that is increased by it, and nothing is returned."""
+        if main_grad is None:
+            return self.rows_by_rows(a, b).contiguous()
+        # products of 16-bit numbers are exact in float32, so nothing is rounded before it is added
+        main_grad += self.rows_by_rows(a.to(main_grad.dtype), b.to(main_grad.dtype))
+        return a.new_empty(0)
+
+
+def grouped_gemm(x: Tensor, weight: Tensor, offs: Tensor, bias: Tensor | None = None) -> Tensor:
+    native._check_grouped_gemm(x, weight, offs, bias)
+    return linear(Groups(offs, x.shape[0]), x, weight, bias)
+
+
+def linear(groups: Groups, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """x weight[e]^T + bias[e], zero in padding."""
+    if (
+        bias is not None
+    ):  # one more step of k, since grouped_mm has no bias: added before the result is rounded
+        x = torch.cat([x, x.new_ones(x.shape[0], 1)], 1)
+        weight = torch.cat([weight, bias[:, :, None]], 2)
+    return groups.rows_by_weight(x, weight)
+
+
+def grouped_gemm_backward(
+    grad_y: Tensor, x: Tensor, weight: Tensor, offs: Tensor, needs: list[bool]
+) -> tuple[Tensor, ...]:
+    return grouped_gemm_backward_accumulate(grad_y, x, weight, offs, needs, None)
+
+
+def grouped_gemm_backward_accumulate(
+    grad_y: Tensor, x: Tensor, weight: Tensor, offs: Tensor, needs: list[bool], main_dweight: Tensor | None
+) -> tuple[Tensor, ...]:
+    native._check_grouped_gemm_backward(grad_y, x, weight, offs, needs, main_dweight)
+    groups = Groups(offs, x.shape[0])
+    computed = (
+        lambda: groups.rows_by_weight(grad_y, weight, transposed=True),
+        lambda: groups.weight_gradient(grad_y, x, main_dweight),
+        lambda: groups.sums(grad_y),
+    )
+    return tuple(
+        gradient() if needed else x.new_empty(0) for gradient, needed in zip(computed, needs, strict=True)
+    )
+
+
+@dataclass(frozen=True)
+class Choices:
+    """Rows and choices of expert_mlp: row r is choice row_idx[r]; choice [t, k] is row inverse[t, k], -1 dropped."""
+
+    row_idx: Tensor  # [R]
+    inverse: Tensor  # [T, K]
+
+    def in_rows(self, t: Tensor) -> Tensor:
+        """The rows of t [T, D], expert-major -> [R, D]; what there is in padding has no meaning."""
+        num_tokens, num_choices = self.inverse.shape
+        if 0 in self.inverse.shape:
+            return t.new_empty(0, t.shape[1])
+        tokens = self.row_idx.div(num_choices, rounding_mode="floor")
+        return t.index_select(0, tokens.clamp(0, num_tokens - 1))
+
+    def factors(self, topk_weights: Tensor, dtype: torch.dtype) -> Tensor:
+        """topk_weights [T, K] of each row -> [R]"""
+        if topk_weights.numel() == 0:
+            return topk_weights.new_empty(0, dtype=dtype)
+        choices = self.row_idx.clamp(0, topk_weights.numel() - 1)
+        return topk_weights.flatten().index_select(0, choices).to(dtype)
+
+    def of_choice(self, rows: Tensor, k: int) -> Tensor:
+        """Of each token, the row of its choice k, zero where that is dropped -> [T, ...]"""
+        index = self.inverse[:, k]
+        dropped = ((index < 0) | (index >= rows.shape[0])).view(-1, *[1] * (rows.dim() - 1))
+        return rows.index_select(0, index.clamp(0, rows.shape[0] - 1)).masked_fill(dropped, 0)
+
+    def summed(self, rows: Tensor, topk_weights: Tensor | None = None) -> Tensor:
+        """The (weighted) sum of the rows [R, D] of each token's choices, in their order -> [T, D]"""
+        dtype = compute_dtype(rows)
+        out = rows.new_zeros(self.inverse.shape[0], rows.shape[1], dtype=dtype)
+        for k in range(self.inverse.shape[1] if rows.shape[0] else 0):
+            row = self.of_choice(rows, k).to(dtype)
+            out += row if topk_weights is None else row * topk_weights[:, k, None].to(dtype)
+        return out.to(rows.dtype)
+
+    def gathered(self, values: Tensor) -> Tensor:
+        """values [R] of each choice, zero where it is dropped -> [T, K]"""
+        if 0 in self.inverse.shape:
+            return values.new_zeros(self.inverse.shape)
+        return torch.stack([self.of_choice(values, k) for k in range(self.inverse.shape[1])], 1)
+
+
+@dataclass(frozen=True)
+class Activation:
+    """An activation of expert_mlp, by the number that its operators know."""
+
+    forward: Callable[..., Tensor]
+    backward: Callable[..., Tensor]
+    gated: bool
+    clamped: bool = False  # up, to [-7, 7], and 1 added
+
+    def factor(self, up: Tensor) -> Tensor:
+        """The factor of the activated gate."""
+        return up.clamp(-7.0, 7.0) + 1 if self.clamped else up
+
+    def __call__(self, h: Tensor) -> Tensor:
+        if not self.gated:
+            return self.forward(h)
+        gate, up = h.chunk(2, -1)
+        return self.forward(gate) * self.factor(up)
+
+    def gradient(self, grad: Tensor, h: Tensor) -> Tensor:
+        """The gradient of h for one of the activated rows."""
+        if not self.gated:
+            return self.backward(grad, h)
+        gate, up = (part.contiguous() for part in h.chunk(2, -1))
+        grad_up = grad * self.forward(gate)
+        if self.clamped:
+            grad_up = grad_up * (up.abs() <= 7.0)
+        return torch.cat([self.backward(grad * self.factor(up), gate), grad_up], -1)
+
+
+PLAIN: tuple[tuple[Callable[..., Tensor], Callable[..., Tensor]], ...] = (
+    (F.gelu, aten.gelu_backward),
+    (
+        lambda h: F.gelu(h, approximate="tanh"),
+        lambda grad, h: aten.gelu_backward(grad, h, approximate="tanh"),
+    ),
+    (F.relu, lambda grad, h: aten.threshold_backward(grad, h, 0)),
+    (F.silu, aten.silu_backward),
+)
+RELU2 = (lambda h: F.relu(h).square(), lambda grad, h: grad * (2 * F.relu(h)))
+
+
+def _clamped_silu(gate: Tensor) -> Tensor:
+    gate = gate.clamp(max=7.0)
+    return gate * torch.sigmoid(1.702 * gate)
+
+
+def _clamped_silu_backward(grad: Tensor, gate: Tensor) -> Tensor:
+    clamped = gate.clamp(max=7.0)
+    s = torch.sigmoid(1.702 * clamped)
+    return grad * (s * (1 + 1.702 * clamped * (1 - s)) * (gate <= 7.0))
+
+
+GATED = (PLAIN[3], PLAIN[0], PLAIN[1])
+# in the order of ops.ACTIVATIONS: gelu, gelu_tanh, relu, silu, swiglu, geglu, geglu_tanh, relu2, clamped_swiglu
+ACTIVATIONS = (
+    *(Activation(forward, backward, False) for forward, backward in PLAIN),
+    *(Activation(forward, backward, True) for forward, backward in GATED),
+    Activation(*RELU2, False),
+    Activation(_clamped_silu, _clamped_silu_backward, True, clamped=True),
+)
+
+
+def expert_mlp(*arguments: Any) -> tuple[Tensor, Tensor]:
+    a = ExpertMlp(*arguments)
+    native._check_expert_mlp(*a[:10])
+    groups, choices = Groups(a.offs, a.row_idx.shape[0]), Choices(a.row_idx, a.inverse)
+    h = linear(groups, choices.in_rows(a.x), a.w1, a.b1)
+    activated = ACTIVATIONS[a.activation](h.to(compute_dtype(h))).to(a.x.dtype)
+    y = linear(groups, activated, a.w2, a.b2)
+    if a.combine:
+        y = choices.summed(y, a.topk_weights)
+    elif a.topk_weights is not None:
+        scaled = y * choices.factors(a.topk_weights, compute_dtype(y))[:, None]
+        y = scaled.to(y.dtype).masked_fill(groups.is_padding, 0)
+    return y, h if a.save_h else h.new_empty(0)
+
+
+def expert_mlp_backward(*arguments: Any) -> tuple[Tensor, ...]:
+    return expert_mlp_backward_accumulate(*arguments)
+
+
+def expert_mlp_backward_accumulate(*arguments: Any) -> tuple[Tensor, ...]:
+    a = ExpertMlpBackward(*arguments)
+    dx, dtopk_weights, dh, scaled_a = expert_mlp_backward_inputs(*arguments[:13])
+    dweights = expert_mlp_backward_weights(
+        *(*a[:7], a.topk_weights, dh, scaled_a, a.activation, a.combine, a.needs, a.main_dw1, a.main_dw2)
+    )
+    return dx, *dweights, dtopk_weights
+
+
+def expert_mlp_backward_inputs(*arguments: Any) -> tuple[Tensor, ...]:
+    a = ExpertMlpBackward(*arguments)
+    native._check_expert_mlp_backward(*a[:10], None, None, a.activation, a.combine, a.needs, None, None)
+    groups, choices = Groups(a.offs, a.row_idx.shape[0]), Choices(a.row_idx, a.inverse)
+    dtype, act = compute_dtype(a.x), ACTIVATIONS[a.activation]
+    grad_rows, wide_h = choices.in_rows(a.grad_y) if a.combine else a.grad_y, a.h.to(dtype)
+
+    activated, grad = act(wide_h), groups.rows_by_weight(grad_rows, a.w2, transposed=True).to(dtype)
+    scaled, scaled_grad = activated, grad
+    if a.topk_weights is not None:
+        factors = choices.factors(a.topk_weights, dtype)[:, None]
+        scaled, scaled_grad = activated * factors, grad * factors
+    dh = act.gradient(scaled_grad, wide_h).to(a.x.dtype)
+
+    nothing = a.x.new_empty(0)
+    dtopk_weights = nothing
+    if a.needs[5]:
+        assert a.topk_weights is not None
+        products = (grad * activated).sum(1) + groups.dots(grad_rows, a.b2, dtype)
+        dtopk_weights = choices.gathered(products).to(a.topk_weights.dtype)
+    return (
+        choices.summed(groups.rows_by_weight(dh, a.w1, transposed=True)) if a.needs[0] else nothing.clone(),
+        dtopk_weights,
+        dh if a.needs[1] or a.needs[2] else nothing.clone(),
+        scaled.to(a.x.dtype) if a.needs[3] else nothing.clone(),
+    )
+
+
+def expert_mlp_backward_weights(*arguments: Any) -> tuple[Tensor, ...]:
+    a = ExpertMlpBackwardWeights(*arguments)
+    native._check_expert_mlp_backward(
+        *(*a[:7], None, a.topk_weights, None, a.dh, a.scaled_a, a.activation, a.combine, a.needs),
+        *(a.main_dw1, a.main_dw2),
+    )
+    groups, choices = Groups(a.offs, a.row_idx.shape[0]), Choices(a.row_idx, a.inverse)
+    grad_rows = choices.in_rows(a.grad_y) if a.combine else a.grad_y
+    factors = None if a.topk_weights is None else choices.factors(a.topk_weights, compute_dtype(a.x))
+    computed = (
+        lambda: groups.weight_gradient(a.dh, choices.in_rows(a.x), a.main_dw1),
+        lambda: groups.sums(a.dh),
+        lambda: groups.weight_gradient(grad_rows, a.scaled_a, a.main_dw2),
+        lambda: groups.sums(grad_rows, factors),
+    )
+    return tuple(
+        gradient() if needed else a.x.new_empty(0)
+        for gradient, needed in zip(computed, a.needs[1:5], strict=True)
+    )

@@ -1,0 +1,222 @@
+"""fmoefy for dense Hugging Face models, recognised by the structure of their layers, not by their names.
+
+Three structures: an MLP module (Llama, Qwen3, Mistral, Gemma, Phi, GPT-2, ViT, T5, ...), which may add the residual
+itself (BLOOM, MPT); `intermediate` and `output` side by side, the second with dropout, residual and LayerNorm (BERT and
+its kin); fc1 and fc2 in the layer itself (OPT, BART, Whisper, ...).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import itertools
+import sys
+from collections.abc import Iterator
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fmoe_ext.models.recognize import is_linear, read_mlp, read_pair, weight_shape
+from fmoe_ext.models.target import Options, Target
+from fmoe_ext.layers import FMoE
+
+KIND = "Hugging Face Transformers"
+LOOKED_FOR = (
+    "modules of the transformers package inside numbered layers: an MLP of two or three linear layers, "
+    "`intermediate` and `output`, or `fc1` and `fc2` beside an attention (what is MoE already stays: "
+    "fmoe_ext.huggingface runs its experts)"
+)
+# The gates of Transformers' own MoE models have no bias either, so that the layers can become theirs.
+_target = functools.partial(Target, is_candidate=True, moe_kwargs=MappingProxyType({"gate_bias": False}))
+
+
+def find(model: nn.Module, options: Options) -> list[Target]:
+    """The MLPs of a Transformers model that is dense, in the order of the model."""
+    if "transformers" not in sys.modules:
+        return []
+    return list(_walk(model, "", None, "", options.activation))
+
+
+def _walk(module: nn.Module, path: str, parent: Any, attribute: str, activation: Any) -> Iterator[Target]:
+    if isinstance(module, FMoE) or hasattr(module, "experts"):
+        return  # an MoE layer, or one with shared experts
+    in_layers = any(name.isdigit() for name in path.split("."))
+    if in_layers and any(c.__module__.startswith("transformers") for c in type(module).__mro__):
+        if _has_bert_structure(module):
+            yield _bert_target(path, module)
+            return
+        if _has_fc_beside_attention(module):
+            yield _fc_target(path, module)
+            return
+        if _has_mlp_shapes(module) and not _is_attention(attribute, module):
+            yield _mlp_target(path, module, parent, attribute, activation)
+            return
+    for name, child in module.named_children():
+        yield from _walk(child, f"{path}.{name}" if path else name, module, name, activation)
+
+
+def _mlp_target(path: str, module: nn.Module, parent: Any, attribute: str, activation: Any) -> Target:
+    adds_residual = _adds_residual(module)
+    reading = read_mlp(_WithoutResidual(module) if adds_residual else module, activation)
+
+    def wrap(moe: nn.Module) -> nn.Module:
+        return AddsResidual(reading.wrap(moe)) if adds_residual else reading.wrap(moe)
+
+    return _target(path, parent, attribute, reading.dense, wrap=wrap, notes=reading.notes)
+
+
+def _adds_residual(module: nn.Module) -> bool:
+    return list(inspect.signature(module.forward).parameters)[1:] == ["residual"]
+
+
+class _WithoutResidual(nn.Module):
+    """mlp(x, residual) for a residual of zeros, so that it can be read like any other."""
+
+    def __init__(self, mlp: nn.Module) -> None:
+        super().__init__()
+        self.mlp = mlp
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.mlp(x, torch.zeros_like(x))
+
+
+class AddsResidual(nn.Module):
+    """The MoE layer in the place of an MLP that is called with the residual and adds it."""
+
+    def __init__(self, moe: nn.Module) -> None:
+        super().__init__()
+        self.moe = moe
+
+    def forward(self, hidden_states: Tensor, residual: Tensor) -> Tensor:
+        return residual + self.moe(hidden_states)
+
+
+def _has_bert_structure(layer: nn.Module) -> bool:
+    first = getattr(layer, "intermediate", None)
+    second = getattr(layer, "output", None)
+    return (
+        is_linear(getattr(first, "dense", None))
+        and is_linear(getattr(second, "dense", None))
+        and hasattr(first, "intermediate_act_fn")
+    )
+
+
+def _bert_target(path: str, layer: Any) -> Target:
+    """The MoE layer in the place of `intermediate`, or only of its linear layer if something comes before that."""
+    first = layer.intermediate
+    dense, is_plain = read_pair(
+        layer,
+        (first.dense, layer.output.dense),
+        first.intermediate_act_fn,
+        functools.partial(_call_bert, layer),
+    )
+
+    def finish() -> None:
+        layer.output.dense = nn.Identity()
+        if not is_plain:
+            first.intermediate_act_fn = nn.Identity()
+
+    path, parent, attribute = f"{path}.intermediate", layer, "intermediate"
+    if not is_plain and not dense.why_unreadable:
+        path, parent, attribute = f"{path}.dense", first, "dense"
+    return _target(path, parent, attribute, dense, finish=finish)
+
+
+def _call_bert(layer: Any, x: Tensor) -> Any:
+    return layer.output(layer.intermediate(x), **_stand_ins(_parameters(layer.output)[0], x))
+
+
+def _has_fc_beside_attention(layer: nn.Module) -> bool:
+    return (
+        is_linear(getattr(layer, "fc1", None))
+        and is_linear(getattr(layer, "fc2", None))
+        and callable(getattr(layer, "activation_fn", None))
+        and any("attn" in name or "attention" in name for name, _ in layer.named_children())
+    )
+
+
+def _fc_target(path: str, layer: Any) -> Target:
+    p = getattr(layer, "activation_dropout", 0.0)
+
+    def finish() -> None:
+        layer.activation_fn = nn.Identity()
+        layer.fc2 = nn.Identity()
+        if p:
+            layer.activation_dropout = 0.0
+
+    dense, _ = read_pair(
+        layer, (layer.fc1, layer.fc2), layer.activation_fn, functools.partial(_call_alone, layer)
+    )
+    notes = (f"its dropout ({p}) between the linear layers is left out",) if p else ()
+    return _target(f"{path}.fc1", layer, "fc1", dense, finish=finish, notes=notes)
+
+
+def _call_alone(layer: nn.Module, x: Tensor) -> Any:
+    """A Transformer layer on tokens x, with nothing else: no mask, no cache, no other sequence.
+
+    Where its attention needs more, a stand-in returns its input: once, or as often as the layer unpacks it.
+    """
+    needed, optional = _parameters(layer)
+    try:
+        return layer(x, **{p.name: None for p in needed})
+    except Exception:  # an attention may raise anything
+        for num_results, given in itertools.product((None, 2, 3), (needed, needed + optional)):
+            with contextlib.suppress(Exception), _without_attention(layer, num_results):
+                return layer(x, **_stand_ins(given, x))
+        raise
+
+
+def _parameters(module: nn.Module) -> tuple[list[inspect.Parameter], list[inspect.Parameter]]:
+    """The parameters after the first that a forward needs, and those that are None by default."""
+    _, *others = inspect.signature(module.forward).parameters.values()
+    named = [p for p in others if p.kind is p.POSITIONAL_OR_KEYWORD]
+    return [p for p in named if p.default is p.empty], [p for p in named if p.default is None]
+
+
+def _stand_ins(parameters: list[inspect.Parameter], x: Tensor) -> dict[str, Any]:
+    """x for each parameter, 0 for whole numbers."""
+    return {p.name: 0 if "int" in str(p.annotation) else x for p in parameters}
+
+
+@contextlib.contextmanager
+def _without_attention(layer: nn.Module, num_results: int | None) -> Iterator[None]:
+    """The attention modules of a layer return the first tensor that they get, or a tuple of the first num_results."""
+
+    def answer(*args: Any, **kwargs: Any) -> Any:
+        tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
+        return tensors[0] if num_results is None else (*tensors, *tensors[:1] * num_results)[:num_results]
+
+    attentions = [
+        m
+        for name, m in layer.named_children()
+        if ("attn" in name or "attention" in name) and any(map(is_linear, m.modules()))
+    ]
+    own_forwards = {m: vars(m).get("forward") for m in attentions}
+    try:
+        for m in attentions:
+            m.forward = answer
+        yield
+    finally:
+        for m, forward in own_forwards.items():
+            del m.forward
+            if forward is not None:
+                m.forward = forward
+
+
+def _is_attention(name: str, module: nn.Module) -> bool:
+    """True by its names: the linear layers of an attention can have the shapes of an MLP."""
+    return any(part in f"{name} {type(module).__name__}".lower() for part in ("attn", "attention"))
+
+
+def _has_mlp_shapes(module: nn.Module) -> bool:
+    """Two linear layers d -> H or 2H -> d, or three d -> H, d -> H, H -> d, in whatever order."""
+    shapes = [weight_shape(m) for m in module.children() if is_linear(m)]
+    if len(shapes) == 2:
+        (rows, d_model), (d_out, d_hidden) = shapes
+        return d_out == d_model and rows in (d_hidden, 2 * d_hidden)
+    if len(shapes) != 3:
+        return False
+    return any(shapes[i] == shapes[j] == shapes[k][::-1] for i, j, k in ((0, 1, 2), (0, 2, 1), (1, 2, 0)))

@@ -1,0 +1,278 @@
+"""The experts of Hugging Face Transformers on our operators: register(), then experts_implementation="fmoe".
+
+Transformers decorates every experts module that may run elsewhere with facts about its weights: is_transposed,
+is_concatenated, has_gate, has_bias, has_post_expert_norm (added over time; absent means the default). The forward
+here reads them, runs the usual MLPs as one operator, and any other between two grouped products.
+"""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import replace
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from fmoe_ext.adapters import Lora
+from fmoe_ext import frozen
+from fmoe_ext import ops
+from fmoe_ext._sharded import is_dtensor
+from fmoe_ext.adapters import adapted_gemm, take
+from fmoe_ext.dispatch import combine, dispatch
+from fmoe_ext.ep.exchange import Group
+from fmoe_ext.ep.wrappers import check_wrappers
+from fmoe_ext.experts import activation_name
+from fmoe_ext.huggingface.saved import from_pretrained
+from fmoe_ext._require import require
+from fmoe_ext.huggingface.training import add_balance_loss
+from fmoe_ext.linear import DTYPES
+from fmoe_ext.frozen import decode
+from fmoe_ext.routing import widen
+
+__all__ = [
+    "add_balance_loss",
+    "balance_callback",
+    "expert_parallel",
+    "experts_forward",
+    "from_pretrained",
+    "fused_activation",
+    "register",
+    "use",
+]
+NAME = "fmoe"
+OLDEST_TRANSFORMERS = "5.7"  # the first whose models accept a registered name
+GATED = (("silu", "swiglu"), ("gelu", "geglu"), ("gelu_tanh", "geglu_tanh"))
+
+
+def register() -> None:
+    """Makes "fmoe" an experts implementation of Transformers; calling it again changes nothing.
+
+    Then `model.set_experts_implementation("fmoe")` or `from_pretrained(..., experts_implementation="fmoe")` runs
+    the experts of every architecture that uses Transformers' experts interface on fmoe_ext.
+    Raises ImportError if Transformers is missing or older than 5.7.
+    """
+    require_transformers(f'experts_implementation="{NAME}"')
+    from transformers.integrations.finegrained_fp8 import ALL_FP8_EXPERTS_FUNCTIONS
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+    ALL_EXPERTS_FUNCTIONS.register(NAME, experts_forward)
+    ALL_FP8_EXPERTS_FUNCTIONS.register(NAME, _refuse_fp8)
+
+
+def require_transformers(needed_by: str) -> None:
+    """Raises ImportError, with the name of what needs it, if Transformers is missing or too old."""
+    transformers = require("transformers", needed_by, f"transformers>={OLDEST_TRANSFORMERS}")
+    oldest = tuple(map(int, OLDEST_TRANSFORMERS.split(".")))
+    if tuple(map(int, transformers.__version__.split(".")[:2])) < oldest:
+        raise ImportError(
+            f"{needed_by} needs Transformers {OLDEST_TRANSFORMERS} or newer, but this is "
+            f"{transformers.__version__}: pip install -U 'transformers>={OLDEST_TRANSFORMERS}'"
+        )
+
+
+def use(model: Any) -> Any:
+    """register(), then model.set_experts_implementation("fmoe") -> the model; warns if that changes nothing.
+
+    Some MoE models compute their experts in ways of their own and stay eager, without a word of Transformers: Llama4,
+    SwitchTransformers and JetMoe among them.
+    """
+    register()
+    model.set_experts_implementation(NAME)
+    if not any(hasattr(module, "is_transposed") for module in model.modules()):
+        warnings.warn(
+            f"{type(model).__name__} has no experts module that Transformers lets others compute: its experts stay "
+            f"eager, whatever the experts implementation. fmoefy(model, ...) replaces dense MLPs only",
+            stacklevel=2,
+        )
+    return model
+
+
+def expert_parallel(model: Any, group: Group = None, *, expert_dp_comm: str = "none") -> Any:
+    """Spreads the experts of a Transformers MoE model over the ranks of a group -> the model.
+
+    Every rank calls it with the same whole model and keeps E / ranks experts of each layer, rank r the r-th part;
+    tokens travel to their experts and back by fmoe_ext's exchange. group: a ProcessGroup, a DeviceMesh or None for all
+    ranks; expert_dp_comm: the tag of the experts' parameters (FMoE.mark_parallel_comm). For training wrap the model in
+    fmoe_ext.distributed.DistributedGroupedDataParallel; torch's DistributedDataParallel is refused. From then on all
+    ranks call the forward, generate() (which waits for the last to finish) and save_pretrained() (which writes the
+    whole model, for any layout) together. The loss of output_router_logits is that of each rank's tokens.
+    Raises ValueError for a model without experts that can be spread, TypeError for quantised or sharded ones.
+    """
+    from fmoe_ext.huggingface.ep import spread_experts
+
+    spread_experts(model, group, expert_dp_comm)
+    return use(model)
+
+
+def balance_callback(weight: float = 0.01, file: str | None = None) -> Any:
+    """A callback for Transformers' Trainer and TRL's: the gates' balance loss in the loss, experts' load in the logs.
+
+    weight: that of the balance loss; file: of JSON lines for the load of every layer (balance.write).
+    `Trainer(..., callbacks=[huggingface.balance_callback(0.01)])`: huggingface.trainer.BalanceCallback.
+    """
+    from fmoe_ext.huggingface.trainer import BalanceCallback
+
+    return BalanceCallback(weight, file)
+
+
+def experts_forward(
+    experts: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+) -> Tensor:
+    """Forward that Transformers calls in place of that of an experts module.
+
+    hidden_states [T, D]; top_k_index [T, K], entries from num_experts on (experts of other ranks) are dropped;
+    top_k_weights [T, K] floating -> [T, D] of the dtype of hidden_states.
+    Raises TypeError for quantised weights.
+    Equivalent to: experts.forward(hidden_states, top_k_index, top_k_weights) with experts_implementation="eager".
+    """
+    streamed = getattr(experts, "streamed", None)
+    if streamed is not None:
+        result: Tensor = streamed.forward(experts, hidden_states, top_k_index, top_k_weights)
+        return result
+    has_bias = experts.has_bias
+    up = "gate_up_proj" if experts.has_gate else "up_proj"
+    taken = take(experts)
+    adapters = taken.get(up), taken.get("down_proj")
+    parallel = getattr(experts, "expert_parallel", None)
+    w1 = getattr(experts, up)
+    # PEFT's LoRA adds up a weight where it is read. Reading the second after the first product lets backward release
+    # it, and its gradient, before it computes the first one's.
+    w2 = None if w1.grad_fn is not None and parallel is None else experts.down_proj
+    b1, b2 = (getattr(experts, up + "_bias"), experts.down_proj_bias) if has_bias else (None, None)
+    x = hidden_states.to(_compute_dtype(experts, (w1, w2)))
+    topk_weights = widen(top_k_weights, x.dtype)
+    num_experts = w1.shape[0] * (1 if parallel is None else parallel.size)
+    if getattr(experts, "_is_expert_parallel", True):
+        top_k_index = top_k_index.masked_fill(top_k_index >= num_experts, -1)
+    if parallel is not None:
+        check_wrappers(experts)
+    dispatched = dispatch(x, top_k_index, topk_weights, num_experts, parallel)
+    for chunk in dispatched.chunks:
+        tokens = chunk.receive()
+        weights = (w1, b1, w2, b2)
+        chunk.give_back(compute(experts, weights, tokens.x, tokens.topk_idx, tokens.topk_weights, adapters))
+    out: Tensor = combine(dispatched)
+    return out.to(hidden_states.dtype)
+
+
+def compute(
+    experts: Any,
+    weights: Any,
+    x: Tensor,
+    topk_idx: Tensor,
+    topk_weights: Tensor,
+    adapters: tuple[Lora | None, Lora | None],
+) -> Tensor:
+    """The experts of this rank on tokens x [N, D], topk_idx [N, K] (-1 for none) -> their weighted sums [N, D].
+
+    weights: (w1, b1, w2, b2); w2 None is read from the experts after the first product. adapters: of w1 and w2.
+    """
+    w1, b1, w2, b2 = weights
+    _, offs, row_idx, inverse = ops.sort_tokens(topk_idx, w1.shape[0])
+    is_packed = isinstance(w1, frozen.Quantized)
+    activation = _packed_activation(experts) if is_packed else fused_activation(experts)
+    has_norm = getattr(experts, "has_post_expert_norm", False)
+    if w2 is None:
+        activation = None
+    if activation is not None:
+        mlp = (x, row_idx, inverse, offs, w1, b1, w2, b2, None if has_norm else topk_weights, activation)
+        if any(adapters) or is_packed:
+            rows = frozen.frozen_mlp(*mlp, not has_norm, *adapters)
+        else:
+            rows = ops.expert_mlp(*mlp, combine=not has_norm)
+        if not has_norm:
+            return rows
+    else:
+        transposed = experts.is_transposed and not is_packed
+        if is_packed:
+            w1, w2 = (replace(w, interleaved=False).dequantize(x.dtype) for w in (w1, w2))
+        x_rows = ops.permute(x, row_idx, inverse)
+        h = adapted_gemm(x_rows, w1, offs, b1, adapters[0], transposed=transposed)
+        a = experts._apply_gate(h) if experts.has_gate else experts.act_fn(h)
+        if w2 is None:
+            w2 = experts.down_proj
+            _compute_dtype(experts, (w2,))
+        rows = adapted_gemm(a.to(x.dtype), w2, offs, b2, adapters[1], transposed=transposed)
+    if has_norm:
+        rows = experts.post_expert_norm(rows)
+    return ops.unpermute(rows, row_idx, inverse, topk_weights)
+
+
+def compute_few(
+    experts: Any, weights: Any, x: Tensor, topk_idx: Tensor, topk_weights: Tensor
+) -> Tensor | None:
+    """compute() for a step of generation, in one call of an operator; None where that cannot be.
+
+    topk_idx, topk_weights: as the router gave them; an index outside of [0, E) stands for no expert.
+    """
+    w1, b1, w2, b2 = weights
+    if not isinstance(w1, frozen.Quantized) or getattr(experts, "has_post_expert_norm", False):
+        return None
+    activation = _packed_activation(experts)
+    if activation is None or not decode.is_wanted(x) or topk_idx.dtype != torch.int64:
+        return None
+    if topk_weights.dtype != x.dtype:
+        topk_weights = widen(topk_weights, x.dtype)
+    return decode.experts(x, topk_idx, topk_weights, w1, b1, w2, b2, activation)
+
+
+def fused_activation(experts: Any) -> str | None:
+    """The activation under which ops.expert_mlp is the MLP of an experts module; None if it is another MLP."""
+    if experts.is_transposed:
+        return None
+    name = _activation_name(getattr(experts, "act_fn", None))
+    if not experts.has_gate:
+        return name
+    # a class that gates its own way defines _apply_gate; the others get that of Transformers' decorator
+    is_usual_gate = experts._apply_gate.__module__ == "transformers.integrations.moe"
+    if not is_usual_gate or not getattr(experts, "is_concatenated", True):
+        return None
+    return None if name is None else dict(GATED).get(name)
+
+
+def _packed_activation(experts: Any) -> str | None:
+    """The activation under which frozen.frozen_mlp is the MLP of packed experts, whose gates and ups it puts in order."""
+    if (getattr(experts, "alpha", None), getattr(experts, "limit", None)) == (1.702, 7.0):
+        is_gpt_oss = experts._apply_gate.__module__ == "transformers.models.gpt_oss.modeling_gpt_oss"
+        return "clamped_swiglu" if is_gpt_oss else None
+    return fused_activation(experts)
+
+
+def _activation_name(act_fn: Any) -> str | None:
+    from transformers import activations
+
+    if isinstance(act_fn, activations.SiLUActivation):
+        return "silu"
+    if isinstance(act_fn, activations.GELUActivation):
+        return "gelu"
+    if isinstance(act_fn, (activations.GELUTanh, activations.NewGELUActivation)):
+        return "gelu_tanh"
+    if isinstance(act_fn, activations.ReLUSquaredActivation):
+        return "relu2"
+    return activation_name(act_fn) if callable(act_fn) else None
+
+
+def _compute_dtype(experts: Any, weights: tuple[Tensor | None, ...]) -> torch.dtype:
+    """The dtype to compute in; TypeError for quantised weights, some of which report another dtype than they have."""
+    for weight in filter(torch.is_tensor, weights):
+        is_subclass = hasattr(weight, "__tensor_flatten__") and not is_dtensor(weight)
+        if is_subclass or weight.dtype not in DTYPES:
+            raise TypeError(
+                f'experts_implementation="{NAME}" computes with plain float64, float32, bfloat16 or float16 weights, '
+                f"but {type(experts).__name__} has {type(weight).__name__ if is_subclass else weight.dtype}: leave the "
+                "experts out of the quantization, call model.dequantize(), put weight.dequantize() in their place, or "
+                'set_experts_implementation to "eager"'
+            )
+    weight = next(filter(torch.is_tensor, weights))
+    device = weight.device.type
+    if torch.is_autocast_enabled(device) and weight.dtype != torch.float64:
+        return torch.get_autocast_dtype(device)
+    return weight.dtype
+
+
+def _refuse_fp8(experts: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> NoReturn:
+    raise TypeError(
+        f'experts_implementation="{NAME}" does not compute with FP8 weights: load the model with '
+        'quantization_config=FineGrainedFP8Config(dequantize=True), or set_experts_implementation to "grouped_mm"'
+    )

@@ -1,0 +1,165 @@
+"""Loads what save_pretrained saved of a fmoefied Transformers model."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fmoe_ext.checkpoint.files import inside
+from fmoe_ext.checkpoint.huggingface import model_config, model_files
+from fmoe_ext.gates import find_gate
+from fmoe_ext.models.fmoefy import find_targets, replace
+from fmoe_ext.huggingface.record import KEY, VERSION, take_record
+from fmoe_ext._require import require
+from fmoe_ext.models.target import Options
+
+
+def from_pretrained(
+    folder: str | Path,
+    *,
+    gate: Any = None,
+    activation: Any = None,
+    dtype: torch.dtype | None = None,
+    **moe_kwargs: Any,
+) -> nn.Module:
+    """The fmoefied model that model.save_pretrained(folder) saved -> the same model, in eval() and bitwise.
+
+    folder: a local one, with config.json and model.safetensors or its parts. gate, activation, moe_kwargs: what
+    fmoefy was given and a file cannot hold (your own gate or activation); an error says which is missing.
+    dtype: None takes that of the file.
+    Raises ValueError for a folder of another kind, and for tensors that do not fit the model; CheckpointError for
+    damaged JSON, and for files and links outside the folder.
+    Equivalent to: AutoModel....from_pretrained(folder), were the model a dense one.
+    """
+    transformers = require("transformers", "from_pretrained()")
+    parallel = moe_kwargs.keys() & {"moe_group", "world_size"}
+    if parallel:
+        raise ValueError(
+            f"{', '.join(sorted(parallel))}: from_pretrained loads all experts into one process. On several, fmoefy a "
+            "model there, and fmoe_ext.checkpoint.load(folder, model) reads each rank's experts"
+        )
+    folder = Path(folder)
+    values, record = _read_config(folder)
+    config = transformers.CONFIG_MAPPING[values["model_type"]].from_dict(values)
+    model = _model_class(config, folder)(config)
+    model.to(dtype or config.dtype or torch.get_default_dtype())
+    given = {"gate": gate, "activation": activation, **moe_kwargs}
+    for entry in record["layers"]:
+        _rebuild(model, entry, {name: value for name, value in given.items() if value is not None})
+    model.config._name_or_path = str(folder)
+    _load(model, _read_tensors(folder))
+    if inside(folder, "generation_config.json").exists():
+        model.generation_config = transformers.GenerationConfig.from_pretrained(folder)
+    return model.eval()
+
+
+def _model_class(config: Any, folder: Path) -> Any:
+    import transformers
+
+    name = (config.architectures or [""])[0]
+    model_class = getattr(transformers, name, None)
+    if not isinstance(model_class, type) or not issubclass(model_class, transformers.PreTrainedModel):
+        raise ValueError(f"{folder / 'config.json'}: architectures names no model of Transformers: {name!r}")
+    return model_class
+
+
+def _read_config(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """(config.json of the dense model, the record of fmoefy)."""
+    file = folder / "config.json"
+    values = model_config(folder)
+    if not values:
+        raise ValueError(f"{folder} has no config.json: give a folder that save_pretrained has written")
+    record = values.get(KEY)
+    if not isinstance(record, dict):
+        raise ValueError(f"{file} is not of a fmoefied model: load it with Transformers' from_pretrained")
+    if record.get("version") != VERSION:
+        raise ValueError(
+            f"{file} has version {record.get('version')} of fmoe_ext's entry, but this knows {VERSION}"
+        )
+    take_record(values)
+    return _with_floats(values), record
+
+
+def _with_floats(value: Any) -> Any:
+    """Values of config.json with the infinities and NaNs that Transformers writes as {"__float__": "Infinity"}."""
+    if isinstance(value, dict):
+        if value.keys() == {"__float__"}:
+            return float(value["__float__"])
+        return {key: _with_floats(part) for key, part in value.items()}
+    return [_with_floats(part) for part in value] if isinstance(value, list) else value
+
+
+def _rebuild(model: nn.Module, entry: Mapping[str, Any], given: dict[str, Any]) -> None:
+    """Puts the MoE layer of an entry in its place, its weights not yet loaded."""
+    missing = {name: was for name, was in entry["missing"].items() if name not in given}
+    if missing:
+        what = ", ".join(f"{name}= (it was {was})" for name, was in missing.items())
+        raise ValueError(f"{entry['path']} cannot be built from the file alone: pass {what}")
+    gate = given.get("gate")
+    if gate is None:
+        gate = functools.partial(find_gate(entry["gate"]["name"]), **entry["gate"]["options"])
+    path = entry["path"]
+    options = Options(
+        num_experts=entry["num_experts"],
+        distributed_experts=False,
+        hidden_hidden_size=entry["d_hidden"],
+        top_k=entry["top_k"],
+        gate=gate,
+        activation=given.get("activation", entry["activation"]),
+        d_model=entry["d_model"],
+        match=_at(path) if entry["matched"] else None,
+        moe_kwargs=entry["options"]
+        | {"bias": entry["bias"]}
+        | {name: value for name, value in given.items() if name not in ("gate", "activation")},
+    )
+    kind, targets = find_targets(model, options)
+    targets = [target for target in targets if target.path == path]
+    if not targets:
+        raise ValueError(f"{type(model).__name__} has no MLP at {path}, where the file has an MoE layer")
+    replace(model, kind, targets, options)
+
+
+def _at(path: str) -> Any:
+    return lambda at, module: path in (at, f"{at}.linear1")
+
+
+def _read_tensors(folder: Path) -> dict[str, Tensor]:
+    from safetensors.torch import load_file
+
+    files = model_files(folder)
+    if not files:
+        raise ValueError(f"{folder} must hold model.safetensors, or its parts with their index")
+    tensors: dict[str, Tensor] = {}
+    for file in files:
+        if not file.is_file():
+            raise ValueError(f"{folder} must hold {file.name!r}, which its index names")
+        tensors |= load_file(file)
+    return tensors
+
+
+def _load(model: Any, tensors: dict[str, Tensor]) -> None:
+    """Loads all tensors; what is missing must be tied to something that is there, or computed by Transformers."""
+    state = model.state_dict()
+    by_place: dict[tuple, bool] = {}
+    for name, value in state.items():
+        by_place[_place(value)] = by_place.get(_place(value), False) or name in tensors
+    computed = model._keys_to_ignore_on_save or ()  # positions that are sines, as Marian's
+    missing = [name for name, value in state.items() if not by_place[_place(value)] and name not in computed]
+    unknown = tensors.keys() - state.keys()
+    wrong = [name for name in tensors.keys() & state.keys() if tensors[name].shape != state[name].shape]
+    if missing or unknown or wrong:
+        raise ValueError(
+            f"the tensors do not fit {type(model).__name__}: missing {sorted(missing)[:5]}, "
+            f"unknown {sorted(unknown)[:5]}, of another shape {sorted(wrong)[:5]}"
+        )
+    model.load_state_dict(tensors, strict=False)
+
+
+def _place(value: Tensor) -> tuple:
+    """Address of a tensor: the same for tied parameters."""
+    return value.data_ptr() or id(value), tuple(value.shape)

@@ -1,0 +1,170 @@
+"""save_pretrained() of Transformers models with layers of ours: what is written, and by which rank.
+
+replace_save_pretrained() puts one of three in the place of Transformers': save_fmoefied for models of fmoefy,
+save_imported for those of import_model, save_spread for MoE models of Transformers whose experts are spread over ranks.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from fmoe_ext.ep.exchange import find_group
+from fmoe_ext.huggingface.record import KEY, NEEDS
+from fmoe_ext.layers import FMoE
+
+MAX_SHARD_SIZE = "5GiB"
+WEIGHTS = ("gate_up_proj", "up_proj", "down_proj")
+STACKED = (*WEIGHTS, *(f"{name}_bias" for name in WEIGHTS))
+
+
+def replace_save_pretrained(model: Any, save: Callable[..., None]) -> None:
+    """Lets model.save_pretrained(...) be save(model, ...)."""
+    model.save_pretrained = functools.partial(save, model)
+
+
+def replace_of_fmoefied(model: Any) -> None:
+    """Lets save_pretrained() of a model that fmoefy has noted in its configuration be save_fmoefied()."""
+    record = getattr(getattr(model, "config", None), KEY, None)
+    if record is None:
+        return
+    from transformers import PreTrainedModel
+
+    if isinstance(model, PreTrainedModel):
+        replace_save_pretrained(model, save_fmoefied)
+    elif not record["dense"]:
+        replace_save_pretrained(model, _refuse)
+
+
+def _refuse(model: Any, *_: Any, **__: Any) -> NoReturn:
+    raise RuntimeError(
+        f"{type(model).__name__} is no model of Transformers and its configuration names no activation that could say "
+        "that its MLPs are MoE layers: save with fmoe_ext.checkpoint.save(folder, model)"
+    )
+
+
+@torch.no_grad()
+def save_fmoefied(model: Any, save_directory: str | Path, **options: Any) -> None:
+    """save_pretrained() of a fmoefied model: its tensors under their own names, in config.json what fmoefy did.
+
+    huggingface.from_pretrained() loads the folder in one process. options: those of Transformers' save_pretrained.
+    Where experts are spread over ranks, all of them call it, max_shard_size is the only option, and the first writes;
+    fmoe_ext.checkpoint.load(folder, model) reads each rank's experts.
+    Raises CheckpointError on every rank.
+    """
+    folder = Path(save_directory)
+    if any(layer.world_size > 1 for layer in model.modules() if isinstance(layer, FMoE)):
+        _save_from_all_ranks(model, folder, **options)
+        return
+    type(model).save_pretrained(model, folder, **options | {"save_original_format": False})
+    if options.get("is_main_process", True):
+        _refuse_dense_models(folder)
+
+
+def _save_from_all_ranks(model: Any, folder: Path, *, max_shard_size: int | str = MAX_SHARD_SIZE) -> None:
+    from fmoe_ext.checkpoint.saving import gathered  # not at the top: fmoefy imports this module
+    from fmoe_ext.checkpoint.shards import num_bytes_of, replacing, write_model_files
+
+    with gathered(folder, model) as whole:
+        if whole is not None:
+            with replacing(folder) as unfinished:
+                write_model_files(unfinished, whole.tensors, num_bytes_of(max_shard_size))
+                model.config.architectures = [type(model).__name__]
+                model.config.save_pretrained(unfinished)
+                _refuse_dense_models(unfinished)
+                if getattr(model, "generation_config", None) is not None:
+                    model.generation_config.save_pretrained(unfinished)
+
+
+def _refuse_dense_models(folder: Path) -> None:
+    """Lets no dense model be made of a config.json that names no activation: its dtype becomes NEEDS."""
+    file = folder / "config.json"
+    values = json.loads(file.read_text())
+    if not values[KEY]["dense"]:
+        values[KEY]["dense"]["dtype"] = values.get("dtype")
+        values["dtype"] = NEEDS
+        file.write_text(json.dumps(values, indent=2, sort_keys=True) + "\n")
+
+
+@torch.no_grad()
+def save_imported(
+    model: Any,
+    save_directory: str | Path,
+    is_main_process: bool = True,
+    state_dict: dict[str, Any] | None = None,
+    max_shard_size: int | str = MAX_SHARD_SIZE,
+    **options: Any,
+) -> None:
+    """save_pretrained() of an imported model: writes the format that it came from, over what an earlier call wrote.
+
+    state_dict: the model's own, as the Trainer passes it. is_main_process, max_shard_size, safe_serialization: as in
+    Transformers. Raises CheckpointError for its other arguments, which are not honoured.
+    """
+    from fmoe_ext.checkpoint import CheckpointError
+    from fmoe_ext.checkpoint.saving import gathered
+    from fmoe_ext.checkpoint.shards import num_bytes_of, replacing
+    from fmoe_ext.formats.writing import plan_export, write_files
+
+    wanted = [name for name, value in options.items() if value and name != "safe_serialization"]
+    if wanted:
+        raise CheckpointError(
+            f"save_pretrained of an imported model takes no {', '.join(wanted)}: save first, then use "
+            "Transformers on the folder"
+        )
+    own = model.state_dict()
+    for name, value in (state_dict or {}).items():
+        if name not in own or own[name].data_ptr() != value.data_ptr():
+            raise CheckpointError(
+                f"state_dict= has {name!r}, which is not the model's own: load it into the model first"
+            )
+    plan = plan_export(model, model.config.model_type)
+    max_shard_bytes = num_bytes_of(max_shard_size)
+    with gathered(Path(save_directory), model) as whole:
+        if whole is not None and is_main_process:
+            with replacing(Path(save_directory)) as unfinished:
+                write_files(plan, whole, unfinished, max_shard_bytes)
+
+
+def save_spread(model: Any, save_directory: Any, **options: Any) -> None:
+    """save_pretrained() of a whole model of Transformers; every rank calls it, the first of the job writes."""
+    state = _whole_state(model, options.pop("state_dict", None))
+    if dist.get_rank() == 0:
+        type(model).save_pretrained(model, save_directory, state_dict=state, **options)
+    dist.barrier()
+
+
+def stacks(experts: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """(name, parameter [E, *]) of what each expert of an experts module of Transformers has of its own."""
+    return ((name, p) for name, p in experts.named_parameters(recurse=False) if name in STACKED)
+
+
+def _whole_state(model: nn.Module, state: dict[str, Tensor] | None) -> dict[str, Tensor]:
+    """The state dict with the experts of all ranks, on the first rank; collective in its group of experts."""
+    state = dict(model.state_dict() if state is None else state)
+    for path, experts in model.named_modules():
+        if getattr(experts, "expert_parallel", None) is None:
+            continue
+        group = find_group(experts.expert_parallel.group)
+        if 0 not in dist.get_process_group_ranks(group):
+            continue  # replicas of the experts that the first rank gathers
+        for name, _ in stacks(experts):
+            key = f"{path}.{name}"
+            state[key] = _gathered(state[key], group)
+    return state
+
+
+def _gathered(part: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The parts of all ranks, one after the other, on rank 0; the own part elsewhere."""
+    part = part.detach().contiguous()
+    parts = None
+    if dist.get_rank() == 0:
+        parts = [torch.empty_like(part) for _ in range(dist.get_world_size(group))]
+    dist.gather(part, parts, dst=0, group=group)
+    return part if parts is None else torch.cat(parts)

@@ -1,0 +1,85 @@
+"""A callback for Transformers' Trainer, and those of TRL, that train fmoefied models."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fmoe_ext import balance
+from fmoe_ext.huggingface.training import BalanceLoss, add_balance_loss, check_weight
+
+try:
+    from transformers import Trainer, TrainerCallback
+except ImportError as error:
+    raise ImportError(f"BalanceCallback needs transformers ({error}): pip install transformers") from error
+
+PREFIX = "moe/"
+LOGGED = ("max_over_mean", "dropped_share", "dead_experts")
+
+
+class BalanceCallback(TrainerCallback):
+    """The gates' balance loss in the training loss, and the experts' load in the logs.
+
+    weight: that of the balance loss, which add_balance_loss(trainer, weight) adds. Every log with a training loss gains
+    moe/balance_loss (without its weight), moe/max_over_mean, moe/dropped_share and moe/dead_experts, means over the
+    layers since the last log and over all ranks (balance.summarize). file: of JSON lines, to which balance.write() adds
+    the loads of every layer.
+    """
+
+    def __init__(self, weight: float = 0.01, file: str | None = None) -> None:
+        check_weight(weight)
+        self.weight = weight
+        self.file = file
+        self._loss: BalanceLoss | None = None
+        self._monitor: balance.LoadMonitor | None = None
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._detach()
+        self._loss = add_balance_loss(_running_trainer(), self.weight)
+        self._monitor = balance.watch(kwargs["model"])
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._detach()
+
+    def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        logs: dict[str, float] = kwargs["logs"]
+        if self._loss is None or self._monitor is None or "loss" not in logs:
+            return
+        record = self._monitor.collect(state.global_step, sum_over_ranks=_sum_over_ranks)
+        layers = list(record["layers"].values())
+        numbers = {PREFIX + name: sum(layer[name] for layer in layers) / len(layers) for name in LOGGED}
+        numbers[PREFIX + "balance_loss"] = self._loss.pop_mean()
+        logs.update(numbers)
+        state.log_history[-1].update(numbers)  # a copy of logs
+        if self.file is not None and state.is_world_process_zero:
+            balance.write(record, self.file)
+
+    def _detach(self) -> None:
+        if self._loss is not None:
+            self._loss.remove()
+        if self._monitor is not None:
+            self._monitor.remove()
+        self._loss = self._monitor = None
+
+
+def _running_trainer() -> Trainer:
+    """The Trainer that runs this callback: the nearest on the stack, for Transformers gives it to no callback."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        caller = frame.f_locals.get("self")
+        if isinstance(caller, Trainer):
+            return caller
+        frame = frame.f_back
+    raise ValueError(
+        "BalanceCallback works inside Trainer.train() only; elsewhere use add_balance_loss(model)"
+    )
+
+
+def _sum_over_ranks(counted: torch.Tensor) -> torch.Tensor:
+    if dist.is_available() and dist.is_initialized():
+        counted = counted.clone()
+        dist.all_reduce(counted)
+    return counted

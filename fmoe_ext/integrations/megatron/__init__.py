@@ -1,1 +1,0 @@
-"""Megatron-core, in core/; fmoe_ext.megatron has the public names, fmoe_ext.compat.megatron those of FastMoE's time."""

@@ -1,5 +1,0 @@
-"""Transformers models whose experts stay in their files: stream() and the buffers that hold a part of them."""
-
-from fmoe_ext.integrations.streaming.model import stream
-
-__all__ = ["stream"]

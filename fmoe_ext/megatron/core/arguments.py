@@ -1,0 +1,88 @@
+"""Arguments of FMoETransformerMLP from TransformerConfig and Megatron's process groups."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from fmoe_ext.experts import ClampedSwiGLU, GatedActivation
+from fmoe_ext.models.recognize import GATED, simplify
+
+QUICK_GELU = 1.702  # quick_gelu(x) = x * sigmoid(1.702 * x)
+GROUPS = ("tp", "cp", "ep", "expt_tp", "expt_dp", "dp_cp", "tp_cp", "tp_dp_cp")
+
+
+def process_groups(pg_collection: Any = None) -> Any:
+    """Megatron's ProcessGroupCollection with GROUPS: the given one, or that of parallel_state.
+
+    Raises RuntimeError if parallel_state is not initialised.
+    """
+    from megatron.core import parallel_state
+    from megatron.core.process_groups_config import ProcessGroupCollection
+
+    if pg_collection is not None and all(getattr(pg_collection, name, None) for name in GROUPS):
+        return pg_collection
+    if not parallel_state.model_parallel_is_initialized():
+        raise RuntimeError(
+            "Megatron's process groups do not exist yet: call "
+            "megatron.core.parallel_state.initialize_model_parallel(...) before"
+        )
+    return ProcessGroupCollection.use_mpu_process_groups(list(GROUPS))
+
+
+def layer_arguments(config: Any, groups: Any, num_experts: int | None = None) -> dict[str, Any]:
+    """Arguments of FMoETransformerMLP for a layer in this layout of ranks, with what config says about MoE.
+
+    Raises ValueError for experts that cannot be spread evenly.
+    """
+    ep_size = groups.ep.size()
+    arguments = {
+        "world_size": ep_size,
+        "moe_group": groups.ep if ep_size > 1 else None,
+        "expert_dp_comm": "moe",
+        "bias": config.add_bias_linear,
+        "gradient_accumulation_fusion": config.gradient_accumulation_fusion,
+    }
+    # With sequence parallelism each tensor-parallel rank has tokens of its own, otherwise all have the same.
+    if groups.tp.size() > 1 and not config.sequence_parallel:
+        arguments["slice_group"] = groups.tp
+    num_experts = config.num_moe_experts if num_experts is None else num_experts
+    if num_experts is not None:
+        if num_experts % ep_size:
+            raise ValueError(
+                f"num_experts must be a multiple of the expert parallel size {ep_size}, but is {num_experts}"
+            )
+        arguments["num_expert"] = num_experts // ep_size
+        arguments["top_k"] = config.moe_router_topk
+    return arguments
+
+
+def check_whole_experts(groups: Any) -> None:
+    """ValueError for expert tensor parallelism, where experts have to be whole on their rank."""
+    if groups.expt_tp.size() != 1:
+        raise ValueError(
+            f"expert_tensor_parallel_size is {groups.expt_tp.size()} (Megatron's default is the tensor parallel size), "
+            "but fmoefy makes experts that are whole on one rank: pass expert_tensor_parallel_size=1 to "
+            "initialize_model_parallel (--expert-tensor-parallel-size 1), or use moe_layer_spec"
+        )
+
+
+def activation_of(config: Any) -> str | Callable:
+    """The activation of a dense MLP of this config, as FMoETransformerMLP takes it."""
+    activation = simplify(config.activation_func)
+    if activation == "gelu" and config.bias_activation_fusion:
+        activation = "gelu_tanh"  # Megatron's fused kernels compute this one
+    if not config.gated_linear_unit:
+        return activation
+    limit, offset = config.activation_func_clamp_value, config.glu_linear_offset
+    if isinstance(activation, str) and activation in GATED and limit is None and offset == 0:
+        return GATED[activation]
+    if config.activation_func is _quick_gelu() and limit is not None and offset == 1:
+        return ClampedSwiGLU(QUICK_GELU, limit)  # GPT-OSS's
+    return GatedActivation(config.activation_func, limit, offset)
+
+
+def _quick_gelu() -> Any:
+    from megatron.core.activations import quick_gelu
+
+    return quick_gelu

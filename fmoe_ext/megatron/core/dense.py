@@ -1,0 +1,94 @@
+"""The dense MLPs of Megatron-core's layers, for fmoefy."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+
+from fmoe_ext.megatron.core.arguments import (
+    activation_of,
+    check_whole_experts,
+    layer_arguments,
+    process_groups,
+)
+from fmoe_ext.megatron.core.gate import gate_arguments
+from fmoe_ext.megatron.core.layer import MegatronCoreMLP
+from fmoe_ext.megatron.core.norm import norm_inside
+from fmoe_ext.megatron.core.table import check_options
+from fmoe_ext.megatron.tensor_parallel import whole
+from fmoe_ext.models.target import DenseMLP, Options, Target
+
+KIND = "Megatron-core"
+LOOKED_FOR = (
+    "decoder.layers[i].mlp or encoder.layers[i].mlp with linear_fc1 and linear_fc2 (a model that Megatron has built "
+    "with --num-experts has none: docs/megatron.md says how to build it with experts of fmoe_ext)"
+)
+
+
+def find(model: nn.Module, options: Options) -> list[Target]:
+    """The MLPs of Megatron-core's layers; all tensor-parallel ranks call it together."""
+    prefix = ""
+    while isinstance(getattr(model, "module", None), nn.Module):
+        if type(model).__module__.startswith("megatron.core.distributed"):
+            raise ValueError(
+                f"the model is wrapped in {type(model).__name__}, whose gradient buffers hold the dense parameters: "
+                "call fmoefy before wrapping it"
+            )
+        model, prefix = model.module, prefix + "module."  # type: ignore[assignment]  # torch: Tensor | Module
+    return [
+        _target(f"{prefix}{stack}.layers.{index}.mlp", layer, options)
+        for stack in ("encoder", "decoder")
+        for index, layer in _dense_layers(getattr(model, stack, None))
+    ]
+
+
+def _dense_layers(block: Any) -> Iterator[tuple[int, Any]]:
+    """(index, layer) of Megatron-core's transformer layers with an ordinary MLP."""
+    megatron = sys.modules.get("megatron.core.transformer.transformer_layer")
+    layers = getattr(block, "layers", None)
+    if megatron is None or not isinstance(layers, nn.ModuleList):
+        return
+    for index, layer in enumerate(layers):
+        mlp = getattr(layer, "mlp", None)
+        is_dense = hasattr(mlp, "linear_fc1") and hasattr(mlp, "linear_fc2")
+        if isinstance(layer, megatron.TransformerLayer) and is_dense:
+            yield index, layer
+
+
+def _target(path: str, layer: Any, options: Options) -> Target:
+    config = layer.config
+    check_options(config, own_gate=options.gate is not None, fills_dense=True)
+    groups = process_groups(getattr(layer, "pg_collection", None))
+    if not options.distributed_experts and groups.ep.size() > 1:
+        raise ValueError(
+            f"distributed_experts=False, but expert_model_parallel_size is {groups.ep.size()}: Megatron reduces the "
+            "gradients of experts over the other ranks only, so make it 1"
+        )
+    norm = norm_inside(layer.mlp.linear_fc1, config)
+    check_whole_experts(groups)
+    moe_kwargs = layer_arguments(config, groups)
+    if options.gate is None:
+        moe_kwargs |= gate_arguments(config)
+    return Target(
+        path=path,
+        parent=layer,
+        attribute="mlp",
+        dense=_read(layer.mlp, config, groups, options),
+        wrap=lambda moe: MegatronCoreMLP(moe, config, groups, norm, layer_number=layer.layer_number),
+        layer_index=layer.layer_number - 1,
+        num_layers=config.num_layers,
+        moe_kwargs=moe_kwargs,
+        notes=() if norm is None else ("the norm inside linear_fc1 was moved in front of the gate",),
+    )
+
+
+def _read(mlp: Any, config: Any, groups: Any, options: Options) -> DenseMLP:
+    """The dense MLP; tensor-parallel ranks put it together."""
+    parameters = (mlp.linear_fc1.weight, mlp.linear_fc1.bias, mlp.linear_fc2.weight, mlp.linear_fc2.bias)
+    w1, b1, w2, b2 = (None if p is None or not p.numel() else p.detach() for p in parameters)
+    activation = activation_of(config) if options.activation is None else options.activation
+    dense = DenseMLP(config.hidden_size, config.ffn_hidden_size, activation, w1, b1, w2, b2)
+    return whole(dense, config.gated_linear_unit, groups.tp)

@@ -1,0 +1,241 @@
+"""MegatronCoreMLP: an MoE layer that is called, trained and saved as Megatron-core does with an MLP."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Callable, Mapping
+from functools import partial
+from types import MappingProxyType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from fmoe_ext.ep.ranks import GroupRanks
+from fmoe_ext.gates import NaiveGate, OneRank
+from fmoe_ext.megatron.core.expert_tensor import sharded_parts
+from fmoe_ext.megatron.core.gate import FromConfig, loss_weights, only
+from fmoe_ext.megatron.core.norm import FusedNorm
+from fmoe_ext.transformer import FMoETransformerMLP
+
+# names of track_moe_metrics for the gate's balance_loss, where it is not "load_balancing_loss"
+LOGGED_AS = MappingProxyType({"sequence": "seq_load_balancing_loss", "running": "global_load_balancing_loss"})
+
+
+class MegatronCoreMLP(nn.Module):
+    """An FMoETransformerMLP that is called as Megatron-core calls an MLP.
+
+    hidden_states [s, b, h] -> (output [s, b, h], None). norm, if there is one, comes first; the output of
+    shared_experts, Megatron's own module, is added. In training the gate's loss times config.moe_aux_loss_coeff joins
+    the backward through Megatron's MoEAuxLossAutoScaler, which has the scale of the main loss; gate_loss keeps its
+    value. The loss is that of all tokens of a microbatch, on all data, context and tensor parallel ranks.
+    padding_mask [b, s], True for padding as Megatron has it: those tokens reach no gate, expert or loss, and get zero
+    (of the routed experts; Megatron computes them, but counts them in no loss).
+    """
+
+    def __init__(
+        self,
+        moe: FMoETransformerMLP,
+        config: Any,
+        groups: Any,
+        norm: FusedNorm | None = None,
+        shared_experts: nn.Module | None = None,
+        layer_number: int | None = None,
+    ):
+        super().__init__()
+        if moe.shared_experts is not None:
+            raise ValueError(
+                "shared_expert_hidden= is not for Megatron's models: set moe_shared_expert_intermediate_size (and "
+                "moe_shared_expert_gate) in the config, whose shared experts are split over tensor-parallel ranks"
+            )
+        self.moe = moe
+        self.norm = norm
+        self.shared_experts = shared_experts
+        self.config = config
+        self.layer_number = layer_number
+        self.gate_loss: Tensor | None = None
+        self._groups = groups
+        if config.num_moe_experts is None:
+            # only then do Megatron's schedules scale the auxiliary loss
+            config.num_moe_experts = moe.num_experts
+        self._mark_parameters()
+        self._share_gate()
+        self._warn_of_unused_loss()
+
+    def set_layer_number(self, layer_number: int) -> None:
+        """Called by Megatron's TransformerLayer; layers of the decoder count from 1."""
+        self.layer_number = layer_number
+
+    def _mark_parameters(self) -> None:
+        for name, p in self.moe.experts.named_parameters():
+            p.allreduce = False  # reduced over the ranks that hold the same experts
+            # The gradient norm counts parameters of every tensor-parallel rank: experts differ there.
+            is_copy = self._groups.expt_tp.size() > 1 and name == "h4toh.bias"
+            p.tensor_model_parallel, p.partition_dim, p.partition_stride = not is_copy, 0, 1
+        modules = [module for module in (self.moe.gate, self.moe.latent, self.norm) if module is not None]
+        dense: list[Any] = [p for module in modules for p in module.parameters()]
+        for p in dense:
+            # then Megatron sums the gradient over the ranks
+            p.sequence_parallel = self.config.sequence_parallel
+
+    def _share_gate(self) -> None:
+        gate, groups = self.moe.gate, self._groups
+        if groups.tp_dp_cp.size() > 1 and isinstance(getattr(gate, "ranks", None), (OneRank, GroupRanks)):
+            # A loss is summed over the tp and cp ranks of a replica and averaged over replicas.
+            gate.ranks = GroupRanks(groups.tp_dp_cp, num_copies=groups.tp.size() * groups.cp.size())
+        sequence_group = groups.tp_cp if self.config.sequence_parallel else groups.cp
+        if self._balances_sequences and sequence_group.size() > 1:
+            gate.sequence_ranks = GroupRanks(sequence_group)
+        if self.moe.slice_size > 1:
+            latent = () if self.moe.latent is None else self.moe.latent.parameters()
+            for p in (*gate.parameters(), *latent):
+                p.register_hook(lambda grad: _sum_over(groups.tp, grad))
+
+    @property
+    def _balances_sequences(self) -> bool:
+        return "sequence" in getattr(self.moe.gate, "balance_losses", ())
+
+    def _warn_of_unused_loss(self) -> None:
+        gate = self.moe.gate
+        has_loss = type(gate) is not NaiveGate and getattr(gate, "balance_loss", "global") is not None
+        if has_loss and self._loss_factor() == 0 and not getattr(gate, "bias_update_speed", 0):
+            warnings.warn(
+                "moe_aux_loss_coeff is 0, Megatron's default (FastMoE's --balance-loss-weight was 1): the gates' "
+                "balance loss trains nothing. Set --moe-aux-loss-coeff, 0.01 for instance, or say "
+                "--moe-router-load-balancing-type none",
+                stacklevel=4,
+            )
+
+    def _loss_factor(self) -> float:
+        if isinstance(self.moe.gate, FromConfig):
+            return loss_weights(self.config)[0]
+        return only(self.config.moe_aux_loss_coeff)
+
+    def forward(
+        self, hidden_states: Tensor, padding_mask: Tensor | None = None, **others: Any
+    ) -> tuple[Tensor, None]:
+        for name, value in others.items():
+            if value is not None:
+                raise ValueError(f"{name} is not supported")
+        if self._recomputes("moe"):
+            return _checkpoint(partial(self._forward, padding_mask=padding_mask), hidden_states), None
+        return self._forward(hidden_states, padding_mask), None
+
+    def _forward(self, hidden_states: Tensor, padding_mask: Tensor | None) -> Tensor:
+        x = hidden_states if self.norm is None else self.norm(hidden_states)
+        valid = None if padding_mask is None else ~padding_mask.bool()  # [b, s]
+        num_tokens = x.shape[:-1].numel() if valid is None else valid.sum()
+        output = self._with_gate_loss(self._routed(x, valid), num_tokens)
+        if self.shared_experts is None:
+            return output
+        if self._recomputes("shared_experts"):
+            return output + _checkpoint(self.shared_experts, x)
+        return output + self.shared_experts(x)
+
+    def _recomputes(self, module: str) -> bool:
+        """True if recompute_modules names the module and this forward keeps anything for a backward."""
+        config = self.config
+        selective = config.recompute_granularity == "selective" and module in (config.recompute_modules or ())
+        return selective and self.training and torch.is_grad_enabled()
+
+    def _routed(self, x: Tensor, valid: Tensor | None) -> Tensor:
+        """x [s, b, h] -> [s, b, h]; a loss of each sequence has the gate see one sequence after the other."""
+        if not self._balances_sequences:
+            return self.moe(x, None if valid is None else valid.t())
+        if isinstance(self.moe.gate, FromConfig):
+            self.moe.gate.seq_len = x.shape[0]
+        return self.moe(x.transpose(0, 1), valid).transpose(0, 1)
+
+    def _with_gate_loss(self, output: Tensor, num_tokens: int | Tensor) -> Tensor:
+        gate_loss = self.moe.gate.get_loss()
+        if gate_loss is None or not self.training or not torch.is_grad_enabled():
+            return output
+        gate_loss = gate_loss.sum()
+        self.gate_loss = gate_loss.detach()
+        weight = self._loss_factor()
+        if weight == 0:
+            return output
+        self._log(self.gate_loss)
+        from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+
+        if self.config.calculate_per_token_loss:  # gradients will be divided by the number of all tokens
+            copies = self._groups.cp.size()
+            if self.config.sequence_parallel:
+                copies *= self._groups.tp.size()
+            weight = weight * copies * num_tokens
+        return MoEAuxLossAutoScaler.apply(output, gate_loss * weight)
+
+    def _log(self, gate_loss: Tensor) -> None:
+        """Leaves the loss where Megatron's track_moe_metrics reads it."""
+        from megatron.core.transformer.moe.moe_utils import save_to_aux_losses_tracker
+
+        config, gate = self.config, self.moe.gate
+        values = {LOGGED_AS.get(kind, "load_balancing_loss"): v for kind, v in _balance_values(gate).items()}
+        if not values:
+            only_z = isinstance(gate, FromConfig) and loss_weights(config)[1] == 0
+            kind = getattr(gate, "balance_loss", None) or "global"
+            values = {"z_loss" if only_z else LOGGED_AS.get(kind, "load_balancing_loss"): gate_loss}
+        num_layers = config.num_layers + (getattr(config, "mtp_num_layers", None) or 0)
+        if self.layer_number is not None:
+            for name, value in values.items():
+                save_to_aux_losses_tracker(name, value, self.layer_number, num_layers)
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
+    ) -> dict[str, Any]:
+        """Shards for megatron.core.dist_checkpointing: experts as parts of [E, ...], the rest as copies.
+
+        A checkpoint loads on any expert-parallel size. If only some layers of the model have experts, pass
+        metadata={"non_homogeneous_layers": True} to the model's sharded_state_dict.
+        """
+        if self.moe.expert_placement is not None:
+            raise RuntimeError(
+                f"{prefix}moe: experts were moved between ranks, which dist_checkpointing would not know; "
+                "save before ep.placement moves them"
+            )
+        state = self.state_dict(keep_vars=True)
+        experts = {name: p for name, p in state.items() if name.startswith("moe.experts.")}
+        shared = {name for name in state if name.startswith("shared_experts.")}
+        copies = {name: p for name, p in state.items() if name not in experts and name not in shared}
+        sharded = self._sharded_copies(copies, prefix, sharded_offsets)
+        for name, p in experts.items():
+            inside = name.removeprefix("moe.experts.")
+            sharded[prefix + name] = sharded_parts(
+                self.moe, prefix + name, inside, p, sharded_offsets, self._groups
+            )
+        if self.shared_experts is not None:
+            metadata = {"dp_cp_group": self._groups.dp_cp, **(metadata or {})}
+            inside = f"{prefix}shared_experts."
+            shared_experts: Any = self.shared_experts  # Megatron's SharedExpertMLP
+            sharded |= shared_experts.sharded_state_dict(inside, sharded_offsets, metadata)
+        return sharded
+
+    def _sharded_copies(
+        self, state: dict[str, Tensor], prefix: str, sharded_offsets: tuple
+    ) -> dict[str, Any]:
+        from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint as make
+
+        groups = {"tp_group": self._groups.tp, "dp_cp_group": self._groups.dp_cp}
+        known = inspect.signature(make).parameters  # 0.15 asks parallel_state for them
+        groups = {name: group for name, group in groups.items() if name in known}
+        return make(state, prefix, sharded_offsets=sharded_offsets, **groups)
+
+
+def _balance_values(gate: Any) -> dict[str, Tensor]:
+    """The balance losses of a gate that has several."""
+    return gate.balance_values if isinstance(getattr(gate, "balance_loss", None), Mapping) else {}
+
+
+def _checkpoint(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """Megatron's checkpoint: function(x) is computed again in the backward pass, with the same random numbers."""
+    from megatron.core.tensor_parallel import checkpoint
+
+    return checkpoint(function, False, x)
+
+
+def _sum_over(group: Any, grad: Tensor) -> Tensor:
+    total = grad.clone()
+    dist.all_reduce(total, group=group)
+    return total

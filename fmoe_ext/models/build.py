@@ -1,0 +1,149 @@
+"""The MoE layer that takes the place of a dense MLP: its sizes, its arguments, its weights."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fmoe_ext.ep.exchange import check_same, find_group, register_group
+from fmoe_ext.gates import SoftmaxGate, find_gate
+from fmoe_ext.models import upcycle
+from fmoe_ext.models.recognize import simplify
+from fmoe_ext.models.target import DenseMLP, Options, Target
+from fmoe_ext.transformer import FMoETransformerMLP
+
+
+def build(target: Target, options: Options, num_targets: int) -> FMoETransformerMLP:
+    """The MoE layer of a target, filled; num_targets: how many layers fmoefy builds with these options."""
+    dense = _with_users_sizes(target, options)
+    kwargs = _moe_kwargs(target, options)
+    num_expert = kwargs.pop("num_expert", None)
+    if num_expert is None:
+        raise ValueError("num_experts must be given: the experts of each rank")
+    num_experts = num_expert * kwargs["world_size"]
+    top_k = kwargs.pop("top_k", None) or (options.split if options.split > 1 else min(2, num_experts))
+    d_hidden = _d_hidden(target, dense, options, top_k)
+    gate = _gate(kwargs.pop("gate", None) or SoftmaxGate, target, num_targets)
+    seed = _shared_seed(target, kwargs, (dense.d_model, d_hidden, num_expert, top_k))
+    like = dense.w2 if dense.w2 is not None else _any_parameter(target)
+    assert dense.d_model is not None and dense.activation is not None
+    with _seeded(like.device, seed), like.device:
+        layer = FMoETransformerMLP(
+            num_expert,
+            dense.d_model,
+            d_hidden,
+            activation=dense.activation,
+            bias=kwargs.pop("bias", dense.w1 is None or dense.has_bias),
+            top_k=top_k,
+            gate=gate,
+            **kwargs,
+        ).to(like)
+    first = 0 if layer.moe_group is None else dist.get_rank(layer.moe_group) * num_expert
+    if options.init == "upcycle":
+        upcycle.check(layer, dense, options.split)
+        upcycle.fill_from_dense(layer, dense, first, options.split, options.noise, seed + 1)
+    else:
+        upcycle.fill_randomly(layer, dense, first, seed + 1)
+    return layer
+
+
+def _with_users_sizes(target: Target, options: Options) -> DenseMLP:
+    """The target's MLP with what the user says about it; ValueError where the two disagree or something is missing."""
+    dense = target.dense
+    if options.d_model is not None and dense.d_model not in (None, options.d_model):
+        raise ValueError(f"d_model={options.d_model}, but {target.path} has {dense.d_model}")
+    if options.init == "upcycle":
+        if dense.why_unreadable:
+            raise ValueError(
+                f'init="upcycle" needs the weights of {target.path}, but {dense.why_unreadable}; init="random" does not'
+            )
+        wanted = None if options.activation is None else simplify(options.activation)
+        if isinstance(wanted, str) and wanted != dense.activation:
+            raise ValueError(
+                f'init="upcycle" keeps the activation of {target.path}, {dense.activation}, but activation= is {wanted}'
+            )
+    if options.activation is not None:  # a module belongs to one layer
+        dense = dataclasses.replace(dense, activation=copy.deepcopy(options.activation))
+    if options.d_model is not None:
+        dense = dataclasses.replace(dense, d_model=options.d_model)
+    for name, value in (("d_model", dense.d_model), ("activation", dense.activation)):
+        if value is None:
+            raise ValueError(f"{name}= must be given for {target.path}: {dense.why_unreadable}")
+    return dense
+
+
+def _d_hidden(target: Target, dense: DenseMLP, options: Options, top_k: int) -> int:
+    """Hidden units of an expert."""
+    if options.init == "upcycle":
+        assert dense.d_hidden is not None  # its weights could be read
+        d_hidden = dense.d_hidden // options.split
+        if options.hidden_hidden_size not in (None, d_hidden):
+            raise ValueError(
+                f'init="upcycle" with split={options.split} makes experts of {d_hidden} hidden units at {target.path}, '
+                f"but hidden_hidden_size is {options.hidden_hidden_size}"
+            )
+        return d_hidden
+    if options.hidden_hidden_size is not None:
+        return options.hidden_hidden_size
+    if dense.d_hidden is None:
+        raise ValueError(f"hidden_hidden_size= must be given for {target.path}: {dense.why_unreadable}")
+    return max(1, dense.d_hidden // top_k)
+
+
+def _moe_kwargs(target: Target, options: Options) -> dict[str, Any]:
+    """Arguments of FMoETransformerMLP: the user's, else those of the model kind, else those of the default group."""
+    kwargs = dict(target.moe_kwargs)
+    if not options.distributed_experts:
+        kwargs.pop("moe_group", None)
+        kwargs["world_size"] = 1
+    named = {"num_expert": options.num_experts, "top_k": options.top_k, "gate": options.gate}
+    kwargs |= {name: value for name, value in named.items() if value is not None} | dict(options.moe_kwargs)
+    if "world_size" not in kwargs:
+        kwargs["world_size"] = 1
+        if dist.is_initialized():
+            kwargs["world_size"] = dist.get_world_size(find_group(register_group(kwargs.get("moe_group"))))
+    kwargs.setdefault("expert_dp_comm", "none" if kwargs["world_size"] > 1 else "dp")
+    return kwargs
+
+
+def _gate(gate: Any, target: Target, num_targets: int) -> Any:
+    if isinstance(gate, nn.Module) and num_targets > 1:
+        raise TypeError(
+            f"gate must be a class, function or name: the {num_targets} layers would share the {type(gate).__name__}"
+        )
+    gate = find_gate(gate) if isinstance(gate, str) else gate
+    return functools.partial(gate, **target.gate_kwargs) if target.gate_kwargs else gate
+
+
+def _shared_seed(target: Target, kwargs: dict[str, Any], sizes: tuple[Any, ...]) -> int:
+    """A seed that the ranks of a layer share, after they have agreed that it is one layer."""
+    seed = [int(torch.randint(2**62, ()))]
+    if kwargs["world_size"] > 1:
+        group = find_group(register_group(kwargs.get("moe_group")))
+        check_same(f"{target.path} and d_model, d_hidden, num_experts, top_k", (target.path, *sizes), group)
+        dist.broadcast_object_list(seed, group=group, group_src=0)
+    return seed[0]
+
+
+@contextlib.contextmanager
+def _seeded(device: torch.device, seed: int) -> Iterator[None]:
+    """Random numbers that follow from seed; afterwards the generators are as they were."""
+    is_cuda = device.type == "cuda"
+    with torch.random.fork_rng([device] if is_cuda else []):
+        torch.default_generator.manual_seed(seed)
+        if is_cuda:
+            with torch.cuda.device(device):
+                torch.cuda.manual_seed(seed)
+        yield
+
+
+def _any_parameter(target: Target) -> torch.Tensor:
+    return next(getattr(target.parent, target.attribute).parameters(), torch.empty(0))

@@ -1,0 +1,374 @@
+"""fmoefy: one line turns the MLPs of a Transformer into MoE layers."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar, cast
+
+from torch import nn
+
+from fmoe_ext._sharded import is_dtensor
+from fmoe_ext.distributed import DistributedGroupedDataParallel
+from fmoe_ext.experts import activation_name
+from fmoe_ext.huggingface import dense as huggingface_dense
+from fmoe_ext.huggingface import record as huggingface_record
+from fmoe_ext.models import plain
+from fmoe_ext.models.build import build
+from fmoe_ext.huggingface.saving import replace_of_fmoefied
+from fmoe_ext.megatron import core as megatron_core
+from fmoe_ext.models.padding import heed_attention_masks
+from fmoe_ext.models.recognize import is_linear
+from fmoe_ext.models.target import Options, Target
+from fmoe_ext.layers import FMoE
+from fmoe_ext.transformer import FMoETransformerMLP
+
+KINDS: list[Any] = [megatron_core, huggingface_dense, plain]  # modules that find MLPs, tried in this order
+INITS = ("random", "upcycle")
+WRAPPERS = (nn.parallel.DistributedDataParallel, nn.DataParallel, DistributedGroupedDataParallel)
+
+
+@dataclass(frozen=True)
+class Replaced:
+    """One MLP that fmoefy replaced: its path, the sizes before and after, and what is different."""
+
+    path: str
+    d_model: int
+    dense_d_hidden: int | None
+    d_hidden: int
+    activation: str
+    num_experts: int
+    top_k: int
+    gate: str
+    notes: tuple[str, ...]
+
+    def __repr__(self) -> str:
+        dense = "" if self.dense_d_hidden is None else f" (dense: {self.dense_d_hidden})"
+        text = (
+            f"{self.path}: {self.top_k} of {self.num_experts} experts of {self.d_model} x {self.d_hidden}{dense}, "
+            f"{self.activation}, {self.gate}"
+        )
+        return "; ".join((text, *self.notes))
+
+
+@dataclass(frozen=True)
+class Report:
+    """Report of fmoefy, model.fmoe_report. Parameters count the experts of all ranks.
+
+    parameters_active: those that one token uses, every choice being another expert. left: what looked like an MLP and
+    stays dense, as "path (class): reason". ways_out: the formats in which a Transformers model can be written.
+    """
+
+    kind: str
+    init: str
+    replaced: tuple[Replaced, ...]
+    num_ranks: int
+    parameters_before: int
+    parameters_after: int
+    parameters_active: int
+    left: tuple[str, ...] = ()
+    ways_out: str = ""
+
+    def __repr__(self) -> str:
+        head = (
+            f"fmoefy ({self.kind}, init={self.init!r}): {len(self.replaced)} MLPs became MoE layers on "
+            f"{self.num_ranks} rank(s); parameters {self.parameters_before:,} -> {self.parameters_after:,}, "
+            f"{self.parameters_active:,} of them active"
+        )
+        left = (f"left dense: {why}" for why in self.left)
+        return "\n  ".join((head, *map(repr, self.replaced), *left, *filter(None, (self.ways_out,))))
+
+
+ModelT = TypeVar("ModelT")
+
+
+def fmoefy(
+    model: ModelT,
+    num_experts: int | None = None,
+    distributed_experts: bool = True,
+    hidden_hidden_size: int | None = None,
+    top_k: int | None = None,
+    gate: Any = None,
+    megatron_version: str | None = None,
+    *,
+    fmoe_num_experts: int | None = None,
+    layers: Any = None,
+    init: str = "random",
+    split: int = 1,
+    noise: float = 0.0,
+    activation: str | Callable | None = None,
+    match: Any = None,
+    d_model: int | None = None,
+    load_dense: Any = None,
+    **moe_kwargs: Any,
+) -> ModelT:
+    """Replaces the MLPs of a Transformer, in place, by FMoETransformerMLPs -> the model, with model.fmoe_report.
+
+    model: a dense Hugging Face model, a model with nn.TransformerEncoderLayer or nn.TransformerDecoderLayer, or any
+    other with match=; a list of models gives a list, a tuple a tuple. Do it before wrapping the model for data
+    parallelism and before making the optimizer.
+
+    num_experts, or fmoe_num_experts: experts of each rank, as in FastMoE.
+    distributed_experts: with a process group, its ranks have different experts, num_experts each: wrap the model in
+      fmoe_ext.distributed.DistributedGroupedDataParallel then, not in DistributedDataParallel, which would average
+      them. moe_group=, world_size= choose other ranks than the default group's. False: every rank has all experts, as
+      the Trainer and accelerate need it in several processes, because they use DistributedDataParallel.
+    hidden_hidden_size: hidden units of an expert. None: those of the MLP divided by top_k, or by split.
+    top_k: None is 2, or split. gate: class, function or name of fmoe_ext.gates.GATES; None is SoftmaxGate.
+    layers: which of the MLPs, in the order of the model: a number (negative from the end), a slice, a range or other
+      iterable of numbers, or a function of the number. None: all.
+    match: replaces the search: a class, a pattern of dotted paths ("*.ffn") or a function (path, module). It points
+      at TransformerEncoderLayers, at MLPs, or, with init="random", at any module from one tensor [..., d_model] to
+      another, whose d_model=, hidden_hidden_size= and activation= are then given.
+    activation: None takes that of the MLP. torch.nn.Sequential(torch.nn.ReLU(), torch.nn.Dropout(p)) keeps a dropout
+      between the two linear layers, which the report says is left out otherwise; dropout behind the MLP is kept.
+    init "random": normal, with the standard deviation of the MLP's own weights, biases 0; with one seed the same model
+      on any number of ranks.
+    init "upcycle": the model's first output is that of the dense one. The experts are copies of its MLP (Komatsuzaki
+      et al. 2022, "Sparse Upcycling") or, with split=G, each one of G equal slices of its hidden units, of which every
+      token gets whole sets: top_k is a multiple of G (He et al. 2024, "Upcycling Large Language Models into Mixture
+      of Experts", virtual groups). Equal experts become different because the gate, random at first, sends them
+      different tokens; noise=s adds normal noise of s times the weights' standard deviation to each, which the first
+      output then shows.
+      The weights have to be there before: Megatron loads its checkpoints after the model is built, and copies of
+      random numbers are no upcycling. load_dense: a state dict of the dense model, or a function that loads it into
+      the given model, for instance by megatron.core.dist_checkpointing; done before its MLPs are read.
+    megatron_version: for Megatron-LM, found out if None. moe_kwargs: other arguments of FMoETransformerMLP.
+
+    Transformers models tell their layers which tokens attention_mask leaves out: these reach no gate, expert or loss.
+
+    The balance loss stays with the gates: add weight * fmoe_ext.gates.total_loss(model) to the loss, or have it added
+    under Trainer, TRL, accelerate and Lightning: fmoe_ext.huggingface.training.add_balance_loss.
+    A Transformers model is saved by save_pretrained and loaded by fmoe_ext.huggingface.from_pretrained; to
+    load another saved state dict, fmoefy a model of the dense configuration first.
+    Raises ValueError, and leaves the model as it was, where nothing is found (listing what was looked for), for a
+    model that has MoE layers already (unless match= points elsewhere), for layers that it does not have, and for
+    init="upcycle" with a gate whose weights have no constant sum.
+    Equivalent to: layer.mlp = FMoETransformerMLP(num_experts, d_model, d_hidden, activation) for every layer.
+
+    Example:
+
+        >>> model = torch.nn.TransformerEncoderLayer(d_model=8, nhead=2, dim_feedforward=16, dropout=0.0)
+        >>> x = torch.randn(5, 1, 8)
+        >>> dense = model(x)
+        >>> model = fmoefy(model, num_experts=4, top_k=2, hidden_hidden_size=16, init="upcycle")
+        >>> torch.allclose(model(x), dense, atol=1e-6)
+        True
+    """
+    options = Options(
+        num_experts=_one_of(num_experts, fmoe_num_experts),
+        distributed_experts=distributed_experts,
+        hidden_hidden_size=hidden_hidden_size,
+        top_k=top_k,
+        gate=gate,
+        megatron_version=megatron_version,
+        layers=layers,
+        match=match,
+        init=init,
+        split=split,
+        noise=noise,
+        activation=activation,
+        d_model=d_model,
+        load_dense=load_dense,
+        moe_kwargs=moe_kwargs,
+    )
+    _check(options)
+    result: Any = model
+    if isinstance(model, (list, tuple)):
+        result = type(model)([_replace(chunk, options) for chunk in model])
+    else:
+        result = _replace(result, options)
+    return cast(ModelT, result)
+
+
+def _one_of(num_experts: int | None, fmoe_num_experts: int | None) -> int | None:
+    if num_experts is not None and fmoe_num_experts is not None:
+        raise ValueError(
+            f"num_experts and fmoe_num_experts are one argument, but got {num_experts} and {fmoe_num_experts}"
+        )
+    return fmoe_num_experts if num_experts is None else num_experts
+
+
+def _check(options: Options) -> None:
+    _check_names(options.moe_kwargs)
+    if options.init not in INITS:
+        raise ValueError(f"init must be one of {INITS}, but got {options.init!r}")
+    if options.split < 1:
+        raise ValueError(f"split must be at least 1, but got {options.split}")
+    if options.noise < 0:
+        raise ValueError(f"noise must not be negative, but got {options.noise}")
+    if options.init != "upcycle" and (options.split != 1 or options.noise):
+        raise ValueError('split and noise are for init="upcycle"')
+    if options.load_dense is not None and options.init != "upcycle":
+        raise ValueError(f'load_dense is for init="upcycle", but init is {options.init!r}')
+    if not options.distributed_experts and options.moe_kwargs.keys() & {"moe_group", "world_size"}:
+        raise ValueError("moe_group and world_size are for distributed_experts=True, but it is False")
+
+
+def _check_names(moe_kwargs: Any) -> None:
+    """TypeError, with what may have been meant, for an argument that nothing takes."""
+    callables: tuple[Callable, ...] = (fmoefy, FMoETransformerMLP.__init__, FMoE.__init__)
+    known = [name for function in callables for name in inspect.signature(function).parameters]
+    for name in moe_kwargs:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, 1)
+            hint = (
+                f": did you mean {near[0]}=?" if near else "; other arguments are those of FMoETransformerMLP"
+            )
+            raise TypeError(f"fmoefy takes no argument {name}={hint}")
+
+
+def _replace(model: nn.Module, options: Options) -> nn.Module:
+    _check_model(model, options)
+    if callable(options.load_dense):
+        options.load_dense(model)
+    elif options.load_dense is not None:
+        model.load_state_dict(options.load_dense)
+    kind, targets, left = _find(model, options)
+    return replace(model, kind, _select(targets, options.layers), options, left)
+
+
+def replace(
+    model: Any, kind: str, targets: Sequence[Target], options: Options, left: Sequence[str] = ()
+) -> Any:
+    """Builds the layers of these targets and puts them in their places -> the model, with model.fmoe_report."""
+    parameters_before = _count(model)
+    layers = [build(target, options, len(targets)) for target in targets]
+    modules = [target.wrap(layer) for target, layer in zip(targets, layers, strict=True)]
+    for target, module in zip(targets, modules, strict=True):  # from here on nothing fails
+        module.train(getattr(target.parent, target.attribute).training)
+        _put(model, target, module)
+        target.finish()
+    heed_attention_masks(model)
+    ways_out = huggingface_record.note(model, kind, targets, layers, options)
+    replace_of_fmoefied(model)
+    after = _count(model) + sum((moe.world_size - 1) * _count(moe.experts) for moe in layers)
+    idle = sum((moe.num_experts - moe.top_k) * (_count(moe.experts) // moe.num_expert) for moe in layers)
+    model.fmoe_report = Report(
+        kind=kind,
+        init=options.init,
+        replaced=tuple(map(_describe, targets, layers)),
+        num_ranks=max((moe.world_size for moe in layers), default=1),
+        parameters_before=parameters_before,
+        parameters_after=after,
+        parameters_active=after - idle,
+        left=tuple(left),
+        ways_out=ways_out,
+    )
+    return model
+
+
+def _check_model(model: nn.Module, options: Options) -> None:
+    for path, module in model.named_modules():
+        if isinstance(module, WRAPPERS):
+            raise ValueError(f"fmoefy the model first, then wrap it in {type(module).__name__}")
+        if isinstance(module, FMoE) and options.match is None:
+            raise ValueError(
+                f"the model has MoE layers already, the first at {path!r}: layers= of one call says which MLPs to "
+                "replace, match= points at others"
+            )
+    for name, p in model.named_parameters():
+        if p.is_meta or is_dtensor(p):
+            what = "on the meta device: load the model" if p.is_meta else "sharded: fmoefy the model"
+            raise ValueError(f"fmoefy reads and copies weights, but {name} is {what} first")
+
+
+def add_kind(kind: Any) -> None:
+    """Add a module that finds the MLPs of a kind of model (target.py), tried after Megatron-core; once is enough."""
+    if kind not in KINDS:
+        KINDS.insert(1, kind)
+
+
+def find_targets(model: nn.Module, options: Options) -> tuple[str, list[Target]]:
+    """(name of the model kind, its MLPs); ValueError, listing what was looked for, where there are none."""
+    return _find(model, options)[:2]
+
+
+def _find(model: nn.Module, options: Options) -> tuple[str, list[Target], list[str]]:
+    """find_targets() and, as "path (class): reason", the modules that look like MLPs and cannot be read."""
+    kinds = KINDS if options.match is None else [plain]
+    for kind in kinds:
+        distinct: dict[int, Target] = {}  # a module that the model refers to at two places is one target
+        for target in kind.find(model, options):
+            distinct.setdefault(id(getattr(target.parent, target.attribute)), target)
+        targets = [target for target in distinct.values() if not _is_left(target)]
+        left = [_why_left(target) for target in distinct.values() if _is_left(target)]
+        if targets:
+            if left:
+                warnings.warn(f"{len(left)} MLPs stay dense (fmoe_report.left): {left[0]}", stacklevel=4)
+            return kind.KIND, targets, left
+        if left:
+            raise ValueError(
+                f"fmoefy found no MLP that it can read in {type(model).__name__}; {'; '.join(left[:3])}"
+            )
+    if options.match is not None:
+        raise ValueError(f"match={options.match!r} points at no module of {type(model).__name__}")
+    looked_for = "\n".join(f"* {kind.KIND}: {kind.LOOKED_FOR}" for kind in kinds)
+    raise ValueError(
+        f"{type(model).__name__} has no MLP that fmoefy knows. Say where those of a model of your own are, for example "
+        'match="*.mlp"; for one of Megatron-LM v2.2 to v3.0.2 import fmoe_ext.megatron first. It looked for\n'
+        f"{looked_for}"
+    )
+
+
+def _is_left(target: Target) -> bool:
+    """True for a candidate that cannot be read; the given activation stands in for one that is not known."""
+    return target.is_candidate and bool(target.dense.why_unreadable) and target.dense.w2 is None
+
+
+def _why_left(target: Target) -> str:
+    module = getattr(target.parent, target.attribute)
+    name = type(target.parent if is_linear(module) else module).__name__
+    return f"{target.path} ({name}) looks like an MLP, but {target.dense.why_unreadable}"
+
+
+def _select(targets: list[Target], layers: Any) -> list[Target]:
+    """The targets that layers= asks for."""
+    if layers is None:
+        return targets
+    numbers = [i if target.layer_index is None else target.layer_index for i, target in enumerate(targets)]
+    total = targets[0].num_layers or len(targets)
+    everywhere = range(total)
+    if callable(layers):
+        wanted = {i for i in everywhere if layers(i)}
+    elif isinstance(layers, slice):
+        wanted = set(everywhere[layers])
+    else:
+        asked = [layers] if isinstance(layers, int) else list(layers)
+        for i in asked:
+            if not isinstance(i, int) or not -total <= i < total:
+                raise ValueError(f"layers= must be in [-{total}, {total}), the MLPs found, but has {i!r}")
+        wanted = {i % total for i in asked}
+    if not wanted:
+        raise ValueError(f"layers={layers!r} leaves none of the {total} MLPs")
+    return [target for number, target in zip(numbers, targets, strict=True) if number in wanted]
+
+
+def _put(model: nn.Module, target: Target, module: nn.Module) -> None:
+    """Replaces the target's MLP wherever the model refers to it."""
+    old = getattr(target.parent, target.attribute)
+    places = [(m, name) for m in model.modules() for name, child in m.named_children() if child is old]
+    for parent, name in places:
+        setattr(parent, name, module)
+
+
+def _count(module: nn.Module) -> int:
+    return sum(p.numel() for p in module.parameters())
+
+
+def _describe(target: Target, layer: FMoETransformerMLP) -> Replaced:
+    activation = layer.experts.activation
+    return Replaced(
+        path=target.path,
+        d_model=layer.d_model,
+        dense_d_hidden=target.dense.d_hidden,
+        d_hidden=layer.d_hidden,
+        activation=activation_name(activation) or str(activation),
+        num_experts=layer.num_experts,
+        top_k=layer.top_k,
+        gate=type(layer.gate).__name__,
+        notes=target.notes,
+    )

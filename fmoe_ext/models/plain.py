@@ -1,0 +1,106 @@
+"""fmoefy for plain PyTorch: nn.TransformerEncoderLayer, nn.TransformerDecoderLayer, and whatever match= points at."""
+
+from __future__ import annotations
+
+import fnmatch
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fmoe_ext.models.recognize import read_mlp, read_pair
+from fmoe_ext.models.target import Options, Target
+from fmoe_ext.layers import FMoE
+
+KIND = "plain PyTorch"
+LOOKED_FOR = "nn.TransformerEncoderLayer, nn.TransformerDecoderLayer, or the modules that match= points at"
+LAYERS = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
+
+
+def find(model: nn.Module, options: Options) -> list[Target]:
+    """PyTorch's Transformer layers, or what match= points at, in the order of the model."""
+    matches = _is_layer if options.match is None else _matcher(options.match)
+    encoders = [m for m in model.modules() if isinstance(m, nn.TransformerEncoder)]
+    return list(_walk(model, matches, encoders, "", None, "", options.activation))
+
+
+def _walk(
+    module: nn.Module,
+    matches: Callable[[str, nn.Module], bool],
+    encoders: list[nn.TransformerEncoder],
+    path: str,
+    parent: Any,
+    attribute: str,
+    activation: Any,
+) -> Iterator[Target]:
+    """Targets in the order of the model; nothing inside a match or an MoE layer is looked at."""
+    if isinstance(module, FMoE):
+        return
+    if matches(path, module):
+        if isinstance(module, LAYERS):
+            yield _of_torch_layer(path, module, encoders)
+            return
+        if parent is None:
+            raise ValueError("match= points at the model itself, which cannot be replaced inside itself")
+        reading = read_mlp(module, activation)
+        yield Target(path, parent, attribute, reading.dense, reading.wrap, notes=reading.notes)
+        return
+    for name, child in module.named_children():
+        inside = f"{path}.{name}" if path else name
+        yield from _walk(child, matches, encoders, inside, module, name, activation)
+
+
+def _is_layer(path: str, module: nn.Module) -> bool:
+    return isinstance(module, LAYERS)
+
+
+def _matcher(match: Any) -> Callable[[str, nn.Module], bool]:
+    """match(path, module) for a class, a tuple of classes, a pattern of paths or a function of both."""
+    if isinstance(match, str):
+        return lambda path, module: fnmatch.fnmatchcase(path, match)
+    if isinstance(match, (type, tuple)):
+        return lambda path, module: isinstance(module, match)
+    if callable(match):
+        return match
+    raise TypeError(
+        f"match must be a class, a pattern of paths or a function (path, module), but got {match!r}"
+    )
+
+
+def _of_torch_layer(path: str, layer: Any, encoders: list[nn.TransformerEncoder]) -> Target:
+    """The layer's own forward goes on to be used: linear1 becomes the MoE layer, what follows it does nothing."""
+
+    def finish() -> None:
+        layer.linear2 = nn.Identity()
+        layer.activation = nn.Identity()
+        layer.dropout = nn.Identity()
+        if isinstance(layer, nn.TransformerEncoderLayer):
+            # Evaluation must not take torch's fused path, which reads linear1.weight.
+            layer.activation_relu_or_gelu = 0
+            for encoder in encoders:
+                if any(m is layer for m in encoder.layers):
+                    encoder.use_nested_tensor = False
+
+    dense, _ = read_pair(
+        layer, (layer.linear1, layer.linear2), layer.activation, functools.partial(_call, layer)
+    )
+    if dense.why_unreadable:
+        raise ValueError(
+            f"{path or type(layer).__name__} is no MLP between its norms: {dense.why_unreadable}"
+        )
+    p = layer.dropout.p
+    notes = (f"its dropout ({p}) between the linear layers is left out",) if p > 0 else ()
+    return Target(f"{path}.linear1".lstrip("."), layer, "linear1", dense, finish=finish, notes=notes)
+
+
+def _call(layer: Any, x: Tensor) -> Tensor:
+    """The layer on tokens x, not by torch's fused path, which calls no linear layer."""
+    was_enabled = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        result: Tensor = layer(x) if isinstance(layer, nn.TransformerEncoderLayer) else layer(x, x)
+        return result
+    finally:
+        torch.backends.mha.set_fastpath_enabled(was_enabled)

@@ -1,0 +1,394 @@
+"""Reads a dense MLP out of a module by watching it compute: its linear maps, its activation, its dropout.
+
+A probe runs the module while its linear layers return known float64 numbers, so that every step between them is
+checked to float64 whatever the dtype and size of the weights. Each linear layer is then checked on its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fmoe_ext import ops
+from fmoe_ext.experts import GatedActivation, SquaredReLU, activation_name
+from fmoe_ext.models.target import DenseMLP
+from fmoe_ext.linear import DTYPES
+
+PLAIN = ("gelu", "gelu_tanh", "relu", "silu", "relu2")
+GATED = MappingProxyType({"silu": "swiglu", "gelu": "geglu", "gelu_tanh": "geglu_tanh"})
+UNFUSED_GATES = MappingProxyType({"relu": nn.ReLU, "relu2": SquaredReLU})  # of PLAIN, those not in GATED
+DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+
+
+class UnreadableError(Exception):
+    """The reason why a module cannot be read as an MLP."""
+
+
+class _EnoughError(BaseException):
+    """Ends a probe at its last linear layer; no `except Exception` of a model stops it."""
+
+
+@dataclass(frozen=True)
+class Reading:
+    """The MLP that read_mlp() found, the dropout modules behind it, and what the MoE layer will not have."""
+
+    dense: DenseMLP
+    after: tuple[nn.Module, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    def wrap(self, moe: nn.Module) -> nn.Module:
+        """The MoE layer with the dropout that follows the MLP."""
+        return nn.Sequential(moe, *self.after) if self.after else moe
+
+
+def is_linear(module: Any) -> bool:
+    """True for nn.Linear and for the Conv1D of Transformers (GPT-2), whose weight is transposed."""
+    return isinstance(module, nn.Linear) or _is_conv1d(module)
+
+
+def _is_conv1d(module: Any) -> bool:
+    return type(module).__name__ == "Conv1D" and hasattr(module, "nf")
+
+
+def weight_shape(linear: Any) -> tuple[int, ...]:
+    """(out, in) of a linear module."""
+    return tuple(linear.weight.shape)[:: -1 if _is_conv1d(linear) else 1]
+
+
+def simplify(activation: str | Callable) -> str | Callable:
+    """The name of ops.expert_mlp for an activation that computes the same; the activation itself if there is none."""
+    name = activation_name(activation)
+    if name is not None:
+        return name
+    if isinstance(activation, nn.Module) and (
+        list(activation.parameters()) or any(isinstance(m, DROPOUTS) for m in activation.modules())
+    ):
+        return activation
+    probe = torch.linspace(-60, 60, 961, dtype=torch.float64)  # wide: some activations clip
+    value = _value(activation, probe)
+    if value is not None:
+        for name in PLAIN:
+            if (value - ops.ACTIVATIONS[name](probe)).abs().max() <= 1e-13:
+                return name
+    return activation
+
+
+def read_mlp(module: nn.Module, activation: str | Callable | None = None) -> Reading:
+    """The Reading of a module that maps [..., d_model] to itself through two linear maps, or three if gated.
+
+    The input of the last linear layer must be the activation of what the others return: an activation that the module
+    has, one of PLAIN or GATED, or the given one. A module that does anything else gets a Reading whose
+    dense.why_unreadable gives the reason; if that is the activation alone and one is given, dense has the sizes and
+    weights all the same.
+    """
+    linears = [m for m in module.modules() if is_linear(m)]
+    try:
+        return _read(module, linears, activation)
+    except UnreadableError as why:
+        d_model = weight_shape(linears[0])[1] if linears else None
+        return Reading(DenseMLP(d_model, None, None, why_unreadable=str(why)))
+
+
+def read_pair(
+    module: nn.Module, pair: tuple[nn.Module, nn.Module], activation: Callable, call: Callable[[Tensor], Any]
+) -> tuple[DenseMLP, bool]:
+    """The MLP of two linear layers and an activation inside a larger module -> (MLP, its input is that of call).
+
+    call(x [2, 3, d_model]) runs the part of the module that has both. Only the activation may lie between them. What
+    comes before the first and after the second is not checked: the caller leaves it in its place.
+    """
+    try:
+        (w1, b1), (w2, b2) = map(weight_and_bias, pair)
+        with _probing(module, w1) as x:
+            module.eval()
+            run = _watch(module, pair, call, x, to_the_end=False)
+            if [m for m, _, _ in run.linears] != list(pair):
+                raise UnreadableError("it does not call its two linear layers one after the other")
+            (_, entering, h), (_, hidden, _) = run.linears
+            if _misfit(activation, [h], hidden, True) > 1:
+                raise UnreadableError("more than the activation lies between its two linear layers")
+    except UnreadableError as why:
+        return DenseMLP(None, None, simplify(activation), why_unreadable=str(why)), False
+    dense = DenseMLP(w1.shape[1], w2.shape[1], simplify(activation), w1, b1, w2, b2)
+    return dense, _is_same(entering, x)
+
+
+def weight_and_bias(linear: Any) -> tuple[Tensor, Tensor | None]:
+    """weight [out, in] and bias [out] or None, detached; UnreadableError unless the layer computes just that."""
+    weight, bias = linear.weight.detach(), linear.bias
+    if hasattr(weight, "__tensor_flatten__") or weight.dtype not in DTYPES:
+        kind = weight.dtype if type(weight) in (Tensor, nn.Parameter) else type(weight).__name__
+        raise UnreadableError(f"its weights are {kind}")
+    weight = weight.t() if _is_conv1d(linear) else weight
+    bias = None if bias is None else bias.detach()
+    with _probing(linear, weight) as x:
+        linear.eval()
+        value, expected = _run(linear, x), F.linear(x, weight, bias)
+        eps = torch.finfo(x.dtype).eps  # sums of low precision are float32, then rounded
+        sizes = float(x.norm(dim=-1).max() * weight.norm(dim=-1).max())
+        limit = 4 * eps * expected.abs() + 16 * min(eps, torch.finfo(torch.float32).eps) * sizes
+    is_tensor = isinstance(value, Tensor) and value.shape == expected.shape
+    if not is_tensor or bool(((value - expected).abs() > limit).any()):
+        raise UnreadableError(f"a {type(linear).__name__} in it computes more than its weight and bias")
+    return weight, bias
+
+
+def _read(module: nn.Module, linears: list[nn.Module], given: str | Callable | None) -> Reading:
+    if len(linears) not in (2, 3):
+        raise UnreadableError(f"it has {len(linears)} linear layers, where an MLP has 2, or 3 if it is gated")
+    weights = {m: weight_and_bias(m) for m in linears}
+    with _probing(module, weights[linears[0]][0]) as x:
+        module.eval()
+        run = _watch(module, linears, module, x)
+        _check_structure(run, x, linears)
+        *first, (last, hidden, _) = run.linears
+        activation, gate_first, why = _activation_or_why(module, [h for _, _, h in first], hidden, given)
+        module.train()
+        train = run if why else _watch(module, linears, module, x)
+    if not gate_first:
+        first.reverse()
+    w1: Any = tuple(weights[m][0] for m, _, _ in first)
+    biases: list[Any] = [weights[m][1] for m, _, _ in first]
+    if len({b is None for b in biases}) > 1:
+        raise UnreadableError("one of its first linear layers has a bias and the other has none")
+    b1 = None if biases[0] is None else torch.cat(biases)
+    w2, b2 = weights[last]
+    d_hidden = w2.shape[1]
+    if len(first) == 1:
+        w1 = w1[0]
+        if not gate_first:
+            up, gate = w1.split(d_hidden)
+            w1 = (gate, up)
+            b1 = None if b1 is None else b1.roll(d_hidden)
+    dense = DenseMLP(w2.shape[0], d_hidden, activation, w1, b1, w2, b2, why_unreadable=why)
+    return Reading(dense, train.dropouts_after, _dropout_notes(run, train))
+
+
+@dataclass
+class _Run:
+    """One call of a module whose linear layers return random numbers."""
+
+    linears: list[tuple[nn.Module, Tensor, Tensor]] = field(default_factory=list)  # (module, input, output)
+    dropouts: list[tuple[nn.Module, int]] = field(
+        default_factory=list
+    )  # (module, number of linears before it)
+    output: Any = None
+
+    @property
+    def dropouts_after(self) -> tuple[nn.Module, ...]:
+        return tuple(m for m, num_before in self.dropouts if num_before == len(self.linears))
+
+
+@contextlib.contextmanager
+def _probing(module: nn.Module, weight: Tensor) -> Iterator[Tensor]:
+    """Random tokens [2, 3, in] like weight [out, in]; afterwards modes and random generators are as they were."""
+    generator = torch.Generator("cpu").manual_seed(0)
+    x = torch.randn(2, 3, weight.shape[1], device="cpu", generator=generator).to(weight)
+    modes = [(m, m.training) for m in module.modules()]
+    try:
+        with torch.no_grad(), torch.random.fork_rng([x.device] if x.is_cuda else []):
+            yield x
+    finally:
+        for m, training in modes:
+            m.training = training
+
+
+def _watch(
+    module: nn.Module,
+    linears: Sequence[nn.Module],
+    call: Callable[[Tensor], Any],
+    x: Tensor,
+    to_the_end: bool = True,
+) -> _Run:
+    """Calls call(x) while the linear layers return random numbers, and notes their inputs."""
+    try:
+        return _watch_in(torch.float64, module, linears, call, x, to_the_end)
+    except UnreadableError:  # a layer between them may take the dtype of the model only
+        return _watch_in(x.dtype, module, linears, call, x, to_the_end)
+
+
+def _watch_in(
+    dtype: torch.dtype,
+    module: nn.Module,
+    linears: Sequence[nn.Module],
+    call: Callable[[Tensor], Any],
+    x: Tensor,
+    to_the_end: bool,
+) -> _Run:
+    """dtype: that of the numbers of all linear layers but the last, whose dtype is that of its weight."""
+    run, generator = _Run(), torch.Generator("cpu").manual_seed(1)
+    hooks = [
+        m.register_forward_hook(lambda m, *_: run.dropouts.append((m, len(run.linears))))
+        for m in module.modules()
+        if isinstance(m, DROPOUTS)
+    ]
+
+    def answer(m: Any, x: Tensor) -> Tensor:
+        size = weight_shape(m)[0]
+        y = 2 * torch.randn(*x.shape[:-1], size, dtype=torch.float64, device="cpu", generator=generator)
+        y[..., ::8] *= 8  # some are large: activations may clip
+        is_last = len(run.linears) == len(linears) - 1
+        y = y.to(x.device, m.weight.dtype if is_last else dtype)
+        run.linears.append((m, x.clone(), y))
+        if is_last and not to_the_end:
+            raise _EnoughError
+        return y.clone()
+
+    try:
+        with _forwards_by(answer, linears), contextlib.suppress(_EnoughError):
+            run.output = _run(call, x)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    if not run.linears:
+        raise UnreadableError("it does not call its linear layers")
+    return run
+
+
+@contextlib.contextmanager
+def _forwards_by(answer: Callable[[Any, Tensor], Tensor], modules: Sequence[Any]) -> Iterator[None]:
+    """Puts answer(module, x) in the place of the forwards of modules."""
+    own_forwards = {m: vars(m).get("forward") for m in modules}
+    try:
+        for m in modules:
+            m.forward = functools.partial(answer, m)
+        yield
+    finally:
+        for m, forward in own_forwards.items():
+            vars(m).pop("forward", None)
+            if forward is not None:
+                m.forward = forward
+
+
+def _run(call: Callable[[Tensor], Any], x: Tensor) -> Any:
+    try:
+        return call(x)
+    except Exception as error:  # an unknown module may raise anything
+        raise UnreadableError(f"calling it with one tensor {list(x.shape)} fails: {error}") from error
+
+
+def _check_structure(run: _Run, x: Tensor, linears: list[nn.Module]) -> None:
+    if len(run.linears) != len(linears) or {m for m, _, _ in run.linears} != set(linears):
+        raise UnreadableError(f"it calls linear layers {len(run.linears)} times, but has {len(linears)}")
+    *first, (_, _, y) = run.linears
+    if not all(_is_same(entering, x) for _, entering, _ in first):
+        raise UnreadableError("its first linear layer is not applied to its input")
+    if not isinstance(run.output, Tensor) or run.output.shape != x.shape:
+        raise UnreadableError("it does not return one tensor of the shape of its input")
+    if not _is_same(run.output, y):
+        raise UnreadableError("something other than dropout follows its last linear layer")
+
+
+def _is_same(value: Any, x: Tensor) -> bool:
+    """True if value holds the numbers of x, up to its shape and dtype."""
+    return (
+        isinstance(value, Tensor)
+        and value.numel() == x.numel()
+        and torch.equal(value.reshape(x.shape), x.to(value.dtype))
+    )
+
+
+def _activation_or_why(
+    module: nn.Module, first: list[Tensor], hidden: Tensor, given: str | Callable | None
+) -> tuple[str | Callable | None, bool, str]:
+    """(activation, True if the gate comes before up, ""); (None, True, why) where none fits the given one."""
+    try:
+        return *_find_activation(module, first, hidden, given), ""
+    except UnreadableError as why:
+        if given is None:
+            raise
+        return None, True, str(why)
+
+
+def _find_activation(
+    module: nn.Module, first: Sequence[Tensor], hidden: Tensor, given: str | Callable | None
+) -> tuple[str | Callable, bool]:
+    """(activation, True if the gate comes before up): hidden is the activation of what the first maps return."""
+    if len(first) == 1 and first[0].shape[-1] == 2 * hidden.shape[-1]:
+        first = first[0].chunk(2, -1)
+    if any(h.numel() != hidden.numel() for h in first):
+        raise UnreadableError(
+            "what goes into its last linear layer has another shape than what its first give"
+        )
+    candidates = [*_own(module), *(() if given is None else (_ungated(given),)), *PLAIN]
+    pairs = [(act, order) for act in candidates for order in (True, False)]
+    misfits = [_misfit(act, first, hidden, order) for act, order in pairs]
+    best = min(range(len(pairs)), key=misfits.__getitem__)
+    if not misfits[best] <= 1:
+        raise UnreadableError(
+            f"between its linear layers it computes none of {', '.join(PLAIN)}, plain or gated"
+        )
+    activation, gate_first = pairs[best]
+    if len(first) == 1:
+        return activation, True
+    if isinstance(activation, str) and activation in GATED:
+        return GATED[activation], gate_first
+    gate = UNFUSED_GATES[activation]() if isinstance(activation, str) else activation
+    return GatedActivation(gate), gate_first
+
+
+def _ungated(activation: str | Callable) -> str | Callable:
+    """The activation that a gated one of GATED applies to its gate; another one itself."""
+    plain = {gated: plain for plain, gated in GATED.items()}
+    return plain[activation] if isinstance(activation, str) and activation in plain else simplify(activation)
+
+
+def _own(module: nn.Module) -> Iterator[str | Callable]:
+    """The activations that a module holds, as submodules or as functions with `act` in their names."""
+    for m in module.modules():
+        if m is not module and not list(m.children()) and not is_linear(m) and not isinstance(m, DROPOUTS):
+            yield simplify(m)
+        for name, value in vars(m).items():
+            if "act" in name and callable(value) and not isinstance(value, (nn.Module, type)):
+                yield simplify(value)
+
+
+def _misfit(activation: Any, first: Sequence[Tensor], hidden: Tensor, gate_first: bool) -> float:
+    """Largest error of the activation of first against hidden, in units of what rounding explains."""
+    gate, *up = first if gate_first else first[::-1]
+    value = _value(
+        ops.ACTIVATIONS.get(activation, activation) if isinstance(activation, str) else activation, gate
+    )
+    if value is None or value.numel() != hidden.numel():
+        return float("inf")
+    value = (value * up[0] if up else value).reshape(hidden.shape).double()
+    size = value.abs()
+    if gate.dtype == torch.float64:
+        limit = 64 * torch.finfo(torch.float64).eps * size.max()
+    else:
+        limit = (
+            4
+            * torch.finfo(gate.dtype).eps
+            * (size + (gate * up[0] if up else gate).abs().reshape(size.shape))
+        )
+    if hidden.dtype != gate.dtype:  # the module has cast it
+        limit = limit + 4 * torch.finfo(hidden.dtype).eps * size
+    return ((value - hidden.double()).abs() / limit.clamp(min=torch.finfo(torch.float32).tiny)).max().item()
+
+
+def _value(function: Any, x: Tensor) -> Tensor | None:
+    """function(x); None if it cannot be called so or gives something else than a tensor of that shape."""
+    try:
+        with torch.no_grad():
+            value = function(x.clone())
+    except (RuntimeError, TypeError, ValueError, IndexError, AttributeError):
+        return None
+    return value if isinstance(value, Tensor) and value.shape == x.shape else None
+
+
+def _dropout_notes(run: _Run, train: _Run) -> tuple[str, ...]:
+    """The dropout of the module that the MoE layer will not have: what differs in training."""
+    notes = []
+    if not torch.equal(train.linears[-1][1], run.linears[-1][1]):
+        notes.append("its dropout between the linear layers is left out")
+    if not train.dropouts_after and not _is_same(train.output, train.linears[-1][2]):
+        notes.append("its dropout after the last linear layer is left out")
+    return tuple(notes)

@@ -1,0 +1,212 @@
+"""Expected step times of an expert-parallel layer on machines that are not here.
+
+    fmoe simulate --ranks 8 64 1024 --network ib-ndr
+    fmoe simulate --loads out/load.jsonl --ranks 16
+
+Replays loads (what balance.write recorded, or a JSON list of steps, each a list of rows for each expert; without a
+file: drawn, skewed and drifting) through the policies of this package and prints the expected time of a layer's forward
+and backward under each.
+Policies see the load of the step before, as in training. Model: ep/cost.py. With --ranks-per-node a rank has --network
+to the others of its node and to other nodes its share of the node's cards, each a --node-network.
+"""
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import TypeAlias
+
+import torch
+
+from fmoe_ext._cli import positive_int, run
+from fmoe_ext.ep.cost import Hardware, Layer, step_time
+from fmoe_ext.planning.placement import plan
+from fmoe_ext.ep.shadowing import choose_shadows
+
+# Steps, each with the rows of every expert.
+Loads: TypeAlias = list[list[int]]
+
+# Bytes a second of one rank in one direction, as the makers state them, times 0.8 for what is reached in practice.
+NETWORKS = MappingProxyType(
+    {
+        "nvlink": 0.8 * 450e9,
+        "ib-ndr": 0.8 * 50e9,
+        "ib-hdr": 0.8 * 25e9,
+        "ethernet-100g": 0.8 * 12.5e9,
+        "ethernet-25g": 0.8 * 3.125e9,
+    }
+)
+# FLOP a second that expert GEMMs reach: about half of the peak in bfloat16 (V100: float32).
+DEVICES = MappingProxyType({"h100": 400e12, "a100": 150e12, "v100": 11.5e12})
+
+
+def draw_loads(num_steps: int, num_experts: int, num_rows: int, skew: float, seed: int = 0) -> Loads:
+    """Loads whose expert popularity falls as rank^-skew and drifts by a tenth of the experts' order a step."""
+    generator = torch.Generator().manual_seed(seed)
+    weights = torch.arange(1, num_experts + 1, dtype=torch.float64) ** -skew
+    order = torch.randperm(num_experts, generator=generator)
+    loads = []
+    for _ in range(num_steps):
+        a, b = torch.randint(0, num_experts, (2, max(1, num_experts // 10)), generator=generator)
+        order[a], order[b] = order[b].clone(), order[a].clone()
+        drawn = torch.poisson(weights * (num_rows / weights.sum()), generator=generator)
+        loads.append(drawn[order].long().tolist())
+    return loads
+
+
+def read_loads(path: Path, layer: str | None = None) -> Loads:
+    """Recorded loads: steps, each with the rows of every expert.
+
+    path: JSON lines {"layers": {gate: {"tokens_per_expert": [E]}}}, as balance.write appends them, of which one gate's
+    are taken; or one JSON list of lists. Raises ValueError if there is no such gate or the number of experts changes.
+    """
+    text = path.read_text()
+    try:
+        if text.lstrip().startswith("{"):
+            records = [json.loads(line)["layers"] for line in text.splitlines() if line.strip()]
+            layer = layer or next(iter(records[0]))
+            if any(layer not in record for record in records):
+                raise ValueError(f"{path} has no layer {layer!r} in every step, but {', '.join(records[0])}")
+            loads = [list(record[layer]["tokens_per_expert"]) for record in records]
+        else:
+            loads = [list(load) for load in json.loads(text)]
+    except (KeyError, TypeError, AttributeError, StopIteration, json.JSONDecodeError) as error:
+        raise ValueError(f"{path} has no recorded loads ({type(error).__name__}: {error})") from None
+    numbers = all(isinstance(rows, int) and rows >= 0 for load in loads for rows in load)
+    if not numbers or not loads or not loads[0] or any(len(load) != len(loads[0]) for load in loads):
+        raise ValueError(f"{path} must be steps with one number for each expert")
+    return loads
+
+
+def simulate(
+    loads: Loads, num_ranks: int, layer: Layer, hardware: Hardware, num_chunks: int, every: int
+) -> dict[str, float]:
+    """{policy: mean seconds of a step}; placement is planned again every `every` steps and then moves experts."""
+    num_local = len(loads[0]) // num_ranks
+    in_place = list(range(len(loads[0])))
+    window = [0] * len(in_place)
+    sums = dict.fromkeys(("none", "overlap", "shadowing", "overlap + shadowing", "placement", "all"), 0.0)
+    last = None
+    for step, load in enumerate(loads):
+        moving = 0.0
+        if last is not None and step % every == 0:
+            order = plan(window, num_ranks, in_place)
+            arriving = [
+                sum(order[p] not in in_place[r * num_local : (r + 1) * num_local] for p in places)
+                for r, places in enumerate(_places(num_ranks, num_local))
+            ]
+            # parameters and two moments of Adam in float32
+            moving = (
+                max(arriving) * layer.expert_bytes * (1 + 8 / layer.bytes_per_element) / hardware.bandwidth
+            )
+            in_place, window = order, [0] * len(in_place)
+        shadows = () if last is None else choose_shadows(last, num_ranks, layer, hardware)
+        plain = step_time(load, num_ranks, layer, hardware)
+        shadowed = step_time(load, num_ranks, layer, hardware, shadows)
+        placed_load = [load[e] for e in in_place]
+        placed_shadows: tuple[int, ...] = ()
+        if last is not None:
+            placed_shadows = choose_shadows([last[e] for e in in_place], num_ranks, layer, hardware)
+        placed = step_time(placed_load, num_ranks, layer, hardware)
+        everything = step_time(placed_load, num_ranks, layer, hardware, placed_shadows)
+        sums["none"] += plain.total
+        sums["overlap"] += plain.overlapped(num_chunks)
+        sums["shadowing"] += shadowed.total
+        sums["overlap + shadowing"] += shadowed.overlapped(num_chunks)
+        sums["placement"] += placed.total + moving
+        sums["all"] += everything.overlapped(num_chunks) + moving
+        last = load
+        window = [a + b for a, b in zip(window, load, strict=True)]
+    return {policy: total / len(loads) for policy, total in sums.items()}
+
+
+def _places(num_ranks: int, num_local: int) -> list[range]:
+    return [range(r * num_local, (r + 1) * num_local) for r in range(num_ranks)]
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="fmoe simulate",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--loads", type=Path, help="recorded loads: JSON lines of fmoe_ext.balance.write, or a JSON list")
+    add(
+        "--layer",
+        help="the gate whose loads to replay, where --loads has several; the first one if not given",
+    )
+    add("--ranks", type=positive_int, nargs="+", default=[8, 64, 256, 1024])
+    add("--experts-per-rank", type=positive_int, default=4)
+    add("--tokens", type=positive_int, default=8192, help="of each rank")
+    add("--d-model", type=positive_int, default=2048)
+    add("--d-hidden", type=positive_int, default=4096)
+    add("--gated", action="store_true", help="experts with a gate, of three matrices (SwiGLU)")
+    add("--top-k", type=positive_int, default=2)
+    add("--exchange", choices=("choice", "token", "node"), default="choice")
+    add("--network", choices=sorted(NETWORKS), nargs="+", default=list(NETWORKS))
+    add("--ranks-per-node", type=positive_int, help="all ranks are on one node if not given")
+    add("--node-network", choices=sorted(NETWORKS), default="ib-ndr", help="of a network card")
+    add("--cards-per-node", type=positive_int, help="one for each rank if not given")
+    add("--latency", type=float, default=0.0, help="microseconds of an exchange inside a node")
+    add("--node-latency", type=float, default=0.0, help="microseconds of an exchange between nodes")
+    add("--device", choices=sorted(DEVICES), default="h100")
+    add("--skew", type=float, default=0.6, help="of drawn loads; 0 is even")
+    add("--steps", type=positive_int, default=40)
+    add("--chunks", type=positive_int, default=4, help="overlap_degree")
+    add("--every", type=positive_int, default=20, help="steps between placements")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = build_parser()
+    options = parser.parse_args(argv)
+    loads = None
+    if options.loads is not None:
+        try:
+            loads = read_loads(options.loads, options.layer)
+        except (OSError, ValueError) as error:
+            parser.error(f"--loads: {error}")
+    num_matrices = 3 if options.gated else 2
+    layer = Layer(options.d_model, options.d_hidden, num_matrices, 2, options.top_k, options.exchange)
+    for num_ranks in options.ranks:
+        num_experts = len(loads[0]) if loads else num_ranks * options.experts_per_rank
+        if (
+            options.ranks_per_node
+            and num_ranks > options.ranks_per_node
+            and num_ranks % options.ranks_per_node
+        ):
+            parser.error(f"{num_ranks} ranks are not whole nodes of {options.ranks_per_node}")
+        if num_experts % num_ranks:
+            parser.error(f"{num_experts} experts cannot be spread evenly over {num_ranks} ranks")
+        rows = num_ranks * options.tokens * options.top_k
+        drawn = loads or draw_loads(options.steps, num_experts, rows, options.skew)
+        for network in options.network:
+            hardware = _hardware(options, network)
+            times = simulate(drawn, num_ranks, layer, hardware, options.chunks, options.every)
+            show(f"{num_ranks} ranks, {network}", times)
+
+
+def _hardware(options: argparse.Namespace, network: str) -> Hardware:
+    size = options.ranks_per_node
+    share = 1.0 if size is None else (options.cards_per_node or size) / size
+    return Hardware(
+        NETWORKS[network],
+        DEVICES[options.device],
+        latency=options.latency * 1e-6,
+        ranks_per_node=size,
+        node_bandwidth=share * NETWORKS[options.node_network],
+        node_latency=options.node_latency * 1e-6,
+    )
+
+
+def show(title: str, times: dict[str, float]) -> None:
+    """Print the milliseconds of each policy, and its speed-up over "none"."""
+    print(f"{title}: ms a layer and step (speed-up)")
+    for policy, seconds in times.items():
+        print(f"  {policy:20} {seconds * 1e3:10.3f}  {times['none'] / seconds:5.2f}x")
+
+
+if __name__ == "__main__":
+    run(main)
