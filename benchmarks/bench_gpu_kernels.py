@@ -18,8 +18,7 @@ from pathlib import Path
 import torch
 
 from benchmarks import bench_gpu_layer, common, gpu_peers, gpu_timing, roofline
-from fmoe_ext import frozen
-from fmoe_ext import ops
+from fmoe_ext import frozen, ops
 from fmoe_ext.frozen.mxfp4_gemm import mxfp4_gemm
 
 SHAPES = (

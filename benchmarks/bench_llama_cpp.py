@@ -17,11 +17,10 @@ import numpy as np
 import torch
 import transformers
 
-from fmoe_ext import frozen
 import fmoe_ext
 from benchmarks import common
 from benchmarks.bench_stream import SHAPE
-from fmoe_ext import ops
+from fmoe_ext import frozen
 from fmoe_ext.checkpoint.families import FAMILIES
 from fmoe_ext.formats.gguf import write_facts
 from tests.integrations import llama_cpp

@@ -15,8 +15,7 @@ from transformers import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
 from benchmarks import common
-from fmoe_ext import lora
-from fmoe_ext import huggingface
+from fmoe_ext import huggingface, lora
 
 PARAMETERS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 CASES = {  # experts implementation, adapters, fused

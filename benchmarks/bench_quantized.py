@@ -15,8 +15,7 @@ from pathlib import Path
 import torch
 
 from benchmarks import common
-from fmoe_ext import frozen
-from fmoe_ext import ops
+from fmoe_ext import frozen, ops
 from fmoe_ext.adapters import Lora
 from fmoe_ext.frozen import FORMATS
 

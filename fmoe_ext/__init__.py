@@ -1,23 +1,43 @@
 """fmoe_ext: Mixture-of-Experts training for PyTorch."""
 
 import importlib
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from fmoe_ext import balance, distributed, gates, ops
+from fmoe_ext import distributed, gates, ops
 from fmoe_ext.distributed import DistributedGroupedDataParallel
-from fmoe_ext.gates import BaseGate, BiasedSoftmaxGate, DCGate, ExpertChoiceGate, FasterGate, GShardGate, HashGate, NaiveGate, NoisyGate, QuantileGate, SigmoidGate, SinkhornGate, SoftmaxGate, SqrtSoftplusGate, SwipeGate, SwitchGate, UniformGate, ZeroGate
-from fmoe_ext.balance import RoutingReplay
-from fmoe_ext.models.fmoefy import fmoefy
+from fmoe_ext.gates import (
+    BaseGate,
+    BiasedSoftmaxGate,
+    DCGate,
+    ExpertChoiceGate,
+    FasterGate,
+    GShardGate,
+    HashGate,
+    NaiveGate,
+    NoisyGate,
+    QuantileGate,
+    SigmoidGate,
+    SinkhornGate,
+    SoftmaxGate,
+    SqrtSoftplusGate,
+    SwipeGate,
+    SwitchGate,
+    UniformGate,
+    ZeroGate,
+)
 from fmoe_ext.layers import FMoE
 from fmoe_ext.linear import FMoELinear
+from fmoe_ext.models.fmoefy import fmoefy
 from fmoe_ext.ops import batch_invariant, use_batch_invariant
 from fmoe_ext.tokens import packed_sequences, token_ids, valid_tokens
 from fmoe_ext.transformer import FMoETransformerMLP
 
 if TYPE_CHECKING:
-    from fmoe_ext import audit, checkpoint
-    from fmoe_ext.formats import export, import_model
+    from fmoe_ext import audit, balance, checkpoint, frozen
+    from fmoe_ext.balance import RoutingReplay
     from fmoe_ext.finetune.streaming import stream
+    from fmoe_ext.formats import export, import_model
 
 __version__ = "0.1.0"
 __all__ = [
@@ -51,6 +71,7 @@ __all__ = [
     "distributed",
     "export",
     "fmoefy",
+    "frozen",
     "gates",
     "import_model",
     "ops",
@@ -61,18 +82,24 @@ __all__ = [
     "valid_tokens",
 ]
 
-# Modules that are imported when they are asked for: some bring torch.distributed.checkpoint or grpc.
+# Rooms, imported when they are asked for: some bring torch.distributed.checkpoint or grpc.
 _ROOMS = (
-    *("audit", "checkpoint", "compat", "cpu", "gpu"),
-    *("lora", "megatron", "optim", "pipeline", "remote", "testing"),
+    *("audit", "balance", "checkpoint", "compat", "cpu", "finetune", "formats", "frozen", "gpu"),
+    *("huggingface", "lora", "megatron", "optim", "pipeline", "planning", "remote", "testing"),
+)
+_OF_ROOMS = MappingProxyType(
+    {
+        "RoutingReplay": "fmoe_ext.balance",
+        "export": "fmoe_ext.formats",
+        "import_model": "fmoe_ext.formats",
+        "stream": "fmoe_ext.finetune.streaming",
+    }
 )
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("export", "import_model"):
-        return getattr(importlib.import_module("fmoe_ext.formats"), name)
-    if name == "stream":
-        return importlib.import_module("fmoe_ext.finetune.streaming").stream
+    if name in _OF_ROOMS:
+        return getattr(importlib.import_module(_OF_ROOMS[name]), name)
     if name in _ROOMS:
         return importlib.import_module(f"fmoe_ext.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -2,15 +2,22 @@
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from fmoe_ext.adapters import Lora
 from fmoe_ext import ops
 
 _KEY = "_fmoe_ext_adapters"  # adapters that wait for a module's call, in its __dict__
+
+
+class Lora(NamedTuple):
+    """The adapter of a weight [E, out, in]: weight + scale * b @ a, with a [E, rank, in] and b [E, out, rank]."""
+
+    a: torch.Tensor
+    b: torch.Tensor
+    scale: float = 1.0
 
 
 def take(module: nn.Module) -> Mapping[str, Lora]:

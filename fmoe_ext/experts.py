@@ -8,10 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from fmoe_ext.adapters import Lora
-from fmoe_ext import frozen
 from fmoe_ext import ops
-from fmoe_ext.adapters import adapted_gemm
+from fmoe_ext.adapters import Lora, adapted_gemm
 from fmoe_ext.gates.wide_linear import WideLinear
 from fmoe_ext.linear import FMoELinear, cast_to_weight, check_plain, cumulative_ends
 from fmoe_ext.routing import DispatchHandle, unpermute_rows, widen
@@ -224,7 +222,10 @@ class FusedExperts(nn.Module):
         routing = _rows_as_tokens(inp, offs) if handle is None else (handle.row_idx, handle.inverse, offs)
         topk_weights = widen(topk_weights, inp.dtype)
         mlp = (inp, *routing, w1, b1, w2, b2, topk_weights, self.fused_activation, handle is not None)
-        return frozen.frozen_mlp(*mlp, *adapters) if any(adapters) else ops.expert_mlp(*mlp, main_grads)
+        if any(adapters):
+            with_adapters: Any = (up if adapters[0] else down).mlp_with_adapters
+            return with_adapters(*mlp, *adapters)
+        return ops.expert_mlp(*mlp, main_grads)
 
     def _activation(self, hidden: torch.Tensor) -> torch.Tensor:
         """The activation outside the operator."""

@@ -11,10 +11,10 @@ import torch
 import fmoe_ext
 from fmoe_ext import _env, ops
 from fmoe_ext._cli import run
-from fmoe_ext.gpu.report import summary
 from fmoe_ext.gpu import kernels as gpu_kernels
 from fmoe_ext.gpu import proof as gpu_proof
 from fmoe_ext.gpu.proof import Key
+from fmoe_ext.gpu.report import summary
 
 
 def _native_modules() -> list[tuple[str, str]]:

@@ -4,8 +4,7 @@ import json
 
 import torch
 
-from fmoe_ext import frozen
-from fmoe_ext import ops
+from fmoe_ext import frozen, ops
 
 GROUP = 32
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)

@@ -11,14 +11,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
-from fmoe_ext import frozen
-from fmoe_ext import FMoE, FMoETransformerMLP, gates, ops
-from fmoe_ext.gates import GATES
+from fmoe_ext import FMoE, FMoETransformerMLP, frozen, gates
 from fmoe_ext.frozen import FORMATS
 from fmoe_ext.frozen.frozen_gemm import composed as frozen_gemm
 from fmoe_ext.frozen.frozen_gemm import composed_backward as frozen_gemm_backward
 from fmoe_ext.frozen.frozen_mlp import composed as frozen_mlp
 from fmoe_ext.frozen.frozen_mlp import composed_backward as frozen_mlp_backward
+from fmoe_ext.gates import GATES
 
 D, H, E, K, T = 8, 12, 4, 2, 6
 

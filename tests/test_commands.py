@@ -15,8 +15,8 @@ import fmoe_ext_command
 from fmoe_ext import info
 from fmoe_ext.audit.cases import AuditError, Layout, parse_layout
 from fmoe_ext.audit.cli import main as audit
-from fmoe_ext.planning.simulate import read_loads
 from fmoe_ext.gpu.cli import main as gpu
+from fmoe_ext.planning.simulate import read_loads
 
 ROOT = Path(__file__).resolve().parent.parent
 # fmoe_ext/_cli.py by itself: a process that need not import torch

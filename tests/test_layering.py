@@ -13,16 +13,16 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = sorted(ROOT.glob("fmoe_ext/**/*.py"))
 NATIVE = sorted(path for folder in ("csrc", "cuda") for path in (ROOT / folder).rglob("*.*"))
 
-# A module imports only modules of its own level or below.
-LEVELS = {
+# The core: a module imports only modules of its own level or below, and no room.
+CORE = {
     "_C": 0,
     "_C_cuda": 0,
     "_C_nccl": 0,
     "_env": 0,
     "_cli": 0,
+    "_require": 0,
     "_sharded": 0,
     "ops": 1,
-    "cpu": 2,
     "routing": 2,
     "adapters": 2,
     "linear": 2,
@@ -38,45 +38,45 @@ LEVELS = {
     "spread": 4,
     "layers": 5,
     "transformer": 6,
-    "balance": 7,
-    "checkpoint": 7,
     "distributed": 7,
-    "testing": 7,
-    "pipeline": 8,
     "optim": 7,
-    "gpu": 8,
-    "remote": 8,
-    "audit": 8,
-    "doctor": 8,
-    "integrations": 8,
-    "": 9,  # fmoe_ext itself, which exports fmoefy
-    "compat": 9,
-    "megatron": 10,
-    "info": 9,
-    "lora": 9,
+    "models": 8,
 }
-IMPORT_INTEGRATIONS = (
-    ("", "integrations"),
-    ("megatron", "integrations"),
-    ("compat", "integrations"),
-    ("megatron", "compat"),
-    ("lora", "integrations"),
-)
-MAY_USE_DISTRIBUTED = (
-    "audit",
-    "ep",
-    "distributed",
-    "checkpoint",
-    "testing",
-    "integrations",
-    "megatron",
-    "compat",
-    "gates",
-    "optim",
-    "pipeline",
-    "gpu",  # races.py times the halves of a backward
-    "doctor",  # copies of a model share its process groups
-)
+# Rooms, opened on demand: each imports the core and these other rooms.
+ROOMS = {
+    "audit": ("checkpoint", "testing"),
+    "balance": (),
+    "checkpoint": ("finetune", "frozen", "planning"),  # finetune: the reader of a model folder
+    "compat": ("megatron",),
+    "cpu": (),
+    "doctor": ("audit",),
+    "finetune": ("checkpoint", "formats", "frozen", "huggingface"),
+    "formats": ("checkpoint", "huggingface"),
+    "frozen": (),
+    "gpu": ("frozen", "testing"),
+    "huggingface": ("balance", "checkpoint", "formats", "frozen"),
+    "info": ("gpu",),
+    "lora": ("finetune",),
+    "megatron": ("compat",),  # its public names; compat uses the reader of tensor-parallel weights
+    "pipeline": (),
+    "planning": (),
+    "remote": (),
+    "testing": (),
+    "torchtitan": (),
+    "": (
+        "audit",
+        "balance",
+        "checkpoint",
+        "finetune",
+        "formats",
+        "frozen",
+    ),  # types of what is imported on demand
+}
+# The rest may use torch.distributed.
+WITHOUT_DISTRIBUTED = """
+    _cli _env _require _sharded adapters balance cpu dispatch expert_kinds experts frozen info layers linear lora ops
+    optimizer_steps planning recompute remote routing spread step tokens transformer
+""".split()
 MAY_IMPORT_NATIVE = {"_C": "ops/__init__.py", "_C_cuda": "ops/__init__.py", "_C_nccl": "ep/exchange.py"}
 IMMUTABLE = (
     ast.Compare,
@@ -144,7 +144,7 @@ def inner_imports(path):
     for name in imports(path):
         components = name.split(".")
         if components[0] == "fmoe_ext" and len(components) > 1:
-            yield components[1] if components[1] in LEVELS else ""
+            yield components[1] if components[1] in CORE or components[1] in ROOMS else ""
 
 
 def dotted(node):
@@ -163,23 +163,27 @@ def includes(path):
 @pytest.mark.parametrize("path", PACKAGE, ids=relative)
 def test_python_module(path):
     own = part(path)
-    assert own in LEVELS, f"{own} has no level: add it to LEVELS and to docs/design.md"
+    assert own in CORE or own in ROOMS, f"{own} is no part: add it to CORE or ROOMS and to docs/design.md"
     for target in inner_imports(path):
-        assert LEVELS[target] <= LEVELS[own], f"{own} imports {target or 'fmoe_ext'}, which lies above it"
-        if target in ("integrations", "compat"):
-            assert target == own or (own, target) in IMPORT_INTEGRATIONS, (
-                f"{own} imports {target}, which nothing may import"
+        if own in CORE:
+            assert target in CORE, f"the core's {own} imports the room {target or 'fmoe_ext'}"
+            assert CORE[target] <= CORE[own], f"{own} imports {target}, which lies above it"
+        else:
+            assert target in ("", own) or target in CORE or target in ROOMS[own], (
+                f"{own} imports the room {target}"
             )
         if target in MAY_IMPORT_NATIVE:
             assert relative(path) == MAY_IMPORT_NATIVE[target], (
                 f"only {MAY_IMPORT_NATIVE[target]} loads {target}"
             )
     names = set(imports(path))
-    if own not in MAY_USE_DISTRIBUTED:
+    if own in WITHOUT_DISTRIBUTED:
         assert not any(name.startswith("torch.distributed") for name in names), "imports torch.distributed"
         assert not uses(path, "torch.distributed"), "uses torch.distributed"
-    if own != "ops":
-        assert not uses(path, "torch.ops.fmoe_ext"), "torch.ops.fmoe_ext is spelled only under fmoe_ext/ops/"
+    if own not in ("ops", "frozen", "gpu"):
+        assert not uses(path, "torch.ops.fmoe_ext"), (
+            "torch.ops.fmoe_ext is spelled only in ops, frozen and gpu"
+        )
     if own != "_env":
         assert not uses(path, "os.environ") and not uses(path, "os.getenv"), (
             "reads the environment: use _env.get"
@@ -222,7 +226,8 @@ MODULE_STATE = {
     "gates/losses.py": {"ONE_RANK"},
     "huggingface/training.py": {"_added_to"},  # the loss that is added to a gate's model, weak
     "optimizer_steps.py": {"FOLLOWERS", "HOOKS"},  # weak, and the handles of two hooks
-    "models/fmoefy.py": {"KINDS"},  # compat.megatron adds the models of FastMoE's time
+    "models/fmoefy.py": {"ADDED"},  # compat.megatron adds the models of FastMoE's time
+    "ops/chooser.py": {"_CHOOSERS"},  # gpu registers itself
     "tokens.py": {"_blocks"},  # how many blocks are open, which torch.compile can read of a ContextVar
     "ops/_autograd.py": {
         "NODE",

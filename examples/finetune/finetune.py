@@ -20,10 +20,10 @@ import torch
 import transformers
 
 import fmoe_ext
+from fmoe_ext.checkpoint.packed import decode
 from fmoe_ext.finetune.adapters.base import Base
 from fmoe_ext.finetune.adapters.merge import merge
 from fmoe_ext.finetune.adapters.reading import read_adapter
-from fmoe_ext.checkpoint.packed import decode
 
 EXPERTS = ["experts.gate_up_proj", "experts.down_proj"]
 

@@ -12,8 +12,8 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 import transformers
 
-from fmoe_ext.distributed import DistributedGroupedDataParallel, clip_grad_norm_
 from fmoe_ext import huggingface
+from fmoe_ext.distributed import DistributedGroupedDataParallel, clip_grad_norm_
 
 RANKS, VOCAB, STEPS, BATCH = 2, 64, 60, 16
 

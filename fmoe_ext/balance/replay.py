@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from fmoe_ext import balance
 from fmoe_ext.balance.views import GateView, RouterView, Tape, views_of
 from fmoe_ext.tokens import current_batch
 

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 import torch
 
-from fmoe_ext.finetune.adapters.base import Base
 from fmoe_ext.checkpoint.errors import CheckpointError
 from fmoe_ext.checkpoint.safetensors_file import StoredTensor
+from fmoe_ext.finetune.adapters.base import Base
 
 ALIGNED = 64  # bytes, a cache line
 Weights: TypeAlias = tuple[Any, Any]  # w1 and w2: tensors [E, *, *]

@@ -5,8 +5,6 @@ from collections.abc import Iterator
 import torch
 
 from fmoe_ext import frozen
-from fmoe_ext import ops
-from fmoe_ext.finetune.adapters.base import Base
 from fmoe_ext.checkpoint.errors import CheckpointError
 from fmoe_ext.checkpoint.expert_files import Layer, Part, part_of
 from fmoe_ext.checkpoint.families import FAMILIES
@@ -14,6 +12,7 @@ from fmoe_ext.checkpoint.layouts import BLOCKS
 from fmoe_ext.checkpoint.packed_dense import outside_experts, plain_name
 from fmoe_ext.checkpoint.packed_matrices import kind_of
 from fmoe_ext.checkpoint.safetensors_file import StoredTensor
+from fmoe_ext.finetune.adapters.base import Base
 
 STACKED = ("experts.gate_up_proj", "experts.down_proj")
 

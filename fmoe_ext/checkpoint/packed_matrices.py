@@ -15,11 +15,10 @@ import numpy as np
 import torch
 
 from fmoe_ext import frozen
-from fmoe_ext import ops
-from fmoe_ext.finetune.adapters.base import FLOATS, Base
 from fmoe_ext.checkpoint.errors import CheckpointError
 from fmoe_ext.checkpoint.safetensors_file import StoredTensor
 from fmoe_ext.checkpoint.turning import Turn, awq_words, awq_zeros, gptq_zeros, nested_scales, transposed
+from fmoe_ext.finetune.adapters.base import FLOATS, Base
 
 FP8_BLOCK = 128
 

@@ -12,13 +12,12 @@ from typing import Any, TypeAlias
 import torch
 
 from fmoe_ext import frozen
-from fmoe_ext import ops
-from fmoe_ext.finetune.adapters.base import Base
 from fmoe_ext.checkpoint.errors import CheckpointError
 from fmoe_ext.checkpoint.expert_files import Layer, Part, Span, place_of
 from fmoe_ext.checkpoint.layouts import PER_EXPERT
 from fmoe_ext.checkpoint.packed import mxfp4_layer, prefixes
 from fmoe_ext.checkpoint.packed_matrices import Kind, Matrix, kind_of
+from fmoe_ext.finetune.adapters.base import Base
 
 Tensors: TypeAlias = Mapping[str, torch.Tensor]
 
@@ -168,6 +167,8 @@ def _gguf_layer(path: Path, number: int, found: Mapping[str, Any]) -> Layer:
         shapes.append((num_experts, len(roles) * rows, columns))
 
     def build(tensors: Tensors) -> tuple[frozen.Quantized, frozen.Quantized]:
-        return frozen.Quantized(formats[0], tensors["w1.data"]), frozen.Quantized(formats[1], tensors["w2.data"])
+        return frozen.Quantized(formats[0], tensors["w1.data"]), frozen.Quantized(
+            formats[1], tensors["w2.data"]
+        )
 
     return Layer(f"blk.{number}", (shapes[0], shapes[1]), parts, build)

@@ -12,7 +12,6 @@ import numpy as np
 import torch
 
 from fmoe_ext import frozen
-from fmoe_ext import ops
 
 Array: TypeAlias = np.ndarray[Any, Any]
 AWQ_ROWS = (0, 2, 4, 6, 1, 3, 5, 7)  # row of each four bits of a word, the lowest first

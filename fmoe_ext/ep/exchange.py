@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from fmoe_ext.gpu.kernels import SM_MARGIN
+from fmoe_ext.ops import chooser
 
 try:
     from fmoe_ext import _C_nccl  # only in builds with USE_NCCL=1
@@ -157,7 +157,7 @@ class _BesideProducts:
 
     def __init__(self, work: Any):
         self._work = work
-        self._ended = SM_MARGIN.ask(self, _NCCL_SMS, work.is_completed)
+        self._ended = chooser.reserve(self, _NCCL_SMS, work.is_completed)
 
     def wait(self) -> None:
         self._ended()

@@ -8,11 +8,11 @@ import torch
 from peft.tuners.lora.layer import ParamWrapper
 from torch import nn
 
-from fmoe_ext.adapters import Lora
 from fmoe_ext import ops
-from fmoe_ext.adapters import given
+from fmoe_ext.adapters import Lora, given
+from fmoe_ext.frozen import frozen_mlp
+from fmoe_ext.huggingface.peft_spread import adapters_around, is_peft_model, save_adapters
 from fmoe_ext.huggingface.saving import replace_save_pretrained
-from fmoe_ext.finetune.peft_spread import adapters_around, is_peft_model, save_adapters
 from fmoe_ext.linear import FMoELinear, NotesHooks
 
 OLDEST = (0, 19)  # before, A and B of a weight [E, out, in] had each other's sizes
@@ -48,6 +48,8 @@ class FusedParamWrapper(NotesHooks, ParamWrapper):
         a, b = cast(torch.Tensor, self.lora_A[name].weight), cast(torch.Tensor, self.lora_B[name].weight)
         num_experts = self.num_experts
         return a.reshape(num_experts, -1, a.shape[1]), b.reshape(b.shape[0], -1, num_experts).permute(2, 0, 1)
+
+    mlp_with_adapters = staticmethod(frozen_mlp)  # FusedExperts calls it with the adapters of both weights
 
     @property
     def fused_adapter(self) -> Lora | None:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fmoe_ext import gates
+from fmoe_ext._require import require
 from fmoe_ext.checkpoint import CheckpointError
 from fmoe_ext.checkpoint.families import FAMILIES
 from fmoe_ext.checkpoint.families.family import CLAMPED, Family
@@ -22,7 +23,6 @@ from fmoe_ext.checkpoint.safetensors_file import StoredTensor
 from fmoe_ext.experts import ClampedSwiGLU
 from fmoe_ext.huggingface.saving import replace_save_pretrained, save_imported
 from fmoe_ext.models.padding import heed_attention_masks
-from fmoe_ext._require import require
 from fmoe_ext.transformer import FMoETransformerMLP
 
 

@@ -4,7 +4,9 @@ from typing import Any
 import torch
 
 from fmoe_ext.frozen import decode
-from fmoe_ext.gpu import kernels as gpu_kernels
+from fmoe_ext.frozen.mxfp4_gemm import mxfp4_gemm
+from fmoe_ext.frozen.quantized import FORMATS, Quantized, gates_first
+from fmoe_ext.ops import chooser
 from fmoe_ext.ops._autograd import (
     call,
     call_functional,
@@ -16,8 +18,6 @@ from fmoe_ext.ops._autograd import (
     register_not_differentiable_twice,
 )
 from fmoe_ext.ops.grouped_gemm import grouped_gemm, grouped_gemm_ref
-from fmoe_ext.frozen.mxfp4_gemm import mxfp4_gemm
-from fmoe_ext.frozen.quantized import FORMATS, Quantized, gates_first
 
 
 def frozen_gemm(
@@ -34,7 +34,7 @@ def frozen_gemm(
     Raises RuntimeError for other shapes or dtypes, and on the CPU for offs that decrease or exceed R.
     Equivalent to: grouped_gemm(x, weight.dequantize(x.dtype), offs, bias).
     """
-    gpu_kernels.before(x)
+    chooser.before(x)
     if bias is not None and weight.interleaved:
         bias = gates_first(bias)
     if decode.is_wanted(x):

@@ -1,9 +1,12 @@
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
-from fmoe_ext.gpu import kernels as gpu_kernels
+from fmoe_ext.adapters import Lora
+from fmoe_ext.frozen.frozen_gemm import packed_product
+from fmoe_ext.frozen.quantized import Quantized, gates_first
+from fmoe_ext.ops import chooser
 from fmoe_ext.ops._autograd import (
     call,
     call_functional,
@@ -16,18 +19,8 @@ from fmoe_ext.ops._autograd import (
 )
 from fmoe_ext.ops.arguments import FrozenMlp, FrozenMlpBackward
 from fmoe_ext.ops.expert_mlp import ACTIVATIONS, activation_number, expert_mlp_ref
-from fmoe_ext.frozen.frozen_gemm import packed_product
 from fmoe_ext.ops.grouped_gemm import grouped_gemm
 from fmoe_ext.ops.permute import permute, unpermute
-from fmoe_ext.frozen.quantized import Quantized, gates_first
-
-
-class Lora(NamedTuple):
-    """The adapter of a weight [E, out, in]: weight + scale * b @ a, with a [E, rank, in] and b [E, out, rank]."""
-
-    a: torch.Tensor
-    b: torch.Tensor
-    scale: float = 1.0
 
 
 def frozen_mlp(
@@ -56,7 +49,7 @@ def frozen_mlp(
     LoRA: Hu et al., 2021, https://arxiv.org/abs/2106.09685
     """
     number = activation_number(activation)
-    gpu_kernels.before(x)
+    chooser.before(x)
     w1, b1, lora1, packing1 = _parts(w1, b1, lora1)
     w2, b2, lora2, packing2 = _parts(w2, b2, lora2)
     if packing2[-1]:

@@ -5,7 +5,6 @@ from types import MappingProxyType
 
 import torch
 
-from fmoe_ext import frozen
 from fmoe_ext.frozen.quantized import FORMATS, FP8_BLOCK, NF4_CODE, Quantized
 
 E2M1_MAX, E4M3_MAX = 6.0, 448.0

@@ -17,13 +17,6 @@ from fmoe_ext.gates.losses import balance_loss, sequence_balance_loss, total_los
 from fmoe_ext.gates.naive_gate import NaiveGate
 from fmoe_ext.gates.noisy_gate import NoisyGate
 from fmoe_ext.gates.quantile_gate import QuantileGate
-from fmoe_ext.balance.replay import Choices, RoutingReplay
-from fmoe_ext.balance.routed_experts import (
-    decode_routed_experts,
-    encode_routed_experts,
-    load_routed_experts,
-    routed_experts,
-)
 from fmoe_ext.gates.scored_gate import ScoredGate
 from fmoe_ext.gates.sigmoid_gate import SigmoidGate, update_biases
 from fmoe_ext.gates.sinkhorn_gate import SinkhornGate
@@ -68,7 +61,6 @@ __all__ = [
     "GATES",
     "BaseGate",
     "BiasedSoftmaxGate",
-    "Choices",
     "DCGate",
     "ExpertChoiceGate",
     "FasterGate",
@@ -78,7 +70,6 @@ __all__ = [
     "NoisyGate",
     "OneRank",
     "QuantileGate",
-    "RoutingReplay",
     "ScoredGate",
     "SigmoidGate",
     "SinkhornGate",
@@ -91,12 +82,8 @@ __all__ = [
     "ZeroGate",
     "all_forwards_first",
     "balance_loss",
-    "decode_routed_experts",
-    "encode_routed_experts",
     "find_gate",
     "gen_faster_gate",
-    "load_routed_experts",
-    "routed_experts",
     "sequence_balance_loss",
     "total_loss",
     "update_biases",

@@ -9,9 +9,9 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from fmoe_ext import frozen
 from fmoe_ext import ops
 from fmoe_ext.experts import GATED_ACTIVATIONS
+from fmoe_ext.frozen import Quantized, frozen_gemm, frozen_mlp
 from fmoe_ext.gpu.tf32 import rounded
 
 Results: TypeAlias = "dict[str, Tensor]"
@@ -137,14 +137,14 @@ class Inputs:
             **(packed("w1", F, D) | packed("w2", D, H) if is_whole else {}),
         )
 
-    def frozen_weights(self, interleaved: bool) -> tuple[frozen.Quantized, frozen.Quantized] | None:
+    def frozen_weights(self, interleaved: bool) -> tuple[Quantized, Quantized] | None:
         """w1 and w2 in MXFP4; interleaved: the rows of w1."""
         if self.w1_data is None or self.w2_data is None:
             return None
         blocks1, blocks2 = (data.unflatten(2, (-1, MX_BLOCK // 2)) for data in (self.w1_data, self.w2_data))
         return (
-            frozen.Quantized("mxfp4", blocks1, self.w1_scale, interleaved=interleaved),
-            frozen.Quantized("mxfp4", blocks2, self.w2_scale),
+            Quantized("mxfp4", blocks1, self.w1_scale, interleaved=interleaved),
+            Quantized("mxfp4", blocks2, self.w2_scale),
         )
 
     def tensors(self) -> list[Tensor]:
@@ -184,7 +184,7 @@ def frozen(
     case: Case,
     inputs: Inputs,
     leaves: dict[str, Tensor],
-    frozen_mlp: Callable[..., Tensor] = frozen.frozen_mlp,
+    frozen_mlp: Callable[..., Tensor] = frozen_mlp,
 ) -> Tensor | None:
     """frozen_mlp with weights in MXFP4, those of a gated activation interleaved; None without such weights."""
     weights = inputs.frozen_weights(case.activation in GATED_ACTIVATIONS)
@@ -199,7 +199,7 @@ def frozen_linear(
     case: Case,
     inputs: Inputs,
     rows: Tensor,
-    frozen_gemm: Callable[..., Tensor] = frozen.frozen_gemm,
+    frozen_gemm: Callable[..., Tensor] = frozen_gemm,
 ) -> Tensor | None:
     """frozen_gemm of rows with the last expert's w1 in MXFP4, as a linear layer; None without such weights."""
     weights = inputs.frozen_weights(case.activation in GATED_ACTIVATIONS)
@@ -215,8 +215,8 @@ def results(
     inputs: Inputs,
     expert_mlp: Callable[..., torch.Tensor] = ops.expert_mlp,
     grouped_gemm: Callable[..., torch.Tensor] = ops.grouped_gemm,
-    frozen_mlp: Callable[..., torch.Tensor] = frozen.frozen_mlp,
-    frozen_gemm: Callable[..., torch.Tensor] = frozen.frozen_gemm,
+    frozen_mlp: Callable[..., torch.Tensor] = frozen_mlp,
+    frozen_gemm: Callable[..., torch.Tensor] = frozen_gemm,
 ) -> Results:
     """Every result and gradient of expert_mlp, grouped_gemm, frozen_mlp and frozen_gemm, by name."""
     leaves = inputs.leaves(*MLP_LEAVES)

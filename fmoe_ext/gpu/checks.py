@@ -5,13 +5,12 @@ from functools import cache
 
 import torch
 
-from fmoe_ext import frozen
-from fmoe_ext import ops
+from fmoe_ext import frozen, ops
+from fmoe_ext.gpu import kernels as gpu_kernels
 from fmoe_ext.gpu.cases import WEIGHTS, Case, Inputs, Results, main_gradients, results
+from fmoe_ext.gpu.proof import PORTABLE, Verdict
 from fmoe_ext.gpu.target import Target
 from fmoe_ext.gpu.tf32 import tf32
-from fmoe_ext.gpu import kernels as gpu_kernels
-from fmoe_ext.gpu.proof import PORTABLE, Verdict
 from fmoe_ext.testing import assert_close
 
 REFERENCES = (ops.expert_mlp_ref, ops.grouped_gemm_ref, frozen.frozen_mlp_ref, frozen.frozen_gemm_ref)

@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 
+from fmoe_ext.gpu import kernels as gpu_kernels
 from fmoe_ext.gpu.checks import Checker
+from fmoe_ext.gpu.proof import PORTABLE, Key, Race, TorchWin, Verdict
 from fmoe_ext.gpu.races import Lost, Races, Start
 from fmoe_ext.gpu.target import Target, Unavailable
-from fmoe_ext.gpu import kernels as gpu_kernels
-from fmoe_ext.gpu.proof import PORTABLE, Key, Race, TorchWin, Verdict
 
 
 @dataclass(frozen=True)

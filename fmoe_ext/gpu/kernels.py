@@ -18,6 +18,7 @@ from fmoe_ext import _env
 from fmoe_ext.gpu import proof as gpu_proof
 from fmoe_ext.gpu import torch_path
 from fmoe_ext.gpu.proof import PORTABLE, Proof
+from fmoe_ext.ops import chooser
 
 NEED_PROOF = ("auto", "proved")  # values of FMOE_GPU_KERNELS
 
@@ -229,8 +230,20 @@ def key_of(device: int) -> gpu_proof.Key:
 SELECTION = Selection("cuda", key_of)
 
 
-def before(t: object) -> None:
+class _Chooser(chooser.Chooser):
     """Chooses the kernels for a tensor's device, if that has not been done, and the SMs that a product may take."""
-    if SELECTION.is_prepared and not torch.compiler.is_compiling() and isinstance(t, torch.Tensor):
-        SELECTION.before(t)  # while compiling, the fake kernels do
-        SM_MARGIN.give_back_done()
+
+    def before(self, t: object) -> None:
+        if SELECTION.is_prepared and not torch.compiler.is_compiling() and isinstance(t, torch.Tensor):
+            SELECTION.before(t)  # while compiling, the fake kernels do
+            SM_MARGIN.give_back_done()
+
+    def while_compiling(self, t: object) -> None:
+        if isinstance(t, torch.Tensor):
+            SELECTION.before(t)
+
+    def reserve(self, owner: object, sms: int, is_done: Callable[[], bool]) -> Callable[[], object]:
+        return SM_MARGIN.ask(owner, sms, is_done)
+
+
+chooser.register(_Chooser())

@@ -11,9 +11,9 @@ from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
 
 from fmoe_ext.gpu.child import Finished, Judged, Message, NotAvailable, Ready, serve
+from fmoe_ext.gpu.proof import PORTABLE, Key, Proof, Race, TorchWin, Verdict
 from fmoe_ext.gpu.races import Start
 from fmoe_ext.gpu.target import Target, Unavailable
-from fmoe_ext.gpu.proof import PORTABLE, Key, Proof, Race, TorchWin, Verdict
 
 START_LIMIT = 120.0  # seconds to import torch and start CUDA
 END_LIMIT = 10.0  # seconds that a killed process may take to end

@@ -10,12 +10,12 @@ import torch
 import torch.distributed.pipelining  # with it ops compute the gradients of inputs without those of weights
 
 from fmoe_ext import ops
-from fmoe_ext.gpu.cases import MLP_LEAVES, Case, Inputs, frozen, frozen_linear, mlp
-from fmoe_ext.gpu.target import Target
-from fmoe_ext.gpu.tf32 import tf32
 from fmoe_ext.gpu import kernels as gpu_kernels
 from fmoe_ext.gpu import torch_path
+from fmoe_ext.gpu.cases import MLP_LEAVES, Case, Inputs, frozen, frozen_linear, mlp
 from fmoe_ext.gpu.proof import PORTABLE, Race, TorchWin, Verdict, rows_class
+from fmoe_ext.gpu.target import Target
+from fmoe_ext.gpu.tf32 import tf32
 
 MARGIN = 1.03  # a kernel is slow if it takes this much longer than what there is without it
 TORCH_MARGIN = 1.05  # torch takes an operator if ours takes this much longer than its own

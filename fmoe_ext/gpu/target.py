@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 import torch
 
 from fmoe_ext import ops
-from fmoe_ext.gpu.cases import CASES, RACES, Case, Results
 from fmoe_ext.gpu import kernels as gpu_kernels
+from fmoe_ext.gpu.cases import CASES, RACES, Case, Results
 from fmoe_ext.gpu.proof import Key
 
 WARM_UP = 0.02  # seconds a function runs before it is timed

@@ -11,7 +11,6 @@ import contextlib
 import functools
 import inspect
 import itertools
-import sys
 from collections.abc import Iterator
 from types import MappingProxyType
 from typing import Any
@@ -19,9 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fmoe_ext.huggingface.record import note
+from fmoe_ext.huggingface.saving import replace_of_fmoefied
+from fmoe_ext.layers import FMoE
 from fmoe_ext.models.recognize import is_linear, read_mlp, read_pair, weight_shape
 from fmoe_ext.models.target import Options, Target
-from fmoe_ext.layers import FMoE
 
 KIND = "Hugging Face Transformers"
 LOOKED_FOR = (
@@ -35,9 +36,14 @@ _target = functools.partial(Target, is_candidate=True, moe_kwargs=MappingProxyTy
 
 def find(model: nn.Module, options: Options) -> list[Target]:
     """The MLPs of a Transformers model that is dense, in the order of the model."""
-    if "transformers" not in sys.modules:
-        return []
     return list(_walk(model, "", None, "", options.activation))
+
+
+def after_replacing(model: Any, kind: str, targets: Any, layers: Any, options: Options) -> str:
+    """Notes in the model's configuration what fmoefy did -> the formats that it can be written in, for the report."""
+    ways_out = note(model, kind, targets, layers, options)
+    replace_of_fmoefied(model)
+    return ways_out
 
 
 def _walk(module: nn.Module, path: str, parent: Any, attribute: str, activation: Any) -> Iterator[Target]:

@@ -14,20 +14,18 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from fmoe_ext.adapters import Lora
-from fmoe_ext import frozen
-from fmoe_ext import ops
+from fmoe_ext import frozen, ops
+from fmoe_ext._require import require
 from fmoe_ext._sharded import is_dtensor
-from fmoe_ext.adapters import adapted_gemm, take
+from fmoe_ext.adapters import Lora, adapted_gemm, take
 from fmoe_ext.dispatch import combine, dispatch
 from fmoe_ext.ep.exchange import Group
 from fmoe_ext.ep.wrappers import check_wrappers
 from fmoe_ext.experts import activation_name
+from fmoe_ext.frozen import decode
 from fmoe_ext.huggingface.saved import from_pretrained
-from fmoe_ext._require import require
 from fmoe_ext.huggingface.training import add_balance_loss
 from fmoe_ext.linear import DTYPES
-from fmoe_ext.frozen import decode
 from fmoe_ext.routing import widen
 
 __all__ = [
@@ -232,7 +230,7 @@ def fused_activation(experts: Any) -> str | None:
 
 
 def _packed_activation(experts: Any) -> str | None:
-    """The activation under which frozen.frozen_mlp is the MLP of packed experts, whose gates and ups it puts in order."""
+    """The activation under which frozen_mlp is the MLP of packed experts, whose gates and ups it puts in order."""
     if (getattr(experts, "alpha", None), getattr(experts, "limit", None)) == (1.702, 7.0):
         is_gpt_oss = experts._apply_gate.__module__ == "transformers.models.gpt_oss.modeling_gpt_oss"
         return "clamped_swiglu" if is_gpt_oss else None

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fmoe_ext._require import require
 from fmoe_ext.checkpoint.files import inside
 from fmoe_ext.checkpoint.huggingface import model_config, model_files
 from fmoe_ext.gates import find_gate
-from fmoe_ext.models.fmoefy import find_targets, replace
 from fmoe_ext.huggingface.record import KEY, VERSION, take_record
-from fmoe_ext._require import require
+from fmoe_ext.models.fmoefy import find_targets, replace
 from fmoe_ext.models.target import Options
 
 
@@ -145,7 +145,7 @@ def _read_tensors(folder: Path) -> dict[str, Tensor]:
 def _load(model: Any, tensors: dict[str, Tensor]) -> None:
     """Loads all tensors; what is missing must be tied to something that is there, or computed by Transformers."""
     state = model.state_dict()
-    by_place: dict[tuple, bool] = {}
+    by_place: dict[tuple[Any, ...], bool] = {}
     for name, value in state.items():
         by_place[_place(value)] = by_place.get(_place(value), False) or name in tensors
     computed = model._keys_to_ignore_on_save or ()  # positions that are sines, as Marian's
@@ -160,6 +160,6 @@ def _load(model: Any, tensors: dict[str, Tensor]) -> None:
     model.load_state_dict(tensors, strict=False)
 
 
-def _place(value: Tensor) -> tuple:
+def _place(value: Tensor) -> tuple[Any, ...]:
     """Address of a tensor: the same for tied parameters."""
     return value.data_ptr() or id(value), tuple(value.shape)

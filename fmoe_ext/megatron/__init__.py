@@ -15,8 +15,8 @@ from fmoe_ext.compat.megatron.distributed import DistributedDataParallel
 from fmoe_ext.compat.megatron.mlp import MegatronMLP
 from fmoe_ext.compat.megatron.patch import patch_forward_step, patch_loss_func_v2_5, patch_model_provider
 from fmoe_ext.compat.megatron.utils import add_fmoe_args
-from fmoe_ext.models.fmoefy import fmoefy
 from fmoe_ext.megatron.core import moe_layer_spec, with_experts
+from fmoe_ext.models.fmoefy import fmoefy
 
 __all__ = [
     "DistributedDataParallel",

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import difflib
+import importlib
 import inspect
+import sys
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,19 +16,17 @@ from torch import nn
 from fmoe_ext._sharded import is_dtensor
 from fmoe_ext.distributed import DistributedGroupedDataParallel
 from fmoe_ext.experts import activation_name
-from fmoe_ext.huggingface import dense as huggingface_dense
-from fmoe_ext.huggingface import record as huggingface_record
+from fmoe_ext.layers import FMoE
 from fmoe_ext.models import plain
 from fmoe_ext.models.build import build
-from fmoe_ext.huggingface.saving import replace_of_fmoefied
-from fmoe_ext.megatron import core as megatron_core
 from fmoe_ext.models.padding import heed_attention_masks
 from fmoe_ext.models.recognize import is_linear
 from fmoe_ext.models.target import Options, Target
-from fmoe_ext.layers import FMoE
 from fmoe_ext.transformer import FMoETransformerMLP
 
-KINDS: list[Any] = [megatron_core, huggingface_dense, plain]  # modules that find MLPs, tried in this order
+# Modules that find the MLPs of a library's models (target.py), asked in this order once the library is imported.
+LIBRARIES = (("megatron", "fmoe_ext.megatron.core"), ("transformers", "fmoe_ext.huggingface.dense"))
+ADDED: list[Any] = []  # by add_kind(), asked after the first of these; plain is asked last
 INITS = ("random", "upcycle")
 WRAPPERS = (nn.parallel.DistributedDataParallel, nn.DataParallel, DistributedGroupedDataParallel)
 
@@ -99,7 +99,7 @@ def fmoefy(
     init: str = "random",
     split: int = 1,
     noise: float = 0.0,
-    activation: str | Callable | None = None,
+    activation: str | Callable[..., Any] | None = None,
     match: Any = None,
     d_model: int | None = None,
     load_dense: Any = None,
@@ -210,7 +210,7 @@ def _check(options: Options) -> None:
 
 def _check_names(moe_kwargs: Any) -> None:
     """TypeError, with what may have been meant, for an argument that nothing takes."""
-    callables: tuple[Callable, ...] = (fmoefy, FMoETransformerMLP.__init__, FMoE.__init__)
+    callables: tuple[Callable[..., Any], ...] = (fmoefy, FMoETransformerMLP.__init__, FMoE.__init__)
     known = [name for function in callables for name in inspect.signature(function).parameters]
     for name in moe_kwargs:
         if name not in known:
@@ -243,8 +243,11 @@ def replace(
         _put(model, target, module)
         target.finish()
     heed_attention_masks(model)
-    ways_out = huggingface_record.note(model, kind, targets, layers, options)
-    replace_of_fmoefied(model)
+    ways_out = "".join(
+        room.after_replacing(model, kind, targets, layers, options)
+        for room in _rooms()
+        if hasattr(room, "after_replacing")
+    )
     after = _count(model) + sum((moe.world_size - 1) * _count(moe.experts) for moe in layers)
     idle = sum((moe.num_experts - moe.top_k) * (_count(moe.experts) // moe.num_expert) for moe in layers)
     model.fmoe_report = Report(
@@ -277,9 +280,20 @@ def _check_model(model: nn.Module, options: Options) -> None:
 
 
 def add_kind(kind: Any) -> None:
-    """Add a module that finds the MLPs of a kind of model (target.py), tried after Megatron-core; once is enough."""
-    if kind not in KINDS:
-        KINDS.insert(1, kind)
+    """Add a module that finds the MLPs of a kind of model (target.py), asked after Megatron-core; once is enough."""
+    if kind not in ADDED:
+        ADDED.append(kind)
+
+
+def _rooms() -> list[Any]:
+    """The modules of LIBRARIES whose library this process has imported."""
+    return [importlib.import_module(room) for library, room in LIBRARIES if library in sys.modules]
+
+
+def _kinds() -> list[Any]:
+    rooms = _rooms()
+    first = [room for room in rooms if room.__name__ == LIBRARIES[0][1]]
+    return [*first, *ADDED, *(room for room in rooms if room not in first), plain]
 
 
 def find_targets(model: nn.Module, options: Options) -> tuple[str, list[Target]]:
@@ -289,7 +303,7 @@ def find_targets(model: nn.Module, options: Options) -> tuple[str, list[Target]]
 
 def _find(model: nn.Module, options: Options) -> tuple[str, list[Target], list[str]]:
     """find_targets() and, as "path (class): reason", the modules that look like MLPs and cannot be read."""
-    kinds = KINDS if options.match is None else [plain]
+    kinds = _kinds() if options.match is None else [plain]
     for kind in kinds:
         distinct: dict[int, Target] = {}  # a module that the model refers to at two places is one target
         for target in kind.find(model, options):

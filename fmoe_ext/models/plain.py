@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fmoe_ext.layers import FMoE
 from fmoe_ext.models.recognize import read_mlp, read_pair
 from fmoe_ext.models.target import Options, Target
-from fmoe_ext.layers import FMoE
 
 KIND = "plain PyTorch"
 LOOKED_FOR = "nn.TransformerEncoderLayer, nn.TransformerDecoderLayer, or the modules that match= points at"

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 from fmoe_ext import ops
 from fmoe_ext.experts import GatedActivation, SquaredReLU, activation_name
-from fmoe_ext.models.target import DenseMLP
 from fmoe_ext.linear import DTYPES
+from fmoe_ext.models.target import DenseMLP
 
 PLAIN = ("gelu", "gelu_tanh", "relu", "silu", "relu2")
 GATED = MappingProxyType({"silu": "swiglu", "gelu": "geglu", "gelu_tanh": "geglu_tanh"})
@@ -63,7 +63,7 @@ def weight_shape(linear: Any) -> tuple[int, ...]:
     return tuple(linear.weight.shape)[:: -1 if _is_conv1d(linear) else 1]
 
 
-def simplify(activation: str | Callable) -> str | Callable:
+def simplify(activation: str | Callable[..., Any]) -> str | Callable[..., Any]:
     """The name of ops.expert_mlp for an activation that computes the same; the activation itself if there is none."""
     name = activation_name(activation)
     if name is not None:
@@ -81,7 +81,7 @@ def simplify(activation: str | Callable) -> str | Callable:
     return activation
 
 
-def read_mlp(module: nn.Module, activation: str | Callable | None = None) -> Reading:
+def read_mlp(module: nn.Module, activation: str | Callable[..., Any] | None = None) -> Reading:
     """The Reading of a module that maps [..., d_model] to itself through two linear maps, or three if gated.
 
     The input of the last linear layer must be the activation of what the others return: an activation that the module
@@ -98,7 +98,10 @@ def read_mlp(module: nn.Module, activation: str | Callable | None = None) -> Rea
 
 
 def read_pair(
-    module: nn.Module, pair: tuple[nn.Module, nn.Module], activation: Callable, call: Callable[[Tensor], Any]
+    module: nn.Module,
+    pair: tuple[nn.Module, nn.Module],
+    activation: Callable[..., Any],
+    call: Callable[[Tensor], Any],
 ) -> tuple[DenseMLP, bool]:
     """The MLP of two linear layers and an activation inside a larger module -> (MLP, its input is that of call).
 
@@ -141,7 +144,7 @@ def weight_and_bias(linear: Any) -> tuple[Tensor, Tensor | None]:
     return weight, bias
 
 
-def _read(module: nn.Module, linears: list[nn.Module], given: str | Callable | None) -> Reading:
+def _read(module: nn.Module, linears: list[nn.Module], given: str | Callable[..., Any] | None) -> Reading:
     if len(linears) not in (2, 3):
         raise UnreadableError(f"it has {len(linears)} linear layers, where an MLP has 2, or 3 if it is gated")
     weights = {m: weight_and_bias(m) for m in linears}
@@ -297,8 +300,8 @@ def _is_same(value: Any, x: Tensor) -> bool:
 
 
 def _activation_or_why(
-    module: nn.Module, first: list[Tensor], hidden: Tensor, given: str | Callable | None
-) -> tuple[str | Callable | None, bool, str]:
+    module: nn.Module, first: list[Tensor], hidden: Tensor, given: str | Callable[..., Any] | None
+) -> tuple[str | Callable[..., Any] | None, bool, str]:
     """(activation, True if the gate comes before up, ""); (None, True, why) where none fits the given one."""
     try:
         return *_find_activation(module, first, hidden, given), ""
@@ -309,8 +312,8 @@ def _activation_or_why(
 
 
 def _find_activation(
-    module: nn.Module, first: Sequence[Tensor], hidden: Tensor, given: str | Callable | None
-) -> tuple[str | Callable, bool]:
+    module: nn.Module, first: Sequence[Tensor], hidden: Tensor, given: str | Callable[..., Any] | None
+) -> tuple[str | Callable[..., Any], bool]:
     """(activation, True if the gate comes before up): hidden is the activation of what the first maps return."""
     if len(first) == 1 and first[0].shape[-1] == 2 * hidden.shape[-1]:
         first = first[0].chunk(2, -1)
@@ -335,13 +338,13 @@ def _find_activation(
     return GatedActivation(gate), gate_first
 
 
-def _ungated(activation: str | Callable) -> str | Callable:
+def _ungated(activation: str | Callable[..., Any]) -> str | Callable[..., Any]:
     """The activation that a gated one of GATED applies to its gate; another one itself."""
     plain = {gated: plain for plain, gated in GATED.items()}
     return plain[activation] if isinstance(activation, str) and activation in plain else simplify(activation)
 
 
-def _own(module: nn.Module) -> Iterator[str | Callable]:
+def _own(module: nn.Module) -> Iterator[str | Callable[..., Any]]:
     """The activations that a module holds, as submodules or as functions with `act` in their names."""
     for m in module.modules():
         if m is not module and not list(m.children()) and not is_linear(m) and not isinstance(m, DROPOUTS):

@@ -1,8 +1,9 @@
 """Interface between fmoefy and the kinds of models.
 
-A model kind is a module of this folder with KIND (its name in the report), LOOKED_FOR (its line in the error when
-nothing was found) and find(model, options) -> list of Target, empty if the model is none of its kind. It imports its
-package only once a model from it has been recognised.
+A model kind is a module with KIND (its name in the report), LOOKED_FOR (its line in the error when nothing was found)
+and find(model, options) -> list of Target, empty if the model is none of its kind. fmoefy asks the kinds of a library
+once that library is imported. One may have after_replacing(model, kind, targets, layers, options) -> a sentence for the
+report; fmoefy calls it for every model.
 """
 
 from collections.abc import Callable, Mapping
@@ -45,7 +46,7 @@ class DenseMLP:
 
     d_model: int | None
     d_hidden: int | None
-    activation: str | Callable | None
+    activation: str | Callable[..., Any] | None
     w1: Tensor | tuple[Tensor, Tensor] | None = None
     b1: Tensor | None = None
     w2: Tensor | None = None

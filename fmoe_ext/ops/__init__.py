@@ -3,6 +3,7 @@
 Importing this package loads the native modules; it is the only place that does.
 """
 
+import importlib
 import platform
 import sys
 from pathlib import Path
@@ -65,8 +66,6 @@ def _load_cuda_module() -> str | None:
 
 cuda_module_missing = _load_cuda_module()
 
-from fmoe_ext.gpu import kernels as gpu_kernels  # noqa: E402
-from fmoe_ext.gpu import proof as gpu_proof
 from fmoe_ext.ops.apply_capacity import apply_capacity, apply_capacity_ref  # noqa: E402
 from fmoe_ext.ops.batch_invariant import (  # noqa: E402
     batch_invariant,
@@ -77,20 +76,16 @@ from fmoe_ext.ops.batch_invariant import (  # noqa: E402
 )
 from fmoe_ext.ops.count_tokens import count_tokens, count_tokens_ref  # noqa: E402
 from fmoe_ext.ops.expert_mlp import ACTIVATIONS, expert_mlp, expert_mlp_ref  # noqa: E402
-from fmoe_ext.frozen.frozen_gemm import frozen_gemm, frozen_gemm_ref  # noqa: E402
-from fmoe_ext.frozen.frozen_mlp import Lora, frozen_mlp, frozen_mlp_ref  # noqa: E402
 from fmoe_ext.ops.grouped_gemm import grouped_gemm, grouped_gemm_ref  # noqa: E402
 from fmoe_ext.ops.main_grad import MainGrad  # noqa: E402
 from fmoe_ext.ops.newton_schulz import newton_schulz, newton_schulz_ref  # noqa: E402
 from fmoe_ext.ops.permute import permute, permute_ref, unpermute, unpermute_ref  # noqa: E402
 from fmoe_ext.ops.processor import cpu_isa, fast_bfloat16  # noqa: E402
-from fmoe_ext.frozen.quantize import nf4_scales, quantize  # noqa: E402
-from fmoe_ext.frozen.quantized import FORMATS, Quantized  # noqa: E402
 from fmoe_ext.ops.sort_tokens import SortedTokens, sort_tokens, sort_tokens_ref  # noqa: E402
 from fmoe_ext.ops.topk_gate import topk_gate, topk_gate_again, topk_gate_ref  # noqa: E402
 
 if cuda_module_missing is None:
-    gpu_kernels.SELECTION.prepare()
+    importlib.import_module("fmoe_ext.gpu.kernels").SELECTION.prepare()
 
 
 def build_info() -> dict[str, str]:
@@ -109,10 +104,7 @@ def release_memory() -> None:
 
 __all__ = [
     "ACTIVATIONS",
-    "FORMATS",
-    "Lora",
     "MainGrad",
-    "Quantized",
     "SortedTokens",
     "apply_capacity",
     "apply_capacity_ref",
@@ -125,22 +117,14 @@ __all__ = [
     "expert_mlp",
     "expert_mlp_ref",
     "fast_bfloat16",
-    "frozen_gemm",
-    "frozen_gemm_ref",
-    "frozen_mlp",
-    "frozen_mlp_ref",
-    "gpu_kernels",
-    "gpu_proof",
     "grouped_gemm",
     "grouped_gemm_ref",
     "is_batch_invariant",
     "kernels_depend_on_batch",
     "newton_schulz",
     "newton_schulz_ref",
-    "nf4_scales",
     "permute",
     "permute_ref",
-    "quantize",
     "release_memory",
     "sigmoid",
     "sort_tokens",

@@ -7,8 +7,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from fmoe_ext.ops import debug
-from fmoe_ext.gpu import kernels as gpu_kernels
+from fmoe_ext.ops import chooser, debug
 from fmoe_ext.ops._autograd import (
     below,
     call,
@@ -85,7 +84,7 @@ def expert_mlp(
     Equivalent to: unpermute(F.linear(act(F.linear(permute(x), w1[e], b1[e])), w2[e], b2[e]), topk_weights).
     """
     number = activation_number(activation)
-    gpu_kernels.before(x)
+    chooser.before(x)
     if debug.wanted(x):
         debug.check(
             torch.ops.fmoe_ext.expert_mlp,
@@ -147,7 +146,7 @@ _RANKS = MappingProxyType(
 
 @register_fake("fmoe_ext::expert_mlp", ExpertMlp, **_RANKS)
 def _(a: ExpertMlp) -> tuple[torch.Tensor, torch.Tensor]:
-    gpu_kernels.SELECTION.before(a.x)
+    chooser.while_compiling(a.x)
     y = a.x.new_empty((a.x.shape[0] if a.combine else a.row_idx.shape[0], a.x.shape[1]))
     return y, a.x.new_empty((a.row_idx.shape[0], a.w1.shape[1]) if a.save_h else (0,))
 

@@ -5,8 +5,7 @@ from typing import Any
 
 import torch
 
-from fmoe_ext.ops import debug
-from fmoe_ext.gpu import kernels as gpu_kernels
+from fmoe_ext.ops import chooser, debug
 from fmoe_ext.ops._autograd import (
     call,
     call_functional,
@@ -41,7 +40,7 @@ def grouped_gemm(
     Raises RuntimeError for other shapes or dtypes, and on the CPU for offs that decrease or exceed R.
     Equivalent to: torch.cat([F.linear(rows, weight[e], bias[e]) for e, rows in enumerate(x.split(counts))]).
     """
-    gpu_kernels.before(x)
+    chooser.before(x)
     if torch.is_grad_enabled() and is_transformed(x, weight, bias):
         return _transformed(x, weight.mT if transposed else weight, offs, bias, main_grad)
     if transposed:
@@ -80,7 +79,7 @@ _RANKS = MappingProxyType({"grad_y": 2, "x": 2, "weight": 3, "offs": 1, "bias": 
 def _(
     x: torch.Tensor, weight: torch.Tensor, offs: torch.Tensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    gpu_kernels.SELECTION.before(x)
+    chooser.while_compiling(x)
     return x.new_empty((x.shape[0], weight.shape[1]))
 
 

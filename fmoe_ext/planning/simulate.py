@@ -21,8 +21,8 @@ import torch
 
 from fmoe_ext._cli import positive_int, run
 from fmoe_ext.ep.cost import Hardware, Layer, step_time
-from fmoe_ext.planning.placement import plan
 from fmoe_ext.ep.shadowing import choose_shadows
+from fmoe_ext.planning.placement import plan
 
 # Steps, each with the rows of every expert.
 Loads: TypeAlias = list[list[int]]

@@ -8,9 +8,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from fmoe_ext.finetune.adapters.base import Base
 from fmoe_ext.checkpoint.errors import CheckpointError
 from fmoe_ext.checkpoint.packed_projections import gguf_layers, packed_layer
+from fmoe_ext.finetune.adapters.base import Base
 from fmoe_ext.finetune.streaming.reader import Reader
 from fmoe_ext.frozen import quantize
 from tests.packed_layouts import CONFIGS, pack, scale_of

@@ -6,8 +6,7 @@ Values are the business of `pytest --device cuda` (operators, gates, layers); he
 import pytest
 import torch
 
-from fmoe_ext import frozen
-from fmoe_ext import FMoETransformerMLP, ops
+from fmoe_ext import FMoETransformerMLP, frozen, ops
 
 REASON = ops.cuda_module_missing or (None if torch.cuda.is_available() else "there is no CUDA device")
 pytestmark = pytest.mark.skipif(REASON is not None, reason=f"needs a GPU: {REASON}")

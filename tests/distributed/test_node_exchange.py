@@ -14,9 +14,9 @@ from fmoe_ext import FMoETransformerMLP, batch_invariant, valid_tokens
 from fmoe_ext.distributed import init_groups
 from fmoe_ext.ep.expert_parallel import ExpertParallel
 from fmoe_ext.ep.home import find_nodes
-from fmoe_ext.planning.placement import rebalance
 from fmoe_ext.ep.tuning import NUM_STEPS
 from fmoe_ext.gates import SoftmaxGate
+from fmoe_ext.planning.placement import rebalance
 from fmoe_ext.testing import DistributedPool
 from tests.distributed.layouts import D, assert_equal_training, ranks_per_node
 from tests.distributed.test_layouts import OneExpert, make_gate

@@ -7,9 +7,9 @@ import torch
 import torch.distributed as dist
 
 from fmoe_ext import RoutingReplay
+from fmoe_ext.balance import Choices
 from fmoe_ext.distributed import DistributedGroupedDataParallel, init_groups
 from fmoe_ext.gates import SigmoidGate, SoftmaxGate
-from fmoe_ext.balance import Choices
 from tests.distributed import layouts
 
 ROWS = [5, 8]

@@ -11,8 +11,8 @@ import torch.distributed as dist
 
 from fmoe_ext import FMoETransformerMLP
 from fmoe_ext.ep.cost import Hardware, Layer, step_time
-from fmoe_ext.planning.placement import imbalance, move_experts, plan, rebalance
 from fmoe_ext.ep.shadowing import choose_shadows, update_shadows
+from fmoe_ext.planning.placement import imbalance, move_experts, plan, rebalance
 from tests.distributed.layouts import D, assert_equal_training, ranks_per_node
 from tests.distributed.test_layouts import OneExpert
 

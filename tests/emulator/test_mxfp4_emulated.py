@@ -4,16 +4,15 @@ import pytest
 import torch
 from gemm_cases import check, chosen
 
-from fmoe_ext import frozen
-from fmoe_ext import ops
+from fmoe_ext import frozen, ops
 from fmoe_ext.adapters import Lora
 from fmoe_ext.frozen import Quantized
-from fmoe_ext.ops.expert_mlp import activation_number
 from fmoe_ext.frozen.frozen_gemm import composed as frozen_gemm
 from fmoe_ext.frozen.frozen_gemm import composed_backward as frozen_gemm_backward
 from fmoe_ext.frozen.frozen_mlp import composed as frozen_mlp
 from fmoe_ext.frozen.frozen_mlp import composed_backward as frozen_mlp_backward
 from fmoe_ext.frozen.quantized import gates_first
+from fmoe_ext.ops.expert_mlp import activation_number
 from tests.ops.test_quantized import packed
 
 # Tiles of the kernels, and the capability of the device that the emulator claims to be.

@@ -5,8 +5,8 @@ import torch
 from gemm_cases import chosen
 
 from fmoe_ext import ops
-from fmoe_ext.gpu import tf32
 from fmoe_ext.gpu import kernels as gpu_kernels
+from fmoe_ext.gpu import tf32
 from fmoe_ext.ops.expert_mlp import activation_number
 from fmoe_ext.testing import assert_close
 

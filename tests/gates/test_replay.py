@@ -5,8 +5,16 @@ import pytest
 import torch
 from torch import nn
 
-from fmoe_ext.gates import GATES, ExpertChoiceGate, GShardGate, NoisyGate, SigmoidGate, SoftmaxGate, SwitchGate
 from fmoe_ext.balance import Choices, RoutingReplay
+from fmoe_ext.gates import (
+    GATES,
+    ExpertChoiceGate,
+    GShardGate,
+    NoisyGate,
+    SigmoidGate,
+    SoftmaxGate,
+    SwitchGate,
+)
 
 D, E = 6, 4
 

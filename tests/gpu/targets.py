@@ -9,15 +9,15 @@ from types import MappingProxyType
 import emu_build
 import torch
 
-from fmoe_ext.gpu.cases import Case
-from fmoe_ext.gpu.target import Target, Unavailable
-from fmoe_ext.gpu import kernels as gpu_kernels
-from fmoe_ext.gpu import proof as gpu_proof
-from fmoe_ext.gpu import torch_path
 from fmoe_ext.frozen.frozen_gemm import composed as frozen_gemm
 from fmoe_ext.frozen.frozen_gemm import composed_backward as frozen_gemm_backward
 from fmoe_ext.frozen.frozen_mlp import composed as frozen_mlp
 from fmoe_ext.frozen.frozen_mlp import composed_backward as frozen_mlp_backward
+from fmoe_ext.gpu import kernels as gpu_kernels
+from fmoe_ext.gpu import proof as gpu_proof
+from fmoe_ext.gpu import torch_path
+from fmoe_ext.gpu.cases import Case
+from fmoe_ext.gpu.target import Target, Unavailable
 
 SMALL = (Case(20, 2, 4, 24, 40), Case(0, 1, 2, 8, 8))
 EVEN = (Case(16, 2, 4, 16, 8, bias=False, spread="even"),)

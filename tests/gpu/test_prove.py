@@ -8,6 +8,8 @@ import emu_build
 import pytest
 import torch
 
+from fmoe_ext.gpu import kernels as gpu_kernels
+from fmoe_ext.gpu import proof as gpu_proof
 from fmoe_ext.gpu.cases import Case
 from fmoe_ext.gpu.child import Work
 from fmoe_ext.gpu.cli import main, run
@@ -15,8 +17,6 @@ from fmoe_ext.gpu.prove import prove
 from fmoe_ext.gpu.races import FROZEN_OPERATIONS, OPERATIONS, TIMED_BY, Course, Race, Races, Start
 from fmoe_ext.gpu.report import summary
 from fmoe_ext.gpu.target import Unavailable
-from fmoe_ext.gpu import kernels as gpu_kernels
-from fmoe_ext.gpu import proof as gpu_proof
 from tests.gpu.targets import KERNELS, PORTABLE_MS, TORCH_MS, Emulated, Pretend
 
 OTHERS = ("up.a", "rows_by_weight.a", "grad_weight.a")

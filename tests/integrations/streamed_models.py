@@ -5,10 +5,8 @@ import json
 import torch
 from safetensors.torch import load_file, save_file
 
-from fmoe_ext import frozen
 import fmoe_ext
-from fmoe_ext import ops
-from fmoe_ext import huggingface
+from fmoe_ext import frozen, huggingface
 from fmoe_ext.finetune.streaming import pool
 from tests import packed_layouts
 from tests.integrations.huggingface_models import make_ids, make_model

@@ -7,9 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from fmoe_ext import FMoETransformerMLP, fmoefy
+from fmoe_ext import FMoETransformerMLP, fmoefy, huggingface
 from fmoe_ext.gates import SigmoidGate, SoftmaxGate, total_loss
-from fmoe_ext import huggingface
 
 transformers = pytest.importorskip("transformers")
 

@@ -7,8 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fmoe_ext import fmoefy
-from fmoe_ext import huggingface
+from fmoe_ext import fmoefy, huggingface
 from fmoe_ext.testing import DistributedPool
 from tests.integrations.huggingface_models import make_ids, make_model, step
 

@@ -5,9 +5,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from fmoe_ext import lora
+from fmoe_ext import huggingface, lora
 from fmoe_ext.distributed import DistributedGroupedDataParallel
-from fmoe_ext import huggingface
 from tests.integrations.huggingface_models import make_ids, make_model
 
 peft = pytest.importorskip("peft")

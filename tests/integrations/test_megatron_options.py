@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from fmoe_ext import RoutingReplay, balance
-from fmoe_ext.gates import SigmoidGate, SoftmaxGate, UniformGate
 from fmoe_ext.balance import Choices
+from fmoe_ext.gates import SigmoidGate, SoftmaxGate, UniformGate
 from fmoe_ext.megatron import fmoefy
 
 pytest.importorskip("megatron.core", reason="pip install megatron-core")
@@ -424,9 +424,7 @@ def test_every_moe_field_is_in_the_table():
 
 def test_docs_show_the_table():
     text = (Path(__file__).resolve().parents[2] / "docs/megatron.md").read_text()
-    assert table() in text, (
-        "docs/megatron.md: paste what fmoe_ext.megatron.core.table.table() returns"
-    )
+    assert table() in text, "docs/megatron.md: paste what fmoe_ext.megatron.core.table.table() returns"
 
 
 def test_unknown_option_is_refused():

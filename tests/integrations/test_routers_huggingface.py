@@ -7,9 +7,8 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from fmoe_ext import RoutingReplay, balance, valid_tokens
+from fmoe_ext.balance import load_routed_experts, routed_experts
 from fmoe_ext.gates import SqrtSoftplusGate
-from fmoe_ext.balance import load_routed_experts
-from fmoe_ext.balance import routed_experts
 from tests.integrations.huggingface_models import make_ids, make_model, step
 
 NAMES = (

@@ -5,9 +5,8 @@ import copy
 import pytest
 import torch
 
-from fmoe_ext import fmoefy
+from fmoe_ext import fmoefy, huggingface
 from fmoe_ext.gates import total_loss
-from fmoe_ext import huggingface
 from tests.integrations.test_balance_callback import (
     VOCAB,
     WEIGHT,

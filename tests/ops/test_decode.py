@@ -4,10 +4,8 @@ import pytest
 import torch
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 
-from fmoe_ext import frozen
-from fmoe_ext import ops
-from fmoe_ext.frozen import FORMATS
-from fmoe_ext.frozen import decode
+from fmoe_ext import frozen, ops
+from fmoe_ext.frozen import FORMATS, decode
 from fmoe_ext.testing import assert_close
 from tests.ops.test_quantized import packed
 

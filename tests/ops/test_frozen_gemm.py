@@ -3,10 +3,8 @@
 import pytest
 import torch
 
-from fmoe_ext import frozen
 from fmoe_ext import ops
-from fmoe_ext.frozen import FORMATS, Quantized, frozen_gemm_ref
-from fmoe_ext.frozen import frozen_gemm
+from fmoe_ext.frozen import FORMATS, Quantized, frozen_gemm, frozen_gemm_ref
 from fmoe_ext.frozen.frozen_gemm import composed, composed_backward
 from fmoe_ext.testing import assert_close
 from tests.ops.test_quantized import packed

@@ -3,13 +3,12 @@
 import pytest
 import torch
 
-from fmoe_ext.ops import expert_mlp
 from fmoe_ext.adapters import Lora
-from fmoe_ext.frozen import frozen_mlp_ref
-from fmoe_ext.frozen import frozen_mlp
+from fmoe_ext.frozen import frozen_mlp, frozen_mlp_ref
+from fmoe_ext.frozen.frozen_mlp import composed, composed_backward
+from fmoe_ext.ops import expert_mlp
 from fmoe_ext.ops.arguments import FrozenMlp, FrozenMlpBackward
 from fmoe_ext.ops.expert_mlp import ACTIVATIONS, activation_number
-from fmoe_ext.frozen.frozen_mlp import composed, composed_backward
 from fmoe_ext.testing import assert_close
 from tests.ops.test_expert_mlp import DTYPES, Problem
 

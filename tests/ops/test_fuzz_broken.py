@@ -5,8 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fmoe_ext import frozen
-from fmoe_ext import ops
+from fmoe_ext import frozen, ops
 from tests.ops.fuzz import EXAMPLES, assert_raises, choices, generator, seeds
 
 pytestmark = pytest.mark.usefixtures("one_thread")

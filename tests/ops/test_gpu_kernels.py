@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from fmoe_ext import info, ops
-from fmoe_ext.gpu.tf32 import tf32
-from fmoe_ext.ops import expert_mlp, grouped_gemm
 from fmoe_ext.gpu import kernels as gpu_kernels
 from fmoe_ext.gpu import proof as gpu_proof
 from fmoe_ext.gpu import torch_path
 from fmoe_ext.gpu.proof import Key, Proof, Race, Verdict
+from fmoe_ext.gpu.tf32 import tf32
+from fmoe_ext.ops import expert_mlp, grouped_gemm
 from tests.gpu.targets import define_switches
 from tests.ops.test_expert_mlp import Problem
 from tests.ops.test_grouped_gemm import make_inputs

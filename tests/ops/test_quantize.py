@@ -7,9 +7,7 @@ from gguf import GGMLQuantizationType
 from gguf.quants import quantize as quantize_gguf
 
 from fmoe_ext import frozen
-from fmoe_ext import ops
-from fmoe_ext.frozen import FORMATS
-from fmoe_ext.frozen import quantize
+from fmoe_ext.frozen import FORMATS, quantize
 
 # Relative error of normal weights, in the norm, at most; measured 0.115, 0.026, 0.094, 0.0055, 0.080, 0.020, 0.092.
 LOSS = {

@@ -6,11 +6,9 @@ import torch
 from gguf import GGMLQuantizationType
 from gguf.quants import dequantize
 
-from fmoe_ext import frozen
-from fmoe_ext import ops
+from fmoe_ext import frozen, ops
 from fmoe_ext.adapters import Lora
-from fmoe_ext.frozen import FORMATS, Quantized, frozen_mlp_ref
-from fmoe_ext.frozen import frozen_mlp
+from fmoe_ext.frozen import FORMATS, Quantized, frozen_mlp, frozen_mlp_ref
 from fmoe_ext.frozen.frozen_mlp import composed, composed_backward
 from fmoe_ext.testing import assert_close
 from tests.ops.test_expert_mlp import Problem

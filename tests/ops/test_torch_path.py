@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from fmoe_ext.ops import MainGrad, expert_mlp, grouped_gemm
 from fmoe_ext.gpu import torch_path
+from fmoe_ext.ops import MainGrad, expert_mlp, grouped_gemm
 from fmoe_ext.ops.expert_mlp import ACTIVATIONS
 from tests.ops import test_expert_mlp, test_grouped_gemm, test_main_grad, test_split_backward
 

@@ -7,12 +7,12 @@ from typing import Any, TypeAlias
 
 import torch
 
-from fmoe_ext.finetune.adapters.reading import PREFIX, Adapter, Factors, Pair, scaling_of
 from fmoe_ext.checkpoint.errors import CheckpointError
 from fmoe_ext.checkpoint.families import FAMILIES
 from fmoe_ext.checkpoint.huggingface import model_config, model_files
 from fmoe_ext.checkpoint.layouts import BLOCKS, PER_EXPERT, STACKED
 from fmoe_ext.checkpoint.safetensors_file import StoredTensor, read_unmapped
+from fmoe_ext.finetune.adapters.reading import PREFIX, Adapter, Factors, Pair, scaling_of
 
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 Loaded: TypeAlias = Mapping[str, tuple[Factors, Pair]]

@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
+from fmoe_ext.checkpoint.errors import CheckpointError
 from fmoe_ext.finetune.adapters.base import Base, compare, delta
 from fmoe_ext.finetune.adapters.reading import Adapter
-from fmoe_ext.checkpoint.errors import CheckpointError
 
 WRITERS = MappingProxyType(
     {

@@ -10,15 +10,15 @@ from typing import Any
 
 import torch
 
+from fmoe_ext.checkpoint.cli import progress_bar, table
+from fmoe_ext.checkpoint.errors import CheckpointError
+from fmoe_ext.checkpoint.packed import decode
 from fmoe_ext.finetune.adapters.base import Base, model_type
 from fmoe_ext.finetune.adapters.check import check, logits
 from fmoe_ext.finetune.adapters.convert import LAYOUTS, PEFT_LEAVES_OUT, convert
 from fmoe_ext.finetune.adapters.merge import merge
 from fmoe_ext.finetune.adapters.packing import EXPERT_MAJOR, RANK_MAJOR
 from fmoe_ext.finetune.adapters.reading import read_adapter
-from fmoe_ext.checkpoint.cli import progress_bar, table
-from fmoe_ext.checkpoint.errors import CheckpointError
-from fmoe_ext.checkpoint.packed import decode
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

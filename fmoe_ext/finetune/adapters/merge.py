@@ -14,11 +14,11 @@ from typing import Any, TypeAlias
 
 import torch
 
-from fmoe_ext.finetune.adapters.base import FLOATS, Base, Experts, compare, delta, plain_pairs
-from fmoe_ext.finetune.adapters.reading import CONFIG, WEIGHTS, Adapter, Factors, Pair
 from fmoe_ext.checkpoint.errors import CheckpointError
 from fmoe_ext.checkpoint.files import atomic_file, inside, locked, made_folder, read_json, sync_folder
 from fmoe_ext.checkpoint.safetensors_file import StoredTensor, write_safetensors
+from fmoe_ext.finetune.adapters.base import FLOATS, Base, Experts, compare, delta, plain_pairs
+from fmoe_ext.finetune.adapters.reading import CONFIG, WEIGHTS, Adapter, Factors, Pair
 
 COPIED = (".json", ".txt", ".model", ".jinja")  # of the tokenizer and the configuration
 INDEX, REPORT = "model.safetensors.index.json", "merge_report.json"

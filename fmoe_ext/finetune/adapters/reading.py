@@ -13,7 +13,6 @@ from typing import Any, TypeAlias
 
 import torch
 
-from fmoe_ext.finetune.adapters.packing import EXPERT_MAJOR, MAX_TENSORS, RANK_MAJOR, Evidence, unpacked
 from fmoe_ext.checkpoint.errors import CheckpointError
 from fmoe_ext.checkpoint.files import inside, read_json
 from fmoe_ext.checkpoint.safetensors_file import (
@@ -22,6 +21,7 @@ from fmoe_ext.checkpoint.safetensors_file import (
     read_unmapped,
     verify_safetensors,
 )
+from fmoe_ext.finetune.adapters.packing import EXPERT_MAJOR, MAX_TENSORS, RANK_MAJOR, Evidence, unpacked
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 PREFIX = "base_model.model."

@@ -9,11 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fmoe_ext.adapters import Lora
-from fmoe_ext import ops
-from fmoe_ext.adapters import take
-from fmoe_ext.huggingface.experts import compute, compute_few
+from fmoe_ext.adapters import Lora, take
 from fmoe_ext.finetune.streaming.budget import ExpertStream
+from fmoe_ext.huggingface.experts import compute, compute_few
 from fmoe_ext.recompute import can_be_repeated, is_repeated
 from fmoe_ext.routing import widen
 

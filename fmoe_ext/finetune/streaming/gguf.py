@@ -7,7 +7,6 @@ from typing import Any
 import torch
 
 from fmoe_ext import frozen
-from fmoe_ext import ops
 from fmoe_ext.checkpoint.errors import CheckpointError
 from fmoe_ext.checkpoint.families import FAMILIES
 from fmoe_ext.checkpoint.packed_matrices import PackedTensor

@@ -13,7 +13,6 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from fmoe_ext.finetune.adapters.base import Base
 from fmoe_ext.checkpoint.errors import CheckpointError
 from fmoe_ext.checkpoint.expert_files import Layer, plain_layer
 from fmoe_ext.checkpoint.files import inside
@@ -22,8 +21,7 @@ from fmoe_ext.checkpoint.packed_dense import outside_experts
 from fmoe_ext.checkpoint.packed_matrices import PackedTensor
 from fmoe_ext.checkpoint.packed_projections import gguf_layers, packed_layer
 from fmoe_ext.checkpoint.safetensors_file import StoredTensor
-from fmoe_ext import huggingface
-from fmoe_ext.huggingface.saving import replace_save_pretrained
+from fmoe_ext.finetune.adapters.base import Base
 from fmoe_ext.finetune.streaming import decoding, gguf
 from fmoe_ext.finetune.streaming.activations import ActivationFile, SavedOnDisk
 from fmoe_ext.finetune.streaming.budget import ExpertStream
@@ -31,6 +29,8 @@ from fmoe_ext.finetune.streaming.experts import Streamed
 from fmoe_ext.finetune.streaming.memory import memory_of
 from fmoe_ext.finetune.streaming.packed_linear import keep_packed, packable
 from fmoe_ext.finetune.streaming.placeholder import PackedWeight, StreamedWeight
+from fmoe_ext.huggingface import experts as huggingface
+from fmoe_ext.huggingface.saving import replace_save_pretrained
 
 
 def stream(

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from fmoe_ext import frozen
-from fmoe_ext import ops
 from fmoe_ext.checkpoint.expert_files import ALIGNED
 from fmoe_ext.checkpoint.packed_matrices import PackedTensor
 from fmoe_ext.finetune.streaming.placeholder import PackedWeight

@@ -67,7 +67,7 @@ def check_whole_experts(groups: Any) -> None:
         )
 
 
-def activation_of(config: Any) -> str | Callable:
+def activation_of(config: Any) -> str | Callable[..., Any]:
     """The activation of a dense MLP of this config, as FMoETransformerMLP takes it."""
     activation = simplify(config.activation_func)
     if activation == "gelu" and config.bias_activation_fusion:

@@ -128,7 +128,7 @@ def check_width_group(groups: Any) -> None:
 
 
 def sharded_parts(
-    moe: FMoETransformerMLP, key: str, name: str, p: Tensor, offsets: tuple, groups: Any
+    moe: FMoETransformerMLP, key: str, name: str, p: Tensor, offsets: tuple[Any, ...], groups: Any
 ) -> Any:
     """Shards of a parameter of the experts for dist_checkpointing: the whole [E, H, D] of all ranks, in any layout."""
     from megatron.core.dist_checkpointing import ShardedTensor

@@ -183,7 +183,7 @@ class MegatronCoreMLP(nn.Module):
                 save_to_aux_losses_tracker(name, value, self.layer_number, num_layers)
 
     def sharded_state_dict(
-        self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, Any]:
         """Shards for megatron.core.dist_checkpointing: experts as parts of [E, ...], the rest as copies.
 
@@ -213,7 +213,7 @@ class MegatronCoreMLP(nn.Module):
         return sharded
 
     def _sharded_copies(
-        self, state: dict[str, Tensor], prefix: str, sharded_offsets: tuple
+        self, state: dict[str, Tensor], prefix: str, sharded_offsets: tuple[Any, ...]
     ) -> dict[str, Any]:
         from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint as make
 

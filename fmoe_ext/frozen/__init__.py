@@ -1,0 +1,17 @@
+"""Products with frozen weights, packed ones among them, and low-rank adapters beside them."""
+
+from fmoe_ext.frozen.frozen_gemm import frozen_gemm, frozen_gemm_ref
+from fmoe_ext.frozen.frozen_mlp import frozen_mlp, frozen_mlp_ref
+from fmoe_ext.frozen.quantize import nf4_scales, quantize
+from fmoe_ext.frozen.quantized import FORMATS, Quantized
+
+__all__ = [
+    "FORMATS",
+    "Quantized",
+    "frozen_gemm",
+    "frozen_gemm_ref",
+    "frozen_mlp",
+    "frozen_mlp_ref",
+    "nf4_scales",
+    "quantize",
+]

@@ -1,0 +1,38 @@
+"""Lets the room gpu choose kernels for CUDA tensors. Without CUDA kernels nothing is registered and nothing happens."""
+
+from collections.abc import Callable
+from typing import Final
+
+
+class Chooser:
+    """Chooses kernels before a product; this one has nothing to choose."""
+
+    def before(self, t: object) -> None:
+        """Called before each product of a tensor t."""
+
+    def while_compiling(self, t: object) -> None:
+        """Called by the fake kernels."""
+
+    def reserve(self, owner: object, sms: int, is_done: Callable[[], bool]) -> Callable[[], object]:
+        """Keeps SMs of a GPU free while owner lives, until is_done() or until the result is called."""
+        return lambda: None
+
+
+_CHOOSERS: Final[list[Chooser]] = [Chooser()]  # the last one chooses
+
+
+def register(chooser: Chooser) -> None:
+    """Lets this one choose from now on."""
+    _CHOOSERS.append(chooser)
+
+
+def before(t: object) -> None:
+    _CHOOSERS[-1].before(t)
+
+
+def while_compiling(t: object) -> None:
+    _CHOOSERS[-1].while_compiling(t)
+
+
+def reserve(owner: object, sms: int, is_done: Callable[[], bool]) -> Callable[[], object]:
+    return _CHOOSERS[-1].reserve(owner, sms, is_done)
