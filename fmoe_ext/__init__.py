@@ -26,7 +26,7 @@ from fmoe_ext.gates import (
     UniformGate,
     ZeroGate,
 )
-from fmoe_ext.layers import FMoE
+from fmoe_ext.layers import FMoE, ParallelLayout
 from fmoe_ext.linear import FMoELinear
 from fmoe_ext.models.fmoefy import fmoefy
 from fmoe_ext.ops import batch_invariant, use_batch_invariant
@@ -54,6 +54,7 @@ __all__ = [
     "HashGate",
     "NaiveGate",
     "NoisyGate",
+    "ParallelLayout",
     "QuantileGate",
     "RoutingReplay",
     "SigmoidGate",

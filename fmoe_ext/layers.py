@@ -8,15 +8,16 @@ import functools
 import inspect
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypedDict
 
 import torch
 from torch import nn
+from typing_extensions import Unpack
 
 from fmoe_ext import ops
 from fmoe_ext.dispatch import combine, dispatch
 from fmoe_ext.ep.exchange import Group
-from fmoe_ext.ep.expert_parallel import ExpertParallel, check_way
+from fmoe_ext.ep.expert_parallel import LAYOUT_KEYWORDS, ExpertParallel, ParallelLayout, check_way
 from fmoe_ext.ep.ranks import SliceGroup
 from fmoe_ext.ep.wrappers import check_wrappers
 from fmoe_ext.expert_kinds import ExpertKind, OwnExpertFn, Separate, SeparateExperts, kind_of
@@ -32,28 +33,25 @@ GateMaker: TypeAlias = str | nn.Module | Callable[..., nn.Module]
 ExpertMaker: TypeAlias = Callable[[int], nn.Module] | Sequence[Callable[[int], nn.Module]]
 Device: TypeAlias = torch.device | str | int | None
 
-__all__ = ["FMoE", "mark_module_parallel_comm"]
+__all__ = ["FMoE", "ParallelLayout", "mark_module_parallel_comm"]
+
+
+class LayerOptions(TypedDict, total=False):
+    """Keywords of FMoE that are seldom given; those of ParallelLayout are its fields."""
+
+    gate_group: Group
+    overlap_degree: int | str
+    max_rows_per_rank: int | None
+    exchange: str
+    device: Device
+    dtype: torch.dtype | None
 
 
 class FMoE(SpreadLayer):
     """A Mixture-of-Experts layer with any gate and any experts.
 
     num_expert: experts of this rank. d_model: width of a token.
-    world_size, moe_group: the experts of all world_size ranks of moe_group (a ProcessGroup, a DeviceMesh, or None
-      for the default group) form one layer of num_expert * world_size experts, expert i on rank i // num_expert.
-      All ranks of the group call forward, with any number of tokens each. gate_group: the ranks whose tokens count
-      for the gate's losses and capacities, moe_group if None.
-    overlap_degree > 1 exchanges the rows of some experts while others compute; "auto" chooses it from the times of
-      the first forwards.
-    exchange: "choice" sends a token to the rank of each expert that it chose, "token" once to a rank that has
-      several of them, where their results are summed: fewer bytes (DeepEP's deduplicated dispatch), equal but for
-      rounding. "node" sends it once to a node, and from there to its ranks; nodes are host names, or so many ranks as
-      FMOE_RANKS_PER_NODE says. "auto" chooses it from the times of the first forwards.
-    max_rows_per_rank: each rank sends each other one so many rows, padding included, so that nothing waits for
-      sizes and a CUDA graph can hold the layer; tokens * top_k, or tokens with exchange="token", is always enough.
-      If a rank has more, every rank gets a RuntimeError: on the CPU at once; on CUDA results are NaN and
-      ep.static.check_max_rows(model) raises.
-    slice_group: ranks with the same input; each computes a part of the rows. mp_group is its old name.
+    top_k: experts of a token.
     gate: a class or function called as gate(d_model, num_expert, world_size, top_k[, gate_bias=]), a
       functools.partial of one, a name in gates.GATES, or a module: it maps moe_inp to topk_idx,
       topk_weights [T, K].
@@ -65,6 +63,9 @@ class FMoE(SpreadLayer):
     gate_hook(topk_idx, topk_weights, None) is called after the gate.
     mask (one entry a token) and mask_dict: a token with mask != 0 goes to no expert; its expert output is
       mask_dict[its mask] (scalar, [*] or [K, *]), or zero if that is missing, weighted as usual.
+    parallel: how the layer is spread over ranks (ParallelLayout). Its fields are also keywords of FMoE, as in FastMoE:
+      world_size, moe_group, slice_group (mp_group is its old name), and gate_group, overlap_degree,
+      max_rows_per_rank, exchange.
     device, dtype: of the parameters. They are drawn in that dtype by experts in one module; those of a gate and of
       separate experts are drawn as these draw them, and cast.
     renormalize=True scales the weights of a token that lost choices to their sum before; otherwise lost
@@ -94,40 +95,41 @@ class FMoE(SpreadLayer):
         mask_dict: Mapping[int, Any] | None = None,
         gate_bias: bool = True,
         *,
+        parallel: ParallelLayout | None = None,
         renormalize: bool = False,
-        gate_group: Group = None,
-        overlap_degree: int | str = 1,
-        max_rows_per_rank: int | None = None,
-        exchange: str = "choice",
-        device: Device = None,
-        dtype: torch.dtype | None = None,
-        **unknown: Any,
+        **options: Unpack[LayerOptions],
     ):
-        if unknown:
-            raise TypeError(_unknown_keywords(type(self), unknown))
-        check_sizes(top_k=top_k)
-        super().__init__()
+        given: dict[str, Any] = dict(options)
+        device, dtype = given.pop("device", None), given.pop("dtype", None)
         if mp_group is not None:
             warnings.warn(
                 "mp_group is the old name of slice_group, use that", DeprecationWarning, stacklevel=2
             )
             slice_group = mp_group
+        of_layout = {name: given.pop(name) for name in LAYOUT_KEYWORDS if name in given}
+        if given:
+            raise TypeError(_unknown_keywords(type(self), given))
+        layout = ParallelLayout.of(
+            parallel, world_size=world_size, moe_group=moe_group, slice_group=slice_group, **of_layout
+        )
+        check_sizes(top_k=top_k)
+        super().__init__()
         self.num_expert = len(expert) if isinstance(expert, (list, tuple)) else num_expert
-        self.num_experts = self.num_expert * world_size
+        self.world_size = layout.num_ranks
+        self.num_experts = self.num_expert * self.world_size
         self.d_model = d_model
-        self.world_size = world_size
         self.expert_parallel = None
-        if world_size > 1 or moe_group is not None:
-            self.expert_parallel = ExpertParallel(
-                moe_group, self.num_expert, overlap_degree, max_rows_per_rank, exchange
-            )
-            if self.expert_parallel.size != world_size:
+        way = layout.overlap_degree, layout.max_rows_per_rank, layout.exchange
+        if layout.is_spread:
+            self.expert_parallel = ExpertParallel(layout.moe_group, self.num_expert, *way)
+            if self.expert_parallel.size != self.world_size:
                 raise ValueError(
-                    f"world_size is {world_size}, but moe_group has {self.expert_parallel.size} ranks"
+                    f"world_size is {self.world_size}, but moe_group has {self.expert_parallel.size} ranks"
                 )
         else:
-            check_way(overlap_degree, exchange)
-        self._slices = None if slice_group is None or slice_group.size() == 1 else SliceGroup(slice_group)
+            check_way(layout.overlap_degree, layout.exchange)
+        slices = layout.slice_group
+        self._slices = None if slices is None or slices.size() == 1 else SliceGroup(slices)
         self.top_k = top_k
         self.gate_hook = gate_hook
         self.mask = mask
@@ -135,8 +137,8 @@ class FMoE(SpreadLayer):
         self.renormalize = renormalize
         with contextlib.nullcontext() if device is None else torch.device(device):
             self.gate = _cast(self._make_gate(gate, gate_bias), device, dtype)
-            if self.expert_parallel is not None or gate_group is not None:
-                self.share_gate(gate_group)
+            if self.expert_parallel is not None or layout.gate_group is not None:
+                self.share_gate(layout.gate_group)
             self.experts_fused = expert is None
             self.experts = None if expert is None else _cast(self._make_experts(expert), device, dtype)
         self.shared_experts = None  # what every token passes besides
@@ -293,10 +295,16 @@ def _cast(module: nn.Module, device: Device, dtype: torch.dtype | None) -> nn.Mo
     return module
 
 
+def keywords_of(cls: type) -> list[str]:
+    """Arguments of a layer's class and of those that it passes them to."""
+    classes = [base for base in cls.__mro__ if issubclass(base, FMoE)]
+    names = {name for base in classes for name in inspect.signature(base.__init__).parameters}
+    return sorted(names - {"self", "options", "kwargs"} | LayerOptions.__annotations__.keys())
+
+
 def _unknown_keywords(cls: type, unknown: Iterable[str]) -> str:
     """The error for keywords that neither cls nor a class that it passes them to takes."""
-    classes = [base for base in cls.__mro__ if issubclass(base, FMoE)]
-    names = sorted({name for base in classes for name in inspect.signature(base.__init__).parameters})
+    names = keywords_of(cls)
     texts = []
     for keyword in unknown:
         close = difflib.get_close_matches(keyword, names, n=1)

@@ -1,29 +1,53 @@
 """FMoETransformerMLP: a Mixture-of-Experts layer in the place of a transformer's MLP."""
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
+from typing_extensions import Unpack
 
 from fmoe_ext.ep.exchange import Group
 from fmoe_ext.experts import FusedExperts, LatentProjections, SharedExperts
 from fmoe_ext.gates import NaiveGate
-from fmoe_ext.layers import Device, FMoE, GateMaker
+from fmoe_ext.layers import Device, FMoE, GateMaker, ParallelLayout
 from fmoe_ext.linear import check_sizes
+
+
+class MLPOptions(TypedDict, total=False):
+    """Keywords that FMoETransformerMLP passes to FMoE."""
+
+    world_size: int
+    mp_group: Group
+    slice_group: Group
+    moe_group: Group
+    gate_group: Group
+    overlap_degree: int | str
+    max_rows_per_rank: int | None
+    exchange: str
+    gate_hook: Callable[..., Any] | None
+    mask: torch.Tensor | None
+    mask_dict: Mapping[int, Any] | None
+    gate_bias: bool
+    renormalize: bool
 
 
 class FMoETransformerMLP(FMoE):
     """FMoE whose experts are two-layer MLPs d_model -> d_hidden -> d_model, computed by one operator.
 
+    num_expert: experts of this rank. d_model: width of a token. d_hidden: width inside an expert.
     activation: "gelu", "gelu_tanh", "relu", "silu", "relu2" (relu(h) ** 2), the gated "swiglu", "geglu", "geglu_tanh",
-    "clamped_swiglu" (ClampedSwiGLU), the modules and functions of PyTorch for the first four, or any callable (slower,
-    see FusedExperts).
+      "clamped_swiglu" (ClampedSwiGLU), the modules and functions of PyTorch for the first four, or any callable
+      (slower, see FusedExperts).
     expert_dp_comm: tag of the experts' parameters (FMoE.mark_parallel_comm). expert_rank is accepted and ignored.
-    gradient_accumulation_fusion: the experts' weights have main gradients (FusedExperts).
+    top_k: experts of a token. gate: a class, a function, a name in gates.GATES or a module (FMoE).
+    bias: of the experts' linear layers.
+    parallel: how the layer is spread over ranks (ParallelLayout); its fields are also keywords, as in FastMoE.
     shared_expert_hidden: hidden units of an MLP that every token passes besides, with the same activation and bias,
-    computed while the tokens are on their way to the other ranks; shared_expert_gate: experts.SharedExperts.
+      computed while the tokens are on their way to the other ranks; shared_expert_gate: experts.SharedExperts.
     latent_size: width of the experts' input and output, between projections of their own (experts.LatentProjections).
-    Other arguments: FMoE.
+    gradient_accumulation_fusion: the experts' weights have main gradients (FusedExperts).
+    device, dtype: of the parameters.
+    options: gate_hook, mask, mask_dict, gate_bias, renormalize (FMoE), and the keywords of parallel.
 
     Example:
 
@@ -43,61 +67,29 @@ class FMoETransformerMLP(FMoE):
         expert_dp_comm: str = "none",
         expert_rank: int = 0,
         *,
-        world_size: int = 1,
-        mp_group: Group = None,
-        slice_group: Group = None,
-        moe_group: Group = None,
         top_k: int = 2,
         gate: GateMaker = NaiveGate,
-        gate_hook: Callable[..., Any] | None = None,
-        mask: torch.Tensor | None = None,
-        mask_dict: Mapping[int, Any] | None = None,
-        gate_bias: bool = True,
-        renormalize: bool = False,
-        gate_group: Group = None,
-        overlap_degree: int | str = 1,
-        max_rows_per_rank: int | None = None,
-        exchange: str = "choice",
         bias: bool = True,
-        gradient_accumulation_fusion: bool = False,
+        parallel: ParallelLayout | None = None,
         shared_expert_hidden: int | None = None,
         shared_expert_gate: bool = False,
         latent_size: int | None = None,
+        gradient_accumulation_fusion: bool = False,
         device: Device = None,
         dtype: torch.dtype | None = None,
-        **unknown: Any,
+        **options: Unpack[MLPOptions],
     ):
         check_sizes(num_expert=num_expert, d_model=d_model, d_hidden=d_hidden)
-        super().__init__(
-            num_expert=num_expert,
-            d_model=d_model,
-            world_size=world_size,
-            mp_group=mp_group,
-            slice_group=slice_group,
-            moe_group=moe_group,
-            top_k=top_k,
-            gate=gate,
-            gate_hook=gate_hook,
-            mask=mask,
-            mask_dict=mask_dict,
-            gate_bias=gate_bias,
-            renormalize=renormalize,
-            gate_group=gate_group,
-            overlap_degree=overlap_degree,
-            max_rows_per_rank=max_rows_per_rank,
-            exchange=exchange,
-            device=device,
-            dtype=dtype,
-            **unknown,
-        )
+        factory: dict[str, Any] = {"device": device, "dtype": dtype}
+        super().__init__(num_expert, d_model, top_k=top_k, gate=gate, parallel=parallel, **factory, **options)
         self.d_hidden = d_hidden
         if latent_size is not None:
             check_sizes(latent_size=latent_size)
-            if mask is not None:
+            if self.mask is not None:
                 raise ValueError(
                     "mask= and latent_size= exclude each other: a masked token has no latent output"
                 )
-            self.latent = LatentProjections(d_model, latent_size, bias, device=device, dtype=dtype)
+            self.latent = LatentProjections(d_model, latent_size, bias, **factory)
         self.experts = FusedExperts(
             num_expert,
             d_model if latent_size is None else latent_size,
@@ -106,15 +98,11 @@ class FMoETransformerMLP(FMoE):
             bias=bias,
             gradient_accumulation_fusion=gradient_accumulation_fusion,
             rank=self.ep_rank,
-            device=device,
-            dtype=dtype,
+            **factory,
         )
         if shared_expert_hidden is not None:
-            self.shared_experts = SharedExperts(
-                *(d_model, shared_expert_hidden, activation, bias, shared_expert_gate),
-                device=device,
-                dtype=dtype,
-            )
+            shared = shared_expert_hidden, activation, bias, shared_expert_gate
+            self.shared_experts = SharedExperts(d_model, *shared, **factory)
         elif shared_expert_gate:
             raise ValueError(
                 "shared_expert_gate=True needs shared_expert_hidden, the width of the shared experts"

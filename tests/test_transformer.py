@@ -13,7 +13,9 @@ from torch import nn
 
 from fmoe_ext import FMoE, FMoETransformerMLP, GShardGate, NaiveGate, SwitchGate
 from fmoe_ext.experts import FusedExperts, SquaredReLU, activation_name, to_per_expert_layout
+from fmoe_ext.layers import LayerOptions
 from fmoe_ext.testing import assert_close
+from fmoe_ext.transformer import MLPOptions
 
 T, D, H, E = 13, 6, 10, 5
 
@@ -217,11 +219,15 @@ def test_device_and_dtype_are_those_of_all_parameters(dtype):
 def test_arguments_of_the_layer_are_named_and_typed():
     ours = inspect.signature(FMoETransformerMLP.__init__).parameters
     theirs = inspect.signature(FMoE.__init__).parameters
-    hints = [get_type_hints(cls.__init__) for cls in (FMoETransformerMLP, FMoE)]
+    hints, of_layer = (get_type_hints(cls.__init__) for cls in (FMoETransformerMLP, FMoE))
+    options = get_type_hints(MLPOptions)
     for name, parameter in theirs.items():
-        if name not in ("self", "expert", "unknown"):
+        if name in ours and name not in ("self", "options"):
             assert ours[name].default == parameter.default
-            assert hints[0][name] == hints[1][name]
+        if name not in ("self", "expert", "options"):
+            assert {**options, **hints}[name] == of_layer[name]
+    assert get_type_hints(LayerOptions).items() <= {**options, **hints}.items()
+    assert len(ours) - len(("self", "options")) <= 16
     for cls in (FMoE, FMoETransformerMLP):
         with pytest.raises(
             TypeError, match=r"no argument 'num_experts'.*: num_expert is the number of experts of"

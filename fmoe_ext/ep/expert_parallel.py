@@ -1,13 +1,14 @@
 """ExpertParallel: where the experts of a layer live, and how its tokens get there."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from types import MappingProxyType
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from fmoe_ext.ep.exchange import NO_GRAPH, Group, check_same, find_group
+from fmoe_ext.ep.exchange import NO_GRAPH, Group, check_same, find_group, size_of
 from fmoe_ext.ep.home import Home, Nodes, find_nodes
 from fmoe_ext.ep.load import LoadCounter
 from fmoe_ext.ep.node_exchange import NodeExchange
@@ -22,6 +23,66 @@ from fmoe_ext.tokens import Batch
 EXCHANGES: Mapping[str, type[Exchange]] = MappingProxyType(
     {"choice": Exchange, "token": TokenExchange, "node": NodeExchange}
 )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelLayout:
+    """How one layer is spread over ranks: FMoE(..., parallel=ParallelLayout(...)).
+
+    world_size, moe_group: the experts of all world_size ranks of moe_group (a ProcessGroup, a DeviceMesh, or None
+      for the default group) form one layer of num_expert * world_size experts, expert i on rank i // num_expert.
+      All ranks of the group call forward, with any number of tokens each. world_size None: the size of moe_group, 1
+      without one.
+    gate_group: the ranks whose tokens count for the gate's losses and capacities, moe_group if None.
+    slice_group: ranks with the same input; each computes a part of the rows.
+    overlap_degree > 1 exchanges the rows of some experts while others compute; "auto" chooses it from the times of
+      the first forwards.
+    exchange: "choice" sends a token to the rank of each expert that it chose, "token" once to a rank that has
+      several of them, where their results are summed: fewer bytes (DeepEP's deduplicated dispatch), equal but for
+      rounding. "node" sends it once to a node, and from there to its ranks; nodes are host names, or so many ranks as
+      FMOE_RANKS_PER_NODE says. "auto" chooses it from the times of the first forwards.
+    max_rows_per_rank: each rank sends each other one so many rows, padding included, so that nothing waits for
+      sizes and a CUDA graph can hold the layer; tokens * top_k, or tokens with exchange="token", is always enough.
+      If a rank has more, every rank gets a RuntimeError: on the CPU at once; on CUDA results are NaN and
+      ep.static.check_max_rows(model) raises.
+    """
+
+    world_size: int | None = None
+    moe_group: Group = None
+    gate_group: Group = None
+    slice_group: Group = None
+    overlap_degree: int | str = 1
+    max_rows_per_rank: int | None = None
+    exchange: str = "choice"
+
+    @staticmethod
+    def of(parallel: "ParallelLayout | None", **keywords: Any) -> "ParallelLayout":
+        """The layout of a layer that got parallel=, or the keywords of FastMoE's time; ValueError for both."""
+        if parallel is None:
+            return ParallelLayout(**keywords)
+        defaults = {
+            "world_size": 1,
+            **{f.name: f.default for f in fields(parallel) if f.name != "world_size"},
+        }
+        both = [name for name, value in keywords.items() if value is not defaults[name]]
+        if both:
+            raise ValueError(f"parallel= says how the layer is spread: give {both[0]}= to ParallelLayout")
+        return parallel
+
+    @property
+    def is_spread(self) -> bool:
+        """True if the experts are those of a group, even of one rank."""
+        return self.moe_group is not None or (self.world_size or 1) > 1
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks that share the experts."""
+        if self.world_size is not None:
+            return self.world_size
+        return 1 if self.moe_group is None else size_of(self.moe_group)
+
+
+LAYOUT_KEYWORDS = tuple(f.name for f in fields(ParallelLayout))
 
 
 @dataclass(frozen=True)

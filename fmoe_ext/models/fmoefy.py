@@ -16,7 +16,7 @@ from torch import nn
 from fmoe_ext._sharded import is_dtensor
 from fmoe_ext.distributed import DistributedGroupedDataParallel
 from fmoe_ext.experts import activation_name
-from fmoe_ext.layers import FMoE
+from fmoe_ext.layers import FMoE, keywords_of
 from fmoe_ext.models import plain
 from fmoe_ext.models.build import build
 from fmoe_ext.models.padding import heed_attention_masks
@@ -210,8 +210,7 @@ def _check(options: Options) -> None:
 
 def _check_names(moe_kwargs: Any) -> None:
     """TypeError, with what may have been meant, for an argument that nothing takes."""
-    callables: tuple[Callable[..., Any], ...] = (fmoefy, FMoETransformerMLP.__init__, FMoE.__init__)
-    known = [name for function in callables for name in inspect.signature(function).parameters]
+    known = [*inspect.signature(fmoefy).parameters, *keywords_of(FMoETransformerMLP)]
     for name in moe_kwargs:
         if name not in known:
             near = difflib.get_close_matches(name, known, 1)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from fmoe_ext import FMoE, FMoETransformerMLP, valid_tokens
+from fmoe_ext import FMoE, FMoETransformerMLP, ParallelLayout, valid_tokens
 from fmoe_ext.gates import GATES, NaiveGate, OneRank
 from fmoe_ext.testing import assert_close
 from tests.distributed.layouts import D, E, K, assert_equal_training, in_layout, local_part, one_process
@@ -283,3 +283,26 @@ def checkpointed_with_padding_on_one_rank():
 def test_checkpointed_with_padding_on_one_rank(pool):
     """The ranks had waited for each other: one repeated its forward, the other sent gradients."""
     pool.run(checkpointed_with_padding_on_one_rank, world_size=2, timeout=30)
+
+
+def parallel_says_what_keywords_say():
+    x = torch.arange(6.0 * D, dtype=torch.float64).reshape(6, D).sin()
+    results = []
+    for how in (
+        {"world_size": 2, "moe_group": dist.group.WORLD, "overlap_degree": 2, "exchange": "token"},
+        {"parallel": ParallelLayout(moe_group=dist.group.WORLD, overlap_degree=2, exchange="token")},
+    ):
+        torch.manual_seed(dist.get_rank())
+        layer = FMoETransformerMLP(3, D, 5, dtype=torch.float64, **how)
+        assert (layer.world_size, layer.num_experts, layer.expert_parallel.exchange) == (2, 6, "token")
+        assert layer.expert_parallel.chunk_ends == [1, 3]
+        results.append(layer(x))
+    assert torch.equal(*results)
+    with pytest.raises(ValueError, match="give overlap_degree= to ParallelLayout"):
+        FMoETransformerMLP(3, D, 5, overlap_degree=2, parallel=ParallelLayout(world_size=2))
+    with pytest.raises(ValueError, match="world_size is 3, but moe_group has 2 ranks"):
+        FMoETransformerMLP(3, D, 5, parallel=ParallelLayout(world_size=3))
+
+
+def test_parallel_and_keywords_give_one_layer(pool):
+    pool.run(parallel_says_what_keywords_say, world_size=2)
