@@ -24,7 +24,7 @@ class FrozenWeight {
     check_cpu(data, name);
     STD_TORCH_CHECK(packing.format >= 0 && packing.format < gemm::kNumPackedFormats, name,
                     "_format must be in [0, ", gemm::kNumPackedFormats,
-                    "), a number in ops.FORMATS, but got ", packing.format);
+                    "), a number in frozen.FORMATS, but got ", packing.format);
     format_ = static_cast<gemm::PackedFormat>(packing.format);
     if (!is_packed()) {
       data_ = as_contiguous(data);

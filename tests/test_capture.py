@@ -198,9 +198,9 @@ def test_frozen_mlp_of_decoded_mxfp4_is_capturable(combine):
     index, biases = (integers(R), integers(T, K), integers(E)), (floats(E, 2 * H), floats(E, D))
     no_lora, options = (None, None, 1.0) * 2, (floats(T, K), 4, combine)
     packing = (*w1.packing()[:-1], True, *w2.packing()[:-1])
-    x, frozen = floats(T, D), (w1.rows(), biases[0], w2.rows(), biases[1])
+    x, weights = floats(T, D), (w1.rows(), biases[0], w2.rows(), biases[1])
     with Capture() as capture:
-        y, *kept = frozen_mlp(x, *index, *frozen, *no_lora, *options, True, *packing)
+        y, *kept = frozen_mlp(x, *index, *weights, *no_lora, *options, True, *packing)
         backward = (
             torch.empty_like(y),
             x,

@@ -5,7 +5,7 @@
 
 namespace fmoe_ext::gemm {
 
-// Numbered as in ops.FORMATS in Python.
+// Numbered as in frozen.FORMATS in Python.
 enum class PackedFormat : int64_t { none, mxfp4, fp8_block, int4, q8_0, q4_k, q6_k, nf4 };
 constexpr int64_t kNumPackedFormats = 8;
 

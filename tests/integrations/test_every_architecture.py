@@ -51,7 +51,7 @@ def differences(model, folder):
 def test_fmoefied_model_saved_and_loaded_is_the_same(name, tmp_path):
     model = fmoefy(tiny_model(name), 2, top_k=1)
     assert differences(model, tmp_path) == []
-    with pytest.raises(Exception, match=r"needs fmoe_ext\.integrations\.huggingface\.from_pretrained"):
+    with pytest.raises(Exception, match=r"needs fmoe_ext\.huggingface\.from_pretrained"):
         type(model).from_pretrained(tmp_path)
 
 

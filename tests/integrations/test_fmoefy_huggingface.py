@@ -193,7 +193,7 @@ def test_generate():
 
 
 FIRST_MLP = {name: path.removesuffix(".fc1") for name, (_, _, path, *_) in MODELS.items()}
-NEEDS = r"needs fmoe_ext\.integrations\.huggingface\.from_pretrained"
+NEEDS = r"needs fmoe_ext\.huggingface\.from_pretrained"
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -7,6 +7,7 @@ import torch
 
 import fmoe_ext
 from fmoe_ext import lora
+from fmoe_ext.finetune import peft_lora
 from tests.integrations.huggingface_models import make_ids, make_model
 from tests.integrations.test_peft import (
     MOE_PARAMETERS,
@@ -31,7 +32,8 @@ def counted(monkeypatch):
         calls.append(args)
         return operator(*args)
 
-    monkeypatch.setattr(fmoe_ext.ops, "frozen_mlp", count)
+    monkeypatch.setattr(fmoe_ext.frozen, "frozen_mlp", count)  # of Transformers' experts
+    monkeypatch.setattr(peft_lora.FusedParamWrapper, "mlp_with_adapters", staticmethod(count))
     return calls
 
 

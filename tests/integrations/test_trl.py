@@ -207,7 +207,7 @@ def test_dpo_reference_is_never_the_dense_model(tmp_path):
     model.save_pretrained(tmp_path / "moe")
     loaded = huggingface.from_pretrained(tmp_path / "moe")
     assert loaded.config._name_or_path == str(tmp_path / "moe")
-    with pytest.raises(KeyError, match=r"needs fmoe_ext\.integrations\.huggingface\.from_pretrained"):
+    with pytest.raises(KeyError, match=r"needs fmoe_ext\.huggingface\.from_pretrained"):
         dpo(loaded, tmp_path / "out")
     trainer = dpo(loaded, tmp_path / "out", ref_model=copy.deepcopy(loaded))
     assert trainer.train().training_loss == pytest.approx(0.6931, abs=1e-3)  # log 2: both are the same model
