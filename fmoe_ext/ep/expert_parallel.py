@@ -27,7 +27,7 @@ EXCHANGES: Mapping[str, type[Exchange]] = MappingProxyType(
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelLayout:
-    """How one layer is spread over ranks: FMoE(..., parallel=ParallelLayout(...)).
+    """Layout of one layer over ranks: FMoE(..., parallel=ParallelLayout(...)).
 
     world_size, moe_group: the experts of all world_size ranks of moe_group (a ProcessGroup, a DeviceMesh, or None
       for the default group) form one layer of num_expert * world_size experts, expert i on rank i // num_expert.
