@@ -231,6 +231,14 @@ def scores_of(logits: torch.Tensor, score: str) -> torch.Tensor:
     return ops.sigmoid(logits) if score == "sigmoid" else log_sqrt_softplus(logits).exp()
 
 
+def probabilities_of(logits: torch.Tensor, score: str) -> torch.Tensor:
+    """The scores [T, E] of logits [T, E], divided by their sum; numbers also where every score of a token underflows.
+
+    Equivalent to: scores_of(logits, score) / scores_of(logits, score).sum(-1, keepdim=True).
+    """
+    return (logits if score == "softmax" else _LOG_SCORES[score](logits)).softmax(-1)
+
+
 def log_sqrt_softplus(logits: torch.Tensor) -> torch.Tensor:
     """log(sqrt(softplus(logits))), finite with its gradient where softplus is too small for the dtype."""
     low = -20.0  # softplus(x) = exp(x) * (1 - exp(x) / 2 + ...)

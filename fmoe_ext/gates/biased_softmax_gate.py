@@ -1,5 +1,3 @@
-import torch
-
 from fmoe_ext.gates.sigmoid_gate import SigmoidGate
 
 
@@ -10,6 +8,3 @@ class BiasedSoftmaxGate(SigmoidGate):
     """
 
     score = "softmax"
-
-    def probabilities(self, logits: torch.Tensor) -> torch.Tensor:
-        return logits.softmax(-1)

@@ -2,7 +2,7 @@ from typing import Any
 
 import torch
 
-from fmoe_ext.gates.base_gate import scores_of, weights_of
+from fmoe_ext.gates.base_gate import weights_of
 from fmoe_ext.gates.scored_gate import ScoredGate
 from fmoe_ext.tokens import current_batch
 
@@ -95,7 +95,3 @@ class HashGate(ScoredGate):
                 "in the order in which the layer gets them"
             )
         return self.expert_of_id.index_select(0, ids.to(self.expert_of_id.device, torch.int64))
-
-    def probabilities(self, logits: torch.Tensor) -> torch.Tensor:
-        scores = scores_of(logits, self.score)
-        return scores / scores.sum(-1, keepdim=True)

@@ -85,7 +85,10 @@ class NoisyGate(BaseGate):
         """
         kth, next_one = noisy_top_values[:, -2:].split(1, dim=1)
         others = torch.where(noisy_values > next_one, next_one, kth)  # best value that must be beaten
-        return torch.special.ndtr((clean_values - others) / noise_stddev)
+        lead = clean_values - others
+        decided = ~lead.isfinite()  # an expert or the value to beat is -inf: no noise changes that
+        drawn = torch.special.ndtr(lead.masked_fill(decided, 0) / noise_stddev)
+        return torch.where(decided, (clean_values > others).to(drawn.dtype), drawn)
 
     def cv_squared(self, x: torch.Tensor) -> torch.Tensor:
         """losses.cv_squared, under FastMoE's name."""

@@ -4,7 +4,7 @@ from typing import Any
 import torch
 
 from fmoe_ext import ops
-from fmoe_ext.gates.base_gate import OneRank, Ranks, scores_of, weights_of
+from fmoe_ext.gates.base_gate import OneRank, Ranks, weights_of
 from fmoe_ext.gates.scored_gate import ScoredGate
 from fmoe_ext.step import is_counted
 
@@ -112,10 +112,6 @@ class QuantileGate(ScoredGate):
             self._count(scores - next_best)
         topk_idx = self.choose(lambda: ranked[:, : self.top_k].contiguous())
         return topk_idx, weights_of(logits, topk_idx, self.score, self.normalize, self.scale)
-
-    def probabilities(self, logits: torch.Tensor) -> torch.Tensor:
-        scores = scores_of(logits, self.score)
-        return scores / scores.sum(-1, keepdim=True)
 
     def _count(self, lead: torch.Tensor) -> None:
         """Add the quantiles of lead [T, E]."""

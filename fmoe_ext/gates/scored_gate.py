@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from fmoe_ext.gates.base_gate import OneRank, Ranks, weights_of
+from fmoe_ext.gates.base_gate import OneRank, Ranks, probabilities_of, weights_of
 from fmoe_ext.gates.capacity import DROP_POLICIES, drop_over_capacity, expert_capacity
 from fmoe_ext.gates.groups import Groups
 from fmoe_ext.gates.losses import balance_loss, balance_of_sums, sequence_balance_loss, sum_over_ranks, z_loss
@@ -223,7 +223,7 @@ class ScoredGate(NaiveGate):
 
     def probabilities(self, logits: torch.Tensor) -> torch.Tensor:
         """The scores of all experts [T, E], divided by their sum: what the balance loss averages."""
-        return logits.softmax(-1)
+        return probabilities_of(logits, self.score)
 
     def balance_choices(self, logits: torch.Tensor, topk_idx: torch.Tensor) -> torch.Tensor:
         """The choices [T, K] that the balance losses count."""

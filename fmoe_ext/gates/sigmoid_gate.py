@@ -121,10 +121,6 @@ class SigmoidGate(ScoredGate):
             )
         self._forwards_since_update = self._counted_since_update = 0
 
-    def probabilities(self, logits: torch.Tensor) -> torch.Tensor:
-        scores = logits.sigmoid()
-        return scores / scores.sum(-1, keepdim=True)
-
     def balance_choices(self, logits: torch.Tensor, topk_idx: torch.Tensor) -> torch.Tensor:
         """The top_k of the scores without bias and groups, as in equation 18 of the DeepSeek-V3 report."""
         return ops.topk_gate(logits.detach(), self.top_k, self.score)[0]

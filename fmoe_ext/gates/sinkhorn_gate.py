@@ -56,6 +56,9 @@ class SinkhornGate(ScoredGate):
         )
         return topk_idx, weights_of(logits, topk_idx, self.score, self.normalize, self.scale)
 
+    def probabilities(self, logits: torch.Tensor) -> torch.Tensor:
+        return logits.softmax(-1)
+
 
 def balanced_shares(logits: torch.Tensor, ranks: Ranks) -> torch.Tensor:
     """exp(logits) [T, E], rows and columns scaled in turn until those of all ranks have even sums, to about 1e-4.

@@ -1,7 +1,6 @@
 import torch
 
 from fmoe_ext import ops
-from fmoe_ext.gates.base_gate import log_sqrt_softplus
 from fmoe_ext.gates.sigmoid_gate import SigmoidGate
 
 
@@ -17,9 +16,6 @@ class SqrtSoftplusGate(SigmoidGate):
     @property
     def depends_on_batch(self) -> str | None:
         return "the last bits of PyTorch's softplus depend on a token's place; SigmoidGate's scores do not"
-
-    def probabilities(self, logits: torch.Tensor) -> torch.Tensor:
-        return log_sqrt_softplus(logits).softmax(-1)
 
     def balance_choices(self, logits: torch.Tensor, topk_idx: torch.Tensor) -> torch.Tensor:
         return ops.topk_gate(logits.detach(), self.top_k)[0]

@@ -111,10 +111,8 @@ struct SigmoidGate : ScoredGate {
     if (is_training()) pending_load += count_tokens(topk_idx, tot_expert);
     return {topk_idx, topk_weights};
   }
-  Tensor probabilities(const Tensor& scores) override {
-    const Tensor sigmoids = scores.sigmoid();
-    return sigmoids / sigmoids.sum(-1, true);
-  }
+  // sigmoid(score) / sum of sigmoids, also where each of a token's underflows
+  Tensor probabilities(const Tensor& scores) override { return torch::log_sigmoid(scores).softmax(-1); }
   Tensor balance_choices(const Tensor& scores, const Tensor&) override {
     return std::get<0>(topk_gate(scores.detach(), top_k, "sigmoid"));
   }
