@@ -93,7 +93,9 @@ class Stage(nn.Module):
         assert batch is not None, "Pipeline gives a stage its batch before it runs"
         number = self.number
         rows = batch.rows[number]
-        inputs = as_tuple(batch.values[number]) if self.is_first else tuple(cut(x, rows) for x in values)
+        inputs = (
+            as_tuple(batch.values[number]) if self.is_first else tuple(_received(x, rows) for x in values)
+        )
         try:
             outputs, losses = self.compute(inputs[0] if len(inputs) == 1 else inputs)
         except Exception as error:
@@ -157,6 +159,11 @@ def _text(boundary: Boundary) -> str:
 def cut(x: Tensor, rows: int) -> Tensor:
     """The first rows of x; x itself where that is all, since the backward of a slice copies the gradient."""
     return x if len(x) == rows else x[:rows]
+
+
+def _received(x: Tensor, rows: int) -> Tensor:
+    """The first rows of a received x, never x itself: torch's stage receives every step into it and keeps its hooks."""
+    return x.view_as(x) if len(x) == rows else x[:rows]
 
 
 def _run(

@@ -13,7 +13,7 @@ D = 3
 
 
 class Note(nn.Module):
-    """Notes if its input is a leaf, the received tensor itself."""
+    """Notes by which operator its input was made of the received tensor."""
 
     def __init__(self, seen):
         super().__init__()
@@ -21,7 +21,7 @@ class Note(nn.Module):
 
     def forward(self, x):
         if dist.get_rank() and torch.is_grad_enabled():
-            self.seen.append(x.is_leaf)
+            self.seen.append(x.grad_fn.name() if x.grad_fn else "leaf")
         return self.linear(x)
 
 
@@ -58,10 +58,33 @@ def test_step_searches_modules_and_sums_as_often_with_more_microbatches(schedule
 
 
 def test_microbatches_of_equal_rows_are_not_sliced(pool):
-    """The backward of a slice fills and copies a gradient; rows that are all there are passed on as they are."""
+    """The backward of a slice fills and copies a gradient; rows that are all there are passed on as a view."""
     _, _, nodes, seen = pool.run(count_calls, "1f1b", 4, 8, world_size=2)[1]
-    assert not any("Slice" in name for name in nodes) and seen == [True] * 4
+    assert not any("Slice" in name for name in nodes + seen) and len(seen) == 4
     _, _, nodes, seen = pool.run(count_calls, "1f1b", 4, 7, world_size=2)[1]
-    assert [("Slice" in name, leaf) for name, leaf in zip(nodes, seen, strict=True)] == [
-        (False, True)
-    ] * 3 + [(True, False)]
+    for names in (nodes, seen):
+        assert ["Slice" in name for name in names] == [False] * 3 + [True]
+
+
+def count_hooked_gradients(schedule):
+    """Calls of a tensor hook that a forward pre-hook registers on a stage's input, after each of three steps."""
+    calls, counts = [], []
+    x = torch.randn(8, D)
+    model = nn.Sequential(nn.Linear(D, D), nn.Linear(D, D))
+    model[dist.get_rank()].register_forward_pre_hook(
+        lambda module, inputs: (
+            inputs[0].requires_grad_().register_hook(lambda grad: calls.append(None)) and None
+        )
+    )
+    stages = split(model, 2, x[:1], by=[1, 1])
+    options = {"schedule": schedule, "chunks": 4, "groups": init_groups(2), "count": len}
+    pipeline = Pipeline(stages, lambda output, _: output.square().sum(), **options)
+    for _ in range(3):
+        pipeline.train_step(x, x)
+        counts.append(len(calls))
+    return counts
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_hook_on_a_received_activation_is_called_once_a_microbatch(schedule, pool):
+    assert pool.run(count_hooked_gradients, schedule, world_size=2)[1] == [4, 8, 12]
