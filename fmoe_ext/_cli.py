@@ -29,6 +29,13 @@ def positive_float(text: str) -> float:
     return value
 
 
+def not_negative_float(text: str) -> float:
+    value = float(text)
+    if not 0 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text} is not a number of at least 0")
+    return value
+
+
 def run(main: Callable[[], int | None]) -> NoReturn:
     """Exit with the status of main(); `sys.exit(text)` in it prints the text and exits with 2."""
     try:

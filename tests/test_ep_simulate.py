@@ -88,6 +88,30 @@ def test_prediction_is_near_a_calculation_by_hand(where, capsys):
     assert 0.8 < predicted / (BY_HAND[where] * 1e3) < 1.25
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--ranks 8 --top-k 99", "--top-k 99 is more than the 32 experts"),
+        ("--loads {loads} --ranks 2 --top-k 5", "--top-k 5 is more than the 4 experts"),
+        ("--skew nan", "argument --skew: nan is not a number of at least 0"),
+        ("--latency -1", "argument --latency: -1 is not a number of at least 0"),
+        ("--node-latency inf", "argument --node-latency: inf is not a number of at least 0"),
+        ("--loads {loads} --ranks 2 --skew 2", "--skew has no effect: --loads gives the loads"),
+        ("--loads {loads} --ranks 2 --tokens 9", "--tokens has no effect: --loads gives the loads"),
+        ("--layer gate", "--layer has no effect: without --loads"),
+        ("--node-latency 5", "--node-latency has no effect: without --ranks-per-node"),
+        ("--node-network ib-hdr", "--node-network has no effect: without --ranks-per-node"),
+        ("--cards-per-node 2", "--cards-per-node has no effect: without --ranks-per-node"),
+    ],
+)
+def test_option_that_no_time_follows_from_is_refused_by_name(arguments, message, tmp_path, capsys):
+    loads = tmp_path / "loads.json"
+    loads.write_text("[[1, 2, 3, 4]]")
+    with pytest.raises(SystemExit) as end:
+        main(arguments.format(loads=loads).split())
+    assert end.value.code == 2 and message in capsys.readouterr().err
+
+
 def test_half_a_node_is_refused(capsys):
     with pytest.raises(SystemExit):
         main(["--ranks", "12", "--ranks-per-node", "8"])

@@ -19,7 +19,7 @@ from typing import TypeAlias
 
 import torch
 
-from fmoe_ext._cli import positive_int, run
+from fmoe_ext._cli import not_negative_float, positive_int, run
 from fmoe_ext.ep.cost import Hardware, Layer, step_time
 from fmoe_ext.ep.shadowing import choose_shadows
 from fmoe_ext.planning.placement import plan
@@ -149,10 +149,15 @@ def build_parser() -> argparse.ArgumentParser:
     add("--ranks-per-node", type=positive_int, help="all ranks are on one node if not given")
     add("--node-network", choices=sorted(NETWORKS), default="ib-ndr", help="of a network card")
     add("--cards-per-node", type=positive_int, help="one for each rank if not given")
-    add("--latency", type=float, default=0.0, help="microseconds of an exchange inside a node")
-    add("--node-latency", type=float, default=0.0, help="microseconds of an exchange between nodes")
+    add("--latency", type=not_negative_float, default=0.0, help="microseconds of an exchange inside a node")
+    add(
+        "--node-latency",
+        type=not_negative_float,
+        default=0.0,
+        help="microseconds of an exchange between nodes",
+    )
     add("--device", choices=sorted(DEVICES), default="h100")
-    add("--skew", type=float, default=0.6, help="of drawn loads; 0 is even")
+    add("--skew", type=not_negative_float, default=0.6, help="of drawn loads; 0 is even")
     add("--steps", type=positive_int, default=40)
     add("--chunks", type=positive_int, default=4, help="overlap_degree")
     add("--every", type=positive_int, default=20, help="steps between placements")
@@ -162,6 +167,7 @@ def build_parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> None:
     parser = build_parser()
     options = parser.parse_args(argv)
+    _refuse_without_effect(parser, options)
     loads = None
     if options.loads is not None:
         try:
@@ -180,12 +186,33 @@ def main(argv: Sequence[str] | None = None) -> None:
             parser.error(f"{num_ranks} ranks are not whole nodes of {options.ranks_per_node}")
         if num_experts % num_ranks:
             parser.error(f"{num_experts} experts cannot be spread evenly over {num_ranks} ranks")
+        if options.top_k > num_experts:
+            parser.error(f"--top-k {options.top_k} is more than the {num_experts} experts")
         rows = num_ranks * options.tokens * options.top_k
         drawn = loads or draw_loads(options.steps, num_experts, rows, options.skew)
         for network in options.network:
             hardware = _hardware(options, network)
             times = simulate(drawn, num_ranks, layer, hardware, options.chunks, options.every)
             show(f"{num_ranks} ranks, {network}", times)
+
+
+def _refuse_without_effect(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    """Ends with an error that names an option whose value nothing would read."""
+    unread = {
+        "--loads gives the loads": (
+            options.loads is not None,
+            ("experts_per_rank", "tokens", "skew", "steps"),
+        ),
+        "without --loads": (options.loads is None, ("layer",)),
+        "without --ranks-per-node": (
+            options.ranks_per_node is None,
+            ("node_network", "node_latency", "cards_per_node"),
+        ),
+    }
+    for reason, (applies, names) in unread.items():
+        for name in names:
+            if applies and getattr(options, name) != parser.get_default(name):
+                parser.error(f"--{name.replace('_', '-')} has no effect: {reason}")
 
 
 def _hardware(options: argparse.Namespace, network: str) -> Hardware:
