@@ -89,11 +89,8 @@ class FrozenWeight {
     const int64_t half = sizes_[1] / 2;
     return !packing_.interleaved ? row : row < half ? 2 * row : 2 * (row - half) + 1;
   }
-  // Gate and up that were joined have whole blocks each, the last one of each may be partial.
   int64_t block_row(int64_t row) const {
-    if (scale_rows_ == blocks(sizes_[1])) return row / kBlock;
-    const int64_t half = sizes_[1] / 2;
-    return row < half ? row / kBlock : blocks(half) + (row - half) / kBlock;
+    return row / part_rows_ * blocks(part_rows_) + row % part_rows_ / kBlock;
   }
 
   const Tensor& scale(std::initializer_list<ScalarType> dtypes) {
@@ -104,7 +101,8 @@ class FrozenWeight {
     for (const ScalarType dtype : dtypes) known |= t.scalar_type() == dtype;
     STD_TORCH_CHECK(known, name_, "_scale must have a dtype of format ", packing_.format, ", but got ",
                     dtype_text(t));
-    STD_TORCH_CHECK(t.dim() == 3 && t.size(0) == sizes_[0], name_, "_scale must have shape [", sizes_[0],
+    const int64_t dims = format_ == gemm::PackedFormat::fp8_block && t.dim() == 4 ? 4 : 3;
+    STD_TORCH_CHECK(t.dim() == dims && t.size(0) == sizes_[0], name_, "_scale must have shape [", sizes_[0],
                     ", rows, groups], but got shape ", shape_text(t));
     using gemm::ScaleType;
     scale_type_ = t.scalar_type() == ScalarType::Float      ? ScaleType::float32
@@ -129,6 +127,19 @@ class FrozenWeight {
                     " columns and ", groups, " groups");
     group_ = sizes_[2] / groups;
   }
+  // Scales [E, rows, columns] of one matrix, or [E, parts, rows, columns] of parts that follow each other,
+  // whose last blocks may be partial.
+  void check_blocks(const Tensor& t) {
+    const bool joined = t.dim() == 4;
+    const int64_t parts = joined ? t.size(1) : 1;
+    STD_TORCH_CHECK(parts > 0 && sizes_[1] % parts == 0, name_, " must have ", parts,
+                    " equal parts, as its scale has, but got shape ", shape_text(data_));
+    part_rows_ = std::max<int64_t>(sizes_[1] / parts, 1);
+    STD_TORCH_CHECK(t.size(-2) == blocks(sizes_[1] / parts) && t.size(-1) == blocks(sizes_[2]), name_,
+                    "_scale must have shape [", sizes_[0], ", ", joined ? std::to_string(parts) + ", " : "",
+                    blocks(sizes_[1] / parts), ", ", blocks(sizes_[2]), "] for ", name_, " ",
+                    shape_text(data_), ", but got shape ", shape_text(t));
+  }
   void check_whole_blocks(int64_t bytes, int64_t columns) {
     STD_TORCH_CHECK(!packing_.scale, name_, "_scale must be None: format ", packing_.format,
                     " has its scales inside");
@@ -151,9 +162,7 @@ class FrozenWeight {
         group_ = 32;
         break;
       case PackedFormat::fp8_block: {
-        const Tensor& t = scale({ScalarType::Float, ScalarType::BFloat16});
-        const bool two_parts = sizes_[1] % 2 == 0 && t.size(1) == 2 * blocks(sizes_[1] / 2);
-        check_scale_shape(two_parts ? t.size(1) : blocks(sizes_[1]), blocks(sizes_[2]));
+        check_blocks(scale({ScalarType::Float, ScalarType::BFloat16}));
         group_ = kBlock;
         break;
       }
@@ -180,8 +189,9 @@ class FrozenWeight {
     row_bytes_ = data_.size(2);
     if (packing_.scale) {
       scale_bytes_ = static_cast<const char*>(packing_.scale->const_data_ptr());
-      scale_rows_ = packing_.scale->size(1);
-      scale_row_bytes_ = packing_.scale->size(2) * packing_.scale->element_size();
+      scale_row_bytes_ = packing_.scale->size(-1) * packing_.scale->element_size();
+      scale_rows_ =
+          packing_.scale->numel() / std::max<int64_t>(packing_.scale->size(0) * packing_.scale->size(-1), 1);
     }
     if (packing_.zero) zero_words_ = static_cast<const int32_t*>(packing_.zero->const_data_ptr());
   }
@@ -203,7 +213,7 @@ class FrozenWeight {
   const uint8_t* bytes_ = nullptr;
   const char* scale_bytes_ = nullptr;
   const int32_t* zero_words_ = nullptr;
-  int64_t row_bytes_ = 0, scale_rows_ = 0, scale_row_bytes_ = 0;
+  int64_t row_bytes_ = 0, scale_rows_ = 0, scale_row_bytes_ = 0, part_rows_ = 1;
 };
 
 // Rows [first + column, first + column + n) of an expert, for a panel; those from first + count on are zero.

@@ -67,8 +67,8 @@ def _layer(base: Base, path: str, prefix: str, stems: Sequence[str], kind: Kind)
 
     def build(tensors: Tensors) -> tuple[frozen.Quantized, frozen.Quantized]:
         first, second = (
-            frozen.Quantized(name, t["data"], t.get("scale"), t.get("zero"))
-            for name, t in zip(formats, (_of(tensors, "w1"), _of(tensors, "w2")), strict=True)
+            frozen.Quantized.joined(name, t["data"], t.get("scale"), t.get("zero"), parts)
+            for name, t, parts in zip(formats, (_of(tensors, "w1"), _of(tensors, "w2")), (2, 1), strict=True)
         )
         return first, second
 

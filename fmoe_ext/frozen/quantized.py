@@ -65,6 +65,15 @@ class Quantized:
         scale, zero = (None if t is None else function(t) for t in (self.scale, self.zero))
         return Quantized(self.format, function(self.data), scale, zero, self.interleaved)
 
+    @staticmethod
+    def joined(
+        format: str, data: torch.Tensor, scale: torch.Tensor | None, zero: torch.Tensor | None, parts: int
+    ) -> "Quantized":
+        """The weight of parts that were packed apart and whose rows follow each other: gate and up, say."""
+        if format == "fp8_block" and parts > 1 and scale is not None:
+            scale = scale.unflatten(1, (parts, -1))
+        return Quantized(format, data, scale, zero)
+
     def rows(self) -> torch.Tensor:
         """The bytes of data, uint8 [E, out, bytes of a row], without a copy."""
         return self._rows if self.data.is_contiguous() else _rows_of(self.data)
@@ -193,35 +202,28 @@ def _decode_mxfp4(q: Quantized) -> torch.Tensor:
 FP8_BLOCK = 128
 
 
-def _fp8_scale_rows(out: int, parts: int) -> int:
-    return parts * -(-(out // parts) // FP8_BLOCK)
-
-
 def _check_fp8(q: Quantized) -> Shape:
-    data, scale = (
-        _require(q, "data", (torch.float8_e4m3fn,), 3),
-        _require(q, "scale", (torch.float32, torch.bfloat16), 3),
-    )
+    data = _require(q, "data", (torch.float8_e4m3fn,), 3)
+    is_joined = q.scale is not None and q.scale.dim() == 4
+    scale = _require(q, "scale", (torch.float32, torch.bfloat16), 4 if is_joined else 3)
     _refuse(q, "zero")
     E, out, width = data.shape
-    columns = -(-width // FP8_BLOCK)
-    rows = [_fp8_scale_rows(out, 1)]
-    if out % 2 == 0 and _fp8_scale_rows(out, 2) != rows[0]:
-        rows.append(_fp8_scale_rows(out, 2))
-    _same_shape(q, "scale", scale, *((E, r, columns) for r in rows))
+    parts = scale.shape[1] if is_joined else 1
+    if parts == 0 or out % parts:
+        raise ValueError(f"data of fp8_block {list(data.shape)} has no {parts} equal parts, as scale has")
+    blocks = (-(-(out // parts) // FP8_BLOCK), -(-width // FP8_BLOCK))
+    _same_shape(q, "scale", scale, (E, parts, *blocks) if is_joined else (E, *blocks))
     return E, out, width
 
 
 def _decode_fp8(q: Quantized) -> torch.Tensor:
     assert q.scale is not None
     _, out, width = q.data.shape
-    # Gate and up that were joined have whole blocks each, the last one of each may be partial.
-    parts = 1 if q.scale.shape[1] == _fp8_scale_rows(out, 1) else 2
+    size = out // (q.scale.shape[1] if q.scale.dim() == 4 else 1)
     row = torch.arange(out, device=q.device)
-    size = out // parts
-    row = row // size * (q.scale.shape[1] // parts) + row % size // FP8_BLOCK if out else row
+    row = row // max(size, 1) * -(-size // FP8_BLOCK) + row % max(size, 1) // FP8_BLOCK
     column = torch.arange(width, device=q.device) // FP8_BLOCK
-    return q.data.float() * q.scale.float()[:, row][:, :, column]
+    return q.data.float() * q.scale.flatten(1, -2).float()[:, row][:, :, column]
 
 
 def _check_int4(q: Quantized) -> Shape:
@@ -331,7 +333,8 @@ FORMATS = MappingProxyType(
         ),
         "fp8_block": Format(
             2,
-            "data float8_e4m3fn [E, out, in], scale float32 [E, out / 128, in / 128]",
+            "data float8_e4m3fn [E, out, in], scale float32 [E, out / 128, in / 128], or of joined parts "
+            "[E, parts, out / parts / 128, in / 128]",
             8.002,
             _check_fp8,
             _decode_fp8,

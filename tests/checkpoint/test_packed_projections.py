@@ -12,16 +12,16 @@ from fmoe_ext.checkpoint.errors import CheckpointError
 from fmoe_ext.checkpoint.packed_projections import gguf_layers, packed_layer
 from fmoe_ext.finetune.adapters.base import Base
 from fmoe_ext.finetune.streaming.reader import Reader
-from fmoe_ext.frozen import quantize
+from fmoe_ext.frozen import frozen_gemm, quantize
 from tests.packed_layouts import CONFIGS, pack, scale_of
 
 E, D, H = 3, 256, 256
 PATH = "model.layers.0.mlp.experts"
 
 
-def projections():
+def projections(hidden=H):
     generator = torch.Generator().manual_seed(0)
-    shapes = {"gate_proj": (H, D), "up_proj": (H, D), "down_proj": (D, H)}
+    shapes = {"gate_proj": (hidden, D), "up_proj": (hidden, D), "down_proj": (D, hidden)}
     return {
         (e, name): torch.randn(shape, generator=generator) / 16
         for e in range(E)
@@ -29,10 +29,10 @@ def projections():
     }
 
 
-def tensors_of(name):
+def tensors_of(name, hidden=H):
     """The tensors of a published folder, and the decoded projections."""
     tensors, decoded = {}, {}
-    for (e, projection), weight in projections().items():
+    for (e, projection), weight in projections(hidden).items():
         packed, decoded[e, projection] = pack(weight, name)
         tensors |= {f"{PATH}.{e}.{projection}.{key}": value for key, value in packed.items()}
     return tensors, decoded
@@ -54,8 +54,8 @@ def read(layer, experts):
     return layer.weights(buffer, len(experts))
 
 
-def check(layer, decoded):
-    assert layer.shapes == ((E, 2 * H, D), (E, D, H)) and layer.is_packed
+def check(layer, decoded, hidden=H):
+    assert layer.shapes == ((E, 2 * hidden, D), (E, D, hidden)) and layer.is_packed
     w1, w2 = read(layer, [2, 0])
     for slot, e in enumerate((2, 0)):
         joined = torch.cat((decoded[e, "gate_proj"], decoded[e, "up_proj"]))
@@ -63,12 +63,24 @@ def check(layer, decoded):
         assert torch.equal(w2.dequantize()[slot], decoded[e, "down_proj"])
 
 
-@pytest.mark.parametrize("name", CONFIGS)
-def test_projections_are_joined(tmp_path, name):
-    tensors, decoded = tensors_of(name)
+def widths(name):
+    """Numbers of hidden units around the borders of a format's blocks and words."""
+    if name == "fp8_block":
+        return (1, 63, 64, 65, 80, 96, 112, 127, 128, 129, 191, 192, 193, 208, 224, 255, 256, 257, 352, 480)
+    return (64, 128, 192, 256, 320) if name.startswith("nf4") else (32, 64, 96, 128, 160, 224, 256, 288, 352)
+
+
+@pytest.mark.parametrize(("name", "hidden"), [(name, hidden) for name in CONFIGS for hidden in widths(name)])
+def test_projections_of_any_width_are_joined(tmp_path, name, hidden):
+    tensors, decoded = tensors_of(name, hidden)
     layer, used = packed_layer(save(tmp_path, tensors, CONFIGS[name]), PATH)
     assert used == tensors.keys()
-    check(layer, decoded)
+    check(layer, decoded, hidden)
+    w1, _ = read(layer, [2])
+    x = torch.eye(D)[-3:]
+    offs = torch.tensor([3], dtype=torch.int32)
+    joined = torch.cat((decoded[2, "gate_proj"], decoded[2, "up_proj"]))
+    torch.testing.assert_close(frozen_gemm(x, w1, offs), joined[:, -3:].T, rtol=1e-6, atol=1e-7)
 
 
 @pytest.mark.parametrize("name", CONFIGS)

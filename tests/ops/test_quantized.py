@@ -258,16 +258,20 @@ def test_nan_scale_of_mxfp4_reaches_its_block_only():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_fp8_of_odd_shapes_and_joined_parts(isa, dtype):
-    generator = torch.Generator().manual_seed(2)
-    for out, width, rows in ((130, 96, 2), (2 * 96, 200, 2), (2 * 192, 160, 4)):
-        data = torch.randn(2, out, width, generator=generator).to(torch.float8_e4m3fn)
-        scale = torch.rand(2, rows, -(-width // 128), generator=generator) + 0.5
-        weight = Quantized("fp8_block", data, scale)
-        expected = weight.dequantize(dtype)[1]
-        for count in (width, 9, 3):
-            got = pre_activation(weight, torch.eye(width, dtype=dtype)[-count:])
-            assert torch.equal(got, expected.T[-count:])
+@pytest.mark.parametrize("rows", [1, 63, 64, 65, 80, 96, 112, 127, 128, 129, 191, 192, 193, 208, 224, 257])
+@pytest.mark.parametrize("parts", [1, 2, 3])
+def test_fp8_of_parts_of_any_width_apart_and_joined(isa, dtype, rows, parts):
+    generator, width = torch.Generator().manual_seed(2), 160
+    data = torch.randn(2, parts, rows, width, generator=generator).to(torch.float8_e4m3fn)
+    scale = torch.rand(2, parts, -(-rows // 128), 2, generator=generator) + 0.5
+    apart = [Quantized("fp8_block", data[:, p], scale[:, p]) for p in range(parts)]
+    joined = Quantized.joined("fp8_block", data.flatten(1, 2), scale.flatten(1, 2), None, parts)
+    expected = torch.cat([part.dequantize(dtype) for part in apart], 1)
+    assert torch.equal(joined.dequantize(dtype), expected)
+    for count in (width, 9, 3):
+        assert torch.equal(
+            pre_activation(joined, torch.eye(width, dtype=dtype)[-count:]), expected[1].T[-count:]
+        )
 
 
 @pytest.mark.parametrize("scale_dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -327,6 +331,11 @@ BYTES = torch.zeros(2, 4, 32, dtype=torch.uint8)
         (("mxfp4", BYTES.view(2, 4, 2, 16), BYTES[:, :, :1]), r"scale must have shape \[2, 4, 2\]"),
         (("fp8_block", BYTES, torch.ones(2, 1, 1)), "data of fp8_block must be float8_e4m3fn"),
         (("fp8_block", BYTES.view(torch.float8_e4m3fn), torch.ones(2, 3, 1)), r"scale must have shape"),
+        (
+            ("fp8_block", BYTES.view(torch.float8_e4m3fn), torch.ones(2, 2, 2, 1)),
+            r"scale must have shape \[2, 2, 1, 1\]",
+        ),
+        (("fp8_block", BYTES.view(torch.float8_e4m3fn), torch.ones(2, 3, 1, 1)), "no 3 equal parts"),
         (
             ("int4", BYTES.view(torch.int32), torch.ones(2, 4, 3)),
             "groups of int4 must be whole multiples of 32",
