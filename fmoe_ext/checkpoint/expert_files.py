@@ -1,7 +1,7 @@
 """Places of the experts' weights in the files of a model, and the tensors that their bytes become."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
@@ -13,6 +13,7 @@ from fmoe_ext.checkpoint.errors import CheckpointError
 from fmoe_ext.checkpoint.safetensors_file import StoredTensor
 from fmoe_ext.finetune.adapters.base import Base
 
+FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 ALIGNED = 64  # bytes, a cache line
 Weights: TypeAlias = tuple[Any, Any]  # w1 and w2: tensors [E, *, *]
 
@@ -47,6 +48,20 @@ class Part:
         """Bytes of one expert in a buffer."""
         return self.dtype.itemsize * int(np.prod(self.shape))
 
+    def cast(self, dtype: torch.dtype) -> "Part":
+        """The part whose values are cast to dtype while they are read."""
+        if dtype == self.dtype:
+            return self
+
+        def turn(raw: "np.ndarray[Any, Any]") -> "np.ndarray[Any, Any]":
+            values = torch.from_numpy(raw).view(self.dtype).to(dtype)
+            return values.view(torch.uint8).numpy()
+
+        def moved(span: Span) -> Span:
+            return span._replace(at=span.at // self.dtype.itemsize * dtype.itemsize, turn=turn)
+
+        return Part(self.shape, dtype, tuple(tuple(map(moved, of_expert)) for of_expert in self.spans))
+
 
 @dataclass(frozen=True)
 class Layer:
@@ -61,6 +76,21 @@ class Layer:
     def is_packed(self) -> bool:
         """True for weights that are quantised, whose shapes are [E, out, in] whatever the module's are."""
         return "w1" not in self.parts
+
+    def cast(self, dtype: torch.dtype) -> "Layer":
+        """The layer whose weights in a floating dtype are cast to another one while they are read.
+
+        Raises CheckpointError for weights that are numbers only together with scales.
+        """
+        if self.is_packed:
+            return self
+        for part in self.parts.values():
+            if part.dtype not in FLOATS:
+                raise CheckpointError(
+                    f"{part.spans[0][0].path}: the experts of {self.path} are {part.dtype}, which needs scales, but "
+                    "config.json has no quantization_config that says where they are"
+                )
+        return replace(self, parts={name: part.cast(dtype) for name, part in self.parts.items()})
 
     @cached_property
     def num_experts(self) -> int:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from fmoe_ext.checkpoint.errors import CheckpointError
-from fmoe_ext.checkpoint.expert_files import Layer, plain_layer
+from fmoe_ext.checkpoint.expert_files import FLOATS, Layer, plain_layer
 from fmoe_ext.checkpoint.files import inside
 from fmoe_ext.checkpoint.huggingface import check_folder
 from fmoe_ext.checkpoint.packed_dense import outside_experts
@@ -46,14 +46,15 @@ def stream(
     folder: with config.json and safetensors files, or a GGUF file; memory: bytes, or a text like "8GiB", for the model,
     adapters, gradients, the optimizer's state, buffers for experts, and a quarter of it for activations and the
     program; "auto" is what the machine and the memory cgroups of this process have free.
-    dtype: of the weights outside of the experts, by default that of config.json. The experts are frozen: train adapters
+    dtype: of the model, by default that of config.json; weights that the files have in another one are cast while they
+    are read. The experts are frozen: train adapters
     by PEFT's target_parameters and fmoe_ext.lora.fuse(model). model.expert_stream has the counts of reads.
     optimizer_bytes: of state for each trained number before the first step, by default two moments of Adam; 2.1 for
     8-bit moments, 0 for SGD. After the first step the real state counts.
     activations: folder of a file without a name for the inputs of checkpointed layers, which are in memory by default.
-    Warns if the model would hold more memory than this process may use. Raises ValueError if memory is too little,
-    CheckpointError for a folder that is damaged, reaches outside of itself or does not fit its config.json,
-    ImportError if Transformers is missing or older than 5.7.
+    Warns if the model would hold more memory than this process may use. Raises ValueError for a dtype that is no float
+    and if memory is too little, CheckpointError for a folder that is damaged, reaches outside of itself or does not fit
+    its config.json, ImportError if Transformers is missing or older than 5.7.
     Equivalent to: AutoModelForCausalLM.from_pretrained(folder, experts_implementation="fmoe"), with frozen experts.
     """
     huggingface.require_transformers("fmoe_ext.stream()")
@@ -61,6 +62,8 @@ def stream(
     import transformers
 
     found = memory_of(memory)
+    if dtype not in (None, *FLOATS):
+        raise ValueError(f"dtype must be one of {', '.join(map(str, FLOATS))}, but got {dtype}")
     if optimizer_bytes is not None and not 0 <= optimizer_bytes < math.inf:
         raise ValueError(
             f"optimizer_bytes must be 0 or more for each trained number, but got {optimizer_bytes!r}"
@@ -176,6 +179,7 @@ def _plan(
                 f"{source.path} has no experts for {path} in a format that is read{source.packed_as}: "
                 "docs/finetune.md lists the formats"
             )
+        layer = layer.cast(dtype)
         for name, shape in zip(_names_of(module), layer.shapes, strict=True):
             expected = tuple(getattr(module, name).shape)
             if layer.is_packed and module.is_transposed:

@@ -4,6 +4,7 @@ A memory cgroup charges the pages that the system caches for a process. O_DIRECT
 are read through the cache, and each range is dropped from there after it was copied.
 """
 
+import functools
 import os
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
@@ -20,6 +21,7 @@ from fmoe_ext.checkpoint.expert_files import Span
 BLOCK = 4096  # bytes to which O_DIRECT aligns offsets, lengths and addresses
 CHUNK = 4 * 2**20  # bytes of one read
 MAX_GAP = 16 * 2**10  # bytes between two spans that are read rather than skipped
+RAW = 64 * 2**20  # bytes that are in memory before they are turned
 THREADS = 2
 
 
@@ -54,16 +56,29 @@ class Reader:
             self._open(path)
 
     def read(self, spans: Sequence[Span], into: "np.ndarray[Any, Any]") -> int:
-        """Fills the places of spans in `into` [num_bytes] uint8, and turns them -> bytes that were read.
+        """Fills the places of spans in `into` [num_bytes] uint8, turned where they say so -> bytes that were read.
 
         Raises CheckpointError if a file ends too early or cannot be read.
         """
+        num_bytes = self._fetch([span for span in spans if span.turn is None], into)
+        for group in _groups([span for span in spans if span.turn is not None]):
+            raw = np.empty(sum(span.num_bytes for span in group), dtype=np.uint8)
+            ends = np.cumsum([span.num_bytes for span in group]).tolist()
+            places = [raw[end - span.num_bytes : end] for span, end in zip(group, ends, strict=True)]
+            moved = [
+                Span(s.path, s.begin, s.num_bytes, end - s.num_bytes)
+                for s, end in zip(group, ends, strict=True)
+            ]
+            num_bytes += self._fetch(moved, raw)
+            for _ in self._threads.map(functools.partial(_turn, into), group, places):
+                pass
+        return num_bytes
+
+    def _fetch(self, spans: Sequence[Span], into: "np.ndarray[Any, Any]") -> int:
         chunks = list(_chunks(spans))
         for path in {chunk.path for chunk in chunks}:
             self._open(path)
         for _ in self._threads.map(lambda part: self._read(part, into), _shares(chunks)):
-            pass
-        for _ in self._threads.map(lambda span: _turn(span, into), [s for s in spans if s.turn]):
             pass
         return sum(chunk.end - chunk.begin for chunk in chunks)
 
@@ -117,10 +132,22 @@ def _fill(handle: int, chunk: _Chunk, bounce: "np.ndarray[Any, Any]", begin: int
         done += count
 
 
-def _turn(span: Span, into: "np.ndarray[Any, Any]") -> None:
+def _turn(into: "np.ndarray[Any, Any]", span: Span, raw: "np.ndarray[Any, Any]") -> None:
     assert span.turn is not None
-    turned = span.turn(into[span.at : span.at + span.num_bytes]).reshape(-1).view(np.uint8)
+    turned = span.turn(raw).reshape(-1).view(np.uint8)
     into[span.at : span.at + turned.size] = turned
+
+
+def _groups(spans: Sequence[Span]) -> Iterator[list[Span]]:
+    """Spans in the order of the files, as many together as fit into RAW bytes."""
+    group: list[Span] = []
+    for span in sorted(spans, key=lambda span: span[:2]):
+        if group and sum(other.num_bytes for other in group) + span.num_bytes > RAW:
+            yield group
+            group = []
+        group.append(span)
+    if group:
+        yield group
 
 
 def _chunks(spans: Sequence[Span]) -> Iterator[_Chunk]:
