@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypeAlias
 
 import torch
 
 from fmoe_ext import frozen
 from fmoe_ext.checkpoint.errors import CheckpointError
-from fmoe_ext.checkpoint.expert_files import Layer, Part, Span, place_of
+from fmoe_ext.checkpoint.expert_files import Layer, Part, Span, Weights, place_of
 from fmoe_ext.checkpoint.layouts import PER_EXPERT
 from fmoe_ext.checkpoint.packed import mxfp4_layer, prefixes
 from fmoe_ext.checkpoint.packed_matrices import Kind, Matrix, kind_of
@@ -108,8 +109,11 @@ def _part(base: Base, part: str, matrices: Sequence[Sequence[Matrix]]) -> Part:
     return Part((len(matrices[0]) * first.shape[0], first.shape[1]), first.dtype, tuple(spans))
 
 
+GGUF_FLOATS = MappingProxyType({"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16})
+
+
 def gguf_layers(file: str | Path) -> dict[int, Layer]:
-    """{number of a layer: its experts} of a GGUF file; types in frozen.FORMATS only.
+    """{number of a layer: its experts} of a GGUF file, in floating dtypes or types in frozen.FORMATS.
 
     Raises CheckpointError for a file that is none or is truncated, other types, and shapes that do not fit.
     """
@@ -142,7 +146,7 @@ def _gguf_layer(path: Path, number: int, found: Mapping[str, Any]) -> Layer:
                 raise CheckpointError(f"{path} lacks {name}")
             tensors.append(found[name])
         kind, size = tensors[0].tensor_type.name.lower(), [int(n) for n in tensors[0].shape]
-        if kind not in ("q8_0", "q4_k", "q6_k"):
+        if kind not in ("q8_0", "q4_k", "q6_k", *GGUF_FLOATS):
             raise CheckpointError(
                 f"{path}: {tensors[0].name} is {kind}, which is not computed here: requantise it to Q4_K"
             )
@@ -162,13 +166,22 @@ def _gguf_layer(path: Path, number: int, found: Mapping[str, Any]) -> Layer:
             > path.stat().st_size
         ):
             raise CheckpointError(f"{path} is truncated: {tensors[-1].name} ends behind it")
-        parts[f"{weight}.data"] = Part((len(roles) * rows, num_bytes // rows), torch.uint8, spans)
+        if kind in GGUF_FLOATS:
+            parts[weight] = Part((len(roles) * rows, columns), GGUF_FLOATS[kind], spans)
+        else:
+            parts[f"{weight}.data"] = Part((len(roles) * rows, num_bytes // rows), torch.uint8, spans)
         formats.append(kind)
         shapes.append((num_experts, len(roles) * rows, columns))
 
-    def build(tensors: Tensors) -> tuple[frozen.Quantized, frozen.Quantized]:
-        return frozen.Quantized(formats[0], tensors["w1.data"]), frozen.Quantized(
-            formats[1], tensors["w2.data"]
+    if (formats[0] in GGUF_FLOATS) != (formats[1] in GGUF_FLOATS):
+        raise CheckpointError(
+            f"{path}: experts of layer {number} are {formats[0]} and {formats[1]}; quantise both or neither"
         )
+
+    def build(tensors: Tensors) -> Weights:
+        if "w1" in tensors:
+            return tensors["w1"], tensors["w2"]
+        first, second = (frozen.Quantized(formats[i], tensors[f"w{i + 1}.data"]) for i in range(2))
+        return first, second
 
     return Layer(f"blk.{number}", (shapes[0], shapes[1]), parts, build)

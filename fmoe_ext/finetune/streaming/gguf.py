@@ -11,6 +11,7 @@ from fmoe_ext.checkpoint.errors import CheckpointError
 from fmoe_ext.checkpoint.families import FAMILIES
 from fmoe_ext.checkpoint.packed_matrices import PackedTensor
 from fmoe_ext.checkpoint.safetensors_file import StoredTensor
+from fmoe_ext.formats import gguf_keys
 from fmoe_ext.formats.gguf import INSIDE, OUTSIDE
 
 IN_LAYER = re.compile(r"blk\.(\d+)\.(.+)")
@@ -18,16 +19,33 @@ SHARED_GATE = "ffn_gate_inp_shexp.weight"  # [D] there, [1, D] in Transformers
 
 
 def read_config(file: Path) -> Any:
-    """The configuration that a GGUF file or the config.json beside it has."""
+    """The configuration that the config.json beside a GGUF file has, or the file itself.
+
+    Raises CheckpointError for metadata that it does not compute with.
+    """
     import transformers
 
-    read = transformers.AutoConfig.from_pretrained
-    if (file.parent / "config.json").exists():
-        return read(file.parent, local_files_only=True)
+    reader = _open(file)
     try:
-        return read(file.parent, gguf_file=file.name, local_files_only=True)
-    except (ValueError, OSError, KeyError) as error:
-        raise CheckpointError(f"{file} has no configuration that Transformers reads: {error}") from error
+        fields = {key: field.contents() for key, field in reader.fields.items()}
+    except (ValueError, IndexError, KeyError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{file} has damaged metadata: {error}") from error
+    if (file.parent / "config.json").exists():
+        config = transformers.AutoConfig.from_pretrained(file.parent, local_files_only=True)
+    else:
+        shapes = {t.name: tuple(int(n) for n in reversed(t.shape)) for t in reader.tensors}
+        config = gguf_keys.config_of(file, fields, shapes)
+    gguf_keys.check(file, fields, config)
+    return config
+
+
+def _open(file: Path) -> Any:
+    from gguf import GGUFReader
+
+    try:
+        return GGUFReader(file)
+    except (ValueError, OSError, IndexError, KeyError, OverflowError) as error:
+        raise CheckpointError(f"{file} is no GGUF file, or truncated, or damaged: {error}") from error
 
 
 def outside_experts(file: Path, config: Any, dtype: torch.dtype) -> dict[str, StoredTensor]:
@@ -35,19 +53,19 @@ def outside_experts(file: Path, config: Any, dtype: torch.dtype) -> dict[str, St
 
     Raises CheckpointError for a file that is damaged, and for names that are not known.
     """
-    from gguf import GGUFReader
-
     family = FAMILIES.get(config.model_type)
     if family is None or family.gguf is None:
         known = ", ".join(name for name, other in FAMILIES.items() if other.gguf)
         raise CheckpointError(f"{file}: GGUF is read for {known}, but this model is {config.model_type}")
-    try:
-        tensors = GGUFReader(file).tensors
-    except (ValueError, OSError, IndexError, KeyError, OverflowError) as error:
-        raise CheckpointError(f"{file} is no GGUF file, or truncated, or damaged: {error}") from error
     found = {}
-    for tensor in tensors:
-        if "_exps." in tensor.name or tensor.name == "rope_freqs.weight":
+    for tensor in _open(file).tensors:
+        if "_exps." in tensor.name:
+            continue
+        if tensor.name == "rope_freqs.weight":
+            if (tensor.data != 1).any():
+                raise CheckpointError(
+                    f"{file}: rope_freqs.weight scales frequencies, which is not computed here"
+                )
             continue
         heads = None
         if family.gguf.turns_pairs and (match := re.fullmatch(r"blk\.\d+\.attn_([qk])\.weight", tensor.name)):

@@ -1,0 +1,310 @@
+"""Metadata keys of GGUF: the configuration of Transformers that they say, or an error that names the key.
+
+llama.cpp computes a model from its tensors and from the keys of its architecture. Each of these is read, has one value
+that its graph computes with, or changes no logit; any other is refused, so that none is skipped in silence.
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, TypeAlias
+
+from fmoe_ext.checkpoint.errors import CheckpointError
+from fmoe_ext.checkpoint.families import FAMILIES
+from fmoe_ext.checkpoint.families.family import Family
+
+Fields: TypeAlias = Mapping[str, Any]  # {key: value}
+Shapes: TypeAlias = Mapping[str, tuple[int, ...]]  # {tensor: shape as in PyTorch}
+
+# {key behind the architecture: attribute of the configuration}; compared with the configuration that is computed.
+COMPARED = MappingProxyType(
+    {
+        "vocab_size": "vocab_size",
+        "embedding_length": "hidden_size",
+        "block_count": "num_hidden_layers",
+        "expert_count": "num_experts",
+        "expert_used_count": "num_experts_per_tok",
+        "expert_feed_forward_length": "moe_intermediate_size",
+        "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
+        "attention.head_count": "num_attention_heads",
+        "attention.head_count_kv": "num_key_value_heads",
+        "attention.key_length": "head_dim",
+        "attention.value_length": "head_dim",
+        "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+        "rope.dimension_count": "head_dim",
+        "rope.freq_base": "rope_theta",
+        "expert_weights_norm": "norm_topk_prob",
+    }
+)
+# Read where no config.json is beside the file; no logit follows from them alone.
+READ = MappingProxyType(
+    {
+        "context_length": "max_position_embeddings",
+        "feed_forward_length": "intermediate_size",
+        "tokenizer.ggml.bos_token_id": "bos_token_id",
+        "tokenizer.ggml.eos_token_id": "eos_token_id",
+        "tokenizer.ggml.padding_token_id": "pad_token_id",
+    }
+)
+# The values with which these models compute. 0 stands for "not used" in llama.cpp.
+ONLY = MappingProxyType(
+    {
+        "general.type": ("model",),
+        "general.quantization_version": (2,),
+        "split.no": (0,),
+        "split.count": (0, 1),
+        "attention.causal": (True,),
+        "attention.clamp_kqv": (0,),
+        "attention.max_alibi_bias": (0,),
+        "attention.sliding_window": (0,),
+        "attn_logit_softcapping": (0,),
+        "final_logit_softcapping": (0,),
+        "router_logit_softcapping": (0,),
+        "embedding_scale": (0, 1),
+        "residual_scale": (0, 1),
+        "logit_scale": (0, 1),
+        "expert_gating_func": (1,),
+        "expert_group_count": (0, 1),
+        "expert_group_used_count": (0, 1),
+        "expert_weights_scale": (0, 1),
+        "interleave_moe_layer_step": (0, 1),
+        "leading_dense_block_count": (0,),
+        "moe_every_n_layers": (0, 1),
+        "nextn_predict_layers": (0,),
+        "pooling_type": (0,),
+        "use_parallel_residual": (False,),
+        "tensor_data_layout": ("reference", "Meta AI original pth"),
+    }
+)
+# Namespaces of notes: on the file, its vocabulary and how it was made. general.type and others above come first.
+NOTES = ("general.", "tokenizer.", "split.tensors.", "quantize.", "imatrix.")
+SCALING = "rope.scaling."
+ROPE_TYPES = ("none", "linear", "yarn")  # the last two have these names in Transformers too
+# {key behind SCALING: parameter of Transformers' YaRN}
+YARN = MappingProxyType(
+    {
+        "original_context_length": "original_max_position_embeddings",
+        "yarn_beta_fast": "beta_fast",
+        "yarn_beta_slow": "beta_slow",
+    }
+)
+
+
+def family_of(path: Path, fields: Fields) -> Family:
+    """The family of a file's architecture; CheckpointError for one that is not read."""
+    architecture = fields.get("general.architecture")
+    families = {family.gguf.name: family for family in FAMILIES.values() if family.gguf}
+    if architecture not in families:
+        raise CheckpointError(
+            f"{path}: GGUF is read for {', '.join(families)}, but this model is {architecture}"
+        )
+    return families[architecture]
+
+
+def config_of(path: Path, fields: Fields, shapes: Shapes) -> Any:
+    """The configuration of Transformers for a file that has no config.json beside it.
+
+    Raises CheckpointError for keys that are missing or have other types, and for an architecture that is not read.
+    """
+    import transformers
+
+    family = family_of(path, fields)
+    assert family.gguf is not None
+    values: dict[str, Any] = {"tie_word_embeddings": "output.weight" not in shapes}
+    for key, attribute in {**READ, **COMPARED}.items():
+        value = fields.get(_full(key, family))
+        if value is not None:
+            values[_attribute(attribute, family)] = value
+    try:
+        values |= _sizes(shapes)
+        heads = values["num_attention_heads"]
+        values.setdefault("num_key_value_heads", heads)
+        values.setdefault("head_dim", values["hidden_size"] // heads)
+        values["rope_parameters"] = {
+            "rope_theta": values.pop("rope_theta", 10000.0),
+            **_rope(path, fields, family, values["max_position_embeddings"]),
+        }
+        values["norm_topk_prob"] = family.gguf.normalizes
+        return transformers.CONFIG_MAPPING[family.name](**values)
+    except KeyError as error:
+        raise CheckpointError(f"{path} has no key for {error.args[0]}") from None
+    except CheckpointError:
+        raise
+    except Exception as error:  # of Transformers, which have no common class
+        raise CheckpointError(f"{path} has metadata that Transformers refuses: {error}") from error
+
+
+def check(path: Path, fields: Fields, config: Any) -> None:
+    """Raises CheckpointError for the first key that the configuration does not compute with, by name."""
+    family = family_of(path, fields)
+    for key, value in fields.items():
+        wrong = _why_not(key, value, family, config)
+        if wrong:
+            raise CheckpointError(f"{path}: {key} is {_short(value)}, {wrong}")
+    computed = _with_defaults(config)
+    for name, value in _rope(path, fields, family, config.max_position_embeddings).items():
+        if not _same(computed.get(name), value):
+            raise CheckpointError(
+                f"{path}: the keys {SCALING}* say {name} {value}, but config.json says {computed.get(name)}"
+            )
+
+
+def _why_not(key: str, value: Any, family: Family, config: Any) -> str:
+    """Reason why a key is refused, "" for none."""
+    assert family.gguf is not None
+    rest = key.removeprefix(f"{family.gguf.name}.")
+    if rest in ONLY:
+        allowed = ONLY[rest]
+        return "" if value in allowed else f"but only {' or '.join(map(str, allowed))} is computed"
+    if rest in READ or rest.startswith(SCALING):
+        return ""
+    if rest in COMPARED:
+        attribute = _attribute(COMPARED[rest], family)
+        computed = _computed(attribute, config)
+        if computed is None and attribute == "norm_topk_prob":
+            computed = family.gguf.normalizes
+        return "" if _same(computed, value) else f"but the model is computed with {attribute} {computed}"
+    if rest != key or _is_reserved(key):
+        return "which is not computed here"
+    return ""
+
+
+def _is_reserved(key: str) -> bool:
+    """False for notes: keys of no namespace that llama.cpp computes with."""
+    import gguf
+
+    namespace = key.partition(".")[0]
+    if key.startswith(NOTES) or namespace == "GGUF":  # which the reader makes of the file's header
+        return False
+    known = {name.partition(".")[0] for name in names()}
+    return namespace in known or namespace in gguf.MODEL_ARCH_NAMES.values()
+
+
+def names() -> Iterator[str]:
+    """Every key that the installed package gguf knows, with {arch} for an architecture."""
+    import gguf
+
+    def walk(group: type) -> Iterator[str]:
+        for name, value in vars(group).items():
+            if isinstance(value, type):
+                yield from walk(value)
+            elif isinstance(value, str) and not name.startswith("__"):
+                yield value
+
+    return walk(gguf.Keys)
+
+
+def table() -> str:
+    """The rows of docs/formats.md on metadata keys."""
+    kinds: dict[str, list[str]] = {
+        "compared": [],
+        "read": [],
+        "one value": [],
+        "changes no logit": [],
+        "refused": [],
+    }
+    for name in sorted(names()):
+        key = name.removeprefix("{arch}.")
+        kind = "refused"
+        if key in COMPARED:
+            kind = "compared"
+        elif key in READ or key.removeprefix(SCALING) in (*YARN, "type", "factor", "attn_factor"):
+            kind = "read"
+        elif key in ONLY:
+            kind = "one value"
+            key = f"{key} = {' or '.join(map(str, ONLY[key]))}"
+        elif key.startswith(NOTES) or key == SCALING + "finetuned":
+            kind = "changes no logit"
+        kinds[kind].append(f"`{key}`")
+    return "\n".join(f"| {kind} | {', '.join(keys)} |" for kind, keys in kinds.items())
+
+
+def _rope(path: Path, fields: Fields, family: Family, context: int) -> dict[str, Any]:
+    """rope_type and its parameters, empty where the file says nothing."""
+    assert family.gguf is not None
+    begin = f"{family.gguf.name}.{SCALING}"
+    said = {key.removeprefix(begin): value for key, value in fields.items() if key.startswith(begin)}
+    said.pop("finetuned", None)
+    if not said:
+        return {}
+    kind, factor = said.pop("type", "linear"), said.pop("factor", 1.0) or 1.0  # as in llama.cpp
+    if kind not in ROPE_TYPES:
+        raise CheckpointError(f"{path}: {begin}type is {kind!r}, which is not computed here")
+    if not 1 <= factor < math.inf:
+        raise CheckpointError(f"{path}: {begin}factor is {factor}, which is not computed here")
+    if kind != "yarn":
+        said.pop("original_context_length", None)
+    if kind == "none" or (kind == "linear" and factor == 1):
+        found: dict[str, Any] = {}
+    else:
+        found = {"rope_type": kind, "factor": factor}
+    if kind == "yarn":
+        found["original_max_position_embeddings"] = context
+        found["attention_factor"] = said.pop("attn_factor", 1.0) * _yarn_factor(factor)
+        found |= {name: said.pop(key) for key, name in YARN.items() if key in said}
+    if said.get("attn_factor") == 1:
+        del said["attn_factor"]
+    if said:
+        key, value = next(iter(said.items()))
+        raise CheckpointError(f"{path}: {begin}{key} is {_short(value)}, which is not computed here")
+    return found
+
+
+def _with_defaults(config: Any) -> dict[str, Any]:
+    """rope_parameters, those of YaRN that are left out too."""
+    said = {name: value for name, value in config.rope_parameters.items() if value is not None}
+    if (
+        said.get("rope_type") != "yarn"
+        or {"mscale", "mscale_all_dim"} & said.keys()
+        or not said.get("truncate", True)
+    ):
+        return said
+    context = config.max_position_embeddings
+    defaults = {"beta_fast": 32, "beta_slow": 1, "original_max_position_embeddings": context}
+    return defaults | {"attention_factor": _yarn_factor(said["factor"])} | said
+
+
+def _yarn_factor(factor: float) -> float:
+    return 1 + 0.1 * math.log(factor)
+
+
+def _sizes(shapes: Shapes) -> dict[str, int]:
+    """Sizes that the tensors have, whatever the keys say of them."""
+    found = {"vocab_size": shapes["token_embd.weight"][0]}
+    for role, attribute in (("exps", "moe_intermediate_size"), ("shexp", "shared_expert_intermediate_size")):
+        shape = shapes.get(f"blk.0.ffn_gate_{role}.weight")
+        if shape is not None:
+            found[attribute] = shape[-2]
+    return found
+
+
+def _full(key: str, family: Family) -> str:
+    assert family.gguf is not None
+    return key if key.startswith("tokenizer.") else f"{family.gguf.name}.{key}"
+
+
+def _attribute(name: str, family: Family) -> str:
+    """The family's own name of an attribute."""
+    if name == "num_experts":
+        return family.config["num_experts"]
+    return family.config["d_hidden"] if name == "moe_intermediate_size" else name
+
+
+def _computed(attribute: str, config: Any) -> Any:
+    if attribute == "rope_theta":
+        return config.rope_parameters["rope_theta"]
+    if attribute == "head_dim" and getattr(config, "head_dim", None) is None:
+        return config.hidden_size // config.num_attention_heads
+    return getattr(config, attribute, None)
+
+
+def _same(a: Any, b: Any) -> bool:
+    if isinstance(a, (int, float)) and isinstance(b, (int, float)):
+        return math.isclose(a, b, rel_tol=1e-6)
+    return bool(a == b)
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:60]}..."
