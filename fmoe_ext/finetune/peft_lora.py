@@ -63,6 +63,9 @@ class FusedParamWrapper(NotesHooks, ParamWrapper):
         return None
 
 
+FusedParamWrapper.__name__ = ParamWrapper.__name__  # by which PEFT knows wrappers when it adds an adapter
+
+
 def fuse_adapters(model: nn.Module) -> None:
     """Makes every wrapper of an expert weight a FusedParamWrapper; see lora.fuse."""
     if tuple(int(part) for part in peft.__version__.split(".")[:2]) < OLDEST:

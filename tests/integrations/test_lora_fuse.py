@@ -159,3 +159,29 @@ def test_models_without_adapters_on_experts_are_refused():
         ValueError, match=r"^PeftModel has no adapter of PEFT on experts that fmoe_ext computes"
     ):
         lora.fuse(model)
+
+
+def test_adapter_added_to_a_fused_model_equals_peft():
+    models = []
+    for fused in (True, False):
+        model = adapted_model("Qwen3MoeForCausalLM", "fmoe" if fused else "eager")
+        if fused:
+            lora.fuse(model)
+        config = peft.LoraConfig(
+            r=3, target_modules=["q_proj"], target_parameters=MOE_PARAMETERS, init_lora_weights=False
+        )
+        model.add_adapter("second", config)
+        generator = torch.Generator().manual_seed(4)
+        for name, p in model.named_parameters():
+            if ".second." in name:
+                p.data.copy_(torch.randn(p.shape, generator=generator, dtype=p.dtype) / 10)
+        model.set_adapter("second")
+        models.append(model)
+    ours, plain = (gradients_of(model) for model in models)
+    assert ours.keys() == plain.keys() and any("experts" in name for name in plain)
+    for name, expected in plain.items():
+        torch.testing.assert_close(ours[name], expected, rtol=1e-9, atol=1e-12)
+    for model in models:
+        model.set_adapter("default")
+    ours, plain = (gradients_of(model) for model in models)
+    torch.testing.assert_close(ours["logits"], plain["logits"], rtol=1e-9, atol=1e-12)
