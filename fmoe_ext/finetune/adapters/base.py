@@ -165,13 +165,18 @@ def compare(adapter: Adapter, base: Base) -> list[str]:
                 )
     return wrong + [
         f"{key.removeprefix(PREFIX)}: the base has no such weight, or of another shape"
-        for key, (a, b, _) in plain_pairs(adapter).items()
+        for key, (a, b, _) in plain_pairs(adapter, whole_modules=True).items()
         if (name := base.linear(key)) is None or base.tensors[name].shape != (b.shape[0], a.shape[1])
     ]
 
 
-def plain_pairs(adapter: Adapter) -> dict[str, tuple[StoredTensor, StoredTensor, float]]:
-    """{name of lora_A: (lora_A, lora_B, scaling)} of the adapters that are not of experts."""
+def plain_pairs(
+    adapter: Adapter, whole_modules: bool = False
+) -> dict[str, tuple[StoredTensor, StoredTensor, float]]:
+    """{name of lora_A: (lora_A, lora_B, scaling)} of the adapters that are not of experts.
+
+    whole_modules: passes over the weights of modules_to_save. Raises CheckpointError for any other tensor.
+    """
     pairs, used = {}, set()
     for key, a in adapter.others.items():
         if not key.endswith(".lora_A.weight"):
@@ -183,7 +188,8 @@ def plain_pairs(adapter: Adapter) -> dict[str, tuple[StoredTensor, StoredTensor,
         module = key.removeprefix(PREFIX).removesuffix(".lora_A.weight")
         pairs[key] = a, b, scaling_of(adapter.config, module, a.shape[0])
         used |= {key, other}
-    if left := sorted(adapter.others.keys() - used):
+    left = sorted(k for k in adapter.others.keys() - used if ".lora_" in k or not whole_modules)
+    if left:
         raise CheckpointError(
             f"{adapter.folder}: {left[0]} is no adapter of a linear layer: whole modules are not merged"
         )

@@ -28,12 +28,23 @@ def check(adapter: Adapter, base: Base | None = None) -> dict[str, Any]:
     base: adds what does not fit and, for each expert, the norm of its delta over that of its weight.
     """
     key = (adapter.form, adapter.orientation, adapter.packing)
-    problems = [*adapter.problems]
+    problems = [*adapter.problems, *adapter.refused]
+    notes = []
+    if saved := [name for name in adapter.others if ".lora_" not in name]:
+        notes.append(
+            f"{len(saved)} tensors are of modules that are saved whole, as {saved[0]}: merge refuses them"
+        )
     for name in ("orientation", "packing"):
         if getattr(adapter, name) == "undecidable":
             problems.append(f"the file does not show its {name}: say it by --{name}")
+    fits = False
     if base is not None:
-        problems += compare(adapter, base)
+        try:
+            wrong = compare(adapter, base)
+        except CheckpointError as error:
+            wrong = [str(error)]
+        problems += wrong
+        fits = not wrong
     rows = [_row(adapter, layer, role, problems) for layer, parts in adapter.layers.items() for role in parts]
     evidence = adapter.evidence
     report = {
@@ -48,8 +59,9 @@ def check(adapter: Adapter, base: Base | None = None) -> dict[str, Any]:
         "other_tensors": len(adapter.others),
         "rows": rows,
         "problems": problems,
+        "notes": notes,
     }
-    if base is not None and not adapter.undecided and not compare(adapter, base):
+    if base is not None and fits and not adapter.undecided:
         report["delta"] = sizes(adapter, base)
     return report
 

@@ -13,9 +13,9 @@ import torch
 from fmoe_ext.checkpoint.cli import progress_bar, table
 from fmoe_ext.checkpoint.errors import CheckpointError
 from fmoe_ext.checkpoint.packed import decode
-from fmoe_ext.finetune.adapters.base import Base, model_type
+from fmoe_ext.finetune.adapters.base import Base
 from fmoe_ext.finetune.adapters.check import check, logits
-from fmoe_ext.finetune.adapters.convert import LAYOUTS, PEFT_LEAVES_OUT, convert
+from fmoe_ext.finetune.adapters.convert import LAYOUTS, convert
 from fmoe_ext.finetune.adapters.merge import merge
 from fmoe_ext.finetune.adapters.packing import EXPERT_MAJOR, RANK_MAJOR
 from fmoe_ext.finetune.adapters.reading import read_adapter
@@ -37,13 +37,8 @@ def _run(options: argparse.Namespace) -> int:
         decode(base)
         base.check_plain()
     if options.command == "convert":
-        convert(adapter, options.to, Path(options.out), base)
+        convert(adapter, options.to, Path(options.out), base, check=not options.unchecked)
         print(f"{options.out}: {len(adapter.layers)} layers of experts as {options.to}")
-        kind = model_type(adapter, base)
-        if options.to == "per-expert" and kind in PEFT_LEAVES_OUT:
-            print(
-                f"note: PEFT leaves these tensors out of a {kind} model without an error; vLLM and SGLang read them"
-            )
         return 0
     if options.command == "merge":
         dtype = getattr(torch, options.dtype) if options.dtype else None
@@ -84,7 +79,8 @@ def as_text(report: dict[str, Any]) -> str:
             "",
             *(f"logits: {name.replace('_', ' ')} {value:.3g}" for name, value in report["logits"].items()),
         ]
-    return "\n".join([*lines, "", *(f"problem: {text}" for text in report["problems"] or ["none"])])
+    notes = (f"note: {text}" for text in report["notes"])
+    return "\n".join([*lines, "", *notes, *(f"problem: {text}" for text in report["problems"] or ["none"])])
 
 
 def _cells(row: dict[str, Any], delta: dict[str, list[float]]) -> tuple[str, ...]:
@@ -115,6 +111,9 @@ def _parser() -> argparse.ArgumentParser:
     change = commands.add_parser("convert", parents=[source], help="the same adapter in another layout")
     change.add_argument("--to", required=True, choices=LAYOUTS)
     change.add_argument("--base", help="folder of the model, if the adapter does not say enough about it")
+    change.add_argument(
+        "--unchecked", action="store_true", help="do not ask the installed PEFT if it reads the same adapter"
+    )
     change.add_argument("-o", "--out", required=True, help="folder to write")
     join = commands.add_parser(
         "merge", parents=[source], help="add an adapter to its model, an expert at a time"

@@ -39,16 +39,19 @@ LAYOUTS = MappingProxyType(
     }
 )
 VERSIONS = MappingProxyType({"peft-0.19": "0.19.1", "peft-0.18": "0.18.1"})
-PEFT_LEAVES_OUT = ("gpt_oss", "qwen2_moe")  # model types whose single experts PEFT 0.21 reads nothing of
+READ_BY_PEFT = ("peft-0.19", "vllm", "per-expert")
 HALVES = ("gate", "up")
 
 
-def convert(adapter: Adapter, to: str, out: Path, base: Base | None = None) -> None:
+def convert(adapter: Adapter, to: str, out: Path, base: Base | None = None, *, check: bool = True) -> None:
     """Write an adapter to a new folder in one of LAYOUTS; atomically.
 
-    base: the model, for what the adapter does not say about it. Raises CheckpointError for what the layout cannot hold.
+    base: the model, for what the adapter does not say about it. check: where the installed PEFT reads the layout, it
+    must read the same adapter from the folder. Raises CheckpointError for what the layout cannot hold, and for what
+    PEFT would read otherwise.
     """
     layout = LAYOUTS[to]
+    adapter.require_whole()
     if not adapter.layers:
         raise CheckpointError(f"{adapter.folder} has no adapters of experts to convert")
     if adapter.undecided:
@@ -67,6 +70,30 @@ def convert(adapter: Adapter, to: str, out: Path, base: Base | None = None) -> N
         write_safetensors(folder / WEIGHTS, tensors, {OURS: json.dumps(note)})
         with atomic_file(folder / CONFIG) as file:
             file.write(json.dumps(config, indent=2).encode())
+        if check and to in READ_BY_PEFT:
+            _check_by_peft(adapter, to, folder, base, in_turn)
+
+
+def _check_by_peft(adapter: Adapter, to: str, folder: Path, base: Base | None, in_turn: bool | None) -> None:
+    """Raises CheckpointError if PEFT reads another adapter, and for per-expert if that cannot be known."""
+    unchecked = "--unchecked writes it for vLLM and SGLang"
+    try:
+        from fmoe_ext.finetune.adapters.peft_reads import why_not
+    except ImportError as error:
+        if to == "per-expert":
+            raise CheckpointError(
+                f"PEFT reads per-expert of some models alone, so that it is asked ({error}): "
+                f"pip install peft transformers; {unchecked}"
+            ) from None
+        return
+    if base is None:
+        if to == "per-expert":
+            raise CheckpointError(f"PEFT reads per-expert of some models alone: give --base; {unchecked}")
+        return
+    flat = LAYOUTS["peft-0.19"]
+    layers = {layer: _fitted(adapter, layer, parts, flat, in_turn) for layer, parts in adapter.layers.items()}
+    if reason := why_not(adapter, layers, folder, base):
+        raise CheckpointError(f"{adapter.folder} cannot be written as {to}: {reason}; {unchecked}")
 
 
 def _fitted(
@@ -225,7 +252,14 @@ def _config(
     if layout.form == "flat":
         leaves = {"gate_up": "gate_up_proj", "down": "down_proj"}
     names = [f"{layer}.{leaves[role]}" for layer, parts in layers.items() for role in parts]
-    config["target_parameters"] = names if layout.form == "flat" else None
+    config["target_parameters"] = [
+        *(names if layout.form == "flat" else ()),
+        *(
+            n
+            for n in config.get("target_parameters") or ()
+            if not str(n).endswith(("gate_up_proj", "down_proj"))
+        ),
+    ] or None
     config["target_modules"] = _modules(
         adapter, set() if layout.form == "flat" else {n.rpartition(".")[2] for n in names}
     )
@@ -260,7 +294,9 @@ def _alpha(adapter: Adapter, factors: Factors) -> float:
 def _modules(adapter: Adapter, leaves: set[str]) -> list[str]:
     """target_modules: what the other tensors adapt, and the leaves of experts."""
     given = adapter.config.get("target_modules")
+    parameters = tuple(str(name) for name in adapter.config.get("target_parameters") or ())
     others = {k.removeprefix(PREFIX).rpartition(".lora_")[0] for k in adapter.others if ".lora_" in k}
+    others = {name for name in others if not f"{name}.weight".endswith(parameters or ("\0",))}
     if isinstance(given, list):
         experts = {"w1", "w2", "w3", "gate_proj", "up_proj", "down_proj"}
         kept = {n for n in given if n not in experts or any(o.endswith(f".{n}") for o in others)}

@@ -30,6 +30,7 @@ class Merge:
 
     def __init__(self, adapter: Adapter, base: Base, dtype: torch.dtype | None):
         base.check_plain()
+        adapter.require_whole()
         if wrong := compare(adapter, base):
             raise CheckpointError(f"{adapter.folder} does not fit {base.folder}: {'; '.join(wrong[:3])}")
         if adapter.undecided:

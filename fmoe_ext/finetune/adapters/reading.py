@@ -21,6 +21,7 @@ from fmoe_ext.checkpoint.safetensors_file import (
     read_unmapped,
     verify_safetensors,
 )
+from fmoe_ext.finetune.adapters.options import refusals
 from fmoe_ext.finetune.adapters.packing import EXPERT_MAJOR, MAX_TENSORS, RANK_MAJOR, Evidence, unpacked
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
@@ -37,7 +38,6 @@ ROLE = {"w1": "gate", "w3": "up", "w2": "down", "gate_proj": "gate", "up_proj": 
 }
 # Patterns of a config are evaluated; these characters cannot make a search explode.
 PATTERN = re.compile(r"(?:[\w^$|()-]|\\\.|\\d\+?|\.[*+]?)*")
-UNSUPPORTED = ("use_dora", "lora_bias", "fan_in_fan_out", "layer_replication", "alora_invocation_tokens")
 Pair: TypeAlias = tuple[torch.Tensor, torch.Tensor]
 
 
@@ -73,6 +73,12 @@ class Adapter:
     layers: dict[str, dict[str, Factors]] = field(default_factory=dict)
     others: dict[str, StoredTensor] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
+    refused: list[str] = field(default_factory=list)  # why its factors are not all that changes the base
+
+    def require_whole(self) -> None:
+        """Raises CheckpointError for what convert and merge would leave out."""
+        if self.refused:
+            raise CheckpointError(f"{self.folder}: {self.refused[0]}")
 
     @property
     def undecided(self) -> bool:
@@ -82,7 +88,8 @@ class Adapter:
 def read_adapter(folder: Path, packing: str | None = None, orientation: str | None = None) -> Adapter:
     """The adapter in a folder. packing, orientation: what the caller knows, instead of what the file shows.
 
-    Raises CheckpointError for what is no adapter, is damaged, or would be read wrongly: DoRA, biases, pickles.
+    Raises CheckpointError for what is no adapter or is damaged, and for pickles. What is not computed (DoRA, biases and
+    other options) is in its `refused`.
     """
     folder = Path(folder)
     if not (folder / WEIGHTS).exists():
@@ -94,7 +101,7 @@ def read_adapter(folder: Path, packing: str | None = None, orientation: str | No
     tensors, metadata = read_unmapped(inside(folder, WEIGHTS))
     verify_safetensors(inside(folder, WEIGHTS))
     noted = _noted(folder, metadata)
-    adapter = Adapter(folder, config, tensors)
+    adapter = Adapter(folder, config, tensors, refused=list(refusals(config)))
     parts = _sorted_by_form(adapter)
     if parts["flat"]:
         _read_flat(adapter, parts["flat"], packing or noted, orientation)
@@ -124,13 +131,6 @@ def _check_config(folder: Path, config: Mapping[str, Any]) -> None:
     if config.get("peft_type") != "LORA":
         raise CheckpointError(
             f"{folder}/{CONFIG} says peft_type={config.get('peft_type')!r}, expected 'LORA'"
-        )
-    for name in UNSUPPORTED:
-        if config.get(name):
-            raise CheckpointError(f"{folder}/{CONFIG} says {name}={config[name]!r}, which is not supported")
-    if config.get("bias", "none") != "none":
-        raise CheckpointError(
-            f"{folder}/{CONFIG} says bias={config['bias']!r}: adapters with biases are not supported"
         )
     rank, alpha = config.get("r"), config.get("lora_alpha")
     if not _is_number(rank, int) or not _is_number(alpha, (int, float)):
@@ -182,10 +182,10 @@ def _sorted_by_form(adapter: Adapter) -> dict[str, dict[str, dict[Any, StoredTen
         elif match := FLAT.fullmatch(name):
             depth = len(match["inner"]) // len(".base_layer")
             forms["flat"].setdefault(match["layer"], {})[depth, match["ab"]] = tensor
-        elif ".experts." in name or "lora_magnitude" in name or "lora_embedding" in name:
-            raise CheckpointError(f"{adapter.folder}: {key} is of no known layout")
         else:
             adapter.others[key] = tensor
+            if ".experts." in name or "lora_magnitude" in name or "lora_embedding" in name:
+                adapter.refused.append(f"{key} is of no known layout")
     used = [form for form, found in forms.items() if found]
     if len(used) > 1:
         raise CheckpointError(f"{adapter.folder}: the expert tensors have several layouts: {', '.join(used)}")
@@ -335,6 +335,11 @@ def _read_numbered(adapter: Adapter, layer: str, found: Mapping[Any, StoredTenso
                 f"{adapter.folder}: the experts of {layer} ({role}) differ in rank or shape"
             )
         scaling = _one_scaling(adapter, layer, role, num_experts, a_shape[0])
+        said = {from_pattern(adapter.config, "rank", m) for m in _modules(adapter, layer, role, num_experts)}
+        if said != {a_shape[0]}:
+            adapter.problems.append(
+                f"{layer}: {role} has rank {a_shape[0]}, but {CONFIG} says {', '.join(map(str, sorted(said)))}"
+            )
 
         def read(pairs: Any = pairs) -> Pair:
             return torch.stack([a.read() for a, _ in pairs]), torch.stack([b.read() for _, b in pairs])
@@ -344,14 +349,16 @@ def _read_numbered(adapter: Adapter, layer: str, found: Mapping[Any, StoredTenso
         )
 
 
-def _one_scaling(adapter: Adapter, layer: str, role: str, num_experts: int, rank: int) -> float:
+def _modules(adapter: Adapter, layer: str, role: str, num_experts: int) -> list[str]:
+    """The modules of one projection of all experts, as the file names them."""
     leaves = [leaf for leaf, its_role in ROLE.items() if its_role == role]
-    scalings = {
-        scaling_of(adapter.config, f"{layer}.{e}.{leaf}", rank)
-        for e in range(num_experts)
-        for leaf in leaves
-        if f"{PREFIX}{layer}.{e}.{leaf}.lora_A.weight" in adapter.tensors
-    }
+    names = (f"{layer}.{e}.{leaf}" for e in range(num_experts) for leaf in leaves)
+    return [name for name in names if f"{PREFIX}{name}.lora_A.weight" in adapter.tensors]
+
+
+def _one_scaling(adapter: Adapter, layer: str, role: str, num_experts: int, rank: int) -> float:
+    modules = _modules(adapter, layer, role, num_experts)
+    scalings = {scaling_of(adapter.config, module, rank) for module in modules}
     if len(scalings) != 1:
         raise CheckpointError(f"{adapter.folder}: the experts of {layer} ({role}) differ in lora_alpha")
     return scalings.pop()
@@ -387,8 +394,6 @@ def _find_problems(adapter: Adapter) -> None:
     }
     if len(shapes) > 1:
         adapter.problems.append("layers differ in projections, experts or widths")
-    if len({f.rank for p in adapter.layers.values() for f in p.values()}) > 1:
-        adapter.problems.append("ranks differ between projections or layers")
     numbers = sorted(int(m[1]) for layer in adapter.layers if (m := re.search(r"\.(\d{1,6})\.", layer)))
     absent = sorted(set(range(numbers[0], numbers[-1])) - set(numbers)) if numbers else []
     if absent:

@@ -1,0 +1,50 @@
+"""Options of PEFT's LoraConfig in adapter_config.json: read, without effect on the change of a weight, or refused."""
+
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
+from typing import Any
+
+READ = frozenset(
+    {
+        *("peft_type", "r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "init_lora_weights"),
+        *("target_modules", "target_parameters", "auto_mapping", "base_model_name_or_path", "peft_version"),
+    }
+)
+# Of training, of notes, or of what the tensors of the file show; the configs of an init_lora_weights belong to it.
+NO_EFFECT = frozenset(
+    {
+        *(
+            "task_type",
+            "revision",
+            "inference_mode",
+            "lora_dropout",
+            "exclude_modules",
+            "layers_to_transform",
+        ),
+        *("layers_pattern", "modules_to_save", "megatron_config", "megatron_core", "runtime_config"),
+        *(
+            "loftq_config",
+            "eva_config",
+            "corda_config",
+            "lora_ga_config",
+            "qalora_group_size",
+            "velora_config",
+        ),
+    }
+)
+DEFAULTS: Mapping[str, Any] = MappingProxyType({"bias": "none"})  # of options whose default is not empty
+# Values of init_lora_weights that leave the base's weights as they are. Others subtract their first product.
+KEEP_BASE = (None, True, False, "gaussian", "eva", "orthogonal", "mica")
+
+
+def refusals(config: Mapping[str, Any]) -> Iterator[str]:
+    """A sentence for each option with which the file's factors are not the change of the base's weights."""
+    first = config.get("init_lora_weights")
+    if first not in KEEP_BASE:
+        yield (
+            f"init_lora_weights={first!r} changed the base's weights before the training, so that this adapter does "
+            "not fit the base: save it again with path_initial_model_for_weight_conversion"
+        )
+    for name, value in config.items():
+        if name not in READ | NO_EFFECT and value not in (None, False, [], {}, DEFAULTS.get(name)):
+            yield f"{name}={value!r} is not supported"

@@ -1,0 +1,128 @@
+"""Compare what the installed PEFT reads from an adapter's folder with what the adapter is.
+
+PEFT loads the folder into the model's architecture, whose weights are zeros without memory. PEFT's own delta of every
+layer, at some rows and columns, must be the adapter's.
+"""
+
+import warnings
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, TypeAlias
+
+import peft
+import torch
+import transformers
+from torch import Tensor, nn
+
+from fmoe_ext.checkpoint.errors import CheckpointError
+from fmoe_ext.checkpoint.layouts import BLOCKS
+from fmoe_ext.finetune.adapters.base import Base, plain_pairs
+from fmoe_ext.finetune.adapters.reading import PREFIX, Adapter, Factors
+
+Layers: TypeAlias = Mapping[str, Mapping[str, Factors]]
+ROWS, COLUMNS = 16, 12  # of a delta that are compared; unlike, so that a turned delta shows
+ROLES = MappingProxyType({"gate_up": "gate_up_proj", "down": "down_proj"})
+
+
+def why_not(adapter: Adapter, layers: Layers, folder: Path, base: Base) -> str:
+    """Reason why PEFT reads something else from a folder than the adapter, "" if it reads the same.
+
+    layers: of the adapter, gate and up joined.
+    """
+    model = _architecture(base)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            loaded = peft.PeftModel.from_pretrained(model, folder, autocast_adapter_dtype=False)
+    except Exception as error:  # of PEFT, which have no common class
+        return f"PEFT {peft.__version__} does not load it: {' '.join(str(error).split())[:200]}"
+    found = dict(_deltas(loaded))
+    expected = dict(_expected(adapter, layers, found))
+    for name in sorted(expected.keys() | found.keys()):
+        theirs, ours = found.get(name), expected.get(name)
+        if theirs is None:
+            return f"PEFT {peft.__version__} leaves {name} out"
+        if ours is None:
+            if theirs.any():
+                return f"PEFT {peft.__version__} changes {name} too"
+        elif theirs.shape not in (ours.shape, ours.mT.shape) or not _same(theirs, ours):
+            return f"PEFT {peft.__version__} reads another change of {name}"
+    saved = {name: value for name, value in adapter.others.items() if ".lora_" not in name}
+    kept = dict(_saved(loaded))
+    for name, value in saved.items():
+        leaf = name.removeprefix(PREFIX)
+        if leaf not in kept or not torch.equal(kept[leaf], value.read().to(kept[leaf].dtype)):
+            return f"PEFT {peft.__version__} leaves {leaf} out"
+    return ""
+
+
+def _same(theirs: Tensor, ours: Tensor) -> bool:
+    ours = ours if theirs.shape == ours.shape else ours.mT
+    return bool((theirs - ours).norm() <= 1e-6 * ours.norm())
+
+
+def _architecture(base: Base) -> nn.Module:
+    """The model of a base with zeros that share one number."""
+    try:
+        config = transformers.AutoConfig.from_pretrained(base.folder, local_files_only=True)
+        if hasattr(config, "quantization_config"):
+            del config.quantization_config
+        with torch.device("meta"):
+            model: nn.Module = getattr(transformers, (config.architectures or [""])[0])(config)
+    except Exception as error:  # of Transformers, which have no common class
+        raise CheckpointError(
+            f"{base.folder} has a config.json of which Transformers makes no model: {error}"
+        ) from error
+    zero = torch.zeros((), dtype=torch.float64)
+    for module in model.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            setattr(module, name, nn.Parameter(zero.expand(parameter.shape), requires_grad=False))
+    return model
+
+
+def _deltas(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """(name of a weight, some rows and columns of PEFT's delta) of each layer that has an adapter."""
+    for path, module in model.named_modules():
+        factors = getattr(module, "lora_A", None)
+        if not isinstance(factors, nn.ModuleDict) or "default" not in factors:
+            continue
+        a: Any = factors["default"]
+        b: Any = module.lora_B["default"]
+        a.weight = nn.Parameter(_picked(a.weight, 1, COLUMNS), requires_grad=False)
+        b.weight = nn.Parameter(_picked(b.weight, 0, ROWS), requires_grad=False)
+        name = path.removeprefix(PREFIX).replace(".base_layer", "")
+        delta: Any = module.get_delta_weight("default")
+        yield f"{name}.{getattr(module, 'parameter_name', 'weight')}", delta
+
+
+def _picked(t: Tensor, dim: int, most: int) -> Tensor:
+    size = t.shape[dim]
+    return t.index_select(dim, torch.arange(min(most, size)) * size // min(most, size))
+
+
+def _expected(adapter: Adapter, layers: Layers, found: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    for layer, parts in layers.items():
+        for role, factors in parts.items():
+            a, b = (t.double() for t in factors.read())
+            delta = _picked(b, 1, ROWS) @ _picked(a, 2, COLUMNS) * factors.scaling
+            yield _known(f"{layer}.{ROLES[role]}", found), delta
+    for key, (first, second, scaling) in plain_pairs(adapter, whole_modules=True).items():
+        a, b = first.read().double(), second.read().double()
+        name = key.removeprefix(PREFIX).removesuffix(".lora_A.weight")
+        yield _known(f"{name}.weight", found), _picked(b, 0, ROWS) @ _picked(a, 1, COLUMNS) * scaling
+
+
+def _known(name: str, found: Mapping[str, Tensor]) -> str:
+    """The name that the model has for a weight, whose block files may call otherwise."""
+    names = [name, *(name.replace(f".{a}.", f".{b}.") for a in BLOCKS for b in BLOCKS)]
+    return next((other for other in names if other in found), name)
+
+
+def _saved(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """(name, value) of the modules that are saved whole."""
+    for path, module in model.named_modules():
+        whole = getattr(module, "modules_to_save", None)
+        if isinstance(whole, nn.ModuleDict) and "default" in whole:
+            for name, value in whole["default"].named_parameters():
+                yield f"{path.removeprefix(PREFIX)}.{name}", value
