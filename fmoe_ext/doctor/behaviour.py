@@ -133,7 +133,10 @@ def drops(case: Case) -> Iterator[Finding]:
             continue
         zero = int((outputs[layer.name] == 0).all(-1).sum())
         total = len(outputs[layer.name])
-        yield verdict("drops", layer.name, 0 < zero < total, f"{zero} of {total} rows are 0")
+        bad: bool | None = 0 < zero < total
+        if bad and layer.name not in case.choices:
+            bad = None  # a router that may choose no expert, as ReLU does
+        yield verdict("drops", layer.name, bad, f"{zero} of {total} rows are 0")
 
 
 def _rows(output: Any) -> torch.Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,7 +28,12 @@ class Case:
         self.subject = replace(s, batch=double(s.batch), padded=double(s.padded))
         self.model = double(s.model).train()
         self.layers = layers_of(self.model)
-        self.task, self.choices, self.grads, self.over_tokens = self.backward(self.copy(), self.subject.task)
+        model = self.copy()
+        outputs = _outputs(model)
+        self.task, self.choices, self.grads, self.over_tokens = self.backward(model, self.subject.task)
+        self.reached = {  # tokens whose row of a layer's output has a gradient
+            name: (out.grad != 0).any(-1).flatten() for name, out in outputs.items() if out.grad is not None
+        }
 
     def copy(self) -> nn.Module:
         """A copy in the state before any step."""
@@ -67,11 +73,30 @@ class Case:
         return model, optimizer
 
     def chosen(self, layer: Layer) -> list[int] | None:
-        """Experts that the forward chose; None if the choices are not visible."""
+        """Experts that the forward chose for tokens that the loss depends on; None if the choices are not visible."""
         choices = self.choices.get(layer.name)
-        return (
-            None if choices is None else [i for i in choices.unique().tolist() if 0 <= i < layer.num_experts]
-        )
+        if choices is None:
+            return None
+        reached = self.reached.get(layer.name)
+        if reached is not None and len(reached) == len(choices):
+            choices = choices[reached]
+        return [i for i in choices.unique().tolist() if 0 <= i < layer.num_experts]
+
+
+def _outputs(model: nn.Module) -> dict[str, torch.Tensor]:
+    """What the layers of a model return in its next forward, with gradients after its backward."""
+    found: dict[str, torch.Tensor] = {}
+
+    def keep(name: str, module: nn.Module, args: Any, output: Any) -> None:
+        while isinstance(output, tuple | list) and output:
+            output = output[0]
+        if isinstance(output, torch.Tensor) and output.requires_grad:
+            output.retain_grad()
+            found[name] = output
+
+    for layer in layers_of(model):
+        layer.module.register_forward_hook(partial(keep, layer.name))
+    return found
 
 
 def parts_of(batch: Batch) -> list[Batch] | None:

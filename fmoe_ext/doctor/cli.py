@@ -27,5 +27,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except AuditError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except Exception as error:  # of the model, whatever it is
+        text = " ".join(str(error).split())[:300]
+        print(f"error: the model cannot be examined: {type(error).__name__}: {text}", file=sys.stderr)
+        return 2
     print(json.dumps(report.as_dict(), indent=1) if options.json else report)
     return 0 if report.ok else 1

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 
 from fmoe_ext.audit.cases import AuditError
-from fmoe_ext.doctor import behaviour, gradients
+from fmoe_ext.doctor import behaviour, gradients, wiring
 from fmoe_ext.doctor.case import Case, verdict
+from fmoe_ext.doctor.finding import repeated, unregistered
 from fmoe_ext.doctor.report import Finding, Report
 from fmoe_ext.doctor.subject import Subject
 
@@ -21,7 +22,13 @@ CHECKS: tuple[tuple[str, Callable[[Case], Iterator[Finding]]], ...] = (
     ("router-gradient", gradients.router_gradient),
     ("expert-gradient", gradients.expert_gradient),
     ("gradient-size", gradients.gradient_size),
+    ("used", wiring.unused),
+    ("input-gradient", wiring.input_gradient),
+    ("weighted", wiring.weighted_biases),
+    ("choice-bias", wiring.choice_bias),
     ("experts-differ", gradients.experts_differ),
+    ("frozen", wiring.half_frozen),
+    ("cleared", wiring.grows),
     ("optimizer", gradients.optimizer_steps),
     ("balance-size", gradients.balance),
     ("evaluation", behaviour.evaluation),
@@ -49,7 +56,11 @@ def check(model: Any, batch: Any = None, **parts: Any) -> Report:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            case = Case(model if isinstance(model, Subject) else Subject(model, batch, **parts))
+            subject = model if isinstance(model, Subject) else Subject(model, batch, **parts)
+            hidden = _hidden(subject.model)
+            if hidden:
+                return Report(hidden, time.perf_counter() - began)
+            case = Case(subject)
             if not case.layers:
                 raise AuditError(
                     "no MoE layer is found: no experts of one shape beside a router of their number"
@@ -59,6 +70,20 @@ def check(model: Any, batch: Any = None, **parts: Any) -> Report:
         torch.random.set_rng_state(state)
         torch.set_num_threads(threads)
     return Report(findings, time.perf_counter() - began)
+
+
+def _hidden(model: Any) -> list[Finding]:
+    """Mistakes that hide experts from the model itself, so that nothing else can be examined."""
+    lists = [
+        verdict(
+            "registered", name, True, f"a list of {count} modules, whose parameters the model does not have"
+        )
+        for name, count in unregistered(model).items()
+    ]
+    return lists + [
+        verdict("experts-differ", name, True, f"its {count} experts are one module")
+        for name, count in repeated(model).items()
+    ]
 
 
 def _findings(name: str, run: Callable[[Case], Iterator[Finding]], case: Case) -> list[Finding]:

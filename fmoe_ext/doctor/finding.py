@@ -69,6 +69,32 @@ def layers_of(model: nn.Module) -> list[Layer]:
     ]
 
 
+def unregistered(model: nn.Module) -> dict[str, int]:
+    """{attribute: experts} of plain lists of equal modules, whose parameters the model does not have."""
+    known = {id(m) for m in model.modules()}
+    return {
+        f"{path}.{name}".lstrip("."): len(value)
+        for path, module in model.named_modules()
+        for name, value in vars(module).items()
+        if isinstance(value, list | tuple)
+        and len(value) > 1
+        and all(isinstance(m, nn.Module) and id(m) not in known for m in value)
+        and any(True for m in value for _ in m.parameters())
+    }
+
+
+def repeated(model: nn.Module) -> dict[str, int]:
+    """{list: experts} of lists that hold one and the same module several times, beside a router of their number."""
+    found = {}
+    for path, module in model.named_modules():
+        if isinstance(module, nn.ModuleList) and len(module) > 1 and len({id(m) for m in module}) == 1:
+            owner = path.rpartition(".")[0]
+            own = {id(p) for p in module.parameters()}
+            if own and _routers(owner, model.get_submodule(owner), len(module), own):
+                found[path] = len(module)
+    return found
+
+
 def _inside(other: str, layer: Layer) -> bool:
     return any(other.startswith(f"{name.rsplit('.', 1)[0]}.") for name in layer.separate[0]) or (
         other.startswith(f"{layer.name}.") if layer.name else False

@@ -59,12 +59,17 @@ def expert_gradient(case: Case) -> Iterator[Finding]:
             why = "the experts are frozen" if not trainable else "the choices are not visible"
             yield verdict("expert-gradient", layer.name, None, why)
             continue
-        of = {e: norm(layer.expert(e, grad)) for e in chosen}
+        frozen = {e for e in chosen if not layer.expert(e, _trained)}
+        of = {e: norm(layer.expert(e, grad)) for e in chosen if e not in frozen}
         largest = max(of.values(), default=0.0)
         dead = [e for e, size in of.items() if size <= TINY * largest]
         yield verdict(
             "expert-gradient", layer.name, bool(dead), f"{len(dead)} of {len(of)} chosen experts have none"
         )
+
+
+def _trained(p: torch.nn.Parameter) -> torch.Tensor | None:
+    return torch.ones(p.shape[:1], dtype=torch.bool) if p.requires_grad else None
 
 
 def gradient_size(case: Case) -> Iterator[Finding]:

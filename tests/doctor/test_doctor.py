@@ -14,6 +14,7 @@ from tests.doctor.architectures import moe_architectures, subject_of
 from tests.doctor.held_out import HELD_OUT
 from tests.doctor.held_out_by_search import AFTER_A_CHANGE, BY_SEARCH, MISSED
 from tests.doctor.museum import EXHIBITS, subject
+from tests.doctor.museum_wiring import healthy_models
 from tests.doctor.plain import Model
 
 ALARMS = MappingProxyType(  # defects of the architectures: docs/doctor.md has the lines
@@ -48,6 +49,21 @@ def test_plain_model_without_a_mistake_raises_no_alarm(options):
     assert {"router-gradient", "gradient-size", "checkpoint", "batch"} <= {
         finding.invariant for finding in report.findings if finding.verdict == "ok"
     }
+
+
+@pytest.mark.parametrize(
+    ("name", "made"), healthy_models(), ids=lambda value: value if isinstance(value, str) else ""
+)
+def test_other_model_without_a_mistake_raises_no_alarm(name, made):
+    report = doctor.check(made)
+    assert report.ok, str(report)
+
+
+def test_model_that_cannot_run_is_one_sentence_and_status_2(tmp_path, capsys):
+    (tmp_path / "broken.py").write_text("def make():\n    raise KeyError('a mistake of the model')\n")
+    assert main([f"{tmp_path}/broken.py:make"]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("error: ") and "a mistake of the model" in said and said.count("\n") == 1
 
 
 @pytest.mark.parametrize("gate", sorted(GATES.keys() - {"zero"}))  # the zero gate has no router

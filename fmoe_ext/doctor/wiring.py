@@ -1,0 +1,232 @@
+"""Invariants of how a MoE layer is wired: all of it runs, every part is weighted, and gradients pass through it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from fmoe_ext.doctor.case import TINY, Case, off, verdict
+from fmoe_ext.doctor.finding import Layer, layers_of
+from fmoe_ext.doctor.gradients import ROUNDING, SLOPE_BOUND, SLOPE_STEP, norm, own_backward
+from fmoe_ext.doctor.report import Finding
+
+SHIFT = 1e-7  # of a bias of the choice: too small to change a choice
+
+
+def unused(case: Case) -> Iterator[Finding]:
+    """Every trainable parameter of a MoE layer that is neither an expert's nor a router's gets a gradient.
+
+    One without is tried again after all parameters were drawn near their values: zeros may hide a gradient.
+    """
+    for layer in case.layers:
+        experts = list(layer.parameters())
+        if experts and not any(n in case.grads for n in [*experts, *layer.routers]):
+            trains = any(p.requires_grad for p in layer.parameters().values())
+            yield verdict(
+                "used", layer.name, trains or None, "no expert and no router is in the loss's graph"
+            )
+            continue
+        own = {*experts, *layer.routers}
+        prefix = f"{layer.name}." if layer.name else ""
+        others = [n for n, p in case.model.named_parameters() if n.startswith(prefix) and p.requires_grad]
+        idle = [n for n in others if n not in own and "lora_" not in n and not _has(case.grads.get(n))]
+        if idle:
+            grads = _near(case)
+            idle = [n for n in idle if not _has(grads.get(n))]
+        text = f"{len(idle)} of {len(others)} trainable parameters get no gradient from the loss"
+        yield verdict("used", idle[0] if idle else layer.name, bool(idle), text)
+
+
+def _has(grad: torch.Tensor | None) -> bool:
+    return grad is not None and bool(grad.any())
+
+
+def _near(case: Case) -> dict[str, torch.Tensor]:
+    """Gradients of the whole loss in a copy whose parameters are a little off."""
+    model = case.copy()
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(torch.randn(p.shape, generator=generator, dtype=p.dtype).to(p.device), alpha=0.01)
+    return case.backward(model, case.subject.loss)[2]
+
+
+def half_frozen(case: Case) -> Iterator[Finding]:
+    """The matrices of an expert are frozen or trained together."""
+    for layer in case.layers:
+        matrices = {n: p for n, p in layer.parameters().items() if p.ndim > 1 and "lora_" not in n}
+        frozen = [n for n, p in matrices.items() if not p.requires_grad]
+        mixed = 0 < len(frozen) < len(matrices) and _names(frozen) != _names(matrices)
+        text = f"{len(frozen)} of {len(matrices)} matrices of the experts are frozen, the others are trained"
+        if mixed or not matrices:
+            yield verdict("frozen", frozen[0] if frozen else layer.name, mixed or None, text)
+
+
+def _names(parameters: Any) -> set[str]:
+    """Names without the numbers of layers and experts: freezing some experts whole is a choice."""
+    return {"".join(c for c in name if not c.isdigit()) for name in parameters}
+
+
+def input_gradient(case: Case) -> Iterator[Finding]:
+    """The gradient of a layer's input is the slope of the loss along it."""
+    if own_backward(case):
+        yield verdict("input-gradient", "", None, "a custom backward may differ from the slope on purpose")
+        return
+    for layer in case.layers:
+        seen: list[torch.Tensor] = []
+        model = case.copy()
+        _module(model, layer).register_forward_pre_hook(_change_input(partial(_noted, seen)))
+        value, _ = case.run(model, case.subject.batch, case.subject.task)
+        if len(seen) != 1 or not value.requires_grad:
+            yield verdict("input-gradient", layer.name, None, f"{len(seen)} inputs are visible")
+            continue
+        (grad,) = torch.autograd.grad(value, seen, allow_unused=True)
+        size = 0.0 if grad is None else float(grad.norm())
+        random = torch.randn(seen[0].shape, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+        along = random.to(seen[0]) * (seen[0].detach().norm() / random.norm())
+        expected = 0.0 if grad is None else float((grad * along).sum())
+        slope, same = _slope(case, layer, along, SLOPE_STEP)
+        scale = max(abs(slope), abs(expected), size * float(along.norm()) / along.numel() ** 0.5)
+        gap = abs(slope - expected)
+        bad: bool | None = gap > SLOPE_BOUND * scale + 0.1 * ROUNDING * abs(float(case.task)) / SLOPE_STEP
+        if bad:  # rounding and choices that are not observed have other slopes at other steps
+            others = [_slope(case, layer, along, step) for step in (SLOPE_STEP * 4, SLOPE_STEP / 4)]
+            steady = all(seen and abs(other - slope) < 0.2 * gap for other, seen in others)
+            bad = True if same and case.choices and steady else None
+        yield verdict("input-gradient", layer.name, bad, f"gradient {expected:.4g}, slope {slope:.4g}")
+
+
+def _slope(case: Case, layer: Layer, along: torch.Tensor, step: float) -> tuple[float, bool]:
+    """Slope of the loss along a change of a layer's input; True if no choice changed on the way."""
+    values, same = [], True
+    for sign in (step, -step):
+        model = case.copy()
+        _module(model, layer).register_forward_pre_hook(_change_input(partial(torch.add, sign * along)))
+        value, watch = case.run(model, case.subject.batch, case.subject.task)
+        values.append(float(value.detach()))
+        same &= all(watch.choices[n].equal(c) for n, c in case.choices.items() if n in watch.choices)
+    return (values[0] - values[1]) / (2 * step), same
+
+
+def _module(model: nn.Module, layer: Layer) -> nn.Module:
+    return model.get_submodule(layer.name)
+
+
+def _change_input(change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., Any]:
+    """A forward pre-hook that changes the first floating-point tensor of the arguments."""
+
+    def hook(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        for i, x in enumerate(args):
+            if isinstance(x, torch.Tensor) and x.is_floating_point():
+                return (*args[:i], change(x), *args[i + 1 :])
+        return args
+
+    return hook
+
+
+def _noted(seen: list[torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+    leaf = x.detach().requires_grad_()
+    seen.append(leaf)
+    return leaf
+
+
+def weighted_biases(case: Case) -> Iterator[Finding]:
+    """A bias of an expert's output counts with the token's weight, as the expert's product does."""
+    for layer in case.layers:
+        experts = layer.parameters()
+        router = norm([case.grads[n] for n in layer.routers if n in case.grads])
+        chosen = case.choices.get(layer.name)
+        plain = _outputs(case, layer, {})
+        if chosen is None or chosen.shape[1] < 2 or not router or plain is None:
+            continue
+        for name, p in experts.items():
+            if "bias" not in name or p.shape[-1] != plain.shape[-1] or p.ndim > 2:
+                continue
+            moved = _outputs(case, layer, {name: 1.0})
+            change = None if moved is None else moved - plain
+            if change is None or bool((change[:, 1:].abs() > TINY).any()):
+                continue  # no bias of the output, or something follows it in the layer
+            rows = change[:, 0][change[:, 0].abs() > TINY]
+            if len(rows) < 2:
+                continue
+            whole = bool((rows - rows.round()).abs().max() < TINY) and bool((rows >= 1 - TINY).all())
+            text = f"a bias moved by 1 moves {len(rows)} tokens by {float(rows.min()):.3g} to {float(rows.max()):.3g}"
+            yield verdict("weighted", name, whole, text)
+            break
+
+
+def _outputs(case: Case, layer: Layer, shifts: dict[str, float]) -> torch.Tensor | None:
+    """Rows [tokens, D] that a layer returns after the first number of some parameters was moved."""
+    found: list[torch.Tensor] = []
+    model = case.copy()
+
+    def keep(module: nn.Module, args: Any, output: Any) -> None:
+        while isinstance(output, tuple | list):
+            output = output[0]
+        found.append(output.detach().reshape(-1, output.shape[-1]))
+
+    _module(model, layer).register_forward_hook(keep)
+    parameters = dict(model.named_parameters())
+    with torch.no_grad():
+        for name, shift in shifts.items():
+            parameters[name][..., 0] += shift
+    case.run(model, case.subject.batch, case.subject.task)
+    return found[0] if len(found) == 1 else None
+
+
+def choice_bias(case: Case) -> Iterator[Finding]:
+    """A bias of the choice changes choices only: the weights are those of the scores without it."""
+    base, watch = case.run(case.copy(), case.subject.batch, case.subject.task)
+    for layer in case.layers:
+        for name in _biases(layer):
+            model = case.copy()
+            (twin,) = [other for other in layers_of(model) if other.name == layer.name]
+            value = _biases(twin)[name]
+            generator = torch.Generator().manual_seed(3)
+            with torch.no_grad():
+                value += SHIFT * torch.randn(value.shape, generator=generator, dtype=torch.float64).to(value)
+            moved, other = case.run(model, case.subject.batch, case.subject.task)
+            same = layer.name in watch.choices and all(
+                other.choices[n].equal(c) for n, c in watch.choices.items() if n in other.choices
+            )
+            bad = off(base.detach(), moved.detach()) > 1e-3 * SHIFT
+            losses = f"{float(base.detach()):.12g} and {float(moved.detach()):.12g}"
+            text = f"losses {losses} with two biases and the same choices"
+            yield verdict("choice-bias", name, bad if same else None, text)
+
+
+def _biases(layer: Layer) -> dict[str, torch.Tensor]:
+    """Tensors of one number per expert that are named as biases and are not trained."""
+    frozen = {
+        f"{layer.name}.{n}": p
+        for n, p in layer.module.named_parameters()
+        if p.shape == (layer.num_experts,) and not p.requires_grad
+    }
+    return {n: v for n, v in (layer.state() | frozen).items() if "bias" in n.rpartition(".")[2]}
+
+
+def grows(case: Case) -> Iterator[Finding]:
+    """No list of a module keeps tensors of more and more steps."""
+    model = case.copy()
+    optimizer = case.optimizer(model)
+    sizes = []
+    for _ in range(3):
+        torch.manual_seed(0)
+        case.subject.step(model, optimizer, [case.subject.batch], case.subject.loss)
+        sizes.append(_lists(model))
+    growing = [n for n, size in sizes[0].items() if size < sizes[1].get(n, 0) < sizes[2].get(n, 0)]
+    text = f"{len(growing)} lists hold tensors of every step so far"
+    yield verdict("cleared", growing[0] if growing else "", bool(growing), text)
+
+
+def _lists(model: nn.Module) -> dict[str, int]:
+    return {
+        f"{path}.{name}".lstrip("."): len(value)
+        for path, module in model.named_modules()
+        for name, value in vars(module).items()
+        if isinstance(value, list) and value and all(isinstance(v, torch.Tensor) for v in value)
+    }
