@@ -84,7 +84,7 @@ class Case:
 
 
 def _outputs(model: nn.Module) -> dict[str, torch.Tensor]:
-    """What the layers of a model return in its next forward, with gradients after its backward."""
+    """Outputs of the layers of a model in its next forward, with gradients after its backward."""
     found: dict[str, torch.Tensor] = {}
 
     def keep(name: str, module: nn.Module, args: Any, output: Any) -> None:

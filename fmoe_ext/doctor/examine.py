@@ -28,6 +28,7 @@ CHECKS: tuple[tuple[str, Callable[[Case], Iterator[Finding]]], ...] = (
     ("choice-bias", wiring.choice_bias),
     ("experts-differ", gradients.experts_differ),
     ("frozen", wiring.half_frozen),
+    ("frozen", wiring.frozen_choice),
     ("cleared", wiring.grows),
     ("optimizer", gradients.optimizer_steps),
     ("balance-size", gradients.balance),

@@ -66,6 +66,18 @@ def half_frozen(case: Case) -> Iterator[Finding]:
             yield verdict("frozen", frozen[0] if frozen else layer.name, mixed or None, text)
 
 
+def frozen_choice(case: Case) -> Iterator[Finding]:
+    """Beside a frozen router no bias of its choice moves: an adapter's file would not hold it."""
+    layers = [x for x in case.layers if not any(p.requires_grad for p in x.routers.values()) and _biases(x)]
+    if not layers:
+        return
+    ends = {other.name: _biases(other) for other in layers_of(case.stepped([case.subject.batch])[0])}
+    for layer in layers:
+        moved = [n for n, v in _biases(layer).items() if not ends[layer.name][n].equal(v)]
+        text = f"{len(moved)} biases of a frozen router's choice move in a step"
+        yield verdict("frozen", moved[0] if moved else layer.name, bool(moved), text)
+
+
 def _names(parameters: Any) -> set[str]:
     """Names without the numbers of layers and experts: freezing some experts whole is a choice."""
     return {"".join(c for c in name if not c.isdigit()) for name in parameters}

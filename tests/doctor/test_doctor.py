@@ -13,6 +13,7 @@ from fmoe_ext.gates import GATES
 from tests.doctor.architectures import moe_architectures, subject_of
 from tests.doctor.held_out import HELD_OUT
 from tests.doctor.held_out_by_search import AFTER_A_CHANGE, BY_SEARCH, MISSED
+from tests.doctor.held_out_by_second_search import AFTER_ANOTHER_CHANGE, MISSED_AGAIN, SECOND_SEARCH
 from tests.doctor.museum import EXHIBITS, subject
 from tests.doctor.museum_wiring import healthy_models
 from tests.doctor.plain import Model
@@ -36,9 +37,16 @@ def test_mistake_found_by_a_search_is_named(thread):
     assert report.named() == {invariant}, str(report)
 
 
-@pytest.mark.parametrize("thread", MISSED)
+@pytest.mark.parametrize("thread", [*SECOND_SEARCH, *AFTER_ANOTHER_CHANGE])
+def test_mistake_found_by_a_second_search_is_named(thread):
+    invariant, make = (SECOND_SEARCH | AFTER_ANOTHER_CHANGE)[thread]
+    report = doctor.check(make())
+    assert invariant in report.named(), str(report)
+
+
+@pytest.mark.parametrize("thread", [*MISSED, *MISSED_AGAIN])
 def test_missed_mistake_raises_no_other_alarm(thread):
-    report = doctor.check(MISSED[thread]())
+    report = doctor.check((MISSED | MISSED_AGAIN)[thread]())
     assert report.ok, str(report)
 
 
