@@ -32,7 +32,7 @@ def shrunk_config(config: Any) -> Any:
         config, "num_attention_heads", None
     )
     for name, size in SIZES:
-        value = getattr(small, name, None)
+        value = _value(small, name)
         if isinstance(value, int) and not isinstance(value, bool) and value > size:
             setattr(small, name, size)
     for name in LISTS_OF_LAYERS:
@@ -49,6 +49,14 @@ def shrunk_config(config: Any) -> Any:
     small._attn_implementation = "eager"  # the same sums with and without a mask
     small._experts_implementation = "eager"  # torch's grouped_mm has no float64
     return small
+
+
+def _value(config: Any, name: str) -> Any:
+    """An attribute, None where there is none or where each layer has its own (Gemma 4)."""
+    try:
+        return getattr(config, name, None)
+    except Exception:  # of Transformers, of no public class
+        return None
 
 
 def smallest_vocabulary(config: Any) -> int:

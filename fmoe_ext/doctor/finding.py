@@ -22,6 +22,7 @@ class Layer:
     name: str
     module: nn.Module
     num_experts: int
+    num_scores: int  # num_experts, or one more for a choice of no expert
     stacked: dict[str, nn.Parameter] = field(default_factory=dict)
     separate: list[dict[str, nn.Parameter]] = field(default_factory=list)
     routers: dict[str, nn.Parameter] = field(default_factory=dict)
@@ -130,10 +131,13 @@ def _add(
                     a | b for a, b in zip(found[owner].separate or [{}] * size, separate, strict=True)
                 ]
             return
-        routers = _routers(owner, modules[owner], size, own)
-        if routers:
-            found[owner] = Layer(owner, modules[owner], size, stacked or {}, separate or [], routers)
-            return
+        for scores in (size, size + 1):
+            routers = _routers(owner, modules[owner], scores, own)
+            if routers:
+                found[owner] = Layer(
+                    owner, modules[owner], size, scores, stacked or {}, separate or [], routers
+                )
+                return
         if not owner:
             return
         owner = owner.rpartition(".")[0]
@@ -167,7 +171,7 @@ class Watch(TorchFunctionMode):
 
     def _record(self, name: str, args: Any, kwargs: Any, result: Any) -> None:
         layer: Layer = self.inside[-1]
-        scores, size = args[0], layer.num_experts
+        scores, size = args[0], layer.num_scores
         place = 2 if name == "topk" else 1
         dim = kwargs.get(
             "dim", args[place] if len(args) > place else (-1 if name in ("topk", "sort") else None)
