@@ -16,6 +16,7 @@ import torch
 
 from fmoe_ext import frozen
 from fmoe_ext.checkpoint.errors import CheckpointError
+from fmoe_ext.checkpoint.packed_options import refusals
 from fmoe_ext.checkpoint.safetensors_file import StoredTensor
 from fmoe_ext.checkpoint.turning import Turn, awq_words, awq_zeros, gptq_zeros, nested_scales, transposed
 from fmoe_ext.finetune.adapters.base import FLOATS, Base
@@ -110,6 +111,8 @@ def kind_of(base: Base) -> Kind | None:
         kind = KINDS.get(config.get("quant_method", ""))
         if kind is not None:
             kind.check(str(base.folder), config)
+            for what in refusals(config["quant_method"], config):
+                _refuse(base.folder, f"quantization_config with {what}")
     except (AttributeError, TypeError, ValueError) as error:
         raise CheckpointError(f"{base.folder}: quantization_config is damaged: {error}") from error
     return kind

@@ -1,5 +1,6 @@
 """Layers of packed experts in published files: which bytes they are, and that joined they are the weights."""
 
+import inspect
 import json
 
 import gguf
@@ -9,6 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from fmoe_ext.checkpoint.errors import CheckpointError
+from fmoe_ext.checkpoint.packed_options import KNOWN
 from fmoe_ext.checkpoint.packed_projections import gguf_layers, packed_layer
 from fmoe_ext.finetune.adapters.base import Base
 from fmoe_ext.finetune.streaming.reader import Reader
@@ -95,6 +97,29 @@ def test_missing_and_odd_tensors_are_named(tmp_path, name):
         packed_layer(save(tmp_path, tensors, CONFIGS[name]), PATH)
 
 
+def group(of_group=(), **of_weights):
+    weights = {"num_bits": 4, "strategy": "group", "group_size": 32, **of_weights}
+    return {"config_groups": {"g": {"weights": weights, "targets": ["Linear"], **dict(of_group)}}}
+
+
+# {method: the class of Transformers for its configuration}
+CLASSES = {
+    "fp8": "FineGrainedFP8Config",
+    "compressed-tensors": "CompressedTensorsConfig",
+    "gptq": "GPTQConfig",
+    "awq": "AwqConfig",
+    "bitsandbytes": "BitsAndBytesConfig",
+}
+
+
+@pytest.mark.parametrize("method", CLASSES)
+def test_every_key_of_transformers_is_read_or_changes_no_weight(method):
+    from transformers.utils import quantization_config
+
+    named = inspect.signature(getattr(quantization_config, CLASSES[method]).__init__).parameters
+    assert not {"quant_method", *named} - KNOWN[method] - {"self", "kwargs", "quant_method"}
+
+
 @pytest.mark.parametrize(
     ("name", "changes", "message"),
     [
@@ -120,6 +145,16 @@ def test_missing_and_odd_tensors_are_named(tmp_path, name):
         ("gptq", {"dynamic": {"+:.*down.*": {"bits": 8}}}, "8 bits for .*down"),
         ("awq", {"bits": 3}, "AWQ with 3 bits instead of 4"),
         ("awq", {"version": "GEMV"}, "version 'gemv' instead of 'gemm'"),
+        ("gptq", {"rotation": "hadamard"}, "quantization_config with rotation 'hadamard'"),
+        ("gptq", {"pack_dtype": "int8"}, "pack_dtype 'int8'"),
+        ("fp8_block", {"fmt": "e5m2"}, "fmt 'e5m2'"),
+        ("int4", {"transform_config": {"config_groups": {"R1": {}}}}, "transform_config"),
+        ("int4", {"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparsity_config .*sparse-24"),
+        ("int4", {"moe_sparsity_config": {"layers": 1}}, "moe_sparsity_config"),
+        ("int4", group(type="float"), "g with type 'float'"),
+        ("int4", group(dynamic=True), "g with dynamic True"),
+        ("int4", group({"input_activations": {"num_bits": 8}}), "g with input_activations"),
+        ("nf4", {"of_tomorrow": 1}, "of_tomorrow 1"),
     ],
 )
 def test_settings_that_are_not_computed_are_refused(tmp_path, name, changes, message):
