@@ -62,6 +62,14 @@ def layers_of(model: nn.Module) -> list[Layer]:
                     stacks.setdefault(p.shape[0], {})[f"{name}.{key}".lstrip(".")] = p
             for size, stacked in stacks.items():
                 _add(model, modules, name, size, found, stacked=stacked)
+    taken = {
+        name for layer in found.values() if layer.num_scores == layer.num_experts for name in layer.routers
+    }
+    for key in [key for key, layer in found.items() if layer.num_scores > layer.num_experts]:
+        if (
+            taken & found[key].routers.keys()
+        ):  # a list of other modules, one fewer than another layer's experts
+            del found[key]
     inner = [layer.name for layer in found.values()]
     return [
         layer
