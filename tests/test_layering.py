@@ -46,7 +46,7 @@ CORE = {
 ROOMS = {
     "audit": ("checkpoint", "testing"),
     "balance": (),
-    "checkpoint": ("finetune", "frozen", "planning"),  # finetune: the reader of a model folder
+    "checkpoint": ("frozen", "planning"),
     "compat": ("megatron",),
     "cpu": (),
     "doctor": ("audit",),

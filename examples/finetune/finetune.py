@@ -20,8 +20,8 @@ import torch
 import transformers
 
 import fmoe_ext
+from fmoe_ext.checkpoint.model_folder import Base
 from fmoe_ext.checkpoint.packed import decode
-from fmoe_ext.finetune.adapters.base import Base
 from fmoe_ext.finetune.adapters.merge import merge
 from fmoe_ext.finetune.adapters.reading import read_adapter
 

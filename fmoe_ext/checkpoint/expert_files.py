@@ -10,10 +10,9 @@ import numpy as np
 import torch
 
 from fmoe_ext.checkpoint.errors import CheckpointError
+from fmoe_ext.checkpoint.model_folder import FLOATS, Base
 from fmoe_ext.checkpoint.safetensors_file import StoredTensor
-from fmoe_ext.finetune.adapters.base import Base
 
-FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 ALIGNED = 64  # bytes, a cache line
 Weights: TypeAlias = tuple[Any, Any]  # w1 and w2: tensors [E, *, *]
 

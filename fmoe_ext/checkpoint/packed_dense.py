@@ -5,9 +5,9 @@ from collections.abc import Container, Iterator
 import torch
 
 from fmoe_ext.checkpoint.errors import CheckpointError
+from fmoe_ext.checkpoint.model_folder import FLOATS, Base
 from fmoe_ext.checkpoint.packed_matrices import Kind, Matrix, PackedTensor, kind_of
 from fmoe_ext.checkpoint.safetensors_file import StoredTensor
-from fmoe_ext.finetune.adapters.base import FLOATS, Base
 
 INTEGERS = (torch.int64, torch.int32, torch.bool)  # of buffers
 

@@ -16,10 +16,10 @@ import torch
 
 from fmoe_ext import frozen
 from fmoe_ext.checkpoint.errors import CheckpointError
+from fmoe_ext.checkpoint.model_folder import FLOATS, Base
 from fmoe_ext.checkpoint.packed_options import refusals
 from fmoe_ext.checkpoint.safetensors_file import StoredTensor
 from fmoe_ext.checkpoint.turning import Turn, awq_words, awq_zeros, gptq_zeros, nested_scales, transposed
-from fmoe_ext.finetune.adapters.base import FLOATS, Base
 
 FP8_BLOCK = 128
 

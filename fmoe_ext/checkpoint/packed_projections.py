@@ -16,9 +16,9 @@ from fmoe_ext import frozen
 from fmoe_ext.checkpoint.errors import CheckpointError
 from fmoe_ext.checkpoint.expert_files import Layer, Part, Span, Weights, place_of
 from fmoe_ext.checkpoint.layouts import PER_EXPERT
+from fmoe_ext.checkpoint.model_folder import Base
 from fmoe_ext.checkpoint.packed import mxfp4_layer, prefixes
 from fmoe_ext.checkpoint.packed_matrices import Kind, Matrix, kind_of
-from fmoe_ext.finetune.adapters.base import Base
 
 Tensors: TypeAlias = Mapping[str, torch.Tensor]
 

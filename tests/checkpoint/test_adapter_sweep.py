@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from fmoe_ext.checkpoint import CheckpointError
+from fmoe_ext.checkpoint.model_folder import Base
 from fmoe_ext.finetune.adapters import cli, merge
-from fmoe_ext.finetune.adapters.base import Base
 from fmoe_ext.finetune.adapters.convert import READ_BY_PEFT, convert
 from fmoe_ext.finetune.adapters.options import NO_EFFECT, READ, refusals
 from fmoe_ext.finetune.adapters.reading import RANK_MAJOR, read_adapter

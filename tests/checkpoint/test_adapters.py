@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from fmoe_ext.checkpoint import CheckpointError
+from fmoe_ext.checkpoint.model_folder import Base
 from fmoe_ext.finetune.adapters import cli, merge
-from fmoe_ext.finetune.adapters.base import Base
 from fmoe_ext.finetune.adapters.check import check
 from fmoe_ext.finetune.adapters.convert import convert
 from fmoe_ext.finetune.adapters.reading import read_adapter

@@ -10,9 +10,9 @@ import torch
 from safetensors.torch import save_file
 
 from fmoe_ext.checkpoint.errors import CheckpointError
+from fmoe_ext.checkpoint.model_folder import Base
 from fmoe_ext.checkpoint.packed_options import KNOWN
 from fmoe_ext.checkpoint.packed_projections import gguf_layers, packed_layer
-from fmoe_ext.finetune.adapters.base import Base
 from fmoe_ext.finetune.streaming.reader import Reader
 from fmoe_ext.frozen import frozen_gemm, quantize
 from tests.packed_layouts import CONFIGS, pack, scale_of

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 
 from fmoe_ext.checkpoint.errors import CheckpointError
-from fmoe_ext.finetune.adapters.base import Base, compare, delta
+from fmoe_ext.checkpoint.model_folder import Base
+from fmoe_ext.finetune.adapters.delta import compare, delta
 from fmoe_ext.finetune.adapters.reading import Adapter
 
 WRITERS = MappingProxyType(

@@ -12,8 +12,8 @@ import torch
 
 from fmoe_ext.checkpoint.cli import progress_bar, table
 from fmoe_ext.checkpoint.errors import CheckpointError
+from fmoe_ext.checkpoint.model_folder import Base
 from fmoe_ext.checkpoint.packed import decode
-from fmoe_ext.finetune.adapters.base import Base
 from fmoe_ext.finetune.adapters.check import check, logits
 from fmoe_ext.finetune.adapters.convert import LAYOUTS, convert
 from fmoe_ext.finetune.adapters.merge import merge

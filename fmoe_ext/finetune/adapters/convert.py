@@ -13,9 +13,10 @@ import torch
 from fmoe_ext.checkpoint.errors import CheckpointError
 from fmoe_ext.checkpoint.families import FAMILIES
 from fmoe_ext.checkpoint.files import atomic_file
+from fmoe_ext.checkpoint.model_folder import Base
 from fmoe_ext.checkpoint.safetensors_file import OURS, StoredTensor, write_safetensors
 from fmoe_ext.checkpoint.shards import new_folder
-from fmoe_ext.finetune.adapters.base import Base, interleaves, model_type
+from fmoe_ext.finetune.adapters.delta import interleaves, model_type
 from fmoe_ext.finetune.adapters.packing import EXPERT_MAJOR, RANK_MAJOR, packed
 from fmoe_ext.finetune.adapters.reading import CONFIG, PREFIX, WEIGHTS, Adapter, Factors, Pair
 

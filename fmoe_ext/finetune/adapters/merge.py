@@ -16,8 +16,9 @@ import torch
 
 from fmoe_ext.checkpoint.errors import CheckpointError
 from fmoe_ext.checkpoint.files import atomic_file, inside, locked, made_folder, read_json, sync_folder
+from fmoe_ext.checkpoint.model_folder import FLOATS, Base, Experts
 from fmoe_ext.checkpoint.safetensors_file import StoredTensor, write_safetensors
-from fmoe_ext.finetune.adapters.base import FLOATS, Base, Experts, compare, delta, plain_pairs
+from fmoe_ext.finetune.adapters.delta import compare, delta, linear, plain_pairs
 from fmoe_ext.finetune.adapters.reading import CONFIG, WEIGHTS, Adapter, Factors, Pair
 
 COPIED = (".json", ".txt", ".model", ".jinja")  # of the tokenizer and the configuration
@@ -47,7 +48,8 @@ class Merge:
         for layer in adapter.layers:
             self._plan_layer(layer)
         for key, (a, b, scaling) in plain_pairs(adapter).items():
-            self.changes[str(base.linear(key))] = self._plain(str(base.linear(key)), a, b, scaling)
+            name = str(linear(base, key))
+            self.changes[name] = self._plain(name, a, b, scaling)
 
     def tensor(self, name: str) -> StoredTensor:
         """The merged tensor: read when it is written."""

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 from fmoe_ext.checkpoint.errors import CheckpointError
 from fmoe_ext.checkpoint.layouts import BLOCKS
-from fmoe_ext.finetune.adapters.base import Base, plain_pairs
+from fmoe_ext.checkpoint.model_folder import Base
+from fmoe_ext.finetune.adapters.delta import plain_pairs
 from fmoe_ext.finetune.adapters.reading import PREFIX, Adapter, Factors
 
 Layers: TypeAlias = Mapping[str, Mapping[str, Factors]]
