@@ -253,7 +253,9 @@ class _Machine:
 def _key(value: Any) -> Any:
     """value, whose hash is computed in a moment; CheckpointError for what is made of other values."""
     if not isinstance(value, (str, int, bytes, Record)):
-        raise CheckpointError(f"a {type(value).__name__} is a key, which is so in no checkpoint of tensors")
+        raise CheckpointError(
+            f"the metadata has a key of type {type(value).__name__}, which tensor checkpoints never have"
+        )
     return value
 
 

@@ -2,8 +2,8 @@
 
 The signatures are those of the operators (csrc/ops.cpp). FMOE_GPU_KERNELS=torch puts them in the place of the CUDA
 kernels; on the CPU only tests do. Slower than those: intermediate results go through memory, and weights with a bias
-or with widths that are no multiple of 16 bytes are copied. No host reads a value, but where torch does: for float32 on
-CUDA and float64.
+or with widths that are no multiple of 16 bytes are copied. Reads nothing back to the host,
+except where torch does: for float32 on CUDA and float64.
 """
 
 import warnings
@@ -214,7 +214,7 @@ class Groups:
         return (rows.to(dtype) * bias[self.owners()].to(dtype)).sum(1)
 
     def weight_gradient(self, a: Tensor, b: Tensor, main_grad: Tensor | None) -> Tensor:
-        """rows_by_rows; or, where there is a main gradient, that is increased by it, and nothing is returned."""
+        """rows_by_rows; adds to the main gradient, if there is one, and returns an empty tensor."""
         if main_grad is None:
             return self.rows_by_rows(a, b).contiguous()
         # products of 16-bit numbers are exact in float32, so nothing is rounded before it is added

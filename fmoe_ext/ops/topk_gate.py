@@ -62,8 +62,8 @@ def topk_gate_of_linear(
     """topk_gate of a linear layer's logits by softmax, as one node of autograd: the same bits in less host time.
 
     x [T, D] contiguous, weight [E, D], bias [E] or None, all float32 and plain tensors, outside of autocast and of
-    compiled graphs -> topk_idx, topk_weights [T, K]. It keeps other tensors than the two steps, so that a forward
-    that activation checkpointing may repeat takes those.
+    compiled graphs -> topk_idx, topk_weights [T, K]. It saves other tensors than the
+    two separate calls. Use those under activation checkpointing.
     Equivalent to: topk_gate(F.linear(x, weight, bias), top_k, normalize=normalize).
     """
     if is_transformed(x, weight, bias):

@@ -1,4 +1,4 @@
-"""Batch normalisation under microbatches: running statistics of the whole batch, and of nothing twice."""
+"""Batch normalisation under microbatches: running statistics of the whole batch, each batch counted once."""
 
 from collections.abc import Iterable
 from contextvars import ContextVar

@@ -209,7 +209,7 @@ NOT_NEGATIVE, NOT_NEGATIVE_INT = _number(float, 0, True), _number(int, 0, True)
 
 
 def endpoint(text: Any) -> str:
-    """A type of argparse: host:port or [IPv6]:port; grpc would take port 70000 for 4464."""
+    """A type of argparse: host:port or [IPv6]:port. Checks the range of the port: gRPC wraps 70000 to 4464."""
     host, colon, number = str(text).rpartition(":")
     if not (host and colon and number.isdecimal() and int(number) < 1 << 16):
         raise argparse.ArgumentTypeError(f"must be host:port or [IPv6]:port, but is {text}")

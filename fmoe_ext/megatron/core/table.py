@@ -55,7 +55,7 @@ def _has_other_shards(config: Any) -> bool:
     return getattr(config, "expert_tensor_parallel_num_weight_shards", None) not in (None, size)
 
 
-def _ranks_groups_by_nothing(config: Any) -> bool:
+def _topk_below_group_topk(config: Any) -> bool:
     groups, kept = getattr(config, "moe_router_num_groups", None), config.moe_router_group_topk
     return bool(kept and groups and kept < groups) and config.moe_router_topk < kept
 
@@ -191,7 +191,7 @@ _ROUTER = (
         None,
         "`topk_groups` of the gate",
         "more groups than moe_router_topk: a group ranks by its moe_router_topk // moe_router_group_topk best scores",
-        refuses=_ranks_groups_by_nothing,
+        refuses=_topk_below_group_topk,
     ),
     _router(
         "moe_router_topk_limited_devices", None, "its successor `moe_router_group_topk`, which Megatron sets"

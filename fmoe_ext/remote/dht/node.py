@@ -216,7 +216,7 @@ class KademliaNode:
             self._greeting[endpoint] = asyncio.create_task(self._greet(endpoint))
 
     async def _greet(self, endpoint: str) -> None:
-        """Without our own endpoint: it asked us, so it knows; otherwise two nodes might greet each other for ever."""
+        """Omit our own endpoint, or two nodes would greet each other forever."""
         request = Request(Header(self.node_id, self.clock.now()))
         try:
             with contextlib.suppress(Unreachable):
