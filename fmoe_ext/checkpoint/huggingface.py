@@ -161,13 +161,26 @@ def check_folder(path: Path) -> None:
             f"{path} has adapter_config.json, which names another model to read: load it with PEFT, call "
             "merge_and_unload(), and give the model itself"
         )
-    named = model_config(path).get("transformers_weights")
+    config = model_config(path)
+    refuse_hub_code(path, config)
+    named = config.get("transformers_weights")
     names = [] if named is None else [named]
     for index in path.glob("*.index*.json"):
         weight_map = read_json(index).get("weight_map")
         names += weight_map.values() if isinstance(weight_map, dict) else [weight_map]
     for name in names:
         inside(path, name)
+
+
+def refuse_hub_code(path: Path, config: Any) -> None:
+    """Raises CheckpointError for a configuration whose kernels Transformers would load from a hub, and run."""
+    for key, value in config.items() if isinstance(config, dict) else ():
+        if key.endswith(("attn_implementation", "experts_implementation")) and "/" in str(value):
+            raise CheckpointError(
+                f"{path}/config.json says {key} {value!r}, code of a hub, which is not run: remove the key, and call "
+                "set_attn_implementation() on the model if you want it"
+            )
+        refuse_hub_code(path, value)
 
 
 def model_config(path: Path) -> dict[str, Any]:

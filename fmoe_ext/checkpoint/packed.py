@@ -66,7 +66,7 @@ def decode(base: Base) -> None:
 
     They are decoded when they are read, an expert at a time. base.packed names their format.
     """
-    family = FAMILIES.get(base.config.get("model_type", ""))
+    family = FAMILIES.get(str(base.config.get("model_type", "")))
     turned = family is not None and family.files.interleaved
     for name in [name for name in base.tensors if name.endswith("_blocks")]:
         stem = name.removesuffix("_blocks")

@@ -17,7 +17,7 @@ from fmoe_ext.checkpoint import CheckpointError
 from fmoe_ext.checkpoint.model_folder import Base
 from fmoe_ext.finetune.adapters import cli, merge
 from fmoe_ext.finetune.adapters.convert import READ_BY_PEFT, convert
-from fmoe_ext.finetune.adapters.options import NO_EFFECT, READ, refusals
+from fmoe_ext.finetune.adapters.options import NO_EFFECT, READ, is_quick, refusals
 from fmoe_ext.finetune.adapters.reading import RANK_MAJOR, read_adapter
 from tests.integrations.huggingface_models import (
     ARCHITECTURES,
@@ -320,3 +320,11 @@ def test_check_reports_what_merge_refuses(options, status, said, tmp_path, capsy
         arguments += ["--packing", RANK_MAJOR]
     assert cli.main(arguments) == status
     assert said in capsys.readouterr().out
+
+
+def test_pattern_of_many_layers_is_evaluated_and_one_that_explodes_is_not():
+    layers = "|".join(map(str, range(60)))
+    assert is_quick(rf"model\.layers\.({layers})\.mlp\..*(gate|up|down)_proj") and is_quick(
+        r".*\.experts\..*down_proj"
+    )
+    assert not is_quick("(ab|..)" * 50 + "z") and not is_quick(".*" * 5 + "z")

@@ -260,11 +260,14 @@ def infinite(tensors, config):
         (lambda t, c: c.update(r=True), "must be positive numbers"),
         (lambda t, c: c.update(peft_type="IA3"), "peft_type='IA3'"),
         (lambda t, c: c.update(rank_pattern={"(a*)*b": 4}), "not evaluated"),
+        (lambda t, c: c.update(rank_pattern={"(ab|..)" * 50 + "z": 4}), "not evaluated"),
+        (lambda t, c: c.update(target_parameters=7), "target_parameters is '7', which is no list of names"),
+        (lambda t, c: c.update(target_modules=[3]), "target_modules is .*, which is no list of names"),
         (lambda t, c: t.update({"x.experts.lora_magnitude_vector": torch.ones(1)}), "of no known layout"),
         (zero, "all zero, it changes nothing"),
         (infinite, "not finite"),
     ],
-    ids=range(9),
+    ids=range(12),
 )
 def test_damage_is_named(made, change, text, tmp_path, capsys):
     _, _, folder, _, _ = made

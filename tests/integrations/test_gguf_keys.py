@@ -1,6 +1,7 @@
 """Metadata of GGUF files: each key that the package gguf knows is computed with, changes nothing, or is refused."""
 
 import copy
+import json
 import math
 from pathlib import Path
 from types import SimpleNamespace
@@ -252,6 +253,31 @@ def test_frequencies_of_a_tensor_are_refused(models, tmp_path, monkeypatch):
         streamed_gguf.outside_experts(file, models["mixtral"].config, torch.float32)
     frequencies.data[1] = 1
     assert streamed_gguf.outside_experts(file, models["mixtral"].config, torch.float32) == {}
+
+
+@pytest.mark.parametrize(
+    "text", ["{", "[]", '{"model_type": ["qwen3_moe"]}', '{"model_type": "of_tomorrow"}']
+)
+def test_damaged_config_json_beside_a_file_is_one_error(text, models, tmp_path, monkeypatch):
+    file = write(models["qwen3_moe"], tmp_path / "out", {}, monkeypatch)
+    (file.parent / "config.json").write_text(text)
+    with pytest.raises(CheckpointError, match=r"config\.json"):
+        streamed(file)
+
+
+@pytest.mark.parametrize("key", ["attn_implementation", "_attn_implementation", "experts_implementation"])
+def test_kernels_of_a_hub_are_refused_by_name(key, models, tmp_path, monkeypatch):
+    file = write(models["qwen3_moe"], tmp_path / "out", {}, monkeypatch)
+    models["qwen3_moe"].config.save_pretrained(file.parent)
+    config = json.loads((file.parent / "config.json").read_text())
+    (file.parent / "config.json").write_text(
+        json.dumps(config | {"x": {key: "kernels-community/flash-attn3"}})
+    )
+    for path in (file, file.parent):
+        with pytest.raises(
+            CheckpointError, match=f"says {key} 'kernels-community/flash-attn3', code of a hub"
+        ):
+            streamed(path)
 
 
 def test_documentation_has_the_table_of_keys():

@@ -1,5 +1,7 @@
 """Options of PEFT's LoraConfig in adapter_config.json: read, without effect on the change of a weight, or refused."""
 
+import math
+import re
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
@@ -35,6 +37,29 @@ NO_EFFECT = frozenset(
 DEFAULTS: Mapping[str, Any] = MappingProxyType({"bias": "none"})  # of options whose default is not empty
 # Values of init_lora_weights that leave the base's weights as they are. Others subtract their first product.
 KEEP_BASE = (None, True, False, "gaussian", "eva", "orthogonal", "mica")
+
+
+# Patterns of a config are evaluated: letters, groups, alternatives, and what may repeat.
+PATTERN = re.compile(r"(?:[\w^$|()-]|\\\.|\\d\+?|\.[*+]?)*")
+MOST_WAYS = 2.0**24  # in which a pattern may be tried on the name of a module
+NAME = 64  # characters of such a name
+
+
+def is_quick(pattern: str) -> bool:
+    """True for a pattern whose search ends soon: its alternatives and repetitions allow few ways through a name."""
+    if len(pattern) > 500 or not PATTERN.fullmatch(pattern):
+        return False
+    ways, alternatives = 1.0, [1]
+    for c in pattern:
+        if c == "(":
+            alternatives.append(1)
+        elif c == "|":
+            alternatives[-1] += 1
+        elif c == ")" and len(alternatives) > 1:
+            ways *= alternatives.pop()
+        elif c in "*+":
+            ways *= NAME
+    return ways * math.prod(alternatives) <= MOST_WAYS
 
 
 def refusals(config: Mapping[str, Any]) -> Iterator[str]:

@@ -9,6 +9,7 @@ import torch
 from fmoe_ext import frozen
 from fmoe_ext.checkpoint.errors import CheckpointError
 from fmoe_ext.checkpoint.families import FAMILIES
+from fmoe_ext.checkpoint.huggingface import model_config, refuse_hub_code
 from fmoe_ext.checkpoint.packed_matrices import PackedTensor
 from fmoe_ext.checkpoint.safetensors_file import StoredTensor
 from fmoe_ext.formats import gguf_keys
@@ -31,6 +32,7 @@ def read_config(file: Path) -> Any:
     except (ValueError, IndexError, KeyError, UnicodeDecodeError) as error:
         raise CheckpointError(f"{file} has damaged metadata: {error}") from error
     if (file.parent / "config.json").exists():
+        refuse_hub_code(file.parent, model_config(file.parent))
         config = transformers.AutoConfig.from_pretrained(file.parent, local_files_only=True)
     else:
         shapes = {t.name: tuple(int(n) for n in reversed(t.shape)) for t in reader.tensors}

@@ -99,7 +99,7 @@ def _errors_of_config(path: Path, name: str = "config.json") -> Iterator[None]:
     """CheckpointError for the errors of Transformers in a configuration, which have no common class."""
     try:
         yield
-    except ImportError:
+    except (ImportError, CheckpointError):
         raise
     except Exception as error:
         kind = type(error).__name__
@@ -143,7 +143,8 @@ class _GgufFile:
     def __init__(self, file: Path) -> None:
         self.path = file
         self._layers = gguf_layers(file)
-        self.config = gguf.read_config(file)
+        with _errors_of_config(file.parent):
+            self.config = gguf.read_config(file)
 
     def layer(self, path: str) -> Layer | None:
         number = re.search(r"\.layers\.(\d+)\.", f".{path}.")
