@@ -22,6 +22,7 @@ OF_DCP = "torch.distributed.checkpoint"
 MAX_BYTES = 2**30
 CLASSES = frozenset(
     {
+        ("builtins", "getattr"),  # a member of an enum, as Python 3.11.0 to 3.11.3 write it
         ("collections", "OrderedDict"),
         ("pathlib", "PosixPath"),
         ("pathlib", "WindowsPath"),

@@ -14,6 +14,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from fmoe_ext import FMoETransformerMLP, checkpoint
 from fmoe_ext.checkpoint import CheckpointError
 from fmoe_ext.checkpoint.cli import main
+from fmoe_ext.checkpoint.torch_metadata import read_metadata
 from tests.checkpoint.forged import (
     KEY,
     MakesFolder,
@@ -343,3 +344,18 @@ def test_links_in_folders_of_models(tmp_path):
     with pytest.raises(CheckpointError, match=r"other/model\.safetensors is a link to .*12ab"):
         checkpoint.load(tmp_path / "other", model)
     checkpoint.load(tmp_path / "other" / "model.safetensors", model)  # named by the user
+
+
+def test_enum_members_named_by_getattr_are_read(tmp_path, monkeypatch):
+    """As Python 3.11.0 to 3.11.3 pickle them, that of Debian 12 among them."""
+    from torch.distributed.checkpoint import metadata
+
+    monkeypatch.setattr(
+        metadata._MEM_FORMAT_ENCODING, "__reduce_ex__", lambda self, _: (getattr, (type(self), self.name))
+    )
+    torch.distributed.checkpoint.save(
+        {"a": torch.arange(6.0).view(2, 3)}, checkpoint_id=tmp_path, no_dist=True
+    )
+    assert b"getattr" in (tmp_path / ".metadata").read_bytes()
+    tensors, others = read_metadata(tmp_path / ".metadata")
+    assert list(tensors) == ["a"] and others == []
