@@ -15,6 +15,7 @@ from tests.doctor.architectures import moe_architectures, subject_of
 from tests.doctor.held_out import HELD_OUT
 from tests.doctor.held_out_by_search import AFTER_A_CHANGE, BY_SEARCH, MISSED
 from tests.doctor.held_out_by_second_search import AFTER_ANOTHER_CHANGE, MISSED_AGAIN, SECOND_SEARCH
+from tests.doctor.held_out_by_third_search import MISSED_BY_THE_THIRD, SEEN_ELSEWHERE, THIRD_SEARCH
 from tests.doctor.museum import EXHIBITS, subject
 from tests.doctor.museum_wiring import healthy_models
 from tests.doctor.plain import Model
@@ -45,9 +46,16 @@ def test_mistake_found_by_a_second_search_is_named(thread):
     assert invariant in report.named(), str(report)
 
 
-@pytest.mark.parametrize("thread", [*MISSED, *MISSED_AGAIN])
+@pytest.mark.parametrize("thread", [*THIRD_SEARCH, *SEEN_ELSEWHERE])
+def test_mistake_found_by_a_third_search_is_named(thread):
+    invariant, make = (THIRD_SEARCH | SEEN_ELSEWHERE)[thread]
+    report = doctor.check(make())
+    assert invariant in report.named(), str(report)
+
+
+@pytest.mark.parametrize("thread", [*MISSED, *MISSED_AGAIN, *MISSED_BY_THE_THIRD])
 def test_missed_mistake_raises_no_other_alarm(thread):
-    report = doctor.check((MISSED | MISSED_AGAIN)[thread]())
+    report = doctor.check((MISSED | MISSED_AGAIN | MISSED_BY_THE_THIRD)[thread]())
     assert report.ok, str(report)
 
 
