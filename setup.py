@@ -154,11 +154,7 @@ def build_info(cuda_home: str | None) -> str:
         "torch": torch.__version__,
         "abi": "stable-2.11",
         "cxx": f"{Path(compiler).name}-{version.split()[0] if version else 'unknown'}",
-        "cuda_archs": os.environ.get("TORCH_CUDA_ARCH_LIST", DEFAULT_CUDA_ARCHS)
-        .replace(";", "/")
-        .replace(" ", "/")
-        if cuda_home
-        else "none",
+        "cuda_archs": cuda_archs().replace(";", "/") if cuda_home else "none",
         "nccl": "yes" if env_flag("USE_NCCL") else "no",
     }
     return ",".join(f"{key}={value}" for key, value in facts.items())
@@ -183,7 +179,7 @@ def cpu_extension(cuda_home: str | None) -> Extension:
 
 def cuda_extension(home: str) -> Extension:
     cpp_extension.CUDA_HOME = home
-    os.environ.setdefault("TORCH_CUDA_ARCH_LIST", DEFAULT_CUDA_ARCHS)
+    os.environ["TORCH_CUDA_ARCH_LIST"] = cuda_archs()
     lib = "lib64" if Path(home, "lib64").exists() else "lib"
     hopper = (
         ["-DFMOE_HAS_SM90A"] if "9.0a" in os.environ["TORCH_CUDA_ARCH_LIST"] else []
@@ -199,11 +195,28 @@ def cuda_extension(home: str) -> Extension:
         # libtorch.so that a CUDA torch provides its CUDA symbols.
         extra_link_args=["-Wl,--no-as-needed,-ltorch"],
         extra_compile_args={
-            "cxx": [*COMMON, *WARNINGS, "-O2", "-DUSE_CUDA", *hopper],
+            "cxx": [*COMMON, *WARNINGS, "-O2", "-DUSE_CUDA", *hopper, kernel_sources()],
             "nvcc": ["-std=c++20", "-O3", "-lineinfo", "-Xcompiler", f"-fvisibility=hidden,{SOURCE_NAMES}"],
         },
         py_limited_api=True,
     )
+
+
+def cuda_archs() -> str:
+    """TORCH_CUDA_ARCH_LIST, with 9.0a beside 9.0: the Hopper kernels need instructions that 9.0 alone lacks."""
+    chosen = re.split(r"[;\s]+", os.environ.get("TORCH_CUDA_ARCH_LIST", "").strip() or DEFAULT_CUDA_ARCHS)
+    names = {arch.removesuffix("+PTX") for arch in chosen}
+    if names & {"9.0", "Hopper"} and "9.0a" not in names:
+        chosen.append("9.0a")
+    return ";".join(chosen)
+
+
+def kernel_sources() -> str:
+    """The flag by which the CUDA module knows what its kernels were built from; proofs are kept by it."""
+    found = subprocess.run(
+        [sys.executable, ROOT / "cuda" / "sources_digest.py"], capture_output=True, text=True, check=True
+    )
+    return f"-DFMOE_KERNEL_SOURCES={found.stdout.strip()}"
 
 
 def nccl_extension(cuda_home: str | None) -> Extension:

@@ -67,7 +67,7 @@ def steps_of(layer, sets, grad):
 
     def backward_of(inputs):
         leaves = [t for t in (*inputs, *layer.weights) if t.requires_grad]
-        return lambda out: torch.autograd.grad(out, leaves, grad)
+        return lambda out: torch.autograd.grad(out, leaves, grad, allow_unused=True)
 
     return [(forward_of(inputs), backward_of(inputs)) for inputs in sets]
 

@@ -1,10 +1,10 @@
-"""Make the bundles that a machine with a GPU and no network needs: our modules, peers' wheels, caches; 64 MiB each.
+"""Make the bundle that a machine with a GPU and no network needs: our modules, SonicMoE's wheels; 60 MiB with the tree.
 
-    python -m benchmarks.pack_gpu                builds what is missing; build/gpu/base and build/gpu/dsl
-    python -m benchmarks.pack_gpu --no-modules   wheels alone
+    python -m benchmarks.pack_gpu                builds what is missing; build/gpu
+    python -m benchmarks.pack_gpu --no-peers     our modules alone
 
-`benchmarks/run_gpu.sh --part N` installs from these folders. CUTLASS's DSL, which SonicMoE needs, makes a bundle of its
-own: its library is stripped of debug symbols and packed by xz.
+`benchmarks/run_gpu.sh` installs from this folder. CUTLASS's DSL, which SonicMoE needs, is stripped of debug symbols and
+packed by xz. The communicator of NCCL is built for the Python of that machine, with `pip install nvidia-nccl-cu13`.
 """
 
 import argparse
@@ -19,16 +19,10 @@ import zipfile
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-LIMIT = 64 * 2**20
+LIMIT = 60 * 2**20
 PYTHON = "3.12"  # of the machine with the GPU
 PLATFORMS = [f"manylinux_2_{n}_x86_64" for n in (39, 35, 34, 31, 28, 27, 24, 17)] + ["manylinux2014_x86_64"]
-WHEELS = (
-    "liger-kernel",
-    "sonic-moe==0.1.2.post1",
-    "quack-kernels==0.3.11",
-    "apache-tvm-ffi",
-    "torch-c-dlpack-ext",
-)
+WHEELS = ("sonic-moe==0.1.2.post1", "quack-kernels==0.3.11", "apache-tvm-ffi", "torch-c-dlpack-ext")
 DSL = ("nvidia-cutlass-dsl==4.4.2", "nvidia-cutlass-dsl-libs-base==4.4.2")
 MODULES = ("_C.abi3.so", "_C_cuda.abi3.so")
 
@@ -54,8 +48,33 @@ def copy_modules(folder):
         subprocess.run(
             [sys.executable, "setup.py", "build_ext", "--inplace"], cwd=ROOT, env=environment, check=True
         )
+    folder.mkdir()
     for name in MODULES:
         shutil.copy2(ROOT / "fmoe_ext" / name, folder / name)
+
+
+def build_communicator(folder, python):
+    """_C_nccl for another Python, compiled by hand: its torch need not be here. -> why it is missing, or nothing"""
+    from torch.utils import cpp_extension
+
+    with tempfile.TemporaryDirectory() as wheel:
+        if missing := download(["nvidia-nccl-cu13"], wheel):
+            return missing
+        with zipfile.ZipFile(next(Path(wheel).glob("*.whl"))) as content:
+            content.extractall(wheel)
+        asked = "import sysconfig as s; print(s.get_paths()['include'], s.get_config_var('EXT_SUFFIX'))"
+        found = subprocess.run([python, "-c", asked], capture_output=True, text=True)
+        if found.returncode:
+            return [f"_C_nccl: {python} was not found: --python names a Python {PYTHON} with its headers"]
+        include, suffix = found.stdout.split()
+        nccl, cuda = Path(wheel, "nvidia", "nccl"), os.environ.get("CUDA_HOME", "/usr/local/cuda")
+        includes = [nccl / "include", Path(cuda, "include"), include, *cpp_extension.include_paths()]
+        command = ["c++", "-std=c++20", "-O2", "-fPIC", "-shared", "-fvisibility=hidden"]
+        command += [*(f"-isystem{path}" for path in includes), str(ROOT / "csrc/nccl/communicator.cpp")]
+        # torch has loaded NCCL by this name when the module is imported
+        command += [f"-L{nccl / 'lib'}", "-l:libnccl.so.2", "-ldl", "-o", str(folder / f"_C_nccl{suffix}")]
+        subprocess.run(command, check=True)
+    return []
 
 
 def pack_dsl(wheels, archive):
@@ -68,53 +87,43 @@ def pack_dsl(wheels, archive):
         for library in Path(unpacked).rglob("*.so*"):
             if strip and library.is_file():
                 subprocess.run([strip, "--strip-debug", str(library)], check=False, capture_output=True)
-        with lzma.open(archive, "wb", preset=2) as stream, tarfile.open(fileobj=stream, mode="w") as tar:
+        with lzma.open(archive, "wb", preset=6) as stream, tarfile.open(fileobj=stream, mode="w") as tar:
             tar.add(unpacked, arcname=".")
 
 
-def size_of(folder):
-    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-
-
 def size_of_tree():
-    """Bytes of the tracked files, which travel with a bundle."""
-    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True).stdout.split(
-        "\0"
-    )
+    """Bytes of the tracked files, which travel with the bundle."""
+    command = ["git", "ls-files", "-z"]
+    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout.split("\0")
     return sum((ROOT / name).stat().st_size for name in listed if name and (ROOT / name).is_file())
 
 
 def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=ROOT / "build" / "gpu")
-    parser.add_argument("--no-modules", action="store_true", help="do not build or copy our modules")
-    parser.add_argument("--no-dsl", action="store_true", help="leave CUTLASS's DSL out")
+    parser.add_argument("--no-peers", action="store_true", help="leave SonicMoE out")
+    parser.add_argument("--python", default=f"python{PYTHON}", help=f"a Python {PYTHON}, for _C_nccl")
     args = parser.parse_args(argv)
-    base, dsl = args.out / "base", args.out / "dsl"
-    for folder in (base, dsl):
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir(parents=True)
-    missing = download(WHEELS, base)
-    if not args.no_modules:
-        copy_modules(base)
-    if not args.no_dsl:
+    shutil.rmtree(args.out, ignore_errors=True)
+    args.out.mkdir(parents=True)
+    copy_modules(args.out / "modules")
+    missing = build_communicator(args.out / "modules", args.python)
+    if not args.no_peers:
+        missing += download(WHEELS, args.out)
         with tempfile.TemporaryDirectory() as wheels:
             missing += download(DSL, wheels)
-            found = sorted(Path(wheels).glob("*.whl"))
-            if found:
-                pack_dsl(found, dsl / "dsl.tar.xz")
+            if found := sorted(Path(wheels).glob("*.whl")):
+                pack_dsl(found, args.out / "dsl.tar.xz")
     for line in missing:
         print(f"not carried: {line}")
-    too_large, tree = False, size_of_tree()
-    print(f"tracked files, which travel with each bundle: {tree / 2**20:.1f} MiB")
-    for folder in (base, dsl):
-        size = size_of(folder)
-        too_large |= size + tree > LIMIT
-        print(f"{folder}: {size / 2**20:.1f} MiB of {LIMIT / 2**20:.0f}")
-        for path in sorted(folder.iterdir()):
-            print(f"  {path.stat().st_size / 2**20:6.1f} {path.name}")
-    if too_large:
-        sys.exit("a bundle is larger than one call carries: leave packages out of WHEELS")
+    sizes = {path.name: path.stat().st_size for path in sorted(args.out.rglob("*")) if path.is_file()}
+    sizes["tracked files, which travel with it"] = size_of_tree()
+    for name, size in sizes.items():
+        print(f"{size / 2**20:6.1f} MiB  {name}")
+    total = sum(sizes.values())
+    print(f"{total / 2**20:6.1f} MiB of {LIMIT / 2**20:.0f}")
+    if total > LIMIT:
+        sys.exit("the bundle is too large: leave packages out of WHEELS")
 
 
 if __name__ == "__main__":

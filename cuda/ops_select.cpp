@@ -14,6 +14,13 @@ std::vector<std::string> gpu_kernels() {
   return names;
 }
 
+#ifndef FMOE_KERNEL_SOURCES
+#define FMOE_KERNEL_SOURCES unknown  // setup.py gives that of sources_digest.py
+#endif
+#define FMOE_TEXT(x) #x
+#define FMOE_TEXT_OF(x) FMOE_TEXT(x)
+std::string gpu_kernel_sources() { return FMOE_TEXT_OF(FMOE_KERNEL_SOURCES); }
+
 void set_gpu_kernels(std::vector<std::string> names) {
   uint64_t on = 0;
   for (const std::string& name : names) {
@@ -43,6 +50,7 @@ bool no_tf32() { return false; }
 
 STABLE_TORCH_LIBRARY_FRAGMENT(FMOE_CUDA_NAMESPACE, m) {
   m.def("_gpu_kernels() -> str[]");              // names of the entries of select.h, in its order
+  m.def("_gpu_kernel_sources() -> str");         // digest of what they were built from
   m.def("_set_gpu_kernels(str[] names) -> ()");  // these on, all others off, on every device
   m.def("_gpu_kernel_runs() -> int[]");          // how often each has been chosen by this process
   m.def("_set_gpu_sm_margin(int sms) -> ()");    // SMs that the Hopper kernels leave to NCCL's
@@ -50,6 +58,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(FMOE_CUDA_NAMESPACE, m) {
 }
 STABLE_TORCH_LIBRARY_IMPL(FMOE_CUDA_NAMESPACE, CompositeExplicitAutograd, m) {
   m.impl("_gpu_kernels", TORCH_BOX(&gpu_kernels));
+  m.impl("_gpu_kernel_sources", TORCH_BOX(&gpu_kernel_sources));
   m.impl("_set_gpu_kernels", TORCH_BOX(&set_gpu_kernels));
   m.impl("_gpu_kernel_runs", TORCH_BOX(&gpu_kernel_runs));
   m.impl("_set_gpu_sm_margin", TORCH_BOX(&set_gpu_sm_margin));

@@ -55,6 +55,7 @@ class Communicator {
     config.maxCTAs = max_blocks;
     const std::lock_guard lock(mutex_);
     finish(ncclCommInitRankConfig(&comm_, num_ranks, unique, rank, &config), "ncclCommInitRankConfig");
+    const std::lock_guard lock_all(all_mutex());
     all().insert(this);
   }
 
@@ -63,13 +64,17 @@ class Communicator {
 
   ~Communicator() {
     watchdog_.stop();
-    all().erase(this);
+    {
+      const std::lock_guard lock(all_mutex());
+      all().erase(this);
+    }
     abort();
   }
 
   // When the interpreter ends: what is left is the driver's to clean up, for NCCL and CUDA may be gone before
   // the destructors run.
   static void let_go_of_all() {
+    const std::lock_guard lock_all(all_mutex());
     for (Communicator* communicator : all()) {
       communicator->watchdog_.stop();
       const std::lock_guard lock(communicator->mutex_);
@@ -155,7 +160,11 @@ class Communicator {
   int size() const { return num_ranks_; }
 
  private:
-  static std::set<Communicator*>& all() {  // touched under the GIL
+  static std::mutex& all_mutex() {
+    static std::mutex mutex;
+    return mutex;
+  }
+  static std::set<Communicator*>& all() {  // with all_mutex() held
     static std::set<Communicator*> communicators;
     return communicators;
   }
@@ -240,7 +249,7 @@ PYBIND11_MODULE(_C_nccl, m) {
            py::arg("rank"), py::arg("timeout"), py::arg("max_blocks"), unlocked)
       .def("all_to_all", &Communicator::all_to_all, py::arg("send"), py::arg("send_rows"), py::arg("recv"),
            py::arg("recv_rows"), py::arg("row_bytes"), py::arg("stream"), unlocked)
-      .def("check", &Communicator::check)
+      .def("check", &Communicator::check, unlocked)
       .def("async_error", &Communicator::async_error, unlocked)
       .def("abort", &Communicator::abort, unlocked)
       .def("destroy", &Communicator::destroy, unlocked)

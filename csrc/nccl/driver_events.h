@@ -22,6 +22,8 @@ class Driver {
   decltype(&cuEventDestroy) event_destroy;
   decltype(&cuStreamIsCapturing) stream_is_capturing;
   decltype(&cuThreadExchangeStreamCaptureMode) exchange_capture_mode;
+  decltype(&cuCtxGetCurrent) current_context;
+  decltype(&cuCtxSetCurrent) set_current_context;
 
  private:
   Driver() {
@@ -33,6 +35,8 @@ class Driver {
     find(event_destroy, library, "cuEventDestroy_v2");
     find(stream_is_capturing, library, "cuStreamIsCapturing");
     find(exchange_capture_mode, library, "cuThreadExchangeStreamCaptureMode");
+    find(current_context, library, "cuCtxGetCurrent");
+    find(set_current_context, library, "cuCtxSetCurrent");
   }
   template <class Function>
   static void find(Function& function, void* library, const char* name) {
@@ -52,19 +56,25 @@ class RecordedEvent {
  public:
   explicit RecordedEvent(CUstream stream) {
     CUevent event = nullptr;
+    check(Driver::get().current_context(&context_), "cuCtxGetCurrent");
     check(Driver::get().event_create(&event, CU_EVENT_DISABLE_TIMING), "cuEventCreate");
     event_.reset(event, [](CUevent e) { Driver::get().event_destroy(e); });
     check(Driver::get().event_record(event, stream), "cuEventRecord");
   }
-  // By any thread, also while another one captures a graph. An event that cannot be asked counts as ended:
-  // the stream itself reports what is wrong with it.
+  // By any thread, also while another one captures a graph. Throws if the stream's work failed.
   bool is_done() const {
-    thread_local const bool relaxed = [] {
+    const Driver& driver = Driver::get();
+    CUcontext bound = nullptr;
+    if (driver.current_context(&bound) != CUDA_SUCCESS || bound != context_)
+      check(driver.set_current_context(context_), "cuCtxSetCurrent");
+    thread_local const bool relaxed = [&] {
       CUstreamCaptureMode mode = CU_STREAM_CAPTURE_MODE_RELAXED;
-      return Driver::get().exchange_capture_mode(&mode) == CUDA_SUCCESS;
+      return driver.exchange_capture_mode(&mode) == CUDA_SUCCESS;
     }();
     (void)relaxed;
-    return Driver::get().event_query(event_.get()) != CUDA_ERROR_NOT_READY;
+    const CUresult found = driver.event_query(event_.get());
+    if (found != CUDA_ERROR_NOT_READY) check(found, "cuEventQuery");
+    return found == CUDA_SUCCESS;
   }
 
  private:
@@ -72,6 +82,7 @@ class RecordedEvent {
     if (result != CUDA_SUCCESS)
       throw std::runtime_error(std::string(call) + " failed with CUresult " + std::to_string(result));
   }
+  CUcontext context_ = nullptr;  // of the device that it was recorded on
   std::shared_ptr<CUevent_st> event_;
 };
 

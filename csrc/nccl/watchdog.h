@@ -5,6 +5,7 @@
 #include <chrono>
 #include <condition_variable>
 #include <deque>
+#include <exception>
 #include <functional>
 #include <mutex>
 #include <string>
@@ -23,7 +24,7 @@ class Watchdog {
   ~Watchdog() { stop(); }
   Watchdog(const Watchdog&) = delete;
 
-  // is_done: has the work ended? Works end in the order in which they are watched.
+  // is_done: has the work ended? It throws if the work failed. Works end in the order in which they are watched.
   void watch(std::string name, std::function<bool()> is_done) {
     const std::lock_guard lock(mutex_);
     if (stopping_) return;
@@ -57,12 +58,19 @@ class Watchdog {
   void run() {
     std::unique_lock lock(mutex_);
     while (!stopping_ && failure_.empty()) {
-      while (!works_.empty() && works_.front().is_done()) works_.pop_front();
       if (works_.empty()) {
         changed_.wait(lock, [&] { return stopping_ || !works_.empty(); });
         continue;
       }
-      failure_ = what_failed();
+      try {
+        if (works_.front().is_done()) {
+          works_.pop_front();
+          continue;
+        }
+        failure_ = what_failed();
+      } catch (const std::exception& error) {
+        failure_ = works_.front().name + " failed: " + error.what();
+      }
       if (failure_.empty()) changed_.wait_for(lock, kInterval);
     }
     if (failure_.empty()) return;

@@ -10,7 +10,7 @@ from multiprocessing.connection import Connection
 
 from fmoe_ext.gpu import kernels as gpu_kernels
 from fmoe_ext.gpu.checks import Checker
-from fmoe_ext.gpu.proof import PORTABLE, Key, Race, TorchWin, Verdict
+from fmoe_ext.gpu.proof import PORTABLE, Key, Race, TorchWin, Verdict, taken_with
 from fmoe_ext.gpu.races import Lost, Races, Start
 from fmoe_ext.gpu.target import Target, Unavailable
 
@@ -18,6 +18,7 @@ from fmoe_ext.gpu.target import Target, Unavailable
 @dataclass(frozen=True)
 class Ready:
     key: Key
+    taken_with: str
     kernels: tuple[str, ...]
 
 
@@ -52,7 +53,7 @@ def serve(connection: Connection, target: Target, judged: dict[str, Verdict], ra
         connection.send(NotAvailable(str(error)))
         return
     kernels = gpu_kernels.names()
-    connection.send(Ready(key, kernels))
+    connection.send(Ready(key, taken_with(), kernels))
     work = Work(connection, target, dict(judged))
     done = work.check([name for name in (PORTABLE, *kernels) if name not in judged])
     if done and race:

@@ -3,14 +3,12 @@
 A kernel of cuda/select.h is on or off, for the whole process. Until the first CUDA call on a device all are off.
 """
 
-import importlib.util
 import itertools
 import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
@@ -36,6 +34,11 @@ def switch_on(kernels: Iterable[str]) -> None:
 def runs() -> dict[str, int]:
     """Times that this process has chosen each kernel."""
     return dict(zip(names(), torch.ops.fmoe_ext._gpu_kernel_runs(), strict=True))
+
+
+def sources() -> str:
+    """Digest of the sources that the kernels were built from (cuda/sources_digest.py)."""
+    return str(torch.ops.fmoe_ext._gpu_kernel_sources())
 
 
 def is_tf32(kernel: str) -> bool:
@@ -140,7 +143,7 @@ def choose(mode: str, all_kernels: Iterable[str], proof: Proof | None, device: i
         return Choice(frozenset(), torch=mode == "torch")
     if proof is None:
         text = (
-            f"no kernel of fmoe_ext has been proved on CUDA device {device} with this driver, torch and build: run "
+            f"no kernel of fmoe_ext has been proved on CUDA device {device} or another of its model: run "
             f"`{command(device)}` once (a few minutes)"
         )
         if mode == "proved":
@@ -214,17 +217,9 @@ class Selection:
             self._torch_wins = (wins, torch_path.install_where(self.device_type.upper(), wins, tf32_allowed))
 
 
-def cuda_module() -> Path | None:
-    """The file of the CUDA kernels, None where they were not built."""
-    found = importlib.util.find_spec("fmoe_ext._C_cuda")
-    return Path(found.origin) if found and found.origin else None
-
-
 def key_of(device: int) -> gpu_proof.Key:
-    """Key of a proof for a CUDA device."""
-    module = cuda_module()
-    assert module is not None, "there are no CUDA kernels to prove"
-    return gpu_proof.key_of(device, module)
+    """Key of a proof for a CUDA device; asks the driver, allocates nothing."""
+    return gpu_proof.Key(torch.cuda.get_device_properties(device).name, sources())
 
 
 SELECTION = Selection("cuda", key_of)

@@ -1,10 +1,9 @@
-"""Findings of `python -m fmoe_ext.gpu prove`: a small JSON file in the user's cache folder.
+"""Findings of `fmoe gpu prove`: a small JSON file in the user's cache folder, or one that came with the package.
 
-One file for each combination of GPU, driver, torch and build of our CUDA module: what was proved with one is not
-proved with another.
+One file for each model of GPU and digest of the kernels' sources. Driver and torch are noted, not compared: a proof
+holds on another machine of the same kind.
 """
 
-import hashlib
 import json
 import os
 import re
@@ -19,7 +18,8 @@ import torch
 
 from fmoe_ext import _env
 
-FORMAT = 2
+FORMAT = 3
+SHIPPED = Path(__file__).parent / "proofs"  # taken by us; one in the cache folder goes before it
 PORTABLE = "portable"  # the name of the portable kernels among those of a proof
 STATES = ("proved", "beaten", "failed", "slow", "untested")
 USED = ("proved", "beaten")  # beaten: right, but torch is faster; used where torch's product cannot be
@@ -32,18 +32,19 @@ ROWS = (
 
 @dataclass(frozen=True)
 class Key:
-    """GPU, driver and build that a proof is valid for."""
+    """Model of GPU and sources of kernels that a proof is valid for."""
 
     gpu: str
-    driver: str
-    torch: str
-    build: str
+    sources: str  # cuda/sources_digest.py
+
+    def name(self) -> str:
+        """The name of its proof's file."""
+        slug = re.sub(r"[^a-z0-9]+", "-", self.gpu.lower()).strip("-")
+        return f"{slug}-{self.sources}.json"
 
     def path(self) -> Path:
-        """The file of its proof, which need not exist."""
-        slug = re.sub(r"[^a-z0-9]+", "-", self.gpu.lower()).strip("-")
-        digest = hashlib.sha256("\n".join(asdict(self).values()).encode()).hexdigest()[:12]
-        return cache_folder() / f"{slug}-{digest}.json"
+        """The file in the cache folder, which need not exist."""
+        return cache_folder() / self.name()
 
 
 @dataclass(frozen=True)
@@ -89,6 +90,7 @@ def rows_class(num_rows: int, num_experts: int) -> str:
 @dataclass(frozen=True)
 class Proof:
     key: Key
+    taken_with: str  # driver and torch
     date: str  # ISO 8601, UTC
     verdicts: Mapping[str, Verdict]  # by kernel, the portable ones among them
     races: tuple[Race, ...] = field(default=())
@@ -116,19 +118,22 @@ class Proof:
 
 
 def load(key: Key) -> Proof | None:
-    """The proof for a key; None if there is none, or one that cannot be read, with a warning."""
-    path = key.path()
-    try:
-        return parse(json.loads(path.read_text()), key)
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        warnings.warn(
-            f"{path} cannot be read and is taken as absent ({type(error).__name__}: {error}); "
-            "python -m fmoe_ext.gpu prove writes it again",
-            stacklevel=2,
-        )
-        return None
+    """The proof for a key, of the cache folder or of the package; None if there is none that can be read.
+
+    Warns of a file that cannot be read.
+    """
+    for path in (key.path(), SHIPPED / key.name()):
+        try:
+            return parse(json.loads(path.read_text()), key)
+        except FileNotFoundError:
+            continue
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            warnings.warn(
+                f"{path} cannot be read and is taken as absent ({type(error).__name__}: {error}); "
+                "python -m fmoe_ext.gpu prove writes it again",
+                stacklevel=2,
+            )
+    return None
 
 
 def parse(content: Any, key: Key) -> Proof:
@@ -144,7 +149,7 @@ def parse(content: Any, key: Key) -> Proof:
         (Race(**race) for race in content["races"]),
         (TorchWin(**win) for win in content["torch_wins"]),
     )
-    return Proof(key, content["date"], verdicts, tuple(races), tuple(wins))
+    return Proof(key, content["taken_with"], content["date"], verdicts, tuple(races), tuple(wins))
 
 
 def cache_folder() -> Path:
@@ -153,15 +158,9 @@ def cache_folder() -> Path:
     return (Path(home) if home else Path.home() / ".cache") / "fmoe_ext" / "gpu"
 
 
-def key_of(device: int, module: Path) -> Key:
-    """The key of a CUDA device and the CUDA module at a path; asks the driver, allocates nothing."""
-    properties = torch.cuda.get_device_properties(device)
-    return Key(properties.name, driver_version(), torch.__version__, build_id(module))
-
-
-def build_id(module: Path) -> str:
-    """Changes with any byte of a native module."""
-    return hashlib.sha256(module.read_bytes()).hexdigest()[:16]
+def taken_with() -> str:
+    """Driver and torch of this process, for people."""
+    return f"driver {driver_version()}, torch {torch.__version__}"
 
 
 def driver_version(file: Path = Path("/proc/driver/nvidia/version")) -> str:

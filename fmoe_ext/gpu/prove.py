@@ -63,6 +63,7 @@ class _Prover:
     start_limit: float
     deadline: float = math.inf
     key: Key | None = None
+    taken_with: str = ""
     kernels: tuple[str, ...] = ()
     judged: dict[str, Verdict] = field(default_factory=dict)
     races: list[Race] = field(default_factory=list)
@@ -79,7 +80,7 @@ class _Prover:
         spent = Verdict("untested", "there was no time left")
         verdicts = {name: self.judged.get(name, spent) for name in order}
         date = datetime.now(timezone.utc).isoformat(timespec="seconds")
-        return Proof(self.key, date, verdicts, tuple(self.races), tuple(self.torch_wins))
+        return Proof(self.key, self.taken_with, date, verdicts, tuple(self.races), tuple(self.torch_wins))
 
     def _session(self) -> bool:
         """Run the checks of one child process -> True if all are done."""
@@ -122,7 +123,7 @@ class _Prover:
         if isinstance(message, NotAvailable):
             raise Unavailable(message.reason)
         if isinstance(message, Ready):
-            self.key, self.kernels = message.key, message.kernels
+            self.key, self.taken_with, self.kernels = message.key, message.taken_with, message.kernels
             self.deadline = min(self.deadline, time.monotonic() + self.budget)
         elif isinstance(message, Start):
             self.say(message.what)

@@ -5,7 +5,7 @@ from fmoe_ext.gpu.proof import PORTABLE, STATES, USED, Proof, Race, TorchWin
 
 def report(proof: Proof) -> str:
     lines = [
-        f"{proof.key.gpu}, driver {proof.key.driver}, torch {proof.key.torch}, build {proof.key.build}",
+        f"{proof.key.gpu}, {proof.taken_with}, kernels {proof.key.sources}",
         "",
         *table([("kernel", "state", "reason"), *((n, v.state, v.reason) for n, v in proof.verdicts.items())]),
         "",
@@ -22,7 +22,7 @@ def report(proof: Proof) -> str:
 def summary(proof: Proof) -> list[str]:
     """A line of what is used, one of what is not for each reason."""
     used = [name for name in proof.named("proved") if name != PORTABLE]
-    lines = [f"proved {proof.date}: {', '.join(used) or 'the portable kernels alone'}"]
+    lines = [f"proved {proof.date} with {proof.taken_with}: {', '.join(used) or 'the portable kernels alone'}"]
     lines += [_torch_win(win) for win in proof.torch_wins]
     for state in STATES[1:]:
         word = state if state in USED else f"off, {state}"

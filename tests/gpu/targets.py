@@ -117,7 +117,7 @@ class Pretend(OnCpu):
         ]
         for name in PRODUCTS:
             self.libraries[1].impl(name, self.kernel(name), "CPU")
-        return gpu_proof.Key("Pretended GPU", "1.0", torch.__version__, "0123")
+        return gpu_proof.Key("Pretended GPU", "0123")
 
     def kernel(self, name):
         def call(*arguments):
@@ -203,8 +203,7 @@ class Emulated(OnCpu):
                 ],
             ),
         ]
-        build = gpu_proof.build_id(emu_build.OUT / "plain" / emu_build.OPS)
-        return gpu_proof.Key("Emulated GPU", "none", torch.__version__, build)
+        return gpu_proof.Key("Emulated GPU", emulated._gpu_kernel_sources())
 
     def milliseconds(self, function):
         before = gpu_kernels.runs()

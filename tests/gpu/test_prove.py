@@ -226,7 +226,7 @@ def test_command(tmp_path, monkeypatch, capfd):
     (file,) = (tmp_path / "fmoe_ext" / "gpu").iterdir()
     assert f"kept in {file}" in out
     assert "3 proved, 1 failed, 1 slow, 1 untested" in out
-    key = gpu_proof.Key("Pretended GPU", "1.0", torch.__version__, "0123")
+    key = gpu_proof.Key("Pretended GPU", "0123")
     proof = gpu_proof.load(key)
     assert proof.named("proved").keys() == {"portable", "rows_by_weight.a", "grad_weight.a"}
     assert proof.races and proof.races[0].torch_ms == TORCH_MS
@@ -235,7 +235,7 @@ def test_command(tmp_path, monkeypatch, capfd):
 def test_proof_unwritable_folder_is_reported(tmp_path, monkeypatch, capsys):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    proof = gpu_proof.Proof(gpu_proof.Key("a", "b", "c", "d"), "now", {})
+    proof = gpu_proof.Proof(gpu_proof.Key("a", "b"), "driver 1, torch 2", "now", {})
     monkeypatch.setattr("fmoe_ext.gpu.cli.prove", lambda *_: proof)
     assert run(Pretend(), 60.0, 300.0) == 2
     assert "set XDG_CACHE_HOME" in capsys.readouterr().err

@@ -34,6 +34,7 @@ def error_of(call):
         return str(error)
 
 def new(timeout):
+    fake.fake_bind_context()
     return _C_nccl.Communicator(bytes(128), 2, 0, timeout, 16)
 """
 
@@ -100,6 +101,48 @@ print(error_of(communicator.check))
 """,
     )
     assert "failed: remote process exited" in said[0]
+
+
+def test_fault_of_the_device_ends_the_exchange_by_name(folder):
+    """An event that cannot be asked is a failure, not the end of the exchange."""
+    said = run(
+        folder,
+        """
+communicator = new(1000.0)
+fake.fake_kill_peers()
+exchange(communicator)
+fake.fake_device_fault()
+until(lambda: fake.fake_aborts() == 1)
+print(error_of(communicator.check))
+""",
+    )
+    assert said[0] == "the exchange (ncclSend, ncclRecv) on rank 0 of 2 failed: cuEventQuery failed with CUresult 700"
+
+
+def test_check_does_not_hold_the_gil_while_it_waits(folder):
+    """The watchdog asks the driver under the lock that check() takes; other Python threads go on meanwhile."""
+    said = run(
+        folder,
+        """
+import threading
+communicator = new(1000.0)
+fake.fake_kill_peers()
+exchange(communicator)
+fake.fake_slow_queries(2000)
+time.sleep(0.1)  # the watchdog is in its query now
+longest, done = 0.0, threading.Event()
+thread = threading.Thread(target=lambda: (communicator.check(), done.set()))
+last = time.monotonic()
+thread.start()
+while not done.is_set():
+    time.sleep(0.001)
+    now = time.monotonic()
+    longest, last = max(longest, now - last), now
+print(longest)
+fake.fake_slow_queries(0)
+""",
+    )
+    assert float(said[0]) < 1.0
 
 
 def test_exchanges_that_end_are_let_be(folder):

@@ -4,9 +4,11 @@ import dataclasses
 import json
 import os
 import re
+import shutil
 import warnings
 
 import pytest
+import sources_digest
 import torch
 
 from fmoe_ext import info, ops
@@ -20,14 +22,15 @@ from tests.gpu.targets import define_switches
 from tests.ops.test_expert_mlp import Problem
 from tests.ops.test_grouped_gemm import make_inputs
 
-KEY = Key("NVIDIA H100 80GB HBM3", "550.54.15", "2.13.0", "0123456789abcdef")
+KEY = Key("NVIDIA H100 80GB HBM3", "0123456789abcdef")
+TAKEN_WITH = "driver 550.54.15, torch 2.13.0"
 KERNELS = ("up.128x256", "rows_by_weight.64x192", "grad_weight.128x256")
 MODES = ("auto", "proved", "all", "portable", "torch")
 
 
 def proof(portable="proved", key=KEY, **states):
     verdicts = {name: Verdict(state.replace("_", " "), "why") for name, state in states.items()}
-    return Proof(key, "2026-11-22T00:00:00+00:00", {"portable": Verdict(portable, "why"), **verdicts})
+    return Proof(key, TAKEN_WITH, "2026-11-22T00:00:00+00:00", {"portable": Verdict(portable, "why"), **verdicts})
 
 
 FOUND = {"up.128x256": "proved", "rows_by_weight.64x192": "slow", "grad_weight.128x256": "failed"}
@@ -267,7 +270,7 @@ def test_other_values_are_refused(switches, monkeypatch):
 
 
 def test_several_devices_use_what_all_have_proved(switches, monkeypatch):
-    keys = [KEY, Key("NVIDIA H200", *list(vars(KEY).values())[1:])]
+    keys = [KEY, Key("NVIDIA H200", KEY.sources)]
     proof(**FOUND).save()
     proof(key=keys[1], **dict.fromkeys(KERNELS, "proved")).save()
     chosen = selection(monkeypatch, keys.__getitem__)
@@ -303,17 +306,17 @@ def test_compiled_calls_choose_while_they_are_compiled(switches, monkeypatch):
 
 # ---- the file
 def test_file(cache):
-    whole = Proof(KEY, "now", proof(**FOUND).verdicts, (Race("op", "T 1", "portable", 1.0, None, 2.0),))
+    whole = Proof(KEY, TAKEN_WITH, "now", proof(**FOUND).verdicts, (Race("op", "T 1", "portable", 1.0, None, 2.0),))
     path = whole.save()
-    assert path.parent == cache and re.fullmatch(r"nvidia-h100-80gb-hbm3-[0-9a-f]{12}\.json", path.name)
+    assert path.parent == cache and path.name == "nvidia-h100-80gb-hbm3-0123456789abcdef.json"
     assert gpu_proof.load(KEY) == whole
     assert list(cache.iterdir()) == [path]
     content = json.loads(path.read_text())
-    assert content["key"] == {"gpu": KEY.gpu, "driver": KEY.driver, "torch": KEY.torch, "build": KEY.build}
+    assert content["key"] == {"gpu": KEY.gpu, "sources": KEY.sources}
     assert content["verdicts"]["rows_by_weight.64x192"] == {"state": "slow", "reason": "why"}
 
 
-@pytest.mark.parametrize("field", ["gpu", "driver", "torch", "build"])
+@pytest.mark.parametrize("field", ["gpu", "sources"])
 def test_proof_other_key_is_ignored(field):
     proof(**FOUND).save()
     assert gpu_proof.load(Key(**{**vars(KEY), field: "other"})) is None
@@ -327,12 +330,12 @@ def test_proof_other_key_is_ignored(field):
         "[]",
         "null",
         "\x00\xff",
-        '{"format": 2}',
+        '{"format": 3}',
         '{"format": 1}',
-        '{"format": 1, "key": 3}',
-        '{"format": 1, "key": KEY, "date": "", "verdicts": {"up": {"state": "good"}}, "races": []}',
-        '{"format": 1, "key": KEY, "date": "", "verdicts": {"up": 1}, "races": []}',
-        '{"format": 1, "key": KEY, "date": "", "verdicts": {}, "races": [{}]}',
+        '{"format": 3, "key": 3}',
+        '{"format": 3, "key": KEY, "taken_with": "", "date": "", "verdicts": {"up": {"state": "good"}}, "races": []}',
+        '{"format": 3, "key": KEY, "taken_with": "", "date": "", "verdicts": {"up": 1}, "races": []}',
+        '{"format": 3, "key": KEY, "taken_with": "", "date": "", "verdicts": {}, "races": [{}]}',
     ],
 )
 def test_proof_broken_file_warns_and_is_ignored(text, cache):
@@ -347,10 +350,61 @@ def test_proof_broken_file_warns_and_is_ignored(text, cache):
 
 
 def test_proof_file_of_other_key_is_refused(cache):
-    other = Key(**{**vars(KEY), "build": "other"})
+    other = Key(**{**vars(KEY), "sources": "other"})
     os.replace(proof(**FOUND).save(), other.path())
     with pytest.warns(UserWarning, match="it is about"):
         assert gpu_proof.load(other) is None
+
+
+def test_proof_of_the_package_is_used_until_the_user_proves(monkeypatch, tmp_path):
+    monkeypatch.setattr(gpu_proof, "SHIPPED", tmp_path / "proofs")
+    shipped, own = proof(**FOUND), proof(portable="failed")
+    (tmp_path / "proofs").mkdir()
+    os.replace(shipped.save(), gpu_proof.SHIPPED / KEY.name())
+    assert gpu_proof.load(KEY) == shipped
+    assert gpu_proof.load(Key("NVIDIA H200", KEY.sources)) is None
+    own.save()
+    assert gpu_proof.load(KEY) == own
+    KEY.path().write_text("{")
+    with pytest.warns(UserWarning, match="cannot be read"):
+        assert gpu_proof.load(KEY) == shipped
+
+
+def test_shipped_proofs_are_about_the_kernels_of_this_tree():
+    """Where this fails the kernels changed since: delete the proof, and what README says of it, or take a new one."""
+    sources = sources_digest.digest()
+    for file in gpu_proof.SHIPPED.glob("*.json"):
+        found = json.loads(file.read_text())
+        assert file.name == Key(**found["key"]).name()
+        assert found["key"]["sources"] == sources, file.name
+        assert gpu_proof.load(Key(**found["key"])).verdicts["portable"].state == "proved"
+
+
+def test_digest_of_kernel_sources_changes_with_words_alone(tmp_path):
+    root = tmp_path / "tree"
+    for folder in ("cuda", "csrc"):
+        shutil.copytree(sources_digest.ROOT / folder, root / folder)
+    first = sources_digest.digest(root)
+    assert first == sources_digest.digest()
+
+    def after(name, old, new):
+        file = root / name
+        text = file.read_text()
+        assert old in text
+        file.write_text(text.replace(old, new, 1))
+        found = sources_digest.digest(root)
+        file.write_text(text)
+        return found
+
+    assert after("cuda/sm90.cuh", "//", "//  another word\n //") == first
+    for name, old in (
+        ("cuda/sm90.cuh", "struct"),
+        ("cuda/sm90_up.cu", "kernel"),
+        ("cuda/select.h", "512"),
+        ("csrc/activation.h", "int64_t"),
+    ):
+        assert after(name, old, f"{old}1") != first, name
+    assert after("cuda/ops_cuda.cpp", "Tensor", "Tensors") == first  # checks of arguments, no kernel
 
 
 def test_proof_failed_write_keeps_old_file(monkeypatch, cache):
@@ -392,7 +446,7 @@ def test_info():
     ]
     proof(**FOUND).save()
     assert [text for _, text in info.gpu_kernels_in_use([KEY])[1:]] == [
-        "proved 2026-11-22T00:00:00+00:00: up.128x256",
+        f"proved 2026-11-22T00:00:00+00:00 with {TAKEN_WITH}: up.128x256",
         "off, failed: grad_weight.128x256 (why)",
         "off, slow: rows_by_weight.64x192 (why)",
     ]

@@ -1,6 +1,8 @@
 // NCCL and the CUDA driver without a device. The peers are alive until fake_kill_peers(): what is enqueued
 // after that never ends, unless its communicator is aborted.
 #include <atomic>
+#include <chrono>
+#include <thread>
 
 #include <cuda.h>
 
@@ -8,6 +10,7 @@
 
 struct ncclComm {};
 struct CUevent_st {
+  CUcontext context;
   bool ends;
   int abort_count;  // when it was recorded
 };
@@ -15,10 +18,16 @@ struct CUevent_st {
 namespace {
 std::atomic<bool> peers_alive{true}, remote_error{false};
 std::atomic<int> aborts{0}, max_blocks{0}, groups{0}, messages{0}, polls{0}, polls_left{0};
+std::atomic<bool> device_fault{false};
+std::atomic<int> query_milliseconds{0};
+thread_local CUcontext bound = nullptr;  // a thread that CUDA does not know has none
 }  // namespace
 
 extern "C" {
 void fake_kill_peers() { peers_alive = false; }
+void fake_device_fault() { device_fault = true; }
+void fake_slow_queries(int milliseconds) { query_milliseconds = milliseconds; }
+void fake_bind_context() { bound = reinterpret_cast<CUcontext>(1); }
 void fake_remote_error() { remote_error = true; }
 int fake_aborts() { return aborts; }
 int fake_max_blocks() { return max_blocks; }
@@ -52,8 +61,15 @@ const char* ncclGetLastError(ncclComm_t) { return "fake"; }
 // cuda.h renames some of these by macros
 #undef cuEventDestroy
 CUresult cuEventCreate(CUevent* event, unsigned) { return *event = new CUevent_st{}, CUDA_SUCCESS; }
-CUresult cuEventRecord(CUevent event, CUstream) { return *event = {peers_alive, aborts}, CUDA_SUCCESS; }
+CUresult cuEventRecord(CUevent event, CUstream) {
+  return *event = {bound, peers_alive, aborts}, CUDA_SUCCESS;
+}
+CUresult cuCtxGetCurrent(CUcontext* context) { return *context = bound, CUDA_SUCCESS; }
+CUresult cuCtxSetCurrent(CUcontext context) { return bound = context, CUDA_SUCCESS; }
 CUresult cuEventQuery(CUevent event) {
+  std::this_thread::sleep_for(std::chrono::milliseconds(query_milliseconds));
+  if (event->context != bound) return CUDA_ERROR_INVALID_CONTEXT;
+  if (device_fault) return CUDA_ERROR_ILLEGAL_ADDRESS;
   return event->ends || event->abort_count < aborts ? CUDA_SUCCESS : CUDA_ERROR_NOT_READY;
 }
 CUresult cuEventDestroy_v2(CUevent event) { return delete event, CUDA_SUCCESS; }
