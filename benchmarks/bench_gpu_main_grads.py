@@ -1,4 +1,4 @@
-"""The backward of the expert layer on a GPU where weight gradients are added to float32 main gradients, as Megatron has it.
+"""The backward of the expert layer on a GPU with weight gradients added to float32 main gradients, as in Megatron.
 
     python -m benchmarks.bench_gpu_main_grads              Qwen3-30B-A3B and Mixtral-8x7B, 16,384 tokens
     python -m benchmarks.bench_gpu_main_grads --dry-run    the same steps on the CPU with tiny shapes
@@ -115,7 +115,9 @@ def main(argv=None):
             torch.cuda.empty_cache()
     text = report(rows)
     print(text)
-    command = " ".join(["python -m benchmarks.bench_gpu_main_grads", *(sys.argv[1:] if argv is None else argv)])
+    command = " ".join(
+        ["python -m benchmarks.bench_gpu_main_grads", *(sys.argv[1:] if argv is None else argv)]
+    )
     common.write(args.out, command, {"rows": rows}, text)
 
 

@@ -1,10 +1,11 @@
-"""Make the bundle that a machine with a GPU and no network needs: our modules, SonicMoE's wheels; 60 MiB with the tree.
+"""Make the bundles that a machine with a GPU and no network needs, each of at most 60 MiB with the tree.
 
-    python -m benchmarks.pack_gpu                builds what is missing; build/gpu
+    python -m benchmarks.pack_gpu                builds what is missing; build/gpu/modules and build/gpu/peers
     python -m benchmarks.pack_gpu --no-peers     our modules alone
 
-`benchmarks/run_gpu.sh` installs from this folder. CUTLASS's DSL, which SonicMoE needs, is stripped of debug symbols and
-packed by xz. The communicator of NCCL is built for the Python of that machine, with `pip install nvidia-nccl-cu13`.
+The first has our modules, the second SonicMoE's wheels; `benchmarks/run_gpu.sh` takes the first, with `--peers` the
+second too. CUTLASS's DSL, which SonicMoE needs, is stripped of debug symbols and packed by xz. The communicator of NCCL
+is built for the Python of that machine.
 """
 
 import argparse
@@ -48,7 +49,6 @@ def copy_modules(folder):
         subprocess.run(
             [sys.executable, "setup.py", "build_ext", "--inplace"], cwd=ROOT, env=environment, check=True
         )
-    folder.mkdir()
     for name in MODULES:
         shutil.copy2(ROOT / "fmoe_ext" / name, folder / name)
 
@@ -87,7 +87,14 @@ def pack_dsl(wheels, archive):
         for library in Path(unpacked).rglob("*.so*"):
             if strip and library.is_file():
                 subprocess.run([strip, "--strip-debug", str(library)], check=False, capture_output=True)
-        with lzma.open(archive, "wb", preset=6) as stream, tarfile.open(fileobj=stream, mode="w") as tar:
+        filters = [
+            {"id": lzma.FILTER_X86},
+            {"id": lzma.FILTER_LZMA2, "preset": 6, "dict_size": 64 * 2**20},
+        ]
+        with (
+            lzma.open(archive, "wb", filters=filters) as stream,
+            tarfile.open(fileobj=stream, mode="w") as tar,
+        ):
             tar.add(unpacked, arcname=".")
 
 
@@ -104,26 +111,31 @@ def main(argv=None):
     parser.add_argument("--no-peers", action="store_true", help="leave SonicMoE out")
     parser.add_argument("--python", default=f"python{PYTHON}", help=f"a Python {PYTHON}, for _C_nccl")
     args = parser.parse_args(argv)
+    modules, peers = args.out / "modules", args.out / "peers"
     shutil.rmtree(args.out, ignore_errors=True)
-    args.out.mkdir(parents=True)
-    copy_modules(args.out / "modules")
-    missing = build_communicator(args.out / "modules", args.python)
+    modules.mkdir(parents=True)
+    peers.mkdir()
+    copy_modules(modules)
+    missing = build_communicator(modules, args.python)
     if not args.no_peers:
-        missing += download(WHEELS, args.out)
+        missing += download(WHEELS, peers)
         with tempfile.TemporaryDirectory() as wheels:
             missing += download(DSL, wheels)
             if found := sorted(Path(wheels).glob("*.whl")):
-                pack_dsl(found, args.out / "dsl.tar.xz")
+                pack_dsl(found, peers / "dsl.tar.xz")
     for line in missing:
         print(f"not carried: {line}")
-    sizes = {path.name: path.stat().st_size for path in sorted(args.out.rglob("*")) if path.is_file()}
-    sizes["tracked files, which travel with it"] = size_of_tree()
-    for name, size in sizes.items():
-        print(f"{size / 2**20:6.1f} MiB  {name}")
-    total = sum(sizes.values())
-    print(f"{total / 2**20:6.1f} MiB of {LIMIT / 2**20:.0f}")
-    if total > LIMIT:
-        sys.exit("the bundle is too large: leave packages out of WHEELS")
+    tree = size_of_tree()
+    print(f"tracked files, which travel with each bundle: {tree / 2**20:.1f} MiB")
+    too_large = False
+    for folder in (modules, peers):
+        sizes = {path.name: path.stat().st_size for path in sorted(folder.iterdir())}
+        too_large |= sum(sizes.values()) + tree > LIMIT
+        print(f"{folder.name}: {sum(sizes.values()) / 2**20:.1f} MiB of {LIMIT / 2**20:.0f} with the tree")
+        for name, size in sizes.items():
+            print(f"  {size / 2**20:6.1f} {name}")
+    if too_large:
+        sys.exit("a bundle is too large: leave packages out of WHEELS")
 
 
 if __name__ == "__main__":

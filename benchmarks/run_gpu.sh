@@ -85,9 +85,9 @@ everything() {
 
 beside_sonicmoe() {
   mkdir -p "$site"
-  if compgen -G "build/gpu/*.whl" >/dev/null && ! ((dry_run)); then
-    step wheels 20 "$python" -m pip install -q --no-index --no-deps --no-compile --upgrade --target "$site" build/gpu/*.whl
-    step dsl 30 tar -xJf build/gpu/dsl.tar.xz -C "$site"
+  if compgen -G "build/gpu/peers/*.whl" >/dev/null && ! ((dry_run)); then
+    step wheels 20 "$python" -m pip install -q --no-index --no-deps --no-compile --upgrade --target "$site" build/gpu/peers/*.whl
+    step dsl 30 tar -xJf build/gpu/peers/dsl.tar.xz -C "$site"
   fi
   [[ -f $site/nvidia_cutlass_dsl.pth ]] &&
     export PYTHONPATH=$PYTHONPATH:$site/$(grep -v import "$site/nvidia_cutlass_dsl.pth" | head -n 1)

@@ -5,7 +5,16 @@ import json
 import pytest
 import torch
 
-from benchmarks import bench_gpu_host, bench_gpu_kernels, bench_gpu_layer, bench_host, gpu_peers, roofline
+from benchmarks import (
+    bench_gpu_host,
+    bench_gpu_kernels,
+    bench_gpu_layer,
+    bench_gpu_main_grads,
+    bench_host,
+    gpu_peers,
+    gpu_sentences,
+    roofline,
+)
 
 H200 = roofline.Ceilings(788e12, 4.3e12)
 SHAPES = {shape.name: shape for shape in roofline.MODELS}
@@ -87,6 +96,68 @@ def test_kernels_dry_run_and_report(tmp_path):
     )
     cells = [cell.strip() for cell in text.splitlines()[2].strip("|").split("|")]
     assert cells == ["S", "16", "F1 up", "2.000", "500", "1.23", "1.000", "0.25"]
+
+
+def test_main_grads_dry_run(tmp_path):
+    out = tmp_path / "mains.json"
+    bench_gpu_main_grads.main(["--dry-run", "--shapes", "Qwen3-30B-A3B", "--out", str(out)])
+    ours, peer = json.loads(out.read_text())["results"]["rows"]
+    assert ours["bitwise_equal"] and ours["backward"]["median"] > 0
+    assert peer["implementation"] == "compiled grouped_mm, then added" and peer["difference"] < 0.05
+
+
+def write_run(folder, peers):
+    """Results as run_gpu.sh leaves them: ours takes 2 ms and 4 ms, the pipeline 3 and 3.8, SonicMoE 2.2 and 3.8."""
+
+    def row(implementation, forward, backward):
+        ms = {"forward": forward, "backward": backward, "both": forward + backward}
+        parts = {part: {"median": t * 1e-3, "tflops": 500.0, "of_roofline": 0.7} for part, t in ms.items()}
+        return {"shape": "Qwen3-30B-A3B", "T": 16384, "implementation": implementation, **parts}
+
+    def write(name, results):
+        machine = {"gpu": "NVIDIA H100 80GB HBM3", "torch": "2.11.0+cu130"}
+        content = {"machine": machine, "date": "2026-11-26", "commit": "0123456789", "results": results}
+        (folder / f"{name}.json").write_text(json.dumps(content))
+
+    ours, record = row("fmoe_ext", 2.0, 4.0), row(gpu_peers.RECORD, 3.0, 3.8)
+    ceilings = {"flops": 770e12, "bandwidth": 2.99e12}
+    write("gpu", {"rows": [ours, record], "ceilings": ceilings, "no_time_for": ["FastMoE E96 16384 random"]})
+    write(
+        "gpu_kernels",
+        {"rows": [{"kernel": "F1 up", "expected": 1e-3, "seconds": {"median": 1.1e-3}}, {"kernel": "rest"}]},
+    )
+    if peers:
+        write("gpu_peers", {"rows": [ours, record, row("SonicMoE", 2.2, 3.8)]})
+    (folder / "logs").mkdir()
+    (folder / "logs" / "device.log").write_text("....\n40 passed, 2 skipped in 12.3s\n")
+
+
+@pytest.mark.parametrize("peers", [True, False])
+def test_sentences_of_a_gpu_run_are_written_into_the_pages(tmp_path, peers):
+    run, root = tmp_path / "run", tmp_path / "root"
+    for folder in (run, root / "docs"):
+        folder.mkdir(parents=True)
+    write_run(run, peers)
+    for name in ("README.md", "docs/measurements.md"):
+        (root / name).write_text((roofline.Path(roofline.__file__).parents[1] / name).read_text())
+    gpu_sentences.main([str(run), "--root", str(root)])
+    readme, measured = ((root / name).read_text() for name in ("README.md", "docs/measurements.md"))
+    sonic = (
+        "SonicMoE takes 1.00 times our time for both (Qwen3-30B-A3B)."
+        if peers
+        else "SonicMoE was not measured."
+    )
+    said = (
+        "* On an H100 a layer's forward runs at 1.50 times, its backward at 0.95 times the speed of a compiled "
+        f"pipeline on grouped_mm (1 models, 16,384 tokens, bfloat16); {sonic}"
+    )
+    assert said in readme.splitlines() and said in measured.splitlines()
+    section = measured.partition("## An H100\n")[2].partition("\n## ")[0]
+    assert "Graphs, streams and no synchronisation: 40 passed, 2 skipped." in section
+    assert "Two ranks on one GPU over NCCL: not finished." in section and "No proof was finished." in section
+    assert "median of the layers: F1 up 1.10" in section and "for want of time: FastMoE E96" in section
+    assert ("Beside SonicMoE" in section) == peers
+    assert "## A language model" in measured
 
 
 def test_host_time_with_kernels_that_compute_nothing(tmp_path):

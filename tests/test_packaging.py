@@ -102,6 +102,30 @@ def test_python_too_old():
     assert "is too old: version 3.10 or newer is needed" in text and "torch" not in text
 
 
+@pytest.mark.parametrize(
+    ("given", "built"),
+    [
+        ("", "8.0+PTX;9.0a"),
+        ("9.0", "9.0;9.0a"),
+        ("8.0;9.0+PTX", "8.0;9.0+PTX;9.0a"),
+        ("Hopper", "Hopper;9.0a"),
+        ("8.0 9.0 12.0+PTX", "8.0;9.0;12.0+PTX;9.0a"),
+        ("9.0a", "9.0a"),
+        ("8.0 9.0a 9.0", "8.0;9.0a;9.0"),
+        ("8.0;12.0", "8.0;12.0"),
+    ],
+)
+def test_hopper_kernels_are_built_wherever_9_0_is(tmp_path, given, built):
+    nvcc = tmp_path / "bin" / "nvcc"
+    nvcc.parent.mkdir()
+    nvcc.write_text("#!/bin/sh\n")
+    nvcc.chmod(0o755)
+    say = "import atexit, os; atexit.register(lambda: print('archs', os.environ['TORCH_CUDA_ARCH_LIST']))"
+    env = {"FMOE_CUDA": "1", "CUDA_HOME": str(tmp_path), "TORCH_CUDA_ARCH_LIST": given}
+    code, text = run_in_setup(say, "--version", **env)
+    assert code == 0 and f"archs {built}" in text.splitlines(), text
+
+
 @pytest.mark.parametrize("value", ["", "  "])
 def test_empty_compiler_means_unset(value):
     code, text = run_setup(CXX=value, FMOE_CUDA="0")

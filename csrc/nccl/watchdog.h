@@ -24,7 +24,8 @@ class Watchdog {
   ~Watchdog() { stop(); }
   Watchdog(const Watchdog&) = delete;
 
-  // is_done: has the work ended? It throws if the work failed. Works end in the order in which they are watched.
+  // is_done: has the work ended? It throws if the work failed. Works end in the order in which they are
+  // watched.
   void watch(std::string name, std::function<bool()> is_done) {
     const std::lock_guard lock(mutex_);
     if (stopping_) return;

@@ -22,7 +22,9 @@ def report(proof: Proof) -> str:
 def summary(proof: Proof) -> list[str]:
     """A line of what is used, one of what is not for each reason."""
     used = [name for name in proof.named("proved") if name != PORTABLE]
-    lines = [f"proved {proof.date} with {proof.taken_with}: {', '.join(used) or 'the portable kernels alone'}"]
+    lines = [
+        f"proved {proof.date} with {proof.taken_with}: {', '.join(used) or 'the portable kernels alone'}"
+    ]
     lines += [_torch_win(win) for win in proof.torch_wins]
     for state in STATES[1:]:
         word = state if state in USED else f"off, {state}"

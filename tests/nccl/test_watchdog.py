@@ -116,7 +116,10 @@ until(lambda: fake.fake_aborts() == 1)
 print(error_of(communicator.check))
 """,
     )
-    assert said[0] == "the exchange (ncclSend, ncclRecv) on rank 0 of 2 failed: cuEventQuery failed with CUresult 700"
+    assert (
+        said[0]
+        == "the exchange (ncclSend, ncclRecv) on rank 0 of 2 failed: cuEventQuery failed with CUresult 700"
+    )
 
 
 def test_check_does_not_hold_the_gil_while_it_waits(folder):

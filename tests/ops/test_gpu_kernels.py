@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import os
-import re
 import shutil
 import warnings
 
@@ -30,7 +29,9 @@ MODES = ("auto", "proved", "all", "portable", "torch")
 
 def proof(portable="proved", key=KEY, **states):
     verdicts = {name: Verdict(state.replace("_", " "), "why") for name, state in states.items()}
-    return Proof(key, TAKEN_WITH, "2026-11-22T00:00:00+00:00", {"portable": Verdict(portable, "why"), **verdicts})
+    return Proof(
+        key, TAKEN_WITH, "2026-11-22T00:00:00+00:00", {"portable": Verdict(portable, "why"), **verdicts}
+    )
 
 
 FOUND = {"up.128x256": "proved", "rows_by_weight.64x192": "slow", "grad_weight.128x256": "failed"}
@@ -306,7 +307,9 @@ def test_compiled_calls_choose_while_they_are_compiled(switches, monkeypatch):
 
 # ---- the file
 def test_file(cache):
-    whole = Proof(KEY, TAKEN_WITH, "now", proof(**FOUND).verdicts, (Race("op", "T 1", "portable", 1.0, None, 2.0),))
+    whole = Proof(
+        KEY, TAKEN_WITH, "now", proof(**FOUND).verdicts, (Race("op", "T 1", "portable", 1.0, None, 2.0),)
+    )
     path = whole.save()
     assert path.parent == cache and path.name == "nvidia-h100-80gb-hbm3-0123456789abcdef.json"
     assert gpu_proof.load(KEY) == whole
@@ -371,7 +374,7 @@ def test_proof_of_the_package_is_used_until_the_user_proves(monkeypatch, tmp_pat
 
 
 def test_shipped_proofs_are_about_the_kernels_of_this_tree():
-    """Where this fails the kernels changed since: delete the proof, and what README says of it, or take a new one."""
+    """The kernels changed since, if this fails: delete the proof and what README says of it, or take a new one."""
     sources = sources_digest.digest()
     for file in gpu_proof.SHIPPED.glob("*.json"):
         found = json.loads(file.read_text())
