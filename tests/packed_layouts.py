@@ -5,7 +5,7 @@ import json
 import torch
 
 from fmoe_ext import frozen
-from fmoe_ext.frozen import quantized
+from fmoe_ext.frozen.formats.nf4 import NF4_CODE
 
 GROUP = 32
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
@@ -86,7 +86,7 @@ def _nf4(weight, name):
     packed = frozen.quantize(weight.reshape(1, 1, -1), "nf4")
     scale = packed.scale.flatten()
     state = {"quant_type": "nf4", "blocksize": 64, "dtype": "bfloat16", "shape": list(weight.shape)}
-    tensors = {"weight": packed.data.reshape(-1, 1), "weight.quant_map": torch.tensor(quantized.NF4_CODE)}
+    tensors = {"weight": packed.data.reshape(-1, 1), "weight.quant_map": torch.tensor(NF4_CODE)}
     if name == "nf4 nested":
         code = torch.linspace(-1, 1, 256).pow(3)
         offset = scale.mean()

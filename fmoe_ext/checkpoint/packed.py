@@ -9,9 +9,9 @@ from fmoe_ext.checkpoint.errors import CheckpointError
 from fmoe_ext.checkpoint.expert_files import Layer, Part, part_of
 from fmoe_ext.checkpoint.families import FAMILIES
 from fmoe_ext.checkpoint.layouts import BLOCKS
+from fmoe_ext.checkpoint.methods import kind_of
 from fmoe_ext.checkpoint.model_folder import Base
 from fmoe_ext.checkpoint.packed_dense import outside_experts, plain_name
-from fmoe_ext.checkpoint.packed_matrices import kind_of
 from fmoe_ext.checkpoint.safetensors_file import StoredTensor
 
 STACKED = ("experts.gate_up_proj", "experts.down_proj")

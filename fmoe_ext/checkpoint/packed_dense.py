@@ -5,8 +5,8 @@ from collections.abc import Container, Iterator
 import torch
 
 from fmoe_ext.checkpoint.errors import CheckpointError
+from fmoe_ext.checkpoint.methods import Kind, Matrix, PackedTensor, kind_of
 from fmoe_ext.checkpoint.model_folder import FLOATS, Base
-from fmoe_ext.checkpoint.packed_matrices import Kind, Matrix, PackedTensor, kind_of
 from fmoe_ext.checkpoint.safetensors_file import StoredTensor
 
 INTEGERS = (torch.int64, torch.int32, torch.bool)  # of buffers
@@ -17,7 +17,7 @@ def outside_experts(
 ) -> Iterator[tuple[str, StoredTensor]]:
     """(name, tensor) of what is left of a folder beside `used`; packed weights are read decoded to dtype.
 
-    Those of packed_matrices.KINDS whose rows are packed one by one are a PackedTensor. Raises CheckpointError for
+    Those of methods.KINDS whose rows are packed one by one are a PackedTensor. Raises CheckpointError for
     formats that are not decoded.
     """
     kind = kind_of(base)

@@ -16,9 +16,10 @@ from fmoe_ext import frozen
 from fmoe_ext.checkpoint.errors import CheckpointError
 from fmoe_ext.checkpoint.expert_files import Layer, Part, Span, Weights, place_of
 from fmoe_ext.checkpoint.layouts import PER_EXPERT
+from fmoe_ext.checkpoint.methods import Kind, Matrix, kind_of
 from fmoe_ext.checkpoint.model_folder import Base
 from fmoe_ext.checkpoint.packed import mxfp4_layer, prefixes
-from fmoe_ext.checkpoint.packed_matrices import Kind, Matrix, kind_of
+from fmoe_ext.frozen.formats import GGUF
 
 Tensors: TypeAlias = Mapping[str, torch.Tensor]
 
@@ -89,7 +90,7 @@ def _of(tensors: Tensors, weight: str) -> dict[str, torch.Tensor]:
 def _part(base: Base, part: str, matrices: Sequence[Sequence[Matrix]]) -> Part:
     """The part [E, rows of all projections, *]; CheckpointError for pieces that are unlike the first expert's."""
     first = matrices[0][0].pieces[part]
-    if first.shape[0] == 1 != matrices[0][0].shape[0] and matrices[0][0].format == "nf4":
+    if not matrices[0][0].has_rows:
         raise CheckpointError(f"{base.folder}: {first.name} has no whole blocks for each row")
     num_bytes = first.shape[0] * first.shape[1] * first.dtype.itemsize
     spans = []
@@ -146,7 +147,7 @@ def _gguf_layer(path: Path, number: int, found: Mapping[str, Any]) -> Layer:
                 raise CheckpointError(f"{path} lacks {name}")
             tensors.append(found[name])
         kind, size = tensors[0].tensor_type.name.lower(), [int(n) for n in tensors[0].shape]
-        if kind not in ("q8_0", "q4_k", "q6_k", *GGUF_FLOATS):
+        if kind not in (*GGUF, *GGUF_FLOATS):
             raise CheckpointError(
                 f"{path}: {tensors[0].name} is {kind}, which is not computed here: requantise it to Q4_K"
             )

@@ -1,9 +1,10 @@
 """Products with frozen weights, packed ones among them, and low-rank adapters beside them."""
 
+from fmoe_ext.frozen.formats import FORMATS
+from fmoe_ext.frozen.formats.nf4 import nf4_scales
 from fmoe_ext.frozen.frozen_gemm import frozen_gemm, frozen_gemm_ref
 from fmoe_ext.frozen.frozen_mlp import frozen_mlp, frozen_mlp_ref
-from fmoe_ext.frozen.quantize import nf4_scales, quantize
-from fmoe_ext.frozen.quantized import FORMATS, Quantized
+from fmoe_ext.frozen.quantized import Quantized, quantize
 
 __all__ = [
     "FORMATS",

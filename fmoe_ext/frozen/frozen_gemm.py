@@ -4,8 +4,9 @@ from typing import Any
 import torch
 
 from fmoe_ext.frozen import decode
+from fmoe_ext.frozen.formats import FORMATS
 from fmoe_ext.frozen.mxfp4_gemm import mxfp4_gemm
-from fmoe_ext.frozen.quantized import FORMATS, Quantized, gates_first
+from fmoe_ext.frozen.quantized import Quantized, gates_first
 from fmoe_ext.ops import chooser
 from fmoe_ext.ops._autograd import (
     call,

@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import save_file
 
 from fmoe_ext.checkpoint.errors import CheckpointError
+from fmoe_ext.checkpoint.methods import KINDS
 from fmoe_ext.checkpoint.model_folder import Base
-from fmoe_ext.checkpoint.packed_options import KNOWN
 from fmoe_ext.checkpoint.packed_projections import gguf_layers, packed_layer
 from fmoe_ext.finetune.streaming.reader import Reader
 from fmoe_ext.frozen import frozen_gemm, quantize
@@ -117,7 +117,7 @@ def test_every_key_of_transformers_is_read_or_changes_no_weight(method):
     from transformers.utils import quantization_config
 
     named = inspect.signature(getattr(quantization_config, CLASSES[method]).__init__).parameters
-    assert not {"quant_method", *named} - KNOWN[method] - {"self", "kwargs", "quant_method"}
+    assert not {"quant_method", *named} - {*KINDS[method].known.split()} - {"self", "kwargs", "quant_method"}
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from fmoe_ext import frozen
-from fmoe_ext.checkpoint.packed_matrices import PackedTensor
+from fmoe_ext.checkpoint.methods import PackedTensor
 from fmoe_ext.finetune.streaming import gguf as streamed_gguf
 from fmoe_ext.finetune.streaming.packed_linear import PackedLinear
 from tests.integrations.huggingface_models import make_ids, step

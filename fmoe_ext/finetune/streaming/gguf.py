@@ -10,7 +10,7 @@ from fmoe_ext import frozen
 from fmoe_ext.checkpoint.errors import CheckpointError
 from fmoe_ext.checkpoint.families import FAMILIES
 from fmoe_ext.checkpoint.huggingface import model_config, refuse_hub_code
-from fmoe_ext.checkpoint.packed_matrices import PackedTensor
+from fmoe_ext.checkpoint.methods import PackedTensor
 from fmoe_ext.checkpoint.safetensors_file import StoredTensor
 from fmoe_ext.formats import gguf_keys
 from fmoe_ext.formats.gguf import INSIDE, OUTSIDE

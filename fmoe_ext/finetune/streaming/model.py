@@ -17,9 +17,9 @@ from fmoe_ext.checkpoint.errors import CheckpointError
 from fmoe_ext.checkpoint.expert_files import Layer, plain_layer
 from fmoe_ext.checkpoint.files import inside
 from fmoe_ext.checkpoint.huggingface import check_folder
+from fmoe_ext.checkpoint.methods import PackedTensor
 from fmoe_ext.checkpoint.model_folder import FLOATS, Base
 from fmoe_ext.checkpoint.packed_dense import outside_experts
-from fmoe_ext.checkpoint.packed_matrices import PackedTensor
 from fmoe_ext.checkpoint.packed_projections import gguf_layers, packed_layer
 from fmoe_ext.checkpoint.safetensors_file import StoredTensor
 from fmoe_ext.finetune.streaming import decoding, gguf

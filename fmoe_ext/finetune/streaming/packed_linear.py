@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from fmoe_ext import frozen
 from fmoe_ext.checkpoint.expert_files import ALIGNED
-from fmoe_ext.checkpoint.packed_matrices import PackedTensor
+from fmoe_ext.checkpoint.methods import PackedTensor
 from fmoe_ext.finetune.streaming.placeholder import PackedWeight
 from fmoe_ext.finetune.streaming.pool import in_huge_pages
 

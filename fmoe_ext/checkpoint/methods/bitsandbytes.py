@@ -1,0 +1,91 @@
+"""bitsandbytes' NF4, nested scales too."""
+
+import json
+import math
+from collections.abc import Callable
+
+import torch
+
+from fmoe_ext import frozen
+from fmoe_ext.checkpoint.errors import CheckpointError
+from fmoe_ext.checkpoint.methods.base import Array, Config, Kind, Matrix, Piece, Turn, refuse, stored
+from fmoe_ext.checkpoint.model_folder import Base
+
+KNOWN = """
+    load_in_4bit load_in_8bit _load_in_4bit _load_in_8bit bnb_4bit_quant_type bnb_4bit_quant_storage
+    bnb_4bit_compute_dtype bnb_4bit_use_double_quant llm_int8_threshold llm_int8_skip_modules
+    llm_int8_enable_fp32_cpu_offload llm_int8_has_fp16_weight
+"""
+NF4_STATE = ".weight.quant_state.bitsandbytes__nf4"
+
+
+def check(folder: str, config: Config) -> None:
+    if not config.get("load_in_4bit", config.get("_load_in_4bit", True)):
+        refuse(folder, "bitsandbytes with 8 bits instead of 4")
+    if config.get("bnb_4bit_quant_type", "nf4") != "nf4":
+        refuse(folder, f"bitsandbytes of type {config.get('bnb_4bit_quant_type')!r} instead of 'nf4'")
+    if config.get("bnb_4bit_quant_storage", "uint8") != "uint8":
+        refuse(folder, f"bitsandbytes with bnb_4bit_quant_storage {config['bnb_4bit_quant_storage']!r}")
+
+
+def matrix(base: Base, stem: str) -> Matrix:
+    names = f"{stem}.weight", f"{stem}.weight.absmax"
+    for name in (*names, stem + NF4_STATE):
+        if name not in base.tensors:
+            raise CheckpointError(f"{base.folder} lacks {name}")
+    state = bytes(base.tensors[stem + NF4_STATE].read().tolist())
+    try:
+        values = json.loads(state)
+        rows, columns = map(int, values["shape"])
+        block = int(values.get("blocksize", 64))
+        nested = float(values["nested_offset"]) if "nested_offset" in values else None
+        of_nested = int(values.get("nested_blocksize", 256))
+    except (ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{base.folder}: {stem}{NF4_STATE} is no quant_state: {error}") from error
+    data, scale = (base.tensors[name] for name in names)
+    numel = rows * columns
+    expected = (data, torch.uint8, numel // 2), (scale, torch.float32 if nested is None else torch.uint8, -1)
+    for name, (tensor, dtype, size) in zip(names, expected, strict=True):
+        size = -(-numel // block) if size < 0 else size
+        if tensor.dtype != dtype or math.prod(tensor.shape) != size or numel % block:
+            raise CheckpointError(
+                f"{base.folder}: {name} is {tensor.dtype} {list(tensor.shape)}, expected {dtype} [{size}] for "
+                f"[{rows}, {columns}] in blocks of {block}"
+            )
+    turn = None if nested is None else _nested(base, stem, nested, of_nested, math.prod(scale.shape))
+    of_row = (rows, columns // block) if columns % block == 0 else (1, numel // block)
+    pieces = {
+        "data": Piece(names[0], (rows, columns // 2) if of_row[0] == rows else (1, numel // 2), torch.uint8),
+        "scale": Piece(names[1], of_row, torch.float32, turn),
+    }
+    return Matrix("nf4", (rows, columns), pieces)
+
+
+def _nested(base: Base, stem: str, offset: float, block: int, num_scales: int) -> Turn:
+    """Turns absmax in 8 bits into float32; what it needs is a hundredth of that, and read here."""
+    absmax, code = f"{stem}.weight.nested_absmax", f"{stem}.weight.nested_quant_map"
+    values = []
+    for name, size in ((absmax, -(-num_scales // 256)), (code, 256)):
+        shape, dtype = stored(base, name, 1)
+        if block != 256 or shape != (size,) or dtype != torch.float32:
+            raise CheckpointError(
+                f"{base.folder}: {name} is {dtype} {list(shape)} for blocks of {block}, expected float32 [{size}] for "
+                "blocks of 256"
+            )
+        values.append(base.tensors[name].read())
+    return Turn(nested_scales(values[0], values[1], offset), (num_scales,), "u1")
+
+
+def nested_scales(absmax: torch.Tensor, code: torch.Tensor, offset: float) -> Callable[[Array], Array]:
+    """Turns scales of NF4 in 8 bits, uint8 [n], into float32 [n]; see frozen.nf4_scales."""
+    return lambda scales: frozen.nf4_scales(torch.from_numpy(scales), absmax, code, offset).numpy()
+
+
+BITSANDBYTES = Kind(
+    ".weight",
+    ".weight.absmax",
+    (NF4_STATE, ".weight.quant_map", ".weight.nested_absmax", ".weight.nested_quant_map"),
+    KNOWN,
+    check,
+    matrix,
+)

@@ -1,0 +1,85 @@
+"""Format, the record of a format of packed weights, and helpers that the files of formats share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeAlias
+
+import torch
+
+if TYPE_CHECKING:
+    from fmoe_ext.frozen.quantized import Quantized
+
+Shape: TypeAlias = tuple[int, int, int]
+Tensors: TypeAlias = tuple[torch.Tensor, torch.Tensor | None]  # data and scale
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True)
+class Format:
+    """A format of packed weights, one of fmoe_ext.frozen.FORMATS."""
+
+    number: int  # in csrc/gemm/packed.h
+    tensors: str  # shapes of data, scale and zero
+    bits: float  # of a weight, scales included
+    block: int  # columns that quantize() packs together
+    check: Callable[[Quantized], Shape]  # -> shape of the decoded weight; ValueError for other tensors
+    decode: Callable[[Quantized], torch.Tensor]  # -> float32 [E, out, in], gate and up as they lie
+    pack: Callable[[torch.Tensor], Tensors]  # of float32 [E, out, in]
+    of_bytes: Callable[[torch.Tensor], torch.Tensor] = lambda rows: (
+        rows
+    )  # uint8 [E, out, bytes of a row] -> data
+    join_scale: Callable[[torch.Tensor, int], torch.Tensor] = lambda scale, parts: (
+        scale
+    )  # of parts packed apart
+
+
+def require(q: Quantized, name: str, dtypes: tuple[torch.dtype, ...], dims: int) -> torch.Tensor:
+    """The tensor of a name; ValueError if it is missing or of another dtype, number of dimensions or device."""
+    t: torch.Tensor | None = getattr(q, name)
+    if t is None:
+        raise ValueError(f"{q.format} needs {name}: {q.kind.tensors}")
+    if t.dtype not in dtypes or t.dim() != dims:
+        names = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+        raise ValueError(
+            f"{name} of {q.format} must be {names} with {dims} dimensions, but got {t.dtype} {list(t.shape)}"
+        )
+    if t.shape[0] != q.data.shape[0]:
+        raise ValueError(f"{name} must be of {q.data.shape[0]} experts like data, but got {list(t.shape)}")
+    if t.device != q.data.device:
+        raise ValueError(f"{name} must be on {q.data.device} like data, but it is on {t.device}")
+    return t
+
+
+def refuse(q: Quantized, *names: str) -> None:
+    """ValueError for tensors that the format has not."""
+    for name in names:
+        if getattr(q, name) is not None:
+            raise ValueError(f"{q.format} has no {name}, but got one: {q.kind.tensors}")
+
+
+def same_shape(q: Quantized, name: str, got: torch.Tensor, *expected: tuple[int, ...]) -> None:
+    """ValueError unless got has one of the expected shapes."""
+    if tuple(got.shape) not in expected:
+        wanted = " or ".join(str(list(shape)) for shape in expected)
+        raise ValueError(
+            f"{name} must have shape {wanted} for {q.format} data {list(q.data.shape)}, but got {list(got.shape)}"
+        )
+
+
+def nibbles(data: torch.Tensor, high_first: bool = False) -> torch.Tensor:
+    """uint8 [..., n] -> [..., 2n] of 4 bits."""
+    halves = (data >> 4, data & 15) if high_first else (data & 15, data >> 4)
+    return torch.stack(halves, -1).flatten(-2)
+
+
+def pairs(codes: torch.Tensor, high_first: bool = False) -> torch.Tensor:
+    """4-bit codes [..., 2n] -> uint8 [..., n]."""
+    first, second = codes[..., ::2], codes[..., 1::2]
+    return first << 4 | second if high_first else first | second << 4
+
+
+def nearest(values: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+    """uint8 index of the nearest entry of an increasing table."""
+    return torch.bucketize(values, (table[1:] + table[:-1]) / 2).to(torch.uint8)

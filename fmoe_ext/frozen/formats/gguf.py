@@ -1,0 +1,119 @@
+"""GGUF's Q8_0, Q4_K and Q6_K: a row is blocks of bytes that hold their scales."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+
+from fmoe_ext.frozen.formats.base import Format, Shape, Tensors, refuse, require
+
+if TYPE_CHECKING:
+    from fmoe_ext.frozen.quantized import Quantized
+
+
+def whole_blocks(block_bytes: int, block: int) -> Callable[[Quantized], Shape]:
+    def check(q: Quantized) -> Shape:
+        data = require(q, "data", (torch.uint8,), 3)
+        refuse(q, "scale", "zero")
+        E, out, row_bytes = data.shape
+        if row_bytes % block_bytes:
+            raise ValueError(
+                f"a row of {q.format} must be whole blocks of {block_bytes} bytes, but got {row_bytes} bytes"
+            )
+        return E, out, row_bytes // block_bytes * block
+
+    return check
+
+
+def _half(data: torch.Tensor) -> torch.Tensor:
+    """uint8 [..., 2] -> float32 [..., 1]."""
+    return data.contiguous().view(torch.float16).float()
+
+
+def _half_bytes(values: torch.Tensor) -> torch.Tensor:
+    """[...] -> uint8 [..., 2] of float16."""
+    return values.half()[..., None].view(torch.uint8)
+
+
+def _inverse(scale: torch.Tensor) -> torch.Tensor:
+    return torch.where(scale == 0, 0, 1 / scale)
+
+
+def decode_q8_0(q: Quantized) -> torch.Tensor:
+    blocks = q.data.unflatten(-1, (-1, 34))
+    return (_half(blocks[..., :2]) * blocks[..., 2:].contiguous().view(torch.int8).float()).flatten(-2)
+
+
+def pack_q8_0(weight: torch.Tensor) -> Tensors:
+    blocks = weight.unflatten(2, (-1, 32))
+    scale = blocks.abs().amax(-1) / 127
+    scaled = blocks * _inverse(scale)[..., None]
+    codes = torch.where(scaled < 0, (scaled - 0.5).ceil(), (scaled + 0.5).floor())  # half away from zero
+    return torch.cat((_half_bytes(scale), codes.to(torch.int8).view(torch.uint8)), -1).flatten(2), None
+
+
+def decode_q4_k(q: Quantized) -> torch.Tensor:
+    blocks = q.data.unflatten(-1, (-1, 144))
+    d, dmin, packed = _half(blocks[..., :2]), _half(blocks[..., 2:4]), blocks[..., 4:16]
+    low, middle, high = packed[..., :4], packed[..., 4:8], packed[..., 8:]
+    scale = torch.cat((low & 63, high & 15 | low >> 6 << 4), -1)
+    minimum = torch.cat((middle & 63, high >> 4 | middle >> 6 << 4), -1)
+    pairs = blocks[..., 16:].unflatten(-1, (4, 1, 32))
+    values = torch.cat((pairs & 15, pairs >> 4), -2).flatten(-3, -2)  # [..., 8, 32]
+    return ((d * scale)[..., None] * values - (dmin * minimum)[..., None]).flatten(-3)
+
+
+def pack_q4_k(weight: torch.Tensor) -> Tensors:
+    blocks = weight.unflatten(2, (-1, 8, 32))
+    minimum = -blocks.amin(-1).clamp(max=0)
+    scale = (blocks.amax(-1) + minimum) / 15
+    d, dmin = (t.amax(-1, keepdim=True).div(63).half().float() for t in (scale, minimum))
+    scales, minima = ((t * _inverse(unit)).round().clamp(0, 63) for t, unit in ((scale, d), (minimum, dmin)))
+    step, low = (d * scales)[..., None], (dmin * minima)[..., None]
+    codes = ((blocks + low) * _inverse(step)).round().clamp(0, 15).to(torch.uint8)
+    s, m = scales.to(torch.uint8), minima.to(torch.uint8)
+    first = s[..., :4] | s[..., 4:] >> 4 << 6
+    second = m[..., :4] | m[..., 4:] >> 4 << 6
+    third = s[..., 4:] & 15 | (m[..., 4:] & 15) << 4
+    pairs = (codes[..., ::2, :] | codes[..., 1::2, :] << 4).flatten(-2)
+    head = (_half_bytes(d[..., 0]), _half_bytes(dmin[..., 0]), first, second, third)
+    return torch.cat((*head, pairs), -1).flatten(2), None
+
+
+def decode_q6_k(q: Quantized) -> torch.Tensor:
+    blocks = q.data.unflatten(-1, (-1, 210))
+    low, high = blocks[..., :128].unflatten(-1, (2, 1, 64)), blocks[..., 128:192].unflatten(-1, (2, 1, 32))
+    low = torch.cat((low & 15, low >> 4), -2).unflatten(-1, (2, 32)).flatten(-3, -2)  # [..., 2, 4, 32]
+    high = torch.cat([high >> shift & 3 for shift in (0, 2, 4, 6)], -2)
+    values = (low | high << 4).to(torch.int8) - 32
+    scale = _half(blocks[..., 208:]) * blocks[..., 192:208].contiguous().view(torch.int8).float()
+    return (scale[..., None] * values.flatten(-3).unflatten(-1, (16, 16))).flatten(-3)
+
+
+def pack_q6_k(weight: torch.Tensor) -> Tensors:
+    blocks = weight.unflatten(2, (-1, 16, 16))
+    scale = blocks.abs().amax(-1) / 31
+    d = scale.amax(-1, keepdim=True).div(127).half().float()
+    scales = (scale * _inverse(d)).round().clamp(0, 127)
+    codes = (blocks * _inverse(d * scales)[..., None]).round().clamp(-32, 31) + 32
+    quarters = codes.to(torch.uint8).flatten(-2).unflatten(-1, (2, 4, 32))
+    low = (quarters[..., :2, :] & 15 | (quarters[..., 2:, :] & 15) << 4).flatten(-3)
+    high = quarters >> 4
+    high = high[..., 0, :] | high[..., 1, :] << 2 | high[..., 2, :] << 4 | high[..., 3, :] << 6
+    tail = (scales.to(torch.int8).view(torch.uint8), _half_bytes(d[..., 0]))
+    return torch.cat((low, high.flatten(-2), *tail), -1).flatten(2), None
+
+
+GGUF = {
+    "q8_0": Format(
+        4, "data uint8 [E, out, in / 32 * 34]", 8.5, 32, whole_blocks(34, 32), decode_q8_0, pack_q8_0
+    ),
+    "q4_k": Format(
+        5, "data uint8 [E, out, in / 256 * 144]", 4.5, 256, whole_blocks(144, 256), decode_q4_k, pack_q4_k
+    ),
+    "q6_k": Format(
+        6, "data uint8 [E, out, in / 256 * 210]", 6.5625, 256, whole_blocks(210, 256), decode_q6_k, pack_q6_k
+    ),
+}

@@ -1,0 +1,62 @@
+"""Four bits in groups of 32 columns or a multiple, as compressed-tensors has them; GPTQ and AWQ become this."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from fmoe_ext.frozen.formats.base import FLOATS, Format, Shape, Tensors, pairs, require, same_shape
+
+if TYPE_CHECKING:
+    from fmoe_ext.frozen.quantized import Quantized
+
+
+def check(q: Quantized) -> Shape:
+    data, scale = require(q, "data", (torch.int32,), 3), require(q, "scale", FLOATS, 3)
+    E, out, words = data.shape
+    groups = scale.shape[2]
+    same_shape(q, "scale", scale, (E, out, groups))
+    if groups == 0 or words * 8 % groups or words * 8 // groups % 32:
+        raise ValueError(
+            f"groups of int4 must be whole multiples of 32 columns, but got {groups} groups of {words * 8} columns"
+        )
+    if q.zero is not None:
+        zero = require(q, "zero", (torch.int32,), 3)
+        same_shape(q, "zero", zero, (E, -(-out // 8), groups))
+    return E, out, words * 8
+
+
+def _words(packed: torch.Tensor) -> torch.Tensor:
+    """int32 [..., n] -> [..., 8 n] of 4 bits, the lowest first."""
+    shifts = torch.arange(0, 32, 4, device=packed.device, dtype=torch.int32)
+    return ((packed[..., None] >> shifts) & 15).flatten(-2)
+
+
+def decode(q: Quantized) -> torch.Tensor:
+    assert q.scale is not None
+    E, out, groups = q.scale.shape
+    values = _words(q.data).reshape(E, out, groups, -1)
+    # Values and zero points are both stored with 8 added.
+    zero = 8 if q.zero is None else _words(q.zero.mT).mT[:, :out].unsqueeze(-1)
+    return ((values - zero).float() * q.scale.float()[..., None]).flatten(-2)
+
+
+def pack(weight: torch.Tensor) -> Tensors:
+    groups = weight.unflatten(2, (-1, 32))
+    scale = (groups.abs().amax(-1) / 7.5).bfloat16()
+    divisor = torch.where(scale > 0, scale, 1).float()[..., None]
+    codes = ((groups / divisor).round().clamp(-8, 7) + 8).to(torch.uint8).flatten(2)
+    return pairs(codes).view(torch.int32), scale
+
+
+INT4 = Format(
+    3,
+    "data int32 [E, out, in / 8], scale [E, out, groups], zero int32 [E, out / 8, groups] or None",
+    4.5,
+    32,
+    check,
+    decode,
+    pack,
+    of_bytes=lambda rows: rows.view(torch.int32),
+)

@@ -1,0 +1,82 @@
+"""MXFP4, as GPT-OSS and OCP's Microscaling have it: E2M1 in blocks of 32 with a power of two each."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from fmoe_ext.frozen.formats.base import (
+    Format,
+    Shape,
+    Tensors,
+    nearest,
+    nibbles,
+    pairs,
+    refuse,
+    require,
+    same_shape,
+)
+
+if TYPE_CHECKING:
+    from fmoe_ext.frozen.quantized import Quantized
+
+BLOCK, E2M1_MAX = 32, 6.0
+
+
+def check(q: Quantized) -> Shape:
+    blocks, scale = (
+        require(q, "data", (torch.uint8,), 4),
+        require(q, "scale", (torch.uint8, torch.float8_e8m0fnu), 3),
+    )
+    refuse(q, "zero")
+    E, out, num_blocks, width = blocks.shape
+    same_shape(q, "data", blocks, (E, out, num_blocks, 16))
+    same_shape(q, "scale", scale, (E, out, num_blocks))
+    return E, out, num_blocks * 2 * width
+
+
+def _e2m1(device: torch.device) -> torch.Tensor:
+    """The value of each code. Computed on the device: a table of the host would be copied, which CUDA graphs refuse."""
+    code = torch.arange(16, dtype=torch.int32, device=device)
+    magnitude = code & 7
+    normal = ((magnitude << 22) + (126 << 23)).view(torch.float32)
+    value = torch.where(magnitude < 2, magnitude * 0.5, normal)
+    return torch.where(code < 8, value, -value)
+
+
+def decode(q: Quantized) -> torch.Tensor:
+    assert q.scale is not None
+    values = _e2m1(q.device)[nibbles(q.data).int()]
+    exponent = q.scale.view(torch.uint8).int()
+    # The bits of 2^(e - 127); 2^-127 is subnormal, and 255 is NaN.
+    bits = torch.where(exponent == 0, 0x400000, exponent << 23)
+    bits = torch.where(exponent == 255, 0x7FC00000, bits)
+    return (values * bits.view(torch.float32)[..., None]).flatten(-2)
+
+
+FP8_BLOCK = 128
+
+
+def pack(weight: torch.Tensor) -> Tensors:
+    blocks = weight.unflatten(2, (-1, 32))
+    largest = blocks.abs().amax(-1)
+    # The exponent of the largest magnitude, less that of 4, the largest power of two in E2M1 (OCP MX 1.0).
+    exponent = (torch.frexp(largest)[1] - 1 - 2).clamp(-127, 127)
+    exponent = torch.where(largest > 0, exponent, -127)
+    scaled = torch.ldexp(blocks, -exponent[..., None]).clamp(-E2M1_MAX, E2M1_MAX)
+    table = torch.tensor((0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0), device=weight.device)
+    codes = nearest(scaled.abs(), table) | (scaled < 0).to(torch.uint8) << 3
+    return pairs(codes), (exponent + 127).to(torch.uint8)
+
+
+MXFP4 = Format(
+    1,
+    "data uint8 [E, out, in / 32, 16], scale uint8 (e8m0) [E, out, in / 32]",
+    4.25,
+    BLOCK,
+    check,
+    decode,
+    pack,
+    of_bytes=lambda rows: rows.unflatten(2, (-1, 16)),
+)

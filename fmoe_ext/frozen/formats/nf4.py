@@ -1,0 +1,81 @@
+"""NF4, as bitsandbytes has it: quantiles of the normal distribution in blocks with a scale each."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from fmoe_ext.frozen.formats.base import (
+    Format,
+    Shape,
+    Tensors,
+    nearest,
+    nibbles,
+    pairs,
+    refuse,
+    require,
+    same_shape,
+)
+
+if TYPE_CHECKING:
+    from fmoe_ext.frozen.quantized import Quantized
+
+# Quantiles of the normal distribution (Dettmers et al. 2023), as bitsandbytes stores them.
+NF4_CODE = (
+    *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453),
+    *(-0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0),
+    *(0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224),
+    *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
+)
+
+
+def check(q: Quantized) -> Shape:
+    data, scale = require(q, "data", (torch.uint8,), 3), require(q, "scale", (torch.float32,), 3)
+    refuse(q, "zero")
+    E, out, half = data.shape
+    same_shape(q, "scale", scale, (E, out, scale.shape[2]))
+    if scale.shape[2] == 0 or 2 * half % scale.shape[2] or 2 * half // scale.shape[2] % 32:
+        raise ValueError(
+            f"a row of nf4 must be whole blocks of a multiple of 32 columns, but got {scale.shape[2]} blocks of "
+            f"{2 * half} columns"
+        )
+    return E, out, 2 * half
+
+
+def decode(q: Quantized) -> torch.Tensor:
+    assert q.scale is not None
+    # Filled on the device: torch.tensor would copy from the host, which CUDA graphs refuse.
+    table = torch.stack([torch.full((), code, dtype=torch.float32, device=q.device) for code in NF4_CODE])
+    values = table[nibbles(q.data, high_first=True).int()]
+    return (values.unflatten(-1, (q.scale.shape[2], -1)) * q.scale[..., None]).flatten(-2)
+
+
+def pack(weight: torch.Tensor) -> Tensors:
+    blocks = weight.unflatten(2, (-1, 64))
+    scale = blocks.abs().amax(-1)
+    scaled = blocks / torch.where(scale > 0, scale, 1)[..., None]
+    codes = nearest(scaled, torch.tensor(NF4_CODE, device=weight.device)).flatten(2)
+    return pairs(codes, high_first=True), scale
+
+
+def nf4_scales(
+    absmax: torch.Tensor, nested_absmax: torch.Tensor, code: torch.Tensor, offset: float
+) -> torch.Tensor:
+    """Scales of NF4 with double quantisation: absmax uint8 [n], nested_absmax float32 [n / 256], code float32 [256].
+
+    As bitsandbytes: code[absmax] * nested_absmax of its block of 256, plus offset. Returns float32 [n].
+    """
+    nested = nested_absmax.repeat_interleave(256)[: absmax.numel()]
+    return code[absmax.flatten().int()] * nested + offset
+
+
+NF4 = Format(
+    7,
+    "data uint8 [E, out, in / 2], scale float32 [E, out, in / blocksize]",
+    4.5,
+    64,
+    check,
+    decode,
+    pack,
+)
