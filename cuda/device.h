@@ -14,11 +14,9 @@
 #ifdef FMOE_EMULATOR
 #define FMOE_CUDA_NAMESPACE fmoe_ext_emu
 #define FMOE_CUDA_LIBRARY(m) STABLE_TORCH_LIBRARY_IMPL(fmoe_ext_emu, CPU, m)
-#define FMOE_TF32_ALLOWED "fmoe_ext_emu::_tf32_allowed"
 #else
 #define FMOE_CUDA_NAMESPACE fmoe_ext
 #define FMOE_CUDA_LIBRARY(m) STABLE_TORCH_LIBRARY_IMPL(fmoe_ext, CUDA, m)
-#define FMOE_TF32_ALLOWED "fmoe_ext::_tf32_allowed"
 #endif
 
 namespace fmoe_ext {
@@ -46,15 +44,6 @@ class OnDeviceOf {
   torch::stable::accelerator::DeviceGuard guard_;
 };
 #endif
-
-// Whether torch allows TF32 in products of float32 at this moment: an operator of ops_select.cpp, in whose
-// place Python puts one that asks torch, so that compiled programs and autograd's threads are answered as
-// well.
-inline bool tf32_allowed() {
-  StableIValue result = 0;
-  STABLE_TORCH_ERROR_CODE_CHECK(torch_call_dispatcher(FMOE_TF32_ALLOWED, "", &result, TORCH_ABI_VERSION));
-  return torch::stable::detail::to<bool>(result);
-}
 
 inline Dtype as_dtype(const Tensor& t) {  // of a tensor that passed check_float
   switch (t.scalar_type()) {

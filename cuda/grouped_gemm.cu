@@ -125,13 +125,13 @@ __global__ void __launch_bounds__(kGemmThreads)
 
 }  // namespace
 
-void launch_rows_by_weight(Dtype dtype, bool tf32, const GroupedRows& x, const GroupedWeight& weight,
-                           const int* offs, int64_t num_rows, const void* bias, const RowScale& scale,
-                           void* out, LaunchStream stream) {
+void launch_rows_by_weight(Dtype dtype, const GroupedRows& x, const GroupedWeight& weight, const int* offs,
+                           int64_t num_rows, const void* bias, const RowScale& scale, void* out,
+                           LaunchStream stream) {
   const int64_t N = weight.along_n ? weight.columns : weight.rows,
                 K = weight.along_n ? weight.rows : weight.columns;
   if (num_rows == 0 || N == 0) return;
-  dispatch_tile_gemm(dtype, tf32, [&](auto tag) {
+  dispatch_tile_gemm(dtype, [&](auto tag) {
     using G = typename decltype(tag)::type;
     using T = typename G::Element;
     const int64_t tiles = max_row_tiles(num_rows, weight.num_experts, G::kM) * ceil_div(N, G::kN);
@@ -160,12 +160,12 @@ void launch_rows_by_mxfp4(const GroupedRows& x, const PackedWeight& weight, cons
       static_cast<T*>(out));
 }
 
-void launch_rows_by_rows(Dtype dtype, bool tf32, const GroupedRows& a, const GroupedRows& b, const int* offs,
+void launch_rows_by_rows(Dtype dtype, const GroupedRows& a, const GroupedRows& b, const int* offs,
                          int num_experts, int64_t num_rows, const WeightGrad& out, LaunchStream stream) {
   if (num_experts == 0 || a.width == 0 || b.width == 0) return;
   if (out.is_float != out.accumulate)
     throw std::runtime_error("fmoe_ext: launch_rows_by_rows accumulates into float, or stores the dtype");
-  dispatch_tile_gemm(dtype, tf32, [&](auto tag) {
+  dispatch_tile_gemm(dtype, [&](auto tag) {
     using G = typename decltype(tag)::type;
     using T = typename G::Element;
     const int64_t tiles = num_experts * ceil_div(a.width, G::kM) * ceil_div(b.width, G::kN);

@@ -86,9 +86,7 @@ struct RowScale {
   const int* row_idx;
   int64_t num_choices;
 };
-// tf32: float32, each operand rounded to TF32 (10 bits after the point), sums in float32; another dtype
-// throws
-void launch_rows_by_weight(Dtype, bool tf32, const GroupedRows& x, const GroupedWeight&, const int* offs,
+void launch_rows_by_weight(Dtype, const GroupedRows& x, const GroupedWeight&, const int* offs,
                            int64_t num_rows, const void* bias, const RowScale&, void* out, LaunchStream);
 // out[e] [a.width, b.width] = sum over the rows r of expert e of a[r]^T b[r]; zero for an expert without
 // rows, which is left alone when accumulating
@@ -110,8 +108,8 @@ struct PackedWeight {
 // out [num_rows, N] = rows weight^T + bias, or rows weight when along_n, of bfloat16; bias [E, N] may be null
 void launch_rows_by_mxfp4(const GroupedRows& x, const PackedWeight&, const int* offs, int64_t num_rows,
                           const void* bias, void* out, LaunchStream);
-void launch_rows_by_rows(Dtype, bool tf32, const GroupedRows& a, const GroupedRows& b, const int* offs,
-                         int num_experts, int64_t num_rows, const WeightGrad& out, LaunchStream);
+void launch_rows_by_rows(Dtype, const GroupedRows& a, const GroupedRows& b, const int* offs, int num_experts,
+                         int64_t num_rows, const WeightGrad& out, LaunchStream);
 void launch_sum_rows(Dtype, const GroupedRows&, const int* offs, int num_experts, int64_t num_rows,
                      const RowScale&, void* out, LaunchStream);
 

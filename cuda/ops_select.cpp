@@ -44,8 +44,6 @@ void set_gpu_sm_margin(int64_t sms) {
   sm_margin.store(static_cast<int>(sms), std::memory_order_relaxed);
 }
 
-bool no_tf32() { return false; }
-
 }  // namespace
 
 STABLE_TORCH_LIBRARY_FRAGMENT(FMOE_CUDA_NAMESPACE, m) {
@@ -54,7 +52,6 @@ STABLE_TORCH_LIBRARY_FRAGMENT(FMOE_CUDA_NAMESPACE, m) {
   m.def("_set_gpu_kernels(str[] names) -> ()");  // these on, all others off, on every device
   m.def("_gpu_kernel_runs() -> int[]");          // how often each has been chosen by this process
   m.def("_set_gpu_sm_margin(int sms) -> ()");    // SMs that the Hopper kernels leave to NCCL's
-  m.def("_tf32_allowed() -> bool");  // asked by products of float32; without Python nobody allows it
 }
 STABLE_TORCH_LIBRARY_IMPL(FMOE_CUDA_NAMESPACE, CompositeExplicitAutograd, m) {
   m.impl("_gpu_kernels", TORCH_BOX(&gpu_kernels));
@@ -62,7 +59,6 @@ STABLE_TORCH_LIBRARY_IMPL(FMOE_CUDA_NAMESPACE, CompositeExplicitAutograd, m) {
   m.impl("_set_gpu_kernels", TORCH_BOX(&set_gpu_kernels));
   m.impl("_gpu_kernel_runs", TORCH_BOX(&gpu_kernel_runs));
   m.impl("_set_gpu_sm_margin", TORCH_BOX(&set_gpu_sm_margin));
-  m.impl("_tf32_allowed", TORCH_BOX(&no_tf32));
 }
 
 }  // namespace fmoe_ext

@@ -26,7 +26,6 @@ class Products {
         stream_(stream),
         num_sms_(current_device_info().num_sms),
         task_{.dtype = as_dtype(like_),
-              .tf32_allowed = as_dtype(like_) == Dtype::f32 && any_tf32_on() && tf32_allowed(),
               .capability = current_device_info().capability,
               .num_rows = num_rows,
               .num_experts = num_experts_} {
@@ -51,8 +50,8 @@ class Products {
       return;
     }
     const Tensor pre = h ? *h : torch::stable::new_empty(like_, {num_rows_, w1.size(1)});
-    launch_rows_by_weight(dtype(), is_tf32(entry), x, grouped_weight(w1, false), offs_, num_rows_, data(b1),
-                          RowScale{}, data(pre), stream_);
+    launch_rows_by_weight(dtype(), x, grouped_weight(w1, false), offs_, num_rows_, data(b1), RowScale{},
+                          data(pre), stream_);
     launch_activation(dtype(), curve, gated, data(pre), offs_, num_experts_, num_rows_, H, data(a), stream_);
   }
 
@@ -65,8 +64,8 @@ class Products {
                                  narrow(weight.size(1)), narrow(weight.size(2)), data(bias), scale, data(out),
                                  grid(entry), stream_);
     else
-      launch_rows_by_weight(dtype(), is_tf32(entry), plain_rows(rows), grouped_weight(weight, false), offs_,
-                            num_rows_, data(bias), scale, data(out), stream_);
+      launch_rows_by_weight(dtype(), plain_rows(rows), grouped_weight(weight, false), offs_, num_rows_,
+                            data(bias), scale, data(out), stream_);
   }
 
   // Of dA = dy_rows w2: dh and scaled_a, and, if wanted, dweights, which is zero on entry.
@@ -77,8 +76,8 @@ class Products {
     const Entry* entry = select(Product::grad_hidden, H, D);
     if (!is_hopper(entry)) {
       const Tensor da = torch::stable::new_empty(like_, {num_rows_, H});
-      launch_rows_by_weight(dtype(), is_tf32(entry), dy, grouped_weight(w2, true), offs_, num_rows_, nullptr,
-                            RowScale{}, data(da), stream_);
+      launch_rows_by_weight(dtype(), dy, grouped_weight(w2, true), offs_, num_rows_, nullptr, RowScale{},
+                            data(da), stream_);
       launch_activation_backward(dtype(), curve, gated, data(da), rows, dy.data, data(b2), H, D, data(dh),
                                  data(scaled_a), data(dweights), stream_);
       return;
@@ -106,7 +105,7 @@ class Products {
       launch_grad_weight_sm90(dtype(), a, b, offs_, heaviest_first(), num_experts_, num_rows_, grad,
                               grid(entry), stream_);
     else
-      launch_rows_by_rows(dtype(), is_tf32(entry), a, b, offs_, num_experts_, num_rows_, grad, stream_);
+      launch_rows_by_rows(dtype(), a, b, offs_, num_experts_, num_rows_, grad, stream_);
   }
 
   // out = rows weight, weight [E, N, K]
@@ -116,8 +115,8 @@ class Products {
       launch_grad_input_sm90(dtype(), rows.data, offs_, data(weight), num_rows_, num_experts_,
                              narrow(weight.size(2)), narrow(weight.size(1)), data(out), grid(entry), stream_);
     else
-      launch_rows_by_weight(dtype(), is_tf32(entry), rows, grouped_weight(weight, true), offs_, num_rows_,
-                            nullptr, RowScale{}, data(out), stream_);
+      launch_rows_by_weight(dtype(), rows, grouped_weight(weight, true), offs_, num_rows_, nullptr,
+                            RowScale{}, data(out), stream_);
   }
 
   // out = rows weight^T + bias, or rows weight when along_n, of a weight in MXFP4; false where no kernel is

@@ -56,20 +56,6 @@ PTX_FN void mma_m16n8k16(float (&d)[4], const uint32_t (&a)[4], const uint32_t (
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
-// d[4] += a[4] (16 x 8) * b[2] (8 x 8), of TF32 numbers
-PTX_FN void mma_m16n8k8_tf32(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
-  asm volatile(
-      "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
-      "{%0,%1,%2,%3};"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
-}
-// A float to the nearest TF32, ties away from zero; both as bits.
-PTX_FN uint32_t round_to_tf32(uint32_t bits) {
-  uint32_t rounded;
-  asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(rounded) : "r"(bits));
-  return rounded;
-}
 // ---- 2^v and 1 / v within 2 units in the last place; what is below 2^-126, v or the result, is zero
 PTX_FN float ex2_ftz(float v) {
   float r;

@@ -30,7 +30,6 @@ inline bool is_of_mxfp4(Product product) {
 struct Task {
   Product product;
   Dtype dtype;
-  bool tf32_allowed;           // float32 may be rounded to TF32
   int capability;              // of the device
   std::vector<int64_t> sizes;  // of all matrices, but for their numbers of rows and experts
   std::vector<const void*> matrices;
@@ -85,7 +84,7 @@ inline bool turns_pay(const Task& task) { return task.costly && rows_from<64>(ta
 
 // What is multiplied, by which kernels: 16 bits by those for Hopper, a weight in MXFP4 by them or by the
 // portable one.
-enum class Numbers { sixteen_bit, tf32, mxfp4 };
+enum class Numbers { sixteen_bit, mxfp4 };
 
 struct Entry {
   const char* name;  // stable: what a GPU has proved is kept by it
@@ -97,7 +96,7 @@ struct Entry {
   int cluster, tile_rows, tile_columns;
   Preference prefers;
 };
-inline constexpr Numbers k16 = Numbers::sixteen_bit, kTf32 = Numbers::tf32, kMx = Numbers::mxfp4;
+inline constexpr Numbers k16 = Numbers::sixteen_bit, kMx = Numbers::mxfp4;
 inline constexpr Entry kEntries[] = {
     // name, product, sm, numbers, sizes, bytes, cluster, rows and columns of a tile, best for
     {"up.128x160", Product::up, 90, k16, 8, 16, 1, 128, 160, turns_pay},
@@ -117,12 +116,6 @@ inline constexpr Entry kEntries[] = {
     {"grad_input.64x192", Product::grad_input, 90, k16, 8, 16, 1, 64, 192, always},
     {"grad_weight.128x256.pairs", Product::grad_weight, 90, k16, 8, 16, 2, 128, 256, pairs_fit},
     {"grad_weight.128x256", Product::grad_weight, 90, k16, 8, 16, 1, 128, 256, always},
-    // the portable products, rounding their operands
-    {"up.tf32", Product::up, 80, kTf32, 1, 1, 1, 128, 128, always},
-    {"rows_by_weight.tf32", Product::rows_by_weight, 80, kTf32, 1, 1, 1, 128, 128, always},
-    {"grad_hidden.tf32", Product::grad_hidden, 80, kTf32, 1, 1, 1, 128, 128, always},
-    {"grad_input.tf32", Product::grad_input, 80, kTf32, 1, 1, 1, 128, 128, always},
-    {"grad_weight.tf32", Product::grad_weight, 80, kTf32, 1, 1, 1, 128, 128, always},
     // of frozen weights; where none is on, the weight is decoded in memory
     {"rows_by_mxfp4.128x256", Product::rows_by_mxfp4, 90, k16, 8, 16, 1, 128, 256, always},
     {"grad_by_mxfp4.128x256", Product::grad_by_mxfp4, 90, k16, 8, 16, 1, 128, 256, always},
@@ -134,18 +127,12 @@ static_assert(kNumEntries <= 64);
 
 // What an entry stands for; null: the portable kernels, of a weight in MXFP4 none.
 inline bool is_hopper(const Entry* entry) { return entry && entry->numbers == Numbers::sixteen_bit; }
-inline bool is_tf32(const Entry* entry) { return entry && entry->numbers == Numbers::tf32; }
 inline bool is_portable_mxfp4(const Entry* entry) { return entry && entry->numbers == Numbers::mxfp4; }
 
 // ---- run time: bit i stands for entry i
 inline std::atomic<uint64_t> entries_on{~0ull};
 inline std::atomic<int64_t> entry_runs[kNumEntries];  // how often each was chosen
 inline bool is_on(int entry) { return entries_on.load(std::memory_order_relaxed) >> entry & 1; }
-inline bool any_tf32_on() {
-  for (int i = 0; i < kNumEntries; ++i)
-    if (is_tf32(&kEntries[i]) && is_on(i)) return true;
-  return false;
-}
 
 // setup.py defines FMOE_HAS_SM90A when sm_90a is among the architectures; without it the Hopper kernels are
 // empty.
@@ -156,7 +143,6 @@ inline constexpr bool kHasHopperCode = false;
 #endif
 
 inline bool runs_on(const Entry& entry, const Task& task) {
-  if (is_tf32(&entry)) return task.tf32_allowed && task.capability >= entry.capability;
   if (is_portable_mxfp4(&entry)) return task.dtype == Dtype::bf16 && task.capability >= entry.capability;
   const bool is_16_bit =
       task.dtype == Dtype::bf16 || (task.dtype == Dtype::f16 && !is_of_mxfp4(task.product));

@@ -1,11 +1,9 @@
 // The portable matrix product of one thread block, acc [kM, kN] += A [kM, k] B [kN, k]^T: mma_tile.cuh for
-// 16-bit types, fma_tile.cuh for float32, tf32_tile.cuh for float32 as TF32, and here plain fused
-// multiply-adds for float64.
+// 16-bit types, fma_tile.cuh for float32, and here plain fused multiply-adds for float64.
 #pragma once
 
 #include "fma_tile.cuh"
 #include "mma_tile.cuh"
-#include "tf32_tile.cuh"
 
 namespace fmoe_ext {
 
@@ -118,9 +116,7 @@ using TileGemm =
 
 // Calls body with a std::type_identity of the product for a dtype.
 template <class Body>
-void dispatch_tile_gemm(Dtype dtype, bool tf32, const Body& body) {
-  if (tf32 && dtype != Dtype::f32) throw std::runtime_error("fmoe_ext: only float32 is rounded to TF32");
-  if (tf32) return body(std::type_identity<Tf32TileGemm>{});
+void dispatch_tile_gemm(Dtype dtype, const Body& body) {
   dispatch_dtype(dtype, [&](auto tag) { body(std::type_identity<TileGemm<decltype(tag)>>{}); });
 }
 

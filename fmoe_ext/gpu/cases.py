@@ -12,12 +12,10 @@ from torch import Tensor
 from fmoe_ext import ops
 from fmoe_ext.experts import GATED_ACTIVATIONS
 from fmoe_ext.frozen import Quantized, frozen_gemm, frozen_mlp
-from fmoe_ext.gpu.tf32 import rounded
 
 Results: TypeAlias = "dict[str, Tensor]"
 MX_BLOCK = 32  # columns of MXFP4 that share a scale
 WEIGHTS = ("w1", "w2")
-MATRICES = ("x", *WEIGHTS, "rows", "grad", "grad_rows")  # of Inputs, what products read
 
 
 @dataclass(frozen=True)
@@ -157,9 +155,6 @@ class Inputs:
             if (t := getattr(self, f.name)) is not None and t.is_floating_point()
         }
         return replace(self, **floats)
-
-    def rounded_to_tf32(self) -> "Inputs":
-        return replace(self, **{name: rounded(getattr(self, name)) for name in MATRICES})
 
     def copy_(self, other: "Inputs") -> None:
         for mine, its in zip(self.tensors(), other.tensors(), strict=True):

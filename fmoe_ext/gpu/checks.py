@@ -10,7 +10,7 @@ from fmoe_ext.gpu import kernels as gpu_kernels
 from fmoe_ext.gpu.cases import WEIGHTS, Case, Inputs, Results, main_gradients, results
 from fmoe_ext.gpu.proof import PORTABLE, Verdict
 from fmoe_ext.gpu.target import Target
-from fmoe_ext.gpu.tf32 import tf32
+from fmoe_ext.gpu.torch_path import tf32
 from fmoe_ext.testing import assert_close
 
 REFERENCES = (ops.expert_mlp_ref, ops.grouped_gemm_ref, frozen.frozen_mlp_ref, frozen.frozen_gemm_ref)
@@ -30,7 +30,7 @@ class Checker:
         gpu_kernels.switch_on(on)
         before = gpu_kernels.runs()
         try:
-            with tf32(gpu_kernels.is_tf32(kernel)):
+            with tf32(False):
                 for check in (self._values, self._graph, self._streams):
                     check(kernel)
                     self.target.synchronize()
@@ -43,8 +43,6 @@ class Checker:
         return Verdict("proved")
 
     def _dtypes(self, kernel: str) -> tuple[torch.dtype, ...]:
-        if gpu_kernels.is_tf32(kernel):
-            return (torch.float32,)
         return (*self.target.dtypes, torch.float32) if kernel == PORTABLE else self.target.dtypes
 
     def _problems(self, kernel: str) -> Iterator[tuple[Case, torch.dtype]]:
@@ -56,12 +54,11 @@ class Checker:
     def _run(self, case: Case, inputs: Inputs) -> Results:
         return results(case, inputs) | (main_gradients(case, inputs) if case.T else {})
 
-    def _expected(self, case: Case, dtype: torch.dtype, to_tf32: bool) -> tuple[Results, Results]:
-        """(float64, plain PyTorch in the dtype). To TF32 plain PyTorch rounds the inputs alone: its errors are at least
-        1 / sqrt(2) of those of kernels that round what lies between two products as well."""
+    def _expected(self, case: Case, dtype: torch.dtype) -> tuple[Results, Results]:
+        """(float64, plain PyTorch in the dtype)"""
         inputs = self._inputs(case, dtype)
         truth = results(case, inputs.to(torch.float64), *REFERENCES)
-        plain = results(case, inputs.rounded_to_tf32() if to_tf32 else inputs, *REFERENCES)
+        plain = results(case, inputs, *REFERENCES)
         for values in (truth, plain):
             values |= {f"main gradient of {name}": values[f"expert_mlp d{name}"] for name in WEIGHTS}
         return truth, plain
@@ -71,10 +68,9 @@ class Checker:
         return self._run(case, self._inputs(case, dtype))
 
     def _values(self, kernel: str) -> None:
-        to_tf32 = gpu_kernels.is_tf32(kernel)
         for case, dtype in self._problems(kernel):
-            truth, plain = self.expected(case, dtype, to_tf32)
-            portable = plain if kernel == PORTABLE or to_tf32 else self.portable(case, dtype)
+            truth, plain = self.expected(case, dtype)
+            portable = plain if kernel == PORTABLE else self.portable(case, dtype)
             gpu_kernels.switch_on(() if kernel == PORTABLE else (kernel,))
             ours, again = (self._run(case, self._inputs(case, dtype)) for _ in range(2))
             for name, value in ours.items():

@@ -41,30 +41,9 @@ def sources() -> str:
     return str(torch.ops.fmoe_ext._gpu_kernel_sources())
 
 
-def is_tf32(kernel: str) -> bool:
-    """True if a kernel rounds float32 to TF32: it is used only while torch allows that."""
-    return kernel.endswith(".tf32")
-
-
 def is_mxfp4(kernel: str) -> bool:
     """True if a kernel multiplies by frozen weights in MXFP4."""
     return "_by_mxfp4." in kernel
-
-
-def tf32_allowed() -> bool:
-    """True if torch allows TF32 in products of float32 on CUDA, at this moment."""
-    return bool(torch.backends.cuda.matmul.fp32_precision == "tf32")
-
-
-def ask_torch_about_tf32(namespace: str = "fmoe_ext") -> torch.library.Library:
-    """Has products of float32 ask torch each time, as long as the result lives; else they are computed in full."""
-    library = torch.library.Library(namespace, "IMPL")
-    with warnings.catch_warnings():
-        warnings.filterwarnings(
-            "ignore", "Warning only once for all operators"
-        )  # it takes an operator's place
-        library.impl("_tf32_allowed", tf32_allowed, "CompositeExplicitAutograd")
-    return library
 
 
 class SmMargin:
@@ -172,12 +151,10 @@ class Selection:
             frozenset(),
             None,
         )
-        self._tf32: torch.library.Library | None = None
 
     def prepare(self) -> None:
         """Turn unproved kernels off as soon as the CUDA module is loaded, before any operator is called."""
         self.is_prepared = True
-        self._tf32 = ask_torch_about_tf32()
         if _env.get("FMOE_GPU_KERNELS") in NEED_PROOF:
             switch_on(())
         else:
@@ -214,7 +191,7 @@ class Selection:
             return
         self._torch_wins = (frozenset(), None)  # what was installed is taken back with the library's end
         if wins:
-            self._torch_wins = (wins, torch_path.install_where(self.device_type.upper(), wins, tf32_allowed))
+            self._torch_wins = (wins, torch_path.install_where(self.device_type.upper(), wins))
 
 
 def key_of(device: int) -> gpu_proof.Key:

@@ -15,7 +15,6 @@ from fmoe_ext.gpu import torch_path
 from fmoe_ext.gpu.cases import MLP_LEAVES, Case, Inputs, frozen, frozen_linear, mlp
 from fmoe_ext.gpu.proof import PORTABLE, Race, TorchWin, Verdict, rows_class
 from fmoe_ext.gpu.target import Target
-from fmoe_ext.gpu.tf32 import tf32
 
 MARGIN = 1.03  # a kernel is slow if it takes this much longer than what there is without it
 TORCH_MARGIN = 1.05  # torch takes an operator if ours takes this much longer than its own
@@ -132,7 +131,7 @@ class Course:
 
     @property
     def shape(self) -> str:
-        return f"{self.case}, float32 as TF32" if self.dtype == torch.float32 else str(self.case)
+        return f"{self.case}, float32, TF32 allowed" if self.dtype == torch.float32 else str(self.case)
 
 
 class Races:
@@ -148,10 +147,16 @@ class Races:
     def run(self) -> Iterator[Event]:
         yield from self._run_until_none_is_slow(self.target.dtypes[0])
         yield from self._compare_with_torch()
-        if any(map(gpu_kernels.is_tf32, self.kernels)):
-            with tf32(True):
-                yield from self._run_until_none_is_slow(torch.float32)
-            yield from self._compare_with_torch()
+        with torch_path.tf32(True):  # our float32 stays whole, torch's is rounded
+            yield from self._run_all(
+                [
+                    Course(case, operation, torch.float32)
+                    for case in self.target.races
+                    for operations in TIMED_BY.values()
+                    for operation in operations
+                ]
+            )
+        yield from self._compare_with_torch()
 
     def _compare_with_torch(self) -> Iterator[Event]:
         """The operators that torch wins; a kernel that computes none but these is beaten."""

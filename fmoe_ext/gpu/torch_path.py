@@ -7,7 +7,8 @@ except where torch does: for float32 on CUDA and float64.
 """
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from types import MappingProxyType
@@ -22,6 +23,23 @@ from fmoe_ext.ops.arguments import ExpertMlp, ExpertMlpBackward, ExpertMlpBackwa
 
 aten = torch.ops.aten
 native = torch.ops.fmoe_ext
+
+
+def tf32_allowed() -> bool:
+    """True if torch allows TF32 in products of float32 on CUDA, at this moment."""
+    return bool(torch.backends.cuda.matmul.fp32_precision == "tf32")
+
+
+@contextmanager
+def tf32(allowed: bool) -> Iterator[None]:
+    """torch.backends.cuda.matmul.fp32_precision is "tf32" or "ieee" inside the block, afterwards what it was."""
+    matmul = torch.backends.cuda.matmul
+    before = matmul.fp32_precision
+    matmul.fp32_precision = "tf32" if allowed else "ieee"
+    try:
+        yield
+    finally:
+        matmul.fp32_precision = before
 
 
 def install(dispatch_key: str) -> torch.library.Library:
@@ -53,9 +71,7 @@ TORCH_OPERATORS = MappingProxyType(
 )
 
 
-def install_where(
-    dispatch_key: str, wins: frozenset[tuple[str, str, str]], tf32_allowed: Callable[[], bool]
-) -> torch.library.Library:
+def install_where(dispatch_key: str, wins: frozenset[tuple[str, str, str]]) -> torch.library.Library:
     """Puts these functions in the place of the kernels for the problems of wins, (operator, numbers, rows) each.
 
     Biases and widths that torch's product would copy, and float32 during the capture of a graph, stay with the kernels.
@@ -71,7 +87,7 @@ def install_where(
                 keyset: Any, *given: Any, name: str = name, operator: str = operator, kernel: Any = kernel
             ) -> Any:
                 problem = Problem.of(name, given)
-                if problem.suits_torch and (operator, problem.numbers(tf32_allowed), problem.rows) in wins:
+                if problem.suits_torch and (operator, problem.numbers, problem.rows) in wins:
                     return globals()[name](*given)
                 return kernel.call_boxed(keyset, *given)
 
@@ -123,7 +139,8 @@ class Problem:
         is_wide = self.x.dtype == torch.float32
         return not (is_wide and self.x.is_cuda and torch.cuda.is_current_stream_capturing())
 
-    def numbers(self, tf32_allowed: Callable[[], bool]) -> str:
+    @property
+    def numbers(self) -> str:
         if self.x.dtype in (torch.bfloat16, torch.float16):
             return "16 bits"
         return "tf32" if self.x.dtype == torch.float32 and tf32_allowed() else "whole"

@@ -92,7 +92,6 @@ enum class WarpOpKind {
   ldmatrix,
   mma
 };
-enum class MmaNumbers { bf16, f16, tf32 };  // what mma.sync multiplies
 struct Operand {
   uint64_t value = 0;
   uint32_t arg = 0, width = 0;

@@ -32,9 +32,9 @@ inline void st_shared16(uint32_t p, const uint4& v) { emu::st_shared16(p, v); }
 inline void st_global16(void* p, const uint4& v) { *static_cast<uint4*>(p) = v; }
 
 namespace detail {
-inline void mma(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2], emu::MmaNumbers numbers) {
+inline void mma(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2], bool is_f16) {
   emu::Operand operand;
-  operand.arg = static_cast<uint32_t>(numbers);
+  operand.arg = is_f16;
   std::memcpy(operand.regs, a, sizeof a);
   std::memcpy(operand.regs + 4, b, sizeof b);
   std::memcpy(operand.regs + 6, d, sizeof d);
@@ -43,16 +43,10 @@ inline void mma(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2], e
 }
 }  // namespace detail
 inline void mma_m16n8k16(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2], __nv_bfloat16) {
-  detail::mma(d, a, b, emu::MmaNumbers::bf16);
+  detail::mma(d, a, b, false);
 }
 inline void mma_m16n8k16(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2], __half) {
-  detail::mma(d, a, b, emu::MmaNumbers::f16);
-}
-inline void mma_m16n8k8_tf32(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
-  detail::mma(d, a, b, emu::MmaNumbers::tf32);
-}
-inline uint32_t round_to_tf32(uint32_t bits) {  // a NaN stays one, an infinity infinite
-  return ((bits & 0x7f800000u) == 0x7f800000u ? bits : bits + 0x1000u) & ~0x1fffu;
+  detail::mma(d, a, b, true);
 }
 template <bool kTranspose>
 void ldmatrix_x4(uint32_t (&r)[4], uint32_t p) {

@@ -244,36 +244,6 @@ void test_mma() {
     }
 }
 
-// ---- mma.sync of TF32: the lower 13 bits of a register do not matter
-void tf32_kernel(const uint32_t* a, const uint32_t* b, float* d) {  // a [16, 8], b [8, 8] row-major
-  const int row = threadIdx.x / 4, k = threadIdx.x % 4;
-  const uint32_t fa[4] = {a[row * 8 + k], a[row * 8 + 64 + k], a[row * 8 + k + 4], a[row * 8 + 64 + k + 4]};
-  const uint32_t fb[2] = {b[k * 8 + row], b[k * 8 + 32 + row]};
-  float acc[4] = {};
-  ptx::mma_m16n8k8_tf32(acc, fa, fb);
-  for (int i = 0; i < 4; ++i) d[(row + i / 2 * 8) * 8 + k * 2 + i % 2] = acc[i];
-}
-void test_tf32() {
-  std::mt19937 generator(5);
-  std::vector<uint32_t> a(16 * 8), b(8 * 8);
-  for (auto* operand : {&a, &b})
-    for (uint32_t& v : *operand)
-      v = std::bit_cast<uint32_t>(int(generator() % 64) - 32.0f) | generator() % 8192;
-  std::vector<float> d(16 * 8, NAN);
-  launch(tf32_kernel, 1, 32, 0, nullptr, a.data(), b.data(), d.data());
-  const auto whole = [](uint32_t v) { return std::bit_cast<float>(v & ~8191u); };
-  for (int i = 0; i < 16 * 8; ++i) {
-    float sum = 0;
-    for (int k = 0; k < 8; ++k) sum += whole(a[i / 8 * 8 + k]) * whole(b[k * 8 + i % 8]);
-    CHECK(d[i] == sum, "tf32 [%d]: %g, expected %g", i, d[i], sum);
-  }
-  const std::pair<uint32_t, uint32_t> rounded[] = {
-      {0x3f800fff, 0x3f800000}, {0x3f801000, 0x3f802000}, {0xbf801000, 0xbf802000},  // ties away from zero
-      {0x3fffffff, 0x40000000}, {0x7f7fffff, 0x7f800000}, {0x7f800000, 0x7f800000}, {0x7fffffff, 0x7fffe000}};
-  for (const auto& [bits, expected] : rounded)
-    CHECK(ptx::round_to_tf32(bits) == expected, "%08x rounded to %08x", bits, ptx::round_to_tf32(bits));
-}
-
 // ---- TMA and every operand form of wgmma: A and B along k or along m / n, A in registers
 bf16 a_global[64 * 64], b_global[128 * 64], d_global[64 * 128];
 float d_float[64 * 128];
@@ -456,7 +426,6 @@ int main() {
     test_warp();
     test_cp_async();
     test_mma();
-    test_tf32();
     test_wgmma();
     test_proxies();
     test_cluster();

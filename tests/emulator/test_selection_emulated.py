@@ -20,7 +20,7 @@ def hopper_kernels(emulated):
     """{product: names of its kernels}, in the order of the table."""
     kernels = {}
     for name in emulated._gpu_kernels():
-        if not name.endswith(".tf32") and "_by_mxfp4" not in name:
+        if "_by_mxfp4" not in name:
             kernels.setdefault(name.split(".")[0], []).append(name)
     return kernels
 

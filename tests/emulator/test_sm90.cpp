@@ -84,11 +84,10 @@ void test_fast_curve() {
 
 // What select.h names for a product of so many rows, or with so many tiles along the gathered operand, or
 // with N columns and sums of K terms.
-std::string chosen(Product product, int64_t num_rows, int64_t shared_tiles = 0, int64_t N = 0, int64_t K = 0,
-                   bool is_tf32 = false) {
+std::string chosen(Product product, int64_t num_rows, int64_t shared_tiles = 0, int64_t N = 0,
+                   int64_t K = 0) {
   const Entry* entry = select({.product = product,
-                               .dtype = is_tf32 ? Dtype::f32 : Dtype::bf16,
-                               .tf32_allowed = is_tf32,
+                               .dtype = Dtype::bf16,
                                .capability = 90,
                                .sizes = {8},
                                .num_rows = num_rows,
@@ -152,7 +151,6 @@ void test_selection_of_mxfp4() {
     const auto is = [&](int capability, int64_t size, Dtype dtype, const std::string& expected) {
       const Entry* entry = select({.product = product,
                                    .dtype = dtype,
-                                   .tf32_allowed = true,
                                    .capability = capability,
                                    .sizes = {size, 32},
                                    .num_rows = 100,
@@ -177,8 +175,7 @@ void test_switches() {
   for (const Entry& entry : kEntries) {
     only(entry.name);
     for (const int64_t rows : {1, 1024 * 8})
-      CHECK(chosen(entry.product, rows, 1, 0, 0, is_tf32(&entry)) == entry.name, "%s was not chosen",
-            entry.name);
+      CHECK(chosen(entry.product, rows, 1) == entry.name, "%s was not chosen", entry.name);
   }
   only("up.128x256");
   CHECK(chosen(Product::grad_input, 1) == "portable", "an entry that is off was chosen");

@@ -99,30 +99,27 @@ void move_matrices(Warp* warp, WarpOp& op) {
     }
 }
 
-// mma.sync m16n8k16 and, of TF32, m16n8k8; A by rows, B by columns: registers 0-3 hold A, 4-5 B, 6-9 the
-// accumulator (PTX ISA, fragments). A register has two 16-bit numbers, or a TF32 in its upper 19 bits: the
-// hardware does not look at the others.
+// mma.sync m16n8k16, A by rows, B by columns: registers 0-3 hold A, 4-5 B, 6-9 the accumulator (PTX ISA,
+// fragments).
 void multiply(WarpOp& op) {
   if (op.mask != ~0u) fail("%s needs the whole warp", op.what);
-  const MmaNumbers numbers = static_cast<MmaNumbers>(op.in[0].arg);
-  const int in_register = numbers == MmaNumbers::tf32 ? 1 : 2, half_k = 4 * in_register;
+  const bool is_f16 = op.in[0].arg;
   float a[16][16], b[16][8];
   auto number = [&](uint32_t reg, int h) {
-    if (numbers == MmaNumbers::tf32) return std::bit_cast<float>(reg & ~0x1fffu);
-    return element_to_float(static_cast<uint16_t>(reg >> (16 * h)), numbers == MmaNumbers::f16);
+    return element_to_float(static_cast<uint16_t>(reg >> (16 * h)), is_f16);
   };
   for (int lane = 0; lane < 32; ++lane)
-    for (int h = 0; h < in_register; ++h) {
-      const int row = lane / 4, col = lane % 4 * in_register + h;
+    for (int h = 0; h < 2; ++h) {
+      const int row = lane / 4, col = lane % 4 * 2 + h;
       const uint32_t* r = op.in[lane].regs;
-      for (int i = 0; i < 4; ++i) a[row + (i & 1) * 8][col + (i >> 1) * half_k] = number(r[i], h);
-      for (int i = 0; i < 2; ++i) b[col + i * half_k][row] = number(r[4 + i], h);
+      for (int i = 0; i < 4; ++i) a[row + (i & 1) * 8][col + (i >> 1) * 8] = number(r[i], h);
+      for (int i = 0; i < 2; ++i) b[col + i * 8][row] = number(r[4 + i], h);
     }
   for (int lane = 0; lane < 32; ++lane)
     for (int i = 0; i < 4; ++i) {
       const int row = lane / 4 + (i >> 1) * 8, col = lane % 4 * 2 + (i & 1);
       float sum = std::bit_cast<float>(op.in[lane].regs[6 + i]);
-      for (int k = 0; k < 2 * half_k; ++k) sum += a[row][k] * b[k][col];
+      for (int k = 0; k < 16; ++k) sum += a[row][k] * b[k][col];
       op.in[lane].regs[6 + i] = std::bit_cast<uint32_t>(sum);
     }
 }

@@ -60,7 +60,6 @@ class OnCpu(Target):
 def define_switches(names, switch, runs):
     """The operators of cuda/ops_select.cpp."""
     library = torch.library.Library("fmoe_ext", "FRAGMENT")
-    library.define("_tf32_allowed() -> bool")
     for schema, function in (
         ("_gpu_kernels() -> str[]", names),
         ("_set_gpu_kernels(str[] names) -> ()", switch),
@@ -122,7 +121,8 @@ class Pretend(OnCpu):
     def kernel(self, name):
         def call(*arguments):
             out = getattr(torch_path, name)(*arguments)
-            ran = [next((k for k in self.on if k.split(".")[0] == p), None) for p in PRODUCTS[name]]
+            on = () if arguments[0].dtype == torch.float32 else self.on
+            ran = [next((k for k in on if k.split(".")[0] == p), None) for p in PRODUCTS[name]]
             for kernel in ran:
                 self.ran.append(kernel)
                 if kernel:
@@ -194,7 +194,6 @@ class Emulated(OnCpu):
         every = emulated._gpu_kernels()
         self.libraries = [
             library,
-            gpu_kernels.ask_torch_about_tf32("fmoe_ext_emu"),
             define_switches(
                 lambda: list(self.kernels),
                 emulated._set_gpu_kernels,

@@ -31,6 +31,10 @@ def prove_quietly(target, **options):
     return prove(target, say=lines.append, **options), lines
 
 
+def won(proof, numbers):
+    return {win.operator: win for win in proof.torch_wins if win.numbers == numbers}
+
+
 def test_prove_sound_gpu_proves_all():
     """Right and fast kernels are proved; a kernel that loses to the one it replaces is off."""
     proof, lines = prove_quietly(Pretend())
@@ -46,7 +50,8 @@ def test_prove_sound_gpu_proves_all():
         "grouped_gemm (T 16, K 2, E 4, D 16, H 8, swiglu, even) takes 4.000 ms, 3.000 ms without it"
     )
     assert "no use for it" in proof.verdicts["odd.a"].reason
-    first, second = (race for race in proof.races if race.operation == "grouped_gemm")
+    first, second, whole = (race for race in proof.races if race.operation == "grouped_gemm")
+    assert whole.shape.endswith("float32, TF32 allowed") and whole.kernel == "portable"
     assert (first.kernel, first.ms, first.without_ms) == ("rows_by_weight.pairs", 4.0, 3.0)
     assert (second.kernel, second.ms, second.without_ms) == ("rows_by_weight.a", 3.0, PORTABLE_MS)
     assert first.torch_ms == TORCH_MS
@@ -57,7 +62,7 @@ def test_prove_sound_gpu_proves_all():
 def test_torch_takes_what_it_computes_faster():
     """At 7 ms torch wins both operators of expert_mlp but none of grouped_gemm's but what no kernel computes."""
     proof, lines = prove_quietly(Pretend(torch_ms=7.0))
-    wins = {win.operator: win for win in proof.torch_wins}
+    wins = won(proof, "16 bits")
     assert list(wins) == ["expert_mlp"]  # 5 + 3 ms; the others 3, 6 + 6 and 6
     win = wins["expert_mlp"]
     assert win == gpu_proof.TorchWin("expert_mlp", "16 bits", "few", 8.0, 7.0)
@@ -70,11 +75,20 @@ def test_torch_takes_what_it_computes_faster():
     assert "torch's product for expert_mlp, 16 bits, few rows an expert: 7.000 ms, ours 8.000" in text
     assert f"beaten: up.a ({reason})" in text
     choice = gpu_kernels.choose("auto", list(KERNELS), proof)
-    assert choice.torch_wins == {("expert_mlp", "16 bits", "few")} and "up.a" in choice.kernels
+    assert ("expert_mlp", "16 bits", "few") in choice.torch_wins and "up.a" in choice.kernels
+
+
+@pytest.mark.parametrize(
+    ("torch_ms", "operators"), [(7.0, set(TIMED_BY)), (9.6, {"expert_mlp"}), (20.0, set())]
+)
+def test_torch_takes_float32_where_its_rounded_product_is_faster(torch_ms, operators):
+    """10 ms a product: two of expert_mlp, one of the other three."""
+    proof, _ = prove_quietly(Pretend(torch_ms=torch_ms))
+    assert set(won(proof, "tf32")) == operators
 
 
 def test_torch_needs_five_per_cent():
-    assert prove_quietly(Pretend(torch_ms=7.7))[0].torch_wins == ()  # 8 ms of ours are 4 % more
+    assert won(prove_quietly(Pretend(torch_ms=7.7))[0], "16 bits") == {}  # 8 ms of ours are 4 % more
 
 
 def test_torch_takes_all_where_only_portable_kernels_are_there():
@@ -199,7 +213,7 @@ def test_out_of_memory_in_a_race_is_no_verdict():
     verdicts, sent, _ = judge(Pretend({"grad_weight.a": "races: out of memory"}), race=True)
     assert verdicts["grad_weight.a"].state == "proved"
     races = [event for event in sent if isinstance(event, gpu_proof.Race)]
-    assert {race.operation for race in races} == {"grouped_gemm"}
+    assert {race.operation for race in races if "float32" not in race.shape} == {"grouped_gemm"}
     stop = next(event for event in sent if isinstance(event, Start) and "out of memory" in event.what)
     assert stop.what.startswith("out of memory: no more races of T 16") and stop.kernels == ()
 
@@ -285,16 +299,13 @@ def needs_emulator():
 @pytest.mark.long
 def test_prove_emulated_gpu(needs_emulator):
     kernels = ("up.128x256", "rows_by_weight.64x192", "grad_hidden.128x128", "grad_weight.128x256")
-    kernels += ("up.tf32", "grad_weight.tf32", "rows_by_mxfp4.128x256", "grad_by_mxfp4.128x128")
+    kernels += ("rows_by_mxfp4.128x256", "grad_by_mxfp4.128x128")
     proof, _ = prove_quietly(Emulated(kernels), limit=600.0, budget=1200.0)
     assert states(proof) == dict.fromkeys(("portable", *kernels), "proved")
     assert {race.kernel for race in proof.races} == {
         "portable",
         *kernels,
     }  # nothing for the gradient of the rows
-    assert {
-        race.shape.endswith("float32 as TF32") for race in proof.races if race.kernel.endswith("tf32")
-    } == {True}
     frozen = {race.operation: race.kernel for race in proof.races if race.operation in FROZEN_OPERATIONS}
     for name, kernel in frozen.items():
         assert kernel == kernels[-1 if "gradient" in name else -2], name

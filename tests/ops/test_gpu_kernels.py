@@ -15,7 +15,7 @@ from fmoe_ext.gpu import kernels as gpu_kernels
 from fmoe_ext.gpu import proof as gpu_proof
 from fmoe_ext.gpu import torch_path
 from fmoe_ext.gpu.proof import Key, Proof, Race, Verdict
-from fmoe_ext.gpu.tf32 import tf32
+from fmoe_ext.gpu.torch_path import tf32, tf32_allowed
 from fmoe_ext.ops import expert_mlp, grouped_gemm
 from tests.gpu.targets import define_switches
 from tests.ops.test_expert_mlp import Problem
@@ -205,6 +205,31 @@ def test_torch_computes_expert_mlp_where_it_won(switches, monkeypatch, by_torch)
     assert by_torch == ["expert_mlp", "expert_mlp_backward"]
     for ours, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(ours, theirs)
+
+
+@pytest.fixture
+def precision():
+    """Put the precision back that a test has set."""
+    yield
+    torch.set_float32_matmul_precision("highest")
+    for module in (torch.backends.mkldnn.matmul, torch.backends.cuda.matmul, torch.backends):
+        module.fp32_precision = "none"
+
+
+@pytest.mark.parametrize(
+    ("say", "allowed"),
+    [
+        (lambda: None, False),  # torch's default
+        (lambda: setattr(torch.backends.cuda.matmul, "fp32_precision", "tf32"), True),
+        (lambda: setattr(torch.backends.cuda.matmul, "fp32_precision", "ieee"), False),
+        (lambda: setattr(torch.backends, "fp32_precision", "tf32"), True),
+        (lambda: torch.set_float32_matmul_precision("high"), True),
+        (lambda: torch.set_float32_matmul_precision("highest"), False),
+    ],
+)
+def test_each_switch_of_torch_allows_tf32(precision, say, allowed):
+    say()
+    assert tf32_allowed() == allowed
 
 
 def test_first_call_uses_proved_kernels(switches, monkeypatch):
