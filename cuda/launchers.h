@@ -157,9 +157,9 @@ void launch_up_sm90(Dtype, CurveKind, bool gated, const GroupedRows& x, const in
 void launch_rows_by_weight_sm90(Dtype, const void* rows, const int* offs, const void* weight,
                                 int64_t num_rows, int num_experts, int N, int K, const void* bias,
                                 const RowScale& scale, void* out, const Grid&, LaunchStream stream);
-// sm90_grad_hidden.cu: dA = dy_rows w2 is never stored. dh and scaled_a as launch_activation_backward writes
-// them; dots [R, num_hidden_dots_sm90(H, grid)] holds <dA, act(h)> by tile of columns, for launch_sum_dots.
-// Rows of dots in the padding are not written; dots may be null.
+// sm90_grad_hidden.cu, without clusters: dA = dy_rows w2 is never stored. dh and scaled_a as
+// launch_activation_backward writes them; dots [R, num_hidden_dots_sm90(H, grid)] holds <dA, act(h)> by tile
+// of columns, for launch_sum_dots. Rows of dots in the padding are not written; dots may be null.
 int64_t num_hidden_dots_sm90(int H, const Grid&);
 void launch_grad_hidden_sm90(Dtype, CurveKind, bool gated, const void* dy, const ActivationRows&,
                              const void* w2, int D, int H, void* dh, void* scaled_a, float* dots, const Grid&,

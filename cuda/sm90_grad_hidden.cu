@@ -221,22 +221,20 @@ __global__ void __launch_bounds__(kSm90Threads, 1)
   FMOE_DYNAMIC_SHARED(raw);
   auto& s = *reinterpret_cast<Shared<T, kN>*>(align_shared(raw));
   const int group = __shfl_sync(kFullMask, threadIdx.x / 128, 0);
-  const Cluster cluster = p.tiles.cluster;
   if (threadIdx.x == 0) {
     if constexpr (kN == 128)
-      s.init(kGatherArrivals, cluster);
+      s.init(kGatherArrivals, p.tiles.cluster);
     else
-      s.ring.init(kGatherArrivals, 2, cluster);
+      s.ring.init(kGatherArrivals, 2, p.tiles.cluster);
     for (int i = 0; i < 16; ++i) ptx::mbar_init(ptx::shared_address(&s.loaded[0][0][0] + i), 1);
     ptx::fence_mbar_init();
   }
-  cluster.sync();
+  __syncthreads();
   if (group == kProducer) {
     ptx::setmaxnreg_dec<56>();
-    const int part = cluster.part(kBlockColumns);
     gather_rows<T>(s.ring, p.tiles, p.dy, p.D, [&](uint32_t b, uint32_t full, int k, const Tile& tile) {
       for (int n = 0; n < kN; n += kBlockColumns)
-        cluster.load(b + (n + part) * 128, w2, full, tile.n * kN + n, k + part, tile.expert);
+        ptx::tma_load(b + n * 128, &w2, full, tile.n * kN + n, k, tile.expert);
     });
   } else {
     ptx::setmaxnreg_inc<224>();
@@ -247,7 +245,7 @@ __global__ void __launch_bounds__(kSm90Threads, 1)
     else
       multiply_together<T>(epilogue, p.tiles, steps);
   }
-  cluster.sync();
+  __syncthreads();
 #endif
 }
 
@@ -287,27 +285,22 @@ void launch_grad_hidden_sm90(Dtype dtype, CurveKind activation, bool gated, cons
   dispatch_16bit(dtype, [&](auto tag) {
     using T = decltype(tag);
     const uint64_t d = D, n = H, r = rows.num_rows, experts = rows.num_experts, parts = gated ? 2 : 1;
-    const uint32_t blocks = grid.cluster;
     CUtensorMap w2_map, h_map;
-    encode_tensor_map<T>(&w2_map, w2,
-                         {3, {n, d, experts}, {n, d * n}, {kBlockColumns, kBlockColumns / blocks, 1}});
+    encode_tensor_map<T>(&w2_map, w2, {3, {n, d, experts}, {n, d * n}, {kBlockColumns, kBlockColumns, 1}});
     // Gate and up apart: beyond H either reads zeros, not the other's columns.
     encode_tensor_map<T>(&h_map, rows.h, {3, {n, parts, r}, {n, parts * n}, {kBlockColumns, 1, kUnitRows}});
     const int* index = rows.dy_by_token ? rows.row_idx : nullptr;
-    const GradHidden<T> params{{rows.offs,
-                                rows.num_rows,
-                                rows.num_experts,
-                                static_cast<int>(num_hidden_dots_sm90(H, grid)),
-                                {grid.cluster - 1}},
-                               rows_from<T>({dy, D, index, rows.top_k, rows.num_choices}, rows.num_rows),
-                               rows.row_idx,
-                               static_cast<const float*>(rows.weights),
-                               rows.num_choices,
-                               static_cast<T*>(dh),
-                               static_cast<T*>(scaled_a),
-                               dots,
-                               D,
-                               H};
+    const GradHidden<T> params{
+        {rows.offs, rows.num_rows, rows.num_experts, static_cast<int>(num_hidden_dots_sm90(H, grid)), {0}},
+        rows_from<T>({dy, D, index, rows.top_k, rows.num_choices}, rows.num_rows),
+        rows.row_idx,
+        static_cast<const float*>(rows.weights),
+        rows.num_choices,
+        static_cast<T*>(dh),
+        static_cast<T*>(scaled_a),
+        dots,
+        D,
+        H};
     dispatch_activation(activation, [&](auto kind) {
       const auto start = [&](auto kernel, size_t shared_bytes) {
         launch_sm90(kernel, grid, shared_bytes, stream, w2_map, h_map, params);
