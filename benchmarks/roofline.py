@@ -317,7 +317,7 @@ Each is an entry of the table, so `prove` races it against what there was. Only 
 **The gather of B2 and B5.** The code with and without an index differs by one load and one multiplication a lane in
 two steps, and the load is up to two steps ahead. So arithmetic is not why the index costs 0.10 us a step. F1 gathers
 as many bytes through an index and takes 0.80 us. What probably remains is memory: rows in another order meet L2 and
-DRAM differently. `bench_gpu_ablations` will tell (B2 without index). The code can shorten how late a free stage
+DRAM differently. The code can shorten how late a free stage
 begins to load. Counted in the machine code of B2 in bfloat16, for a whole step of one block:
 
 | instructions | before | now |

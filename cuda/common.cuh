@@ -57,13 +57,6 @@ using Stream = cudaStream_t;
 
 constexpr unsigned kFullMask = 0xffffffffu;
 
-// Parts of B1 and B2 that benchmarks/bench_gpu_ablations.py leaves out to see what they cost; results are
-// wrong then.
-#ifndef FMOE_WITHOUT
-#define FMOE_WITHOUT 0
-#endif
-constexpr bool kWithoutEpilogue = FMOE_WITHOUT & 1, kWithoutActivation = FMOE_WITHOUT & 2,
-               kWithoutIndex = FMOE_WITHOUT & 4;
 // Kernels loop over what a larger grid would cover; under the emulator they do at once.
 #ifdef FMOE_EMULATOR
 constexpr int kMaxGrid = 2;

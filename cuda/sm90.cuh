@@ -94,7 +94,7 @@ struct PickedRows {
     next = row;
     if (row >= end)
       next = -1;
-    else if (rows.index && !kWithoutIndex)
+    else if (rows.index)
       next = rows.index[row];
   }
   // What was asked for is here.
@@ -208,13 +208,29 @@ __device__ __forceinline__ void multiply(R& ring, float (&acc)[kHalves][R::kN / 
   if (releases) ring.release(count - 1);
 }
 
-// In place of an epilogue that is left out: accumulators that nobody reads would not be multiplied.
-template <int kCount>
-__device__ __forceinline__ void pretend_to_store(const float (&acc)[kCount], void* out) {
-  float sum = 0;
-#pragma unroll
-  for (int i = 0; i < kCount; ++i) sum += acc[i];
-  if (sum == 0x1.23456p99f) *static_cast<float*>(out) = sum;
+// Both warpgroups on each tile of this block, 64 rows each. Of an epilogue it calls before(tile) ahead of a
+// product, store<0>(acc, tile) after it, and store_zeros(tile) for padding; the tile is the half of a
+// warpgroup, with no rows or fewer than none where it has none.
+template <class T, bool kAlongN, bool kGathered, class R, class Epilogue>
+__device__ __forceinline__ void multiply_together(R& ring, const RowTiles<R::kM>& tiles, int group, int steps,
+                                                  Epilogue& epilogue) {
+  const Cluster cluster = tiles.cluster;
+  TileWalk walk(tiles);
+  uint32_t count = 0;
+  for (int index = cluster.first_index();; index += cluster.index_step()) {
+    Tile tile = walk.at(index);
+    if (tile.expert < 0) break;
+    tile.row += 64 * group;
+    tile.num_rows = min(tile.num_rows - 64 * group, 64);
+    if (tile.expert == tiles.num_experts) {
+      epilogue.store_zeros(tile);
+      continue;
+    }
+    epilogue.before(tile);
+    float acc[1][R::kN / 2];
+    multiply<T, false, kAlongN, kGathered>(ring, acc, group, tile.num_rows > 0, steps, cluster, count);
+    epilogue.template store<0>(acc[0], tile);
+  }
 }
 
 // ---- results: each warp stages its 16 rows of a tile [64, kColumns] in shared memory, and after a

@@ -86,7 +86,7 @@ struct Epilogue {
     if (kGated) ptx::tma_load(part(1), &h, bar, column, 1, row);
   }
   __device__ __forceinline__ void before(const Tile& tile) {
-    if (lane() != 0 || rows_left(tile, 0) <= 0 || kWithoutEpilogue) return;
+    if (lane() != 0 || rows_left(tile, 0) <= 0) return;
     load(tile, 0, 0);
     if (has_unit(tile, 1)) load(tile, 0, 1);
   }
@@ -95,7 +95,6 @@ struct Epilogue {
   template <int kHalf>
   __device__ __forceinline__ void store(const float (&acc)[kN / 2], const Tile& tile) {
     if (rows_left(tile, kHalf) <= 0) return;
-    if constexpr (kWithoutEpilogue) return pretend_to_store(acc, p.dh);
     const int64_t first = tile.row + kHalf * 64 + warp() * kUnitRows;
     float scale[2], dot[2] = {0, 0};
     bool kept[2];
@@ -154,8 +153,7 @@ struct Epilogue {
         using Up = ValueAndSlope<float>;
         const Up ux = kGated ? factor_of<kCurve>(linear.x) : Up{linear.x, 1};
         const Up uy = kGated ? factor_of<kCurve>(linear.y) : Up{linear.y, 1};
-        constexpr CurveKind kCost = kWithoutActivation ? CurveKind::relu : kCurve;
-        const ValueAndSlope<float> x = activate_fast<kCost>(g.x), y = activate_fast<kCost>(g.y);
+        const ValueAndSlope<float> x = activate_fast<kCurve>(g.x), y = activate_fast<kCurve>(g.y);
         const float dx = scale[lower] * acc[at], dy = scale[lower] * acc[at + 1];
         dot[lower] += acc[at] * x.value * ux.value + acc[at + 1] * y.value * uy.value;
         gate[q] = pack<T>(dx * x.slope * ux.value, dy * y.slope * uy.value);
@@ -190,29 +188,6 @@ struct Epilogue {
   }
 };
 
-// Both warpgroups on each tile of this block, 64 rows each.
-template <class T, class E>
-__device__ __forceinline__ void multiply_together(E& epilogue, const RowTiles<kM>& tiles, int steps) {
-  const Cluster cluster = tiles.cluster;
-  const int group = epilogue.group;
-  TileWalk walk(tiles);
-  uint32_t count = 0;
-  for (int index = cluster.first_index();; index += cluster.index_step()) {
-    Tile tile = walk.at(index);
-    if (tile.expert < 0) break;
-    tile.row += 64 * group;
-    tile.num_rows = min(tile.num_rows - 64 * group, 64);
-    if (tile.expert == tiles.num_experts) {
-      epilogue.store_zeros(tile);
-      continue;
-    }
-    epilogue.before(tile);
-    float acc[1][E::kUnits * kBlockColumns / 2];
-    multiply<T, false, true, true>(epilogue.s.ring, acc, group, tile.num_rows > 0, steps, cluster, count);
-    epilogue.template store<0>(acc[0], tile);
-  }
-}
-
 template <class T, CurveKind kCurve, bool kGated, int kN>
 __global__ void __launch_bounds__(kSm90Threads, 1)
     grad_hidden_kernel(const __grid_constant__ CUtensorMap w2, const __grid_constant__ CUtensorMap h,
@@ -243,7 +218,7 @@ __global__ void __launch_bounds__(kSm90Threads, 1)
     if constexpr (kN == 128)
       ping_pong::consume<T, true, true>(s, p.tiles, group, steps, epilogue);
     else
-      multiply_together<T>(epilogue, p.tiles, steps);
+      multiply_together<T, true, true>(s.ring, p.tiles, group, steps, epilogue);
   }
   __syncthreads();
 #endif

@@ -178,11 +178,8 @@ __device__ __forceinline__ void consume(Shared<T, kGatherA>& s, Out* out, const 
     if (!inside) continue;
 #pragma unroll
     for (int half = 0; half < kHalves; ++half)
-      if constexpr (kWithoutEpilogue)
-        pretend_to_store(acc[half], out);
-      else
-        store(s.c[group], acc[half], place + half * 64 * static_cast<int64_t>(p.N), p.N, rows - half * 64,
-              columns, p.accumulate);
+      store(s.c[group], acc[half], place + half * 64 * static_cast<int64_t>(p.N), p.N, rows - half * 64,
+            columns, p.accumulate);
   }
 }
 

@@ -127,7 +127,9 @@ __global__ void __launch_bounds__(kSm90Threads, 1)
     load_rows_and_decode<kAlongN>(s, rows, p);
   } else {
     ptx::setmaxnreg_inc<200>();
-    multiply_together<T, kAlongN>(s, p, group, static_cast<int>(ceil_div(p.K, kBlockColumns)));
+    const int steps = static_cast<int>(ceil_div(p.K, kBlockColumns));
+    StoreRows<T, ByMxWeight> epilogue{s.c[group], p, {}};
+    multiply_together<T, kAlongN, false>(s.ring, p.tiles, group, steps, epilogue);
   }
 #endif
 }

@@ -74,10 +74,12 @@ struct StoreRows {
   }
   __device__ int columns(const Tile& tile) const { return min(p.N - tile.n * kN, kN); }
 
-  __device__ __forceinline__ void before(const Tile&) {}
+  __device__ __forceinline__ void before(const Tile& tile) {
+    if (!P::kPingPong) load_bias(tile);
+  }
   template <int kHalf>
   __device__ __forceinline__ void store(const float (&acc)[kN / 2], const Tile& tile) {
-    if (kHalf == 0) load_bias(tile);
+    if (P::kPingPong && kHalf == 0) load_bias(tile);
     if (tile.num_rows > 64 * kHalf) store_from(64 * kHalf, acc, tile);
   }
   __device__ __forceinline__ void store_zeros(const Tile& tile) {
@@ -113,30 +115,6 @@ struct StoreRows {
   }
 };
 
-// Both warpgroups on each tile of this block.
-template <class T, bool kAlongN, class P>
-__device__ __forceinline__ void multiply_together(typename P::Shared& s, const P& p, int group, int steps) {
-  const Cluster cluster = p.tiles.cluster;
-  StoreRows<T, P> epilogue{s.c[group], p, {}};
-  TileWalk walk(p.tiles);
-  uint32_t count = 0;
-  for (int index = cluster.first_index();; index += cluster.index_step()) {
-    Tile tile = walk.at(index);
-    if (tile.expert < 0) break;
-    tile.row += 64 * group;
-    tile.num_rows = min(tile.num_rows - 64 * group, 64);
-    if (tile.expert == p.tiles.num_experts) {
-      epilogue.store_zeros(tile);
-      continue;
-    }
-    const bool has_rows = tile.num_rows > 0;
-    epilogue.load_bias(tile);
-    float acc[1][P::kN / 2];
-    multiply<T, false, kAlongN, false>(s.ring, acc, group, has_rows, steps, cluster, count);
-    if (has_rows) epilogue.store_from(0, acc[0], tile);
-  }
-}
-
 // kAlongN: weight [E, K, N], else [E, N, K].
 template <class T, bool kAlongN, int kRows, int kColumns>
 __global__ void __launch_bounds__(kSm90Threads, 1)
@@ -163,12 +141,11 @@ __global__ void __launch_bounds__(kSm90Threads, 1)
   } else {
     ptx::setmaxnreg_inc<232>();
     const int steps = static_cast<int>(ceil_div(p.K, kBlockColumns));
-    if constexpr (P::kPingPong) {
-      StoreRows<T, P> epilogue{s.c[group], p, {}};
+    StoreRows<T, P> epilogue{s.c[group], p, {}};
+    if constexpr (P::kPingPong)
       ping_pong::consume<T, kAlongN, false>(s, p.tiles, group, steps, epilogue);
-    } else {
-      multiply_together<T, kAlongN>(s, p, group, steps);
-    }
+    else
+      multiply_together<T, kAlongN, false>(s.ring, p.tiles, group, steps, epilogue);
   }
   cluster.sync();
 #endif
