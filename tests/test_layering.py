@@ -243,6 +243,7 @@ MAKES_IMMUTABLE = (
     *("ParamSpec", "struct.Struct", "torch.library.Library", "functools.partial"),
     "Limits",  # a frozen dataclass of remote/wire.py
     *("Family", "replace"),  # a frozen dataclass of checkpoint/families/family.py
+    *("Format", "Kind"),  # of frozen/formats/base.py and checkpoint/methods/base.py, frozen
     "ContextVar",  # whose values belong to a context, and end with it
 )
 

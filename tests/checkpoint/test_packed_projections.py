@@ -10,9 +10,10 @@ import torch
 from safetensors.torch import save_file
 
 from fmoe_ext.checkpoint.errors import CheckpointError
+from fmoe_ext.checkpoint.gguf_experts import gguf_layers, open_gguf
 from fmoe_ext.checkpoint.methods import KINDS
 from fmoe_ext.checkpoint.model_folder import Base
-from fmoe_ext.checkpoint.packed_projections import gguf_layers, packed_layer
+from fmoe_ext.checkpoint.packed_projections import packed_layer
 from fmoe_ext.finetune.streaming.reader import Reader
 from fmoe_ext.frozen import frozen_gemm, quantize
 from tests.packed_layouts import CONFIGS, pack, scale_of
@@ -225,7 +226,7 @@ def write_gguf(path, kinds=("q4_k", "q4_k", "q6_k"), leave_out=""):
 
 def test_gguf_experts_are_read_as_they_are(tmp_path):
     decoded = write_gguf(tmp_path / "model.gguf")
-    layers = gguf_layers(tmp_path / "model.gguf")
+    layers = gguf_layers(tmp_path / "model.gguf", open_gguf(tmp_path / "model.gguf"))
     assert list(layers) == [0]
     check(layers[0], decoded)
     w1, w2 = read(layers[0], [0])
@@ -236,14 +237,14 @@ def test_gguf_files_that_are_broken(tmp_path):
     path = tmp_path / "model.gguf"
     write_gguf(path, leave_out="up")
     with pytest.raises(CheckpointError, match=r"lacks blk\.0\.ffn_up_exps\.weight"):
-        gguf_layers(path)
+        gguf_layers(path, open_gguf(path))
     write_gguf(path, kinds=("q4_k", "q8_0", "q6_k"))
     with pytest.raises(CheckpointError, match="gate and up of layer 0 have other types"):
-        gguf_layers(path)
+        gguf_layers(path, open_gguf(path))
     write_gguf(path)
     path.write_bytes(path.read_bytes()[:-4096])
     with pytest.raises(CheckpointError, match="truncated"):
-        gguf_layers(path)
+        gguf_layers(path, open_gguf(path))
     path.write_bytes(b"no model")
     with pytest.raises(CheckpointError, match="no GGUF file"):
-        gguf_layers(path)
+        gguf_layers(path, open_gguf(path))

@@ -12,6 +12,7 @@ import torch
 import fmoe_ext
 from fmoe_ext import huggingface
 from fmoe_ext.checkpoint import CheckpointError
+from fmoe_ext.checkpoint.gguf_experts import open_gguf
 from fmoe_ext.finetune.streaming import gguf as streamed_gguf
 from fmoe_ext.formats import gguf as written
 from fmoe_ext.formats import gguf_keys
@@ -113,7 +114,7 @@ def with_key(file, other, key, value):
 def test_every_key_is_computed_with_or_harmless_or_refused(models, tmp_path, monkeypatch):
     """Alone, a key of another value is refused by name, changes no configuration, or is an attribute of it."""
     plain = write(models["qwen3_moe"], tmp_path / "plain", {}, monkeypatch)
-    expected = streamed_gguf.read_config(plain).to_dict()
+    expected = streamed_gguf.read_config(plain, open_gguf(plain)).to_dict()
     attributes = {**gguf_keys.READ, **gguf_keys.COMPARED, "rope.scaling.factor": "factor"}
     kinds = {"refused": 0, "harmless": 0, "computed": 0}
     for name in gguf_keys.names():
@@ -123,7 +124,8 @@ def test_every_key_is_computed_with_or_harmless_or_refused(models, tmp_path, mon
         rest = key.removeprefix(f"{ARCH}.")
         for value in VALUES:
             try:
-                config = streamed_gguf.read_config(with_key(plain, tmp_path / "model.gguf", key, value))
+                file = with_key(plain, tmp_path / "model.gguf", key, value)
+                config = streamed_gguf.read_config(file, open_gguf(file))
             except CheckpointError as error:
                 assert key in str(error) or rest in attributes, f"{key} = {value!r}: {error}"
                 kinds["refused"] += 1
@@ -248,11 +250,11 @@ def test_experts_in_a_floating_dtype_are_read(dtype, models, tmp_path, monkeypat
 def test_frequencies_of_a_tensor_are_refused(models, tmp_path, monkeypatch):
     file = write(models["mixtral"], tmp_path / "out", {}, monkeypatch)
     frequencies = SimpleNamespace(name="rope_freqs.weight", data=torch.tensor([1.0, 2.0]).numpy())
-    monkeypatch.setattr(streamed_gguf, "_open", lambda file: SimpleNamespace(tensors=[frequencies]))
+    reader = SimpleNamespace(tensors=[frequencies])
     with pytest.raises(CheckpointError, match=r"rope_freqs\.weight scales frequencies"):
-        streamed_gguf.outside_experts(file, models["mixtral"].config, torch.float32)
+        streamed_gguf.outside_experts(file, reader, models["mixtral"].config, torch.float32)
     frequencies.data[1] = 1
-    assert streamed_gguf.outside_experts(file, models["mixtral"].config, torch.float32) == {}
+    assert streamed_gguf.outside_experts(file, reader, models["mixtral"].config, torch.float32) == {}
 
 
 @pytest.mark.parametrize(

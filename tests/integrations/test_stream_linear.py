@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from fmoe_ext import frozen
+from fmoe_ext.checkpoint.gguf_experts import open_gguf
 from fmoe_ext.checkpoint.methods import PackedTensor
 from fmoe_ext.finetune.streaming import gguf as streamed_gguf
 from fmoe_ext.finetune.streaming.packed_linear import PackedLinear
@@ -201,7 +202,8 @@ def test_turned_pairs_of_gguf(tmp_path, kind):
         writer.add_tensor(f"blk.0.attn_{letter}.weight", data, raw_dtype=raw)
     writer.write_header_to_file(), writer.write_kv_data_to_file(), writer.write_tensors_to_file()
     writer.close()
-    found = streamed_gguf.outside_experts(tmp_path / "model.gguf", config, torch.float32)
+    file = tmp_path / "model.gguf"
+    found = streamed_gguf.outside_experts(file, open_gguf(file), config, torch.float32)
     for letter, expected in plain.items():
         tensor = found[f"model.layers.0.self_attn.{letter}_proj.weight"]
         assert isinstance(tensor, PackedTensor) and tensor.shape == expected.shape

@@ -19,14 +19,13 @@ IN_LAYER = re.compile(r"blk\.(\d+)\.(.+)")
 SHARED_GATE = "ffn_gate_inp_shexp.weight"  # [D] there, [1, D] in Transformers
 
 
-def read_config(file: Path) -> Any:
-    """The configuration that the config.json beside a GGUF file has, or the file itself.
+def read_config(file: Path, reader: Any) -> Any:
+    """The configuration that the config.json beside an open GGUF file has, or the file itself.
 
     Raises CheckpointError for metadata that it does not compute with.
     """
     import transformers
 
-    reader = _open(file)
     try:
         fields = {key: field.contents() for key, field in reader.fields.items()}
     except (ValueError, IndexError, KeyError, UnicodeDecodeError) as error:
@@ -41,16 +40,7 @@ def read_config(file: Path) -> Any:
     return config
 
 
-def _open(file: Path) -> Any:
-    from gguf import GGUFReader
-
-    try:
-        return GGUFReader(file)
-    except (ValueError, OSError, IndexError, KeyError, OverflowError) as error:
-        raise CheckpointError(f"{file} is no GGUF file, or truncated, or damaged: {error}") from error
-
-
-def outside_experts(file: Path, config: Any, dtype: torch.dtype) -> dict[str, StoredTensor]:
+def outside_experts(file: Path, reader: Any, config: Any, dtype: torch.dtype) -> dict[str, StoredTensor]:
     """{name in Transformers: tensor, a PackedTensor where frozen.FORMATS has its format} of what is no expert.
 
     Raises CheckpointError for a file that is damaged, and for names that are not known.
@@ -60,7 +50,7 @@ def outside_experts(file: Path, config: Any, dtype: torch.dtype) -> dict[str, St
         known = ", ".join(name for name, other in FAMILIES.items() if other.gguf)
         raise CheckpointError(f"{file}: GGUF is read for {known}, but this model is {config.model_type}")
     found = {}
-    for tensor in _open(file).tensors:
+    for tensor in reader.tensors:
         if "_exps." in tensor.name:
             continue
         if tensor.name == "rope_freqs.weight":

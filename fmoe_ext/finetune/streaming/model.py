@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -14,21 +10,18 @@ import torch
 from torch import Tensor, nn
 
 from fmoe_ext.checkpoint.errors import CheckpointError
-from fmoe_ext.checkpoint.expert_files import Layer, plain_layer
-from fmoe_ext.checkpoint.files import inside
-from fmoe_ext.checkpoint.huggingface import check_folder
+from fmoe_ext.checkpoint.expert_files import Layer
 from fmoe_ext.checkpoint.methods import PackedTensor
-from fmoe_ext.checkpoint.model_folder import FLOATS, Base
-from fmoe_ext.checkpoint.packed_dense import outside_experts
-from fmoe_ext.checkpoint.packed_projections import gguf_layers, packed_layer
+from fmoe_ext.checkpoint.model_folder import FLOATS
 from fmoe_ext.checkpoint.safetensors_file import StoredTensor
-from fmoe_ext.finetune.streaming import decoding, gguf
+from fmoe_ext.finetune.streaming import decoding
 from fmoe_ext.finetune.streaming.activations import ActivationFile, SavedOnDisk
 from fmoe_ext.finetune.streaming.budget import ExpertStream
 from fmoe_ext.finetune.streaming.experts import Streamed
 from fmoe_ext.finetune.streaming.memory import memory_of
 from fmoe_ext.finetune.streaming.packed_linear import keep_packed, packable
 from fmoe_ext.finetune.streaming.placeholder import PackedWeight, StreamedWeight
+from fmoe_ext.finetune.streaming.sources import Source, errors_of_config, open_source
 from fmoe_ext.huggingface import experts as huggingface
 from fmoe_ext.huggingface.saving import replace_save_pretrained
 
@@ -68,9 +61,9 @@ def stream(
         raise ValueError(
             f"optimizer_bytes must be 0 or more for each trained number, but got {optimizer_bytes!r}"
         )
-    source = _source(Path(folder))
+    source = open_source(Path(folder))
     config = source.config
-    with _errors_of_config(source.path), torch.device("meta"):
+    with errors_of_config(source.path), torch.device("meta"):
         dtype = dtype or _dtype_of(config)
         skeleton = transformers.AutoModelForCausalLM.from_config(config)
     layers, state = _plan(source, skeleton, dtype)
@@ -94,80 +87,7 @@ def _dtype_of(config: Any) -> torch.dtype:
     return getattr(torch, value) if isinstance(value, str) else value
 
 
-@contextmanager
-def _errors_of_config(path: Path, name: str = "config.json") -> Iterator[None]:
-    """CheckpointError for the errors of Transformers in a configuration, which have no common class."""
-    try:
-        yield
-    except (ImportError, CheckpointError):
-        raise
-    except Exception as error:
-        kind = type(error).__name__
-        raise CheckpointError(f"{path} has a {name} that Transformers refuses: {kind}: {error}") from error
-
-
-class _Folder:
-    """A folder with config.json and safetensors files."""
-
-    def __init__(self, folder: Path) -> None:
-        import transformers
-
-        self.path = folder
-        self.base = Base(folder)
-        if not self.base.config:
-            raise CheckpointError(f"{folder} has no config.json")
-        with _errors_of_config(folder):
-            self.config: Any = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
-        if hasattr(self.config, "quantization_config"):
-            del self.config.quantization_config
-        self._used: set[str] = set()
-        method = (self.base.config.get("quantization_config") or {}).get("quant_method")
-        self.packed_as = f" (they are packed by {method})" if method else ""
-
-    def layer(self, path: str) -> Layer | None:
-        found = packed_layer(self.base, path) or plain_layer(self.base, path)
-        if found is None:
-            return None
-        self._used |= found[1]
-        return found[0]
-
-    def others(self, dtype: torch.dtype) -> dict[str, StoredTensor]:
-        return dict(outside_experts(self.base, self._used, dtype))
-
-
-class _GgufFile:
-    """A GGUF file, with or without config.json beside it."""
-
-    packed_as = ""
-
-    def __init__(self, file: Path) -> None:
-        self.path = file
-        self._layers = gguf_layers(file)
-        with _errors_of_config(file.parent):
-            self.config = gguf.read_config(file)
-
-    def layer(self, path: str) -> Layer | None:
-        number = re.search(r"\.layers\.(\d+)\.", f".{path}.")
-        layer = self._layers.get(int(number[1])) if number else None
-        return None if layer is None else replace(layer, path=path)
-
-    def others(self, dtype: torch.dtype) -> dict[str, StoredTensor]:
-        return gguf.outside_experts(self.path, self.config, dtype)
-
-
-def _source(path: Path) -> _Folder | _GgufFile:
-    """The files of a model; CheckpointError for what is neither."""
-    if path.suffix == ".gguf" and path.is_file():
-        return _GgufFile(inside(path.parent, path.name))
-    if not path.is_dir():
-        raise CheckpointError(f"{path} is no folder and no GGUF file: stream() reads local files")
-    check_folder(path)
-    return _Folder(path)
-
-
-def _plan(
-    source: _Folder | _GgufFile, skeleton: nn.Module, dtype: torch.dtype
-) -> tuple[list[Layer], dict[str, Any]]:
+def _plan(source: Source, skeleton: nn.Module, dtype: torch.dtype) -> tuple[list[Layer], dict[str, Any]]:
     """(layers of experts, placeholders for them by name)."""
     layers: list[Layer] = []
     state: dict[str, Any] = {}
@@ -199,7 +119,7 @@ def _plan(
 
 
 def _take_packed(
-    source: _Folder | _GgufFile, skeleton: nn.Module, state: dict[str, Any], dtype: torch.dtype
+    source: Source, skeleton: nn.Module, state: dict[str, Any], dtype: torch.dtype
 ) -> dict[str, PackedTensor]:
     """Adds what is outside of the experts to a state dict -> what stays packed, for which it has placeholders."""
     packed = {}
@@ -248,7 +168,7 @@ def _load(folder: Path, model_class: Any, config: Any, state: dict[str, Any], dt
         raise CheckpointError(f"{folder} lacks {', '.join(missing[:3])}{more}")
     model.name_or_path = model.config.name_or_path = str(folder)  # PEFT notes it in adapter_config.json
     if folder.is_dir() and (folder / "generation_config.json").exists():
-        with _errors_of_config(folder, "generation_config.json"):
+        with errors_of_config(folder, "generation_config.json"):
             model.generation_config = transformers.GenerationConfig.from_pretrained(folder)
     return model
 

@@ -4,16 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeAlias
+from typing import Protocol, TypeAlias
 
 import torch
-
-if TYPE_CHECKING:
-    from fmoe_ext.frozen.quantized import Quantized
 
 Shape: TypeAlias = tuple[int, int, int]
 Tensors: TypeAlias = tuple[torch.Tensor, torch.Tensor | None]  # data and scale
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class Packed(Protocol):
+    """A packed weight, as a fmoe_ext.frozen.Quantized is one."""
+
+    @property
+    def format(self) -> str: ...
+    @property
+    def kind(self) -> Format: ...
+    @property
+    def data(self) -> torch.Tensor: ...
+    @property
+    def scale(self) -> torch.Tensor | None: ...
+    @property
+    def zero(self) -> torch.Tensor | None: ...
+    @property
+    def device(self) -> torch.device: ...
 
 
 @dataclass(frozen=True)
@@ -24,8 +38,8 @@ class Format:
     tensors: str  # shapes of data, scale and zero
     bits: float  # of a weight, scales included
     block: int  # columns that quantize() packs together
-    check: Callable[[Quantized], Shape]  # -> shape of the decoded weight; ValueError for other tensors
-    decode: Callable[[Quantized], torch.Tensor]  # -> float32 [E, out, in], gate and up as they lie
+    check: Callable[[Packed], Shape]  # -> shape of the decoded weight; ValueError for other tensors
+    decode: Callable[[Packed], torch.Tensor]  # -> float32 [E, out, in], gate and up as they lie
     pack: Callable[[torch.Tensor], Tensors]  # of float32 [E, out, in]
     of_bytes: Callable[[torch.Tensor], torch.Tensor] = lambda rows: (
         rows
@@ -35,7 +49,7 @@ class Format:
     )  # of parts packed apart
 
 
-def require(q: Quantized, name: str, dtypes: tuple[torch.dtype, ...], dims: int) -> torch.Tensor:
+def require(q: Packed, name: str, dtypes: tuple[torch.dtype, ...], dims: int) -> torch.Tensor:
     """The tensor of a name; ValueError if it is missing or of another dtype, number of dimensions or device."""
     t: torch.Tensor | None = getattr(q, name)
     if t is None:
@@ -52,14 +66,14 @@ def require(q: Quantized, name: str, dtypes: tuple[torch.dtype, ...], dims: int)
     return t
 
 
-def refuse(q: Quantized, *names: str) -> None:
+def refuse(q: Packed, *names: str) -> None:
     """ValueError for tensors that the format has not."""
     for name in names:
         if getattr(q, name) is not None:
             raise ValueError(f"{q.format} has no {name}, but got one: {q.kind.tensors}")
 
 
-def same_shape(q: Quantized, name: str, got: torch.Tensor, *expected: tuple[int, ...]) -> None:
+def same_shape(q: Packed, name: str, got: torch.Tensor, *expected: tuple[int, ...]) -> None:
     """ValueError unless got has one of the expected shapes."""
     if tuple(got.shape) not in expected:
         wanted = " or ".join(str(list(shape)) for shape in expected)

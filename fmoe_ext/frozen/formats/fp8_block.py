@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 
-from fmoe_ext.frozen.formats.base import Format, Shape, Tensors, refuse, require, same_shape
-
-if TYPE_CHECKING:
-    from fmoe_ext.frozen.quantized import Quantized
+from fmoe_ext.frozen.formats.base import Format, Packed, Shape, Tensors, refuse, require, same_shape
 
 FP8_BLOCK, E4M3_MAX = 128, 448.0
 
 
-def check(q: Quantized) -> Shape:
+def check(q: Packed) -> Shape:
     data = require(q, "data", (torch.float8_e4m3fn,), 3)
     is_joined = q.scale is not None and q.scale.dim() == 4
     scale = require(q, "scale", (torch.float32, torch.bfloat16), 4 if is_joined else 3)
@@ -28,7 +23,7 @@ def check(q: Quantized) -> Shape:
     return E, out, width
 
 
-def decode(q: Quantized) -> torch.Tensor:
+def decode(q: Packed) -> torch.Tensor:
     assert q.scale is not None
     _, out, width = q.data.shape
     size = out // (q.scale.shape[1] if q.scale.dim() == 4 else 1)

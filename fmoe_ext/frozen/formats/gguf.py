@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from types import MappingProxyType
 
 import torch
 
-from fmoe_ext.frozen.formats.base import Format, Shape, Tensors, refuse, require
-
-if TYPE_CHECKING:
-    from fmoe_ext.frozen.quantized import Quantized
+from fmoe_ext.frozen.formats.base import Format, Packed, Shape, Tensors, refuse, require
 
 
-def whole_blocks(block_bytes: int, block: int) -> Callable[[Quantized], Shape]:
-    def check(q: Quantized) -> Shape:
+def whole_blocks(block_bytes: int, block: int) -> Callable[[Packed], Shape]:
+    def check(q: Packed) -> Shape:
         data = require(q, "data", (torch.uint8,), 3)
         refuse(q, "scale", "zero")
         E, out, row_bytes = data.shape
@@ -41,7 +38,7 @@ def _inverse(scale: torch.Tensor) -> torch.Tensor:
     return torch.where(scale == 0, 0, 1 / scale)
 
 
-def decode_q8_0(q: Quantized) -> torch.Tensor:
+def decode_q8_0(q: Packed) -> torch.Tensor:
     blocks = q.data.unflatten(-1, (-1, 34))
     return (_half(blocks[..., :2]) * blocks[..., 2:].contiguous().view(torch.int8).float()).flatten(-2)
 
@@ -54,7 +51,7 @@ def pack_q8_0(weight: torch.Tensor) -> Tensors:
     return torch.cat((_half_bytes(scale), codes.to(torch.int8).view(torch.uint8)), -1).flatten(2), None
 
 
-def decode_q4_k(q: Quantized) -> torch.Tensor:
+def decode_q4_k(q: Packed) -> torch.Tensor:
     blocks = q.data.unflatten(-1, (-1, 144))
     d, dmin, packed = _half(blocks[..., :2]), _half(blocks[..., 2:4]), blocks[..., 4:16]
     low, middle, high = packed[..., :4], packed[..., 4:8], packed[..., 8:]
@@ -82,7 +79,7 @@ def pack_q4_k(weight: torch.Tensor) -> Tensors:
     return torch.cat((*head, pairs), -1).flatten(2), None
 
 
-def decode_q6_k(q: Quantized) -> torch.Tensor:
+def decode_q6_k(q: Packed) -> torch.Tensor:
     blocks = q.data.unflatten(-1, (-1, 210))
     low, high = blocks[..., :128].unflatten(-1, (2, 1, 64)), blocks[..., 128:192].unflatten(-1, (2, 1, 32))
     low = torch.cat((low & 15, low >> 4), -2).unflatten(-1, (2, 32)).flatten(-3, -2)  # [..., 2, 4, 32]
@@ -106,14 +103,22 @@ def pack_q6_k(weight: torch.Tensor) -> Tensors:
     return torch.cat((low, high.flatten(-2), *tail), -1).flatten(2), None
 
 
-GGUF = {
-    "q8_0": Format(
-        4, "data uint8 [E, out, in / 32 * 34]", 8.5, 32, whole_blocks(34, 32), decode_q8_0, pack_q8_0
-    ),
-    "q4_k": Format(
-        5, "data uint8 [E, out, in / 256 * 144]", 4.5, 256, whole_blocks(144, 256), decode_q4_k, pack_q4_k
-    ),
-    "q6_k": Format(
-        6, "data uint8 [E, out, in / 256 * 210]", 6.5625, 256, whole_blocks(210, 256), decode_q6_k, pack_q6_k
-    ),
-}
+GGUF = MappingProxyType(
+    {
+        "q8_0": Format(
+            4, "data uint8 [E, out, in / 32 * 34]", 8.5, 32, whole_blocks(34, 32), decode_q8_0, pack_q8_0
+        ),
+        "q4_k": Format(
+            5, "data uint8 [E, out, in / 256 * 144]", 4.5, 256, whole_blocks(144, 256), decode_q4_k, pack_q4_k
+        ),
+        "q6_k": Format(
+            6,
+            "data uint8 [E, out, in / 256 * 210]",
+            6.5625,
+            256,
+            whole_blocks(210, 256),
+            decode_q6_k,
+            pack_q6_k,
+        ),
+    }
+)

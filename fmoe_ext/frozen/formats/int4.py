@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 
-from fmoe_ext.frozen.formats.base import FLOATS, Format, Shape, Tensors, pairs, require, same_shape
-
-if TYPE_CHECKING:
-    from fmoe_ext.frozen.quantized import Quantized
+from fmoe_ext.frozen.formats.base import FLOATS, Format, Packed, Shape, Tensors, pairs, require, same_shape
 
 
-def check(q: Quantized) -> Shape:
+def check(q: Packed) -> Shape:
     data, scale = require(q, "data", (torch.int32,), 3), require(q, "scale", FLOATS, 3)
     E, out, words = data.shape
     groups = scale.shape[2]
@@ -33,7 +28,7 @@ def _words(packed: torch.Tensor) -> torch.Tensor:
     return ((packed[..., None] >> shifts) & 15).flatten(-2)
 
 
-def decode(q: Quantized) -> torch.Tensor:
+def decode(q: Packed) -> torch.Tensor:
     assert q.scale is not None
     E, out, groups = q.scale.shape
     values = _words(q.data).reshape(E, out, groups, -1)

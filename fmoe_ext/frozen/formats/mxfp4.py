@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 
 from fmoe_ext.frozen.formats.base import (
     Format,
+    Packed,
     Shape,
     Tensors,
     nearest,
@@ -18,13 +17,10 @@ from fmoe_ext.frozen.formats.base import (
     same_shape,
 )
 
-if TYPE_CHECKING:
-    from fmoe_ext.frozen.quantized import Quantized
-
 BLOCK, E2M1_MAX = 32, 6.0
 
 
-def check(q: Quantized) -> Shape:
+def check(q: Packed) -> Shape:
     blocks, scale = (
         require(q, "data", (torch.uint8,), 4),
         require(q, "scale", (torch.uint8, torch.float8_e8m0fnu), 3),
@@ -45,7 +41,7 @@ def _e2m1(device: torch.device) -> torch.Tensor:
     return torch.where(code < 8, value, -value)
 
 
-def decode(q: Quantized) -> torch.Tensor:
+def decode(q: Packed) -> torch.Tensor:
     assert q.scale is not None
     values = _e2m1(q.device)[nibbles(q.data).int()]
     exponent = q.scale.view(torch.uint8).int()

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 
 from fmoe_ext.frozen.formats.base import (
     Format,
+    Packed,
     Shape,
     Tensors,
     nearest,
@@ -18,9 +17,6 @@ from fmoe_ext.frozen.formats.base import (
     same_shape,
 )
 
-if TYPE_CHECKING:
-    from fmoe_ext.frozen.quantized import Quantized
-
 # Quantiles of the normal distribution (Dettmers et al. 2023), as bitsandbytes stores them.
 NF4_CODE = (
     *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453),
@@ -30,7 +26,7 @@ NF4_CODE = (
 )
 
 
-def check(q: Quantized) -> Shape:
+def check(q: Packed) -> Shape:
     data, scale = require(q, "data", (torch.uint8,), 3), require(q, "scale", (torch.float32,), 3)
     refuse(q, "zero")
     E, out, half = data.shape
@@ -43,7 +39,7 @@ def check(q: Quantized) -> Shape:
     return E, out, 2 * half
 
 
-def decode(q: Quantized) -> torch.Tensor:
+def decode(q: Packed) -> torch.Tensor:
     assert q.scale is not None
     # Filled on the device: torch.tensor would copy from the host, which CUDA graphs refuse.
     table = torch.stack([torch.full((), code, dtype=torch.float32, device=q.device) for code in NF4_CODE])

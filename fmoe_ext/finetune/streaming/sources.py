@@ -1,0 +1,112 @@
+"""The files that stream() reads: a folder with config.json and safetensors files, or a GGUF file."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from fmoe_ext.checkpoint.errors import CheckpointError
+from fmoe_ext.checkpoint.expert_files import Layer, plain_layer
+from fmoe_ext.checkpoint.files import inside
+from fmoe_ext.checkpoint.gguf_experts import gguf_layers, open_gguf
+from fmoe_ext.checkpoint.huggingface import check_folder
+from fmoe_ext.checkpoint.model_folder import Base
+from fmoe_ext.checkpoint.packed_dense import outside_experts
+from fmoe_ext.checkpoint.packed_projections import packed_layer
+from fmoe_ext.checkpoint.safetensors_file import StoredTensor
+from fmoe_ext.finetune.streaming import gguf
+
+
+@contextmanager
+def errors_of_config(path: Path, name: str = "config.json") -> Iterator[None]:
+    """CheckpointError for the errors of Transformers in a configuration, which have no common class."""
+    try:
+        yield
+    except (ImportError, CheckpointError):
+        raise
+    except Exception as error:
+        kind = type(error).__name__
+        raise CheckpointError(f"{path} has a {name} that Transformers refuses: {kind}: {error}") from error
+
+
+class Source(Protocol):
+    """The files of a model, opened once: its configuration, layers of experts, and other tensors.
+
+    packed_as: words for an error about experts in a format that is not read. layer() comes before others().
+    """
+
+    path: Path
+    config: Any
+    packed_as: str
+
+    def layer(self, path: str) -> Layer | None:
+        """The experts of the module at a path; None if the files have none in a format that is read."""
+
+    def others(self, dtype: torch.dtype) -> dict[str, StoredTensor]:
+        """{name in Transformers: tensor} of what is left beside the layers that were asked for."""
+
+
+class Folder:
+    """A folder with config.json and safetensors files."""
+
+    def __init__(self, folder: Path) -> None:
+        import transformers
+
+        self.path = folder
+        self.base = Base(folder)
+        if not self.base.config:
+            raise CheckpointError(f"{folder} has no config.json")
+        with errors_of_config(folder):
+            self.config: Any = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
+        if hasattr(self.config, "quantization_config"):
+            del self.config.quantization_config
+        self._used: set[str] = set()
+        method = (self.base.config.get("quantization_config") or {}).get("quant_method")
+        self.packed_as = f" (they are packed by {method})" if method else ""
+
+    def layer(self, path: str) -> Layer | None:
+        found = packed_layer(self.base, path) or plain_layer(self.base, path)
+        if found is None:
+            return None
+        self._used |= found[1]
+        return found[0]
+
+    def others(self, dtype: torch.dtype) -> dict[str, StoredTensor]:
+        return dict(outside_experts(self.base, self._used, dtype))
+
+
+class GgufFile:
+    """A GGUF file, with or without config.json beside it."""
+
+    packed_as = ""
+
+    def __init__(self, file: Path) -> None:
+        self.path = file
+        self._reader = open_gguf(file)
+        self._layers = gguf_layers(file, self._reader)
+        with errors_of_config(file.parent):
+            self.config: Any = gguf.read_config(file, self._reader)
+
+    def layer(self, path: str) -> Layer | None:
+        number = re.search(r"\.layers\.(\d+)\.", f".{path}.")
+        layer = self._layers.get(int(number[1])) if number else None
+        return None if layer is None else replace(layer, path=path)
+
+    def others(self, dtype: torch.dtype) -> dict[str, StoredTensor]:
+        return gguf.outside_experts(self.path, self._reader, self.config, dtype)
+
+
+def open_source(path: Path) -> Source:
+    """The files of a model; CheckpointError for what is neither."""
+    if path.suffix == ".gguf" and path.is_file():
+        return GgufFile(inside(path.parent, path.name))
+    if not path.is_dir():
+        raise CheckpointError(f"{path} is no folder and no GGUF file: stream() reads local files")
+    check_folder(path)
+    return Folder(path)
