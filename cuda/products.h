@@ -25,8 +25,11 @@ class Products {
         num_rows_(num_rows),
         stream_(stream),
         num_sms_(current_device_info().num_sms),
-        task_{.dtype = as_dtype(like_),
+        task_{.product = Product::up,  // task_of() sets it
+              .dtype = as_dtype(like_),
               .capability = current_device_info().capability,
+              .sizes = {},
+              .matrices = {},
               .num_rows = num_rows,
               .num_experts = num_experts_} {
     for (const std::optional<Tensor>& matrix : matrices) {
