@@ -12,14 +12,17 @@ struct ValueAndSlope {
   A value, slope;
 };
 
+// sqrt(2 / pi), what the cube is multiplied by, and 1 / sqrt(2 pi)
+constexpr double kGeluRoot = 0.79788456080286535588, kGeluCubic = 0.044715,
+                 kGaussian = 0.39894228040143267794;
 template <typename A>
 __device__ __forceinline__ ValueAndSlope<A> gelu(A x) {
   const A cdf = A(0.5) * (1 + std::erf(x * A(0.70710678118654752440)));
-  return {x * cdf, cdf + x * A(0.39894228040143267794) * std::exp(A(-0.5) * x * x)};
+  return {x * cdf, cdf + x * A(kGaussian) * std::exp(A(-0.5) * x * x)};
 }
 template <typename A>
 __device__ __forceinline__ ValueAndSlope<A> gelu_tanh(A x) {
-  constexpr A kRoot = A(0.79788456080286535588), kCubic = A(0.044715);
+  constexpr A kRoot = A(kGeluRoot), kCubic = A(kGeluCubic);
   const A t = std::tanh(kRoot * (x + kCubic * x * x * x));
   const A inner_slope = kRoot * (1 + 3 * kCubic * x * x);
   return {A(0.5) * x * (1 + t), A(0.5) * (1 + t) + A(0.5) * x * (1 - t * t) * inner_slope};
@@ -73,7 +76,7 @@ __device__ __forceinline__ ValueAndSlope<float> activate_fast(float x) {
     const float inside = x > kLimit ? kLimit : x, s = sigmoid_exp2(-kLog2e * kAlpha * inside), v = inside * s;
     return {v, x > kLimit ? 0.f : s + kAlpha * v * (1 - s)};
   } else if constexpr (kCurve == CurveKind::gelu_tanh) {  // (1 + tanh(v)) / 2 = sigmoid(2 v)
-    constexpr float kRoot = 1.5957691216057308f, kCubic = 0.044715f;
+    constexpr float kRoot = 2 * kGeluRoot, kCubic = kGeluCubic;
     const float x2 = x * x, s = sigmoid_exp2(x * (-kLog2e * kRoot - kLog2e * kRoot * kCubic * x2)), v = x * s;
     return {v, s + v * (1 - s) * (kRoot + 3 * kRoot * kCubic * x2)};
   } else if constexpr (kCurve == CurveKind::gelu) {  // erf: Abramowitz and Stegun, 7.1.26, to 1.5e-7
@@ -81,7 +84,8 @@ __device__ __forceinline__ ValueAndSlope<float> activate_fast(float x) {
     const float tail =
         gaussian * t *
         (0.12741480f + t * (-0.14224837f + t * (0.71070687f + t * (-0.72657601f + t * 0.53070271f))));
-    return {fmaxf(x, 0) - fabsf(x) * tail, (x < 0 ? tail : 1 - tail) + x * 0.39894228f * gaussian};
+    return {fmaxf(x, 0) - fabsf(x) * tail,
+            (x < 0 ? tail : 1 - tail) + x * static_cast<float>(kGaussian) * gaussian};
   } else {
     return activate<kCurve>(x);
   }

@@ -32,7 +32,7 @@ void launch_clusters(int cluster, void (*kernel)(Params...), dim3 grid, dim3 blo
   dimension.val.clusterDim = {static_cast<unsigned>(cluster), 1, 1};
   const cudaLaunchConfig_t config{grid, block, shared_bytes, stream, &dimension, cluster > 1 ? 1u : 0u};
   cudaError_t error = cudaSuccess;
-  if (shared_bytes > 48 * 1024)
+  if (shared_bytes > kStaticSharedBytes)
     error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                  static_cast<int>(shared_bytes));
   if (error == cudaSuccess) error = cudaLaunchKernelEx(&config, kernel, static_cast<Params>(args)...);

@@ -6,7 +6,7 @@ namespace {
 
 constexpr int kThreads = 256;
 constexpr int kPerThread = 16;
-constexpr int kMaxSharedExperts = 48 * 1024 / sizeof(int);
+constexpr int kMaxSharedExperts = kStaticSharedBytes / sizeof(int);
 
 template <typename index_t>
 __global__ void __launch_bounds__(kThreads)

@@ -11,8 +11,6 @@ namespace fmoe_ext {
 
 constexpr int kMaxTiles = 1024;
 constexpr int kMinPerWarp = 256;
-constexpr int kRankSharedBytes = 48 * 1024;
-static_assert(kMaxSortExperts == kRankSharedBytes / sizeof(int));
 
 struct RankPlan {
   int64_t num_choices;
@@ -21,7 +19,7 @@ struct RankPlan {
   int64_t per_warp;
 
   RankPlan(int64_t choices, int experts) : num_choices(choices), num_experts(experts) {
-    const int fit = kRankSharedBytes / static_cast<int>(sizeof(int)) / experts;  // histograms, one per warp
+    const int fit = kMaxSortExperts / experts;  // histograms, one per warp
     warps = fit < 1 ? 1 : fit > 8 ? 8 : fit;
     const int64_t needed = ceil_div(ceil_div(choices, static_cast<int64_t>(kMaxTiles) * warps), 32) * 32;
     per_warp = needed < kMinPerWarp ? kMinPerWarp : needed;

@@ -11,6 +11,8 @@ namespace fmoe_ext {
 
 using LaunchStream = CUstream_st*;
 
+constexpr int kStaticSharedBytes = 48 * 1024;  // what a thread block has without asking for more
+
 enum class Dtype { f64, f32, bf16, f16 };
 
 // ---- device_info.cu: of the current device
@@ -31,7 +33,7 @@ void launch_count_tokens(Indices topk_idx, int64_t num_choices, int num_experts,
                          LaunchStream);
 
 // ---- sort_tokens.cu, apply_capacity.cu: workspace holds rank_workspace_ints()
-constexpr int kMaxSortExperts = 12288;
+constexpr int kMaxSortExperts = kStaticSharedBytes / sizeof(int);
 int64_t rank_workspace_ints(int64_t num_choices, int num_experts);
 void launch_sort_tokens(Indices topk_idx, int64_t num_choices, int num_experts, int* workspace,
                         int64_t* tokens_per_expert, int* offs, int* row_idx, int* inverse, LaunchStream);
@@ -143,10 +145,11 @@ struct Grid {
   int num_blocks;   // the number of SMs; any positive number is right
   int cluster = 1;  // 2: pairs of blocks share an operand's tile
   // of a tile of rows_by_weight and grad_input: 128 x 192, 64 x 192 or 128 x 256; of grad_hidden 128 x 256,
-  // else 128 x 128; of up without a gate 128 x 160, else 128 x 256; grad_weight has one size
+  // else 128 x 128; of up 128 x kUpTurnColumns or 128 x 256; grad_weight has one size
   int tile_rows = 128, tile_columns = 192;
 };
 
+constexpr int kUpTurnColumns = 160;  // of up's tiles that two warpgroups take in turn; without a gate
 // sm90_up.cu: h [R, F] = x_rows w1^T + b1, with w1 [E, F, D] (F = 2 H when gated), and a [R, H] as
 // launch_activation computes it from h. b1 [E, F] and h may be null; padding rows are zero.
 void launch_up_sm90(Dtype, CurveKind, bool gated, const GroupedRows& x, const int* offs, const void* w1,

@@ -20,16 +20,6 @@ namespace fmoe_ext::ptx {
 
 PTX_FN uint32_t shared_address(const void* p) { return static_cast<uint32_t>(__cvta_generic_to_shared(p)); }
 
-// ---- memory order between thread blocks
-PTX_FN int ld_acquire(const int* p) {
-  int v;
-  asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
-  return v;
-}
-PTX_FN void st_release(int* p, int v) {
-  asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
-}
-
 // ---- cp.async (sm_80): copies `bytes` of 16 and fills the rest with zeros
 PTX_FN void cp_async16(uint32_t dst, const void* src, int bytes) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(dst), "l"(src), "r"(bytes) : "memory");
@@ -137,16 +127,6 @@ PTX_FN void fence_mbar_init() { asm volatile("fence.mbarrier_init.release.cluste
 PTX_FN void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 // ---- clusters; a launch without one has clusters of one block
-PTX_FN int cluster_rank() {
-  int v;
-  asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(v));
-  return v;
-}
-PTX_FN int cluster_size() {
-  int v;
-  asm("mov.u32 %0, %%cluster_nctarank;" : "=r"(v));
-  return v;
-}
 PTX_FN void cluster_sync() {  // every thread of the cluster, whole warps
   asm volatile(
       "barrier.cluster.arrive.release.aligned;\n"

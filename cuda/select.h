@@ -99,7 +99,7 @@ struct Entry {
 inline constexpr Numbers k16 = Numbers::sixteen_bit, kMx = Numbers::mxfp4;
 inline constexpr Entry kEntries[] = {
     // name, product, sm, numbers, sizes, bytes, cluster, rows and columns of a tile, best for
-    {"up.128x160", Product::up, 90, k16, 8, 16, 1, 128, 160, turns_pay},
+    {"up.128x160", Product::up, 90, k16, 8, 16, 1, 128, kUpTurnColumns, turns_pay},
     {"up.128x256.pairs", Product::up, 90, k16, 8, 16, 2, 128, 256, rows_from<1024>},
     {"up.128x256", Product::up, 90, k16, 8, 16, 1, 128, 256, always},
     {"rows_by_weight.128x256", Product::rows_by_weight, 90, k16, 8, 16, 1, 128, 256, wide_tiles_pay_alone},
@@ -155,7 +155,7 @@ inline bool fits(const Entry& entry, const Task& task) {
   const auto is_aligned = [&](const void* p) {
     return reinterpret_cast<uintptr_t>(p) % entry.alignment == 0;
   };
-  const bool has_form = !(task.gated && entry.product == Product::up && entry.tile_columns == 160);
+  const bool has_form = !(task.gated && entry.product == Product::up && entry.tile_columns == kUpTurnColumns);
   return entry.product == task.product && has_form && runs_on(entry, task) && task.num_rows > 0 &&
          task.num_experts > 0 && std::all_of(task.sizes.begin(), task.sizes.end(), divides) &&
          std::all_of(task.matrices.begin(), task.matrices.end(), is_aligned);

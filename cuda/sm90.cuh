@@ -13,8 +13,8 @@
 
 namespace fmoe_ext {
 
-constexpr int kBlockColumns = 64;
-constexpr int kSm90Threads = 384;  // two warpgroups multiply, the third loads
+constexpr int kBlockColumns = 64, kBlockBytes = 64 * 128;  // of 64 rows
+constexpr int kSm90Threads = 384;                          // two warpgroups multiply, the third loads
 constexpr int kProducer = 2;
 constexpr size_t kSharedAlignment = 1024, kMaxSharedBytes = 232448;
 
@@ -32,13 +32,13 @@ __device__ __forceinline__ uint32_t tile_offset(int row, int piece) {
 // wgmma operands: a tile [rows, 64 k], or, along m or n, a tile [64 k, columns].
 template <bool kAlongMN>
 __device__ __forceinline__ uint64_t descriptor(uint32_t address) {
-  constexpr uint64_t kNextBlock = kAlongMN ? 8192 >> 4 : 1, kNext8Rows = 1024 >> 4, kSwizzle128 = 1;
+  constexpr uint64_t kNextBlock = kAlongMN ? kBlockBytes >> 4 : 1, kNext8Rows = 1024 >> 4, kSwizzle128 = 1;
   return static_cast<uint64_t>((address & 0x3ffff) >> 4) | kNextBlock << 16 | kNext8Rows << 32 |
          kSwizzle128 << 62;
 }
 template <bool kAlongMN>
 constexpr int kDescriptorK16 = (kAlongMN ? 16 * 128 : 32) >> 4;  // 16 further along k
-constexpr int kDescriptor64 = 8192 >> 4;                         // 64 further along m or n
+constexpr int kDescriptor64 = kBlockBytes >> 4;                  // 64 further along m or n
 
 // ---- the ring of stages between the warpgroup that loads and those that multiply. Blocks of k are counted
 // through all tiles of a thread block; stage and parity follow from the count.

@@ -64,7 +64,7 @@ struct ColumnGather : PickedRows<T, 4> {
     for (int block = 0; block < kColumns / kBlockColumns; ++block)
 #pragma unroll
       for (int i = 0; i < 4; ++i)
-        PickedRows<T, 4>::copy(i, dst + block * 8192 + i * 2048, block * kBlockColumns,
+        PickedRows<T, 4>::copy(i, dst + block * kBlockBytes + i * 2048, block * kBlockColumns,
                                column(first) + block * kBlockColumns < width);
   }
 };

@@ -43,7 +43,7 @@ class MxStage {
   // Writes an operand of wgmma; the eight threads that write at once meet different banks.
   __device__ __forceinline__ static void decode(const Held& held, uint32_t operand) {
     const int half = place() % 2;
-    const uint32_t first = operand + (kAlongN ? place() / 2 * 8192 : 0) + line() * 128;
+    const uint32_t first = operand + (kAlongN ? place() / 2 * kBlockBytes : 0) + line() * 128;
 #pragma unroll
     for (int i = 0; i < kBlocks; ++i) {
       const uint32_t words[4] = {held.codes[i].x, held.codes[i].y, held.codes[i].z, held.codes[i].w};

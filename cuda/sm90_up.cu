@@ -13,7 +13,7 @@
 namespace fmoe_ext {
 namespace {
 
-constexpr int kM = 128, kN = 256, kTurnN = 160;
+constexpr int kM = 128, kN = 256, kTurnN = kUpTurnColumns;
 
 template <class T>
 struct alignas(1024) Shared {

@@ -11,7 +11,6 @@ namespace fmoe_ext {
 namespace {
 
 constexpr int kMaxWarps = 4;
-constexpr int kSharedBytes = 48 * 1024;
 // Below this every sigmoid is all but exp, and the ratios of sigmoids are those of a softmax, which does not
 // underflow.
 constexpr int kSigmoidIsExp = -40;
@@ -241,7 +240,7 @@ __global__ void __launch_bounds__(kMaxWarps * 32)
 }  // namespace
 
 int64_t max_gate_values(Dtype dtype) {
-  return kSharedBytes / (dtype == Dtype::f64 ? sizeof(double) : sizeof(float));
+  return kStaticSharedBytes / (dtype == Dtype::f64 ? sizeof(double) : sizeof(float));
 }
 
 void launch_topk_gate(Dtype dtype, const void* logits, const void* bias, const GateParams& params,
@@ -250,8 +249,8 @@ void launch_topk_gate(Dtype dtype, const void* logits, const void* bias, const G
   dispatch_dtype(dtype, [&](auto tag) {
     using T = decltype(tag);
     const size_t per_warp = sizeof(acc_t<T>) * (params.num_experts + 2 * params.num_groups);
-    const int warps =
-        static_cast<int>(kSharedBytes / per_warp < kMaxWarps ? kSharedBytes / per_warp : kMaxWarps);
+    const int warps = static_cast<int>(
+        kStaticSharedBytes / per_warp < kMaxWarps ? kStaticSharedBytes / per_warp : kMaxWarps);
     launch(topk_gate_kernel<T>, grid_for(ceil_div(num_tokens, warps)), warps * 32, per_warp * warps, stream,
            static_cast<const T*>(logits), static_cast<const acc_t<T>*>(bias), params, num_tokens, topk_idx,
            static_cast<T*>(topk_weights));

@@ -7,12 +7,6 @@ namespace fmoe_ext::ptx {
 
 inline uint32_t shared_address(const void* p) { return emu::shared_address(p); }
 
-inline int ld_acquire(const int* p) {
-  emu::yield();
-  return __atomic_load_n(p, __ATOMIC_ACQUIRE);
-}
-inline void st_release(int* p, int v) { __atomic_store_n(p, v, __ATOMIC_RELEASE); }
-
 inline void cp_async16(uint32_t dst, const void* src, int bytes) { emu::cp_async(dst, src, 16, bytes); }
 inline void cp_async_commit() { emu::cp_async_commit(); }
 template <int kPending>
@@ -67,8 +61,6 @@ inline void cp_async_mbar_arrive_noinc(uint32_t bar) { emu::cp_async_mbar_arrive
 inline void fence_mbar_init() { emu::fence_mbar_init(); }
 inline void fence_proxy_async() { emu::fence_proxy_async(); }
 
-inline int cluster_rank() { return static_cast<int>(emu::cluster_rank()); }
-inline int cluster_size() { return static_cast<int>(emu::cluster_size()); }
 inline void cluster_sync() { emu::cluster_sync(); }
 
 template <class... C>

@@ -159,17 +159,21 @@ void test_fast_math() {
 }
 
 // ---- blocks that wait for each other
+int load(const int* p) {
+  emu::yield();
+  return __atomic_load_n(p, __ATOMIC_ACQUIRE);
+}
 void chain_kernel(int* flag, int* out, int direction) {
   const int b = blockIdx.x, before = b + direction;
   int v = 0;
   if (before >= 0 && before < static_cast<int>(gridDim.x)) {
     if (threadIdx.x == 0)
-      while ((v = ptx::ld_acquire(flag + before)) == 0) continue;
+      while ((v = load(flag + before)) == 0) continue;
     v = __shfl_sync(kFullMask, v, 0);
   }
   if (threadIdx.x != 0) return;
   out[b] = v + 32;
-  ptx::st_release(flag + b, v + 32);
+  __atomic_store_n(flag + b, v + 32, __ATOMIC_RELEASE);
 }
 void run_chain(int direction, int resident) {
   std::vector<int> flag(6, 0), out(6, 0);
@@ -357,10 +361,10 @@ void cluster_kernel(const CUtensorMap map, float* out, Pair pair) {
   FMOE_DYNAMIC_SHARED(raw);
   char* base = reinterpret_cast<char*>((reinterpret_cast<uintptr_t>(raw) + 1023) & ~uintptr_t{1023});
   const uint32_t tile = ptx::shared_address(base), bar = tile + 8192, done = bar + 8;
-  const int t = threadIdx.x, rank = ptx::cluster_rank();
+  const int t = threadIdx.x, rank = static_cast<int>(emu::cluster_rank());
   if (t == 0) {
     ptx::mbar_init(bar, 1);
-    ptx::mbar_init(done, 32 * ptx::cluster_size());
+    ptx::mbar_init(done, 32 * emu::cluster_size());
     ptx::fence_mbar_init();
   }
   if (pair != Pair::not_converged) __syncwarp();
