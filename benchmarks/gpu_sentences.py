@@ -73,7 +73,7 @@ def layer_table(rows):
 
 
 def kernel_sentence(rows):
-    """Times over those of docs/kernel_predictions.md."""
+    """Times over those of benchmarks/kernel_predictions.md."""
     of = {}
     for row in rows:
         if row.get("expected"):

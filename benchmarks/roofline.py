@@ -1,6 +1,6 @@
 """Upper bound of the expert layer's speed on a GPU: FLOPs, bytes and the sum of each kernel's own roofline.
 
-python -m benchmarks.roofline        the table of docs/kernel_predictions.md, from the ceilings of an H100
+python -m benchmarks.roofline        the table of benchmarks/kernel_predictions.md, from the ceilings of an H100
 """
 
 import math
@@ -335,6 +335,6 @@ begins to gather earlier. Whether that shows depends on the bound: none of it do
 """
 
 if __name__ == "__main__":
-    path = Path(__file__).parents[1] / "docs" / "kernel_predictions.md"
+    path = Path(__file__).parents[1] / "benchmarks" / "kernel_predictions.md"
     path.write_text(HEAD + prediction(H100) + "\n")
     print(path.name)

@@ -40,7 +40,7 @@ def test_saved_bytes_are_two_tensors():
 
 
 def test_committed_predictions_are_current():
-    path = roofline.Path(roofline.__file__).parents[1] / "docs" / "kernel_predictions.md"
+    path = roofline.Path(roofline.__file__).parents[1] / "benchmarks" / "kernel_predictions.md"
     assert path.read_text() == roofline.HEAD + roofline.prediction(roofline.H100) + "\n"
 
 

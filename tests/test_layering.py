@@ -320,7 +320,7 @@ def test_users_import_public_names(folder):
 
 FOLDERS_OF_DOCUMENTS = (".", "docs", "examples/*", "benchmarks/*", "tests/*")
 DOCUMENTS = [path for folder in FOLDERS_OF_DOCUMENTS for path in sorted(ROOT.glob(f"{folder}/*.md"))]
-HISTORY = ("docs/kernel_resources.md", "CHANGELOG.md")  # name what there was
+HISTORY = ("tests/cuda/kernel_resources.md", "CHANGELOG.md")  # name what there was
 OF_OTHERS = ("torch/", "megatron/", "pretrain_gpt.py", "file.py", "llama.cpp")  # how paths of others begin
 PATH = re.compile(r"(?<![\w./<*{}-])((?:[\w.*-]+/)*[\w.*-]*[\w*])\.(py|cpp|cu|h|cuh|inc|md|sh)\b(?![\w/])")
 NO_MODULES = ("fmoe_ext.forward",)  # a key in autograd's metadata

@@ -1,4 +1,4 @@
-"""List registers, shared memory, stack, spills and instructions of every kernel; for docs/kernel_resources.md.
+"""List registers, shared memory, stack, spills and instructions of every kernel; for tests/cuda/kernel_resources.md.
 
     python tests/cuda/resources.py          compiles cuda/*.cu (no GPU needed) and writes the table
 
@@ -17,7 +17,7 @@ from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-TABLE = ROOT / "docs" / "kernel_resources.md"
+TABLE = ROOT / "tests" / "cuda" / "kernel_resources.md"
 ARCHITECTURES = ("80", "90a")
 COLUMNS = ("file", "kernel", "sm", "registers", "static shared bytes", "stack bytes", "spill bytes")
 COLUMNS += ("instructions", "HGMMA", "UTMALDG")
