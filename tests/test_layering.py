@@ -48,6 +48,7 @@ ROOMS = {
     "balance": (),
     "checkpoint": ("frozen", "planning"),
     "compat": ("megatron",),
+    "compress": ("checkpoint", "finetune"),
     "cpu": (),
     "doctor": ("audit",),
     "finetune": ("checkpoint", "formats", "frozen", "huggingface"),

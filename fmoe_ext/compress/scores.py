@@ -1,0 +1,137 @@
+"""How much each expert gives to a text: counted while a model of Transformers reads it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fmoe_ext.checkpoint.errors import CheckpointError
+from fmoe_ext.checkpoint.files import atomic_file, read_json
+
+CRITERIA = ("reap", "mass", "frequency")
+
+
+@dataclass(frozen=True)
+class Scores:
+    """What one pass over a text counted, for each layer of experts by its path.
+
+    count [E] int64: tokens that chose an expert. mass [E] float64: sum of their weights. saliency [E] float64: sum of
+    weight times norm of the expert's output, empty unless it was measured. tokens: of the text.
+    """
+
+    tokens: int
+    count: dict[str, Tensor]
+    mass: dict[str, Tensor]
+    saliency: dict[str, Tensor]
+
+    def of(self, criterion: str) -> dict[str, Tensor]:
+        """{path: score [E] of each expert, the higher the more it is needed}.
+
+        reap: mean of weight times norm of output over the tokens of an expert (REAP, https://arxiv.org/abs/2510.13999);
+        mass: sum of weights; frequency: number of tokens. An expert that no token chose has 0.
+        Raises ValueError for another criterion, and for reap where the norms were not measured.
+        """
+        if criterion == "frequency":
+            return {path: count.double() for path, count in self.count.items()}
+        if criterion == "mass":
+            return dict(self.mass)
+        if criterion != "reap":
+            raise ValueError(f'criterion must be one of {", ".join(CRITERIA)}, but got "{criterion}"')
+        if not self.saliency:
+            raise ValueError("these scores lack the norms of outputs, which reap needs: measure them again")
+        return {path: self.saliency[path] / count.clamp(min=1) for path, count in self.count.items()}
+
+    def save(self, file: Path, about: dict[str, Any]) -> None:
+        """Writes the scores and what they are about as JSON, completely or not at all."""
+        parts = {name: getattr(self, name) for name in ("count", "mass", "saliency")}
+        lists = {name: {path: t.tolist() for path, t in part.items()} for name, part in parts.items()}
+        with atomic_file(file) as out:
+            out.write(json.dumps({"about": about, "tokens": self.tokens, **lists}).encode())
+
+    @classmethod
+    def load(cls, file: Path, about: dict[str, Any]) -> Scores:
+        """The scores in a file of save(); CheckpointError for a damaged file, and for one about something else."""
+        content = read_json(file)
+        if content.get("about") != about:
+            raise CheckpointError(
+                f"{file} has scores of another model or text ({content.get('about')}): remove it, or name another file"
+            )
+        try:
+            return cls(
+                int(content["tokens"]),
+                {path: torch.tensor(v, dtype=torch.int64) for path, v in content["count"].items()},
+                {path: torch.tensor(v, dtype=torch.float64) for path, v in content["mass"].items()},
+                {path: torch.tensor(v, dtype=torch.float64) for path, v in content["saliency"].items()},
+            )
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise CheckpointError(f"{file} is damaged: {type(error).__name__}: {error}") from error
+
+
+@torch.no_grad()
+def measure(model: Any, batches: Iterable[Tensor], criterion: str = "reap") -> Scores:
+    """The scores of a model's experts on batches of token ids [B, L].
+
+    model: of Transformers, in memory or from fmoe_ext.stream(), in eval(). criterion: reap computes each expert once
+    more for the norm of its output; the others only count.
+    Raises ValueError for another criterion, for a model without experts modules, and if there is no token.
+    """
+    if criterion not in CRITERIA:
+        raise ValueError(f'criterion must be one of {", ".join(CRITERIA)}, but got "{criterion}"')
+    found = {path: module for path, module in model.named_modules() if hasattr(module, "is_transposed")}
+    if not found:
+        raise ValueError(
+            f"{type(model).__name__} has no experts module that Transformers lets others compute"
+        )
+    meters = {path: _Meter(module, criterion == "reap") for path, module in found.items()}
+    tokens = 0
+    try:
+        for batch in batches:
+            model(input_ids=batch, use_cache=False)
+            tokens += batch.numel()
+    finally:
+        for meter in meters.values():
+            meter.hook.remove()
+    if tokens == 0:
+        raise ValueError("the text has no token")
+    saliency = {path: m.saliency for path, m in meters.items() if m.saliency is not None}
+    return Scores(
+        tokens, {p: m.count for p, m in meters.items()}, {p: m.mass for p, m in meters.items()}, saliency
+    )
+
+
+class _Meter:
+    """Counts the choices of one experts module: its forward takes hidden states, indices and weights."""
+
+    def __init__(self, experts: Any, with_norms: bool) -> None:
+        size = int(experts.num_experts)
+        self.count = torch.zeros(size, dtype=torch.int64)
+        self.mass = torch.zeros(size, dtype=torch.float64)
+        self.saliency = torch.zeros(size, dtype=torch.float64) if with_norms else None
+        self.is_busy = False
+        self.hook = experts.register_forward_hook(self._see, with_kwargs=True)
+
+    def _see(self, experts: Any, given: tuple[Any, ...], named: dict[str, Any], _: Any) -> None:
+        if self.is_busy:  # computing a norm
+            return
+        order = ("hidden_states", "top_k_index", "top_k_weights")
+        x, topk_idx, weights = (named[name] if name in named else given[i] for i, name in enumerate(order))
+        is_here = topk_idx < self.count.numel()
+        idx, w = topk_idx.clamp(max=self.count.numel() - 1).cpu(), (weights * is_here).double().cpu()
+        self.count += torch.bincount(idx[is_here.cpu()], minlength=self.count.numel())
+        self.mass.index_add_(0, idx.flatten(), w.flatten())
+        if self.saliency is None:
+            return
+        self.is_busy = True
+        try:
+            for k in range(topk_idx.shape[1]):
+                one = torch.ones_like(weights[:, :1])
+                y = experts(x, topk_idx[:, k : k + 1], one)
+                self.saliency.index_add_(0, idx[:, k], w[:, k] * y.double().norm(dim=-1).cpu())
+        finally:
+            self.is_busy = False
