@@ -74,7 +74,7 @@ everything() {
     step prove 130 "$python" -m fmoe_ext.gpu prove --limit 30 --budget 110
     mkdir -p "$out/proof" && cp "${XDG_CACHE_HOME:-$HOME/.cache}"/fmoe_ext/gpu/*.json "$out/proof/"
   fi
-  step device 25 "${pytest[@]}" tests/cuda/test_on_gpu.py tests/cuda/test_graph.py
+  step device 40 "${pytest[@]}" tests/cuda/test_on_gpu.py tests/cuda/test_graph.py
   bench gpu 180 bench_gpu_layer --tokens 16384 --budget 150 --shapes "Qwen,OLMoE,Mixtral,GPT-OSS,DeepSeek,E64,E96" \
     --only "compiled grouped_mm,grouped_mm by hand,transformers grouped_mm"
   bench gpu_kernels 50 bench_gpu_kernels --shapes "Qwen:16384,Mixtral:16384,OLMoE:16384,GPT-OSS:16384,E64:16384"
