@@ -37,9 +37,8 @@ class AddToMain(torch.autograd.Function):
 
 def layers_of(gated, w1, w2, compiled):
     """{name: gpu_peers.Layer}: the weights' gradients go to their main_grad."""
-    mains = [torch.zeros_like(w, dtype=torch.float32) for w in (w1, w2)]
-    for weight, main in zip((w1, w2), mains, strict=True):
-        weight.main_grad = main
+    own, others = ([torch.zeros_like(w, dtype=torch.float32) for w in (w1, w2)] for _ in range(2))
+    w1.main_grad, w2.main_grad = own
     fused = (ops.MainGrad(w1), ops.MainGrad(w2))
     steps = gpu_peers.FusedSteps(gated, compiled)
     activation = "swiglu" if gated else "gelu"
@@ -50,17 +49,22 @@ def layers_of(gated, w1, w2, compiled):
         return ops.expert_mlp(x, *index, w1, None, w2, None, topk_weights, activation, main_grads=fused)
 
     def peer(x, topk_idx, topk_weights):
-        weights = (AddToMain.apply(w, main) for w, main in zip((w1, w2), mains, strict=True))
+        weights = (AddToMain.apply(w, main) for w, main in zip((w1, w2), others, strict=True))
         return gpu_peers.CompiledPipeline.apply(x, topk_idx, topk_weights, *weights, steps)
 
-    def take(*_):
-        found = [main.clone() for main in mains]
-        for main in mains:
-            main.zero_()
-        return found
+    def take_from(mains):
+        def take(*_):
+            found = [main.clone() for main in mains]
+            for main in mains:
+                main.zero_()
+            return found
 
-    runs = {"fmoe_ext": ours, f"{gpu_peers.RECORD}, then added": peer}
-    return {name: gpu_peers.Layer(run, (w1, w2), take) for name, run in runs.items()}
+        return take
+
+    return {
+        "fmoe_ext": gpu_peers.Layer(ours, (w1, w2), take_from(own)),
+        f"{gpu_peers.RECORD}, then added": gpu_peers.Layer(peer, (w1, w2), take_from(others)),
+    }
 
 
 def measure(device, shape, T, compiled, rounds=ROUNDS, seconds_a_round=SECONDS_A_ROUND):
