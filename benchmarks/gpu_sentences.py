@@ -160,7 +160,7 @@ def section(folder):
     ]
     if peers:
         text += [
-            "Beside SonicMoE 0.1.2.post1, in a run of its own:",
+            "Beside SonicMoE 0.1.2.post1, in a run of its own, its tuner restricted to one tile a product (128 x 192):",
             "",
             layer_table(peers["results"]["rows"]),
             "",

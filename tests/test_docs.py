@@ -19,6 +19,7 @@ import torch
 
 import fmoe_ext
 import fmoe_ext_command
+from benchmarks import gpu_sentences
 from fmoe_ext.pipeline import cli as pipeline
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -169,12 +170,9 @@ def test_figures_in_short_are_those_of_the_tables():
     ours, theirs = (column("| case | p50 ms, ours |", number) for number in (2, 3))
     shares = [a / b for a, b in zip(ours[:4], theirs[:4], strict=True)]
     assert f"takes {min(shares):.2f} to {max(shares):.2f} of the time that hivemind" in short
-    rows = [line.split("|") for line in (ROOT / "benchmarks/results/gpu.md").read_text().splitlines()]
-    rows = [row for row in rows if len(row) > 14 and row[2].strip().isdigit()]
-    for number in (6, 10):
-        ratios = [float(row[number].split()[0]) for row in rows]
-        assert f"at {min(ratios):.2f} to {max(ratios):.2f} times" in short
-    assert f"({len(rows)} cases, bfloat16)" in short
+    results = ROOT / "benchmarks" / "results"
+    of_gpu = (gpu_sentences.load(results, name) for name in ("gpu", "gpu_peers"))
+    assert gpu_sentences.bullet(*of_gpu) in short.splitlines()
     bits = [
         re.findall(r"\d\.\d{3}", row) for row in tables.splitlines() if row.startswith(("| MoE", "| dense"))
     ]

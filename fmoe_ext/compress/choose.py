@@ -1,4 +1,4 @@
-"""Which experts stay: the best of each layer, as many in every layer, since config.json has one number of experts."""
+"""Choose the experts that stay: the best of each layer, as many in every layer, for config.json has one number."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TOP_K = (
 def number_to_keep(
     num_experts: int, keep: float | None, experts: int | None, config: Mapping[str, Any]
 ) -> int:
-    """How many of num_experts stay in each layer.
+    """The number of experts that stay in each layer, of num_experts.
 
     keep: a share of them, above 0 and up to 1, rounded to the nearest; experts: their number instead. config: of the
     text model. Raises CheckpointError if neither or both are given, for fewer than a token chooses, and for a number

@@ -24,7 +24,7 @@ def cut(base: Base, kept: Mapping[str, Sequence[int]], num_experts: int) -> dict
 
     kept: {path of an experts module: experts}. The router's rows, its biases and stacked weights are cut alike; what is
     outside of these layers is as it was. Raises CheckpointError for a layer that the folder has no experts for, and for
-    tensors of a router whose experts cannot be told, as tables of expert numbers.
+    tensors of a router that do not show their experts, as tables of expert numbers.
     """
     tensors = dict(base.tensors)
     for path, experts in kept.items():

@@ -1,4 +1,4 @@
-"""How much each expert gives to a text: counted while a model of Transformers reads it."""
+"""Scores of experts: counted while a model of Transformers reads a text."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CRITERIA = ("reap", "mass", "frequency")
 
 @dataclass(frozen=True)
 class Scores:
-    """What one pass over a text counted, for each layer of experts by its path.
+    """Counts of one pass over a text, for each layer of experts by its path.
 
     count [E] int64: tokens that chose an expert. mass [E] float64: sum of their weights. saliency [E] float64: sum of
     weight times norm of the expert's output, empty unless it was measured. tokens: of the text.

@@ -207,7 +207,7 @@ def test_dry_run_measures_and_writes_nothing(tmp_path):
         ({"held_out": 1.0}, "held_out must be"),
     ],
 )
-def test_what_cannot_be_is_refused_before_a_file_is_written(options, message, tmp_path):
+def test_impossible_numbers_are_refused_before_a_file_is_written(options, message, tmp_path):
     folder = save(tmp_path / "model", **FEW)
     given = {"seq_len": 20} | options
     text = tokens(510) if "seq_len" in options else tokens()
