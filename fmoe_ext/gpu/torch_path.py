@@ -87,7 +87,7 @@ def install_where(dispatch_key: str, wins: frozenset[tuple[str, str, str]]) -> t
                 keyset: Any, *given: Any, name: str = name, operator: str = operator, kernel: Any = kernel
             ) -> Any:
                 problem = Problem.of(name, given)
-                if problem.suits_torch and (operator, problem.numbers, problem.rows) in wins:
+                if problem and problem.suits_torch and (operator, problem.numbers, problem.rows) in wins:
                     return globals()[name](*given)
                 return kernel.call_boxed(keyset, *given)
 
@@ -108,14 +108,14 @@ class Problem:
     is_biased: bool
 
     @classmethod
-    def of(cls, name: str, given: tuple[Any, ...]) -> "Problem":
-        """The problem of a call of an operator."""
+    def of(cls, name: str, given: tuple[Any, ...]) -> "Problem | None":
+        """The problem of a call of an operator; None if a tensor is missing, which the kernel refuses by name."""
         if name == "grouped_gemm":
             x, weight, offs, bias = (*given, None)[:4]
-            return cls(x, x.shape[0], offs.numel(), (weight,), bias is not None)
+            return cls._of(x, x, offs, (weight,), bias is not None)
         if name.startswith("grouped_gemm"):
             _, x, weight, offs, needs, *_ = given
-            return cls(x, x.shape[0], offs.numel(), (weight,), needs[2])
+            return cls._of(x, x, offs, (weight,), needs[2])
         a: Any
         if name == "expert_mlp":
             a = ExpertMlp(*given)
@@ -126,7 +126,13 @@ class Problem:
         else:
             a = ExpertMlpBackward(*given)
             is_biased = a.b2 is not None or a.needs[2] or a.needs[4]
-        return cls(a.x, a.row_idx.shape[0], a.offs.numel(), (a.w1, a.w2), is_biased)
+        return cls._of(a.x, a.row_idx, a.offs, (a.w1, a.w2), is_biased)
+
+    @classmethod
+    def _of(cls, x: Any, rows: Any, offs: Any, weights: tuple[Any, ...], is_biased: bool) -> "Problem | None":
+        if any(t is None for t in (x, rows, offs, *weights)):
+            return None
+        return cls(x, rows.shape[0], offs.numel(), weights, is_biased)
 
     @property
     def suits_torch(self) -> bool:

@@ -113,8 +113,9 @@ def step(make, logits, dtype, training, monkeypatch):
 def test_gate_of_extreme_logits_is_finite_and_as_in_float64(name, make, case, training, monkeypatch):
     if "-inf" in case and name.split()[0] in CHOOSE_BY_OTHER_THINGS:
         return
+    values = torch.tensor(LOGITS[case].tolist(), dtype=torch.float64)  # on the device under test
     for dtype in DTYPES:
-        logits = LOGITS[case].to(dtype)
+        logits = values.to(dtype)
         ours = step(make, logits.to(torch.promote_types(dtype, torch.float32)), dtype, training, monkeypatch)
         for what, value in ours.items():
             assert value is None or value.isfinite().all(), f"{what} in {dtype}: {value}"

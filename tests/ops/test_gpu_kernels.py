@@ -207,6 +207,21 @@ def test_torch_computes_expert_mlp_where_it_won(switches, monkeypatch, by_torch)
         torch.testing.assert_close(ours, theirs)
 
 
+def test_missing_tensor_is_refused_by_the_kernel_where_torch_won(switches, monkeypatch):
+    wins = [gpu_proof.TorchWin(name, "16 bits", "few", 2.0, 1.0) for name in torch_path.TORCH_OPERATORS]
+    dataclasses.replace(proof(**FOUND), torch_wins=tuple(wins)).save()
+    selection(monkeypatch).prepare()
+    x, weight, offs, _, _ = make_inputs(9, 16, 24, [4, 9], torch.bfloat16)
+    grouped_gemm(x, weight, offs)  # the first call chooses
+    for name, given in (
+        ("grouped_gemm", (x, None, offs, None)),
+        ("grouped_gemm_backward", (x, None, weight, offs, [True, True, False])),
+        ("expert_mlp", (x, None, None, offs, weight, None, weight, None, None, 0, True, False)),
+    ):
+        with pytest.raises(RuntimeError, match="must be a tensor, but got None"):
+            getattr(torch.ops.fmoe_ext, name)(*given)
+
+
 @pytest.fixture
 def precision():
     """Put the precision back that a test has set."""
