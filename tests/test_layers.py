@@ -488,6 +488,7 @@ def test_tracing_is_right_or_says_what_to_do():
         assert torch.equal(torch.jit.trace(fused.eval(), x)(other), fused(other))
 
 
+@pytest.mark.cpu("exports on the CPU")
 @pytest.mark.parametrize("strict", [False, True])
 def test_export_of_separate_experts_is_refused(strict):
     layer = FMoE(3, 4, expert=lambda d: nn.Linear(d, d), top_k=2)

@@ -197,6 +197,7 @@ def test_tokens_are_cast_to_the_dtype_of_the_weights_but_float64_never(tokens, w
         assert torch.equal(out, layer(x.to(weights)))
 
 
+@pytest.mark.cpu("names the CPU")
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_device_and_dtype_are_those_of_all_parameters(dtype):
     layer = FMoETransformerMLP(

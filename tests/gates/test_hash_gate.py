@@ -116,6 +116,7 @@ def on_ranks(state):
     return y, gx, grads["experts.htoh4.weight"]
 
 
+@pytest.mark.cpu("its tensors are on the CPU")
 def test_experts_on_two_ranks_equal_one_process():
     layer, ids = make_layer(), make_ids()
     y, gx, grads = step(layer, ids, make_x(ids))
@@ -142,6 +143,7 @@ def test_table_is_saved_and_drawn_anew_after_meta():
     assert len(empty.expert_of_id[:, 0].unique()) > 1
 
 
+@pytest.mark.cpu("its tensors are on the CPU")
 def test_misuse_is_refused_by_name():
     layer, ids = make_layer(), make_ids()
     x = make_x(ids)

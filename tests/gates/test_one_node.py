@@ -130,7 +130,9 @@ def test_other_computations_are_two_nodes():
         assert not any("OfLinear" in name for name in nodes_of(make(), tokens()))
     names = []
     layer = make()
-    layer.gate.register_forward_hook(lambda module, inputs, output: names.append(type(output[1].grad_fn).__name__))
+    layer.gate.register_forward_hook(
+        lambda module, inputs, output: names.append(type(output[1].grad_fn).__name__)
+    )
     x = tokens()
     expected = results(make(), x)
     assert_same_bits(results(layer, x, lambda f, x: checkpoint(f, x, use_reentrant=False)), expected)

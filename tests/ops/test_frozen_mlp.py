@@ -108,6 +108,7 @@ def test_adapter_on_one_weight(left_out):
     Frozen(60, 3, 5, 37, 29, 4, torch.float64, left_out=left_out).check()
 
 
+@pytest.mark.cpu("on CUDA the two are other products: their bits differ")
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_without_adapters_it_is_expert_mlp(isa, dtype):
     case = Frozen(60, 3, 5, 37, 29, 4, dtype, left_out=("a1", "b1", "a2", "b2"))
@@ -159,6 +160,7 @@ def test_keeps_rank_rows_beside_what_expert_mlp_keeps():
     assert size_of(frozen_mlp) <= size_of(lambda *a: expert_mlp(*a[:11])) + rank_rows
 
 
+@pytest.mark.cpu("opcheck compares with the composition that CUDA has")
 def test_opcheck():
     case = Frozen(9, 2, 3, 5, 4, 2, torch.float64)
     arguments = case.arguments()
@@ -180,6 +182,7 @@ def test_results_do_not_depend_on_threads():
     assert all(torch.equal(results[0][name], results[1][name]) for name in results[0])
 
 
+@pytest.mark.cpu("autocast of the CPU")
 def test_autocast_casts_adapters_too():
     case = Frozen(30, 2, 3, 16, 8, 4, torch.float32)
     with torch.autocast("cpu", torch.bfloat16):
@@ -212,6 +215,7 @@ def test_trainable_weight_is_refused_by_name():
         case.call(frozen_mlp)
 
 
+@pytest.mark.cpu("its tensors are on the CPU")
 @pytest.mark.parametrize(
     "name, value, message",
     [
