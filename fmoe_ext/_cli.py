@@ -1,7 +1,8 @@
 """Shared by all commands: checked numbers, exit statuses, no tracebacks.
 
 Exit statuses: 0 done; 1 done, and something is wrong (values differ, a kernel failed); 2 could not be done
-(arguments, files, devices, packages); 130 interrupted; 141 nobody reads the output. See docs/commands.md.
+(arguments, files, devices, packages); 3 a server has stopped and not all is saved; 130 interrupted; 141 nobody reads
+the output. See docs/commands.md.
 """
 
 import argparse
@@ -12,7 +13,7 @@ import sys
 from collections.abc import Callable
 from typing import NoReturn
 
-CANNOT = 2
+CANNOT, NOT_SAVED = 2, 3
 
 
 def positive_int(text: str) -> int:

@@ -9,7 +9,9 @@ BACKWARD, STATE = f"/{SERVICE}/Backward", f"/{SERVICE}/State"
 UID, REQUEST_ID, VERSION, COMPRESSION, LOSS = "uid", "id", "version", "compression", "loss"
 SCHEMA, CLASS, HIDDEN_DIM, REQUESTS = "schema", "class", "hidden_dim", "requests"
 LOOKS_EVERY, LEAVING = "looks_every", "leaving"  # of who keeps warm copies, and to it
-ROLE, TERM, COMMITTED, SAVED, WAITING = "role", "term", "committed", "saved", "waiting"  # of Info, for people
+# Of Info, for people.
+ROLE, TERM, COMMITTED, SAVED, WAITING = "role", "term", "committed", "saved", "waiting"
+UNSAVED = "unsaved"  # why no newer version could be saved
 GRAD = "grad"  # name of the tensor; inputs are called "0", "1", ...
 ID_LENGTH = 32  # hexadecimal digits
 NOT_LEADER = (

@@ -35,6 +35,7 @@ class ReplicaStatus:
     committed: int | None = None  # the version that all members have
     saved: int | None = None  # the version in its last checkpoint
     waiting: int | None = None  # calls that wait for the expert
+    unsaved: str = ""  # why no newer version could be saved
     error: str = ""
 
 
@@ -95,7 +96,8 @@ async def _expert(
             return dataclasses.replace(replica, error=str(error)) if replica.is_member else None
         names = (protocol.TERM, protocol.VERSION, protocol.COMMITTED, protocol.SAVED, protocol.WAITING)
         numbers: dict[str, Any] = {name: int(meta[name]) for name in names if meta.get(name, "").isdigit()}
-        return dataclasses.replace(replica, role=meta.get(protocol.ROLE), **numbers)
+        unsaved = meta.get(protocol.UNSAVED, "")
+        return dataclasses.replace(replica, role=meta.get(protocol.ROLE), unsaved=unsaved, **numbers)
 
     answers = await asyncio.gather(
         *(ask(*item) for item in sorted(endpoints.items(), key=lambda item: item[1]))
@@ -115,6 +117,8 @@ def to_text(experts: Sequence[ExpertStatus]) -> str:
             role = replica.error or replica.role or "hosted"
             if not replica.is_member:
                 role += ", no member"
+            if replica.unsaved:
+                role += f", cannot save: {replica.unsaved}"
             numbers = (replica.term, replica.version, replica.committed, replica.saved, replica.waiting)
             lines.append((f"  {replica.endpoint}", role, *("-" if n is None else str(n) for n in numbers)))
     widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
@@ -125,7 +129,7 @@ def to_text(experts: Sequence[ExpertStatus]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Prints the status; 1 if an expert is not led or a member does not answer, 2 if etcd does not."""
+    """Prints the status; 1 if an expert is not led or not saved or a member does not answer, 2 if etcd does not."""
     parser = argparse.ArgumentParser(prog="fmoe serve status", description=__doc__)
     parser.add_argument("--registry", required=True, help="etcd://host:port[,host:port...]")
     parser.add_argument("--json", action="store_true", help="print JSON in the place of a table")
@@ -154,5 +158,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (DiscoveryError, OSError, ValueError) as error:
         raise SystemExit(f"{flags.registry}: {error}") from None
     print(json.dumps([dataclasses.asdict(e) for e in experts], indent=2) if flags.json else to_text(experts))
-    missing = any(replica.error for expert in experts for replica in expert.replicas)
+    missing = any(replica.error or replica.unsaved for expert in experts for replica in expert.replicas)
     return int(missing or not all(expert.is_led for expert in experts))

@@ -72,18 +72,18 @@ class Message:
 
 def encode(message: Message) -> bytes:
     """The bytes of a message; the tensors may lie on any device and in any order of strides."""
-    return b"".join(_pieces(message))
+    return b"".join(pieces(message))
 
 
 def encode_parts(message: Message, part_bytes: int = PART_BYTES) -> Iterator[bytes]:
     """The bytes of a message in parts of at most part_bytes, without a copy of the whole."""
-    for piece in _pieces(message):
+    for piece in pieces(message):
         view = memoryview(piece).cast("B")
         for begin in range(0, len(view), part_bytes):
             yield bytes(view[begin : begin + part_bytes])
 
 
-def _pieces(message: Message) -> list[Any]:
+def pieces(message: Message) -> list[Any]:
     """The header and the buffer of each tensor."""
     header: dict[str, Any] = {_METADATA: dict(message.meta)}
     parts, end = [], 0

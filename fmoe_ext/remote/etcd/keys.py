@@ -47,8 +47,8 @@ class Leader:
 @dataclass(frozen=True)
 class Members:
     """The record of an expert. term: number of the last leadership; term_of_end, leader_of_end, version: an end that
-    the log has reached; starts: the version at which a term began, by its number; successor: who should lead next;
-    voided: nobody has led since the registry went back."""
+    the log has reached, with so many requests; starts: the version at which a term began, by its number; successor:
+    who should lead next; voided: nobody has led since the registry went back."""
 
     endpoints: Mapping[str, str] = field(default_factory=dict)  # by server
     version: int = 0
@@ -59,6 +59,7 @@ class Members:
     epoch: int = 0
     voided: bool = False
     starts: Mapping[str, int] = field(default_factory=dict)
+    requests: int = 0
 
 
 @dataclass(frozen=True)

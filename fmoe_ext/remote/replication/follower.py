@@ -40,7 +40,7 @@ class Replica:
     hopeless_since: float = 0.0  # no member that could lead has been alive since then
     epoch: int = 0
     num_returns: int = 0  # of the registry, that were dealt with
-    loss: int = 0  # what a recovery under way would lose
+    loss: tuple[int, int] = (0, 0)  # updates, and gradients in them, that a recovery under way would lose
 
     def become_idle(self, now: float) -> None:
         self.role, self.leader, self.idle_since = Role.IDLE, None, now

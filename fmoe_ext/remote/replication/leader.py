@@ -212,8 +212,9 @@ class Leader:
 
     def _noted(self, endpoints: dict[str, str], successor: str = "") -> keys.Members:
         record = recovery.with_end(self.record, self._committed)
+        requests = self.ledger.requests_at(self._committed.version)
         starts = recovery.with_start(record.starts, self.term.number, self._start)
-        return replace(record, endpoints=endpoints, successor=successor, starts=starts)
+        return replace(record, endpoints=endpoints, successor=successor, starts=starts, requests=requests)
 
     async def admit(self, name: str, endpoint: str) -> Message:
         """A copy for a server that wants to follow; every update after it goes there too."""

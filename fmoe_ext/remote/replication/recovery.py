@@ -35,6 +35,8 @@ class Vacancy:
     recovery_wait: float
     ttl: float
     start: int | None = None  # version at which the term of the end began
+    requests: int = 0  # gradients in the log up to the end
+    lacks: int = 0  # version in this server's damaged checkpoint
 
 
 def decide(vacancy: Vacancy) -> Action:
@@ -59,19 +61,31 @@ def decide(vacancy: Vacancy) -> Action:
 def patience(vacancy: Vacancy) -> float:
     """Seconds until a server leads by recovery: short only for one that has all that the record knows of."""
     record = vacancy.record or keys.Members()
-    if vacancy.record is None and set(vacancy.alive) == {vacancy.server}:
+    if vacancy.record is None and set(vacancy.alive) == {vacancy.server} and not vacancy.lacks:
         return 0.0  # a new expert, and the only server
-    seconds = RECOVERY_LOOK if vacancy.end >= end_of(record) else vacancy.recovery_wait
+    is_whole = vacancy.end >= end_of(record) and not vacancy.lacks
+    seconds = RECOVERY_LOOK if is_whole else vacancy.recovery_wait
     return max(seconds, vacancy.ttl) if record.voided else seconds
 
 
 def count_lost(vacancy: Vacancy) -> int:
-    """Updates that the record knows of and this server has not: its own of later versions are of an older term."""
+    """Updates that the record, or a damaged checkpoint here, had and this server has not.
+
+    Its own of later versions are of an older term.
+    """
     record, end = vacancy.record or keys.Members(), vacancy.end
+    damaged = max(0, vacancy.lacks - end.version)
     if end >= end_of(record):
-        return 0
+        return damaged
     later = [start for term, start in record.starts.items() if int(term) > end.term.number]
-    return max(1, record.version - min([end.version, *later]))
+    return max(1, damaged, record.version - min([end.version, *later]))
+
+
+def count_lost_gradients(vacancy: Vacancy) -> int:
+    """At least so many gradients are in the lost updates, each of which has one or more."""
+    known = 0 if vacancy.record is None else vacancy.record.requests
+    lost = count_lost(vacancy)
+    return max(lost, known - vacancy.requests) if lost else 0
 
 
 def with_start(starts: Mapping[str, int], term: int, version: int) -> dict[str, int]:
@@ -92,8 +106,10 @@ def next_record(vacancy: Vacancy, action: Action, term: Term, endpoint: str) -> 
         vacancy.start is not None and vacancy.end >= known
     ):  # the last leader may have died before its first note
         starts = with_start(starts, vacancy.end.term.number, vacancy.start)
+    requests = vacancy.requests if vacancy.end == known else record.requests
     return replace(
         with_end(record, known),
+        requests=requests,
         starts=starts,
         endpoints={**endpoints, vacancy.server: endpoint},
         successor="",

@@ -48,6 +48,7 @@ class ReplicatedExperts:
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._confirming: set[asyncio.Task[None]] = set()
+        self._hosting: set[str] = set()  # experts that are being added
         self._stopping = False
         self.server: Hosting
         self.site: Site
@@ -169,9 +170,13 @@ class ReplicatedExperts:
 
     async def host_expert(self, uid: str) -> None:
         """A leader asks this server to be a replica of an expert."""
-        if uid not in self.replicas and not self._stopping:
-            await self.site.on_thread(lambda: self.server.host.add([check_uid(uid)]))
-            self._add(uid)
+        if uid not in self.replicas and uid not in self._hosting and not self._stopping:
+            self._hosting.add(check_uid(uid))
+            try:
+                await self.server.add_experts([uid])  # with what a checkpoint of an earlier process has
+                self._add(uid)
+            finally:
+                self._hosting.discard(uid)
         self._wake.set()
 
     def _find(self, uid: str) -> Replica:
@@ -227,7 +232,7 @@ class ReplicatedExperts:
                     replica.leader.end("its key is another one")
                 await self.registry.abandon(replica.uid, guard)
         else:
-            replica.vacant, replica.loss = None, 0
+            replica.vacant, replica.loss = None, (0, 0)
             if replica.leader is not None:
                 replica.leader.end(f"{leader.endpoint} leads")
             self.following.follow(replica, leader, record)
@@ -269,6 +274,8 @@ class ReplicatedExperts:
             recovery_wait=self.options.recovery_wait,
             ttl=self.options.ttl,
             start=replica.ledger.start,
+            requests=replica.ledger.num_requests,
+            lacks=replica.ledger.lacks,
         )
         if replica.role is Role.JOINING:
             return
@@ -283,7 +290,7 @@ class ReplicatedExperts:
         term = Term(max(known, replica.ledger.seen.number) + 1, self.name)
         record = recovery.next_record(vacancy, action, term, self.server.endpoint)
         if action is Action.RECOVER:
-            replica.loss = recovery.count_lost(vacancy)
+            replica.loss = recovery.count_lost(vacancy), recovery.count_lost_gradients(vacancy)
         me, lease = keys.Leader(self.name, self.server.endpoint), self.registry.lease
         guard = await self.registry.lead(replica.uid, me, record, vacancy.revision)
         if not guard or lease != self.registry.lease or replica.role is Role.JOINING:
@@ -297,10 +304,15 @@ class ReplicatedExperts:
         leader = Leader(self.site, replica.uid, replica.ledger, term, guard, record, ended)
         replica.role, replica.leader = Role.LEADER, leader
         self.server.metrics.add("leads_won_total")
-        if replica.loss:
-            self.server.metrics.add("updates_lost_total", replica.loss)
-            log.error("%s lost at least %d updates: all its replicas were gone", replica.uid, replica.loss)
-            replica.loss = 0
+        if any(replica.loss):
+            for name, count in zip(("updates_lost_total", "gradients_lost_total"), replica.loss, strict=True):
+                self.server.metrics.add(name, count)
+            log.error(
+                "%s lost at least %d updates, which were %d gradients or more: no replica had them",
+                *(replica.uid, *replica.loss),
+            )
+            replica.loss = 0, 0
+        replica.ledger.lacks = 0
         task = asyncio.create_task(leader.confirm())
         self._confirming.add(task)
         task.add_done_callback(self._confirming.discard)

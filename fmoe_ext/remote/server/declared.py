@@ -52,7 +52,7 @@ class WarmCopies:
         self.uids = [check_uid(uid) for uid in uids]
         self._caller = Caller(credentials)
         self._copies: dict[str, tuple[float, Message]] = {}  # uid: when, state
-        self._seen: dict[str, int] = {}  # uid: the owner's version at the last look
+        self._seen: dict[str, tuple[int, int]] = {}  # uid: the owner's version and gradients at the last look
 
     async def run(self, server: Server) -> None:
         """Until it is cancelled."""
@@ -84,10 +84,9 @@ class WarmCopies:
     async def _refresh(self, uid: str, endpoint: str) -> None:
         request = encode(Message({}, {protocol.UID: uid, protocol.LOOKS_EVERY: f"{self.looks_every:.3f}"}))
         info = await self._caller.call(endpoint, protocol.INFO, request, self.period)
-        version = info.meta.get(protocol.VERSION, "")[:18]
-        self._seen[uid] = int(version) if version.isdecimal() else 0
+        self._seen[uid] = _number(info, protocol.VERSION), _number(info, protocol.REQUESTS)
         when, copy = self._copies.get(uid, (-self.period, None))
-        is_old = copy is None or copy.meta["version"] != str(self._seen[uid])
+        is_old = copy is None or copy.meta["version"] != str(self._seen[uid][0])
         is_last = info.meta.get(protocol.LEAVING) == "1"
         if is_old and (is_last or time.monotonic() - when >= self.period):
             state = await self._caller.download(endpoint, protocol.STATE, request, COPY_SECONDS)
@@ -110,15 +109,23 @@ class WarmCopies:
             log.error("%s cannot be taken over: %s", uid, error)
             await self.discovery.withdraw([uid], server.endpoint)
             return
-        lost = max(0, self._seen.get(uid, 0) - int(copy.meta["version"]))
-        server.metrics.add("updates_lost_total", lost)
+        seen = self._seen.get(uid, (0, 0))
+        lost = [
+            max(0, n - _number(copy, k))
+            for n, k in zip(seen, (protocol.VERSION, protocol.REQUESTS), strict=True)
+        ]
+        server.metrics.add("updates_lost_total", lost[0])
+        server.metrics.add("gradients_lost_total", lost[1])
         server.metrics.add("takeovers_total")
         log.warning(
-            "%s is owned here from version %s on, %d updates or more are lost",
-            uid,
-            copy.meta["version"],
-            lost,
+            "%s is owned here from version %s on; %d updates of %d gradients, or more, are lost",
+            *(uid, copy.meta["version"], *lost),
         )
+
+
+def _number(message: Message, key: str) -> int:
+    text = message.meta.get(key, "")[:18]
+    return int(text) if text.isascii() and text.isdecimal() else 0
 
 
 class DeclaredExperts:
@@ -204,7 +211,7 @@ class DeclaredExperts:
         withheld |= lost
         withheld -= mine
         if newly_lost:
-            await server.save_now()
+            await server.save()
 
     async def stop(self) -> None:
         """Withdraws them; they stay declared until the copies elsewhere are complete."""

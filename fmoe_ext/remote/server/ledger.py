@@ -73,6 +73,7 @@ class Ledger:
         self.committed = 0
         self.seen = Term()  # the largest in any message or record; smaller ones are refused
         self.broken = ""  # why the weights cannot be trusted
+        self.lacks = 0  # version in a damaged checkpoint, which may be in no other replica
         self.applied: OrderedDict[str, int] = OrderedDict()  # request id -> version
         self.num_requests = 0  # gradients applied since the expert began, each counted once
         self.tail: list[Logged] = []  # what members may lack
@@ -127,6 +128,12 @@ class Ledger:
             while self.tail and self.tail[0].end.version <= min(self.committed, self.version):
                 del self.tail[0]
 
+    def requests_at(self, version: int) -> int:
+        """Gradients applied up to a version that is not yet out of the tail."""
+        with self.lock:
+            later = [logged for logged in self.tail if version < logged.end.version <= self.version]
+            return self.num_requests - sum(len(logged.update.requests) for logged in later)
+
     def tail_after(self, end: End) -> list[Logged] | None:
         """The updates behind an end of another log; None if the logs are not known to agree there."""
         with self.lock:
@@ -176,7 +183,7 @@ class Ledger:
             self.applied, self.num_requests = applied, num_requests
             self.seen = max(self.seen, end.term)
             self.tail.clear()
-            self.broken = ""
+            self.broken, self.lacks = "", 0
 
     def _move_to(self, end: End) -> None:
         if end.term != self.end.term:

@@ -11,14 +11,16 @@ from pathlib import Path
 
 import torch
 
-from fmoe_ext._cli import CANNOT, run
+from fmoe_ext._cli import CANNOT, NOT_SAVED, run
 from fmoe_ext.remote import loop, status
 from fmoe_ext.remote.dht import open_node
 from fmoe_ext.remote.discovery import Discovery, DiscoveryError, StaticList
+from fmoe_ext.remote.errors import RemoteError
 from fmoe_ext.remote.flags import DATE_FORMAT, LOG_FORMAT, build
 from fmoe_ext.remote.replication.registry import Replication
 from fmoe_ext.remote.replication.replicas import ReplicatedExperts
 from fmoe_ext.remote.security import Credentials, Security
+from fmoe_ext.remote.server.checkpoints import Damaged
 from fmoe_ext.remote.server.declared import DeclaredExperts, WarmCopies
 from fmoe_ext.remote.server.options import ETCD, Options, Training, parse, read_tokens
 from fmoe_ext.remote.server.server import Placement, Server
@@ -96,7 +98,10 @@ def report(server: Server, seconds: float, before: dict[str, float]) -> dict[str
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs until SIGTERM or SIGINT; 0 after everything was handed over and saved. `status ...`: status.main()."""
+    """Runs until SIGTERM or SIGINT; 0 after everything was handed over and saved, NOT_SAVED if something was not.
+
+    `status ...`: status.main().
+    """
     given = sys.argv[1:] if arguments is None else list(arguments)
     if given[:1] == ["status"]:
         return status.main(given[1:])
@@ -114,16 +119,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         server = make_server(flags)
         server.start()
-    except (OSError, ValueError, DiscoveryError) as error:
+    except (OSError, ValueError, DiscoveryError, Damaged, RemoteError) as error:
         log.error("%s", error)
         return CANNOT
     counted: dict[str, float] = {}
     interval = flags.stats_report_interval
     while not stopped.wait(min(interval, threading.TIMEOUT_MAX) or None):
         counted = report(server, interval, counted)
-    server.stop()
+    server.stop(timeout=None)
     if isinstance(server.placement, DeclaredExperts):
         loop.run(server.placement.discovery.close(), 10)
+    if unsaved := server.describe_unsaved():
+        log.error("not saved: %s", unsaved)
+        return NOT_SAVED
     return 0
 
 

@@ -20,7 +20,8 @@ from fmoe_ext.remote.flags import (
 )
 from fmoe_ext.remote.security import ADMISSION, Security, check_private
 
-OPTIMIZERS = ("sgd", "adam", "none")
+STATE_NAMES = MappingProxyType({"sgd": (), "adam": ("step", "exp_avg", "exp_avg_sq"), "none": ()})
+OPTIMIZERS = tuple(STATE_NAMES)
 SCHEDULERS = ("none", "linear")
 NETWORK = "how others find it"
 
@@ -115,6 +116,12 @@ class Options:
     training: Training = field(default_factory=Training)
     checkpoint_dir: Path | None = flag(None, type=Path)
     checkpoint_period: float = flag(60.0, "seconds", type=POSITIVE, needs=("checkpoint_dir",))
+    checkpoint_check_rate: float = flag(
+        8.0,
+        "MB a second of checkpoints that are read again to find damage; 0: none",
+        type=NOT_NEGATIVE,
+        needs=("checkpoint_dir",),
+    )
     ttl: float = flag(
         30.0, "seconds for which a record lives unless it is renewed", type=POSITIVE, group=NETWORK
     )

@@ -112,6 +112,10 @@ function draw() {
   if (rates.length) document.getElementById("most").textContent = `(at most ${Math.max(...rates).toFixed(1)})`;
   rates.forEach((r, i) => g.fillRect(i * 7.5, c.height * (1 - r / top), 6, c.height * r / top));
 }
+function disk(c) {
+  const when = c.checked ? `, checkpoints read again at ${new Date(1000 * c.checked).toLocaleTimeString()}` : "";
+  return when + (c.damaged?.length ? `, DAMAGED and kept aside: ${c.damaged.join(", ")}` : "");
+}
 async function poll() {
   try {
     const s = await (await fetch("status")).json();
@@ -120,9 +124,10 @@ async function poll() {
     before = s; draw();
     document.getElementById("endpoint").textContent = s.endpoint;
     document.getElementById("summary").textContent = `${s.experts.length} experts of type ${s.expert_cls}, ` +
-      `${s.calls} calls (${s.failed} failed), ${s.waiting} waiting, ${s.rows} rows`;
+      `${s.calls} calls (${s.failed} failed), ${s.waiting} waiting, ${s.rows} rows` + disk(s.checkpoints);
     fill("experts", s.experts.map(e => [e.uid, e.role ?? "", e.term ?? "", e.version, e.committed ?? "",
-      e.saved ?? "", e.waiting, e.rows, e.grad_norm.toPrecision(3), e.refused,
+      (e.saved ?? "") + (e.unsaved ? ` (cannot save: ${e.unsaved})` : ""), e.waiting, e.rows,
+      e.grad_norm.toPrecision(3), e.refused,
       e.withheld ? "not served: another server claims it" : ""]));
     fill("peers", s.peers.map(p => [p.peer, p.ago.toFixed(0), p.loss]));
   } catch (error) { document.getElementById("summary").textContent = "the server does not answer: " + error; }

@@ -14,16 +14,19 @@ from fmoe_ext.remote.dht.node import check_peer, reachable_here
 from fmoe_ext.remote.dht.relay import Attachment
 from fmoe_ext.remote.expert_classes import find_expert_class
 from fmoe_ext.remote.security import Guard
+from fmoe_ext.remote.server.checkpoints import Checkpoints, Damaged
 from fmoe_ext.remote.server.fair_queue import FairQueue
 from fmoe_ext.remote.server.host import ExpertHost
 from fmoe_ext.remote.server.ledger import NotLeader
 from fmoe_ext.remote.server.options import Options
 from fmoe_ext.remote.server.pages import Metrics, Pages
+from fmoe_ext.remote.server.saving import Saver
 from fmoe_ext.remote.server.service import ComputeThread, ExpertService
-from fmoe_ext.remote.server.state import Checkpoints, read_state, write_state
+from fmoe_ext.remote.server.state import read_state, write_state
 from fmoe_ext.remote.wire import Limits, Message, body_bytes
 
 log = logging.getLogger("fmoe_ext.remote")
+CHECK_SECONDS = 600.0  # between two readings of all checkpoints
 DRAIN_SECONDS = 5.0  # that calls under way have when the server stops
 
 
@@ -58,11 +61,13 @@ class Server:
         self.service.max_rows = options.max_rows
         self.service.describe = self.describe
         self.checkpoints = Checkpoints(options.checkpoint_dir) if options.checkpoint_dir else None
+        self.saver = (
+            Saver(self.checkpoints, self.host, self.metrics, self.read_state) if self.checkpoints else None
+        )
         self.pages = Pages(self.status, self.metrics)
         self._endpoint = ""
         self._attachment: Attachment | None = None
         self._has_stopped = False
-        self._saved: dict[str, int] = {}  # uid: version on disk
         self._tasks: list[asyncio.Task[None]] = []
         self._grpc: grpc.aio.Server | None = None
         self.metrics.gauge("experts", lambda: len(self.host.experts))
@@ -70,6 +75,7 @@ class Server:
         self.metrics.gauge("batches", lambda: self.compute.num_batches)
         self.metrics.gauge("batched_calls", lambda: self.compute.num_jobs)
         self.metrics.gauge("updates_refused", self._count_refused)
+        self.metrics.gauge("unsaved_experts", lambda: len(self.saver.failures) if self.saver else 0)
 
     @property
     def endpoint(self) -> str:
@@ -81,7 +87,7 @@ class Server:
         loop.run(self._start(), timeout)
         return self
 
-    def stop(self, timeout: float = 60.0) -> None:
+    def stop(self, timeout: float | None = 60.0) -> None:
         """Hands experts over, finishes what is under way, and closes."""
         loop.run(self._stop(), timeout)
 
@@ -100,6 +106,8 @@ class Server:
         self._endpoint = self.options.announce or announced(self.options.listen_on, port)
         self.compute.start()
         try:
+            if self.checkpoints is not None:
+                await asyncio.to_thread(self.checkpoints.begin)
             await self._attach(port)
             await self.placement.start(self)
             await self._grpc.start()
@@ -109,8 +117,10 @@ class Server:
         except BaseException:
             await self._stop(save=False)
             raise
-        if self.checkpoints is not None:
-            self._tasks.append(asyncio.create_task(self._save_regularly()))
+        if self.saver is not None:
+            self._tasks.append(asyncio.create_task(self._save_regularly(self.saver)))
+            if self.options.checkpoint_check_rate:
+                self._tasks.append(asyncio.create_task(self._check_regularly(self.saver)))
         log.info("Server started at %s", self.endpoint)
         uids = sorted(self.host.experts)
         active = [uid for uid in uids if self._takes_gradients(uid)]
@@ -155,11 +165,13 @@ class Server:
         self._has_stopped = True
         for task in self._tasks:
             task.cancel()
-        await self.placement.stop()
-        if self._grpc is not None:
-            await self._grpc.stop(DRAIN_SECONDS)
-        if save:
-            await self.save()
+        try:
+            await self.placement.stop()
+            if self._grpc is not None:
+                await self._grpc.stop(DRAIN_SECONDS)
+        finally:
+            if self.checkpoints is not None:
+                await self._end_checkpoints(self.checkpoints, save)
         await self.pages.stop()
         if self._attachment is not None:
             await self._attachment.close()
@@ -168,18 +180,37 @@ class Server:
 
     # ---------------------------------------------------------------- experts
 
+    async def _end_checkpoints(self, checkpoints: Checkpoints, save: bool) -> None:
+        if save:
+            await self.save()
+        await asyncio.to_thread(checkpoints.end)
+
     async def add_experts(self, uids: Sequence[str]) -> None:
-        """Hosts experts with what their checkpoints say, otherwise with the weights they start from."""
+        """Hosts experts with what their checkpoints say, otherwise with the weights they start from.
+
+        A damaged checkpoint is put aside if other servers may have the expert; without replicas it raises Damaged.
+        """
+        uids = [uid for uid in uids if uid not in self.host.experts]
+        states: list[Message] = []
+        damaged: dict[str, Damaged] = {}
+        if self.saver is not None:
+            states, damaged = await self.saver.load(uids)
+            if damaged and not self.host.is_replicated:
+                texts = "; ".join(str(error) for error in damaged.values())
+                raise Damaged(
+                    f"{texts}. Restore what is damaged, or move it away to begin these experts anew"
+                )
+            for uid, error in damaged.items():
+                await self.saver.set_aside(uid, error)
 
         def add() -> None:
             self.host.add(uids)
+            for uid, error in damaged.items():
+                self.host.find(uid).ledger.lacks = error.version or 1
             for state in states:
                 write_state(self.host, state)
 
-        saved = [self.checkpoints.load(uid) for uid in uids] if self.checkpoints else []
-        states = [state for state in saved if state is not None]
         await asyncio.wrap_future(self.compute.call(add))
-        self._saved |= {state.meta["uid"]: int(state.meta["version"]) for state in states}
 
     def saved_uids(self) -> list[str]:
         """Experts that have checkpoints."""
@@ -194,32 +225,30 @@ class Server:
         await asyncio.wrap_future(self.compute.call(lambda: self.host.remove(uid)))
 
     async def save(self) -> None:
-        """Writes every expert that has changed since it was written."""
-        if self.checkpoints is None:
-            return
-        for uid, expert in list(self.host.experts.items()):
-            if self._saved.get(uid) == expert.version:
-                continue
-            state = await self.read_state(uid)
-            await asyncio.to_thread(self.checkpoints.save, state)
-            self._saved[uid] = int(state.meta["version"])
+        """Writes every expert that has changed since it was written; what fails is logged, counted and tried again."""
+        if self.saver is not None:
+            await self.saver.save()
 
-    async def _save_regularly(self) -> None:
+    def describe_unsaved(self) -> str:
+        """One line: what the checkpoints lack, and why; "" if they have everything."""
+        return self.saver.describe_unsaved() if self.saver else ""
+
+    async def _save_regularly(self, saver: Saver) -> None:
         while True:
             await asyncio.sleep(self.options.checkpoint_period)
-            await self.save_now()
+            await saver.save()
 
-    async def save_now(self) -> None:
-        """Like save(), but a disk that cannot be written is logged and counted."""
-        try:
-            await self.save()
-        except OSError as error:
-            log.error("checkpoints cannot be written: %s", error)
-            self.metrics.add("checkpoint_failures_total")
+    async def _check_regularly(self, saver: Saver) -> None:
+        while True:
+            try:
+                await saver.check_at_rest(self.options.checkpoint_check_rate * 1e6)
+            except OSError as error:
+                log.error("checkpoints cannot be checked: %s", error)
+            await asyncio.sleep(CHECK_SECONDS)
 
     def describe(self, uid: str) -> dict[str, str]:
         """Role, term, versions and waiting calls of an expert, as Info and the page show them."""
-        saved = {protocol.SAVED: str(self._saved[uid])} if uid in self._saved else {}
+        saved = {} if self.saver is None else self.saver.describe(uid)
         waiting = {protocol.WAITING: str(self.queue.count(uid))}
         return {**self.placement.describe(uid), **saved, **waiting}
 
@@ -235,6 +264,7 @@ class Server:
             "failed": calls - self.metrics.count("calls_total", code="OK"),
             "waiting": len(self.queue),
             "rows": sum(expert.num_rows for _, expert in experts),
+            "checkpoints": {} if self.saver is None else self.saver.status(),
             "experts": [
                 {
                     "uid": uid,

@@ -1,15 +1,14 @@
-"""The state of one expert: as a message, and on disk."""
+"""The state of one expert as a message."""
 
-import os
 from collections import OrderedDict
-from pathlib import Path
+from collections.abc import Sequence
 
 import torch
 
-from fmoe_ext.remote.discovery import check_uid
 from fmoe_ext.remote.server.host import ExpertHost, Hosted
 from fmoe_ext.remote.server.ledger import End, Ledger, Term
-from fmoe_ext.remote.wire import WHOLE, Message, WireError, decode, encode
+from fmoe_ext.remote.server.options import STATE_NAMES
+from fmoe_ext.remote.wire import Message, WireError
 
 _IDS, _IDS_VERSIONS = "applied.ids", "applied.versions"
 _ID_BYTES = 16
@@ -43,7 +42,7 @@ def read_state(host: ExpertHost, uid: str) -> Message:
 
 def write_state(host: ExpertHost, message: Message) -> None:
     """Makes an expert what read_state() saw, hosting it first if need be; WireError if it is of another kind."""
-    uid, version = message.meta.get("uid", ""), _number(message, "version")
+    uid = message.meta.get("uid", "")
     requests = _number(message, "requests")
     for key, ours in (
         ("class", host.expert_class.name),
@@ -58,10 +57,14 @@ def write_state(host: ExpertHost, message: Message) -> None:
     expert = host.find(uid)
     expert.ledger.broken = "a copy was not installed to its end"
     _copy_all(_named(message, "weight/"), host.parameters(uid), uid)
-    _load_optimizer(expert, _named(message, "optimizer/"))
+    _load_optimizer(expert, _named(message, "optimizer/"), STATE_NAMES[host.training.optimizer])
+    expert.ledger.install(end_of_state(message), read_ids(message), requests)
+
+
+def end_of_state(message: Message) -> End:
+    """The end of the log of a state."""
     number = _number(message, "term") if "term" in message.meta else 0  # older checkpoints have none
-    term = Term(number, message.meta.get("term_leader", ""))
-    expert.ledger.install(End(term, version), _read_ids(message), requests)
+    return End(Term(number, message.meta.get("term_leader", "")), _number(message, "version"))
 
 
 def end_of_weights(ledger: Ledger) -> End:
@@ -97,17 +100,25 @@ def _optimizer_tensors(expert: Hosted) -> dict[str, torch.Tensor]:
     }
 
 
-def _load_optimizer(expert: Hosted, tensors: dict[str, torch.Tensor]) -> None:
+def _load_optimizer(expert: Hosted, tensors: dict[str, torch.Tensor], names: Sequence[str]) -> None:
     if expert.optimizer is None:
         return
     whole = expert.optimizer.state_dict()
     state: dict[int, dict[str, torch.Tensor]] = {}
-    num_parameters = len(whole["param_groups"][0]["params"])
+    parameters = expert.optimizer.param_groups[0]["params"]
     for key, value in tensors.items():
         place, _, name = key.partition("/")
-        if not place.isdecimal() or int(place) >= num_parameters:
+        if not (place.isascii() and place.isdecimal()) or int(place) >= len(parameters):
             raise WireError(f"the state of {expert.uid} has an optimizer entry for parameter {place[:50]!r}")
+        if name not in names or value.shape not in (torch.Size(), parameters[int(place)].shape):
+            raise WireError(
+                f"the state of {expert.uid} has {name[:50]!r} {list(value.shape)} for parameter {place}"
+            )
         state.setdefault(int(place), {})[name] = value
+    if incomplete := [place for place, entries in state.items() if entries.keys() != set(names)]:
+        raise WireError(
+            f"the state of {expert.uid} lacks entries of the optimizer for parameters {incomplete[:9]}"
+        )
     expert.optimizer.load_state_dict({**whole, "state": state})
 
 
@@ -122,7 +133,8 @@ def _copy_all(given: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor], u
             p.copy_(given[name])
 
 
-def _read_ids(message: Message) -> "OrderedDict[str, int]":
+def read_ids(message: Message) -> "OrderedDict[str, int]":
+    """The versions of the remembered requests of a state, by request id."""
     ids, versions = message.tensors.get(_IDS), message.tensors.get(_IDS_VERSIONS)
     if ids is None or versions is None or ids.dtype != torch.uint8 or versions.dtype != torch.int64:
         raise WireError("the state has no list of applied requests")
@@ -135,49 +147,3 @@ def _read_ids(message: Message) -> "OrderedDict[str, int]":
 
 def _named(message: Message, prefix: str) -> dict[str, torch.Tensor]:
     return {n.removeprefix(prefix): x for n, x in message.tensors.items() if n.startswith(prefix)}
-
-
-SUFFIX = ".safetensors"
-
-
-class Checkpoints:
-    """The folder of a server's checkpoints."""
-
-    def __init__(self, folder: Path):
-        self.folder = Path(folder)
-        self.folder.mkdir(parents=True, exist_ok=True)
-        for left_over in self.folder.glob(f"*{SUFFIX}.tmp-*"):  # of a process that was killed while it wrote
-            left_over.unlink(missing_ok=True)
-
-    def save(self, state: Message) -> None:
-        """Writes, syncs, then takes the place of the file before: a crash leaves the old one or the new one."""
-        path = self.path(state.meta["uid"])
-        temporary = path.with_name(f"{path.name}.tmp-{os.getpid()}")
-        with open(temporary, "wb") as file:
-            file.write(encode(state))
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-        folder = os.open(self.folder, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
-
-    def load(self, uid: str) -> Message | None:
-        """The state that was saved last, None without one; WireError, with the file's name, if it cannot be read."""
-        path = self.path(uid)
-        if not path.exists():
-            return None
-        try:
-            return decode(path.read_bytes(), WHOLE)
-        except WireError as error:
-            raise WireError(
-                f"the checkpoint {path} is broken ({error}): restore it, or move it away"
-            ) from None
-
-    def uids(self) -> list[str]:
-        return sorted(path.name.removesuffix(SUFFIX) for path in self.folder.glob(f"*{SUFFIX}"))
-
-    def path(self, uid: str) -> Path:
-        return self.folder / f"{check_uid(uid)}{SUFFIX}"

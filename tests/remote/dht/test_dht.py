@@ -21,7 +21,7 @@ from fmoe_ext.remote import (
     loop,
 )
 from fmoe_ext.remote.dht.main import main
-from fmoe_ext.remote.server.state import Checkpoints
+from fmoe_ext.remote.server.checkpoints import Checkpoints
 
 D = 16
 DEAD = "127.0.0.1:1"

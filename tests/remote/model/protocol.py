@@ -24,6 +24,7 @@ FAULTS = (
     "term falls back with the registry",
     "silent sender",
     "update that followers refuse",
+    "accept a damaged checkpoint",
 )
 
 
@@ -69,6 +70,7 @@ class Budget(NamedTuple):
     answers: int = 0  # of the registry
     stops: int = 0
     restores: int = 0
+    damages: int = 0  # of the checkpoint of a server that is down
 
 
 class State(NamedTuple):
@@ -383,6 +385,8 @@ class Protocol:
             if not s.up:
                 fresh = Server(log=s.log, seen=s.log[-1][0][0] if s.log else 0, epoch=state.record.epoch)
                 yield f"{i} starts", False, self._set(state, i, fresh)
+                if budget.damages and s.log:
+                    yield f"the disk of {i} is damaged", True, self._damage(self._spend(state, "damages"), i)
                 continue
             if not s.lease:
                 after = self._step_down(state, i, lease=True)
@@ -438,6 +442,14 @@ class Protocol:
             old = old._replace(members=members, leader=DEAD if old.leader == i else old.leader)
             after = after._replace(backup=(old,))
         return self._set(after, i, Server(up=False, lease=False, log=disk, stopped=stopped))
+
+    def _damage(self, state, i):
+        """Its checkpoint is put aside at the start; a flipped bit of the term makes it the newest otherwise."""
+        log = ()
+        if self.broken == "accept a damaged checkpoint":
+            *before, ((number, leader), update) = state.servers[i].log
+            log = (*before, ((number + 8, leader), update))
+        return self._with(state, i, log=log)
 
     def _restore(self, state):
         (record,) = state.backup

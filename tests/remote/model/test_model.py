@@ -11,6 +11,7 @@ SMALL = {
     "lost calls and answers": (Budget(updates=2, losses=1, answers=1), 3, True),
     "two stops": (Budget(updates=1, stops=2), 2, True),
     "from nothing, one stop": (Budget(updates=1, stops=1), 1, False),
+    "a damaged checkpoint": (Budget(updates=1, crashes=1, damages=1), 1, True),
     "a restored backup": (Budget(updates=1, restores=1), 3, True),
 }
 LARGE = {
@@ -19,6 +20,7 @@ LARGE = {
     "crash, lease and stop": (Budget(updates=1, crashes=1, expiries=1, stops=1), 2, True),
     "three updates": (Budget(updates=3, crashes=1), 3, True),
     "lease, lost calls and answers": (Budget(updates=2, expiries=1, losses=1, answers=1), 2, True),
+    "two crashes and a damaged checkpoint": (Budget(updates=1, crashes=2, damages=1), 2, True),
     "restore and lease": (Budget(updates=1, restores=1, expiries=1), 2, True),
     "restore and crash": (Budget(updates=1, restores=1, crashes=1), 2, True),
 }
@@ -30,6 +32,7 @@ MUTANTS = {
     "idle members never lead": (Budget(updates=1, expiries=1), 3, True),
     "term falls back with the registry": (Budget(updates=0, restores=1), 3, True),
     "silent sender": (Budget(updates=1, losses=1), 3, True),
+    "accept a damaged checkpoint": (Budget(updates=2, crashes=1, damages=1), 1, True),
     "update that followers refuse": (Budget(updates=1), 3, True),
 }
 

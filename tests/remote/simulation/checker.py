@@ -1,6 +1,10 @@
 """The checker of histories: what trainers have seen against what the members of an expert hold."""
 
+import hashlib
+import struct
 from dataclasses import dataclass, field
+
+PRIME = 1009.0
 
 
 class Failed(AssertionError):
@@ -16,6 +20,7 @@ class History:
     refused: set = field(default_factory=set)
     lost: set = field(default_factory=set)  # what a leader lacked when it began, as all members had died
     trace: list = field(default_factory=list)
+    sums: dict = field(default_factory=dict)  # request id: sum of the gradient
 
 
 @dataclass(frozen=True)
@@ -37,6 +42,8 @@ def check(history, members):
     if any(member != first for member in members):
         raise Failed("members differ")
     _check_log(history, first)
+    if history.sums and _is_whole(first) and first.digest != digest_of(history, first):
+        raise Failed("the weights are not those that the updates make")
     oldest = 0 if _is_whole(first) else min(first.applied.values())
     known = {i: v for i, v in history.acknowledged.items() if v > oldest}
     missing = known.keys() - first.applied.keys()
@@ -48,6 +55,17 @@ def check(history, members):
     if first.num_requests < len(history.acknowledged.keys() - history.lost):
         raise Failed(f"{first.num_requests} requests were applied, {len(history.acknowledged)} acknowledged")
     return len(missing)
+
+
+def digest_of(history, held):
+    """The digest of the weights of a number, after the updates of a log."""
+    by_version = {}
+    for request_id, version in held.applied.items():
+        by_version[version] = by_version.get(version, 0.0) + history.sums[request_id]
+    w = 0.0
+    for version in sorted(by_version):
+        w = (3 * w + by_version[version]) % PRIME
+    return hashlib.blake2b(struct.pack("<f", w), digest_size=8).hexdigest()
 
 
 def _is_whole(held):

@@ -1,8 +1,12 @@
 """Exactly which acknowledged updates are lost, at which change of leader, and if that was allowed."""
 
+import contextlib
 from dataclasses import dataclass
 
 from fmoe_ext.remote.etcd import keys
+from fmoe_ext.remote.server.checkpoints import Damaged, decode_with_checksums
+from fmoe_ext.remote.server.state import read_ids
+from fmoe_ext.remote.wire import WireError
 from tests.remote.simulation.checker import Failed
 
 STALE = (
@@ -53,10 +57,8 @@ class Losses:
         members = set() if record is None else set(record.endpoints)
         living = {
             server.name
-            for server in self.world.servers
-            if server is not None
-            and not server.process.is_dead
-            and keys.SERVERS + server.name in self.world.etcd.entries
+            for server in self.world.everyone()
+            if not server.process.is_dead and keys.SERVERS + server.name in self.world.etcd.entries
         }
         if record is None or living & members:
             self.alone_since = now
@@ -80,7 +82,7 @@ class Losses:
             return
         self.note_members()
         name, before = keys.load_leader(value).server, self.leader
-        self.leader = next(s for s in self.world.servers if s.name == name)
+        self.leader = next(s for s in self.world.everyone() if s.name == name)
         if before is not self.leader and self.recoveries and not self._has_won(self.recoveries[-1]):
             self.recoveries.pop()  # it died, or was replaced, before it knew
         held, lost = self._held(), self.history.lost
@@ -90,6 +92,8 @@ class Losses:
         new = {i: self.answered[i] for i in allowed - lost if i in self.answered and i not in held}
         lost |= allowed
         self._compare(self.answered, "no member had failed")
+        if kept := self._kept_on_disk() & new.keys():
+            raise Failed(f"{name} leads without {len(kept)} updates that its own disk has")
         self._note(new)
         self.are_gone = False
 
@@ -124,6 +128,16 @@ class Losses:
             oldest = min(ledger.applied.values())
             held.update({i: version for i, version in self.answered.items() if version <= oldest})
         return held
+
+    def _kept_on_disk(self):
+        """The request ids in whole files of the leader's folder, whatever their names."""
+        found = set()
+        for data in self.leader.disk.files.values():
+            with contextlib.suppress(Damaged, WireError):
+                state = decode_with_checksums(data)
+                if state.meta["uid"] == self.uid:
+                    found |= read_ids(state).keys()
+        return found
 
     def _record(self):
         entry = self.world.etcd.entries.get(keys.members_key(self.uid))

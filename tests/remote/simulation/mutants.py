@@ -10,8 +10,14 @@ from fmoe_ext.remote.replication.leader import Leader
 from fmoe_ext.remote.replication.messages import Sender, settle
 from fmoe_ext.remote.replication.recovery import Action
 from fmoe_ext.remote.replication.replicas import ReplicatedExperts
+from fmoe_ext.remote.server import checkpoints
+from fmoe_ext.remote.server.checkpoints import Checkpoints, decode_with_checksums
 from fmoe_ext.remote.server.fair_queue import FairQueue
 from fmoe_ext.remote.server.ledger import End, Ledger, NotLeader
+from fmoe_ext.remote.server.saving import Saver
+from fmoe_ext.remote.server.state import end_of_state
+from fmoe_ext.remote.wire import WireError, decode
+from tests.remote.simulation.disk import SimFiles
 
 
 def order_by_version(patch):
@@ -131,9 +137,52 @@ def count_by_version_alone(patch):
     original = recovery.count_lost
 
     def count(vacancy):
+        if vacancy.record is None:
+            return original(vacancy)
         return min(original(vacancy), max(1, vacancy.record.version - vacancy.end.version))
 
     patch.setattr(recovery, "count_lost", count)
+
+
+def accept_damaged_files(patch):
+    """A file counts as whole if it can be read at all."""
+
+    def read(data):
+        try:
+            return decode(data, checkpoints.FILE)
+        except WireError as error:
+            raise checkpoints.Damaged(str(error)) from None
+
+    patch.setattr(checkpoints, "decode_with_checksums", read)
+
+
+def share_a_folder(patch):
+    """A second server starts in the folder of the first."""
+    patch.setattr(SimFiles, "lock", lambda self: None)
+
+
+def stop_saving_at_the_first_failure(patch):
+    """An expert that cannot be written keeps the later ones from the disk."""
+
+    async def save(self, uid):
+        state = await self.read_state(uid)
+        await self._call(self.checkpoints.save, state)
+        self.saved[uid] = end_of_state(state)
+
+    patch.setattr(Saver, "_save", save)
+
+
+def trust_names_of_files(patch):
+    """A file is loaded whatever expert it holds."""
+
+    def load(self, uid):
+        if f"{uid}.safetensors" not in self.files.names():
+            return None
+        with self.files.open(f"{uid}.safetensors") as file:
+            return decode_with_checksums(file.read())
+
+    patch.setattr(Checkpoints, "_uid_in_header", lambda self, name: None)
+    patch.setattr(Checkpoints, "load", load)
 
 
 MUTANTS = {
@@ -147,4 +196,8 @@ MUTANTS = {
     make_what_followers_refuse: ["slow_down"],
     count_no_loss: ["kill"],
     count_by_version_alone: None,
+    accept_damaged_files: ["lose_power"],
+    share_a_folder: ["start_twice"],
+    stop_saving_at_the_first_failure: ["bad_disk"],
+    trust_names_of_files: ["misname"],
 }

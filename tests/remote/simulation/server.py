@@ -1,6 +1,7 @@
 """A server of a simulation: the real replication, host and service, with a device and a disk of the simulation."""
 
 import asyncio
+import contextlib
 import types
 
 import torch
@@ -8,18 +9,24 @@ from torch import nn
 
 from fmoe_ext.remote.expert_classes import ExpertClass, Gradients
 from fmoe_ext.remote.replication.replicas import ReplicatedExperts
+from fmoe_ext.remote.server.checkpoints import Checkpoints, Damaged, decode_with_checksums
 from fmoe_ext.remote.server.fair_queue import FairQueue
 from fmoe_ext.remote.server.host import ExpertHost, Training
+from fmoe_ext.remote.server.ledger import End
 from fmoe_ext.remote.server.pages import Metrics
+from fmoe_ext.remote.server.saving import Saver
+from fmoe_ext.remote.server.server import Server
 from fmoe_ext.remote.server.service import ComputeThread, ExpertService
-from fmoe_ext.remote.server.state import read_state, write_state
-from fmoe_ext.remote.wire import STATE, Limits, compress, decode, encode
+from fmoe_ext.remote.server.state import read_state
+from fmoe_ext.remote.wire import STATE, Limits, compress, decode
+from tests.remote.simulation.checker import PRIME
+from tests.remote.simulation.disk import SimFiles
 from tests.remote.simulation.etcd import StoreClient
 from tests.remote.simulation.network import SimPeers
 from tests.remote.simulation.virtual import Process
 
 UIDS = ("expert.0",)
-PRIME = 1009.0
+ASIDE = "aside.0"  # an expert that no other server has, and that moves on by itself
 
 
 class Number(nn.Module):
@@ -118,12 +125,14 @@ class SimDevice(ComputeThread):
         self._is_pumping = False
 
 
-class Disk:
-    """Outlives a process; a write is there as a whole or not at all."""
+class SimSaver(Saver):
+    """Its calls of the disk take a random time, and the process may die before."""
 
-    def __init__(self):
-        self.files = {}
-        self.is_full = False
+    sleep = staticmethod(asyncio.sleep)
+
+    async def _call(self, function, *arguments):
+        await self.sleep()
+        return function(*arguments)
 
 
 class SimServer:
@@ -149,6 +158,10 @@ class SimServer:
         )
         self.placement.name = self.placement.registry.server = f"{world.rng.getrandbits(64):016x}"
         self.name = self.placement.name
+        self.disk = world.disks[machine]
+        self.checkpoints = Checkpoints(SimFiles(self.disk, self.process))
+        self.saver = SimSaver(self.checkpoints, self.host, self.metrics, self.read_state)
+        self.saver.sleep = lambda: asyncio.sleep(world.rng.uniform(0.0, 0.03))
         self.is_ready = self.is_stopping = False
         world.network.servers[self.endpoint] = self
         self.process.spawn(self._run())
@@ -156,6 +169,7 @@ class SimServer:
     async def _run(self):
         while True:
             try:
+                self.checkpoints.begin()
                 await self.placement.begin(self)
                 break
             except Exception:  # a program that cannot start is started again
@@ -166,29 +180,34 @@ class SimServer:
         while True:
             await asyncio.sleep(self.world.rng.uniform(1.0, 6.0))
             await self.save()
+            if self.world.rng.random() < 0.3:
+                await self.saver.check_at_rest(1e9)
 
     def saved_uids(self):
-        return sorted(self.disk.files)
-
-    @property
-    def disk(self):
-        return self.world.disks[self.machine]
+        return self.checkpoints.uids()
 
     async def add_experts(self, uids):
-        def add():
-            self.host.add(uids)
-            for uid in uids:
-                if uid in self.disk.files:
-                    write_state(self.host, decode(self.disk.files[uid], STATE))
+        await Server.add_experts(self, [*uids, ASIDE])
 
-        await asyncio.wrap_future(self.compute.call(add))
+    async def read_state(self, uid):
+        return await asyncio.wrap_future(self.compute.call(lambda: read_state(self.host, uid)))
 
     async def save(self):
-        for uid in list(self.host.experts):
-            state = await asyncio.wrap_future(self.compute.call(lambda uid=uid: read_state(self.host, uid)))
-            await asyncio.sleep(self.world.rng.uniform(0.0, 0.05))  # and may be killed meanwhile
-            if not self.disk.is_full:
-                self.disk.files[uid] = encode(state)
+        """One expert that cannot be written must not keep the other from the disk."""
+        ledger, disk = self.host.find(ASIDE).ledger, self.disk
+        ledger.install(End(version=ledger.version + 1), ledger.applied, 0)
+        version, was_well = ledger.version, not (disk.is_full or disk.fails_to_sync)
+        with contextlib.suppress(OSError):
+            await self.saver.save()
+        if was_well and not (disk.is_full or disk.fails_to_sync or self.process.is_dead):
+            with contextlib.suppress(KeyError, Damaged):  # the disk has damaged it already
+                state = decode_with_checksums(disk.files[f"{ASIDE}.safetensors"])
+                if state.meta["uid"] == ASIDE and int(state.meta["version"]) < version:
+                    self.world.fail(
+                        f"{self.process.name} has not saved {ASIDE}: {state.meta['version']} < {version}"
+                    )
+        if disk.intruder:
+            self.world.fail(disk.intruder)
 
     async def stop(self):
         self.is_stopping = True

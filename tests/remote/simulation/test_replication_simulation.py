@@ -11,6 +11,7 @@ from tests.remote.simulation.server import UIDS
 from tests.remote.simulation.world import World
 
 CHUNK = 25  # seeds of one test
+MUTANT_SEEDS = 500
 
 
 @pytest.fixture(autouse=True)
@@ -35,14 +36,14 @@ def test_random_faults_lose_nothing_and_end(first):
 
 
 def test_all_members_killed_lose_a_known_number_of_updates():
-    world = World(52)  # one replica, which dies with its disk
+    world = World(2)  # one replica, which dies with its disk
     history = world.run()
     kept = set(world.servers[0].placement.replicas[UIDS[0]].ledger.applied)
-    assert world.num_lost == len(history.acknowledged.keys() - kept) == 48
-    assert len(history.acknowledged) == 54
+    assert world.num_lost == len(history.acknowledged.keys() - kept) == 39
+    assert len(history.acknowledged) == 70
 
 
-@pytest.mark.parametrize("seed", [22, 3066], ids=["branch of an older term", "term without a note"])
+@pytest.mark.parametrize("seed", [22, 4], ids=["branch of an older term", "two recoveries"])
 def test_recovery_reports_all_losses_that_the_record_knew(seed):
     world = World(seed)
     world.run()
@@ -93,9 +94,9 @@ def test_seed_run_twice_gives_the_same_messages():
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.__name__)
 def test_fault_put_back_is_found(mutant, monkeypatch):
     mutant(monkeypatch)
-    for seed in range(2000):
+    for seed in range(MUTANT_SEEDS):
         try:
             World(seed, MUTANTS[mutant]).run()
         except Failed:
             return
-    pytest.fail("not found in 2000 seeds")
+    pytest.fail(f"not found in {MUTANT_SEEDS} seeds")

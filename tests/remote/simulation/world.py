@@ -13,10 +13,11 @@ from fmoe_ext.remote.replication import follower
 from fmoe_ext.remote.replication.follower import Role
 from fmoe_ext.remote.replication.registry import Replication
 from tests.remote.simulation.checker import Failed, Held, History, check
+from tests.remote.simulation.disk import Disk
 from tests.remote.simulation.etcd import Etcd
 from tests.remote.simulation.losses import Losses
 from tests.remote.simulation.network import Network
-from tests.remote.simulation.server import UIDS, Disk, SimServer
+from tests.remote.simulation.server import ASIDE, UIDS, SimServer
 from tests.remote.simulation.virtual import Process, VirtualLoop
 
 TTL = 2.0
@@ -38,7 +39,8 @@ class World:
         self.num_started = 0
         num_machines = rng.choice((1, 2, 3, 3, 3, 4, 5))
         self.replicas = rng.choice((1, 2, 2, 3, 3))
-        self.disks = [Disk() for _ in range(num_machines)]
+        self.disks = [Disk(rng) for _ in range(num_machines)]
+        self.twins = []  # servers that were started although another has their folder
         replication = Replication("", self.replicas, TTL, ack_timeout=0.8, recovery_wait=RECOVERY_WAIT)
         limit = rng.choice((1 << 20, 16))
         follower.COPY_SECONDS = 5.0  # a copy takes no longer here
@@ -56,13 +58,21 @@ class World:
     def note(self, *what):
         self.history.trace.append(f"{self.loop.time():9.4f} " + " ".join(map(str, what)))
 
+    def everyone(self):
+        """All servers that were started last on a machine, and those that were started beside them."""
+        return [server for server in (*self.servers, *self.twins) if server is not None]
+
+    def fail(self, text):
+        """A promise was not kept; the run goes on to its end."""
+        self.failure = self.failure or Failed(text)
+        self.note("FAILED", text)
+
     def _guarded(self, look):
         """Keeps the first failure of a look at what a server does, which must not see it."""
         try:
             look()
         except Failed as error:
-            self.failure = self.failure or error
-            self.note("FAILED", error)
+            self.fail(str(error))
 
     # ------------------------------------------------------------ a run
 
@@ -127,6 +137,7 @@ class World:
         grad = torch.full((rows, 1), float("nan") if is_bad else float(self.rng.randint(1, 500)))
         x = torch.ones(rows, 1)
         self.history.begun[request_id] = self.loop.time()
+        self.history.sums[request_id] = float(grad.sum())
         if is_bad:
             self.history.refused.add(request_id)
         end, target = self.loop.time() + patience, None
@@ -185,7 +196,7 @@ class World:
         if server.process.is_dead:
             return
         if self.rng.random() < 0.3:
-            self.disks[machine].files.clear()
+            self.disks[machine].wipe()
             self.note("lose the disk of", machine)
         self.note("kill", machine)
         server.kill()
@@ -282,6 +293,62 @@ class World:
     async def fill_disk(self):
         self.disks[self._some()].is_full = self.rng.random() < 0.7
 
+    async def lose_power(self):
+        """Every server dies, and disks are damaged; at least one is not, if there are two."""
+        self.note("lose power")
+        spared = self._some()
+        for machine, server in enumerate(self.servers):
+            if not server.process.is_dead:
+                server.kill()
+            if self.rng.random() < 0.6 and (machine != spared or len(self.servers) == 1):
+                kind = self.rng.choice(("flip", "flip", "cut", "zeros", "old"))
+                self.note(kind, self.disks[machine].harm(kind), "of", machine)
+            delay = self.rng.choice((0.1, 0.5, 2.0))
+            self._later(delay, lambda m=machine, s=server: self._restart(m, s))
+        self.losses.note_members(was_killed=True)
+        await asyncio.sleep(4.0)
+
+    async def damage_at_rest(self):
+        machine, kind = self._some(), self.rng.choice(("flip", "cut", "zeros", "old"))
+        self.note(kind, self.disks[machine].harm(kind), "of", machine)
+
+    async def misname(self):
+        """A file gets another name while its server is down; the operator reads why it does not start."""
+        machine = self._some()
+        server, disk = self.servers[machine], self.disks[machine]
+        if server.process.is_dead or disk.true_names:
+            return
+        server.kill()
+        self.losses.note_members(was_killed=True)
+        other = self.rng.choice((ASIDE, "expert.7"))
+        disk.misname(f"{UIDS[0]}.safetensors", f"{other}.safetensors")
+        self.note("misname", disk.true_names, "of", machine)
+        self._later(0.2, lambda: self._restart(machine, server))
+        self._later(self.rng.choice((1.0, 8.0)), disk.repair_names)
+
+    async def start_twice(self):
+        machine = self._some()
+        if self.servers[machine].process.is_dead:
+            return
+        self.note("start another server in the folder of", machine)
+        twin = SimServer(self, machine, self.options)
+        self.twins.append(twin)
+        await asyncio.sleep(self.rng.choice((1.0, 6.0)))
+        self._end_twins()
+
+    def _end_twins(self):
+        for twin in self.twins:
+            if not twin.process.is_dead:
+                twin.kill()
+                self.losses.note_members(was_killed=True)
+
+    async def bad_disk(self):
+        """Writes and reads of a disk fail now and then, or a name cannot be written."""
+        disk = self.disks[self._some()]
+        disk.fails_to_sync = self.rng.random() < 0.4
+        disk.short_reads = self.rng.choice((0.0, 0.1))
+        disk.blocked = set(self.rng.choice(((), (f"{UIDS[0]}.safetensors",))))
+
     async def strange_errors(self):
         self.network.strange = 0.01
         await asyncio.sleep(2.0)
@@ -295,7 +362,12 @@ class World:
         for machine, server in enumerate(self.servers):
             server.process.resume()
             server.compute.max_seconds = 0.004
-            self.disks[machine].is_full = False
+            disk = self.disks[machine]
+            disk.is_full = disk.fails_to_sync = False
+            disk.short_reads = 0.0
+            disk.blocked.clear()
+            disk.repair_names()
+        self._end_twins()
 
     # ------------------------------------------------------------ the checker
 
@@ -370,7 +442,12 @@ class World:
         return "\n".join(lines)
 
 
-CALM = {"slow_down", "fill_disk"}  # faults after which every member still answers
+CALM = {
+    "slow_down",
+    "fill_disk",
+    "bad_disk",
+    "damage_at_rest",
+}  # faults after which every member still answers
 FAULTS = {
     "kill": World.kill,
     "kill_leaders": World.kill_leaders,
@@ -382,5 +459,10 @@ FAULTS = {
     "lose_messages": World.lose_messages,
     "slow_down": World.slow_down,
     "fill_disk": World.fill_disk,
+    "lose_power": World.lose_power,
+    "damage_at_rest": World.damage_at_rest,
+    "misname": World.misname,
+    "start_twice": World.start_twice,
+    "bad_disk": World.bad_disk,
     "strange_errors": World.strange_errors,
 }

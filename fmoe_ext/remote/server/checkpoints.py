@@ -1,0 +1,360 @@
+"""Checkpoints: one file an expert, with a checksum over every byte; damaged files are named and kept.
+
+A file is a safetensors file. Its last tensor, "checksums" [n + 1, 16], holds the BLAKE2b digest of each MiB before it,
+the header included, and a digest of those n digests.
+"""
+
+import contextlib
+import errno
+import fcntl
+import hashlib
+import io
+import json
+import logging
+import os
+import threading
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, BinaryIO, Protocol
+
+import torch
+
+from fmoe_ext.remote.discovery import check_uid
+from fmoe_ext.remote.wire import WHOLE, Message, WireError, decode, pieces
+
+log = logging.getLogger("fmoe_ext.remote")
+SUFFIX, DAMAGED, LOCK = ".safetensors", ".damaged-", ".lock"
+TABLE = "checksums"
+CHUNK, DIGEST = 1 << 20, 16  # bytes
+METHOD = f"blake2b-{8 * DIGEST} of every {CHUNK} bytes"
+READS = 3  # before a file counts as damaged: a read may fail or end early, and the next one not
+FILE = replace(WHOLE, max_tensors=WHOLE.max_tensors + 1)
+OLD_NAMES = ("weight/", "optimizer/", "applied.")  # all that files without checksums hold
+
+
+class Damaged(Exception):
+    """A checkpoint does not hold what was written. version: of its expert; None if its header is damaged too."""
+
+    def __init__(self, text: str, version: int | None = None):
+        super().__init__(text)
+        self.version = version
+
+
+class Misnamed(ValueError):
+    """A checkpoint has the name of another expert."""
+
+
+class Files(Protocol):
+    """The files of one folder; every method may raise OSError."""
+
+    def names(self) -> list[str]: ...
+    def open(self, name: str, fresh: bool = False) -> BinaryIO:
+        """fresh: reads the disk, not what the system remembers of it."""
+
+    def write(self, name: str, parts: Iterable[Any]) -> None:
+        """Creates a file with these bytes, which are on the disk when it returns."""
+
+    def rename(self, old: str, new: str) -> None: ...
+    def remove(self, name: str) -> None: ...
+    def sync(self) -> None:
+        """Returns when all renames are on the disk."""
+
+    def lock(self) -> None: ...
+    def unlock(self) -> None: ...
+
+
+class Folder:
+    """Files of a folder of this machine; it is made if it is missing."""
+
+    def __init__(self, path: Path):
+        self.path = Path(path)
+        self.path.mkdir(parents=True, exist_ok=True)
+        self._locked: int | None = None
+
+    def __str__(self) -> str:
+        return str(self.path)
+
+    def names(self) -> list[str]:
+        return os.listdir(self.path)
+
+    def open(self, name: str, fresh: bool = False) -> BinaryIO:
+        file = open(self.path / name, "rb")  # noqa: SIM115
+        if fresh and hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        return file
+
+    def write(self, name: str, parts: Iterable[Any]) -> None:
+        with open(self.path / name, "wb") as file:
+            for part in parts:
+                file.write(part)
+            file.flush()
+            os.fsync(file.fileno())
+
+    def rename(self, old: str, new: str) -> None:
+        os.replace(self.path / old, self.path / new)
+
+    def remove(self, name: str) -> None:
+        (self.path / name).unlink(missing_ok=True)
+
+    def sync(self) -> None:
+        folder = os.open(self.path, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+
+    def lock(self) -> None:
+        """Keeps the folder for this process until unlock() or its end; OSError if another one has it."""
+        file = os.open(self.path / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            os.close(file)
+            if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
+                raise OSError(f"{self.path} cannot be locked ({error}): name a folder on a disk") from None
+            raise OSError(
+                f"another server has the checkpoint folder {self.path}: stop it, or name another --checkpoint_dir"
+            ) from None
+        self._locked = file
+
+    def unlock(self) -> None:
+        if self._locked is not None:
+            os.close(self._locked)
+            self._locked = None
+
+
+class Checkpoints:
+    """The checkpoints of a server; its methods are safe from any thread."""
+
+    def __init__(self, where: Path | Files):
+        self.files: Files = Folder(where) if isinstance(where, (str, Path)) else where
+        self._lock = threading.Lock()  # of what a name stands for
+
+    def begin(self) -> None:
+        """Locks the folder and removes what an earlier process left half written; Misnamed if a file was renamed."""
+        self.files.lock()
+        for name in self.files.names():
+            if f"{SUFFIX}.tmp-" in name:
+                self.files.remove(name)
+        for uid in self.uids():
+            holds = self._uid_in_header(f"{uid}{SUFFIX}")
+            if holds is not None and holds != uid:
+                raise _misnamed(self.files, uid, holds)
+
+    def end(self) -> None:
+        """Unlocks the folder."""
+        with self._lock:  # after what a cancelled task is still writing
+            self.files.unlock()
+
+    def save(self, state: Message) -> None:
+        """Writes, syncs, then takes the place of the file before: a crash leaves the old one or the new one."""
+        name = _file_name(state.meta["uid"])
+        temporary = f"{name}.tmp-{os.getpid()}"
+        with self._lock:
+            try:
+                self.files.write(temporary, encode_with_checksums(state))
+                self.files.rename(temporary, name)
+            except BaseException:
+                with contextlib.suppress(OSError):
+                    self.files.remove(temporary)
+                raise
+            self.files.sync()
+
+    def load(self, uid: str) -> Message | None:
+        """The state that was saved last; None without one, Damaged or Misnamed if it must not be used."""
+        name = _file_name(uid)
+        for read in range(1, READS + 1):
+            try:
+                with self.files.open(name) as file:
+                    state = decode_with_checksums(file.read())
+            except FileNotFoundError:
+                return None
+            except OSError as error:
+                if error.errno != errno.EIO:
+                    raise
+                failure = Damaged(str(error))
+            except Damaged as error:
+                failure = error
+            else:
+                break
+            if read == READS:
+                raise Damaged(f"the checkpoint {self.files}/{name} is damaged: {failure}", failure.version)
+        if TABLE not in state.meta:
+            log.warning(
+                "%s/%s has no checksums, so that damage cannot be found: the next save adds them",
+                self.files,
+                name,
+            )
+        if state.meta.get("uid") != uid:
+            raise _misnamed(self.files, uid, state.meta.get("uid", ""))
+        return Message(
+            {n: x for n, x in state.tensors.items() if n != TABLE},
+            {k: v for k, v in state.meta.items() if k != TABLE},
+        )
+
+    def check(self, uid: str) -> Iterator[int]:
+        """Reads a file from the disk and yields the bytes read; Damaged if it is."""
+        name = _file_name(uid)
+        for read in range(1, READS + 1):
+            try:
+                with self.files.open(name, fresh=True) as file:
+                    yield from _check_file(file)
+                return
+            except FileNotFoundError:
+                return
+            except (Damaged, OSError) as error:
+                if read == READS:
+                    raise Damaged(f"the checkpoint {self.files}/{name} is damaged: {error}") from None
+
+    def set_aside(self, uid: str) -> str | None:
+        """Renames a damaged file, so that nothing reads or overwrites it -> its new name; None if it is whole again."""
+        name = _file_name(uid)
+        with self._lock:
+            with contextlib.suppress(Damaged):
+                for _ in self.check(uid):
+                    pass
+                return None
+            taken = set(self.files.names())
+            number = next(n for n in range(1, len(taken) + 2) if f"{name}{DAMAGED}{n}" not in taken)
+            self.files.rename(name, f"{name}{DAMAGED}{number}")
+            self.files.sync()
+            return f"{name}{DAMAGED}{number}"
+
+    def uids(self) -> list[str]:
+        """Experts that have a file."""
+        return sorted(name.removesuffix(SUFFIX) for name in self.files.names() if name.endswith(SUFFIX))
+
+    def set_aside_names(self) -> list[str]:
+        """Damaged files that were put aside."""
+        return sorted(name for name in self.files.names() if f"{SUFFIX}{DAMAGED}" in name)
+
+    def _uid_in_header(self, name: str) -> str | None:
+        """The uid that a file says it holds; None if that cannot be read, or is damaged."""
+        try:
+            with self.files.open(name) as file:
+                return _read_meta(file).get("uid")
+        except OSError:
+            return None
+
+
+def _file_name(uid: str) -> str:
+    return f"{check_uid(uid)}{SUFFIX}"
+
+
+def _misnamed(files: Files, uid: str, holds: str) -> Misnamed:
+    return Misnamed(
+        f"{files}/{uid}{SUFFIX} holds the state of {holds or 'no expert'}: give it back its name, or move it away"
+    )
+
+
+# ---------------------------------------------------------------- the format
+
+
+def encode_with_checksums(state: Message) -> Iterator[Any]:
+    """The bytes of a checkpoint, in parts."""
+    count, parts = 1, _parts(state, 1)
+    while (needed := -(-sum(map(len, parts)) // CHUNK)) != count:  # the header names the size of the table
+        count, parts = needed, _parts(state, needed)
+    digests, digest, room = [], _new_digest(), CHUNK
+    for part in parts:
+        view = memoryview(part).cast("B")
+        begin = 0
+        while begin < len(view):
+            piece = view[begin : begin + room]
+            digest.update(piece)
+            begin += len(piece)
+            room -= len(piece)
+            if room == 0:
+                digests.append(digest.digest())
+                digest, room = _new_digest(), CHUNK
+        yield part
+    if room < CHUNK:
+        digests.append(digest.digest())
+    rows = b"".join(digests)
+    yield rows + _digest(rows)
+
+
+def _parts(state: Message, num_chunks: int) -> list[Any]:
+    """All but the table of a file with so many chunks."""
+    table = torch.zeros(num_chunks + 1, DIGEST, dtype=torch.uint8)
+    return pieces(Message({**state.tensors, TABLE: table}, {**state.meta, TABLE: METHOD}))[:-1]
+
+
+def decode_with_checksums(data: bytes) -> Message:
+    """The state in a file, with its table; Damaged unless every byte is as it was written."""
+    try:
+        for _ in _check_file(io.BytesIO(data)):
+            pass
+        return decode(data, FILE)
+    except WireError as error:
+        raise Damaged(f"it cannot be read ({error})") from None
+    except Damaged as error:
+        version = _read_meta(io.BytesIO(data)).get("version", "")
+        raise Damaged(str(error), int(version) if version.isdecimal() else None) from None
+
+
+def _decode_old(data: bytes) -> Message | None:
+    """The state in a file of a release before the checksums; no single damaged byte makes one of a newer file."""
+    try:
+        message = decode(data, FILE)
+    except WireError:
+        return None
+    is_old = TABLE not in message.meta and all(name.startswith(OLD_NAMES) for name in message.tensors)
+    return message if is_old else None
+
+
+def _num_chunks(size: int) -> int:
+    """The chunks of a file, which follow from its size alone; Damaged if no file has this size."""
+    count = max(1, -(-(size - DIGEST) // (CHUNK + DIGEST)))
+    if size - DIGEST * (count + 1) <= CHUNK * (count - 1):
+        raise Damaged(f"it was cut off: no checkpoint has {size} bytes")
+    return count
+
+
+def _check_file(file: BinaryIO) -> Iterator[int]:
+    """Compares each chunk with its digest and yields the bytes read; Damaged if one differs."""
+    size = file.seek(0, os.SEEK_END)
+    try:
+        count = _num_chunks(size)
+        end = size - DIGEST * (count + 1)
+        file.seek(end)
+        table = file.read(size - end)
+        rows, whole = table[:-DIGEST], table[-DIGEST:]
+        if len(table) != size - end or _digest(rows) != whole:
+            raise Damaged("its checksums are damaged, or it was cut off")
+        file.seek(0)
+        for n in range(count):
+            begin, stop = n * CHUNK, min((n + 1) * CHUNK, end)
+            if _digest(file.read(stop - begin)) != rows[n * DIGEST : (n + 1) * DIGEST]:
+                raise Damaged(f"bytes {begin} to {stop} differ from what was written")
+            yield stop - begin
+    except Damaged:
+        file.seek(0)
+        if _decode_old(file.read()) is None:
+            raise
+
+
+def _read_meta(file: BinaryIO) -> dict[str, str]:
+    """The metadata in the header of a file; {} if the header is damaged, whatever happened to the rest."""
+    size = file.seek(0, os.SEEK_END)
+    try:
+        count = _num_chunks(size)
+        end = size - DIGEST * (count + 1)
+        file.seek(end)
+        expected = file.read(DIGEST)
+        file.seek(0)
+        data = file.read(min(CHUNK, end))
+        meta = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])["__metadata__"]
+    except (Damaged, ValueError, RecursionError, KeyError, TypeError):
+        return {}
+    is_trusted = _digest(data) == expected or (isinstance(meta, dict) and TABLE not in meta)
+    return meta if is_trusted and isinstance(meta, dict) else {}
+
+
+def _new_digest() -> Any:
+    return hashlib.blake2b(digest_size=DIGEST)
+
+
+def _digest(data: bytes) -> bytes:
+    return hashlib.blake2b(data, digest_size=DIGEST).digest()

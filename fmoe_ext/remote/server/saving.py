@@ -1,0 +1,132 @@
+"""Saver: writes each expert by itself, counts and shows what cannot be written, and reads again what was written."""
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, TypeVar
+
+from fmoe_ext.remote import protocol
+from fmoe_ext.remote.server.checkpoints import Checkpoints, Damaged
+from fmoe_ext.remote.server.host import ExpertHost, ExpertMissing
+from fmoe_ext.remote.server.ledger import End
+from fmoe_ext.remote.server.pages import Metrics
+from fmoe_ext.remote.server.state import end_of_state, end_of_weights
+from fmoe_ext.remote.wire import Message
+
+T = TypeVar("T")
+log = logging.getLogger("fmoe_ext.remote")
+
+
+class Saver:
+    """saved: end on disk by uid; failures: why the last attempt failed, by uid; damaged: files put aside."""
+
+    def __init__(
+        self,
+        checkpoints: Checkpoints,
+        host: ExpertHost,
+        metrics: Metrics,
+        read_state: Callable[[str], Awaitable[Message]],
+    ):
+        self.checkpoints, self.host, self.metrics, self.read_state = checkpoints, host, metrics, read_state
+        self.saved: dict[str, End] = {}
+        self.failures: dict[str, str] = {}
+        self.damaged: list[str] = []
+        self.checked_at = 0.0  # time.time() at which all files had been read
+        self._turn = asyncio.Lock()
+
+    # ---------------------------------------------------------------- reading
+
+    async def load(self, uids: Sequence[str]) -> tuple[list[Message], dict[str, Damaged]]:
+        """The saved states of experts, and which of them are damaged."""
+        states, damaged = [], {}
+        for uid in uids:
+            try:
+                state = await self._call(self.checkpoints.load, uid)
+            except Damaged as error:
+                damaged[uid] = error
+                continue
+            if state is not None:
+                states.append(state)
+                self.saved[uid] = end_of_state(state)
+        return states, damaged
+
+    async def set_aside(self, uid: str, error: Damaged) -> None:
+        """Keeps a damaged file under another name; raises its error if it cannot be renamed."""
+        name = await self._call(self.checkpoints.set_aside, uid)
+        if name is None:
+            raise error
+        self.saved.pop(uid, None)
+        self.damaged.append(name)
+        self.metrics.add("checkpoints_damaged_total")
+        version = "which cannot be read" if error.version is None else f"which is {error.version}"
+        log.error("%s: %s; it is kept as %s. It had a version of the expert, %s", uid, error, name, version)
+
+    async def check_at_rest(self, bytes_per_second: float) -> None:
+        """Reads every file once, at a bounded rate; a damaged one is put aside and written anew."""
+        for uid in await self._call(self.checkpoints.uids):
+            try:
+                steps = self.checkpoints.check(uid)
+                while count := await self._call(next, steps, 0):
+                    await asyncio.sleep(count / bytes_per_second)
+            except Damaged as error:
+                with contextlib.suppress(Damaged):
+                    await self.set_aside(uid, error)
+                    await self.save()
+        self.checked_at = time.time()
+
+    # ---------------------------------------------------------------- writing
+
+    async def save(self) -> dict[str, str]:
+        """Writes every expert that has changed since it was written -> why others could not be, by uid."""
+        async with self._turn:
+            for uid, expert in list(self.host.experts.items()):
+                if expert.ledger.broken:
+                    continue  # its file is better than its weights
+                if self.saved.get(uid) == end_of_weights(expert.ledger):
+                    self.failures.pop(uid, None)
+                    continue
+                await self._save(uid)
+            self.failures = {uid: why for uid, why in self.failures.items() if uid in self.host.experts}
+            return dict(self.failures)
+
+    async def _save(self, uid: str) -> None:
+        try:
+            state = await self.read_state(uid)
+            await self._call(self.checkpoints.save, state)
+        except ExpertMissing:
+            return  # it is hosted no more
+        except (
+            Exception
+        ) as error:  # one expert that cannot be written must not keep the next one from the disk
+            self.metrics.add("checkpoint_failures_total")
+            self.failures[uid] = f"{error}"
+            log.error("%s is not saved: %s", uid, error)
+        else:
+            self.saved[uid] = end_of_state(state)
+            self.failures.pop(uid, None)
+
+    def describe_unsaved(self) -> str:
+        """One line: what the disk lacks, and why; "" if it has everything."""
+        lines = []
+        for uid, why in sorted(self.failures.items()):
+            expert = self.host.experts.get(uid)
+            now = "?" if expert is None else expert.version
+            on_disk = self.saved[uid].version if uid in self.saved else "none"
+            lines.append(f"{uid} (version {now}, on disk {on_disk}: {why})")
+        return "; ".join(lines)
+
+    def describe(self, uid: str) -> dict[str, str]:
+        """The version on disk, and why the last attempt to write a newer one failed."""
+        saved = {protocol.SAVED: str(self.saved[uid].version)} if uid in self.saved else {}
+        failed = {protocol.UNSAVED: self.failures[uid][:500]} if uid in self.failures else {}
+        return saved | failed
+
+    def status(self) -> dict[str, Any]:
+        """For the status page. checked: time.time() at which all files had been read again; 0.0: not yet."""
+        return {"damaged": self.damaged, "checked": self.checked_at}
+
+    async def _call(self, function: Callable[..., T], *arguments: Any) -> T:
+        """function(*arguments) on another thread: a disk may be slow."""
+        return await asyncio.to_thread(function, *arguments)
