@@ -54,7 +54,8 @@ struct ActBackward {
 
 struct Kernels {
   int64_t mr, nr, k_step;
-  int64_t few_rows;     // up to so many rows of A, B is better not packed
+  int64_t few_rows;             // up to so many rows of A, B with columns along k is better not packed
+  int64_t few_rows_transposed;  // the same of B with rows along the lanes
   int64_t packed_rows;  // up to so many, a packed weight is better decoded in registers; none in double
   int64_t storage_bytes, operand_bytes, acc_bytes;
 
