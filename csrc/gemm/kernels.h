@@ -52,6 +52,15 @@ struct ActBackward {
   void* dscale;  // acc [m], or null
 };
 
+// min(gate, limit) activated by x sigmoid(alpha x), times up clamped to +-limit and increased by offset.
+// A row has `width` gates and as many ups: gates first, or the two in turns.
+struct ClampedGlu {
+  double alpha, limit, offset;
+  bool interleaved;
+  bool clamps_activated;  // the activated gate is clamped, in place of the gate
+  int64_t width;
+};
+
 struct Kernels {
   int64_t mr, nr, k_step;
   int64_t few_rows;             // up to so many rows of A, B with columns along k is better not packed
@@ -107,6 +116,11 @@ struct Kernels {
   void (*accumulate)(const void* tile, int64_t m, int64_t n, void* sum, int64_t stride);
   void (*act_forward)(const ActForward& args);
   void (*act_backward)(const ActBackward& args);
+  // Activated values [first, first + n) of a row h [2 width] -> out [width], and grad_h [2 width] of grad
+  // [width].
+  void (*clamped_glu)(const ClampedGlu& glu, const void* h, int64_t first, int64_t n, void* out);
+  void (*clamped_glu_backward)(const ClampedGlu& glu, const void* grad, const void* h, int64_t first,
+                               int64_t n, void* grad_h);
 
   void (*round)(const void* acc, int64_t n, void* dst);
   // sum [n] += sum over rows of scale[row] * operand[row]; scale null is 1. In double, or a sum of a million
