@@ -112,7 +112,7 @@ def test_clamped_glu_wrong_arguments_are_refused():
         GatedActivation(torch.nn.functional.silu, 0.3, 1.0),
         GatedActivation(torch.nn.SiLU(), None, 0.5),
     ],
-    ids=str,
+    ids=["ClampedSwiGLU", "module", "function with offset", "no limit"],
 )
 def test_experts_with_clamped_activation_run_one_operator(activation):
     counts = torch.tensor([3, 0, 4])
