@@ -111,7 +111,7 @@ class FrozenProducts {
         if constexpr (std::is_same_v<Weight, FrozenWeight>)
           if (weight.is_packed())
             return rows_by_packed(
-                kernels_, job, rows.from(first), in,
+                kernels_, job, rows.from(first), in, weight.integers(),
                 [&](int64_t p, PackedRow* packed) {
                   packed_columns(weight, segment.expert, gated, count, p * width, packed);
                   pack_factor(p);

@@ -197,15 +197,38 @@ void rows_by_weight(const Kernels& kernels, const Job& job, const RowMajor& a, i
 
 constexpr int64_t kPackedPanels = 4;  // for which the rows of `a` are put in the order of a format once
 
+// The same with packed rows and integers: the rows of `a` are rounded once a job.
+template <class Columns, class Epilogue>
+void rows_by_integers(const Kernels& kernels, const Job& job, const RowMajor& a, int64_t depth,
+                      PackedFormat format, const Columns& columns, PackedRow* packed,
+                      const Epilogue& epilogue) {
+  constexpr int64_t kRows = 8;
+  alignas(64) char tile[kPackedPanels * kRows * kMaxPanelLanes * 4];
+  const int64_t rows = job.segment->rows(), row_bytes = integer_row_bytes(format, depth);
+  const ThreadBuffer rounded(rows * row_bytes);
+  kernels.round_rows(format, rows, depth, a.data, a.stride, rounded.data());
+  for (int64_t first = job.begin, count; first < job.end; first += count) {
+    count = std::min(kPackedPanels, job.end - first);
+    for (int64_t p = 0; p < count; ++p) columns(first + p, packed + p * kernels.nr);
+    for (int64_t row = 0; row < rows; row += kRows) {
+      const int64_t m = std::min(kRows, rows - row);
+      kernels.multiply_integers(m, depth, rounded.data() + row * row_bytes, packed, count, tile);
+      for (int64_t p = 0; p < count; ++p) epilogue(first + p, tile + p * m * kernels.nr * 4, row, m);
+    }
+  }
+}
+
 // The same with packed rows: columns(panel, rows) names them, of up to kPackedPanels panels before the first
 // of these tiles is taken. They are decoded into registers, or for more rows of `a` into a panel, once for
-// all of them.
+// all of them. integers: their format if the products are in integers, else none.
 template <class Columns, class Epilogue>
 void rows_by_packed(const Kernels& kernels, const Job& job, const RowMajor& a, int64_t depth,
-                    const Columns& columns, const Epilogue& epilogue) {
+                    PackedFormat integers, const Columns& columns, const Epilogue& epilogue) {
   alignas(64) char tile[2 * kTileBytes];
   PackedRow packed[kPackedPanels * kMaxPanelLanes];
   const void* pointers[kMaxPanelLanes];
+  if (integers != PackedFormat::none && job.segment->rows() <= kernels.integer_rows && !is_batch_invariant())
+    return rows_by_integers(kernels, job, a, depth, integers, columns, packed, epilogue);
   const int64_t rows = job.segment->rows();
   const bool few = is_few(kernels, rows);
   if (few && rows <= kernels.packed_rows) {
