@@ -164,7 +164,9 @@ def test_gguf_file_in_int8_generates_and_trains_near_its_values(tmp_path, kind):
     with torch.no_grad():
         for ids in (make_ids(1, 1), make_ids()):
             assert 1e-5 < error(ours(ids).logits, plain(ids).logits) < 0.05
-    assert error(ours(make_ids()).logits, plain(make_ids()).logits) < 1e-5  # exact where gradients are recorded
+    assert (
+        error(ours(make_ids()).logits, plain(make_ids()).logits) < 1e-5
+    )  # exact where gradients are recorded
 
 
 def test_truncated_gguf_file(tmp_path):
