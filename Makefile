@@ -19,7 +19,7 @@ $(shell rm -f $(VENV)/.built)
 endif
 endif
 
-.PHONY: help finetune train speedrun train-cpp train-ep train-megatron train-pipeline train-pipe train-remote test test-all build lint tidy format docs bench bench-compare wheel asan test-aarch64 cuda clean
+.PHONY: help finetune train speedrun train-cpp train-ep train-megatron train-pipeline train-pipe train-remote test test-all build lint tidy format docs bench bench-here bench-compare wheel asan test-aarch64 cuda clean
 help:
 	@sed -n 's/^## //p' Makefile
 
@@ -116,6 +116,10 @@ bench: build
 	$(PY) -m benchmarks.bench_layer $(ARGS)
 	$(PY) -m benchmarks.bench_routing --json benchmarks/results/routing.json
 	$(PY) -m benchmarks.bench_gates --json benchmarks/results/gates.json
+
+## make bench-here  this processor's row of docs/measurements.md against torch alone, in three minutes  (ARGS="--threads 1")
+bench-here: build
+	$(PY) -m benchmarks.bench_here $(ARGS)
 
 ## make bench-compare REV=main~5  the layer's speed at that commit and now, in turn in one run  (ARGS="--shapes A,D")
 bench-compare: build

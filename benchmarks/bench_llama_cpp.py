@@ -93,8 +93,8 @@ def write(folder: Path, layers: int, experts: int, vocab: int, others: str) -> P
 class Ours:
     """Greedy tokens of the streamed model, one a call."""
 
-    def __init__(self, path: Path, prompt: list[int]) -> None:
-        self.model = fmoe_ext.stream(path, "8GiB")
+    def __init__(self, path: Path, prompt: list[int], int8_activations: bool) -> None:
+        self.model = fmoe_ext.stream(path, "8GiB", int8_activations=int8_activations)
         with torch.no_grad():
             out = self.model(input_ids=torch.tensor([prompt]), use_cache=True)
         self.past, self.logits = out.past_key_values, out.logits[0, -1]
@@ -123,11 +123,11 @@ def main() -> None:
     prompt = list(range(1, 9))
     with tempfile.TemporaryDirectory() as folder:
         path = write(Path(folder), args.layers, args.experts, args.vocab, args.others)
-        ours = Ours(path, prompt)
-        seconds: dict[str, list[float]] = {"fmoe_ext": [], "llama.cpp": []}
+        exact, ours = (Ours(path, prompt, int8) for int8 in (False, True))
+        seconds: dict[str, list[float]] = {"fmoe_ext": [], "fmoe_ext, int8_activations": [], "llama.cpp": []}
         with llama_cpp.decoder(path, prompt, args.threads) as theirs:
             for done in range(0, args.tokens, args.turn):
-                for name, step in (("fmoe_ext", ours), ("llama.cpp", theirs)):
+                for name, step in zip(seconds, (exact, ours, theirs), strict=True):
                     for _ in range(args.turn):
                         begun = clock()
                         step()

@@ -82,14 +82,15 @@ def implementations() -> dict:
 class DenseChain:
     """The GEMMs of the layer's FLOPs on one dense expert that holds all T * K rows, into buffers made beforehand."""
 
-    def __init__(self, num_rows, d_model, d_hidden, dtype):
+    def __init__(self, num_rows, d_model, d_hidden, dtype, gated=True):
         def buffer(*shape):
             return torch.randn(*shape).to(dtype)
 
         self.x, self.dy = buffer(num_rows, d_model), buffer(num_rows, d_model)
-        self.w1, self.w2 = buffer(2 * d_hidden, d_model), buffer(d_model, d_hidden)
+        width = 2 * d_hidden if gated else d_hidden
+        self.w1, self.w2 = buffer(width, d_model), buffer(d_model, d_hidden)
         self.h, self.a, self.y = (
-            buffer(num_rows, 2 * d_hidden),
+            buffer(num_rows, width),
             buffer(num_rows, d_hidden),
             buffer(num_rows, d_model),
         )

@@ -67,6 +67,15 @@ class FrozenProducts {
   // An epilogue is called with (segment, tile, row, m, column): tile [m, nr] of the rows from `row` on,
   // counted from the segment's first one, and of the columns from `column` on.
 
+  // body(part, row, m) for tiles of at most mr rows: where rows are few, a tile has all of them, which are
+  // more than the adapter's product takes.
+  template <class Body>
+  void in_tiles(const void* tile, int64_t rows, const Body& body) const {
+    for (int64_t row = 0; row < rows; row += kernels_.mr)
+      body(static_cast<const char*>(tile) + row * kernels_.nr * kernels_.acc_bytes, row,
+           std::min(kernels_.mr, rows - row));
+  }
+
   // rows [.., in] times weight[e]^T, weight [E, out, in]. gated: a panel has nr / 2 gate columns, then the up
   // columns that belong to them.
   template <class Weight, class Epilogue>  // a Tensor, or a FrozenWeight
@@ -94,13 +103,15 @@ class FrozenProducts {
           kernels_.pack_columns(factor, adapter->rank, added.panel(p % kPackedPanels));
         };
         const auto take = [&](int64_t p, const void* tile, int64_t row, int64_t m) {
-          if (adapter) tile = added.to(tile, p % kPackedPanels, thin.from(first + row), m);
-          epilogue(segment, tile, row, m, p * width);
+          in_tiles(tile, m, [&](const void* part, int64_t r, int64_t n) {
+            if (adapter) part = added.to(part, p % kPackedPanels, thin.from(first + row + r), n);
+            epilogue(segment, part, row + r, n, p * width);
+          });
         };
         if constexpr (std::is_same_v<Weight, FrozenWeight>)
           if (weight.is_packed())
             return rows_by_packed(
-                kernels_, job, rows.from(first), in,
+                kernels_, job, rows.from(first), in, weight.integers(),
                 [&](int64_t p, PackedRow* packed) {
                   packed_columns(weight, segment.expert, gated, count, p * width, packed);
                   pack_factor(p);
@@ -131,13 +142,10 @@ class FrozenProducts {
           pack_weight_rows(kernels_, args_.row_of(adapter->a, segment.expert * adapter->rank, in), in,
                            adapter->rank, job.begin, job.end - job.begin, added.panels());
         const auto take = [&](int64_t p, const void* tile, int64_t row, int64_t m) {
-          // With few rows a tile has all of them, more than the adapter's product takes.
-          for (int64_t r = 0; r < m; r += kernels_.mr) {
-            const int64_t n = std::min(kernels_.mr, m - r);
-            const void* part = static_cast<const char*>(tile) + r * kernels_.nr * kernels_.acc_bytes;
+          in_tiles(tile, m, [&](const void* part, int64_t r, int64_t n) {
             if (adapter) part = added.to(part, p - job.begin, thin.from(first + row + r), n);
             epilogue(segment, part, row + r, n, p * kernels_.nr);
-          }
+          });
         };
         if constexpr (std::is_same_v<Weight, FrozenWeight>)
           if (weight.is_packed())

@@ -18,14 +18,19 @@ struct Packing {
 
 class FrozenWeight {
  public:
+  static constexpr int64_t kIntegers = 64;  // added to the number of a format: integer products
+
   // data: the weight, or bytes [E, out, bytes of a row]; name: of the argument.
   FrozenWeight(const Tensor& data, const Packing& packing, const char* name)
       : data_(data), packing_(packing), name_(name) {
     check_cpu(data, name);
-    STD_TORCH_CHECK(packing.format >= 0 && packing.format < gemm::kNumPackedFormats, name,
-                    "_format must be in [0, ", gemm::kNumPackedFormats,
-                    "), a number in frozen.FORMATS, but got ", packing.format);
-    format_ = static_cast<gemm::PackedFormat>(packing.format);
+    integers_ = packing.format >= kIntegers;
+    const int64_t format = packing.format - (integers_ ? kIntegers : 0);
+    STD_TORCH_CHECK(format >= 0 && format < gemm::kNumPackedFormats, name, "_format must be in [0, ",
+                    gemm::kNumPackedFormats, "), a number in frozen.FORMATS, but got ", packing.format);
+    format_ = static_cast<gemm::PackedFormat>(format);
+    STD_TORCH_CHECK(!integers_ || gemm::block_of_integers(format_), name,
+                    "_format must be q8_0 or q4_k for integer products, but got ", format);
     if (!is_packed()) {
       data_ = as_contiguous(data);
       STD_TORCH_CHECK(!packing.scale && !packing.zero && !packing.interleaved, name,
@@ -46,6 +51,8 @@ class FrozenWeight {
     find_rows();
   }
 
+  // The format if products with it are in integers, else none.
+  gemm::PackedFormat integers() const { return integers_ ? format_ : gemm::PackedFormat::none; }
   bool is_packed() const { return format_ != gemm::PackedFormat::none; }
   const Tensor& tensor() const { return data_; }
   int64_t dim() const { return data_.dim(); }
@@ -208,6 +215,7 @@ class FrozenWeight {
   Packing packing_;
   const char* name_;
   gemm::PackedFormat format_ = gemm::PackedFormat::none;
+  bool integers_ = false;
   gemm::ScaleType scale_type_ = gemm::ScaleType::none;
   int64_t sizes_[3] = {}, group_ = 0;
   const uint8_t* bytes_ = nullptr;

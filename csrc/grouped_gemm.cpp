@@ -50,7 +50,7 @@ Tensor multiply(const Tensor& x, const Weight& weight, const std::vector<int64_t
       };
       if constexpr (std::is_same_v<Weight, FrozenWeight>) {
         rows_by_packed(
-            kernels, jobs[job], a, D,
+            kernels, jobs[job], a, D, weight.integers(),
             [&](int64_t p, PackedRow* rows) {
               packed_columns(weight, segment.expert, 0, N, p * kernels.nr, kernels.nr, rows);
             },

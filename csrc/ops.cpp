@@ -47,6 +47,10 @@ STABLE_TORCH_LIBRARY(fmoe_ext, m) {
   // The same, but a dweight that is needed is added to main_dweight (float32, or float64) and is empty itself.
   m.def("grouped_gemm_backward_accumulate(Tensor grad_y, Tensor x, Tensor weight, Tensor offs, bool[] needs, Tensor(a!) main_dweight) -> (Tensor, Tensor, Tensor)");
 
+  // h [R, 2 H] -> [R, H]; see experts.GatedActivation.
+  m.def("clamped_glu(Tensor h, float alpha, float limit, float offset, bool interleaved, bool clamps_activated) -> Tensor");
+  m.def("clamped_glu_backward(Tensor grad, Tensor h, float alpha, float limit, float offset, bool interleaved, bool clamps_activated) -> Tensor");
+
   // For each matrix of x [E, M, N], steps times: G = x x^T, x = a x + (b G + c G G) x.
   m.def("newton_schulz(Tensor x, float a, float b, float c, int steps) -> Tensor");
 

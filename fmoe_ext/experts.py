@@ -1,5 +1,6 @@
 """FusedExperts: the two-layer MLPs of all experts as one operator, and the layouts of their state dict."""
 
+import math
 import re
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
@@ -119,13 +120,23 @@ class GatedActivation(nn.Module):
         return f"GatedActivation({self.activation}{clamp}{f', offset={self.offset}' if self.offset else ''})"
 
 
+def clamped_glu_options(activation: Any) -> tuple[float, float, float] | None:
+    """(alpha, limit, offset) with which ops.clamped_glu computes an activation; None if it computes another."""
+    if type(activation) is ClampedSwiGLU:
+        return activation.alpha, activation.limit, 1.0
+    if type(activation) is not GatedActivation or activation_name(activation.activation) != "silu":
+        return None
+    return 1.0, math.inf if activation.limit is None else activation.limit, activation.offset
+
+
 class FusedExperts(nn.Module):
     """E experts y = act(x @ w1[e]^T + b1[e]) @ w2[e]^T + b2[e], computed together.
 
     Parameters: htoh4.weight [E, H, D], htoh4.bias [E, H], h4toh.weight [E, D, H], h4toh.bias [E, D], without
     the biases if bias=False. A gated activation (GATED_ACTIVATIONS, or a callable with is_gated=True, as
     GatedActivation) has 2H rows in htoh4: gate, then up. An activation that activation_name() maps runs inside one
-    operator; any other callable runs between two grouped GEMMs, which is slower and keeps more for the backward.
+    operator; any other callable runs between two grouped GEMMs, which is slower and keeps more for the backward, the
+    clamped SwiGLUs of clamped_glu_options() as one operator each way.
     gradient_accumulation_fusion: backward adds the gradients of both weights, not rounded, to their main_grad
     (ops.MainGrad) and leaves grad alone; biases get grad as ever. As in Megatron-LM, whose
     DistributedDataParallel reduces main_grad; RuntimeError in backward for a weight without one.
@@ -233,7 +244,8 @@ class FusedExperts(nn.Module):
         if name is not None:
             return ops.ACTIVATIONS[name](hidden)
         assert callable(activation)
-        return activation(hidden)
+        options = clamped_glu_options(activation)
+        return activation(hidden) if options is None else ops.clamped_glu(hidden, *options)
 
     def _by_calls(
         self,

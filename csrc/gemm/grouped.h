@@ -11,7 +11,7 @@
 
 namespace fmoe_ext::gemm {
 
-constexpr int64_t kTileBytes = 2048;    // the largest tile of any instruction set
+constexpr int64_t kTileBytes = 2048;    // the largest tile of any instruction set, few rows included
 constexpr int64_t kMaxPanelLanes = 32;  // the widest panel
 
 // A block of rows, row-major. The stride of operands is an odd number of cache lines, so that the rows of a
@@ -138,26 +138,44 @@ inline void pack_weight_rows(const Kernels& kernels, const char* weight, int64_t
   }
 }
 
-// Whether a product of so many rows is better computed without packing the weight.
+// Whether a product of so many rows with weight^T, or with the weight itself, is better computed without
+// packing the weight.
 inline bool is_few(const Kernels& kernels, int64_t rows) {
   return rows <= kernels.few_rows && !is_batch_invariant();
 }
+inline bool is_few_transposed(const Kernels& kernels, int64_t rows) {
+  return rows <= kernels.few_rows_transposed && !is_batch_invariant();
+}
 
-// Tiles of all rows of `a` times the weight rows of one panel, which is packed first unless it is null:
-// epilogue(tile, row, m) takes each.
+// How many of `rows` rows the next tile takes: equal parts, for a tile of one or two rows would wait for its
+// sums.
+inline int64_t rows_of_tile(const Kernels& kernels, int64_t rows) {
+  return divide_up(rows, divide_up(rows, kernels.mr));
+}
+
+// Tiles of all rows of `a` with a packed panel: epilogue(tile, row, m) takes each.
+template <class Epilogue>
+void rows_by_packed_panel(const Kernels& kernels, int64_t rows, const RowMajor& a, int64_t depth,
+                          const char* panel, const Epilogue& epilogue) {
+  alignas(64) char tile[kTileBytes];
+  for (int64_t row = 0, m; row < rows; row += m) {
+    m = rows_of_tile(kernels, rows - row);
+    kernels.multiply_row_major(m, depth, a.at(row), a.stride, panel, tile);
+    epilogue(tile, row, m);
+  }
+}
+
+// The same for the weight rows of one panel, which is packed first unless it is null: then the rows are few.
 template <class Epilogue>
 void rows_by_panel(const Kernels& kernels, int64_t rows, const RowMajor& a, int64_t depth,
                    const void* const* pointers, char* panel, const Epilogue& epilogue) {
-  alignas(64) char tile[kTileBytes];
-  if (panel) kernels.pack_columns(pointers, depth, panel);
-  for (int64_t row = 0; row < rows; row += kernels.mr) {
-    const int64_t m = std::min(kernels.mr, rows - row);
-    if (panel)
-      kernels.multiply_row_major(m, depth, a.at(row), a.stride, panel, tile);
-    else
-      kernels.multiply_columns(m, depth, a.at(row), a.stride, pointers, tile);
-    epilogue(tile, row, m);
+  if (panel) {
+    kernels.pack_columns(pointers, depth, panel);
+    return rows_by_packed_panel(kernels, rows, a, depth, panel, epilogue);
   }
+  alignas(64) char tile[kTileBytes];
+  kernels.multiply_columns(rows, depth, a.data, a.stride, pointers, tile);
+  epilogue(tile, 0, rows);
 }
 
 // Tiles of (the rows of one operand) times weight^T, column by column: columns(panel, pointers) names the nr
@@ -179,15 +197,38 @@ void rows_by_weight(const Kernels& kernels, const Job& job, const RowMajor& a, i
 
 constexpr int64_t kPackedPanels = 4;  // for which the rows of `a` are put in the order of a format once
 
+// The same with packed rows and integers: the rows of `a` are rounded once a job.
+template <class Columns, class Epilogue>
+void rows_by_integers(const Kernels& kernels, const Job& job, const RowMajor& a, int64_t depth,
+                      PackedFormat format, const Columns& columns, PackedRow* packed,
+                      const Epilogue& epilogue) {
+  constexpr int64_t kRows = 8;
+  alignas(64) char tile[kPackedPanels * kRows * kMaxPanelLanes * 4];
+  const int64_t rows = job.segment->rows(), row_bytes = integer_row_bytes(format, depth);
+  const ThreadBuffer rounded(rows * row_bytes);
+  kernels.round_rows(format, rows, depth, a.data, a.stride, rounded.data());
+  for (int64_t first = job.begin, count; first < job.end; first += count) {
+    count = std::min(kPackedPanels, job.end - first);
+    for (int64_t p = 0; p < count; ++p) columns(first + p, packed + p * kernels.nr);
+    for (int64_t row = 0; row < rows; row += kRows) {
+      const int64_t m = std::min(kRows, rows - row);
+      kernels.multiply_integers(m, depth, rounded.data() + row * row_bytes, packed, count, tile);
+      for (int64_t p = 0; p < count; ++p) epilogue(first + p, tile + p * m * kernels.nr * 4, row, m);
+    }
+  }
+}
+
 // The same with packed rows: columns(panel, rows) names them, of up to kPackedPanels panels before the first
 // of these tiles is taken. They are decoded into registers, or for more rows of `a` into a panel, once for
-// all of them.
+// all of them. integers: their format if the products are in integers, else none.
 template <class Columns, class Epilogue>
 void rows_by_packed(const Kernels& kernels, const Job& job, const RowMajor& a, int64_t depth,
-                    const Columns& columns, const Epilogue& epilogue) {
+                    PackedFormat integers, const Columns& columns, const Epilogue& epilogue) {
   alignas(64) char tile[2 * kTileBytes];
   PackedRow packed[kPackedPanels * kMaxPanelLanes];
   const void* pointers[kMaxPanelLanes];
+  if (integers != PackedFormat::none && job.segment->rows() <= kernels.integer_rows && !is_batch_invariant())
+    return rows_by_integers(kernels, job, a, depth, integers, columns, packed, epilogue);
   const int64_t rows = job.segment->rows();
   const bool few = is_few(kernels, rows);
   if (few && rows <= kernels.packed_rows) {
@@ -220,7 +261,7 @@ template <class Epilogue>
 void rows_by_weight_transposed(const Kernels& kernels, const Job& job, const RowMajor& a, int64_t depth,
                                const char* weight, int64_t num_columns, const Epilogue& epilogue) {
   const int64_t rows = job.segment->rows(), nr = kernels.nr;
-  if (is_few(kernels, rows)) {
+  if (is_few_transposed(kernels, rows)) {
     const int64_t column = job.begin * nr, tile_bytes = rows * nr * kernels.acc_bytes;
     const ThreadBuffer buffer((job.end - job.begin) * tile_bytes);
     char* tiles = buffer.data();
@@ -229,7 +270,6 @@ void rows_by_weight_transposed(const Kernels& kernels, const Job& job, const Row
     for (int64_t p = job.begin; p < job.end; ++p) epilogue(p, tiles + (p - job.begin) * tile_bytes, 0, rows);
     return;
   }
-  alignas(64) char tile[kTileBytes];
   // As many panels at once as make each weight row's piece worth a trip to memory.
   const int64_t group = std::min<int64_t>(4, job.end - job.begin);
   const ThreadBuffer buffer(group * panel_bytes(kernels, depth, nr));
@@ -238,11 +278,9 @@ void rows_by_weight_transposed(const Kernels& kernels, const Job& job, const Row
     const int64_t count = std::min(group, job.end - first);
     pack_weight_rows(kernels, weight, num_columns, depth, first, count, panels);
     for (int64_t p = 0; p < count; ++p)
-      for (int64_t row = 0; row < rows; row += kernels.mr) {
-        const int64_t m = std::min(kernels.mr, rows - row);
-        kernels.multiply_row_major(m, depth, a.at(row), a.stride, panels.panel(p), tile);
-        epilogue(first + p, tile, row, m);
-      }
+      rows_by_packed_panel(
+          kernels, rows, a, depth, panels.panel(p),
+          [&](const void* tile, int64_t row, int64_t m) { epilogue(first + p, tile, row, m); });
   }
 }
 
@@ -252,7 +290,7 @@ template <class Row, class Epilogue>
 void rows_by_packed_transposed(const Kernels& kernels, const Job& job, const RowMajor& a, int64_t depth,
                                const Row& row, int64_t num_columns, const Epilogue& epilogue) {
   const int64_t rows = job.segment->rows(), nr = kernels.nr;
-  const bool few = is_few(kernels, rows);
+  const bool few = is_few_transposed(kernels, rows);
   constexpr int64_t kStep = 64;  // rows of the weight at a time
   const int64_t group = few ? job.end - job.begin : std::min<int64_t>(4, job.end - job.begin);
   if (group <= 0) return;
@@ -263,7 +301,6 @@ void rows_by_packed_transposed(const Kernels& kernels, const Job& job, const Row
   const Panels panels{rest, Panels::stride_for(kernels, depth, nr), kernels.operand_bytes};
   const void* pointers[kStep];
   for (int64_t i = 0; i < kStep; ++i) pointers[i] = decoded + i * row_bytes;
-  alignas(64) char tile[kTileBytes];
   for (int64_t first = job.begin; first < job.end; first += group) {
     const int64_t count = std::min(group, job.end - first), column = first * nr;
     const int64_t width = std::min(count * nr, num_columns - column);
@@ -282,11 +319,9 @@ void rows_by_packed_transposed(const Kernels& kernels, const Job& job, const Row
         epilogue(first + p, rest + p * tile_bytes, 0, rows);
         continue;
       }
-      for (int64_t r = 0; r < rows; r += kernels.mr) {
-        const int64_t m = std::min(kernels.mr, rows - r);
-        kernels.multiply_row_major(m, depth, a.at(r), a.stride, panels.panel(p), tile);
-        epilogue(first + p, tile, r, m);
-      }
+      rows_by_packed_panel(
+          kernels, rows, a, depth, panels.panel(p),
+          [&](const void* tile, int64_t row, int64_t m) { epilogue(first + p, tile, row, m); });
     }
   }
 }

@@ -52,9 +52,20 @@ struct ActBackward {
   void* dscale;  // acc [m], or null
 };
 
+// min(gate, limit) activated by x sigmoid(alpha x), times up clamped to +-limit and increased by offset.
+// A row has `width` gates and as many ups: gates first, or the two in turns.
+struct ClampedGlu {
+  double alpha, limit, offset;
+  bool interleaved;
+  bool clamps_activated;  // the activated gate is clamped, in place of the gate
+  int64_t width;
+};
+
 struct Kernels {
   int64_t mr, nr, k_step;
-  int64_t few_rows;     // up to so many rows of A, B is better not packed
+  int64_t few_rows;             // up to so many rows of A, B with columns along k is better not packed
+  int64_t few_rows_transposed;  // the same of B with rows along the lanes
+  int64_t integer_rows;         // up to so many, products in integers are faster where they are allowed
   int64_t packed_rows;  // up to so many, a packed weight is better decoded in registers; none in double
   int64_t storage_bytes, operand_bytes, acc_bytes;
 
@@ -92,6 +103,11 @@ struct Kernels {
   void (*multiply_packed)(int64_t m, int64_t k, const void* a, int64_t stride, const PackedRow* columns,
                           int64_t num_panels, void* tiles);
 
+  // The rows of A for multiply_integers, which has the tiles of multiply_packed; not in double.
+  void (*round_rows)(PackedFormat format, int64_t m, int64_t k, const void* a, int64_t stride, void* rounded);
+  void (*multiply_integers)(int64_t m, int64_t k, const void* rounded, const PackedRow* columns,
+                            int64_t num_panels, void* tiles);
+
   // dst [m, n] = (tile + bias) * scale[row]; bias storage [n] or null, scale acc [m] or null.
   void (*store)(const void* tile, int64_t m, int64_t n, const void* bias, const void* scale, void* dst,
                 int64_t stride);
@@ -106,6 +122,11 @@ struct Kernels {
   void (*accumulate)(const void* tile, int64_t m, int64_t n, void* sum, int64_t stride);
   void (*act_forward)(const ActForward& args);
   void (*act_backward)(const ActBackward& args);
+  // Activated values [first, first + n) of a row h [2 width] -> out [width], and grad_h [2 width] of grad
+  // [width].
+  void (*clamped_glu)(const ClampedGlu& glu, const void* h, int64_t first, int64_t n, void* out);
+  void (*clamped_glu_backward)(const ClampedGlu& glu, const void* grad, const void* h, int64_t first,
+                               int64_t n, void* grad_h);
 
   void (*round)(const void* acc, int64_t n, void* dst);
   // sum [n] += sum over rows of scale[row] * operand[row]; scale null is 1. In double, or a sum of a million

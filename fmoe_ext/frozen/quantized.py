@@ -1,13 +1,15 @@
 """Frozen weights of experts in the formats that models are published in, and their packing by plain rounding."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
 
 from fmoe_ext.frozen.formats import FORMATS, Format
 from fmoe_ext.frozen.formats.base import Shape
+
+INTEGERS = 64  # added to the number of a format for operators, as in csrc/frozen_weight.h
 
 
 @dataclass(frozen=True)
@@ -17,7 +19,11 @@ class Quantized:
     format: a name in FORMATS, which says what data, scale and zero are; None where a format lacks one of them.
     interleaved: the rows are gate, up, gate, up, ..., as GPT-OSS has them. Operators then take b1 and lora1.b in that
     order too, and compute with all gates before all ups.
-    Raises ValueError for an unknown format, missing tensors, other dtypes or shapes.
+    int8_activations: for q8_0 and q4_k on the CPU, rows that the weight multiplies may be rounded to 8 bits and the
+    products be of integers, where that is faster and no gradients are recorded: not in float64, in batch_invariant(),
+    and with AVX-512 for bfloat16 pairs and for over 32 rows an expert. A value of x then errs by up to 1/254 of the
+    largest in its block of 32 (q4_k: 256) columns, as in llama.cpp.
+    Raises ValueError for an unknown format, missing tensors, other dtypes or shapes, int8_activations of other formats.
     """
 
     format: str
@@ -25,6 +31,7 @@ class Quantized:
     scale: torch.Tensor | None = None
     zero: torch.Tensor | None = None
     interleaved: bool = False
+    int8_activations: bool = False
 
     def __post_init__(self) -> None:
         if self.format not in FORMATS:
@@ -32,6 +39,9 @@ class Quantized:
         shape = self.kind.check(self)
         if self.interleaved and shape[1] % 2:
             raise ValueError(f"interleaved rows must be an even number, but got {shape[1]}")
+        if self.int8_activations and not self.kind.has_integers:
+            known = " and ".join(name for name, kind in FORMATS.items() if kind.has_integers)
+            raise ValueError(f"int8_activations is for the formats {known}, but got {self.format}")
         object.__setattr__(self, "_shape", shape)
 
     @property
@@ -57,7 +67,14 @@ class Quantized:
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "Quantized":
         """The weight of function(tensor) for each of its tensors: a slice of experts, or another device."""
         scale, zero = (None if t is None else function(t) for t in (self.scale, self.zero))
-        return Quantized(self.format, function(self.data), scale, zero, self.interleaved)
+        return Quantized(
+            self.format, function(self.data), scale, zero, self.interleaved, self.int8_activations
+        )
+
+    @cached_property
+    def in_int8(self) -> "Quantized":
+        """The same weight with int8_activations; itself if its format has no such products."""
+        return replace(self, int8_activations=True) if self.kind.has_integers else self
 
     @staticmethod
     def joined(
@@ -81,7 +98,10 @@ class Quantized:
         scale = self.scale
         if scale is not None and scale.dtype == torch.float8_e8m0fnu:
             scale = scale.view(torch.uint8)
-        return scale, self.zero, self.kind.number, self.interleaved
+        number = self.kind.number
+        if self.int8_activations and self.data.device.type == "cpu" and not torch.is_grad_enabled():
+            number += INTEGERS
+        return scale, self.zero, number, self.interleaved
 
     @staticmethod
     def of_rows(
@@ -92,8 +112,9 @@ class Quantized:
         interleaved: bool = False,
     ) -> "Quantized":
         """The weight of what rows() and packing() returned."""
-        name = next(name for name, kind in FORMATS.items() if kind.number == number)
-        return Quantized(name, FORMATS[name].of_bytes(rows), scale, zero, interleaved)
+        has_integers = number >= INTEGERS
+        name = next(name for name, kind in FORMATS.items() if kind.number == number % INTEGERS)
+        return Quantized(name, FORMATS[name].of_bytes(rows), scale, zero, interleaved, has_integers)
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """The weight [E, out, in], decoded in float32 and rounded to dtype; gates before ups if interleaved."""

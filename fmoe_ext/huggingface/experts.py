@@ -2,7 +2,8 @@
 
 Transformers decorates every experts module that may run elsewhere with facts about its weights: is_transposed,
 is_concatenated, has_gate, has_bias, has_post_expert_norm (added over time; absent means the default). The forward
-here reads them, runs the usual MLPs as one operator, and any other between two grouped products.
+here reads them, runs the usual MLPs as one operator, and any other between two grouped products, with the clamped
+activations of glu.py as one operator each way.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from fmoe_ext.ep.exchange import Group
 from fmoe_ext.ep.wrappers import check_wrappers
 from fmoe_ext.experts import activation_name
 from fmoe_ext.frozen import decode
+from fmoe_ext.huggingface.glu import apply_gate
 from fmoe_ext.huggingface.saved import from_pretrained
 from fmoe_ext.huggingface.training import add_balance_loss
 from fmoe_ext.linear import DTYPES
@@ -187,7 +189,7 @@ def compute(
             w1, w2 = (replace(w, interleaved=False).dequantize(x.dtype) for w in (w1, w2))
         x_rows = ops.permute(x, row_idx, inverse)
         h = adapted_gemm(x_rows, w1, offs, b1, adapters[0], transposed=transposed)
-        a = experts._apply_gate(h) if experts.has_gate else experts.act_fn(h)
+        a = apply_gate(experts, h) if experts.has_gate else experts.act_fn(h)
         if w2 is None:
             w2 = experts.down_proj
             _compute_dtype(experts, (w2,))

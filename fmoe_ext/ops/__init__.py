@@ -74,6 +74,7 @@ from fmoe_ext.ops.batch_invariant import (  # noqa: E402
     sigmoid,
     use_batch_invariant,
 )
+from fmoe_ext.ops.clamped_glu import clamped_glu, clamped_glu_ref  # noqa: E402
 from fmoe_ext.ops.count_tokens import count_tokens, count_tokens_ref  # noqa: E402
 from fmoe_ext.ops.expert_mlp import ACTIVATIONS, expert_mlp, expert_mlp_ref  # noqa: E402
 from fmoe_ext.ops.grouped_gemm import grouped_gemm, grouped_gemm_ref  # noqa: E402
@@ -110,6 +111,8 @@ __all__ = [
     "apply_capacity_ref",
     "batch_invariant",
     "build_info",
+    "clamped_glu",
+    "clamped_glu_ref",
     "count_tokens",
     "count_tokens_ref",
     "cpu_isa",

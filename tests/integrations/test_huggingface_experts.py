@@ -1,11 +1,14 @@
 """Transformers' MoE models with experts_implementation="fmoe" against "eager"."""
 
+import importlib
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 
 from fmoe_ext import huggingface
+from fmoe_ext.huggingface.glu import apply_gate, glu_options
 from fmoe_ext.testing import assert_close
 from tests.integrations.huggingface_models import ARCHITECTURES, experts_of, make_ids, make_model, step
 
@@ -144,7 +147,7 @@ def test_runs_our_operators(models):
         return {event.key for event in profile.key_averages() if event.key.startswith("fmoe_ext::")}
 
     assert operators("Qwen3MoeForCausalLM") == {"fmoe_ext::sort_tokens", "fmoe_ext::expert_mlp"}
-    composed = {"sort_tokens", "permute", "grouped_gemm", "grouped_gemm_backward", "unpermute"}
+    composed = {"sort_tokens", "permute", "grouped_gemm", "grouped_gemm_backward", "unpermute", "clamped_glu"}
     assert operators("GptOssForCausalLM") == {f"fmoe_ext::{name}" for name in composed}
 
 
@@ -257,6 +260,56 @@ def test_attributes_that_older_versions_lack():
     assert huggingface.fused_activation(experts) == "swiglu"
     for a, b in zip(run_experts(experts, "fmoe", top_k_index), expected, strict=True):
         assert torch.equal(a, b)
+
+
+def experts_with_own_gates():
+    """(family, class) for every experts class of the installed Transformers that defines _apply_gate."""
+    folder = Path(transformers.__file__).parent / "models"
+    for file in sorted(folder.glob("*/modeling_*.py")):
+        if "def _apply_gate" not in file.read_text():
+            continue
+        module = importlib.import_module(f"transformers.models.{file.parent.name}.{file.stem}")
+        for cls in vars(module).values():
+            if isinstance(cls, type) and "_apply_gate" in vars(cls) and cls.__module__ == module.__name__:
+                yield file.parent.name, cls
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_every_gate_of_transformers_with_a_clamp_is_one_operator(dtype):
+    found = {}
+    for family, cls in experts_with_own_gates():
+        experts = cls.__new__(cls)
+        torch.nn.Module.__init__(experts)
+        numbers = {"alpha": 1.5, "swiglu_alpha": 1.5, "limit": 2.0, "swiglu_limit": 2.0}
+        vars(experts).update(numbers, act_fn=torch.nn.SiLU())
+        found[family] = glu_options(experts)
+        h = (2 * torch.randn(9, 48)).to(dtype).double().requires_grad_()
+        expected = experts._apply_gate(h)
+        (expected_grad,) = torch.autograd.grad(expected.sum(), h)
+        h = h.detach().to(dtype).requires_grad_()
+        got = apply_gate(experts, h)
+        (grad,) = torch.autograd.grad(got.sum(), h)
+        tolerance = 8 * torch.finfo(dtype).eps
+        torch.testing.assert_close(got.double(), expected.double(), rtol=tolerance, atol=tolerance)
+        torch.testing.assert_close(grad.double(), expected_grad, rtol=tolerance, atol=tolerance)
+    assert found.pop("beam", None) is None  # it computes in float32, also for float64
+    known = {
+        **dict.fromkeys(("deepseek_v4", "glm5_next", "hy_v4"), (1.0, 2.0, 0.0, False, False)),
+        **dict.fromkeys(("minimax_m3_vl", "openai_privacy_filter"), (1.5, 2.0, 1.0, False, False)),
+        "gpt_oss": (1.5, 2.0, 1.0, True, False),
+        "step3p7": (1.0, 2.0, 0.0, False, True),
+    }
+    assert {family: known.get(family) for family in found} == found
+
+
+def test_gate_of_another_activation_stays_its_own():
+    class Other(torch.nn.Module):
+        def _apply_gate(self, h):
+            return torch.nn.functional.gelu(h.chunk(2, -1)[0]) * h.chunk(2, -1)[1].clamp(max=self.limit)
+
+    experts = Other()
+    experts.limit = 1.0
+    assert glu_options(experts) is None
 
 
 def test_gate_that_computes_in_float32():

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import fmoe_ext
+from fmoe_ext.finetune.streaming import pool
 from fmoe_ext.finetune.streaming.budget import bytes_of_state
 from fmoe_ext.finetune.streaming.memory import limits, memory_of
 from tests.integrations.huggingface_models import make_ids, step
@@ -104,7 +105,7 @@ def test_group_of_a_container_is_the_root_of_its_mount(tmp_path, path):
 def test_auto_without_proc_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r'memory="auto" needs /proc/meminfo.*memory="8GiB"'):
         memory_of("auto", tmp_path)
-    assert memory_of("2KiB", tmp_path) == (2048, "", None)
+    assert memory_of("2KiB", tmp_path) == (2048, "", None, 0)
 
 
 def test_auto_streams_and_its_refusal_names_the_limit(tmp_path, monkeypatch):
@@ -120,6 +121,25 @@ def test_auto_streams_and_its_refusal_names_the_limit(tmp_path, monkeypatch):
         f'memory=100,000 bytes from memory="auto" (400,000 bytes in {top}/memory/mine/memory.limit_in_bytes, of which '
         "300,000 are used) is too little: "
     )
+
+
+def test_files_go_through_the_page_cache_where_the_group_has_room_for_them(tmp_path, monkeypatch):
+    folder = save(tmp_path / "model", dtype=torch.float32)
+    model, memory = streamed(folder, 2), 10**6
+    experts = sum(
+        span.num_bytes for layer in model.expert_stream.pool.layers for span in pool.spans_of(layer)
+    )
+    dense = sum(t.numel() * t.element_size() for t in model.expert_stream.resident_tensors())
+    top = tmp_path / "fs"
+    monkeypatch.setattr(memory_of, "__defaults__", (machine(tmp_path, "4:memory:/mine\n", mount_v1(top)),))
+    layers = model.expert_stream.pool.layers
+    buffers = len(layers) * max(layer.num_bytes(layer.num_experts) for layer in layers)
+    held = dense + min(buffers, memory - memory // 4 - dense) + memory // 4
+    for free, expected in ((held + experts, True), (held + experts - 1, False)):
+        group_v1(top / "memory/mine", free + 1000, 1000)
+        stream = fmoe_ext.stream(folder, memory).expert_stream
+        assert stream.reads_through_cache is expected
+        assert stream.pool._reader.through_cache is expected
 
 
 def test_more_memory_than_a_limit_warns(tmp_path, monkeypatch, recwarn):

@@ -155,6 +155,20 @@ def test_gguf_file_equals_its_values(tmp_path, kind):
     assert_same_training(plain, with_adapters(ours))
 
 
+@pytest.mark.parametrize("kind", ["q8_0", "q4_k"])
+def test_gguf_file_in_int8_generates_and_trains_near_its_values(tmp_path, kind):
+    folder = save(tmp_path, dtype=torch.bfloat16, num_hidden_layers=2, **WIDE)
+    file, values = write_gguf(folder, kind, others=kind)
+    plain = of_values(folder, values)
+    ours = streamed(file, 2, dtype=torch.float32, int8_activations=True)
+    with torch.no_grad():
+        for ids in (make_ids(1, 1), make_ids()):
+            assert 1e-5 < error(ours(ids).logits, plain(ids).logits) < 0.05
+    assert (
+        error(ours(make_ids()).logits, plain(make_ids()).logits) < 1e-5
+    )  # exact where gradients are recorded
+
+
 def test_truncated_gguf_file(tmp_path):
     folder = save(tmp_path, dtype=torch.bfloat16, num_hidden_layers=2, **WIDE)
     file, _ = write_gguf(folder, "q8_0")

@@ -35,14 +35,14 @@ def some_spans(folder, seed):
     return spans, at
 
 
-@pytest.mark.parametrize("is_direct", [True, False])
+@pytest.mark.parametrize("way", ["direct", "dropped", "through_cache"])
 @pytest.mark.parametrize("seed", range(3))
-def test_spans_equal_the_bytes_of_the_files(files, monkeypatch, is_direct, seed):
-    if not is_direct:
+def test_spans_equal_the_bytes_of_the_files(files, monkeypatch, way, seed):
+    if way == "dropped":
         monkeypatch.setattr(os, "O_DIRECT", 0, raising=False)
     spans, size = some_spans(files, seed)
     found = np.full(size, 99, dtype=np.uint8)
-    num_bytes = reader.Reader().read(spans, found)
+    num_bytes = reader.Reader((), way == "through_cache").read(spans, found)
     expected = np.full(size, 99, dtype=np.uint8)
     for span in spans:
         whole = np.fromfile(span.path, dtype=np.uint8)
@@ -66,6 +66,18 @@ def test_file_system_without_direct_reads(files, monkeypatch):
     reader.Reader().read([Span(files / "a", 5, 10, 0)], found)
     assert np.array_equal(found, np.fromfile(files / "a", dtype=np.uint8)[5:15])
     assert opened == [os.O_DIRECT, 0]
+
+
+def test_reads_through_the_cache_leave_it_alone(files, monkeypatch):
+    opened, real = [], os.open
+    monkeypatch.setattr(
+        os, "open", lambda path, flags, *rest: opened.append(flags) or real(path, flags, *rest)
+    )
+    monkeypatch.setattr(os, "posix_fadvise", lambda *_: pytest.fail("a range is dropped"))
+    reader.Reader([files / "a"], through_cache=True).read(
+        [Span(files / "a", 5, 10, 0)], np.zeros(10, np.uint8)
+    )
+    assert len(opened) == 1 and not opened[0] & os.O_DIRECT
 
 
 def test_spans_behind_the_end_and_absent_files_are_refused(files):

@@ -22,6 +22,7 @@ CALLS = {
     "grouped_gemm": lambda x: ops.grouped_gemm(x, W1, OFFS),
     "grouped_gemm transposed": lambda x: ops.grouped_gemm(x, W2, OFFS, transposed=True),
     "grouped_gemm in two": lambda x: ops.grouped_gemm(x, LEARNT, OFFS),
+    "clamped_glu": lambda x: ops.clamped_glu(x),
     "expert_mlp": lambda x: ops.expert_mlp(x, *ROWS, W1, None, W2, None),
     "expert_mlp in two": lambda x: ops.expert_mlp(x, *ROWS, LEARNT, None, W2, None),
 }

@@ -301,7 +301,15 @@ def frozen_gemm(d):
     )
 
 
+def clamped_glu_backward(d):
+    arguments = {"grad": d.floats(d.T, d.D), "h": d.floats(d.T, 2 * d.D)}
+    arguments |= {"alpha": 1.0, "limit": 2.0, "offset": 0.0, "interleaved": True, "clamps_activated": False}
+    sizes = {"grad": (0, 1), "h": (0, 1)}
+    return Call(native.clamped_glu_backward, arguments, sizes=sizes, values={"limit": (-1.0, float("nan"))})
+
+
 OPERATORS = (
+    clamped_glu_backward,
     count_tokens,
     sort_tokens,
     apply_capacity,

@@ -53,6 +53,15 @@ def test_grouped_gemm(isa, shape, dtype):
     check(*make_inputs(*shape, dtype))
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_grouped_gemm_any_number_of_rows_equals_reference(isa, dtype):
+    # Every way to divide rows into tiles, with and without packing, over several parts of k.
+    rows = [*range(1, 19), 33]
+    offs = torch.tensor(rows).cumsum(0).tolist()
+    check(*make_inputs(offs[-1], 600, 20, offs, dtype))
+    check(*make_inputs(offs[-1], 20, 300, offs, dtype))
+
+
 def test_no_experts():
     x, weight, offs, bias, _ = make_inputs(5, 3, 4, [2, 5], torch.float32)
     y = grouped_gemm(x, weight[:0], offs[:0], bias[:0])

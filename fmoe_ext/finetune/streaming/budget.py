@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from fmoe_ext.checkpoint.expert_files import Layer
 from fmoe_ext.finetune.streaming.memory import Memory
 from fmoe_ext.finetune.streaming.placeholder import StreamedWeight
-from fmoe_ext.finetune.streaming.pool import Pool, Statistics
+from fmoe_ext.finetune.streaming.pool import Pool, Statistics, spans_of
 from fmoe_ext.optimizer_steps import follow_optimizers, has_a_parameter_of
 
 FREE_SHARE = 4  # a quarter of the memory is left to activations and the program
@@ -26,6 +26,8 @@ class ExpertStream:
     """The experts of a model in their files, and the buffers for some of them: model.expert_stream.
 
     optimizer_bytes: of state for each trained number, as the user expects; after a step the real state counts.
+    reads_through_cache: True if the system's page cache keeps the files, because all limits leave memory for them
+    beside the model; False if reads go past it (O_DIRECT), because a memory cgroup would charge those pages.
     """
 
     def __init__(
@@ -49,7 +51,10 @@ class ExpertStream:
         needed = max(layer.num_bytes(layer.num_experts) for layer in layers)
         if for_experts < needed:
             raise ValueError(self._arithmetic(0, needed))
-        self.pool = Pool(layers, for_experts)
+        held = self._dense + min(for_experts, needed * len(layers)) + self.memory // FREE_SHARE
+        in_files = sum(span.num_bytes for layer in layers for span in spans_of(layer))
+        self.reads_through_cache = memory.free - held >= in_files
+        self.pool = Pool(layers, for_experts, self.reads_through_cache)
         follow_optimizers(model, self)
         self._warn_of(memory)
 

@@ -11,16 +11,23 @@ from torch import Tensor
 
 from fmoe_ext.adapters import Lora, take
 from fmoe_ext.finetune.streaming.budget import ExpertStream
+from fmoe_ext.frozen import Quantized
 from fmoe_ext.huggingface.experts import compute, compute_few
 from fmoe_ext.recompute import can_be_repeated, is_repeated
 from fmoe_ext.routing import widen
 
 
 class Streamed:
-    """The experts of one layer of a stream. index: of the layer among those with experts."""
+    """The experts of one layer of a stream. index: of the layer among those with experts.
 
-    def __init__(self, stream: ExpertStream, index: int, dtype: torch.dtype) -> None:
+    int8_activations: that of Quantized, for the weights whose formats have it.
+    """
+
+    def __init__(
+        self, stream: ExpertStream, index: int, dtype: torch.dtype, int8_activations: bool = False
+    ) -> None:
         self.stream, self.index, self.dtype = stream, index, dtype
+        self.int8_activations = int8_activations
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Streamed:
         return self
@@ -52,7 +59,8 @@ class Streamed:
         topk_idx = top_k_index.masked_fill(top_k_index >= num_experts, -1)
         few = None if experts.training else self._chosen(topk_idx)
         if few is not None:
-            (w1, w2), topk_idx, order = few
+            weights, topk_idx, order = few
+            w1, w2 = self._multiplied(weights)
             adapters = _of_slots(adapters[0], order), _of_slots(adapters[1], order)
             b1, b2 = (None if b is None else b[order] for b in biases)
             given = experts, (w1, b1, w2, b2), x, topk_idx, topk_weights
@@ -65,7 +73,14 @@ class Streamed:
         return out.to(hidden_states.dtype)
 
     def _whole(self, is_backward: bool, is_training: bool) -> Any:
-        return self.stream.pool.whole(self.index, is_backward=is_backward, is_training=is_training)
+        weights = self.stream.pool.whole(self.index, is_backward=is_backward, is_training=is_training)
+        return self._multiplied(weights)
+
+    def _multiplied(self, weights: Any) -> Any:
+        """w1, w2 as they are multiplied."""
+        if not self.int8_activations or torch.is_grad_enabled():
+            return weights
+        return tuple(w.in_int8 if isinstance(w, Quantized) else w for w in weights)
 
     def _chosen(self, topk_idx: Tensor) -> tuple[Any, Tensor, Tensor] | None:
         """(weights of the slots, choices as slots, expert in each slot), if few experts can be chosen."""

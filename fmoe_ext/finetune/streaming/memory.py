@@ -44,11 +44,15 @@ class Limit(NamedTuple):
 
 
 class Memory(NamedTuple):
-    """Bytes for a model. source: where "auto" found them, else empty; limit: the smallest one of this process."""
+    """Bytes for a model. source: where "auto" found them, else empty; limit: the smallest one of this process.
+
+    free: bytes that all limits leave, 0 where there are none.
+    """
 
     num_bytes: int
     source: str
     limit: Limit | None
+    free: int = 0
 
 
 def memory_of(memory: int | str, proc: str | Path = "/proc") -> Memory:
@@ -58,12 +62,13 @@ def memory_of(memory: int | str, proc: str | Path = "/proc") -> Memory:
     """
     found = limits(proc)
     smallest = min(found, key=lambda limit: limit.num_bytes, default=None)
+    free = min((limit.free for limit in found), default=0)
     if memory != "auto":
-        return Memory(bytes_of_text(memory), "", smallest)
+        return Memory(bytes_of_text(memory), "", smallest, free)
     if not found:
         raise ValueError('memory="auto" needs /proc/meminfo, as on Linux: give a size like memory="8GiB"')
     limit = min(found, key=lambda limit: limit.free)
-    return Memory(limit.free, f' from memory="auto" ({limit})', smallest)
+    return Memory(free, f' from memory="auto" ({limit})', smallest, free)
 
 
 def bytes_of_text(memory: int | str) -> int:

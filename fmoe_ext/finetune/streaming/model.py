@@ -33,6 +33,7 @@ def stream(
     dtype: torch.dtype | None = None,
     optimizer_bytes: float | None = None,
     activations: str | Path | None = None,
+    int8_activations: bool = False,
 ) -> Any:
     """A causal language model of Transformers in eval(), its experts read from the folder's files as they are needed.
 
@@ -45,6 +46,8 @@ def stream(
     optimizer_bytes: of state for each trained number before the first step, by default two moments of Adam; 2.1 for
     8-bit moments, 0 for SGD. After the first step the real state counts.
     activations: folder of a file without a name for the inputs of checkpointed layers, which are in memory by default.
+    int8_activations: without gradients on the CPU, multiply weights that stay packed as Q8_0 or Q4_K in integers
+    (frozen.Quantized): faster generation, with rows rounded to 8 bits a block.
     Warns if the model would hold more memory than this process may use. Raises ValueError for a dtype that is no float
     and if memory is too little, CheckpointError for a folder that is damaged, reaches outside of itself or does not fit
     its config.json, ImportError if Transformers is missing or older than 5.7.
@@ -69,11 +72,11 @@ def stream(
     layers, state = _plan(source, skeleton, dtype)
     packed = _take_packed(source, skeleton, state, dtype)
     model = _load(Path(folder), type(skeleton), config, state, dtype)
-    keep_packed(model, packed)
+    keep_packed(model, packed, int8_activations)
     expert_stream = ExpertStream(model, layers, found, optimizer_bytes)
     model.expert_stream = expert_stream
     for index, layer in enumerate(layers):
-        model.get_submodule(layer.path).streamed = Streamed(expert_stream, index, dtype)
+        model.get_submodule(layer.path).streamed = Streamed(expert_stream, index, dtype, int8_activations)
     if activations is not None:
         expert_stream.activations = ActivationFile(activations)
         SavedOnDisk(model.base_model, expert_stream, expert_stream.activations)

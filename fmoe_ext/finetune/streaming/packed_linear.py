@@ -68,14 +68,15 @@ def packable(skeleton: Any) -> dict[str, nn.Linear]:
     }
 
 
-def keep_packed(model: nn.Module, stored: dict[str, PackedTensor]) -> None:
+def keep_packed(model: nn.Module, stored: dict[str, PackedTensor], int8_activations: bool = False) -> None:
     """Puts a PackedLinear in the place of each linear layer whose weight is a PackedWeight. stored: by its name."""
     memory = _HugePages()
     for path, layer in list(model.named_modules()):
         if type(layer) is nn.Linear and isinstance(layer.weight, PackedWeight):
             parent, _, name = path.rpartition(".")
             packed = stored[f"{path}.weight"].packed().map(memory.copy)
-            setattr(model.get_submodule(parent), name, PackedLinear(packed, layer))
+            used = packed.in_int8 if int8_activations else packed
+            setattr(model.get_submodule(parent), name, PackedLinear(used, layer))
 
 
 class _HugePages:

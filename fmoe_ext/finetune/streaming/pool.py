@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from fmoe_ext.checkpoint.expert_files import ALIGNED, Layer, Weights
+from fmoe_ext.checkpoint.expert_files import ALIGNED, Layer, Span, Weights
 from fmoe_ext.finetune.streaming.reader import BLOCK, Reader
 
 
@@ -97,22 +97,27 @@ class Cache:
             self.place[expert], self.order[slot] = slot, expert
 
 
+def spans_of(layer: Layer) -> list[Span]:
+    """The spans of all experts of a layer."""
+    experts = range(layer.num_experts)
+    return list(layer.spans(experts, experts, len(experts)))
+
+
 class Pool:
-    """Memory for experts of layers. num_bytes: of all buffers together.
+    """Memory for experts of layers. num_bytes: of all buffers together; through_cache: of Reader.
 
     Raises ValueError if it does not hold the largest layer.
     """
 
-    def __init__(self, layers: Sequence[Layer], num_bytes: int) -> None:
+    def __init__(self, layers: Sequence[Layer], num_bytes: int, through_cache: bool = False) -> None:
         self.layers = tuple(layers)
         self.statistics = Statistics()
         self._slot_bytes = max(-(-layer.num_bytes(layer.num_experts) // BLOCK) * BLOCK for layer in layers)
         self._memory = in_huge_pages(min(num_bytes, self._slot_bytes * len(layers)) // BLOCK * BLOCK)
         self._bytes = np.frombuffer(self._memory, dtype=np.uint8)
         self.address = int(self._bytes.ctypes.data)
-        experts = [range(layer.num_experts) for layer in layers]
-        spans = (layer.spans(e, e, len(e)) for layer, e in zip(layers, experts, strict=True))
-        self._reader = Reader({span.path for of_layer in spans for span in of_layer})
+        paths = {span.path for layer in layers for span in spans_of(layer)}
+        self._reader = Reader(paths, through_cache)
         self._ahead = ThreadPoolExecutor(1, "fmoe_ext read ahead")
         self._lock = Lock()
         self._slots: list[_Slot] = []

@@ -1,7 +1,8 @@
-"""Reads spans of files into memory, past the page cache where the file system allows it.
+"""Reads spans of files into memory, through the page cache or past it.
 
 A memory cgroup charges the pages that the system caches for a process. O_DIRECT avoids them. File systems without it
-are read through the cache, and each range is dropped from there after it was copied.
+are read through the cache, and each range is dropped from there after it was copied. Where memory is left for all
+spans, the cache keeps them: the second read of a span is a copy.
 """
 
 import functools
@@ -45,10 +46,11 @@ class _Open(NamedTuple):
 class Reader:
     """Open files of a model, and threads that read them. paths: files to open now, so that others cannot replace them.
 
-    Raises CheckpointError if a file cannot be read.
+    through_cache: the system's page cache keeps what is read. Raises CheckpointError if a file cannot be read.
     """
 
-    def __init__(self, paths: Iterable[Path] = ()) -> None:
+    def __init__(self, paths: Iterable[Path] = (), through_cache: bool = False) -> None:
+        self.through_cache = through_cache
         self._handles: dict[Path, _Open] = {}
         self._threads = ThreadPoolExecutor(THREADS, "fmoe_ext read")
         weakref.finalize(self, _close, self._handles, self._threads)
@@ -84,7 +86,7 @@ class Reader:
 
     def _open(self, path: Path) -> None:
         if path not in self._handles:
-            direct = getattr(os, "O_DIRECT", 0)
+            direct = 0 if self.through_cache else getattr(os, "O_DIRECT", 0)
             try:
                 handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | direct)
             except OSError:
@@ -96,7 +98,7 @@ class Reader:
             self._handles[path] = _Open(handle, bool(direct), os.fstat(handle).st_mtime_ns)
 
     def _read(self, chunks: Sequence[_Chunk], into: "np.ndarray[Any, Any]") -> None:
-        bounce = aligned_memory(CHUNK + 2 * BLOCK)
+        bounce = aligned_memory(BLOCK if self.through_cache else CHUNK + 2 * BLOCK)
         for chunk in chunks:
             handle, is_direct, changed = self._handles[chunk.path]
             now = os.fstat(handle)
@@ -104,6 +106,11 @@ class Reader:
                 raise CheckpointError(f"{chunk.path} is damaged: it ends {missing} bytes too early")
             if now.st_mtime_ns != changed:
                 raise CheckpointError(f"{chunk.path} was changed while it is streamed: call stream() again")
+            if self.through_cache:
+                for span in chunk.spans:
+                    place = into[span.at : span.at + span.num_bytes]
+                    _fill(handle, chunk, place, span.begin, span.num_bytes)
+                continue
             begin = chunk.begin // BLOCK * BLOCK if is_direct else chunk.begin
             size = chunk.end - begin
             wanted = -(-size // BLOCK) * BLOCK if is_direct else size
@@ -120,11 +127,11 @@ def aligned_memory(num_bytes: int) -> "np.ndarray[Any, Any]":
     return np.frombuffer(mmap(-1, num_bytes), dtype=np.uint8)
 
 
-def _fill(handle: int, chunk: _Chunk, bounce: "np.ndarray[Any, Any]", begin: int, size: int) -> None:
+def _fill(handle: int, chunk: _Chunk, into: "np.ndarray[Any, Any]", begin: int, size: int) -> None:
     done = 0
     while done < size:
         try:
-            count = os.preadv(handle, [bounce[done:].data], begin + done)
+            count = os.preadv(handle, [into[done:].data], begin + done)
         except OSError as error:
             raise CheckpointError(f"{chunk.path} cannot be read: {error}") from error
         if count == 0:

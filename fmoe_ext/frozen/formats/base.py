@@ -47,6 +47,7 @@ class Format:
     join_scale: Callable[[torch.Tensor, int], torch.Tensor] = lambda scale, parts: (
         scale
     )  # of parts packed apart
+    has_integers: bool = False  # products in integers, Quantized.int8_activations
 
 
 def require(q: Packed, name: str, dtypes: tuple[torch.dtype, ...], dims: int) -> torch.Tensor:

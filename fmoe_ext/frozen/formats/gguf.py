@@ -106,10 +106,24 @@ def pack_q6_k(weight: torch.Tensor) -> Tensors:
 GGUF = MappingProxyType(
     {
         "q8_0": Format(
-            4, "data uint8 [E, out, in / 32 * 34]", 8.5, 32, whole_blocks(34, 32), decode_q8_0, pack_q8_0
+            4,
+            "data uint8 [E, out, in / 32 * 34]",
+            8.5,
+            32,
+            whole_blocks(34, 32),
+            decode_q8_0,
+            pack_q8_0,
+            has_integers=True,
         ),
         "q4_k": Format(
-            5, "data uint8 [E, out, in / 256 * 144]", 4.5, 256, whole_blocks(144, 256), decode_q4_k, pack_q4_k
+            5,
+            "data uint8 [E, out, in / 256 * 144]",
+            4.5,
+            256,
+            whole_blocks(144, 256),
+            decode_q4_k,
+            pack_q4_k,
+            has_integers=True,
         ),
         "q6_k": Format(
             6,
