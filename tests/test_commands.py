@@ -104,7 +104,7 @@ def test_version_is_that_of_the_package():
 @pytest.mark.parametrize("name", fmoe_ext_command.COMMANDS)
 def test_help_of_a_command_exits_with_0(name, capsys):
     if name in ("serve", "dht"):
-        pytest.importorskip("grpc", reason="remote experts need grpcio, which is in requirements.txt")
+        pytest.importorskip("grpc", reason="remote experts need grpcio, which is in requirements-test.txt")
     main = importlib.import_module(fmoe_ext_command.COMMANDS[name][0]).main
     with pytest.raises(SystemExit, match="0"):
         main(["--help"])
@@ -136,11 +136,28 @@ def test_command_that_cannot_be_done_exits_with_2(arguments, error, tmp_path):
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize("name", ["serve", "dht"])
-def test_remote_command_without_grpc_names_the_package(name):
-    done = command(name, "--help", setup="import sys; sys.modules['grpc'] = None")
+# as in an environment without them; the finders of an editable install call it too
+WITHOUT_REMOTE = """
+import importlib.machinery
+find = importlib.machinery.PathFinder.find_spec
+def find_spec(cls, fullname, path=None, target=None):
+    missing = fullname.partition(".")[0] in ("grpc", "cryptography", "safetensors", "yaml")
+    return None if missing else find(fullname, path, target)
+importlib.machinery.PathFinder.find_spec = classmethod(find_spec)
+"""
+
+
+@pytest.mark.parametrize("arguments", [("serve", "status"), ("dht",)], ids=" ".join)
+def test_help_of_a_remote_command_needs_no_package(arguments):
+    done = command(*arguments, "--help", setup=WITHOUT_REMOTE)
+    assert done.returncode == 0 and done.stdout.startswith("usage: fmoe"), done.stdout + done.stderr
+
+
+def test_remote_command_without_grpc_names_the_extra():
+    done = command("serve", setup=WITHOUT_REMOTE)
     assert done.returncode == 2 and "Traceback" not in done.stderr
     assert done.stderr.startswith("error: fmoe_ext.remote needs grpcio: pip install grpcio")
+    assert "pip install -e '.[remote]'" in done.stderr
 
 
 @pytest.mark.parametrize(
