@@ -28,7 +28,7 @@ train: build
 	$(PY) examples/lm/train.py $(ARGS)
 
 ## make speedrun experts against dense at equal seconds, 4 models and 3 seeds, 2 hours; goes on where it stopped (ARGS="--seconds 600")
-speedrun: build
+speedrun: build $(VENV)/.complete  # the corpus is the sources of the installed packages
 	$(PY) examples/speedrun/speedrun.py $(ARGS)
 
 ## make train-cpp  a smaller such model in C++, without Python; Python repeats it to the bit (ARGS="--steps 100")
@@ -40,11 +40,11 @@ train-ep: build
 	$(PY) examples/lm/train_ep.py $(ARGS)
 
 ## make train-megatron  a small DeepSeek-V3 by Megatron's arguments: its own layers, ours, ours on 2 processes
-train-megatron: build
+train-megatron: build $(VENV)/.complete
 	$(PY) -W ignore examples/megatron/train.py $(ARGS)
 
 ## make train-remote  three servers, two replicas an expert, two trainers; each server is killed once
-train-remote: build
+train-remote: build $(VENV)/.complete
 	$(PY) examples/remote/train.py $(ARGS)
 
 ## make train-pipeline  a Transformer on 2 replicas x 2 pipeline stages, 4 processes; the schedule's picture in out/pipeline_lm
@@ -52,28 +52,33 @@ train-pipeline: build
 	$(PY) examples/pipeline_lm/train.py $(ARGS)
 
 ## make train-pipe  an image classifier under Pipe, and unsharded: the same losses and accuracy; out/pipe_images
-train-pipe: build
+train-pipe: build $(VENV)/.complete
 	$(PY) examples/pipe_images/train.py $(ARGS)
 
 ## make finetune adapters for a model whose experts stay in their files, every step checked; out/finetune (ARGS="--model FOLDER --memory 8GiB --text FILE")
-finetune: build
+finetune: build $(VENV)/.complete
 	$(PY) -W ignore examples/finetune/finetune.py $(ARGS)
 
 ## make test     the test suite, and what took longest of it                                (ARGS="-k sort -x")
-test: build
+test: build $(VENV)/.complete
 	$(TEST) $(ARGS)
 
 ## make test-all the same with the long and slow tests: examples, sanitizers of the kernels, soaks, twenty kills of a training
-test-all: build
+test-all: build $(VENV)/.complete
 	$(TEST) -m "slow or not slow" $(ARGS)
 
-## make build    virtual environment in .venv, pinned requirements, native modules
+## make build    virtual environment in .venv, what training needs, native modules
 build: $(VENV)/.built
 
+# Two files: training needs few packages, and the first picture is not to wait for the others.
 $(VENV)/.installed: requirements.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "fmoe_ext needs Python 3.10 or newer: make PYTHON=python3.12")'
 	@test -x $(PY) || $(PYTHON) -m venv $(VENV) || { echo "python3 cannot make a virtual environment: install its venv package (Debian: apt-get install python3-venv)"; exit 1; }
 	$(PY) -m pip install -q --disable-pip-version-check -r requirements.txt
+	@touch $@
+
+$(VENV)/.complete: requirements-test.txt $(VENV)/.installed
+	$(PY) -m pip install -q --disable-pip-version-check -r requirements-test.txt
 	@touch $@
 
 # CUDA kernels are left out here unless asked for, because this environment's torch is whatever pip brings: FMOE_CUDA=1 make build
@@ -87,7 +92,7 @@ cuda: $(VENV)/.installed
 	FMOE_CUDA=1 $(PY) setup.py build_ext --inplace
 
 ## make lint     ruff, mypy, codespell, a check of prose and clang-format, changing nothing;  make format repairs
-lint: $(VENV)/.installed
+lint: $(VENV)/.complete
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(PY) -m mypy
@@ -95,7 +100,7 @@ lint: $(VENV)/.installed
 	$(PY) docs/prose.py
 	$(VENV)/bin/clang-format --dry-run --Werror $(CXX_FILES)
 
-format: $(VENV)/.installed
+format: $(VENV)/.complete
 	$(VENV)/bin/ruff check --fix .
 	$(VENV)/bin/ruff format .
 	$(VENV)/bin/clang-format -i $(CXX_FILES)
@@ -107,12 +112,12 @@ docs: $(VENV)/.docs
 	$(PY) docs/check_links.py out/docs
 	@echo 'open out/docs/index.html'
 
-$(VENV)/.docs: docs/requirements.txt $(VENV)/.built
+$(VENV)/.docs: docs/requirements.txt $(VENV)/.built $(VENV)/.complete
 	$(PY) -m pip install -q --disable-pip-version-check -r docs/requirements.txt
 	@touch $@
 
 ## make bench    layer and operator benchmarks against their peers, results in benchmarks/results (ARGS: of bench_layer)
-bench: build
+bench: build $(VENV)/.complete
 	$(PY) -m benchmarks.bench_layer $(ARGS)
 	$(PY) -m benchmarks.bench_routing --json benchmarks/results/routing.json
 	$(PY) -m benchmarks.bench_gates --json benchmarks/results/gates.json
@@ -122,11 +127,11 @@ bench-here: build
 	$(PY) -m benchmarks.bench_here $(ARGS)
 
 ## make bench-compare REV=main~5  the layer's speed at that commit and now, in turn in one run  (ARGS="--shapes A,D")
-bench-compare: build
+bench-compare: build $(VENV)/.complete
 	$(PY) -m benchmarks.compare $(REV) $(ARGS)
 
 ## make wheel    source package and one abi3 wheel in dist/, repaired (manylinux) and installed into an empty environment
-wheel: $(VENV)/.installed
+wheel: $(VENV)/.complete
 	rm -rf build/wheel dist
 	$(PY) -m build --sdist --no-isolation -o dist
 	$(PY) -m build --wheel --no-isolation -o build/wheel
@@ -134,17 +139,17 @@ wheel: $(VENV)/.installed
 	$(PY) -m pytest -q -m slow --noconftest tests/test_wheel.py
 
 ## make tidy     clang-tidy over the headers for C++ programs
-tidy: build
+tidy: build $(VENV)/.complete
 	cmake -S . -B build/cpp -DFMOE_TESTS=ON -DCMAKE_EXPORT_COMPILE_COMMANDS=ON \
 	    -DCMAKE_PREFIX_PATH="$$($(PY) -c 'import torch; print(torch.utils.cmake_prefix_path)')" > /dev/null
 	clang-tidy -p build/cpp --quiet tests/cpp/parity.cpp
 
 ## make asan     the operator tests with AddressSanitizer and UBSan on the CPU kernels
-asan: $(VENV)/.installed
+asan: $(VENV)/.complete
 	bash tests/run_asan.sh $(ARGS)
 
 ## make test-aarch64  the wheel for 64-bit Arm by a cross compiler, tests of the operators on it under qemu; an hour (ARGS=kernels: a minute)
-test-aarch64: $(VENV)/.installed
+test-aarch64: $(VENV)/.complete
 	bash tests/aarch64/run.sh $(ARGS)
 
 ## make clean    remove everything that was built, and .venv

@@ -5,10 +5,14 @@ A module beside the package: importing fmoe_ext takes more than a second, and `f
 
 import argparse
 import importlib
+import importlib.abc
+import importlib.machinery
 import importlib.metadata
+import importlib.util
 import sys
 from collections.abc import Sequence
-from types import MappingProxyType
+from types import MappingProxyType, ModuleType
+from typing import Any
 
 # command: (module with main(arguments), one line of help)
 COMMANDS = MappingProxyType(
@@ -72,6 +76,8 @@ class Version(argparse.Action):
 
 def run(command: str, arguments: Sequence[str]) -> None:
     """Import a command's module, run its main(arguments) and exit with its status."""
+    if not HELP.isdisjoint(arguments):
+        sys.meta_path.append(StandIns())
     try:
         module = importlib.import_module(COMMANDS[command][0])
         cli = importlib.import_module("fmoe_ext._cli")
@@ -80,6 +86,31 @@ def run(command: str, arguments: Sequence[str]) -> None:
     except KeyboardInterrupt:
         sys.exit(130)
     cli.run(lambda: module.main(arguments))
+
+
+HELP = frozenset({"-h", "--help"})
+OPTIONAL = ("cryptography", "grpc")  # packages that a command imports at once
+
+
+class StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Fills the places of missing optional packages, so that --help, after which the program ends, needs none."""
+
+    def find_spec(self, name: str, path: Any, target: Any = None) -> importlib.machinery.ModuleSpec | None:
+        if name.partition(".")[0] not in OPTIONAL:
+            return None
+        return importlib.machinery.ModuleSpec(name, self, is_package=True)
+
+    def exec_module(self, module: ModuleType) -> None:
+        vars(module)["__getattr__"] = lambda name: AnyClass(name, (Exception,), {})
+
+
+class AnyClass(type):
+    """A class that has every attribute."""
+
+    def __getattr__(cls, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return AnyClass(name, (Exception,), {})
 
 
 def _refuse(sentence: str) -> int:

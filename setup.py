@@ -31,6 +31,11 @@ if sys.version_info < PYTHON_FLOOR:
     floor = ".".join(map(str, PYTHON_FLOOR))
     stop(f"Python {platform.python_version()} is too old: version {floor} or newer is needed.")
 
+if sys.platform == "win32":
+    stop("Windows itself is not supported: install and build in WSL 2, which is Linux.")
+if sys.platform == "darwin":
+    print("fmoe_ext: macOS was not tried; Linux is what is tested.", file=sys.stderr)
+
 try:
     import torch
     from torch.utils import cpp_extension

@@ -6,12 +6,13 @@ the output. See docs/commands.md.
 """
 
 import argparse
+import json
 import math
 import os
 import signal
 import sys
 from collections.abc import Callable
-from typing import NoReturn
+from typing import Any, NoReturn
 
 CANNOT, NOT_SAVED = 2, 3
 
@@ -35,6 +36,23 @@ def not_negative_float(text: str) -> float:
     if not 0 <= value < math.inf:
         raise argparse.ArgumentTypeError(f"{text} is not a number of at least 0")
     return value
+
+
+def reason(error: BaseException) -> str:
+    """The text of an error on one line; a file that is missing always reads alike."""
+    if isinstance(error, FileNotFoundError) and error.filename is not None:
+        return f"{os.fspath(error.filename)} does not exist"
+    return " ".join(str(error).split())
+
+
+def as_json(facts: Any) -> str:
+    """Facts as the text that --json prints."""
+    return json.dumps(facts, indent=1, default=str)
+
+
+def add_json(parser: argparse.ArgumentParser) -> None:
+    """Add --json; as_json() then makes the output."""
+    parser.add_argument("--json", action="store_true", help="print JSON, for programs")
 
 
 def run(main: Callable[[], int | None]) -> NoReturn:

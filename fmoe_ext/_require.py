@@ -1,7 +1,11 @@
 """Packages that some functions need and fmoe_ext does not install: an error says how to install them."""
 
 import importlib
+from types import MappingProxyType
 from typing import Any
+
+# package: the extra of pyproject.toml that brings it and what goes with it
+EXTRAS = MappingProxyType({"transformers": "finetune", "peft": "finetune", "accelerate": "finetune"})
 
 
 def require(package: str, needed_by: str, install: str = "") -> Any:
@@ -10,4 +14,5 @@ def require(package: str, needed_by: str, install: str = "") -> Any:
         return importlib.import_module(package)
     except ImportError as error:
         install = install or package
-        raise ImportError(f"{needed_by} needs {install} ({error}): pip install '{install}'") from error
+        extra = f", or in a clone pip install -e '.[{EXTRAS[package]}]'" if package in EXTRAS else ""
+        raise ImportError(f"{needed_by} needs {install} ({error}): pip install '{install}'{extra}") from error

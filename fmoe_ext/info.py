@@ -5,12 +5,13 @@ import importlib.util
 import platform
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
 import fmoe_ext
 from fmoe_ext import _env, ops
-from fmoe_ext._cli import run
+from fmoe_ext._cli import add_json, as_json, run
 from fmoe_ext.gpu import kernels as gpu_kernels
 from fmoe_ext.gpu import proof as gpu_proof
 from fmoe_ext.gpu.proof import Key
@@ -53,9 +54,10 @@ def gpu_kernels_in_use(keys: Iterable[Key]) -> list[tuple[str, str]]:
     return lines
 
 
-def report() -> str:
+def facts() -> list[tuple[str, str]]:
+    """(what, value) pairs of this installation and machine."""
     num_devices = torch.cuda.device_count() if ops.cuda_module_missing is None else 0
-    lines = [
+    return [
         ("fmoe_ext", f"{fmoe_ext.__version__} ({Path(fmoe_ext.__file__).parent})"),
         ("torch", f"{torch.__version__}, CUDA {torch.version.cuda or 'none'}"),
         ("Python", f"{platform.python_version()}, {platform.platform()}"),
@@ -69,6 +71,23 @@ def report() -> str:
         *_native_modules(),
         *gpu_kernels_in_use(gpu_kernels.key_of(device) for device in range(num_devices)),
     ]
+
+
+def as_dict() -> dict[str, Any]:
+    """facts() by name, and the environment variables."""
+    found: dict[str, Any] = {}
+    for name, value in facts():
+        key = name.strip()
+        found[key] = f"{found[key]}; {value}" if key in found else value
+    found["environment"] = {
+        v.name: {"value": _env.text(v.name), "default": v.default, "meaning": v.meaning}
+        for v in _env.VARIABLES
+    }
+    return found
+
+
+def report() -> str:
+    lines = facts()
     width = max(len(name) for name, _ in lines)
     text = [f"{name:<{width}}  {value}" for name, value in lines]
     text.append("environment variables (value; default):")
@@ -91,7 +110,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--cmake", action="store_true", help="print the folders for CMAKE_PREFIX_PATH instead"
     )
-    print(cmake_prefix_path() if parser.parse_args(arguments).cmake else report())
+    add_json(parser)
+    options = parser.parse_args(arguments)
+    if options.cmake and options.json:
+        parser.error("--cmake and --json exclude each other")
+    print(cmake_prefix_path() if options.cmake else as_json(as_dict()) if options.json else report())
 
 
 if __name__ == "__main__":

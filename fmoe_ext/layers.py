@@ -108,7 +108,7 @@ class FMoE(SpreadLayer):
             slice_group = mp_group
         of_layout = {name: given.pop(name) for name in LAYOUT_KEYWORDS if name in given}
         if given:
-            raise TypeError(_unknown_keywords(type(self), given))
+            raise TypeError(unknown_keywords(type(self), given))
         layout = ParallelLayout.of(
             parallel, world_size=world_size, moe_group=moe_group, slice_group=slice_group, **of_layout
         )
@@ -302,7 +302,7 @@ def keywords_of(cls: type) -> list[str]:
     return sorted(names - {"self", "options", "kwargs"} | LayerOptions.__annotations__.keys())
 
 
-def _unknown_keywords(cls: type, unknown: Iterable[str]) -> str:
+def unknown_keywords(cls: type, unknown: Iterable[str]) -> str:
     """The error for keywords that neither cls nor a class that it passes them to takes."""
     names = keywords_of(cls)
     texts = []

@@ -9,7 +9,7 @@ from typing_extensions import Unpack
 from fmoe_ext.ep.exchange import Group
 from fmoe_ext.experts import FusedExperts, LatentProjections, SharedExperts
 from fmoe_ext.gates import NaiveGate
-from fmoe_ext.layers import Device, FMoE, GateMaker, ParallelLayout
+from fmoe_ext.layers import Device, FMoE, GateMaker, ParallelLayout, unknown_keywords
 from fmoe_ext.linear import check_sizes
 
 
@@ -34,7 +34,11 @@ class MLPOptions(TypedDict, total=False):
 class FMoETransformerMLP(FMoE):
     """FMoE whose experts are two-layer MLPs d_model -> d_hidden -> d_model, computed by one operator.
 
-    num_expert: experts of this rank. d_model: width of a token. d_hidden: width inside an expert.
+    Called on x [..., d_model], for example [batch, sequence, d_model] -> the same shape, without residual.
+
+    num_expert: experts of this rank. d_model: width of a token, which must be given. d_hidden: width inside an expert.
+      Their weights are experts.htoh4.weight [num_expert, d_hidden, d_model], with a gated activation
+      [num_expert, 2 * d_hidden, d_model], and experts.h4toh.weight [num_expert, d_model, d_hidden].
     activation: "gelu", "gelu_tanh", "relu", "silu", "relu2" (relu(h) ** 2), the gated "swiglu", "geglu", "geglu_tanh",
       "clamped_swiglu" (ClampedSwiGLU), the modules and functions of PyTorch for the first four, or any callable
       (slower, see FusedExperts).
@@ -61,7 +65,7 @@ class FMoETransformerMLP(FMoE):
     def __init__(
         self,
         num_expert: int = 32,
-        d_model: int = 1024,
+        d_model: int | None = None,
         d_hidden: int = 4096,
         activation: str | Callable[..., Any] = "gelu",
         expert_dp_comm: str = "none",
@@ -79,6 +83,13 @@ class FMoETransformerMLP(FMoE):
         dtype: torch.dtype | None = None,
         **options: Unpack[MLPOptions],
     ):
+        if d_model is None:
+            unknown = {
+                name: value for name, value in options.items() if name not in MLPOptions.__annotations__
+            }
+            name = type(self).__name__
+            needed = f"{name} needs d_model, the width of a token: {name}(num_expert=8, d_model=512, d_hidden=1024)"
+            raise TypeError(unknown_keywords(type(self), unknown) if unknown else needed)
         check_sizes(num_expert=num_expert, d_model=d_model, d_hidden=d_hidden)
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         super().__init__(num_expert, d_model, top_k=top_k, gate=gate, parallel=parallel, **factory, **options)

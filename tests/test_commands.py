@@ -1,6 +1,7 @@
 """The command `fmoe`, its subcommands, their exit statuses and their errors."""
 
 import importlib
+import json
 import os
 import re
 import signal
@@ -104,7 +105,7 @@ def test_version_is_that_of_the_package():
 @pytest.mark.parametrize("name", fmoe_ext_command.COMMANDS)
 def test_help_of_a_command_exits_with_0(name, capsys):
     if name in ("serve", "dht"):
-        pytest.importorskip("grpc", reason="remote experts need grpcio, which is in requirements.txt")
+        pytest.importorskip("grpc", reason="remote experts need grpcio, which is in requirements-test.txt")
     main = importlib.import_module(fmoe_ext_command.COMMANDS[name][0]).main
     with pytest.raises(SystemExit, match="0"):
         main(["--help"])
@@ -116,16 +117,16 @@ def test_help_of_a_command_exits_with_0(name, capsys):
     [
         ((), "required: COMMAND"),
         (("unknown",), "invalid choice: 'unknown'"),
-        (("simulate", "--loads", "nofile"), "--loads: [Errno 2] No such file or directory: 'nofile'"),
+        (("simulate", "--loads", "nofile"), "--loads: nofile does not exist"),
         (("simulate", "--loads", str(ROOT / "README.md")), "README.md has no recorded loads"),
         (("simulate", "--ranks", "0"), "argument --ranks: 0 is not a positive number"),
-        (("balance", "report", "nofile"), "error: [Errno 2] No such file or directory: 'nofile'"),
+        (("balance", "report", "nofile"), "error: nofile does not exist"),
         (("checkpoint", "inspect", "nofile"), "error: nofile does not exist"),
         (
             ("pipeline", "plan", "--ranks", "2", "--model", "nofile.json"),
-            "error: --model: nofile.json does not",
+            "error: --model: nofile.json does not exist",
         ),
-        (("audit", "nofile.py:recipe"), "error: nofile.py cannot be imported"),
+        (("audit", "nofile.py:recipe"), "error: nofile.py does not exist"),
         (("gpu", "prove", "--device", "99"), "nothing was proved: "),
     ],
     ids=lambda value: "-".join(value[:1]) if isinstance(value, tuple) else None,
@@ -136,11 +137,28 @@ def test_command_that_cannot_be_done_exits_with_2(arguments, error, tmp_path):
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize("name", ["serve", "dht"])
-def test_remote_command_without_grpc_names_the_package(name):
-    done = command(name, "--help", setup="import sys; sys.modules['grpc'] = None")
+# as in an environment without them; the finders of an editable install call it too
+WITHOUT_REMOTE = """
+import importlib.machinery
+find = importlib.machinery.PathFinder.find_spec
+def find_spec(cls, fullname, path=None, target=None):
+    missing = fullname.partition(".")[0] in ("grpc", "cryptography", "safetensors", "yaml")
+    return None if missing else find(fullname, path, target)
+importlib.machinery.PathFinder.find_spec = classmethod(find_spec)
+"""
+
+
+@pytest.mark.parametrize("arguments", [("serve", "status"), ("dht",)], ids=" ".join)
+def test_help_of_a_remote_command_needs_no_package(arguments):
+    done = command(*arguments, "--help", setup=WITHOUT_REMOTE)
+    assert done.returncode == 0 and done.stdout.startswith("usage: fmoe"), done.stdout + done.stderr
+
+
+def test_remote_command_without_grpc_names_the_extra():
+    done = command("serve", setup=WITHOUT_REMOTE)
     assert done.returncode == 2 and "Traceback" not in done.stderr
     assert done.stderr.startswith("error: fmoe_ext.remote needs grpcio: pip install grpcio")
+    assert "pip install -e '.[remote]'" in done.stderr
 
 
 @pytest.mark.parametrize(
@@ -151,3 +169,62 @@ def test_loads_of_another_form_are_refused(text, tmp_path):
     loads.write_text(text)
     with pytest.raises(ValueError, match=re.escape(str(loads))):
         read_loads(loads)
+
+
+JSON = {
+    "info": ({"torch", "Python", "environment"}, ("info",)),
+    "simulate": (
+        {"ranks", "network", "seconds"},
+        ("simulate", "--ranks", "8", "--network", "ib-ndr", "--steps", "2"),
+    ),
+    "plan": (
+        {"layouts", "advice"},
+        (
+            "pipeline",
+            "plan",
+            "--ranks",
+            "2",
+            "--model",
+            "d_model=8,num_layers=2,num_heads=2,d_hidden=8,vocabulary=9",
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", JSON)
+def test_json_has_the_facts_of_the_text(name, capsys):
+    keys, (command, *arguments) = JSON[name]
+    main = importlib.import_module(fmoe_ext_command.COMMANDS[command][0]).main
+    assert not main([*arguments, "--json"])
+    found = json.loads(capsys.readouterr().out)
+    assert keys <= set(found[0] if isinstance(found, list) else found)
+    main(arguments)
+    text = capsys.readouterr().out
+    if name == "info":
+        assert found["CPU kernels"] in text and found["environment"]["FMOE_CPU_ISA"]["value"] in text
+    elif name == "simulate":
+        assert f"{found[0]['seconds']['overlap'] * 1e3:10.3f}" in text and len(found) == 1
+    else:
+        best = found["layouts"][0]
+        assert f"{best['layout']['schedule']:14}" in text and f"{best['seconds']:9.4f}" in text
+        assert found["advice"] in text
+
+
+def test_json_of_a_checkpoint_names_every_tensor(tmp_path, capsys):
+    from fmoe_ext import FMoETransformerMLP, checkpoint
+    from fmoe_ext.checkpoint.cli import main
+
+    checkpoint.save(tmp_path, FMoETransformerMLP(2, 4, 6))
+    main(["inspect", str(tmp_path), "--json"])
+    found = json.loads(capsys.readouterr().out)
+    assert found["format"] == "fmoe_ext" and found["optimizer"] is None
+    assert found["tensors"]["experts.htoh4.weight"]["shape"] == [2, 6, 4]
+    assert found["layers"][""] == {"num_experts": 2, "d_model": 4, "d_hidden": 6}
+
+
+def test_public_names_alone_are_listed():
+    import fmoe_ext.pipeline
+
+    names = set(dir(fmoe_ext))
+    assert names == {*fmoe_ext.__all__, *fmoe_ext._ROOMS, "__version__"}
+    assert not {"importlib", "Any", "MappingProxyType", "layers", "TYPE_CHECKING"} & names

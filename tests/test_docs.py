@@ -87,6 +87,27 @@ def test_tutorial_runs(path, clean_state, capfd):
     assert sum(bool(line) for line in printed) >= 2, f"{name_of(path)} shows its reader nothing"
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("page", ["adapters", "checkpoints", "doctor"])
+def test_beginning_of_a_page_runs_in_an_empty_folder(page, clean_state):
+    """Run all above a page's first heading, in its order; a comment says the exit code that is not 0."""
+    path = ROOT / "docs" / f"{page}.md"
+    clean_state.joinpath("examples").symlink_to(ROOT / "examples")
+    end = path.read_text().partition("\n## ")[0].count("\n")
+    names, ran = {"__name__": "__main__"}, 0
+    for language, code, line in blocks(path):
+        if line > end:
+            break
+        if language == "python":
+            run_python(code, path, line, names)
+        for command in code.splitlines() if language == "sh" else []:
+            expected = re.search(r"# exit code (\d)", command)
+            status = 0 if expected is None else expected[1]
+            run_shell(f"code=0\n{{ {command}\n}} || code=$?\n[ $code = {status} ]", clean_state)
+            ran += 1
+    assert ran >= 2
+
+
 def test_tutorial_of_balance_keeps_its_runs_apart(clean_state):
     page = ROOT / "docs/tutorials/balance.md"
     for _ in range(2):  # a second reading starts again

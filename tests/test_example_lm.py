@@ -1,10 +1,11 @@
 """examples/lm: tiny runs from the command line's entry point, by the values that they write."""
 
 import dataclasses
-import importlib
+import importlib.metadata
 import json
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -57,6 +58,27 @@ def metrics(out, timeless=True):
 def assert_same_run(ours, other):
     assert metrics(ours) == metrics(other)
     assert_same_checkpoint(ours, other)
+
+
+def test_training_needs_no_package_of_requirements_test(text, tmp_path):
+    root = EXAMPLE.parents[1]
+    pinned = re.findall(r"^([\w-]+)==", (root / "requirements-test.txt").read_text(), re.MULTILINE)
+    wanted = {name.lower().replace("_", "-") for name in pinned}
+    modules = {
+        module
+        for module, names in importlib.metadata.packages_distributions().items()
+        if {name.lower().replace("_", "-") for name in names} <= wanted
+    }
+    assert {"pytest", "transformers", "safetensors"} <= modules
+    arguments = ["train.py", "--data", str(text), "--out", str(tmp_path), *TINY.split(), "--steps=2"]
+    program = (
+        f"import runpy, sys; sys.modules.update(dict.fromkeys({sorted(modules)})); sys.argv = {arguments}; "
+    )
+    program += f"sys.path.insert(0, {str(EXAMPLE)!r}); "
+    program += f"runpy.run_path({str(EXAMPLE / 'train.py')!r}, run_name='__main__')"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert (tmp_path / "curve.png").exists()
 
 
 def test_run_learns_and_writes_everything(text, tmp_path):

@@ -103,6 +103,19 @@ def test_python_too_old():
 
 
 @pytest.mark.parametrize(
+    ("platform", "code", "sentence"),
+    [("win32", 1, "install and build in WSL 2"), ("darwin", 1, "macOS was not tried"), ("linux", 1, "")],
+)
+def test_other_systems_than_linux_are_told_what_works(platform, code, sentence):
+    preparation = (
+        f"import setuptools.command.build_py; sys.platform = {platform!r}; sys.modules['torch'] = None"
+    )
+    ended, text = run_in_setup(preparation, "--version")
+    assert ended == code and sentence in text
+    assert ("PyTorch is needed" in text) == (platform != "win32")
+
+
+@pytest.mark.parametrize(
     ("given", "built"),
     [
         ("", "8.0+PTX;9.0a"),
@@ -312,7 +325,7 @@ def test_long_description_has_no_relative_pictures_or_links():
     code, text = run_in_setup("", "--long-description")
     assert code == 0 and "# fmoe_ext\n\nMixture-of-Experts layers" in text, text
     assert re.findall(r"\]\((?!https:)[^)]*\)", text) == [] and "![" not in text
-    assert "How it was measured".lower() in text.lower() and "https://arxiv.org/abs/2103.13262" in text
+    assert "The same training in every layout" in text and "https://arxiv.org/abs/2103.13262" in text
 
 
 def test_modules_need_no_import_of_their_own():
@@ -336,3 +349,66 @@ def test_modules_need_no_import_of_their_own():
 def test_errors_name_no_folder_of_the_builder():
     (module,) = ROOT.glob("fmoe_ext/_C.*so")  # the line tables of _C_cuda name its sources, for profilers
     assert bytes(ROOT) not in module.read_bytes(), "built without -ffile-prefix-map"
+
+
+USERS_FILE = """\
+from fmoe_ext import FMoETransformerMLP, fmoefy, gates
+mlp = FMoETransformerMLP(num_expert=8, d_model=4, d_hidden=8)
+reveal_type(mlp)
+reveal_type(mlp.num_experts)
+FMoETransformerMLP(num_experts=8)
+gates.SoftmaxGate(4, 8, "1")
+"""
+WITHOUT_EXTENSIONS = """
+import setuptools
+setup = setuptools.setup
+setuptools.setup = lambda **options: setup(**{**options, "ext_modules": []})
+"""
+
+
+@pytest.mark.parametrize("kind", ["editable", "wheel"])
+def test_type_checkers_see_the_installed_package(tmp_path, kind):
+    """mypy of a program in an environment with the package alone: torch's own types are not what this is about."""
+    steps = {
+        "editable": ("editable_wheel", "--dist-dir", str(tmp_path)),
+        "wheel": (
+            "build",
+            "--build-base",
+            str(tmp_path / "build"),
+            "bdist_wheel",
+            "--dist-dir",
+            str(tmp_path),
+        ),
+    }[kind]
+    code, text = run_in_setup(WITHOUT_EXTENSIONS, "-q", "egg_info", "--egg-base", str(tmp_path), *steps)
+    assert code == 0, text
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "env"], check=True)
+    (packages,) = tmp_path.glob("env/lib/python*/site-packages")
+    (built,) = tmp_path.glob("*.whl")
+    shutil.unpack_archive(built, packages, "zip")
+    (tmp_path / "user.py").write_text(USERS_FILE)
+    command = [
+        *(sys.executable, "-m", "mypy", "--python-executable", tmp_path / "env" / "bin" / "python"),
+        *("--ignore-missing-imports", "--cache-dir", tmp_path / "cache", "user.py"),
+    ]
+    said = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True).stdout
+    assert 'user.py:3: note: Revealed type is "fmoe_ext.transformer.FMoETransformerMLP"' in said, said
+    assert 'user.py:4: note: Revealed type is "int"' in said
+    assert 'user.py:5: error: Unexpected keyword argument "num_experts"' in said
+    assert 'user.py:6: error: Argument 3 to "SoftmaxGate" has incompatible type "str"' in said
+    assert "Found 2 errors in 1 file" in said
+
+
+def test_make_train_installs_what_training_needs_and_make_test_the_rest(tmp_path):
+    def commands(target):
+        done = subprocess.run(
+            ["make", "-n", target, f"VENV={tmp_path}/env"],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        return re.findall(r"pip install .*-r (\S+)", done.stdout)
+
+    assert commands("train") == ["requirements.txt"]
+    assert commands("test") == ["requirements.txt", "requirements-test.txt"]

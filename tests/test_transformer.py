@@ -223,9 +223,9 @@ def test_arguments_of_the_layer_are_named_and_typed():
     hints, of_layer = (get_type_hints(cls.__init__) for cls in (FMoETransformerMLP, FMoE))
     options = get_type_hints(MLPOptions)
     for name, parameter in theirs.items():
-        if name in ours and name not in ("self", "options"):
+        if name in ours and name not in ("self", "options", "d_model"):  # d_model must be given
             assert ours[name].default == parameter.default
-        if name not in ("self", "expert", "options"):
+        if name not in ("self", "expert", "options", "d_model"):
             assert {**options, **hints}[name] == of_layer[name]
     assert get_type_hints(LayerOptions).items() <= {**options, **hints}.items()
     assert len(ours) - len(("self", "options")) <= 16
@@ -460,3 +460,10 @@ def test_forward_mode_is_refused():
 def test_sizes_that_are_none(name, size, error):
     with pytest.raises((TypeError, ValueError), match=f"{name} must be {error}"):
         FMoETransformerMLP(**{"num_expert": 4, "d_model": 8, "d_hidden": 6, name: size})
+
+
+def test_layer_without_d_model_asks_for_it():
+    with pytest.raises(TypeError, match=r"FMoETransformerMLP needs d_model, .*num_expert=8, d_model=512"):
+        FMoETransformerMLP()
+    with pytest.raises(TypeError, match="needs d_model"):
+        FMoETransformerMLP(num_expert=2, d_hidden=4)

@@ -21,14 +21,16 @@ def assert_passes(*command: str | Path) -> None:
 
 @pytest.mark.parametrize("schema, files", [("github-workflows", WORKFLOWS), ("dependabot", [DEPENDABOT])])
 def test_schema(schema, files):
-    pytest.importorskip("check_jsonschema", reason="needs check-jsonschema, which is in requirements.txt")
+    pytest.importorskip(
+        "check_jsonschema", reason="needs check-jsonschema, which is in requirements-test.txt"
+    )
     assert_passes(sys.executable, "-m", "check_jsonschema", "--builtin-schema", f"vendor.{schema}", *files)
 
 
 def test_actions_are_pinned_and_keep_no_token():
     zizmor = Path(sysconfig.get_path("scripts"), "zizmor")
     if not zizmor.exists():
-        pytest.skip("needs zizmor, which is in requirements.txt")
+        pytest.skip("needs zizmor, which is in requirements-test.txt")
     assert_passes(zizmor, "--quiet", "--offline", *WORKFLOWS, DEPENDABOT)
 
 

@@ -4,7 +4,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from fmoe_ext._cli import positive_float, positive_int
+from fmoe_ext._cli import add_json, as_json, positive_float, positive_int
 from fmoe_ext.audit.cases import ACCUMULATION, DTYPES, PADDING, RECOMPUTATION, AuditError
 from fmoe_ext.audit.report import Result
 from fmoe_ext.audit.run import audit
@@ -27,7 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except AuditError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    print(report)
+    print(as_json(report.as_dict()) if options.json else report)
     return 0 if report.ok else 1
 
 
@@ -55,4 +55,5 @@ def _parser() -> argparse.ArgumentParser:
     add("--steps", type=positive_int, default=2, help="of the optimizer, in each case")
     add("--timeout", type=positive_float, default=60.0, help="seconds for one case")
     add("--verbose", action="store_true", help="a line for each case, when it is done")
+    add_json(parser)
     return parser

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from fmoe_ext.audit.cases import Case
 from fmoe_ext.audit.training import Facts
@@ -72,6 +73,29 @@ class AuditReport:
                 f"the optimizer misses {_some(still)}: a gradient came, but the first step did not move it"
             )
         return found
+
+    def as_dict(self) -> dict[str, Any]:
+        """The report as JSON's types."""
+        return {
+            "ok": self.ok,
+            "steps": self.steps,
+            "seconds": self.seconds,
+            "losses": list(self.losses),
+            "left_out": dict(self.left_out),
+            "remarks": self.remarks(),
+            "cases": [
+                {
+                    "layout": str(result.case.layout),
+                    "dtype": result.case.dtype,
+                    **result.case.unusual(),
+                    "verdict": result.label,
+                    "worst": dict(result.worst),
+                    "why": "" if result.ok else result.why(),
+                    "seconds": result.seconds,
+                }
+                for result in self.results
+            ],
+        }
 
     def __str__(self) -> str:
         return "\n".join(self._lines())

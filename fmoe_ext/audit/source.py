@@ -6,16 +6,19 @@ import importlib
 import importlib.util
 import inspect
 import io
+import os
 import pickle
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from errno import ENOENT
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
 from torch import nn
 
+from fmoe_ext._cli import reason
 from fmoe_ext.audit.cases import AuditError, Layout
 from fmoe_ext.audit.recipe import NOT_A_TARGET, Batch, Recipe
 from fmoe_ext.audit.shrink import shrunk_config, smallest_vocabulary
@@ -170,6 +173,8 @@ def find(place: str) -> Callable[[], Any]:
     try:
         module = _load(module_name)
         return getattr(module, name)
+    except FileNotFoundError as error:
+        raise AuditError(reason(error)) from error
     except (ImportError, OSError) as error:
         raise AuditError(f"{module_name} cannot be imported: {error}") from error
     except AttributeError as error:
@@ -181,6 +186,8 @@ def _load(name: str) -> Any:
         sys.path[:0] = [path for path in ("",) if path not in sys.path]
         return importlib.import_module(name)
     path = Path(name).resolve()
+    if not path.exists():
+        raise FileNotFoundError(ENOENT, os.strerror(ENOENT), name)
     if str(path.parent) not in sys.path:
         sys.path.insert(0, str(path.parent))  # its neighbours, as `python file.py` would find them
     if path.stem in sys.modules:

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from fmoe_ext._cli import reason
 from fmoe_ext.balance.page import render
 from fmoe_ext.balance.report import summarize_logs
 
@@ -34,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         summary = summarize_logs(chosen.logs, allow_truncated=chosen.allow_truncated)
         chosen.out.write_text(render(summary, vocabulary), encoding="utf-8")
     except (OSError, ValueError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {reason(error)}", file=sys.stderr)
         return 2
     print(f"{chosen.out}: {len(summary.steps)} steps, {len(summary.gates)} layers")
     return 0

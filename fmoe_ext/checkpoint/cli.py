@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from fmoe_ext._cli import add_json, as_json, reason
 from fmoe_ext.checkpoint import convert, deepspeed, fastmoe
 from fmoe_ext.checkpoint.errors import CheckpointError
 from fmoe_ext.checkpoint.model_state import EXPERT_NAME, describe_layers
@@ -24,12 +25,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if options.verify:
             _verify(checkpoint)
         if options.command == "inspect":
-            print(report(checkpoint, options.tensors))
+            print(as_json(as_dict(checkpoint)) if options.json else report(checkpoint, options.tensors))
         else:
             _convert(checkpoint, options)
     except (CheckpointError, OSError, MemoryError) as error:
-        text = str(error) or "there is not enough memory"
-        sys.exit(f"error: {' '.join(text.split())}")
+        sys.exit(f"error: {reason(error) or 'there is not enough memory'}")
 
 
 def _check_options(options: argparse.Namespace) -> None:
@@ -39,6 +39,23 @@ def _check_options(options: argparse.Namespace) -> None:
         raise CheckpointError(f"--mp-rank is for folders of FastMoE and DeepSpeed, which {path} is not")
     if options.command == "convert" and options.ranks != 1 and options.to != "fastmoe":
         raise CheckpointError(f"--ranks {options.ranks} is for --to fastmoe: {options.to} has no ranks")
+
+
+def as_dict(checkpoint: convert.Checkpoint) -> dict[str, Any]:
+    """Contents of a checkpoint as JSON's types: its files, layers and every tensor."""
+    manifest, tensors = checkpoint.manifest, checkpoint.tensors
+    return {
+        "format": checkpoint.format,
+        "step": checkpoint.step,
+        "optimizer": manifest.optimizer["type"] if manifest and manifest.optimizer else None,
+        "files": {str(file): file.stat().st_size for file in checkpoint.files},
+        "layers": describe_layers({name: t.shape for name, t in tensors.items()}),
+        "tensors": {
+            name: {"shape": list(t.shape), "dtype": str(t.dtype), "bytes": t.num_bytes}
+            for name, t in tensors.items()
+        },
+        "left_out": checkpoint.left_out,
+    }
 
 
 def report(checkpoint: convert.Checkpoint, every_tensor: bool = False) -> str:
@@ -137,6 +154,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     inspect = commands.add_parser("inspect", parents=[source], help="files, layers, experts, sizes")
     inspect.add_argument("--tensors", action="store_true", help="list every tensor too")
+    add_json(inspect)
     merge = commands.add_parser("merge", parents=[source], help="any checkpoint to one safetensors file")
     merge.add_argument("-o", "--out", required=True, help="file to write")
     merge.set_defaults(to="safetensors", ranks=1)

@@ -58,6 +58,8 @@ def read_json(path: Path) -> dict[str, Any]:
         if path.stat().st_size > MAX_JSON:
             raise CheckpointError(f"{path} is larger than {MAX_JSON} bytes")
         content = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        raise CheckpointError(f"{path} does not exist") from None
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} cannot be read, or is damaged: {error}") from error
     if not isinstance(content, dict):

@@ -3,8 +3,9 @@
 import argparse
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 
-from fmoe_ext._cli import positive_float, positive_int
+from fmoe_ext._cli import add_json, as_json, positive_float, positive_int, reason
 from fmoe_ext.ep.cost import Hardware
 from fmoe_ext.pipeline.plan import GIB, Estimate, advice, plan
 from fmoe_ext.pipeline.shapes import left_out, read_shape
@@ -40,6 +41,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--gbytes-per-second", type=positive_float, default=50.0, help="from a rank to others, 10^9")
     add("--memory-gib", type=positive_float, default=80.0, help="of a rank")
     add("--top", type=positive_int, default=10, help="so many layouts are shown")
+    add_json(command)
     return parser
 
 
@@ -73,5 +75,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
             checkpoint_bytes=kept,
         )
     except (ValueError, OSError) as error:
-        sys.exit(f"error: {error}")
+        sys.exit(f"error: {reason(error)}")
+    if options.json:
+        best = [{**asdict(e), "memory": e.memory, "seconds": e.seconds} for e in found[: options.top]]
+        print(as_json({"layouts": best, "advice": advice(found, hardware)}))
+        return
     print("\n".join([*HEADERS, *map(line, found[: options.top]), "", advice(found, hardware)]))

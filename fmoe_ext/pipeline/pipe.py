@@ -1,5 +1,6 @@
 """Pipe: an nn.Sequential cut over devices, whose microbatches follow one another through them, in one process."""
 
+import inspect
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
@@ -17,6 +18,7 @@ from fmoe_ext.pipeline.microbatch import Values, check_values, gather, map_tenso
 from fmoe_ext.pipeline.skip import SkipKey, Skippable, Skips, keeping, verify_skippables
 
 CHECKPOINT_MODES = ("always", "except_last", "never")
+TORCHS_PIPE = "fmoe_ext.pipeline.compat.Pipe with torch's signature,"
 DENIED = "denied to move parameters and buffers, because Pipe should manage device placement"
 
 
@@ -38,7 +40,8 @@ class Pipe(nn.Module):
     gates.WholeBatch that of the whole batch.
 
     Raises TypeError for another module; ValueError for a wrong balance, chunks or checkpoint, and for parameters shared
-    between devices; IndexError for too few devices. The interface is that of torchgpipe and fairscale.nn.Pipe.
+    between devices; IndexError for too few devices. The interface is that of torchgpipe and fairscale.nn.Pipe;
+    fmoe_ext.pipeline.compat has that of torch.distributed.pipeline.sync.Pipe.
     Equivalent to: module(batch) on one device.
     """
 
@@ -58,23 +61,41 @@ class Pipe(nn.Module):
         deferred_batch_norm: bool = False,
     ):
         super().__init__()
+        check_layers(module)
+        checked = _check_balance(module, balance)
+        found = _check_devices(devices, len(checked))
+        self._build(module, checked, found, chunks, checkpoint, deferred_batch_norm)
+
+    def _build(
+        self,
+        module: nn.Sequential,
+        balance: list[int],
+        devices: list[torch.device],
+        chunks: int,
+        checkpoint: str,
+        deferred_batch_norm: bool,
+    ) -> None:
         self.chunks = int(chunks)
         self.checkpoint = str(checkpoint)
         if self.chunks < 1:
             raise ValueError(f"chunks must be at least 1, but got {chunks}")
         if self.checkpoint not in CHECKPOINT_MODES:
             raise ValueError("checkpoint is not one of 'always', 'except_last', or 'never'")
-        _check_layers(module)
-        self.balance = _check_balance(module, balance)
-        self.devices = _check_devices(devices, len(self.balance))
+        self.balance, self.devices = balance, devices
         if deferred_batch_norm:
             module = defer_batch_norm(module, self.chunks)  # type: ignore[assignment]
-        self.partitions = nn.ModuleList(_partitions(module, self.balance))
-        _check_shared_parameters(self.partitions, self.devices)
-        for partition, device in zip(self.partitions, self.devices, strict=True):
+        self.partitions = nn.ModuleList(self._partitions(module, balance))
+        _check_shared_parameters(self.partitions, devices)
+        for partition, device in zip(self.partitions, devices, strict=True):
             partition.to(device)
 
-    def forward(self, batch: Values) -> Values:
+    def _partitions(self, module: nn.Sequential, balance: list[int]) -> "Iterator[Partition]":
+        layers = list(module.named_children())
+        for number in balance:
+            yield Partition(OrderedDict(layers[:number]))
+            layers = layers[number:]
+
+    def forward(self, batch: Values, *others: object) -> Any:
         """batch [B, *], or a tuple of such tensors for a first layer that takes one -> what the last layer returns.
 
         Among the tensors of a tuple may be other values (None, lists, numbers), which every microbatch gets, and
@@ -82,6 +103,14 @@ class Pipe(nn.Module):
         the microbatches. The result is on devices[-1]. Raises TypeError for values without a tensor, and whatever a
         layer raises, with the layer's name.
         """
+        if others:
+            raise TypeError(
+                f"Pipe takes one argument, but got {1 + len(others)}: give a tuple, which the first layer gets as one "
+                f"argument, or use {TORCHS_PIPE} whose layers take several"
+            )
+        return self._run(batch)
+
+    def _run(self, batch: Values) -> Values:
         check_values(batch, "the input of Pipe")
         if not self.partitions:
             return batch
@@ -173,13 +202,21 @@ class Partition(nn.Sequential):
 
     def _one(self, name: str, layer: nn.Module, values: Values) -> Values:
         try:
-            result = layer(values)
+            result = self._call(layer, values)
             check_values(result, f"the result of layer {name!r}")
         except Exception as error:
+            if isinstance(error, TypeError) and _needs_several(layer, values):
+                raise TypeError(
+                    f"layer {name!r} of Pipe, a {type(layer).__name__}, must take the tuple of {len(values)} values as "
+                    f"one argument: unpack it in forward, or use {TORCHS_PIPE} which unpacks it"
+                ) from error
             if hasattr(error, "add_note"):  # Python 3.11
                 error.add_note(f"in layer {name!r} of Pipe, a {type(layer).__name__}")
             raise
         return result
+
+    def _call(self, layer: nn.Module, values: Values) -> Any:
+        return layer(values)
 
 
 class _Microbatch:
@@ -232,9 +269,13 @@ def _moved(tensor: Tensor | None, device: torch.device) -> Tensor | None:
     return None if tensor is None else tensor.to(device, non_blocking=True)
 
 
-def _check_layers(module: object) -> None:
+def check_layers(module: object) -> None:
+    """TypeError or ValueError unless module is an nn.Sequential of different layers."""
     if not isinstance(module, nn.Sequential):
-        raise TypeError(f"module must be nn.Sequential to be partitioned, but got {type(module).__name__}")
+        raise TypeError(
+            f"module must be nn.Sequential to be partitioned, but got {type(module).__name__}: write the steps of its "
+            "forward as layers of an nn.Sequential, for example nn.Flatten() for torch.flatten(x, 1)"
+        )
     if len(list(module.named_children())) != len(module):
         raise ValueError(
             "module with duplicate children is not supported: each layer can be on one device only"
@@ -242,10 +283,28 @@ def _check_layers(module: object) -> None:
     verify_skippables(module)
 
 
+def _needs_several(layer: nn.Module, values: Values) -> bool:
+    """True if a layer takes the values of a tuple one by one, and not as one argument."""
+    while isinstance(layer, nn.Sequential) and len(layer):
+        layer = layer[0]
+    takes = inspect.signature(layer.forward)
+    return isinstance(values, tuple) and not _binds(takes, values) and _binds(takes, *values)
+
+
+def _binds(takes: inspect.Signature, *arguments: Any) -> bool:
+    try:
+        takes.bind(*arguments)
+    except TypeError:
+        return False
+    return True
+
+
 def _check_balance(module: nn.Sequential, balance: Iterable[int] | None) -> list[int]:
     hint = "; fmoe_ext.pipeline.balance_by_time(partitions, module, sample) measures a balance"
     if balance is None:
-        raise BalanceError(f"balance is required: the number of layers of each partition{hint}")
+        raise BalanceError(
+            f"balance is required: the number of layers of each partition{hint}; {TORCHS_PIPE} needs none"
+        )
     balance = list(balance)
     if len(module) != sum(balance):
         raise BalanceError(
@@ -269,13 +328,6 @@ def _check_devices(
             f"too few devices to hold given partitions (devices: {len(found)}, partitions: {num_partitions})"
         )
     return found[:num_partitions]
-
-
-def _partitions(module: nn.Sequential, balance: list[int]) -> Iterator[Partition]:
-    layers = list(module.named_children())
-    for number in balance:
-        yield Partition(OrderedDict(layers[:number]))
-        layers = layers[number:]
 
 
 def _check_shared_parameters(partitions: Iterable[nn.Module], devices: list[torch.device]) -> None:

@@ -50,7 +50,7 @@ def split(
     balance.watch(model).collect()["layers"] records it, for by="load".
 
     Where torch.distributed is initialized all ranks call it, and the first rank's cut is everybody's.
-    Raises ValueError for a wrong number of stages or an unknown `by`.
+    Raises ValueError for a wrong number of stages or an unknown `by`, TypeError for stages that is no int.
     """
     layers = layers_of(model)
     _check(layers, stages, sample, by, load)
@@ -165,6 +165,11 @@ def busiest_over_mean(tokens_per_expert: Sequence[int], ranks: int) -> float:
 def _check(
     layers: list[nn.Module], stages: int, sample: Tensors, by: str | Sequence[int], load: object
 ) -> None:
+    if not isinstance(stages, int) or isinstance(stages, bool):
+        raise TypeError(
+            f"stages must be a number of stages, but got {stages!r}; give the layers of each stage by by=: "
+            "split(model, 2, sample, by=[3, 3])"
+        )
     check_tensors(sample, "sample")
     if any(isinstance(m, Skippable) for layer in layers for m in layer.modules()):
         raise ValueError(

@@ -19,7 +19,7 @@ from typing import TypeAlias
 
 import torch
 
-from fmoe_ext._cli import not_negative_float, positive_int, run
+from fmoe_ext._cli import add_json, as_json, not_negative_float, positive_int, reason, run
 from fmoe_ext.ep.cost import Hardware, Layer, step_time
 from fmoe_ext.ep.shadowing import choose_shadows
 from fmoe_ext.planning.placement import plan
@@ -161,6 +161,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--steps", type=positive_int, default=40)
     add("--chunks", type=positive_int, default=4, help="overlap_degree")
     add("--every", type=positive_int, default=20, help="steps between placements")
+    add_json(parser)
     return parser
 
 
@@ -173,7 +174,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         try:
             loads = read_loads(options.loads, options.layer)
         except (OSError, ValueError) as error:
-            parser.error(f"--loads: {error}")
+            parser.error(f"--loads: {reason(error)}")
+    found: list[dict[str, object]] = []
     num_matrices = 3 if options.gated else 2
     layer = Layer(options.d_model, options.d_hidden, num_matrices, 2, options.top_k, options.exchange)
     for num_ranks in options.ranks:
@@ -193,7 +195,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         for network in options.network:
             hardware = _hardware(options, network)
             times = simulate(drawn, num_ranks, layer, hardware, options.chunks, options.every)
-            show(f"{num_ranks} ranks, {network}", times)
+            found.append({"ranks": num_ranks, "network": network, "seconds": times})
+            if not options.json:
+                show(f"{num_ranks} ranks, {network}", times)
+    if options.json:
+        print(as_json(found))
 
 
 def _refuse_without_effect(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
@@ -209,10 +215,10 @@ def _refuse_without_effect(parser: argparse.ArgumentParser, options: argparse.Na
             ("node_network", "node_latency", "cards_per_node"),
         ),
     }
-    for reason, (applies, names) in unread.items():
+    for why, (applies, names) in unread.items():
         for name in names:
             if applies and getattr(options, name) != parser.get_default(name):
-                parser.error(f"--{name.replace('_', '-')} has no effect: {reason}")
+                parser.error(f"--{name.replace('_', '-')} has no effect: {why}")
 
 
 def _hardware(options: argparse.Namespace, network: str) -> Hardware:

@@ -7,7 +7,8 @@ try:
     import grpc  # noqa: F401
 except ImportError as error:
     raise ImportError(
-        f"fmoe_ext.remote needs grpcio: pip install grpcio safetensors cryptography ({error})"
+        "fmoe_ext.remote needs grpcio: pip install grpcio safetensors cryptography, or in a clone "
+        f"pip install -e '.[remote]' --no-build-isolation ({error})"
     ) from error
 
 from fmoe_ext.remote.client.audit import Auditor, Finding

@@ -97,6 +97,16 @@ class Schema:
             )
         return rows.pop()
 
+    def check_bytes(self, rows: int, most: int, uid: str) -> None:
+        """SchemaError if an output of so many rows holds more than so many bytes; any size counts as 1."""
+        dtype, shape = self.output
+        num_bytes = rows * math.prod(size or 1 for size in shape) * DTYPES[dtype].itemsize
+        if num_bytes > most:
+            raise SchemaError(
+                f"the output of {uid} for {rows} rows holds {num_bytes} bytes, at most {most} are sent "
+                "(--max_message_bytes of the server): send fewer rows a call"
+            )
+
     def check_grad(self, grad: torch.Tensor, inputs: Sequence[torch.Tensor], uid: str) -> None:
         """SchemaError if grad is no gradient of the output for inputs."""
         _check_rows(grad, self.output, f"gradient for {uid}")

@@ -69,7 +69,7 @@ EOF
 
 install_torch() {
   local pinned
-  mapfile -t pinned < <(grep -E '^(torch|pytest|hypothesis|setuptools|wheel|packaging)==|^numpy==.*< "3.12"' requirements.txt | cut -d';' -f1)
+  mapfile -t pinned < <(grep -hE '^(torch|pytest|hypothesis|setuptools|wheel|packaging)==|^numpy==.*< "3.12"' requirements*.txt | cut -d';' -f1)
   [ "$(cat "$folder/torch.done" 2>/dev/null)" = "${pinned[*]}" ] && return
   rm -rf "$site"
   .venv/bin/python -m pip install -q --disable-pip-version-check --target "$site" --no-deps --only-binary=:all: \

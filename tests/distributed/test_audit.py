@@ -31,6 +31,9 @@ def test_audit_correct_training_is_equal_in_every_layout(pool):
         set(r.worst) == {"output", "loss", "gradient", "norm", "clipped", "parameter"} for r in report.results
     )
     assert "8 cases of 2 steps" in str(report) and "all equal" in str(report)
+    facts = report.as_dict()
+    assert facts["ok"] and [case["verdict"] for case in facts["cases"]] == ["equal"] * 8
+    assert facts["cases"][1]["recomputation"] == "non-reentrant" and facts["losses"] == list(report.losses)
 
 
 def test_finds_a_balance_loss_averaged_wrongly(pool):

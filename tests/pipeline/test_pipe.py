@@ -205,7 +205,7 @@ def two(width=1):
         ({"balance": [3]}, BalanceError, "sum of balance: 3"),
         ({"balance": [0, 2]}, ValueError, "positive integer"),
         ({"balance": [-1, 3]}, ValueError, "positive integer"),
-        ({}, ValueError, "balance is required.*balance_by_time"),
+        ({}, ValueError, r"balance is required.*balance_by_time.*pipeline\.compat\.Pipe"),
         ({"balance": [2], "chunks": 0}, ValueError, "chunks must be at least 1, but got 0"),
         ({"balance": [2], "checkpoint": "no"}, ValueError, "'always', 'except_last', or 'never'"),
         ({"balance": [1, 1], "devices": ["cpu"]}, IndexError, r"too few devices .*devices: 1, partitions: 2"),
@@ -257,12 +257,35 @@ def test_values_without_a_tensor_are_refused():
         Pipe(two(), [2])(("hello", None))
     with pytest.raises(TypeError, match=r"result of layer '0' must be a tensor, .* but got str"):
         Pipe(nn.Sequential(Hello()), [1])(torch.ones(1))
-    with pytest.raises(TypeError, match="positional"):
+    with pytest.raises(
+        TypeError, match=r"takes one argument, but got 2: give a tuple.*pipeline\.compat\.Pipe"
+    ):
         Pipe(two(), [2])(torch.ones(1), torch.ones(1))
     with pytest.raises(ValueError, match=r"\[4, 1\], \[2, 1\].*are cut into \[4, 2\] microbatches"):
         Pipe(two(), [2], chunks=4)((torch.ones(4, 1), torch.ones(2, 1)))
     with pytest.raises(TypeError, match="NoChunk is for a tensor, but got int"):
         NoChunk(3)
+
+
+def test_layer_of_several_arguments_is_told_how_values_come():
+    class Add(nn.Module):
+        def forward(self, x, y):
+            return x + y
+
+    class Broken(nn.Module):
+        def forward(self, parts):
+            return parts[0].view()
+
+    pair = torch.ones(2, 1), torch.ones(2, 1)
+    text = (
+        r"layer '0' of Pipe, a {}, must take the tuple of 2 values as one argument: .*pipeline\.compat\.Pipe"
+    )
+    with pytest.raises(TypeError, match=text.format("Add")):
+        Pipe(nn.Sequential(Add()), [1])(pair)
+    with pytest.raises(TypeError, match=text.format("Sequential")):
+        Pipe(nn.Sequential(nn.Sequential(Add())), [1])(pair)
+    with pytest.raises(TypeError, match=r"view\(\) received an invalid combination"):
+        Pipe(nn.Sequential(Broken()), [1])(pair)
 
 
 @pytest.mark.parametrize("checkpoint", MODES)

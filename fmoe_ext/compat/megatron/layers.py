@@ -55,10 +55,15 @@ def fmoefy(
     top_k: int | None = None,
     gate: Any = None,
     megatron_version: str | None = None,
+    *,
+    num_experts: int | None = None,
 ) -> Any:
-    """Replace the MLPs of a model by MoE layers; the version of Megatron is detected if it is not given."""
-    options = (fmoe_num_experts, distributed_experts, hidden_hidden_size, top_k, gate, megatron_version)
-    return _fmoefy(model, *options)
+    """Replace the MLPs of a model by MoE layers; the version of Megatron is detected if it is not given.
+
+    num_experts: fmoe_num_experts by the name that FastMoE's README writes.
+    """
+    options = (distributed_experts, hidden_hidden_size, top_k, gate, megatron_version)
+    return _fmoefy(model, num_experts, *options, fmoe_num_experts=fmoe_num_experts)
 
 
 __all__ = ["MegatronMLP", "_megatron_init_method", "fmoefy"]

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from fmoe_ext._cli import reason
 from fmoe_ext.checkpoint.cli import progress_bar, table
 from fmoe_ext.checkpoint.errors import CheckpointError
 from fmoe_ext.checkpoint.model_folder import Base
@@ -26,8 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return _run(options)
     except (CheckpointError, OSError, MemoryError) as error:
-        text = str(error) or "there is not enough memory"
-        sys.exit(f"error: {' '.join(text.split())}")
+        sys.exit(f"error: {reason(error) or 'there is not enough memory'}")
 
 
 def _run(options: argparse.Namespace) -> int:

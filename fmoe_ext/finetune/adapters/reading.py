@@ -312,9 +312,14 @@ def _flat_factors(
 
     def read() -> Pair:
         if adapter.undecided:
+            ways = {
+                "orientation": "--orientation out_in or in_out",
+                "packing": "--packing rank_major (PEFT) or expert_major (early unsloth)",
+            }
+            asked = [name for name in ways if getattr(adapter, name) == "undecidable"]
             raise CheckpointError(
-                f"{adapter.folder}: orientation {adapter.orientation}, packing {adapter.packing}: say which by "
-                "--orientation out_in or in_out and --packing rank_major (PEFT) or expert_major (early unsloth)"
+                f"{adapter.folder} does not show its {' and '.join(asked)}: say it by "
+                + " and ".join(ways[name] for name in asked)
             )
         first = a.read().reshape(num_experts, rank, -1)
         second = unpacked(b.read(), num_experts, rank, EXPERT_MAJOR if by_expert else RANK_MAJOR)

@@ -128,7 +128,9 @@ class Options:
     device: str = flag("cpu", "one a server: start a server for each device of a host")
     seed: int = flag(0, "with the uid, decides the weights that an expert starts from", type=int)
     max_batch_size: int = flag(4096, "rows computed together", type=POSITIVE_INT)
-    max_rows: int = flag(1 << 20, "rows of one call", type=POSITIVE_INT)
+    max_rows: int | None = flag(
+        None, "rows of one call; none: as many as --max_message_bytes holds", type=POSITIVE_INT
+    )
     max_waiting: int = flag(4096, "calls in the queue", type=POSITIVE_INT)
     max_message_bytes: int = flag(256 << 20, type=POSITIVE_INT)
     http_on: str | None = flag(

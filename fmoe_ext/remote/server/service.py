@@ -293,7 +293,8 @@ class ExpertService:
         host.find(uid)
         if others:
             raise SchemaError(f"unknown tensors for {uid}: {', '.join(sorted(others))[:200]}")
-        host.schema.check_inputs(inputs, uid, self.max_rows)
+        rows = host.schema.check_inputs(inputs, uid, self.max_rows)
+        host.schema.check_bytes(rows, body_bytes(self.limits.max_message_bytes), uid)
         check_finite({f"input {n}": x for n, x in enumerate(inputs)}, uid)
         return uid
 
