@@ -18,7 +18,7 @@ class Ranks(Protocol):
     def num_tokens(self, num_local_tokens: int) -> int: ...
     def first_token(self, num_local_tokens: int) -> int: ...
     def sum(self, x: torch.Tensor) -> torch.Tensor: ...
-    def gather(self, x: torch.Tensor) -> list[torch.Tensor]: ...
+    def gather(self, x: torch.Tensor, same_size: bool = False) -> list[torch.Tensor]: ...
     def apply_capacity(
         self, topk_idx: torch.Tensor, num_experts: int, capacity: int | torch.Tensor
     ) -> torch.Tensor: ...
@@ -41,8 +41,11 @@ class OneRank:
         """Sum of x over the ranks, differentiable."""
         return x
 
-    def gather(self, x: torch.Tensor) -> list[torch.Tensor]:
-        """x of every rank, in the order of their ranks, not differentiable; dimension 0 may differ."""
+    def gather(self, x: torch.Tensor, same_size: bool = False) -> list[torch.Tensor]:
+        """x of every rank, in the order of their ranks, not differentiable; dimension 0 may differ.
+
+        same_size: it does not, so that no sizes are exchanged.
+        """
         return [x]
 
     def apply_capacity(

@@ -97,4 +97,4 @@ def _sum_over_ranks(x: torch.Tensor, ranks: Ranks) -> torch.Tensor:
 
     ranks.sum() would add other microbatches (accumulation.py), and tell a repeated forward what it did not ask.
     """
-    return torch.cat(ranks.gather(x.sum(0, keepdim=True))).sum(0, keepdim=True)
+    return torch.cat(ranks.gather(x.sum(0, keepdim=True), same_size=True)).sum(0, keepdim=True)
