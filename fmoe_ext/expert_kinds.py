@@ -17,7 +17,15 @@ from fmoe_ext.ep.expert_parallel import ExpertParallel
 from fmoe_ext.ep.shadowing import fetch
 from fmoe_ext.experts import FusedExperts
 from fmoe_ext.ops.outside_graphs import is_exporting
-from fmoe_ext.routing import Nest, leaves_of, map_structure, permute_rows, sort_choices, unpermute_rows
+from fmoe_ext.routing import (
+    ExpertInput,
+    Nest,
+    leaves_of,
+    map_structure,
+    permute_rows,
+    sort_choices,
+    unpermute_rows,
+)
 
 
 class HasExperts(Protocol):
@@ -91,8 +99,8 @@ class ExpertKind:
             )
         return self
 
-    def fetched(self, places: Sequence[int], expert_parallel: ExpertParallel) -> ExpertKind:
-        """The experts at these places of any rank, in the place of this rank's; RuntimeError if they cannot."""
+    def fetched(self, tokens: ExpertInput, expert_parallel: ExpertParallel) -> ExpertKind:
+        """The experts tokens.shadows of any rank in the place of this rank's; RuntimeError if they cannot."""
         raise RuntimeError(
             f"the experts of {type(self.layer).__name__} cannot be shadowed, only FusedExperts without an expert_fn "
             "of their own, hooks or wrappers: clear layer.expert_parallel.shadows"
@@ -146,16 +154,17 @@ class Fused(ExpertKind):
         by_end = dict(zip(chunk_ends, zip(*parts, strict=True), strict=True))
         return self._with_weights(lambda end: (by_end[end][:4], by_end[end][4:]))
 
-    def fetched(self, places: Sequence[int], expert_parallel: ExpertParallel) -> ExpertKind:
+    def fetched(self, tokens: ExpertInput, expert_parallel: ExpertParallel) -> ExpertKind:
         if not self.can_be_shadowed:
-            return super().fetched(places, expert_parallel)
+            return super().fetched(tokens, expert_parallel)
         experts = self.layer.experts
         if any(experts.main_grads):
             raise RuntimeError(
                 "experts with gradient_accumulation_fusion=True cannot be shadowed: their owner would get a part of "
                 "the gradient in weight.grad; clear the shadows, or pass gradient_accumulation_fusion=False"
             )
-        weights = fetch(experts.weights, places, expert_parallel.num_local_experts, expert_parallel.group)
+        num_local, group = expert_parallel.num_local_experts, expert_parallel.group
+        weights = fetch(experts.weights, tokens.shadows, num_local, group, tokens.topk_weights)
         return self._with_weights(lambda end: (weights,))
 
     def _with_weights(self, weights: Callable[[int], tuple[Any, ...]]) -> ExpertKind:

@@ -231,6 +231,9 @@ class FMoE(SpreadLayer):
         else:
             with step:
                 topk_idx, topk_weights = self._call_gate(step)
+        if step.is_traced and self.expert_parallel is not None:
+            loss = getattr(self.gate, "loss", None)
+            step.before_exchange = [] if loss is None else [loss.detach()]
         num_tokens = step.first.shape[0]
         if topk_idx.dim() != 2:
             topk_idx = topk_idx.reshape(-1, self.top_k)
@@ -266,7 +269,7 @@ class FMoE(SpreadLayer):
 
     def _compute(self, experts: ExpertKind, tokens: ExpertInput) -> Nest:
         if tokens.shadows and self.expert_parallel is not None:
-            experts = experts.fetched(tokens.shadows, self.expert_parallel)
+            experts = experts.fetched(tokens, self.expert_parallel)
         return experts.compute(tokens.x, tokens.topk_idx, tokens.topk_weights, tokens.first, tokens.end)
 
     @property

@@ -32,11 +32,12 @@ class Step:
 
     batch: which tokens are real. forward: what a repetition reuses, None if nothing can repeat this forward.
     is_repeated: this forward is the repetition. is_counted: its choices count for loads and biases. selected: the
-    gate's choices before any was dropped, None if it does not say.
+    gate's choices before any was dropped, None if it does not say. is_traced: it is part of a compiled graph.
+    before_exchange: what the ranks sum up before they exchange tokens.
     """
 
     __slots__ = (
-        *("x", "batch", "forward", "is_repeated", "is_counted", "selected"),
+        *("x", "batch", "forward", "is_repeated", "is_counted", "selected", "is_traced", "before_exchange"),
         *("_forwards", "_slices", "_mask", "_mask_dict", "_block", "_outer", "_counts"),
     )
 
@@ -47,6 +48,8 @@ class Step:
         self.is_repeated = is_repeated
         self.is_counted = is_counted
         self.selected: torch.Tensor | None = None
+        self.is_traced = torch.compiler.is_compiling()
+        self.before_exchange: list[torch.Tensor] = []
         self._forwards: Forwards | None = None
         self._slices: Slices | None = None
         self._mask: torch.Tensor | None = None

@@ -97,7 +97,7 @@ def test_hooked_experts_cannot_be_divided_or_shadowed():
     with pytest.raises(RuntimeError, match=r"overlap_degree=2 .*without hooks"):
         kind.divided([2, 4])
     with pytest.raises(RuntimeError, match="cannot be shadowed"):
-        kind.fetched([0], None)
+        kind.fetched(None, None)
 
 
 class Quantized(torch.Tensor):

@@ -5,9 +5,13 @@ import functools
 import torch
 
 
-@functools.lru_cache(maxsize=256)
 def constant(values: tuple[int, ...], device: torch.device) -> torch.Tensor:
     """An int64 tensor of these values, the same one at every call; not to be changed."""
+    return torch.tensor(values, device=device) if torch.compiler.is_compiling() else _kept(values, device)
+
+
+@functools.lru_cache(maxsize=256)
+def _kept(values: tuple[int, ...], device: torch.device) -> torch.Tensor:
     return torch.tensor(values, device=device)
 
 

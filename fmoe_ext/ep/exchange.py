@@ -24,8 +24,6 @@ try:
 except ImportError:
     _C_nccl = None
 
-NO_GRAPH = "ranks agree on what they exchange in code that a compiled graph cannot hold"  # for outside_graphs
-
 # What every backend knows; other rows travel as bytes.
 _DTYPES_OF_BACKENDS = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32)
 
@@ -38,6 +36,8 @@ _nccl: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[torch.device, "_NcclExc
 _timeouts: weakref.WeakKeyDictionary[dist.ProcessGroup, timedelta] = weakref.WeakKeyDictionary()
 # the numbers of the layers of each group
 _layers: weakref.WeakKeyDictionary[dist.ProcessGroup, Iterator[int]] = weakref.WeakKeyDictionary()
+# the layouts of layers that the ranks of each group have found to be the same
+_agreed: weakref.WeakKeyDictionary[dist.ProcessGroup, set[str]] = weakref.WeakKeyDictionary()
 
 
 # How callers name a group; None is the default group.
@@ -123,6 +123,19 @@ def check_same(what: str, value: Any, group: dist.ProcessGroup | None) -> None:
         raise ValueError(
             f"{what} must be the same on ranks {ranks}: {differences}, the others have {expected}"
         )
+
+
+def check_agreement(layout: str, name: str) -> None:
+    """Raises ValueError on every rank if layout, a layer's, is not the same on all; collective at its first call."""
+    group = find_group(name)
+    agreed = _agreed.setdefault(group, set())
+    if layout and layout not in agreed:
+        check_same(
+            "(layer, num_experts, experts of a rank, overlap_degree, max_rows_per_rank, exchange)",
+            layout,
+            group,
+        )
+        agreed.add(layout)
 
 
 def gather_values(value: Any, group: dist.ProcessGroup | None) -> list[Any]:

@@ -8,14 +8,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fmoe_ext.ep.exchange import NO_GRAPH, Group, check_same, find_group, size_of
+from fmoe_ext.ep.exchange import Group, check_agreement, find_group, size_of
 from fmoe_ext.ep.home import Home, Nodes, find_nodes
 from fmoe_ext.ep.load import LoadCounter
 from fmoe_ext.ep.node_exchange import NodeExchange
 from fmoe_ext.ep.schedule import Exchange
 from fmoe_ext.ep.token_exchange import TokenExchange
 from fmoe_ext.ep.tuning import Tuner, timed
-from fmoe_ext.ops.outside_graphs import outside_graphs
 from fmoe_ext.routing import Nest
 from fmoe_ext.step import Step, is_counted
 from fmoe_ext.tokens import Batch
@@ -87,9 +86,10 @@ LAYOUT_KEYWORDS = tuple(f.name for f in fields(ParallelLayout))
 
 @dataclass(frozen=True)
 class Way:
-    """Route of a forward's tokens: what has a row, a name of EXCHANGES, and where the experts' chunks end."""
+    """Route of a forward's tokens: what has a row, a name of EXCHANGES and its class, and where experts' chunks end."""
 
     exchange: str
+    kind: type[Exchange]  # a compiled graph cannot look it up
     chunk_ends: list[int]
 
 
@@ -133,7 +133,7 @@ class ExpertParallel(Home):
         self.load = LoadCounter(self.num_experts)
         self.overlap_degree = overlap_degree
         self.exchange = exchange
-        self._way = Way(self._first_exchange(), self._first_chunks())
+        self._way = self._way_by(self._first_exchange(), self._first_chunks())
         if exchange == "node":
             self.nodes = Nodes(self.group, num_local_experts)
         self.tuner: Tuner | None = None  # what may choose another way
@@ -141,6 +141,16 @@ class ExpertParallel(Home):
             exchanges = self._candidates() if exchange == "auto" else [exchange]
             self.tuner = Tuner(self.group, self.layer_index, exchanges, overlap_degree == "auto")
         self._is_checked = False
+        limit = self.row_limit and self.row_limit.max_rows
+        of_layer = (
+            self.layer_index,
+            self.num_experts,
+            self.num_local_experts,
+            overlap_degree,
+            limit,
+            exchange,
+        )
+        self.layout = str(of_layer)
 
     @property
     def depends_on_batch(self) -> str | None:
@@ -156,6 +166,9 @@ class ExpertParallel(Home):
                 "layer.expert_parallel.shadows"
             )
         return None
+
+    def _way_by(self, exchange: str, chunk_ends: list[int]) -> Way:
+        return Way(exchange, EXCHANGES[exchange], chunk_ends)
 
     def _first_chunks(self) -> list[int]:
         degree = self.overlap_degree
@@ -185,20 +198,24 @@ class ExpertParallel(Home):
         """Ends of the chunks of a rank's experts in the next forward."""
         return self._way.chunk_ends
 
-    @outside_graphs(NO_GRAPH)
     def choose_way(self, max_chunks: int, step: Step | None = None) -> Way:
         """Choose the route of this forward's tokens; all ranks call it before they send.
 
-        Ends the measurements of "auto" once there are enough. A repeated forward goes the way of the original.
+        Ends the measurements of "auto" once there are enough. A repeated forward goes the way of the original. A
+        compiled graph measures nothing, and has one chunk.
         """
+        if step is not None and step.is_traced:
+            return self._way_of(step)
         if self.tuner is not None:
             exchange, num_chunks = self.tuner.choose(min(max_chunks, self.num_local_experts))
             ends = self.chunk_ends if num_chunks is None else _even_ends(self.num_local_experts, num_chunks)
-            self._way = Way(exchange, ends)
+            self._way = self._way_by(exchange, ends)
             self.tuner = None if self.tuner.is_done else self.tuner
         return self._way_of(step)
 
     def _way_of(self, step: Step | None) -> Way:
+        if step is not None and step.is_traced:
+            return Way(self._way.exchange, self._way.kind, [self.num_local_experts])
         forward = None if step is None else step.forward
         if forward is None:
             return self._way
@@ -206,20 +223,20 @@ class ExpertParallel(Home):
             forward.way = self._way
         return forward.way
 
-    @outside_graphs(NO_GRAPH)
     def dispatch(
         self, x: Nest, topk_idx: torch.Tensor, topk_weights: torch.Tensor, step: Step | None = None
     ) -> Exchange:
         """Start sending tokens to their experts; see fmoe_ext.dispatch.dispatch()."""
-        self._check_once()
         if step is None:
             step = Step(Batch(), None, False, is_counted())
+        if not step.is_traced:  # an operator of the graph checks it
+            self._check_once()
         if step.is_counted:
             self.load.add(step.count(topk_idx, self.num_experts))
         way = self._way_of(step)
-        kind, arguments = EXCHANGES[way.exchange], (self, way.chunk_ends, x, topk_idx, topk_weights, step)
+        kind, arguments = way.kind, (self, way.chunk_ends, x, topk_idx, topk_weights, step)
         exchange: Exchange
-        if self.tuner is not None:
+        if self.tuner is not None and not step.is_traced:
             exchange = timed(kind)(self.tuner.watches[way.exchange], *arguments)
         else:
             exchange = kind(*arguments)
@@ -237,15 +254,7 @@ class ExpertParallel(Home):
         """Before the first rows: ranks that were given different layers find out here."""
         if self._is_checked:
             return
-        check_same(
-            "(layer, num_experts, experts of a rank, overlap_degree, max_rows_per_rank, exchange)",
-            (
-                *(self.layer_index, self.num_experts, self.num_local_experts, self.overlap_degree),
-                self.row_limit and self.row_limit.max_rows,
-                self.exchange,
-            ),
-            find_group(self.group),
-        )
+        check_agreement(self.layout, self.group)
         self._is_checked = True
 
 

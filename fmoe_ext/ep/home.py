@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import socket
 import weakref
-from bisect import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -21,8 +20,10 @@ from fmoe_ext.ep.exchange import (
     register_group,
     timeout_of,
 )
-from fmoe_ext.ep.plan import ExactPlan, Plan, StaticPlan, make_header
+from fmoe_ext.ep.headers import make_header
+from fmoe_ext.ep.plan import ExactPlan, Plan, StaticPlan
 from fmoe_ext.ep.static import RowLimit
+from fmoe_ext.ep.traced import TracedPlan
 from fmoe_ext.routing import DispatchHandle
 from fmoe_ext.step import Step
 
@@ -45,6 +46,7 @@ class Home:
         # where fully_shard_experts() has cut the experts again: the ranks that share those of each rank of the group
         self.sharing_ranks: list[list[int]] | None = None
         self.nodes: Nodes | None = None  # for exchange="node"
+        self.layout = ""  # what the ranks of the group check once that they have in common
         self.row_limit: RowLimit | None = None
         if max_rows_per_rank is not None:
             ranks = dist.get_process_group_ranks(find_group(self.group))
@@ -64,10 +66,12 @@ class Home:
         handle: of rows in the order of sending. counts [ranks, n]: how many for each rank, of n kinds; ends: where
         chunks end among them. leaves: tensors of tokens. num_tokens: of this rank's own. step: of the forward.
         """
-        header = make_header(self.layer_index, leaves, num_tokens, counts.device)
-        if self.row_limit is None:
-            return ExactPlan(handle, counts, header, self.group, ends, step)
-        return StaticPlan(handle, counts, header, self.group, self.row_limit, step)
+        header = make_header(self.layer_index, leaves, len(ends), num_tokens, counts.device)
+        if self.row_limit is not None:
+            return StaticPlan(handle, counts, header, self.group, self.row_limit, self.layout, step)
+        if step.is_traced:
+            return TracedPlan(handle, counts, header, self.group, self.layout, step.before_exchange)
+        return ExactPlan(handle, counts, header, self.group, ends, step)
 
     def slots(self, chunk_ends: Sequence[int]) -> tuple[int, ...]:
         """The number of each expert in the order of sending: by chunk, then by rank, then by place."""
@@ -87,7 +91,8 @@ class Home:
         ways = [0] * self.num_experts
         for place, expert in enumerate(self.experts_in_place):
             rank, local = divmod(place, self.num_local_experts)
-            ways[expert] = bisect(chunk_ends, local) * self.size + rank
+            chunk = sum(end <= local for end in chunk_ends)
+            ways[expert] = chunk * self.size + rank
         return tuple(ways)
 
     def split_shadows(self, topk_idx: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:

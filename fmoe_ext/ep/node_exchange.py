@@ -12,11 +12,9 @@ from typing import Any
 
 import torch
 
-from fmoe_ext.ep.exchange import NO_GRAPH
 from fmoe_ext.ep.plan import Plan
 from fmoe_ext.ep.schedule import Exchange
 from fmoe_ext.ep.token_exchange import TokenExchange
-from fmoe_ext.ops.outside_graphs import outside_graphs
 from fmoe_ext.routing import DispatchHandle, ExpertInput, Nest, leaves_of
 
 
@@ -36,13 +34,11 @@ class NodeExchange(Exchange):
     def send(self) -> None:
         self._across.send()
 
-    @outside_graphs(NO_GRAPH)
     def receive(self, number: int) -> ExpertInput:
         if number == 0:
             self._inside = self._enter(self._across.receive(0))
         return self._inside.receive(number)
 
-    @outside_graphs(NO_GRAPH)
     def give_back(self, number: int, results: Nest) -> None:
         if number == len(self._chunk_ends) - 1:
             self._across.keep_for_backward(0, leaves_of(results))

@@ -4,50 +4,19 @@ ExactPlan sends each row once, in sizes that one copy to the host brings. Static
 that nothing waits for sizes.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Protocol
 
 import torch
-import torch.distributed as dist
 
-from fmoe_ext.ep.constants import constant
-from fmoe_ext.ep.exchange import check, exchange_counts, find_group
+from fmoe_ext.ep.exchange import check, exchange_counts
+from fmoe_ext.ep.headers import HEADER, LENGTH, check_headers
 from fmoe_ext.ep.static import RowLimit, columns_of_rows, pad_routing
+from fmoe_ext.ep.traced import agree_on_rows
 from fmoe_ext.routing import DispatchHandle
 from fmoe_ext.step import Step
-
-# What every rank sends beside the counts, so that ranks that are not in the same place notice.
-HEADER = ("the layer", "the dtype of the tokens", "the elements of a token")  # the same on all ranks
-LENGTH = len(HEADER) + 1  # the last: 1 for a rank that has tokens, 0 for one that has none
-_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-
-
-def make_header(
-    layer_index: int, leaves: Sequence[torch.Tensor], num_tokens: int, device: torch.device
-) -> torch.Tensor:
-    """[LENGTH] int64 for tokens of these leaves [T, *]; TypeError for a dtype that no expert computes in."""
-    dtype = leaves[0].dtype
-    if dtype not in _DTYPES:
-        raise TypeError(f"tokens must be float64, float32, bfloat16 or float16, but got {dtype}")
-    width = sum(math.prod(leaf.shape[1:]) for leaf in leaves)
-    return constant((layer_index, _DTYPES.index(dtype), width, int(num_tokens > 0)), device)
-
-
-def check_headers(headers: list[list[int]], group_name: str) -> None:
-    """Raises RuntimeError if the headers [ranks] differ. Every rank sees every other's, so every rank raises."""
-    headers = [header[: len(HEADER)] for header in headers]
-    if all(header == headers[0] for header in headers):
-        return
-    ranks = dist.get_process_group_ranks(find_group(group_name))
-    texts = []
-    for name, values in zip(HEADER, zip(*headers, strict=True), strict=True):
-        if len(set(values)) > 1:
-            shown = [_DTYPES[v] if "dtype" in name else v for v in values]
-            texts.append(f"{name} ({', '.join(f'rank {r}: {v}' for r, v in zip(ranks, shown, strict=True))})")
-    raise RuntimeError(f"ranks {ranks} do not exchange the same tokens; they differ in {'; '.join(texts)}")
 
 
 @dataclass(frozen=True)
@@ -68,10 +37,6 @@ class Plan(Protocol):
 
     row_idx: torch.Tensor
     inverse: torch.Tensor
-
-    def chunks(self) -> list[ChunkRows]:
-        """The rows of each chunk; it may wait for the sizes."""
-        ...
 
     def columns_of(self, number: int) -> torch.Tensor:
         """The column of counts of each row of a chunk that comes, [N, 1] int32, from its first; -1 for padding."""
@@ -103,6 +68,7 @@ class ExactPlan:
         self._sizes = _HostCopy(torch.stack((sent, received)))
 
     def chunks(self) -> list[ChunkRows]:
+        """The rows of each chunk; it may wait for the sizes."""
         sent, received = self._sizes.get()
         check(self._group)
         headers = received[:, :LENGTH].tolist()
@@ -130,6 +96,8 @@ class ExactPlan:
 class StaticPlan:
     """As ExactPlan, in one chunk of limit.max_rows for each rank."""
 
+    sizes = None
+
     def __init__(
         self,
         handle: DispatchHandle,
@@ -137,15 +105,22 @@ class StaticPlan:
         header: torch.Tensor,
         group: str,
         limit: RowLimit,
+        layout: str,
         step: Step,
     ):
-        self._limit = limit
+        self._limit, self.max_rows = limit, limit.max_rows
+        self.num_rows = len(counts) * limit.max_rows  # that come
         self.row_idx, self.inverse, needed = pad_routing(handle, len(counts), limit.max_rows)
         most = needed.max().expand(len(counts), 1)
         sent = torch.cat((header.expand(len(counts), -1), most, counts), 1)
+        if step.is_traced and limit.is_read_now(sent):
+            received = agree_on_rows(sent, limit.max_rows, layout, group, step.before_exchange)
+            self._received = received[:, LENGTH + 1 :]
+            self._lost: torch.Tensor | None = None
+            return
         received = step.exchange_counts(lambda: exchange_counts(sent, group), group)
         headers, most, self._received = received.split([LENGTH, 1, counts.shape[1]], 1)
-        self._lost: torch.Tensor | None = None
+        self._lost = None
         if limit.is_read_now(received):
             rows = headers.tolist()
             check(group)

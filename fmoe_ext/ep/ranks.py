@@ -1,5 +1,6 @@
 """Sums and counts over the ranks of a process group, for gates; and the slices of a batch that ranks share."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,30 +20,42 @@ class GroupRanks:
 
     def __init__(self, group: Group, num_copies: int = 1) -> None:
         self.group = register_group(group)
+        self.size = dist.get_world_size(find_group(self.group))
+        self.rank = dist.get_rank(find_group(self.group))
         self.num_copies = num_copies
-
-    @property
-    def rank(self) -> int:
-        return dist.get_rank(find_group(self.group))
+        self._device = "cuda" if dist.get_backend(find_group(self.group)) == "nccl" else "cpu"
 
     def num_tokens(self, num_local_tokens: int) -> int:
         """Tokens of all ranks; a copy to the host."""
-        return int(
-            run_or_replay(lambda: self._all_reduce(torch.tensor(num_local_tokens, device=self._device())))
-        )
+        mine = torch.full((1,), num_local_tokens, device=self._device)
+        if torch.compiler.is_compiling():
+            return int(_sum_over_ranks(mine, 1.0, self.group))
+        return int(self._replayed_sum(mine))
 
     def first_token(self, num_local_tokens: int) -> int:
         """Number of this rank's first token among those of all ranks; a copy to the host."""
-        mine = torch.tensor([num_local_tokens], device=self._device())
-        return sum(int(part) for part in gather_rows(mine, find_group(self.group))[: self.rank])
+        mine = torch.full((1,), num_local_tokens, device=self._device)
+        return int(torch.cat(self.gather(mine, same_size=True))[: self.rank].sum())
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
         """Sum of x over the ranks. Its gradient takes it that every rank adds the same loss to its own."""
+        if torch.compiler.is_compiling():
+            total: torch.Tensor = _sum_over_ranks(x, self.size / self.num_copies, self.group)
+            return total
         return _SumOverRanks.apply(x, self)
 
-    def gather(self, x: torch.Tensor) -> list[torch.Tensor]:
-        """x of every rank, in the order of their ranks, not differentiable; dimension 0 may differ."""
-        return gather_rows(x.detach(), find_group(self.group))
+    def gather(self, x: torch.Tensor, same_size: bool = False) -> list[torch.Tensor]:
+        """x of every rank, in the order of their ranks, not differentiable; dimension 0 may differ.
+
+        same_size: it does not, so that no sizes are exchanged.
+        """
+        x = x.detach()
+        if same_size:
+            return list(_gather_equal(x, self.size, self.group).unbind())
+        if not torch.compiler.is_compiling():
+            return gather_rows(x, find_group(self.group))
+        sizes = _gather_equal(torch.full((1,), x.shape[0], device=x.device), self.size, self.group)
+        return _gather_sized(x, sizes.flatten().tolist(), self.group)
 
     def apply_capacity(
         self, topk_idx: torch.Tensor, num_experts: int, capacity: int | torch.Tensor
@@ -51,34 +64,81 @@ class GroupRanks:
         counts = torch.stack(
             [ops.count_tokens(choice, num_experts) for choice in topk_idx.split(1, 1)]
         )  # [K, E]
-        everyone = torch.stack(self.gather(counts), 1)  # [K, ranks, E]
+        everyone = torch.stack(self.gather(counts, same_size=True), 1)  # [K, ranks, E]
         flat = everyone.flatten(0, 1)
         before = (flat.cumsum(0) - flat).view_as(everyone)[:, self.rank]  # [K, E]
-        room = (torch.as_tensor(capacity, device=before.device) - before).clamp(min=0)
+        if isinstance(capacity, torch.Tensor):
+            capacity = capacity.to(before.device)
+        room = (capacity - before).clamp(min=0)
         kept = [
             ops.apply_capacity(choice, num_experts, room[k]) for k, choice in enumerate(topk_idx.split(1, 1))
         ]
         return torch.cat(kept, 1)
 
-    def _all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        dist.all_reduce(x, group=find_group(self.group))
-        return x
-
-    def _device(self) -> str:
-        backend = dist.get_backend(find_group(self.group))
-        return "cuda" if backend == "nccl" else "cpu"
+    def _replayed_sum(self, x: torch.Tensor) -> torch.Tensor:
+        return run_or_replay(lambda: _all_reduce(x, self.group))
 
 
 class _SumOverRanks(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, ranks: GroupRanks) -> torch.Tensor:
-        ctx.factor = dist.get_world_size(find_group(ranks.group)) / ranks.num_copies
-        return run_or_replay(lambda: ranks._all_reduce(x.detach().clone()))
+        ctx.factor = ranks.size / ranks.num_copies
+        return ranks._replayed_sum(x.detach())
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
         # The sum over all copies of the loss, which a later mean over the ranks divides by their number.
         return grad * ctx.factor, None
+
+
+def _all_reduce(x: torch.Tensor, group: str) -> torch.Tensor:
+    total = x.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(total, group=find_group(group))
+    return total
+
+
+@torch.library.custom_op("fmoe_ext::sum_over_ranks", mutates_args=())
+def _sum_over_ranks(x: torch.Tensor, factor: float, group: str) -> torch.Tensor:
+    """GroupRanks.sum() in a compiled graph. factor: of the gradient."""
+    return _all_reduce(x, group)
+
+
+@_sum_over_ranks.register_fake
+def _(x: torch.Tensor, factor: float, group: str) -> torch.Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def _keep_factor(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    ctx.factor = inputs[1]
+
+
+_sum_over_ranks.register_autograd(
+    lambda ctx, grad: (grad * ctx.factor, None, None), setup_context=_keep_factor
+)
+
+
+@torch.library.custom_op("fmoe_ext::gather_equal", mutates_args=())
+def _gather_equal(x: torch.Tensor, num_ranks: int, group: str) -> torch.Tensor:
+    """x of every rank, of one shape -> [num_ranks, *]."""
+    out = x.new_empty((num_ranks, *x.shape))
+    dist.all_gather(list(out.unbind()), x.contiguous(), group=find_group(group))
+    return out
+
+
+@_gather_equal.register_fake
+def _(x: torch.Tensor, num_ranks: int, group: str) -> torch.Tensor:
+    return x.new_empty((num_ranks, *x.shape))
+
+
+@torch.library.custom_op("fmoe_ext::gather_sized", mutates_args=())
+def _gather_sized(x: torch.Tensor, sizes: Sequence[int], group: str) -> list[torch.Tensor]:
+    """x [n, *] of every rank -> [sizes[rank], *] each."""
+    return [part.clone() for part in _gather_padded(x, list(sizes), find_group(group))]
+
+
+@_gather_sized.register_fake
+def _(x: torch.Tensor, sizes: Sequence[int], group: str) -> list[torch.Tensor]:
+    return [x.new_empty((size, *x.shape[1:])) for size in sizes]
 
 
 class SliceGroup:
@@ -135,7 +195,10 @@ def gather_rows(x: torch.Tensor, group: dist.ProcessGroup | None) -> list[torch.
     size = torch.tensor([x.shape[0]], device=x.device)
     each = [torch.empty_like(size) for _ in range(dist.get_world_size(group))]
     dist.all_gather(each, size, group=group)
-    sizes: list[int] = torch.cat(each).tolist()
+    return _gather_padded(x, torch.cat(each).tolist(), group)
+
+
+def _gather_padded(x: torch.Tensor, sizes: list[int], group: dist.ProcessGroup | None) -> list[torch.Tensor]:
     if max(sizes) == 0:
         return [torch.empty_like(x) for _ in sizes]
     padded = x.new_zeros((max(sizes), *x.shape[1:]))

@@ -20,10 +20,10 @@ import torch
 
 from fmoe_ext import ops
 from fmoe_ext.ep.constants import constant, lookup
-from fmoe_ext.ep.exchange import NO_GRAPH, start_exchange, wait
+from fmoe_ext.ep.exchange import start_exchange, wait
 from fmoe_ext.ep.home import Home
-from fmoe_ext.ep.plan import ChunkRows, Plan
-from fmoe_ext.ops.outside_graphs import outside_graphs
+from fmoe_ext.ep.plan import ChunkRows, ExactPlan, Plan, StaticPlan
+from fmoe_ext.ep.traced import TracedJourney, in_turn
 from fmoe_ext.routing import (
     DispatchHandle,
     ExpertInput,
@@ -62,16 +62,20 @@ class Exchange:
         self._topk_idx, self._shadow_idx = home.split_shadows(topk_idx)
         self.num_tokens = topk_idx.shape[0]  # of this rank, which the other ranks are sent
         self._shadowed: Nest = None
-        self._given_back: list[torch.Tensor] = []
-        self._kept: dict[int, torch.Tensor] = {}
 
     def plan(self) -> None:
         self._plan = self._exchange_counts(self._sort())
 
     def send(self) -> None:
-        rows, chunks = self._pack()
-        self._transit = _Transit(self._home.group, chunks, self._plan.row_idx, self._plan.inverse)
-        self._tickets = _Send.apply(self._transit, *rows)
+        rows, plan = self._pack(), self._plan
+        self._journey: _Journey | TracedJourney
+        if self._step.is_traced:
+            self._journey = TracedJourney(self._home.group, plan)
+        else:
+            assert isinstance(plan, (ExactPlan, StaticPlan))
+            transit = _Transit(self._home.group, plan.chunks(), plan.row_idx, plan.inverse)
+            self._journey = _Journey(transit)
+        self._journey.send(rows)
 
     @property
     def chunks(self) -> list[_TravellingChunk | _ShadowChunk]:
@@ -79,36 +83,35 @@ class Exchange:
         travelling = [_TravellingChunk(self, number) for number in range(len(self._chunk_ends))]
         return [_ShadowChunk(self), *travelling] if self._home.shadows else [*travelling]
 
-    @outside_graphs(NO_GRAPH)
     def receive(self, number: int) -> ExpertInput:
-        *received, weights = _Receive.apply(self._transit, number, self._tickets[number])
-        received = iter(received)
-        x = map_structure(lambda _: next(received), self._x)
+        *received, weights = self._journey.receive(number)
+        rest = iter(received)
+        x = map_structure(lambda _: next(rest), self._x)
         first, end = (0, *self._chunk_ends)[number : number + 2]
-        return ExpertInput(x, self._experts_of(number, first, *received), weights, first, end)
+        return ExpertInput(x, self._experts_of(number, first, *rest), weights, first, end)
 
     def shadow_input(self) -> ExpertInput:
         """The tokens of this rank that chose shadowed experts."""
         assert self._shadow_idx is not None
-        places = self._home.places_of_shadows
-        return ExpertInput(self._x, self._shadow_idx, self._topk_weights, 0, len(places), shadows=places)
+        places, weights = self._home.places_of_shadows, self._topk_weights
+        if self._step.is_traced:
+            weights = in_turn([weights], self._journey.receive(0)[-1])[0]
+        return ExpertInput(self._x, self._shadow_idx, weights, 0, len(places), shadows=places)
 
-    @outside_graphs(NO_GRAPH)
     def give_back(self, number: int, results: Nest) -> None:
         self._structure = map_structure(lambda _: None, results)
         leaves = leaves_of(results)
-        if number not in self._kept:
-            self.keep_for_backward(number, leaves)
-        self._given_back.append(_Return.apply(self._transit, number, self._kept.pop(number), *leaves))
+        if self._step.is_traced and self._home.shadows:
+            leaves = in_turn(leaves, leaves_of(self._shadowed)[0])
+        self._journey.give_back(number, leaves)
 
     def keep_for_backward(self, number: int, results: list[torch.Tensor]) -> None:
         """Marks where a checkpoint repeats the forward: before a chunk's gradients, while those of results travel."""
-        self._kept[number] = _Computed.apply(self._tickets[number], *results)
+        self._journey.keep_for_backward(number, results)
 
     def give_back_shadowed(self, results: Nest) -> None:
         self._shadowed = results
 
-    @outside_graphs(NO_GRAPH)
     def combine(self) -> Nest:
         out = iter(self._collect())
         summed = map_structure(lambda _: next(out), self._structure)
@@ -127,12 +130,12 @@ class Exchange:
         counts = counts[place_to_slot].view(home.size, -1)
         return home.plan(handle, counts, self._chunk_ends, leaves_of(self._x), self.num_tokens, self._step)
 
-    def _pack(self) -> tuple[list[torch.Tensor], list[ChunkRows]]:
-        """Tensors to send: the rows of each tensor of x, last their weights, and their pieces."""
+    def _pack(self) -> list[torch.Tensor]:
+        """Tensors to send: the rows of each tensor of x, last their weights."""
         leaves, row_idx, inverse = leaves_of(self._x), self._plan.row_idx, self._plan.inverse
         weights = self._plan.mark_lost(widen(self._topk_weights, leaves[0].dtype))
         rows = [per_row(ops.permute, leaf, row_idx, inverse) for leaf in leaves]
-        return [*rows, *self._pack_choices(weights)], self._plan.chunks()
+        return [*rows, *self._pack_choices(weights)]
 
     def _pack_choices(self, weights: torch.Tensor) -> list[torch.Tensor]:
         """Labels of each row that the experts need, last the weights. weights [T, K]."""
@@ -143,7 +146,7 @@ class Exchange:
         return self._plan.columns_of(number)
 
     def _collect(self) -> tuple[torch.Tensor, ...]:
-        return _Collect.apply(self._transit, *self._given_back)
+        return self._journey.collect()
 
 
 class _TravellingChunk:
@@ -226,6 +229,35 @@ class _Transit:
         for x in returned:
             x[self.chunks[-1].rows.stop :] = 0
         return returned
+
+
+class _Journey:
+    """The way of one forward's rows as functions of autograd, whose nodes keep the _Transit but not this."""
+
+    def __init__(self, transit: _Transit):
+        self._transit = transit
+        self._tickets: tuple[torch.Tensor, ...] = ()
+        self._given_back: list[torch.Tensor] = []
+        self._kept: dict[int, torch.Tensor] = {}
+
+    def send(self, rows: Sequence[torch.Tensor]) -> None:
+        self._tickets = _Send.apply(self._transit, *rows)
+
+    def receive(self, number: int) -> tuple[torch.Tensor, ...]:
+        received: tuple[torch.Tensor, ...] = _Receive.apply(self._transit, number, self._tickets[number])
+        return received
+
+    def keep_for_backward(self, number: int, results: Sequence[torch.Tensor]) -> None:
+        self._kept[number] = _Computed.apply(self._tickets[number], *results)
+
+    def give_back(self, number: int, results: Sequence[torch.Tensor]) -> None:
+        if number not in self._kept:
+            self.keep_for_backward(number, results)
+        self._given_back.append(_Return.apply(self._transit, number, self._kept.pop(number), *results))
+
+    def collect(self) -> tuple[torch.Tensor, ...]:
+        collected: tuple[torch.Tensor, ...] = _Collect.apply(self._transit, *self._given_back)
+        return collected
 
 
 # The four halves of the exchanges there and back. Between them a ticket, a scalar, stands for a chunk's rows that are

@@ -6,6 +6,7 @@ between steps, from the load of earlier ones, so that no forward waits for a dec
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,6 +15,7 @@ from torch import nn
 from fmoe_ext.ep.cost import Hardware, Layer, step_time
 from fmoe_ext.ep.exchange import find_group
 from fmoe_ext.ep.layers import expert_parallel_layers
+from fmoe_ext.ep.traced import in_turn
 
 MEASURED_ROWS = 8192  # of a rank at most, when its hardware is measured
 
@@ -82,48 +84,108 @@ def fetch(
     places: Sequence[int],
     num_local_experts: int,
     group_name: str,
+    after: torch.Tensor,
 ) -> tuple[torch.Tensor | None, ...]:
-    """The parameters of the experts at `places`, on every rank: weights [e, *] of this rank or None -> [S, *] each."""
+    """The parameters of the experts at `places`, on every rank: weights [e, *] of this rank or None -> [S, *] each.
+
+    after: what a compiled graph computes first.
+    """
     present = [w for w in weights if w is not None]
-    fetched = iter(_Fetch.apply(places, num_local_experts, group_name, *present))
+    if torch.compiler.is_compiling():
+        fetched = iter(_fetch(in_turn(present, after), list(places), num_local_experts, group_name))
+    else:
+        fetched = iter(_Fetch.apply(places, num_local_experts, group_name, *present))
     return tuple(None if w is None else next(fetched) for w in weights)
+
+
+def _broadcast(
+    weights: Sequence[torch.Tensor], places: Sequence[int], num_local_experts: int, group_name: str
+) -> list[torch.Tensor]:
+    """Weights [e, *] of this rank -> those of the experts at places, [S, *]."""
+    group = find_group(group_name)
+    rank, ranks = dist.get_rank(group), dist.get_process_group_ranks(group)
+    packets = []
+    for place in places:
+        home, index = divmod(place, num_local_experts)
+        if home == rank:
+            packet = torch.cat([w[index].flatten() for w in weights])
+        else:
+            packet = weights[0].new_empty(sum(w[:1].numel() for w in weights))
+        packets.append((packet, dist.broadcast(packet, ranks[home], group=group, async_op=True)))
+    for _, work in packets:
+        work.wait()
+    parts = torch.stack([packet for packet, _ in packets]).split([w[:1].numel() for w in weights], 1)
+    return [part.reshape(-1, *w.shape[1:]) for part, w in zip(parts, weights, strict=True)]
+
+
+def _reduce(
+    grads: Sequence[torch.Tensor], places: Sequence[int], num_local_experts: int, group_name: str
+) -> list[torch.Tensor]:
+    """Gradients [S, *] of the experts at places -> [e, *], their sums over the ranks for those of this rank."""
+    group = find_group(group_name)
+    rank, ranks = dist.get_rank(group), dist.get_process_group_ranks(group)
+    packets = torch.cat([grad.flatten(1) for grad in grads], 1)
+    homes = [divmod(place, num_local_experts) for place in places]
+    works = [
+        dist.reduce(packet, ranks[home], group=group, async_op=True)
+        for packet, (home, _) in zip(packets, homes, strict=True)
+    ]
+    for work in works:
+        work.wait()
+    out = [grad.new_zeros((num_local_experts, *grad.shape[1:])) for grad in grads]
+    for packet, (home, index) in zip(packets, homes, strict=True):
+        if home == rank:
+            for whole, part in zip(out, packet.split([grad[:1].numel() for grad in grads]), strict=True):
+                whole[index] = part.view(whole.shape[1:])
+    return out
 
 
 class _Fetch(torch.autograd.Function):
     @staticmethod
     def forward(ctx, places, num_local_experts, group_name, *weights):
-        group = find_group(group_name)
-        rank, ranks = dist.get_rank(group), dist.get_process_group_ranks(group)
-        ctx.arguments = places, num_local_experts, group, [w.shape for w in weights]
-        packets = []
-        for place in places:
-            home, index = divmod(place, num_local_experts)
-            if home == rank:
-                packet = torch.cat([w[index].flatten() for w in weights])
-            else:
-                packet = weights[0].new_empty(sum(w[:1].numel() for w in weights))
-            packets.append((packet, dist.broadcast(packet, ranks[home], group=group, async_op=True)))
-        for _, work in packets:
-            work.wait()
-        parts = torch.stack([packet for packet, _ in packets]).split([w[:1].numel() for w in weights], 1)
-        return tuple(part.reshape(-1, *w.shape[1:]) for part, w in zip(parts, weights, strict=True))
+        ctx.arguments = places, num_local_experts, group_name
+        return tuple(_broadcast(weights, places, num_local_experts, group_name))
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, *grads):
-        places, num_local_experts, group, shapes = ctx.arguments
-        rank, ranks = dist.get_rank(group), dist.get_process_group_ranks(group)
-        packets = torch.cat([grad.flatten(1) for grad in grads], 1)
-        homes = [divmod(place, num_local_experts) for place in places]
-        works = [
-            dist.reduce(packet, ranks[home], group=group, async_op=True)
-            for packet, (home, _) in zip(packets, homes, strict=True)
-        ]
-        for work in works:
-            work.wait()
-        out = [grad.new_zeros(shape) for grad, shape in zip(grads, shapes, strict=True)]
-        for packet, (home, index) in zip(packets, homes, strict=True):
-            if home == rank:
-                for whole, part in zip(out, packet.split([grad[:1].numel() for grad in grads]), strict=True):
-                    whole[index] = part.view(whole.shape[1:])
-        return None, None, None, *out
+        return None, None, None, *_reduce(grads, *ctx.arguments)
+
+
+@torch.library.custom_op("fmoe_ext::fetch_experts", mutates_args=())
+def _fetch(
+    weights: Sequence[torch.Tensor], places: Sequence[int], num_local_experts: int, group: str
+) -> list[torch.Tensor]:
+    return [w.clone() for w in _broadcast(weights, places, num_local_experts, group)]  # no views
+
+
+@torch.library.custom_op("fmoe_ext::reduce_experts", mutates_args=())
+def _reduce_fetched(
+    grads: Sequence[torch.Tensor], places: Sequence[int], num_local_experts: int, group: str
+) -> list[torch.Tensor]:
+    return _reduce(grads, places, num_local_experts, group)
+
+
+@_fetch.register_fake
+def _(
+    weights: Sequence[torch.Tensor], places: Sequence[int], num_local_experts: int, group: str
+) -> list[torch.Tensor]:
+    return [w.new_empty((len(places), *w.shape[1:])) for w in weights]
+
+
+@_reduce_fetched.register_fake
+def _(
+    grads: Sequence[torch.Tensor], places: Sequence[int], num_local_experts: int, group: str
+) -> list[torch.Tensor]:
+    return [grad.new_empty((num_local_experts, *grad.shape[1:])) for grad in grads]
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[torch.Tensor]) -> None:
+    ctx.arguments = inputs[1:]
+
+
+def _backward(ctx: Any, grads: list[torch.Tensor]) -> tuple[Any, ...]:
+    return _reduce_fetched(grads, *ctx.arguments), None, None, None
+
+
+_fetch.register_autograd(_backward, setup_context=_setup_context)

@@ -70,7 +70,7 @@ class RowLimit:
         seen = torch.cat((needed, differ))
         if self._seen is None:
             self._seen = torch.zeros_like(seen)
-        torch.maximum(self._seen, seen, out=self._seen)
+        self._seen.copy_(torch.maximum(self._seen, seen))
         return (needed > self.max_rows).any() | (differ > 0).any()
 
     def raise_if_passed(self, group: str) -> None:

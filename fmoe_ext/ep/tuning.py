@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from fmoe_ext.ep.cost import best_overlap
 from fmoe_ext.ep.exchange import find_group, gather_values
-from fmoe_ext.ep.plan import ChunkRows, Plan
+from fmoe_ext.ep.plan import Plan
 from fmoe_ext.ep.schedule import Exchange
 from fmoe_ext.routing import DispatchHandle, ExpertInput, Nest
 
@@ -140,7 +140,7 @@ class _Timed(Exchange):
         self._lap("counts")
         return plan
 
-    def _pack(self) -> tuple[list[torch.Tensor], list[ChunkRows]]:
+    def _pack(self) -> list[torch.Tensor]:
         packed = super()._pack()
         self._lap("permute")
         return packed

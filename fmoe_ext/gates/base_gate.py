@@ -1,5 +1,4 @@
 from collections.abc import Callable
-from types import MappingProxyType
 from typing import Any, Protocol
 
 import torch
@@ -19,7 +18,7 @@ class Ranks(Protocol):
     def num_tokens(self, num_local_tokens: int) -> int: ...
     def first_token(self, num_local_tokens: int) -> int: ...
     def sum(self, x: torch.Tensor) -> torch.Tensor: ...
-    def gather(self, x: torch.Tensor) -> list[torch.Tensor]: ...
+    def gather(self, x: torch.Tensor, same_size: bool = False) -> list[torch.Tensor]: ...
     def apply_capacity(
         self, topk_idx: torch.Tensor, num_experts: int, capacity: int | torch.Tensor
     ) -> torch.Tensor: ...
@@ -42,8 +41,11 @@ class OneRank:
         """Sum of x over the ranks, differentiable."""
         return x
 
-    def gather(self, x: torch.Tensor) -> list[torch.Tensor]:
-        """x of every rank, in the order of their ranks, not differentiable; dimension 0 may differ."""
+    def gather(self, x: torch.Tensor, same_size: bool = False) -> list[torch.Tensor]:
+        """x of every rank, in the order of their ranks, not differentiable; dimension 0 may differ.
+
+        same_size: it does not, so that no sizes are exchanged.
+        """
         return [x]
 
     def apply_capacity(
@@ -212,7 +214,7 @@ def weights_of(
     chosen = topk_idx.clamp(min=0).long()
     if not normalize:
         return (scores_of(logits, score).gather(1, chosen) * scale).masked_fill(dropped, 0)
-    log_scores = _LOG_SCORES[score](logits)
+    log_scores = _log_scores(logits, score)
     log_chosen = log_scores.gather(1, chosen)
     log_chosen = log_chosen.masked_fill(dropped, torch.finfo(log_chosen.dtype).min)
     return (log_chosen.softmax(-1) * scale).masked_fill(dropped, 0)
@@ -236,7 +238,7 @@ def probabilities_of(logits: torch.Tensor, score: str) -> torch.Tensor:
 
     Equivalent to: scores_of(logits, score) / scores_of(logits, score).sum(-1, keepdim=True).
     """
-    return (logits if score == "softmax" else _LOG_SCORES[score](logits)).softmax(-1)
+    return (logits if score == "softmax" else _log_scores(logits, score)).softmax(-1)
 
 
 def log_sqrt_softplus(logits: torch.Tensor) -> torch.Tensor:
@@ -246,10 +248,8 @@ def log_sqrt_softplus(logits: torch.Tensor) -> torch.Tensor:
     return 0.5 * torch.where(logits < low, logits, exact)
 
 
-_LOG_SCORES = MappingProxyType(
-    {
-        "softmax": lambda logits: logits.log_softmax(-1),
-        "sigmoid": _log_sigmoid,
-        "sqrtsoftplus": log_sqrt_softplus,
-    }
-)
+def _log_scores(logits: torch.Tensor, score: str) -> torch.Tensor:
+    """log(scores_of(logits, score)) [T, E]."""
+    if score == "softmax":
+        return logits.log_softmax(-1)
+    return _log_sigmoid(logits) if score == "sigmoid" else log_sqrt_softplus(logits)

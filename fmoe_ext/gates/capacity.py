@@ -51,4 +51,4 @@ def drop_over_capacity(
     kept = torch.empty_like(by_position)
     kept[order] = ops.apply_capacity(by_position[order, None], num_experts, capacity).squeeze(1)
     kept = kept.view(topk_idx.shape[1], -1).t()  # [T of all ranks, K]
-    return kept[begin : begin + topk_idx.shape[0]].contiguous()
+    return kept.narrow(0, begin, topk_idx.shape[0]).contiguous()

@@ -67,6 +67,6 @@ class ExpertChoiceGate(NaiveGate):
         tokens = everyone.sort(dim=0, descending=True, stable=True).indices[:capacity]  # [C, E]
         picked = torch.zeros_like(everyone, dtype=torch.bool).scatter_(0, tokens, True)
         begin = sum(part.shape[0] for part in parts[: self.ranks.rank])
-        picked = picked[begin : begin + scores.shape[0]]
+        picked = picked.narrow(0, begin, scores.shape[0])
         order = torch.where(picked, scores, -1).sort(dim=1, descending=True, stable=True)
         return torch.where(order.values < 0, -1, order.indices)[:, : self.max_experts].contiguous()

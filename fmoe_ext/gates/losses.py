@@ -141,8 +141,8 @@ def total_loss(model: nn.Module) -> torch.Tensor:
 
     -> scalar, to train with `loss + weight * total_loss(model)`. Zero before the first forward. The same value at each
     call until the next forward. Of a forward under no_grad in evaluation: the value, without a gradient.
-    Warns once for a model in training of which no gate balances the experts. Raises ValueError for a model without
-    gates of fmoe_ext, RuntimeError for losses without a gradient (BaseGate).
+    Warns once, outside of compiled programs, for a model in training of which no gate balances the experts. Raises
+    ValueError for a model without gates of fmoe_ext, RuntimeError for losses without a gradient (BaseGate).
     Equivalent to: sum(gate.get_loss(clear=False) for gate in the model's gates).
 
     Example:
@@ -160,7 +160,7 @@ def total_loss(model: nn.Module) -> torch.Tensor:
             "Models of Transformers keep their own routers: output_router_logits=True adds "
             "router_aux_loss_coef times their loss"
         )
-    if model.training:
+    if model.training and not torch.compiler.is_compiling():
         _warn_of_no_balance(model, gates)
     new = [gate for gate in gates if gate.loss is not None and not gate.loss_is_read]
     if new:
@@ -171,7 +171,8 @@ def total_loss(model: nn.Module) -> torch.Tensor:
     for gate in new:
         gate.loss_is_read = True
     total = sum((loss.sum() for loss in losses if loss is not None), _zero(gates))
-    if model.training and torch.is_grad_enabled() and not total.requires_grad:
+    is_constant = model.training and torch.is_grad_enabled() and not total.requires_grad
+    if is_constant and not torch.compiler.is_compiling():  # a graph cannot return it so
         total.requires_grad_()
     return total
 

@@ -117,8 +117,8 @@ class QuantileGate(ScoredGate):
         """Add the quantiles of lead [T, E]."""
         found = even_quantile(lead, self.top_k, self.ranks)
         if found is not None:
-            self.quantile_sum.add_(found)
-            self.num_quantiles.add_(1)
+            self.quantile_sum.add_(found.nan_to_num(nan=0.0, posinf=torch.inf, neginf=-torch.inf))
+            self.num_quantiles.add_((~found.isnan()).any())
 
     def _keep_float32(self) -> None:
         if self.quantile_bias.dtype != torch.float32:  # where .half() or .bfloat16() had cast it
@@ -129,16 +129,18 @@ class QuantileGate(ScoredGate):
 def even_quantile(values: torch.Tensor, top_k: int, ranks: Ranks) -> torch.Tensor | None:
     """The value of each column of values [T, E] that T * top_k // E of its entries exceed, T the tokens of all ranks.
 
-    None without tokens. The same bits on every rank, and for any division of the tokens over ranks; NaN counts as the
-    least. On several ranks the value is found digit by digit, from counts: no rank sees the others' values.
+    None without tokens; NaN in a compiled graph over several ranks. The same bits on every rank, and for any division
+    of the tokens over ranks; NaN counts as the least. On several ranks the value is found digit by digit, from counts:
+    no rank sees the others' values.
     """
     values = values.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
     num_experts = values.shape[1]
     if isinstance(ranks, OneRank):
         place = values.shape[0] * top_k // num_experts
         return values.topk(place + 1, dim=0).values[-1] if values.shape[0] else None
-    num_tokens = torch.cat(ranks.gather(torch.tensor([values.shape[0]], device=values.device))).sum()
-    if num_tokens == 0:
+    mine = torch.full((1,), values.shape[0], device=values.device)
+    num_tokens = torch.cat(ranks.gather(mine, same_size=True)).sum()
+    if not torch.compiler.is_compiling() and num_tokens == 0:
         return None
     num_above = (num_tokens * top_k // num_experts).expand(
         num_experts
@@ -154,14 +156,15 @@ def even_quantile(values: torch.Tensor, top_k: int, ranks: Ranks) -> torch.Tenso
             digits ^= 2 ** (DIGIT - 1)  # the sign: negative keys come first
         counts = torch.zeros(num_experts << DIGIT, dtype=torch.int64, device=keys.device)
         counts.scatter_add_(0, (first + digits).flatten(), fits.flatten().long())
-        counts = torch.stack(ranks.gather(counts)).sum(0).view(num_experts, -1)
+        counts = torch.stack(ranks.gather(counts, same_size=True)).sum(0).view(num_experts, -1)
         above = counts.sum(1, keepdim=True) - counts.cumsum(1)  # [E, 2**DIGIT], with a larger digit
         digit = (above > num_above[:, None]).sum(1)
         num_above = num_above - above.gather(1, digit[:, None])[:, 0]
         fits &= digits == digit
         top = shift == bits - DIGIT
         found |= ((digit ^ 2 ** (DIGIT - 1)) if top else digit).to(keys.dtype) << shift
-    return _of_ordered_bits(found, values.dtype)
+    quantile = _of_ordered_bits(found, values.dtype)
+    return torch.where(num_tokens > 0, quantile, torch.nan) if torch.compiler.is_compiling() else quantile
 
 
 def _ordered_bits(values: torch.Tensor) -> torch.Tensor:

@@ -101,7 +101,7 @@ class SigmoidGate(ScoredGate):
     def select(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         topk_idx, topk_weights = self._select(logits, self.expert_bias.to(logits.dtype))
         if self.training and is_counted():
-            self.pending_load += count_choices(topk_idx, self.tot_expert)
+            self.pending_load.add_(count_choices(topk_idx, self.tot_expert))
             if not torch.compiler.is_compiling():
                 self._notice_missing_updates(topk_idx.numel())
         return topk_idx, topk_weights

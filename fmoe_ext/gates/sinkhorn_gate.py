@@ -4,7 +4,7 @@ from typing import Any
 import torch
 
 from fmoe_ext import ops
-from fmoe_ext.gates.base_gate import Ranks, weights_of
+from fmoe_ext.gates.base_gate import OneRank, Ranks, weights_of
 from fmoe_ext.gates.scored_gate import ScoredGate
 
 TOLERANCE = 1e-4
@@ -19,8 +19,8 @@ class SinkhornGate(ScoredGate):
     ranks, and each token takes the top_k of that (S-BASE of "Unified Scaling Laws for Routed Language Models", 2022;
     Megatron's `--moe-router-load-balancing-type sinkhorn`, over the tokens of each rank). In evaluation it takes the
     top_k of the logits. The weights are those of the unscaled logits: the sigmoid for top_k=1, else the softmax over
-    all experts, neither divided by its sum. A round of the iteration waits for the device, and for the other ranks;
-    torch.compile breaks the graph there (fullgraph=True raises in training).
+    all experts, neither divided by its sum. A round of the iteration waits for the device, and for the other ranks; in
+    a compiled graph the rounds are one operator on one rank, and break the graph over several.
     Arguments: ScoredGate without normalize and groups.
     """
 
@@ -51,10 +51,13 @@ class SinkhornGate(ScoredGate):
     def select(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         if not self.training:
             return self.topk(logits, self.top_k, self.score, self.normalize, self.scale)
-        topk_idx = self.choose(
-            lambda: ops.topk_gate(balanced_shares(logits.detach(), self.ranks), self.top_k)[0]
-        )
+        topk_idx = self.choose(lambda: ops.topk_gate(self._shares(logits.detach()), self.top_k)[0])
         return topk_idx, weights_of(logits, topk_idx, self.score, self.normalize, self.scale)
+
+    def _shares(self, logits: torch.Tensor) -> torch.Tensor:
+        if torch.compiler.is_compiling() and isinstance(self.ranks, OneRank):
+            return _balanced_shares(logits)  # a graph cannot end rounds by the numbers
+        return balanced_shares(logits, self.ranks)
 
     def probabilities(self, logits: torch.Tensor) -> torch.Tensor:
         return logits.softmax(-1)
@@ -79,9 +82,19 @@ def balanced_shares(logits: torch.Tensor, ranks: Ranks) -> torch.Tensor:
     return of_expert * cost * of_token
 
 
+@torch.library.custom_op("fmoe_ext::balanced_shares", mutates_args=())
+def _balanced_shares(logits: torch.Tensor) -> torch.Tensor:
+    return balanced_shares(logits, OneRank())
+
+
+@_balanced_shares.register_fake
+def _(logits: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(logits)
+
+
 def _sum_over_ranks(x: torch.Tensor, ranks: Ranks) -> torch.Tensor:
     """x [T, N] -> [1, N], the same bits on every rank, of this microbatch alone; a repeated forward does not come here.
 
     ranks.sum() would add other microbatches (accumulation.py), and tell a repeated forward what it did not ask.
     """
-    return torch.cat(ranks.gather(x.sum(0, keepdim=True))).sum(0, keepdim=True)
+    return torch.cat(ranks.gather(x.sum(0, keepdim=True), same_size=True)).sum(0, keepdim=True)

@@ -66,7 +66,7 @@ class SwipeGate(NaiveGate):
         bias: number of the expert, among those of a rank, that takes what is moved there.
         """
         if capacity.dim() == 0:
-            room = torch.cat(self.ranks.gather(capacity.to(idx.device).reshape(1)))
+            room = torch.cat(self.ranks.gather(capacity.to(idx.device).reshape(1), same_size=True))
             moved, left = self.swipe_once(idx, room, bias)
             return moved, left[self.ranks.rank]
         parts = self.ranks.gather(idx)
@@ -84,4 +84,4 @@ class SwipeGate(NaiveGate):
         used = (~admitted).sum().clamp(max=ends[-1])
         begins = ends - capacity
         capacity = capacity - (used - begins).clamp(min=0).minimum(capacity)
-        return moved[begin : begin + idx.shape[0]], capacity
+        return moved.narrow(0, begin, idx.shape[0]), capacity

@@ -64,7 +64,7 @@ class Parts(OneRank):
     def __init__(self, rows):
         self.rows = rows
 
-    def gather(self, x):
+    def gather(self, x, same_size=False):
         return x.split(self.rows)
 
 

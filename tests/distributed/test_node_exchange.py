@@ -200,7 +200,7 @@ def bytes_of(exchange, top_k):
 def counts_bytes(top_k):
     row, (sent, pairs) = 4 * 64 * 4, bytes_of("node", top_k)
     messages = 4  # each rank has one peer on the other node, which it tells its number of rows
-    assert sent == pairs * (row + top_k * (2 * 4 + 2)) + messages * (4 + 1) * 8
+    assert sent == pairs * (row + top_k * (2 * 4 + 2)) + messages * (5 + 1) * 8
     by_token, _ = bytes_of("token", top_k)
     assert sent < 0.75 * by_token
 

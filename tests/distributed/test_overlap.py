@@ -122,7 +122,7 @@ def test_hides_half_of_the_exchange(pool):
         pytest.fail(f"{hidden:.0%} of the exchange hidden: {took}")
     least = 64 * (4 * 256 * 4 + 2 * 4)
     for degree in (1, 4):
-        assert num_bytes[f"overlap_degree={degree}"] == least + 8 * (4 + 4)
+        assert num_bytes[f"overlap_degree={degree}"] == least + 8 * (5 + 4)
 
 
 def test_auto(pool):

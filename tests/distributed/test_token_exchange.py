@@ -169,9 +169,9 @@ def counts_bytes(top_k):
         size * (size - 1),
     )  # a row goes there and back, in the forward and in the backward
     num_bytes, _, choices = bytes_of("choice", top_k)
-    assert num_bytes == choices * (row + 2 * 4) + messages * (4 + 8 // size) * 8
+    assert num_bytes == choices * (row + 2 * 4) + messages * (5 + 8 // size) * 8
     num_bytes, pairs, choices = bytes_of("token", top_k)
-    assert num_bytes == pairs * (row + top_k * (2 * 4 + 2)) + messages * (4 + 1) * 8
+    assert num_bytes == pairs * (row + top_k * (2 * 4 + 2)) + messages * (5 + 1) * 8
     assert pairs < choices
 
 

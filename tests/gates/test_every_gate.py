@@ -117,26 +117,6 @@ def test_compiled_training_counts_the_load():
     assert gate.expert_bias.abs().max() > 0
 
 
-@pytest.mark.parametrize("name", GATES)
-def test_layer_trains_compiled(name):
-    """Without a break of the graph, also after the first step; a gate that counts in training changes its buffers."""
-
-    def train(compiled):
-        torch.manual_seed(0)
-        layer = FMoETransformerMLP(E, D, 2 * D, gate=name)
-        whole = name != "sinkhorn"  # whose rounds in training end by the numbers
-        step = torch.compile(layer, fullgraph=whole, backend="aot_eager") if compiled else layer
-        optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
-        for _ in range(2):
-            optimizer.zero_grad()
-            run(step, tokens()).square().mean().backward()
-            optimizer.step()
-        return layer.state_dict()
-
-    torch._dynamo.reset()
-    torch.testing.assert_close(train(True), train(False))
-
-
 def test_reset_parameters_fills_what_to_empty_leaves_unset():
     """The way of FSDP and others: made on the meta device, given memory, then reset, module by module."""
     options = {"sigmoid": {}, "softmax": {"balance_loss": "running"}}

@@ -146,7 +146,7 @@ class Others:
         self.rank = rank
         self.parts = parts
 
-    def gather(self, x):
+    def gather(self, x, same_size=False):
         self.parts[self.rank] = x
         return self.parts
 
@@ -174,7 +174,7 @@ def test_swipe_once_with_the_room_of_one_rank():
     everyone, rooms = torch.randint(0, 4, (12,)), torch.tensor([5, 1, 9])
 
     class Ranks(Others):
-        def gather(self, x):
+        def gather(self, x, same_size=False):
             return super().gather(x) if x.shape[0] != 1 else list(rooms.split(1))
 
     gate.ranks = Ranks(0, list(everyone.split((5, 0, 7))))

@@ -48,7 +48,7 @@ class ThreadRanks:
     def sum(self, x):
         return sum(self._share(x))
 
-    def gather(self, x):
+    def gather(self, x, same_size=False):
         return [part.detach() for part in self._share(x)]
 
     def apply_capacity(self, topk_idx, num_experts, capacity):

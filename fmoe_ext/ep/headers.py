@@ -1,0 +1,43 @@
+"""What every rank sends beside its counts of rows, so that ranks that are not in the same place notice."""
+
+import math
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from fmoe_ext.ep.constants import constant
+from fmoe_ext.ep.exchange import find_group
+
+# the same on all ranks
+HEADER = (
+    *("the layer", "the dtype of the tokens", "the elements of a token"),
+    "the chunks of experts, of which a compiled graph has one",
+)
+LENGTH = len(HEADER) + 1  # the last: 1 for a rank that has tokens, 0 for one that has none
+_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+def make_header(
+    layer_index: int, leaves: Sequence[torch.Tensor], num_chunks: int, num_tokens: int, device: torch.device
+) -> torch.Tensor:
+    """[LENGTH] int64 for tokens of these leaves [T, *]; TypeError for a dtype that no expert computes in."""
+    dtype = leaves[0].dtype
+    if dtype not in _DTYPES:
+        raise TypeError(f"tokens must be float64, float32, bfloat16 or float16, but got {dtype}")
+    width = sum(math.prod(leaf.shape[1:]) for leaf in leaves)
+    return constant((layer_index, _DTYPES.index(dtype), width, num_chunks, int(num_tokens > 0)), device)
+
+
+def check_headers(headers: list[list[int]], group_name: str) -> None:
+    """Raises RuntimeError if the headers [ranks] differ. Every rank sees every other's, so every rank raises."""
+    headers = [header[: len(HEADER)] for header in headers]
+    if all(header == headers[0] for header in headers):
+        return
+    ranks = dist.get_process_group_ranks(find_group(group_name))
+    texts = []
+    for name, values in zip(HEADER, zip(*headers, strict=True), strict=True):
+        if len(set(values)) > 1:
+            shown = [_DTYPES[v] if "dtype" in name else v for v in values]
+            texts.append(f"{name} ({', '.join(f'rank {r}: {v}' for r, v in zip(ranks, shown, strict=True))})")
+    raise RuntimeError(f"ranks {ranks} do not exchange the same tokens; they differ in {'; '.join(texts)}")
