@@ -28,6 +28,7 @@ from fmoe_ext.recompute import Forwards, Repeat
 from fmoe_ext.routing import ExpertInput, Nest
 from fmoe_ext.spread import SpreadLayer, drop_wrapper_prefix, mark_module_parallel_comm, take_placement
 from fmoe_ext.step import Step, begin
+from fmoe_ext.tokens import batch_is
 
 GateMaker: TypeAlias = str | nn.Module | Callable[..., nn.Module]
 ExpertMaker: TypeAlias = Callable[[int], nn.Module] | Sequence[Callable[[int], nn.Module]]
@@ -227,7 +228,8 @@ class FMoE(SpreadLayer):
     def _choose(self, step: Step) -> tuple[torch.Tensor, torch.Tensor]:
         """topk_idx, topk_weights [T, K], checked, renormalized and masked."""
         if torch.compiler.is_compiling():
-            topk_idx, topk_weights = self._call_gate(step)
+            with batch_is(step.batch):
+                topk_idx, topk_weights = self._call_gate(step)
         else:
             with step:
                 topk_idx, topk_weights = self._call_gate(step)

@@ -142,8 +142,8 @@ def begin(
     """The step of a forward. moe_inp: a tensor [T, *] or a nest of them; other arguments: FMoE."""
     leaves = [moe_inp] if isinstance(moe_inp, torch.Tensor) else leaves_of(moe_inp)
     num_tokens = _check(leaves)
-    if torch.compiler.is_compiling() and not is_inside_a_block():
-        batch = Batch() if valid is None else with_valid(Batch(), valid)
+    if torch.compiler.is_compiling():
+        batch = current_batch() if valid is None else with_valid(current_batch(), valid)
         batch.check(num_tokens)
         step = Step(batch, None, False, True)
     else:

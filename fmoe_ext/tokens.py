@@ -6,11 +6,12 @@ with valid_tokens(attention_mask), packed_sequences(cu_seqlens), token_ids(input
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
+from contextvars import ContextVar, Token
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -94,37 +95,80 @@ class _PutBack(torch.autograd.Function):
 _batch: ContextVar[Batch] = ContextVar("the tokens that the layers get", default=Batch())  # noqa: B039  # frozen
 
 
-class _Blocks:
-    """Number of open blocks of batch_is() on all threads, which torch.compile can read, unlike _batch."""
+class _Open:
+    """The batch of the innermost block that is open on any thread, for compiled graphs, which cannot read _batch.
 
-    num_open = 0
+    thread: that of the block, 0 for a block in the graph itself.
+    """
+
+    num_blocks = 0
+    batch = Batch()
+    thread = 0
 
 
-_blocks = _Blocks()
+_open = _Open()
+Outer: TypeAlias = tuple[Batch, int, "Token[Batch] | None"]
 
 
 def is_inside_a_block() -> bool:
-    """True if current_batch() may hold facts; torch.compile traces this, and nothing that follows if it is True."""
-    return _blocks.num_open > 0
+    """True if current_batch() may hold facts."""
+    return _open.num_blocks > 0
 
 
 def current_batch() -> Batch:
     """Facts from valid_tokens() and packed_sequences() around this call."""
-    if torch.compiler.is_compiling() and not is_inside_a_block():
-        return Batch()
-    return _batch.get()
+    if not torch.compiler.is_compiling():
+        return _batch.get()
+    batch, thread = _open.batch, _open.thread
+    if thread == 0:
+        return batch
+    rows, sequences, ids = (
+        None if x is None else _of_this_thread(x, thread) for x in (batch.rows, batch.sequences, batch.ids)
+    )
+    return replace(batch, rows=rows, sequences=sequences, ids=ids)
+
+
+@torch.library.custom_op("fmoe_ext::of_this_thread", mutates_args=())
+def _of_this_thread(x: torch.Tensor, thread: int) -> torch.Tensor:
+    """A copy of x, which a block of this thread knows; RuntimeError on another."""
+    if threading.get_ident() != thread:
+        raise RuntimeError(
+            "a compiled layer runs while another thread is inside valid_tokens(), packed_sequences() or token_ids(), "
+            "and cannot tell whose tokens these are: pass valid= to the layer, or run one thread at a time"
+        )
+    return x.clone()
+
+
+@_of_this_thread.register_fake
+def _(x: torch.Tensor, thread: int) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+def enter(batch: Batch) -> Outer:
+    """Makes current_batch() this one -> what leave() needs."""
+    compiling = torch.compiler.is_compiling()
+    outer = _open.batch, _open.thread, None if compiling else _batch.set(batch)
+    _open.batch, _open.thread = batch, 0 if compiling else threading.get_ident()
+    _open.num_blocks += 1
+    return outer
+
+
+def leave(outer: Outer) -> None:
+    """Makes current_batch() the one before enter() again."""
+    _open.num_blocks -= 1
+    _open.batch, _open.thread, token = outer
+    if token is not None:
+        _batch.reset(token)
 
 
 @contextmanager
 def batch_is(batch: Batch) -> Iterator[None]:
     """current_batch() inside the block."""
-    token = _batch.set(batch)
-    _blocks.num_open += 1
+    outer = enter(batch)
     try:
         yield
     finally:
-        _blocks.num_open -= 1
-        _batch.reset(token)
+        leave(outer)
 
 
 def with_valid(batch: Batch, valid: torch.Tensor) -> Batch:
@@ -136,7 +180,8 @@ def with_valid(batch: Batch, valid: torch.Tensor) -> Batch:
         )
     batch.check(valid.numel())
     rows = valid.detach().flatten().nonzero().squeeze(1)
-    return replace(batch, num_tokens=valid.numel(), rows=None if rows.shape[0] == valid.numel() else rows)
+    all_valid = not torch.compiler.is_compiling() and rows.shape[0] == valid.numel()
+    return replace(batch, num_tokens=valid.numel(), rows=None if all_valid else rows)
 
 
 @contextmanager

@@ -229,7 +229,7 @@ MODULE_STATE = {
     "optimizer_steps.py": {"FOLLOWERS", "HOOKS"},  # weak, and the handles of two hooks
     "models/fmoefy.py": {"ADDED"},  # compat.megatron adds the models of FastMoE's time
     "ops/chooser.py": {"_CHOOSERS"},  # gpu registers itself
-    "tokens.py": {"_blocks"},  # how many blocks are open, which torch.compile can read of a ContextVar
+    "tokens.py": {"_open"},  # the innermost open block, which torch.compile can read, unlike a ContextVar
     "ops/_autograd.py": {
         "NODE",
         "_libraries",

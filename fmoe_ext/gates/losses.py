@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from fmoe_ext.gates.base_gate import BaseGate, OneRank, Ranks, gates_of
@@ -101,7 +102,7 @@ def _of_sequences(
             f"there are {len(sequences)} tokens in sequences, but the gate has {num_tokens}: a loss of each sequence "
             'needs whole sequences on every rank, which slice_group cuts; take balance_loss="global" there'
         )
-    num_sequences = int(sequences.max()) + 1 if len(sequences) else 0
+    num_sequences = int(F.pad(sequences, (0, 1), value=-1).max()) + 1
     if type(parts) is not OneRank:  # a part may have no real token of the last sequences
         mine = torch.tensor([num_sequences], device=scores.device)
         num_sequences = max(int(count) for count in parts.gather(mine))
@@ -111,7 +112,7 @@ def _of_sequences(
     )
     num_choices = weights.index_add(0, sequences, chosen)  # [B, E]
     score_sum = weights.index_add(0, sequences, scores)  # [B, E]
-    lengths = torch.bincount(sequences, minlength=num_sequences)  # [B]
+    lengths = sequences.new_zeros(num_sequences).index_add(0, sequences, torch.ones_like(sequences))  # [B]
     if type(parts) is not OneRank:
         sums = parts.sum(torch.cat((num_choices, score_sum, lengths.to(scores.dtype)[:, None]), 1))
         num_choices, score_sum, of_all = sums.split((num_experts, num_experts, 1), 1)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from fmoe_ext.layers import FMoE
-from fmoe_ext.tokens import Batch, batch_is, current_batch, with_valid
+from fmoe_ext.tokens import Batch, current_batch, enter, leave, with_valid
 
 MASKED = -1000.0  # below it an entry of an additive mask leaves its token out
 
@@ -91,14 +91,12 @@ class _MaskReader:
 
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         batch = self._batch(module, dict(zip(self._names, args, strict=False)) | kwargs)
-        self._open.append(None if batch is None else batch_is(batch))
-        if batch is not None:
-            self._open[-1].__enter__()
+        self._open.append(None if batch is None else enter(batch))
 
     def after(self, *_: Any) -> None:
-        block = self._open.pop()
-        if block is not None:
-            block.__exit__(None, None, None)
+        outer = self._open.pop()
+        if outer is not None:
+            leave(outer)
 
     def _batch(self, module: nn.Module, given: dict[str, Any]) -> Batch | None:
         """The batch for a forward with these arguments; None to leave it as it is."""
