@@ -1,4 +1,4 @@
-"""What every rank sends beside its counts of rows, so that ranks that are not in the same place notice."""
+"""Numbers that every rank sends beside its counts of rows: they show ranks that are not in the same place."""
 
 import math
 from collections.abc import Sequence
