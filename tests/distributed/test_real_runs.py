@@ -9,8 +9,7 @@ import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
 from fmoe_ext import valid_tokens
-from fmoe_ext.ep import plan
-from fmoe_ext.ep.ranks import GroupRanks
+from fmoe_ext.ep import plan, ranks
 from fmoe_ext.gates import GATES, NoisyGate, QuantileGate, SigmoidGate, SinkhornGate, SoftmaxGate, WholeBatch
 from tests.distributed import layouts
 from tests.distributed.layouts import assert_equal_histories, in_layout, one_process
@@ -126,7 +125,7 @@ def messages_of_a_repetition(options):
     layer(x)  # ranks compare their layers once
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(plan, "exchange_counts", counted(plan.exchange_counts))
-        patch.setattr(GroupRanks, "_all_reduce", counted(GroupRanks._all_reduce))
+        patch.setattr(ranks, "_all_reduce", counted(ranks._all_reduce))
         out = checkpoint(layer, x, use_reentrant=False)
         first = len(asked)
         (out.square().sum() + layer.gate.get_loss()).backward()
