@@ -14,7 +14,9 @@ author = "the authors of fmoe_ext"
 copyright = "the authors of fmoe_ext, Apache 2.0"
 version = release = fmoe_ext.__version__
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.viewcode", "headers"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.viewcode", "sphinx_copybutton", "headers"]
+copybutton_prompt_text = r">>> |\.\.\. "
+copybutton_prompt_is_regexp = True
 myst_heading_anchors = 3
 suppress_warnings = ["misc.highlighting_failure"]  # examples with ... in JSON
 smartquotes = False  # "gelu" is a string
@@ -28,6 +30,8 @@ html_theme = "furo"
 html_title = f"fmoe_ext {release}"
 html_static_path = ["static"]
 html_css_files = ["site.css"]
+html_favicon = "static/favicon.svg"
+html_search_scorer = str(Path(__file__).parent / "static" / "search_scorer.js")
 html_show_sourcelink = False
 html_copy_source = False
 

@@ -240,6 +240,11 @@ def test_page_stands_alone(tmp_path):
     words = " ".join(page.words)
     for expected in ("run <1>", "the\u2423 75%", "<b> 100%", "overloaded", "dead", "6.25%", "0 + 1 ("):
         assert expected in words, f"{expected!r} is missing"
+    assert "bits a choice" not in "".join(re.findall(r'class="tile">.*?</div>', text))
+    along = re.findall(r'<div class="along">(.*?)</div>', text)
+    experts, steps = re.findall(r"\d+", along[-1]), re.findall(r"step (\d+)", along[0])
+    assert experts[0] == steps[0] == "0" and len(steps) >= 2, "no numbers beside the pictures"
+    assert 'class="square"' in text and text.count('class="scale"') == 2
 
 
 def test_pictures():

@@ -83,7 +83,7 @@ def test_training_needs_no_package_of_requirements_test(text, tmp_path):
 
 def test_run_learns_and_writes_everything(text, tmp_path):
     out = tmp_path / "out"
-    assert train(text, out, "--steps", "30", "--lr", "1e-2", "--prompt", "All w") == 0
+    assert train(text, out, "--steps", "30", "--lr", "1e-2", "--prompt", "All w", "--choices") == 0
     records = metrics(out, timeless=False)
     assert [r["step"] for r in records] == list(range(2, 31, 2))
     assert all(math.isfinite(r["loss"]) and r["tokens_per_second"] > 0 for r in records)
@@ -96,6 +96,8 @@ def test_run_learns_and_writes_everything(text, tmp_path):
     load = torch.tensor([r["expert_load"] for r in records])  # [reports, layers with experts, E]
     assert load.shape == (15, 1, 4)
     assert torch.allclose(load.sum(-1), torch.ones(15, 1), atol=1e-3)
+    page = (out / "choices.html").read_text()
+    assert "step 1<" in page and "step 29<" in page and "<span>3</span>" in page  # of 4 experts
     for picture in ("curve.png", "expert_load.png"):
         assert (out / picture).read_bytes().startswith(b"\x89PNG")
     assert (out / "sample.txt").read_text().startswith("All w")

@@ -208,6 +208,11 @@ def build_parser() -> ArgumentParser:
     add("--val-windows", type=positive_int, default=128, help="windows of --seq-len bytes to validate on")
     add("--save-every", type=positive_int, default=100, help="steps between checkpoints")
     add("--tensorboard", action="store_true", help="write the metrics for TensorBoard too")
+    add(
+        "--choices",
+        action="store_true",
+        help="log which byte chose which expert: choices.html shows it (docs/telemetry.md)",
+    )
     add("--profile", action="store_true", help="profile five steps: profile.png shows where their time goes")
     add(
         "--peak-flops",
@@ -288,6 +293,8 @@ def ep_size_of(options: Namespace, job: Job) -> int:
 def check(parser: ArgumentParser, options: Namespace, job: Job) -> None:
     if options.dense and options.compare:
         parser.error("--dense and --compare exclude each other: --compare trains the dense model as well")
+    if options.choices and (options.dense or job.is_spread):
+        parser.error("--choices is for experts on one process: leave out --dense and torchrun")
     if options.d_model % (2 * options.num_heads) != 0:
         parser.error(f"--d-model {options.d_model} is not a multiple of 2 * --num-heads {options.num_heads}")
     if options.moe_every > options.num_layers:

@@ -15,6 +15,8 @@ from runs import DivergedError, Run
 from trainer import Trainer, TrainerError
 
 from fmoe_ext import checkpoint, cpu
+from fmoe_ext.balance.page import render
+from fmoe_ext.balance.report import summarize_logs
 
 
 def describe(run: Run) -> str:
@@ -46,6 +48,9 @@ def write_pictures(trainer: Trainer) -> None:
     )
     if any("expert_load" in record for record in records):
         report.draw_expert_load(records, out / "expert_load.png")
+    if trainer.choices and trainer.choices.path.exists():
+        page = render(summarize_logs([trainer.choices.path]), {byte: chr(byte) for byte in range(256)})
+        (out / "choices.html").write_text(page, encoding="utf-8")
 
 
 def make_sample(trainer: Trainer) -> str:

@@ -17,6 +17,8 @@ from runs import Run, learning_rate
 from speed import measure_peak, peak_memory
 from tqdm import tqdm
 
+from fmoe_ext import balance
+
 
 class TrainerError(Exception):
     """The run cannot go on; the message says why."""
@@ -35,6 +37,11 @@ class Trainer:
         self.step = 0  # done last
         self.metrics: Metrics | None = None  # of the first rank
         models = {run.name: run.model.module for run in self.runs}
+        self.choices = None
+        if options.choices:
+            self.choices = balance.log_choices(
+                models["moe"], options.out / "choices.log", every=options.log_every
+            )
         self.profile = StepProfile(models, job.device) if options.profile and job.is_first else None
 
     def resume(self) -> None:
@@ -65,6 +72,8 @@ class Trainer:
             self.metrics.close()
         if self.profile:
             self.profile.close()
+        if self.choices:
+            self.choices.close()
         return signals.number
 
     def progress_bar(self) -> tqdm:
@@ -90,6 +99,8 @@ class Trainer:
         for run in self.runs:
             with run_range(run.name):
                 run.train_step(self.step, *batch, self.optimizer)
+        if self.choices:
+            self.choices.end_step(self.step, batch[0])
 
     def report(self, bar: tqdm) -> None:
         """Validates and writes records where it is time to."""

@@ -19,7 +19,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prog="fmoe balance", description="Shows which tokens chose which expert."
     )
     report = parser.add_subparsers(dest="command", required=True).add_parser(
-        "report", help="write the HTML page"
+        "report",
+        help="write the HTML page",
+        epilog="`make train ARGS=--choices` in a clone writes a log, and this page of it as out/lm/choices.html.",
     )
     report.add_argument("logs", nargs="+", type=Path, help="logs of balance.log_choices, one a rank")
     report.add_argument("-o", "--out", type=Path, default=Path("choices.html"), help="the page")

@@ -32,16 +32,22 @@ p { margin: 4px 0 12px; color: var(--soft); max-width: 75ch; }
 .tile, .card { background: var(--card); border: 1px solid var(--line); border-radius: 8px; padding: 10px 14px; }
 .tile b { display: block; font-size: 21px; font-weight: 600; }
 .tile span, figcaption { color: var(--soft); font-size: 13px; }
-.wide { overflow-x: auto; } table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; }
+.wide { overflow-x: auto; }
+table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; }
 th, td { text-align: right; padding: 5px 10px; border-bottom: 1px solid var(--line); white-space: nowrap; }
 th { color: var(--soft); font-weight: 500; font-size: 13px; } .left { text-align: left; }
 .cards { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 330px), 1fr)); gap: 12px; }
 figure { margin: 0; } figcaption { overflow-wrap: anywhere; }
-img { display: block; width: 100%; image-rendering: pixelated; border: 1px solid var(--line); margin: 4px 0; }
+img { display: block; width: 100%; height: 100%; image-rendering: pixelated; border: 1px solid var(--line); }
+.map { display: grid; grid-template-columns: auto 1fr; gap: 2px 6px; margin-top: 6px; }
+.map .up, .map .along { display: flex; justify-content: space-between; color: var(--soft); font-size: 12px; }
+.map .up { flex-direction: column; text-align: right; } .map .along { grid-column: 2; }
+.stack { display: grid; gap: 12px; }
+.square { aspect-ratio: 1; }
+.scale { display: inline-block; width: 160px; height: 11px; border: 1px solid var(--line); vertical-align: -1px;
+  margin: 0 6px; background: linear-gradient(to right, var(--below), transparent, var(--above)); }
 .chip { display: inline-block; border: 1px solid var(--line); border-radius: 5px; padding: 0 6px; margin: 1px 3px 1px 0;
   font: 13px ui-monospace, monospace; }
-.key { display: inline-block; width: 11px; height: 11px; border-radius: 2px; margin-right: 4px; }
-.what { white-space: nowrap; margin-right: 10px; }
 svg { display: block; margin-left: auto; }
 polyline { fill: none; stroke: var(--above); stroke-width: 1.5; }
 """
@@ -75,7 +81,6 @@ def _head(summary: Summary) -> str:
         "dropped": f"{dropped / max(choices + dropped, 1):.2%}",
         "dead experts": str(sum(len(gate.dead) for gate in gates)),
         "overloaded experts": str(sum(len(gate.overloaded) for gate in gates)),
-        "bits a choice on disk": f"{8 * summary.num_bytes / max(choices + dropped, 1):.1f}",
     }
     cells = "".join(
         f'<div class="tile"><b>{value}</b><span>{name}</span></div>' for name, value in tiles.items()
@@ -83,7 +88,8 @@ def _head(summary: Summary) -> str:
     names = ", ".join(html.escape(path.name) for path in summary.paths)
     return (
         f"<h1>Choices of experts</h1><p>{names}: steps {summary.steps[0]:,} to {summary.steps[-1]:,}. Dead: no token "
-        f"in the last {1 / LAST_SHARE:.0%} of the steps; overloaded: more than {OVERLOAD:g} times the mean there.</p>"
+        f"in the last {1 / LAST_SHARE:.0%} of the steps; overloaded: more than {OVERLOAD:g} times the mean there. "
+        f"The logs take {8 * summary.num_bytes / max(choices + dropped, 1):.1f} bits a choice on disk.</p>"
         f'<div class="tiles">{cells}</div>'
     )
 
@@ -126,14 +132,18 @@ def _layer_row(gate: GateSummary) -> list[str]:
 def _over_steps(summary: Summary) -> str:
     figures = [
         _figure(
-            _relative(gate.load).t(), f"{gate.gate.name}: experts 0 to {gate.gate.num_experts - 1} downwards"
+            _relative(gate.load).t(),
+            gate.gate.name,
+            _numbers(gate.gate.num_experts),
+            [f"step {summary.bins[i]:,}" for i in _places(len(summary.bins))],
+            f"height:{max(64, min(360, 8 * gate.gate.num_experts))}px",
         )
         for gate in summary.gates
     ]
     return (
-        "<h2>Load over steps</h2><p>Steps from left to right, an expert a line. "
-        f"{_keys('more than an even share (full at twice)', 'less (full at none)')}</p>"
-        f'<div class="cards">{"".join(figures)}</div>'
+        "<h2>Load over steps</h2><p>Numbers of experts on the left, steps below; the colour is the expert's load over "
+        f"the mean of its layer.</p><p>{_scale('0', '1', '2 or more')}</p>"
+        f'<div class="stack">{"".join(figures)}</div>'
     )
 
 
@@ -168,12 +178,13 @@ def _together(summary: Summary) -> str:
             continue
         lift = _lift(gate)
         pairs = _top_pairs(gate, lift)
-        figures.append(_figure(lift, f"{gate.gate.name}: {pairs}"))
+        numbers = _numbers(gate.gate.num_experts)
+        figures.append(_figure(lift, f"{gate.gate.name}: {pairs}", numbers, numbers, "", "square"))
     if not figures:
         return ""
     return (
-        "<h2>Experts chosen together</h2><p>By one token, against what their loads alone would give. "
-        f"{_keys('more often (full at twice)', 'less often (full at never)')}</p>"
+        "<h2>Experts chosen together</h2><p>By one token, over what their loads alone would give. Numbers of experts "
+        f"on both sides.</p><p>{_scale('never', 'as expected', 'twice or more')}</p>"
         f'<div class="cards">{"".join(figures)}</div>'
     )
 
@@ -212,11 +223,19 @@ def _text(token: int, vocabulary: Mapping[int, str]) -> str:
     return vocabulary.get(token, str(token)).replace(" ", "\u2423").replace("\n", "\u23ce")
 
 
-def _keys(above: str, below: str) -> str:
-    return " ".join(
-        f'<span class="what"><span class="key" style="background:var(--{name})"></span>{text}</span>'
-        for name, text in (("above", above), ("below", below))
-    )
+def _scale(low: str, middle: str, high: str) -> str:
+    """The colours, with what their ends and their middle stand for."""
+    return f'{low}<span class="scale" role="img" aria-label="{middle} in the middle"></span>{high}; no colour: {middle}'
+
+
+def _places(count: int) -> list[int]:
+    """At most five of 0 .. count - 1, evenly spread, both ends among them."""
+    ends = max(1, min(4, count - 1))
+    return sorted({round(i * (count - 1) / ends) for i in range(ends + 1)})
+
+
+def _numbers(count: int) -> list[str]:
+    return [str(i) for i in _places(count)]
 
 
 def _table(header: Iterable[str], rows: Iterable[Iterable[str]], left: tuple[int, ...]) -> str:
@@ -244,14 +263,18 @@ def _curve(values: list[float]) -> str:
     )
 
 
-def _figure(relative: torch.Tensor, caption: str) -> str:
-    """relative [lines, columns], 1 where nothing is to be seen."""
+def _figure(
+    relative: torch.Tensor, caption: str, up: list[str], along: list[str], style: str, shape: str = ""
+) -> str:
+    """relative [lines, columns], 1 where nothing is to be seen. up, along: texts beside lines, below columns."""
     data = base64.b64encode(png(_colours(relative))).decode()
     caption = html.escape(caption)
-    height = max(48, min(260, 6 * relative.shape[0]))
+    sides = ("".join(f"<span>{text}</span>" for text in texts) for texts in (up, along))
     return (
-        f'<figure class="card"><figcaption>{caption}</figcaption>'
-        f'<img alt="{caption}" style="height:{height}px" src="data:image/png;base64,{data}"></figure>'
+        f'<figure class="card"><figcaption>{caption}</figcaption><div class="map">'
+        f'<div class="up">{next(sides)}</div>'
+        f'<div class="{shape}" style="{style}"><img alt="{caption}" src="data:image/png;base64,{data}"></div>'
+        f'<div class="along">{next(sides)}</div></div></figure>'
     )
 
 
