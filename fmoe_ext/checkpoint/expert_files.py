@@ -20,14 +20,16 @@ Weights: TypeAlias = tuple[Any, Any]  # w1 and w2: tensors [E, *, *]
 class Span(NamedTuple):
     """num_bytes from begin of a file, for the place `at` of a buffer.
 
-    turn: makes of these bytes those that the buffer has from `at` on; None where they are the same.
+    turn: makes of these bytes, and of those of the spans `beside`, what the buffer has from `at` on; None where they
+    are the same.
     """
 
     path: Path
     begin: int
     num_bytes: int
     at: int
-    turn: Callable[["np.ndarray[Any, Any]"], "np.ndarray[Any, Any]"] | None = None
+    turn: Callable[..., "np.ndarray[Any, Any]"] | None = None
+    beside: tuple["Span", ...] = ()
 
     def moved(self, num_bytes: int) -> "Span":
         """The same bytes of the file, for a place num_bytes later in the buffer."""
@@ -52,11 +54,11 @@ class Part:
         if dtype == self.dtype:
             return self
 
-        def turn(raw: "np.ndarray[Any, Any]") -> "np.ndarray[Any, Any]":
-            values = torch.from_numpy(raw).view(self.dtype).to(dtype)
-            return values.view(torch.uint8).numpy()
-
         def moved(span: Span) -> Span:
+            def turn(*raw: "np.ndarray[Any, Any]") -> "np.ndarray[Any, Any]":
+                data = raw[0] if span.turn is None else span.turn(*raw).reshape(-1).view(np.uint8)
+                return torch.from_numpy(data).view(self.dtype).to(dtype).view(torch.uint8).numpy()
+
             return span._replace(at=span.at // self.dtype.itemsize * dtype.itemsize, turn=turn)
 
         return Part(self.shape, dtype, tuple(tuple(map(moved, of_expert)) for of_expert in self.spans))

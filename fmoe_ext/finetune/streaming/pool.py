@@ -116,7 +116,7 @@ class Pool:
         self._memory = in_huge_pages(min(num_bytes, self._slot_bytes * len(layers)) // BLOCK * BLOCK)
         self._bytes = np.frombuffer(self._memory, dtype=np.uint8)
         self.address = int(self._bytes.ctypes.data)
-        paths = {span.path for layer in layers for span in spans_of(layer)}
+        paths = {part.path for layer in layers for span in spans_of(layer) for part in (span, *span.beside)}
         self._reader = Reader(paths, through_cache)
         self._ahead = ThreadPoolExecutor(1, "fmoe_ext read ahead")
         self._lock = Lock()
