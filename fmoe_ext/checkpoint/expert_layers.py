@@ -52,16 +52,23 @@ def layer_of(base: Base, path: str, weights: tuple[InFiles, InFiles]) -> tuple[L
     elif all(isinstance(m, Matrix) and m.has_rows for m in flat) and not any(w.interleaved for w in weights):
         for name, matrices in zip(("w1", "w2"), found, strict=True):
             if _is_joinable(matrices):
-                parts |= {f"{name}.{part}": _packed_part(base, part, matrices) for part in matrices[0][0].pieces}
+                parts |= {
+                    f"{name}.{part}": _packed_part(base, part, matrices) for part in matrices[0][0].pieces
+                }
                 formats.append(matrices[0][0].format)
     if len(formats) == 1 or not parts:
         parts, formats = {}, []
         for name, weight, matrices in zip(("w1", "w2"), weights, found, strict=True):
             parts[name] = _decoded_part(base, weight, matrices)
-    shapes = [_shape(found[i], parts[f"w{i + 1}" if not formats else f"w{i + 1}.data"], bool(formats)) for i in (0, 1)]
+    shapes = [
+        _shape(found[i], parts[f"w{i + 1}" if not formats else f"w{i + 1}.data"], bool(formats))
+        for i in (0, 1)
+    ]
     counts = [len(weight.names[0]) for weight in weights]
 
-    def build(tensors: Tensors) -> tuple[torch.Tensor, torch.Tensor] | tuple[frozen.Quantized, frozen.Quantized]:
+    def build(
+        tensors: Tensors,
+    ) -> tuple[torch.Tensor, torch.Tensor] | tuple[frozen.Quantized, frozen.Quantized]:
         if not formats:
             return tensors["w1"], tensors["w2"]
         first, second = (
@@ -133,13 +140,19 @@ def _plain_part(base: Base, weight: InFiles) -> Part:
     first = [base.tensors[name] for name in weight.names[0]]
     shapes = [tensor.shape[1:] if weight.is_stack else tensor.shape for tensor in first]
     for name, tensor, shape in zip(weight.names[0], first, shapes, strict=True):
-        if len(shape) != 2 or shape[1] != shapes[0][1] or (weight.is_stack and tensor.shape[0] != len(weight.names)):
+        if (
+            len(shape) != 2
+            or shape[1] != shapes[0][1]
+            or (weight.is_stack and tensor.shape[0] != len(weight.names))
+        ):
             expected = "a stack [E, *, *]" if weight.is_stack else "a matrix"
             raise CheckpointError(f"{base.folder}: {name} is {list(tensor.shape)}, expected {expected}")
     if not weight.transposed and not weight.interleaved:
         return part_of(base, (sum(shape[0] for shape in shapes), shapes[0][1]), weight.names)
     if first[0].dtype not in FLOATS:
-        raise CheckpointError(f"{base.folder}: {weight.names[0][0]} is {first[0].dtype}, packed without scales")
+        raise CheckpointError(
+            f"{base.folder}: {weight.names[0][0]} is {first[0].dtype}, packed without scales"
+        )
     kept = [
         [Decoded("plain", shape, (name,), lambda t: t) for name, shape in zip(of_expert, shapes, strict=True)]
         for of_expert in weight.names

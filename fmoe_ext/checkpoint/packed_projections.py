@@ -30,7 +30,9 @@ def packed_layer(base: Base, path: str) -> tuple[Layer, set[str]] | None:
                 while kind.is_packed(base, f"{prefix}experts.{count}.{stems[0]}"):
                     count += 1
                 weights = (
-                    InFiles(tuple(tuple(f"{prefix}experts.{e}.{s}.weight" for s in joined) for e in range(count)))
+                    InFiles(
+                        tuple(tuple(f"{prefix}experts.{e}.{s}.weight" for s in joined) for e in range(count))
+                    )
                     for joined in (stems[:2], stems[2:])
                 )
                 return layer_of(base, path, (next(weights), next(weights)))

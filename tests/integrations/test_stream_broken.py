@@ -229,7 +229,9 @@ def test_missing_scales_and_unknown_formats(tmp_path):
         fmoe_ext.stream(folder, BIG)
     header = {key.replace("_blocks", "_qweight"): value for key, value in whole.items()}
     write_header(file, header, rest)
-    with pytest.raises(CheckpointError, match=r"no tensors for model\.layers\.0\.mlp\.experts\.gate_up_proj: .*_qweight"):
+    with pytest.raises(
+        CheckpointError, match=r"no tensors for model\.layers\.0\.mlp\.experts\.gate_up_proj: .*_qweight"
+    ):
         fmoe_ext.stream(folder, BIG)
 
 

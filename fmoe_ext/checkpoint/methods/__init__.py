@@ -30,7 +30,17 @@ KINDS = MappingProxyType(
 )
 MXFP4 = "mxfp4"  # of GPT-OSS, whose tensors are stacks: checkpoint.packed
 
-__all__ = ["KINDS", "Decoded", "Kind", "Matrix", "PackedTensor", "check_method", "decoded", "kind_of", "plain"]
+__all__ = [
+    "KINDS",
+    "Decoded",
+    "Kind",
+    "Matrix",
+    "PackedTensor",
+    "check_method",
+    "decoded",
+    "kind_of",
+    "plain",
+]
 
 
 def kind_of(base: Base) -> Kind | None:

@@ -64,7 +64,9 @@ class Matrix(NamedTuple):
 
     def quantized(self, parts: Mapping[str, torch.Tensor]) -> frozen.Quantized:
         """The weight of one expert that its pieces make."""
-        one = {part: value[None] if self.has_rows else value.reshape(1, 1, -1) for part, value in parts.items()}
+        one = {
+            part: value[None] if self.has_rows else value.reshape(1, 1, -1) for part, value in parts.items()
+        }
         data = frozen.FORMATS[self.format].of_bytes(one["data"].view(torch.uint8))
         return frozen.Quantized(self.format, data, one["scale"], one.get("zero"))
 

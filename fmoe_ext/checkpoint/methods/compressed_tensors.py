@@ -8,7 +8,17 @@ from typing import Any
 import torch
 
 from fmoe_ext.checkpoint.errors import CheckpointError
-from fmoe_ext.checkpoint.methods.base import Config, Kind, Matrix, Piece, is_usual, refuse, settings, stored, tensor_of
+from fmoe_ext.checkpoint.methods.base import (
+    Config,
+    Kind,
+    Matrix,
+    Piece,
+    is_usual,
+    refuse,
+    settings,
+    stored,
+    tensor_of,
+)
 from fmoe_ext.checkpoint.methods.decoded import Decoded, e8m0, fp4, scaled, unpacked
 from fmoe_ext.checkpoint.methods.fp8 import MX_BLOCK
 from fmoe_ext.checkpoint.model_folder import FLOATS, Base
@@ -130,7 +140,9 @@ def _integers(base: Base, stem: str) -> Matrix | Decoded:
         # Values and zero points are both stored with the same number added.
         numbers = unpacked(data, bits, columns).unflatten(1, (groups, -1))
         least = 2 ** (bits - 1) if zero is None else unpacked(zero.T, bits, rows).T[..., None]
-        of_group = scale.float().expand(grid) if scale.dim() != 1 or len(scale) == 1 else scale.float()[:, None]
+        of_group = (
+            scale.float().expand(grid) if scale.dim() != 1 or len(scale) == 1 else scale.float()[:, None]
+        )
         return ((numbers - least).float() * of_group[..., None]).flatten(1)
 
     names = (name, scale, zero) if zero in base.tensors else (name, scale)
@@ -147,7 +159,9 @@ def _bits_and_columns(base: Base, name: str, words: int) -> tuple[int, int]:
         raise CheckpointError(f"{base.folder} lacks {name}")
     shape = base.tensors[name]
     columns = int(shape.read().tolist()[1]) if shape.shape == (2,) else 0
-    fitting = [bits for bits in sorted(found) or range(1, 9) if 0 < columns and -(-columns * bits // 32) == words]
+    fitting = [
+        bits for bits in sorted(found) or range(1, 9) if 0 < columns and -(-columns * bits // 32) == words
+    ]
     if len(fitting) != 1 or not 1 <= fitting[0] <= 8:
         raise CheckpointError(
             f"{base.folder}: {name} has {columns} columns, which are no {words} words of {sorted(found)} bits"
@@ -182,7 +196,9 @@ def _naive(base: Base, stem: str) -> Matrix | Decoded:
 def _block(base: Base, name: str, shape: tuple[int, int], grid: tuple[int, ...]) -> tuple[int, int]:
     """Rows and columns of a matrix that an entry of its scale is for."""
     groups = settings(base).get("config_groups") or {}
-    said = [tuple(((group or {}).get("weights") or {}).get("block_structure") or ()) for group in groups.values()]
+    said = [
+        tuple(((group or {}).get("weights") or {}).get("block_structure") or ()) for group in groups.values()
+    ]
     sizes = [(1, ((group or {}).get("weights") or {}).get("group_size") or 0) for group in groups.values()]
     for block in (shape, (1, shape[1]), *said, *sizes, (1, MX_BLOCK)):
         whole = len(block) == 2 and all(isinstance(n, int) and n > 0 for n in block)

@@ -5,7 +5,17 @@ from __future__ import annotations
 import torch
 
 from fmoe_ext.checkpoint.errors import CheckpointError
-from fmoe_ext.checkpoint.methods.base import Config, Kind, Matrix, Piece, Turn, refuse, settings, stored, tensor_of
+from fmoe_ext.checkpoint.methods.base import (
+    Config,
+    Kind,
+    Matrix,
+    Piece,
+    Turn,
+    refuse,
+    settings,
+    stored,
+    tensor_of,
+)
 from fmoe_ext.checkpoint.methods.decoded import Decoded, e8m0, fp4, scaled
 from fmoe_ext.checkpoint.model_folder import Base
 
@@ -42,7 +52,9 @@ def matrix(base: Base, stem: str, scale_name: str = ".weight_scale_inv") -> Matr
         }
         return Matrix("mxfp4", (rows, columns), pieces)
     if dtype != torch.float8_e4m3fn:
-        raise CheckpointError(f"{base.folder}: {name} is {dtype}, expected torch.float8_e4m3fn or FP4 in int8")
+        raise CheckpointError(
+            f"{base.folder}: {name} is {dtype}, expected torch.float8_e4m3fn or FP4 in int8"
+        )
     block = _block(base, scale_name, (rows, columns))
     if block != (FP8_BLOCK, FP8_BLOCK):
         values = fp8_values(*block)
@@ -52,7 +64,9 @@ def matrix(base: Base, stem: str, scale_name: str = ".weight_scale_inv") -> Matr
     grid = (scale.shape[0], scale.shape[1])
     pieces = {
         "data": Piece(name, (rows, columns), dtype),
-        "scale": Piece(scale_name, grid, torch.float32, turn) if is_exponent else Piece(scale_name, grid, scale.dtype),
+        "scale": Piece(scale_name, grid, torch.float32, turn)
+        if is_exponent
+        else Piece(scale_name, grid, scale.dtype),
     }
     return Matrix("fp8_block", (rows, columns), pieces)
 

@@ -22,7 +22,11 @@ SCALES = (torch.float32, torch.bfloat16, torch.float16)
 def check(folder: str, config: Config) -> None:
     layers = config.get("quantized_layers") or {}
     mixed = config.get("quant_algo") == "MIXED_PRECISION"
-    found = {(layer or {}).get("quant_algo") for layer in layers.values()} if mixed else {config.get("quant_algo")}
+    found = (
+        {(layer or {}).get("quant_algo") for layer in layers.values()}
+        if mixed
+        else {config.get("quant_algo")}
+    )
     for name in sorted(map(str, found - {None})):
         if name not in ALGORITHMS:
             refuse(folder, f"modelopt with quant_algo {name!r}")

@@ -92,7 +92,9 @@ class Folder:
             weights = [self._names.experts(name) for name in parameters]
             for name, weight in zip(parameters, weights, strict=True):
                 if weight is None:
-                    raise CheckpointError(f"{self.path} has no tensors for {name}: {self._names.nearest(name)}")
+                    raise CheckpointError(
+                        f"{self.path} has no tensors for {name}: {self._names.nearest(name)}"
+                    )
             found = layer_of(self.base, path, tuple(weights))
         self._used |= found[1]
         return found[0]

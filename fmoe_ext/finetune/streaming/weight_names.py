@@ -58,7 +58,9 @@ class WeightNames:
         if found[0][0] is None:
             return InFiles(((found[0][1],),) * num_experts, is_stack=True)
         converter = self._converters[found[0][0]]
-        names = {pattern: [name for p, name in found if p == pattern] for pattern in converter.source_patterns}
+        names = {
+            pattern: [name for p, name in found if p == pattern] for pattern in converter.source_patterns
+        }
         lists = [list(of_pattern) for of_pattern in names.values()]
         steps = [(type(step).__name__, getattr(step, "dim", None)) for step in converter.operations]
         if steps[:1] == [("MergeModulelist", 0)]:
@@ -85,7 +87,6 @@ class WeightNames:
         raise CheckpointError(
             f"{self._folder}: {parameter} is made of {found[0][1]} and others by {kinds}, which is not computed here"
         )
-
 
     def _check_count(self, parameter: str, pattern: str, names: list[str], num_experts: int) -> None:
         """CheckpointError unless there is a tensor for each expert."""
