@@ -125,10 +125,12 @@ def _integers(base: Base, stem: str) -> Matrix | Decoded:
     groups = of_scale.shape[1] if len(of_scale.shape) == 2 else 1
     bits, columns = _bits_and_columns(base, shape, words)
     grid = (rows, groups)
+    if zero not in base.tensors and _weights(base, "symmetric") == {False}:
+        raise CheckpointError(f"{base.folder} lacks {zero}")
     if columns % groups or of_scale.dtype not in FLOATS or of_scale.shape not in (grid, (1,), (rows,)):
         raise _unlike(base, scale, f"a floating dtype [{rows}, groups] for {name} of {rows} x {columns}")
     zero_rows = -(-rows * bits // 32)
-    if zero in base.tensors and base.tensors[zero].shape != (zero_rows, groups):
+    if zero in base.tensors and stored(base, zero) != ((zero_rows, groups), torch.int32):
         raise _unlike(base, zero, f"torch.int32 [{zero_rows}, {groups}]")
     if bits == 4 and columns % 8 == 0 and columns // groups % 32 == 0 and of_scale.shape == grid:
         pieces = {"data": Piece(name, (rows, words), dtype), "scale": Piece(scale, grid, of_scale.dtype)}
@@ -151,8 +153,7 @@ def _integers(base: Base, stem: str) -> Matrix | Decoded:
 
 def _bits_and_columns(base: Base, name: str, words: int) -> tuple[int, int]:
     """Bits of a number, and columns of a matrix of so many words a row, which weight_shape has."""
-    groups = settings(base).get("config_groups") or {}
-    found = {((group or {}).get("weights") or {}).get("num_bits") for group in groups.values()} - {None}
+    found = _weights(base, "num_bits") - {None}
     if name not in base.tensors:  # as the library wrote before it had weight_shape
         if len(found) == 1 and 1 <= (bits := found.pop()) <= 8:
             return bits, 32 * words // bits
@@ -187,19 +188,25 @@ def _naive(base: Base, stem: str) -> Matrix | Decoded:
             numbers = numbers - scaled(torch.ones_like(numbers), zero.float().reshape(grid), *block)
         return scaled(numbers, e8m0(scale).reshape(grid), *block)
 
+    if zero not in base.tensors and dtype == torch.int8 and _weights(base, "symmetric") == {False}:
+        raise CheckpointError(f"{base.folder} lacks {zero}")
     if zero in base.tensors and base.tensors[zero].shape != found.shape:
         raise _unlike(base, zero, f"{list(found.shape)}")
     names = (name, scale, zero) if zero in base.tensors else (name, scale)
     return Decoded("float-quantized", (rows, columns), names, values)
 
 
+def _weights(base: Base, key: str) -> set[Any]:
+    """The values that a setting of weights has in all groups."""
+    groups = (settings(base).get("config_groups") or {}).values()
+    values = (((group or {}).get("weights") or {}).get(key) for group in groups)
+    return {tuple(value) if isinstance(value, list) else value for value in values}
+
+
 def _block(base: Base, name: str, shape: tuple[int, int], grid: tuple[int, ...]) -> tuple[int, int]:
     """Rows and columns of a matrix that an entry of its scale is for."""
-    groups = settings(base).get("config_groups") or {}
-    said = [
-        tuple(((group or {}).get("weights") or {}).get("block_structure") or ()) for group in groups.values()
-    ]
-    sizes = [(1, ((group or {}).get("weights") or {}).get("group_size") or 0) for group in groups.values()]
+    said = [tuple(block or ()) for block in _weights(base, "block_structure")]
+    sizes = [(1, size or 0) for size in _weights(base, "group_size")]
     for block in (shape, (1, shape[1]), *said, *sizes, (1, MX_BLOCK)):
         whole = len(block) == 2 and all(isinstance(n, int) and n > 0 for n in block)
         if whole and grid == tuple(-(-n // m) for n, m in zip(shape, block, strict=True)):
