@@ -228,6 +228,48 @@ def test_gguf_experts_are_read_as_they_are(tmp_path):
     assert (w1.format, w2.format) == ("q4_k", "q6_k")
 
 
+def write_types(path, types, width=256):
+    """A layer whose projections gate, up and down have random bytes of these types -> their values."""
+    generator = np.random.default_rng(0)
+    writer, values = gguf.GGUFWriter(path, "qwen3moe"), {}
+    for role, kind in zip(("gate", "up", "down"), types, strict=True):
+        raw = gguf.GGMLQuantizationType[kind]
+        block, num_bytes = gguf.GGML_QUANT_SIZES[raw]
+        data = generator.integers(0, 256, (E, width, width // block * num_bytes), np.uint8)
+        writer.add_tensor(f"blk.0.ffn_{role}_exps.weight", data, raw_dtype=raw)
+        try:
+            values[role] = gguf.quants.dequantize(data, raw)
+        except NotImplementedError:
+            continue
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return values
+
+
+PACKED_TYPES = [kind.name for kind, (block, _) in gguf.GGML_QUANT_SIZES.items() if block > 1]
+
+
+@pytest.mark.filterwarnings("ignore:invalid value|overflow encountered")
+@pytest.mark.parametrize("kind", [*PACKED_TYPES, "mixed"])
+def test_every_type_of_gguf_is_read_or_refused_by_name(kind, tmp_path):
+    """With the bits of the gguf package's own function."""
+    path = tmp_path / "model.gguf"
+    values = write_types(path, [kind] * 3 if kind != "mixed" else ["Q4_K", "Q5_K", "IQ4_XS"])
+    if not values:
+        with pytest.raises(CheckpointError, match=rf"ffn_gate_exps\.weight is {kind.lower()}, which the gguf"):
+            gguf_layers(path, open_gguf(path))
+        return
+    layer = gguf_layers(path, open_gguf(path))[0]
+    assert layer.shapes == ((E, 512, 256), (E, 256, 256))
+    w1, w2 = (w if torch.is_tensor(w) else w.dequantize() for w in read(layer, [2, 0]))
+    for slot, e in enumerate((2, 0)):
+        joined = np.concatenate((values["gate"][e], values["up"][e]))
+        for ours, theirs in ((w1, joined), (w2, values["down"][e])):
+            np.testing.assert_array_equal(ours[slot].numpy(), theirs.astype(np.float32))
+
+
 def test_gguf_files_that_are_broken(tmp_path):
     path = tmp_path / "model.gguf"
     write_gguf(path, leave_out="up")

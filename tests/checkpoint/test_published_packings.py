@@ -139,3 +139,40 @@ def test_config_beside_the_model_is_read(tmp_path):
     (tmp_path / "hf_quant_config.json").write_text(json.dumps({"quantization": details}))
     layer, _ = packed_layer(Base(tmp_path), PATH)
     assert torch.equal(read(layer, [2])[1][0], values[2, "down_proj"])
+
+
+@pytest.mark.parametrize(
+    "name", [name for name, config in CONFIGS.items() if config["quant_method"] == "compressed-tensors"]
+)
+def test_values_equal_those_of_compressed_tensors(name, tmp_path):
+    """To the bit, in the dtype in which the library decodes."""
+    library = pytest.importorskip("compressed_tensors.compressors", reason="pip install compressed-tensors")
+    from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+
+    config = CONFIGS[name]
+    weights = QuantizationArgs(**config["config_groups"]["group_0"]["weights"])
+    scheme = QuantizationScheme(targets=["Linear"], weights=weights)
+    compressor = library.BaseCompressor.get_value_from_registry(config["format"])
+    tensors, _ = tensors_of(name)
+    layer, _ = packed_layer(save(tmp_path, tensors, config), PATH)
+    w1, w2 = read(layer, list(range(E)))
+    for (e, projection), weight in projections().items():
+        theirs = compressor.decompress(pack(weight, name)[0], scheme)["weight"]
+        ours = {"gate_proj": w1[e, :H], "up_proj": w1[e, H:], "down_proj": w2[e]}[projection]
+        assert torch.equal(ours.to(theirs.dtype), theirs)
+
+
+def test_values_equal_those_of_transformers(tmp_path):
+    """MXFP8 and DeepSeek-V4's packings, by the function that decodes them there."""
+    finegrained = pytest.importorskip("transformers.integrations.finegrained_fp8")
+    decode = finegrained.Fp8Dequantize(None)._dequantize_one
+    for name in ("mxfp8", "DeepSeek-V4 FP4", "fp8 tensor"):
+        tensors, _ = tensors_of(name)
+        folder = tmp_path / name
+        folder.mkdir()
+        layer, _ = packed_layer(save(folder, tensors, CONFIGS[name]), PATH)
+        _, w2 = read(layer, [1])
+        stem = f"{PATH}.1.down_proj."
+        scale = tensors[f"{stem}scale" if "V4" in name else f"{stem}weight_scale_inv"]
+        theirs = decode(tensors[f"{stem}weight"], scale, torch.float32)
+        assert torch.equal(w2[0], theirs)
