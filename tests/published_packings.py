@@ -62,7 +62,9 @@ def pack(weight, name):
         return {"weight_packed": codes, "weight_scale": stored}, values
     if name in ("nvfp4-pack-quantized", "modelopt NVFP4"):
         whole = weight.abs().max() / 6 / 448
-        stored = (weight.unflatten(1, (-1, 16)).abs().amax(-1) / 6 / whole).clamp(2**-9).to(torch.float8_e4m3fn)
+        stored = (
+            (weight.unflatten(1, (-1, 16)).abs().amax(-1) / 6 / whole).clamp(2**-9).to(torch.float8_e4m3fn)
+        )
         if name == "modelopt NVFP4":
             codes, values = _fp4(weight, (stored.float() * whole).repeat_interleave(16, 1))
             beside = {"weight_scale_2": whole, "input_scale": torch.tensor(0.5)}

@@ -130,26 +130,6 @@ def _aligned(num_bytes: int) -> int:
     return -(-num_bytes // ALIGNED) * ALIGNED
 
 
-def plain_layer(base: Base, path: str) -> tuple[Layer, set[str]] | None:
-    """(the layer of experts in a floating dtype, names of its tensors); None if the folder has none at the path.
-
-    path: of an experts module. Raises CheckpointError for tensors that are missing or do not fit.
-    """
-    experts = base.experts(path)
-    if experts is None:
-        return None
-    E, D, H = experts.num_experts, experts.d_model, experts.d_hidden
-    w1, w2 = ((D, 2 * H), (H, D)) if experts.turned else ((2 * H, D), (D, H))
-    first = ("gate_up",) if "gate_up" in experts.names else ("gate", "up")
-    columns: tuple[tuple[str, ...], ...] = (first, ("down",))
-    parts, used = {}, set()
-    for name, shape, roles in zip(("w1", "w2"), (w1, w2), columns, strict=True):
-        names = [[experts.names[role].format(e=e) for role in roles] for e in range(E)]
-        parts[name] = part_of(base, shape, names)
-        used |= {name for of_expert in names for name in of_expert}
-    return Layer(path, ((E, *w1), (E, *w2)), parts, lambda t: (t["w1"], t["w2"])), used
-
-
 def part_of(base: Base, shape: tuple[int, ...], names: Sequence[Sequence[str]]) -> Part:
     """The part [E, *shape] made of tensors: for each expert one after the other, or its slices of stacks [E, *]."""
     stored = [[base.tensors[name] for name in of_expert] for of_expert in names]

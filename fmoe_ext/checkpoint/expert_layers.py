@@ -18,7 +18,8 @@ from fmoe_ext.checkpoint.methods import Decoded, Kind, Matrix, decoded, kind_of,
 from fmoe_ext.checkpoint.model_folder import FLOATS, Base
 
 Tensors: TypeAlias = Mapping[str, torch.Tensor]
-Matrices: TypeAlias = Sequence[Sequence[Matrix | Decoded]]  # of each expert
+Matrices: TypeAlias = Sequence[Sequence[Matrix]]  # of each expert
+Found: TypeAlias = Sequence[Sequence[Matrix | Decoded | None]]  # None for plain ones
 
 
 class InFiles(NamedTuple):
@@ -44,32 +45,29 @@ def layer_of(base: Base, path: str, weights: tuple[InFiles, InFiles]) -> tuple[L
     kind = kind_of(base)
     found = [_matrices(base, kind, weight) for weight in weights]
     flat = [m for matrices in found for of_expert in matrices for m in of_expert]
+    packed = [joined for of_weight in found if (joined := _joinable(of_weight)) is not None]
+    is_packed = len(packed) == len(weights) and not any(weight.interleaved for weight in weights)
     parts: dict[str, Part] = {}
-    formats: list[str] = []
-    if all(m is None for m in flat):
-        for name, weight in zip(("w1", "w2"), weights, strict=True):
+    shapes: list[tuple[int, ...]] = []
+    for i, (weight, matrices) in enumerate(zip(weights, found, strict=True)):
+        name = f"w{i + 1}"
+        if is_packed:
+            first = packed[i][0][0]
+            parts |= {f"{name}.{part}": _packed_part(base, part, packed[i]) for part in first.pieces}
+            shapes.append((len(matrices), len(matrices[0]) * first.shape[0], first.shape[1]))
+            continue
+        if all(m is None for m in flat):
             parts[name] = _plain_part(base, weight)
-    elif all(isinstance(m, Matrix) and m.has_rows for m in flat) and not any(w.interleaved for w in weights):
-        for name, matrices in zip(("w1", "w2"), found, strict=True):
-            if _is_joinable(matrices):
-                parts |= {
-                    f"{name}.{part}": _packed_part(base, part, matrices) for part in matrices[0][0].pieces
-                }
-                formats.append(matrices[0][0].format)
-    if len(formats) == 1 or not parts:
-        parts, formats = {}, []
-        for name, weight, matrices in zip(("w1", "w2"), weights, found, strict=True):
+        else:
             parts[name] = _decoded_part(base, weight, matrices)
-    shapes = [
-        _shape(found[i], parts[f"w{i + 1}" if not formats else f"w{i + 1}.data"], bool(formats))
-        for i in (0, 1)
-    ]
+        shapes.append((len(matrices), *parts[name].shape))
+    formats = [matrices[0][0].format for matrices in packed]
     counts = [len(weight.names[0]) for weight in weights]
 
     def build(
         tensors: Tensors,
     ) -> tuple[torch.Tensor, torch.Tensor] | tuple[frozen.Quantized, frozen.Quantized]:
-        if not formats:
+        if not is_packed:
             return tensors["w1"], tensors["w2"]
         first, second = (
             frozen.Quantized.joined(name, t["data"], t.get("scale"), t.get("zero"), count)
@@ -78,13 +76,6 @@ def layer_of(base: Base, path: str, weights: tuple[InFiles, InFiles]) -> tuple[L
         return first, second
 
     return Layer(path, (shapes[0], shapes[1]), parts, build), _used(base, kind, weights)
-
-
-def _shape(matrices: Matrices, part: Part, is_packed: bool) -> tuple[int, ...]:
-    num_experts = len(part.spans)
-    if not is_packed:
-        return (num_experts, *part.shape)
-    return (num_experts, part.shape[0], matrices[0][0].shape[1])
 
 
 def _of(tensors: Tensors, weight: str) -> dict[str, torch.Tensor]:
@@ -111,11 +102,18 @@ def _matrix(base: Base, kind: Kind | None, name: str, is_stack: bool) -> Matrix 
     return None
 
 
-def _is_joinable(matrices: Matrices) -> bool:
-    """False if zero points of several matrices would share a word, or formats differ."""
+def _joinable(found: Found) -> Matrices | None:
+    """The matrices that an operator decodes, if it can take them joined.
+
+    None for others, for formats that differ, and where zero points of several matrices would share a word.
+    """
+    matrices = [[m for m in of_expert if isinstance(m, Matrix) and m.has_rows] for of_expert in found]
+    if [len(m) for m in matrices] != [len(m) for m in found]:
+        return None
     first = matrices[0][0]
-    is_split = "zero" in first.pieces and len(matrices[0]) > 1 and first.shape[0] % 8  # type: ignore[union-attr]
-    return not is_split and all(m.format == first.format for of_expert in matrices for m in of_expert)
+    is_split = "zero" in first.pieces and len(matrices[0]) > 1 and first.shape[0] % 8
+    is_one = all(m.format == first.format for of_expert in matrices for m in of_expert)
+    return matrices if is_one and not is_split else None
 
 
 def _used(base: Base, kind: Kind | None, weights: Sequence[InFiles]) -> set[str]:
@@ -154,13 +152,16 @@ def _plain_part(base: Base, weight: InFiles) -> Part:
             f"{base.folder}: {weight.names[0][0]} is {first[0].dtype}, packed without scales"
         )
     kept = [
-        [Decoded("plain", shape, (name,), lambda t: t) for name, shape in zip(of_expert, shapes, strict=True)]
+        [
+            Decoded("plain", (shape[0], shape[1]), (name,), lambda t: t)
+            for name, shape in zip(of_expert, shapes, strict=True)
+        ]
         for of_expert in weight.names
     ]
     return _assembled(base, weight, kept, first[0].dtype)
 
 
-def _decoded_part(base: Base, weight: InFiles, matrices: Sequence[Sequence[Matrix | Decoded | None]]) -> Part:
+def _decoded_part(base: Base, weight: InFiles, matrices: Found) -> Part:
     """The part [E, *, *] in float32, decoded while it is read."""
     if weight.is_stack:
         raise CheckpointError(

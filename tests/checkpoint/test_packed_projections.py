@@ -258,7 +258,9 @@ def test_every_type_of_gguf_is_read_or_refused_by_name(kind, tmp_path):
     path = tmp_path / "model.gguf"
     values = write_types(path, [kind] * 3 if kind != "mixed" else ["Q4_K", "Q5_K", "IQ4_XS"])
     if not values:
-        with pytest.raises(CheckpointError, match=rf"ffn_gate_exps\.weight is {kind.lower()}, which the gguf"):
+        with pytest.raises(
+            CheckpointError, match=rf"ffn_gate_exps\.weight is {kind.lower()}, which the gguf"
+        ):
             gguf_layers(path, open_gguf(path))
         return
     layer = gguf_layers(path, open_gguf(path))[0]

@@ -23,7 +23,9 @@ SHAPES = {"gate_proj": (H, D), "up_proj": (H, D), "down_proj": (D, H)}
 def projections():
     generator = torch.Generator().manual_seed(0)
     return {
-        (e, name): torch.randn(shape, generator=generator) / 16 for e in range(E) for name, shape in SHAPES.items()
+        (e, name): torch.randn(shape, generator=generator) / 16
+        for e in range(E)
+        for name, shape in SHAPES.items()
     }
 
 
@@ -104,7 +106,7 @@ def test_broken_tensors_are_named(name, tmp_path):
         wrong += [kept[..., :-1].contiguous()] if kept.dim() and kept.shape[-1] > 1 else []
         for value in wrong:
             changed = tensors if value is None else tensors | {key: value}
-            with pytest.raises(CheckpointError, match=rf"experts\.1\.up_proj"):
+            with pytest.raises(CheckpointError, match=r"experts\.1\.up_proj"):
                 layer, _ = packed_layer(save(tmp_path, changed, CONFIGS[name]), PATH)
                 read(layer, [1])
         tensors[key] = kept
@@ -135,7 +137,12 @@ def test_scales_of_inputs_in_weights_are_refused(tmp_path):
 def test_config_beside_the_model_is_read(tmp_path):
     tensors, values = tensors_of("modelopt NVFP4")
     save(tmp_path, tensors, None)
-    details = {"quant_algo": "NVFP4", "kv_cache_quant_algo": "FP8", "group_size": 16, "exclude_modules": ["lm_head"]}
+    details = {
+        "quant_algo": "NVFP4",
+        "kv_cache_quant_algo": "FP8",
+        "group_size": 16,
+        "exclude_modules": ["lm_head"],
+    }
     (tmp_path / "hf_quant_config.json").write_text(json.dumps({"quantization": details}))
     layer, _ = packed_layer(Base(tmp_path), PATH)
     assert torch.equal(read(layer, [2])[1][0], values[2, "down_proj"])

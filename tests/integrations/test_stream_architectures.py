@@ -37,7 +37,7 @@ def logits_and_gradients(model, experts):
 
 
 def outcome(name, folder):
-    """What became of an architecture, in the words of the table."""
+    """Result for an architecture, in the words of the table."""
     try:
         model = tiny_model(name)
         with torch.no_grad():

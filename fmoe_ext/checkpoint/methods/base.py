@@ -103,8 +103,8 @@ class Kind(NamedTuple):
     rest of its tensors.
     known: keys of quantization_config that are read or change no weight, separated by spaces; any other is refused.
     check: raises CheckpointError for settings of quantization_config that are not computed.
-    matrix: the matrix of a layer's name, as an operator takes it or decoded; raises CheckpointError for tensors that are
-    missing or do not fit, and for layouts that are not read.
+    matrix: the matrix of a layer's name, as an operator takes it or decoded; raises CheckpointError for tensors that
+    are missing or do not fit, and for layouts that are not read.
     refusals: key and value of settings below those of the config itself that are not computed.
     """
 

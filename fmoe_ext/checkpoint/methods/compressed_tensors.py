@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -28,17 +29,19 @@ KNOWN = """
     run_compressed dequantize use_optimized_inference
 """
 # Formats that are read, with the type of their numbers; a mixed one names another format in each group.
-FORMATS = {
-    "pack-quantized": "int",
-    "int-quantized": "int",
-    "float-quantized": "float",
-    "naive-quantized": None,
-    "mxfp4-pack-quantized": "float",
-    "mxfp8-quantized": "float",
-    "nvfp4-pack-quantized": "float",
-    "mixed-precision": None,
-    "dense": None,
-}
+FORMATS: Mapping[str, str | None] = MappingProxyType(
+    {
+        "pack-quantized": "int",
+        "int-quantized": "int",
+        "float-quantized": "float",
+        "naive-quantized": None,
+        "mxfp4-pack-quantized": "float",
+        "mxfp8-quantized": "float",
+        "nvfp4-pack-quantized": "float",
+        "mixed-precision": None,
+        "dense": None,
+    }
+)
 # Parts of compressed-tensors' config_groups. Those of activations round inputs, which is not computed.
 GROUP = frozenset(("targets", "weights", "format", "input_activations", "output_activations"))
 WEIGHTS = frozenset(
@@ -54,7 +57,7 @@ PACKED, PLAIN = ".weight_packed", ".weight"
 def check(folder: str, config: Config) -> None:
     _check_format(folder, config.get("format"))
     for name, group in (config.get("config_groups") or {}).items():
-        kind = (group or {}).get("format") or config.get("format")
+        kind = str((group or {}).get("format") or config.get("format"))
         _check_format(folder, kind)
         weights = (group or {}).get("weights") or {}
         if weights.get("actorder") not in (None, False, "weight", "static"):
@@ -161,7 +164,7 @@ def _bits_and_columns(base: Base, name: str, words: int) -> tuple[int, int]:
     shape = base.tensors[name]
     columns = int(shape.read().tolist()[1]) if shape.shape == (2,) else 0
     fitting = [
-        bits for bits in sorted(found) or range(1, 9) if 0 < columns and -(-columns * bits // 32) == words
+        bits for bits in sorted(found) or range(1, 9) if columns > 0 and -(-columns * bits // 32) == words
     ]
     if len(fitting) != 1 or not 1 <= fitting[0] <= 8:
         raise CheckpointError(

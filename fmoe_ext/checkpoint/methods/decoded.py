@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 
-from fmoe_ext.checkpoint.methods.base import Matrix, Piece, read_piece
+from fmoe_ext.checkpoint.methods.base import Matrix, read_piece
 from fmoe_ext.checkpoint.model_folder import Base
 from fmoe_ext.checkpoint.safetensors_file import StoredTensor
 from fmoe_ext.frozen.formats.base import nibbles
 from fmoe_ext.frozen.formats.mxfp4 import e2m1
 
 
-class Decoded(NamedTuple):
+@dataclass(frozen=True)
+class Decoded:
     """A matrix [rows, columns] that is decoded when it is read.
 
     format: as the library calls it that writes it. names: its tensors in the files. values: makes float32
@@ -26,8 +28,6 @@ class Decoded(NamedTuple):
     shape: tuple[int, int]
     names: tuple[str, ...]
     values: Callable[..., torch.Tensor]
-
-    has_rows = False
 
     def decode(self, tensors: Mapping[str, StoredTensor], dtype: torch.dtype) -> torch.Tensor:
         """Its values, read now from the tensors of a folder."""
@@ -84,6 +84,3 @@ def unpacked(words: torch.Tensor, bits: int, count: int) -> torch.Tensor:
     stream = np.unpackbits(data, axis=1, bitorder="little")[:, : count * bits]
     weights = (1 << np.arange(bits)).astype(np.uint8)
     return torch.from_numpy(stream.reshape(len(data), count, bits) @ weights).int()
-
-
-__all__ = ["Decoded", "Piece", "decoded", "e8m0", "fp4", "plain", "scaled", "unpacked"]

@@ -56,7 +56,6 @@ def stream(
     """
     huggingface.require_transformers("fmoe_ext.stream()")
     huggingface.register()
-    import transformers
 
     found = memory_of(memory)
     if dtype not in (None, *FLOATS):
@@ -87,7 +86,7 @@ def stream(
 
 
 def _class_of(config: Any) -> Any:
-    """The class of Transformers that makes a language model of a configuration, with its towers for images if it must."""
+    """The class of Transformers that makes a language model of a configuration, with towers for images if it must."""
     import transformers
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
@@ -135,8 +134,13 @@ def _take_packed(
     linear = packable(skeleton)
     for name, tensor in source.others(dtype).items():
         parameter = source.parameter(name)
-        layer = linear.get(parameter or "")
-        if layer is not None and isinstance(tensor, PackedTensor) and tensor.shape == layer.weight.shape:
+        layer = linear.get(parameter) if parameter else None
+        if (
+            parameter
+            and layer is not None
+            and isinstance(tensor, PackedTensor)
+            and tensor.shape == layer.weight.shape
+        ):
             packed[parameter] = tensor
             state[name] = PackedWeight(tensor.shape, dtype)
         else:

@@ -89,13 +89,11 @@ class Folder:
         found = mxfp4_layer(self.base, path)
         if found is None:
             parameters = f"{path}.{up_of(experts)}", f"{path}.down_proj"
-            weights = [self._names.experts(name) for name in parameters]
-            for name, weight in zip(parameters, weights, strict=True):
-                if weight is None:
-                    raise CheckpointError(
-                        f"{self.path} has no tensors for {name}: {self._names.nearest(name)}"
-                    )
-            found = layer_of(self.base, path, tuple(weights))
+            up, down = (self._names.experts(name) for name in parameters)
+            if up is None or down is None:
+                name = parameters[up is not None]
+                raise CheckpointError(f"{self.path} has no tensors for {name}: {self._names.nearest(name)}")
+            found = layer_of(self.base, path, (up, down))
         self._used |= found[1]
         return found[0]
 

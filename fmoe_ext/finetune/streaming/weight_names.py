@@ -1,8 +1,7 @@
-"""Which tensors of the files become which parameter of a model: Transformers' own table of its architectures."""
+"""Names of a model's parameters in files, by Transformers' own table of its architectures."""
 
 from __future__ import annotations
 
-import re
 from collections import defaultdict
 from collections.abc import Iterable
 from typing import Any
@@ -47,7 +46,7 @@ class WeightNames:
         }
 
     def experts(self, parameter: str) -> InFiles | None:
-        """Where a weight [E, *, *] of experts is in the files; None if they do not have it.
+        """The tensors of a weight [E, *, *] of experts; None if the files do not have it.
 
         Raises CheckpointError for tensors that are put together in a way that is not known here.
         """
@@ -58,11 +57,12 @@ class WeightNames:
         if found[0][0] is None:
             return InFiles(((found[0][1],),) * num_experts, is_stack=True)
         converter = self._converters[found[0][0]]
+        operations: list[Any] = list(converter.operations)
         names = {
             pattern: [name for p, name in found if p == pattern] for pattern in converter.source_patterns
         }
         lists = [list(of_pattern) for of_pattern in names.values()]
-        steps = [(type(step).__name__, getattr(step, "dim", None)) for step in converter.operations]
+        steps = [(type(step).__name__, getattr(step, "dim", None)) for step in operations]
         if steps[:1] == [("MergeModulelist", 0)]:
             for pattern, of_pattern in names.items():
                 self._check_count(parameter, pattern, of_pattern, num_experts)
@@ -72,30 +72,33 @@ class WeightNames:
             is_stack = True
             of_experts = (tuple(name for of_pattern in lists for name in of_pattern),) * num_experts
         if len(converter.target_patterns) == 1:
-            if steps == [("Concatenate", 1)]:
+            if steps in ([], [("Concatenate", 1)]):
                 return InFiles(of_experts, is_stack)
-            if not steps:
-                return InFiles(of_experts, is_stack)
-            if steps == [("Interleave", 1)] and not converter.operations[-1].inverse:
+            step = operations[-1]
+            if steps == [("Interleave", 1)] and not step.inverse:
                 return InFiles(of_experts, is_stack, interleaved=True)
-            step = converter.operations[-1]
-            if [name for name, _ in steps] == ["Transpose"] and (step.dim0, step.dim1) in ((1, 2), (2, 1)):
+            if steps == [("Transpose", None)] and {step.dim0, step.dim1} == {1, 2}:
                 stored = self._tensors.get(of_experts[0][0])
                 is_same = stored is not None and list(stored.shape[-2:]) == shape
                 return InFiles(of_experts, is_stack, transposed=not (step.check_dims and is_same))
-        kinds = ", ".join(type(step).__name__ for step in converter.operations)
+        kinds = ", ".join(type(step).__name__ for step in operations)
         raise CheckpointError(
             f"{self._folder}: {parameter} is made of {found[0][1]} and others by {kinds}, which is not computed here"
         )
 
     def _check_count(self, parameter: str, pattern: str, names: list[str], num_experts: int) -> None:
         """CheckpointError unless there is a tensor for each expert."""
-        numbers = {int(match[1]): name for name in names if (match := re.search(r"\.(\d+)\.[^\d]*$", name))}
-        if len(names) == num_experts and (not numbers or numbers.keys() == set(range(num_experts))):
+        numbers = {}
+        for name in names:
+            parts = name.split(".")
+            place = max((i for i, part in enumerate(parts) if part.isdigit()), default=0)
+            numbers[parts[place]] = [*parts[:place], "{}", *parts[place + 1 :]]
+        expected = list(map(str, range(num_experts)))
+        if len(names) == num_experts and numbers.keys() == set(expected):
             return
-        missing = sorted(set(range(num_experts)) - numbers.keys())
-        if numbers and missing:
-            example = re.sub(r"\.\d+(\.[^\d]*)$", rf".{missing[0]}\1", next(iter(numbers.values())))
+        missing = [number for number in expected if number not in numbers]
+        if missing and numbers:
+            example = ".".join(next(iter(numbers.values()))).format(missing[0])
             raise CheckpointError(f"{self._folder} lacks {example}")
         raise CheckpointError(
             f"{self._folder}: {parameter} has {num_experts} experts by config.json, but the files have {len(names)} "
@@ -114,7 +117,7 @@ class WeightNames:
 
 def _numbers(name: str) -> list[tuple[int, Any]]:
     """A key that sorts the numbers in names by value, as Transformers does."""
-    return [(0, int(part)) if part.isdigit() else (1, part) for part in re.split(r"\.", name)]
+    return [(0, int(part)) if part.isdigit() else (1, part) for part in name.split(".")]
 
 
 def up_of(experts: nn.Module) -> str:
