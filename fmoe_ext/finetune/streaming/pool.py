@@ -98,9 +98,10 @@ class Cache:
 
 
 def spans_of(layer: Layer) -> list[Span]:
-    """The spans of all experts of a layer."""
+    """The spans of all experts of a layer, with those beside them."""
     experts = range(layer.num_experts)
-    return list(layer.spans(experts, experts, len(experts)))
+    spans = layer.spans(experts, experts, len(experts))
+    return [part for span in spans for part in (span, *span.beside)]
 
 
 class Pool:
@@ -116,7 +117,7 @@ class Pool:
         self._memory = in_huge_pages(min(num_bytes, self._slot_bytes * len(layers)) // BLOCK * BLOCK)
         self._bytes = np.frombuffer(self._memory, dtype=np.uint8)
         self.address = int(self._bytes.ctypes.data)
-        paths = {part.path for layer in layers for span in spans_of(layer) for part in (span, *span.beside)}
+        paths = {span.path for layer in layers for span in spans_of(layer)}
         self._reader = Reader(paths, through_cache)
         self._ahead = ThreadPoolExecutor(1, "fmoe_ext read ahead")
         self._lock = Lock()
