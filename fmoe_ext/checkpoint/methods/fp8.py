@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from fmoe_ext.checkpoint.errors import CheckpointError
@@ -95,7 +97,7 @@ def _unlike(base: Base, name: str, expected: str) -> CheckpointError:
     return CheckpointError(f"{base.folder}: {name} is {found.dtype} {list(found.shape)}, expected {expected}")
 
 
-def fp8_values(rows: int, columns: int):  # type: ignore[no-untyped-def]
+def fp8_values(rows: int, columns: int) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
     """Decodes a matrix and its scale, one for each block of rows x columns."""
 
     def values(data: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
@@ -109,6 +111,9 @@ def _fp4_values(data: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     return scaled(fp4(data), e8m0(scale), 1, MX_BLOCK)
 
 
-FP8 = Kind((".weight",), ".weight_scale_inv", (".input_scale", ".activation_scale"), KNOWN, check, matrix)
+BESIDE = (".input_scale", ".activation_scale")
+FP8 = Kind((".weight",), ".weight_scale_inv", BESIDE, KNOWN, check, matrix)
 # DeepSeek-V4 calls the scale so, and packs its experts as FP4.
-DEEPSEEK_V4 = FP8._replace(scale=".scale", matrix=lambda base, stem: matrix(base, stem, ".scale"))
+DEEPSEEK_V4 = Kind(
+    (".weight",), ".scale", BESIDE, KNOWN, check, lambda base, stem: matrix(base, stem, ".scale")
+)
