@@ -20,14 +20,16 @@ Weights: TypeAlias = tuple[Any, Any]  # w1 and w2: tensors [E, *, *]
 class Span(NamedTuple):
     """num_bytes from begin of a file, for the place `at` of a buffer.
 
-    turn: makes of these bytes those that the buffer has from `at` on; None where they are the same.
+    turn: makes of these bytes, and of those of the spans `beside`, what the buffer has from `at` on; None where they
+    are the same.
     """
 
     path: Path
     begin: int
     num_bytes: int
     at: int
-    turn: Callable[["np.ndarray[Any, Any]"], "np.ndarray[Any, Any]"] | None = None
+    turn: Callable[..., "np.ndarray[Any, Any]"] | None = None
+    beside: tuple["Span", ...] = ()
 
     def moved(self, num_bytes: int) -> "Span":
         """The same bytes of the file, for a place num_bytes later in the buffer."""
@@ -52,11 +54,11 @@ class Part:
         if dtype == self.dtype:
             return self
 
-        def turn(raw: "np.ndarray[Any, Any]") -> "np.ndarray[Any, Any]":
-            values = torch.from_numpy(raw).view(self.dtype).to(dtype)
-            return values.view(torch.uint8).numpy()
-
         def moved(span: Span) -> Span:
+            def turn(*raw: "np.ndarray[Any, Any]") -> "np.ndarray[Any, Any]":
+                data = raw[0] if span.turn is None else span.turn(*raw).reshape(-1).view(np.uint8)
+                return torch.from_numpy(data).view(self.dtype).to(dtype).view(torch.uint8).numpy()
+
             return span._replace(at=span.at // self.dtype.itemsize * dtype.itemsize, turn=turn)
 
         return Part(self.shape, dtype, tuple(tuple(map(moved, of_expert)) for of_expert in self.spans))
@@ -126,26 +128,6 @@ class Layer:
 
 def _aligned(num_bytes: int) -> int:
     return -(-num_bytes // ALIGNED) * ALIGNED
-
-
-def plain_layer(base: Base, path: str) -> tuple[Layer, set[str]] | None:
-    """(the layer of experts in a floating dtype, names of its tensors); None if the folder has none at the path.
-
-    path: of an experts module. Raises CheckpointError for tensors that are missing or do not fit.
-    """
-    experts = base.experts(path)
-    if experts is None:
-        return None
-    E, D, H = experts.num_experts, experts.d_model, experts.d_hidden
-    w1, w2 = ((D, 2 * H), (H, D)) if experts.turned else ((2 * H, D), (D, H))
-    first = ("gate_up",) if "gate_up" in experts.names else ("gate", "up")
-    columns: tuple[tuple[str, ...], ...] = (first, ("down",))
-    parts, used = {}, set()
-    for name, shape, roles in zip(("w1", "w2"), (w1, w2), columns, strict=True):
-        names = [[experts.names[role].format(e=e) for role in roles] for e in range(E)]
-        parts[name] = part_of(base, shape, names)
-        used |= {name for of_expert in names for name in of_expert}
-    return Layer(path, ((E, *w1), (E, *w2)), parts, lambda t: (t["w1"], t["w2"])), used
 
 
 def part_of(base: Base, shape: tuple[int, ...], names: Sequence[Sequence[str]]) -> Part:

@@ -7,6 +7,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeAlias
 
+import numpy as np
 import torch
 
 from fmoe_ext import frozen
@@ -31,9 +32,10 @@ def open_gguf(file: str | Path) -> Any:
 
 
 def gguf_layers(file: str | Path, reader: Any) -> dict[int, Layer]:
-    """{number of a layer: its experts} of an open GGUF file, in floating dtypes or types in frozen.FORMATS.
+    """{number of a layer: its experts} of an open GGUF file.
 
-    Raises CheckpointError for other types, and for shapes that do not fit.
+    Types that frozen.FORMATS does not have, and mixed ones, are decoded to float32 by the gguf package while they are
+    read. Raises CheckpointError for types that it does not decode, and for shapes that do not fit.
     """
     path = Path(file)
     found = {t.name: t for t in reader.tensors}
@@ -46,52 +48,91 @@ def gguf_layers(file: str | Path, reader: Any) -> dict[int, Layer]:
 
 
 def _gguf_layer(path: Path, number: int, found: Mapping[str, Any]) -> Layer:
-    parts: dict[str, Part] = {}
-    formats, shapes = [], []
-    for weight, roles in (("w1", ("gate", "up")), ("w2", ("down",))):
-        tensors = []
-        for role in roles:
-            name = f"blk.{number}.ffn_{role}_exps.weight"
+    weights = []
+    for roles in (("gate", "up"), ("down",)):
+        names = [f"blk.{number}.ffn_{role}_exps.weight" for role in roles]
+        for name in names:
             if name not in found:
                 raise CheckpointError(f"{path} lacks {name}")
-            tensors.append(found[name])
-        kind, size = tensors[0].tensor_type.name.lower(), [int(n) for n in tensors[0].shape]
-        if kind not in (*GGUF, *GGUF_FLOATS):
-            raise CheckpointError(
-                f"{path}: {tensors[0].name} is {kind}, which is not computed here: requantise it to Q4_K"
-            )
-        columns, rows, num_experts = size
-        if any(t.tensor_type != tensors[0].tensor_type or [int(n) for n in t.shape] != size for t in tensors):
-            raise CheckpointError(f"{path}: gate and up of layer {number} have other types or shapes")
-        num_bytes = int(tensors[0].n_bytes) // num_experts
-        spans = tuple(
-            tuple(
-                Span(path, int(t.data_offset) + e * num_bytes, num_bytes, i * num_bytes)
-                for i, t in enumerate(tensors)
-            )
-            for e in range(num_experts)
+        weights.append([_Stack(path, found[name]) for name in names])
+    for stacks in weights:
+        if any(stack.shape != stacks[0].shape for stack in stacks):
+            raise CheckpointError(f"{path}: gate and up of layer {number} have other shapes")
+    kinds = [{stack.kind for stack in stacks} for stacks in weights]
+    is_float = all(kind <= GGUF_FLOATS.keys() and len(kind) == 1 for kind in kinds)
+    is_packed = all(kind <= GGUF.keys() and len(kind) == 1 for kind in kinds)
+    parts: dict[str, Part] = {}
+    shapes = []
+    for weight, stacks in zip(("w1", "w2"), weights, strict=True):
+        num_experts, rows, columns = stacks[0].shape
+        num_bytes = stacks[0].num_bytes
+        shape = (len(stacks) * rows, columns)
+        joined = tuple(
+            tuple(stack.span(e, i * num_bytes) for i, stack in enumerate(stacks)) for e in range(num_experts)
         )
-        if (
-            max(span.begin + span.num_bytes for of_expert in spans for span in of_expert)
-            > path.stat().st_size
-        ):
-            raise CheckpointError(f"{path} is truncated: {tensors[-1].name} ends behind it")
-        if kind in GGUF_FLOATS:
-            parts[weight] = Part((len(roles) * rows, columns), GGUF_FLOATS[kind], spans)
+        if is_float:
+            parts[weight] = Part(shape, GGUF_FLOATS[stacks[0].kind], joined)
+        elif is_packed:
+            parts[f"{weight}.data"] = Part((shape[0], num_bytes // rows), torch.uint8, joined)
         else:
-            parts[f"{weight}.data"] = Part((len(roles) * rows, num_bytes // rows), torch.uint8, spans)
-        formats.append(kind)
-        shapes.append((num_experts, len(roles) * rows, columns))
-
-    if (formats[0] in GGUF_FLOATS) != (formats[1] in GGUF_FLOATS):
-        raise CheckpointError(
-            f"{path}: experts of layer {number} are {formats[0]} and {formats[1]}; quantise both or neither"
-        )
+            for stack in stacks:
+                stack.check_is_decoded()
+            spans = (
+                tuple(
+                    stack.span(e, 4 * i * rows * columns)._replace(turn=stack.decode)
+                    for i, stack in enumerate(stacks)
+                )
+                for e in range(num_experts)
+            )
+            parts[weight] = Part(shape, torch.float32, tuple(spans))
+        shapes.append((num_experts, *shape))
 
     def build(tensors: Tensors) -> Weights:
-        if "w1" in tensors:
+        if not is_packed:
             return tensors["w1"], tensors["w2"]
-        first, second = (frozen.Quantized(formats[i], tensors[f"w{i + 1}.data"]) for i in range(2))
+        first, second = (
+            frozen.Quantized(stacks[0].kind, tensors[f"w{i + 1}.data"]) for i, stacks in enumerate(weights)
+        )
         return first, second
 
     return Layer(f"blk.{number}", (shapes[0], shapes[1]), parts, build)
+
+
+class _Stack:
+    """One projection of all experts. shape: [E, out, in]; num_bytes: of an expert."""
+
+    def __init__(self, path: Path, tensor: Any) -> None:
+        self.path, self.name, self.type = path, tensor.name, tensor.tensor_type
+        self.kind = self.type.name.lower()
+        self.begin = int(tensor.data_offset)
+        size = [int(n) for n in reversed(tensor.shape)]
+        if len(size) != 3:
+            raise CheckpointError(f"{path}: {tensor.name} is {size}, expected [E, out, in]")
+        self.shape = (size[0], size[1], size[2])
+        self.num_bytes = int(tensor.n_bytes) // size[0]
+        if self.begin + int(tensor.n_bytes) > path.stat().st_size:
+            raise CheckpointError(f"{path} is truncated: {tensor.name} ends behind it")
+
+    def span(self, expert: int, at: int) -> Span:
+        return Span(self.path, self.begin + expert * self.num_bytes, self.num_bytes, at)
+
+    def check_is_decoded(self) -> None:
+        """CheckpointError for a type that the gguf package does not decode."""
+        from gguf import GGML_QUANT_SIZES
+        from gguf.quants import dequantize
+
+        try:
+            dequantize(np.zeros((1, GGML_QUANT_SIZES[self.type][1]), np.uint8), self.type)
+        except (NotImplementedError, KeyError) as error:
+            raise CheckpointError(
+                f"{self.path}: {self.name} is {self.kind}, which the gguf package does not decode: requantise it to "
+                "Q4_K"
+            ) from error
+
+    def decode(self, data: Any) -> Any:
+        """float32 [out, in] of the bytes of an expert."""
+        from gguf.quants import dequantize
+
+        if self.kind in GGUF_FLOATS:
+            return torch.from_numpy(data).view(GGUF_FLOATS[self.kind]).float().numpy()
+        return np.ascontiguousarray(dequantize(data.reshape(self.shape[1], -1), self.type), dtype=np.float32)

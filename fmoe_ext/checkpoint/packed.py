@@ -10,8 +10,9 @@ from fmoe_ext.checkpoint.expert_files import Layer, Part, part_of
 from fmoe_ext.checkpoint.families import FAMILIES
 from fmoe_ext.checkpoint.layouts import BLOCKS
 from fmoe_ext.checkpoint.methods import kind_of
+from fmoe_ext.checkpoint.methods.base import settings
 from fmoe_ext.checkpoint.model_folder import Base
-from fmoe_ext.checkpoint.packed_dense import outside_experts, plain_name
+from fmoe_ext.checkpoint.packed_dense import outside_experts
 from fmoe_ext.checkpoint.safetensors_file import StoredTensor
 
 STACKED = ("experts.gate_up_proj", "experts.down_proj")
@@ -85,9 +86,9 @@ def decode(base: Base) -> None:
         left = dict(outside_experts(base, (), torch.bfloat16))
         for names in base.files.values():
             # the scales of a weight may be in another file than the weight itself
-            names[:] = [n for n in (plain_name(name, kind) for name in names) if n in left]
+            names[:] = [n for n in (kind.plain_name(name) for name in names) if n in left]
         base.tensors = left
-        base.packed = base.config["quantization_config"]["quant_method"]
+        base.packed = settings(base)["quant_method"]
     if base.packed:
         base.config = {key: value for key, value in base.config.items() if key != "quantization_config"}
 

@@ -5,7 +5,7 @@ from collections.abc import Container, Iterator
 import torch
 
 from fmoe_ext.checkpoint.errors import CheckpointError
-from fmoe_ext.checkpoint.methods import Kind, Matrix, PackedTensor, kind_of
+from fmoe_ext.checkpoint.methods import Decoded, Matrix, PackedTensor, kind_of
 from fmoe_ext.checkpoint.model_folder import FLOATS, Base
 from fmoe_ext.checkpoint.safetensors_file import StoredTensor
 
@@ -24,9 +24,9 @@ def outside_experts(
     for name, tensor in base.tensors.items():
         if name in used:
             continue
-        if kind is not None and name.endswith(kind.data) and kind.has(base, name.removesuffix(kind.data)):
-            matrix = kind.matrix(base, name.removesuffix(kind.data))
-            yield plain_name(name, kind), _decoded(base, matrix, dtype)
+        stem = None if kind is None else kind.stem_of(name)
+        if kind is not None and stem is not None and kind.has(base, stem):
+            yield kind.plain_name(name), _decoded(base, kind.matrix(base, stem), dtype)
         elif kind is not None and kind.is_beside(name):
             continue
         elif tensor.dtype in FLOATS or (tensor.dtype in INTEGERS and ".weight" not in name):
@@ -38,13 +38,8 @@ def outside_experts(
             )
 
 
-def plain_name(name: str, kind: Kind) -> str:
-    """The name that packed data has in a plain model."""
-    return f"{name.removesuffix(kind.data)}.weight" if name.endswith(kind.data) else name
-
-
-def _decoded(base: Base, matrix: Matrix, dtype: torch.dtype) -> StoredTensor:
+def _decoded(base: Base, matrix: Matrix | Decoded, dtype: torch.dtype) -> StoredTensor:
     tensors = base.tensors  # of now: checkpoint.packed.decode() gives the base others
-    if matrix.has_rows:
+    if isinstance(matrix, Matrix) and matrix.has_rows:
         return PackedTensor(matrix.shape, dtype, lambda: matrix.packed(tensors))
     return StoredTensor(matrix.shape, dtype, lambda: matrix.decode(tensors, dtype))

@@ -117,7 +117,7 @@ def config_of(path: Path, fields: Fields, shapes: Shapes) -> Any:
         if value is not None:
             values[_attribute(attribute, family)] = value
     try:
-        values |= _sizes(shapes)
+        values |= _sizes(shapes, family)
         heads = values["num_attention_heads"]
         values.setdefault("num_key_value_heads", heads)
         values.setdefault("head_dim", values["hidden_size"] // heads)
@@ -269,13 +269,13 @@ def _yarn_factor(factor: float) -> float:
     return 1 + 0.1 * math.log(factor)
 
 
-def _sizes(shapes: Shapes) -> dict[str, int]:
+def _sizes(shapes: Shapes, family: Family) -> dict[str, int]:
     """Sizes that the tensors have, whatever the keys say of them."""
     found = {"vocab_size": shapes["token_embd.weight"][0]}
     for role, attribute in (("exps", "moe_intermediate_size"), ("shexp", "shared_expert_intermediate_size")):
         shape = shapes.get(f"blk.0.ffn_gate_{role}.weight")
         if shape is not None:
-            found[attribute] = shape[-2]
+            found[_attribute(attribute, family)] = shape[-2]
     return found
 
 

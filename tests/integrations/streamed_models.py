@@ -144,8 +144,11 @@ def decoded(folder, dtype=torch.float32):
 WIDE = {"hidden_size": 256, "moe_intermediate_size": 256, "intermediate_size": 256, "head_dim": 64}
 
 
-def pack_linear(folder, name):
-    """Packs every linear layer of a folder, experts or not, as published folders do -> their values."""
+def pack_linear(folder, name, layouts=packed_layouts):
+    """Packs every linear layer of a folder, experts or not, as published folders do -> their values.
+
+    layouts: packed_layouts, or published_packings.
+    """
     (file,) = folder.glob("*.safetensors")
     tensors, values = {}, {}
     for key, value in load_file(file).items():
@@ -153,11 +156,11 @@ def pack_linear(folder, name):
         if not key.endswith("_proj.weight"):
             tensors[key] = value
             continue
-        packed, values[key] = packed_layouts.pack(value, name)
+        packed, values[key] = layouts.pack(value, name)
         tensors |= {f"{key.removesuffix('weight')}{part}": tensor for part, tensor in packed.items()}
     save_file(tensors, file, {"format": "pt"})
     config = json.loads((folder / "config.json").read_text())
-    config["quantization_config"] = packed_layouts.CONFIGS[name]
+    config["quantization_config"] = layouts.CONFIGS[name]
     (folder / "config.json").write_text(json.dumps(config))
     return values
 

@@ -8,6 +8,7 @@ from safetensors.torch import load_file, save_file
 
 from fmoe_ext.checkpoint import CheckpointError
 from fmoe_ext.finetune.adapters import cli
+from tests import published_packings
 from tests.integrations.huggingface_models import make_ids, step
 from tests.integrations.streamed_models import (
     WIDE,
@@ -167,6 +168,15 @@ def test_gguf_file_in_int8_generates_and_trains_near_its_values(tmp_path, kind):
     assert (
         error(ours(make_ids()).logits, plain(make_ids()).logits) < 1e-5
     )  # exact where gradients are recorded
+
+
+@pytest.mark.parametrize("name", ["mxfp4-pack-quantized", "modelopt NVFP4", "DeepSeek-V4 FP4"])
+def test_folder_of_four_bits_equals_its_values(tmp_path, name):
+    folder = save(tmp_path, dtype=torch.bfloat16, num_hidden_layers=3, **WIDE)
+    values = pack_linear(folder, name, published_packings)
+    plain = with_adapters(of_values(folder, values))
+    ours = streamed(folder, 2, 4 * bytes_of_adapters(plain), dtype=torch.float32)
+    assert_same_training(plain, with_adapters(ours))
 
 
 def test_truncated_gguf_file(tmp_path):

@@ -1,36 +1,51 @@
 """Quantization methods of published folders, a file each: names in the files, settings, and the matrix of a layer.
 
 Activations that a setting would round are not rounded here: scales of inputs and of the cache are left alone. A layout
-that no operator decodes as it lies is turned into one that an operator does, with the same values.
+that no operator decodes as it lies is turned into one that an operator does, with the same values, or decoded.
 """
 
 from types import MappingProxyType
 
 from fmoe_ext.checkpoint.errors import CheckpointError
 from fmoe_ext.checkpoint.methods.awq import AWQ
-from fmoe_ext.checkpoint.methods.base import USUAL, Kind, Matrix, PackedTensor, is_usual, refuse
+from fmoe_ext.checkpoint.methods.base import USUAL, Kind, Matrix, PackedTensor, is_usual, refuse, settings
 from fmoe_ext.checkpoint.methods.bitsandbytes import BITSANDBYTES
 from fmoe_ext.checkpoint.methods.compressed_tensors import COMPRESSED_TENSORS
-from fmoe_ext.checkpoint.methods.fp8 import FP8
+from fmoe_ext.checkpoint.methods.decoded import Decoded, decoded, plain
+from fmoe_ext.checkpoint.methods.fp8 import DEEPSEEK_V4, FP8
 from fmoe_ext.checkpoint.methods.gptq import GPTQ
+from fmoe_ext.checkpoint.methods.modelopt import MODELOPT
 from fmoe_ext.checkpoint.model_folder import Base
 
 KINDS = MappingProxyType(
     {
         "fp8": FP8,
+        "mxfp8": FP8,
         "compressed-tensors": COMPRESSED_TENSORS,
+        "modelopt": MODELOPT,
         "gptq": GPTQ,
         "awq": AWQ,
         "bitsandbytes": BITSANDBYTES,
     }
 )
+MXFP4 = "mxfp4"  # of GPT-OSS, whose tensors are stacks: checkpoint.packed
 
-__all__ = ["KINDS", "Kind", "Matrix", "PackedTensor", "kind_of"]
+__all__ = [
+    "KINDS",
+    "Decoded",
+    "Kind",
+    "Matrix",
+    "PackedTensor",
+    "check_method",
+    "decoded",
+    "kind_of",
+    "plain",
+]
 
 
 def kind_of(base: Base) -> Kind | None:
     """The kind that quantization_config names, None for others; CheckpointError for settings that are not computed."""
-    config = base.config.get("quantization_config") or {}
+    config = settings(base)
     try:
         kind = KINDS.get(config.get("quant_method", ""))
         if kind is not None:
@@ -40,7 +55,28 @@ def kind_of(base: Base) -> Kind | None:
                 refuse(base.folder, f"quantization_config with {what}")
     except (AttributeError, TypeError, ValueError) as error:
         raise CheckpointError(f"{base.folder}: quantization_config is damaged: {error}") from error
+    if kind is FP8 and _names_scales_as_deepseek_v4(base):
+        return DEEPSEEK_V4
     return kind
+
+
+def check_method(base: Base) -> None:
+    """CheckpointError for a quantization method that is not read, by its name."""
+    config = settings(base)
+    method = config.get("quant_method")
+    if method and method not in (*KINDS, MXFP4):
+        algorithm = config.get("quant_algo") or config.get("format") or config.get("quant_type")
+        refuse(base.folder, f"packed by {method}{f' ({algorithm})' if algorithm else ''}")
+    kind_of(base)
+
+
+def _names_scales_as_deepseek_v4(base: Base) -> bool:
+    if any(name.endswith(FP8.scale) for name in base.tensors):
+        return False
+    return any(
+        name.endswith(DEEPSEEK_V4.scale) and f"{name.removesuffix('.scale')}.weight" in base.tensors
+        for name in base.tensors
+    )
 
 
 def _is_known(kind: Kind, key: str, value: object) -> bool:

@@ -46,4 +46,4 @@ def awq_zeros(words: Array) -> Array:
     return transposed(out)
 
 
-AWQ = Kind(".qweight", ".scales", (".qzeros",), KNOWN, check, matrix)
+AWQ = Kind((".qweight",), ".scales", (".qzeros",), KNOWN, check, matrix)

@@ -12,6 +12,7 @@ import torch
 
 from fmoe_ext import frozen
 from fmoe_ext.checkpoint.errors import CheckpointError
+from fmoe_ext.checkpoint.files import inside, read_json
 from fmoe_ext.checkpoint.model_folder import FLOATS, Base
 from fmoe_ext.checkpoint.safetensors_file import StoredTensor
 
@@ -57,10 +58,17 @@ class Matrix(NamedTuple):
 
     def packed(self, tensors: Mapping[str, StoredTensor]) -> frozen.Quantized:
         """Its bytes, read now from the tensors of a folder, as a weight of one expert."""
-        parts = {part: _read(tensors[piece.name], piece)[None] for part, piece in self.pieces.items()}
-        if not self.has_rows:
-            parts = {part: value.reshape(1, 1, -1) for part, value in parts.items()}
-        return frozen.Quantized(self.format, parts["data"], parts["scale"], parts.get("zero"))
+        return self.quantized(
+            {part: read_piece(tensors[piece.name].read(), piece) for part, piece in self.pieces.items()}
+        )
+
+    def quantized(self, parts: Mapping[str, torch.Tensor]) -> frozen.Quantized:
+        """The weight of one expert that its pieces make."""
+        one = {
+            part: value[None] if self.has_rows else value.reshape(1, 1, -1) for part, value in parts.items()
+        }
+        data = frozen.FORMATS[self.format].of_bytes(one["data"].view(torch.uint8))
+        return frozen.Quantized(self.format, data, one["scale"], one.get("zero"))
 
     @property
     def has_rows(self) -> bool:
@@ -91,48 +99,79 @@ Config: TypeAlias = Mapping[str, Any]
 class Kind(NamedTuple):
     """A quantization method of published folders.
 
-    data, scale: what follows a layer's name in the names of these tensors; others: the same for the rest of them.
+    data: what may follow a layer's name in the name of its packed data. scale: the same of its scales; others: of the
+    rest of its tensors.
     known: keys of quantization_config that are read or change no weight, separated by spaces; any other is refused.
     check: raises CheckpointError for settings of quantization_config that are not computed.
-    matrix: the matrix of a layer's name; raises CheckpointError for tensors that are missing or do not fit.
+    matrix: the matrix of a layer's name, as an operator takes it or decoded; raises CheckpointError for tensors that
+    are missing or do not fit, and for layouts that are not read.
     refusals: key and value of settings below those of the config itself that are not computed.
     """
 
-    data: str
+    data: tuple[str, ...]
     scale: str
     others: tuple[str, ...]
     known: str
     check: Callable[[str, Config], None]
-    matrix: Callable[[Base, str], Matrix]
+    matrix: Callable[[Base, str], Any]
     refusals: Callable[[Config], Iterator[str]] = lambda config: iter(())
 
     def has(self, base: Base, stem: str) -> bool:
         """True if the layer of this name is packed."""
-        return stem + self.data in base.tensors and stem + self.scale in base.tensors
+        return stem + self.scale in base.tensors and any(stem + data in base.tensors for data in self.data)
 
     def is_packed(self, base: Base, stem: str) -> bool:
         """True for a layer in this format, complete or not."""
-        tensor = base.tensors.get(stem + self.data)
-        return tensor is not None and (self.has(base, stem) or tensor.dtype not in FLOATS)
+        found = [base.tensors[stem + data] for data in self.data if stem + data in base.tensors]
+        return bool(found) and (self.has(base, stem) or found[0].dtype not in FLOATS)
+
+    def stem_of(self, name: str) -> str | None:
+        """The name of a layer whose packed data a tensor would be; None for other names."""
+        return next((name.removesuffix(data) for data in self.data if name.endswith(data)), None)
+
+    def plain_name(self, name: str) -> str:
+        """The name that packed data has in a plain model."""
+        stem = self.stem_of(name)
+        return name if stem is None else f"{stem}.weight"
 
     def is_beside(self, name: str) -> bool:
         """True for names of tensors that belong to packed data."""
         return name.endswith((self.scale, *self.others))
 
 
-def _read(stored: StoredTensor, piece: Piece) -> torch.Tensor:
-    tensor = stored.read()
+def settings(base: Base) -> Config:
+    """quantization_config of config.json, or what Model Optimizer writes beside it; {} for a plain model."""
+    text = base.config.get("text_config")
+    found = base.config.get("quantization_config") or (
+        text.get("quantization_config") if isinstance(text, dict) else None
+    )
+    if found:
+        return found if isinstance(found, dict) else {}
+    beside = base.folder / "hf_quant_config.json"
+    if not beside.exists():
+        return {}
+    details = read_json(inside(base.folder, beside.name)).get("quantization")
+    return {"quant_method": "modelopt", **details} if isinstance(details, dict) else {}
+
+
+def read_piece(tensor: torch.Tensor, piece: Piece) -> torch.Tensor:
+    """The piece that a tensor of a file becomes."""
     if piece.turn is None:
         return tensor.reshape(piece.shape)
     turned = piece.turn(tensor.reshape(-1).view(torch.uint8).numpy())
     return torch.from_numpy(turned.reshape(-1).view(np.uint8)).view(piece.dtype).reshape(piece.shape)
 
 
-def stored(base: Base, name: str, dims: int = 2) -> tuple[tuple[int, ...], torch.dtype]:
-    """Shape and dtype of a tensor."""
+def tensor_of(base: Base, name: str) -> StoredTensor:
+    """The tensor of a name; CheckpointError if it is missing."""
     if name not in base.tensors:
         raise CheckpointError(f"{base.folder} lacks {name}")
-    tensor = base.tensors[name]
+    return base.tensors[name]
+
+
+def stored(base: Base, name: str, dims: int = 2) -> tuple[tuple[int, ...], torch.dtype]:
+    """Shape and dtype of a tensor."""
+    tensor = tensor_of(base, name)
     if len(tensor.shape) != dims:
         raise CheckpointError(f"{base.folder}: {name} is {list(tensor.shape)}, expected {dims} dimensions")
     return tensor.shape, tensor.dtype

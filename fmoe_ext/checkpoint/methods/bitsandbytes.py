@@ -82,7 +82,7 @@ def nested_scales(absmax: torch.Tensor, code: torch.Tensor, offset: float) -> Ca
 
 
 BITSANDBYTES = Kind(
-    ".weight",
+    (".weight",),
     ".weight.absmax",
     (NF4_STATE, ".weight.quant_map", ".weight.nested_absmax", ".weight.nested_quant_map"),
     KNOWN,

@@ -1,28 +1,119 @@
-"""FP8 with a scale for each block of 128 x 128, as DeepSeek-V3 has it."""
+"""FP8 with a scale for each block, as DeepSeek-V3 has it, MXFP8, and the FP8 and FP4 of DeepSeek-V4."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 
-from fmoe_ext.checkpoint.methods.base import Config, Kind, Matrix, Piece, expect, refuse, stored
+from fmoe_ext.checkpoint.errors import CheckpointError
+from fmoe_ext.checkpoint.methods.base import (
+    Config,
+    Kind,
+    Matrix,
+    Piece,
+    Turn,
+    refuse,
+    settings,
+    stored,
+    tensor_of,
+)
+from fmoe_ext.checkpoint.methods.decoded import Decoded, e8m0, fp4, scaled
 from fmoe_ext.checkpoint.model_folder import Base
 
 KNOWN = """
     weight_block_size fmt scale_fmt activation_scheme modules_to_not_convert modules_to_convert ignored_layers
-    dequantize
+    dequantize expert_dtype
 """
-FP8_BLOCK = 128
+FP8_BLOCK = 128  # of the operators
+MX_BLOCK = 32
+EXPONENTS = (torch.uint8, torch.float8_e8m0fnu)
+SCALES = (torch.float32, torch.bfloat16, *EXPONENTS)
+FP4 = (torch.int8, torch.uint8)
 
 
 def check(folder: str, config: Config) -> None:
-    if list(config.get("weight_block_size") or ()) != [128, 128]:
-        refuse(folder, f"FP8 with weight_block_size {config.get('weight_block_size')} instead of [128, 128]")
+    block = config.get("weight_block_size")
+    if block is not None and not (len(block) == 2 and all(isinstance(n, int) and n > 0 for n in block)):
+        refuse(folder, f"FP8 with weight_block_size {block}")
 
 
-def matrix(base: Base, stem: str) -> Matrix:
-    (rows, columns), dtype = stored(base, f"{stem}.weight")
-    blocks = (-(-rows // FP8_BLOCK), -(-columns // FP8_BLOCK))
-    scale = expect(base, f"{stem}.weight_scale_inv", blocks, (torch.float32, torch.bfloat16))
-    data = Piece(f"{stem}.weight", (rows, columns), dtype)
-    return Matrix("fp8_block", (rows, columns), {"data": data, "scale": scale})
+def matrix(base: Base, stem: str, scale_name: str = ".weight_scale_inv") -> Matrix | Decoded:
+    name, scale_name = f"{stem}.weight", stem + scale_name
+    (rows, columns), dtype = stored(base, name)
+    scale = tensor_of(base, scale_name)
+    if dtype in FP4:
+        columns *= 2
+        if scale.shape != (rows, columns // MX_BLOCK) or columns % MX_BLOCK or scale.dtype not in SCALES:
+            raise _unlike(base, scale_name, f"[{rows}, {columns // MX_BLOCK}] for FP4 [{rows}, {columns}]")
+        if scale.dtype not in EXPONENTS:
+            return Decoded("fp4", (rows, columns), (name, scale_name), _fp4_values)
+        pieces = {
+            "data": Piece(name, (rows, columns // 2), torch.uint8),
+            "scale": Piece(scale_name, (rows, columns // MX_BLOCK), torch.uint8),
+        }
+        return Matrix("mxfp4", (rows, columns), pieces)
+    if dtype != torch.float8_e4m3fn:
+        raise CheckpointError(
+            f"{base.folder}: {name} is {dtype}, expected torch.float8_e4m3fn or FP4 in int8"
+        )
+    block = _block(base, scale_name, (rows, columns))
+    if block != (FP8_BLOCK, FP8_BLOCK):
+        values = fp8_values(*block)
+        return Decoded("fp8", (rows, columns), (name, scale_name), values)
+    turn = Turn(lambda exponents: e8m0(torch.from_numpy(exponents)).numpy(), scale.shape, "u1")
+    is_exponent = scale.dtype in EXPONENTS
+    grid = (scale.shape[0], scale.shape[1])
+    pieces = {
+        "data": Piece(name, (rows, columns), dtype),
+        "scale": Piece(scale_name, grid, torch.float32, turn)
+        if is_exponent
+        else Piece(scale_name, grid, scale.dtype),
+    }
+    return Matrix("fp8_block", (rows, columns), pieces)
 
 
-FP8 = Kind(".weight", ".weight_scale_inv", (".input_scale",), KNOWN, check, matrix)
+def _block(base: Base, name: str, shape: tuple[int, int]) -> tuple[int, int]:
+    """Rows and columns of a matrix that an entry of its scale is for."""
+    scale = base.tensors[name]
+    said = tuple(settings(base).get("weight_block_size") or ())
+    known = [said] if said else [(FP8_BLOCK, FP8_BLOCK), (1, shape[1]), shape]
+    known += [(1, MX_BLOCK)] if scale.dtype in EXPONENTS else []
+    for block in known:
+        if len(block) == 2 and scale.shape == tuple(-(-n // m) for n, m in zip(shape, block, strict=True)):
+            break
+    else:
+        block = shape
+        if scale.shape not in ((), (1,)):
+            blocks = [-(-n // m) for n, m in zip(shape, said or (FP8_BLOCK, FP8_BLOCK), strict=True)]
+            raise _unlike(base, name, f"{blocks} for {list(shape)}")
+    if scale.dtype not in SCALES:
+        raise _unlike(base, name, f"one of {', '.join(map(str, SCALES))}")
+    return block[0], block[1]
+
+
+def _unlike(base: Base, name: str, expected: str) -> CheckpointError:
+    found = base.tensors[name]
+    return CheckpointError(f"{base.folder}: {name} is {found.dtype} {list(found.shape)}, expected {expected}")
+
+
+def fp8_values(rows: int, columns: int) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+    """Decodes a matrix and its scale, one for each block of rows x columns."""
+
+    def values(data: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        grid = (-(-data.shape[0] // rows), -(-data.shape[1] // columns))
+        return scaled(data.float(), e8m0(scale).reshape(grid), rows, columns)
+
+    return values
+
+
+def _fp4_values(data: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    return scaled(fp4(data), e8m0(scale), 1, MX_BLOCK)
+
+
+BESIDE = (".input_scale", ".activation_scale")
+FP8 = Kind((".weight",), ".weight_scale_inv", BESIDE, KNOWN, check, matrix)
+# DeepSeek-V4 calls the scale so, and packs its experts as FP4.
+DEEPSEEK_V4 = Kind(
+    (".weight",), ".scale", BESIDE, KNOWN, check, lambda base, stem: matrix(base, stem, ".scale")
+)

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from fmoe_ext.checkpoint.methods.base import Array, Config, Kind, Matrix, refuse, stored, transposed
+from fmoe_ext.checkpoint.methods.base import Array, Config, Kind, Matrix, refuse, settings, stored, transposed
 from fmoe_ext.checkpoint.methods.qweight import turned_qweight
 from fmoe_ext.checkpoint.model_folder import Base
 
@@ -39,7 +39,7 @@ def _gptq_format(config: Config) -> str:
 def matrix(base: Base, stem: str) -> Matrix:
     (words, rows), _ = stored(base, f"{stem}.qweight")
     columns = 8 * words
-    config = base.config["quantization_config"]
+    config = settings(base)
     is_first = _gptq_format(config) == "gptq"  # whose zero points have 1 subtracted
     found = turned_qweight(base, stem, rows, columns, transposed, gptq_zeros(is_first))
     _, groups = found.pieces["scale"].shape
@@ -62,4 +62,4 @@ def gptq_zeros(is_first: bool) -> Callable[[Array], Array]:
     return (lambda words: transposed(words) + np.uint32(ONES)) if is_first else transposed
 
 
-GPTQ = Kind(".qweight", ".scales", (".qzeros", ".g_idx"), KNOWN, check, matrix)
+GPTQ = Kind((".qweight",), ".scales", (".qzeros", ".g_idx"), KNOWN, check, matrix)

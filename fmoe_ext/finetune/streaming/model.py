@@ -22,6 +22,7 @@ from fmoe_ext.finetune.streaming.memory import memory_of
 from fmoe_ext.finetune.streaming.packed_linear import keep_packed, packable
 from fmoe_ext.finetune.streaming.placeholder import PackedWeight, StreamedWeight
 from fmoe_ext.finetune.streaming.sources import Source, errors_of_config, open_source
+from fmoe_ext.finetune.streaming.weight_names import up_of
 from fmoe_ext.huggingface import experts as huggingface
 from fmoe_ext.huggingface.saving import replace_save_pretrained
 
@@ -55,7 +56,6 @@ def stream(
     """
     huggingface.require_transformers("fmoe_ext.stream()")
     huggingface.register()
-    import transformers
 
     found = memory_of(memory)
     if dtype not in (None, *FLOATS):
@@ -68,10 +68,10 @@ def stream(
     config = source.config
     with errors_of_config(source.path), torch.device("meta"):
         dtype = dtype or _dtype_of(config)
-        skeleton = transformers.AutoModelForCausalLM.from_config(config)
+        skeleton = _class_of(config).from_config(config)
     layers, state = _plan(source, skeleton, dtype)
     packed = _take_packed(source, skeleton, state, dtype)
-    model = _load(Path(folder), type(skeleton), config, state, dtype)
+    model = _load(Path(folder), type(skeleton), skeleton.config, state, dtype)
     keep_packed(model, packed, int8_activations)
     expert_stream = ExpertStream(model, layers, found, optimizer_bytes)
     model.expert_stream = expert_stream
@@ -85,6 +85,16 @@ def stream(
     return huggingface.use(model).eval()
 
 
+def _class_of(config: Any) -> Any:
+    """The class of Transformers that makes a language model of a configuration, with towers for images if it must."""
+    import transformers
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return transformers.AutoModelForCausalLM
+    return transformers.AutoModelForImageTextToText
+
+
 def _dtype_of(config: Any) -> torch.dtype:
     value = getattr(config, "dtype", None) or torch.bfloat16
     return getattr(torch, value) if isinstance(value, str) else value
@@ -92,19 +102,14 @@ def _dtype_of(config: Any) -> torch.dtype:
 
 def _plan(source: Source, skeleton: nn.Module, dtype: torch.dtype) -> tuple[list[Layer], dict[str, Any]]:
     """(layers of experts, placeholders for them by name)."""
+    source.use(skeleton)
     layers: list[Layer] = []
     state: dict[str, Any] = {}
     for path, module in skeleton.named_modules():
         if not hasattr(module, "is_transposed"):
             continue
-        layer = source.layer(path)
-        if layer is None:
-            raise CheckpointError(
-                f"{source.path} has no experts for {path} in a format that is read{source.packed_as}: "
-                "docs/finetune.md lists the formats"
-            )
-        layer = layer.cast(dtype)
-        for name, shape in zip(_names_of(module), layer.shapes, strict=True):
+        layer = source.layer(path, module).cast(dtype)
+        for name, shape in zip((up_of(module), "down_proj"), layer.shapes, strict=True):
             expected = tuple(getattr(module, name).shape)
             if layer.is_packed and module.is_transposed:
                 shape = (shape[0], shape[2], shape[1])
@@ -128,17 +133,19 @@ def _take_packed(
     packed = {}
     linear = packable(skeleton)
     for name, tensor in source.others(dtype).items():
-        layer = linear.get(name)
-        if layer is not None and isinstance(tensor, PackedTensor) and tensor.shape == layer.weight.shape:
-            packed[name] = tensor
+        parameter = source.parameter(name)
+        layer = linear.get(parameter) if parameter else None
+        if (
+            parameter
+            and layer is not None
+            and isinstance(tensor, PackedTensor)
+            and tensor.shape == layer.weight.shape
+        ):
+            packed[parameter] = tensor
             state[name] = PackedWeight(tensor.shape, dtype)
         else:
             state[name] = Stored(tensor)
     return packed
-
-
-def _names_of(experts: Any) -> tuple[str, str]:
-    return "gate_up_proj" if experts.has_gate else "up_proj", "down_proj"
 
 
 class Stored:

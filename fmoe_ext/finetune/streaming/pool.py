@@ -98,9 +98,10 @@ class Cache:
 
 
 def spans_of(layer: Layer) -> list[Span]:
-    """The spans of all experts of a layer."""
+    """The spans of all experts of a layer, with those beside them."""
     experts = range(layer.num_experts)
-    return list(layer.spans(experts, experts, len(experts)))
+    spans = layer.spans(experts, experts, len(experts))
+    return [part for span in spans for part in (span, *span.beside)]
 
 
 class Pool:

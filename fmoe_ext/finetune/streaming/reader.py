@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fmoe_ext.checkpoint.errors import CheckpointError
-from fmoe_ext.checkpoint.expert_files import Span
+from fmoe_ext.checkpoint.expert_files import ALIGNED, Span
 
 BLOCK = 4096  # bytes to which O_DIRECT aligns offsets, lengths and addresses
 CHUNK = 4 * 2**20  # bytes of one read
@@ -64,15 +64,18 @@ class Reader:
         """
         num_bytes = self._fetch([span for span in spans if span.turn is None], into)
         for group in _groups([span for span in spans if span.turn is not None]):
-            raw = np.empty(sum(span.num_bytes for span in group), dtype=np.uint8)
-            ends = np.cumsum([span.num_bytes for span in group]).tolist()
-            places = [raw[end - span.num_bytes : end] for span, end in zip(group, ends, strict=True)]
-            moved = [
-                Span(s.path, s.begin, s.num_bytes, end - s.num_bytes)
-                for s, end in zip(group, ends, strict=True)
-            ]
+            moved: list[Span] = []
+            places: list[list[slice]] = []
+            end = 0
+            for span in group:
+                places.append([])
+                for part in (span, *span.beside):
+                    moved.append(Span(part.path, part.begin, part.num_bytes, end))
+                    places[-1].append(slice(end, end + part.num_bytes))
+                    end += -(-part.num_bytes // ALIGNED) * ALIGNED
+            raw = np.empty(end, dtype=np.uint8)
             num_bytes += self._fetch(moved, raw)
-            for _ in self._threads.map(functools.partial(_turn, into), group, places):
+            for _ in self._threads.map(functools.partial(_turn, into, raw), group, places):
                 pass
         return num_bytes
 
@@ -139,20 +142,25 @@ def _fill(handle: int, chunk: _Chunk, into: "np.ndarray[Any, Any]", begin: int, 
         done += count
 
 
-def _turn(into: "np.ndarray[Any, Any]", span: Span, raw: "np.ndarray[Any, Any]") -> None:
+def _turn(
+    into: "np.ndarray[Any, Any]", raw: "np.ndarray[Any, Any]", span: Span, places: Sequence[slice]
+) -> None:
     assert span.turn is not None
-    turned = span.turn(raw).reshape(-1).view(np.uint8)
+    turned = span.turn(*(raw[place] for place in places)).reshape(-1).view(np.uint8)
     into[span.at : span.at + turned.size] = turned
 
 
 def _groups(spans: Sequence[Span]) -> Iterator[list[Span]]:
     """Spans in the order of the files, as many together as fit into RAW bytes."""
     group: list[Span] = []
+    size = 0
     for span in sorted(spans, key=lambda span: span[:2]):
-        if group and sum(other.num_bytes for other in group) + span.num_bytes > RAW:
+        num_bytes = sum(part.num_bytes for part in (span, *span.beside))
+        if group and size + num_bytes > RAW:
             yield group
-            group = []
+            group, size = [], 0
         group.append(span)
+        size += num_bytes
     if group:
         yield group
 

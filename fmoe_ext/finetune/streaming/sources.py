@@ -3,24 +3,28 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from torch import nn
 
 from fmoe_ext.checkpoint.errors import CheckpointError
-from fmoe_ext.checkpoint.expert_files import Layer, plain_layer
+from fmoe_ext.checkpoint.expert_files import Layer
+from fmoe_ext.checkpoint.expert_layers import layer_of
 from fmoe_ext.checkpoint.files import inside
 from fmoe_ext.checkpoint.gguf_experts import gguf_layers, open_gguf
 from fmoe_ext.checkpoint.huggingface import check_folder
+from fmoe_ext.checkpoint.methods import check_method, kind_of
 from fmoe_ext.checkpoint.model_folder import Base
+from fmoe_ext.checkpoint.packed import mxfp4_layer
 from fmoe_ext.checkpoint.packed_dense import outside_experts
-from fmoe_ext.checkpoint.packed_projections import packed_layer
 from fmoe_ext.checkpoint.safetensors_file import StoredTensor
 from fmoe_ext.finetune.streaming import gguf
+from fmoe_ext.finetune.streaming.weight_names import WeightNames, up_of
 
 
 @contextmanager
@@ -38,15 +42,20 @@ def errors_of_config(path: Path, name: str = "config.json") -> Iterator[None]:
 class Source(Protocol):
     """The files of a model, opened once: its configuration, layers of experts, and other tensors.
 
-    packed_as: words for an error about experts in a format that is not read. layer() comes before others().
+    use() comes first, then layer(), then others().
     """
 
     path: Path
     config: Any
-    packed_as: str
 
-    def layer(self, path: str) -> Layer | None:
-        """The experts of the module at a path; None if the files have none in a format that is read."""
+    def use(self, skeleton: Any) -> None:
+        """Notes the model whose parameters the files are to become, on the meta device."""
+
+    def layer(self, path: str, experts: nn.Module) -> Layer:
+        """The experts of the module at a path; CheckpointError if the files have none in a format that is read."""
+
+    def parameter(self, name: str) -> str | None:
+        """The parameter that a tensor of others() becomes as it is; None if Transformers makes it of several."""
 
     def others(self, dtype: torch.dtype) -> dict[str, StoredTensor]:
         """{name in Transformers: tensor} of what is left beside the layers that were asked for."""
@@ -66,16 +75,30 @@ class Folder:
             self.config: Any = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
         if hasattr(self.config, "quantization_config"):
             del self.config.quantization_config
+        check_method(self.base)
         self._used: set[str] = set()
-        method = (self.base.config.get("quantization_config") or {}).get("quant_method")
-        self.packed_as = f" (they are packed by {method})" if method else ""
 
-    def layer(self, path: str) -> Layer | None:
-        found = packed_layer(self.base, path) or plain_layer(self.base, path)
+    def use(self, skeleton: Any) -> None:
+        kind = kind_of(self.base)
+        names: Iterable[str] = self.base.tensors
+        if kind is not None:
+            names = {kind.plain_name(name) for name in names if not kind.is_beside(name)}
+        self._names = WeightNames(self.base, skeleton, names)
+
+    def layer(self, path: str, experts: nn.Module) -> Layer:
+        found = mxfp4_layer(self.base, path)
         if found is None:
-            return None
+            parameters = f"{path}.{up_of(experts)}", f"{path}.down_proj"
+            up, down = (self._names.experts(name) for name in parameters)
+            if up is None or down is None:
+                name = parameters[up is not None]
+                raise CheckpointError(f"{self.path} has no tensors for {name}: {self._names.nearest(name)}")
+            found = layer_of(self.base, path, (up, down))
         self._used |= found[1]
         return found[0]
+
+    def parameter(self, name: str) -> str | None:
+        return self._names.renamed.get(name)
 
     def others(self, dtype: torch.dtype) -> dict[str, StoredTensor]:
         return dict(outside_experts(self.base, self._used, dtype))
@@ -84,8 +107,6 @@ class Folder:
 class GgufFile:
     """A GGUF file, with or without config.json beside it."""
 
-    packed_as = ""
-
     def __init__(self, file: Path) -> None:
         self.path = file
         self._reader = open_gguf(file)
@@ -93,10 +114,18 @@ class GgufFile:
         with errors_of_config(file.parent):
             self.config: Any = gguf.read_config(file, self._reader)
 
-    def layer(self, path: str) -> Layer | None:
+    def use(self, skeleton: Any) -> None:
+        pass
+
+    def parameter(self, name: str) -> str | None:
+        return name
+
+    def layer(self, path: str, experts: nn.Module) -> Layer:
         number = re.search(r"\.layers\.(\d+)\.", f".{path}.")
         layer = self._layers.get(int(number[1])) if number else None
-        return None if layer is None else replace(layer, path=path)
+        if layer is None:
+            raise CheckpointError(f"{self.path} has no blk.N.ffn_down_exps.weight for {path}")
+        return replace(layer, path=path)
 
     def others(self, dtype: torch.dtype) -> dict[str, StoredTensor]:
         return gguf.outside_experts(self.path, self._reader, self.config, dtype)

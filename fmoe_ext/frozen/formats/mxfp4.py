@@ -32,7 +32,7 @@ def check(q: Packed) -> Shape:
     return E, out, num_blocks * 2 * width
 
 
-def _e2m1(device: torch.device) -> torch.Tensor:
+def e2m1(device: torch.device) -> torch.Tensor:
     """The value of each code. Computed on the device: a table of the host would be copied, which CUDA graphs refuse."""
     code = torch.arange(16, dtype=torch.int32, device=device)
     magnitude = code & 7
@@ -43,7 +43,7 @@ def _e2m1(device: torch.device) -> torch.Tensor:
 
 def decode(q: Packed) -> torch.Tensor:
     assert q.scale is not None
-    values = _e2m1(q.device)[nibbles(q.data).int()]
+    values = e2m1(q.device)[nibbles(q.data).int()]
     exponent = q.scale.view(torch.uint8).int()
     # The bits of 2^(e - 127); 2^-127 is subnormal, and 255 is NaN.
     bits = torch.where(exponent == 0, 0x400000, exponent << 23)

@@ -1,0 +1,128 @@
+"""Names of a model's parameters in files, by Transformers' own table of its architectures."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from typing import Any
+
+from torch import nn
+
+from fmoe_ext.checkpoint.errors import CheckpointError
+from fmoe_ext.checkpoint.expert_layers import InFiles
+from fmoe_ext.checkpoint.model_folder import Base
+
+
+class WeightNames:
+    """The parameters of a model, on the meta device or not, and the names that a folder has for them.
+
+    names: of the plain tensors in the files. renamed: {name in the files: parameter} of those that are taken whole.
+    Equivalent to: the names that from_pretrained() matches.
+    """
+
+    def __init__(self, base: Base, model: Any, names: Iterable[str]) -> None:
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+
+        self._folder = base.folder
+        self._tensors = base.tensors
+        self._parameters = model.state_dict()
+        mapping = get_model_conversion_mapping(model)
+        renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
+        converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
+        self._converters = {pattern: one for one in converters for pattern in one.source_patterns}
+        self._found: defaultdict[str, list[tuple[str | None, str]]] = defaultdict(list)
+        prefix = model.base_model_prefix
+        for name in sorted(names, key=_numbers):
+            arguments = prefix, self._parameters
+            parameter, pattern = rename_source_key(name, renamings, converters, *arguments)
+            if parameter not in self._parameters and name in self._parameters:
+                parameter, pattern = rename_source_key(name, [], [], *arguments)
+            self._found[parameter].append((pattern, name))
+        self.renamed = {
+            found[0][1]: parameter
+            for parameter, found in self._found.items()
+            if len(found) == 1 and found[0][0] is None
+        }
+
+    def experts(self, parameter: str) -> InFiles | None:
+        """The tensors of a weight [E, *, *] of experts; None if the files do not have it.
+
+        Raises CheckpointError for tensors that are put together in a way that is not known here.
+        """
+        found = self._found.get(parameter)
+        if not found:
+            return None
+        num_experts, *shape = self._parameters[parameter].shape
+        if found[0][0] is None:
+            return InFiles(((found[0][1],),) * num_experts, is_stack=True)
+        converter = self._converters[found[0][0]]
+        operations: list[Any] = list(converter.operations)
+        names = {
+            pattern: [name for p, name in found if p == pattern] for pattern in converter.source_patterns
+        }
+        lists = [list(of_pattern) for of_pattern in names.values()]
+        steps = [(type(step).__name__, getattr(step, "dim", None)) for step in operations]
+        if steps[:1] == [("MergeModulelist", 0)]:
+            for pattern, of_pattern in names.items():
+                self._check_count(parameter, pattern, of_pattern, num_experts)
+            steps, is_stack = steps[1:], False
+            of_experts = tuple(zip(*lists, strict=True))
+        else:
+            is_stack = True
+            of_experts = (tuple(name for of_pattern in lists for name in of_pattern),) * num_experts
+        if len(converter.target_patterns) == 1:
+            if steps in ([], [("Concatenate", 1)]):
+                return InFiles(of_experts, is_stack)
+            step = operations[-1]
+            if steps == [("Interleave", 1)] and not step.inverse:
+                return InFiles(of_experts, is_stack, interleaved=True)
+            if steps == [("Transpose", None)] and {step.dim0, step.dim1} == {1, 2}:
+                stored = self._tensors.get(of_experts[0][0])
+                is_same = stored is not None and list(stored.shape[-2:]) == shape
+                return InFiles(of_experts, is_stack, transposed=not (step.check_dims and is_same))
+        kinds = ", ".join(type(step).__name__ for step in operations)
+        raise CheckpointError(
+            f"{self._folder}: {parameter} is made of {found[0][1]} and others by {kinds}, which is not computed here"
+        )
+
+    def _check_count(self, parameter: str, pattern: str, names: list[str], num_experts: int) -> None:
+        """CheckpointError unless there is a tensor for each expert."""
+        numbers = {}
+        for name in names:
+            parts = name.split(".")
+            place = max((i for i, part in enumerate(parts) if part.isdigit()), default=0)
+            numbers[parts[place]] = [*parts[:place], "{}", *parts[place + 1 :]]
+        expected = list(map(str, range(num_experts)))
+        if len(names) == num_experts and numbers.keys() == set(expected):
+            return
+        missing = [number for number in expected if number not in numbers]
+        if missing and numbers:
+            example = ".".join(next(iter(numbers.values()))).format(missing[0])
+            raise CheckpointError(f"{self._folder} lacks {example}")
+        raise CheckpointError(
+            f"{self._folder}: {parameter} has {num_experts} experts by config.json, but the files have {len(names)} "
+            f"tensors {pattern}"
+        )
+
+    def nearest(self, parameter: str) -> str:
+        """Words for an error about a parameter that the files do not have."""
+        stem = parameter.rpartition(".")[0]
+        block = stem.rpartition(".")[0]
+        found = sorted(name for name in self._tensors if name.startswith((f"{stem}.", f"{block}.")))
+        if not found:
+            return f"no name in the files begins with {block}"
+        return f"Transformers makes it of none of {', '.join(found[:3])}{', ...' if len(found) > 3 else ''}"
+
+
+def _numbers(name: str) -> list[tuple[int, Any]]:
+    """A key that sorts the numbers in names by value, as Transformers does."""
+    return [(0, int(part)) if part.isdigit() else (1, part) for part in name.split(".")]
+
+
+def up_of(experts: nn.Module) -> str:
+    """The name of the weight that is multiplied first."""
+    return "gate_up_proj" if experts.has_gate else "up_proj"
+
+
+__all__ = ["WeightNames", "up_of"]

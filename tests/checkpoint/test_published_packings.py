@@ -1,0 +1,185 @@
+"""Packings that libraries write, against their own functions where they are installed."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from fmoe_ext.checkpoint import CheckpointError
+from fmoe_ext.checkpoint.methods import check_method
+from fmoe_ext.checkpoint.model_folder import Base
+from fmoe_ext.checkpoint.packed_projections import packed_layer
+from fmoe_ext.finetune.streaming.reader import Reader
+from fmoe_ext.frozen import Quantized
+from tests.published_packings import CONFIGS, ON_KERNELS, pack
+
+E, D, H = 3, 256, 160
+PATH = "model.layers.0.mlp.experts"
+SHAPES = {"gate_proj": (H, D), "up_proj": (H, D), "down_proj": (D, H)}
+
+
+def projections():
+    generator = torch.Generator().manual_seed(0)
+    return {
+        (e, name): torch.randn(shape, generator=generator) / 16
+        for e in range(E)
+        for name, shape in SHAPES.items()
+    }
+
+
+def tensors_of(name):
+    """The tensors of a folder, and the values of the projections."""
+    tensors, values = {}, {}
+    for (e, projection), weight in projections().items():
+        packed, values[e, projection] = pack(weight, name)
+        tensors |= {f"{PATH}.{e}.{projection}.{key}": value for key, value in packed.items()}
+    return tensors, values
+
+
+def save(folder, tensors, config):
+    save_file(tensors, folder / "model.safetensors")
+    text = json.dumps({"model_type": "qwen3_moe", "quantization_config": config})
+    folder.joinpath("config.json").write_text(text)
+    return Base(folder)
+
+
+def read(layer, experts):
+    """The weights of some experts, their bytes read as a stream reads them."""
+    buffer = np.zeros(layer.num_bytes(len(experts)), dtype=np.uint8)
+    Reader().read(layer.spans(experts, range(len(experts)), len(experts)), buffer)
+    weights = layer.weights(buffer, len(experts))
+    return [w.dequantize() if isinstance(w, Quantized) else w for w in weights]
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_experts_have_the_values_of_the_packing(name, tmp_path):
+    tensors, values = tensors_of(name)
+    layer, used = packed_layer(save(tmp_path, tensors, CONFIGS[name]), PATH)
+    assert used == tensors.keys() and layer.is_packed == (name in ON_KERNELS)
+    assert layer.shapes == ((E, 2 * H, D), (E, D, H))
+    w1, w2 = read(layer, [2, 0])
+    for slot, e in enumerate((2, 0)):
+        assert torch.equal(w1[slot], torch.cat((values[e, "gate_proj"], values[e, "up_proj"])))
+        assert torch.equal(w2[slot], values[e, "down_proj"])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_decoded_experts_are_rounded_once(dtype, tmp_path):
+    tensors, values = tensors_of("nvfp4-pack-quantized")
+    layer, _ = packed_layer(save(tmp_path, tensors, CONFIGS["nvfp4-pack-quantized"]), PATH)
+    w1, _ = read(layer.cast(dtype), [1])
+    assert torch.equal(w1[0], torch.cat((values[1, "gate_proj"], values[1, "up_proj"])).to(dtype))
+
+
+def test_projections_in_different_packings_are_decoded(tmp_path):
+    """Plain gates, ups of four bits and downs of eight, as mixed precision has them."""
+    tensors, values = {}, {}
+    kinds = {"up_proj": "mxfp4-pack-quantized", "down_proj": "float-quantized channel"}
+    for (e, projection), weight in projections().items():
+        packed, values[e, projection] = {"weight": weight.bfloat16()}, weight.bfloat16().float()
+        if projection in kinds:
+            packed, values[e, projection] = pack(weight, kinds[projection])
+        tensors |= {f"{PATH}.{e}.{projection}.{key}": value for key, value in packed.items()}
+    config = CONFIGS["mxfp4-pack-quantized"] | {"format": "mixed-precision"}
+    from fmoe_ext.checkpoint.expert_layers import InFiles, layer_of
+
+    joined = (("gate_proj", "up_proj"), ("down_proj",))
+    names = (tuple(tuple(f"{PATH}.{e}.{p}.weight" for p in of) for e in range(E)) for of in joined)
+    layer, _ = layer_of(save(tmp_path, tensors, config), PATH, tuple(map(InFiles, names)))
+    w1, w2 = read(layer, [0, 1])
+    assert torch.equal(w1[1], torch.cat((values[1, "gate_proj"], values[1, "up_proj"])))
+    assert torch.equal(w2[0], values[0, "down_proj"])
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_broken_tensors_are_named(name, tmp_path):
+    """Each tensor of a matrix missing, shorter, and in another dtype; scales may have any floating dtype."""
+    tensors, _ = tensors_of(name)
+    stem = f"{PATH}.1.up_proj."
+    for key in [key for key in tensors if key.startswith(stem) and "input" not in key]:
+        kept = tensors.pop(key)
+        wrong = [] if key.endswith("weight_shape") else [None]  # which the first versions did not write
+        wrong += [] if "scale" in key or key.endswith("weight_shape") else [kept.double()]
+        wrong += [kept[: len(kept) // 2].contiguous()] if kept.dim() else [kept.expand(3).contiguous()]
+        wrong += [kept[..., :-1].contiguous()] if kept.dim() and kept.shape[-1] > 1 else []
+        for value in wrong:
+            changed = tensors if value is None else tensors | {key: value}
+            with pytest.raises(CheckpointError, match=r"experts\.1\.up_proj"):
+                layer, _ = packed_layer(save(tmp_path, changed, CONFIGS[name]), PATH)
+                read(layer, [1])
+        tensors[key] = kept
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"quant_method": "quark"}, "packed by quark"),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4_AWQ"}, "modelopt with quant_algo 'NVFP4_AWQ'"),
+        ({"quant_method": "modelopt", "quant_algo": "W8A8_SQ_PER_CHANNEL"}, "'W8A8_SQ_PER_CHANNEL'"),
+        ({"quant_method": "compressed-tensors", "format": "sparse-24-bitmask"}, "format 'sparse-24-bitmask'"),
+        ({"quant_method": "compressed-tensors", "format": "mxfp6-pack-quantized"}, "'mxfp6-pack-quantized'"),
+    ],
+)
+def test_packing_that_is_not_read_is_refused_by_name(config, message, tmp_path):
+    with pytest.raises(CheckpointError, match=message):
+        check_method(save(tmp_path, {"a": torch.zeros(1)}, config))
+
+
+def test_scales_of_inputs_in_weights_are_refused(tmp_path):
+    tensors, _ = tensors_of("modelopt NVFP4")
+    tensors[f"{PATH}.0.up_proj.pre_quant_scale"] = torch.ones(D)
+    with pytest.raises(CheckpointError, match="pre_quant_scale, which scales inputs"):
+        packed_layer(save(tmp_path, tensors, CONFIGS["modelopt NVFP4"]), PATH)
+
+
+def test_config_beside_the_model_is_read(tmp_path):
+    tensors, values = tensors_of("modelopt NVFP4")
+    save(tmp_path, tensors, None)
+    details = {
+        "quant_algo": "NVFP4",
+        "kv_cache_quant_algo": "FP8",
+        "group_size": 16,
+        "exclude_modules": ["lm_head"],
+    }
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps({"quantization": details}))
+    layer, _ = packed_layer(Base(tmp_path), PATH)
+    assert torch.equal(read(layer, [2])[1][0], values[2, "down_proj"])
+
+
+@pytest.mark.parametrize(
+    "name", [name for name, config in CONFIGS.items() if config["quant_method"] == "compressed-tensors"]
+)
+def test_values_equal_those_of_compressed_tensors(name, tmp_path):
+    """To the bit, in the dtype in which the library decodes."""
+    library = pytest.importorskip("compressed_tensors.compressors", reason="pip install compressed-tensors")
+    from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+
+    config = CONFIGS[name]
+    weights = QuantizationArgs(**config["config_groups"]["group_0"]["weights"])
+    scheme = QuantizationScheme(targets=["Linear"], weights=weights)
+    compressor = library.BaseCompressor.get_value_from_registry(config["format"])
+    tensors, _ = tensors_of(name)
+    layer, _ = packed_layer(save(tmp_path, tensors, config), PATH)
+    w1, w2 = read(layer, list(range(E)))
+    for (e, projection), weight in projections().items():
+        theirs = compressor.decompress(pack(weight, name)[0], scheme)["weight"]
+        ours = {"gate_proj": w1[e, :H], "up_proj": w1[e, H:], "down_proj": w2[e]}[projection]
+        assert torch.equal(ours.to(theirs.dtype), theirs)
+
+
+def test_values_equal_those_of_transformers(tmp_path):
+    """MXFP8 and DeepSeek-V4's packings, by the function that decodes them there."""
+    finegrained = pytest.importorskip("transformers.integrations.finegrained_fp8")
+    decode = finegrained.Fp8Dequantize(None)._dequantize_one
+    for name in ("mxfp8", "DeepSeek-V4 FP4", "fp8 tensor"):
+        tensors, _ = tensors_of(name)
+        folder = tmp_path / name
+        folder.mkdir()
+        layer, _ = packed_layer(save(folder, tensors, CONFIGS[name]), PATH)
+        _, w2 = read(layer, [1])
+        stem = f"{PATH}.1.down_proj."
+        scale = tensors[f"{stem}scale" if "V4" in name else f"{stem}weight_scale_inv"]
+        theirs = decode(tensors[f"{stem}weight"], scale, torch.float32)
+        assert torch.equal(w2[0], theirs)
