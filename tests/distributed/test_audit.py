@@ -198,4 +198,4 @@ def test_command_line_and_the_language_model():
     assert "16 cases of 2 steps" in done.stdout and "all equal" in done.stdout
     wrong = [sys.executable, "-m", "fmoe_ext.audit", "nowhere.py:recipe"]
     done = subprocess.run(wrong, cwd=ROOT, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 2 and done.stderr.startswith("error: nowhere.py cannot be imported")
+    assert done.returncode == 2 and done.stderr.startswith("error: nowhere.py does not exist")
