@@ -1,5 +1,7 @@
 """Admission of calls: TLS, tokens, allow-lists, rates."""
 
+import errno
+import fcntl
 import hashlib
 import os
 import ssl
@@ -126,6 +128,31 @@ def check_private(path: Path) -> None:
             f"{path} holds a secret, but other users can open it (mode {stat.S_IMODE(status.st_mode):04o}): "
             f"chmod 600 {path}"
         )
+
+
+class InUse(OSError):
+    """Another process has locked a file."""
+
+
+def lock_file(path: Path, in_use: str) -> int:
+    """Locks a file, which is made if it is missing, until the returned descriptor is closed.
+
+    InUse(in_use) if another process has it; OSError if its file system knows no locks.
+    """
+    try:
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError:
+        if not os.access(path, os.R_OK):
+            raise
+        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        os.close(file)
+        if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
+            raise InUse(in_use) from None
+        raise OSError(f"{path} cannot be locked ({error}): name one on a disk") from None
+    return file
 
 
 def _check_pair(certificate: Path, key: Path) -> None:

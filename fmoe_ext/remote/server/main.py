@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from fmoe_ext._cli import CANNOT, NOT_SAVED, run
+from fmoe_ext._cli import CANNOT, IN_USE, NOT_SAVED, run
 from fmoe_ext.remote import loop, status
 from fmoe_ext.remote.dht import open_node
 from fmoe_ext.remote.discovery import Discovery, DiscoveryError, StaticList
@@ -19,7 +19,7 @@ from fmoe_ext.remote.errors import RemoteError
 from fmoe_ext.remote.flags import DATE_FORMAT, LOG_FORMAT, build
 from fmoe_ext.remote.replication.registry import Replication
 from fmoe_ext.remote.replication.replicas import ReplicatedExperts
-from fmoe_ext.remote.security import Credentials, Security
+from fmoe_ext.remote.security import Credentials, InUse, Security
 from fmoe_ext.remote.server.checkpoints import Damaged
 from fmoe_ext.remote.server.declared import DeclaredExperts, WarmCopies
 from fmoe_ext.remote.server.options import ETCD, Options, Training, parse, read_tokens
@@ -73,6 +73,7 @@ def _open_dht(flags: argparse.Namespace) -> Discovery:
         list(flags.initial_peers),
         f"{host}:{flags.dht_port or 0}",
         identity_path=flags.identity_path,
+        alone=True,
         relay=flags.relay,
         relay_token=flags.relay_token,
     )
@@ -98,7 +99,7 @@ def report(server: Server, seconds: float, before: dict[str, float]) -> dict[str
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs until SIGTERM or SIGINT; 0 after everything was handed over and saved, NOT_SAVED if something was not.
+    """Runs until SIGTERM or SIGINT; 0 after everything was handed over and saved; other statuses: _cli.
 
     `status ...`: status.main().
     """
@@ -119,6 +120,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         server = make_server(flags)
         server.start()
+    except InUse as error:
+        log.error("%s", error)
+        return IN_USE
     except (OSError, ValueError, DiscoveryError, Damaged, RemoteError) as error:
         log.error("%s", error)
         return CANNOT
