@@ -12,6 +12,7 @@ LOOKS_EVERY, LEAVING = "looks_every", "leaving"  # of who keeps warm copies, and
 # Of Info, for people.
 ROLE, TERM, COMMITTED, SAVED, WAITING = "role", "term", "committed", "saved", "waiting"
 UNSAVED = "unsaved"  # why no newer version could be saved
+BYTES = "fmoe-bytes"  # of the call, in grpc's metadata: the server has room for it before it reads it
 GRAD = "grad"  # name of the tensor; inputs are called "0", "1", ...
 ID_LENGTH = 32  # hexadecimal digits
 NOT_LEADER = (

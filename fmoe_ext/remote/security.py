@@ -181,9 +181,18 @@ class Guard:
         allowed = self.security.backward
         if gradient and allowed is not None and peer not in allowed:
             raise Denied(grpc.StatusCode.PERMISSION_DENIED, f"{peer} may not send gradients to this server")
-        if not (self._calls.take(peer, 1) and self._bytes.take(peer, num_bytes)):
-            raise Denied(grpc.StatusCode.RESOURCE_EXHAUSTED, f"{peer} sends more than its rate allows")
+        self._limit(self._calls.take(peer, 1) and self._bytes.take(peer, num_bytes), peer)
         return peer
+
+    def charge(self, peer: str, num_bytes: int) -> None:
+        """Counts bytes that a call did not announce; Denied if they are more than the peer may send."""
+        if num_bytes > 0:
+            self._limit(self._bytes.take(peer, num_bytes), peer)
+
+    @staticmethod
+    def _limit(is_allowed: bool, peer: str) -> None:
+        if not is_allowed:
+            raise Denied(grpc.StatusCode.RESOURCE_EXHAUSTED, f"{peer} sends more than its rate allows")
 
     def _identify(self, context: Any) -> str:
         if self._names:

@@ -18,13 +18,13 @@ from fmoe_ext.finetune.streaming import decoding
 from fmoe_ext.finetune.streaming.activations import ActivationFile, SavedOnDisk
 from fmoe_ext.finetune.streaming.budget import ExpertStream
 from fmoe_ext.finetune.streaming.experts import Streamed
-from fmoe_ext.finetune.streaming.memory import memory_of
 from fmoe_ext.finetune.streaming.packed_linear import keep_packed, packable
 from fmoe_ext.finetune.streaming.placeholder import PackedWeight, StreamedWeight
 from fmoe_ext.finetune.streaming.sources import Source, errors_of_config, open_source
 from fmoe_ext.finetune.streaming.weight_names import up_of
 from fmoe_ext.huggingface import experts as huggingface
 from fmoe_ext.huggingface.saving import replace_save_pretrained
+from fmoe_ext.memory import memory_of
 
 
 def stream(

@@ -224,11 +224,11 @@ class Checkpoints:
 
     def _uid_in_header(self, name: str) -> str | None:
         """The uid that a file says it holds; None if that cannot be read, or is damaged."""
-        try:
-            with self.files.open(name) as file:
-                return _read_meta(file).get("uid")
-        except OSError:
-            return None
+        for _ in range(2 * READS):  # a start that misses a renamed file begins its expert anew
+            with contextlib.suppress(OSError), self.files.open(name) as file:
+                if (uid := _read_meta(file).get("uid")) is not None:
+                    return uid
+        return None
 
 
 def _file_name(uid: str) -> str:
