@@ -80,6 +80,7 @@ class ComputeThread:
                 self.num_batches += 1
                 self.num_jobs += len(work)
                 self._run_batch(work)
+            del work  # or the last batch stays in memory until the next one comes
 
     def _run_batch(self, batch: list[Job]) -> None:
         try:
@@ -173,7 +174,7 @@ class ExpertService:
         """The methods. Each reads its one message itself, when there is memory for it."""
         unary = {"Info": self._info, "Forward": self._forward, "Backward": self._backward}
         methods = {
-            name: grpc.stream_unary_rpc_method_handler(self._method(name.lower(), call))
+            name: grpc.stream_stream_rpc_method_handler(self._method(name.lower(), call))
             for name, call in unary.items()
         }
         methods["State"] = grpc.stream_stream_rpc_method_handler(self._state_in_parts)
@@ -182,10 +183,9 @@ class ExpertService:
     def _method(
         self, name: str, call: Callable[[Message, str, float], Awaitable[bytes]]
     ) -> Callable[..., Any]:
-        async def method(requests: AsyncIterator[bytes], context: Any) -> bytes:
+        async def method(requests: AsyncIterator[bytes], context: Any) -> AsyncIterator[bytes]:
             async with self._answering(name, requests, context) as (message, peer, deadline):
-                return await call(message, peer, deadline)
-            raise AssertionError("abort() does not return")
+                yield await call(message, peer, deadline)
 
         return method
 
@@ -206,10 +206,12 @@ class ExpertService:
             seconds = min(context.time_remaining() or LONGEST_CALL, LONGEST_CALL)
             room = self._room_for(announced)
             held = await self.budget.take(peer, room, seconds * SHARE_FOR_ROOM)
-            context.add_done_callback(lambda _: held.release())  # when the reply is on its way
-            message = await self._read(requests, held, announced or 0)
-            self._note_peer(peer, message)
-            yield message, peer, begin + seconds
+            try:
+                message = await self._read(requests, held, announced or 0)
+                self._note_peer(peer, message)
+                yield message, peer, begin + seconds
+            finally:
+                held.release()
         except Denied as error:
             code = error.code
             await context.abort(code, str(error))
