@@ -273,7 +273,8 @@ FORGED = {  # gates of a header: what the error says
     "top_k 5 of 4": [{**GATE, "top_k": 5}],
     "top_k 0 of 4": [{**GATE, "top_k": 0}],
     "two gates have one name": [GATE, GATE],
-    "more than 1048576 experts together": [{**GATE, "name": f"{i}", "num_experts": 60000} for i in range(20)],
+    "more than 131072 experts together": [{**GATE, "name": f"{i}", "num_experts": 60000} for i in range(3)],
+    "it has 513 gates; a log holds at most 512": [{**GATE, "name": f"{i}"} for i in range(513)],
 }
 
 
@@ -284,6 +285,28 @@ def test_report_of_impossible_gates_ends_in_one_error(tmp_path, capsys, text):
     assert main(["report", str(tmp_path / "log"), "-o", str(tmp_path / "page")]) == 2
     assert text in capsys.readouterr().err
     assert not (tmp_path / "page").exists()
+
+
+def test_record_that_expands_beyond_all_batches_is_refused(tmp_path):
+    """A log of 65 KB took 2.4 GB and 55 s."""
+    header = json.dumps({"gates": [{**GATE, "top_k": 1}]}).encode()
+    body = zlib.compress(bytes(2**24 + 1))
+    record = struct.pack("<IqII", len(body), 0, 0, 2**24 + 1) + body
+    path = tmp_path / "log"
+    path.write_bytes(b"fmoe choices 2\n" + struct.pack("<I", len(header)) + header)
+    with path.open("ab") as file:
+        file.write(struct.pack("<I", zlib.crc32(record)) + record)
+    assert path.stat().st_size < 20_000
+    with pytest.raises(balance.BadLog, match="has more than 16777216 choices"):
+        summarize_logs([path])
+
+
+def test_report_of_many_gates_leaves_their_pairs_out(tmp_path, monkeypatch):
+    monkeypatch.setattr("fmoe_ext.balance.report.MAX_PAIRS", 15)
+    write_run(tmp_path / "log")
+    summary = summarize_logs([tmp_path / "log"])
+    assert [gate.together for gate in summary.gates] == [None] * len(summary.gates)
+    assert all(gate.load.sum() > 0 for gate in summary.gates)
 
 
 def test_report_of_deep_json_ends_in_one_error(tmp_path, capsys):

@@ -34,7 +34,9 @@ TOKENS = 2**32 - 1
 _CRC, _HEAD = struct.Struct("<I"), struct.Struct("<IQII")
 _MAX_JSON = 1 << 24
 MAX_EXPERTS = 2**16 - 1  # of a gate: uint16, less one number for dropped choices
-MAX_EXPERTS_OF_ALL = 2**20  # of all gates together: what a report counts for each stays below a few GB
+MAX_EXPERTS_OF_ALL = 2**17  # of all gates together: what a report counts for each stays below 200 MB
+MAX_GATES = 512
+MAX_CHOICES = 2**24  # of a record, which a few KB can stand for: a report reads one at a time
 
 
 class BadLog(ValueError):
@@ -106,6 +108,12 @@ class ChoiceLog:
         self._num_ended += 1
         chosen, self._chosen = self._chosen, []
         if not is_wanted or not chosen:
+            return
+        if (most := max(part.numel() for _, part in chosen)) > MAX_CHOICES:
+            warnings.warn(
+                f"{self.path}: a step with {most} choices of a gate, more than {MAX_CHOICES}, is left out",
+                stacklevel=2,
+            )
             return
         if self._file is None:
             self._begin({name: topk_idx.shape[1] for name, topk_idx in chosen})
@@ -231,6 +239,8 @@ def check_gates(gates: list[Gate]) -> None:
             )
         if not 1 <= gate.top_k <= gate.num_experts:
             raise ValueError(f"gate {gate.name[:80]!r} has top_k {gate.top_k} of {gate.num_experts} experts")
+    if len(gates) > MAX_GATES:
+        raise ValueError(f"it has {len(gates)} gates; a log holds at most {MAX_GATES}")
     if len({gate.name for gate in gates}) < len(gates):
         raise ValueError("two gates have one name")
     if sum(gate.num_experts for gate in gates) > MAX_EXPERTS_OF_ALL:
@@ -267,6 +277,8 @@ def _parse(path: Path, raw: bytes, gates: list[Gate], begin: int) -> Choice:
         raise BadLog(f"{path}: the record at byte {begin} is damaged")
     gate = None if number == TOKENS else gates[number]
     width = 4 if gate is None else gate.top_k * _width(gate.num_experts)
+    if num_tokens * (1 if gate is None else gate.top_k) > MAX_CHOICES:
+        raise BadLog(f"{path}: the record at byte {begin} has more than {MAX_CHOICES} choices")
     expected = num_tokens * width
     stream = zlib.decompressobj()
     try:
@@ -315,8 +327,11 @@ def _from_bytes(data: bytes, width: int) -> torch.Tensor:
     """_to_bytes() of numbers of so many bytes -> int64."""
     if not data:
         return torch.empty(0, dtype=torch.int64)
-    places = torch.frombuffer(bytearray(data), dtype=torch.uint8).long().view(width, -1)
-    return (places << torch.arange(0, 8 * width, 8).unsqueeze(1)).sum(0)
+    places = torch.frombuffer(bytearray(data), dtype=torch.uint8).view(width, -1)
+    numbers = places[0].long()
+    for place in range(1, width):
+        numbers += places[place].long() << 8 * place
+    return numbers
 
 
 def _record(step: int, number: int, numbers: torch.Tensor) -> bytes:
