@@ -107,6 +107,37 @@ def log_of_three(tmp_path):
     return tmp_path / "log"
 
 
+def test_full_disk_ends_the_log_and_not_the_training(tmp_path, monkeypatch):
+    model, path = layer(), tmp_path / "log"
+    with balance.log_choices(model, path) as log:
+        for step in range(4):
+            if step == 2:
+                write = log._file.write
+                monkeypatch.setattr(log, "_file", Full(write, log._file))
+                with pytest.warns(UserWarning, match="No space left on device; no more choices are logged"):
+                    model(tokens(step))
+                    log.end_step(step)
+            else:
+                model(tokens(step))
+                log.end_step(step)
+    assert [record.step for record in records_of(path)] == [0, 1]
+
+
+class Full:
+    """A file on a disk that takes half of what is written."""
+
+    def __init__(self, write, file):
+        self._write, self._file = write, file
+
+    def write(self, data):
+        self._write(data[: len(data) // 2])
+        self._file.flush()
+        raise OSError(28, "No space left on device")
+
+    def __getattr__(self, name):
+        return getattr(self._file, name)
+
+
 def test_every_cut_is_told(log_of_three):
     data, cut = log_of_three.read_bytes(), log_of_three.with_name("cut")
     sizes = []

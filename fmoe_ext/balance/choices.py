@@ -12,6 +12,7 @@ high ones hardly differ, and are packed faster and smaller than among the others
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import struct
@@ -73,6 +74,8 @@ class ChoiceLog:
         self.every = every
         self.max_bytes = max_bytes
         self.path = Path(path)
+        self._part = self.path.with_suffix(self.path.suffix + ".part")
+        self._num_bytes = 0  # of whole steps on the disk
         self._views = views_of(model, "log")
         check_gates(list(self._gates_of({}).values()))
         least = len(_header(list(self._gates_of({}).values()))) + _CRC.size + _HEAD.size
@@ -123,7 +126,10 @@ class ChoiceLog:
             ids = token_ids.detach().flatten().to(torch.int32)
             _check_ids(len(ids), chosen)
             records.append(_record(number, TOKENS, ids))
-        self._write_step(b"".join(records))
+        try:
+            self._write_step(b"".join(records))
+        except OSError as error:
+            self._give_up(error)
 
     def _begin(self, widths: dict[str, int]) -> None:
         """Opens the file, for gates that make so many choices a token."""
@@ -132,6 +138,7 @@ class ChoiceLog:
         self._file = self.path.open("wb+")
         self._file.write(_header(list(self._gates.values())))
         self._file.flush()
+        self._num_bytes = self._file.tell()
 
     def _gates_of(self, widths: dict[str, int]) -> dict[str, Gate]:
         return {
@@ -151,6 +158,17 @@ class ChoiceLog:
                 return
         self._file.write(data)
         self._file.flush()
+        self._num_bytes = self._file.tell()
+
+    def _give_up(self, error: OSError) -> None:
+        """Ends the log with its last whole step: a full disk must not end the training."""
+        with contextlib.suppress(OSError):
+            self.close()
+        self._file = None
+        with contextlib.suppress(OSError):
+            os.truncate(self.path, self._num_bytes)
+            self._part.unlink(missing_ok=True)
+        warnings.warn(f"{self.path}: {error}; no more choices are logged", stacklevel=3)
 
     def _thin(self) -> bool:
         """Rewrites the file with every second step; whether that left anything out."""
@@ -158,16 +176,16 @@ class ChoiceLog:
         steps = list(dict.fromkeys(record.step for record, _ in _read(self.path, False)[1]))
         if len(steps) < 2:
             return False
-        kept, other = set(steps[::2]), self.path.with_suffix(self.path.suffix + ".part")
-        with other.open("wb") as file:
+        kept = set(steps[::2])
+        with self._part.open("wb") as file:
             file.write(_header(list(self._gates.values())))
             for record, raw in _read(self.path, False)[1]:
                 if record.step in kept:
                     file.write(raw)
         self._file.close()
-        os.replace(other, self.path)
+        os.replace(self._part, self.path)
         self._file = self.path.open("rb+")
-        self._file.seek(0, os.SEEK_END)
+        self._num_bytes = self._file.seek(0, os.SEEK_END)
         self.every *= 2
         return True
 

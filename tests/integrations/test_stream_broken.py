@@ -153,7 +153,9 @@ def test_more_layers_than_tensors_are_refused_before_a_model_is_made(folder, mon
     """2,000 layers over two took 10 s."""
     edit(folder / "config.json", lambda values: values.update(num_hidden_layers=2000))
     monkeypatch.setattr("transformers.AutoModelForCausalLM.from_config", None)
-    with pytest.raises(CheckpointError, match=r"config\.json has 2000 layers, but there are only \d+ tensors"):
+    with pytest.raises(
+        CheckpointError, match=r"config\.json has 2000 layers, but there are only \d+ tensors"
+    ):
         fmoe_ext.stream(folder, BIG)
 
 
