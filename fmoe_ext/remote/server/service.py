@@ -174,7 +174,7 @@ class ExpertService:
         """The methods. Each reads its one message itself, when there is memory for it."""
         unary = {"Info": self._info, "Forward": self._forward, "Backward": self._backward}
         methods = {
-            name: grpc.stream_stream_rpc_method_handler(self._method(name.lower(), call))
+            name: grpc.stream_unary_rpc_method_handler(self._method(name.lower(), call))
             for name, call in unary.items()
         }
         methods["State"] = grpc.stream_stream_rpc_method_handler(self._state_in_parts)
@@ -183,9 +183,10 @@ class ExpertService:
     def _method(
         self, name: str, call: Callable[[Message, str, float], Awaitable[bytes]]
     ) -> Callable[..., Any]:
-        async def method(requests: AsyncIterator[bytes], context: Any) -> AsyncIterator[bytes]:
+        async def method(requests: AsyncIterator[bytes], context: Any) -> bytes:
             async with self._answering(name, requests, context) as (message, peer, deadline):
-                yield await call(message, peer, deadline)
+                return await call(message, peer, deadline)
+            raise AssertionError("abort() does not return")
 
         return method
 
@@ -206,12 +207,10 @@ class ExpertService:
             seconds = min(context.time_remaining() or LONGEST_CALL, LONGEST_CALL)
             room = self._room_for(announced)
             held = await self.budget.take(peer, room, seconds * SHARE_FOR_ROOM)
-            try:
-                message = await self._read(requests, held, announced or 0)
-                self._note_peer(peer, message)
-                yield message, peer, begin + seconds
-            finally:
-                held.release()
+            context.add_done_callback(lambda _: held.release())  # when the reply is on its way
+            message = await self._read(requests, held, announced or 0)
+            self._note_peer(peer, message)
+            yield message, peer, begin + seconds
         except Denied as error:
             code = error.code
             await context.abort(code, str(error))
