@@ -25,6 +25,7 @@ CORE = {
     "_C_nccl": 0,
     "_env": 0,
     "_cli": 0,
+    "memory": 0,
     "_require": 0,
     "_sharded": 0,
     "ops": 1,
@@ -80,9 +81,9 @@ ROOMS = {
 }
 # The rest may use torch.distributed.
 WITHOUT_DISTRIBUTED = """
-    _cli _env _require _sharded adapters balance cpu dispatch expert_kinds experts frozen info layers linear lora ops
-    optimizer_steps planning recompute remote routing spread step tokens transformer
-""".split()  # noqa: SIM905 - a list of 24 names is 24 lines
+    _cli _env _require _sharded adapters balance cpu dispatch expert_kinds experts frozen info layers linear lora
+    memory ops optimizer_steps planning recompute remote routing spread step tokens transformer
+""".split()  # noqa: SIM905 - a list of 25 names is 25 lines
 MAY_IMPORT_NATIVE = {"_C": "ops/__init__.py", "_C_cuda": "ops/__init__.py", "_C_nccl": "ep/exchange.py"}
 IMMUTABLE = (
     ast.Compare,
@@ -227,6 +228,7 @@ MODULE_STATE = {
     "ep/exchange.py": {"_agreed", "_groups", "_nccl", "_layers", "_timeouts"},  # per process group, weak
     "distributed/groups.py": {"_of_reductions"},  # per process group, weak
     "remote/expert_classes.py": {"_REGISTRY"},  # the kinds of experts that a server may be asked for
+    "remote/loop.py": {"_LOOPS"},  # of a process and its forked children
     "ep/home.py": {"_of_nodes"},  # per process group, weak
     "ep/wrappers.py": {"WATCH"},  # the handle of a hook on all modules, there to be removed
     "gates/losses.py": {"ONE_RANK"},
