@@ -50,10 +50,11 @@ def experts(
     """
     if b1 is not None and w1.interleaved:
         b1 = gates_first(b1)
-    packing = (*w1.packing(), *w2.packing()[:3])
-    y: torch.Tensor = torch.ops.fmoe_ext._frozen_experts(
-        x, topk_idx, topk_weights, w1.rows(), b1, w2.rows(), b2, activation_number(activation), *packing
-    )
+    scale1, zero1, *format1 = w1.packing()
+    scale2, zero2, format2, _ = w2.packing()
+    weights, packing = [w1.rows(), b1, w2.rows(), b2], [scale1, zero1, scale2, zero2]
+    options = [activation_number(activation), 1, 0, *format1, format2]
+    y: torch.Tensor = torch.ops.fmoe_ext._frozen_experts(x, topk_idx, topk_weights, weights, packing, options)
     return y
 
 

@@ -418,7 +418,8 @@ def expert_mlp_backward_accumulate(*arguments: Any) -> tuple[Tensor, ...]:
 
 def expert_mlp_backward_inputs(*arguments: Any) -> tuple[Tensor, ...]:
     a = ExpertMlpBackward(*arguments)
-    native._check_expert_mlp_backward(*a[:10], None, None, a.activation, a.combine, a.needs, None, None)
+    rows, options = [a.h, None, None], (a.activation, a.combine, a.needs)
+    native._check_expert_mlp_backward(*a[:9], rows, *options, [None, None])
     groups, choices = Groups(a.offs, a.row_idx.shape[0]), Choices(a.row_idx, a.inverse)
     dtype, act = compute_dtype(a.x), ACTIVATIONS[a.activation]
     grad_rows, wide_h = choices.in_rows(a.grad_y) if a.combine else a.grad_y, a.h.to(dtype)
@@ -446,10 +447,8 @@ def expert_mlp_backward_inputs(*arguments: Any) -> tuple[Tensor, ...]:
 
 def expert_mlp_backward_weights(*arguments: Any) -> tuple[Tensor, ...]:
     a = ExpertMlpBackwardWeights(*arguments)
-    native._check_expert_mlp_backward(
-        *(*a[:7], None, a.topk_weights, None, a.dh, a.scaled_a, a.activation, a.combine, a.needs),
-        *(a.main_dw1, a.main_dw2),
-    )
+    rows, options = [None, a.dh, a.scaled_a], (a.activation, a.combine, a.needs)
+    native._check_expert_mlp_backward(*a[:7], None, a.topk_weights, rows, *options, [a.main_dw1, a.main_dw2])
     groups, choices = Groups(a.offs, a.row_idx.shape[0]), Choices(a.row_idx, a.inverse)
     grad_rows = choices.in_rows(a.grad_y) if a.combine else a.grad_y
     factors = None if a.topk_weights is None else choices.factors(a.topk_weights, compute_dtype(a.x))
