@@ -262,7 +262,8 @@ struct FrozenWeights {
     check_entries(weights, 4, "weights", "w1, b1, w2, b2");
     check_entries(packing, 4, "packing", "w1_scale, w1_zero, w2_scale, w2_zero");
     check_entries(options, 6, "options", "activation, combine, save, w1_format, w1_interleaved, w2_format");
-    STD_TORCH_CHECK(weights[0] && weights[2], "weights must have w1 and w2, but one of them is None");
+    STD_TORCH_CHECK(weights[0], "w1 must be a tensor, but is None");
+    STD_TORCH_CHECK(weights[2], "w2 must be a tensor, but is None");
     const Packing first{packing[0], packing[1], options[3], options[4] != 0};
     const Packing second{packing[2], packing[3], options[5], false};
     return {.w1 = FrozenWeight(*weights[0], first, "w1"),

@@ -277,13 +277,16 @@ def frozen_mlp_packed(d):
     arguments |= {"topk_weights": d.floats(d.T, d.K), "activation": 0, "w1_format": 1}
     arguments |= {"w1_scale": torch.zeros(d.E, d.H, 1, dtype=torch.uint8)}
     names = tuple(arguments)
-    return Call(
+    call = Call(
         lambda *values: native.frozen_mlp(*frozen_arguments.forward(**dict(zip(names, values, strict=True)))),
         arguments,
         sizes={**MLP_SIZES, "b1": (0, 1), "w1_scale": (0, 1, 2)},
         indices=mlp_indices(d),
         values={"w1_format": (-1, len(frozen.FORMATS) + 1, 2**40)},
     )
+    in_a_list = ("row_idx", "inverse", "offs")  # torch refuses None there, but names the list
+    call.faults = [(name, fault) for name, fault in call.faults if fault != "None" or name not in in_a_list]
+    return call
 
 
 def frozen_gemm(d):
