@@ -15,6 +15,7 @@ from torch import nn
 from typing_extensions import Unpack
 
 from fmoe_ext import ops
+from fmoe_ext._fastmoe_names import Alias
 from fmoe_ext.dispatch import combine, dispatch
 from fmoe_ext.ep.exchange import Group
 from fmoe_ext.ep.expert_parallel import LAYOUT_KEYWORDS, ExpertParallel, ParallelLayout, check_way
@@ -80,6 +81,8 @@ class FMoE(SpreadLayer):
         torch.Size([10, 8])
     """
 
+    num_expert = Alias("num_local_experts")
+
     def __init__(
         self,
         num_expert: int = 32,
@@ -115,14 +118,14 @@ class FMoE(SpreadLayer):
         )
         check_sizes(top_k=top_k)
         super().__init__()
-        self.num_expert = len(expert) if isinstance(expert, (list, tuple)) else num_expert
+        self.num_local_experts = len(expert) if isinstance(expert, (list, tuple)) else num_expert
         self.world_size = layout.num_ranks
-        self.num_experts = self.num_expert * self.world_size
+        self.num_experts = self.num_local_experts * self.world_size
         self.d_model = d_model
         self.expert_parallel = None
         way = layout.overlap_degree, layout.max_rows_per_rank, layout.exchange
         if layout.is_spread:
-            self.expert_parallel = ExpertParallel(layout.moe_group, self.num_expert, *way)
+            self.expert_parallel = ExpertParallel(layout.moe_group, self.num_local_experts, *way)
             if self.expert_parallel.size != self.world_size:
                 raise ValueError(
                     f"world_size is {self.world_size}, but moe_group has {self.expert_parallel.size} ranks"
@@ -161,10 +164,10 @@ class FMoE(SpreadLayer):
         if not callable(gate):
             raise TypeError(f"gate must be a class, a callable, a module or a name, but got {gate!r}")
         options = {"gate_bias": gate_bias} if _takes_gate_bias(gate) else {}
-        return gate(self.d_model, self.num_expert, self.world_size, self.top_k, **options)
+        return gate(self.d_model, self.num_local_experts, self.world_size, self.top_k, **options)
 
     def _make_experts(self, expert: ExpertMaker) -> SeparateExperts:
-        makers = [expert] * self.num_expert if callable(expert) else expert
+        makers = [expert] * self.num_local_experts if callable(expert) else expert
         return SeparateExperts(maker(self.d_model) for maker in makers)
 
     def forward(self, moe_inp: Nest, valid: torch.Tensor | None = None) -> Nest:
@@ -205,7 +208,7 @@ class FMoE(SpreadLayer):
         if self.expert_parallel is None:
             return experts
         check_wrappers(self)
-        max_chunks = self.num_expert if experts.can_be_divided else 1
+        max_chunks = self.num_local_experts if experts.can_be_divided else 1
         return experts.divided(self.expert_parallel.choose_way(max_chunks, step).chunk_ends)
 
     def _check_batch_invariance(self, experts: ExpertKind, step: Step) -> None:

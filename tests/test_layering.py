@@ -24,6 +24,7 @@ CORE = {
     "_C_cuda": 0,
     "_C_nccl": 0,
     "_env": 0,
+    "_fastmoe_names": 0,
     "_cli": 0,
     "_require": 0,
     "_sharded": 0,
@@ -80,7 +81,7 @@ ROOMS = {
 }
 # The rest may use torch.distributed.
 WITHOUT_DISTRIBUTED = """
-    _cli _env _require _sharded adapters balance cpu dispatch expert_kinds experts frozen info layers linear lora ops
+    _cli _env _fastmoe_names _require _sharded adapters balance cpu dispatch expert_kinds experts frozen info layers linear lora ops
     optimizer_steps planning recompute remote routing spread step tokens transformer
 """.split()  # noqa: SIM905 - a list of 24 names is 24 lines
 MAY_IMPORT_NATIVE = {"_C": "ops/__init__.py", "_C_cuda": "ops/__init__.py", "_C_nccl": "ep/exchange.py"}
