@@ -9,8 +9,8 @@ import torch
 from torch.autograd.forward_ad import unpack_dual
 
 from fmoe_ext.frozen.quantized import Quantized, gates_first
+from fmoe_ext.ops.activations import activation_number
 from fmoe_ext.ops.batch_invariant import is_batch_invariant
-from fmoe_ext.ops.expert_mlp import activation_number
 
 
 def is_wanted(x: torch.Tensor) -> bool:

@@ -17,8 +17,9 @@ from fmoe_ext.ops._autograd import (
     register_fake,
     register_not_differentiable_twice,
 )
+from fmoe_ext.ops.activations import FUNCTIONS, activation_number
 from fmoe_ext.ops.arguments import FrozenMlp, FrozenMlpBackward, by_name
-from fmoe_ext.ops.expert_mlp import ACTIVATIONS, activation_number, expert_mlp_ref
+from fmoe_ext.ops.expert_mlp import expert_mlp_ref
 from fmoe_ext.ops.grouped_gemm import grouped_gemm
 from fmoe_ext.ops.permute import permute, unpermute
 
@@ -239,7 +240,7 @@ def composed(*arguments: Any) -> tuple[torch.Tensor, ...]:
     w1, w2 = FrozenWeight(a, 1), FrozenWeight(a, 2)
     x_rows = permute(a.x, a.row_idx, a.inverse)
     h, u1 = _product(x_rows, w1, a.offs, a.b1, (a.lora_a1, a.lora_b1, a.scale1))
-    hidden = list(ACTIVATIONS.values())[a.activation](h)
+    hidden = FUNCTIONS[a.activation](h)
     rows, u2 = _product(hidden, w2, a.offs, a.b2, (a.lora_a2, a.lora_b2, a.scale2))
     if a.combine:
         y = unpermute(rows, a.row_idx, a.inverse, a.topk_weights)
@@ -264,7 +265,7 @@ def composed_backward(*arguments: Any) -> tuple[torch.Tensor, ...]:
     dhidden, t2 = _product_transposed(dout, w2, a.offs, low2)
     with torch.enable_grad():
         h = a.h.detach().requires_grad_()
-        hidden = list(ACTIVATIONS.values())[a.activation](h)
+        hidden = FUNCTIONS[a.activation](h)
 
     def none() -> torch.Tensor:
         return a.x.new_empty(0)

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from fmoe_ext import ops
-from fmoe_ext.experts import GATED_ACTIVATIONS
 from fmoe_ext.frozen import Quantized, frozen_gemm, frozen_mlp
+from fmoe_ext.ops.activations import GATED_ACTIVATIONS
 
 Results: TypeAlias = "dict[str, Tensor]"
 MX_BLOCK = 32  # columns of MXFP4 that share a scale

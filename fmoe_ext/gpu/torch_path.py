@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fmoe_ext.gpu.proof import rows_class
+from fmoe_ext.ops.activations import CLAMPED, CURVES, KINDS
 from fmoe_ext.ops.arguments import ExpertMlp, ExpertMlpBackward, ExpertMlpBackwardWeights
 
 aten = torch.ops.aten
@@ -355,37 +356,7 @@ class Activation:
         return torch.cat([self.backward(grad * self.factor(up), gate), grad_up], -1)
 
 
-PLAIN: tuple[tuple[Callable[..., Tensor], Callable[..., Tensor]], ...] = (
-    (F.gelu, aten.gelu_backward),
-    (
-        lambda h: F.gelu(h, approximate="tanh"),
-        lambda grad, h: aten.gelu_backward(grad, h, approximate="tanh"),
-    ),
-    (F.relu, lambda grad, h: aten.threshold_backward(grad, h, 0)),
-    (F.silu, aten.silu_backward),
-)
-RELU2 = (lambda h: F.relu(h).square(), lambda grad, h: grad * (2 * F.relu(h)))
-
-
-def _clamped_silu(gate: Tensor) -> Tensor:
-    gate = gate.clamp(max=7.0)
-    return gate * torch.sigmoid(1.702 * gate)
-
-
-def _clamped_silu_backward(grad: Tensor, gate: Tensor) -> Tensor:
-    clamped = gate.clamp(max=7.0)
-    s = torch.sigmoid(1.702 * clamped)
-    return grad * (s * (1 + 1.702 * clamped * (1 - s)) * (gate <= 7.0))
-
-
-GATED = (PLAIN[3], PLAIN[0], PLAIN[1])
-# in the order of ops.ACTIVATIONS: gelu, gelu_tanh, relu, silu, swiglu, geglu, geglu_tanh, relu2, clamped_swiglu
-ACTIVATIONS = (
-    *(Activation(forward, backward, False) for forward, backward in PLAIN),
-    *(Activation(forward, backward, True) for forward, backward in GATED),
-    Activation(*RELU2, False),
-    Activation(_clamped_silu, _clamped_silu_backward, True, clamped=True),
-)
+ACTIVATIONS = tuple(Activation(*CURVES[kind.curve], kind.gated, kind.curve == CLAMPED) for kind in KINDS)
 
 
 def expert_mlp(*arguments: Any) -> tuple[Tensor, Tensor]:

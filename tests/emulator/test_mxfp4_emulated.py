@@ -12,7 +12,7 @@ from fmoe_ext.frozen.frozen_gemm import composed_backward as frozen_gemm_backwar
 from fmoe_ext.frozen.frozen_mlp import composed as frozen_mlp
 from fmoe_ext.frozen.frozen_mlp import composed_backward as frozen_mlp_backward
 from fmoe_ext.frozen.quantized import gates_first
-from fmoe_ext.ops.expert_mlp import activation_number
+from fmoe_ext.ops.activations import activation_number
 from tests.ops import frozen_arguments
 from tests.ops.test_quantized import packed
 

@@ -7,7 +7,7 @@ from fmoe_ext.adapters import Lora
 from fmoe_ext.frozen import frozen_mlp, frozen_mlp_ref
 from fmoe_ext.frozen.frozen_mlp import composed, composed_backward
 from fmoe_ext.ops import expert_mlp
-from fmoe_ext.ops.expert_mlp import ACTIVATIONS, activation_number
+from fmoe_ext.ops.activations import ACTIVATIONS, activation_number
 from fmoe_ext.testing import assert_close
 from tests.ops import frozen_arguments
 from tests.ops.test_expert_mlp import DTYPES, Problem
