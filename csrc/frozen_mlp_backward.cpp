@@ -18,7 +18,12 @@ struct Needs {
         needs.size() == 6,
         "needs must have 6 entries (dx, dlora_a1, dlora_b1, dlora_a2, dlora_b2, dtopk_weights), but got ",
         needs.size());
-    dx = needs[0], da1 = needs[1], db1 = needs[2], da2 = needs[3], db2 = needs[4], dtopk_weights = needs[5];
+    dx = needs[0];
+    da1 = needs[1];
+    db1 = needs[2];
+    da2 = needs[3];
+    db2 = needs[4];
+    dtopk_weights = needs[5];
     STD_TORCH_CHECK((!da1 && !db1) || adapters.first,
                     "needs asks for the gradient of lora_a1 or lora_b1, which is None");
     STD_TORCH_CHECK((!da2 && !db2) || adapters.second,

@@ -55,9 +55,8 @@ class BalancedGate(GateOverRanks):
     score = "softmax"
 
     running_load: torch.Tensor
-    balance_values: dict[
-        str, torch.Tensor
-    ]  # of the last forward, without weights, if there are several losses
+    # of the last forward, without weights, if there are several losses
+    balance_values: dict[str, torch.Tensor]
 
     def __init__(
         self,

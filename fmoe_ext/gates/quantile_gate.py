@@ -142,9 +142,8 @@ def even_quantile(values: torch.Tensor, top_k: int, ranks: Ranks) -> torch.Tenso
     num_tokens = torch.cat(ranks.gather(mine, same_size=True)).sum()
     if not torch.compiler.is_compiling() and num_tokens == 0:
         return None
-    num_above = (num_tokens * top_k // num_experts).expand(
-        num_experts
-    )  # within the values with the same digits
+    # within the values with the same digits
+    num_above = (num_tokens * top_k // num_experts).expand(num_experts)
     keys = _ordered_bits(values)
     fits = torch.ones_like(keys, dtype=torch.bool)
     found = torch.zeros(num_experts, dtype=keys.dtype, device=keys.device)

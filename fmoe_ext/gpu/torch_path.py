@@ -52,9 +52,8 @@ def install(dispatch_key: str) -> torch.library.Library:
         *(expert_mlp_backward_inputs, expert_mlp_backward_weights),
     ):
         with warnings.catch_warnings():
-            warnings.filterwarnings(
-                "ignore", "Warning only once for all operators"
-            )  # that it takes a kernel's place
+            # that it takes a kernel's place
+            warnings.filterwarnings("ignore", "Warning only once for all operators")
             library.impl(kernel.__name__, kernel, dispatch_key)
     return library
 
@@ -253,9 +252,8 @@ def grouped_gemm(x: Tensor, weight: Tensor, offs: Tensor, bias: Tensor | None = 
 
 def linear(groups: Groups, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """x weight[e]^T + bias[e], zero in padding."""
-    if (
-        bias is not None
-    ):  # one more step of k, since grouped_mm has no bias: added before the result is rounded
+    # one more step of k, since grouped_mm has no bias: added before the result is rounded
+    if bias is not None:
         x = torch.cat([x, x.new_ones(x.shape[0], 1)], 1)
         weight = torch.cat([weight, bias[:, :, None]], 2)
     return groups.rows_by_weight(x, weight)
