@@ -136,9 +136,8 @@ class Forwards:
         for done in [f for f in self._without if f.is_done]:
             self._without.remove(done)
         if not torch.is_grad_enabled():
-            if (
-                training or forward.batch.rows is not None
-            ):  # or its padding would not be known when it is repeated
+            # or its padding would not be known when it is repeated
+            if training or forward.batch.rows is not None:
                 self._without.append(forward)
             return
         nodes = [leaf.grad_fn for leaf in leaves_of(out) if leaf.grad_fn is not None]

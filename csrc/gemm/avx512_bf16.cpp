@@ -6,7 +6,7 @@
 #define FMOE_MR 14
 #define FMOE_BF16_DOT
 #define FMOE_VNNI
-#include "kernels.inc"
+#include "isa_kernels.h"
 
 namespace fmoe_ext::gemm {
 KernelSet avx512_bf16_kernels() { return kBfloat16Only; }

@@ -6,7 +6,7 @@
 #define FMOE_MR 14
 #define FMOE_VNNI
 #define FMOE_INTEGERS
-#include "kernels.inc"
+#include "isa_kernels.h"
 
 namespace fmoe_ext::gemm {
 IntegerKernelSet avx512_vnni_integers() { return kIntegers; }

@@ -301,9 +301,8 @@ def _colours(relative: torch.Tensor) -> torch.Tensor:
 def png(pixels: torch.Tensor) -> bytes:
     """An RGBA picture: pixels uint8 [lines, columns, 4]."""
     lines, columns, _ = pixels.shape
-    rows = torch.cat(
-        (torch.zeros(lines, 1, dtype=torch.uint8), pixels.reshape(lines, -1)), 1
-    )  # filter 0 before each
+    # filter 0 before each
+    rows = torch.cat((torch.zeros(lines, 1, dtype=torch.uint8), pixels.reshape(lines, -1)), 1)
 
     def chunk(kind: bytes, data: bytes) -> bytes:
         return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))

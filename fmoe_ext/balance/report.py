@@ -30,9 +30,8 @@ class GateSummary:
     dropped: torch.Tensor
     tokens: torch.Tensor
     together: torch.Tensor | None
-    feeders: dict[int, list[tuple[int, float]]] = field(
-        default_factory=dict
-    )  # expert: (token id, share of its load)
+    # expert: (token id, share of its load)
+    feeders: dict[int, list[tuple[int, float]]] = field(default_factory=dict)
 
     @property
     def recent(self) -> torch.Tensor:

@@ -142,15 +142,8 @@ class ExpertParallel(Home):
             self.tuner = Tuner(self.group, self.layer_index, exchanges, overlap_degree == "auto")
         self._is_checked = False
         limit = self.row_limit and self.row_limit.max_rows
-        of_layer = (
-            self.layer_index,
-            self.num_experts,
-            self.num_local_experts,
-            overlap_degree,
-            limit,
-            exchange,
-        )
-        self.layout = str(of_layer)
+        sizes = self.layer_index, self.num_experts, self.num_local_experts
+        self.layout = str((*sizes, overlap_degree, limit, exchange))
 
     @property
     def depends_on_batch(self) -> str | None:

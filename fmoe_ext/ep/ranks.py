@@ -61,9 +61,8 @@ class GroupRanks:
         self, topk_idx: torch.Tensor, num_experts: int, capacity: int | torch.Tensor
     ) -> torch.Tensor:
         """As in one process whose batch is the ranks' batches one after the other: first choices first."""
-        counts = torch.stack(
-            [ops.count_tokens(choice, num_experts) for choice in topk_idx.split(1, 1)]
-        )  # [K, E]
+        # [K, E]
+        counts = torch.stack([ops.count_tokens(choice, num_experts) for choice in topk_idx.split(1, 1)])
         everyone = torch.stack(self.gather(counts, same_size=True), 1)  # [K, ranks, E]
         flat = everyone.flatten(0, 1)
         before = (flat.cumsum(0) - flat).view_as(everyone)[:, self.rank]  # [K, E]

@@ -1,4 +1,10 @@
 // Products of rows of A that are rounded to 8 bits a block with packed columns, in integers; see packed.h.
+#pragma once
+
+#include "epilogue.h"
+#include "packed_rows.h"
+
+#include "isa_begin.h"
 
 #if FMOE_BYTES == 64
 inline void store_bytes_of(VI v, int8_t* to) { store_bytes(to, _mm512_cvtepi32_epi8((__m512i)v)); }
@@ -386,3 +392,5 @@ void multiply_integers(int64_t m, int64_t k, const void* rounded, const PackedRo
       multiply(m, k, rounded, 0, columns + p * nr, nr, (float*)tiles + p * m * nr);
   }
 }
+
+#include "isa_end.h"

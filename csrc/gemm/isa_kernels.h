@@ -1,55 +1,16 @@
-// Every kernel of one instruction set, and its tables. Included once by each <isa>.cpp, which defines
-//   FMOE_BYTES     the width of a register,
-//   FMOE_MR        the rows of a tile,
-//   FMOE_TARGET    the instruction sets beyond the compiler's default, if any,
-//   FMOE_NEON      where the registers are those of 64-bit Arm,
-//   FMOE_BF16_DOT  where the set multiplies pairs of bfloat16,
-//   FMOE_VNNI      where it multiplies bytes,
-//   FMOE_INTEGERS  where only the products of bytes are wanted.
-// All of it lies in an unnamed namespace: no function here may be visible to code for another set.
+// Every kernel of one instruction set, and its tables, for <isa>.cpp; isa_begin.h has what that defines.
+#pragma once
 
-#include <cmath>
-#include <cstdint>
-#include <type_traits>
+#include "clamped_glu.h"
+#include "decode.h"
+#include "epilogue.h"
+#include "few_rows.h"
+#include "integer_rows.h"
+#include "multiply.h"
+#include "packed_pairs.h"
+#include "packed_rows.h"
 
-#include "isa.h"
-
-#if defined(FMOE_NEON)
-#include <arm_neon.h>
-#elif defined(FMOE_TARGET)
-#include <immintrin.h>
-#endif
-
-#ifdef FMOE_TARGET
-#define FMOE_PRAGMA(...) _Pragma(#__VA_ARGS__)
-#define FMOE_PRAGMA_OF(...) FMOE_PRAGMA(__VA_ARGS__)
-#if defined(__clang__)
-FMOE_PRAGMA_OF(clang attribute push(__attribute__((target(FMOE_TARGET))), apply_to = function))
-#else
-#pragma GCC push_options
-FMOE_PRAGMA_OF(GCC target(FMOE_TARGET))
-// gcc's own AVX-512 headers (bug 105593)
-#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
-#pragma GCC diagnostic ignored "-Wuninitialized"
-#endif
-#endif
-
-namespace fmoe_ext::gemm {
-namespace {
-
-// clang-format off: each file builds on those before it
-#include "vec.inc"
-#include "multiply.inc"
-#include "few_rows.inc"
-#include "decode.inc"
-#include "packed_rows.inc"
-#if defined(FMOE_BF16_DOT) && FMOE_BYTES == 64
-#include "packed_pairs.inc"
-#endif
-#include "epilogue.inc"
-#include "integer_rows.inc"
-#include "clamped_glu.inc"
-// clang-format on
+#include "isa_begin.h"
 
 // Rows up to which integers are faster, as measured on Zen 5.
 #if defined(FMOE_BF16_DOT) && defined(FMOE_VNNI)
@@ -122,14 +83,7 @@ constexpr Kernels kFloat16 = make_kernels<F16>();
 constexpr Kernels kBfloat16 = make_kernels<BF16>();
 #endif
 
-}  // namespace
-}  // namespace fmoe_ext::gemm
-
-#if defined(FMOE_TARGET) && defined(__clang__)
-#pragma clang attribute pop
-#elif defined(FMOE_TARGET)
-#pragma GCC pop_options
-#endif
+#include "isa_end.h"
 
 namespace fmoe_ext::gemm {
 namespace {
