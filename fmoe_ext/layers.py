@@ -16,8 +16,8 @@ from typing_extensions import Unpack
 
 from fmoe_ext import ops
 from fmoe_ext.dispatch import combine, dispatch
-from fmoe_ext.ep.exchange import Group
 from fmoe_ext.ep.expert_parallel import LAYOUT_KEYWORDS, ExpertParallel, ParallelLayout, check_way
+from fmoe_ext.ep.process_groups import Group
 from fmoe_ext.ep.ranks import SliceGroup
 from fmoe_ext.ep.wrappers import check_wrappers
 from fmoe_ext.expert_kinds import ExpertKind, OwnExpertFn, Separate, SeparateExperts, kind_of
