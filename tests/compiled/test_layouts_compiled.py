@@ -1,5 +1,9 @@
 """Other exchanges, numbers of tokens and kinds of layers over ranks, compiled; and what is refused there."""
 
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -29,6 +33,23 @@ def num_graphs(layout, sizes):
     graphs = Graphs("eager")
     train(layout, "naive", graphs, sizes)
     return graphs.count
+
+
+def test_second_step_compiles_nothing():
+    """In a fresh process: the first call had set attributes that graphs are guarded by, and was compiled again."""
+    program = """if True:
+        from compiled_steps import LAYOUTS, Graphs, torch, train
+        for gate in ("softmax", "naive"):
+            torch.compiler.reset()
+            graphs = Graphs("eager")
+            train(LAYOUTS["one rank"], gate, graphs, (5, 5))
+            print(gate, graphs.count)
+    """
+    here = str(Path(__file__).parent)
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=here, capture_output=True, text=True, timeout=120
+    )
+    assert done.stdout == "softmax 1\nnaive 1\n", done.stderr
 
 
 @pytest.mark.parametrize("layout", ["one rank", pytest.param("ep 2, static", marks=pytest.mark.slow), "ep 2"])
