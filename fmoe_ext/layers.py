@@ -150,6 +150,9 @@ class FMoE(SpreadLayer):
         self.register_load_state_dict_pre_hook(drop_wrapper_prefix)
         self.register_load_state_dict_pre_hook(take_placement)
 
+    def __prepare_scriptable__(self) -> None:  # torch.jit.script() asks it
+        raise RuntimeError("TorchScript does not compile an FMoE layer: use torch.export or torch.compile")
+
     def _make_gate(self, gate: GateMaker, gate_bias: bool) -> nn.Module:
         gate = find_gate(gate) if isinstance(gate, str) else gate
         if isinstance(gate, nn.Module):

@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 import torch
 import torch._dynamo.config
-from compiled_steps import D, LAYOUTS, make
+from compiled_steps import LAYOUTS, D, make
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from fmoe_ext.gates import total_loss
@@ -91,8 +91,11 @@ def test_aot_inductor_package(tmp_path):
         torch.testing.assert_close(packaged(tokens(9)), layer(tokens(9)), rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
 def test_torch_script_is_refused_in_a_sentence():
-    with pytest.raises(RuntimeError, match=r"TorchScript does not .* use torch.export or torch.compile"):
+    with pytest.raises(
+        RuntimeError, match=r"TorchScript does not compile .*: use torch.export or torch.compile"
+    ):
         torch.jit.script(new_layer())
     with pytest.raises(RuntimeError, match=r"torch.jit.trace .* cannot record the backward"):
         torch.jit.trace(new_layer(), (tokens(),))
