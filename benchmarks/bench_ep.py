@@ -30,7 +30,8 @@ from torch.distributed.nn.functional import all_to_all_single
 
 from benchmarks.common import RESULTS, table, write
 from fmoe_ext import FMoE, FMoETransformerMLP
-from fmoe_ext.ep.exchange import global_exchange, register_group
+from fmoe_ext.ep.exchange import global_exchange
+from fmoe_ext.ep.process_groups import register_group
 from fmoe_ext.ep.tuning import NUM_STEPS
 from fmoe_ext.gates import SoftmaxGate, UniformGate
 from fmoe_ext.testing import DistributedPool

@@ -17,8 +17,8 @@ from typing_extensions import Unpack
 from fmoe_ext import ops
 from fmoe_ext._fastmoe_names import Alias
 from fmoe_ext.dispatch import combine, dispatch
-from fmoe_ext.ep.exchange import Group
 from fmoe_ext.ep.expert_parallel import LAYOUT_KEYWORDS, ExpertParallel, ParallelLayout, check_way
+from fmoe_ext.ep.process_groups import Group
 from fmoe_ext.ep.ranks import SliceGroup
 from fmoe_ext.ep.wrappers import check_wrappers
 from fmoe_ext.expert_kinds import ExpertKind, OwnExpertFn, Separate, SeparateExperts, kind_of
@@ -135,6 +135,9 @@ class FMoE(SpreadLayer):
         self.register_buffer("expert_placement", None)  # [E] once experts have moved
         self.register_load_state_dict_pre_hook(drop_wrapper_prefix)
         self.register_load_state_dict_pre_hook(take_placement)
+
+    def __prepare_scriptable__(self) -> None:  # torch.jit.script() asks it
+        raise RuntimeError("TorchScript does not compile an FMoE layer: use torch.export or torch.compile")
 
     def forward(self, moe_inp: Nest, valid: torch.Tensor | None = None) -> Nest:
         """Sends every token through its experts.

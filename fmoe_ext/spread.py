@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from fmoe_ext.ep.exchange import Group, find_group, size_of
 from fmoe_ext.ep.expert_parallel import ExpertParallel
+from fmoe_ext.ep.process_groups import Group, find_group, size_of
 from fmoe_ext.ep.ranks import GroupRanks, SliceGroup
 from fmoe_ext.experts import FusedExperts, LatentProjections, SharedExperts
 from fmoe_ext.gates import BaseGate, OneRank

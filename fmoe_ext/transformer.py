@@ -6,7 +6,7 @@ from typing import Any, TypedDict
 import torch
 from typing_extensions import Unpack
 
-from fmoe_ext.ep.exchange import Group
+from fmoe_ext.ep.process_groups import Group
 from fmoe_ext.experts import FusedExperts, LatentProjections, SharedExperts
 from fmoe_ext.gates import NaiveGate
 from fmoe_ext.layers import Device, FMoE, GateMaker, ParallelLayout, unknown_keywords

@@ -6,7 +6,9 @@ depend on values. Operators have their fake kernels here; tests/cuda/test_graph.
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func
 from torch import nn
+from torch._dynamo.backends.common import aot_autograd
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
@@ -134,6 +136,29 @@ def test_step_of_a_model(wrap, options):
         optimizer.step()
 
     assert captured(model, step) > 100
+    assert all(p.grad is not None for p in model.parameters())
+
+
+@pytest.mark.parametrize("gate", ["naive", "softmax"])
+def test_traced_step_of_a_model(gate):
+    """The graphs that AOTAutograd makes of the forward and of the backward."""
+    num_ops = []
+
+    def refusing(graph, _):
+        def run(*args):
+            with Capture() as capture:
+                out = graph(*args)
+            num_ops.append(capture.num_ops)
+            return out
+
+        return make_boxed_func(run)
+
+    torch.compiler.reset()
+    with torch.device("meta"):
+        model = Model(gate)
+    step = torch.compile(model, fullgraph=True, backend=aot_autograd(fw_compiler=refusing))
+    step(torch.empty(T, D, device="meta")).backward()
+    assert len(num_ops) == 2 and min(num_ops) > 10
     assert all(p.grad is not None for p in model.parameters())
 
 

@@ -16,8 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fmoe_ext.checkpoint.errors import CheckpointError
 from fmoe_ext.distributed import DistributedGroupedDataParallel
-from fmoe_ext.ep.exchange import find_group
 from fmoe_ext.ep.expert_parallel import ExpertParallel
+from fmoe_ext.ep.process_groups import find_group
 from fmoe_ext.layers import FMoE
 from fmoe_ext.planning.placement import move_rows
 

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from fmoe_ext._sharded import is_dtensor
 from fmoe_ext.distributed.buckets import make_buckets
 from fmoe_ext.distributed.groups import own_groups, tag_of
-from fmoe_ext.ep.exchange import check_same
+from fmoe_ext.ep.process_groups import check_same
 from fmoe_ext.layers import FMoE
 from fmoe_ext.linear import FMoELinear
 from fmoe_ext.optimizer_steps import follow_optimizers, has_a_parameter_of

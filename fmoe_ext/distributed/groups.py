@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fmoe_ext.ep.exchange import check_same
+from fmoe_ext.ep.process_groups import check_same
 
 # {group: the group of the same ranks for reductions}; both end with the job or destroy_process_group().
 _of_reductions: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = weakref.WeakKeyDictionary()

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fmoe_ext.ep.exchange import Group, check_agreement, find_group, size_of
 from fmoe_ext.ep.home import Home, Nodes, find_nodes
 from fmoe_ext.ep.load import LoadCounter
 from fmoe_ext.ep.node_exchange import NodeExchange
+from fmoe_ext.ep.process_groups import Group, check_agreement, find_group, size_of
 from fmoe_ext.ep.schedule import Exchange
 from fmoe_ext.ep.token_exchange import TokenExchange
 from fmoe_ext.ep.tuning import Tuner, timed

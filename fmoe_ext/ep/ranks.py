@@ -7,7 +7,8 @@ import torch
 import torch.distributed as dist
 
 from fmoe_ext import ops
-from fmoe_ext.ep.exchange import Group, find_group, register_group
+from fmoe_ext.ep.process_groups import Group, find_group, register_group
+from fmoe_ext.gates.sinkhorn_gate import balanced_shares
 from fmoe_ext.routing import Nest, map_structure
 from fmoe_ext.step import run_or_replay
 
@@ -74,6 +75,11 @@ class GroupRanks:
         ]
         return torch.cat(kept, 1)
 
+    def balanced_shares(self, logits: torch.Tensor) -> torch.Tensor:
+        """sinkhorn_gate.balanced_shares() over these ranks, as one operator of a compiled graph."""
+        shares: torch.Tensor = _balanced_shares(logits, self.group)
+        return shares
+
     def _replayed_sum(self, x: torch.Tensor) -> torch.Tensor:
         return run_or_replay(lambda: _all_reduce(x, self.group))
 
@@ -138,6 +144,16 @@ def _gather_sized(x: torch.Tensor, sizes: Sequence[int], group: str) -> list[tor
 @_gather_sized.register_fake
 def _(x: torch.Tensor, sizes: Sequence[int], group: str) -> list[torch.Tensor]:
     return [x.new_empty((size, *x.shape[1:])) for size in sizes]
+
+
+@torch.library.custom_op("fmoe_ext::balanced_shares_over_ranks", mutates_args=())
+def _balanced_shares(logits: torch.Tensor, group: str) -> torch.Tensor:
+    return balanced_shares(logits, GroupRanks(find_group(group)))
+
+
+@_balanced_shares.register_fake
+def _(logits: torch.Tensor, group: str) -> torch.Tensor:
+    return torch.empty_like(logits)
 
 
 class SliceGroup:

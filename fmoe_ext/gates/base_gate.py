@@ -111,16 +111,19 @@ class BaseGate(nn.Module):
 
     def set_loss(self, loss: torch.Tensor | None, *, constant: bool = False) -> None:
         """Keeps the balance loss of this forward, None for none; constant: it would have no gradient in any case."""
-        if not is_exporting():
-            if torch.compiler.is_compiling():
-                self.loss = loss
-            else:
-                self.__dict__["loss"] = loss  # a module's attribute takes long to set
-            if self.loss_is_read:
-                self.loss_is_read = False
-            lacks_gradient = self.training and not constant and not torch.is_grad_enabled()
-            if self._loss_lacks_gradient is not lacks_gradient:
-                self._loss_lacks_gradient = lacks_gradient
+        if is_exporting():
+            return
+        lacks_gradient = self.training and not constant and not torch.is_grad_enabled()
+        if (
+            torch.compiler.is_compiling()
+        ):  # reads nothing: a graph is compiled again for each value that it reads
+            self.loss, self.loss_is_read, self._loss_lacks_gradient = loss, False, lacks_gradient
+            return
+        self.__dict__["loss"] = loss  # a module's attribute takes long to set
+        if self.loss_is_read:
+            self.loss_is_read = False
+        if self._loss_lacks_gradient is not lacks_gradient:
+            self._loss_lacks_gradient = lacks_gradient
 
     def get_loss(self, clear: bool = True) -> torch.Tensor | None:
         """The balance loss of the last forward, or None; clear=True forgets it and frees its graph.

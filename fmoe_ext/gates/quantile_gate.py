@@ -105,9 +105,9 @@ class QuantileGate(ScoredGate):
         self._keep_float32()
         scores = logits.detach()
         biased = scores - self.quantile_bias
-        counts = self.training and is_counted() and self.top_k < self.num_experts
-        ranked = ops.topk_gate(biased, self.top_k + counts)[0]
-        if counts:
+        ranks_more = self.training and self.top_k < self.num_experts  # in a repeated forward too
+        ranked = ops.topk_gate(biased, self.top_k + ranks_more)[0]
+        if ranks_more and is_counted():
             next_best = biased.gather(1, ranked[:, self.top_k :])
             self._count(scores - next_best)
         topk_idx = self.choose(lambda: ranked[:, : self.top_k].contiguous())
