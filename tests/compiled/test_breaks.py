@@ -37,7 +37,8 @@ def breaks_of_gates(layout, gates):
 
 def rows():
     """{first cell: the others} of the tables of the page."""
-    lines = re.findall(r"^\| `?([^`|]+?)`? \|(.*)\|$", PAGE.read_text(), re.MULTILINE)
+    page = PAGE.read_text().split("## Checkpoints")[0]
+    lines = re.findall(r"^\| `?([^`|]+?)`? \|(.*)\|$", page, re.MULTILINE)
     return {name: [cell.strip() for cell in cells.split("|")] for name, cells in lines}
 
 
