@@ -65,7 +65,7 @@ def test_breaks_of_layouts(pool, layout):
 
 @pytest.mark.parametrize("name", OTHER_LAYERS)
 def test_breaks_of_other_layers(name):
-    """How many they are depends on what torch has traced before."""
+    """Compare whether there are any; their number depends on what torch has traced before."""
     assert (breaks_of(OTHER_LAYERS[name]()) > 0) == rows()[name][0].startswith("yes")
 
 
