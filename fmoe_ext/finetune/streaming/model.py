@@ -22,7 +22,7 @@ from fmoe_ext.finetune.streaming.memory import memory_of
 from fmoe_ext.finetune.streaming.packed_linear import keep_packed, packable
 from fmoe_ext.finetune.streaming.placeholder import PackedWeight, StreamedWeight
 from fmoe_ext.finetune.streaming.sources import Source, errors_of_config, open_source
-from fmoe_ext.finetune.streaming.weight_names import up_of
+from fmoe_ext.checkpoint.weight_names import up_of
 from fmoe_ext.huggingface import experts as huggingface
 from fmoe_ext.huggingface.saving import replace_save_pretrained
 
@@ -105,6 +105,7 @@ def _plan(source: Source, skeleton: nn.Module, dtype: torch.dtype) -> tuple[list
     source.use(skeleton)
     layers: list[Layer] = []
     state: dict[str, Any] = {}
+    tied = getattr(skeleton, "all_tied_weights_keys", {})  # Transformers ties them, without reading values
     for path, module in skeleton.named_modules():
         if not hasattr(module, "is_transposed"):
             continue
@@ -117,7 +118,8 @@ def _plan(source: Source, skeleton: nn.Module, dtype: torch.dtype) -> tuple[list
                 raise CheckpointError(
                     f"{source.path}: {path}.{name} is {list(shape)} in the files, but {list(expected)} by config.json"
                 )
-            state[f"{path}.{name}"] = StreamedWeight(shape, dtype)
+            if f"{path}.{name}" not in tied:
+                state[f"{path}.{name}"] = StreamedWeight(shape, dtype)
         layers.append(layer)
     if not layers:
         raise CheckpointError(

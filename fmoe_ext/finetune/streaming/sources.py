@@ -24,7 +24,7 @@ from fmoe_ext.checkpoint.packed import mxfp4_layer
 from fmoe_ext.checkpoint.packed_dense import outside_experts
 from fmoe_ext.checkpoint.safetensors_file import StoredTensor
 from fmoe_ext.finetune.streaming import gguf
-from fmoe_ext.finetune.streaming.weight_names import WeightNames, up_of
+from fmoe_ext.checkpoint.weight_names import WeightNames, up_of
 
 
 @contextmanager
