@@ -9,6 +9,6 @@ FAMILY = replace(
     deepseek_v3.FAMILY,
     name="exaone_moe",
     holds=("exaone_moe",),
-    layers=kinds_of_layers,
     config={**deepseek_v3.FAMILY.config, "num_experts": "num_experts", "num_shared": "num_shared_experts"},
+    layers=kinds_of_layers,
 )

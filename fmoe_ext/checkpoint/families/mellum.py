@@ -9,8 +9,8 @@ FAMILY = replace(
     qwen3_moe.FAMILY,
     name="mellum",
     holds=("mellum",),
-    layers=kinds_of_layers,
     defaults={},
+    layers=kinds_of_layers,
     extra=nothing_more,
     gguf=None,
 )

@@ -9,7 +9,7 @@ FAMILY = replace(
     deepseek_v3.FAMILY,
     name="mimo_v2_flash",
     holds=("mimo_v2_flash",),
-    layers=kinds_of_layers,
     files=replace(deepseek_v3.FAMILY.files, shared=""),
-    config={k: v for k, v in deepseek_v3.FAMILY.config.items() if k != "num_shared"},
+    config={fact: key for fact, key in deepseek_v3.FAMILY.config.items() if fact != "num_shared"},
+    layers=kinds_of_layers,
 )

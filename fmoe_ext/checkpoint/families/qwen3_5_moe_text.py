@@ -1,4 +1,4 @@
-"""Qwen3.5 and 3.6, the language model: the MoE layers of Qwen2-MoE, weights always normalised."""
+"""Qwen3.5 and 3.6, the language model: the MoE layers of Qwen2-MoE, whose weights are always normalised."""
 
 from dataclasses import replace
 
@@ -10,8 +10,9 @@ FAMILY = replace(
     name="qwen3_5_moe_text",
     holds=("qwen3_5_moe_text",),
     files=replace(qwen2_moe.FAMILY.files, per_expert=None),
-    config={k: v for k, v in qwen2_moe.FAMILY.config.items() if k != "normalize"},
+    config={fact: key for fact, key in qwen2_moe.FAMILY.config.items() if fact != "normalize"},
     fixed={"normalize": True},
+    defaults={},
     layers=every_layer,
     extra=nothing_more,
     gguf=None,
