@@ -1,5 +1,6 @@
 """A model's Hugging Face folder, read a tensor at a time."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +16,14 @@ FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 class Base:
     """A model's folder: files {file: names in it}, tensors {name: StoredTensor}, config.
 
+    folders: others, where files that its index names may be instead.
     packed: the format that its experts had before checkpoint.packed.decode(); "" for plain ones.
     """
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, folders: Sequence[Path] = ()):
         self.folder = Path(folder)
         self.packed = ""
-        files = model_files(self.folder)
+        files = model_files(self.folder, folders)
         if not files:
             raise CheckpointError(
                 f"{folder} has no model.safetensors and no index of several: give a model's folder"
