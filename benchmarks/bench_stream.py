@@ -1,6 +1,8 @@
 """Trains and generates a model larger than memory, in a memory cgroup (version 1 or 2, needs root).
 
 python -m benchmarks.bench_stream --write FOLDER     # random weights in the shape of Qwen3-30B-A3B, MXFP4, 18.6 GB
+python -m benchmarks.bench_stream --write FOLDER --layout kimi --layers 17   # in Kimi's layout, 40 GB
+python -m benchmarks.bench_stream --write FOLDER --layout deepseek_v4 --layers 12
 python -m benchmarks.bench_stream FOLDER --limit 8GiB --json benchmarks/results/stream.json
 """
 
@@ -16,6 +18,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.common import commit, machine
+from benchmarks.packed_folders import LAYOUTS, write_packed
 
 SHAPE = {
     **{"vocab_size": 151936, "hidden_size": 2048, "num_hidden_layers": 48, "num_attention_heads": 32},
@@ -201,6 +204,7 @@ def main() -> None:
     )
     parser.add_argument("folder", type=Path)
     parser.add_argument("--write", action="store_true", help="write the model's folder, nothing else")
+    parser.add_argument("--layout", choices=("qwen3_moe", *LAYOUTS), default="qwen3_moe", help="with --write")
     parser.add_argument("--layers", type=int, default=48, help="with --write")
     parser.add_argument("--vocab", type=int, default=151936, help="with --write")
     parser.add_argument("--limit", default="8GiB", help="of the cgroup")
@@ -213,7 +217,10 @@ def main() -> None:
     parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.write:
-        write(options.folder, options.layers, options.vocab)
+        if options.layout in LAYOUTS:
+            write_packed(options.folder, options.layout, options.layers, write_shard)
+        else:
+            write(options.folder, options.layers, options.vocab)
         return
     memory = options.memory or "auto"
     if options.inside:

@@ -4,7 +4,7 @@ All other tensors pass through under their names.
 """
 
 import re
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -135,8 +135,11 @@ def _by_layer(
     return layers, others
 
 
-def model_files(path: Path) -> list[Path]:
-    """The safetensors files of a model: path itself, or those of a Hugging Face folder; [] if it is neither."""
+def model_files(path: Path, folders: Sequence[Path] = ()) -> list[Path]:
+    """The safetensors files of a model: path itself, or those of a Hugging Face folder; [] if it is neither.
+
+    folders: others, where a file that the folder's index names may be instead.
+    """
     if path.suffix == ".safetensors":
         return [path]
     index = path / "model.safetensors.index.json"
@@ -144,8 +147,14 @@ def model_files(path: Path) -> list[Path]:
         names = read_json(inside(path, index.name)).get("weight_map")
         if not isinstance(names, dict) or not names:
             raise CheckpointError(f"{index} is damaged: it has no weight_map")
-        return sorted({inside(path, name) for name in names.values()})
+        return sorted({_place_of(name, (path, *folders)) for name in names.values()})
     return [inside(path, "model.safetensors")] if (path / "model.safetensors").exists() else []
+
+
+def _place_of(name: str, folders: Sequence[Path]) -> Path:
+    """The first of the folders that has a file; the first of all if none has it."""
+    places = [inside(folder, name) for folder in folders]
+    return next((place for place in places if place.exists()), places[0])
 
 
 def check_folder(path: Path) -> None:

@@ -99,7 +99,9 @@ def _family_of(config: dict[str, Any]) -> Family:
     family = FAMILIES.get(config["model_type"])
     if family is None:
         raise CheckpointError(
-            f"import_model() knows {', '.join(FAMILIES)}, but this model is {config['model_type']}"
+            f"import_model() knows {', '.join(FAMILIES)}, but this model is {config['model_type']}, whose router or "
+            "shared experts are others: huggingface.use(model) computes its experts and leaves the rest to "
+            "Transformers, save_pretrained included"
         )
     for key, value in family.unsupported.items():
         if config.get(key, value) != value:

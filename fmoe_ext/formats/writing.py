@@ -19,6 +19,7 @@ from fmoe_ext.checkpoint.routing import HIDDEN_ACT, facts_of_layers
 from fmoe_ext.checkpoint.safetensors_file import StoredTensor
 from fmoe_ext.checkpoint.saving import Whole, gathered
 from fmoe_ext.checkpoint.shards import MAX_SHARD_BYTES, check_is_free, new_folder, write_model_files
+from fmoe_ext.checkpoint.written_names import as_written
 from fmoe_ext.formats.gguf import check_writable, write_gguf
 from fmoe_ext.huggingface.record import take_record
 
@@ -77,17 +78,21 @@ def export(
 
 @dataclass(frozen=True)
 class Plan:
-    """Files to write; nothing of them is read yet. left_out: names of tied tensors."""
+    """Files to write; nothing of them is read yet. target: on the meta device; left_out: names of tied tensors."""
 
     model: Any
     family: Family
-    config: Any
+    target: Any
     left_out: frozenset[str]
+
+    @property
+    def config(self) -> Any:
+        return self.target.config
 
     def convert(self, whole: Whole) -> dict[str, StoredTensor]:
         """The tensors of Hugging Face's files."""
         tensors = {name: t for name, t in whole.tensors.items() if name not in self.left_out}
-        return to_huggingface(tensors, self.family.name, whole.routing)
+        return as_written(self.target, to_huggingface(tensors, self.family.in_modules))
 
     def in_memory(self, whole: Whole) -> dict[str, StoredTensor]:
         """All tensors under the names that they have in Transformers' modules."""
@@ -130,8 +135,8 @@ def plan_export(model: nn.Module, format: str) -> Plan:
         for name, value in state.tensors.items()
     }
     tied = _tied(state, config)
-    _check_names(to_huggingface(shapes, family.in_modules), config, state.model, tied)
-    return Plan(state.model, family, config, tied)
+    target = _target(to_huggingface(shapes, family.in_modules), config, state.model, tied)
+    return Plan(state.model, family, target, tied)
 
 
 def values_of(model: Any) -> dict[str, Any]:
@@ -200,8 +205,8 @@ def _tied(state: ModelState, config: Any) -> frozenset[str]:
     return frozenset(name for name, value in state.tensors.items() if state.name_of(value) != name)
 
 
-def _check_names(tensors: Mapping[str, StoredTensor], config: Any, model: Any, tied: frozenset[str]) -> None:
-    """CheckpointError unless a model of this configuration has tensors of just these names and shapes."""
+def _target(tensors: Mapping[str, StoredTensor], config: Any, model: Any, tied: frozenset[str]) -> Any:
+    """The model of a configuration; CheckpointError unless it has tensors of just these names and shapes."""
     config.architectures = [_class_of(config, model).__name__]
     with torch.device("meta"):
         target = _class_of(config, model)(config)
@@ -219,12 +224,15 @@ def _check_names(tensors: Mapping[str, StoredTensor], config: Any, model: Any, t
             f"{config.architectures[0]} cannot hold this {type(model).__name__}: {'; '.join(sorted(problems)[:5])}"
             f"{f'; {len(problems) - 5} more' if len(problems) > 5 else ''}"
         )
+    return target
 
 
 def _class_of(config: Any, model: Any) -> Any:
     """The class of a format for what the model is: LlamaForCausalLM -> MixtralForCausalLM."""
     import transformers
 
+    if type(config) is type(model.config):
+        return type(model)
     before, after = (type(c).__name__.removesuffix("Config") for c in (model.config, config))
     name = type(model).__name__
     wanted = after + name.removeprefix(before)

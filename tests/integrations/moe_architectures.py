@@ -33,6 +33,7 @@ SIZES = {
     **{"enable_moe_block": True, "num_global_key_value_heads": 2, "swa_num_attention_heads": 4},
     **{"swa_num_key_value_heads": 2, "vocab_size_per_layer_input": 61, "hidden_size_per_layer_input": 0},
     **{"moe_layer_start_index": 1, "moe_layer_end_index": 1, "moe_latent_size": 16, "depth": 1},
+    **{"projector_hidden_size": 32, "out_hidden_size": 32},
     **{"attn_layer_period": 2, "attn_layer_offset": 1, "moe_hidden_size": 16, "linear_conv_kernel_dim": 4},
 }
 KINDS_OF_LAYERS = ("layer_types", "mlp_layer_types", "layers_block_type")
@@ -42,9 +43,36 @@ CHANGES = {
     "NemotronHConfig": {"layers_block_type": ["full_attention", "moe"]},
     "GraniteMoeHybridConfig": {"mamba_n_heads": 8, "mamba_d_head": 8, "layer_types": ["mamba", "attention"]},
     "ZayaConfig": {"num_experts_per_tok": 1},
-    "Ernie4_5_VLMoeTextConfig": {"moe_intermediate_size": [24, 24]},
-    "MuseSparkVisionConfig": {"num_hidden_layers": 4},
-    "Glm5NextTextConfig": {"num_key_value_heads": 4},
+    "Ernie4_5_VLMoeTextConfig": {
+        **{"moe_intermediate_size": [24, 24], "head_dim": 8},
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]},
+    },
+    "Glm4vMoeTextConfig": {
+        **{"head_dim": 16, "partial_rotary_factor": 0.5},
+        "rope_parameters": {
+            **{"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]},
+            "partial_rotary_factor": 0.5,
+        },
+    },
+    "Mistral4Config": {
+        "rope_parameters": {
+            **{"rope_type": "default", "rope_theta": 1e4, "llama_4_scaling_beta": 0.1},
+            "original_max_position_embeddings": 8,
+        }
+    },
+    "MuseSparkVisionConfig": {"num_hidden_layers": 4, "layer_types": None},
+    "MuseSparkAudioConfig": {"num_hidden_layers": 4, "hidden_sizes": (8, 8, 16, 16), "out_hidden_size": 32},
+    "Glm5NextVisionConfig": {"num_heads": 4, "projection_intermediate_size": 40, "out_hidden_size": 32},
+    "Glm5NextTextConfig": {
+        **{"num_key_value_heads": 4, "qk_rope_head_dim": 0, "head_dim": 0, "index_kpool": 4},
+        **{"num_hidden_layers": 4, "layer_types": None, "mlp_layer_types": None, "indexer_types": None},
+        **{"linear_head_dim": 8, "linear_num_heads": 4, "hc_mult": 2, "index_topk": 8},
+    },
+    "DeepseekOcr2TextConfig": {"mlp_layer_types": ["dense", "sparse"], "num_key_value_heads": 4},
+    "Qwen4ExpTextConfig": {
+        **{"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 8, "indexer_budget": 8},
+        **{"indexer_compress_ratio": 2, "hc_count": 2, "hc_lowrank": 8},
+    },
 }
 IMAGES = frozenset(("vision_config", "audio_config", "image_token_id"))
 LARGEST = 20_000_000  # parameters

@@ -25,7 +25,15 @@ SHORT = (
     "NemotronHForCausalLM",  # no gate
     "Qwen3VLMoeForConditionalGeneration",  # transposed stacks, towers for images
     "InklingForCausalLM",  # gate and up in turn
+    "Ernie4_5_VLMoeForConditionalGeneration",  # one list of experts for text and images
+    "DiffusionGemmaForBlockDiffusion",  # experts of the encoder tied to the decoder's
 )
+
+
+def logits_of(model):
+    torch.manual_seed(0)  # of models that draw tokens, as those of diffusion
+    with torch.no_grad():
+        return model(input_ids=make_ids())[0]
 
 
 def logits_and_gradients(model, experts):
@@ -40,8 +48,7 @@ def outcome(name, folder):
     """Result for an architecture, in the words of the table."""
     try:
         model = tiny_model(name)
-        with torch.no_grad():
-            model(input_ids=make_ids())
+        logits_of(model)
     except Exception as error:  # whatever a class says of sizes that it does not expect
         return f"not tried: {type(error).__name__}"
     found = [module for module in model.modules() if hasattr(module, "is_transposed")]
@@ -55,8 +62,7 @@ def outcome(name, folder):
         streamed = fmoe_ext.stream(folder, 2**32)
     except CheckpointError as error:
         return f"refused: {str(error).replace(str(folder), '').lstrip(': ')}"
-    with torch.no_grad():
-        expected, logits = resident(input_ids=make_ids())[0], streamed(input_ids=make_ids())[0]
+    expected, logits = logits_of(resident), logits_of(streamed)
     if not torch.equal(expected, logits):
         return f"WRONG: logits differ by {(expected - logits).abs().max().item():.1e}"
     experts = ["experts.gate_up_proj" if found[0].has_gate else "experts.up_proj", "experts.down_proj"]

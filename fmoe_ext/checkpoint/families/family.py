@@ -71,6 +71,11 @@ def any_dense(name: str, moe: Numbers, dense: Numbers) -> Values:
     return {"decoder_sparse_step": 1, "mlp_only_layers": list(dense)}
 
 
+def kinds_of_layers(name: str, moe: Numbers, dense: Numbers) -> Values:
+    """config.json of families that list the kind of each layer."""
+    return {"mlp_layer_types": ["sparse" if i in moe else "dense" for i in sorted((*moe, *dense))]}
+
+
 def nothing_more(values: Values, facts: Values) -> Values:
     return {}
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from fmoe_ext.checkpoint.base_experts import BaseExperts
 from fmoe_ext.checkpoint.errors import CheckpointError
 from fmoe_ext.checkpoint.model_folder import Base
 from fmoe_ext.finetune.adapters.delta import compare, delta
@@ -38,14 +39,15 @@ def check(adapter: Adapter, base: Base | None = None) -> dict[str, Any]:
     for name in ("orientation", "packing"):
         if getattr(adapter, name) == "undecidable":
             problems.append(f"the file does not show its {name}: say it by --{name}")
-    fits = False
+    of_base = None
     if base is not None:
         try:
-            wrong = compare(adapter, base)
+            of_base = BaseExperts(base)
+            wrong = compare(adapter, of_base)
         except CheckpointError as error:
             wrong = [str(error)]
         problems += wrong
-        fits = not wrong
+        of_base = None if wrong else of_base
     rows = [_row(adapter, layer, role, problems) for layer, parts in adapter.layers.items() for role in parts]
     evidence = adapter.evidence
     report = {
@@ -62,8 +64,8 @@ def check(adapter: Adapter, base: Base | None = None) -> dict[str, Any]:
         "problems": problems,
         "notes": notes,
     }
-    if base is not None and fits and not adapter.undecided:
-        report["delta"] = sizes(adapter, base)
+    if of_base is not None and not adapter.undecided:
+        report["delta"] = sizes(adapter, of_base)
     return report
 
 
@@ -82,19 +84,19 @@ def _row(adapter: Adapter, layer: str, role: str, problems: list[str]) -> dict[s
     return row | {"idle_experts": idle}
 
 
-def sizes(adapter: Adapter, base: Base) -> dict[str, dict[str, list[float]]]:
+def sizes(adapter: Adapter, of_base: BaseExperts) -> dict[str, dict[str, list[float]]]:
     """{layer: {role in the base: [norm of the delta / norm of the weight, for each expert]}}."""
     found: dict[str, dict[str, list[float]]] = {}
     for layer, parts in adapter.layers.items():
-        experts = base.experts(layer)
+        experts = of_base.at(layer)
         if experts is None:
             continue
         loaded = {role: (factors, factors.read()) for role, factors in parts.items()}
-        for role, name in experts.names.items():
+        for role, names in experts.names.items():
             shares = []
-            for e in range(experts.num_experts):
-                tensor = base.tensors[name.format(e=e)]
-                weight = tensor.read() if "{e}" in name else tensor.rows(e, e + 1)[0]
+            for e, name in enumerate(names):
+                tensor = of_base.base.tensors[name]
+                weight = tensor.rows(e, e + 1)[0] if experts.is_stack else tensor.read()
                 change = delta(loaded, experts, role, e)
                 norm = weight.float().norm().item()
                 shares.append(0.0 if change is None or not norm else change.norm().item() / norm)

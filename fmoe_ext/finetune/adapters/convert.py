@@ -10,15 +10,16 @@ from typing import Any, NamedTuple
 
 import torch
 
+from fmoe_ext.checkpoint.base_experts import BaseExperts
 from fmoe_ext.checkpoint.errors import CheckpointError
 from fmoe_ext.checkpoint.families import FAMILIES
 from fmoe_ext.checkpoint.files import atomic_file
 from fmoe_ext.checkpoint.model_folder import Base
 from fmoe_ext.checkpoint.safetensors_file import OURS, StoredTensor, write_safetensors
 from fmoe_ext.checkpoint.shards import new_folder
-from fmoe_ext.finetune.adapters.delta import interleaves, model_type
+from fmoe_ext.finetune.adapters.delta import interleaves, lacks_gate, model_type
 from fmoe_ext.finetune.adapters.packing import EXPERT_MAJOR, RANK_MAJOR, packed
-from fmoe_ext.finetune.adapters.reading import CONFIG, PREFIX, WEIGHTS, Adapter, Factors, Pair
+from fmoe_ext.finetune.adapters.reading import CONFIG, PARAMETERS, PREFIX, WEIGHTS, Adapter, Factors, Pair
 
 
 class Layout(NamedTuple):
@@ -57,25 +58,23 @@ def convert(adapter: Adapter, to: str, out: Path, base: Base | None = None, *, c
         raise CheckpointError(f"{adapter.folder} has no adapters of experts to convert")
     if adapter.undecided:
         next(iter(next(iter(adapter.layers.values())).values())).read()  # says what to do
-    in_turn = interleaves(adapter, base)
-    layers = {
-        layer: _fitted(adapter, layer, parts, layout, in_turn) for layer, parts in adapter.layers.items()
-    }
-    config = _config(adapter, layers, layout, to, base)
+    of_base = None if base is None else BaseExperts(base)
+    layers = _all_fitted(adapter, layout, of_base)
+    config = _config(adapter, layers, layout, to, of_base)
     write = {"flat": _flat, "numbered": _numbered, "stacked": _stacked}[layout.form]
     tensors = dict(adapter.others)
     for layer, parts in layers.items():
-        tensors |= write(adapter, layer, parts, layout, base)
+        tensors |= write(adapter, layer, parts, layout, of_base)
     with new_folder(Path(out)) as folder:
         note = {"packing": layout.packing} if layout.form == "flat" else {}
         write_safetensors(folder / WEIGHTS, tensors, {OURS: json.dumps(note)})
         with atomic_file(folder / CONFIG) as file:
             file.write(json.dumps(config, indent=2).encode())
         if check and to in READ_BY_PEFT:
-            _check_by_peft(adapter, to, folder, base, in_turn)
+            _check_by_peft(adapter, to, folder, of_base)
 
 
-def _check_by_peft(adapter: Adapter, to: str, folder: Path, base: Base | None, in_turn: bool | None) -> None:
+def _check_by_peft(adapter: Adapter, to: str, folder: Path, of_base: BaseExperts | None) -> None:
     """Raises CheckpointError if PEFT reads another adapter, and for per-expert if that cannot be known."""
     unchecked = "--unchecked writes it for vLLM and SGLang"
     try:
@@ -87,14 +86,23 @@ def _check_by_peft(adapter: Adapter, to: str, folder: Path, base: Base | None, i
                 f"pip install peft transformers; {unchecked}"
             ) from None
         return
-    if base is None:
+    if of_base is None:
         if to == "per-expert":
             raise CheckpointError(f"PEFT reads per-expert of some models alone: give --base; {unchecked}")
         return
-    flat = LAYOUTS["peft-0.19"]
-    layers = {layer: _fitted(adapter, layer, parts, flat, in_turn) for layer, parts in adapter.layers.items()}
-    if reason := why_not(adapter, layers, folder, base):
+    layers = _all_fitted(adapter, LAYOUTS["peft-0.19"], of_base)
+    if reason := why_not(adapter, layers, folder, of_base.base):
         raise CheckpointError(f"{adapter.folder} cannot be written as {to}: {reason}; {unchecked}")
+
+
+def _all_fitted(
+    adapter: Adapter, layout: Layout, of_base: BaseExperts | None
+) -> dict[str, dict[str, Factors]]:
+    """{layer: its projections as a layout has them}."""
+    if lacks_gate(adapter, of_base):
+        return adapter.layers
+    in_turn = interleaves(adapter, of_base)
+    return {layer: _fitted(adapter, layer, parts, layout, in_turn) for layer, parts in adapter.layers.items()}
 
 
 def _fitted(
@@ -167,16 +175,16 @@ def _lazy(
 
 
 def _flat(
-    adapter: Adapter, layer: str, parts: dict[str, Factors], layout: Layout, base: Base | None
+    adapter: Adapter, layer: str, parts: dict[str, Factors], layout: Layout, of_base: BaseExperts | None
 ) -> dict[str, StoredTensor]:
-    if layout.needs_both and parts.keys() != {"gate_up", "down"}:
+    if layout.needs_both and parts.keys() not in ({"gate_up", "down"}, {"up", "down"}):
         raise CheckpointError(
             f"{layer}: vLLM's stacked names need gate_up and down, here is {', '.join(parts)}"
         )
-    in_out = layout.in_out and not _turned(adapter, base)
+    in_out = layout.in_out and not _turned(adapter, of_base)
     tensors = {}
     for role, factors in parts.items():
-        inner = ".base_layer" if role == "gate_up" and "down" in parts else ""
+        inner = ".base_layer" if role != "down" and "down" in parts else ""
         count = factors.num_experts * factors.rank
         first, second = (1, 0) if in_out else (0, 1)
         widths = (factors.d_out, factors.d_in) if in_out else (factors.d_in, factors.d_out)
@@ -195,22 +203,22 @@ def _columns_of_b(value: torch.Tensor, turned: bool, packing: str) -> torch.Tens
     return packed(value.transpose(1, 2) if turned else value, packing)
 
 
-def _turned(adapter: Adapter, base: Base | None) -> bool:
+def _turned(adapter: Adapter, of_base: BaseExperts | None) -> bool:
     """True where the model stores experts [E, in, out], which no version of PEFT turns around."""
     if adapter.orientation == "in_out":
         return False
-    if base is not None:
-        return any(e.turned for layer in adapter.layers if (e := base.experts(layer)))
-    family = FAMILIES.get(model_type(adapter, base))
+    if of_base is not None:
+        return any(e.turned for layer in adapter.layers if (e := of_base.at(layer)))
+    family = FAMILIES.get(model_type(adapter, of_base))
     if family is None:
         raise CheckpointError("what PEFT before 0.19 expects depends on the model: give --base")
     return family.files.interleaved
 
 
 def _numbered(
-    adapter: Adapter, layer: str, parts: dict[str, Factors], layout: Layout, base: Base | None
+    adapter: Adapter, layer: str, parts: dict[str, Factors], layout: Layout, of_base: BaseExperts | None
 ) -> dict[str, StoredTensor]:
-    leaves = _leaves(adapter, base)
+    leaves = _leaves(adapter, of_base)
     tensors = {}
     for role, factors in parts.items():
         for e in range(factors.num_experts):
@@ -225,14 +233,19 @@ def _expert(value: torch.Tensor, e: int) -> torch.Tensor:
     return value[e]
 
 
-def _leaves(adapter: Adapter, base: Base | None) -> dict[str, str]:
-    family = FAMILIES.get(model_type(adapter, base))
+def _leaves(adapter: Adapter, of_base: BaseExperts | None) -> dict[str, str]:
+    for layer in adapter.layers if of_base is not None else ():
+        experts = of_base.at(layer)
+        if experts is not None and not experts.is_stack:
+            first = ((role, names[0].removesuffix(".weight")) for role, names in experts.names.items())
+            return {role: name.partition(".experts.0.")[2] for role, name in first}
+    family = FAMILIES.get(model_type(adapter, of_base))
     names = (family.files.per_expert if family else None) or ("gate_proj", "up_proj", "down_proj")
     return dict(zip(("gate", "up", "down"), (name.removesuffix(".weight") for name in names), strict=True))
 
 
 def _stacked(
-    adapter: Adapter, layer: str, parts: dict[str, Factors], layout: Layout, base: Base | None
+    adapter: Adapter, layer: str, parts: dict[str, Factors], layout: Layout, of_base: BaseExperts | None
 ) -> dict[str, StoredTensor]:
     tensors = {}
     for role, f in parts.items():
@@ -243,22 +256,28 @@ def _stacked(
 
 
 def _config(
-    adapter: Adapter, layers: dict[str, dict[str, Factors]], layout: Layout, to: str, base: Base | None
+    adapter: Adapter,
+    layers: dict[str, dict[str, Factors]],
+    layout: Layout,
+    to: str,
+    of_base: BaseExperts | None,
 ) -> dict[str, Any]:
     """adapter_config.json of the result: which modules or parameters, and rank and alpha of each."""
     config = dict(adapter.config)
     config["rank_pattern"] = dict(config.get("rank_pattern") or {})
     config["alpha_pattern"] = dict(config.get("alpha_pattern") or {})
-    leaves = _leaves(adapter, base) if layout.form == "numbered" else {"gate": "w1", "up": "w3", "down": "w2"}
+    leaves = (
+        _leaves(adapter, of_base) if layout.form == "numbered" else {"gate": "w1", "up": "w3", "down": "w2"}
+    )
     if layout.form == "flat":
-        leaves = {"gate_up": "gate_up_proj", "down": "down_proj"}
+        leaves = dict(PARAMETERS)
     names = [f"{layer}.{leaves[role]}" for layer, parts in layers.items() for role in parts]
     config["target_parameters"] = [
         *(names if layout.form == "flat" else ()),
         *(
             n
             for n in config.get("target_parameters") or ()
-            if not str(n).endswith(("gate_up_proj", "down_proj"))
+            if not str(n).endswith(tuple(PARAMETERS.values()))
         ),
     ] or None
     config["target_modules"] = _modules(

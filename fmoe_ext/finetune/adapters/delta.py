@@ -5,46 +5,52 @@ from typing import TypeAlias
 
 import torch
 
+from fmoe_ext.checkpoint.base_experts import BaseExperts, Experts
 from fmoe_ext.checkpoint.errors import CheckpointError
 from fmoe_ext.checkpoint.families import FAMILIES
-from fmoe_ext.checkpoint.layouts import BLOCKS
-from fmoe_ext.checkpoint.model_folder import Base, Experts
 from fmoe_ext.checkpoint.safetensors_file import StoredTensor
 from fmoe_ext.finetune.adapters.reading import PREFIX, Adapter, Factors, Pair, scaling_of
 
+Rows: TypeAlias = slice | torch.Tensor
 Loaded: TypeAlias = Mapping[str, tuple[Factors, Pair]]
 
 
-def interleaves(adapter: Adapter, base: Base | None) -> bool | None:
+def interleaves(adapter: Adapter, of_base: BaseExperts | None) -> bool | None:
     """True where the model has gate and up in turn; None if nothing says it."""
-    if base is not None:
-        found = [experts for layer in adapter.layers if (experts := base.experts(layer))]
-        return any(experts.interleaved for experts in found) if found else None
-    family = FAMILIES.get(model_type(adapter, base))
+    if of_base is not None:
+        found = [experts for layer in adapter.layers if (experts := of_base.at(layer))]
+        return any(experts.in_turn for experts in found) if found else None
+    family = FAMILIES.get(model_type(adapter, None))
     return None if family is None else family.files.interleaved
 
 
-def model_type(adapter: Adapter, base: Base | None) -> str:
+def lacks_gate(adapter: Adapter, of_base: BaseExperts | None) -> bool:
+    """True where the experts are known to have no gate, as those of Nemotron-H."""
+    if of_base is not None:
+        return any(e and not e.has_gate for e in map(of_base.at, adapter.layers))
+    return adapter.form == "flat" and any("up" in parts for parts in adapter.layers.values())
+
+
+def model_type(adapter: Adapter, of_base: BaseExperts | None) -> str:
     """Model type in the base's config or, without a base, in the class that PEFT noted; "" if nothing says it."""
-    if base is not None:
-        return str(base.config.get("model_type", ""))
+    if of_base is not None:
+        return str(of_base.base.config.get("model_type", ""))
     library = (adapter.config.get("auto_mapping") or {}).get("parent_library", "")
     parts = str(library).split(".")
     return parts[2] if len(parts) > 2 and parts[:2] == ["transformers", "models"] else ""
 
 
-def linear(base: Base, key: str) -> str | None:
+def linear(of_base: BaseExperts, key: str) -> str | None:
     """Name of the weight that a plain adapter, named by its lora_A, changes; None if the base lacks it."""
-    name = key.removeprefix(PREFIX).removesuffix("lora_A.weight") + "weight"
-    candidates = [name, *(name.replace(f".{a}.", f".{b}.") for a in BLOCKS for b in BLOCKS)]
-    return next((c for c in candidates if c in base.tensors), None)
+    return of_base.weight(key.removeprefix(PREFIX).removesuffix(".lora_A.weight"))
 
 
-def compare(adapter: Adapter, base: Base) -> list[str]:
+def compare(adapter: Adapter, of_base: BaseExperts) -> list[str]:
     """Sentences about what of an adapter does not fit a base."""
     wrong = []
+    base = of_base.base
     for layer, projections in adapter.layers.items():
-        experts = base.experts(layer)
+        experts = of_base.at(layer)
         if experts is None:
             wrong.append(f"{layer}: the base has no experts there")
             continue
@@ -63,7 +69,7 @@ def compare(adapter: Adapter, base: Base) -> list[str]:
     return wrong + [
         f"{key.removeprefix(PREFIX)}: the base has no such weight, or of another shape"
         for key, (a, b, _) in plain_pairs(adapter, whole_modules=True).items()
-        if (name := linear(base, key)) is None or base.tensors[name].shape != (b.shape[0], a.shape[1])
+        if (name := linear(of_base, key)) is None or base.tensors[name].shape != (b.shape[0], a.shape[1])
     ]
 
 
@@ -110,15 +116,28 @@ def delta(loaded: Loaded, experts: Experts, role: str, e: int) -> torch.Tensor |
     return total.T if total is not None and experts.turned else total
 
 
-def _rows(name: str, role: str, experts: Experts) -> tuple[slice, slice, int] | None:
+def _rows(name: str, role: str, experts: Experts) -> tuple[Rows, Rows, int] | None:
     """(rows of the adapter's b, rows of the base's weight that they change, rows of the weight)."""
     h, whole = experts.d_hidden, slice(None)
-    halves = {"gate": slice(0, h), "up": slice(h, 2 * h)}
     if name == role:
-        return whole, whole, {"gate_up": 2 * h, "gate": h, "up": h, "down": experts.d_model}[role]
-    if name == "gate_up" and role in halves:
-        return halves[role], whole, h
-    if role == "gate_up" and name in halves:
-        in_turn = {"gate": slice(0, None, 2), "up": slice(1, None, 2)}
-        return whole, (in_turn if experts.interleaved else halves)[name], 2 * h
+        put = _order(experts) if role == "gate_up" else whole
+        return whole, put, {"gate_up": 2 * h, "gate": h, "up": h, "down": experts.d_model}[role]
+    if name == "gate_up" and role in ("gate", "up"):
+        return _half(role, h, experts.in_turn), whole, h
+    if role == "gate_up" and name in ("gate", "up"):
+        return whole, _half(name, h, experts.interleaved), 2 * h
     return None
+
+
+def _half(role: str, h: int, in_turn: bool) -> slice:
+    index = ("gate", "up").index(role)
+    return slice(index, None, 2) if in_turn else slice(index * h, (index + 1) * h)
+
+
+def _order(experts: Experts) -> Rows:
+    """The place in the base's weight of each row of the model's gate_up."""
+    rows = torch.arange(2 * experts.d_hidden)
+    if experts.interleaved == experts.in_turn:
+        return slice(None)
+    halves = rows.view(2, -1).T.flatten() if experts.interleaved else rows.view(-1, 2).T.flatten()
+    return halves.argsort()

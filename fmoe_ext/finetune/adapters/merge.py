@@ -14,9 +14,10 @@ from typing import Any, TypeAlias
 
 import torch
 
+from fmoe_ext.checkpoint.base_experts import BaseExperts, Experts
 from fmoe_ext.checkpoint.errors import CheckpointError
 from fmoe_ext.checkpoint.files import atomic_file, inside, locked, made_folder, read_json, sync_folder
-from fmoe_ext.checkpoint.model_folder import FLOATS, Base, Experts
+from fmoe_ext.checkpoint.model_folder import FLOATS, Base
 from fmoe_ext.checkpoint.safetensors_file import StoredTensor, write_safetensors
 from fmoe_ext.finetune.adapters.delta import compare, delta, linear, plain_pairs
 from fmoe_ext.finetune.adapters.reading import CONFIG, WEIGHTS, Adapter, Factors, Pair
@@ -32,7 +33,8 @@ class Merge:
     def __init__(self, adapter: Adapter, base: Base, dtype: torch.dtype | None):
         base.check_plain()
         adapter.require_whole()
-        if wrong := compare(adapter, base):
+        self.of_base = BaseExperts(base)
+        if wrong := compare(adapter, self.of_base):
             raise CheckpointError(f"{adapter.folder} does not fit {base.folder}: {'; '.join(wrong[:3])}")
         if adapter.undecided:
             next(iter(next(iter(adapter.layers.values())).values())).read()  # says what to do
@@ -48,7 +50,7 @@ class Merge:
         for layer in adapter.layers:
             self._plan_layer(layer)
         for key, (a, b, scaling) in plain_pairs(adapter).items():
-            name = str(linear(base, key))
+            name = str(linear(self.of_base, key))
             self.changes[name] = self._plain(name, a, b, scaling)
 
     def tensor(self, name: str) -> StoredTensor:
@@ -62,15 +64,14 @@ class Merge:
         return StoredTensor(stored.shape, dtype, lambda: stored.read().to(dtype))
 
     def _plan_layer(self, layer: str) -> None:
-        experts = self.base.experts(layer)
+        experts = self.of_base.at(layer)
         if experts is None:
             raise CheckpointError(f"{self.base.folder} has no experts at {layer}")
-        for role, name in experts.names.items():
-            if "{e}" in name:
-                for e in range(experts.num_experts):
-                    self.changes[name.format(e=e)] = self._one(layer, experts, role, e)
+        for role, names in experts.names.items():
+            if experts.is_stack:
+                self.changes[names[0]] = self._all(layer, experts, role)
             else:
-                self.changes[name] = self._all(layer, experts, role)
+                self.changes |= {name: self._one(layer, experts, role, e) for e, name in enumerate(names)}
 
     def _of(self, layer: str) -> dict[str, tuple[Factors, Pair]]:
         if self.loaded[0] != layer:

@@ -7,7 +7,6 @@ layer, at some rows and columns, must be the adapter's.
 import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, TypeAlias
 
 import peft
@@ -19,11 +18,10 @@ from fmoe_ext.checkpoint.errors import CheckpointError
 from fmoe_ext.checkpoint.layouts import BLOCKS
 from fmoe_ext.checkpoint.model_folder import Base
 from fmoe_ext.finetune.adapters.delta import plain_pairs
-from fmoe_ext.finetune.adapters.reading import PREFIX, Adapter, Factors
+from fmoe_ext.finetune.adapters.reading import PARAMETERS, PREFIX, Adapter, Factors
 
 Layers: TypeAlias = Mapping[str, Mapping[str, Factors]]
 ROWS, COLUMNS = 16, 12  # of a delta that are compared; unlike, so that a turned delta shows
-ROLES = MappingProxyType({"gate_up": "gate_up_proj", "down": "down_proj"})
 
 
 def why_not(adapter: Adapter, layers: Layers, folder: Path, base: Base) -> str:
@@ -107,7 +105,7 @@ def _expected(adapter: Adapter, layers: Layers, found: Mapping[str, Tensor]) -> 
         for role, factors in parts.items():
             a, b = (t.double() for t in factors.read())
             delta = _picked(b, 1, ROWS) @ _picked(a, 2, COLUMNS) * factors.scaling
-            yield _known(f"{layer}.{ROLES[role]}", found), delta
+            yield _known(f"{layer}.{PARAMETERS[role]}", found), delta
     for key, (first, second, scaling) in plain_pairs(adapter, whole_modules=True).items():
         a, b = first.read().double(), second.read().double()
         name = key.removeprefix(PREFIX).removesuffix(".lora_A.weight")

@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypeAlias
 
 import torch
@@ -36,6 +37,8 @@ ROLE = {"w1": "gate", "w3": "up", "w2": "down", "gate_proj": "gate", "up_proj": 
     "down_proj": "down",
     "gate_up_proj": "gate_up",
 }
+# Parameters of PEFT's target_parameters; "up" is that of experts without a gate.
+PARAMETERS = MappingProxyType({"gate_up": "gate_up_proj", "up": "up_proj", "down": "down_proj"})
 Pair: TypeAlias = tuple[torch.Tensor, torch.Tensor]
 
 
@@ -244,15 +247,15 @@ def _flat_pairs(adapter: Adapter, layer: str, parts: Mapping[Any, StoredTensor])
     """{projection: (lora_A, lora_B, rank)} of a layer."""
     depths = {depth for depth, _ in parts}
     names = [str(n).rpartition(".")[2] for n in adapter.config.get("target_parameters") or ()]
-    known = [n for n in ("gate_up_proj", "down_proj") if n in names]
+    known = [n for n in PARAMETERS.values() if n in names]
     if depths == {0, 1}:
-        roles = {1: "gate_up_proj", 0: "down_proj"}
+        roles = {1: "up_proj" if known == ["up_proj", "down_proj"] else "gate_up_proj", 0: "down_proj"}
     elif depths == {0} and len(known) == 1:
         roles = {0: known[0]}
     else:
         raise CheckpointError(
             f"{adapter.folder}: {layer} has {len(depths)} adapted parameters and target_parameters are {names[:4]}: "
-            "expected gate_up_proj, down_proj or both"
+            "expected gate_up_proj (up_proj without a gate), down_proj or both"
         )
     pairs = {}
     for depth, leaf in roles.items():
@@ -276,7 +279,7 @@ def _flat_pairs(adapter: Adapter, layer: str, parts: Mapping[Any, StoredTensor])
 def _orientation(adapter: Adapter, layer: str, pairs: Mapping[str, Any]) -> str:
     """out_in where lora_A reads the input of the projection, in_out where it is the other way round."""
     widths = {role: (a.shape[1], b.shape[0]) for role, (a, b, _) in pairs.items()}
-    if len(widths) == 2:
+    if widths.keys() == {"gate_up", "down"}:
         (a1, b1), (a2, b2) = widths["gate_up"], widths["down"]
         if a1 == b2 and b1 == 2 * a2:
             return "out_in"
@@ -288,9 +291,9 @@ def _orientation(adapter: Adapter, layer: str, pairs: Mapping[str, Any]) -> str:
     version = str(adapter.config.get("peft_version") or "")
     numbers = tuple(int(part) for part in re.findall(r"\d{1,4}", version)[:2])
     d_model = _model_width(adapter, layer)
-    ((role, (a, b)),) = widths.items()
+    role, (a, b) = next(iter(widths.items()))
     if d_model is not None and a != b and d_model in (a, b):
-        return "out_in" if (a == d_model) == (role == "gate_up") else "in_out"
+        return "out_in" if (a == d_model) == (role != "down") else "in_out"
     # Earlier versions turn some models' parameters and not those of others, so that only a later one is proof.
     return "out_in" if numbers >= (0, 19) else "undecidable"
 
@@ -326,8 +329,7 @@ def _flat_factors(
         return (second.transpose(1, 2), first.transpose(1, 2)) if swapped else (first, second)
 
     d_in, d_out = (b.shape[0], a.shape[1]) if swapped else (a.shape[1], b.shape[0])
-    leaf = {"gate_up": "gate_up_proj", "down": "down_proj"}[role]
-    scaling = scaling_of(adapter.config, f"{layer}.{leaf}", rank)
+    scaling = scaling_of(adapter.config, f"{layer}.{PARAMETERS[role]}", rank)
     return Factors(num_experts, rank, d_in, d_out, scaling, a.dtype, read)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -14,6 +15,7 @@ from fmoe_ext.checkpoint.expert_files import Layer
 from fmoe_ext.checkpoint.methods import PackedTensor
 from fmoe_ext.checkpoint.model_folder import FLOATS
 from fmoe_ext.checkpoint.safetensors_file import StoredTensor
+from fmoe_ext.checkpoint.weight_names import up_of
 from fmoe_ext.finetune.streaming import decoding
 from fmoe_ext.finetune.streaming.activations import ActivationFile, SavedOnDisk
 from fmoe_ext.finetune.streaming.budget import ExpertStream
@@ -21,7 +23,6 @@ from fmoe_ext.finetune.streaming.experts import Streamed
 from fmoe_ext.finetune.streaming.packed_linear import keep_packed, packable
 from fmoe_ext.finetune.streaming.placeholder import PackedWeight, StreamedWeight
 from fmoe_ext.finetune.streaming.sources import Source, errors_of_config, open_source
-from fmoe_ext.finetune.streaming.weight_names import up_of
 from fmoe_ext.huggingface import experts as huggingface
 from fmoe_ext.huggingface.saving import replace_save_pretrained
 from fmoe_ext.memory import memory_of
@@ -31,6 +32,7 @@ def stream(
     folder: str | Path,
     memory: int | str = "auto",
     *,
+    folders: Sequence[str | Path] = (),
     dtype: torch.dtype | None = None,
     optimizer_bytes: float | None = None,
     activations: str | Path | None = None,
@@ -41,6 +43,7 @@ def stream(
     folder: with config.json and safetensors files, or a GGUF file; memory: bytes, or a text like "8GiB", for the model,
     adapters, gradients, the optimizer's state, buffers for experts, and a quarter of it for activations and the
     program; "auto" is what the machine and the memory cgroups of this process have free.
+    folders: others, on other disks perhaps, where shards that the folder's index names may be instead.
     dtype: of the model, by default that of config.json; weights that the files have in another one are cast while they
     are read. The experts are frozen: train adapters
     by PEFT's target_parameters and fmoe_ext.lora.fuse(model). model.expert_stream has the counts of reads.
@@ -64,7 +67,7 @@ def stream(
         raise ValueError(
             f"optimizer_bytes must be 0 or more for each trained number, but got {optimizer_bytes!r}"
         )
-    source = open_source(Path(folder))
+    source = open_source(Path(folder), [Path(other) for other in folders])
     config = source.config
     _check_num_layers(source)
     with errors_of_config(source.path), torch.device("meta"):
@@ -115,6 +118,7 @@ def _plan(source: Source, skeleton: nn.Module, dtype: torch.dtype) -> tuple[list
     source.use(skeleton)
     layers: list[Layer] = []
     state: dict[str, Any] = {}
+    tied = getattr(skeleton, "all_tied_weights_keys", {})  # Transformers ties them, without reading values
     for path, module in skeleton.named_modules():
         if not hasattr(module, "is_transposed"):
             continue
@@ -127,7 +131,8 @@ def _plan(source: Source, skeleton: nn.Module, dtype: torch.dtype) -> tuple[list
                 raise CheckpointError(
                     f"{source.path}: {path}.{name} is {list(shape)} in the files, but {list(expected)} by config.json"
                 )
-            state[f"{path}.{name}"] = StreamedWeight(shape, dtype)
+            if f"{path}.{name}" not in tied:
+                state[f"{path}.{name}"] = StreamedWeight(shape, dtype)
         layers.append(layer)
     if not layers:
         raise CheckpointError(

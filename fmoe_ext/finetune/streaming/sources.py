@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -23,8 +23,8 @@ from fmoe_ext.checkpoint.model_folder import Base
 from fmoe_ext.checkpoint.packed import mxfp4_layer
 from fmoe_ext.checkpoint.packed_dense import outside_experts
 from fmoe_ext.checkpoint.safetensors_file import StoredTensor
+from fmoe_ext.checkpoint.weight_names import WeightNames, up_of
 from fmoe_ext.finetune.streaming import gguf
-from fmoe_ext.finetune.streaming.weight_names import WeightNames, up_of
 
 
 @contextmanager
@@ -65,11 +65,11 @@ class Source(Protocol):
 class Folder:
     """A folder with config.json and safetensors files."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, folders: Sequence[Path]) -> None:
         import transformers
 
         self.path = folder
-        self.base = Base(folder)
+        self.base = Base(folder, folders)
         if not self.base.config:
             raise CheckpointError(f"{folder} has no config.json")
         with errors_of_config(folder):
@@ -134,11 +134,13 @@ class GgufFile:
         return gguf.outside_experts(self.path, self._reader, self.config, dtype)
 
 
-def open_source(path: Path) -> Source:
-    """The files of a model; CheckpointError for what is neither."""
+def open_source(path: Path, folders: Sequence[Path] = ()) -> Source:
+    """The files of a model, some of them in other folders; CheckpointError for what is neither."""
     if path.suffix == ".gguf" and path.is_file():
+        if folders:
+            raise CheckpointError(f"{path} is one file: folders= is for the shards of a folder")
         return GgufFile(inside(path.parent, path.name))
     if not path.is_dir():
         raise CheckpointError(f"{path} is no folder and no GGUF file: stream() reads local files")
     check_folder(path)
-    return Folder(path)
+    return Folder(path, folders)

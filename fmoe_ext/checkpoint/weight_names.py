@@ -12,6 +12,9 @@ from fmoe_ext.checkpoint.errors import CheckpointError
 from fmoe_ext.checkpoint.expert_layers import InFiles
 from fmoe_ext.checkpoint.model_folder import Base
 
+# The experts of ERNIE 4.5 VL: those of text come before those of images.
+SPLIT_BY_KIND = "ErnieFuseAndSplitTextVisionExperts"
+
 
 class WeightNames:
     """The parameters of a model, on the meta device or not, and the names that a folder has for them.
@@ -38,12 +41,23 @@ class WeightNames:
             parameter, pattern = rename_source_key(name, renamings, converters, *arguments)
             if parameter not in self._parameters and name in self._parameters:
                 parameter, pattern = rename_source_key(name, [], [], *arguments)
-            self._found[parameter].append((pattern, name))
+            for other in self._parameters_of(parameter, pattern):
+                self._found[other].append((pattern, name))
+        for tied, parameter in getattr(model, "all_tied_weights_keys", {}).items():
+            if parameter in self._found:
+                self._found.setdefault(tied, self._found[parameter])
         self.renamed = {
             found[0][1]: parameter
             for parameter, found in self._found.items()
             if len(found) == 1 and found[0][0] is None
         }
+
+    def _parameters_of(self, parameter: str, pattern: str | None) -> list[str]:
+        """All parameters that the tensors of a converter become; Transformers names them by the first."""
+        if pattern is None:
+            return [parameter]
+        first, *others = self._converters[pattern].target_patterns
+        return [parameter, *(parameter.replace(first, other) for other in others)]
 
     def experts(self, parameter: str) -> InFiles | None:
         """The tensors of a weight [E, *, *] of experts; None if the files do not have it.
@@ -63,6 +77,9 @@ class WeightNames:
         }
         lists = [list(of_pattern) for of_pattern in names.values()]
         steps = [(type(step).__name__, getattr(step, "dim", None)) for step in operations]
+        if [name for name, _ in steps] == [SPLIT_BY_KIND]:
+            lists = [self._share(parameter, converter, of_pattern) for of_pattern in lists]
+            return InFiles(tuple(zip(*lists, strict=True)))
         if steps[:1] == [("MergeModulelist", 0)]:
             for pattern, of_pattern in names.items():
                 self._check_count(parameter, pattern, of_pattern, num_experts)
@@ -85,6 +102,17 @@ class WeightNames:
         raise CheckpointError(
             f"{self._folder}: {parameter} is made of {found[0][1]} and others by {kinds}, which is not computed here"
         )
+
+    def _share(self, parameter: str, converter: Any, names: list[str]) -> list[str]:
+        """The tensors of the experts of text or of images, whose lists follow each other."""
+        num_experts = len(names) // len(converter.target_patterns)
+        if num_experts != self._parameters[parameter].shape[0] or len(names) % num_experts:
+            raise CheckpointError(
+                f"{self._folder}: {parameter} has {self._parameters[parameter].shape[0]} experts by config.json, but "
+                f"the files have {len(names)} tensors for {' and '.join(converter.target_patterns)}"
+            )
+        index = next(i for i, target in enumerate(converter.target_patterns) if target in parameter)
+        return names[index * num_experts : (index + 1) * num_experts]
 
     def _check_count(self, parameter: str, pattern: str, names: list[str], num_experts: int) -> None:
         """CheckpointError unless there is a tensor for each expert."""

@@ -1,0 +1,178 @@
+"""Where the experts of a layer are in a model's folder, and in which order the model has them.
+
+Transformers' own table says it for the architectures that Transformers knows; else names of the known layouts do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from fmoe_ext.checkpoint.errors import CheckpointError
+from fmoe_ext.checkpoint.layouts import BLOCKS, PER_EXPERT, STACKED
+from fmoe_ext.checkpoint.model_folder import Base
+from fmoe_ext.checkpoint.weight_names import WeightNames, up_of
+
+
+@dataclass(frozen=True)
+class Experts:
+    """Experts of a layer in a base.
+
+    names: {role: name of each expert's tensor}, roles gate, up, down, or gate_up for both; is_stack: the names are the
+    same, of a tensor of all experts. turned: stored [in, out]; interleaved: rows of gate and up are in turn in the
+    files, in_turn: in the model.
+    """
+
+    names: dict[str, tuple[str, ...]]
+    d_model: int
+    d_hidden: int
+    is_stack: bool = False
+    turned: bool = False
+    interleaved: bool = False
+    in_turn: bool = False
+
+    @property
+    def num_experts(self) -> int:
+        return len(self.names["down"])
+
+    @property
+    def has_gate(self) -> bool:
+        return self.names.keys() != {"up", "down"}
+
+
+@dataclass
+class BaseExperts:
+    """The experts of a base, found by the path that their module has in the model."""
+
+    base: Base
+    _models: list[tuple[Any, WeightNames]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        for model in _models(self.base):
+            self._models.append((model, WeightNames(self.base, model, self.base.tensors)))
+
+    def at(self, layer: str) -> Experts | None:
+        """Experts at a module, as model.layers.0.mlp.experts; None if there are none.
+
+        Raises CheckpointError for tensors that are missing or do not fit.
+        """
+        for model, names in self._models:
+            try:
+                module = model.get_submodule(layer)
+            except AttributeError:
+                continue
+            if hasattr(module, "is_transposed"):
+                found = _by_table(self.base, names, layer, module)
+                if found is not None:
+                    return found
+        return _by_name(self.base, layer)
+
+    def weight(self, module: str) -> str | None:
+        """Name of the weight of a linear layer; None if the base lacks it or has it as a part of another one."""
+        wanted = f"{module}.weight"
+        for _, names in self._models:
+            for name, parameter in names.renamed.items():
+                if parameter == wanted:
+                    return name
+        names = (wanted, *(wanted.replace(f".{a}.", f".{b}.") for a in BLOCKS for b in BLOCKS))
+        return next((name for name in names if name in self.base.tensors), None)
+
+
+def _models(base: Base) -> Iterator[Any]:
+    """The models on the meta device that Transformers makes of a folder; none if it does not know the model type."""
+    try:
+        import transformers
+    except ModuleNotFoundError:
+        return
+    with torch.device("meta"):
+        for make in (_architecture, transformers.AutoModelForCausalLM.from_config):
+            try:
+                config = transformers.AutoConfig.from_pretrained(base.folder, local_files_only=True)
+                if hasattr(config, "quantization_config"):
+                    del config.quantization_config
+                yield make(config)
+            except Exception:  # of Transformers, which have no common class; names of layouts are left
+                continue
+
+
+def _architecture(config: Any) -> Any:
+    import transformers
+
+    return getattr(transformers, (config.architectures or [""])[0])(config)
+
+
+def _by_table(base: Base, names: WeightNames, layer: str, module: Any) -> Experts | None:
+    up, down = (names.experts(f"{layer}.{name}") for name in (up_of(module), "down_proj"))
+    if up is None or down is None:
+        return None
+    halves = ("gate_up",) if module.has_gate else ("up",)
+    roles = halves if len(up.names[0]) == 1 else ("gate", "up")
+    columns = [*zip(*up.names, strict=True), *zip(*down.names, strict=True)]
+    of_role = dict(zip((*roles, "down"), columns, strict=True))
+    in_turn = module.has_gate and not getattr(module, "is_concatenated", True)
+    turned = bool(module.is_transposed) != down.transposed
+    shape = module.down_proj.shape[1:]
+    d_model, d_hidden = reversed(shape) if module.is_transposed else shape
+    experts = Experts(of_role, d_model, d_hidden, down.is_stack, turned, up.interleaved or in_turn, in_turn)
+    _check_shapes(base, experts)
+    return experts
+
+
+def _by_name(base: Base, layer: str) -> Experts | None:
+    """By the layouts of docs/formats.md."""
+    stem, _, block = layer.removesuffix(".experts").rpartition(".")
+    for name in dict.fromkeys((block, *BLOCKS)):
+        prefix = f"{stem}.{name}." if stem else f"{name}."
+        for gate_up, down in STACKED:
+            if {prefix + gate_up, prefix + down} <= base.tensors.keys():
+                return _stacked(base, prefix, gate_up, down)
+        for leaves in PER_EXPERT:
+            if f"{prefix}experts.0.{leaves[0]}" in base.tensors:
+                return _numbered(base, prefix, leaves)
+    return None
+
+
+def _stacked(base: Base, prefix: str, gate_up: str, down: str) -> Experts:
+    first, second = prefix + gate_up, prefix + down
+    w1, w2 = base.tensors[first].shape, base.tensors[second].shape
+    in_turn = f"{first}_bias" in base.tensors
+    if len(w1) == len(w2) == 3 and w1[0] == w2[0]:
+        names = {"gate_up": (first,) * w1[0], "down": (second,) * w1[0]}
+        if w1[1] == 2 * w2[2] and w1[2] == w2[1]:
+            return Experts(names, w1[2], w2[2], True, False, in_turn, in_turn)
+        if w1[2] == 2 * w2[1] and w1[1] == w2[2]:
+            return Experts(names, w1[1], w2[1], True, True, in_turn, in_turn)
+    raise CheckpointError(f"{base.folder}: {first} {list(w1)} and {second} {list(w2)} do not fit")
+
+
+def _numbered(base: Base, prefix: str, leaves: tuple[str, str, str]) -> Experts:
+    count = 0
+    while f"{prefix}experts.{count}.{leaves[0]}" in base.tensors:
+        count += 1
+    names = {
+        role: tuple(f"{prefix}experts.{e}.{leaf}" for e in range(count))
+        for role, leaf in zip(("gate", "up", "down"), leaves, strict=True)
+    }
+    shape = base.tensors[names["gate"][0]].shape
+    if len(shape) != 2:
+        raise CheckpointError(f"{base.folder}: {names['gate'][0]} is {list(shape)}, no matrix")
+    experts = Experts(names, shape[1], shape[0])
+    _check_shapes(base, experts)
+    return experts
+
+
+def _check_shapes(base: Base, experts: Experts) -> None:
+    d, h = experts.d_model, experts.d_hidden
+    shapes = {"gate_up": (2 * h, d), "gate": (h, d), "up": (h, d), "down": (d, h)}
+    for role, names in experts.names.items():
+        expected = shapes[role][::-1] if experts.turned else shapes[role]
+        if experts.is_stack:
+            expected = (experts.num_experts, *expected)
+        for name in dict.fromkeys(names):
+            tensor = base.tensors.get(name)
+            if tensor is None or tensor.shape != expected:
+                found = None if tensor is None else list(tensor.shape)
+                raise CheckpointError(f"{base.folder}: {name} is {found}, expected {list(expected)}")

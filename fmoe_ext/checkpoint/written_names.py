@@ -1,0 +1,93 @@
+"""Tensors of a model as save_pretrained writes them, by Transformers' own table; each is read when it is written."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from fmoe_ext.checkpoint.safetensors_file import StoredTensor
+
+
+def as_written(model: Any, tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
+    """The tensors of a model's state dict under the names and in the shapes of its files.
+
+    model: on the meta device or not. A tensor of one expert reads that expert alone.
+    Equivalent to: transformers.core_model_loading.revert_weight_conversion(model, tensors).
+    """
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import (
+        PrefixChange,
+        WeightConverter,
+        WeightRenaming,
+        dot_natural_key,
+        rename_source_key,
+    )
+
+    mapping = get_model_conversion_mapping(model, add_legacy=False)
+    reverse = [e.reverse_transform() for e in reversed(mapping) if not isinstance(e, PrefixChange)]
+    renamings = [entry for entry in reverse if isinstance(entry, WeightRenaming)]
+    converters = [entry for entry in reverse if isinstance(entry, WeightConverter)]
+    by_pattern = {pattern: entry for entry in converters for pattern in entry.source_patterns}
+    out: dict[str, StoredTensor] = {}
+    groups: dict[str, _Group] = {}
+    for name in sorted(tensors, key=dot_natural_key):
+        renamed, pattern = rename_source_key(name, renamings, converters, reverse=True)
+        if pattern is None:
+            out[renamed] = tensors[name]
+        else:
+            group = groups.setdefault(renamed, _Group(model, renamed, by_pattern[pattern]))
+            group.sources[name] = pattern, tensors[name]
+    for group in groups.values():
+        out |= group.tensors()
+    return out
+
+
+class _Group:
+    """The tensors of modules that one converter turns into tensors of files."""
+
+    def __init__(self, model: Any, name: str, converter: Any) -> None:
+        self.model, self.name, self.converter = model, name, converter
+        self.sources: dict[str, tuple[str, StoredTensor]] = {}
+
+    def tensors(self) -> dict[str, StoredTensor]:
+        shapes = self._converted(
+            {n: torch.empty(t.shape, dtype=t.dtype, device="meta") for n, (_, t) in self.sources.items()}
+        )
+        names = list(shapes)
+        if not self._is_by_expert(names):
+            return {
+                n: StoredTensor(tuple(s.shape), s.dtype, lambda n=n: self._read(n)) for n, s in shapes.items()
+            }
+        num_experts = next(iter(self.sources.values()))[1].shape[0]
+        return {
+            name: StoredTensor(
+                tuple(shape.shape),
+                shape.dtype,
+                lambda i=i: self._read_expert(i // num_experts, i % num_experts),
+            )
+            for i, (name, shape) in enumerate(shapes.items())
+        }
+
+    def _is_by_expert(self, names: list[str]) -> bool:
+        """True if the converter ends with one tensor for each expert of one source."""
+        last = type(self.converter.operations[-1]).__name__
+        return len(self.sources) == 1 and last == "SplitModulelist"
+
+    def _converted(self, values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        converter = copy.deepcopy(self.converter)
+        for name, value in values.items():
+            converter.add_tensor(self.name, name, self.sources[name][0], value)
+        found = converter.convert(self.name, model=self.model, config=self.model.config)
+        return {n: value[0] if isinstance(value, list) else value for n, value in found.items()}
+
+    def _read(self, name: str) -> torch.Tensor:
+        return self._converted({n: t.read() for n, (_, t) in self.sources.items()})[name]
+
+    def _read_expert(self, part: int, expert: int) -> torch.Tensor:
+        """Part 0 or 1 (gate and up of one weight) of an expert."""
+        ((name, (_, tensor)),) = self.sources.items()
+        found = self._converted({name: tensor.rows(expert, expert + 1)})
+        return [*found.values()][part]
