@@ -53,7 +53,7 @@ ROOMS = {
     "balance": (),
     "checkpoint": ("frozen", "planning"),
     "compat": ("megatron",),
-    "compress": ("checkpoint", "finetune"),
+    "compress": ("balance", "checkpoint", "finetune", "formats"),
     "cpu": (),
     "doctor": ("audit",),
     "finetune": ("checkpoint", "formats", "frozen", "huggingface"),
