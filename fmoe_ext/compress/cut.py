@@ -24,6 +24,7 @@ from fmoe_ext.finetune.streaming.weight_names import WeightNames, up_of
 TABLE = "tid2eid"  # of hash routing: experts of each token [vocabulary, K]
 # Layers that predict further tokens, which Transformers does not load; config.json's keys with their number.
 PREDICTORS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
+BEHIND = ("n_shared_experts", "zero_expert_num")  # of Inkling, LongCat: entries of a router behind the experts
 PREDICTOR = re.compile(r"(?:.*\.)?mtp(?:_\w+)?\.|(?:.*\.)?layers\.(\d+)\.")
 
 
@@ -108,8 +109,15 @@ class Cut:
         return dims
 
     def _entries(self, parameter: str, kept: Sequence[int]) -> list[int]:
-        """Entries that stay of a router's; those behind the experts are choices that no expert computes."""
-        return [*kept, *range(self.num_experts, self._shapes[parameter][self._dims[parameter]])]
+        """Entries of a router that stay: behind those of experts are shared ones, or choices of no expert (BEHIND)."""
+        size = self._shapes[parameter][self._dims[parameter]]
+        text = self.config.get("text_config")
+        said = {part.get(key) for part in (self.config, text) if isinstance(part, dict) for key in BEHIND}
+        if size - self.num_experts not in {0, *said}:
+            raise CheckpointError(
+                f"{self.base.folder}: {parameter} has {size} entries for {self.num_experts} experts, which is not cut"
+            )
+        return [*kept, *range(self.num_experts, size)]
 
     def _of_experts(self) -> tuple[dict[str, tuple[str, int]], dict[str, str]]:
         """({begin of the names of one expert's tensors: (path, expert)}, {name of a stack: path})."""
@@ -156,7 +164,9 @@ class Cut:
         stems = {path.partition("layers.")[0] for path in self.layers}
         inside = [re.match(r"(.*?)layers\.(\d+)\.", name) for name in self._shapes]
         depth = 1 + max((int(m[2]) for m in inside if m and m[1] in stems), default=-1)
-        matches = {name: PREDICTOR.match(name) for name in self.base.tensors if name not in self._names.renamed}
+        renamed = self._names.renamed
+        left = [name for name in self.base.tensors if renamed.get(name) not in self._shapes]
+        matches = {name: PREDICTOR.match(name) for name in left}
         found = {name for name, m in matches.items() if m and (not m[1] or int(m[1]) >= depth)}
         if not any("experts" in name for name in found):
             return set()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import json
 import os
@@ -127,6 +128,7 @@ class _Job:
         if "loss_before" not in note:
             note["loss_before"] = self.loss(self.model)
         self.model = None
+        gc.collect()  # its modules refer to each other, and its buffers are half of the memory
         groups = int(getattr(self.config, "n_group", None) or 1)
         by_layer = found.of(self.criterion)
         kept = {path: best(values, self.number, groups) for path, values in by_layer.items()}
