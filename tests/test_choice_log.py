@@ -14,7 +14,8 @@ from torch.utils.checkpoint import checkpoint
 
 from fmoe_ext import FMoE, FMoETransformerMLP, balance
 from fmoe_ext.balance.cli import main
-from fmoe_ext.balance.page import png, render
+from fmoe_ext.balance.html import png
+from fmoe_ext.balance.page import render
 from fmoe_ext.balance.report import summarize_logs
 from fmoe_ext.gates import ExpertChoiceGate, SwitchGate, UniformGate
 

@@ -55,7 +55,7 @@ ROOMS = {
     "balance": (),
     "checkpoint": ("frozen", "planning"),
     "compat": ("megatron",),
-    "compress": ("balance", "checkpoint", "finetune"),
+    "compress": ("balance", "checkpoint", "finetune", "formats"),
     "cpu": (),
     "doctor": ("audit",),
     "finetune": ("checkpoint", "formats", "frozen", "huggingface"),

@@ -77,15 +77,18 @@ def check_is_free(folder: Path) -> None:
 def write_model_files(folder: Path, tensors: Mapping[str, StoredTensor], max_shard_bytes: int) -> list[Path]:
     """Writes model.safetensors, or model-<i>-of-<n>.safetensors and their index -> the files, a tensor at a time.
 
-    The tensors of one layer stay together, so that a shard is larger than max_shard_bytes where a layer is.
+    The tensors of one layer stay together, so that a shard is larger than max_shard_bytes where a layer is. A shard that
+    is there already stays as it is: an earlier call wrote it.
     """
     shards = _shards(tensors, max_shard_bytes)
-    if len(shards) == 1:
-        write_safetensors(folder / "model.safetensors", shards[0])
-        return [folder / "model.safetensors"]
     names = [f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)]
+    if len(shards) == 1:
+        names = ["model.safetensors"]
     for name, shard in zip(names, shards, strict=True):
-        write_safetensors(folder / name, shard)
+        if not (folder / name).exists():
+            write_safetensors(folder / name, shard)
+    if len(shards) == 1:
+        return [folder / names[0]]
     index = {
         "metadata": {"total_size": sum(tensor.num_bytes for tensor in tensors.values())},
         "weight_map": {key: name for name, shard in zip(names, shards, strict=True) for key in shard},

@@ -1,8 +1,12 @@
-"""A folder's tensors without some experts: bytes of the others are copied, packed ones as they are."""
+"""A folder's tensors without some experts: bytes of the others are copied, packed ones as they are.
+
+Transformers says what to cut: the parameters whose shape has another size in the model with fewer experts.
+"""
 
 from __future__ import annotations
 
 import copy
+import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -10,40 +14,166 @@ from typing import Any
 import torch
 
 from fmoe_ext.checkpoint.errors import CheckpointError
-from fmoe_ext.checkpoint.layouts import STACKED
-from fmoe_ext.checkpoint.model_folder import FLOATS, Base
-from fmoe_ext.checkpoint.packed import prefixes
+from fmoe_ext.checkpoint.methods import kind_of
+from fmoe_ext.checkpoint.model_folder import Base
+from fmoe_ext.checkpoint.packed import STACKED, prefixes
 from fmoe_ext.checkpoint.safetensors_file import StoredTensor
+from fmoe_ext.compress.choose import TOP_K
+from fmoe_ext.finetune.streaming.weight_names import WeightNames, up_of
 
-OF_EXPERT = re.compile(r"experts\.(\d+)\.(.+)")
-SHARED = re.compile(r"(shared_|experts\.shared)")
+TABLE = "tid2eid"  # of hash routing: experts of each token [vocabulary, K]
+# Layers that predict further tokens, which Transformers does not load; config.json's keys with their number.
+PREDICTORS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
+BEHIND = ("n_shared_experts", "zero_expert_num")  # of Inkling, LongCat: entries of a router behind the experts
+PREDICTOR = re.compile(r"(?:.*\.)?mtp(?:_\w+)?\.|(?:.*\.)?layers\.(\d+)\.")
 
 
-def cut(base: Base, kept: Mapping[str, Sequence[int]], num_experts: int) -> dict[str, StoredTensor]:
-    """{name: tensor} of the folder with the experts of `kept` alone, in that order.
+class Cut:
+    """The tensors of a folder with fewer experts in each layer.
 
-    kept: {path of an experts module: experts}. The router's rows, its biases and stacked weights are cut alike; what is
-    outside of these layers is as it was. Raises CheckpointError for a layer that the folder has no experts for, and for
-    tensors of a router that do not show their experts, as tables of expert numbers.
+    model: of the folder, on any device; number: of experts that will stay. skeleton(config) makes a model without
+    values. Raises CheckpointError for a folder in which something depends on the number of experts and is not known.
     """
-    tensors = dict(base.tensors)
-    for path, experts in kept.items():
-        prefix = next((p for p in prefixes(path) if _has_experts(base, p)), None)
-        if prefix is None:
-            raise CheckpointError(f"{base.folder} has no tensors of experts for {path}")
-        place = {old: new for new, old in enumerate(experts)}
-        for name in [name for name in base.tensors if name.startswith(prefix)]:
-            stored, rest = tensors.pop(name), name.removeprefix(prefix)
-            if match := OF_EXPERT.fullmatch(rest):
-                if int(match[1]) in place:
-                    tensors[f"{prefix}experts.{place[int(match[1])]}.{match[2]}"] = stored
-            elif SHARED.match(rest):
-                tensors[name] = stored
-            else:
-                tensors[name] = _cut_one(
-                    base, name, stored, experts, num_experts, rest.startswith("experts.")
+
+    def __init__(self, base: Base, model: Any, num_experts: int, number: int) -> None:
+        self.base, self.num_experts, self.number = base, num_experts, number
+        self.config = config_with(base.config, num_experts, number)
+        if re.search(r"experts\.\d+\.", json.dumps(self.config)):
+            raise CheckpointError(f"{base.folder}: config.json names single experts, whose numbers would change")
+        whole, smaller = (_skeleton(model, c) for c in (model.config.to_dict(), self._smaller(model)))
+        self.layers = {path: m for path, m in whole.named_modules() if hasattr(m, "is_transposed")}
+        sizes = {int(m.num_experts) for m in smaller.modules() if hasattr(m, "is_transposed")}
+        if sizes != {number}:
+            raise CheckpointError(f"{base.folder}: config.json does not say alone how many experts there are")
+        self._shapes = {name: tuple(tensor.shape) for name, tensor in whole.state_dict().items()}
+        self._dims = self._changed({name: tuple(t.shape) for name, t in smaller.state_dict().items()})
+        tied = whole.all_tied_weights_keys
+        if wrong := sorted(self._dims.keys() & {*tied, *tied.values()}):
+            raise CheckpointError(f"{base.folder}: {wrong[0]} is tied to another weight, so that one cut changes both")
+        kind = kind_of(base)
+        plain = [name if kind is None else kind.plain_name(name) for name in base.tensors]
+        is_plain = [kind is None or not kind.is_beside(name) for name in base.tensors]
+        self._names = WeightNames(base, whole, {n for n, is_own in zip(plain, is_plain, strict=True) if is_own})
+        self._of_one, self._stacks = self._of_experts()
+        self.left_out = self._unloaded()
+        self.tensors({path: range(number) for path in self.layers})  # finds what is not known, before a text is read
+
+    def tensors(self, kept: Mapping[str, Sequence[int]]) -> dict[str, StoredTensor]:
+        """{name: tensor} with the experts of `kept` alone, {path: experts}, in that order."""
+        place = {path: {old: new for new, old in enumerate(experts)} for path, experts in kept.items()}
+        found, covered = {}, {f"{path}.{leaf}" for path in kept for leaf in ("gate_up_proj", "up_proj", "down_proj")}
+        for name, stored in self.base.tensors.items():
+            if name in self.left_out:
+                continue
+            if of_one := self._expert_of(name):
+                path, expert, before, after = of_one
+                if expert in place[path]:
+                    found[f"{before}{place[path][expert]}{after}"] = stored
+                continue
+            parameter = self._names.renamed.get(name, name)
+            if path := self._stacks.get(name):
+                stored = _rows(stored, kept[path])
+            elif parameter in self._dims:
+                path = self._layer_of(parameter)
+                stored = _taken(stored, self._dims[parameter], self._entries(parameter, kept[path]))
+                covered.add(parameter)
+            elif parameter.endswith(f".{TABLE}"):
+                stored = _table(stored, kept[self._layer_of(parameter)], self.num_experts)
+            found[name] = stored
+        missing = sorted(self._dims.keys() - covered)
+        if missing:
+            raise CheckpointError(
+                f"{self.base.folder}: {missing[0]} depends on the number of experts, and it is not known how its "
+                "tensors in the files do"
+            )
+        return found
+
+    def _smaller(self, model: Any) -> dict[str, Any]:
+        return config_with(model.config.to_dict(), self.num_experts, self.number)
+
+    def _changed(self, after: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
+        """{parameter: dimension} of what has another size with fewer experts."""
+        dims = {}
+        for name, shape in self._shapes.items():
+            new = after.get(name)
+            if new == shape:
+                continue
+            changed = [d for d, size in enumerate(shape) if new and size != new[d]]
+            fewer = self.num_experts - self.number
+            if new is None or len(changed) != 1 or shape[changed[0]] - new[changed[0]] != fewer:
+                raise CheckpointError(
+                    f"{self.base.folder}: {name} is {list(shape)}, and {new and list(new)} with {self.number} experts, "
+                    "which is not cut"
                 )
-    return tensors
+            dims[name] = changed[0]
+        return dims
+
+    def _entries(self, parameter: str, kept: Sequence[int]) -> list[int]:
+        """Entries of a router that stay: behind those of experts are shared ones, or choices of no expert (BEHIND)."""
+        size = self._shapes[parameter][self._dims[parameter]]
+        text = self.config.get("text_config")
+        said = {part.get(key) for part in (self.config, text) if isinstance(part, dict) for key in BEHIND}
+        if size - self.num_experts not in {0, *said}:
+            raise CheckpointError(
+                f"{self.base.folder}: {parameter} has {size} entries for {self.num_experts} experts, which is not cut"
+            )
+        return [*kept, *range(self.num_experts, size)]
+
+    def _of_experts(self) -> tuple[dict[str, tuple[str, int]], dict[str, str]]:
+        """({begin of the names of one expert's tensors: (path, expert)}, {name of a stack: path})."""
+        of_one: dict[str, tuple[str, int]] = {}
+        stacks: dict[str, str] = {}
+        for path, module in self.layers.items():
+            packed = [f"{p}{s}_{k}" for p in prefixes(path) for s in STACKED for k in ("blocks", "scales")]
+            if found := [name for name in packed if name in self.base.tensors]:
+                stacks |= dict.fromkeys(found, path)
+                continue
+            for leaf in (up_of(module), "down_proj"):
+                weight = self._names.experts(f"{path}.{leaf}")
+                if weight is None:
+                    raise CheckpointError(f"{self.base.folder} has no tensors of experts for {path}")
+                for e, names in enumerate(weight.names):
+                    if weight.is_stack:
+                        stacks |= dict.fromkeys(names, path)
+                    else:
+                        of_one |= {name.removesuffix("weight"): (path, e) for name in names}
+        return of_one, stacks
+
+    def _expert_of(self, name: str) -> tuple[str, int, str, str] | None:
+        """(path, expert, text before its number, text after) of a tensor of one expert."""
+        stem = name
+        while (stem := stem.rpartition(".")[0]) and f"{stem}." not in self._of_one:
+            pass
+        if not stem:
+            return None
+        path, expert = self._of_one[f"{stem}."]
+        before, _, after = stem.rpartition(f".{expert}.")
+        return path, expert, f"{before}.", f".{after}{name.removeprefix(stem)}"
+
+    def _layer_of(self, parameter: str) -> str:
+        """The path of the experts that a router's parameter belongs to."""
+
+        def shared(path: str) -> int:
+            pairs = zip(path.split("."), parameter.split("."), strict=False)
+            return next((i for i, (one, other) in enumerate(pairs) if one != other), len(path))
+
+        return max(self.layers, key=shared)
+
+    def _unloaded(self) -> set[str]:
+        """Tensors of layers that predict further tokens: their experts cannot be measured, so they are left out."""
+        stems = {path.partition("layers.")[0] for path in self.layers}
+        inside = [re.match(r"(.*?)layers\.(\d+)\.", name) for name in self._shapes]
+        depth = 1 + max((int(m[2]) for m in inside if m and m[1] in stems), default=-1)
+        renamed = self._names.renamed
+        left = [name for name in self.base.tensors if renamed.get(name) not in self._shapes]
+        matches = {name: PREDICTOR.match(name) for name in left}
+        found = {name for name, m in matches.items() if m and (not m[1] or int(m[1]) >= depth)}
+        if not any("experts" in name for name in found):
+            return set()
+        for part in (self.config, self.config.get("text_config")):
+            if isinstance(part, dict):
+                part.update({key: 0 for key in PREDICTORS if part.get(key)})
+        return found
 
 
 def config_with(config: Mapping[str, Any], old: int, new: int) -> dict[str, Any]:
@@ -57,7 +187,7 @@ def config_with(config: Mapping[str, Any], old: int, new: int) -> dict[str, Any]
         if not isinstance(part, dict):
             continue
         for key, value in part.items():
-            if "experts" in key and "per_tok" not in key and "shared" not in key and value == old:
+            if "experts" in key and "shared" not in key and key not in TOP_K and value == old:
                 part[key] = new
                 changed += 1
     if not changed:
@@ -65,27 +195,37 @@ def config_with(config: Mapping[str, Any], old: int, new: int) -> dict[str, Any]
     return found
 
 
-def _has_experts(base: Base, prefix: str) -> bool:
-    stacks = {prefix + name for names in STACKED for name in names}
-    return any(name.startswith(f"{prefix}experts.") or name in stacks for name in base.tensors)
+def _skeleton(model: Any, config: Mapping[str, Any]) -> Any:
+    with torch.device("meta"):
+        return type(model)._from_config(type(model.config).from_dict(config))
 
 
-def _cut_one(
-    base: Base, name: str, stored: StoredTensor, experts: Sequence[int], num_experts: int, is_stack: bool
-) -> StoredTensor:
-    shape = stored.shape
-    if shape[:1] == (num_experts,) and (stored.dtype in FLOATS or is_stack):
+def _rows(stored: StoredTensor, kept: Sequence[int]) -> StoredTensor:
+    def parts() -> Iterator[torch.Tensor]:
+        return (stored.rows(e, e + 1) for e in kept)
 
-        def parts() -> Iterator[torch.Tensor]:
-            return (stored.rows(e, e + 1) for e in experts)
+    shape = (len(kept), *stored.shape[1:])
+    return StoredTensor(shape, stored.dtype, lambda: torch.cat([*parts()]), parts=parts)
 
-        return StoredTensor(
-            (len(experts), *shape[1:]), stored.dtype, lambda: torch.cat([*parts()]), parts=parts
-        )
-    if shape == (1, num_experts) and stored.dtype in FLOATS:
-        return StoredTensor((1, len(experts)), stored.dtype, lambda: stored.read()[:, list(experts)])
-    if num_experts in shape or stored.dtype not in FLOATS:
-        raise CheckpointError(
-            f"{base.folder}: {name} is {stored.dtype} {list(shape)}, and it is not known how to cut experts from it"
-        )
-    return stored
+
+def _taken(stored: StoredTensor, dim: int, kept: Sequence[int]) -> StoredTensor:
+    if dim == 0:
+        return _rows(stored, kept)
+    shape = (*stored.shape[:dim], len(kept), *stored.shape[dim + 1 :])
+    return StoredTensor(shape, stored.dtype, lambda: stored.read().index_select(dim, torch.tensor(kept)))
+
+
+def _table(stored: StoredTensor, kept: Sequence[int], num_experts: int) -> StoredTensor:
+    """A table of experts [vocabulary, K]: the next expert that stays, and that a token does not have, replaces one."""
+
+    def read() -> torch.Tensor:
+        place = {old: new for new, old in enumerate(kept)}
+        table = stored.read()
+        rows = torch.tensor([place.get(e, -1) for e in range(num_experts)])[table.long()]
+        for t, k in (rows < 0).nonzero().tolist():
+            first = sum(e < int(table[t, k]) for e in kept)
+            others = set(rows[t].tolist())
+            rows[t, k] = next(e for i in range(len(kept)) if (e := (first + i) % len(kept)) not in others)
+        return rows.to(stored.dtype)
+
+    return StoredTensor(stored.shape, stored.dtype, read)

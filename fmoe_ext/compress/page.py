@@ -1,4 +1,4 @@
-"""The report of prune() as one HTML file that needs nothing else."""
+"""The report of a pruning as one HTML page."""
 
 from __future__ import annotations
 
@@ -8,63 +8,62 @@ from typing import Any
 
 import torch
 
-from fmoe_ext.balance.page import document, figure, table, tiles
+from fmoe_ext.balance.html import document, figure, places, scale, table, tiles
+
+MOST_CHIPS = 12  # experts of a layer that are named
 
 
 def render(report: Mapping[str, Any]) -> str:
-    """The page of a report: losses, a row and a picture of scores for each layer."""
-    after = report.get("loss_after")
+    """The page of a report of prune()."""
+    return document("Pruned experts", _head(report) + _scores(report) + _layers(report))
+
+
+def _head(report: Mapping[str, Any]) -> str:
+    lost = [layer["lost_mass"] for layer in report["layers"].values()]
     facts = {
-        "experts a layer before": str(report["experts_before"]),
-        "experts a layer after": str(report["experts_after"]),
+        "experts before": str(report["experts_before"]),
+        "experts after": str(report["experts_after"]),
+        "tokens read": f"{report['tokens']:,}",
         "loss before": _number(report["loss_before"]),
-        "loss after": _number(after) if "loss_after" in report else "not written",
-        "tokens measured": f"{report['tokens']:,}",
-        "criterion": html.escape(report["criterion"]),
+        "loss after": _number(report.get("loss_after")),
+        "routing weight lost": f"{sum(lost) / len(lost):.2%}",
     }
-    body = (
-        f"<h1>Pruned experts</h1><p>{html.escape(report['base'])}. The loss is the mean cross-entropy of the "
-        "next token on the held-out end of the text.</p>" + tiles(facts) + _layers(report) + _pictures(report)
+    left_out = ""
+    if report["left_out"]:
+        left_out = f" {len(report['left_out'])} tensors of layers that predict further tokens were left out."
+    return (
+        f"<h1>Pruned experts</h1><p>{html.escape(report['base'])}: in each layer the experts of the highest score "
+        f"stayed ({html.escape(report['criterion'])}). Losses are nats a token on held-out text.{left_out}</p>{tiles(facts)}"
     )
-    return document("Pruned experts", body)
 
 
-def _number(loss: float | None) -> str:
-    return "no held-out text" if loss is None else f"{loss:.4f}"
+def _scores(report: Mapping[str, Any]) -> str:
+    layers = report["layers"]
+    values = torch.tensor([layer["scores"] for layer in layers.values()], dtype=torch.float64)
+    relative = values / values.mean(1, keepdim=True).clamp(min=1e-30)
+    order = relative.sort(1, descending=True).values
+    up = [str(i) for i in places(len(layers))]
+    along = [str(i) for i in places(values.shape[1])]
+    picture = figure(order, f"stayed: columns 0 to {report['experts_after'] - 1}", up, along, f"height:{12 * len(up)}px")
+    return (
+        "<h2>Scores</h2><p>Layers on the left; experts in the order of their scores below. The colour is the score over "
+        f"the mean of its layer.</p><p>{scale('0', '1', '2 or more')}</p>{picture}"
+    )
 
 
 def _layers(report: Mapping[str, Any]) -> str:
-    rows = [
-        [
-            html.escape(path),
-            str(len(layer["kept"])),
-            f"{layer['lost_mass']:.2%}",
-            str(sum(gone["tokens"] == 0 for gone in layer["pruned"].values())),
-            ", ".join(map(str, layer["pruned"])),
-        ]
-        for path, layer in report["layers"].items()
-    ]
+    rows = []
+    for path, layer in report["layers"].items():
+        gone = sorted(layer["pruned"].items(), key=lambda item: item[1]["score"])
+        chips = [f'<span class="chip">{e}: {one["tokens"]:,}</span>' for e, one in gone[:MOST_CHIPS]]
+        if len(gone) > MOST_CHIPS:
+            chips.append(f"and {len(gone) - MOST_CHIPS} more")
+        rows.append([html.escape(path), f"{layer['lost_mass']:.2%}", "".join(chips)])
     return (
-        "<h2>Layers</h2><p>Lost weight: share of all routing weights of the text that went to pruned experts. Unused: "
-        "pruned experts that no token chose.</p>"
-        + table(("layer", "kept", "lost weight", "unused", "pruned experts"), rows, left=(0, 4))
+        "<h2>Layers</h2><p>Experts that went, the lowest score first, with the tokens that had chosen them.</p>"
+        + table(("layer", "routing weight lost", "experts that went: tokens"), rows, left=(0, 2))
     )
 
 
-def _pictures(report: Mapping[str, Any]) -> str:
-    """Layers from top to bottom, experts from left to right, by score over the mean of the layer; pruned ones below."""
-    layers = list(report["layers"].values())
-    scores = torch.tensor([layer["scores"] for layer in layers], dtype=torch.float64)
-    relative = scores / scores.mean(1, keepdim=True).clamp(min=1e-30)
-    fate = torch.ones_like(relative)
-    for i, layer in enumerate(layers):
-        fate[i, [int(expert) for expert in layer["pruned"]]] = 0
-    ends = [f"expert {e}" for e in sorted({0, scores.shape[1] - 1})]
-    names = ["first layer", "last layer"][: min(2, len(layers))]
-    height = f"height:{max(48, min(480, 14 * len(layers)))}px"
-    return (
-        "<h2>Scores</h2><p>Over the mean of the layer: orange above, blue below. Then the experts that were pruned, in "
-        "blue.</p>"
-        f'<div class="stack">{figure(relative, "score", names, ends, height)}'
-        f"{figure(fate, 'pruned', names, ends, height)}</div>"
-    )
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4f}"

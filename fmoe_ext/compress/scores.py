@@ -47,15 +47,6 @@ class Scores:
             raise ValueError("these scores lack the norms of outputs, which reap needs: measure them again")
         return {path: self.saliency[path] / count.clamp(min=1) for path, count in self.count.items()}
 
-    def __add__(self, other: Scores) -> Scores:
-        """The scores of two texts one after the other."""
-
-        def sums(name: str) -> dict[str, Tensor]:
-            mine, theirs = getattr(self, name), getattr(other, name)
-            return {path: mine[path] + theirs[path] for path in mine}
-
-        return Scores(self.tokens + other.tokens, sums("count"), sums("mass"), sums("saliency"))
-
     def save(self, file: Path, about: dict[str, Any]) -> None:
         """Writes the scores and what they are about as JSON, completely or not at all."""
         parts = {name: getattr(self, name) for name in ("count", "mass", "saliency")}
@@ -82,7 +73,6 @@ class Scores:
             raise CheckpointError(f"{file} is damaged: {type(error).__name__}: {error}") from error
 
 
-@torch.no_grad()
 def measure(model: Any, batches: Iterable[Tensor], criterion: str = "reap") -> Scores:
     """The scores of a model's experts on batches of token ids [B, L].
 
@@ -90,29 +80,51 @@ def measure(model: Any, batches: Iterable[Tensor], criterion: str = "reap") -> S
     more for the norm of its output; the others only count.
     Raises ValueError for another criterion, for a model without experts modules, and if there is no token.
     """
-    if criterion not in CRITERIA:
-        raise ValueError(f'criterion must be one of {", ".join(CRITERIA)}, but got "{criterion}"')
-    found = {path: module for path, module in model.named_modules() if hasattr(module, "is_transposed")}
-    if not found:
-        raise ValueError(
-            f"{type(model).__name__} has no experts module that Transformers lets others compute"
-        )
-    meters = {path: _Meter(module, criterion == "reap") for path, module in found.items()}
-    tokens = 0
-    body = getattr(model, "base_model", model)  # without the head, whose logits nobody reads
-    try:
+    with Measurement(model, criterion) as found:
         for batch in batches:
-            body(input_ids=batch, use_cache=False)
-            tokens += batch.numel()
-    finally:
-        for meter in meters.values():
-            meter.hook.remove()
-    if tokens == 0:
+            found.read(batch)
+    if found.tokens == 0:
         raise ValueError("the text has no token")
-    saliency = {path: m.saliency for path, m in meters.items() if m.saliency is not None}
-    return Scores(
-        tokens, {p: m.count for p, m in meters.items()}, {p: m.mass for p, m in meters.items()}, saliency
-    )
+    return found.scores()
+
+
+class Measurement:
+    """Counts what a model's experts do while it reads; before: what was counted earlier, to go on with."""
+
+    def __init__(self, model: Any, criterion: str, before: Scores | None = None) -> None:
+        if criterion not in CRITERIA:
+            raise ValueError(f'criterion must be one of {", ".join(CRITERIA)}, but got "{criterion}"')
+        found = {path: module for path, module in model.named_modules() if hasattr(module, "is_transposed")}
+        if not found:
+            raise ValueError(
+                f"{type(model).__name__} has no experts module that Transformers lets others compute"
+            )
+        self._model = model
+        self.tokens = 0 if before is None else before.tokens
+        self._meters = {path: _Meter(module, criterion == "reap") for path, module in found.items()}
+        if before is not None:
+            for path, meter in self._meters.items():
+                meter.count, meter.mass = before.count[path], before.mass[path]
+                meter.saliency = before.saliency.get(path)
+
+    def __enter__(self) -> Measurement:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for meter in self._meters.values():
+            meter.hook.remove()
+
+    @torch.no_grad()
+    def read(self, batch: Tensor) -> None:
+        """Lets the model read token ids [B, L]; logits are not computed."""
+        self._model.base_model(input_ids=batch, use_cache=False)
+        self.tokens += batch.numel()
+
+    def scores(self) -> Scores:
+        """What was counted so far."""
+        meters = self._meters.items()
+        saliency = {path: m.saliency for path, m in meters if m.saliency is not None}
+        return Scores(self.tokens, {p: m.count for p, m in meters}, {p: m.mass for p, m in meters}, saliency)
 
 
 class _Meter:

@@ -1,0 +1,123 @@
+"""Parts of an HTML page that needs nothing else: style, tables, tiles, pictures of numbers."""
+
+from __future__ import annotations
+
+import base64
+import html
+import struct
+import zlib
+from collections.abc import Iterable, Mapping
+
+import torch
+
+ABOVE, BELOW = (214, 96, 30), (38, 110, 190)  # more and less than an even share
+
+STYLE = """
+:root { color-scheme: light dark; --text: #1c1c1a; --soft: #66645f; --line: #dedcd6; --page: #fbfaf8; --card: #fff;
+  --above: rgb(214 96 30); --below: rgb(38 110 190); }
+@media (prefers-color-scheme: dark) { :root { --text: #eceae5; --soft: #a3a098; --line: #3a3936; --page: #191918;
+  --card: #222221; } }
+* { box-sizing: border-box; }
+body { margin: 0 auto; max-width: 1200px; padding: 24px 20px 60px; background: var(--page); color: var(--text);
+  font: 15px/1.5 system-ui, sans-serif; }
+h1 { font-size: 24px; margin: 0 0 4px; } h2 { font-size: 18px; margin: 36px 0 4px; }
+p { margin: 4px 0 12px; color: var(--soft); max-width: 75ch; }
+.tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(130px, 1fr)); gap: 10px; margin: 18px 0; }
+.tile, .card { background: var(--card); border: 1px solid var(--line); border-radius: 8px; padding: 10px 14px; }
+.tile b { display: block; font-size: 21px; font-weight: 600; }
+.tile span, figcaption { color: var(--soft); font-size: 13px; }
+.wide { overflow-x: auto; }
+table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; }
+th, td { text-align: right; padding: 5px 10px; border-bottom: 1px solid var(--line); white-space: nowrap; }
+th { color: var(--soft); font-weight: 500; font-size: 13px; } .left { text-align: left; }
+.cards { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 330px), 1fr)); gap: 12px; }
+figure { margin: 0; } figcaption { overflow-wrap: anywhere; }
+img { display: block; width: 100%; height: 100%; image-rendering: pixelated; border: 1px solid var(--line); }
+.map { display: grid; grid-template-columns: auto 1fr; gap: 2px 6px; margin-top: 6px; }
+.map .up, .map .along { display: flex; justify-content: space-between; color: var(--soft); font-size: 12px; }
+.map .up { flex-direction: column; text-align: right; } .map .along { grid-column: 2; }
+.stack { display: grid; gap: 12px; }
+.square { aspect-ratio: 1; }
+.scale { display: inline-block; width: 160px; height: 11px; border: 1px solid var(--line); vertical-align: -1px;
+  margin: 0 6px; background: linear-gradient(to right, var(--below), transparent, var(--above)); }
+.chip { display: inline-block; border: 1px solid var(--line); border-radius: 5px; padding: 0 6px; margin: 1px 3px 1px 0;
+  font: 13px ui-monospace, monospace; }
+svg { display: block; margin-left: auto; }
+polyline { fill: none; stroke: var(--above); stroke-width: 1.5; }
+"""
+
+
+def document(title: str, body: str) -> str:
+    """A whole page."""
+    return (
+        '<!doctype html><html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, '
+        f'initial-scale=1"><title>{html.escape(title)}</title><style>{STYLE}</style></head><body>{body}</body></html>\n'
+    )
+
+
+def tiles(facts: Mapping[str, str]) -> str:
+    """Figures in large type, each over its name."""
+    cells = "".join(f'<div class="tile"><b>{value}</b><span>{name}</span></div>' for name, value in facts.items())
+    return f'<div class="tiles">{cells}</div>'
+
+
+def scale(low: str, middle: str, high: str) -> str:
+    """The colours, with what their ends and their middle stand for."""
+    return f'{low}<span class="scale" role="img" aria-label="{middle} in the middle"></span>{high}; no colour: {middle}'
+
+
+def places(count: int) -> list[int]:
+    """At most five of 0 .. count - 1, evenly spread, both ends among them."""
+    ends = max(1, min(4, count - 1))
+    return sorted({round(i * (count - 1) / ends) for i in range(ends + 1)})
+
+
+def table(header: Iterable[str], rows: Iterable[Iterable[str]], left: tuple[int, ...]) -> str:
+    """Rows under a header; left: numbers of the columns of text."""
+
+    def line(cells: Iterable[str], tag: str) -> str:
+        marked = (
+            f"<{tag}{' class=left' if i in left else ''}>{cell}</{tag}>" for i, cell in enumerate(cells)
+        )
+        return f"<tr>{''.join(marked)}</tr>"
+
+    body = "".join(line(row, "td") for row in rows)
+    return f'<div class="wide card"><table>{line(header, "th")}{body}</table></div>'
+
+
+def figure(
+    relative: torch.Tensor, caption: str, up: list[str], along: list[str], style: str, shape: str = ""
+) -> str:
+    """relative [lines, columns], 1 where nothing is to be seen. up, along: texts beside lines, below columns."""
+    data = base64.b64encode(png(_colours(relative))).decode()
+    caption = html.escape(caption)
+    sides = ("".join(f"<span>{text}</span>" for text in texts) for texts in (up, along))
+    return (
+        f'<figure class="card"><figcaption>{caption}</figcaption><div class="map">'
+        f'<div class="up">{next(sides)}</div>'
+        f'<div class="{shape}" style="{style}"><img alt="{caption}" src="data:image/png;base64,{data}"></div>'
+        f'<div class="along">{next(sides)}</div></div></figure>'
+    )
+
+
+def _colours(relative: torch.Tensor) -> torch.Tensor:
+    """uint8 [lines, columns, 4]: the further from 1, the less transparent."""
+    above = relative >= 1
+    rgb = torch.where(above[..., None], torch.tensor(ABOVE), torch.tensor(BELOW))
+    alpha = (relative - 1).abs().clamp(max=1) * 255
+    return torch.cat((rgb, alpha[..., None].round().long()), -1).to(torch.uint8)
+
+
+def png(pixels: torch.Tensor) -> bytes:
+    """An RGBA picture: pixels uint8 [lines, columns, 4]."""
+    lines, columns, _ = pixels.shape
+    rows = torch.cat(
+        (torch.zeros(lines, 1, dtype=torch.uint8), pixels.reshape(lines, -1)), 1
+    )  # filter 0 before each
+
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    header = struct.pack(">IIBBBBB", columns, lines, 8, 6, 0, 0, 0)
+    body = zlib.compress(rows.contiguous().numpy().tobytes(), 9)
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", body) + chunk(b"IEND", b"")

@@ -1,0 +1,80 @@
+"""The text that experts are measured on: a file of text or of token ids, in sequences of one length."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fmoe_ext.checkpoint.errors import CheckpointError
+
+FEWEST_TOKENS = 16  # for each expert of a layer: fewer say little
+
+
+def read_tokens(file: Path) -> Tensor:
+    """Ids [N] int64 of a NumPy file (.npy) or of a JSON list; CheckpointError for anything else."""
+    try:
+        content = np.load(file, allow_pickle=False) if file.suffix == ".npy" else json.loads(file.read_bytes())
+        values = np.asarray(content)
+    except FileNotFoundError:
+        raise CheckpointError(f"{file} does not exist") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{file} is no NumPy file and no JSON list of token ids: {error}") from error
+    if values.ndim != 1 or not np.issubdtype(values.dtype, np.integer):
+        raise CheckpointError(f"{file} must have token ids in one row of integers, but has {values.dtype} {values.shape}")
+    return torch.from_numpy(values.astype(np.int64))
+
+
+def tokenize(file: Path, folder: Path) -> Tensor:
+    """Ids [N] int64 of a UTF-8 file, by the tokenizer in a folder; CheckpointError if one of them cannot be read."""
+    from transformers import AutoTokenizer
+
+    try:
+        text = file.read_bytes().decode()
+    except FileNotFoundError:
+        raise CheckpointError(f"{file} does not exist") from None
+    except UnicodeDecodeError as error:
+        raise CheckpointError(f"{file} is no UTF-8 text: {error}") from error
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except Exception as error:  # of any class, by the kind of tokenizer
+        raise CheckpointError(
+            f"{folder} has no tokenizer that Transformers reads ({type(error).__name__}): give --tokens, a file of ids, "
+            "or --tokenizer, another folder"
+        ) from error
+    ids: Any = tokenizer(text, return_attention_mask=False, verbose=False)["input_ids"]
+    return torch.tensor(ids, dtype=torch.int64)
+
+
+def sequences(
+    tokens: Tensor, seq_len: int, held_out: float, num_experts: int, vocabulary: int
+) -> tuple[Tensor, Tensor]:
+    """(sequences [n, seq_len] to measure, sequences [m, seq_len] to test) of ids [N]; what is left over is dropped.
+
+    Raises CheckpointError for other shapes, ids outside of the vocabulary, and fewer than FEWEST_TOKENS for each expert.
+    """
+    if not 0 <= held_out < 1:
+        raise CheckpointError(f"held_out must be from 0 to below 1, but got {held_out}")
+    if seq_len < 2:
+        raise CheckpointError(f"sequences must have at least 2 tokens, but got seq_len={seq_len}")
+    if tokens.dim() != 1 or tokens.dtype != torch.int64:
+        raise CheckpointError(f"tokens must be ids [N] int64, but got {tokens.dtype} {list(tokens.shape)}")
+    if tokens.numel() and not 0 <= int(tokens.min()) <= int(tokens.max()) < vocabulary:
+        raise CheckpointError(
+            f"the text has token {int(tokens.max()) if int(tokens.min()) >= 0 else int(tokens.min())}, but the model a "
+            f"vocabulary of {vocabulary}"
+        )
+    whole = tokens[: tokens.numel() // seq_len * seq_len].view(-1, seq_len)
+    num_test = math.ceil(len(whole) * held_out)
+    measured, fewest = (len(whole) - num_test) * seq_len, FEWEST_TOKENS * num_experts
+    if measured < fewest:
+        raise CheckpointError(
+            f"the text has {tokens.numel():,} tokens, of which {measured:,} in whole sequences of {seq_len} are left to "
+            f"measure: at least {fewest:,} say something about so many experts"
+        )
+    return whole[: len(whole) - num_test], whole[len(whole) - num_test :]
