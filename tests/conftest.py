@@ -52,6 +52,17 @@ def pytest_collection_modifyitems(config, items):
     items[:] = kept
 
 
+@pytest.fixture
+def clean_state(tmp_path, monkeypatch):
+    """A folder of its own, as a program started there has, and PyTorch's global state put back afterwards."""
+    monkeypatch.chdir(tmp_path)
+    state = torch.get_rng_state()
+    yield tmp_path
+    torch.set_rng_state(state)
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
 @pytest.fixture(scope="session")
 def emulated_in_the_place_of_cpu():
     import emu_build

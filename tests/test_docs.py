@@ -6,13 +6,8 @@ import importlib.util
 import inspect
 import json
 import operator
-import os
 import re
-import shlex
-import subprocess
-import sys
 import types
-from pathlib import Path
 
 import pytest
 import torch
@@ -20,51 +15,13 @@ import torch
 import fmoe_ext
 import fmoe_ext_command
 from benchmarks import gpu_sentences
-from fmoe_ext.pipeline import cli as pipeline
+from tests.pages import PAGES, ROOT, blocks, name_of, run_python, run_shell
 
-ROOT = Path(__file__).resolve().parent.parent
-PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md"))]
 TUTORIALS = sorted(ROOT.glob("docs/tutorials/*.md"))
 API = {path: path.read_text() for path in ROOT.glob("docs/api/*.md")}
 DOCUMENTED = {
     module: path for path, text in API.items() for module in re.findall(r"automodule:: (fmoe_ext\S*)", text)
 }
-
-
-def name_of(path):
-    return path.relative_to(ROOT).as_posix()
-
-
-def blocks(path):
-    """(language, code, line number) of every fenced block of a page."""
-    text = path.read_text()
-    for match in re.finditer(r"^```(\w*)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
-        yield match[1], match[2], text[: match.start()].count("\n") + 2
-
-
-def run_python(code, path, line, names):
-    exec(compile("\n" * (line - 1) + code, str(path), "exec"), names)  # so that a traceback names the line
-
-
-def run_shell(code, folder):
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    env = {**os.environ, "PATH": path, "TMPDIR": str(folder)}  # torchrun leaves its logs there
-    done = subprocess.run(
-        ["bash", "-euc", code], cwd=folder, env=env, capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    print(done.stdout)
-
-
-@pytest.fixture
-def clean_state(tmp_path, monkeypatch):
-    """A folder of its own, as a program started there has, and PyTorch's global state put back afterwards."""
-    monkeypatch.chdir(tmp_path)
-    state = torch.get_rng_state()
-    yield tmp_path
-    torch.set_rng_state(state)
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
 
 
 def of_processes_is_long(path):
@@ -85,27 +42,6 @@ def test_tutorial_runs(path, clean_state, capfd):
             run_shell(code, clean_state)
     printed = capfd.readouterr().out.split("\n")
     assert sum(bool(line) for line in printed) >= 2, f"{name_of(path)} shows its reader nothing"
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("page", ["adapters", "checkpoints", "doctor"])
-def test_beginning_of_a_page_runs_in_an_empty_folder(page, clean_state):
-    """Run all above a page's first heading, in its order; a comment says the exit code that is not 0."""
-    path = ROOT / "docs" / f"{page}.md"
-    clean_state.joinpath("examples").symlink_to(ROOT / "examples")
-    end = path.read_text().partition("\n## ")[0].count("\n")
-    names, ran = {"__name__": "__main__"}, 0
-    for language, code, line in blocks(path):
-        if line > end:
-            break
-        if language == "python":
-            run_python(code, path, line, names)
-        for command in code.splitlines() if language == "sh" else []:
-            expected = re.search(r"# exit code (\d)", command)
-            status = 0 if expected is None else expected[1]
-            run_shell(f"code=0\n{{ {command}\n}} || code=$?\n[ $code = {status} ]", clean_state)
-            ran += 1
-    assert ran >= 2
 
 
 def test_tutorial_of_balance_keeps_its_runs_apart(clean_state):
@@ -231,13 +167,6 @@ def test_commands_exist(path):
         assert command in fmoe_ext_command.COMMANDS, f"{name_of(path)} says fmoe {command}"
     for program in re.findall(r"(?:^|\s)(examples/[\w/]+\.py)", code):
         assert ROOT.joinpath(program).exists(), f"{name_of(path)} runs {program}"
-
-
-def test_plan_in_page_of_pipelines_runs(capsys):
-    """Its required arguments were left out."""
-    page = (ROOT / "docs/pipeline.md").read_text()
-    pipeline.main(shlex.split(re.search(r"^fmoe pipeline (plan .*)$", page, re.MULTILINE)[1]))
-    assert "pipeline" in capsys.readouterr().out.splitlines()[-1].lower()
 
 
 def test_every_page_is_in_the_contents():

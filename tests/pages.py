@@ -1,0 +1,35 @@
+"""The pages of the documentation, and what runs the code on them."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md"))]
+
+
+def name_of(path):
+    return path.relative_to(ROOT).as_posix()
+
+
+def blocks(path):
+    """(language, code, line number) of every fenced block of a page."""
+    text = path.read_text()
+    for match in re.finditer(r"^```(\w*)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
+        yield match[1], match[2], text[: match.start()].count("\n") + 2
+
+
+def run_python(code, path, line, names):
+    exec(compile("\n" * (line - 1) + code, str(path), "exec"), names)  # so that a traceback names the line
+
+
+def run_shell(code, folder):
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    env = {**os.environ, "PATH": path, "TMPDIR": str(folder)}  # torchrun leaves its logs there
+    done = subprocess.run(
+        ["bash", "-euc", code], cwd=folder, env=env, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    print(done.stdout)
