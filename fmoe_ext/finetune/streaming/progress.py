@@ -1,4 +1,4 @@
-"""How far a step through the layers of a stream is: rate and time left, by layers that are done."""
+"""Reports how far a step through the layers of a stream is: rate and time left, by layers that are done."""
 
 from __future__ import annotations
 
