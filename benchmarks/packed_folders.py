@@ -15,13 +15,13 @@ KIMI = {
     **{"vocab_size": 32768, "hidden_size": 3584, "intermediate_size": 7168, "moe_intermediate_size": 512},
     **{"num_attention_heads": 16, "num_key_value_heads": 16, "q_lora_rank": 1024, "kv_lora_rank": 512},
     **{"num_experts": 896, "num_experts_per_token": 16, "num_shared_experts": 1},
-    **{"linear_num_heads": 16, "linear_head_dim": 128, "max_position_embeddings": 32768},
+    **{"linear_num_heads": 16, "linear_head_dim": 128, "max_position_embeddings": 32768, "pad_token_id": 0},
 }
 DEEPSEEK_V4 = {
     **{"vocab_size": 32768, "hidden_size": 4096, "moe_intermediate_size": 2048, "n_routed_experts": 256},
     **{"num_experts_per_tok": 6, "n_shared_experts": 1, "num_attention_heads": 16, "num_key_value_heads": 1},
     **{"head_dim": 512, "q_lora_rank": 1024, "o_lora_rank": 1024, "o_groups": 8, "index_n_heads": 16},
-    **{"max_position_embeddings": 32768},
+    **{"max_position_embeddings": 32768, "pad_token_id": 0},
 }
 MXFP4 = {"num_bits": 4, "type": "float", "strategy": "group", "group_size": 32, "symmetric": True}
 LAYOUTS = {

@@ -1,4 +1,4 @@
-"""Where the experts of a layer are in a model's folder, and in which order the model has them.
+"""Finds the experts of a layer in a model's folder, and the order in which the model has them.
 
 Transformers' own table says it for the architectures that Transformers knows; else names of the known layouts do.
 """
@@ -77,8 +77,8 @@ class BaseExperts:
             for name, parameter in names.renamed.items():
                 if parameter == wanted:
                     return name
-        names = (wanted, *(wanted.replace(f".{a}.", f".{b}.") for a in BLOCKS for b in BLOCKS))
-        return next((name for name in names if name in self.base.tensors), None)
+        candidates = (wanted, *(wanted.replace(f".{a}.", f".{b}.") for a in BLOCKS for b in BLOCKS))
+        return next((name for name in candidates if name in self.base.tensors), None)
 
 
 def _models(base: Base) -> Iterator[Any]:
@@ -168,7 +168,7 @@ def _check_shapes(base: Base, experts: Experts) -> None:
     d, h = experts.d_model, experts.d_hidden
     shapes = {"gate_up": (2 * h, d), "gate": (h, d), "up": (h, d), "down": (d, h)}
     for role, names in experts.names.items():
-        expected = shapes[role][::-1] if experts.turned else shapes[role]
+        expected: tuple[int, ...] = shapes[role][::-1] if experts.turned else shapes[role]
         if experts.is_stack:
             expected = (experts.num_experts, *expected)
         for name in dict.fromkeys(names):

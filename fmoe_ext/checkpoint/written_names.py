@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -56,22 +57,17 @@ class _Group:
         shapes = self._converted(
             {n: torch.empty(t.shape, dtype=t.dtype, device="meta") for n, (_, t) in self.sources.items()}
         )
-        names = list(shapes)
-        if not self._is_by_expert(names):
-            return {
-                n: StoredTensor(tuple(s.shape), s.dtype, lambda n=n: self._read(n)) for n, s in shapes.items()
-            }
+        is_by_expert = self._is_by_expert()
         num_experts = next(iter(self.sources.values()))[1].shape[0]
-        return {
-            name: StoredTensor(
-                tuple(shape.shape),
-                shape.dtype,
-                lambda i=i: self._read_expert(i // num_experts, i % num_experts),
-            )
-            for i, (name, shape) in enumerate(shapes.items())
-        }
+        out = {}
+        for i, (name, shape) in enumerate(shapes.items()):
+            read = partial(self._read, name)
+            if is_by_expert:
+                read = partial(self._read_expert, i // num_experts, i % num_experts)
+            out[name] = StoredTensor(tuple(shape.shape), shape.dtype, read)
+        return out
 
-    def _is_by_expert(self, names: list[str]) -> bool:
+    def _is_by_expert(self) -> bool:
         """True if the converter ends with one tensor for each expert of one source."""
         last = type(self.converter.operations[-1]).__name__
         return len(self.sources) == 1 and last == "SplitModulelist"

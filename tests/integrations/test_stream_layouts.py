@@ -11,11 +11,12 @@ from tests.integrations.huggingface_models import make_ids
 from tests.integrations.streamed_models import (
     bytes_of_adapters,
     checkpoint_layers,
+    save,
     streamed,
     with_adapters,
 )
 
-pytest.importorskip("transformers")
+transformers = pytest.importorskip("transformers")
 pytest.importorskip("peft")
 COMMON = {
     **{"vocab_size": 61, "hidden_size": 128, "moe_intermediate_size": 64, "num_attention_heads": 4},
@@ -77,3 +78,48 @@ def test_shards_in_several_folders(tmp_path):
     (second / "model-1.safetensors").symlink_to(tmp_path / "outside.safetensors")
     with pytest.raises(CheckpointError, match="outside"):
         fmoe_ext.stream(first, 2**32, folders=[second])
+
+
+def test_progress_counts_layers_forward_and_backward(tmp_path, capsys):
+    found = []
+    folder = save(tmp_path / "model")
+    model = fmoe_ext.stream(folder, 2**32, progress=found.append)
+    with torch.no_grad():
+        model(input_ids=make_ids())
+    assert [(p.done, p.total, p.tokens) for p in found] == [(i, 5, 24) for i in range(1, 6)]
+    assert found[-1].seconds_left == 0 < found[0].seconds_left
+    assert found[-1].tokens_per_second == 24 / found[-1].seconds
+    found.clear()
+    adapted = with_adapters(model).train()
+    checkpoint_layers(adapted)
+    adapted(input_ids=make_ids(), labels=make_ids()).loss.backward()
+    assert [(p.done, p.total) for p in found] == [(i, 10) for i in range(1, 11)]
+    with torch.no_grad():
+        fmoe_ext.stream(folder, 2**32, progress=True)(input_ids=make_ids())
+    assert "layer 5 of 5" in capsys.readouterr().err
+    assert (
+        model.expert_stream.steps is not None and fmoe_ext.stream(folder, 2**32).expert_stream.steps is None
+    )
+
+
+def test_trainer_resumes_a_stopped_epoch(tmp_path):
+    """From the checkpoint of two of four steps an epoch ends with the bits of one that did not stop."""
+    folder = save(tmp_path / "model")
+
+    def train(out, resume=None):
+        arguments = transformers.TrainingArguments(
+            **{"output_dir": tmp_path / out, "per_device_train_batch_size": 2, "save_steps": 2},
+            **{"save_strategy": "steps", "gradient_checkpointing": True, "learning_rate": 1e-2},
+            **{"gradient_checkpointing_kwargs": {"use_reentrant": False}, "report_to": [], "use_cpu": True},
+            num_train_epochs=1,
+        )
+        data = [{"input_ids": row, "labels": row} for row in make_ids(8, 10)]
+        model = with_adapters(streamed(folder))
+        trainer = transformers.Trainer(model, arguments, train_dataset=data)
+        trainer.train(resume_from_checkpoint=resume)
+        return {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
+
+    expected = train("whole")
+    found = train("again", resume=str(tmp_path / "whole" / "checkpoint-2"))
+    assert found.keys() == expected.keys() != set()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)

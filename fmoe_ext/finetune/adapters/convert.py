@@ -234,8 +234,8 @@ def _expert(value: torch.Tensor, e: int) -> torch.Tensor:
 
 
 def _leaves(adapter: Adapter, of_base: BaseExperts | None) -> dict[str, str]:
-    for layer in adapter.layers if of_base is not None else ():
-        experts = of_base.at(layer)
+    found = map(of_base.at, adapter.layers) if of_base is not None else ()
+    for experts in found:
         if experts is not None and not experts.is_stack:
             first = ((role, names[0].removesuffix(".weight")) for role, names in experts.names.items())
             return {role: name.partition(".experts.0.")[2] for role, name in first}

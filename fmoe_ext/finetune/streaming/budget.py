@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from fmoe_ext.checkpoint.expert_files import Layer
 from fmoe_ext.finetune.streaming.placeholder import StreamedWeight
 from fmoe_ext.finetune.streaming.pool import Pool, Statistics, spans_of
+from fmoe_ext.finetune.streaming.progress import Steps
 from fmoe_ext.memory import Memory
 from fmoe_ext.optimizer_steps import follow_optimizers, has_a_parameter_of
 
@@ -38,6 +39,7 @@ class ExpertStream:
         optimizer_bytes: float | None = None,
     ) -> None:
         self.memory = memory.num_bytes
+        self.steps: Steps | None = None  # if stream() was given progress=
         self.activations: Any = None  # an ActivationFile, if stream() was given a folder for it
         self._source = memory.source
         self._model = weakref.ref(model)

@@ -36,6 +36,20 @@ class Streamed:
         self, experts: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
     ) -> Tensor:
         """experts_forward of huggingface; raises what Pool.whole() raises."""
+        steps = self.stream.steps
+        if steps is None:
+            return self._forward(experts, hidden_states, top_k_index, top_k_weights)
+        is_backward = is_repeated()
+        if self.index == 0 and not is_backward:
+            steps.begin()
+        out = self._forward(experts, hidden_states, top_k_index, top_k_weights)
+        num_tokens = top_k_index.shape[0]
+        steps.after(self.index, num_tokens, is_backward=is_backward, is_training=experts.training)
+        return out
+
+    def _forward(
+        self, experts: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+    ) -> Tensor:
         if getattr(experts, "expert_parallel", None) is not None:
             raise RuntimeError("streamed experts are not spread over ranks: call stream() in one process")
         num_experts = self.stream.pool.layers[self.index].num_experts

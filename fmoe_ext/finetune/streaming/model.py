@@ -22,6 +22,7 @@ from fmoe_ext.finetune.streaming.budget import ExpertStream
 from fmoe_ext.finetune.streaming.experts import Streamed
 from fmoe_ext.finetune.streaming.packed_linear import keep_packed, packable
 from fmoe_ext.finetune.streaming.placeholder import PackedWeight, StreamedWeight
+from fmoe_ext.finetune.streaming.progress import Listener, Steps, print_progress
 from fmoe_ext.finetune.streaming.sources import Source, errors_of_config, open_source
 from fmoe_ext.huggingface import experts as huggingface
 from fmoe_ext.huggingface.saving import replace_save_pretrained
@@ -37,6 +38,7 @@ def stream(
     optimizer_bytes: float | None = None,
     activations: str | Path | None = None,
     int8_activations: bool = False,
+    progress: bool | Listener = False,
 ) -> Any:
     """A causal language model of Transformers in eval(), its experts read from the folder's files as they are needed.
 
@@ -52,6 +54,8 @@ def stream(
     activations: folder of a file without a name for the inputs of checkpointed layers, which are in memory by default.
     int8_activations: without gradients on the CPU, multiply weights that stay packed as Q8_0 or Q4_K in integers
     (frozen.Quantized): faster generation, with rows rounded to 8 bits a block.
+    progress: print layers, tokens per second and the time left of a step, or a function that gets them as a Progress.
+    A backward is counted where activations are checkpointed.
     Warns if the model would hold more memory than this process may use. Raises ValueError for a dtype that is no float
     and if memory is too little, CheckpointError for a folder that is damaged, reaches outside of itself or does not fit
     its config.json, ImportError if Transformers is missing or older than 5.7.
@@ -81,6 +85,9 @@ def stream(
     model.expert_stream = expert_stream
     for index, layer in enumerate(layers):
         model.get_submodule(layer.path).streamed = Streamed(expert_stream, index, dtype, int8_activations)
+    if progress:
+        listener = print_progress if progress is True else progress
+        expert_stream.steps = Steps(len(layers), listener)
     if activations is not None:
         expert_stream.activations = ActivationFile(activations)
         SavedOnDisk(model.base_model, expert_stream, expert_stream.activations)

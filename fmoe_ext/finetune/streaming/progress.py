@@ -1,0 +1,59 @@
+"""Reports how far a step through the layers of a stream is: rate and time left, by layers that are done."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from typing import NamedTuple, TypeAlias
+
+
+class Progress(NamedTuple):
+    """After a layer of a step. done, total: layers, counted once forward and, in training, once more backward."""
+
+    done: int
+    total: int
+    seconds: float  # since the step began
+    tokens: int  # of the step
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens * self.done / self.total / max(self.seconds, 1e-9)
+
+    @property
+    def seconds_left(self) -> float:
+        return self.seconds * (self.total - self.done) / self.done
+
+
+Listener: TypeAlias = Callable[[Progress], None]
+
+
+def print_progress(progress: Progress) -> None:
+    """Writes the progress to one line of standard error."""
+    end = "\n" if progress.done == progress.total else ""
+    print(
+        f"\rlayer {progress.done} of {progress.total}, {progress.tokens_per_second:.1f} tokens/s, "
+        f"{progress.seconds_left:.0f} s left ",
+        end=end,
+        file=sys.stderr,
+        flush=True,
+    )
+
+
+class Steps:
+    """Counts the layers of steps for a listener; a layer 0 that is no repetition begins a step."""
+
+    def __init__(self, num_layers: int, listener: Listener) -> None:
+        self._num_layers, self._listener = num_layers, listener
+        self._begun = time.monotonic()
+        self._done = 0
+
+    def after(self, index: int, tokens: int, *, is_backward: bool, is_training: bool) -> None:
+        """Notes a layer whose experts were computed."""
+        self._done = 2 * self._num_layers - index if is_backward else index + 1
+        total = self._num_layers * (2 if is_training else 1)
+        self._listener(Progress(self._done, total, time.monotonic() - self._begun, tokens))
+
+    def begin(self) -> None:
+        """Notes the first layer of a forward."""
+        self._begun = time.monotonic()
