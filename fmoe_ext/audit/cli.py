@@ -4,6 +4,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 from types import MappingProxyType
+from typing import Any
 
 from fmoe_ext._cli import add_json, as_json, positive_float, positive_int
 from fmoe_ext.audit.cases import ACCUMULATION, DTYPES, PADDING, RECOMPUTATION, AuditError
@@ -37,9 +38,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _audit_layouts(options: argparse.Namespace) -> AuditReport:
     if options.world is not None:
         raise AuditError("--world is for a file with parallelize(); a Recipe is audited in --layouts")
+    axes: dict[str, Any] = {
+        name: (getattr(options, name) or default).split(",") for name, default in AXES.items()
+    }
     return audit(
         options.recipe,
-        **{name: (getattr(options, name) or default).split(",") for name, default in AXES.items()},
+        **axes,
         steps=options.steps or 2,
         timeout=options.timeout or 60.0,
         progress=_say if options.verbose else None,

@@ -1,4 +1,4 @@
-"""A training under somebody's parallel plan: the functions of a recipe file, and the part of a model on one rank."""
+"""A training under any parallel plan: the functions of a recipe file, and the part of a model on one rank."""
 
 from __future__ import annotations
 
@@ -47,11 +47,11 @@ class Parallel:
         self.optimizer.step()
 
     def parameters(self) -> dict[str, nn.Parameter]:
-        """Those of this rank under the names of the model that was given."""
+        """Parameters or modules of this rank under the names of the model that was given."""
         return {plain_name(name): p for name, p in self.model.named_parameters()}
 
     def modules(self) -> dict[str, nn.Module]:
-        """Those of this rank under the names of the model that was given."""
+        """Parameters or modules of this rank under the names of the model that was given."""
         return {plain_name(name): module for name, module in self.model.named_modules()}
 
     def gradient(self, name: str, p: nn.Parameter) -> torch.Tensor | None:
@@ -142,7 +142,9 @@ def share_of(batch: Batch, share: tuple[int, int]) -> Batch:
     index, number = share
     size = next(iter(batch.values())).shape[0]
     if size % number:
-        raise AuditError(f"{size} samples cannot be divided among {number} parts: let batch(step) return more")
+        raise AuditError(
+            f"{size} samples cannot be divided among {number} parts: let batch(step) return more"
+        )
     return take(batch, size // number * index, size // number * (index + 1))
 
 

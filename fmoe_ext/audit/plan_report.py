@@ -28,7 +28,7 @@ class Rank:
 
 @dataclass(frozen=True)
 class PlanReport:
-    """Whether a plan trains what one process trains, and the first tensor that differs; str() says it."""
+    """Findings about a plan: str() says whether it trains what one process trains, or the first tensor that differs."""
 
     ranks: Sequence[Rank]
     names: Sequence[str]  # of the model's parameters
@@ -39,7 +39,7 @@ class PlanReport:
 
     @property
     def error(self) -> str | None:
-        """What a rank raised, or which parameter no rank has."""
+        """The error that a rank raised, or the parameters that no rank has."""
         for rank in self.ranks:
             if rank.error is not None:
                 return rank.error

@@ -51,7 +51,8 @@ def audit_plan(
     what: a file or module that defines model() and parallelize(model, rank, world), or a PlanRecipe. changes: fields of
     the recipe, such as world=4. Raises AuditError for what cannot be run; what a rank raises is part of the report.
     """
-    source = PlanSource(*((what, None) if isinstance(what, str) else ("", what)), tuple(changes.items()))
+    pairs = tuple(changes.items())
+    source = PlanSource(what, None, pairs) if isinstance(what, str) else PlanSource("", what, pairs)
     world, began = source().world, time.monotonic()
     with ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory())

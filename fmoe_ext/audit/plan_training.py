@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -16,7 +16,7 @@ from fmoe_ext.audit.plan import Parallel, PlanRecipe, share_of
 from fmoe_ext.audit.recipe import Batch, count_tokens
 from fmoe_ext.audit.training import SEED
 
-Tensors = dict[str, torch.Tensor]
+Tensors: TypeAlias = dict[str, torch.Tensor]
 OF_EXPERTS = "_experts_implementation"  # in a configuration of Transformers
 
 
@@ -33,7 +33,7 @@ class Computed:
 def make_model(recipe: PlanRecipe) -> nn.Module:
     """The recipe's model in its dtype, the same in every process."""
     torch.manual_seed(SEED)
-    model = recipe.model()
+    model: Any = recipe.model()
     if not isinstance(model, nn.Module):
         raise AuditError(f"model() must return an nn.Module, but returned {type(model).__name__}")
     model = model.to(getattr(torch, recipe.dtype)).train()

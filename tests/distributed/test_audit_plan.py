@@ -69,7 +69,9 @@ def test_bad_plans_are_refused_by_name(pool):
 def test_file_without_the_functions_is_refused(tmp_path, pool):
     file = tmp_path / "no_functions.py"
     file.write_text("model = None\n")
-    with pytest.raises(AuditError, match=r"no function model and no parallelize: a recipe file defines model\(\)"):
+    with pytest.raises(
+        AuditError, match=r"no function model and no parallelize: a recipe file defines model\(\)"
+    ):
         audit_plan(str(file), pool=pool)
 
 
@@ -77,9 +79,13 @@ def test_file_without_the_functions_is_refused(tmp_path, pool):
 def test_command_audits_a_recipe_file(tmp_path):
     file = tmp_path / "recipe.py"
     names = "batch, loss, Model as model, forgets_a_gate as parallelize"
-    file.write_text(f"import sys\nsys.path.insert(0, {str(ROOT / 'tests/distributed')!r})\nfrom audit_plans import {names}\n")
+    file.write_text(
+        f"import sys\nsys.path.insert(0, {str(ROOT / 'tests/distributed')!r})\nfrom audit_plans import {names}\n"
+    )
     command = [sys.executable, "-m", "fmoe_ext.audit", str(file)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
     assert done.returncode == 1 and "gradient of blocks.1.gate.weight is off by" in done.stdout, done.stderr
-    done = subprocess.run([*command, "--padding", "left"], cwd=ROOT, capture_output=True, text=True, timeout=240)
+    done = subprocess.run(
+        [*command, "--padding", "left"], cwd=ROOT, capture_output=True, text=True, timeout=240
+    )
     assert done.returncode == 2 and "--padding are for a Recipe" in done.stderr

@@ -29,11 +29,15 @@ def test_router_that_gets_no_gradient_is_named(pool):
 
 def test_plan_that_divides_nothing_is_refused(pool):
     error = audit_plan(plans.recipe("undivided"), pool=pool).error
-    assert "Qwen3MoeForCausalLM.from_pretrained(..., dtype" in error and "leaves every parameter whole" in error
+    assert (
+        "Qwen3MoeForCausalLM.from_pretrained(..., dtype" in error and "leaves every parameter whole" in error
+    )
 
 
 def test_recipe_of_the_page_has_15_lines_at_most_and_is_equal(pool, tmp_path, monkeypatch):
-    code = re.search(r"^```python\n(from transformers.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)[1]
+    code = re.search(r"^```python\n(from transformers.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)[
+        1
+    ]
     assert sum(bool(line.strip()) for line in code.splitlines()) <= 15
     file = tmp_path / "recipe_of_the_page.py"
     file.write_text(code)

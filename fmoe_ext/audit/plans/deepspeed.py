@@ -20,7 +20,7 @@ LOCAL_EXPERT = re.compile(r"(.*)\.deepspeed_experts\.(\d+)\.(.*)")
 
 
 class Engine(Parallel):
-    """model: built for this rank, with ep_size in its MoE layers; whole: the same in one process, whose weights it gets.
+    """model: built for this rank, with ep_size in its MoE layers; whole: the same in one process.
 
     config: of deepspeed.initialize, with micro batch size and stage. Every rank gets its own part of each batch.
     Raises AuditError for ZeRO 3, whose parameters are whole in no process, and for offloading.
@@ -60,7 +60,7 @@ class Engine(Parallel):
         self.engine.step()
 
     def parameters(self) -> dict[str, nn.Parameter]:
-        """Those of this rank, experts by their number in the whole model."""
+        """Parameters of this rank, experts by their number in the whole model."""
         return {self._global(name): p for name, p in self.model.named_parameters()}
 
     def gradient(self, name: str, p: nn.Parameter) -> torch.Tensor | None:

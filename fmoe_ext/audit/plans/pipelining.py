@@ -40,7 +40,7 @@ class Staged(Parallel):
         self.optimizer = recipe.optimizer(nn.ModuleList(self.parts))
 
     def parameters(self) -> dict[str, nn.Parameter]:
-        """Those of all stages of this rank."""
+        """Parameters of all stages of this rank."""
         found: dict[str, nn.Parameter] = {}
         for part in self.parts:
             found |= dict(part.named_parameters())

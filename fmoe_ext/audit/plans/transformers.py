@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fmoe_ext.audit.cases import AuditError
@@ -15,7 +14,7 @@ from fmoe_ext.audit.plan import Parallel
 from fmoe_ext.audit.plan_training import OF_EXPERTS
 
 
-def from_pretrained(model: nn.Module, **options: Any) -> Parallel:
+def from_pretrained(model: Any, **options: Any) -> Parallel:
     """Save a model of Transformers and load it by type(model).from_pretrained(folder, **options) on every rank.
 
     options are those of your own call: tp_plan="auto", distributed_config=DistributedConfig(tp_size=2, ep_size=2), ...
@@ -52,7 +51,7 @@ class Divided(Parallel):
             from transformers.integrations.tensor_parallel import gather_state_dict_for_save
         except ImportError:
             return x
-        plan = self.model.tp_plan
+        plan: Any = self.model.tp_plan
         return gather_state_dict_for_save({name: x}, plan, self.model._device_mesh, size)[name]
 
 
@@ -72,6 +71,6 @@ def _check_divided(under_plan: Any, model: Any, options: dict[str, Any]) -> None
         if isinstance(p, DTensor) or p.shape != sizes.get(name, p.shape):
             return
     raise AuditError(
-        f"{type(model).__name__}.from_pretrained(..., {', '.join(options)}) leaves every parameter whole: the model has "
-        "no such plan, or the plan names none of its modules"
+        f"{type(model).__name__}.from_pretrained(..., {', '.join(options)}) leaves every parameter whole: the model "
+        "has no such plan, or the plan names none of its modules"
     )

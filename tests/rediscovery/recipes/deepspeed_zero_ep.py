@@ -39,9 +39,7 @@ def model():
 
 
 def batch(step):
-    tokens = torch.randint(
-        VOCAB, (SAMPLES, SEQ_LEN + 1), generator=torch.Generator().manual_seed(step)
-    )
+    tokens = torch.randint(VOCAB, (SAMPLES, SEQ_LEN + 1), generator=torch.Generator().manual_seed(step))
     return {"inputs": tokens[:, :-1], "targets": tokens[:, 1:]}
 
 
