@@ -64,17 +64,30 @@ def render(summary: Summary, vocabulary: Mapping[int, str] | None = None) -> str
             _together(summary),
         )
     )
+    return document("Choices of experts", body)
+
+
+def document(title: str, body: str) -> str:
+    """An HTML file of this style."""
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, '
-        f'initial-scale=1"><title>Choices of experts</title><style>{STYLE}</style></head><body>{body}</body></html>\n'
+        f'initial-scale=1"><title>{title}</title><style>{STYLE}</style></head><body>{body}</body></html>\n'
     )
+
+
+def tiles(facts: Mapping[str, str]) -> str:
+    """{name: value} as a row of tiles."""
+    cells = "".join(
+        f'<div class="tile"><b>{value}</b><span>{name}</span></div>' for name, value in facts.items()
+    )
+    return f'<div class="tiles">{cells}</div>'
 
 
 def _head(summary: Summary) -> str:
     gates = summary.gates
     choices = sum(int(gate.load.sum()) for gate in gates)
     dropped = sum(float(gate.dropped.sum()) for gate in gates)
-    tiles = {
+    facts = {
         "logged steps": f"{len(summary.steps):,}",
         "layers": str(len(gates)),
         "choices": f"{choices + dropped:,.0f}",
@@ -82,15 +95,12 @@ def _head(summary: Summary) -> str:
         "dead experts": str(sum(len(gate.dead) for gate in gates)),
         "overloaded experts": str(sum(len(gate.overloaded) for gate in gates)),
     }
-    cells = "".join(
-        f'<div class="tile"><b>{value}</b><span>{name}</span></div>' for name, value in tiles.items()
-    )
     names = ", ".join(html.escape(path.name) for path in summary.paths)
     return (
         f"<h1>Choices of experts</h1><p>{names}: steps {summary.steps[0]:,} to {summary.steps[-1]:,}. Dead: no token "
         f"in the last {1 / LAST_SHARE:.0%} of the steps; overloaded: more than {OVERLOAD:g} times the mean there. "
         f"The logs take {8 * summary.num_bytes / max(choices + dropped, 1):.1f} bits a choice on disk.</p>"
-        f'<div class="tiles">{cells}</div>'
+        + tiles(facts)
     )
 
 
@@ -109,7 +119,7 @@ def _layers(summary: Summary) -> str:
     rows = [_layer_row(gate) for gate in summary.gates]
     return (
         "<h2>Layers</h2><p>Over all steps. Entropy of the load: 1 is balanced, 0 is one expert.</p>"
-        + _table(header, rows, left=(0,))
+        + table(header, rows, left=(0,))
     )
 
 
@@ -131,7 +141,7 @@ def _layer_row(gate: GateSummary) -> list[str]:
 
 def _over_steps(summary: Summary) -> str:
     figures = [
-        _figure(
+        figure(
             _relative(gate.load).t(),
             gate.gate.name,
             _numbers(gate.gate.num_experts),
@@ -168,7 +178,7 @@ def _notable(summary: Summary, vocabulary: Mapping[int, str]) -> str:
         else ("The logs have no tokens: pass token_ids to end_step().")
     )
     header = ("layer", "expert", "", "load / mean", "last token in the steps from", "tokens")
-    return f"<h2>Dead and overloaded experts</h2><p>{note}</p>" + _table(header, rows, left=(0, 2, 5))
+    return f"<h2>Dead and overloaded experts</h2><p>{note}</p>" + table(header, rows, left=(0, 2, 5))
 
 
 def _together(summary: Summary) -> str:
@@ -179,7 +189,7 @@ def _together(summary: Summary) -> str:
         lift = _lift(gate)
         pairs = _top_pairs(gate, lift)
         numbers = _numbers(gate.gate.num_experts)
-        figures.append(_figure(lift, f"{gate.gate.name}: {pairs}", numbers, numbers, "", "square"))
+        figures.append(figure(lift, f"{gate.gate.name}: {pairs}", numbers, numbers, "", "square"))
     if not figures:
         return ""
     return (
@@ -238,7 +248,9 @@ def _numbers(count: int) -> list[str]:
     return [str(i) for i in _places(count)]
 
 
-def _table(header: Iterable[str], rows: Iterable[Iterable[str]], left: tuple[int, ...]) -> str:
+def table(header: Iterable[str], rows: Iterable[Iterable[str]], left: tuple[int, ...]) -> str:
+    """Cells of HTML; left: columns that are aligned to the left."""
+
     def line(cells: Iterable[str], tag: str) -> str:
         marked = (
             f"<{tag}{' class=left' if i in left else ''}>{cell}</{tag}>" for i, cell in enumerate(cells)
@@ -263,7 +275,7 @@ def _curve(values: list[float]) -> str:
     )
 
 
-def _figure(
+def figure(
     relative: torch.Tensor, caption: str, up: list[str], along: list[str], style: str, shape: str = ""
 ) -> str:
     """relative [lines, columns], 1 where nothing is to be seen. up, along: texts beside lines, below columns."""
@@ -289,9 +301,8 @@ def _colours(relative: torch.Tensor) -> torch.Tensor:
 def png(pixels: torch.Tensor) -> bytes:
     """An RGBA picture: pixels uint8 [lines, columns, 4]."""
     lines, columns, _ = pixels.shape
-    rows = torch.cat(
-        (torch.zeros(lines, 1, dtype=torch.uint8), pixels.reshape(lines, -1)), 1
-    )  # filter 0 before each
+    # filter 0 before each
+    rows = torch.cat((torch.zeros(lines, 1, dtype=torch.uint8), pixels.reshape(lines, -1)), 1)
 
     def chunk(kind: bytes, data: bytes) -> bytes:
         return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))

@@ -6,6 +6,7 @@ import hashlib
 import json
 import math
 import shutil
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,7 @@ def prune(
     criterion: str = "reap",
     memory: int | str = "auto",
     seq_len: int = 512,
+    batch: int = 8,
     held_out: float = 0.1,
     scores: str | Path | None = None,
     dry_run: bool = False,
@@ -47,10 +49,12 @@ def prune(
     folder: of Transformers, packed or not; it is only read. out: a new folder that Transformers, vLLM and stream() load
     as the first. tokens: ids [N] int64 of a text like those the model is for. keep: share of the experts that stay in
     each layer; experts: their number instead. criterion: reap, mass or frequency (compress.Scores.of). memory: for the
-    model while it reads (stream). held_out: the last share of the text, on which the loss is measured before and after.
-    scores: a file that keeps what was measured; the same call goes on with it. dry_run: measures, writes no model.
-    Raises CheckpointError for a text that is too short, numbers that do not fit, an `out` that is taken, and a
-    folder that cannot be read or cut; ValueError for another criterion.
+    model while it reads (stream). batch: sequences of seq_len tokens that go through a layer together; a model that
+    does not fit is read once for each batch. held_out: the last share of the text, for the loss before and after.
+    scores: a file that keeps what was measured after each batch; the same call goes on with it. dry_run: measures and
+    chooses, writes no model.
+    Raises CheckpointError for a text that is too short or has ids beyond the vocabulary, numbers that do not fit, an
+    `out` that is taken, and a folder that cannot be read or cut; ValueError for another criterion.
     REAP: Lasby et al., 2025, https://arxiv.org/abs/2510.13999
     """
     folder, out = Path(folder), Path(out).absolute()
@@ -60,20 +64,14 @@ def prune(
         raise CheckpointError(f"held_out must be from 0 to below 1, but got {held_out}")
     if not dry_run:
         check_is_free(out)
-    model = stream(folder, memory)
-    base = Base(folder)
+    base, model = Base(folder), stream(folder, memory)
     text_config = model.config.get_text_config()
-    sizes = {int(m.num_experts) for m in model.modules() if hasattr(m, "is_transposed")}
-    if len(sizes) != 1:
-        raise CheckpointError(
-            f"{folder} has layers of {sorted(sizes)} experts, which one number cannot replace"
-        )
-    (size,) = sizes
+    size = _number_of_experts(model, folder)
     number = number_to_keep(size, keep, experts, text_config.to_dict())
-    calibration, test = _split(tokens, seq_len, held_out, FEWEST_TOKENS * size)
-    found = _scores(model, folder, calibration, criterion, scores, say)
-    groups = int(getattr(text_config, "n_group", None) or 1)
+    calibration, test = _split(tokens, seq_len, held_out, FEWEST_TOKENS * size, text_config.vocab_size)
+    found = _scores(model, folder, calibration, batch, criterion, scores, say)
     by_layer = found.of(criterion)
+    groups = int(getattr(text_config, "n_group", None) or 1)
     kept = {path: best(values, number, groups) for path, values in by_layer.items()}
     report: dict[str, Any] = {
         "base": str(folder),
@@ -85,31 +83,56 @@ def prune(
         "layers": {path: _layer_report(found, path, by_layer[path], kept[path]) for path in kept},
     }
     del model
-    if dry_run:
-        return report
-    say(f"writing {out}")
+    if not dry_run:
+        say(f"writing {out}")
+        _write(base, out, kept, report, lambda work: _loss(stream(work, memory), test))
+    return report
+
+
+def _number_of_experts(model: Any, folder: Path) -> int:
+    sizes = {int(m.num_experts) for m in model.modules() if hasattr(m, "is_transposed")}
+    if len(sizes) != 1:
+        raise CheckpointError(
+            f"{folder} has layers of {sorted(sizes)} experts, which one number cannot replace"
+        )
+    return sizes.pop()
+
+
+def _write(
+    base: Base,
+    out: Path,
+    kept: dict[str, list[int]],
+    report: dict[str, Any],
+    loss_of: Callable[[Path], float | None],
+) -> None:
+    """The folder, with its report, to which the loss of the written model is added."""
+    size, number = report["experts_before"], report["experts_after"]
     tensors = cut(base, kept, size)
     lock = out.with_name(f".{out.name}.lock")
     with made_folder(out.parent), locked(lock, f"pruning into {out}"), new_folder(out) as work:
         write_model_files(work, tensors, MAX_SHARD_BYTES)
         _write_rest(base, work, config_with(base.config, size, number))
-        report["loss_after"] = _loss(stream(work, memory), test)  # and proves that it loads
+        report["loss_after"] = loss_of(work)  # and proves that it loads
         with atomic_file(work / REPORT) as file:
             file.write(json.dumps(report, indent=1).encode())
-    return report
 
 
-def _split(tokens: Tensor, seq_len: int, held_out: float, fewest: int) -> tuple[list[Tensor], list[Tensor]]:
-    """(sequences [1, seq_len] to measure, sequences to test)."""
+def _split(
+    tokens: Tensor, seq_len: int, held_out: float, fewest: int, vocabulary: int
+) -> tuple[Tensor, Tensor]:
+    """(sequences [N, seq_len] to measure, sequences [M, seq_len] to test)."""
     if tokens.dim() != 1 or tokens.dtype != torch.int64:
         raise CheckpointError(f"tokens must be ids [N] int64, but got {tokens.dtype} {list(tokens.shape)}")
-    whole = list(tokens[: tokens.numel() // seq_len * seq_len].view(-1, 1, seq_len))
-    num_test = math.ceil(len(whole) * held_out)
-    measured = len(whole) - num_test
+    whole = tokens[: tokens.numel() // seq_len * seq_len].view(-1, seq_len)
+    measured = len(whole) - math.ceil(len(whole) * held_out)
     if measured * seq_len < fewest:
         raise CheckpointError(
             f"the text has {tokens.numel():,} tokens, of which {measured * seq_len:,} in whole sequences of {seq_len} "
             f"are left to measure: at least {fewest:,} say something about so many experts"
+        )
+    if not 0 <= int(tokens.min()) <= int(tokens.max()) < vocabulary:
+        raise CheckpointError(
+            f"the tokens are from {tokens.min()} to {tokens.max()}, but the model has words 0 to {vocabulary - 1}"
         )
     return whole[:measured], whole[measured:]
 
@@ -117,38 +140,44 @@ def _split(tokens: Tensor, seq_len: int, held_out: float, fewest: int) -> tuple[
 def _scores(
     model: Any,
     folder: Path,
-    batches: Sequence[Tensor],
+    sequences: Tensor,
+    batch: int,
     criterion: str,
     file: str | Path | None,
     say: Callable[[str], None],
 ) -> Scores:
-    """The scores, measured now or taken from the file of an earlier call."""
-    digest = hashlib.sha256(b"".join(batch.numpy().tobytes() for batch in batches)).hexdigest()
+    """The scores, measured batch by batch; what the file of an earlier call has is not measured again."""
     about = {
         "model": str(folder.absolute()),
-        "sequences": len(batches),
-        "text": digest,
+        "sequences": len(sequences),
+        "text": hashlib.sha256(sequences.numpy().tobytes()).hexdigest(),
         "criterion": criterion,
     }
+    found = None
     if file is not None and Path(file).exists():
-        say(f"scores of {file}")
-        return Scores.load(Path(file), about)
-
-    def with_progress() -> Any:
-        for i, batch in enumerate(batches):
-            say(f"reading sequence {i + 1} of {len(batches)}")
-            yield batch
-
-    found = measure(model, with_progress(), criterion)
-    if file is not None:
-        found.save(Path(file), about)
+        found = Scores.load(Path(file), about)
+        say(f"{found.tokens:,} of {sequences.numel():,} tokens have scores in {file}")
+    begun, done = time.monotonic(), 0
+    first = 0 if found is None else found.tokens // sequences.shape[1]
+    for at in range(first, len(sequences), batch):
+        new = measure(model, [sequences[at : at + batch]], criterion)
+        found = new if found is None else found + new
+        if file is not None:
+            found.save(Path(file), about)
+        done += new.tokens
+        rate = done / (time.monotonic() - begun)
+        left = (sequences.numel() - found.tokens) / rate
+        say(
+            f"measured {found.tokens:,} of {sequences.numel():,} tokens, {rate:,.0f} a second, {left:,.0f} s left"
+        )
+    assert found is not None
     return found
 
 
 @torch.no_grad()
-def _loss(model: Any, batches: Sequence[Tensor]) -> float | None:
-    """Mean cross-entropy of the next token over sequences [1, L]; None without any."""
-    losses = [model(input_ids=b, labels=b, use_cache=False).loss.double() for b in batches]
+def _loss(model: Any, sequences: Tensor) -> float | None:
+    """Mean cross-entropy of the next token over sequences [M, L]; None without any."""
+    losses = [model(input_ids=s[None], labels=s[None], use_cache=False).loss.double() for s in sequences]
     return torch.stack(losses).mean().item() if losses else None
 
 
@@ -157,6 +186,7 @@ def _layer_report(found: Scores, path: str, scores: Tensor, kept: Sequence[int])
     total = found.mass[path].sum().clamp(min=1e-30)
     return {
         "kept": list(kept),
+        "scores": scores.tolist(),
         "pruned": {e: {"score": scores[e].item(), "tokens": found.count[path][e].item()} for e in gone},
         "lost_mass": (found.mass[path][gone].sum() / total).item(),
     }

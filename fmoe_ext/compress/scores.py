@@ -47,6 +47,15 @@ class Scores:
             raise ValueError("these scores lack the norms of outputs, which reap needs: measure them again")
         return {path: self.saliency[path] / count.clamp(min=1) for path, count in self.count.items()}
 
+    def __add__(self, other: Scores) -> Scores:
+        """The scores of two texts one after the other."""
+
+        def sums(name: str) -> dict[str, Tensor]:
+            mine, theirs = getattr(self, name), getattr(other, name)
+            return {path: mine[path] + theirs[path] for path in mine}
+
+        return Scores(self.tokens + other.tokens, sums("count"), sums("mass"), sums("saliency"))
+
     def save(self, file: Path, about: dict[str, Any]) -> None:
         """Writes the scores and what they are about as JSON, completely or not at all."""
         parts = {name: getattr(self, name) for name in ("count", "mass", "saliency")}
@@ -90,9 +99,10 @@ def measure(model: Any, batches: Iterable[Tensor], criterion: str = "reap") -> S
         )
     meters = {path: _Meter(module, criterion == "reap") for path, module in found.items()}
     tokens = 0
+    body = getattr(model, "base_model", model)  # without the head, whose logits nobody reads
     try:
         for batch in batches:
-            model(input_ids=batch, use_cache=False)
+            body(input_ids=batch, use_cache=False)
             tokens += batch.numel()
     finally:
         for meter in meters.values():
