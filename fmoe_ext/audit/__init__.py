@@ -12,6 +12,9 @@ from types import ModuleType
 from typing import Any
 
 from fmoe_ext.audit.cases import AuditError, Case, Layout
+from fmoe_ext.audit.plan import Parallel, PlanRecipe
+from fmoe_ext.audit.plan_report import PlanReport
+from fmoe_ext.audit.plan_run import audit_plan
 from fmoe_ext.audit.recipe import Part, Recipe
 from fmoe_ext.audit.report import AuditReport, Result
 from fmoe_ext.audit.run import audit
@@ -22,10 +25,14 @@ __all__ = [
     "AuditReport",
     "Case",
     "Layout",
+    "Parallel",
     "Part",
+    "PlanRecipe",
+    "PlanReport",
     "Recipe",
     "Result",
     "audit",
+    "audit_plan",
     "spread_experts",
 ]
 

@@ -3,32 +3,58 @@
 import argparse
 import sys
 from collections.abc import Sequence
+from types import MappingProxyType
+from typing import Any
 
 from fmoe_ext._cli import add_json, as_json, positive_float, positive_int
 from fmoe_ext.audit.cases import ACCUMULATION, DTYPES, PADDING, RECOMPUTATION, AuditError
-from fmoe_ext.audit.report import Result
+from fmoe_ext.audit.plan_report import PlanReport
+from fmoe_ext.audit.plan_run import audit_plan
+from fmoe_ext.audit.report import AuditReport, Result
 from fmoe_ext.audit.run import audit
+
+AXES = MappingProxyType(
+    {
+        "layouts": "1,dp2,ep2,dp2xep2",
+        "accumulation": ",".join(ACCUMULATION),
+        "recomputation": ",".join(RECOMPUTATION),
+        "padding": ",".join(PADDING),
+        "dtypes": ",".join(DTYPES),
+    }
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     try:
-        report = audit(
-            options.recipe,
-            layouts=options.layouts.split(","),
-            accumulation=options.accumulation.split(","),
-            recomputation=options.recomputation.split(","),
-            padding=options.padding.split(","),
-            dtypes=options.dtypes.split(","),
-            steps=options.steps,
-            timeout=options.timeout,
-            progress=_say if options.verbose else None,
-        )
+        report = _audit_layouts(options) if ":" in options.recipe else _audit_plan(options)
     except AuditError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     print(as_json(report.as_dict()) if options.json else report)
     return 0 if report.ok else 1
+
+
+def _audit_layouts(options: argparse.Namespace) -> AuditReport:
+    if options.world is not None:
+        raise AuditError("--world is for a file with parallelize(); a Recipe is audited in --layouts")
+    axes: dict[str, Any] = {
+        name: (getattr(options, name) or default).split(",") for name, default in AXES.items()
+    }
+    return audit(
+        options.recipe,
+        **axes,
+        steps=options.steps or 2,
+        timeout=options.timeout or 60.0,
+        progress=_say if options.verbose else None,
+    )
+
+
+def _audit_plan(options: argparse.Namespace) -> PlanReport:
+    if given := [f"--{name}" for name in AXES if getattr(options, name) is not None]:
+        raise AuditError(f"{', '.join(given)} are for a Recipe, file.py:function; a plan runs as it is")
+    changes = {name: getattr(options, name) for name in ("world", "steps") if getattr(options, name)}
+    return audit_plan(options.recipe, timeout=options.timeout or 300.0, **changes)
 
 
 def _say(result: Result) -> None:
@@ -39,21 +65,26 @@ def _say(result: Result) -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="fmoe audit",
-        description="Trains a model in every layout, against one process on the whole batch.",
+        description="Trains a model in every layout, or under a parallel plan, against one process.",
         epilog="Exit status: 0 all equal, 1 something differs, 2 it cannot be run.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add = parser.add_argument
-    add("recipe", help="module:function or file.py:function that returns a fmoe_ext.audit.Recipe")
     add(
-        "--layouts", default="1,dp2,ep2,dp2xep2", help="of ranks, joined by commas: 1, dp2, ep2, dp2xep2, ..."
+        "recipe",
+        help="module:function or file.py:function that returns a fmoe_ext.audit.Recipe; "
+        "or a module or file.py that defines model() and parallelize(model, rank, world)",
     )
-    add("--accumulation", default=",".join(ACCUMULATION), help="microbatches of a step")
-    add("--recomputation", default=",".join(RECOMPUTATION), help="kinds of activation checkpointing")
-    add("--padding", default=",".join(PADDING), help="sides that sequences are padded on")
-    add("--dtypes", default=",".join(DTYPES), help="of the model")
-    add("--steps", type=positive_int, default=2, help="of the optimizer, in each case")
-    add("--timeout", type=positive_float, default=60.0, help="seconds for one case")
+    for name, text in (
+        ("layouts", "of ranks, joined by commas: 1, dp2, ep2, dp2xep2, ..."),
+        ("accumulation", "microbatches of a step"),
+        ("recomputation", "kinds of activation checkpointing"),
+        ("padding", "sides that sequences are padded on"),
+        ("dtypes", "of the model"),
+    ):
+        add(f"--{name}", help=f"{text} (default: {AXES[name]})")
+    add("--world", type=positive_int, help="ranks of a plan (default: the file's, or 2)")
+    add("--steps", type=positive_int, help="of the optimizer (default: 2, or a plan file's)")
+    add("--timeout", type=positive_float, help="seconds for one case (default: 60), or for a plan (300)")
     add("--verbose", action="store_true", help="a line for each case, when it is done")
     add_json(parser)
     return parser

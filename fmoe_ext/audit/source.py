@@ -171,14 +171,19 @@ def find(place: str) -> Callable[[], Any]:
     if not colon or not module_name or not name:
         raise AuditError(f"give module:function or file.py:function, but got {place!r}")
     try:
-        module = _load(module_name)
-        return getattr(module, name)
+        return getattr(load_module(module_name), name)
+    except AttributeError as error:
+        raise AuditError(f"{module_name} has no {name!r}") from error
+
+
+def load_module(name: str) -> Any:
+    """Import "package.module" or "path/file.py"; AuditError if that fails."""
+    try:
+        return _load(name)
     except FileNotFoundError as error:
         raise AuditError(reason(error)) from error
     except (ImportError, OSError) as error:
-        raise AuditError(f"{module_name} cannot be imported: {error}") from error
-    except AttributeError as error:
-        raise AuditError(f"{module_name} has no {name!r}") from error
+        raise AuditError(f"{name} cannot be imported: {error}") from error
 
 
 def _load(name: str) -> Any:

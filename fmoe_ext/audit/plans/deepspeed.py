@@ -1,0 +1,82 @@
+"""DeepSpeed: an engine with ZeRO 1 or 2, and experts of deepspeed.moe over ranks. Both run on a CPU in float32."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from deepspeed.moe.utils import has_moe_layers, split_params_into_different_moe_groups_for_optimizer
+from deepspeed.utils import safe_get_full_grad
+from torch import nn
+
+from fmoe_ext.audit.cases import AuditError
+from fmoe_ext.audit.plan import Parallel, PlanRecipe
+from fmoe_ext.audit.recipe import Batch
+
+LOCAL_EXPERT = re.compile(r"(.*)\.deepspeed_experts\.(\d+)\.(.*)")
+
+
+class Engine(Parallel):
+    """model: built for this rank, with ep_size in its MoE layers; whole: the same in one process.
+
+    config: of deepspeed.initialize, with micro batch size and stage. Every rank gets its own part of each batch.
+    Raises AuditError for ZeRO 3, whose parameters are whole in no process, and for offloading.
+    """
+
+    def __init__(self, model: nn.Module, whole: nn.Module, config: dict[str, Any]) -> None:
+        super().__init__(model, (dist.get_rank(), dist.get_world_size()))
+        zero = config.get("zero_optimization", {})
+        if zero.get("stage", 0) > 2 or any(key.startswith("offload") for key in zero):
+            raise AuditError("ZeRO 3 and offloading are not audited: use stage 0, 1 or 2 on a CPU")
+        self.config = {"zero_allow_untested_optimizer": True, **config}
+        self._number_experts()
+        source = whole.state_dict()
+        with torch.no_grad():
+            for name, x in model.state_dict().items():
+                x.copy_(source[self._global(name)])
+
+    def prepare(self, recipe: PlanRecipe) -> None:
+        """deepspeed.initialize() with the recipe's optimizer, its experts in groups of their own."""
+        optimizer = recipe.optimizer(self.model)
+        if has_moe_layers(self.model)[0]:
+            for group in optimizer.param_groups:
+                group.setdefault("name", "dense")
+            optimizer.param_groups = split_params_into_different_moe_groups_for_optimizer(
+                optimizer.param_groups
+            )
+        self.engine = deepspeed.initialize(model=self.model, optimizer=optimizer, config=self.config)[0]
+
+    def backward(self, recipe: PlanRecipe, batch: Batch) -> torch.Tensor:
+        """Forward and backward of the engine, which reduces gradients."""
+        loss = recipe.loss(self.engine, batch)
+        self.engine.backward(loss)
+        return loss.detach()
+
+    def step(self) -> None:
+        """Update the parameters by the engine."""
+        self.engine.step()
+
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """Parameters of this rank, experts by their number in the whole model."""
+        return {self._global(name): p for name, p in self.model.named_parameters()}
+
+    def gradient(self, name: str, p: nn.Parameter) -> torch.Tensor | None:
+        """The reduced gradient, whole."""
+        return safe_get_full_grad(p)
+
+    def _number_experts(self) -> None:
+        """{name of a list of experts: number of the first on this rank}."""
+        self.first: dict[str, int] = {}
+        for name, module in self.model.named_modules():
+            if hasattr(module, "num_local_experts") and hasattr(module, "deepspeed_moe"):
+                part = dist.get_rank() % module.ep_size
+                self.first[f"{name}.deepspeed_moe.experts".lstrip(".")] = part * module.num_local_experts
+
+    def _global(self, name: str) -> str:
+        match = LOCAL_EXPERT.fullmatch(name)
+        if match is None:
+            return name
+        return f"{match[1]}.deepspeed_experts.{self.first[match[1]] + int(match[2])}.{match[3]}"

@@ -1,0 +1,76 @@
+"""Plans of Transformers: tensor parallelism, expert parallelism and FSDP2, as from_pretrained() applies them."""
+
+from __future__ import annotations
+
+import tempfile
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from fmoe_ext.audit.cases import AuditError
+from fmoe_ext.audit.plan import Parallel
+from fmoe_ext.audit.plan_training import OF_EXPERTS
+
+
+def from_pretrained(model: Any, **options: Any) -> Parallel:
+    """Save a model of Transformers and load it by type(model).from_pretrained(folder, **options) on every rank.
+
+    options are those of your own call: tp_plan="auto", distributed_config=DistributedConfig(tp_size=2, ep_size=2), ...
+    Raises AuditError for plans that leave the model whole on every rank.
+    """
+    rank = dist.get_rank()
+    options.setdefault("dtype", next(model.parameters()).dtype)
+    if implementation := getattr(model.config, OF_EXPERTS, None):
+        options.setdefault("experts_implementation", implementation)
+    options.setdefault("attn_implementation", model.config._attn_implementation)
+    with tempfile.TemporaryDirectory() as folder:
+        shared = [folder]
+        dist.broadcast_object_list(shared, 0)
+        if rank == 0:
+            model.save_pretrained(shared[0])
+        dist.barrier()
+        under_plan = type(model).from_pretrained(shared[0], **options)
+        dist.barrier()
+    _check_divided(under_plan, model, options)
+    return Divided(under_plan.train(), _share(under_plan))
+
+
+class Divided(Parallel):
+    """A model whose parameters are DTensors, or in Transformers before 5.15 the parts of this rank."""
+
+    def whole(self, name: str, x: torch.Tensor) -> torch.Tensor:
+        """The whole tensor; parts that are no DTensors are gathered as for saving."""
+        if isinstance(x, DTensor):
+            return x.full_tensor()
+        size = getattr(self.model, "_tp_size", None)
+        if not size or getattr(self.model, "_device_mesh", None) is None:
+            return x
+        try:
+            from transformers.integrations.tensor_parallel import gather_state_dict_for_save
+        except ImportError:
+            return x
+        plan: Any = self.model.tp_plan
+        return gather_state_dict_for_save({name: x}, plan, self.model._device_mesh, size)[name]
+
+
+def _share(model: Any) -> tuple[int, int]:
+    """Part of each batch that this rank gets: ranks of one tensor-parallel group see the same tokens."""
+    size = getattr(model, "_fsdp_size", None) or 1
+    return (model._device_mesh.get_local_rank("fsdp"), size) if size > 1 else (0, 1)
+
+
+def _check_divided(under_plan: Any, model: Any, options: dict[str, Any]) -> None:
+    """Refuse a plan that from_pretrained() did not apply, and stages of a pipeline."""
+    config = getattr(under_plan.config, "distributed_config", None)
+    if (getattr(config, "pp_size", None) or 1) > 1:
+        raise AuditError("pipeline stages of Transformers run generate() alone: nothing to train")
+    sizes = {name: p.shape for name, p in model.named_parameters()}
+    for name, p in under_plan.named_parameters():
+        if isinstance(p, DTensor) or p.shape != sizes.get(name, p.shape):
+            return
+    raise AuditError(
+        f"{type(model).__name__}.from_pretrained(..., {', '.join(options)}) leaves every parameter whole: the model "
+        "has no such plan, or the plan names none of its modules"
+    )

@@ -1,0 +1,47 @@
+"""audit_plan() of Transformers' expert and tensor parallelism: equal, and the gradient that a seeded mistake loses."""
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("transformers", minversion="5.20", reason="pip install transformers>=5.20")
+import audit_plan_transformers as plans
+
+from fmoe_ext.audit import audit_plan
+
+PAGE = Path(__file__).resolve().parents[2] / "docs/audit.md"
+
+
+@pytest.mark.parametrize("plan", ["expert_parallel", "tensor_parallel", "fully_sharded"])
+def test_plan_of_transformers_is_equal(pool, plan):
+    report = audit_plan(plans.recipe(plan), pool=pool)
+    assert report.ok, str(report)
+    assert report.as_dict()["worst"]["gradient"] <= 1e-5
+
+
+def test_router_that_gets_no_gradient_is_named(pool):
+    first = audit_plan(plans.recipe("with_detached_weights"), pool=pool).first
+    assert first.note == "zero here"
+    assert (first.step, first.quantity, first.name) == (1, "gradient", "model.layers.1.mlp.gate.weight")
+
+
+def test_plan_that_divides_nothing_is_refused(pool):
+    error = audit_plan(plans.recipe("undivided"), pool=pool).error
+    assert (
+        "Qwen3MoeForCausalLM.from_pretrained(..., dtype" in error and "leaves every parameter whole" in error
+    )
+
+
+def test_recipe_of_the_page_has_15_lines_at_most_and_is_equal(pool, tmp_path, monkeypatch):
+    code = re.search(r"^```python\n(from transformers.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)[
+        1
+    ]
+    assert sum(bool(line.strip()) for line in code.splitlines()) <= 15
+    file = tmp_path / "recipe_of_the_page.py"
+    file.write_text(code)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    report = audit_plan(str(file), pool=pool)
+    assert report.ok, str(report)
+    sys.modules.pop(file.stem)

@@ -1,0 +1,53 @@
+"""Published bugs of parallel plans: the audit names the tensor at a version with the bug, and nothing at a fixed one.
+
+Each case installs the two versions from the package index into an environment of its own.
+"""
+
+import json
+from typing import NamedTuple
+
+import pytest
+
+from tests.rediscovery import environment
+
+pytestmark = pytest.mark.slow
+
+
+class Bug(NamedTuple):
+    thread: str
+    package: str
+    wrong: str
+    fixed: str
+    recipe: str
+    tensor: str
+    note: str = ""
+
+
+GATE = "model.layers.1.mlp.gate.weight"
+EXPERT = "moe.deepspeed_moe.experts.deepspeed_experts.1.down.bias"
+BUGS = [
+    Bug("transformers#48205", "transformers", "5.16.1", "5.17.0", "olmoe_ep_grouped", GATE),
+    Bug("transformers#48687", "transformers", "5.17.0", "5.18.0", "olmoe_ep_batched", GATE),
+    Bug(
+        *("DeepSpeed#6545", "deepspeed", "0.15.1", "0.15.4", "deepspeed_zero_ep", EXPERT),
+        note="2 times that of one process",
+    ),
+]
+
+
+def audited(folder, bug, version):
+    python = environment.make(folder, f"{bug.package}=={version}")
+    status, output, errors = environment.audit(python, bug.recipe)
+    assert status in (0, 1), errors
+    return json.loads(output[output.index("{\n") :])
+
+
+@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.thread)
+def test_version_with_the_bug_is_named_and_the_fixed_one_is_equal(tmp_path, bug):
+    wrong = audited(tmp_path / "wrong", bug, bug.wrong)
+    assert wrong["error"] is None and not wrong["ok"]
+    first = wrong["first"]
+    assert (first["step"], first["quantity"], first["name"]) == (1, "gradient", bug.tensor)
+    assert first["note"] == bug.note
+    fixed = audited(tmp_path / "fixed", bug, bug.fixed)
+    assert fixed["ok"], fixed["first"] or fixed["error"]
