@@ -52,8 +52,12 @@ def as_text(report: dict[str, Any], out: str | None) -> str:
     if report.get("loss_after") is not None:
         losses.append(f"after {report['loss_after']:.4f}")
     lines += [", ".join(losses)] if losses else []
-    counts = f"{report['experts_before']} -> {report['experts_after']} experts a layer by {report['criterion']}"
-    lines.append(f"{out}: {counts}; {out}/{PAGE}" if "loss_after" in report else f"{counts}; nothing was written")
+    counts = (
+        f"{report['experts_before']} -> {report['experts_after']} experts a layer by {report['criterion']}"
+    )
+    lines.append(
+        f"{out}: {counts}; {out}/{PAGE}" if "loss_after" in report else f"{counts}; nothing was written"
+    )
     return "\n".join(lines)
 
 
@@ -87,7 +91,9 @@ def _parser() -> argparse.ArgumentParser:
     add("--tokenizer", type=Path, help="folder of the tokenizer, that of the model by default")
     add("--seq-len", type=positive_int, default=512, help="tokens of a sequence, 512 by default")
     add("--batch", type=positive_int, default=8, help="sequences for each pass over the files, 8 by default")
-    add("--held-out", type=float, default=0.1, help="share of the text to measure the loss on, 0.1 by default")
+    add(
+        "--held-out", type=float, default=0.1, help="share of the text to measure the loss on, 0.1 by default"
+    )
     add("--scores", type=Path, help="file that keeps what was measured, for other calls")
     add_json(parser)
     return parser

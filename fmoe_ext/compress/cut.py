@@ -24,7 +24,10 @@ from fmoe_ext.finetune.streaming.weight_names import WeightNames, up_of
 TABLE = "tid2eid"  # of hash routing: experts of each token [vocabulary, K]
 # Layers that predict further tokens, which Transformers does not load; config.json's keys with their number.
 PREDICTORS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
-BEHIND = ("n_shared_experts", "zero_expert_num")  # of Inkling, LongCat: entries of a router behind the experts
+BEHIND = (
+    "n_shared_experts",
+    "zero_expert_num",
+)  # of Inkling, LongCat: entries of a router behind the experts
 PREDICTOR = re.compile(r"(?:.*\.)?mtp(?:_\w+)?\.|(?:.*\.)?layers\.(\d+)\.")
 
 
@@ -39,7 +42,9 @@ class Cut:
         self.base, self.num_experts, self.number = base, num_experts, number
         self.config = config_with(base.config, num_experts, number)
         if re.search(r"experts\.\d+\.", json.dumps(self.config)):
-            raise CheckpointError(f"{base.folder}: config.json names single experts, whose numbers would change")
+            raise CheckpointError(
+                f"{base.folder}: config.json names single experts, whose numbers would change"
+            )
         whole, smaller = (_skeleton(model, c) for c in (model.config.to_dict(), self._smaller(model)))
         self.layers = {path: m for path, m in whole.named_modules() if hasattr(m, "is_transposed")}
         sizes = {int(m.num_experts) for m in smaller.modules() if hasattr(m, "is_transposed")}
@@ -49,19 +54,24 @@ class Cut:
         self._dims = self._changed({name: tuple(t.shape) for name, t in smaller.state_dict().items()})
         tied = whole.all_tied_weights_keys
         if wrong := sorted(self._dims.keys() & {*tied, *tied.values()}):
-            raise CheckpointError(f"{base.folder}: {wrong[0]} is tied to another weight, so that one cut changes both")
+            raise CheckpointError(
+                f"{base.folder}: {wrong[0]} is tied to another weight, so that one cut changes both"
+            )
         kind = kind_of(base)
-        plain = [name if kind is None else kind.plain_name(name) for name in base.tensors]
-        is_plain = [kind is None or not kind.is_beside(name) for name in base.tensors]
-        self._names = WeightNames(base, whole, {n for n, is_own in zip(plain, is_plain, strict=True) if is_own})
+        names = set(base.tensors)
+        if kind is not None:
+            names = {kind.plain_name(name) for name in names if not kind.is_beside(name)}
+        self._names = WeightNames(base, whole, names)
         self._of_one, self._stacks = self._of_experts()
         self.left_out = self._unloaded()
-        self.tensors({path: range(number) for path in self.layers})  # finds what is not known, before a text is read
+        # Finds what is not known before a text is read.
+        self.tensors({path: range(number) for path in self.layers})
 
     def tensors(self, kept: Mapping[str, Sequence[int]]) -> dict[str, StoredTensor]:
         """{name: tensor} with the experts of `kept` alone, {path: experts}, in that order."""
         place = {path: {old: new for new, old in enumerate(experts)} for path, experts in kept.items()}
-        found, covered = {}, {f"{path}.{leaf}" for path in kept for leaf in ("gate_up_proj", "up_proj", "down_proj")}
+        covered = {f"{path}.{leaf}" for path in kept for leaf in ("gate_up_proj", "up_proj", "down_proj")}
+        found = {}
         for name, stored in self.base.tensors.items():
             if name in self.left_out:
                 continue
@@ -71,11 +81,11 @@ class Cut:
                     found[f"{before}{place[path][expert]}{after}"] = stored
                 continue
             parameter = self._names.renamed.get(name, name)
-            if path := self._stacks.get(name):
-                stored = _rows(stored, kept[path])
+            if name in self._stacks:
+                stored = _rows(stored, kept[self._stacks[name]])
             elif parameter in self._dims:
-                path = self._layer_of(parameter)
-                stored = _taken(stored, self._dims[parameter], self._entries(parameter, kept[path]))
+                entries = self._entries(parameter, kept[self._layer_of(parameter)])
+                stored = _taken(stored, self._dims[parameter], entries)
                 covered.add(parameter)
             elif parameter.endswith(f".{TABLE}"):
                 stored = _table(stored, kept[self._layer_of(parameter)], self.num_experts)

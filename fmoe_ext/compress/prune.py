@@ -19,7 +19,8 @@ from fmoe_ext.checkpoint.files import atomic_file, inside, locked, made_folder, 
 from fmoe_ext.checkpoint.model_folder import Base
 from fmoe_ext.checkpoint.shards import MAX_SHARD_BYTES, check_is_free, write_model_files
 from fmoe_ext.compress.choose import best, number_to_keep
-from fmoe_ext.compress.cut import Cut
+from fmoe_ext.compress.cut import Cut, config_with
+from fmoe_ext.compress.gguf import GgufCut
 from fmoe_ext.compress.page import render
 from fmoe_ext.compress.scores import CRITERIA, Measurement, Scores
 from fmoe_ext.compress.text import sequences
@@ -49,12 +50,13 @@ def prune(
 ) -> dict[str, Any]:
     """Write a model without the experts that a text needs least -> the report, also in out/prune_report.json and .html.
 
-    folder: of Transformers, packed or not; it is only read. out: a new folder that Transformers, vLLM and stream() load
-    as the first. tokens: ids [N] int64 of a text like those the model is for. keep: share of the experts that stay in
-    each layer; experts: their number instead. criterion: reap, mass or frequency (compress.Scores.of). memory: for the
-    model while it reads (stream). batch: sequences of seq_len tokens for each pass over the files. held_out: the last
-    share of the text, on which the loss is measured before and after. scores: a file that keeps what was measured, for
-    other calls. dry_run: measures, writes no model. say: called with lines about the progress.
+    folder: of Transformers, packed or not, or a GGUF file; it is only read. out: a new folder that Transformers, vLLM
+    and stream() load as the first, or with the GGUF file in it. tokens: ids [N] int64 of a text like those the model is
+    for. keep: share of the experts that stay in each layer; experts: their number instead. criterion: reap, mass or
+    frequency (compress.Scores.of). memory: for the model while it reads (stream). batch: sequences of seq_len tokens
+    for each pass over the files. held_out: the last share of the text, on which the loss is measured before and after.
+    scores: a file that keeps what was measured, for other calls. dry_run: measures, writes no model. say: called with
+    lines about the progress.
     A call that ended early stays beside `out`; the same call goes on with it, to the same bytes.
     Raises CheckpointError for a text that is too short, numbers that do not fit, an `out` that is taken, and a
     folder that cannot be read or cut; ValueError for another criterion.
@@ -77,7 +79,8 @@ def prune(
         report, kept = job.measured(own or work / SCORES, note)
         _write(work / JOB, note)
         job.write(work, kept)
-        report["loss_after"] = job.loss(stream(work, memory))  # and proves that it loads
+        result = work / folder.name if job.is_gguf else work
+        report["loss_after"] = job.loss(stream(result, memory))  # and proves that it loads
         _write(work / REPORT, report)
         with atomic_file(work / PAGE) as file:
             file.write(render(report).encode())
@@ -92,11 +95,17 @@ class _Job:
     """One model that is to lose experts. model: streamed, until what was measured is complete."""
 
     def __init__(
-        self, folder: Path, memory: int | str, keep: float | None, experts: int | None, criterion: str, say: Say
+        self,
+        folder: Path,
+        memory: int | str,
+        keep: float | None,
+        experts: int | None,
+        criterion: str,
+        say: Say,
     ) -> None:
         self.folder, self.criterion, self.say = folder, criterion, say
+        self.is_gguf = folder.suffix == ".gguf" and folder.is_file()
         self.model: Any = stream(folder, memory)
-        self.base = Base(folder)
         self.config = self.model.config.get_text_config()
         sizes = {int(m.num_experts) for m in self.model.modules() if hasattr(m, "is_transposed")}
         if len(sizes) != 1:
@@ -105,7 +114,15 @@ class _Job:
             )
         (self.size,) = sizes
         self.number = number_to_keep(self.size, keep, experts, self.config.to_dict())
-        self.cut = Cut(self.base, self.model, self.size, self.number)
+        self.files = [folder]
+        self.cut: Cut | GgufCut
+        if self.is_gguf:
+            paths = [path for path, m in self.model.named_modules() if hasattr(m, "is_transposed")]
+            self.cut = GgufCut(folder, paths, self.size, self.number)
+        else:
+            base = Base(folder)
+            self.files = list(base.files)
+            self.cut = Cut(base, self.model, self.size, self.number)
 
     def take_text(self, tokens: Tensor, seq_len: int, held_out: float, batch: int) -> None:
         """Splits the text, and notes what belongs to this measurement alone."""
@@ -113,7 +130,7 @@ class _Job:
             raise CheckpointError(f"batch must be at least 1, but got {batch}")
         calibration, self.test = sequences(tokens, seq_len, held_out, self.size, self.config.vocab_size)
         self.batches = calibration.split(batch)
-        files = [[f.name, f.stat().st_size, f.stat().st_mtime_ns] for f in self.base.files]
+        files = [[f.name, f.stat().st_size, f.stat().st_mtime_ns] for f in self.files]
         text = hashlib.sha256(tokens.numpy().tobytes()).hexdigest()
         self.about = {
             "model": str(self.folder.absolute()),
@@ -122,7 +139,9 @@ class _Job:
             "split": [seq_len, held_out, batch],
         }
 
-    def measured(self, file: Path | None, note: dict[str, Any]) -> tuple[dict[str, Any], dict[str, list[int]]]:
+    def measured(
+        self, file: Path | None, note: dict[str, Any]
+    ) -> tuple[dict[str, Any], dict[str, list[int]]]:
         """(report before anything is written, {path: experts that stay}); the model is given back."""
         found = self._scores(file)
         if "loss_before" not in note:
@@ -170,6 +189,13 @@ class _Job:
 
     def write(self, work: Path, kept: Mapping[str, Sequence[int]]) -> None:
         """Writes the files of the smaller model, those that are there already left alone."""
+        if isinstance(self.cut, GgufCut):
+            self.say(f"writing {self.folder.name}")
+            self.cut.write(work, kept)
+            beside = self.folder.parent / "config.json"
+            if beside.exists():
+                _write(work / beside.name, config_with(read_json(beside), self.size, self.number))
+            return
         tensors = self.cut.tensors(kept)
         self.say(f"writing {sum(t.num_bytes for t in tensors.values()):,} bytes")
         write_model_files(work, tensors, MAX_SHARD_BYTES)
