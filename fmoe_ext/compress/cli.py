@@ -27,6 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             keep=options.keep,
             experts=options.experts,
             criterion=options.criterion,
+            merge=options.merge,
             memory=options.memory,
             seq_len=options.seq_len,
             batch=options.batch,
@@ -87,6 +88,13 @@ def _parser() -> argparse.ArgumentParser:
     place.add_argument("-o", "--out", help="folder to write")
     place.add_argument("--dry-run", action="store_true", help="measure and report, write nothing")
     add("--criterion", choices=CRITERIA, default="reap", help="score of an expert, reap by default")
+    add(
+        "--merge",
+        type=positive_float,
+        nargs="?",
+        const=0.9,
+        help="merge experts whose weights have this cosine, 0.9 by default, instead of leaving one out",
+    )
     add("--memory", default="auto", help='for the model while it reads, as "8GiB"')
     add("--tokenizer", type=Path, help="folder of the tokenizer, that of the model by default")
     add("--seq-len", type=positive_int, default=512, help="tokens of a sequence, 512 by default")
