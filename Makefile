@@ -19,7 +19,7 @@ $(shell rm -f $(VENV)/.built)
 endif
 endif
 
-.PHONY: help finetune train speedrun train-cpp train-ep train-megatron train-pipeline train-pipe train-remote test test-all build lint tidy format docs bench bench-here bench-compare wheel asan test-aarch64 cuda clean
+.PHONY: help compress finetune train speedrun train-cpp train-ep train-megatron train-pipeline train-pipe train-remote test test-all build lint tidy format docs bench bench-here bench-compare wheel asan test-aarch64 cuda clean
 help:
 	@sed -n 's/^## //p' Makefile
 
@@ -58,6 +58,10 @@ train-pipe: build $(VENV)/.complete
 ## make finetune adapters for a model whose experts stay in their files, every step checked; out/finetune (ARGS="--model FOLDER --memory 8GiB --text FILE")
 finetune: build $(VENV)/.complete
 	$(PY) -W ignore examples/finetune/finetune.py $(ARGS)
+
+## make compress prune, merge and heal a small model, every step checked; loss against the share of experts in out/compress/compress.png
+compress: build $(VENV)/.complete
+	$(PY) -W ignore examples/compress/compress.py $(ARGS)
 
 ## make test     the test suite, and what took longest of it                                (ARGS="-k sort -x")
 test: build $(VENV)/.complete

@@ -57,7 +57,9 @@ def document(title: str, body: str) -> str:
 
 def tiles(facts: Mapping[str, str]) -> str:
     """Figures in large type, each over its name."""
-    cells = "".join(f'<div class="tile"><b>{value}</b><span>{name}</span></div>' for name, value in facts.items())
+    cells = "".join(
+        f'<div class="tile"><b>{value}</b><span>{name}</span></div>' for name, value in facts.items()
+    )
     return f'<div class="tiles">{cells}</div>'
 
 

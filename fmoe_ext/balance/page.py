@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 import torch
 
@@ -14,6 +14,7 @@ from fmoe_ext.balance.report import LAST_SHARE, OVERLOAD, GateSummary, Summary
 NUM_PAIRS = 5
 MIN_EXPECTED = 5  # tokens
 NUM_TOGETHER_PICTURES = 12
+
 
 def render(summary: Summary, vocabulary: Mapping[int, str] | None = None) -> str:
     """The page. vocabulary: the text of token ids."""
@@ -195,5 +196,3 @@ def _curve(values: list[float]) -> str:
         f'<svg width="150" height="30" role="img" aria-label="{label}"><title>{label}</title>'
         f'<polyline points="{points}"/></svg>'
     )
-
-

@@ -77,8 +77,8 @@ def check_is_free(folder: Path) -> None:
 def write_model_files(folder: Path, tensors: Mapping[str, StoredTensor], max_shard_bytes: int) -> list[Path]:
     """Writes model.safetensors, or model-<i>-of-<n>.safetensors and their index -> the files, a tensor at a time.
 
-    The tensors of one layer stay together, so that a shard is larger than max_shard_bytes where a layer is. A shard that
-    is there already stays as it is: an earlier call wrote it.
+    The tensors of one layer stay together, so that a shard is larger than max_shard_bytes where a layer is. A shard
+    that is there already stays as it is: an earlier call wrote it.
     """
     shards = _shards(tensors, max_shard_bytes)
     names = [f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)]

@@ -27,6 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             keep=options.keep,
             experts=options.experts,
             criterion=options.criterion,
+            merge=options.merge,
             memory=options.memory,
             seq_len=options.seq_len,
             batch=options.batch,
@@ -52,8 +53,12 @@ def as_text(report: dict[str, Any], out: str | None) -> str:
     if report.get("loss_after") is not None:
         losses.append(f"after {report['loss_after']:.4f}")
     lines += [", ".join(losses)] if losses else []
-    counts = f"{report['experts_before']} -> {report['experts_after']} experts a layer by {report['criterion']}"
-    lines.append(f"{out}: {counts}; {out}/{PAGE}" if "loss_after" in report else f"{counts}; nothing was written")
+    counts = (
+        f"{report['experts_before']} -> {report['experts_after']} experts a layer by {report['criterion']}"
+    )
+    lines.append(
+        f"{out}: {counts}; {out}/{PAGE}" if "loss_after" in report else f"{counts}; nothing was written"
+    )
     return "\n".join(lines)
 
 
@@ -83,11 +88,20 @@ def _parser() -> argparse.ArgumentParser:
     place.add_argument("-o", "--out", help="folder to write")
     place.add_argument("--dry-run", action="store_true", help="measure and report, write nothing")
     add("--criterion", choices=CRITERIA, default="reap", help="score of an expert, reap by default")
+    add(
+        "--merge",
+        type=positive_float,
+        nargs="?",
+        const=0.9,
+        help="merge experts whose weights have this cosine, 0.9 by default, instead of leaving one out",
+    )
     add("--memory", default="auto", help='for the model while it reads, as "8GiB"')
     add("--tokenizer", type=Path, help="folder of the tokenizer, that of the model by default")
     add("--seq-len", type=positive_int, default=512, help="tokens of a sequence, 512 by default")
     add("--batch", type=positive_int, default=8, help="sequences for each pass over the files, 8 by default")
-    add("--held-out", type=float, default=0.1, help="share of the text to measure the loss on, 0.1 by default")
+    add(
+        "--held-out", type=float, default=0.1, help="share of the text to measure the loss on, 0.1 by default"
+    )
     add("--scores", type=Path, help="file that keeps what was measured, for other calls")
     add_json(parser)
     return parser

@@ -15,16 +15,20 @@ import torch
 
 from fmoe_ext.checkpoint.errors import CheckpointError
 from fmoe_ext.checkpoint.methods import kind_of
-from fmoe_ext.checkpoint.model_folder import Base
+from fmoe_ext.checkpoint.model_folder import FLOATS, Base
 from fmoe_ext.checkpoint.packed import STACKED, prefixes
 from fmoe_ext.checkpoint.safetensors_file import StoredTensor
+from fmoe_ext.checkpoint.weight_names import WeightNames, up_of
 from fmoe_ext.compress.choose import TOP_K
-from fmoe_ext.finetune.streaming.weight_names import WeightNames, up_of
+from fmoe_ext.compress.merge import Shares, merged, mixed
 
 TABLE = "tid2eid"  # of hash routing: experts of each token [vocabulary, K]
 # Layers that predict further tokens, which Transformers does not load; config.json's keys with their number.
 PREDICTORS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
-BEHIND = ("n_shared_experts", "zero_expert_num")  # of Inkling, LongCat: entries of a router behind the experts
+BEHIND = (
+    "n_shared_experts",
+    "zero_expert_num",
+)  # of Inkling, LongCat: entries of a router behind the experts
 PREDICTOR = re.compile(r"(?:.*\.)?mtp(?:_\w+)?\.|(?:.*\.)?layers\.(\d+)\.")
 
 
@@ -39,7 +43,9 @@ class Cut:
         self.base, self.num_experts, self.number = base, num_experts, number
         self.config = config_with(base.config, num_experts, number)
         if re.search(r"experts\.\d+\.", json.dumps(self.config)):
-            raise CheckpointError(f"{base.folder}: config.json names single experts, whose numbers would change")
+            raise CheckpointError(
+                f"{base.folder}: config.json names single experts, whose numbers would change"
+            )
         whole, smaller = (_skeleton(model, c) for c in (model.config.to_dict(), self._smaller(model)))
         self.layers = {path: m for path, m in whole.named_modules() if hasattr(m, "is_transposed")}
         sizes = {int(m.num_experts) for m in smaller.modules() if hasattr(m, "is_transposed")}
@@ -49,36 +55,43 @@ class Cut:
         self._dims = self._changed({name: tuple(t.shape) for name, t in smaller.state_dict().items()})
         tied = whole.all_tied_weights_keys
         if wrong := sorted(self._dims.keys() & {*tied, *tied.values()}):
-            raise CheckpointError(f"{base.folder}: {wrong[0]} is tied to another weight, so that one cut changes both")
+            raise CheckpointError(
+                f"{base.folder}: {wrong[0]} is tied to another weight, so that one cut changes both"
+            )
         kind = kind_of(base)
-        plain = [name if kind is None else kind.plain_name(name) for name in base.tensors]
-        is_plain = [kind is None or not kind.is_beside(name) for name in base.tensors]
-        self._names = WeightNames(base, whole, {n for n, is_own in zip(plain, is_plain, strict=True) if is_own})
+        names = set(base.tensors)
+        if kind is not None:
+            names = {kind.plain_name(name) for name in names if not kind.is_beside(name)}
+        self._names = WeightNames(base, whole, names)
         self._of_one, self._stacks = self._of_experts()
         self.left_out = self._unloaded()
-        self.tensors({path: range(number) for path in self.layers})  # finds what is not known, before a text is read
+        # Finds what is not known before a text is read.
+        self.tensors({path: {e: {e: 1.0} for e in range(number)} for path in self.layers})
 
-    def tensors(self, kept: Mapping[str, Sequence[int]]) -> dict[str, StoredTensor]:
-        """{name: tensor} with the experts of `kept` alone, {path: experts}, in that order."""
-        place = {path: {old: new for new, old in enumerate(experts)} for path, experts in kept.items()}
-        found, covered = {}, {f"{path}.{leaf}" for path in kept for leaf in ("gate_up_proj", "up_proj", "down_proj")}
+    def tensors(self, kept: Mapping[str, Shares]) -> dict[str, StoredTensor]:
+        """{name: tensor} of the experts in `kept` alone, in that order. kept: {path: {expert: shares of it}}."""
+        place = {path: {old: new for new, old in enumerate(shares)} for path, shares in kept.items()}
+        covered = {f"{path}.{leaf}" for path in kept for leaf in ("gate_up_proj", "up_proj", "down_proj")}
+        found = {}
         for name, stored in self.base.tensors.items():
             if name in self.left_out:
                 continue
             if of_one := self._expert_of(name):
                 path, expert, before, after = of_one
                 if expert in place[path]:
-                    found[f"{before}{place[path][expert]}{after}"] = stored
+                    mix = kept[path][expert]
+                    parts = {e: self.base.tensors[f"{before}{e}{after}"] for e in mix}
+                    found[f"{before}{place[path][expert]}{after}"] = merged(name, parts, mix)
                 continue
             parameter = self._names.renamed.get(name, name)
-            if path := self._stacks.get(name):
-                stored = _rows(stored, kept[path])
+            if name in self._stacks:
+                stored = mixed(stored, 0, kept[self._stacks[name]], ())
             elif parameter in self._dims:
-                path = self._layer_of(parameter)
-                stored = _taken(stored, self._dims[parameter], self._entries(parameter, kept[path]))
+                shares, dim = kept[self._layer_of(parameter)], self._dims[parameter]
+                stored = mixed(stored, dim, shares, self._behind(parameter))
                 covered.add(parameter)
             elif parameter.endswith(f".{TABLE}"):
-                stored = _table(stored, kept[self._layer_of(parameter)], self.num_experts)
+                stored = _table(stored, [*kept[self._layer_of(parameter)]], self.num_experts)
             found[name] = stored
         missing = sorted(self._dims.keys() - covered)
         if missing:
@@ -87,6 +100,11 @@ class Cut:
                 "tensors in the files do"
             )
         return found
+
+    @property
+    def has_tables(self) -> bool:
+        """True if the model has tables of experts for tokens."""
+        return any(name.endswith(f".{TABLE}") for name in self._shapes)
 
     def _smaller(self, model: Any) -> dict[str, Any]:
         return config_with(model.config.to_dict(), self.num_experts, self.number)
@@ -108,8 +126,8 @@ class Cut:
             dims[name] = changed[0]
         return dims
 
-    def _entries(self, parameter: str, kept: Sequence[int]) -> list[int]:
-        """Entries of a router that stay: behind those of experts are shared ones, or choices of no expert (BEHIND)."""
+    def _behind(self, parameter: str) -> range:
+        """Entries of a router that are behind those of experts: shared ones, or choices of no expert (BEHIND)."""
         size = self._shapes[parameter][self._dims[parameter]]
         text = self.config.get("text_config")
         said = {part.get(key) for part in (self.config, text) if isinstance(part, dict) for key in BEHIND}
@@ -117,7 +135,22 @@ class Cut:
             raise CheckpointError(
                 f"{self.base.folder}: {parameter} has {size} entries for {self.num_experts} experts, which is not cut"
             )
-        return [*kept, *range(self.num_experts, size)]
+        return range(self.num_experts, size)
+
+    def matrices(self, path: str) -> Iterator[torch.Tensor]:
+        """Weights [E, n] of the experts at a path, a projection at a time; CheckpointError for packed ones."""
+        stacks = [name for name, of_path in self._stacks.items() if of_path == path]
+        found: dict[str, list[StoredTensor]] = {name: [self.base.tensors[name]] for name in stacks}
+        for stem, (of_path, e) in self._of_one.items():
+            if of_path == path:
+                leaf = stem.rpartition(f".{e}.")[2]
+                found.setdefault(leaf, []).append(self.base.tensors.get(f"{stem}weight") or _absent(stem))
+        for name, tensors in found.items():
+            if any(tensor.dtype not in FLOATS for tensor in tensors):
+                raise CheckpointError(
+                    f"{self.base.folder}: experts at {path} are packed ({name}): prune without merging"
+                )
+            yield torch.cat([t.read().reshape(self.num_experts // len(tensors), -1) for t in tensors])
 
     def _of_experts(self) -> tuple[dict[str, tuple[str, int]], dict[str, str]]:
         """({begin of the names of one expert's tensors: (path, expert)}, {name of a stack: path})."""
@@ -200,19 +233,8 @@ def _skeleton(model: Any, config: Mapping[str, Any]) -> Any:
         return type(model)._from_config(type(model.config).from_dict(config))
 
 
-def _rows(stored: StoredTensor, kept: Sequence[int]) -> StoredTensor:
-    def parts() -> Iterator[torch.Tensor]:
-        return (stored.rows(e, e + 1) for e in kept)
-
-    shape = (len(kept), *stored.shape[1:])
-    return StoredTensor(shape, stored.dtype, lambda: torch.cat([*parts()]), parts=parts)
-
-
-def _taken(stored: StoredTensor, dim: int, kept: Sequence[int]) -> StoredTensor:
-    if dim == 0:
-        return _rows(stored, kept)
-    shape = (*stored.shape[:dim], len(kept), *stored.shape[dim + 1 :])
-    return StoredTensor(shape, stored.dtype, lambda: stored.read().index_select(dim, torch.tensor(kept)))
+def _absent(stem: str) -> StoredTensor:
+    raise CheckpointError(f"{stem}weight is packed: prune without merging")
 
 
 def _table(stored: StoredTensor, kept: Sequence[int], num_experts: int) -> StoredTensor:

@@ -33,7 +33,8 @@ def _head(report: Mapping[str, Any]) -> str:
         left_out = f" {len(report['left_out'])} tensors of layers that predict further tokens were left out."
     return (
         f"<h1>Pruned experts</h1><p>{html.escape(report['base'])}: in each layer the experts of the highest score "
-        f"stayed ({html.escape(report['criterion'])}). Losses are nats a token on held-out text.{left_out}</p>{tiles(facts)}"
+        f"stayed ({html.escape(report['criterion'])}). Losses are nats a token on held-out text.{left_out}</p>"
+        f"{tiles(facts)}"
     )
 
 
@@ -44,10 +45,12 @@ def _scores(report: Mapping[str, Any]) -> str:
     order = relative.sort(1, descending=True).values
     up = [str(i) for i in places(len(layers))]
     along = [str(i) for i in places(values.shape[1])]
-    picture = figure(order, f"stayed: columns 0 to {report['experts_after'] - 1}", up, along, f"height:{12 * len(up)}px")
+    picture = figure(
+        order, f"stayed: columns 0 to {report['experts_after'] - 1}", up, along, f"height:{12 * len(up)}px"
+    )
     return (
-        "<h2>Scores</h2><p>Layers on the left; experts in the order of their scores below. The colour is the score over "
-        f"the mean of its layer.</p><p>{scale('0', '1', '2 or more')}</p>{picture}"
+        "<h2>Scores</h2><p>Layers on the left; experts in the order of their scores below. The colour is the score "
+        f"over the mean of its layer.</p><p>{scale('0', '1', '2 or more')}</p>{picture}"
     )
 
 

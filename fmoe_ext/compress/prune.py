@@ -7,7 +7,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -19,7 +19,9 @@ from fmoe_ext.checkpoint.files import atomic_file, inside, locked, made_folder, 
 from fmoe_ext.checkpoint.model_folder import Base
 from fmoe_ext.checkpoint.shards import MAX_SHARD_BYTES, check_is_free, write_model_files
 from fmoe_ext.compress.choose import best, number_to_keep
-from fmoe_ext.compress.cut import Cut
+from fmoe_ext.compress.cut import Cut, config_with
+from fmoe_ext.compress.gguf import GgufCut
+from fmoe_ext.compress.merge import Shares, choose, similarities
 from fmoe_ext.compress.page import render
 from fmoe_ext.compress.scores import CRITERIA, Measurement, Scores
 from fmoe_ext.compress.text import sequences
@@ -39,6 +41,7 @@ def prune(
     keep: float | None = None,
     experts: int | None = None,
     criterion: str = "reap",
+    merge: float | None = None,
     memory: int | str = "auto",
     seq_len: int = 512,
     batch: int = 8,
@@ -49,54 +52,44 @@ def prune(
 ) -> dict[str, Any]:
     """Write a model without the experts that a text needs least -> the report, also in out/prune_report.json and .html.
 
-    folder: of Transformers, packed or not; it is only read. out: a new folder that Transformers, vLLM and stream() load
-    as the first. tokens: ids [N] int64 of a text like those the model is for. keep: share of the experts that stay in
-    each layer; experts: their number instead. criterion: reap, mass or frequency (compress.Scores.of). memory: for the
-    model while it reads (stream). batch: sequences of seq_len tokens for each pass over the files. held_out: the last
-    share of the text, on which the loss is measured before and after. scores: a file that keeps what was measured, for
-    other calls. dry_run: measures, writes no model. say: called with lines about the progress.
-    A call that ended early stays beside `out`; the same call goes on with it, to the same bytes.
+    folder: of Transformers, packed or not, or a GGUF file; it is only read. out: a new folder that Transformers, vLLM
+    and stream() load as the first, or with the GGUF file in it. tokens: ids [N] int64 of a text like those the model is
+    for. keep: share of the experts that stay in each layer; experts: their number instead. criterion: reap, mass or
+    frequency (compress.Scores.of). merge: cosine of two experts' weights from which one is merged into the other.
+    memory: for the model while it reads (stream). batch: sequences of seq_len tokens for each pass over the files.
+    held_out: the last share of the text, to measure the loss on. scores: a file that keeps what was measured. dry_run:
+    measures, writes no model. say: called with lines about the progress.
+    What a call that ended early has measured and written stays beside `out`: the same call goes on, to the same bytes.
     Raises CheckpointError for a text that is too short, numbers that do not fit, an `out` that is taken, and a
     folder that cannot be read or cut; ValueError for another criterion.
-    REAP: Lasby et al., 2025, https://arxiv.org/abs/2510.13999
+    REAP: Lasby et al., 2025, https://arxiv.org/abs/2510.13999. Merging: Li et al., 2024, https://arxiv.org/abs/2310.01334
     """
-    folder, out = Path(folder), Path(out).absolute()
-    if criterion not in CRITERIA:
-        raise ValueError(f'criterion must be one of {", ".join(CRITERIA)}, but got "{criterion}"')
     if not dry_run:
-        check_is_free(out)
-    job = _Job(folder, memory, keep, experts, criterion, say)
+        check_is_free(Path(out))
+    job = _Job(Path(folder), memory, keep, experts, criterion, say)
+    job.take_merge(merge)
     job.take_text(tokens, seq_len, held_out, batch)
-    own = None if scores is None else Path(scores)
-    if dry_run:
-        return job.measured(own, {})[0]
-    job.earlier(own)  # refuses another text before a folder is made
-    work, lock = out.with_name(f".{out.name}.pruning"), out.with_name(f".{out.name}.lock")
-    with made_folder(out.parent), locked(lock, f"pruning into {out}"):
-        note = _begun(work, job.about | {"keep": job.number, "criterion": criterion})
-        report, kept = job.measured(own or work / SCORES, note)
-        _write(work / JOB, note)
-        job.write(work, kept)
-        report["loss_after"] = job.loss(stream(work, memory))  # and proves that it loads
-        _write(work / REPORT, report)
-        with atomic_file(work / PAGE) as file:
-            file.write(render(report).encode())
-        for name in (JOB, SCORES):
-            (work / name).unlink(missing_ok=True)
-        os.rename(work, out)
-        sync_folder(out.parent)
-    return report
+    file = None if scores is None else Path(scores)
+    return job.measured(file, {})[0] if dry_run else job.run(Path(out).absolute(), file)
 
 
 class _Job:
     """One model that is to lose experts. model: streamed, until what was measured is complete."""
 
     def __init__(
-        self, folder: Path, memory: int | str, keep: float | None, experts: int | None, criterion: str, say: Say
+        self,
+        folder: Path,
+        memory: int | str,
+        keep: float | None,
+        experts: int | None,
+        criterion: str,
+        say: Say,
     ) -> None:
-        self.folder, self.criterion, self.say = folder, criterion, say
+        if criterion not in CRITERIA:
+            raise ValueError(f'criterion must be one of {", ".join(CRITERIA)}, but got "{criterion}"')
+        self.folder, self.memory, self.criterion, self.say = folder, memory, criterion, say
+        self.is_gguf = folder.suffix == ".gguf" and folder.is_file()
         self.model: Any = stream(folder, memory)
-        self.base = Base(folder)
         self.config = self.model.config.get_text_config()
         sizes = {int(m.num_experts) for m in self.model.modules() if hasattr(m, "is_transposed")}
         if len(sizes) != 1:
@@ -105,7 +98,39 @@ class _Job:
             )
         (self.size,) = sizes
         self.number = number_to_keep(self.size, keep, experts, self.config.to_dict())
-        self.cut = Cut(self.base, self.model, self.size, self.number)
+        self.files = [folder]
+        self.cut: Cut | GgufCut
+        if self.is_gguf:
+            paths = [path for path, m in self.model.named_modules() if hasattr(m, "is_transposed")]
+            self.cut = GgufCut(folder, paths, self.size, self.number)
+        else:
+            base = Base(folder)
+            self.files = list(base.files)
+            self.cut = Cut(base, self.model, self.size, self.number)
+
+    def take_merge(self, least: float | None) -> None:
+        """Notes the least cosine of experts that are merged; CheckpointError for models that are not merged."""
+        self.least = least
+        if least is None:
+            return
+        if not 0 < least <= 1:
+            raise CheckpointError(f"merge must be above 0 and at most 1, but got {least}")
+        if isinstance(self.cut, GgufCut) or self.cut.has_tables or self.groups > 1:
+            raise CheckpointError(
+                f"{self.folder}: experts of GGUF files, of tables and of groups are not merged: prune without merging"
+            )
+
+    @property
+    def groups(self) -> int:
+        """Groups of experts that the router chooses among."""
+        return int(getattr(self.config, "n_group", None) or 1)
+
+    def _stay(self, found: Scores, path: str, scores: Tensor) -> dict[int, dict[int, float]]:
+        if self.least is None or isinstance(self.cut, GgufCut):
+            return {e: {e: 1.0} for e in best(scores, self.number, self.groups)}
+        self.say(f"comparing experts of {path}")
+        cosine = similarities(self.cut.matrices(path))
+        return choose(scores, found.count[path], cosine, self.number, self.least)
 
     def take_text(self, tokens: Tensor, seq_len: int, held_out: float, batch: int) -> None:
         """Splits the text, and notes what belongs to this measurement alone."""
@@ -113,7 +138,7 @@ class _Job:
             raise CheckpointError(f"batch must be at least 1, but got {batch}")
         calibration, self.test = sequences(tokens, seq_len, held_out, self.size, self.config.vocab_size)
         self.batches = calibration.split(batch)
-        files = [[f.name, f.stat().st_size, f.stat().st_mtime_ns] for f in self.base.files]
+        files = [[f.name, f.stat().st_size, f.stat().st_mtime_ns] for f in self.files]
         text = hashlib.sha256(tokens.numpy().tobytes()).hexdigest()
         self.about = {
             "model": str(self.folder.absolute()),
@@ -122,16 +147,36 @@ class _Job:
             "split": [seq_len, held_out, batch],
         }
 
-    def measured(self, file: Path | None, note: dict[str, Any]) -> tuple[dict[str, Any], dict[str, list[int]]]:
-        """(report before anything is written, {path: experts that stay}); the model is given back."""
+    def run(self, out: Path, scores: Path | None) -> dict[str, Any]:
+        """Measures, and writes `out` -> the report; scores: a file for them instead of one beside `out`."""
+        self.earlier(scores)  # refuses another text before a folder is made
+        work, lock = out.with_name(f".{out.name}.pruning"), out.with_name(f".{out.name}.lock")
+        with made_folder(out.parent), locked(lock, f"pruning into {out}"):
+            choices = {"keep": self.number, "criterion": self.criterion, "merge": self.least}
+            note = _begun(work, self.about | choices)
+            report, kept = self.measured(scores or work / SCORES, note)
+            _write(work / JOB, note)
+            self.write(work, kept)
+            result = work / self.folder.name if self.is_gguf else work
+            report["loss_after"] = self.loss(stream(result, self.memory))  # and proves that it loads
+            _write(work / REPORT, report)
+            with atomic_file(work / PAGE) as file:
+                file.write(render(report).encode())
+            for name in (JOB, SCORES):
+                (work / name).unlink(missing_ok=True)
+            os.rename(work, out)
+            sync_folder(out.parent)
+        return report
+
+    def measured(self, file: Path | None, note: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Shares]]:
+        """(report before anything is written, {path: experts that stay, with their shares}); frees the model."""
         found = self._scores(file)
         if "loss_before" not in note:
             note["loss_before"] = self.loss(self.model)
         self.model = None
         gc.collect()  # its modules refer to each other, and its buffers are half of the memory
-        groups = int(getattr(self.config, "n_group", None) or 1)
         by_layer = found.of(self.criterion)
-        kept = {path: best(values, self.number, groups) for path, values in by_layer.items()}
+        kept: dict[str, Shares] = {path: self._stay(found, path, values) for path, values in by_layer.items()}
         report = {
             "base": str(self.folder),
             "criterion": self.criterion,
@@ -168,8 +213,15 @@ class _Job:
                     found.scores().save(file, self.about)
         return found.scores()
 
-    def write(self, work: Path, kept: Mapping[str, Sequence[int]]) -> None:
+    def write(self, work: Path, kept: Mapping[str, Shares]) -> None:
         """Writes the files of the smaller model, those that are there already left alone."""
+        if isinstance(self.cut, GgufCut):
+            self.say(f"writing {self.folder.name}")
+            self.cut.write(work, {path: list(shares) for path, shares in kept.items()})
+            beside = self.folder.parent / "config.json"
+            if beside.exists():
+                _write(work / beside.name, config_with(read_json(beside), self.size, self.number))
+            return
         tensors = self.cut.tensors(kept)
         self.say(f"writing {sum(t.num_bytes for t in tensors.values()):,} bytes")
         write_model_files(work, tensors, MAX_SHARD_BYTES)
@@ -199,14 +251,16 @@ def _begun(work: Path, about: dict[str, Any]) -> dict[str, Any]:
     return note
 
 
-def _layer_report(found: Scores, path: str, scores: Tensor, kept: Sequence[int]) -> dict[str, Any]:
+def _layer_report(found: Scores, path: str, scores: Tensor, kept: Shares) -> dict[str, Any]:
+    merged = {other: e for e, shares in kept.items() for other in shares if other != e}
     gone = sorted(set(range(scores.numel())) - set(kept))
     total = found.mass[path].sum().clamp(min=1e-30)
     return {
         "kept": list(kept),
         "scores": scores.tolist(),
         "pruned": {e: {"score": scores[e].item(), "tokens": found.count[path][e].item()} for e in gone},
-        "lost_mass": (found.mass[path][gone].sum() / total).item(),
+        "merged": merged,
+        "lost_mass": (found.mass[path][[e for e in gone if e not in merged]].sum() / total).item(),
     }
 
 

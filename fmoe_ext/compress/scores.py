@@ -121,7 +121,7 @@ class Measurement:
         self.tokens += batch.numel()
 
     def scores(self) -> Scores:
-        """What was counted so far."""
+        """The counts so far."""
         meters = self._meters.items()
         saliency = {path: m.saliency for path, m in meters if m.saliency is not None}
         return Scores(self.tokens, {p: m.count for p, m in meters}, {p: m.mass for p, m in meters}, saliency)

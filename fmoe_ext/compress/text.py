@@ -19,14 +19,18 @@ FEWEST_TOKENS = 16  # for each expert of a layer: fewer say little
 def read_tokens(file: Path) -> Tensor:
     """Ids [N] int64 of a NumPy file (.npy) or of a JSON list; CheckpointError for anything else."""
     try:
-        content = np.load(file, allow_pickle=False) if file.suffix == ".npy" else json.loads(file.read_bytes())
+        content = (
+            np.load(file, allow_pickle=False) if file.suffix == ".npy" else json.loads(file.read_bytes())
+        )
         values = np.asarray(content)
     except FileNotFoundError:
         raise CheckpointError(f"{file} does not exist") from None
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{file} is no NumPy file and no JSON list of token ids: {error}") from error
     if values.ndim != 1 or not np.issubdtype(values.dtype, np.integer):
-        raise CheckpointError(f"{file} must have token ids in one row of integers, but has {values.dtype} {values.shape}")
+        raise CheckpointError(
+            f"{file} must have token ids in one row of integers, but has {values.dtype} {values.shape}"
+        )
     return torch.from_numpy(values.astype(np.int64))
 
 
@@ -44,8 +48,8 @@ def tokenize(file: Path, folder: Path) -> Tensor:
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     except Exception as error:  # of any class, by the kind of tokenizer
         raise CheckpointError(
-            f"{folder} has no tokenizer that Transformers reads ({type(error).__name__}): give --tokens, a file of ids, "
-            "or --tokenizer, another folder"
+            f"{folder} has no tokenizer that Transformers reads ({type(error).__name__}): give --tokens, a file of "
+            "ids, or --tokenizer, another folder"
         ) from error
     ids: Any = tokenizer(text, return_attention_mask=False, verbose=False)["input_ids"]
     return torch.tensor(ids, dtype=torch.int64)
@@ -56,7 +60,7 @@ def sequences(
 ) -> tuple[Tensor, Tensor]:
     """(sequences [n, seq_len] to measure, sequences [m, seq_len] to test) of ids [N]; what is left over is dropped.
 
-    Raises CheckpointError for other shapes, ids outside of the vocabulary, and fewer than FEWEST_TOKENS for each expert.
+    Raises CheckpointError for other shapes, foreign ids, and fewer than FEWEST_TOKENS for each expert.
     """
     if not 0 <= held_out < 1:
         raise CheckpointError(f"held_out must be from 0 to below 1, but got {held_out}")
@@ -74,7 +78,7 @@ def sequences(
     measured, fewest = (len(whole) - num_test) * seq_len, FEWEST_TOKENS * num_experts
     if measured < fewest:
         raise CheckpointError(
-            f"the text has {tokens.numel():,} tokens, of which {measured:,} in whole sequences of {seq_len} are left to "
-            f"measure: at least {fewest:,} say something about so many experts"
+            f"the text has {tokens.numel():,} tokens, of which {measured:,} in whole sequences of {seq_len} are left "
+            f"to measure: at least {fewest:,} say something about so many experts"
         )
     return whole[: len(whole) - num_test], whole[len(whole) - num_test :]

@@ -8,7 +8,12 @@ import transformers
 
 SHAPE = {
     **{"vocab_size": 1009, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16},
-    **{"intermediate_size": 32, "num_experts_per_tok": 2, "norm_topk_prob": True, "max_position_embeddings": 64},
+    **{
+        "intermediate_size": 32,
+        "num_experts_per_tok": 2,
+        "norm_topk_prob": True,
+        "max_position_embeddings": 64,
+    },
 }
 
 
@@ -35,17 +40,17 @@ def _plant(layer, dead, copies, apart):
     layer.self_attn.o_proj.weight[0] = 0
     experts, gate = layer.mlp.experts, layer.mlp.gate.weight
     experts.gate_up_proj.mul_(10)
-    experts.down_proj.mul_(10)[:, 0] = 0
-    gate.normal_(std=0.5)[:, 0] = 0
+    experts.down_proj[:, 0] = 0
+    gate.normal_(std=gate.shape[1] ** -0.5)[:, 0] = 0
     for copy, original in copies.items():
         experts.gate_up_proj[copy] = experts.gate_up_proj[original]
         experts.down_proj[copy] = experts.down_proj[original]
         gate[copy] = gate[original]
         if apart is None:
-            gate[copy, 0] -= 1
+            gate[copy, 0] -= 30  # less than float32 sees in the sum of a softmax
         else:
             gate[copy, 1:] += apart * torch.randn(gate.shape[1] - 1, dtype=gate.dtype)
     gate[dead] = 0
     gate[dead, 0] = -100
     gate[0] = 0
-    gate[0, 0] = 5
+    gate[0, 0] = 1.5

@@ -99,7 +99,10 @@ def test_killed_call_goes_on_to_the_same_bytes(at, given, tmp_path, capsys):
     arguments = [*given, "--keep", "0.5"]
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", KILLED, at, *arguments], env=env, capture_output=True, timeout=300
+        [sys.executable, "-W", "ignore", "-c", KILLED, at, *arguments],
+        env=env,
+        capture_output=True,
+        timeout=300,
     )
     assert done.returncode == -signal.SIGKILL, done.stderr
     assert not (tmp_path / "out").exists() and (tmp_path / ".out.pruning").is_dir()
@@ -139,7 +142,10 @@ def test_layers_that_predict_further_tokens_are_left_out(given, tmp_path):
     "changes, message",
     [
         ({"--tokens": "missing.npy"}, "missing.npy does not exist"),
-        ({"--seq-len": "500"}, "the text has 600 tokens, of which 0 in whole sequences of 500 are left to measure"),
+        (
+            {"--seq-len": "500"},
+            "the text has 600 tokens, of which 0 in whole sequences of 500 are left to measure",
+        ),
         ({"--experts": "1"}, "a token chooses 2 experts, so 1 are too few"),
         ({"--memory": "1KB"}, "is too little"),
         ({"--held-out": "1"}, "held_out must be from 0 to below 1"),

@@ -1,0 +1,174 @@
+"""Prunes, merges and heals a small MoE model by several criteria, and checks every step (make compress).
+
+The model is made on the spot. The picture shows the loss on held-out text against the share of experts that stay.
+"""
+
+import argparse
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+import peft
+import torch
+from safetensors.torch import load_file
+
+import fmoe_ext
+from fmoe_ext import compress
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "finetune"))
+import small
+
+EXPERTS = ["experts.gate_up_proj", "experts.down_proj"]
+KEPT = (0.75, 0.5, 0.25)
+MEMORY = "8MB"  # of the model, its files have 15 MB
+SIMILAR = 0.1  # cosine of experts that are merged; those of a model trained from nothing are hardly alike
+
+
+class Checks:
+    """Comparisons that have to hold; the script's status says if they did."""
+
+    def __init__(self) -> None:
+        self.failed = 0
+
+    def __call__(self, holds: bool, text: str) -> None:
+        print(f"{'ok    ' if holds else 'FAILED'} {text}", flush=True)
+        self.failed += not holds
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
+
+
+def random_scores(file: Path, out: Path) -> Path:
+    """The file of scores with random counts, so that pruning by frequency leaves random experts."""
+    content = json.loads(file.read_text())
+    generator = torch.Generator().manual_seed(0)
+    for path, count in content["count"].items():
+        content["count"][path] = (torch.randperm(len(count), generator=generator) + 1).tolist()
+    out.write_text(json.dumps(content))
+    return out
+
+
+def prune_all(out: Path, tokens: torch.Tensor) -> dict[str, list[dict]]:
+    """{curve: reports, one for each share that stays}; the text is read once."""
+    scores = out / "scores.json"
+    ways = {
+        "REAP": {"criterion": "reap", "scores": scores},
+        "frequency": {"criterion": "frequency", "scores": scores},
+        "random": {"criterion": "frequency", "scores": out / "random.json"},
+        "merge": {"criterion": "reap", "scores": scores, "merge": SIMILAR},
+    }
+    reports: dict[str, list[dict]] = {}
+    for name, options in ways.items():
+        if name == "random":
+            random_scores(scores, out / "random.json")
+        for keep in KEPT:
+            folder = out / f"{name}_{keep}"
+            common = {"keep": keep, "memory": MEMORY, "seq_len": 128, "held_out": 0.25}
+            report = compress.prune(out / "model", folder, tokens, **common, **options)
+            reports.setdefault(name, []).append(report)
+            print(f"{name:10} keep {keep:.2f}: loss {report['loss_after']:.3f}", flush=True)
+    return reports
+
+
+def loss_of(model, ids: torch.Tensor) -> float:
+    """Mean loss of sequences."""
+    with torch.no_grad():
+        return sum(model(input_ids=row[None], labels=row[None]).loss.item() for row in ids) / len(ids)
+
+
+def heal(folder: Path, code: bytes, test: torch.Tensor, steps: int) -> float:
+    """Trains adapters on a streamed folder -> loss on the held-out text."""
+    config = peft.LoraConfig(r=8, lora_alpha=16, target_parameters=EXPERTS)
+    model = fmoe_ext.lora.fuse(peft.get_peft_model(fmoe_ext.stream(folder, "24MB"), config)).train()
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=4e-3)
+    for step in range(steps):
+        ids = small.windows(code, 8, 128, seed=10_000 + step)
+        loss = model(input_ids=ids, labels=ids).loss
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    model.eval()
+    model.save_pretrained(folder / "adapter")
+    return loss_of(model, test)
+
+
+def draw(before: float, losses: dict[str, list[float]], file: Path) -> None:
+    figure, axes = plt.subplots(figsize=(6.5, 4.2), layout="constrained")
+    for name, values in losses.items():
+        axes.plot([1, *KEPT], [before, *values], "o--" if name == "healed" else "o-", label=name)
+    axes.set(xlabel="share of the experts that stay", ylabel="loss on held-out text (nats a token)")
+    axes.invert_xaxis()
+    axes.legend()
+    figure.savefig(file, dpi=120)
+
+
+def check_packed(out: Path, tokens: torch.Tensor, check: Checks) -> None:
+    """Prunes the model with experts in MXFP4: the bytes of those that stay are the same."""
+    small.quantise(out / "model", out / "mxfp4")
+    report = compress.prune(
+        out / "mxfp4",
+        out / "mxfp4_pruned",
+        tokens,
+        keep=0.5,
+        seq_len=128,
+        held_out=0.25,
+        criterion="frequency",
+    )
+    before, after = (load_file(out / name / "model.safetensors") for name in ("mxfp4", "mxfp4_pruned"))
+    same = all(
+        torch.equal(after[f"{path}.{part}"], before[f"{path}.{part}"][layer["kept"]])
+        for path, layer in report["layers"].items()
+        for part in ("gate_up_proj_blocks", "gate_up_proj_scales", "down_proj_blocks", "down_proj_scales")
+    )
+    check(same, "MXFP4 experts stay packed, byte for byte")
+
+
+def run(options: argparse.Namespace, out: Path) -> int:
+    code, _ = small.texts()
+    small.make(out / "model", code, options.making_steps)
+    source = contents(out / "model")
+    tokens = small.windows(code, 64, 128, seed=-1).flatten()
+    reports = prune_all(out, tokens)
+    check = Checks()
+    check(contents(out / "model") == source, "the model's files are as they were")
+    before = reports["REAP"][0]["loss_before"]
+    losses = {name: [report["loss_after"] for report in found] for name, found in reports.items()}
+    for keep, ours, others in zip(KEPT, losses["REAP"], losses["random"], strict=True):
+        check(before < ours < others, f"keep {keep}: loss {before:.3f}, REAP {ours:.3f}, random {others:.3f}")
+    test = tokens.view(-1, 128)[48:]
+    losses["healed"] = [heal(out / f"REAP_{keep}", code, test, options.healing_steps) for keep in KEPT]
+    for keep, pruned, healed in zip(KEPT, losses["REAP"], losses["healed"], strict=True):
+        check(healed < pruned, f"keep {keep}: pruned {pruned:.3f} -> healed {healed:.3f}")
+    page = (out / "REAP_0.5/prune_report.html").read_text()
+    check(all(path in page for path in reports["REAP"][1]["layers"]), "the page names every layer")
+    check_packed(out, tokens, check)
+    draw(before, losses, out / "compress.png")
+    print(f"\nkeep       {''.join(f'{keep:10.2f}' for keep in (1, *KEPT))}")
+    for name, values in losses.items():
+        print(f"{name:11}{''.join(f'{value:10.3f}' for value in (before, *values))}")
+    print(f"picture: {out / 'compress.png'}; page: {out / 'REAP_0.5/prune_report.html'}")
+    return 1 if check.failed else 0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", default="out/compress", help="folder to write; what is in it is removed")
+    parser.add_argument("--making-steps", type=int, default=200, help="to make the small model")
+    parser.add_argument("--healing-steps", type=int, default=40, help="of the adapters, for each share")
+    options = parser.parse_args()
+    out = Path(options.out)
+    shutil.rmtree(out, ignore_errors=True)
+    out.mkdir(parents=True)
+    return run(options, out)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,89 @@
+"""A GGUF file without some experts: types, metadata and the bytes of everything else as they are."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from fmoe_ext.checkpoint.errors import CheckpointError
+from fmoe_ext.checkpoint.files import explained, unique
+from fmoe_ext.checkpoint.gguf_experts import open_gguf
+
+OF_LAYER = re.compile(r"blk\.(\d+)\.(.+)")
+STACKS = re.compile(r"ffn_(gate|up|down|gate_up)_exps\.(weight|bias)")
+ROUTER = ("ffn_gate_inp.weight", "ffn_gate_inp.bias", "exp_probs_b.bias")
+COUNT = "expert_count"
+HEADER = ("GGUF.", "general.architecture")  # fields that the writer makes itself
+
+
+class GgufCut:
+    """The tensors of a GGUF file with fewer experts in each layer.
+
+    paths: of the experts modules. Raises CheckpointError for a tensor that depends on their number and is not known.
+    """
+
+    def __init__(self, file: Path, paths: Sequence[str], num_experts: int, number: int) -> None:
+        self.file, self.num_experts, self.number = file, num_experts, number
+        self.left_out: set[str] = set()
+        self._reader = open_gguf(file)
+        found = [re.search(r"\.layers\.(\d+)\.", f".{path}.") for path in paths]
+        self._layers = {int(m[1]): path for m, path in zip(found, paths, strict=True) if m}
+        self._architecture = str(self._reader.fields["general.architecture"].contents())
+        for tensor in self._reader.tensors:
+            self._path_of(tensor)
+
+    def write(self, work: Path, kept: Mapping[str, Sequence[int]]) -> None:
+        """Writes the file of the same name into a folder, unless it is there, a tensor at a time."""
+        if (work / self.file.name).exists():
+            return
+        for abandoned in work.glob(f".{self.file.name}.*.tmp"):
+            abandoned.unlink()
+        unfinished = work / f".{self.file.name}.{unique()}.tmp"
+        with explained(unfinished, self.file.stat().st_size):
+            self._write(unfinished, kept)
+        unfinished.rename(work / self.file.name)
+
+    def _write(self, path: Path, kept: Mapping[str, Sequence[int]]) -> None:
+        import gguf
+
+        writer = gguf.GGUFWriter(path, self._architecture)
+        writer.data_alignment = self._reader.alignment
+        try:
+            for name, field in self._reader.fields.items():
+                if not name.startswith(HEADER):
+                    value = self.number if name == f"{self._architecture}.{COUNT}" else field.contents()
+                    sub_type = field.types[-1] if len(field.types) > 1 else None
+                    writer.add_key_value(name, value, field.types[0], sub_type)
+            tensors = [(tensor, self._path_of(tensor)) for tensor in self._reader.tensors]
+            for tensor, layer in tensors:
+                shape, size = list(tensor.data.shape), int(tensor.n_bytes)
+                if layer:
+                    shape[0], size = self.number, size // self.num_experts * self.number
+                writer.add_tensor_info(tensor.name, shape, tensor.data.dtype, size, tensor.tensor_type)
+            writer.write_header_to_file()
+            writer.write_kv_data_to_file()
+            writer.write_ti_data_to_file()
+            for tensor, layer in tensors:
+                writer.write_tensor_data(tensor.data[list(kept[layer])] if layer else tensor.data)
+        finally:
+            with suppress(OSError):  # of buffers that a full disk did not take
+                writer.close()
+
+    def _path_of(self, tensor: Any) -> str | None:
+        """The path of the experts whose number is the first dimension of a tensor; None for others."""
+        match = OF_LAYER.fullmatch(tensor.name)
+        path = self._layers.get(int(match[1])) if match else None
+        if match is None or path is None:
+            return None
+        if not STACKS.fullmatch(match[2]) and match[2] not in ROUTER:
+            if "exps" in match[2] or "exp_" in match[2]:
+                raise CheckpointError(f"{self.file}: it is not known how to cut experts from {tensor.name}")
+            return None
+        if int(tensor.shape[-1]) != self.num_experts:
+            raise CheckpointError(
+                f"{self.file}: {tensor.name} has {int(tensor.shape[-1])} experts, but the model {self.num_experts}"
+            )
+        return path
