@@ -112,7 +112,13 @@ def check_packed(out: Path, tokens: torch.Tensor, check: Checks) -> None:
     """Prunes the model with experts in MXFP4: the bytes of those that stay are the same."""
     small.quantise(out / "model", out / "mxfp4")
     report = compress.prune(
-        out / "mxfp4", out / "mxfp4_pruned", tokens, keep=0.5, seq_len=128, held_out=0.25, criterion="frequency"
+        out / "mxfp4",
+        out / "mxfp4_pruned",
+        tokens,
+        keep=0.5,
+        seq_len=128,
+        held_out=0.25,
+        criterion="frequency",
     )
     before, after = (load_file(out / name / "model.safetensors") for name in ("mxfp4", "mxfp4_pruned"))
     same = all(
